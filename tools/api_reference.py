@@ -31,6 +31,7 @@ SECTIONS = {  # section: {file below python/flashrope: public names}
         "cache/paged.py": ("PagedKVCache",),
         "cache/pool.py": ("OutOfPages",),
         "cache/step.py": ("Step",),
+        "cache/capture.py": ("CapturedStep",),
     },
     "Hugging Face: `flashrope.integrations.transformers`": {
         "integrations/transformers/conversion.py": ("convert", "revert", "from_pretrained", "register_auto_classes"),

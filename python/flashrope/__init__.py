@@ -14,7 +14,7 @@ from ._version import __version__
 
 if TYPE_CHECKING:
     from .backends.cache_tables import CacheLayer, CachePositions, CacheTables, Packed
-    from .cache import KVCache, OutOfPages, PagedKVCache, Step
+    from .cache import CapturedStep, KVCache, OutOfPages, PagedKVCache, Step
     from .operators.cache_plan import CachePlan, plan_cache
     from .operators.functional import (
         attention,
@@ -32,6 +32,7 @@ __all__ = [
     "CachePlan",
     "CachePositions",
     "CacheTables",
+    "CapturedStep",
     "KVCache",
     "OutOfPages",
     "Packed",
@@ -58,7 +59,7 @@ if not TYPE_CHECKING:  # or a type checker would accept any name
         ),
         "operators.cache_plan": ("CachePlan", "plan_cache"),
         "backends.cache_tables": ("CacheLayer", "CachePositions", "CacheTables", "Packed"),
-        "cache": ("KVCache", "OutOfPages", "PagedKVCache", "Step"),
+        "cache": ("CapturedStep", "KVCache", "OutOfPages", "PagedKVCache", "Step"),
         "rotary.bands": ("Band",),
         "rotary.rotary": ("Rotary",),
     }

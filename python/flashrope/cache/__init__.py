@@ -5,9 +5,10 @@ reference counts are kept on the host, so a full cache is an error and no call w
 layer or all layers of a model, which a ``Step`` writes to at once.
 """
 
+from .capture import CapturedStep
 from .contiguous import KVCache
 from .paged import PagedKVCache
 from .pool import OutOfPages
 from .step import Step
 
-__all__ = ["KVCache", "OutOfPages", "PagedKVCache", "Step"]
+__all__ = ["CapturedStep", "KVCache", "OutOfPages", "PagedKVCache", "Step"]

@@ -11,6 +11,7 @@ import torch
 from ..backends.cache_tables import CacheTables
 from ..rotary.rotary import Rotary
 from . import entries, pool
+from .capture import CapturedStep
 from .pool import PagePool
 from .step import Step
 from .storage import Cache, OpenStep, check_integer, check_padding, check_queries, count_new, describe, upload
@@ -73,7 +74,7 @@ class PagedKVCache(Cache):
     into them. After it call ``cache.advance(sequences, k.shape[1])``. Pass ``cache_leftpad`` as well for sequences with
     left padding, and copy ``cache.leftpad(sequences)`` into it. A quantized cache needs ``k_scale`` and ``v_scale``,
     which ``cache.scales(i)`` returns, and a cache of rotated keys ``rotated_keys=True``. Sequences that ``extend``,
-    ``remove`` or ``keep`` changed cannot be captured: ``seqlens`` and ``block_table`` refuse them, because their tokens
+    ``remove`` or ``keep`` changed need ``capture``: ``seqlens`` and ``block_table`` refuse them, because their tokens
     do not stand at their slots.
     """
 
@@ -295,6 +296,37 @@ class PagedKVCache(Cache):
                 raise ValueError(f"seqlen_new: expected at most {room}, reserved for sequence {name}, got {seqlen_new}")
         for sequence in selected.values():
             self._pool.grow(sequence, seqlen_new)
+
+    def capture(self, sequences: Sequence[int], seqlen_new: int) -> CapturedStep:
+        """Returns a step over static tables, for a CUDA graph of all layers that is replayed again and again.
+
+        Unlike ``seqlens`` and ``block_table``, it also serves sequences that ``extend``, ``remove`` or ``keep`` changed.
+
+            step = cache.capture(sequences, 1)
+            layers = [cache.cache_layer(i) for i in range(cache.layers)]
+            plan = plan_cache(step.tables, like=layers[0], rotary=rotary, seqlen_q=1, heads_q=heads)
+            with torch.cuda.graph(graph):
+                plan.refresh()
+                outs = [plan.attend(q[i], layer, k[i], v[i]) for i, layer in enumerate(layers)]
+            step.update(), graph.replay(), step.advance()  # for every further token
+
+        Args:
+            sequences: n numbers from ``allocate`` and ``fork``.
+            seqlen_new: new tokens of every sequence at a replay.
+
+        Raises:
+            OutOfPages, ValueError: as in ``reserve``.
+        """
+        return CapturedStep(self, list(self._select(sequences)), check_integer("seqlen_new", seqlen_new, 1))
+
+    def tables_of(self, sequences: Sequence[int], seqlen_new: int, positioned: bool = False) -> CacheTables:
+        """Reserves pages for seqlen_new more tokens of every sequence and returns the tables for ``plan_cache``.
+
+        positioned: with explicit positions, which are needed where ``extend``, ``remove`` or ``keep`` moved tokens.
+        """
+        self.reserve(sequences, seqlen_new)
+        selected = [*self._select(sequences).values()]
+        return self._pool.tables(selected, [x.leftpad for x in selected], seqlen_new, positioned)
 
     def truncate(self, sequence: int, length: int) -> None:
         """Drops the tokens from ``length`` on, in all layers, such as those that speculative decoding rejects.

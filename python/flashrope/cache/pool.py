@@ -238,8 +238,13 @@ class PagePool:
 
     # ---- what the kernels read
 
-    def tables(self, selected: list[Sequence], padding: list[int], seqlen_new: int = 0) -> CacheTables:
-        """For a call that adds seqlen_new tokens. Everything new is copied to the device at once."""
+    def tables(
+        self, selected: list[Sequence], padding: list[int], seqlen_new: int = 0, positioned: bool = False
+    ) -> CacheTables:
+        """Returns the tables of a call that adds seqlen_new tokens. Everything new is copied to the device at once.
+
+        positioned: with explicit positions, whether or not tokens of a sequence moved.
+        """
         rows, lengths = [sequence.row for sequence in selected], [sequence.length for sequence in selected]
         pads = padding if any(padding) else []
         values = [*rows, *lengths, *pads, *self.changed, *self.changed.values()]
@@ -251,7 +256,7 @@ class PagePool:
             self.changed.clear()
         block_table = self.table.index_select(0, table_rows)
         positions = None
-        if any(sequence.entries is not None for sequence in selected):
+        if positioned or any(sequence.entries is not None for sequence in selected):
             positions = self._positions(selected, pads or [0] * n, seqlen_new)
         leftpad = leftpad.to(torch.int32) if pads else None
         return CacheTables(seqlens.to(torch.int32), block_table, leftpad, seqlen_new, positions)

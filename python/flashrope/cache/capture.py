@@ -1,0 +1,60 @@
+"""``CapturedStep``: the tables of a step in tensors that stay, for a CUDA graph."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..backends.cache_tables import CachePositions, CacheTables
+
+if TYPE_CHECKING:
+    from .paged import PagedKVCache
+
+
+class CapturedStep:
+    """The same step again and again, over tensors that a CUDA graph may hold. From ``PagedKVCache.capture``.
+
+    Attributes:
+        tables: for ``plan_cache``; the same tensors at every replay.
+        sequences: the sequences of the step, in order.
+    """
+
+    def __init__(self, cache: PagedKVCache, sequences: list[int], seqlen_new: int):
+        self._cache, self.sequences, self._seqlen_new = cache, sequences, seqlen_new
+        self.tables = _copied(cache.tables_of(sequences, seqlen_new))
+
+    def update(self) -> None:
+        """Makes room for the new tokens and writes the present tables into the static ones, before a replay.
+
+        Raises:
+            OutOfPages: how many pages are missing.
+            ValueError: a sequence would exceed max_seqlen, or tokens of a sequence moved or padding appeared since the
+                capture, which needs tables that the graph does not read.
+        """
+        own = self.tables
+        now = self._cache.tables_of(self.sequences, self._seqlen_new, positioned=own.positions is not None)
+        for name, table, captured in (
+            ("positions", now.positions, own.positions),
+            ("leftpad", now.leftpad, own.leftpad),
+        ):
+            if table is not None and captured is None:
+                raise ValueError(f"{name}: expected none, as when the step was captured, got some; capture again")
+        own.seqlens.copy_(now.seqlens)
+        assert own.block_table is not None and now.block_table is not None
+        own.block_table.copy_(now.block_table)
+        if own.leftpad is not None:
+            own.leftpad.copy_(now.leftpad) if now.leftpad is not None else own.leftpad.zero_()
+        if own.positions is not None and now.positions is not None:
+            for captured, table in zip(own.positions[:3], now.positions[:3], strict=True):
+                captured.copy_(table)
+
+    def advance(self) -> None:
+        """Counts the tokens that a replay has written to every sequence."""
+        self._cache.advance(self.sequences, self._seqlen_new)
+
+
+def _copied(tables: CacheTables) -> CacheTables:
+    positions = tables.positions
+    if positions is not None:
+        positions = CachePositions(*(x if x is None else x.clone() for x in positions))
+    tensors = (x if x is None else x.clone() for x in (tables.seqlens, tables.block_table, tables.leftpad))
+    return CacheTables(*tensors, tables.new, positions)

@@ -1,0 +1,79 @@
+"""``PagedKVCache.capture``: a step over static tables gives what ``step`` gives, also for sequences that were moved.
+
+Without a GPU a replay is the refreshed plan again, over the same tensors.
+"""
+
+import pytest
+import torch
+from flashrope import OutOfPages, PagedKVCache, Rotary, plan_cache
+
+PAGE, HEADS_KV, HEADS, D, LAYERS = 16, 2, 4, 16, 2
+SCHEME = Rotary.rope(D).rectify(21)
+
+
+def random(seed: int, n: int, seqlen: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(n, seqlen, heads, D, generator=generator) for heads in (HEADS, HEADS_KV, HEADS_KV)]
+
+
+def filled(kind: str, pages: int = 14) -> tuple[PagedKVCache, list[int]]:
+    cache = PagedKVCache(pages, PAGE, HEADS_KV, D, torch.float32, "cpu", layers=LAYERS)
+    a, b = cache.allocate(), cache.allocate()
+    _, k, v = random(1, 2, 29)
+    cache.append(
+        [a, b], k.expand(LAYERS, *k.shape), v.expand(LAYERS, *v.shape), leftpad=[3, 0] if kind == "padded" else None
+    )
+    if kind == "moved":
+        cache.remove(a, 4, 9)
+        cache.extend(b, a)
+    return cache, [a, b, cache.fork(a)]
+
+
+@pytest.mark.parametrize("impl", ["reference", "cpu", "triton"])
+@pytest.mark.parametrize("kind", ["plain", "padded", "moved"])
+def test_replays(kind, impl):
+    (cache, names), (other, _) = filled(kind), filled(kind)
+    step = cache.capture(names, 2)
+    held = [x for x in (*step.tables[:3], *(step.tables.positions or ())) if x is not None]
+    addresses = [x.data_ptr() for x in held]
+    assert (step.tables.positions is not None) == (kind == "moved")
+    plan = plan_cache(
+        step.tables, like=cache.cache_layer(0), rotary=SCHEME, seqlen_q=2, heads_q=HEADS, dtype=torch.float32, impl=impl
+    )
+    for n in range(9):  # into further pages
+        q, k, v = random(10 + n, 3, 2)
+        step.update()
+        plan.refresh()
+        got = [plan.attend(q, cache.cache_layer(layer), k, v * layer) for layer in range(LAYERS)]
+        step.advance()
+        with other.step(names, 2) as wanted:
+            for layer in range(LAYERS):
+                assert torch.equal(got[layer], wanted.attend(q, SCHEME, k, v * layer, layer=layer, impl=impl))
+    assert cache.lengths == other.lengths and cache.free_pages == other.free_pages
+    assert [x.data_ptr() for x in held] == addresses
+
+
+def test_tables_that_the_graph_does_not_read():
+    cache, names = filled("plain")
+    step = cache.capture(names, 1)
+    cache.remove(names[0], 4, 9)
+    with pytest.raises(ValueError, match="^positions: expected none, as when the step was captured, got some"):
+        step.update()
+    cache, names = filled("plain")
+    empty = cache.allocate()
+    step = cache.capture([empty], 1)
+    _, k, v = random(1, 1, 5)
+    cache.append([empty], k.expand(LAYERS, *k.shape), v.expand(LAYERS, *v.shape), leftpad=[2])
+    with pytest.raises(ValueError, match="^leftpad: expected none, as when the step was captured, got some"):
+        step.update()
+
+
+def test_no_room():
+    cache, names = filled("plain", pages=5)
+    step = cache.capture(names, 3)
+    step.update()
+    step.advance()
+    with pytest.raises(OutOfPages):
+        step.update()
+    with pytest.raises(ValueError, match="^seqlen_new: expected at least 1, got 0"):
+        cache.capture(names, 0)
