@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 from ..backends.cache_tables import CachePositions, CacheTables
-
-if TYPE_CHECKING:
-    from .paged import PagedKVCache
 
 
 class CapturedStep:
@@ -18,7 +15,8 @@ class CapturedStep:
         sequences: the sequences of the step, in order.
     """
 
-    def __init__(self, cache: PagedKVCache, sequences: list[int], seqlen_new: int):
+    def __init__(self, cache: Any, sequences: list[int], seqlen_new: int):
+        """cache: a ``PagedKVCache``."""
         self._cache, self.sequences, self._seqlen_new = cache, sequences, seqlen_new
         self.tables = _copied(cache.tables_of(sequences, seqlen_new))
 

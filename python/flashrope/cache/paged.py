@@ -300,7 +300,8 @@ class PagedKVCache(Cache):
     def capture(self, sequences: Sequence[int], seqlen_new: int) -> CapturedStep:
         """Returns a step over static tables, for a CUDA graph of all layers that is replayed again and again.
 
-        Unlike ``seqlens`` and ``block_table``, it also serves sequences that ``extend``, ``remove`` or ``keep`` changed.
+        Unlike ``seqlens`` and ``block_table``, it also serves sequences that ``extend``, ``remove`` or ``keep``
+        changed.
 
             step = cache.capture(sequences, 1)
             layers = [cache.cache_layer(i) for i in range(cache.layers)]
