@@ -79,6 +79,7 @@ def store_positions(k_cache, tables: CacheTables, rows: int) -> None:
     tables: with slot_positions, before the new keys count. rows: rows of k, per sequence or packed.
     """
     positions = tables.positions
+    assert positions is not None
     if tables.slot_mapping is not None:
         page, row, fits = tables.mapped_places(k_cache)
         _put(positions.slot_positions, page, row, fits, positions.queries)

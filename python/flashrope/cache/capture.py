@@ -40,10 +40,11 @@ class CapturedStep:
         assert own.block_table is not None and now.block_table is not None
         own.block_table.copy_(now.block_table)
         if own.leftpad is not None:
-            own.leftpad.copy_(now.leftpad) if now.leftpad is not None else own.leftpad.zero_()
+            own.leftpad.zero_() if now.leftpad is None else own.leftpad.copy_(now.leftpad)
         if own.positions is not None and now.positions is not None:
-            for captured, table in zip(own.positions[:3], now.positions[:3], strict=True):
-                captured.copy_(table)
+            for static, table in zip(own.positions[:3], now.positions[:3], strict=True):
+                if static is not None and table is not None:
+                    static.copy_(table)
 
     def advance(self) -> None:
         """Counts the tokens that a replay has written to every sequence."""
@@ -51,8 +52,9 @@ class CapturedStep:
 
 
 def _copied(tables: CacheTables) -> CacheTables:
-    positions = tables.positions
+    """The tables in tensors of their own."""
+    seqlens, block_table, leftpad, new, positions = tables
     if positions is not None:
         positions = CachePositions(*(x if x is None else x.clone() for x in positions))
-    tensors = (x if x is None else x.clone() for x in (tables.seqlens, tables.block_table, tables.leftpad))
-    return CacheTables(*tensors, tables.new, positions)
+    block_table, leftpad = (x if x is None else x.clone() for x in (block_table, leftpad))
+    return CacheTables(seqlens.clone(), block_table, leftpad, new, positions)

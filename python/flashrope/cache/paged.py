@@ -160,7 +160,9 @@ class PagedKVCache(Cache):
         Raises:
             ValueError: ``extend``, ``remove`` or ``keep`` changed a sequence.
         """
-        return self._pool.tables(self._select_unmoved("block_table", sequences), []).block_table
+        table = self._pool.tables(self._select_unmoved("block_table", sequences), []).block_table
+        assert table is not None
+        return table
 
     def allocate(self, length: int = 0) -> int:
         """A new, empty sequence with pages reserved for ``length`` tokens; see ``reserve``.

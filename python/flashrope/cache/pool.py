@@ -258,8 +258,8 @@ class PagePool:
         positions = None
         if positioned or any(sequence.entries is not None for sequence in selected):
             positions = self._positions(selected, pads or [0] * n, seqlen_new)
-        leftpad = leftpad.to(torch.int32) if pads else None
-        return CacheTables(seqlens.to(torch.int32), block_table, leftpad, seqlen_new, positions)
+        own_leftpad = leftpad.to(torch.int32) if pads else None
+        return CacheTables(seqlens.to(torch.int32), block_table, own_leftpad, seqlen_new, positions)
 
     def _positions(self, selected: list[Sequence], padding: list[int], seqlen_new: int) -> CachePositions:
         """page_positions, page_first and page_lengths."""

@@ -26,6 +26,8 @@ CACHE_DTYPES: dict[str | None, torch.dtype] = dict(zip(names.CACHE_DTYPES, (torc
 # What attend passes on to a plan, and what belongs to a cache.
 OPTIONS = ("causal", "softmax_scale", "num_splits", "impl", "validate")
 TRACKED = (
+    "block_table",
+    "cache_seqlens",
     "rotated_keys",
     "k_scale",
     "v_scale",
@@ -76,8 +78,7 @@ class Cache:
         self.heads_kv, self.head_dim = int(heads_kv), int(head_dim)
         self.k_scale, self.v_scale = scales or (None, None)
         self._layers, self._scales = self._by_layer(self.k, self.v), self._by_layer(*scales) if scales else None
-        of_layers = self._scales or [()] * self.layers
-        self._cache_layers = [CacheLayer(*own, *scale) for own, scale in zip(self._layers, of_layers, strict=True)]
+        self._cache_layers = [CacheLayer(*self._layers[n], *self.scales(n)) for n in range(self.layers)]
 
     def _by_layer(self, k: torch.Tensor, v: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         with torch.inference_mode(False):
@@ -148,10 +149,11 @@ class Cache:
         if (plan := plans.get(key)) is None:
             if options:
                 tables = self._with_options(tables, options)
-            rotated = self.rotated_keys is not None
-            if rotated:
+            if self.rotated_keys is not None:
                 check_scheme(rotary, self.rotated_keys[layer or 0], layer)
-            plan = plan_checked(q, own, k, v, tables, rotary, *map(options.get, OPTIONS), rotated_keys=rotated)
+            chosen = {name: options[name] for name in OPTIONS if name in options}
+            rotated = self.rotated_keys is not None
+            plan = plan_checked(q, own, k, v, tables, rotary, **chosen, rotated_keys=rotated)
             plans[key] = plan
         elif self.rotated_keys is not None:
             check_scheme(rotary, self.rotated_keys[layer or 0], layer)

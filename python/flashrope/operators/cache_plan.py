@@ -104,15 +104,15 @@ def plan_checked(
     v,
     tables: CacheTables,
     rotary: Rotary,
-    causal: bool | None = None,
+    causal: bool = True,
     softmax_scale: float | None = None,
     num_splits: int | None = None,
     impl: str | None = None,
-    validate: bool | None = None,
+    validate: bool = False,
     rotated_keys: bool = False,
 ) -> CachePlan:
     """The plan of a call with these tensors, after all checks. k, v: None where they are not known yet."""
-    packed, positions, causal = tables.packed, tables.positions, True if causal is None else causal
+    packed, positions = tables.packed, tables.positions
     lengths = () if packed is None else (packed.cu_seqlens_q, packed.max_seqlen_q)
     paged, scales = tables.block_table is not None, (layer.k_scale, layer.v_scale)
     capacity, _ = check_cache(q, layer.k, layer.v, k, v, rotary, paged, lengths, scales, positions is not None)
@@ -338,7 +338,7 @@ class CachePlan:
 
     def _check_new(self, k, v) -> None:
         queries, tables, own = self._queries, self._tables, self._layer.k
-        new, rows = tables.new, (queries.shape[0],)
+        new, rows = tables.new, tuple(queries.shape[:1])
         if not isinstance(new, Packed):
             rows = (*rows, new)
         elif not new.appends and new.slot_mapping is None:

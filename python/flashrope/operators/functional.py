@@ -307,9 +307,9 @@ def attention_with_cache(
     if unknown:
         refuse_unknown(attention_with_cache, unknown)
     layer = CacheLayer(k_cache, v_cache, k_scale, v_scale)
-    positions = CachePositions.of(page_positions, page_first, page_lengths, slot_positions, positions)
+    explicit = CachePositions.of(page_positions, page_first, page_lengths, slot_positions, positions)
     new = k.shape[1] if isinstance(k, torch.Tensor) and k.ndim == 4 else 0
-    tables = CacheTables(cache_seqlens, block_table, cache_leftpad, new, positions)
+    tables = CacheTables(cache_seqlens, block_table, cache_leftpad, new, explicit)
     options = causal, softmax_scale, num_splits, impl, validate, rotated_keys
     return _attend_with_cache(q, layer, k, v, tables, rotary, options, sinks, return_lse)
 
@@ -379,9 +379,9 @@ def attention_varlen_with_cache(
     if unknown:
         refuse_unknown(attention_varlen_with_cache, unknown)
     layer = CacheLayer(k_cache, v_cache, k_scale, v_scale)
-    positions = CachePositions.of(page_positions, page_first, page_lengths, slot_positions, positions)
+    explicit = CachePositions.of(page_positions, page_first, page_lengths, slot_positions, positions)
     new = Packed(cu_seqlens_q, max_seqlen_q, slot_mapping, k is not None and slot_mapping is None)
-    tables = CacheTables(cache_seqlens, block_table, cache_leftpad, new, positions)
+    tables = CacheTables(cache_seqlens, block_table, cache_leftpad, new, explicit)
     options = causal, softmax_scale, num_splits, impl, validate, rotated_keys
     return _attend_with_cache(q, layer, k, v, tables, rotary, options, sinks, return_lse)
 

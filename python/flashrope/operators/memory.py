@@ -24,7 +24,7 @@ def check_append(layer: CacheLayer, k, v, tables: CacheTables) -> None:
         ValueError: names the tensors whose memory would be written twice, or written before it is read.
     """
     written = [("k_cache", layer.k), ("v_cache", layer.v)]
-    if layer.k_scale is not None:
+    if layer.k_scale is not None and layer.v_scale is not None:
         written += [("k_scale", layer.k_scale), ("v_scale", layer.v_scale)]
     if tables.positions is not None and tables.positions.slot_positions is not None:
         written.append(("slot_positions", tables.positions.slot_positions))

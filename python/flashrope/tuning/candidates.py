@@ -16,6 +16,13 @@ KERNELS = {
     "grad_qkv": "attention_grad_kv",
     "decode": "attention_decode",
 }
+
+
+def kernel_of(direction: str, cache: str) -> str:
+    """The kernel that takes the tile of a direction. Chunks over a cache have a forward of their own."""
+    return "attention_chunks" if direction == "forward" and cache else KERNELS[direction]
+
+
 # block_m (rows of queries), block_n (keys), warps, stages
 GRIDS = {
     "forward": ((64, 128), (32, 64, 128), (4, 8), (2, 3)),

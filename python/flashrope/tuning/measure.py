@@ -25,7 +25,7 @@ from ..backends.triton.device import compute_capability
 from ..backends.tuned_tiles import Winner
 from ..cli.progress import Bar
 from ..triton_kernels.configs import Tile
-from .candidates import KERNELS, candidates_of
+from .candidates import candidates_of, kernel_of
 from .timer import Spread, Timer, rounds
 from .workloads import CHECK_WINDOW, Results, Workload
 
@@ -137,7 +137,11 @@ def compile_ahead(
     """
     if launcher.interpreted():
         return {}
-    call, end, name = workload.call(device, CHECK_WINDOW), time.monotonic() + seconds, KERNELS[workload.direction]
+    call, end, name = (
+        workload.call(device, CHECK_WINDOW),
+        time.monotonic() + seconds,
+        kernel_of(workload.direction, workload.cache),
+    )
     futures: dict[Future, Tile] = {}
     threads = ThreadPoolExecutor(jobs or os.cpu_count() or 1)
     with threads, AsyncCompileMode(threads, ignore_errors=True), _cancelled_by_errors(futures):

@@ -73,21 +73,20 @@ def decode(
 def _fill(library: Library, q, layer: CacheLayer, out, lse, part: Part, placed: list[Placed] | None) -> DecodeCall:
     """The compiled call. Layers of a step with equal strides change its addresses alone."""
     k, v, k_scale, v_scale, _ = layer
-    quantized = k_scale is not None and v_scale is not None
-    strides = q.stride(), k.stride(), v.stride(), out.stride()
-    if quantized:
+    strides: tuple = (q.stride(), k.stride(), v.stride(), out.stride())
+    if k_scale is not None and v_scale is not None:
         strides += (k_scale.stride(), v_scale.stride())
     if part.filled is not None and part.filled[0] == strides:
         c = part.filled[1]
         c.q.data, c.k.data, c.v.data, c.out.data = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
-        if quantized:
+        if k_scale is not None and v_scale is not None:
             c.k_scale.data, c.v_scale.data = k_scale.data_ptr(), v_scale.data_ptr()
     else:
         if part.described is None:
             part.described = _describe(library, q, layer, part, placed)
         c = DecodeCall.from_buffer_copy(part.described[0])
         c.q, c.k, c.v, c.out = TensorView.of(q), TensorView.of(k), TensorView.of(v), TensorView.of(out)
-        if quantized:
+        if k_scale is not None and v_scale is not None:
             c.k_scale, c.v_scale = TensorView.of(k_scale), TensorView.of(v_scale)
         part.filled = strides, c
     c.lse = lse.data_ptr()

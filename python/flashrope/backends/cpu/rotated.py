@@ -93,9 +93,8 @@ class Append:
     def run(self, layer: CacheLayer, k: torch.Tensor, v: torch.Tensor) -> None:
         """Writes k and v, of a type in DTYPES, to the layer, quantized if it has scales."""
         k_cache, v_cache, k_scale, v_scale, _ = layer
-        quantized = k_scale is not None and v_scale is not None
-        strides = k.stride(), v.stride(), k_cache.stride(), v_cache.stride()
-        if quantized:
+        strides: tuple = (k.stride(), v.stride(), k_cache.stride(), v_cache.stride())
+        if k_scale is not None and v_scale is not None:
             strides += (k_scale.stride(), v_scale.stride())
         if self._filled is None or self._filled[0] != strides:
             self._filled = strides, *self._fill(layer, k, v)
@@ -106,7 +105,7 @@ class Append:
             k_cache.data_ptr(),
             v_cache.data_ptr(),
         )
-        if quantized:
+        if k_scale is not None and v_scale is not None:
             c.k_scale.data, c.v_scale.data = k_scale.data_ptr(), v_scale.data_ptr()
         self._compiled.rotate(ctypes.byref(c))
 

@@ -182,13 +182,15 @@ class FlashropeImpl(AttentionImpl):
             self.pages = split_pages(kv_cache, self.head_size)
             self.layer = CacheLayer(*self.pages[1:])
             self.strides = tuple(x.stride() for x in self.pages[1:] if x is not None)
-        k_pages = self.layer.k
+        own = self.layer
+        assert own is not None
+        k_pages = own.k
         alike = self.scheme, self.scale, query.shape, k_pages.shape, k_pages.dtype, self.strides
         if (plan := attn_metadata.plans.get(alike)) is None:
             rotary, rotated_keys = self.scheme
             plan = attn_metadata.plans[alike] = plan_cache(
                 attn_metadata.tables,
-                like=self.layer,
+                like=own,
                 rotary=rotary,
                 seqlen_q=n,
                 heads_q=self.num_heads,
@@ -197,9 +199,9 @@ class FlashropeImpl(AttentionImpl):
                 rotated_keys=rotated_keys,
             )
         if output.is_contiguous():
-            plan.attend(query, self.layer, key, value, out=output.view(query.shape))
+            plan.attend(query, own, key, value, out=output.view(query.shape))
         else:
-            output.copy_(plan.attend(query, self.layer, key, value).view(output.shape))
+            output.copy_(plan.attend(query, own, key, value).view(output.shape))
         return padded
 
     def _find_scheme(self, layer_name: str) -> tuple[Rotary, bool]:
