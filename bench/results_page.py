@@ -68,14 +68,16 @@ head_dim 128, causal, seqlen 2048 and above unless the goal says otherwise; the 
 
 ROTATED_CACHE = "rotate the cache, then SDPA"  # in plots.CPU_SERIES
 WHY_IT_JUMPS = """\
-Why the line "ReRoPE, rotated cache + SDPA" jumps in the chart: such a step allocates tensors as large as the keys.
+A likely reason why the line "ReRoPE, rotated cache + SDPA" jumps in the chart: a step allocates tensors as large as the
+keys.
 Whether glibc keeps their memory or returns it to the system depends on their size and on what was freed before.
 Returned memory costs a page fault per 4 KiB at the next step. This run did not count page faults. Another one did (the
 same contestants at revision e1f5b9f, `getrusage` around each call, two shared cores of an AMD EPYC without AVX-512):
 over 4,096, 8,192 and 16,384 keys a step took 6,656, 10,240 and 32,772 page faults and 15, 27 and 78 ms. With
 `MALLOC_MMAP_THRESHOLD_=4294967296 MALLOC_TRIM_THRESHOLD_=17179869184`, which make glibc keep the memory, it took no
 page faults and 4.4, 10 and 22 ms. With this contestant alone in the process and glibc's defaults the page faults were
-0, 4,064 and 32,772.\
+0, 4,064 and 32,772. Two repeats beside more work counted about as many faults; their times did not all show the
+difference.\
 """
 
 Runs = list[tuple[Path, Run]]  # (JSON file, its run)
