@@ -153,8 +153,9 @@ class Cache:
                 check_scheme(rotary, self.rotated_keys[layer or 0], layer)
             chosen = {name: options[name] for name in OPTIONS if name in options}
             rotated = self.rotated_keys is not None
-            plan = plan_checked(q, own, k, v, tables, rotary, **chosen, rotated_keys=rotated)
-            plans[key] = plan
+            plan = plans[key] = plan_checked(q, own, k, v, tables, rotary, **chosen, rotated_keys=rotated)
+            if sinks is None:  # the tensors were checked with the plan
+                return plan._run(q, own, k, v, None, return_lse)
         elif self.rotated_keys is not None:
             check_scheme(rotary, self.rotated_keys[layer or 0], layer)
         return plan._attend(q, own, k, v, sinks, return_lse)

@@ -112,12 +112,13 @@ def plan_checked(
     rotated_keys: bool = False,
 ) -> CachePlan:
     """The plan of a call with these tensors, after all checks. k, v: None where they are not known yet."""
-    packed, positions = tables.packed, tables.positions
+    new, positions = tables.new, tables.positions
+    packed = new if isinstance(new, Packed) else None
     lengths = () if packed is None else (packed.cu_seqlens_q, packed.max_seqlen_q)
     paged, scales = tables.block_table is not None, (layer.k_scale, layer.v_scale)
     capacity, _ = check_cache(q, layer.k, layer.v, k, v, rotary, paged, lengths, scales, positions is not None)
-    if tables.slot_mapping is not None:
-        check_slot_mapping(tables.slot_mapping, q)
+    if packed is not None and packed.slot_mapping is not None:
+        check_slot_mapping(packed.slot_mapping, q)
     if rotated_keys is not False:
         check_rotated_keys(rotated_keys, rotary)
     scale, num_splits = check_options(causal, softmax_scale, q), check_num_splits(num_splits)
@@ -165,6 +166,7 @@ class CachePlan:
         "_stored",
         "_watched",
         "_check_memory",
+        "watches",
         "_versions",
     )
 
@@ -175,6 +177,7 @@ class CachePlan:
         self._written: set[int] = set()  # addresses of the keys of layers that hold the new tokens
         self._stored = False  # slot_positions holds those of the new tokens
         self._check_memory = AppendCheck()
+        self.watches = True  # whether a write to a table is noticed; a plan of one call needs no notice
         self._watched: list[torch.Tensor] = []
         self._versions: list[int] = []
 
@@ -309,7 +312,7 @@ class CachePlan:
         """The backend's plan, while the tables hold what they held when it was made."""
         if self._backend is None:
             self._backend = load_backend(self._impl).plan_cache(self._call, self._layer, self._queries)
-            self._watched = _watched(self._tables)
+            self._watched = _watched(self._tables) if self.watches else []
             self._versions = [x._version for x in self._watched]
         elif self._versions != [x._version for x in self._watched]:
             raise ValueError(

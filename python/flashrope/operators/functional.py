@@ -389,10 +389,11 @@ def attention_varlen_with_cache(
 def _attend_with_cache(q, layer: CacheLayer, k, v, tables: CacheTables, rotary, options, sinks, return_lse: bool):
     """options: those of ``plan_checked`` behind rotary."""
     plan = plan_checked(q, layer, k, v, tables, rotary, *options)
-    if k is None and tables.slot_mapping is not None:
-        raise ValueError("slot_mapping: expected k and v to place, got none")
-    causal = options[0]
-    if causal and tables.packed is None and q.shape[1] > max(tables.new, 1) and not torch.compiler.is_compiling():
+    plan.watches, new, causal = False, tables.new, options[0]
+    if isinstance(new, Packed):
+        if k is None and new.slot_mapping is not None:
+            raise ValueError("slot_mapping: expected k and v to place, got none")
+    elif causal and q.shape[1] > 1 and q.shape[1] > new and not torch.compiler.is_compiling():
         warn_of_short_caches("attention_with_cache", tables, q.shape[1], stacklevel=4)
     if sinks is not None:
         check_sinks(sinks, q)

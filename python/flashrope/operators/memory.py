@@ -29,9 +29,10 @@ def check_append(layer: CacheLayer, k, v, tables: CacheTables) -> None:
     if tables.positions is not None and tables.positions.slot_positions is not None:
         written.append(("slot_positions", tables.positions.slot_positions))
     found: list[tuple[str, torch.Tensor, int, int]] = []
-    for name, x in (*written, ("k", k), ("v", v)):
+    caches = len(written)
+    for n, (name, x) in enumerate((*written, ("k", k), ("v", v))):
         start, (size, repeats) = x.data_ptr(), _extent(x.shape, x.stride(), x.itemsize)
-        is_written = len(found) < len(written)
+        is_written = n < caches
         if is_written and repeats:
             raise ValueError(
                 f"{name}: expected memory of its own for every element, because new keys and values are written to "

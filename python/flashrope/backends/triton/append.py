@@ -9,9 +9,9 @@ from ...triton_kernels import configs
 from ...triton_kernels.arguments import _TAG as TAG
 from ...triton_kernels.arguments import CacheLayout, Shape, TensorView, encode_ints
 from ...triton_kernels.decode import append_rows
-from ..cache_tables import CacheLayer, CacheTables
+from ..cache_tables import CacheLayer, CacheTables, Packed
 from ..calls import RotateCall
-from .device import block_d, cached_vector_sizes, current_device, vector_size
+from .device import block_d, cached_vector_sizes, current_device
 from .launcher import Launch, cdiv
 from .rotated import rotate
 
@@ -26,7 +26,7 @@ def append_to_cache(
         k = rotate(k, RotateCall(rotary, None, tables, tables.capacity(layer.k)))
     layout = kernel_layout(layer, tables)
     with current_device(k):
-        AppendLaunch(layer, k, v, tables, layout).run(layer, k, v)
+        AppendLaunch(layer, k, v, tables, layout, append_key(layer, k, v)).run(layer, k, v)
 
 
 view = tuple.__new__  # view(TensorView, fields) is one call, TensorView(*fields) two
@@ -35,17 +35,19 @@ view = tuple.__new__  # view(TensorView, fields) is one call, TensorView(*fields
 class AppendLaunch:
     """The launch of ``append_rows`` for layers and new rows of equal shapes, strides and alignment."""
 
-    def __init__(self, layer: CacheLayer, k: torch.Tensor, v: torch.Tensor, tables: CacheTables, layout: CacheLayout):
-        """layout: ``kernel_layout`` of the layer and the tables."""
+    def __init__(
+        self, layer: CacheLayer, k: torch.Tensor, v: torch.Tensor, tables: CacheTables, layout: CacheLayout, key: tuple
+    ):
+        """layout: ``kernel_layout`` of the layer and the tables. key: the strides of k and v, and ``alignment_key``."""
         seqlen, heads_kv, head_dim = k.shape[-3:]
-        packed, batch, max_seqlen, cu_seqlens = tables.packed, k.shape[0], seqlen, None
-        if packed is not None and packed.slot_mapping is not None:
+        new, batch, max_seqlen, cu_seqlens = tables.new, k.shape[0], seqlen, None
+        if isinstance(new, Packed):
             batch = 1
-        elif packed is not None:
-            cu_seqlens = packed.cu_seqlens_q
-            batch, max_seqlen = cu_seqlens.shape[0] - 1, min(packed.max_seqlen_q, seqlen)
+            if new.slot_mapping is None:
+                cu_seqlens = new.cu_seqlens_q
+                batch, max_seqlen = cu_seqlens.shape[0] - 1, min(new.max_seqlen_q, seqlen)
         if layer.k_scale is None:
-            vec = vector_size(layer.k, layer.v, k, v)
+            vec = vector_of(key[2], k.dtype.itemsize, layer.k.stride(), layer.v.stride(), *key[:2])
         else:
             vec = min(cached_vector_sizes(layer.k, layer.v, k, v))
         page_size = 0 if tables.block_table is None else layer.k.shape[1]
@@ -72,10 +74,26 @@ class AppendLaunch:
         )
 
 
+def append_key(layer: CacheLayer, k: torch.Tensor, v: torch.Tensor) -> tuple:
+    """What an ``AppendLaunch`` depends on, beside the shapes."""
+    return k.stride(), v.stride(), alignment_key(*layer[:4], k, v)
+
+
 def alignment_key(*tensors: torch.Tensor | None):
     """0 where all addresses are multiples of 16, otherwise what Triton specialises by of each."""
     addresses = [x.data_ptr() & 15 for x in tensors if x is not None]
     return addresses if any(addresses) else 0
+
+
+def vector_of(alignment, itemsize: int, *strides: tuple[int, ...]) -> int:
+    """As ``device.vector_size``, of tensors whose ``alignment_key`` and strides are known."""
+    if alignment:
+        return 1
+    merged = 0
+    for each in strides:
+        for stride in each[:-1]:
+            merged |= stride
+    return 1 if merged * itemsize % 16 else 16 // itemsize
 
 
 def stride_fields(x: torch.Tensor) -> tuple[int, int, int]:
@@ -88,9 +106,10 @@ def stride_fields(x: torch.Tensor) -> tuple[int, int, int]:
 
 def kernel_layout(layer: CacheLayer, tables: CacheTables, decode_seqlen: int = 0) -> CacheLayout:
     """The tables as kernels take them, with the scales of the layer."""
-    seqlens, block_table, leftpad, _, _ = tables
-    numbers = encode_ints(tables.seqlen_new, tables.capacity(layer.k), layer.k.shape[0], decode_seqlen)
-    tensors = (seqlens, block_table, leftpad, tables.slot_mapping, *(None,) * 6)
+    seqlens, block_table, leftpad, new, _ = tables
+    slots, seqlen_new = (new.slot_mapping, tables.seqlen_new) if isinstance(new, Packed) else (None, new)
+    numbers = encode_ints(seqlen_new, tables.capacity(layer.k), layer.k.shape[0], decode_seqlen)
+    tensors = (seqlens, block_table, leftpad, slots, *(None,) * 6)
     layout = CacheLayout(*tensors, *numbers)
     return layout if layer.k_scale is None else layout._replace(**scale_fields(layer))
 

@@ -21,13 +21,21 @@ from ..calls import MAX_SPLITS, CacheCall, RotateCall, cached_lse_shape, multipr
 from ..plans import Queries, append_rotary
 from ..splits import choose_splits
 from . import launcher
-from .append import AppendLaunch, alignment_key, kernel_layout, scale_fields, stride_fields, view
+from .append import (
+    AppendLaunch,
+    alignment_key,
+    append_key,
+    kernel_layout,
+    scale_fields,
+    stride_fields,
+    vector_of,
+    view,
+)
 from .device import (
     cached_vector_sizes,
     current_device,
     fits_int32_offsets,
     shape_of,
-    vector_size,
     with_int32_offsets,
 )
 from .launcher import cdiv
@@ -115,9 +123,9 @@ class CachePlan(Plan):
         tables = self.call.tables
         if self.append_rotary is not None and self.append_rotary.changes_channels:
             k = rotate(k, RotateCall(self.append_rotary, None, tables, self.capacity))
-        key = (k.stride(), v.stride(), alignment_key(*layer[:4], k, v))
+        key = append_key(layer, k, v)
         if key != self._append_key:
-            self._append_key, self._append = key, AppendLaunch(layer, k, v, tables, self.new_layout)
+            self._append_key, self._append = key, AppendLaunch(layer, k, v, tables, self.new_layout, key)
         with current_device(k):
             self._append.run(layer, k, v)
 
@@ -280,7 +288,7 @@ class CachePlan(Plan):
         serves are left to it. Most of the others are then a single token each."""
         key = (q.stride(), alignment_key(q, *layer[:4], out))
         if key != self._decode_key:
-            self._decode_key, self._decode = key, self._plan_decode(q, layer, layout, lse)
+            self._decode_key, self._decode = key, self._plan_decode(q, layer, layout, lse, key[1])
         plan = self._decode
         partial, partial_lse = (out, lse) if plan.partial is None else (plan.partial, plan.partial_lse)
         plan.decode(*self._decode_arguments(q, layer, plan.q_strides, layout, partial, partial_lse, plan.num_splits))
@@ -297,7 +305,7 @@ class CachePlan(Plan):
                 plan.num_splits,
             )
 
-    def _plan_decode(self, q, layer: CacheLayer, layout: KernelCacheLayout, lse) -> Decode:
+    def _plan_decode(self, q, layer: CacheLayer, layout: KernelCacheLayout, lse, alignment) -> Decode:
         group, rows = self.heads_q // self.heads_kv, self.decode_seqlen * (self.heads_q // self.heads_kv)
         usual_rows = group if self.prefills else rows
         wide = not self.call.num_splits and usual_rows > configs.WIDE_ROWS
@@ -314,7 +322,7 @@ class CachePlan(Plan):
         if self.quantized:
             vec, code_vec = cached_vector_sizes(layer.k, layer.v, q)
         else:
-            vec, code_vec = vector_size(q, layer.k, layer.v), 0
+            vec, code_vec = vector_of(alignment, q.dtype.itemsize, q.stride(), layer.k.stride(), layer.v.stride()), 0
         fields = (self.num_bands, self.lowered.rotated_bands, self.page_size, tile.block_m, tile.block_n)
         options = {
             "SHAPE": shape_of(
