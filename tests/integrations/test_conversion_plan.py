@@ -20,6 +20,15 @@ def state(model) -> dict:
     }
 
 
+def test_a_version_whose_caches_have_another_name(monkeypatch):
+    monkeypatch.setattr(plan, "VERSION", (5, 24))
+    model = tiny("llama")
+    before = state(model)
+    with pytest.raises(ValueError, match="^transformers: expected a version before 5.24"):
+        convert(model)
+    assert state(model) == before
+
+
 def test_a_plan_changes_nothing_and_undo_restores_what_was_applied():
     model = tiny("gemma3_text")
     before = state(model)
