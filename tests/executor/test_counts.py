@@ -31,7 +31,7 @@ def test_prefill(machine, arch, rotary, seqlen):
     assert forward.tensors["k"].sectors_read == sum(tiles[1:]) * tile_bytes
     # the pre-pass reads every key once and writes it once
     assert rotate.tensors["x"].sectors_read == rotate.tensors["out"].sectors_written == seqlen * ROW
-    assert forward.tensors["out"].sectors_written == seqlen * ROW
+    assert forward.tensors["result.out"].sectors_written == seqlen * ROW
     # the queries are read once per band; with one band, cos and sin of a tile are no more bytes than the tile, for
     # every four warps: the rows of the table are spread over so many, and the next four read them again from L1
     assert forward.tensors["q"].sectors_read == len(rotary.bands) * seqlen * ROW
