@@ -107,7 +107,13 @@ def test_a_model_that_is_not_converted(state):
         convert(model)(ids, past_key_values=used)
         revert(model)
     used.reset()
-    for cache in (CodesCache(model.config, "int8"), used):
+    caches = [CodesCache(model.config, "int8")]
+    if used.get_seq_length():  # transformers 4 keeps the length in reset, so the cache is refused as another model's
+        with pytest.raises(ValueError, match="^past_key_values: expected a cache that the stock model filled, got 7"):
+            model(ids, past_key_values=used)
+    else:
+        caches.append(used)
+    for cache in caches:
         with pytest.raises(ValueError, match=r"past_key_values: a CodesCache is not .*; call convert\(model\) first"):
             model(ids, past_key_values=cache)
         with pytest.raises(ValueError, match=r"call convert\(model\) first"):
