@@ -7,6 +7,7 @@ pytest.importorskip("transformers", reason="the extra 'transformers' is not inst
 
 import transformers
 from families import HERE, ROPE_TYPES, VERSION, tiny
+from flashrope import CachePlan
 from flashrope.integrations.families import families_with
 from flashrope.integrations.transformers import continuous_batching, convert, revert
 from transformers import GenerationConfig
@@ -81,18 +82,21 @@ def calls(monkeypatch):
     transformers' own copy of the keys is an error."""
     from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
-    found, stock = [], continuous_batching.attention_varlen_with_cache
+    found, attend, plan = [], CachePlan.attend, continuous_batching.plan_cache
 
-    def attention(q, k_cache, v_cache, *arguments, **options):
-        slots = options["slot_mapping"] is not None
-        found.append((arguments[3], slots, k_cache.untyped_storage().data_ptr()))
-        assert k_cache.untyped_storage().data_ptr() == v_cache.untyped_storage().data_ptr()
-        return stock(q, k_cache, v_cache, *arguments, **options, validate=True)
+    def watched(self, q, layer, *new, **options):
+        packed, where = self.tables.new, layer.k.untyped_storage().data_ptr()
+        found.append((packed.max_seqlen_q, packed.slot_mapping is not None, where))
+        assert where == layer.v.untyped_storage().data_ptr()
+        return attend(self, q, layer, *new, **options)
 
     def copies(*_, **__):
         raise AssertionError("the keys were copied")
 
-    monkeypatch.setattr(continuous_batching, "attention_varlen_with_cache", attention)
+    monkeypatch.setattr(CachePlan, "attend", watched)
+    monkeypatch.setattr(
+        continuous_batching, "plan_cache", lambda *given, **options: plan(*given, **options, validate=True)
+    )
     monkeypatch.setattr(PagedAttentionCache, "update", copies)
     return found
 
