@@ -34,7 +34,7 @@ def append_to_cache(
 
 def attention_with_cache(q: torch.Tensor, layer: CacheLayer, call: CacheCall) -> tuple[torch.Tensor, torch.Tensor]:
     """As in ``CacheBackend``."""
-    return _attend(q, layer, call, None, None)
+    return _attend(q, layer, call, [], None)
 
 
 class CachePlan:
@@ -82,10 +82,9 @@ def _append(layer: CacheLayer, k: torch.Tensor, v: torch.Tensor, tables: CacheTa
         cache.index_put_(places, x[fits])
 
 
-def _attend(q: torch.Tensor, layer: CacheLayer, call: CacheCall, parts: list | None, out: torch.Tensor | None):
+def _attend(q: torch.Tensor, layer: CacheLayer, call: CacheCall, parts: list, out: torch.Tensor | None):
     """parts: of the layers of a plan, filled by the first one. A part is a run of ``CacheTables.runs`` whose tables are
     a ``Part``."""
-    parts = [] if parts is None else parts
     if call.tables.packed is None:
         if not parts:
             parts.append(Part(call))
@@ -108,6 +107,6 @@ def _rows_of(out: torch.Tensor | None, run: tuple, batch: torch.Tensor) -> torch
 
 def _into(out: torch.Tensor | None, result: torch.Tensor) -> torch.Tensor:
     """result, in out if it is given."""
-    if out is None or out.data_ptr() == result.data_ptr():
-        return result if out is None else out
-    return out.copy_(result)
+    if out is None:
+        return result
+    return out if out.data_ptr() == result.data_ptr() else out.copy_(result)
