@@ -277,3 +277,10 @@ def test_geometry():
         assert memory._size(*a) == max(one) + 1
         seen.add((repeats, meet))
     assert len(seen) == 4
+
+
+def test_tensors_without_memory_overlap_nothing():
+    """Kernels are compiled from calls on the meta device, where every address is 0."""
+    k_cache, v_cache, k, v = (torch.empty(B, seqlen, HEADS_KV, D, device="meta") for seqlen in (SLOTS, SLOTS, NEW, NEW))
+    tables = CacheTables(torch.zeros(B, dtype=torch.int32, device="meta"))
+    memory.check_append(CacheLayer(k_cache, v_cache), k, v, tables)
