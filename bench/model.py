@@ -92,27 +92,27 @@ class Kernel:
 
     def __init__(self, scheme: cases.Scheme, launch: offline.Launch, measured: offline.Measured, block: predict.Block):
         self.scheme, self.launch, self.measured, self.block = scheme, launch, measured, block
-        self.name, self.shape = launch.kernel.__name__, launch.kwargs["SHAPE"]
+        self.name, self.variant = launch.kernel.__name__, launch.kwargs["VARIANT"]
 
     @property
     def key(self) -> tuple[int, int, str, str]:
-        return self.launch.arch, self.shape.head_dim, self.scheme.name, self.name
+        return self.launch.arch, self.variant.head_dim, self.scheme.name, self.name
 
     def row(self) -> dict[str, str]:
         m, decoding = self.measured, self.name == "attention_decode"
-        products = predict.useful_products(self.name, self.shape, not self.scheme.deterministic)
+        products = predict.useful_products(self.name, self.variant, not self.scheme.deterministic)
         return {
             "kernel": NAMES[self.name],
             "scheme": self.scheme.name,
             "arch": f"sm_{self.launch.arch}",
-            "D": str(self.shape.head_dim),
-            "tile": f"{self.shape.block_m} x {self.shape.block_n}",
+            "D": str(self.variant.head_dim),
+            "tile": f"{self.variant.block_m} x {self.variant.block_n}",
             "warps": str(m.warps),
             "stages": str(m.stages),
             "regs": str(m.registers),
             "local": str(m.loop.get("local", 0)),
             "blocks/SM": str(m.model.blocks),
-            **loop_figures(m.model, products, predict.cache_bytes(self.shape) if decoding else 0),
+            **loop_figures(m.model, products, predict.cache_bytes(self.variant) if decoding else 0),
         }
 
 
@@ -186,8 +186,8 @@ def our_seconds(
 
     def seconds(scheme: cases.Scheme, name: str, lengths_of, longest_first: bool) -> float:
         kernel = found[80, problem.head_dim, scheme.name, name]
-        shape = kernel.shape
-        lengths = lengths_of(kernel.block, problem, shape.block_m, shape.block_n)
+        variant = kernel.variant
+        lengths = lengths_of(kernel.block, problem, variant.block_m, variant.block_n)
         rounds = problem.batch * problem.heads
         return waves.seconds(device, sorted(lengths, reverse=longest_first), kernel.block.resident, rounds)
 
@@ -239,10 +239,10 @@ def device_rows(found: dict[tuple, Kernel], theirs: list[dict[str, str]]) -> Ite
 
 def decode_seconds(kernel: Kernel, keys: int, device: waves.Device) -> float:
     """One token, batch 1, HEADS_KV key heads: the slower of the blocks and the memory."""
-    block, tiles = kernel.block, -(-keys // kernel.shape.block_n)
+    block, tiles = kernel.block, -(-keys // kernel.variant.block_n)
     count = splits.choose_splits(HEADS_KV, tiles, device.multiprocessors * block.resident)
     length = block.clocks(-(-tiles // count), 0)
-    nbytes = HEADS_KV * keys * predict.cache_bytes(kernel.shape) / kernel.shape.block_n
+    nbytes = HEADS_KV * keys * predict.cache_bytes(kernel.variant) / kernel.variant.block_n
     blocks = waves.seconds(device, [length] * count, block.resident, HEADS_KV)
     return max(blocks, waves.copy_seconds(device, nbytes))
 
@@ -250,10 +250,10 @@ def decode_seconds(kernel: Kernel, keys: int, device: waves.Device) -> float:
 def cache_rows(found: dict[tuple, Kernel]) -> Iterator[dict[str, str]]:
     """GB/s of decoding by cache length."""
     for kernel in found.values():
-        if kernel.name == "attention_decode" and kernel.launch.arch == 80 and kernel.shape.head_dim in PUBLISHED:
-            per_key = HEADS_KV * predict.cache_bytes(kernel.shape) / kernel.shape.block_n
+        if kernel.name == "attention_decode" and kernel.launch.arch == 80 and kernel.variant.head_dim in PUBLISHED:
+            per_key = HEADS_KV * predict.cache_bytes(kernel.variant) / kernel.variant.block_n
             speeds = {keys: keys * per_key / decode_seconds(kernel, keys, waves.A100) / 1e9 for keys in CACHES}
-            yield {"scheme": kernel.scheme.name, "D": str(kernel.shape.head_dim)} | {
+            yield {"scheme": kernel.scheme.name, "D": str(kernel.variant.head_dim)} | {
                 str(keys): f"{speed:.0f}" for keys, speed in speeds.items()
             }
 

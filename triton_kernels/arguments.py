@@ -126,12 +126,14 @@ class PositionTables(NamedTuple):
     groups: object = None
 
 
-class Shape(NamedTuple):
-    """What a kernel is compiled for. A constexpr, called SHAPE. Fields that a kernel does not use stay 0.
+class Variant(NamedTuple):
+    """What a kernel is compiled for: sizes, and which features of the scheme and of the cache are present.
 
-    Shape, that is sizes:
+    A kernel takes it as the constexpr VARIANT. A field that a kernel does not use stays at its default.
 
-    block_d: the power of two that holds head_dim.
+    Sizes:
+
+    block_d: the smallest power of two that is at least head_dim.
     head_dim_v, block_dv: head_dim and block_d of v and out.
     rotary_dim: the channels that rotate.
     num_bands: the bands of the scheme.
@@ -141,17 +143,18 @@ class Shape(NamedTuple):
     code_vec: alignment of a quantized cache, in bytes.
     axes: coordinates of stored positions if the scheme is axial, else 0.
 
-    Features, that is which code is compiled:
+    Features:
 
-    interleaved: channels 2 c and 2 c + 1 are a pair, not c and c + rotary_dim / 2.
+    interleaved: channels 2 c and 2 c + 1 are a pair, instead of c and c + rotary_dim / 2.
     rotated_bands: bit b is set if band b rotates its keys.
     aligned_maps: the scheme maps positions, every tile of keys lies in one chunk, and it lies in one group or holds
         whole groups.
-    rotated_keys: the keys come rotated by their own positions. So queries rotate by theirs, which may be negative.
-    parts: in how many parts, 1 or 2, the forward takes the channels of queries, keys, values and the result. Two leave
-        the accumulators more registers. Quantized keys and values are taken in one.
-    red_floats: how dQ is added up. 0: tl.atomic_add. 1 or 4: one PTX `red` for 1 or 4 floats, which every thread adds
-        where it has them. No two threads may then have the same element.
+    rotated_keys: the keys come rotated by their own positions. Queries then rotate by their positions, which may be
+        negative.
+    parts: how many parts, 1 or 2, the forward divides the channels of q, k, v and out into. Two parts leave more
+        registers to the accumulators. Quantized keys and values have one part.
+    red_floats: how dQ is accumulated. 0: tl.atomic_add. 1 or 4: one PTX `red` per 1 or 4 floats, straight from the
+        accumulator's layout, in which every element must belong to one thread.
     one_run: where positions of cached tokens are data, every tile of keys lies in one page.
     stored: the cache stores positions.
     """
@@ -226,20 +229,20 @@ def decode_int64(number):
 
 
 @triton.jit
-def decode_code_stride(encoded, SHAPE: tl.constexpr):
+def decode_code_stride(encoded, VARIANT: tl.constexpr):
     """decode_stride of a quantized cache."""
-    VEC: tl.constexpr = SHAPE.code_vec
+    VEC: tl.constexpr = VARIANT.code_vec
     return tl.multiple_of((encoded - TAG) // 16, VEC)
 
 
 @triton.jit
-def decode_stride(encoded, SHAPE: tl.constexpr):
+def decode_stride(encoded, VARIANT: tl.constexpr):
     """int64: offsets into a tensor can exceed 2^31."""
-    VEC: tl.constexpr = SHAPE.vec
+    VEC: tl.constexpr = VARIANT.vec
     return tl.multiple_of((encoded - TAG) // 16, VEC)
 
 
 @triton.jit
-def band_view(x, band, SHAPE: tl.constexpr):
+def band_view(x, band, VARIANT: tl.constexpr):
     """One band of a BandedView."""
-    return TensorView(x.ptr + band * decode_stride(x.stride_band, SHAPE), x.stride_batch, x.stride_row, x.stride_head)
+    return TensorView(x.ptr + band * decode_stride(x.stride_band, VARIANT), x.stride_batch, x.stride_row, x.stride_head)

@@ -101,24 +101,26 @@ def attention_statistics(
     seqlen_q,
     max_seqlen_q,
     heads_q,
-    SHAPE: tl.constexpr,
+    VARIANT: tl.constexpr,
 ):
     """Every row's lse in log2 units and delta = rowsum(out * grad_out) - grad_lse. Rows that see no key, and rows of a
     tile behind the last one, get lse = inf: all their weights are 0. out is contiguous, grad_out a TensorView."""
-    tl.static_assert(SHAPE.block_m == STATISTICS_ROWS)
-    batch, head, first = head_program(max_seqlen_q, heads_q, SHAPE.block_m)
+    tl.static_assert(VARIANT.block_m == STATISTICS_ROWS)
+    batch, head, first = head_program(max_seqlen_q, heads_q, VARIANT.block_m)
     start, length = sequence_rows(cu_seqlens_q, batch, seqlen_q)
     if first >= length:
         return
-    rows = tl.arange(0, SHAPE.block_m)
-    channels = tl.arange(0, SHAPE.block_dv)
+    rows = tl.arange(0, VARIANT.block_m)
+    channels = tl.arange(0, VARIANT.block_dv)
     exists = rows < length - first
     loaded = clamp_rows(rows, length - first)
     packed = packed_row(cu_seqlens_q, batch, start, seqlen_q)
-    out_rows = HeadView(out + ((packed + first) * heads_q + head) * SHAPE.head_dim_v, heads_q * SHAPE.head_dim_v, None)
-    grad_rows = head_view(grad_out, batch, start + first, head, SHAPE)
-    o = load_values(out_rows.ptr, tile_offsets(loaded, out_rows), channels, SHAPE)  # [BM, DV]
-    g = load_values(grad_rows.ptr, tile_offsets(loaded, grad_rows), channels, SHAPE)  # [BM, DV]
+    out_rows = HeadView(
+        out + ((packed + first) * heads_q + head) * VARIANT.head_dim_v, heads_q * VARIANT.head_dim_v, None
+    )
+    grad_rows = head_view(grad_out, batch, start + first, head, VARIANT)
+    o = load_values(out_rows.ptr, tile_offsets(loaded, out_rows), channels, VARIANT)  # [BM, DV]
+    g = load_values(grad_rows.ptr, tile_offsets(loaded, grad_rows), channels, VARIANT)  # [BM, DV]
     delta = tl.sum(o.to(tl.float32) * g.to(tl.float32), 1)  # [BM]
     offset = lse_offset(cu_seqlens_q, batch, head, heads_q, start, seqlen_q) + first + rows
     row_lse = tl.load(lse + offset, mask=exists, other=float("-inf"))
@@ -174,10 +176,10 @@ class QueryRows(NamedTuple):
 
 
 @triton.jit
-def head_queries(queries, band_q, seq, head, SHAPE: tl.constexpr):
+def head_queries(queries, band_q, seq, head, VARIANT: tl.constexpr):
     """The QueryRows of a head in a band. band_q: TensorView, the queries rotated for the band."""
-    q_rows = head_view(band_q, seq.batch, seq.start_q, head, SHAPE)
-    grad_rows = head_view(queries.grad_out, seq.batch, seq.start_q, head, SHAPE)
+    q_rows = head_view(band_q, seq.batch, seq.start_q, head, VARIANT)
+    grad_rows = head_view(queries.grad_out, seq.batch, seq.start_q, head, VARIANT)
     offset = statistics_offset(queries.packed, seq.batch, head, queries.statistics_rows)
     statistics = queries.statistics + offset
     return QueryRows(q_rows, grad_rows, queries.channels_q, queries.channels, statistics, seq.length_q)
@@ -200,7 +202,7 @@ RED_4_OPERANDS = tl.constexpr("=r,=r,=r,=r,l,l,l,l,f,f,f,f")
 
 
 @triton.jit
-def add_to_sum(ptr, value, SHAPE: tl.constexpr):
+def add_to_sum(ptr, value, VARIANT: tl.constexpr):
     """Adds value [M, D] to a sum in global memory."""
     D: tl.constexpr = value.shape[1]
     row, column = tl.arange(0, value.shape[0])[None, :], tl.arange(0, D)[:, None]
@@ -209,21 +211,21 @@ def add_to_sum(ptr, value, SHAPE: tl.constexpr):
     which = row // 8 % 2 * 2 + column % 2
     # Behind a transpose, Triton does not see that these addresses and the operands of other products depend on the same
     # row. It would give this product of mma.sync their layout, in which several warps compute the same.
-    ptrs = tl.trans(ptr + block * 128 + (lane * 4 + which if SHAPE.red_floats == 4 else which * 32 + lane))
-    if SHAPE.red_floats == 0:
+    ptrs = tl.trans(ptr + block * 128 + (lane * 4 + which if VARIANT.red_floats == 4 else which * 32 + lane))
+    if VARIANT.red_floats == 0:
         tl.atomic_add(ptrs, value, sem="relaxed")
-    elif SHAPE.red_floats == 1:
+    elif VARIANT.red_floats == 1:
         tl.inline_asm_elementwise(RED, "=r,l,f", [ptrs.to(tl.int64), value], tl.int32, False, 1)
     else:
         tl.inline_asm_elementwise(RED_4, RED_4_OPERANDS, [ptrs.to(tl.int64), value], tl.int32, False, 4)
 
 
 @triton.jit
-def load_sum(ptr, M: tl.constexpr, SHAPE: tl.constexpr):
+def load_sum(ptr, M: tl.constexpr, VARIANT: tl.constexpr):
     """A sum [M, D]."""
-    D: tl.constexpr = SHAPE.block_d
+    D: tl.constexpr = VARIANT.block_d
     flat = tl.load(ptr + tl.arange(0, M * D))
-    if SHAPE.red_floats == 4:  # blocks, row % 8, column // 2 % 4, half, parity
+    if VARIANT.red_floats == 4:  # blocks, row % 8, column // 2 % 4, half, parity
         blocks = tl.permute(tl.reshape(flat, (M // 16, D // 8, 8, 4, 2, 2)), (0, 4, 2, 1, 3, 5))
     else:
         blocks = tl.permute(tl.reshape(flat, (M // 16, D // 8, 2, 2, 8, 4)), (0, 2, 4, 1, 5, 3))
@@ -241,19 +243,21 @@ def only_existing_keys(visible, tiles, rows):
 
 
 @triton.jit
-def add_grad_kv(grad, keys, queries, grad_sum, row, EDGE: tl.constexpr, SHAPE: tl.constexpr):
+def add_grad_kv(grad, keys, queries, grad_sum, row, EDGE: tl.constexpr, VARIANT: tl.constexpr):
     """Adds the share of the query tile that starts at `row`. EDGE: some pairs are not in the band. grad_sum: pointer to
     the head's sum of dQ, or None."""
     q_rows, grad_rows = skip_rows(queries.q, row), skip_rows(queries.grad_out, row)
-    rows = tl.arange(0, SHAPE.block_m)
+    rows = tl.arange(0, VARIANT.block_m)
     loaded = clamp_rows(rows, queries.length - row) if EDGE else rows
-    q = load_rows(q_rows.ptr, tile_offsets(loaded, q_rows), queries.channels_q, SHAPE)  # [BM, D]
-    lse_log2, delta = load_statistics(queries.statistics + tl.multiple_of(2 * row, 2 * SHAPE.block_m), SHAPE.block_m)
+    q = load_rows(q_rows.ptr, tile_offsets(loaded, q_rows), queries.channels_q, VARIANT)  # [BM, D]
+    lse_log2, delta = load_statistics(
+        queries.statistics + tl.multiple_of(2 * row, 2 * VARIANT.block_m), VARIANT.block_m
+    )
     scores = tl.dot(keys.k, tl.trans(q), input_precision="ieee")  # [BN, BM]
     if EDGE:
-        scores = tl.where(is_visible(keys.visible, row, SHAPE.block_m), scores, float("-inf"))
+        scores = tl.where(is_visible(keys.visible, row, VARIANT.block_m), scores, float("-inf"))
     weights = tl.exp2(scores * keys.scale_log2 - lse_log2[None, :])
-    g = load_values(grad_rows.ptr, tile_offsets(loaded, grad_rows), queries.channels, SHAPE)  # [BM, DV]
+    g = load_values(grad_rows.ptr, tile_offsets(loaded, grad_rows), queries.channels, VARIANT)  # [BM, DV]
     grad_v = tl.dot(weights.to(g.dtype), g, grad.v, input_precision="ieee")
     grad_weights = tl.dot(keys.v, tl.trans(g), input_precision="ieee")  # [BN, BM]
     grad_scores = weights * (grad_weights - delta[None, :])
@@ -262,7 +266,7 @@ def add_grad_kv(grad, keys, queries, grad_sum, row, EDGE: tl.constexpr, SHAPE: t
     if grad_sum is not None:  # rows behind the last have room in the sum
         grad_q = tl.dot(tl.trans(grad_scores), keys.k, input_precision="ieee")  # [BM, D]
         first = tl.full((), 0, tl.int64) + row  # an int in the interpreter
-        add_to_sum(grad_sum + first * SHAPE.block_d, grad_q, SHAPE)
+        add_to_sum(grad_sum + first * VARIANT.block_d, grad_q, VARIANT)
     return GradKV(grad_k, grad_v)
 
 
@@ -288,69 +292,69 @@ def attention_grad_kv(
     table_rows,
     heads_q,
     heads_kv,
-    SHAPE: tl.constexpr,
+    VARIANT: tl.constexpr,
 ):
     """q: BandedView of the queries, rotated for each band. rotated_k: TensorView (copy, row, head). grad_k and grad_v
     are contiguous. grad_sums: None, or float32 zeros (band, head, statistics_rows, D). dQ of each band is added to
     them, in the frame of the band's queries, without the factor of the score, and in accumulator order."""
-    batch, head_kv, first = head_program(max_seqlen_k, heads_kv, SHAPE.block_n)
+    batch, head_kv, first = head_program(max_seqlen_k, heads_kv, VARIANT.block_n)
     seq = find_sequence(cu_seqlens, batch, seqlen_q, seqlen_k)
     if first >= seq.length_k:
         return
 
     packed_k = packed_row(cu_seqlens.k, batch, seq.start_k, seqlen_k)
-    rows = tile_rows(first, seq.length_k, seq.length_q, packed_k, scheme, SHAPE.block_n)
+    rows = tile_rows(first, seq.length_k, seq.length_q, packed_k, scheme, VARIANT.block_n)
     position = first + rows.index  # [BN]
-    last = tl.minimum(first + SHAPE.block_n, seq.length_k) - 1
+    last = tl.minimum(first + VARIANT.block_n, seq.length_k) - 1
     loaded = existing_rows(rows)
     packed_q = packed_row(cu_seqlens.q, batch, seq.start_q, seqlen_q)
     packed_k += first
     table = CosSinTable(scheme.table, table_rows, scheme.positions, scheme.maps)
-    channels_k, channels = tile_channels(SHAPE), tl.arange(0, SHAPE.block_dv)
+    channels_k, channels = tile_channels(VARIANT), tl.arange(0, VARIANT.block_dv)
     group = heads_q // heads_kv
     all_queries = AllQueries(grad_out, channels_k, channels, statistics, statistics_rows, packed_q)
 
     scale_log2 = log2_scale(scheme.score_scale)
-    values = head_view(v, batch, seq.start_k + first, head_kv, SHAPE)
-    raw = head_view(k, batch, seq.start_k + first, head_kv, SHAPE)
-    v_tile = load_values(values.ptr, tile_offsets(loaded, values), channels, SHAPE)  # [BN, DV]
-    BLOCK_N: tl.constexpr = SHAPE.block_n
-    D: tl.constexpr = SHAPE.block_d
-    DV: tl.constexpr = SHAPE.block_dv
+    values = head_view(v, batch, seq.start_k + first, head_kv, VARIANT)
+    raw = head_view(k, batch, seq.start_k + first, head_kv, VARIANT)
+    v_tile = load_values(values.ptr, tile_offsets(loaded, values), channels, VARIANT)  # [BN, DV]
+    BLOCK_N: tl.constexpr = VARIANT.block_n
+    D: tl.constexpr = VARIANT.block_d
+    DV: tl.constexpr = VARIANT.block_dv
     grad = GradKV(tl.zeros((BLOCK_N, D), tl.float32), tl.zeros((BLOCK_N, DV), tl.float32))
-    NUM_BANDS: tl.constexpr = SHAPE.num_bands
+    NUM_BANDS: tl.constexpr = VARIANT.num_bands
     for b in tl.static_range(NUM_BANDS):
         band = load_band(scheme.bands, b)
-        view = band_keys(raw, rotated_k, band.k_copy, packed_k, head_kv, False, SHAPE)
-        k_tile = load_rows(view.ptr, tile_offsets(loaded, view), channels_k, SHAPE)  # [BN, D]
+        view = band_keys(raw, rotated_k, band.k_copy, packed_k, head_kv, False, VARIANT)
+        k_tile = load_rows(view.ptr, tile_offsets(loaded, view), channels_k, VARIANT)  # [BN, D]
         visible = visible_queries(position, band, seq.ahead, scheme.maps)
         if NUM_BANDS > 1:
             before = previous_band(scheme.bands, b)
-            grad = GradKV(rotate_tile(grad.k, table, band.dk_step, before.dk_step, rows, SHAPE), grad.v)
-        tiles = query_tiles(band, first, last, seq.ahead, seq.length_q, SHAPE.block_m, scheme.maps)
+            grad = GradKV(rotate_tile(grad.k, table, band.dk_step, before.dk_step, rows, VARIANT), grad.v)
+        tiles = query_tiles(band, first, last, seq.ahead, seq.length_q, VARIANT.block_m, scheme.maps)
         if grad_sums is not None:
             visible, tiles = only_existing_keys(visible, tiles, rows)
         keys = KeyTile(k_tile, v_tile, visible, scale_log2)
-        band_q = band_view(q, b, SHAPE)
+        band_q = band_view(q, b, VARIANT)
         # Hoisted out of these loops, addresses and masks of the epilogue take the registers that the accumulators need.
         for member in tl.range(0, group, disable_licm=True):
             head = head_kv * group + member
-            queries = head_queries(all_queries, band_q, seq, head, SHAPE)
+            queries = head_queries(all_queries, band_q, seq, head, VARIANT)
             grad_sum = grad_sums
             if grad_sums is not None:
-                grad_sum += statistics_row(packed_q, batch, b * heads_q + head, statistics_rows) * SHAPE.block_d
+                grad_sum += statistics_row(packed_q, batch, b * heads_q + head, statistics_rows) * VARIANT.block_d
             for step in tl.range(0, edge_count(tiles), disable_licm=True):
-                row = edge_tile(tiles, step) * SHAPE.block_m
-                grad = add_grad_kv(grad, keys, queries, grad_sum, row, True, SHAPE)
+                row = edge_tile(tiles, step) * VARIANT.block_m
+                grad = add_grad_kv(grad, keys, queries, grad_sum, row, True, VARIANT)
             for step in tl.range(tiles.inner_begin, tiles.inner_end, disable_licm=True):
-                grad = add_grad_kv(grad, keys, queries, grad_sum, step * SHAPE.block_m, False, SHAPE)
+                grad = add_grad_kv(grad, keys, queries, grad_sum, step * VARIANT.block_m, False, VARIANT)
 
     head_row = packed_k * heads_kv + head_kv
-    to_v = HeadView(grad_v + head_row * SHAPE.head_dim_v, heads_kv * SHAPE.head_dim_v, None)
-    store_values(to_v, grad.v, rows, channels, SHAPE)
-    to_k = HeadView(grad_k + head_row * SHAPE.head_dim, heads_kv * SHAPE.head_dim, None)
+    to_v = HeadView(grad_v + head_row * VARIANT.head_dim_v, heads_kv * VARIANT.head_dim_v, None)
+    store_values(to_v, grad.v, rows, channels, VARIANT)
+    to_k = HeadView(grad_k + head_row * VARIANT.head_dim, heads_kv * VARIANT.head_dim, None)
     last_band = load_band(scheme.bands, NUM_BANDS - 1)
-    store_rotated_back(to_k, grad.k, table, last_band.k_rotation, rows, scheme.score_scale, SHAPE)
+    store_rotated_back(to_k, grad.k, table, last_band.k_rotation, rows, scheme.score_scale, VARIANT)
 
 
 # ---- dQ
@@ -379,16 +383,16 @@ class KeyRows(NamedTuple):
 
 
 @triton.jit
-def add_grad_q(grad_q, queries, keys, column, EDGE: tl.constexpr, SHAPE: tl.constexpr):
+def add_grad_q(grad_q, queries, keys, column, EDGE: tl.constexpr, VARIANT: tl.constexpr):
     """Adds the share of the key tile that starts at `column` to grad_q [BM, D], which lacks the factor of the score."""
-    columns = tl.arange(0, SHAPE.block_n)
+    columns = tl.arange(0, VARIANT.block_n)
     loaded = clamp_rows(columns, keys.length - column) if EDGE else columns
     k_rows, v_rows = skip_rows(keys.k, column), skip_rows(keys.v, column)
-    k = load_rows(k_rows.ptr, tile_offsets(loaded, k_rows), keys.channels_k, SHAPE)  # [BN, D]
-    v = load_values(v_rows.ptr, tile_offsets(loaded, v_rows), keys.channels, SHAPE)  # [BN, DV]
+    k = load_rows(k_rows.ptr, tile_offsets(loaded, k_rows), keys.channels_k, VARIANT)  # [BN, D]
+    v = load_values(v_rows.ptr, tile_offsets(loaded, v_rows), keys.channels, VARIANT)  # [BN, DV]
     scores = tl.dot(queries.q, tl.trans(k), input_precision="ieee")  # [BM, BN]
     if EDGE:
-        scores = tl.where(is_visible(queries.visible, column, SHAPE.block_n), scores, float("-inf"))
+        scores = tl.where(is_visible(queries.visible, column, VARIANT.block_n), scores, float("-inf"))
     weights = tl.exp2(scores * queries.scale_log2 - queries.lse_log2[:, None])
     grad_weights = tl.dot(queries.grad_out, tl.trans(v), input_precision="ieee")  # [BM, BN]
     grad_scores = weights * (grad_weights - queries.delta[:, None])
@@ -415,58 +419,58 @@ def attention_grad_q(
     table_rows,
     heads_q,
     heads_kv,
-    SHAPE: tl.constexpr,
+    VARIANT: tl.constexpr,
 ):
     """grad_q contiguous; the other arguments as in attention_grad_kv."""
-    batch, head, first = query_program(max_seqlen_q, heads_q, SHAPE)
+    batch, head, first = query_program(max_seqlen_q, heads_q, VARIANT)
     seq = find_sequence(cu_seqlens, batch, seqlen_q, seqlen_k)
     if first >= seq.length_q:
         return
 
     packed_q = packed_row(cu_seqlens.q, batch, seq.start_q, seqlen_q)
-    rows = tile_rows(first, seq.length_q, seq.length_k, packed_q, scheme, SHAPE.block_m)
+    rows = tile_rows(first, seq.length_q, seq.length_k, packed_q, scheme, VARIANT.block_m)
     position = first + rows.index + seq.ahead  # [BM]
-    last = tl.minimum(first + SHAPE.block_m, seq.length_q) - 1 + seq.ahead
+    last = tl.minimum(first + VARIANT.block_m, seq.length_q) - 1 + seq.ahead
     loaded = existing_rows(rows)
     head_kv = head // (heads_q // heads_kv)
     out_row = packed_q + first
     packed_k = packed_row(cu_seqlens.k, batch, seq.start_k, seqlen_k)
     table = CosSinTable(scheme.table, table_rows, scheme.positions, scheme.maps)
-    channels_k, channels = tile_channels(SHAPE), tl.arange(0, SHAPE.block_dv)
-    raw = head_view(k, batch, seq.start_k, head_kv, SHAPE)
-    values = head_view(v, batch, seq.start_k, head_kv, SHAPE)
+    channels_k, channels = tile_channels(VARIANT), tl.arange(0, VARIANT.block_dv)
+    raw = head_view(k, batch, seq.start_k, head_kv, VARIANT)
+    values = head_view(v, batch, seq.start_k, head_kv, VARIANT)
 
-    grad_rows = head_view(grad_out, batch, seq.start_q + first, head, SHAPE)
-    g = load_values(grad_rows.ptr, tile_offsets(loaded, grad_rows), channels, SHAPE)  # [BM, DV]
+    grad_rows = head_view(grad_out, batch, seq.start_q + first, head, VARIANT)
+    g = load_values(grad_rows.ptr, tile_offsets(loaded, grad_rows), channels, VARIANT)  # [BM, DV]
     row_statistics = statistics + statistics_offset(packed_q, batch, head, statistics_rows)
     row_statistics += 2 * (first + loaded)
     lse_log2, delta = tl.load(row_statistics), tl.load(row_statistics + 1)
     scale_log2 = log2_scale(scheme.score_scale)
-    BLOCK_M: tl.constexpr = SHAPE.block_m
-    D: tl.constexpr = SHAPE.block_d
+    BLOCK_M: tl.constexpr = VARIANT.block_m
+    D: tl.constexpr = VARIANT.block_d
     acc = tl.zeros((BLOCK_M, D), tl.float32)
-    NUM_BANDS: tl.constexpr = SHAPE.num_bands
+    NUM_BANDS: tl.constexpr = VARIANT.num_bands
     for b in tl.static_range(NUM_BANDS):
         band = load_band(scheme.bands, b)
-        view = band_keys(raw, rotated_k, band.k_copy, packed_k, head_kv, False, SHAPE)
+        view = band_keys(raw, rotated_k, band.k_copy, packed_k, head_kv, False, VARIANT)
         keys = KeyRows(view, values, channels_k, channels, seq.length_k)
-        q_rows = head_view(band_view(q, b, SHAPE), batch, seq.start_q + first, head, SHAPE)
-        q_tile = load_rows(q_rows.ptr, tile_offsets(loaded, q_rows), channels_k, SHAPE)  # [BM, D]
+        q_rows = head_view(band_view(q, b, VARIANT), batch, seq.start_q + first, head, VARIANT)
+        q_tile = load_rows(q_rows.ptr, tile_offsets(loaded, q_rows), channels_k, VARIANT)  # [BM, D]
         visible = visible_keys(position, band, seq.length_k, scheme.maps)
         queries = QueryTile(q_tile, g, lse_log2, delta, visible, scale_log2)
         if NUM_BANDS > 1:
             before = previous_band(scheme.bands, b)
-            acc = rotate_tile(acc, table, band.dq_step, before.dq_step, rows, SHAPE)
-        tiles = key_tiles(band, first + seq.ahead, last, seq.length_k, SHAPE.block_n, scheme.maps)
+            acc = rotate_tile(acc, table, band.dq_step, before.dq_step, rows, VARIANT)
+        tiles = key_tiles(band, first + seq.ahead, last, seq.length_k, VARIANT.block_n, scheme.maps)
         for step in tl.range(0, edge_count(tiles)):
-            acc = add_grad_q(acc, queries, keys, edge_tile(tiles, step) * SHAPE.block_n, True, SHAPE)
+            acc = add_grad_q(acc, queries, keys, edge_tile(tiles, step) * VARIANT.block_n, True, VARIANT)
         for step in tl.range(tiles.inner_begin, tiles.inner_end):
-            acc = add_grad_q(acc, queries, keys, step * SHAPE.block_n, False, SHAPE)
+            acc = add_grad_q(acc, queries, keys, step * VARIANT.block_n, False, VARIANT)
 
     last_band = load_band(scheme.bands, NUM_BANDS - 1)
     scale = query_scale(scheme, rows.start + loaded, position, seq.length_k) * scheme.score_scale
-    to_q = HeadView(grad_q + (out_row * heads_q + head) * SHAPE.head_dim, heads_q * SHAPE.head_dim, None)
-    store_rotated_back(to_q, acc, table, last_band.q_rotation, rows, scale[:, None], SHAPE)
+    to_q = HeadView(grad_q + (out_row * heads_q + head) * VARIANT.head_dim, heads_q * VARIANT.head_dim, None)
+    store_rotated_back(to_q, acc, table, last_band.q_rotation, rows, scale[:, None], VARIANT)
 
 
 @triton.jit(do_not_specialize=["statistics_rows", "seqlen_q", "seqlen_k", "max_seqlen_q", "table_rows", "heads"])
@@ -482,34 +486,36 @@ def attention_finish_grad_q(
     table_rows,
     heads,
     HEADS_PER_PROGRAM: tl.constexpr,
-    SHAPE: tl.constexpr,
+    VARIANT: tl.constexpr,
 ):
     """dQ from the sums of the bands, each rotated back from its frame. grad_sums: as attention_grad_kv leaves them;
     grad_q: TensorView."""
-    batch, first = row_program(max_seqlen_q, SHAPE.block_m)
+    batch, first = row_program(max_seqlen_q, VARIANT.block_m)
     seq = find_sequence(cu_seqlens, batch, seqlen_q, seqlen_k)
     if first >= seq.length_q:
         return
     packed_q = packed_row(cu_seqlens.q, batch, seq.start_q, seqlen_q)
-    rows = tile_rows(first, seq.length_q, seq.length_k, packed_q, scheme, SHAPE.block_m)
+    rows = tile_rows(first, seq.length_q, seq.length_k, packed_q, scheme, VARIANT.block_m)
     loaded = existing_rows(rows)
     table = CosSinTable(scheme.table, table_rows, scheme.positions, scheme.maps)
     position = first + rows.index + seq.ahead
     scale = query_scale(scheme, rows.start + loaded, position, seq.length_k) * scheme.score_scale  # [BM]
-    PAIRS: tl.constexpr = SHAPE.block_d // 2
-    BLOCK_M: tl.constexpr = SHAPE.block_m
-    NUM_BANDS: tl.constexpr = SHAPE.num_bands
+    PAIRS: tl.constexpr = VARIANT.block_d // 2
+    BLOCK_M: tl.constexpr = VARIANT.block_m
+    NUM_BANDS: tl.constexpr = VARIANT.num_bands
     begin, end = tl.program_id(1) * HEADS_PER_PROGRAM, (tl.program_id(1) + 1) * HEADS_PER_PROGRAM
     for head in range(begin, tl.minimum(end, heads)):
         x, y = tl.zeros((BLOCK_M, PAIRS), tl.float32), tl.zeros((BLOCK_M, PAIRS), tl.float32)
         for b in tl.static_range(NUM_BANDS):
             row = statistics_row(packed_q, batch, b * heads + head, statistics_rows) + first
-            band_x, band_y = split_pairs(load_sum(grad_sums + row * SHAPE.block_d, BLOCK_M, SHAPE), SHAPE)  # [BM, D/2]
-            if SHAPE.rotary_dim:
+            band_x, band_y = split_pairs(
+                load_sum(grad_sums + row * VARIANT.block_d, BLOCK_M, VARIANT), VARIANT
+            )  # [BM, D/2]
+            if VARIANT.rotary_dim:
                 rotation = load_band(scheme.bands, b).q_rotation
-                cos, sin = load_cos_sin(table, rotation, rows, 0, PAIRS, SHAPE)
+                cos, sin = load_cos_sin(table, rotation, rows, 0, PAIRS, VARIANT)
                 band_x, band_y = rotate(band_x, band_y, cos, -sin)
             x += band_x
             y += band_y
-        to = head_view(grad_q, batch, seq.start_q + first, head, SHAPE)
-        store_pairs(to, x * scale[:, None], y * scale[:, None], rows, 0, SHAPE)
+        to = head_view(grad_q, batch, seq.start_q + first, head, VARIANT)
+        store_pairs(to, x * scale[:, None], y * scale[:, None], rows, 0, VARIANT)

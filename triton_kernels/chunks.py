@@ -38,36 +38,36 @@ def attention_chunks(
     table_rows,
     heads_q,
     heads_kv,
-    SHAPE: tl.constexpr,
+    VARIANT: tl.constexpr,
 ):
     """Computes attention of queries that are the last tokens of cached sequences. With packed queries it skips
     sequences that the decode kernel serves.
 
     q: TensorView. k_cache, v_cache: TensorViews (batch or page, row, head). rotated_k: TensorView (copy, row, head).
     rows_copied: `rows` of copied_keys. result, scheme, cache: see arguments.py."""
-    batch, head, first = query_program(max_seqlen_q, heads_q, SHAPE)
+    batch, head, first = query_program(max_seqlen_q, heads_q, VARIANT)
     seq = find_cached_sequence(cache, cu_seqlens_q, batch, seqlen_q)
     skip = first >= seq.length_q
     if cu_seqlens_q is not None:
         skip |= seq.length_q <= decode_int(cache.decode_seqlen)
     if skip:
         return
-    tile = query_tile(first, seq, packed_row(cu_seqlens_q, batch, seq.start_q, seqlen_q), scheme, SHAPE)
+    tile = query_tile(first, seq, packed_row(cu_seqlens_q, batch, seq.start_q, seqlen_q), scheme, VARIANT)
     head_kv = head // (heads_q // heads_kv)
-    queries = head_view(q, batch, seq.start_q + first, head, SHAPE)
-    if SHAPE.page_size > 0:
-        k_rows, v_rows = head_view(k_cache, 0, 0, head_kv, SHAPE), head_view(v_cache, 0, 0, head_kv, SHAPE)
+    queries = head_view(q, batch, seq.start_q + first, head, VARIANT)
+    if VARIANT.page_size > 0:
+        k_rows, v_rows = head_view(k_cache, 0, 0, head_kv, VARIANT), head_view(v_cache, 0, 0, head_kv, VARIANT)
     else:
-        k_rows = head_view(k_cache, batch, seq.start_k, head_kv, SHAPE)
-        v_rows = head_view(v_cache, batch, seq.start_k, head_kv, SHAPE)
+        k_rows = head_view(k_cache, batch, seq.start_k, head_kv, VARIANT)
+        v_rows = head_view(v_cache, batch, seq.start_k, head_kv, VARIANT)
     row, first_copied = copied_keys(cache, cu_seqlens_q, seq, rows_copied)
     copied = CopiedKeys(rotated_k, row - first_copied, first_copied)
-    raw = Keys(k_rows, v_rows, key_channels(SHAPE), value_channels(SHAPE), 0, seq.length_k)
+    raw = Keys(k_rows, v_rows, key_channels(VARIANT), value_channels(VARIANT), 0, seq.length_k)
     scales = None
-    if SHAPE.code_vec > 0:
+    if VARIANT.code_vec > 0:
         k_scale = scale_view(cache.k_scale, cache.k_batch, cache.k_row, cache.k_head, head_kv)
         v_scale = scale_view(cache.v_scale, cache.v_batch, cache.v_row, cache.v_head, head_kv)
         scales = KeyScales(k_scale, v_scale)
     cached = CachedKeys(cache, scales, batch, seq.start_k)
-    state = attend_bands(queries, tile, seq, raw, copied, cached, head_kv, scheme, table_rows, SHAPE)
-    store_result(state, result, cu_seqlens_q, seq, tile.rows, head, heads_q, seqlen_q, raw.channels_v, SHAPE)
+    state = attend_bands(queries, tile, seq, raw, copied, cached, head_kv, scheme, table_rows, VARIANT)
+    store_result(state, result, cu_seqlens_q, seq, tile.rows, head, heads_q, seqlen_q, raw.channels_v, VARIANT)

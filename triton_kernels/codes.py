@@ -250,12 +250,12 @@ def unpack_words(words, PARTS: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def load_words(
-    view, page, row, at, HEAD_DIM: tl.constexpr, PARTS: tl.constexpr, SHAPE: tl.constexpr, dtype: tl.constexpr
+    view, page, row, at, HEAD_DIM: tl.constexpr, PARTS: tl.constexpr, VARIANT: tl.constexpr, dtype: tl.constexpr
 ):
     """The codes of words `at` [N] of the rows [M] of a HeadView of codes: PARTS tiles [M, N]. Codes of 4 bits are -8
     beyond head_dim, where queries are 0 and results are not stored."""
-    BYTES: tl.constexpr = SHAPE.code_vec
-    VEC: tl.constexpr = SHAPE.code_vec // 2
+    BYTES: tl.constexpr = VARIANT.code_vec
+    VEC: tl.constexpr = VARIANT.code_vec // 2
     ptr = tl.multiple_of(view.ptr.to(tl.pointer_type(tl.int16)), BYTES)
     stride_row, stride_batch = tl.multiple_of(view.stride_row // 2, VEC), tl.multiple_of(view.stride_batch // 2, VEC)
     ptrs = ptr + (page * stride_batch + row * stride_row)[:, None] + at[None, :]

@@ -218,8 +218,8 @@ def tile(
 
 
 def forward_parts(tile: Tile, block_d: int, block_dv: int, itemsize: int) -> int:
-    """``parts`` of ``arguments.Shape``. Beside an accumulator of 32 rows of 128 channels a warp, or 16 rows of 256, one
-    part would keep more registers in local memory in the inner loop. A tensor core takes at least 16 channels."""
+    """Returns ``Variant.parts``. With an accumulator of 32 rows of 128 channels a warp, or of 16 rows of 256, one part
+    spills more registers in the inner loop than two. A part has at least the 16 channels of a tensor core."""
     rows = tile.block_m // tile.num_warps
     return 2 if itemsize == 2 and block_d >= 32 and rows * block_dv >= 32 * 128 else 1
 
@@ -230,7 +230,7 @@ def atomics_are_faster(capability: int | str, itemsize: int, block_d: int, block
 
 
 def red_floats(capability: int | str, itemsize: int) -> int:
-    """As in ``arguments.Shape``. float32 products run without tensor cores. ``red`` of four floats needs sm_90. What
+    """As in ``arguments.Variant``. float32 products run without tensor cores. ``red`` of four floats needs sm_90. What
     ``tl.atomic_add`` becomes serves AMD's GPUs, which have another instruction, and sm_100, whose accumulators come
     from tensor memory in layouts of their own."""
     if itemsize != 2 or isinstance(capability, str) or 100 <= capability < 120:

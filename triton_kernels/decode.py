@@ -72,14 +72,14 @@ from .tiles import (
 
 
 @triton.jit
-def token_offsets(x, batch, token, head, SHAPE: tl.constexpr):
+def token_offsets(x, batch, token, head, VARIANT: tl.constexpr):
     """Offsets [M, 1] of tokens of a TensorView, int64."""
-    offset = batch.to(tl.int64) * decode_stride(x.stride_batch, SHAPE) + token * decode_stride(x.stride_row, SHAPE)
-    return (offset + head * decode_stride(x.stride_head, SHAPE))[:, None]
+    offset = batch.to(tl.int64) * decode_stride(x.stride_batch, VARIANT) + token * decode_stride(x.stride_row, VARIANT)
+    return (offset + head * decode_stride(x.stride_head, VARIANT))[:, None]
 
 
 @triton.jit
-def find_slots(cache, batch, token, count, token_slots, SHAPE: tl.constexpr):
+def find_slots(cache, batch, token, count, token_slots, VARIANT: tl.constexpr):
     """(page, row, whether the slot exists) of a sequence's `count` new tokens; int64.
 
     token_slots: the slots of the whole cache that the caller chose, or None for those behind cache.seqlens."""
@@ -88,39 +88,39 @@ def find_slots(cache, batch, token, count, token_slots, SHAPE: tl.constexpr):
         slot = clamp(tl.load(cache.seqlens + batch), 0, capacity) + token
         exists = (token < count) & (slot < capacity)
         last = tl.minimum(slot, capacity - 1)
-        page = load_page(cache, batch, last, SHAPE.page_size).to(tl.int64)
-        row = row_in_page(cache, last, SHAPE.page_size)
+        page = load_page(cache, batch, last, VARIANT.page_size).to(tl.int64)
+        row = row_in_page(cache, last, VARIANT.page_size)
     else:
         slot = tl.load(token_slots + tl.minimum(token, count - 1)).to(tl.int64)
         exists = (token < count) & (slot >= 0)
-        rows = SHAPE.page_size if SHAPE.page_size > 0 else capacity
+        rows = VARIANT.page_size if VARIANT.page_size > 0 else capacity
         page, row = slot // rows, slot % rows
     return page, row, exists & (page >= 0) & (page < decode_int(cache.pages))
 
 
 @triton.jit(do_not_specialize=["seqlen", "max_seqlen", "heads"])
-def append_rows(k_cache, v_cache, k, v, cache, cu_seqlens, seqlen, max_seqlen, heads, SHAPE: tl.constexpr):
+def append_rows(k_cache, v_cache, k, v, cache, cu_seqlens, seqlen, max_seqlen, heads, VARIANT: tl.constexpr):
     """Writes k, v (batch, seqlen, heads), or packed (total, heads), behind cache.seqlens or where cache.slot_mapping
     says, quantized if the cache is. Drops keys without a slot or a page. k_cache, v_cache, k and v are TensorViews."""
-    batch, first = row_program(max_seqlen * heads, SHAPE.block_m)
+    batch, first = row_program(max_seqlen * heads, VARIANT.block_m)
     start, count = sequence_rows(cu_seqlens, batch, seqlen)
-    rows = first + tl.arange(0, SHAPE.block_m)
+    rows = first + tl.arange(0, VARIANT.block_m)
     if first >= count * heads:
         return
     token, head = rows // heads, (rows % heads).to(tl.int64)
-    page, row, exists = find_slots(cache, batch, token, count, cache.slot_mapping, SHAPE)
+    page, row, exists = find_slots(cache, batch, token, count, cache.slot_mapping, VARIANT)
     token = start + tl.minimum(token, count - 1)
-    channels = tl.arange(0, SHAPE.block_d)
-    mask = exists[:, None] & (channels < SHAPE.head_dim)[None, :]
-    new_k = load_rows(k.ptr, token_offsets(k, batch, token, head, SHAPE), channels, SHAPE)
-    new_v = load_rows(v.ptr, token_offsets(v, batch, token, head, SHAPE), channels, SHAPE)
-    to_k, to_v = token_offsets(k_cache, page, row, head, SHAPE), token_offsets(v_cache, page, row, head, SHAPE)
+    channels = tl.arange(0, VARIANT.block_d)
+    mask = exists[:, None] & (channels < VARIANT.head_dim)[None, :]
+    new_k = load_rows(k.ptr, token_offsets(k, batch, token, head, VARIANT), channels, VARIANT)
+    new_v = load_rows(v.ptr, token_offsets(v, batch, token, head, VARIANT), channels, VARIANT)
+    to_k, to_v = token_offsets(k_cache, page, row, head, VARIANT), token_offsets(v_cache, page, row, head, VARIANT)
     if cache.k_scale is None:
         tl.store(k_cache.ptr + to_k + channels[None, :], new_k, mask=mask)
         tl.store(v_cache.ptr + to_v + channels[None, :], new_v, mask=mask)
     else:
-        k_scale = store_codes(k_cache.ptr, to_k, new_k, exists, SHAPE.head_dim)
-        v_scale = store_codes(v_cache.ptr, to_v, new_v, exists, SHAPE.head_dim)
+        k_scale = store_codes(k_cache.ptr, to_k, new_k, exists, VARIANT.head_dim)
+        v_scale = store_codes(v_cache.ptr, to_v, new_v, exists, VARIANT.head_dim)
         to_k = page * decode_int64(cache.k_batch) + row * decode_int64(cache.k_row) + head * decode_int64(cache.k_head)
         to_v = page * decode_int64(cache.v_batch) + row * decode_int64(cache.v_row) + head * decode_int64(cache.v_head)
         tl.store(cache.k_scale + to_k, k_scale, mask=exists)
@@ -187,11 +187,11 @@ class CachedKeys(NamedTuple):
 
 
 @triton.jit
-def part_scores(queries, keys, SHAPE: tl.constexpr):
+def part_scores(queries, keys, VARIANT: tl.constexpr):
     """Queries times keys, both in the same parts of the channels: float32 [BM, BN]."""
-    if SHAPE.block_d < 32:  # a tensor core takes at least 16 channels
-        q, k = join_pairs(queries[0], queries[1], SHAPE), join_pairs(keys[0], keys[1], SHAPE)
-        return tl.dot(q, tl.trans(hide_codes(k) if SHAPE.code_vec > 0 else k), input_precision="ieee")
+    if VARIANT.block_d < 32:  # a tensor core takes at least 16 channels
+        q, k = join_pairs(queries[0], queries[1], VARIANT), join_pairs(keys[0], keys[1], VARIANT)
+        return tl.dot(q, tl.trans(hide_codes(k) if VARIANT.code_vec > 0 else k), input_precision="ieee")
     else:
         scores = tl.dot(queries[0], tl.trans(keys[0]), input_precision="ieee")
         for part in tl.static_range(1, len(keys)):
@@ -207,9 +207,9 @@ def rotate_pairs(x, y, cos, sin, scale, dtype: tl.constexpr):
 
 
 @triton.jit
-def find_rows(program, seq, group, SHAPE: tl.constexpr):
+def find_rows(program, seq, group, VARIANT: tl.constexpr):
     """The QueryRows of a tile. group: query heads of a key head."""
-    rows = program.tile * SHAPE.block_m + tl.arange(0, SHAPE.block_m)
+    rows = program.tile * VARIANT.block_m + tl.arange(0, VARIANT.block_m)
     exists = rows < seq.length_q * group
     rows = clamp_rows(rows, seq.length_q * group)
     token, head = rows // group, program.head_kv * group + rows % group
@@ -218,24 +218,24 @@ def find_rows(program, seq, group, SHAPE: tl.constexpr):
 
 @triton.jit
 def rotate_queries(
-    q, offsets, rows, token, column, band, keys, scheme, scale, PARTS: tl.constexpr, SHAPE: tl.constexpr
+    q, offsets, rows, token, column, band, keys, scheme, scale, PARTS: tl.constexpr, VARIANT: tl.constexpr
 ):
     """The BandQueries of a band. offsets [BM, 1], scale [BM, 1]: of the rows. token, column: the rows' number through
     all sequences and the last column that each sees [BM] where positions are data, else None. PARTS: those of
     load_key_words, or 1 if keys are read as pairs."""
-    x, y = load_pairs(q.ptr, offsets, 0, SHAPE.block_d // 2, SHAPE)  # [BM, D/2]
+    x, y = load_pairs(q.ptr, offsets, 0, VARIANT.block_d // 2, VARIANT)  # [BM, D/2]
     if column is None:
         position = rows.position + keys.shift
-        cos, sin = load_cos_sin_at(keys.table, band.q_rotation, position, 0, SHAPE.block_d // 2, SHAPE)
+        cos, sin = load_cos_sin_at(keys.table, band.q_rotation, position, 0, VARIANT.block_d // 2, VARIANT)
     else:
-        cos, sin = placed_query_cos_sin(keys.table, band.q_rotation, keys.cache, token, rows.position, SHAPE)
+        cos, sin = placed_query_cos_sin(keys.table, band.q_rotation, keys.cache, token, rows.position, VARIANT)
     x, y = rotate_pairs(x, y, cos, sin, scale, q.ptr.dtype.element_ty)
     if column is None:
         visible = visible_keys(rows.position, band, keys.length, scheme.maps)
     else:
-        visible = placed_keys(rows.position, column, band, keys.cache, token, scheme.maps, SHAPE)
+        visible = placed_keys(rows.position, column, band, keys.cache, token, scheme.maps, VARIANT)
     if PARTS > 1:
-        tile = join_hidden(x, y, keys.length > 0, SHAPE)
+        tile = join_hidden(x, y, keys.length > 0, VARIANT)
         return BandQueries(split_columns(tile, PARTS), visible, log2_scale(scheme.score_scale))
     else:
         return BandQueries((x, y), visible, log2_scale(scheme.score_scale))
@@ -248,38 +248,38 @@ def first_block(blocks, split, num_splits):
 
 
 @triton.jit
-def block_slots(keys, column, SHAPE: tl.constexpr):
+def block_slots(keys, column, VARIANT: tl.constexpr):
     """The slots of the keys from `column` on, [BN]; the last key stands in for those beyond."""
-    slot = keys.first_slot + column + clamp_rows(tl.arange(0, SHAPE.block_n), keys.length - column)
+    slot = keys.first_slot + column + clamp_rows(tl.arange(0, VARIANT.block_n), keys.length - column)
     return tl.maximum(slot, 0)  # negative if there are no keys
 
 
 @triton.jit
-def load_block_pages(keys, column, SHAPE: tl.constexpr):
+def load_block_pages(keys, column, VARIANT: tl.constexpr):
     """The pages of the keys from `column` on, int32 [BN], or the one page of a block that never lies in two."""
-    if keys.cache.leftpad is None and SHAPE.page_size > 0 and SHAPE.page_size % SHAPE.block_n == 0:
+    if keys.cache.leftpad is None and VARIANT.page_size > 0 and VARIANT.page_size % VARIANT.block_n == 0:
         slots = tl.maximum(tl.minimum(column, keys.length - 1), 0)
     else:
-        slots = block_slots(keys, column, SHAPE)
-    return load_page(keys.cache, keys.batch, slots, SHAPE.page_size)
+        slots = block_slots(keys, column, VARIANT)
+    return load_page(keys.cache, keys.batch, slots, VARIANT.page_size)
 
 
 @triton.jit
-def load_block_entries(keys, column, SHAPE: tl.constexpr):
+def load_block_entries(keys, column, VARIANT: tl.constexpr):
     """The TileEntries of the keys from `column` on."""
-    slots = block_slots(keys, column, SHAPE)
-    return load_tile_entries(keys.cache, keys.batch, keys.first_slot + column, slots, SHAPE)
+    slots = block_slots(keys, column, VARIANT)
+    return load_tile_entries(keys.cache, keys.batch, keys.first_slot + column, slots, VARIANT)
 
 
 @triton.jit
-def key_cos_sin(keys, rotation, k_map, column, SHAPE: tl.constexpr):
+def key_cos_sin(keys, rotation, k_map, column, VARIANT: tl.constexpr):
     """cos and sin [BN, D/2] of the keys from `column` on; k_map: as in attend_block."""
-    PAIRS: tl.constexpr = SHAPE.block_d // 2
-    if SHAPE.aligned_maps:
-        return load_cos_sin_from(keys.table, rotation, mapped_start(k_map, column), k_map.index, 0, PAIRS, SHAPE)
+    PAIRS: tl.constexpr = VARIANT.block_d // 2
+    if VARIANT.aligned_maps:
+        return load_cos_sin_from(keys.table, rotation, mapped_start(k_map, column), k_map.index, 0, PAIRS, VARIANT)
     else:
-        rows = TileRows(tl.arange(0, SHAPE.block_n), column + keys.shift, column, keys.length)
-        return load_cos_sin(keys.table, rotation, rows, 0, PAIRS, SHAPE)
+        rows = TileRows(tl.arange(0, VARIANT.block_n), column + keys.shift, column, keys.length)
+        return load_cos_sin(keys.table, rotation, rows, 0, PAIRS, VARIANT)
 
 
 @triton.jit
@@ -294,47 +294,47 @@ def attend_block(
     entries,
     ROTATE_K: tl.constexpr,
     K_PARTS: tl.constexpr,
-    SHAPE: tl.constexpr,
+    VARIANT: tl.constexpr,
 ):
     """One step of the online softmax, over the keys from `column` on. pages, entries: theirs, loaded before.
 
-    k_map: the TileMap of the band's keys if SHAPE.aligned_maps, else None. K_PARTS: as in rotate_queries."""
-    slots = block_slots(keys, column, SHAPE)
-    row = row_in_page(keys.cache, slots, SHAPE.page_size)
+    k_map: the TileMap of the band's keys if VARIANT.aligned_maps, else None. K_PARTS: as in rotate_queries."""
+    slots = block_slots(keys, column, VARIANT)
+    row = row_in_page(keys.cache, slots, VARIANT.page_size)
     page = valid_page(keys.cache, pages)
     places = None
     if entries is not None:
-        places = tile_places(keys.cache, entries, page, keys.last, keys.first_slot + column, slots, SHAPE)
+        places = tile_places(keys.cache, entries, page, keys.last, keys.first_slot + column, slots, VARIANT)
         page, row = places.page, places.row
     dtype: tl.constexpr = queries.parts[0].dtype
     if K_PARTS > 1:
-        k = load_key_words(keys.k, page, row, K_PARTS, SHAPE, dtype)
+        k = load_key_words(keys.k, page, row, K_PARTS, VARIANT, dtype)
     else:
         # Keys that rotate become float32 anyway.
         k_dtype: tl.constexpr = tl.float32 if ROTATE_K and keys.k.ptr.dtype.element_ty == tl.int8 else dtype
-        k = load_key_pairs(keys.k.ptr, page_offsets(page, row, keys.k), SHAPE, k_dtype)  # [BN, D/2]
+        k = load_key_pairs(keys.k.ptr, page_offsets(page, row, keys.k), VARIANT, k_dtype)  # [BN, D/2]
         if ROTATE_K:
             if places is None:
-                cos, sin = key_cos_sin(keys, band.k_rotation, k_map, column, SHAPE)
+                cos, sin = key_cos_sin(keys, band.k_rotation, k_map, column, VARIANT)
             else:
-                cos, sin = placed_key_cos_sin(keys.table, band.k_rotation, keys.cache, places, SHAPE)
+                cos, sin = placed_key_cos_sin(keys.table, band.k_rotation, keys.cache, places, VARIANT)
             k = rotate_pairs(k[0], k[1], cos, sin, 1.0, dtype)
-    scores = part_scores(queries.parts, k, SHAPE)
+    scores = part_scores(queries.parts, k, VARIANT)
     if keys.k_scale is not None:
         scores *= load_scales(keys.k_scale, page, row)[None, :]
     # Every block is masked, edge or not. A block in which a row sees nothing changes no bit of the row's result.
     if places is None:
-        visible = is_visible(queries.visible, column, SHAPE.block_n)
+        visible = is_visible(queries.visible, column, VARIANT.block_n)
     else:
-        visible = sees(queries.visible, places, column, keys.table.maps, SHAPE)
+        visible = sees(queries.visible, places, column, keys.table.maps, VARIANT)
     weights, state = online_softmax(state, scores, queries.scale_log2, visible)
     PARTS: tl.constexpr = len(state.acc)
     if PARTS > 1:
-        at = tl.arange(0, SHAPE.block_d // PARTS)
-        v = load_words(keys.v, page, row, at, SHAPE.head_dim, PARTS, SHAPE, dtype)
+        at = tl.arange(0, VARIANT.block_d // PARTS)
+        v = load_words(keys.v, page, row, at, VARIANT.head_dim, PARTS, VARIANT, dtype)
     else:
-        channels = tl.arange(0, SHAPE.block_d)
-        v = load_cached_values(keys.v.ptr, page_offsets(page, row, keys.v), (channels,), SHAPE, dtype)  # [BN, D]
+        channels = tl.arange(0, VARIANT.block_d)
+        v = load_cached_values(keys.v.ptr, page_offsets(page, row, keys.v), (channels,), VARIANT, dtype)  # [BN, D]
     if keys.v_scale is not None:
         weights, v = scale_values(weights, v, load_scales(keys.v_scale, page, row))
     return add_values(state, weights, v)
@@ -360,11 +360,11 @@ def store_split(
     max_seqlen_q,
     heads_q,
     num_splits,
-    SHAPE: tl.constexpr,
+    VARIANT: tl.constexpr,
 ):
     """Stores a split's results of the rows of a tile."""
     result, log_sum = finish_softmax(state)
-    channels = tl.arange(0, SHAPE.block_d)
+    channels = tl.arange(0, VARIANT.block_d)
     split_batch, token = program.split.to(tl.int64) * program.batches + program.batch, rows.token
     if cu_seqlens_q is not None:
         split_batch = program.split.to(tl.int64)
@@ -372,9 +372,9 @@ def store_split(
         token += tl.where(num_splits == 1, seq.start_q, start)
         seqlen_q = tl.where(num_splits == 1, seqlen_q, rows_in_all)
     tl.store(lse + (split_batch * heads_q + rows.head) * seqlen_q + token, log_sum, mask=rows.exists)
-    to = ((split_batch * seqlen_q + token) * heads_q + rows.head)[:, None] * SHAPE.head_dim + channels[None, :]
+    to = ((split_batch * seqlen_q + token) * heads_q + rows.head)[:, None] * VARIANT.head_dim + channels[None, :]
     written = tl.where(num_splits == 1, rows.exists, rows.exists & (state.row_sum != 0))
-    mask = written[:, None] & (channels < SHAPE.head_dim)[None, :]
+    mask = written[:, None] & (channels < VARIANT.head_dim)[None, :]
     tl.store(out + to, join_columns(result).to(out.dtype.element_ty), mask=mask)
 
 
@@ -393,37 +393,37 @@ def attention_decode(
     heads_q,
     heads_kv,
     num_splits,
-    SHAPE: tl.constexpr,
+    VARIANT: tl.constexpr,
 ):
     """q, k_cache, v_cache: TensorViews. out (num_splits, batch, seqlen_q, heads_q, head_dim) and lse float32
     (num_splits, batch, heads_q, seqlen_q) are contiguous. With packed queries they have the rows of ``partial_rows``.
     With several splits, rows of out whose lse is -inf are not written."""
     group = heads_q // heads_kv
     max_seqlen_q = seqlen_q if cu_seqlens_q is None else decode_int(cache.decode_seqlen)
-    program = find_program(tl.cdiv(max_seqlen_q * group, SHAPE.block_m), heads_kv, num_splits)
+    program = find_program(tl.cdiv(max_seqlen_q * group, VARIANT.block_m), heads_kv, num_splits)
     tile, head_kv, batch = program.tile, program.head_kv, program.batch
     seq = find_cached_sequence(cache, cu_seqlens_q, batch, seqlen_q)
     if cu_seqlens_q is not None:
-        if (tile * SHAPE.block_m >= seq.length_q * group) | (seq.length_q > max_seqlen_q):
+        if (tile * VARIANT.block_m >= seq.length_q * group) | (seq.length_q > max_seqlen_q):
             return
 
-    rows = find_rows(program, seq, group, SHAPE)
-    shift = tl.maximum(-seq.ahead, 0) if scheme.maps is None and not SHAPE.rotated_keys else 0
-    first_q = tile * SHAPE.block_m // group + seq.ahead
-    last_q = tl.minimum((tile * SHAPE.block_m + SHAPE.block_m - 1) // group, seq.length_q - 1) + seq.ahead
-    offsets = token_offsets(q, batch, seq.start_q + rows.token, rows.head, SHAPE)
+    rows = find_rows(program, seq, group, VARIANT)
+    shift = tl.maximum(-seq.ahead, 0) if scheme.maps is None and not VARIANT.rotated_keys else 0
+    first_q = tile * VARIANT.block_m // group + seq.ahead
+    last_q = tl.minimum((tile * VARIANT.block_m + VARIANT.block_m - 1) // group, seq.length_q - 1) + seq.ahead
+    offsets = token_offsets(q, batch, seq.start_q + rows.token, rows.head, VARIANT)
     length, token, last_column, last = seq.length_k, None, None, None
     if cache.tokens is not None:
         token = rows.token + (batch.to(tl.int64) * seqlen_q if cu_seqlens_q is None else seq.start_q)
-        position, last_column = load_token(cache, token, 0, SHAPE), load_token(cache, token, 1, SHAPE)
+        position, last_column = load_token(cache, token, 0, VARIANT), load_token(cache, token, 1, VARIANT)
         rows, length = QueryRows(rows.exists, rows.token, rows.head, position), tl.load(cache.shown + 2 * batch)
-        last = last_shown(cache, batch, SHAPE)
+        last = last_shown(cache, batch, VARIANT)
     position = rows.position
-    if SHAPE.stored and SHAPE.axes == 0:
-        position = as_float(load_query_position(cache, token, 0, SHAPE))
+    if VARIANT.stored and VARIANT.axes == 0:
+        position = as_float(load_query_position(cache, token, 0, VARIANT))
     scale = query_scale(scheme, rows.token, position, length)[:, None]
     table = CosSinTable(scheme.table, table_rows, None, scheme.maps)
-    head_k, head_v = head_view(k_cache, 0, 0, head_kv, SHAPE), head_view(v_cache, 0, 0, head_kv, SHAPE)
+    head_k, head_v = head_view(k_cache, 0, 0, head_kv, VARIANT), head_view(v_cache, 0, 0, head_kv, VARIANT)
     k_scale, v_scale = None, None
     if cache.k_scale is not None:
         k_scale = scale_view(cache.k_scale, cache.k_batch, cache.k_row, cache.k_head, head_kv)
@@ -431,10 +431,10 @@ def attention_decode(
     keys = CachedKeys(head_k, head_v, k_scale, v_scale, cache, batch, seq.start_k, seq.length_k, table, shift, last)
 
     CODES: tl.constexpr = k_cache.ptr.dtype.element_ty
-    V_PARTS: tl.constexpr = value_parts(CODES, SHAPE.code_vec, SHAPE.block_d, SHAPE.head_dim)
-    K_PARTS: tl.constexpr = key_parts(CODES, SHAPE.code_vec, SHAPE.block_d, SHAPE.head_dim, SHAPE.rotary_dim)
-    state = start_softmax(SHAPE.block_m, SHAPE.block_d, V_PARTS)
-    NUM_BANDS: tl.constexpr = SHAPE.num_bands
+    V_PARTS: tl.constexpr = value_parts(CODES, VARIANT.code_vec, VARIANT.block_d, VARIANT.head_dim)
+    K_PARTS: tl.constexpr = key_parts(CODES, VARIANT.code_vec, VARIANT.block_d, VARIANT.head_dim, VARIANT.rotary_dim)
+    state = start_softmax(VARIANT.block_m, VARIANT.block_d, V_PARTS)
+    NUM_BANDS: tl.constexpr = VARIANT.num_bands
     for b in tl.static_range(NUM_BANDS):
         band = load_band(scheme.bands, b)
         # Not in variables: assignments would make numbers of the kernel of them.
@@ -448,42 +448,42 @@ def attention_decode(
             keys,
             scheme,
             scale,
-            1 if (SHAPE.rotated_bands >> b) & 1 else K_PARTS,
-            SHAPE,
+            1 if (VARIANT.rotated_bands >> b) & 1 else K_PARTS,
+            VARIANT,
         )
-        k_map = load_tile_map(scheme.maps, band.k_rotation, SHAPE.block_n) if SHAPE.aligned_maps else None
+        k_map = load_tile_map(scheme.maps, band.k_rotation, VARIANT.block_n) if VARIANT.aligned_maps else None
         if token is None:
-            blocks = key_tiles(band, first_q, last_q, seq.length_k, SHAPE.block_n, scheme.maps)
+            blocks = key_tiles(band, first_q, last_q, seq.length_k, VARIANT.block_n, scheme.maps)
         else:
-            blocks = band_columns(cache, token, b, SHAPE)
+            blocks = band_columns(cache, token, b, VARIANT)
         begin = first_block(blocks, program.split, num_splits)
-        pages = load_block_pages(keys, begin * SHAPE.block_n, SHAPE)
+        pages = load_block_pages(keys, begin * VARIANT.block_n, VARIANT)
         entries = None
         if token is not None:
-            entries = load_block_entries(keys, begin * SHAPE.block_n, SHAPE)
+            entries = load_block_entries(keys, begin * VARIANT.block_n, VARIANT)
         for block in tl.range(begin, blocks.end, num_splits):
             # Pages are loaded a block ahead: K and V can only be requested ahead if their pages are known by then.
-            next_pages = load_block_pages(keys, (block + num_splits) * SHAPE.block_n, SHAPE)
+            next_pages = load_block_pages(keys, (block + num_splits) * VARIANT.block_n, VARIANT)
             if token is not None:
-                next_entries = load_block_entries(keys, (block + num_splits) * SHAPE.block_n, SHAPE)
+                next_entries = load_block_entries(keys, (block + num_splits) * VARIANT.block_n, VARIANT)
             state = attend_block(
                 state,
                 queries,
                 keys,
                 band,
                 k_map,
-                block * SHAPE.block_n,
+                block * VARIANT.block_n,
                 pages,
                 entries,
-                (SHAPE.rotated_bands >> b) & 1,
-                1 if (SHAPE.rotated_bands >> b) & 1 else K_PARTS,
-                SHAPE,
+                (VARIANT.rotated_bands >> b) & 1,
+                1 if (VARIANT.rotated_bands >> b) & 1 else K_PARTS,
+                VARIANT,
             )
             pages = next_pages
             if token is not None:
                 entries = next_entries
 
-    store_split(out, lse, state, rows, program, seq, cu_seqlens_q, seqlen_q, max_seqlen_q, heads_q, num_splits, SHAPE)
+    store_split(out, lse, state, rows, program, seq, cu_seqlens_q, seqlen_q, max_seqlen_q, heads_q, num_splits, VARIANT)
 
 
 @triton.jit(do_not_specialize=["seqlen_q", "max_seqlen_q", "num_splits", "heads_q"])
@@ -498,10 +498,10 @@ def combine_splits(
     heads_q,
     num_splits,
     BLOCK_S: tl.constexpr,
-    SHAPE: tl.constexpr,
+    VARIANT: tl.constexpr,
 ):
     """One row of out per program; partial and partial_lse as attention_decode writes them, float32."""
-    D: tl.constexpr = SHAPE.block_d
+    D: tl.constexpr = VARIANT.block_d
     row = tl.program_id(0).to(tl.int64)
     batch, token, head = row // heads_q // max_seqlen_q, row // heads_q % max_seqlen_q, row % heads_q
     if cu_seqlens_q is None:
@@ -517,8 +517,8 @@ def combine_splits(
         rows = total.to(tl.int64) * heads_q
         row, lse_row = (partial_start + token) * heads_q + head, head * total + partial_start + token
         to_row, to_lse = (start + token) * heads_q + head, head * seqlen_q + start + token
-    channels = tl.arange(0, SHAPE.block_d)
-    has_channel = channels < SHAPE.head_dim
+    channels = tl.arange(0, VARIANT.block_d)
+    has_channel = channels < VARIANT.head_dim
     splits = tl.arange(0, BLOCK_S)
     largest = tl.full((BLOCK_S,), float("-inf"), tl.float32)
     for first in tl.range(0, num_splits, BLOCK_S):
@@ -532,12 +532,12 @@ def combine_splits(
         at, mask = (first + splits) * rows + lse_row, first + splits < num_splits
         log_sum = tl.load(partial_lse + at, mask=mask, other=float("-inf"))
         weights = tl.exp2((log_sum - finite) * LOG2_E)
-        offsets = ((first + splits) * rows + row)[:, None] * SHAPE.head_dim + channels[None, :]
+        offsets = ((first + splits) * rows + row)[:, None] * VARIANT.head_dim + channels[None, :]
         mask = (log_sum > float("-inf"))[:, None] & has_channel[None, :]
         acc += weights[:, None] * tl.load(partial + offsets, mask=mask, other=0.0)
         total += weights
     total = tl.sum(total, 0)
     empty = total == 0
     result = tl.sum(acc, 0) / tl.where(empty, 1.0, total)
-    tl.store(out + to_row * SHAPE.head_dim + channels, result.to(out.dtype.element_ty), mask=has_channel)
+    tl.store(out + to_row * VARIANT.head_dim + channels, result.to(out.dtype.element_ty), mask=has_channel)
     tl.store(lse + to_lse, tl.where(empty, float("-inf"), finite + tl.log2(tl.where(empty, 1.0, total)) * LN_2))

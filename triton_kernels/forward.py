@@ -91,57 +91,57 @@ def attention_forward(
     table_rows,
     heads_q,
     heads_kv,
-    SHAPE: tl.constexpr,
+    VARIANT: tl.constexpr,
 ):
     """Computes attention of whole sequences.
 
     q, k, v: TensorViews. rotated_k: TensorView (copy, row, head). result, scheme, cu_seqlens: see arguments.py."""
-    batch, head, first = query_program(max_seqlen_q, heads_q, SHAPE)
+    batch, head, first = query_program(max_seqlen_q, heads_q, VARIANT)
     seq = find_sequence(cu_seqlens, batch, seqlen_q, seqlen_k)
     if first >= seq.length_q:
         return
-    tile = query_tile(first, seq, packed_row(cu_seqlens.q, batch, seq.start_q, seqlen_q), scheme, SHAPE)
+    tile = query_tile(first, seq, packed_row(cu_seqlens.q, batch, seq.start_q, seqlen_q), scheme, VARIANT)
     head_kv = head // (heads_q // heads_kv)
-    queries = head_view(q, batch, seq.start_q + first, head, SHAPE)
-    k_rows = head_view(k, batch, seq.start_k, head_kv, SHAPE)
-    v_rows = head_view(v, batch, seq.start_k, head_kv, SHAPE)
+    queries = head_view(q, batch, seq.start_q + first, head, VARIANT)
+    k_rows = head_view(k, batch, seq.start_k, head_kv, VARIANT)
+    v_rows = head_view(v, batch, seq.start_k, head_kv, VARIANT)
     copied = CopiedKeys(rotated_k, packed_row(cu_seqlens.k, batch, seq.start_k, seqlen_k), 0)
-    raw = Keys(k_rows, v_rows, key_channels(SHAPE), value_channels(SHAPE), 0, seq.length_k)
+    raw = Keys(k_rows, v_rows, key_channels(VARIANT), value_channels(VARIANT), 0, seq.length_k)
     cached = CachedKeys(None, None, None, None)
-    state = attend_bands(queries, tile, seq, raw, copied, cached, head_kv, scheme, table_rows, SHAPE)
-    store_result(state, result, cu_seqlens.q, seq, tile.rows, head, heads_q, seqlen_q, raw.channels_v, SHAPE)
+    state = attend_bands(queries, tile, seq, raw, copied, cached, head_kv, scheme, table_rows, VARIANT)
+    store_result(state, result, cu_seqlens.q, seq, tile.rows, head, heads_q, seqlen_q, raw.channels_v, VARIANT)
 
 
 @triton.jit
-def query_tile(first, seq, packed_q, scheme, SHAPE: tl.constexpr):
+def query_tile(first, seq, packed_q, scheme, VARIANT: tl.constexpr):
     """Returns the QueryTile from row `first` of a sequence on. packed_q: the sequence's first row in packed tensors."""
-    rows = tile_rows(first, seq.length_q, seq.length_k, packed_q, scheme, SHAPE.block_m, SHAPE.rotated_keys)
+    rows = tile_rows(first, seq.length_q, seq.length_k, packed_q, scheme, VARIANT.block_m, VARIANT.rotated_keys)
     position = first + rows.index + seq.ahead
-    return QueryTile(rows, position, tl.minimum(first + SHAPE.block_m, seq.length_q) - 1 + seq.ahead)
+    return QueryTile(rows, position, tl.minimum(first + VARIANT.block_m, seq.length_q) - 1 + seq.ahead)
 
 
 @triton.jit
-def attend_bands(queries, tile, seq, raw, copied, cached, head_kv, scheme, table_rows, SHAPE: tl.constexpr):
+def attend_bands(queries, tile, seq, raw, copied, cached, head_kv, scheme, table_rows, VARIANT: tl.constexpr):
     """Returns the SoftmaxState of a tile of queries after all bands. queries: HeadView of the tile's rows, raw. raw:
     Keys in place. copied: CopiedKeys. cached: CachedKeys."""
     rows = tile.rows
     # Prefetches the first K and V tile while q is rotated. Not with pages (two lookups) or several bands (spills).
-    if SHAPE.page_size == 0 and SHAPE.num_bands == 1:
+    if VARIANT.page_size == 0 and VARIANT.num_bands == 1:
         band = load_band(scheme.bands, 0)
-        ROTATED_K: tl.constexpr = SHAPE.rotated_bands & 1
+        ROTATED_K: tl.constexpr = VARIANT.rotated_bands & 1
         keys, tiles = enter_band(
-            raw, copied, band, head_kv, rows.first + seq.ahead, tile.last, scheme.maps, ROTATED_K, SHAPE
+            raw, copied, band, head_kv, rows.first + seq.ahead, tile.last, scheme.maps, ROTATED_K, VARIANT
         )
-        prefetch_tile(keys, cached, tiles, SHAPE)
+        prefetch_tile(keys, cached, tiles, VARIANT)
     table = CosSinTable(scheme.table, table_rows, scheme.positions, scheme.maps)
     log_n = query_scale(scheme, rows.start + existing_rows(rows), tile.position, seq.length_k)
     scale_log2 = log2_scale(scheme.score_scale)
 
-    state = start_softmax(SHAPE.block_m, SHAPE.block_dv, SHAPE.parts)
-    NUM_BANDS: tl.constexpr = SHAPE.num_bands
+    state = start_softmax(VARIANT.block_m, VARIANT.block_dv, VARIANT.parts)
+    NUM_BANDS: tl.constexpr = VARIANT.num_bands
     for b in tl.static_range(NUM_BANDS):
         band = load_band(scheme.bands, b)
-        rotated = load_rotated_hidden(queries, table, band.q_rotation, rows, log_n, SHAPE)  # [BM, D]
+        rotated = load_rotated_hidden(queries, table, band.q_rotation, rows, log_n, VARIANT)  # [BM, D]
         keys, tiles = enter_band(
             raw,
             copied,
@@ -150,62 +150,62 @@ def attend_bands(queries, tile, seq, raw, copied, cached, head_kv, scheme, table
             rows.first + seq.ahead,
             tile.last,
             scheme.maps,
-            (SHAPE.rotated_bands >> b) & 1,
-            SHAPE,
+            (VARIANT.rotated_bands >> b) & 1,
+            VARIANT,
         )
         band_queries = BandQueries(rotated, visible_keys(tile.position, band, seq.length_k, scheme.maps), scale_log2)
-        state = attend_band(state, band_queries, keys, cached, tiles, (SHAPE.rotated_bands >> b) & 1, SHAPE)
+        state = attend_band(state, band_queries, keys, cached, tiles, (VARIANT.rotated_bands >> b) & 1, VARIANT)
     return state
 
 
 @triton.jit
-def attend_band(state, queries, keys, cached, tiles, ROTATED_K: tl.constexpr, SHAPE: tl.constexpr):
+def attend_band(state, queries, keys, cached, tiles, ROTATED_K: tl.constexpr, VARIANT: tl.constexpr):
     """Returns the state after a band's edge tiles and inner tiles. ROTATED_K: the keys are a copy."""
     # Pages are loaded a tile ahead: K and V can only be requested ahead if their pages are known by then.
-    pages = load_tile_pages(keys, cached, edge_tile(tiles, 0) * SHAPE.block_n, SHAPE)
+    pages = load_tile_pages(keys, cached, edge_tile(tiles, 0) * VARIANT.block_n, VARIANT)
     for step in tl.range(0, edge_count(tiles)):
-        next_pages = load_tile_pages(keys, cached, edge_tile(tiles, step + 1) * SHAPE.block_n, SHAPE)
-        column = edge_tile(tiles, step) * SHAPE.block_n
-        state = attend_tile(state, queries, keys, cached, column, pages, ROTATED_K, True, SHAPE)
+        next_pages = load_tile_pages(keys, cached, edge_tile(tiles, step + 1) * VARIANT.block_n, VARIANT)
+        column = edge_tile(tiles, step) * VARIANT.block_n
+        state = attend_tile(state, queries, keys, cached, column, pages, ROTATED_K, True, VARIANT)
         pages = next_pages
-    pages = load_tile_pages(keys, cached, tiles.inner_begin * SHAPE.block_n, SHAPE)
+    pages = load_tile_pages(keys, cached, tiles.inner_begin * VARIANT.block_n, VARIANT)
     for step in tl.range(tiles.inner_begin, tiles.inner_end):
-        next_pages = load_tile_pages(keys, cached, (step + 1) * SHAPE.block_n, SHAPE)
-        column = step * SHAPE.block_n
-        state = attend_tile(state, queries, keys, cached, column, pages, ROTATED_K, False, SHAPE)
+        next_pages = load_tile_pages(keys, cached, (step + 1) * VARIANT.block_n, VARIANT)
+        column = step * VARIANT.block_n
+        state = attend_tile(state, queries, keys, cached, column, pages, ROTATED_K, False, VARIANT)
         pages = next_pages
     return state
 
 
 @triton.jit
 def attend_tile(
-    state, queries, keys, cached, column, pages, ROTATED_K: tl.constexpr, EDGE: tl.constexpr, SHAPE: tl.constexpr
+    state, queries, keys, cached, column, pages, ROTATED_K: tl.constexpr, EDGE: tl.constexpr, VARIANT: tl.constexpr
 ):
     """Returns the state after one step of the online softmax, over the keys from `column` on. pages: their pages,
     loaded before. EDGE: some pairs lie outside the band."""
     dtype: tl.constexpr = queries.tile[0].dtype
-    at = find_rows(keys, cached, column, pages, EDGE, SHAPE)
-    k = load_tile_keys(keys, column, at, ROTATED_K, SHAPE, dtype)  # [BN, D]
+    at = find_rows(keys, cached, column, pages, EDGE, VARIANT)
+    k = load_tile_keys(keys, column, at, ROTATED_K, VARIANT, dtype)  # [BN, D]
     scores = tl.dot(queries.tile[0], tl.trans(k[0]), input_precision="ieee")  # [BM, BN]
-    if SHAPE.parts == 2:
+    if VARIANT.parts == 2:
         scores = tl.dot(queries.tile[1], tl.trans(k[1]), scores, input_precision="ieee")
-    scores = scale_scores(scores, cached, at, SHAPE)
-    visible = is_visible(queries.visible, column, SHAPE.block_n) if EDGE else None
+    scores = scale_scores(scores, cached, at, VARIANT)
+    visible = is_visible(queries.visible, column, VARIANT.block_n) if EDGE else None
     weights, state = online_softmax(state, scores, queries.scale_log2, visible)
-    v = load_tile_values(keys, column, at, SHAPE, dtype)  # [BN, DV]
-    weights, v = scale_weights(weights, v, cached, at, SHAPE)
+    v = load_tile_values(keys, column, at, VARIANT, dtype)  # [BN, DV]
+    weights, v = scale_weights(weights, v, cached, at, VARIANT)
     return add_values(state, weights, v)
 
 
 @triton.jit
-def store_result(state, result, cu_seqlens_q, seq, rows, head, heads_q, seqlen_q, channels_v, SHAPE: tl.constexpr):
+def store_result(state, result, cu_seqlens_q, seq, rows, head, heads_q, seqlen_q, channels_v, VARIANT: tl.constexpr):
     """Stores what the state of a tile of queries comes to. channels_v: the channels of its parts."""
     out, log_sum = finish_softmax(state)
     out_row = packed_row(cu_seqlens_q, seq.batch, seq.start_q, seqlen_q) + rows.first
-    ptr = result.out + (out_row * heads_q + head) * SHAPE.head_dim_v
-    view = HeadView(ptr, heads_q * SHAPE.head_dim_v, None)
-    store_values(view, out[0], rows, channels_v[0], SHAPE)
-    if SHAPE.parts == 2:
-        store_values(view, out[1], rows, channels_v[1], SHAPE)
+    ptr = result.out + (out_row * heads_q + head) * VARIANT.head_dim_v
+    view = HeadView(ptr, heads_q * VARIANT.head_dim_v, None)
+    store_values(view, out[0], rows, channels_v[0], VARIANT)
+    if VARIANT.parts == 2:
+        store_values(view, out[1], rows, channels_v[1], VARIANT)
     lse_row = lse_offset(cu_seqlens_q, seq.batch, head, heads_q, seq.start_q, seqlen_q) + rows.first
     tl.store(result.lse + lse_row + rows.index, log_sum, mask=row_exists(rows))

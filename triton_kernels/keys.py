@@ -73,20 +73,20 @@ class KeyRows(NamedTuple):
 
 
 @triton.jit
-def enter_band(raw, copied, band, head, first, last, maps, ROTATED_K: tl.constexpr, SHAPE: tl.constexpr):
+def enter_band(raw, copied, band, head, first, last, maps, ROTATED_K: tl.constexpr, VARIANT: tl.constexpr):
     """Returns (Keys as the band reads them, their TileRange) for queries at positions first to last. raw: Keys in
     place."""
-    tiles = key_tiles(band, first, last, raw.length, SHAPE.block_n, maps)
-    k = band_keys(raw.k, copied.view, band.k_copy, copied.row, head, ROTATED_K, SHAPE)
+    tiles = key_tiles(band, first, last, raw.length, VARIANT.block_n, maps)
+    k = band_keys(raw.k, copied.view, band.k_copy, copied.row, head, ROTATED_K, VARIANT)
     first_key = tl.where(band.k_copy < 0, 0, copied.first)
     return Keys(k, raw.v, raw.channels_k, raw.channels_v, first_key, raw.length), tiles
 
 
 @triton.jit
-def key_rows(keys, cached, column, EDGE: tl.constexpr, SHAPE: tl.constexpr):
+def key_rows(keys, cached, column, EDGE: tl.constexpr, VARIANT: tl.constexpr):
     """Returns the rows [BN] to load for the keys from `column` on, counted from there. EDGE: existing keys stand in for
     missing ones."""
-    rows = tl.arange(0, SHAPE.block_n)
+    rows = tl.arange(0, VARIANT.block_n)
     if EDGE:
         rows = clamp_rows(rows, keys.length - column)
         if cached.batch is not None:  # of the whole tuple Triton 3.6 cannot ask this, once a field is None
@@ -95,70 +95,70 @@ def key_rows(keys, cached, column, EDGE: tl.constexpr, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def load_tile_pages(keys, cached, column, SHAPE: tl.constexpr):
+def load_tile_pages(keys, cached, column, VARIANT: tl.constexpr):
     """Returns the pages of the keys from `column` on, int32 [BN], or 0 without pages. It is safe where there is no such
     tile."""
-    if SHAPE.page_size == 0:
+    if VARIANT.page_size == 0:
         return 0
     else:
-        slot = cached.first_slot + column + key_rows(keys, cached, column, True, SHAPE)
-        return load_page(cached.layout, cached.batch, tl.maximum(slot, 0), SHAPE.page_size)
+        slot = cached.first_slot + column + key_rows(keys, cached, column, True, VARIANT)
+        return load_page(cached.layout, cached.batch, tl.maximum(slot, 0), VARIANT.page_size)
 
 
 @triton.jit
-def prefetch_tile(keys, cached, tiles, SHAPE: tl.constexpr):
+def prefetch_tile(keys, cached, tiles, VARIANT: tl.constexpr):
     """Prefetches the band's first tile of keys and values, if there is one."""
     if tiles.end > tiles.begin:
-        column = edge_tile(tiles, 0) * SHAPE.block_n
-        rows = key_rows(keys, cached, column, True, SHAPE)
-        prefetch_rows(skip_rows(keys.k, column).ptr, tile_offsets(rows, keys.k), SHAPE.head_dim, SHAPE.block_d)
-        prefetch_rows(skip_rows(keys.v, column).ptr, tile_offsets(rows, keys.v), SHAPE.head_dim_v, SHAPE.block_dv)
+        column = edge_tile(tiles, 0) * VARIANT.block_n
+        rows = key_rows(keys, cached, column, True, VARIANT)
+        prefetch_rows(skip_rows(keys.k, column).ptr, tile_offsets(rows, keys.k), VARIANT.head_dim, VARIANT.block_d)
+        prefetch_rows(skip_rows(keys.v, column).ptr, tile_offsets(rows, keys.v), VARIANT.head_dim_v, VARIANT.block_dv)
 
 
 @triton.jit
-def find_rows(keys, cached, column, pages, EDGE: tl.constexpr, SHAPE: tl.constexpr):
+def find_rows(keys, cached, column, pages, EDGE: tl.constexpr, VARIANT: tl.constexpr):
     """Returns the KeyRows of the keys from `column` on. pages: theirs, from load_tile_pages."""
-    rows = key_rows(keys, cached, column, EDGE, SHAPE)
-    if SHAPE.page_size > 0:
+    rows = key_rows(keys, cached, column, EDGE, VARIANT)
+    if VARIANT.page_size > 0:
         page = valid_page(cached.layout, pages)
-        row = row_in_page(cached.layout, tl.maximum(cached.first_slot + column + rows, 0), SHAPE.page_size)
+        row = row_in_page(cached.layout, tl.maximum(cached.first_slot + column + rows, 0), VARIANT.page_size)
         return KeyRows(rows, page, row)
-    elif SHAPE.code_vec > 0:
+    elif VARIANT.code_vec > 0:
         return KeyRows(rows, cached.batch, tl.maximum(cached.first_slot + column + rows, 0))
     else:
         return KeyRows(rows, 0, 0)
 
 
 @triton.jit
-def load_tile_keys(keys, column, at, ROTATED_K: tl.constexpr, SHAPE: tl.constexpr, dtype: tl.constexpr):
+def load_tile_keys(keys, column, at, ROTATED_K: tl.constexpr, VARIANT: tl.constexpr, dtype: tl.constexpr):
     """Returns the tile of keys at KeyRows `at`, [BN, D] in parts. ROTATED_K: they are a copy, which has no pages."""
-    if SHAPE.page_size > 0 and not ROTATED_K:
-        return load_keys(keys.k.ptr, page_offsets(at.page, at.row, keys.k), keys.channels_k, SHAPE, dtype)
+    if VARIANT.page_size > 0 and not ROTATED_K:
+        return load_keys(keys.k.ptr, page_offsets(at.page, at.row, keys.k), keys.channels_k, VARIANT, dtype)
     else:
-        return load_keys(skip_rows(keys.k, column).ptr, tile_offsets(at.rows, keys.k), keys.channels_k, SHAPE, dtype)
+        return load_keys(skip_rows(keys.k, column).ptr, tile_offsets(at.rows, keys.k), keys.channels_k, VARIANT, dtype)
 
 
 @triton.jit
-def load_tile_values(keys, column, at, SHAPE: tl.constexpr, dtype: tl.constexpr):
+def load_tile_values(keys, column, at, VARIANT: tl.constexpr, dtype: tl.constexpr):
     """Returns the tile of values at KeyRows `at`, [BN, DV] in parts."""
-    if SHAPE.page_size > 0:
-        return load_cached_values(keys.v.ptr, page_offsets(at.page, at.row, keys.v), keys.channels_v, SHAPE, dtype)
+    if VARIANT.page_size > 0:
+        return load_cached_values(keys.v.ptr, page_offsets(at.page, at.row, keys.v), keys.channels_v, VARIANT, dtype)
     else:
         ptr = skip_rows(keys.v, column).ptr
-        return load_cached_values(ptr, tile_offsets(at.rows, keys.v), keys.channels_v, SHAPE, dtype)
+        return load_cached_values(ptr, tile_offsets(at.rows, keys.v), keys.channels_v, VARIANT, dtype)
 
 
 @triton.jit
-def scale_scores(scores, cached, at, SHAPE: tl.constexpr):
+def scale_scores(scores, cached, at, VARIANT: tl.constexpr):
     """Returns scores [BM, BN] times the scales of quantized keys."""
-    if SHAPE.code_vec > 0:
+    if VARIANT.code_vec > 0:
         scores *= load_scales(cached.scales.k, at.page, at.row)[None, :]
     return scores
 
 
 @triton.jit
-def scale_weights(weights, v, cached, at, SHAPE: tl.constexpr):
+def scale_weights(weights, v, cached, at, VARIANT: tl.constexpr):
     """Returns (weights [BM, BN], v) with the scales of quantized values in them."""
-    if SHAPE.code_vec > 0:
+    if VARIANT.code_vec > 0:
         weights, v = scale_values(weights, v, load_scales(cached.scales.v, at.page, at.row))
     return weights, v

@@ -85,9 +85,9 @@ def page_rows(cache, PAGE_SIZE: tl.constexpr):
 
 
 @triton.jit
-def read_entries(tables, cache, seq, entry, SHAPE: tl.constexpr):
+def read_entries(tables, cache, seq, entry, VARIANT: tl.constexpr):
     """The Entries of these numbers [E] of a sequence. Those beyond the table show no row."""
-    rows = page_rows(cache, SHAPE.page_size)
+    rows = page_rows(cache, VARIANT.page_size)
     entries = decode_int(cache.capacity) // rows
     exists, entry = entry < entries, tl.minimum(entry, entries - 1)
     at, slot = seq.batch.to(tl.int64) * entries + entry, entry * rows
@@ -109,34 +109,34 @@ def read_entries(tables, cache, seq, entry, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def next_entries(tables, cache, seq, first_entry, SHAPE: tl.constexpr):
-    """SHAPE.block_n Entries of a sequence from `first_entry` on."""
-    return read_entries(tables, cache, seq, first_entry + tl.arange(0, SHAPE.block_n), SHAPE)
+def next_entries(tables, cache, seq, first_entry, VARIANT: tl.constexpr):
+    """VARIANT.block_n Entries of a sequence from `first_entry` on."""
+    return read_entries(tables, cache, seq, first_entry + tl.arange(0, VARIANT.block_n), VARIANT)
 
 
 @triton.jit
-def store_entries(cache, seq, entries, first_entry, before, SHAPE: tl.constexpr):
+def store_entries(cache, seq, entries, first_entry, before, VARIANT: tl.constexpr):
     """before: the keys that the entries before `first_entry` show."""
-    count = decode_int(cache.capacity) // page_rows(cache, SHAPE.page_size)
-    entry = first_entry + tl.arange(0, SHAPE.block_n)
-    to = cache.entries + (seq.batch.to(tl.int64) * count + entry) * (ENTRY_FIELDS + SHAPE.stored)
+    count = decode_int(cache.capacity) // page_rows(cache, VARIANT.page_size)
+    entry = first_entry + tl.arange(0, VARIANT.block_n)
+    to = cache.entries + (seq.batch.to(tl.int64) * count + entry) * (ENTRY_FIELDS + VARIANT.stored)
     tl.store(to, entries.position, mask=entry < count)
     tl.store(to + 1, entries.first, mask=entry < count)
     tl.store(to + 2, entries.stop, mask=entry < count)
-    if SHAPE.stored:
-        tl.store(to + 3, first_number(entries, before, SHAPE), mask=entry < count)
+    if VARIANT.stored:
+        tl.store(to + 3, first_number(entries, before, VARIANT), mask=entry < count)
 
 
 @triton.jit
-def first_number(entries, before, SHAPE: tl.constexpr):
+def first_number(entries, before, VARIANT: tl.constexpr):
     """The number of row 0 of Entries among the shown keys, of which `before` come before the first entry."""
-    return before + count_before(entries.stop - entries.first, SHAPE.block_n) - entries.first
+    return before + count_before(entries.stop - entries.first, VARIANT.block_n) - entries.first
 
 
 @triton.jit
-def token_fields(SHAPE: tl.constexpr):
-    COORDINATES: tl.constexpr = 0 if not SHAPE.stored else SHAPE.axes if SHAPE.axes > 0 else 1
-    return TOKEN_FIELDS + 2 * SHAPE.num_bands + 2 * COORDINATES
+def token_fields(VARIANT: tl.constexpr):
+    COORDINATES: tl.constexpr = 0 if not VARIANT.stored else VARIANT.axes if VARIANT.axes > 0 else 1
+    return TOKEN_FIELDS + 2 * VARIANT.num_bands + 2 * COORDINATES
 
 
 @triton.jit
@@ -163,18 +163,18 @@ class Columns(NamedTuple):
 
 
 @triton.jit
-def columns_by_entries(tables, cache, seq, lowest, highest, SHAPE: tl.constexpr):
+def columns_by_entries(tables, cache, seq, lowest, highest, VARIANT: tl.constexpr):
     """The Columns, each [BM], of the keys at positions lowest to highest [BM]. For axial schemes, whose bands go by
     order, those that have these numbers among the shown keys."""
-    entries_in_all = decode_int(cache.capacity) // page_rows(cache, SHAPE.page_size)
+    entries_in_all = decode_int(cache.capacity) // page_rows(cache, VARIANT.page_size)
     begin = tl.zeros_like(lowest) + seq.length_k
     end = tl.zeros_like(lowest)
     before = 0
-    for n in tl.range(0, entries_in_all, SHAPE.block_n):
-        entries = next_entries(tables, cache, seq, n, SHAPE)
+    for n in tl.range(0, entries_in_all, VARIANT.block_n):
+        entries = next_entries(tables, cache, seq, n, VARIANT)
         position = entries.position
-        if SHAPE.axes > 0:
-            position = first_number(entries, before, SHAPE)
+        if VARIANT.axes > 0:
+            position = first_number(entries, before, VARIANT)
             before += tl.sum(entries.stop - entries.first)
         low = tl.maximum(entries.first[None, :], lowest[:, None] - position[None, :])
         high = tl.minimum(entries.stop[None, :], highest[:, None] - position[None, :] + 1)
@@ -185,54 +185,54 @@ def columns_by_entries(tables, cache, seq, lowest, highest, SHAPE: tl.constexpr)
 
 
 @triton.jit
-def columns_by_groups(groups, cache, seq, lowest, highest, SHAPE: tl.constexpr):
+def columns_by_groups(groups, cache, seq, lowest, highest, VARIANT: tl.constexpr):
     """The Columns, each [BM], of the groups of slots that have keys at whole positions lowest to highest [BM]."""
-    groups_in_all = tl.cdiv(decode_int(cache.capacity), SHAPE.block_n)
+    groups_in_all = tl.cdiv(decode_int(cache.capacity), VARIANT.block_n)
     begin = tl.zeros_like(lowest) + seq.length_k
     end = tl.zeros_like(lowest)
-    for n in tl.range(0, groups_in_all, SHAPE.block_n):
-        group = n + tl.arange(0, SHAPE.block_n)
+    for n in tl.range(0, groups_in_all, VARIANT.block_n):
+        group = n + tl.arange(0, VARIANT.block_n)
         exists, group = group < groups_in_all, tl.minimum(group, groups_in_all - 1)
         at = groups + (seq.batch.to(tl.int64) * groups_in_all + group) * 2
         nearest, farthest = tl.load(at)[None, :], tl.load(at + 1)[None, :]
         some = exists[None, :] & (nearest <= highest[:, None]) & (farthest >= lowest[:, None])
-        start = (group * SHAPE.block_n - seq.start_k)[None, :]
+        start = (group * VARIANT.block_n - seq.start_k)[None, :]
         begin = tl.minimum(begin, tl.min(tl.where(some, tl.maximum(start, 0), seq.length_k), 1))
-        end = tl.maximum(end, tl.max(tl.where(some, tl.minimum(start + SHAPE.block_n, seq.length_k), 0), 1))
+        end = tl.maximum(end, tl.max(tl.where(some, tl.minimum(start + VARIANT.block_n, seq.length_k), 0), 1))
     return Columns(begin, end)
 
 
 @triton.jit(do_not_specialize=["seqlen_q"])
-def place_slots(tables, cache, cu_seqlens_q, seqlen_q, SHAPE: tl.constexpr):
+def place_slots(tables, cache, cu_seqlens_q, seqlen_q, VARIANT: tl.constexpr):
     """Fills tables.groups (batch, groups, 2), the lowest and the highest whole position of the keys that each group of
-    SHAPE.block_n slots shows. Where a cache stores positions of one axis, bands are found by them."""
-    groups_in_all = tl.cdiv(decode_int(cache.capacity), SHAPE.block_n)
+    VARIANT.block_n slots shows. Where a cache stores positions of one axis, bands are found by them."""
+    groups_in_all = tl.cdiv(decode_int(cache.capacity), VARIANT.block_n)
     batch, group = tl.program_id(0) // groups_in_all, tl.program_id(0) % groups_in_all
     seq = find_cached_sequence(cache, cu_seqlens_q, batch, seqlen_q)
-    slot = group * SHAPE.block_n + tl.arange(0, SHAPE.block_n)
-    rows = page_rows(cache, SHAPE.page_size)
-    entries = read_entries(tables, cache, seq, slot // rows, SHAPE)
+    slot = group * VARIANT.block_n + tl.arange(0, VARIANT.block_n)
+    rows = page_rows(cache, VARIANT.page_size)
+    entries = read_entries(tables, cache, seq, slot // rows, VARIANT)
     shown = (slot - entries.slot >= entries.first) & (slot - entries.slot < entries.stop)
     slot = tl.minimum(slot, decode_int(cache.capacity) - 1)
-    page = valid_page(cache, load_page(cache, batch, slot, SHAPE.page_size))
-    row = row_in_page(cache, slot, SHAPE.page_size)
-    whole = load_stored(cache, page, row, entries.position, 0, SHAPE).whole
+    page = valid_page(cache, load_page(cache, batch, slot, VARIANT.page_size))
+    row = row_in_page(cache, slot, VARIANT.page_size)
+    whole = load_stored(cache, page, row, entries.position, 0, VARIANT).whole
     to = tables.groups + tl.program_id(0).to(tl.int64) * 2
     tl.store(to, tl.min(tl.where(shown, whole, NOWHERE), 0))
     tl.store(to + 1, tl.max(tl.where(shown, whole, -NOWHERE), 0))
 
 
 @triton.jit
-def place_queries(tables, cache, batch, row, slot, base, exists, SHAPE: tl.constexpr):
+def place_queries(tables, cache, batch, row, slot, base, exists, VARIANT: tl.constexpr):
     """Stores the Positions of queries [BM], those given or those of their own keys, and returns the first axis's. row:
     through all sequences; slot: of their own keys; base: of those keys' pages."""
-    COORDINATES: tl.constexpr = SHAPE.axes if SHAPE.axes > 0 else 1
-    to = cache.tokens + row * token_fields(SHAPE) + (TOKEN_FIELDS + 2 * SHAPE.num_bands)
-    page = valid_page(cache, load_page(cache, batch, slot, SHAPE.page_size))
-    slot_row, first = row_in_page(cache, slot, SHAPE.page_size), base
+    COORDINATES: tl.constexpr = VARIANT.axes if VARIANT.axes > 0 else 1
+    to = cache.tokens + row * token_fields(VARIANT) + (TOKEN_FIELDS + 2 * VARIANT.num_bands)
+    page = valid_page(cache, load_page(cache, batch, slot, VARIANT.page_size))
+    slot_row, first = row_in_page(cache, slot, VARIANT.page_size), base
     for axis in tl.static_range(COORDINATES):
         if tables.queries is None:
-            place = load_stored(cache, page, slot_row, base, axis, SHAPE)
+            place = load_stored(cache, page, slot_row, base, axis, VARIANT)
         else:
             place = read_position(tl.load(tables.queries + row * COORDINATES + axis))
         tl.store(to + 2 * axis, place.whole, mask=exists)
@@ -244,19 +244,19 @@ def place_queries(tables, cache, batch, row, slot, base, exists, SHAPE: tl.const
 
 @triton.jit(do_not_specialize=["seqlen_q", "max_seqlen_q"])
 def place_tokens(
-    tables, cache, cu_seqlens_q, bands, maps, seqlen_q, max_seqlen_q, CAUSAL: tl.constexpr, SHAPE: tl.constexpr
+    tables, cache, cu_seqlens_q, bands, maps, seqlen_q, max_seqlen_q, CAUSAL: tl.constexpr, VARIANT: tl.constexpr
 ):
     """Fills cache.entries (batch, max_pages, ENTRY_FIELDS), cache.tokens (queries, token_fields) and cache.shown
-    (batch, 2), the number and the last slot of the shown keys. All are int32. A program has SHAPE.block_m queries, and
-    takes SHAPE.block_n entries at a time."""
-    batch, first = row_program(max_seqlen_q, SHAPE.block_m)
+    (batch, 2), the number and the last slot of the visible keys. All are int32. A program has VARIANT.block_m queries
+    and takes VARIANT.block_n entries at a time."""
+    batch, first = row_program(max_seqlen_q, VARIANT.block_m)
     seq = find_cached_sequence(cache, cu_seqlens_q, batch, seqlen_q)
-    entries_in_all = decode_int(cache.capacity) // page_rows(cache, SHAPE.page_size)
+    entries_in_all = decode_int(cache.capacity) // page_rows(cache, VARIANT.page_size)
     total, last = 0, 0
-    for n in tl.range(0, entries_in_all, SHAPE.block_n):
-        entries = next_entries(tables, cache, seq, n, SHAPE)
+    for n in tl.range(0, entries_in_all, VARIANT.block_n):
+        entries = next_entries(tables, cache, seq, n, VARIANT)
         if first == 0:
-            store_entries(cache, seq, entries, n, total, SHAPE)
+            store_entries(cache, seq, entries, n, total, VARIANT)
         total += tl.sum(entries.stop - entries.first)
         last = tl.maximum(last, tl.max(tl.where(entries.stop > entries.first, entries.slot + entries.stop - 1, 0)))
     if first == 0:
@@ -265,49 +265,49 @@ def place_tokens(
     if first >= seq.length_q:
         return
 
-    token = first + tl.arange(0, SHAPE.block_m)
+    token = first + tl.arange(0, VARIANT.block_m)
     exists = token < seq.length_q
-    token = first + clamp_rows(tl.arange(0, SHAPE.block_m), seq.length_q - first)
+    token = first + clamp_rows(tl.arange(0, VARIANT.block_m), seq.length_q - first)
     own = total - seq.length_q + token  # its own key is the one with so many before it
     row = token + (batch.to(tl.int64) * seqlen_q if cu_seqlens_q is None else seq.start_q)
-    column = tl.full((SHAPE.block_m,), -1, tl.int32)
-    position = tl.full((SHAPE.block_m,), 0, tl.int32)
+    column = tl.full((VARIANT.block_m,), -1, tl.int32)
+    position = tl.full((VARIANT.block_m,), 0, tl.int32)
     before = 0
-    for n in tl.range(0, entries_in_all, SHAPE.block_n):
-        entries = next_entries(tables, cache, seq, n, SHAPE)
+    for n in tl.range(0, entries_in_all, VARIANT.block_n):
+        entries = next_entries(tables, cache, seq, n, VARIANT)
         counts = entries.stop - entries.first
-        begin = before + count_before(counts, SHAPE.block_n)
+        begin = before + count_before(counts, VARIANT.block_n)
         index = tl.maximum(own, 0)[:, None] - begin[None, :]
         holds = (index >= 0) & (index < counts[None, :])  # [BM, E], true once at most in a row
         at_row = index + entries.first[None, :]
         column += tl.sum(tl.where(holds, entries.slot[None, :] - seq.start_k + at_row + 1, 0), 1)
-        position += tl.sum(tl.where(holds, entries.position[None, :] + (0 if SHAPE.stored else at_row), 0), 1)
+        position += tl.sum(tl.where(holds, entries.position[None, :] + (0 if VARIANT.stored else at_row), 0), 1)
         before += tl.sum(counts)
-    if SHAPE.stored:
+    if VARIANT.stored:
         slot = tl.maximum(seq.start_k + column, 0)
-        position = place_queries(tables, cache, batch, row, slot, position, exists, SHAPE)
-        if SHAPE.axes > 0:
+        position = place_queries(tables, cache, batch, row, slot, position, exists, VARIANT)
+        if VARIANT.axes > 0:
             position = own
     elif tables.queries is not None:
         position = read_position(tl.load(tables.queries + row)).whole
     column = tl.where(own >= 0, column, -1)
     if not CAUSAL:
         column = tl.zeros_like(column) + seq.length_k - 1
-    to = cache.tokens + row * token_fields(SHAPE)
+    to = cache.tokens + row * token_fields(VARIANT)
     tl.store(to, position, mask=exists)
     tl.store(to + 1, column, mask=exists)
 
-    NUM_BANDS: tl.constexpr = SHAPE.num_bands
+    NUM_BANDS: tl.constexpr = VARIANT.num_bands
     for b in tl.static_range(NUM_BANDS):
         band = load_band(bands, b)
         lowest, highest = position - band.stop + 1, position - band.start
         if maps is not None:
             seen = mapped_keys(position, band, maps)
             lowest, highest = seen.first, seen.stop - 1
-        if SHAPE.stored and SHAPE.axes == 0:  # parts of positions may add a distance of 1
-            found = columns_by_groups(tables.groups, cache, seq, lowest - 1, highest, SHAPE)
+        if VARIANT.stored and VARIANT.axes == 0:  # parts of positions may add a distance of 1
+            found = columns_by_groups(tables.groups, cache, seq, lowest - 1, highest, VARIANT)
         else:
-            found = columns_by_entries(tables, cache, seq, lowest, highest, SHAPE)
+            found = columns_by_entries(tables, cache, seq, lowest, highest, VARIANT)
         tl.store(to + TOKEN_FIELDS + 2 * b, found.begin, mask=exists)
         tl.store(to + TOKEN_FIELDS + 2 * b + 1, tl.minimum(found.end, column + 1), mask=exists)
 
@@ -357,7 +357,7 @@ class NumberedEntries(NamedTuple):
 class Places(NamedTuple):
     """The keys of a tile [N]. page, row: where to read; another key of the sequence stands in for those that are not
     shown. position, by which bands go: where slots store positions, its whole, or for axial schemes the number among
-    the shown keys. shown. start: the first position if SHAPE.one_run; where slots store positions, what is added to
+    the shown keys. shown. start: the first position if VARIANT.one_run; where slots store positions, what is added to
     them. part: of the position, if slots store positions of one axis."""
 
     page: object
@@ -376,32 +376,32 @@ class LastShown(NamedTuple):
 
 
 @triton.jit
-def load_token(cache, token, field, SHAPE: tl.constexpr):
+def load_token(cache, token, field, VARIANT: tl.constexpr):
     """A field of these queries [M], which are numbered through all sequences."""
-    return tl.load(cache.tokens + token * token_fields(SHAPE) + field)
+    return tl.load(cache.tokens + token * token_fields(VARIANT) + field)
 
 
 @triton.jit
-def band_columns(cache, token, b, SHAPE: tl.constexpr):
-    """The Columns, in tiles of SHAPE.block_n, of the keys in a band of any of these queries [M]."""
-    begin = tl.min(load_token(cache, token, TOKEN_FIELDS + 2 * b, SHAPE), 0)
-    end = tl.max(load_token(cache, token, TOKEN_FIELDS + 2 * b + 1, SHAPE), 0)
-    return Columns(begin // SHAPE.block_n, tl.cdiv(end, SHAPE.block_n))
+def band_columns(cache, token, b, VARIANT: tl.constexpr):
+    """The Columns, in tiles of VARIANT.block_n, of the keys in a band of any of these queries [M]."""
+    begin = tl.min(load_token(cache, token, TOKEN_FIELDS + 2 * b, VARIANT), 0)
+    end = tl.max(load_token(cache, token, TOKEN_FIELDS + 2 * b + 1, VARIANT), 0)
+    return Columns(begin // VARIANT.block_n, tl.cdiv(end, VARIANT.block_n))
 
 
 @triton.jit
-def load_query_position(cache, token, axis: tl.constexpr, SHAPE: tl.constexpr):
+def load_query_position(cache, token, axis: tl.constexpr, VARIANT: tl.constexpr):
     """The Position of these queries [M] on an axis, where slots store positions."""
-    FIELD: tl.constexpr = TOKEN_FIELDS + 2 * SHAPE.num_bands + 2 * axis
-    return Position(load_token(cache, token, FIELD, SHAPE), load_token(cache, token, FIELD + 1, SHAPE))
+    FIELD: tl.constexpr = TOKEN_FIELDS + 2 * VARIANT.num_bands + 2 * axis
+    return Position(load_token(cache, token, FIELD, VARIANT), load_token(cache, token, FIELD + 1, VARIANT))
 
 
 @triton.jit
-def placed_keys(position, column, band, cache, token, maps, SHAPE: tl.constexpr):
+def placed_keys(position, column, band, cache, token, maps, VARIANT: tl.constexpr):
     """The PlacedKeys of queries [M] in a band. column: the last one that each sees. token: as in load_token."""
     part = position
-    if SHAPE.stored and SHAPE.axes == 0:
-        part = load_query_position(cache, token, 0, SHAPE).part
+    if VARIANT.stored and VARIANT.axes == 0:
+        part = load_query_position(cache, token, 0, VARIANT).part
     if maps is None:
         return PlacedKeys(position - band.stop + 1, position - band.start + 1, column, part)
     else:
@@ -410,36 +410,36 @@ def placed_keys(position, column, band, cache, token, maps, SHAPE: tl.constexpr)
 
 
 @triton.jit
-def last_shown(cache, batch, SHAPE: tl.constexpr):
+def last_shown(cache, batch, VARIANT: tl.constexpr):
     slot = tl.load(cache.shown + 2 * batch + 1)
-    page = valid_page(cache, load_page(cache, batch, slot, SHAPE.page_size))
-    return LastShown(page, row_in_page(cache, slot, SHAPE.page_size))
+    page = valid_page(cache, load_page(cache, batch, slot, VARIANT.page_size))
+    return LastShown(page, row_in_page(cache, slot, VARIANT.page_size))
 
 
 @triton.jit
-def load_tile_entries(cache, batch, first_slot, slots, SHAPE: tl.constexpr):
+def load_tile_entries(cache, batch, first_slot, slots, VARIANT: tl.constexpr):
     """The TileEntries of the keys in the slots from first_slot on, which may lie behind the sequence. slots [N]: those
     of its keys that exist; the last one stands in for the others."""
-    rows = page_rows(cache, SHAPE.page_size)
+    rows = page_rows(cache, VARIANT.page_size)
     entries = decode_int(cache.capacity) // rows
-    if SHAPE.one_run:
+    if VARIANT.one_run:
         entry = tl.minimum(first_slot // rows, entries - 1)
     else:
         entry = slots // rows
-    at = cache.entries + (batch.to(tl.int64) * entries + entry) * (ENTRY_FIELDS + SHAPE.stored)
-    if SHAPE.axes > 0:
+    at = cache.entries + (batch.to(tl.int64) * entries + entry) * (ENTRY_FIELDS + VARIANT.stored)
+    if VARIANT.axes > 0:
         return NumberedEntries(tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3))
     else:
         return TileEntries(tl.load(at), tl.load(at + 1), tl.load(at + 2))
 
 
 @triton.jit
-def tile_places(cache, entries, page, last, first_slot, slots, SHAPE: tl.constexpr):
+def tile_places(cache, entries, page, last, first_slot, slots, VARIANT: tl.constexpr):
     """The Places of a tile with these TileEntries. page: of every key, or of the tile."""
-    rows = page_rows(cache, SHAPE.page_size)
-    if SHAPE.one_run:
+    rows = page_rows(cache, VARIANT.page_size)
+    if VARIANT.one_run:
         first_row = first_slot % rows
-        row = first_row + tl.arange(0, SHAPE.block_n)
+        row = first_row + tl.arange(0, VARIANT.block_n)
         start = entries.position + first_row
     else:
         row = slots % rows
@@ -448,21 +448,21 @@ def tile_places(cache, entries, page, last, first_slot, slots, SHAPE: tl.constex
     read = clamp(row, entries.first, entries.stop - 1).to(tl.int64)
     page, read = tl.where(some, page, last.page), tl.where(some, read, last.row)
     shown = (row >= entries.first) & (row < entries.stop)
-    if not SHAPE.stored:
+    if not VARIANT.stored:
         return Places(page, read, entries.position + row, shown, start, row)
-    elif SHAPE.axes > 0:
+    elif VARIANT.axes > 0:
         return Places(page, read, entries.number + row, shown, entries.position, row)
     else:
-        stored = load_stored(cache, page, read, entries.position, 0, SHAPE)
+        stored = load_stored(cache, page, read, entries.position, 0, VARIANT)
         return Places(page, read, stored.whole, shown, entries.position, stored.part)
 
 
 @triton.jit
-def sees(keys, places, column, maps, SHAPE: tl.constexpr):
+def sees(keys, places, column, maps, VARIANT: tl.constexpr):
     """Whether rows with these PlacedKeys see the keys from `column` on, which are at `places`: [M, BN]."""
-    position, columns = places.position[None, :], column + tl.arange(0, SHAPE.block_n)[None, :]
+    position, columns = places.position[None, :], column + tl.arange(0, VARIANT.block_n)[None, :]
     exists = places.shown[None, :]
-    if SHAPE.stored and SHAPE.axes == 0:  # the distance is a whole one less
+    if VARIANT.stored and VARIANT.axes == 0:  # the distance is a whole one less
         beyond = (places.part[None, :] > keys.part[:, None]).to(tl.int32)
         if maps is not None:
             exists = exists & (position + beyond <= keys.position[:, None])
@@ -485,9 +485,9 @@ def load_digits(ptr, position, D: tl.constexpr):
 
 
 @triton.jit
-def placed_cos_sin(table, rotation, position, SHAPE: tl.constexpr):
+def placed_cos_sin(table, rotation, position, VARIANT: tl.constexpr):
     """cos and sin [M, D/2] of positions [M], which the scheme may map."""
-    D: tl.constexpr = SHAPE.block_d
+    D: tl.constexpr = VARIANT.block_d
     if table.maps is not None:
         position = mapped_position(table.maps, rotation, Position(position, position)).whole
     ptr = table_columns(table, rotation, 0, D // 2, D)
@@ -495,45 +495,45 @@ def placed_cos_sin(table, rotation, position, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def placed_query_cos_sin(table, rotation, cache, token, position, SHAPE: tl.constexpr):
+def placed_query_cos_sin(table, rotation, cache, token, position, VARIANT: tl.constexpr):
     """cos and sin [M, D/2] of queries at positions [M]. token: as in load_token."""
-    if SHAPE.stored:
-        COORDINATES: tl.constexpr = SHAPE.axes if SHAPE.axes > 0 else 1
-        turns, found = load_turns(table, rotation, SHAPE), None
+    if VARIANT.stored:
+        COORDINATES: tl.constexpr = VARIANT.axes if VARIANT.axes > 0 else 1
+        turns, found = load_turns(table, rotation, VARIANT), None
         for axis in tl.static_range(COORDINATES):
-            place = load_query_position(cache, token, axis, SHAPE)
+            place = load_query_position(cache, token, axis, VARIANT)
             if table.maps is not None:
                 place = mapped_position(table.maps, rotation, place)
             found = of_pairs(found, place, turns, axis)
         cos, sin = cos_sin_of(turned(found, turns) + turns.start[None, :])
         return cos * turns.factor[None, :], sin * turns.factor[None, :]
     else:
-        return placed_cos_sin(table, rotation, position, SHAPE)
+        return placed_cos_sin(table, rotation, position, VARIANT)
 
 
 @triton.jit
-def placed_key_cos_sin(table, rotation, cache, places, SHAPE: tl.constexpr):
-    """cos and sin [N, D/2] of the keys of a tile. If SHAPE.one_run, the rows added to the first key's are the same for
-    every tile."""
-    if SHAPE.stored:  # rotations of keys have no offset and no factor
-        turns = load_turns(table, rotation, SHAPE)
-        if SHAPE.axes == 0:
+def placed_key_cos_sin(table, rotation, cache, places, VARIANT: tl.constexpr):
+    """Returns cos and sin [N, D/2] of the keys of a tile. If VARIANT.one_run, the rows added to the first key's are the
+    same for every tile."""
+    if VARIANT.stored:  # rotations of keys have no offset and no factor
+        turns = load_turns(table, rotation, VARIANT)
+        if VARIANT.axes == 0:
             place = Position(places.position, places.part)
             if table.maps is not None:
                 place = mapped_position(table.maps, rotation, place)
             found = of_pairs(None, place, turns, 0)
         else:
             found = None
-            AXES: tl.constexpr = SHAPE.axes
+            AXES: tl.constexpr = VARIANT.axes
             for axis in tl.static_range(AXES):
-                at = load_stored(cache, places.page, places.row, places.start, axis, SHAPE)
+                at = load_stored(cache, places.page, places.row, places.start, axis, VARIANT)
                 found = of_pairs(found, at, turns, axis)
         return cos_sin_of(turned(found, turns))
-    elif SHAPE.one_run and table.maps is None:
-        D: tl.constexpr = SHAPE.block_d
+    elif VARIANT.one_run and table.maps is None:
+        D: tl.constexpr = VARIANT.block_d
         ptr = table_columns(table, rotation, 0, D // 2, D)
         start_cos, start_sin = load_digits(ptr, places.start, D)
-        at = ptr[None, :] + tl.arange(0, SHAPE.block_n)[:, None] * D
+        at = ptr[None, :] + tl.arange(0, VARIANT.block_n)[:, None] * D
         return add_angles(tl.load(at), tl.load(at + D // 2), start_cos[None, :], start_sin[None, :])
     else:
-        return placed_cos_sin(table, rotation, places.position, SHAPE)
+        return placed_cos_sin(table, rotation, places.position, VARIANT)

@@ -42,13 +42,13 @@ def rotate_rows(
     heads,
     cache,
     HEADS_PER_PROGRAM: tl.constexpr,
-    SHAPE: tl.constexpr,
+    VARIANT: tl.constexpr,
 ):
     """x: TensorView; out: TensorView (copy, row, head); rotations int32: the rotation of every copy. If x are queries,
     the "other" lengths are of keys; if x are keys, of queries.
 
     cache: its fields are None, or the cache that x are new keys for. They are then the last rows of its sequences."""
-    batch, first = row_program(max_seqlen, SHAPE.block_m)
+    batch, first = row_program(max_seqlen, VARIANT.block_m)
     if cache.seqlens is None:
         start, length = sequence_rows(cu_seqlens, batch, seqlen)
         _, length_other = sequence_rows(cu_seqlens_other, batch, seqlen_other)
@@ -58,19 +58,19 @@ def rotate_rows(
     if first >= length:
         return
     packed = packed_row(cu_seqlens, batch, start, seqlen)
-    rows = tile_rows(first, length, length_other, packed, scheme, SHAPE.block_m, SHAPE.rotated_keys)
+    rows = tile_rows(first, length, length_other, packed, scheme, VARIANT.block_m, VARIANT.rotated_keys)
     loaded = existing_rows(rows)
     copy = tl.program_id(2)
     table = CosSinTable(scheme.table, table_rows, scheme.positions, scheme.maps)
-    cos, sin = load_cos_sin(table, tl.load(rotations + copy), rows, 0, SHAPE.block_d // 2, SHAPE)  # [BM, D/2]
+    cos, sin = load_cos_sin(table, tl.load(rotations + copy), rows, 0, VARIANT.block_d // 2, VARIANT)  # [BM, D/2]
     log_n = query_scale(scheme, rows.start + loaded, first + rows.index + length_other - length, length_other)[:, None]
     packed += first
     begin, end = tl.program_id(1) * HEADS_PER_PROGRAM, (tl.program_id(1) + 1) * HEADS_PER_PROGRAM
     for head in range(begin, tl.minimum(end, heads)):
-        view = head_view(x, batch, start + first, head, SHAPE)
-        first_x, second_x = load_pairs(view.ptr, tile_offsets(loaded, view), 0, SHAPE.block_d // 2, SHAPE)
+        view = head_view(x, batch, start + first, head, VARIANT)
+        first_x, second_x = load_pairs(view.ptr, tile_offsets(loaded, view), 0, VARIANT.block_d // 2, VARIANT)
         first_x, second_x = rotate(first_x.to(tl.float32), second_x.to(tl.float32), cos, sin)
-        store_pairs(head_view(out, copy, packed, head, SHAPE), first_x * log_n, second_x * log_n, rows, 0, SHAPE)
+        store_pairs(head_view(out, copy, packed, head, VARIANT), first_x * log_n, second_x * log_n, rows, 0, VARIANT)
 
 
 class KeyRange(NamedTuple):
@@ -104,35 +104,35 @@ def rotate_cached_rows(
     table_rows,
     heads,
     HEADS_PER_PROGRAM: tl.constexpr,
-    SHAPE: tl.constexpr,
+    VARIANT: tl.constexpr,
 ):
     """Rotates the last keys of every sequence. ``copied_keys`` says how many; they are at most max_rows.
 
     k_cache: TensorView (batch or page, row, head); out: TensorView (copy, row, head). key_ranges int32 (copies, 2):
     rows of KeyRange. Tiles of keys that are farther than `stop` from all queries are skipped. table, maps: as in
     Scheme."""
-    batch, row_out = row_program(max_rows, SHAPE.block_m)
+    batch, row_out = row_program(max_rows, VARIANT.block_m)
     seq = find_cached_sequence(cache, cu_seqlens_q, batch, seqlen_q)
     packed, first = copied_keys(cache, cu_seqlens_q, seq, rows_out)
     first += row_out
     copy = tl.program_id(2)
     copied = load_key_range(key_ranges, copy)
-    skip = (first >= seq.length_k) | (first + SHAPE.block_m <= seq.ahead - copied.stop + 1)
+    skip = (first >= seq.length_k) | (first + VARIANT.block_m <= seq.ahead - copied.stop + 1)
     if cu_seqlens_q is not None:
         skip |= seq.length_q <= decode_int(cache.decode_seqlen)
     if skip:
         return
     shift = tl.maximum(-seq.ahead, 0)  # as in tile_rows
-    rows = TileRows(tl.arange(0, SHAPE.block_m), first + shift, first, seq.length_k)
+    rows = TileRows(tl.arange(0, VARIANT.block_m), first + shift, first, seq.length_k)
     cos_sin_table = CosSinTable(table, table_rows, None, maps)
-    cos, sin = load_cos_sin(cos_sin_table, copied.rotation, rows, 0, SHAPE.block_d // 2, SHAPE)  # [BM, D/2]
+    cos, sin = load_cos_sin(cos_sin_table, copied.rotation, rows, 0, VARIANT.block_d // 2, VARIANT)  # [BM, D/2]
     slot = seq.start_k + first + existing_rows(rows)
-    page = valid_page(cache, load_page(cache, batch, slot, SHAPE.page_size))
-    row = row_in_page(cache, slot, SHAPE.page_size)
+    page = valid_page(cache, load_page(cache, batch, slot, VARIANT.page_size))
+    row = row_in_page(cache, slot, VARIANT.page_size)
     packed += row_out
     begin, end = tl.program_id(1) * HEADS_PER_PROGRAM, (tl.program_id(1) + 1) * HEADS_PER_PROGRAM
     for head in range(begin, tl.minimum(end, heads)):
-        view = head_view(k_cache, 0, 0, head, SHAPE)
-        x, y = load_key_pairs(view.ptr, page_offsets(page, row, view), SHAPE, tl.float32)
+        view = head_view(k_cache, 0, 0, head, VARIANT)
+        x, y = load_key_pairs(view.ptr, page_offsets(page, row, view), VARIANT, tl.float32)
         x, y = rotate(x.to(tl.float32), y.to(tl.float32), cos, sin)
-        store_pairs(head_view(out, copy, packed, head, SHAPE), x, y, rows, 0, SHAPE)
+        store_pairs(head_view(out, copy, packed, head, VARIANT), x, y, rows, 0, VARIANT)

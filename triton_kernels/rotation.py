@@ -20,19 +20,19 @@ BLOCK_ROWS = tl.constexpr(16)  # of load_cos_sin_by_blocks
 
 
 @triton.jit
-def pair_channels(pair, second, SHAPE: tl.constexpr):
+def pair_channels(pair, second, VARIANT: tl.constexpr):
     """Half pairing: the channel of every pair's first (second = 0) or second (second = 1) member. It is head_dim or
     more if there is none. With second = None, pair counts all first members, then all second ones. Channels from
     rotary_dim on form pairs that do not rotate. The result is computed in whole vectors of up to 16 bytes, so that the
     compiler can load those."""
-    return pair_places(pair, second, SHAPE.rotary_dim, SHAPE.head_dim, SHAPE.block_d, SHAPE.vec)
+    return pair_places(pair, second, VARIANT.rotary_dim, VARIANT.head_dim, VARIANT.block_d, VARIANT.vec)
 
 
 @triton.jit
-def pair_bytes(pair, second, SHAPE: tl.constexpr):
+def pair_bytes(pair, second, VARIANT: tl.constexpr):
     """pair_channels of 4-bit codes: the bytes of two pairs each. They must hold neighbours."""
-    VEC: tl.constexpr = SHAPE.vec if SHAPE.vec < SHAPE.code_vec else SHAPE.code_vec
-    return pair_places(pair, second, SHAPE.rotary_dim // 2, SHAPE.head_dim // 2, SHAPE.block_d // 2, VEC)
+    VEC: tl.constexpr = VARIANT.vec if VARIANT.vec < VARIANT.code_vec else VARIANT.code_vec
+    return pair_places(pair, second, VARIANT.rotary_dim // 2, VARIANT.head_dim // 2, VARIANT.block_d // 2, VEC)
 
 
 @triton.jit
@@ -59,25 +59,25 @@ def pair_places(
 
 
 @triton.jit
-def tile_channels(SHAPE: tl.constexpr, PARTS: tl.constexpr = 1, PART: tl.constexpr = 0):
+def tile_channels(VARIANT: tl.constexpr, PARTS: tl.constexpr = 1, PART: tl.constexpr = 0):
     """The channel of every column of a tile of queries or keys, [D], or of one of its parts."""
-    WIDTH: tl.constexpr = SHAPE.block_d // PARTS
+    WIDTH: tl.constexpr = VARIANT.block_d // PARTS
     columns = tl.arange(0, WIDTH) + PART * WIDTH
-    FULL: tl.constexpr = SHAPE.rotary_dim == SHAPE.block_d
-    UNROTATED: tl.constexpr = SHAPE.rotary_dim == 0 and SHAPE.head_dim == SHAPE.block_d
-    if SHAPE.interleaved or FULL or UNROTATED:
+    FULL: tl.constexpr = VARIANT.rotary_dim == VARIANT.block_d
+    UNROTATED: tl.constexpr = VARIANT.rotary_dim == 0 and VARIANT.head_dim == VARIANT.block_d
+    if VARIANT.interleaved or FULL or UNROTATED:
         return columns
     else:
-        return pair_channels(columns, None, SHAPE)
+        return pair_channels(columns, None, VARIANT)
 
 
 @triton.jit
-def key_channels(SHAPE: tl.constexpr):
+def key_channels(VARIANT: tl.constexpr):
     """Returns the tile_channels of every part in which a tile of queries or keys is taken."""
-    if SHAPE.parts == 1:
-        return (tile_channels(SHAPE),)
+    if VARIANT.parts == 1:
+        return (tile_channels(VARIANT),)
     else:
-        return tile_channels(SHAPE, 2, 0), tile_channels(SHAPE, 2, 1)
+        return tile_channels(VARIANT, 2, 0), tile_channels(VARIANT, 2, 1)
 
 
 @triton.jit
@@ -93,105 +93,113 @@ def halves(x):
 
 
 @triton.jit
-def join_pairs(first, second, SHAPE: tl.constexpr):
+def join_pairs(first, second, VARIANT: tl.constexpr):
     """First and second members, two [M, N], to one tile [M, 2 N] in the order of tile_channels."""
-    if SHAPE.interleaved:
+    if VARIANT.interleaved:
         return tl.reshape(tl.join(first, second), (first.shape[0], 2 * first.shape[1]))
     else:
         return concatenate(first, second)
 
 
 @triton.jit
-def split_pairs(x, SHAPE: tl.constexpr):
+def split_pairs(x, VARIANT: tl.constexpr):
     """The inverse of join_pairs."""
-    if SHAPE.interleaved:
+    if VARIANT.interleaved:
         return tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
     else:
         return halves(x)
 
 
 @triton.jit
-def load_keys(ptr, offsets, channels, SHAPE: tl.constexpr, dtype: tl.constexpr):
+def load_keys(ptr, offsets, channels, VARIANT: tl.constexpr, dtype: tl.constexpr):
     """Rows of keys at offsets [M, 1], [M, D] in parts, in the order of tile_channels, whose parts are `channels`. Codes
     become this type, in one part."""
-    FULL: tl.constexpr = SHAPE.rotary_dim == SHAPE.block_d
-    UNROTATED: tl.constexpr = SHAPE.rotary_dim == 0 and SHAPE.head_dim == SHAPE.block_d
-    NEIGHBOURS: tl.constexpr = SHAPE.rotary_dim % 4 == 0 and SHAPE.head_dim % 4 == 0  # they share a byte of 4-bit codes
+    FULL: tl.constexpr = VARIANT.rotary_dim == VARIANT.block_d
+    UNROTATED: tl.constexpr = VARIANT.rotary_dim == 0 and VARIANT.head_dim == VARIANT.block_d
+    NEIGHBOURS: tl.constexpr = (
+        VARIANT.rotary_dim % 4 == 0 and VARIANT.head_dim % 4 == 0
+    )  # they share a byte of 4-bit codes
     if ptr.dtype.element_ty == tl.int8:
-        return (as_type(load_rows(ptr, offsets, channels[0], SHAPE), dtype),)
+        return (as_type(load_rows(ptr, offsets, channels[0], VARIANT), dtype),)
     elif ptr.dtype.element_ty != tl.uint8:
-        return load_parts(ptr, offsets, channels, SHAPE.head_dim, SHAPE.block_d)
-    elif SHAPE.interleaved or FULL or UNROTATED:
-        low, high = load_packed(ptr, offsets, tl.arange(0, SHAPE.block_d // 2), SHAPE.head_dim, SHAPE.block_d, dtype)
-        return (join_codes(low, high, SHAPE.block_d),)
+        return load_parts(ptr, offsets, channels, VARIANT.head_dim, VARIANT.block_d)
+    elif VARIANT.interleaved or FULL or UNROTATED:
+        low, high = load_packed(
+            ptr, offsets, tl.arange(0, VARIANT.block_d // 2), VARIANT.head_dim, VARIANT.block_d, dtype
+        )
+        return (join_codes(low, high, VARIANT.block_d),)
     elif NEIGHBOURS:
-        at = pair_bytes(tl.arange(0, SHAPE.block_d // 2), None, SHAPE)
-        low, high = load_packed(ptr, offsets, at, SHAPE.head_dim, SHAPE.block_d, dtype)
-        return (join_codes(low, high, SHAPE.block_d),)
+        at = pair_bytes(tl.arange(0, VARIANT.block_d // 2), None, VARIANT)
+        low, high = load_packed(ptr, offsets, at, VARIANT.head_dim, VARIANT.block_d, dtype)
+        return (join_codes(low, high, VARIANT.block_d),)
     else:
-        return (load_packed_channels(ptr, offsets, channels[0], SHAPE.head_dim, SHAPE.block_d, dtype),)
+        return (load_packed_channels(ptr, offsets, channels[0], VARIANT.head_dim, VARIANT.block_d, dtype),)
 
 
 @triton.jit
-def load_key_pairs(ptr, offsets, SHAPE: tl.constexpr, dtype: tl.constexpr):
+def load_key_pairs(ptr, offsets, VARIANT: tl.constexpr, dtype: tl.constexpr):
     """load_pairs of all pairs of keys, two [M, D/2]. Codes become this type."""
-    PAIRS: tl.constexpr = SHAPE.block_d // 2
-    NEIGHBOURS: tl.constexpr = SHAPE.rotary_dim % 4 == 0 and SHAPE.head_dim % 4 == 0
+    PAIRS: tl.constexpr = VARIANT.block_d // 2
+    NEIGHBOURS: tl.constexpr = VARIANT.rotary_dim % 4 == 0 and VARIANT.head_dim % 4 == 0
     if ptr.dtype.element_ty != tl.uint8:
-        x, y = load_pairs(ptr, offsets, 0, PAIRS, SHAPE)
+        x, y = load_pairs(ptr, offsets, 0, PAIRS, VARIANT)
         return as_type(x, dtype), as_type(y, dtype)
-    elif SHAPE.interleaved:
-        return load_packed(ptr, offsets, tl.arange(0, PAIRS), SHAPE.head_dim, SHAPE.block_d, dtype)
+    elif VARIANT.interleaved:
+        return load_packed(ptr, offsets, tl.arange(0, PAIRS), VARIANT.head_dim, VARIANT.block_d, dtype)
     elif NEIGHBOURS:
         pair = tl.arange(0, PAIRS // 2)
-        low_x, high_x = load_packed(ptr, offsets, pair_bytes(pair, 0, SHAPE), SHAPE.head_dim, SHAPE.block_d, dtype)
-        low_y, high_y = load_packed(ptr, offsets, pair_bytes(pair, 1, SHAPE), SHAPE.head_dim, SHAPE.block_d, dtype)
+        low_x, high_x = load_packed(
+            ptr, offsets, pair_bytes(pair, 0, VARIANT), VARIANT.head_dim, VARIANT.block_d, dtype
+        )
+        low_y, high_y = load_packed(
+            ptr, offsets, pair_bytes(pair, 1, VARIANT), VARIANT.head_dim, VARIANT.block_d, dtype
+        )
         return join_codes(low_x, high_x, PAIRS), join_codes(low_y, high_y, PAIRS)
     else:
         pair = tl.arange(0, PAIRS)
-        at_x, at_y = pair_channels(pair, 0, SHAPE), pair_channels(pair, 1, SHAPE)
-        x = load_packed_channels(ptr, offsets, at_x, SHAPE.head_dim, SHAPE.block_d, dtype)
-        y = load_packed_channels(ptr, offsets, at_y, SHAPE.head_dim, SHAPE.block_d, dtype)
+        at_x, at_y = pair_channels(pair, 0, VARIANT), pair_channels(pair, 1, VARIANT)
+        x = load_packed_channels(ptr, offsets, at_x, VARIANT.head_dim, VARIANT.block_d, dtype)
+        y = load_packed_channels(ptr, offsets, at_y, VARIANT.head_dim, VARIANT.block_d, dtype)
         return x, y
 
 
 @triton.jit
-def load_key_words(view, page, row, PARTS: tl.constexpr, SHAPE: tl.constexpr, dtype: tl.constexpr):
+def load_key_words(view, page, row, PARTS: tl.constexpr, VARIANT: tl.constexpr, dtype: tl.constexpr):
     """Keys that do not rotate, at the rows [M] of a HeadView of codes, in the parts that split_columns makes of a tile
     in the order of tile_channels."""
-    FULL: tl.constexpr = SHAPE.rotary_dim == SHAPE.block_d
-    UNROTATED: tl.constexpr = SHAPE.rotary_dim == 0 and SHAPE.head_dim == SHAPE.block_d
-    at = tl.arange(0, SHAPE.block_d // PARTS)
-    if not (SHAPE.interleaved or FULL or UNROTATED):
-        WIDTH: tl.constexpr = SHAPE.block_d // PARTS
-        at = pair_places(at, None, SHAPE.rotary_dim // PARTS, SHAPE.head_dim // PARTS, WIDTH, SHAPE.code_vec // 2)
-    return load_words(view, page, row, at, SHAPE.head_dim, PARTS, SHAPE, dtype)
+    FULL: tl.constexpr = VARIANT.rotary_dim == VARIANT.block_d
+    UNROTATED: tl.constexpr = VARIANT.rotary_dim == 0 and VARIANT.head_dim == VARIANT.block_d
+    at = tl.arange(0, VARIANT.block_d // PARTS)
+    if not (VARIANT.interleaved or FULL or UNROTATED):
+        WIDTH: tl.constexpr = VARIANT.block_d // PARTS
+        at = pair_places(at, None, VARIANT.rotary_dim // PARTS, VARIANT.head_dim // PARTS, WIDTH, VARIANT.code_vec // 2)
+    return load_words(view, page, row, at, VARIANT.head_dim, PARTS, VARIANT, dtype)
 
 
 @triton.jit
-def load_pairs(ptr, offsets, FIRST: tl.constexpr, COUNT: tl.constexpr, SHAPE: tl.constexpr):
+def load_pairs(ptr, offsets, FIRST: tl.constexpr, COUNT: tl.constexpr, VARIANT: tl.constexpr):
     """First and second members of pairs FIRST to FIRST + COUNT - 1 of rows at offsets [M, 1], two [M, COUNT]."""
-    if SHAPE.interleaved:
-        return split_pairs(load_rows(ptr, offsets, tl.arange(0, 2 * COUNT) + 2 * FIRST, SHAPE), SHAPE)
+    if VARIANT.interleaved:
+        return split_pairs(load_rows(ptr, offsets, tl.arange(0, 2 * COUNT) + 2 * FIRST, VARIANT), VARIANT)
     else:
         pair = tl.arange(0, COUNT) + FIRST
-        x = load_rows(ptr, offsets, pair_channels(pair, 0, SHAPE), SHAPE)
-        y = load_rows(ptr, offsets, pair_channels(pair, 1, SHAPE), SHAPE)
+        x = load_rows(ptr, offsets, pair_channels(pair, 0, VARIANT), VARIANT)
+        y = load_rows(ptr, offsets, pair_channels(pair, 1, VARIANT), VARIANT)
         return x, y
 
 
 @triton.jit
-def store_pairs(view, first, second, rows, FIRST: tl.constexpr, SHAPE: tl.constexpr):
+def store_pairs(view, first, second, rows, FIRST: tl.constexpr, VARIANT: tl.constexpr):
     """Stores pairs from FIRST on, two [M, COUNT], each channel in its place."""
     COUNT: tl.constexpr = first.shape[1]
-    if SHAPE.interleaved:
+    if VARIANT.interleaved:
         dtype = view.ptr.dtype.element_ty
-        pairs = join_pairs(first.to(dtype), second.to(dtype), SHAPE)
-        store_rows(view, pairs, rows, tl.arange(0, 2 * COUNT) + 2 * FIRST, SHAPE)
+        pairs = join_pairs(first.to(dtype), second.to(dtype), VARIANT)
+        store_rows(view, pairs, rows, tl.arange(0, 2 * COUNT) + 2 * FIRST, VARIANT)
     else:
         pair = tl.arange(0, COUNT) + FIRST
-        store_rows(view, first, rows, pair_channels(pair, 0, SHAPE), SHAPE)
-        store_rows(view, second, rows, pair_channels(pair, 1, SHAPE), SHAPE)
+        store_rows(view, first, rows, pair_channels(pair, 0, VARIANT), VARIANT)
+        store_rows(view, second, rows, pair_channels(pair, 1, VARIANT), VARIANT)
 
 
 # ---- cos and sin
@@ -281,9 +289,9 @@ def table_columns(table, rotation, FIRST: tl.constexpr, COUNT: tl.constexpr, D: 
 
 
 @triton.jit
-def load_cos_sin(table, rotation, rows, FIRST: tl.constexpr, COUNT: tl.constexpr, SHAPE: tl.constexpr):
+def load_cos_sin(table, rotation, rows, FIRST: tl.constexpr, COUNT: tl.constexpr, VARIANT: tl.constexpr):
     """cos and sin of a tile's rows (TileRows)."""
-    D: tl.constexpr = SHAPE.block_d
+    D: tl.constexpr = VARIANT.block_d
     if table.positions is not None:
         ptr = table_columns(table, rotation, FIRST, COUNT, D)
         row = rows.start.to(tl.int64) + existing_rows(rows)
@@ -293,28 +301,28 @@ def load_cos_sin(table, rotation, rows, FIRST: tl.constexpr, COUNT: tl.constexpr
         ptr = table_columns(table, rotation, FIRST, COUNT, D)
         return load_each(ptr, mapped_rows(table.maps, rotation, rows), D)
     else:
-        return load_cos_sin_from(table, rotation, rows.start, rows.index, FIRST, COUNT, SHAPE)
+        return load_cos_sin_from(table, rotation, rows.start, rows.index, FIRST, COUNT, VARIANT)
 
 
 @triton.jit
-def load_cos_sin_from(table, rotation, start, index, FIRST: tl.constexpr, COUNT: tl.constexpr, SHAPE: tl.constexpr):
+def load_cos_sin_from(table, rotation, start, index, FIRST: tl.constexpr, COUNT: tl.constexpr, VARIANT: tl.constexpr):
     """cos and sin of positions start + index [M]. The fine rows `index` are the same for every tile."""
-    D: tl.constexpr = SHAPE.block_d
+    D: tl.constexpr = VARIANT.block_d
     ptr = table_columns(table, rotation, FIRST, COUNT, D)
-    start_cos, start_sin = load_start(ptr, start, SHAPE)
+    start_cos, start_sin = load_start(ptr, start, VARIANT)
     at = ptr[None, :] + index[:, None] * D
     return add_angles(tl.load(at), tl.load(at + D // 2), start_cos[None, :], start_sin[None, :])
 
 
 @triton.jit
-def load_cos_sin_at(table, rotation, position, FIRST: tl.constexpr, COUNT: tl.constexpr, SHAPE: tl.constexpr):
+def load_cos_sin_at(table, rotation, position, FIRST: tl.constexpr, COUNT: tl.constexpr, VARIANT: tl.constexpr):
     """cos and sin of positions [M], which the scheme may map. They depend on the position, not on the tile. Positions
     are below 0 only where keys come rotated."""
-    D: tl.constexpr = SHAPE.block_d
+    D: tl.constexpr = VARIANT.block_d
     ptr = table_columns(table, rotation, FIRST, COUNT, D)
     if table.maps is not None:
         position = mapped_positions(load_row_map(table.maps, rotation), position)
-    if SHAPE.rotated_keys:
+    if VARIANT.rotated_keys:
         cos, sin = load_each(ptr, tl.abs(position), D)
         return cos, tl.where((position < 0)[:, None], -sin, sin)
     else:
@@ -338,27 +346,27 @@ def load_two_levels(ptr, position, D: tl.constexpr):
 
 
 @triton.jit
-def load_start(ptr, position, SHAPE: tl.constexpr):
+def load_start(ptr, position, VARIANT: tl.constexpr):
     """load_two_levels of a tile's first row. Where keys come rotated its position may be negative."""
-    if SHAPE.rotated_keys:
-        cos, sin = load_two_levels(ptr, tl.abs(position), SHAPE.block_d)
+    if VARIANT.rotated_keys:
+        cos, sin = load_two_levels(ptr, tl.abs(position), VARIANT.block_d)
         return cos, tl.where(position < 0, -sin, sin)
     else:
-        return load_two_levels(ptr, position, SHAPE.block_d)
+        return load_two_levels(ptr, position, VARIANT.block_d)
 
 
 @triton.jit
-def load_cos_sin_by_blocks(table, rotation, rows, FIRST: tl.constexpr, COUNT: tl.constexpr, SHAPE: tl.constexpr):
+def load_cos_sin_by_blocks(table, rotation, rows, FIRST: tl.constexpr, COUNT: tl.constexpr, VARIANT: tl.constexpr):
     """load_cos_sin. Reads BLOCK + M / BLOCK table rows instead of M. Passes through shared memory: for prologues, not
     for loops."""
     if table.positions is not None or table.maps is not None:
-        return load_cos_sin(table, rotation, rows, FIRST, COUNT, SHAPE)
+        return load_cos_sin(table, rotation, rows, FIRST, COUNT, VARIANT)
     else:
         M: tl.constexpr = rows.index.shape[0]
         BLOCK: tl.constexpr = BLOCK_ROWS if M > BLOCK_ROWS else M
-        D: tl.constexpr = SHAPE.block_d
+        D: tl.constexpr = VARIANT.block_d
         ptr = table_columns(table, rotation, FIRST, COUNT, D)
-        start_cos, start_sin = load_start(ptr, rows.start, SHAPE)
+        start_cos, start_sin = load_start(ptr, rows.start, VARIANT)
         at = ptr[None, :] + (tl.arange(0, M // BLOCK) * BLOCK)[:, None] * D
         first_cos, first_sin = add_angles(tl.load(at), tl.load(at + D // 2), start_cos[None, :], start_sin[None, :])
         at = ptr[None, :] + tl.arange(0, BLOCK)[:, None] * D
@@ -399,107 +407,107 @@ def rotate(first, second, cos, sin):
 
 @triton.jit
 def load_rotated_chunk(
-    view, table, rotation, rows, scale, FIRST: tl.constexpr, ROTATE: tl.constexpr, SHAPE: tl.constexpr
+    view, table, rotation, rows, scale, FIRST: tl.constexpr, ROTATE: tl.constexpr, VARIANT: tl.constexpr
 ):
     """D/4 pairs of every row, from pair FIRST on: loaded, rotated and scaled in float32, rounded once."""
-    COUNT: tl.constexpr = SHAPE.block_d // 4
+    COUNT: tl.constexpr = VARIANT.block_d // 4
     offsets = tile_offsets(existing_rows(rows), view)
-    x, y = load_pairs(view.ptr, offsets, FIRST, COUNT, SHAPE)
+    x, y = load_pairs(view.ptr, offsets, FIRST, COUNT, VARIANT)
     x, y = x.to(tl.float32), y.to(tl.float32)
     if ROTATE:
-        if SHAPE.num_bands > 1:  # the accumulator is live: loading by blocks would spill in the inner loop
-            cos, sin = load_cos_sin(table, rotation, rows, FIRST, COUNT, SHAPE)
+        if VARIANT.num_bands > 1:  # the accumulator is live: loading by blocks would spill in the inner loop
+            cos, sin = load_cos_sin(table, rotation, rows, FIRST, COUNT, VARIANT)
         else:
-            cos, sin = load_cos_sin_by_blocks(table, rotation, rows, FIRST, COUNT, SHAPE)
+            cos, sin = load_cos_sin_by_blocks(table, rotation, rows, FIRST, COUNT, VARIANT)
         x, y = rotate(x, y, cos, sin)
     dtype = view.ptr.dtype.element_ty
     return (x * scale[:, None]).to(dtype), (y * scale[:, None]).to(dtype)
 
 
 @triton.jit
-def load_rotated(view, table, rotation, rows, scale, ROTATE: tl.constexpr, SHAPE: tl.constexpr):
-    """A tile [M, D], rotated if ROTATE, times scale [M], in SHAPE.parts parts of the channels."""
-    NEXT: tl.constexpr = SHAPE.block_d // 4
-    x, y = load_rotated_chunk(view, table, rotation, rows, scale, 0, ROTATE, SHAPE)
-    next_x, next_y = load_rotated_chunk(view, table, rotation, rows, scale, NEXT, ROTATE, SHAPE)
-    if SHAPE.parts == 1:
-        return (join_pairs(concatenate(x, next_x), concatenate(y, next_y), SHAPE),)
-    elif SHAPE.interleaved:
-        return join_pairs(x, y, SHAPE), join_pairs(next_x, next_y, SHAPE)
+def load_rotated(view, table, rotation, rows, scale, ROTATE: tl.constexpr, VARIANT: tl.constexpr):
+    """A tile [M, D], rotated if ROTATE, times scale [M], in VARIANT.parts parts of the channels."""
+    NEXT: tl.constexpr = VARIANT.block_d // 4
+    x, y = load_rotated_chunk(view, table, rotation, rows, scale, 0, ROTATE, VARIANT)
+    next_x, next_y = load_rotated_chunk(view, table, rotation, rows, scale, NEXT, ROTATE, VARIANT)
+    if VARIANT.parts == 1:
+        return (join_pairs(concatenate(x, next_x), concatenate(y, next_y), VARIANT),)
+    elif VARIANT.interleaved:
+        return join_pairs(x, y, VARIANT), join_pairs(next_x, next_y, VARIANT)
     else:
         return concatenate(x, next_x), concatenate(y, next_y)
 
 
 @triton.jit
-def load_rotated_hidden(view, table, rotation, rows, scale, SHAPE: tl.constexpr):
+def load_rotated_hidden(view, table, rotation, rows, scale, VARIANT: tl.constexpr):
     """Returns load_rotated for a rotation that is data. Hides from Triton that the tile was joined from pairs.
 
     Symptom without the branch: Triton looks through the joins and picks a layout that ldmatrix cannot load. So keep the
     branch, although rotating by 0 would give the same tile. It also saves the work of a rotation by 0."""
     if rotation > 0:
-        tile = load_rotated(view, table, rotation, rows, scale, True, SHAPE)  # [BM, D]
+        tile = load_rotated(view, table, rotation, rows, scale, True, VARIANT)  # [BM, D]
     else:
-        tile = load_rotated(view, table, rotation, rows, scale, False, SHAPE)
+        tile = load_rotated(view, table, rotation, rows, scale, False, VARIANT)
     return tile
 
 
 @triton.jit
-def join_hidden(x, y, holds, SHAPE: tl.constexpr):
+def join_hidden(x, y, holds, VARIANT: tl.constexpr):
     """Returns join_pairs(x, y). Hides from Triton that the tile was joined. holds: a condition that Triton cannot
     decide, true wherever the tile is used.
 
     Symptom without the branch: Triton looks through the join and picks a layout that ldmatrix cannot load."""
     tile = tl.zeros((x.shape[0], 2 * x.shape[1]), x.dtype)
     if holds:
-        tile = join_pairs(x, y, SHAPE)
+        tile = join_pairs(x, y, VARIANT)
     return tile
 
 
 @triton.jit
-def rotate_step(x, y, table, step, before, rows, FIRST: tl.constexpr, COUNT: tl.constexpr, SHAPE: tl.constexpr):
+def rotate_step(x, y, table, step, before, rows, FIRST: tl.constexpr, COUNT: tl.constexpr, VARIANT: tl.constexpr):
     """Takes pairs [M, COUNT], from pair FIRST on, from the frame of the band before to that of the band.
 
     Without maps the rotation `step` does that. With maps no single rotation does. There `before`, the step of the band
     before, is undone, and `step` is applied."""
     if table.maps is None:
-        cos, sin = load_cos_sin(table, step, rows, FIRST, COUNT, SHAPE)
+        cos, sin = load_cos_sin(table, step, rows, FIRST, COUNT, VARIANT)
         return rotate(x, y, cos, sin)
     else:
-        cos, sin = load_cos_sin(table, before, rows, FIRST, COUNT, SHAPE)
+        cos, sin = load_cos_sin(table, before, rows, FIRST, COUNT, VARIANT)
         x, y = rotate(x, y, cos, -sin)
-        cos, sin = load_cos_sin(table, step, rows, FIRST, COUNT, SHAPE)
+        cos, sin = load_cos_sin(table, step, rows, FIRST, COUNT, VARIANT)
         return rotate(x, y, cos, sin)
 
 
 @triton.jit
-def rotate_tile(tile, table, step, before, rows, SHAPE: tl.constexpr):
+def rotate_tile(tile, table, step, before, rows, VARIANT: tl.constexpr):
     """A float32 tile [M, D] rotated in registers, as rotate_step says."""
-    CHUNK: tl.constexpr = SHAPE.block_d // 4
-    x, y = split_pairs(tile, SHAPE)
+    CHUNK: tl.constexpr = VARIANT.block_d // 4
+    x, y = split_pairs(tile, VARIANT)
     x, next_x = halves(x)
     y, next_y = halves(y)
-    x, y = rotate_step(x, y, table, step, before, rows, 0, CHUNK, SHAPE)
-    next_x, next_y = rotate_step(next_x, next_y, table, step, before, rows, CHUNK, CHUNK, SHAPE)
-    return join_pairs(concatenate(x, next_x), concatenate(y, next_y), SHAPE)
+    x, y = rotate_step(x, y, table, step, before, rows, 0, CHUNK, VARIANT)
+    next_x, next_y = rotate_step(next_x, next_y, table, step, before, rows, CHUNK, CHUNK, VARIANT)
+    return join_pairs(concatenate(x, next_x), concatenate(y, next_y), VARIANT)
 
 
 @triton.jit
-def store_chunk_rotated_back(view, x, y, table, rotation, rows, scale, FIRST: tl.constexpr, SHAPE: tl.constexpr):
+def store_chunk_rotated_back(view, x, y, table, rotation, rows, scale, FIRST: tl.constexpr, VARIANT: tl.constexpr):
     """Stores D/4 pairs of every row, from pair FIRST on, rotated back and scaled."""
-    cos, sin = load_cos_sin(table, rotation, rows, FIRST, SHAPE.block_d // 4, SHAPE)
+    cos, sin = load_cos_sin(table, rotation, rows, FIRST, VARIANT.block_d // 4, VARIANT)
     x, y = rotate(x, y, cos, -sin)
-    store_pairs(view, x * scale, y * scale, rows, FIRST, SHAPE)
+    store_pairs(view, x * scale, y * scale, rows, FIRST, VARIANT)
 
 
 @triton.jit
-def store_rotated_back(view, tile, table, rotation, rows, scale, SHAPE: tl.constexpr):
+def store_rotated_back(view, tile, table, rotation, rows, scale, VARIANT: tl.constexpr):
     """Stores a float32 tile [M, D] that is in a rotation's frame, rotated back and scaled."""
-    if SHAPE.rotary_dim == 0:
-        store_rows(view, tile * scale, rows, tile_channels(SHAPE), SHAPE)
+    if VARIANT.rotary_dim == 0:
+        store_rows(view, tile * scale, rows, tile_channels(VARIANT), VARIANT)
     else:
-        NEXT: tl.constexpr = SHAPE.block_d // 4
-        x, y = split_pairs(tile, SHAPE)
+        NEXT: tl.constexpr = VARIANT.block_d // 4
+        x, y = split_pairs(tile, VARIANT)
         x, next_x = halves(x)
         y, next_y = halves(y)
-        store_chunk_rotated_back(view, x, y, table, rotation, rows, scale, 0, SHAPE)
-        store_chunk_rotated_back(view, next_x, next_y, table, rotation, rows, scale, NEXT, SHAPE)
+        store_chunk_rotated_back(view, x, y, table, rotation, rows, scale, 0, VARIANT)
+        store_chunk_rotated_back(view, next_x, next_y, table, rotation, rows, scale, NEXT, VARIANT)

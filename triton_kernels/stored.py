@@ -57,22 +57,22 @@ def as_float(position):
 
 
 @triton.jit
-def load_stored(cache, page, row, base, axis: tl.constexpr, SHAPE: tl.constexpr):
+def load_stored(cache, page, row, base, axis: tl.constexpr, VARIANT: tl.constexpr):
     """The Position of slots on one axis. page, row: of the slots; base: added to what they store, or to their rows if
     the cache stores nothing and queries have fractions."""
     if cache.slot_positions is None:
         whole = (base + row).to(tl.int32)
         return Position(whole, tl.zeros_like(whole))
     else:
-        rows = SHAPE.page_size if SHAPE.page_size > 0 else decode_int(cache.capacity)
-        AXES: tl.constexpr = SHAPE.axes if SHAPE.axes > 0 else 1
+        rows = VARIANT.page_size if VARIANT.page_size > 0 else decode_int(cache.capacity)
+        AXES: tl.constexpr = VARIANT.axes if VARIANT.axes > 0 else 1
         at = (page.to(tl.int64) * rows + row) * AXES + axis
         return split_position(tl.load(cache.slot_positions + at), base)
 
 
 @triton.jit
-def load_turns(table, rotation, SHAPE: tl.constexpr):
-    PAIRS: tl.constexpr = SHAPE.block_d // 2
+def load_turns(table, rotation, VARIANT: tl.constexpr):
+    PAIRS: tl.constexpr = VARIANT.block_d // 2
     ptr = table.ptr + rotation.to(tl.int64) * (TURN_FIELDS * PAIRS) + tl.arange(0, PAIRS)
     return Turns(
         step=tl.load(ptr),

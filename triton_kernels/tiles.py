@@ -1,6 +1,6 @@
 """Tiles: where a program's sequence lies, which tiles a band covers, loading and storing rows.
 
-Comments such as # [BM, D] give shapes. BM, BN, D and DV are SHAPE's block_m, block_n, block_d and block_dv.
+Comments such as # [BM, D] give shapes. BM, BN, D and DV are VARIANT's block_m, block_n, block_d and block_dv.
 """
 
 from typing import NamedTuple
@@ -107,13 +107,13 @@ def head_program(max_seqlen, heads, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def query_program(max_seqlen_q, heads_q, SHAPE: tl.constexpr):
+def query_program(max_seqlen_q, heads_q, VARIANT: tl.constexpr):
     """(batch, query head, first query row) of a program. Under a causal mask the longest tiles start first."""
-    tiles = tl.cdiv(max_seqlen_q, SHAPE.block_m)
+    tiles = tl.cdiv(max_seqlen_q, VARIANT.block_m)
     tile = tiles - 1 - tl.program_id(0) % tiles
     batch = tl.program_id(0) // tiles // heads_q
     head = tl.program_id(0) // tiles % heads_q
-    return batch, head, tile * SHAPE.block_m
+    return batch, head, tile * VARIANT.block_m
 
 
 # ---- bands and their tiles
@@ -316,23 +316,23 @@ class HeadView(NamedTuple):
 
 
 @triton.jit
-def head_view(x, batch, start, head, SHAPE: tl.constexpr):
+def head_view(x, batch, start, head, VARIANT: tl.constexpr):
     """One head of a TensorView, from row `start` on."""
     if x.ptr.dtype.element_ty.primitive_bitwidth == 8:
-        return code_view(x, batch, start, head, SHAPE)
+        return code_view(x, batch, start, head, VARIANT)
     else:
-        VEC: tl.constexpr = SHAPE.vec
-        stride_batch, stride_row = decode_stride(x.stride_batch, SHAPE), decode_stride(x.stride_row, SHAPE)
-        offset = batch * stride_batch + start * stride_row + head * decode_stride(x.stride_head, SHAPE)
+        VEC: tl.constexpr = VARIANT.vec
+        stride_batch, stride_row = decode_stride(x.stride_batch, VARIANT), decode_stride(x.stride_row, VARIANT)
+        offset = batch * stride_batch + start * stride_row + head * decode_stride(x.stride_head, VARIANT)
         return HeadView(x.ptr + tl.multiple_of(offset, VEC), stride_row, stride_batch)
 
 
 @triton.jit
-def code_view(x, batch, start, head, SHAPE: tl.constexpr):
+def code_view(x, batch, start, head, VARIANT: tl.constexpr):
     """head_view of codes, which may lie at multiples of fewer bytes than 16."""
-    VEC: tl.constexpr = SHAPE.code_vec
-    stride_batch, stride_row = decode_code_stride(x.stride_batch, SHAPE), decode_code_stride(x.stride_row, SHAPE)
-    offset = batch * stride_batch + start * stride_row + head * decode_code_stride(x.stride_head, SHAPE)
+    VEC: tl.constexpr = VARIANT.code_vec
+    stride_batch, stride_row = decode_code_stride(x.stride_batch, VARIANT), decode_code_stride(x.stride_row, VARIANT)
+    offset = batch * stride_batch + start * stride_row + head * decode_code_stride(x.stride_head, VARIANT)
     return HeadView(tl.multiple_of(x.ptr + tl.multiple_of(offset, VEC), VEC), stride_row, stride_batch)
 
 
@@ -343,25 +343,25 @@ def skip_rows(view, rows):
 
 
 @triton.jit
-def choose_view(condition, left, right, SHAPE: tl.constexpr):
+def choose_view(condition, left, right, VARIANT: tl.constexpr):
     """Returns the HeadView `left` where the condition holds, else `right`. stride_batch is that of `left`.
 
     Symptom with a bare tl.where: rows are loaded in pieces of less than 16 bytes, because it hides the alignment that
     both sides have. The claims must stand beside the tl.where: Triton drops a claim about a function's argument."""
-    VEC: tl.constexpr = SHAPE.vec
-    BYTES: tl.constexpr = 16 if SHAPE.vec > 1 else 1
+    VEC: tl.constexpr = VARIANT.vec
+    BYTES: tl.constexpr = 16 if VARIANT.vec > 1 else 1
     ptr = tl.where(condition, left.ptr, right.ptr)
     stride_row = tl.where(condition, left.stride_row, right.stride_row)
     return HeadView(tl.multiple_of(ptr, BYTES), tl.multiple_of(stride_row, VEC), left.stride_batch)
 
 
 @triton.jit
-def band_keys(raw, rotated_k, k_copy, packed, head, ROTATED_K: tl.constexpr, SHAPE: tl.constexpr):
+def band_keys(raw, rotated_k, k_copy, packed, head, ROTATED_K: tl.constexpr, VARIANT: tl.constexpr):
     """The keys that a band reads: raw ones, or its copy in rotated_k (copy, row, head) from row `packed` on.
     ROTATED_K says which if raw keys are codes."""
-    copy = head_view(rotated_k, tl.maximum(k_copy, 0), packed, head, SHAPE)
+    copy = head_view(rotated_k, tl.maximum(k_copy, 0), packed, head, VARIANT)
     if raw.ptr.dtype == copy.ptr.dtype:
-        return choose_view(k_copy < 0, raw, copy, SHAPE)
+        return choose_view(k_copy < 0, raw, copy, VARIANT)
     else:
         return copy if ROTATED_K else raw
 
@@ -379,15 +379,15 @@ def page_offsets(page, row, view):
 
 
 @triton.jit
-def load_rows(ptr, offsets, channels, SHAPE: tl.constexpr):
+def load_rows(ptr, offsets, channels, VARIANT: tl.constexpr):
     """Rows at offsets [M, 1], channels [N] of each: [M, N]. Channels beyond head_dim are 0."""
-    return load_channels(ptr, offsets, channels, SHAPE.head_dim, SHAPE.block_d)
+    return load_channels(ptr, offsets, channels, VARIANT.head_dim, VARIANT.block_d)
 
 
 @triton.jit
-def load_values(ptr, offsets, channels, SHAPE: tl.constexpr):
+def load_values(ptr, offsets, channels, VARIANT: tl.constexpr):
     """load_rows of v, of out, or of their gradients."""
-    return load_channels(ptr, offsets, channels, SHAPE.head_dim_v, SHAPE.block_dv)
+    return load_channels(ptr, offsets, channels, VARIANT.head_dim_v, VARIANT.block_dv)
 
 
 @triton.jit
@@ -410,27 +410,27 @@ def load_parts(ptr, offsets, channels, HEAD_DIM: tl.constexpr, BLOCK_D: tl.const
 
 
 @triton.jit
-def value_channels(SHAPE: tl.constexpr):
+def value_channels(VARIANT: tl.constexpr):
     """Returns the channels of every part in which a tile of values, or of the result, is taken."""
-    if SHAPE.parts == 1:
-        return (tl.arange(0, SHAPE.block_dv),)
+    if VARIANT.parts == 1:
+        return (tl.arange(0, VARIANT.block_dv),)
     else:
-        HALF: tl.constexpr = SHAPE.block_dv // 2
+        HALF: tl.constexpr = VARIANT.block_dv // 2
         return tl.arange(0, HALF), tl.arange(0, HALF) + HALF
 
 
 @triton.jit
-def load_cached_values(ptr, offsets, channels, SHAPE: tl.constexpr, dtype: tl.constexpr):
+def load_cached_values(ptr, offsets, channels, VARIANT: tl.constexpr, dtype: tl.constexpr):
     """load_parts of values that may lie in a cache: rows at offsets [M, 1]. Codes become this type, in one part."""
     if ptr.dtype.element_ty == tl.uint8:
         low, high = load_packed(
-            ptr, offsets, tl.arange(0, SHAPE.block_dv // 2), SHAPE.head_dim_v, SHAPE.block_dv, dtype
+            ptr, offsets, tl.arange(0, VARIANT.block_dv // 2), VARIANT.head_dim_v, VARIANT.block_dv, dtype
         )
         return (join_codes(low, high, low.shape[0]),)
     elif ptr.dtype.element_ty == tl.int8:
-        return (as_type(load_values(ptr, offsets, channels[0], SHAPE), dtype),)
+        return (as_type(load_values(ptr, offsets, channels[0], VARIANT), dtype),)
     else:
-        return load_parts(ptr, offsets, channels, SHAPE.head_dim_v, SHAPE.block_dv)
+        return load_parts(ptr, offsets, channels, VARIANT.head_dim_v, VARIANT.block_dv)
 
 
 @triton.jit
@@ -446,15 +446,15 @@ def prefetch_rows(ptr, offsets, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
-def store_rows(view, value, rows, channels, SHAPE: tl.constexpr):
+def store_rows(view, value, rows, channels, VARIANT: tl.constexpr):
     """Stores value [M, N] where its row (TileRows) and channel exist."""
-    store_channels(view, value, rows, channels, SHAPE.head_dim)
+    store_channels(view, value, rows, channels, VARIANT.head_dim)
 
 
 @triton.jit
-def store_values(view, value, rows, channels, SHAPE: tl.constexpr):
+def store_values(view, value, rows, channels, VARIANT: tl.constexpr):
     """store_rows of out or of the gradient of v."""
-    store_channels(view, value, rows, channels, SHAPE.head_dim_v)
+    store_channels(view, value, rows, channels, VARIANT.head_dim_v)
 
 
 @triton.jit

@@ -78,7 +78,7 @@ def compiled(launches: list[Launch], jobs: int) -> list[Measured | str]:
 def judged(direction: str, tile: Tile, launch: Launch, result: Measured | str) -> Candidate:
     if isinstance(result, str):
         return Candidate(tile, {"dropped": f"does not compile: {result.splitlines()[0][:60]}"})
-    limits, shape = MULTIPROCESSORS[launch.arch], launch.kwargs["SHAPE"]
+    limits, variant = MULTIPROCESSORS[launch.arch], launch.kwargs["VARIANT"]
     figures = {
         "regs": str(result.registers),
         "spill B": str(result.spill_stores),
@@ -91,7 +91,7 @@ def judged(direction: str, tile: Tile, launch: Launch, result: Measured | str) -
     if not result.loop:
         return Candidate(tile, figures | {"dropped": "no tile loop was found"})
     blocks = limits.resident_blocks(result.registers, result.shared, result.warps)
-    work = tile.block_m * tile.block_n * shape.head_dim
+    work = tile.block_m * tile.block_n * variant.head_dim
     instructions = 1e3 * result.loop["total"] * result.warps * 32 / work
     figures |= {
         "blocks/SM": str(blocks),
@@ -102,9 +102,9 @@ def judged(direction: str, tile: Tile, launch: Launch, result: Measured | str) -
     if not result.model:
         return Candidate(tile, figures, instructions)
     if direction == "decode":
-        speed = result.model.bytes_per_clock(predict.cache_bytes(shape))
+        speed = result.model.bytes_per_clock(predict.cache_bytes(variant))
         return Candidate(tile, figures | {"bytes/clock": f"{speed:.1f}"}, -speed)
-    products = predict.useful_products(KERNELS[direction], shape, direction == "grad_qkv")
+    products = predict.useful_products(KERNELS[direction], variant, direction == "grad_qkv")
     share = result.model.tensor_share(products)
     return Candidate(tile, figures | {"model": f"{share:.1%}"}, -share)
 

@@ -98,7 +98,7 @@ class Row:
         if m.loop:
             figures |= {"MMA": m.loop["mma"], "instr/MMA": f"{m.loop['total'] / m.loop['mma']:.2f}"}
         atomic = not self.cases[0].scheme.deterministic
-        products = predict.useful_products(self.kernel, self.launch.kwargs["SHAPE"], atomic) if m.model else None
+        products = predict.useful_products(self.kernel, self.launch.kwargs["VARIANT"], atomic) if m.model else None
         if products:
             figures["model"] = f"{m.model.tensor_share(products):.0%}"
         if m.slots is not None:
@@ -171,7 +171,7 @@ class Row:
                 f"{ratio:.2f} instructions per tensor-core instruction in the hot loop, the limit is {allowed}"
             )
         if self.rotates_no_keys and first.dtype != "fp32":
-            needed = 2 * self.launch.kwargs["SHAPE"].block_n * first.head_dim * 2 // (16 * 32 * self.result.warps)
+            needed = 2 * self.launch.kwargs["VARIANT"].block_n * first.head_dim * 2 // (16 * 32 * self.result.warps)
             wide = loop.get("global 16 B", 0)
             narrow = loop.get("global", 0) - wide
             if wide != needed or (narrow and first.scheme.cache != "paged"):

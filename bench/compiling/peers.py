@@ -217,14 +217,16 @@ def ours(archs: list[int], jobs: int) -> list[dict[str, str]]:
         if isinstance(result, str):
             raise SystemExit(f"{launches[at][2].kernel.__name__}: {result}")
         arch, head_dim, launch = launches[at]
-        shape, (registers, warps, shared, listing) = launch.kwargs["SHAPE"], result
+        variant, (registers, warps, shared, listing) = launch.kwargs["VARIANT"], result
         rows[at] = {
             "pass": OURS[launch.kernel.__name__],
             "kernel": launch.kernel.__name__,
             "arch": f"sm_{arch}",
             "D": str(head_dim),
-            "tile": f"{shape.block_m} x {shape.block_n}",
-            **figures(arch, registers, warps, shared, listing, predict.useful_products(launch.kernel.__name__, shape)),
+            "tile": f"{variant.block_m} x {variant.block_n}",
+            **figures(
+                arch, registers, warps, shared, listing, predict.useful_products(launch.kernel.__name__, variant)
+            ),
         }
     return rows
 

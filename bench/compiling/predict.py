@@ -110,18 +110,18 @@ def block(listing: sass.Listing, loop: Loop, whole_tiles: bool = False) -> Block
     return Block(fixed, loop.clocks, max(edges, default=loop.clocks), loop.blocks)
 
 
-def useful_products(kernel: str, shape, atomic: bool = False) -> float | None:
+def useful_products(kernel: str, variant, atomic: bool = False) -> float | None:
     """HMMA 16x8x16 of a block that a tile of scores needs; None for kernels whose speed is not that of products.
 
-    shape: a ``Shape`` of the kernels. atomic: dQ is computed with dK and dV.
+    variant: a ``Variant`` of the kernels. atomic: dQ is computed with dK and dV.
     """
     if kernel not in PRODUCTS:
         return None
     of_q, of_v = ATOMIC_PRODUCTS if atomic and kernel == "attention_grad_kv" else PRODUCTS[kernel]
-    widths = of_q * shape.head_dim + of_v * (shape.head_dim_v or shape.head_dim)
-    return shape.block_m * shape.block_n * widths / MULTIPLY_ADDS
+    widths = of_q * variant.head_dim + of_v * (variant.head_dim_v or variant.head_dim)
+    return variant.block_m * variant.block_n * widths / MULTIPLY_ADDS
 
 
-def cache_bytes(shape) -> int:
+def cache_bytes(variant) -> int:
     """Keys and values of a tile in 16-bit types."""
-    return 2 * shape.block_n * (shape.head_dim + (shape.head_dim_v or shape.head_dim))
+    return 2 * variant.block_n * (variant.head_dim + (variant.head_dim_v or variant.head_dim))

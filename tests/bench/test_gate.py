@@ -79,7 +79,7 @@ for direction in candidates.KERNELS:
         with forced(direction, tile), offline.caught_launches(launcher, 90) as caught:
             workload.call(torch.device("meta"))()
         used = ranking.of_direction(direction, caught).kwargs
-        shape, sizes = used["SHAPE"], (used["num_warps"], used["num_stages"])
+        shape, sizes = used["VARIANT"], (used["num_warps"], used["num_stages"])
         found["tuned"].append([[shape.block_m, shape.block_n, *sizes], list(tile)])
 candidates.GRIDS["decode"] = ((16,), (64,), (4,), (3,))
 found["judged"] = [[each.figures, each.rank] for each in ranking.ranked_by_machine_code("decode", 80, 64, 1, jobs=1)]
@@ -154,7 +154,7 @@ def row(kernel="attention_forward", case=CASE, measured=None, **figures):
         defaults = {"registers": 128, "spill_stores": 0, "spill_loads": 0, "shared": 0, "warps": 4, "stages": 2}
         measured = Measured(**(defaults | {"loop": None} | figures))
     launch = SimpleNamespace(
-        kernel=SimpleNamespace(__name__=kernel), arch=case.arch, kwargs={"SHAPE": SimpleNamespace(block_n=64)}
+        kernel=SimpleNamespace(__name__=kernel), arch=case.arch, kwargs={"VARIANT": SimpleNamespace(block_n=64)}
     )
     return gate.Row(launch, [case], measured)
 

@@ -274,10 +274,10 @@ def test_every_key_of_a_chunk_is_rotated_once(page_size, monkeypatch):
     """Those that a band rotates and can reach, not once per tile of queries, and nowhere else."""
     places, store = [], rotate.store_pairs
 
-    def counted(view, first, second, rows, FIRST, SHAPE):
+    def counted(view, first, second, rows, FIRST, VARIANT):
         inside = rows.index.handle.data[rows.index.handle.data < number(rows.length) - number(rows.first)]
         places.extend(view.ptr.handle.data.item() + inside.astype("int64") * view.stride_row.handle.data.item() * 2)
-        store(view, first, second, rows, FIRST, SHAPE)
+        store(view, first, second, rows, FIRST, VARIANT)
 
     def queries_only(*_):
         pytest.fail("keys rotated in the loop over tiles")

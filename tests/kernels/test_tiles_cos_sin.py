@@ -8,7 +8,7 @@ import triton.language as tl
 from flashrope import Rotary
 from flashrope.lowering.cos_sin import FINE_ROWS, MAX_POSITION, coarse_rows, cos_sin, turn_table, two_level_table
 from flashrope.lowering.lowered import lower
-from flashrope.triton_kernels.arguments import Shape
+from flashrope.triton_kernels.arguments import Variant
 from flashrope.triton_kernels.rotation import CosSinTable, load_cos_sin, load_cos_sin_by_blocks, mapped_rows
 from flashrope.triton_kernels.stored import cos_sin_of, load_turns, of_pairs, split_position, turned
 from flashrope.triton_kernels.tiles import TileRows
@@ -22,15 +22,15 @@ BOUND = {"rows": 10.3 * HALF_ULP, "blocks": 18 * HALF_ULP}
 
 
 @triton.jit
-def cos_and_sin(out, table, table_rows, start, M: tl.constexpr, BY_BLOCKS: tl.constexpr, SHAPE: tl.constexpr):
+def cos_and_sin(out, table, table_rows, start, M: tl.constexpr, BY_BLOCKS: tl.constexpr, VARIANT: tl.constexpr):
     rows = TileRows(tl.arange(0, M), start, None, None)
-    COUNT: tl.constexpr = SHAPE.block_d // 2
+    COUNT: tl.constexpr = VARIANT.block_d // 2
     rotation = tl.full((), 1, tl.int32)
     levels = CosSinTable(table, table_rows, None, None)
     if BY_BLOCKS:
-        cos, sin = load_cos_sin_by_blocks(levels, rotation, rows, 0, COUNT, SHAPE)
+        cos, sin = load_cos_sin_by_blocks(levels, rotation, rows, 0, COUNT, VARIANT)
     else:
-        cos, sin = load_cos_sin(levels, rotation, rows, 0, COUNT, SHAPE)
+        cos, sin = load_cos_sin(levels, rotation, rows, 0, COUNT, VARIANT)
     at = rows.index[:, None] * (2 * COUNT) + tl.arange(0, COUNT)[None, :]
     tl.store(out + at, cos)
     tl.store(out + at + COUNT, sin)
@@ -42,15 +42,15 @@ def test_any_position(how, rows):
     table = two_level_table(ROTARY, True, coarse_rows(LIMIT), torch.device("cpu"))
     for start in (0, 1, FINE_ROWS - 5, 70_003, LIMIT - rows):
         out = torch.full((rows, 2, 16), torch.nan)
-        cos_and_sin[(1,)](out, table, table.shape[1], start, rows, how == "blocks", SHAPE=Shape(32, 32))
+        cos_and_sin[(1,)](out, table, table.shape[1], start, rows, how == "blocks", VARIANT=Variant(32, 32))
         expected = torch.stack(cos_sin(ROTARY, start + torch.arange(rows)), dim=1)
         assert (out.double() - expected).abs().max() <= BOUND[how]
 
 
 @triton.jit
-def stored_cos_and_sin(out, table, positions, base, M: tl.constexpr, SHAPE: tl.constexpr):
-    index, COUNT = tl.arange(0, M), SHAPE.block_d // 2
-    turns = load_turns(CosSinTable(table, 0, None, None), tl.full((), 1, tl.int32), SHAPE)
+def stored_cos_and_sin(out, table, positions, base, M: tl.constexpr, VARIANT: tl.constexpr):
+    index, COUNT = tl.arange(0, M), VARIANT.block_d // 2
+    turns = load_turns(CosSinTable(table, 0, None, None), tl.full((), 1, tl.int32), VARIANT)
     position = split_position(tl.load(positions + index), base)
     cos, sin = cos_sin_of(turned(of_pairs(None, position, turns, 0), turns))
     at = index[:, None] * (2 * COUNT) + tl.arange(0, COUNT)[None, :]
@@ -62,20 +62,20 @@ def stored_cos_and_sin(out, table, positions, base, M: tl.constexpr, SHAPE: tl.c
 def test_any_stored_position(frequency):
     """Whole or not, on both sides of 0, below and above what a float32 resolves, with a page's position added."""
     rotary = Rotary.from_inv_freq(frequency * ROTARY.inv_freq, 32)
-    table, shape = turn_table(rotary, True, torch.device("cpu")), Shape(32, 32)
+    table, shape = turn_table(rotary, True, torch.device("cpu")), Variant(32, 32)
     generator = torch.Generator().manual_seed(0)
     for size in (1e-3, 1.0, 300.0, 1e5, LIMIT, 2**28):
         positions = (torch.rand(128, generator=generator) * 2 - 1) * size
         for base in (0, -77, 12_345_678):
             float64 = 2.0**-52 * frequency * (size + abs(base))  # of the angles here, and of turns there
             out = torch.full((128, 2, 16), torch.nan)
-            stored_cos_and_sin[(1,)](out, table, positions, base, 128, SHAPE=shape)
+            stored_cos_and_sin[(1,)](out, table, positions, base, 128, VARIANT=shape)
             expected = torch.stack(cos_sin(rotary, positions.double() + base), dim=1)
             assert (out.double() - expected).abs().max() <= 6 * HALF_ULP + float64
     numbers = torch.tensor([torch.nan, -torch.inf, torch.inf, 3e38]).repeat(4)
     ends = torch.tensor([-1, -1, 1, 1]).repeat(4) * MAX_POSITION
     out = torch.full((16, 2, 16), torch.nan)
-    stored_cos_and_sin[(1,)](out, table, numbers, 0, 16, SHAPE=shape)
+    stored_cos_and_sin[(1,)](out, table, numbers, 0, 16, VARIANT=shape)
     bound = 6 * HALF_ULP + 2.0**-52 * frequency * MAX_POSITION
     assert (out.double() - torch.stack(cos_sin(rotary, ends), dim=1)).abs().max() <= bound
 

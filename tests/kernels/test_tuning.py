@@ -245,7 +245,7 @@ def test_every_workload_takes_the_winner_of_its_class(workload, monkeypatch):
     workload.call(meta)()
     kernel = candidates.kernel_of(workload.direction, workload.cache)
     [options] = [options for name, options in launches if name == kernel][-1:]
-    assert (options["SHAPE"].block_m, options["SHAPE"].block_n) == tile[:2]
+    assert (options["VARIANT"].block_m, options["VARIANT"].block_n) == tile[:2]
     assert (options["num_warps"], options["num_stages"]) == tile[2:]
 
 

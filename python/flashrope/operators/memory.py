@@ -18,8 +18,8 @@ def check_append(layer: CacheLayer, k, v, tables: CacheTables) -> None:
     """Checks the memory of a call that writes k and v to a layer of a cache, with their scales and positions.
 
     The block table decides which pages are written, so page m of one cache may be page n of another, as in caches that
-    are views of one tensor whose pages alternate. Page n of all caches is always written together. Tensors on the meta device
-    have no memory, so they pass.
+    are views of one tensor whose pages alternate. Page n of all caches is always written together. Tensors on the meta
+    device have no memory and pass.
 
     Raises:
         ValueError: names the tensors whose memory would be written twice, or written before it is read.

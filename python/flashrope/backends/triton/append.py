@@ -7,7 +7,7 @@ import torch
 from ...rotary.rotary import Rotary
 from ...triton_kernels import configs
 from ...triton_kernels.arguments import _TAG as TAG
-from ...triton_kernels.arguments import CacheLayout, Shape, TensorView, encode_ints
+from ...triton_kernels.arguments import CacheLayout, TensorView, Variant, encode_ints
 from ...triton_kernels.decode import append_rows
 from ..cache_tables import CacheLayer, CacheTables, Packed
 from ..calls import RotateCall
@@ -51,13 +51,13 @@ class AppendLaunch:
         else:
             vec = min(cached_vector_sizes(layer.k, layer.v, k, v))
         page_size = 0 if tables.block_table is None else layer.k.shape[1]
-        shape = Shape(head_dim, block_d(head_dim), vec=vec, page_size=page_size, block_m=configs.APPEND_ROWS)
+        variant = Variant(head_dim, block_d(head_dim), vec=vec, page_size=page_size, block_m=configs.APPEND_ROWS)
         # Rows go by slots, and Triton would compile a kernel more for the padding.
         self._layout = layout if tables.leftpad is None else layout._replace(leftpad=None)
         self._strides = stride_fields(layer.k), stride_fields(layer.v), stride_fields(k), stride_fields(v)
         self._sizes = (cu_seqlens, seqlen, max_seqlen, heads_kv)
         grid = (cdiv(max_seqlen * heads_kv, configs.APPEND_ROWS) * batch,)
-        self._launch = Launch(append_rows, grid, {"SHAPE": shape, **configs.options(configs.APPEND_WARPS)})
+        self._launch = Launch(append_rows, grid, {"VARIANT": variant, **configs.options(configs.APPEND_WARPS)})
 
     def run(self, layer: CacheLayer, k: torch.Tensor, v: torch.Tensor) -> None:
         layout = self._layout

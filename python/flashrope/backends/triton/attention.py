@@ -11,7 +11,7 @@ from ...lowering.cos_sin import coarse_rows, padded_pairs, position_table, two_l
 from ...lowering.lowered import Lowered, lower
 from ...rotary.scales import UNSCALED
 from ...triton_kernels import configs
-from ...triton_kernels.arguments import NO_CACHE, CuSeqlens, Result, Shape, banded_view, tensor_view
+from ...triton_kernels.arguments import NO_CACHE, CuSeqlens, Result, Variant, banded_view, tensor_view
 from ...triton_kernels.backward import (
     attention_finish_grad_q,
     attention_grad_kv,
@@ -24,7 +24,7 @@ from ...triton_kernels.rotate import rotate_rows
 from ..calls import AttentionCall, Kept, KeptShapes, out_shape
 from . import launcher
 from .accumulators import held_once
-from .device import block_d, current_device, shape_of, vector_size, with_int32_offsets
+from .device import block_d, current_device, variant_of, vector_size, with_int32_offsets
 from .launcher import cdiv
 from .plan import Plan
 
@@ -156,7 +156,7 @@ class AttentionPlan(Plan):
             cdiv(heads, configs.ROTATE_HEADS),
             len(copies),
         )
-        shape = shape_of(self.rotary, self.vec, 0, 0, 0, configs.ROTATE_ROWS)
+        variant = variant_of(self.rotary, self.vec, 0, 0, 0, configs.ROTATE_ROWS)
         launcher.launch(
             rotate_rows,
             grid,
@@ -170,15 +170,15 @@ class AttentionPlan(Plan):
             heads,
             NO_CACHE,
             HEADS_PER_PROGRAM=configs.ROTATE_HEADS,
-            SHAPE=shape,
+            VARIANT=variant,
             **configs.options(configs.ROTATE_WARPS),
         )
 
     def attend(self, q, k, rotated_k, v, out, lse) -> None:
-        tile, shape = self._tile("forward" if self.vec > 1 else "forward unaligned")
+        tile, variant = self._tile("forward" if self.vec > 1 else "forward unaligned")
         rotated_k = rotated_k if self.lowered.k_copies else k
         tensors, result, sequences = (q, k, rotated_k, v), Result(out, lse), (self.cu_seqlens,)
-        self.launch_forward(attention_forward, tensors, result, sequences, self.seqlen_k, shape, tile)
+        self.launch_forward(attention_forward, tensors, result, sequences, self.seqlen_k, variant, tile)
 
     def statistics(self, out, grad_out, lse, grad_lse) -> torch.Tensor:
         """float32 (heads, rows, 2): lse in log2 units and delta; sequences start at multiples of STATISTICS_ROWS."""
@@ -197,7 +197,7 @@ class AttentionPlan(Plan):
             self.seqlen_q,
             self.max_seqlen_q,
             self.heads_q,
-            SHAPE=self._shape(0, 0, 0, configs.STATISTICS_ROWS),
+            VARIANT=self._variant(0, 0, 0, configs.STATISTICS_ROWS),
             **configs.options(configs.STATISTICS_WARPS),
         )
         return statistics
@@ -210,30 +210,30 @@ class AttentionPlan(Plan):
         return not configs.atomics_are_faster(self.capability, self.itemsize, *widths)
 
     def grad_kv(self, inputs: GradientInputs, grad_k, grad_v) -> None:
-        tile, shape = self._tile("grad_kv")
-        self._grad_kv(inputs, (grad_k, grad_v, None), tile, shape)
+        tile, variant = self._tile("grad_kv")
+        self._grad_kv(inputs, (grad_k, grad_v, None), tile, variant)
 
     def grad_kv_and_sums(self, inputs: GradientInputs, grad_k, grad_v) -> tuple[torch.Tensor, int]:
         """(dQ of every band, float32 (band, head, row of the statistics, channel) in accumulator order, red_floats as
-        in ``Shape``)."""
-        tile, shape = self._tile("grad_qkv")
+        in ``Variant``)."""
+        tile, variant = self._tile("grad_qkv")
         rows = inputs.statistics.shape[1]
-        sums = inputs.statistics.new_zeros(self.num_bands, self.heads_q, rows, shape.block_d)
+        sums = inputs.statistics.new_zeros(self.num_bands, self.heads_q, rows, variant.block_d)
         grads = (grad_k, grad_v, sums)
         if floats := configs.red_floats(self.capability, self.itemsize):
-            with_red, arguments = shape._replace(red_floats=floats), self._arguments(inputs, grads, self.max_seqlen_k)
-            if launcher.ir_allows(held_once, attention_grad_kv, *arguments, SHAPE=with_red, **tile.options):
-                shape = with_red
-        self._grad_kv(inputs, grads, tile, shape)
-        return sums, shape.red_floats
+            with_red, arguments = variant._replace(red_floats=floats), self._arguments(inputs, grads, self.max_seqlen_k)
+            if launcher.ir_allows(held_once, attention_grad_kv, *arguments, VARIANT=with_red, **tile.options):
+                variant = with_red
+        self._grad_kv(inputs, grads, tile, variant)
+        return sums, variant.red_floats
 
-    def _grad_kv(self, inputs: GradientInputs, grads, tile: Tile, shape: Shape) -> None:
+    def _grad_kv(self, inputs: GradientInputs, grads, tile: Tile, variant: Variant) -> None:
         programs = cdiv(self.max_seqlen_k, tile.block_n) * self.batch * self.heads_kv
-        self._gradient(attention_grad_kv, programs, inputs, grads, self.max_seqlen_k, shape, tile)
+        self._gradient(attention_grad_kv, programs, inputs, grads, self.max_seqlen_k, variant, tile)
 
     def finish_grad_q(self, sums: torch.Tensor, red_floats: int, grad_q) -> None:
         rows, heads = configs.ROTATE_ROWS, configs.ROTATE_HEADS
-        shape = shape_of(self.rotary, self.vec, self.num_bands, 0, 0, rows)
+        variant = variant_of(self.rotary, self.vec, self.num_bands, 0, 0, rows)
         launcher.launch(
             attention_finish_grad_q,
             (cdiv(self.max_seqlen_q, rows) * self.batch, cdiv(self.heads_q, heads)),
@@ -248,18 +248,18 @@ class AttentionPlan(Plan):
             self.table_rows,
             self.heads_q,
             HEADS_PER_PROGRAM=heads,
-            SHAPE=shape._replace(red_floats=red_floats),
+            VARIANT=variant._replace(red_floats=red_floats),
             **configs.options(configs.ROTATE_WARPS),
         )
 
     def grad_q(self, inputs: GradientInputs, grad_q) -> None:
-        tile, shape = self._tile("grad_q")
+        tile, variant = self._tile("grad_q")
         programs = cdiv(self.max_seqlen_q, tile.block_m) * self.batch * self.heads_q
-        self._gradient(attention_grad_q, programs, inputs, (grad_q,), self.max_seqlen_q, shape, tile)
+        self._gradient(attention_grad_q, programs, inputs, (grad_q,), self.max_seqlen_q, variant, tile)
 
-    def _gradient(self, kernel, programs, inputs: GradientInputs, grads, max_seqlen, shape, tile) -> None:
+    def _gradient(self, kernel, programs, inputs: GradientInputs, grads, max_seqlen, variant, tile) -> None:
         arguments = self._arguments(inputs, grads, max_seqlen)
-        launcher.launch(kernel, (programs,), *arguments, SHAPE=shape, **tile.options)
+        launcher.launch(kernel, (programs,), *arguments, VARIANT=variant, **tile.options)
 
     def _arguments(self, inputs: GradientInputs, grads, max_seqlen: int) -> tuple:
         """Those of both gradient kernels."""
@@ -284,12 +284,12 @@ class AttentionPlan(Plan):
         )
 
     def _tile(self, direction: str):
-        """The tile and the shape of a kernel."""
+        """The tile and the variant of a kernel."""
         tile = self.tile(direction, block_dv=block_d(self.head_dim_v))
-        return tile, self._shape(self.num_bands, 0, 0, tile.block_m, tile.block_n)
+        return tile, self._variant(self.num_bands, 0, 0, tile.block_m, tile.block_n)
 
-    def _shape(self, *fields: int) -> Shape:
-        return shape_of(self.rotary, self.vec, *fields, head_dim_v=self.head_dim_v)
+    def _variant(self, *fields: int) -> Variant:
+        return variant_of(self.rotary, self.vec, *fields, head_dim_v=self.head_dim_v)
 
 
 def _rows(x: torch.Tensor) -> int:

@@ -10,7 +10,7 @@ import torch
 from ...lowering.cos_sin import coarse_rows, three_level_table, turn_table, two_level_table
 from ...triton_kernels import configs
 from ...triton_kernels.arguments import CacheLayout as KernelCacheLayout
-from ...triton_kernels.arguments import PositionTables, Result, Shape, TensorView, tensor_view
+from ...triton_kernels.arguments import PositionTables, Result, TensorView, Variant, tensor_view
 from ...triton_kernels.chunks import attention_chunks
 from ...triton_kernels.configs import Tile
 from ...triton_kernels.decode import attention_decode, combine_splits
@@ -35,7 +35,7 @@ from .device import (
     cached_vector_sizes,
     current_device,
     fits_int32_offsets,
-    shape_of,
+    variant_of,
     with_int32_offsets,
 )
 from .launcher import cdiv
@@ -171,7 +171,7 @@ class CachePlan(Plan):
             tokens=numbers(tokens, fields[1]),
             shown=numbers(self.batch, 2),
         )
-        shape = Shape(
+        variant = Variant(
             0,
             0,
             num_bands=self.num_bands,
@@ -189,7 +189,7 @@ class CachePlan(Plan):
             groups = numbers(self.batch, cdiv(self.capacity, block_n), 2)
             given = given._replace(groups=groups)
             arguments = (given, layout, self.cu_seqlens_q, self.seqlen_q)
-            launcher.launch(place_slots, (self.batch * groups.shape[1],), *arguments, SHAPE=shape, **options)
+            launcher.launch(place_slots, (self.batch * groups.shape[1],), *arguments, VARIANT=variant, **options)
         launcher.launch(
             place_tokens,
             (cdiv(self.max_seqlen_q, rows) * self.batch,),
@@ -201,7 +201,7 @@ class CachePlan(Plan):
             self.seqlen_q,
             self.max_seqlen_q,
             CAUSAL=self.call.causal,
-            SHAPE=shape,
+            VARIANT=variant,
             **options,
         )
         self.layout, self.placed = layout, True
@@ -260,7 +260,7 @@ class CachePlan(Plan):
                 self.table_rows,
                 self.heads_kv,
                 HEADS_PER_PROGRAM=configs.ROTATE_HEADS,
-                SHAPE=shape_of(self.rotary, vec, 0, 0, self.page_size, configs.ROTATE_ROWS, code_vec=code_vec),
+                VARIANT=variant_of(self.rotary, vec, 0, 0, self.page_size, configs.ROTATE_ROWS, code_vec=code_vec),
                 **configs.options(configs.ROTATE_WARPS),
             )
         tile = self.tile(
@@ -268,7 +268,7 @@ class CachePlan(Plan):
         )
         # Only paged keys and codes are read in another way than copies.
         rotated_bands = self.lowered.rotated_bands if self.page_size or self.quantized else 0
-        shape = shape_of(
+        variant = variant_of(
             self.rotary,
             vec,
             self.num_bands,
@@ -279,7 +279,7 @@ class CachePlan(Plan):
             code_vec=code_vec,
         )
         tensors, result, sequences = (q, k_cache, rotated_k, v_cache), Result(out, lse), (self.cu_seqlens_q, layout)
-        self.launch_forward(attention_chunks, tensors, result, sequences, rows.per_sequence, shape, tile)
+        self.launch_forward(attention_chunks, tensors, result, sequences, rows.per_sequence, variant, tile)
 
     # ---- few queries
 
@@ -325,7 +325,7 @@ class CachePlan(Plan):
             vec, code_vec = vector_of(alignment, q.dtype.itemsize, q.stride(), layer.k.stride(), layer.v.stride()), 0
         fields = (self.num_bands, self.lowered.rotated_bands, self.page_size, tile.block_m, tile.block_n)
         options = {
-            "SHAPE": shape_of(
+            "VARIANT": variant_of(
                 self.rotary,
                 vec,
                 *fields,
@@ -350,7 +350,7 @@ class CachePlan(Plan):
             (self.batch * self.decode_seqlen * self.heads_q,),
             {
                 "BLOCK_S": configs.COMBINE_SPLITS,
-                "SHAPE": Shape(self.rotary.head_dim, 2 * self.table.shape[-1]),
+                "VARIANT": Variant(self.rotary.head_dim, 2 * self.table.shape[-1]),
                 **configs.options(configs.COMBINE_WARPS),
             },
         )
@@ -402,7 +402,7 @@ class CachePlan(Plan):
 
     def _num_splits(self, programs: int, q, layer: CacheLayer, layout: KernelCacheLayout, lse, options) -> int:
         """The number that the call asks for, or one that fills the device. programs: blocks of one split."""
-        block_n = options["SHAPE"].block_n
+        block_n = options["VARIANT"].block_n
         if self.call.num_splits:
             return min(self.call.num_splits, MAX_SPLITS, cdiv(self.capacity, block_n))
         device = q.device

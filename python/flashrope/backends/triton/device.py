@@ -13,7 +13,7 @@ from ...lowering.cos_sin import padded_pairs
 from ...lowering.lowered import Lowered, lower
 from ...lowering.resident import kept_on_device
 from ...rotary.rotary import Rotary
-from ...triton_kernels.arguments import Shape
+from ...triton_kernels.arguments import Variant
 from ..calls import aligned
 from .launcher import interpreted
 
@@ -40,7 +40,7 @@ def scheme_on(rotary: Rotary, causal: bool, device: torch.device) -> DeviceSchem
 
 
 @lru_cache(maxsize=1024)
-def shape_of(
+def variant_of(
     rotary: Rotary,
     vec: int,
     *fields: int,
@@ -50,12 +50,12 @@ def shape_of(
     one_run: bool = False,
     stored: bool = False,
     axes: int = 0,
-) -> Shape:
-    """The SHAPE of a kernel; fields: those of Shape from num_bands to block_n; head_dim_v 0: as head_dim."""
+) -> Variant:
+    """The VARIANT of a kernel; fields: those of Variant from num_bands to block_n; head_dim_v 0: as head_dim."""
     rotary_dim, head_dim_v = rotary.rotary_dim if rotary.changes_channels else 0, head_dim_v or rotary.head_dim
-    shape = Shape(rotary.head_dim, block_d(rotary.head_dim), rotary_dim, rotary.interleaved, vec, *fields)
+    variant = Variant(rotary.head_dim, block_d(rotary.head_dim), rotary_dim, rotary.interleaved, vec, *fields)
     rotated_keys = any(band.keys_rotated for band in rotary.bands)
-    return shape._replace(
+    return variant._replace(
         head_dim_v=head_dim_v,
         block_dv=block_d(head_dim_v),
         aligned_maps=aligned_maps,
@@ -79,7 +79,7 @@ def vector_size(*tensors: torch.Tensor) -> int:
 
 
 def cached_vector_sizes(k_cache: torch.Tensor, v_cache: torch.Tensor, *others: torch.Tensor) -> tuple[int, int]:
-    """(vec, code_vec) of Shape, for a cache and tensors of q's type."""
+    """(vec, code_vec) of Variant, for a cache and tensors of q's type."""
     if k_cache.dtype == others[0].dtype:
         return vector_size(*others, k_cache, v_cache), 0
     steps = 16

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ...triton_kernels import configs
-from ...triton_kernels.arguments import Result, Scheme, Shape, tensor_view
+from ...triton_kernels.arguments import Result, Scheme, Variant, tensor_view
 from ...triton_kernels.configs import Tile
 from ..calls import AttentionCall, CacheCall
 from ..plans import Queries
@@ -55,15 +55,15 @@ class Plan:
         result: Result,
         sequences: tuple,
         rows_k: int,
-        shape: Shape,
+        variant: Variant,
         tile: Tile,
     ) -> None:
         """Launches the kernel of ``forward.py`` or that of ``chunks.py``.
 
         tensors: queries, keys, rotated copies of keys, values. sequences: the kernel's arguments that say where
         sequences lie. rows_k: the argument after seqlen_q."""
-        parts = configs.forward_parts(tile, shape.block_d, shape.block_dv, self.itemsize)
-        shape = shape._replace(parts=1 if shape.code_vec else parts)
+        parts = configs.forward_parts(tile, variant.block_d, variant.block_dv, self.itemsize)
+        variant = variant._replace(parts=1 if variant.code_vec else parts)
         launcher.launch(
             kernel,
             (cdiv(self.max_seqlen_q, tile.block_m) * self.batch * self.heads_q,),
@@ -77,6 +77,6 @@ class Plan:
             self.table_rows,
             self.heads_q,
             self.heads_kv,
-            SHAPE=shape,
+            VARIANT=variant,
             **tile.options,
         )

@@ -12,7 +12,7 @@ from ...triton_kernels.rotate import rotate_rows
 from ..calls import RotateCall
 from . import launcher
 from .attention import scalar_positions
-from .device import current_device, scheme_on, shape_of, vector_size, with_int32_offsets
+from .device import current_device, scheme_on, variant_of, vector_size, with_int32_offsets
 from .launcher import cdiv
 
 
@@ -52,7 +52,7 @@ def rotate(x: torch.Tensor, call: RotateCall) -> torch.Tensor:
             heads,
             cache,
             HEADS_PER_PROGRAM=configs.ROTATE_HEADS,
-            SHAPE=shape_of(rotary, vector_size(x, out), 0, 0, 0, configs.ROTATE_ROWS),
+            VARIANT=variant_of(rotary, vector_size(x, out), 0, 0, 0, configs.ROTATE_ROWS),
             **configs.options(configs.ROTATE_WARPS),
         )
     return out
