@@ -78,7 +78,9 @@ CALLS = [
     "tests/caches/test_decode.py tests/caches/test_rotated_keys.py tests/caches/test_stored_positions.py"
     " tests/caches/test_positions.py tests/caches/test_quantized.py -k 'cpu or not triton and not reference'",
 ]
-LAUNCHES = "tests/kernels/test_launches.py tests/kernels/test_specialisation.py tests/kernels/test_splits.py"
+LAUNCHES = " ".join(
+    f"tests/kernels/test_{name}.py" for name in ("launches", "captured_grids", "specialisation", "splits")
+)
 CONVERTED = "tests/integrations/test_transformers.py tests/integrations/test_refusals.py"
 JUDGES = {
     "triton_kernels/backward.py": BACKWARD,

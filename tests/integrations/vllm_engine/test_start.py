@@ -168,3 +168,11 @@ def test_pages_are_those_of_vllms_own_kernels(cache_dtype, rows, head_size):
     for view, place in zip(split_pages(cache, head_size)[1:], expected, strict=True):
         assert (view.data_ptr(), view.stride(), view.dtype) == (place.data_ptr(), place.stride(), place.dtype)
         assert view.shape[:3] == place.shape[:3]  # their rows of codes count the scale
+
+
+def test_the_builder_declares_what_the_grids_allow():
+    """Launches do not depend on lengths: tests/kernels/test_captured_grids.py."""
+    from flashrope.integrations.vllm.backend import FlashropeMetadataBuilder
+    from vllm.v1.attention.backend import AttentionCGSupport
+
+    assert FlashropeMetadataBuilder._cudagraph_support is AttentionCGSupport.UNIFORM_BATCH
