@@ -3,6 +3,7 @@
 import support
 import torch
 from flashrope import attention_with_cache
+from flashrope.backends import addresses
 from flashrope.backends.cache_tables import CachePositions, CacheTables
 from flashrope.backends.quantized import dequantize, quantize
 from flashrope.backends.shown import of_queries, shown
@@ -39,7 +40,7 @@ class Case:
         queries = queries if queries is None else queries.to(device)
         given = CachePositions(**tables, queries=queries)
         own = CacheTables(self.seqlens, self.block_table, self.leftpad, positions=given)
-        bounds = enumerate(own.bounds(self.k))
+        bounds = enumerate(addresses.bounds(own, self.k))
         found = [shown(given, b, first, end, self.block_table, self.k) for b, (first, end) in bounds]
         hidden = torch.ones(self.k.shape[:2], dtype=torch.bool, device=device)
         for keys in found:

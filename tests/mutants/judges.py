@@ -144,6 +144,10 @@ JUDGES = {
     ],
     "python/flashrope/backends/quantized.py": ["tests/caches/test_quantized.py -k 'cpu or reference or composed'"],
     "python/flashrope/backends/packed.py": ["tests/caches/test_decode_varlen.py -k 'not triton'"],
+    "python/flashrope/backends/addresses.py": [
+        "tests/caches/test_decode.py tests/caches/test_decode_varlen.py tests/caches/test_positions.py -k reference",
+        "tests/caches/test_rotated_keys.py tests/operators/test_errors.py -k 'not triton'",
+    ],
     "python/flashrope/backends/*": CALLS,
     "csrc/cpu/decode.*": COMPILED_DECODE,
     "csrc/cpu/rotate.cpp": ["tests/caches/test_rotated_keys.py tests/operators/test_rotate.py -k cpu", *COMPILED[1:]],

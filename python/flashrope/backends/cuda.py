@@ -12,6 +12,7 @@ from ..lowering.lowered import lower
 from ..lowering.resident import kept_on_device
 from ..rotary.bands import have_maps
 from ..rotary.rotary import Rotary
+from . import addresses
 from .cache_tables import ONE_PER_QUERY, CacheLayer, CacheTables
 from .calls import CacheCall, accumulation_type, aligned, cached_lse_shape, multiprocessors
 from .plans import EachLayer, Queries
@@ -180,13 +181,13 @@ def _token_pages(k_cache, v_cache, total_q: int, tables: CacheTables):
     else:
         rows, k_pages, v_pages = k_cache.shape[1], k_cache, v_cache
     if tables.slot_mapping is not None:
-        page, row, fits = tables.mapped_places(k_cache)
+        page, row, fits = addresses.mapped_places(tables, k_cache)
     else:
         sequence, behind = _token_sequences(tables.cu_seqlens_q, total_q)
         starts = tables.cu_seqlens_q.to(torch.int64)
         before = (starts[1:] - starts[:-1])[sequence] - behind
-        slot = tables.first_new_slot(k_cache)[sequence] + before.clamp(min=0)
-        page, row, fits = tables.places(k_cache, sequence, slot)
+        slot = addresses.first_new_slot(tables, k_cache)[sequence] + before.clamp(min=0)
+        page, row, fits = addresses.places(tables, k_cache, sequence, slot)
         fits &= (behind > 0) & (before >= 0)
     if tables.block_table is None:  # the page of the cache is a sequence so far, the row one of its slots
         slot = page * k_cache.shape[1] + row
@@ -217,7 +218,7 @@ def _attend_packed(q, layer: CacheLayer, call: CacheCall) -> tuple[torch.Tensor,
     lengths = cu_seqlens_q.diff()
     seqlens = tables.seqlens
     if tables.seqlen_new == ONE_PER_QUERY:
-        seqlens = (tables.first_new_slot(layer.k) + lengths).to(torch.int32)
+        seqlens = (addresses.first_new_slot(tables, layer.k) + lengths).to(torch.int32)
     row = cu_seqlens_q[1:, None] - longest + torch.arange(longest, device=q.device)
     batch_call = call.with_tables(CacheTables(seqlens, tables.block_table, tables.leftpad))
     out, lse = attention_with_cache(q[row.clamp(0, total_q - 1)], layer, batch_call)

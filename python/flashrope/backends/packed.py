@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from . import addresses
 from .cache_tables import CacheLayer, CacheTables
 from .calls import accumulation_type, cached_lse_shape
 from .quantized import stores
@@ -14,12 +15,12 @@ from .quantized import stores
 def append_packed(append: Callable, layer: CacheLayer, k, v, tables: CacheTables) -> None:
     """``append_to_cache`` of packed k and v by a backend's function for batches. The host reads the lengths."""
     if tables.slot_mapping is not None:
-        page, row, fits = tables.mapped_places(layer.k)
+        page, row, fits = addresses.mapped_places(tables, layer.k)
         for cache, new in stores(layer, k, v):
             cache.index_put_((page[fits], row[fits]), new[fits])
         return
-    for sequences, rows, part in tables.runs(k.shape[0]):
-        own = layer if part.block_table is not None else layer.of_sequences(sequences)
+    for sequences, rows, part in addresses.runs(tables, k.shape[0]):
+        own = layer if part.block_table is not None else addresses.layer_of(layer, sequences)
         batch = (x[rows].unflatten(0, (part.seqlens.shape[0], -1)) for x in (k, v))
         append(own, *batch, part)
 
@@ -45,6 +46,6 @@ def _attend_run(attend: Callable, q, layer: CacheLayer, run):
     """(out, lse) of the rows q of one run."""
     sequences, _, tables, *_ = run
     if tables.block_table is None:
-        layer = layer.of_sequences(sequences)
+        layer = addresses.layer_of(layer, sequences)
     out, lse = attend(q.view(tables.seqlens.shape[0], -1, *q.shape[1:]), layer, run)
     return out.flatten(0, 1), lse.transpose(0, 1).flatten(1)

@@ -11,6 +11,7 @@ from ..lowering.cos_sin import cos_sin
 from ..rotary.bands import STILL
 from ..rotary.rotary import Rotary
 from ..rotary.scales import UNSCALED
+from . import addresses
 from .cache_tables import CacheLayer, CachePositions, CacheTables
 from .calls import (
     AttentionCall,
@@ -92,7 +93,7 @@ def append_to_cache(
         k = rotate(k, RotateCall(rotary, None, tables, tables.capacity(layer.k)))
     if tables.packed is not None:
         return append_packed(append_to_cache, layer, k, v, tables)
-    page, row, fits = tables.new_places(layer.k)
+    page, row, fits = addresses.new_places(tables, layer.k)
     for cache, new in stores(layer, k, v):
         cache[page[fits], row[fits]] = new[fits]
 
@@ -113,10 +114,10 @@ def attention_with_cache(q: torch.Tensor, layer: CacheLayer, call: CacheCall) ->
         def attend(q, layer, run):
             return attention_with_cache(q, layer, call.with_tables(run[2]))
 
-        return attend_packed(attend, q, layer, list(tables.runs(q.shape[0])), q.shape[0])
+        return attend_packed(attend, q, layer, list(addresses.runs(tables, q.shape[0])), q.shape[0])
     tensors = [x for x in layer[:4] if x is not None]
     positions = tables.positions or CachePositions()
-    for b, (first, end) in enumerate(tables.bounds(layer.k)):
+    for b, (first, end) in enumerate(addresses.bounds(tables, layer.k)):
         keys = shown(positions, b, first, end, tables.block_table, layer.k)
         k, v, *scales = (x[keys.page, keys.row] for x in tensors)
         if scales:
@@ -138,7 +139,7 @@ def rotate(x: torch.Tensor, call: RotateCall) -> torch.Tensor:
     """As in ``RotateBackend``."""
     rotary, positions = call.rotary, call.positions
     if call.tables is not None:
-        positions = call.tables.new_positions(call.capacity, x.shape[0] if x.ndim == 4 else 1, x.shape[-3])
+        positions = addresses.new_positions(call.tables, call.capacity, x.shape[0] if x.ndim == 4 else 1, x.shape[-3])
         positions = positions if x.ndim == 4 else positions[0]
     elif positions is None:
         positions = torch.arange(x.shape[1], device=x.device)

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import torch
 
+from . import addresses
 from .cache_tables import CachePositions, CacheTables
 
 
@@ -81,11 +82,11 @@ def store_positions(k_cache, tables: CacheTables, rows: int) -> None:
     positions = tables.positions
     assert positions is not None
     if tables.slot_mapping is not None:
-        page, row, fits = tables.mapped_places(k_cache)
+        page, row, fits = addresses.mapped_places(tables, k_cache)
         _put(positions.slot_positions, page, row, fits, positions.queries)
         return
     if tables.cu_seqlens_q is not None:
-        for _, _, part in tables.runs(rows):
+        for _, _, part in addresses.runs(tables, rows):
             store_positions(k_cache, part, part.seqlen_new)
         return
     new = positions.queries
@@ -93,12 +94,12 @@ def store_positions(k_cache, tables: CacheTables, rows: int) -> None:
         new = torch.stack(
             [
                 _behind(shown(positions, b, first, end, tables.block_table, k_cache).position, rows)
-                for b, (first, end) in enumerate(tables._replace(new=0).bounds(k_cache))
+                for b, (first, end) in enumerate(addresses.bounds(tables._replace(new=0), k_cache))
             ]
         )
-    page, row, fits = tables.new_places(k_cache)
+    page, row, fits = addresses.new_places(tables, k_cache)
     if positions.page_positions is not None and tables.block_table is not None:
-        slot = tables.first_new_slot(k_cache)[:, None] + torch.arange(rows, device=row.device)
+        slot = addresses.first_new_slot(tables, k_cache)[:, None] + torch.arange(rows, device=row.device)
         entry = (slot // k_cache.shape[1]).clamp(max=tables.block_table.shape[1] - 1)
         base = positions.page_positions.gather(1, entry)
         new = new - (base if new.ndim == 2 else base[..., None])

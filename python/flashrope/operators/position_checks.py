@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ..backends import addresses
 from ..backends.cache_tables import CachePositions, CacheTables
 from ..backends.registry import check_backend
 from ..backends.shown import shown
@@ -66,7 +67,7 @@ def validate_positions(tables: CacheTables, k_cache, page_size: int) -> None:
     whose positions fall."""
     positions = tables.positions
     assert positions is not None
-    ends = [end for _, end in tables.bounds(k_cache)]
+    ends = [end for _, end in addresses.bounds(tables, k_cache)]
     for b, end in enumerate(ends if tables.block_table is not None else ()):
         for n in range(-(-end // page_size)):
             first = 0 if positions.page_first is None else int(positions.page_first[b, n])
@@ -77,7 +78,7 @@ def validate_positions(tables: CacheTables, k_cache, page_size: int) -> None:
                 raise ValueError(
                     f"page_lengths: sequence {b}, entry {n}: expected 0 to {page_size - first}, got {length}"
                 )
-    for b, (first, end) in enumerate(tables.bounds(k_cache)):
+    for b, (first, end) in enumerate(addresses.bounds(tables, k_cache)):
         position = shown(positions, b, first, end, tables.block_table, k_cache).position
         falls = (position.diff() < 0).nonzero() if position.ndim == 1 else position.new_empty(0)
         if falls.numel():

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from .. import addresses
 from ..calls import CacheCall
 from . import runs
 from .rotation import Rotation
@@ -34,7 +35,7 @@ class Part:
     def bounds(self, k_cache: torch.Tensor) -> list[tuple[int, int]]:
         """As ``CacheTables.bounds``."""
         if self._bounds is None:
-            self._bounds = self.call.tables.bounds(k_cache)
+            self._bounds = addresses.bounds(self.call.tables, k_cache)
         return self._bounds
 
     def placed(self, k_cache: torch.Tensor, seqlen_q: int) -> list[Placed]:

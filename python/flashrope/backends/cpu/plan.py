@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ...rotary.rotary import Rotary
+from .. import addresses
 from ..cache_tables import CacheLayer, CacheTables
 from ..calls import CacheCall, RotateCall
 from ..packed import append_packed, attend_packed
@@ -76,7 +77,7 @@ def _append(layer: CacheLayer, k: torch.Tensor, v: torch.Tensor, tables: CacheTa
             for cache, x in new:
                 cache.narrow(1, length, seqlen_new).copy_(x)  # half the time of a slice
             return
-    page, row, fits = tables.new_places(layer.k)
+    page, row, fits = addresses.new_places(tables, layer.k)
     places = page[fits], row[fits]
     for cache, x in new:
         cache.index_put_(places, x[fits])
@@ -92,7 +93,7 @@ def _attend(q: torch.Tensor, layer: CacheLayer, call: CacheCall, parts: list, ou
         return _into(out, result), lse
     total_q = q.shape[0]
     if not parts:
-        runs = call.tables.runs(total_q)
+        runs = addresses.runs(call.tables, total_q)
         parts += [(sequences, rows, tables, Part(call.with_tables(tables))) for sequences, rows, tables in runs]
     result, lse = attend_packed(
         lambda batch, own, run: attend(batch, own, run[3], _rows_of(out, run, batch)), q, layer, parts, total_q

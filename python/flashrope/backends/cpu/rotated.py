@@ -11,7 +11,9 @@ from typing import NamedTuple
 import torch
 
 from ...rotary.rotary import Rotary
-from ..cache_tables import CacheLayer, CacheTables, NewRows
+from .. import addresses
+from ..addresses import NewRows
+from ..cache_tables import CacheLayer, CacheTables
 from ..calls import RotateCall, accumulation_type
 from . import loader, rotation
 from .library import CODES, DTYPES, Library, Run, TensorView
@@ -34,7 +36,7 @@ def rotate(x: torch.Tensor, call: RotateCall) -> torch.Tensor:
     if table is None:
         return x.clone(memory_format=torch.contiguous_format)
     if call.tables is not None:
-        index = call.tables.new_positions(call.capacity, *batch.shape[:2]).clamp_(min=0)
+        index = addresses.new_positions(call.tables, call.capacity, *batch.shape[:2]).clamp_(min=0)
         if table.cos.ndim == 3:
             table = Rotation._make(x if x is None else x[index] for x in table)
     return rotation.rotate(batch, table, call.rotary).to(x.dtype).reshape(x.shape).contiguous()
@@ -48,11 +50,11 @@ def _plan(x: torch.Tensor, call: RotateCall) -> tuple[Rotation | None, list[NewR
         if call.positions is None:
             return rotation.rotation_of_rows(call.rotary, call.position_map, factors, 0, x.shape[1], dtype), runs
         return rotation.rotation_at(call.rotary, call.positions.double(), call.position_map, factors, dtype), runs
-    runs = call.tables.new_rows(call.capacity, x.shape[1])
+    runs = addresses.new_rows(call.tables, call.capacity, x.shape[1])
     last = max((run.position + run.rows for run in runs), default=0)
     if last <= LARGEST_TABLE:
         return rotation.rotation_of_first(call.rotary, call.position_map, factors, last, dtype), runs
-    positions = call.tables.new_positions(call.capacity, *x.shape[:2]).double()
+    positions = addresses.new_positions(call.tables, call.capacity, *x.shape[:2]).double()
     table = rotation.rotation_at(call.rotary, positions, call.position_map, factors, dtype)
     return table, [run._replace(position=run.row) for run in runs]
 
@@ -117,7 +119,7 @@ class Append:
         if rotary is not None and rotary.changes_channels:
             table, runs = _plan(x, RotateCall(rotary, None, tables, capacity))
         elif slots is None:
-            table, runs = None, tables.new_rows(capacity, x.shape[1])
+            table, runs = None, addresses.new_rows(tables, capacity, x.shape[1])
         else:
             table, runs = None, [NewRows(0, 0, x.shape[1], 0, 0, 0)]
         c, kept = _describe(self._compiled, x, k_cache, rotary, table, runs)

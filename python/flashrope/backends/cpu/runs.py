@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from ...rotary.bands import Band, clipped
+from .. import addresses
 from ..cache_tables import CachePositions, CacheTables
 from ..shown import Shown, of_queries, shown
 
@@ -77,7 +78,7 @@ def bands_between(bands: tuple[Band, ...], causal: bool, rows: Rows, position: f
 
 def find(tables: CacheTables, k_cache: torch.Tensor, seqlen_q: int) -> list[Placed]:
     """Returns every sequence of tables with explicit positions, not of an axial scheme. Read by the host."""
-    bounds, positions = tables.bounds(k_cache), tables.positions or CachePositions()
+    bounds, positions = addresses.bounds(tables, k_cache), tables.positions or CachePositions()
     pages = [None if x is None or tables.block_table is None else x.tolist() for x in positions[:3]]
     found = []
     for b, (first, end) in enumerate(bounds):
@@ -102,7 +103,7 @@ def clamped(positions: torch.Tensor) -> torch.Tensor:
 
 def places(tables: CacheTables, k_cache: torch.Tensor, sequence: int, seqlen_q: int):
     """The shown keys of a sequence, positions clamped, and the positions of its queries: (seqlen_q,), or with axes."""
-    keys = _shown(tables, k_cache, sequence, *tables.bounds(k_cache)[sequence])
+    keys = _shown(tables, k_cache, sequence, *addresses.bounds(tables, k_cache)[sequence])
     return keys, clamped(of_queries(tables.positions or CachePositions(), sequence, seqlen_q, keys.position))
 
 

@@ -1,0 +1,148 @@
+"""Where tables put keys: their pages, rows and positions, read by the host or computed with PyTorch on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from .cache_tables import ONE_PER_QUERY, CacheLayer, CachePositions, CacheTables
+
+
+class NewRows(NamedTuple):
+    """New keys of one sequence that follow one another.
+
+    batch, row, rows: the keys are k[batch, row : row + rows]. batch is 0 where queries are packed.
+    position: position of the first key. Negative in padding.
+    sequence: which sequence they belong to.
+    slot: slot of the first key in its sequence.
+    """
+
+    batch: int
+    row: int
+    rows: int
+    position: int
+    sequence: int
+    slot: int
+
+
+def bounds(tables: CacheTables, k_cache: torch.Tensor) -> list[tuple[int, int]]:
+    """Returns the slots [first, end) of every sequence, read by the host and clamped to the capacity."""
+    new, capacity = tables.seqlen_new, tables.capacity(k_cache) if k_cache.shape[0] else 0
+    ends = [
+        length + new if 0 <= length <= capacity - new else min(min(max(length, 0), capacity) + new, capacity)
+        for length in tables.seqlens.tolist()
+    ]
+    if tables.leftpad is None:
+        return [(0, end) for end in ends]
+    return [(min(max(pad, 0), end), end) for pad, end in zip(tables.leftpad.tolist(), ends, strict=True)]
+
+
+def new_rows(tables: CacheTables, capacity: int, rows: int) -> list[NewRows]:
+    """Returns the new keys of every sequence. Read by the host.
+
+    capacity: slots that a sequence can have. rows: new keys per sequence, or of all sequences where queries are packed.
+    """
+    sequences = len(lengths := tables.seqlens.tolist())
+    pads = [0] * sequences if tables.leftpad is None else tables.leftpad.tolist()
+    starts, found = None, []
+    if tables.cu_seqlens_q is not None:
+        starts = [min(max(start, 0), rows) for start in tables.cu_seqlens_q.tolist()]
+    for n, (length, pad) in enumerate(zip(lengths, pads, strict=True)):
+        count = rows if starts is None else max(starts[n + 1] - starts[n], 0)
+        slot = min(max(length, 0), capacity)
+        end = min(slot + (count if tables.seqlen_new == ONE_PER_QUERY else tables.seqlen_new), capacity)
+        first = min(max(pad, 0), end)
+        batch, row = (n, 0) if starts is None else (0, starts[n])
+        if count:
+            found.append(NewRows(batch, row, count, end - count - first, n, slot))
+    return found
+
+
+def new_positions(tables: CacheTables, capacity: int, batch: int, rows: int) -> torch.Tensor:
+    """Returns the positions of ``new_rows``, int64 (batch, rows), with 0 elsewhere. Packed: batch is 1."""
+    positions = torch.zeros(batch, rows, dtype=torch.int64, device=tables.seqlens.device)
+    for each in new_rows(tables, capacity, rows):
+        place = positions[each.batch, each.row : each.row + each.rows]
+        torch.arange(each.position, each.position + each.rows, out=place)
+    return positions
+
+
+def new_places(tables: CacheTables, k_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns (page or sequence, row, whether it exists) of the new keys: int64 and bool (batch, seqlen_new)."""
+    batch, device = tables.seqlens.shape[0], tables.seqlens.device
+    slot = first_new_slot(tables, k_cache)[:, None] + torch.arange(tables.seqlen_new, device=device)
+    return places(tables, k_cache, torch.arange(batch, device=device)[:, None].expand_as(slot), slot)
+
+
+def first_new_slot(tables: CacheTables, k_cache: torch.Tensor) -> torch.Tensor:
+    """Returns the slot behind every sequence, int64 (batch,), within the capacity."""
+    return tables.seqlens.to(torch.int64).clamp(0, tables.capacity(k_cache))
+
+
+def places(tables: CacheTables, k_cache: torch.Tensor, sequence: torch.Tensor, slot: torch.Tensor):
+    """Returns (page or sequence, row, whether it exists) of slots of sequences, int64 of one shape. Slots are >= 0."""
+    capacity = tables.capacity(k_cache)
+    fits = slot < capacity
+    if tables.block_table is None:
+        return sequence, slot, fits
+    if not capacity:
+        return slot, slot, fits
+    page_size = k_cache.shape[1]
+    entry = (slot // page_size).clamp(max=tables.block_table.shape[1] - 1)
+    page = tables.block_table[sequence, entry].to(torch.int64)
+    return page, slot % page_size, fits & (page >= 0) & (page < k_cache.shape[0])
+
+
+def mapped_places(tables: CacheTables, k_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns (page or sequence, row, whether it exists) of the slots in slot_mapping: int64 and bool (total_q,)."""
+    slots = tables.slot_mapping.to(torch.int64)
+    fits = (slots >= 0) & (slots < k_cache.shape[0] * k_cache.shape[1])
+    return slots // max(k_cache.shape[1], 1), slots % max(k_cache.shape[1], 1), fits
+
+
+def runs(tables: CacheTables, total_q: int) -> Iterator[tuple[slice, slice, CacheTables]]:
+    """Divides packed queries into batches of equal length: (sequences, query rows, their tables). Read by the host.
+
+    Neighboring sequences with equally many queries form one batch. Rows are clamped to total_q.
+    """
+    starts = tables.cu_seqlens_q.tolist()
+    starts = [min(max(start, 0), total_q) for start in starts]
+    lengths = [max(stop - start, 0) for start, stop in zip(starts, starts[1:], strict=False)]
+    begin = 0
+    while begin < len(lengths):
+        end, length = begin + 1, lengths[begin]
+        while end < len(lengths) and lengths[end] == length and starts[end] == starts[end - 1] + length:
+            end += 1
+        if length:
+            rows = slice(starts[begin], starts[begin] + (end - begin) * length)
+            yield slice(begin, end), rows, _tables_of(tables, slice(begin, end), rows, length)
+        begin = end
+
+
+def _tables_of(tables: CacheTables, sequences: slice, rows: slice, seqlen_q: int) -> CacheTables:
+    positions = tables.positions
+    if positions is not None:
+        positions = _positions_of(positions, sequences, rows, tables.block_table is not None)
+    block_table, leftpad = (None if x is None else x[sequences] for x in (tables.block_table, tables.leftpad))
+    new = seqlen_q if tables.seqlen_new == ONE_PER_QUERY else 0
+    return CacheTables(tables.seqlens[sequences], block_table, leftpad, new, positions)
+
+
+def _positions_of(tables: CachePositions, sequences: slice, rows: slice, paged: bool) -> CachePositions:
+    """Returns the tables of a run of packed sequences as those of a batch. rows: the queries of the run."""
+    *of_pages, slot_positions, queries = tables
+    if slot_positions is not None and not paged:
+        slot_positions = slot_positions[sequences]
+    if queries is not None:
+        queries = queries[rows].unflatten(0, (sequences.stop - sequences.start, -1))
+    page_positions, page_first, page_lengths = (x if x is None else x[sequences] for x in of_pages)
+    return CachePositions(page_positions, page_first, page_lengths, slot_positions, queries)
+
+
+def layer_of(layer: CacheLayer, sequences: slice) -> CacheLayer:
+    """Returns the layer that has only these sequences. The layer must be contiguous, not paged."""
+    k, v, k_scale, v_scale, key_weight = layer
+    k_scale, v_scale = (x if x is None else x[sequences] for x in (k_scale, v_scale))
+    return CacheLayer(k[sequences], v[sequences], k_scale, v_scale, key_weight)
