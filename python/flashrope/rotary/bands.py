@@ -254,7 +254,7 @@ def _mapped_text(band: Band) -> str:
     return f"{' + '.join(of_queries)} - {slope}{of_k}"
 
 
-# ---- bands that replace the true distance: ReRoPE, Self-Extend, dual chunk attention
+# ---- bands that replace the true distance: ReRoPE, STRING, Self-Extend, dual chunk attention
 
 
 def rectified(window: int, factor: float | None) -> Band:
@@ -265,6 +265,11 @@ def rectified(window: int, factor: float | None) -> Band:
         if slope == math.inf:
             raise ValueError(f"factor: too small to divide by, {factor!r}")
     return Band(window, math.inf, slope, window - window * slope)
+
+
+def shifted(start: int, window: int) -> Band:
+    """Returns the band of ``Rotary.string`` from start on, where scores see the distance d - start + window."""
+    return Band(start, math.inf, 1.0, float(window - start))
 
 
 def grouped(window: int, group: int) -> Band:

@@ -75,6 +75,13 @@ def check_window(window) -> None:
         raise ValueError(f"window: expected a non-negative integer, got {window!r}")
 
 
+def check_string(start, window) -> None:
+    check_positive_int("start", start)
+    check_window(window)
+    if window >= start:
+        raise ValueError(f"window: expected less than start = {start}, got {window}; far keys move nearer, not away")
+
+
 def check_self_extend(window, group) -> None:
     check_window(window)
     check_positive_int("group", group)

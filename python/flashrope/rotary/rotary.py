@@ -37,12 +37,14 @@ from .bands import (
     have_maps,
     merged,
     rectified,
+    shifted,
     two_sided,
 )
 from .checks import (
     check_flag,
     check_positive_int,
     check_self_extend,
+    check_string,
     check_window,
     checked_axis,
     checked_chunk,
@@ -52,7 +54,7 @@ from .checks import (
     says_instead,
 )
 from .scales import UNSCALED, QueryScale, checked_log_n, checked_log_steps
-from .tables import cope_table, geometric_table, given_table, hope_table, ntk_table, yarn_table
+from .tables import cope_table, first_pairs, geometric_table, given_table, hope_table, ntk_table, yarn_table
 from .text import describe, fields_of
 
 __all__ = ["Rotary"]
@@ -227,6 +229,24 @@ class Rotary:
         if not (interleaved or compact):
             frequencies += (0.0,) * (head_dim // 2 - len(frequencies))
         return dataclasses.replace(rope, frequencies=frequencies)
+
+    @classmethod
+    def p_rope(cls, head_dim: int, fraction: float, base: float = 10_000.0, interleaved: bool = False) -> Rotary:
+        """p-RoPE (Barbero et al. 2024, arXiv 2410.06205, section 6): only the first fraction of RoPE's pairs rotates.
+
+        Like HoPE it rotates the fast pairs and leaves the slow ones without position, with the cut at a share of the
+        pairs instead of at 2 pi / train_length. Hugging Face calls it "proportional"; Gemma 4's global layers have it.
+
+            Rotary.p_rope(512, 0.25, base=1_000_000.0)  # Gemma 4: 64 of 256 pairs rotate
+
+        Args:
+            head_dim: channels per head, even.
+            fraction: of the pairs, 0 to 1; int(fraction * head_dim / 2) pairs rotate.
+            base: as in ``rope``; inv_freq[m] = base ** (-2m / head_dim).
+            interleaved: as in ``rope``.
+        """
+        rope = cls.rope(head_dim, base, interleaved=interleaved)
+        return dataclasses.replace(rope, frequencies=first_pairs(rope.frequencies, fraction))
 
     @classmethod
     def none(cls, head_dim: int) -> Rotary:
@@ -411,6 +431,23 @@ class Rotary:
         self._check_unbanded("rectify")
         return self._with_bands(beyond_window(self.bands, rectified(window, factor)))
 
+    def string(self, start: int, window: int) -> Rotary:
+        """STRING (An et al. 2024, arXiv 2410.18745, section 4): far keys move nearer, for models that are trained.
+
+        Scores see the true distance d below start, and d - start + window from start on. Distances that occur seldom in
+        training are so replaced by frequent ones. Without causality the same holds for keys ahead, mirrored.
+
+            Rotary.rope(64, base=500_000.0).string(start=2731, window=128)  # a third of 8,192 tokens
+
+        Args:
+            start: S of the paper, in positions; a third to a half of the training length.
+            window: W of the paper, in positions, at least 0 and less than start. The nearest keys beyond start are seen
+                at this distance.
+        """
+        check_string(start, window)
+        self._check_unbanded("string")
+        return self._with_bands(beyond_window(self.bands, shifted(start, window)))
+
     def self_extend(self, window: int, group: int) -> Rotary:
         """Self-Extend (Jin et al. 2024, section 3): grouped positions beyond a window, for models that are trained.
 
@@ -540,7 +577,11 @@ class Rotary:
         if self.axis:
             raise ValueError(f"{name}: bands over the distance need one-dimensional positions; this table is axial")
         if not all(band.is_plain for band in self.bands):
-            already = "has self_extend or dual_chunk" if have_maps(self.bands) else "is rectified"
+            already = "is rectified"
+            if have_maps(self.bands):
+                already = "has self_extend or dual_chunk"
+            elif any(band.slope == 1 and band.offset for band in self.bands):
+                already = "has string"
             raise ValueError(f"{name}: this scheme {already} already; the formula has one window")
 
     def _with_table(self, name: str, frequencies) -> Rotary:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Sequence
 
 import torch
@@ -45,6 +46,16 @@ def hope_table(frequencies: Sequence[float], train_length: float) -> tuple[float
     """``Rotary.hope``: of a falling table, the pairs that make a full turn within train_length."""
     kept = sum(f >= 2 * math.pi / train_length for f in frequencies)
     return tuple(frequencies[:kept])
+
+
+def first_pairs(frequencies: Sequence[float], fraction: float) -> tuple[float, ...]:
+    """Returns the table with the first fraction of its pairs as they are, and 0 for the others."""
+    if not isinstance(fraction, numbers.Real) or isinstance(fraction, bool):
+        raise TypeError(f"fraction: expected a number from 0 to 1, got {fraction!r}")
+    if not 0 <= fraction <= 1:
+        raise ValueError(f"fraction: expected a number from 0 to 1, got {fraction!r}")
+    kept = int(fraction * len(frequencies))
+    return (*frequencies[:kept], *(0.0,) * (len(frequencies) - kept))
 
 
 def ntk_table(
