@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--model",
         metavar="PATH",
         default=f"runs/demo/{CHECKPOINTS['rope']}",
-        help="a checkpoint written by flashrope demo, a transformers checkpoint, or its name on the hub",
+        help="a checkpoint written by flashrope demo, a transformers checkpoint, its name on the hub, or a .gguf file",
     )
     prompt = model.add_mutually_exclusive_group()
     prompt.add_argument(
@@ -108,7 +108,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     path = Path(args.model)
-    if path.is_file() or path.suffix == Path(CHECKPOINTS["rope"]).suffix:
+    of_llama_cpp = path.suffix == ".gguf"
+    if not of_llama_cpp and path.is_file() or path.suffix == Path(CHECKPOINTS["rope"]).suffix:
         from ..small_models import generate as of_demo
 
         return of_demo.run(args)

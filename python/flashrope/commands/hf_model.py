@@ -14,8 +14,8 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         "--model",
         metavar="PATH_OR_ID",
         required=True,
-        help="a transformers checkpoint, or its name on the hub; without a tokenizer, tokens are bytes, if the "
-        "vocabulary has 256 to 512 entries",
+        help="a transformers checkpoint, its name on the hub, or a .gguf file; without a tokenizer, tokens are bytes, "
+        "if the vocabulary has 256 to 512 entries",
     )
 
 

@@ -13,6 +13,7 @@ import torch
 
 from ..cli.options import BadInput, cores, need, torch_threads
 from ..integrations.options import FIELD
+from . import gguf_file
 
 MAX_BYTE_VOCABULARY = 512  # bytes and special tokens; a model with more and no tokenizer lacks its files
 
@@ -33,8 +34,8 @@ def load(name: str, device: torch.device):
     """(model, Tokens). The model is in bfloat16 on a GPU and in float32 elsewhere. A model without a tokenizer reads
     bytes if its vocabulary has that size.
 
-    ``name``: a name or folder for transformers, which may hold a model saved after ``convert``; or a .safetensors file
-    of ``flashrope demo`` or the experiments. Raises BadInput.
+    ``name``: a name or folder for transformers, which may hold a model saved after ``convert``; a .gguf file; or a
+    .safetensors file of ``flashrope demo`` or the experiments. Raises BadInput.
     """
     from transformers import AutoModelForCausalLM
 
@@ -44,7 +45,9 @@ def load(name: str, device: torch.device):
 
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     try:
-        if Path(name).suffix == ".safetensors" and Path(name).is_file():
+        if gguf_file.is_gguf(name):
+            model = gguf_file.read(Path(name), dtype)
+        elif Path(name).suffix == ".safetensors" and Path(name).is_file():
             model = llama.read(Path(name)).to(dtype)
         else:
             model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
@@ -103,7 +106,8 @@ def check_positions(model, longest: int, option: str) -> None:
 
 def describe(model, name: str, train_length: int) -> str:
     parameters = sum(p.numel() for p in model.parameters())
-    return f"{name}, {parameters:,} parameters, training length {train_length:,} tokens"
+    weights = f", dequantized from {gguf_file.weights(Path(name))}" if gguf_file.is_gguf(name) else ""
+    return f"{name}, {parameters:,} parameters{weights}, training length {train_length:,} tokens"
 
 
 @torch.no_grad()
@@ -125,7 +129,9 @@ def _tokens(name: str, config) -> Tokens:
 
     beside = Path(name).with_name("tokenizer.json")  # of a model of the experiments
     try:
-        if Path(name).suffix == ".safetensors" and beside.exists():
+        if gguf_file.is_gguf(name):
+            tokenizer = gguf_file.tokenizer(Path(name))
+        elif Path(name).suffix == ".safetensors" and beside.exists():
             tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(beside))
         else:
             tokenizer = AutoTokenizer.from_pretrained(name)
@@ -135,7 +141,7 @@ def _tokens(name: str, config) -> Tokens:
         lines = [line for line in str(error).splitlines() if line.strip()]  # some begin with an empty one
         reason = lines[0] if lines else type(error).__name__
     if not reason:
-        start = () if tokenizer.bos_token_id is None else (tokenizer.bos_token_id,)
+        start = _start(tokenizer)
         ends = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
 
         def decode(ids: list[int]) -> str:
@@ -146,6 +152,15 @@ def _tokens(name: str, config) -> Tokens:
         size = "small" if config.vocab_size < 256 else "large"
         raise BadInput(f"--model: {name} has no tokenizer, and its vocabulary is too {size} for bytes ({reason})")
     return Tokens(lambda text: list(text.encode()), unit="byte")
+
+
+def _start(tokenizer) -> tuple[int, ...]:
+    """Returns the tokens that a tokenizer puts before every text by itself. Many know a start token and add none."""
+    text, whole = (tokenizer.encode("12345", add_special_tokens=special) for special in (False, True))
+    for at in range(len(whole) - len(text) + 1):
+        if whole[at : at + len(text)] == text:
+            return tuple(whole[:at])
+    return ()
 
 
 def new_cache(model, cache_dtype: str | None):

@@ -1,0 +1,82 @@
+"""Models from GGUF files, as llama.cpp stores them: weights and tokenizer through transformers' reader."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from pathlib import Path
+
+import torch
+
+from ..cli.options import BadInput, need
+
+
+def is_gguf(name: str) -> bool:
+    return Path(name).suffix == ".gguf"
+
+
+def read(path: Path, dtype: torch.dtype):
+    """Returns the causal language model of a GGUF file, its weights dequantized once to dtype.
+
+    Raises:
+        BadInput: one line that says what to install, or what is wrong with the file.
+    """
+    _check(path)
+    from transformers import AutoModelForCausalLM
+
+    try:
+        loaded = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=dtype)
+    except Exception as error:  # transformers' reader has no type of its own
+        raise BadInput(f"--model: {path.name}: {_first_line(error)}") from None
+    # transformers refuses to save a model whose configuration names a quantization
+    config = copy.deepcopy(loaded.config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    model = type(loaded)(config).to(dtype)
+    model.load_state_dict(loaded.state_dict())
+    model.generation_config = loaded.generation_config
+    return model
+
+
+def tokenizer(path: Path):
+    """Returns the tokenizer that a GGUF file holds."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+
+
+def weights(path: Path) -> str:
+    """Returns the types of the file's weights, most numbers first, such as "Q4_1, F32"."""
+    found: Counter[str] = Counter()
+    for tensor in _reader(path).tensors:
+        found[tensor.tensor_type.name] += int(tensor.n_elements)
+    return ", ".join(name for name, _ in found.most_common())
+
+
+def _check(path: Path) -> None:
+    need("gguf", "accelerate", extra="gguf")
+    if not path.is_file():
+        raise BadInput(f"--model: expected a GGUF file, got {path}, which is not one")
+    from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
+
+    reader = _reader(path)
+    field = reader.fields.get("general.architecture")
+    architecture = bytes(field.parts[field.data[0]]).decode() if field else "none"
+    if architecture not in GGUF_SUPPORTED_ARCHITECTURES:
+        raise BadInput(
+            f"--model: {path.name}: the architecture {architecture} is not one that transformers reads from GGUF "
+            f"({', '.join(sorted(GGUF_SUPPORTED_ARCHITECTURES))})"
+        )
+
+
+def _reader(path: Path):
+    from gguf import GGUFReader
+
+    try:
+        return GGUFReader(path)
+    except Exception as error:  # it raises what numpy does where the file ends early
+        raise BadInput(f"--model: {path.name}: not a whole GGUF file ({_first_line(error)})") from None
+
+
+def _first_line(error: Exception) -> str:
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
