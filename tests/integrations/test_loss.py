@@ -19,8 +19,9 @@ from flashrope import Rotary
 from flashrope.cli.options import BadInput
 from flashrope.commands.main import main
 from flashrope.evaluation import loss
-from flashrope.evaluation.loss import Row, half_interval, measure, of_length, student_t, text_windows
+from flashrope.evaluation.loss import Row, measure, of_length, text_windows
 from flashrope.evaluation.model import Tokens, check_causal, last_logits
+from flashrope.evaluation.statistics import half_interval, student_t
 from flashrope.integrations.transformers import convert, revert
 
 BYTES = Tokens(lambda text: list(text.encode()), unit="byte")

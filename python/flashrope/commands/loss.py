@@ -22,6 +22,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="tokens that the model reads; default: 1/2, 1, 2 and 4 times the training length",
     )
     parser.add_argument(
+        "--by-position",
+        type=positive,
+        nargs="?",
+        const=1024,
+        metavar="BIN",
+        help="measure every token of the longest length in one pass, in means over BIN positions (default: 1024); by "
+        "default twice the training length. Results are written after every window, and a run that was interrupted "
+        "goes on",
+    )
+    parser.add_argument(
+        "--axis", choices=("linear", "log"), default="linear", help="the axis of positions in the figure"
+    )
+    parser.add_argument(
         "--targets",
         type=positive,
         metavar="N",

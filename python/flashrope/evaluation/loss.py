@@ -26,6 +26,7 @@ from ..cli.options import BadInput
 from ..cli.progress import Bar
 from ..small_models import data
 from ..small_models.generate import cache_facts
+from . import by_position
 from .model import (
     Tokens,
     check_positions,
@@ -34,11 +35,12 @@ from .model import (
     load,
     measured_lengths,
     new_cache,
+    rope_type_by_length,
     run_command,
-    text_config,
     training_length,
 )
 from .schemes import applicable, settings
+from .statistics import half_interval
 
 MAX_TARGETS = 512
 RESULTS = ("loss.png", "loss.svg", "loss.pdf", "loss.csv", "loss.json")
@@ -71,6 +73,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measure(args: argparse.Namespace) -> int:
+    if args.by_position:
+        return _measure_by_position(args)
     files.check_folder(args.out, RESULTS, args.overwrite)
     device = options.device(args.device)
     texts = data.read_texts(args.text)
@@ -133,6 +137,49 @@ def _measure(args: argparse.Namespace) -> int:
     if missing := [row for row in rows if not row.windows]:
         print(f"-: out of memory, in {len(missing)} of {len(rows)} cells; --chunk or a smaller --batch takes less\n")
     print(f"written to {out}/: {', '.join(RESULTS)}")
+    return 0
+
+
+def _measure_by_position(args: argparse.Namespace) -> int:
+    for name in ("targets", "repeat", "chunk"):
+        if getattr(args, name):
+            raise BadInput(
+                f"--{name}: not supported with --by-position, which measures every token of a window at once"
+            )
+    if args.batch > 1:
+        raise BadInput(f"--batch: expected 1 with --by-position, a window per pass, got {args.batch}")
+    device = options.device(args.device)
+    texts = data.read_texts(args.text)
+    model, tokens = load(args.model, device)
+    own = by_position.fingerprint(model)
+    train_length = training_length(model, args.model, args.train_length)
+    longest = max(args.lengths or [2 * train_length])
+    check_lengths(model, [longest], tokens)
+    new_cache(model, args.cache_dtype)
+    windows = text_windows(texts, tokens, longest, args.windows, args.seed)
+    schemes, skipped = applicable(
+        model, args.schemes, train_length, longest, args.window, args.rotary, bool(args.cache_dtype)
+    )
+    base = next((scheme.label for scheme in schemes if scheme.name == "stock"), schemes[0].label)
+    facts = {
+        "model": describe(model, args.model, train_length),
+        **settings(schemes, skipped),
+        "text": f"{', '.join(args.text)}, {len(texts)} files",
+        "measured": f"every token of {len(windows)} windows of {longest:,} tokens, one pass each; means over "
+        f"{args.by_position:,} positions, in nats per {tokens.unit}; changes are against {base}, ± is the 95% interval "
+        "over the windows",
+        **cache_facts(args.cache_dtype),
+        "machine": f"{hardware(device)}, torch {torch.__version__}",
+        "command": args.command_line,
+    }
+    print(report.lines(facts, *(name for name in facts if name != "command")) + "\n", flush=True)
+    rows = of_length(windows, tokens.start, longest)
+    name, sizes = Path(args.model).name, (train_length, args.by_position, args.cache_dtype, args.axis)
+    run = by_position.Run(name, model, own, tokens, rows, schemes, base, *sizes)
+    out = files.folder(args.out)
+    found = by_position.measure(run, out, facts, args.overwrite)
+    print(f"\n{by_position.table(found, args.by_position, base, tokens.unit)}\n")
+    print(f"written to {out}/: {', '.join((*by_position.RESULTS, by_position.JOURNAL))}")
     return 0
 
 
@@ -205,41 +252,6 @@ def measure(
         yield from losses.double().mean(1).tolist()
 
 
-def half_interval(values: Sequence[float]) -> float:
-    """Half the width of the 95% interval of the mean of a normal variable, by Student's t; nan for fewer than two."""
-    if len(values) < 2:
-        return math.nan
-    deviation = torch.tensor(values, dtype=torch.float64).std().item()
-    return student_t(len(values) - 1) * deviation / len(values) ** 0.5
-
-
-def student_t(freedom: int, level: float = 0.95) -> float:
-    """The two-sided quantile of Student's t: |t| with ``freedom`` degrees of freedom is below it with probability
-    ``level``.
-
-    Bisects the finite sums for whole numbers of degrees (Abramowitz and Stegun, 26.7.3 and 26.7.4).
-    """
-
-    def within(t: float) -> float:
-        angle = math.atan(t / freedom**0.5)
-        cosine, term, total = math.cos(angle), 1.0, 0.0
-        first = 2 if freedom % 2 else 1
-        for n in range(first, freedom, 2):
-            total += term
-            term *= n / (n + 1) * cosine**2
-        if freedom % 2:
-            return 2 / math.pi * (angle + math.sin(angle) * cosine * total)
-        return math.sin(angle) * total
-
-    low, high = 0.0, 1.0
-    while within(high) < level:
-        high *= 2
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if within(middle) < level else (low, middle)
-    return high
-
-
 # ---- what cannot be measured
 
 
@@ -252,14 +264,10 @@ def check_lengths(model, lengths: Sequence[int], tokens: Tokens) -> None:
 
 def check_chunks(model) -> None:
     """Raises BadInput if reading in pieces gives other rotary tables than reading at once."""
-    config = text_config(model)
-    for field in ("rope_scaling", "rope_parameters"):
-        found = getattr(config, field, None) or {}
-        for each in (found, *(value for value in found.values() if isinstance(value, dict))):
-            if (kind := each.get("rope_type", each.get("type"))) in ("dynamic", "longrope"):
-                raise BadInput(
-                    f"--chunk: expected a model whose rotary table does not depend on the length, got rope type {kind}"
-                )
+    if (kind := rope_type_by_length(model)) is not None:
+        raise BadInput(
+            f"--chunk: expected a model whose rotary table does not depend on the length, got rope type {kind}"
+        )
 
 
 # ---- output

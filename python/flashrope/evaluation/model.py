@@ -104,6 +104,17 @@ def check_positions(model, longest: int, option: str) -> None:
             )
 
 
+def rope_type_by_length(model) -> str | None:
+    """Returns the rope type of the model's configuration if its table depends on the length of the text, else None."""
+    config = text_config(model)
+    for field in ("rope_scaling", "rope_parameters"):
+        found = getattr(config, field, None) or {}
+        for each in (found, *(value for value in found.values() if isinstance(value, dict))):
+            if (kind := each.get("rope_type", each.get("type"))) in ("dynamic", "longrope"):
+                return kind
+    return None
+
+
 def describe(model, name: str, train_length: int) -> str:
     parameters = sum(p.numel() for p in model.parameters())
     weights = f", dequantized from {gguf_file.weights(Path(name))}" if gguf_file.is_gguf(name) else ""

@@ -1,0 +1,79 @@
+"""A file of results that grows line by line, so that an interrupted run keeps what it has finished."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..cli.options import BadInput
+
+
+class Journal:
+    """One line of JSON for the settings of a run, then one for every finished piece of it.
+
+    Opening the file of an earlier run continues it. A last line that was cut off is dropped.
+
+        journal = Journal(path, {"model": "...", "text": "..."})
+        if ("ReRoPE", 3) not in {(row["scheme"], row["window"]) for row in journal.rows}:
+            journal.add({"scheme": "ReRoPE", "window": 3, "loss": 2.9})
+    """
+
+    def __init__(self, path: Path, settings: Mapping[str, Any], overwrite: bool = False):
+        """
+        settings: what the rows depend on. Values must survive JSON.
+        overwrite: start anew, whatever the file holds.
+
+        Raises:
+            BadInput: the file has rows of another run, with the first setting that differs.
+        """
+        self.path, self.rows = path, list[dict[str, Any]]()
+        wanted = json.loads(json.dumps(dict(settings)))
+        lines = [] if overwrite else _lines(path)
+        if lines:
+            _check_same(path, lines[0], wanted)
+            self.rows = lines[1:]
+        self._rewrite([wanted, *self.rows])
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Writes a row. It is on disk when this returns."""
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(dict(row)) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        self.rows.append(dict(row))
+
+    def _rewrite(self, lines: list[dict[str, Any]]) -> None:
+        partial = self.path.with_name(self.path.name + ".partial")
+        partial.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+        os.replace(partial, self.path)
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return []
+    found = []
+    for line in text.split("\n")[:-1]:  # what follows the last newline was cut off
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            raise BadInput(f"--out: {path} is not a file of results; name another folder, or add --overwrite") from None
+    return found
+
+
+def _check_same(path: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    for name, value in wanted.items():
+        if found.get(name) != value:
+            raise BadInput(
+                f"--out: {path} holds a run with another {name}, {_short(found.get(name))} instead of {_short(value)}; "
+                "name another folder, or add --overwrite"
+            )
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,206 @@
+"""flashrope loss --by-position: the loss of every token against whole logits, and runs that stop and go on."""
+
+import csv
+import json
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+transformers = pytest.importorskip("transformers", reason="the extra 'transformers' is not installed")
+pytest.importorskip("matplotlib", reason="the extra 'demo' is not installed")
+
+from families import tiny
+from flashrope.cli.options import BadInput
+from flashrope.commands.main import main
+from flashrope.evaluation import by_position
+from flashrope.evaluation.by_position import Losses, by_length, depends_on_length, fingerprint, paired, position_losses
+from flashrope.evaluation.journal import Journal
+from flashrope.integrations.transformers import convert
+
+LENGTH = 45
+
+
+def whole(model, row, **options):
+    """The losses from all logits at once."""
+    with torch.no_grad():
+        logits = model(row[None, :-1], use_cache=False).logits[0]
+    return F.cross_entropy(logits.double(), row[1:], reduction="none")
+
+
+@pytest.mark.parametrize("changes", [None, {"cope": 48}], ids=["stock", "converted"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "cohere", "granite", "gpt_neox"])
+def test_logits_in_pieces_are_the_models_own(family, changes, monkeypatch):
+    """Gemma 2 caps its logits, Cohere and Granite scale them."""
+    torch.manual_seed(0)
+    model = tiny(family).eval()
+    if changes:
+        convert(model, **changes)
+    row, hooks = torch.randint(60, (LENGTH + 1,)), dict(model.base_model._forward_hooks)
+    expected = whole(model, row)
+    for piece in (by_position.PIECE, 7 * model.config.vocab_size):  # at once, and seven positions at a time
+        monkeypatch.setattr(by_position, "PIECE", piece)
+        torch.testing.assert_close(position_losses(model, row), expected, rtol=1e-5, atol=1e-6)
+    assert "forward" not in model.base_model.__dict__ and model.base_model._forward_hooks == hooks
+    torch.testing.assert_close(whole(model, row), expected)
+
+
+def test_a_quantized_cache_changes_the_loss():
+    torch.manual_seed(0)
+    model, row = convert(tiny("llama").eval(), window=8), torch.randint(60, (LENGTH + 1,))
+    plain, int8, int4 = (position_losses(model, row, kind) for kind in (None, "int8", "int4"))
+    assert 0 < float((int8 - plain).abs().max()) < float((int4 - plain).abs().max()) < 1
+
+
+def test_a_table_that_depends_on_the_length_is_measured_by_length():
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10_000.0}
+    torch.manual_seed(0)
+    model = tiny("llama", max_position_embeddings=16, rope_parameters=rope, rope_scaling=rope).eval()
+    row = torch.randint(60, (LENGTH + 1,))
+    assert depends_on_length(model) and not depends_on_length(tiny("llama"))
+    losses = by_length(model, row, None, 10)
+    for begin in range(0, LENGTH, 10):
+        end = min(begin + 10, LENGTH)
+        expected = whole(model, row[: end + 1])[begin:end]
+        torch.testing.assert_close(losses[begin:end], expected, rtol=1e-5, atol=1e-6)
+    assert len(losses) == LENGTH and not torch.allclose(losses, whole(model, row), atol=1e-4)
+    convert(model, window=8)
+    assert depends_on_length(model)
+
+
+def test_the_fingerprint_is_that_of_the_weights():
+    torch.manual_seed(0)
+    model = tiny("llama")
+    before = fingerprint(model)
+    assert before == fingerprint(model)
+    model.model.layers[1].mlp.up_proj.weight.data[0, 0] += 1
+    assert fingerprint(model) != before
+
+
+def test_changes_are_paired():
+    rows = [Losses("a", 0, "", (1.0, 2.0), 1.0), Losses("a", 1, "", (3.0, 5.0), 1.0)]
+    rows += [Losses("b", 0, "", (1.5, 2.0), 1.0), Losses("b", 1, "", (3.5, 4.0), 1.0), Losses("b", 2, "", (9, 9), 1.0)]
+    first, second = paired(rows, "b", "a")
+    assert first.loss == 2.5 and first.change == 0.5 and first.interval == 0
+    assert second.change == -0.5 and second.interval == pytest.approx(12.706 * math.sqrt(0.5) / math.sqrt(2), rel=1e-3)
+    assert paired([rows[-1]], "b", "a") == []
+
+
+# ---- the command
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp("model") / "tiny"
+    tiny("llama", vocab_size=256, max_position_embeddings=32).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "numbers.txt"
+    path.write_text("".join(f"{n} times {n} is {n * n}.\n" for n in range(100))[:1000])
+    return path
+
+
+def command(checkpoint, text, out, *more):
+    fixed = ["--device", "cpu", "--threads", "1", "--by-position", "16", "--windows", "3", "--out", str(out)]
+    return ["loss", "--model", str(checkpoint), "--text", str(text), *fixed, *more]
+
+
+def test_the_command(checkpoint, text, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert main(command(checkpoint, text, out, "--schemes", "stock", "rerope", "--axis", "log")) == 0
+    shown = capsys.readouterr()
+    assert "cost: about" in shown.out and "6 passes" in shown.out and "window 3 of 3, ReRoPE" in shown.err
+    saved = json.loads((out / "positions.json").read_text())
+    assert saved["train_length"] == 32 and saved["axis"] == "log" and len(saved["rows"]) == 6
+    assert all(len(row["bins"]) == 4 for row in saved["rows"])  # 64 tokens: twice the training length
+    rows = list(csv.DictReader((out / "positions.csv").open()))
+    assert [row["from"] for row in rows] == ["0", "16", "32", "48"] * 2
+    assert float(rows[4]["change"]) == 0 != float(rows[7]["change"])  # no distance reaches the window of 16
+    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint).eval()
+    from flashrope.evaluation.loss import of_length, text_windows
+    from flashrope.evaluation.model import Tokens
+
+    windows = of_length(text_windows({"": text.read_text()}, Tokens(lambda t: list(t.encode())), 64, 3, 0), (), 64)
+    expected = torch.stack([whole(model, row) for row in windows]).view(3, 4, 16).mean(2)
+    own = torch.tensor([row["bins"] for row in saved["rows"] if row["scheme"] == "stock"])
+    torch.testing.assert_close(own.double(), expected, rtol=1e-5, atol=1e-5)
+    assert all((out / name).stat().st_size for name in by_position.RESULTS)
+
+
+def test_a_run_that_was_interrupted_goes_on(checkpoint, text, tmp_path, monkeypatch, capsys):
+    out, calls, measure = tmp_path / "out", [], by_position.position_losses
+
+    def interrupted(model, row, *rest):
+        calls.append(len(row))
+        if len(row) == 65 and calls.count(65) == 4:
+            raise KeyboardInterrupt
+        return measure(model, row, *rest)
+
+    run = command(checkpoint, text, out, "--schemes", "stock", "rerope")
+    monkeypatch.setattr(by_position, "position_losses", interrupted)
+    assert main(run) == 130
+    assert len(json.loads((out / "positions.json").read_text())["rows"]) == 2, "one window is finished"
+    with (out / by_position.JOURNAL).open("a") as file:
+        file.write('{"scheme": "ReRo')  # as a crash leaves it
+    calls.clear()
+    assert main(run) == 0
+    assert calls.count(65) == 3 and "3 passes" in capsys.readouterr().out
+    monkeypatch.setattr(by_position, "position_losses", measure)
+    again = tmp_path / "again"
+    assert main(command(checkpoint, text, again, "--schemes", "stock", "rerope")) == 0
+    rows = [[row["bins"] for row in json.loads((each / "positions.json").read_text())["rows"]] for each in (out, again)]
+    assert rows[0] == rows[1]
+    assert main(run) == 0 and main([*run, "leaky"]) == 0  # nothing to do; a further scheme
+    assert "3 passes" in capsys.readouterr().out
+
+
+def test_what_may_not_change_between_runs(checkpoint, text, tmp_path, capsys):
+    out = tmp_path / "out"
+    run = command(checkpoint, text, out, "--schemes", "stock", "rerope")
+    assert main(run) == 0
+    other = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
+    other.lm_head.weight.data.mul_(1.5)
+    other.save_pretrained(tmp_path / "other")
+    (tmp_path / "text.txt").write_text(text.read_text()[::-1])
+    for changed, name in (
+        (command(tmp_path / "other", text, out), "another model"),
+        (command(checkpoint, tmp_path / "text.txt", out), "another text"),
+        ([*run, "--window", "12"], "another scheme, ReRoPE with window 16"),
+        ([*run, "--seed", "1"], "another text"),
+    ):
+        capsys.readouterr()
+        assert main(changed) == 2, name
+        error = capsys.readouterr().err
+        assert name in error and "--overwrite" in error, error
+    assert main([*run, "--window", "12", "--overwrite"]) == 0
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["--targets", "4"], "--targets: not supported with --by-position"),
+        (["--repeat"], "--repeat: not supported with --by-position"),
+        (["--chunk", "8"], "--chunk: not supported with --by-position"),
+        (["--batch", "2"], "--batch: expected 1 with --by-position"),
+        (["--lengths", "2000"], "--text: expected a file of at least 2,001 bytes"),
+    ],
+)
+def test_bad_input(checkpoint, text, tmp_path, capsys, options, message):
+    assert main(command(checkpoint, text, tmp_path, *options)) == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_journal_that_is_none(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("hello\n")
+    with pytest.raises(BadInput, match="--out: .* is not a file of results"):
+        Journal(path, {"model": "a"})
+    Journal(path, {"model": "a"}, overwrite=True).add({"n": 1})
+    assert Journal(path, {"model": "a"}).rows == [{"n": 1}]
+    with pytest.raises(BadInput, match="another model, a instead of b;"):
+        Journal(path, {"model": "b"})
