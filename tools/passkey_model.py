@@ -13,7 +13,8 @@ import random
 
 import torch
 from flashrope.cli.options import cores
-from flashrope.evaluation.passkey import Task
+from flashrope.evaluation.model import Tokens
+from flashrope.evaluation.prompts import Haystack
 from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -30,7 +31,7 @@ CONFIG = dict(
     bos_token_id=1,
     eos_token_id=2,
 )
-BYTES = Task(lambda text: list(text.encode()))
+BYTES = Haystack(Tokens(lambda text: list(text.encode()), unit="byte"))
 
 
 def copies(generator: torch.Generator, batch: int = 32, length: int = 80, run: int = 32) -> torch.Tensor:
@@ -44,7 +45,8 @@ def copies(generator: torch.Generator, batch: int = 32, length: int = 80, run: i
 def prompts(draw: random.Random, batch: int = 8) -> torch.Tensor:
     """(batch, length) of one random length, with random depths and numbers."""
     length = draw.randint(SHORTEST, TRAIN_LENGTH)
-    return torch.tensor([BYTES.prompt(length, draw.random(), draw.randrange(10_000, 100_000))[0] for _ in range(batch)])
+    some = [BYTES.prompt(length, draw.random(), draw) for _ in range(batch)]
+    return torch.tensor([[*prompt.ids, *prompt.candidates[0]] for prompt in some])
 
 
 def main() -> None:

@@ -2,6 +2,8 @@
 
 import csv
 import json
+import math
+import random
 import re
 from types import SimpleNamespace
 
@@ -12,73 +14,47 @@ pytest.importorskip("transformers", reason="the extra 'transformers' is not inst
 pytest.importorskip("matplotlib", reason="the extra 'demo' is not installed")
 
 from families import tiny
+from flashrope import Rotary
+from flashrope.cli.options import BadInput
 from flashrope.commands.main import main
-from flashrope.evaluation import passkey
-from flashrope.evaluation.passkey import Task, measure
+from flashrope.evaluation import passkey, prompts
+from flashrope.evaluation.model import Tokens
+from flashrope.evaluation.passkey import Sizes, measure, scores
+from flashrope.evaluation.prompts import Haystack
+from flashrope.evaluation.schemes import same_length
+from flashrope.integrations.transformers import convert
 
-BYTES = Task(lambda text: list(text.encode()))
-SHORTEST = (
-    len(BYTES.prompt(1000, 0.0, 12345)[0])
-    - 1000
-    + len(passkey.INSTRUCTION + passkey.NEEDLE.format(answer=" 12345") + passkey.QUESTION + " 12345")
-)
+BYTES = Haystack(Tokens(lambda text: list(text.encode()), unit="byte"))
+SHORTEST = BYTES.shortest()
 
 
 class Reader(torch.nn.Module):
-    """Predicts the number if it occurs in the last ``reach`` bytes before the question, otherwise a wrong one."""
+    """Predicts the number if it occurs in the last ``reach`` bytes before the question, otherwise a wrong one.
+
+    Its cache is what it has read.
+    """
 
     def __init__(self, reach: int):
         super().__init__()
-        self.reach, self.weight = reach, torch.nn.Parameter(torch.zeros(()))
+        self.reach, self.config, self.passes = reach, SimpleNamespace(), []
+        self.config.get_text_config = lambda: self.config
+        self.weight = torch.nn.Parameter(torch.zeros(()))
 
-    def forward(self, ids, use_cache, logits_to_keep):
-        logits = torch.zeros(*ids.shape, 256)
-        for row, text in zip(logits, ids.tolist(), strict=True):
+    def forward(self, ids, use_cache, past_key_values=None, logits_to_keep=0):
+        self.passes.append(ids.shape[1])
+        whole = ids if past_key_values is None else torch.cat((past_key_values, ids), 1)
+        logits = torch.zeros(*whole.shape, 256)
+        for row, text in zip(logits, whole.tolist(), strict=True):
             text = bytes(text)
-            question = text.rindex(passkey.QUESTION.encode())
+            question = text.rindex(prompts.QUESTION.encode())
             found = re.search(rb"number is( \d{5})", text[max(question - self.reach, 0) : question])
             guess = found[1] if found else b" 00000"
+            begin = text.index(b"number is", question) + len(b"number is")
             for at, byte in enumerate(guess):
-                row[len(text) - len(guess) - 1 + at, byte] = 9.0
-        return SimpleNamespace(logits=logits[:, -logits_to_keep:])
-
-
-def test_prompts():
-    for length in (SHORTEST, SHORTEST + 1, 700):
-        for depth in (0.0, 0.3, 1.0):
-            ids, answer = BYTES.prompt(length, depth, 12345)
-            text = bytes(ids).decode()
-            assert len(ids) == length and answer == 6
-            assert text.startswith(passkey.INSTRUCTION) and text.endswith(passkey.QUESTION + " 12345")
-            assert text.count("12345") == 3
-    places = [bytes(BYTES.prompt(900, depth, 12345)[0]).index(b"12345") for depth in (0.0, 0.5, 1.0)]
-    assert places[0] < places[1] < places[2] and places[1] - places[0] == pytest.approx(places[2] - places[1], abs=1)
-    with pytest.raises(ValueError, match=f"expected at least {SHORTEST} tokens, .* got {SHORTEST - 1}"):
-        BYTES.prompt(SHORTEST - 1, 0.0, 12345)
-
-
-@pytest.mark.parametrize("batch", [1, 2, 3])
-def test_a_reader_finds_what_it_reaches(batch):
-    depths = [0.0, 0.5, 1.0]
-    whole = list(measure(Reader(10_000), BYTES, "stock", [700, 900], depths, trials=3, batch=batch))
-    near = list(measure(Reader(150), BYTES, "stock", [700, 900], depths, trials=3, batch=batch))
-    assert [cell.accuracy for cell in whole] == [1.0] * 6
-    assert [cell.accuracy for cell in near] == [0.0, 0.0, 1.0] * 2
-    assert [(cell.length, cell.depth) for cell in near] == [(n, depth) for n in (700, 900) for depth in depths]
-    assert all(a.log_probability > b.log_probability for a, b in zip(whole, near, strict=True) if b.accuracy == 0)
-
-
-def test_numbers_are_the_same_for_every_scheme_and_differ_by_place():
-    seen = []
-
-    class Recorder(Reader):
-        def forward(self, ids, use_cache, logits_to_keep):
-            seen.append(bytes(ids[0].tolist())[-5:])
-            return super().forward(ids, use_cache, logits_to_keep)
-
-    for _ in range(2):
-        list(measure(Recorder(10), BYTES, "stock", [500], [0.0, 1.0], trials=2))
-    assert seen[:4] == seen[4:] and len(set(seen)) == 4
+                if begin + at - 1 < len(text):
+                    row[begin + at - 1, byte] = 9.0
+        kept = logits[:, whole.shape[1] - ids.shape[1] :]
+        return SimpleNamespace(logits=kept[:, -logits_to_keep:], past_key_values=whole)
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +62,135 @@ def checkpoint(tmp_path_factory):
     path = tmp_path_factory.mktemp("model") / "tiny"
     tiny("llama", vocab_size=256, max_position_embeddings=400, num_hidden_layers=2).save_pretrained(path)
     return str(path)
+
+
+def text_of(prompt):
+    return bytes([*prompt.ids, *prompt.candidates[0]]).decode()
+
+
+def test_prompts():
+    for length in (SHORTEST, SHORTEST + 1, 700):
+        for depth in (0.0, 0.3, 1.0):
+            prompt = BYTES.prompt(length, depth, random.Random(3))
+            text, answer = text_of(prompt), bytes(prompt.candidates[0]).decode()
+            assert len(text) == length and len(answer) == 6 and text.count(answer) == 3
+            assert text.startswith(prompts.INSTRUCTION)
+            assert text.endswith(prompts.QUESTION + prompts.ANSWER + answer)
+            assert len(set(map(bytes, prompt.candidates))) == 10
+    texts = [text_of(BYTES.prompt(900, depth, random.Random(3))) for depth in (0.0, 0.5, 1.0)]
+    places = [text.index("The hidden number is") for text in texts]
+    assert places[0] < places[1] < places[2] and places[1] - places[0] == pytest.approx(places[2] - places[1], abs=1)
+    with pytest.raises(ValueError, match=f"expected at least {SHORTEST} tokens, .* got {SHORTEST - 1}"):
+        BYTES.prompt(SHORTEST - 1, 0.0, random.Random(3))
+
+
+def test_several_numbers_in_a_text_of_ones_own():
+    words = " ".join(f"word{n}" for n in range(2000))
+    task = Haystack(BYTES.tokens, (list(b"short"), list(words.encode())), 4, ("<user>", "<assistant>"))
+    assert task.shortest() > SHORTEST
+    seen = set()
+    for seed in range(8):
+        prompt = task.prompt(3000, 0.25, random.Random(seed))
+        text, answer = text_of(prompt), bytes(prompt.candidates[0]).decode()
+        name = re.search(r"What is the number of (\w+)\?<assistant>The number of \1 is \d{5}$", text)[1]
+        assert len(text) == 3000 and text.startswith("<user>" + prompts.INSTRUCTION_OF_KEYS)
+        hidden = dict(re.findall(r"\nThe number of (\w+) is( \d{5})\. Keep", text))
+        assert len(hidden) == 4 and hidden[name] == answer
+        assert set(hidden.values()) <= {bytes(each).decode() for each in prompt.candidates}
+        assert 0.2 < text.index(f"\nThe number of {name} is{answer}") / 3000 < 0.5
+        body = text.removeprefix("<user>" + prompts.INSTRUCTION_OF_KEYS).partition("\nWhat is")[0]
+        hay = re.sub(r"\nThe number of .*\n", "", body)
+        assert hay in words
+        seen.add(hay)
+    assert len(seen) == 8, "every trial has a passage of its own"
+    with pytest.raises(BadInput, match="--text: expected a file of at least 90,000 bytes for the longest prompt"):
+        task.check_texts(90_000)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3])
+def test_a_reader_finds_what_it_reaches(batch):
+    places = [(length, depth) for length in (700, 900) for depth in (0.0, 0.5, 1.0)]
+    sizes = Sizes((700, 900), (0.0, 0.5, 1.0), 3, batch)
+    whole, near = (
+        [measure(Reader(reach), BYTES, "stock", *place, sizes) for place in places] for reach in (10_000, 150)
+    )
+    assert [(cell.found, cell.chosen, cell.trials) for cell in whole] == [(3, 3, 3)] * 6
+    assert [cell.found for cell in near] == [0, 0, 3] * 2
+    assert [(cell.length, cell.depth) for cell in near] == places
+    assert all(a.log_probability > b.log_probability for a, b in zip(whole, near, strict=True) if b.found == 0)
+
+
+def test_the_prompt_is_read_once():
+    reader = Reader(10_000)
+    measure(reader, BYTES, "stock", 500, 0.5, Sizes((500,), (0.5,), 2, 2))
+    assert reader.passes == [494] + [5] * 10
+
+
+def test_numbers_are_the_same_for_every_scheme_and_differ_by_place():
+    seen = []
+
+    class Recorder(Reader):
+        def forward(self, ids, use_cache, **options):
+            if ids.shape[1] > 5:
+                seen.append(bytes(ids[0].tolist()))
+            return super().forward(ids, use_cache, **options)
+
+    for _ in range(2):
+        for depth in (0.0, 1.0):
+            measure(Recorder(10), BYTES, "stock", 500, depth, Sizes((500,), (0.0, 1.0), 2))
+    assert seen[:4] == seen[4:] and len(set(seen)) == 4
+
+
+@pytest.mark.parametrize("changes", [None, {"window": 200}], ids=["stock", "rerope"])
+@pytest.mark.parametrize("cache_dtype", [None, "int8"])
+def test_candidates_after_a_cache_are_those_of_whole_passes(changes, cache_dtype):
+    torch.manual_seed(0)
+    model = tiny("llama", vocab_size=256).eval()
+    if changes or cache_dtype:
+        convert(model, **(changes or {}))
+    some = [BYTES.prompt(420, depth, random.Random(1)) for depth in (0.1, 0.9)]
+    for at, trial in enumerate(scores(model, some, cache_dtype)):
+        for n in (0, 7):
+            alone = some[at]._replace(candidates=[some[at].candidates[n]])
+            (whole,) = scores(model, [alone], cache_dtype, candidates=1)
+            assert trial.log_probabilities[n] == pytest.approx(whole.log_probabilities[0], abs=1e-3)
+        assert len(set(trial.log_probabilities)) == 10
+
+
+def test_lengths_up_to_which_schemes_are_the_same():
+    rope = Rotary.rope(16)
+    for other, expected in (
+        (rope, math.inf),
+        (rope.rectify(20), 20),
+        (rope.rectify(20, 4.0).log_n(30), 20),
+        (rope.log_n(30), 30),
+        (rope.log_n(30, clip=False), 0),
+        (rope.self_extend(24, 4), 24),
+        (rope.string(20, 3), 20),
+        (rope.local(9), 9),
+        (rope.yarn(2.0, 64), 0),
+        (rope.dual_chunk(160, 32), 0),
+    ):
+        assert same_length(rope, other) == same_length(other, rope) == expected, other
+    assert same_length(rope.local(9), rope.local(9).rectify(4)) == 4
+
+
+def test_a_scheme_is_skipped_where_it_is_the_models_own(checkpoint, tmp_path, monkeypatch, capsys):
+    applied = []
+    monkeypatch.setattr(passkey, "measure", lambda *a: applied.append(a[2:5]) or measure(*a))
+    sizes = ["--lengths", "380", "520", "--depths", "1", "--trials", "1", "--device", "cpu", "--threads", "1"]
+    run = ["passkey", "--model", checkpoint, *sizes, "--schemes", "stock", "rerope", "--window", "390"]
+    assert main([*run, "--out", str(tmp_path)]) == 0
+    assert applied == [("stock", 380, 0.0), ("stock", 520, 0.0), ("ReRoPE", 520, 0.0)]
+    cells = json.loads((tmp_path / "passkey.json").read_text())["cells"]
+    assert [(cell["scheme"], cell["length"]) for cell in cells] == [
+        (s, n) for s in ("stock", "ReRoPE") for n in (380, 520)
+    ]
+    assert cells[0]["log_probability"] == cells[2]["log_probability"] and cells[1] != cells[3]
+    applied.clear()
+    assert main([*run, "--out", str(tmp_path)]) == 0 and not applied
+    assert main([*run, "--out", str(tmp_path), "--trials", "2"]) == 2
+    assert "another number of trials, 1 instead of 2" in capsys.readouterr().err
 
 
 def test_a_quantized_cache(checkpoint, tmp_path):
@@ -127,7 +232,8 @@ def test_the_command(checkpoint, tmp_path, capsys):
     for scheme in ("ReRoPE: window 200, log n by 400", "Leaky ReRoPE: factor 4, window 200", "YaRN: factor 1.3"):
         assert scheme in shown
     rows = list(csv.DictReader((tmp_path / "passkey.csv").open()))
-    assert len(rows) == 4 * 2 * 2 and {row["scheme"] for row in rows} == {"stock", "ReRoPE", "Leaky ReRoPE", "YaRN"}
+    assert len(rows) == 4 * 2 * 2 and all(row["trials"] == "1" for row in rows)
+    assert {row["scheme"] for row in rows} == {"stock", "ReRoPE", "Leaky ReRoPE", "YaRN"}
     saved = json.loads((tmp_path / "passkey.json").read_text())
     assert saved["train_length"] == 400 and len(saved["cells"]) == len(rows)
     assert saved["facts"]["command"].startswith("flashrope passkey --model")

@@ -23,6 +23,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--depths", type=positive, metavar="N", default=5, help="number of depths, evenly spaced from start to end"
     )
     parser.add_argument("--trials", type=positive, metavar="N", default=4, help="hidden numbers per length and depth")
+    parser.add_argument(
+        "--text",
+        metavar="PATH",
+        nargs="+",
+        help="hide the numbers in your own text, files or folders; default: a block of filler text, repeated, in which "
+        "the number is the only novelty",
+    )
+    parser.add_argument(
+        "--keys",
+        type=int,
+        choices=range(1, 11),
+        metavar="K",
+        default=1,
+        help="hidden numbers, 1 to 10; with several the question names one of them",
+    )
+    parser.add_argument(
+        "--chat",
+        action=argparse.BooleanOptionalAction,
+        help="put the prompt into the model's chat template; default: if the model has one",
+    )
     parser.add_argument("--batch", type=positive, metavar="N", default=1, help="prompts per forward pass")
     hf_model.add_cache_dtype(parser)
     hf_model.add_training_length(parser)

@@ -23,6 +23,7 @@ from ..cli import files, report
 from ..cli.figure import COLOURS, new_figure, save
 from ..cli.options import BadInput
 from ..cli.progress import Bar, duration
+from .cost import seconds_by_length
 from .journal import Journal
 from .model import Tokens, keep_logits, new_cache, rope_type_by_length
 from .schemes import Measured
@@ -159,19 +160,6 @@ def fingerprint(model) -> str:
     return digest.hexdigest()[:16]
 
 
-def estimate(run: Run) -> float:
-    """Returns the seconds of one window, from two short passes: a pass takes a n + b n^2."""
-    longest = run.windows.shape[1] - 1
-    short, long = max(longest // 16, 1), max(longest // 8, 2)
-    times = []
-    for length in (short, short, long):  # the first pass warms up
-        began = time.monotonic()
-        position_losses(run.model, run.windows[0, : length + 1])
-        times.append(time.monotonic() - began)
-    square = max((times[2] / long - times[1] / short) / (long - short), 0.0)
-    return max(times[2] / long - square * long, 0.0) * longest + square * longest**2
-
-
 # ---- the run
 
 
@@ -195,7 +183,7 @@ def measure(run: Run, out: Path, facts: dict[str, str], overwrite: bool) -> list
     left = {n: [each for each in run.schemes if (each.label, n) not in done] for n in range(len(run.windows))}
     passes, longest = sum(map(len, left.values())), run.windows.shape[1] - 1
     if passes:
-        each = estimate(run)
+        each = seconds_by_length(lambda n: position_losses(run.model, run.windows[0, : n + 1]), longest)(longest)
         print(f"cost: about {duration(each)} a pass, {passes} passes, about {duration(passes * each)}\n", flush=True)
     bar = Bar(passes * longest)
     for n, schemes in left.items():

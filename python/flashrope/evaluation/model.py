@@ -15,19 +15,26 @@ from ..cli.options import BadInput, cores, need, torch_threads
 from ..integrations.options import FIELD
 from . import gguf_file
 
+MESSAGE = "MESSAGE"  # marks a place in a chat template
 MAX_BYTE_VOCABULARY = 512  # bytes and special tokens; a model with more and no tokenizer lacks its files
 
 
 @dataclasses.dataclass(frozen=True)
 class Tokens:
-    """How text becomes tokens. ``start`` are the tokens at the start of everything that the model reads, ``ends`` those
-    that end a text. ``decode`` is the tokenizer's; None for bytes."""
+    """How text becomes tokens.
+
+    start: the tokens that the tokenizer puts before everything that the model reads.
+    decode: of the tokenizer; None for bytes.
+    ends: the tokens that end a text.
+    chat: what the chat template puts before and behind a message of the user; None without a template.
+    """
 
     encode: Callable[[str], list[int]]
     start: tuple[int, ...] = ()
     unit: str = "token"
     decode: Callable[[list[int]], str] | None = None
     ends: tuple[int, ...] = ()
+    chat: tuple[str, str] | None = None
 
 
 def load(name: str, device: torch.device):
@@ -158,7 +165,10 @@ def _tokens(name: str, config) -> Tokens:
         def decode(ids: list[int]) -> str:
             return str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
-        return Tokens(lambda text: tokenizer.encode(text, add_special_tokens=False), start, decode=decode, ends=ends)
+        def encode(text: str) -> list[int]:
+            return tokenizer.encode(text, add_special_tokens=False)
+
+        return Tokens(encode, start, decode=decode, ends=ends, chat=_chat(tokenizer))
     if not 256 <= config.vocab_size <= MAX_BYTE_VOCABULARY:
         size = "small" if config.vocab_size < 256 else "large"
         raise BadInput(f"--model: {name} has no tokenizer, and its vocabulary is too {size} for bytes ({reason})")
@@ -172,6 +182,19 @@ def _start(tokenizer) -> tuple[int, ...]:
         if whole[at : at + len(text)] == text:
             return tuple(whole[:at])
     return ()
+
+
+def _chat(tokenizer) -> tuple[str, str] | None:
+    """Returns what the chat template puts around a message, up to where the answer begins."""
+    if not getattr(tokenizer, "chat_template", None):
+        return None
+    message = [{"role": "user", "content": MESSAGE}]
+    try:
+        text = str(tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True))
+    except Exception:  # a template may refuse the message, each with an error of its own
+        return None
+    before, found, behind = text.partition(MESSAGE)
+    return (before, behind) if found else None
 
 
 def new_cache(model, cache_dtype: str | None):

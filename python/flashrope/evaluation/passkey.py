@@ -1,19 +1,21 @@
-"""``flashrope passkey``: how often a Hugging Face model finds a hidden number, by length and depth, under its own
-scheme and others.
+"""``flashrope passkey``: how often a Hugging Face model finds a number that is hidden in a text, by length and depth,
+under its own scheme and others.
 
-A prompt is filler text with a five-digit number in it, followed by a question for the number. A trial succeeds if
-greedy decoding would write the number, that is, if each of its tokens is the most likely one. One forward pass is
-enough to tell.
+A trial is found if greedy decoding would write the number, that is, if each of its tokens is the most likely one. It is
+chosen if the number is the likeliest of ten. One pass over the prompt and a few tokens for every candidate are enough
+to tell.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
+import hashlib
 import json
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,63 +23,48 @@ from ..cli import files, options, report
 from ..cli.figure import new_figure, save
 from ..cli.hardware import hardware
 from ..cli.options import BadInput
-from ..cli.progress import Bar
+from ..cli.progress import Bar, duration
+from ..small_models import data
 from ..small_models.generate import cache_facts
+from .by_position import fingerprint
+from .cost import seconds_by_length
+from .journal import Journal
 from .model import (
     Tokens,
     describe,
+    keep_logits,
     last_logits,
     load,
     measured_lengths,
     new_cache,
+    rope_type_by_length,
     run_command,
     training_length,
 )
-from .schemes import applicable, settings
+from .prompts import CANDIDATES, Haystack, Prompt
+from .schemes import Measured, applicable, settings
+from .statistics import wilson
 
 RESULTS = ("passkey.png", "passkey.svg", "passkey.pdf", "passkey.csv", "passkey.json")
-INSTRUCTION = (
-    "Somewhere in this text a number is hidden. Find it and keep it in mind; you will be asked for it at the end.\n"
-)
-FILLER = (
-    "The river runs past the mill. A cat sleeps on the wall. Two carts stand in the yard. Rain falls on the roof, and "
-    "then it stops. Someone sweeps the stairs.\n"
-)
-NEEDLE = "The hidden number is{answer}. Keep it in mind:{answer} is the hidden number.\n"
-QUESTION = "What is the hidden number? The hidden number is"
+JOURNAL = "passkey.jsonl"
 
 
 class Cell(NamedTuple):
-    """One cell of the heat map."""
+    """One scheme at one length and depth.
+
+    depth: 0: right after the instruction; 1: right before the question.
+    found: trials in which greedy decoding writes the number.
+    chosen: trials in which the number is the likeliest of ten. None: not measured.
+    log_probability: of the whole answer, mean over trials, in nats.
+    """
 
     scheme: str
-    length: int  # tokens
-    depth: float  # 0: right after the instruction; 1: right before the question
-    accuracy: float  # share of trials that succeed
-    log_probability: float  # of the whole answer, mean over trials, in nats
-
-
-class Task(Tokens):
-    """Builds prompts. The parts of a prompt are tokenized separately, so the depth changes only where the number is."""
-
-    def shortest(self) -> int:
-        """The number of tokens of a prompt without filler."""
-        parts = (INSTRUCTION, NEEDLE.format(answer=" 10000"), QUESTION, " 10000")
-        return len(self.start) + sum(len(self.encode(part)) for part in parts)
-
-    def prompt(self, length: int, depth: float, number: int) -> tuple[list[int], int]:
-        """(exactly ``length`` tokens that end with the answer, number of tokens of the answer). Raises ValueError if
-        ``length`` is too short."""
-        answer = self.encode(f" {number}")
-        head = [*self.start, *self.encode(INSTRUCTION)]
-        needle, question = self.encode(NEEDLE.format(answer=f" {number}")), self.encode(QUESTION)
-        room = length - len(head) - len(needle) - len(question) - len(answer)
-        if room < 0:
-            raise ValueError(f"expected at least {length - room} tokens, for the question alone, got {length}")
-        filler = self.encode(FILLER)
-        before = round(depth * room)
-        piece = (filler * (room // len(filler) + 1))[:room]
-        return [*head, *piece[:before], *needle, *piece[before:], *question, *answer], len(answer)
+    length: int
+    depth: float
+    trials: int
+    found: int
+    chosen: int | None
+    log_probability: float
 
 
 def run(args: argparse.Namespace) -> int:
@@ -85,10 +72,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measure(args: argparse.Namespace) -> int:
-    files.check_folder(args.out, RESULTS, args.overwrite)
     device = options.device(args.device)
     model, tokens = load(args.model, device)
-    task = Task(tokens.encode, tokens.start)
+    own = fingerprint(model)
+    task = _task(args, tokens)
     train_length = training_length(model, args.model, args.train_length)
     needed = task.shortest()
     lengths = measured_lengths(args.lengths, train_length)
@@ -97,136 +84,266 @@ def _measure(args: argparse.Namespace) -> int:
     depths = [at / max(args.depths - 1, 1) for at in range(args.depths)]
     if lengths[0] < needed:
         raise BadInput(f"--lengths: expected at least {needed} tokens, for the question alone, got {lengths[0]}")
+    task.check_texts(lengths[-1])
     windows = [args.window] if args.window else []
     new_cache(model, args.cache_dtype)
     schemes, skipped = applicable(
         model, args.schemes, train_length, max(lengths), windows, args.rotary, bool(args.cache_dtype)
     )
     out = files.folder(args.out)
+    text = f"{', '.join(args.text)}" if args.text else "filler text, repeated"
     facts = {
         "model": describe(model, args.model, train_length),
         **settings(schemes, skipped),
-        "prompts": f"{args.trials} numbers at each of {len(depths)} depths and {len(lengths)} lengths, "
-        f"seed {args.seed}",
+        "prompts": f"{args.trials} trials at each of {len(depths)} depths and {len(lengths)} lengths, hidden numbers: "
+        f"{args.keys}, seed {args.seed}; {text}" + ("; in the model's chat template" if task.chat else ""),
         **cache_facts(args.cache_dtype),
         "machine": f"{hardware(device)}, torch {torch.__version__}",
         "command": args.command_line,
     }
     print(report.lines(facts, *(name for name in facts if name != "command")) + "\n", flush=True)
-
-    cells: list[Cell] = []
-    bar = Bar(len(schemes) * len(depths) * args.trials * sum(lengths))
-    for scheme in schemes:
-        scheme.apply()
-        bar.start(scheme.label)
-        sizes = lengths, depths, args.trials, args.batch, args.seed, args.cache_dtype
-        for cell in measure(model, task, scheme.label, *sizes):
-            cells.append(cell)
-            bar.step(args.trials * cell.length)
-    bar.clear()
+    record = {"facts": facts, "train_length": train_length}
+    journal = Journal(
+        out / JOURNAL,
+        {
+            "model": own,
+            "text": hashlib.sha256(repr(task.texts).encode()).hexdigest()[:16],
+            "chat template": task.chat,
+            "number of keys": args.keys,
+            "number of trials": args.trials,
+            "seed": args.seed,
+            "cache type": args.cache_dtype,
+        },
+        args.overwrite,
+    )
+    _check_schemes(journal, schemes, out)
+    sizes = Sizes(lengths, depths, args.trials, args.batch, args.seed, args.cache_dtype)
+    cells = list(_measured(model, task, schemes, sizes, journal))
     files.write(out / "passkey.csv", csv_text(cells))
-    record = {"facts": facts, "train_length": train_length, "cells": [cell._asdict() for cell in cells]}
-    files.write(out / "passkey.json", json.dumps(record, indent=1))
-    figure = passkey_figure(cells, train_length, Path(args.model).name)
+    files.write(out / "passkey.json", json.dumps(record | {"cells": [cell._asdict() for cell in cells]}, indent=1))
+    labels = {scheme.label: f"{scheme.label}, {scheme.words}" if scheme.name != "stock" else "" for scheme in schemes}
+    figure = passkey_figure(cells, train_length, Path(args.model).name, labels)
     for name in RESULTS[:3]:
         save(figure, out / name)
-    print(f"\n{table(cells)}\n\nwritten to {out}/: {', '.join(RESULTS)}")
+    print(f"\n{table(cells)}\n\nwritten to {out}/: {', '.join((*RESULTS, JOURNAL))}")
     return 0
 
 
+def _task(args: argparse.Namespace, tokens: Tokens) -> Haystack:
+    texts = tuple(tokens.encode(text) for text in data.read_texts(args.text).values()) if args.text else ()
+    chat = tokens.chat if args.chat is not False else None
+    if args.chat and chat is None:
+        raise BadInput("--chat: expected a model with a chat template, got one without")
+    return Haystack(tokens, texts, args.keys, chat)
+
+
+class Sizes(NamedTuple):
+    lengths: Sequence[int]
+    depths: Sequence[float]
+    trials: int
+    batch: int = 1
+    seed: int = 0
+    cache_dtype: str | None = None
+
+
+def _check_schemes(journal: Journal, schemes: Sequence[Measured], out: Path) -> None:
+    words = {scheme.label: scheme.words for scheme in schemes}
+    for row in journal.rows:
+        if row["words"] != words.get(row["scheme"], row["words"]):
+            raise BadInput(
+                f"--out: {out} holds a run with another scheme, {row['scheme']} with {row['words']} instead of "
+                f"{words[row['scheme']]}; name another folder, or add --overwrite"
+            )
+
+
+def _measured(model, task: Haystack, schemes: Sequence[Measured], sizes: Sizes, journal: Journal) -> Iterator[Cell]:
+    """Yields all cells, those of earlier runs too. A scheme at lengths where it is the model's own takes over the cells
+    of the model."""
+    done = {(row["scheme"], row["length"], row["depth"]): _cell(row) for row in journal.rows}
+    base = next((scheme for scheme in schemes if scheme.name == "stock"), None)
+
+    def same(scheme: Measured, length: int) -> bool:
+        return base is not None and scheme is not base and length <= scheme.same_until
+
+    places = [(length, depth) for length in sizes.lengths for depth in sizes.depths]
+    left = {
+        scheme: [place for place in places if not same(scheme, place[0]) and (scheme.label, *place) not in done]
+        for scheme in schemes
+    }
+    cells = sum(map(len, left.values()))
+    if cells:
+        draw = random.Random(0)
+        seconds = seconds_by_length(
+            lambda n: scores(model, [task.prompt(max(n, task.shortest()), 0.5, draw)], sizes.cache_dtype),
+            sizes.lengths[-1],
+        )
+        whole = sizes.trials * sum(seconds(length) for some in left.values() for length, _ in some)
+        print(f"cost: about {duration(whole)}, {cells * sizes.trials} prompts\n", flush=True)
+    bar = Bar(sum(length for some in left.values() for length, _ in some))
+    for scheme, some in left.items():
+        if some:
+            scheme.apply()
+        for length, depth in some:
+            bar.start(f"{scheme.label}, {length:,} tokens, depth {100 * depth:.0f}%")
+            cell = measure(model, task, scheme.label, length, depth, sizes)
+            journal.add(cell._asdict() | {"words": scheme.words})
+            done[scheme.label, length, depth] = cell
+            bar.step(length)
+    bar.clear()
+    for scheme in schemes:
+        for length, depth in places:
+            label = base.label if base is not None and same(scheme, length) else scheme.label
+            yield done[label, length, depth]._replace(scheme=scheme.label)
+
+
+def _cell(row: dict[str, Any]) -> Cell:
+    return Cell(*(row[name] for name in Cell._fields))
+
+
+def measure(model, task: Haystack, scheme: str, length: int, depth: float, sizes: Sizes) -> Cell:
+    """Measures one cell. The texts and the hidden numbers are the same for every scheme."""
+    draw = random.Random(f"{sizes.seed} {length} {depth}")
+    prompts = [task.prompt(length, depth, draw) for _ in range(sizes.trials)]
+    found, chosen, total = 0, 0, 0.0
+    by_length = rope_type_by_length(model) is not None
+    for alike in _of_equal_length(prompts, sizes.batch):
+        for trial in scores(model, alike, sizes.cache_dtype, candidates=1 if by_length else CANDIDATES):
+            found += trial.found
+            chosen += max(trial.log_probabilities) == trial.log_probabilities[0]
+            total += trial.log_probabilities[0]
+    return Cell(scheme, length, depth, sizes.trials, found, None if by_length else chosen, total / sizes.trials)
+
+
+def _of_equal_length(prompts: Sequence[Prompt], batch: int) -> Iterator[list[Prompt]]:
+    some: list[Prompt] = []
+    for prompt in prompts:
+        if some and (len(some) == batch or len(some[0].ids) != len(prompt.ids)):
+            yield some
+            some = []
+        some.append(prompt)
+    yield some
+
+
+class Trial(NamedTuple):
+    """found: each token of the right answer is the most likely one. log_probabilities: of every candidate, in nats."""
+
+    found: bool
+    log_probabilities: list[float]
+
+
 @torch.no_grad()
-def measure(
-    model,
-    task: Task,
-    scheme: str,
-    lengths: Sequence[int],
-    depths: Sequence[float],
-    trials: int,
-    batch: int = 1,
-    seed: int = 0,
-    cache_dtype: str | None = None,
-) -> Iterator[Cell]:
-    """Yields one cell after the other. The hidden numbers are the same for every scheme."""
+def scores(
+    model, prompts: Sequence[Prompt], cache_dtype: str | None = None, candidates: int = CANDIDATES
+) -> list[Trial]:
+    """Reads prompts of equal length once, and every candidate after them.
+
+    candidates: 1 reads the prompt and the right answer in one pass, without a cache of the model's own. A model whose
+    frequencies depend on the length needs it: its cached keys are rotated for a shorter text.
+    """
     device = next(model.parameters()).device
-    for length in lengths:
-        for depth in depths:
-            draw = random.Random(f"{seed} {length} {depth}")
-            prompts = [task.prompt(length, depth, draw.randrange(10_000, 100_000)) for _ in range(trials)]
-            right, log_probability = 0, 0.0
-            for first in range(0, trials, batch):
-                some = prompts[first : first + batch]
-                kept = max(answer for _, answer in some)
-                ids = torch.tensor([ids for ids, _ in some], device=device)
-                logits = last_logits(model, ids, kept + 1, cache_dtype=cache_dtype)[:, :-1]
-                for row, (tokens, answer) in enumerate(some):
-                    expected = torch.tensor(tokens[-answer:], device=device)
-                    right += bool((logits[row, -answer:].argmax(-1) == expected).all())
-                    log_probability += float(logits[row, -answer:].log_softmax(-1).gather(-1, expected[:, None]).sum())
-            yield Cell(scheme, length, depth, right / trials, log_probability / trials)
+    ids = torch.tensor([prompt.ids for prompt in prompts], device=device)
+    found, totals = [True] * len(prompts), [list[float]() for _ in prompts]
+    out = cache = None
+    if candidates > 1:
+        cache = new_cache(model, cache_dtype)
+        given = {} if cache is None else {"past_key_values": cache}
+        out = model(ids, use_cache=True, **given, **keep_logits(model, 1))
+    for n in range(candidates):
+        answers = [prompt.candidates[n] for prompt in prompts]
+        width = max(map(len, answers))
+        padded = torch.tensor([answer + [0] * (width - len(answer)) for answer in answers], device=device)
+        if out is None:
+            logits = last_logits(model, torch.cat((ids, padded), 1), width + 1, cache_dtype=cache_dtype)[:, :-1]
+        else:
+            logits = out.logits[:, -1:].float()
+            if width > 1:
+                cache = copy.deepcopy(out.past_key_values)
+                more = model(padded[:, :-1], use_cache=True, past_key_values=cache).logits
+                logits = torch.cat((logits, more.float()), 1)
+        for row, answer in enumerate(answers):
+            own = logits[row, : len(answer)]
+            expected = torch.tensor(answer, device=device)
+            if n == 0:
+                found[row] = bool((own.argmax(-1) == expected).all())
+            totals[row].append(float(own.log_softmax(-1).gather(-1, expected[:, None]).sum()))
+    return [Trial(*pair) for pair in zip(found, totals, strict=True)]
 
 
 # ---- output
 def table(cells: Sequence[Cell]) -> str:
-    """Text columns: accuracy by scheme and length, over all depths."""
+    """Text columns: numbers found by scheme and length over all depths, their 95% interval, and below it the share that
+    is the likeliest of ten."""
     lengths = sorted({cell.length for cell in cells})
     rows = [["length, tokens", *(f"{length:,}" for length in lengths)]]
     for scheme in dict.fromkeys(cell.scheme for cell in cells):
-        found = [
-            [cell.accuracy for cell in cells if (cell.scheme, cell.length) == (scheme, length)] for length in lengths
-        ]
-        rows.append([scheme, *(f"{100 * sum(some) / len(some):.0f}%" for some in found)])
-    return report.aligned("numbers found, all depths", rows, 10)
+        some = [[cell for cell in cells if (cell.scheme, cell.length) == (scheme, length)] for length in lengths]
+        rows.append([scheme, *(_share(sum(c.found for c in each), sum(c.trials for c in each)) for each in some)])
+        if all(cell.chosen is not None for each in some for cell in each):
+            chosen = ((sum(c.chosen or 0 for c in each), sum(c.trials for c in each)) for each in some)
+            rows.append([f"  likeliest of {CANDIDATES}", *(_share(*each) for each in chosen)])
+    trials = sum(cell.trials for cell in cells if (cell.scheme, cell.length) == (cells[0].scheme, lengths[0]))
+    title = f"numbers found, all depths, {trials} trials, with the 95% interval"
+    return report.aligned(title, rows, 10)
+
+
+def _share(successes: int, trials: int) -> str:
+    low, high = wilson(successes, trials)
+    return f"{100 * successes / trials:.0f}% ({100 * low:.0f}-{100 * high:.0f})"
 
 
 def csv_text(cells: Sequence[Cell]) -> str:
-    return files.csv_text(
-        Cell._fields,
-        [
-            [cell.scheme, cell.length, f"{cell.depth:.4f}", f"{cell.accuracy:.4f}", f"{cell.log_probability:.6f}"]
-            for cell in cells
-        ],
-    )
+    columns = [*Cell._fields, "found_low_95", "found_high_95"]
+    rows = []
+    for cell in cells:
+        chosen = "" if cell.chosen is None else cell.chosen
+        interval = (f"{end:.4f}" for end in wilson(cell.found, cell.trials))
+        start = (cell.scheme, cell.length, f"{cell.depth:.4f}", cell.trials, cell.found, chosen)
+        rows.append([*start, f"{cell.log_probability:.6f}", *interval])
+    return files.csv_text(columns, rows)
 
 
-def passkey_figure(cells: Sequence[Cell], train_length: int, model: str):
-    """One heat map per scheme, depth by length, with the training length marked."""
+def passkey_figure(cells: Sequence[Cell], train_length: int, model: str, labels: dict[str, str] | None = None):
+    """One heat map per scheme, depth by length, with the training length marked.
+
+    labels: titles of schemes, by their names, such as their windows and scales.
+    """
     schemes = list(dict.fromkeys(cell.scheme for cell in cells))
     lengths, depths = sorted({cell.length for cell in cells}), sorted({cell.depth for cell in cells})
     across = min(len(schemes), 2)
     down = -(-len(schemes) // across)
-    size = 1.2 + across * max(2.6, 0.75 * len(lengths)), 1.1 + down * max(2.2, 0.5 * len(depths))
+    size = 1.2 + across * max(3.0, 0.75 * len(lengths)), 1.1 + down * max(2.2, 0.5 * len(depths))
     figure = new_figure(size)
     grid = figure.subplots(down, across, squeeze=False, sharex=True, sharey=True)
     for place in grid.flat[len(schemes) :]:
         place.set_visible(False)
     for axes, scheme in zip(grid.flat, schemes, strict=False):
-        values = {(cell.depth, cell.length): cell.accuracy for cell in cells if cell.scheme == scheme}
-        image = axes.imshow(
-            [[values[depth, length] for length in lengths] for depth in depths],
-            vmin=0,
-            vmax=1,
-            cmap="cividis",
-            aspect="auto",
-        )
-        for (depth, length), value in values.items():
+        values = {(cell.depth, cell.length): cell for cell in cells if cell.scheme == scheme}
+        shares = [
+            [values[depth, length].found / values[depth, length].trials for length in lengths] for depth in depths
+        ]
+        image = axes.imshow(shares, vmin=0, vmax=1, cmap="cividis", aspect="auto")
+        for (depth, length), cell in values.items():
             axes.text(
                 lengths.index(length),
                 depths.index(depth),
-                f"{100 * value:.0f}",
+                f"{cell.found}/{cell.trials}",
                 ha="center",
                 va="center",
                 fontsize=7,
-                color="black" if value > 0.6 else "white",
+                color="black" if cell.found > 0.6 * cell.trials else "white",
             )
-        beyond = sum(length <= train_length for length in lengths)
-        if 0 < beyond < len(lengths):
-            axes.axvline(beyond - 0.5, color="black", linewidth=1.2, linestyle=":")
-        axes.set_title(scheme, fontsize=10, loc="left")
+        _mark_training_length(axes, lengths, train_length)
+        axes.set_title((labels or {}).get(scheme) or scheme, fontsize=9, loc="left")
         axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
         axes.set_yticks(range(len(depths)), [f"{100 * depth:.0f}%" for depth in depths])
     figure.colorbar(image, ax=grid, label="numbers found", format=lambda value, _: f"{100 * value:.0f}%")
-    marked = "; dotted: the training length" if min(lengths) <= train_length < max(lengths) else ""
-    figure.supxlabel(f"length (tokens){marked}", fontsize=9)
+    figure.supxlabel(f"length (tokens); training length {train_length:,}", fontsize=9)
     figure.supylabel("depth of the number", fontsize=9)
     figure.suptitle(f"Finding a hidden number: {model}", fontsize=11, x=0.01, ha="left")
     return figure
+
+
+def _mark_training_length(axes, lengths: Sequence[int], train_length: int) -> None:
+    """Draws a dotted line behind the last length that training had; at an edge where all lengths are on one side."""
+    within = sum(length <= train_length for length in lengths)
+    axes.axvline(within - 0.5, color="black", linewidth=1.2, linestyle=":", clip_on=False)

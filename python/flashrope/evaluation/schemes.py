@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,12 +18,18 @@ from .model import text_config
 
 
 class Measured(NamedTuple):
-    """A scheme of the catalogue on one model. ``apply`` converts the model to it; ``words`` describes its options."""
+    """A scheme of the catalogue on one model.
+
+    apply: converts the model to it.
+    words: its options.
+    same_until: up to this length, in tokens, it computes what the model's own scheme does. 0: at no length.
+    """
 
     name: str
     label: str
     apply: Callable[[], object]
     words: str
+    same_until: int = 0
 
 
 def applicable(
@@ -60,6 +68,7 @@ def applicable(
         return convert(model, **own) if own or all_converted else model
 
     seen: dict[tuple, str] = {}
+    stock_label = ""
 
     def add(name: str, asked: str, label: str, apply: Callable[[], object], words: str) -> None:
         apply()
@@ -68,12 +77,14 @@ def applicable(
             skipped[asked] = f"the same scheme as {seen[key]}"
             return
         seen[key] = label
-        found.append(Measured(name, label, apply, words))
+        own_layers = next((x for x, of in seen.items() if of == stock_label and isinstance(x[0], tuple)), ())
+        until = 0 if label == stock_label else _same_until(key, own_layers)
+        found.append(Measured(name, label, apply, words, until))
 
     for name in names:
         row = SCHEMES[name]
         if name == "stock":
-            label = name_options(own) or row.label
+            stock_label = label = name_options(own) or row.label
             words = "its own scheme, converted" if all_converted else "the library's own attention"
             try:
                 add(name, row.label, label, stock, "as it was saved" if own else words)
@@ -144,6 +155,37 @@ def _stock_layers(model, label: str) -> dict[tuple, str]:
         return {}
     revert(model)
     return {layers: label}
+
+
+def _same_until(layers: tuple, own: tuple) -> int:
+    """Returns the length up to which two models with these layers compute the same."""
+    if len(layers) != len(own) or not all(isinstance(each, tuple) for each in (*layers, *own)):
+        return 0
+    lengths = [min(same_length(a, b), from_a, from_b) for (a, from_a), (b, from_b) in zip(layers, own, strict=True)]
+    return int(min(lengths, default=0))
+
+
+def same_length(first: Rotary, second: Rotary) -> float:
+    """Returns the number of tokens up to which two schemes give the same scores, inf where they are the same.
+
+    Bands are the same up to the first distance where they differ. log n of at least 1 begins behind its length.
+    """
+    table = ("head_dim", "frequencies", "interleaved", "axis", "temperature", "rotated_scale", "length_scale")
+    if any(getattr(first, name) != getattr(second, name) for name in (*table, "log_steps_scale")):
+        return 0
+    until = math.inf
+    scales = first.log_n_scale, second.log_n_scale
+    if scales[0] != scales[1]:
+        for scale in scales:
+            if scale is not None:
+                until = min(until, scale[0] if scale[1] else 0)
+    for one, other in itertools.zip_longest(first.bands, second.bands):
+        if one == other:
+            continue
+        if one and other and one[2:] == other[2:] and one.start == other.start:
+            return min(until, one.stop, other.stop)
+        return min(until, *(band.start for band in (one, other) if band))
+    return until
 
 
 def _read_given(given: str, model) -> tuple[str, dict[str, Any]]:

@@ -41,3 +41,14 @@ def student_t(freedom: int, level: float = 0.95) -> float:
         middle = (low + high) / 2
         low, high = (middle, high) if within(middle) < level else (low, middle)
     return high
+
+
+def wilson(successes: int, trials: int) -> tuple[float, float]:
+    """Returns the 95% interval of a proportion, by Wilson's score."""
+    if not trials:
+        return 0.0, 1.0
+    z, share = 1.959964, successes / trials
+    middle = share + z * z / (2 * trials)
+    half = z * math.sqrt(share * (1 - share) / trials + z * z / (4 * trials * trials))
+    scale = 1 + z * z / trials
+    return max((middle - half) / scale, 0.0), min((middle + half) / scale, 1.0)
