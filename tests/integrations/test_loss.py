@@ -19,7 +19,7 @@ from flashrope import Rotary
 from flashrope.cli.options import BadInput
 from flashrope.commands.main import main
 from flashrope.evaluation import loss
-from flashrope.evaluation.loss import Row, measure, of_length, text_windows
+from flashrope.evaluation.loss import Row, copied, measure, of_length, text_windows
 from flashrope.evaluation.model import Tokens, check_causal, last_logits
 from flashrope.evaluation.statistics import half_interval, student_t
 from flashrope.integrations.transformers import convert, revert
@@ -45,6 +45,16 @@ def test_repeated_context_holds_only_the_shortest_length():
     assert of_length(windows, (), 4, 4).tolist() == of_length(windows, (), 4).tolist()
     assert of_length(windows, (), 11, 4).tolist() == [[18, 19, 15, 16, 17, 18, 19, *[15, 16, 17, 18, 19]]]
     assert of_length(windows, (7,), 10, 4).tolist() == [[7, 18, 19, 16, 17, 18, 19, 16, 17, 18, 19]]
+
+
+def test_a_passage_comes_again_at_the_end():
+    windows = [list(range(40)), list(range(100, 140))]
+    for start, length in (((), 40), ((7,), 20), ((), 11)):
+        for row, window in zip(copied(windows, start, length, 6).tolist(), windows, strict=True):
+            text = row[len(start) + 6 : -6]
+            assert len(row) == length + 1 and tuple(row[: len(start)]) == start
+            assert row[len(start) : len(start) + 6] == row[-6:] == window[:6]
+            assert text == window[len(window) - len(text) :]
 
 
 def test_windows_lie_in_one_file_and_do_not_overlap():
@@ -292,6 +302,22 @@ def test_the_figure_has_at_most_eight_series():
     looks = [(line.get_linestyle(), line.get_markerfacecolor()) for line in figure.axes[0].lines[:shown]]
     assert all(a[0] != b[0] for a, b in zip(looks, looks[1:], strict=False))  # equal curves are both seen
     assert [face == "none" for _, face in looks] == [at % 2 == 1 for at in range(shown)]
+
+
+def test_the_command_with_copies(checkpoint, text, tmp_path, capsys):
+    sizes = ["--lengths", "32", "64", "--windows", "3", "--schemes", "stock", "rerope", "--copy"]
+    assert main(command(checkpoint, text, tmp_path, *sizes, "16")) == 0
+    rows = json.loads((tmp_path / "loss.json").read_text())["rows"]
+    found = {(row["scheme"], row["context"], row["length"]): row["windows"] for row in rows}
+    assert len(found) == 8
+    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint).eval()
+    windows = text_windows({"": text.read_text()}, BYTES, 64, 3, 0)
+    for length in (32, 64):
+        with torch.no_grad():
+            expected = by_hand(model, copied(windows, (), length, 16), 15)
+        assert found["stock", "copy", length] == pytest.approx(expected, abs=2e-5)
+    assert main(command(checkpoint, text, tmp_path, *sizes, "17", "--overwrite")) == 2
+    assert "--copy: expected 2 to 16 tokens, half the shortest length, got 17" in capsys.readouterr().err
 
 
 def test_several_windows_of_rerope_are_several_rows(checkpoint, text, tmp_path):

@@ -46,6 +46,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="also fill the longer lengths with copies of the last tokens instead of the text before them",
     )
+    parser.add_argument(
+        "--copy",
+        type=positive,
+        metavar="N",
+        help="also measure a passage of N tokens that comes again at the end of every length: whether the model reads "
+        "what is far away",
+    )
     parser.add_argument("--batch", type=positive, metavar="N", default=1, help="windows per forward pass")
     parser.add_argument(
         "--chunk",

@@ -43,6 +43,7 @@ from .schemes import applicable, settings
 from .statistics import half_interval
 
 MAX_TARGETS = 512
+CONTEXTS = {"text": "text", "repeated": "repeated context", "copy": "second copy of a passage"}  # and their titles
 RESULTS = ("loss.png", "loss.svg", "loss.pdf", "loss.csv", "loss.json")
 
 
@@ -50,7 +51,7 @@ class Row(NamedTuple):
     """One scheme at one length. ``windows`` holds the loss of every window; it is empty if memory ran out."""
 
     scheme: str
-    context: str  # "text" or "repeated"
+    context: str  # of CONTEXTS
     length: int  # tokens that the model reads
     windows: tuple[float, ...]  # nats per token
 
@@ -85,6 +86,8 @@ def _measure(args: argparse.Namespace) -> int:
     targets = args.targets or max(min(lengths[0] // 2, MAX_TARGETS), 1)
     if targets > lengths[0]:
         raise BadInput(f"--targets: expected at most {lengths[0]}, the shortest length, got {targets}")
+    if args.copy and not 2 <= args.copy <= (most := (lengths[0] + 1 - len(tokens.start)) // 2):
+        raise BadInput(f"--copy: expected 2 to {most} tokens, half the shortest length, got {args.copy}")
     if args.chunk and args.chunk < lengths[-1]:
         check_chunks(model)
     new_cache(model, args.cache_dtype)
@@ -99,6 +102,7 @@ def _measure(args: argparse.Namespace) -> int:
         "text": f"{', '.join(args.text)}, {len(texts)} files",
         "measured": f"the loss of the last {targets} tokens of {len(windows)} windows, the same at every length, in "
         f"nats per {tokens.unit}; ± is the 95% interval over the windows"
+        + (f"; of the second copy of {args.copy} tokens all but the first" if args.copy else "")
         + (f"; asked for {args.windows} windows, the text has no more" if len(windows) < args.windows else ""),
         **cache_facts(args.cache_dtype),
         "machine": f"{hardware(device)}, torch {torch.__version__}",
@@ -106,8 +110,8 @@ def _measure(args: argparse.Namespace) -> int:
     }
     print(report.lines(facts, *(name for name in facts if name != "command")) + "\n", flush=True)
 
-    contexts = ["text", "repeated"] if args.repeat else ["text"]
-    work = {"text": lengths, "repeated": lengths[1:]}  # at the shortest length they are the same
+    contexts = ["text", *["repeated"] * args.repeat, *["copy"] * bool(args.copy)]
+    work = {"text": lengths, "repeated": lengths[1:], "copy": lengths}  # "repeated" is "text" at the shortest length
     bar = Bar(len(schemes) * len(windows) * sum(sum(work[context]) for context in contexts))
     rows: list[Row] = []
     for scheme in schemes:
@@ -115,8 +119,12 @@ def _measure(args: argparse.Namespace) -> int:
         for context in contexts:
             for length in work[context]:
                 bar.start(f"{scheme.label}, {context}, {length:,} tokens")
-                inputs = of_length(windows, tokens.start, length, lengths[0] if context == "repeated" else None)
-                losses = measure(model, inputs, targets, args.batch, args.chunk, args.cache_dtype)
+                if context == "copy":
+                    inputs, counted = copied(windows, tokens.start, length, args.copy), args.copy - 1
+                else:
+                    inputs = of_length(windows, tokens.start, length, lengths[0] if context == "repeated" else None)
+                    counted = targets
+                losses = measure(model, inputs, counted, args.batch, args.chunk, args.cache_dtype)
                 rows.append(Row(scheme.label, context, length, tuple(_counted(losses, bar, length))))
             if context == "repeated":
                 rows.append(next(row for row in rows if row.scheme == scheme.label)._replace(context=context))
@@ -141,7 +149,7 @@ def _measure(args: argparse.Namespace) -> int:
 
 
 def _measure_by_position(args: argparse.Namespace) -> int:
-    for name in ("targets", "repeat", "chunk"):
+    for name in ("targets", "repeat", "copy", "chunk"):
         if getattr(args, name):
             raise BadInput(
                 f"--{name}: not supported with --by-position, which measures every token of a window at once"
@@ -232,6 +240,16 @@ def of_length(
     return torch.tensor(rows)
 
 
+def copied(windows: Sequence[Sequence[int]], start: Sequence[int], length: int, size: int) -> torch.Tensor:
+    """Returns int64 (windows, length + 1): the start tokens, a passage of ``size`` tokens, text, and the passage again.
+
+    The passage is the beginning of the window, and the same at every length. The text is the end of the window.
+    """
+    between = length + 1 - len(start) - 2 * size
+    rows = [[*start, *window[:size], *window[len(window) - between :], *window[:size]] for window in windows]
+    return torch.tensor(rows)
+
+
 # ---- the measurement
 
 
@@ -276,12 +294,12 @@ def check_chunks(model) -> None:
 def _labels(rows: Sequence[Row]) -> list[tuple[str, str]]:
     """(scheme, context) of the table's rows: for each scheme the text, then the repeated context."""
     schemes = list(dict.fromkeys(row.scheme for row in rows))
-    contexts = [context for context in ("text", "repeated") if any(row.context == context for row in rows)]
+    contexts = [context for context in CONTEXTS if any(row.context == context for row in rows)]
     return [(scheme, context) for scheme in schemes for context in contexts]
 
 
 def _label(scheme: str, context: str) -> str:
-    return f"{scheme}, repeated" if context == "repeated" else scheme
+    return scheme if context == "text" else f"{scheme}, {context}"
 
 
 def table(rows: Sequence[Row], targets: int, unit: str = "token") -> str:
@@ -336,7 +354,7 @@ def loss_figure(rows: Sequence[Row], train_length: int, model: str, unit: str = 
     """
     schemes = list(dict.fromkeys(row.scheme for row in rows))
     shown, first = schemes[: len(COLOURS)], base or schemes[0]
-    contexts = [context for context in ("text", "repeated") if any(row.context == context for row in rows)]
+    contexts = [context for context in CONTEXTS if any(row.context == context for row in rows)]
     lengths = sorted({row.length for row in rows})
     figure = new_figure((3.4 + 3.3 * len(contexts), 5.6))
     grid = figure.subplots(2, len(contexts), squeeze=False, sharex=True, sharey="row", height_ratios=(1, 1))
@@ -366,7 +384,7 @@ def loss_figure(rows: Sequence[Row], train_length: int, model: str, unit: str = 
         below.axhline(0, color=COLOURS[schemes.index(first) % len(COLOURS)], linewidth=1.5)
         for axes in (above, below):
             _length_axis(axes, lengths, train_length)
-        above.set_title("text" if context == "text" else "repeated context", loc="left", fontsize=9)
+        above.set_title(CONTEXTS[context], loc="left", fontsize=9)
     grid[0, 0].set_ylabel(f"loss (nats per {unit})")
     grid[1, 0].set_ylabel(f"change against {first}\n(nats per {unit}, 95% interval)", fontsize=9)
     marked = "; dotted: the training length" if lengths[0] <= train_length <= lengths[-1] else ""
