@@ -23,6 +23,7 @@ from flashrope.evaluation.loss import Row, half_interval, measure, of_length, st
 from flashrope.evaluation.model import Tokens, check_causal, last_logits
 from flashrope.integrations.transformers import convert, revert
 
+pytestmark = pytest.mark.filterwarnings("error:.past_key_values. is deprecated")
 BYTES = Tokens(lambda text: list(text.encode()), unit="byte")
 SCHEMES = ["stock", "log-n", "ntk", "yarn", "rerope", "rerope-plain", "leaky", "hope", "cope"]
 SCHEMES += ["self-extend", "self-extend-log-n"]

@@ -22,11 +22,10 @@ from ..families import families_with, family
 from ..hf_config import rotary_of_model
 from ..options import RAW_KEYS, keeps_raw_keys, read_field, read_options, to_json
 from .schemes import LayerScheme, attending_layers, layer_type_of, sliding_window_of
+from .versions import VERSION, check_version
 
 # model_type of the decoders that the tests compare with the library's own attention.
 FAMILIES = frozenset(families_with("tested"))
-VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
-TOO_NEW = (5, 24)  # its decoders take the cache as "cache" instead of "past_key_values"
 NAME = "rotary_bands"  # of the attention. transformers gives names with "flash", "/" or "|" a meaning of its own
 ATTRIBUTE = "_flashrope"  # what a conversion leaves: its ``Plan`` on the decoder, a ``LayerScheme`` on every layer
 
@@ -79,11 +78,7 @@ def plan_conversion(model, given: Mapping[str, Any], untested: bool = False) -> 
     Raises:
         TypeError, ValueError: names the argument, what was expected and what came.
     """
-    if VERSION >= TOO_NEW:
-        raise ValueError(
-            "transformers: expected a version before 5.24, whose decoders take their cache by another name, got "
-            f"{transformers.__version__}; pip install 'transformers<5.24'"
-        )
+    check_version()
     decoder = find_decoder(model)
     check_decoder(decoder)
     modules = attention_modules(decoder)
