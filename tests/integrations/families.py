@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import transformers
 from flashrope import Rotary
-from flashrope.integrations.families import family
+from flashrope.configs.families import family
 from flashrope.integrations.transformers import convert
 from flashrope.integrations.transformers.plan import head_dim_of
 from flashrope.integrations.transformers.versions import CACHE, cache_of

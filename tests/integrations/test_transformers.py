@@ -29,8 +29,8 @@ from families import (
 from flashrope import Rotary
 from flashrope.backends import reference
 from flashrope.backends.calls import AttentionCall
+from flashrope.configs.families import family
 from flashrope.integrations import transformers as integration
-from flashrope.integrations.families import family
 from flashrope.integrations.transformers import convert, suggest
 from flashrope.integrations.transformers.versions import CACHES_WITHOUT_GRADIENTS
 from transformers import AutoConfig, DynamicCache

@@ -23,9 +23,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function
 
 from ...backends.cache_tables import CacheLayer
+from ...configs.families import family
 from ...operators.functional import attention, attention_varlen, attention_with_cache, rotate
 from ...rotary.rotary import Rotary
-from ..families import family
 from .caches import COORDINATES, Coordinates, follow_caches, holds_codes, split_rows
 from .continuous_batching import BATCH, attend_paged, prepare_manager
 from .plan import NAME, NOT_CONVERTED, SAVED, scheme_of

@@ -17,9 +17,9 @@ import transformers
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 
 from ...backends.cache_tables import CacheLayer, CacheTables, Packed
+from ...configs.families import family
 from ...operators.cache_plan import CachePlan, plan_cache
 from ...operators.functional import attention_varlen
-from ..families import family
 from .caches import axes_of
 from .plan import ATTRIBUTE, NAME, scheme_of
 

@@ -16,10 +16,10 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
+from ...configs.families import families_with, family
+from ...configs.hugging_face import model_steps
 from ...operators.checks import MAX_HEAD_DIM
-from ...rotary.rotary import Rotary
-from ..families import families_with, family
-from ..hf_config import rotary_of_model
+from ...rotary.rotary import Rotary, build
 from ..options import RAW_KEYS, keeps_raw_keys, read_field, read_options, to_json
 from .schemes import LayerScheme, attending_layers, layer_type_of, sliding_window_of
 from .versions import VERSION, check_version
@@ -298,7 +298,7 @@ def check_tables(decoder: PreTrainedModel, layer_types) -> None:
         if name.endswith("original_inv_freq")  # inv_freq may have grown with the length
     ]
     for layer_type in layer_types:
-        rotary = rotary_of_model(decoder.config, layer_type)
+        rotary = build(model_steps(decoder.config, layer_type))
         if any(rotary.frequencies) and not any(_same_table(rotary, *table) for table in tables):
             raise ValueError(
                 "model: expected a rotary embedding of the frequencies that its configuration gives, "
