@@ -257,6 +257,7 @@ setup(
         "flashrope.cache",
         "flashrope.cli",
         "flashrope.commands",
+        "flashrope.configs",
         "flashrope.evaluation",
         "flashrope.integrations",
         "flashrope.integrations.torchtitan",

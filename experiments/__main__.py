@@ -73,7 +73,7 @@ def _guarded(work: Callable[[], None]) -> int:
 
 
 def _experiment(args: argparse.Namespace) -> None:
-    need("matplotlib", "safetensors", "tqdm")
+    need("matplotlib", "safetensors")
     out = Path(args.out or f"runs/experiments-{args.preset}")
     if args.name in DERIVED:
         return _derive(out)

@@ -16,7 +16,8 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from flashrope.cli import files, report
+from flashrope.cli import files
+from flashrope.cli.progress import Bar
 from flashrope.rotary.catalogue import SCHEMES
 from flashrope.small_models.workers import Workers
 
@@ -77,9 +78,9 @@ def measure_checkpoints(run: Run, workers: Workers, folder: Path) -> None:
         files.write(unseen / f"{n:03}.txt", piece.decode())
     missing = [(seed, commands) for seed in run.seeds if (commands := unmeasured(folder, seed))]
     if missing:
-        with report.Bars(["measuring, models"], len(missing)) as bars:
+        with Bar(len(missing)).start("measuring models") as bar:
             jobs = [(run, seed, str(folder), commands) for seed, commands in missing]
-            workers.map(measure_job, jobs, lambda job, message: bars.step())
+            workers.map(measure_job, jobs, lambda job, message: bar.step())
     rows = [row for seed in run.seeds for path in measured(folder, seed) for row in rows_of(path, seed)]
     write_csv(folder / "results.csv", COLUMNS, rows)
 

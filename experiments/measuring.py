@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from flashrope import attention
-from flashrope.cli import files, report
+from flashrope.cli import files
+from flashrope.cli.progress import Bar
 from flashrope.small_models.workers import Workers
 
 from . import copying, few_shot, passkey, tasks
@@ -49,9 +50,9 @@ def measure_cells(run: Run, workers: Workers, folder: Path, cells: Sequence[Cell
     store.mkdir(parents=True, exist_ok=True)
     missing = [cell for cell in cells if not (store / cell.name).exists()]
     if missing:
-        with report.Bars(["measuring, schemes"], len(missing)) as bars:
+        with Bar(len(missing)).start("measuring schemes") as bar:
             jobs = [(run, cell, str(store / cell.name)) for cell in missing]
-            workers.map(measure_job, jobs, lambda job, message: bars.step())
+            workers.map(measure_job, jobs, lambda job, message: bar.step())
     return [row for cell in cells for row in json.loads((store / cell.name).read_text(encoding="utf-8"))]
 
 

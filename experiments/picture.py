@@ -14,10 +14,11 @@ from pathlib import Path
 
 import torch
 from flashrope import Rotary, attention
-from flashrope.cli import files, report
+from flashrope.cli import files
+from flashrope.cli.progress import Bar
 from flashrope.small_models.model import Attend, LanguageModel, ModelConfig
 from flashrope.small_models.train import TrainConfig, train
-from flashrope.small_models.workers import Workers
+from flashrope.small_models.workers import Workers, steps_of_jobs
 
 from .figures import points
 from .measuring import COLUMNS
@@ -120,18 +121,12 @@ def draw_pictures(run: Run, workers: Workers, folder: Path) -> None:
         for name in ENCODINGS
         for training in trainings
     ]
-    done = [0] * len(jobs)
-
-    def progress(job, message):
-        done[job] = message[0]
-        bars.update(0, sum(done), message[1])
-
     stored = folder / "cells.json"
     asked = [[job[0], job[2].seed, steps] for job in jobs]
     kept = json.loads(stored.read_text(encoding="utf-8")) if stored.exists() else {}
     if kept.get("asked") != asked:
-        with report.Bars([f"training {len(jobs)} picture models, steps"], len(jobs) * steps) as bars:
-            found = workers.map(train_and_measure, jobs, progress)
+        with Bar(len(jobs) * steps).start(f"training {len(jobs)} picture models") as bar:
+            found = workers.map(train_and_measure, jobs, steps_of_jobs(bar))
         rows = [
             [job[0], job[0], SIDE**2, job[2].seed, *dataclasses.astuple(result)]
             for job, results in zip(jobs, found, strict=True)

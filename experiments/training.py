@@ -10,11 +10,12 @@ from pathlib import Path
 
 import torch
 from flashrope import Rotary, attention
-from flashrope.cli import files, report
+from flashrope.cli import files
 from flashrope.cli.files import replacing
+from flashrope.cli.progress import Bar
 from flashrope.small_models.model import ModelConfig
 from flashrope.small_models.train import train
-from flashrope.small_models.workers import Workers
+from flashrope.small_models.workers import Workers, steps_of_jobs
 
 from . import copying, few_shot, passkey, tasks
 from .distributed import first_says
@@ -54,19 +55,13 @@ def train_models(run: Run, workers: Workers, wanted: Sequence[tuple[str, int]]) 
     if not missing:
         return
     jobs = [(run, trained, length, seed) for trained, length, seed in missing]
-    steps = [0] * len(jobs)
-
     if run.ranks.rank:
         for job in jobs:
             train_job(*job, lambda message: None)
         return
 
-    def progress(job, message):
-        steps[job] = message[0]
-        bars.update(0, sum(steps), message[1])
-
-    with report.Bars([f"training {len(jobs)} models, steps"], len(jobs) * run.preset.steps) as bars:
-        workers.map(train_job, jobs, progress)
+    with Bar(len(jobs) * run.preset.steps).start(f"training {len(jobs)} models") as bar:
+        workers.map(train_job, jobs, steps_of_jobs(bar))
 
 
 def train_job(run: Run, trained: str, length: int, seed: int, progress: Callable) -> None:

@@ -38,7 +38,6 @@ SECTIONS = {  # section: {file below python/flashrope: public names}
         "integrations/transformers/caches.py": ("accept_cache", "CodesCache"),
         "integrations/transformers/schemes.py": ("suggest", "Suggestion"),
         "integrations/transformers/plan.py": ("FAMILIES",),
-        "integrations/hf_config.py": ("rotary_from_config",),
     },
     "Distributed training: `flashrope.integrations.distributed`": {
         "integrations/distributed.py": (
@@ -85,9 +84,7 @@ def _entry(name: str, node: ast.stmt) -> list[str]:
     if isinstance(node, ast.FunctionDef):
         return [f"### {name}\n\n{_signature(name, node)}\n\n{_markdown(ast.get_docstring(node))}\n"]
     if isinstance(node, ast.Assign):
-        values = import_module("flashrope.integrations.families").families_with(
-            "tested"
-        )  # of FAMILIES, the one constant
+        values = import_module("flashrope.configs.families").families_with("tested")  # of FAMILIES, the one constant
         return [f"### {name}\n\n{', '.join(f'`{value}`' for value in values)}.\n"]
     methods = [x for x in node.body if isinstance(x, ast.FunctionDef)]
     fields = [ast.unparse(x) for x in node.body if isinstance(x, ast.AnnAssign)]

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from flashrope.backends.triton import tiles as backend_tiles
 from flashrope.cli.files import replacing
+from flashrope.cli.progress import Bar
 from flashrope.triton_kernels.configs import Tile
 from flashrope.tuning.candidates import KERNELS, tiles
-from tqdm import tqdm
 
 from . import cases, predict
 from .architectures import MULTIPROCESSORS
@@ -69,9 +69,10 @@ def of_direction(direction: str, launches: list[Launch]) -> Launch:
 
 def compiled(launches: list[Launch], jobs: int) -> list[Measured | str]:
     found = [None] * len(launches)
-    running = compile_all(launches, jobs)
-    for index, result, _ in tqdm(running, total=len(launches), disable=None, leave=False, desc="compiling"):
-        found[index] = result
+    with Bar(len(launches)).start("compiling") as bar:
+        for index, result, _ in compile_all(launches, jobs):
+            found[index] = result
+            bar.step()
     return found
 
 

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import sys
 from collections.abc import Callable, Sequence
 
 import torch
-from flashrope.cli.progress import duration
-from tqdm import tqdm
+from flashrope.cli.progress import Bar, duration
 
 from .. import machine
 from ..progress import steps
@@ -49,7 +47,7 @@ class Session:
         self.stem = stem(command, options)
         self.tables: list[Table] = []
         self.peaks: dict[tuple[str, str], int] = {}
-        self.bar = tqdm(disable=None, unit="step", leave=False, dynamic_ncols=True, file=sys.stderr)
+        self.bar = Bar(0)
         self.say(self.run.argv)
         self.say(
             f"{device['hardware']}, torch {self.run.versions['torch']}, triton {self.run.versions['triton']}, "
@@ -59,14 +57,14 @@ class Session:
         self.say(ceilings.text(self.run.ceilings))
 
     def say(self, text: str = "") -> None:
-        tqdm.write(text, file=sys.stdout)
-        sys.stdout.flush()
+        self.bar.clear()
+        print(text, flush=True)
 
     def measure(self, tables: Sequence[Table]) -> None:
         """Checks the contestants, then times them, table by table."""
         if self.options.contestants:
             tables = [dataclasses.replace(table, contestants=self.chosen(table.contestants)) for table in tables]
-        self.bar.reset(total=sum(len(table.contestants) for table in tables) * 2)
+        self.bar = Bar(sum(len(table.contestants) for table in tables) * 2)
         self.say(expected_time(len(tables), self.options.seconds))
         self.say(f"checking the contestants of {len(tables)} tables")
         for table in tables:
@@ -193,7 +191,7 @@ class Session:
 
     def measure_memory(self, tables: Sequence[Table]) -> None:
         records = {(record.table, record.contestant): record for record in self.run.records}
-        self.bar.reset(total=sum(len(table.contestants) for table in tables))
+        self.bar = Bar(sum(len(table.contestants) for table in tables))
         for table in tables:
             torch.compiler.reset()
             inputs = None
@@ -215,7 +213,7 @@ class Session:
 
         Returns the exit code: 1 if one of flashrope's contestants is wrong or failed, or if nothing ran.
         """
-        self.bar.close()
+        self.bar.clear()
         self.run.load_average["end"] = machine.load_average()
         self.run.goals = goals.evaluate(self.run)
         self.say("\n" + goals.text(self.run.goals))
@@ -242,8 +240,7 @@ class Session:
         self.say(f"skipped: {line}")
 
     def step(self, what: str) -> None:
-        self.bar.set_description_str(what[:60], refresh=False)
-        self.bar.update()
+        self.bar.step(note=what)
 
 
 def expected_time(tables: int, seconds: float) -> str:

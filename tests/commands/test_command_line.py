@@ -3,7 +3,6 @@
 import json
 import os
 import pty
-import re
 import signal
 import subprocess
 import sys
@@ -16,14 +15,14 @@ import flashrope
 import pytest
 from flashrope.cli.program import guarded
 from flashrope.cli.progress import Bar, duration, seconds_left
-from flashrope.cli.report import Bars
 from flashrope.commands.demo import TIMES
 from flashrope.commands.main import COMMANDS, main
 from flashrope.rotary.catalogue import SCHEMES
 from flashrope.small_models.presets import PRESETS
+from flashrope.small_models.workers import steps_of_jobs
 from flashrope.tuning.measure import _cancelled_by_errors
 
-HEAVY = {"torch", "numpy", "triton", "transformers", "matplotlib", "tqdm", "safetensors", "multiprocessing"}
+HEAVY = {"torch", "numpy", "triton", "transformers", "matplotlib", "safetensors", "multiprocessing"}
 
 
 def python(*arguments, **options):
@@ -122,42 +121,50 @@ def test_a_bar_shows_the_time_left(monkeypatch):
         bar.start("first")
     now.at += 20
     for bar in bars:
-        bar.step(100)
+        bar.step(100, "loss 2.000")
         bar.start("second")
     shown = "".join(live)
+    assert "25% 20 s, about 1 min 00 s left  loss 2.000" in shown
     assert "25% 20 s, about 1 min 00 s left  second" in shown and "25% 20 s, about 5 s left  second" in shown
     assert "".join(lines) == "first\nsecond (20 s, about 1 min 00 s left)\n"
 
 
-def test_bars_of_the_demo_say_the_time_left_where_there_is_no_terminal(monkeypatch, capsys):
-    pytest.importorskip("tqdm", reason="the extra 'demo' is not installed")
+def test_without_a_terminal_a_line_comes_from_time_to_time(monkeypatch):
     now = SimpleNamespace(at=100.0)
-    monkeypatch.setattr("flashrope.cli.report.time.monotonic", lambda: now.at)
-    with Bars(["training"], 101) as bars:
-        for step in range(1, 102):
-            bars.update(0, step, 2.0)
-            now.at += 1 if step > 1 else 50  # the first step compiles: not counted
-    shown = capsys.readouterr().out.splitlines()
-    assert shown[0] == "training: 1 of 101, loss 2.000"
-    assert re.fullmatch(r"training: 25 of 101, loss 2.000, about 3 min 5\d s left", shown[1])
-    assert shown[-1] == "training: 101 of 101, loss 2.000"
+    monkeypatch.setattr("flashrope.cli.progress.time.monotonic", lambda: now.at)
+    lines = Terminal()
+    lines.isatty = lambda: False
+    with Bar(100, lines).start("training") as bar:
+        for step in range(100):
+            now.at += 1
+            bar.step(note=f"loss {step}")
+    assert "".join(lines).splitlines() == [
+        "training",
+        "training, loss 29: 30 of 100 (30 s, about 1 min 10 s left)",
+        "training, loss 59: 60 of 100 (1 min 00 s, about 40 s left)",
+        "training, loss 89: 90 of 100 (1 min 30 s, about 10 s left)",
+    ]
 
 
-def test_bars_on_a_terminal_without_a_width():
+def test_the_steps_of_several_jobs_are_counted_together():
+    lines = Terminal()
+    bar = Bar(20, lines)
+    count = steps_of_jobs(bar)
+    for job, step in ((0, 1), (1, 4), (0, 3), (1, 10)):
+        count(job, (step, 1.5))
+    assert bar.done == 13
+    assert "65%" in "".join(lines) and "loss 1.500" in "".join(lines)
+
+
+def test_a_bar_on_a_terminal_without_a_width():
     """Such as that of script(1) with another stdin."""
-    pytest.importorskip("tqdm", reason="the extra 'demo' is not installed")
-    code = (
-        "from flashrope.cli.progress import Bar\nfrom flashrope.cli.report import Bars\n"
-        "with Bars(['training'], 10) as bars:\n    bars.update(0, 10, 2.0)\n"
-        "bar = Bar(4)\nbar.start('measuring')\nbar.step(4)\n"
-    )
+    code = "from flashrope.cli.progress import Bar\nbar = Bar(4).start('measuring')\nbar.step(4)\n"
     ours, theirs = pty.openpty()
     assert os.get_terminal_size(theirs).columns == 0
     plain = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
     subprocess.run([sys.executable, "-c", code], stdout=theirs, stderr=theirs, env=plain, timeout=60, check=True)
     shown = os.read(ours, 100_000).decode()
     os.close(ours), os.close(theirs)
-    assert "training: 100%" in shown and "loss 2.000" in shown
     assert "100% 1 s  measuring" in shown or "100% 0 s  measuring" in shown
 
 

@@ -179,20 +179,20 @@ def test_trains_on_the_text_given(tmp_path, text, capsys):
 
 
 @pytest.mark.parametrize(
-    "moment, wait",
+    "moment, stream, wait",
     [
-        pytest.param("software:", 1, id="starting"),
-        pytest.param("training with", 0, id="training", marks=pytest.mark.slow),
+        pytest.param("software:", "stdout", 1, id="starting"),
+        pytest.param("training with", "stderr", 5, id="training", marks=pytest.mark.slow),
     ],
 )
-def test_interrupt_ends_cleanly(tmp_path, text, moment, wait):
+def test_interrupt_ends_cleanly(tmp_path, text, moment, stream, wait):
     command = [sys.executable, "-m", "flashrope", *TINY[:-1], "2", "--steps", "100000"]
     command += ["--text", str(text), "--out", str(tmp_path)]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
     try:
-        while not process.stdout.readline().startswith(moment):
+        while not getattr(process, stream).readline().startswith(moment):
             assert process.poll() is None, process.stderr.read()
         time.sleep(wait)
         os.killpg(process.pid, signal.SIGINT)  # as the terminal does it: to the workers too

@@ -10,7 +10,7 @@ import warnings
 
 import torch
 import transformers
-from flashrope.integrations.hf_config import rotary_of_model
+from flashrope.configs.hugging_face import model_steps
 from flashrope.integrations.transformers import convert
 from flashrope.integrations.transformers.plan import attention_modules, check_decoder, find_decoder
 from flashrope.integrations.transformers.schemes import layer_type_of
@@ -87,7 +87,7 @@ def _refusal(build) -> str:
         decoder = find_decoder(model)
         check_decoder(decoder)
         for module in attention_modules(decoder):
-            rotary_of_model(decoder.config, layer_type_of(decoder.config, module.layer_idx))
+            build(model_steps(decoder.config, layer_type_of(decoder.config, module.layer_idx)))
         if next(model.parameters()).is_meta:
             return ""
         convert(model, untested=True)

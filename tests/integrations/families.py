@@ -10,9 +10,10 @@ from pathlib import Path
 import torch
 import transformers
 from flashrope import Rotary
-from flashrope.integrations.families import family
+from flashrope.configs.families import family
 from flashrope.integrations.transformers import convert
 from flashrope.integrations.transformers.plan import head_dim_of
+from flashrope.integrations.transformers.versions import CACHE, cache_of
 from small_models import CAUSAL_LM, COMMON, FAMILIES, HERE, REFUSED_BY_VERSION, UNFIT, VERSION, tiny  # noqa: F401  the tests import them from here
 from transformers import StaticCache
 
@@ -100,8 +101,8 @@ def logits(model, ids, mask=None, cache=None, calls=None, **kwargs) -> torch.Ten
         parts = []
         for start, end in zip([0, *calls], calls, strict=False):
             seen = None if mask is None else mask[:, :end]
-            step = model(ids[:, start:end], attention_mask=seen, past_key_values=cache, use_cache=True)
-            cache = step.past_key_values
+            step = model(ids[:, start:end], attention_mask=seen, use_cache=True, **{CACHE: cache})
+            cache = cache_of(step)
             parts.append(step.logits)
         out = torch.cat(parts, 1)
     return out if mask is None else out * mask[..., None]

@@ -1,11 +1,10 @@
 """Small random models of every tested family: their configurations and weights."""
 
 import torch
-import transformers
+from flashrope.integrations.transformers.versions import VERSION
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL_LM
 
-VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
 COMMON = dict(
     vocab_size=64,
     hidden_size=64,

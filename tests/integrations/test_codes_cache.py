@@ -10,6 +10,7 @@ from families import CALLS, SEQLEN, tiny
 from flashrope.backends.quantized import dequantize, quantize
 from flashrope.cache.storage import CACHE_DTYPES
 from flashrope.integrations.transformers import CodesCache, convert, revert
+from flashrope.integrations.transformers.versions import CACHE
 from transformers import Cache
 from transformers.cache_utils import DynamicLayer, QuantizedLayer
 
@@ -109,12 +110,12 @@ def test_a_model_that_is_not_converted(state):
     used.reset()
     caches = [CodesCache(model.config, "int8")]
     if used.get_seq_length():  # transformers 4 keeps the length in reset, so the cache is refused as another model's
-        with pytest.raises(ValueError, match="^past_key_values: expected a cache that the stock model filled, got 7"):
+        with pytest.raises(ValueError, match=f"^{CACHE}: expected a cache that the stock model filled, got 7"):
             model(ids, past_key_values=used)
     else:
         caches.append(used)
     for cache in caches:
-        with pytest.raises(ValueError, match=r"past_key_values: a CodesCache is not .*; call convert\(model\) first"):
+        with pytest.raises(ValueError, match=rf"{CACHE}: a CodesCache is not .*; call convert\(model\) first"):
             model(ids, past_key_values=cache)
         with pytest.raises(ValueError, match=r"call convert\(model\) first"):
             model.generate(ids, past_key_values=cache, max_new_tokens=2)

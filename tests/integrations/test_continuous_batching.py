@@ -8,7 +8,7 @@ pytest.importorskip("transformers", reason="the extra 'transformers' is not inst
 import transformers
 from families import HERE, ROPE_TYPES, VERSION, tiny
 from flashrope import CachePlan
-from flashrope.integrations.families import families_with
+from flashrope.configs.families import families_with
 from flashrope.integrations.transformers import continuous_batching, convert, revert
 from transformers import GenerationConfig
 

@@ -11,7 +11,9 @@ from flashrope.commands.main import main
 from flashrope.evaluation.generate import _decoder
 from flashrope.evaluation.model import Tokens
 from flashrope.integrations.transformers import CodesCache, convert, from_pretrained
+from flashrope.integrations.transformers.versions import CACHE
 
+pytestmark = pytest.mark.filterwarnings("error:.past_key_values. is deprecated")
 PROMPT = "the quick brown fox jumps over the lazy dog " * 2
 NEW = 24
 
@@ -41,7 +43,7 @@ def run(checkpoint, capsys):
 def continued(model, cache=None) -> str:
     """Greedy, by the library's own loop."""
     ids = torch.tensor([list(PROMPT.encode())])
-    done = model.generate(ids, max_new_tokens=NEW, do_sample=False, past_key_values=cache, pad_token_id=0)
+    done = model.generate(ids, max_new_tokens=NEW, do_sample=False, pad_token_id=0, **{CACHE: cache})
     return bytes(done[0].tolist()).decode(errors="replace")
 
 

@@ -24,6 +24,7 @@ from flashrope.evaluation.model import Tokens, check_causal, last_logits
 from flashrope.evaluation.statistics import half_interval, student_t
 from flashrope.integrations.transformers import convert, revert
 
+pytestmark = pytest.mark.filterwarnings("error:.past_key_values. is deprecated")
 BYTES = Tokens(lambda text: list(text.encode()), unit="byte")
 SCHEMES = ["stock", "log-n", "ntk", "yarn", "rerope", "rerope-plain", "leaky", "hope", "cope"]
 SCHEMES += ["self-extend", "self-extend-log-n"]

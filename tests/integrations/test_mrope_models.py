@@ -9,7 +9,7 @@ import torch.nn.functional as F
 pytest.importorskip("transformers", reason="the comparison with transformers needs transformers")
 
 from flashrope import Rotary, attention
-from flashrope.integrations.families import families_with, family
+from flashrope.configs.families import families_with, family
 from flashrope.lowering.cos_sin import cos_sin
 
 SECTIONS = {"sections": [4, 6, 6], "interleaved": [6, 5, 5]}

@@ -23,6 +23,7 @@ from flashrope.evaluation.passkey import Sizes, measure, scores
 from flashrope.evaluation.prompts import Haystack
 from flashrope.evaluation.schemes import same_length
 from flashrope.integrations.transformers import convert
+from flashrope.integrations.transformers.versions import CACHE
 
 BYTES = Haystack(Tokens(lambda text: list(text.encode()), unit="byte"))
 SHORTEST = BYTES.shortest()
@@ -40,9 +41,9 @@ class Reader(torch.nn.Module):
         self.config.get_text_config = lambda: self.config
         self.weight = torch.nn.Parameter(torch.zeros(()))
 
-    def forward(self, ids, use_cache, past_key_values=None, logits_to_keep=0):
+    def forward(self, ids, use_cache, logits_to_keep=0, **given):
         self.passes.append(ids.shape[1])
-        whole = ids if past_key_values is None else torch.cat((past_key_values, ids), 1)
+        whole = torch.cat((given[CACHE], ids), 1) if CACHE in given else ids
         logits = torch.zeros(*whole.shape, 256)
         for row, text in zip(logits, whole.tolist(), strict=True):
             text = bytes(text)
@@ -54,7 +55,7 @@ class Reader(torch.nn.Module):
                 if begin + at - 1 < len(text):
                     row[begin + at - 1, byte] = 9.0
         kept = logits[:, whole.shape[1] - ids.shape[1] :]
-        return SimpleNamespace(logits=kept[:, -logits_to_keep:], past_key_values=whole)
+        return SimpleNamespace(logits=kept[:, -logits_to_keep:], **{CACHE: whole})
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ pytest.importorskip("transformers", reason="the extra 'transformers' is not inst
 
 from families import logits, schemes, tiny
 from flashrope import Rotary
-from flashrope.integrations.dual_chunk import asks_for_chunks, read_chunks
+from flashrope.configs.dual_chunk import asks_for_chunks, read_chunks
 from flashrope.integrations.transformers import convert, from_pretrained
 from flashrope.integrations.vllm.plan import adopt_chunks, make_plan
 from test_vllm_plan import config

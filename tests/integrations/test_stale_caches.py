@@ -10,9 +10,10 @@ pytest.importorskip("transformers", reason="the extra 'transformers' is not inst
 from families import VERSION, close, logits, static, tiny, tokens
 from flashrope.integrations.transformers import accept_cache, convert, revert
 from flashrope.integrations.transformers.caches import check_cache
+from flashrope.integrations.transformers.versions import CACHE, OLD_NAME
 from transformers import DynamicCache
 
-REFUSED = "past_key_values: expected a cache that {} filled, got 9 tokens that were written {}"
+REFUSED = f"{CACHE}: expected a cache that {{}} filled, got 9 tokens that were written {{}}"
 BY_ANOTHER = REFUSED.format("this conversion", "by another model, or before convert")
 BY_CONVERTED = REFUSED.format("the stock model", "by a converted one, before revert")
 MAKE = {
@@ -116,8 +117,27 @@ def test_a_cache_of_unknown_origin():
     step(model, accept_cache(model, rebuilt), 10)
 
 
+@pytest.mark.parametrize("name", [OLD_NAME, CACHE, "by position"])
+def test_every_way_to_pass_a_cache_to_the_decoder(name):
+    """From transformers 5.24 on it has another name, and the old one is accepted."""
+    model = tiny("llama")
+    stale = filled(model, "dynamic")
+    decoder, ids = convert(model, window=6).model, tokens()
+
+    @torch.no_grad()
+    def step(cache, start: int):
+        by_name, by_position = ({}, (None, None, cache)) if name == "by position" else ({name: cache}, ())
+        return decoder(ids[:, start : start + 1], *by_position, **by_name).last_hidden_state
+
+    with pytest.raises(ValueError, match=BY_ANOTHER):
+        step(stale, 9)
+    cache = DynamicCache(config=model.config)
+    found = torch.cat([step(cache, start) for start in range(12)], 1)
+    assert close(found, decoder(ids[:, :12], use_cache=False).last_hidden_state)
+
+
 def test_tuples_are_not_caches():
-    with pytest.raises(TypeError, match="past_key_values: expected a Cache of transformers, got tuple"):
+    with pytest.raises(TypeError, match=f"{CACHE}: expected a Cache of transformers, got tuple"):
         convert(tiny("llama"))(tokens(), past_key_values=((torch.zeros(1), torch.zeros(1)),))
 
 
@@ -130,7 +150,7 @@ def test_compiled(kind):
     convert(model, window=6)
     model.forward = torch.compile(model.forward, backend="eager")
     assert close(logits(model, tokens(), calls=[9, 10, 11], cache=MAKE[kind](model)), expected)
-    with pytest.raises((ValueError, RuntimeError), match="past_key_values.* by another model, or before convert"):
+    with pytest.raises((ValueError, RuntimeError), match=f"{CACHE}.* by another model, or before convert"):
         step(model, stale)  # the graph asserts it where only the device knows the length
 
 
@@ -139,7 +159,7 @@ def test_a_step_asks_nothing_of_the_device():
     model = convert(tiny("llama"))
     cache = filled(model, "static")
     cache.get_seq_length = None  # would be called
-    check_cache(model.model, (), {"past_key_values": cache})
+    check_cache(model.model, {CACHE: cache})
 
 
 @pytest.mark.skipif(VERSION < (5, 1), reason="layers without attention are refused before transformers 5.1")

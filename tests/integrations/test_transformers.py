@@ -16,6 +16,7 @@ from families import (
     PADDING,
     ROPE_TYPES,
     RUNS,
+    SEQLEN,
     close,
     converted,
     logits,
@@ -28,9 +29,10 @@ from families import (
 from flashrope import Rotary
 from flashrope.backends import reference
 from flashrope.backends.calls import AttentionCall
+from flashrope.configs.families import family
 from flashrope.integrations import transformers as integration
-from flashrope.integrations.families import family
 from flashrope.integrations.transformers import convert, suggest
+from flashrope.integrations.transformers.versions import CACHES_WITHOUT_GRADIENTS
 from transformers import AutoConfig, DynamicCache
 from vision_models import KINDS
 
@@ -257,6 +259,22 @@ def test_gradient_checkpointing(reentrant):
         model.enable_input_require_grads()
     found = gradients(model)
     assert all(torch.equal(found[name], grad) for name, grad in expected.items())
+
+
+def test_packed_sequences_without_gradients_under_gradient_checkpointing():
+    """From transformers 5.24 on such a forward makes a cache, beside which masks do not separate packed sequences."""
+    model = convert(tiny("llama"))
+    ids, positions = tokens(1), torch.tensor([[*range(7), *range(SEQLEN - 7)]])
+    expected = logits(model, ids, position_ids=positions)
+    model.train().gradient_checkpointing_enable()
+    with torch.no_grad():
+        if CACHES_WITHOUT_GRADIENTS:
+            with pytest.raises(ValueError, match="^position_ids: .* packed sequences need use_cache=False"):
+                model(ids, position_ids=positions)
+        else:
+            assert close(model(ids, position_ids=positions).logits, expected)
+        assert close(model(ids, position_ids=positions, use_cache=False).logits, expected)
+    assert close(model(ids, position_ids=positions).logits.detach(), expected)
 
 
 def test_autocast():

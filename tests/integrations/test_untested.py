@@ -19,6 +19,8 @@ from flashrope.integrations.transformers import convert, from_pretrained, plan, 
 from flashrope.integrations.transformers.attention import attention_forward
 from transformers import AutoConfig, AutoModelForCausalLM
 
+pytestmark = pytest.mark.filterwarnings("error:.past_key_values. is deprecated")
+
 
 @pytest.fixture
 def unknown(monkeypatch):

@@ -11,6 +11,7 @@ from flashrope import Rotary
 from flashrope.backends.cpu import masked
 from flashrope.integrations.transformers import CodesCache, convert, from_pretrained, plan, revert
 from flashrope.integrations.transformers.caches import COORDINATES
+from flashrope.integrations.transformers.versions import CACHE
 from small_models import VERSION
 from transformers import DynamicCache, StaticCache
 from vision_models import (
@@ -367,11 +368,11 @@ def test_a_cache_that_lost_its_coordinates():
     start = given["input_ids"].shape[1] - 4
     cache = after_images(model, name, given)
     delattr(cache, COORDINATES)
-    with pytest.raises(ValueError, match="^past_key_values: expected the 3 coordinates of each of its .* of 0 tokens"):
+    with pytest.raises(ValueError, match=f"^{CACHE}: expected the 3 coordinates of each of its .* of 0 tokens"):
         continued(model, name, cache, given, [0, 1], start)
     cache = after_images(model, name, given)
     setattr(cache, COORDINATES, getattr(cache, COORDINATES)[:1])
-    with pytest.raises(ValueError, match="^past_key_values: expected a cache of 2 sequences, .* got .* of 1"):
+    with pytest.raises(ValueError, match=f"^{CACHE}: expected a cache of 2 sequences, .* got .* of 1"):
         continued(model, name, cache, given, [0, 1], start)
 
 
@@ -381,7 +382,7 @@ def test_a_cache_that_returns_other_keys():
     cache = after_images(model, name, given)
     cache.layers[1].keys = cache.layers[1].keys[:, :, 1:].repeat(1, 1, 2, 1)
     cache.layers[1].values = cache.layers[1].values[:, :, 1:].repeat(1, 1, 2, 1)
-    with pytest.raises(ValueError, match="^past_key_values: expected a cache that returns the keys of its"):
+    with pytest.raises(ValueError, match=f"^{CACHE}: expected a cache that returns the keys of its"):
         continued(model, name, cache, given, [0, 1], given["input_ids"].shape[1] - 4)
 
 

@@ -173,12 +173,13 @@ JUDGES = {
         "tests/distributed/test_dtensor.py",
     ],
     "python/flashrope/integrations/vllm/*": ["tests/integrations/test_vllm_plan.py"],
-    "python/flashrope/integrations/hf_config.py": [
+    "python/flashrope/configs/hugging_face.py": [
         "tests/integrations/test_hf_config.py tests/integrations/test_qwen_1m.py"
     ],
-    "python/flashrope/integrations/dual_chunk.py": [
+    "python/flashrope/configs/dual_chunk.py": [
         "tests/integrations/test_qwen_1m.py tests/integrations/test_vllm_plan.py"
     ],
+    "python/flashrope/configs/*": ["tests/integrations/test_hf_config.py tests/integrations/test_mrope_models.py"],
     "python/flashrope/integrations/transformers/c*": [
         "tests/integrations/test_continuous_batching.py tests/integrations/test_vision_models.py",
         CONVERTED,

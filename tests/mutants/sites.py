@@ -19,6 +19,7 @@ ROOMS = {
     "operators": ("python/flashrope/operators/*.py",),
     "rotary": ("python/flashrope/rotary/*.py",),
     "integrations": (
+        "python/flashrope/configs/*.py",
         "python/flashrope/integrations/*.py",
         "python/flashrope/integrations/transformers/*.py",
         "python/flashrope/integrations/vllm/*.py",

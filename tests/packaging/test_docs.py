@@ -24,7 +24,6 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 API_MODULES = (
     "flashrope",
     "flashrope.integrations.transformers",
-    "flashrope.integrations.hf_config",
     "flashrope.integrations.distributed",
 )
 OPTIONAL = ("transformers", "peft")

@@ -1,9 +1,12 @@
-"""The rooms of the package: imports run downward only, and never in a circle. Imports inside functions count."""
+"""The rooms of the package: imports run downward only, and never in a circle.
+
+Imports inside functions count, and so do those by ``import_module("name", __package__)``.
+"""
 
 import ast
 from graphlib import CycleError, TopologicalSorter
 from importlib import import_module
-from importlib.util import find_spec
+from importlib.util import find_spec, resolve_name
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 FLOORS = {  # from the ground up; a room, a file or a folder, imports from itself and from floors below
     "flashrope": (
+        "configs",
         "rotary cli",
         "lowering",
         "triton_kernels",
@@ -48,20 +52,23 @@ def modules() -> dict[str, Path]:
 MODULES = modules()
 
 
-def imported(name: str) -> set[str]:
-    """The modules of this repository that a module imports, by their dotted names."""
+def imported(name: str, source: str) -> set[str]:
+    """Returns the modules of this repository that a module with this source imports, by their dotted names."""
     package, found = name.split(".")[:-1], set()
-    for node in ast.walk(ast.parse(MODULES[name].read_text())):
+    for node in ast.walk(ast.parse(source)):
         names = [alias.name for alias in node.names] if isinstance(node, (ast.Import, ast.ImportFrom)) else []
         if isinstance(node, ast.ImportFrom):
             above = package[: len(package) + 1 - node.level] if node.level else []
             start = ".".join([*above, *filter(None, [node.module])])
             names = [start, *(f"{start}.{each}" for each in names)]
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            if isinstance(node.args[0], ast.Constant):
+                names = [resolve_name(node.args[0].value, ".".join(package))]
         found.update(names)
     return (found & MODULES.keys()) - {name}
 
 
-IMPORTS = {name: imported(name) for name in MODULES}
+IMPORTS = {name: imported(name, path.read_text()) for name, path in MODULES.items()}
 
 
 def floor(name: str) -> int:
@@ -77,6 +84,20 @@ def test_no_module_imports_itself_through_others():
         TopologicalSorter(IMPORTS).prepare()
     except CycleError as error:
         pytest.fail(" <- ".join(error.args[1]))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from ..integrations import options",
+        "def f():\n    from ..integrations.options import FIELD",
+        "def f():\n    import flashrope.integrations.options",
+        "def f():\n    return import_module('..integrations.options', __package__)",
+        "import importlib\nimportlib.import_module('flashrope.integrations.options')",
+    ],
+)
+def test_every_way_to_import_is_seen(source):
+    assert imported("flashrope.rotary.rotary", source) == {"flashrope.integrations.options"}
 
 
 def test_of_the_timing_only_what_has_no_gpu_compiles():

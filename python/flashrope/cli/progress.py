@@ -1,4 +1,4 @@
-"""A progress bar with the time left on a terminal; elsewhere one line for each item."""
+"""A progress bar with the time left on a terminal, and lines from time to time elsewhere."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 import time
 
 WIDTH = 30
+EVERY = 30.0  # seconds between lines where there is no terminal
 SETTLED = 1.0  # seconds of work after which the time left can be told
 
 
@@ -34,34 +35,57 @@ def columns() -> int:
 class Bar:
     """Counts steps up to total. Written to stderr, so that what is printed on stdout stays clean.
 
-    limit: seconds after which the work ends in any case.
+    As a context manager, it makes room for other output at the end.
+
+    Args:
+        total: the number of steps.
+        stream: where to draw. Default: stderr.
+        limit: seconds after which the work ends in any case.
     """
 
     def __init__(self, total: int, stream=None, limit: float = math.inf):
         self.total, self.done, self.limit = total, 0, limit
         self.stream = sys.stderr if stream is None else stream
-        self.text, self.began = "", time.monotonic()
+        self.text, self.note, self.began = "", "", time.monotonic()
+        self.said = self.began  # when the last line was printed
         self.live = self.stream.isatty()
 
-    def start(self, text: str) -> None:
-        """Names what the next steps belong to. Time counts from the first call."""
+    def __enter__(self) -> Bar:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.clear()
+
+    def start(self, text: str) -> Bar:
+        """Names what the next steps belong to. Time counts from the first call. Returns the bar."""
         if not self.text:
             self.began = time.monotonic()
-        self.text = text
+        self.text, self.note = text, ""
         if self.live:
             self._draw()
         else:
-            print(f"{text} ({self._time()})" if self.done else text, file=self.stream, flush=True)
+            self._say(f"{text} ({self._time()})" if self.done else text)
+        return self
 
-    def step(self, count: int = 1) -> None:
-        self.done = min(self.done + count, self.total)
+    def step(self, count: int = 1, note: str = "") -> None:
+        """Counts steps as done. note: what to say beside the text, until the next step."""
+        self.done, self.note = min(self.done + count, self.total), note
         if self.live:
             self._draw()
+        elif time.monotonic() - self.said >= EVERY:
+            self._say(f"{self._join(self.text, self.note)}: {self.done} of {self.total} ({self._time()})")
 
     def clear(self) -> None:
         """Makes room for other output."""
         if self.live:
             print("\r\x1b[K", end="", file=self.stream, flush=True)
+
+    def _say(self, line: str) -> None:
+        self.said = time.monotonic()
+        print(line, file=self.stream, flush=True)
+
+    def _join(self, *words: str) -> str:
+        return ", ".join(filter(None, words))
 
     def _time(self) -> str:
         elapsed = time.monotonic() - self.began
@@ -73,5 +97,5 @@ class Bar:
     def _draw(self) -> None:
         filled = WIDTH * self.done // max(self.total, 1)
         share = 100 * self.done // max(self.total, 1)
-        line = f"[{'#' * filled}{'.' * (WIDTH - filled)}] {share}% {self._time()}  {self.text}"
+        line = f"[{'#' * filled}{'.' * (WIDTH - filled)}] {share}% {self._time()}  {self._join(self.note, self.text)}"
         print(f"\r\x1b[K{line[: columns() - 1]}", end="", file=self.stream, flush=True)

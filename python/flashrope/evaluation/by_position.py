@@ -81,10 +81,12 @@ def position_losses(model, row: torch.Tensor, cache_dtype: str | None = None, bi
     row: int64 (longest + 1,), the tokens that the model reads and the one after. The hidden states are computed in one
     pass. Their logits are computed in pieces by the model's own head, so memory does not grow with vocabulary x length.
     """
+    from ..integrations.transformers.versions import CACHE
+
     ids, targets = row[None, :-1].to(model.device), row[1:].to(model.device)
     hidden = HiddenStates(model)
     cache = new_cache(model, cache_dtype)
-    hidden.compute(ids, **({"use_cache": False} if cache is None else {"use_cache": True, "past_key_values": cache}))
+    hidden.compute(ids, **({"use_cache": False} if cache is None else {"use_cache": True, CACHE: cache}))
     size = max(PIECE // model.get_output_embeddings().weight.shape[0], 1)
     found = []
     for begin in range(0, len(targets), size):

@@ -97,18 +97,20 @@ def _generate(args: argparse.Namespace) -> int:
 
 def continued(model, ids: list[int], args: argparse.Namespace, read: Callable[[int], None]) -> Iterator[int]:
     """Yields the tokens that follow ids. read takes the number of tokens of every piece of the prompt."""
+    from ..integrations.transformers.versions import CACHE, cache_of
+
     generator = torch.Generator().manual_seed(args.seed)
     cache, prompt = new_cache(model, args.cache_dtype), torch.tensor([ids], device=model.device)
     for part in prompt.split(CHUNK, dim=1):
-        out = model(part, past_key_values=cache, use_cache=True, **keep_logits(model, 1))
-        cache = getattr(out, "past_key_values", None)
+        out = model(part, use_cache=True, **{CACHE: cache}, **keep_logits(model, 1))
+        cache = cache_of(out)
         read(part.shape[1])
     for n in range(1, args.tokens + 1):
         token = pick(out.logits[0, -1].double().cpu(), args.temperature, args.top_k, generator)
         yield token
         if n < args.tokens:
-            out = model(torch.tensor([[token]], device=model.device), past_key_values=cache, use_cache=True)
-            cache = getattr(out, "past_key_values", None)
+            out = model(torch.tensor([[token]], device=model.device), use_cache=True, **{CACHE: cache})
+            cache = cache_of(out)
 
 
 def _choose_scheme(model, args: argparse.Namespace, train_length: int, longest: int, unit: str) -> str:

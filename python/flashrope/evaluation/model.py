@@ -224,10 +224,11 @@ def last_logits(
     KV cache, to save memory for activations. ``cache_dtype``: all keys and values go through a cache of this type; the
     model must be converted.
     """
+    from ..integrations.transformers.versions import CACHE, cache_of
 
     def read(piece: torch.Tensor, keep: int, **cache):
         out = model(piece, **cache, **keep_logits(model, keep))
-        return out.logits[:, -keep:].float(), getattr(out, "past_key_values", None)
+        return out.logits[:, -keep:].float(), cache_of(out)
 
     length = ids.shape[1]
     if (not chunk or chunk >= length) and cache_dtype is None:
@@ -236,7 +237,7 @@ def last_logits(
     for begin in range(0, length, chunk):
         piece = ids[:, begin : begin + chunk]
         wanted = begin + piece.shape[1] - max(begin, length - count)
-        logits, cache = read(piece, max(wanted, 1), use_cache=True, past_key_values=cache)
+        logits, cache = read(piece, max(wanted, 1), use_cache=True, **{CACHE: cache})
         if wanted > 0:
             found.append(logits)
     return torch.cat(found, 1)

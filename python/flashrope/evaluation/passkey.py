@@ -240,13 +240,15 @@ def scores(
     candidates: 1 reads the prompt and the right answer in one pass, without a cache of the model's own. A model whose
     frequencies depend on the length needs it: its cached keys are rotated for a shorter text.
     """
+    from ..integrations.transformers.versions import CACHE, cache_of
+
     device = next(model.parameters()).device
     ids = torch.tensor([prompt.ids for prompt in prompts], device=device)
     found, totals = [True] * len(prompts), [list[float]() for _ in prompts]
     out = cache = None
     if candidates > 1:
         cache = new_cache(model, cache_dtype)
-        given = {} if cache is None else {"past_key_values": cache}
+        given = {} if cache is None else {CACHE: cache}
         out = model(ids, use_cache=True, **given, **keep_logits(model, 1))
     for n in range(candidates):
         answers = [prompt.candidates[n] for prompt in prompts]
@@ -257,8 +259,8 @@ def scores(
         else:
             logits = out.logits[:, -1:].float()
             if width > 1:
-                cache = copy.deepcopy(out.past_key_values)
-                more = model(padded[:, :-1], use_cache=True, past_key_values=cache).logits
+                cache = copy.deepcopy(cache_of(out))
+                more = model(padded[:, :-1], use_cache=True, **{CACHE: cache}).logits
                 logits = torch.cat((logits, more.float()), 1)
         for row, answer in enumerate(answers):
             own = logits[row, : len(answer)]

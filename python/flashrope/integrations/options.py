@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+from ..configs.dual_chunk import asks_for_chunks
 from ..rotary.catalogue import known_options
-from .dual_chunk import asks_for_chunks
 
 FIELD = "flashrope"
 DUAL_CHUNK = "dual_chunk"

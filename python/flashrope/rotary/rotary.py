@@ -19,11 +19,11 @@ import os
 import warnings
 from collections.abc import Iterable, Sequence
 from functools import cached_property, lru_cache
-from importlib import import_module
 from typing import Any
 
 import torch
 
+from ..configs.hugging_face import Step, config_steps
 from .axes import axial_pairs, section_axes
 from .bands import (
     EVERYWHERE,
@@ -54,7 +54,16 @@ from .checks import (
     says_instead,
 )
 from .scales import UNSCALED, QueryScale, checked_log_n, checked_log_steps
-from .tables import cope_table, first_pairs, geometric_table, given_table, hope_table, ntk_table, yarn_table
+from .tables import (
+    cope_table,
+    first_pairs,
+    geometric_table,
+    given_table,
+    hope_table,
+    llama3_table,
+    ntk_table,
+    yarn_table,
+)
 from .text import describe, fields_of
 
 __all__ = ["Rotary"]
@@ -268,25 +277,40 @@ class Rotary:
 
     @classmethod
     def from_hf_config(cls, config, layer_type: str | None = None, seqlen: int | None = None) -> Rotary:
-        """The scheme of a Hugging Face model configuration.
+        """Returns the scheme that a Hugging Face model rotates its queries and keys with.
+
+        Reads the fields of transformers 4.57 (``rope_theta``, ``rope_scaling``, ``partial_rotary_factor``) and of 5
+        (``rope_parameters``, also one dict per layer type). Where the two interpret a field differently, 5 decides.
+        Rope types: default, linear, dynamic, yarn, llama3, longrope (formerly "su") and proportional.
+
+        Parameters that the family's code does not read (alpha, partial_rotary_factor) are refused.
+        ``dual_chunk_attention_config`` (Qwen2.5-1M), which transformers itself does not read, gives ``dual_chunk``,
+        with ``original_max_position_embeddings`` as its length_scale, and without Qwen's sparse attention.
+
+        Hugging Face multiplies cos and sin by ``attention_factor``. Here its square scales the scores, or what the
+        rotated channels add to them where not all of them rotate. ``llama_4_scaling_beta`` gives ``log_steps``. With
+        ``mrope_section`` the scheme needs positions of three coordinates, transformers' position_ids as
+        (batch, seqlen, 3). Without it, families whose code implies it are read for text only, where the coordinates
+        are equal.
 
         Args:
-            config: a text model's configuration, or any object with its fields.
-            layer_type: one of the configuration's layer_types, if its layers differ.
-            seqlen: tokens of the longest sequence, for rope types that depend on it.
+            config: a text model's configuration (``config.get_text_config()`` of a composite one), or any object with
+                its fields.
+            layer_type: one of the ``layer_types``, for models whose layers differ. A type that does not rotate gives
+                ``Rotary.none``. Layers that are skipped by index (``no_rope_layers``) are left to the caller.
+            seqlen: tokens of the longest sequence. It matters for "dynamic", whose base grows with it, and for
+                "longrope", which has one table up to the training length and one beyond. None: at most the training
+                length, which is how transformers builds a model and runs short prompts.
 
         Raises:
-            ValueError: names the field, and why there is no exact counterpart. All details:
-                ``flashrope.integrations.hf_config.rotary_from_config``.
+            ValueError: names the field, and why there is no exact counterpart.
         """
         if config is None or isinstance(config, (str, bytes, dict, os.PathLike)):
             raise TypeError(
                 "config: expected a model configuration, as transformers.AutoConfig.from_pretrained returns it, got "
                 f"{type(config).__name__}"
             )
-        # By name and when asked for: this room is below the integrations.
-        reader = import_module("..integrations.hf_config", __package__)
-        return reader.rotary_from_config(config, layer_type, seqlen)
+        return build(config_steps(config, layer_type, seqlen))
 
     @classmethod
     def axial(
@@ -584,12 +608,31 @@ class Rotary:
                 already = "has string"
             raise ValueError(f"{name}: this scheme {already} already; the formula has one window")
 
+    def _with(self, **fields: Any) -> Rotary:
+        return dataclasses.replace(self, **fields)
+
+    def _divide_table(self, divisors: Sequence[float], scaled_by: str | None = None) -> Rotary:
+        """Divides the frequency of every pair by its divisor, inf for pairs that no longer rotate."""
+        frequencies = [f / divisor for f, divisor in zip(self.frequencies, divisors, strict=True)]
+        return self._with_table(self.scaled_by if scaled_by is None else scaled_by, frequencies)
+
+    def _llama3(self, factor: float, train_length: float, low: float, high: float) -> Rotary:
+        return self._with_table("llama3", llama3_table(self.frequencies, factor, train_length, low, high))
+
     def _with_table(self, name: str, frequencies) -> Rotary:
         return dataclasses.replace(self, frequencies=tuple(frequencies), scaled_by=name)
 
     def _with_bands(self, bands) -> Rotary:
         """With these bands, without empty ones, and with equal neighbors merged."""
         return dataclasses.replace(self, bands=merged(bands))
+
+
+def build(steps: Iterable[Step]) -> Rotary:
+    """Returns the scheme that the steps of a configuration build."""
+    rotary: Any = Rotary
+    for name, arguments in steps:
+        rotary = getattr(rotary, name)(**arguments)
+    return rotary
 
 
 @lru_cache(maxsize=1024)

@@ -114,6 +114,21 @@ def yarn_table(
     return tuple(changed)
 
 
+def llama3_table(
+    frequencies: Sequence[float], factor: float, train_length: float, low: float, high: float
+) -> tuple[float, ...]:
+    """Returns Llama 3.1's table, by the number of turns that a pair makes over the training length.
+
+    Below low turns, the frequency is divided by factor. Above high turns, it is kept. Between them the two are blended
+    linearly in the number of turns.
+    """
+    found = []
+    for f in frequencies:
+        kept = min(max((train_length * f / (2 * math.pi) - low) / (high - low), 0.0), 1.0)
+        found.append((1 - kept) * f / factor + kept * f)
+    return tuple(found)
+
+
 def cope_table(frequencies: Sequence[float], train_length: float, pairs: int | None, taper: bool) -> tuple[float, ...]:
     """``Rotary.cope``."""
     train_length = positive("train_length", train_length)

@@ -27,6 +27,7 @@ from ..cli import files, options, report
 from ..cli.hardware import hardware
 from ..cli.options import BadInput, cores, need
 from ..cli.program import INTERRUPTED
+from ..cli.progress import Bar
 from ..rotary.catalogue import SCHEMES, Lengths, apply_options, describe_options
 from . import data, table
 from .evaluate import ContextLoss, loss_by_context
@@ -34,7 +35,7 @@ from .model import LanguageModel, ModelConfig, load_checkpoint, save_checkpoint
 from .plot import plot_losses
 from .presets import CHECKPOINTS, COMPARED, PRESETS, TIMES, Preset
 from .train import TrainConfig, Trained, train
-from .workers import Workers
+from .workers import Workers, steps_of_jobs
 
 TIMED = 20.0  # seconds of training; shorter ones say more of the start than of the scheme
 MULTIPLES = (1, 2, 4, 8)  # of the training length
@@ -169,7 +170,7 @@ def trained_text(trained: Sequence[Trained], comparable: bool) -> str:
 
 def resolve(args: argparse.Namespace) -> Settings:
     """The settings for these options. Raises BadInput."""
-    need("matplotlib", "safetensors", "tqdm")
+    need("matplotlib", "safetensors")
     device = options.device(args.device)
     preset = PRESETS[preset_name(args, device)]
     preset = dataclasses.replace(
@@ -250,14 +251,14 @@ def compared(
 def _train(workers: Workers, settings: Settings, text: bytes, out: Path) -> list[Trained]:
     own = [scheme for scheme in settings.schemes if scheme.name in ("RoPE", "HoPE")]
     jobs = [(settings, scheme.rotary, text, out / CHECKPOINTS[scheme.trained_with]) for scheme in own]
-    with report.Bars(["training with RoPE", "training with HoPE"], settings.training.steps) as bars:
-        return workers.map(train_job, jobs, lambda job, message: bars.update(job, *message))
+    with Bar(len(jobs) * settings.training.steps).start("training with RoPE and HoPE") as bar:
+        return workers.map(train_job, jobs, steps_of_jobs(bar))
 
 
 def _evaluate(workers: Workers, settings: Settings, windows: list[bytes], out: Path) -> list[list[ContextLoss]]:
     jobs = [(settings, scheme.rotary, windows, out / CHECKPOINTS[scheme.trained_with]) for scheme in settings.schemes]
-    with report.Bars(["measuring on unseen files"], len(jobs)) as bars:
-        return workers.map(evaluate_job, jobs, lambda job, message: bars.step())
+    with Bar(len(jobs)).start("measuring on unseen files") as bar:
+        return workers.map(evaluate_job, jobs, lambda job, message: bar.step())
 
 
 def train_job(settings: Settings, rotary: Rotary, text: bytes, path: Path, progress) -> Trained:

@@ -7,13 +7,15 @@ import multiprocessing
 import signal
 import threading
 import traceback
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from typing import Any
 
 import torch
+
+from ..cli.progress import Bar
 
 DIED = "a worker process died; the system may have run out of memory"
 Progress = Callable[[int, Any], None]
@@ -117,6 +119,18 @@ def device() -> torch.device | None:
 
 
 _device: torch.device | None = None
+
+
+def steps_of_jobs(bar: Bar) -> Progress:
+    """Returns a callback of ``Workers.map`` for jobs that send (step, loss). It counts the steps of all jobs."""
+    done: Counter[int] = Counter()
+
+    def progress(job: int, message: tuple[int, float]) -> None:
+        step, loss = message
+        bar.step(step - done[job], f"loss {loss:.3f}")
+        done[job] = step
+
+    return progress
 
 
 def _serve(connection, threads: int, own: torch.device | None) -> None:

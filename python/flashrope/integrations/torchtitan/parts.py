@@ -25,7 +25,6 @@ from ...operators.functional import attention, attention_varlen
 from ...operators.library import OPERATORS
 from ...rotary.catalogue import SCHEMES, Lengths, apply_options
 from ...rotary.rotary import Rotary
-from ..hf_config import rotary_from_config
 from ..options import read_options, to_json
 
 
@@ -79,7 +78,7 @@ def rotary_of(config: RoPE.Config, head_dim: int) -> Rotary:
         )
     if config.dim != head_dim:
         raise ValueError(f"rope: expected dim {head_dim}, the model's head_dim, got {config.dim}")
-    rotary = rotary_from_config(SimpleNamespace(head_dim=head_dim, **hf_fields(config)))
+    rotary = Rotary.from_hf_config(SimpleNamespace(head_dim=head_dim, **hf_fields(config)))
     return dataclasses.replace(rotary, interleaved=isinstance(config, ComplexRoPE.Config))
 
 

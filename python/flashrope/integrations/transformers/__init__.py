@@ -10,8 +10,9 @@ Where to look:
     attention            the attention function and the mask function that transformers calls
     caches               who filled a cache, coordinates of cached tokens, CodesCache in 8 or 4 bits
     continuous_batching  pages and requests of transformers' generate_batch
+    versions             what differs between versions of transformers
 
-../hf_config.py reads the scheme of a configuration and needs no transformers.
+../../configs/ reads the scheme of a configuration and needs no transformers.
 
 The names below are imported on first use, so ``schemes`` works where transformers is not installed.
 """

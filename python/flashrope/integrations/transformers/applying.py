@@ -5,7 +5,7 @@ mask function of this package, which are registered with transformers. A hook on
 and sin = 0, so raw queries and keys reach the attention function, and the library's own caches hold raw keys.
 
 A saved model is never taken for a stock model. ``"flashrope"`` in its configuration holds the options of ``convert``.
-``"_attn_implementation"`` names an attention that only this package registers: transformers 4.57 to 5.23 refuse to load
+``"_attn_implementation"`` names an attention that only this package registers: transformers 4.57 to 5.24 refuse to load
 such a model without it, and show the name. Where this package is imported the model loads, and its first forward is
 refused until it is converted.
 """
@@ -21,10 +21,11 @@ from transformers import PreTrainedModel
 
 from ..options import FIELD
 from .attention import check_positions
-from .caches import axes_of, check_cache, mark_returned, with_coordinates
+from .caches import COORDINATES, axes_of, check_cache, mark_returned, read_coordinates
 from .continuous_batching import SUPPORTED, with_pages
 from .plan import ATTRIBUTE, KEY, NAME, SAVED, Plan, describe_options, find_decoder, rotary_embeddings, scheme_of
 from .schemes import LayerScheme
+from .versions import arguments_of
 
 
 class Applied(NamedTuple):
@@ -90,10 +91,12 @@ def check_forward(module, args, kwargs) -> tuple | None:
         )
     if SUPPORTED and isinstance(kwargs.get("cu_seq_lens_k"), dict):
         return args, with_pages(kwargs)
-    check_cache(module, args, kwargs)
+    given = arguments_of(module, args, kwargs)
+    check_cache(module, given)
     if axes_of(module) > 1:
-        return with_coordinates(module, args, kwargs)
-    return check_positions(module, args, kwargs)
+        return args, kwargs | {COORDINATES: read_coordinates(module, given)}
+    added = check_positions(module, given)
+    return (args, kwargs | added) if added and len(args) < 2 else None
 
 
 def no_rotation(module, args, output):

@@ -13,23 +13,24 @@ A model asks for its masks once per forward pass and passes the answer to every 
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import math
+from collections.abc import Mapping
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function
 
 from ...backends.cache_tables import CacheLayer
+from ...configs.families import family
 from ...operators.functional import attention, attention_varlen, attention_with_cache, rotate
 from ...rotary.rotary import Rotary
-from ..families import family
 from .caches import COORDINATES, Coordinates, follow_caches, holds_codes, split_rows
-from .continuous_batching import PAGES, attend_paged, prepare_manager
+from .continuous_batching import BATCH, attend_paged, prepare_manager
 from .plan import NAME, NOT_CONVERTED, SAVED, scheme_of
 from .schemes import attending_layers
+from .versions import CACHE, CACHES_WITHOUT_GRADIENTS
 
 # Arguments of an attention function that this one cannot serve.
 UNSUPPORTED = {
@@ -51,7 +52,7 @@ def attention_forward(
     s_aux: attention sinks, (heads_q,). kwargs: with ``Coordinates``, where positions have several numbers.
     """
     scheme = scheme_of(module)
-    paged = PAGES in kwargs
+    paged = BATCH in kwargs
     _check_call(module, scheme, dropout, sliding_window, kwargs | {"cache": None} if paged else kwargs)
     if query.dtype != value.dtype and not holds_codes(value):  # autocast: the rotary embedding returns float32
         query, key = query.to(value.dtype), key.to(value.dtype)
@@ -350,37 +351,37 @@ def _first_key(attention_mask: torch.Tensor, q_length: int, q_offset) -> torch.T
 # ---- position_ids
 
 
-def check_positions(module, args, kwargs) -> tuple | None:
-    """position_ids must be what the kernels count: the token's slot in the cache, with or without its left padding.
+def check_positions(module, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Checks that position_ids are what the kernels count: the token's slot in the cache, with or without its left
+    padding.
+
+    Args:
+        given: the arguments of the decoder's forward, from ``arguments_of``.
 
     Returns:
-        Arguments of the decoder's forward to use instead, or None. A graph cannot ask whether position_ids, which the
-        forward makes if none are given, restart. Where none are given, a mask says that they do not.
+        Arguments to add to them. A graph cannot ask whether position_ids, which the forward makes if none are given,
+        restart. Where none are given, a mask says that they do not.
 
     Raises:
         ValueError: another position, and its row and column.
     """
-    given, named = args, kwargs
-    if args:
-        kwargs = dict(zip(inspect.signature(module.forward).parameters, args, strict=False)) | kwargs
-    positions = kwargs.get("position_ids")
+    positions = given.get("position_ids")
     if positions is None:
-        plain = kwargs.get("attention_mask") is None and kwargs.get("past_key_values") is None
+        plain = given.get("attention_mask") is None and given.get(CACHE) is None
         if (
             plain
             and torch.compiler.is_compiling()
-            and len(given) < 2
             and len(attending_layers(module.config)) == module.config.num_hidden_layers
         ):
-            x = next(x for x in (kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if x is not None)
-            return given, named | {"attention_mask": x.new_empty((0, 1, 1, 1), dtype=torch.int32)}
-        return None
+            x = next(x for x in (given.get("input_ids"), given.get("inputs_embeds")) if x is not None)
+            return {"attention_mask": x.new_empty((0, 1, 1, 1), dtype=torch.int32)}
+        return {}
     if positions.ndim != 2:
         raise ValueError(f"position_ids: expected (batch, seqlen), got shape {tuple(positions.shape)}")
-    mask, past, steps = kwargs.get("attention_mask"), kwargs.get("past_key_values"), kwargs.get("cache_position")
+    mask, past, steps = given.get("attention_mask"), given.get(CACHE), given.get("cache_position")
     masks_see_packing = family(module.config.model_type).packs
-    if mask is None and past is None and masks_see_packing and not _caches(module, kwargs):
-        return None  # packed sequences, which the mask function sees
+    if mask is None and past is None and masks_see_packing and not _caches(module, given):
+        return {}  # packed sequences, which the mask function sees
     if isinstance(mask, dict):
         mask = next((m for m in mask.values() if m is not None), None)
     start = steps[0] if steps is not None else 0 if past is None else past.get_seq_length()
@@ -396,7 +397,7 @@ def check_positions(module, args, kwargs) -> tuple | None:
             padding = mask.to(torch.uint8).argmax(-1)
             real = mask.bool().gather(1, index.expand(len(mask), -1).clamp(max=mask.shape[1] - 1))
         else:
-            return None  # the layers refuse it
+            return {}  # the layers refuse it
         off, wrong = real & (positions != index), real & (positions != index - padding[:, None])
         wrong = wrong & off.any(-1, keepdim=True)
     if torch.compiler.is_compiling():
@@ -408,13 +409,15 @@ def check_positions(module, args, kwargs) -> tuple | None:
             f"on the left, got {int(positions.expand(wrong.shape)[*at])} in row {at[0]}, column {at[1]}; "
             + ("packed sequences need use_cache=False" if masks_see_packing else "this model packs no sequences")
         )
-    return None
+    return {}
 
 
-def _caches(module, kwargs) -> bool:
-    if module.training and getattr(module, "gradient_checkpointing", False):
+def _caches(module, given: Mapping[str, Any]) -> bool:
+    """Whether a forward without a cache makes one."""
+    replays = torch.is_grad_enabled() or not CACHES_WITHOUT_GRADIENTS
+    if module.training and getattr(module, "gradient_checkpointing", False) and replays:
         return False
-    asked = kwargs.get("use_cache")
+    asked = given.get("use_cache")
     return bool(getattr(module.config, "use_cache", False) if asked is None else asked)
 
 

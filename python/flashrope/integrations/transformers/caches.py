@@ -18,7 +18,7 @@ sequences, offloading) moves a scale with its codes. The attention function read
 from __future__ import annotations
 
 import functools
-import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from ...operators.cache_plan import CachePlan, plan_cache
 from ...rotary.rotary import Rotary
 from .plan import find_decoder, plan_of
 from .schemes import attending_layers
+from .versions import CACHE, cache_of
 
 # ---- which conversion filled a cache
 
@@ -52,22 +53,23 @@ def accept_cache(model, cache):
     return cache
 
 
-def check_cache(decoder, args, kwargs) -> None:
+def check_cache(decoder, given: Mapping[str, Any]) -> None:
     """Marks an empty cache, and refuses one that was filled by another model or before ``convert`` or ``revert``.
 
+    Args:
+        given: the arguments of the decoder's forward, from ``arguments_of``.
+
     Raises:
-        TypeError, ValueError: past_key_values.
+        TypeError, ValueError: names the argument of the cache.
     """
-    if args:
-        kwargs = dict(zip(inspect.signature(decoder.forward).parameters, args, strict=False)) | kwargs
-    cache = kwargs.get("past_key_values")
+    cache = given.get(CACHE)
     if cache is None:
         return
     mark = _mark_of(decoder)
     if not isinstance(cache, Cache):
         if mark is None:
             return  # for the stock model to judge
-        raise TypeError(f"past_key_values: expected a Cache of transformers, got {type(cache).__name__}")
+        raise TypeError(f"{CACHE}: expected a Cache of transformers, got {type(cache).__name__}")
     if (
         getattr(cache, MARK, None) == mark or torch.compiler.is_exporting()
     ):  # export rebuilds the cache from its tensors
@@ -82,7 +84,7 @@ def check_cache(decoder, args, kwargs) -> None:
 def mark_returned(decoder, args, kwargs, output) -> None:
     """The decoder's forward hook: marks the cache that a call without one has made, and leaves the coordinates of the
     tokens with it."""
-    cache = getattr(output, "past_key_values", None)
+    cache = cache_of(output)
     if cache is None and isinstance(output, tuple):
         cache = next((each for each in output if isinstance(each, Cache)), None)
     if isinstance(cache, Cache) and getattr(cache, MARK, None) is None and not torch.compiler.is_exporting():
@@ -103,13 +105,13 @@ def _check_unfilled(cache: Cache, mark: str | None) -> None:
         return
     length = cache.get_seq_length()
     if torch.compiler.is_compiling() and isinstance(length, torch.Tensor):
-        torch._assert_async(length == 0, "past_key_values was filled by another model, or before convert or revert")
+        torch._assert_async(length == 0, f"{CACHE} was filled by another model, or before convert or revert")
     elif int(length):
         wanted, got = ("this conversion", "by another model, or before convert")
         if mark is None:
             wanted, got = ("the stock model", "by a converted one, before revert")
         raise ValueError(
-            f"past_key_values: expected a cache that {wanted} filled, got {int(length)} tokens that were written "
+            f"{CACHE}: expected a cache that {wanted} filled, got {int(length)} tokens that were written "
             f"{got}; start a new cache (accept_cache takes one that was read from a file)"
         )
 
@@ -136,7 +138,7 @@ class Coordinates:
         """(batch, count, axes), of all slots of a cache. Raises ValueError if it has another number of them."""
         if count != self.keys.shape[1]:
             raise ValueError(
-                f"past_key_values: expected a cache that returns the keys of its {self.keys.shape[1]} tokens or slots, "
+                f"{CACHE}: expected a cache that returns the keys of its {self.keys.shape[1]} tokens or slots, "
                 f"got {count} keys"
             )
         return self.keys
@@ -169,22 +171,22 @@ def axes_of(decoder) -> int:
     return getattr(plan_of(decoder), "axes", 1)
 
 
-def with_coordinates(decoder, args, kwargs) -> tuple[tuple, dict[str, Any]]:
-    """The arguments of a decoder's forward, with ``Coordinates`` for its layers.
+def read_coordinates(decoder, given: Mapping[str, Any]) -> Coordinates:
+    """Returns where the tokens of a decoder's forward stand.
+
+    Args:
+        given: the arguments of the forward, from ``arguments_of``.
 
     Raises:
-        ValueError: position_ids or past_key_values.
+        ValueError: names position_ids or the argument of the cache.
     """
-    given = kwargs
-    if args:
-        given = dict(zip(inspect.signature(decoder.forward).parameters, args, strict=False)) | kwargs
-    cache, steps = given.get("past_key_values"), given.get("cache_position")
+    cache, steps = given.get(CACHE), given.get("cache_position")
     x = next(x for x in (given.get("inputs_embeds"), given.get("input_ids")) if x is not None)
     length = 0 if cache is None else cache.get_seq_length()
     start = length if steps is None else steps[0]
     queries = _read(given.get("position_ids"), x, start, axes_of(decoder))
     keys = queries if cache is None else _with_cached(cache, queries, length)
-    return args, kwargs | {COORDINATES: Coordinates(queries, keys)}
+    return Coordinates(queries, keys)
 
 
 def store_coordinates(cache, coordinates: Coordinates) -> None:
@@ -235,7 +237,7 @@ def _check_empty(cache: Cache, known: int, queries: torch.Tensor) -> None:
         return
     if length := int(cache.get_seq_length()):
         raise ValueError(
-            f"past_key_values: expected the {queries.shape[2]} coordinates of each of its {length} tokens, which "
+            f"{CACHE}: expected the {queries.shape[2]} coordinates of each of its {length} tokens, which "
             f"a converted model leaves with the cache that it fills, got those of {known} tokens"
         )
 
@@ -243,7 +245,7 @@ def _check_empty(cache: Cache, known: int, queries: torch.Tensor) -> None:
 def _check_batch(cached: torch.Tensor, queries: torch.Tensor) -> None:
     if cached.shape[0] != queries.shape[0]:
         raise ValueError(
-            f"past_key_values: expected a cache of {queries.shape[0]} sequences, as the new tokens, got the "
+            f"{CACHE}: expected a cache of {queries.shape[0]} sequences, as the new tokens, got the "
             f"coordinates of {cached.shape[0]}"
         )
 
@@ -278,7 +280,9 @@ SCALE_BYTES = 4
 
 
 class CodesCache(Cache):
-    """Pass it as past_key_values to a model after ``convert``, which then attends to the quantized keys and values.
+    """Quantized keys and values, to which a model attends after ``convert``.
+
+    Pass it as the model's cache: ``past_key_values``, or ``cache`` from transformers 5.24 on.
 
     All layers keep all tokens, also those that see a sliding window.
 
@@ -314,7 +318,7 @@ class CodesCache(Cache):
         """
         if getattr(self, MARK, None) is None and not torch.compiler.is_exporting():
             raise ValueError(
-                "past_key_values: a CodesCache is not supported by a stock model (its attention reads no quantized "
+                f"{CACHE}: a CodesCache is not supported by a stock model (its attention reads no quantized "
                 "keys and values); call convert(model) first"
             )
         return super().update(*args, **kwargs)

@@ -17,15 +17,16 @@ import transformers
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 
 from ...backends.cache_tables import CacheLayer, CacheTables, Packed
+from ...configs.families import family
 from ...operators.cache_plan import CachePlan, plan_cache
 from ...operators.functional import attention_varlen
-from ..families import family
 from .caches import axes_of
 from .plan import ATTRIBUTE, NAME, scheme_of
 
-__all__ = ["Pages", "attend_paged", "prepare_manager", "with_pages"]
+__all__ = ["Batch", "Pages", "attend_paged", "prepare_manager", "with_pages"]
 
-PAGES = "_flashrope_pages"  # the argument in which every layer finds dict[layer type, Pages]
+CACHE = "cache"  # the decoder's argument with transformers' pages, in every version
+BATCH = "_flashrope_batch"  # the argument in which every layer finds the ``Batch``
 
 try:
     from transformers.generation.continuous_batching.cache_allocators import CacheAllocator  # since 5.19
@@ -46,19 +47,42 @@ class Pages(NamedTuple):
     plans: dict[tuple, CachePlan]  # of the layers, by what they may differ in
 
 
+class Batch(NamedTuple):
+    """What the layers of a forward share.
+
+    Attributes:
+        cache: transformers' ``PagedAttentionCache``.
+        pages: where the keys lie, by the layer type. Layers that transformers gathers the keys for have none.
+    """
+
+    cache: Any
+    pages: dict[str, Pages]
+
+
+class NewKeys:
+    """Stands for transformers' pages in attention modules, some of which append to the pages and gather all keys.
+
+    ``attend_paged`` appends to the pages, so such a module gets the new keys back.
+    """
+
+    def update(self, key_states, value_states, *_, **__):
+        return key_states, value_states
+
+
 def with_pages(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a decoder's forward, with ``Pages`` for all its layers.
+    """Returns the arguments of a decoder's forward, with a ``Batch`` for all its layers.
 
     The mask is replaced by one that transformers passes on as it is: nothing reads it, and making one would wait for
     the device.
     """
-    positions = kwargs["position_ids"]
+    positions, cache = kwargs["position_ids"], kwargs[CACHE]
     pages = {
         allocator.layer_type: _pages(allocator, kwargs)
-        for allocator in kwargs["cache"].cache_allocators.values()
+        for allocator in cache.cache_allocators.values()
         if allocator.supports_block_table
     }
-    return kwargs | {PAGES: pages, "attention_mask": positions.new_zeros(1, 1, 1, 1)}
+    batch = Batch(cache, pages)
+    return kwargs | {CACHE: NewKeys(), BATCH: batch, "attention_mask": positions.new_zeros(1, 1, 1, 1)}
 
 
 def _pages(allocator, kwargs) -> Pages:
@@ -83,10 +107,11 @@ def attend_paged(module, query, key, value, options, kwargs) -> torch.Tensor:
     Returns:
         (1, tokens, heads_q, head_dim).
     """
-    cache, rotary, layer = kwargs["cache"], getattr(module, ATTRIBUTE).rotary, module.layer_idx
+    batch: Batch = kwargs[BATCH]
+    cache, rotary, layer = batch.cache, getattr(module, ATTRIBUTE).rotary, module.layer_idx
     allocator = cache.layer_to_allocator[layer]
     starts, longest = kwargs["cu_seq_lens_q"].to(torch.int32), kwargs["max_length_q"]
-    pages = kwargs[PAGES].get(allocator.layer_type)
+    pages = batch.pages.get(allocator.layer_type)
     if pages is None:
         key, value = cache.update(key_states=key, value_states=value, layer_idx=layer, kwargs=kwargs)
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))

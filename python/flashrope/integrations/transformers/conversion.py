@@ -18,6 +18,7 @@ from .applying import apply, choose_stock_attention, delete_options, undo
 from .caches import check_cache
 from .plan import FAMILIES, NAME, SAVED, find_decoder, plan_conversion
 from .untested import accept
+from .versions import arguments_of
 
 REVERTED = "_flashrope_reverted"  # the attribute of a decoder that keeps the hook which ``revert`` leaves
 
@@ -95,7 +96,7 @@ def revert(model):
 
 def _check_reverted(module, args, kwargs) -> None:
     """The decoder's hook after ``revert``."""
-    check_cache(module, args, kwargs)
+    check_cache(module, arguments_of(module, args, kwargs))
 
 
 # ---- loading

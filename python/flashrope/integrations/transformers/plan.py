@@ -16,17 +16,16 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
+from ...configs.families import families_with, family
+from ...configs.hugging_face import model_steps
 from ...operators.checks import MAX_HEAD_DIM
-from ...rotary.rotary import Rotary
-from ..families import families_with, family
-from ..hf_config import rotary_of_model
+from ...rotary.rotary import Rotary, build
 from ..options import RAW_KEYS, keeps_raw_keys, read_field, read_options, to_json
 from .schemes import LayerScheme, attending_layers, layer_type_of, sliding_window_of
+from .versions import VERSION, check_version
 
 # model_type of the decoders that the tests compare with the library's own attention.
 FAMILIES = frozenset(families_with("tested"))
-VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
-TOO_NEW = (5, 24)  # its decoders take the cache as "cache" instead of "past_key_values"
 NAME = "rotary_bands"  # of the attention. transformers gives names with "flash", "/" or "|" a meaning of its own
 ATTRIBUTE = "_flashrope"  # what a conversion leaves: its ``Plan`` on the decoder, a ``LayerScheme`` on every layer
 
@@ -79,11 +78,7 @@ def plan_conversion(model, given: Mapping[str, Any], untested: bool = False) -> 
     Raises:
         TypeError, ValueError: names the argument, what was expected and what came.
     """
-    if VERSION >= TOO_NEW:
-        raise ValueError(
-            "transformers: expected a version before 5.24, whose decoders take their cache by another name, got "
-            f"{transformers.__version__}; pip install 'transformers<5.24'"
-        )
+    check_version()
     decoder = find_decoder(model)
     check_decoder(decoder)
     modules = attention_modules(decoder)
@@ -303,7 +298,7 @@ def check_tables(decoder: PreTrainedModel, layer_types) -> None:
         if name.endswith("original_inv_freq")  # inv_freq may have grown with the length
     ]
     for layer_type in layer_types:
-        rotary = rotary_of_model(decoder.config, layer_type)
+        rotary = build(model_steps(decoder.config, layer_type))
         if any(rotary.frequencies) and not any(_same_table(rotary, *table) for table in tables):
             raise ValueError(
                 "model: expected a rotary embedding of the frequencies that its configuration gives, "

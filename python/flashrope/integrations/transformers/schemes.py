@@ -11,9 +11,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
+from ...configs.hugging_face import model_steps
 from ...rotary.catalogue import BANDS, SCHEMES, TABLE, Lengths, apply_options, describe_options, known_options
-from ...rotary.rotary import Rotary
-from ..hf_config import rotary_from_config, rotary_of_model
+from ...rotary.rotary import Rotary, build
 from ..options import DUAL_CHUNK
 
 
@@ -56,7 +56,7 @@ class LayerScheme:
 def _scheme(config, layer_type, window, rotates, options, seqlen) -> Rotary:
     chunked = DUAL_CHUNK not in options  # which otherwise takes the place of the configuration's
     options = {name: value for name, value in options.items() if name != DUAL_CHUNK or value}
-    rotary = rotary_of_model(config, layer_type, seqlen, chunked) if rotates else Rotary.none(_head_dim(config))
+    rotary = build(model_steps(config, layer_type, seqlen, chunked)) if rotates else Rotary.none(_head_dim(config))
     given = options.get("rotary")
     if rotary.axis:
         _check_axial(rotary, options, window)
@@ -211,7 +211,7 @@ def suggest(model_or_config, target_length: int, scheme: str = "rerope") -> Sugg
 def _rotates(config, layer_type: str | None) -> bool:
     if not any(getattr(config, name, None) for name in ("rope_theta", "rope_parameters", "rope_scaling")):
         return False
-    return any(rotary_from_config(config, layer_type).frequencies)
+    return any(Rotary.from_hf_config(config, layer_type).frequencies)
 
 
 def _name(model_or_config) -> str:

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from .applying import apply, choose_stock_attention, undo
 from .plan import SAVED, Plan, find_decoder
+from .versions import CACHE, cache_of
 
 SEQLEN, PADDING = 24, 3
 CALLS = (9, 10, 11, SEQLEN)  # where calls with a cache end
@@ -102,8 +103,8 @@ def _forward(model, decoder, ids, mask, calls=None) -> torch.Tensor:
     parts, cache = [], None
     for start, end in zip((0, *(calls or ())), calls or (SEQLEN,), strict=False):
         seen = None if mask is None else mask[:, :end]
-        out = model(ids[:, start:end], attention_mask=seen, past_key_values=cache, use_cache=calls is not None)
-        cache = getattr(out, "past_key_values", None)
+        out = model(ids[:, start:end], attention_mask=seen, use_cache=calls is not None, **{CACHE: cache})
+        cache = cache_of(out)
         logits = getattr(out, "logits", None)
         parts.append(out.last_hidden_state if logits is None else logits)
     joined = torch.cat(parts, 1)

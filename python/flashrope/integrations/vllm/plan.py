@@ -15,12 +15,11 @@ from typing import NamedTuple
 import torch
 
 from ...backends.quantized import PER_BYTE
+from ...configs.dual_chunk import CHUNKS, read_chunks
+from ...configs.families import FAMILIES
 from ...operators.checks import MAX_HEAD_DIM
 from ...rotary.bands import shared_map
 from ...rotary.rotary import Rotary
-from ..dual_chunk import CHUNKS, read_chunks
-from ..families import FAMILIES
-from ..hf_config import rotary_from_config
 from ..options import FIELD, keeps_raw_keys, read_field, training_length
 from ..transformers.schemes import LayerScheme, layer_type_of, sliding_window_of
 
@@ -125,7 +124,7 @@ def _layers(hf_config, options: dict, max_model_len: int, raw_keys: bool):
         key = layer_type_of(hf_config, index), sliding_window_of(hf_config, index)
         if key not in schemes:
             schemes[key] = _layer(hf_config, key, options, max_model_len, raw_keys)
-            stock.add(rotary_from_config(hf_config, key[0]))
+            stock.add(Rotary.from_hf_config(hf_config, key[0]))
         layers.append(schemes[key])
     if "log_n" in options and all(layer.window for layer in layers):
         raise ValueError("log_n: expected a layer that sees all keys, got a sliding window in every layer")
@@ -141,7 +140,7 @@ def _layer(hf_config, key: tuple, options: dict, max_model_len: int, raw_keys: b
             f"type depend on the length of each sequence, got {max_model_len}"
         )
     rotary = scheme.rotary
-    head_dim = rotary_from_config(hf_config, layer_type).head_dim
+    head_dim = Rotary.from_hf_config(hf_config, layer_type).head_dim
     if rotary.head_dim != head_dim:
         raise ValueError(f"rotary: expected head_dim {head_dim} as in the model, got {rotary.head_dim}")
     if rotary.axis:

@@ -1,19 +1,18 @@
-"""Reads the rotary scheme of a Hugging Face model configuration.
+"""Reads the rotary scheme of a Hugging Face model configuration, as steps that build it.
 
-Nothing here imports transformers: fields are read by attribute.
+Nothing here imports transformers: fields are read by attribute. ``rotary.build`` follows the steps.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
-from ..rotary.rotary import Rotary
 from .dual_chunk import read_chunks
-from .families import families_with, family
+from .families import Family, families_with, family
 
-__all__ = ["rotary_from_config"]
+CHUNK_ARGUMENTS = ("chunk_size", "local_size", "length_scale")  # of ``Rotary.dual_chunk``
 
 KEYS = frozenset(
     {
@@ -35,7 +34,7 @@ KEYS = frozenset(
         "long_factor",
         "short_mscale",
         "long_mscale",
-        "llama_4_scaling_beta",  # see rotary_of_model
+        "llama_4_scaling_beta",  # see model_steps
         "alpha",
         "finetuned",
         "max_position_embeddings",  # no version reads these two
@@ -49,46 +48,36 @@ REFUSED_KEYS = {
 }
 
 
-def rotary_from_config(config, layer_type: str | None = None, seqlen: int | None = None) -> Rotary:
-    """The scheme that a Hugging Face model rotates its queries and keys with.
+class Step(NamedTuple):
+    """One step of building a scheme.
 
-    Reads the fields of transformers 4.57 (``rope_theta``, ``rope_scaling``, ``partial_rotary_factor``) and of 5
-    (``rope_parameters``, also one dict per layer type). Where the two interpret a field differently, 5 decides. Rope
-    types: default, linear, dynamic, yarn, llama3, longrope (formerly "su") and proportional.
-
-    Parameters that the family's code does not read (alpha, partial_rotary_factor) are refused.
-    ``dual_chunk_attention_config`` (Qwen2.5-1M), which transformers itself does not read, gives ``Rotary.dual_chunk``,
-    with ``original_max_position_embeddings`` as its length_scale, and without Qwen's sparse attention.
-
-    Hugging Face multiplies cos and sin by ``attention_factor``; here its square scales the scores, or what the rotated
-    channels add to them where not all of them rotate. ``llama_4_scaling_beta`` gives ``Rotary.log_steps``. With
-    ``mrope_section`` the scheme needs positions of three coordinates, transformers' position_ids as (batch, seqlen, 3).
-    Without it, families whose code implies it are read for text only, where the coordinates are equal.
-
-    Args:
-        config: a text model's configuration (``config.get_text_config()`` of a composite one), or any object with its
-            fields.
-        layer_type: one of the ``layer_types``, for models whose layers differ. A type that does not rotate gives
-            ``Rotary.none``. Layers that are skipped by index (``no_rope_layers``) are left to the caller.
-        seqlen: tokens of the longest sequence. It matters for "dynamic", whose base grows with it, and for "longrope",
-            which has one table up to the training length and one beyond. None: at most the training length, which is
-            how transformers builds a model and runs short prompts.
-
-    Raises:
-        ValueError: names the field, and why there is no exact counterpart.
+    Attributes:
+        name: of a method of ``Rotary``: the first step of a scheme makes one, each other step changes it.
+        arguments: of the method.
     """
-    rotary = rotary_of_model(config, layer_type, seqlen)
+
+    name: str
+    arguments: Mapping[str, Any]
+
+
+def config_steps(config, layer_type: str | None = None, seqlen: int | None = None) -> list[Step]:
+    """Returns the steps of ``Rotary.from_hf_config``, which has the same arguments and errors."""
+    steps = model_steps(config, layer_type, seqlen)
     params = _parameters(config, getattr(config, "model_type", "") or "", layer_type)
     if params and params.get("llama_4_scaling_beta"):
-        return rotary.log_steps(_training_length(params, config), params["llama_4_scaling_beta"], first=0)
-    return rotary
+        length, beta = _training_length(params, config), params["llama_4_scaling_beta"]
+        steps.append(Step("log_steps", {"floor_scale": length, "attn_scale": beta, "first": 0}))
+    return steps
 
 
-def rotary_of_model(config, layer_type: str | None = None, seqlen: int | None = None, chunked: bool = True) -> Rotary:
-    """The scheme that the attention of a transformers model needs.
+def model_steps(config, layer_type: str | None = None, seqlen: int | None = None, chunked: bool = True) -> list[Step]:
+    """Returns the steps to the scheme that the attention of a transformers model needs.
 
-    As ``rotary_from_config``, for callers that run the model's own attention module around it: it scales the query by
-    its position itself (``llama_4_scaling_beta``). chunked: False leaves ``dual_chunk_attention_config`` out.
+    The model's own module scales the query by its position (``llama_4_scaling_beta``), so no step does. The other
+    arguments are those of ``Rotary.from_hf_config``.
+
+    Args:
+        chunked: False leaves ``dual_chunk_attention_config`` out.
     """
     if seqlen is not None and (not isinstance(seqlen, int) or isinstance(seqlen, bool) or seqlen < 1):
         raise ValueError(f"seqlen: expected None or a positive integer, got {seqlen!r}")
@@ -99,7 +88,7 @@ def rotary_of_model(config, layer_type: str | None = None, seqlen: int | None = 
     head_dim = _head_dim(config, layer_type)
     slides = of_family.sliding_only and getattr(config, "sliding_window", None) is not None
     if params is None or slides and layer_type == "full_attention":
-        return Rotary.none(head_dim)
+        return [Step("none", {"head_dim": head_dim})]
     for key in params:
         if key in REFUSED_KEYS:
             if params[key]:
@@ -112,25 +101,32 @@ def rotary_of_model(config, layer_type: str | None = None, seqlen: int | None = 
     rope_type = _rope_type(params)
     if rope_type not in RULES:
         raise ValueError(f"config: rope type {rope_type!r} is not known; the known ones are {', '.join(RULES)}")
-    partial = params.get("partial_rotary_factor")
-    rotary_dim = getattr(config, "rotary_dim", None) if of_family.base else None
-    if rotary_dim is None:
-        rotary_dim = int(head_dim * (1.0 if partial is None else partial))
+    rotary_dim = _rotary_dim(config, params, of_family, head_dim)
     if rope_type == "proportional":
         rotary_dim = head_dim
     _refuse_ignored(params, model_type, rope_type, rotary_dim, head_dim)
-    rope = Rotary.rope(head_dim, params["rope_theta"], rotary_dim, interleaved=of_family.interleaved)
-    rotary, attention_factor = RULES[rope_type](rope, params, config, seqlen)
+    rope = {"head_dim": head_dim, "base": params["rope_theta"], "rotary_dim": rotary_dim}
+    changes, attention_factor = RULES[rope_type](rotary_dim // 2, params, config, seqlen)
+    steps = [Step("rope", rope | {"interleaved": of_family.interleaved}), *changes]
     if attention_factor != 1:
-        field = "temperature" if rotary.rotary_dim == head_dim else "rotated_scale"
-        rotary = dataclasses.replace(rotary, **{field: float(attention_factor) ** 2})
+        field = "temperature" if rotary_dim == head_dim else "rotated_scale"
+        steps.append(Step("_with", {field: float(attention_factor) ** 2}))
     if chunked and (chunks := read_chunks(config)):
-        rotary = rotary.dual_chunk(*chunks.arguments)
-    if params.get("mrope_section"):
-        rotary = rotary.mrope(list(params["mrope_section"]), _mrope_is_interleaved(model_type, params))
+        steps.append(Step("dual_chunk", dict(zip(CHUNK_ARGUMENTS, chunks.arguments, strict=False))))
+    if sections := params.get("mrope_section"):
+        order = _mrope_is_interleaved(model_type, params)
+        steps.append(Step("mrope", {"sections": list(sections), "interleaved": order}))
     if of_family.reversed:
-        rotary = dataclasses.replace(rotary, frequencies=tuple(-f for f in rotary.frequencies))
-    return rotary
+        steps.append(Step("_divide_table", {"divisors": (-1,) * (rotary_dim // 2)}))
+    return steps
+
+
+def _rotary_dim(config, params: dict[str, Any], of_family: Family, head_dim: int) -> int:
+    rotary_dim = getattr(config, "rotary_dim", None) if of_family.base else None
+    if rotary_dim is not None:
+        return rotary_dim
+    partial = params.get("partial_rotary_factor")
+    return int(head_dim * (1.0 if partial is None else partial))
 
 
 def _mrope_is_interleaved(model_type: str, params: dict[str, Any]) -> bool:
@@ -284,36 +280,34 @@ def _max_length(config) -> int:
     return length
 
 
-# ---- one function per rope type: (plain RoPE, parameters, config, seqlen) -> (scheme, attention_factor)
+# ---- one function per rope type: (pairs, parameters, config, seqlen) -> (steps that change RoPE, attention_factor)
 
 
-def _default(rope, params, config, seqlen):
-    return rope, 1.0
+def _default(pairs, params, config, seqlen):
+    return [], 1.0
 
 
-def _linear(rope, params, config, seqlen):
-    return rope.interpolate(_field(params, "factor")), 1.0
+def _linear(pairs, params, config, seqlen):
+    return [Step("interpolate", {"factor": _field(params, "factor")})], 1.0
 
 
-def _proportional(rope, params, config, seqlen):
-    partial = params["partial_rotary_factor"]
-    rotated = int((1.0 if partial is None else partial) * rope.head_dim // 2)
-    frequencies = rope.frequencies[:rotated] + (0.0,) * (len(rope.frequencies) - rotated)
-    rope = dataclasses.replace(rope, frequencies=frequencies)
-    factor = params.get("factor")
-    return (rope if factor in (None, 1) else rope.interpolate(factor)), 1.0
+def _proportional(pairs, params, config, seqlen):
+    partial, factor = params["partial_rotary_factor"], params.get("factor")
+    rotated = int((1.0 if partial is None else partial) * pairs)
+    steps = [Step("_divide_table", {"divisors": (1,) * rotated + (math.inf,) * (pairs - rotated)})]
+    return steps if factor in (None, 1) else [*steps, Step("interpolate", {"factor": factor})], 1.0
 
 
-def _dynamic(rope, params, config, seqlen):
+def _dynamic(pairs, params, config, seqlen):
     """NTK-aware by how far seqlen exceeds the training length; with alpha (hunyuan) always by alpha."""
     if params.get("alpha"):
-        return rope.ntk(params["alpha"], variant="aware"), 1.0
+        return [Step("ntk", {"factor": params["alpha"]})], 1.0
     factor, length = _field(params, "factor"), _max_length(config)
     growth = factor * max(seqlen or 0, length) / length - (factor - 1)
-    return (rope.ntk(growth, variant="aware") if growth > 1 else rope), 1.0
+    return [Step("ntk", {"factor": growth})] if growth > 1 else [], 1.0
 
 
-def _yarn(rope, params, config, seqlen):
+def _yarn(pairs, params, config, seqlen):
     length = _training_length(params, config)
     factor = params.get("factor") or _max_length(config) / length
     attention_factor = params.get("attention_factor")
@@ -324,49 +318,40 @@ def _yarn(rope, params, config, seqlen):
         else:
             attention_factor = _mscale(factor, 1.0)
     truncate = params.get("truncate")
-    return rope.yarn(
-        factor,
-        length,
-        beta_fast=params.get("beta_fast") or 32.0,
-        beta_slow=params.get("beta_slow") or 1.0,
-        temperature=1.0,
-        truncate=True if truncate is None else truncate,
-    ), attention_factor
+    arguments = {
+        "factor": factor,
+        "train_length": length,
+        "beta_fast": params.get("beta_fast") or 32.0,
+        "beta_slow": params.get("beta_slow") or 1.0,
+        "temperature": 1.0,
+        "truncate": True if truncate is None else truncate,
+    }
+    return [Step("yarn", arguments)], attention_factor
 
 
 def _mscale(factor: float, mscale: float) -> float:
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
-def _llama3(rope, params, config, seqlen):
-    """By the number of turns that a pair makes over the training length.
-
-    Below low_freq_factor turns, the frequency is divided by factor; above high_freq_factor, it is kept. In between, the
-    two are blended linearly in the number of turns.
-    """
+def _llama3(pairs, params, config, seqlen):
     length, factor = _training_length(params, config), _field(params, "factor")
     low, high = _field(params, "low_freq_factor"), _field(params, "high_freq_factor")
     if not 0 < low < high:
         raise ValueError(f"config: expected 0 < low_freq_factor < high_freq_factor, got {low} and {high}")
-    frequencies = []
-    for f in rope.frequencies:
-        kept = min(max((length * f / (2 * math.pi) - low) / (high - low), 0.0), 1.0)
-        frequencies.append((1 - kept) * f / factor + kept * f)
-    return dataclasses.replace(rope, frequencies=tuple(frequencies), scaled_by="llama3"), 1.0
+    return [Step("_llama3", {"factor": factor, "train_length": length, "low": low, "high": high})], 1.0
 
 
-def _longrope(rope, params, config, seqlen):
+def _longrope(pairs, params, config, seqlen):
     length = _training_length(params, config)
     which = "long" if seqlen is not None and seqlen > length else "short"
     divisors = _field(params, f"{which}_factor")
-    if len(divisors) != len(rope.frequencies):
-        raise ValueError(f"config: {which}_factor has {len(divisors)} numbers for {len(rope.frequencies)} pairs")
+    if len(divisors) != pairs:
+        raise ValueError(f"config: {which}_factor has {len(divisors)} numbers for {pairs} pairs")
     attention_factor = params.get(f"{which}_mscale") or params.get("attention_factor")  # phimoe has one for each
     if attention_factor is None:
         factor = params.get("factor") or _max_length(config) / length
         attention_factor = math.sqrt(1 + math.log(factor) / math.log(length)) if factor > 1 else 1.0
-    frequencies = tuple(f / divisor for f, divisor in zip(rope.frequencies, divisors, strict=True))
-    return dataclasses.replace(rope, frequencies=frequencies, scaled_by="longrope"), attention_factor
+    return [Step("_divide_table", {"divisors": tuple(divisors), "scaled_by": "longrope"})], attention_factor
 
 
 RULES = {

@@ -1,6 +1,6 @@
 """What the code of each Hugging Face family does that no field of its configuration says. Imports nothing.
 
-From transformers 4.57.6 to 5.23.0: rotate_half, apply_rotary_pos_emb, complex products and the attention classes.
+From transformers 4.57.6 to 5.24.0: rotate_half, apply_rotary_pos_emb, complex products and the attention classes.
 """
 
 from __future__ import annotations

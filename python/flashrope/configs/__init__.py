@@ -1,0 +1,1 @@
+"""What model configurations say of their rotary embedding, as plain data. Knows no ``Rotary``."""

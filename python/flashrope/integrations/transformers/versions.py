@@ -1,0 +1,52 @@
+"""What differs between the supported versions of transformers: the name of the cache, and what a version can do.
+
+Decoders take and return a cache as "past_key_values", and from transformers 5.24 on as "cache". Until 5.40 they also
+accept the old name, so the hooks of a decoder may see either.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import transformers
+from transformers.masking_utils import create_causal_mask
+
+VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
+UNTESTED = (5, 25)  # and what comes after it
+
+OLD_NAME = "past_key_values"
+# The name of a cache among the arguments of decoders and their layers, and among their outputs.
+CACHE = "cache" if "cache" in inspect.signature(create_causal_mask).parameters else OLD_NAME
+# A training forward with gradient checkpointing and without gradients returns a cache.
+CACHES_WITHOUT_GRADIENTS = VERSION >= (5, 24)
+
+
+def check_version() -> None:
+    """Refuses versions of transformers that the tests did not run with.
+
+    Raises:
+        ValueError: names the version.
+    """
+    if VERSION >= UNTESTED:
+        newest = ".".join(map(str, UNTESTED))
+        raise ValueError(
+            f"transformers: a version from {newest} on is not supported (the tests did not run with it), got "
+            f"{transformers.__version__}; pip install 'transformers<{newest}'"
+        )
+
+
+def arguments_of(decoder, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of a decoder's forward by name, with a cache under the name ``CACHE``."""
+    named = dict(kwargs)
+    if args:
+        named = dict(zip(inspect.signature(decoder.forward).parameters, args, strict=False)) | named
+    if OLD_NAME in named:
+        named.setdefault(CACHE, named[OLD_NAME])  # with both names transformers reads the new one
+    return named
+
+
+def cache_of(output) -> Any:
+    """Returns the cache in a model's output. None: it has none."""
+    return getattr(output, CACHE, None)
