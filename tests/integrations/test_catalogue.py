@@ -103,6 +103,8 @@ def test_the_schemes_are_those_of_rotary(name):
         "leaky": ROPE.rectify(128, 30.0).log_n(length),
         "hope": Rotary.hope(16, length),
         "cope": ROPE.cope(length),
+        "p-rope": Rotary.p_rope(16, 0.75),
+        "string": ROPE.string(85, 21),
         "self-extend": ROPE.self_extend(128, 16),
         "self-extend-log-n": ROPE.self_extend(128, 16).log_n(length),
         "dual-chunk": ROPE.dual_chunk(256, 128),

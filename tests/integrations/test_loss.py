@@ -27,7 +27,7 @@ from flashrope.integrations.transformers import convert, revert
 pytestmark = pytest.mark.filterwarnings("error:.past_key_values. is deprecated")
 BYTES = Tokens(lambda text: list(text.encode()), unit="byte")
 SCHEMES = ["stock", "log-n", "ntk", "yarn", "rerope", "rerope-plain", "leaky", "hope", "cope"]
-SCHEMES += ["self-extend", "self-extend-log-n"]
+SCHEMES += ["p-rope", "string", "self-extend", "self-extend-log-n"]
 
 
 # ---- which tokens
@@ -509,7 +509,7 @@ def test_the_command_with_a_scheme_of_ones_own(checkpoint, text, tmp_path, capsy
 
 
 @pytest.mark.parametrize("name", ["loss", "passkey"])
-def test_an_interrupt_is_one_line_and_leaves_no_file(name, checkpoint, text, tmp_path):
+def test_an_interrupt_is_one_line_and_leaves_no_half_file(name, checkpoint, text, tmp_path):
     model = tmp_path / "longer"
     tiny("llama", vocab_size=256, max_position_embeddings=2048).save_pretrained(model)
     out = tmp_path / "out"
@@ -537,7 +537,8 @@ def test_an_interrupt_is_one_line_and_leaves_no_file(name, checkpoint, text, tmp
         process.kill()
     said = [line for line in errors.splitlines() if line and not line.startswith("stock")]
     assert process.returncode == 130 and said == ["flashrope: interrupted"], errors
-    assert not list(out.iterdir())
+    left = [path.name for path in out.iterdir()]
+    assert left == ["passkey.jsonl"] * (name == "passkey")  # where the next run goes on
 
 
 def test_the_stock_model_is_what_the_schemes_leave():

@@ -23,12 +23,20 @@ ROPE = Rotary.rope(16)
 VALUES = {  # of every option, by stage; {}: none
     "rotary": [{}, {"rotary": ROPE.interpolate(2.0)}],
     "table": [{}, {"ntk": 2.0}, {"yarn": (4.0, 16)}],
-    "cut": [{}, {"hope_train_length": 48}, {"cope": 48}, {"cope": True}, {"cope": {"pairs": 3, "taper": False}}],
+    "cut": [
+        {},
+        {"hope_train_length": 48},
+        {"cope": 48},
+        {"cope": True},
+        {"cope": {"pairs": 3, "taper": False}},
+        {"p_rope": 0.5},
+    ],
     "bands": [
         {},
         {"window": 0},
         {"window": 6},
         {"window": 6, "factor": 4.0},
+        {"string": (8, 3)},
         {"self_extend": (8, 4)},
         {"dual_chunk": (160, 32)},
         {"dual_chunk": (160, 32, 100)},
@@ -71,7 +79,7 @@ def test_the_combinations_have_every_option():
     found = set().union(*COMBINATIONS)
     beside = {option.beside.name for option in known_options().values() if option.beside}
     assert found == {"rotary", *known_options(), *beside}
-    assert len(COMBINATIONS) == 4 * 5 * 7 * 4
+    assert len(COMBINATIONS) == 4 * 6 * 8 * 4
 
 
 def test_what_is_read_reads_as_itself():

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .checks import check_flag, check_window, positive
+from .checks import check_flag, check_fraction, check_window, positive
 from .fitting import dual_chunk_for, self_extend_for
 
 if TYPE_CHECKING:
@@ -209,6 +209,11 @@ def _numbers(first: str, second: str, third: str = ""):
     return read
 
 
+def _fraction(name: str, value, length) -> float:
+    check_fraction(value)
+    return value
+
+
 # ---- what they do
 
 
@@ -224,6 +229,12 @@ def _hope(rotary: Rotary, train_length: float) -> Rotary:
     return dataclasses.replace(rotary, frequencies=frequencies)
 
 
+def _p_rope(rotary: Rotary, fraction: float) -> Rotary:
+    from .tables import first_pairs  # loads torch, which a Rotary has
+
+    return dataclasses.replace(rotary, frequencies=first_pairs(rotary.frequencies, fraction))
+
+
 def _cope(rotary: Rotary, given: float | dict[str, Any]) -> Rotary:
     return rotary.cope(**given) if isinstance(given, dict) else rotary.cope(given)
 
@@ -237,6 +248,11 @@ def _leaky(lengths: Lengths) -> dict[str, Any]:
     if factor is None:
         factor = float(max(2 * math.ceil((lengths.longest - window) / max(lengths.train - window, 1)), 2))
     return {"factor": factor, "window": window}
+
+
+def _string(lengths: Lengths) -> dict[str, Any]:
+    start = max(lengths.train // 3, 1)
+    return {"string": (start, min(128, start // 4))}
 
 
 def _self_extend(lengths: Lengths) -> dict[str, Any]:
@@ -314,12 +330,32 @@ SCHEMES: dict[str, Scheme] = {
             Option("hope_train_length", CUT, _number, _hope, f"{SLOW_PAIRS} do not rotate"),
         ),
         Scheme(
+            "p-rope",
+            "p-RoPE",
+            lambda lengths: {"p_rope": 0.75},
+            Option("p_rope", CUT, _fraction, _p_rope, "the first {:.0%} of the pairs rotate"),
+        ),
+        Scheme(
             "cope",
             "CoPE",
             lambda lengths: {"cope": lengths.train},
             Option("cope", CUT, _cope_arguments, _cope, f"{SLOW_PAIRS} rotate less"),
             why="the angles of these pairs beyond the training length are new to the model; distances stay the true "
             "ones",
+        ),
+        Scheme(
+            "string",
+            "STRING",
+            _string,
+            Option(
+                "string",
+                BANDS,
+                _numbers("start", "window"),
+                lambda rotary, given: rotary.string(*given),
+                "distances from {:,} on begin at {:,}",
+            ),
+            why="from a third of the training length {train} on, distances seldom occur in training; frequent ones "
+            "replace them, but the longest distance still grows with the text",
         ),
         Scheme(
             "self-extend",

@@ -75,6 +75,13 @@ def check_window(window) -> None:
         raise ValueError(f"window: expected a non-negative integer, got {window!r}")
 
 
+def check_fraction(fraction) -> None:
+    if not isinstance(fraction, numbers.Real) or isinstance(fraction, bool):
+        raise TypeError(f"fraction: expected a number from 0 to 1, got {fraction!r}")
+    if not 0 <= fraction <= 1:
+        raise ValueError(f"fraction: expected a number from 0 to 1, got {fraction!r}")
+
+
 def check_string(start, window) -> None:
     check_positive_int("start", start)
     check_window(window)

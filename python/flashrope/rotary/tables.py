@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-import numbers
 from collections.abc import Sequence
 
 import torch
 
-from .checks import check_flag, is_integer, positive
+from .checks import check_flag, check_fraction, is_integer, positive
 
 NTK = ("old", "aware", "fixed", "mixed")
 
@@ -50,10 +49,7 @@ def hope_table(frequencies: Sequence[float], train_length: float) -> tuple[float
 
 def first_pairs(frequencies: Sequence[float], fraction: float) -> tuple[float, ...]:
     """Returns the table with the first fraction of its pairs as they are, and 0 for the others."""
-    if not isinstance(fraction, numbers.Real) or isinstance(fraction, bool):
-        raise TypeError(f"fraction: expected a number from 0 to 1, got {fraction!r}")
-    if not 0 <= fraction <= 1:
-        raise ValueError(f"fraction: expected a number from 0 to 1, got {fraction!r}")
+    check_fraction(fraction)
     kept = int(fraction * len(frequencies))
     return (*frequencies[:kept], *(0.0,) * (len(frequencies) - kept))
 

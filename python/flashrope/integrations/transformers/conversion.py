@@ -48,6 +48,9 @@ def convert(model, rotary: Rotary | dict[str, Rotary] | None = None, *, untested
         window: ReRoPE with this window, in positions. A quarter to a half of the training length was best in its
             author's ablation; 0 and the training length or more warn.
         factor: beside window, Leaky ReRoPE: distances grow by 1 / factor beyond the window.
+        p_rope: the fraction of the pairs that rotate, the fast ones (``Rotary.p_rope``). It excludes hope_train_length
+            and cope.
+        string: (start, window) of ``Rotary.string``: distances from start on begin again at window. It excludes window.
         self_extend: (window, group) of ``Rotary.self_extend``: grouped positions beyond the window. It excludes window.
         dual_chunk: (chunk_size, local_size) of ``Rotary.dual_chunk``, or (chunk_size, local_size, length_scale). It
             excludes window and self_extend. A configuration's dual_chunk_attention_config (Qwen2.5-1M) is honored

@@ -226,7 +226,8 @@ def check_cache_dtype(cache_dtype: str, dtype) -> None:
 
 
 def _check_windows(max_model_len: int, options: dict) -> None:
-    windows = {"window": options.get("window"), "self_extend": options.get("self_extend", (None,))[0]}
+    windows = {"window": options.get("window")}
+    windows |= {name: options.get(name, (None,))[0] for name in ("string", "self_extend")}
     for name, window in windows.items():
         if isinstance(window, int) and window >= max_model_len:
             raise ValueError(
