@@ -4,9 +4,9 @@ and packed pictures of different sizes."""
 import math
 
 import pytest
-import support
 import torch
 from flashrope import Rotary, attention, attention_varlen
+from packing import packing
 from support import check, problem
 
 
@@ -229,7 +229,9 @@ def test_packed_pictures(exact, causal):
     """Forward and backward: every picture as if it were alone."""
     lengths, positions = pictures(SIZES)
     positions = torch.cat((positions, torch.full((4, 2), 9.0))).to(exact.device)
-    support.check_packed(exact, Rotary.axial(24, [4, 8], base=30.0), lengths, positions, causal)
+    rotary = Rotary.axial(24, [4, 8], base=30.0)
+    p = packing(exact, rotary, lengths, head_dim_v=24, spare=4, positions=positions, causal=causal)
+    p.check(p.run(exact.impl), exact.dtype)
 
 
 def test_packed_pictures_in_the_reference():

@@ -7,10 +7,11 @@ import math
 import pytest
 import support
 import torch
-from flashrope import Band, Rotary, attention, attention_varlen
+from flashrope import Band, Rotary, attention
 from flashrope.lowering.cos_sin import cos_sin
 from flashrope.lowering.lowered import UNBOUNDED, lower
 from flashrope.rotary.bands import PositionMap
+from packing import packing
 from support import check, problem
 
 REFERENCE = support.Target("reference", torch.float64, "cpu")
@@ -172,30 +173,8 @@ def test_pairs_of_every_band_are_counted_once():
 @pytest.mark.parametrize("name", CASES)
 def test_packed_sequences(exact, name):
     """As if every sequence were alone: equal lengths, more keys than queries, fewer."""
-    lengths_q, lengths_k = [40, 150, 20], [40, 290, 9]
-    cu_q, cu_k = (
-        torch.tensor([0, *lengths], device=exact.device).cumsum(0).to(torch.int32) for lengths in (lengths_q, lengths_k)
-    )
-    p = problem(exact, scheme(name), sum(lengths_q), sum(lengths_k), seed=6)
-    leaves = [x[0].detach().requires_grad_() for x in (p.q, p.k, p.v)]
-    options = {"return_lse": True, "impl": exact.impl}
-    out, lse = attention_varlen(*leaves, p.rotary, cu_q, cu_k, max(lengths_q), max(lengths_k), **options)
-    grad_lse = torch.where(lse.isinf(), 0, p.grad_lse[0])
-    grads = torch.autograd.grad((out, lse), leaves, (p.grad_out[0], grad_lse))
-    for n in range(len(lengths_q)):
-        rows, keys = slice(cu_q[n], cu_q[n + 1]), slice(cu_k[n], cu_k[n + 1])
-        alone = support.Problem(
-            p.q[:, rows],
-            p.k[:, keys],
-            p.v[:, keys],
-            p.rotary,
-            grad_out=p.grad_out[:, rows],
-            grad_lse=grad_lse[None, :, rows],
-        )
-        results = (out[rows], lse[:, rows], grads[0][rows], grads[1][keys], grads[2][keys])
-        got = dict(zip(support.NAMES, (x.detach()[None] for x in results), strict=True))
-        ratios = support.excess(got, *support.exact_and_bound(alone), exact.dtype)
-        assert max(ratios.values()) <= support.COEFFICIENT[exact.dtype], (n, ratios)
+    p = packing(exact, scheme(name), [40, 150, 20], [40, 290, 9], seed=6)
+    p.check(p.run(exact.impl), exact.dtype)
 
 
 # ---- identities
