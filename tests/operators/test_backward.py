@@ -235,20 +235,3 @@ def test_the_table_of_given_positions_is_built_once_per_step(target, monkeypatch
         attention(q, k, v, rotary, positions=positions, impl="reference").square().sum(), (q, k, v)
     )
     torch.testing.assert_close(grads, want)
-
-
-@pytest.mark.parametrize("given", [False, True])
-def test_the_shapes_for_tracing_are_those_of_the_results(target, given):
-    rotary = Rotary.rope(24)
-    q, k, v = (support.random((2, 20, heads, 24), target, heads).requires_grad_() for heads in (4, 2, 2))
-    positions = torch.rand(2, 20, device=target.device) * 20 if given else None
-    arguments = (q, k, v, positions, None, None, 20, 20, rotary.text, True, 0.2, False, "triton")
-    saved = torch.ops.flashrope.attention(*arguments)
-    assert (saved[3].numel() > 0) == given
-    torch.library.opcheck(torch.ops.flashrope.attention, arguments, test_utils=("test_schema", "test_faketensor"))
-    leaves = (x.detach() for x in (q, k, v, *saved))
-    torch.library.opcheck(
-        torch.ops.flashrope.attention_backward,
-        (torch.ones_like(q), None, *leaves, *arguments[3:]),
-        test_utils=("test_schema", "test_faketensor"),
-    )

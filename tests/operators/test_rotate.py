@@ -217,20 +217,6 @@ def test_forward_mode_and_vmap(impl):
     torch.testing.assert_close(vmap(run, (None, 0))(x[0], positions), torch.stack([run(x[0], b) for b in positions]))
 
 
-@pytest.mark.parametrize("given", [False, True], ids=["counted", "given"])
-def test_compiled_whole(given):
-    torch._dynamo.reset()
-    x = torch.randn(2, 7, 3, 16, requires_grad=True)
-    positions = torch.arange(7) + 5 if given else None
-
-    def run(x):
-        return rotate(2 * x, SCHEME, positions).sin().sum()
-
-    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
-    (got,), (want,) = (torch.autograd.grad(f(x), x) for f in (compiled, run))
-    torch.testing.assert_close(got, want)
-
-
 def test_the_operator():
     x = torch.randn(2, 5, 3, 16, requires_grad=True)
     arguments = (x, torch.arange(5).expand(2, 5), SCHEME.text, False, "cpu")

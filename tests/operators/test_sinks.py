@@ -122,18 +122,6 @@ def test_no_sink_and_a_row_without_keys():
     assert torch.equal(sinks.grad, torch.zeros(2))
 
 
-def test_compiled():
-    q, k, v = (torch.randn(1, 20, 2, 16, generator=torch.Generator().manual_seed(n)) for n in range(3))
-    rotary, sinks = Rotary.rope(16), torch.tensor([0.5, -1.0], requires_grad=True)
-
-    def step(sinks):
-        return attention(q, k, v, rotary, sinks=sinks).square().sum()
-
-    want = torch.autograd.grad(step(sinks), sinks)[0]
-    got = torch.autograd.grad(torch.compile(step, fullgraph=True, backend="aot_eager")(sinks), sinks)[0]
-    torch.testing.assert_close(got, want)
-
-
 @pytest.mark.parametrize(
     "sinks, error, message",
     [

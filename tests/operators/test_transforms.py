@@ -252,12 +252,6 @@ def compiled(f):
     return torch.compile(f, fullgraph=True, backend="aot_eager")
 
 
-@pytest.mark.parametrize("impl", ["cpu", "reference"])
-def test_compile_of_an_impl_by_name(impl):
-    qkv = tensors()
-    torch.testing.assert_close(compiled(lambda *x: dense(*x, impl=impl))(*qkv), dense(*qkv, impl="reference"))
-
-
 def test_compiled_transforms_of_the_reference():
     q, k, v = tensors()
 

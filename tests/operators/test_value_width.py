@@ -65,27 +65,6 @@ def test_the_scale_is_that_of_q(exact):
     assert torch.equal(attention(q, k, v, p.rotary, impl=exact.impl), given) and given.shape == (1, 20, 2, 40)
 
 
-def test_compiled_graphs_have_the_width_of_v(exact):
-    rotary = Rotary.rope(16)
-    p = problem(exact, rotary, 20, seed=7, head_dim_v=40)
-    leaves = [x.detach().requires_grad_() for x in (p.q, p.k, p.v)]
-    arguments = (*leaves, None, None, None, 20, 20, rotary.text, True, 0.25, True, exact.impl)
-    saved = torch.ops.flashrope.attention(*arguments)
-    test_utils = ("test_schema", "test_faketensor")
-    torch.library.opcheck(torch.ops.flashrope.attention, arguments, test_utils=test_utils)
-    tensors = (p.grad_out, None, *(x.detach() for x in (*leaves, *saved)))
-    torch.library.opcheck(torch.ops.flashrope.attention_backward, (*tensors, *arguments[3:]), test_utils=test_utils)
-    torch.compiler.reset()
-    compiled = torch.compile(
-        lambda *x: torch.ops.flashrope.attention(*x, *arguments[3:])[0], fullgraph=True, backend="aot_eager"
-    )
-    results = [
-        (out := call(*leaves), *torch.autograd.grad(out, leaves, p.grad_out))
-        for call in (compiled, lambda q, k, v: attention(q, k, v, rotary, impl=exact.impl))
-    ]
-    torch.testing.assert_close(*results)
-
-
 def test_caches_name_what_they_expect():
     rotary, seqlens = Rotary.rope(64), torch.zeros(1, dtype=torch.int32)
     q, k, v = (torch.randn(1, 1, 2, width) for width in (64, 64, 32))

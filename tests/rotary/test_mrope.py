@@ -1,9 +1,8 @@
 """Positions of several coordinates, in the sections of vision-language models (mrope)."""
 
 import pytest
-import support
 import torch
-from flashrope import Rotary, attention, attention_varlen
+from flashrope import Rotary, attention
 from flashrope.lowering.cos_sin import cos_sin
 from packing import packing
 from support import SCHEMES, check, problem
@@ -108,31 +107,6 @@ def test_packed(exact, form, deterministic):
     positions = (positions if rotary.axis else positions[:, 1] * 1.5 - 2).to(exact.device)
     p = packing(exact, rotary, lengths, head_dim_v=24, spare=4, positions=positions)
     p.check(p.run(exact.impl, deterministic=deterministic), exact.dtype)
-
-
-def test_packed_positions_in_a_compiled_graph():
-    rotary, cu_seqlens = FORMS["sections"](24), torch.tensor([0, 36, 41], dtype=torch.int32)
-    q, k, v = (torch.randn(41, 2, 24).requires_grad_() for _ in range(3))
-    positions = torch.cat((grid(36, 1)[0], grid(36, 1)[0, :5]))
-
-    def call(q, k, v, positions):
-        return attention_varlen(q, k, v, rotary, cu_seqlens, cu_seqlens, 36, 36, positions=positions)
-
-    torch.compiler.reset()
-    results = []
-    for run in (call, torch.compile(call, fullgraph=True, backend="aot_eager")):
-        out = run(q, k, v, positions)
-        results.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v))))
-    torch.testing.assert_close(*results)
-
-
-def test_the_shapes_of_packed_positions_for_tracing(exact):
-    rotary = FORMS["sections"](24)
-    cu_seqlens = torch.tensor([0, 36, 41], dtype=torch.int32, device=exact.device)
-    q, k, v = (support.random((1, 41, 2, 24), exact, seed)[0].requires_grad_() for seed in range(3))
-    positions = torch.cat((grid(36, 1), grid(36, 1)[:, :5]), 1).to(exact.device)
-    arguments = (q, k, v, positions, cu_seqlens, cu_seqlens, 36, 36, rotary.text, True, 0.2, True, exact.impl)
-    torch.library.opcheck(torch.ops.flashrope.attention, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
 def test_the_table_of_given_positions():
