@@ -1,7 +1,6 @@
 """Position maps: Self-Extend and dual chunk attention against their formulas, pair by pair, on every backend."""
 
 import cmath
-import dataclasses
 import math
 
 import pytest
@@ -225,15 +224,7 @@ def test_bands():
     )
     assert ROPE.dual_chunk(300, 172).bands[2].offset == 255  # 2 s - 1, which is less than the chunk_size
     assert ROPE.yarn(4.0, 64).dual_chunk(160, 32) == ROPE.dual_chunk(160, 32).yarn(4.0, 64)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_text_is_read_back(name):
-    rotary = scheme(name)
-    twin = Rotary.from_text(rotary.text)
-    assert twin == rotary and hash(twin) == hash(rotary) and twin.text == rotary.text
-    assert [type(band) for band in twin.bands] == [type(band) for band in rotary.bands]
-    assert "floor(j" in repr(rotary) or "j mod 128" in repr(rotary)
+    assert "floor(j" in repr(ROPE.self_extend(20, 4)) and "j mod 128" in repr(ROPE.dual_chunk(160, 32))
 
 
 def test_what_kernels_get():
@@ -246,61 +237,6 @@ def test_what_kernels_get():
     assert len(extended.k_copies) == 2 and extended.k_stops == (20, UNBOUNDED) and extended.maps[0].chunk == 0
     assert [extended.maps[copy].group for copy in extended.k_copies] == [1, 4]
     assert lower(ROPE.rectify(20), True).maps == lower(ROPE, True).maps == ()
-
-
-REFUSED = {
-    "group": (lambda: ROPE.self_extend(20, 8), "group: expected a divisor of window = 20, got 8; .* try window 16"),
-    "no group": (lambda: ROPE.self_extend(20, 0), "group: expected a positive integer, got 0"),
-    "window": (lambda: ROPE.self_extend(-4, 2), "window: expected a non-negative integer, got -4"),
-    "tile": (
-        lambda: ROPE.dual_chunk(300, 100),
-        "chunk_size: .* multiple of 128, .* got 300 - 100 = 200; try local_size 172",
-    ),
-    "small": (lambda: ROPE.dual_chunk(100, 50), "chunk_size: .* multiple of 128, .* got 100 - 50 = 50$"),
-    "no chunk": (
-        lambda: ROPE.dual_chunk(128, 128),
-        "local_size: expected less than chunk_size = 128, got 128; no chunk",
-    ),
-    "negative": (lambda: ROPE.dual_chunk(128, -128), "local_size: expected a non-negative integer, got -128"),
-    "twice": (
-        lambda: ROPE.self_extend(20, 4).self_extend(20, 4),
-        "self_extend: this scheme has self_extend or dual_chunk al",
-    ),
-    "rectified": (lambda: ROPE.rectify(20).self_extend(20, 4), "self_extend: this scheme is rectified already"),
-    "rectify": (
-        lambda: ROPE.dual_chunk(160, 32).rectify(9),
-        "rectify: this scheme has self_extend or dual_chunk already",
-    ),
-    "local": (
-        lambda: ROPE.dual_chunk(160, 32).local(9),
-        "local: expected bands over the distance, got those of dual_chunk",
-    ),
-    "of local": (lambda: ROPE.local(9).dual_chunk(160, 32), "dual_chunk: expected a scheme whose queries see all keys"),
-    "axial": (lambda: Rotary.axial(16).self_extend(20, 4), "self_extend: .* this table is axial"),
-    "mrope": (lambda: ROPE.self_extend(0, 4).mrope([2, 3, 3]), "mrope: expected a scheme without rectify, self_extend"),
-    "not causal": (
-        lambda: ROPE.self_extend(20, 4).bands_for(False),
-        "causal: expected True for a scheme that maps pos",
-    ),
-    "below 0": (
-        lambda: dataclasses.replace(ROPE, bands=(Band(0, 9, 1, -3, 2),)),
-        r"bands\[0\].offset: expected at least 0 in a band that maps positions, got -3",
-    ),
-    "chunks": (
-        lambda: dataclasses.replace(ROPE, bands=(Band(0, 1, 1, 0), Band(1, 9, 1, 0, 1, 128))),
-        r"bands\[1\].chunk: expected 0 as in bands\[0\], got 128",
-    ),
-    "a chunk": (
-        lambda: dataclasses.replace(ROPE, bands=(Band(0, 9, 1, 0, 1, 100),)),
-        r"bands\[0\].chunk: expected 0 or a multiple of 128, .* got 100",
-    ),
-}
-
-
-@pytest.mark.parametrize(("build", "message"), REFUSED.values(), ids=REFUSED.keys())
-def test_refusals(build, message):
-    with pytest.raises(ValueError, match=message):
-        build()
 
 
 def test_calls_that_are_refused():
