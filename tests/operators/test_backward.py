@@ -34,6 +34,14 @@ def launched(monkeypatch) -> list[str]:
     return names
 
 
+@pytest.fixture
+def deterministic():
+    """torch.use_deterministic_algorithms, undone after the test."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    yield torch.use_deterministic_algorithms
+    torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
 # ---- queries
 
 
@@ -162,55 +170,46 @@ def test_the_operator_carries_the_choice(target, launched, compiled, determinist
 
 
 @pytest.mark.filterwarnings("error:deterministic")
-def test_torch_is_asked_for_deterministic_algorithms(target):
+def test_torch_is_asked_for_deterministic_algorithms(target, deterministic):
     q, k, v = (support.random((1, 20, 1, 16), target, seed).requires_grad_() for seed in range(3))
 
-    def step(deterministic):
-        out = attention(q, k, v, Rotary.rope(16), impl="triton", deterministic=deterministic)
+    def step(asked):
+        out = attention(q, k, v, Rotary.rope(16), impl="triton", deterministic=asked)
         return torch.autograd.grad(out.sum(), (q, k, v))
 
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     message = r"deterministic: expected True under torch.use_deterministic_algorithms\(True\), got False"
-    try:
-        torch.use_deterministic_algorithms(True)
-        step(True)
-        with pytest.raises(RuntimeError, match=message):
-            step(False)
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        with pytest.warns(UserWarning, match=message):
-            step(False)
-        torch.use_deterministic_algorithms(False)
+    deterministic(True)
+    step(True)
+    with pytest.raises(RuntimeError, match=message):
         step(False)
-    finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+    deterministic(True, warn_only=True)
+    with pytest.warns(UserWarning, match=message):
+        step(False)
+    deterministic(False)
+    step(False)
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "dtype", "enabled", "atomics"),
+    [
+        (64, torch.float16, False, True),
+        (64, torch.float16, True, False),
+        (64, torch.float32, False, False),
+        (16, torch.float16, False, False),
+    ],
+)
 @pytest.mark.parametrize("compiled", [False, True])
-def test_none_follows_torch(launched, target, compiled):
+def test_none_follows_torch(launched, target, deterministic, compiled, head_dim, dtype, enabled, atomics):
     """Read when the backward runs: the setting, and whether atomics are predicted to be faster for the shape."""
-    half = torch.float16
-    call = compiled_operator(Rotary.rope(64), None) if compiled else None
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    try:
-        for head_dim, dtype, enabled, atomics in (
-            (64, half, False, True),
-            (64, half, True, False),
-            (64, torch.float32, False, False),
-            (16, half, False, False),
-        ):
-            if compiled and head_dim != 64:
-                continue
-            shape = (1, 20, 1, head_dim)
-            q, k, v = (torch.randn(shape, dtype=dtype, device=target.device, requires_grad=True) for _ in range(3))
-            run = call or partial(attention, rotary=Rotary.rope(head_dim), impl="triton", deterministic=None)
-            torch.use_deterministic_algorithms(enabled and compiled)  # torch.compile wants no change in between
-            out = run(q, k, v)
-            torch.use_deterministic_algorithms(enabled)
-            launched.clear()
-            out.sum().backward()
-            assert (FINISH in launched, "attention_grad_q" in launched) == (atomics, not atomics)
-    finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+    rotary = Rotary.rope(head_dim)
+    run = compiled_operator(rotary, None) if compiled else partial(attention, rotary=rotary, impl="triton")
+    options = {"dtype": dtype, "device": target.device, "requires_grad": True}
+    q, k, v = (torch.randn(1, 20, 1, head_dim, **options) for _ in range(3))
+    deterministic(enabled and compiled)  # torch.compile wants no change in between
+    out = run(q, k, v) if compiled else run(q, k, v, deterministic=None)
+    deterministic(enabled)
+    out.sum().backward()
+    assert (FINISH in launched, "attention_grad_q" in launched) == (atomics, not atomics)
 
 
 # ---- what the forward keeps

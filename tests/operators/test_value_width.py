@@ -3,7 +3,7 @@
 import pytest
 import test_varlen
 import torch
-from flashrope import KVCache, Rotary, attention, attention_varlen, attention_with_cache
+from flashrope import KVCache, Rotary, attention, attention_with_cache
 from support import SCHEMES, check, problem
 
 WIDTHS = {(64, 128): "rerope", (128, 64): "rope_interleaved", (192, 128): "rope_partial", (80, 256): "leaky"}
@@ -78,24 +78,6 @@ def test_caches_name_what_they_expect():
     cache = KVCache(batch=1, capacity=16, heads_kv=2, head_dim=64, dtype=torch.float32, device="cpu")
     with pytest.raises(ValueError, match=r"v: expected shape \(1, 1, 2, 64\), got \(1, 1, 2, 32\)"):
         cache.attend(q, rotary, k=k, v=v)
-
-
-@pytest.mark.parametrize("width", [4, 12, 264])
-def test_widths_that_are_refused(width):
-    q, v = torch.randn(1, 4, 2, 16), torch.randn(1, 4, 2, width)
-    with pytest.raises(ValueError, match=f"v: expected head_dim to be a multiple of 8 up to 256, got {width}"):
-        attention(q, q, v, Rotary.rope(16))
-
-
-def test_other_dimensions_must_be_those_of_k():
-    q, v = torch.randn(1, 4, 2, 16), torch.randn(1, 5, 2, 32)
-    with pytest.raises(
-        ValueError, match=r"v: expected shape \(1, 4, 2, 32\) as k but for its width, got \(1, 5, 2, 32\)"
-    ):
-        attention(q, q, v, Rotary.rope(16))
-    starts = torch.tensor([0, 4], dtype=torch.int32)
-    with pytest.raises(ValueError, match=r"v: expected shape \(4, 2, 32\) as k but for its width, got \(4, 1, 32\)"):
-        attention_varlen(q[0], q[0], v[0, :4, :1], Rotary.rope(16), starts, starts, 4, 4)
 
 
 @pytest.mark.parametrize("direction", ["forward", "grad_kv", "grad_q", "grad_qkv", "decode"])

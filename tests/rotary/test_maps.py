@@ -1,17 +1,17 @@
 """Position maps: Self-Extend and dual chunk attention against their formulas, pair by pair, on every backend."""
 
-import cmath
 import math
 
 import pytest
 import support
 import torch
 from flashrope import Band, Rotary, attention
-from flashrope.lowering.cos_sin import cos_sin
 from flashrope.lowering.lowered import UNBOUNDED, lower
 from flashrope.rotary.bands import PositionMap
+from formula import by_hand
 from packing import packing
 from support import check, problem
+from test_needles import match
 
 REFERENCE = support.Target("reference", torch.float64, "cpu")
 ROPE = Rotary.rope(16)
@@ -57,30 +57,6 @@ def scheme(name):
     return with_map(plain)
 
 
-def by_hand(q, k, v, rotary, positions):
-    """out and lse of one head by loops over scalars; positions(i, j): of the query and of the key."""
-    pairs, rows = len(rotary.frequencies), []
-    channels = [(2 * m, 2 * m + 1) if rotary.interleaved else (m, m + pairs) for m in range(pairs)]
-    for r, query in enumerate(q):
-        i = r + len(k) - len(q)
-        log_n, scores = 1.0, []
-        if rotary.log_n_scale:
-            length, clip = rotary.log_n_scale
-            log_n = math.log(max(i, 0) + 1) / math.log(length)
-            log_n = max(log_n, 1.0) if clip else log_n
-        for j in range(min(i + 1, len(k))):
-            of_q, of_k = positions(i, j)
-            score = 0.0
-            for (a, b), theta in zip(channels, rotary.frequencies, strict=True):
-                x, y = complex(query[a], query[b]), complex(k[j][a], k[j][b])
-                score += (x * cmath.exp(1j * theta * (of_q - of_k)) * y.conjugate()).real
-            scores.append(score * len(query) ** -0.5 * rotary.temperature * log_n)
-        lse = math.log(sum(map(math.exp, scores))) if scores else -math.inf
-        weights = [math.exp(s - lse) for s in scores]
-        rows.append(([sum(w * v[j][c] for j, w in enumerate(weights)) for c in range(len(v[0]))], lse))
-    return tuple(torch.tensor(x, dtype=torch.float64) for x in zip(*rows, strict=True))
-
-
 @pytest.mark.parametrize("lengths", [(70, 70), (5, 300), (9, 7)], ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_the_reference_is_the_formula(name, lengths):
@@ -88,7 +64,7 @@ def test_the_reference_is_the_formula(name, lengths):
     if "dual" in name and lengths == (70, 70):  # rows on both sides of two chunks' ends
         p = problem(REFERENCE, scheme(name), 12, 262, heads=1, group=1)
     out, lse = attention(p.q, p.k, p.v, p.rotary, return_lse=True, impl="reference")
-    expected, expected_lse = by_hand(*(x[0, :, 0].tolist() for x in (p.q, p.k, p.v)), p.rotary, CASES[name][2])
+    expected, expected_lse = by_hand(p, lambda i, j: CASES[name][2](i, j) if j <= i else None)
     torch.testing.assert_close(out[0, :, 0], expected, rtol=0, atol=1e-12)
     torch.testing.assert_close(lse[0, 0], expected_lse, rtol=0, atol=1e-12)
 
@@ -142,10 +118,7 @@ def test_needles(exact, name):
     k = (p.k * 0.1).float().cpu()
     for i, j in EDGES[name]:
         of_q, of_k = positions(i, j)
-        cos, sin = (x.float() for x in cos_sin(rotary, torch.tensor(float(of_q - of_k))))
-        q = p.q[0, i, 0].float().cpu()
-        first, second = q.chunk(2)
-        k[0, j, 0] = torch.cat((first * cos - second * sin, second * cos + first * sin)) * (48 / q.square().sum())
+        k[0, j, 0] = match(p, i, of_q - of_k)
         one = p.replace(k=k.to(p.k))
         assert support.exact_and_bound(one)[0]["lse"][0, 0, i] > 8
         if not exact.slow:
