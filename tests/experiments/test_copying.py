@@ -85,7 +85,7 @@ def test_prompts_letter_by_letter():
 
 
 def test_a_model_that_copies_is_right_and_one_that_looks_back_a_fixed_distance_is_not():
-    found = by_place(copying.measure(subject(copier), (1, 2)))
+    found = by_place(copying.measure(subject(copier, samples=20), (1, 2)))
     tasks = ("copying", "copying-letters", "copying-by-length", "copying-control")
     assert {task for task, _ in found} == set(tasks) and all(value > 95 for value in found.values())
     assert [at for task, at in found if task == "copying"] == list(copying.PAPER_COUNTS)

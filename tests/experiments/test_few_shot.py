@@ -145,7 +145,7 @@ def test_batches_grow_and_depend_only_on_seed_and_step():
 
 
 def test_an_answer_that_is_a_label_counts_correct_or_not():
-    found = by_place(few_shot.measure(subject(follower), (0.5, 2.5)))
+    found = by_place(few_shot.measure(subject(follower, samples=5), (0.5, 2.5)))
     for at in (144, 720):
         tasks = [f"few-shot-{kind}" for kind in SEPARATORS]
         assert all(found[task, at] == 100 for task in (*tasks, "few-shot")) and found["few-shot-control", at] == 0

@@ -122,7 +122,7 @@ def test_the_kernels_of_triton(scheme):
         starts = int32([0, 1, 31, 35]), int32([0, 2, 42, 172])
         return differentiated(q, k, v, attention_varlen(q, k, v, rotary, *starts, 30, 130, return_lse=True, impl=impl))
 
-    against_float64(dense, *(floats(2, n, 2, 16, seed=seed) for seed, n in enumerate((20, 130, 130))))
+    against_float64(dense, *(floats(1, n, 2, 16, seed=seed) for seed, n in enumerate((20, 130, 130))))
     against_float64(packed, *(floats(n, 2, 16, seed=seed) for seed, n in enumerate((35, 172, 172))))
 
 

@@ -101,7 +101,8 @@ def test_grad_and_vjp(call, impl):
     qkv = tensors(precision(impl)[0])
     want = grad(lambda *x: call(*x, impl="reference"), (0, 1, 2))(*tensors())
     close(grad(lambda *x: call(*x, impl=impl), (0, 1, 2))(*qkv), want, impl)
-    close(vjp(lambda *x: call(*x, impl=impl), *qkv)[1](torch.ones((), dtype=torch.float64)), want, impl)
+    if impl != "triton":  # the same function, and slow in the interpreter
+        close(vjp(lambda *x: call(*x, impl=impl), *qkv)[1](torch.ones((), dtype=torch.float64)), want, impl)
 
 
 def test_jacrev():

@@ -30,7 +30,8 @@ def test_accuracy(target, head_dim, head_dim_v, causal):
 @pytest.mark.parametrize("width", [(16, 40), (40, 16), (24, 8)], ids=str)
 def test_strides(exact, width, layout):
     options = {"batch": 2, "heads": 6, "group": 3, "head_dim_v": width[1], "layout": layout}
-    check(exact, problem(exact, SCHEMES["local"](width[0]), 41, 33, seed=2, **options))
+    lengths = (25, 17) if exact.slow else (41, 33)
+    check(exact, problem(exact, SCHEMES["local"](width[0]), *lengths, seed=2, **options))
 
 
 @pytest.mark.parametrize("width", [(16, 32), (48, 16)], ids=str)
