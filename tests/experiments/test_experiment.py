@@ -220,7 +220,7 @@ def test_partly_correct_answers_have_their_own_figure(tmp_path):
         (
             "perplexity",
             ["--train-length", "1024"],
-            "at least 262,152 bytes to train on, and 8 windows of 32,769 bytes in other files, got 150,000 bytes in 30",
+            "at least 262,152 bytes .* 8 windows of 32,769 .* got 150,000",
         ),
         ("perplexity", ["--train-length", "60"], "--train-length: expected a multiple of 8 of at least 64, got 60"),
         ("perplexity", ["--warmup", "2"], "--warmup: expected a positive number of at most 1, got 2.0"),
@@ -229,11 +229,7 @@ def test_partly_correct_answers_have_their_own_figure(tmp_path):
         ("copying", [], "--preset: copying needs one of copying, got tiny"),
         ("few-shot", [], "--preset: few-shot needs one of few-shot, got tiny"),
         ("passkey", ["--preset", "few-shot"], "--preset: passkey needs one of passkey, got few-shot"),
-        (
-            "perplexity",
-            ["--preset", "copying"],
-            "--preset: perplexity needs one of tiny, cpu, gau, loss, small, 125m, got",
-        ),
+        ("perplexity", ["--preset", "copying"], "--preset: perplexity needs one of tiny, cpu, gau, loss, small, 125m"),
         ("copying", ["--preset", "copying"], "--text: expected none with the preset copying"),
         ("perplexity", ["--device", "abacus"], "--device: expected auto, cpu, cuda or cuda:N, got abacus"),
     ],
@@ -241,7 +237,7 @@ def test_partly_correct_answers_have_their_own_figure(tmp_path):
 def test_bad_input_is_one_line(tmp_path, text, capsys, name, options, message):
     experiment(name, tmp_path / "out", text, *options, code=2)
     errors = capsys.readouterr().err
-    assert message in errors and errors.count("\n") == 1 and not (tmp_path / "out").exists()
+    assert re.search(message, errors) and errors.count("\n") == 1 and not (tmp_path / "out").exists()
 
 
 def test_another_configuration_is_not_overwritten(finished, tmp_path, text, capsys):
