@@ -426,52 +426,47 @@ def test_a_table_from_numpy_scalars_keeps_its_precision():
     )
 
 
+ALL = "pairs rotate (inv_freq 1 to 0.0001334"
+ONE = "pairs rotate (inv_freq 1 to 1, half pairing in 2 channels)"
+
+
 @pytest.mark.parametrize(
-    ("rotary", "text"),
+    ("rotary", "pairs", "distance", "scale"),
     [
-        (
-            Rotary.rope(64),
-            "Rotary(head_dim=64, 32 of 32 pairs rotate (inv_freq 1 to 0.0001334, half pairing), "
-            "distance: d for d >= 0, "
-            "score scale: 1)",
-        ),
-        (Rotary.none(64), "Rotary(head_dim=64, 0 of 32 pairs rotate, distance: d for d >= 0, score scale: 1)"),
+        (Rotary.rope(64), f"32 of 32 {ALL}, half pairing)", "d for d >= 0", "1"),
+        (Rotary.none(64), "0 of 32 pairs rotate", "d for d >= 0", "1"),
         (
             Rotary.hope(128, 8192, interleaved=True).yarn(4.0, 8192).rectify(1024).log_n(4096),
-            "Rotary(head_dim=128, "
-            "50 of 64 pairs rotate (inv_freq 1 to 0.0002425, interleaved pairing in 100 channels, yarn), "
-            "distance: d for 0 <= d < 1024; 1024 for d >= 1024, score scale: 1.29648 * max(1, ln(i + 1) / ln(4096)))",
+            "50 of 64 pairs rotate (inv_freq 1 to 0.0002425, interleaved pairing in 100 channels, yarn)",
+            "d for 0 <= d < 1024; 1024 for d >= 1024",
+            "1.29648 * max(1, ln(i + 1) / ln(4096))",
         ),
         (
             Rotary.rope(64).rectify(16, 4.0).local(32).log_n(512, clip=False),
-            "Rotary(head_dim=64, 32 of 32 pairs rotate (inv_freq 1 to 0.0001334, half pairing), "
-            "distance: d for 0 <= d < 16; "
-            "d * 0.25 + 12 for 16 <= d < 32, score scale: ln(i + 1) / ln(512))",
+            f"32 of 32 {ALL}, half pairing)",
+            "d for 0 <= d < 16; d * 0.25 + 12 for 16 <= d < 32",
+            "ln(i + 1) / ln(512)",
         ),
-        (
-            Rotary.axial(64, axes=2),
-            "Rotary(head_dim=64, 32 of 32 pairs rotate (inv_freq 1 to 0.01334, half pairing, 2 axes), "
-            "distance: d for d >= 0, "
-            "score scale: 1)",
-        ),
+        (Rotary.axial(64), "32 of 32 pairs rotate (inv_freq 1 to 0.01334, half pairing, 2 axes)", "d for d >= 0", "1"),
         (
             Rotary(8, (1.0,), bands=(Band(2, 4, 1.0, 0.0), Band(9, math.inf, 0.0, 4.0))),
-            "Rotary(head_dim=8, 1 of 4 pairs rotate (inv_freq 1 to 1, half pairing in 2 channels), "
-            "distance: unseen for 0 <= d < 2; d for 2 <= d < 4; unseen for 4 <= d < 9; 4 for d >= 9, "
-            "score scale: 1)",
+            f"1 of 4 {ONE}",
+            "unseen for 0 <= d < 2; d for 2 <= d < 4; unseen for 4 <= d < 9; 4 for d >= 9",
+            "1",
         ),
         (
             Rotary(8, (1.0,), bands=(Band(0, 4, 1.0, 0.0), Band(8, 16, 1.0, -4.0))),
-            "Rotary(head_dim=8, 1 of 4 pairs rotate (inv_freq 1 to 1, half pairing in 2 channels), "
-            "distance: d for 0 <= d < 4; unseen for 4 <= d < 8; d - 4 for 8 <= d < 16, score scale: 1)",
+            f"1 of 4 {ONE}",
+            "d for 0 <= d < 4; unseen for 4 <= d < 8; d - 4 for 8 <= d < 16",
+            "1",
         ),
         (
             Rotary.from_inv_freq([-1.0, -0.5], 8).local(0),
-            "Rotary(head_dim=8, 2 of 4 pairs rotate (inv_freq -1 to -0.5, half pairing in 4 channels), "
-            "distance: no keys, "
-            "score scale: 1)",
+            "2 of 4 pairs rotate (inv_freq -1 to -0.5, half pairing in 4 channels)",
+            "no keys",
+            "1",
         ),
     ],
 )
-def test_repr(rotary, text):
-    assert repr(rotary) == text
+def test_repr(rotary, pairs, distance, scale):
+    assert repr(rotary) == f"Rotary(head_dim={rotary.head_dim}, {pairs}, distance: {distance}, score scale: {scale})"
