@@ -75,24 +75,41 @@ def test_log_n_and_rotations_need_a_copy(target, launched):
 
 FINISH = "attention_finish_grad_q"
 BOTH_SIDES = ("rope", "local", "rerope", "leaky", "inverse_leaky", "hope_rerope_log_n")
+# What the interpreter runs in the default tests: every layout of pairs, and one scheme of each kind of bands.
+CAUSAL = ("rope_interleaved", "rope_partial", "hope_compact", "rerope", "local", "yarn_leaky_local_log_n")
+FIVE = [(name, True, name in CAUSAL) for name in SCHEMES]
+FIVE += [(name, False, name in ("rope", "leaky", "hope_rerope_log_n")) for name in BOTH_SIDES]
+
+
+def rows(cases):
+    """(arguments, whether the interpreter runs them too by default) as parameters."""
+    slow = () if torch.cuda.is_available() else pytest.mark.slow
+    return [pytest.param(*arguments, marks=() if quick else slow) for *arguments, quick in cases]
 
 
 def check_atomic(target, rotary, *lengths, **options):
     support.check(target, support.problem(target, rotary, *lengths, deterministic=False, **options))
 
 
-@pytest.mark.parametrize(
-    ("scheme", "causal"), [(name, True) for name in SCHEMES] + [(name, False) for name in BOTH_SIDES]
-)
+@pytest.mark.parametrize(("scheme", "causal"), rows(FIVE))
 def test_five_products(target, launched, scheme, causal):
     check_atomic(target, SCHEMES[scheme](16), 41, 55, causal=causal, seed=4)
     assert FINISH in launched and "attention_grad_q" not in launched
 
 
-@pytest.mark.interpreted(lambda scheme, lengths, **_: scheme == "rerope" or lengths == (70, 33))
-@pytest.mark.parametrize("scheme", ["rope", "rerope"])
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("lengths", [(64, 64), (1, 1), (1, 70), (70, 1), (70, 33), (0, 5), (5, 0)], ids=str)
+LENGTHS = [(64, 64), (1, 1), (1, 70), (70, 1), (70, 33), (0, 5), (5, 0)]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "causal", "lengths"),
+    rows(
+        (scheme, causal, lengths, scheme == "rerope" or lengths == (70, 33))
+        for lengths in LENGTHS
+        for causal in (True, False)
+        for scheme in ("rope", "rerope")
+    ),
+    ids=str,
+)
 def test_five_products_of_any_length(target, scheme, causal, lengths):
     batch = 2 if lengths == (70, 33) else 1
     check_atomic(target, SCHEMES[scheme](8), *lengths, causal=causal, batch=batch, seed=5)

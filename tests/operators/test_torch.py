@@ -40,6 +40,7 @@ KINDS = {  # the scheme, the width of v, packed or not, and positions
     "positions": (Rotary.rope(16), 16, False, COORDINATES[:, 0].view(2, 20) * 1.5),
     "packed coordinates": (SECTIONS, 16, True, COORDINATES),
 }
+WHOLE = ("rerope", "packed")
 kinds = pytest.mark.parametrize("kind", KINDS)
 
 
@@ -64,19 +65,19 @@ def public_call(kind, q, k, v):
     return attention(q, k, v, rotary, **options)
 
 
+@pytest.mark.interpreted(lambda exact, kind: kind not in ("rerope", "packed"))
 @kinds
 def test_opcheck(exact, kind):
-    """Shapes for tracing, schemas and autograd. Triton's interpreter is not traced."""
-    arguments = operator_arguments(kind, exact.impl, exact.device)
-    tests = {} if exact.impl == "cpu" else {"test_utils": ("test_schema", "test_faketensor")}
+    """Schemas and the shapes for tracing; on the CPU, of a dense and of a packed call, autograd and compiling too."""
+    arguments, whole = operator_arguments(kind, exact.impl, exact.device), exact.impl == "cpu" and kind in WHOLE
+    tests = {} if whole else {"test_utils": ("test_schema", "test_faketensor")}
     torch.library.opcheck(torch.ops.flashrope.attention, arguments, **tests)
     saved = torch.ops.flashrope.attention(*arguments)
     if exact.impl == "triton":  # it keeps the table of given positions
         assert (saved[3].numel() > 0) == (arguments[3] is not None)
     tensors = (torch.randn_like(saved[0]), torch.randn_like(saved[1]), *(x.detach() for x in (*arguments[:3], *saved)))
-    for grad_out, grad_lse in ((tensors[0], tensors[1]), (None, tensors[1]), (tensors[0], None)):
-        backward = (grad_out, grad_lse, *tensors[2:], *arguments[3:])
-        torch.library.opcheck(torch.ops.flashrope.attention_backward, backward, **tests)
+    for grad_out in (tensors[0], None)[: 1 + whole]:
+        torch.library.opcheck(torch.ops.flashrope.attention_backward, (grad_out, *tensors[1:], *arguments[3:]), **tests)
 
 
 @kinds
