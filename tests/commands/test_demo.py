@@ -27,6 +27,7 @@ from flashrope.small_models.train import TrainConfig, learning_rate_fraction, tr
 from flashrope.small_models.workers import WorkerError, Workers, _interrupts_held
 
 TINY = ["demo", "--preset", "tiny", "--device", "cpu", "--threads", "1"]
+FEW = [*TINY, "--schemes", "rerope"]  # of the text; the run of the standard library compares all
 OUTPUTS = {"split.json", "rope.safetensors", "hope.safetensors", "losses.csv", "losses.md", "losses.png"}
 
 
@@ -51,7 +52,7 @@ def of_text(tmp_path_factory, text):
     """The folder of a finished tiny run on the text, and what the run printed."""
     out, printed = tmp_path_factory.mktemp("demo") / "two words", io.StringIO()
     with contextlib.redirect_stdout(printed):
-        assert main([*TINY, "--text", str(text), "--out", str(out)]) == 0
+        assert main([*FEW, "--text", str(text), "--out", str(out)]) == 0
     return out, printed.getvalue()
 
 
@@ -175,7 +176,7 @@ def test_closed_stdout_gives_no_traceback(tmp_path, text):
 
 def test_losses_depend_on_the_seed_and_not_on_the_processes(of_text, tmp_path, text):
     def run(name, *options):
-        assert main([*TINY, "--text", str(text), "--out", str(tmp_path / name), *options]) == 0
+        assert main([*FEW, "--text", str(text), "--out", str(tmp_path / name), *options]) == 0
         return (tmp_path / name / "losses.csv").read_text()
 
     first, before = (of_text[0] / "losses.csv").read_text(), torch.get_num_threads()
@@ -250,7 +251,7 @@ def test_an_earlier_run_is_replaced_only_when_asked(of_text, tmp_path, text, cap
     out = tmp_path / "out"
     shutil.copytree(of_text[0], out)
     before = {path.name: path.read_bytes() for path in out.iterdir()}
-    again = [*TINY, "--text", str(text), "--steps", "2", "--out", str(out)]
+    again = [*FEW, "--text", str(text), "--steps", "2", "--out", str(out)]
     assert main([*again, "--preset", "cpu"]) == 2  # other sizes are refused, too
     assert main(again) == 2
     errors = capsys.readouterr().err

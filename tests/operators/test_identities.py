@@ -26,14 +26,9 @@ def same(target, first, second):
 ROPE = Rotary.rope(D)
 PAIRS = {
     "rectified beyond the sequence": (ROPE.rectify(50), ROPE),
-    "leaky by 1": (ROPE.rectify(11, 1.0), ROPE),
-    "hope that keeps every pair": (Rotary.hope(D, 1e9), ROPE),
     "hope that keeps no pair": (Rotary.hope(D, 1.0), Rotary.none(D)),
     "hope in the paper's layout that keeps no pair": (Rotary.hope(D, 1.0, interleaved=True), Rotary.none(D)),
     "local beyond the sequence": (ROPE.local(50), ROPE),
-    "local is rectified without its far keys": (ROPE.rectify(11).local(11), ROPE.local(11)),
-    "interpolation by 1": (ROPE.interpolate(1.0), ROPE),
-    "a table of its own": (Rotary.from_inv_freq(ROPE.inv_freq, D), ROPE),
     "clipped log n within the training length": (ROPE.log_n(1000), ROPE),
 }
 

@@ -100,6 +100,7 @@ def test_hope_edges():
 # ---- interpolation
 def test_position_interpolation():
     same_table(Rotary.rope(64).interpolate(4), geometric(64) / 4)
+    assert Rotary.rope(64).interpolate(1.0) == Rotary.rope(64)
 
 
 @pytest.mark.parametrize("rotary_dim", [64, 128])
@@ -306,6 +307,7 @@ def test_local():
     rotary = Rotary.rope(64).local(4)
     assert rotary.bands == (Band(0, 4, 1, 0),)
     assert rotary.two_sided_bands == (Band(-3, 4, 1, 0),)
+    assert Rotary.rope(64).rectify(11).local(11) == Rotary.rope(64).local(11)  # without its far keys
     assert rotary.local(2) == Rotary.rope(64).local(2) == Rotary.rope(64).local(2).local(4)
     assert Rotary.rope(64).local(0).bands == Rotary.rope(64).local(0).two_sided_bands == ()
 
