@@ -12,7 +12,6 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))  # bench is no part of the installed package
 
 import support
 from flashrope.cli.progress import duration

@@ -13,10 +13,8 @@ import pytest
 triton = pytest.importorskip("triton", reason="the gate compiles Triton kernels")
 ROOT = Path(__file__).resolve().parents[2]
 slow = pytest.mark.slow  # compiles
-sys.path.insert(0, str(ROOT))  # bench is no part of the installed package
 
 from bench.compiling import cases, gate, sass
-from bench.compiling.architectures import MULTIPROCESSORS
 from bench.compiling.offline import Measured
 
 # A tiled product: 64x64 tiles, K in steps of 32, 4 warps. Per step 64*64*32 / (16*8*16) = 64 HMMA, 16 of them per warp;
@@ -239,28 +237,21 @@ def test_almost_no_spill_is_allowed_in_half_precision(arch, head_dim, dtype, sch
         assert any(line.endswith("touches spilled registers 2 times in its hot loop") for line in hot)
 
 
+NARROW = [(192, scheme, spill) for scheme, spill in zip(cases.VALUES, (0, 24), strict=True)]
+NO_SPILL = [(arch, *row) for arch in (80, 86, 90) for row in NARROW]
+NO_SPILL += [(80, 64, cases.UNALIGNED, 0), (80, 128, cases.UNALIGNED, 0), (90, 256, cases.ONE_BAND, 0)]
+
+
 @pytest.mark.skipif(not triton.__version__.startswith("3.6."), reason="the tiles were chosen for Triton 3.6")
-@pytest.mark.parametrize("arch", [80, 86, 90])
 @pytest.mark.parametrize(
-    ("scheme", "allowed"), list(zip(cases.VALUES, (0, 24), strict=True)), ids=lambda x: getattr(x, "name", "")
+    ("arch", "head_dim", "scheme", "of_grad_kv"), NO_SPILL, ids=lambda x: getattr(x, "name", str(x))
 )
-def test_narrower_values_spill_nothing_in_the_tile_loops(arch, scheme, allowed):
-    case = cases.Case(arch, 192, "bf16", scheme)
-    for kernel in sorted(case.kernels):
-        limit = allowed if kernel == "attention_grad_kv" else 0
+def test_narrow_values_and_these_forwards_spill_nothing_in_the_tile_loops(arch, head_dim, scheme, of_grad_kv):
+    case = cases.Case(arch, head_dim, "bf16", scheme)
+    for kernel in sorted(case.kernels) if head_dim == 192 else ["attention_forward"]:
+        limit = of_grad_kv if kernel == "attention_grad_kv" else 0
         assert not row(kernel, case, spill_stores=limit).violations()
         assert row(kernel, case, spill_stores=limit + 4).violations() and row(kernel, case, loop_spills=4).violations()
-
-
-@pytest.mark.skipif(not triton.__version__.startswith("3.6."), reason="the tiles were chosen for Triton 3.6")
-@pytest.mark.parametrize(
-    ("arch", "head_dim", "scheme"),
-    [(80, 64, cases.UNALIGNED), (80, 128, cases.UNALIGNED), (90, 256, cases.ONE_BAND)],
-)
-def test_these_forwards_spill_nothing(arch, head_dim, scheme):
-    case = cases.Case(arch, head_dim, "bf16", scheme)
-    assert not row(case=case).violations()
-    assert row(case=case, spill_stores=4).violations()
 
 
 @pytest.mark.parametrize(
@@ -321,22 +312,6 @@ def test_keys_and_values_of_a_paged_cache_have_two_slots(kernel, cache, needed):
     assert not violations(2) and not violations(None, dataclasses.replace(case, dtype="fp32"))
     for slots in (None, 1):
         assert bool(violations(slots)) == needed
-
-
-@pytest.mark.parametrize(
-    ("registers", "shared_kb", "warps", "blocks"),
-    [
-        (255, 0, 8, 1),  # 8 warps of 256 registers fill all 65536
-        (168, 0, 4, 3),  # 12 warps of 5376
-        (100, 0, 1, 19),  # 3200 registers are given out as 3328
-        (32, 54, 4, 2),  # 2 * (54 + 1) KB of 164
-        (32, 53, 4, 3),
-        (16, 0, 1, 32),
-        (32, 0, 16, 4),  # 2048 threads
-    ],
-)
-def test_resident_blocks(registers, shared_kb, warps, blocks):
-    assert MULTIPROCESSORS[80].resident_blocks(registers, shared_kb * 1024, warps) == blocks
 
 
 LISTING = """

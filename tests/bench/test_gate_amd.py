@@ -1,15 +1,12 @@
 """What the gate reads from AMD's assembly, and how calls reach AMD's GPUs, without one."""
 
 import dataclasses
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 triton = pytest.importorskip("triton", reason="the gate compiles Triton kernels")
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # bench is no part of the installed package
 
 from flashrope.backends import cuda
 from flashrope.backends import triton as backend
@@ -97,6 +94,13 @@ def test_every_limit_can_be_exceeded():
         ("gfx942", 128, 33, 4, 1),
         ("gfx950", 128, 33, 4, 4),
         ("gfx942", 512, 8, 8, 0),  # does not fit
+        (80, 255, 0, 8, 1),  # 8 warps of 256 registers fill all 65536
+        (80, 168, 0, 4, 3),  # 12 warps of 5376
+        (80, 100, 0, 1, 19),  # 3200 registers are given out as 3328
+        (80, 32, 54, 4, 2),  # 2 * (54 + 1) KB of 164
+        (80, 32, 53, 4, 3),
+        (80, 16, 0, 1, 32),
+        (80, 32, 0, 16, 4),  # 2048 threads
     ],
 )
 def test_resident_blocks(arch, registers, shared_kb, warps, blocks):

@@ -7,6 +7,8 @@ processes are replaced.
 from __future__ import annotations
 
 import functools
+import importlib
+import inspect
 import multiprocessing
 import os
 import tempfile
@@ -16,15 +18,29 @@ from multiprocessing.connection import wait
 from pathlib import Path
 
 RANKS = 4
-SECONDS = 180  # for one function; longer means a hang, not a slow machine
-
-
-def _name(function) -> str:
-    return getattr(function, "__name__", None) or function.func.__name__  # or a functools.partial
+SECONDS = 240  # for one function; longer means a hang, not a slow machine
 
 
 class Failed(AssertionError):
     """A rank's traceback."""
+
+
+def on_ranks(body):
+    """Makes a test of a function, which runs on four ranks at once with the test's parameters and fixtures."""
+
+    @functools.wraps(body)
+    def test(ranks, **arguments):
+        ranks(_run, body.__module__, body.__name__, arguments)
+
+    signature = inspect.signature(body)
+    ranks = inspect.Parameter("ranks", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    test.__signature__ = signature.replace(parameters=[ranks, *signature.parameters.values()])
+    return test
+
+
+def _run(module: str, name: str, arguments: dict):
+    """Runs the body of a test of ``on_ranks``."""
+    return getattr(importlib.import_module(module), name).__wrapped__(**arguments)
 
 
 class Ranks:
@@ -46,7 +62,7 @@ class Ranks:
             if not ready:
                 late = [self._connections.index(connection) for connection in waiting]
                 self.stop()
-                raise Failed(f"{_name(function)}: ranks {late} have not answered within {seconds} s")
+                raise Failed(f"{function.__name__} {args}: ranks {late} have not answered within {seconds} s")
             for connection in ready:
                 rank = self._connections.index(connection)
                 try:
@@ -55,7 +71,7 @@ class Ranks:
                     ok, results[rank] = False, "died"
                 if not ok:
                     self.stop()
-                    raise Failed(f"{_name(function)}, rank {rank} of {self.count}: {results[rank]}")
+                    raise Failed(f"{function.__name__} {args}, rank {rank} of {self.count}: {results[rank]}")
                 waiting.remove(connection)
         return results
 
@@ -63,14 +79,8 @@ class Ranks:
         self._started += 1
         store = Path(self._folder.name, f"store-{self._started}")
         context = multiprocessing.get_context("forkserver")  # torch is imported once, not by every rank
-        context.set_forkserver_preload(
-            [
-                "pytest",
-                "flashrope.integrations.distributed",
-                "torch.distributed.fsdp",
-                "torch.distributed.tensor.parallel",
-            ]
-        )
+        preload = ["flashrope.integrations.distributed", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"]
+        context.set_forkserver_preload(["pytest", *preload])
         for rank in range(self.count):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(rank, self.count, str(store), theirs), daemon=True)
@@ -123,3 +133,11 @@ def first(ranks: int):
 
     group = dist.new_group(range(ranks))
     return group if dist.get_rank() < ranks else None
+
+
+@functools.cache
+def alone():
+    """A group of this rank and no other."""
+    import torch.distributed as dist
+
+    return [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]

@@ -1,9 +1,6 @@
 """Context parallelism compared with the float64 reference on the full sequence, within the error budget of one
 device."""
 
-import contextlib
-import functools
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,51 +12,43 @@ from flashrope.integrations.distributed import (
     shard_sequence,
     unshard_sequence,
 )
-from ranks import mesh
-from support import COEFFICIENT, SCHEMES, Problem, Target, exact_and_bound, excess, problem
+from ranks import alone, mesh, on_ranks
+from small_calls import check_refused
+from support import SCHEMES, Problem, Target, check_budget, problem
 
 CHOSEN = ("rope", "hope_paper", "rerope", "leaky", "local", "log_n_clipped")
 CHOSEN += ("hope_rerope_log_n", "yarn_leaky_local_log_n")
 TYPES = (torch.float32, torch.float64)
 SEQLEN = 48  # chunks of 12 and 6, not multiples of any block
+both_ways = pytest.mark.parametrize("causal", [True, False], ids=["causal", "both_ways"])
+interpreted = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="the ranks are on the CPU, where Triton is only interpreted"
+)
 
 
-def sharded(p: Problem, group, impl: str | None = None) -> dict[str, torch.Tensor]:
-    """The results of a call over the ranks of group, gathered."""
-    leaves = [shard_sequence(x, group).detach().requires_grad_() for x in (p.q, p.k, p.v)]
-    sinks = None if p.sinks is None else p.sinks.detach().requires_grad_()
-    out = context_parallel_attention(*leaves, p.rotary, group, p.causal, p.softmax_scale, impl, sinks)
-    grad_out = shard_sequence(p.grad_out, group)
-    of_sinks = {}
-    if sinks is not None:
-        (share,) = torch.autograd.grad(out, sinks, grad_out, retain_graph=True)
-        dist.all_reduce(share, group=group.get_group())
-        of_sinks["grad_sinks"] = share
-    grads = torch.autograd.grad(out, leaves, grad_out)
-    results = zip(("out", "grad_q", "grad_k", "grad_v"), (out, *grads), strict=True)
-    return {name: unshard_sequence(x.detach(), group) for name, x in results} | of_sinks
+def sharded(group, p: Problem, dim: int = 1, **options) -> dict[str, torch.Tensor]:
+    """The results of a call over the ranks of group, gathered. p: a Problem, or packed sequences with dim 0."""
+    leaves = [shard_sequence(x, group, dim).detach().requires_grad_() for x in (p.q, p.k, p.v)]
+    if p.sinks is not None:
+        leaves.append(p.sinks.detach().requires_grad_())
+        options["sinks"] = leaves[3]
+    out = context_parallel_attention(*leaves[:3], p.rotary, group, p.causal, **options)
+    (*grads,) = torch.autograd.grad(out, leaves, shard_sequence(p.grad_out, group, dim))
+    names = ("out", "grad_q", "grad_k", "grad_v")
+    gathered = (unshard_sequence(x.detach(), group, dim) for x in (out, *grads[:3]))
+    results = dict(zip(names, gathered, strict=True))
+    for share in grads[3:]:
+        dist.all_reduce(share, group=group if isinstance(group, dist.ProcessGroup) else group.get_group())
+        results["grad_sinks"] = share
+    return results
 
 
-def holds(ranks: int, scheme: str, dtype: torch.dtype, impl: str, sinks: bool = False, **options) -> dict[str, float]:
+def holds(count: int, scheme: str, dtype: torch.dtype, impl: str = "cpu", sinks: bool = False, **options) -> None:
     p = problem(Target(impl, dtype, "cpu"), SCHEMES[scheme](16), SEQLEN, **options)
     p = p.replace(grad_lse=torch.zeros_like(p.grad_lse))
     if sinks:
         p = p.replace(sinks=torch.linspace(-1, 2, p.q.shape[2], dtype=dtype))
-    ratios = excess(sharded(p, mesh(ranks), impl), *exact_and_bound(p), dtype)
-    over = {name: ratio for name, ratio in ratios.items() if not ratio <= COEFFICIENT[dtype]}
-    assert not over, f"error over u * bound, allowed {COEFFICIENT[dtype]}: {over}, {ranks} ranks, {options}, {p.rotary}"
-    return ratios
-
-
-def every_scheme(count: int, dtype: torch.dtype, causal: bool, schemes) -> dict[str, float]:
-    """The largest ratio of each result over schemes, batch sizes and heads."""
-    worst: dict[str, float] = {}
-    for scheme in schemes:
-        for heads, group, batch in ((4, 2, 2), (2, 1, 1)):
-            sizes = dict(heads=heads, group=group, batch=batch)
-            for name, ratio in holds(count, scheme, dtype, "cpu", causal=causal, **sizes).items():
-                worst[name] = max(worst.get(name, 0.0), ratio)
-    return worst
+    check_budget(sharded(mesh(count), p, impl=impl), p, dtype, f"{count} ranks, {options}: ")
 
 
 @pytest.mark.parametrize(
@@ -77,54 +66,48 @@ def every_scheme(count: int, dtype: torch.dtype, causal: bool, schemes) -> dict[
         for count in (2, 4)
     ],
 )
-def test_forward_and_gradients(ranks, count, causal, dtype):
-    ranks(every_scheme, count, dtype, causal, CHOSEN)
+@on_ranks
+def test_forward_and_gradients(count, causal, dtype):
+    for scheme in CHOSEN:
+        holds(count, scheme, dtype, causal=causal, heads=4, group=2, batch=2)
+        holds(count, scheme, dtype, causal=causal, heads=2, group=1, batch=1)
 
 
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "both_ways"])
-def test_sinks(ranks, causal):
+@both_ways
+@on_ranks
+def test_sinks(causal):
     """Three key heads on two ranks: those that are not causal are padded, and so are the sinks."""
-    options = dict(sinks=True, causal=causal, heads=3, group=1)
-    ranks(functools.partial(holds, **options), 2, "rerope", torch.float64, "cpu")
+    holds(2, "rerope", torch.float64, sinks=True, causal=causal, heads=3, group=1)
 
 
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "both_ways"])
-def test_v_of_another_width(ranks, causal):
-    options = dict(causal=causal, heads=4, group=2, head_dim_v=24)
-    ranks(functools.partial(holds, **options), 2, "rerope", torch.float64, "cpu")
+@both_ways
+@on_ranks
+def test_v_of_another_width(causal):
+    holds(2, "rerope", torch.float64, causal=causal, heads=4, group=2, head_dim_v=24)
 
 
-def local_inputs(count: int, seqlen: int = 8, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(3)
-    q, k, v = (torch.randn(1, seqlen, heads, 16, generator=generator).to(dtype) for heads in (4, 2, 2))
-    return mesh(count), q, k, v
-
-
-def low_precision(count: int) -> None:
-    holds(count, "hope_rerope_log_n", torch.float16, "cpu", heads=4, group=2, causal=False)
-    holds(count, "rope", torch.bfloat16, "cpu", heads=4, group=2)
-
-
-def test_two_byte_types(ranks):
-    ranks(low_precision, 2)
+@on_ranks
+def test_two_byte_types():
+    holds(2, "hope_rerope_log_n", torch.float16, heads=4, group=2, causal=False)
+    holds(2, "rope", torch.bfloat16, heads=4, group=2)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the ranks are on the CPU, where Triton is only interpreted")
-def test_triton(ranks):
-    ranks(holds, 2, "rerope", torch.float32, "triton")
+@interpreted
+@on_ranks
+def test_triton():
+    holds(2, "rerope", torch.float32, "triton")
 
 
-def uneven_heads(count: int) -> None:
+@on_ranks
+def test_heads_that_do_not_divide():
     for heads, group in ((6, 2), (3, 1), (4, 4), (8, 4), (12, 2)):
-        holds(count, "rerope", torch.float32, "cpu", causal=False, heads=heads, group=group)
+        holds(4, "rerope", torch.float32, causal=False, heads=heads, group=group)
 
 
-def test_heads_that_do_not_divide(ranks):
-    ranks(uneven_heads, 4)
-
-
-def the_order(count: int) -> None:
+@pytest.mark.parametrize("count", [2, 4])
+@on_ranks
+def test_order_of_the_parts(count):
     group, rank = mesh(count), mesh(count).get_local_rank()
     x = torch.arange(2 * 8 * count).view(2, -1).double().requires_grad_()
     part = shard_sequence(x, group)
@@ -140,112 +123,105 @@ def the_order(count: int) -> None:
     assert torch.equal(unshard_sequence(shard_sequence(x, group.get_group(), -1), group, -1), x)
 
 
-@pytest.mark.parametrize("count", [2, 4])
-def test_order_of_the_parts(ranks, count):
-    ranks(the_order, count)
+def local_inputs():
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(1, 8, heads, 16, generator=generator) for heads in (4, 2, 2)]
 
 
-def one_rank() -> None:
-    _, q, k, v = local_inputs(2)
-    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+@on_ranks
+def test_one_rank_is_plain_attention():
+    q, k, v = local_inputs()
     for causal in (True, False):
-        out = context_parallel_attention(q, k, v, Rotary.rope(16), alone, causal)
+        out = context_parallel_attention(q, k, v, Rotary.rope(16), alone(), causal)
         assert torch.equal(out, attention(q, k, v, Rotary.rope(16), causal=causal))
-    assert torch.equal(unshard_sequence(shard_sequence(q, alone), alone), q)
+    assert torch.equal(unshard_sequence(shard_sequence(q, alone()), alone()), q)
 
 
-def test_one_rank_is_plain_attention(ranks):
-    ranks(one_rank)
+def check_compiled(loss, tensors, **options) -> None:
+    """The gradients of a loss under torch.compile are those without."""
+    eager, graph = ([x.clone().requires_grad_() for x in tensors] for _ in range(2))
+    want = torch.autograd.grad(loss(*eager), eager)
+    got = torch.autograd.grad(torch.compile(loss, backend="aot_eager", **options)(*graph), graph)
+    torch.testing.assert_close(got, want)
 
 
-def compiled(count: int) -> None:
-    group, q, k, v = local_inputs(count)
-    rotary = Rotary.rope(16).rectify(5).log_n(10)
+@pytest.mark.slow
+@on_ranks
+def test_compile():
+    group, rotary = mesh(2), Rotary.rope(16).rectify(5).log_n(10)
     for causal in (True, False):
 
         def loss(q, k, v):
             return context_parallel_attention(q, k, v, rotary, group, causal).square().sum()
 
-        eager, graph = ([x.clone().requires_grad_() for x in (q, k, v)] for _ in range(2))
-        want = torch.autograd.grad(loss(*eager), eager)
-        got = torch.autograd.grad(torch.compile(loss, backend="aot_eager", fullgraph=True)(*graph), graph)
-        torch.testing.assert_close(got, want)
-
-
-@pytest.mark.slow
-def test_compile(ranks):
-    ranks(compiled, 2, seconds=240)
-
-
-@contextlib.contextmanager
-def refuses(kind, *words: str):
-    with pytest.raises(kind) as error:
-        yield
-    missing = [word for word in words if word not in str(error.value)]
-    assert not missing, f"{missing} not in {error.value}"
-
-
-def refusals(count: int) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Shard
-    from torch.distributed.tensor.experimental import context_parallel
-
-    group, q, k, v = local_inputs(count)
-    rope = Rotary.rope(16)
-    with refuses(ValueError, "q: ", "two chunks of equal length", f"2 * {count} = {2 * count}", "got 7 positions"):
-        context_parallel_attention(q[:, :7], k[:, :7], v[:, :7], rope, group)
-    with refuses(ValueError, "k: ", "batch and seqlen (1, 8) as in q", "(1, 6)"):
-        context_parallel_attention(q, k[:, :6], v[:, :6], rope, group)
-    with refuses(ValueError, "v: ", "(1, 8, 2, 16)", "(1, 6, 2, 16)"):
-        context_parallel_attention(q, k, v[:, :6], rope, group)
-    with refuses(TypeError, "q: ", "plain tensor", "DTensor"):
-        context_parallel_attention(DTensor.from_local(q, group, [Shard(1)]), k, v, rope, group)
-    with refuses(ValueError, "rotary: ", "axial"):
-        context_parallel_attention(q, k, v, Rotary.axial(16), group)
-    with refuses(TypeError, "causal: ", "expected True or False", "1"):
-        context_parallel_attention(q, k, v, rope, group, causal=1)
-    with refuses(ValueError, "rotary: ", "none with length_scale", "got 100"):
-        context_parallel_attention(q, k, v, rope.dual_chunk(160, 32, length_scale=100), group)
-    with refuses(ValueError, "impl: ", "'fast'"):
-        context_parallel_attention(q, k, v, rope, group, impl="fast")
-    with refuses(ValueError, "softmax_scale: ", "nan"):
-        context_parallel_attention(q, k, v, rope, group, softmax_scale=float("nan"))
-    with refuses(TypeError, "group: ", "a ProcessGroup, a DeviceMesh or None", "str"):
-        context_parallel_attention(q, k, v, rope, "cp")
-    with refuses(ValueError, "group: ", "one dimension", "2"):
-        context_parallel_attention(q, k, v, rope, init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp")))
-    pair = dist.new_group([0, 1])
-    if dist.get_rank() > 1:
-        with refuses(ValueError, "group: ", "not"):
-            context_parallel_attention(q, k, v, rope, pair)
-    with refuses(
-        ValueError, "x: ", f"2 * {count} = {2 * count}", "got 9", f"pad it to {-(-9 // (2 * count)) * 2 * count}"
-    ):
-        shard_sequence(torch.zeros(1, 9), group)
-    with refuses(ValueError, "x: ", "got 3"):
-        unshard_sequence(torch.zeros(1, 3), group)
-    with refuses(ValueError, "dim: ", "a dimension of x", "2", "5"):
-        shard_sequence(torch.zeros(1, 8), group, 5)
-    with refuses(TypeError, "x: ", "list"):
-        shard_sequence([1, 2], group)
-    buffer, theirs = torch.zeros(1, 16 * count), F.scaled_dot_product_attention
-    with context_parallel(group, buffers=[buffer], buffer_seq_dims=[1]):
-        assert F.scaled_dot_product_attention is not theirs
-        with refuses(RuntimeError, "context_parallel", "scaled_dot_product_attention", "shard_sequence"):
-            context_parallel_attention(q, k, v, rope, group)
-        for impl in ("cpu", "reference"):
-            with refuses(RuntimeError, "context_parallel", "shard_sequence"):
-                attention(q, k, v, rope, impl=impl)
-    attention(q, k, v, rope)
-    context_parallel_attention(q, k, v, rope, group)
+        check_compiled(loss, local_inputs(), fullgraph=True)
 
 
 @pytest.mark.parametrize("count", [2, 4])
-def test_refusals(ranks, count):
-    ranks(refusals, count)
+@on_ranks
+def test_refusals(count):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    rope, (q, k, v), parts = Rotary.rope(16), local_inputs(), f"2 * {count} = {2 * count}"
+    table = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    group, pair = mesh(count), dist.new_group([0, 1])
+
+    def call(q=q, k=k, v=v, rotary=rope, group=group, **options):
+        return context_parallel_attention(q, k, v, rotary, group, **options)
+
+    def shard(x, dim=1):
+        return shard_sequence(x, group, dim)
+
+    chunks = f"two chunks of equal length, of a sequence that divides into {parts}"
+    spread = DTensor.from_local(q, group, [Shard(1)])
+    padded = f"got 9 positions; pad it to {-(-9 // (2 * count)) * 2 * count}"
+    for row in (
+        (lambda: call(q[:, :7], k[:, :7], v[:, :7]), ValueError, "q", chunks, "got 7 positions"),
+        (lambda: call(k=k[:, :6], v=v[:, :6]), ValueError, "k", "batch and seqlen (1, 8) as in q", "(1, 6)"),
+        (lambda: call(v=v[:, :6]), ValueError, "v", "(1, 8, 2, 16)", "(1, 6, 2, 16)"),
+        (lambda: call(spread), TypeError, "q", "plain tensor", "DTensor"),
+        (lambda: call(rotary=Rotary.axial(16)), ValueError, "rotary", "one-dimensional positions", "axial"),
+        (lambda: call(causal=1), TypeError, "causal", "expected True or False", "1"),
+        (
+            lambda: call(rotary=rope.dual_chunk(160, 32, length_scale=100)),
+            *(ValueError, "rotary", "none with length_scale", "got 100"),
+        ),
+        (lambda: call(impl="fast"), ValueError, "impl", "expected None or one of", "'fast'"),
+        (lambda: call(softmax_scale=float("nan")), ValueError, "softmax_scale", "expected", "nan"),
+        (lambda: call(group="cp"), TypeError, "group", "a ProcessGroup, a DeviceMesh or None", "str"),
+        (lambda: call(group=table), ValueError, "group", "one dimension", "2"),
+        (lambda: shard(torch.zeros(1, 9)), ValueError, "x", f"divides into {parts} chunks", padded),
+        (lambda: unshard_sequence(torch.zeros(1, 3), group), ValueError, "x", "two chunks", "got 3"),
+        (lambda: shard(torch.zeros(1, 8), 5), ValueError, "dim", "a dimension of x, which has 2", "5"),
+        (lambda: shard([1, 2]), TypeError, "x", "a plain tensor", "list"),
+    ):
+        check_refused(*row)
+    if dist.get_rank() > 1:
+        check_refused(lambda: call(group=pair), ValueError, "group", "one that includes this rank", "not")
+    call()
+
+
+@pytest.mark.parametrize("count", [2, 4])
+@on_ranks
+def test_inside_pytorchs_context_parallel(count):
+    """It replaces SDPA, which the CPU backend calls."""
+    from torch.distributed.tensor.experimental import context_parallel
+
+    rope, qkv, group = Rotary.rope(16), local_inputs(), mesh(count)
+    buffer, theirs = torch.zeros(1, 16 * count), F.scaled_dot_product_attention
+    with context_parallel(group, buffers=[buffer], buffer_seq_dims=[1]):
+        assert F.scaled_dot_product_attention is not theirs
+        with pytest.raises(RuntimeError, match="context_parallel.*scaled_dot_product_attention.*shard_sequence"):
+            context_parallel_attention(*qkv, rope, group)
+        for impl in ("cpu", "reference"):
+            with pytest.raises(RuntimeError, match="context_parallel.*shard_sequence"):
+                attention(*qkv, rope, impl=impl)
+    attention(*qkv, rope)
+    context_parallel_attention(*qkv, rope, group)
 
 
 def test_without_torch_distributed():
     q = torch.zeros(1, 8, 2, 16)
-    with refuses(RuntimeError, "group: ", "torch.distributed to be initialised", "init_process_group first"):
+    with pytest.raises(RuntimeError, match="group: expected torch.distributed to be initialised.*init_process_group f"):
         context_parallel_attention(q, q, q, Rotary.rope(16))

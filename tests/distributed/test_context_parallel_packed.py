@@ -7,13 +7,14 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from flashrope import Rotary, attention_varlen
 from flashrope.integrations import distributed
-from flashrope.integrations.distributed import context_parallel_attention, shard_sequence, unshard_sequence
-from ranks import first
-from support import COEFFICIENT, SCHEMES, Problem, Target, check_budget, exact_and_bound, excess, int32, random
-from test_context_parallel import CHOSEN, refuses
+from flashrope.integrations.distributed import context_parallel_attention, shard_sequence
+from packing import Packing, cu_seqlens, packing
+from ranks import alone, first, on_ranks
+from small_calls import check_refused
+from support import SCHEMES, Target, int32
+from test_context_parallel import CHOSEN, both_ways, check_compiled, interpreted, sharded
 
 # (queries, keys) of every sequence; both totals divide into 2 * 2 and 2 * 3 chunks
 LENGTHS = {
@@ -30,105 +31,66 @@ MAPS = {
     "self_extend": lambda d: Rotary.rope(d).self_extend(8, 4),
     "dual_chunk": lambda d: Rotary.rope(d).dual_chunk(160, 32),
 }
+DOUBLE = torch.float64
 
 
-def cu_seqlens(lengths) -> torch.Tensor:
-    return int32([0, *accumulate(lengths)])
+def packed(name: str, rotary: Rotary, dtype=torch.float32, impl="cpu", **options) -> Packing:
+    return packing(Target(impl, dtype, "cpu"), rotary, *LENGTHS[name], **options)
 
 
-def inputs(target: Target, lengths, heads=(4, 2), widths=(16, 16)) -> list[torch.Tensor]:
-    """q, k, v and the gradient of the output."""
-    total_q, total_k = map(sum, lengths)
-    shapes = ((total_q, heads[0], widths[0]), (total_k, heads[1], widths[0]), (total_k, heads[1], widths[1]))
-    shapes += ((total_q, heads[0], widths[1]),)
-    return [random((1, *shape), target, seed)[0] for seed, shape in enumerate(shapes)]
-
-
-def sharded(group, parts, rotary: Rotary, lengths, sinks=None, **options) -> dict[str, torch.Tensor]:
-    """The results of a call over the ranks of group, gathered."""
-    *leaves, grad_out = (shard_sequence(x, group, 0) for x in parts)
-    leaves = [x.detach().requires_grad_() for x in (*leaves, sinks) if x is not None]
-    options = dict(options, cu_seqlens_q=cu_seqlens(lengths[0]), cu_seqlens_k=cu_seqlens(lengths[1]))
-    if sinks is not None:
-        options["sinks"] = leaves[3]
-    out = context_parallel_attention(*leaves[:3], rotary, group, **options)
-    grads = torch.autograd.grad(out, leaves, grad_out)
-    results = dict(zip(("out", "grad_q", "grad_k", "grad_v"), (out.detach(), *grads[:3]), strict=True))
-    results = {name: unshard_sequence(x, group, 0) for name, x in results.items()}
-    for share in grads[3:]:
-        dist.all_reduce(share, group=group)
-        results["grad_sinks"] = share
-    return results
-
-
-def holds(group, scheme: str, dtype, name: str, causal=True, sinks=None, impl="cpu", **sizes) -> None:
-    target, rotary, lengths = Target(impl, dtype, "cpu"), (SCHEMES | MAPS)[scheme](16), LENGTHS[name]
-    q, k, v, grad_out = parts = inputs(target, lengths, **sizes)
-    got = sharded(group, parts, rotary, lengths, sinks, causal=causal, impl=impl)
-    of_sinks = []
-    for n, bounds in enumerate(zip(*(pairwise(accumulate(counts, initial=0)) for counts in lengths), strict=True)):
-        rows, keys = (slice(*ends) for ends in bounds)
-        of_keys = {key: got[key][None, keys] for key in ("grad_k", "grad_v")}
-        if rows.start == rows.stop:
-            assert not any(x.any() for x in of_keys.values())
-            continue
-        p = Problem(q[None, rows], k[None, keys], v[None, keys], rotary, causal, sinks=sinks)
-        p = p.replace(grad_out=grad_out[None, rows], grad_lse=q.new_zeros(1, q.shape[1], rows.stop - rows.start))
-        results = of_keys | {key: got[key][None, rows] for key in ("out", "grad_q")}
-        check_budget(results, p, dtype, f"{name}, sequence {n}, {group.size()} ranks: ")
-        if sinks is not None:
-            of_sinks.append([values["grad_sinks"] for values in exact_and_bound(p)])
-    if sinks is not None:
-        exact, bound = (sum(values) for values in zip(*of_sinks, strict=True))
-        ratio = excess(*({"grad_sinks": x} for x in (got["grad_sinks"], exact, bound)), dtype)["grad_sinks"]
-        assert ratio <= COEFFICIENT[dtype], ratio
-
-
-def every(count: int, cases) -> None:
-    """cases: (scheme, dtype, name of LENGTHS, options)."""
-    if group := first(count):
-        for scheme, dtype, name, options in cases:
-            holds(group, scheme, dtype, name, **options)
+def holds(count: int, scheme: str, dtype, name: str, impl="cpu", **options) -> None:
+    """On the first ranks, as many as count."""
+    if not (group := first(count)):
+        return
+    p = packed(name, (SCHEMES | MAPS)[scheme](16), dtype, impl, **options)
+    p.grad_lse = torch.zeros_like(p.grad_lse)
+    ends = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), map(cu_seqlens, p.lengths), strict=True))
+    p.check(sharded(group, p, 0, impl=impl, **ends), dtype, f"{name}, {count} ranks: ")
 
 
 @pytest.mark.parametrize("count", [2, 3])
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "both_ways"])
-def test_forward_and_gradients(ranks, count, causal):
-    cases = [(scheme, torch.float64, "packed", dict(causal=causal)) for scheme in CHOSEN]
-    cases += [
-        ("hope_rerope_log_n", torch.float64, name, dict(causal=causal))
-        for name in LENGTHS
-        if name not in ("packed", "long")
-    ]
-    cases += [("yarn_leaky_local_log_n", torch.float32, "packed", dict(causal=causal))]
-    ranks(every, count, cases)
+@both_ways
+@on_ranks
+def test_forward_and_gradients(count, causal):
+    for scheme in CHOSEN:
+        holds(count, scheme, DOUBLE, "packed", causal=causal)
+    for name in LENGTHS.keys() - {"packed", "long"}:
+        holds(count, "hope_rerope_log_n", DOUBLE, name, causal=causal)
+    holds(count, "yarn_leaky_local_log_n", torch.float32, "packed", causal=causal)
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_position_maps(ranks, count):
-    ranks(every, count, [(scheme, torch.float64, "long", {}) for scheme in MAPS])
+@on_ranks
+def test_position_maps(count):
+    for scheme in MAPS:
+        holds(count, scheme, DOUBLE, "long")
 
 
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "both_ways"])
-def test_every_scheme(ranks, causal):
-    ranks(every, 3, [(scheme, torch.float64, "packed", dict(causal=causal)) for scheme in SCHEMES])
+@both_ways
+@on_ranks
+def test_every_scheme(causal):
+    for scheme in SCHEMES.keys() - set(CHOSEN):
+        holds(3, scheme, DOUBLE, "packed", causal=causal)
 
 
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "both_ways"])
-def test_v_of_another_width(ranks, causal):
-    ranks(every, 3, [("rerope", torch.float64, "more_keys", dict(causal=causal, heads=(3, 3), widths=(16, 24)))])
+@both_ways
+@on_ranks
+def test_v_of_another_width(causal):
+    holds(3, "rerope", DOUBLE, "more_keys", causal=causal, heads=3, heads_kv=3, head_dim_v=24)
 
 
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "both_ways"])
-def test_sinks(ranks, causal):
-    options = dict(causal=causal, heads=(3, 3), sinks=torch.linspace(-1, 2, 3, dtype=torch.float64))
-    ranks(every, 2, [("hope_rerope_log_n", torch.float64, "more_keys", options)])
+@both_ways
+@on_ranks
+def test_sinks(causal):
+    options = dict(causal=causal, heads=3, heads_kv=3, sinks=torch.linspace(-1, 2, 3, dtype=DOUBLE))
+    holds(2, "hope_rerope_log_n", DOUBLE, "more_keys", **options)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the ranks are on the CPU, where Triton is only interpreted")
-def test_triton(ranks):
-    ranks(every, 2, [("rerope", torch.float32, "packed", dict(impl="triton"))])
+@interpreted
+@on_ranks
+def test_triton():
+    holds(2, "rerope", torch.float32, "packed", "triton")
 
 
 def seen(lengths, row: int) -> list[int]:
@@ -163,123 +125,91 @@ def test_a_rank_computes_on_the_keys_that_its_rows_see(seed):
     assert distributed._join(keys.chunk(4, 1), ranges)[0].tolist() == held
 
 
-def what_is_called(count: int) -> None:
+@on_ranks
+def test_what_is_called():
     """deterministic goes through, and both chunks of a rank are one call over the keys of their sequences."""
-    group, lengths = first(count), LENGTHS["short"]
-    if not group:
+    if not (group := first(3)):
         return
-    parts = inputs(Target("cpu", torch.float32, "cpu"), lengths)
-    cu = cu_seqlens(lengths[0])
-    q, k, v = (shard_sequence(x, group, 0) for x in parts[:3])
+    p = packed("short", Rotary.rope(16))
+    ends = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), cu_seqlens(p.lengths[0]))
+    q, k, v = (shard_sequence(x, group, 0) for x in (p.q, p.k, p.v))
     for deterministic in (True, False, None):
         for causal in (True, False):
             options = dict(causal=causal, deterministic=deterministic)
-            with mock.patch.object(distributed, "attention_varlen", wraps=attention_varlen) as packed:
-                context_parallel_attention(q, k, v, Rotary.rope(16), group, **options, cu_seqlens_q=cu, cu_seqlens_k=cu)
-            (call,) = packed.call_args_list
+            with mock.patch.object(distributed, "attention_varlen", wraps=attention_varlen) as called:
+                context_parallel_attention(q, k, v, p.rotary, group, **options, **ends)
+            (call,) = called.call_args_list
             assert call.kwargs["deterministic"] is deterministic
             if causal:
-                assert [x.shape[0] for x in call.args] == [48 // count] * 3  # chunks of whole sequences
+                assert [x.shape[0] for x in call.args] == [16] * 3  # chunks of whole sequences
                 assert call.kwargs["max_seqlen_q"] == call.kwargs["max_seqlen_k"] == 4
             with mock.patch.object(distributed, "attention", wraps=distributed.attention) as dense:
-                context_parallel_attention(q[None], k[None], v[None], Rotary.rope(16), group, **options)
+                context_parallel_attention(q[None], k[None], v[None], p.rotary, group, **options)
             assert [call.kwargs["deterministic"] for call in dense.call_args_list] == [deterministic] * (1 + causal)
 
 
-def test_what_is_called(ranks):
-    ranks(what_is_called, 3)
-
-
-def one_rank() -> None:
-    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
-    lengths = LENGTHS["more_keys"]
-    q, k, v, _ = inputs(Target("cpu", torch.float32, "cpu"), lengths)
-    cu = [cu_seqlens(counts) for counts in lengths]
+@on_ranks
+def test_one_rank_is_plain_attention():
+    p = packed("more_keys", Rotary.rope(16))
+    rotary, *ends, _, _ = p.arguments
     for causal in (True, False):
-        options = dict(causal=causal, cu_seqlens_q=cu[0], cu_seqlens_k=cu[1])
-        out = context_parallel_attention(q, k, v, Rotary.rope(16), alone, **options)
-        assert torch.equal(out, attention_varlen(q, k, v, Rotary.rope(16), *cu, 26, 30, causal=causal))
-
-
-def test_one_rank_is_plain_attention(ranks):
-    ranks(one_rank)
-
-
-def compiled(count: int) -> None:
-    if not (group := first(count)):
-        return
-    lengths = LENGTHS["packed"]
-    *leaves, _ = (shard_sequence(x, group, 0) for x in inputs(Target("cpu", torch.float32, "cpu"), lengths))
-    cu = cu_seqlens(lengths[0])
-
-    def loss(q, k, v):
-        out = context_parallel_attention(2 * q, k, v, Rotary.rope(16), group, cu_seqlens_q=cu, cu_seqlens_k=cu)
-        return out.square().sum()
-
-    eager, graph = ([x.clone().requires_grad_() for x in leaves] for _ in range(2))
-    want = torch.autograd.grad(loss(*eager), eager)
-    got = torch.autograd.grad(torch.compile(loss, backend="aot_eager")(*graph), graph)
-    torch.testing.assert_close(got, want)
+        options = dict(causal=causal, cu_seqlens_q=ends[0], cu_seqlens_k=ends[1])
+        out = context_parallel_attention(p.q, p.k, p.v, rotary, alone(), **options)
+        assert torch.equal(out, attention_varlen(p.q, p.k, p.v, *p.arguments, causal=causal))
 
 
 @pytest.mark.slow
-def test_compile_breaks_the_graph(ranks):
-    ranks(compiled, 2, seconds=240)
+@on_ranks
+def test_compile_breaks_the_graph():
+    if not (group := first(2)):
+        return
+    p = packed("packed", Rotary.rope(16))
+    ends = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), cu_seqlens(p.lengths[0]))
+
+    def loss(q, k, v):
+        return context_parallel_attention(2 * q, k, v, p.rotary, group, **ends).square().sum()
+
+    check_compiled(loss, [shard_sequence(x, group, 0) for x in (p.q, p.k, p.v)])
 
 
-def refusals(count: int) -> None:
+@pytest.mark.parametrize("count", [2, 3])
+@on_ranks
+def test_refusals(count):
     if not (group := first(count)):
         return
-    rope, total = Rotary.rope(16), 4 * count
+    rope, total, V, T = Rotary.rope(16), 4 * count, ValueError, TypeError
     q, k, v = (torch.zeros(4, heads, 16) for heads in (4, 2, 2))
     cu = int32([0, 3, total])
 
     def call(q=q, k=k, v=v, cu_q=cu, cu_k=cu, rotary=rope, **options):
         return context_parallel_attention(q, k, v, rotary, group, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, **options)
 
-    for wrong in (total - 1, total + 1):
-        with refuses(ValueError, "cu_seqlens_q: expected to end at", f"{total},", f"{count} times the 4 rows of q"):
-            call(cu_q=int32([0, 3, wrong]))
-        with refuses(ValueError, "cu_seqlens_k: expected to end at", f"{count} times the 4 rows of k", f"got {wrong}"):
-            call(cu_k=int32([0, 3, wrong]))
-    with refuses(ValueError, "cu_seqlens_q: expected to end at", f"{count} times the 2 rows of q", f"got {total}"):
-        call(q=q[:2])
-    with refuses(ValueError, "k: ", "two chunks of equal length", f"2 * {count} = {2 * count}", "got 3 positions"):
-        call(k=k[:3], v=v[:3])
-    with refuses(ValueError, "v: ", "(4, 2, 16)", "(2, 2, 16)"):
-        call(v=v[:2])
-    with refuses(TypeError, "cu_seqlens_q: expected int32, got torch.int64"):
-        call(cu_q=cu.long())
-    with refuses(TypeError, "cu_seqlens_k: expected an int32 tensor, got list"):
-        call(cu_k=[0, 3, total])
-    with refuses(ValueError, "cu_seqlens_k: ", "expected shape (sequences + 1,)", "(1, 3)"):
-        call(cu_k=cu[None])
-    with refuses(ValueError, "cu_seqlens_q: expected device cpu", "meta"):
-        call(cu_q=cu.to("meta"))
-    with refuses(ValueError, "cu_seqlens_q: expected to begin at 0, got 1"):
-        call(cu_q=int32([1, total]))
-    with refuses(ValueError, "cu_seqlens_q: expected to begin at 0, got no value"):
-        call(cu_q=int32([]))
-    with refuses(ValueError, "cu_seqlens_k: expected non-decreasing values", f"[0, 5, 3, {total}]"):
-        call(cu_k=int32([0, 5, 3, total]))
-    with refuses(ValueError, "cu_seqlens_k: expected shape (3,) as cu_seqlens_q, got (2,)"):
-        call(cu_k=int32([0, total]))
-    for missing in ("cu_q", "cu_k"):
-        with refuses(ValueError, f"cu_seqlens{missing[2:]}: expected a tensor", "got None"):
-            call(**{missing: None})
-    with refuses(ValueError, "q: expected (total, heads, head_dim), got shape (1, 4, 4, 16)"):
-        call(q=q[None])
-    with refuses(ValueError, "q: expected (batch, seqlen, heads, head_dim), got shape (4, 4, 16)"):
-        context_parallel_attention(q, k, v, rope, group)
-    with refuses(TypeError, "k: expected torch.float32 as in q, got torch.float16"):
-        call(k=k.half())
-    with refuses(TypeError, "deterministic: expected True, False or None, got 1"):
-        call(deterministic=1)
-    with refuses(ValueError, "rotary: ", "none with length_scale"):
-        call(rotary=rope.dual_chunk(160, 32, length_scale=100))
+    ends, of_q = f"to end at {total},", f"which is {count} times the 4 rows of q on this one, got {{}}"
+    chunks = f"two chunks of equal length, of a sequence that divides into 2 * {count} = {2 * count}"
+    packed_q, scaled = "(total, heads, head_dim)", rope.dual_chunk(160, 32, length_scale=100)
+    for row in (
+        (lambda: call(cu_q=int32([0, 3, total - 1])), V, "cu_seqlens_q", ends, of_q.format(total - 1)),
+        (lambda: call(cu_q=int32([0, 3, total + 1])), V, "cu_seqlens_q", ends, of_q.format(total + 1)),
+        (lambda: call(cu_k=int32([0, 3, total - 1])), V, "cu_seqlens_k", "4 rows of k", f"got {total - 1}"),
+        (lambda: call(cu_k=int32([0, 3, total + 1])), V, "cu_seqlens_k", "4 rows of k", f"got {total + 1}"),
+        (lambda: call(q=q[:2]), V, "cu_seqlens_q", f"{count} times the 2 rows of q", f"got {total}"),
+        (lambda: call(k=k[:3], v=v[:3]), V, "k", chunks, "got 3 positions"),
+        (lambda: call(v=v[:2]), V, "v", "(4, 2, 16)", "(2, 2, 16)"),
+        (lambda: call(cu_q=cu.long()), T, "cu_seqlens_q", "int32", "got torch.int64"),
+        (lambda: call(cu_k=[0, 3, total]), T, "cu_seqlens_k", "an int32 tensor", "got list"),
+        (lambda: call(cu_k=cu[None]), V, "cu_seqlens_k", "shape (sequences + 1,)", "(1, 3)"),
+        (lambda: call(cu_q=cu.to("meta")), V, "cu_seqlens_q", "device cpu", "meta"),
+        (lambda: call(cu_q=int32([1, total])), V, "cu_seqlens_q", "to begin at 0", "got 1"),
+        (lambda: call(cu_q=int32([])), V, "cu_seqlens_q", "to begin at 0", "got no value"),
+        (lambda: call(cu_k=int32([0, 5, 3, total])), V, "cu_seqlens_k", "non-decreasing", f"[0, 5, 3, {total}]"),
+        (lambda: call(cu_k=int32([0, total])), V, "cu_seqlens_k", "shape (3,) as cu_seqlens_q", "got (2,)"),
+        (lambda: call(cu_q=None), V, "cu_seqlens_q", "a tensor", "got None"),
+        (lambda: call(cu_k=None), V, "cu_seqlens_k", "a tensor", "got None"),
+        (lambda: call(q=q[None]), V, "q", packed_q, "got shape (1, 4, 4, 16)"),
+        (lambda: call(cu_q=None, cu_k=None), V, "q", "(batch, seqlen, heads, head_dim)", "got shape (4, 4, 16)"),
+        (lambda: call(k=k.half()), T, "k", "torch.float32 as in q", "got torch.float16"),
+        (lambda: call(deterministic=1), T, "deterministic", "True, False or None", "got 1"),
+        (lambda: call(rotary=scaled), V, "rotary", "none with length_scale", "got 100"),
+    ):
+        check_refused(*row)
     call()
-
-
-@pytest.mark.parametrize("count", [2, 3])
-def test_refusals(ranks, count):
-    ranks(refusals, count)

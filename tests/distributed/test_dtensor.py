@@ -1,6 +1,7 @@
 """DTensor inputs: the sharding rules compared with the plain call, and the number of collectives."""
 
 import copy
+import itertools
 import sys
 
 import pytest
@@ -11,8 +12,9 @@ from flashrope.backends.calls import AttentionCall, Kept, KeptShapes
 from flashrope.integrations import distributed  # noqa: F401  registers the rules
 from flashrope.operators import autograd
 from flashrope.operators.library import OPERATORS
-from ranks import mesh
+from ranks import mesh, on_ranks
 from support import SCHEMES
+from test_context_parallel import interpreted
 from torch import nn
 from torch.distributed import _functional_collectives as collectives
 from torch.distributed.device_mesh import init_device_mesh
@@ -61,28 +63,21 @@ def compare(device_mesh, placements, call, tensors, lse_placements=None, grad_ls
             torch.testing.assert_close(full, y, msg=lambda text, name=name: f"{name}: {text}")
 
 
-def heads_and_batch(count: int) -> None:
-    for scheme in ("rerope", "log_n_clipped"):
-        rotary = SCHEMES[scheme](16)
-        for causal in (True, False):
-            for placement, of_lse in ((HEADS, Shard(1)), (BATCH, Shard(0)), (Replicate(), Replicate())):
-                for grad_lse in (True, False):
-                    compare(
-                        mesh(count),
-                        [placement],
-                        lambda q, k, v: attention(q, k, v, rotary, causal=causal, return_lse=True),
-                        inputs(),
-                        [of_lse],
-                        grad_lse,
-                    )
-
-
 @pytest.mark.parametrize("count", [2, 4])
-def test_heads_and_batch(ranks, count):
-    ranks(heads_and_batch, count)
+@on_ranks
+def test_heads_and_batch(count):
+    places = ((HEADS, Shard(1)), (BATCH, Shard(0)), (Replicate(), Replicate()))
+    for scheme, causal, (place, of_lse) in itertools.product(("rerope", "log_n_clipped"), (True, False), places):
+
+        def call(*qkv, scheme=scheme, causal=causal):
+            return attention(*qkv, SCHEMES[scheme](16), causal=causal, return_lse=True)
+
+        for grad_lse in (True, False):
+            compare(mesh(count), [place], call, inputs(), [of_lse], grad_lse)
 
 
-def with_sinks() -> None:
+@on_ranks
+def test_sinks():
     """Gradients of q, k, v and of the sinks, which are sharded as the heads are."""
     q, k, v, grad_out, _ = inputs()
     leaves = [x.detach().requires_grad_() for x in (q, k, v, torch.linspace(-9, 2, q.shape[2]))]
@@ -96,10 +91,6 @@ def with_sinks() -> None:
         assert out.placements == (placement,)
         for got, expected in zip(grads, want, strict=True):
             torch.testing.assert_close(got.full_tensor(), expected)
-
-
-def test_sinks(ranks):
-    ranks(with_sinks)
 
 
 class _Keeping:
@@ -133,7 +124,8 @@ class _Keeping:
         return Kept(rotated_k, call.positions[..., None, None].expand(shapes.table).float().clone())
 
 
-def with_rotated_keys() -> None:
+@on_ranks
+def test_rotated_keys():
     """Of two schemes with equal shapes, one keeps rotated keys and the other does not: nothing may be mixed up."""
     sys.modules["flashrope.backends.keeping"] = _Keeping
     both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -170,28 +162,19 @@ def with_rotated_keys() -> None:
     assert out.placements == rotated_k.placements == (Replicate(),)
 
 
-def test_rotated_keys(ranks):
-    ranks(with_rotated_keys)
-
-
-def in_triton(count: int) -> None:
-    for placement, of_lse in ((HEADS, Shard(1)), (BATCH, Shard(0))):
-        compare(
-            mesh(count),
-            [placement],
-            lambda q, k, v: attention(q, k, v, Rotary.rope(16), return_lse=True, impl="triton"),
-            inputs(batch=2, seqlen=4, heads=2, heads_kv=2),
-            [of_lse],
-        )
-
-
 @pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the ranks are on the CPU, where Triton is only interpreted")
-def test_triton(ranks):
-    ranks(in_triton, 2, seconds=240)
+@interpreted
+@on_ranks
+def test_triton():
+    def call(*qkv):
+        return attention(*qkv, Rotary.rope(16), return_lse=True, impl="triton")
+
+    for placement, of_lse in ((HEADS, Shard(1)), (BATCH, Shard(0))):
+        compare(mesh(2), [placement], call, inputs(batch=2, seqlen=4, heads=2, heads_kv=2), [of_lse])
 
 
-def over_two_dimensions() -> None:
+@on_ranks
+def test_mesh_of_two_dimensions():
     both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     rotary = SCHEMES["hope_rerope_log_n"](16)
     for placements, of_lse in (
@@ -202,11 +185,8 @@ def over_two_dimensions() -> None:
         compare(both, placements, lambda q, k, v: attention(q, k, v, rotary, return_lse=True), inputs(), of_lse)
 
 
-def test_mesh_of_two_dimensions(ranks):
-    ranks(over_two_dimensions)
-
-
-def not_divisible() -> None:
+@on_ranks
+def test_uneven_parts_are_gathered():
     """Fewer key heads than ranks, an odd batch, a sharded sequence: these are gathered first."""
     rotary = SCHEMES["rerope"](16)
 
@@ -223,76 +203,48 @@ def not_divisible() -> None:
         compare(mesh(count), [placement], call, inputs(**sizes), grad_lse=False, collectives=None)
 
 
-def test_uneven_parts_are_gathered(ranks):
-    ranks(not_divisible)
-
-
-def mixed(count: int) -> None:
+@on_ranks
+def test_mixed_placements():
     """Queries and keys with different placements; gradients with other placements than the output."""
     rotary, (q, k, v, grad_out, _) = SCHEMES["rope"](16), inputs()
     want = call_and_gradients(lambda *x: attention(*x, rotary, return_lse=True), (q, k, v), grad_out, None)
     cases = (
-        (HEADS, Replicate(), HEADS),
-        (Replicate(), HEADS, HEADS),
-        (BATCH, BATCH, Replicate()),
-        (HEADS, BATCH, BATCH),
+        *((HEADS, Replicate(), HEADS), (Replicate(), HEADS, HEADS)),
+        *((BATCH, BATCH, Replicate()), (HEADS, BATCH, BATCH)),
     )
     for of_q, of_k, of_grad in cases:
         places = ((q, of_q), (k, of_k), (v, of_k), (grad_out, of_grad))
-        spread = [distribute_tensor(x, mesh(count), [place]) for x, place in places]
+        spread = [distribute_tensor(x, mesh(2), [place]) for x, place in places]
         got = call_and_gradients(lambda *x: attention(*x, rotary, return_lse=True), spread[:3], spread[3], None)
         for name, x, y in zip(("out", "lse", "grad_q", "grad_k", "grad_v"), got, want, strict=True):
             assert torch.equal(x.full_tensor(), y), (name, of_q, of_k, of_grad)
 
 
-def test_mixed_placements(ranks):
-    ranks(mixed, 2)
+@on_ranks
+def test_positions_and_packed_sequences():
+    rotary = Rotary.hope(16, 100).log_n(10)
 
+    def given(positions, placement, call):
+        """The call with positions, or lengths, that are DTensors beside DTensors."""
+        spread = distribute_tensor(positions, mesh(2), [placement])
+        return lambda *x: call(*x, spread if isinstance(x[0], DTensor) else positions)
 
-def positions_and_packed(count: int) -> None:
-    q, k, v, grad_out, grad_lse = inputs()
-    rotary, axial = Rotary.hope(16, 100).log_n(10), Rotary.axial(16)
-    generator = torch.Generator().manual_seed(1)
-    for scheme, shape in ((rotary, (4, 20)), (axial, (4, 20, 2))):
-        positions = torch.rand(shape, generator=generator) * 50
+    for scheme, shape in ((rotary, (4, 20)), (Rotary.axial(16), (4, 20, 2))):
 
-        def at(positions, *tensors):
-            return call_and_gradients(lambda *x: attention(*x, scheme, positions=positions, return_lse=True), *tensors)
+        def at(*x, scheme=scheme):
+            return attention(*x[:3], scheme, positions=x[3], return_lse=True)
 
-        want = at(positions, (q, k, v), grad_out, grad_lse)
+        positions = torch.rand(shape, generator=torch.Generator().manual_seed(1)) * 50
         for placement, of_positions, of_lse in ((HEADS, Replicate(), Shard(1)), (BATCH, Shard(0), Shard(0))):
-            where, of_lse = (
-                distribute_tensor(x, mesh(count), [place])
-                for x, place in ((positions, of_positions), (grad_lse, of_lse))
-            )
-            spread = [distribute_tensor(x, mesh(count), [placement]) for x in (q, k, v, grad_out)]
-            with CommDebugMode() as counted:
-                got = at(where, spread[:3], spread[3], of_lse)
-            assert counted.get_total_counts() == 0, counted.get_comm_counts()
-            for x, y in zip(got, want, strict=True):
-                assert torch.equal(x.full_tensor(), y)
+            compare(mesh(2), [placement], given(positions, of_positions, at), inputs(), [of_lse])
 
-    lengths = torch.tensor([0, 30, 44, 80], dtype=torch.int32)
-    packed = [x.flatten(0, 1) for x in (q, k, v, grad_out)]
-    of_lse = grad_lse.transpose(0, 1).flatten(1)
+    def by_lengths(q, k, v, lengths):
+        return attention_varlen(q, k, v, rotary, lengths, lengths, 36, 36, return_lse=True)
 
-    def by_lengths(lengths, *tensors):
-        return call_and_gradients(
-            lambda *x: attention_varlen(*x, rotary, lengths, lengths, 36, 36, return_lse=True), *tensors
-        )
-
-    want = by_lengths(lengths, packed[:3], packed[3], of_lse)
-    spread = [distribute_tensor(x, mesh(count), [Shard(1)]) for x in packed]
-    lengths, of_lse = (
-        distribute_tensor(lengths, mesh(count), [Replicate()]),
-        distribute_tensor(of_lse, mesh(count), [Shard(0)]),
-    )
-    for x, y, dim in zip(by_lengths(lengths, spread[:3], spread[3], of_lse), want, (1, 0, 1, 1, 1), strict=True):
-        assert x.placements == (Shard(dim),) and torch.equal(x.full_tensor(), y)
-
-
-def test_positions_and_packed_sequences(ranks):
-    ranks(positions_and_packed, 2)
+    lengths = given(torch.tensor([0, 30, 44, 80], dtype=torch.int32), Replicate(), by_lengths)
+    *packed, grad_lse = inputs()
+    packed = [*(x.flatten(0, 1) for x in packed), grad_lse.transpose(0, 1).flatten(1)]
+    compare(mesh(2), [Shard(1)], lengths, packed, [Shard(0)])
 
 
 class SelfAttention(nn.Module):
@@ -306,7 +258,9 @@ class SelfAttention(nn.Module):
         return self.out(attention(q, k, v, Rotary.hope(16, 100).rectify(7)).flatten(-2)).clone()
 
 
-def tensor_parallel(local: bool) -> None:
+@pytest.mark.parametrize("local", [True, False], ids=["local", "dtensor"])
+@on_ranks
+def test_tensor_parallel_and_fully_sharded(local):
     """8 query heads and 2 key heads over 2 ranks, parameters over 2 more; activations are local tensors or DTensors."""
     both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
     torch.manual_seed(0)
@@ -324,12 +278,8 @@ def tensor_parallel(local: bool) -> None:
         torch.testing.assert_close(parameter.grad.full_tensor(), want, rtol=0, atol=1e-13 * want.abs().max().item())
 
 
-@pytest.mark.parametrize("local", [True, False], ids=["local", "dtensor"])
-def test_tensor_parallel_and_fully_sharded(ranks, local):
-    ranks(tensor_parallel, local)
-
-
-def gradient_of_a_collective(count: int) -> None:
+@on_ranks
+def test_gradient_of_a_collective():
     """A pending result of a collective as the gradient of plain tensors."""
     q, k, v, grad_out, _ = inputs()
     seen = []
@@ -343,14 +293,10 @@ def gradient_of_a_collective(count: int) -> None:
     sys.modules["flashrope.backends.recording"] = Recording
     leaves = [x.requires_grad_() for x in (q, k, v)]
     out = autograd.attention(*leaves, AttentionCall(Rotary.rope(16), True, 0.25), "recording")[0]
-    want = torch.autograd.grad(out, leaves, grad_out * count, retain_graph=True)
-    pending = collectives.all_reduce(grad_out, "sum", mesh(count))
+    want = torch.autograd.grad(out, leaves, 2 * grad_out, retain_graph=True)
+    pending = collectives.all_reduce(grad_out, "sum", mesh(2))
     assert type(pending) is collectives.AsyncCollectiveTensor
     got = torch.autograd.grad(out, leaves, pending)
     assert seen == [torch.Tensor, torch.Tensor]
     for x, y in zip(got, want, strict=True):
         assert torch.equal(x, y)
-
-
-def test_gradient_of_a_collective(ranks):
-    ranks(gradient_of_a_collective, 2)

@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from flashrope import Rotary
 from flashrope.small_models.model import LanguageModel, ModelConfig, load_checkpoint
+from ranks import on_ranks
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "train_fsdp.py"
 TINY = ["--preset", "tiny", "--device", "cpu", "--dtype", "float64", "--log-every", "1"]
@@ -109,13 +110,21 @@ def mean_loss(loss: torch.Tensor) -> torch.Tensor:
     return loss / dist.get_world_size()
 
 
-def layouts(text: str, out: str, all_of) -> None:
+@pytest.mark.parametrize(
+    "all_of",
+    [
+        pytest.param([(2, 2, 2), (4, 1, 3), (1, 4, 64)], id="four"),
+        pytest.param([(1, 1, 64), (2, 1, 64), (1, 2, 1)], id="fewer", marks=pytest.mark.slow),
+    ],
+)
+@on_ranks
+def test_four_ranks_compute_what_one_device_does(text, tmp_path, all_of):
     steps = 4
     losses, first, last = on_one_device(text, steps)
     for cp, tp, micro_batch in all_of:
         layout = f"cp {cp}, tp {tp}, micro-batch {micro_batch}"
         options = {"--text": text, "--steps": steps, "--cp": cp, "--tp": tp, "--micro-batch": micro_batch}
-        run = make_run([str(word) for option in options.items() for word in option], out)
+        run = make_run([str(word) for option in options.items() for word in option], tmp_path)
         fsdp = example()
         state = run.windows.state
         fsdp.gradients(run.model, run.rotary, run.attend, *run.devices.part(run.windows.next()), micro_batch)
@@ -128,28 +137,18 @@ def layouts(text: str, out: str, all_of) -> None:
             close(weight, last[name], f"{layout}: {name}")
 
 
-@pytest.mark.parametrize(
-    "all_of",
-    [
-        pytest.param([(2, 2, 2), (4, 1, 3), (1, 4, 64)], id="four"),
-        pytest.param([(1, 1, 64), (2, 1, 64), (1, 2, 1)], id="fewer", marks=pytest.mark.slow),
-    ],
-)
-def test_four_ranks_compute_what_one_device_does(ranks, text, tmp_path, all_of):
-    ranks(layouts, text, str(tmp_path), all_of)
-
-
-def interrupted_and_resumed(text: str, out: str) -> None:
+@on_ranks
+def test_an_interrupted_run_resumes(text, tmp_path):
     """Saved in one layout, resumed in others."""
     arguments, total = ("--text", text, "--steps", "6"), 6
     losses, _, last = on_one_device(text, total)
-    run = make_run((*arguments, "--cp", "2", "--tp", "2"), out)
+    run = make_run((*arguments, "--cp", "2", "--tp", "2"), tmp_path)
     for _ in range(3):
         run.train_step()
     run.save()
     run.train_step()  # lost
     for layout in (("--tp", "2"), ("--cp", "4"), ()):
-        run = make_run((*arguments, *layout), out)
+        run = make_run((*arguments, *layout), tmp_path)
         run.resume()
         assert run.step == 3
         rest = torch.stack([mean_loss(run.train_step()[0]) for _ in range(3)])
@@ -157,11 +156,7 @@ def interrupted_and_resumed(text: str, out: str) -> None:
         for name, weight in whole(run).items():
             close(weight, last[name], f"{layout}: {name}")
     with pytest.raises(example().BadInput, match=r"step-00000003 was made with batch 8 \(now 16\)"):
-        make_run((*arguments, "--batch", "16"), out).resume()
-
-
-def test_an_interrupted_run_resumes(ranks, text, tmp_path):
-    ranks(interrupted_and_resumed, text, str(tmp_path))
+        make_run((*arguments, "--batch", "16"), tmp_path).resume()
 
 
 def stopped_by_a_signal(text: str, out: str) -> list[float]:
@@ -235,7 +230,8 @@ def test_read_text(tmp_path):
             fsdp.read_text(str(path), 30)
 
 
-def bad_inputs(text: str, out: str) -> None:
+@on_ranks
+def test_bad_input(text, tmp_path):
     fsdp = example()
     cases = (
         (("--cp", "3"), "3 * 1 to divide the number of processes, 4"),
@@ -246,12 +242,8 @@ def bad_inputs(text: str, out: str) -> None:
     )
     for arguments, words in cases:
         with pytest.raises(fsdp.BadInput) as error:
-            make_run((*arguments, "--text", text), out)
+            make_run((*arguments, "--text", text), tmp_path)
         assert words in str(error.value)
-
-
-def test_bad_input(ranks, text, tmp_path):
-    ranks(bad_inputs, text, str(tmp_path))
 
 
 def launch(processes: int, out: Path, text: str, *arguments: str, wait: bool = True):

@@ -2,7 +2,7 @@
 
 import torch
 from flashrope.small_models.model import ModelConfig
-from test_tasks import Oracle, by_place, check_growth
+from subjects import by_place, check_growth, subject
 
 from experiments import copying
 from experiments.tasks import Subject
@@ -13,8 +13,8 @@ def generator(seed=0):
     return torch.Generator().manual_seed(seed)
 
 
-def subject(rule, unit=128, samples=40, name="rope"):
-    return Subject(Oracle(rule), scheme(name, ModelConfig(64, 2, 2), unit), (), unit, samples, 0)
+def measured(rule, multiples, samples=40):
+    return by_place(copying.measure(subject(rule, 128, samples, ()), multiples))
 
 
 def copier(text):
@@ -85,15 +85,15 @@ def test_prompts_letter_by_letter():
 
 
 def test_a_model_that_copies_is_right_and_one_that_looks_back_a_fixed_distance_is_not():
-    found = by_place(copying.measure(subject(copier), (1, 2)))
+    found = measured(copier, (1, 2), 20)
     tasks = ("copying", "copying-letters", "copying-by-length", "copying-control")
     assert {task for task, _ in found} == set(tasks) and all(value > 95 for value in found.values())
     assert [at for task, at in found if task == "copying"] == list(copying.PAPER_COUNTS)
-    assert max(by_place(copying.measure(subject(grid), (1,))).values()) < 40
+    assert max(measured(grid, (1,)).values()) < 40
 
 
 def test_whole_suffixes_and_letters():
-    found = by_place(copying.measure(subject(lambda text: copier(text) if len(text) % 2 else 99), (1,)))
+    found = measured(lambda text: copier(text) if len(text) % 2 else 99, (1,))
     assert all(found["copying", at] == 0 and 40 < found["copying-letters", at] < 60 for at in copying.PAPER_COUNTS)
 
 

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -27,7 +28,7 @@ from experiments.zoo import ZooModel, scheme
 ROOT = Path(__file__).resolve().parents[2]
 ON_ONE_THREAD = ["--device", "cpu", "--threads", "1"]
 SMALL = ["--steps", "20", "--width", "32", "--heads", "1", "--train-length", "64", "--batch", "4", "--samples", "5"]
-SCHEMES = ["rope", "rerope", "alibi", "learned", "rerope-w8+logn"]
+SCHEMES = ["rope", "rerope", "learned", "rerope-w8+logn"]
 PERPLEXITY = ["--schemes", ",".join(SCHEMES), "--seeds", "2"]
 
 
@@ -90,9 +91,7 @@ def test_writes_every_result(finished):
         )
     assert is_picture(finished / "perplexity/perplexity.png")
     models = {path.name for path in (finished / "models").glob("*.safetensors")}
-    assert models == {
-        f"{name}-L64-s{seed}.safetensors" for name in ("rope", "alibi", "learned", "rope+logn") for seed in (0, 1)
-    }
+    assert models == {f"{name}-L64-s{seed}.safetensors" for name in ("rope", "learned", "rope+logn") for seed in (0, 1)}
     assert not list((finished / "models").glob("*.state"))
 
 
@@ -129,6 +128,11 @@ def test_an_interrupted_run_resumes_with_the_same_result(finished, tmp_path, tex
 
         return train_until
 
+    shutil.copytree(finished, tmp_path / "out")  # the models of two schemes are still to be trained
+    shutil.rmtree(tmp_path / "out/perplexity")
+    for path in (tmp_path / "out/models").glob("*-L64-s0.*"):
+        if path.name.startswith(("rope-", "learned-")):
+            path.unlink()
     monkeypatch.setattr(training, "train", interrupt_at(13))
     experiment("perplexity", tmp_path / "out", text, *PERPLEXITY, code=130)
     assert "the same command resumes it" in capsys.readouterr().err
@@ -216,7 +220,7 @@ def test_partly_correct_answers_have_their_own_figure(tmp_path):
         (
             "perplexity",
             ["--train-length", "1024"],
-            "at least 262,152 bytes to train on, and 8 windows of 32,769 bytes in other files, got 150,000 bytes in 30",
+            "at least 262,152 bytes .* 8 windows of 32,769 .* got 150,000",
         ),
         ("perplexity", ["--train-length", "60"], "--train-length: expected a multiple of 8 of at least 64, got 60"),
         ("perplexity", ["--warmup", "2"], "--warmup: expected a positive number of at most 1, got 2.0"),
@@ -225,11 +229,7 @@ def test_partly_correct_answers_have_their_own_figure(tmp_path):
         ("copying", [], "--preset: copying needs one of copying, got tiny"),
         ("few-shot", [], "--preset: few-shot needs one of few-shot, got tiny"),
         ("passkey", ["--preset", "few-shot"], "--preset: passkey needs one of passkey, got few-shot"),
-        (
-            "perplexity",
-            ["--preset", "copying"],
-            "--preset: perplexity needs one of tiny, cpu, gau, loss, small, 125m, got",
-        ),
+        ("perplexity", ["--preset", "copying"], "--preset: perplexity needs one of tiny, cpu, gau, loss, small, 125m"),
         ("copying", ["--preset", "copying"], "--text: expected none with the preset copying"),
         ("perplexity", ["--device", "abacus"], "--device: expected auto, cpu, cuda or cuda:N, got abacus"),
     ],
@@ -237,7 +237,7 @@ def test_partly_correct_answers_have_their_own_figure(tmp_path):
 def test_bad_input_is_one_line(tmp_path, text, capsys, name, options, message):
     experiment(name, tmp_path / "out", text, *options, code=2)
     errors = capsys.readouterr().err
-    assert message in errors and errors.count("\n") == 1 and not (tmp_path / "out").exists()
+    assert re.search(message, errors) and errors.count("\n") == 1 and not (tmp_path / "out").exists()
 
 
 def test_another_configuration_is_not_overwritten(finished, tmp_path, text, capsys):

@@ -103,18 +103,8 @@ def test_loss_of_a_file_and_of_its_export_are_the_same(tmp_path, transformers, n
     found = []
     for model in (path, out):
         options = ["--text", str(tmp_path / "text.txt"), "--lengths", "32", "128", "--schemes", *schemes]
-        options += [
-            "--windows",
-            "3",
-            "--device",
-            "cpu",
-            "--threads",
-            "1",
-            "--overwrite",
-            "--out",
-            str(tmp_path / "loss"),
-        ]
-        assert flashrope(["loss", "--model", str(model), *options]) == 0
+        options += ["--windows", "3", "--device", "cpu", "--threads", "1", "--overwrite"]
+        assert flashrope(["loss", "--model", str(model), "--out", str(tmp_path / "loss"), *options]) == 0
         found.append(runs.read_csv(tmp_path / "loss/loss.csv"))
     assert found[0] == found[1] and len(found[0]) >= 2 * len(schemes)
     tokens = torch.tensor([list((tmp_path / "text.txt").read_bytes()[:33])])

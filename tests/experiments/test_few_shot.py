@@ -5,30 +5,22 @@ import random
 import pytest
 import torch
 from flashrope.small_models import data
-from flashrope.small_models.model import ModelConfig
-from test_tasks import Oracle, by_place, check_growth
+from subjects import by_place, check_growth, subject
 
 from experiments import few_shot
 from experiments.few_shot import MARK, SEPARATORS, SHOTS
-from experiments.tasks import IGNORED, Subject
-from experiments.zoo import scheme
+from experiments.tasks import IGNORED
 
 LINES = [bytes(random.Random(n).choices(b"abcdefgABCDEFG (.)_=", k=12)) for n in range(300)]
 TRAIN, UNSEEN = b"\n".join(LINES[:200]), (b"\n".join(LINES[150:]),)  # 50 lines in both
 LETTERS_OF_TRAIN = data.Corpus("letters", TRAIN, UNSEEN, ("a",), ("b",))
 
 
-def subject(rule, unit=288, samples=20):
-    return Subject(
-        Oracle(rule),
-        scheme("rope", ModelConfig(64, 2, 2), unit),
-        UNSEEN,
-        unit,
-        samples,
-        0,
-        batch_tokens=9999,
-        train=TRAIN,
-    )
+def measured(rule, multiples, samples=20):
+    asked_of = subject(rule, 288, samples, UNSEEN, batch_tokens=9999, train=TRAIN)
+    results = few_shot.measure(asked_of, multiples)
+    assert results[-1].samples == 3 * samples
+    return by_place(results)
 
 
 def follower(text):
@@ -145,14 +137,13 @@ def test_batches_grow_and_depend_only_on_seed_and_step():
 
 
 def test_an_answer_that_is_a_label_counts_correct_or_not():
-    found = by_place(few_shot.measure(subject(follower), (0.5, 2.5)))
+    found = measured(follower, (0.5, 2.5), 5)
     for at in (144, 720):
         tasks = [f"few-shot-{kind}" for kind in SEPARATORS]
         assert all(found[task, at] == 100 for task in (*tasks, "few-shot")) and found["few-shot-control", at] == 0
-    half = by_place(few_shot.measure(subject(lambda text: follower(text) if len(text.split(b"|")) > 3 else 0), (1,)))
+    half = measured(lambda text: follower(text) if len(text.split(b"|")) > 3 else 0, (1,))
     assert half["few-shot-pair", 288] == 100 and half["few-shot-sentence", 288] == 0
     assert half["few-shot", 288] == pytest.approx(100 / 3)
-    assert few_shot.measure(subject(follower), (1,))[-1].samples == 60
 
 
 @pytest.mark.parametrize(
@@ -166,5 +157,5 @@ def test_an_answer_that_is_a_label_counts_correct_or_not():
     ],
 )
 def test_a_model_that_does_not_read_the_examples_does_not_follow(cheat):
-    found = by_place(few_shot.measure(subject(cheat), (1,)))
+    found = measured(cheat, (1,))
     assert max(value for (task, _), value in found.items() if task in ("few-shot", "few-shot-control")) < 25

@@ -4,19 +4,20 @@ import random
 
 import pytest
 from flashrope.small_models import data
-from flashrope.small_models.model import ModelConfig
-from test_tasks import CORPUS, PIECES, Oracle, by_place, check_growth
+from subjects import CORPUS, PIECES, by_place, check_growth, subject
 
 from experiments import passkey
-from experiments.tasks import IGNORED, Subject
-from experiments.zoo import scheme
+from experiments.tasks import IGNORED
 
 ASKED, PRACTISED = set(passkey.ASKED_KEYS), set(passkey.PRACTICE_KEYS)
 
 
-def subject(rule, unit=64, samples=10):
-    used = scheme("rope", ModelConfig(64, 2, 2), unit)
-    return Subject(Oracle(rule), used, PIECES[2:], unit, samples, 0, batch_tokens=9999, train=CORPUS.train)
+def measured(rule, multiples, samples=10):
+    return by_place(passkey.measure(asked_of(rule, samples), multiples))
+
+
+def asked_of(rule, samples=10):
+    return subject(rule, 64, samples, batch_tokens=9999, train=CORPUS.train)
 
 
 def reader(text):
@@ -88,12 +89,12 @@ def test_batches_grow_and_depend_only_on_seed_and_step():
 
 
 def test_counts_complete_keys_and_digits():
-    found = by_place(passkey.measure(subject(reader), (2, 4)))
+    found = measured(reader, (2, 4))
     for at in (128, 256):
         assert found["passkey", at] == found["passkey-digits", at] == 100 and found["passkey-control", at] == 0
-    first_only = by_place(passkey.measure(subject(lambda text: reader(text) if text.endswith(b"#") else 0), (2,)))
+    first_only = measured(lambda text: reader(text) if text.endswith(b"#") else 0, (2,))
     assert first_only["passkey", 128] == 0 and first_only["passkey-digits", 128] == pytest.approx(20)
-    assert passkey.measure(subject(reader), (2,))[0].samples == 10  # five depths
+    assert passkey.measure(asked_of(reader), (2,))[0].samples == 10  # five depths
 
 
 @pytest.mark.parametrize(
@@ -106,6 +107,6 @@ def test_counts_complete_keys_and_digits():
     ],
 )
 def test_a_model_that_does_not_read_the_key_does_not_find_it(cheat):
-    found = by_place(passkey.measure(subject(cheat, samples=50), (2, 4)))
+    found = measured(cheat, (2, 4), 50)
     assert all(value < 5 for (task, _), value in found.items() if task == "passkey")
     assert all(value < 35 for value in found.values())

@@ -6,7 +6,7 @@ import pytest
 import torch
 from flashrope import Rotary, attention
 from flashrope.small_models.model import ModelConfig
-from test_tasks import sharpen
+from subjects import sharpen
 
 from experiments import picture
 from experiments.drawn import seen_distances

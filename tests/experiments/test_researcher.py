@@ -99,12 +99,7 @@ def test_windows_and_batches_are_of_the_file(tmp_path):
         (range(900), {"vocab_size": "x"}, None, "expected vocab_size in"),
         (range(900), {"vocab_size": 899}, None, "--vocab-size: expected more than 899, a token of"),
         (range(901), {"vocab_size": 2**17}, None, "--tokens: expected 4 bytes a token, got"),
-        (
-            range(700),
-            {"vocab_size": 900},
-            None,
-            "expected at least 400 tokens to train on, for windows of 50 tokens, got 300",
-        ),
+        (range(700), {"vocab_size": 900}, None, "at least 400 tokens to train on, for windows of 50 tokens, got 300"),
     ],
 )
 def test_token_files_that_cannot_be_used(tmp_path, ids, known, size, message):
@@ -218,41 +213,25 @@ def test_a_figure_of_many_models_has_several_panels(tmp_path):
     assert sizes[9] > 1.6 * sizes[2]
 
 
+TOKENS = ["--tokens", "no.bin"]
+RE, RE_8, ALIBI = (["--schemes", names] for names in ("rerope", "rope,rerope-w8", "alibi,nope"))
+
+
 @pytest.mark.parametrize(
     "name, options, message",
     [
         ("perplexity", ["--seeds", "1,1"], "expected a number or different seeds A,B,..., got 1,1"),
         ("perplexity", ["--seeds", "1,2", "--seed", "3"], "--seed: --seeds already lists the seeds"),
-        (
-            "perplexity",
-            ["--window", "65", "--schemes", "rerope"],
-            "--window: expected at most the training length of 64",
-        ),
-        (
-            "perplexity",
-            ["--window", "20", "--schemes", "rope,rerope-w8"],
-            "--window: expected a scheme whose window is",
-        ),
+        ("perplexity", ["--window", "65", *RE], "--window: expected at most the training length of 64"),
+        ("perplexity", ["--window", "20", *RE_8], "--window: expected a scheme whose window is"),
         ("positions", ["--window", "20"], "--window: expected a scheme whose window is not in its name"),
         ("perplexity", ["--base", "1"], "--base: expected a number of more than 1, got 1.0"),
-        (
-            "perplexity",
-            ["--base", "500", "--schemes", "alibi,nope"],
-            "--base: expected a scheme that rotates, got alibi",
-        ),
+        ("perplexity", ["--base", "500", *ALIBI], "--base: expected a scheme that rotates, got alibi"),
         ("positions", ["--compile"], "--compile: expected only with experiments that train language models"),
-        (
-            "perplexity",
-            ["--vocab-size", "300"],
-            "--vocab-size: expected only with --tokens; without, a token is a byte",
-        ),
-        ("perplexity", ["--tokens", "no.bin"], "--tokens: no file no.bin; python -m experiments tokenize makes one"),
-        ("patterns", ["--tokens", "no.bin"], "--tokens: patterns is written in bytes; perplexity and accuracy take"),
-        (
-            "copying",
-            ["--preset", "copying", "--tokens", "no.bin"],
-            "--tokens: the task of the preset copying is written",
-        ),
+        ("perplexity", ["--vocab-size", "300"], "--vocab-size: expected only with --tokens; without, a token is a"),
+        ("perplexity", TOKENS, "--tokens: no file no.bin; python -m experiments tokenize makes one"),
+        ("patterns", TOKENS, "--tokens: patterns is written in bytes; perplexity and accuracy take"),
+        ("copying", ["--preset", "copying", *TOKENS], "--tokens: the task of the preset copying is written"),
     ],
 )
 def test_options_without_a_sense_are_refused(tmp_path, texts, capsys, name, options, message):

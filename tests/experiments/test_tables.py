@@ -4,6 +4,7 @@ import re
 
 import pytest
 from flashrope.small_models.model import ModelConfig
+from test_figures import row
 
 from experiments import runs, tables
 from experiments.published import LOWER, TABLES, Column, Published
@@ -21,21 +22,8 @@ TABLE = Published(
 )
 
 
-def row(scheme_, task, at, value, seed=0, length=64):
-    return {
-        "scheme": scheme_,
-        "trained_with": "rope",
-        "train_length": str(length),
-        "seed": str(seed),
-        "task": task,
-        "at": str(at),
-        "value": str(value),
-        "samples": "9",
-    }
-
-
 ROWS = [
-    row(name, task, at, value + seed, seed, length)
+    row(name, seed, value + seed, task, at, length)
     for seed in (0, 2)
     for name, length, shift in (("rope", 64, 0), ("rerope-w32", 64, 10), ("hope", 128, 20))
     for task, at, value in (

@@ -8,67 +8,11 @@ import torch
 from flashrope import attention
 from flashrope.small_models import data
 from flashrope.small_models.model import ModelConfig
+from subjects import CORPUS, PIECES, by_place, sharpen, subject
 
 from experiments import tasks
 from experiments.tasks import Subject, windows_of
 from experiments.zoo import ZooModel, scheme
-
-TEXT = b"".join(
-    b"line %d of the text, which says nothing: at all\n%d is another one here\n" % (n, n * n) for n in range(400)
-)
-PIECES = (TEXT[:9000], TEXT[9000:9500], TEXT[9500:])
-CORPUS = data.Corpus("text", b"\0".join(PIECES[:2]), PIECES[2:], ("a", "b"), ("c",))
-
-
-class Oracle(torch.nn.Module):
-    """A stand-in for a model: predicts the byte ``rule(bytes so far)`` at every position."""
-
-    def __init__(self, rule):
-        super().__init__()
-        self.rule = rule
-
-    def forward(self, tokens, rotary, attend=None):
-        logits = torch.zeros(*tokens.shape, 256)
-        for row, text in enumerate(tokens.tolist()):
-            for at in range(len(text)):
-                logits[row, at, self.rule(bytes(text[: at + 1]))] = 20.0
-        return logits
-
-
-def by_place(results):
-    return {(result.task, result.at): result.value for result in results}
-
-
-def sharpen(module):
-    """Makes weights ten times larger: with initial weights attention hardly matters."""
-    with torch.no_grad():
-        for parameter in module.parameters():
-            if parameter.ndim == 2:
-                parameter *= 10
-
-
-def check_growth(batches, length, shortest):
-    """The first 20 batches of a task, batches(seed, start) over 20 steps. Samples start below ``shortest`` and have
-    ``length`` from the middle on; a batch depends only on the seed and its step."""
-
-    def first(count, seed=0, start=0):
-        stream = batches(seed, start)
-        return [next(stream) for _ in range(count)]
-
-    found = first(20)
-    sizes = [inputs.shape[1] for inputs, _ in found]
-    assert sizes == sorted(sizes) and sizes[0] < shortest and set(sizes[10:]) == {length}
-    for one, other in zip(found[5:7], first(2, start=5), strict=True):
-        assert all(map(torch.equal, one, other))
-    ((other, _),) = first(1, seed=1)
-    assert not torch.equal(found[0][0], other)
-    return found
-
-
-def subject(rule, unit=64, samples=4, unseen=PIECES[2:], name="rope", batch_tokens=200):
-    return Subject(
-        Oracle(rule), scheme(name, ModelConfig(64, 2, 2), unit), unseen, unit, samples, 0, batch_tokens=batch_tokens
-    )
 
 
 def test_repeated():
@@ -105,7 +49,7 @@ def copier(text):
 
 def test_accuracy_over_all_tokens():
     """The accuracy of always predicting one byte is the share of that byte."""
-    it = subject(lambda text: ord("e"))
+    it = subject(lambda text: ord("e"), samples=4, batch_tokens=200)
     windows = data.unseen_windows(it.unseen, 8 * 64 + 1, 4, 0)
     found = by_place(tasks.measure_accuracy(it))
 
@@ -115,12 +59,12 @@ def test_accuracy_over_all_tokens():
     assert found["accuracy", 64] == pytest.approx(share([w[:65] for w in windows]))
     assert found["accuracy-non-repeat", 512] == pytest.approx(share(windows))
     assert found["accuracy-repeat", 512] == pytest.approx(share([(w[:64] * 9)[:513] for w in windows]))
-    periodic = subject(lambda text: text[-64] if len(text) >= 64 else 0)
+    periodic = subject(lambda text: text[-64] if len(text) >= 64 else 0, samples=4, batch_tokens=200)
     assert by_place(tasks.measure_accuracy(periodic))["accuracy-repeat", 512] == pytest.approx(100 * (512 - 63) / 512)
 
 
 def test_perplexity_is_over_the_last_half_training_length():
-    it = subject(lambda text: ord("e"), samples=3)
+    it = subject(lambda text: ord("e"), samples=3, batch_tokens=200)
     found = by_place(tasks.measure_perplexity(it))
     assert set(found) == {("perplexity", 64 * m) for m in (1, 2, 4, 8)}
     windows = data.unseen_windows(it.unseen, 8 * 64 + 1, 3, 0)
@@ -155,7 +99,7 @@ def test_learned_positions_are_measured_up_to_the_training_length():
 
 def test_text_too_short_for_the_length():
     with pytest.raises(data.TextError, match="an unseen file of at least 513 bytes for a context of 512, got none"):
-        tasks.measure_perplexity(subject(copier, unseen=(b"short",)))
+        tasks.measure_perplexity(subject(copier, unseen=(b"short",), batch_tokens=200))
 
 
 def test_loss_by_position_is_the_mean_of_its_positions():
@@ -163,15 +107,15 @@ def test_loss_by_position_is_the_mean_of_its_positions():
     config = ModelConfig(width=32, layers=1, heads=2)
     model, used = ZooModel(config, "rope", 16).eval(), scheme("rope", config, 16)
     text = bytes(torch.randint(97, 110, (4000,), generator=torch.Generator().manual_seed(0)).tolist())
-    subject = Subject(model, used, [text], 16, 6, 3, batch_tokens=300)
-    windows = windows_of(dataclasses.replace(subject, samples=30), 128)
+    it = Subject(model, used, [text], 16, 6, 3, batch_tokens=300)
+    windows = windows_of(dataclasses.replace(it, samples=30), 128)
     expected = torch.zeros(128)
     for window in windows:
         tokens = torch.tensor(list(window))[None]
         with torch.no_grad():
             log_p = model(tokens[:, :-1], used.rotary, attention)[0].log_softmax(-1)
         expected += torch.tensor([-log_p[at, tokens[0, at + 1]].item() for at in range(128)]) / len(windows)
-    found = tasks.measure_by_position(subject)
+    found = tasks.measure_by_position(it)
     assert [each.at for each in found] == [8, 16, 24, 32, 48, 64, 96, 128]
     assert {each.samples for each in found} == {30} and len(windows) == 30
     for start, each in zip((0, 8, 16, 24, 32, 48, 64, 96), found, strict=True):

@@ -1,57 +1,24 @@
 """out, lse and gradients of every backend against float64, within the budget of ``support``."""
 
-import cmath
-import math
-
 import pytest
 import support
 import torch
 from flashrope import Rotary, attention
+from formula import by_hand
 from support import SCHEMES, check, problem
 
 
-def rotated(vector, rotary, position):
-    """One head's vector with every pair rotated, pair by pair as complex numbers."""
-    result, pairs = list(vector), len(rotary.frequencies)
-    for m, theta in enumerate(rotary.frequencies):
-        first, second = (2 * m, 2 * m + 1) if rotary.interleaved else (m, m + pairs)
-        z = complex(vector[first], vector[second]) * cmath.exp(1j * position * theta)
-        result[first], result[second] = z.real, z.imag
-    return result
+def by_bands(rotary, causal):
+    """The positions that a scheme gives to a query and a key, by its bands and their mirror images."""
+    bands = [band[:4] for band in rotary.bands]
+    if not causal:
+        bands += [(1 - stop, 1 - start, slope, -offset) for start, stop, slope, offset in bands]
 
+    def positions(i, j):
+        held = [(slope * i + offset, slope * j) for start, stop, slope, offset in bands if start <= i - j < stop]
+        return held[-1] if held else None
 
-def by_hand(p):
-    """The formula of the schemes with loops over scalars: one batch, one head."""
-    rows = []
-    q, k, v = (x[0, :, 0].tolist() for x in (p.q, p.k, p.v))
-    bands = list(p.rotary.bands)
-    if not p.causal:
-        bands += [(1 - stop, 1 - start, slope, -offset) for start, stop, slope, offset, *_ in p.rotary.bands]
-    for r, query in enumerate(q):
-        i, scores = r + len(k) - len(q), {}
-        log_n = 1.0
-        if p.rotary.log_n_scale:
-            train_length, clip = p.rotary.log_n_scale
-            log_n = math.log(max(i, 0) + 1) / math.log(train_length)
-            log_n = max(log_n, 1.0) if clip else log_n
-        for j, key in enumerate(k):
-            for start, stop, slope, offset, *_ in bands:
-                if start <= i - j < stop:
-                    a, b = rotated(query, p.rotary, slope * i + offset), rotated(key, p.rotary, slope * j)
-                    scores[j] = (
-                        p.rotary.head_dim**-0.5
-                        * p.rotary.temperature
-                        * log_n
-                        * sum(x * y for x, y in zip(a, b, strict=True))
-                    )
-        total = sum(math.exp(s) for s in scores.values())
-        lse = math.log(total) if scores else -math.inf
-        rows.append(
-            ([sum(math.exp(s - lse) * v[j][c] for j, s in scores.items()) for c in range(p.rotary.head_dim)], lse)
-        )
-    return torch.tensor([row for row, _ in rows], dtype=torch.float64), torch.tensor(
-        [lse for _, lse in rows], dtype=torch.float64
-    )
+    return positions
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
@@ -61,7 +28,7 @@ def test_the_reference_is_the_formula(scheme, causal):
     for seqlen_q, seqlen_k in ((26, 26), (3, 26), (26, 24)):
         p = problem(double, SCHEMES[scheme](8), seqlen_q, seqlen_k, heads=1, group=1, causal=causal)
         out, lse = attention(p.q, p.k, p.v, p.rotary, causal=causal, return_lse=True, impl="reference")
-        want, want_lse = by_hand(p)
+        want, want_lse = by_hand(p, by_bands(p.rotary, causal))
         torch.testing.assert_close(out[0, :, 0], want, rtol=0, atol=1e-12)
         torch.testing.assert_close(lse[0, 0], want_lse, rtol=0, atol=1e-12)
 
@@ -104,7 +71,7 @@ def test_long(scheme):
     for target in support.TARGETS:
         if target.slow or target.dtype == torch.float16:
             continue
-        for seqlens in ((600, 600), (130, 500)):
+        for seqlens in ((530, 530), (130, 500)):
             check(target, problem(target, SCHEMES[scheme](16), *seqlens, seed=4))
             check(
                 target, problem(target, SCHEMES[scheme](16), *seqlens, seed=4, causal=False, batch=2, heads=1, group=1)
@@ -220,28 +187,3 @@ def test_gradients_repeat_bit_for_bit(target):
     first, second = support.run(p, target.impl), support.run(p, target.impl)
     for name in support.NAMES:
         assert torch.equal(first[name], second[name]), name
-
-
-@pytest.mark.interpreted(lambda exact, value: math.isnan(value))
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_nonfinite_stays_where_it_may(exact, value):
-    """In q it reaches its own row alone; in k or v it reaches no row that stands before it by a tile or more."""
-    tile, seqlen, at = (
-        (512, 1200, 900) if exact.impl == "cpu" else (128, exact.size(160, 300), 150)
-    )  # torch's CPU kernel: 512 keys
-    p = problem(exact, Rotary.rope(16).rectify(21), seqlen, heads=1, group=1, seed=15)
-    with torch.no_grad():
-        clean = attention(p.q, p.k, p.v, p.rotary, impl=exact.impl)
-        for name in ("q", "k", "v"):
-            dirty = getattr(p, name).clone()
-            dirty[:, at] = value
-            tensors = {n: getattr(p, n) for n in "qkv"} | {name: dirty}
-            out = attention(tensors["q"], tensors["k"], tensors["v"], p.rotary, impl=exact.impl)
-            same = (out == clean).all(-1)[0, :, 0]
-            untouched = (
-                torch.arange(seqlen, device=exact.device) != at
-                if name == "q"
-                else torch.arange(seqlen, device=exact.device) < at - tile
-            )
-            assert same[untouched].all(), name
-            assert not out[0, at].isfinite().all(), name

@@ -156,5 +156,6 @@ def test_lse_is_float64_for_float64_and_float32_for_all_others(dtype, impl):
     ]
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
         results.append(attention(of(2, 6, 4, 16), of(2, 6, 2, 16), of(2, 6, 2, 16), rope, **options))
+    assert (results[-1][0].shape, results[-1][1].shape) == ((2, 6, 4, 16), (2, 4, 6))
     for out, lse in results:
         assert out.dtype == dtype and lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)

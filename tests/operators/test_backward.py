@@ -34,6 +34,14 @@ def launched(monkeypatch) -> list[str]:
     return names
 
 
+@pytest.fixture
+def deterministic():
+    """torch.use_deterministic_algorithms, undone after the test."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    yield torch.use_deterministic_algorithms
+    torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
 # ---- queries
 
 
@@ -67,24 +75,41 @@ def test_log_n_and_rotations_need_a_copy(target, launched):
 
 FINISH = "attention_finish_grad_q"
 BOTH_SIDES = ("rope", "local", "rerope", "leaky", "inverse_leaky", "hope_rerope_log_n")
+# What the interpreter runs in the default tests: every layout of pairs, and one scheme of each kind of bands.
+CAUSAL = ("rope_interleaved", "rope_partial", "hope_compact", "rerope", "local", "yarn_leaky_local_log_n")
+FIVE = [(name, True, name in CAUSAL) for name in SCHEMES]
+FIVE += [(name, False, name in ("rope", "leaky", "hope_rerope_log_n")) for name in BOTH_SIDES]
+
+
+def rows(cases):
+    """(arguments, whether the interpreter runs them too by default) as parameters."""
+    slow = () if torch.cuda.is_available() else pytest.mark.slow
+    return [pytest.param(*arguments, marks=() if quick else slow) for *arguments, quick in cases]
 
 
 def check_atomic(target, rotary, *lengths, **options):
     support.check(target, support.problem(target, rotary, *lengths, deterministic=False, **options))
 
 
-@pytest.mark.parametrize(
-    ("scheme", "causal"), [(name, True) for name in SCHEMES] + [(name, False) for name in BOTH_SIDES]
-)
+@pytest.mark.parametrize(("scheme", "causal"), rows(FIVE))
 def test_five_products(target, launched, scheme, causal):
     check_atomic(target, SCHEMES[scheme](16), 41, 55, causal=causal, seed=4)
     assert FINISH in launched and "attention_grad_q" not in launched
 
 
-@pytest.mark.interpreted(lambda scheme, lengths, **_: scheme == "rerope" or lengths == (70, 33))
-@pytest.mark.parametrize("scheme", ["rope", "rerope"])
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("lengths", [(64, 64), (1, 1), (1, 70), (70, 1), (70, 33), (0, 5), (5, 0)], ids=str)
+LENGTHS = [(64, 64), (1, 1), (1, 70), (70, 1), (70, 33), (0, 5), (5, 0)]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "causal", "lengths"),
+    rows(
+        (scheme, causal, lengths, scheme == "rerope" or lengths == (70, 33))
+        for lengths in LENGTHS
+        for causal in (True, False)
+        for scheme in ("rope", "rerope")
+    ),
+    ids=str,
+)
 def test_five_products_of_any_length(target, scheme, causal, lengths):
     batch = 2 if lengths == (70, 33) else 1
     check_atomic(target, SCHEMES[scheme](8), *lengths, causal=causal, batch=batch, seed=5)
@@ -162,55 +187,46 @@ def test_the_operator_carries_the_choice(target, launched, compiled, determinist
 
 
 @pytest.mark.filterwarnings("error:deterministic")
-def test_torch_is_asked_for_deterministic_algorithms(target):
+def test_torch_is_asked_for_deterministic_algorithms(target, deterministic):
     q, k, v = (support.random((1, 20, 1, 16), target, seed).requires_grad_() for seed in range(3))
 
-    def step(deterministic):
-        out = attention(q, k, v, Rotary.rope(16), impl="triton", deterministic=deterministic)
+    def step(asked):
+        out = attention(q, k, v, Rotary.rope(16), impl="triton", deterministic=asked)
         return torch.autograd.grad(out.sum(), (q, k, v))
 
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     message = r"deterministic: expected True under torch.use_deterministic_algorithms\(True\), got False"
-    try:
-        torch.use_deterministic_algorithms(True)
-        step(True)
-        with pytest.raises(RuntimeError, match=message):
-            step(False)
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        with pytest.warns(UserWarning, match=message):
-            step(False)
-        torch.use_deterministic_algorithms(False)
+    deterministic(True)
+    step(True)
+    with pytest.raises(RuntimeError, match=message):
         step(False)
-    finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+    deterministic(True, warn_only=True)
+    with pytest.warns(UserWarning, match=message):
+        step(False)
+    deterministic(False)
+    step(False)
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "dtype", "enabled", "atomics"),
+    [
+        (64, torch.float16, False, True),
+        (64, torch.float16, True, False),
+        (64, torch.float32, False, False),
+        (16, torch.float16, False, False),
+    ],
+)
 @pytest.mark.parametrize("compiled", [False, True])
-def test_none_follows_torch(launched, target, compiled):
+def test_none_follows_torch(launched, target, deterministic, compiled, head_dim, dtype, enabled, atomics):
     """Read when the backward runs: the setting, and whether atomics are predicted to be faster for the shape."""
-    half = torch.float16
-    call = compiled_operator(Rotary.rope(64), None) if compiled else None
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    try:
-        for head_dim, dtype, enabled, atomics in (
-            (64, half, False, True),
-            (64, half, True, False),
-            (64, torch.float32, False, False),
-            (16, half, False, False),
-        ):
-            if compiled and head_dim != 64:
-                continue
-            shape = (1, 20, 1, head_dim)
-            q, k, v = (torch.randn(shape, dtype=dtype, device=target.device, requires_grad=True) for _ in range(3))
-            run = call or partial(attention, rotary=Rotary.rope(head_dim), impl="triton", deterministic=None)
-            torch.use_deterministic_algorithms(enabled and compiled)  # torch.compile wants no change in between
-            out = run(q, k, v)
-            torch.use_deterministic_algorithms(enabled)
-            launched.clear()
-            out.sum().backward()
-            assert (FINISH in launched, "attention_grad_q" in launched) == (atomics, not atomics)
-    finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+    rotary = Rotary.rope(head_dim)
+    run = compiled_operator(rotary, None) if compiled else partial(attention, rotary=rotary, impl="triton")
+    options = {"dtype": dtype, "device": target.device, "requires_grad": True}
+    q, k, v = (torch.randn(1, 20, 1, head_dim, **options) for _ in range(3))
+    deterministic(enabled and compiled)  # torch.compile wants no change in between
+    out = run(q, k, v) if compiled else run(q, k, v, deterministic=None)
+    deterministic(enabled)
+    out.sum().backward()
+    assert (FINISH in launched, "attention_grad_q" in launched) == (atomics, not atomics)
 
 
 # ---- what the forward keeps
@@ -235,20 +251,3 @@ def test_the_table_of_given_positions_is_built_once_per_step(target, monkeypatch
         attention(q, k, v, rotary, positions=positions, impl="reference").square().sum(), (q, k, v)
     )
     torch.testing.assert_close(grads, want)
-
-
-@pytest.mark.parametrize("given", [False, True])
-def test_the_shapes_for_tracing_are_those_of_the_results(target, given):
-    rotary = Rotary.rope(24)
-    q, k, v = (support.random((2, 20, heads, 24), target, heads).requires_grad_() for heads in (4, 2, 2))
-    positions = torch.rand(2, 20, device=target.device) * 20 if given else None
-    arguments = (q, k, v, positions, None, None, 20, 20, rotary.text, True, 0.2, False, "triton")
-    saved = torch.ops.flashrope.attention(*arguments)
-    assert (saved[3].numel() > 0) == given
-    torch.library.opcheck(torch.ops.flashrope.attention, arguments, test_utils=("test_schema", "test_faketensor"))
-    leaves = (x.detach() for x in (q, k, v, *saved))
-    torch.library.opcheck(
-        torch.ops.flashrope.attention_backward,
-        (torch.ones_like(q), None, *leaves, *arguments[3:]),
-        test_utils=("test_schema", "test_faketensor"),
-    )

@@ -3,6 +3,7 @@
 Of the calls over caches: test_cache_errors.py; of schemes: test_scheme_errors.py; of sinks: test_sinks.py.
 """
 
+import contextlib
 import inspect
 import math
 import re
@@ -77,6 +78,13 @@ REFUSED = {
     "no key heads": (lambda: dense(**keys(2, 6, 0, 16)), V, "q", "heads_q to be a multiple of heads_kv = 0", "got 4"),
     "batch": (lambda: dense(**keys(3, 6, 2, 16)), V, "k", "batch 2 as in q", "got 3"),
     "values of another length": (lambda: dense(v=K[:, :5]), V, "v", "shape (2, 6, 2, 16) as k", "got (2, 5, 2, 16)"),
+    "width 4 of v": (lambda: dense(v=zeros(2, 6, 2, 4)), V, "v", "head_dim to be a multiple of 8 up to 256", "got 4"),
+    "width 12 of v": (lambda: dense(v=zeros(2, 6, 2, 12)), V, "v", "head_dim to be a multiple of 8 up to", "got 12"),
+    "width 264 of v": (lambda: dense(v=zeros(2, 6, 2, 264)), V, "v", "head_dim to be a multiple of 8", "got 264"),
+    "wide values of another length": (lambda: dense(v=zeros(2, 5, 2, 32)), V, "v",
+                                      "shape (2, 6, 2, 32) as k but for its width", "got (2, 5, 2, 32)"),
+    "heads of wide packed values": (lambda: varlen(v=zeros(9, 1, 32)), V, "v",
+                                    "shape (9, 2, 32) as k but for its width", "got (9, 1, 32)"),
     "heads of v": (lambda: dense(v=Q), V, "v", "shape (2, 6, 2, 16) as k", "got (2, 6, 4, 16)"),
     "head_dim of k": (lambda: dense(k=zeros(2, 6, 2, 24)), V, "k", "head_dim 16 as in q", "got 24"),
     "head_dim 100": (lambda: dense(q=zeros(2, 6, 4, 100), k=zeros(2, 6, 2, 100)), V, "q", "of 8 up to 256", "100"),
@@ -252,6 +260,16 @@ def test_a_compiled_call_refuses_them_too(wrong):
         torch.compile(dense, fullgraph=True, backend="eager")(**wrong)
 
 
+@contextlib.contextmanager
+def silent(*messages):
+    """Any warning is an error, except those with these messages."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for message in messages:
+            warnings.filterwarnings("ignore", message=message)
+        yield
+
+
 # ---- layouts
 
 
@@ -289,9 +307,7 @@ def test_a_transposed_layout_is_suspected(q, k, why):
     ],
 )
 def test_a_layout_that_is_not_suspected(q, k, options):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        warnings.filterwarnings("ignore", message="attention: .* no key")
+    with silent("attention: .* no key"):
         attention(q, k, k, ROPE, **options)
 
 
@@ -311,12 +327,10 @@ def test_fewer_keys_than_queries_warn_once(nothing_warned):
         out = attention(q, k, k, ROPE)
     assert [warning.filename for warning in caught] == [__file__]
     assert int((out == 0).all(-1).all(-1).sum()) == 34  # as the warning says
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with silent():
         attention(q, k, k, ROPE)  # once
     checks._warned_calls.clear()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with silent():
         attention(q, k, k, ROPE, causal=False)
         attention(q[:, :30], k, k, ROPE)
         torch.compiler.reset()
@@ -327,16 +341,14 @@ def test_a_cache_with_fewer_keys_than_queries_warns_once(nothing_warned):
     """Two sequences: 5 keys for 6 queries and, left out as padding of the batch, none."""
     q, k_cache, v_cache = torch.randn(2, 6, 4, 16), *torch.randn(2, 2, 16, 2, 16)
     call = lambda *lengths: attention_with_cache(q, k_cache, v_cache, ROPE, int32(*lengths))  # noqa: E731
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with silent():
         call(6, 9)
         call(0, 6)
     message = "^attention_with_cache: 3 rows see no key, .*bottom-right.* 6 queries and 4 keys"
     with pytest.warns(UserWarning, match=message) as caught:
         call(5, 4)
     assert [warning.filename for warning in caught] == [__file__]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with silent():
         call(5, 4)
 
 

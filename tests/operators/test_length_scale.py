@@ -122,7 +122,7 @@ def test_the_kernels_of_triton(scheme):
         starts = int32([0, 1, 31, 35]), int32([0, 2, 42, 172])
         return differentiated(q, k, v, attention_varlen(q, k, v, rotary, *starts, 30, 130, return_lse=True, impl=impl))
 
-    against_float64(dense, *(floats(2, n, 2, 16, seed=seed) for seed, n in enumerate((20, 130, 130))))
+    against_float64(dense, *(floats(1, n, 2, 16, seed=seed) for seed, n in enumerate((20, 130, 130))))
     against_float64(packed, *(floats(n, 2, 16, seed=seed) for seed, n in enumerate((35, 172, 172))))
 
 
@@ -159,14 +159,8 @@ def test_a_growing_cache():
 
 def test_the_scheme():
     assert SCALED != PLAIN and SCALED.length_scale == 100 and PLAIN.length_scale is None
-    assert Rotary.from_text(SCALED.text) == SCALED and hash(Rotary.from_text(SCALED.text)) == hash(SCALED)
     assert "score scale: max(1, 0.1 * ln(n / 100) + 1)" in repr(SCALED)
     assert SCALED.log_n(50).length_scale == 100
-    for wrong in (0, -3.0, math.inf):
-        with pytest.raises(ValueError, match="length_scale: expected a positive finite number, got"):
-            Rotary.rope(16).dual_chunk(160, 32, wrong)
-    with pytest.raises(TypeError, match="length_scale: expected a number, got 'long'"):
-        Rotary.rope(16).dual_chunk(160, 32, "long")
 
 
 def test_as_an_option_of_convert():

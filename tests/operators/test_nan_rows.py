@@ -95,17 +95,21 @@ def test_infinite_keys_on_the_cpu_as_in_the_reference(one_thread, scheme, value,
     assert torch.equal(got, want) and want.any()
 
 
-@pytest.mark.parametrize("which", ["k", "v"])
-def test_rows_far_before_the_key(exact, which):
-    """A causal row of an earlier tile, at most 256 rows, does not notice."""
-    if exact.slow:
-        pytest.skip("tiles of the interpreter: test_attention")
-    q, k, v = (support.random((1, 600, 2, D), exact, n) for n in range(3))
-    before = attention(q, k, v, SCHEMES["rope"](D), impl=exact.impl)
-    x = {"k": k, "v": v}[which]
-    x[:, 560:] = torch.nan
-    after = attention(q, k, v, SCHEMES["rope"](D), impl=exact.impl)
-    assert torch.equal(after[:, :256], before[:, :256]) and after[:, 560:].isnan().all()
+@pytest.mark.interpreted(lambda exact, value, **_: value != value)
+@whiches
+@pytest.mark.parametrize("value", [torch.nan, torch.inf], ids=str)
+def test_rows_that_a_number_may_reach(exact, which, value):
+    """In q its own row alone; in k or v no causal row that stands before it by a tile or more."""
+    tile, seqlen, at = (512, 1200, 900) if exact.impl == "cpu" else (128, exact.size(160, 300), 150)
+    p = support.problem(exact, SCHEMES["rerope"](D), seqlen, heads=1, group=1, seed=15)
+    dirty = getattr(p, which).clone()
+    dirty[:, at] = value
+    clean, out = (
+        attention(x.q, x.k, x.v, p.rotary, impl=exact.impl)[0, :, 0] for x in (p, p.replace(**{which: dirty}))
+    )
+    rows = torch.arange(seqlen, device=exact.device)
+    untouched = rows != at if which == "q" else rows < at - tile
+    assert torch.equal(out[untouched], clean[untouched]) and not out[at].isfinite().all()
 
 
 @INTERPRETED

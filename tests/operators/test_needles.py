@@ -9,6 +9,14 @@ from flashrope.lowering.cos_sin import cos_sin
 WINDOW = 21
 
 
+def match(p, i, distance):
+    """A key that matches query i after its own rotation at a distance, with a score near 12."""
+    cos, sin = (x.float() for x in cos_sin(p.rotary, torch.tensor(float(distance))))
+    q = p.q[0, i, 0].float().cpu()
+    first, second = q.chunk(2)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin)) * (48 / q.square().sum())
+
+
 def needle(target, rotary, distance, causal=True, seqlen=70):
     """Every third row i has a key at i - distance that matches it after its own rotation, with a score near 12."""
     p = support.problem(target, rotary, seqlen, heads=1, group=1, seed=20, causal=causal)
@@ -17,12 +25,7 @@ def needle(target, rotary, distance, causal=True, seqlen=70):
     for i in range(max(distance, 0), min(seqlen, seqlen + distance), 3):
         # the key stands at the angle that the scheme gives this distance, or at its true distance where none sees it
         slope, offset = (far[0].slope, far[0].offset) if far else (1.0, 0.0)
-        cos, sin = (x.float() for x in cos_sin(rotary, torch.tensor(slope * distance + offset)))
-        q = p.q[0, i, 0].float().cpu()
-        first, second = q.chunk(2)
-        k[0, i - distance, 0] = torch.cat((first * cos - second * sin, second * cos + first * sin)) * (
-            48 / q.square().sum()
-        )
+        k[0, i - distance, 0] = match(p, i, slope * distance + offset)
     return p.replace(k=k.to(p.k))
 
 

@@ -38,10 +38,12 @@ def test_sinks_added_to_the_results_are_those_of_the_formula(scheme, causal):
             torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
 
 
-@pytest.mark.interpreted(lambda target, scheme: scheme == "rerope" or target.dtype == torch.float32)
+@pytest.mark.interpreted(lambda target, scheme: scheme == "rerope" and target.dtype == torch.float32)
 @pytest.mark.parametrize("scheme", ["rope", "rerope"])
 def test_within_the_budget(target, scheme):
-    p = problem(target, SCHEMES[scheme](16), target.size(70, 400), heads=4, batch=2, seed=1)
+    """Sinks are added to what the kernels return, so the interpreter sees a small call."""
+    rows, batch = (20, 1) if target.slow else (target.size(70, 400), 2)
+    p = problem(target, SCHEMES[scheme](16), rows, heads=4, batch=batch, seed=1)
     check(target, with_sinks(p))
     check(target, with_sinks(problem(target, SCHEMES[scheme](16), 30, 20, heads=4, seed=2)))
     check(target, with_sinks(problem(target, SCHEMES[scheme](16), 1, 5, heads=4, seed=3), SINKS - 9))  # small weights
@@ -120,18 +122,6 @@ def test_no_sink_and_a_row_without_keys():
     assert torch.equal(out, plain) and not lse.isnan().any()
     out.sum().backward()
     assert torch.equal(sinks.grad, torch.zeros(2))
-
-
-def test_compiled():
-    q, k, v = (torch.randn(1, 20, 2, 16, generator=torch.Generator().manual_seed(n)) for n in range(3))
-    rotary, sinks = Rotary.rope(16), torch.tensor([0.5, -1.0], requires_grad=True)
-
-    def step(sinks):
-        return attention(q, k, v, rotary, sinks=sinks).square().sum()
-
-    want = torch.autograd.grad(step(sinks), sinks)[0]
-    got = torch.autograd.grad(torch.compile(step, fullgraph=True, backend="aot_eager")(sinks), sinks)[0]
-    torch.testing.assert_close(got, want)
 
 
 @pytest.mark.parametrize(

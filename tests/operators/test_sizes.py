@@ -144,10 +144,9 @@ def test_a_rotation_far_away_is_exact(first, small_tables):
         torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.interpreted(lambda **_: False)
 def test_sixteen_million_positions_away_is_as_exact(exact):
-    """Root mean square of the error in 4096 lse, whose own uncertainty is about 1%."""
-    rotary, rows, heads = Rotary.rope(64, base=500_000.0), 64, 64
+    """Root mean square of the error in 4096 lse, whose own uncertainty is about 1%; in the interpreter, in 256."""
+    rotary, rows, heads = Rotary.rope(64, base=500_000.0), 64, 4 if exact.slow else 64
     p = support.problem(exact, rotary, rows, heads=heads, group=1, seed=53)
     errors = {}
     for offset in (0, FAR):

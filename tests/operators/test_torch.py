@@ -1,8 +1,10 @@
 """The operators inside PyTorch: opcheck, compile, export, autocast, checkpointing, transforms."""
 
+from functools import partial
+
 import pytest
 import torch
-from flashrope import Rotary, attention, attention_varlen, attention_with_cache
+from flashrope import Rotary, attention, attention_varlen, attention_with_cache, rotate
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
@@ -27,42 +29,84 @@ def eager(q, k, v, rotary, **options):
     return out, torch.autograd.grad(out.square().sum(), (q, k, v))
 
 
-def operator_arguments(rotary, tensors, varlen=False):
-    if not varlen:
-        return (*tensors, None, None, None, 20, 20, rotary.text, True, 0.25, True, "cpu")
-    cu_seqlens = torch.tensor([0, 12, 36], dtype=torch.int32)
-    return (
-        *(x.detach().flatten(0, 1).requires_grad_() for x in tensors),
-        None,
-        cu_seqlens,
-        cu_seqlens,
-        24,
-        24,
-        rotary.text,
-        True,
-        0.25,
-        True,
-        "cpu",
-    )
+COORDINATES = torch.stack((torch.arange(40.0), torch.arange(40) // 5, torch.arange(40) % 5), -1)
+SECTIONS = Rotary.rope(16).mrope([4, 2, 2])
+CU = torch.tensor([0, 12, 36], dtype=torch.int32)
+KINDS = {  # the scheme, the width of v, packed or not, and positions
+    "hope": (ROTARIES["hope"], 16, False, None),
+    "rerope": (ROTARIES["rerope"], 16, False, None),
+    "packed": (ROTARIES["rerope"], 16, True, None),
+    "v of another width": (ROTARIES["hope"], 40, False, None),
+    "positions": (Rotary.rope(16), 16, False, COORDINATES[:, 0].view(2, 20) * 1.5),
+    "packed coordinates": (SECTIONS, 16, True, COORDINATES),
+}
+WHOLE = ("rerope", "packed")
+kinds = pytest.mark.parametrize("kind", KINDS)
 
 
-@pytest.mark.parametrize("varlen", [False, True], ids=["batched", "packed"])
-def test_opcheck(rotary, varlen):
-    arguments = operator_arguments(rotary, inputs(), varlen)
-    torch.library.opcheck(torch.ops.flashrope.attention, arguments)
+def operator_arguments(kind, impl="cpu", device="cpu"):
+    """Returns what torch.ops.flashrope.attention takes."""
+    rotary, width, packed, positions = KINDS[kind]
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 20, h, w, generator=generator) for h, w in ((4, 16), (2, 16), (2, width)))
+    q, k, v = ((x.flatten(0, 1) if packed else x).to(device).requires_grad_() for x in (q, k, v))
+    if positions is not None:  # (batch, seqlen, ...), also of packed sequences
+        positions = (positions[None] if packed else positions).to(device)
+    lengths = (CU.to(device), CU.to(device), 24, 24) if packed else (None, None, 20, 20)
+    return q, k, v, positions, *lengths, rotary.text, True, 0.25, False, impl
+
+
+def public_call(kind, q, k, v):
+    """Returns the public call that the arguments stand for."""
+    rotary, _, packed, positions = KINDS[kind]
+    options = dict(positions=positions, softmax_scale=0.25, deterministic=False, impl="cpu")
+    if packed:
+        return attention_varlen(q, k, v, rotary, CU, CU, 24, 24, **options)
+    return attention(q, k, v, rotary, **options)
+
+
+@pytest.mark.interpreted(lambda exact, kind: kind not in ("rerope", "packed"))
+@kinds
+def test_opcheck(exact, kind):
+    """Schemas and the shapes for tracing; on the CPU, of a dense and of a packed call, autograd and compiling too."""
+    arguments, whole = operator_arguments(kind, exact.impl, exact.device), exact.impl == "cpu" and kind in WHOLE
+    tests = {} if whole else {"test_utils": ("test_schema", "test_faketensor")}
+    torch.library.opcheck(torch.ops.flashrope.attention, arguments, **tests)
     saved = torch.ops.flashrope.attention(*arguments)
+    if exact.impl == "triton":  # it keeps the table of given positions
+        assert (saved[3].numel() > 0) == (arguments[3] is not None)
     tensors = (torch.randn_like(saved[0]), torch.randn_like(saved[1]), *(x.detach() for x in (*arguments[:3], *saved)))
-    torch.library.opcheck(torch.ops.flashrope.attention_backward, (*tensors, *arguments[3:]))
-    torch.library.opcheck(torch.ops.flashrope.attention_backward, (None, *tensors[1:], *arguments[3:]))
+    for grad_out in (tensors[0], None)[: 1 + whole]:
+        torch.library.opcheck(torch.ops.flashrope.attention_backward, (grad_out, *tensors[1:], *arguments[3:]), **tests)
 
 
-def test_the_operator_and_the_eager_call_agree_to_the_bit(rotary):
-    q, k, v = inputs()
-    out, grads = eager(q, k, v, rotary)
-    through = torch.ops.flashrope.attention(*operator_arguments(rotary, (q, k, v)))[0]
+@kinds
+def test_the_operator_and_the_eager_call_agree_to_the_bit(kind):
+    arguments = operator_arguments(kind)
+    out, through = public_call(kind, *arguments[:3]), torch.ops.flashrope.attention(*arguments)[0]
     assert torch.equal(out, through)
-    for a, b in zip(grads, torch.autograd.grad(through.square().sum(), (q, k, v)), strict=True):
-        assert torch.equal(a, b)
+    grads = (torch.autograd.grad(x.square().sum(), arguments[:3]) for x in (out, through))
+    assert all(map(torch.equal, *grads))
+
+
+ROPE, SCALED, LATER = Rotary.rope(16), Rotary.rope(16, rotary_dim=8).scale_rotated(2.0), torch.arange(20) + 5
+COMPILED = {kind: partial(public_call, kind) for kind in KINDS}
+COMPILED |= {
+    "sinks": lambda q, k, v: attention(q, k, v, ROPE, sinks=q[0, 0, :, 0]),
+    "rotate": lambda q, k, v: attention(rotate(2 * q, SCALED), rotate(k, SCALED, LATER), v, ROPE),
+}
+
+
+@pytest.mark.parametrize("kind", COMPILED)
+def test_compiled_in_one_graph(kind):
+    """Forward and backward as without torch.compile."""
+    torch.compiler.reset()
+    leaves, call = operator_arguments(kind if kind in KINDS else "hope")[:3], COMPILED[kind]
+    results = []
+    for run in (call, torch.compile(call, fullgraph=True, backend="aot_eager")):
+        out = run(*leaves)
+        results.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
+    torch.testing.assert_close(*results)
 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
@@ -91,14 +135,13 @@ def test_compile_with_a_backend_by_name(impl):
 
     def run(q, k, v):
         cached = attention_with_cache(q.detach(), k.detach(), v.detach(), rotary, seqlens, impl=impl)
-        return attention(q, k, v, rotary, impl=impl), cached
+        return *attention(q, k, v, rotary, impl=impl, return_lse=True), cached
 
-    out, cached = torch.compile(run, fullgraph=True, backend="aot_eager")(q, k, v)
-    expected, expected_cached = run(q, k, v)
-    torch.testing.assert_close(out, expected)
-    torch.testing.assert_close(cached, expected_cached)
+    out, lse, cached = torch.compile(run, fullgraph=True, backend="aot_eager")(q, k, v)
+    expected = run(q, k, v)
+    torch.testing.assert_close((out, lse, cached), expected)
     if impl != "triton":  # its backward is tested elsewhere, and slow in the interpreter
-        found, grads = (torch.autograd.grad(x.square().sum(), (q, k, v)) for x in (out, expected))
+        found, grads = (torch.autograd.grad(x.square().sum(), (q, k, v)) for x in (out, expected[0]))
         torch.testing.assert_close(found, grads)
 
 
@@ -123,17 +166,6 @@ def test_compile_takes_the_scheme_as_an_argument():
     for rotary in (Rotary.hope(16, 100), Rotary.hope(16, 100), Rotary.rope(16).rectify(7)):
         torch.testing.assert_close(compiled(q, k, v, rotary), attention(q, k, v, rotary))
     assert counter.frame_count == 2
-
-
-def test_compile_packed(rotary):
-    torch.compiler.reset()
-    q, k, v = (x.detach().flatten(0, 1) for x in inputs())
-    cu_seqlens = torch.tensor([0, 12, 40], dtype=torch.int32)
-    call = torch.compile(attention_varlen, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(
-        call(q, k, v, rotary, cu_seqlens, cu_seqlens, 28, 28),
-        attention_varlen(q, k, v, rotary, cu_seqlens, cu_seqlens, 28, 28),
-    )
 
 
 class Module(torch.nn.Module):
@@ -206,14 +238,11 @@ def test_checkpointing(rotary, use_reentrant):
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize(
-    "through",
-    [attention, lambda q, k, v, r: torch.ops.flashrope.attention(*operator_arguments(r, (q, k, v)))[0]],
-    ids=["eager", "operator"],
-)
-def test_a_second_derivative_is_refused(rotary, through):
-    q, k, v = inputs()
-    (grad,) = torch.autograd.grad(through(q, k, v, rotary).square().sum(), q, create_graph=True)
+def test_a_second_derivative_of_the_operator_is_refused():
+    """Of the eager call: test_transforms.py."""
+    arguments = operator_arguments("rerope")
+    out = torch.ops.flashrope.attention(*arguments)[0]
+    (grad,) = torch.autograd.grad(out.square().sum(), arguments[0], create_graph=True)
     with pytest.raises(RuntimeError, match="no second derivative.*reference"):
         grad.sum().backward()
 
@@ -233,23 +262,6 @@ def test_backward_twice_through_one_graph(rotary):
         assert torch.equal(a, b)
     with pytest.raises(RuntimeError, match="backward through the graph a second time"):
         torch.autograd.grad(out.sum(), (q, k, v))
-
-
-def test_vmap_works(rotary):
-    """One more batch dimension; more in test_transforms.py."""
-    q, k, v = (
-        torch.stack((a, b))
-        for a, b in zip(inputs(requires_grad=False), inputs(seed=1, requires_grad=False), strict=True)
-    )
-    out = torch.func.vmap(lambda *x: attention(*x, rotary))(q, k, v)
-    assert torch.equal(out, torch.stack([attention(q[b], k[b], v[b], rotary) for b in range(2)]))
-
-
-def test_fake_tensors(rotary):
-    with torch._subclasses.FakeTensorMode():
-        q, k, v = (torch.empty(2, 20, h, 16) for h in (4, 2, 2))
-        out, lse = attention(q, k, v, rotary, return_lse=True)
-    assert out.shape == q.shape and lse.shape == (2, 4, 20) and lse.dtype == torch.float32
 
 
 def test_inference_mode(rotary):

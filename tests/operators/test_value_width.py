@@ -3,7 +3,7 @@
 import pytest
 import test_varlen
 import torch
-from flashrope import KVCache, Rotary, attention, attention_varlen, attention_with_cache
+from flashrope import KVCache, Rotary, attention, attention_with_cache
 from support import SCHEMES, check, problem
 
 WIDTHS = {(64, 128): "rerope", (128, 64): "rope_interleaved", (192, 128): "rope_partial", (80, 256): "leaky"}
@@ -30,7 +30,8 @@ def test_accuracy(target, head_dim, head_dim_v, causal):
 @pytest.mark.parametrize("width", [(16, 40), (40, 16), (24, 8)], ids=str)
 def test_strides(exact, width, layout):
     options = {"batch": 2, "heads": 6, "group": 3, "head_dim_v": width[1], "layout": layout}
-    check(exact, problem(exact, SCHEMES["local"](width[0]), 41, 33, seed=2, **options))
+    lengths = (25, 17) if exact.slow else (41, 33)
+    check(exact, problem(exact, SCHEMES["local"](width[0]), *lengths, seed=2, **options))
 
 
 @pytest.mark.parametrize("width", [(16, 32), (48, 16)], ids=str)
@@ -65,27 +66,6 @@ def test_the_scale_is_that_of_q(exact):
     assert torch.equal(attention(q, k, v, p.rotary, impl=exact.impl), given) and given.shape == (1, 20, 2, 40)
 
 
-def test_compiled_graphs_have_the_width_of_v(exact):
-    rotary = Rotary.rope(16)
-    p = problem(exact, rotary, 20, seed=7, head_dim_v=40)
-    leaves = [x.detach().requires_grad_() for x in (p.q, p.k, p.v)]
-    arguments = (*leaves, None, None, None, 20, 20, rotary.text, True, 0.25, True, exact.impl)
-    saved = torch.ops.flashrope.attention(*arguments)
-    test_utils = ("test_schema", "test_faketensor")
-    torch.library.opcheck(torch.ops.flashrope.attention, arguments, test_utils=test_utils)
-    tensors = (p.grad_out, None, *(x.detach() for x in (*leaves, *saved)))
-    torch.library.opcheck(torch.ops.flashrope.attention_backward, (*tensors, *arguments[3:]), test_utils=test_utils)
-    torch.compiler.reset()
-    compiled = torch.compile(
-        lambda *x: torch.ops.flashrope.attention(*x, *arguments[3:])[0], fullgraph=True, backend="aot_eager"
-    )
-    results = [
-        (out := call(*leaves), *torch.autograd.grad(out, leaves, p.grad_out))
-        for call in (compiled, lambda q, k, v: attention(q, k, v, rotary, impl=exact.impl))
-    ]
-    torch.testing.assert_close(*results)
-
-
 def test_caches_name_what_they_expect():
     rotary, seqlens = Rotary.rope(64), torch.zeros(1, dtype=torch.int32)
     q, k, v = (torch.randn(1, 1, 2, width) for width in (64, 64, 32))
@@ -99,24 +79,6 @@ def test_caches_name_what_they_expect():
     cache = KVCache(batch=1, capacity=16, heads_kv=2, head_dim=64, dtype=torch.float32, device="cpu")
     with pytest.raises(ValueError, match=r"v: expected shape \(1, 1, 2, 64\), got \(1, 1, 2, 32\)"):
         cache.attend(q, rotary, k=k, v=v)
-
-
-@pytest.mark.parametrize("width", [4, 12, 264])
-def test_widths_that_are_refused(width):
-    q, v = torch.randn(1, 4, 2, 16), torch.randn(1, 4, 2, width)
-    with pytest.raises(ValueError, match=f"v: expected head_dim to be a multiple of 8 up to 256, got {width}"):
-        attention(q, q, v, Rotary.rope(16))
-
-
-def test_other_dimensions_must_be_those_of_k():
-    q, v = torch.randn(1, 4, 2, 16), torch.randn(1, 5, 2, 32)
-    with pytest.raises(
-        ValueError, match=r"v: expected shape \(1, 4, 2, 32\) as k but for its width, got \(1, 5, 2, 32\)"
-    ):
-        attention(q, q, v, Rotary.rope(16))
-    starts = torch.tensor([0, 4], dtype=torch.int32)
-    with pytest.raises(ValueError, match=r"v: expected shape \(4, 2, 32\) as k but for its width, got \(4, 1, 32\)"):
-        attention_varlen(q[0], q[0], v[0, :4, :1], Rotary.rope(16), starts, starts, 4, 4)
 
 
 @pytest.mark.parametrize("direction", ["forward", "grad_kv", "grad_q", "grad_qkv", "decode"])

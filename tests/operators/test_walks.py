@@ -14,11 +14,10 @@ from walks.caches import walks
 from walks.calls import calls, packed
 
 ROUND = 10  # cases, where a time is given
-TARGETS = [t for t in support.TARGETS if not t.slow]
-INTERPRETED = [t for t in support.TARGETS if t.slow and t.dtype == torch.float32]
+TARGETS = [t for t in support.TARGETS if not t.slow or t.dtype == torch.float32]
 
 
-def walk(request, cases, target, least: int = 40) -> None:
+def walk(request, cases, target, least: int) -> None:
     """Cases in rounds, each with a seed of its own, until the time is over; without a time, `least` of them."""
     seconds, first = request.config.getoption("walk_seconds"), request.config.getoption("walk_seed")
     end, number = time.monotonic() + seconds, 0
@@ -42,34 +41,17 @@ def walk(request, cases, target, least: int = 40) -> None:
         print(f"{number * ROUND} cases")
 
 
-@pytest.mark.parametrize("target", TARGETS, ids=str)
-def test_calls(request, target):
-    walk(request, calls(longest=300), target)
+# (what is drawn, its longest sequence and how many cases without a time; the same in the interpreter)
+WALKS = {
+    "calls": (calls, (300, 40), (70, 10)),
+    "packed_sequences": (packed, (100, 25), (40, 6)),
+    "caches": (walks, (24, 25), (12, 6)),
+}
 
 
-@pytest.mark.parametrize("target", TARGETS, ids=str)
-def test_packed_sequences(request, target):
-    walk(request, packed(longest=100), target, 25)
-
-
-@pytest.mark.parametrize("target", TARGETS, ids=str)
-def test_caches(request, target):
-    walk(request, walks(longest=24), target, 25)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("target", INTERPRETED, ids=str)
-def test_kernels(request, target):
-    walk(request, calls(longest=70), target, 10)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("target", INTERPRETED, ids=str)
-def test_kernels_packed(request, target):
-    walk(request, packed(longest=40), target, 6)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("target", INTERPRETED, ids=str)
-def test_kernels_over_caches(request, target):
-    walk(request, walks(longest=12), target, 6)
+@pytest.mark.parametrize("target", [pytest.param(t, marks=[pytest.mark.slow] * t.slow) for t in TARGETS], ids=str)
+@pytest.mark.parametrize("kind", WALKS)
+def test_walk(request, kind, target):
+    cases, *sizes = WALKS[kind]
+    longest, least = sizes[target.slow]
+    walk(request, cases(longest=longest), target, least)

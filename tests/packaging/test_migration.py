@@ -8,7 +8,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
-STEPS, TOKENS = 60, 40
+STEPS, TOKENS = 40, 24
 
 
 def script(name):

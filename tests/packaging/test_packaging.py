@@ -12,23 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 from flashrope import Rotary, attention
+from test_supply_chain import imported
 
 ROOT = Path(__file__).resolve().parents[2]
 # The builder's documented keys (edition 5; anything else it refuses).
-GENERAL = {
-    "name",
-    "version",
-    "edition",
-    "license",
-    "backends",
-    "upstream",
-    "source",
-    "minver",
-    "cuda",
-    "hub",
-    "kernel-depends",
-    "python-depends",
-}
+GENERAL = {"name", "version", "edition", "license", "backends", "upstream", "source", "minver", "cuda", "hub"}
+GENERAL |= {"kernel-depends", "python-depends"}
 NOARCH = {"pyext", "cuda_capabilities", "rocm_archs"}
 OPS = """
 import torch
@@ -84,14 +73,8 @@ def test_two_builds_load_beside_the_installed_package(lay_out, composed, tmp_pat
 
 
 # torch-ops-check-hook.py and kernel-layout-check-hook.sh of huggingface/kernels, nix-builder/pkgs, at 8ac69fc5.
-REGISTRATIONS = {
-    "custom_op",
-    "triton_op",
-    "register_kernel",
-    "register_fake",
-    "register_vmap",
-    "register_torch_dispatch",
-}
+REGISTRATIONS = {"custom_op", "triton_op", "register_kernel", "register_fake", "register_vmap"}
+REGISTRATIONS |= {"register_torch_dispatch"}
 
 
 def called(node: ast.AST) -> str | None:
@@ -123,14 +106,8 @@ def test_the_copy_passes_the_checks_of_the_builder(lay_out, tmp_path):
     assert not fixed_namespaces(package)
     (package / "wrong.py").write_text('@torch.library.custom_op("flashrope::wrong")\ndef wrong(): ...\n')
     assert fixed_namespaces(package) == ["wrong.py:1"]
-    outside = set()
-    for path in package.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and not node.level:
-                outside.add(node.module.split(".")[0])
-            elif isinstance(node, ast.Import):
-                outside.update(alias.name.split(".")[0] for alias in node.names)
-    libraries = outside - sys.stdlib_module_names
+    trees = (ast.parse(path.read_text()) for path in package.rglob("*.py"))
+    libraries = {name.split(".")[0] for tree in trees for name in imported(tree)} - sys.stdlib_module_names
     # the first two as in the hub's own examples; the others inside the integration of each
     assert libraries == {"torch", "triton", "transformers", "vllm", "torchtitan", "megatron"}
     repository = tomllib.loads((root / "build.toml").read_text())["general"]["hub"]["repo-id"]

@@ -57,16 +57,17 @@ CODE_IN_DATA = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", 
 READERS = {("torch", "load"), ("torch", "save"), ("np", "load"), ("numpy", "load"), ("yaml", "load")}
 
 
+def imported(tree: ast.AST) -> list[str]:
+    """Modules that are imported by their full names."""
+    nodes = list(ast.walk(tree))
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    return names + [node.module for node in nodes if isinstance(node, ast.ImportFrom) and not node.level]
+
+
 def unsafe(tree: ast.AST) -> list[str]:
     """Imports and calls that read objects or code from data."""
-    found = []
+    found = [f"import {name}" for name in imported(tree) if name.split(".")[0] in CODE_IN_DATA]
     for node in ast.walk(tree):
-        names = []
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            names = [node.module or ""]
-        found += [f"import {name}" for name in names if name.split(".")[0] in CODE_IN_DATA]
         if isinstance(node, ast.keyword) and node.arg in ("allow_pickle", "trust_remote_code"):
             if not (isinstance(node.value, ast.Constant) and node.value.value is False):
                 found.append(node.arg)

@@ -4,9 +4,9 @@ and packed pictures of different sizes."""
 import math
 
 import pytest
-import support
 import torch
 from flashrope import Rotary, attention, attention_varlen
+from packing import packing
 from support import check, problem
 
 
@@ -131,6 +131,8 @@ def test_the_pairs_of_each_axis():
     assert Rotary.axial(24, [12]) == Rotary.axial(24, 1) and Rotary.axial(24, 1).axes == 1
     partial = Rotary.axial(64, 3, rotary_dim=60)
     assert (partial.rotary_dim, partial.axis) == (60, (0,) * 10 + (1,) * 10 + (2,) * 10)
+    assert partial.axes == 3 and partial.bands == Rotary.rope(64).bands
+    assert Rotary.axial(16, axes=1, base=100.0) != Rotary.rope(16, 100.0)  # positions of shape (..., 1)
     assert repr(rotary).startswith("Rotary(head_dim=24, 12 of 12 pairs rotate (inv_freq 1 to 0.03839, half pairing, ")
     assert "half pairing, axes of 2 + 4 + 6 pairs)" in repr(rotary)
 
@@ -153,46 +155,6 @@ def test_a_table_per_axis():
     alternating = Rotary.axial(8, [first[:2].numpy(), (7.0, 5.0)], axis=(0, 1, 1, 0))
     assert alternating.frequencies == (3.0, 7.0, 5.0, 0.0)
     assert Rotary.axial(8, torch.tensor([[1.0, 0.5], [2.0, 0.1]])).frequencies == (1.0, 0.5, 2.0, pytest.approx(0.1))
-
-
-@pytest.mark.parametrize(
-    ("build", "error", "message"),
-    [
-        (
-            lambda: Rotary.axial(128, [16, 56, 56]),
-            ValueError,
-            r"axes: expected pairs that add up to 64, half the channels, got \[16, 56, 56\], which add up to 128; "
-            "these are channels, give half of each",
-        ),
-        (lambda: Rotary.axial(128, [22, 21, 20]), ValueError, r"axes: .* add up to 64, .* got \[22, 21, 20\], .* 63$"),
-        (lambda: Rotary.axial(16, [4, [1.0] * 5]), ValueError, r"axes: .* add up to 8, .* got \[4, 5\], .* up to 9$"),
-        (lambda: Rotary.axial(16, 3, rotary_dim=14), ValueError, "axes: expected a divisor of the 7 pairs, got 3"),
-        (lambda: Rotary.axial(16, rotary_dim=18), ValueError, "rotary_dim: expected at most head_dim = 16, got 18"),
-        (lambda: Rotary.axial(16, [8, 0]), ValueError, r"axes\[1\]: expected the axis's number of pairs, .*, got 0"),
-        (lambda: Rotary.axial(16, [4, 4.0]), ValueError, r"axes\[1\]: expected the axis's number of pairs, .* got 4.0"),
-        (lambda: Rotary.axial(16, [8, []]), ValueError, r"axes\[1\]: expected a table of at least one pair"),
-        (lambda: Rotary.axial(16, [4, ["a"]]), TypeError, r"axes\[1\]: expected a tensor, array or list of real"),
-        (lambda: Rotary.axial(16, [4, [[1.0] * 4]]), ValueError, r"axes\[1\]: expected one dimension, got shape"),
-        (lambda: Rotary.axial(16, []), ValueError, "axes: expected the pairs or the table of at least one axis"),
-        (lambda: Rotary.axial(16, "44"), TypeError, "axes: expected a number of axes, or a list with .*, got '44'"),
-        (lambda: Rotary.axial(16, True), ValueError, "axes: expected a positive integer, got True"),
-        (lambda: Rotary.axial(16, axis=[0, 1]), ValueError, "axis: expected one for each of the 8 pairs, got 2"),
-        (lambda: Rotary.axial(16, axis="01010101"), TypeError, "axis: expected a list of integers, one per pair"),
-        (lambda: Rotary.axial(16, axis=[0] * 7 + [-1]), ValueError, r"axis\[7\]: expected a non-negative integer"),
-        (lambda: Rotary.axial(16, axis=[0, 2] * 4), ValueError, "axis: .* every axis up to 2, got none of axis 1"),
-        (lambda: Rotary.axial(16, 3, axis=[0, 1] * 4), ValueError, "axes: expected the 2 that axis has, got 3"),
-        (
-            lambda: Rotary.axial(16, [5, 3], axis=[0, 1] * 4),
-            ValueError,
-            r"axis: expected \[5, 3\] pairs .* got \[4, 4\]",
-        ),
-        (lambda: Rotary.axial(16, [8], axis=[0, 1] * 4), ValueError, r"axis: expected \[8\] pairs .* got \[4, 4\]"),
-        (lambda: Rotary.axial(16, [4, 4]).ntk(2.0), ValueError, "ntk: expected a one-dimensional table"),
-    ],
-)
-def test_what_is_refused(build, error, message):
-    with pytest.raises(error, match=f"^{message}"):
-        build()
 
 
 # ---- attention
@@ -229,7 +191,9 @@ def test_packed_pictures(exact, causal):
     """Forward and backward: every picture as if it were alone."""
     lengths, positions = pictures(SIZES)
     positions = torch.cat((positions, torch.full((4, 2), 9.0))).to(exact.device)
-    support.check_packed(exact, Rotary.axial(24, [4, 8], base=30.0), lengths, positions, causal)
+    rotary = Rotary.axial(24, [4, 8], base=30.0)
+    p = packing(exact, rotary, lengths, head_dim_v=24, spare=4, positions=positions, causal=causal)
+    p.check(p.run(exact.impl), exact.dtype)
 
 
 def test_packed_pictures_in_the_reference():

@@ -131,9 +131,8 @@ def test_numbers_of_other_kinds_are_numbers():
     assert hash(rotary) == hash(ROPE.rectify(5)) and rotary.text == ROPE.rectify(5).text
 
 
-def test_text_of_every_number_is_read_back():
-    rotary = dataclasses.replace(ROPE, bands=ALLOWED["backwards"]).log_n(1e4 / 3)
-    assert Rotary.from_text(rotary.text) == rotary
+def test_a_text_needs_no_more_than_a_table():
+    """And what the text leaves out has the default."""
     assert Rotary.from_text('{"head_dim": 16, "frequencies": [1.0]}') == Rotary.from_inv_freq([1.0], 16)
 
 

@@ -1,17 +1,17 @@
 """Position maps: Self-Extend and dual chunk attention against their formulas, pair by pair, on every backend."""
 
-import cmath
-import dataclasses
 import math
 
 import pytest
 import support
 import torch
-from flashrope import Band, Rotary, attention, attention_varlen
-from flashrope.lowering.cos_sin import cos_sin
+from flashrope import Band, Rotary, attention
 from flashrope.lowering.lowered import UNBOUNDED, lower
 from flashrope.rotary.bands import PositionMap
+from formula import by_hand
+from packing import packing
 from support import check, problem
+from test_needles import match
 
 REFERENCE = support.Target("reference", torch.float64, "cpu")
 ROPE = Rotary.rope(16)
@@ -57,30 +57,6 @@ def scheme(name):
     return with_map(plain)
 
 
-def by_hand(q, k, v, rotary, positions):
-    """out and lse of one head by loops over scalars; positions(i, j): of the query and of the key."""
-    pairs, rows = len(rotary.frequencies), []
-    channels = [(2 * m, 2 * m + 1) if rotary.interleaved else (m, m + pairs) for m in range(pairs)]
-    for r, query in enumerate(q):
-        i = r + len(k) - len(q)
-        log_n, scores = 1.0, []
-        if rotary.log_n_scale:
-            length, clip = rotary.log_n_scale
-            log_n = math.log(max(i, 0) + 1) / math.log(length)
-            log_n = max(log_n, 1.0) if clip else log_n
-        for j in range(min(i + 1, len(k))):
-            of_q, of_k = positions(i, j)
-            score = 0.0
-            for (a, b), theta in zip(channels, rotary.frequencies, strict=True):
-                x, y = complex(query[a], query[b]), complex(k[j][a], k[j][b])
-                score += (x * cmath.exp(1j * theta * (of_q - of_k)) * y.conjugate()).real
-            scores.append(score * len(query) ** -0.5 * rotary.temperature * log_n)
-        lse = math.log(sum(map(math.exp, scores))) if scores else -math.inf
-        weights = [math.exp(s - lse) for s in scores]
-        rows.append(([sum(w * v[j][c] for j, w in enumerate(weights)) for c in range(len(v[0]))], lse))
-    return tuple(torch.tensor(x, dtype=torch.float64) for x in zip(*rows, strict=True))
-
-
 @pytest.mark.parametrize("lengths", [(70, 70), (5, 300), (9, 7)], ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_the_reference_is_the_formula(name, lengths):
@@ -88,7 +64,7 @@ def test_the_reference_is_the_formula(name, lengths):
     if "dual" in name and lengths == (70, 70):  # rows on both sides of two chunks' ends
         p = problem(REFERENCE, scheme(name), 12, 262, heads=1, group=1)
     out, lse = attention(p.q, p.k, p.v, p.rotary, return_lse=True, impl="reference")
-    expected, expected_lse = by_hand(*(x[0, :, 0].tolist() for x in (p.q, p.k, p.v)), p.rotary, CASES[name][2])
+    expected, expected_lse = by_hand(p, lambda i, j: CASES[name][2](i, j) if j <= i else None)
     torch.testing.assert_close(out[0, :, 0], expected, rtol=0, atol=1e-12)
     torch.testing.assert_close(lse[0, 0], expected_lse, rtol=0, atol=1e-12)
 
@@ -142,10 +118,7 @@ def test_needles(exact, name):
     k = (p.k * 0.1).float().cpu()
     for i, j in EDGES[name]:
         of_q, of_k = positions(i, j)
-        cos, sin = (x.float() for x in cos_sin(rotary, torch.tensor(float(of_q - of_k))))
-        q = p.q[0, i, 0].float().cpu()
-        first, second = q.chunk(2)
-        k[0, j, 0] = torch.cat((first * cos - second * sin, second * cos + first * sin)) * (48 / q.square().sum())
+        k[0, j, 0] = match(p, i, of_q - of_k)
         one = p.replace(k=k.to(p.k))
         assert support.exact_and_bound(one)[0]["lse"][0, 0, i] > 8
         if not exact.slow:
@@ -172,30 +145,8 @@ def test_pairs_of_every_band_are_counted_once():
 @pytest.mark.parametrize("name", CASES)
 def test_packed_sequences(exact, name):
     """As if every sequence were alone: equal lengths, more keys than queries, fewer."""
-    lengths_q, lengths_k = [40, 150, 20], [40, 290, 9]
-    cu_q, cu_k = (
-        torch.tensor([0, *lengths], device=exact.device).cumsum(0).to(torch.int32) for lengths in (lengths_q, lengths_k)
-    )
-    p = problem(exact, scheme(name), sum(lengths_q), sum(lengths_k), seed=6)
-    leaves = [x[0].detach().requires_grad_() for x in (p.q, p.k, p.v)]
-    options = {"return_lse": True, "impl": exact.impl}
-    out, lse = attention_varlen(*leaves, p.rotary, cu_q, cu_k, max(lengths_q), max(lengths_k), **options)
-    grad_lse = torch.where(lse.isinf(), 0, p.grad_lse[0])
-    grads = torch.autograd.grad((out, lse), leaves, (p.grad_out[0], grad_lse))
-    for n in range(len(lengths_q)):
-        rows, keys = slice(cu_q[n], cu_q[n + 1]), slice(cu_k[n], cu_k[n + 1])
-        alone = support.Problem(
-            p.q[:, rows],
-            p.k[:, keys],
-            p.v[:, keys],
-            p.rotary,
-            grad_out=p.grad_out[:, rows],
-            grad_lse=grad_lse[None, :, rows],
-        )
-        results = (out[rows], lse[:, rows], grads[0][rows], grads[1][keys], grads[2][keys])
-        got = dict(zip(support.NAMES, (x.detach()[None] for x in results), strict=True))
-        ratios = support.excess(got, *support.exact_and_bound(alone), exact.dtype)
-        assert max(ratios.values()) <= support.COEFFICIENT[exact.dtype], (n, ratios)
+    p = packing(exact, scheme(name), [40, 150, 20], [40, 290, 9], seed=6)
+    p.check(p.run(exact.impl), exact.dtype)
 
 
 # ---- identities
@@ -246,15 +197,7 @@ def test_bands():
     )
     assert ROPE.dual_chunk(300, 172).bands[2].offset == 255  # 2 s - 1, which is less than the chunk_size
     assert ROPE.yarn(4.0, 64).dual_chunk(160, 32) == ROPE.dual_chunk(160, 32).yarn(4.0, 64)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_text_is_read_back(name):
-    rotary = scheme(name)
-    twin = Rotary.from_text(rotary.text)
-    assert twin == rotary and hash(twin) == hash(rotary) and twin.text == rotary.text
-    assert [type(band) for band in twin.bands] == [type(band) for band in rotary.bands]
-    assert "floor(j" in repr(rotary) or "j mod 128" in repr(rotary)
+    assert "floor(j" in repr(ROPE.self_extend(20, 4)) and "j mod 128" in repr(ROPE.dual_chunk(160, 32))
 
 
 def test_what_kernels_get():
@@ -267,61 +210,6 @@ def test_what_kernels_get():
     assert len(extended.k_copies) == 2 and extended.k_stops == (20, UNBOUNDED) and extended.maps[0].chunk == 0
     assert [extended.maps[copy].group for copy in extended.k_copies] == [1, 4]
     assert lower(ROPE.rectify(20), True).maps == lower(ROPE, True).maps == ()
-
-
-REFUSED = {
-    "group": (lambda: ROPE.self_extend(20, 8), "group: expected a divisor of window = 20, got 8; .* try window 16"),
-    "no group": (lambda: ROPE.self_extend(20, 0), "group: expected a positive integer, got 0"),
-    "window": (lambda: ROPE.self_extend(-4, 2), "window: expected a non-negative integer, got -4"),
-    "tile": (
-        lambda: ROPE.dual_chunk(300, 100),
-        "chunk_size: .* multiple of 128, .* got 300 - 100 = 200; try local_size 172",
-    ),
-    "small": (lambda: ROPE.dual_chunk(100, 50), "chunk_size: .* multiple of 128, .* got 100 - 50 = 50$"),
-    "no chunk": (
-        lambda: ROPE.dual_chunk(128, 128),
-        "local_size: expected less than chunk_size = 128, got 128; no chunk",
-    ),
-    "negative": (lambda: ROPE.dual_chunk(128, -128), "local_size: expected a non-negative integer, got -128"),
-    "twice": (
-        lambda: ROPE.self_extend(20, 4).self_extend(20, 4),
-        "self_extend: this scheme has self_extend or dual_chunk al",
-    ),
-    "rectified": (lambda: ROPE.rectify(20).self_extend(20, 4), "self_extend: this scheme is rectified already"),
-    "rectify": (
-        lambda: ROPE.dual_chunk(160, 32).rectify(9),
-        "rectify: this scheme has self_extend or dual_chunk already",
-    ),
-    "local": (
-        lambda: ROPE.dual_chunk(160, 32).local(9),
-        "local: expected bands over the distance, got those of dual_chunk",
-    ),
-    "of local": (lambda: ROPE.local(9).dual_chunk(160, 32), "dual_chunk: expected a scheme whose queries see all keys"),
-    "axial": (lambda: Rotary.axial(16).self_extend(20, 4), "self_extend: .* this table is axial"),
-    "mrope": (lambda: ROPE.self_extend(0, 4).mrope([2, 3, 3]), "mrope: expected a scheme without rectify, self_extend"),
-    "not causal": (
-        lambda: ROPE.self_extend(20, 4).bands_for(False),
-        "causal: expected True for a scheme that maps pos",
-    ),
-    "below 0": (
-        lambda: dataclasses.replace(ROPE, bands=(Band(0, 9, 1, -3, 2),)),
-        r"bands\[0\].offset: expected at least 0 in a band that maps positions, got -3",
-    ),
-    "chunks": (
-        lambda: dataclasses.replace(ROPE, bands=(Band(0, 1, 1, 0), Band(1, 9, 1, 0, 1, 128))),
-        r"bands\[1\].chunk: expected 0 as in bands\[0\], got 128",
-    ),
-    "a chunk": (
-        lambda: dataclasses.replace(ROPE, bands=(Band(0, 9, 1, 0, 1, 100),)),
-        r"bands\[0\].chunk: expected 0 or a multiple of 128, .* got 100",
-    ),
-}
-
-
-@pytest.mark.parametrize(("build", "message"), REFUSED.values(), ids=REFUSED.keys())
-def test_refusals(build, message):
-    with pytest.raises(ValueError, match=message):
-        build()
 
 
 def test_calls_that_are_refused():

@@ -1,10 +1,9 @@
 """Positions of several coordinates, in the sections of vision-language models (mrope)."""
 
 import pytest
-import support
 import torch
-from flashrope import Rotary, attention, attention_varlen
-from flashrope.lowering.cos_sin import cos_sin
+from flashrope import Rotary, attention
+from packing import packing
 from support import SCHEMES, check, problem
 
 
@@ -30,36 +29,6 @@ def test_interleaved_sections():
     axis = Rotary.rope(128).mrope([24, 20, 20], interleaved=True).axis
     assert axis == (0, 1, 2) * 20 + (0,) * 4
     assert Rotary.rope(64).mrope([11, 11, 10], interleaved=True).axis == (0, 1, 2) * 10 + (0, 1)
-
-
-@pytest.mark.parametrize(
-    ("build", "error", "message"),
-    [
-        (
-            lambda: Rotary.rope(128).mrope([16, 24]),
-            ValueError,
-            "sections: expected numbers that add up to the 64 pairs",
-        ),
-        (lambda: Rotary.rope(128).mrope([64]), ValueError, "sections: expected the pairs of two or more axes"),
-        (lambda: Rotary.rope(128).mrope([64, 0]), ValueError, "sections: expected the pairs of two or more axes"),
-        (lambda: Rotary.rope(128).mrope(64), TypeError, "sections: expected a list of integers, got 64"),
-        (lambda: Rotary.rope(128).mrope("163"), TypeError, "sections: expected a list of integers, got '163'"),
-        (
-            lambda: Rotary.rope(128).mrope([16, 24, 24], interleaved=True),
-            ValueError,
-            r"sections: expected the first to be the longest if they are interleaved, got \[16, 24, 24\], which 64 "
-            r"pairs can only have as \[22, 21, 21\]",
-        ),
-        (lambda: Rotary.rope(128).mrope([24, 20, 20], 1), TypeError, "interleaved: expected True or False, got 1"),
-        (lambda: Rotary.axial(64).mrope([16, 16]), ValueError, "mrope: this table is axial already"),
-        (lambda: Rotary.rope(64).rectify(8).mrope([16, 16]), ValueError, "mrope: expected a scheme without rectify"),
-        (lambda: Rotary.rope(64).log_n(8).mrope([16, 16]), ValueError, "mrope: expected a scheme without rectify"),
-        (lambda: Rotary.rope(64).mrope([16, 16]).rectify(8), ValueError, "rectify: bands over the distance need one"),
-    ],
-)
-def test_what_is_refused(build, error, message):
-    with pytest.raises(error, match=f"^{message}"):
-        build()
 
 
 # ---- attention
@@ -105,37 +74,5 @@ def test_packed(exact, form, deterministic):
     lengths = (36, 0, 1, 29)
     positions = torch.cat((grid(36, 1)[0], grid(30, 1)[0], torch.zeros(4, 3)))
     positions = (positions if rotary.axis else positions[:, 1] * 1.5 - 2).to(exact.device)
-    support.check_packed(exact, rotary, lengths, positions, deterministic=deterministic)
-
-
-def test_packed_positions_in_a_compiled_graph():
-    rotary, cu_seqlens = FORMS["sections"](24), torch.tensor([0, 36, 41], dtype=torch.int32)
-    q, k, v = (torch.randn(41, 2, 24).requires_grad_() for _ in range(3))
-    positions = torch.cat((grid(36, 1)[0], grid(36, 1)[0, :5]))
-
-    def call(q, k, v, positions):
-        return attention_varlen(q, k, v, rotary, cu_seqlens, cu_seqlens, 36, 36, positions=positions)
-
-    torch.compiler.reset()
-    results = []
-    for run in (call, torch.compile(call, fullgraph=True, backend="aot_eager")):
-        out = run(q, k, v, positions)
-        results.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v))))
-    torch.testing.assert_close(*results)
-
-
-def test_the_shapes_of_packed_positions_for_tracing(exact):
-    rotary = FORMS["sections"](24)
-    cu_seqlens = torch.tensor([0, 36, 41], dtype=torch.int32, device=exact.device)
-    q, k, v = (support.random((1, 41, 2, 24), exact, seed)[0].requires_grad_() for seed in range(3))
-    positions = torch.cat((grid(36, 1), grid(36, 1)[:, :5]), 1).to(exact.device)
-    arguments = (q, k, v, positions, cu_seqlens, cu_seqlens, 36, 36, rotary.text, True, 0.2, True, exact.impl)
-    torch.library.opcheck(torch.ops.flashrope.attention, arguments, test_utils=("test_schema", "test_faketensor"))
-
-
-def test_the_table_of_given_positions():
-    rotary, positions = FORMS["interleaved"](24), grid(36)
-    cos, sin = cos_sin(rotary, positions)
-    for m, (theta, axis) in enumerate(zip(rotary.frequencies, rotary.axis, strict=True)):
-        angle = positions[..., axis].double() * theta
-        torch.testing.assert_close((cos[..., m], sin[..., m]), (angle.cos(), angle.sin()))
+    p = packing(exact, rotary, lengths, head_dim_v=24, spare=4, positions=positions)
+    p.check(p.run(exact.impl, deterministic=deterministic), exact.dtype)

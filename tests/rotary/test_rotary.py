@@ -5,8 +5,6 @@ import dataclasses
 import itertools
 import math
 import pickle
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -99,17 +97,10 @@ def test_hope_edges():
     assert Rotary.hope(64, 6, compact=True) == Rotary.none(64)
 
 
-def test_axial():
-    rotary = Rotary.axial(head_dim=48, axes=3, base=100.0)
-    same_table(rotary, [*geometric(16, 100.0)] * 3)
-    assert rotary.axis == (0,) * 8 + (1,) * 8 + (2,) * 8
-    assert (rotary.axes, rotary.rotary_dim, rotary.bands) == (3, 48, (Band(0, INF, 1, 0),))
-    assert Rotary.axial(16, axes=1, base=100.0) != Rotary.rope(16, 100.0)  # positions of shape (..., 1)
-
-
 # ---- interpolation
 def test_position_interpolation():
     same_table(Rotary.rope(64).interpolate(4), geometric(64) / 4)
+    assert Rotary.rope(64).interpolate(1.0) == Rotary.rope(64)
 
 
 @pytest.mark.parametrize("rotary_dim", [64, 128])
@@ -184,8 +175,6 @@ def test_yarn_temperature():
 def test_ntk_exponent():
     full, m = geometric(64), np.arange(32)
     same_table(Rotary.rope(64).ntk(8.0, "mixed", 0.75), full * np.exp(-math.log(8) / 32**0.75 * (m + 1.0) ** 0.75))
-    with pytest.raises(ValueError, match="exponent: expected a positive finite number, got 0"):
-        Rotary.rope(64).ntk(8.0, "mixed", 0)
 
 
 def test_ntk_by_parts_is_yarn_without_its_temperature():
@@ -225,21 +214,6 @@ def test_cope_of_any_table_and_chained():
     assert rotary.cope(512).frequencies == pytest.approx((0.0, 0.0, 1.0, -0.001, 0.004))
     chained = Rotary.rope(64).cope(512).rectify(128).log_n(512)
     assert chained.frequencies == Rotary.rope(64).cope(512).frequencies and len(chained.bands) == 2
-    assert Rotary.from_text(chained.text) == chained
-
-
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        ((0,), "train_length: expected a positive finite number, got 0"),
-        ((512, 33), "pairs: expected None or an integer from 0 to 32, the pairs that rotate, got 33"),
-        ((512, -1), "pairs: expected None or an integer from 0 to 32, the pairs that rotate, got -1"),
-        ((512, 2.0), "pairs: expected None or an integer from 0 to 32, the pairs that rotate, got 2.0"),
-    ],
-)
-def test_cope_refuses(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        Rotary.rope(64).cope(*arguments)
 
 
 @pytest.mark.parametrize("layout", [{}, {"interleaved": True}, {"compact": True}])
@@ -333,6 +307,7 @@ def test_local():
     rotary = Rotary.rope(64).local(4)
     assert rotary.bands == (Band(0, 4, 1, 0),)
     assert rotary.two_sided_bands == (Band(-3, 4, 1, 0),)
+    assert Rotary.rope(64).rectify(11).local(11) == Rotary.rope(64).local(11)  # without its far keys
     assert rotary.local(2) == Rotary.rope(64).local(2) == Rotary.rope(64).local(2).local(4)
     assert Rotary.rope(64).local(0).bands == Rotary.rope(64).local(0).two_sided_bands == ()
 
@@ -344,11 +319,6 @@ def test_local_and_rectify_commute(window, factor):
     for local in (0, 1, 8, 16):
         assert rope.rectify(window, factor).local(local) == rope.local(local).rectify(window, factor)
     assert rope.rectify(window, factor).local(16).bands[-1].stop == 16
-
-
-def test_log_n():
-    assert Rotary.rope(64).log_n(512).log_n_scale == (512.0, True)
-    assert Rotary.rope(64).log_n(512, clip=False).log_n_scale == (512.0, False)
 
 
 def test_changes_commute():
@@ -392,6 +362,16 @@ SCHEMES = [
     Rotary.axial(64, axes=4),
     Rotary.from_inv_freq([0.1, 1 / 3], 64),
     Rotary.hope(64, 512).yarn(3.0, 512).rectify(100, 3.0).local(200).log_n(512),
+    Rotary.rope(64).cope(512).rectify(128).log_n(512),
+    Rotary.rope(64).mrope([12, 10, 10], interleaved=True),
+    Rotary.rope(64).log_steps(7),
+    Rotary.rope(64).log_steps(7, first=0),
+    Rotary.rope(64, rotary_dim=32).scale_rotated(1.4),
+    Rotary.rope(64).self_extend(20, 4),
+    Rotary.rope(64, interleaved=True).yarn(4.0, 64).log_n(20).self_extend(24, 8),
+    Rotary.rope(64).dual_chunk(160, 32),
+    Rotary.rope(64).dual_chunk(160, 32, length_scale=100),
+    dataclasses.replace(Rotary.rope(64), bands=(Band(0, 5, 1.0, 0.0), Band(5, INF, -0.5, 7.5))).log_n(1e4 / 3),
 ]
 
 
@@ -411,13 +391,15 @@ def test_equal_however_it_was_built():
 
 @pytest.mark.parametrize("rotary", SCHEMES, ids=range(len(SCHEMES)))
 def test_text_and_pickle_are_exact(rotary):
-    hash(rotary), rotary.text, rotary.two_sided_bands  # fill the caches
+    mapped = any(band.group != 1 or band.chunk for band in rotary.bands)  # these are causal only
+    hash(rotary), rotary.text, mapped or rotary.two_sided_bands  # fill the caches
     again = _from_text.__wrapped__(rotary.text)
     for twin in (again, pickle.loads(pickle.dumps(rotary)), copy.copy(rotary), copy.deepcopy(rotary)):
         assert twin == rotary and hash(twin) == hash(rotary)
         assert dataclasses.astuple(twin) == dataclasses.astuple(rotary) and twin.text == rotary.text
         assert all(type(band) is Band for band in twin.bands)
-        assert twin.bands_for(False) == rotary.bands_for(False) and repr(twin) == repr(rotary)
+        assert repr(twin) == repr(rotary)
+        assert mapped or twin.bands_for(False) == rotary.bands_for(False)
     assert Rotary.from_text(rotary.text) is Rotary.from_text(rotary.text)
 
 
@@ -427,15 +409,11 @@ def test_a_checkpoint_is_loaded_with_weights_only(tmp_path):
     assert torch.load(tmp_path / "checkpoint.pt", weights_only=True)["rotary"] == rotary
 
 
-def test_a_pickle_from_another_process_hashes_like_ours():
-    program = (
-        "import pickle, sys; from flashrope import Rotary; r = Rotary.rope(64).rectify(8); hash(r);"
-        "sys.stdout.buffer.write(pickle.dumps(r))"
-    )
-    theirs = pickle.loads(subprocess.run([sys.executable, "-c", program], capture_output=True, check=True).stdout)
-    ours = Rotary.rope(64).rectify(8)
-    assert theirs == ours and hash(theirs) == hash(ours) and theirs in {ours}
-    assert b"_hash" not in pickle.dumps(ours)
+def test_a_pickle_holds_no_hash():
+    """Strings hash otherwise in another process."""
+    rotary = Rotary.rope(64).rectify(8)
+    assert hash(rotary) and "_hash" in vars(rotary) and b"_hash" not in pickle.dumps(rotary)
+    assert "_hash" not in vars(pickle.loads(pickle.dumps(rotary)))
 
 
 def test_frozen():
@@ -450,52 +428,47 @@ def test_a_table_from_numpy_scalars_keeps_its_precision():
     )
 
 
+ALL = "pairs rotate (inv_freq 1 to 0.0001334"
+ONE = "pairs rotate (inv_freq 1 to 1, half pairing in 2 channels)"
+
+
 @pytest.mark.parametrize(
-    ("rotary", "text"),
+    ("rotary", "pairs", "distance", "scale"),
     [
-        (
-            Rotary.rope(64),
-            "Rotary(head_dim=64, 32 of 32 pairs rotate (inv_freq 1 to 0.0001334, half pairing), "
-            "distance: d for d >= 0, "
-            "score scale: 1)",
-        ),
-        (Rotary.none(64), "Rotary(head_dim=64, 0 of 32 pairs rotate, distance: d for d >= 0, score scale: 1)"),
+        (Rotary.rope(64), f"32 of 32 {ALL}, half pairing)", "d for d >= 0", "1"),
+        (Rotary.none(64), "0 of 32 pairs rotate", "d for d >= 0", "1"),
         (
             Rotary.hope(128, 8192, interleaved=True).yarn(4.0, 8192).rectify(1024).log_n(4096),
-            "Rotary(head_dim=128, "
-            "50 of 64 pairs rotate (inv_freq 1 to 0.0002425, interleaved pairing in 100 channels, yarn), "
-            "distance: d for 0 <= d < 1024; 1024 for d >= 1024, score scale: 1.29648 * max(1, ln(i + 1) / ln(4096)))",
+            "50 of 64 pairs rotate (inv_freq 1 to 0.0002425, interleaved pairing in 100 channels, yarn)",
+            "d for 0 <= d < 1024; 1024 for d >= 1024",
+            "1.29648 * max(1, ln(i + 1) / ln(4096))",
         ),
         (
             Rotary.rope(64).rectify(16, 4.0).local(32).log_n(512, clip=False),
-            "Rotary(head_dim=64, 32 of 32 pairs rotate (inv_freq 1 to 0.0001334, half pairing), "
-            "distance: d for 0 <= d < 16; "
-            "d * 0.25 + 12 for 16 <= d < 32, score scale: ln(i + 1) / ln(512))",
+            f"32 of 32 {ALL}, half pairing)",
+            "d for 0 <= d < 16; d * 0.25 + 12 for 16 <= d < 32",
+            "ln(i + 1) / ln(512)",
         ),
-        (
-            Rotary.axial(64, axes=2),
-            "Rotary(head_dim=64, 32 of 32 pairs rotate (inv_freq 1 to 0.01334, half pairing, 2 axes), "
-            "distance: d for d >= 0, "
-            "score scale: 1)",
-        ),
+        (Rotary.axial(64), "32 of 32 pairs rotate (inv_freq 1 to 0.01334, half pairing, 2 axes)", "d for d >= 0", "1"),
         (
             Rotary(8, (1.0,), bands=(Band(2, 4, 1.0, 0.0), Band(9, math.inf, 0.0, 4.0))),
-            "Rotary(head_dim=8, 1 of 4 pairs rotate (inv_freq 1 to 1, half pairing in 2 channels), "
-            "distance: unseen for 0 <= d < 2; d for 2 <= d < 4; unseen for 4 <= d < 9; 4 for d >= 9, "
-            "score scale: 1)",
+            f"1 of 4 {ONE}",
+            "unseen for 0 <= d < 2; d for 2 <= d < 4; unseen for 4 <= d < 9; 4 for d >= 9",
+            "1",
         ),
         (
             Rotary(8, (1.0,), bands=(Band(0, 4, 1.0, 0.0), Band(8, 16, 1.0, -4.0))),
-            "Rotary(head_dim=8, 1 of 4 pairs rotate (inv_freq 1 to 1, half pairing in 2 channels), "
-            "distance: d for 0 <= d < 4; unseen for 4 <= d < 8; d - 4 for 8 <= d < 16, score scale: 1)",
+            f"1 of 4 {ONE}",
+            "d for 0 <= d < 4; unseen for 4 <= d < 8; d - 4 for 8 <= d < 16",
+            "1",
         ),
         (
             Rotary.from_inv_freq([-1.0, -0.5], 8).local(0),
-            "Rotary(head_dim=8, 2 of 4 pairs rotate (inv_freq -1 to -0.5, half pairing in 4 channels), "
-            "distance: no keys, "
-            "score scale: 1)",
+            "2 of 4 pairs rotate (inv_freq -1 to -0.5, half pairing in 4 channels)",
+            "no keys",
+            "1",
         ),
     ],
 )
-def test_repr(rotary, text):
-    assert repr(rotary) == text
+def test_repr(rotary, pairs, distance, scale):
+    assert repr(rotary) == f"Rotary(head_dim={rotary.head_dim}, {pairs}, distance: {distance}, score scale: {scale})"

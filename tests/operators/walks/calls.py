@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 
 import support
 import torch
-from flashrope import attention_varlen
 from hypothesis import strategies as st
+from packing import packing
 
 from .schemes import axial_schemes, make, schemes
 
@@ -140,36 +139,17 @@ class Packed(Case):
     seed: int
 
     def check(self, target: support.Target) -> None:
-        rotary, heads = make(self.scheme), self.heads_kv * self.group
-        pairs = [(n, n if rotary.axis else m) for n, m in self.lengths]
-        sums = [list(itertools.accumulate(lengths, initial=0)) for lengths in zip(*pairs, strict=True)] or [[0]] * 2
-        rows, keys = (total[-1] + self.spare for total in sums)
-        shapes = ((rows, heads), (keys, self.heads_kv), (keys, self.heads_kv), (rows, heads))
-        q, k, v, grad_out = (
-            support.random((1, *shape, rotary.head_dim), target, self.seed + n)[0] for n, shape in enumerate(shapes)
+        rotary = make(self.scheme)
+        lengths = [n for n, _ in self.lengths], [n if rotary.axis else m for n, m in self.lengths]
+        rows = sum(lengths[0]) + self.spare
+        p = packing(
+            *(target, rotary, *lengths, self.heads_kv * self.group, self.heads_kv),
+            spare=self.spare,
+            seed=self.seed,
+            causal=self.causal,
+            positions=random_positions(target, rotary.axes, rows, self.seed) if rotary.axis else None,
         )
-        grad_lse = support.random((1, heads, rows, 1), target, self.seed + 4)[0, ..., 0].to(support.lse_type(target))
-        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        cu = [torch.tensor(total, dtype=torch.int32, device=target.device) for total in sums]
-        longest = [max((n for n, _ in pairs), default=0), max((m for _, m in pairs), default=0)]
-        positions = random_positions(target, rotary.axes, rows, self.seed) if rotary.axis else None
-        options = dict(causal=self.causal, positions=positions, return_lse=True, impl=target.impl)
-        out, lse = attention_varlen(*leaves, rotary, *cu, *longest, **options)
-        grads = torch.autograd.grad((out, lse), leaves, (grad_out, torch.where(lse.isinf(), 0, grad_lse)))
-        for (row, end), (key, key_end) in zip(itertools.pairwise(sums[0]), itertools.pairwise(sums[1]), strict=True):
-            of_q, of_k = slice(row, end), slice(key, key_end)
-            p = support.Problem(
-                *(x[None] for x in (q[of_q], k[of_k], v[of_k])),
-                rotary,
-                self.causal,
-                positions=positions if positions is None else positions[None, of_q],
-                grad_out=grad_out[None, of_q],
-                grad_lse=grad_lse[None, :, of_q],
-            )
-            got = (out[of_q], lse[:, of_q], grads[0][of_q], grads[1][of_k], grads[2][of_k])
-            got = dict(zip(support.NAMES, (x.detach()[None] for x in got), strict=True))
-            support.check_budget(got, p, target.dtype, f"rows {row} to {end}: ", ROUNDINGS[target.dtype])
-        assert not out[sums[0][-1] :].any() and (lse[:, sums[0][-1] :] == -torch.inf).all()
+        p.check(p.run(target.impl), target.dtype, roundings=ROUNDINGS[target.dtype])
 
 
 @st.composite
