@@ -288,26 +288,14 @@ def test_head_dim_of_the_full_layers():
         (scaling("linear"), "rope type 'linear' needs factor$"),
         (scaling("dynamic"), "rope type 'dynamic' needs factor$"),
         (scaling("longrope"), "rope type 'longrope' needs short_factor$"),
-        (
-            scaling("longrope", short_factor=[1.0]),
-            "short_factor has 1 numbers for 64 pairs$",
-        ),
-        (
-            scaling("llama3", factor=8.0, low_freq_factor=1.0),
-            "rope type 'llama3' needs high_freq_factor$",
-        ),
+        (scaling("longrope", short_factor=[1.0]), "short_factor has 1 numbers for 64 pairs$"),
+        (scaling("llama3", factor=8.0, low_freq_factor=1.0), "rope type 'llama3' needs high_freq_factor$"),
         (
             scaling("llama3", factor=8.0, low_freq_factor=4.0, high_freq_factor=1.0),
             "expected 0 < low_freq_factor < high_freq_factor, got 4.0 and 1.0$",
         ),
-        (
-            scaling("yarn", factor=8.0, beta_fsat=32),
-            "rope parameter 'beta_fsat' is not known",
-        ),
-        (
-            scaling("default", mrope_section=[16, 24, 24]),
-            "mrope_section gives each pair its own",
-        ),
+        (scaling("yarn", factor=8.0, beta_fsat=32), "rope parameter 'beta_fsat' is not known"),
+        (scaling("default", mrope_section=[16, 24, 24]), "mrope_section gives each pair its own"),
         (
             {
                 "rope_scaling": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 1024},
