@@ -29,6 +29,7 @@ from .figures import NORMAL, SMALL, canvas, finish
 from .measuring import COLUMNS
 from .runs import Run, read_csv, write_csv
 from .statistics import HIGHER, LOWER, difference, interval, values_at, verdict
+from .templating import render
 
 TASK = "digits"
 TRAINED, LIMIT, DIGITS = 1000, 2000, 4
@@ -122,26 +123,18 @@ def draw_digits(run: Run, workers: Workers, folder: Path) -> None:
 
 def table(rows: Sequence[dict[str, str]], example: dict[str, list[float]]) -> str:
     """Percentages by conversion and difference, and the differences that are judged."""
-    heads = " | ".join(map(str, GAPS))
-    lines = [
-        f"Numbers put in the right order (%) by their difference, mean ± half of its 95% interval over {SEEDS} seeds.",
-        "",
-        f"| conversion | {EXAMPLE} | {heads} |",
-        "|---|---|" + "---:|" * len(GAPS),
-    ]
+    levels, differences = [], []
     for name in CONVERSIONS:
         written = " ".join(f"{digit:g}" for digit in example[name]) if name in example else ""
         cells = [interval(list(values_at(rows, name, TASK, gap).values())).level for gap in GAPS]
-        lines.append(f"| {name} | {written} | " + " | ".join(cells) + " |")
-    lines += ["", "Differences, declared before the run:", "", f"| first | second | {heads} |"]
-    lines.append("|---|---|" + "---|" * len(GAPS))
+        levels.append((name, written, *cells))
     for first, second, expected in COMPARED:
         cells = []
         for gap in GAPS:
             found = difference(rows, (first, TASK), (second, TASK), gap)
             cells.append(f"{found} {verdict(found, expected)}")
-        lines.append(f"| {first} | {second} | " + " | ".join(cells) + " |")
-    return "\n".join([*lines, ""])
+        differences.append((first, second, *cells))
+    return render("digits.md", seeds=SEEDS, example=EXAMPLE, gaps=GAPS, levels=levels, differences=differences)
 
 
 def _draw(path: Path, rows: Sequence[dict[str, str]], example: dict[str, list[float]]) -> None:

@@ -1,8 +1,6 @@
-"""docs/experiments/README.md: written from a template, page.md, and the results in that folder.
+"""docs/experiments/README.md: written from a jinja2 template, templates/page.md, and the results in that folder.
 
-A field {{name argument ...}} of the template is replaced by what the function of that name in ``FIELDS`` returns. Lines
-between <!-- if NAME OPTIONS --> and <!-- end --> stay if experiment NAME has results; otherwise the page says how
-to run it.
+The template calls the functions in ``FIELDS``.
 """
 
 from __future__ import annotations
@@ -11,7 +9,6 @@ import dataclasses
 import functools
 import importlib
 import json
-import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -21,7 +18,7 @@ import torch
 from flashrope.cli import files
 from flashrope.small_models.model import LanguageModel, ModelConfig
 
-from . import claims_figure, tables
+from . import claims_figure, tables, templating
 from .looks import label
 from .registry import EXPERIMENTS
 from .runs import read_csv
@@ -30,8 +27,6 @@ from .statistics import AGAINST, SHOWN, UNJUDGED, UNSHOWN, Comparison, Interval,
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "docs" / "experiments"
-TEMPLATE = Path(__file__).with_name("page.md")
-FIELD = re.compile(r"\{\{((?:[^{}]|\{[wL]\d+\})+)\}\}")  # arguments may have a {w256}
 LEFT_OUT = ("curves.csv", "training.csv")  # points of figures, megabytes; the commands write them again
 TRAINING = "training.png"
 CLAIMS_FIGURE = "claims.png"
@@ -375,9 +370,9 @@ def _and(parts: Sequence[str]) -> str:
     return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
 
 
-FIELDS: dict[str, Callable[..., str]] = {
+FIELDS: dict[str, Callable] = {
     field.__name__: field
-    for field in (mean, level, levels, differences, summary, made, sizes, constant, claims, minutes)
+    for field in (has, mean, level, levels, differences, summary, made, sizes, constant, claims, minutes)
 }
 
 
@@ -387,20 +382,7 @@ FIELDS: dict[str, Callable[..., str]] = {
 def render() -> str:
     """The page's text."""
     results.cache_clear()
-    text = re.sub(
-        r"<!-- if (\S+)(.*?) -->\n(.*?)<!-- end -->\n", _chosen, TEMPLATE.read_text(encoding="utf-8"), flags=re.S
-    )
-    return FIELD.sub(lambda match: _field(match[1]), text)
-
-
-def _chosen(match: re.Match) -> str:
-    name, options, section = match.groups()
-    return section if has(name) else f"Not run yet: `python -m experiments {name}{options}`.\n"
-
-
-def _field(text: str) -> str:
-    name, *arguments = text.split()
-    return FIELDS[name](*arguments)
+    return templating.render("page.md", **FIELDS)
 
 
 def publish(run: Path) -> list[str]:

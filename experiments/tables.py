@@ -30,6 +30,7 @@ from .statistics import (
     verdict,
 )
 from .tasks import PAPER_LENGTH
+from .templating import render
 
 Rows = Sequence[dict[str, str]]
 UNITS = {  # what a measurement is, in table headings
@@ -120,24 +121,12 @@ def markdown(table: Published, rows: Rows, train_length: int) -> str:
     theirs = [values for _, _, values in table.rows]
     better = "Lower" if table.better == LOWER else "Higher"
     unit = "letters" if table.columns[0].task == "copying" else "bytes"
-    conditions = (
-        f"trained on {train_length} {unit} instead of the paper's {PAPER_LENGTH} tokens, all lengths in proportion"
-    )
-    lines = [
-        f"## {table.title}",
-        "",
-        f"Ours / the paper's ({table.place}). {better} is better. Ours: {conditions}; {_spread(rows)}. "
-        f"{table.note}".rstrip(),
-        "",
-        "| method | scheme here | " + " | ".join(labels) + " |",
-        "|---|---|" + "---:|" * len(labels),
-    ]
+    lines, orderings = [], []
     for (name_there, template, _), values, published in zip(table.rows, ours, theirs, strict=True):
         name, length = resolve(template, train_length)
         name += f" at {length}" if "{L" in template else ""
         cells = [f"{_cell(by_seed)} / {value:.2f}" for by_seed, value in zip(values, published, strict=True)]
-        lines.append(f"| {name_there} | {name} | " + " | ".join(cells) + " |")
-    lines.append("")
+        lines.append((name_there, name, *cells))
     for column in table.orders:
         at = labels.index(column)
         pairs = [(published[at], values[at]) for values, published in zip(ours, theirs, strict=True) if values[at]]
@@ -146,8 +135,19 @@ def markdown(table: Published, rows: Rows, train_length: int) -> str:
             if len(pairs) > 1
             else f"Not enough was measured to order by {column}."
         )
-        lines += [str(found), ""]
-    return "\n".join(lines)
+        orderings.append(found)
+    return render(
+        "published.md",
+        table=table,
+        better=better,
+        length=train_length,
+        unit=unit,
+        paper_length=PAPER_LENGTH,
+        spread=_spread(rows),
+        heads=labels,
+        rows=lines,
+        orderings=orderings,
+    )
 
 
 def judge(
@@ -183,16 +183,7 @@ def in_the_papers(name: str, asked: Comparison) -> int:
 def judged(compares: Sequence[Comparison], rows: Rows, train_length: int, name: str = "") -> str:
     """The declared differences with their paired intervals, and what they show; those against expectation in bold.
     name: of the experiment, whose tables in the papers say what is expected."""
-    lines = [
-        "## Differences declared before the runs",
-        "",
-        "The first minus the second, seed by seed, in the unit of the measurement, with the 95% interval of the mean "
-        f"(Student's t). A difference counts if the interval over at least {MIN_SEEDS} seeds excludes zero. The "
-        "intervals are not corrected for multiple comparisons.",
-        "",
-        "| first | second | measured | length / training length | seeds | difference | |",
-        "|---|---|---|---:|---:|---:|---|",
-    ]
+    found_rows = []
     for each, found in judge(compares, rows, train_length, name):
         (first, task), (second, other) = (
             (label(resolve(scheme, train_length)[0], numbers=True), task) for scheme, task in (each.first, each.second)
@@ -201,8 +192,8 @@ def judged(compares: Sequence[Comparison], rows: Rows, train_length: int, name: 
         at = f"{each.multiple:g}" + ("" if each.second_multiple is None else f", {each.second_multiple:g}")
         said = verdict(found, each.expected)
         said = f"**{said}**" if AGAINST in said else said
-        lines.append(f"| {first} | {second} | {tasks} | {at} | {found.seeds} | {found} | {said} |")
-    return "\n".join([*lines, ""])
+        found_rows.append((first, second, tasks, at, found.seeds, found, said))
+    return render("differences.md", min_seeds=MIN_SEEDS, rows=found_rows)
 
 
 def listed(rows: Rows, task: str, train_length: int) -> str:
@@ -214,20 +205,14 @@ def listed(rows: Rows, task: str, train_length: int) -> str:
     heads = [f"{at:g}" if by_count else f"{at:g} ({at / train_length:g})" for at in places]
     unit = "letters" if task.startswith("copying") else "bytes"
     what = "number of sequences" if by_count else f"length in {unit} (in training lengths)"
-    lines = [
-        f"## {UNITS.get(task, task)}",
-        "",
-        f"By {what}; {_spread(chosen)}.",
-        "",
-        "| | scheme | " + " | ".join(heads) + " |",
-        "|---|---|" + "---:|" * len(places),
-    ]
+    lines = []
     for name, length in dict.fromkeys((row["scheme"], int(row["train_length"])) for row in chosen):
         own = [row for row in chosen if int(row["train_length"]) == length]
         cells = [_cell(values_at(own, name, task, at)) for at in places]
         trained = f", trained on {length}" if len(lengths) > 1 else ""
-        lines.append(f"| {label(name)}{trained} | {name} | " + " | ".join(cells) + " |")
-    return "\n".join([*lines, ""])
+        lines.append((f"{label(name)}{trained}", name, *cells))
+    title = UNITS.get(task, task)
+    return render("measurements.md", title=title, what=what, spread=_spread(chosen), heads=heads, rows=lines)
 
 
 def write(folder: Path, name: str, train_length: int, compares: Sequence[Comparison] = ()) -> str:

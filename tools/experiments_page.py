@@ -1,4 +1,4 @@
-"""Writes docs/experiments/README.md from the results in that folder and experiments/page.md.
+"""Writes docs/experiments/README.md from the results in that folder and experiments/templates/page.md.
 
 python tools/experiments_page.py [RUN_DIRECTORY ...]     with the results of these runs of python -m experiments
 """

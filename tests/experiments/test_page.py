@@ -4,6 +4,7 @@ import json
 import re
 from pathlib import Path
 
+import jinja2
 import pytest
 
 from experiments import page
@@ -13,6 +14,7 @@ from experiments.registry import EXPERIMENTS
 from experiments.runs import write_csv
 
 ROOT = Path(__file__).resolve().parents[2]
+TEMPLATE = page.templating.FOLDER / "page.md"
 LIMIT = 2_000_000  # bytes of the folder
 NUMBERS_OF_PAPERS = "|".join(
     (
@@ -69,7 +71,7 @@ def test_the_tables_are_what_the_results_give(tmp_path):
 
 
 def test_the_template_has_no_numbers_of_measurements():
-    text = page.FIELD.sub("", page.TEMPLATE.read_text())
+    text = re.sub(r"\{\{.*?\}\}|\{%.*?%\}", "", TEMPLATE.read_text(), flags=re.S)
     text = re.sub(r"```.*?```|`[^`]*`|\]\([^)]*\)|<!--.*?-->", "", text, flags=re.S)
     text = re.sub(NUMBERS_OF_PAPERS, "", text)
     assert not re.findall(r"[^\n]*\d[^\n]*", text)
@@ -90,9 +92,9 @@ def test_everything_in_the_folder_is_on_the_page():
 
 
 def test_every_experiment_has_its_place_on_the_page():
-    template = page.TEMPLATE.read_text()
+    template = TEMPLATE.read_text()
     for name in EXPERIMENTS:
-        assert re.search(rf"^<!-- if {name}( --.*)? -->$", template, re.MULTILINE), name
+        assert re.search(rf'^{{% call when_run\("{name}"', template, re.MULTILINE), name
         assert re.search(rf"^##+ {name}$", template, re.MULTILINE), name
 
 
@@ -186,14 +188,18 @@ def test_against_expectation_is_said(folder):
 
 
 def test_sections_without_results_say_so(folder, tmp_path, monkeypatch):
-    template = tmp_path / "page.md"
+    template, macro = tmp_path / "page.md", TEMPLATE.read_text().partition("# The papers")[0]
     template.write_text(
-        "<!-- if copying --preset copying -->\nmean {{mean copying hope copying-by-length 2}}\n<!-- end -->\n"
+        macro + '{% call when_run("copying", "--preset copying") %}\n'
+        'mean {{ mean("copying", "hope", "copying-by-length", "2") }}\n{% endcall %}\n'
     )
-    monkeypatch.setattr(page, "TEMPLATE", template)
+    monkeypatch.setattr(page.templating, "FOLDER", tmp_path)
     assert page.render() == "Not run yet: `python -m experiments copying --preset copying`.\n"
     published(folder, hope={2: 80})
     assert page.render() == "mean 80.40\n"
+    template.write_text("{{ median }}")
+    with pytest.raises(jinja2.UndefinedError, match="'median' is undefined"):
+        page.render()
 
 
 def test_results_of_a_run_are_published(folder, tmp_path):

@@ -27,8 +27,8 @@ FLOORS = {  # from the ground up; a room, a file or a folder, imports from itsel
     ),
     "bench": ("machine progress work", "compiling report", "timing", "results_page sanitize model", "__main__"),
     "experiments": (
-        "tokens gau encodings statistics published distributed looks zoo tokenizing figures patterns tasks passkey "
-        "copying few_shot presets quantized_loss reused_loss switch_loss",
+        "tokens templating gau encodings statistics published distributed looks zoo tokenizing figures patterns tasks "
+        "passkey copying few_shot presets quantized_loss reused_loss switch_loss",
         "estimate runs training_curves tables training export measuring",
         "digits picture over_length drawn checkpoints",
         "registry",

@@ -1,0 +1,22 @@
+"""Fills the jinja2 templates of the pages, in templates/."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+FOLDER = Path(__file__).with_name("templates")
+
+
+def render(template: str, **values: Any) -> str:
+    """Returns the text of a template of the folder with these values. A name that it lacks is an error."""
+    templates = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(FOLDER),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    return templates.get_template(template).render(values)
