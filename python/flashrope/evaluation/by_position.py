@@ -119,7 +119,7 @@ class HiddenStates:
         self.model, self.backbone = model, model.base_model
         if self.backbone is model:
             raise BadInput("--by-position: expected a language model with a head, got one without")
-        self.output: Any = None
+        self.output = None
 
     def compute(self, ids: torch.Tensor, **options) -> None:
         """Runs the model over ids, int64 (1, seqlen)."""

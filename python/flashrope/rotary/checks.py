@@ -78,7 +78,7 @@ def check_window(window) -> None:
 def check_fraction(fraction) -> None:
     if not isinstance(fraction, numbers.Real) or isinstance(fraction, bool):
         raise TypeError(f"fraction: expected a number from 0 to 1, got {fraction!r}")
-    if not 0 <= fraction <= 1:
+    if not 0 <= float(fraction) <= 1:
         raise ValueError(f"fraction: expected a number from 0 to 1, got {fraction!r}")
 
 
