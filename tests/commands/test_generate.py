@@ -23,7 +23,7 @@ from flashrope.small_models.model import (
     save_checkpoint,
     trained_length,
 )
-from test_demo import model_of
+from test_small_models import model_of
 
 LENGTH = 32  # the training length that the checkpoint states
 ROPE = Rotary.rope(16)

@@ -1,0 +1,73 @@
+"""bench cpu: its goals, its expected time, and that what it times is right. Speed is not tested."""
+
+import argparse
+import dataclasses
+from functools import partial
+
+import pytest
+from flashrope.cli.progress import duration
+
+from bench.report import records
+from bench.timing import check
+
+
+def test_goals_of_the_cpu_depend_on_the_instruction_set():
+    from bench.timing.cpu import GOALS, Goal
+
+    goal = Goal("a / b", 1.0, 1.2)
+    assert [goal.limit_of(target) for target in ("x86-64-v4", "x86-64-v3", "armv8-a", "")] == [1.0, 1.2, 1.2, 1.2]
+    assert Goal("a / b", 0.7).limit_of("x86-64-v3") == 0.7
+    assert len({goal.figure for goal in GOALS}) == len(GOALS)
+
+
+def test_the_expected_time_of_the_cpu_counts_the_chosen_tables(monkeypatch):
+    from bench.timing import cpu, cpu_cases
+
+    def planned(*words):
+        return cpu.Plan(cpu.parse(list(words)), None)
+
+    monkeypatch.setattr(cpu.Bench, "report", None)  # a plan measures nothing
+    rate = 65e9  # of the machine in bench/results/amd-epyc, where the rounds of 42 tables took 264 s
+    few, many = planned("--seconds", "20"), planned("--seconds", "20", "--grid", "--lengths", "--busy")
+    assert (len(few.planned), len(many.planned)) == (11, 42)
+    assert 30 < few.seconds(rate) < 60 and 200 < many.seconds(rate) < 400
+    for words in (["--grid"], ["--lengths"], ["--busy"]):
+        assert planned("--seconds", "20", *words).seconds(rate) > few.seconds(rate) + 4
+    assert planned("--seconds", "600").seconds(rate) > 600 > planned("--seqlen", "1024").seconds(rate)
+    assert few.seconds(rate / 10) > 4 * few.seconds(rate)  # three rounds, on a slower machine
+    expected = cpu.expected_time(few, rate)
+    assert expected.startswith(f"expected time: {duration(few.seconds(rate))} for 11 tables")
+    cache_types = cpu.Plan(cpu.parse(["--seconds", "20"]), cpu_cases.compiled_kernels()).planned.keys() - few.planned
+    assert all("cache types" in title for title in cache_types)
+
+
+def test_quantized_caches_are_checked_and_timed(capsys):
+    """Every contestant's result is right, and wrong if its scales are."""
+    from bench.timing import cpu, cpu_cases
+
+    if (kernels := cpu_cases.compiled_kernels()) is None:
+        pytest.skip("no compiled kernels")
+    options = argparse.Namespace(heads=2, head_dim=16, window=64, seconds=0.0)
+    measured = cpu.Bench(options, records.Run("cpu", "", {}, {}, {}), kernels)
+    measured.cache_types(512, 512, 0.1)
+    goals = {goal.figure.replace("32768", "512").replace("8192", "512") for goal in cpu.GOALS if "types" in goal.figure}
+    assert len(goals) == 20 and goals <= measured.figures.keys()
+    each = next(each for each in cpu_cases.quantized_entries(kernels) if each.name == "HoPE, paged, int8")
+    p = measured.problem(512, 64, decoding=True, dtype=each.dtype)
+    other = cpu_cases.Stored(cpu.Problem.hope, cache_dtype="int4")
+    wrong = dataclasses.replace(each.contestant, exact=partial(cpu_cases.over_stored_rows, other))
+    assert check.error(each.contestant, p, False) < check.TOLERANCE[p.dtype] < check.error(wrong, p, False)
+
+
+def test_training_steps_compute_what_their_names_say():
+    from bench.timing import cpu_cases, training
+
+    p = training.training_problem(2, 64)
+    chosen = cpu_cases.training_entries(cpu_cases.compiled_kernels())
+    steps = training.training_steps(chosen, p)
+    losses = {name: [step(), step(), step()] for name, step in steps.items()}
+    assert list(losses) == ["eager RoPE + SDPA", "RoPE", "HoPE", "ReRoPE"]
+    assert losses["eager RoPE + SDPA"] == pytest.approx(losses["RoPE"], rel=1e-5)
+    assert all(len({*each}) == 3 for each in losses.values())  # every step changes the weights
+    assert all(check.error(each.contestant, p, True) < check.TOLERANCE[p.dtype] for each in chosen)
+    assert training.tokens_per_second({"a": [2.0, 1.0, 4.0]}, p) == "a 64,000"
