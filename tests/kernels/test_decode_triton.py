@@ -10,8 +10,8 @@ import sys
 import numpy as np
 import pytest
 import support
-import test_decode
 import torch
+from caching import Cached
 
 pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 
@@ -146,7 +146,7 @@ def test_a_tile_of_keys_that_a_band_reaches_in_part_is_rotated():
     ahead = window - 1 + configs.ROTATE_ROWS * 3 // 4  # of the first query; the tile before its window is of no use
     rotary = Rotary.rope(32).rectify(window, 8)
     assert len(set(lower(rotary, True).k_stops)) == 2
-    test_decode.cached(target, rotary, (ahead + CHUNK, ahead + CHUNK + 3), CHUNK, capacity=160).check(target)
+    Cached(target, rotary, (ahead + CHUNK, ahead + CHUNK + 3), CHUNK, capacity=160).check()
 
 
 def test_neighbours_and_left_padding_change_no_bit():
