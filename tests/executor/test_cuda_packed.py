@@ -19,11 +19,6 @@ SIZES = ((17, 60), (1, 45), (0, 7), (5, 5), (1, 1), (2, 90), (64, 100))
 PADS = (10, 3, 0, 0, 0, 1, 0)
 
 
-@pytest.fixture(autouse=True)
-def without_a_device(operators, monkeypatch):
-    monkeypatch.setattr(cuda, "unsupported_reason", lambda q, cached=False: cuda.unsupported_queries(q))
-
-
 def packed(scheme, sizes, head_dim=64, dtype=BF16, **options) -> Cached:
     target = support.Target("cuda", dtype, "cpu")
     return Cached.packed(target, SCHEMES[scheme](head_dim), sizes, **{"page": PAGE, **options})
