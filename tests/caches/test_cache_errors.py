@@ -1,12 +1,18 @@
 """Wrong arguments of the calls over caches, which then write nothing, and of the caches.
 
-What needs a cache with tokens in it: test_cache.py; steps and layers: test_cache_layers.py.
+Below: of caches that hold tokens, whose lengths and contents then stay.
 """
+
+import re
 
 import pytest
 import torch
 from flashrope import KVCache, PagedKVCache, Rotary
 from small_calls import NEW, ONE, ROPE, cached, check_refused, int32, paged, varlen_cached, zeros
+from test_cache import SCHEMES, check, contiguous, queries
+from test_cache import paged as made
+from test_cache import rows as tokens
+from test_cache_layers import Both, both, write
 
 T, V, M = TypeError, ValueError, "meta"
 TABLE = int32(0, 1, 2, 3).view(2, 2)
@@ -165,3 +171,129 @@ def test_the_message_names_the_argument_what_was_expected_and_what_came(call, er
 def test_axial_schemes_are_refused(call):
     with pytest.raises(ValueError, match="rotary: an axial"):
         call(rotary=Rotary.axial(16))
+
+
+# ---- caches that hold tokens
+
+ROTARY = SCHEMES["rope"]
+ROWS = [  # (call of the cache, q and k, error, message)
+    (lambda c, q, k: c.append(k[:2], k[:2]), V, "k: expected shape (3, seqlen_new, 1, 8), got (2, 4, 1, 8)"),
+    (lambda c, q, k: c.append(k, k[:, :3]), V, "v: expected shape (3, 4, 1, 8), got (3, 3, 1, 8)"),
+    (lambda c, q, k: c.append(k.float(), k), T, "k: expected torch.float64 as the cache, got torch.float32"),
+    (lambda c, q, k: c.append(k, k.to("meta")), V, "v: expected device"),
+    (lambda c, q, k: c.append(None, None), T, "k: expected a tensor, got NoneType"),
+    (lambda c, q, k: c.append(k.requires_grad_(), k), V, "k: expected no gradient to be asked for"),
+    (lambda c, q, k: c.append(k.transpose(1, 3).contiguous().transpose(1, 3), k), V, "k: expected a contiguous"),
+    (lambda c, q, k: c.append(k, k, impl="flash"), V, "impl: expected None or one of"),
+    (lambda c, q, k: c.attend(q[:2], ROTARY, k, k), V, "q: expected shape (3, seqlen_q, heads_q"),
+    (lambda c, q, k: c.attend(q, ROTARY, v=k), T, "k: expected a tensor, got NoneType"),
+    (lambda c, q, k: c.attend(q, ROTARY, k, k, softmax_scale="1"), T, "softmax_scale: expected a number"),
+    (lambda c, q, k: c.attend(q, ROTARY, k, k, block_table=None), T, "block_table"),
+    (lambda c, q, k: c.attend(q, Rotary.rope(16), k, k), V, "rotary: expected head_dim 8 as in q, got 16"),
+    (lambda c, q, k: c.truncate(1, 6), V, "length of sequence 1: expected at least 0 and at most 5, got 6"),
+    (lambda c, q, k: c.truncate(None, [5, 5, -1]), V, "length of sequence 2: expected at least 0 and at most 5"),
+    (lambda c, q, k: c.truncate(None, [5, 5]), V, "length: expected a number or 3 of them, got [5, 5]"),
+    (lambda c, q, k: c.reset(3), V, "sequence: expected at least 0 and at most 2, got 3"),
+]
+
+
+@pytest.mark.parametrize("call, error, message", ROWS)
+def test_a_filled_contiguous_cache(call, error, message):
+    cache = contiguous()
+    cache.append(*tokens([[1, 2, 3, 4, 5]] * 3))
+    before = cache.k.clone(), cache.v.clone()
+    with pytest.raises(error, match=re.escape(message)):
+        call(cache, queries(2, 3), tokens([[6, 7, 8, 9]] * 3)[0])
+    assert cache.lengths == cache.seqlens.tolist() == [5, 5, 5]
+    for now, then in zip((cache.k, cache.v), before, strict=True):
+        assert torch.equal(now.nan_to_num(), then.nan_to_num())
+
+
+PAGES = [
+    (lambda c, q, k: c.append([0, 7], k, k), V, "sequence 7 was never allocated"),
+    (lambda c, q, k: c.append([0, 2], k, k), V, "sequence 2 was freed"),
+    (lambda c, q, k: c.append([1, 1], k, k), V, "sequences: expected each once, got sequence 1 2 times"),
+    (lambda c, q, k: c.append(0, k, k), T, "sequences: expected a list of numbers"),
+    (lambda c, q, k: c.append([0, None], k, k), T, "sequence: expected a number that allocate or fork returned"),
+    (
+        lambda c, q, k: c.append([0, 1], *[k.repeat(1, 16, 1, 1)] * 2),
+        V,
+        "sequence 0 has 5 of 60 tokens: no room for 64",
+    ),
+    (lambda c, q, k: c.attend([0, 1], q[:1], ROTARY, k, k), V, "q: expected shape (2, seqlen_q, heads_q"),
+    (lambda c, q, k: c.attend([0, 1], q, Rotary.rope(16), k, k), V, "rotary: expected head_dim 8 as in q, got 16"),
+    (lambda c, q, k: c.attend([0, 1], q.requires_grad_(), ROTARY, k, k), V, "no gradient to be asked for"),
+    (lambda c, q, k: c.free(2), V, "sequence 2 was freed"),
+    (lambda c, q, k: c.truncate(0, 6), V, "length of sequence 0: expected at least 0 and at most 5, got 6"),
+    (lambda c, q, k: c.reserve([0], 1.5), T, "seqlen_new: expected an integer, got 1.5"),
+    (lambda c, q, k: c.allocate(61), V, "length: expected at least 0 and at most 60"),
+]
+
+
+@pytest.mark.parametrize("call, error, message", PAGES)
+def test_a_filled_paged_cache(call, error, message):
+    cache = made(max_seqlen=60)
+    for _ in range(2):
+        cache.append([cache.allocate()], *tokens([[1, 2, 3, 4, 5]]))
+    cache.free(cache.fork(1))
+    with pytest.raises(error, match=re.escape(message)):
+        call(cache, queries(2, 2), tokens([[6, 7, 8, 9]] * 2)[0])
+    check(cache, {0: [1, 2, 3, 4, 5], 1: [1, 2, 3, 4, 5]})
+
+
+K = torch.zeros(3, 4, 1, 8, dtype=torch.float64, device=queries(1, 1).device)
+ONE_EACH = "leftpad: expected a list of 3 numbers, one per sequence"
+LAYERED = [
+    (lambda c: c.attend(queries(1, 3), ROTARY), T, "layer: expected an integer, got None"),
+    (lambda c: c.attend(queries(1, 3), ROTARY, layer=3), V, "layer: expected at least 0 and at most 2, got 3"),
+    (lambda c: c.attend(queries(1, 3), ROTARY, K, K, layer=0), V,
+     "k: expected None, a cache of 3 layers takes k and v in a step"),
+    (lambda c: c.append(K, K), V, "k: expected shape (3, sequences, seqlen_new, heads_kv, head_dim), got (3, 4, 1, 8)"),
+    (lambda c: c.append(None, K), T, "k: expected a tensor, got NoneType"),
+    (lambda c: c.step(4, leftpad=[1, 2]), V, ONE_EACH),
+    (lambda c: c.step(4, leftpad=3), V, f"{ONE_EACH}, got 3"),
+    (lambda c: c.step(4, leftpad=[2, 1, 0]), V, "leftpad of entry 0: expected at least 1 and at most 1, got 2"),
+    (lambda c: c.step(4, leftpad=[1, 1, 0]), V, "leftpad of entry 2: expected at least 5 and at most 9, got 0"),
+    (lambda c: c.step(4, leftpad=[1, 1, 10]), V, "leftpad of entry 2: expected at least 5 and at most 9, got 10"),
+    (lambda c: c.step(-1), V, "seqlen_new: expected at least 0, got -1"),
+    (lambda c: c.attend(queries(1, 3), ROTARY, layer=0, cache_leftpad=int32(0, 0, 0)), V,
+     "cache_leftpad: expected None, because the cache remembers"),
+]  # fmt: skip
+
+
+@both
+@pytest.mark.parametrize("call, error, message", LAYERED)
+def test_a_filled_cache_of_layers(kind, call, error, message):
+    cache = Both(kind)
+    with cache.step(5, leftpad=[1, 1, 5]) as step:
+        write(step, [[1] * 5] * 3)
+    with pytest.raises(error, match=re.escape(message)):
+        call(cache)
+    assert cache.lengths == [5] * 3 and cache.padding == [1, 1, 5]
+
+
+IN_A_STEP = [
+    (lambda s: s.append(K, K, layer=0), V, "layer 0: expected k and v once in a step"),
+    (lambda s: s.append(K[:, :3], K[:, :3], layer=1), V, "k: expected seqlen_new 4 of this step, got 3"),
+    (lambda s: s.append(K, K), T, "layer: expected an integer, got None"),
+    (lambda s: s.append(K, K[:, :3], layer=1), V, "v: expected shape (3, 4, 1, 8), got (3, 3, 1, 8)"),
+    (lambda s: s.append(K.float(), K, layer=1), T, "k: expected torch.float64 as the cache"),
+    (lambda s: s.attend(queries(1, 2), ROTARY, K, K, layer=1), V, "q: expected shape (3, seqlen_q, heads_q"),
+    (lambda s: s.attend(queries(1, 3), ROTARY, v=K, layer=1), T, "k: expected a tensor"),
+    (
+        lambda s: s.attend(queries(1, 3), ROTARY, K, K, layer=1, num_splits=0),
+        V,
+        "num_splits: expected None or a number",
+    ),
+]
+
+
+@both
+@pytest.mark.parametrize("call, error, message", IN_A_STEP)
+def test_in_a_step(kind, call, error, message):
+    cache = Both(kind)
+    with pytest.raises(error, match=re.escape(message)), cache.step(4) as step:
+        write(step, [[1] * 4] * 3, [0])
+        call(step)
+    assert cache.lengths == [0] * 3
+    assert cache.contiguous or cache.cache.free_pages == 12

@@ -5,38 +5,22 @@ import re
 
 import pytest
 import torch
-from flashrope import KVCache, OutOfPages, PagedKVCache, Rotary, attention, attention_with_cache
+from flashrope import KVCache, OutOfPages, PagedKVCache, attention, attention_with_cache
 from flashrope.operators.cache_plan import CachePlan
+from test_cache import DEVICE, HEAD_DIM, LAYERS, PAGE, SCHEMES, Failure, queries, rows
+from test_cache import contiguous as contiguous_of
+from test_cache import expected as exact
+from test_cache import paged as paged_of
 
-LAYERS, HEADS_KV, HEAD_DIM, PAGE = 3, 1, 8, 16
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 IMPL = "reference" if DEVICE == "cuda" else None  # float64
-SCHEMES = {"rope": Rotary.rope(HEAD_DIM), "rerope": Rotary.rope(HEAD_DIM).rectify(7)}
-TOKENS = torch.randn(
-    2, LAYERS, 512, HEADS_KV, HEAD_DIM, generator=torch.Generator().manual_seed(1), dtype=torch.float64
-).to(DEVICE)
 
 
-def rows(lists, layer, dtype=torch.float64):
-    """k and v (sequences, tokens, heads_kv, head_dim) of lists of token numbers, in one layer."""
-    return TOKENS[:, layer][:, torch.tensor(lists, dtype=torch.long)].to(dtype)
+def contiguous(sequences=3, layers=LAYERS, **options) -> KVCache:
+    return contiguous_of(sequences, **{"capacity": 60, "layers": layers, **options})
 
 
-def queries(seqlen_q, sequences, seed=0, dtype=torch.float64):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(sequences, seqlen_q, 2 * HEADS_KV, HEAD_DIM, generator=generator).to(DEVICE, dtype)
-
-
-def contiguous(sequences=3, capacity=60, dtype=torch.float64, layers=LAYERS) -> KVCache:
-    cache = KVCache(sequences, capacity, HEADS_KV, HEAD_DIM, dtype, DEVICE, layers=layers)
-    cache.k.fill_(torch.nan), cache.v.fill_(torch.nan)
-    return cache
-
-
-def paged(pages=12, dtype=torch.float64, layers=LAYERS, **options) -> PagedKVCache:
-    cache = PagedKVCache(pages, PAGE, HEADS_KV, HEAD_DIM, dtype, DEVICE, layers=layers, **options)
-    cache.k.fill_(torch.nan), cache.v.fill_(torch.nan)
-    return cache
+def paged(pages=12, layers=LAYERS, **options) -> PagedKVCache:
+    return paged_of(pages, layers=layers, **options)
 
 
 def write(step, lists, layers=range(LAYERS)):
@@ -82,17 +66,6 @@ class Both:
 both = pytest.mark.parametrize("kind", ["contiguous", "paged"])
 
 
-def exact(scheme, q, tokens, layer):
-    """attention of every sequence alone; rows of q before its first token are 0."""
-    outs = []
-    for b, sequence in enumerate(tokens):
-        seen = min(q.shape[1], len(sequence))
-        k, v = rows([sequence], layer)
-        out = attention(q[b : b + 1, q.shape[1] - seen :], k, v, SCHEMES[scheme], impl="reference")
-        outs.append(torch.cat([torch.zeros_like(q[:1, : q.shape[1] - seen]), out], 1))
-    return torch.cat(outs)
-
-
 # ---- steps
 
 
@@ -123,10 +96,6 @@ def test_steps_equal_attention(scheme, impl, kind):
         for b, sequence in enumerate(tokens):
             cache.truncate(b, done)
             del sequence[len(sequence) - dropped :]
-
-
-class Failure(Exception):
-    pass
 
 
 @both
@@ -242,103 +211,6 @@ def test_nothing_else_changes_the_cache_during_a_step(kind):
         step.append(k, v)
     with pytest.raises(RuntimeError, match="inside the with statement"):
         step.attend(queries(1, 3), SCHEMES["rope"])
-
-
-class Walk:
-    """Random steps on a paged cache of all layers and on lists of token numbers; sequences start with padding."""
-
-    def __init__(self, seed: int):
-        self.random = random.Random(seed)
-        self.cache, self.model, self.pads = paged(14, max_seqlen=90), {}, {}
-        self.failed = self.refused = 0
-
-    def some(self):
-        return self.random.sample(sorted(self.model), self.random.randint(1, min(4, len(self.model))))
-
-    def allocate(self):
-        name = self.cache.allocate()
-        self.model[name], self.pads[name] = [], 0
-
-    def fork(self):
-        parent = self.random.choice(sorted(self.model))
-        name = self.cache.fork(parent)
-        self.model[name], self.pads[name] = list(self.model[parent]), self.pads[parent]
-
-    def truncate(self):
-        name = self.random.choice(sorted(self.model))
-        length = self.random.randint(0, len(self.model[name]))
-        self.cache.truncate(name, length)
-        del self.model[name][length:]
-        self.pads[name] = min(self.pads[name], length)
-
-    def free(self):
-        name = self.random.choice(sorted(self.model))
-        self.cache.free(name)
-        del self.model[name], self.pads[name]
-
-    def step(self):
-        names, seqlen_new = self.some(), self.random.choice([0, 1, 1, 3, 16, 17, 30])
-        new = [[self.random.randrange(512) for _ in range(seqlen_new)] for _ in names]
-        pads = [self.pads[name] for name in names]
-        for b, name in enumerate(names):
-            if len(self.model[name]) == pads[b]:
-                pads[b] += self.random.randint(0, seqlen_new)
-        fails = self.random.random() < 0.3
-        try:
-            with self.cache.step(names, seqlen_new, leftpad=pads) as step:
-                write(step, new, range(self.random.randrange(LAYERS + 1) if fails else LAYERS))
-                if fails:
-                    raise Failure
-        except Failure:
-            self.failed += 1
-            return
-        for name, tokens, pad in zip(names, new, pads, strict=True):
-            self.model[name] = self.model[name] + tokens
-            self.pads[name] = pad
-
-    def check(self):
-        names = list(self.model)
-        assert (
-            list(self.cache.lengths.values())
-            == self.cache.seqlens(names).tolist()
-            == list(map(len, self.model.values()))
-        )
-        assert (
-            [self.cache.padding[name] for name in names]
-            == self.cache.leftpad(names).tolist()
-            == list(self.pads.values())
-        )
-        used = set()
-        for name, table in zip(names, self.cache.block_table(names).tolist(), strict=True):
-            pages = table[: -(-len(self.model[name]) // PAGE)]
-            assert all(0 <= page < self.cache.pages for page in pages)
-            assert all(page == 2**31 - 1 for page in table[len(pages) :])
-            used.update(pages)
-            for layer in range(LAYERS):
-                for pool, expected in zip(self.cache.layer(layer), rows([self.model[name]], layer), strict=True):
-                    assert torch.equal(pool[pages].flatten(0, 1)[: len(self.model[name])], expected[0])
-        assert self.cache.free_pages == self.cache.pages - len(used)
-        unheld = [page for page in range(self.cache.pages) if page not in used]
-        self.cache.k[:, unheld] = self.cache.v[:, unheld] = torch.nan
-
-    def run(self, steps: int):
-        for _ in range(steps):
-            kinds = ["step"] * 9 + ["fork"] * 4 + ["truncate"] * 3 + ["allocate"] * 2 + ["free"] * 2
-            kind = self.random.choice(kinds) if self.model else "allocate"
-            try:
-                getattr(self, kind)()
-            except OutOfPages:
-                self.refused += 1
-            except ValueError as error:
-                assert "no room" in str(error)
-            self.check()
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_random_walk(seed):
-    walk = Walk(seed)
-    walk.run(300)
-    assert walk.failed > 10 and walk.refused > 5
 
 
 # ---- left padding
@@ -520,97 +392,6 @@ def test_layers_are_views_of_one_tensor(make):
     assert f"layers={LAYERS}; " in repr(cache).replace(", max_seqlen=48", "") and "layers" not in repr(one)
 
 
-K = torch.zeros(3, 4, HEADS_KV, HEAD_DIM, dtype=torch.float64, device=DEVICE)
-
-
-@both
-@pytest.mark.parametrize(
-    "call, error, message",
-    [
-        (lambda c: c.attend(queries(1, 3), SCHEMES["rope"]), TypeError, "layer: expected an integer, got None"),
-        (
-            lambda c: c.attend(queries(1, 3), SCHEMES["rope"], layer=3),
-            ValueError,
-            "layer: expected at least 0 and at most 2, got 3",
-        ),
-        (
-            lambda c: c.attend(queries(1, 3), SCHEMES["rope"], K, K, layer=0),
-            ValueError,
-            "k: expected None, a cache of 3 layers takes k and v in a step",
-        ),
-        (
-            lambda c: c.append(K, K),
-            ValueError,
-            "k: expected shape (3, sequences, seqlen_new, heads_kv, head_dim), got (3, 4, 1, 8)",
-        ),
-        (lambda c: c.append(None, K), TypeError, "k: expected a tensor, got NoneType"),
-        (lambda c: c.step(4, leftpad=[1, 2]), ValueError, "leftpad: expected a list of 3 numbers, one per sequence"),
-        (lambda c: c.step(4, leftpad=3), ValueError, "leftpad: expected a list of 3 numbers, one per sequence, got 3"),
-        (
-            lambda c: c.step(4, leftpad=[2, 1, 0]),
-            ValueError,
-            "leftpad of entry 0: expected at least 1 and at most 1, got 2",
-        ),
-        (
-            lambda c: c.step(4, leftpad=[1, 1, 0]),
-            ValueError,
-            "leftpad of entry 2: expected at least 5 and at most 9, got 0",
-        ),
-        (
-            lambda c: c.step(4, leftpad=[1, 1, 10]),
-            ValueError,
-            "leftpad of entry 2: expected at least 5 and at most 9, got 10",
-        ),
-        (lambda c: c.step(-1), ValueError, "seqlen_new: expected at least 0, got -1"),
-        (
-            lambda c: c.attend(
-                queries(1, 3), SCHEMES["rope"], layer=0, cache_leftpad=torch.zeros(3, dtype=torch.int32)
-            ),
-            ValueError,
-            "cache_leftpad: expected None, because the cache remembers",
-        ),
-    ],
-)
-def test_errors(kind, call, error, message):
-    cache = Both(kind)
-    with cache.step(5, leftpad=[1, 1, 5]) as step:
-        write(step, [[1] * 5] * 3)
-    with pytest.raises(error, match=re.escape(message)):
-        call(cache)
-    assert cache.lengths == [5] * 3 and cache.padding == [1, 1, 5]
-
-
-@both
-@pytest.mark.parametrize(
-    "call, error, message",
-    [
-        (lambda s: s.append(K, K, layer=0), ValueError, "layer 0: expected k and v once in a step"),
-        (lambda s: s.append(K[:, :3], K[:, :3], layer=1), ValueError, "k: expected seqlen_new 4 of this step, got 3"),
-        (lambda s: s.append(K, K), TypeError, "layer: expected an integer, got None"),
-        (lambda s: s.append(K, K[:, :3], layer=1), ValueError, "v: expected shape (3, 4, 1, 8), got (3, 3, 1, 8)"),
-        (lambda s: s.append(K.float(), K, layer=1), TypeError, "k: expected torch.float64 as the cache"),
-        (
-            lambda s: s.attend(queries(1, 2), SCHEMES["rope"], K, K, layer=1),
-            ValueError,
-            "q: expected shape (3, seqlen_q, heads_q",
-        ),
-        (lambda s: s.attend(queries(1, 3), SCHEMES["rope"], v=K, layer=1), TypeError, "k: expected a tensor"),
-        (
-            lambda s: s.attend(queries(1, 3), SCHEMES["rope"], K, K, layer=1, num_splits=0),
-            ValueError,
-            "num_splits: expected None or a number",
-        ),
-    ],
-)
-def test_errors_in_a_step(kind, call, error, message):
-    cache = Both(kind)
-    with pytest.raises(error, match=re.escape(message)), cache.step(4) as step:
-        write(step, [[1] * 4] * 3, [0])
-        call(step)
-    assert cache.lengths == [0] * 3
-    assert cache.contiguous or cache.cache.free_pages == 12
-
-
 @pytest.mark.parametrize("layers, error", [(0, ValueError), (1.5, TypeError), (True, TypeError)])
 def test_construction(layers, error):
     with pytest.raises(error, match="layers: expected"):
@@ -639,3 +420,24 @@ def test_made_in_inference_mode():
     with torch.inference_mode(), caches[0].step(1) as step:
         write(step, [[3]])
     assert caches[0].lengths == [3] and caches[0].leftpad.tolist() == [1] and caches[1].lengths[name] == 2
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="the CPU has nothing to wait for")
+def test_no_call_waits_for_the_device():
+    new, q, rotary = rows([[1] * 5] * 2, dtype=torch.bfloat16), queries(1, 2, dtype=torch.bfloat16), SCHEMES["rope"]
+    row, pages = contiguous_of(2, dtype=torch.bfloat16), paged_of(20, torch.bfloat16)
+
+    def calls():
+        row.append(*new), row.attend(q, rotary, *new), row.truncate(0, 7), row.truncate(None, [3, 4]), row.reset()
+        names = [pages.allocate(), pages.allocate(20)]
+        pages.append(names, *new)
+        names = [names[0], pages.fork(names[0])]
+        pages.attend(names, q, rotary, *new)
+        pages.truncate(names[0], 6), pages.free(names[1]), pages.reset()
+
+    calls()  # compiles the kernels
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        calls()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

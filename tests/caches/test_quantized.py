@@ -3,6 +3,7 @@
 import pytest
 import support
 import torch
+from caching import BITS, PAGE, Cached, dequantized, pack, page_sizes, quantized, unpacked
 from flashrope import (
     KVCache,
     PagedKVCache,
@@ -16,102 +17,11 @@ from flashrope.backends.cache_tables import CacheLayer, CacheTables
 from flashrope.backends.cpu import loader
 from flashrope.backends.registry import load_backend
 from support import SCHEMES
-from test_decode import PAGE, cached, layouts
-from test_decode_varlen import MIXED, Packed
+from test_decode import MIXED, causalities, mappings
 from test_rotate import by_complex_numbers
-from test_rotated_keys import fill_rotated, rotated
+from test_rotated_keys import cached as rotated
 
-BITS = {"int8": 8, "int4": 4}
 bits = pytest.mark.parametrize("cache_dtype", BITS)
-
-
-def by_formula(x, cache_dtype):
-    """(codes as numbers, scale) of rows x (..., head_dim), float64; the scale is a float32 number."""
-    largest = 2 ** (BITS[cache_dtype] - 1) - 1
-    limit = min(torch.finfo(x.dtype).max, torch.finfo(torch.float32).max)
-    x = x.double().clamp(-limit, limit)
-    scale = (x.abs().amax(-1) / largest).float().double()
-    codes = (x / scale[..., None]).nan_to_num(0.0).clamp(-largest, largest)
-    # The kernels divide float32 numbers; a quotient that float64 puts beside a half, they may put on it.
-    return codes.float().round().double(), scale
-
-
-def dequantized(x, cache_dtype):
-    codes, scale = by_formula(x, cache_dtype)
-    return codes * scale[..., None]
-
-
-def pack(codes, cache_dtype):
-    if cache_dtype == "int8":
-        return codes.to(torch.int8)
-    nibbles = (codes + 8).to(torch.uint8)
-    return nibbles[..., 0::2] + 16 * nibbles[..., 1::2]
-
-
-def unpacked(codes, cache_dtype):
-    if cache_dtype == "int8":
-        return codes.double()
-    return torch.stack((codes % 16, codes // 16), -1).flatten(-2).double() - 8
-
-
-def vllm_layout(codes, scale):
-    """k and v with their scales in one buffer: a head of a slot is K | scale of K | V | scale of V."""
-    (k, v), rows, width = codes, codes[0].shape[:-1], codes[0].shape[-1]
-    half = width + 4
-    buffer = torch.full((*rows, 2 * half), 113, dtype=torch.uint8, device=k.device)
-    caches = [buffer[..., i * half : i * half + width].view(k.dtype) for i in range(2)]
-    floats = buffer.view(torch.float32)
-    scales = [floats[..., (i * half + width) // 4] for i in range(2)]
-    for to, x in zip((*caches, *scales), (k, v, *scale), strict=True):
-        to.copy_(x)
-    return (*caches, *scales)
-
-
-def quantize_cache(c, cache_dtype, vllm=False) -> dict:
-    """The caches of a Cached become codes; returns its scales. Slots without a token: any code, a scale of NaN."""
-    codes, scales = [], []
-    for x in (c.k_cache, c.v_cache):
-        numbers, scale = by_formula(x, cache_dtype)
-        packed = pack(numbers, cache_dtype)
-        garbage = torch.randint(-128, 128, packed.shape, generator=torch.Generator().manual_seed(5)).to(packed)
-        codes.append(torch.where(x.isnan().all(-1, keepdim=True), garbage, packed))
-        scales.append(scale.float())
-    if vllm:
-        c.k_cache, c.v_cache, *scales = vllm_layout(codes, scales)
-    else:
-        c.k_cache, c.v_cache = codes
-    return {"k_scale": scales[0], "v_scale": scales[1]}
-
-
-def check(c, target, cache_dtype, vllm=False, **options):
-    scales = quantize_cache(c, cache_dtype, vllm)
-    out, lse = c.run(target.impl, **scales, **options)
-    assert out.dtype == target.dtype and lse.dtype == support.lse_type(target)
-    starts = c.cu_seqlens_q.tolist() if isinstance(c, Packed) else None
-    for b, p in enumerate(c.sequences):
-        exact = p.replace(k=dequantized(p.k, cache_dtype), v=dequantized(p.v, cache_dtype))
-        if starts is None:
-            got = {"out": out[b : b + 1], "lse": lse[b : b + 1]}
-        else:
-            rows = slice(starts[b], starts[b + 1])
-            got = {"out": out[None, rows], "lse": lse[None, :, rows]}
-        if got["out"].shape[1]:
-            support.check_budget(got, exact, target.dtype, f"sequence {b}: ")
-    check_contents(c, cache_dtype, **scales)
-
-
-def check_contents(c, cache_dtype, k_scale, v_scale):
-    """Codes and scales of all tokens, the new ones included, are those of the formula."""
-    pads = c.leftpad or (0,) * len(c.sequences)
-    for b, (p, pad) in enumerate(zip(c.sequences, pads, strict=True)):
-        slots = torch.arange(pad, pad + p.k.shape[1], device=c.k_cache.device)
-        page, row = b, slots
-        if c.page_size:
-            page, row = c.block_table[b, slots // c.page_size].long(), slots % c.page_size
-        for cache, scales, x in ((c.k_cache, k_scale, p.k), (c.v_cache, v_scale, p.v)):
-            codes, scale = by_formula(x[0], cache_dtype)
-            assert torch.equal(scales[page, row], scale.float()), f"scales of sequence {b}"
-            assert torch.equal(cache[page, row], pack(codes, cache_dtype)), f"codes of sequence {b}"
 
 
 @pytest.mark.interpreted(
@@ -122,25 +32,23 @@ def check_contents(c, cache_dtype, k_scale, v_scale):
     )
 )
 @bits
-@layouts
+@page_sizes
 @pytest.mark.parametrize(
     "scheme",
     ["none", "rope", "rope_interleaved", "rope_partial", "hope_compact", "rerope", "leaky", "hope_rerope_log_n"],
 )
 def test_one_token(target, page_size, scheme, cache_dtype):
-    c = cached(target, SCHEMES[scheme](16), (45, 1, 64, 22), 1, leftpad=(3, 0, 0, 40), capacity=80, page_size=page_size)
-    check(c, target, cache_dtype)
+    options = dict(leftpad=(3, 0, 0, 40), page=page_size, cache_dtype=cache_dtype)
+    Cached(target, SCHEMES[scheme](16), (45, 1, 64, 22), **options).check()
 
 
 @pytest.mark.interpreted(lambda exact, page_size, cache_dtype, causal: bool(page_size) == causal)
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@causalities
 @bits
-@layouts
+@page_sizes
 def test_several_tokens(exact, page_size, cache_dtype, causal):
-    c = cached(
-        exact, SCHEMES["leaky"](16), (45, 5, 64), 5, leftpad=(3, 0, 0), capacity=80, page_size=page_size, causal=causal
-    )
-    check(c, exact, cache_dtype)
+    options = dict(leftpad=(3, 0, 0), page=page_size, causal=causal, cache_dtype=cache_dtype)
+    Cached(exact, SCHEMES["leaky"](16), (45, 5, 64), 5, **options).check()
 
 
 @pytest.mark.interpreted(
@@ -150,24 +58,23 @@ def test_several_tokens(exact, page_size, cache_dtype, causal):
     )
 )
 @bits
-@layouts
+@page_sizes
 @pytest.mark.parametrize("scheme", ["none", "rope_partial", "rope_interleaved", "rerope", "yarn_leaky_local_log_n"])
 def test_chunks(exact, page_size, scheme, cache_dtype):
     """More than 64 queries, which another kernel may serve: one sequence fills the cache, one starts after padding."""
-    c = cached(exact, SCHEMES[scheme](16), (112, 66), 66, heads=2, leftpad=(0, 30), capacity=112, page_size=page_size)
-    check(c, exact, cache_dtype)
+    options = dict(heads=(2, 1), leftpad=(0, 30), page=page_size, cache_dtype=cache_dtype)
+    Cached(exact, SCHEMES[scheme](16), (112, 66), 66, **options).check()
 
 
 @pytest.mark.interpreted(
-    lambda exact, page_size, placed, cache_dtype: bool(page_size) == placed == (cache_dtype == "int4")
+    lambda exact, page_size, mapped, cache_dtype: bool(page_size) == mapped == (cache_dtype == "int4")
 )
 @bits
-@layouts
-@pytest.mark.parametrize("placed", [False, True], ids=["behind", "placed"])
-def test_packed(exact, page_size, placed, cache_dtype):
-    pads = (10, 3, 0, 0, 2, 0, 1, 0)
-    rotary = SCHEMES["hope_rerope_log_n"](16)
-    check(Packed(exact, rotary, MIXED, leftpad=pads, page_size=page_size, placed=placed), exact, cache_dtype)
+@page_sizes
+@mappings
+def test_packed(exact, page_size, mapped, cache_dtype):
+    options = dict(leftpad=(10, 3, 0, 0, 2, 0, 1, 0), page=page_size, mapped=mapped, cache_dtype=cache_dtype)
+    Cached.packed(exact, SCHEMES["hope_rerope_log_n"](16), MIXED, **options).check()
 
 
 @pytest.mark.interpreted(lambda exact, seqlen_q, head_dim, cache_dtype: (head_dim == 24) == (cache_dtype == "int4"))
@@ -177,8 +84,8 @@ def test_packed(exact, page_size, placed, cache_dtype):
 def test_the_layout_of_vllm(exact, seqlen_q, head_dim, cache_dtype):
     """Codes and scales of K and V in one buffer, whose rows are multiples of 4 bytes only."""
     rotary = Rotary.rope(head_dim, rotary_dim=12).rectify(21)
-    c = cached(exact, rotary, (110, 80), seqlen_q, heads=2, capacity=112, page_size=PAGE)
-    check(c, exact, cache_dtype, vllm=True)
+    options = dict(heads=(2, 1), page=PAGE, cache_dtype=cache_dtype, layout="vllm")
+    Cached(exact, rotary, (110, 80), seqlen_q, **options).check()
 
 
 @pytest.mark.interpreted(lambda target, scheme, head_dim, cache_dtype: (head_dim == 96) == (cache_dtype == "int8"))
@@ -196,21 +103,14 @@ def test_the_layout_of_vllm(exact, seqlen_q, head_dim, cache_dtype):
 )
 def test_keys_that_do_not_rotate(target, scheme, head_dim, cache_dtype):
     """Heads wide enough for words of 16 bits."""
-    check(cached(target, scheme(head_dim), (60, 33), 1, heads=2, leftpad=(3, 0), capacity=64), target, cache_dtype)
+    Cached(target, scheme(head_dim), (60, 33), heads=(2, 1), leftpad=(3, 0), cache_dtype=cache_dtype).check()
 
 
 @bits
 def test_rows_at_odd_bytes(exact, cache_dtype):
-    c = cached(exact, SCHEMES["rerope"](128), (60, 33), 1, heads=2, capacity=64)
-    scales = quantize_cache(c, cache_dtype)
-    want = c.run(exact.impl, **scales)
-    for name in ("k_cache", "v_cache"):
-        codes = getattr(c, name)
-        room = torch.zeros(*codes.shape[:-1], codes.shape[-1] + 1, dtype=codes.dtype, device=codes.device)
-        room[..., :-1] = codes
-        setattr(c, name, room[..., :-1])
-    for got, expected in zip(c.run(exact.impl, **scales), want, strict=True):
-        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+    c = Cached(exact, SCHEMES["rerope"](128), (60, 33), heads=(2, 1), cache_dtype=cache_dtype)
+    for got, want in zip(c.replace(layout="odd bytes").call(), c.call(), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.interpreted(
@@ -222,32 +122,26 @@ def test_rows_at_odd_bytes(exact, cache_dtype):
 def test_rotated_keys(exact, seqlen_q, head_dim, cache_dtype):
     """Keys are rotated, rounded, then quantized; queries alone rotate."""
     rotary = Rotary.rope(head_dim, rotary_dim=12)
-    c = cached(exact, rotary, (90, 70), seqlen_q, heads=2, leftpad=(3, 0), capacity=96, page_size=PAGE)
-    fill_rotated(c)
-    scales = quantize_cache(c, cache_dtype)
-    out, lse = c.run(exact.impl, rotated_keys=True, **scales)
-    for b, (p, pad) in enumerate(zip(c.sequences, c.leftpad, strict=True)):
-        slots = torch.arange(pad, pad + p.k.shape[1], device=out.device)
-        page, row = c.block_table[b, slots // PAGE].long(), slots % PAGE
-        codes = unpacked(c.k_cache[page, row], cache_dtype)
-        stored = codes * scales["k_scale"][page, row].double()[..., None]
-        numbers, scale = by_formula(rotated(p).k[0], cache_dtype)
-        torch.testing.assert_close(scales["k_scale"][page, row].double(), scale, rtol=1e-6, atol=0)
+    c = rotated(exact, rotary, (90, 70), seqlen_q, heads=(2, 1), leftpad=(3, 0), page=PAGE, cache_dtype=cache_dtype)
+    out, lse = c.call()
+    for b, (p, place) in enumerate(zip(c.problems, c.visible, strict=True)):
+        codes = unpacked(c.k_cache[place], cache_dtype)
+        stored = codes * c.scales["k_scale"][place].double()[..., None]
+        numbers, scale = quantized(c.stored(p.k)[0].to(p.k), cache_dtype)
+        torch.testing.assert_close(c.scales["k_scale"][place].double(), scale, rtol=1e-6, atol=0)
         assert (codes - numbers).abs().max() <= 1  # rounding may move a number over the middle between two codes
         assert ((codes - numbers) != 0).double().mean() < 1e-2
         raw = by_complex_numbers(stored[None], rotary, -torch.arange(stored.shape[0])).to(out.device)
-        exact_p = p.replace(k=raw, v=dequantized(p.v, cache_dtype))
-        support.check_budget({"out": out[b : b + 1], "lse": lse[b : b + 1]}, exact_p, exact.dtype, f"sequence {b}: ")
+        want = p.replace(k=raw, v=dequantized(p.v, cache_dtype))
+        support.check_budget({"out": out[b : b + 1], "lse": lse[b : b + 1]}, want, exact.dtype, f"sequence {b}: ")
 
 
 @bits
 @pytest.mark.parametrize("seqlen_q", [1, 70])
 def test_reference(seqlen_q, cache_dtype):
     target = support.Target("reference", torch.float64, "cpu")
-    c = cached(
-        target, SCHEMES["hope_rerope_log_n"](16), (90, 70), seqlen_q, leftpad=(3, 0), capacity=96, page_size=PAGE
-    )
-    check(c, target, cache_dtype)
+    options = dict(leftpad=(3, 0), page=PAGE, cache_dtype=cache_dtype)
+    Cached(target, SCHEMES["hope_rerope_log_n"](16), (90, 70), seqlen_q, **options).check()
 
 
 @bits
@@ -255,14 +149,13 @@ def test_composed(composed, cache_dtype):
     """Without the compiled kernels: one token, a chunk, packed queries."""
     target = support.Target("cpu", torch.float32, "cpu")
     for seqlen_q, scheme in ((1, "rope"), (70, "rerope")):
-        check(cached(target, SCHEMES[scheme](16), (90, 70), seqlen_q, capacity=96, page_size=PAGE), target, cache_dtype)
-    check(Packed(target, SCHEMES["leaky"](16), MIXED, placed=True), target, cache_dtype)
+        Cached(target, SCHEMES[scheme](16), (90, 70), seqlen_q, page=PAGE, cache_dtype=cache_dtype).check()
+    Cached.packed(target, SCHEMES["leaky"](16), MIXED, mapped=True, cache_dtype=cache_dtype).check()
 
 
 @bits
 def test_wide_heads(exact, cache_dtype):
-    c = cached(exact, Rotary.hope(128, 100, compact=True), (60, 33), 1, heads=2, capacity=64)
-    check(c, exact, cache_dtype)
+    Cached(exact, Rotary.hope(128, 100, compact=True), (60, 33), heads=(2, 1), cache_dtype=cache_dtype).check()
 
 
 @bits
@@ -425,7 +318,7 @@ def test_rotated_keys_of_a_cache(make):
     want = attention(q.double(), unrotated, dequantized(v, "int8"), rotary, impl="reference").float()
     torch.testing.assert_close(out, want[:, 40:], rtol=1e-3, atol=1e-3)
     if make is contiguous:
-        torch.testing.assert_close(cache.k_scale[:, :50], by_formula(rotate(k, rotary), "int8")[1].float())
+        torch.testing.assert_close(cache.k_scale[:, :50], quantized(rotate(k, rotary), "int8")[1].float())
 
 
 def test_compiled_whole():

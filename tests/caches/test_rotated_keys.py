@@ -3,6 +3,7 @@
 import pytest
 import support
 import torch
+from caching import PAGE, Cached, page_sizes
 from flashrope import (
     KVCache,
     PagedKVCache,
@@ -13,39 +14,26 @@ from flashrope import (
     rotate,
 )
 from support import SCHEMES
-from test_decode import PAGE, cached, layouts
-from test_decode_varlen import MIXED, Packed
+from test_decode import MIXED, causalities, mappings
 from test_needles import needle
 from test_rotate import ROTATIONS, SEVERAL, by_complex_numbers
 
 OVER_KEYS = [name for name in ROTATIONS if name != "slope"]
 
 
-def rotated(p: support.Problem) -> support.Problem:
-    return p.replace(k=by_complex_numbers(p.k, p.rotary).to(p.k))
-
-
-def fill_rotated(cache):
-    """The keys that a Cached holds, but not those that its call appends, replaced by rotated ones."""
-    raw, before = cache.k_cache.clone(), cache.sequences
-    cache.sequences = [rotated(p) for p in before]
-    cache.__post_init__()
-    assert not torch.equal(raw.nan_to_num(), cache.k_cache.nan_to_num()) or not any(before[0].rotary.frequencies)
-    cache.sequences = before
-    return cache
+def cached(target, rotary, *arguments, make=Cached, **options) -> Cached:
+    """A cache of rotated keys."""
+    return make(target, rotary, *arguments, stored=lambda k: by_complex_numbers(k, rotary), **options)
 
 
 @pytest.mark.interpreted(
     lambda target, page_size, scheme: target.dtype == torch.float32 and bool(page_size) == (len(scheme) % 2 == 0)
 )
-@layouts
+@page_sizes
 @pytest.mark.parametrize("scheme", OVER_KEYS)
 def test_one_token(target, page_size, scheme):
     """The new key is rotated at its own position, behind the left padding, and not twice."""
-    c = cached(
-        target, ROTATIONS[scheme](16), (45, 1, 64, 22), 1, leftpad=(3, 0, 0, 40), capacity=80, page_size=page_size
-    )
-    fill_rotated(c).check(target, rotated_keys=True)
+    cached(target, ROTATIONS[scheme](16), (45, 1, 64, 22), leftpad=(3, 0, 0, 40), page=page_size).check()
 
 
 def test_new_keys_in_the_padding_are_rotated_by_an_angle(exact):
@@ -61,30 +49,25 @@ def test_new_keys_in_the_padding_are_rotated_by_an_angle(exact):
 
 
 @pytest.mark.interpreted(lambda exact, page_size, scheme, causal: (scheme == "local") == bool(page_size))
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
-@layouts
+@causalities
+@page_sizes
 @pytest.mark.parametrize("scheme", ["rope_interleaved", "hope_yarn", "local", "rotated_scale"])
 def test_several_tokens(exact, page_size, scheme, causal):
-    c = cached(
-        exact, ROTATIONS[scheme](16), (45, 5, 64), 5, leftpad=(3, 0, 7), capacity=80, page_size=page_size, causal=causal
-    )
-    fill_rotated(c).check(exact, rotated_keys=True)
+    cached(exact, ROTATIONS[scheme](16), (45, 5, 64), 5, leftpad=(3, 0, 7), page=page_size, causal=causal).check()
 
 
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@causalities
 @pytest.mark.parametrize("seqlen_q", [9, 70])
 def test_more_queries_than_keys(exact, seqlen_q, causal):
     """Rows before the first key are at negative positions; without causality they see keys."""
-    c = cached(exact, Rotary.rope(16), (5, 64, 2), seqlen_q, seqlen_new=2, capacity=80, causal=causal)
-    fill_rotated(c).check(exact, rotated_keys=True)
+    cached(exact, Rotary.rope(16), (5, 64, 2), seqlen_q, new=2, capacity=80, causal=causal).check()
 
 
-@layouts
+@page_sizes
 @pytest.mark.parametrize("scheme", ["rope_partial", "local"])
 def test_chunks(exact, page_size, scheme):
     """Enough queries for the prefill kernel."""
-    c = cached(exact, SCHEMES[scheme](16), (80, 130), 70, leftpad=(5, 0), capacity=144, page_size=page_size, batch=1)
-    fill_rotated(c).check(exact, rotated_keys=True)
+    cached(exact, SCHEMES[scheme](16), (80, 130), 70, leftpad=(5, 0), capacity=144, page=page_size).check()
 
 
 @pytest.mark.interpreted(lambda exact, distance: distance == 21)
@@ -102,44 +85,28 @@ def test_a_needle(exact, distance):
     support.check_budget({"out": out, "lse": lse}, p, exact.dtype)
 
 
-@pytest.mark.interpreted(lambda exact, page_size, placed, leftpad: bool(page_size) == placed == bool(leftpad))
-@layouts
+@pytest.mark.interpreted(lambda exact, page_size, mapped, leftpad: bool(page_size) == mapped == bool(leftpad))
+@page_sizes
 @pytest.mark.parametrize("leftpad", [None, (3, 0, 5, 11, 0, 0, 2, 1)], ids=["", "leftpad"])
-@pytest.mark.parametrize("placed", [False, True], ids=["behind", "placed"])
-def test_packed(exact, page_size, placed, leftpad):
+@mappings
+def test_packed(exact, page_size, mapped, leftpad):
     rotary = Rotary.rope(16, rotary_dim=8).log_n(40)
-    c = Packed(exact, rotary, MIXED, leftpad=leftpad, page_size=page_size, placed=placed)
-    raw, c.k_cache = c.k_cache, torch.full_like(c.k_cache, torch.nan)
-    pads = leftpad or (0,) * len(MIXED)
-    for b, (p, pad) in enumerate(zip(c.sequences, pads, strict=True)):
-        old = p.k.shape[1] - c.sizes[b]
-        for slot in range(pad, pad + old):
-            page, row = (int(c.block_table[b, slot // PAGE]), slot % PAGE) if page_size else (b, slot)
-            c.k_cache[page, row] = rotated(p).k[0, slot - pad]
-    assert torch.equal(raw.isnan(), c.k_cache.isnan())
-    out, lse = c.run(exact.impl, rotated_keys=True)
-    for b, p in enumerate(c.sequences):
-        rows = slice(int(c.cu_seqlens_q[b]), int(c.cu_seqlens_q[b + 1]))
-        if c.sizes[b]:
-            got = {"out": out[None, rows], "lse": lse[None, :, rows]}
-            support.check_budget(got, p, exact.dtype, f"sequence {b}: ")
+    cached(exact, rotary, MIXED, make=Cached.packed, leftpad=leftpad, page=page_size, mapped=mapped).check()
 
 
 def test_sinks_and_length_scale(exact):
     """What belongs to scores applies as over raw keys."""
     rotary = Rotary(**{f: getattr(Rotary.rope(16), f) for f in ("head_dim", "frequencies")}, length_scale=8.0)
-    c, sinks = cached(exact, rotary, (45, 9), 3), torch.tensor([0.5, -1.0, 2.0, 0.0], device=exact.device)
-    want = cached(exact, rotary, (45, 9), 3).run(exact.impl, sinks=sinks)
-    got = fill_rotated(c).run(exact.impl, sinks=sinks, rotated_keys=True)
+    sinks = torch.tensor([0.5, -1.0, 2.0, 0.0], device=exact.device)
+    got, want = (make(exact, rotary, (45, 9), 3).call(sinks=sinks) for make in (cached, Cached))
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
-def test_composed(composed):
-    """Without the compiled kernels, one token and a chunk, contiguous and packed."""
+@pytest.mark.parametrize("seqlen_q", [1, 40])
+def test_composed(composed, seqlen_q):
+    """Without the compiled kernels, one token and a chunk."""
     target = support.Target("cpu", torch.float32, "cpu")
-    for seqlen_q in (1, 40):
-        c = cached(target, Rotary.rope(16).local(21), (45, 64), seqlen_q, leftpad=(3, 0), capacity=80, page_size=PAGE)
-        fill_rotated(c).check(target, rotated_keys=True)
+    cached(target, Rotary.rope(16).local(21), (45, 64), seqlen_q, leftpad=(3, 0), page=PAGE).check()
 
 
 def test_compiled_whole():
@@ -206,8 +173,7 @@ def test_nothing_outside_the_pages_is_written(exact, raw):
 def test_reference(seqlen_q):
     target = support.Target("reference", torch.float64, "cpu")
     rotary = Rotary.rope(16, rotary_dim=8).scale_rotated(2.0)
-    c = cached(target, rotary, (45, 5, 64), seqlen_q, leftpad=(3, 0, 7), capacity=80, page_size=PAGE)
-    fill_rotated(c).check(target, rotated_keys=True)
+    cached(target, rotary, (45, 5, 64), seqlen_q, leftpad=(3, 0, 7), page=PAGE).check()
 
 
 def test_padding_reads_no_table(compiled):

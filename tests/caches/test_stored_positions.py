@@ -3,15 +3,16 @@
 import pytest
 import support
 import torch
+from caching import PAGE, POSITIONED, Cached
 from flashrope import Rotary, attention_varlen_with_cache, attention_with_cache
 from flashrope.backends.cache_tables import CachePositions, CacheTables, Packed
 from flashrope.backends.shown import store_positions
-from placing import Case
 from support import SCHEMES, int32
-from test_positions import TARGETS
+from test_cached_positions import MAPPED, holes, hostile, in_float32, targets
 
-TRITON = [t for t in TARGETS if t.impl == "triton"]
-EXACT = [t for t in TARGETS if t.impl in ("triton", "cpu") and t.dtype == torch.float32]
+EXACT = [t for t in POSITIONED if t.impl in ("triton", "cpu") and t.dtype == torch.float32]
+exact_targets = pytest.mark.parametrize("target", EXACT, ids=str)
+triton = pytest.mark.parametrize("target", [t for t in EXACT if t.impl == "triton"], ids=str)
 AXIAL = {
     "mrope": lambda d: Rotary.rope(d).mrope((d // 4, d // 8, d // 8)),
     "mrope_interleaved": lambda d: Rotary.rope(d).yarn(4.0, train_length=64).mrope((d // 4, d // 8, d // 8), True),
@@ -21,68 +22,70 @@ AXIAL = {
     "axial": lambda d: Rotary.axial(d, axes=2),
     "one_axis": lambda d: Rotary.axial(d, axes=1),
 }
+EVERY = SCHEMES | AXIAL | MAPPED
 
 
-def coordinates(case: Case, axes: int, seed=7, low=-3, high=60) -> torch.Tensor:
-    """Whole ones in any order, as of the patches of images; float32."""
+def over(target, scheme, lengths, queries=2, head_dim=32, page=PAGE, **options) -> Cached:
+    """A call that reads a cache, and appends nothing."""
+    rotary = EVERY[scheme](head_dim) if isinstance(scheme, str) else scheme
+    options = {"heads": (2, 1) if target.slow else (4, 2), **options}
+    return Cached(target, rotary, lengths, queries, new=0, page=page, layout="poisoned", **options)
+
+
+def coordinates(c: Cached, axes: int, seed=7, low=-3, high=60) -> torch.Tensor:
+    """Whole ones in any order, as of the patches of images; float32. axes 0: one number a slot."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(low, high, (*case.k.shape[:2], axes), generator=generator).float().to(case.q.device)
+    values = torch.randint(low, high, (*c.k_cache.shape[:2], axes or 1), generator=generator).float()
+    return values.to(c.q.device) if axes else values[..., 0].to(c.q.device)
 
 
-def holes(batch: int, entries: int, page: int) -> dict[str, torch.Tensor]:
-    """Pages that show rows from their middle, or none; their positions fall."""
-    first, lengths = torch.zeros(batch, entries, dtype=torch.int32), torch.full((batch, entries), page).int()
-    first[0, 1], lengths[0, 1], lengths[-1, 2], lengths[-1, 0] = 5, page - 7, 0, 3
-    positions = 100 - 30 * torch.arange(batch * entries, dtype=torch.int32).view(batch, entries)
-    return dict(page_positions=positions, page_first=first, page_lengths=lengths)
-
-
-@pytest.mark.interpreted(lambda target, **given: given["scheme"] in ("mrope_interleaved", "mrope_local", "scaled"))
-@pytest.mark.parametrize("target", EXACT, ids=str)
+@pytest.mark.interpreted(lambda target, scheme: scheme in ("mrope_interleaved", "mrope_local", "scaled"))
+@exact_targets
 @pytest.mark.parametrize("scheme", AXIAL)
 def test_axes(target, scheme):
-    """Pages with holes, at positions of their own; a window of an axial scheme goes by the order of the shown keys."""
-    case, rotary = Case(target, (2, 5, 16, 32), 2, lengths=[75, 80]), AXIAL[scheme](32)
-    slots = coordinates(case, rotary.axes)
-    case.check(rotary, slot_positions=slots, **holes(2, 5, 16))
-    case.check(rotary, causal=False, slot_positions=slots)
+    """Pages with holes, at positions of their own; a window of an axial scheme goes by the order of visible keys."""
+    c = over(target, scheme, [75, 80])
+    slots = coordinates(c, c.rotary.axes)
+    c.at(slot_positions=slots, **holes(2, 5, 16)).check(validate=False)
+    c.replace(causal=False).at(slot_positions=slots).check()
 
 
-@pytest.mark.interpreted(lambda target, **given: given["scheme"] == "mrope_local")
-@pytest.mark.parametrize("target", EXACT, ids=str)
+@pytest.mark.interpreted(lambda target, scheme: scheme == "mrope_local")
+@exact_targets
 @pytest.mark.parametrize("scheme", ["axial", "mrope_local"])
-def test_axes_where_a_page_shows_its_last_rows(target, scheme):
+def test_axes_where_the_last_rows_of_a_page_are_visible(target, scheme):
     """The numbers of the queries are below the rows of the keys that they see."""
-    case, rotary = Case(target, (2, 1, 16, 32), 2), AXIAL[scheme](32)
+    c = over(target, scheme, [16, 16])
     tables = dict(page_first=int32([[10], [9]]), page_lengths=int32([[6], [5]]))
-    case.check(rotary, slot_positions=coordinates(case, rotary.axes), **tables)
+    c.at(slot_positions=coordinates(c, c.rotary.axes), **tables).check()
 
 
-@pytest.mark.interpreted(lambda target, **given: given["paged"] and target.dtype == torch.float32)
-@pytest.mark.parametrize("target", TRITON, ids=str)
+@in_float32
+@pytest.mark.parametrize("target", [t for t in POSITIONED if t.impl == "triton"], ids=str)
 @pytest.mark.parametrize("paged", [True, False], ids=["paged", "contiguous"])
 def test_padded_sequences_and_queries_of_their_own(target, paged):
-    case, rotary = Case(target, (2, 3, 32, 64), 3, lengths=[91, 80], leftpad=[5, 40]), AXIAL["mrope"](64)
-    case = case if paged else case.contiguous()
-    slots = coordinates(case, 3)
+    c = over(target, "mrope", [86, 40], 3, 64, page=32 * paged, leftpad=[5, 40], capacity=96, heads=(2, 1))
+    slots = coordinates(c, 3)
     whole = torch.randint(-9, 99, (2, 3, 3), generator=torch.Generator().manual_seed(3))
     for queries in (None, whole, whole.int(), whole / 8 + 0.125):
-        case.check(rotary, slot_positions=slots, queries=queries)
+        c.at(slot_positions=slots, positions=queries).check()
     tables = dict(page_positions=int32([[1000, -7, 50]] * 2)) if paged else {}
-    case.check(rotary, num_splits=3, slot_positions=slots / 3, **tables)
+    c.at(slot_positions=slots / 3, **tables).check(num_splits=3, validate=False)
 
 
-@pytest.mark.interpreted(lambda target, **given: False)
-@pytest.mark.parametrize("target", EXACT, ids=str)
+@pytest.mark.interpreted(lambda target: False)
+@exact_targets
 def test_chunks(target):
     """More queries than one step decodes, as a prompt with an image has."""
-    case, rotary = Case(target, (1, 6, 16, 32), 80, lengths=[93]), AXIAL["mrope"](32)
-    case.check(rotary, slot_positions=coordinates(case, 3))
-    case.check(SCHEMES["rerope"](32), slot_positions=torch.arange(96.0).view(6, 16)[torch.argsort(case.block_table[0])])
+    c = over(target, "mrope", [93], 80)
+    c.at(slot_positions=coordinates(c, 3)).check()
+    c = over(target, "rerope", [93], 80)
+    c.at(slot_positions=c.by_slot(torch.arange(96.0)[None])).check()
 
 
 KINDS = {
     "runs": lambda at: at + 7 * (at // 24),
+    "runs at halves": lambda at: at + 7 * (at // 24) + 0.5,
     "scattered": lambda at: at * 3 - at % 3,
     "fractions": lambda at: at * 1.37 - 40.3,
     "equal": lambda at: (at // 5).floor(),
@@ -92,177 +95,205 @@ KINDS = {
 FAST = (("fractions", "local"), ("fractions", "yarn_leaky_local_log_n"), ("falling", "rope"))
 
 
-@pytest.mark.interpreted(lambda target, **given: (given["kind"], given["scheme"]) in FAST)
-@pytest.mark.parametrize("target", [t for t in EXACT if t.impl == "triton"], ids=str)
+@pytest.mark.interpreted(lambda target, kind, scheme: (kind, scheme) in FAST)
+@triton
 @pytest.mark.parametrize("scheme", ["rope", "rerope", "yarn_leaky_local_log_n", "hope_rerope_log_n", "local"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_bands(target, kind, scheme):
     """Distances go by what the slots store: to a fraction, and wherever it falls."""
     paged = kind in ("runs", "fractions", "falling")
-    case = Case(target, (2, 12, 16, 32), 2, lengths=[183, 192], leftpad=[3, 0])
-    case = case if paged else case.contiguous()
-    at = torch.arange(192.0).repeat(2, 1)
-    slots = KINDS[kind](at)
-    if paged:
-        pages = torch.empty(24, 16)
-        pages[case.block_table.flatten().long().cpu()] = slots.view(24, 16)
-        slots = pages
-    case.check(SCHEMES[scheme](32), slot_positions=slots)
+    c = over(target, scheme, [180, 192], page=PAGE * paged, leftpad=[3, 0])
+    slots = c.by_slot(KINDS[kind](torch.arange(192.0).repeat(2, 1)))
+    c.at(slot_positions=slots).check(validate=False)
     if scheme in ("rerope", "local"):
-        case.check(SCHEMES[scheme](32), causal=False, slot_positions=slots)
+        c.replace(causal=False).at(slot_positions=slots).check(validate=False)
     if paged and scheme in ("rerope", "yarn_leaky_local_log_n"):
-        case.check(SCHEMES[scheme](32), slot_positions=slots, **holes(2, 12, 16))
+        c.at(slot_positions=slots, **holes(2, 12, 16)).check(validate=False)
 
 
-@pytest.mark.interpreted(lambda target, **given: given["distance"] in (20.99, 21.01, 21.8, -0.25))
-@pytest.mark.parametrize("target", [t for t in EXACT if t.impl == "triton"], ids=str)
+@pytest.mark.interpreted(lambda target, distance: distance in (20.99, 21.01, 21.8, -0.25))
+@triton
 @pytest.mark.parametrize("distance", [20.5, 20.99, 21.0, 21.01, 21.5, 21.8, 0.0, 0.25, -0.25])
 def test_keys_at_the_edge_of_a_window(target, distance):
     """One key dominates its row at a fraction of a position from the edge of the window, or just ahead."""
-    case = Case(target, (1, 4, 16, 32), 1, heads=(2, 1), lengths=[64], table=torch.arange(4)[None])
-    case.k *= 0.1
-    case.k[2, 3] = case.q[0, 0, :1] * 4
-    case.whole = case.k.clone(), case.v.clone()
+    p = support.problem(target, SCHEMES["rope"](32), 1, 64)
+    p.k *= 0.1
+    p.k[0, 35] = p.q[0, 0, :1] * 4
     query = 10.9 if distance == 21.8 else 40.25  # the key then stands on the other side of 0
     slots = torch.arange(64.0) / 8 - 20
     slots[35:] = query
     slots[35] = query - distance
     for scheme in ("rerope", "local", "leaky"):
-        case.check(SCHEMES[scheme](32), slot_positions=slots.view(4, 16), queries=torch.tensor([[query]]))
+        rotary = SCHEMES[scheme](32)
+        c = over(target, rotary, [64], 1, heads=(2, 1), sequences=[p.replace(rotary=rotary)])
+        c.at(slot_positions=c.by_slot(slots[None]), positions=torch.tensor([[query]])).check(validate=False)
 
 
-@pytest.mark.parametrize("target", [t for t in EXACT if t.impl == "triton"], ids=str)
+@triton
 def test_bands_that_begin_and_end_with_64_slots(target):
     """The kernel finds a band by the positions of every 64 slots: here by one key that only its fraction brings into
     the window, by a query that stands alone, and by the first slots behind padding."""
-    case = Case(target, (2, 3, 64, 16), 1, lengths=[129, 129], leftpad=[0, 7]).contiguous()
+    c = over(target, "local", [129, 122], 1, 16, page=0, leftpad=[0, 7], capacity=192)
     slots = torch.full((2, 192), 21.25)
     slots[0, :64], slots[1, :64], slots[:, 128:] = torch.arange(-62.25, 1.75), torch.arange(-1000.0, -936.0), 21.5
-    case.check(SCHEMES["local"](16), slot_positions=slots)
+    c.at(slot_positions=slots).check()
 
 
-@pytest.mark.parametrize("target", [t for t in EXACT if t.impl == "triton"], ids=str)
+@triton
 @pytest.mark.parametrize("scheme", ["mrope_local", "leaky"])
 def test_many_pages(target, scheme):
     """More pages, and more groups of slots, than a step of the passes before reads; some rows are hidden."""
-    case, axial = Case(target, (1, 66, 64, 16), 2, lengths=[66 * 64 - 3]), scheme == "mrope_local"
+    axial = scheme == "mrope_local"
     rotary = AXIAL[scheme](16) if axial else Rotary.rope(16).rectify(21, 4.0).local(300)
+    c = over(target, rotary, [66 * 64 - 3], page=64, heads=(2, 1))
+    slots = coordinates(c, 3) if axial else c.by_slot(torch.arange(66.0 * 64)[None] / 2)
     lengths = 60 - torch.arange(66, dtype=torch.int32)[None] % 3
-    if axial:
-        slots = coordinates(case, 3)
-    else:
-        slots = torch.empty(66, 64)
-        slots[case.block_table.flatten().long().cpu()] = torch.arange(66.0 * 64).view(66, 64) / 2
-    case.check(rotary, slot_positions=slots, page_lengths=lengths)
+    c.at(slot_positions=slots, page_lengths=lengths).check()
 
 
-@pytest.mark.parametrize("target", [t for t in EXACT if t.impl == "triton"], ids=str)
-@pytest.mark.parametrize("axes", [0, 3])
-def test_far_positions(target, axes):
+@triton
+@pytest.mark.parametrize("scheme", ["mrope", "leaky"])
+def test_far_positions(target, scheme):
     """float32 holds whole numbers alone from 2^23 on; pages add to them."""
-    case = Case(target, (1, 4, 16, 32), 2, lengths=[64], table=torch.arange(4)[None])
-    rotary = AXIAL["mrope"](32) if axes else SCHEMES["leaky"](32)
+    c = over(target, scheme, [64], table=torch.arange(4)[None])
     slots = torch.tensor([-(2.0**27), -4097.5, 0.375, 2.0**23])[:, None] + torch.arange(16.0)
-    slots = slots[..., None] + torch.arange(3.0) * 1000 if axes else slots
+    slots = slots[..., None] + torch.arange(3.0) * 1000 if scheme == "mrope" else slots
     bases = int32([[-(2**27), 5, 2**20 + 1, 2**27 + 3]])
-    case.check(rotary, slot_positions=slots, page_positions=bases)
-    case.check(rotary, slot_positions=slots)
+    c.at(slot_positions=slots, page_positions=bases).check()
+    c.at(slot_positions=slots).check()
 
 
-HOSTILE = dict(
-    page_positions=[[50, 40, 66, -(10**6), 0, 60], [0] * 6, [1 - 2**31, 2**31 - 1, 0, 16, 32, -5], [9] * 6],
-    page_first=[[0, 3, 16, -4, 9, 0], [1 - 2**31, 2**31 - 1, -1, 20, 0, 1], [0] * 6, [2**31 - 1] * 6],
-    page_lengths=[[16, 99, 16, 9, 7, 16], [2**31 - 1] * 2 + [3, 3, -1, 4], [-5, 0, 16, 2**31 - 1, 1, 7], [-9] * 6],
-)
-
-
-@pytest.mark.interpreted(lambda target, **given: given["seqlen_q"] == 1)
-@pytest.mark.parametrize("target", EXACT, ids=str)
+@pytest.mark.interpreted(lambda target, seqlen_q, scheme: seqlen_q == 1)
+@exact_targets
 @pytest.mark.parametrize("seqlen_q", [1, 20])
 @pytest.mark.parametrize("scheme", ["mrope", "rerope"])
 def test_hostile_tables(target, seqlen_q, scheme):
-    """Each sequence gets what its own tables say, as far as rows exist."""
-    table = torch.tensor([[0, -5, 3, 10**6, 4, 1], [5, 5, 5, 2, 2, 2], [1, 0, 3, 4, 5, 2**31 - 1], [0] * 6])
-    case = Case(target, (4, 6, 16, 32), seqlen_q, table=table, lengths=[91, 10**9, 96, -3])
-    rotary = AXIAL[scheme](32) if scheme == "mrope" else SCHEMES[scheme](32)
-    slots = coordinates(case, 3) if scheme == "mrope" else coordinates(case, 1)[..., 0]
-    tables = {name: int32(x) for name, x in HOSTILE.items()}
-    case.check(rotary, slot_positions=slots, **tables)
+    c = hostile(target, EVERY[scheme](32), seqlen_q)
+    slots, tables = coordinates(c, 3 * (scheme == "mrope")), dict(c.tables)
+    c.at(slot_positions=slots, **tables).check(validate=False)
     del tables["page_positions"]
-    case.check(rotary, slot_positions=slots, **tables)
+    c.at(slot_positions=slots, **tables).check(validate=False)
 
 
-@pytest.mark.interpreted(lambda target, **given: given["slot"] != torch.inf)
-@pytest.mark.parametrize("target", EXACT, ids=str)
+@pytest.mark.interpreted(lambda target, slot, seqlen_q: slot != torch.inf and seqlen_q == 2)
+@exact_targets
+@pytest.mark.parametrize("seqlen_q", [1, 2, 70])
 @pytest.mark.parametrize("slot", [torch.nan, torch.inf, -torch.inf, 3e38])
-def test_numbers_that_are_no_positions(target, slot):
+def test_numbers_that_are_no_positions(target, slot, seqlen_q):
     """In one sequence, they change no other."""
-    case = Case(target, (2, 6, 16, 32), 2).contiguous()
-    call = dict(return_lse=True, impl=target.impl)
-    for rotary, axes in ((SCHEMES["rerope"](32), ()), (AXIAL["mrope"](32), (3,))):
-        slots, results = coordinates(case, 3)[..., 0 if not axes else slice(3)].contiguous(), []
+    for scheme, axes in (("rerope", 0), ("mrope", 3)):
+        c, results = over(target, scheme, [96, 96], seqlen_q, page=0), []
+        slots = coordinates(c, axes)
         for value in (20.0, slot):
             slots[0, 20] = value
-            results.append(
-                attention_with_cache(case.q, case.k, case.v, rotary, case.seqlens, slot_positions=slots, **call)
-            )
+            results.append(c.call(slot_positions=slots, validate=False))
         for a, b in zip(*results, strict=True):
             assert torch.equal(a[1], b[1])
 
 
-@pytest.mark.interpreted(lambda target, **given: (given["codes"], given["scheme"]) == (torch.int8, "mrope"))
-@pytest.mark.parametrize("target", [t for t in EXACT if t.impl == "triton"], ids=str)
-@pytest.mark.parametrize("codes", [torch.int8, torch.uint8], ids=["int8", "int4"])
+@pytest.mark.interpreted(lambda target, cache_dtype, scheme: (cache_dtype, scheme) == ("int8", "mrope"))
+@triton
+@pytest.mark.parametrize("cache_dtype", ["int8", "int4"])
 @pytest.mark.parametrize("scheme", ["mrope", "rerope"])
-def test_quantized(target, codes, scheme):
-    case = Case(target, (2, 5, 16, 32), 2, lengths=[75, 80], codes=codes)
-    axial = scheme == "mrope"
-    slots = coordinates(case, 3) if axial else coordinates(case, 1)[..., 0]
-    case.check((AXIAL if axial else SCHEMES)[scheme](32), slot_positions=slots, **holes(2, 5, 16))
+def test_quantized(target, cache_dtype, scheme):
+    c = over(target, scheme, [75, 80], cache_dtype=cache_dtype)
+    c.at(slot_positions=coordinates(c, 3 * (scheme == "mrope")), **holes(2, 5, 16)).check(validate=False)
 
 
-@pytest.mark.parametrize("target", [t for t in EXACT if t.impl == "triton"], ids=str)
+@in_float32
+@targets
+@pytest.mark.parametrize("scheme", MAPPED)
+def test_fractions(target, scheme):
+    """Stored positions, and queries just before and behind a key, a group and a chunk."""
+    c = over(target, scheme, [75, 80], 3, heads=(2, 1))
+    slots = c.by_slot(torch.arange(160.0).view(2, 80) * 1.375 - 20)
+    queries = torch.tensor([[88.0, 126.875, 128.125], [127.75, 195.5, 300.25]])
+    for tables in ({"slot_positions": slots, "positions": queries}, {"slot_positions": slots}, {"positions": queries}):
+        if "slot_positions" in tables or scheme == "self_extend":
+            c.at(**tables).check()
+
+
+# ---- what calls store
+
+
+@triton
 @pytest.mark.parametrize("scheme", ["mrope", "rerope"])
 def test_packed(target, scheme):
     """Sequences with 2, 0 and 1 rows, whose new keys leave their positions; as the calls of each alone."""
-    case = Case(target, (3, 3, 16, 32), 2, lengths=[30, 20, 40])
-    axial, device = scheme == "mrope", case.q.device
-    rotary = (AXIAL if axial else SCHEMES)[scheme](32)
-    slots = coordinates(case, 3) if axial else torch.arange(144.0, device=device).view(9, 16) * 1.5
-    given = torch.tensor([[80, 81, 82], [83, 90, 83], [97, 3, 5]], device=device) / 4 + 60
+    axial, new = scheme == "mrope", [support.random((1, 3, 2, 32), target, seed)[0] for seed in (8, 9)]
+    c = over(target, scheme, [30, 20, 40], (2, 0, 1), capacity=48, heads=(4, 2))
+    slots = coordinates(c, 3) if axial else c.by_slot(torch.arange(144.0).view(3, 48)) * 1.5
+    slots = slots.to(c.q.device)
+    given = torch.tensor([[80, 81, 82], [83, 90, 83], [97, 3, 5]], device=slots.device) / 4 + 60
     given = given if axial else given[:, 0].contiguous()
-    rows, new = [(0, 0), (0, 1), (2, 1)], [support.random((1, 3, 2, 32), target, seed)[0] for seed in (8, 9)]
-    q = torch.stack([case.q[row] for row in rows])
-    call = dict(return_lse=True, impl=target.impl, block_table=case.block_table)
-    caches, stored = [x.clone() for x in (case.k, case.v)], slots.clone()
+    caches, stored = [x.clone() for x in (c.k_cache, c.v_cache)], slots.clone()
+    options = dict(return_lse=True, impl=target.impl)
     out, lse = attention_varlen_with_cache(
-        q, *caches, rotary, int32([0, 2, 2, 3], device), case.seqlens, 2, k=new[0], v=new[1], slot_positions=stored,
-        positions=given, **call,
+        c.q, *caches, c.rotary, c.cu_seqlens_q, c.cache_seqlens, 2, k=new[0], v=new[1], slot_positions=stored,
+        positions=given, block_table=c.block_table, **options,
     )  # fmt: skip
-    for b, first, end in ((0, 0, 2), (2, 2, 3)):
-        caches, alone = [x.clone() for x in (case.k, case.v)], slots.clone()
-        call["block_table"] = case.block_table[b : b + 1]
-        one = [x[None, first:end].contiguous() for x in (*new, given)]
+    for b in (0, 2):
+        caches, alone, table = [x.clone() for x in (c.k_cache, c.v_cache)], slots.clone(), c.block_table[b : b + 1]
+        q, k, v, positions = (x[None, c.rows(b)].contiguous() for x in (c.q, *new, given))
         want = attention_with_cache(
-            q[None, first:end].contiguous(), *caches, rotary, case.seqlens[b : b + 1], k=one[0], v=one[1],
-            slot_positions=alone, positions=one[2], **call,
+            q, *caches, c.rotary, c.cache_seqlens[b : b + 1], k=k, v=v, slot_positions=alone, positions=positions,
+            block_table=table, **options,
         )  # fmt: skip
-        torch.testing.assert_close(out[None, first:end], want[0])
-        torch.testing.assert_close(lse[None, :, first:end], want[1])
-        pages = case.block_table[b].long()
+        torch.testing.assert_close(out[None, c.rows(b)], want[0])
+        torch.testing.assert_close(lse[None, :, c.rows(b)], want[1])
+        pages = table[0, : 3 if b == 2 else 2].long()
         assert torch.equal(stored[pages], alone[pages])
 
 
-@pytest.mark.interpreted(lambda target, **given: target.dtype == torch.float32)
-@pytest.mark.parametrize("target", TARGETS, ids=str)
+@targets
 @pytest.mark.parametrize("paged", [True, False], ids=["paged", "contiguous"])
-@pytest.mark.parametrize("scheme", ["rope", "rerope", "hope_rerope_log_n"])
-def test_float_positions_without_stored_ones(target, scheme, paged):
-    case = Case(target, (2, 5, 16, 32), 2, lengths=[75, 80], leftpad=[3, 0])
-    tables = holes(2, 5, 16)
-    if not paged:
-        case, tables = case.contiguous(), {}
-    case.check(SCHEMES[scheme](32), queries=torch.tensor([[40.25, 71.5], [-3.75, 60.625]]), **tables)
+def test_new_keys_leave_their_positions(target, paged):
+    """Behind the last key or where they are given; the next call reads them."""
+    rotary, device, shape = SCHEMES["rerope"](16), target.device, (4, PAGE) if paged else (2, 32)
+    p = support.problem(target, rotary, 12, batch=2, heads=4)
+    slots = torch.full(shape, torch.nan, device=device)
+    caches = [torch.full((*shape, 2, 16), torch.nan).to(p.q) for _ in range(2)]
+    options = dict(slot_positions=slots, impl=target.impl, return_lse=True, validate=True)
+    if paged:  # slots store what is left of their page's position
+        options["block_table"] = int32([[2, 1], [3, 0]], device)
+        options["page_positions"] = int32([[3, 20], [-5, 11]], device)
+    given = torch.tensor([[0, 1, 2, 7, 7.5], [3, 4, 5, 6, 9]], device=device)
+    placed, first = [], 0
+    for rows, positions in ((5, given), (3, None), (4, given[:, :4] + 40)):
+        q, k, v = (x[:, first : first + rows].contiguous() for x in (p.q, p.k, p.v))
+        lengths = int32([first] * 2, device)
+        out, lse = attention_with_cache(q, *caches, rotary, lengths, k=k, v=v, positions=positions, **options)
+        if positions is None:
+            positions = placed[-1][:, -1:] + torch.arange(1, 4, device=device)
+        placed.append(positions.double())
+        first += rows
+        keys = torch.cat(placed, 1)
+        for b in range(2):
+            own = slice(b, b + 1)
+            one = p.replace(q=q[own], k=p.k[own, :first], v=p.v[own, :first], places=(placed[-1][b], keys[b]))
+            one = one.replace(grad_out=p.grad_out[own, :rows], grad_lse=p.grad_lse[own, :, :rows])
+            support.check_budget({"out": out[own], "lse": lse[own]}, one, target.dtype)
+
+
+@targets
+def test_axial(target):
+    """Three coordinates a slot, as a vision-language model's cache has; causality goes by order."""
+    p = support.problem(target, Rotary.axial(24, axes=3), 20, heads=4)
+    grid, device = torch.tensor([[3, n // 4, n % 4] for n in range(12)]), target.device
+    text = torch.arange(3)[:, None].expand(3, 3), torch.arange(6, 11)[:, None].expand(5, 3)
+    positions = torch.cat((text[0], grid, text[1])).to(device, torch.int32)[None]
+    caches = [torch.full((2, PAGE, 2, 24), torch.nan).to(p.q) for _ in range(2)]
+    options = dict(block_table=int32([[1, 0]], device), slot_positions=torch.zeros(2, PAGE, 3, device=device))
+    options |= dict(impl=target.impl, return_lse=True)
+    results, n = [], 0
+    for rows, given in ((15, positions[:, :15]), (4, positions[:, 15:19]), (1, None)):
+        q, k, v = (x[:, n : n + rows].contiguous() for x in (p.q, p.k, p.v))
+        lengths = int32([n], device)
+        results.append(attention_with_cache(q, *caches, p.rotary, lengths, k=k, v=v, positions=given, **options))
+        n += rows
+    out, lse = torch.cat([out for out, _ in results], 1), torch.cat([lse for _, lse in results], 2)
+    places = positions[0].double()
+    support.check_budget({"out": out, "lse": lse}, p.replace(places=(places, places)), target.dtype)
 
 
 @pytest.mark.parametrize("axes", [(), (3,)], ids=["one", "axes"])

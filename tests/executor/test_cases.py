@@ -7,20 +7,19 @@ import re
 
 import pytest
 import support
-import test_decode
 import test_mrope
 import test_varlen
 import torch
 import triton
 import triton.language as tl
+from caching import PAGE, Cached
 from flashrope import Rotary, attention
 from flashrope.backends.triton import launcher
 from flashrope.triton_kernels import configs
 from support import SCHEMES
-from test_decode_varlen import Packed
 
 BF16, FP16, FP32 = (support.Target("triton", dtype, "cpu") for dtype in (torch.bfloat16, torch.float16, torch.float32))
-PAGE = pathlib.Path(__file__).parents[2] / "docs" / "executor.md"
+TEXT = pathlib.Path(__file__).parents[2] / "docs" / "executor.md"
 SCALES = {
     "steps": lambda head_dim: Rotary.hope(head_dim, 60).rectify(21, 4.0).log_steps(7, 0.5),
     "length": lambda head_dim: dataclasses.replace(SCALES["steps"](head_dim), length_scale=30.0),
@@ -178,7 +177,7 @@ def test_triton_fences_no_cp_async_before_wgmma(machine, arch):
 
 def test_the_code_of_its_page_runs(arch, capsys):
     """docs/executor.md, which the tests of the other pages leave out."""
-    (block,) = re.findall(r"^```py\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    (block,) = re.findall(r"^```py\n(.*?)^```", TEXT.read_text(), re.DOTALL | re.MULTILINE)
     q, k, v = (torch.randn(1, 100, 1, 64).bfloat16() for _ in range(3))
     exec(block.replace("arch=90", f"arch={arch}"), {"q": q, "k": k, "v": v, "rotary": ROPE, "attention": attention})
     assert "attention_forward" in capsys.readouterr().out
@@ -186,36 +185,33 @@ def test_the_code_of_its_page_runs(arch, capsys):
 
 # ---- decoding
 
-PAGES = test_decode.PAGE
 DECODING = {
     "contiguous-d64-bf16": (dict(target=BF16, scheme="rerope", head_dim=64), quick),
     "paged-leftpad-d64-bf16": (
-        dict(target=BF16, scheme="rerope", head_dim=64, page_size=PAGES, leftpad=(3, 0, 40)),
+        dict(target=BF16, scheme="rerope", head_dim=64, page=PAGE, leftpad=(3, 0, 40)),
         (),
     ),
     "splits-d128-fp16": (dict(target=FP16, scheme="leaky", head_dim=128, num_splits=3, leftpad=(3, 0, 0)), ()),
     "paged-splits-d128-bf16": (
-        dict(target=BF16, scheme="rope_interleaved", head_dim=128, page_size=PAGES, num_splits=2),
+        dict(target=BF16, scheme="rope_interleaved", head_dim=128, page=PAGE, num_splits=2),
         (),
     ),
     "several-tokens-d40-bf16": (dict(target=BF16, scheme="hope_rerope_log_n", head_dim=40, seqlen_q=3), ()),
-    "local-d256-bf16": (dict(target=BF16, scheme="local", head_dim=256, page_size=PAGES), slow),
+    "local-d256-bf16": (dict(target=BF16, scheme="local", head_dim=256, page=PAGE), slow),
     "rope-d16-fp32": (dict(target=FP32, scheme="rope", head_dim=16, num_splits=2), ()),
     "prefill-d64-bf16": (dict(target=BF16, scheme="rerope", head_dim=64, seqlen_q=70), ()),
     "prefill-paged-leftpad-d64-bf16": (
-        dict(
-            target=BF16, scheme="yarn_leaky_local_log_n", head_dim=64, seqlen_q=70, page_size=PAGES, leftpad=(3, 0, 5)
-        ),
+        dict(target=BF16, scheme="yarn_leaky_local_log_n", head_dim=64, seqlen_q=70, page=PAGE, leftpad=(3, 0, 5)),
         (),
     ),
-    "prefill-paged-rope-d128-bf16": (dict(target=BF16, scheme="rope", head_dim=128, seqlen_q=70, page_size=PAGES), ()),
+    "prefill-paged-rope-d128-bf16": (dict(target=BF16, scheme="rope", head_dim=128, seqlen_q=70, page=PAGE), ()),
     "self-extend-paged-leftpad-d64-bf16": (
-        dict(target=BF16, scheme="self_extend", head_dim=64, page_size=PAGES, leftpad=(3, 0, 40), lengths=(300, 1, 87)),
+        dict(target=BF16, scheme="self_extend", head_dim=64, page=PAGE, leftpad=(3, 0, 40), lengths=(300, 1, 87)),
         (),
     ),
     "self-extend-odd-d64-bf16": (dict(target=BF16, scheme="self_extend_odd", head_dim=64, lengths=(300, 1, 87)), ()),
     "dual-chunk-splits-d128-fp16": (
-        dict(target=FP16, scheme="dual_chunk", head_dim=128, page_size=PAGES, num_splits=2, lengths=(420, 1, 200)),
+        dict(target=FP16, scheme="dual_chunk", head_dim=128, page=PAGE, num_splits=2, lengths=(420, 1, 200)),
         (),
     ),
     "dual-chunk-wide-d64-bf16": (
@@ -225,12 +221,12 @@ DECODING = {
     "log-steps-splits-d64-bf16": (dict(target=BF16, scheme="steps", head_dim=64, num_splits=2, leftpad=(3, 0, 5)), ()),
     "length-scale-d64-bf16": (dict(target=BF16, scheme="length", head_dim=64), ()),
     "length-scale-paged-leftpad-splits-d40-fp32": (
-        dict(target=FP32, scheme="length", head_dim=40, page_size=PAGES, leftpad=(3, 0, 40), num_splits=2),
+        dict(target=FP32, scheme="length", head_dim=40, page=PAGE, leftpad=(3, 0, 40), num_splits=2),
         (),
     ),
-    "rotated-factor-paged-d64-fp16": (dict(target=FP16, scheme="rotated", head_dim=64, page_size=PAGES), ()),
-    "prefill-paged-d128-fp16": (dict(target=FP16, scheme="leaky", head_dim=128, seqlen_q=70, page_size=PAGES), slow),
-    "prefill-paged-d256-bf16": (dict(target=BF16, scheme="leaky", head_dim=256, seqlen_q=70, page_size=PAGES), slow),
+    "rotated-factor-paged-d64-fp16": (dict(target=FP16, scheme="rotated", head_dim=64, page=PAGE), ()),
+    "prefill-paged-d128-fp16": (dict(target=FP16, scheme="leaky", head_dim=128, seqlen_q=70, page=PAGE), slow),
+    "prefill-paged-d256-bf16": (dict(target=BF16, scheme="leaky", head_dim=256, seqlen_q=70, page=PAGE), slow),
 }
 
 
@@ -241,11 +237,10 @@ MAPS = {
 }
 
 
-def decode(target, scheme, head_dim, seqlen_q=1, leftpad=None, page_size=0, num_splits=None, lengths=None):
+def decode(target, scheme, head_dim, seqlen_q=1, num_splits=None, lengths=None, **options):
     lengths, rotary = lengths or (145, seqlen_q, 87), {**SCHEMES, **SCALES, **MAPS}[scheme](head_dim)
-    options = {"leftpad": leftpad, "capacity": -(-max(192, *lengths) // 64) * 64, "page_size": page_size}
-    cache = test_decode.cached(target, rotary, lengths, seqlen_q, **options)
-    cache.check(target, num_splits=num_splits)
+    options["capacity"] = -(-max(192, *lengths) // 64) * 64
+    Cached(target, rotary, lengths, seqlen_q, **options).check(num_splits=num_splits)
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=name, marks=marks) for name, (case, marks) in DECODING.items()])
@@ -260,7 +255,7 @@ def test_decoding(machine, case):
 @pytest.mark.parametrize("scheme", MAPS)
 def test_keys_are_requested_ahead_where_maps_align(machine, scheme):
     """Tiles of 64 keys hold whole groups of 8, not of 9."""
-    decode(BF16, scheme, 64, page_size=PAGES, lengths=(300, 1, 87))
+    decode(BF16, scheme, 64, page=PAGE, lengths=(300, 1, 87))
     (step,) = (launch for launch in machine.launches if launch.kernel == "attention_decode")
     assert bool(step.warps("cp.async.cg")) == (scheme != "self_extend_odd")
 
@@ -268,18 +263,18 @@ def test_keys_are_requested_ahead_where_maps_align(machine, scheme):
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(dict(target=BF16, head_dim=64, placed=False), id="d64-bf16"),
-        pytest.param(dict(target=FP16, head_dim=128, placed=True), id="placed-d128-fp16"),
+        pytest.param(dict(target=BF16, head_dim=64, mapped=False), id="d64-bf16"),
+        pytest.param(dict(target=FP16, head_dim=128, mapped=True), id="mapped-d128-fp16"),
     ],
 )
 @pytest.mark.parametrize("num_splits", [None, 2])
 def test_mixed_batch(machine, case, num_splits):
     """Steps, drafts, chunks and prompts in one call."""
-    target, head_dim, placed = case.values()
+    target, head_dim, mapped = case.values()
     rotary, pads = SCHEMES["hope_rerope_log_n"](head_dim), (3, 0, 0, 2, 0)
     sizes = ((1, 45), (70, 70), (5, 5), (0, 9), (66, 112))
-    batch = Packed(target, rotary, sizes, heads=2, group=2, leftpad=pads, page_size=PAGES, placed=placed)
-    batch.check(target, num_splits=num_splits)
+    options = dict(heads=(2, 1), leftpad=pads, page=PAGE, mapped=mapped)
+    Cached.packed(target, rotary, sizes, **options).check(num_splits=num_splits)
     kernels = {launch.kernel for launch in machine.launches}
     assert {"append_rows", "attention_decode"} <= kernels
     assert ("attention_chunks" in kernels) == (num_splits is None)

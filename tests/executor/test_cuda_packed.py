@@ -3,12 +3,12 @@
 import pytest
 import support
 import torch
+from caching import PAGE, Cached, page_sizes, same
 from flashrope import Rotary, attention_varlen_with_cache
 from flashrope.backends import cuda, reference
-from flashrope.backends.cache_tables import CacheLayer, CacheTables
-from flashrope.backends.cache_tables import Packed as PackedQueries
+from flashrope.backends.cache_tables import CacheLayer, CacheTables, Packed
 from flashrope.backends.calls import CacheCall
-from test_decode_varlen import Packed
+from test_decode import mappings, padded
 
 from .test_cuda_kernels import BF16, FP16, SCHEMES, operators, random
 
@@ -19,92 +19,74 @@ SIZES = ((17, 60), (1, 45), (0, 7), (5, 5), (1, 1), (2, 90), (64, 100))
 PADS = (10, 3, 0, 0, 0, 1, 0)
 
 
-@pytest.fixture(autouse=True)
-def without_a_device(operators, monkeypatch):
-    monkeypatch.setattr(cuda, "unsupported_reason", lambda q, cached=False: cuda.unsupported_queries(q))
+def packed(scheme, sizes, head_dim=64, dtype=BF16, **options) -> Cached:
+    target = support.Target("cuda", dtype, "cpu")
+    return Cached.packed(target, SCHEMES[scheme](head_dim), sizes, **{"page": PAGE, **options})
 
 
-def target(dtype) -> support.Target:
-    return support.Target("cuda", dtype, "cpu")
-
-
-@pytest.mark.parametrize("placed", [False, True], ids=["appended", "placed"])
-@pytest.mark.parametrize("page_size", [0, 16], ids=["contiguous", "paged"])
+@mappings
+@page_sizes
 @pytest.mark.parametrize("scheme", ["rope", "rerope_local_log_n"])
-def test_mixed_batch(scheme, page_size, placed):
-    dtype = (BF16, FP16)[placed]
-    options = dict(leftpad=PADS, page_size=page_size, placed=placed)
-    Packed(target(dtype), SCHEMES[scheme](64), SIZES, **options).check(target(dtype))
+def test_mixed_batch(scheme, page_size, mapped):
+    packed(scheme, SIZES, dtype=(BF16, FP16)[mapped], leftpad=PADS, page=page_size, mapped=mapped).check()
 
 
 @pytest.mark.parametrize("head_dim", [96, 256])
 def test_head_dims(head_dim):
-    Packed(target(BF16), SCHEMES["leaky"](head_dim), ((2, 45), (9, 33)), page_size=16).check(target(BF16))
+    packed("leaky", ((2, 45), (9, 33)), head_dim).check()
 
 
 def test_not_causal():
-    Packed(target(BF16), SCHEMES["rerope"](64), ((3, 45), (1, 9)), page_size=16, causal=False).check(target(BF16))
+    packed("rerope", ((3, 45), (1, 9)), causal=False).check()
 
 
 def test_rows_outside_every_sequence():
     """A batch padded to the size of a CUDA graph: rows and sequences that are not there."""
-    batch = Packed(target(BF16), SCHEMES["rerope"](64), ((1, 30), (6, 66)), page_size=16)
-    want_out, want_lse = batch.run("cuda")
-    packed = batch.packed
-    batch.packed = lambda name: torch.cat([packed(name), packed(name)[:5]])
-    batch.cu_seqlens_q = torch.cat([batch.cu_seqlens_q, batch.cu_seqlens_q[-1:].expand(3)])
-    batch.lengths_before = torch.cat([batch.lengths_before, batch.lengths_before.new_full((3,), 5)])
-    batch.block_table = torch.cat([batch.block_table, batch.block_table[:1].expand(3, -1)])
+    batch = packed("rerope", ((1, 30), (6, 66)))
+    want_out, want_lse = batch.call()
     before = batch.k_cache.clone()
-    out, lse = batch.run("cuda", validate=False)
+    out, lse = padded(batch).call(validate=False)
     assert torch.equal(out[:7], want_out) and torch.equal(lse[:, :7], want_lse)
     assert not out[7:].any() and (lse[:, 7:] == -torch.inf).all()
-    assert torch.equal(batch.k_cache.nan_to_num(7), before.nan_to_num(7))
+    assert same(batch.k_cache, before)
 
 
 @pytest.mark.parametrize("hostile", [-1, -(2**31), 2**31 - 1])
-@pytest.mark.parametrize("entry", ["cu_seqlens_q", "lengths_before", "block_table", "cache_leftpad", "slot_mapping"])
+@pytest.mark.parametrize("entry", ["cu_seqlens_q", "cache_seqlens", "block_table", "cache_leftpad", "slot_mapping"])
 def test_hostile_tables(entry, hostile):
     """The executor watches the bounds; the first sequence and its pages stay as they are."""
-    sizes, pads = ((3, 40), (1, 20), (2, 66)), (2, 1, 0)
-    make = lambda: Packed(  # noqa: E731
-        target(BF16), SCHEMES["rerope"](64), sizes, leftpad=pads, page_size=16, placed=entry == "slot_mapping"
-    )
-    right, wrong = make(), make()
+    right = packed("rerope", ((3, 40), (1, 20), (2, 66)), leftpad=(2, 1, 0), mapped=entry == "slot_mapping")
+    wrong = right.replace()
     getattr(wrong, entry)[-1] = hostile
     if entry == "cu_seqlens_q":  # the check of host memory would refuse it
-        packed = PackedQueries(wrong.cu_seqlens_q, 3, appends=True)
-        tables = CacheTables(wrong.lengths_before, wrong.block_table, wrong.cache_leftpad, packed)
+        new = Packed(wrong.cu_seqlens_q, 3, appends=True)
+        tables = CacheTables(wrong.cache_seqlens, wrong.block_table, wrong.cache_leftpad, new)
         layer = CacheLayer(wrong.k_cache, wrong.v_cache)
-        cuda.append_to_cache(layer, wrong.packed("k"), wrong.packed("v"), tables)
-        cuda._attend_packed(wrong.packed("q"), layer, CacheCall(right.sequences[0].rotary, True, 0.1, tables, 2))
+        cuda.append_to_cache(layer, wrong.k_new, wrong.v_new, tables)
+        cuda._attend_packed(wrong.q, layer, CacheCall(right.rotary, True, 0.1, tables, 2))
     else:
-        out, lse = wrong.run("cuda", validate=False)
-        want_out, want_lse = right.run("cuda", validate=False)
+        (out, lse), (want_out, want_lse) = wrong.call(validate=False), right.call(validate=False)
         assert torch.equal(out[:3], want_out[:3]) and torch.equal(lse[:, :3], want_lse[:, :3])
         pages = right.block_table[0][:3].long()
-        assert torch.equal(wrong.k_cache[pages].nan_to_num(7), right.k_cache[pages].nan_to_num(7))
+        assert same(wrong.k_cache[pages], right.k_cache[pages])
 
 
-@pytest.mark.parametrize("page_size", [0, 16], ids=["contiguous", "paged"])
+@page_sizes
 def test_a_full_cache_drops_what_has_no_slot(page_size):
     """As the reference does."""
-    batch = Packed(target(BF16), Rotary.rope(64), ((3, 40), (4, 20)), capacity=48, page_size=page_size)
-    batch.lengths_before[0] = 46  # two of three fit
+    batch = packed("rope", ((3, 40), (4, 20)), capacity=48, page=page_size)
+    batch.cache_seqlens[0] = 46  # two of three fit
     new = [random(7, 2, 64, dtype=BF16, seed=i) for i in (7, 8)]
     got, expected = ([x.clone() for x in (batch.k_cache, batch.v_cache)] for _ in range(2))
-    packed = PackedQueries(batch.cu_seqlens_q, 4, appends=True)
-    tables = CacheTables(batch.lengths_before, batch.block_table, new=packed)
-    cuda.append_to_cache(CacheLayer(*got), *(x[:, : batch.k_cache.shape[2]] for x in new), tables)
-    reference.append_to_cache(CacheLayer(*expected), *(x[:, : batch.k_cache.shape[2]] for x in new), tables)
-    for x, y in zip(got, expected, strict=True):
-        assert torch.equal(x.nan_to_num(7), y.nan_to_num(7))
+    tables = CacheTables(batch.cache_seqlens, batch.block_table, new=Packed(batch.cu_seqlens_q, 4, appends=True))
+    cuda.append_to_cache(CacheLayer(*got), *new, tables)
+    reference.append_to_cache(CacheLayer(*expected), *new, tables)
+    assert same(got[0], expected[0], got[1], expected[1])
 
 
 def test_no_host_reads_a_length(monkeypatch):
-    batch = Packed(target(BF16), SCHEMES["rope"](64), ((1, 30), (6, 66)), page_size=16)
-    packed = PackedQueries(batch.cu_seqlens_q, 6, appends=True)
-    tables = CacheTables(batch.lengths_before, batch.block_table, new=packed)
+    batch = packed("rope", ((1, 30), (6, 66)))
+    tables = CacheTables(batch.cache_seqlens, batch.block_table, new=Packed(batch.cu_seqlens_q, 6, appends=True))
     for name in ("item", "tolist", "__bool__", "__int__", "nonzero"):
         monkeypatch.setattr(torch.Tensor, name, lambda *_: pytest.fail("a length was read"))
     cuda._token_pages(batch.k_cache, batch.v_cache, 7, tables)

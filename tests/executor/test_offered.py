@@ -4,11 +4,9 @@ By default a sample in which every two values meet; --offered product runs all."
 
 import support
 import torch
+from caching import Cached
 from flashrope import Rotary
-from placing import Case
-from test_decode import cached
-from test_quantized import check
-from test_stored_positions import holes
+from test_cached_positions import holes
 
 from . import offered
 
@@ -38,25 +36,18 @@ def test_combination(machine, case):
 def behind_padding(target, rotary, page, cache_dtype, case):
     """New keys are appended, and quantized if the cache is."""
     capacity = -(-96 // page) * page if page else 96
-    pads = (3, 5) if case.padded else None
-    c = cached(target, rotary, LENGTHS, case.seqlen_q, heads=2, leftpad=pads, capacity=capacity, page_size=page)
-    if cache_dtype:
-        check(c, target, cache_dtype)
-    else:
-        c.check(target)
+    options = dict(heads=(2, 1), leftpad=(3, 5) if case.padded else None, capacity=capacity, page=page)
+    Cached(target, rotary, LENGTHS, case.seqlen_q, cache_dtype=cache_dtype, **options).check()
 
 
 def at_positions(target, rotary, page, cache_dtype, positions, case):
-    rows = page or 32
-    lengths = [ENTRIES * rows - 5, 2 * rows + 1]
-    codes, pads = cache_dtype and offered.CODES[cache_dtype], [0, 2] if case.padded else None
-    shape, tables = (2, ENTRIES, rows, rotary.head_dim), {}
-    placed = Case(target, shape, case.seqlen_q, heads=(2, 1), lengths=lengths, codes=codes, leftpad=pads)
+    rows, pads = page or 32, [0, 2] if case.padded else None
+    lengths = [ENTRIES * rows - 5, 2 * rows + 1 - 2 * case.padded]
+    options = dict(heads=(2, 1), leftpad=pads, page=page, cache_dtype=cache_dtype, capacity=ENTRIES * rows)
+    c, tables = Cached(target, rotary, lengths, case.seqlen_q, new=0, layout="poisoned", **options), {}
     if page:
         tables = holes(2, ENTRIES, page)
-    else:
-        placed = placed.contiguous()
     if positions == "stored":
         generator = torch.Generator().manual_seed(7)
-        tables["slot_positions"] = torch.randint(-3, 60, placed.k.shape[:2], generator=generator) * 1.375
-    placed.check(rotary, **tables)
+        tables["slot_positions"] = torch.randint(-3, 60, c.k_cache.shape[:2], generator=generator) * 1.375
+    c.at(**tables).check()

@@ -3,11 +3,9 @@
 import pytest
 import support
 import torch
+from caching import PAGE, Cached
 from flashrope import Rotary
 from support import SCHEMES
-from test_decode import PAGE, cached
-from test_decode_varlen import Packed
-from test_quantized import check
 
 BF16, FP16, FP32 = (support.Target("triton", dtype, "cpu") for dtype in (torch.bfloat16, torch.float16, torch.float32))
 
@@ -15,59 +13,57 @@ OWN_SCHEMES = SCHEMES | {"rerope_partial": lambda d: Rotary.rope(d, rotary_dim=d
 
 CASES = {
     "rerope-int8-d64-bf16": dict(target=BF16, scheme="rerope", head_dim=64, cache_dtype="int8", leftpad=(3, 0, 40)),
-    "rope-int4-paged-d64-bf16": dict(target=BF16, scheme="rope", head_dim=64, cache_dtype="int4", page_size=PAGE),
+    "rope-int4-paged-d64-bf16": dict(target=BF16, scheme="rope", head_dim=64, cache_dtype="int4", page=PAGE),
     "interleaved-int4-d64-fp16": dict(
         target=FP16, scheme="rope_interleaved", head_dim=64, cache_dtype="int4", num_splits=2
     ),
     "leaky-int8-paged-d128-fp16": dict(
-        target=FP16, scheme="leaky", head_dim=128, cache_dtype="int8", page_size=PAGE, seqlen_q=5
+        target=FP16, scheme="leaky", head_dim=128, cache_dtype="int8", page=PAGE, seqlen_q=5
     ),
     # products that add up 16 terms: hide_codes
     "rope-int4-d32-fp16": dict(target=FP16, scheme="rope", head_dim=32, cache_dtype="int4"),
-    "none-int4-d24-bf16": dict(target=BF16, scheme="none", head_dim=24, cache_dtype="int4", page_size=PAGE),
+    "none-int4-d24-bf16": dict(target=BF16, scheme="none", head_dim=24, cache_dtype="int4", page=PAGE),
     "rope-int8-d16-bf16": dict(target=BF16, scheme="rope", head_dim=16, cache_dtype="int8"),
     "interleaved-int8-d8-fp16": dict(target=FP16, scheme="rope_interleaved", head_dim=8, cache_dtype="int8"),
     "prefill-none-int4-d8-bf16": dict(target=BF16, scheme="none", head_dim=8, cache_dtype="int4", seqlen_q=70),
     "partial-int8-d40-fp32": dict(target=FP32, scheme="rope_partial", head_dim=40, cache_dtype="int8"),
     "partial-int4-d40-bf16": dict(target=BF16, scheme="rope_partial", head_dim=40, cache_dtype="int4"),
     # rotary_dim 14: the two members of a pair lie in different halves of their bytes
-    "compact-int4-paged-d40-fp16": dict(
-        target=FP16, scheme="hope_compact", head_dim=40, cache_dtype="int4", page_size=PAGE
-    ),
+    "compact-int4-paged-d40-fp16": dict(target=FP16, scheme="hope_compact", head_dim=40, cache_dtype="int4", page=PAGE),
     "prefill-compact-int4-d40-bf16": dict(
         target=BF16, scheme="hope_compact", head_dim=40, cache_dtype="int4", seqlen_q=70
     ),
     "none-int8-vllm-d64-bf16": dict(
-        target=BF16, scheme="none", head_dim=64, cache_dtype="int8", page_size=PAGE, vllm=True
+        target=BF16, scheme="none", head_dim=64, cache_dtype="int8", page=PAGE, layout="vllm"
     ),
     "rerope-int8-d128-bf16": dict(target=BF16, scheme="rerope", head_dim=128, cache_dtype="int8", num_splits=2),
     "rerope-int4-paged-d128-bf16": dict(
-        target=BF16, scheme="rerope", head_dim=128, cache_dtype="int4", page_size=PAGE, leftpad=(3, 0, 40)
+        target=BF16, scheme="rerope", head_dim=128, cache_dtype="int4", page=PAGE, leftpad=(3, 0, 40)
     ),
     "rerope-int4-d128-fp16": dict(target=FP16, scheme="rerope", head_dim=128, cache_dtype="int4"),
     "none-int8-vllm-d128-fp16": dict(
-        target=FP16, scheme="none", head_dim=128, cache_dtype="int8", page_size=PAGE, vllm=True
+        target=FP16, scheme="none", head_dim=128, cache_dtype="int8", page=PAGE, layout="vllm"
     ),
-    "rope-int8-paged-d128-bf16": dict(target=BF16, scheme="rope", head_dim=128, cache_dtype="int8", page_size=PAGE),
+    "rope-int8-paged-d128-bf16": dict(target=BF16, scheme="rope", head_dim=128, cache_dtype="int8", page=PAGE),
     "rope-int4-d128-bf16": dict(target=BF16, scheme="rope", head_dim=128, cache_dtype="int4", seqlen_q=5),
     # padded to 128 channels, half of head_dim rotates, and the last key ends the tensor
     "partial-rerope-int8-d96-bf16": dict(
         target=BF16, scheme="rerope_partial", head_dim=96, cache_dtype="int8", lengths=(41, 87, 145), capacity=145
     ),
     "partial-rerope-int4-d96-fp16": dict(
-        target=FP16, scheme="rerope_partial", head_dim=96, cache_dtype="int4", page_size=PAGE, vllm=True
+        target=FP16, scheme="rerope_partial", head_dim=96, cache_dtype="int4", page=PAGE, layout="vllm"
     ),
     "prefill-rerope-int8-d64-bf16": dict(
         target=BF16, scheme="rerope", head_dim=64, cache_dtype="int8", seqlen_q=70, leftpad=(3, 0, 7)
     ),
     "prefill-partial-int4-paged-d64-bf16": dict(
-        target=BF16, scheme="rope_partial", head_dim=64, cache_dtype="int4", seqlen_q=70, page_size=PAGE
+        target=BF16, scheme="rope_partial", head_dim=64, cache_dtype="int4", seqlen_q=70, page=PAGE
     ),
     "prefill-leaky-int8-vllm-d128-fp16": dict(
-        target=FP16, scheme="leaky", head_dim=128, cache_dtype="int8", seqlen_q=70, page_size=PAGE, vllm=True
+        target=FP16, scheme="leaky", head_dim=128, cache_dtype="int8", seqlen_q=70, page=PAGE, layout="vllm"
     ),
     "prefill-rerope-int4-vllm-d64-fp16": dict(
-        target=FP16, scheme="rerope", head_dim=64, cache_dtype="int4", seqlen_q=70, page_size=PAGE, vllm=True
+        target=FP16, scheme="rerope", head_dim=64, cache_dtype="int4", seqlen_q=70, page=PAGE, layout="vllm"
     ),
 }
 QUICK = ("rope-int4-paged-d64-bf16", "rope-int4-d32-fp16", "rope-int8-d16-bf16")
@@ -75,14 +71,12 @@ QUICK = ("rope-int4-paged-d64-bf16", "rope-int4-d32-fp16", "rope-int8-d16-bf16")
 
 @pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.quick if x in QUICK else ()) for x in CASES])
 def test_cached(machine, name):
-    options = dict(CASES[name])
-    target, cache_dtype = options.pop("target"), options.pop("cache_dtype")
-    rotary = OWN_SCHEMES[options.pop("scheme")](options.pop("head_dim"))
-    seqlen_q, num_splits = options.pop("seqlen_q", 1), options.pop("num_splits", None)
-    vllm = options.pop("vllm", False)
+    options = {"seqlen_q": 1, "num_splits": None, "capacity": 192, **CASES[name]}
+    target, scheme, head_dim, seqlen_q, num_splits = map(
+        options.pop, ("target", "scheme", "head_dim", "seqlen_q", "num_splits")
+    )
     lengths = options.pop("lengths", (145, max(seqlen_q, 41), 87))
-    c = cached(target, rotary, lengths, seqlen_q, **{"capacity": 192} | options)
-    check(c, target, cache_dtype, vllm, num_splits=num_splits)
+    Cached(target, OWN_SCHEMES[scheme](head_dim), lengths, seqlen_q, **options).check(num_splits=num_splits)
     kernels = [launch.kernel for launch in machine.launches]
     assert kernels[0] == "append_rows"
     assert ("attention_chunks" if seqlen_q > 64 else "attention_decode") in kernels
@@ -92,7 +86,8 @@ def test_cached(machine, name):
 def test_mixed_batch(machine, cache_dtype):
     """Steps, drafts, chunks and prompts in one call."""
     rotary, sizes = SCHEMES["hope_rerope_log_n"](64), ((1, 45), (70, 70), (5, 5), (0, 9), (66, 112))
-    pads = (3, 0, 0, 2, 0)
-    batch = Packed(BF16, rotary, sizes, heads=2, group=2, leftpad=pads, page_size=PAGE, placed=cache_dtype == "int8")
-    check(batch, BF16, cache_dtype)
+    options = dict(
+        heads=(2, 1), leftpad=(3, 0, 0, 2, 0), page=PAGE, mapped=cache_dtype == "int8", cache_dtype=cache_dtype
+    )
+    Cached.packed(BF16, rotary, sizes, **options).check()
     assert {"append_rows", "attention_decode", "attention_chunks"} <= {x.kernel for x in machine.launches}

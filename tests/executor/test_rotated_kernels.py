@@ -3,9 +3,9 @@
 import pytest
 import support
 import torch
-from test_decode import PAGE, cached
+from caching import PAGE
 from test_rotate import ROTATIONS, check
-from test_rotated_keys import fill_rotated
+from test_rotated_keys import cached
 
 BF16, FP16, FP32 = (support.Target("triton", dtype, "cpu") for dtype in (torch.bfloat16, torch.float16, torch.float32))
 
@@ -27,27 +27,26 @@ def test_queries_and_keys(machine, target, scheme, head_dim, given):
 
 
 CASES = {
-    "one-token-d64-bf16": dict(target=BF16, scheme="rope", head_dim=64, page_size=PAGE, leftpad=(3, 0, 40)),
+    "one-token-d64-bf16": dict(target=BF16, scheme="rope", head_dim=64, page=PAGE, leftpad=(3, 0, 40)),
     "hope-d128-fp16": dict(target=FP16, scheme="hope_yarn", head_dim=128, num_splits=2),
     "several-full-d40-bf16": dict(target=BF16, scheme="rope_partial", head_dim=40, seqlen_q=9, causal=False),
     "before-the-first-key-d16-fp32": dict(
-        target=FP32, scheme="rope", head_dim=16, seqlen_q=9, lengths=(145, 4, 87), seqlen_new=4, causal=False
+        target=FP32, scheme="rope", head_dim=16, seqlen_q=9, lengths=(145, 4, 87), new=4, causal=False
     ),
-    "prefill-paged-d64-bf16": dict(target=BF16, scheme="rope", head_dim=64, seqlen_q=70, page_size=PAGE),
+    "prefill-paged-d64-bf16": dict(target=BF16, scheme="rope", head_dim=64, seqlen_q=70, page=PAGE),
     "prefill-before-the-first-key-d64-fp16": dict(
-        target=FP16, scheme="local", head_dim=64, seqlen_q=70, lengths=(145, 4, 87), seqlen_new=4
+        target=FP16, scheme="local", head_dim=64, seqlen_q=70, lengths=(145, 4, 87), new=4
     ),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_cached(machine, name):
-    options = dict(CASES[name])
-    rotary = ROTATIONS[options.pop("scheme")](options.pop("head_dim"))
-    seqlen_q, num_splits = options.pop("seqlen_q", 1), options.pop("num_splits", None)
+    options = {"seqlen_q": 1, "num_splits": None, **CASES[name]}
+    target, scheme, head_dim, seqlen_q, num_splits = map(
+        options.pop, ("target", "scheme", "head_dim", "seqlen_q", "num_splits")
+    )
     lengths = options.pop("lengths", (145, max(seqlen_q, 41), 87))
-    target = options.pop("target")
-    c = cached(target, rotary, lengths, seqlen_q, capacity=192, **options)
-    fill_rotated(c).check(target, rotated_keys=True, num_splits=num_splits)
+    cached(target, ROTATIONS[scheme](head_dim), lengths, seqlen_q, capacity=192, **options).check(num_splits=num_splits)
     kernels = [launch.kernel for launch in machine.launches]
     assert kernels[:2] == ["rotate_rows", "append_rows"] and "rotate_cached_rows" not in kernels

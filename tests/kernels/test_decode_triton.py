@@ -10,8 +10,8 @@ import sys
 import numpy as np
 import pytest
 import support
-import test_decode
 import torch
+from caching import PAGE, UNUSED, Cached, same
 
 pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 
@@ -19,6 +19,7 @@ from flashrope import Rotary, attention_with_cache
 from flashrope.backends.triton import launcher
 from flashrope.lowering.lowered import lower
 from flashrope.triton_kernels import configs, decode, rotate
+from support import int32
 
 pytestmark = pytest.mark.skipif(
     not (torch.cuda.is_available() or support.INTERPRETED), reason="needs a GPU or Triton's interpreter"
@@ -26,9 +27,8 @@ pytestmark = pytest.mark.skipif(
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.float16
 BLOCK = configs.tile("decode", 80, 32, 2, 2).block_n
-PAGE, CAPACITY, HEADS_Q, HEADS_KV = 16, 192, 3, 1
+CAPACITY, HEADS_Q, HEADS_KV = 192, 3, 1
 RECTIFIED = Rotary.rope(32).rectify(40)
-UNUSED = 2147480000  # what block_table may hold where no key lies
 
 
 def random(*shape, seed=0):
@@ -36,40 +36,21 @@ def random(*shape, seed=0):
     return torch.randn(shape, generator=generator).to(DEVICE, DTYPE)
 
 
-def int32(values):
-    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+def reading(lengths, queries=1, rotary=RECTIFIED, **options) -> Cached:
+    """A call that appends nothing."""
+    options = {"new": 0, "heads": (HEADS_Q, HEADS_KV), "capacity": CAPACITY, **options}
+    return Cached(support.Target("triton", DTYPE, DEVICE), rotary, lengths, queries, **options)
 
 
 def attend(q, k_cache, v_cache, seqlens, rotary=RECTIFIED, num_splits=2, **options):
     """(out, lse) of keys that lie in the caches."""
-    return attention_with_cache(
-        q, k_cache, v_cache, rotary, int32(seqlens), return_lse=True, num_splits=num_splits, impl="triton", **options
-    )
+    seqlens, options = int32(seqlens, DEVICE), dict(num_splits=num_splits, impl="triton", return_lse=True, **options)
+    return attention_with_cache(q, k_cache, v_cache, rotary, seqlens, **options)
 
 
 def assert_same_bits(got, expected):
     for a, b in zip(got, expected, strict=True):
         assert torch.equal(a, b), f"differs by up to {(a.double() - b.double()).abs().max():.1e}"
-
-
-def paged(cache, seed, fill=float("nan"), lengths=None):
-    """(pages, block_table): the rows of a contiguous cache in pages of random order; rows that lengths do not reach
-    hold fill."""
-    batch, capacity, *rest = cache.shape
-    used = torch.full((batch,), capacity) if lengths is None else torch.tensor(lengths)
-    order = torch.randperm(batch * capacity // PAGE + 3, generator=torch.Generator().manual_seed(seed))
-    pages = torch.full((len(order), PAGE, *rest), fill, dtype=cache.dtype, device=cache.device)
-    table = torch.full((batch, capacity // PAGE), UNUSED, dtype=torch.int32)
-    for b in range(batch):
-        for n in range(-(-int(used[b]) // PAGE)):
-            page = table[b, n] = int(order[b * (capacity // PAGE) + n])
-            rows = min(PAGE, int(used[b]) - n * PAGE)
-            pages[page, :rows] = cache[b, n * PAGE : n * PAGE + rows]
-    return pages, table.to(cache.device)
-
-
-def caches(batch=2, seed=0):
-    return random(batch, CAPACITY, HEADS_KV, 32, seed=seed), random(batch, CAPACITY, HEADS_KV, 32, seed=seed + 1)
 
 
 @pytest.mark.parametrize(
@@ -82,17 +63,11 @@ def caches(batch=2, seed=0):
     ids=["rerope", "leaky", "two-sided"],
 )
 def test_pages_and_what_no_key_uses_change_no_bit(rotary, causal):
-    """Contiguous or paged, in any order of pages, with NaN in every row behind the lengths and nonsense in unused
-    entries."""
-    q, (k, v), lengths = random(2, 1, HEADS_Q, 32, seed=9), caches(), [150, 67]
-    expected = attend(q, k, v, lengths, rotary, causal=causal)
-    for b, length in enumerate(lengths):
-        k[b, length:], v[b, length:] = float("nan"), float("nan")
-    assert_same_bits(attend(q, k, v, lengths, rotary, causal=causal), expected)
-    for seed in (1, 2):
-        k_pages, table = paged(k, seed, lengths=lengths)
-        v_pages, _ = paged(v, seed, lengths=lengths)
-        assert_same_bits(attend(q, k_pages, v_pages, lengths, rotary, causal=causal, block_table=table), expected)
+    """Contiguous or paged, with NaN in every row behind the lengths and nonsense in unused entries."""
+    plain = reading((150, 67), rotary=rotary, causal=causal)
+    plain.check(num_splits=2)
+    for changes in ({"page": PAGE}, {"page": 32}, {"layout": "poisoned"}):
+        assert_same_bits(plain.replace(**changes).call(num_splits=2), plain.call(num_splits=2))
 
 
 @pytest.fixture
@@ -125,19 +100,8 @@ CHUNK = configs.DECODE_SEQLEN + 1
 def test_chunks_in_their_own_kernel(page_size):
     """Pages in any order, nonsense in unused entries, NaN in unused slots, neighbours and padding change no bit of a
     chunk either."""
-    q, (k, v), lengths = random(2, CHUNK, 1, 32, seed=9), caches(), [100, 67]
-    options, pads = {}, [0, 5]
-    expected = attend(q, k, v, lengths, num_splits=None)
-    shifted_k, shifted_v = (torch.full_like(x, float("nan")) for x in (k, v))
-    for b, (pad, length) in enumerate(zip(pads, lengths, strict=True)):
-        shifted_k[b, pad : pad + length], shifted_v[b, pad : pad + length] = k[b, :length], v[b, :length]
-    ends = [pad + length for pad, length in zip(pads, lengths, strict=True)]
-    if page_size:
-        (shifted_k, table), (shifted_v, _) = paged(shifted_k, 1, lengths=ends), paged(shifted_v, 1, lengths=ends)
-        options = {"block_table": table}
-    assert_same_bits(
-        attend(q, shifted_k, shifted_v, ends, num_splits=None, cache_leftpad=int32(pads), **options), expected
-    )
+    plain = reading((100, 67), CHUNK, heads=(1, 1))
+    assert_same_bits(plain.replace(page=page_size, leftpad=(0, 5)).call(), plain.call())
 
 
 def test_a_tile_of_keys_that_a_band_reaches_in_part_is_rotated():
@@ -146,100 +110,56 @@ def test_a_tile_of_keys_that_a_band_reaches_in_part_is_rotated():
     ahead = window - 1 + configs.ROTATE_ROWS * 3 // 4  # of the first query; the tile before its window is of no use
     rotary = Rotary.rope(32).rectify(window, 8)
     assert len(set(lower(rotary, True).k_stops)) == 2
-    test_decode.cached(target, rotary, (ahead + CHUNK, ahead + CHUNK + 3), CHUNK, capacity=160).check(target)
+    Cached(target, rotary, (ahead + CHUNK, ahead + CHUNK + 3), CHUNK, capacity=160).check()
 
 
 def test_neighbours_and_left_padding_change_no_bit():
-    q, (k, v), lengths = random(3, 2, HEADS_Q, 32, seed=9), caches(3), [20, 130, 0]
-    out, lse = attend(q, k, v, lengths)
+    together = reading((20, 130, 0), 2)
+    out, lse = together.call(num_splits=2)
     assert not out[2].any() and (lse[2] == float("-inf")).all()
     for b in range(2):
-        assert_same_bits(
-            attend(q[b : b + 1], k[b : b + 1], v[b : b + 1], lengths[b : b + 1]), (out[b : b + 1], lse[b : b + 1])
-        )
-    pads = [5, 61, 7]
-    shifted_k, shifted_v = (torch.full_like(x, float("nan")) for x in (k, v))
-    for b, pad in enumerate(pads):
-        shifted_k[b, pad : pad + lengths[b]], shifted_v[b, pad : pad + lengths[b]] = (
-            k[b, : lengths[b]],
-            v[b, : lengths[b]],
-        )
-    ends = [pad + length for pad, length in zip(pads, lengths, strict=True)]
-    assert_same_bits(attend(q, shifted_k, shifted_v, ends, cache_leftpad=int32(pads)), (out, lse))
+        one = slice(b, b + 1)
+        alone = together.replace(lengths=together.lengths[one], sequences=together.problems[one])
+        assert_same_bits(alone.call(num_splits=2), (out[one], lse[one]))
+    assert_same_bits(together.replace(leftpad=(5, 61, 7)).call(num_splits=2), (out, lse))
 
 
 @pytest.mark.parametrize("seqlen_q", [2, CHUNK])
 def test_hostile_lengths_and_pages_touch_nothing_else(seqlen_q):
-    """Lengths beyond the capacity or negative, pages that do not exist: other sequences keep their bits, unused pages
-    theirs."""
-    lengths = [40, 33, 18]
-    pages, (k, v) = 3 * CAPACITY // PAGE + 3, caches(3)
-    (k_pages, table), (v_pages, _) = paged(k, 1, lengths=lengths), paged(v, 1, lengths=lengths)
-    # Written to pages whose neighbours in memory are watched.
-    around_k, around_v = (
-        torch.full((pages + 4, *x.shape[1:]), 7.0, dtype=DTYPE, device=DEVICE) for x in (k_pages, v_pages)
-    )
-    k_pages, v_pages = (around[2 : 2 + pages].copy_(x) for around, x in ((around_k, k_pages), (around_v, v_pages)))
-    q = random(3, seqlen_q, 1 if seqlen_q > 2 else HEADS_Q, 32, seed=5)
-    new_k, new_v = (random(3, 2, HEADS_KV, 32, seed=seed) for seed in (6, 7))
-
-    def step(seqlens, table):
-        k_now, v_now = around_k.clone(), around_v.clone()
-        result = attend(
-            q,
-            k_now[2 : 2 + pages],
-            v_now[2 : 2 + pages],
-            seqlens,
-            num_splits=None if seqlen_q > 2 else 1,
-            k=new_k,
-            v=new_v,
-            block_table=table,
-        )
-        return result, k_now, v_now
-
-    (out, lse), k_after, v_after = step(lengths, table)
+    """Lengths beyond the capacity or negative, pages that do not exist: other sequences keep their bits, and all memory
+    around their pages does."""
+    heads, options = (1 if seqlen_q > 2 else HEADS_Q, 1), dict(num_splits=None if seqlen_q > 2 else 1, validate=False)
+    right = reading((42, 35, 20), seqlen_q, new=2, page=PAGE, heads=heads, layout="poisoned")
+    out, lse = right.call(**options)
     assert not out.isnan().any()
-    for length, entry in [
-        (lengths[1], -1),
-        (lengths[1], pages),
-        (lengths[1], UNUSED),
-        (lengths[1], -UNUSED),
-        (CAPACITY + 5, None),
-        (UNUSED, None),
-        (-UNUSED, None),
-    ]:
-        hostile = table.clone()
+    dropped = tuple(x[-2:] for x in right.visible[1])  # the wrong sequence writes nothing
+    right.k_cache[dropped] = right.v_cache[dropped] = torch.nan
+    lengths = [(CAPACITY + 5, None), (UNUSED, None), (-UNUSED, None)]
+    for length, entry in [*((33, x) for x in (-1, right.pages, UNUSED, -UNUSED)), *lengths]:
+        wrong = right.replace()
+        wrong.cache_seqlens[1] = length
         if entry is not None:
-            hostile[1, 2] = hostile[1, 0] = entry
+            wrong.block_table[1, 2] = wrong.block_table[1, 0] = entry
         if length < 0:
-            hostile[1] = UNUSED
-        (got_out, got_lse), k_now, v_now = step([lengths[0], length, lengths[2]], hostile)
+            wrong.block_table[1] = UNUSED
+        got_out, got_lse = wrong.call(**options)
         assert_same_bits([got_out[::2], got_lse[::2]], [out[::2], lse[::2]])
-        written = [2 + int(page) for page in (table[0, 2], table[2, 1])]
-        for now, after, before in ((k_now, k_after, around_k), (v_now, v_after, around_v)):
-            expected = before.clone()
-            expected[written] = after[written]
-            same = (now == expected) | (now.isnan() & expected.isnan())
-            assert same.all(), f"length {length}, entry {entry}: pages {sorted(set((~same).nonzero()[:, 0].tolist()))}"
+        rooms = wrong.k_cache._base, right.k_cache._base, wrong.v_cache._base, right.v_cache._base
+        assert same(*rooms), f"length {length}, entry {entry}"
 
 
 @pytest.mark.parametrize("seqlen_q", [1, 40])
 def test_keys_beyond_the_first_coarse_row_of_the_table(seqlen_q):
     """The table of angles must reach as far as the cache, not as far as the queries."""
-    q, k_cache, v_cache = random(1, seqlen_q, 1, 32), *random(2, 1, 2150, 1, 32, seed=1)
-    got = attend(q, k_cache, v_cache, [2100], Rotary.rope(32).local(100))
-    wide = (x.double() for x in (q, k_cache, v_cache))
-    right = attention_with_cache(*wide, Rotary.rope(32).local(100), int32([2100]), return_lse=True, impl="reference")
-    torch.testing.assert_close(got[1].double(), right[1], rtol=0, atol=2e-3)
-    torch.testing.assert_close(got[0].double(), right[0], rtol=0, atol=4e-3)
+    reading((2100,), seqlen_q, Rotary.rope(32).local(100), heads=(1, 1), capacity=2150).check()
 
 
 def test_new_keys_beyond_the_capacity_are_dropped():
-    q, (k, v) = random(1, 4, HEADS_Q, 32), caches(1)
-    new = random(1, 4, HEADS_KV, 32, seed=3)
+    q, new = random(1, 4, HEADS_Q, 32), random(1, 4, HEADS_KV, 32, seed=3)
+    k, v = random(2, 1, CAPACITY, HEADS_KV, 32)
     expected = k.clone()
     expected[:, -2:] = new[:, :2]
-    attention_with_cache(q, k, v, RECTIFIED, int32([CAPACITY - 2]), k=new, v=new, impl="triton")
+    attention_with_cache(q, k, v, RECTIFIED, int32([CAPACITY - 2], DEVICE), k=new, v=new, impl="triton")
     assert torch.equal(k, expected) and torch.equal(v[:, -2:], new[:, :2])
 
 
@@ -259,8 +179,7 @@ def test_rotated_keys_are_those_of_the_window(length, monkeypatch):
         return original(keys, rotation, k_map, column, *rest)
 
     monkeypatch.setattr(decode, "key_cos_sin", counted)
-    k, v = caches(1)
-    attend(random(1, 1, HEADS_Q, 32), k, v, [length])
+    reading((length,)).call(num_splits=2)
     per_head = sum(rotated) / HEADS_KV
     window = int(RECTIFIED.bands[0].stop)
     assert min(window, length) <= per_head <= window + BLOCK
@@ -284,16 +203,9 @@ def test_every_key_of_a_chunk_is_rotated_once(page_size, monkeypatch):
 
     monkeypatch.setattr(rotate, "store_pairs", counted)
     monkeypatch.setattr(decode, "key_cos_sin", queries_only)
-    lengths, seqlen_q, window = (
-        [150, 70],
-        configs.tile("forward", 80, 32, 2, 2).block_m + 1,
-        int(RECTIFIED.bands[0].stop),
-    )
-    k, v = caches()
-    options = {}
-    if page_size:
-        (k, options["block_table"]), (v, _) = paged(k, 1), paged(v, 1)
-    attend(random(2, seqlen_q, 1, 32), k, v, lengths, num_splits=None, **options)
+    lengths, window = (150, 70), int(RECTIFIED.bands[0].stop)
+    seqlen_q = configs.tile("forward", 80, 32, 2, 2).block_m + 1
+    reading(lengths, seqlen_q, page=page_size, heads=(1, 1)).call()
     assert len(places) == len(set(places)) == sum(min(length, seqlen_q + window - 1) for length in lengths)
 
 

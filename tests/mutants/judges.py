@@ -24,13 +24,12 @@ BACKWARD = [
 DECODE = [
     "tests/caches/test_decode.py::test_rows_before_the_first_key_that_see_keys_ahead"
     " tests/kernels/test_decode_triton.py tests/caches/test_decode.py -k triton",
-    "tests/caches/test_decode_varlen.py tests/caches/test_maps_decode.py tests/caches/test_quantized.py -k triton",
-    "tests/caches/test_positions.py tests/caches/test_rotated_keys.py -k triton",
+    "tests/caches/test_decode.py tests/caches/test_quantized.py -k triton",
+    "tests/caches/test_cached_positions.py tests/caches/test_rotated_keys.py -k triton",
 ]
 PLACED = [
-    "tests/caches/test_positions.py -k triton",
-    "tests/caches/test_stored_positions.py tests/kernels/test_tiles_cos_sin.py"
-    " tests/caches/test_mapped_positions.py -k 'triton or stored'",
+    "tests/caches/test_cached_positions.py -k triton",
+    "tests/caches/test_stored_positions.py tests/kernels/test_tiles_cos_sin.py -k 'triton or stored'",
 ]
 QUANTIZED = ["tests/caches/test_quantized.py -k triton"]
 ROTATED = ["tests/caches/test_rotated_keys.py tests/operators/test_rotate.py -k triton"]
@@ -42,11 +41,11 @@ TABLES = [
 COMPILED = [
     'tests/kernels/test_cpu_compiled.py tests/rotary/test_maps.py -k "tiles or rounded or cpu-float32 or layouts"',
     'tests/caches/test_decode.py tests/operators/test_accuracy.py -k "cpu"',
-    'tests/caches/test_positions.py tests/caches/test_quantized.py tests/caches/test_rotated_keys.py -k "cpu"',
+    'tests/caches/test_cached_positions.py tests/caches/test_quantized.py tests/caches/test_rotated_keys.py -k "cpu"',
 ]
 COMPILED_DECODE = [
     'tests/kernels/test_cpu_compiled.py -k "chunks_of_keys or layouts or neighbors or more_keys or unseen"',
-    "tests/kernels/test_cpu_positions.py tests/caches/test_decode.py tests/caches/test_positions.py -k cpu",
+    "tests/kernels/test_cpu_positions.py tests/caches/test_decode.py tests/caches/test_cached_positions.py -k cpu",
     'tests/caches/test_quantized.py tests/operators/test_length_scale.py tests/operators/test_sinks.py -k "cpu"',
 ]
 COMPOSED = [
@@ -56,13 +55,13 @@ COMPOSED = [
     ' tests/operators/test_value_width.py -k "cpu" --composed-cpu',
 ]
 COMPOSED_DECODE = [
-    "tests/kernels/test_cpu.py tests/caches/test_decode.py tests/caches/test_maps_decode.py -k cpu --composed-cpu",
-    "tests/kernels/test_cpu_positions.py tests/caches/test_positions.py tests/caches/test_decode_varlen.py -k cpu",
-    "tests/caches/test_positions.py tests/caches/test_quantized.py -k cpu --composed-cpu",
+    "tests/kernels/test_cpu.py tests/caches/test_decode.py -k cpu --composed-cpu",
+    "tests/kernels/test_cpu_positions.py tests/caches/test_cached_positions.py tests/caches/test_decode.py -k cpu",
+    "tests/caches/test_cached_positions.py tests/caches/test_quantized.py -k cpu --composed-cpu",
 ]
 CACHES = [
     "tests/caches/test_cache.py tests/caches/test_cache_layers.py tests/caches/test_cache_errors.py -k 'not triton'",
-    "tests/caches/test_moved_tokens.py tests/caches/test_positions.py"
+    "tests/caches/test_moved_tokens.py tests/caches/test_cached_positions.py"
     " tests/caches/test_rotated_keys.py -k 'not triton'",
     "tests/caches/test_stored_positions.py tests/caches/test_quantized.py -k 'not triton'",
 ]
@@ -72,11 +71,11 @@ SCHEMES = [
 ]
 CALLS = [
     "tests/operators/test_errors.py tests/caches/test_cache_errors.py tests/operators/test_backends.py"
-    " tests/operators/test_value_width.py tests/caches/test_decode_varlen.py -k 'not triton'",
+    " tests/operators/test_value_width.py tests/caches/test_cached_calls.py -k 'not triton'",
     "tests/operators/test_torch.py tests/operators/test_transforms.py tests/operators/test_backward.py"
     " tests/operators/test_rotate.py -k 'not triton'",
     "tests/caches/test_decode.py tests/caches/test_rotated_keys.py tests/caches/test_stored_positions.py"
-    " tests/caches/test_positions.py tests/caches/test_quantized.py -k 'cpu or not triton and not reference'",
+    " tests/caches/test_cached_positions.py tests/caches/test_quantized.py -k 'cpu or not triton and not reference'",
 ]
 LAUNCHES = " ".join(
     f"tests/kernels/test_{name}.py" for name in ("launches", "captured_grids", "specialisation", "splits")
@@ -91,7 +90,7 @@ JUDGES = {
     "triton_kernels/tiles.py": [
         "tests/kernels/test_tiles.py tests/operators/test_varlen.py tests/operators/test_needles.py"
         ' -k "triton or test_tiles"',
-        "tests/caches/test_decode_varlen.py tests/kernels/test_decode_triton.py -k triton",
+        "tests/caches/test_decode.py tests/kernels/test_decode_triton.py -k triton",
         *FORWARD[1:2],
         *BACKWARD,
         *DECODE[:2],
@@ -114,7 +113,7 @@ JUDGES = {
     ],
     "python/flashrope/backends/cpu/masked.py": COMPOSED_DECODE[1:],
     "python/flashrope/backends/cpu/runs.py": [
-        "tests/kernels/test_cpu_positions.py tests/caches/test_positions.py tests/caches/test_decode.py -k cpu",
+        "tests/kernels/test_cpu_positions.py tests/caches/test_cached_positions.py tests/caches/test_decode.py -k cpu",
         "tests/caches/test_stored_positions.py tests/caches/test_moved_tokens.py -k 'not triton'",
     ],
     "python/flashrope/backends/cpu/plan.py": ["tests/caches/test_plan.py -k cpu", *COMPILED_DECODE[1:2]],
@@ -139,13 +138,16 @@ JUDGES = {
         " tests/operators/test_length_scale.py -k reference",
     ],
     "python/flashrope/backends/shown.py": [
-        "tests/caches/test_positions.py tests/caches/test_stored_positions.py -k 'not triton'",
-        "tests/caches/test_mapped_positions.py -k 'not triton'",
+        "tests/caches/test_cached_positions.py tests/caches/test_stored_positions.py -k 'not triton'",
     ],
     "python/flashrope/backends/quantized.py": ["tests/caches/test_quantized.py -k 'cpu or reference or composed'"],
-    "python/flashrope/backends/packed.py": ["tests/caches/test_decode_varlen.py -k 'not triton'"],
+    "python/flashrope/backends/packed.py": [
+        "tests/caches/test_decode.py tests/caches/test_cached_calls.py"
+        " -k 'not triton and (packed or mixed or cached_calls or given_splits or rows or run)'"
+    ],
     "python/flashrope/backends/addresses.py": [
-        "tests/caches/test_decode.py tests/caches/test_decode_varlen.py tests/caches/test_positions.py -k reference",
+        "tests/caches/test_decode.py tests/caches/test_cached_calls.py tests/caches/test_cached_positions.py"
+        " -k reference",
         "tests/caches/test_rotated_keys.py tests/operators/test_errors.py -k 'not triton'",
     ],
     "python/flashrope/backends/*": CALLS,

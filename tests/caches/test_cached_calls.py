@@ -1,0 +1,256 @@
+"""Calls over caches, one sequence per row or packed: wrong tables, memory around the buffers, PyTorch's compilers."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import support
+import torch
+from caching import PAGE, UNUSED, Cached, same
+from flashrope import CacheLayer, CacheTables, Packed, Rotary, attention_varlen_with_cache, attention_with_cache
+from flashrope.operators.fields import flatten
+from support import int32
+
+# ---- wrong tables
+
+HOSTILE = {
+    "negative length": ("cache_seqlens", -5),
+    "length beyond": ("cache_seqlens", 1 << 30),
+    "largest length": ("cache_seqlens", 2**31 - 1),
+    "negative page": ("block_table", -3),
+    "huge page": ("block_table", UNUSED),
+    "negative pad": ("cache_leftpad", -9),
+    "pad beyond": ("cache_leftpad", 1 << 30),
+    "huge slot": ("slot_mapping", 2**40),
+}
+KINDS = {  # the queries of every sequence, and their lengths with them
+    "contiguous": dict(lengths=(30, 20, 40), queries=2, page=0),
+    "paged": dict(lengths=(30, 20, 40), queries=2, page=PAGE),
+    "packed": dict(lengths=(30, 20, 80), queries=(1, 4, 66), page=PAGE),
+}
+
+
+@pytest.mark.interpreted(
+    lambda exact, entry, kind: entry[1] in (-5, UNUSED, 2**40) if kind == "packed" else entry[1] in (1 << 30, -3)
+)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("entry", HOSTILE.values(), ids=HOSTILE.keys())
+def test_wrong_entries_affect_only_their_sequence(exact, entry, kind):
+    """validate names them. Without it the caches and results of other sequences stay bitwise identical."""
+    name, value = entry
+    if name == "block_table" and kind == "contiguous" or name == "slot_mapping" and kind != "packed":
+        pytest.skip("the call has no such table")
+    right = Cached(exact, Rotary.rope(16).rectify(9), **KINDS[kind], leftpad=(2, 1, 0), mapped=name == "slot_mapping")
+    wrong = right.replace()
+    getattr(wrong, name)[1] = value
+    with pytest.raises(ValueError, match=rf"{name}: (sequence|token) 1\b"):
+        wrong.call()
+    (out, lse), (want_out, want_lse) = wrong.call(validate=False), right.call()
+    for b in (0, 2):
+        if kind == "packed":
+            rows = right.rows(b)
+            assert torch.equal(out[rows], want_out[rows]) and torch.equal(lse[:, rows], want_lse[:, rows])
+        else:
+            assert torch.equal(out[b], want_out[b]) and torch.equal(lse[b], want_lse[b])
+        pages = b if kind == "contiguous" else right.block_table[b][right.block_table[b] != UNUSED].long()
+        assert same(wrong.k_cache[pages], right.k_cache[pages], wrong.v_cache[pages], right.v_cache[pages])
+
+
+def test_two_sequences_on_one_page(exact):
+    """Shared pages may be read but not written."""
+    c = Cached(exact, Rotary.rope(16), (20, 20), page=PAGE)
+    c.block_table[1] = c.block_table[0]
+    with pytest.raises(
+        ValueError, match="block_table: sequence 1, entry 1: expected a page that no other entry writes to, got"
+    ):
+        c.call()
+
+
+def test_negative_slots_are_left_out(exact):
+    """Slot -1 would be the last one before the cache, which is the end of a larger tensor."""
+    call = packed_call(slot_mapping=torch.tensor([3, -1, 42]), impl=exact.impl)
+    call = {name: x.to(exact.device) if isinstance(x, torch.Tensor) else x for name, x in call.items()}
+    whole = torch.cat((torch.zeros_like(call["k_cache"]), call["k_cache"]))
+    before, call["k_cache"] = whole.clone(), whole[2:]
+    attention_varlen_with_cache(**call)
+    changed = (whole != before).flatten(0, 1).any(-1).any(-1).nonzero().flatten()
+    assert changed.tolist() == [64 + 3, 64 + 42]
+
+
+# ---- memory around the buffers
+
+GUARDED = """
+import ctypes, interpreting, mmap, sys, torch
+from flashrope import Rotary, attention, attention_with_cache
+
+libc, keep = ctypes.CDLL(None, use_errno=True), []
+
+def guarded(x):
+    '''A copy of x that ends where a protected page begins.'''
+    size = x.numel() * x.element_size()
+    room = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+    memory = mmap.mmap(-1, room + 2 * mmap.PAGESIZE)
+    keep.append(memory)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    assert libc.mprotect(ctypes.c_void_p(start), mmap.PAGESIZE, 0) == 0
+    assert libc.mprotect(ctypes.c_void_p(start + mmap.PAGESIZE + room), mmap.PAGESIZE, 0) == 0
+    buffer = (ctypes.c_char * size).from_address(start + mmap.PAGESIZE + room - size)
+    keep.append(buffer)
+    return torch.frombuffer(buffer, dtype=x.dtype).view(x.shape).copy_(x)
+
+impl, seqlen_q, head_dim = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+if impl == "triton":
+    interpreting.make_faster()
+new_empty = torch.Tensor.new_empty
+
+
+def guarded_empty(x, *shape, **options):
+    made = new_empty(x, *shape, **options)
+    return guarded(made) if shape[0] else made
+
+
+torch.Tensor.new_empty = guarded_empty
+chunk = seqlen_q > 64
+# of a chunk, the 3 * (66 + 63 - 1) rotated keys of 64 bytes fill whole pages of memory
+heads, capacity = (1, 160) if chunk else (2, 37)
+rotary = Rotary.rope(head_dim).rectify(63 if chunk else 9)
+tables = [[0, 1, 2], [3, 4, 0], [1, 2, 3]], [[-1, 99, 2147480000], [-2147483648, 4, 5], [4, 4, 4]]
+if chunk:
+    tables = [[table * 3 for table in entries] for entries in tables]
+for paged in False, True:
+    q, k, v = (guarded(torch.randn(3, seqlen_q, heads * group, head_dim)) for group in (2, 1, 1))
+    rows = (24 if chunk else 5, 16) if paged else (3, capacity)
+    k_cache, v_cache = (guarded(torch.randn(*rows, heads, head_dim)) for _ in "kv")
+    for lengths, entries, pads in [
+        ([84, 40, 0], 0, None),
+        ([-7, 1 << 30, 2**31 - 1], 1, [-5, 1 << 30, 35]),
+        ([35, 36, 37], 1, [0, 1, 2]),
+        ([2**31 - 1, 36, 37], 0, [1 << 30, -5, 0]),
+    ]:
+        lists = [lengths, tables[entries] if paged else None, pads]
+        seqlens, table, pad = (None if x is None else guarded(torch.tensor(x, dtype=torch.int32)) for x in lists)
+        options = dict(block_table=table, cache_leftpad=pad, impl=impl)
+        attention_with_cache(q, k_cache, v_cache, rotary, seqlens, k=k, v=v, **options)
+    print("done with", "pages" if paged else "rows", flush=True)
+if impl == "cpu":
+    for lengths in (1, 37), (70, 70), (130, 65):
+        tensors = [guarded(torch.randn(1, n, heads, head_dim)).requires_grad_() for n in (*lengths, lengths[1])]
+        out = attention(*tensors, rotary, impl=impl)
+        torch.autograd.grad(out, tensors, guarded(out.detach()))
+if sys.argv[4] == "fault":
+    ctypes.string_at(k_cache.data_ptr() + k_cache.numel() * 4, 1)
+print("done")
+"""
+guard_pages = pytest.mark.skipif(not hasattr(os, "fork"), reason="guard pages need mprotect")
+
+
+GUARDED_CALLS = [("reference", 2, 16), ("cpu", 2, 16), ("cpu", 2, 24)]  # 24: no whole vector
+if support.INTERPRETED:
+    GUARDED_CALLS += [("triton", 2, 16), pytest.param("triton", 66, 16, marks=pytest.mark.slow)]
+
+
+@guard_pages
+@pytest.mark.parametrize(("impl", "seqlen_q", "head_dim"), GUARDED_CALLS)
+def test_nothing_outside_the_buffers_is_touched(impl, seqlen_q, head_dim):
+    """With guard pages around every buffer, of a cache of rows and one of pages: a process that touches one dies."""
+    run = guarded_run(impl, seqlen_q, head_dim)
+    assert run.returncode == 0 and "done\n" in run.stdout, (run.stdout, run.stderr[-2000:])
+
+
+def guarded_run(impl: str, seqlen_q: int, head_dim: int, fault: str = ""):
+    words = [impl, str(seqlen_q), str(head_dim), fault]
+    paths = os.pathsep.join([os.path.dirname(support.__file__), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | {"PYTHONPATH": paths}
+    return subprocess.run([sys.executable, "-c", GUARDED, *words], capture_output=True, text=True, env=environment)
+
+
+@guard_pages
+def test_touching_a_guard_page_kills_the_process():
+    run = guarded_run("cpu", 2, 16, fault="fault")
+    assert run.returncode < 0 and "done\n" not in run.stdout
+
+
+# ---- the call
+
+
+def dense_call():
+    q, k, v = torch.randn(2, 1, 4, 16), *torch.randn(2, 2, 1, 2, 16)
+    caches = dict(zip(("k_cache", "v_cache"), torch.randn(2, 2, 32, 2, 16), strict=True))
+    return dict(q=q, k=k, v=v, rotary=Rotary.rope(16), cache_seqlens=int32([3, 9]), **caches)
+
+
+SLOTS = torch.tensor([3, 41, 42])
+
+
+def packed_call(**changes):
+    rows = dict(q=torch.randn(3, 4, 16), k=torch.randn(3, 2, 16), v=torch.randn(3, 2, 16))
+    return dense_call() | rows | {"cu_seqlens_q": int32([0, 1, 3]), "max_seqlen_q": 2} | changes
+
+
+CALLS = {
+    "dense": (attention_with_cache, dense_call(), 1),
+    "appended": (attention_varlen_with_cache, packed_call(), Packed(int32([0, 1, 3]), 2, None, True)),
+    "mapped": (attention_varlen_with_cache, packed_call(slot_mapping=SLOTS), Packed(int32([0, 1, 3]), 2, SLOTS)),
+}
+
+
+@pytest.mark.parametrize("kind", CALLS)
+def test_opcheck(kind):
+    _, call, new = CALLS[kind]
+    layer = flatten(CacheLayer, CacheLayer(call["k_cache"].clone(), call["v_cache"].clone()))
+    tables, operators = flatten(CacheTables, CacheTables(call["cache_seqlens"], new=new)), torch.ops.flashrope
+    for rotated_by in (None, Rotary.rope(16).text):
+        torch.library.opcheck(operators.append_to_cache, (*layer, call["k"], call["v"], *tables, rotated_by, "cpu"))
+    rest = (0, Rotary.rope(16).rectify(5).text, False, True, 0.25, "cpu")
+    torch.library.opcheck(operators.attention_with_cache, (call["q"], *layer, *tables, *rest))
+
+
+@pytest.mark.parametrize("kind", CALLS)
+def test_compile_keeps_the_write(kind):
+    """One graph, which writes to the caches as eager mode does."""
+    public, call, _ = CALLS[kind]
+
+    def step(**call):
+        return public(**call) + 0, call["k_cache"].sum()
+
+    one, other = ({name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in call.items()} for _ in "12")
+    for a, b in zip(step(**one), torch.compile(step, fullgraph=True, backend="aot_eager")(**other), strict=True):
+        assert torch.equal(a, b)
+    assert torch.equal(one["k_cache"], other["k_cache"]) and torch.equal(one["v_cache"], other["v_cache"])
+    assert not torch.equal(one["k_cache"], call["k_cache"])
+
+
+def test_decoding_needs_no_rotated_copy_of_the_cache(composed, monkeypatch):
+    """ReRoPE rotates the last window keys only, for any length. The cache itself is never copied."""
+    from flashrope.backends.cpu import cached
+
+    rotated, plain = [], cached.rotate
+    monkeypatch.setattr(cached, "rotate", lambda x, *rest: rotated.append(x.shape) or plain(x, *rest))
+    for seqlen in (100, 1000, 30000):
+        rotated.clear()
+        cache = torch.randn(2, 1, seqlen, 2, 16)
+        attention_with_cache(torch.randn(1, 1, 4, 16), *cache, Rotary.rope(16).rectify(64), int32([seqlen]))
+        assert 0 < sum(rows for _, rows, heads, _ in rotated if heads == 2) <= 64
+
+
+def test_the_cuda_kernels_refuse_maps(monkeypatch):
+    """By name, one sequence per row or packed. The same call without a map comes as far as their library."""
+    from flashrope.backends import cuda
+
+    class Reached(Exception):
+        pass
+
+    def operators():
+        raise Reached
+
+    monkeypatch.setattr(cuda, "unsupported_reason", lambda q, cached=False: "")
+    monkeypatch.setattr(cuda, "_operators", operators)
+    monkeypatch.setattr(cuda, "multiprocessors", lambda device: 2)
+    target, rope = support.Target("cuda", torch.float32, "cpu"), Rotary.rope(16)
+    for queries in (1, (1, 20, 4)):
+        c = Cached(target, rope, (208, 150, 24), queries, new=0, page=PAGE)
+        pytest.raises(Reached, c.call)
+        for c.rotary in (rope.self_extend(24, 4), rope.self_extend(20, 5).log_n(50), rope.dual_chunk(160, 32)):
+            with pytest.raises(ValueError, match=r"impl='cuda' .* no position maps \(self_extend, dual_chunk\); use "):
+                c.call()

@@ -1,0 +1,356 @@
+"""Builds calls over caches, and holds their results against float64.
+
+``Cached`` lays sequences into a cache: contiguous, or in pages of shuffled order. Whatever the call must not read is
+NaN: free slots, padding, hidden rows, the slots of keys that come with the call. ``call`` runs the public call,
+``expected`` gives one problem of ``support`` for each sequence, and ``check`` compares the two.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import pytest
+import support
+import torch
+from flashrope import Rotary, attention_varlen_with_cache, attention_with_cache
+from flashrope.backends.registry import load_backend
+
+PAGE = 16
+UNUSED = 2147480000  # a block-table entry beyond a sequence. It may be anything.
+BITS = {"int8": 8, "int4": 4}
+# Every backend that takes explicit positions.
+POSITIONED = [*support.TARGETS, support.Target("reference", torch.float64, "cpu")]
+POSITIONED = [t for t in POSITIONED if hasattr(load_backend(t.impl), "unsupported_positions")]
+page_sizes = pytest.mark.parametrize("page_size", [0, PAGE], ids=["contiguous", "paged"])
+
+
+class Page(NamedTuple):
+    """A block-table entry: rows [first, first + length) of the page are visible, and row r is at position + r."""
+
+    position: int
+    length: int = PAGE
+    first: int = 0
+
+
+@dataclasses.dataclass
+class Cached:
+    """A call over a cache.
+
+    lengths: the tokens of each sequence behind its padding, new ones included. queries: query rows of every sequence,
+    or a list of them, which packs the queries. new: keys of every sequence that come with the call, None for one per
+    query. mapped: packed keys come with a slot_mapping. page: rows of a page, 0 for a contiguous cache. capacity: slots
+    of a sequence. table: a block table of its own. tables: explicit positions, by the names of the call's arguments.
+    stored: what the cache holds of keys (1, tokens, heads_kv, head_dim), if it is not the keys. layout: contiguous,
+    poisoned (a window of a larger buffer of NaN), heads first, shared (K and V in one buffer), or for quantized caches
+    vllm or odd bytes. sequences: problems with the tokens, None for random ones.
+    """
+
+    target: support.Target
+    rotary: Rotary
+    lengths: Sequence[int]
+    queries: int | Sequence[int] = 1
+    new: int | None = None
+    mapped: bool = False
+    heads: tuple[int, int] = (4, 2)
+    page: int = 0
+    capacity: int | None = None
+    leftpad: Sequence[int] | None = None
+    causal: bool = True
+    cache_dtype: str | None = None
+    table: torch.Tensor | None = None
+    tables: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+    stored: Callable[[torch.Tensor], torch.Tensor] | None = None
+    layout: str = "contiguous"
+    sequences: list[support.Problem] | None = None
+
+    @classmethod
+    def packed(cls, target, rotary, sizes, **options) -> Cached:
+        """sizes: (query rows, tokens with them) of every sequence."""
+        queries, lengths = zip(*sizes, strict=True)
+        return cls(target, rotary, lengths, queries, **options)
+
+    @classmethod
+    def of_pages(cls, target, rotary, sequences: Sequence[Sequence[Page]], page=PAGE, **options) -> Cached:
+        """Sequences of ``Page``. Without lengths, the last page's visible rows end a sequence."""
+        lengths = [(len(pages) - 1) * page + pages[-1].first + pages[-1].length for pages in sequences]
+        options = {"lengths": lengths, "layout": "poisoned", "new": 0, **options}
+        most = max(map(len, sequences))
+
+        def padded(name: str, fill: int) -> torch.Tensor:
+            return support.int32([[getattr(x, name) for x in row] + [fill] * (most - len(row)) for row in sequences])
+
+        tables = {"page_positions": padded("position", -7), "page_first": padded("first", 99)}
+        tables["page_lengths"] = padded("length", 10**9)
+        return cls(target, rotary, page=page, capacity=most * page, tables=tables, **options)
+
+    def __post_init__(self):
+        batch, device = len(self.lengths), self.target.device
+        self.tables = {name: x if x is None else x.to(device) for name, x in self.tables.items()}
+        self.is_packed = not isinstance(self.queries, int)
+        self.sizes = list(self.queries) if self.is_packed else [self.queries] * batch
+        self.news = self.sizes if self.new is None else [self.new] * batch
+        self.pads = list(self.leftpad or [0] * batch)
+        ends = [pad + n for pad, n in zip(self.pads, self.lengths, strict=True)]
+        unit = self.page or PAGE
+        self.slots = self.capacity or -(-max(*ends, 1) // unit) * unit
+        if self.table is not None:
+            self.slots = self.table.shape[1] * self.page
+        self.ends = [min(max(end, 0), self.slots) for end in ends]
+        self.block_table = self._block_table() if self.page else None
+        self._fill()
+        before = [end - n * (not self.mapped) for end, n in zip(ends, self.news, strict=True)]
+        self.cache_seqlens = support.int32(before, device)
+        self.cache_leftpad = support.int32(self.leftpad, device) if self.leftpad else None
+        self.cu_seqlens_q = support.int32([0, *torch.tensor(self.sizes).cumsum(0).tolist()], device)
+        rows = [p.q[0] for p in self.problems]
+        self.q = torch.cat(rows) if self.is_packed else torch.stack(rows)
+
+    def _block_table(self) -> torch.Tensor:
+        """Pages in any order, two of them unused. The first and the last one are used: wrong numbers clamp to them."""
+        if self.table is not None:
+            self.pages = self.table.numel()
+            return self.table.int().to(self.target.device)
+        used = [-(-end // self.page) for end in self.ends]
+        self.pages = max(sum(used) + 2, len(used) * self.slots // self.page)
+        inner = 1 + torch.randperm(self.pages - 2, generator=torch.Generator().manual_seed(3))
+        free = iter([0, self.pages - 1, *inner.tolist()])
+        entries = self.slots // self.page
+        rows = [[next(free) for _ in range(n)] + [UNUSED] * (entries - n) for n in used]
+        return support.int32(rows, self.target.device)
+
+    def _fill(self) -> None:
+        sequences, heads, device = self.sequences, self.heads, self.target.device
+        if sequences is None:
+            options = dict(heads=heads[0], group=heads[0] // heads[1], causal=self.causal)
+            sequences = [
+                support.problem(self.target, self.rotary, rows, max(end - pad, 0), seed=10 * b, **options)
+                for b, (rows, end, pad) in enumerate(zip(self.sizes, self.ends, self.pads, strict=True))
+            ]
+        shape = (self.pages, self.page) if self.page else (len(sequences), self.slots)
+        whole = sequences[0].k.new_full((2, *shape, *sequences[0].k.shape[2:]), torch.nan)
+        kept = whole.clone()
+        for b, p in enumerate(sequences):
+            place = self.places(b)
+            whole[0][place], whole[1][place] = p.k[0], p.v[0]
+        self.problems, self.visible = [], []
+        hidden = torch.ones(shape, dtype=torch.bool, device=device)
+        for b, p in enumerate(sequences):
+            place, position = self._visible(b)
+            k, v = whole[0][place][None], whole[1][place][None]
+            self.problems.append(p.replace(k=k, v=v, places=self._positions(b, position)))
+            self.visible.append(place)
+            kept[0][place], kept[1][place] = k[0] if self.stored is None else self.stored(k)[0].to(k), v[0]
+            hidden[place] = False
+        new = [[x[len(x) - n :] for x in place] for place, n in zip(self.visible, self.news, strict=True)]
+        self.new_places = [torch.cat(x) for x in zip(*new, strict=True)]
+        self.k_new, self.v_new = (x[tuple(self.new_places)] for x in whole)
+        self.slot_mapping = self.new_places[0] * shape[1] + self.new_places[1] if self.mapped else None
+        hidden[tuple(self.new_places)] = True
+        self.scales: dict[str, torch.Tensor] = {}
+        k, v = kept.masked_fill(hidden[..., None, None], torch.nan)
+        self.k_cache, self.v_cache = self._quantized(k, v) if self.cache_dtype else laid_out(self.layout, k, v)
+        self.before = self.k_cache.clone(), self.v_cache.clone()
+
+    def places(self, b: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(page, row) of every slot of a sequence, from its padding to its end; of a contiguous cache (b, slot)."""
+        slot = torch.arange(min(max(self.pads[b], 0), self.ends[b]), self.ends[b], device=self.target.device)
+        if not self.page:
+            return torch.full_like(slot, b), slot
+        return self.block_table[b, slot // self.page].long().clamp(0, self.pages - 1), slot % self.page
+
+    def _visible(self, b: int) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
+        """(page, row) and position of the tokens that queries may see."""
+        page, row = self.places(b)
+        position = torch.arange(len(row), dtype=torch.float64, device=row.device)
+        seen, given = torch.ones_like(row, dtype=torch.bool), {n: x for n, x in self.tables.items() if x is not None}
+        base: torch.Tensor | float = 0.0
+        if self.page:
+            entry = (position.long() + min(max(self.pads[b], 0), self.ends[b])) // self.page
+            own = {name: given[name][b, entry].long() for name in given if name.startswith("page_")}
+            first = own.get("page_first", torch.zeros_like(row))
+            seen = (row >= first) & (row - first < own.get("page_lengths", first + self.page))
+            if "page_positions" in own:
+                base = own["page_positions"].double()
+                position = base + row
+        if "slot_positions" in given:
+            position = given["slot_positions"][page, row].double()
+            position = position + (base[:, None] if position.ndim > 1 and isinstance(base, torch.Tensor) else base)
+        return (page[seen], row[seen]), position[seen]
+
+    def _positions(self, b: int, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """``Problem.places``. Queries before the first key are where it is, and see nothing."""
+        if all(x is None for x in self.tables.values()):
+            return None
+        if (given := self.tables.get("positions")) is not None:
+            return (given[self.rows(b)] if self.is_packed else given[b]).double(), keys
+        last = torch.arange(len(keys) - self.sizes[b], len(keys), device=keys.device).clamp(min=0)
+        return keys[last] if len(keys) else keys.new_zeros(len(last), *keys.shape[1:]), keys
+
+    def _quantized(self, *caches: torch.Tensor) -> list[torch.Tensor]:
+        """Codes. Rows that must not be read have any codes, and a scale of NaN."""
+        codes, scales = [], []
+        for x in caches:
+            numbers, scale = quantized(x, self.cache_dtype)
+            packed = pack(numbers, self.cache_dtype)
+            garbage = torch.randint(-128, 128, packed.shape, generator=torch.Generator().manual_seed(5)).to(packed)
+            codes.append(torch.where(x.isnan().all(-1, keepdim=True), garbage, packed))
+            scales.append(scale.float())
+        if self.layout == "vllm":
+            *codes, scales[0], scales[1] = vllm_layout(codes, scales)
+        self.scales = {"k_scale": scales[0], "v_scale": scales[1]}
+        return [odd_bytes(x) for x in codes] if self.layout == "odd bytes" else codes
+
+    # ---- what tests use
+
+    def replace(self, **changes) -> Cached:
+        return dataclasses.replace(self, **changes)
+
+    def at(self, **tables: torch.Tensor | None) -> Cached:
+        """The same call with these explicit positions: page_positions, page_first, page_lengths, slot_positions, and
+        the queries' positions."""
+        return dataclasses.replace(self, tables=tables)
+
+    def by_slot(self, values: torch.Tensor) -> torch.Tensor:
+        """values (batch, slots, ...) of the slots of sequences, as slot_positions of this cache."""
+        if not self.page:
+            return values
+        pages = values.new_zeros(self.pages, self.page, *values.shape[2:])
+        for b, table in enumerate(self.block_table.cpu().long()):
+            used = table != UNUSED
+            pages[table[used]] = values[b].unflatten(0, (-1, self.page))[used]
+        return pages
+
+    def rows(self, b: int) -> slice:
+        """The rows of a sequence in packed queries."""
+        return slice(int(self.cu_seqlens_q[b]), int(self.cu_seqlens_q[b + 1]))
+
+    def call(self, **options):
+        """(out, lse) of the public call. It writes the new keys to the caches."""
+        k, v = (self.k_new, self.v_new) if sum(self.news) else (None, None)
+        options = {
+            "block_table": self.block_table, "cache_leftpad": self.cache_leftpad, "causal": self.causal,
+            "return_lse": True, "impl": self.target.impl, "validate": True, **self.scales, **self.tables, **options,
+        }  # fmt: skip
+        if self.stored is not None:
+            options["rotated_keys"] = True
+        caches = self.q, self.k_cache, self.v_cache, self.rotary
+        if self.is_packed:
+            return attention_varlen_with_cache(
+                *caches, self.cu_seqlens_q, self.cache_seqlens, max(self.sizes), k=k, v=v,
+                **{"slot_mapping": self.slot_mapping, **options},
+            )  # fmt: skip
+        k, v = (x if x is None else x.unflatten(0, (len(self.lengths), -1)) for x in (k, v))
+        return attention_with_cache(*caches, self.cache_seqlens, k=k, v=v, **options)
+
+    def expected(self) -> list[support.Problem]:
+        """A problem for each sequence, of its queries and visible tokens as the cache holds them."""
+        kept = (lambda x: dequantized(x, self.cache_dtype)) if self.cache_dtype else (lambda x: x)
+        return [p.replace(k=kept(p.k), v=kept(p.v)) for p in self.problems]
+
+    def judge(self, out: torch.Tensor, lse: torch.Tensor, sequences: Sequence[int] | None = None) -> None:
+        """Holds every sequence, or these, against the error budget."""
+        assert out.dtype == self.target.dtype and lse.dtype == support.lse_type(self.target)
+        for b, p in enumerate(self.expected()):
+            if not self.sizes[b] or sequences is not None and b not in sequences:
+                continue
+            if self.is_packed:
+                got = {"out": out[None, self.rows(b)], "lse": lse[None, :, self.rows(b)]}
+            else:
+                got = {"out": out[b : b + 1], "lse": lse[b : b + 1]}
+            if p.k.shape[1]:
+                support.check_budget(got, p, self.target.dtype, f"sequence {b}: ")
+            else:
+                assert not got["out"].any() and (got["lse"] == -torch.inf).all()
+
+    def check(self, **options) -> None:
+        """Calls, judges every sequence, and looks at what was written."""
+        lengths = self.cache_seqlens.clone()
+        self.judge(*self.call(**options))
+        assert torch.equal(lengths, self.cache_seqlens)
+        if self.cache_dtype:
+            self._check_codes()
+        elif self.stored is None:
+            for before, new in zip(self.before, (self.k_new, self.v_new), strict=True):
+                before[tuple(self.new_places)] = new
+            assert same(self.k_cache, self.before[0], self.v_cache, self.before[1])
+
+    def _check_codes(self) -> None:
+        """Codes and scales of all tokens, the new ones included, are those of the formula."""
+        caches = (self.k_cache, self.scales["k_scale"], "k"), (self.v_cache, self.scales["v_scale"], "v")
+        for b, (p, place) in enumerate(zip(self.problems, self.visible, strict=True)):
+            for cache, scales, name in caches:
+                codes, scale = quantized(getattr(p, name)[0], self.cache_dtype)
+                assert torch.equal(scales[place], scale.float()), f"scales of sequence {b}"
+                assert torch.equal(cache[place], pack(codes, self.cache_dtype)), f"codes of sequence {b}"
+
+
+def same(*pairs: torch.Tensor) -> bool:
+    """Whether neighbours (x, y, ...) are the same numbers, NaN included."""
+    return all(torch.equal(x.nan_to_num(7), y.nan_to_num(7)) for x, y in zip(pairs[::2], pairs[1::2], strict=True))
+
+
+def laid_out(layout: str, k: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor]:
+    if layout == "heads first":
+        return [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v)]
+    if layout == "shared":
+        return list(torch.cat((k, v), -1).split(k.shape[-1], -1))
+    if layout == "poisoned":
+        pages, rows, heads, head_dim = k.shape
+        rooms = [x.new_full((pages, rows + 3, heads + 2, head_dim + 8), torch.nan) for x in (k, v)]
+        windows = [room[:, 1 : 1 + rows, 1 : 1 + heads, :head_dim] for room in rooms]
+        return [window.copy_(x) for window, x in zip(windows, (k, v), strict=True)]
+    assert layout == "contiguous"
+    return [k.clone(), v.clone()]
+
+
+# ---- quantized caches, by the formula
+
+
+def quantized(x: torch.Tensor, cache_dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """(codes as numbers, scale) of rows x (..., head_dim), float64; the scale is a float32 number."""
+    largest = 2 ** (BITS[cache_dtype] - 1) - 1
+    limit = min(torch.finfo(x.dtype).max, torch.finfo(torch.float32).max)
+    x = x.double().clamp(-limit, limit)
+    scale = (x.abs().amax(-1) / largest).float().double()
+    codes = (x / scale[..., None]).nan_to_num(0.0).clamp(-largest, largest)
+    # The kernels divide float32 numbers. A quotient that float64 puts beside a half, they may put on it.
+    return codes.float().round().double(), scale
+
+
+def dequantized(x: torch.Tensor, cache_dtype: str) -> torch.Tensor:
+    codes, scale = quantized(x, cache_dtype)
+    return codes * scale[..., None]
+
+
+def pack(codes: torch.Tensor, cache_dtype: str) -> torch.Tensor:
+    if cache_dtype == "int8":
+        return codes.to(torch.int8)
+    nibbles = (codes + 8).to(torch.uint8)
+    return nibbles[..., 0::2] + 16 * nibbles[..., 1::2]
+
+
+def unpacked(codes: torch.Tensor, cache_dtype: str) -> torch.Tensor:
+    if cache_dtype == "int8":
+        return codes.double()
+    return torch.stack((codes % 16, codes // 16), -1).flatten(-2).double() - 8
+
+
+def vllm_layout(codes, scale):
+    """k and v with their scales in one buffer: a head of a slot is K | scale of K | V | scale of V."""
+    (k, v), rows, width = codes, codes[0].shape[:-1], codes[0].shape[-1]
+    half = width + 4
+    buffer = torch.full((*rows, 2 * half), 113, dtype=torch.uint8, device=k.device)
+    caches = [buffer[..., i * half : i * half + width].view(k.dtype) for i in range(2)]
+    floats = buffer.view(torch.float32)
+    scales = [floats[..., (i * half + width) // 4] for i in range(2)]
+    for to, x in zip((*caches, *scales), (k, v, *scale), strict=True):
+        to.copy_(x)
+    return (*caches, *scales)
+
+
+def odd_bytes(codes: torch.Tensor) -> torch.Tensor:
+    """The same codes in rows one byte longer."""
+    room = codes.new_zeros(*codes.shape[:-1], codes.shape[-1] + 1)
+    return room[..., :-1].copy_(codes)
