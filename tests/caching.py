@@ -67,13 +67,13 @@ class Cached:
 
     @classmethod
     def packed(cls, target, rotary, sizes, **options) -> Cached:
-        """sizes: (query rows, tokens with them) of every sequence."""
+        """Packs queries. sizes: (query rows, tokens with them) of every sequence."""
         queries, lengths = zip(*sizes, strict=True)
         return cls(target, rotary, lengths, queries, **options)
 
     @classmethod
     def of_pages(cls, target, rotary, sequences: Sequence[Sequence[Page]], page=PAGE, **options) -> Cached:
-        """Sequences of ``Page``. Without lengths, the last page's visible rows end a sequence."""
+        """Builds a call that reads sequences of ``Page``. By default a sequence ends with its last visible row."""
         lengths = [(len(pages) - 1) * page + pages[-1].first + pages[-1].length for pages in sequences]
         options = {"lengths": lengths, "layout": "poisoned", "new": 0, **options}
         most = max(map(len, sequences))
@@ -108,7 +108,7 @@ class Cached:
         self.q = torch.cat(rows) if self.is_packed else torch.stack(rows)
 
     def _block_table(self) -> torch.Tensor:
-        """Pages in any order, two of them unused. The first and the last one are used: wrong numbers clamp to them."""
+        """Deals pages in any order, the first and the last included, to which wrong numbers clamp. Two stay unused."""
         if self.table is not None:
             self.pages = self.table.numel()
             return self.table.int().to(self.target.device)
@@ -154,14 +154,14 @@ class Cached:
         self.before = self.k_cache.clone(), self.v_cache.clone()
 
     def places(self, b: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(page, row) of every slot of a sequence, from its padding to its end; of a contiguous cache (b, slot)."""
+        """Returns (page, row) of every slot of a sequence, from its padding to its end. Contiguous: (b, slot)."""
         slot = torch.arange(min(max(self.pads[b], 0), self.ends[b]), self.ends[b], device=self.target.device)
         if not self.page:
             return torch.full_like(slot, b), slot
         return self.block_table[b, slot // self.page].long().clamp(0, self.pages - 1), slot % self.page
 
     def _visible(self, b: int) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
-        """(page, row) and position of the tokens that queries may see."""
+        """Returns (page, row) and position of the tokens that queries may see."""
         page, row = self.places(b)
         position = torch.arange(len(row), dtype=torch.float64, device=row.device)
         seen, given = torch.ones_like(row, dtype=torch.bool), {n: x for n, x in self.tables.items() if x is not None}
@@ -180,7 +180,7 @@ class Cached:
         return (page[seen], row[seen]), position[seen]
 
     def _positions(self, b: int, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """``Problem.places``. Queries before the first key are where it is, and see nothing."""
+        """Returns ``Problem.places``. Queries before the first key are where it is, and see nothing."""
         if all(x is None for x in self.tables.values()):
             return None
         if (given := self.tables.get("positions")) is not None:
@@ -189,7 +189,7 @@ class Cached:
         return keys[last] if len(keys) else keys.new_zeros(len(last), *keys.shape[1:]), keys
 
     def _quantized(self, *caches: torch.Tensor) -> list[torch.Tensor]:
-        """Codes. Rows that must not be read have any codes, and a scale of NaN."""
+        """Quantizes. Rows that must not be read get any codes, and a scale of NaN."""
         codes, scales = [], []
         for x in caches:
             numbers, scale = quantized(x, self.cache_dtype)
@@ -208,12 +208,12 @@ class Cached:
         return dataclasses.replace(self, **changes)
 
     def at(self, **tables: torch.Tensor | None) -> Cached:
-        """The same call with these explicit positions: page_positions, page_first, page_lengths, slot_positions, and
-        the queries' positions."""
+        """Returns the same call at these explicit positions: page_positions, page_first, page_lengths, slot_positions,
+        and positions of the queries."""
         return dataclasses.replace(self, tables=tables)
 
     def by_slot(self, values: torch.Tensor) -> torch.Tensor:
-        """values (batch, slots, ...) of the slots of sequences, as slot_positions of this cache."""
+        """Lays values (batch, slots, ...) of the slots of sequences out as slot_positions of this cache."""
         if not self.page:
             return values
         pages = values.new_zeros(self.pages, self.page, *values.shape[2:])
@@ -223,11 +223,11 @@ class Cached:
         return pages
 
     def rows(self, b: int) -> slice:
-        """The rows of a sequence in packed queries."""
+        """Returns the rows of a sequence in packed queries."""
         return slice(int(self.cu_seqlens_q[b]), int(self.cu_seqlens_q[b + 1]))
 
     def call(self, **options):
-        """(out, lse) of the public call. It writes the new keys to the caches."""
+        """Returns (out, lse) of the public call, which writes the new keys to the caches."""
         k, v = (self.k_new, self.v_new) if sum(self.news) else (None, None)
         options = {
             "block_table": self.block_table, "cache_leftpad": self.cache_leftpad, "causal": self.causal,
@@ -245,7 +245,7 @@ class Cached:
         return attention_with_cache(*caches, self.cache_seqlens, k=k, v=v, **options)
 
     def expected(self) -> list[support.Problem]:
-        """A problem for each sequence, of its queries and visible tokens as the cache holds them."""
+        """Returns a problem for each sequence, of its queries and visible tokens as the cache holds them."""
         kept = (lambda x: dequantized(x, self.cache_dtype)) if self.cache_dtype else (lambda x: x)
         return [p.replace(k=kept(p.k), v=kept(p.v)) for p in self.problems]
 
@@ -277,7 +277,7 @@ class Cached:
             assert same(self.k_cache, self.before[0], self.v_cache, self.before[1])
 
     def _check_codes(self) -> None:
-        """Codes and scales of all tokens, the new ones included, are those of the formula."""
+        """Checks that codes and scales of all tokens, the new ones included, are those of the formula."""
         caches = (self.k_cache, self.scales["k_scale"], "k"), (self.v_cache, self.scales["v_scale"], "v")
         for b, (p, place) in enumerate(zip(self.problems, self.visible, strict=True)):
             for cache, scales, name in caches:
@@ -309,7 +309,7 @@ def laid_out(layout: str, k: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor
 
 
 def quantized(x: torch.Tensor, cache_dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """(codes as numbers, scale) of rows x (..., head_dim), float64; the scale is a float32 number."""
+    """Returns (codes as numbers, scale) of rows x (..., head_dim), float64. The scale is a float32 number."""
     largest = 2 ** (BITS[cache_dtype] - 1) - 1
     limit = min(torch.finfo(x.dtype).max, torch.finfo(torch.float32).max)
     x = x.double().clamp(-limit, limit)
@@ -338,7 +338,7 @@ def unpacked(codes: torch.Tensor, cache_dtype: str) -> torch.Tensor:
 
 
 def vllm_layout(codes, scale):
-    """k and v with their scales in one buffer: a head of a slot is K | scale of K | V | scale of V."""
+    """Lays k and v with their scales into one buffer: a head of a slot is K | scale of K | V | scale of V."""
     (k, v), rows, width = codes, codes[0].shape[:-1], codes[0].shape[-1]
     half = width + 4
     buffer = torch.full((*rows, 2 * half), 113, dtype=torch.uint8, device=k.device)
@@ -351,6 +351,6 @@ def vllm_layout(codes, scale):
 
 
 def odd_bytes(codes: torch.Tensor) -> torch.Tensor:
-    """The same codes in rows one byte longer."""
+    """Returns the same codes in rows one byte longer."""
     room = codes.new_zeros(*codes.shape[:-1], codes.shape[-1] + 1)
     return room[..., :-1].copy_(codes)

@@ -312,34 +312,3 @@ def check_budget(
 def kept(x: torch.Tensor, cache_dtype: str | None) -> torch.Tensor:
     """What a cache of that type keeps of x: x itself, or in float64 what its codes and scales stand for."""
     return x if cache_dtype is None else dequantize(*quantize(x, CACHE_DTYPES[cache_dtype]), torch.float64)
-
-
-def check_packed(target: Target, rotary: Rotary, lengths, positions: torch.Tensor, causal=True, **options) -> None:
-    """Holds ``attention_varlen`` at given positions (total, ...) and its gradients against the budget of every sequence
-    alone; rows beyond the last sequence get 0. Values of 24 channels, two query heads a key head."""
-    cu_seqlens = torch.tensor([0, *lengths], device=target.device).cumsum(0).to(torch.int32)
-    q, k, v, grad_out = (
-        random((1, len(positions), heads, width), target, seed)[0].requires_grad_()
-        for seed, (heads, width) in enumerate(((4, rotary.head_dim), (2, rotary.head_dim), (2, 24), (4, 24)))
-    )
-    arguments = (rotary, cu_seqlens, cu_seqlens, max(lengths), max(lengths))
-    options = dict(options, impl=target.impl, causal=causal, positions=positions, return_lse=True)
-    out, lse = attention_varlen(q, k, v, *arguments, **options)
-    grads = torch.autograd.grad(out, (q, k, v), grad_out)
-    first = 0
-    for n in lengths:
-        rows = slice(first, first + n)
-        p = Problem(
-            *(x.detach()[None, rows] for x in (q, k, v)),
-            rotary,
-            causal,
-            positions=positions[None, rows],
-            grad_out=grad_out.detach()[None, rows],
-            grad_lse=torch.zeros_like(lse[None, :, rows]),
-        )
-        values = (out.detach(), *grads)
-        got = {name: x[None, rows] for name, x in zip(("out", "grad_q", "grad_k", "grad_v"), values, strict=True)}
-        got["lse"] = lse.detach()[None, :, rows]
-        check_budget(got, p, target.dtype, f"sequence of {n}: ")
-        first += n
-    assert not out[first:].any() and not any(grad[first:].any() for grad in grads)

@@ -41,72 +41,55 @@ class Call:
             for name in ("k_scale", "v_scale"):
                 self.options[name] = torch.zeros(B, SLOTS, HEADS_KV, device=target.device)
 
+    def change(self, change) -> None:
+        for name, x in change(self).items():
+            if name.endswith("scale"):
+                self.options[name] = x
+            else:
+                setattr(self, name, x)
+
     def run(self):
         caches = self.q, self.k_cache, self.v_cache, SCHEME, self.lengths
         return attention_with_cache(*caches, k=self.k, v=self.v, impl=self.impl, **self.options)
 
 
-def same_cache(c):
-    c.v_cache = c.k_cache
-
-
-def shifted_cache(c):
+def shifted(c):
     rows = torch.randn(B, SLOTS + 1, HEADS_KV, D).to(c.q)
-    c.k_cache, c.v_cache = rows[:, 1:], rows[:, :-1]
+    return {"k_cache": rows[:, 1:], "v_cache": rows[:, :-1]}
 
 
 def shared_channels(c):
     rows = torch.randn(B, SLOTS, HEADS_KV, D + 8).to(c.q)
-    c.k_cache, c.v_cache = rows[..., :D], rows[..., 8:]
+    return {"k_cache": rows[..., :D], "v_cache": rows[..., 8:]}
 
 
-def heads_of_one(c):
-    c.v_cache = c.v_cache[:, :, :1].expand(-1, -1, HEADS_KV, -1)
-
-
-def sequences_of_one(c):
-    c.k_cache = c.k_cache[:1].expand(B, -1, -1, -1)
-
-
-def overlapping_rows(c):
-    c.k_cache = c.k_cache.flatten().as_strided((B, SLOTS, HEADS_KV, D), (SLOTS * D, D, D, 1))
-
-
-def keys_in_the_cache(c):
-    c.k = c.k_cache[:, 4 : 4 + NEW]
-
-
-def values_in_the_cache_of_keys(c):
-    c.v = c.k_cache[:, 4 : 4 + NEW]
-
-
-def one_scale(c):
-    c.options["v_scale"] = c.options["k_scale"]
-
-
-def expanded_scale(c):
-    c.options["k_scale"] = c.options["k_scale"][..., :1].expand(-1, -1, HEADS_KV)
-
-
-REFUSED = {  # what to change, what the error names first, what it says
-    "same cache": (same_cache, "v_cache", TWICE),
-    "shifted cache": (shifted_cache, "v_cache", TWICE),
-    "shared channels": (shared_channels, "v_cache", TWICE),
-    "heads of one": (heads_of_one, "v_cache", OWN),
-    "sequences of one": (sequences_of_one, "k_cache", OWN),
-    "overlapping rows": (overlapping_rows, "k_cache", OWN),
-    "keys in the cache": (keys_in_the_cache, "k", "k_cache is written while k is read"),
-    "values in the cache of keys": (values_in_the_cache_of_keys, "v", "k_cache is written while v is read"),
-    "one scale": (one_scale, "v_scale", TWICE),
-    "expanded scale": (expanded_scale, "k_scale", OWN),
+SAME = {  # what to change
+    "same cache": lambda c: {"v_cache": c.k_cache},
+    "heads of one": lambda c: {"v_cache": c.v_cache[:, :, :1].expand(-1, -1, HEADS_KV, -1)},
+    "sequences of one": lambda c: {"k_cache": c.k_cache[:1].expand(B, -1, -1, -1)},
 }
+OVERLAPPING = (SLOTS * D, D, D, 1)
+REFUSED = {  # what to change, what the error names first, what it says
+    "same cache": (SAME["same cache"], "v_cache", TWICE),
+    "shifted cache": (shifted, "v_cache", TWICE),
+    "shared channels": (shared_channels, "v_cache", TWICE),
+    "heads of one": (SAME["heads of one"], "v_cache", OWN),
+    "sequences of one": (SAME["sequences of one"], "k_cache", OWN),
+    "overlapping rows": (lambda c: {"k_cache": c.k_cache.flatten().as_strided((B, SLOTS, HEADS_KV, D), OVERLAPPING)},
+                         "k_cache", OWN),
+    "keys in the cache": (lambda c: {"k": c.k_cache[:, 4 : 4 + NEW]}, "k", "k_cache is written while k is read"),
+    "values in the cache of keys": (lambda c: {"v": c.k_cache[:, 4 : 4 + NEW]}, "v",
+                                    "k_cache is written while v is read"),
+    "one scale": (lambda c: {"v_scale": c.options["k_scale"]}, "v_scale", TWICE),
+    "expanded scale": (lambda c: {"k_scale": c.options["k_scale"][..., :1].expand(-1, -1, HEADS_KV)}, "k_scale", OWN),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused(exact, case):
     change, name, message = REFUSED[case]
     c = Call(exact, quantized="scale" in case)
-    change(c)
+    c.change(change)
     before = [x.clone() for x in (c.k_cache, c.v_cache, *c.options.values())]
     with pytest.raises(ValueError, match=rf"^{name}: expected .*{message}"):
         c.run()
@@ -114,75 +97,56 @@ def test_refused(exact, case):
         assert torch.equal(x, y)
 
 
-def interleaved_pages(c):
-    """As in vLLM: keys and values of a page side by side."""
-    pages = torch.randn(B, 2, SLOTS, HEADS_KV, D).to(c.q)
-    c.k_cache, c.v_cache = pages.unbind(1)
-
-
-def interleaved_channels(c):
-    c.k_cache, c.v_cache = torch.randn(B, SLOTS, HEADS_KV, 2 * D).to(c.q).chunk(2, -1)
-
-
-def heads_first(c):
-    c.k_cache, c.v_cache = torch.randn(2, B, HEADS_KV, SLOTS, D).to(c.q).transpose(2, 3)
-
-
-def layers_of_one_tensor(c):
-    c.k_cache, c.v_cache = torch.randn(B, SLOTS, 2, HEADS_KV, D).to(c.q).unbind(2)
+def caches_of(make):
+    return lambda c: dict(zip(("k_cache", "v_cache"), make(lambda *shape: torch.randn(*shape).to(c.q)), strict=True))
 
 
 def same_new_rows(c):
     """Read only: keys and values may be one tensor, and part of the queries' projection."""
     rows = torch.randn(B, NEW, 2 * HEADS_KV, D).to(c.q)
-    c.q, c.k, c.v = rows, rows[:, :, :HEADS_KV], rows[:, :, :HEADS_KV]
-
-
-def expanded_new_rows(c):
-    c.k = c.v = c.k[:, :, :1].expand(-1, -1, HEADS_KV, -1)
+    return {"q": rows, "k": rows[:, :, :HEADS_KV], "v": rows[:, :, :HEADS_KV]}
 
 
 def free_rows_of_the_cache(c):
     """Slots of the same storage that no cache has."""
     rows = torch.randn(B, SLOTS + NEW, HEADS_KV, D).to(c.q)
-    c.k_cache, c.k = rows[:, :SLOTS], rows[:, SLOTS:]
+    return {"k_cache": rows[:, :SLOTS], "k": rows[:, SLOTS:]}
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        interleaved_pages,
-        interleaved_channels,
-        heads_first,
-        layers_of_one_tensor,
-        same_new_rows,
-        expanded_new_rows,
-        free_rows_of_the_cache,
-    ],
-)
+SERVED = {  # as in vLLM: keys and values of a page side by side
+    "interleaved pages": caches_of(lambda x: x(B, 2, SLOTS, HEADS_KV, D).unbind(1)),
+    "interleaved channels": caches_of(lambda x: x(B, SLOTS, HEADS_KV, 2 * D).chunk(2, -1)),
+    "heads first": caches_of(lambda x: x(2, B, HEADS_KV, SLOTS, D).transpose(2, 3)),
+    "layers of one tensor": caches_of(lambda x: x(B, SLOTS, 2, HEADS_KV, D).unbind(2)),
+    "same new rows": same_new_rows,
+    "expanded new rows": lambda c: dict.fromkeys("kv", c.k[:, :, :1].expand(-1, -1, HEADS_KV, -1)),
+    "free rows of the cache": free_rows_of_the_cache,
+}
+
+
+@pytest.mark.parametrize("change", SERVED.values(), ids=SERVED.keys())
 def test_served(exact, change):
     """Memory between the rows of another tensor is not shared with it."""
     c = Call(exact)
-    change(c)
+    c.change(change)
     kept = [x.clone(memory_format=torch.contiguous_format) for x in (c.q, c.k_cache, c.v_cache, c.k, c.v)]
     out = c.run()
     written = c.k_cache, c.v_cache
     c.q, c.k_cache, c.v_cache, c.k, c.v = kept
     torch.testing.assert_close(out, c.run())
-    for x, y in zip(written, (c.k_cache, c.v_cache), strict=True):
-        assert torch.equal(x, y)
+    assert all(map(torch.equal, written, (c.k_cache, c.v_cache)))
 
 
-@pytest.mark.parametrize("change", [same_cache, heads_of_one, sequences_of_one], ids=lambda change: change.__name__)
+@pytest.mark.parametrize("change", SAME.values(), ids=SAME.keys())
 def test_what_is_only_read_may_overlap(exact, change):
     c = Call(exact)
-    change(c)
+    c.change(change)
     c.k = c.v = None
     out = c.run()
     c.k_cache, c.v_cache = c.k_cache.clone(), c.v_cache.clone(memory_format=torch.contiguous_format)
     torch.testing.assert_close(out, c.run())
     none = c.q.new_empty(B, 0, HEADS_KV, D)
-    change(c)
+    c.change(change)
     c.k, c.v = none, none
     c.run()
 

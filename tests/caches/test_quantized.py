@@ -6,7 +6,6 @@ import torch
 from caching import BITS, PAGE, Cached, dequantized, pack, page_sizes, quantized, unpacked
 from flashrope import (
     KVCache,
-    PagedKVCache,
     Rotary,
     attention,
     attention_varlen_with_cache,
@@ -20,6 +19,7 @@ from support import SCHEMES
 from test_decode import MIXED, causalities, mappings
 from test_rotate import by_complex_numbers
 from test_rotated_keys import cached as rotated
+from test_rotated_keys import caches, contiguous, paged, tokens
 
 bits = pytest.mark.parametrize("cache_dtype", BITS)
 
@@ -218,10 +218,10 @@ def test_the_compiled_append_writes_what_the_composed_one_does(monkeypatch, head
     v, tables, results = k.roll(3, 1), CacheTables(torch.zeros(1, dtype=torch.int32), new=len(rows)), []
     for find in (loader.load, lambda: None):
         monkeypatch.setattr(loader, "load", find)
-        caches = [pack(torch.full((1, 40, 2, head_dim), 5.0), cache_dtype) for _ in range(2)]
+        packed = [pack(torch.full((1, 40, 2, head_dim), 5.0), cache_dtype) for _ in range(2)]
         scales = [torch.full((1, 40, 2), 3.0) for _ in range(2)]
-        load_backend("cpu").append_to_cache(CacheLayer(*caches, *scales), k, v, tables)
-        results.append((*caches, *scales))
+        load_backend("cpu").append_to_cache(CacheLayer(*packed, *scales), k, v, tables)
+        results.append((*packed, *scales))
     for compiled, composed in zip(*results, strict=True):
         torch.testing.assert_close(compiled, composed, rtol=0, atol=0, equal_nan=True)
     assert results[0][2].isnan().sum() == 2 * 3 and (results[0][2][0, len(rows) :] == 3).all()
@@ -243,26 +243,6 @@ def test_what_quantization_costs(exact):
 # ---- our caches
 
 ROPE = Rotary.rope(16).rectify(21)
-F32 = {"dtype": torch.float32, "device": "cpu"}
-
-
-def contiguous(**options):
-    cache = KVCache(2, 96, 2, 16, **F32, **options)
-    return cache, cache.attend, cache.append
-
-
-def paged(**options):
-    cache = PagedKVCache(20, PAGE, 2, 16, **F32, **options)
-    names = [cache.allocate(), cache.allocate()]
-    return cache, lambda *a, **o: cache.attend(names, *a, **o), lambda *a, **o: cache.append(names, *a, **o)
-
-
-makes = pytest.mark.parametrize("make", [contiguous, paged], ids=["KVCache", "PagedKVCache"])
-
-
-def tokens(seqlen):
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randn(2, seqlen, heads, 16, generator=generator) for heads in (4, 2, 2)]
 
 
 def over_quantized(q, k, v, rotary, cache_dtype):
@@ -270,7 +250,7 @@ def over_quantized(q, k, v, rotary, cache_dtype):
     return attention(*exact, rotary, impl="reference").float()
 
 
-@makes
+@caches
 @bits
 def test_a_prompt_then_steps(make, cache_dtype):
     cache, attend, append = make(cache_dtype=cache_dtype)
@@ -306,7 +286,7 @@ def test_a_fork_copies_codes_and_scales(cache_dtype):
             torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
 
 
-@makes
+@caches
 def test_rotated_keys_of_a_cache(make):
     rotary = Rotary.rope(16)
     cache, attend, append = make(cache_dtype="int8", rotated_keys=rotary)
@@ -328,12 +308,12 @@ def test_compiled_whole():
     def run(k_cache, v_cache, k_scale, v_scale):
         return attention_with_cache(q, k_cache, v_cache, rotary, seqlens, k=k, v=v, k_scale=k_scale, v_scale=v_scale)
 
-    caches, results = [*torch.randint(-127, 128, (2, 2, 20, 2, 16)).char(), *torch.rand(2, 2, 20, 2)], []
+    held, results = [*torch.randint(-127, 128, (2, 2, 20, 2, 16)).char(), *torch.rand(2, 2, 20, 2)], []
     for f in (run, torch.compile(run, fullgraph=True, backend="aot_eager")):
-        copies = [x.clone() for x in caches]
+        copies = [x.clone() for x in held]
         results.append((f(*copies), copies))
     torch.testing.assert_close(*results)
-    assert not torch.equal(results[0][1][0], caches[0]) and not torch.equal(results[0][1][3], caches[3])
+    assert not torch.equal(results[0][1][0], held[0]) and not torch.equal(results[0][1][3], held[3])
 
 
 def test_nothing_outside_the_cache_is_written(exact):

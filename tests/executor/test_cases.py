@@ -185,49 +185,33 @@ def test_the_code_of_its_page_runs(arch, capsys):
 
 # ---- decoding
 
-DECODING = {
-    "contiguous-d64-bf16": (dict(target=BF16, scheme="rerope", head_dim=64), quick),
-    "paged-leftpad-d64-bf16": (
-        dict(target=BF16, scheme="rerope", head_dim=64, page=PAGE, leftpad=(3, 0, 40)),
-        (),
-    ),
-    "splits-d128-fp16": (dict(target=FP16, scheme="leaky", head_dim=128, num_splits=3, leftpad=(3, 0, 0)), ()),
-    "paged-splits-d128-bf16": (
-        dict(target=BF16, scheme="rope_interleaved", head_dim=128, page=PAGE, num_splits=2),
-        (),
-    ),
-    "several-tokens-d40-bf16": (dict(target=BF16, scheme="hope_rerope_log_n", head_dim=40, seqlen_q=3), ()),
-    "local-d256-bf16": (dict(target=BF16, scheme="local", head_dim=256, page=PAGE), slow),
-    "rope-d16-fp32": (dict(target=FP32, scheme="rope", head_dim=16, num_splits=2), ()),
-    "prefill-d64-bf16": (dict(target=BF16, scheme="rerope", head_dim=64, seqlen_q=70), ()),
-    "prefill-paged-leftpad-d64-bf16": (
-        dict(target=BF16, scheme="yarn_leaky_local_log_n", head_dim=64, seqlen_q=70, page=PAGE, leftpad=(3, 0, 5)),
-        (),
-    ),
-    "prefill-paged-rope-d128-bf16": (dict(target=BF16, scheme="rope", head_dim=128, seqlen_q=70, page=PAGE), ()),
-    "self-extend-paged-leftpad-d64-bf16": (
-        dict(target=BF16, scheme="self_extend", head_dim=64, page=PAGE, leftpad=(3, 0, 40), lengths=(300, 1, 87)),
-        (),
-    ),
-    "self-extend-odd-d64-bf16": (dict(target=BF16, scheme="self_extend_odd", head_dim=64, lengths=(300, 1, 87)), ()),
-    "dual-chunk-splits-d128-fp16": (
-        dict(target=FP16, scheme="dual_chunk", head_dim=128, page=PAGE, num_splits=2, lengths=(420, 1, 200)),
-        (),
-    ),
-    "dual-chunk-wide-d64-bf16": (
-        dict(target=BF16, scheme="dual_chunk", head_dim=64, seqlen_q=20, lengths=(300, 20, 150)),
-        (),
-    ),
-    "log-steps-splits-d64-bf16": (dict(target=BF16, scheme="steps", head_dim=64, num_splits=2, leftpad=(3, 0, 5)), ()),
-    "length-scale-d64-bf16": (dict(target=BF16, scheme="length", head_dim=64), ()),
-    "length-scale-paged-leftpad-splits-d40-fp32": (
-        dict(target=FP32, scheme="length", head_dim=40, page=PAGE, leftpad=(3, 0, 40), num_splits=2),
-        (),
-    ),
-    "rotated-factor-paged-d64-fp16": (dict(target=FP16, scheme="rotated", head_dim=64, page=PAGE), ()),
-    "prefill-paged-d128-fp16": (dict(target=FP16, scheme="leaky", head_dim=128, seqlen_q=70, page=PAGE), slow),
-    "prefill-paged-d256-bf16": (dict(target=BF16, scheme="leaky", head_dim=256, seqlen_q=70, page=PAGE), slow),
-}
+LONG = (300, 1, 87)
+DECODING = {  # (target, scheme, head_dim, mark), options
+    "contiguous-d64-bf16": ((BF16, "rerope", 64, quick), {}),
+    "paged-leftpad-d64-bf16": ((BF16, "rerope", 64, ()), dict(page=PAGE, leftpad=(3, 0, 40))),
+    "splits-d128-fp16": ((FP16, "leaky", 128, ()), dict(num_splits=3, leftpad=(3, 0, 0))),
+    "paged-splits-d128-bf16": ((BF16, "rope_interleaved", 128, ()), dict(page=PAGE, num_splits=2)),
+    "several-tokens-d40-bf16": ((BF16, "hope_rerope_log_n", 40, ()), dict(seqlen_q=3)),
+    "local-d256-bf16": ((BF16, "local", 256, slow), dict(page=PAGE)),
+    "rope-d16-fp32": ((FP32, "rope", 16, ()), dict(num_splits=2)),
+    "prefill-d64-bf16": ((BF16, "rerope", 64, ()), dict(seqlen_q=70)),
+    "prefill-paged-leftpad-d64-bf16": ((BF16, "yarn_leaky_local_log_n", 64, ()),
+                                       dict(seqlen_q=70, page=PAGE, leftpad=(3, 0, 5))),
+    "prefill-paged-rope-d128-bf16": ((BF16, "rope", 128, ()), dict(seqlen_q=70, page=PAGE)),
+    "self-extend-paged-leftpad-d64-bf16": ((BF16, "self_extend", 64, ()),
+                                           dict(page=PAGE, leftpad=(3, 0, 40), lengths=LONG)),
+    "self-extend-odd-d64-bf16": ((BF16, "self_extend_odd", 64, ()), dict(lengths=LONG)),
+    "dual-chunk-splits-d128-fp16": ((FP16, "dual_chunk", 128, ()),
+                                    dict(page=PAGE, num_splits=2, lengths=(420, 1, 200))),
+    "dual-chunk-wide-d64-bf16": ((BF16, "dual_chunk", 64, ()), dict(seqlen_q=20, lengths=(300, 20, 150))),
+    "log-steps-splits-d64-bf16": ((BF16, "steps", 64, ()), dict(num_splits=2, leftpad=(3, 0, 5))),
+    "length-scale-d64-bf16": ((BF16, "length", 64, ()), {}),
+    "length-scale-paged-leftpad-splits-d40-fp32": ((FP32, "length", 40, ()),
+                                                   dict(page=PAGE, leftpad=(3, 0, 40), num_splits=2)),
+    "rotated-factor-paged-d64-fp16": ((FP16, "rotated", 64, ()), dict(page=PAGE)),
+    "prefill-paged-d128-fp16": ((FP16, "leaky", 128, slow), dict(seqlen_q=70, page=PAGE)),
+    "prefill-paged-d256-bf16": ((BF16, "leaky", 256, slow), dict(seqlen_q=70, page=PAGE)),
+}  # fmt: skip
 
 
 MAPS = {
@@ -243,9 +227,10 @@ def decode(target, scheme, head_dim, seqlen_q=1, num_splits=None, lengths=None, 
     Cached(target, rotary, lengths, seqlen_q, **options).check(num_splits=num_splits)
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, id=name, marks=marks) for name, (case, marks) in DECODING.items()])
-def test_decoding(machine, case):
-    decode(**case)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=case[3]) for name, (case, _) in DECODING.items()])
+def test_decoding(machine, name):
+    (target, scheme, head_dim, _), case = DECODING[name]
+    decode(target, scheme, head_dim, **case)
     kernels = {launch.kernel for launch in machine.launches}
     assert "append_rows" in kernels
     assert ("attention_chunks" if case.get("seqlen_q", 1) > 64 else "attention_decode") in kernels

@@ -26,27 +26,21 @@ def test_queries_and_keys(machine, target, scheme, head_dim, given):
     assert [launch.kernel for launch in machine.launches] == ["rotate_rows"]
 
 
-CASES = {
-    "one-token-d64-bf16": dict(target=BF16, scheme="rope", head_dim=64, page=PAGE, leftpad=(3, 0, 40)),
-    "hope-d128-fp16": dict(target=FP16, scheme="hope_yarn", head_dim=128, num_splits=2),
-    "several-full-d40-bf16": dict(target=BF16, scheme="rope_partial", head_dim=40, seqlen_q=9, causal=False),
-    "before-the-first-key-d16-fp32": dict(
-        target=FP32, scheme="rope", head_dim=16, seqlen_q=9, lengths=(145, 4, 87), new=4, causal=False
-    ),
-    "prefill-paged-d64-bf16": dict(target=BF16, scheme="rope", head_dim=64, seqlen_q=70, page=PAGE),
-    "prefill-before-the-first-key-d64-fp16": dict(
-        target=FP16, scheme="local", head_dim=64, seqlen_q=70, lengths=(145, 4, 87), new=4
-    ),
+SHORT = dict(lengths=(145, 4, 87), new=4)
+CASES = {  # (target, scheme, head_dim, queries, num_splits), options
+    "one-token-d64-bf16": ((BF16, "rope", 64, 1, None), dict(page=PAGE, leftpad=(3, 0, 40))),
+    "hope-d128-fp16": ((FP16, "hope_yarn", 128, 1, 2), {}),
+    "several-full-d40-bf16": ((BF16, "rope_partial", 40, 9, None), dict(causal=False)),
+    "before-the-first-key-d16-fp32": ((FP32, "rope", 16, 9, None), dict(causal=False, **SHORT)),
+    "prefill-paged-d64-bf16": ((BF16, "rope", 64, 70, None), dict(page=PAGE)),
+    "prefill-before-the-first-key-d64-fp16": ((FP16, "local", 64, 70, None), SHORT),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_cached(machine, name):
-    options = {"seqlen_q": 1, "num_splits": None, **CASES[name]}
-    target, scheme, head_dim, seqlen_q, num_splits = map(
-        options.pop, ("target", "scheme", "head_dim", "seqlen_q", "num_splits")
-    )
-    lengths = options.pop("lengths", (145, max(seqlen_q, 41), 87))
-    cached(target, ROTATIONS[scheme](head_dim), lengths, seqlen_q, capacity=192, **options).check(num_splits=num_splits)
+    (target, scheme, head_dim, seqlen_q, num_splits), given = CASES[name]
+    options = {"lengths": (145, max(seqlen_q, 41), 87), "queries": seqlen_q, "capacity": 192, **given}
+    cached(target, ROTATIONS[scheme](head_dim), **options).check(num_splits=num_splits)
     kernels = [launch.kernel for launch in machine.launches]
     assert kernels[:2] == ["rotate_rows", "append_rows"] and "rotate_cached_rows" not in kernels

@@ -1,12 +1,6 @@
 """The Triton kernels over a cache: what must not change a bit, what they may touch, what they rotate, what is compiled
 anew."""
 
-import json
-import os
-import pathlib
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 import support
@@ -233,65 +227,3 @@ def test_kernel_that_serves(rotary, seqlen_q, num_splits, max_pages, expected, m
     if expected[0] == "rotate_cached_rows":
         rows = CHUNK + 40 - 1 if rotary is RECTIFIED else 1024 * max_pages
         assert launches[0][1][1].ptr.shape == (1, 2 * rows, HEADS_KV, 32)
-
-
-# In a process of its own: Triton's interpreter has no specialisations.
-SPECIALISATIONS = """
-import collections, json, torch
-from bench.compiling.offline import caught_launches
-from flashrope import Rotary
-from flashrope.backends.cache_tables import CacheLayer, CacheTables
-from flashrope.backends.calls import CacheCall
-from flashrope.backends import triton as backend
-from flashrope.backends.triton import launcher
-
-def tensor(*shape, dtype=torch.bfloat16):
-    return torch.empty(shape, dtype=dtype, device="meta")
-
-keys = collections.defaultdict(set)
-for head_dim in (40, 128):
-    for paged in (False, True):
-        for batch, seqlen_q, slots, window, num_splits in [
-                (1, 1, 4096, 1, 2), (2, 1, 8192, 64, 0), (3, 2, 4097 * 16, 100, 1), (16, 1, 1 << 20, 1024, 16),
-                (1, 1, 1 << 21, 7, 0), (1, 65, 4096, 1, 0), (2, 100, 8192, 64, 0), (3, 128, 4097 * 16, 100, 0),
-                (1, 4097, 1 << 21, 7, 0)]:
-            cache = tensor(batch * slots // 16 + 1, 16, 1, head_dim) if paged else tensor(batch, slots, 1, head_dim)
-            table = tensor(batch, slots // 16, dtype=torch.int32) if paged else None
-            seqlens, new = tensor(batch, dtype=torch.int32), tensor(batch, seqlen_q, 1, head_dim)
-            tables, layer = CacheTables(seqlens, table, None, seqlen_q), CacheLayer(cache, cache)
-            call = CacheCall(Rotary.rope(head_dim).rectify(window), True, 1.0, tables, num_splits)
-            with caught_launches(launcher, 90) as launches:
-                backend.append_to_cache(layer, new, new, tables)
-                backend.attention_with_cache(tensor(batch, seqlen_q, 5, head_dim), layer, call)
-            for launch in launches:
-                keys[f"{launch.kernel.__name__} {head_dim} {paged}"].add(repr(launch.key))
-print(json.dumps({name: len(of) for name, of in keys.items()}))
-"""
-
-
-def test_lengths_share_kernels():
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    run = subprocess.run(
-        [sys.executable, "-c", SPECIALISATIONS],
-        capture_output=True,
-        text=True,
-        env=environment,
-        cwd=pathlib.Path(__file__).parents[2],
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
-    # one split writes its half-precision result itself, several write float32
-    expected = {
-        "append_rows": 1,
-        "attention_decode": 2,
-        "combine_splits": 1,
-        "rotate_cached_rows": 1,
-        "attention_chunks": 1,
-    }
-    counts = json.loads(run.stdout.splitlines()[-1])
-    assert counts == {
-        f"{name} {head_dim} {paged}": n
-        for head_dim in (40, 128)
-        for paged in (False, True)
-        for name, n in expected.items()
-    }

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 
 # In a process of its own: Triton's interpreter, which the tests run in without a GPU, has no specialisations.
-SCRIPT = """
+DENSE = """
 import collections, itertools, json, torch
 from bench.compiling.offline import caught_launches
 from flashrope import Rotary
@@ -45,21 +45,65 @@ for head_dim, layout, (batch, seqlen_q, seqlen_k, window, heads_q, heads_kv) in 
         keys[f"{head_dim} {layout} {launch.kernel.__name__}"].add(repr(launch.key))
 print(json.dumps({name: len(of) for name, of in keys.items()}))
 """
+CACHED = """
+import collections, json, torch
+from bench.compiling.offline import caught_launches
+from flashrope import Rotary
+from flashrope.backends.cache_tables import CacheLayer, CacheTables
+from flashrope.backends.calls import CacheCall
+from flashrope.backends import triton as backend
+from flashrope.backends.triton import launcher
+
+def tensor(*shape, dtype=torch.bfloat16):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+keys = collections.defaultdict(set)
+for head_dim in (40, 128):
+    for paged in (False, True):
+        for batch, seqlen_q, slots, window, num_splits in [
+                (1, 1, 4096, 1, 2), (2, 1, 8192, 64, 0), (3, 2, 4097 * 16, 100, 1), (16, 1, 1 << 20, 1024, 16),
+                (1, 1, 1 << 21, 7, 0), (1, 65, 4096, 1, 0), (2, 100, 8192, 64, 0), (3, 128, 4097 * 16, 100, 0),
+                (1, 4097, 1 << 21, 7, 0)]:
+            cache = tensor(batch * slots // 16 + 1, 16, 1, head_dim) if paged else tensor(batch, slots, 1, head_dim)
+            table = tensor(batch, slots // 16, dtype=torch.int32) if paged else None
+            seqlens, new = tensor(batch, dtype=torch.int32), tensor(batch, seqlen_q, 1, head_dim)
+            tables, layer = CacheTables(seqlens, table, None, seqlen_q), CacheLayer(cache, cache)
+            call = CacheCall(Rotary.rope(head_dim).rectify(window), True, 1.0, tables, num_splits)
+            with caught_launches(launcher, 90) as launches:
+                backend.append_to_cache(layer, new, new, tables)
+                backend.attention_with_cache(tensor(batch, seqlen_q, 5, head_dim), layer, call)
+            for launch in launches:
+                keys[f"{launch.kernel.__name__} {head_dim} {paged}"].add(repr(launch.key))
+print(json.dumps({name: len(of) for name, of in keys.items()}))
+"""
+
+
+def specialisations(script: str) -> dict[str, int]:
+    """How often each kernel is compiled."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    options = dict(capture_output=True, text=True, env=environment, cwd=pathlib.Path(__file__).parents[2], check=False)
+    run = subprocess.run([sys.executable, "-c", script], **options)
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout.splitlines()[-1])
+
+
 LAYOUTS = ("sequence first", "heads first", "packed")
 KERNELS = ("rotate_rows", "attention_forward", "attention_statistics", "attention_grad_kv", "attention_grad_q")
 
 
 def test_lengths_share_kernels():
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    run = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
-        capture_output=True,
-        text=True,
-        env=environment,
-        cwd=pathlib.Path(__file__).parents[2],
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
-    counts = json.loads(run.stdout.splitlines()[-1])
+    counts = specialisations(DENSE)
     assert set(counts) == {f"{width} {layout} {name}" for width in (40, 128) for layout in LAYOUTS for name in KERNELS}
     assert set(counts.values()) == {1}, counts
+
+
+def test_lengths_share_kernels_over_caches():
+    # one split writes its half-precision result itself, several write float32
+    kernels = ["append_rows", "combine_splits", "rotate_cached_rows", "attention_chunks"]
+    expected = dict.fromkeys(kernels, 1) | {"attention_decode": 2}
+    assert specialisations(CACHED) == {
+        f"{name} {head_dim} {paged}": n
+        for head_dim in (40, 128)
+        for paged in (False, True)
+        for name, n in expected.items()
+    }

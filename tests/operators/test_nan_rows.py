@@ -8,7 +8,8 @@ a key may be reached too (docs/numerics.md).
 import pytest
 import support
 import torch
-from flashrope import attention, attention_varlen, attention_varlen_with_cache, attention_with_cache
+from caching import PAGE, Cached
+from flashrope import attention, attention_varlen
 from support import NAMES, SCHEMES
 
 D, ROWS, WHERE = 16, 70, 40
@@ -142,38 +143,27 @@ def test_packed_neighbours(exact, one_thread, which, value):
 @pytest.mark.parametrize("layout", ["contiguous", "paged", "packed"])
 def test_cached_neighbours(exact, one_thread, which, layout):
     """New tokens, cached keys and neighbouring pages: the other sequences and their slots keep their bits."""
-    rotary, lengths, new, page = SCHEMES["rerope"](D), [37, 20, 45], 3, 16
-    tables = torch.randperm(12, generator=torch.Generator().manual_seed(1)).view(3, 4).to(torch.int32)
+    options = {"contiguous": {"queries": 3}, "paged": {"queries": 3, "page": PAGE}}
+    options["packed"] = {"queries": (3, 3, 3), "page": PAGE}
 
     def run(value):
-        q, k, v = (support.random((3, new, heads, D), exact, n) for n, heads in enumerate((4, 2, 2)))
-        caches = [support.random((3, 64, 2, D), exact, n) for n in (4, 5)]
+        c = Cached(exact, SCHEMES["rerope"](D), (40, 23, 48), capacity=64, **options[layout])
         if value is not None:
-            {"q": q, "k": k, "v": v}[which][1, 1] = value
+            {"q": c.q.view(9, 4, D), "k": c.k_new, "v": c.v_new}[which][4] = value
             if which != "q":
-                caches["kv".index(which)][1, 7] = value
-        table = None
-        if layout != "contiguous":
-            pages = [x.new_empty(12, page, 2, D) for x in caches]
-            for to, x in zip(pages, caches, strict=True):
-                to[tables.flatten().long()] = x.view(12, page, 2, D)
-            caches, table = pages, tables.to(exact.device)
-        seqlens = torch.tensor(lengths, dtype=torch.int32, device=exact.device)
-        options = {"block_table": table, "return_lse": True, "impl": exact.impl}
-        if layout == "packed":
-            cu = torch.tensor([0, 3, 6, 9], dtype=torch.int32, device=exact.device)
-            q, k, v = (x.flatten(0, 1) for x in (q, k, v))
-            out, lse = attention_varlen_with_cache(q, *caches, rotary, cu, seqlens, new, k=k, v=v, **options)
-            return out.view(3, new, 4, D), lse.view(4, 3, new).transpose(0, 1), caches
-        return *attention_with_cache(q, *caches, rotary, seqlens, k=k, v=v, **options), caches
+                page, row = c.visible[1]
+                getattr(c, f"{which}_cache")[page[7], row[7]] = value
+        out, lse = c.call()
+        lse = lse.view(4, 3, 3).transpose(0, 1) if layout == "packed" else lse
+        held = [[x[c.visible[b]] for x in (c.k_cache, c.v_cache)] for b in range(3)]
+        return out.view(3, 3, 4, D), lse, held
 
     out, lse, caches = run(None)
     for value in (torch.nan, torch.inf):
         got_out, got_lse, got_caches = run(value)
         for b in (0, 2):
             assert torch.equal(got_out[b], out[b]) and torch.equal(got_lse[b], lse[b])
-            rows = b if layout == "contiguous" else tables[b].long()
-            assert all(torch.equal(x[rows], y[rows]) for x, y in zip(got_caches, caches, strict=True))
+            assert all(map(torch.equal, got_caches[b], caches[b]))
         if which == "q":
             assert torch.equal(got_out[1, ::2], out[1, ::2]) and torch.equal(got_lse[1, :, ::2], lse[1, :, ::2])
         assert not got_out[1, 1].isfinite().all()
