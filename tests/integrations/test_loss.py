@@ -21,6 +21,7 @@ from flashrope.commands.main import main
 from flashrope.evaluation import loss
 from flashrope.evaluation.loss import Row, half_interval, measure, of_length, student_t, text_windows
 from flashrope.evaluation.model import Tokens, check_causal, last_logits
+from flashrope.evaluation.schemes import applicable
 from flashrope.integrations.transformers import convert, revert
 
 pytestmark = pytest.mark.filterwarnings("error:.past_key_values. is deprecated")
@@ -112,21 +113,24 @@ def test_the_loss_over_a_quantized_cache(changes, cache_dtype):
         assert (other - at_once).abs().max() < cost / 3, options
 
 
-@pytest.mark.parametrize("cache_dtype", ["int8", "int4"])
-def test_the_command_with_a_quantized_cache(checkpoint, text, tmp_path, capsys, cache_dtype):
+def test_the_command_with_a_quantized_cache(checkpoint, text, tmp_path):
     sizes = ["--lengths", "16", "64", "--targets", "8", "--windows", "3", "--schemes", *SCHEMES, "--chunk", "10"]
-    found = []
-    for name, options in (("plain", []), ("codes", ["--cache-dtype", cache_dtype])):
+
+    def run(name, *options):
         assert main(command(checkpoint, text, tmp_path / name, *sizes, *options)) == 0
-        found.append(json.loads((tmp_path / name / "loss.json").read_text()))
-    plain, codes = found
-    assert codes["facts"]["cache"].startswith(cache_dtype) and "cache" not in plain["facts"]
-    assert "stock: its own scheme, converted" in codes["facts"]["schemes"]
-    assert len(codes["rows"]) == len(SCHEMES) * 2
-    for one, other in zip(plain["rows"], codes["rows"], strict=True):
-        assert (one["scheme"], one["length"]) == (other["scheme"], other["length"])
-        changes = [abs(a - b) for a, b in zip(one["windows"], other["windows"], strict=True)]
-        assert 1e-6 < max(changes) < (0.005 if cache_dtype == "int8" else 0.1)
+        return json.loads((tmp_path / name / "loss.json").read_text())
+
+    plain = run("plain")
+    assert "cache" not in plain["facts"]
+    for cache_dtype, most in (("int8", 0.005), ("int4", 0.1)):
+        codes = run(cache_dtype, "--cache-dtype", cache_dtype)
+        assert codes["facts"]["cache"].startswith(cache_dtype)
+        assert "stock: its own scheme, converted" in codes["facts"]["schemes"]
+        assert len(codes["rows"]) == len(SCHEMES) * 2
+        for one, other in zip(plain["rows"], codes["rows"], strict=True):
+            assert (one["scheme"], one["length"]) == (other["scheme"], other["length"])
+            changes = [abs(a - b) for a, b in zip(one["windows"], other["windows"], strict=True)]
+            assert 1e-6 < max(changes) < most
 
 
 def test_models_that_a_quantized_cache_does_not_fit(text, tmp_path, capsys):
@@ -194,6 +198,10 @@ def text(tmp_path_factory):
     return path
 
 
+def rows_of(folder) -> list[dict[str, str]]:
+    return list(csv.DictReader((folder / "loss.csv").open()))
+
+
 def command(checkpoint, text, out, *options):
     fixed = ["--device", "cpu", "--threads", "1", "--out", str(out)]
     return ["loss", "--model", str(checkpoint), "--text", str(text), *fixed, *options]
@@ -214,7 +222,7 @@ def test_the_command(checkpoint, text, tmp_path, capsys):
         "the last 8 tokens of 4 windows, the same at every length, in nats per byte",
     ):
         assert part in words, part
-    rows = list(csv.DictReader((tmp_path / "loss.csv").open()))
+    rows = rows_of(tmp_path)
     assert len(rows) == len(SCHEMES) * 2 * 3
     found = {(row["scheme"], row["context"], int(row["length"])): row for row in rows}
     for row in rows:
@@ -297,7 +305,7 @@ def test_the_figure_has_at_most_eight_series():
 def test_several_windows_of_rerope_are_several_rows(checkpoint, text, tmp_path):
     sizes = ["--lengths", "16", "32", "--windows", "2", "--schemes", "rerope", "--window", "8", "12"]
     assert main(command(checkpoint, text, tmp_path, *sizes)) == 0
-    rows = list(csv.DictReader((tmp_path / "loss.csv").open()))
+    rows = rows_of(tmp_path)
     assert [row["scheme"] for row in rows] == ["ReRoPE, window 8"] * 2 + ["ReRoPE, window 12"] * 2
 
 
@@ -336,7 +344,7 @@ def test_a_family_that_cannot_be_converted_is_measured_as_it_is(text, tmp_path, 
     assert main([*run, "16", "32"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "left out: ReRoPE: model" in shown and "stock: the library's own attention" in shown
-    assert [row["scheme"] for row in csv.DictReader((out / "loss.csv").open())] == ["stock"] * 2
+    assert [row["scheme"] for row in rows_of(out)] == ["stock"] * 2
     run.insert(1, "--overwrite")
     assert main([*run, "16", "33"]) == 2
     assert "--lengths: expected at most 32, as this model has a learned embedding" in capsys.readouterr().err
@@ -382,7 +390,7 @@ def test_memory_that_runs_out_costs_one_cell(checkpoint, text, tmp_path, monkeyp
     assert main(command(checkpoint, text, tmp_path, *sizes)) == 0
     shown = capsys.readouterr().out
     assert "-: out of memory, in 1 of 2 cells" in shown
-    assert [row["loss"] != "" for row in csv.DictReader((tmp_path / "loss.csv").open())] == [True, False]
+    assert [row["loss"] != "" for row in rows_of(tmp_path)] == [True, False]
 
 
 @pytest.mark.parametrize(
@@ -421,8 +429,6 @@ def test_results_are_not_overwritten_in_silence(checkpoint, text, tmp_path, caps
 
 
 def labels(model, names, *args, **options):
-    from flashrope.evaluation.schemes import applicable
-
     found, skipped = applicable(model, names, 32, 128, *args, **options)
     return {scheme.label: scheme for scheme in found}, skipped
 
@@ -445,8 +451,6 @@ def test_rows_of_a_saved_model_are_named_in_full():
 def test_rows_that_are_the_same_are_dropped():
     found, skipped = labels(tiny("llama", max_position_embeddings=128), ["stock", "ntk", "yarn", "rerope"])
     assert "NTK" in found
-    from flashrope.evaluation.schemes import applicable
-
     found, skipped = applicable(tiny("llama"), ["stock", "ntk", "rerope"], 64, 64)  # a factor of 1
     assert [scheme.label for scheme in found] == ["stock", "ReRoPE"]
     assert skipped == {"NTK": "the same scheme as stock"}
@@ -476,7 +480,7 @@ def test_schemes_of_ones_own(tmp_path):
 def test_the_command_with_a_scheme_of_ones_own(checkpoint, text, tmp_path, capsys):
     sizes = ["--lengths", "16", "32", "--windows", "2", "--schemes", "stock", "--rotary"]
     assert main(command(checkpoint, text, tmp_path, *sizes, Rotary.rope(16).rectify(8).text)) == 0
-    rows = list(csv.DictReader((tmp_path / "loss.csv").open()))
+    rows = rows_of(tmp_path)
     assert [row["scheme"] for row in rows] == ["stock"] * 2 + ["own Rotary"] * 2
     assert rows[1]["loss"] != rows[3]["loss"] and "own Rotary: a scheme of your own" in capsys.readouterr().out
 
@@ -514,8 +518,6 @@ def test_an_interrupt_is_one_line_and_leaves_no_file(name, checkpoint, text, tmp
 
 
 def test_the_stock_model_is_what_the_schemes_leave():
-    from flashrope.evaluation.schemes import applicable
-
     model = tiny("llama").eval()
     ids = torch.randint(64, (1, 40))
     with torch.no_grad():
@@ -534,8 +536,6 @@ def test_the_stock_model_is_what_the_schemes_leave():
 
 
 def test_the_numbers_of_self_extend_and_dual_chunk_attention():
-    from flashrope.evaluation.schemes import applicable
-
     model, names = tiny("llama").eval(), ["self-extend", "dual-chunk", "dual-chunk-log-n"]
     schemes, _ = applicable(model, names, 256, 2048)
     assert [(scheme.label, scheme.words) for scheme in schemes] == [

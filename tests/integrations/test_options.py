@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import vllm_configs
 
 pytest.importorskip("transformers", reason="the extra 'transformers' is not installed")
 
@@ -47,24 +48,8 @@ def planned(folder, max_model_len: int = 64) -> list[Rotary]:
     config = AutoConfig.from_pretrained(folder)
     if not hasattr(config, "flashrope"):
         config.flashrope = {}
-    model = SimpleNamespace(
-        hf_text_config=config,
-        hf_config=config,
-        architecture="LlamaForCausalLM",
-        runner_type="generate",
-        dtype="torch.float32",
-        max_model_len=max_model_len,
-        hf_overrides={},
-    )
-    engine = SimpleNamespace(
-        model_config=model,
-        cache_config=SimpleNamespace(cache_dtype="auto", block_size=16),
-        attention_config=SimpleNamespace(backend=None, backend_per_kind={}),
-        parallel_config=SimpleNamespace(),
-        kv_transfer_config=None,
-        speculative_config=None,
-    )
-    return [layer.rotary for layer in make_plan(engine).layers]
+    asking = vllm_configs.config(text=config, model={"max_model_len": max_model_len})
+    return [layer.rotary for layer in make_plan(asking).layers]
 
 
 def test_the_combinations_have_every_option():

@@ -90,21 +90,8 @@ def checkpoint(tmp_path_factory):
 
 def test_a_quantized_cache(checkpoint, tmp_path):
     """All that the model reads goes through it, and its answers change."""
-    sizes = [
-        "--lengths",
-        "380",
-        "--schemes",
-        "stock",
-        "rerope",
-        "--depths",
-        "2",
-        "--trials",
-        "2",
-        "--device",
-        "cpu",
-        "--threads",
-        "1",
-    ]
+    sizes = ["--lengths", "380", "--schemes", "stock", "rerope", "--depths", "2", "--trials", "2"]
+    sizes += ["--device", "cpu", "--threads", "1"]
     cells = {}
     for name in ("plain", "int8", "int4"):
         options = [] if name == "plain" else ["--cache-dtype", name]

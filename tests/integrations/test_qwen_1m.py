@@ -16,7 +16,7 @@ from flashrope import Rotary
 from flashrope.configs.dual_chunk import asks_for_chunks, read_chunks
 from flashrope.integrations.transformers import convert, from_pretrained
 from flashrope.integrations.vllm.plan import adopt_chunks, make_plan
-from test_vllm_plan import config
+from vllm_configs import config
 
 SIZES = {"chunk_size": 160, "local_size": 32}  # chunks of 128
 QWEN = {**SIZES, "original_max_position_embeddings": 100}

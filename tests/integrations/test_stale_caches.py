@@ -16,11 +16,7 @@ from transformers import DynamicCache
 REFUSED = f"{CACHE}: expected a cache that {{}} filled, got 9 tokens that were written {{}}"
 BY_ANOTHER = REFUSED.format("this conversion", "by another model, or before convert")
 BY_CONVERTED = REFUSED.format("the stock model", "by a converted one, before revert")
-MAKE = {
-    "dynamic": lambda model: DynamicCache(config=model.config),
-    "static": static,
-    "none": lambda model: None,
-}
+MAKE = {"dynamic": lambda model: DynamicCache(config=model.config), "static": static, "none": lambda model: None}
 
 
 def filled(model, kind: str):

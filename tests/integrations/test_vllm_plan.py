@@ -6,6 +6,7 @@ test_position_maps.py.
 
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -24,34 +25,9 @@ from flashrope.integrations.vllm.plan import (
     row_bytes,
     split_pages,
 )
+from vllm_configs import attention_backend, cache_config, config, rope_parameters
 
 SLIDING = ["sliding_attention", "full_attention"]
-
-
-def config(options=None, hf=(), model=(), **engine):
-    """vLLM's VllmConfig as far as the plugin reads it."""
-    text = dict(
-        model_type="llama",
-        num_hidden_layers=2,
-        hidden_size=128,
-        num_attention_heads=4,
-        head_dim=32,
-        max_position_embeddings=4096,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-    )
-    text = SimpleNamespace(**{**text, "flashrope": options, **dict(hf)})
-    fields = dict(architecture="LlamaForCausalLM", runner_type="generate", dtype="torch.float32", max_model_len=32768)
-    fields = {**fields, "hf_overrides": {}, **dict(model)}
-    parts = dict(
-        cache_config=SimpleNamespace(cache_dtype="auto", block_size=16),
-        attention_config=SimpleNamespace(backend=None, backend_per_kind={}),
-        parallel_config=SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1),
-        kv_transfer_config=None,
-        speculative_config=None,
-    )
-    return SimpleNamespace(
-        model_config=SimpleNamespace(hf_text_config=text, hf_config=text, **fields), **{**parts, **engine}
-    )
 
 
 def test_a_model_without_the_field_is_left_alone():
@@ -212,7 +188,7 @@ def test_dual_chunks_that_are_refused(chunks, options, message):
 
 @pytest.mark.parametrize("cache_dtype", ["auto", "float32", *CODES])
 def test_cache_dtypes(cache_dtype):
-    make_plan(config({}, cache_config=SimpleNamespace(cache_dtype=cache_dtype, block_size=16)))
+    make_plan(config({}, **cache_config(cache_dtype)))
 
 
 def test_rotated_and_raw_blocks_are_not_interchangeable():
@@ -234,7 +210,7 @@ def test_the_digest_has_the_windows_of_the_layers():
 
 
 def test_lengths_up_to_the_one_that_changes_the_frequencies():
-    dynamic = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}}
+    dynamic = rope_parameters("dynamic", factor=2.0)
     make_plan(config({}, hf=dynamic, model={"max_model_len": 4096}))
     with pytest.raises(ValueError, match="max_model_len: expected at most 4096, .* got 4097"):
         make_plan(config({}, hf=dynamic, model={"max_model_len": 4097}))
@@ -294,36 +270,30 @@ REFUSED = {
     "not causal": (dict(hf={"is_causal": False}), "is_causal: expected causal self-attention"),
     "float64": (dict(model={"dtype": "torch.float64"}), "dtype: expected bfloat16, float16, float32, got float64"),
     "fp8 cache": (
-        dict(cache_config=SimpleNamespace(cache_dtype="fp8", block_size=16)),
+        cache_config("fp8"),
         "kv_cache_dtype: expected auto or float32, the model's dtype, int8_per_token_head or int4_per_token_head, got "
         "fp8, whose numbers GPUs below sm_89 convert in software$",
     ),
     "fp8 cache with scales": (
-        dict(cache_config=SimpleNamespace(cache_dtype="fp8_per_token_head", block_size=16)),
+        cache_config("fp8_per_token_head"),
         "got fp8_per_token_head, whose numbers GPUs below sm_89 convert in software$",
     ),
     "a cache in another float type": (
-        dict(cache_config=SimpleNamespace(cache_dtype="bfloat16", block_size=16)),
+        cache_config("bfloat16"),
         "kv_cache_dtype: expected auto or float32, .* got bfloat16$",
     ),
     "a cache in a code of vLLM": (
-        dict(cache_config=SimpleNamespace(cache_dtype="turboquant_4bit_nc", block_size=16)),
+        cache_config("turboquant_4bit_nc"),
         "kv_cache_dtype: expected auto or float32, .* got turboquant_4bit_nc$",
     ),
-    "small pages": (
-        dict(cache_config=SimpleNamespace(cache_dtype="auto", block_size=8)),
-        "block_size: expected 16, 32, 64, 128, ..., got 8",
-    ),
-    "odd pages": (
-        dict(cache_config=SimpleNamespace(cache_dtype="auto", block_size=48)),
-        "block_size: expected 16, 32, 64, 128, ..., got 48",
-    ),
+    "small pages": (cache_config("auto", 8), "block_size: expected 16, 32, 64, 128, ..., got 8"),
+    "odd pages": (cache_config("auto", 48), "block_size: expected 16, 32, 64, 128, ..., got 48"),
     "another backend": (
-        dict(attention_config=SimpleNamespace(backend=SimpleNamespace(name="FLASH_ATTN"), backend_per_kind={})),
+        attention_backend(SimpleNamespace(name="FLASH_ATTN")),
         "attention_backend: expected none or CUSTOM, .* got FLASH_ATTN",
     ),
     "another backend for some layers": (
-        dict(attention_config=SimpleNamespace(backend=None, backend_per_kind={"full_attention": "TRITON_ATTN"})),
+        attention_backend(None, full_attention="TRITON_ATTN"),
         "attention_backend: expected none or CUSTOM, .* got TRITON_ATTN",
     ),
     "context parallel": (
@@ -335,16 +305,10 @@ REFUSED = {
         dict(speculative_config=SimpleNamespace(method="eagle")),
         "speculative_config: expected a method without a draft model, ngram, suffix, got 'eagle'",
     ),
-    "rope of another kind": (
-        dict(hf={"rope_parameters": {"rope_type": "spiral", "rope_theta": 1e4}}),
-        "config: rope type 'spiral' is not known",
-    ),
-    "mrope": (
-        dict(hf={"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [8, 4, 4]}}),
-        "config: mrope_section",
-    ),
+    "rope of another kind": (dict(hf=rope_parameters("spiral")), "config: rope type 'spiral' is not known"),
+    "mrope": (dict(hf=rope_parameters("default", mrope_section=[8, 4, 4])), "config: mrope_section"),
     "frequencies by length": (
-        dict(hf={"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}}),
+        dict(hf=rope_parameters("dynamic", factor=4.0)),
         "max_model_len: expected at most 4096, beyond which the frequencies .* got 32768",
     ),
     "window in sliding layers": (
@@ -428,8 +392,6 @@ def test_pages_as_vllm_lays_them_out(impl, heads_first, codes):
 
 
 def test_every_architecture_is_in_the_docs():
-    from pathlib import Path
-
     page = (Path(__file__).resolve().parents[2] / "docs/serving.md").read_text()
     assert [name for name in ARCHITECTURES if name.removesuffix("ForCausalLM") not in page] == []
 
