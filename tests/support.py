@@ -19,7 +19,7 @@ import dataclasses
 import os
 
 import torch
-from flashrope import Rotary, attention, attention_varlen
+from flashrope import Rotary, attention
 from flashrope.backends import reference
 from flashrope.backends.calls import AttentionCall
 from flashrope.backends.quantized import dequantize, quantize

@@ -1,5 +1,8 @@
 """What ``convert`` plans before it changes a model, and what applying a plan changes."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -29,6 +32,14 @@ def test_a_version_that_is_too_new(monkeypatch):
     ):
         convert(model)
     assert state(model) == before
+
+
+def test_the_newest_version_is_one_for_the_code_the_extra_and_ci():
+    root, bound = Path(__file__).resolve().parents[2], "<" + ".".join(map(str, versions.UNTESTED))
+    assert f'["transformers>=4.57,{bound}"]' in (root / "pyproject.toml").read_text()
+    assert re.search(
+        rf"newest\) install_transformers .* 'transformers>=[\d.]+,{bound}'", (root / ".ci/run").read_text()
+    )
 
 
 def test_a_plan_changes_nothing_and_undo_restores_what_was_applied():

@@ -196,21 +196,8 @@ def test_a_scheme_is_skipped_where_it_is_the_models_own(checkpoint, tmp_path, mo
 
 def test_a_quantized_cache(checkpoint, tmp_path):
     """All that the model reads goes through it, and its answers change."""
-    sizes = [
-        "--lengths",
-        "380",
-        "--schemes",
-        "stock",
-        "rerope",
-        "--depths",
-        "2",
-        "--trials",
-        "2",
-        "--device",
-        "cpu",
-        "--threads",
-        "1",
-    ]
+    sizes = ["--lengths", "380", "--schemes", "stock", "rerope", "--depths", "2", "--trials", "2"]
+    sizes += ["--device", "cpu", "--threads", "1"]
     cells = {}
     for name in ("plain", "int8", "int4"):
         options = [] if name == "plain" else ["--cache-dtype", name]
