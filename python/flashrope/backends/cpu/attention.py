@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from ..calls import AttentionCall, Kept, KeptShapes, accumulation_type, out_shape
+from ..precision import without_autocast
 from . import loader, tiles
 from .pieces import (
     Piece,
@@ -48,6 +49,7 @@ def kept_shapes(k: torch.Tensor, call: AttentionCall) -> KeptShapes:
     return KeptShapes()
 
 
+@without_autocast
 def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: AttentionCall
 ) -> tuple[torch.Tensor, torch.Tensor, None]:
@@ -61,6 +63,7 @@ def forward(
     return out, lse, None
 
 
+@without_autocast
 def backward(
     grad_out: torch.Tensor | None,
     grad_lse: torch.Tensor | None,

@@ -10,6 +10,7 @@ from ..cache_tables import CacheLayer, CacheTables
 from ..calls import CacheCall, RotateCall
 from ..packed import append_packed, attend_packed
 from ..plans import Queries, append_rotary
+from ..precision import without_autocast
 from ..quantized import stores
 from . import loader, rotated
 from .cached import attend
@@ -62,6 +63,7 @@ class CachePlan:
         return _attend(q, layer, self._call, self._parts, out)
 
 
+@without_autocast
 def _append(layer: CacheLayer, k: torch.Tensor, v: torch.Tensor, tables: CacheTables, rotary: Rotary | None) -> None:
     """``append_to_cache`` composed of PyTorch's kernels."""
     if rotary is not None and rotary.changes_channels and k.numel():
@@ -83,6 +85,7 @@ def _append(layer: CacheLayer, k: torch.Tensor, v: torch.Tensor, tables: CacheTa
         cache.index_put_(places, x[fits])
 
 
+@without_autocast
 def _attend(q: torch.Tensor, layer: CacheLayer, call: CacheCall, parts: list, out: torch.Tensor | None):
     """parts: of the layers of a plan, filled by the first one. A part is a run of ``CacheTables.runs`` whose tables are
     a ``Part``."""

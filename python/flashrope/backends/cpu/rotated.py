@@ -15,6 +15,7 @@ from .. import addresses
 from ..addresses import NewRows
 from ..cache_tables import CacheLayer, CacheTables
 from ..calls import RotateCall, accumulation_type
+from ..precision import without_autocast
 from . import loader, rotation
 from .library import CODES, DTYPES, Library, Run, TensorView
 from .library import RotateCall as CompiledCall
@@ -24,6 +25,7 @@ from .tiles import table_of
 SMALL = 2**15  # elements; waking the threads takes longer
 
 
+@without_autocast
 def rotate(x: torch.Tensor, call: RotateCall) -> torch.Tensor:
     """As in ``RotateBackend``."""
     batch = x if x.ndim == 4 else x[None]
