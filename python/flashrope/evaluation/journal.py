@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ..cli import files
 from ..cli.options import BadInput
 
 
@@ -46,9 +47,7 @@ class Journal:
         self.rows.append(dict(row))
 
     def _rewrite(self, lines: list[dict[str, Any]]) -> None:
-        partial = self.path.with_name(self.path.name + ".partial")
-        partial.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-        os.replace(partial, self.path)
+        files.write(self.path, "".join(json.dumps(line) + "\n" for line in lines))
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
