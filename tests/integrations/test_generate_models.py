@@ -143,8 +143,9 @@ def test_text_of_a_tokenizer_comes_in_whole_characters():
     assert "".join(shown) + rest() == text and "\N{SNOWMAN}" in shown
 
 
-def test_a_model_with_a_tokenizer_ends_its_text(run, tmp_path):
-    """Token 0 begins a text, token 1 ends it, and neither is shown."""
+@pytest.mark.parametrize("adds_start", [True, False])
+def test_a_model_with_a_tokenizer_ends_its_text(run, tmp_path, adds_start):
+    """Token 0 begins a text if the tokenizer puts it there, token 1 ends it, and neither is shown."""
     import tokenizers
 
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=120, special_tokens=["<s>", "</s>"])
@@ -152,10 +153,12 @@ def test_a_model_with_a_tokenizer_ends_its_text(run, tmp_path):
     words.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     words.decoder = tokenizers.decoders.ByteLevel()
     words.train_from_iterator([PROMPT, *map(str, range(10))], trainer)
+    if adds_start:
+        words.post_processor = tokenizers.processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
     special = {"bos_token": "<s>", "eos_token": "</s>"}
     transformers.PreTrainedTokenizerFast(tokenizer_object=words, **special).save_pretrained(tmp_path)
     tiny("llama", vocab_size=words.get_vocab_size(), max_position_embeddings=32).save_pretrained(tmp_path)
     shown = run("--tokens", "2000", "--temperature", "5", model=tmp_path, prompt="the quick")
     said = " ".join(shown.err.split())
     assert shown.out.startswith("the quick") and "s>" not in shown.out and " of 2,000, the end of the text" in said
-    assert f"prompt of {1 + len(words.encode('the quick').ids)} tokens" in said
+    assert f"prompt of {len(words.encode('the quick').ids)} tokens" in said
