@@ -50,4 +50,4 @@ def at_positions(target, rotary, page, cache_dtype, positions, case):
     if positions == "stored":
         generator = torch.Generator().manual_seed(7)
         tables["slot_positions"] = torch.randint(-3, 60, c.k_cache.shape[:2], generator=generator) * 1.375
-    c.at(**tables).check()
+    c.at(**tables).check(validate=False)  # positions may fall
