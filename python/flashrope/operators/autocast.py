@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import torch
 
+# Asked at import: torch.compile cannot trace the question before torch 2.12.
+DEVICES = frozenset(device for device in ("cpu", "cuda") if torch.amp.is_autocast_available(device))
+
 
 def autocast(*tensors):
     """The tensors, of which those in float32 are cast where autocast is on. None and other types stay."""
@@ -22,6 +25,6 @@ def autocast_hint(x: torch.Tensor) -> str:
 
 
 def _type_on(device: str) -> torch.dtype | None:
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+    if device not in DEVICES or not torch.is_autocast_enabled(device):
         return None
     return torch.get_autocast_dtype(device)
