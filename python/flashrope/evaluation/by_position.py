@@ -174,13 +174,7 @@ def measure(run: Run, out: Path, facts: dict[str, str], overwrite: bool) -> list
     text = hashlib.sha256(run.windows.numpy().tobytes()).hexdigest()[:16]
     settings = {"model": run.fingerprint, "text": text, "bin": run.bin, "cache type": run.cache_dtype}
     journal = Journal(out / JOURNAL, settings, overwrite)
-    words = {scheme.label: scheme.words for scheme in run.schemes}
-    for row in journal.rows:
-        if row["words"] != words.get(row["scheme"], row["words"]):
-            raise BadInput(
-                f"--out: {out} holds a run with another scheme, {row['scheme']} with {row['words']} instead of "
-                f"{words[row['scheme']]}; name another folder, or add --overwrite"
-            )
+    journal.check_schemes(run.schemes)
     done = {(row["scheme"], row["window"]) for row in journal.rows}
     left = {n: [each for each in run.schemes if (each.label, n) not in done] for n in range(len(run.windows))}
     passes, longest = sum(map(len, left.values())), run.windows.shape[1] - 1

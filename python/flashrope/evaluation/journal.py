@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from ..cli import files
 from ..cli.options import BadInput
+from .schemes import Measured
 
 
 class Journal:
@@ -37,6 +38,20 @@ class Journal:
             _check_same(path, lines[0], wanted)
             self.rows = lines[1:]
         self._rewrite([wanted, *self.rows])
+
+    def check_schemes(self, schemes: Iterable[Measured]) -> None:
+        """Checks that the rows of these schemes were measured with the options that they have now.
+
+        Raises:
+            BadInput: the first scheme whose options differ.
+        """
+        words = {scheme.label: scheme.words for scheme in schemes}
+        for row in self.rows:
+            if row["words"] != words.get(row["scheme"], row["words"]):
+                raise BadInput(
+                    f"--out: {self.path.parent} holds a run with another scheme, {row['scheme']} with {row['words']} "
+                    f"instead of {words[row['scheme']]}; name another folder, or add --overwrite"
+                )
 
     def add(self, row: Mapping[str, Any]) -> None:
         """Writes a row. It is on disk when this returns."""

@@ -116,7 +116,7 @@ def _measure(args: argparse.Namespace) -> int:
         },
         args.overwrite,
     )
-    _check_schemes(journal, schemes, out)
+    journal.check_schemes(schemes)
     sizes = Sizes(lengths, depths, args.trials, args.batch, args.seed, args.cache_dtype)
     cells = list(_measured(model, task, schemes, sizes, journal))
     files.write(out / "passkey.csv", csv_text(cells))
@@ -144,16 +144,6 @@ class Sizes(NamedTuple):
     batch: int = 1
     seed: int = 0
     cache_dtype: str | None = None
-
-
-def _check_schemes(journal: Journal, schemes: Sequence[Measured], out: Path) -> None:
-    words = {scheme.label: scheme.words for scheme in schemes}
-    for row in journal.rows:
-        if row["words"] != words.get(row["scheme"], row["words"]):
-            raise BadInput(
-                f"--out: {out} holds a run with another scheme, {row['scheme']} with {row['words']} instead of "
-                f"{words[row['scheme']]}; name another folder, or add --overwrite"
-            )
 
 
 def _measured(model, task: Haystack, schemes: Sequence[Measured], sizes: Sizes, journal: Journal) -> Iterator[Cell]:

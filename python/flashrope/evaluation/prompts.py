@@ -63,28 +63,20 @@ class Haystack(NamedTuple):
         Raises:
             ValueError: ``length`` leaves no room for the numbers and the question.
         """
-        numbers = [f" {n}" for n in draw.sample(range(10_000, 100_000), CANDIDATES)]
-        names = draw.sample(NAMES, self.keys)
-        head, tail = self._frame(names[0])
-        needles = [self._needle(name, number) for name, number in zip(names, numbers, strict=False)]
-        candidates = [self.tokens.encode(number) for number in numbers]
-        room = length - len(head) - len(tail) - len(candidates[0]) - sum(map(len, needles))
+        head, tail, needles, candidates = parts = self._parts(draw)
+        room = length - _size(*parts)
         if room < 0:
             raise ValueError(f"expected at least {length - room} tokens, for the question alone, got {length}")
-        places = [round(depth * room), *(draw.randint(0, room) for _ in names[1:])]
+        places = [round(depth * room), *(draw.randint(0, room) for _ in needles[1:])]
         hay, at, body = self._hay(room, draw), 0, []
-        for place, _, needle in sorted(zip(places, range(len(names)), needles, strict=True)):
+        for place, _, needle in sorted(zip(places, range(len(needles)), needles, strict=True)):
             body += [*hay[at:place], *needle]
             at = place
         return Prompt([*head, *body, *hay[at:], *tail], candidates)
 
     def shortest(self) -> int:
         """Returns the number of tokens of a prompt without text, answer included."""
-        try:
-            self.prompt(0, 0.0, random.Random(0))
-        except ValueError as error:
-            return int(str(error).split()[3])
-        return 0
+        return _size(*self._parts(random.Random(0)))
 
     def check_texts(self, longest: int) -> None:
         """Raises BadInput if no text is long enough for a prompt of this length."""
@@ -94,6 +86,13 @@ class Haystack(NamedTuple):
                 f"--text: expected a file of at least {longest:,} {self.tokens.unit}s for the longest prompt, the "
                 f"longest has {have:,}; give other files or shorter --lengths"
             )
+
+    def _parts(self, draw: random.Random) -> tuple[list[int], list[int], list[list[int]], list[list[int]]]:
+        """Returns the tokens before the text and behind it, those of the hidden numbers, and those of the answers."""
+        numbers = [f" {n}" for n in draw.sample(range(10_000, 100_000), CANDIDATES)]
+        names = draw.sample(NAMES, self.keys)
+        needles = [self._needle(name, number) for name, number in zip(names, numbers, strict=False)]
+        return *self._frame(names[0]), needles, [self.tokens.encode(number) for number in numbers]
 
     def _frame(self, name: str) -> tuple[list[int], list[int]]:
         """Returns the tokens before the text, and those behind it up to the answer."""
@@ -122,3 +121,8 @@ class Haystack(NamedTuple):
                 return text[at : at + size]
             at -= last + 1
         raise AssertionError("a place behind the last text")
+
+
+def _size(head: list[int], tail: list[int], needles: list[list[int]], candidates: list[list[int]]) -> int:
+    """Returns the tokens of a prompt without text, with the right answer."""
+    return len(head) + len(tail) + sum(map(len, needles)) + len(candidates[0])
