@@ -230,9 +230,11 @@ def atomics_are_faster(capability: int | str, itemsize: int, block_d: int, block
 
 
 def red_floats(capability: int | str, itemsize: int) -> int:
-    """As in ``arguments.Variant``. float32 products run without tensor cores. ``red`` of four floats needs sm_90. What
-    ``tl.atomic_add`` becomes serves AMD's GPUs, which have another instruction, and sm_100, whose accumulators come
-    from tensor memory in layouts of their own."""
+    """Returns ``Variant.red_floats``.
+
+    float32 products run without tensor cores and use ``tl.atomic_add``. So do AMD's GPUs, which lack ``red``, and
+    sm_100, whose accumulators come from tensor memory in other layouts. ``red`` of four floats needs sm_90.
+    """
     if itemsize != 2 or isinstance(capability, str) or 100 <= capability < 120:
         return 0
     return 4 if capability >= 90 else 1

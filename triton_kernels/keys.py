@@ -26,8 +26,12 @@ from .tiles import (
 
 
 class CachedKeys(NamedTuple):
-    """Where a sequence lies in a cache. layout: CacheLayout. scales: KeyScales of a quantized cache, else None. batch,
-    first_slot: where the sequence's pages are looked up. Without a cache all fields are None."""
+    """The place of a sequence in a cache. Without a cache all fields are None.
+
+    layout: CacheLayout.
+    scales: KeyScales of a quantized cache, else None.
+    batch, first_slot: where the sequence's pages are looked up.
+    """
 
     layout: object
     scales: object

@@ -152,8 +152,8 @@ def test_what_is_only_read_may_overlap(exact, change):
 
 
 def test_pages_that_alternate(exact):
-    """As in transformers' continuous batching: page n of v_cache is page n + 1 of k_cache, and the table has every
-    second one. Page n of both may not overlap."""
+    """Page n of v_cache may be page n + 1 of k_cache if the table has every second page, as transformers' continuous
+    batching lays them out. Page n of both may not overlap."""
     c = Call(exact)
     pages = torch.randn(9, 16, HEADS_KV, D).to(c.q)
     table = int32([[0, 4], [6, 2]], exact.device)

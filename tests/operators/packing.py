@@ -90,7 +90,7 @@ def packing(
     seed: int = 0,
     **options,
 ) -> Packing:
-    """Returns random inputs, with so many spare rows of q and of k behind the last sequence."""
+    """Returns random inputs, with spare rows of q and of k behind the last sequence."""
     lengths = lengths_q, lengths_q if lengths_k is None else lengths_k
     rows, keys = (sum(counts) + spare for counts in lengths)
     width, width_v = rotary.head_dim, head_dim_v or rotary.head_dim

@@ -270,7 +270,7 @@ def test_checkpointing(rotary, use_reentrant):
 
 
 def test_a_second_derivative_of_the_operator_is_refused():
-    """Of the eager call: test_transforms.py."""
+    """test_transforms.py has the same for the eager call."""
     arguments = operator_arguments("rerope")
     out = torch.ops.flashrope.attention(*arguments)[0]
     (grad,) = torch.autograd.grad(out.square().sum(), arguments[0], create_graph=True)

@@ -1,4 +1,4 @@
-"""Where tables put keys: their pages, rows and positions, read by the host or computed with PyTorch on the device."""
+"""The pages, rows and positions of keys, from a cache's tables. Read by the host, or computed on the device."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def attention_with_cache(q: torch.Tensor, layer: CacheLayer, call: CacheCall) ->
 
 
 class CachePlan:
-    """As in ``protocol.CachePlan``."""
+    """Attention over a cache for the layers of a step, as ``protocol.CachePlan`` describes it."""
 
     def __init__(self, call: CacheCall):
         self._tables, self._rotary = call.tables, append_rotary(call)

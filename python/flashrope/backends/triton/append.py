@@ -86,7 +86,7 @@ def alignment_key(*tensors: torch.Tensor | None):
 
 
 def vector_of(alignment, itemsize: int, *strides: tuple[int, ...]) -> int:
-    """As ``device.vector_size``, of tensors whose ``alignment_key`` and strides are known."""
+    """Returns ``device.vector_size`` of tensors from their ``alignment_key`` and strides."""
     if alignment:
         return 1
     merged = 0

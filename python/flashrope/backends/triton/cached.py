@@ -79,8 +79,9 @@ class RotatedRows(NamedTuple):
 
 
 class CachePlan(Plan):
-    """As in ``protocol.CachePlan``: the decode kernel serves short sequences of queries, ``attention_chunks`` the
-    others.
+    """Attention over a cache for the layers of a step, as ``protocol.CachePlan`` describes it.
+
+    ``attention_decode`` serves short sequences of queries, ``attention_chunks`` longer ones.
 
     What depends on the values of the tables is launched for the first layer. The layers share one workspace, so they
     run on one stream.

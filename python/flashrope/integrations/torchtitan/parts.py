@@ -41,7 +41,7 @@ class AnyAttention(Configurable.Config, metaclass=ABCMeta):
 
 
 def head_dim_of(attention) -> int:
-    """Of a GQAttention's configuration, which may leave it to the width and the heads."""
+    """Returns the head_dim of a GQAttention's configuration: its field, or the width divided by the heads."""
     return attention.dim // attention.n_heads if attention.head_dim is None else attention.head_dim
 
 
@@ -70,7 +70,7 @@ def rotary_of(config: RoPE.Config, head_dim: int) -> Rotary:
     """The scheme that a torchtitan model rotates with.
 
     Raises:
-        ValueError: a class of another rotation, or a table of another width.
+        ValueError: the configuration is of a rotation that is not RoPE, or its table does not fit head_dim.
     """
     if type(config) not in (ComplexRoPE.Config, CosSinRoPE.Config):
         raise ValueError(

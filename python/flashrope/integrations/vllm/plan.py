@@ -262,7 +262,7 @@ def adopt_chunks(model) -> bool:
     field = getattr(holder, FIELD, None)
     if field is None:
         field = {}
-    # what is no dict is refused by make_plan
+    # make_plan refuses a field that is not a dict
     if isinstance(field, dict) and field.get("dual_chunk") is None and field.get("rotary") is None:
         setattr(holder, FIELD, {**field, "dual_chunk": chunks.arguments})
     return chunks.sparse
