@@ -15,7 +15,14 @@ from families import tiny
 from flashrope.cli.options import BadInput
 from flashrope.commands.main import main
 from flashrope.evaluation import by_position
-from flashrope.evaluation.by_position import Losses, by_length, depends_on_length, fingerprint, paired, position_losses
+from flashrope.evaluation.by_position import (
+    Losses,
+    depends_on_length,
+    fingerprint,
+    losses_by_length,
+    paired,
+    position_losses,
+)
 from flashrope.evaluation.journal import Journal
 from flashrope.integrations.transformers import convert
 
@@ -39,8 +46,8 @@ def test_logits_in_pieces_are_the_models_own(family, changes, monkeypatch):
         convert(model, **changes)
     row, hooks = torch.randint(60, (LENGTH + 1,)), dict(model.base_model._forward_hooks)
     expected = whole(model, row)
-    for piece in (by_position.PIECE, 7 * model.config.vocab_size):  # at once, and seven positions at a time
-        monkeypatch.setattr(by_position, "PIECE", piece)
+    for piece in (by_position.PIECE_OF_LOGITS, 7 * model.config.vocab_size):  # at once, and seven positions at a time
+        monkeypatch.setattr(by_position, "PIECE_OF_LOGITS", piece)
         torch.testing.assert_close(position_losses(model, row), expected, rtol=1e-5, atol=1e-6)
     assert "forward" not in model.base_model.__dict__ and model.base_model._forward_hooks == hooks
     torch.testing.assert_close(whole(model, row), expected)
@@ -59,7 +66,7 @@ def test_a_table_that_depends_on_the_length_is_measured_by_length():
     model = tiny("llama", max_position_embeddings=16, rope_parameters=rope, rope_scaling=rope).eval()
     row = torch.randint(60, (LENGTH + 1,))
     assert depends_on_length(model) and not depends_on_length(tiny("llama"))
-    losses = by_length(model, row, None, 10)
+    losses = losses_by_length(model, row, None, 10)
     for begin in range(0, LENGTH, 10):
         end = min(begin + 10, LENGTH)
         expected = whole(model, row[: end + 1])[begin:end]

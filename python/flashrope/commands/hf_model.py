@@ -38,6 +38,16 @@ def add_schemes(parser: argparse.ArgumentParser, default: list[str]) -> None:
     )
 
 
+def add_sinks(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--sinks",
+        type=positive,
+        metavar="W",
+        help="also a baseline that reads any length and forgets: the cache keeps the first 4 tokens and the last W "
+        "(StreamingLLM)",
+    )
+
+
 def add_cache_dtype(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cache-dtype",

@@ -60,6 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="read a window in pieces of N tokens over a cache, which takes less memory; default: at once",
     )
+    hf_model.add_sinks(parser)
     hf_model.add_cache_dtype(parser)
     hf_model.add_training_length(parser)
     parser.add_argument(

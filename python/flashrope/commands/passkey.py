@@ -44,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="put the prompt into the model's chat template; default: if the model has one",
     )
     parser.add_argument("--batch", type=positive, metavar="N", default=1, help="prompts per forward pass")
+    hf_model.add_sinks(parser)
     hf_model.add_cache_dtype(parser)
     hf_model.add_training_length(parser)
     parser.add_argument(

@@ -28,10 +28,11 @@ from .journal import Journal
 from .model import Tokens, keep_logits, new_cache, rope_type_by_length
 from .schemes import Measured
 from .statistics import half_interval
+from .streaming import PIECE, Kept
 
 RESULTS = ("positions.png", "positions.svg", "positions.pdf", "positions.csv", "positions.json")
 JOURNAL = "positions.jsonl"
-PIECE = 1 << 25  # logits that are computed at a time
+PIECE_OF_LOGITS = 1 << 25  # logits that are computed at a time
 
 
 class Losses(NamedTuple):
@@ -75,27 +76,28 @@ class Run(NamedTuple):
 
 
 @torch.no_grad()
-def position_losses(model, row: torch.Tensor, cache_dtype: str | None = None, bin: int = 0) -> torch.Tensor:
+def position_losses(model, row: torch.Tensor, cache_dtype: str | None = None, kept: Kept | None = None) -> torch.Tensor:
     """Returns the loss at every position, float64 (longest,) on the CPU.
 
     row: int64 (longest + 1,), the tokens that the model reads and the one after. The hidden states are computed in one
     pass. Their logits are computed in pieces by the model's own head, so memory does not grow with vocabulary x length.
+    kept: read in pieces, between which the cache is cut.
     """
-    from ..integrations.transformers.versions import CACHE
+    from ..integrations.transformers.versions import CACHE, cache_of
 
-    ids, targets = row[None, :-1].to(model.device), row[1:].to(model.device)
-    hidden = HiddenStates(model)
+    hidden, found = HiddenStates(model), []
     cache = new_cache(model, cache_dtype)
-    hidden.compute(ids, **({"use_cache": False} if cache is None else {"use_cache": True, CACHE: cache}))
-    size = max(PIECE // model.get_output_embeddings().weight.shape[0], 1)
-    found = []
-    for begin in range(0, len(targets), size):
-        logits = hidden.logits(ids, begin, begin + size)
-        found.append(F.cross_entropy(logits.float(), targets[begin : begin + size], reduction="none").double().cpu())
+    whole, targets = row[None, :-1].to(model.device), row[1:].to(model.device)
+    for ids, expected in zip(*(x.split(PIECE if kept else len(row), dim=-1) for x in (whole, targets)), strict=True):
+        uses_cache = kept is not None or cache is not None
+        hidden.compute(ids, use_cache=uses_cache, **({} if cache is None else {CACHE: cache}))
+        found.append(hidden.losses(ids, expected))
+        if kept:
+            kept.cut(cache := cache_of(hidden.output))
     return torch.cat(found)
 
 
-def by_length(model, row: torch.Tensor, cache_dtype: str | None, bin: int) -> torch.Tensor:
+def losses_by_length(model, row: torch.Tensor, cache_dtype: str | None, bin: int) -> torch.Tensor:
     """Returns the same losses for a scheme whose frequencies depend on the length: one pass for the end of every bin,
     of which only the last bin counts."""
     longest = len(row) - 1
@@ -132,6 +134,14 @@ class HiddenStates:
             self.model(ids, **options, **keep_logits(self.model, 1))
         finally:
             handle.remove()
+
+    def losses(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Returns the losses of what ``compute`` has read, float64 (seqlen,) on the CPU."""
+        size, found = max(PIECE_OF_LOGITS // self.model.get_output_embeddings().weight.shape[0], 1), []
+        for begin, expected in zip(range(0, len(targets), size), targets.split(size), strict=True):
+            logits = self.logits(ids, begin, begin + size).float()
+            found.append(F.cross_entropy(logits, expected, reduction="none").double().cpu())
+        return torch.cat(found)
 
     def logits(self, ids: torch.Tensor, begin: int, end: int) -> torch.Tensor:
         """Returns the logits of the positions begin to end, (end - begin, vocab_size)."""
@@ -186,16 +196,18 @@ def measure(run: Run, out: Path, facts: dict[str, str], overwrite: bool) -> list
         for scheme in schemes:
             scheme.apply()
             bar.start(f"window {n + 1} of {len(run.windows)}, {scheme.label}")
-            began, measured = time.monotonic(), by_length if depends_on_length(run.model) else position_losses
-            bins = bins_of(measured(run.model, run.windows[n], run.cache_dtype, run.bin), run.bin)
-            seconds = round(time.monotonic() - began, 3)
-            how = "by length" if measured is by_length else "by position"
+            began, by_length = time.monotonic(), depends_on_length(run.model)
+            if by_length:
+                losses = losses_by_length(run.model, run.windows[n], run.cache_dtype, run.bin)
+            else:
+                losses = position_losses(run.model, run.windows[n], run.cache_dtype, scheme.kept)
+            bins, seconds = bins_of(losses, run.bin), round(time.monotonic() - began, 3)
             journal.add(
                 {
                     "scheme": scheme.label,
                     "words": scheme.words,
                     "window": n,
-                    "how": how,
+                    "how": "by length" if by_length else "by position",
                     "seconds": seconds,
                     "bins": bins,
                 }

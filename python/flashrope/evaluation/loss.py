@@ -41,6 +41,7 @@ from .model import (
 )
 from .schemes import applicable, settings
 from .statistics import half_interval
+from .streaming import PIECE, Kept
 
 MAX_TARGETS = 512
 CONTEXTS = {"text": "text", "repeated": "repeated context", "copy": "second copy of a passage"}  # and their titles
@@ -93,7 +94,7 @@ def _measure(args: argparse.Namespace) -> int:
     new_cache(model, args.cache_dtype)
     windows = text_windows(texts, tokens, lengths[-1], args.windows, args.seed)
     schemes, skipped = applicable(
-        model, args.schemes, train_length, lengths[-1], args.window, args.rotary, bool(args.cache_dtype)
+        model, args.schemes, train_length, lengths[-1], args.window, args.rotary, bool(args.cache_dtype), args.sinks
     )
     out = files.folder(args.out)
     facts = {
@@ -124,7 +125,8 @@ def _measure(args: argparse.Namespace) -> int:
                 else:
                     inputs = of_length(windows, tokens.start, length, lengths[0] if context == "repeated" else None)
                     counted = targets
-                losses = measure(model, inputs, counted, args.batch, args.chunk, args.cache_dtype)
+                chunk = PIECE if scheme.kept else args.chunk
+                losses = measure(model, inputs, counted, args.batch, chunk, args.cache_dtype, scheme.kept)
                 rows.append(Row(scheme.label, context, length, tuple(_counted(losses, bar, length))))
             if context == "repeated":
                 rows.append(next(row for row in rows if row.scheme == scheme.label)._replace(context=context))
@@ -166,7 +168,7 @@ def _measure_by_position(args: argparse.Namespace) -> int:
     new_cache(model, args.cache_dtype)
     windows = text_windows(texts, tokens, longest, args.windows, args.seed)
     schemes, skipped = applicable(
-        model, args.schemes, train_length, longest, args.window, args.rotary, bool(args.cache_dtype)
+        model, args.schemes, train_length, longest, args.window, args.rotary, bool(args.cache_dtype), args.sinks
     )
     base = next((scheme.label for scheme in schemes if scheme.name == "stock"), schemes[0].label)
     facts = {
@@ -261,11 +263,12 @@ def measure(
     batch: int = 1,
     chunk: int | None = None,
     cache_dtype: str | None = None,
+    kept: Kept | None = None,
 ) -> Iterator[float]:
     """Yields the mean loss of the last ``targets`` tokens of every row of inputs, int64 (windows, length + 1), in nats
     per token."""
     for ids in inputs.to(model.device).split(batch):
-        logits = last_logits(model, ids[:, :-1], targets, chunk, cache_dtype)
+        logits = last_logits(model, ids[:, :-1], targets, chunk, cache_dtype, kept)
         losses = F.cross_entropy(logits.transpose(1, 2), ids[:, -targets:], reduction="none")
         yield from losses.double().mean(1).tolist()
 

@@ -8,12 +8,16 @@ import inspect
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..cli.options import BadInput, cores, need, torch_threads
 from ..integrations.options import FIELD
 from . import gguf_file
+
+if TYPE_CHECKING:
+    from .streaming import Kept
 
 MESSAGE = "MESSAGE"  # marks a place in a chat template
 MAX_BYTE_VOCABULARY = 512  # bytes and special tokens; a model with more and no tokenizer lacks its files
@@ -216,13 +220,18 @@ def keep_logits(model, count: int) -> dict[str, int]:
 
 @torch.no_grad()
 def last_logits(
-    model, ids: torch.Tensor, count: int, chunk: int | None = None, cache_dtype: str | None = None
+    model,
+    ids: torch.Tensor,
+    count: int,
+    chunk: int | None = None,
+    cache_dtype: str | None = None,
+    kept: Kept | None = None,
 ) -> torch.Tensor:
     """The logits at the last ``count`` of the tokens ids, (batch, count, vocab_size) in float32.
 
     A model that takes ``logits_to_keep`` computes no others. ``chunk``: read this many tokens per forward pass, with a
     KV cache, to save memory for activations. ``cache_dtype``: all keys and values go through a cache of this type; the
-    model must be converted.
+    model must be converted. ``kept``: what stays in the cache after each of these pieces.
     """
     from ..integrations.transformers.versions import CACHE, cache_of
 
@@ -240,4 +249,6 @@ def last_logits(
         logits, cache = read(piece, max(wanted, 1), use_cache=True, **{CACHE: cache})
         if wanted > 0:
             found.append(logits)
+        if kept:
+            kept.cut(cache)
     return torch.cat(found, 1)

@@ -32,7 +32,6 @@ from .journal import Journal
 from .model import (
     Tokens,
     describe,
-    keep_logits,
     last_logits,
     load,
     measured_lengths,
@@ -44,6 +43,7 @@ from .model import (
 from .prompts import CANDIDATES, Haystack, Prompt
 from .schemes import Measured, applicable, settings
 from .statistics import wilson
+from .streaming import Kept, read_prompt
 
 RESULTS = ("passkey.png", "passkey.svg", "passkey.pdf", "passkey.csv", "passkey.json")
 JOURNAL = "passkey.jsonl"
@@ -88,7 +88,7 @@ def _measure(args: argparse.Namespace) -> int:
     windows = [args.window] if args.window else []
     new_cache(model, args.cache_dtype)
     schemes, skipped = applicable(
-        model, args.schemes, train_length, max(lengths), windows, args.rotary, bool(args.cache_dtype)
+        model, args.schemes, train_length, max(lengths), windows, args.rotary, bool(args.cache_dtype), args.sinks
     )
     out = files.folder(args.out)
     text = f"{', '.join(args.text)}" if args.text else "filler text, repeated"
@@ -175,7 +175,7 @@ def _measured(model, task: Haystack, schemes: Sequence[Measured], sizes: Sizes, 
             scheme.apply()
         for length, depth in some:
             bar.start(f"{scheme.label}, {length:,} tokens, depth {100 * depth:.0f}%")
-            cell = measure(model, task, scheme.label, length, depth, sizes)
+            cell = measure(model, task, scheme.label, length, depth, sizes, scheme.kept)
             journal.add(cell._asdict() | {"words": scheme.words})
             done[scheme.label, length, depth] = cell
             bar.step(length)
@@ -190,14 +190,16 @@ def _cell(row: dict[str, Any]) -> Cell:
     return Cell(*(row[name] for name in Cell._fields))
 
 
-def measure(model, task: Haystack, scheme: str, length: int, depth: float, sizes: Sizes) -> Cell:
+def measure(
+    model, task: Haystack, scheme: str, length: int, depth: float, sizes: Sizes, kept: Kept | None = None
+) -> Cell:
     """Measures one cell. The texts and the hidden numbers are the same for every scheme."""
     draw = random.Random(f"{sizes.seed} {length} {depth}")
     prompts = [task.prompt(length, depth, draw) for _ in range(sizes.trials)]
     found, chosen, total = 0, 0, 0.0
     by_length = rope_type_by_length(model) is not None
     for alike in _of_equal_length(prompts, sizes.batch):
-        for trial in scores(model, alike, sizes.cache_dtype, candidates=1 if by_length else CANDIDATES):
+        for trial in scores(model, alike, sizes.cache_dtype, 1 if by_length else CANDIDATES, kept):
             found += trial.found
             chosen += max(trial.log_probabilities) == trial.log_probabilities[0]
             total += trial.log_probabilities[0]
@@ -223,12 +225,17 @@ class Trial(NamedTuple):
 
 @torch.no_grad()
 def scores(
-    model, prompts: Sequence[Prompt], cache_dtype: str | None = None, candidates: int = CANDIDATES
+    model,
+    prompts: Sequence[Prompt],
+    cache_dtype: str | None = None,
+    candidates: int = CANDIDATES,
+    kept: Kept | None = None,
 ) -> list[Trial]:
     """Reads prompts of equal length once, and every candidate after them.
 
     candidates: 1 reads the prompt and the right answer in one pass, without a cache of the model's own. A model whose
     frequencies depend on the length needs it: its cached keys are rotated for a shorter text.
+    kept: the tokens that stay in the cache while the prompt is read.
     """
     from ..integrations.transformers.versions import CACHE, cache_of
 
@@ -237,9 +244,7 @@ def scores(
     found, totals = [True] * len(prompts), [list[float]() for _ in prompts]
     out = cache = None
     if candidates > 1:
-        cache = new_cache(model, cache_dtype)
-        given = {} if cache is None else {CACHE: cache}
-        out = model(ids, use_cache=True, **given, **keep_logits(model, 1))
+        out = read_prompt(model, ids, new_cache(model, cache_dtype), kept)
     for n in range(candidates):
         answers = [prompt.candidates[n] for prompt in prompts]
         width = max(map(len, answers))

@@ -15,6 +15,7 @@ from ..integrations.options import FIELD, read_field, read_options
 from ..rotary.catalogue import SCHEMES, Lengths, describe_options, name_options
 from ..rotary.rotary import Rotary
 from .model import text_config
+from .streaming import PIECE, Kept, check_streams
 
 
 class Measured(NamedTuple):
@@ -23,6 +24,7 @@ class Measured(NamedTuple):
     apply: converts the model to it.
     words: its options.
     same_until: up to this length, in tokens, it computes what the model's own scheme does. 0: at no length.
+    kept: the tokens that stay in the cache while the model reads. None: all of them.
     """
 
     name: str
@@ -30,6 +32,10 @@ class Measured(NamedTuple):
     apply: Callable[[], object]
     words: str
     same_until: int = 0
+    kept: Kept | None = None
+
+
+SINKS = 4  # StreamingLLM, table 2
 
 
 def applicable(
@@ -40,6 +46,7 @@ def applicable(
     windows: Sequence[int] = (),
     given: Sequence[str] = (),
     all_converted: bool = False,
+    sinks: int | None = None,
 ) -> tuple[list[Measured], dict[str, str]]:
     """The schemes that this model can run under, and {label: reason} for the others.
 
@@ -52,6 +59,7 @@ def applicable(
         windows: every scheme with a window is listed once for each of these; default: half the training length.
         given: schemes in the place of the model's: the text of a Rotary, a file with it, or a saved model's folder.
         all_converted: the stock model runs on this package's attention, under its own scheme.
+        sinks: also the model's own scheme with a cache that keeps the first 4 tokens and this many of the last ones.
 
     Raises:
         BadInput: the model can run under none of the schemes, or not under one of ``given``.
@@ -66,6 +74,9 @@ def applicable(
         if converted:  # revert refuses families that convert refuses
             revert(model)
         return convert(model, **own) if own or all_converted else model
+
+    def raw_keys():  # convert alone keeps the options of the scheme before
+        return convert(revert(model) if converted else model, **own)
 
     seen: dict[tuple, str] = {}
     stock_label = ""
@@ -125,6 +136,16 @@ def applicable(
             partial(convert, model, **changes),
             "a scheme of your own" if "rotary" in changes else each,
         )
+    if sinks:
+        label, kept = f"window {sinks:,} with {SINKS} sinks", Kept(SINKS, sinks)
+        try:
+            check_streams(model)
+            raw_keys()
+            converted = True
+            words = f"StreamingLLM: its own scheme, read in pieces of {PIECE} tokens"
+            found.append(Measured("sinks", label, raw_keys, words, SINKS + sinks, kept))
+        except ValueError as error:
+            skipped[label] = str(error)
     stock()
     if not found:
         raise BadInput(f"--schemes: none of {', '.join(names)} fits this model: {'; '.join(skipped.values())}")
