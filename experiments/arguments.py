@@ -16,7 +16,7 @@ from flashrope.cli.options import MAX_THREADS, BadInput, cores, need, positive
 from flashrope.small_models import data
 from flashrope.small_models.train import Ranks
 
-from . import distributed, estimate, export, fetch, tables, tasks, tokenizing, tokens
+from . import distributed, estimate, export, fetch, long_context, tables, tasks, tokenizing, tokens
 from .measuring import Cell
 from .presets import PRESETS, TEXT, Preset
 from .registry import EXPERIMENTS, Experiment

@@ -14,7 +14,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -352,8 +352,8 @@ def csv_text(rows: Sequence[Row]) -> str:
 def loss_figure(rows: Sequence[Row], train_length: int, model: str, unit: str = "token", base: str | None = None):
     """The loss by length, and its change against the scheme of this name, by default the first, window by window.
 
-    A column for the text, and one for repeated context. Intervals are those of the changes: they are narrower, because
-    what makes a window hard is in both losses. At most as many schemes as there are colours.
+    A column for the text, and one for repeated context. Intervals are those of the changes, in both panels: they are
+    narrower, because what makes a window hard is in both losses. At most as many schemes as there are colours.
     """
     schemes = list(dict.fromkeys(row.scheme for row in rows))
     shown, first = schemes[: len(COLOURS)], base or schemes[0]
@@ -370,20 +370,16 @@ def loss_figure(rows: Sequence[Row], train_length: int, model: str, unit: str = 
                 look |= dict(linestyle=(0, (3, 2)), markerfacecolor="none")
             found = [of[scheme, context, n] for n in lengths if (scheme, context, n) in of]
             above.plot([row.length for row in found], [row.loss for row in found], label=scheme, **look)
-            pairs = [(row, of.get((first, context, row.length))) for row in found]
-            changes = [(row.length, row.change_from(base)) for row, base in pairs if base is not None]
-            if scheme == first or not changes:
+            pairs = [(row, of[first, context, row.length]) for row in found if (first, context, row.length) in of]
+            if scheme == first or not pairs:
                 continue
             apart = 1.022 ** (at - len(shown) / 2)  # of neighbours, on the log scale: bars do not hide one another
-            widths = [half_interval(change) for _, change in changes]
-            below.errorbar(
-                [length * apart for length, _ in changes],
-                [sum(change) / len(change) for _, change in changes],
-                yerr=[0.0 if math.isnan(width) else width for width in widths],
-                capsize=2.5,
-                elinewidth=1,
-                **look,
-            )
+            changes = [row.change_from(other) for row, other in pairs]
+            widths = [0.0 if math.isnan(width) else width for width in map(half_interval, changes)]
+            bars: dict[str, Any] = dict(yerr=widths, capsize=2.5, elinewidth=1)
+            where = [row.length * apart for row, _ in pairs]
+            above.errorbar(where, [row.loss for row, _ in pairs], color=COLOURS[at], fmt="none", **bars)
+            below.errorbar(where, [sum(change) / len(change) for change in changes], **bars, **look)
         below.axhline(0, color=COLOURS[schemes.index(first) % len(COLOURS)], linewidth=1.5)
         for axes in (above, below):
             _length_axis(axes, lengths, train_length)

