@@ -23,12 +23,13 @@ from .registry import EXPERIMENTS, Experiment
 from .runs import LONGEST, Run
 from .zoo import ARCHITECTURES, Defaults, Scheme, scheme
 
-TOOLS = {
+TOOLS = {  # commands with arguments of their own
     "tokenize": tokenizing,
     "export": export,
     "estimate": estimate,
     "fetch": fetch,
-}  # commands with arguments of their own
+    "long-context": long_context,
+}
 DERIVED = {"tables": "write the tables and figures of a run directory again, from its CSV files"}
 UNTRAINED = ("positions", "frequencies")  # experiments that train and read nothing
 SIZES = [field.name for field in dataclasses.fields(Preset) if field.name not in ("data", "vocab_size", "schemes")]

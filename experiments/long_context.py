@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from flashrope.cli import files
-from flashrope.cli.figure import save
+from flashrope.cli.figure import COLOURS, new_figure, save
 from flashrope.cli.options import BadInput
-from flashrope.evaluation.by_position import Losses, figure
 from flashrope.evaluation.statistics import half_interval
 
 SUMMARY = "write the table and the picture of docs/long_context.md again, from bench/results/real_model"
@@ -66,7 +65,8 @@ def read(folder: Path) -> list[list[dict]]:
 
 
 def rows_of(journals: Sequence[Sequence[dict]]) -> list[Row]:
-    """Returns the model as it is, then the schemes by their loss at the last positions that all of them have."""
+    """Returns the model as it is, then the schemes: those with most windows first, and among them the lowest loss at
+    the last positions."""
     measured: dict[tuple[str, str], list[tuple[list[float], list[float]]]] = {}
     for rows in journals:
         bases = {row["window"]: row["bins"] for row in rows if row["scheme"] == BASE}
@@ -81,7 +81,7 @@ def rows_of(journals: Sequence[Sequence[dict]]) -> list[Row]:
         changes = [a - b for own, base in pairs for a, b in zip(own[:below], base[:below], strict=True)]
         bins = tuple(sum(x) / len(pairs) for x in zip(*(own for own, _ in pairs), strict=True))
         result.append(Row(name, words, len(pairs), bins, tuple(changes)))
-    return sorted(result, key=lambda row: (row.scheme != BASE, row.bins[COLUMNS[-1]]))
+    return sorted(result, key=lambda row: (row.scheme != BASE, -row.windows, row.bins[COLUMNS[-1]]))
 
 
 def table(journals: Sequence[Sequence[dict]]) -> str:
@@ -101,12 +101,21 @@ def table(journals: Sequence[Sequence[dict]]) -> str:
 
 
 def picture(journals: Sequence[Sequence[dict]]):
-    """The loss by position of the model as it is, YaRN and ReRoPE."""
-    rows = []
-    for window, found in enumerate(journals):
-        for row in found:
-            if row["scheme"] in SHOWN and row["window"] == 0:
-                label = SHOWN[row["scheme"]]
-                rows.append(Losses(label, window, row["how"], tuple(row["bins"]), row["seconds"]))
-    rows.sort(key=lambda row: list(SHOWN.values()).index(row.scheme))
-    return figure(rows, BIN, TRAIN_LENGTH, "SmolLM2-135M", "token", SHOWN[BASE])
+    """The loss by position of the model as it is, YaRN and ReRoPE, over the windows that all of them have read."""
+    shown = [found for found in journals if {row["scheme"] for row in found} >= SHOWN.keys()]
+    drawn = new_figure((7.2, 3.0))
+    axes = drawn.subplots()
+    for at, (scheme, label) in enumerate(SHOWN.items()):
+        bins = [row["bins"] for found in shown for row in found if row["scheme"] == scheme]
+        means = [sum(each) / len(bins) for each in zip(*bins, strict=True)]
+        look = dict(linestyle=(0, (4, 2))) if at == 1 else {}  # ReRoPE's line is seen through it
+        axes.plot([(n + 0.5) * BIN for n in range(len(means))], means, label=label, color=COLOURS[at], lw=2, **look)
+    axes.axvline(TRAIN_LENGTH, color="0.4", linewidth=1, linestyle=":", zorder=0)
+    axes.set_xticks(range(0, len(means) * BIN + 1, 2 * BIN), [f"{n}k" for n in range(0, len(means) + 1, 2)])
+    axes.grid(axis="y", color="0.9", linewidth=0.8)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_ylabel("loss (nats per token)")
+    axes.set_xlabel("position in tokens; dotted: the training length", fontsize=9)
+    axes.legend(frameon=False, loc="upper left")
+    axes.set_title(f"SmolLM2-135M, {len(shown)} windows", fontsize=10, loc="left")
+    return drawn

@@ -30,18 +30,20 @@ def row(scheme, bins, words="", window=0):
 
 def test_rows_are_paired_window_by_window(tmp_path):
     low, high = [1.0] * 16, [2.0] * 16
-    journal(tmp_path / "positions-a.jsonl", [row("stock", low), row("ReRoPE, window 2,048", [0.5] * 16, "w")])
+    journal(tmp_path / "positions-a.jsonl", [row("stock", low), row("ReRoPE, window 1,024", [0.5] * 16, "w")])
     journal(tmp_path / "positions-b.jsonl", [row("stock", high), row("ReRoPE", [1.75] * 16, "w"), row("NTK", [9] * 16)])
     journals = long_context.read(tmp_path)
-    base, rerope, ntk = long_context.rows_of(journals)  # sorted by the last loss
+    base, rerope, ntk = long_context.rows_of(journals)
     assert (base.scheme, rerope.scheme, ntk.scheme) == ("stock", "ReRoPE", "NTK")
     assert base.bins == (1.5,) * 16 and rerope.bins == (1.125,) * 16 and (rerope.windows, ntk.windows) == (2, 1)
     assert sorted(rerope.changes) == [-0.5] * 8 + [-0.25] * 8
     lines = long_context.table(journals).splitlines()
     assert lines[3].startswith("| ReRoPE | w | 2 | 1.125 |") and "| -0.375 ± 0.0" in lines[3]
     assert lines[2].startswith("| the model as it is |") and lines[2].endswith("|  |")
-    assert long_context.picture(journals).axes
-    journal(tmp_path / "positions-c.jsonl", [])
+    for rows in journals:
+        rows += [row("YaRN", [3.0] * 16)] + [row("ReRoPE, window 2,048", [0.5] * 16)]
+    (axes,) = long_context.picture(journals).axes
+    assert [line.get_ydata()[0] for line in axes.lines[:3]] == [1.5, 3.0, 0.5]
     (tmp_path / "positions-c.jsonl").write_text('{"bin": 256}\n')
     with pytest.raises(BadInput, match="expected means over 1024 positions, got 256"):
         long_context.read(tmp_path)

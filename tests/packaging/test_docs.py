@@ -197,7 +197,8 @@ def test_the_api_reference_has_every_public_name():
 
 def test_the_readme_is_short_and_keeps_the_commands_that_ci_runs():
     readme = (ROOT / "README.md").read_text()
-    assert len(readme.splitlines()) <= 150
+    prose = re.sub(r"```.*?```|<!--.*?-->", "", readme, flags=re.DOTALL)
+    assert len(prose.split()) <= 900
     for marker in ("demo", "test"):
         assert re.search(rf"<!-- ci:{marker} -->\n```bash\n.+\n```", readme)
 

@@ -324,6 +324,8 @@ def figure(
         axes.spines[["top", "right"]].set_visible(False)
     if axis == "log":
         below.set_xscale("log", base=2)
+    else:
+        below.set_xticks([longest * n / 4 for n in range(5)])
     below.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     above.set_ylabel(f"loss (nats per {unit})")
     below.set_ylabel(f"change against\n{base}, 95% interval", fontsize=9)
