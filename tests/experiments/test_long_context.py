@@ -7,9 +7,10 @@ import pytest
 
 pytest.importorskip("matplotlib", reason="the extra 'demo' is not installed")
 
+from flashrope.cli.options import BadInput
+
 from experiments import fetch, long_context
 from experiments.__main__ import main
-from flashrope.cli.options import BadInput
 
 
 def test_the_page_holds_the_table_of_the_journals():

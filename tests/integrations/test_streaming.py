@@ -10,7 +10,7 @@ pytest.importorskip("matplotlib", reason="the extra 'demo' is not installed")
 
 from families import tiny
 from flashrope.commands.main import main
-from flashrope.evaluation import by_position, model, streaming
+from flashrope.evaluation import by_position, model
 from flashrope.evaluation.by_position import position_losses
 from flashrope.evaluation.schemes import applicable
 from flashrope.evaluation.streaming import Kept
@@ -21,7 +21,7 @@ FIRST, LAST, PIECE, LENGTH = 2, 9, 5, 48
 
 @pytest.fixture
 def small_pieces(monkeypatch):
-    for module in (by_position, streaming):
+    for module in (by_position, model):
         monkeypatch.setattr(module, "PIECE", PIECE)
 
 
@@ -60,7 +60,7 @@ def test_the_last_logits_and_a_prompt(small_pieces, one_layer):
     ids = torch.randint(60, (2, LENGTH))
     kept = Kept(FIRST, LAST)
     logits = model.last_logits(one_layer, ids, 1, PIECE, kept=kept)
-    torch.testing.assert_close(streaming.read_prompt(one_layer, ids, None, kept).logits.float(), logits)
+    torch.testing.assert_close(model.read_prompt(one_layer, ids, None, kept).logits.float(), logits)
     begin = (LENGTH - 1) // PIECE * PIECE
     rows = torch.stack([without_the_dropped(row, begin) for row in ids])
     expected = model.last_logits(one_layer, rows, 1)

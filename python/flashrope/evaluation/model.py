@@ -8,16 +8,13 @@ import inspect
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from ..cli.options import BadInput, cores, need, torch_threads
 from ..integrations.options import FIELD
 from . import gguf_file
-
-if TYPE_CHECKING:
-    from .streaming import Kept
+from .streaming import PIECE, Kept
 
 MESSAGE = "MESSAGE"  # marks a place in a chat template
 MAX_BYTE_VOCABULARY = 512  # bytes and special tokens; a model with more and no tokenizer lacks its files
@@ -252,3 +249,21 @@ def last_logits(
         if kept:
             kept.cut(cache)
     return torch.cat(found, 1)
+
+
+@torch.no_grad()
+def read_prompt(model, ids: torch.Tensor, cache, kept: Kept | None = None):
+    """Returns the model's output for the last piece of ids, int64 (batch, seqlen), with one row of logits.
+
+    cache: an empty cache to fill, or None for one of transformers' own.
+    kept: read in pieces and cut the cache between them. None: read everything at once.
+    """
+    from ..integrations.transformers.versions import CACHE, cache_of
+
+    out = None
+    for piece in ids.split(PIECE if kept else max(ids.shape[1], 1), dim=1):
+        if out is not None and kept:
+            kept.cut(cache := cache_of(out))
+        given = {} if cache is None else {CACHE: cache}
+        out = model(piece, use_cache=True, **given, **keep_logits(model, 1))
+    return out

@@ -36,6 +36,7 @@ from .model import (
     load,
     measured_lengths,
     new_cache,
+    read_prompt,
     rope_type_by_length,
     run_command,
     training_length,
@@ -43,7 +44,7 @@ from .model import (
 from .prompts import CANDIDATES, Haystack, Prompt
 from .schemes import Measured, applicable, settings
 from .statistics import wilson
-from .streaming import Kept, read_prompt
+from .streaming import Kept
 
 RESULTS = ("passkey.png", "passkey.svg", "passkey.pdf", "passkey.csv", "passkey.json")
 JOURNAL = "passkey.jsonl"

@@ -14,8 +14,8 @@ from ..cli.options import BadInput
 from ..integrations.options import FIELD, read_field, read_options
 from ..rotary.catalogue import SCHEMES, Lengths, describe_options, name_options
 from ..rotary.rotary import Rotary
-from .model import text_config
-from .streaming import PIECE, Kept, check_streams
+from .model import rope_type_by_length, text_config
+from .streaming import PIECE, Kept
 
 
 class Measured(NamedTuple):
@@ -139,7 +139,7 @@ def applicable(
     if sinks:
         label, kept = f"window {sinks:,} with {SINKS} sinks", Kept(SINKS, sinks)
         try:
-            check_streams(model)
+            _check_streams(model)
             raw_keys()
             converted = True
             words = f"StreamingLLM: its own scheme, read in pieces of {PIECE} tokens"
@@ -158,6 +158,20 @@ def settings(schemes: Sequence[Measured], skipped: dict[str, str]) -> dict[str, 
     if skipped:
         facts["left out"] = "; ".join(f"{label}: {reason}" for label, reason in skipped.items())
     return facts
+
+
+def _check_streams(model) -> None:
+    """
+    Raises:
+        ValueError: the model cannot be read over a cache that is cut.
+    """
+    from transformers import DynamicCache
+
+    kinds = {type(layer).__name__ for layer in DynamicCache(config=model.config).layers} - {"DynamicLayer"}
+    if kinds:
+        raise ValueError(f"sinks: a cache with layers of the type {', '.join(sorted(kinds))} is not supported")
+    if kind := rope_type_by_length(model):
+        raise ValueError(f"sinks: rope type {kind} is not supported, its frequencies depend on the length")
 
 
 def _layers(model) -> tuple:

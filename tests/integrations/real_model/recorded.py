@@ -1,6 +1,6 @@
 """The losses of SmolLM2-135M on text.txt, as test_smollm2.py expects them. After a change that means to change them:
 
-    FLASHROPE_REAL_MODEL=FILE.gguf python tests/integrations/real_model/recorded.py
+FLASHROPE_REAL_MODEL=FILE.gguf python tests/integrations/real_model/recorded.py
 """
 
 import json
