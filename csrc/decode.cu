@@ -65,7 +65,7 @@ __device__ void copy_slice(const DecodeParams& p, const Work& w, int key0, uint1
 }
 
 // 16 columns of tile (16, pitch) from column on. x[0] holds rows 0-7 and x[1] rows 8-15 of the first eight columns,
-// x[2] and x[3] those of the other eight. Of each 8x8 part a lane holds row lane / 4, columns 2 * (lane % 4) and the
+// x[2] and x[3] those of the other eight. In each 8x8 part a lane holds row lane / 4, columns 2 * (lane % 4) and the
 // next.
 template <int D>
 __device__ inline void load_tile(uint32_t (&x)[4], const uint16_t* tile, int column) {
@@ -170,8 +170,8 @@ __device__ void score_any_halves(float (&score)[2][4], const uint16_t* q, const 
 
 // ---- the online softmax of one warp
 
-// A lane holds tile rows lane / 4 and lane / 4 + 8. Of a tile of 8 keys or channels it holds 2 * (lane % 4) and the
-// next.
+// A lane holds tile rows lane / 4 and lane / 4 + 8. In a tile of 8 keys or channels it holds columns 2 * (lane % 4) and
+// the next.
 struct Queries {
   int position[2];
   float scale[2];  // of the scores, including LOG2_E

@@ -118,7 +118,7 @@ struct KeyCosSin {
     return add_angles(CosSin{base[pair], base[half + pair]}, CosSin{fine[key][pair], fine[key][pairs + pair]});
   }
 
-  // Of an even pair and the next one.
+  // cos and sin of an even pair and of the next one.
   __device__ void two_at(CosSin (&t)[2], int key, int pair) const {
     const float2 cos = load_two(base + pair), sin = load_two(base + half + pair);
     const float2 fine_cos = load_two(fine[key] + pair), fine_sin = load_two(fine[key] + pairs + pair);

@@ -22,7 +22,7 @@ LINK = re.compile(r"(\]\()([^)#\s]+)")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """In the place of docs_dir's files: those of the repository, and the pages that show sources."""
+    """Replaces the files of docs_dir by the repository's own pages, and by pages that show its sources."""
     for file in [file for file in files if file.src_dir == config.docs_dir]:
         files.remove(file)
     paths = [ROOT / page for page in PAGES]

@@ -222,8 +222,8 @@ def read_cached(folder: Path, key: str) -> bytes | None:
 
 
 def write_cached(folder: Path, key: str, library: bytes) -> None:
-    """Keeps a library, completely or not at all, and deletes the ones that were not used for longest. A disk that is
-    full is no error."""
+    """Stores a library, completely or not at all, and deletes the least recently used ones. A full disk raises
+    nothing."""
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".", delete=False) as file:
             try:

@@ -118,7 +118,7 @@ inline float exp(float x) { return exp(broadcast(x))[0]; }
 // ---- element types
 
 #ifdef __aarch64__
-using Float16 = __fp16;  // GCC 12 has _Float16 for x86-64 alone
+using Float16 = __fp16;  // GCC 12 has _Float16 only on x86-64
 #else
 using Float16 = _Float16;
 #endif

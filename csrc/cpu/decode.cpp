@@ -285,7 +285,7 @@ struct Chunk {
     return total;
   }
 
-  // Of a key that is rotated in registers. HALF: vectors of half the pairs, or 0 where they are known at run time only.
+  // The product with a key that is rotated in registers. HALF: vectors per half of the channels; 0: known at run time.
   template <int HALF = 0>
   Vec rotated_product(const Vec* query, const T* x, const float* cos) const {
     const int half = HALF ? HALF : pairs.count / LANES;

@@ -61,7 +61,7 @@ struct DecodeCall {  // cpu/library.py has the same
   double position(const Run& run, int64_t row) const {  // of a query
     return positions ? positions[run.sequence * seqlen_q + row] : double(run.seqlen - seqlen_q + row);
   }
-  // Of a query, from the run's first key on, without its fraction.
+  // The distance of a query from the run's first key, rounded down.
   int64_t distance(const Run& run, int64_t row) const { return int64_t(std::floor(position(run, row) - run.position)); }
 };
 

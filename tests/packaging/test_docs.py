@@ -204,7 +204,7 @@ def test_the_readme_is_short_and_keeps_the_commands_that_ci_runs():
 
 
 def test_one_file_says_where_the_repository_is():
-    """It is a placeholder: whoever publishes the repository changes pyproject.toml alone."""
+    """It is a placeholder: whoever publishes the repository changes only pyproject.toml."""
     pyproject = (ROOT / "pyproject.toml").read_text()
     address = tomllib.loads(pyproject)["project"]["urls"]["Repository"]
     assert pyproject.count(address) == 2  # itself, and its issues

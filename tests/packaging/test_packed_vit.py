@@ -31,7 +31,7 @@ def test_the_label_is_where_the_ring_is():
 
 
 def test_packed_as_alone(pictures):
-    """Class tokens at (0, 0), patches at their row and column, and the logits of every picture as if it were alone."""
+    """Class tokens at (0, 0), patches at their row and column, and the same logits as for every picture by itself."""
     torch.manual_seed(0)
     model = vit["VisionTransformer"](vit["scheme"]("axial")).double()
     batch = vit["pack"](pictures)
