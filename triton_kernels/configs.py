@@ -25,7 +25,7 @@ class Tile(NamedTuple):
 
     @property
     def options(self) -> dict[str, int | bool]:
-        """Of Triton's compiler."""
+        """Returns the launch options for Triton."""
         return options(self.num_warps, num_stages=self.num_stages)
 
 
@@ -34,13 +34,13 @@ def by_block_d(*tiles: tuple[int, int, int, int]) -> dict[int, Tile]:
 
 
 # Tiles by block_d, the power of two that holds head_dim. A "banded" entry replaces its direction's where a scheme has
-# several bands, whose rotation of the accumulator takes registers. No tile below was timed yet. Those of "sm80" and
-# "sm86" for 64 and more channels are the best of their neighbours whose inner loop does not spill, by the issue model
-# (python -m bench model); those of "sm90" by instructions per needed product. Some for 256 channels do spill there:
-# sm80's forwards, up to a seventh of the accumulator (64% of the tensor cores with one band, 48% without spills), and
-# sm86's dQ, two registers.
-# In other "grad_qkv" tiles of so many warps, some warps may compute the same part of dQ, which then cannot be added in
-# accumulator order.
+# several bands, whose rotation of the accumulator takes registers. No tile below was timed yet. For 64 and more
+# channels, tiles of "sm80" and "sm86" are the best of their neighbours whose inner loop does not spill, by the issue
+# model (python -m bench model). Tiles of "sm90" are the best by instructions per needed product. Some for 256 channels
+# do spill in the inner loop: sm80's forwards, up to a seventh of the accumulator (64% of the tensor cores with one
+# band, 48% without spills), and sm86's dQ, two registers.
+# With other "grad_qkv" tile shapes, several warps may hold copies of the same dQ fragment, so the reduction straight
+# from the accumulator's layout would add it more than once.
 # fmt: off
 HALF = {
     "sm80": {
@@ -86,8 +86,8 @@ HALF["sm120"] = HALF["sm86"] | {
     "grad_kv banded": {},
     "grad_q banded": HALF["sm86"]["grad_q banded"] | {128: Tile(128, 32, 8, 2)},
 }
-# By instructions per needed product, of those that spill no vector register and fit in 64 KB. A wave of at most four on
-# a compute unit may use 512 registers.
+# The best by instructions per needed product among the tiles that spill no vector register and fit in 64 KB. With at
+# most four waves on a compute unit, each may use 512 registers.
 HALF["cdna"] = {
     "forward": by_block_d((128, 64, 4, 2), (128, 64, 4, 2), (128, 64, 4, 2), (128, 64, 4, 2), (128, 16, 8, 2)),
     "forward codes": by_block_d((128, 32, 4, 2), (128, 32, 4, 2), (128, 32, 4, 2), (128, 32, 4, 2), (64, 16, 8, 1)),
@@ -111,7 +111,7 @@ NEWER_HALF = {
     },
     "sm100": {"forward": {128: Tile(128, 64, 8, 3)}},
 }
-# By (block_d, block_dv), for v of another width than q and k. If block_d is 256, a block_dv below 128 counts as 128. In
+# By (block_d, block_dv), for v with a different head_dim. If block_d is 256, a block_dv below 128 counts as 128. In
 # multi-head latent attention (192 and 128) the narrower accumulators leave room for larger tiles. They are ranked as in
 # HALF. With one band, none spills in its loops. (64, 128) has its own because the tile of 128 would compute products
 # twice.
@@ -156,8 +156,8 @@ APPEND_ROWS, APPEND_WARPS = 32, 4
 COMBINE_SPLITS, COMBINE_WARPS = 16, 4  # splits that one step of a program combines
 SMALLEST_TILE = 16  # keys that a product takes at least, and the rows of the smallest page
 PLACED_ROWS, PLACED_ENTRIES, PLACED_WARPS = 16, 64, 4  # queries and entries of a block table that a step compares
-# Where a cache stores positions, or a scheme maps those of pages, and keys have so many pairs, tiles have at most so
-# many keys: every key has cos and sin of its own in registers, which would spill.
+# Where every key needs its own cos and sin (stored positions, or maps over pages), heads with at least PLACED_PAIRS
+# pairs use tiles of at most PLACED_KEYS keys. Larger tiles would spill.
 PLACED_PAIRS, PLACED_KEYS = 64, 32
 
 # With a KV cache.

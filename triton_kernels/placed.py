@@ -69,8 +69,8 @@ def mapped_keys(position, band, maps):
 
 
 class Entries(NamedTuple):
-    """Entries of a block table, each with [E] numbers: slot and position of row 0, the shown rows first to stop - 1. If
-    slots store positions, `position` is added to them."""
+    """Block-table entries, each field [E]: slot and position of row 0, and the visible rows [first, stop). If slots
+    store positions, `position` is added to them."""
 
     slot: object
     position: object
@@ -86,7 +86,7 @@ def page_rows(cache, PAGE_SIZE: tl.constexpr):
 
 @triton.jit
 def read_entries(tables, cache, seq, entry, VARIANT: tl.constexpr):
-    """The Entries of these numbers [E] of a sequence. Those beyond the table show no row."""
+    """Returns the Entries with the indices `entry` [E] of a sequence. Entries beyond the table have no visible rows."""
     rows = page_rows(cache, VARIANT.page_size)
     entries = decode_int(cache.capacity) // rows
     exists, entry = entry < entries, tl.minimum(entry, entries - 1)
@@ -110,13 +110,13 @@ def read_entries(tables, cache, seq, entry, VARIANT: tl.constexpr):
 
 @triton.jit
 def next_entries(tables, cache, seq, first_entry, VARIANT: tl.constexpr):
-    """VARIANT.block_n Entries of a sequence from `first_entry` on."""
+    """Returns VARIANT.block_n Entries of a sequence from `first_entry` on."""
     return read_entries(tables, cache, seq, first_entry + tl.arange(0, VARIANT.block_n), VARIANT)
 
 
 @triton.jit
 def store_entries(cache, seq, entries, first_entry, before, VARIANT: tl.constexpr):
-    """before: the keys that the entries before `first_entry` show."""
+    """Writes Entries to cache.entries. before: number of visible keys in earlier entries."""
     count = decode_int(cache.capacity) // page_rows(cache, VARIANT.page_size)
     entry = first_entry + tl.arange(0, VARIANT.block_n)
     to = cache.entries + (seq.batch.to(tl.int64) * count + entry) * (ENTRY_FIELDS + VARIANT.stored)
@@ -129,7 +129,8 @@ def store_entries(cache, seq, entries, first_entry, before, VARIANT: tl.constexp
 
 @triton.jit
 def first_number(entries, before, VARIANT: tl.constexpr):
-    """The number of row 0 of Entries among the shown keys, of which `before` come before the first entry."""
+    """Returns the rank that row 0 of each entry has, or would have, among the visible keys. before: number of visible
+    keys in earlier entries."""
     return before + count_before(entries.stop - entries.first, VARIANT.block_n) - entries.first
 
 
@@ -141,7 +142,7 @@ def token_fields(VARIANT: tl.constexpr):
 
 @triton.jit
 def read_position(x):
-    """The Position of given numbers."""
+    """Returns the Position of explicit positions x, integer or float."""
     if x.dtype.is_floating():
         return split_position(x, 0)
     else:
@@ -164,8 +165,8 @@ class Columns(NamedTuple):
 
 @triton.jit
 def columns_by_entries(tables, cache, seq, lowest, highest, VARIANT: tl.constexpr):
-    """The Columns, each [BM], of the keys at positions lowest to highest [BM]. For axial schemes, whose bands go by
-    order, those that have these numbers among the shown keys."""
+    """Returns the Columns, each [BM], of the keys at positions lowest to highest [BM]. For axial schemes, whose bands
+    go by order, lowest and highest are ranks among the visible keys."""
     entries_in_all = decode_int(cache.capacity) // page_rows(cache, VARIANT.page_size)
     begin = tl.zeros_like(lowest) + seq.length_k
     end = tl.zeros_like(lowest)
@@ -268,7 +269,7 @@ def place_tokens(
     token = first + tl.arange(0, VARIANT.block_m)
     exists = token < seq.length_q
     token = first + clamp_rows(tl.arange(0, VARIANT.block_m), seq.length_q - first)
-    own = total - seq.length_q + token  # its own key is the one with so many before it
+    own = total - seq.length_q + token  # rank of the query's own key among the visible keys
     row = token + (batch.to(tl.int64) * seqlen_q if cu_seqlens_q is None else seq.start_q)
     column = tl.full((VARIANT.block_m,), -1, tl.int32)
     position = tl.full((VARIANT.block_m,), 0, tl.int32)
@@ -355,10 +356,14 @@ class NumberedEntries(NamedTuple):
 
 
 class Places(NamedTuple):
-    """The keys of a tile [N]. page, row: where to read; another key of the sequence stands in for those that are not
-    shown. position, by which bands go: where slots store positions, its whole, or for axial schemes the number among
-    the shown keys. shown. start: the first position if VARIANT.one_run; where slots store positions, what is added to
-    them. part: of the position, if slots store positions of one axis."""
+    """The keys of a tile, each field [N].
+
+    page, row: where to load the key. For hidden keys, another key of the sequence, which is masked.
+    position: the integer position that bands go by. For axial schemes, the rank among the visible keys.
+    shown: whether the key is visible.
+    start: the first position if VARIANT.one_run. If slots store positions, what is added to them.
+    part: the fraction of the position, if slots store positions of one axis.
+    """
 
     page: object
     row: object
@@ -369,7 +374,7 @@ class Places(NamedTuple):
 
 
 class LastShown(NamedTuple):
-    """Page and row of the last key that a sequence shows."""
+    """Page and row of the last visible key of a sequence."""
 
     page: object
     row: object

@@ -102,7 +102,7 @@ class CacheCall(_Scheme):
     positions = None  # positions count from tables.leftpad
 
     def for_backend(self) -> CacheCall:
-        """A call over rotated keys as backends take it: its bands rotate queries alone."""
+        """Returns the call over rotated keys that backends take: its bands rotate only the queries."""
         scheme = over_rotated_keys(self.rotary), self.causal, self.softmax_scale
         return CacheCall(*scheme, self.tables, self.num_splits, self.rotated_keys)
 

@@ -56,7 +56,7 @@ def _unsupported_device(device: torch.device) -> str:
 
 
 def plan_cache(call: CacheCall, layer: CacheLayer, queries: Queries) -> EachLayer:
-    """As in ``CacheBackend``."""
+    """Plans the layers of a step; see ``CacheBackend``."""
     return EachLayer(append_to_cache, attention_with_cache, call)
 
 
@@ -197,7 +197,7 @@ def _token_pages(k_cache, v_cache, total_q: int, tables: CacheTables):
 
 
 def _as_pages(name: str, x: torch.Tensor, rows: int) -> torch.Tensor:
-    """(sequences, capacity, heads_kv, head_dim) as pages of so many rows, which share its memory."""
+    """Returns x (sequences, capacity, heads_kv, head_dim) as a view of pages with ``rows`` rows each."""
     sequences, capacity = x.shape[:2]
     if capacity % rows == 0 and (sequences == 1 or x.stride(0) == capacity * x.stride(1)):
         return x.unflatten(1, (-1, rows)).flatten(0, 1)

@@ -18,16 +18,17 @@ class AttentionBackend(Protocol):
     """Serves ``attention`` and ``attention_varlen``."""
 
     def unsupported_reason(self, q: torch.Tensor, cached: bool = False) -> str:
-        """Why this backend cannot serve tensors like q ("" if it can); cached: in ``attention_with_cache``."""
+        """Returns why this backend cannot serve tensors like q, or "". cached: whether to ask for
+        ``attention_with_cache``."""
 
     def kept_shapes(self, k: torch.Tensor, call: AttentionCall) -> KeptShapes:
-        """Shapes of what ``forward`` keeps for ``backward``."""
+        """Returns the shapes of what ``forward`` saves for ``backward``."""
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: AttentionCall
     ) -> tuple[torch.Tensor, torch.Tensor, Kept | None]:
-        """out of ``out_shape`` and contiguous, lse in float32 (float64 for float64 inputs), what is kept; None for
-        nothing. v may be of another width than q and k."""
+        """Returns (out, lse, kept). out has ``out_shape`` and is contiguous. lse is float32, or float64 for float64
+        inputs. kept: what ``backward`` needs besides out and lse, or None. v may have a different head_dim."""
 
     def backward(
         self,
@@ -41,19 +42,20 @@ class AttentionBackend(Protocol):
         kept: Kept | None,
         call: AttentionCall,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Gradients of raw q, k and v, like them and contiguous. At most one of grad_out and grad_lse is None."""
+        """Returns the gradients of raw q, k and v, with their shapes and dtypes, contiguous. At most one of grad_out
+        and grad_lse is None."""
 
 
 class RotateBackend(Protocol):
     """Serves ``rotate``, and new keys for caches of rotated keys."""
 
     def rotate(self, x: torch.Tensor, call: RotateCall) -> torch.Tensor:
-        """Like x and contiguous. x is not empty, and the scheme changes some of its channels. New keys outside every
-        sequence become anything."""
+        """Returns the rotated x, contiguous. x is not empty, and the scheme changes some of its channels. For new keys
+        outside every sequence the result is undefined."""
 
 
 class CachePlan(Protocol):
-    """``attention_with_cache`` for the layers of a step, whose tensors differ in their addresses and strides alone."""
+    """Serves ``attention_with_cache`` for all layers of a step. Their tensors differ only in addresses and strides."""
 
     def append(self, layer: CacheLayer, k: torch.Tensor, v: torch.Tensor) -> None:
         """Writes new k and v as ``CacheBackend.append_to_cache`` does, rotated first if the cache holds rotated
@@ -69,28 +71,29 @@ class CacheBackend(Protocol):
     """Serves ``attention_with_cache``."""
 
     def unsupported_reason(self, q: torch.Tensor, cached: bool = False) -> str:
-        """Why this backend cannot serve tensors like q ("" if it can)."""
+        """Returns why this backend cannot serve tensors like q, or ""."""
 
     def append_to_cache(
         self, layer: CacheLayer, k: torch.Tensor, v: torch.Tensor, tables: CacheTables, rotary: Rotary | None = None
     ) -> None:
-        """Writes k, v (batch, seqlen_new, heads_kv, head_dim), or packed (total_q, heads_kv, head_dim), behind
-        tables.seqlens or where tables.slot_mapping says; drops what has no slot or page. rotary: of
-        ``over_rotated_keys``; rotates k by its positions first. The CUDA backend leaves that to the caller."""
+        """Writes k, v (batch, seqlen_new, heads_kv, head_dim), or packed (total_q, heads_kv, head_dim), after
+        tables.seqlens or where tables.slot_mapping says. Drops tokens without a slot or page. rotary: a scheme from
+        ``over_rotated_keys``, by which k is rotated first. The CUDA backend leaves that rotation to the caller."""
 
     def attention_with_cache(
         self, q: torch.Tensor, layer: CacheLayer, call: CacheCall
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """out like q and contiguous, lse (batch, heads_q, seqlen_q) as in ``AttentionBackend.forward``, or packed
-        (heads_q, total_q). Packed rows outside every sequence get 0 and -inf. call: of ``for_backend``."""
+        """Returns out, like q and contiguous, and lse (batch, heads_q, seqlen_q) or, packed, (heads_q, total_q), with
+        the dtype that ``AttentionBackend.forward`` gives it. Packed rows outside every sequence get 0 and -inf. call:
+        what ``CacheCall.for_backend`` returned."""
 
     def plan_cache(self, call: CacheCall, layer: CacheLayer, queries: Queries) -> CachePlan:
-        """Plans the layers of a step. Reads tables on the host at the earliest in ``append`` and ``attend``. call: as
-        the caller made it, not ``for_backend``. layer: one of the layers; all others have its shapes and types."""
+        """Plans the layers of a step. The host reads no table before ``append`` or ``attend``. call: as the caller
+        made it, before ``for_backend``. layer: any of the layers; all have its shapes and dtypes."""
 
 
 class PlacingBackend(Protocol):
-    """What a ``CacheBackend`` has besides that serves calls whose tables have explicit positions."""
+    """Serves, on top of ``CacheBackend``, calls whose tables have explicit positions."""
 
     def unsupported_positions(self, positions: CachePositions) -> str:
-        """Why this backend cannot serve these tables, which argument it is ("" if it can). Reads no values."""
+        """Returns why this backend cannot serve these tables, naming the argument, or "". Reads no values."""

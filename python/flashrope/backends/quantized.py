@@ -1,6 +1,7 @@
-"""Quantized caches: codes of 8 or 4 bits, and a float32 scale per token and key head, for K and for V.
+"""Quantized caches: 8- or 4-bit quantized values, called codes, and a float32 scale per token and key head, for K and
+for V.
 
-Of a row x of K or V, with m the largest code:
+A row x of K or V, with m the largest code, is stored as s and c and read as x':
 
     s = max |x_c| / m        c = round(x / s), ties to even, in [-m, m]        x' = s * c
 

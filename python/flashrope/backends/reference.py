@@ -92,7 +92,7 @@ def backward(
 def append_to_cache(
     layer: CacheLayer, k: torch.Tensor, v: torch.Tensor, tables: CacheTables, rotary: Rotary | None = None
 ) -> None:
-    """As in ``CacheBackend``."""
+    """Writes new keys and values; see ``CacheBackend``."""
     if rotary is not None:
         k = rotate(k, RotateCall(rotary, None, tables, tables.capacity(layer.k)))
     if tables.packed is not None:
@@ -103,13 +103,13 @@ def append_to_cache(
 
 
 def plan_cache(call: CacheCall, layer: CacheLayer, queries: Queries) -> EachLayer:
-    """As in ``CacheBackend``."""
+    """Plans the layers of a step; see ``CacheBackend``."""
     return EachLayer(append_to_cache, attention_with_cache, call)
 
 
 @without_autocast
 def attention_with_cache(q: torch.Tensor, layer: CacheLayer, call: CacheCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse): gathers the keys of every sequence, then applies the plain formula.
+    """Returns (out, lse). Gathers the keys of every sequence, then applies the plain formula.
 
     Lengths are clamped to the capacity and page numbers to the cache, so no table leads outside the buffers.
     """
@@ -142,7 +142,7 @@ def attention_with_cache(q: torch.Tensor, layer: CacheLayer, call: CacheCall) ->
 
 @without_autocast
 def rotate(x: torch.Tensor, call: RotateCall) -> torch.Tensor:
-    """As in ``RotateBackend``."""
+    """Rotates x by the positions of the call; see ``RotateBackend``."""
     rotary, positions = call.rotary, call.positions
     if call.tables is not None:
         positions = addresses.new_positions(call.tables, call.capacity, x.shape[0] if x.ndim == 4 else 1, x.shape[-3])

@@ -69,7 +69,7 @@ def check_backend(
 
 
 def unsupported_positions(impl: str, positions: CachePositions) -> str:
-    """As in ``PlacingBackend``, of every backend."""
+    """Returns why the backend ``impl`` cannot serve explicit positions, naming the argument, or ""."""
     backend = load_backend(impl)
     if not hasattr(backend, "unsupported_positions"):
         return "cached tokens stand at their slots there; impl='reference' takes positions"

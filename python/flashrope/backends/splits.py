@@ -1,4 +1,4 @@
-"""How many splits of a cache's keys fill a device, from shapes alone. Arithmetic only: no tensors, no kernels."""
+"""Chooses how many splits of a cache's keys fill a device. Arithmetic on shapes only: no tensors, no kernels."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Multiprocessor:
     blocks: int
 
     def resident_blocks(self, registers: int, shared: int, warps: int) -> int:
-        """How many blocks fit at once. registers: per thread; shared: bytes per block; warps: per block."""
+        """Returns how many blocks fit at once. registers: per thread; shared: bytes per block; warps: per block."""
         registers_per_warp = -(-max(registers, 1) * 32 // 256) * 256  # allocated in units of 256
         return min(
             65536 // registers_per_warp // warps,
@@ -46,11 +46,12 @@ class ComputeUnit:
     shared: int
 
     def waves(self, registers: int) -> int:
-        """Of a SIMD. registers: per lane, accumulation registers included."""
+        """Returns the waves per SIMD. registers: VGPRs per lane, including AccVGPRs."""
         return min(512 // (-(-max(registers, 1) // 8) * 8), 8)  # allocated in units of 8
 
     def resident_blocks(self, registers: int, shared: int, warps: int) -> int:
-        """As ``Multiprocessor.resident_blocks``. A warp is a wave of 64 lanes."""
+        """Returns how many blocks fit at once. registers: per lane; shared: bytes of LDS per block; warps: waves of 64
+        lanes per block."""
         return min(4 * self.waves(registers) // warps, self.shared // max(shared, 1), 16)
 
 
@@ -83,7 +84,7 @@ def busy_share(programs: int, splits: int, resident: int) -> float:
 
 @lru_cache(maxsize=4096)
 def choose_splits(programs: int, tiles: int, resident: int) -> int:
-    """The number of splits that takes the least time, of those that keep ``FULL`` of the device busy.
+    """Returns the fastest number of splits among the numbers that keep the share ``FULL`` of the device busy.
 
     programs: blocks of one split. tiles: key tiles of a sequence. resident: blocks that the device holds at once. Where
     even one tile per split leaves the device less busy, all numbers of splits are compared.

@@ -115,7 +115,7 @@ def read(file: Path) -> dict[Setup, Winners]:
 
 
 def update(setup: Setup, winners: Winners) -> Path:
-    """Adds winners to the file, in the place of those of the same classes. Other processes see all of them or none.
+    """Merges winners into the file, where they replace earlier winners of the same class. The write is atomic.
 
     Raises OSError where the cache folder cannot be written.
     """

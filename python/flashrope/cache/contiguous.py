@@ -171,7 +171,7 @@ class KVCache(Cache):
             self._lengths = [length + seqlen_new for length in self._lengths]
 
     def truncate(self, sequence: int | None, length: int | Sequence[int]) -> None:
-        """Drops the tokens from ``length`` on, in all layers, such as those that speculative decoding rejects.
+        """Drops the tokens from ``length`` on, in all layers: for example guesses that speculative decoding rejects.
 
         Args:
             sequence: index in the batch; None for all sequences.

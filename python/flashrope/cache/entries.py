@@ -48,12 +48,12 @@ def tokens(entries: Sequence[Entry]) -> int:
 
 
 def slots(entries: Sequence[Entry], page_size: int) -> int:
-    """The slots up to the last token, those that are not shown included."""
+    """Returns the slots in use up to the last token, counting hidden ones."""
     return (len(entries) - 1) * page_size + entries[-1].end if entries else 0
 
 
 def joined(entries: Sequence[Entry], others: Sequence[Entry]) -> list[Entry]:
-    """entries, then others, which begin behind the last token and keep their distances among themselves."""
+    """Returns entries followed by others. The positions of others are moved so that they begin after the last token."""
     if not entries or not others:
         return [*entries, *others]
     by = entries[-1].position + entries[-1].end - (others[0].position + others[0].first)
@@ -61,9 +61,10 @@ def joined(entries: Sequence[Entry], others: Sequence[Entry]) -> list[Entry]:
 
 
 def without(entries: Sequence[Entry], start: int, stop: int, close: bool) -> Kept:
-    """Without the tokens start to stop - 1. close: the tokens behind them move down by as many positions.
+    """Returns the entries without the tokens start to stop - 1, each with the index of its old entry.
 
-    A page of which tokens before and behind them stay gets two entries.
+    close: later tokens move down by stop - start positions. A page that keeps tokens before start and from stop on gets
+    two entries.
     """
     kept, begin, down = [], 0, stop - start if close else 0
     for n, entry in enumerate(entries):
@@ -77,7 +78,7 @@ def without(entries: Sequence[Entry], start: int, stop: int, close: bool) -> Kep
 
 
 def grown(entries: Sequence[Entry], new: int, page_size: int) -> list[Entry]:
-    """With so many tokens more, which follow in the last page and in further ones."""
+    """Returns the entries after appending ``new`` tokens: they fill the last page, then further pages."""
     entries, position = list(entries), 0
     if entries:
         last = entries[-1]

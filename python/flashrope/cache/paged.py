@@ -332,7 +332,7 @@ class PagedKVCache(Cache):
         return self._pool.tables(selected, [x.leftpad for x in selected], seqlen_new, positioned)
 
     def truncate(self, sequence: int, length: int) -> None:
-        """Drops the tokens from ``length`` on, in all layers, such as those that speculative decoding rejects.
+        """Drops the tokens from ``length`` on, in all layers: for example guesses that speculative decoding rejects.
 
         Pages without tokens, reserved ones too, are given back. A length above the present one is a ValueError; it
         counts left padding.
@@ -425,7 +425,7 @@ class PagedKVCache(Cache):
             raise ValueError(f"{call}: expected a cache of raw keys, got rotated_keys, which have their positions")
 
     def _show(self, sequence: pool.Sequence, kept: entries.Kept) -> None:
-        """Some of its tokens alone."""
+        """Makes only the tokens of ``kept`` visible."""
         self._pool.show(sequence, [sequence.pages[n] for n, _ in kept], [entry for _, entry in kept])
 
     def _get(self, sequence: int) -> pool.Sequence:

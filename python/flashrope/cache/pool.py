@@ -101,7 +101,7 @@ class PagePool:
         self.rows.append(sequence.row)
 
     def hold(self, sequence: Sequence, pages: list[int]) -> None:
-        """These pages in the place of those that it has."""
+        """Replaces the sequence's pages by these."""
         for page in pages:
             self.references[page] += 1
         self.give_back(sequence, 0)
@@ -118,7 +118,7 @@ class PagePool:
             self._set(sequence, len(sequence.pages), UNUSED)
 
     def show(self, sequence: Sequence, pages: list[int], shown: list[Entry]) -> None:
-        """These pages and their entries in the place of those that it has."""
+        """Replaces the sequence's pages by these, and its block-table entries by ``shown``."""
         self.hold(sequence, pages)
         sequence.entries, sequence.leftpad = shown or None, 0
         sequence.length = entries.slots(shown, self.page_size)
@@ -181,12 +181,16 @@ class PagePool:
             raise error
 
     def shared_page(self, sequence: Sequence) -> int | None:
-        """The page of the next token, if the sequence has it already and shares it. Later pages are never shared."""
+        """Returns the page that the next token goes to if another sequence also holds it, so that it must be copied
+        first, else None. Later pages are never shared."""
         pages = sequence.pages[sequence.length // self.page_size :]
         return pages[0] if pages and self.references[pages[0]] > 1 else None
 
     def _changes(self, selected: Iterable[Sequence], seqlen_new: int, references) -> list[Change]:
-        """The pages to take for seqlen_new more tokens of every sequence, where every page has so many references."""
+        """Returns the page allocations and copies that appending seqlen_new tokens to each sequence needs.
+
+        references: how many sequences hold a page, by page.
+        """
         changes: list[Change] = []
         copied: Counter[int] = Counter()
         for sequence in selected:

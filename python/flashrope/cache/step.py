@@ -85,7 +85,8 @@ class Step:
 
         Args:
             q: (n, seqlen_q, heads_q, head_dim).
-            k, v: (n, seqlen_new, heads_kv, head_dim), or both None: the layer's keys, with those that this step wrote.
+            k, v: (n, seqlen_new, heads_kv, head_dim). Both None: nothing is written, and q attends to the layer's keys,
+                including the ones this step wrote.
             layer: 0 to layers - 1; with one layer it may be None.
             rotary, options: as in ``KVCache.attend``.
 

@@ -217,11 +217,11 @@ class Cache:
 
 
 def allocate_storage(shape: tuple[int, ...], heads_kv, head_dim, dtype, device, cache_dtype=None) -> list[torch.Tensor]:
-    """k and v, (*shape, heads_kv, head_dim), after the checks of the arguments; then, for a cache_dtype, k_scale and
+    """Checks the arguments and returns k and v (*shape, heads_kv, head_dim), and for a cache_dtype also k_scale and
     v_scale (*shape, heads_kv).
 
-    On the CPU the heads come first in memory, so that the keys of a head are contiguous: decoding reads them in half
-    the time. On a GPU the rows come first, but for scales.
+    On the CPU the memory layout is heads-first, so that the keys of a head are contiguous: decoding reads them in half
+    the time. On a GPU it is rows-first, except for the scales.
     """
     heads_kv, head_dim = check_integer("heads_kv", heads_kv, 1), check_integer("head_dim", head_dim, 8, 256)
     if head_dim % 8:

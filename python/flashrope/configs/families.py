@@ -16,7 +16,7 @@ class Family(NamedTuple):
         refused: why ``convert`` refuses it even where a comparison passes, after the model_type.
         interleaved: pairs channels 2m and 2m + 1.
         reversed: rotates by the negative angle.
-        sliding_only: rotates in sliding-window layers alone.
+        sliding_only: rotates only in sliding-window layers.
         partial: its code reads partial_rotary_factor, or rotary_dim. With it, other families rotate whole heads in
             transformers 5, and fail in 4.57.
         base: of a family whose base is not in its configuration.

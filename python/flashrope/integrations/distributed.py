@@ -133,7 +133,7 @@ def _shard_attention_backward(grad_out, grad_lse, q, k, v, out, lse, rotated_k, 
 
 
 def _placements(strategy: _Strategy, arguments: AttentionArguments) -> list:
-    """The placement of each argument; None for those that are not tensors."""
+    """Returns the placement of each argument, None for arguments that are not tensors."""
     of_tensors = {
         "positions": strategy.positions,
         "cu_seqlens_q": strategy.cu_seqlens,
@@ -174,8 +174,8 @@ def context_parallel_attention(
     Args:
         q: (batch, seqlen / n, heads_q, head_dim), this rank's part in the order of ``shard_sequence``; the same shape
             on all n ranks. Packed: (total_q / n, heads_q, head_dim).
-        k, v: (batch, seqlen / n, heads_kv, head_dim), likewise. Packed: (total_k / n, heads_kv, head_dim). v may be of
-            another width, as in ``attention``.
+        k, v: (batch, seqlen / n, heads_kv, head_dim), likewise. Packed: (total_k / n, heads_kv, head_dim). v may have a
+            different head_dim, as in ``attention``.
         rotary: any scheme that is not axial.
         group: the ranks that share a sequence: a process group, a one-dimensional DeviceMesh, or None for all ranks.
         causal, softmax_scale, impl, sinks, deterministic: as in ``attention``; the same on all ranks.
@@ -297,7 +297,7 @@ def _join(chunks: Sequence[torch.Tensor], ranges: Iterable[tuple[int, int]]) -> 
 
 
 def _joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The ranges that are not empty, those that follow one another as one."""
+    """Returns the ranges that are not empty, with adjacent ones merged."""
     joined: list[tuple[int, int]] = []
     for start, stop in ranges:
         if start == stop:

@@ -59,8 +59,8 @@ class RawSelfAttention(SelfAttention):
 
 
 class FusedAttention(DotProductAttention):
-    """``flashrope.attention`` in the place of Megatron's scores, softmax and product. Megatron's learnable softmax
-    offset is the call's ``sinks``."""
+    """Replaces Megatron's scores, softmax and product by ``flashrope.attention``. Megatron's learnable softmax offset
+    is passed as ``sinks``."""
 
     def __init__(self, config, layer_number, attn_mask_type, attention_type, *args, rotary: Rotary, **others):
         dropout = others.get("attention_dropout")

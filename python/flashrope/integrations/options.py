@@ -37,7 +37,7 @@ def read_options(given: Mapping[str, Any], config, length=training_length) -> di
         length: (config, name of an option) to the training length that the option's value stands for.
 
     Returns:
-        Values as rotary/catalogue.py applies them, with lengths in the place of True.
+        Values as rotary/catalogue.py applies them. A True that stands for a training length is replaced by the length.
 
     Raises:
         TypeError, ValueError: names the option, what was expected and what came.
@@ -67,7 +67,7 @@ def read_options(given: Mapping[str, Any], config, length=training_length) -> di
         if beside and beside.name in asked:
             value = beside.read(beside.name, asked[beside.name])
             if name not in asked:
-                raise ValueError(f"{beside.name}: expected {name} beside it, got {value!r} alone")
+                raise ValueError(f"{beside.name}: expected {name} beside it, got only {value!r}")
             if value != beside.default:
                 found[beside.name] = value
     found = {name: found[name] for name in asked if name in found}
@@ -89,7 +89,7 @@ def keeps_raw_keys(config) -> bool:
     """Whether a configuration's field asks for raw keys in an engine's cache.
 
     Raises:
-        TypeError: as ``read_field``; raw_keys is no boolean.
+        TypeError: the field is not a dict, or raw_keys is not a boolean.
     """
     value = _field(config).get(RAW_KEYS, False)
     if not isinstance(value, bool):

@@ -17,13 +17,13 @@ from .resident import kept_on_device
 
 # Positions per coarse row. Both levels of a 128k context stay in L2. csrc/decode.h has the same number.
 FINE_ROWS = 1024
-# Of three_level_table, which serves positions that the host does not know.
+# For three_level_table, which serves positions that the host does not know.
 TOP_ROWS = 2048  # the highest digit, half of them negative
 MAX_POSITION = (1 << 29) - 1  # the difference of two stays below the distance that bands count to
 
 
 def cos_sin(rotary: Rotary, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin in float64 of positions (...,) or, for an axial table, (..., axes): two of shape (..., pairs)."""
+    """Returns cos and sin, each float64 (..., pairs), of positions (...,) or, for an axial table, (..., axes)."""
     return _cos_sin(positions, *_frequencies(rotary, positions.device))
 
 
@@ -42,12 +42,14 @@ def _frequencies(rotary: Rotary, device) -> tuple[torch.Tensor, torch.Tensor | N
 
 
 def padded_pairs(head_dim: int) -> int:
-    """Pairs of a power-of-two tile that holds head_dim. Those beyond the table's do not rotate (cos 1, sin 0)."""
+    """Returns the pairs of the power-of-two tile that holds head_dim. Pairs beyond the table do not rotate (cos 1, sin
+    0)."""
     return max(8, 1 << (head_dim - 1).bit_length() >> 1)
 
 
 def coarse_rows(positions: int) -> int:
-    """Coarse rows that reach this many positions, rounded up to a power of two so that few tables are ever built."""
+    """Returns the coarse rows that reach this many positions, rounded up to a power of two so that few tables are
+    ever built."""
     return 1 << max(-(-positions // FINE_ROWS) - 1, 0).bit_length()
 
 

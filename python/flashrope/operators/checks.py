@@ -26,8 +26,8 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def check_outside_context_parallel() -> None:
-    """torch's context_parallel shards the sequence and replaces only scaled_dot_product_attention. Any other attention
-    would silently see this rank's keys alone."""
+    """Raises inside torch's context_parallel. It shards the sequence and replaces only scaled_dot_product_attention, so
+    any other attention would silently see only this rank's keys."""
     module = sys.modules.get("torch.distributed.tensor.experimental._context_parallel._attention")
     if module is not None and F.scaled_dot_product_attention in module._replaced_functions:
         raise RuntimeError(
@@ -135,11 +135,11 @@ def _check_codes(q, k_cache, v_cache, k_scale, v_scale) -> tuple[int, ...]:
 
 
 def _check_values(names, shape_v, shape_k) -> None:
-    """v of another shape than k: its rows may be of another width, in a cache they may not."""
+    """Checks a v whose shape differs from k's. A different head_dim is allowed for attention, but not in a cache."""
     expected, hint = tuple(shape_k), ""
     if names is not CACHES:
         expected = (*shape_k[:-1], shape_v[-1])
-        hint = " but for its width" if expected != shape_k else ""
+        hint = " except for its width" if expected != shape_k else ""
     if shape_v != expected:
         if shape_v[:-1] == shape_k[:-1]:
             hint = " (a cache holds values as wide as its keys; attention and attention_varlen take other widths)"

@@ -60,11 +60,11 @@ def attention(
             Shapes that can only be (batch, heads, seqlen, head_dim) warn. With as many key heads and at most 128 tokens
             they cannot be told from a model's, and pass.
         k, v: (batch, seqlen_k, heads_kv, head_dim), same dtype and device as q. heads_q is a multiple of heads_kv. v
-            may be of another width than q and k, as in multi-head latent attention: a multiple of 8 up to 256.
+            may have a different head_dim, as in multi-head latent attention: a multiple of 8 up to 256.
         rotary: the scheme. Its head_dim must equal q's.
         causal: query row r attends to keys 0 to r + seqlen_k - seqlen_q (bottom-right alignment). With fewer keys than
-            queries the first rows see no key, of which the first such call warns. False: to all keys.
-        softmax_scale: default head_dim ** -0.5, of q and k.
+            queries the first rows see no key, and the first such call warns. False: every row attends to all keys.
+        softmax_scale: factor on the scores. Default: head_dim ** -0.5, with the head_dim of q and k.
         positions: (batch, seqlen) or (batch, seqlen, axes), used as positions instead of 0, 1, 2, ... Needs a scheme of
             one band and seqlen_q == seqlen_k. Causality and windows still go by index.
         sinks: (heads_q,), any float type, attention sinks as in gpt-oss: a learned logit per head that joins every
@@ -128,7 +128,7 @@ def attention_varlen(
 
     Args:
         q: (total_q, heads_q, head_dim). Sequence b holds rows cu_seqlens_q[b] to cu_seqlens_q[b + 1].
-        k, v: (total_k, heads_kv, head_dim); v may be of another width, as in ``attention``.
+        k, v: (total_k, heads_kv, head_dim). v may have a different head_dim, as in ``attention``.
         cu_seqlens_q, cu_seqlens_k: (sequences + 1,) int32 on q's device, non-decreasing from 0. The host does not read
             values that lie on a GPU; the kernels clamp them to the buffers.
         max_seqlen_q, max_seqlen_k: upper bounds of the lengths. Rows beyond them are not computed.
@@ -170,14 +170,14 @@ def rotate(
     impl: str | None = None,
     **unknown: Never,
 ) -> torch.Tensor:
-    """Queries or keys, rotated by their positions: what the attention does to them inside. Differentiable in x.
+    """Rotates queries or keys by their positions, as ``attention`` does inside. Differentiable in x.
 
-    Products of rotated queries and rotated keys are the scheme's scores, but for what belongs to scores: softmax_scale,
-    the temperature, log n and the other scales of queries, and which keys a query sees. Of ``rotated_scale``, the
-    square root is on x, so that the product of a query and a key has all of it; Hugging Face's attention_factor is
-    that root. Computed in float32 (float64 for float64 inputs) and rounded once.
+    Use it for the keys of a cache with ``rotated_keys=True``, and for kernels that take rotated q and k.
 
-    For keys of a cache with ``rotated_keys=True``, and for kernels that take rotated q and k.
+    The dot product of a rotated query and key is the scheme's score, before everything that acts on scores:
+    softmax_scale, temperature, log n and the other scales of queries, and masking. If the scheme has a
+    ``rotated_scale``, x is multiplied by its square root, so that the product carries the full factor. That root is
+    Hugging Face's attention_factor. Computed in float32 (float64 for float64 inputs) and rounded once.
 
     Args:
         x: (batch, seqlen, heads, head_dim) or packed (total, heads, head_dim), of a type in ``attention``.
@@ -264,9 +264,9 @@ def attention_with_cache(
         block_table: (batch, max_pages) int32, the page of every page_size slots of a sequence. Entries beyond a
             sequence's length may hold anything. page_size is a power of two, at least 16.
         cache_leftpad: (batch,) int32, the first valid slot of each sequence. Positions count from it.
-        num_splits: into how many parts the keys are split. A given number also fixes the tiles: results are then
-            bitwise identical whatever else the batch holds and however a sequence's tokens are divided into calls
-            (Triton and CUDA). None picks by shape.
+        num_splits: number of splits along the keys (flash-decoding). None: chosen from the shapes. An explicit number
+            also fixes the tile sizes, which makes results batch-invariant (Triton and CUDA): bitwise identical for any
+            other sequences in the batch and any division of a sequence's tokens into calls.
         validate: check the tables first, which synchronises with the device. Without it, lengths are clamped to the
             capacity and page numbers to the cache, and new keys without a slot are dropped: nothing outside the
             buffers is touched and no other sequence changes, but a sequence with a wrong entry has no valid result.
@@ -282,20 +282,23 @@ def attention_with_cache(
             the low half of byte i, channel 2 i + 1 in the high half, both plus 8. Attention is that over ``s * c``. A
             row of zeros has s = 0; a NaN makes s NaN; infinities count as the largest finite number of k's dtype. With
             rotated_keys, keys are rotated before. Not on CUDA C++.
-        page_positions, page_first, page_lengths: (batch, max_pages) int32. The page in entry n of a sequence shows its
-            rows page_first to page_first + page_lengths - 1, row r at position page_positions + r: a page of raw keys
-            is valid at any position, and tokens can be hidden at both of its ends. They describe the pages with the
-            new keys; cache_seqlens still counts slots, hidden ones too. None: 0, all rows, and the position of a slot
-            is its number less cache_leftpad. Positions must not fall along a sequence; equal ones are allowed.
-            Queries see keys up to their own in the order of the slots; distances, windows and log n go by position.
+        page_positions, page_first, page_lengths: (batch, max_pages) int32, one value per block-table entry. Rows
+            [page_first, page_first + page_lengths) of the entry's page are visible, and row r has position
+            page_positions + r. Because keys are stored unrotated, a page can be reused at any position. The tables
+            describe the pages as they are once the new keys are written. cache_seqlens still counts slots, hidden ones
+            too. Defaults: page_first 0, all rows of a page, and as position of a slot its number minus cache_leftpad.
+            Positions must not decrease along a sequence; equal ones are allowed. A query sees keys up to its own in
+            the order of the slots. Distances, windows and log n go by position.
         slot_positions: float32 (pages, page_size) or (batch, capacity); for axial schemes, which need it, one more
             dimension, axes. The position of every slot, to which page_positions is added. Written in place for new
             keys. A contiguous cache takes only this.
-        positions: (batch, seqlen_q), int32, int64 or float32; for axial schemes (batch, seqlen_q, axes). Those of the
-            queries and of the new keys. None: behind the last key.
-        rotary, causal, softmax_scale, sinks, return_lse: as in ``attention``. With one of the five before: no
-            rotated_keys, and impl "cpu", "triton" or "reference". "triton" takes positions from -(2**29 - 1) to
-            2**29 - 1, to 2**-31. Self-Extend and dual chunk attention map the positions that the tables give.
+        positions: (batch, seqlen_q), int32, int64 or float32; for axial schemes (batch, seqlen_q, axes). Positions of
+            the queries and of the new keys. None: they follow the last key.
+        rotary, causal, softmax_scale, sinks, return_lse: as in ``attention``. With any of the five position arguments
+            (page_positions, page_first, page_lengths, slot_positions, positions), rotated_keys is not supported, and
+            impl is "cpu", "triton" or "reference". "triton" takes positions from -(2**29 - 1) to 2**29 - 1, with a
+            resolution of 2**-31.
+            Self-Extend and dual chunk attention map the positions that the tables give.
 
     Returns:
         out, like q and contiguous. With return_lse: (out, lse), lse (batch, heads_q, seqlen_q), of the dtype in

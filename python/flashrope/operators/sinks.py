@@ -17,7 +17,7 @@ def add_sinks(
     Args:
         out: (..., seqlen_q, heads_q, head_dim).
         lse: (..., heads_q, seqlen_q), float32 or float64, natural log. -inf, for a row with no keys, becomes the sink.
-        sinks: (heads_q,). -inf is no sink.
+        sinks: (heads_q,). -inf: the head has no sink.
         gradients: whether they may be asked for; without, the host queues fewer operations.
     """
     logits = sinks.to(lse.dtype).clamp(min=torch.finfo(lse.dtype).min)[:, None]  # (heads_q, 1); -inf - -inf is NaN

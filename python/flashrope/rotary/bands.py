@@ -11,9 +11,9 @@ from .checks import TILE, positive
 
 
 class PositionMap(NamedTuple):
-    """What a row at position p rotates by: slope * min(floor(p mod chunk / group), last) + offset.
+    """Maps position p to what its row rotates by: slope * min(floor((p mod chunk) / group), last) + offset.
 
-    chunk 0: p itself, without mod.
+    chunk: 0 means p itself, without mod.
     """
 
     slope: float
@@ -23,7 +23,7 @@ class PositionMap(NamedTuple):
     last: float = math.inf
 
     def of(self, positions):
-        """Of a float tensor of positions."""
+        """Returns the mapped positions, for a float tensor of positions."""
         if self.chunk:
             positions = positions % self.chunk
         if self.group > 1:

@@ -5,9 +5,9 @@ key position), and a scale on the query:
 
     score(i, j) = softmax_scale * t * logn(i) * (R(slope*i + offset) q_i) . (R(slope*j) k_j)   in the band that holds d
 
-R(p) rotates pair m by the angle p * inv_freq[m]; a pair with inv_freq[m] = 0 does not rotate. ``log_steps_scale`` is
-another logn(i), ``rotated_scale`` a factor on the channels of the table alone. A band may put a map of i and j in their
-place (``bands.Band``). Only this file knows the names of the schemes.
+R(p) rotates pair m by the angle p * inv_freq[m]; a pair with inv_freq[m] = 0 does not rotate. ``log_steps_scale``
+replaces logn(i) by another function. ``rotated_scale`` is a factor on the contribution of the table's channels only. A
+band may rotate by mapped positions instead of i and j (``bands.Band``). Only this file knows the names of the schemes.
 """
 
 from __future__ import annotations
@@ -83,12 +83,12 @@ class Rotary:
             distances between two bands are not attended to.
         temperature: t of the formula.
         log_n_scale: (train_length, clip) or None. logn(i) is ln(i + 1) / ln(train_length), with clip at least 1.
-        log_steps_scale: (floor_scale, attn_scale, first) or None, see ``log_steps``; in the place of log n.
+        log_steps_scale: (floor_scale, attn_scale, first), set by ``log_steps``, or None. It excludes log_n_scale.
         rotated_scale: factor on what the channels of the table, the first rotary_dim, add to the scores.
         length_scale: None, or a length: scores of a sequence of n keys are scaled by max(1, 0.1 ln(n / length) + 1).
         axis: for every pair, the axis of the position that it rotates with; () for one-dimensional positions.
         base, exponent_dim: inv_freq[m] was base ** (-2m / exponent_dim) before any change; base is None for other
-            tables. These two and scaled_by say what may still be chained, and do not count for equality.
+            tables. base, exponent_dim and scaled_by decide what may still be chained, and do not count for equality.
         scaled_by: the interpolation that has changed the table, or "".
     """
 
@@ -192,8 +192,8 @@ class Rotary:
         Args:
             head_dim: channels per head, even.
             base: above 1; Hugging Face's rope_theta.
-            rotary_dim: number of leading channels that rotate, even; None: all. As in Hugging Face's partial rotary, it
-                is also the denominator of the exponent.
+            rotary_dim: number of leading channels that rotate, even; None: all. It is also the denominator of the
+                exponent, as in Hugging Face's partial rotary.
             interleaved: True pairs channels 2m and 2m + 1 (GPT-J); False pairs m and m + rotary_dim / 2 (Llama).
         """
         rotary_dim = checked_rotary_dim(head_dim, rotary_dim)
@@ -375,8 +375,8 @@ class Rotary:
     ) -> Rotary:
         """YaRN (Peng et al. 2023, section 3.2).
 
-        Pairs that make more than beta_fast turns over train_length keep their frequency. Those that make fewer than
-        beta_slow turns have it divided by factor. A linear ramp over the pair index connects the two.
+        Pairs that make more than beta_fast turns over train_length keep their frequency. The frequency of pairs that
+        make fewer than beta_slow turns is divided by factor. A linear ramp over the pair index connects the two.
 
         Args:
             factor: by how much the context grows, a positive number.

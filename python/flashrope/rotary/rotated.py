@@ -50,9 +50,9 @@ def rotation_scale(rotary: Rotary) -> float:
 
 @lru_cache(maxsize=1024)
 def over_rotated_keys(rotary: Rotary) -> Rotary:
-    """The scheme for keys that ``flashrope.rotate`` has rotated: its bands rotate queries alone.
+    """Returns the scheme for keys that ``flashrope.rotate`` has rotated: its bands rotate only the queries.
 
-    The keys carry their half of ``rotated_scale``; the queries get the other.
+    The keys already carry the square root of ``rotated_scale``. The queries are multiplied by the other square root.
 
     Raises:
         ValueError: as ``one_rotation``.

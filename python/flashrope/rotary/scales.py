@@ -50,7 +50,7 @@ class QueryScale(NamedTuple):
         return scale * self.of_length(length)
 
     def of_length(self, length: int) -> float:
-        """The factor by length alone."""
+        """Returns the part of the factor that depends only on the length."""
         if self.length_scale is None:
             return 1.0
         return max(1.0, 0.1 * math.log(max(length, 1) / self.length_scale) + 1)

@@ -106,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _demo(args: argparse.Namespace, out: Path, start: float) -> None:
-    files.check_folder(args.out, OUTPUTS[1:], args.overwrite)  # an interrupted run leaves the first alone
+    files.check_folder(args.out, OUTPUTS[1:], args.overwrite)  # an interrupted run leaves only the first
     settings = resolve(args)
     window = settings.context_lengths[-1] + 1
     corpus = data.from_path(args.text, window) if args.text else data.standard_library(window)

@@ -35,7 +35,7 @@ from .model import Decoder, LanguageModel, RollingDecoder, load_checkpoint, trai
 from .train import autocast
 
 CHUNK = 1024  # bytes of the prompt per call
-KEPT_CHUNK = 64  # of those that --keep lets in at a time; they see one another and the kept ones
+KEPT_CHUNK = 64  # bytes of the prompt per call with --keep; they see one another and the kept bytes
 DEFAULT_PROMPT = 128  # bytes, if the training length is unknown
 VOCABULARY = 256
 SMALL_MODEL = 4_000_000  # parameters; a decoding step of a smaller model takes less time than starting threads

@@ -158,7 +158,8 @@ class RollingDecoder:
         self.sequences = [self.cache.allocate() for _ in range(batch)]
 
     def read(self, tokens: torch.Tensor) -> torch.Tensor:
-        """As ``Decoder.read``, of tokens (batch, seqlen). They see one another and those that were kept."""
+        """Returns logits (batch, seqlen, vocab_size) for the next tokens, int64 (batch, seqlen). They see one another
+        and the tokens that were kept."""
         with self.cache.step(self.sequences, tokens.shape[1]) as step:
             logits = read_in_step(self.model, self.rotary, step, tokens, self.impl)
         for sequence in self.sequences:

@@ -1,4 +1,4 @@
-"""Compiles the candidates of a workload, checks each against the reference, and times those that pass.
+"""Compiles the candidates of a workload, checks each against the reference, and times the ones that pass.
 
 All candidates of a race alternate, round by round, so that they see the same state of the device. The default tile
 stays unless another is faster by more than ``MIN_GAIN``.

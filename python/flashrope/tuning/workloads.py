@@ -19,7 +19,7 @@ from ..rotary.rotary import Rotary
 PAGE_SIZE = 256
 WINDOW = 512  # ReRoPE's, when timed
 CHUNK = 512  # tokens of a prompt that are prefilled at once, over a cache
-# Of the check: no multiple of a tile's rows, and several tiles of any size; a window that ends within a tile.
+# Sizes for the check: not a multiple of any tile's rows, and several tiles of any size. The window ends within a tile.
 CHECK_SEQLEN, CHECK_WINDOW, CHECK_CHUNK = 323, 96, 150
 # The directions of a pass, and the caches it has.
 PASSES = {

@@ -250,7 +250,7 @@ def _attend(
 def _attend_tiles(
     compiled: Library, q: torch.Tensor, blocks: Iterator[Block], seqlen: int, call: CacheCall, queries: list[runs.Rows]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As ``_attend``, with the kernel of tiles.py: every run of queries against every run of keys that it sees."""
+    """Attends with the kernel of tiles.py: each contiguous run of queries to each run of keys that it can see."""
     attention, whole = AttentionCall(call.rotary, call.causal, call.softmax_scale), (q.shape[1], seqlen)
     out = q.new_zeros(q.shape, dtype=torch.float32)
     lse = out.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf)

@@ -65,7 +65,7 @@ class DecodeRun(ctypes.Structure):
 
 
 class DecodeCall(ctypes.Structure):
-    """As in csrc/cpu/decode.h."""
+    """Mirrors the struct of this name in csrc/cpu/decode.h."""
 
     _fields_ = [
         *((name, TensorView) for name in ("q", "k", "v", "out", "k_scale", "v_scale")),
@@ -101,7 +101,7 @@ class ForwardBand(ctypes.Structure):
 
 
 class ForwardCall(ctypes.Structure):
-    """As in csrc/cpu/tiles.h."""
+    """Mirrors the struct of this name in csrc/cpu/tiles.h."""
 
     _fields_ = [
         *((name, TensorView) for name in ("q", "k", "v", "out", "k_scale", "v_scale")),
@@ -121,7 +121,7 @@ class ForwardCall(ctypes.Structure):
 
 
 class BackwardCall(ctypes.Structure):
-    """As in csrc/cpu/backward.cpp."""
+    """Mirrors the struct of this name in csrc/cpu/backward.cpp."""
 
     _fields_ = [
         ("forward", ForwardCall),
@@ -135,7 +135,7 @@ class Run(ctypes.Structure):
 
 
 class RotateCall(ctypes.Structure):
-    """As in csrc/cpu/rotate.cpp."""
+    """Mirrors the struct of this name in csrc/cpu/rotate.cpp."""
 
     _fields_ = [
         *((name, TensorView) for name in ("x", "out", "v", "v_cache", "k_scale", "v_scale")),

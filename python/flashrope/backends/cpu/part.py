@@ -33,19 +33,19 @@ class Part:
         self._places: dict[int, tuple] = {}
 
     def bounds(self, k_cache: torch.Tensor) -> list[tuple[int, int]]:
-        """As ``CacheTables.bounds``."""
+        """Returns ``addresses.bounds`` of the part's tables, read once."""
         if self._bounds is None:
             self._bounds = addresses.bounds(self.call.tables, k_cache)
         return self._bounds
 
     def placed(self, k_cache: torch.Tensor, seqlen_q: int) -> list[Placed]:
-        """As ``runs.find``."""
+        """Returns ``runs.find`` of the part's tables, found once."""
         if self._placed is None:
             self._placed = runs.find(self.call.tables, k_cache, seqlen_q)
         return self._placed
 
     def places(self, k_cache: torch.Tensor, sequence: int, seqlen_q: int) -> tuple:
-        """As ``runs.places``."""
+        """Returns ``runs.places`` of a sequence, computed once."""
         if sequence not in self._places:
             self._places[sequence] = runs.places(self.call.tables, k_cache, sequence, seqlen_q)
         return self._places[sequence]

@@ -191,7 +191,7 @@ def windows(x: torch.Tensor, first: int, count: int, piece: Piece) -> torch.Tens
 
 
 def flash_scale(call: AttentionCall | CacheCall, seqlen_k: int) -> float:
-    """The factor on the scores of a sequence of so many keys."""
+    """Returns the factor on the scores of a sequence of seqlen_k keys."""
     return max(call.score_scale * call.rotary.query_scale.of_length(seqlen_k), MIN_SCALE)
 
 

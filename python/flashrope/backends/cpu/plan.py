@@ -19,14 +19,14 @@ from .part import Part
 
 
 def plan_cache(call: CacheCall, layer: CacheLayer, queries: Queries) -> CachePlan:
-    """As in ``CacheBackend``."""
+    """Plans the layers of a step; see ``CacheBackend``."""
     return CachePlan(call)
 
 
 def append_to_cache(
     layer: CacheLayer, k: torch.Tensor, v: torch.Tensor, tables: CacheTables, rotary: Rotary | None = None
 ) -> None:
-    """As in ``CacheBackend``."""
+    """Writes new keys and values; see ``CacheBackend``."""
     if (compiled := loader.load()) and k.dtype in DTYPES:
         if k.numel() and layer.k.numel():
             rotated.Append(compiled, tables, rotary).run(layer, k, v)
@@ -35,7 +35,7 @@ def append_to_cache(
 
 
 def attention_with_cache(q: torch.Tensor, layer: CacheLayer, call: CacheCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """As in ``CacheBackend``."""
+    """Attends over one layer's cache; see ``CacheBackend``."""
     return _attend(q, layer, call, [], None)
 
 

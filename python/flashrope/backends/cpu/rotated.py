@@ -27,7 +27,7 @@ SMALL = 2**15  # elements; waking the threads takes longer
 
 @without_autocast
 def rotate(x: torch.Tensor, call: RotateCall) -> torch.Tensor:
-    """As in ``RotateBackend``."""
+    """Rotates x by the positions of the call; see ``RotateBackend``."""
     batch = x if x.ndim == 4 else x[None]
     table, runs = _plan(batch, call)
     if (compiled := loader.load()) and x.dtype in DTYPES:
@@ -85,7 +85,7 @@ def _describe(
 
 
 class Append:
-    """New keys and values of the layers of a step: the tables are read once, layers change addresses alone.
+    """Writes the new keys and values of a step's layers. Tables are read once; per layer only the addresses change.
 
     rotary: of ``over_rotated_keys``; rotates k. None: keys are written as they come.
     """

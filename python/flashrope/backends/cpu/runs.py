@@ -18,7 +18,7 @@ from ..cache_tables import CachePositions, CacheTables
 from ..shown import Shown, of_queries, shown
 
 FARTHEST = 2.0**38  # positions are clamped to it; the kernels take distances of 2^40 as infinite
-LONG_ENOUGH = 8  # keys of a run on average; below it, masks over all keys are faster than so many runs
+LONG_ENOUGH = 8  # average keys per run; with shorter runs, masks over all keys are faster
 
 
 def unsupported_positions(positions: CachePositions) -> str:
@@ -125,7 +125,7 @@ def _pages(tables, first: int, end: int, page_size: int) -> Iterator[tuple[int, 
 
 
 def _joined(spans) -> list[Run]:
-    """Spans of slots as runs, where those that follow one another are one."""
+    """Returns spans of slots as runs. Spans that are adjacent in both slots and positions become one run."""
     runs: list[Run] = []
     order = 0
     for slot, stop, position in spans:

@@ -33,7 +33,7 @@ __all__ = [
 
 
 def unsupported_reason(q: torch.Tensor, cached: bool = False) -> str:
-    """As in ``AttentionBackend``."""
+    """Returns why the Triton kernels cannot serve tensors like q, or ""."""
     if IMPORT_ERROR:
         return f"triton cannot be imported ({IMPORT_ERROR})"
     if q.dtype == torch.float64:

@@ -19,7 +19,7 @@ from .rotated import rotate
 def append_to_cache(
     layer: CacheLayer, k: torch.Tensor, v: torch.Tensor, tables: CacheTables, rotary: Rotary | None = None
 ) -> None:
-    """As in ``CacheBackend``, in one launch, or two if k is rotated."""
+    """Writes new keys and values in one launch, or in two if k is rotated first; see ``CacheBackend``."""
     if not k.numel() or not layer.k.numel() or not tables.capacity(layer.k):
         return
     if rotary is not None and rotary.changes_channels:

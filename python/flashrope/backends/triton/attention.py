@@ -40,7 +40,7 @@ def _rotated_shape(k: torch.Tensor, lowered: Lowered) -> tuple[int, ...]:
 
 
 def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: AttentionCall):
-    """As in ``AttentionBackend``."""
+    """Returns (out, lse, kept); see ``AttentionBackend``."""
     q, k, v = map(with_int32_offsets, (q, k, v))
     out = q.new_empty(out_shape(q, v))
     lse = torch.empty(call.lse_shape(q), dtype=torch.float32, device=q.device)
@@ -58,7 +58,7 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: AttentionCa
 
 
 def backward(grad_out, grad_lse, q, k, v, out, lse, kept: Kept, call: AttentionCall):
-    """As in ``AttentionBackend``."""
+    """Returns the gradients of raw q, k and v; see ``AttentionBackend``."""
     if call.deterministic is False:
         _alert_not_deterministic()
     q, k, v = map(with_int32_offsets, (q, k, v))
@@ -262,7 +262,7 @@ class AttentionPlan(Plan):
         launcher.launch(kernel, (programs,), *arguments, VARIANT=variant, **tile.options)
 
     def _arguments(self, inputs: GradientInputs, grads, max_seqlen: int) -> tuple:
-        """Those of both gradient kernels."""
+        """Returns the kernel arguments common to grad_kv and grad_q."""
         rotated_q, k, rotated_k, v, grad_out, statistics = inputs
         return (
             banded_view(rotated_q),

@@ -49,12 +49,12 @@ def unsupported_positions(positions: CachePositions) -> str:
 
 
 def plan_cache(call: CacheCall, layer: CacheLayer, queries: Queries) -> CachePlan:
-    """As in ``CacheBackend``."""
+    """Plans the layers of a step; see ``CacheBackend``."""
     return CachePlan(call, layer, queries)
 
 
 def attention_with_cache(q: torch.Tensor, layer: CacheLayer, call: CacheCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """As in ``CacheBackend``."""
+    """Attends over one layer's cache; see ``CacheBackend``."""
     return CachePlan(call, layer, Queries.of(q)).attend(q, layer)
 
 
@@ -222,7 +222,7 @@ class CachePlan(Plan):
         return self._rotated_rows().total <= slots and offsets_fit
 
     def _rotated_rows(self) -> RotatedRows:
-        """Room for the last keys of every sequence, those that the bands that rotate keys can reach."""
+        """Returns the size of the buffer for each sequence's last keys, as far back as bands that rotate keys reach."""
         if not self.lowered.k_stops:
             return RotatedRows(0, 0, 0)
         beyond = max(self.lowered.k_stops) - 1  # keys before the first query's own

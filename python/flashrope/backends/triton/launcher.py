@@ -5,8 +5,8 @@ times the work of the launch itself. In decoding, where kernels are short, it is
 
 Triton's key holds: the target device; for a tensor its dtype and whether its address is a multiple of 16; for an
 integer its value's traits (1? multiple of 16? 32 or 64 bits?); for a tuple those of its fields; None and constexprs by
-value; the compiler options. Of our integers only the width matters: those outside tuples are ``do_not_specialize``, and
-those inside are encoded so that all have the same traits (``triton_kernels/arguments.py``). So ``_traits`` below, with
+value; the compiler options. For our integers only the width matters: outside tuples they are ``do_not_specialize``, and
+inside they are encoded so that all have the same traits (``triton_kernels/arguments.py``). So ``_traits`` below, with
 the kernel, the device and the options, distinguishes at least as much. tests/kernels/test_launches.py makes random
 calls and compares the kernel found here with the one that Triton finds.
 """

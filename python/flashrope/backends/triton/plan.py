@@ -43,7 +43,7 @@ class Plan:
         self.capability, self.itemsize = compute_capability(q.device), q.dtype.itemsize
 
     def tile(self, direction: str, cache: str = "", block_dv: int = 0) -> Tile:
-        """As in ``tiles.choose``."""
+        """Returns the tile of a launch; see ``tiles.choose``."""
         device, block_d, grouped = self.table.device, 2 * self.table.shape[-1], self.heads_q > self.heads_kv
         fields = (block_d, self.itemsize, self.num_bands, self.keys, grouped, cache, block_dv)
         return tiles.choose(direction, device, self.capability, *fields)

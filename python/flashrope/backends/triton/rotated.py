@@ -17,7 +17,7 @@ from .launcher import cdiv
 
 
 def rotate(x: torch.Tensor, call: RotateCall) -> torch.Tensor:
-    """As in ``RotateBackend``, in one launch."""
+    """Rotates x by the positions of the call in one launch; see ``RotateBackend``."""
     x, tables, rotary, positions = with_int32_offsets(x), call.tables, call.rotary, call.positions
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     seqlen, heads, _ = x.shape[-3:]

@@ -28,10 +28,10 @@ def choose(
     cache: str = "",
     block_dv: int = 0,
 ) -> Tile:
-    """The tile of a launch. Every launch that has one takes it from here.
+    """Returns the tile of a launch. Every launch that has one takes it from here.
 
-    keys: the longest sequence of keys, or the capacity of the cache; cache: as in ``store.ShapeClass``; block_dv 0: as
-    block_d; the others as in ``configs.tile``. Values of another width are not tuned.
+    keys: the longest sequence of keys, or the capacity of the cache. cache: as in ``store.ShapeClass``. block_dv: 0
+    stands for block_d. The others are those of ``configs.tile``. No tile is tuned where v has a different head_dim.
     """
     if direction in _forced:
         return _forced[direction]

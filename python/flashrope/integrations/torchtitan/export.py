@@ -91,7 +91,7 @@ def _options(inner: InnerAttention.Config, head_dim: int) -> dict[str, Any]:
     options = dict(inner.options)
     if not options:
         return {}
-    from ..transformers.plan import KEY, SAVED  # transformers is needed here alone
+    from ..transformers.plan import KEY, SAVED  # only this function needs transformers
 
     if "rotary" in options:
         options["rotary"] = _in_halves(Rotary.from_text(options["rotary"])).text
