@@ -64,7 +64,7 @@ HEADS_KV = 8
 
 
 def launches(arch: int, head_dim: int, scheme: cases.Scheme) -> list[offline.Launch]:
-    """Those of a case that the model has a table for. The forward is listed with the default backward only."""
+    """Returns the case's launches that the model can predict. The forward is listed with the default backward only."""
     found = cases.Case(arch, head_dim, "bf16", scheme).launches()
     names = [name for name in NAMES if scheme.deterministic or name == "attention_grad_kv"]
     return [launch for launch in found if launch.kernel.__name__ in names]
@@ -324,7 +324,7 @@ def main(argv: list[str]) -> int:
     for title, columns, rows, left in (
         ("inner loops of FlashAttention-2's kernels: clocks of a pass, and what they go to", THEIR_COLUMNS, theirs, 1),
         ("inner loops of ours", LOOP_COLUMNS, loops, 2),
-        ("TFLOP/s on an A100 by seqlen, causal, predicted but for the rows published", DEVICE_COLUMNS, whole, 2),
+        ("TFLOP/s on an A100 by seqlen, causal, predicted except for the published rows", DEVICE_COLUMNS, whole, 2),
         ("GB/s of decoding on an A100 by keys in the cache, predicted", CACHE_COLUMNS, cached, 1),
     ):
         if rows:

@@ -85,7 +85,7 @@ def cases() -> list[Case]:
 
 
 def available(chosen: list[Case], device: torch.device, dtype: torch.dtype) -> list[Case]:
-    """Those that can run here. Prints why the others cannot."""
+    """Returns the cases that can run here. Prints why the others cannot."""
     reasons = {
         impl: load_backend(impl).unsupported_reason(torch.empty(1, 1, HEADS, 64, device=device, dtype=dtype), True)
         for impl in ("triton", "cuda")

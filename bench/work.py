@@ -34,7 +34,7 @@ def visited_tiles(bands, seqlen: int, block_m: int, block_n: int) -> list[int]:
 
 
 def tensor_flops(tiles: int, block_m: int, block_n: int, block_d: int, block_dv: int | None = None) -> int:
-    """Q K^T and P V of so many tiles; block_dv: channels of V, None for as many as Q and K have."""
+    """Returns the operations of Q K^T and P V over ``tiles`` tiles. block_dv: channels of V; None: as many as Q has."""
     return tiles * 2 * block_m * block_n * (block_d + (block_d if block_dv is None else block_dv))
 
 

@@ -89,7 +89,7 @@ def exact(request):
 
 
 def _build_cpu_kernels():
-    """Those for this processor, where the checkout lacks them or has changed their sources."""
+    """Builds the kernels for this processor if the checkout lacks them or their sources have changed."""
     from flashrope.backends.cpu import loader
 
     if loader.find().library is None and (best := loader.runnable()) and (loader.SOURCES / "build.py").exists():
@@ -99,7 +99,7 @@ def _build_cpu_kernels():
 
 @pytest.fixture(autouse=True)
 def cpu_kernels(monkeypatch):
-    """What a test puts in the place of the loader ends with it; benchmarks leave theirs."""
+    """Restores the loader after each test. Benchmarks replace it and do not put it back."""
     from flashrope.backends.cpu import loader
 
     monkeypatch.setattr(loader, "load", loader.load)

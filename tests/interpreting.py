@@ -40,7 +40,8 @@ def leave_out_unread_checks():
 
 
 def make_types_once():
-    """It makes and checks a type and a shape for every result. Those of one element type and size are the same."""
+    """Makes the interpreter reuse types. It makes and checks a type and a shape for every result, although results of
+    one element type and size have the same."""
     from triton.language import core
     from triton.language.semantic import TritonSemantic
     from triton.runtime import interpreter

@@ -290,7 +290,7 @@ def excess(
 
 
 def check(target: Target, p: Problem, roundings: int = 1) -> dict[str, float]:
-    """Runs the target and holds out, lse and the three gradients against the budget of so many roundings."""
+    """Runs the target and holds out, lse and the three gradients against the budget of ``roundings`` roundings."""
     got = run(p, target.impl)
     for name, like in zip(NAMES, (p.q, None, p.q, p.k, p.v), strict=True):
         assert got[name].dtype == (target.dtype if like is not None else lse_type(target)), name
@@ -301,7 +301,7 @@ def check(target: Target, p: Problem, roundings: int = 1) -> dict[str, float]:
 def check_budget(
     got: dict[str, torch.Tensor], p: Problem, dtype: torch.dtype, where: str = "", roundings: int = 1
 ) -> dict[str, float]:
-    """Holds results of the problem, any of those that ``run`` returns, against the budget of so many roundings."""
+    """Holds results of the problem, any that ``run`` returns, against the budget of ``roundings`` roundings."""
     gradients = any(name.startswith("grad") for name in got)
     ratios, allowed = excess(got, *exact_and_bound(p, gradients), dtype), roundings * COEFFICIENT[dtype]
     over = {name: ratio for name, ratio in ratios.items() if not ratio <= allowed}

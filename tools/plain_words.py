@@ -72,9 +72,10 @@ def findings(name: str, source: str) -> Iterator[tuple[int, str, str]]:
         start = 0
         for end in [*END.finditer(text), None]:
             sentence = text[start : end.start() if end else len(text)]
-            for found in ODD.finditer(" ".join(sentence.split())):
+            words = sentence.split()
+            for found in ODD.finditer(" ".join(words)) if len(words) > 1 else ():  # a single word is a name
                 line = first + text.count("\n", 0, start + len(sentence) - len(sentence.lstrip()))
-                yield line, found[found.lastgroup or 0], " ".join(sentence.split())
+                yield line, found[found.lastgroup or 0], " ".join(words)
             start = end.end() if end else len(text)
 
 
@@ -86,7 +87,8 @@ def main(paths: list[str]) -> int:
         if file.suffix in {".py", ".pyi", ".md", ".cpp", ".h", ".cu", ".cuh"} and "__pycache__" not in file.parts:
             for line, wording, sentence in findings(file.name, file.read_text()):
                 found += 1
-                print(f"{file}:{line}: {wording}: {sentence}")
+                place = file.relative_to(ROOT) if file.is_relative_to(ROOT) else file
+                print(f"{place}:{line}: {wording}: {sentence}")
     return int(found > 0)
 
 

@@ -15,7 +15,7 @@ SHARED = {arch: MULTIPROCESSORS[arch].shared_per_block for arch in ALL}
 
 
 def target(arch: int | str) -> GPUTarget:
-    """Of Triton. arch: such as 80, or AMD's "gfx942"."""
+    """Returns Triton's target for an architecture such as 80, or AMD's "gfx942"."""
     return GPUTarget("hip", arch, 64) if isinstance(arch, str) else GPUTarget("cuda", arch, 32)
 
 
@@ -24,7 +24,7 @@ def name_of(arch: int | str) -> str:
 
 
 def parse(name: str) -> int | str:
-    """Of the command line: 120, sm_120 or gfx942. Raises ValueError for any other."""
+    """Reads an architecture of the command line: 120, sm_120 or gfx942. Raises ValueError for any other."""
     for arch in ALL:
         if name in (str(arch), name_of(arch)):
             return arch

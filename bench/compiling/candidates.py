@@ -120,8 +120,8 @@ _ORDER = re.compile(r"^(ORDER\b.*?= )\{\n.*?^\}\n", re.MULTILINE | re.DOTALL)
 
 
 def ranking_rows(choices: list[tuple[str, str, int, int]], jobs: int) -> list[dict[str, str]]:
-    """The candidates of every (family, direction, head_dim, bands) as rows of a table, the best first, those that were
-    dropped last."""
+    """Returns the candidates of every (family, direction, head_dim, bands) as rows of a table: the best first, the
+    dropped ones last."""
     every = ranked([(direction, FAMILIES[family], *sizes) for family, direction, *sizes in choices], jobs)
     return [
         {

@@ -51,7 +51,7 @@ class Scheme:
     deterministic: bool = True
     head_dim_v: int = 0  # 0: as wide as q and k
     codes: str = ""  # "int8" or "int4": a quantized cache
-    placed: int = 0  # positions of cached tokens as data, in pages of so many rows
+    placed: int = 0  # rows of a page in a cache with explicit positions; 0: without
     stored: bool = False  # the cache stores positions
 
 

@@ -58,7 +58,7 @@ def listed(**covered) -> SpillLimit:
 
 # Position maps: every row's own cos and sin, of two rotations between bands, beside the accumulators. By kernel and
 # architecture, for head_dim 64 and 128 of Self-Extend and dual chunk attention. All of it is outside the hot loop, and
-# but for MAP_SPILLS_IN_LOOPS (edge tiles) outside the tile loops.
+# outside the tile loops except for MAP_SPILLS_IN_LOOPS (edge tiles).
 MAP_SPILLS = {
     ("attention_forward", 80): ((36, 0), (60, 0)),
     ("attention_forward", 90): ((0, 80), (0, 44)),
@@ -91,8 +91,8 @@ NEWEST = (
     SpillLimit(20, "attention_decode", 90, head_dim=128, scheme="rerope paged", triton="3.9"),
 )
 
-# Codes of a cache, under the releases that they were compiled with. What spills lies outside the tile loops, but for
-# edge tiles of the forward in 3.9.
+# Spills of kernels over quantized caches, by the release of Triton. They lie outside the tile loops, except for edge
+# tiles of the forward in 3.9.
 CODES = (
     SpillLimit(16, "attention_decode", 80, scheme="rerope paged int8", triton="3.6."),
     SpillLimit(4, "attention_decode", 90, scheme="rerope paged int4", triton="3.6."),
@@ -222,7 +222,7 @@ INSTRUCTION_LIMITS |= {
     )
     for scheme in schemes
 }
-# Of codes, in 3.6; newer compilers take fewer, but for NEWER.
+# Instruction limits for quantized caches under Triton 3.6. Later versions stay below them, except the rows in NEWER.
 CODE_INSTRUCTIONS = {
     ("attention_chunks", "rope contiguous chunk int8"): {(80, 128): 16.6, (90, 128): 83},
     ("attention_chunks", "rerope paged chunk int8"): {(80, 128): 21, (90, 128): 100},

@@ -265,5 +265,5 @@ def _compile_one(index: int) -> tuple[int, Any, float]:
 
 
 def _processor_seconds() -> float:
-    """Of this process and the programs it ran, mostly ptxas."""
+    """Returns the processor time of this process and of the programs that it ran, mostly ptxas."""
     return sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))

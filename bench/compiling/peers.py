@@ -3,10 +3,11 @@
     pip download --no-deps torch==2.14.1      # a wheel with CUDA
     python -m bench peers torch-2.14.1-cp311-cp311-manylinux_2_28_x86_64.whl [--csv PATH]
 
-Also reads a libtorch_cuda.so, or the .so of the flash-attn package. Their kernels are those that their launch templates
-take for bf16, causal, no dropout, lengths that are multiples of the tile; shared memory, which the host asks for, is
-computed from the tile as their kernel_traits.h does. Ours: RoPE, causal, bf16. Of every kernel the tile loop with the
-fewest instructions per product is shown. A product is 16x8x16 of one warp: one HMMA, or N / 8 for HGMMA.64xNx16.
+Also reads a libtorch_cuda.so, or the .so of the flash-attn package. The kernels read are the ones that FlashAttention's
+launch templates take for bf16, causal, no dropout, lengths that are multiples of the tile. Their shared memory, which
+the host asks for, is computed from the tile as their kernel_traits.h does. Ours: RoPE, causal, bf16. The figures are
+for the tile loop with the fewest instructions per product. A product is 16x8x16 of one warp: one HMMA, or N / 8 for
+HGMMA.64xNx16.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ class Peer(NamedTuple):
 
 
 def peers() -> list[Peer]:
-    """Those that run_mha_fwd_hdimD and run_mha_bwd_hdimD launch on devices with 144 KB of shared memory and more."""
+    """Returns the kernels that run_mha_fwd_hdimD and run_mha_bwd_hdimD launch on devices with at least 144 KB of shared
+    memory."""
     found = []
     for head_dim, block_m, block_n in ((64, 128, 128), (128, 128, 64)):
         traits = f"23Flash_fwd_kernel_traitsILi{head_dim}ELi{block_m}ELi{block_n}ELi4ELb0ELb0EN7cutlass10bfloat16_tE"

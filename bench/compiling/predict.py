@@ -36,7 +36,7 @@ class Loop:
         return products * self.blocks * issue.RATES[self.arch].hmma / issue.SCHEDULERS / self.clocks
 
     def bytes_per_clock(self, tile_bytes: float) -> float:
-        """Of one multiprocessor. tile_bytes: that a block reads in a pass."""
+        """Returns the bytes that one multiprocessor reads per clock. tile_bytes: what a block reads in a pass."""
         return tile_bytes * self.blocks / self.clocks
 
 

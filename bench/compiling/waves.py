@@ -11,7 +11,7 @@ from .predict import Block
 
 @dataclass(frozen=True)
 class Device:
-    """Of the data sheet. clock: boost clock in Hz. bandwidth: bytes per second."""
+    """A device by its data sheet. clock: boost clock in Hz. bandwidth: bytes per second."""
 
     name: str
     multiprocessors: int
@@ -34,17 +34,17 @@ class Problem:
 
     @property
     def flops(self) -> float:
-        """Of the forward, as FlashAttention's authors count; the backward has 2.5 times as many."""
+        """Returns the forward's, as FlashAttention's authors count them. The backward has 2.5 times as many."""
         return 2 * self.batch * self.heads * self.seqlen**2 * self.head_dim
 
     @property
     def tensor_bytes(self) -> int:
-        """Of one tensor such as q, in 16 bits."""
+        """Returns the bytes of one tensor such as q, in 16 bits."""
         return 2 * self.batch * self.heads * self.seqlen * self.head_dim
 
 
 def seconds(device: Device, lengths: Sequence[float], resident: int, rounds: int) -> float:
-    """Time of `rounds` times the blocks of these lengths, in clocks, in this order."""
+    """Returns the time of `rounds` rounds of blocks that take these lengths, in clocks, and start in this order."""
     slots = [0.0] * (device.multiprocessors * resident)
     for _ in range(rounds):
         for length in lengths:
@@ -53,7 +53,7 @@ def seconds(device: Device, lengths: Sequence[float], resident: int, rounds: int
 
 
 def copy_seconds(device: Device, nbytes: float) -> float:
-    """Of a pass that does nothing but read and write."""
+    """Returns the time of a pass that only reads and writes."""
     return nbytes / device.bandwidth
 
 

@@ -80,8 +80,8 @@ CPU_PANELS = {"forward, ": "forward", "forward + backward, ": "forward + backwar
 def draw_cpu(run: Run, path: Path) -> bool:
     """Writes a PNG of ``python -m bench cpu``: time by length for prefill, training and decoding, in float32.
 
-    Of several windows at a length, the one nearest to 1,024 and to a quarter of the length is shown. Returns False if
-    there is nothing to draw.
+    If a length was measured with several windows, the one nearest to 1,024 and to a quarter of the length is shown.
+    Returns False if there is nothing to draw.
     """
     panels = {
         title: [record for record in run.records if of_panel(record, start)] for start, title in CPU_PANELS.items()

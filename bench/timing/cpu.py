@@ -199,7 +199,7 @@ class Bench:
         self.measure(f"decoding, {keys} keys, maps", map_entries(self.kernels, True), decoding, share)
 
     def cache_types(self, keys: int, seqlen: int, share: float) -> None:
-        """Quantized caches beside others: decoding, and a chunk of prefill. The compiled kernels alone."""
+        """Times quantized caches beside others: decoding, and a chunk of prefill. Compiled kernels only."""
         if self.kernels is None:
             return
         window = min(self.options.window, keys // 4)
@@ -338,7 +338,8 @@ class Plan(Bench):
         self.planned.setdefault(title, (share, products * len(chosen)))
 
     def seconds(self, rate: float) -> float:
-        """Of all rounds and of the call before each table's first; rate: SDPA's products per second."""
+        """Estimates the time of all rounds and of the call before each table's first. rate: SDPA's products per
+        second."""
         rounds_of = ((self.options.seconds * share, products / rate) for share, products in self.planned.values())
         return sum(max(time, MIN_ROUNDS["cpu"] * each) + each for time, each in rounds_of)
 

@@ -39,7 +39,7 @@ def _key_positions(problem: Problem) -> torch.Tensor:
 
 
 def rotate_cache(encoding: str, problem: Problem):
-    """As in ReRoPE's author's code: the whole cache is rotated at every step."""
+    """Rotates the whole cache at every step, as the code of ReRoPE's author does."""
     rotate, attend = ENCODINGS[encoding](problem, _key_positions(problem)), KERNELS["SDPA flash"](problem)
     return lambda q, k, v: attend(q, rotate(k), v)
 

@@ -95,7 +95,7 @@ def prompt_ids(prompts: int, length: int) -> list[list[int]]:
 
 
 def with_transformers(folder: str, served: Served, prompts: int, length: int, tokens: int) -> tuple[float, ...]:
-    """The columns but the first, measured in this process: continuous batching."""
+    """Returns all columns except the first, measured in this process with continuous batching."""
     import torch
     from flashrope.integrations.transformers import convert
     from transformers import AutoModelForCausalLM, GenerationConfig
@@ -155,7 +155,7 @@ def held_by_vllm(llm) -> tuple[float, int, int]:
 
 
 def with_vllm(folder: str, served: Served, prompts: int, length: int, tokens: int) -> tuple[float, ...]:
-    """As ``with_transformers``, in vLLM."""
+    """Returns all columns except the first, measured in vLLM."""
     from vllm import SamplingParams
 
     llm = start_vllm(folder, served, length + tokens, max_num_seqs=prompts)

@@ -75,7 +75,7 @@ class Session:
             self.table(table)
 
     def chosen(self, contestants: Sequence[Contestant]) -> list[Contestant]:
-        """Those that --contestants names."""
+        """Returns the contestants that --contestants names."""
         return [each for each in contestants if any(part in each.name for part in self.options.contestants)]
 
     def check(self, table: Table) -> None:

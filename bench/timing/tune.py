@@ -3,7 +3,7 @@
     python -m bench tune [--direction forward grad_kv] [--head-dim 128] [--bands 1 2] [--arch 80] [--csv PATH]
 
 On a GPU this is ``flashrope tune`` with other output: the same candidates, checks and races, one table for each
-workload, and nothing is kept. Without a GPU, or with --arch, the candidates are compiled. Those that spill or need too
+workload, and nothing is kept. Without a GPU, or with --arch, the candidates are compiled. Tiles that spill or need too
 much shared memory are dropped. The rest are ranked by the issue model (``python -m bench model``) on sm_80, sm_86 and
 sm_89, and elsewhere by instructions per multiply-add. The best one is printed as an entry of configs.py.
 """

@@ -122,7 +122,7 @@ def test_peak_memory_of_a_call():
 )
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "both"])
 def test_contestants_are_correct(p, backward):
-    """Those that run here without a compiler. The others say why they do not run."""
+    """Contestants that need no compiler run here. The others say why they do not."""
     reasons = {}
     for contestant in {c.name: c for c in prefill_hope(CPU) + prefill_rerope(CPU)}.values():
         if "compiled" in contestant.name:
@@ -183,7 +183,7 @@ triton_runs = pytest.mark.skipif(
 
 
 @triton_runs
-@pytest.mark.parametrize(("heads", "heads_kv"), [(5, 2), (4, 0)], ids=["q and k", "q alone"])
+@pytest.mark.parametrize(("heads", "heads_kv"), [(5, 2), (4, 0)], ids=["q and k", "only q"])
 @pytest.mark.parametrize("in_place", [False, True], ids=["copied", "in place"])
 def test_fused_rope_is_rope(heads, heads_kv, in_place):
     """Forward and backward against eager RoPE, with lengths that no tile divides."""

@@ -140,7 +140,7 @@ def test_slots(compiled):
 @slow
 def test_launches_with_equal_specialisation_share_a_key(compiled):
     assert compiled["other length"]["key"] == compiled["sm_80"]["key"]
-    assert compiled["odd length"]["key"] != compiled["sm_80"]["key"]  # 4097 is no multiple of 16: no vector loads
+    assert compiled["odd length"]["key"] != compiled["sm_80"]["key"]  # 16 does not divide 4097: no vector loads
     assert compiled["sm_90"]["key"] != compiled["sm_80"]["key"]
 
 
@@ -179,7 +179,7 @@ def test_violations_name_the_kernel_and_the_limit(compiled):
     assert "does not compile: PTXASError: out of luck" in failed
 
 
-# Bytes altogether, and those that the tile loops touch. The scheme is left open where it does not matter.
+# Spilled bytes, and how many of them the tile loops touch. The scheme is left open where it does not matter.
 SPILLED = {
     ("attention_grad_kv", 80, 128): (64, 0),
     ("attention_grad_kv", 80, 64, "rerope"): (44, 0),

@@ -159,7 +159,7 @@ def test_what_several_commands_did_not_reach():
         "all: 2 of 2: rerope --window 8",
         "rerope: to do: c | d",
         "rerope: 1 of 2: c",
-        "some text: 1 of 2: that is no progress",
+        "some text: 1 of 2: not a line of progress",
     ]
     assert progress.unfinished(log) == [
         "all: 1 of 2 done, not reached: rerope --window 8",

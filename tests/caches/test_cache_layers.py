@@ -169,7 +169,7 @@ def test_a_layer_that_writes_nothing(kind):
 @both
 @pytest.mark.parametrize("pads", [None, [0, 2, 5]], ids=["", "padded"])
 def test_a_layer_reads_the_keys_of_another_in_a_step(kind, pads):
-    """As in models whose later layers have no keys of their own."""
+    """Some models have later layers without keys of their own, which read an earlier layer's."""
     cache, tokens = Both(kind), [1, 2, 3, 4, 5]
     with cache.step(5, leftpad=pads) as step:
         write(step, [tokens] * 3)
@@ -344,7 +344,7 @@ class TestOutOfPages:
 
 @both
 def test_autocast(kind):
-    """As in attention: float32 becomes the autocast type."""
+    """Under autocast float32 becomes the autocast type, as in attention."""
     cache = Both(kind, layers=2, dtype=torch.bfloat16)
     new = [[1, 2, 3, 4]] * 3
     with torch.autocast(DEVICE, torch.bfloat16):

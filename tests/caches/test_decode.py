@@ -1,6 +1,6 @@
 """Calls over caches: every sequence gives the last rows of one full call, for any other content of the cache.
 
-Packed queries: one-token steps, chunks and whole prompts in one batch, each as if it were alone.
+Packed queries: one-token steps, chunks and whole prompts in one batch, each with the result of a call of its own.
 """
 
 import pytest

@@ -228,7 +228,7 @@ def test_the_compiled_append_writes_what_the_composed_one_does(monkeypatch, head
 
 
 def test_what_quantization_costs(exact):
-    """Of normal keys and values: 8 bits change the result by less than a hundredth of its size, 4 bits by a sixth."""
+    """For normally distributed keys and values, 8 bits change the result by less than 1%, 4 bits by a sixth."""
     if exact.slow:
         pytest.skip("the other backends do the same")
     q, k, v = (support.random((4, 200, heads, 64), exact, n) for n, heads in enumerate((4, 2, 2)))

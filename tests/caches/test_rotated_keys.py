@@ -141,7 +141,7 @@ def test_a_prompt_with_padding(exact):
 
 
 def test_far_from_the_first_key(exact):
-    """Beyond the first coarse row of the table, where a new key is alone."""
+    """One new key lies beyond the first coarse row of the table."""
     cache = KVCache(1, 3000, 2, 16, torch.float32, exact.device, rotated_keys=ROPE)
     cache.advance(2500)
     k, v = torch.randn(2, 1, 1, 2, 16).to(exact.device)

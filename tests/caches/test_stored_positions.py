@@ -219,7 +219,7 @@ def test_fractions(target, scheme):
 @triton
 @pytest.mark.parametrize("scheme", ["mrope", "rerope"])
 def test_packed(target, scheme):
-    """Sequences with 2, 0 and 1 rows, whose new keys leave their positions; as the calls of each alone."""
+    """Sequences with 2, 0 and 1 new rows give the results of calls of their own, and new keys write their positions."""
     axial, new = scheme == "mrope", [support.random((1, 3, 2, 32), target, seed)[0] for seed in (8, 9)]
     c = over(target, scheme, [30, 20, 40], (2, 0, 1), capacity=48, heads=(4, 2))
     slots = coordinates(c, 3) if axial else c.by_slot(torch.arange(144.0).view(3, 48)) * 1.5

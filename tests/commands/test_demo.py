@@ -260,7 +260,7 @@ def test_an_earlier_run_is_replaced_only_when_asked(of_text, tmp_path, text, cap
     assert (out / "rope.safetensors").read_bytes() != before["rope.safetensors"]
     for name in OUTPUTS - {"split.json"}:
         (out / name).unlink()
-    assert main(again) == 0  # an interrupted run leaves split.json alone
+    assert main(again) == 0  # an interrupted run leaves only split.json
 
 
 def test_it_ends_with_the_next_commands(of_text):

@@ -76,7 +76,7 @@ def test_forward_and_gradients(count, causal, dtype):
 @both_ways
 @on_ranks
 def test_sinks(causal):
-    """Three key heads on two ranks: those that are not causal are padded, and so are the sinks."""
+    """With three key heads on two ranks, calls that are not causal pad the heads and the sinks."""
     holds(2, "rerope", torch.float64, sinks=True, causal=causal, heads=3, group=1)
 
 

@@ -126,7 +126,7 @@ class _Keeping:
 
 @on_ranks
 def test_rotated_keys():
-    """Of two schemes with equal shapes, one keeps rotated keys and the other does not: nothing may be mixed up."""
+    """Two schemes with equal shapes are not mixed up if only one of them saves rotated keys for backward."""
     sys.modules["flashrope.backends.keeping"] = _Keeping
     both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     cases = (

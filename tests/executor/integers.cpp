@@ -141,7 +141,7 @@ void define_integers() {
       "bfe.s32", [](int32_t a, uint32_t b, uint32_t c) { return signed_bit_field(a, b, c); });
   define_lanes<uint32_t, uint32_t, uint32_t, uint32_t, uint32_t>(
       "bfi.b32", [](uint32_t a, uint32_t b, uint32_t c, uint32_t d) { return insert_bits(a, b, c, d); });
-  // one address space but for shared memory
+  // one address space, except for shared memory
   for (const char* opcode : {"cvta.to.global.u64", "cvta.global.u64"})
     define_lanes<uint64_t, uint64_t>(opcode, [](uint64_t a) { return a; });
   define_lanes<uint32_t, uint32_t, uint32_t, uint32_t>(

@@ -1,5 +1,5 @@
-// The library that Triton's launcher finds in the place of libcuda: the few driver functions that it calls, and the
-// functions by which Python says which tensors exist and asks what was seen.
+// Replaces libcuda for Triton's launcher. It has the few driver functions that the launcher calls, and the functions by
+// which Python says which tensors exist and asks what was seen.
 //
 // A module's image is PTX text, which a real driver accepts too. State is global, as a driver's is; one thread at a
 // time.

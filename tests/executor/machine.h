@@ -51,7 +51,7 @@ struct Options {
   int threads = 1;
   uint64_t seed = 0;                 // 0: blocks and warps in order, each warp up to its next barrier
   uint64_t step_limit = 50'000'000;  // instructions of a block
-  uint32_t last_blocks = 0;          // run only so many, the last of the grid; 0: all
+  uint32_t last_blocks = 0;          // run only this many blocks, the last of the grid; 0: all
 };
 
 struct Launch {

@@ -166,7 +166,7 @@ class Parser {
   void read_shared(const std::string& line) {
     const size_t open = line.find('['), name = line.find_last_of(" \t", open) + 1, align = line.find(".align ");
     if (open == std::string::npos || line.find(".b8") == std::string::npos)
-      throw Error("shared memory that is no array of bytes");
+      throw Error("shared memory: expected an array of bytes");
     const std::string symbol = line.substr(name, open - name);
     if (starts_with(line, ".extern")) {
       dynamic_shared_.insert(symbol);
@@ -366,7 +366,7 @@ class Parser {
     return any;
   }
 
-  // low: the second operand counts with its low half alone.
+  // low: only the low half of the second operand counts.
   void fill(Instruction& i, const Definition& definition, const std::vector<std::string>& texts, bool low) {
     i.run = definition.run, i.control = definition.control, i.collective = definition.collective;
     const bool meets = starts_with(i.opcode, "shfl") || starts_with(i.opcode, "redux");

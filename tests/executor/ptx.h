@@ -84,7 +84,7 @@ struct Error : std::runtime_error {
 Program parse(const std::string& text, int arch, const std::string& kernel = "");
 
 // What is known of an opcode. operands: one letter each,
-//   p 2 4 8  a predicate, a register of so many bytes, or a literal
+//   p 2 4 8  a predicate, a register of 2, 4 or 8 bytes, or a literal
 //   h f      a register of at least 2, at least 4 bytes
 //   w        a register of 4 bytes that the instruction itself checks
 //   s g P    an address in brackets, in shared memory, in global memory or in the parameters

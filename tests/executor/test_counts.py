@@ -33,7 +33,7 @@ def test_prefill(machine, arch, rotary, seqlen):
     assert rotate.tensors["x"].sectors_read == rotate.tensors["out"].sectors_written == seqlen * ROW
     assert forward.tensors["result.out"].sectors_written == seqlen * ROW
     # the queries are read once per band; with one band, cos and sin of a tile are no more bytes than the tile, for
-    # every four warps: the rows of the table are spread over so many, and the next four read them again from L1
+    # every four warps: the rows of the table are spread over four warps, and the next four read them again from L1
     assert forward.tensors["q"].sectors_read == len(rotary.bands) * seqlen * ROW
     if len(rotary.bands) == 1:
         copies = tile.num_warps // 4

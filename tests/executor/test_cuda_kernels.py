@@ -40,7 +40,7 @@ SCHEMES = {
 
 @pytest.fixture(autouse=True)
 def operators(machine, monkeypatch):
-    """The extension's operators, in the place of those that the backend would load."""
+    """Makes the backend use the extension's operators on the executor instead of the ones that it would load."""
     try:
         operators = extension.operators(machine)
     except extension.NoNvcc as error:

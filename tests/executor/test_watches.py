@@ -305,7 +305,7 @@ LOAD = "{guard} ld.global.b32 %r12, [%rd1];"
     ],
 )
 def test_races_of_blocks(machine, first, others, finding):
-    """Of three blocks, in order, the first runs one body and the others run another one."""
+    """Three blocks run in order: the first runs one body, the others run another one."""
     machine.reset(seed=0, threads=1)
     body = "mov.u32 %r13, %ctaid.x;\nsetp.eq.u32 %p3, %r13, 0;\n"
     body += f"{first.format(guard='@%p3')}\n{others.format(guard='@!%p3')}"

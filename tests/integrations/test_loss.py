@@ -111,7 +111,7 @@ def test_the_loss_is_that_of_a_computation_by_hand(family, changes):
 @pytest.mark.parametrize("cache_dtype", ["int8", "int4"])
 @pytest.mark.parametrize("changes", [{}, {"window": 8, "log_n": 16}], ids=["rope", "rerope"])
 def test_the_loss_over_a_quantized_cache(changes, cache_dtype):
-    """The same however a window is divided, but for numbers that lie between two codes."""
+    """The loss does not depend on how a window is divided, except where a number lies between two quantized values."""
     torch.manual_seed(0)
     model = convert(tiny("llama").eval(), **changes)
     inputs = of_length(torch.randint(64, (3, 41)).tolist(), (), 40)

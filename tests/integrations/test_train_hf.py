@@ -167,7 +167,7 @@ def test_other_settings_do_not_resume(example, trained, capsys):
     ],
 )
 def test_three_lengths(example, tmp_path, more, expected):
-    """Of samples, of the scheme, and of the saved model."""
+    """The example keeps three lengths apart: that of samples, of the scheme, and of the saved model."""
     args = example.parse([*options(tmp_path, *more), "--scheme", "hope"])
     args.cope_steps = None
     trainer, _ = example.make_trainer(args)

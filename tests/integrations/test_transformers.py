@@ -140,7 +140,7 @@ SLIDING = [] if families.VERSION == (5, 0) else ["gemma3_text", "cohere2"]  # 5.
 
 @pytest.mark.parametrize("name", ["llama", *SLIDING])
 def test_assisted_decoding(name):
-    """Calls have several guessed tokens; the cache drops those that are rejected."""
+    """Calls have several guessed tokens, and the cache drops the rejected ones."""
     model, ids = tiny(name), tokens(1, 12)
     stock = model.generate(ids, max_new_tokens=8, do_sample=False)
     convert(model)

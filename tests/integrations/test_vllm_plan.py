@@ -240,7 +240,7 @@ REFUSED = {
         "cope: expected the training length in tokens .* got true",
     ),
     "no name of an option": (dict(options={"clip": 4096}), "options: expected some of .*cope.* got 'clip'"),
-    "log_n_clip alone": (dict(options={"log_n_clip": False}), "log_n_clip: expected log_n beside it, got False"),
+    "only log_n_clip": (dict(options={"log_n_clip": False}), "log_n_clip: expected log_n beside it, got False"),
     "log_n_clip of text": (
         dict(options={"log_n": 64, "log_n_clip": "no"}),
         "log_n_clip: expected True or False, got 'no'",

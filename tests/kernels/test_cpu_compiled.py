@@ -142,8 +142,8 @@ def test_neighbors_and_threads_change_nothing():
 @pytest.mark.parametrize("lengths", [(130, 130), (65, 200), (200, 65), (64, 64), (1, 129)], ids=str)
 @targets
 def test_tiles(target, lengths, causal):
-    """More than a tile of queries and a block of keys, both also incomplete; windows below and above a block; channels
-    behind those that rotate."""
+    """Takes more than a tile of queries and a block of keys, both also incomplete, windows below and above a block, and
+    channels after the rotating ones."""
     for rotary in (
         SCHEMES["leaky"],
         Rotary.rope(64).rectify(20),

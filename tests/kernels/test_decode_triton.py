@@ -184,7 +184,7 @@ def test_rotated_keys_are_those_of_the_window(length, monkeypatch):
 @pytest.mark.skipif(DEVICE == "cuda", reason="counts stores that only the interpreter makes one by one")
 @pytest.mark.parametrize("page_size", [0, PAGE])
 def test_every_key_of_a_chunk_is_rotated_once(page_size, monkeypatch):
-    """Those that a band rotates and can reach, not once per tile of queries, and nowhere else."""
+    """Keys that a rotating band can reach are rotated once, not once per tile of queries. No other key is rotated."""
     places, store = [], rotate.store_pairs
 
     def counted(view, first, second, rows, FIRST, VARIANT):

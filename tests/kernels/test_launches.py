@@ -76,7 +76,7 @@ class Launcher:
 
 
 class Uncompiled(CompiledKernel):
-    """In the place of a compiled kernel; ``ran`` lists those that were launched."""
+    """Stands in for a compiled kernel. ``ran`` lists the launched ones."""
 
     ran = []
 

@@ -16,8 +16,9 @@ from flashrope.triton_kernels.tiles import TileRows
 ROTARY = Rotary.rope(32)
 LIMIT = 1 << 24
 HALF_ULP = 2.0**-25
-# Of cos and sin. A level adds the rounding of its two entries (a vector: sqrt 2) and of two products and their sum (2),
-# and passes on the error of the levels before (at most sqrt 2 times): 2 levels 4.8, 3 levels 10.2, 4 levels 18.
+# Bounds on the errors of cos and sin. A level adds the rounding of its two entries (a vector: sqrt 2) and of two
+# products and their sum (2), and passes on the error of the levels before (at most sqrt 2 times): 2 levels 4.8, 3
+# levels 10.2, 4 levels 18.
 BOUND = {"rows": 10.3 * HALF_ULP, "blocks": 18 * HALF_ULP}
 
 

@@ -175,7 +175,7 @@ def main() -> int:
     parser.add_argument("--without", default="", help="not those of these rooms")
     parser.add_argument("--only", default="", help="only those whose address contains this")
     parser.add_argument("--site", action="append", metavar="ADDRESS", help="only this one")
-    parser.add_argument("--known", action="store_true", help="only those that docs/mutants saw noticed")
+    parser.add_argument("--known", action="store_true", help="only mutants that docs/mutants saw noticed")
     parser.add_argument("--seed", default="0", help="any text, for example a commit's hash (default: 0)")
     parser.add_argument("--count", type=int, help="how many to draw (default: all)")
     parser.add_argument("--seconds", type=float, help="start none after this long")

@@ -11,7 +11,7 @@ import torch
 def by_hand(p, positions) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns out and lse of a problem.
 
-    positions(i, j): those that query i and key j rotate by, or None if i does not see j.
+    positions(i, j): the two positions that query i and key j rotate by, or None if i does not see j.
     """
     rotary, rows = p.rotary, []
     q, k, v = (x[0, :, 0].tolist() for x in (p.q, p.k, p.v))

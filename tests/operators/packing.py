@@ -1,4 +1,4 @@
-"""Packed sequences: ``attention_varlen`` on random inputs, each sequence held against the budget of itself alone."""
+"""Packed sequences: ``attention_varlen`` on random inputs, each sequence held against its own error budget."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Packing:
         return dict(zip(NAMES, (out.detach(), lse.detach(), *grads), strict=True))
 
     def check(self, got: dict[str, torch.Tensor], dtype: torch.dtype, where: str = "", roundings: int = 1) -> None:
-        """Holds results of the call, any of those that ``run`` returns, against the budget of each sequence.
+        """Holds results of the call, any that ``run`` returns, against the error budget of each sequence.
 
         Rows of no sequence are 0, and -inf in lse.
         """

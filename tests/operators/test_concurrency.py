@@ -42,7 +42,7 @@ def together(*jobs):
 
 @on_cpu
 def test_threads_that_train(target, one_thread):
-    """Forward and backward of different schemes, whose tables are made at the same time: bitwise as alone."""
+    """Threads that make tables of different schemes at the same time get bitwise the results of one thread."""
     schemes = ("rerope", "leaky", "hope_yarn", "log_n_trained")
     problems = [support.problem(target, SCHEMES[s](16), 60, batch=2, seed=n) for n, s in enumerate(schemes)]
     jobs = [lambda p=p: [support.run(p, target.impl) for _ in range(ROUNDS)] for p in problems]

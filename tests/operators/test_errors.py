@@ -1,6 +1,6 @@
 """Wrong arguments of attention and attention_varlen. The message names the argument, what was expected and what came.
 
-Of the calls over caches: test_cache_errors.py; of schemes: test_scheme_errors.py; of sinks: test_sinks.py.
+For calls over caches see test_cache_errors.py, for schemes test_scheme_errors.py, for sinks test_sinks.py.
 """
 
 import contextlib
@@ -68,7 +68,7 @@ REFUSED = {
     "an unknown word": (lambda: dense(zebra=1.0), T, "zebra", "one of q, k, v, rotary, causal", "zebra=1.0"),
     # shapes, dtypes, devices
     "numpy": (lambda: dense(q=Q.numpy()), T, "q", "a tensor", "got ndarray"),
-    "k is no tensor": (lambda: dense(k=None), T, "k", "a tensor", "got NoneType"),
+    "k is not a tensor": (lambda: dense(k=None), T, "k", "a tensor", "got NoneType"),
     "packed in attention": (lambda: dense(q=Q[0]), V, "q", "(batch, seqlen, heads, head_dim)", "shape (6, 4, 16)"),
     "rank of v": (lambda: dense(v=K[..., None]), V, "v", "(batch, ", "got shape (2, 6, 2, 16, 1)"),
     "q and k exchanged": (lambda: dense(q=K, k=Q, v=Q), V, "q", "heads_q to be a multiple of heads_kv = 4",

@@ -90,8 +90,8 @@ def test_keys_that_a_row_does_not_see(compiled, one_thread, scheme, value):
 @pytest.mark.parametrize("scheme", ["rope", "rerope", "leaky"])
 @pytest.mark.parametrize("channel", [0, D // 2 + 1])
 def test_infinite_keys_on_the_cpu_as_in_the_reference(one_thread, scheme, value, channel):
-    """Keys that a band does not rotate keep their infinity: by an angle of 0 it would become NaN. Of the compiled
-    kernels: PyTorch's add a mask to the scores, and an infinity that is masked becomes NaN."""
+    """Keys that a band does not rotate keep their infinity: by an angle of 0 it would become NaN. Only the compiled
+    kernels do so: PyTorch's add a mask to the scores, and a masked infinity becomes NaN."""
     if loader.load() is None:
         pytest.skip("a masked infinity is NaN in PyTorch's kernels")
     target = support.Target("cpu", torch.float32, "cpu")
@@ -174,7 +174,7 @@ def test_cached_neighbours(exact, one_thread, which, layout):
 
 
 def test_positions(exact, one_thread):
-    """A position that is no number reaches its own row and the rows that see its key, of its own sequence."""
+    """A NaN position reaches only its own row and the rows of its sequence that see its key."""
     if exact.slow:
         pytest.skip("the tables are made by the same code")
     rotary, positions = SCHEMES["rope"](D), torch.arange(30.0).expand(2, 30).clone()

@@ -17,7 +17,7 @@ CPU = [t for t in support.TARGETS if t.impl == "cpu" and t.dtype in DTYPES]
 
 
 def moved(x: torch.Tensor, elements: int) -> torch.Tensor:
-    """The same numbers, so many elements behind the start of their memory."""
+    """Returns a copy of x that starts ``elements`` elements into its allocation, to vary the alignment."""
     room = x.new_empty(x.numel() + elements)
     return room[elements:].view(x.shape).copy_(x)
 

@@ -27,7 +27,7 @@ def specified(q, k, v, rotary, sinks, causal=True):
 @pytest.mark.parametrize("scheme", ["none", "rope", "rerope", "local"])
 def test_sinks_added_to_the_results_are_those_of_the_formula(scheme, causal):
     double = support.Target("reference", torch.float64, "cpu")
-    for seqlen_q, seqlen_k in ((26, 26), (3, 26), (26, 20)):  # in the last, 6 causal rows see the sink alone
+    for seqlen_q, seqlen_k in ((26, 26), (3, 26), (26, 20)):  # in the last, 6 causal rows see only the sink
         p = problem(double, SCHEMES[scheme](16), seqlen_q, seqlen_k, heads=4, batch=2, causal=causal)
         leaves = [x.detach().requires_grad_() for x in (p.q, p.k, p.v, SINKS.double())]
         *tensors, sinks = leaves

@@ -121,7 +121,7 @@ def test_a_cache_of_more_slots_than_positions_is_refused():
 
 @pytest.fixture
 def small_tables(monkeypatch):
-    """Ends the test where the CPU backend would make a table of all positions up to those that it needs."""
+    """Fails the test if the CPU backend makes a table of all positions up to the largest that it needs."""
     table = rotation.rotations_between
 
     def made(*arguments):

@@ -37,7 +37,7 @@ KINDS = {  # the scheme, the width of v, packed or not, and positions
     "hope": (ROTARIES["hope"], 16, False, None),
     "rerope": (ROTARIES["rerope"], 16, False, None),
     "packed": (ROTARIES["rerope"], 16, True, None),
-    "v of another width": (ROTARIES["hope"], 40, False, None),
+    "v with its own head_dim": (ROTARIES["hope"], 40, False, None),
     "positions": (Rotary.rope(16), 16, False, COORDINATES[:, 0].view(2, 20) * 1.5),
     "packed coordinates": (SECTIONS, 16, True, COORDINATES),
 }

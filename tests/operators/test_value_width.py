@@ -1,4 +1,4 @@
-"""v, and with it out, of another width than q and k, as in multi-head latent attention."""
+"""v, and with it out, with a different head_dim than q and k, as in multi-head latent attention."""
 
 import pytest
 import test_varlen

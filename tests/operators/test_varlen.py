@@ -1,4 +1,4 @@
-"""Packed sequences: every sequence as if it were alone."""
+"""Packed sequences: every sequence has the result of a call of its own."""
 
 import pytest
 import support

@@ -6,7 +6,17 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-CLEAN = ("csrc", "tests/packaging", "tools")
+FLASHROPE = (
+    "backends cache cli configs lowering operators rotary small_models tuning integrations/torchtitan integrations/vllm"
+)
+TESTS = "bench caches commands distributed executor kernels mutants operators packaging rotary"
+PAGES = "distribution executor extending kernels migration mutants numerics releasing schemes training tuning versions"
+CLEAN = (
+    *("bench", "csrc", "tools", "triton_kernels"),
+    *(f"python/flashrope/{folder}" for folder in FLASHROPE.split()),
+    *(f"tests/{folder}" for folder in TESTS.split()),
+    *(f"docs/{page}.md" for page in PAGES.split()),
+)
 spec = spec_from_file_location("plain_words", ROOT / "tools" / "plain_words.py")
 assert spec is not None and spec.loader is not None
 plain_words = module_from_spec(spec)

@@ -188,7 +188,7 @@ SIZES = ((5, 7), (1, 1), (9, 4), (2, 3))
 @pytest.mark.interpreted(lambda exact, causal: not causal)
 @pytest.mark.parametrize("causal", [False, True])
 def test_packed_pictures(exact, causal):
-    """Forward and backward: every picture as if it were alone."""
+    """Forward and backward: every picture has the results of a call of its own."""
     lengths, positions = pictures(SIZES)
     positions = torch.cat((positions, torch.full((4, 2), 9.0))).to(exact.device)
     rotary = Rotary.axial(24, [4, 8], base=30.0)

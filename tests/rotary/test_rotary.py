@@ -135,7 +135,7 @@ def yarn_oracle(dim, base, factor, length, beta_fast=32, beta_slow=1, truncate=T
     full = geometric(dim, base)
     ends = []
     for turns in (beta_fast, beta_slow):
-        wanted = turns * 2 * math.pi / length  # the frequency of a pair that makes so many turns
+        wanted = turns * 2 * math.pi / length  # the frequency of a pair that makes this many turns
         ends.append(-math.log(wanted) / math.log(base) * dim / 2)
     if truncate:
         ends = [math.floor(ends[0]), math.ceil(ends[1])]

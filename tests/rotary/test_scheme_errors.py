@@ -1,6 +1,6 @@
 """Wrong arguments of the builders of schemes.
 
-Of bands given by hand: test_bands.py.
+For bands given by hand see test_bands.py.
 """
 
 import dataclasses

@@ -67,7 +67,7 @@ def read_options(given: Mapping[str, Any], config, length=training_length) -> di
         if beside and beside.name in asked:
             value = beside.read(beside.name, asked[beside.name])
             if name not in asked:
-                raise ValueError(f"{beside.name}: expected {name} beside it, got only {value!r}")
+                raise ValueError(f"{beside.name}: expected {name} beside it, got {value!r}")
             if value != beside.default:
                 found[beside.name] = value
     found = {name: found[name] for name in asked if name in found}

@@ -1,5 +1,5 @@
-// What the CUDA extension finds in the place of libcudart and libtorch_cuda, so that its own host code launches on the
-// executor: the few functions that nvcc's host code, csrc/ptx.h and csrc/library.cpp call.
+// Replaces libcudart and libtorch_cuda for the CUDA extension, so that its own host code launches on the executor. It
+// has the few functions that nvcc's host code, csrc/ptx.h and csrc/library.cpp call.
 //
 // The kernels come from the PTX that Python hands over, by the names under which the host code registers them.
 #include <cuda_runtime_api.h>

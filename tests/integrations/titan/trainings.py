@@ -55,7 +55,7 @@ def all_in_float64():
 
 @functools.cache
 def start() -> None:
-    """Before torchtitan is imported. Joins the process group, or makes one of this process alone."""
+    """Joins the process group, or makes one of only this process. Call it before torchtitan is imported."""
     os.environ.setdefault("LOCAL_RANK", "0")
     if not dist.is_initialized():
         path = tempfile.mkdtemp(prefix="flashrope-titan-")

@@ -1,4 +1,5 @@
-"""These tests run vLLM itself; .ci/run installs it in an environment of its own. Elsewhere they are not collected."""
+"""The tests in this folder run vLLM itself. .ci/run installs it in an environment of its own. Elsewhere they are not
+collected."""
 
 import os
 from importlib.util import find_spec

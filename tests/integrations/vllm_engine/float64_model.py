@@ -1,5 +1,5 @@
 """A forward pass of Qwen2 in float64 over ``attention(impl="reference")``, step by step, for what convert() cannot do:
-factors that follow the length of each step, and keys of documents that were computed alone."""
+factors that follow the length of each step, and keys of documents that were computed without what comes before."""
 
 from pathlib import Path
 

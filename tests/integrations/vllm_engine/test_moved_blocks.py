@@ -24,7 +24,8 @@ REROPE = Rotary.rope(HEAD_DIM).rectify(64)
 
 
 class DocumentScheduler(Scheduler):
-    """A request names its documents, (start, stop) in tokens. Those that begin with a block are found at any block.
+    """Finds a request's documents at any block. A request names them as (start, stop) in tokens; only documents that
+    begin with a block are found.
 
     A step computes tokens up to the next document. The request is then preempted, which vLLM looks up anew.
     """
@@ -55,7 +56,8 @@ class DocumentScheduler(Scheduler):
         return [self._hash(request, n) for n in range(len(request.block_hashes), request.num_tokens // PAGE)]
 
     def _hash(self, request, block: int) -> bytes:
-        """Of a document, its tokens so far; else of all tokens so far and of which documents are among them."""
+        """Hashes a document's tokens so far in a block of a document. Elsewhere it hashes all tokens so far, and which
+        documents are among them."""
         start, stop = block * PAGE, (block + 1) * PAGE
         documents = (request.sampling_params.extra_args or {}).get("documents", ())
         for first, last in documents:
