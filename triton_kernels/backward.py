@@ -234,8 +234,8 @@ def load_sum(ptr, M: tl.constexpr, VARIANT: tl.constexpr):
 
 @triton.jit
 def only_existing_keys(visible, tiles, rows):
-    """A key tile's visible query rows and their tiles, without the keys behind the last one, which are copies of it. If
-    the tile has such keys, all its query tiles are edge tiles."""
+    """Returns the query rows and tiles that see a key tile. Rows of the tile after the last key repeat that key and do
+    not count. If the tile has such rows, all its query tiles are edge tiles."""
     full = rows.first + rows.index.shape[0] <= rows.length
     inner_end = tl.where(full, tiles.inner_end, tiles.inner_begin)
     stop = tl.where(row_exists(rows), visible.stop, visible.first)

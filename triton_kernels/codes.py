@@ -109,7 +109,7 @@ OF_INT4 = tl.constexpr("=r,=r,=r,=r,r")
 
 @triton.jit
 def as_type(x, dtype: tl.constexpr):
-    """Codes of 8 bits as numbers of this type; other tiles as they are."""
+    """Converts 8-bit quantized values to this type. Returns other tiles as they are."""
     if x.dtype != tl.int8:
         return x
     elif not has_ptx():
@@ -124,7 +124,7 @@ def as_type(x, dtype: tl.constexpr):
 
 @triton.jit
 def unpack(packed, dtype: tl.constexpr):
-    """Bytes [M, N] to the codes in their low and in their high halves, two [M, N] of this type."""
+    """Converts bytes [M, N] to the 4-bit values in their low and in their high halves, two [M, N] of this type."""
     if not has_ptx() or dtype == tl.float32:
         return ((packed & 15).to(tl.int8) - 8).to(dtype), ((packed >> 4).to(tl.int8) - 8).to(dtype)
     elif dtype == tl.bfloat16:
@@ -304,7 +304,7 @@ def load_packed(ptr, offsets, at, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
 
 @triton.jit
 def load_packed_channels(ptr, offsets, channels, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, dtype: tl.constexpr):
-    """The codes of any channels [N], [M, N]. Reads a byte for each."""
+    """Returns the quantized values [M, N] of any channels [N]. Reads a byte for each."""
     low, high = load_packed(ptr, offsets, channels // 2, HEAD_DIM, BLOCK_D, dtype)
     return tl.where((channels % 2 == 0)[None, :], low, high)
 
@@ -369,9 +369,9 @@ def load_scales(view, page, row):
 
 @triton.jit
 def scale_values(weights, v, scales):
-    """weights [M, N] and codes v [N, DV], in parts, so that their product has the scales [N].
+    """Applies the scales [N] to the weights [M, N] or to the quantized values v [N, DV], in parts.
 
-    Scaled weights would leave the range of float16: there the values are scaled, and rounded once."""
+    In float16 scaled weights would leave its range, so the values are scaled instead, and rounded once."""
     if v[0].dtype == tl.float16:
         scaled = ()
         for part in tl.static_range(len(v)):
@@ -386,7 +386,7 @@ def scale_values(weights, v, scales):
 
 @triton.jit
 def quantize_rows(x, LARGEST: tl.constexpr):
-    """x [M, D] to codes, whole float32 numbers [M, D], and scales float32 [M]."""
+    """Quantizes x [M, D]. Returns whole float32 numbers [M, D], and scales float32 [M]."""
     HALF: tl.constexpr = 65504.0 if x.dtype == tl.float16 else 3.3895313892515355e38
     LIMIT: tl.constexpr = 3.4028234663852886e38 if x.dtype == tl.float32 else HALF  # the largest finite number
     x = x.to(tl.float32)

@@ -80,9 +80,9 @@ def token_offsets(x, batch, token, head, VARIANT: tl.constexpr):
 
 @triton.jit
 def find_slots(cache, batch, token, count, token_slots, VARIANT: tl.constexpr):
-    """(page, row, whether the slot exists) of a sequence's `count` new tokens; int64.
+    """Returns (page, row, whether the slot exists) of a sequence's `count` new tokens, int64.
 
-    token_slots: the slots of the whole cache that the caller chose, or None for those behind cache.seqlens."""
+    token_slots: the slots of the whole cache that the caller chose; None: the slots after cache.seqlens."""
     capacity = decode_int(cache.capacity)
     if token_slots is None:
         slot = clamp(tl.load(cache.seqlens + batch), 0, capacity) + token
@@ -188,7 +188,7 @@ class CachedKeys(NamedTuple):
 
 @triton.jit
 def part_scores(queries, keys, VARIANT: tl.constexpr):
-    """Queries times keys, both in the same parts of the channels: float32 [BM, BN]."""
+    """Returns queries times keys, float32 [BM, BN]. Both are in the same parts of the channels."""
     if VARIANT.block_d < 32:  # a tensor core takes at least 16 channels
         q, k = join_pairs(queries[0], queries[1], VARIANT), join_pairs(keys[0], keys[1], VARIANT)
         return tl.dot(q, tl.trans(hide_codes(k) if VARIANT.code_vec > 0 else k), input_precision="ieee")
@@ -249,14 +249,14 @@ def first_block(blocks, split, num_splits):
 
 @triton.jit
 def block_slots(keys, column, VARIANT: tl.constexpr):
-    """The slots of the keys from `column` on, [BN]; the last key stands in for those beyond."""
+    """Returns the slots [BN] of the keys from `column` on. Beyond the last key they repeat its slot."""
     slot = keys.first_slot + column + clamp_rows(tl.arange(0, VARIANT.block_n), keys.length - column)
     return tl.maximum(slot, 0)  # negative if there are no keys
 
 
 @triton.jit
 def load_block_pages(keys, column, VARIANT: tl.constexpr):
-    """The pages of the keys from `column` on, int32 [BN], or the one page of a block that never lies in two."""
+    """Returns the pages of the keys from `column` on, int32 [BN], or one page if a block never crosses pages."""
     if keys.cache.leftpad is None and VARIANT.page_size > 0 and VARIANT.page_size % VARIANT.block_n == 0:
         slots = tl.maximum(tl.minimum(column, keys.length - 1), 0)
     else:
@@ -266,7 +266,7 @@ def load_block_pages(keys, column, VARIANT: tl.constexpr):
 
 @triton.jit
 def load_block_entries(keys, column, VARIANT: tl.constexpr):
-    """The TileEntries of the keys from `column` on."""
+    """Returns the TileEntries of the keys from `column` on."""
     slots = block_slots(keys, column, VARIANT)
     return load_tile_entries(keys.cache, keys.batch, keys.first_slot + column, slots, VARIANT)
 
@@ -437,7 +437,7 @@ def attention_decode(
     NUM_BANDS: tl.constexpr = VARIANT.num_bands
     for b in tl.static_range(NUM_BANDS):
         band = load_band(scheme.bands, b)
-        # Not in variables: assignments would make numbers of the kernel of them.
+        # Passed inline on purpose: assigning a constexpr expression to a name makes Triton treat it as a runtime value.
         queries = rotate_queries(
             q,
             offsets,

@@ -347,7 +347,7 @@ class TileEntries(NamedTuple):
 
 
 class NumberedEntries(NamedTuple):
-    """TileEntries of an axial scheme: also the number that row 0 has among the shown keys."""
+    """TileEntries of an axial scheme, with the rank that row 0 has among the visible keys."""
 
     position: object
     first: object
@@ -382,13 +382,13 @@ class LastShown(NamedTuple):
 
 @triton.jit
 def load_token(cache, token, field, VARIANT: tl.constexpr):
-    """A field of these queries [M], which are numbered through all sequences."""
+    """Loads a field of these queries [M], whose indices run through all sequences."""
     return tl.load(cache.tokens + token * token_fields(VARIANT) + field)
 
 
 @triton.jit
 def band_columns(cache, token, b, VARIANT: tl.constexpr):
-    """The Columns, in tiles of VARIANT.block_n, of the keys in a band of any of these queries [M]."""
+    """Returns, in tiles of VARIANT.block_n, the Columns that hold the band's keys for all of these queries [M]."""
     begin = tl.min(load_token(cache, token, TOKEN_FIELDS + 2 * b, VARIANT), 0)
     end = tl.max(load_token(cache, token, TOKEN_FIELDS + 2 * b + 1, VARIANT), 0)
     return Columns(begin // VARIANT.block_n, tl.cdiv(end, VARIANT.block_n))
@@ -396,14 +396,15 @@ def band_columns(cache, token, b, VARIANT: tl.constexpr):
 
 @triton.jit
 def load_query_position(cache, token, axis: tl.constexpr, VARIANT: tl.constexpr):
-    """The Position of these queries [M] on an axis, where slots store positions."""
+    """Loads the Position of these queries [M] on an axis, where slots store positions."""
     FIELD: tl.constexpr = TOKEN_FIELDS + 2 * VARIANT.num_bands + 2 * axis
     return Position(load_token(cache, token, FIELD, VARIANT), load_token(cache, token, FIELD + 1, VARIANT))
 
 
 @triton.jit
 def placed_keys(position, column, band, cache, token, maps, VARIANT: tl.constexpr):
-    """The PlacedKeys of queries [M] in a band. column: the last one that each sees. token: as in load_token."""
+    """Returns the PlacedKeys of queries [M] in a band. column: the last key that each query sees. token: as in
+    load_token."""
     part = position
     if VARIANT.stored and VARIANT.axes == 0:
         part = load_query_position(cache, token, 0, VARIANT).part
@@ -423,8 +424,8 @@ def last_shown(cache, batch, VARIANT: tl.constexpr):
 
 @triton.jit
 def load_tile_entries(cache, batch, first_slot, slots, VARIANT: tl.constexpr):
-    """The TileEntries of the keys in the slots from first_slot on, which may lie behind the sequence. slots [N]: those
-    of its keys that exist; the last one stands in for the others."""
+    """Returns the TileEntries of the keys in the slots from first_slot on, which may lie beyond the sequence. slots
+    [N]: slots of existing keys; beyond the last key they repeat its slot."""
     rows = page_rows(cache, VARIANT.page_size)
     entries = decode_int(cache.capacity) // rows
     if VARIANT.one_run:

@@ -30,7 +30,8 @@ def pair_channels(pair, second, VARIANT: tl.constexpr):
 
 @triton.jit
 def pair_bytes(pair, second, VARIANT: tl.constexpr):
-    """pair_channels of 4-bit codes: the bytes of two pairs each. They must hold neighbours."""
+    """Returns pair_channels for int4, as byte offsets. Each byte holds two channels, which must belong to adjacent
+    pairs."""
     VEC: tl.constexpr = VARIANT.vec if VARIANT.vec < VARIANT.code_vec else VARIANT.code_vec
     return pair_places(pair, second, VARIANT.rotary_dim // 2, VARIANT.head_dim // 2, VARIANT.block_d // 2, VEC)
 

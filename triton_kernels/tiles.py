@@ -39,7 +39,7 @@ def find_sequence(cu_seqlens, batch, seqlen_q, seqlen_k):
 
 @triton.jit
 def find_cached_sequence(cache, cu_seqlens_q, batch, seqlen_q):
-    """cu_seqlens_q: of packed queries, else None."""
+    """Returns the Sequence of a batch index. cu_seqlens_q: for packed queries, else None."""
     start_q, length_q = sequence_rows(cu_seqlens_q, batch, seqlen_q)
     start_k, length_k = cache_bounds(cache, batch, None if cu_seqlens_q is None else length_q)
     return Sequence(batch, start_q, length_q, start_k, length_k, length_k - length_q)
@@ -61,7 +61,7 @@ def copied_keys(cache, cu_seqlens_q, seq, rows):
 
 @triton.jit
 def sequence_rows(cu_seqlens, batch, seqlen):
-    """(first row, length) of a sequence. In packed tensors seqlen is the total, and both are clamped to it."""
+    """Returns (first row, length) of a sequence. In packed tensors seqlen is the total, and both are clamped to it."""
     if cu_seqlens is None:
         return tl.full((), 0, tl.int64), seqlen
     else:
@@ -150,12 +150,12 @@ def load_band(bands, band):
 
 @triton.jit
 def previous_band(bands, band: tl.constexpr):
-    """The band before; of the first, itself."""
+    """Returns band b - 1; for b = 0, band 0."""
     return load_band(bands, band - 1 if band > 0 else 0)
 
 
 class VisibleRange(NamedTuple):
-    """Every row of a tile [M] sees the rows first to stop - 1 of the other side in a band."""
+    """Each row of a tile [M] sees the rows [first, stop) of the other side in a band."""
 
     first: object
     stop: object
@@ -163,7 +163,7 @@ class VisibleRange(NamedTuple):
 
 @triton.jit
 def visible_keys(position_q, band, length, maps=None):
-    """The keys that queries at these positions [M] see, of `length` that exist; maps: those of the scheme, or None."""
+    """Returns which of `length` keys the queries at these positions [M] see. maps: the scheme's, or None."""
     if maps is None:
         return VisibleRange(position_q - band.stop + 1, tl.minimum(position_q - band.start + 1, length))
     else:
@@ -174,7 +174,7 @@ def visible_keys(position_q, band, length, maps=None):
 
 @triton.jit
 def visible_queries(position_k, band, ahead, maps=None):
-    """The query rows that see keys at these positions [M]; row r is at position r + ahead."""
+    """Returns the query rows that see keys at these positions [M]. Row r is at position r + ahead."""
     if maps is None:
         return VisibleRange(position_k + band.start - ahead, position_k + band.stop - ahead)
     else:
@@ -298,7 +298,7 @@ def clamp_rows(rows, count):
 
 @triton.jit
 def existing_rows(rows):
-    """clamp_rows of a tile's TileRows."""
+    """Returns clamp_rows for the TileRows of a tile."""
     return clamp_rows(rows.index, rows.length - rows.first)
 
 
@@ -329,7 +329,7 @@ def head_view(x, batch, start, head, VARIANT: tl.constexpr):
 
 @triton.jit
 def code_view(x, batch, start, head, VARIANT: tl.constexpr):
-    """head_view of codes, which may lie at multiples of fewer bytes than 16."""
+    """Returns head_view for quantized keys or values, whose rows may be aligned to less than 16 bytes."""
     VEC: tl.constexpr = VARIANT.code_vec
     stride_batch, stride_row = decode_code_stride(x.stride_batch, VARIANT), decode_code_stride(x.stride_row, VARIANT)
     offset = batch * stride_batch + start * stride_row + head * decode_code_stride(x.stride_head, VARIANT)
@@ -386,7 +386,7 @@ def load_rows(ptr, offsets, channels, VARIANT: tl.constexpr):
 
 @triton.jit
 def load_values(ptr, offsets, channels, VARIANT: tl.constexpr):
-    """load_rows of v, of out, or of their gradients."""
+    """Loads rows of v, of out, or of their gradients."""
     return load_channels(ptr, offsets, channels, VARIANT.head_dim_v, VARIANT.block_dv)
 
 
@@ -401,7 +401,7 @@ def load_channels(ptr, offsets, channels, HEAD_DIM: tl.constexpr, BLOCK_D: tl.co
 
 @triton.jit
 def load_parts(ptr, offsets, channels, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """load_channels of one or two parts of the channels."""
+    """Loads one or two parts of the channels."""
     if len(channels) == 1:
         return (load_channels(ptr, offsets, channels[0], HEAD_DIM, BLOCK_D),)
     else:
@@ -453,7 +453,7 @@ def store_rows(view, value, rows, channels, VARIANT: tl.constexpr):
 
 @triton.jit
 def store_values(view, value, rows, channels, VARIANT: tl.constexpr):
-    """store_rows of out or of the gradient of v."""
+    """Stores rows of out or of the gradient of v."""
     store_channels(view, value, rows, channels, VARIANT.head_dim_v)
 
 

@@ -270,7 +270,7 @@ class Multiprocessor:
                 self.wake[each.scheduler] = min(self.wake[each.scheduler], max(each.ready, now))
 
     def _look_ahead(self, warp: _Warp) -> None:
-        """Everything that the next instruction waits for in its own warp is known."""
+        """Computes when the warp's next instruction can issue, as far as that depends on this warp only."""
         following = self.code[warp.at]
         waited = [(warp.ready, warp.reason), *(warp.boards[at] for at in following.waits)]
         if following.groups is not None and len(warp.groups) > following.groups:

@@ -82,7 +82,8 @@ def first_new_slot(tables: CacheTables, k_cache: torch.Tensor) -> torch.Tensor:
 
 
 def places(tables: CacheTables, k_cache: torch.Tensor, sequence: torch.Tensor, slot: torch.Tensor):
-    """Returns (page or sequence, row, whether it exists) of slots of sequences, int64 of one shape. Slots are >= 0."""
+    """Returns (page or sequence, row, whether it exists) of the given (sequence, slot) pairs, int64 of one shape. Slots
+    are at least 0."""
     capacity = tables.capacity(k_cache)
     fits = slot < capacity
     if tables.block_table is None:

@@ -61,7 +61,7 @@ class CachePositions(NamedTuple):
 
     @classmethod
     def of(cls, *tables: torch.Tensor | None) -> CachePositions | None:
-        """The tables, or None if no table is given."""
+        """Returns the tables, or None if no table is given."""
         for x in tables:
             if x is not None:
                 return cls(*tables)
@@ -94,7 +94,7 @@ class CacheTables(NamedTuple):
 
     @property
     def seqlen_new(self) -> int:
-        """The new keys of every sequence, or ONE_PER_QUERY."""
+        """Returns the number of new keys of every sequence, or ONE_PER_QUERY."""
         if isinstance(self.new, Packed):
             return ONE_PER_QUERY if self.new.appends else 0
         return self.new
@@ -112,6 +112,6 @@ class CacheTables(NamedTuple):
         return self.new.slot_mapping if isinstance(self.new, Packed) else None
 
     def capacity(self, k_cache: torch.Tensor) -> int:
-        """Slots that a sequence can have."""
+        """Returns how many slots a sequence can have."""
         slots = k_cache.shape[1]
         return slots if self.block_table is None else self.block_table.shape[1] * slots

@@ -29,7 +29,7 @@ class Kept(NamedTuple):
 
 
 class KeptShapes(NamedTuple):
-    """The shapes of ``Kept``."""
+    """The shapes of the tensors in ``Kept``."""
 
     rotated_k: tuple[int, ...] = (0,)
     table: tuple[int, ...] = (0,)
@@ -49,7 +49,7 @@ class _Scheme:
 
     @property
     def score_scale(self) -> float:
-        """softmax_scale and the scheme's temperature, applied to the float32 scores."""
+        """Returns softmax_scale times the scheme's temperature, applied to the float32 scores."""
         return self.softmax_scale * self.rotary.temperature
 
 
@@ -74,7 +74,7 @@ class AttentionCall(_Scheme):
     deterministic: bool | None = True
 
     def packed_sequences(self) -> Iterator[tuple[slice, slice, AttentionCall]]:
-        """(query rows, key rows, call with its own positions) of every packed sequence. Read by the host."""
+        """Yields (query rows, key rows, call with its own positions) of every packed sequence. Read by the host."""
         starts_q, starts_k = self.cu_seqlens_q.tolist(), self.cu_seqlens_k.tolist()
         for q0, q1, k0, k1 in zip(starts_q, starts_q[1:], starts_k, starts_k[1:], strict=False):
             rows, given = slice(q0, q1), self.positions
@@ -130,18 +130,18 @@ class RotateCall:
 
 
 def out_shape(q: torch.Tensor, v: torch.Tensor) -> tuple[int, ...]:
-    """Like q, as wide as v."""
+    """Returns the shape of out: q's, with v's head_dim."""
     return (*q.shape[:-1], v.shape[-1])
 
 
 def cached_lse_shape(q) -> tuple[int, ...]:
-    """(batch, heads_q, seqlen_q), or packed (heads_q, total_q). q: a tensor, or ``plans.Queries``."""
+    """Returns (batch, heads_q, seqlen_q), or packed (heads_q, total_q). q: a tensor, or ``plans.Queries``."""
     shape = q.shape
     return (shape[0], shape[2], shape[1]) if len(shape) == 4 else (shape[1], shape[0])
 
 
 def accumulation_type(x: torch.Tensor) -> torch.dtype:
-    """The type of lse, and the one to compute in."""
+    """Returns the dtype of lse, in which scores are computed too."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
@@ -158,5 +158,6 @@ def aligned(*tensors: torch.Tensor) -> bool:
 
 @cache
 def multiprocessors(device: torch.device) -> int:
-    """An A100's 108 where there is no GPU, as when kernels are interpreted or compiled offline."""
+    """Returns the number of multiprocessors. Without a GPU, as when kernels are interpreted or compiled offline, it is
+    an A100's 108."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 108

@@ -26,7 +26,7 @@ class Queries(NamedTuple):
 
 
 def append_rotary(call: CacheCall) -> Rotary | None:
-    """The scheme that rotates new keys before they are written, or None where the cache holds raw keys."""
+    """Returns the scheme that rotates new keys before they are written, or None where the cache holds raw keys."""
     return over_rotated_keys(call.rotary) if call.rotated_keys else None
 
 

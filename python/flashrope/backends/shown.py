@@ -1,17 +1,17 @@
-"""Explicit positions of cached tokens: which slots of a sequence a call shows, and where they stand.
+"""Explicit positions of cached tokens: which slots of a sequence are visible, and at which positions.
 
-A raw key has no position, so a page of them is valid anywhere. Sequence b shows, of the page in entry n of its block
-table, the rows
+A raw key has no position, so a page of raw keys can be used at any position. Block-table entry n of sequence b makes
+these rows of its page visible, if they lie after the left padding and before the sequence's end:
 
     page_first[b, n] <= row < page_first[b, n] + page_lengths[b, n]
 
-as far as they lie behind the left padding and before the sequence's end, at the positions
+Their positions are
 
     page_positions[b, n] + (slot_positions[page, row] if the cache stores positions, else row).
 
-Tables that are not given: page_first is 0, page_lengths the page size. Without page_positions, a slot stands at its
-stored position, or at slot - leftpad. The shown tokens are in the order of entries, then rows. A query sees those up to
-its own; the queries are the last ones. Distances, bands and the scale of a query go by position.
+Defaults: page_first is 0, page_lengths the page size. Without page_positions, the position of a slot is its stored
+position, or slot - leftpad. Visible tokens are ordered by block-table entry, then by row. The queries are the last of
+them, and each sees the tokens up to its own. Distances, bands and the scale of a query go by position.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .cache_tables import CachePositions, CacheTables
 
 
 class Shown(NamedTuple):
-    """The shown tokens of one sequence, in order."""
+    """The visible tokens of one sequence, in order."""
 
     page: torch.Tensor  # (tokens,) int64; the sequence, where the cache is contiguous
     row: torch.Tensor
@@ -34,7 +34,8 @@ class Shown(NamedTuple):
 
 
 def shown(positions: CachePositions, sequence: int, first: int, end: int, block_table, k_cache) -> Shown:
-    """first, end: the slots of the sequence, from its left padding to its length, clamped to the capacity."""
+    """Returns the visible tokens of a sequence. first, end: its slots, from its left padding to its length, clamped to
+    the capacity."""
     device = k_cache.device
     slot = torch.arange(first, end, device=device)
     if block_table is None:
@@ -63,8 +64,10 @@ def shown(positions: CachePositions, sequence: int, first: int, end: int, block_
 
 
 def of_queries(positions: CachePositions, sequence: int, seqlen_q: int, keys: torch.Tensor) -> torch.Tensor:
-    """float64 (seqlen_q,) or (seqlen_q, axes). keys: positions of the shown keys. Rows before the first key are at the
-    first key's, and see none."""
+    """Returns the positions of a sequence's queries, float64 (seqlen_q,) or (seqlen_q, axes).
+
+    keys: positions of the visible keys. Query rows before the first key get the first key's position, and see no key.
+    """
     if positions.queries is not None:
         return positions.queries[sequence].to(torch.float64)
     if not keys.shape[0]:
@@ -74,8 +77,8 @@ def of_queries(positions: CachePositions, sequence: int, seqlen_q: int, keys: to
 
 
 def store_positions(k_cache, tables: CacheTables, rows: int) -> None:
-    """Writes the positions of new keys to slot_positions. The host reads the tables if the keys stand behind the last
-    one, or if they are packed without a slot_mapping.
+    """Writes the positions of new keys to slot_positions. The host reads the tables if the positions follow from the
+    last key's, or if the keys are packed without a slot_mapping.
 
     tables: with slot_positions, before the new keys count. rows: rows of k, per sequence or packed.
     """
@@ -107,14 +110,15 @@ def store_positions(k_cache, tables: CacheTables, rows: int) -> None:
 
 
 def _behind(keys: torch.Tensor, rows: int) -> torch.Tensor:
-    """Positions of new tokens behind the last key, on every axis behind its largest."""
+    """Returns the positions of new tokens, which count on from the last key's; on every axis, from its largest."""
     first = keys[-1].max() + 1 if keys.shape[0] else keys.new_zeros(())
     new = first + torch.arange(rows, device=keys.device)
     return new if keys.ndim == 1 else new[:, None].expand(-1, keys.shape[1])
 
 
 def _put(slot_positions, page, row, fits, values) -> None:
-    """Writes values to the places that fit. The host reads nothing: the first that fits stands in for the others."""
+    """Sets slot_positions[page, row] = values where ``fits``, without a device sync. Entries that do not fit rewrite
+    the first one that does."""
     if not fits.numel() or not slot_positions.numel():
         return
     first = fits.flatten().to(torch.int8).argmax()[None]

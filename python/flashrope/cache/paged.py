@@ -41,7 +41,7 @@ class PagedKVCache(Cache):
         max_seqlen: largest number of tokens of a sequence. The block table has ceil(max_seqlen / page_size) entries for
             each. ``extend``, ``remove`` and ``keep`` leave pages that are not full, which take an entry each, so
             sequences that use them need a larger max_seqlen. None: as many tokens and entries as the pool has.
-        layers: number of layers. They share the sequences, their pages and lengths: a page has a part in every layer.
+        layers: number of layers. All layers share one block table: page n exists in every layer.
         rotated_keys: as in ``KVCache``. Forks share rotated keys as they share raw ones: positions do not move.
         cache_dtype: as in ``KVCache``: None, "int8" or "int4".
 

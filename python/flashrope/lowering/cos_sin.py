@@ -75,11 +75,12 @@ def three_level_table(rotary: Rotary, causal: bool, device: torch.device) -> tor
 
 
 class TurnRow(NamedTuple):
-    """Rows of ``turn_table``: what the angle of every pair is made of. Turns are fractions of 2^64, int64.
+    """Rows of ``turn_table``: what the phase of every pair is made of, int64 in units of 2^-64 turn.
 
-    step: turns of a whole position, modulo one.
-    part: turns of a whole position, fractions of 2^33, so that times a part of 2^-31 they are fractions of 2^64.
-    start: turns of the rotation's offset.
+    step: phase per unit position, modulo one turn.
+    part: phase per unit position, in units of 2^-33 turn. Multiplied by the fractional position in units of 2^-31 this
+        gives units of 2^-64 turn, like ``step``.
+    start: phase of the rotation's offset.
     factor: the bits of the float32 that cos and sin are multiplied by.
     axis: the axis whose coordinate the pair rotates with.
     """

@@ -22,9 +22,9 @@ class LoweredBand(NamedTuple):
     start, stop: in chunks, if the bands count chunks.
     q_rotation, k_rotation: rotation numbers.
     k_copy: index into ``Lowered.k_copies``; -1 if the band reads raw keys.
-    dq_step, dk_step: the rotations that take a gradient from the previous band's frame to this band's. No single
-        rotation does that where the scheme maps positions. There the steps are the band's own rotations: q_rotation
-        without its factor, and k_rotation.
+    dq_step, dk_step: the rotations that re-express the accumulated dQ and dK in this band's rotated basis after the
+        previous band's tiles, so that one accumulator serves all bands. If the scheme maps positions, no single
+        rotation can do this. Then the steps are the band's own rotations, q_rotation without its factor and k_rotation.
     """
 
     start: int
@@ -37,7 +37,7 @@ class LoweredBand(NamedTuple):
 
 
 class RowMap(NamedTuple):
-    """The p of a row at a position: min(floor((position mod chunk) / group), last); chunk 0: without mod.
+    """Maps a row's position to its p: min(floor((position mod chunk) / group), last). chunk 0: without mod.
 
     chunk, group, last: as in ``bands.PositionMap``.
     is_query: 1 for rotations of queries, 0 for those of keys.
@@ -53,8 +53,7 @@ class Lowered(NamedTuple):
     """A scheme for one value of ``causal``.
 
     rotations: (slope, offset) of every rotation; the first is (0, 0), no rotation.
-    scales: the factor of every rotation on the channels of the table. Rotations of queries have the scheme's, the
-        others have 1.
+    scales: the factor of every rotation on the channels of the table: the scheme's for rotations of queries, else 1.
     k_copies: the rotation of each rotated copy of k that the bands read, one per distinct slope.
     k_stops: for each of k_copies, the distance at which the last band that reads it stops.
     rotated_bands: bit b is set if band b rotates its keys.

@@ -309,7 +309,10 @@ def check_slot_mapping(slot_mapping, q) -> None:
 
 
 def check_int32(name, x, like, like_name, shape: tuple) -> None:
-    """shape: a string entry names a dimension of any size."""
+    """Checks that x is an int32 tensor of this shape on like's device.
+
+    shape: sizes, or names for dimensions whose size is not checked.
+    """
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name}: expected an int32 tensor, got {type(x).__name__}")
     if x.dtype != torch.int32:

@@ -267,8 +267,8 @@ class Rotary:
         """A scheme with a given table.
 
         Args:
-            inv_freq: tensor, array or list (pairs,), in radians per position; 0: the pair does not rotate. None
-                that requires gradients, which none would reach.
+            inv_freq: tensor, array or list (pairs,), in radians per position; 0: the pair does not rotate. Must not
+                require grad: the table is copied as constants, so no gradient would flow into it.
             head_dim: channels per head, at least 2 * pairs.
             interleaved: True pairs channels 2m and 2m + 1; False pairs m and m + pairs.
         """
@@ -330,9 +330,9 @@ class Rotary:
 
         Args:
             head_dim: channels per head.
-            axes: a number: as many axes, with equal blocks of the pairs. A list with an entry per axis: its number of
-                pairs (configurations often give channels, twice as many) or its table, inv_freq of its pairs in
-                radians per position. None: 2, or as many as axis has.
+            axes: the number of axes, which get equal blocks of the pairs, or a list with an entry per axis: its number
+                of pairs (configurations often give channels, twice as many) or its table, inv_freq of its pairs in
+                radians per position. Default: the number of distinct axes in ``axis``, or 2 without it.
             base: of the tables that axes does not give, above 1: base ** (-m / n) for pair m of an axis's n.
             interleaved: as in ``rope``.
             axis: the axis of every pair; its pairs take the entries of its table in order. None: the axes one after
@@ -413,7 +413,8 @@ class Rotary:
 
         Args:
             train_length: in tokens.
-            pairs: n, instead of as many as are below the cut: the slowest ones that rotate.
+            pairs: n, how many pairs to taper, counted from the slowest one that rotates. Default: all pairs below the
+                cut.
             taper: False: none of them rotates, which is HoPE's table.
         """
         return dataclasses.replace(self, frequencies=cope_table(self.frequencies, train_length, pairs, taper))

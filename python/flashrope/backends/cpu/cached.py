@@ -210,9 +210,10 @@ def _attend(
     compiled: Library | None,
     queries: list[runs.Rows] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """out like q, lse (batch, heads_q, seqlen_q); all sequences hold seqlen keys.
+    """Returns out, like q, and lse (batch, heads_q, seqlen_q). All sequences have seqlen keys.
 
-    queries: where the rows stand, None for the last positions. Compiled, a block is then a run; otherwise it is all.
+    queries: the positions of the query rows; None: the last positions. If given, the compiled path takes one block per
+    contiguous run, and the fallback a single block with all keys.
     """
     seqlen_q, rotary = q.shape[1], call.rotary
     queries = queries or [runs.Rows(0, seqlen_q, seqlen - seqlen_q, seqlen - seqlen_q)]

@@ -102,7 +102,8 @@ def clamped(positions: torch.Tensor) -> torch.Tensor:
 
 
 def places(tables: CacheTables, k_cache: torch.Tensor, sequence: int, seqlen_q: int):
-    """The shown keys of a sequence, positions clamped, and the positions of its queries: (seqlen_q,), or with axes."""
+    """Returns the visible keys of a sequence, positions clamped, and its queries' positions: (seqlen_q,), or with
+    axes."""
     keys = _shown(tables, k_cache, sequence, *addresses.bounds(tables, k_cache)[sequence])
     return keys, clamped(of_queries(tables.positions or CachePositions(), sequence, seqlen_q, keys.position))
 
@@ -139,7 +140,7 @@ def _joined(spans) -> list[Run]:
 
 
 def _stored(keys: Shown) -> list[Run]:
-    """The runs of keys whose positions the cache stores."""
+    """Returns the runs of keys whose positions the cache stores: in a run, slots and positions increase by 1."""
     if not keys.slot.numel():
         return []
     breaks = (keys.position.diff() != 1) | (keys.slot.diff() != 1)
