@@ -8,7 +8,7 @@ from ..backends.cache_tables import CachePositions, CacheTables
 
 
 class CapturedStep:
-    """The same step again and again, over tensors that a CUDA graph may hold. From ``PagedKVCache.capture``.
+    """A step that a CUDA graph replays: its tables keep their addresses. Made by ``PagedKVCache.capture``.
 
     Attributes:
         tables: for ``plan_cache``; the same tensors at every replay.
@@ -52,7 +52,7 @@ class CapturedStep:
 
 
 def _copied(tables: CacheTables) -> CacheTables:
-    """The tables in tensors of their own."""
+    """Returns a copy of the tables, in tensors of its own."""
     seqlens, block_table, leftpad, new, positions = tables
     if positions is not None:
         positions = CachePositions(*(x if x is None else x.clone() for x in positions))

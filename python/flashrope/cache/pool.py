@@ -38,12 +38,13 @@ class Sequence:
 
     @property
     def tokens(self) -> int:
-        """What ``lengths`` counts: padding too."""
+        """Returns the number of visible tokens, left padding included, as ``lengths`` counts them."""
         return self.length if self.entries is None else entries.tokens(self.entries)
 
 
 class Change(NamedTuple):
-    """Entry n of a sequence got a new page, as a copy of the shared page `shared`, or as one page more (None)."""
+    """Block-table entry n of a sequence gets a new page: a copy of the page `shared`, or, if that is None, an empty
+    one."""
 
     sequence: Sequence
     n: int
@@ -266,7 +267,7 @@ class PagePool:
         return CacheTables(seqlens.to(torch.int32), block_table, own_leftpad, seqlen_new, positions)
 
     def _positions(self, selected: list[Sequence], padding: list[int], seqlen_new: int) -> CachePositions:
-        """page_positions, page_first and page_lengths."""
+        """Returns the sequences' page_positions, page_first and page_lengths, once seqlen_new tokens are written."""
         tables = torch.zeros(3, len(selected), self.max_pages, dtype=torch.int32)
         for b, (sequence, pad) in enumerate(zip(selected, padding, strict=True)):
             if sequence.entries is None:  # its slots are its positions

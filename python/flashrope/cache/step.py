@@ -15,7 +15,7 @@ from .storage import Cache, check_new, check_queries, count_new
 
 
 class Step:
-    """seqlen_new new tokens of every sequence, from ``step`` of a cache. Use it in a ``with`` statement.
+    """One step of a cache: seqlen_new new tokens for every sequence. ``cache.step`` makes it; use it in a ``with``.
 
     Entering it makes room for the tokens, in all layers. Every layer then writes its keys and values once, in any
     order. Leaving the block counts the tokens. If the block raises, or a layer has written nothing, then no token

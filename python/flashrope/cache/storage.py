@@ -85,24 +85,24 @@ class Cache:
             return [(k, v)] if self.layers == 1 else list(zip(k.unbind(), v.unbind(), strict=True))
 
     def layer(self, layer: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """k and v of one layer, four-dimensional views. With one layer None means that one."""
+        """Returns k and v of one layer, four-dimensional views. layer: may be None if the cache has one layer."""
         return self._layers[self._index(layer)]
 
     def scales(self, layer: int | None = None) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
-        """k_scale and v_scale of one layer, as in ``layer``; (None, None) if the cache is not quantized."""
+        """Returns k_scale and v_scale of one layer, or (None, None) if the cache is not quantized."""
         if self._scales is None:
             return None, None
         return self._scales[self._index(layer)]
 
     def cache_layer(self, layer: int | None = None) -> CacheLayer:
-        """One layer as ``plan_cache`` takes it: k, v and the scales of a quantized cache."""
+        """Returns one layer for ``plan_cache``: k, v and the scales of a quantized cache."""
         return self._cache_layers[layer if type(layer) is int and 0 <= layer < self.layers else self._index(layer)]
 
     def _index(self, layer: int | None) -> int:
         return 0 if layer is None and self.layers == 1 else check_integer("layer", layer, 0, self.layers - 1)
 
     def rotary_of(self, layer: int | None) -> Rotary | None:
-        """What keys of the layer are rotated by when they are written; None: they stay raw."""
+        """Returns the scheme that rotates the layer's keys when they are written, or None if they stay raw."""
         return None if self.rotated_keys is None else self.rotated_keys[layer or 0]
 
     @property
@@ -115,7 +115,7 @@ class Cache:
             raise RuntimeError(f"{call}: expected no open step of this cache; leave its with statement first")
 
     def refuse_new(self, call: str) -> None:
-        """For the calls that write to one layer."""
+        """Raises if a call may not write to one layer: in an open step, or in a cache of several layers."""
         if self._open is not None:
             raise RuntimeError(f"{call}: expected k and v through the step that is open")
         if self.layers > 1:
@@ -136,7 +136,7 @@ class Cache:
     def attend_planned(
         self, plans: dict[tuple, CachePlan], tables: CacheTables, q, rotary, k, v, layer: int | None, options: dict
     ):
-        """Attention over one layer, by a plan that layers with equal options share.
+        """Attends over one layer, by a plan that layers with equal options share.
 
         plans: the plans of a step. options: keyword arguments of ``attend``.
         """
@@ -161,7 +161,7 @@ class Cache:
         return plan._attend(q, own, k, v, sinks, return_lse)
 
     def _with_options(self, tables: CacheTables, options: dict) -> CacheTables:
-        """The tables with the cache_leftpad of the options. Raises for options that attend does not take."""
+        """Returns the tables with the cache_leftpad of the options. Raises for options that attend does not take."""
         for name in TRACKED:
             if name in options:
                 raise TypeError(f"{name}: not accepted by attend(); the cache tracks it")
@@ -181,7 +181,7 @@ class Cache:
     def append_plan(
         self, plans: dict[tuple, CachePlan], tables: CacheTables, k, layer: int | None, impl: str | None
     ) -> CachePlan:
-        """The plan by which a layer gets new keys without queries."""
+        """Returns the plan that writes new keys to a layer without queries."""
         rotary = self.rotary_of(layer)
         key = ("append", rotary, k.dtype, impl)
         if key not in plans:
@@ -198,13 +198,13 @@ class Cache:
         return plans[key]
 
     def _append_layers(self, step, k, v, impl: str | None) -> None:
-        """k, v (layers, n, seqlen_new, heads_kv, head_dim) in one step."""
+        """Appends k, v (layers, n, seqlen_new, heads_kv, head_dim) to all layers in one step."""
         with step:
             for layer in range(self.layers):
                 step.append(k[layer], v[layer], layer, impl)
 
     def _new_of_layers(self, k, v) -> int:
-        """seqlen_new of k and v with a dimension of layers in front."""
+        """Checks k and v, which have a dimension of layers in front, and returns their seqlen_new."""
         for name, x in (("k", k), ("v", v)):
             if not isinstance(x, torch.Tensor):
                 raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
@@ -299,7 +299,7 @@ def describe(cache: Cache) -> str:
 
 
 def upload(values: Sequence, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """The values on the device. From pinned memory, so the host does not wait for the copy."""
+    """Copies values to the device, from pinned memory, so that the host does not wait."""
     return torch.tensor(values, dtype=dtype, device="cpu", pin_memory=device.type == "cuda").to(
         device, non_blocking=True
     )
@@ -316,7 +316,7 @@ def check_integer(name: str, value, minimum: int = 0, maximum: int | None = None
 
 
 def check_padding(leftpad, padding: list[int], lengths: list[int], seqlen_new: int) -> list[int]:
-    """leftpad as a list, one number per sequence. padding: the left padding before the step."""
+    """Checks leftpad and returns it as a list, one number per sequence. padding: the left padding before the step."""
     if not isinstance(leftpad, Sequence) or isinstance(leftpad, str) or len(leftpad) != len(padding):
         raise ValueError(f"leftpad: expected a list of {len(padding)} numbers, one per sequence, got {leftpad!r}")
     return [  # slots that hold tokens cannot become padding, nor padding tokens
@@ -331,7 +331,8 @@ def check_queries(q, batch: int) -> None:
 
 
 def count_new(k, v, cache: Cache, batch: int) -> int:
-    """The seqlen_new of new k, v (batch, seqlen_new, heads_kv, head_dim). ``attention_with_cache`` checks the rest."""
+    """Returns the seqlen_new of new k, v (batch, seqlen_new, heads_kv, head_dim), after checking their first
+    dimension. ``attention_with_cache`` checks the rest."""
     for name, x in (("k", k), ("v", v)):
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")

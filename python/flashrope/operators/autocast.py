@@ -9,7 +9,7 @@ DEVICES = frozenset(device for device in ("cpu", "cuda") if torch.amp.is_autocas
 
 
 def autocast(*tensors):
-    """The tensors, of which those in float32 are cast where autocast is on. None and other types stay."""
+    """Returns the tensors, with float32 ones cast where autocast is on. None and other dtypes stay as they are."""
     eager_without_autocast = not torch.compiler.is_compiling() and not torch._C._is_any_autocast_enabled()
     if eager_without_autocast or not isinstance(tensors[0], torch.Tensor):
         return tensors
@@ -19,7 +19,7 @@ def autocast(*tensors):
 
 
 def autocast_hint(x: torch.Tensor) -> str:
-    """For an error about the type of x."""
+    """Returns what an error about the dtype of x says about autocast, or ""."""
     dtype = _type_on(x.device.type)
     return "" if dtype is None else f"; autocast casts float32 to {dtype}"
 

@@ -43,7 +43,7 @@ def attention(q, k, v, call: AttentionCall, impl: str) -> tuple[torch.Tensor, to
 
 
 def rotate(x, positions, rotary: Rotary, impl: str) -> torch.Tensor:
-    """``flashrope::rotate``, forwards."""
+    """Rotates x, through the operator only where gradients, a transform or a tracer need it."""
     plain = is_plain(x)
     if impl in DIFFERENTIABLE or (plain and not (torch.is_grad_enabled() and x.requires_grad)):
         return library.rotate(x, positions, rotary, False, impl)
@@ -56,7 +56,8 @@ _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
 
 
 def is_plain(*tensors: torch.Tensor | None) -> bool:
-    """No compiler, tracer, mode, transform or tensor subclass needs to see the operator."""
+    """Whether the backend can be called directly: no compiler, tracer, mode, transform or tensor subclass needs to see
+    the operator."""
     return (
         not torch.compiler.is_compiling()
         and torch._C._get_tracing_state() is None
@@ -69,7 +70,7 @@ def is_plain(*tensors: torch.Tensor | None) -> bool:
 
 
 def transforming() -> bool:
-    """Forward-mode differentiation, or outside of a compiler any transform of torch.func, sees this call."""
+    """Whether forward-mode differentiation, or outside of a compiler any transform of torch.func, sees this call."""
     if forward_ad._current_level >= 0:
         return True
     return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
@@ -218,7 +219,7 @@ def _vmap(function, size: int, in_dims, arguments, tensors: int, rows: tuple[int
 
 
 def _merge(x: torch.Tensor | None, dim: int) -> torch.Tensor | None:
-    """The mapped dimension, which is the first, made part of dimension dim of what follows; empty tensors stay so."""
+    """Merges the mapped dimension, the first, into dimension ``dim`` of the others. Empty tensors stay empty."""
     if x is None:
         return None
     if x.ndim == 2 and not x.shape[1]:  # nothing was kept
@@ -227,7 +228,7 @@ def _merge(x: torch.Tensor | None, dim: int) -> torch.Tensor | None:
 
 
 def _split(x: torch.Tensor, size: int, dim: int) -> torch.Tensor:
-    """The inverse of ``_merge``."""
+    """Splits the mapped dimension off again; the inverse of ``_merge``."""
     return x.expand(size, 0) if x.ndim == 1 else x.unflatten(dim, (size, -1)).movedim(dim, 0)
 
 

@@ -243,7 +243,7 @@ class CachePlan:
         return self._attend(q, layer, k, v, sinks, return_lse, out)
 
     def _attend(self, q, layer: CacheLayer, k, v, sinks, return_lse: bool, out=None):
-        """``attend`` where autocast has been applied."""
+        """Does what ``attend`` does, after autocast has been applied."""
         expected, new = self._queries, k is not None or v is not None
         if not isinstance(q, torch.Tensor):
             raise TypeError(f"q: expected a tensor, got {type(q).__name__}")
@@ -266,7 +266,7 @@ class CachePlan:
     # ---- without checks
 
     def _run(self, q, layer: CacheLayer, k, v, sinks, return_lse: bool, out=None):
-        """``attend`` after the checks of its arguments."""
+        """Does what ``attend`` does, after its arguments were checked."""
         new = (k, v) if k is not None and k.shape[-3] else ()
         if is_plain(q, layer.k, layer.v, self._tables.seqlens, *new):
             plan = self._planned()
@@ -309,7 +309,7 @@ class CachePlan:
         self._written.add(address)
 
     def _planned(self):
-        """The backend's plan, while the tables hold what they held when it was made."""
+        """Returns the backend's plan, made at the first call. Raises if a table was written since then."""
         if self._backend is None:
             self._backend = load_backend(self._impl).plan_cache(self._call, self._layer, self._queries)
             self._watched = _watched(self._tables) if self.watches else []
@@ -363,7 +363,8 @@ class CachePlan:
 
 
 def _watched(tables: CacheTables) -> list[torch.Tensor]:
-    """The tables whose writes autograd counts. slot_positions is written by the plan itself."""
+    """Returns the tables that must not be written while a plan is in use. slot_positions is not among them, because
+    the plan itself writes it."""
     new, positions = tables.new, tables.positions
     found: list[Any] = [tables.seqlens, tables.block_table, tables.leftpad]
     if isinstance(new, Packed):

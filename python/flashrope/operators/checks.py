@@ -381,7 +381,7 @@ def _validate_slots(slots: list[int], count: int) -> None:
 
 
 def check_num_splits(num_splits) -> int:
-    """The number, 0 for None."""
+    """Checks num_splits and returns it, 0 for None."""
     is_int = isinstance(num_splits, int) and not isinstance(num_splits, bool)
     if num_splits is not None and not (is_int and 1 <= num_splits <= MAX_SPLITS):
         raise ValueError(f"num_splits: expected None or a number from 1 to {MAX_SPLITS}, got {num_splits!r}")
@@ -389,7 +389,7 @@ def check_num_splits(num_splits) -> int:
 
 
 def check_options(causal, softmax_scale, q, deterministic=True) -> float:
-    """The softmax_scale to use."""
+    """Checks the options and returns the softmax_scale to use."""
     if not isinstance(causal, bool):
         raise TypeError(f"causal: expected True or False, got {causal!r}")
     if deterministic is not None and not isinstance(deterministic, bool):
@@ -404,7 +404,7 @@ def check_options(causal, softmax_scale, q, deterministic=True) -> float:
 
 
 def check_positions(positions, q, k, rotary) -> torch.Tensor:
-    """positions of shape (batch, seqlen) or (batch, seqlen, axes)."""
+    """Checks positions and returns them as (batch, seqlen) or (batch, seqlen, axes)."""
     _check_position_values(positions, q, rotary)
     if q.shape[1] != k.shape[1]:
         raise ValueError(f"positions: expected None, or seqlen_q == seqlen_k, got {q.shape[1]} and {k.shape[1]}")
@@ -415,7 +415,7 @@ def check_positions(positions, q, k, rotary) -> torch.Tensor:
 
 
 def check_packed_positions(positions, q, k, rotary, cu_seqlens_q, cu_seqlens_k) -> torch.Tensor:
-    """positions of packed tokens, of shape (1, total) or (1, total, axes)."""
+    """Checks positions of packed tokens and returns them as (1, total) or (1, total, axes)."""
     _check_position_values(positions, q, rotary)
     if q.shape[0] != k.shape[0]:
         raise ValueError(f"positions: expected as many keys as queries, {q.shape[0]}, got {k.shape[0]}")

@@ -16,7 +16,7 @@ from ..backends.cache_tables import CacheLayer, CachePositions, CacheTables, Pac
 
 
 class Field(NamedTuple):
-    """What a field may be."""
+    """What types a field of a NamedTuple may have."""
 
     name: str
     kinds: tuple[type, ...]  # of torch.Tensor, int, bool
@@ -39,8 +39,8 @@ FIELDS = {cls: _fields_of(cls) for cls in (CacheLayer, CacheTables, CachePositio
 
 
 def schema_of(cls, written: tuple[str, ...] = (), optional: bool = False) -> str:
-    """The arguments of an operator for this NamedTuple. written: names of tensors that the operator writes to.
-    optional: all may be None."""
+    """Returns the part of an operator's schema for this NamedTuple. written: names of tensors that the operator writes
+    to. optional: whether all may be None."""
     parts = []
     for field in FIELDS[cls]:
         mark = "?" if optional or field.optional else ""
@@ -56,7 +56,7 @@ def schema_of(cls, written: tuple[str, ...] = (), optional: bool = False) -> str
 
 
 def flatten(cls, value) -> list:
-    """The leaves of a NamedTuple of this class, or of None."""
+    """Returns the leaves of a NamedTuple of this class. A value of None has as many leaves."""
     leaves: list = []
     for field in FIELDS[cls]:
         own = None if value is None else getattr(value, field.name)
@@ -68,7 +68,7 @@ def flatten(cls, value) -> list:
 
 
 def unflatten(cls, leaves) -> tuple[Any, list]:
-    """(The NamedTuple of which ``flatten`` gives the first leaves, the others)."""
+    """Returns the NamedTuple that the first leaves make up, and the remaining leaves. The inverse of ``flatten``."""
     rest, values = list(leaves), []
     for field in FIELDS[cls]:
         own = rest.pop(0) if field.kinds else None

@@ -390,7 +390,7 @@ def attention_varlen_with_cache(
 
 
 def _attend_with_cache(q, layer: CacheLayer, k, v, tables: CacheTables, rotary, options, sinks, return_lse: bool):
-    """options: those of ``plan_checked`` behind rotary."""
+    """Plans one call and runs it. options: the arguments of ``plan_checked`` after rotary."""
     plan = plan_checked(q, layer, k, v, tables, rotary, *options)
     plan.watches, new, causal = False, tables.new, options[0]
     if isinstance(new, Packed):

@@ -148,7 +148,7 @@ def attention_backward(grad_out, grad_lse, q, k, v, out, lse, rotated_k, table, 
 
 
 def append_to_cache(layer: CacheLayer, k, v, tables: CacheTables, rotary: Rotary | None, impl: str) -> None:
-    """rotary: None, or the scheme that rotates k first."""
+    """Checks new keys and values and writes them to the cache. rotary: the scheme that rotates k first, or None."""
     check_append(layer, k, v, tables)
     if tables.positions is not None and tables.positions.slot_positions is not None:
         store_positions(layer.k, tables, k.shape[-3])
@@ -164,7 +164,7 @@ def append_to_cache(layer: CacheLayer, k, v, tables: CacheTables, rotary: Rotary
 
 
 def rotated_by_triton(layer: CacheLayer, k, tables: CacheTables, rotary: Rotary):
-    """New keys rotated by the Triton kernel, for the CUDA backend. rotary: of ``over_rotated_keys``."""
+    """Returns new keys rotated by the Triton kernel, for the CUDA backend. rotary: from ``over_rotated_keys``."""
     if not (rotary.changes_channels and k.numel() and layer.k.numel()):
         return k
     return load_backend("triton").rotate(k, RotateCall(rotary, None, tables, tables.capacity(layer.k)))
@@ -177,7 +177,7 @@ def _append_to_cache(*arguments):
 
 
 def _cached(arguments) -> tuple[CacheLayer, CacheArguments, CacheCall]:
-    """What follows q in ``attention_with_cache``."""
+    """Returns the layer, the options and the call from the operator's arguments after q."""
     layer, rest = unflatten(CacheLayer, arguments)
     tables, rest = unflatten(CacheTables, rest)
     options = CacheArguments(*rest)
@@ -191,7 +191,7 @@ def _attention_with_cache(q, *arguments):
 
 
 def rotate(x, positions, rotary: Rotary, inverse: bool, impl: str):
-    """inverse: by the negative angles, which is the gradient's way."""
+    """Rotates x by its positions. inverse: by the negative angles, as the gradient needs it."""
     rotary = over_rotated_keys(rotary)
     if inverse:
         rotary = inverted(rotary)

@@ -199,7 +199,7 @@ def two_sided(bands: tuple[Band, ...]) -> tuple[Band, ...]:
 
 
 def merged(bands: Iterable[Band]) -> tuple[Band, ...]:
-    """Without empty bands, and with equal neighbors as one."""
+    """Returns the bands without empty ones. Adjacent bands with equal positions become one."""
     kept: list[Band] = []
     for band in bands:
         if band.start >= band.stop:
@@ -217,7 +217,7 @@ def clipped(band: Band, start: float, stop: float) -> Band:
 
 
 def band_text(band: Band) -> str:
-    """For people: "d * 0.25 + 6 for d >= 8"."""
+    """Returns a readable text, such as "d * 0.25 + 6 for d >= 8"."""
     if band.maps_positions:
         distance = _mapped_text(band)
     elif band.slope == 0:
@@ -232,7 +232,7 @@ def band_text(band: Band) -> str:
 
 
 def bands_text(bands: Iterable[Band]) -> str:
-    """For people: the bands, and the gaps before and between them."""
+    """Returns a readable text of the bands, and of the gaps before and between them."""
     parts, seen = [], 0.0
     for band in bands:
         if band.start > seen:
@@ -243,7 +243,7 @@ def bands_text(bands: Iterable[Band]) -> str:
 
 
 def _mapped_text(band: Band) -> str:
-    """ "floor(i / 8) + 14 - floor(j / 8)"."""
+    """Returns a readable text of mapped positions, such as "floor(i / 8) + 14 - floor(j / 8)"."""
     of_q, of_k = (f"{x} mod {band.chunk}" if band.chunk else x for x in "ij")
     if band.group > 1:
         of_q, of_k = (f"floor({f'({x})' if band.chunk else x} / {band.group})" for x in (of_q, of_k))
@@ -258,7 +258,7 @@ def _mapped_text(band: Band) -> str:
 
 
 def rectified(window: int, factor: float | None) -> Band:
-    """``Rotary.rectify`` beyond its window."""
+    """Returns the band of ``Rotary.rectify`` beyond its window."""
     slope = 0.0
     if factor is not None:
         slope = 1.0 / positive("factor", factor, finite=False)
@@ -273,12 +273,12 @@ def shifted(start: int, window: int) -> Band:
 
 
 def grouped(window: int, group: int) -> Band:
-    """``Rotary.self_extend`` beyond its window."""
+    """Returns the band of ``Rotary.self_extend`` beyond its window."""
     return Band(window, math.inf, 1.0, float(window - window // group), group)
 
 
 def chunked(chunk: int, last: int) -> list[Band]:
-    """``Rotary.dual_chunk``; last: the largest position that a query rotates by."""
+    """Returns the bands of ``Rotary.dual_chunk``. last: the largest position that a query rotates by."""
     return [
         Band(0, 1, 1.0, 0.0, 1, chunk),
         Band(1, 2, 1.0, float(chunk), 1, chunk, last - chunk),
@@ -287,5 +287,5 @@ def chunked(chunk: int, last: int) -> list[Band]:
 
 
 def beyond_window(bands: Iterable[Band], far: Band) -> list[Band]:
-    """``bands`` below the start of ``far``, and ``far`` from there on as long as they reach."""
+    """Replaces ``bands`` by ``far`` from its start on, up to the largest distance that they reach."""
     return [b for reach in bands for b in (clipped(reach, 0, far.start), clipped(far, 0, reach.stop))]

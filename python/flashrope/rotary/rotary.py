@@ -624,7 +624,7 @@ class Rotary:
         return dataclasses.replace(self, frequencies=tuple(frequencies), scaled_by=name)
 
     def _with_bands(self, bands) -> Rotary:
-        """With these bands, without empty ones, and with equal neighbors merged."""
+        """Returns the scheme with these bands, without empty ones, and with adjacent equal ones merged."""
         return dataclasses.replace(self, bands=merged(bands))
 
 

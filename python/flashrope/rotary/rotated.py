@@ -64,5 +64,5 @@ def over_rotated_keys(rotary: Rotary) -> Rotary:
 
 @lru_cache(maxsize=1024)
 def inverted(rotary: Rotary) -> Rotary:
-    """The scheme that rotates by the negative angles."""
+    """Returns the scheme that rotates by the negative angles."""
     return dataclasses.replace(rotary, frequencies=tuple(-f for f in rotary.frequencies))

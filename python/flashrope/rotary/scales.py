@@ -36,7 +36,7 @@ class QueryScale(NamedTuple):
 
     @property
     def by_position(self) -> QueryScale:
-        """Without the factor by length."""
+        """Returns the scale without the factor by length."""
         return self._replace(length_scale=None)
 
     def of(self, positions: torch.Tensor, length: int) -> torch.Tensor:

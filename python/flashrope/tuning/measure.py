@@ -58,7 +58,7 @@ class Examined(NamedTuple):
 
     @property
     def winner(self) -> Outcome | None:
-        """The fastest, or the default if that is nearly as fast. None where no candidate could be timed."""
+        """Returns the fastest candidate, or the default if that is nearly as fast. None if none could be timed."""
         timed = [(outcome.milliseconds.median, outcome) for outcome in self.outcomes if outcome.milliseconds]
         if not timed:
             return None
@@ -67,7 +67,7 @@ class Examined(NamedTuple):
         return self.default if default and median > (1 - MIN_GAIN) * default.median else best
 
     def record(self) -> Winner | None:
-        """For the file."""
+        """Returns the winner as the file of tuned tiles records it."""
         winner = self.winner
         if not winner or not winner.milliseconds:
             return None
@@ -204,7 +204,7 @@ def fault(workload: Workload, tile: Tile, call: Callable[[], Results], exact: Re
 
 @contextlib.contextmanager
 def _new_tensors_are_nan() -> Iterator[None]:
-    """Or a row that a kernel leaves out could hold what another candidate wrote there."""
+    """Fills new tensors with NaN. Otherwise a row that a kernel leaves out could hold another candidate's result."""
     enabled, warn = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     deterministic: Any = torch.utils.deterministic
     fill = deterministic.fill_uninitialized_memory

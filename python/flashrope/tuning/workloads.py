@@ -69,15 +69,15 @@ class Workload:
 
     @property
     def kernels(self) -> tuple:
-        """Workloads with equal values run the same compiled kernels."""
+        """Returns a key that is equal for workloads which run the same compiled kernels."""
         return self.shape_class._replace(max_keys=0)
 
     def replace(self, **changes) -> Workload:
         return dataclasses.replace(self, **changes)
 
     def check(self) -> Workload:
-        """The same kind of call, small enough for the dense reference. Two splits, as several have a kernel of their
-        own."""
+        """Returns the same kind of call, small enough for the dense reference. It has two splits, because several
+        splits have their own kernel."""
         sizes = {"batch": 2, "seqlen": CHECK_SEQLEN, "heads": 2, "heads_kv": 1 if self.heads > self.heads_kv else 2}
         splits = 2 if self.direction == "decode" else 0
         return self.replace(**sizes, chunk=CHECK_CHUNK, num_splits=splits)
