@@ -21,7 +21,7 @@ MEASURED = ("bench", "csrc", "python", "triton_kernels")  # the code that result
 
 
 def describe(device: torch.device) -> dict:
-    """The device's name and the properties that affect time."""
+    """Returns the device's name and the properties that affect time."""
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         return {
@@ -64,7 +64,7 @@ def versions() -> dict[str, str]:
 
 @lru_cache(maxsize=1)
 def revision() -> str:
-    """The commit of the checkout, with "-dirty" if the code that results depend on differs from it.
+    """Returns the commit of the checkout, with "-dirty" if the code that results depend on differs from it.
 
     Outside a git checkout: the text of REVISION_FILE, or "unknown".
     """

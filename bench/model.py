@@ -182,7 +182,7 @@ def their_seconds(rows: list[dict[str, str]], problem: waves.Problem, device: wa
 def our_seconds(
     found: dict[tuple, Kernel], scheme: cases.Scheme, problem: waves.Problem, device: waves.Device
 ) -> tuple[float, float]:
-    """(forward, backward), with the rotation of keys before the one and of queries before the other."""
+    """Returns (forward, backward), with the rotation of keys before the one and of queries before the other."""
 
     def seconds(scheme: cases.Scheme, name: str, lengths_of, longest_first: bool) -> float:
         kernel = found[80, problem.head_dim, scheme.name, name]

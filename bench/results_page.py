@@ -89,7 +89,7 @@ def dirty(run: Run) -> bool:
 
 
 def devices(folder: Path) -> list[tuple[Path, Runs]]:
-    """(folder, its files and runs) of every device, GPUs first, without runs of changed trees.
+    """Returns (folder, its files and runs) of every device, GPUs first, without runs of changed trees.
 
     Raises:
         ValueError: the runs of one have different versions, or there are none.
@@ -122,7 +122,7 @@ def draw(runs: Runs) -> None:
 
 
 def page(folder: Path, found: Sequence[tuple[Path, Runs]]) -> str:
-    """The text of README.md: goals, tables and figures, with links relative to the folder of the results."""
+    """Returns the text of README.md: goals, tables and figures, with links relative to the folder of the results."""
     lines = [INTRODUCTION, *_goals_table([run for _, runs in found for _, run in runs])]
     code = [["", *predicted.section(folder, _table)]] if (folder / predicted.FOLDER / predicted.DEVICE).exists() else []
     code += [["", *_compiled(path)] for path in sorted((folder / COMPILED).glob("*.csv"))]
@@ -187,7 +187,7 @@ def _section(run: Run) -> list[str]:
 
 
 def _remarks(run: Run) -> list[str]:
-    """The measured ceilings, and what was not timed and why."""
+    """Returns the measured ceilings, and what was not timed and why."""
     lines = []
     if run.ceilings:
         shown = (
@@ -212,7 +212,7 @@ def _heads(sizes: dict) -> str:
 
 
 def _named(run: Run, record: Record) -> Record:
-    """The record with its kernels in its name, which on the CPU are "composed" of PyTorch's or "compiled"."""
+    """Returns the record with its kernels in its name, which on the CPU are "composed" of PyTorch's or "compiled"."""
     kernels = run.device.get("kernels", "composed")  # results without the field are older than the compiled ones
 
     def name(contestant: str) -> str:
@@ -273,7 +273,7 @@ def _cpu_goals(run: Run) -> list[str]:
 
 
 def _rows(path: Path, columns: Sequence[str], command: str) -> list[dict[str, str]]:
-    """The rows of a table. Raises ValueError if it is not one of the command, or of several versions."""
+    """Returns the rows of a table. Raises ValueError if it is not one of the command, or of several versions."""
     with open(path, newline="") as lines:
         rows = list(csv.DictReader(lines))
     if {"revision", "triton", *columns} - set(rows[0] if rows else ()):
@@ -288,7 +288,7 @@ def _kernels(rows: Sequence[dict[str, str]], columns: Sequence[str], left: int) 
 
 
 def _compiled(path: Path) -> list[str]:
-    """The kernels of prefill and training in a table of the gate."""
+    """Returns the kernels of prefill and training in a table of the gate."""
     every = _rows(path, COLUMNS, "gate")
     shown = [
         row for row in every if row["kernel"] in MAIN_KERNELS and row["scheme"].partition(" +")[0] in ("rope", "rerope")

@@ -97,7 +97,7 @@ def available(chosen: list[Case], device: torch.device, dtype: torch.dtype) -> l
 
 
 def launches(arch: int, dtype: torch.dtype) -> list:
-    """The distinct launches of all cases but the baselines, on meta tensors."""
+    """Returns the distinct launches of all cases but the baselines, on meta tensors."""
     from .compiling.offline import caught_launches
 
     found = {}

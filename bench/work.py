@@ -39,7 +39,7 @@ def tensor_flops(tiles: int, block_m: int, block_n: int, block_d: int, block_dv:
 
 
 def prefill(rotary, seqlen: int) -> list:
-    """The executor's launches of one causal attention with one head."""
+    """Returns the executor's launches of one causal attention with one head."""
     import torch
     from flashrope import attention
 
@@ -55,7 +55,7 @@ def decode(
     paged: bool = False,
     cache_dtype: str | None = None,
 ) -> list:
-    """The launches of one decoding step whose new token is the seqlen-th key. cache_dtype: None is bfloat16."""
+    """Returns the launches of one decoding step whose new token is the seqlen-th key. cache_dtype: None is bfloat16."""
     import torch
     from flashrope import attention_with_cache
     from flashrope.backends.quantized import quantize
@@ -77,7 +77,7 @@ def decode(
 
 
 def rotate(rotary, seqlen: int, heads: int = 8):
-    """The launch of one ``flashrope.rotate``."""
+    """Returns the launch of one ``flashrope.rotate``."""
     import torch
     from flashrope import rotate
 

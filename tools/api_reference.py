@@ -56,7 +56,7 @@ Everything in the first three sections is imported from `flashrope`.
 
 
 def render() -> str:
-    """The page."""
+    """Returns the page."""
     parts = [HEAD]
     for section, files in SECTIONS.items():
         parts.append(f"## {section}\n")
@@ -80,7 +80,7 @@ def _names(node: ast.stmt) -> list[str]:
 
 
 def _entry(name: str, node: ast.stmt) -> list[str]:
-    """The Markdown of a function, a class with its public methods, or a constant."""
+    """Returns the Markdown of a function, a class with its public methods, or a constant."""
     if isinstance(node, ast.FunctionDef):
         return [f"### {name}\n\n{_signature(name, node)}\n\n{_markdown(ast.get_docstring(node))}\n"]
     if isinstance(node, ast.Assign):
@@ -140,7 +140,7 @@ def _markdown(doc: str | None) -> str:
 
 
 def _options(module: str) -> str:
-    """The options of a command. Defaults that its help does not describe are added."""
+    """Returns the options of a command. Defaults that its help does not describe are added."""
     parser = argparse.ArgumentParser(add_help=False)
     import_module(module).add_arguments(parser)
     rows = []

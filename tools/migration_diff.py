@@ -20,7 +20,7 @@ def difference() -> str:
 
 
 def render() -> str:
-    """The page with the difference in it."""
+    """Returns the page with the difference in it."""
     page = PAGE.read_text()
     head, rest = page.split(BEGIN)
     return head + difference() + rest.split(END)[1]

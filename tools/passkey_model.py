@@ -35,7 +35,7 @@ BYTES = Haystack(Tokens(lambda text: list(text.encode()), unit="byte"))
 
 
 def copies(generator: torch.Generator, batch: int = 32, length: int = 80, run: int = 32) -> torch.Tensor:
-    """(batch, length): random bytes whose last ``run`` bytes occur earlier too."""
+    """Returns random bytes (batch, length) whose last ``run`` bytes occur earlier too."""
     texts = torch.randint(32, 127, (batch, length), generator=generator)
     starts = torch.randint(0, length - 2 * run, (batch, 1), generator=generator)
     texts[:, -run:] = texts.gather(1, starts + torch.arange(run))
@@ -43,7 +43,7 @@ def copies(generator: torch.Generator, batch: int = 32, length: int = 80, run: i
 
 
 def prompts(draw: random.Random, batch: int = 8) -> torch.Tensor:
-    """(batch, length) of one random length, with random depths and numbers."""
+    """Returns (batch, length) of one random length, with random depths and numbers."""
     length = draw.randint(SHORTEST, TRAIN_LENGTH)
     some = [BYTES.prompt(length, draw.random(), draw) for _ in range(batch)]
     return torch.tensor([[*prompt.ids, *prompt.candidates[0]] for prompt in some])

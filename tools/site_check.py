@@ -89,7 +89,7 @@ def titles(nav: list) -> list[tuple[str, str]]:
 
 
 def problems(site: Path, page: Path) -> list[str]:
-    """What is wrong with the links of a page of a site."""
+    """Returns what is wrong with the links of a page of a site."""
     found = []
     for target in sorted(read(page).links | read(page).loads):
         parts = urlsplit(target)

@@ -50,13 +50,13 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def linked_sources(page: Path) -> list[Path]:
-    """The source files and folders that a page links to."""
+    """Returns the source files and folders that a page links to."""
     targets = (linked_source(page.parent, target) for _, target in LINK.findall(page.read_text()))
     return [target for target in targets if target is not None]
 
 
 def linked_source(folder: Path, target: str) -> Path | None:
-    """The file or folder of the repository that a link names, where it is not itself part of the site."""
+    """Returns the file or folder of the repository that a link names, where it is not itself part of the site."""
     path = Path(os.path.normpath(folder / target))
     if "://" in target or not path.exists() or not path.is_relative_to(ROOT):
         return None
@@ -66,7 +66,7 @@ def linked_source(folder: Path, target: str) -> Path | None:
 
 
 def listed(folder: Path) -> list[Path]:
-    """What the page of a folder lists."""
+    """Returns what the page of a folder lists."""
     return [path for path in sorted(folder.iterdir()) if path.suffix in SHOWN]
 
 
@@ -76,7 +76,7 @@ def shown_at(source: Path) -> str:
 
 
 def shown(source: Path) -> str:
-    """The page of a source file, or of a folder."""
+    """Returns the page of a source file, or of a folder."""
     name = source.relative_to(ROOT).as_posix()
     title = f"---\ntitle: {name}\nhide: [navigation, toc]\nsearch: {{exclude: true}}\n---\n\n# {name}\n\n"
     if source.is_dir():

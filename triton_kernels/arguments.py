@@ -206,14 +206,15 @@ def encode_ints(*numbers: int) -> list[int]:
 
 
 def tensor_view(x) -> TensorView:
-    """The view of a tensor (batch, seqlen, heads, head_dim), or of a packed one (total, heads, head_dim)."""
+    """Returns the view of a tensor (batch, seqlen, heads, head_dim), or of a packed one (total, heads, head_dim)."""
     stride = x.stride()
     batch = stride[0] if len(stride) == 4 else 0
     return TensorView(x, (batch << 4) + _TAG, (stride[-3] << 4) + _TAG, (stride[-2] << 4) + _TAG)  # encode_int, inlined
 
 
 def banded_view(x) -> BandedView:
-    """The view of a tensor (band, batch, seqlen, heads, head_dim), or of packed ones (band, total, heads, head_dim)."""
+    """Returns the view of a tensor (band, batch, seqlen, heads, head_dim), or of packed ones (band, total, heads,
+    head_dim)."""
     stride = x.stride()
     return BandedView(x, *map(encode_int, (stride[0], stride[1] if len(stride) == 5 else 0, stride[-3], stride[-2])))
 

@@ -85,7 +85,7 @@ def statistics_row(packed, batch, head, rows):
 
 @triton.jit
 def load_statistics(ptr, BLOCK: tl.constexpr):
-    """lse in log2 units and delta of BLOCK rows, two float32 [BLOCK]."""
+    """Returns lse in log2 units and delta of BLOCK rows, two float32 [BLOCK]."""
     return tl.split(tl.reshape(tl.load(ptr + tl.arange(0, 2 * BLOCK)), (BLOCK, 2)))
 
 
@@ -177,7 +177,7 @@ class QueryRows(NamedTuple):
 
 @triton.jit
 def head_queries(queries, band_q, seq, head, VARIANT: tl.constexpr):
-    """The QueryRows of a head in a band. band_q: TensorView, the queries rotated for the band."""
+    """Returns the QueryRows of a head in a band. band_q: TensorView, the queries rotated for the band."""
     q_rows = head_view(band_q, seq.batch, seq.start_q, head, VARIANT)
     grad_rows = head_view(queries.grad_out, seq.batch, seq.start_q, head, VARIANT)
     offset = statistics_offset(queries.packed, seq.batch, head, queries.statistics_rows)

@@ -252,8 +252,8 @@ def unpack_words(words, PARTS: tl.constexpr, dtype: tl.constexpr):
 def load_words(
     view, page, row, at, HEAD_DIM: tl.constexpr, PARTS: tl.constexpr, VARIANT: tl.constexpr, dtype: tl.constexpr
 ):
-    """The codes of words `at` [N] of the rows [M] of a HeadView of codes: PARTS tiles [M, N]. Codes of 4 bits are -8
-    beyond head_dim, where queries are 0 and results are not stored."""
+    """Returns the codes of words `at` [N] of the rows [M] of a HeadView of codes: PARTS tiles [M, N]. Codes of 4 bits
+    are -8 beyond head_dim, where queries are 0 and results are not stored."""
     BYTES: tl.constexpr = VARIANT.code_vec
     VEC: tl.constexpr = VARIANT.code_vec // 2
     ptr = tl.multiple_of(view.ptr.to(tl.pointer_type(tl.int16)), BYTES)
@@ -293,7 +293,7 @@ def join_columns(parts):
 
 @triton.jit
 def load_packed(ptr, offsets, at, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, dtype: tl.constexpr):
-    """The codes of bytes `at` [N] of rows at offsets [M, 1]: two [M, N]. Beyond head_dim they
+    """Returns the codes of bytes `at` [N] of rows at offsets [M, 1]: two [M, N]. Beyond head_dim they
     are -8, where queries are 0 and results are not stored."""
     ptrs = ptr + offsets + at[None, :]
     if HEAD_DIM == BLOCK_D:
@@ -363,7 +363,7 @@ def scale_view(ptr, stride_batch, stride_row, stride_head, head):
 
 @triton.jit
 def load_scales(view, page, row):
-    """The scales of rows, float32 [N]."""
+    """Returns the scales of rows, float32 [N]."""
     return tl.load(view.ptr + page * view.stride_batch + row * view.stride_row)
 
 

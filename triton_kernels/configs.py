@@ -171,7 +171,7 @@ def options(num_warps: int, **others: int) -> dict[str, int | bool]:
 
 
 def family(capability: int | str) -> str:
-    """The table for a compute capability such as 80 or 90, or for one of ``AMD``."""
+    """Returns the table for a compute capability such as 80 or 90, or for one of ``AMD``."""
     if isinstance(capability, str):
         if capability not in AMD:
             raise ValueError(f"the Triton kernels serve {' and '.join(AMD)} of AMD's GPUs, this device is {capability}")
@@ -192,7 +192,7 @@ def tile(
     block_dv: int = 0,
     cache: str = "",
 ) -> Tile:
-    """The tile without tuning. The most specific entry of the tables wins.
+    """Returns the tile without tuning. The most specific entry of the tables wins.
 
     direction: "forward", "forward codes" (over a quantized cache), "forward unaligned" (some address or stride is not a
     multiple of 16 bytes; without an entry, both take forward's), "grad_kv",

@@ -208,7 +208,7 @@ def rotate_pairs(x, y, cos, sin, scale, dtype: tl.constexpr):
 
 @triton.jit
 def find_rows(program, seq, group, VARIANT: tl.constexpr):
-    """The QueryRows of a tile. group: query heads of a key head."""
+    """Returns the QueryRows of a tile. group: query heads of a key head."""
     rows = program.tile * VARIANT.block_m + tl.arange(0, VARIANT.block_m)
     exists = rows < seq.length_q * group
     rows = clamp_rows(rows, seq.length_q * group)
@@ -243,7 +243,7 @@ def rotate_queries(
 
 @triton.jit
 def first_block(blocks, split, num_splits):
-    """The first of a split's blocks, which are numbered split, split + num_splits, ..."""
+    """Returns the first of a split's blocks, which are numbered split, split + num_splits, ..."""
     return blocks.begin + (split - blocks.begin % num_splits + num_splits) % num_splits
 
 
@@ -273,7 +273,7 @@ def load_block_entries(keys, column, VARIANT: tl.constexpr):
 
 @triton.jit
 def key_cos_sin(keys, rotation, k_map, column, VARIANT: tl.constexpr):
-    """cos and sin [BN, D/2] of the keys from `column` on; k_map: as in attend_block."""
+    """Returns cos and sin [BN, D/2] of the keys from `column` on; k_map: as in attend_block."""
     PAIRS: tl.constexpr = VARIANT.block_d // 2
     if VARIANT.aligned_maps:
         return load_cos_sin_from(keys.table, rotation, mapped_start(k_map, column), k_map.index, 0, PAIRS, VARIANT)
@@ -342,8 +342,8 @@ def attend_block(
 
 @triton.jit
 def partial_rows(start_q, total_q, batch, batches, max_seqlen_q):
-    """(a sequence's first row, the number of rows) in the results of one of several splits. Queries are packed. Only
-    sequences of up to max_seqlen_q queries have room there."""
+    """Returns (a sequence's first row, the number of rows) in the results of one of several splits. Queries are
+    packed. Only sequences of up to max_seqlen_q queries have room there."""
     return tl.minimum(start_q, batch.to(tl.int64) * max_seqlen_q), tl.minimum(total_q, batches * max_seqlen_q)
 
 

@@ -13,8 +13,8 @@ def clamp(x, low, high):
 
 @triton.jit
 def cache_bounds(cache, batch, length_q):
-    """(first slot, number of keys) of a sequence, inside the capacity whatever the tensors hold. length_q: its packed
-    queries, None where queries are not packed."""
+    """Returns (first slot, number of keys) of a sequence, inside the capacity whatever the tensors hold. length_q: its
+    packed queries, None where queries are not packed."""
     capacity, new = decode_int(cache.capacity), decode_int(cache.seqlen_new)
     if length_q is not None:
         new = tl.where(new < 0, length_q, new)
@@ -28,7 +28,8 @@ def cache_bounds(cache, batch, length_q):
 
 @triton.jit
 def load_page(cache, batch, slot, PAGE_SIZE: tl.constexpr):
-    """The page of a sequence's slots, int32, as the block table says. In a contiguous cache it is the sequence."""
+    """Returns the page of a sequence's slots, int32, as the block table says. In a contiguous cache it is the
+    sequence."""
     if cache.block_table is None:
         return batch + slot * 0
     else:
@@ -38,7 +39,7 @@ def load_page(cache, batch, slot, PAGE_SIZE: tl.constexpr):
 
 @triton.jit
 def row_in_page(cache, slot, PAGE_SIZE: tl.constexpr):
-    """The row of a slot in its page, int64. In a contiguous cache it is the slot."""
+    """Returns the row of a slot in its page, int64. In a contiguous cache it is the slot."""
     return slot.to(tl.int64) if cache.block_table is None else (slot % PAGE_SIZE).to(tl.int64)
 
 

@@ -58,7 +58,7 @@ def mapped_position(maps, rotation, position):
 
 @triton.jit
 def mapped_keys(position, band, maps):
-    """The whole positions of the keys that queries at these [M] see in a band of a scheme with maps."""
+    """Returns the whole positions of the keys that queries at these [M] see in a band of a scheme with maps."""
     unit = band_unit(maps)
     own = floor_div(position, unit)
     stop = tl.minimum((own - band.start + 1) * unit, position + 1)
@@ -151,7 +151,7 @@ def read_position(x):
 
 @triton.jit
 def count_before(counts, N: tl.constexpr):
-    """The sum of the counts [N] before each."""
+    """Returns the sum of the counts [N] before each."""
     index = tl.arange(0, N)
     return tl.sum(tl.where(index[None, :] < index[:, None], counts[None, :], 0), 1)
 
@@ -187,7 +187,8 @@ def columns_by_entries(tables, cache, seq, lowest, highest, VARIANT: tl.constexp
 
 @triton.jit
 def columns_by_groups(groups, cache, seq, lowest, highest, VARIANT: tl.constexpr):
-    """The Columns, each [BM], of the groups of slots that have keys at whole positions lowest to highest [BM]."""
+    """Returns the Columns, each [BM], of the groups of slots that have keys at whole positions lowest to highest
+    [BM]."""
     groups_in_all = tl.cdiv(decode_int(cache.capacity), VARIANT.block_n)
     begin = tl.zeros_like(lowest) + seq.length_k
     end = tl.zeros_like(lowest)
@@ -441,7 +442,7 @@ def load_tile_entries(cache, batch, first_slot, slots, VARIANT: tl.constexpr):
 
 @triton.jit
 def tile_places(cache, entries, page, last, first_slot, slots, VARIANT: tl.constexpr):
-    """The Places of a tile with these TileEntries. page: of every key, or of the tile."""
+    """Returns the Places of a tile with these TileEntries. page: of every key, or of the tile."""
     rows = page_rows(cache, VARIANT.page_size)
     if VARIANT.one_run:
         first_row = first_slot % rows
@@ -480,8 +481,8 @@ def sees(keys, places, column, maps, VARIANT: tl.constexpr):
 
 @triton.jit
 def load_digits(ptr, position, D: tl.constexpr):
-    """cos and sin of positions [M], each joined from the rows of its three digits, or of one position; ptr [COUNT] or
-    [1, COUNT]. The table is that of ``flashrope.lowering.cos_sin.three_level_table``."""
+    """Returns cos and sin of positions [M], each joined from the rows of its three digits, or of one position; ptr
+    [COUNT] or [1, COUNT]. The table is that of ``flashrope.lowering.cos_sin.three_level_table``."""
     low = position & (DIGIT - 1)
     middle = ((position >> DIGIT_BITS) & (DIGIT - 1)) + DIGIT
     top = (position >> (2 * DIGIT_BITS)) + (2 * DIGIT + SIGNED_DIGITS)
@@ -492,7 +493,7 @@ def load_digits(ptr, position, D: tl.constexpr):
 
 @triton.jit
 def placed_cos_sin(table, rotation, position, VARIANT: tl.constexpr):
-    """cos and sin [M, D/2] of positions [M], which the scheme may map."""
+    """Returns cos and sin [M, D/2] of positions [M], which the scheme may map."""
     D: tl.constexpr = VARIANT.block_d
     if table.maps is not None:
         position = mapped_position(table.maps, rotation, Position(position, position)).whole
@@ -502,7 +503,7 @@ def placed_cos_sin(table, rotation, position, VARIANT: tl.constexpr):
 
 @triton.jit
 def placed_query_cos_sin(table, rotation, cache, token, position, VARIANT: tl.constexpr):
-    """cos and sin [M, D/2] of queries at positions [M]. token: as in load_token."""
+    """Returns cos and sin [M, D/2] of queries at positions [M]. token: as in load_token."""
     if VARIANT.stored:
         COORDINATES: tl.constexpr = VARIANT.axes if VARIANT.axes > 0 else 1
         turns, found = load_turns(table, rotation, VARIANT), None

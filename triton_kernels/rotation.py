@@ -61,7 +61,7 @@ def pair_places(
 
 @triton.jit
 def tile_channels(VARIANT: tl.constexpr, PARTS: tl.constexpr = 1, PART: tl.constexpr = 0):
-    """The channel of every column of a tile of queries or keys, [D], or of one of its parts."""
+    """Returns the channel of every column of a tile of queries or keys, [D], or of one of its parts."""
     WIDTH: tl.constexpr = VARIANT.block_d // PARTS
     columns = tl.arange(0, WIDTH) + PART * WIDTH
     FULL: tl.constexpr = VARIANT.rotary_dim == VARIANT.block_d
@@ -236,8 +236,8 @@ def load_row_map(maps, rotation):
 
 @triton.jit
 def mapped_positions(row_map, position):
-    """The positions in the table of rows at these positions [M]. Each is at most the row's own. Rows at negative
-    positions see no key and take position 0."""
+    """Returns the positions in the table of rows at these positions [M]. Each is at most the row's own. Rows at
+    negative positions see no key and take position 0."""
     position = tl.maximum(position, 0)
     position = tl.where(row_map.chunk > 0, position % tl.maximum(row_map.chunk, 1), position)
     return tl.minimum(position // row_map.group, row_map.last)
@@ -269,7 +269,7 @@ def load_tile_map(maps, rotation, N: tl.constexpr):
 
 @triton.jit
 def mapped_start(tile_map, start):
-    """The mapped position of the tile's first key, which is at `start`; add tile_map.index for the others."""
+    """Returns the mapped position of the tile's first key, which is at `start`; add tile_map.index for the others."""
     start = tl.where(tile_map.chunk > 0, start % tl.maximum(tile_map.chunk, 1), start)
     return start // tile_map.group
 
@@ -291,7 +291,7 @@ def table_columns(table, rotation, FIRST: tl.constexpr, COUNT: tl.constexpr, D: 
 
 @triton.jit
 def load_cos_sin(table, rotation, rows, FIRST: tl.constexpr, COUNT: tl.constexpr, VARIANT: tl.constexpr):
-    """cos and sin of a tile's rows (TileRows)."""
+    """Returns cos and sin of a tile's rows (TileRows)."""
     D: tl.constexpr = VARIANT.block_d
     if table.positions is not None:
         ptr = table_columns(table, rotation, FIRST, COUNT, D)
@@ -307,7 +307,7 @@ def load_cos_sin(table, rotation, rows, FIRST: tl.constexpr, COUNT: tl.constexpr
 
 @triton.jit
 def load_cos_sin_from(table, rotation, start, index, FIRST: tl.constexpr, COUNT: tl.constexpr, VARIANT: tl.constexpr):
-    """cos and sin of positions start + index [M]. The fine rows `index` are the same for every tile."""
+    """Returns cos and sin of positions start + index [M]. The fine rows `index` are the same for every tile."""
     D: tl.constexpr = VARIANT.block_d
     ptr = table_columns(table, rotation, FIRST, COUNT, D)
     start_cos, start_sin = load_start(ptr, start, VARIANT)
@@ -317,8 +317,8 @@ def load_cos_sin_from(table, rotation, start, index, FIRST: tl.constexpr, COUNT:
 
 @triton.jit
 def load_cos_sin_at(table, rotation, position, FIRST: tl.constexpr, COUNT: tl.constexpr, VARIANT: tl.constexpr):
-    """cos and sin of positions [M], which the scheme may map. They depend on the position, not on the tile. Positions
-    are below 0 only where keys come rotated."""
+    """Returns cos and sin of positions [M], which the scheme may map. They depend on the position, not on the tile.
+    Positions are below 0 only where keys come rotated."""
     D: tl.constexpr = VARIANT.block_d
     ptr = table_columns(table, rotation, FIRST, COUNT, D)
     if table.maps is not None:
@@ -332,7 +332,7 @@ def load_cos_sin_at(table, rotation, position, FIRST: tl.constexpr, COUNT: tl.co
 
 @triton.jit
 def load_each(ptr, position, D: tl.constexpr):
-    """cos and sin of positions [M], each joined from its own two rows; ptr [COUNT]."""
+    """Returns cos and sin of positions [M], each joined from its own two rows; ptr [COUNT]."""
     fine = ptr[None, :] + (position % FINE_ROWS)[:, None] * D
     coarse = ptr[None, :] + (position // FINE_ROWS + FINE_ROWS)[:, None] * D
     return add_angles(tl.load(fine), tl.load(fine + D // 2), tl.load(coarse), tl.load(coarse + D // 2))
@@ -340,7 +340,7 @@ def load_each(ptr, position, D: tl.constexpr):
 
 @triton.jit
 def load_two_levels(ptr, position, D: tl.constexpr):
-    """cos and sin of one position, joined from its fine and its coarse row, two [COUNT]; ptr [COUNT]."""
+    """Returns cos and sin of one position, joined from its fine and its coarse row, two [COUNT]; ptr [COUNT]."""
     fine = ptr + (position % FINE_ROWS) * D
     coarse = ptr + (position // FINE_ROWS + FINE_ROWS) * D
     return add_angles(tl.load(fine), tl.load(fine + D // 2), tl.load(coarse), tl.load(coarse + D // 2))
@@ -379,7 +379,7 @@ def load_cos_sin_by_blocks(table, rotation, rows, FIRST: tl.constexpr, COUNT: tl
 
 @triton.jit
 def query_scale(scheme, rows, positions, length):
-    """The scheme's factor on every query row of a sequence of `length` keys, float32 [M]. rows index
+    """Returns the scheme's factor on every query row of a sequence of `length` keys, float32 [M]. rows index
     scheme.positions."""
     if scheme.positions is not None:
         position = tl.load(scheme.positions + rows)

@@ -66,7 +66,7 @@ def online_softmax(state, scores, scale_log2, visible):
 
 @triton.jit
 def add_values(state, weights, v):
-    """The state with weights [BM, BN] @ v [BN, DV] added; v in as many parts as acc."""
+    """Returns the state with weights [BM, BN] @ v [BN, DV] added; v in as many parts as acc."""
     weights = weights.to(v[0].dtype)
     acc = ()
     for part in tl.static_range(len(v)):

@@ -43,7 +43,8 @@ class Turns(NamedTuple):
 
 @triton.jit
 def split_position(x, base):
-    """The Position of float32 numbers plus integers `base`, at most LIMIT on both sides of 0. NaN is below all."""
+    """Returns the Position of float32 numbers plus integers `base`, at most LIMIT on both sides of 0. NaN is below
+    all."""
     x = tl.where(x > -LIMIT, tl.minimum(x, LIMIT), -LIMIT)
     whole = x.to(tl.int32)  # towards 0: a difference of floats of one sign is exact
     part = ((x - whole.to(tl.float32)) * PART).to(tl.int32)
@@ -58,8 +59,8 @@ def as_float(position):
 
 @triton.jit
 def load_stored(cache, page, row, base, axis: tl.constexpr, VARIANT: tl.constexpr):
-    """The Position of slots on one axis. page, row: of the slots; base: added to what they store, or to their rows if
-    the cache stores nothing and queries have fractions."""
+    """Returns the Position of slots on one axis. page, row: of the slots; base: added to what they store, or to their
+    rows if the cache stores nothing and queries have fractions."""
     if cache.slot_positions is None:
         whole = (base + row).to(tl.int32)
         return Position(whole, tl.zeros_like(whole))
@@ -85,7 +86,8 @@ def load_turns(table, rotation, VARIANT: tl.constexpr):
 
 @triton.jit
 def of_pairs(found, position, turns, axis: tl.constexpr):
-    """The Position [M, 1] or [M, D/2] of every pair: `found`, of the axes before, or this one [M] on its own axis."""
+    """Returns the Position [M, 1] or [M, D/2] of every pair: `found`, of the axes before, or this one [M] on its own
+    axis."""
     whole, part = position.whole[:, None], position.part[:, None]
     if axis == 0:
         return Position(whole, part)
@@ -96,13 +98,13 @@ def of_pairs(found, position, turns, axis: tl.constexpr):
 
 @triton.jit
 def turned(position, turns):
-    """The angles [M, D/2] of a Position of every pair, in fractions of 2^64 of a turn."""
+    """Returns the angles [M, D/2] of a Position of every pair, in fractions of 2^64 of a turn."""
     return position.whole.to(tl.int64) * turns.step[None, :] + position.part.to(tl.int64) * turns.part[None, :]
 
 
 @triton.jit
 def cos_sin_of(angle):
-    """cos and sin, float32, of int64 turns in fractions of 2^64."""
+    """Returns cos and sin, float32, of int64 turns in fractions of 2^64."""
     turns = (angle >> 32).to(tl.int32)
     quarter = (turns + (1 << 29)) >> 30
     x = (turns - (quarter << 30)).to(tl.float32) * RADIANS

@@ -47,7 +47,7 @@ def find_cached_sequence(cache, cu_seqlens_q, batch, seqlen_q):
 
 @triton.jit
 def copied_keys(cache, cu_seqlens_q, seq, rows):
-    """(the sequence's first row in rotated_k, the first key that is copied there).
+    """Returns (the sequence's first row in rotated_k, the first key that is copied there).
 
     rotated_k holds the last `rows` keys of every sequence. With packed queries it holds the last length_q + rows keys
     of every sequence that `attention_chunks` serves."""
@@ -72,7 +72,7 @@ def sequence_rows(cu_seqlens, batch, seqlen):
 
 @triton.jit
 def packed_row(cu_seqlens, batch, start, seqlen):
-    """The sequence's first row in a contiguous tensor (batch * seqlen or total, ...)."""
+    """Returns the sequence's first row in a contiguous tensor (batch * seqlen or total, ...)."""
     if cu_seqlens is None:
         return batch.to(tl.int64) * seqlen
     else:
@@ -93,14 +93,15 @@ def lse_offset(cu_seqlens, batch, head, heads, start, seqlen):
 
 @triton.jit
 def row_program(max_seqlen, BLOCK: tl.constexpr):
-    """(batch, first row) of a program that serves several heads."""
+    """Returns (batch, first row) of a program that serves several heads."""
     tiles = tl.cdiv(max_seqlen, BLOCK)
     return tl.program_id(0) // tiles, tl.program_id(0) % tiles * BLOCK
 
 
 @triton.jit
 def head_program(max_seqlen, heads, BLOCK: tl.constexpr):
-    """(batch, head, first row) of a program. The first rows come first: as keys they are seen by most queries."""
+    """Returns (batch, head, first row) of a program. The first rows come first: as keys they are seen by most
+    queries."""
     tiles = tl.cdiv(max_seqlen, BLOCK)
     first = tl.program_id(0) % tiles * BLOCK
     return tl.program_id(0) // tiles // heads, tl.program_id(0) // tiles % heads, first
@@ -108,7 +109,7 @@ def head_program(max_seqlen, heads, BLOCK: tl.constexpr):
 
 @triton.jit
 def query_program(max_seqlen_q, heads_q, VARIANT: tl.constexpr):
-    """(batch, query head, first query row) of a program. Under a causal mask the longest tiles start first."""
+    """Returns (batch, query head, first query row) of a program. Under a causal mask the longest tiles start first."""
     tiles = tl.cdiv(max_seqlen_q, VARIANT.block_m)
     tile = tiles - 1 - tl.program_id(0) % tiles
     batch = tl.program_id(0) // tiles // heads_q
@@ -207,16 +208,16 @@ class TileRange(NamedTuple):
 
 @triton.jit
 def tile_range(first, last, reach_first, reach_last, length, BLOCK: tl.constexpr):
-    """The tiles of BLOCK columns that rows first..last see. Row x sees columns x + reach_first to x + reach_last
-    within [0, length)."""
+    """Returns the tiles of BLOCK columns that rows first..last see. Row x sees columns x + reach_first to x +
+    reach_last within [0, length)."""
     first_row = VisibleRange(first + reach_first, first + reach_last + 1)
     return visible_tiles(first_row, VisibleRange(last + reach_first, last + reach_last + 1), length, BLOCK)
 
 
 @triton.jit
 def visible_tiles(first_row, last_row, length, BLOCK: tl.constexpr):
-    """The tiles of BLOCK columns, within [0, length), that a run of rows sees. first_row, last_row: the VisibleRange of
-    its first and of its last row. From one to the other both bounds never decrease."""
+    """Returns the tiles of BLOCK columns, within [0, length), that a run of rows sees. first_row, last_row: the
+    VisibleRange of its first and of its last row. From one to the other both bounds never decrease."""
     begin = tl.maximum(first_row.first, 0) // BLOCK
     end = tl.cdiv(tl.maximum(tl.minimum(last_row.stop, length), 0), BLOCK)
     end = tl.maximum(end, begin)
@@ -229,7 +230,7 @@ def visible_tiles(first_row, last_row, length, BLOCK: tl.constexpr):
 
 @triton.jit
 def key_tiles(band, first_q, last_q, length_k, BLOCK: tl.constexpr, maps=None):
-    """The key tiles of a band for queries at positions first_q to last_q."""
+    """Returns the key tiles of a band for queries at positions first_q to last_q."""
     if maps is None:
         return tile_range(first_q, last_q, 1 - band.stop, -band.start, length_k, BLOCK)
     else:
@@ -239,7 +240,7 @@ def key_tiles(band, first_q, last_q, length_k, BLOCK: tl.constexpr, maps=None):
 
 @triton.jit
 def query_tiles(band, first_k, last_k, ahead, length_q, BLOCK: tl.constexpr, maps=None):
-    """The query tiles of a band for keys first_k to last_k."""
+    """Returns the query tiles of a band for keys first_k to last_k."""
     if maps is None:
         return tile_range(first_k - ahead, last_k - ahead, band.start, band.stop - 1, length_q, BLOCK)
     else:
@@ -254,7 +255,7 @@ def edge_count(tiles):
 
 @triton.jit
 def edge_tile(tiles, step):
-    """The step-th tile of [begin, inner_begin) followed by [inner_end, end)."""
+    """Returns the step-th tile of [begin, inner_begin) followed by [inner_end, end)."""
     return (
         tiles.begin + step + tl.where(step >= tiles.inner_begin - tiles.begin, tiles.inner_end - tiles.inner_begin, 0)
     )
@@ -275,8 +276,8 @@ class TileRows(NamedTuple):
 
 @triton.jit
 def tile_rows(first, length, length_other, packed, scheme, BLOCK: tl.constexpr, ROTATED_KEYS: tl.constexpr = False):
-    """The rows of a sequence's queries or keys from `first` on. length_other: the length of its keys or queries.
-    packed: the sequence's packed_row, which is also its first row in the table of given positions.
+    """Returns the rows of a sequence's queries or keys from `first` on. length_other: the length of its keys or
+    queries. packed: the sequence's packed_row, which is also its first row in the table of given positions.
 
     Queries are ahead of keys by length_k - length_q. If that is negative, both are shifted, so that no position is
     negative. If the scheme maps positions, or keys come rotated, nothing is shifted and start is for queries."""
@@ -338,7 +339,7 @@ def code_view(x, batch, start, head, VARIANT: tl.constexpr):
 
 @triton.jit
 def skip_rows(view, rows):
-    """The view from row `rows` on."""
+    """Returns the view from row `rows` on."""
     return HeadView(view.ptr + rows * view.stride_row, view.stride_row, view.stride_batch)
 
 

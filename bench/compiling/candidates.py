@@ -48,8 +48,8 @@ def ranked_by_machine_code(direction: str, arch: int, head_dim: int, bands: int,
 
 
 def ranked(choices: list[tuple[str, int, int, int]], jobs: int) -> list[list[Candidate]]:
-    """The candidates of every (direction, architecture, head_dim, bands). All launches are caught before the first
-    kernel is compiled."""
+    """Returns the candidates of every (direction, architecture, head_dim, bands). All launches are caught before the
+    first kernel is compiled."""
     caught = [(at, direction, tile) for at, (direction, *_) in enumerate(choices) for tile in tiles(direction)]
     launches = []
     for at, direction, tile in caught:
@@ -169,7 +169,7 @@ def order_text(rows: Iterable[Mapping[str, str]]) -> str:
 
 
 def with_order(source: str, rows: Iterable[Mapping[str, str]]) -> str:
-    """The source of flashrope/tuning/candidates.py with this order."""
+    """Returns the source of flashrope/tuning/candidates.py with this order."""
     text, count = _ORDER.subn(lambda found: found[1] + order_text(rows), source)
     if count != 1:
         raise ValueError(f"expected one table ORDER in candidates.py, got {count}")

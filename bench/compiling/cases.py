@@ -125,7 +125,7 @@ class Case:
 
     @property
     def kernels(self) -> set[str]:
-        """The kernels it must launch."""
+        """Returns the kernels it must launch."""
         if self.scheme.placed:
             by_position = self.scheme.stored and not self.scheme.rotary(self.head_dim).axis
             return {*DECODE_KERNELS, "place_tokens", *(["place_slots"] if by_position else [])}
@@ -136,7 +136,7 @@ class Case:
         return set(KERNELS) - ({"rotate_rows"} if self.scheme.name == "nope" else set())
 
     def launches(self) -> list[Launch]:
-        """What forward and backward launch, or one call with a cache."""
+        """Returns what forward and backward launch, or one call with a cache."""
         scheme, rows = self.scheme, (BATCH * SEQLEN,) if self.scheme.packed else (BATCH, SEQLEN)
 
         def tensor(*shape, dtype=DTYPES[self.dtype]):

@@ -116,7 +116,7 @@ COLUMNS = (
 
 
 def ptxas_report(text: str) -> dict[str, tuple[int, int]]:
-    """(registers, spilled bytes stored and loaded) of every kernel in what ``nvcc -Xptxas -v`` prints."""
+    """Returns (registers, spilled bytes stored and loaded) of every kernel in what ``nvcc -Xptxas -v`` prints."""
     found, name, spill = {}, "", 0
     for line in text.splitlines():
         if match := re.search(r"Compiling entry function '(\w+)'", line):
@@ -129,7 +129,7 @@ def ptxas_report(text: str) -> dict[str, tuple[int, int]]:
 
 
 def functions(disassembly: str) -> dict[str, sass.Listing]:
-    """The listing of every kernel in the output of ``nvdisasm -c``."""
+    """Returns the listing of every kernel in the output of ``nvdisasm -c``."""
     parts = re.split(r"^\.text\.(\w+):$", disassembly, flags=re.MULTILINE)
     return {name: sass.parse(text) for name, text in zip(parts[1::2], parts[2::2], strict=True)}
 
@@ -145,7 +145,7 @@ def copy_bytes(opcodes) -> tuple[int, ...]:
 
 
 def shapes(cxx: str, folder: Path) -> dict[int, Shape]:
-    """What decode.h computes, from a small program that includes it."""
+    """Returns what decode.h computes, from a small program that includes it."""
     (folder / "launch.cpp").write_text(LAUNCH)
     subprocess.run([cxx, "-std=c++17", f"-I{SOURCE}", folder / "launch.cpp", "-o", folder / "launch"], check=True)
     lines = subprocess.run([folder / "launch"], check=True, capture_output=True, text=True).stdout.splitlines()

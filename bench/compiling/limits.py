@@ -248,7 +248,7 @@ NEWER = {
 
 
 def max_instructions(kernel: str, case: Case) -> float | None:
-    """The limit of a kernel under this Triton version; None if it has none."""
+    """Returns the limit of a kernel under this Triton version; None if it has none."""
     if case.dtype != "bf16":
         return None
     newer = tuple(map(int, triton.__version__.split(".")[:2])) > (3, 6)

@@ -97,7 +97,7 @@ class Launch:
 
 
 def catch(arch: int | str, kernel: triton.JITFunction, *args, **kwargs) -> Launch:
-    """The launch of a kernel for an architecture. Compiles nothing."""
+    """Returns the launch of a kernel for an architecture. Compiles nothing."""
     seen = []
 
     def skip_compilation(*, compile, **_):
@@ -197,13 +197,13 @@ def measure(compiled) -> Measured | amdgcn.Measured:
 
 
 def slots(ttgir: str) -> int | None:
-    """How many tiles [M, N] the smallest buffer of a tile loop holds; None without such buffers. In Triton's GPU IR it
-    is an allocation (slots, M, N) without a value."""
+    """Returns how many tiles [M, N] the smallest buffer of a tile loop holds; None without such buffers. In Triton's
+    GPU IR it is an allocation (slots, M, N) without a value."""
     return min(map(int, re.findall(r"local_alloc\s*: \(\) -> !ttg\.memdesc<(\d+)x\d+x\d+x", ttgir)), default=None)
 
 
 def cubin_usage(cubin: bytes) -> tuple[int, int]:
-    """(registers, bytes of stack) per thread, from ``cuobjdump -res-usage``."""
+    """Returns (registers, bytes of stack) per thread, from ``cuobjdump -res-usage``."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -215,7 +215,8 @@ def cubin_usage(cubin: bytes) -> tuple[int, int]:
 
 
 def ptxas_usage(compiled) -> tuple[int, int, int]:
-    """(registers, spill bytes stored, loaded) from ``ptxas -v``. Triton assembles the PTX again, with its own flags."""
+    """Returns (registers, spill bytes stored, loaded) from ``ptxas -v``. Triton assembles the PTX again, with its own
+    flags."""
     metadata = compiled.metadata
     backend = make_backend(metadata.target)
     log = io.StringIO()

@@ -90,7 +90,7 @@ def _flags(causal: int, even: int, count: int) -> str:
 
 
 def library(path: Path, folder: Path) -> tuple[Path, str]:
-    """(the shared library, what to call it). That of a wheel is extracted to the folder."""
+    """Returns (the shared library, what to call it). That of a wheel is extracted to the folder."""
     if path.suffix != ".whl":
         return path, path.stem
     name, version = path.name.split("-")[:2]
@@ -140,8 +140,8 @@ def functions(cubin: bytes) -> dict[str, tuple[int, sass.Listing]]:
 
 
 def attention_loop(listing: sass.Listing) -> Counter:
-    """The loop over tiles with the fewest instructions per product. One pass of it has products and exponentials, which
-    tells it from loops within or across a product."""
+    """Returns the loop over tiles with the fewest instructions per product. One pass of it has products and
+    exponentials, which tells it from loops within or across a product."""
     mixes = [sass.mix(listing.opcodes[first : last + 1]) for first, last in listing.loops]
     whole = [counts for counts in mixes if counts["products"] and counts["mufu"]]
     return min(whole, key=lambda counts: counts["total"] / counts["products"])

@@ -55,15 +55,15 @@ class Block:
 
 
 def code_of(listing: sass.Listing, arch: int, parts: Sequence[tuple[int, int]]) -> list[issue.Instruction]:
-    """The instructions of the given parts (first, last) of a listing."""
+    """Returns the instructions of the given parts (first, last) of a listing."""
     chosen = [at for first, last in parts for at in range(first, last + 1)]
     columns = ([column[at] for at in chosen] for column in (listing.opcodes, listing.operands, listing.controls))
     return issue.decoded(*columns, issue.RATES[arch])
 
 
 def bounds_of_loops(listing: sass.Listing, whole_tiles: bool = False) -> list[tuple[int, int]]:
-    """(first, last) of the tile loops, that with the fewest instructions per product first. whole_tiles: a loop over
-    tiles may hold others, and has exponentials, which tells it from loops across one product."""
+    """Returns (first, last) of the tile loops, that with the fewest instructions per product first. whole_tiles: a
+    loop over tiles may hold others, and has exponentials, which tells it from loops across one product."""
 
     def cost(bounds: tuple[int, int]) -> float:
         counts = mix(bounds)
@@ -96,7 +96,7 @@ def inner_loop(
 
 
 def block(listing: sass.Listing, loop: Loop, whole_tiles: bool = False) -> Block:
-    """The whole block around an inner loop."""
+    """Returns the whole block around an inner loop."""
     found, rates = bounds_of_loops(listing, whole_tiles), issue.RATES[loop.arch]
     if whole_tiles:  # the others hold this one
         found = found[:1]

@@ -45,7 +45,7 @@ class Listing:
 
 
 def disassemble(cubin: bytes, nvdisasm: str) -> Listing:
-    """The listing of every function in a cubin. Raises CalledProcessError when nvdisasm cannot read it."""
+    """Returns the listing of every function in a cubin. Raises CalledProcessError when nvdisasm cannot read it."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -55,7 +55,7 @@ def disassemble(cubin: bytes, nvdisasm: str) -> Listing:
 
 
 def parse(text: str) -> Listing:
-    """The listing in an output of ``nvdisasm -c``, with or without ``-hex``."""
+    """Returns the listing in an output of ``nvdisasm -c``, with or without ``-hex``."""
     opcodes, operands, controls, branches, labels = [], [], [], [], {}
     for line in text.splitlines():
         if label := _LABEL.match(line):
@@ -87,7 +87,7 @@ def mix(opcodes: Sequence[str]) -> Counter:
 
 
 def tile_bounds(listing: Listing) -> list[tuple[int, int]]:
-    """(first, last) of every tile loop, in address order."""
+    """Returns (first, last) of every tile loop, in address order."""
     with_mma = [
         (first, last)
         for first, last in listing.loops
@@ -101,7 +101,7 @@ def tile_bounds(listing: Listing) -> list[tuple[int, int]]:
 
 
 def tile_loops(listing: Listing) -> list[Counter]:
-    """The mix of every tile loop, in address order."""
+    """Returns the mix of every tile loop, in address order."""
     return [mix(listing.opcodes[first : last + 1]) for first, last in tile_bounds(listing)]
 
 
@@ -111,7 +111,7 @@ def hot_loop(listing: Listing) -> Counter | None:
 
 
 def local_bytes(listing: Listing) -> tuple[int, int]:
-    """(stored, loaded) bytes of local memory per thread. Each instruction counts once, as ptxas counts spills.
+    """Returns (stored, loaded) bytes of local memory per thread. Each instruction counts once, as ptxas counts spills.
 
     Triton kernels keep no arrays in local memory: all of it is spilled registers.
     """

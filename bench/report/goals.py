@@ -68,7 +68,7 @@ class Goal:
         )
 
     def figure(self, record: Record) -> float | None:
-        """The figure in a record of the peer, or of ours if there is no peer."""
+        """Returns the figure in a record of the peer, or of ours if there is no peer."""
         if not self.peer:
             return record.share if record.contestant == self.ours else None
         return record.ratios.get(self.ours) if record.contestant == self.peer else None
@@ -150,7 +150,7 @@ def text(judged: Sequence[dict]) -> str:
 
 
 def aim_text(goal: Mapping) -> str:
-    """The aim of a judged goal as text; empty if it has none."""
+    """Returns the aim of a judged goal as text; empty if it has none."""
     if isinstance(aim := goal["aim"], Mapping):
         return ", ".join(f"{figure:g} from {seqlen}" for seqlen, figure in aim.items())
     return "" if aim is None else f"{aim:g}"

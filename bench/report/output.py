@@ -19,7 +19,7 @@ def add_output_options(p: argparse.ArgumentParser) -> None:
 
 
 def output_folder(options: argparse.Namespace) -> Path | None:
-    """The folder that the device's folder goes to; None if nothing is written."""
+    """Returns the folder that the device's folder goes to; None if nothing is written."""
     return RESULTS if options.publish else options.out
 
 

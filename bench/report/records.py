@@ -86,7 +86,7 @@ def command_line(command: str, argv: Sequence[str]) -> str:
 
 
 def read(path: Path) -> Run:
-    """The run in a JSON file. Raises ValueError with the file's name if it is not one."""
+    """Returns the run in a JSON file. Raises ValueError with the file's name if it is not one."""
     try:
         fields = json.loads(path.read_text())
         return Run(**(fields | {"records": [Record(**record) for record in fields["records"]]}))

@@ -24,7 +24,8 @@ def small(problem: Problem) -> Problem:
 
 
 def error(contestant: Contestant, problem: Problem, backward: bool) -> float:
-    """The largest relative error of out and, with backward, of the gradients of q, k and v. inf if a result is nan."""
+    """Returns the largest relative error of out and, with backward, of the gradients of q, k and v. inf if a result is
+    nan."""
     case = small(problem)
     tensors = case.tensors(grad=backward)
     grad_out = case.replace(heads_kv=case.heads).tensors(seed=1)[0]

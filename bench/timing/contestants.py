@@ -62,7 +62,7 @@ def rotate_half(x):
 
 
 def full_table(rotary: Rotary, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin (seqlen, 1, head_dim), each half twice, in the dtype of q and k: as models keep them."""
+    """Returns cos and sin (seqlen, 1, head_dim), each half twice, in the dtype of q and k: as models keep them."""
     return tuple(torch.cat((x, x), -1).to(dtype)[:, None] for x in cos_sin(rotary, positions))
 
 
@@ -110,7 +110,7 @@ ENCODINGS = {"fused RoPE": fused, "compiled RoPE": compiled, "eager RoPE": eager
 
 
 def best_rope(device: torch.device) -> str:
-    """The rotation before attention without position encoding, unless rotations are compared."""
+    """Returns the rotation before attention without position encoding, unless rotations are compared."""
     return "fused RoPE" if device.type == "cuda" else "compiled RoPE"
 
 

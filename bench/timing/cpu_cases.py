@@ -52,7 +52,7 @@ def heads_first(x: torch.Tensor) -> torch.Tensor:
 
 
 def with_kernels(kernels: library.Library | None, prepare: Callable, problem: Problem) -> Callable:
-    """The call of `prepare` with these compiled kernels, or without any."""
+    """Returns the call of `prepare` with these compiled kernels, or without any."""
     call = prepare(problem)
 
     def run(*tensors):
@@ -108,7 +108,7 @@ def over_cache(stored: Stored, problem: Problem) -> Callable:
 
 
 def over_stored_rows(stored: Stored, problem: Problem) -> Callable:
-    """The float64 reference over what the cache holds."""
+    """Returns the float64 reference over what the cache holds."""
     rotary = stored.scheme(problem)
     seqlens = torch.full((problem.batch,), problem.seqlen, dtype=torch.int32)
 
@@ -188,7 +188,7 @@ def map_entries(kernels, decoding: bool) -> list[Entry]:
 
 
 def peer_entries() -> list[Entry]:
-    """What users have without flashrope."""
+    """Returns what users have without flashrope."""
     rope = [
         entry(f"{encoding} + SDPA", SDPA, Problem.rope, partial(with_rope, encoding, KERNELS["SDPA flash"]))
         for encoding in ("eager RoPE", "compiled RoPE")
@@ -197,7 +197,7 @@ def peer_entries() -> list[Entry]:
 
 
 def training_entries(kernels) -> list[Entry]:
-    """The schemes, and RoPE as PyTorch alone computes it."""
+    """Returns the schemes, and RoPE as PyTorch alone computes it."""
     without = f"eager RoPE + {SDPA}"
     found = [entry(without, without, Problem.rope, partial(with_rope, "eager RoPE", KERNELS["SDPA flash"]))]
     for scheme in ("RoPE", "HoPE", "ReRoPE"):
@@ -230,7 +230,7 @@ def decoding_entries(kernels, half: bool = False) -> list[Entry]:
 
 
 def quantized_entries(kernels, queries: int = 1) -> list[Entry]:
-    """The compiled kernels over caches of every type, contiguous, paged, and with rotated keys."""
+    """Returns the compiled kernels over caches of every type, contiguous, paged, and with rotated keys."""
     found = []
     for name, stored in (
         ("ReRoPE", Stored(Problem.rerope)),
@@ -257,7 +257,7 @@ def quantized_entries(kernels, queries: int = 1) -> list[Entry]:
 
 
 def for_check(each: Entry) -> Contestant:
-    """The contestant with its tensors arranged in the call, as ``check`` gives them rows first."""
+    """Returns the contestant with its tensors arranged in the call, as ``check`` gives them rows first."""
 
     def prepare(problem: Problem) -> Callable:
         call = each.contestant.prepare(problem)

@@ -47,7 +47,7 @@ class Measured(NamedTuple):
 
 
 def calls_on(device: torch.device, capacity: int) -> dict[str, Callable]:
-    """The calls to time. On a GPU impl is None, the usual case; naming a backend takes a little longer."""
+    """Returns the calls to time. On a GPU impl is None, the usual case; naming a backend takes a little longer."""
     impl = None if device.type == "cuda" else "triton"
 
     def tensor(seqlen, heads, grad=False):
@@ -99,7 +99,7 @@ class Undo(Exception):
 
 
 def functions_of(call: Callable) -> tuple[int, int]:
-    """(Triton launches, all functions that are called) by one call."""
+    """Returns (Triton launches, all functions that are called) by one call."""
     seen = []
     launch, planned = launcher.launch.__code__, launcher.Launch.__call__.__code__
 

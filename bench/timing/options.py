@@ -73,7 +73,7 @@ def add_device_option(p: argparse.ArgumentParser) -> None:
 
 
 def device_of(p: argparse.ArgumentParser, name: str, needs_device: bool = True) -> torch.device:
-    """The device of this name. Exits with a message if it is not present and is needed."""
+    """Returns the device of this name. Exits with a message if it is not present and is needed."""
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -86,7 +86,7 @@ def device_of(p: argparse.ArgumentParser, name: str, needs_device: bool = True) 
 
 
 def parse(p: argparse.ArgumentParser, argv: list[str], needs_device: bool = True) -> argparse.Namespace:
-    """The options, with the defaults of the device."""
+    """Returns the options, with the defaults of the device."""
     options = p.parse_args(argv)
     options.device = device_of(p, options.device, needs_device)
     kind = options.device.type

@@ -90,7 +90,7 @@ class Problem:
         return self.rope().rectify(self.window)
 
     def sizes(self) -> dict:
-        """The sizes as records keep them."""
+        """Returns the sizes as records keep them."""
         fields = {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)
@@ -100,7 +100,8 @@ class Problem:
 
 
 def exponent(series: Mapping[float, float]) -> float:
-    """The exponent p of the best fit y = c x^p, by least squares over the logarithms. Needs at least two points."""
+    """Returns the exponent p of the best fit y = c x^p, by least squares over the logarithms. Needs at least two
+    points."""
     if len(series) < 2:
         raise ValueError(f"series: expected at least two points, got {len(series)}")
     points = [(math.log(x), math.log(y)) for x, y in series.items()]

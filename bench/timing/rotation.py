@@ -21,7 +21,7 @@ from .session import Session
 
 
 def keys_only(problem: Problem):
-    """The rotation of the keys in a HoPE forward, without the attention."""
+    """Returns the rotation of the keys in a HoPE forward, without the attention."""
     return (keys_on_cpu if problem.device.type == "cpu" else keys_by_triton)(problem)
 
 
@@ -57,7 +57,7 @@ def keys_by_triton(problem: Problem):
 
 
 def separate(encoding: Callable, problem: Problem):
-    """The rotation of q and k, and nothing else."""
+    """Returns the rotation of q and k, and nothing else."""
     both = encoding(problem)
     return lambda q, k, v: both(q, k)[1]
 

@@ -108,7 +108,7 @@ def _decoding_sweeps(options) -> list[Sweep]:
 
 
 def panels_of(chosen: Sequence[Sweep], run: Run) -> list[tuple[str, str, str, dict[str, dict[float, float]]]]:
-    """The panels of ``plots.draw_scaling``."""
+    """Returns the panels of ``plots.draw_scaling``."""
     panels = []
     for sweep in chosen:
         panels.append(

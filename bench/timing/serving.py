@@ -190,7 +190,7 @@ TASKS = {"vLLM": with_vllm, "transformers": with_transformers, "memory": memory_
 
 
 def run_task(name: str, task: str, folder: str, served: Served, sizes: list[int]) -> list[float]:
-    """What a task returns, in a process of its own."""
+    """Runs a task in its own process and returns its result."""
     command = [sys.executable, "-m", "bench", "serving", "--task", json.dumps([task, folder, served, *sizes])]
     done = subprocess.run(command, env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True)
     if done.returncode:
@@ -199,7 +199,7 @@ def run_task(name: str, task: str, folder: str, served: Served, sizes: list[int]
 
 
 def measure(options) -> list[dict]:
-    """The median of every column over the rounds, and the range of the two rates."""
+    """Returns the median of every column over the rounds, and the range of the two rates."""
     sizes = [options.prompts, options.length, options.tokens]
     contestants = {f"vLLM{name}": ("vLLM", served) for name, served in (SCHEMES | QUANTIZED).items()}
     contestants |= {f"transformers{name}": ("transformers", served) for name, served in SCHEMES.items()}

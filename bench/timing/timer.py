@@ -20,7 +20,7 @@ class Timer(timer.Timer):
         self.memory_is_cheap = device.type == "cuda"  # whether peak_bytes leaves the process unchanged
 
     def record(self, call: Callable) -> Callable:
-        """The call as a CUDA graph, for work so short that launches would dominate; on the CPU the call itself.
+        """Returns the call as a CUDA graph, for work so short that launches would dominate; on the CPU the call itself.
 
         Raises an exception if the call synchronises with the host.
         """
@@ -62,7 +62,7 @@ class Timer(timer.Timer):
 
 
 def ratio(times: Mapping[str, list[float]], name: str, base: str) -> float:
-    """The median over the rounds of (time of `name`) / (time of `base` in the same round)."""
+    """Returns the median over the rounds of (time of `name`) / (time of `base` in the same round)."""
     return statistics.median(a / b for a, b in zip(times[name], times[base], strict=True))
 
 

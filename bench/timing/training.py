@@ -20,7 +20,7 @@ SIZES = ((PRESET.batch, PRESET.train_length), (1, 4096))  # (batch, seqlen)
 
 
 def training_problem(batch: int, seqlen: int) -> Problem:
-    """The attention of a layer. HoPE's train_length is seqlen, ReRoPE's window a quarter of it."""
+    """Returns the attention of a layer. HoPE's train_length is seqlen, ReRoPE's window a quarter of it."""
     head_dim, cpu = PRESET.width // PRESET.heads, torch.device("cpu")
     sizes = (batch, seqlen, PRESET.heads, PRESET.heads, head_dim, torch.float32, cpu)
     return Problem(*sizes, window=seqlen // 4, train_length=seqlen)

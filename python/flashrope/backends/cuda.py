@@ -81,7 +81,7 @@ def append_to_cache(
 
 
 def attention_with_cache(q: torch.Tensor, layer: CacheLayer, call: CacheCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out like q and contiguous, lse float32 (batch, heads_q, seqlen_q)), in two launches.
+    """Returns (out like q and contiguous, lse float32 (batch, heads_q, seqlen_q)), in two launches.
 
     Raises:
         ValueError: the cache is quantized, the scheme maps positions, has log_steps, or several queries that see keys
@@ -164,8 +164,8 @@ def _check_packed(tables: CacheTables) -> None:
 
 
 def _token_sequences(cu_seqlens_q, total_q: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(sequence, how many of its rows follow, this one included) of every token, int64 (total_q,). A token outside
-    every sequence gets the last sequence and a number below 1."""
+    """Returns (sequence, how many of its rows follow, this one included) of every token, int64 (total_q,). A token
+    outside every sequence gets the last sequence and a number below 1."""
     ends = cu_seqlens_q[1:].to(torch.int64)
     token = torch.arange(total_q, device=cu_seqlens_q.device)
     sequence = torch.searchsorted(ends, token, right=True).clamp(max=ends.shape[0] - 1)
@@ -173,7 +173,7 @@ def _token_sequences(cu_seqlens_q, total_q: int) -> tuple[torch.Tensor, torch.Te
 
 
 def _token_pages(k_cache, v_cache, total_q: int, tables: CacheTables):
-    """(k_cache, v_cache, tables) for append: every token is a sequence of its own, one page long."""
+    """Returns (k_cache, v_cache, tables) for append: every token is a sequence of its own, one page long."""
     _check_packed(tables)
     if tables.block_table is None:
         rows = TILE_ROWS
@@ -235,7 +235,7 @@ def _attend_packed(q, layer: CacheLayer, call: CacheCall) -> tuple[torch.Tensor,
 
 
 def build_info() -> str:
-    """What the extension was built with, or that it is not built."""
+    """Returns what the extension was built with, or that it is not built."""
     if not LIBRARY.exists():
         return "not built"
     try:
@@ -252,7 +252,7 @@ def _operators():
 
 
 def _default_splits(groups: int, rows: int, capacity: int, head_dim: int, multiprocessors: int) -> int:
-    """How many splits of the keys fill the device.
+    """Returns how many splits of the keys fill the device.
 
     groups: pairs of a sequence and a key head. rows: query rows of each.
     """
@@ -263,7 +263,7 @@ def _default_splits(groups: int, rows: int, capacity: int, head_dim: int, multip
 
 @kept_on_device("band table")
 def _bands(rotary: Rotary, causal: bool, device: torch.device) -> tuple[torch.Tensor, int]:
-    """(int32 (bands, 4) on the device: start, stop, q_rotation, k_rotation; ``Lowered.rotated_pairs``)."""
+    """Returns (int32 (bands, 4) on the device: start, stop, q_rotation, k_rotation; ``Lowered.rotated_pairs``)."""
     lowered = lower(rotary, causal)
     rows = [(band.start, band.stop, band.q_rotation, band.k_rotation) for band in lowered.bands]
     return torch.tensor(rows, dtype=torch.int32).to(device), lowered.rotated_pairs

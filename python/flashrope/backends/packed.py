@@ -43,7 +43,7 @@ def attend_packed(
 
 
 def _attend_run(attend: Callable, q, layer: CacheLayer, run):
-    """(out, lse) of the rows q of one run."""
+    """Returns (out, lse) of the rows q of one run."""
     sequences, _, tables, *_ = run
     if tables.block_table is None:
         layer = addresses.layer_of(layer, sequences)

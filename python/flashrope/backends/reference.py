@@ -48,7 +48,7 @@ def kept_shapes(k: torch.Tensor, call: AttentionCall) -> KeptShapes:
 def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: AttentionCall
 ) -> tuple[torch.Tensor, torch.Tensor, None]:
-    """(out, lse, None), computed in float64 for float64 inputs and in float32 for all others."""
+    """Returns (out, lse, None), computed in float64 for float64 inputs and in float32 for all others."""
     if call.cu_seqlens_q is None:
         return *dense_attention(q, k, v, call), None
     out = q.new_zeros(out_shape(q, v))
@@ -162,7 +162,7 @@ def dense_attention(
     sinks: torch.Tensor | None = None,
     places: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of a batch of sequences of equal length; shapes as in ``flashrope.attention``.
+    """Returns (out, lse) of a batch of sequences of equal length; shapes as in ``flashrope.attention``.
 
     sinks: (heads_q,), as in ``flashrope.attention``, which adds them to the results of every backend.
     places: float64 positions of queries and of keys, (seqlen,) or (seqlen, axes), by which distances go; causality goes

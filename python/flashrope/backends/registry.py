@@ -17,7 +17,8 @@ DIFFERENTIABLE = ("reference",)
 
 @cache
 def load_backend(impl: str) -> Any:
-    """The module of a backend, by name. Ours are written out, because torch.compile traces import statements only."""
+    """Returns the module of a backend, by name. Ours are written out, because torch.compile traces import statements
+    only."""
     if impl == "triton":
         from . import triton as backend
     elif impl == "cuda":
@@ -32,7 +33,7 @@ def load_backend(impl: str) -> Any:
 
 
 def resolve_impl(impl: str | None, q: torch.Tensor, cached: bool = False) -> str:
-    """The name of the backend that serves tensors like q. None picks by device and dtype.
+    """Returns the name of the backend that serves tensors like q. None picks by device and dtype.
 
     cached: for ``attention_with_cache``.
 

@@ -68,8 +68,8 @@ MULTIPROCESSORS: dict[int | str, Multiprocessor | ComputeUnit] = {
 
 
 def multiprocessor(capability: int | str) -> Multiprocessor | ComputeUnit:
-    """The limits for a compute capability such as 80, or for AMD's "gfx942" or "gfx950". A compute capability that is
-    not listed has those of the next older one."""
+    """Returns the limits for a compute capability such as 80, or for AMD's "gfx942" or "gfx950". A compute capability
+    that is not listed has those of the next older one."""
     if isinstance(capability, str):
         return MULTIPROCESSORS[capability]
     older = (known for known in MULTIPROCESSORS if isinstance(known, int) and known <= capability)

@@ -71,7 +71,7 @@ Winners = dict[ShapeClass, Winner]
 
 
 def max_keys(keys: int) -> int:
-    """The class of a length, as in ``ShapeClass``."""
+    """Returns the class of a length, as in ``ShapeClass``."""
     return next((bound for bound in MAX_KEYS if keys <= bound), 0)
 
 
@@ -83,7 +83,8 @@ def path() -> Path:
 
 @cache
 def tuned() -> Mapping[Setup, Winners]:
-    """What the file holds, read at the first call. Empty without a file, and with a warning where it is unreadable."""
+    """Returns what the file holds, read at the first call. Empty without a file, and with a warning where it is
+    unreadable."""
     try:
         return read(path())
     except (OSError, ValueError) as error:
@@ -95,7 +96,7 @@ def tuned() -> Mapping[Setup, Winners]:
 
 
 def read(file: Path) -> dict[Setup, Winners]:
-    """The winners of every setup in a file; none if it does not exist.
+    """Returns the winners of every setup in a file; none if it does not exist.
 
     Raises:
         ValueError: the file is not one that ``update`` wrote.

@@ -79,16 +79,16 @@ class KVCache(Cache):
 
     @property
     def lengths(self) -> list[int]:
-        """The slots in use of every sequence, left padding included, known to the host."""
+        """Returns the slots in use of every sequence, left padding included, known to the host."""
         return list(self._lengths)
 
     @property
     def padding(self) -> list[int]:
-        """The left padding of every sequence, known to the host."""
+        """Returns the left padding of every sequence, known to the host."""
         return list(self._padding)
 
     def step(self, seqlen_new: int, leftpad: Sequence[int] | None = None) -> Step:
-        """The step in which every layer gets seqlen_new tokens of every sequence.
+        """Returns the step in which every layer gets seqlen_new tokens of every sequence.
 
         Args:
             seqlen_new: new tokens of every sequence.

@@ -33,7 +33,7 @@ Kept = list[tuple[int, Entry]]  # an entry, and which of the sequence's pages be
 
 
 def of_slots(page_size: int, length: int, leftpad: int) -> Kept:
-    """The entries of a sequence whose tokens stand at their slots, without its padding."""
+    """Returns the entries of a sequence whose tokens stand at their slots, without its padding."""
     kept = []
     for n in range(leftpad // page_size, -(-length // page_size)):
         start = n * page_size

@@ -118,17 +118,17 @@ class PagedKVCache(Cache):
 
     @property
     def sequences(self) -> list[int]:
-        """The sequences that exist, oldest first."""
+        """Returns the sequences that exist, oldest first."""
         return list(self._sequences)
 
     @property
     def free_pages(self) -> int:
-        """The number of pages that no sequence holds."""
+        """Returns the number of pages that no sequence holds."""
         return len(self._pool.free)
 
     @property
     def lengths(self) -> dict[int, int]:
-        """The number of tokens of every sequence, left padding included, known to the host.
+        """Returns the number of tokens of every sequence, left padding included, known to the host.
 
         Sequences that were extended, or of which tokens were removed, have no padding any more.
         """
@@ -136,7 +136,7 @@ class PagedKVCache(Cache):
 
     @property
     def padding(self) -> dict[int, int]:
-        """The left padding of every sequence, known to the host."""
+        """Returns the left padding of every sequence, known to the host."""
         return _OfSequences(self, {name: sequence.leftpad for name, sequence in self._sequences.items()})
 
     def seqlens(self, sequences: Sequence[int]) -> torch.Tensor:
@@ -149,7 +149,7 @@ class PagedKVCache(Cache):
         return upload([each.length for each in selected], torch.int32, self.k.device)
 
     def leftpad(self, sequences: Sequence[int]) -> torch.Tensor:
-        """The left padding of every sequence, (n,) int32 on the device."""
+        """Returns the left padding of every sequence, (n,) int32 on the device."""
         return upload([each.leftpad for each in self._select(sequences).values()], torch.int32, self.k.device)
 
     def block_table(self, sequences: Sequence[int]) -> torch.Tensor:
@@ -201,7 +201,7 @@ class PagedKVCache(Cache):
         self._reserve(self._select(sequences), check_integer("seqlen_new", seqlen_new))
 
     def step(self, sequences: Sequence[int], seqlen_new: int, leftpad: Sequence[int] | None = None) -> Step:
-        """The step in which every layer gets seqlen_new tokens of every one of these sequences.
+        """Returns the step in which every layer gets seqlen_new tokens of every one of these sequences.
 
         Args:
             sequences: n numbers from ``allocate`` and ``fork``.

@@ -253,7 +253,7 @@ def check_cache_dtype(cache_dtype: str | None) -> str | None:
 
 
 def check_schemes(rotated_keys, head_dim: int, layers: int) -> tuple[Rotary, ...] | None:
-    """The scheme of every layer from the argument rotated_keys.
+    """Returns the scheme of every layer from the argument rotated_keys.
 
     Raises:
         TypeError, ValueError: what was expected and what came.

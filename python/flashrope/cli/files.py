@@ -26,7 +26,8 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def folder(name: str) -> Path:
-    """The folder of the option --out, made if it is not there. Raises BadInput if nothing can be written to it."""
+    """Returns the folder of the option --out, made if it is not there. Raises BadInput if nothing can be written to
+    it."""
     out = Path(name)
     try:
         out.mkdir(parents=True, exist_ok=True)

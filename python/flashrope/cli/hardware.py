@@ -6,7 +6,8 @@ import platform
 
 
 def hardware(device) -> str:
-    """The name of the processor, or of the GPU with its compute capability, under ROCm its architecture, and memory."""
+    """Returns the name of the processor, or of the GPU with its compute capability, under ROCm its architecture, and
+    memory."""
     import torch
 
     device = torch.device(device)

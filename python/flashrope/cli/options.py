@@ -29,7 +29,7 @@ def positive(text: str) -> int:
 
 
 def device(name: str) -> torch.device:
-    """The device of the option --device: auto, cpu, cuda or cuda:N. Raises BadInput."""
+    """Returns the device of the option --device: auto, cpu, cuda or cuda:N. Raises BadInput."""
     import torch
 
     if name == "auto":

@@ -12,7 +12,7 @@ INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
 
 def guarded(program: str, command: Callable[[], int]) -> int:
-    """The exit code of ``command()``. Ctrl-C and a closed stdout end it without a traceback."""
+    """Runs ``command()`` and returns its exit code. Ctrl-C and a closed stdout end it without a traceback."""
     try:
         return command()
     except BrokenPipeError:  # the reader of stdout has exited, as in "flashrope info | head -1"

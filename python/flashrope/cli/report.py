@@ -16,7 +16,7 @@ def aligned(title: str, rows: Sequence[Sequence[str]], width: int = 0) -> str:
 
 
 def lines(facts: dict[str, str], *names: str) -> str:
-    """The named facts (by default all), wrapped to 110 columns."""
+    """Returns the named facts (by default all), wrapped to 110 columns."""
     return "\n".join(
         textwrap.fill(
             facts[name], 110, initial_indent=f"{name + ':':11}", subsequent_indent=" " * 11, break_long_words=False

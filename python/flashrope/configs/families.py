@@ -177,5 +177,5 @@ def family(model_type: str) -> Family:
 
 
 def families_with(field: str) -> list[str]:
-    """The model types with this field, in order."""
+    """Returns the model types with this field, in order."""
     return sorted(name for name, family in FAMILIES.items() if getattr(family, field))

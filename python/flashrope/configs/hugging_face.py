@@ -130,7 +130,7 @@ def _rotary_dim(config, params: dict[str, Any], of_family: Family, head_dim: int
 
 
 def _mrope_is_interleaved(model_type: str, params: dict[str, Any]) -> bool:
-    """The code of a family decides; without a model_type, what the parameters say."""
+    """Whether mrope is interleaved. A family's code decides it; without a model_type, the parameters do."""
     if order := family(model_type).mrope:
         return order == "interleaved"
     if not model_type and len(params["mrope_section"]) == 3:
@@ -183,7 +183,8 @@ def _refuse_ignored(params, model_type: str, rope_type: str, rotary_dim: int, he
 
 
 def _parameters(config, model_type: str, layer_type: str | None) -> dict[str, Any] | None:
-    """The rope parameters of the layer type, with rope_theta and partial_rotary_factor; None if it does not rotate."""
+    """Returns the rope parameters of the layer type, with rope_theta and partial_rotary_factor; None if it does not
+    rotate."""
     layer_types = sorted(set(getattr(config, "layer_types", None) or ()))
     given = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     by_layer = {key: value for key, value in given.items() if isinstance(value, dict) or key in layer_types}

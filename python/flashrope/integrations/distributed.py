@@ -60,7 +60,7 @@ class _Strategy(NamedTuple):
 
 
 def _strategies(packed: bool, kept: Kept, batch: int, heads_kv: int, specs) -> list[_Strategy]:
-    """The strategies for a call.
+    """Returns the strategies for a call.
 
     kept: whether there are such tensors.
 
@@ -81,7 +81,7 @@ def _strategies(packed: bool, kept: Kept, batch: int, heads_kv: int, specs) -> l
 
 
 def _shards(specs) -> int:
-    """The number of parts if a dimension is sharded as any of (spec, dim), over all dimensions of the mesh."""
+    """Returns the number of parts if a dimension is sharded as any of (spec, dim), over all dimensions of the mesh."""
     parts = {}
     for spec, dim in specs:
         if spec is not None and dim is not None:
@@ -265,7 +265,7 @@ def _over_heads(q, k, v, options: dict, group: dist.ProcessGroup, lengths: _Leng
 
 
 def _rows_and_keys(lengths: _Lengths, chunks: Iterable[tuple[int, int]]) -> tuple[_Lengths, list[tuple[int, int]]]:
-    """The packed call of the query rows in chunks, each from a first row up to another.
+    """Plans the packed call of the query rows in chunks, each from a first row up to another.
 
     Returns cu_seqlens of the call, and the ranges of packed keys that form its keys. A chunk's part of a sequence has
     the keys that its last row sees, so rows stay aligned with keys on the right.
@@ -287,7 +287,7 @@ def _rows_and_keys(lengths: _Lengths, chunks: Iterable[tuple[int, int]]) -> tupl
 
 
 def _join(chunks: Sequence[torch.Tensor], ranges: Iterable[tuple[int, int]]) -> torch.Tensor:
-    """The rows in ranges of a tensor that is held in chunks of equal size, one after another in a copy."""
+    """Returns the rows in ranges of a tensor that is held in chunks of equal size, one after another in a copy."""
     size = chunks[0].shape[1]
     parts = []
     for start, stop in _joined(ranges):
@@ -325,7 +325,8 @@ def shard_sequence(x: torch.Tensor, group: Group = None, dim: int = 1) -> torch.
 
 
 def unshard_sequence(x: torch.Tensor, group: Group = None, dim: int = 1) -> torch.Tensor:
-    """The full sequence on every rank, the inverse of ``shard_sequence``. Gradients are summed over the ranks."""
+    """Returns the full sequence on every rank, the inverse of ``shard_sequence``. Gradients are summed over the
+    ranks."""
     group = _process_group(group)
     _check_sequence("x", x, dim)
     if x.shape[dim] % 2:
@@ -348,7 +349,7 @@ def _gather_sequence(parts: Sequence[torch.Tensor], dim: int, group: dist.Proces
 
 
 def _gather_keys(k: torch.Tensor, v: torch.Tensor, group: dist.ProcessGroup) -> list[tuple[torch.Tensor, ...]]:
-    """The chunks of the full k and of the full v, in order."""
+    """Returns the chunks of the full k and of the full v, in order."""
     alike = [(k, v)] if v.shape[-1] == k.shape[-1] else [(k,), (v,)]
     return [chunks for parts in alike for chunks in _gather_chunks(parts, 1, group)]
 
@@ -360,7 +361,7 @@ def _gather_chunks(parts: Sequence[torch.Tensor], dim: int, group: dist.ProcessG
 
 
 def _in_order(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """The first and the second chunk of every rank in the order of the sequence."""
+    """Returns the first and the second chunk of every rank in the order of the sequence."""
     return (*first, *second[::-1])
 
 
@@ -386,14 +387,14 @@ def _even_heads(q, k, v, ranks: int):
 
 
 def _heads_for_sequence(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """(batch, seqlen / n, heads, head_dim) to (batch, seqlen, heads / n, head_dim)."""
+    """Exchanges heads for sequence: (batch, seqlen / n, heads, channels) to (batch, seqlen, heads / n, channels)."""
     sent = torch.stack([part for heads in x.chunk(group.size(), 2) for part in heads.chunk(2, 1)])
     received = collectives.all_to_all_single_autograd(sent, None, None, group).unbind(0)
     return torch.cat(_in_order(received[0::2], received[1::2]), 1)
 
 
 def _sequence_for_heads(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """(batch, seqlen, heads / n, head_dim) to (batch, seqlen / n, heads, head_dim)."""
+    """Exchanges sequence for heads: (batch, seqlen, heads / n, channels) to (batch, seqlen / n, heads, channels)."""
     ranks = group.size()
     chunks = x.chunk(2 * ranks, 1)
     sent = torch.stack([chunks[c] for rank in range(ranks) for c in (rank, 2 * ranks - 1 - rank)])

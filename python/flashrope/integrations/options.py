@@ -28,7 +28,7 @@ def training_length(config, name: str) -> int:
 
 
 def read_options(given: Mapping[str, Any], config, length=training_length) -> dict[str, Any]:
-    """The options that ask for something, after checks. window=0 does; None, False and defaults do not, except
+    """Returns the options that ask for something, after checks. window=0 does; None, False and defaults do not, except
     dual_chunk=False for a configuration with dual_chunk_attention_config, which it switches off.
 
     Args:

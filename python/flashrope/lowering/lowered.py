@@ -79,7 +79,7 @@ class Lowered(NamedTuple):
 
     @property
     def rotated_key_ranges(self) -> tuple[tuple[int, int], ...]:
-        """(rotation, distance at which it stops) for each rotated copy of k."""
+        """Returns (rotation, distance at which it stops) for each rotated copy of k."""
         return tuple(zip(self.k_copies, self.k_stops, strict=True))
 
 

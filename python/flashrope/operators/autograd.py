@@ -23,7 +23,7 @@ TENSORS = 3  # the first AttentionArguments
 
 
 def attention(q, k, v, call: AttentionCall, impl: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """out and lse of ``flashrope::attention``.
+    """Returns out and lse of ``flashrope::attention``.
 
     In plain eager mode the backend is called at once: torch.library's Python layers take longer than a short call.
     """

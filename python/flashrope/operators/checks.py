@@ -40,7 +40,7 @@ def check_outside_context_parallel() -> None:
 def check_tensors(
     q, k, v, rotary, rank: int, names=("k", "v"), new=(), scales=None
 ) -> tuple[torch.Size | tuple[int, ...], torch.Size | tuple[int, ...]]:
-    """The shapes of q and k.
+    """Checks the tensors and returns the shapes of q and k.
 
     rank: that of q and new. names: labels k and v in errors; caches have four dimensions. new: (name, tensor) of the
     keys and values that go to a cache. scales: (k_scale, v_scale) if that cache is quantized, else None.

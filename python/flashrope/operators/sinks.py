@@ -8,7 +8,7 @@ import torch
 def add_sinks(
     out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor, gradients: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """out and lse of attention whose softmax also counts the sinks; differentiable in all three.
+    """Returns out and lse of attention whose softmax also counts the sinks; differentiable in all three.
 
     With the sum of a row's exponentials Z = exp(lse) and a sink s, the weights shrink by Z / (Z + exp(s)) =
     sigmoid(lse - s), and the new lse is ln(Z + exp(s)). Exact, whichever kernel made out and lse.

@@ -40,7 +40,7 @@ def axial_pairs(
 
 
 def _entries(axes: int | Iterable[Any], order: tuple[int, ...], pairs: int) -> list:
-    """The pairs or the table of each axis."""
+    """Returns the pairs or the table of each axis."""
     if isinstance(axes, int):
         check_positive_int("axes", axes)
         if order:
@@ -83,7 +83,7 @@ def _table_of(name: str, entry, base: float) -> tuple[float, ...]:
 
 
 def section_axes(sections: Sequence[int], pairs: int, interleaved: bool) -> tuple[int, ...]:
-    """The axis of every pair. sections: pairs of each axis.
+    """Returns the axis of every pair. sections: pairs of each axis.
 
     interleaved=False: the first sections[0] pairs belong to axis 0, the next sections[1] to axis 1, and so on
     (Qwen2-VL; Wang et al. 2024, section 2.1). interleaved=True: pair m belongs to axis m modulo the number of axes as

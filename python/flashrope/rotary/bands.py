@@ -101,13 +101,13 @@ def have_maps(bands: Iterable[Band]) -> bool:
 
 
 def chunk_of(bands: tuple[Band, ...]) -> int:
-    """The chunk that all bands of a scheme count in, 0 where they count distances."""
+    """Returns the chunk that all bands of a scheme count in, 0 where they count distances."""
     return bands[0].chunk if bands else 0
 
 
 def shared_map(bands: Iterable[Band]) -> PositionMap | None:
-    """The map that all queries and all keys of the bands rotate by, at their own positions; None if there are several
-    maps."""
+    """Returns the map that all queries and all keys of the bands rotate by, at their own positions; None if there are
+    several maps."""
     maps = {each for band in bands for each in (band.queries, band.keys)} or {EVERYWHERE.queries}
     return maps.pop() if len(maps) == 1 else None
 

@@ -142,7 +142,8 @@ def describe_options(options: Mapping[str, Any]) -> str:
 
 
 def name_options(options: Mapping[str, Any]) -> str:
-    """The scheme of options in short, such as "ReRoPE w 16, log n"; lengths and factors are in ``describe_options``."""
+    """Returns the scheme of options in short, such as "ReRoPE w 16, log n"; lengths and factors are in
+    ``describe_options``."""
     methods = {scheme.option.name: scheme.method for scheme in SCHEMES.values() if scheme.option}
     parts = ["own Rotary"] if "rotary" in options else []
     for name in known_options():
@@ -186,7 +187,7 @@ def _log_n(name: str, value, length: Callable[[str], int]) -> float:
 
 
 def _cope_arguments(name: str, value, length: Callable[[str], int]) -> float | dict[str, Any]:
-    """The training length or the arguments of ``Rotary.cope``, which checks all but their names."""
+    """Returns the training length or the arguments of ``Rotary.cope``, which checks all but their names."""
     if not isinstance(value, dict):
         return length(name) if value is True else value
     known = ("train_length", "pairs", "taper")

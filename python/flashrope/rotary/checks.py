@@ -100,7 +100,7 @@ def check_self_extend(window, group) -> None:
 
 
 def checked_chunk(chunk_size, local_size) -> int:
-    """The length of a chunk."""
+    """Checks the length of a chunk and returns it."""
     check_positive_int("chunk_size", chunk_size)
     if not is_integer(local_size, 0):
         raise ValueError(f"local_size: expected a non-negative integer, got {local_size!r}")

@@ -6,7 +6,8 @@ from .checks import TILE
 
 
 def self_extend_for(train_length: int, longest: int, window: int | None = None) -> tuple[int, int]:
-    """(window, group) of ``Rotary.self_extend``: the smallest group that keeps all positions below the training length.
+    """Returns (window, group) of ``Rotary.self_extend``: the smallest group that keeps all positions below the
+    training length.
 
     The farthest pair of the longest sequence is seen at the distance floor((longest - 1) / group) + window - window /
     group, which is then less than train_length.
@@ -33,8 +34,8 @@ def _farthest(longest: int, window: int, group: int) -> int:
 
 
 def dual_chunk_for(train_length: int) -> tuple[int, int]:
-    """(chunk_size, local_size) of ``Rotary.dual_chunk``: the training length, and what leaves chunks of about three
-    quarters of it, as in the experiments of the DCA paper, in whole tiles of 128.
+    """Returns (chunk_size, local_size) of ``Rotary.dual_chunk``: the training length, and what leaves chunks of about
+    three quarters of it, as in the experiments of the DCA paper, in whole tiles of 128.
 
     Raises:
         ValueError: the training length has no room for a chunk and a local part.

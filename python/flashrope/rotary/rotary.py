@@ -145,7 +145,7 @@ class Rotary:
 
     @property
     def inv_freq(self) -> torch.Tensor:
-        """The frequency of every pair, float64 (rotary_dim / 2,), in radians per position."""
+        """Returns the frequency of every pair, float64 (rotary_dim / 2,), in radians per position."""
         return torch.tensor(self.frequencies, dtype=torch.float64)
 
     @property
@@ -170,7 +170,7 @@ class Rotary:
 
     @cached_property
     def query_scale(self) -> QueryScale:
-        """The factor on queries by their position and by the length of their sequence."""
+        """Returns the factor on queries by their position and by the length of their sequence."""
         scale = UNSCALED
         if self.log_n_scale is not None:
             scale = QueryScale.log_n(*self.log_n_scale)
@@ -572,7 +572,7 @@ class Rotary:
 
     @staticmethod
     def from_text(text: str) -> Rotary:
-        """The scheme of ``Rotary.text``.
+        """Reads the scheme from ``Rotary.text``.
 
         Raises:
             TypeError, ValueError: what was expected and what came.

@@ -11,7 +11,7 @@ from .rotary import Rotary
 
 
 def one_rotation(rotary: Rotary, why: str) -> PositionMap:
-    """What every query and every key of the scheme rotates by.
+    """Returns what every query and every key of the scheme rotates by.
 
     why: the purpose, for the message.
 
@@ -28,7 +28,7 @@ def one_rotation(rotary: Rotary, why: str) -> PositionMap:
 
 
 def _name(rotary: Rotary) -> str:
-    """The scheme that such bands belong to."""
+    """Returns the scheme that such bands belong to."""
     if any(band.keys_rotated for band in rotary.bands):
         return "a scheme over rotated keys"
     if any(band.chunk for band in rotary.bands):
@@ -44,7 +44,8 @@ def _name(rotary: Rotary) -> str:
 
 
 def rotation_scale(rotary: Rotary) -> float:
-    """The factor on the channels of the table that a query and a key each have. Their product has rotated_scale."""
+    """Returns the factor on the channels of the table that a query and a key each have. Their product has
+    rotated_scale."""
     return math.sqrt(rotary.rotated_scale)
 
 

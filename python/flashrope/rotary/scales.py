@@ -40,7 +40,7 @@ class QueryScale(NamedTuple):
         return self._replace(length_scale=None)
 
     def of(self, positions: torch.Tensor, length: int) -> torch.Tensor:
-        """The factors of queries at these positions, float64, in a sequence of ``length`` keys."""
+        """Returns the factors of queries at these positions, float64, in a sequence of ``length`` keys."""
         positions = positions.clamp(min=0)
         if self.log_n_every is None or self.log_n_first is None:
             scale = (self.log_n_factor * torch.log(positions + 1)).clamp(min=self.log_n_floor)

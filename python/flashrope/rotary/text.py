@@ -49,7 +49,7 @@ def _axes_text(axis: Sequence[int]) -> str:
 
 
 def fields_of(text: str, known: Sequence[str]) -> dict[str, Any]:
-    """The arguments of a Rotary from its JSON; known: the names of its fields."""
+    """Returns the arguments of a Rotary from its JSON; known: the names of its fields."""
     try:
         fields = json.loads(text)
     except ValueError as error:

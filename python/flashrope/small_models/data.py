@@ -54,7 +54,7 @@ class Corpus:
 
 
 def standard_library(window: int) -> Corpus:
-    """The source code of the running interpreter's standard library, without tests and tables."""
+    """Returns the source code of the running interpreter's standard library, without tests and tables."""
     root = Path(sysconfig.get_paths()["stdlib"])
     version = sysconfig.get_python_version()
     files = _read_folder(root, ".py")
@@ -85,7 +85,7 @@ def from_paths(paths: Sequence[str | os.PathLike], window: int) -> Corpus:
 
 
 def read_texts(paths: Sequence[str | os.PathLike]) -> dict[str, str]:
-    """The texts of these files, and of the files in these folders, by path. Raises TextError."""
+    """Returns the texts of these files, and of the files in these folders, by path. Raises TextError."""
     return {
         str(path / name if path.is_dir() else path): text.decode()
         for path in map(Path, paths)
@@ -94,7 +94,7 @@ def read_texts(paths: Sequence[str | os.PathLike]) -> dict[str, str]:
 
 
 def split_one(name: str, text: bytes, window: int) -> Corpus:
-    """The unseen part is the last tenth of the text, and at least MIN_WINDOWS windows. Raises TextError."""
+    """Splits one text. The unseen part is its last tenth, and at least MIN_WINDOWS windows. Raises TextError."""
     needed = MIN_WINDOWS * window
     if len(text) < 2 * needed:
         raise TextError(
@@ -166,7 +166,7 @@ def as_tokens(windows: Sequence[Any], device: torch.device | str = "cpu") -> tor
 
 
 def _texts(path: Path) -> dict[str, bytes]:
-    """The text of a file, or of every file in a folder, by name. Raises TextError."""
+    """Returns the text of a file, or of every file in a folder, by name. Raises TextError."""
     if path.is_dir():
         files = _read_folder(path, "")
         if not files:
@@ -197,7 +197,7 @@ def _read_folder(root: Path, suffix: str) -> dict[str, bytes]:
 
 
 def _read(path: Path) -> bytes | None:
-    """The bytes of a text file; None if it is not text."""
+    """Returns the bytes of a text file; None if it is not text."""
     if path.stat().st_size > MAX_BYTES:
         raise TextError(f"{path}: larger than {MAX_BYTES:,} bytes; choose a smaller file")
     text = path.read_bytes()

@@ -156,7 +156,7 @@ def next_commands(out: Path, known: bool) -> list[str]:
 
 
 def trained_text(trained: Sequence[Trained], comparable: bool) -> str:
-    """The loss at the end of each training, and its speed if both took long enough for a comparison.
+    """Returns the loss at the end of each training, and its speed if both took long enough for a comparison.
 
     comparable: whether other processes slow down both alike. On a CPU that needs both to train at the same time.
     """
@@ -169,7 +169,7 @@ def trained_text(trained: Sequence[Trained], comparable: bool) -> str:
 
 
 def resolve(args: argparse.Namespace) -> Settings:
-    """The settings for these options. Raises BadInput."""
+    """Returns the settings for these options. Raises BadInput."""
     need("matplotlib", "safetensors")
     device = options.device(args.device)
     preset = PRESETS[preset_name(args, device)]
@@ -223,7 +223,7 @@ def expected_time(args: argparse.Namespace, settings: Settings) -> str:
 def compared(
     head_dim: int, train_length: int, window: int, factor: float, base: float, names: Sequence[str] = COMPARED
 ) -> tuple[tuple[Scheme, ...], dict[str, str]]:
-    """The rows of the table, and {name: reason} for the schemes that these lengths have no room for.
+    """Returns the rows of the table, and {name: reason} for the schemes that these lengths have no room for.
 
     The rows are RoPE, HoPE, the named schemes on RoPE's model, and ReRoPE on HoPE's where it is named, each without and
     with log n (at least 1).

@@ -33,7 +33,7 @@ def loss_by_context(
     batch_tokens: int = 16384,
     attend: Attend = attention,
 ) -> list[ContextLoss]:
-    """The loss of ``model`` under ``rotary`` at each context length.
+    """Returns the loss of ``model`` under ``rotary`` at each context length.
 
     ``windows`` is int64 (count, longest context + 1). At context length c the model reads the last c + 1 tokens of each
     window, so every context length predicts the same last ``targets`` tokens, preceded by more or fewer others.

@@ -207,7 +207,7 @@ def pick(logits: torch.Tensor, temperature: float, top_k: int | None, generator:
 
 
 def _longest(args: argparse.Namespace, prompt: bytes) -> int:
-    """The most bytes that a query sees."""
+    """Returns the most bytes that a query sees."""
     return sum(args.keep) + KEPT_CHUNK if args.keep else len(prompt) + args.tokens
 
 
@@ -218,7 +218,7 @@ def _threads(settings: Settings, args: argparse.Namespace) -> int:
 
 # ---- options
 def resolve(args: argparse.Namespace) -> Settings:
-    """The settings for these options. Raises BadInput."""
+    """Returns the settings for these options. Raises BadInput."""
     need("safetensors")
     check_sampling(args, VOCABULARY, "bytes")
     device = options.device(args.device)
@@ -278,7 +278,7 @@ def _load(args: argparse.Namespace, device: torch.device) -> tuple[LanguageModel
 def _named_scheme(
     args: argparse.Namespace, trained: Rotary, train_length: int | None, longest: int
 ) -> tuple[Rotary, str]:
-    """The scheme of --scheme, and its description."""
+    """Returns the scheme of --scheme, and its description."""
     options = named_options(args, train_length, longest)
     try:
         rotary = apply_options(trained, options)
@@ -306,7 +306,7 @@ def named_options(args: argparse.Namespace, train_length: int | None, longest: i
 
 
 def _scheme(args: argparse.Namespace, trained: Rotary, train_length: int | None) -> tuple[Rotary, str]:
-    """The scheme to run under, and its description."""
+    """Returns the scheme to run under, and its description."""
     rotated = sum(f != 0 for f in trained.frequencies)
     rotary, words = trained, [f"trained with {rotated} of {trained.head_dim // 2} channel pairs rotated"]
     unknown = f"{args.model} does not record its training length; give --train-length"

@@ -122,7 +122,7 @@ class Decoder:
         self.impl = impl
 
     def read(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The next tokens, int64 (1, seqlen), to logits (1, seqlen, vocab_size).
+        """Reads the next tokens, int64 (1, seqlen), and returns logits (1, seqlen, vocab_size).
 
         Raises ValueError if the cache is full. If it raises, no block has kept any of the tokens.
         """
@@ -170,7 +170,7 @@ class RollingDecoder:
 def read_in_step(
     model: LanguageModel, rotary: Rotary, step: Step, tokens: torch.Tensor, impl: str | None = None
 ) -> torch.Tensor:
-    """The tokens of a step, int64 (sequences, seqlen), to logits (sequences, seqlen, vocab_size).
+    """Reads the tokens of a step, int64 (sequences, seqlen), and returns logits (sequences, seqlen, vocab_size).
 
     Every block writes its keys and values.
     """
@@ -197,8 +197,8 @@ def save_checkpoint(
 
 
 def load_checkpoint(path: str | os.PathLike, device: torch.device | str = "cpu") -> tuple[LanguageModel, Rotary]:
-    """The model and the scheme it was trained with. Also reads the rotary models of the experiments. Raises ValueError
-    for other files."""
+    """Returns the model and the scheme it was trained with. Also reads the rotary models of the experiments. Raises
+    ValueError for other files."""
     with _opened(path, device) as file:
         metadata = file.metadata() or {}
         if "trained" in metadata and "rotary" not in metadata:
@@ -222,7 +222,7 @@ def load_checkpoint(path: str | os.PathLike, device: torch.device | str = "cpu")
 
 
 def trained_length(path: str | os.PathLike) -> int | None:
-    """The training length recorded in a checkpoint, in tokens; None if the file has none."""
+    """Returns the training length recorded in a checkpoint, in tokens; None if the file has none."""
     with _opened(path, "cpu") as file:
         length = (file.metadata() or {}).get("train_length", "")
     return int(length) if length.isdecimal() else None

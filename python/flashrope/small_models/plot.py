@@ -17,8 +17,8 @@ def plot_losses(path: Path, rows: Sequence[Row], train_length: int) -> None:
 
 
 def losses_figure(rows: Sequence[Row], train_length: int):
-    """The first ``CURVES`` rows. One colour and marker per scheme, dashed with log n; each line is labelled at its
-    end."""
+    """Draws the first ``CURVES`` rows. Each scheme has its colour and marker, dashed with log n, and a label at the end
+    of its line."""
     from matplotlib.ticker import FixedLocator, NullLocator
 
     note = "the same target bytes at every context length; dashed: with log n at evaluation"

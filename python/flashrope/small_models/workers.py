@@ -114,7 +114,7 @@ class Workers:
 
 
 def device() -> torch.device | None:
-    """The device of this worker process, if it was given one."""
+    """Returns the device of this worker process, if it was given one."""
     return _device
 
 

@@ -19,7 +19,7 @@ KERNELS = {
 
 
 def kernel_of(direction: str, cache: str) -> str:
-    """The kernel that takes the tile of a direction. Chunks over a cache have a forward of their own."""
+    """Returns the kernel that takes the tile of a direction. Chunks over a cache have a forward of their own."""
     return "attention_chunks" if direction == "forward" and cache else KERNELS[direction]
 
 
@@ -85,7 +85,7 @@ def tiles(direction: str) -> list[Tile]:
 
 
 def default(shape: store.ShapeClass, capability: int | str) -> Tile:
-    """What serves without tuning."""
+    """Returns what serves without tuning."""
     bands = 2 if shape.banded else 1
     return configs.tile(shape.direction, capability, shape.block_d, shape.itemsize, bands, cache=shape.cache)
 

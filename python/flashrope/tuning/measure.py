@@ -220,7 +220,7 @@ def _new_tensors_are_nan() -> Iterator[None]:
 
 
 def error(got: torch.Tensor, exact: torch.Tensor) -> float:
-    """The largest error of a row, relative to its norm plus the mean norm; of lse the largest difference.
+    """Returns the largest error of a row, relative to its norm plus the mean norm; of lse the largest difference.
 
     inf where a result is nan.
     """

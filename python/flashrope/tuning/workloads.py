@@ -118,7 +118,7 @@ class Workload:
         return lambda: backend.backward(grad_out, None, q, k, v, out, lse, kept, call)
 
     def exact(self, device: torch.device, window: int = WINDOW) -> Results:
-        """What ``call`` returns, by the reference in float64."""
+        """Returns what ``call`` returns, by the reference in float64."""
         tensors = self.tensors(device)
         q, k, v = (x.double() for x in tensors)
         if self.cache:
@@ -176,7 +176,7 @@ CACHE_BATCH = 4
 
 
 def parse_shape(text: str) -> tuple[int, ...]:
-    """(batch, seqlen, heads, heads_kv, head_dim) of "8x4096x32x8x128".
+    """Returns (batch, seqlen, heads, heads_kv, head_dim) of "8x4096x32x8x128".
 
     Raises ValueError if it is not of this form.
     """

@@ -53,7 +53,7 @@ def kept_shapes(k: torch.Tensor, call: AttentionCall) -> KeptShapes:
 def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: AttentionCall
 ) -> tuple[torch.Tensor, torch.Tensor, None]:
-    """(out like q, lse in float32 or float64, None)."""
+    """Returns (out like q, lse in float32 or float64, None)."""
     if call.cu_seqlens_q is None:
         return *_attend(q, k, v, call), None
     out = q.new_zeros(out_shape(q, v))
@@ -203,7 +203,7 @@ def _widen(x: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def _narrow(x: torch.Tensor, width: int) -> torch.Tensor:
-    """The first channels of x."""
+    """Returns the first channels of x."""
     return x if x.shape[-1] == width else x[..., :width]
 
 

@@ -52,8 +52,8 @@ def _block_size(row: int) -> int:
 def attend(
     q: torch.Tensor, layer: CacheLayer, part: Part, out: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out like q, lse in float32 or float64) of a batch of sequences. out: where the compiled kernels may write out,
-    contiguous and like q."""
+    """Returns (out like q, lse in float32 or float64) of a batch of sequences. out: where the compiled kernels may
+    write out, contiguous and like q."""
     call, tables, k_cache = part.call, part.call.tables, layer.k
     if tables.positions is not None:
         return _attend_placed(q, layer, part)
@@ -90,7 +90,8 @@ def attend(
 def _attend_single(
     q: torch.Tensor, layer: CacheLayer, first: int, end: int, call: CacheCall
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """What ``_attend`` returns for one block, without its bookkeeping, where one piece covers all rows and keys.
+    """Returns what ``_attend`` returns for one block, without its bookkeeping, where one piece covers all rows and
+    keys.
 
     None otherwise, and where keys do not rotate: ``_attend`` does not upcast those.
     """
@@ -147,7 +148,7 @@ def _blocks_of_runs(caches, block_table, b: int, keys: list[runs.Run], q, compil
 
 
 def _groups(bounds: list[tuple[int, int]], together: bool) -> list[tuple[int, int, int, int]]:
-    """(b0, b1, first, end): sequences [b0, b1) hold the slots [first, end).
+    """Returns (b0, b1, first, end): sequences [b0, b1) hold the slots [first, end).
 
     together: neighbors with the same bounds form one group. Otherwise every sequence is its own group.
     """
@@ -171,7 +172,7 @@ class Block(NamedTuple):
 
 
 def _caches(layer: CacheLayer) -> tuple[torch.Tensor, ...]:
-    """The tensors of a Block, of four dimensions each."""
+    """Returns the tensors of a Block, of four dimensions each."""
     if layer.k_scale is None or layer.v_scale is None:
         return layer.k, layer.v
     return layer.k, layer.v, layer.k_scale[..., None], layer.v_scale[..., None]

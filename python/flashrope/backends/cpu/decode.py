@@ -54,8 +54,8 @@ def decode(
     placed: list[Placed] | None = None,
     out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out like q, lse in float32). placed: the sequences, where positions are explicit. out: where to write out,
-    contiguous and like q."""
+    """Returns (out like q, lse in float32). placed: the sequences, where positions are explicit. out: where to write
+    out, contiguous and like q."""
     (batch, seqlen_q, heads_q, _), dtype, given = q.shape, q.dtype, out
     if layer.k_scale is not None and q.dtype != torch.float32:
         q, out = q.to(torch.float32), None

@@ -35,7 +35,7 @@ class Found(NamedTuple):
 
 
 def instructions() -> frozenset[str]:
-    """The processor's instruction sets by Linux's names; empty elsewhere."""
+    """Returns the processor's instruction sets by Linux's names; empty elsewhere."""
     try:
         with open("/proc/cpuinfo") as lines:
             flags = next((line for line in lines if line.lower().startswith(("flags", "features"))), "")
@@ -45,14 +45,14 @@ def instructions() -> frozenset[str]:
 
 
 def runnable() -> list[str]:
-    """The targets whose libraries this processor can run, the best first."""
+    """Returns the targets whose libraries this processor can run, the best first."""
     present = instructions()
     return [target for target, needed in reversed(INSTRUCTIONS.items()) if needed <= present]
 
 
 @cache
 def find() -> Found:
-    """The best library that loads."""
+    """Returns the best library that loads."""
     if sys.platform != "linux":
         return Found(None, "", f"the compiled kernels need Linux, this is {sys.platform}")
     if not (targets := runnable()):
@@ -82,7 +82,7 @@ def _missing(target: str) -> str:
 
 
 def compiler() -> str:
-    """What compiled the libraries."""
+    """Returns what compiled the libraries."""
     try:
         return json.loads((FOLDER / "build.json").read_text(encoding="utf-8"))["compiler"] or "an unknown compiler"
     except (OSError, ValueError, KeyError, TypeError):

@@ -21,7 +21,7 @@ from .rotation import KEY_FACTORS, QueryFactors, rotate, rotation_at, upcast
 def attend(
     q: torch.Tensor, layer: CacheLayer, sequence: int, part: Part, size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out like q, lse) of q (1, seqlen_q, heads_q, head_dim), one sequence. size: keys of a block."""
+    """Returns (out like q, lse) of q (1, seqlen_q, heads_q, head_dim), one sequence. size: keys of a block."""
     call = part.call
     seqlen_q, rotary, dtype = q.shape[1], call.rotary, accumulation_type(q)
     keys, queries = part.places(layer.k, sequence, seqlen_q)
@@ -70,7 +70,8 @@ def _rows(
 
 
 def _flash(q, k, v, seen: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """out and lse, heads first, of rows against keys (1, rows, heads, head_dim); rows without a key get 0 and -inf."""
+    """Returns out and lse, heads first, of rows against keys (1, rows, heads, head_dim); rows without a key get 0 and
+    -inf."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     if seen.all():
         return flash_folded(q, k, v, scale)

@@ -64,7 +64,7 @@ class RotationPieces(NamedTuple):
 def plan(
     bands: tuple[Band, ...], seqlen_q: int, seqlen_k: int, shift: int, first: int = 0
 ) -> tuple[RotationPieces, ...]:
-    """The pieces of all bands, grouped by rotation. Together they hold every visible (row, key) once.
+    """Returns the pieces of all bands, grouped by rotation. Together they hold every visible (row, key) once.
 
     shift: query row r is at position shift + r; key j is at position j. Both are counted from position `first`.
     """
@@ -94,7 +94,7 @@ def plan(
 
 
 def _past_pieces(start: float, stop: float, seqlen_q: int, seqlen_k: int, shift: int) -> list[Piece]:
-    """The pieces of the band start <= d < stop, start >= 0, with d = r + shift - j.
+    """Returns the pieces of the band start <= d < stop, start >= 0, with d = r + shift - j.
 
     x numbers rows so that row x sees exactly the keys x - width < j <= x, j < seqlen_k.
     """
@@ -162,7 +162,7 @@ class SinglePiece(NamedTuple):
 
 @lru_cache(maxsize=64)
 def single_piece(rotary: Rotary, causal: bool, seqlen_q: int, seqlen_k: int, dtype: torch.dtype) -> SinglePiece | None:
-    """The single piece that covers all rows and keys, with rotations in dtype; None if there is none."""
+    """Returns the single piece that covers all rows and keys, with rotations in dtype; None if there is none."""
     call = AttentionCall(rotary, causal, 1.0)
     rotations = plan(call.bands, seqlen_q, seqlen_k, seqlen_k - seqlen_q)
     if len(rotations) != 1 or len(rotations[0].pieces) != 1 or rotary.axis:
@@ -196,7 +196,7 @@ def flash_scale(call: AttentionCall | CacheCall, seqlen_k: int) -> float:
 
 
 def gather_tile(x: torch.Tensor, first: int, count: int, piece: Piece) -> torch.Tensor:
-    """The rows that the kernel takes for a piece, (batch * repeat, heads, count, ...), in the piece's order.
+    """Returns the rows that the kernel takes for a piece, (batch * repeat, heads, count, ...), in the piece's order.
 
     x: (batch, seqlen, heads, ...).
     """
@@ -221,7 +221,7 @@ def scatter_tile(x: torch.Tensor, piece: Piece) -> torch.Tensor:
 
 
 def attn_mask(piece: Piece, dtype: torch.dtype) -> torch.Tensor | None:
-    """(rows, keys), 0 or -inf, for a piece with a width; None for others."""
+    """Returns (rows, keys), 0 or -inf, for a piece with a width; None for others."""
     if not piece.width:
         return None
     distance = torch.arange(piece.rows)[:, None] - torch.arange(piece.keys)
@@ -259,8 +259,8 @@ Partial = tuple[Piece, torch.Tensor, torch.Tensor]  # a piece, its out and its l
 def merge_partials(
     partials: list[Partial], q: torch.Tensor, head_dim_v: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out like q, but head_dim_v wide; lse), contiguous, of all pieces: their outputs weighted by exp(lse of the piece
-    - lse)."""
+    """Returns (out like q, but head_dim_v wide; lse), contiguous, of all pieces: their outputs weighted by exp(lse of
+    the piece - lse)."""
     if not partials or any(piece.rows != q.shape[1] or piece.reversed for piece, _, _ in partials):
         return cast_results(*_merge_rows(partials, q, head_dim_v or q.shape[-1]), q.dtype)
     if len(partials) == 1:
@@ -279,7 +279,7 @@ def cast_results(out: torch.Tensor, lse: torch.Tensor, dtype: torch.dtype) -> tu
 
 
 def _merge_rows(partials: list[Partial], q: torch.Tensor, head_dim_v: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """out and lse where a row may be in any number of pieces, or in none."""
+    """Returns out and lse where a row may be in any number of pieces, or in none."""
     out = q.new_zeros((*q.shape[:-1], head_dim_v), dtype=accumulation_type(q))
     lse = out.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf)
     lse_windows = [windows(lse.transpose(1, 2), piece.row, piece.rows, piece) for piece, _, _ in partials]

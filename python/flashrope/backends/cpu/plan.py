@@ -105,7 +105,7 @@ def _attend(q: torch.Tensor, layer: CacheLayer, call: CacheCall, parts: list, ou
 
 
 def _rows_of(out: torch.Tensor | None, run: tuple, batch: torch.Tensor) -> torch.Tensor | None:
-    """The rows of out that a run of packed queries fills, in the shape of its batch."""
+    """Returns the rows of out that a run of packed queries fills, in the shape of its batch."""
     return None if out is None else out[run[1]].view(batch.shape)
 
 

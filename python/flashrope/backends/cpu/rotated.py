@@ -45,7 +45,7 @@ def rotate(x: torch.Tensor, call: RotateCall) -> torch.Tensor:
 
 
 def _plan(x: torch.Tensor, call: RotateCall) -> tuple[Rotation | None, list[NewRows]]:
-    """The rotations by row of a table, and which rows of x (batch, seqlen, heads, head_dim) use which."""
+    """Returns the rotations by row of a table, and which rows of x (batch, seqlen, heads, head_dim) use which."""
     factors, dtype = QueryFactors(rotated=call.rotary.rotated_scale), accumulation_type(x)
     if call.tables is None:
         runs = [NewRows(b, 0, x.shape[1], 0, b, 0) for b in range(x.shape[0])]
@@ -71,7 +71,7 @@ class Kept(NamedTuple):
 def _describe(
     compiled: Library, x: torch.Tensor, out: torch.Tensor, rotary: Rotary | None, table: Rotation | None, runs
 ) -> tuple[CompiledCall, Kept]:
-    """The call, and what must live until it has run. x, out: (batch, seqlen, heads, head_dim)."""
+    """Returns the call, and what must live until it has run. x, out: (batch, seqlen, heads, head_dim)."""
     array = (Run * len(runs))(*runs)
     c = CompiledCall(
         x=TensorView.of(x), out=TensorView.of(out), table=table_of(table), runs=ctypes.addressof(array), page_size=1
@@ -114,7 +114,7 @@ class Append:
         self._compiled.rotate(ctypes.byref(c))
 
     def _fill(self, layer: CacheLayer, k: torch.Tensor, v: torch.Tensor) -> tuple[CompiledCall, tuple]:
-        """The compiled call, and what it points to beside the tensors of the layer."""
+        """Returns the compiled call, and what it points to beside the tensors of the layer."""
         tables, rotary, k_cache = self._tables, self._rotary, layer.k
         capacity, block_table, slots = tables.capacity(k_cache), tables.block_table, tables.slot_mapping
         x = k if k.ndim == 4 else k[None]

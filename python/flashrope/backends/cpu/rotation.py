@@ -61,7 +61,7 @@ def rotation_at(rotary: Rotary, positions, position_map: PositionMap, factors: Q
 def rotations_between(
     rotary: Rotary, position_map: PositionMap, factors: QueryFactors, first: int, stop: int, dtype: torch.dtype
 ) -> Rotation:
-    """The rotation of the positions first to stop - 1."""
+    """Returns the rotation of the positions first to stop - 1."""
     positions = torch.arange(first, stop, dtype=torch.float64)
     return rotation_at(rotary, positions, position_map, factors, dtype)
 
@@ -70,7 +70,7 @@ def rotations_between(
 def rotation_of_rows(
     rotary: Rotary, position_map: PositionMap, factors: QueryFactors, first: int, rows: int, dtype: torch.dtype
 ) -> Rotation | None:
-    """The rotation of rows at positions first, first + 1, ...; None if it changes nothing.
+    """Returns the rotation of rows at positions first, first + 1, ...; None if it changes nothing.
 
     It is a slice of a table whose length is a power of two, so a growing sequence builds few tables. The table starts
     at position 0 or, beyond LARGEST_TABLE, at a multiple of its length.
@@ -93,7 +93,8 @@ def rotation_of_rows(
 def rotation_of_first(
     rotary: Rotary, position_map: PositionMap, factors: QueryFactors, rows: int, dtype: torch.dtype
 ) -> Rotation:
-    """The rotation of at least the rows at positions 0 to rows - 1, of a table whose length is a power of two."""
+    """Returns the rotation of at least the rows at positions 0 to rows - 1, of a table whose length is a power of
+    two."""
     return rotations_between(rotary, position_map, factors, 0, max(_table_length(rows), MIN_TABLE), dtype)
 
 
@@ -104,7 +105,8 @@ def _table_length(positions: int) -> int:
 def rotation_for(
     x: torch.Tensor, call: AttentionCall | CacheCall, position_map: PositionMap, first: float, is_query: bool
 ) -> Rotation | None:
-    """The rotation of x, whose row 0 is at position first, and for queries their factors. None: nothing changes."""
+    """Returns the rotation of x, whose row 0 is at position first, and for queries their factors. None: nothing
+    changes."""
     factors = QueryFactors.of(call) if is_query else KEY_FACTORS
     dtype, rotates = accumulation_type(x), (position_map.slope or position_map.offset) and any(call.rotary.frequencies)
     if call.positions is not None and (factors.by_position.log_n_factor or factors.rotated != 1 or rotates):

@@ -56,7 +56,7 @@ class Placed(NamedTuple):
         return len(self.keys) <= LONG_ENOUGH + self.seqlen // LONG_ENOUGH
 
     def rows(self) -> list[Rows]:
-        """The runs of the queries."""
+        """Returns the runs of the queries."""
         found: list[Rows] = []
         for row, position in enumerate(self.queries):
             if found and position == found[-1].position + found[-1].rows:
@@ -67,8 +67,8 @@ class Placed(NamedTuple):
 
 
 def bands_between(bands: tuple[Band, ...], causal: bool, rows: Rows, position: float, order: int):
-    """(bands, shift) between a run of queries and one of keys, whose first is at this position and of this order: row r
-    is at distance shift + r from the first key."""
+    """Returns (bands, shift) between a run of queries and one of keys, whose first is at this position and of this
+    order: row r is at distance shift + r from the first key."""
     shift = math.floor(rows.position - position)
     nearest = shift - (rows.order - order)  # distance of the last key that the first row sees by order
     if not causal or nearest <= 0:
@@ -151,7 +151,7 @@ def _stored(keys: Shown) -> list[Run]:
 
 
 def _of_keys(keys: list[Run], order: range) -> list[float]:
-    """The positions of the shown keys of this order; below 0: of the first."""
+    """Returns the positions of the shown keys of this order; below 0: of the first."""
     found, run = [], len(keys) - 1
     for n in reversed(order):
         while run > 0 and keys[run].order > n:

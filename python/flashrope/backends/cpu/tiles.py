@@ -47,7 +47,8 @@ def forward(
     scales: tuple[torch.Tensor, torch.Tensor] | None = None,
     place: Place | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out of ``out_shape``, lse in float32). With scales, of (batch, seqlen_k, heads_kv, 1), k and v hold codes."""
+    """Returns (out of ``out_shape``, lse in float32). With scales, of (batch, seqlen_k, heads_kv, 1), k and v hold
+    codes."""
     (batch, seqlen_q, heads_q, _), dtype = q.shape, q.dtype
     if scales is not None:
         q = q.to(torch.float32)
@@ -87,7 +88,7 @@ def backward(
 
 
 def _describe(library, q, k, v, out, lse, call, place: Place | None = None) -> tuple[ForwardCall, list]:
-    """The call, and the tables that it points to, which must live until the kernel has run."""
+    """Returns the call, and the tables that it points to, which must live until the kernel has run."""
     (batch, seqlen_q, heads_q, head_dim), rotary = q.shape, call.rotary
     seqlen_k, heads_kv = k.shape[1:3]
     if place is None:
@@ -112,7 +113,7 @@ def _describe(library, q, k, v, out, lse, call, place: Place | None = None) -> t
 
 
 def table_of(rotation: Rotation | None) -> Table:
-    """The addresses of (batch or nothing, rows, 1, channels); a dimension of one row serves all."""
+    """Returns the addresses of (batch or nothing, rows, 1, channels); a dimension of one row serves all."""
     table = Table()
     for name, x in zip(("cos", "sin"), rotation or (), strict=False):
         if x is not None:

@@ -75,7 +75,7 @@ class AppendLaunch:
 
 
 def append_key(layer: CacheLayer, k: torch.Tensor, v: torch.Tensor) -> tuple:
-    """What an ``AppendLaunch`` depends on, beside the shapes."""
+    """Returns what an ``AppendLaunch`` depends on, beside the shapes."""
     return k.stride(), v.stride(), alignment_key(*layer[:4], k, v)
 
 
@@ -97,7 +97,7 @@ def vector_of(alignment, itemsize: int, *strides: tuple[int, ...]) -> int:
 
 
 def stride_fields(x: torch.Tensor) -> tuple[int, int, int]:
-    """The fields of ``TensorView`` behind ptr, for x (batch, seqlen, heads, head_dim) or packed (total, heads,
+    """Returns the fields of ``TensorView`` behind ptr, for x (batch, seqlen, heads, head_dim) or packed (total, heads,
     head_dim)."""
     stride = x.stride()
     batch = stride[0] if x.ndim == 4 else 0
@@ -105,7 +105,7 @@ def stride_fields(x: torch.Tensor) -> tuple[int, int, int]:
 
 
 def kernel_layout(layer: CacheLayer, tables: CacheTables, decode_seqlen: int = 0) -> CacheLayout:
-    """The tables as kernels take them, with the scales of the layer."""
+    """Returns the tables as kernels take them, with the scales of the layer."""
     seqlens, block_table, leftpad, new, _ = tables
     slots, seqlen_new = (new.slot_mapping, tables.seqlen_new) if isinstance(new, Packed) else (None, new)
     numbers = encode_ints(seqlen_new, tables.capacity(layer.k), layer.k.shape[0], decode_seqlen)
@@ -115,7 +115,7 @@ def kernel_layout(layer: CacheLayer, tables: CacheTables, decode_seqlen: int = 0
 
 
 def scale_fields(layer: CacheLayer) -> dict[str, object]:
-    """The fields of ``CacheLayout`` that belong to a layer."""
+    """Returns the fields of ``CacheLayout`` that belong to a layer."""
     k_scale, v_scale = layer.k_scale, layer.v_scale
     assert k_scale is not None and v_scale is not None
     strides = encode_ints(*k_scale.stride(), *v_scale.stride())

@@ -214,8 +214,8 @@ class AttentionPlan(Plan):
         self._grad_kv(inputs, (grad_k, grad_v, None), tile, variant)
 
     def grad_kv_and_sums(self, inputs: GradientInputs, grad_k, grad_v) -> tuple[torch.Tensor, int]:
-        """(dQ of every band, float32 (band, head, row of the statistics, channel) in accumulator order, red_floats as
-        in ``Variant``)."""
+        """Returns (dQ of every band, float32 (band, head, row of the statistics, channel) in accumulator order,
+        red_floats as in ``Variant``)."""
         tile, variant = self._tile("grad_qkv")
         rows = inputs.statistics.shape[1]
         sums = inputs.statistics.new_zeros(self.num_bands, self.heads_q, rows, variant.block_d)
@@ -284,7 +284,7 @@ class AttentionPlan(Plan):
         )
 
     def _tile(self, direction: str):
-        """The tile and the variant of a kernel."""
+        """Returns the tile and the variant of a kernel."""
         tile = self.tile(direction, block_dv=block_d(self.head_dim_v))
         return tile, self._variant(self.num_bands, 0, 0, tile.block_m, tile.block_n)
 

@@ -151,7 +151,7 @@ class CachePlan(Plan):
         return out, lse
 
     def _layout_of(self, layer: CacheLayer) -> KernelCacheLayout:
-        """The layout with the scales of the layer."""
+        """Returns the layout with the scales of the layer."""
         return self.layout._replace(**scale_fields(layer))
 
     def _place_tokens(self, positions: CachePositions | None) -> None:
@@ -370,8 +370,8 @@ class CachePlan(Plan):
         return all(x.chunk % block_n == 0 and 0 in (x.group % block_n, block_n % x.group) for x in maps)
 
     def _placed_tile(self, tile: Tile) -> tuple[Tile, bool]:
-        """(The tile where positions are data, whether each lies in one page.) Its keys then follow one another.
-        Otherwise every key has its own rows of cos and sin, as with maps that do not align."""
+        """Returns the tile for explicit positions, and whether each tile of keys lies in one page, so that its keys
+        follow one another. Otherwise every key has its own rows of cos and sin, as with maps that do not align."""
         if self.lowered.maps and not self.stored:
             tile = tile._replace(num_stages=2)  # see decode; tiles are smaller here
         if (self.stored or self.lowered.maps) and self.table.shape[-1] >= configs.PLACED_PAIRS:
@@ -402,7 +402,7 @@ class CachePlan(Plan):
         )
 
     def _num_splits(self, programs: int, q, layer: CacheLayer, layout: KernelCacheLayout, lse, options) -> int:
-        """The number that the call asks for, or one that fills the device. programs: blocks of one split."""
+        """Returns the number that the call asks for, or one that fills the device. programs: blocks of one split."""
         block_n = options["VARIANT"].block_n
         if self.call.num_splits:
             return min(self.call.num_splits, MAX_SPLITS, cdiv(self.capacity, block_n))

@@ -51,7 +51,8 @@ def variant_of(
     stored: bool = False,
     axes: int = 0,
 ) -> Variant:
-    """The VARIANT of a kernel; fields: those of Variant from num_bands to block_n; head_dim_v 0: as head_dim."""
+    """Returns the VARIANT of a kernel; fields: those of Variant from num_bands to block_n; head_dim_v 0: as
+    head_dim."""
     rotary_dim, head_dim_v = rotary.rotary_dim if rotary.changes_channels else 0, head_dim_v or rotary.head_dim
     variant = Variant(rotary.head_dim, block_d(rotary.head_dim), rotary_dim, rotary.interleaved, vec, *fields)
     rotated_keys = any(band.keys_rotated for band in rotary.bands)
@@ -79,7 +80,7 @@ def vector_size(*tensors: torch.Tensor) -> int:
 
 
 def cached_vector_sizes(k_cache: torch.Tensor, v_cache: torch.Tensor, *others: torch.Tensor) -> tuple[int, int]:
-    """(vec, code_vec) of Variant, for a cache and tensors of q's type."""
+    """Returns (vec, code_vec) of Variant, for a cache and tensors of q's type."""
     if k_cache.dtype == others[0].dtype:
         return vector_size(*others, k_cache, v_cache), 0
     steps = 16

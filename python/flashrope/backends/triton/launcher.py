@@ -94,8 +94,8 @@ def _key(kernel, args: tuple, options: dict) -> tuple:
 
 
 def resident_blocks(capability: int | str, kernel, *args, **options) -> int:
-    """How many blocks of the kernel that ``launch`` would run fit on one multiprocessor. Compiles it at the first
-    call."""
+    """Returns how many blocks of the kernel that ``launch`` would run fit on one multiprocessor. Compiles it at the
+    first call."""
     if interpreted():
         return 1
     refuse_capture(f"kernel {kernel.__name__} for these arguments")

@@ -61,6 +61,6 @@ def forced(direction: str, tile: Tile) -> Iterator[None]:
 
 @cache
 def setup_of(device: torch.device, capability: int | str) -> store.Setup:
-    """What tuned tiles must have been measured with to serve on this device."""
+    """Returns what tuned tiles must have been measured with to serve on this device."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return store.Setup(name, capability, triton.__version__, __version__)

@@ -51,7 +51,7 @@ def save_config(model, folder, **fields: Any) -> dict[str, Any]:
 
 
 def config_of(model) -> dict[str, Any]:
-    """What ``save_config`` writes."""
+    """Returns what ``save_config`` writes."""
     if type(model) not in FAMILIES or any(layer.moe is not None for layer in model.layers):
         raise ValueError(f"model: expected a dense Llama3Model or Qwen3Model, got {type(model).__qualname__}")
     model_type, architecture = FAMILIES[type(model)]

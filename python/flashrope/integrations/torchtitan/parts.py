@@ -67,7 +67,7 @@ def check_attention(config) -> None:
 
 
 def rotary_of(config: RoPE.Config, head_dim: int) -> Rotary:
-    """The scheme that a torchtitan model rotates with.
+    """Returns the scheme that a torchtitan model rotates with.
 
     Raises:
         ValueError: the configuration is of a rotation that is not RoPE, or its table does not fit head_dim.
@@ -83,7 +83,7 @@ def rotary_of(config: RoPE.Config, head_dim: int) -> Rotary:
 
 
 def hf_fields(config: RoPE.Config) -> dict[str, Any]:
-    """The fields of a Hugging Face configuration that say the same, for weights in that library's order.
+    """Returns the fields of a Hugging Face configuration that say the same, for weights in that library's order.
 
     Raises:
         ValueError: a scaling that torchtitan itself does not have for this class.
@@ -144,7 +144,7 @@ LENGTHS = ("hope_train_length", "cope", "log_n")  # options that hold a training
 
 
 def read_scheme(given: Mapping[str, Any], attention) -> tuple[Rotary, dict[str, Any]]:
-    """The scheme of an attention layer, and the options that ``convert`` takes for it, as JSON.
+    """Returns the scheme of an attention layer, and the options that ``convert`` takes for it, as JSON.
 
     Raises:
         TypeError, ValueError: names the option, what was expected and what came.

@@ -77,7 +77,7 @@ def asked(config) -> bool:
 
 
 def make_plan(config) -> Plan:
-    """The plan of a VllmConfig whose model asks for one.
+    """Returns the plan of a VllmConfig whose model asks for one.
 
     Raises:
         TypeError, ValueError: names the argument, what was expected and what came.
@@ -97,7 +97,7 @@ def make_plan(config) -> Plan:
 
 
 def _asking(config):
-    """The configuration with the field, of the text model or of the whole; None if neither has it."""
+    """Returns the configuration with the field, of the text model or of the whole; None if neither has it."""
     model = config.model_config
     configs = getattr(model, "hf_text_config", None), getattr(model, "hf_config", None)
     return next((each for each in configs if getattr(each, FIELD, None) is not None), None)
@@ -269,7 +269,7 @@ def adopt_chunks(model) -> bool:
 
 
 def _configs(model) -> list:
-    """The text model's configuration, and that of the whole, which may be the same."""
+    """Returns the text model's configuration, and that of the whole, which may be the same."""
     configs = (getattr(model, name, None) for name in ("hf_text_config", "hf_config"))
     return [config for config in configs if config is not None]
 

@@ -227,7 +227,7 @@ def _turn_off(embedding: nn.Module, plan: Plan) -> None:
 
 
 def _same(embedding, table: torch.Tensor, rotary: Rotary) -> bool:
-    """The row of position 1 holds attention_factor * cos(inv_freq), then sin."""
+    """Whether the table's row of position 1 holds attention_factor * cos(inv_freq), then sin."""
     cos, sin = table[1].detach().double().cpu().chunk(2)
     rounding = RELATIVE_ERROR[table.dtype]
     return (
