@@ -154,7 +154,7 @@ def _layer(hf_config, key: tuple, options: dict, max_model_len: int, raw_keys: b
 def _check_model(model, hf_config) -> None:
     if model.architecture not in ARCHITECTURES:
         raise ValueError(
-            "architecture: expected a tested one, which rotates only through vLLM's get_rope: "
+            "architecture: expected one of the tested ones, which rotate only through vLLM's get_rope: "
             f"{', '.join(ARCHITECTURES)}; got {model.architecture}"
         )
     if model.runner_type != "generate":
