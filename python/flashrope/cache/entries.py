@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class Entry(NamedTuple):
-    """Rows first to first + length - 1 of a page; row r stands at position + r."""
+    """One block-table entry: rows [first, first + length) of a page are visible, and row r has position + r."""
 
     position: int
     first: int
@@ -33,7 +33,7 @@ Kept = list[tuple[int, Entry]]  # an entry, and which of the sequence's pages be
 
 
 def of_slots(page_size: int, length: int, leftpad: int) -> Kept:
-    """Returns the entries of a sequence whose tokens stand at their slots, without its padding."""
+    """Returns the entries of a sequence whose positions are its slots, without its padding."""
     kept = []
     for n in range(leftpad // page_size, -(-length // page_size)):
         start = n * page_size

@@ -14,7 +14,7 @@ from .runs import Placed
 
 
 class Part:
-    """Sequences with equally many queries. Layers differ in their tensors alone, so the tables are read once.
+    """Sequences with equally many queries. Layers differ only in their tensors, so the tables are read once.
 
     Attributes:
         call: what a backend computes, of ``for_backend``. Its tables are not packed.

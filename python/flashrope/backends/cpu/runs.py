@@ -45,7 +45,7 @@ class Rows(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """The shown keys and the queries of one sequence."""
+    """The visible keys and the queries of one sequence."""
 
     keys: list[Run]
     queries: list[float]  # their positions
@@ -151,7 +151,7 @@ def _stored(keys: Shown) -> list[Run]:
 
 
 def _of_keys(keys: list[Run], order: range) -> list[float]:
-    """Returns the positions of the shown keys of this order; below 0: of the first."""
+    """Returns the positions of the visible keys with these ranks. Below 0, the first key's."""
     found, run = [], len(keys) - 1
     for n in reversed(order):
         while run > 0 and keys[run].order > n:
