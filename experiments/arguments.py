@@ -16,14 +16,15 @@ from flashrope.cli.options import MAX_THREADS, BadInput, cores, need, positive
 from flashrope.small_models import data
 from flashrope.small_models.train import Ranks
 
-from . import distributed, estimate, export, fetch, tables, tasks, tokenizing, tokens
+from . import distributed, estimate, export, fetch, real_codes, tables, tasks, tokenizing, tokens
 from .measuring import Cell
 from .presets import PRESETS, TEXT, Preset
 from .registry import EXPERIMENTS, Experiment
 from .runs import LONGEST, Run
 from .zoo import ARCHITECTURES, Defaults, Scheme, scheme
 
-TOOLS = {"tokenize": tokenizing, "export": export, "estimate": estimate, "fetch": fetch}  # commands with arguments of their own
+# commands with arguments of their own
+TOOLS = {"tokenize": tokenizing, "export": export, "estimate": estimate, "fetch": fetch, "codes": real_codes}
 DERIVED = {"tables": "write the tables and figures of a run directory again, from its CSV files"}
 UNTRAINED = ("positions", "frequencies")  # experiments that train and read nothing
 SIZES = [field.name for field in dataclasses.fields(Preset) if field.name not in ("data", "vocab_size", "schemes")]
