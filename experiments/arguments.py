@@ -16,7 +16,7 @@ from flashrope.cli.options import MAX_THREADS, BadInput, cores, need, positive
 from flashrope.small_models import data
 from flashrope.small_models.train import Ranks
 
-from . import distributed, estimate, export, fetch, real_codes, tables, tasks, tokenizing, tokens
+from . import distributed, estimate, export, fetch, real_codes, real_reuse, tables, tasks, tokenizing, tokens
 from .measuring import Cell
 from .presets import PRESETS, TEXT, Preset
 from .registry import EXPERIMENTS, Experiment
@@ -24,7 +24,14 @@ from .runs import LONGEST, Run
 from .zoo import ARCHITECTURES, Defaults, Scheme, scheme
 
 # commands with arguments of their own
-TOOLS = {"tokenize": tokenizing, "export": export, "estimate": estimate, "fetch": fetch, "codes": real_codes}
+TOOLS = {
+    "tokenize": tokenizing,
+    "export": export,
+    "estimate": estimate,
+    "fetch": fetch,
+    "codes": real_codes,
+    "reuse": real_reuse,
+}
 DERIVED = {"tables": "write the tables and figures of a run directory again, from its CSV files"}
 UNTRAINED = ("positions", "frequencies")  # experiments that train and read nothing
 SIZES = [field.name for field in dataclasses.fields(Preset) if field.name not in ("data", "vocab_size", "schemes")]

@@ -1,0 +1,234 @@
+"""``python -m experiments reuse``: what answers cost that a pretrained model reads from reused passages.
+
+A prompt is a head, two documents and a question. Every document is a passage of text with the number of a city hidden
+in it. Half of the questions ask for one of the numbers. The other half quote a few words of a document and ask how it
+goes on there. Each prompt is made in several ways, in both orders of its documents: by one prefill, and of passages
+that were prefilled alone or behind the head, with some of the first tokens of each computed again.
+
+The log probability of the right answer, all of its tokens, is compared with that of the full prefill of the same
+prompt. An answer is found if greedy decoding would write it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shlex
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple
+
+import torch
+from flashrope.cli import files
+from flashrope.cli.hardware import hardware
+from flashrope.cli.options import cores, need, positive
+from flashrope.cli.progress import Bar
+from flashrope.evaluation import prompts
+from flashrope.evaluation.journal import Journal
+from flashrope.evaluation.model import Tokens, describe, load, training_length
+from flashrope.evaluation.statistics import half_interval, wilson
+
+SUMMARY = "answers over passages that a pretrained model read before: reuse --model FILE --text PATH --out DIR"
+RESULT, JOURNAL = "reuse.json", "reuse.jsonl"
+INSTRUCTION = "Read these documents. You will be asked a question about one of them at the end.\n"
+DOCUMENT = "\nDocument:\n"
+KINDS = ("number", "quote")
+QUOTE_QUESTION = '\nHow does this sentence of one of the documents go on: "{quote} ..."?'
+QUOTE_ANSWER = 'The document says: "'
+QUOTED, CONTINUED = 16, 5  # tokens of a quote, and of the words behind it
+DOCUMENTS, SIZE = 2, 320  # and tokens of a passage of text
+FULL = "full prefill"
+RECOMPUTED = (0, 4, 16, 64)
+ALONE, BEHIND = "alone", "behind the head"
+ORDERS = ("the document asked for first", "the document asked for last")
+
+
+class Question(NamedTuple):
+    """Token lists. The documents stand in the order of the prompt, and the first is the one that is asked for."""
+
+    kind: str
+    head: list[int]
+    documents: list[list[int]]
+    question: list[int]
+    answer: list[int]
+
+
+def run(argv: list[str], program: str) -> None:
+    parser = argparse.ArgumentParser(prog=program, description=__doc__.partition(": ")[2], allow_abbrev=False)
+    parser.add_argument("--model", required=True, help="a checkpoint folder or a .gguf file")
+    parser.add_argument("--text", metavar="PATH", nargs="+", required=True, help="text files")
+    parser.add_argument("--questions", type=positive, default=48)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=positive, default=cores())
+    parser.add_argument("--out", metavar="DIR", type=Path, required=True)
+    args = parser.parse_args(argv)
+    need("transformers", extra="transformers")
+    torch.set_num_threads(args.threads)
+    measure(args, shlex.join([*program.split(), *argv]))
+
+
+def measure(args: argparse.Namespace, command: str) -> None:
+    """Writes reuse.json after every question."""
+    from flashrope.integrations.transformers import convert
+
+    model, tokens = load(args.model, torch.device("cpu"))
+    model = convert(model)
+    texts = [tokens.encode(Path(path).read_text(encoding="utf-8")) for path in args.text]
+    args.out.mkdir(parents=True, exist_ok=True)
+    settings = {
+        "model": describe(model, args.model, training_length(model, args.model, None)),
+        "text": [Path(path).name for path in args.text],
+        "documents": DOCUMENTS,
+        "tokens of a document": SIZE,
+        "seed": args.seed,
+    }
+    journal = Journal(args.out / JOURNAL, settings)
+    done = {row["question"] for row in journal.rows}
+    facts = settings | {"machine": f"{hardware('cpu')}, torch {torch.__version__}", "command": command}
+    with Bar(args.questions) as bar:
+        bar.start("questions")
+        for number in range(args.questions):
+            if number not in done:
+                draw = random.Random(f"{args.seed} {number}")
+                question = ask(KINDS[number % len(KINDS)], tokens, texts, draw)
+                journal.add({"question": number, "kind": question.kind, "ways": answers(model, question)})
+                write(args.out / RESULT, facts, journal.rows)
+            bar.step(1)
+    print(table(summary(journal.rows)))
+
+
+# ---- questions
+
+
+def ask(kind: str, tokens: Tokens, texts: Sequence[list[int]], draw: random.Random) -> Question:
+    """Returns a question about passages of the texts."""
+    names = draw.sample(prompts.NAMES, DOCUMENTS)
+    numbers = [f" {n}" for n in draw.sample(range(10_000, 100_000), DOCUMENTS)]
+    passages = [passage(texts, draw) for _ in names]
+    before, behind = tokens.chat or ("", "\n")
+    head = [*(() if tokens.chat else tokens.start), *tokens.encode(before + INSTRUCTION)]
+    if kind == "quote":
+        at = draw.randrange(SIZE // 4, SIZE - QUOTED - CONTINUED)
+        quote, answer = passages[0][at : at + QUOTED], passages[0][at + QUOTED : at + QUOTED + CONTINUED]
+        asked = QUOTE_QUESTION.format(quote=decode(tokens, quote).strip())
+        question = [*tokens.encode(asked + behind + QUOTE_ANSWER), *quote]
+    else:
+        asked, answer = prompts.QUESTION_OF_KEYS.format(name=names[0]), tokens.encode(numbers[0])
+        question = tokens.encode(asked + behind + prompts.ANSWER_OF_KEYS.format(name=names[0]).lstrip())
+    documents = []
+    for text, name, number in zip(passages, names, numbers, strict=True):
+        place = draw.randrange(SIZE // 4, 3 * SIZE // 4)
+        if kind == "number":
+            needle = tokens.encode(prompts.NEEDLE_OF_KEYS.format(name=name, answer=number))
+            text = [*text[:place], *needle, *text[place:]]
+        documents.append([*tokens.encode(DOCUMENT), *text])
+    return Question(kind, head, documents, question, answer)
+
+
+def passage(texts: Sequence[list[int]], draw: random.Random) -> list[int]:
+    """Returns SIZE tokens of one of the texts."""
+    text = draw.choice(texts)
+    at = draw.randrange(len(text) - SIZE)
+    return text[at : at + SIZE]
+
+
+def decode(tokens: Tokens, ids: Sequence[int]) -> str:
+    assert tokens.decode is not None
+    return tokens.decode(list(ids))
+
+
+# ---- answers
+
+
+def answers(model, question: Question) -> list[dict[str, Any]]:
+    """Returns the log probability of the right answer, and whether it is found, by way and order."""
+    from flashrope.integrations.transformers import join_passages, prefill_passage
+
+    def ids(part: Sequence[int]) -> torch.Tensor:
+        return torch.tensor([part])
+
+    head, found = prefill_passage(model, ids(question.head)), []
+    seen = {ALONE: None, BEHIND: head}
+    read = {
+        name: [prefill_passage(model, ids(text), behind) for text in question.documents]
+        for name, behind in seen.items()
+    }
+    for order, step in zip(ORDERS, (1, -1), strict=True):
+        whole = [token for text in question.documents[::step] for token in text]
+        prompt = join_passages(
+            model, [head, prefill_passage(model, ids(whole), head)]
+        )  # exact: one passage behind a head
+        found.append({"way": FULL, "order": order, **score(model, prompt.cache, question)})
+        for name, documents in read.items():
+            for recompute in RECOMPUTED:
+                prompt = join_passages(model, [head, *documents[::step]], recompute)
+                way = {"way": name, "recomputed": recompute, "order": order}
+                found.append(way | score(model, prompt.cache, question))
+    return found
+
+
+@torch.no_grad()
+def score(model, cache, question: Question) -> dict[str, Any]:
+    """Returns the log probability of the answer behind a prompt, in nats, and whether greedy decoding writes it."""
+    from flashrope.integrations.transformers.versions import CACHE
+
+    answer = torch.tensor(question.answer)
+    asked = torch.tensor([[*question.question, *question.answer[:-1]]])
+    logits = model(asked, **{CACHE: cache}).logits[0, -len(answer) :].float()
+    log_probability = logits.log_softmax(-1).gather(1, answer[:, None]).double().sum().item()
+    return {"log_probability": log_probability, "found": bool((logits.argmax(-1) == answer).all())}
+
+
+# ---- results
+
+
+def summary(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the means of every way, over both orders and for each, by kind of question and for all."""
+    rows, found = list(rows), []
+    for kind in ("all", *KINDS):
+        for order in ("both", *ORDERS):
+            found += [
+                {"kind": kind, "order": order, **each}
+                for each in _of_ways([row for row in rows if kind in ("all", row["kind"])], order)
+            ]
+    return found
+
+
+def _of_ways(rows: Sequence[dict[str, Any]], order: str) -> list[dict[str, Any]]:
+    """Returns the means of every way. A question counts once: of its two orders the mean is taken first."""
+    of: dict[tuple, list[list[dict]]] = {}
+    for row in rows:
+        mine: dict[tuple, list[dict]] = {}
+        for each in row["ways"]:
+            if order in ("both", each["order"]):
+                mine.setdefault((each["way"], each.get("recomputed")), []).append(each)
+        for way, values in mine.items():
+            of.setdefault(way, []).append(values)
+    found = []
+    for (way, recomputed), questions in of.items():
+        means = [fmean(each["log_probability"] for each in values) for values in questions]
+        base = [fmean(each["log_probability"] for each in values) for values in of[FULL, None]]
+        changes = [mean - other for mean, other in zip(means, base, strict=True)]
+        right = [each["found"] for values in questions for each in values]
+        row = {"way": way} | ({} if recomputed is None else {"recomputed": recomputed})
+        row |= {"questions": len(means), "log_probability": fmean(means), "change": fmean(changes)}
+        row |= {"interval_95": half_interval(changes)} if len(changes) > 1 else {}
+        found.append(row | {"found": sum(right), "asked": len(right), "found_95": wilson(sum(right), len(right))})
+    return found
+
+
+def write(path: Path, facts: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    files.write(path, json.dumps({**facts, "results": summary(rows), "rows": rows}, indent=1) + "\n")
+
+
+def table(results: Sequence[dict[str, Any]]) -> str:
+    lines = []
+    for row in results:
+        name = row["way"] + (f", {row['recomputed']} recomputed" if "recomputed" in row else "")
+        lines.append(
+            f"{row['kind']:<7} {row['order']:<30} {name:<32} {row['log_probability']:>8.3f} "
+            f"{row['change']:+.3f} ± {row.get('interval_95', float('nan')):.3f}   {row['found']} of {row['asked']}"
+        )
+    return "\n".join(lines)
