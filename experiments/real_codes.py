@@ -4,6 +4,9 @@ Every window of text is read once for each way to store keys and values. The los
 length is compared with that over a float32 cache, window by window. "int8" and "int4" go through ``CodesCache``. All
 other ways round keys or values by the same formula and keep them in float32, so they show what a format would cost
 before any kernel reads it.
+
+``--agreement N`` compares two ways to write the same codes on the first N tokens of every window, by the root mean
+square difference of all log probabilities, as a share of what int8 changes in them.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from flashrope.evaluation.journal import Journal
 from flashrope.evaluation.loss import text_windows
 from flashrope.evaluation.model import describe, load, new_cache, training_length
 from flashrope.evaluation.statistics import half_interval
+from flashrope.operators.functional import rotate
 
 SUMMARY = "what int8 and int4 caches cost a pretrained model: codes --model FILE --text PATH --out DIR"
 TARGETS = 1024  # tokens before each length whose loss is measured
@@ -79,6 +83,7 @@ def run(argv: list[str], program: str) -> None:
         "'int4, layers N+M in int8' mixes",
     )
     parser.add_argument("--each-layer", metavar="WAY", nargs="+", default=[], help="these ways in every layer by turns")
+    parser.add_argument("--agreement", type=positive, metavar="N", help="compare log probabilities of N tokens instead")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=positive, default=cores())
     parser.add_argument("--out", metavar="DIR", type=Path, required=True)
@@ -111,6 +116,8 @@ def measure(args: argparse.Namespace, command: str) -> None:
         "seed": args.seed,
     }
     journal = Journal(args.out / JOURNAL, settings)
+    if args.agreement:
+        return write_agreement(args, model, tokens, windows, settings | {"command": command})
     done = {(row["way"], row["window"]) for row in journal.rows}
     facts = settings | {"machine": f"{hardware('cpu')}, torch {torch.__version__}", "command": command}
     with Bar(len(windows) * len(ways)) as bar:
@@ -187,6 +194,59 @@ def losses(model, row: torch.Tensor, cache, lengths: Sequence[int]) -> list[floa
                 torch.nn.functional.cross_entropy(logits.float(), row[0, begin + 1 : end + 1], reduction="none")
             )
         found.append(torch.cat(pieces).double().mean().item())
+    return found
+
+
+# ---- how far two ways to write the same codes agree
+
+
+def write_agreement(args: argparse.Namespace, model, tokens, windows, facts: dict[str, Any]) -> None:
+    """Writes agreement.json."""
+    found = []
+    for window in windows:
+        row = torch.tensor([[*tokens.start, *window][: args.agreement + 1]])
+        found.append(agreement(model, row))
+        print(found[-1], flush=True)
+    means = {name: fmean(each[name] for each in found) for name in found[0]}
+    record = {**facts, "tokens": args.agreement, "mean": means, "windows": found}
+    files.write(args.out / "agreement.json", json.dumps(record, indent=1) + "\n")
+
+
+def agreement(model, row: torch.Tensor) -> dict[str, float]:
+    """Returns root mean square differences from int8 of one pass as shares of its cost, and losses, on a row of tokens.
+
+    chunks: the same cache, read in chunks of 64 tokens. rotated keys: keys are rounded rotated, and turned back, which
+    is what the vLLM plugin stores under a scheme of one rotation.
+    """
+    from flashrope.integrations.transformers.plan import find_decoder, plan_of
+    from flashrope.integrations.transformers.versions import CACHE
+    from transformers import Cache
+    from transformers.cache_utils import DynamicLayer
+
+    config = model.config.get_text_config()
+    rotary = next(iter(plan_of(find_decoder(model)).schemes.values())).rotary
+
+    class RotatedLayer(DynamicLayer):
+        def update(self, keys, values, *args, **kwargs):
+            positions = self.get_seq_length() + torch.arange(keys.shape[2])
+            turned = rounded(rotate(keys.transpose(1, 2), rotary, positions).contiguous(), INT8)
+            keys = rotate(turned, rotary, -positions).transpose(1, 2)
+            return super().update(keys, rounded(values, INT8), *args, **kwargs)
+
+    def read(cache, chunk: int) -> torch.Tensor:
+        parts = [model(part, use_cache=True, **{CACHE: cache}).logits for part in row[:, :-1].split(chunk, 1)]
+        return torch.cat(parts, 1)[0].float().log_softmax(-1)
+
+    whole = row.shape[1]
+    exact, codes = read(None, whole), read(new_cache(model, "int8"), whole)
+    others = {
+        "chunks": read(new_cache(model, "int8"), 64),
+        "rotated keys": read(Cache(layers=[RotatedLayer() for _ in range(config.num_hidden_layers)]), whole),
+    }
+    cost = (codes - exact).square().mean()
+    found = {name: ((each - codes).square().mean() / cost).sqrt().item() for name, each in others.items()}
+    for name, each in {"float32": exact, "int8": codes, **others}.items():
+        found[f"loss, {name}"] = -each.gather(1, row[0, 1:, None]).double().mean().item()
     return found
 
 
