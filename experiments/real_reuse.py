@@ -38,7 +38,7 @@ KINDS = ("number", "quote")
 QUOTE_QUESTION = '\nHow does this sentence of one of the documents go on: "{quote} ..."?'
 QUOTE_ANSWER = 'The document says: "'
 QUOTED, CONTINUED = 16, 5  # tokens of a quote, and of the words behind it
-DOCUMENTS, SIZE = 2, 320  # and tokens of a passage of text
+DOCUMENTS, SIZE = 2, 352  # and tokens of each: one batch holds both
 FULL = "full prefill"
 RECOMPUTED = (0, 4, 16, 64)
 ALONE, BEHIND = "alone", "behind the head"
@@ -106,79 +106,86 @@ def ask(kind: str, tokens: Tokens, texts: Sequence[list[int]], draw: random.Rand
     """Returns a question about passages of the texts."""
     names = draw.sample(prompts.NAMES, DOCUMENTS)
     numbers = [f" {n}" for n in draw.sample(range(10_000, 100_000), DOCUMENTS)]
-    passages = [passage(texts, draw) for _ in names]
     before, behind = tokens.chat or ("", "\n")
     head = [*(() if tokens.chat else tokens.start), *tokens.encode(before + INSTRUCTION)]
-    if kind == "quote":
-        at = draw.randrange(SIZE // 4, SIZE - QUOTED - CONTINUED)
-        quote, answer = passages[0][at : at + QUOTED], passages[0][at + QUOTED : at + QUOTED + CONTINUED]
-        asked = QUOTE_QUESTION.format(quote=decode(tokens, quote).strip())
-        question = [*tokens.encode(asked + behind + QUOTE_ANSWER), *quote]
-    else:
+    start, documents = tokens.encode(DOCUMENT), []
+    for name, number in zip(names, numbers, strict=True):
+        hidden = tokens.encode(prompts.NEEDLE_OF_KEYS.format(name=name, answer=number)) if kind == "number" else []
+        text = passage(texts, SIZE - len(start) - len(hidden), draw)
+        place = draw.randrange(len(text) // 4, 3 * len(text) // 4)
+        documents.append([*start, *text[:place], *hidden, *text[place:]])
+    if kind == "number":
         asked, answer = prompts.QUESTION_OF_KEYS.format(name=names[0]), tokens.encode(numbers[0])
         question = tokens.encode(asked + behind + prompts.ANSWER_OF_KEYS.format(name=names[0]).lstrip())
-    documents = []
-    for text, name, number in zip(passages, names, numbers, strict=True):
-        place = draw.randrange(SIZE // 4, 3 * SIZE // 4)
-        if kind == "number":
-            needle = tokens.encode(prompts.NEEDLE_OF_KEYS.format(name=name, answer=number))
-            text = [*text[:place], *needle, *text[place:]]
-        documents.append([*tokens.encode(DOCUMENT), *text])
+    else:
+        at = draw.randrange(SIZE // 4, SIZE - QUOTED - CONTINUED)
+        quote, answer = documents[0][at : at + QUOTED], documents[0][at + QUOTED : at + QUOTED + CONTINUED]
+        assert tokens.decode is not None
+        asked = QUOTE_QUESTION.format(quote=tokens.decode(quote).strip())
+        question = [*tokens.encode(asked + behind + QUOTE_ANSWER), *quote]
     return Question(kind, head, documents, question, answer)
 
 
-def passage(texts: Sequence[list[int]], draw: random.Random) -> list[int]:
-    """Returns SIZE tokens of one of the texts."""
+def passage(texts: Sequence[list[int]], size: int, draw: random.Random) -> list[int]:
+    """Returns tokens of one of the texts."""
     text = draw.choice(texts)
-    at = draw.randrange(len(text) - SIZE)
-    return text[at : at + SIZE]
-
-
-def decode(tokens: Tokens, ids: Sequence[int]) -> str:
-    assert tokens.decode is not None
-    return tokens.decode(list(ids))
+    at = draw.randrange(len(text) - size)
+    return text[at : at + size]
 
 
 # ---- answers
 
 
 def answers(model, question: Question) -> list[dict[str, Any]]:
-    """Returns the log probability of the right answer, and whether it is found, by way and order."""
+    """Returns the log probability of the right answer, and whether it is found, by way and order.
+
+    Prompts of equal length are rows of a batch: both orders, made of passages of both kinds.
+    """
     from flashrope.integrations.transformers import join_passages, prefill_passage
 
-    def ids(part: Sequence[int]) -> torch.Tensor:
-        return torch.tensor([part])
-
-    head, found = prefill_passage(model, ids(question.head)), []
-    seen = {ALONE: None, BEHIND: head}
-    read = {
-        name: [prefill_passage(model, ids(text), behind) for text in question.documents]
-        for name, behind in seen.items()
-    }
-    for order, step in zip(ORDERS, (1, -1), strict=True):
-        whole = [token for text in question.documents[::step] for token in text]
-        prompt = join_passages(
-            model, [head, prefill_passage(model, ids(whole), head)]
-        )  # exact: one passage behind a head
-        found.append({"way": FULL, "order": order, **score(model, prompt.cache, question)})
-        for name, documents in read.items():
-            for recompute in RECOMPUTED:
-                prompt = join_passages(model, [head, *documents[::step]], recompute)
-                way = {"way": name, "recomputed": recompute, "order": order}
-                found.append(way | score(model, prompt.cache, question))
+    texts = torch.tensor(question.documents)
+    orders = (0, 1), (1, 0)  # of the documents
+    head = prefill_passage(model, torch.tensor([question.head]))
+    heads = select_rows(model, [(head, 0)] * 2)
+    whole = prefill_passage(model, torch.stack([texts[list(order)].flatten() for order in orders]), heads)
+    scores = score(model, join_passages(model, [heads, whole]), question)  # exact: one passage behind a head
+    found = [{"way": FULL, "order": order} | each for order, each in zip(ORDERS, scores, strict=True)]
+    read = {ALONE: prefill_passage(model, texts), BEHIND: prefill_passage(model, texts, heads)}
+    rows = [(way, order) for way in read for order in range(len(orders))]
+    places = [select_rows(model, [(read[way], orders[order][at]) for way, order in rows]) for at in range(DOCUMENTS)]
+    heads = select_rows(model, [(head, 0)] * len(rows))
+    for recompute in RECOMPUTED:
+        scores = score(model, join_passages(model, [heads, *places], recompute), question)
+        for (way, order), each in zip(rows, scores, strict=True):
+            found.append({"way": way, "recomputed": recompute, "order": ORDERS[order]} | each)
     return found
 
 
+def select_rows(model, rows: Sequence[tuple[Any, int]]):
+    """Returns a batch of passages, each a row of a batch."""
+    from flashrope.integrations.transformers import Passage, accept_cache
+    from transformers import DynamicCache
+
+    cache = accept_cache(model, DynamicCache(config=model.config))
+    for index in range(len(rows[0][0].cache.layers)):
+        layers = [(passage.cache.layers[index], row) for passage, row in rows]
+        keys, values = ([getattr(x, name)[row : row + 1] for x, row in layers] for name in ("keys", "values"))
+        cache.update(torch.cat(keys), torch.cat(values), index)
+    return Passage(torch.cat([passage.input_ids[row : row + 1] for passage, row in rows]), cache)
+
+
 @torch.no_grad()
-def score(model, cache, question: Question) -> dict[str, Any]:
-    """Returns the log probability of the answer behind a prompt, in nats, and whether greedy decoding writes it."""
+def score(model, prompt, question: Question) -> list[dict[str, Any]]:
+    """Returns the log probability of the answer behind every prompt of a batch, in nats, and whether greedy decoding
+    writes it."""
     from flashrope.integrations.transformers.versions import CACHE
 
-    answer = torch.tensor(question.answer)
-    asked = torch.tensor([[*question.question, *question.answer[:-1]]])
-    logits = model(asked, **{CACHE: cache}).logits[0, -len(answer) :].float()
-    log_probability = logits.log_softmax(-1).gather(1, answer[:, None]).double().sum().item()
-    return {"log_probability": log_probability, "found": bool((logits.argmax(-1) == answer).all())}
+    answer, batch = torch.tensor(question.answer), prompt.input_ids.shape[0]
+    asked = torch.tensor([[*question.question, *question.answer[:-1]]]).expand(batch, -1)
+    logits = model(asked, logits_to_keep=len(answer), **{CACHE: prompt.cache}).logits.float()
+    chosen = logits.log_softmax(-1).gather(2, answer[None, :, None].expand(batch, -1, -1)).double().sum((1, 2))
+    found = (logits.argmax(-1) == answer).all(1)
+    return [{"log_probability": p, "found": ok} for p, ok in zip(chosen.tolist(), found.tolist(), strict=True)]
 
 
 # ---- results
