@@ -91,7 +91,13 @@ def run(argv: list[str], program: str) -> None:
     need("transformers", extra="transformers")
     torch.set_num_threads(args.threads)
     args.lengths.sort()
-    measure(args, shlex.join([*program.split(), *argv]))
+    measure(args, command_line(program, argv))
+
+
+def command_line(program: str, argv: Sequence[str]) -> str:
+    """Returns the command that a result records: without the folder that it was written to."""
+    words = [word for at, word in enumerate(argv) if "--out" not in (word.partition("=")[0], *argv[at - 1 : at])]
+    return shlex.join([*program.split(), *words])
 
 
 @torch.no_grad()

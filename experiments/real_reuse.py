@@ -1,9 +1,9 @@
 """``python -m experiments reuse``: what answers cost that a pretrained model reads from reused passages.
 
-A prompt is a head, two documents and a question. Every document is a passage of text with the number of a city hidden
-in it. Half of the questions ask for one of the numbers. The other half quote a few words of a document and ask how it
-goes on there. Each prompt is made in several ways, in both orders of its documents: by one prefill, and of passages
-that were prefilled alone or behind the head, with some of the first tokens of each computed again.
+A prompt is a head, two documents and a question. Half of the questions ask for the number of a city, which is hidden in
+a document. In the other half the answer begins to quote a document, and the next words are judged. Each prompt is made
+in several ways, in both orders of its documents: by one prefill, and of passages that were prefilled alone or behind
+the head, with some of the first tokens of each computed again.
 
 The log probability of the right answer, all of its tokens, is compared with that of the full prefill of the same
 prompt. An answer is found if greedy decoding would write it.
@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import shlex
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -30,13 +29,15 @@ from flashrope.evaluation.journal import Journal
 from flashrope.evaluation.model import Tokens, describe, load, training_length
 from flashrope.evaluation.statistics import half_interval, wilson
 
+from .real_codes import command_line
+
 SUMMARY = "answers over passages that a pretrained model read before: reuse --model FILE --text PATH --out DIR"
 RESULT, JOURNAL = "reuse.json", "reuse.jsonl"
 INSTRUCTION = "Read these documents. You will be asked a question about one of them at the end.\n"
 DOCUMENT = "\nDocument:\n"
 KINDS = ("number", "quote")
-QUOTE_QUESTION = '\nHow does this sentence of one of the documents go on: "{quote} ..."?'
-QUOTE_ANSWER = 'The document says: "'
+QUOTE_QUESTION = "\nQuote a sentence from one of the documents."
+QUOTE_ANSWER = 'One of the documents says: "'
 QUOTED, CONTINUED = 16, 5  # tokens of a quote, and of the words behind it
 DOCUMENTS, SIZE = 2, 352  # and tokens of each: one batch holds both
 FULL = "full prefill"
@@ -66,7 +67,7 @@ def run(argv: list[str], program: str) -> None:
     args = parser.parse_args(argv)
     need("transformers", extra="transformers")
     torch.set_num_threads(args.threads)
-    measure(args, shlex.join([*program.split(), *argv]))
+    measure(args, command_line(program, argv))
 
 
 def measure(args: argparse.Namespace, command: str) -> None:
@@ -96,6 +97,7 @@ def measure(args: argparse.Namespace, command: str) -> None:
                 journal.add({"question": number, "kind": question.kind, "ways": answers(model, question)})
                 write(args.out / RESULT, facts, journal.rows)
             bar.step(1)
+    write(args.out / RESULT, facts, journal.rows)
     print(table(summary(journal.rows)))
 
 
@@ -120,9 +122,7 @@ def ask(kind: str, tokens: Tokens, texts: Sequence[list[int]], draw: random.Rand
     else:
         at = draw.randrange(SIZE // 4, SIZE - QUOTED - CONTINUED)
         quote, answer = documents[0][at : at + QUOTED], documents[0][at + QUOTED : at + QUOTED + CONTINUED]
-        assert tokens.decode is not None
-        asked = QUOTE_QUESTION.format(quote=tokens.decode(quote).strip())
-        question = [*tokens.encode(asked + behind + QUOTE_ANSWER), *quote]
+        question = [*tokens.encode(QUOTE_QUESTION + behind + QUOTE_ANSWER), *quote]
     return Question(kind, head, documents, question, answer)
 
 
