@@ -221,8 +221,9 @@ def write_agreement(args: argparse.Namespace, model, tokens, windows, facts: dic
 def agreement(model, row: torch.Tensor) -> dict[str, float]:
     """Returns root mean square differences from int8 of one pass as shares of its cost, and losses, on a row of tokens.
 
-    chunks: the same cache, read in chunks of 64 tokens. rotated keys: keys are rounded rotated, and turned back, which
-    is what the vLLM plugin stores under a scheme of one rotation.
+    other sums: the same rounding over a cache of float32, which attention reads in another order. rotated keys: keys
+    are rounded when they are rotated, and turned back. This is what the vLLM plugin stores under a scheme of one
+    rotation.
     """
     from flashrope.integrations.transformers.plan import find_decoder, plan_of
     from flashrope.integrations.transformers.versions import CACHE
@@ -239,15 +240,14 @@ def agreement(model, row: torch.Tensor) -> dict[str, float]:
             keys = rotate(turned, rotary, -positions).transpose(1, 2)
             return super().update(keys, rounded(values, INT8), *args, **kwargs)
 
-    def read(cache, chunk: int) -> torch.Tensor:
-        parts = [model(part, use_cache=True, **{CACHE: cache}).logits for part in row[:, :-1].split(chunk, 1)]
-        return torch.cat(parts, 1)[0].float().log_softmax(-1)
+    def read(cache) -> torch.Tensor:
+        return model(row[:, :-1], use_cache=True, **{CACHE: cache}).logits[0].float().log_softmax(-1)
 
-    whole = row.shape[1]
-    exact, codes = read(None, whole), read(new_cache(model, "int8"), whole)
+    layers = config.num_hidden_layers
+    exact, codes = read(None), read(new_cache(model, "int8"))
     others = {
-        "chunks": read(new_cache(model, "int8"), 64),
-        "rotated keys": read(Cache(layers=[RotatedLayer() for _ in range(config.num_hidden_layers)]), whole),
+        "other sums": read(cache_of(model, "", [WAYS["int8"]] * layers)),
+        "rotated keys": read(Cache(layers=[RotatedLayer() for _ in range(layers)])),
     }
     cost = (codes - exact).square().mean()
     found = {name: ((each - codes).square().mean() / cost).sqrt().item() for name, each in others.items()}
