@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from transformers import Cache, DynamicCache
@@ -190,15 +190,13 @@ def _check_passage(name: str, passage: Passage, decoder, plan: Plan) -> None:
         raise TypeError(f"{name}: expected a Passage, which prefill_passage returns, got {_kind(passage)}")
     input_ids, cache = passage
     _check_ids(f"{name}.input_ids", input_ids)
-    layers = getattr(cache, "layers", None)
+    layers: list[Any] = getattr(cache, "layers", None) or []
+    other = next((_kind(layer) for layer in layers if type(layer) is not DynamicLayer), None)
     plain = isinstance(cache, DynamicCache) and not getattr(cache, "offloading", False)
-    if not plain or not all(type(layer) is DynamicLayer for layer in layers or ()):
-        kind = (
-            _kind(cache) if not plain else f"one with a {next(_kind(x) for x in layers if type(x) is not DynamicLayer)}"
-        )
+    if not plain or other is not None:
         raise TypeError(
-            f"{name}.cache: expected a DynamicCache that keeps all tokens in the model's type, got {kind}; static, "
-            "quantized and offloaded caches are not supported"
+            f"{name}.cache: expected a DynamicCache that keeps all tokens in the model's type, got "
+            f"{f'one with a {other}' if plain else _kind(cache)}; static, quantized and offloaded caches are not supported"
         )
     if getattr(cache, MARK, None) != plan.mark:
         raise ValueError(
