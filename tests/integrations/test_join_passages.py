@@ -115,6 +115,15 @@ def test_the_first_tokens_of_every_passage_but_the_first_are_computed_again(reco
         assert torch.equal(layer.keys, other.keys) and torch.equal(layer.values, other.values)
 
 
+def test_the_first_passage_is_left_as_it_is():
+    """Also one that saw a head, which computing it again would take away."""
+    model = llama()
+    _, first, second = head_and_passages(model)
+    joined = join_passages(model, [first, second], recompute=4)
+    for layer, own in zip(joined.cache.layers, first.cache.layers, strict=True):
+        assert torch.equal(layer.keys[:, :, : LENGTHS[1]], own.keys)
+
+
 def test_joining_joined_passages():
     model = llama()
     head, first, second = head_and_passages(model)

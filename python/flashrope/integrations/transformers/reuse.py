@@ -64,7 +64,10 @@ def prefill_passage(model, input_ids: torch.Tensor, behind: Passage | None = Non
         seen = behind.input_ids.shape[1]
         _append(cache, behind.cache, 0)
     _read(decoder, cache, input_ids)
-    return Passage(input_ids, _without_first(cache, seen, decoder, model) if seen else cache)
+    if seen:
+        whole, cache = cache, _new_cache(decoder, model)
+        _append(cache, whole, seen)
+    return Passage(input_ids, cache)
 
 
 @torch.no_grad()
@@ -124,17 +127,9 @@ def _read(decoder, cache: Cache, input_ids: torch.Tensor) -> None:
 
 
 def _append(cache: Cache, other: Cache, first: int) -> None:
-    """Appends the keys and values of another cache, from its token ``first`` on."""
+    """Appends a copy of the keys and values of another cache, from its token ``first`` on."""
     for index, layer in enumerate(other.layers):
         cache.update(layer.keys[:, :, first:], layer.values[:, :, first:], index)
-
-
-def _without_first(cache: Cache, first: int, decoder, model) -> DynamicCache:
-    """Returns a cache of the tokens from ``first`` on, which does not hold the memory of the others."""
-    cut = _new_cache(decoder, model)
-    for index, layer in enumerate(cache.layers):
-        cut.update(layer.keys[:, :, first:].clone(), layer.values[:, :, first:].clone(), index)
-    return cut
 
 
 # ---- what is refused
@@ -194,9 +189,10 @@ def _check_passage(name: str, passage: Passage, decoder, plan: Plan) -> None:
     other = next((_kind(layer) for layer in layers if type(layer) is not DynamicLayer), None)
     plain = isinstance(cache, DynamicCache) and not getattr(cache, "offloading", False)
     if not plain or other is not None:
+        got = f"one with a {other}" if plain else _kind(cache)
         raise TypeError(
-            f"{name}.cache: expected a DynamicCache that keeps all tokens in the model's type, got "
-            f"{f'one with a {other}' if plain else _kind(cache)}; static, quantized and offloaded caches are not supported"
+            f"{name}.cache: expected a DynamicCache that keeps all tokens in the model's type, got {got}; static, "
+            "quantized and offloaded caches are not supported"
         )
     if getattr(cache, MARK, None) != plan.mark:
         raise ValueError(
