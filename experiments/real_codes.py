@@ -121,11 +121,11 @@ def measure(args: argparse.Namespace, command: str) -> None:
         "windows": len(windows),
         "seed": args.seed,
     }
-    journal = Journal(args.out / JOURNAL, settings)
-    if args.agreement:
-        return write_agreement(args, model, tokens, windows, settings | {"command": command})
-    done = {(row["way"], row["window"]) for row in journal.rows}
     facts = settings | {"machine": f"{hardware('cpu')}, torch {torch.__version__}", "command": command}
+    if args.agreement:
+        return write_agreement(args, model, tokens, windows, facts)
+    journal = Journal(args.out / JOURNAL, settings)
+    done = {(row["way"], row["window"]) for row in journal.rows}
     with Bar(len(windows) * len(ways)) as bar:
         bar.start("windows and ways")
         for number, window in enumerate(windows):

@@ -5,8 +5,10 @@ python tests/packaging/test_reuse_and_codes_pages.py     prints the tables
 
 import json
 from pathlib import Path
+from statistics import fmean
 
 import pytest
+from flashrope.evaluation.statistics import half_interval
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "bench" / "results" / "real_model"
@@ -30,6 +32,10 @@ def words(change: float, interval: float, digits: int) -> str:
     return f"{change:+.{digits}f} ± {interval:.{digits}f}"
 
 
+def in_row(cells: list[str]) -> str:
+    return "|" + "".join(f" {cell} |" if cell else " |" for cell in cells)
+
+
 def reuse_table() -> list[str]:
     """A row for every way to make a prompt: both orders, then the changes of each, and the answers found."""
     results = [row for row in read("reuse.json")["results"] if row["kind"] == "all"]
@@ -44,8 +50,25 @@ def reuse_table() -> list[str]:
         for each in ("both", first, last):
             row = of[each, way, again]
             cells.append("" if again is None else words(row["change"], row["interval_95"], 2))
-        lines.append(f"| {' | '.join(cells)} | {both['found']} of {both['asked']} |".replace("|  |", "| |"))
+        lines.append(in_row([*cells, f"{both['found']} of {both['asked']}"]))
     return sorted(lines, key=lambda line: "full" not in line and 1 + ("behind" in line))
+
+
+def reuse_words() -> list[str]:
+    """What computing first tokens again wins: paired, over the questions."""
+
+    def mean(row: dict, way: str, again: int) -> float:
+        return fmean(
+            each["log_probability"]
+            for each in row["ways"]
+            if each["way"] == way and each.get("recomputed", None) == again
+        )
+
+    found = []
+    for way, again in (("alone", 4), ("behind the head", 16), ("behind the head", 64)):
+        changes = [mean(row, way, again) - mean(row, way, 0) for row in read("reuse.json")["rows"]]
+        found.append(f"{fmean(changes):.2f} ± {half_interval(changes):.2f}")
+    return found
 
 
 def codes_table() -> list[str]:
@@ -54,13 +77,13 @@ def codes_table() -> list[str]:
     lines = []
     for way, bits in SIZES.items():
         cells = [words(found[way]["change"], found[way]["interval_95"], 4) for found in results.values()]
-        lines.append(f"| {way} | {bits} | {' | '.join(cells)} |".replace("|  |", "| |"))
+        lines.append(in_row([way, bits, *cells]))
     return lines
 
 
 def agreement_words() -> list[str]:
     found = read("agreement.json")["mean"]
-    return [f"{found['chunks']:.2f}", f"{found['rotated keys']:.2f}"]
+    return [f"{found['other sums']:.2f}", f"{found['rotated keys']:.2f}"]
 
 
 @pytest.mark.parametrize("table", [reuse_table, codes_table])
@@ -68,6 +91,17 @@ def test_the_tables_of_decoding(table):
     page = (ROOT / "docs" / "decoding.md").read_text()
     missing = [line for line in table() if line not in page]
     assert not missing, "\n".join(missing)
+
+
+def test_the_prose_of_reuse():
+    page = " ".join((ROOT / "docs" / "decoding.md").read_text().split())
+    won = reuse_words()
+    assert f"first 4 tokens computed again win back {won[0]}" in page
+    assert f"16 tokens computed again win {won[1]}, and 64 tokens {won[2]}" in page
+    both = [row for row in read("reuse.json")["results"] if (row["kind"], row["order"]) == ("all", "both")]
+    full, alone = both[0], next(row for row in both if row["way"] == "alone")
+    lost = f"prefilled alone lose {-alone['change']:.2f} nats, and {alone['found']} of {alone['asked']} answers"
+    assert f"{lost} are found instead of {full['found']}" in page
 
 
 @pytest.mark.parametrize("name", ["reuse.json", "codes.json"])
@@ -79,8 +113,11 @@ def test_the_command_and_the_device_stand_beside_the_tables(name):
 
 def test_what_serving_says_of_codes_that_are_written_in_two_ways():
     page = " ".join((ROOT / "docs" / "serving.md").read_text().split())
-    for share in agreement_words():
-        assert f"{share} of what rounding" in page or f"{share} of it" in page, share
+    same, rotated = agreement_words()
+    assert f"differ by {same} of what rounding changes" in page and f"differ by {rotated} of it" in page
+    found = read("agreement.json")["mean"]
+    losses = [value for name, value in found.items() if name.startswith("loss")]
+    assert len(losses) == 4 and max(losses) - min(losses) < 0.003
 
 
 def test_results_hold_their_rows():
@@ -101,5 +138,5 @@ def test_results_hold_their_rows():
 
 
 if __name__ == "__main__":
-    for each in (reuse_table, codes_table, agreement_words):
+    for each in (reuse_table, reuse_words, codes_table, agreement_words):
         print("\n".join(each()), end="\n\n")
