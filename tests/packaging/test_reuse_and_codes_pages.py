@@ -93,6 +93,21 @@ def test_the_tables_of_decoding(table):
     assert not missing, "\n".join(missing)
 
 
+def layers_words() -> list[str]:
+    """What int4 keys cost in all layers, in each ten of them one at a time, and in the worst layer."""
+    found = {way: row["change"] for way, row in read("layers.json")["results"]["512"].items()}
+    layers = [found[f"int4 keys, layer {n}"] for n in range(30)]
+    tens = [sum(layers[n : n + 10]) for n in (0, 10, 20)]
+    return [f"{x:.2f}" for x in (found["int4 keys"], *tens, max(layers))] + [str(layers.index(max(layers)))]
+
+
+def test_the_layers_that_int4_keys_lose_in():
+    page = " ".join((ROOT / "docs" / "decoding.md").read_text().split())
+    whole, first, second, third, most, worst = layers_words()
+    assert f"int4 keys cost {whole}, and rounding the keys of one layer at a time costs {first} in" in page
+    assert f"together, {second} in 10 to 19 and {third} in 20 to 29. The worst layer, {worst}, costs {most}" in page
+
+
 def test_the_prose_of_reuse():
     page = " ".join((ROOT / "docs" / "decoding.md").read_text().split())
     won = reuse_words()
