@@ -28,6 +28,7 @@ TITLES = {
 }
 COMPILED = "compiled"  # the folder of tables from python -m bench gate --csv
 PEERS = "flash-attention-2"  # the folder of tables from python -m bench peers --csv, and of notes.md
+REAL_MODEL = "real_model"  # the folder of what experiments measure on a pretrained model: quality, no device's times
 MAIN_KERNELS = ("attention_forward", "attention_grad_kv", "attention_grad_q")
 HEADINGS = {  # of the columns of these tables
     "pass": "pass",
@@ -95,7 +96,8 @@ def devices(folder: Path) -> list[tuple[Path, Runs]]:
         ValueError: the runs of one have different versions, or there are none.
     """
     found = []
-    for device in sorted(path for path in folder.iterdir() if path.is_dir() and any(path.glob("*.json"))):
+    folders = (path for path in folder.iterdir() if path.is_dir() and path.name != REAL_MODEL)
+    for device in sorted(path for path in folders if any(path.glob("*.json"))):
         paths = sorted(device.glob("*.json"), key=lambda path: (list(TITLES).index(path.stem.split("-")[0]), path.stem))
         runs = [(path, run) for path in paths if not dirty(run := records.read(path))]
         if runs:

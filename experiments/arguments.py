@@ -16,7 +16,19 @@ from flashrope.cli.options import MAX_THREADS, BadInput, cores, need, positive
 from flashrope.small_models import data
 from flashrope.small_models.train import Ranks
 
-from . import distributed, estimate, export, fetch, long_context, tables, tasks, tokenizing, tokens
+from . import (
+    distributed,
+    estimate,
+    export,
+    fetch,
+    long_context,
+    real_codes,
+    real_reuse,
+    tables,
+    tasks,
+    tokenizing,
+    tokens,
+)
 from .measuring import Cell
 from .presets import PRESETS, TEXT, Preset
 from .registry import EXPERIMENTS, Experiment
@@ -29,6 +41,8 @@ TOOLS = {  # commands with arguments of their own
     "estimate": estimate,
     "fetch": fetch,
     "long-context": long_context,
+    "codes": real_codes,
+    "reuse": real_reuse,
 }
 DERIVED = {"tables": "write the tables and figures of a run directory again, from its CSV files"}
 UNTRAINED = ("positions", "frequencies")  # experiments that train and read nothing

@@ -9,6 +9,7 @@ Where to look:
     schemes              the scheme of every layer, and suggest; needs no transformers
     attention            the attention function and the mask function that transformers calls
     caches               who filled a cache, coordinates of cached tokens, CodesCache in 8 or 4 bits
+    reuse                passages that are prefilled once and joined into prompts
     continuous_batching  pages and requests of transformers' generate_batch
     versions             what differs between versions of transformers
 
@@ -22,10 +23,13 @@ from importlib import import_module
 _MODULES = {
     "CodesCache": "caches",
     "FAMILIES": "plan",
+    "Passage": "reuse",
     "Suggestion": "schemes",
     "accept_cache": "caches",
     "convert": "conversion",
     "from_pretrained": "conversion",
+    "join_passages": "reuse",
+    "prefill_passage": "reuse",
     "register_auto_classes": "conversion",
     "revert": "conversion",
     "suggest": "schemes",
@@ -34,10 +38,13 @@ _MODULES = {
 __all__ = [
     "CodesCache",
     "FAMILIES",
+    "Passage",
     "Suggestion",
     "accept_cache",
     "convert",
     "from_pretrained",
+    "join_passages",
+    "prefill_passage",
     "register_auto_classes",
     "revert",
     "suggest",

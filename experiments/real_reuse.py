@@ -1,0 +1,241 @@
+"""``python -m experiments reuse``: what answers cost that a pretrained model reads from reused passages.
+
+A prompt is a head, two documents and a question. Half of the questions ask for the number of a city, which is hidden in
+a document. In the other half the answer begins to quote a document, and the next words are judged. Each prompt is made
+in several ways, in both orders of its documents: by one prefill, and of passages that were prefilled alone or behind
+the head, with some of the first tokens of each computed again.
+
+The log probability of the right answer, all of its tokens, is compared with that of the full prefill of the same
+prompt. An answer is found if greedy decoding would write it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple
+
+import torch
+from flashrope.cli import files
+from flashrope.cli.hardware import hardware
+from flashrope.cli.options import cores, need, positive
+from flashrope.cli.progress import Bar
+from flashrope.evaluation import prompts
+from flashrope.evaluation.journal import Journal
+from flashrope.evaluation.model import Tokens, describe, load, training_length
+from flashrope.evaluation.statistics import half_interval, wilson
+
+from .real_codes import command_line
+
+SUMMARY = "answers over passages that a pretrained model read before: reuse --model FILE --text PATH --out DIR"
+RESULT, JOURNAL = "reuse.json", "reuse.jsonl"
+INSTRUCTION = "Read these documents. You will be asked a question about one of them at the end.\n"
+DOCUMENT = "\nDocument:\n"
+KINDS = ("number", "quote")
+QUOTE_QUESTION = "\nQuote a sentence from one of the documents."
+QUOTE_ANSWER = 'One of the documents says: "'
+QUOTED, CONTINUED = 16, 5  # tokens of a quote, and of the words behind it
+DOCUMENTS, SIZE = 2, 352  # and tokens of each: one batch holds both
+FULL = "full prefill"
+RECOMPUTED = (0, 4, 16, 64)
+ALONE, BEHIND = "alone", "behind the head"
+ORDERS = ("the document asked for first", "the document asked for last")
+
+
+class Question(NamedTuple):
+    """Token lists. The documents stand in the order of the prompt, and the first is the one that is asked for."""
+
+    kind: str
+    head: list[int]
+    documents: list[list[int]]
+    question: list[int]
+    answer: list[int]
+
+
+def run(argv: list[str], program: str) -> None:
+    parser = argparse.ArgumentParser(prog=program, description=__doc__.partition(": ")[2], allow_abbrev=False)
+    parser.add_argument("--model", required=True, help="a checkpoint folder or a .gguf file")
+    parser.add_argument("--text", metavar="PATH", nargs="+", required=True, help="text files")
+    parser.add_argument("--questions", type=positive, default=48)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=positive, default=cores())
+    parser.add_argument("--out", metavar="DIR", type=Path, required=True)
+    args = parser.parse_args(argv)
+    need("transformers", extra="transformers")
+    torch.set_num_threads(args.threads)
+    measure(args, command_line(program, argv))
+
+
+def measure(args: argparse.Namespace, command: str) -> None:
+    """Writes reuse.json after every question."""
+    from flashrope.integrations.transformers import convert
+
+    model, tokens = load(args.model, torch.device("cpu"))
+    model = convert(model)
+    texts = [tokens.encode(Path(path).read_text(encoding="utf-8")) for path in args.text]
+    args.out.mkdir(parents=True, exist_ok=True)
+    settings = {
+        "model": describe(model, args.model, training_length(model, args.model, None)),
+        "text": [Path(path).name for path in args.text],
+        "documents": DOCUMENTS,
+        "tokens of a document": SIZE,
+        "seed": args.seed,
+    }
+    journal = Journal(args.out / JOURNAL, settings)
+    done = {row["question"] for row in journal.rows}
+    facts = settings | {"machine": f"{hardware('cpu')}, torch {torch.__version__}", "command": command}
+    with Bar(args.questions) as bar:
+        bar.start("questions")
+        for number in range(args.questions):
+            if number not in done:
+                draw = random.Random(f"{args.seed} {number}")
+                question = ask(KINDS[number % len(KINDS)], tokens, texts, draw)
+                journal.add({"question": number, "kind": question.kind, "ways": answers(model, question)})
+                write(args.out / RESULT, facts, journal.rows)
+            bar.step(1)
+    write(args.out / RESULT, facts, journal.rows)
+    print(table(summary(journal.rows)))
+
+
+# ---- questions
+
+
+def ask(kind: str, tokens: Tokens, texts: Sequence[list[int]], draw: random.Random) -> Question:
+    """Returns a question about passages of the texts."""
+    names = draw.sample(prompts.NAMES, DOCUMENTS)
+    numbers = [f" {n}" for n in draw.sample(range(10_000, 100_000), DOCUMENTS)]
+    before, behind = tokens.chat or ("", "\n")
+    head = [*(() if tokens.chat else tokens.start), *tokens.encode(before + INSTRUCTION)]
+    start, documents = tokens.encode(DOCUMENT), []
+    for name, number in zip(names, numbers, strict=True):
+        hidden = tokens.encode(prompts.NEEDLE_OF_KEYS.format(name=name, answer=number)) if kind == "number" else []
+        text = passage(texts, SIZE - len(start) - len(hidden), draw)
+        place = draw.randrange(len(text) // 4, 3 * len(text) // 4)
+        documents.append([*start, *text[:place], *hidden, *text[place:]])
+    if kind == "number":
+        asked, answer = prompts.QUESTION_OF_KEYS.format(name=names[0]), tokens.encode(numbers[0])
+        question = tokens.encode(asked + behind + prompts.ANSWER_OF_KEYS.format(name=names[0]).lstrip())
+    else:
+        at = draw.randrange(SIZE // 4, SIZE - QUOTED - CONTINUED)
+        quote, answer = documents[0][at : at + QUOTED], documents[0][at + QUOTED : at + QUOTED + CONTINUED]
+        question = [*tokens.encode(QUOTE_QUESTION + behind + QUOTE_ANSWER), *quote]
+    return Question(kind, head, documents, question, answer)
+
+
+def passage(texts: Sequence[list[int]], size: int, draw: random.Random) -> list[int]:
+    """Returns tokens of one of the texts."""
+    text = draw.choice(texts)
+    at = draw.randrange(len(text) - size)
+    return text[at : at + size]
+
+
+# ---- answers
+
+
+def answers(model, question: Question) -> list[dict[str, Any]]:
+    """Returns the log probability of the right answer, and whether it is found, by way and order.
+
+    Prompts of equal length are rows of a batch: both orders, made of passages of both kinds.
+    """
+    from flashrope.integrations.transformers import join_passages, prefill_passage
+
+    texts = torch.tensor(question.documents)
+    orders = (0, 1), (1, 0)  # of the documents
+    head = prefill_passage(model, torch.tensor([question.head]))
+    heads = select_rows(model, [(head, 0)] * 2)
+    whole = prefill_passage(model, torch.stack([texts[list(order)].flatten() for order in orders]), heads)
+    scores = score(model, join_passages(model, [heads, whole]), question)  # exact: one passage behind a head
+    found = [{"way": FULL, "order": order} | each for order, each in zip(ORDERS, scores, strict=True)]
+    read = {ALONE: prefill_passage(model, texts), BEHIND: prefill_passage(model, texts, heads)}
+    rows = [(way, order) for way in read for order in range(len(orders))]
+    places = [select_rows(model, [(read[way], orders[order][at]) for way, order in rows]) for at in range(DOCUMENTS)]
+    heads = select_rows(model, [(head, 0)] * len(rows))
+    for recompute in RECOMPUTED:
+        scores = score(model, join_passages(model, [heads, *places], recompute), question)
+        for (way, order), each in zip(rows, scores, strict=True):
+            found.append({"way": way, "recomputed": recompute, "order": ORDERS[order]} | each)
+    return found
+
+
+def select_rows(model, rows: Sequence[tuple[Any, int]]):
+    """Returns a batch of passages, each a row of a batch."""
+    from flashrope.integrations.transformers import Passage, accept_cache
+    from transformers import DynamicCache
+
+    cache = accept_cache(model, DynamicCache(config=model.config))
+    for index in range(len(rows[0][0].cache.layers)):
+        layers = [(passage.cache.layers[index], row) for passage, row in rows]
+        keys, values = ([getattr(x, name)[row : row + 1] for x, row in layers] for name in ("keys", "values"))
+        cache.update(torch.cat(keys), torch.cat(values), index)
+    return Passage(torch.cat([passage.input_ids[row : row + 1] for passage, row in rows]), cache)
+
+
+@torch.no_grad()
+def score(model, prompt, question: Question) -> list[dict[str, Any]]:
+    """Returns the log probability of the answer behind every prompt of a batch, in nats, and whether greedy decoding
+    writes it."""
+    from flashrope.integrations.transformers.versions import CACHE
+
+    answer, batch = torch.tensor(question.answer), prompt.input_ids.shape[0]
+    asked = torch.tensor([[*question.question, *question.answer[:-1]]]).expand(batch, -1)
+    logits = model(asked, logits_to_keep=len(answer), **{CACHE: prompt.cache}).logits.float()
+    chosen = logits.log_softmax(-1).gather(2, answer[None, :, None].expand(batch, -1, -1)).double().sum((1, 2))
+    found = (logits.argmax(-1) == answer).all(1)
+    return [{"log_probability": p, "found": ok} for p, ok in zip(chosen.tolist(), found.tolist(), strict=True)]
+
+
+# ---- results
+
+
+def summary(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the means of every way, over both orders and for each, by kind of question and for all."""
+    rows, found = list(rows), []
+    for kind in ("all", *KINDS):
+        for order in ("both", *ORDERS):
+            found += [
+                {"kind": kind, "order": order, **each}
+                for each in _of_ways([row for row in rows if kind in ("all", row["kind"])], order)
+            ]
+    return found
+
+
+def _of_ways(rows: Sequence[dict[str, Any]], order: str) -> list[dict[str, Any]]:
+    """Returns the means of every way. A question counts once: of its two orders the mean is taken first."""
+    of: dict[tuple, list[list[dict]]] = {}
+    for row in rows:
+        mine: dict[tuple, list[dict]] = {}
+        for each in row["ways"]:
+            if order in ("both", each["order"]):
+                mine.setdefault((each["way"], each.get("recomputed")), []).append(each)
+        for way, values in mine.items():
+            of.setdefault(way, []).append(values)
+    found = []
+    for (way, recomputed), questions in of.items():
+        means = [fmean(each["log_probability"] for each in values) for values in questions]
+        base = [fmean(each["log_probability"] for each in values) for values in of[FULL, None]]
+        changes = [mean - other for mean, other in zip(means, base, strict=True)]
+        right = [each["found"] for values in questions for each in values]
+        row = {"way": way} | ({} if recomputed is None else {"recomputed": recomputed})
+        row |= {"questions": len(means), "log_probability": fmean(means), "change": fmean(changes)}
+        row |= {"interval_95": half_interval(changes)} if len(changes) > 1 else {}
+        found.append(row | {"found": sum(right), "asked": len(right), "found_95": wilson(sum(right), len(right))})
+    return found
+
+
+def write(path: Path, facts: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    files.write(path, json.dumps({**facts, "results": summary(rows), "rows": rows}, indent=1) + "\n")
+
+
+def table(results: Sequence[dict[str, Any]]) -> str:
+    lines = []
+    for row in results:
+        name = row["way"] + (f", {row['recomputed']} recomputed" if "recomputed" in row else "")
+        lines.append(
+            f"{row['kind']:<7} {row['order']:<30} {name:<32} {row['log_probability']:>8.3f} "
+            f"{row['change']:+.3f} ± {row.get('interval_95', float('nan')):.3f}   {row['found']} of {row['asked']}"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,223 @@
+"""Position-independent caching: passages are prefilled once and joined into prompts, in any order.
+
+A converted model caches raw keys, which have no position. So the keys and values of a passage are valid wherever a
+prompt puts them. What they lack is what the passage did not see: a passage that was prefilled behind one text does not
+know another one. ``prefill_passage`` lets it see the head of the prompt, and ``join_passages`` computes its first
+tokens again behind all that precedes it (EPIC, arXiv 2410.15332). docs/decoding.md has what each of them is worth.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from transformers import Cache, DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+from .caches import MARK, accept_cache, axes_of
+from .plan import Plan, find_decoder, plan_of
+from .schemes import attending_layers
+from .versions import CACHE
+
+
+class Passage(NamedTuple):
+    """A text and its keys and values.
+
+    Attributes:
+        input_ids: (batch, seqlen), without padding.
+        cache: a ``DynamicCache`` of these tokens. A call of the model that gets it appends to it, so pass
+            ``copy.deepcopy(cache)`` where the passage is needed again.
+    """
+
+    input_ids: torch.Tensor
+    cache: Cache
+
+
+@torch.no_grad()
+def prefill_passage(model, input_ids: torch.Tensor, behind: Passage | None = None) -> Passage:
+    """Computes the keys and values of a passage, for ``join_passages``.
+
+        head = prefill_passage(model, head_ids)
+        documents = [prefill_passage(model, ids, behind=head) for ids in (first_ids, second_ids)]
+
+    Args:
+        model: a transformers model after ``convert``.
+        input_ids: (batch, seqlen), the tokens of the passage, without padding: the passages of a batch have one length.
+        behind: what the passage sees before it, such as the head that all prompts share. It stays as it is. None: the
+            passage is prefilled as if nothing preceded it.
+
+    Returns:
+        The passage, without what stands before it.
+
+    Raises:
+        TypeError, ValueError: names the argument. ``model`` is refused if it is not converted, or if a layer has a
+            sliding window, no attention, a scheme that depends on the length, or positions of several coordinates.
+    """
+    decoder, plan = _converted(model)
+    _check_ids("input_ids", input_ids)
+    cache, seen = _new_cache(decoder, model), 0
+    if behind is not None:
+        _check_passage("behind", behind, decoder, plan)
+        _check_batch("behind", behind, input_ids.shape[0])
+        seen = behind.input_ids.shape[1]
+        _append(cache, behind.cache, 0)
+    _read(decoder, cache, input_ids)
+    if seen:
+        whole, cache = cache, _new_cache(decoder, model)
+        _append(cache, whole, seen)
+    return Passage(input_ids, cache)
+
+
+@torch.no_grad()
+def join_passages(model, passages: Sequence[Passage], recompute: int = 0) -> Passage:
+    """Joins passages into one prompt, whose cache ``generate`` continues.
+
+        prompt = join_passages(model, [head, *documents], recompute=16)
+        ids = torch.cat([prompt.input_ids, question_ids], 1)
+        answer = model.generate(ids, past_key_values=prompt.cache)
+
+    The result is that of one prefill in these cases: one passage; a head that was prefilled with nothing before it and
+    one passage that was prefilled behind it; any passages behind such a head if ``recompute`` is at least their length.
+    In all others it is an approximation.
+
+    Args:
+        model: the transformers model that prefilled the passages, under the same scheme.
+        passages: in the order of the prompt. They stay as they are.
+        recompute: how many of the first tokens of every passage but the first are computed again, behind all that
+            precedes them. Each such passage costs a forward pass over these tokens. Default: none.
+
+    Returns:
+        The tokens of all passages and their keys and values, in a new ``DynamicCache``.
+
+    Raises:
+        TypeError, ValueError: names the argument, as in ``prefill_passage``; passages of another conversion, of
+            different batches, or in caches other than a ``DynamicCache``.
+    """
+    decoder, plan = _converted(model)
+    if not isinstance(passages, Sequence) or isinstance(passages, Passage) or not passages:
+        raise TypeError(f"passages: expected a list of at least one Passage, got {_kind(passages)}")
+    if not isinstance(recompute, int) or isinstance(recompute, bool) or recompute < 0:
+        raise ValueError(f"recompute: expected an integer of at least 0, got {recompute!r}")
+    for number, passage in enumerate(passages):
+        name = f"passages[{number}]"
+        _check_passage(name, passage, decoder, plan)
+        _check_batch(name, passage, passages[0].input_ids.shape[0])
+    cache = _new_cache(decoder, model)
+    for number, (input_ids, own) in enumerate(passages):
+        again = min(recompute, input_ids.shape[1]) if number else 0
+        if again:
+            _read(decoder, cache, input_ids[:, :again])
+        if again < input_ids.shape[1]:
+            _append(cache, own, again)
+    return Passage(torch.cat([passage.input_ids for passage in passages], 1), cache)
+
+
+# ---- the steps
+
+
+def _new_cache(decoder, model) -> DynamicCache:
+    return accept_cache(model, DynamicCache(config=decoder.config))
+
+
+def _read(decoder, cache: Cache, input_ids: torch.Tensor) -> None:
+    """Appends the keys and values of tokens that see all that the cache holds. Computes no logits."""
+    decoder(input_ids, use_cache=True, **{CACHE: cache})
+
+
+def _append(cache: Cache, other: Cache, first: int) -> None:
+    """Appends a copy of the keys and values of another cache, from its token ``first`` on."""
+    for index, layer in enumerate(other.layers):
+        cache.update(layer.keys[:, :, first:], layer.values[:, :, first:], index)
+
+
+# ---- what is refused
+
+
+def _converted(model) -> tuple[torch.nn.Module, Plan]:
+    """Returns the decoder of a converted model, and how it was converted.
+
+    Raises:
+        ValueError: passages of this model cannot be moved.
+    """
+    decoder = find_decoder(model)
+    plan = plan_of(decoder)
+    if plan is None:
+        raise ValueError(
+            "model: expected a converted model, got a stock one (its cache holds keys that are rotated to their "
+            "positions); call convert(model) first"
+        )
+    config = decoder.config
+    if len(attending_layers(config)) < config.num_hidden_layers:
+        raise ValueError(
+            f"model: layers without attention are not supported (their state has no tokens to cut), got "
+            f"{config.model_type!r}"
+        )
+    if axes_of(decoder) > 1:
+        raise ValueError(
+            f"model: positions of several coordinates are not supported (a moved passage has no coordinates), got "
+            f"{axes_of(decoder)} axes"
+        )
+    for name, scheme in plan.schemes.items():
+        if scheme.window is not None:
+            raise ValueError(
+                f"model: sliding-window layers are not supported (their cache forgets the first tokens of a passage), "
+                f"got a window of {scheme.window} in {name}"
+            )
+        if scheme.grows_from < math.inf:
+            raise ValueError(
+                f"model: a scheme that depends on the length is not supported (a prompt is longer than its passages), "
+                f"got one that changes beyond {scheme.grows_from:,} tokens in {name}"
+            )
+    return decoder, plan
+
+
+def _check_ids(name: str, input_ids: torch.Tensor) -> None:
+    if not isinstance(input_ids, torch.Tensor):
+        raise TypeError(f"{name}: expected a tensor of token numbers, got {_kind(input_ids)}")
+    if input_ids.ndim != 2 or not input_ids.numel():
+        raise ValueError(f"{name}: expected (batch, seqlen), at least one token, got shape {tuple(input_ids.shape)}")
+
+
+def _check_passage(name: str, passage: Passage, decoder, plan: Plan) -> None:
+    if not isinstance(passage, Passage):
+        raise TypeError(f"{name}: expected a Passage, which prefill_passage returns, got {_kind(passage)}")
+    input_ids, cache = passage
+    _check_ids(f"{name}.input_ids", input_ids)
+    layers: list[Any] = getattr(cache, "layers", None) or []
+    other = next((_kind(layer) for layer in layers if type(layer) is not DynamicLayer), None)
+    plain = isinstance(cache, DynamicCache) and not getattr(cache, "offloading", False)
+    if not plain or other is not None:
+        got = f"one with a {other}" if plain else _kind(cache)
+        raise TypeError(
+            f"{name}.cache: expected a DynamicCache that keeps all tokens in the model's type, got {got}; static, "
+            "quantized and offloaded caches are not supported"
+        )
+    if getattr(cache, MARK, None) != plan.mark:
+        raise ValueError(
+            f"{name}.cache: expected a cache that this conversion filled, got one that another model or scheme, or "
+            "nobody known, filled (accept_cache takes one that was read from a file)"
+        )
+    if len(layers) != decoder.config.num_hidden_layers:
+        raise ValueError(
+            f"{name}.cache: expected keys in each of {decoder.config.num_hidden_layers} layers, got {len(layers)}"
+        )
+    for index, layer in enumerate(layers):
+        held = tuple(layer.keys.shape[::2][:2]) if layer.is_initialized else (input_ids.shape[0], 0)
+        if held != tuple(input_ids.shape):
+            raise ValueError(
+                f"{name}.cache: expected the keys of its input_ids, {tuple(input_ids.shape)}, got {held} in layer "
+                f"{index}; a call of the model appends to the cache that it gets"
+            )
+
+
+def _check_batch(name: str, passage: Passage, batch: int) -> None:
+    if passage.input_ids.shape[0] != batch:
+        raise ValueError(
+            f"{name}: expected a batch of {batch}, as the other passages, got {passage.input_ids.shape[0]}"
+        )
+
+
+def _kind(value) -> str:
+    return type(value).__name__

@@ -1,0 +1,183 @@
+"""The tools that measure a pretrained model, on a small random one: reuse and codes."""
+
+import json
+import random
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", reason="the extra 'transformers' is not installed")
+
+from flashrope.cli.options import BadInput
+from flashrope.evaluation.model import load
+from flashrope.integrations.transformers import convert
+
+from experiments import real_codes, real_reuse
+from experiments.__main__ import main
+
+TEXT = "The wind blows over the field. A dog barks at the gate, and the baker opens his shop at 7. " * 9
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model without a tokenizer, which reads bytes, and a text."""
+    path = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, head_dim=64)
+    config = transformers.LlamaConfig(vocab_size=256, initializer_range=0.2, max_position_embeddings=1024, **sizes)
+    transformers.LlamaForCausalLM(config).save_pretrained(path)
+    (path / "text.txt").write_text(TEXT)
+    return path
+
+
+def run(name: str, folder, out, *options: str) -> int:
+    return main([name, "--model", str(folder), "--text", str(folder / "text.txt"), "--out", str(out), *options])
+
+
+@pytest.mark.parametrize("out", [["--out", "/a"], ["--out=/a"]])
+def test_a_recorded_command_does_not_name_the_output_folder(out):
+    words = [*out, "--model", "a b.gguf", "--windows", "2"]
+    assert real_codes.command_line("python -m x", words) == "python -m x --model 'a b.gguf' --windows 2"
+
+
+# ---- reuse
+
+
+@pytest.mark.parametrize("kind", real_reuse.KINDS)
+def test_answers_are_those_of_a_model_without_a_cache(folder, kind):
+    """The full prefill is, and prompts that were computed again in full."""
+    model, tokens = load(str(folder), torch.device("cpu"))
+    question = real_reuse.ask(kind, tokens, [tokens.encode(TEXT)], random.Random(0))
+    assert {len(text) for text in question.documents} == {real_reuse.SIZE}
+    answer = torch.tensor(question.answer)
+    expected = {}
+    for order, step in zip(real_reuse.ORDERS, (1, -1), strict=True):
+        documents = [token for text in question.documents[::step] for token in text]
+        ids = torch.tensor([[*question.head, *documents, *question.question, *question.answer]])
+        with torch.no_grad():
+            logits = model(ids[:, :-1]).logits[0, -len(answer) :]
+        expected[order] = logits.log_softmax(-1).gather(1, answer[:, None]).sum().item()
+    convert(model)
+    found = real_reuse.answers(model, question)
+    assert len(found) == 2 * (1 + 2 * len(real_reuse.RECOMPUTED))
+    for each in found:
+        change = abs(each["log_probability"] - expected[each["order"]])
+        assert change < 1e-4 if each["way"] == real_reuse.FULL else 1e-5 < change < 5
+    whole = real_reuse.SIZE
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(real_reuse, "RECOMPUTED", (whole,))
+        again = real_reuse.answers(model, question)
+    assert all(abs(each["log_probability"] - expected[each["order"]]) < 1e-4 for each in again)
+
+
+def test_what_is_asked_is_in_the_first_document(folder):
+    _, tokens = load(str(folder), torch.device("cpu"))
+    draw = random.Random(1)
+    for _ in range(4):
+        number, quote = (real_reuse.ask(kind, tokens, [tokens.encode(TEXT)], draw) for kind in real_reuse.KINDS)
+        assert bytes(number.answer) in bytes(number.documents[0])
+        assert bytes(number.answer) not in bytes(number.documents[1])
+        begun = bytes(quote.question[-real_reuse.QUOTED :] + quote.answer)
+        assert begun in bytes(quote.documents[0])
+
+
+def test_reuse_continues_where_it_stopped(folder, tmp_path, monkeypatch):
+    assert run("reuse", folder, tmp_path, "--questions", "2") == 0
+    first = json.loads((tmp_path / real_reuse.RESULT).read_text())
+    assert [row["question"] for row in first["rows"]] == [0, 1] and first["documents"] == 2
+    asked, answers = [], real_reuse.answers
+    monkeypatch.setattr(real_reuse, "answers", lambda model, question: asked.append(1) or answers(model, question))
+    assert run("reuse", folder, tmp_path, "--questions", "3") == 0
+    found = json.loads((tmp_path / real_reuse.RESULT).read_text())
+    assert len(asked) == 1 and found["rows"][:2] == first["rows"] and len(found["rows"]) == 3
+    assert run("reuse", folder, tmp_path, "--seed", "1") == 2  # the rows of another run
+
+
+def test_means_of_ways():
+    """A question counts once: its two orders are not two of a sample."""
+    orders = real_reuse.ORDERS
+
+    def row(number, kind, full, alone):
+        ways = [{"way": "full prefill", "order": o, "log_probability": full, "found": True} for o in orders]
+        ways += [
+            {"way": "alone", "recomputed": 0, "order": o, "log_probability": alone + n, "found": not n}
+            for n, o in enumerate(orders)
+        ]
+        return {"question": number, "kind": kind, "ways": ways}
+
+    found = real_reuse.summary([row(0, "number", -1.0, -2.0), row(1, "quote", -3.0, -2.0)])
+    each = {(row["kind"], row["order"], row["way"]): row for row in found}
+    both = each["all", "both", "alone"]
+    assert both["log_probability"] == -1.5 and both["change"] == 0.5 and both["questions"] == 2
+    assert abs(both["interval_95"] - 12.7062 * 2**0.5 / 2**0.5) < 1e-3  # changes -0.5 and 1.5
+    assert (both["found"], both["asked"]) == (2, 4)
+    assert each["number", orders[1], "alone"]["change"] == 0.0
+    assert each["quote", orders[0], "full prefill"]["change"] == 0.0
+
+
+# ---- codes
+
+
+def test_rounding_is_that_of_codes_and_of_groups():
+    x = torch.randn(2, 3, 5, 64, generator=torch.Generator().manual_seed(0))
+    assert real_codes.rounded(x, None) is x
+    for dtype, largest in (("int8", 127), ("int4", 7)):
+        for group in (None, 32):
+            found = real_codes.rounded(x, real_codes.Format(dtype, group))
+            parts, other = (y.unflatten(-1, (-1, group or 64)) for y in (x, found))
+            scale = parts.abs().amax(-1, keepdim=True) / largest
+            assert torch.allclose(other, (parts / scale).round() * scale, atol=1e-6)
+
+
+@torch.no_grad()
+def test_formats_of_layers_are_what_the_cache_holds(folder):
+    model, tokens = load(str(folder), torch.device("cpu"))
+    convert(model)
+    row = torch.tensor([tokens.encode(TEXT)[:80]])
+    names = ("float32", "int8", "int4", "int4, groups of 32", "int4, layer 1", "int4, layers 0+1 in int8")
+    ways = {name: real_codes.ways_of(name, 2) for name in names}
+    losses = {
+        name: real_codes.losses(model, row, real_codes.cache_of(model, name, each), [40, 79])
+        for name, each in ways.items()
+    }
+    logits = model(row[:, :-1]).logits[0]
+    expected = torch.nn.functional.cross_entropy(logits, row[0, 1:]).item()
+    assert abs(losses["float32"][1] - expected) < 1e-5
+    simulated = real_codes.losses(model, row, real_codes.cache_of(model, "", ways["int8"]), [40, 79])
+    for at in range(2):
+        assert abs(losses["int8"][at] - simulated[at]) < abs(losses["int4"][at] - losses["float32"][at]) / 10
+        assert losses["int4, layers 0+1 in int8"][at] == simulated[at]
+        assert len({each[at] for name, each in losses.items()}) == len(names)
+
+
+@pytest.mark.parametrize("name", ["int2", "int4, layer 2", "int3, layer 0", "int4, layers 1+2 in int8"])
+def test_unknown_ways(name):
+    with pytest.raises(BadInput, match="^--ways: expected "):
+        real_codes.ways_of(name, 2)
+
+
+def test_codes_continue_where_they_stopped(folder, tmp_path, monkeypatch):
+    options = ["--lengths", "40", "80", "--windows", "2"]
+    assert run("codes", folder, tmp_path, *options, "--ways", "int8") == 0
+    read, losses = [], real_codes.losses
+    monkeypatch.setattr(real_codes, "losses", lambda *given: read.append(1) or losses(*given))
+    assert run("codes", folder, tmp_path, *options, "--ways", "int8", "int4", "--each-layer", "int4 keys") == 0
+    found = json.loads((tmp_path / real_codes.RESULT).read_text())
+    assert len(read) == 2 * 3 and len(found["rows"]) == 2 * 5
+    for length in ("40", "80"):
+        result = found["results"][length]
+        assert result["float32"]["change"] == 0 and result["int4 keys, layer 1"]["windows"] == 2
+        at = ("40", "80").index(length)
+        rows = {(row["way"], row["window"]): row["losses"][at] for row in found["rows"]}
+        changes = [rows["int4", window] - rows["float32", window] for window in range(2)]
+        assert abs(result["int4"]["change"] - sum(changes) / 2) < 1e-12
+
+
+def test_agreement(folder, tmp_path):
+    """Sums in another order write nearly the same codes in a shallow model. Keys that are rounded when they are rotated
+    are other numbers."""
+    options = ["--lengths", "80", "--windows", "1", "--agreement", "79"]
+    assert run("codes", folder, tmp_path, *options) == 0
+    found = json.loads((tmp_path / "agreement.json").read_text())["mean"]
+    assert found["other sums"] < 0.1 < found["rotated keys"] < 3
+    assert abs(found["loss, int8"] - found["loss, float32"]) < 0.05
