@@ -282,13 +282,17 @@ def test_the_figure_shows_paired_changes():
     figure = loss.loss_figure(figure_rows(["stock", "NTK", "ReRoPE"]), 32, "a model")
     above, above_repeated, below, below_repeated = figure.axes
     assert [line.get_label() for line in above.lines[:3]] == ["stock", "NTK", "ReRoPE"]
+    half = half_interval([0.2 + 0.02 * (window % 2) for window in (1, 6, 11)])
+    for axes in (above, above_repeated):
+        (bars,) = axes.containers[1].lines[2]
+        low, high = bars.get_segments()[0][:, 1]
+        assert (high - low) / 2 == pytest.approx(half)
     for axes in (below, below_repeated):
         ntk, rerope = axes.containers
         assert list(ntk.lines[0].get_ydata()) == pytest.approx([0.1 + 0.01 * 2 / 3] * 3)
         assert list(rerope.lines[0].get_ydata()) == pytest.approx([0.2 + 0.02 * 2 / 3] * 3)
         (bars,) = rerope.lines[2]
         low, high = bars.get_segments()[0][:, 1]
-        half = half_interval([0.2 + 0.02 * (window % 2) for window in (1, 6, 11)])
         assert (high - low) / 2 == pytest.approx(half) and half < 0.1  # the interval of the loss is 12
         apart = [container.lines[0].get_xdata() for container in axes.containers]
         assert all(abs(a / b - 1) > 0.01 for a, b in zip(*apart, strict=True))  # bars do not hide one another

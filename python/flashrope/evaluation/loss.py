@@ -376,10 +376,10 @@ def loss_figure(rows: Sequence[Row], train_length: int, model: str, unit: str = 
             apart = 1.022 ** (at - len(shown) / 2)  # of neighbours, on the log scale: bars do not hide one another
             changes = [row.change_from(other) for row, other in pairs]
             widths = [0.0 if math.isnan(width) else width for width in map(half_interval, changes)]
-            bars: dict[str, Any] = dict(yerr=widths, capsize=2.5, elinewidth=1)
             where = [row.length * apart for row, _ in pairs]
+            bars: dict[str, Any] = dict(yerr=widths, elinewidth=1)
             above.errorbar(where, [row.loss for row, _ in pairs], color=COLOURS[at], fmt="none", **bars)
-            below.errorbar(where, [sum(change) / len(change) for change in changes], **bars, **look)
+            below.errorbar(where, [sum(change) / len(change) for change in changes], capsize=2.5, **bars, **look)
         below.axhline(0, color=COLOURS[schemes.index(first) % len(COLOURS)], linewidth=1.5)
         for axes in (above, below):
             _length_axis(axes, lengths, train_length)
