@@ -84,14 +84,20 @@ def run(argv: list[str], program: str) -> None:
     )
     parser.add_argument("--each-layer", metavar="WAY", nargs="+", default=[], help="these ways in every layer by turns")
     parser.add_argument("--agreement", type=positive, metavar="N", help="compare log probabilities of N tokens instead")
+    args = parse(parser, argv)
+    args.lengths.sort()
+    measure(args, command_line(program, argv))
+
+
+def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
+    """Adds what every measurement on a pretrained model takes, reads the arguments, and sets the CPU threads."""
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=positive, default=cores())
     parser.add_argument("--out", metavar="DIR", type=Path, required=True)
     args = parser.parse_args(argv)
     need("transformers", extra="transformers")
     torch.set_num_threads(args.threads)
-    args.lengths.sort()
-    measure(args, command_line(program, argv))
+    return args
 
 
 def command_line(program: str, argv: Sequence[str]) -> str:

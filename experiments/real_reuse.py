@@ -22,14 +22,14 @@ from typing import Any, NamedTuple
 import torch
 from flashrope.cli import files
 from flashrope.cli.hardware import hardware
-from flashrope.cli.options import cores, need, positive
+from flashrope.cli.options import positive
 from flashrope.cli.progress import Bar
 from flashrope.evaluation import prompts
 from flashrope.evaluation.journal import Journal
 from flashrope.evaluation.model import Tokens, describe, load, training_length
 from flashrope.evaluation.statistics import half_interval, wilson
 
-from .real_codes import command_line
+from .real_codes import command_line, parse
 
 SUMMARY = "answers over passages that a pretrained model read before: reuse --model FILE --text PATH --out DIR"
 RESULT, JOURNAL = "reuse.json", "reuse.jsonl"
@@ -61,12 +61,7 @@ def run(argv: list[str], program: str) -> None:
     parser.add_argument("--model", required=True, help="a checkpoint folder or a .gguf file")
     parser.add_argument("--text", metavar="PATH", nargs="+", required=True, help="text files")
     parser.add_argument("--questions", type=positive, default=48)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=positive, default=cores())
-    parser.add_argument("--out", metavar="DIR", type=Path, required=True)
-    args = parser.parse_args(argv)
-    need("transformers", extra="transformers")
-    torch.set_num_threads(args.threads)
+    args = parse(parser, argv)
     measure(args, command_line(program, argv))
 
 
