@@ -86,9 +86,12 @@ const char* launch(void (*kernel)(Params), dim3 grid, int threads, size_t shared
   const bool ready = shared <= 48 * 1024 ||
                      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                           static_cast<int>(shared)) == cudaSuccess;
-  if (ready) kernel<<<grid, threads, shared, static_cast<cudaStream_t>(stream)>>>(params);
-  const cudaError_t error = cudaGetLastError();  // and clears it, or the next launch would find it
-  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+  void* arguments[] = {const_cast<Params*>(&params)};
+  if (ready && cudaLaunchKernel(reinterpret_cast<const void*>(kernel), grid, dim3(threads), arguments, shared,
+                                static_cast<cudaStream_t>(stream)) == cudaSuccess) {
+    return nullptr;  // an error that somebody else left behind is still there for them to read
+  }
+  return cudaGetErrorString(cudaGetLastError());  // clears it, or the next reader would find it
 }
 
 }  // namespace flashrope
