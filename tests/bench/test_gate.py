@@ -56,6 +56,8 @@ for name in ("sm_80", "sm_90", "spilling", "large", "three stages"):
     found[name]["without_tools"] = dataclasses.asdict(offline.measure(compiled))
     offline.tool = tool
 
+found["compiled before"] = {"key": str(launch(80).key)}
+
 rows = gate.plan(cases.cases(quick=True)[:2])
 found["planned"] = [[row.kernel, len(row.cases)] for row in rows]
 found["sanitized"] = sorted({caught.kernel.__name__ for caught in sanitize.launches(90, torch.bfloat16)})
@@ -139,7 +141,7 @@ def test_slots(compiled):
 
 @slow
 def test_launches_with_equal_specialisation_share_a_key(compiled):
-    assert compiled["other length"]["key"] == compiled["sm_80"]["key"]
+    assert compiled["other length"]["key"] == compiled["compiled before"]["key"] == compiled["sm_80"]["key"]
     assert compiled["odd length"]["key"] != compiled["sm_80"]["key"]  # 16 does not divide 4097: no vector loads
     assert compiled["sm_90"]["key"] != compiled["sm_80"]["key"]
 
