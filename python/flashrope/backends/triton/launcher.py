@@ -14,6 +14,7 @@ calls and compares the kernel found here with the one that Triton finds.
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -50,7 +51,13 @@ def compiling() -> Iterator[None]:
 
 
 def launch(kernel, grid: tuple[int, ...], *args, **options) -> None:
-    """Runs the kernel. options: constexprs by name, and the compiler's. All launches of the package come here."""
+    """Runs the kernel. options: constexprs by name, and the compiler's. All launches of the package come here.
+
+    Raises:
+        ValueError: the grid has 2^31 programs or more, which Triton would skip in silence.
+    """
+    if math.prod(grid) >> 31:
+        raise ValueError(f"{kernel.__name__}: expected fewer than 2^31 programs, got a grid of {grid}")
     if interpreted():
         kernel[grid](*args, **options)
         return
