@@ -1,8 +1,9 @@
 // The gradients of attention in bfloat16. One thread takes a key head and all queries that read it, as in
 // ../backward.cpp: nothing is added atomically, and results are bitwise reproducible.
 //
-// Scores are computed transposed, keys by queries, a lane being a query. Weights and the gradients of scores are rounded
-// and stored in the layouts of the three products that sum over queries or keys. Gradients are summed in float32.
+// Scores are computed transposed, keys by queries, a lane being a query. Weights and the gradients of scores are
+// rounded and stored in the layouts of the three products that sum over queries or keys. Gradients are summed in
+// float32.
 
 #include "products.h"
 
@@ -22,8 +23,8 @@ struct KeyHead {
   const int pairs, pairs_v;                        // of channels
   const int64_t rows, keys;                        // in whole tiles
   const float factor;                              // of scores, in powers of two
-  // Per tile, by pairs of channels: strips of queries, (STRIPS, pairs, STRIP), or panels of keys; and by pairs of rows or
-  // keys: strips of channels, (width / STRIP, BLOCK_M / 2, STRIP).
+  // Per tile, by pairs of channels: queries in strips, (STRIPS, pairs, STRIP), and keys in panels; and by pairs of
+  // rows or keys: strips of channels, (width / STRIP, BLOCK_M or BLOCK_N / 2, STRIP).
   Words q, grad_out, k, v, q_rows, grad_out_rows, k_rows;
   Floats grad_v, grad_k, grad_rotated_k, grad_q, grad_rotated_q;  // (keys or rows, width)
   Floats lse, delta;                                              // (rows,); lse in powers of two
@@ -38,7 +39,7 @@ struct KeyHead {
         head_dim_v(int(call.head_dim_v)), width(int(padded(head_dim, STRIP))),
         width_v(int(padded(head_dim_v, STRIP))), pairs((head_dim + 1) / 2), pairs_v((head_dim_v + 1) / 2),
         rows(padded(call.seqlen_q, BLOCK_M)), keys(padded(call.seqlen_k, BLOCK_N)),
-        factor(std::max(std::fabs(float(call.scale)), 1e-30f) * LOG2_E), q(words(rows * pairs)),
+        factor(score_factor(call)), q(words(rows * pairs)),
         grad_out(words(rows * pairs_v)), k(words(keys * pairs)), v(words(keys * pairs_v)),
         q_rows(words(rows / 2 * width)), grad_out_rows(words(rows / 2 * width_v)), k_rows(words(keys / 2 * width)),
         grad_v(floats(keys * width_v)), grad_k(floats(keys * width)), grad_rotated_k(floats(keys * width)),
@@ -53,29 +54,26 @@ struct KeyHead {
     return true;
   }
 
-  // Returns 0, or NOT_FINITE and writes nothing.
+  // Returns 0, or NOT_FINITE before all is written.
   int run() {
     std::fill_n(grad_v.get(), keys * width_v, 0.0f);
     std::fill_n(grad_k.get(), keys * width, 0.0f);
     for (int64_t tile = 0; tile < keys; tile += BLOCK_N)
-      pack(
+      pack<BLOCK_N>(
           call.seqlen_k - tile, head_dim_v, [&](int t, float* x) {
             convert(call.v.row<const BFloat16>(b, tile + t, head_kv), x, head_dim_v);
           },
           [&](const RoundedRows& rounded, int t) {
-            for (int n = 0; n < 2; ++n) rounded.write_panels(n * LANES, pairs_v, v.get() + (tile + t + n * LANES) * pairs_v);
+            rounded.write_panels(pairs_v, v.get() + (tile + t) * pairs_v);
           });
-    for (int64_t head = head_kv * group; head < (head_kv + 1) * group; ++head)
-      if (!finite(head)) return NOT_FINITE;
     for (int64_t head = head_kv * group; head < (head_kv + 1) * group; ++head) {
-      load_head(head);
+      if (!load_head(head)) return NOT_FINITE;
       for (int n = 0; n < call.num_bands; ++n) add_band(call.bands[n], head);
       for (int64_t row = 0; row < call.seqlen_q; ++row)
         write(backward.grad_q.row<BFloat16>(b, row, head), grad_q.get() + row * width, head_dim, float(call.scale));
     }
-    const float scale = std::fabs(float(call.scale));  // its sign is in q
     for (int64_t key = 0; key < call.seqlen_k; ++key) {
-      write(backward.grad_k.row<BFloat16>(b, key, head_kv), grad_k.get() + key * width, head_dim, scale);
+      write(backward.grad_k.row<BFloat16>(b, key, head_kv), grad_k.get() + key * width, head_dim, float(call.scale));
       write(backward.grad_v.row<BFloat16>(b, key, head_kv), grad_v.get() + key * width_v, head_dim_v, 1);
     }
     return 0;
@@ -85,13 +83,14 @@ struct KeyHead {
     for (int c = 0; c < channels; ++c) from_float(from[c] * factor, to + c);
   }
 
-  // Rounds the rows of a tile, half of them at a time: fill(r, x) gives row r, and write(rounded, first) takes a half.
-  template <typename Fill, typename Write>
+  // Rounds the rows of a tile, STRIP at a time: fill(r, x) gives row r, and write(rounded, first) takes those from
+  // first on.
+  template <int ROWS, typename Fill, typename Write>
   static void pack(int64_t count, int channels, const Fill& fill, const Write& write) {
     alignas(64) float row[MAX_HEAD_DIM];
     RoundedRows rounded;
-    for (int first = 0; first < BLOCK_N; first += 2 * LANES) {
-      for (int r = 0; r < 2 * LANES; ++r) {
+    for (int first = 0; first < ROWS; first += STRIP) {
+      for (int r = 0; r < STRIP; ++r) {
         if (first + r < count) {
           fill(first + r, row);
           rounded.set(r, row, channels);
@@ -103,72 +102,65 @@ struct KeyHead {
     }
   }
 
-  template <typename X>
-  static bool finite(const X* x, int channels) {
+  // Also computes lse and delta. Returns whether all rows of the head are finite.
+  bool load_head(int64_t head) {
     bool all = true;
-    for (int c = 0; c < channels; ++c) all &= std::isfinite(to_float(x[c]));
-    return all;
-  }
-
-  // Also computes lse and delta, which the last head keeps.
-  bool finite(int64_t head) {
-    bool all = true;
+    alignas(64) float of_q[MAX_HEAD_DIM] = {}, of_out[MAX_HEAD_DIM] = {}, of_grad[MAX_HEAD_DIM] = {};
     std::fill_n(lse.get(), rows, INF);  // rows that see no key: their weights are exp(-inf)
     std::fill_n(delta.get(), rows, 0.0f);
     for (int64_t row = 0; row < call.seqlen_q; ++row) {
-      const BFloat16* out = call.out.row<const BFloat16>(b, row, head);
-      const BFloat16* grad = backward.grad_out.row<const BFloat16>(b, row, head);
+      convert(call.q.row<const BFloat16>(b, row, head), of_q, head_dim);
+      convert(call.out.row<const BFloat16>(b, row, head), of_out, head_dim_v);
+      convert(backward.grad_out.row<const BFloat16>(b, row, head), of_grad, head_dim_v);
+      Vec products{}, zeros{};  // zeros: NaN where a number is not finite
+      for (int c = 0; c < head_dim; c += LANES) zeros += load(of_q + c) * 0.0f;
+      for (int c = 0; c < head_dim_v; c += LANES) {
+        products += load(of_out + c) * load(of_grad + c);
+        zeros += load(of_grad + c) * 0.0f;
+      }
       const int64_t lse_row = (b * call.heads_q + head) * call.seqlen_q + row;
-      float product = 0;
-      for (int c = 0; c < head_dim_v; ++c) product += to_float(out[c]) * to_float(grad[c]);
       if (call.lse[lse_row] != -INF) lse[row] = call.lse[lse_row] * LOG2_E;
-      delta[row] = product - (backward.grad_lse ? backward.grad_lse[lse_row] : 0);
-      all &= finite(call.q.row<const BFloat16>(b, row, head), head_dim) && finite(grad, head_dim_v) &&
-             finite(&delta[row], 1) && call.lse[lse_row] == call.lse[lse_row] && call.lse[lse_row] != INF;
+      delta[row] = sum(products) - (backward.grad_lse ? backward.grad_lse[lse_row] : 0);
+      all &= sum(zeros) == 0 && std::isfinite(delta[row]) && call.lse[lse_row] < INF;
     }
-    return all;
-  }
-
-  void load_head(int64_t head) {
-    finite(head);
     std::fill_n(grad_q.get(), rows * width, 0.0f);
     for (int64_t tile = 0; tile < rows; tile += BLOCK_M)
-      pack(
+      pack<BLOCK_M>(
           call.seqlen_q - tile, head_dim_v, [&](int r, float* x) {
             convert(backward.grad_out.row<const BFloat16>(b, tile + r, head), x, head_dim_v);
           },
           [&](const RoundedRows& rounded, int r) {
-            write_queries(rounded, grad_out.get() + tile * pairs_v, pairs_v, r);
-            rounded.write_row_pairs(head_dim_v, grad_out_rows.get() + tile / 2 * width_v + r / 2 * STRIP, BLOCK_M / 2 * STRIP);
+            rounded.write_strip(pairs_v, grad_out.get() + (tile + r) * pairs_v);
+            write_row_pairs<BLOCK_M>(rounded, grad_out_rows.get() + tile / 2 * width_v, head_dim_v, r);
           });
+    return all;
   }
 
-  // A half of a tile: a strip.
-  static void write_queries(const RoundedRows& rounded, int32_t* tile, int pairs, int r) {
-    for (int n = 0; n < STRIP_VECTORS; ++n) rounded.write_strip(n * LANES, pairs, tile + r * pairs + n * LANES);
+  // The rows from `first` on of a tile of ROWS.
+  template <int ROWS>
+  static void write_row_pairs(const RoundedRows& rounded, int32_t* tile, int channels, int first) {
+    rounded.write_row_pairs(channels, tile + first / 2 * STRIP, ROWS / 2 * STRIP);
   }
 
   void add_band(const ForwardBand& band, int64_t head) {
     const Table& k_table = call.k_copies[band.k_copy];
     for (int64_t tile = 0; tile < rows; tile += BLOCK_M)
-      pack(
+      pack<BLOCK_M>(
           call.seqlen_q - tile, head_dim, [&](int r, float* x) {
             rotate_row(call.q.row<const BFloat16>(b, tile + r, head), x, band.q, b, tile + r, call);
-            if (call.scale < 0)
-              for (int c = 0; c < head_dim; ++c) x[c] = -x[c];
           },
           [&](const RoundedRows& rounded, int r) {
-            write_queries(rounded, q.get() + tile * pairs, pairs, r);
-            rounded.write_row_pairs(head_dim, q_rows.get() + tile / 2 * width + r / 2 * STRIP, BLOCK_M / 2 * STRIP);
+            rounded.write_strip(pairs, q.get() + (tile + r) * pairs);
+            write_row_pairs<BLOCK_M>(rounded, q_rows.get() + tile / 2 * width, head_dim, r);
           });
     for (int64_t tile = 0; tile < keys; tile += BLOCK_N)
-      pack(
+      pack<BLOCK_N>(
           call.seqlen_k - tile, head_dim, [&](int t, float* x) {
             rotate_row(call.k.row<const BFloat16>(b, tile + t, head_kv), x, k_table, b, tile + t, call);
           },
           [&](const RoundedRows& rounded, int t) {
-            for (int n = 0; n < 2; ++n) rounded.write_panels(n * LANES, pairs, k.get() + (tile + t + n * LANES) * pairs);
-            rounded.write_row_pairs(head_dim, k_rows.get() + tile / 2 * width + t / 2 * STRIP, BLOCK_N / 2 * STRIP);
+            rounded.write_panels(pairs, k.get() + (tile + t) * pairs);
+            write_row_pairs<BLOCK_N>(rounded, k_rows.get() + tile / 2 * width, head_dim, t);
           });
     for (int64_t row = 0; row < rows; ++row) {
       const int64_t first = row < call.seqlen_q ? std::min(band.band.first_key(shift + row), call.seqlen_k) : 0;
@@ -199,20 +191,23 @@ struct KeyHead {
     for (int64_t r = row; r < std::min<int64_t>(row + BLOCK_M, call.seqlen_q); ++r)
       masked |= seen_first[r] > key || seen_end[r] < key + BLOCK_N;
     for (int s = 0; s < STRIPS; ++s)
-      for (int t = 0; t < BLOCK_N; t += PANEL) masked ? add_scores<true>(key, row, s, t) : add_scores<false>(key, row, s, t);
-    for (int t = 0; t < BLOCK_N; t += PANEL) {
-      for (int c = 0; c < width_v; c += STRIP)
-        add_product<BLOCK_M / 2, 1>(weights + t * (BLOCK_M / 2), grad_out_rows.get() + row / 2 * width_v + c * (BLOCK_M / 2),
-                                    BLOCK_M / 2, grad_v.get() + (key + t) * width_v + c, width_v);
-      for (int c = 0; c < width; c += STRIP)
-        add_product<BLOCK_M / 2, 1>(grad_scores + t * (BLOCK_M / 2), q_rows.get() + row / 2 * width + c * (BLOCK_M / 2),
-                                    BLOCK_M / 2, grad_rotated_k.get() + (key + t) * width + c, width);
-    }
+      for (int t = 0; t < BLOCK_N; t += PANEL)
+        masked ? add_scores<true>(key, row, s, t) : add_scores<false>(key, row, s, t);
+    add_of_keys(weights, grad_out_rows.get() + row / 2 * width_v, width_v, grad_v.get() + key * width_v);
+    add_of_keys(grad_scores, q_rows.get() + row / 2 * width, width, grad_rotated_k.get() + key * width);
     for (int r = 0; r < BLOCK_M; r += PANEL)
       for (int c = 0; c < width; c += STRIP)
         add_product<1, STRIP>(grad_scores_of_keys + r / STRIP * (BLOCK_N / 2 * STRIP) + r % STRIP,
                               k_rows.get() + key / 2 * width + c * (BLOCK_N / 2), BLOCK_N / 2,
                               grad_rotated_q.get() + (row + r) * width + c, width);
+  }
+
+  // Adds to the gradients of the tile's keys the sum over its queries. of_keys: (BLOCK_N, BLOCK_M / 2) words.
+  static void add_of_keys(const int32_t* of_keys, const int32_t* of_rows, int width, float* to) {
+    for (int t = 0; t < BLOCK_N; t += PANEL)
+      for (int c = 0; c < width; c += STRIP)
+        add_product<BLOCK_M / 2, 1>(of_keys + t * (BLOCK_M / 2), of_rows + c * (BLOCK_M / 2), BLOCK_M / 2,
+                                    to + t * width + c, width);
   }
 
   // Weights and gradients of the scores of a panel of keys and a strip of queries.

@@ -1,9 +1,9 @@
 // attention in bfloat16: tiles of query rows against blocks of keys, with one online softmax over all bands.
 //
-// First all keys are rotated, rounded and packed into panels, once per slope, and the values are packed in pairs of keys.
-// Then every tile of queries visits the blocks of each band. Scores are computed transposed, keys by queries, so that
-// a lane is a query: maxima and sums need no exchange between lanes, and weights lie as the product with values wants
-// them.
+// First all keys are rotated, rounded and packed into panels, once per slope, and the values are packed in pairs of
+// keys. Then every tile of queries visits the blocks of each band. Scores are computed transposed, keys by queries, so
+// that a lane is a query: maxima and sums need no exchange between lanes, and weights lie as the product with values
+// wants them.
 
 #include "products.h"
 
@@ -40,8 +40,8 @@ void pack_keys(const ForwardCall& call, const Workspace& workspace, int64_t copy
   int32_t* k = workspace.k_block(call, copy, head, block);
   alignas(64) float row[MAX_HEAD_DIM];
   RoundedRows rows;
-  for (int t = 0; t < BLOCK_N; t += LANES) {
-    for (int r = 0; r < LANES; ++r) {
+  for (int t = 0; t < BLOCK_N; t += STRIP) {
+    for (int r = 0; r < STRIP; ++r) {
       const int64_t key = first + t + r;
       if (t + r >= keys) {
         rows.clear(r);
@@ -54,7 +54,7 @@ void pack_keys(const ForwardCall& call, const Workspace& workspace, int64_t copy
       }
       rows.set(r, row, int(call.head_dim));
     }
-    rows.write_panels(0, pairs, k + t * pairs);
+    rows.write_panels(pairs, k + t * pairs);
   }
 }
 
@@ -107,7 +107,7 @@ struct Tile {
         rows(int(std::min<int64_t>(BLOCK_M, call.seqlen_q - first_row))), head_dim_v(int(call.head_dim_v)),
         pairs(int(workspace.pairs)), padded_dim(int(workspace.padded_dim_v)),
         head_kv(b * call.heads_kv + head_q / (call.heads_q / call.heads_kv)),
-        factor(std::max(std::fabs(float(call.scale)), 1e-30f) * LOG2_E) {}
+        factor(score_factor(call)) {}
 
   void run() {
     const int count = (rows + STRIP - 1) / STRIP;
@@ -122,7 +122,7 @@ struct Tile {
     int first = BLOCK_N, end = 0;
     find_seen(band.band, count, first, end);
     if (first >= end) return;
-    for (int r = 0; r < count * STRIP; r += LANES) load_queries(band.q, r);
+    for (int s = 0; s < count; ++s) load_queries(band.q, s);
     for (int block = first / BLOCK_N; block * BLOCK_N < end; ++block) {
       const int key = block * BLOCK_N;
       const int32_t* k = workspace.k_block(call, band.k_copy, head_kv, block);
@@ -163,21 +163,19 @@ struct Tile {
     }
   }
 
-  void load_queries(const Table& table, int first) {
+  void load_queries(const Table& table, int s) {
     alignas(64) float row[MAX_HEAD_DIM];
     RoundedRows rounded;
-    for (int r = 0; r < LANES; ++r) {
-      if (first + r >= rows) {
+    for (int r = 0; r < STRIP; ++r) {
+      if (s * STRIP + r >= rows) {
         rounded.clear(r);
         continue;
       }
-      const int64_t index = first_row + first + r;
+      const int64_t index = first_row + s * STRIP + r;
       rotate_row(call.q.row<const BFloat16>(b, index, head_q), row, table, b, index, call);
-      if (call.scale < 0)
-        for (int c = 0; c < call.head_dim; ++c) row[c] = -row[c];
       rounded.set(r, row, int(call.head_dim));
     }
-    rounded.write_strip(0, pairs, q[first / STRIP] + first % STRIP);
+    rounded.write_strip(pairs, q[s]);
   }
 
   // The scores of the keys [from, until) of a block, and the maxima of rows. Whether one of them grew.

@@ -1,8 +1,8 @@
 // Products of bfloat16 matrices with vdpbf16ps, which multiplies pairs of bfloat16 and adds both to a float32.
 //
 // A word is two bfloat16 that are neighbors along the dimension that a product sums over, the first in the low half.
-// c (m, n) = a (m, k) b (k, n): b lies in strips of STRIP columns, a word of every column per pair of k; a lies in panels
-// of PANEL rows, a word of every row per pair of k. A word of a is broadcast to the lanes, which are columns of b.
+// c (m, n) = a (m, k) b (k, n): b lies in strips of STRIP columns, a word of every column per pair of k. a lies in
+// panels of PANEL rows, a word of every row per pair of k. A word of a is broadcast to the lanes, the columns of b.
 
 #pragma once
 
@@ -16,6 +16,10 @@ namespace flashrope {
 
 constexpr int PANEL = 8, STRIP_VECTORS = 2, STRIP = STRIP_VECTORS * LANES;
 constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
+
+// Of scores, in powers of two. Above 0, so that a masked score of -infinity stays one.
+inline float score_factor(const ForwardCall& call) { return std::max(float(call.scale), 1e-30f) * LOG2_E; }
+
 using Words = std::unique_ptr<int32_t[], Free>;
 
 inline Words words(int64_t count) {  // nullptr if there is no memory
@@ -29,7 +33,7 @@ inline IntVec load(const int32_t* x) {
 }
 inline void store(int32_t* x, IntVec v) { std::memcpy(x, &v, sizeof v); }
 
-// Adds a b to a tile of PANEL rows and a strip of columns. k: pairs. Word p of row r of a is a[r * ROW_STEP + p * STEP].
+// Adds a b to a tile of PANEL rows and a strip of columns. k: pairs. Word p of row r is a[r * ROW_STEP + p * STEP].
 template <int ROW_STEP = 1, int STEP = PANEL>
 inline void add_product(const int32_t* a, const int32_t* strip, int k, Vec (&acc)[PANEL][STRIP_VECTORS]) {
   for (int p = 0; p < k; ++p) {
@@ -101,10 +105,10 @@ inline void transpose(IntVec (&x)[LANES]) {
   }
 }
 
-// Up to 2 LANES rows, rounded to nearest, on their way into one of the layouts.
+// STRIP rows, rounded to nearest, on their way into one of the layouts. `pairs`: of channels.
 struct RoundedRows {
   static constexpr int WIDTH = MAX_HEAD_DIM / 2;
-  alignas(64) int32_t words[2 * LANES * WIDTH];
+  alignas(64) int32_t words[STRIP * WIDTH];
 
   // Row r is x, whose channels from head_dim on are overwritten, up to a whole strip.
   void set(int r, float* x, int head_dim) {
@@ -115,35 +119,39 @@ struct RoundedRows {
   }
   void clear(int r) { std::fill_n(words + r * WIDTH, WIDTH, 0); }
 
-  // LANES rows as columns of a strip, a word per pair of channels; to: from the first of them on.
-  void write_strip(int first, int pairs, int32_t* to) const {
-    for_words(first, pairs, [&](int p, IntVec x) { store(to + p * STRIP, x); });
+  // As the columns of a strip: (pairs, STRIP).
+  void write_strip(int pairs, int32_t* to) const {
+    for (int h = 0; h < STRIP_VECTORS; ++h)
+      for_words(h * LANES, pairs, [&](int p, IntVec x) { store(to + p * STRIP + h * LANES, x); });
   }
 
-  // LANES rows as rows of two panels, a word per pair of channels.
-  void write_panels(int first, int pairs, int32_t* to) const {
-    for_words(first, pairs, [&](int p, IntVec x) {
-      for (int half = 0; half < LANES / PANEL; ++half)
-        std::memcpy(to + (half * pairs + p) * PANEL, (const int32_t*)&x + half * PANEL, PANEL * 4);
-    });
+  // As the rows of panels: (STRIP / PANEL, pairs, PANEL).
+  void write_panels(int pairs, int32_t* to) const {
+    for (int h = 0; h < STRIP_VECTORS; ++h)
+      for_words(h * LANES, pairs, [&](int p, IntVec x) {
+        for (int n = 0; n < LANES / PANEL; ++n)
+          std::memcpy(to + ((h * LANES / PANEL + n) * pairs + p) * PANEL, (const int32_t*)&x + n * PANEL, PANEL * 4);
+      });
   }
 
-  // All rows in strips of channels, `step` words apart, a word per pair of rows.
+  // In strips of channels that are `step` words apart, a word per pair of rows: (channels / STRIP, STRIP / 2, STRIP).
   void write_row_pairs(int channels, int32_t* to, int step) const {
-    for (int n = 0; n < LANES; ++n)
-      for (int c = 0; c < channels; c += 2 * LANES) {
+    // Of two vectors of 2 LANES numbers, those of the same place side by side. n of the second is 2 LANES + n.
+    alignas(64) constexpr uint16_t ORDER[32] = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
+                                                8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
+    const __m512i low = _mm512_load_si512(ORDER), high = _mm512_add_epi16(low, _mm512_set1_epi16(LANES));
+    for (int n = 0; n < STRIP / 2; ++n)
+      for (int c = 0; c < channels; c += STRIP) {
         const __m512i even = (__m512i)load(words + 2 * n * WIDTH + c / 2);
         const __m512i odd = (__m512i)load(words + (2 * n + 1) * WIDTH + c / 2);
-        const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6,
-                                             37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
         int32_t* strip = to + c / STRIP * step + n * STRIP;
         store(strip, (IntVec)_mm512_permutex2var_epi16(even, low, odd));
-        store(strip + LANES, (IntVec)_mm512_permutex2var_epi16(even, low + _mm512_set1_epi16(LANES), odd));
+        store(strip + LANES, (IntVec)_mm512_permutex2var_epi16(even, high, odd));
       }
   }
 
  private:
-  // Calls write(p, the word p of the LANES rows from first on).
+  // Calls write(p, word p of the LANES rows from `first` on).
   template <typename Write>
   void for_words(int first, int pairs, const Write& write) const {
     for (int w = 0; w < pairs; w += LANES) {

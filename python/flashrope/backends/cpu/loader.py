@@ -62,7 +62,7 @@ def find() -> Found:
         return Found(None, "", "the processor has neither AVX2 nor the instructions of ARMv8")
     problems: dict[str, list[str]] = {}  # the targets of each
     for target in targets:
-        if not (problem := next(filter(None, map(_problem, parts(target))), "")):
+        if not (problem := next(filter(None, map(problem_of, parts(target))), "")):
             try:
                 return Found(open_target(target), target, "")
             except (OSError, AttributeError) as error:
@@ -82,7 +82,7 @@ def open_target(target: str) -> Library:
     return Library(extended[0], own) if extended else Library(own)
 
 
-def _problem(target: str) -> str:
+def problem_of(target: str) -> str:
     """Returns why the library of a target cannot be opened, or ""."""
     path = FOLDER / f"{target}.so"
     if not path.exists():
