@@ -167,6 +167,13 @@ def test_results_are_rounded_to_nearest():
     assert torch.equal(out[0], v[0].float().mean(0).to(torch.bfloat16).expand_as(out[0]))
 
 
+def test_weights_are_rounded_to_nearest():
+    """Values of 1: the results are the sums of rounded weights over the sums of weights. Truncation lowers them."""
+    q, k, _ = torch.randn(3, 1, 400, 4, 64, generator=torch.Generator().manual_seed(6)).bfloat16()
+    out = attention(q, k, torch.ones_like(k), Rotary.rope(64), causal=False, impl="cpu")
+    assert torch.equal(out, torch.ones_like(out))
+
+
 def test_neighbors_and_threads_change_nothing():
     p = support.problem(BRAIN, Rotary.rope(64).rectify(50), 200, batch=2, heads=4)
     threads, expected = torch.get_num_threads(), support.run(p, "cpu")
