@@ -29,7 +29,8 @@ struct KeyHead {
   Floats grad_v, grad_k, grad_rotated_k, grad_q, grad_rotated_q;  // (keys or rows, width)
   Floats lse, delta;                                              // (rows,); lse in powers of two
   Words seen_first, seen_end;                                     // (rows,), the keys that a row sees in a band
-  // Of a tile: (BLOCK_N, BLOCK_M / 2), a word per pair of queries, and (STRIPS, BLOCK_N / 2, STRIP), per pair of keys.
+  // What a tile stores: (BLOCK_N, BLOCK_M / 2), a word per pair of queries;
+  // (STRIPS, BLOCK_N / 2, STRIP), a word per pair of keys.
   alignas(64) int32_t weights[BLOCK_N * BLOCK_M / 2], grad_scores[BLOCK_N * BLOCK_M / 2];
   alignas(64) int32_t grad_scores_of_keys[BLOCK_N / 2 * BLOCK_M];
 
