@@ -1,6 +1,7 @@
 """Fixtures and options. Without a GPU, Triton's interpreter is switched on, which must precede the import of triton.
 
-The CPU backend uses its compiled kernels, as users' programs do; --composed-cpu leaves them out.
+The CPU backend uses its compiled kernels, as users' programs do. --composed-cpu leaves them out, and --cpu-target takes
+those of another set of instructions.
 --threads N sets the CPU threads of the tests and the processes they start (default 1). --perturb-training SEED changes
 the result of every training by rounding alone; the verdict of a test must not depend on it.
 """
@@ -33,6 +34,7 @@ def pytest_addoption(parser):
     parser.addoption("--walk-seconds", type=float, default=0, help="how long each random walk of test_walks.py takes")
     parser.addoption("--walk-seed", type=int, default=0, help="the seed of the random walks (default: 0)")
     parser.addoption("--composed-cpu", action="store_true", help="compose the CPU backend of PyTorch's kernels")
+    parser.addoption("--cpu-target", metavar="TARGET", help="the compiled CPU kernels of this target: x86-64-v3, ...")
     parser.addoption("--perturb-training", type=int, metavar="SEED", help="perturb weights by rounding before training")
 
 
@@ -43,12 +45,17 @@ def pytest_configure(config):
         from perturb import perturb
 
         perturb(config.getoption("perturb_training"))
-    if config.getoption("composed_cpu"):
-        from flashrope.backends.cpu import loader
+    from flashrope.backends.cpu import loader
 
+    if config.getoption("composed_cpu"):
         loader.load = lambda: None
-    elif not hasattr(config, "workerinput"):  # once, not in every process of xdist
-        _build_cpu_kernels()
+    else:
+        target = config.getoption("cpu_target")
+        if not hasattr(config, "workerinput"):  # once, not in every process of xdist
+            _build_cpu_kernels(target)
+        if target:
+            library = loader.open_target(target)
+            loader.load = lambda: library
     config.addinivalue_line(
         "markers",
         "interpreted(chosen): the parameters that Triton's interpreter runs too in the fast tests; its others are slow",
@@ -88,12 +95,15 @@ def exact(request):
     return request.param
 
 
-def _build_cpu_kernels():
-    """Builds the kernels for this processor if the checkout lacks them or their sources have changed."""
+def _build_cpu_kernels(target):
+    """Builds the kernels of a target, by default the best for this processor, if the checkout lacks them or their
+    sources have changed."""
     from flashrope.backends.cpu import loader
 
-    if loader.find().library is None and (best := loader.runnable()) and (loader.SOURCES / "build.py").exists():
-        subprocess.run([sys.executable, loader.SOURCES / "build.py", loader.FOLDER, best[0]], capture_output=True)
+    if not (target or loader.runnable()) or not (loader.SOURCES / "build.py").exists():
+        return
+    if outdated := list(filter(loader.problem_of, loader.parts(target or loader.runnable()[0]))):
+        subprocess.run([sys.executable, loader.SOURCES / "build.py", loader.FOLDER, *outdated], capture_output=True)
         loader.find.cache_clear()
 
 

@@ -36,7 +36,7 @@ class Entry(NamedTuple):
 def compiled_kernels(target: str | None = None) -> library.Library | None:
     """The compiled kernels of the installation, if it has them: for this processor, or of a target by name."""
     if target:
-        return library.Library(loader.FOLDER / f"{target}.so")
+        return loader.open_target(target)
     found = loader.find()
     print(f"compiled kernels: {found.target or f'left out: {found.problem}'}")
     return found.library

@@ -4,17 +4,11 @@
 // Scores are computed transposed, keys by queries. Per query head and band, queries and keys are rotated into
 // workspaces; the gradients are summed in that rotated frame, then rotated back and added to those of other bands.
 
-#include "tiles.h"
+#include "backward.h"
 
 namespace flashrope {
 
 constexpr int BLOCK_M = 64;  // query rows of a tile
-
-struct BackwardCall {  // cpu/library.py has the same
-  ForwardCall forward;  // with the out and lse that it computed
-  TensorView grad_out, grad_q, grad_k, grad_v;
-  const float* grad_lse;  // (batch, heads_q, seqlen_q), or nullptr
-};
 
 template <typename T>
 struct KeyHead {

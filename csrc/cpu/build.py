@@ -1,7 +1,8 @@
 """Compiles the CPU kernels: ``python csrc/cpu/build.py FOLDER [TARGET ...]``, as setup.py does at installation.
 
 Every target becomes one library FOLDER/TARGET.so, for processors that have its instructions;
-python/flashrope/backends/cpu/loader.py chooses among them. FOLDER/build.json says what compiled them and why one is
+python/flashrope/backends/cpu/loader.py chooses among them. x86-64-v4-bf16 is the exception: its library has the
+functions for bfloat16 alone, and extends that of x86-64-v4. FOLDER/build.json says what compiled them and why one is
 missing. It needs a C++ compiler and nothing else: neither torch nor Python's headers.
 
 CXX names the compiler, with options: ``CXX="python -m ziglang c++ -target aarch64-linux-gnu.2.28"`` compiles for ARM
@@ -30,12 +31,19 @@ from pathlib import Path
 SOURCES = Path(__file__).parent
 FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-shared", "-fPIC")
 TARGETS = {
-    "x86_64": {"x86-64-v3": ["-march=x86-64-v3"], "x86-64-v4": ["-march=x86-64-v4"]},
+    "x86_64": {
+        "x86-64-v3": ["-march=x86-64-v3"],
+        "x86-64-v4": ["-march=x86-64-v4"],
+        "x86-64-v4-bf16": ["-march=x86-64-v4", "-mavx512bf16"],
+    },
     "aarch64": {"armv8-a": ["-march=armv8-a"], "armv8.2-a": ["-march=armv8.2-a+fp16"]},
 }
+# The sources of a target, where they are not those of this folder: its library extends another (loader.py).
+PARTS = {"x86-64-v4-bf16": "bf16"}
 ZIG_TARGETS = {  # zig c++ has names of its own
     "x86-64-v3": ["-mcpu=x86_64_v3"],
     "x86-64-v4": ["-mcpu=x86_64_v4"],
+    "x86-64-v4-bf16": ["-mcpu=x86_64_v4+avx512bf16"],
     "armv8-a": ["-mcpu=generic"],
     "armv8.2-a": ["-mcpu=generic+v8_2a+fullfp16"],
 }
@@ -49,7 +57,7 @@ SYSTEM_LIBRARIES = {"ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1", "libc.so.6"
     "libstdc++.so.6",
 }
 CACHE_SWITCH = "FLASHROPE_BUILD_CACHE"
-CACHE_ENTRIES = 16  # about 1.4 MB each; the ones that were used last stay
+CACHE_ENTRIES = 16  # up to 1.6 MB each; the ones that were used last stay
 # What compilers read besides their arguments.
 COMPILER_VARIABLES = (
     *("CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH", "LIBRARY_PATH", "COMPILER_PATH", "GCC_EXEC_PREFIX"),
@@ -68,7 +76,8 @@ def build(folder: Path, targets: list[str] | None = None, machine: str = "") -> 
     report = {"compiler": version(compiler), "missing": {}}
 
     def compiled(target: str) -> str:
-        return compile_target([*compiler, *FLAGS, *known[target]], folder / f"{target}.so")
+        arguments = [*compiler, *FLAGS, *known[target]]
+        return compile_target(arguments, folder / f"{target}.so", sources(PARTS.get(target, "")))
 
     with ThreadPoolExecutor(os.cpu_count()) as threads:
         names = list(targets or known)
@@ -124,20 +133,24 @@ def _suits_manylinux(library: bytes) -> bool:
     )
 
 
-def compile_target(arguments: list[str], library: Path) -> str:
+def sources(part: str = "") -> list[str]:
+    """Returns the sources of a library, relative, so that no path gets into it."""
+    return sorted(path.relative_to(SOURCES).as_posix() for path in (SOURCES / part).glob("*.cpp"))
+
+
+def compile_target(arguments: list[str], library: Path, names: list[str]) -> str:
     """The error, or "". A library that was there stays until the new one is complete."""
     if not has_compiler():
         library.unlink(missing_ok=True)
         return f"no C++ compiler: {arguments[0]} is not on PATH"
     new = library.with_suffix(f".{os.getpid()}.tmp")
-    key = cache_key(arguments) if (cached := cache_folder()) else None
+    key = cache_key(arguments, names) if (cached := cache_folder()) else None
     if cached and key and (content := read_cached(cached, key)) is not None:
         new.write_bytes(content)
         new.chmod(0o777 & ~umask())
         os.replace(new, library)
         return ""
-    sources = sorted(path.name for path in SOURCES.glob("*.cpp"))  # relative, so that no path gets into the library
-    done = subprocess.run([*arguments, *sources, "-o", new.resolve()], cwd=SOURCES, capture_output=True, text=True)
+    done = subprocess.run([*arguments, *names, "-o", new.resolve()], cwd=SOURCES, capture_output=True, text=True)
     if done.returncode == 0:
         os.replace(new, library)
         if cached and key:
@@ -171,11 +184,11 @@ def cache_folder() -> Path | None:
     return folder if own and os.access(folder, os.W_OK) else None
 
 
-def cache_key(arguments: list[str]) -> str | None:
+def cache_key(arguments: list[str], names: list[str]) -> str | None:
     """Returns a hash of all that decides the library's bytes, or None where the compiler does not tell.
 
-    arguments: the compiler with its options. The sources count as they are, and once more with the headers that they
-    include, as the preprocessor sees them.
+    arguments: the compiler with its options. names: the sources. They and all headers count as they are, and the
+    sources once more with the headers that they include, as the preprocessor sees them.
     """
     digest = hashlib.sha256()
 
@@ -183,12 +196,11 @@ def cache_key(arguments: list[str]) -> str | None:
         for part in parts:
             digest.update(len(part).to_bytes(8, "little") + part)
 
-    names = sorted(path.name for pattern in ("*.cpp", "*.h") for path in SOURCES.glob(pattern))
-    for name in names:
+    for name in sorted([*names, *(path.relative_to(SOURCES).as_posix() for path in SOURCES.rglob("*.h"))]):
         add(name.encode(), (SOURCES / name).read_bytes())
     add(*map(str.encode, arguments))
     add(*(f"{name}={os.environ.get(name)}".encode() for name in COMPILER_VARIABLES))
-    included = "".join(f'#include "{name}"\n' for name in names if name.endswith(".cpp"))
+    included = "".join(f'#include "{name}"\n' for name in names)
     try:
         unit = ["-E", "-I", ".", "-x", "c++", "-", "-o", "/dev/stdout"]
         preprocessed = said([*arguments, *unit], included.encode())

@@ -17,6 +17,11 @@ def test_goals_of_the_cpu_depend_on_the_instruction_set():
     goal = Goal("a / b", 1.0, 1.2)
     assert [goal.limit_of(target) for target in ("x86-64-v4", "x86-64-v3", "armv8-a", "")] == [1.0, 1.2, 1.2, 1.2]
     assert Goal("a / b", 0.7).limit_of("x86-64-v3") == 0.7
+    assert Goal("a / b", 1.0, 1.2).limit_of("x86-64-v4-bf16") == 1.0
+    goal = Goal("a / b", 1.0, 1.2, checked=False, multiplied=0.6)
+    assert [goal.limit_of(f"x86-64-{name}") for name in ("v4-bf16", "v4", "v3")] == [0.6, 1.0, 1.2]
+    assert goal.is_checked("x86-64-v4-bf16", frozenset()) and not goal.is_checked("x86-64-v4", frozenset())
+    assert not goal.is_checked("x86-64-v4-bf16", frozenset({"amx_bf16"}))  # SDPA multiplies with AMX
     assert len({goal.figure for goal in GOALS}) == len(GOALS)
 
 
@@ -27,16 +32,16 @@ def test_the_expected_time_of_the_cpu_counts_the_chosen_tables(monkeypatch):
         return cpu.Plan(cpu.parse(list(words)), None)
 
     monkeypatch.setattr(cpu.Bench, "report", None)  # a plan measures nothing
-    rate = 65e9  # of the machine in bench/results/amd-epyc, where the rounds of 42 tables took 264 s
+    rate = 65e9  # of the machine in bench/results/amd-epyc, where the rounds of 42 of the 44 tables took 264 s
     few, many = planned("--seconds", "20"), planned("--seconds", "20", "--grid", "--lengths", "--busy")
-    assert (len(few.planned), len(many.planned)) == (11, 42)
+    assert (len(few.planned), len(many.planned)) == (13, 44)
     assert 30 < few.seconds(rate) < 60 and 200 < many.seconds(rate) < 400
     for words in (["--grid"], ["--lengths"], ["--busy"]):
         assert planned("--seconds", "20", *words).seconds(rate) > few.seconds(rate) + 4
     assert planned("--seconds", "600").seconds(rate) > 600 > planned("--seqlen", "1024").seconds(rate)
     assert few.seconds(rate / 10) > 4 * few.seconds(rate)  # three rounds, on a slower machine
     expected = cpu.expected_time(few, rate)
-    assert expected.startswith(f"expected time: {duration(few.seconds(rate))} for 11 tables")
+    assert expected.startswith(f"expected time: {duration(few.seconds(rate))} for 13 tables")
     cache_types = cpu.Plan(cpu.parse(["--seconds", "20"]), cpu_cases.compiled_kernels()).planned.keys() - few.planned
     assert all("cache types" in title for title in cache_types)
 

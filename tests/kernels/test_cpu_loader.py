@@ -9,6 +9,7 @@ import warnings
 from pathlib import Path
 
 import pytest
+import support
 import torch
 from flashrope import Rotary, attention, attention_with_cache
 from flashrope.backends.cpu import loader
@@ -16,7 +17,7 @@ from flashrope.commands.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "csrc/cpu/build.py"
-V3, V4 = loader.INSTRUCTIONS["x86-64-v3"], loader.INSTRUCTIONS["x86-64-v4"]
+V3, V4, BF16 = (loader.INSTRUCTIONS[f"x86-64-{name}"] for name in ("v3", "v4", "v4-bf16"))
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the compiled CPU kernels are for Linux")
 
 
@@ -26,9 +27,17 @@ def installation(tmp_path, monkeypatch):
     monkeypatch.setattr(loader, "FOLDER", tmp_path)
     monkeypatch.setattr(loader, "SOURCES", tmp_path / "no checkout")
     monkeypatch.setattr(loader, "instructions", lambda: V4)
-    monkeypatch.setattr(loader, "Library", lambda path: path.read_text() and path)  # "" is a damaged library
+    monkeypatch.setattr(loader, "Library", opened)
     monkeypatch.setattr(loader, "find", loader.find.__wrapped__)
     return tmp_path
+
+
+def opened(path: Path, bfloat16: Path | None = None) -> Path:
+    """Stands in for the library of a file. Raises OSError for an empty file, which is a damaged library."""
+    for each in filter(None, (path, bfloat16)):
+        if not each.read_text():
+            damaged(each)
+    return bfloat16 or path
 
 
 def write(folder: Path, **contents: str) -> None:
@@ -50,6 +59,25 @@ def test_the_best_that_the_processor_can_run(installation, monkeypatch):
         monkeypatch.setattr(loader, "instructions", lambda missing=missing: V4 - {missing})
         library, target, problem = loader.find()
         assert library is None and not target and "neither AVX2 nor" in problem
+
+
+def test_bfloat16_extends_the_library_of_avx512(installation, monkeypatch):
+    """Where the processor has the instructions for bfloat16, and both libraries open; otherwise the next best."""
+    monkeypatch.setattr(loader, "instructions", lambda: BF16)
+    write(installation, x86_64_v3="3", x86_64_v4="4", x86_64_v4_bf16="bf16")
+    assert loader.find()[1:] == ("x86-64-v4-bf16", "")
+    assert loader.parts("x86-64-v4-bf16") == ["x86-64-v4-bf16", "x86-64-v4"]
+    for missing in sorted(BF16 - V3):  # masked: an illegal instruction would end the process
+        monkeypatch.setattr(loader, "instructions", lambda missing=missing: BF16 - {missing})
+        assert loader.find().target == ("x86-64-v4" if missing == "avx512_bf16" else "x86-64-v3")
+    monkeypatch.setattr(loader, "instructions", lambda: BF16)
+    write(installation, x86_64_v4_bf16="")
+    assert loader.find().target == "x86-64-v4"
+    (installation / "x86-64-v4-bf16.so").unlink()
+    assert loader.find().target == "x86-64-v4"
+    write(installation, x86_64_v4_bf16="bf16")
+    (installation / "x86-64-v4.so").unlink()
+    assert loader.find().target == "x86-64-v3"
 
 
 def test_every_target_of_the_build_is_known():
@@ -160,12 +188,15 @@ echo library > "$last" """,
 
 @pytest.mark.parametrize("target", loader.runnable())
 def test_every_library_of_this_processor_is_right(compiled, monkeypatch, tmp_path, target):
-    path = loader.FOLDER / f"{target}.so"
-    if not path.exists():
-        subprocess.run([sys.executable, loader.SOURCES / "build.py", tmp_path, target], check=True)
-        path = tmp_path / path.name
-    library = loader.Library(path)
+    if missing := [part for part in loader.parts(target) if not (loader.FOLDER / f"{part}.so").exists()]:
+        subprocess.run([sys.executable, loader.SOURCES / "build.py", tmp_path, *loader.parts(target)], check=True)
+        monkeypatch.setattr(loader, "FOLDER", tmp_path)
+    library = loader.open_target(target)
+    assert library.multiplies(torch.bfloat16, 64) == target.endswith("bf16"), missing
     monkeypatch.setattr(loader, "load", lambda: library)
+    for dtype in (torch.float16, torch.bfloat16):
+        of_type = support.Target("cpu", dtype, "cpu")
+        support.check(of_type, support.problem(of_type, Rotary.hope(40, 64).rectify(70), 150, batch=2))
     q, k, v = torch.randn(3, 2, 150, 2, 40).unbind()
     q.requires_grad_()
     rotary = Rotary.rope(40).rectify(70)

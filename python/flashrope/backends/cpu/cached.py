@@ -267,8 +267,8 @@ def _attend_tiles(
             if not any(band.start < shift + rows.rows and band.stop > shift - k.shape[1] + 1 for band in bands):
                 continue
             own = slice(rows.row, rows.row + rows.rows)
-            if scales is None:
-                k, v = k.to(torch.float32), v.to(torch.float32)
-            run_out, run_lse = tiles.forward(compiled, q[:, own].to(torch.float32), k, v, attention, scales, place)
+            if scales is None and not compiled.multiplies(q.dtype, q.shape[1]):
+                k, v = k.to(torch.float32), v.to(torch.float32)  # once for all rows
+            run_out, run_lse = tiles.forward(compiled, q[:, own], k, v, attention, scales, place, torch.float32)
             add_partial(out[:, own].transpose(1, 2), lse[..., own], run_out.transpose(1, 2), run_lse)
     return out.to(q.dtype), lse

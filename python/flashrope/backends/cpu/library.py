@@ -14,6 +14,8 @@ MAX_BANDS = 4
 INFINITE = 2**40  # a distance
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 CODES = {torch.int8: 3, torch.uint8: 4}  # of quantized caches, which the kernels read beside float32 queries
+FEW_QUERIES = 8  # up to as many, the products in float32 are faster: they take rows in eights, others in strips of 32
+NOT_FINITE = 2  # what the backward in bfloat16 returns where a row is not finite
 
 
 class TensorView(ctypes.Structure):
@@ -115,13 +117,14 @@ class ForwardCall(ctypes.Structure):
         ("shift", ctypes.c_int64),
         ("scale", ctypes.c_double),
         ("dtype", ctypes.c_int64),
+        ("float32_out", ctypes.c_int64),
         ("threads", ctypes.c_int64),
         ("parallel_for", ctypes.c_void_p),
     ]
 
 
 class BackwardCall(ctypes.Structure):
-    """Mirrors the struct of this name in csrc/cpu/backward.cpp."""
+    """Mirrors the struct of this name in csrc/cpu/backward.h."""
 
     _fields_ = [
         ("forward", ForwardCall),
@@ -150,12 +153,35 @@ class RotateCall(ctypes.Structure):
 
 
 class Library:
-    """The functions of a compiled library. Raises OSError or AttributeError where the file is not one."""
+    """The functions of a compiled library and, for bfloat16, of one that extends it. Raises OSError or AttributeError
+    where a file is not one."""
 
-    def __init__(self, path: Path):
-        self.path = path
+    def __init__(self, path: Path, bfloat16: Path | None = None):
+        self.path = bfloat16 or path
         functions = ctypes.CDLL(str(path))
-        self.decode, self.forward = functions.flashrope_decode, functions.flashrope_forward
-        self.backward, self.rotate = functions.flashrope_backward, functions.flashrope_rotate
+        self.decode, self._forward = functions.flashrope_decode, functions.flashrope_forward
+        self._backward, self.rotate = functions.flashrope_backward, functions.flashrope_rotate
+        self._bfloat16 = ctypes.CDLL(str(bfloat16)) if bfloat16 else None
+        if self._bfloat16:
+            self._bfloat16_forward = self._bfloat16.flashrope_forward_bf16
+            self._bfloat16_backward = self._bfloat16.flashrope_backward_bf16
         torch_cpu = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
         self.parallel_for = ctypes.cast(torch_cpu.torch_parallel_for, ctypes.c_void_p)
+
+    def multiplies(self, dtype: torch.dtype, seqlen_q: int) -> bool:
+        """Whether matrices of queries of this type are multiplied in the type itself. Others are converted to float32
+        first."""
+        return self._bfloat16 is not None and dtype == torch.bfloat16 and seqlen_q > FEW_QUERIES
+
+    def forward(self, call: ForwardCall, dtype: torch.dtype) -> int:
+        """Attends. dtype: of the queries. Returns 0, or 1 if there is no memory."""
+        multiplied = self.multiplies(dtype, call.seqlen_q)
+        return (self._bfloat16_forward if multiplied else self._forward)(ctypes.byref(call))
+
+    def backward(self, call: BackwardCall, dtype: torch.dtype) -> int:
+        """Writes the gradients. dtype: of the queries. Returns 0, or 1 if there is no memory."""
+        if self.multiplies(dtype, call.forward.seqlen_q):
+            status = self._bfloat16_backward(ctypes.byref(call))
+            if status != NOT_FINITE:
+                return status
+        return self._backward(ctypes.byref(call))

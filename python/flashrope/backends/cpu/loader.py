@@ -18,12 +18,15 @@ FOLDER = Path(__file__).parent / "kernels"
 SOURCES = Path(__file__).parents[4] / "csrc/cpu"  # in a checkout
 # The instructions that a library needs, by Linux's names for them; the best library last.
 X86_64_V3 = frozenset(["avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe", "xsave"])
+X86_64_V4 = X86_64_V3 | frozenset(["avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"])
 INSTRUCTIONS = {
     "armv8-a": frozenset({"asimd"}),
     "armv8.2-a": frozenset(["asimd", "asimdhp", "asimdrdm", "atomics", "fphp", "crc32"]),
     "x86-64-v3": X86_64_V3,
-    "x86-64-v4": X86_64_V3 | frozenset(["avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"]),
+    "x86-64-v4": X86_64_V4,
+    "x86-64-v4-bf16": X86_64_V4 | {"avx512_bf16"},
 }
+EXTENDED = {"x86-64-v4-bf16": "x86-64-v4"}  # the target that serves what a target's library does not have
 
 
 class Found(NamedTuple):
@@ -59,18 +62,32 @@ def find() -> Found:
         return Found(None, "", "the processor has neither AVX2 nor the instructions of ARMv8")
     problems: dict[str, list[str]] = {}  # the targets of each
     for target in targets:
-        path = FOLDER / f"{target}.so"
-        if not path.exists():
-            problem = _missing(target)
-        elif _stale(path):
-            problem = f"older than csrc/cpu, build it again: python csrc/cpu/build.py {FOLDER}"
-        else:
+        if not (problem := next(filter(None, map(problem_of, parts(target))), "")):
             try:
-                return Found(Library(path), target, "")
+                return Found(open_target(target), target, "")
             except (OSError, AttributeError) as error:
                 problem = f"cannot be loaded ({error}); install flashrope again"
         problems.setdefault(problem, []).append(target)
     return Found(None, "", "; ".join(f"{', '.join(named)}: {problem}" for problem, named in problems.items()))
+
+
+def parts(target: str) -> list[str]:
+    """Returns the targets whose libraries serve a target: its own and, where it extends one, that one."""
+    return [target, *([EXTENDED[target]] if target in EXTENDED else [])]
+
+
+def open_target(target: str) -> Library:
+    """Opens the library of a target, whatever the processor can run. Raises OSError or AttributeError."""
+    own, *extended = (FOLDER / f"{part}.so" for part in parts(target))
+    return Library(extended[0], own) if extended else Library(own)
+
+
+def problem_of(target: str) -> str:
+    """Returns why the library of a target cannot be opened, or ""."""
+    path = FOLDER / f"{target}.so"
+    if not path.exists():
+        return _missing(target)
+    return f"older than csrc/cpu, build it again: python csrc/cpu/build.py {FOLDER}" if _stale(path) else ""
 
 
 def _missing(target: str) -> str:
@@ -92,7 +109,7 @@ def compiler() -> str:
 def _stale(path: Path) -> bool:
     """Whether a source of this checkout is newer than the library."""
     built = path.stat().st_mtime
-    return any(source.stat().st_mtime > built for pattern in ("*.cpp", "*.h") for source in SOURCES.glob(pattern))
+    return any(source.stat().st_mtime > built for pattern in ("*.cpp", "*.h") for source in SOURCES.rglob(pattern))
 
 
 @cache

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from typing import NamedTuple
 
 import torch
@@ -46,19 +45,26 @@ def forward(
     call: AttentionCall,
     scales: tuple[torch.Tensor, torch.Tensor] | None = None,
     place: Place | None = None,
+    out_type: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (out of ``out_shape``, lse in float32). With scales, of (batch, seqlen_k, heads_kv, 1), k and v hold
-    codes."""
-    (batch, seqlen_q, heads_q, _), dtype = q.shape, q.dtype
-    if scales is not None:
+    """Returns (out of ``out_shape``, lse in float32).
+
+    scales: (batch, seqlen_k, heads_kv, 1) each; k and v then hold codes. out_type: float32, or that of q, the default.
+    """
+    (batch, seqlen_q, heads_q, _), dtype = q.shape, out_type or q.dtype
+    multiplied = library.multiplies(q.dtype, seqlen_q)
+    if not multiplied and (scales is not None or dtype != q.dtype):
         q = q.to(torch.float32)
-    out = q.new_empty(out_shape(q, v) if scales is None else q.shape)
+        if scales is None:
+            k, v = k.to(torch.float32), v.to(torch.float32)
+    out = q.new_empty(out_shape(q, v) if scales is None else q.shape, dtype=dtype if multiplied else q.dtype)
     lse = q.new_empty((batch, heads_q, seqlen_q), dtype=torch.float32)
     c, _tables = _describe(library, q, k, v, out, lse, call, place)
     if scales is not None:
         c.dtype = CODES[k.dtype]
         c.k_scale, c.v_scale = (TensorView.of(x) for x in scales)
-    if library.forward(ctypes.byref(c)):
+    c.float32_out = out.dtype == torch.float32
+    if library.forward(c, q.dtype):
         raise MemoryError("attention: no memory for the rotated keys")
     return out.to(dtype), lse
 
@@ -82,7 +88,7 @@ def backward(
     c.forward, _tables = _describe(library, q, k, v, out, lse, call)
     c.grad_out, c.grad_q, c.grad_k, c.grad_v = (TensorView.of(x) for x in (grad_out, *grads))
     c.grad_lse = None if grad_lse is None else grad_lse.data_ptr()
-    if library.backward(ctypes.byref(c)):
+    if library.backward(c, q.dtype):
         raise MemoryError("attention: no memory for the gradients in float32")
     return grads
 

@@ -1,0 +1,317 @@
+// attention in bfloat16: tiles of query rows against blocks of keys, with one online softmax over all bands.
+//
+// First all keys are rotated, rounded and packed into panels, once per slope, and the values are packed in pairs of
+// keys. Then every tile of queries visits the blocks of each band. Scores are computed transposed, keys by queries, so
+// that a lane is a query: maxima and sums need no exchange between lanes, and weights lie as the product with values
+// wants them.
+
+#include "products.h"
+
+namespace flashrope {
+namespace {
+
+constexpr int BLOCK_M = 128, STRIPS = BLOCK_M / STRIP;
+
+struct Workspace {
+  int64_t blocks, pairs, padded_dim_v, k_block_size, v_block_size;  // the last two: words
+  Words k, v;  // k: (copy, batch, head, block, key / PANEL, pair of channels, PANEL)
+               // v: (batch, head, block, channel / PANEL, pair of keys, PANEL)
+
+  explicit Workspace(const ForwardCall& call)
+      : blocks((call.seqlen_k + BLOCK_N - 1) / BLOCK_N),
+        pairs((call.head_dim + 1) / 2),
+        padded_dim_v(padded(call.head_dim_v, LANES)),
+        k_block_size(pairs * BLOCK_N),
+        v_block_size(padded_dim_v * BLOCK_N / 2),
+        k(words(call.num_copies * call.batch * call.heads_kv * blocks * k_block_size)),
+        v(words(call.batch * call.heads_kv * blocks * v_block_size)) {}
+
+  // head: batch index * heads_kv + head
+  int32_t* k_block(const ForwardCall& call, int64_t copy, int64_t head, int64_t block) const {
+    return k.get() + ((copy * call.batch * call.heads_kv + head) * blocks + block) * k_block_size;
+  }
+  int32_t* v_block(int64_t head, int64_t block) const { return v.get() + (head * blocks + block) * v_block_size; }
+};
+
+template <typename T>
+void pack_keys(const ForwardCall& call, const Workspace& workspace, int64_t copy, int64_t head, int64_t block) {
+  const int64_t b = head / call.heads_kv, first = block * BLOCK_N;
+  const int keys = int(std::min<int64_t>(BLOCK_N, call.seqlen_k - first)), pairs = int(workspace.pairs);
+  int32_t* k = workspace.k_block(call, copy, head, block);
+  alignas(64) float row[MAX_HEAD_DIM];
+  RoundedRows rows;
+  for (int t = 0; t < BLOCK_N; t += STRIP) {
+    for (int r = 0; r < STRIP; ++r) {
+      const int64_t key = first + t + r;
+      if (t + r >= keys) {
+        rows.clear(r);
+        continue;
+      }
+      rotate_row(call.k.row<const T>(b, key, head % call.heads_kv), row, call.k_copies[copy], b, key, call);
+      if constexpr (IS_CODE<T>) {
+        const float scale = *call.k_scale.row<const float>(b, key, head % call.heads_kv);
+        for (int c = 0; c < call.head_dim; ++c) row[c] *= scale;
+      }
+      rows.set(r, row, int(call.head_dim));
+    }
+    rows.write_panels(pairs, k + t * pairs);
+  }
+}
+
+// Codes are small integers, which bfloat16 holds exactly; weights are multiplied by their scales.
+template <typename T>
+void pack_values(const ForwardCall& call, const Workspace& workspace, int64_t head, int64_t block) {
+  const int64_t b = head / call.heads_kv, first = block * BLOCK_N;
+  const int keys = int(std::min<int64_t>(BLOCK_N, call.seqlen_k - first)), padded_dim = int(workspace.padded_dim_v);
+  int32_t* v = workspace.v_block(head, block);
+  alignas(64) float row[2][MAX_HEAD_DIM] = {};
+  for (int t = 0; t < BLOCK_N; t += 2) {
+    for (int n = 0; n < 2; ++n) {
+      if (t + n < keys)
+        convert(call.v.row<const T>(b, first + t + n, head % call.heads_kv), row[n], int(call.head_dim_v));
+      else
+        std::fill_n(row[n], padded_dim, 0.0f);
+    }
+    for (int c = 0; c < padded_dim; c += LANES) {
+      const IntVec low = ((IntVec)load(row[0] + c) >> 16) & 0xffff, high = (IntVec)load(row[1] + c) & ~0xffff;
+      const IntVec pair = low | high;
+      for (int half = 0; half < LANES / PANEL; ++half)
+        std::memcpy(v + ((c / PANEL + half) * (BLOCK_N / 2) + t / 2) * PANEL, (const int32_t*)&pair + half * PANEL,
+                    PANEL * 4);
+    }
+  }
+}
+
+// The query rows [first_row, first_row + rows) of one head. T: of keys and values; O: of results.
+template <typename T, typename O>
+struct Tile {
+  const ForwardCall& call;
+  const Workspace& workspace;
+  const int64_t b, head_q, first_row;
+  const int rows, head_dim_v, pairs, padded_dim;
+  const int64_t head_kv;  // as Workspace counts them
+  const float factor;     // of scores, in powers of two
+  alignas(64) int32_t q[STRIPS][MAX_HEAD_DIM / 2 * STRIP];
+  alignas(64) float acc[STRIPS][MAX_HEAD_DIM * STRIP];
+  alignas(64) float scores[BLOCK_N * STRIP];
+  alignas(64) int32_t weights[BLOCK_N / 2 * STRIP];
+  // Per row; row_max is of scores without their factor. seen_first and seen_end: the keys that a row sees in a band.
+  alignas(64) float row_max[BLOCK_M], row_sum[BLOCK_M], decay[STRIP];
+  alignas(64) int32_t seen_first[BLOCK_M], seen_end[BLOCK_M];
+  struct {
+    int first, end, full_first, full_end;  // keys that a row sees, and that all rows see
+  } strips[STRIPS];
+
+  Tile(const ForwardCall& call, const Workspace& workspace, int64_t b, int64_t head_q, int64_t first_row)
+      : call(call), workspace(workspace), b(b), head_q(head_q), first_row(first_row),
+        rows(int(std::min<int64_t>(BLOCK_M, call.seqlen_q - first_row))), head_dim_v(int(call.head_dim_v)),
+        pairs(int(workspace.pairs)), padded_dim(int(workspace.padded_dim_v)),
+        head_kv(b * call.heads_kv + head_q / (call.heads_q / call.heads_kv)),
+        factor(score_factor(call)) {}
+
+  void run() {
+    const int count = (rows + STRIP - 1) / STRIP;
+    for (int s = 0; s < count; ++s) std::fill_n(acc[s], padded_dim * STRIP, 0.0f);
+    std::fill_n(row_max, BLOCK_M, -INF);
+    std::fill_n(row_sum, BLOCK_M, 0.0f);
+    for (int n = 0; n < call.num_bands; ++n) visit(call.bands[n], count);
+    for (int s = 0; s < count; ++s) write(s);
+  }
+
+  void visit(const ForwardBand& band, int count) {
+    int first = BLOCK_N, end = 0;
+    find_seen(band.band, count, first, end);
+    if (first >= end) return;
+    for (int s = 0; s < count; ++s) load_queries(band.q, s);
+    for (int block = first / BLOCK_N; block * BLOCK_N < end; ++block) {
+      const int key = block * BLOCK_N;
+      const int32_t* k = workspace.k_block(call, band.k_copy, head_kv, block);
+      const int32_t* v = workspace.v_block(head_kv, block);
+      for (int s = 0; s < count; ++s) {
+        const auto& seen = strips[s];
+        const int from = std::max(seen.first - key, 0) / PANEL * PANEL;
+        const int until = std::min(int(padded(std::max(seen.end - key, 0), PANEL)), BLOCK_N);
+        if (from >= until) continue;
+        const bool changed = seen.full_first <= key + from && key + until <= seen.full_end
+                                 ? add_scores<false>(s, k, key, from, until)
+                                 : add_scores<true>(s, k, key, from, until);
+        weigh(s, key, from, until);
+        add_values(s, v, from, until, changed);
+      }
+    }
+  }
+
+  // Also the first and the end of the keys that any row sees.
+  void find_seen(const Band& band, int count, int& first, int& end) {
+    first = int(call.seqlen_k);
+    for (int s = 0; s < count; ++s) {
+      strips[s] = {int(call.seqlen_k), 0, 0, int(call.seqlen_k)};
+      for (int r = s * STRIP; r < (s + 1) * STRIP; ++r) {
+        const int64_t position = call.shift + first_row + r;
+        const int64_t from = r < rows ? std::min(band.first_key(position), call.seqlen_k) : 0;
+        const int64_t until = r < rows ? std::max(band.end_key(position, call.seqlen_k), from) : 0;
+        seen_first[r] = int(from), seen_end[r] = int(until);
+        if (r >= rows) continue;
+        strips[s].full_first = std::max(strips[s].full_first, seen_first[r]);
+        strips[s].full_end = std::min(strips[s].full_end, seen_end[r]);
+        if (from == until) continue;
+        strips[s].first = std::min(strips[s].first, seen_first[r]);
+        strips[s].end = std::max(strips[s].end, seen_end[r]);
+      }
+      first = std::min(first, strips[s].first);
+      end = std::max(end, strips[s].end);
+    }
+  }
+
+  void load_queries(const Table& table, int s) {
+    alignas(64) float row[MAX_HEAD_DIM];
+    RoundedRows rounded;
+    for (int r = 0; r < STRIP; ++r) {
+      if (s * STRIP + r >= rows) {
+        rounded.clear(r);
+        continue;
+      }
+      const int64_t index = first_row + s * STRIP + r;
+      rotate_row(call.q.row<const BFloat16>(b, index, head_q), row, table, b, index, call);
+      rounded.set(r, row, int(call.head_dim));
+    }
+    rounded.write_strip(pairs, q[s]);
+  }
+
+  // The scores of the keys [from, until) of a block, and the maxima of rows. Whether one of them grew.
+  template <bool MASKED>
+  bool add_scores(int s, const int32_t* k, int key, int from, int until) {
+    Vec highest[STRIP_VECTORS];
+    IntVec first[STRIP_VECTORS], end[STRIP_VECTORS];
+    for (int h = 0; h < STRIP_VECTORS; ++h) {
+      highest[h] = load(row_max + s * STRIP + h * LANES);
+      first[h] = load(seen_first + s * STRIP + h * LANES) - key;
+      end[h] = load(seen_end + s * STRIP + h * LANES) - key;
+    }
+    for (int t = from; t < until; t += PANEL) {
+      Vec tile[PANEL][STRIP_VECTORS] = {};
+      add_product(k + t * pairs, q[s], pairs, tile);
+#pragma GCC unroll 8
+      for (int r = 0; r < PANEL; ++r)
+        for (int h = 0; h < STRIP_VECTORS; ++h) {
+          Vec x = tile[r][h];
+          const IntVec n = IntVec{} + (t + r);
+          if (MASKED) x = (n >= first[h]) & (n < end[h]) ? x : broadcast(-INF);
+          highest[h] = x > highest[h] ? x : highest[h];
+          store(scores + (t + r) * STRIP + h * LANES, x);
+        }
+    }
+    bool changed = false;
+    for (int h = 0; h < STRIP_VECTORS; ++h) {
+      float* to = row_max + s * STRIP + h * LANES;
+      const Vec old_max = load(to);
+      changed |= _mm512_cmp_ps_mask(highest[h], old_max, _CMP_NEQ_UQ) != 0;
+      const Vec scaled = old_max * factor;
+      store(decay + h * LANES, old_max == -INF ? broadcast(1) : exp2(scaled - reference(highest[h])));
+      store(to, highest[h]);
+    }
+    return changed;
+  }
+
+  // What scores times their factor are reduced by; 0 for rows that have seen nothing.
+  Vec reference(Vec highest) const { return highest == -INF ? Vec{} : highest * factor; }
+
+  void weigh(int s, int key, int from, int until) {
+    Vec total[STRIP_VECTORS], high[STRIP_VECTORS];
+    for (int h = 0; h < STRIP_VECTORS; ++h) {
+      high[h] = reference(load(row_max + s * STRIP + h * LANES));
+      total[h] = load(row_sum + s * STRIP + h * LANES) * load(decay + h * LANES);
+    }
+    for (int t = from; t < until; t += 2) {
+      float scale[2] = {1, 1};
+      if constexpr (IS_CODE<T>)
+        for (int n = 0; n < 2; ++n)
+          if (key + t + n < call.seqlen_k)
+            scale[n] = *call.v_scale.row<const float>(b, key + t + n, head_kv % call.heads_kv);
+      for (int h = 0; h < STRIP_VECTORS; ++h) {
+        Vec w[2];
+        for (int n = 0; n < 2; ++n) {
+          w[n] = exp2(load(scores + (t + n) * STRIP + h * LANES) * factor - high[h]);
+          total[h] += w[n];
+          if (IS_CODE<T>) w[n] *= scale[n];
+        }
+        store(weights + t / 2 * STRIP + h * LANES, rounded_pairs(w[0], w[1]));
+      }
+    }
+    for (int h = 0; h < STRIP_VECTORS; ++h) store(row_sum + s * STRIP + h * LANES, total[h]);
+  }
+
+  void add_values(int s, const int32_t* v, int from, int until, bool changed) {
+    for (int c = 0; c < head_dim_v; c += PANEL) {
+      float* to = acc[s] + c * STRIP;
+      Vec tile[PANEL][STRIP_VECTORS];
+#pragma GCC unroll 8
+      for (int r = 0; r < PANEL; ++r)
+        for (int h = 0; h < STRIP_VECTORS; ++h) tile[r][h] = load(to + r * STRIP + h * LANES);
+      if (changed)
+#pragma GCC unroll 8
+        for (int r = 0; r < PANEL; ++r)
+          for (int h = 0; h < STRIP_VECTORS; ++h) tile[r][h] *= load(decay + h * LANES);
+      add_product(v + (c * (BLOCK_N / 2) + from / 2 * PANEL), weights + from / 2 * STRIP, (until - from) / 2, tile);
+#pragma GCC unroll 8
+      for (int r = 0; r < PANEL; ++r)
+        for (int h = 0; h < STRIP_VECTORS; ++h) store(to + r * STRIP + h * LANES, tile[r][h]);
+    }
+  }
+
+  void write(int s) {
+    alignas(64) float row[LANES][MAX_HEAD_DIM];
+    for (int h = 0; h < STRIP_VECTORS; ++h) {
+      const int first = s * STRIP + h * LANES, count = std::min(LANES, rows - first);
+      if (count <= 0) return;
+      const Vec sums = load(row_sum + first), inverse = sums == 0.0f ? Vec{} : 1.0f / sums;
+      for (int c = 0; c < padded_dim; c += LANES) {
+        IntVec columns[LANES];
+        for (int n = 0; n < LANES; ++n) columns[n] = (IntVec)(load(acc[s] + (c + n) * STRIP + h * LANES) * inverse);
+        transpose(columns);
+        for (int r = 0; r < count; ++r) store(row[r] + c, (Vec)columns[r]);
+      }
+      for (int r = 0; r < count; ++r) {
+        O* out = call.out.row<O>(b, first_row + first + r, head_q);
+        for (int c = 0; c < head_dim_v; ++c) from_float(row[r][c], out + c);
+        const float row_sum = sums[r], high = row_max[first + r] * (factor * LN_2);
+        call.lse[(b * call.heads_q + head_q) * call.seqlen_q + first_row + first + r] =
+            row_sum == 0 ? -INF : float(high + std::log(double(row_sum)));
+      }
+    }
+  }
+};
+
+template <typename T, typename O>
+int forward(const ForwardCall& call) {
+  const Workspace workspace(call);
+  if (!workspace.k || !workspace.v) return 1;
+  const int64_t heads_kv = call.batch * call.heads_kv, heads_q = call.batch * call.heads_q;
+  parallel(call.parallel_for, call.threads, heads_kv * workspace.blocks, [&](int64_t n) {
+    for (int64_t copy = 0; copy < call.num_copies; ++copy)
+      pack_keys<T>(call, workspace, copy, n / workspace.blocks, n % workspace.blocks);
+    pack_values<T>(call, workspace, n / workspace.blocks, n % workspace.blocks);
+  });
+  const int64_t tiles = (call.seqlen_q + BLOCK_M - 1) / BLOCK_M;
+  parallel(call.parallel_for, call.threads, heads_q * tiles, [&](int64_t n) {
+    const int64_t head = n % heads_q, tile = tiles - 1 - n / heads_q;  // the longest first
+    Tile<T, O>(call, workspace, head / call.heads_q, head % call.heads_q, tile * BLOCK_M).run();
+  });
+  return 0;
+}
+
+template <typename T>
+int forward_to(const ForwardCall& call) {
+  return call.float32_out ? forward<T, float>(call) : forward<T, BFloat16>(call);
+}
+
+}  // namespace
+}  // namespace flashrope
+
+extern "C" int flashrope_forward_bf16(const flashrope::ForwardCall* call) {
+  switch (call->dtype) {
+    case 2: return flashrope::forward_to<flashrope::BFloat16>(*call);
+    case 3: return flashrope::forward_to<flashrope::Int8>(*call);
+    default: return flashrope::forward_to<flashrope::Int4>(*call);
+  }
+}

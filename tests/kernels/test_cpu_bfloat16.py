@@ -1,0 +1,186 @@
+"""Products in bfloat16 on the CPU: the kernels of csrc/cpu/bf16, which need AVX512-BF16. Where the processor has it,
+all tests of the CPU backend in bfloat16 run them too."""
+
+import pytest
+import support
+import torch
+from caching import Cached
+from flashrope import Rotary, attention, attention_with_cache
+from flashrope.backends.cpu import library, loader
+from support import Target
+
+BRAIN = Target("cpu", torch.bfloat16, "cpu")
+ROWS = library.FEW_QUERIES + 1
+
+
+@pytest.fixture(autouse=True)
+def multiplied(compiled):
+    """The library, which multiplies in bfloat16."""
+    if not compiled.multiplies(torch.bfloat16, ROWS):
+        pytest.skip("needs AVX512-BF16")
+    return compiled
+
+
+def without(monkeypatch) -> None:
+    """Masks the instructions for bfloat16."""
+    monkeypatch.setattr(loader, "instructions", lambda: loader.INSTRUCTIONS["x86-64-v4"])
+    found = loader.find.__wrapped__()
+    assert found.target == "x86-64-v4" and not found.library.multiplies(torch.bfloat16, ROWS)
+    monkeypatch.setattr(loader, "load", lambda: found.library)
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("lengths", [(150, 150), (33, 200), (200, 65), (128, 64), (9, 129)], ids=str)
+@pytest.mark.parametrize("head_dim", [24, 40, 64, 128, 200, 256])
+def test_accuracy(head_dim, lengths, causal):
+    """Out, lse and gradients: widths with and without whole vectors, tiles of queries, strips and blocks of keys that
+    are incomplete, one band and two."""
+    for rotary, options in (
+        (Rotary.rope(head_dim), {}),
+        (Rotary.hope(head_dim, 64, interleaved=True).rectify(20), {"softmax_scale": 0.3}),
+        (Rotary.rope(head_dim, rotary_dim=16).local(70), {"layout": "poisoned"}),
+    ):
+        support.check(BRAIN, support.problem(BRAIN, rotary, *lengths, batch=2, heads=4, causal=causal, **options))
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+def test_equal_scores(causal):
+    """All weights of a row are equal, so all are rounded alike, and results round once more."""
+    p = support.problem(BRAIN, Rotary.none(64), 150, batch=2, heads=4, causal=causal, softmax_scale=0.0)
+    support.check(BRAIN, p, roundings=2)
+
+
+@pytest.mark.parametrize("widths", [(64, 40), (40, 72), (24, 128), (192, 128)], ids=str)
+def test_values_of_another_width(widths):
+    rotary = Rotary.rope(widths[0]).rectify(30)
+    support.check(BRAIN, support.problem(BRAIN, rotary, 140, heads=2, head_dim_v=widths[1]))
+
+
+@pytest.mark.parametrize("width", [3, 17, 64])
+def test_needles_at_the_edges_of_a_window(width):
+    """One key three times as long as the others, on both sides of an edge of a window, a strip, a block and a tile."""
+    keys = 200
+    needles = sorted(
+        {edge + d for edge in (0, 32, 64, 96, 128, 160, keys - width, keys) for d in (-1, 0)} & {*range(keys)}
+    )
+    p = support.problem(BRAIN, Rotary.rope(64).local(width), keys, batch=len(needles), heads=1, group=1)
+    for b, j in enumerate(needles):
+        p.k[b, j] *= 3
+    support.check(BRAIN, p)
+
+
+@pytest.mark.parametrize("cache_dtype", [None, "int8", "int4"])
+@pytest.mark.parametrize("page", [0, 16])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_chunks_over_a_cache(head_dim, page, cache_dtype):
+    """A chunk of queries over keys of every type, raw and in runs of pages: at least as many as packing pays for."""
+    options = dict(new=0, capacity=416, page=page, cache_dtype=cache_dtype)
+    Cached(BRAIN, Rotary.rope(head_dim).rectify(90), (400, 300, 71), 70, **options).check()
+
+
+def test_runs_are_merged_in_float32(multiplied, monkeypatch):
+    """Pages at explicit positions: every run of keys is a call whose result is float32."""
+    types, forward = [], type(multiplied).forward
+    monkeypatch.setattr(
+        type(multiplied),
+        "forward",
+        lambda self, c, dtype: types.append((c.dtype, c.float32_out)) or forward(self, c, dtype),
+    )
+    p = support.problem(BRAIN, Rotary.rope(64), 80, 256, heads=2, group=1)
+    k, v = (x.view(8, 32, *x.shape[2:]) for x in (p.k, p.v))
+    positions = torch.arange(8) * 32 + (torch.arange(8) > 3) * 40
+    rows = (positions[:, None] + torch.arange(32)).flatten()
+    out, lse = attention_with_cache(
+        p.q,
+        k,
+        v,
+        p.rotary,
+        support.int32([256]),
+        block_table=torch.arange(8, dtype=torch.int32)[None],
+        page_positions=positions.to(torch.int32)[None],
+        return_lse=True,
+        impl="cpu",
+    )
+    assert types and all(each == (2, 1) for each in types)
+    support.check_budget(
+        {"out": out, "lse": lse}, p.replace(places=(rows[-80:].double(), rows.double())), torch.bfloat16
+    )
+
+
+def test_what_is_multiplied_in_bfloat16(monkeypatch):
+    """More than a few queries, in bfloat16: their bits differ from those of float32's products. All else is served by
+    the library of AVX-512, whose bits it has, gradients too."""
+    cases = {
+        (dtype, rows): support.problem(Target("cpu", dtype, "cpu"), Rotary.hope(64, 64), rows, 300, causal=True)
+        for dtype in (torch.float32, torch.float16, torch.bfloat16)
+        for rows in (ROWS - 1, ROWS)
+    }
+    ours = {case: support.run(p, "cpu") for case, p in cases.items()}
+    without(monkeypatch)
+    for case, p in cases.items():
+        same = {name: torch.equal(ours[case][name], x) for name, x in support.run(p, "cpu").items()}
+        assert not any(same.values()) if case == (torch.bfloat16, ROWS) else all(same.values()), case
+
+
+@pytest.mark.parametrize("which", ["q", "k", "v", "grad_out", "grad_lse"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf], ids=str)
+def test_gradients_of_what_is_not_finite(monkeypatch, which, value):
+    """The backward in float32 serves them, which keeps a row from the keys that it does not see."""
+    p = support.problem(BRAIN, Rotary.rope(64).local(20), 100, batch=2, heads=2, group=1)
+    dirty = getattr(p, which).clone()
+    dirty[(0, 50) if which != "grad_lse" else (0, 0, 50)] = value
+    p = p.replace(**{which: dirty})
+    leaves = [x.detach().requires_grad_() for x in (p.q, p.k, p.v)]
+    results = attention(*leaves, p.rotary, return_lse=True, impl="cpu")
+
+    def gradients():
+        return torch.autograd.grad(results, leaves, (p.grad_out, p.grad_lse), retain_graph=True)
+
+    got = gradients()
+    without(monkeypatch)
+    assert all(torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in zip(got, gradients(), strict=True))
+    assert torch.isfinite(got[2][1]).all() and (which == "v" or not torch.isfinite(got[0][0]).all())
+
+
+def test_nan_reaches_the_rows_that_see_it():
+    q, k, v = (torch.randn(1, 170, 2, 16, generator=torch.Generator().manual_seed(n)).bfloat16() for n in range(3))
+    k[0, 40, 0, 3] = torch.nan
+    out = attention(q, k, v, Rotary.rope(16), impl="cpu")
+    assert out[0, 40:, 0].isnan().all() and not out[0, :40].isnan().any() and not out[0, :, 1].isnan().any()
+
+
+def test_every_number_is_read_and_rounded():
+    """The value of a single key is the result, for all numbers of the type. Subnormal ones count as 0, which the
+    instruction makes of them; NaN stays NaN."""
+    v = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).view(1024, 1, 1, 64)
+    q = torch.zeros(1024, ROWS, 1, 64, dtype=torch.bfloat16)
+    out = attention(q, torch.zeros_like(v), v, Rotary.rope(64), causal=False, impl="cpu")
+    expected = torch.where(v.abs() < torch.finfo(torch.bfloat16).smallest_normal, 0, v).expand_as(out)
+    assert torch.equal(out.isnan(), expected.isnan()) and torch.equal(out[~out.isnan()], expected[~out.isnan()])
+
+
+def test_results_are_rounded_to_nearest():
+    """The mean of two values, which float32 holds exactly."""
+    v = support.random((1, 2, 8, 64), BRAIN, 4)
+    q = torch.zeros(1, ROWS, 8, 64, dtype=torch.bfloat16)
+    out = attention(q, torch.zeros_like(v), v, Rotary.rope(64), causal=False, impl="cpu")
+    assert torch.equal(out[0], v[0].float().mean(0).to(torch.bfloat16).expand_as(out[0]))
+
+
+def test_weights_are_rounded_to_nearest():
+    """Values of 1: the results are the sums of rounded weights over the sums of weights. Truncation lowers them."""
+    q, k, _ = torch.randn(3, 1, 400, 4, 64, generator=torch.Generator().manual_seed(6)).bfloat16()
+    out = attention(q, k, torch.ones_like(k), Rotary.rope(64), causal=False, impl="cpu")
+    assert torch.equal(out, torch.ones_like(out))
+
+
+def test_neighbors_and_threads_change_nothing():
+    p = support.problem(BRAIN, Rotary.rope(64).rectify(50), 200, batch=2, heads=4)
+    threads, expected = torch.get_num_threads(), support.run(p, "cpu")
+    try:
+        torch.set_num_threads(3)
+        assert all(map(torch.equal, support.run(p, "cpu").values(), expected.values()))
+    finally:
+        torch.set_num_threads(threads)
+    alone = p.replace(**{name: getattr(p, name)[:1] for name in ("q", "k", "v", "grad_out", "grad_lse")})
+    assert all(torch.equal(x, expected[name][:1]) for name, x in support.run(alone, "cpu").items())
