@@ -60,7 +60,8 @@ COMPOSED_DECODE = [
     "tests/caches/test_cached_positions.py tests/caches/test_quantized.py -k cpu --composed-cpu",
 ]
 CACHES = [
-    "tests/caches/test_cache.py tests/caches/test_cache_layers.py tests/caches/test_cache_errors.py -k 'not triton'",
+    "tests/caches/test_moved_tokens.py::test_random_walk tests/caches/test_cache.py tests/caches/test_cache_layers.py"
+    " tests/caches/test_cache_errors.py -k 'not triton'",
     "tests/caches/test_moved_tokens.py tests/caches/test_cached_positions.py"
     " tests/caches/test_rotated_keys.py -k 'not triton'",
     "tests/caches/test_stored_positions.py tests/caches/test_quantized.py -k 'not triton'",
