@@ -52,7 +52,7 @@ class Cached:
     of a sequence. table: a block table of its own. tables: explicit positions, by the names of the call's arguments.
     stored: what the cache holds of keys (1, tokens, heads_kv, head_dim), if it is not the keys. layout: contiguous,
     poisoned (a window of a larger buffer of NaN), heads first, shared (K and V in one buffer), or for quantized caches
-    vllm or odd bytes. sequences: problems with the tokens, None for random ones of the seed.
+    vllm or odd bytes. sequences: problems with the tokens, None for random ones of the seed. sinks: one per query head.
     """
 
     target: support.Target
@@ -73,6 +73,7 @@ class Cached:
     layout: str = "contiguous"
     sequences: list[support.Problem] | None = None
     seed: int = 0
+    sinks: torch.Tensor | None = None
 
     @classmethod
     def packed(cls, target, rotary, sizes, **options) -> Cached:
@@ -260,7 +261,7 @@ class Cached:
         given = {
             "q": self.q, "k_cache": self.k_cache, "v_cache": self.v_cache, "rotary": self.rotary, "k": k, "v": v,
             "cache_seqlens": self.cache_seqlens, "block_table": self.block_table, "cache_leftpad": self.cache_leftpad,
-            "causal": self.causal, **self.scales, **self.tables,
+            "causal": self.causal, "sinks": self.sinks, **self.scales, **self.tables,
         }  # fmt: skip
         if self.stored is not None:
             given["rotated_keys"] = True
@@ -277,7 +278,7 @@ class Cached:
     def expected(self) -> list[support.Problem]:
         """Returns a problem for each sequence, of its queries and visible tokens as the cache holds them."""
         kept = (lambda x: dequantized(x, self.cache_dtype)) if self.cache_dtype else (lambda x: x)
-        return [p.replace(k=kept(p.k), v=kept(p.v)) for p in self.problems]
+        return [p.replace(k=kept(p.k), v=kept(p.v), sinks=self.sinks) for p in self.problems]
 
     def judge(self, out: torch.Tensor, lse: torch.Tensor, sequences: Sequence[int] | None = None) -> None:
         """Holds every sequence, or these, against the error budget."""
