@@ -3,7 +3,6 @@
 import json
 import os
 import pty
-import signal
 import subprocess
 import sys
 import threading
@@ -21,6 +20,7 @@ from flashrope.rotary.catalogue import SCHEMES
 from flashrope.small_models.presets import PRESETS
 from flashrope.small_models.workers import steps_of_jobs
 from flashrope.tuning.measure import _cancelled_by_errors
+from processes import interrupted_at
 
 HEAVY = {"torch", "numpy", "triton", "transformers", "matplotlib", "safetensors", "multiprocessing"}
 
@@ -205,22 +205,6 @@ def test_what_a_library_makes_of_an_interrupt_is_one(capsys):
         guarded("flashrope", failing(ImportError("initialization failed"), OSError()))
     with pytest.raises(SystemExit):
         guarded("flashrope", failing(SystemExit(2), OSError()))
-
-
-def interrupted_at(arguments, moment, **options):
-    """(exit code, lines of stderr) of a command that gets SIGINT as soon as a line of stderr has this in it."""
-    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
-    try:
-        lines = []
-        for line in process.stderr:
-            lines.append(line)
-            if moment in line:
-                break
-        process.send_signal(signal.SIGINT)
-        _, rest = process.communicate(timeout=60)
-    finally:
-        process.kill()
-    return process.returncode, [*lines, *rest.splitlines(keepends=True)]
 
 
 @pytest.mark.parametrize(
