@@ -1,4 +1,4 @@
-"""Commands in processes of their own that get an interrupt."""
+"""Commands in processes of their own that get an interrupt, and a terminal for progress bars."""
 
 import os
 import signal
@@ -21,3 +21,16 @@ def interrupted_at(arguments: list[str], moment: str, **options) -> tuple[int, l
     finally:
         process.kill()
     return process.returncode, [*lines, *rest.splitlines(keepends=True)]
+
+
+class Terminal(list):
+    """A stream that keeps what is written, and says that it is a terminal."""
+
+    def write(self, text):
+        self.append(text)
+
+    def flush(self):
+        pass
+
+    def isatty(self):
+        return True

@@ -194,11 +194,11 @@ def arguments_of(kind):
     return call, given | {name: x.nan_to_num(1.0) for name, x in floats.items()}
 
 
-@pytest.mark.parametrize("kind", ["dense", "appended", "mapped"])
+@pytest.mark.parametrize("kind", ["dense", "appended", "mapped", "quantized"])
 def test_opcheck(kind):
     c, (_, given) = CALLS[kind](), arguments_of(kind)
     tables, operators = flatten(CacheTables, c.parts()[0]), torch.ops.flashrope
-    layer = flatten(CacheLayer, CacheLayer(given["k_cache"], given["v_cache"]))
+    layer = flatten(CacheLayer, CacheLayer(*(given.get(name) for name in WRITTEN)))
     for rotated_by in (None, ROPE.text):
         torch.library.opcheck(operators.append_to_cache, (*layer, given["k"], given["v"], *tables, rotated_by, "cpu"))
     rest = (0, Rotary.rope(16).rectify(5).text, False, True, 0.25, "cpu")
