@@ -5,7 +5,6 @@ import random
 import pytest
 import torch
 from flashrope import KVCache, OutOfPages, PagedKVCache, Rotary, attention
-from flashrope.operators.cache_plan import CachePlan
 
 LAYERS, HEADS_KV, HEAD_DIM, PAGE = 3, 1, 8, 16
 UNUSED = 2**31 - 1
@@ -210,28 +209,6 @@ class TestPagedKVCache:
             assert cache.free_pages == 1
             check(cache, {long: [1] * 10 + [2, 3], short: [1] * 4 + [4, 5]})
 
-    def test_a_failure_after_writing_can_be_undone(self, monkeypatch):
-        """As when the kernel has written and there is no memory for the output."""
-        cache = paged(3)
-        long = cache.allocate()
-        cache.append([long], *rows([[1] * 10]))
-        short = cache.fork(long)
-        cache.truncate(short, 4)
-
-        def fails(*arguments, call=CachePlan._run):
-            call(*arguments)
-            raise MemoryError
-
-        for names in ([long, short], [short, long]):
-            with monkeypatch.context() as patch:
-                patch.setattr(CachePlan, "_run", fails)
-                with pytest.raises(MemoryError):
-                    cache.attend(names, queries(1, 2, 0), SCHEMES["rope"], *rows([[7] * 9] * 2))
-            assert cache.free_pages == 2
-            check(cache, {long: [1] * 10, short: [1] * 4})
-        cache.append([short], *rows([[2] * 9]))
-        check(cache, {long: [1] * 10, short: [1] * 4 + [2] * 9})
-
     def test_out_of_pages(self):
         cache = paged()
         first, second = cache.allocate(), cache.allocate()
@@ -317,16 +294,3 @@ class TestPagedKVCache:
             "PagedKVCache(pages=8, page_size=16, heads_kv=1, head_dim=8, dtype=torch.float32, "
             f"device='{cache.k.device}', max_seqlen=33; 6 pages free, sequences [0], 8,192 bytes)"
         )
-
-
-def test_made_in_inference_mode():
-    with torch.inference_mode():
-        caches = contiguous(1), paged(20)
-        names = [caches[1].allocate()]
-        caches[0].append(*rows([[1, 2]]))
-        caches[1].append(names, *rows([[1, 2]]))
-        names += [caches[1].fork(0) for _ in range(17)]  # the table grows
-    caches[0].append(*rows([[3]]), leftpad=None)
-    caches[1].append(names, *rows([[3]] * 18))
-    check(caches[1], {name: [1, 2, 3] for name in names})
-    assert caches[0].lengths == caches[0].seqlens.tolist() == [3]
