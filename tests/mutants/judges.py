@@ -10,7 +10,6 @@ import shlex
 from fnmatch import fnmatch
 
 EXECUTED = "-p executor.plugin --executor 80"  # tests that run compiled kernels on the CPU
-ACCURACY = "tests/operators/test_accuracy.py -k triton"
 FORWARD = [
     "tests/operators/test_accuracy.py::test_grouped_heads tests/kernels/test_tiles.py tests/operators/test_needles.py"
     ' -k "triton or test_tiles"',

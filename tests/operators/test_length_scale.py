@@ -7,7 +7,7 @@ import pytest
 import support
 import torch
 from caching import PAGE, Cached
-from flashrope import KVCache, Rotary, attention, attention_with_cache
+from flashrope import KVCache, Rotary, attention, attention_varlen, attention_with_cache
 from flashrope.integrations.options import read_options
 from packing import packing
 from support import int32
@@ -53,6 +53,11 @@ others = pytest.mark.parametrize("scheme", OTHERS)
 def test_packed_sequences_by_their_own_lengths(target, scheme):
     p = packing(target, OTHERS[scheme], (1, 30, 4, 0), (2, 40, 130, 3), heads=2)
     p.check(p.run(target.impl), target.dtype)
+
+
+def test_no_sequence():
+    none = tensor(0, 2, 16)
+    assert attention_varlen(none, none, none, SCALED, int32([0]), int32([0]), 1, 1).shape == (0, 2, 16)
 
 
 @targets
