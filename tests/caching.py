@@ -14,7 +14,15 @@ from typing import NamedTuple
 import pytest
 import support
 import torch
-from flashrope import Rotary, attention_varlen_with_cache, attention_with_cache
+from flashrope import (
+    CacheLayer,
+    CachePositions,
+    CacheTables,
+    Packed,
+    Rotary,
+    attention_varlen_with_cache,
+    attention_with_cache,
+)
 from flashrope.backends.registry import load_backend
 
 PAGE = 16
@@ -44,7 +52,7 @@ class Cached:
     of a sequence. table: a block table of its own. tables: explicit positions, by the names of the call's arguments.
     stored: what the cache holds of keys (1, tokens, heads_kv, head_dim), if it is not the keys. layout: contiguous,
     poisoned (a window of a larger buffer of NaN), heads first, shared (K and V in one buffer), or for quantized caches
-    vllm or odd bytes. sequences: problems with the tokens, None for random ones.
+    vllm or odd bytes. sequences: problems with the tokens, None for random ones of the seed. sinks: one per query head.
     """
 
     target: support.Target
@@ -64,6 +72,8 @@ class Cached:
     stored: Callable[[torch.Tensor], torch.Tensor] | None = None
     layout: str = "contiguous"
     sequences: list[support.Problem] | None = None
+    seed: int = 0
+    sinks: torch.Tensor | None = None
 
     @classmethod
     def packed(cls, target, rotary, sizes, **options) -> Cached:
@@ -125,7 +135,9 @@ class Cached:
         if sequences is None:
             options = dict(heads=heads[0], group=heads[0] // heads[1], causal=self.causal)
             sequences = [
-                support.problem(self.target, self.rotary, rows, max(end - pad, 0), seed=10 * b, **options)
+                support.problem(
+                    self.target, self.rotary, rows, max(end - pad, 0), seed=10 * b + 1000 * self.seed, **options
+                )
                 for b, (rows, end, pad) in enumerate(zip(self.sizes, self.ends, self.pads, strict=True))
             ]
         shape = (self.pages, self.page) if self.page else (len(sequences), self.slots)
@@ -226,28 +238,47 @@ class Cached:
         """Returns the rows of a sequence in packed queries."""
         return slice(int(self.cu_seqlens_q[b]), int(self.cu_seqlens_q[b + 1]))
 
-    def call(self, **options):
-        """Returns (out, lse) of the public call, which writes the new keys to the caches."""
-        k, v = (self.k_new, self.v_new) if sum(self.news) else (None, None)
-        options = {
-            "block_table": self.block_table, "cache_leftpad": self.cache_leftpad, "causal": self.causal,
-            "return_lse": True, "impl": self.target.impl, "validate": True, **self.scales, **self.tables, **options,
+    def new_keys(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Returns k and v as a call takes them."""
+        if not sum(self.news):
+            return None, None
+        keys = self.k_new, self.v_new
+        return keys if self.is_packed else tuple(x.unflatten(0, (len(self.lengths), -1)) for x in keys)
+
+    def parts(self) -> tuple[CacheTables, CacheLayer]:
+        """Returns the arguments of ``plan_cache``."""
+        new = self.news[0]
+        if self.is_packed:
+            new = Packed(self.cu_seqlens_q, max(self.sizes), self.slot_mapping, not self.mapped and sum(self.news) > 0)
+        tables = dict(self.tables)
+        positions = CachePositions(queries=tables.pop("positions", None), **tables) if self.tables else None
+        tables = CacheTables(self.cache_seqlens, self.block_table, self.cache_leftpad, new, positions)
+        return tables, CacheLayer(self.k_cache, self.v_cache, **self.scales)
+
+    def arguments(self) -> tuple[Callable, dict]:
+        """Returns the public call, and what it is called with."""
+        k, v = self.new_keys()
+        given = {
+            "q": self.q, "k_cache": self.k_cache, "v_cache": self.v_cache, "rotary": self.rotary, "k": k, "v": v,
+            "cache_seqlens": self.cache_seqlens, "block_table": self.block_table, "cache_leftpad": self.cache_leftpad,
+            "causal": self.causal, "sinks": self.sinks, **self.scales, **self.tables,
         }  # fmt: skip
         if self.stored is not None:
-            options["rotated_keys"] = True
-        caches = self.q, self.k_cache, self.v_cache, self.rotary
-        if self.is_packed:
-            return attention_varlen_with_cache(
-                *caches, self.cu_seqlens_q, self.cache_seqlens, max(self.sizes), k=k, v=v,
-                **{"slot_mapping": self.slot_mapping, **options},
-            )  # fmt: skip
-        k, v = (x if x is None else x.unflatten(0, (len(self.lengths), -1)) for x in (k, v))
-        return attention_with_cache(*caches, self.cache_seqlens, k=k, v=v, **options)
+            given["rotated_keys"] = True
+        if not self.is_packed:
+            return attention_with_cache, given
+        packed = {"cu_seqlens_q": self.cu_seqlens_q, "max_seqlen_q": max(self.sizes), "slot_mapping": self.slot_mapping}
+        return attention_varlen_with_cache, given | packed
+
+    def call(self, **options):
+        """Returns (out, lse) of the public call, which writes the new keys to the caches."""
+        call, arguments = self.arguments()
+        return call(**arguments | {"return_lse": True, "impl": self.target.impl, "validate": True} | options)
 
     def expected(self) -> list[support.Problem]:
         """Returns a problem for each sequence, of its queries and visible tokens as the cache holds them."""
         kept = (lambda x: dequantized(x, self.cache_dtype)) if self.cache_dtype else (lambda x: x)
-        return [p.replace(k=kept(p.k), v=kept(p.v)) for p in self.problems]
+        return [p.replace(k=kept(p.k), v=kept(p.v), sinks=self.sinks) for p in self.problems]
 
     def judge(self, out: torch.Tensor, lse: torch.Tensor, sequences: Sequence[int] | None = None) -> None:
         """Holds every sequence, or these, against the error budget."""

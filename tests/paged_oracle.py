@@ -1,11 +1,14 @@
-"""Looks at every sequence of a ``PagedKVCache``: what its tables hand to the kernels, and what lies in its pages."""
+"""What every sequence of a ``PagedKVCache`` should hold, and a look at what its tables and pages do hold."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+import pytest
+import support
 import torch
 from flashrope import PagedKVCache
 from flashrope.backends.quantized import dequantize
@@ -18,7 +21,7 @@ class Tokens:
     """What a sequence should hold, without its left padding."""
 
     positions: list[int]
-    k: torch.Tensor  # (tokens, heads_kv, head_dim), with several layers (layers, tokens, heads_kv, head_dim)
+    k: torch.Tensor  # (layers, tokens, heads_kv, head_dim)
     v: torch.Tensor
     moved: bool = False  # by extend, remove or keep
 
@@ -57,9 +60,10 @@ def look(cache: PagedKVCache, held: Mapping[int, Tokens]) -> None:
         assert [place[0] for place in places[name]] == tokens.positions, f"sequence {name}: other positions"
         pages, rows = ([place[n] for place in places[name]] for n in (1, 2))
         for pool, scale, want in ((cache.k, cache.k_scale, tokens.k), (cache.v, cache.v_scale, tokens.v)):
-            got = pool[:, pages, rows] if several else pool[pages, rows]
+            got, scale = (x if x is None or several else x[None] for x in (pool, scale))
+            got = got[:, pages, rows]
             if scale is not None:
-                got = dequantize(got, scale[:, pages, rows] if several else scale[pages, rows], want.dtype)
+                got = dequantize(got, scale[:, pages, rows], want.dtype)
             assert torch.equal(got, want), f"sequence {name}: other keys or values"
     check_pages(cache)
 
@@ -103,3 +107,147 @@ def visible(cache: PagedKVCache, names: list[int]) -> dict[int, list[tuple[int, 
             if first <= row < first + count:
                 found[name].append((position + row, pages[n], row))
     return found
+
+
+class Held:
+    """A ``PagedKVCache`` with a scheme for every layer, and what each of its sequences should hold.
+
+    The cache holds NaN at first. queries: how many of the new tokens attend, at most. roundings: of ``check_budget``.
+    """
+
+    def __init__(self, target, pages, page_size, heads, schemes, seed=0, queries=2, roundings=1, **options):
+        self.target, self.heads, self.schemes, self.queries, self.roundings = target, heads, schemes, queries, roundings
+        shape = pages, page_size, heads[1], schemes[0].head_dim
+        self.cache = PagedKVCache(*shape, target.dtype, target.device, layers=len(schemes), **options)
+        for x in (
+            (self.cache.k, self.cache.v) if self.cache.k_scale is None else (self.cache.k_scale, self.cache.v_scale)
+        ):
+            x.fill_(torch.nan)
+        self.generator = torch.Generator().manual_seed(seed)
+        self.tokens: dict[int, Tokens] = {}
+        self.padding: dict[int, int] = {}
+        self.worst = 0.0  # error over what is allowed
+
+    def new(self, batch: int, seqlen: int, heads: int) -> torch.Tensor:
+        """Returns random rows (layers, batch, seqlen, heads, head_dim)."""
+        shape = len(self.schemes), batch, seqlen, heads, self.schemes[0].head_dim
+        return torch.randn(shape, generator=self.generator).to(self.target.device, self.target.dtype)
+
+    def kept(self, x: torch.Tensor) -> torch.Tensor:
+        return support.kept(x, self.cache.cache_dtype)
+
+    # ---- tokens
+
+    def write(self, names: list[int], count: int, leftpad: list[int] | None = None, fails: bool = False) -> None:
+        """Appends tokens in a step, attends with the last of them in every layer, and checks the results.
+
+        fails: the step ends in an error after all layers have written.
+        """
+        k, v = (self.new(len(names), count, self.heads[1]) for _ in "kv")
+        q = self.new(len(names), max(min(count, self.queries), 1), self.heads[0])
+        options = dict(return_lse=True, impl=self.target.impl, validate=leftpad is None)
+        if len(self.schemes) == 1 and not fails:
+            results = [self.cache.attend(names, q[0], self.schemes[0], k[0], v[0], leftpad=leftpad, **options)]
+        else:
+            with contextlib.suppress(KeyboardInterrupt), self.cache.step(names, count, leftpad) as step:
+                results = [step.attend(q[n], x, k[n], v[n], layer=n, **options) for n, x in enumerate(self.schemes)]
+                if fails:
+                    raise KeyboardInterrupt
+        if not fails:
+            self.written(names, k, v, leftpad)
+            self.compare(names, q, results)
+
+    def written(self, names: list[int], k, v, leftpad: list[int] | None = None) -> None:
+        """Adds new tokens (layers, batch, seqlen, heads_kv, head_dim), of which the first are padding."""
+        for b, name in enumerate(names):
+            pad = leftpad[b] if leftpad and not self.tokens[name].positions else 0
+            pad = min(max(pad - self.padding[name], 0), k.shape[2])
+            rows = [self.kept(x[:, b, pad:]) for x in (k, v)]
+            self.tokens[name] = self.tokens[name].followed_by(*rows, range(k.shape[2] - pad))
+            self.padding[name] += pad
+
+    def compare(self, names: list[int], q: torch.Tensor, results) -> None:
+        """Holds (out, lse) of every layer against the budget."""
+        rows = q.shape[2]
+        for b, name in enumerate(names):
+            tokens, own = self.tokens[name], slice(b, b + 1)
+            if tokens.moved and len(tokens.positions) < rows:
+                continue  # queries before the first key have no position
+            for n, (out, lse) in enumerate(results):
+                k, v = tokens.k[n, None], tokens.v[n, None]
+                p = support.Problem(q[n, own], k, v, self.schemes[n], places=tokens.places(rows))
+                p = p.replace(grad_out=torch.zeros_like(p.q), grad_lse=torch.zeros_like(lse[own]))
+                got = {"out": out[own], "lse": lse[own]}
+                ratios = support.check_budget(got, p, self.target.dtype, f"sequence {name}: ", self.roundings)
+                self.worst = max(self.worst, *ratios.values())
+
+    def read(self) -> None:
+        """Attends to all sequences with tokens, in one call a layer."""
+        if names := [name for name, tokens in self.tokens.items() if tokens.positions]:
+            q, options = self.new(len(names), 1, self.heads[0]), dict(return_lse=True, impl=self.target.impl)
+            options["validate"] = True
+            layers = enumerate(self.schemes)
+            self.compare(names, q, [self.cache.attend(names, q[n], x, layer=n, **options) for n, x in layers])
+
+    def look(self) -> None:
+        """Checks lengths, padding, and every sequence's tokens, tables and pages."""
+        assert self.cache.lengths == {n: len(x.positions) + self.padding[n] for n, x in self.tokens.items()}
+        assert self.cache.padding == self.padding
+        look(self.cache, self.tokens)
+
+    # ---- the calls of the cache, and what they should do
+
+    def allocate(self, length: int = 0) -> int:
+        name = self.cache.allocate(length)
+        nothing = self.kept(self.new(1, 0, self.heads[1])[:, 0])
+        self.tokens[name], self.padding[name] = Tokens([], nothing, nothing), 0
+        return name
+
+    def sequence(self, count: int) -> int:
+        """Makes a sequence of that many tokens."""
+        name = self.allocate()
+        self.write([name], count)
+        return name
+
+    def fork(self, name: int) -> int:
+        child = self.cache.fork(name)
+        self.tokens[child], self.padding[child] = self.tokens[name], self.padding[name]
+        return child
+
+    def free(self, name: int) -> None:
+        self.cache.free(name)
+        del self.tokens[name], self.padding[name]
+
+    def truncate(self, name: int, length: int) -> None:
+        self.cache.truncate(name, length)
+        pad = self.padding[name] = min(self.padding[name], length)
+        self.tokens[name] = self.tokens[name].parts(slice(0, length - pad))
+
+    def extend(self, name: int, other: int) -> None:
+        added = self.tokens[other]
+        self.cache.extend(name, other)
+        self.tokens[name] = self.tokens[name].followed_by(added.k, added.v, added.positions, moved=True)
+        self.padding[name] = 0
+
+    def remove(self, name: int, start: int, stop: int, close: bool = True) -> None:
+        self.cache.remove(name, start, stop, close)
+        self._without(name, start, stop, close)
+
+    def keep(self, name: int, first: int, last: int) -> None:
+        self.cache.keep(name, first, last)
+        self._without(name, first, max(len(self.tokens[name].positions) - last, first), True)
+
+    def _without(self, name: int, start: int, stop: int, close: bool) -> None:
+        self.tokens[name] = self.tokens[name].without(start, stop, close)
+        self.padding[name] *= start == stop
+
+    def refused(self, message: str, call) -> None:
+        """Checks that the call raises ValueError, and that every sequence and page is what it was."""
+        before = self.pages()
+        with pytest.raises(ValueError, match=message):
+            call()
+        assert self.pages() == before
+        self.look()
+
+    def pages(self) -> dict[int, list[int]]:
+        return {name: list(sequence.pages) for name, sequence in self.cache._sequences.items()}

@@ -4,7 +4,9 @@ import re
 
 import pytest
 import torch
-from flashrope import Rotary, attention, attention_varlen, attention_varlen_with_cache, attention_with_cache
+from caching import Cached
+from flashrope import Rotary, attention, attention_varlen
+from support import Target
 
 ROPE = Rotary.rope(16)
 
@@ -31,29 +33,28 @@ def varlen(**changes):
     return attention_varlen(**tensors | lengths | changes)
 
 
+CPU = Target("cpu", torch.float32, "cpu")
+CACHED = Cached(CPU, ROPE, (4, 6), capacity=32)
+PAGED = Cached(CPU, ROPE, (4, 6), page=16, capacity=64)
+PACKED = Cached(CPU, ROPE, (7, 10), (4, 5), capacity=32)
+
+
 def cached(**changes):
-    caches = {"k_cache": zeros(2, 32, 2, 16), "v_cache": zeros(2, 32, 2, 16), "cache_seqlens": int32(3, 5)}
-    return _leaves_the_cache(attention_with_cache, {"q": ONE, "rotary": ROPE, "k": NEW, "v": NEW} | caches | changes)
+    return _leaves_the_cache(CACHED, changes)
 
 
 def paged(**changes):
-    pages = {
-        "k_cache": zeros(8, 16, 2, 16),
-        "v_cache": zeros(8, 16, 2, 16),
-        "block_table": int32(0, 1, 2, 3).view(2, 2),
-    }
-    return cached(**pages | changes)
+    return _leaves_the_cache(PAGED, changes)
 
 
 def varlen_cached(**changes):
-    caches = {"k_cache": zeros(2, 32, 2, 16), "v_cache": zeros(2, 32, 2, 16), "cache_seqlens": int32(3, 5)}
-    tensors = {"q": zeros(9, 4, 16), "k": zeros(9, 2, 16), "v": zeros(9, 2, 16), "rotary": ROPE}
-    queries = {"cu_seqlens_q": int32(0, 4, 9), "max_seqlen_q": 5}
-    return _leaves_the_cache(attention_varlen_with_cache, tensors | caches | queries | changes)
+    return _leaves_the_cache(PACKED, changes)
 
 
-def _leaves_the_cache(call, arguments):
+def _leaves_the_cache(c: Cached, changes):
     """The call. If it is refused, it must not have written to k_cache and v_cache."""
+    call, arguments = c.arguments()
+    arguments |= changes
     caches = [x for x in (arguments["k_cache"], arguments["v_cache"]) if isinstance(x, torch.Tensor)]
     for x in caches:
         x.fill_(3)

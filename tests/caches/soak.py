@@ -25,8 +25,8 @@ if __name__ == "__main__":
 
 import support
 import torch
-from flashrope import OutOfPages, PagedKVCache, Rotary
-from paged_oracle import Tokens, look
+from flashrope import OutOfPages, Rotary
+from paged_oracle import Held
 
 PAGES, PAGE, LAYERS, HEADS_KV, GROUP, D = 44, 16, 2, 2, 2, 16
 SCHEMES = (  # of layer 0 and of layer 1
@@ -41,10 +41,9 @@ MOST_GROWTH = 48 << 20  # bytes of memory, after the first fifth
 
 @dataclasses.dataclass
 class Request:
-    """A sequence of the cache, what it should hold, and what is left to do."""
+    """A sequence of the cache, and what is left to do."""
 
     sequence: int
-    tokens: Tokens
     prompt: int
     to_generate: int
 
@@ -53,90 +52,64 @@ class Serving:
     """One paged cache and its requests."""
 
     def __init__(self, target: support.Target, seed: int, cache_dtype: str | None = None):
-        self.target, self.choose = target, random.Random(seed)
-        self.generator = torch.Generator().manual_seed(seed)
-        self.schemes = SCHEMES[seed % len(SCHEMES)]
-        self.cache_dtype, options = (
-            cache_dtype,
-            {"layers": LAYERS, "cache_dtype": cache_dtype, "max_seqlen": MAX_SEQLEN},
-        )
-        self.cache = PagedKVCache(PAGES, PAGE, HEADS_KV, D, target.dtype, target.device, **options)
-        for x in (self.cache.k, self.cache.v) if cache_dtype is None else (self.cache.k_scale, self.cache.v_scale):
-            x.fill_(torch.nan)
+        self.choose = random.Random(seed)
+        options = dict(seed=seed, queries=2**20, cache_dtype=cache_dtype, max_seqlen=MAX_SEQLEN)
+        heads, schemes = (HEADS_KV * GROUP, HEADS_KV), SCHEMES[seed % len(SCHEMES)]
+        self.held = Held(target, PAGES, PAGE, heads, schemes, **options)
+        self.cache = self.held.cache
         self.running: list[Request] = []
         self.counts = dict.fromkeys(KINDS, 0)
-        self.idle = [self.cache.allocate() for _ in range(10)]  # the others have the last rows of the block table
-        self.nothing = Tokens([], *(support.kept(self.new(LAYERS, 0, HEADS_KV, D), cache_dtype) for _ in "kv"))
-        self.worst = 0.0
+        for _ in range(10):  # idle: the others have the last rows of the block table
+            self.held.allocate()
 
-    def new(self, *shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=self.generator).to(self.target.device, self.target.dtype)
+    def length(self, request: Request) -> int:
+        return len(self.held.tokens[request.sequence].positions)
 
     # ---- what happens in a step
 
     def arrive(self) -> None:
         prompt, tokens = self.choose.randrange(1, 120), self.choose.randrange(1, 40)
-        self.running.append(Request(self.cache.allocate(), self.nothing, prompt, tokens))
+        self.running.append(Request(self.held.allocate(), prompt, tokens))
         self.counts["requests"] += 1
 
     def fork(self, request: Request) -> None:
-        self.running.append(dataclasses.replace(request, sequence=self.cache.fork(request.sequence)))
+        self.running.append(dataclasses.replace(request, sequence=self.held.fork(request.sequence)))
         self.counts["forks"] += 1
 
     def end(self, request: Request) -> None:
-        self.cache.free(request.sequence)
+        self.held.free(request.sequence)
         self.running.remove(request)
 
-    def advance(self, requests: list[Request], rows: int, abort: bool) -> None:
-        """Gives every request that many tokens, in all layers, and checks the answers; abort: raises instead."""
+    def advance(self, requests: list[Request], rows: int, abort: bool) -> bool:
+        """Gives every request that many tokens, in all layers, and checks the answers. Returns whether it did.
+
+        abort: raises instead.
+        """
         free, lengths = self.cache.free_pages, self.cache.lengths
-        k, v = (self.new(len(requests), LAYERS, rows, HEADS_KV, D) for _ in "kv")
-        queries = self.new(LAYERS, len(requests), rows, HEADS_KV * GROUP, D)
         try:
-            with self.cache.step([x.sequence for x in requests], rows) as step:
-                results = [
-                    step.attend(q, rotary, k[:, n], v[:, n], n, return_lse=True, impl=self.target.impl)
-                    for n, (q, rotary) in enumerate(zip(queries, self.schemes, strict=True))
-                ]
-                if abort:
-                    raise KeyboardInterrupt
-        except (KeyboardInterrupt, OutOfPages) as error:
-            assert self.cache.free_pages == free
-            assert self.cache.lengths == lengths
-            if isinstance(error, OutOfPages):
-                raise
+            self.held.write([x.sequence for x in requests], rows, fails=abort)
+        except OutOfPages:
+            assert (self.cache.free_pages, self.cache.lengths) == (free, lengths)
+            raise
+        if abort:
+            assert (self.cache.free_pages, self.cache.lengths) == (free, lengths)
             self.counts["aborted"] += 1
-            return
+            return False
         self.counts["steps"] += 1
         self.counts["tokens"] += rows * len(requests)
-        for b, request in enumerate(requests):
-            rows = [support.kept(x[b], self.cache_dtype) for x in (k, v)]
-            now = request.tokens = request.tokens.followed_by(*rows, range(queries.shape[2]))
-            places = now.places(queries.shape[2])
-            for n, (out, lse) in enumerate(results):
-                self.check(self.schemes[n], queries[n, b], now.k[n], now.v[n], out[b], lse[b], places)
-
-    def check(self, rotary, q, k, v, out, lse, places) -> None:
-        zeros = torch.zeros_like(q)[None], torch.zeros_like(lse)[None]
-        p = support.Problem(q[None], k[None], v[None], rotary, grad_out=zeros[0], grad_lse=zeros[1], places=places)
-        ratios = support.check_budget({"out": out[None], "lse": lse[None]}, p, self.target.dtype)
-        self.worst = max(self.worst, *ratios.values())
+        return True
 
     def edit(self, request: Request) -> None:
         """Removes tokens, or appends those of a request, itself perhaps. A table without room ends the request."""
-        choose, tokens = self.choose, request.tokens
+        choose = self.choose
         try:
             if choose.random() < 0.5:
-                start, stop = sorted(choose.randint(0, len(tokens.positions)) for _ in "ab")
-                close = choose.random() < 0.7
-                self.cache.remove(request.sequence, start, stop, close)
-                request.tokens = tokens.without(start, stop, close)
+                start, stop = sorted(choose.randint(0, self.length(request)) for _ in "ab")
+                self.held.remove(request.sequence, start, stop, choose.random() < 0.7)
                 self.counts["removed"] += 1
             else:
                 other = choose.choice((request, choose.choice(self.running)))
-                self.cache.extend(request.sequence, other.sequence)
-                added = other.tokens
-                request.tokens = tokens.followed_by(added.k, added.v, added.positions, moved=True)
+                self.held.extend(request.sequence, other.sequence)
                 self.counts["composed"] += 1
         except ValueError as error:
             self.no_room(error, request)
@@ -165,17 +138,13 @@ class Serving:
             if prompts and choose.random() < 0.5:
                 request = choose.choice(prompts)
                 rows = min(request.prompt, 50)
-                aborted = self.counts["aborted"]
-                self.advance([request], rows, choose.random() < 0.1)
-                request.prompt -= rows * (aborted == self.counts["aborted"])
+                request.prompt -= rows * self.advance([request], rows, choose.random() < 0.1)
                 return
             ready = [x for x in self.running if not x.prompt]
             if not ready:
                 return
             some, draft = choose.sample(ready, choose.randint(1, len(ready))), choose.choice((1, 1, 1, 4))
-            before = self.counts["aborted"]
-            self.advance(some, draft, choose.random() < 0.05)
-            if self.counts["aborted"] > before:
+            if not self.advance(some, draft, choose.random() < 0.05):
                 return
         except OutOfPages:
             self.counts["out of pages"] += 1
@@ -186,16 +155,14 @@ class Serving:
             return
         for request in some:
             rejected = choose.randrange(draft)
-            length = len(request.tokens.positions) - rejected
-            self.cache.truncate(request.sequence, length)
-            request.tokens = request.tokens.parts(slice(0, length))
+            self.held.truncate(request.sequence, self.length(request) - rejected)
             request.to_generate -= draft - rejected
             if request.to_generate <= 0:
                 self.end(request)
 
     def look(self) -> int:
         """Looks at every sequence. Returns the number of pages that they hold."""
-        look(self.cache, {n: self.nothing for n in self.idle} | {x.sequence: x.tokens for x in self.running})
+        self.held.look()
         return self.pages_in_use()
 
     def pages_in_use(self) -> int:
@@ -219,7 +186,11 @@ class Serving:
             self.end(request)
         growth = resident() - memory if memory else 0
         assert growth <= MOST_GROWTH, f"memory grew by {growth >> 20} MiB after the first fifth"
-        report = self.counts | {"most pages": most, "pages in use": self.pages_in_use(), "largest error": self.worst}
+        report = self.counts | {
+            "most pages": most,
+            "pages in use": self.pages_in_use(),
+            "largest error": self.held.worst,
+        }
         return report | {"memory growth": growth}
 
     def line(self, seconds: float, most: int) -> str:
@@ -249,7 +220,7 @@ def main() -> None:
     )
     report = serving.serve(minutes=options.minutes, every=60, show=lambda line: print(line, flush=True))
     print(serving.line(60 * options.minutes, report["most pages"]))
-    allowed = support.COEFFICIENT[serving.target.dtype]
+    allowed = support.COEFFICIENT[serving.held.target.dtype]
     print(f"all answers right, largest error {report['largest error']:.2f} of {allowed:.0f} allowed;", end=" ")
     print(f"memory grew by {report['memory growth'] / 2**20:.1f} MiB after the first fifth")
 

@@ -1,12 +1,10 @@
 """KVCache and PagedKVCache compared with lists of token numbers, and their attention with one full call."""
 
 import random
-import re
 
 import pytest
 import torch
 from flashrope import KVCache, OutOfPages, PagedKVCache, Rotary, attention
-from flashrope.operators.cache_plan import CachePlan
 
 LAYERS, HEADS_KV, HEAD_DIM, PAGE = 3, 1, 8, 16
 UNUSED = 2**31 - 1
@@ -19,11 +17,6 @@ TOKENS = torch.randn(2, LAYERS, 4096, HEADS_KV, HEAD_DIM, generator=GENERATOR, d
 def rows(lists, layer=0, dtype=torch.float64):
     """k and v (sequences, tokens, heads_kv, head_dim) of lists of token numbers, in one layer."""
     return TOKENS[:, layer][:, torch.tensor(lists, dtype=torch.long)].to(dtype)
-
-
-def rows_of_layers(lists, layers: int):
-    """k and v as append takes them: with several layers, they come first."""
-    return rows(lists) if layers == 1 else torch.stack([rows(lists, layer) for layer in range(layers)], 1)
 
 
 def queries(seqlen_q, sequences, seed=0, dtype=torch.float64):
@@ -49,12 +42,11 @@ def pages_of(cache, sequence) -> list[int]:
     return [page for page in table[0].tolist() if page != UNUSED]
 
 
-def check(cache: PagedKVCache, model: dict[int, list[int]], reserved=(), pads=None) -> None:
-    """Lengths, padding, tables, contents of all layers and the count of free pages."""
+def check(cache: PagedKVCache, model: dict[int, list[int]], reserved=()) -> None:
+    """Lengths, tables, contents of all layers and the count of free pages."""
     assert cache.sequences == sorted(model)
-    names, pads = list(model), pads or dict.fromkeys(model, 0)
+    names = list(model)
     assert list(cache.lengths.values()) == cache.seqlens(names).tolist() == [len(model[name]) for name in names]
-    assert [cache.padding[n] for n in names] == cache.leftpad(names).tolist() == [pads[n] for n in names]
     used = set()
     for name, table in zip(names, cache.block_table(names).tolist(), strict=True):
         pages = [page for page in table if page != UNUSED]
@@ -87,163 +79,6 @@ def expected(scheme, q, tokens, layer=0, dtype=torch.float64):
 
 class Failure(Exception):
     pass
-
-
-class Walk:
-    """Random steps on a paged cache and on lists of token numbers; sequences may start with padding."""
-
-    def __init__(self, seed: int, impl: str | None, layers: int):
-        self.random, self.impl = random.Random(seed), impl
-        self.cache, self.model, self.reserved, self.pads = paged(12, max_seqlen=90, layers=layers), {}, set(), {}
-        self.ended, self.refused, self.failed = [], 0, 0
-
-    def one(self) -> int:
-        return self.random.choice(sorted(self.model))
-
-    def some(self) -> list[int]:
-        return self.random.sample(sorted(self.model), self.random.randint(1, min(4, len(self.model))))
-
-    def new(self, sequences) -> list[list[int]]:
-        seqlen_new = self.random.choice([0, 1, 1, 2, 7, 15, 16, 17, 40])
-        return [[self.random.randrange(TOKENS.shape[2]) for _ in range(seqlen_new)] for _ in sequences]
-
-    def held(self) -> dict[int, list[int]]:
-        return {name: pages_of(self.cache, name) for name in self.model}
-
-    def allocate(self):
-        length = self.random.choice([0, 0, 0, 20])
-        name = self.cache.allocate(length)
-        self.model[name], self.pads[name] = [], 0
-        if length:
-            self.reserved.add(name)
-            assert len(pages_of(self.cache, name)) == 2
-
-    def fork(self):
-        parent = self.one()
-        child = self.cache.fork(parent)
-        self.model[child], self.pads[child] = list(self.model[parent]), self.pads[parent]
-
-    def reserve(self):
-        sequences = self.some()
-        self.cache.reserve(sequences, self.random.choice([1, 20]))
-        self.reserved.update(sequences)
-
-    def append(self):
-        sequences = self.some()
-        new = self.new(sequences)
-        self.cache.append(sequences, *rows_of_layers(new, self.cache.layers), impl=self.impl)
-        self.written(sequences, new)
-
-    def attend(self):
-        sequences = self.some()
-        new = self.new(sequences)
-        shorter = min(len(self.model[name]) - self.pads[name] for name in sequences) + len(new[0])
-        q = queries(min(3, shorter), len(sequences), self.random.randrange(1000))
-        scheme, options = self.random.choice(sorted(SCHEMES)), dict(impl=self.impl, validate=True)
-        if self.cache.layers == 1:
-            outs = [self.cache.attend(sequences, q, SCHEMES[scheme], *(rows(new) if new[0] else ()), **options)]
-        else:
-            with self.cache.step(sequences, len(new[0])) as step:
-                outs = [
-                    step.attend(q, SCHEMES[scheme], *(rows(new, n) if new[0] else ()), layer=n, **options)
-                    for n in range(self.cache.layers)
-                ]
-        self.written(sequences, new)
-        tokens = [self.model[name][self.pads[name] :] for name in sequences]
-        for layer, out in enumerate(outs):
-            torch.testing.assert_close(out, expected(scheme, q, tokens, layer))
-
-    def step_with_padding(self):
-        """Some of them fail after some layers have written."""
-        sequences, layers = self.some(), self.cache.layers
-        new = self.new(sequences)
-        pads = [self.pads[name] for name in sequences]
-        for b, name in enumerate(sequences):
-            if len(self.model[name]) == pads[b]:
-                pads[b] += self.random.randint(0, len(new[0]))
-        fails = self.random.random() < 0.4
-        try:
-            with self.cache.step(sequences, len(new[0]), leftpad=pads) as step:
-                for layer in range(self.random.randrange(layers + 1) if fails else layers):
-                    step.append(*rows(new, layer), layer=layer)
-                if fails:
-                    raise Failure
-        except Failure:
-            self.failed += 1
-        else:
-            self.written(sequences, new)
-            self.pads.update(zip(sequences, pads, strict=True))
-
-    def written(self, sequences, new):
-        self.model.update({name: self.model[name] + tokens for name, tokens in zip(sequences, new, strict=True)})
-
-    def truncate(self):
-        name = self.one()
-        length = self.random.randint(0, len(self.model[name]))
-        self.cache.truncate(name, length)
-        del self.model[name][length:]
-        self.pads[name] = min(self.pads[name], length)
-        self.reserved.discard(name)
-
-    def free(self):
-        name = self.one()
-        self.cache.free(name)
-        del self.model[name], self.pads[name]
-        self.reserved.discard(name)
-        self.ended.append(name)
-
-    def use_freed(self):
-        if self.ended:
-            name = self.random.choice(self.ended)
-            new = rows_of_layers([[1]] * (len(self.model) + 1), self.cache.layers)
-            with pytest.raises(ValueError, match=f"sequence {name} was freed"):
-                self.cache.append([*self.model, name], *new, impl=self.impl)
-
-    def fail(self):
-        """A call that is refused after it has taken pages."""
-        sequences = self.some()
-        new, q = rows([[5] * 9 for _ in sequences]), queries(1, len(sequences))
-        with pytest.raises((ValueError, OutOfPages), match="num_splits|page|no room"):
-            if self.cache.layers == 1:
-                self.cache.attend(sequences, q, SCHEMES["rope"], *new, num_splits=0)
-            else:
-                with self.cache.step(sequences, 9) as step:
-                    step.attend(q, SCHEMES["rope"], *new, layer=0, num_splits=0)
-
-    def step(self):
-        kinds = ["append"] * 6 + ["attend"] * 6 + ["fork"] * 5 + ["truncate"] * 3 + ["allocate"] * 3 + ["free"] * 3
-        kinds += ["fail"] * 2 + ["reserve", "use_freed"] + ["step_with_padding"] * 9
-        kind = self.random.choice(kinds) if self.model else "allocate"
-        before, failed, refused = (self.held(), self.cache.free_pages), self.failed, None
-        try:
-            getattr(self, kind)()
-        except OutOfPages as error:
-            refused = error
-            needs, free, pages, missing = map(int, re.findall(r"\d+", str(error)))
-            assert (free, pages, missing) == (self.cache.free_pages, self.cache.pages, needs - free) and missing > 0
-            self.refused += 1
-        except ValueError as error:
-            if "no room" not in str(error):
-                raise
-            refused = error
-        if refused or kind in ("fail", "use_freed") or self.failed > failed:
-            assert (self.held(), self.cache.free_pages) == before, f"{kind} raised and changed the cache"
-        check(self.cache, self.model, self.reserved, self.pads)
-
-
-@pytest.mark.parametrize("impl", [None, "reference"])
-@pytest.mark.parametrize("seed", range(5))
-def test_random_walk(seed, impl):
-    if DEVICE == "cuda" and impl is None:
-        impl = "reference"  # the walk is in float64, which only the reference serves on a GPU
-    walk = Walk(seed, impl, LAYERS if seed > 2 else 1)
-    for _ in range(170):
-        walk.step()
-    assert walk.refused > 8 and walk.failed > 2  # pages ran out often enough
-    walk.cache.reset()
-    check(walk.cache, {})
-    with pytest.raises(ValueError, match="sequence 0 was freed"):
-        walk.cache.lengths[0]
 
 
 def test_lengths_and_padding_are_properties_of_both_caches():
@@ -374,28 +209,6 @@ class TestPagedKVCache:
             assert cache.free_pages == 1
             check(cache, {long: [1] * 10 + [2, 3], short: [1] * 4 + [4, 5]})
 
-    def test_a_failure_after_writing_can_be_undone(self, monkeypatch):
-        """As when the kernel has written and there is no memory for the output."""
-        cache = paged(3)
-        long = cache.allocate()
-        cache.append([long], *rows([[1] * 10]))
-        short = cache.fork(long)
-        cache.truncate(short, 4)
-
-        def fails(*arguments, call=CachePlan._run):
-            call(*arguments)
-            raise MemoryError
-
-        for names in ([long, short], [short, long]):
-            with monkeypatch.context() as patch:
-                patch.setattr(CachePlan, "_run", fails)
-                with pytest.raises(MemoryError):
-                    cache.attend(names, queries(1, 2, 0), SCHEMES["rope"], *rows([[7] * 9] * 2))
-            assert cache.free_pages == 2
-            check(cache, {long: [1] * 10, short: [1] * 4})
-        cache.append([short], *rows([[2] * 9]))
-        check(cache, {long: [1] * 10, short: [1] * 4 + [2] * 9})
-
     def test_out_of_pages(self):
         cache = paged()
         first, second = cache.allocate(), cache.allocate()
@@ -481,16 +294,3 @@ class TestPagedKVCache:
             "PagedKVCache(pages=8, page_size=16, heads_kv=1, head_dim=8, dtype=torch.float32, "
             f"device='{cache.k.device}', max_seqlen=33; 6 pages free, sequences [0], 8,192 bytes)"
         )
-
-
-def test_made_in_inference_mode():
-    with torch.inference_mode():
-        caches = contiguous(1), paged(20)
-        names = [caches[1].allocate()]
-        caches[0].append(*rows([[1, 2]]))
-        caches[1].append(names, *rows([[1, 2]]))
-        names += [caches[1].fork(0) for _ in range(17)]  # the table grows
-    caches[0].append(*rows([[3]]), leftpad=None)
-    caches[1].append(names, *rows([[3]] * 18))
-    check(caches[1], {name: [1, 2, 3] for name in names})
-    assert caches[0].lengths == caches[0].seqlens.tolist() == [3]

@@ -412,14 +412,22 @@ def test_no_room_and_no_pages_at_the_start_of_a_step():
 
 def test_made_in_inference_mode():
     with torch.inference_mode():
-        caches = contiguous(1), paged()
+        caches = contiguous(1), paged(24)
         name = caches[1].allocate()
     for step in (caches[0].step(2, leftpad=[1]), caches[1].step([name], 2, leftpad=[1])):
         with step:
             write(step, [[1, 2]])
     with torch.inference_mode(), caches[0].step(1) as step:
         write(step, [[3]])
-    assert caches[0].lengths == [3] and caches[0].leftpad.tolist() == [1] and caches[1].lengths[name] == 2
+    assert caches[0].lengths == [3] and caches[0].leftpad.tolist() == [1]
+    with torch.inference_mode():
+        names = [name, *(caches[1].fork(name) for _ in range(17))]  # the table grows
+    with caches[1].step(names, 1) as step:
+        write(step, [[3]] * 18)
+    assert caches[1].lengths == dict.fromkeys(names, 3)
+    q = queries(1, 18)
+    out = caches[1].attend(names, q, SCHEMES["rope"], layer=1, impl=IMPL)
+    torch.testing.assert_close(out, exact("rope", q, [[2, 3]] * 18, 1))
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="the CPU has nothing to wait for")

@@ -8,9 +8,10 @@ import pytest
 import support
 import torch
 from caching import PAGE, UNUSED, Cached, same
-from flashrope import CacheLayer, CacheTables, Packed, Rotary, attention_varlen_with_cache, attention_with_cache
+from flashrope import CacheLayer, CacheTables, Rotary, attention_with_cache
 from flashrope.operators.fields import flatten
 from support import int32
+from test_rotate import by_complex_numbers
 
 # ---- wrong tables
 
@@ -69,11 +70,10 @@ def test_two_sequences_on_one_page(exact):
 
 def test_negative_slots_are_left_out(exact):
     """Slot -1 would be the last one before the cache, which is the end of a larger tensor."""
-    call = packed_call(slot_mapping=torch.tensor([3, -1, 42]), impl=exact.impl)
-    call = {name: x.to(exact.device) if isinstance(x, torch.Tensor) else x for name, x in call.items()}
-    whole = torch.cat((torch.zeros_like(call["k_cache"]), call["k_cache"]))
-    before, call["k_cache"] = whole.clone(), whole[2:]
-    attention_varlen_with_cache(**call)
+    c = Cached(exact, Rotary.rope(16), (4, 10), (1, 2), capacity=32, mapped=True)
+    whole = torch.zeros(4, *c.k_cache.shape[1:]).to(c.k_cache)
+    before, slots = whole.clone(), torch.tensor([3, -1, 42], device=exact.device)
+    c.call(k_cache=whole[2:], slot_mapping=slots)
     changed = (whole != before).flatten(0, 1).any(-1).any(-1).nonzero().flatten()
     assert changed.tolist() == [64 + 3, 64 + 42]
 
@@ -174,42 +174,42 @@ def test_touching_a_guard_page_kills_the_process():
 # ---- the call
 
 
-def dense_call():
-    q, k, v = torch.randn(2, 1, 4, 16), *torch.randn(2, 2, 1, 2, 16)
-    caches = dict(zip(("k_cache", "v_cache"), torch.randn(2, 2, 32, 2, 16), strict=True))
-    return dict(q=q, k=k, v=v, rotary=Rotary.rope(16), cache_seqlens=int32([3, 9]), **caches)
-
-
-SLOTS = torch.tensor([3, 41, 42])
-
-
-def packed_call(**changes):
-    rows = dict(q=torch.randn(3, 4, 16), k=torch.randn(3, 2, 16), v=torch.randn(3, 2, 16))
-    return dense_call() | rows | {"cu_seqlens_q": int32([0, 1, 3]), "max_seqlen_q": 2} | changes
-
-
+CPU, ROPE = support.Target("cpu", torch.float32, "cpu"), Rotary.rope(16)
 CALLS = {
-    "dense": (attention_with_cache, dense_call(), 1),
-    "appended": (attention_varlen_with_cache, packed_call(), Packed(int32([0, 1, 3]), 2, None, True)),
-    "mapped": (attention_varlen_with_cache, packed_call(slot_mapping=SLOTS), Packed(int32([0, 1, 3]), 2, SLOTS)),
+    "dense": lambda: Cached(CPU, ROPE, (4, 10)),
+    "appended": lambda: Cached(CPU, ROPE, (4, 11), (1, 2)),
+    "mapped": lambda: Cached(CPU, ROPE, (4, 11), (1, 2), mapped=True),
+    "quantized": lambda: Cached(CPU, ROPE, (4, 12), 3, cache_dtype="int8"),
+    "rotated": lambda: Cached(CPU, ROPE, (4, 12), 3, stored=lambda k: by_complex_numbers(k, ROPE)),
 }
 
 
-@pytest.mark.parametrize("kind", CALLS)
+WRITTEN = ("k_cache", "v_cache", "k_scale", "v_scale")
+
+
+def arguments_of(kind):
+    """Returns the public call and what it is called with, without NaN."""
+    call, given = CALLS[kind]().arguments()
+    floats = {name: given[name] for name in given.keys() & set(WRITTEN) if given[name].is_floating_point()}
+    return call, given | {name: x.nan_to_num(1.0) for name, x in floats.items()}
+
+
+@pytest.mark.parametrize("kind", ["dense", "appended", "mapped", "quantized"])
 def test_opcheck(kind):
-    _, call, new = CALLS[kind]
-    layer = flatten(CacheLayer, CacheLayer(call["k_cache"].clone(), call["v_cache"].clone()))
-    tables, operators = flatten(CacheTables, CacheTables(call["cache_seqlens"], new=new)), torch.ops.flashrope
-    for rotated_by in (None, Rotary.rope(16).text):
-        torch.library.opcheck(operators.append_to_cache, (*layer, call["k"], call["v"], *tables, rotated_by, "cpu"))
+    c, (_, given) = CALLS[kind](), arguments_of(kind)
+    tables, operators = flatten(CacheTables, c.parts()[0]), torch.ops.flashrope
+    layer = flatten(CacheLayer, CacheLayer(*(given.get(name) for name in WRITTEN)))
+    for rotated_by in (None, ROPE.text):
+        torch.library.opcheck(operators.append_to_cache, (*layer, given["k"], given["v"], *tables, rotated_by, "cpu"))
     rest = (0, Rotary.rope(16).rectify(5).text, False, True, 0.25, "cpu")
-    torch.library.opcheck(operators.attention_with_cache, (call["q"], *layer, *tables, *rest))
+    torch.library.opcheck(operators.attention_with_cache, (c.q, *layer, *tables, *rest))
 
 
 @pytest.mark.parametrize("kind", CALLS)
 def test_compile_keeps_the_write(kind):
-    """One graph, which writes to the caches as eager mode does."""
-    public, call, _ = CALLS[kind]
+    """One graph, which writes to the caches and scales as eager mode does."""
+    torch._dynamo.reset()
+    public, call = arguments_of(kind)
 
     def step(**call):
         return public(**call) + 0, call["k_cache"].sum()
@@ -217,8 +217,8 @@ def test_compile_keeps_the_write(kind):
     one, other = ({name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in call.items()} for _ in "12")
     for a, b in zip(step(**one), torch.compile(step, fullgraph=True, backend="aot_eager")(**other), strict=True):
         assert torch.equal(a, b)
-    assert torch.equal(one["k_cache"], other["k_cache"]) and torch.equal(one["v_cache"], other["v_cache"])
-    assert not torch.equal(one["k_cache"], call["k_cache"])
+    for name in call.keys() & set(WRITTEN):
+        assert torch.equal(one[name], other[name]) and not torch.equal(one[name], call[name])
 
 
 def test_decoding_needs_no_rotated_copy_of_the_cache(composed, monkeypatch):

@@ -5,13 +5,13 @@ import random
 
 import pytest
 import torch
+from caching import Cached, same
 from flashrope import (
     CacheLayer,
     CacheTables,
     PagedKVCache,
     Rotary,
     attention,
-    attention_varlen_with_cache,
     attention_with_cache,
 )
 from flashrope.operators import memory
@@ -24,49 +24,32 @@ SCHEME = Rotary.rope(D)
 TWICE, OWN = "both are written", "memory of its own for every element"
 
 
-class Call:
-    """The tensors of a call over a contiguous cache, of which a test replaces some."""
+def call_of(target, quantized=False) -> dict:
+    """Returns the arguments of a call over a contiguous cache, of which a test replaces some."""
+    cache_dtype = "int8" if quantized else None
+    c = Cached(target, SCHEME, (9 + NEW, 5 + NEW), NEW, capacity=SLOTS, cache_dtype=cache_dtype)
+    return c.arguments()[1] | {"impl": target.impl}
 
-    def __init__(self, target, quantized=False):
-        def x(*shape):
-            return torch.randn(shape, device=target.device, dtype=target.dtype)
 
-        self.q = x(B, NEW, 2 * HEADS_KV, D)
-        self.k_cache, self.v_cache = x(B, SLOTS, HEADS_KV, D), x(B, SLOTS, HEADS_KV, D)
-        self.k, self.v = x(B, NEW, HEADS_KV, D), x(B, NEW, HEADS_KV, D)
-        self.lengths, self.impl = int32([5, 9], target.device), target.impl
-        self.options = {}
-        if quantized:
-            self.k_cache, self.v_cache = (torch.zeros_like(x, dtype=torch.int8) for x in (self.k_cache, self.v_cache))
-            for name in ("k_scale", "v_scale"):
-                self.options[name] = torch.zeros(B, SLOTS, HEADS_KV, device=target.device)
-
-    def change(self, change) -> None:
-        for name, x in change(self).items():
-            if name.endswith("scale"):
-                self.options[name] = x
-            else:
-                setattr(self, name, x)
-
-    def run(self):
-        caches = self.q, self.k_cache, self.v_cache, SCHEME, self.lengths
-        return attention_with_cache(*caches, k=self.k, v=self.v, impl=self.impl, **self.options)
+def written(given: dict) -> list[torch.Tensor]:
+    """Returns the tensors that a call writes to."""
+    return [given[name] for name in ("k_cache", "v_cache", "k_scale", "v_scale") if name in given]
 
 
 def shifted(c):
-    rows = torch.randn(B, SLOTS + 1, HEADS_KV, D).to(c.q)
+    rows = torch.randn(B, SLOTS + 1, HEADS_KV, D).to(c["q"])
     return {"k_cache": rows[:, 1:], "v_cache": rows[:, :-1]}
 
 
 def shared_channels(c):
-    rows = torch.randn(B, SLOTS, HEADS_KV, D + 8).to(c.q)
+    rows = torch.randn(B, SLOTS, HEADS_KV, D + 8).to(c["q"])
     return {"k_cache": rows[..., :D], "v_cache": rows[..., 8:]}
 
 
 SAME = {  # what to change
-    "same cache": lambda c: {"v_cache": c.k_cache},
-    "heads of one": lambda c: {"v_cache": c.v_cache[:, :, :1].expand(-1, -1, HEADS_KV, -1)},
-    "sequences of one": lambda c: {"k_cache": c.k_cache[:1].expand(B, -1, -1, -1)},
+    "same cache": lambda c: {"v_cache": c["k_cache"]},
+    "heads of one": lambda c: {"v_cache": c["v_cache"][:, :, :1].expand(-1, -1, HEADS_KV, -1)},
+    "sequences of one": lambda c: {"k_cache": c["k_cache"][:1].expand(B, -1, -1, -1)},
 }
 OVERLAPPING = (SLOTS * D, D, D, 1)
 REFUSED = {  # what to change, what the error names first, what it says
@@ -75,41 +58,40 @@ REFUSED = {  # what to change, what the error names first, what it says
     "shared channels": (shared_channels, "v_cache", TWICE),
     "heads of one": (SAME["heads of one"], "v_cache", OWN),
     "sequences of one": (SAME["sequences of one"], "k_cache", OWN),
-    "overlapping rows": (lambda c: {"k_cache": c.k_cache.flatten().as_strided((B, SLOTS, HEADS_KV, D), OVERLAPPING)},
+    "overlapping rows": (lambda c: {"k_cache": c["k_cache"].flatten().as_strided((B, SLOTS, HEADS_KV, D), OVERLAPPING)},
                          "k_cache", OWN),
-    "keys in the cache": (lambda c: {"k": c.k_cache[:, 4 : 4 + NEW]}, "k", "k_cache is written while k is read"),
-    "values in the cache of keys": (lambda c: {"v": c.k_cache[:, 4 : 4 + NEW]}, "v",
+    "keys in the cache": (lambda c: {"k": c["k_cache"][:, 4 : 4 + NEW]}, "k", "k_cache is written while k is read"),
+    "values in the cache of keys": (lambda c: {"v": c["k_cache"][:, 4 : 4 + NEW]}, "v",
                                     "k_cache is written while v is read"),
-    "one scale": (lambda c: {"v_scale": c.options["k_scale"]}, "v_scale", TWICE),
-    "expanded scale": (lambda c: {"k_scale": c.options["k_scale"][..., :1].expand(-1, -1, HEADS_KV)}, "k_scale", OWN),
+    "one scale": (lambda c: {"v_scale": c["k_scale"]}, "v_scale", TWICE),
+    "expanded scale": (lambda c: {"k_scale": c["k_scale"][..., :1].expand(-1, -1, HEADS_KV)}, "k_scale", OWN),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused(exact, case):
     change, name, message = REFUSED[case]
-    c = Call(exact, quantized="scale" in case)
-    c.change(change)
-    before = [x.clone() for x in (c.k_cache, c.v_cache, *c.options.values())]
+    c = call_of(exact, quantized="scale" in case)
+    c |= change(c)
+    before = [x.clone() for x in written(c)]
     with pytest.raises(ValueError, match=rf"^{name}: expected .*{message}"):
-        c.run()
-    for x, y in zip((c.k_cache, c.v_cache, *c.options.values()), before, strict=True):
-        assert torch.equal(x, y)
+        attention_with_cache(**c)
+    assert all(map(same, written(c), before))
 
 
 def caches_of(make):
-    return lambda c: dict(zip(("k_cache", "v_cache"), make(lambda *shape: torch.randn(*shape).to(c.q)), strict=True))
+    return lambda c: dict(zip(("k_cache", "v_cache"), make(lambda *shape: torch.randn(*shape).to(c["q"])), strict=True))
 
 
 def same_new_rows(c):
     """Read only: keys and values may be one tensor, and part of the queries' projection."""
-    rows = torch.randn(B, NEW, 2 * HEADS_KV, D).to(c.q)
+    rows = torch.randn(B, NEW, 2 * HEADS_KV, D).to(c["q"])
     return {"q": rows, "k": rows[:, :, :HEADS_KV], "v": rows[:, :, :HEADS_KV]}
 
 
 def free_rows_of_the_cache(c):
     """Slots of the same storage that no cache has."""
-    rows = torch.randn(B, SLOTS + NEW, HEADS_KV, D).to(c.q)
+    rows = torch.randn(B, SLOTS + NEW, HEADS_KV, D).to(c["q"])
     return {"k_cache": rows[:, :SLOTS], "k": rows[:, SLOTS:]}
 
 
@@ -119,7 +101,7 @@ SERVED = {  # as in vLLM: keys and values of a page side by side
     "heads first": caches_of(lambda x: x(2, B, HEADS_KV, SLOTS, D).transpose(2, 3)),
     "layers of one tensor": caches_of(lambda x: x(B, SLOTS, 2, HEADS_KV, D).unbind(2)),
     "same new rows": same_new_rows,
-    "expanded new rows": lambda c: dict.fromkeys("kv", c.k[:, :, :1].expand(-1, -1, HEADS_KV, -1)),
+    "expanded new rows": lambda c: dict.fromkeys("kv", c["k"][:, :, :1].expand(-1, -1, HEADS_KV, -1)),
     "free rows of the cache": free_rows_of_the_cache,
 }
 
@@ -127,53 +109,44 @@ SERVED = {  # as in vLLM: keys and values of a page side by side
 @pytest.mark.parametrize("change", SERVED.values(), ids=SERVED.keys())
 def test_served(exact, change):
     """Memory between the rows of another tensor is not shared with it."""
-    c = Call(exact)
-    c.change(change)
-    kept = [x.clone(memory_format=torch.contiguous_format) for x in (c.q, c.k_cache, c.v_cache, c.k, c.v)]
-    out = c.run()
-    written = c.k_cache, c.v_cache
-    c.q, c.k_cache, c.v_cache, c.k, c.v = kept
-    torch.testing.assert_close(out, c.run())
-    assert all(map(torch.equal, written, (c.k_cache, c.v_cache)))
+    c = call_of(exact)
+    c |= change(c)
+    names = ("q", "k_cache", "v_cache", "k", "v")
+    copied = c | {name: c[name].clone(memory_format=torch.contiguous_format) for name in names}
+    torch.testing.assert_close(attention_with_cache(**c), attention_with_cache(**copied))
+    assert all(map(same, written(c), written(copied)))
 
 
 @pytest.mark.parametrize("change", SAME.values(), ids=SAME.keys())
 def test_what_is_only_read_may_overlap(exact, change):
-    c = Call(exact)
-    c.change(change)
-    c.k = c.v = None
-    out = c.run()
-    c.k_cache, c.v_cache = c.k_cache.clone(), c.v_cache.clone(memory_format=torch.contiguous_format)
-    torch.testing.assert_close(out, c.run())
-    none = c.q.new_empty(B, 0, HEADS_KV, D)
-    c.change(change)
-    c.k, c.v = none, none
-    c.run()
+    c = call_of(exact) | {"k": None, "v": None}
+    c |= change(c)
+    copied = c | {name: c[name].clone(memory_format=torch.contiguous_format) for name in ("k_cache", "v_cache")}
+    torch.testing.assert_close(attention_with_cache(**c), attention_with_cache(**copied))
+    none = c["q"].new_empty(B, 0, HEADS_KV, D)
+    attention_with_cache(**c | {"k": none, "v": none})
 
 
 def test_pages_that_alternate(exact):
     """Page n of v_cache may be page n + 1 of k_cache if the table has every second page, as transformers' continuous
     batching lays them out. Page n of both may not overlap."""
-    c = Call(exact)
-    pages = torch.randn(9, 16, HEADS_KV, D).to(c.q)
-    table = int32([[0, 4], [6, 2]], exact.device)
-    c.k_cache, c.v_cache, c.options["block_table"] = pages[:-1], pages[1:], table
-    kept = pages[:-1].clone(), pages[1:].clone()
-    out = c.run()
-    c.k_cache, c.v_cache = kept
-    torch.testing.assert_close(out, c.run())
+    c = call_of(exact)
+    pages = torch.randn(9, 16, HEADS_KV, D).to(c["q"])
+    c |= {"block_table": int32([[0, 4], [6, 2]], exact.device), "k_cache": pages[:-1], "v_cache": pages[1:]}
+    apart = c | {"k_cache": pages[:-1].clone(), "v_cache": pages[1:].clone()}
+    torch.testing.assert_close(attention_with_cache(**c), attention_with_cache(**apart))
     for shift in (0, 1, 15):
         rows = pages.flatten(0, 1)
-        c.k_cache, c.v_cache = (rows[n : n + 128].unflatten(0, (8, 16)) for n in (0, shift))
+        caches = (rows[n : n + 128].unflatten(0, (8, 16)) for n in (0, shift))
+        c |= dict(zip(("k_cache", "v_cache"), caches, strict=True))
         with pytest.raises(ValueError, match="^v_cache: expected no memory of k_cache"):
-            c.run()
+            attention_with_cache(**c)
 
 
 def test_stored_positions(exact):
-    c = Call(exact)
-    c.options["slot_positions"] = torch.zeros(B, 1, device=exact.device).expand(B, SLOTS)
+    c = call_of(exact) | {"slot_positions": torch.zeros(B, 1, device=exact.device).expand(B, SLOTS)}
     with pytest.raises(ValueError, match=f"^slot_positions: expected {OWN}"):
-        c.run()
+        attention_with_cache(**c)
 
 
 def test_attention_takes_aliases(exact):
@@ -190,26 +163,25 @@ def test_attention_takes_aliases(exact):
 
 def test_the_other_calls(exact):
     """Packed queries, and a step of a paged cache whose own pages come back as new keys."""
-    c = Call(exact)
-    cu = int32([0, NEW, 2 * NEW], exact.device)
-    q, k, v = (x.flatten(0, 1) for x in (c.q, c.k, c.v))
+    c = Cached(exact, SCHEME, (8, 12), (NEW, NEW), capacity=SLOTS)
     with pytest.raises(ValueError, match="^v_cache: expected no memory of k_cache"):
-        attention_varlen_with_cache(q, c.k_cache, c.k_cache, SCHEME, cu, c.lengths, NEW, k=k, v=v, impl=exact.impl)
+        c.call(v_cache=c.k_cache)
     cache = PagedKVCache(2, 16, HEADS_KV, D, exact.dtype, exact.device)
-    name = cache.allocate()
-    cache.append([name], c.k[:1], c.v[:1], impl=exact.impl)
+    name, (k, v) = cache.allocate(), (x[None, :NEW] for x in c.new_keys())
+    cache.append([name], k, v, impl=exact.impl)
     with pytest.raises(ValueError, match="^k: expected no memory of k_cache"):
-        cache.append([name], cache.k[:1, :NEW], c.v[:1], impl=exact.impl)
+        cache.append([name], cache.k[:1, :NEW], v, impl=exact.impl)
     assert cache.lengths == {name: NEW}
 
 
 def test_operator(exact):
     """Compiled models call it: it checks the memory that it gets when it runs."""
-    c = Call(exact)
-    tables = flatten(CacheTables, CacheTables(c.lengths, new=c.k.shape[1]))
+    c = Cached(exact, SCHEME, (8, 12), NEW, capacity=SLOTS)
+    tables, layer = c.parts()
+    layer = layer._replace(v=layer.k)
     with pytest.raises(ValueError, match="^v_cache: expected no memory of k_cache"):
-        layer = flatten(CacheLayer, CacheLayer(c.k_cache, c.k_cache))
-        OPERATORS.append_to_cache(*layer, c.k, c.v, *tables, None, exact.impl)
+        arguments = *flatten(CacheLayer, layer), *c.new_keys(), *flatten(CacheTables, tables)
+        OPERATORS.append_to_cache(*arguments, None, exact.impl)
 
 
 def test_geometry():

@@ -8,7 +8,6 @@ from flashrope import (
     KVCache,
     Rotary,
     attention,
-    attention_varlen_with_cache,
     attention_with_cache,
     rotate,
 )
@@ -299,33 +298,3 @@ def test_rotated_keys_of_a_cache(make):
     torch.testing.assert_close(out, want[:, 40:], rtol=1e-3, atol=1e-3)
     if make is contiguous:
         torch.testing.assert_close(cache.k_scale[:, :50], quantized(rotate(k, rotary), "int8")[1].float())
-
-
-def test_compiled_whole():
-    torch._dynamo.reset()
-    (q, k, v), seqlens, rotary = tokens(3), support.int32([4, 9]), Rotary.rope(16)
-
-    def run(k_cache, v_cache, k_scale, v_scale):
-        return attention_with_cache(q, k_cache, v_cache, rotary, seqlens, k=k, v=v, k_scale=k_scale, v_scale=v_scale)
-
-    held, results = [*torch.randint(-127, 128, (2, 2, 20, 2, 16)).char(), *torch.rand(2, 2, 20, 2)], []
-    for f in (run, torch.compile(run, fullgraph=True, backend="aot_eager")):
-        copies = [x.clone() for x in held]
-        results.append((f(*copies), copies))
-    torch.testing.assert_close(*results)
-    assert not torch.equal(results[0][1][0], held[0]) and not torch.equal(results[0][1][3], held[3])
-
-
-def test_nothing_outside_the_cache_is_written(exact):
-    """Hostile lengths, pages and slots: a token each, of which one has a place."""
-    room = torch.zeros(2, 6, PAGE, 2, 16, dtype=torch.int8, device=exact.device)
-    scales = torch.zeros(2, 6, PAGE, 2, device=exact.device)
-    q, k, v = (torch.randn(4, heads, 16).to(exact.device) for heads in (4, 2, 2))
-    starts, table = support.int32(range(5), exact.device), support.int32([[-1], [4], [2**30], [2]], exact.device)
-    options = {"block_table": table, "impl": exact.impl, "k_scale": scales[0, 1:5], "v_scale": scales[1, 1:5]}
-    seqlens, slots = support.int32([1, 1, 1, 4], exact.device), torch.tensor([-1, -17, 64, 35], device=exact.device)
-    for placed, row in (({"slot_mapping": slots}, 3), ({}, 4)):
-        room.zero_(), scales.zero_()
-        attention_varlen_with_cache(q, *room[:, 1:5], ROPE, starts, seqlens, 1, k=k, v=v, **options, **placed)
-        assert room.abs().amax((-1, -2)).nonzero().tolist() == [[0, 3, row], [1, 3, row]]
-        assert scales.sum(-1).nonzero().tolist() == [[0, 3, row], [1, 3, row]]

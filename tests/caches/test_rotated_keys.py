@@ -109,23 +109,6 @@ def test_composed(composed, seqlen_q):
     cached(target, Rotary.rope(16).local(21), (45, 64), seqlen_q, leftpad=(3, 0), page=PAGE).check()
 
 
-def test_compiled_whole():
-    torch._dynamo.reset()
-    q, k, v = torch.randn(3, 2, 3, 2, 16)
-    rotary, seqlens = Rotary.rope(16), support.int32([4, 9])
-
-    def run(k_cache, v_cache):
-        return attention_with_cache(q, k_cache, v_cache, rotary, seqlens, k=k, v=v, rotated_keys=True)
-
-    caches = torch.randn(2, 2, 20, 2, 16)
-    results = []
-    for f in (run, torch.compile(run, fullgraph=True, backend="aot_eager")):
-        copies = caches.clone()
-        results.append((f(*copies), copies))
-    torch.testing.assert_close(*results)
-    assert not torch.equal(results[0][1][0, 0, 4:7], k[0])
-
-
 def test_a_prompt_with_padding(exact):
     """The padding is part of the new keys: their first positions are below 0."""
     q, k, v = (x.to(exact.device) for x in tokens(30))
@@ -150,23 +133,25 @@ def test_far_from_the_first_key(exact):
     torch.testing.assert_close(cache.k[:, 2500:2501].double().cpu(), want, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("raw", [False, True], ids=["rotated", "raw"])
-def test_nothing_outside_the_pages_is_written(exact, raw):
+@pytest.mark.parametrize("kind", ["rotated", "raw", "quantized"])
+def test_nothing_outside_the_pages_is_written(exact, kind):
     """Slots below 0 and beyond the cache, pages that it has not: a token each, of which the last has a place."""
-    room = torch.zeros(2, 6, 16, 2, 16, device=exact.device)
-    k_cache, v_cache = room[:, 1:5]
+    quantized = kind == "quantized"
+    room = torch.zeros(2, 6, 16, 2, 16, device=exact.device).to(torch.int8 if quantized else torch.float32)
+    scales = torch.zeros(2, 6, 16, 2, device=exact.device)
     q, k, v = (torch.randn(4, heads, 16).to(exact.device) for heads in (4, 2, 2))
     starts = torch.arange(5, dtype=torch.int32, device=exact.device)
     slots = torch.tensor([-1, -17, 64, 35], device=exact.device)
     table = support.int32([[-1], [4], [2**30], [2]], exact.device)
-    options = {"block_table": table, "impl": exact.impl, "rotated_keys": not raw}
+    options = {"block_table": table, "impl": exact.impl, "rotated_keys": kind == "rotated"}
+    options |= {"k_scale": scales[0, 1:5], "v_scale": scales[1, 1:5]} if quantized else {}
     seqlens = support.int32([1, 1, 1, 4], exact.device)
-    attention_varlen_with_cache(q, k_cache, v_cache, ROPE, starts, seqlens, 1, k=k, v=v, slot_mapping=slots, **options)
-    assert room.abs().sum((-1, -2)).nonzero().tolist() == [[0, 3, 3], [1, 3, 3]]
-    room.zero_()
-    attention_varlen_with_cache(q, k_cache, v_cache, ROPE, starts, seqlens, 1, k=k, v=v, **options)
-    assert room.abs().sum((-1, -2)).nonzero().tolist() == [[0, 3, 4], [1, 3, 4]]
-    assert torch.equal(room[1, 3, 4], v[3])
+    for placed, row in (({"slot_mapping": slots}, 3), ({}, 4)):
+        room.zero_(), scales.zero_()
+        attention_varlen_with_cache(q, *room[:, 1:5], ROPE, starts, seqlens, 1, k=k, v=v, **options, **placed)
+        for written in (room.abs().amax((-1, -2)), scales.amax(-1))[: 1 + quantized]:
+            assert written.nonzero().tolist() == [[0, 3, row], [1, 3, row]]
+    assert quantized or torch.equal(room[1, 3, 4], v[3])
 
 
 @pytest.mark.parametrize("seqlen_q", [1, 5])

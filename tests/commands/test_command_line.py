@@ -3,7 +3,6 @@
 import json
 import os
 import pty
-import signal
 import subprocess
 import sys
 import threading
@@ -21,6 +20,7 @@ from flashrope.rotary.catalogue import SCHEMES
 from flashrope.small_models.presets import PRESETS
 from flashrope.small_models.workers import steps_of_jobs
 from flashrope.tuning.measure import _cancelled_by_errors
+from processes import Terminal, interrupted_at
 
 HEAVY = {"torch", "numpy", "triton", "transformers", "matplotlib", "safetensors", "multiprocessing"}
 
@@ -95,17 +95,6 @@ def test_durations():
     assert shown == ["1 s", "45 s", "1 min 00 s", "2 min 10 s", "1 h 00 min", "3 h 05 min"]
     assert seconds_left(10.0, 1, 4) == 30.0 and seconds_left(10.0, 4, 4) == 0.0
     assert seconds_left(10.0, 0, 4) is None and seconds_left(0.5, 1, 4) is None
-
-
-class Terminal(list):
-    def write(self, text):
-        self.append(text)
-
-    def flush(self):
-        pass
-
-    def isatty(self):
-        return True
 
 
 def test_a_bar_shows_the_time_left(monkeypatch):
@@ -205,22 +194,6 @@ def test_what_a_library_makes_of_an_interrupt_is_one(capsys):
         guarded("flashrope", failing(ImportError("initialization failed"), OSError()))
     with pytest.raises(SystemExit):
         guarded("flashrope", failing(SystemExit(2), OSError()))
-
-
-def interrupted_at(arguments, moment, **options):
-    """(exit code, lines of stderr) of a command that gets SIGINT as soon as a line of stderr has this in it."""
-    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
-    try:
-        lines = []
-        for line in process.stderr:
-            lines.append(line)
-            if moment in line:
-                break
-        process.send_signal(signal.SIGINT)
-        _, rest = process.communicate(timeout=60)
-    finally:
-        process.kill()
-    return process.returncode, [*lines, *rest.splitlines(keepends=True)]
 
 
 @pytest.mark.parametrize(

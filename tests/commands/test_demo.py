@@ -162,15 +162,6 @@ def test_checkpoints_give_the_losses_of_the_table(finished):
         assert [loss.last for loss in losses] == pytest.approx(shown, abs=2e-6)
 
 
-@pytest.mark.slow  # test_generate.py has it for a faster command
-def test_closed_stdout_gives_no_traceback(tmp_path, text):
-    command = [sys.executable, "-m", "flashrope", *TINY, "--text", str(text), "--out", str(tmp_path)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    process.stdout.close()
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 1 and "Traceback" not in errors and "Exception ignored" not in errors
-
-
 def test_losses_depend_on_the_seed_and_not_on_the_processes(of_text, tmp_path, text):
     def run(name, *options):
         assert main([*FEW, "--text", str(text), "--out", str(tmp_path / name), *options]) == 0

@@ -10,11 +10,12 @@ import pytest
 import sparse
 import support
 import torch
-from flashrope import Rotary, attention_varlen, attention_varlen_with_cache, attention_with_cache
+from flashrope import Rotary, attention_varlen_with_cache, attention_with_cache
 from flashrope.backends import triton as backend
 from flashrope.backends.cache_tables import CacheLayer, CacheTables
 from flashrope.backends.calls import AttentionCall, CacheCall
 from flashrope.backends.triton import attention as launches
+from packing import packing
 from support import NAMES, SCHEMES, int32
 
 BF16, FP32 = (support.Target("triton", dtype, "cpu") for dtype in (torch.bfloat16, torch.float32))
@@ -48,30 +49,16 @@ def test_strides(machine, row, deterministic):
 
 # ---- packed rows: out, lse, the workspaces and the gradients
 
-HEADS, GROUP, D = 4, 2, 16
+D = 16
 LENGTHS = (40, 70)
 
 
 def packed(rotary, positions=None):
     """q, k, v, grad_out, grad_lse of ``LENGTHS``, and out, lse and the gradients, within the budget."""
-    total = sum(LENGTHS)
-    shapes = ((total, HEADS), (total, HEADS // GROUP), (total, HEADS // GROUP), (total, HEADS))
-    tensors = [support.random((1, *shape, D), BF16, 60 + n)[0] for n, shape in enumerate(shapes)]
-    grad_lse = torch.randn(HEADS, total, generator=torch.Generator().manual_seed(64))
-    leaves = [x.requires_grad_() for x in tensors[:3]]
-    cu = int32([0, LENGTHS[0], total])
-    out, lse = attention_varlen(
-        *leaves, rotary, cu, cu, max(LENGTHS), max(LENGTHS), return_lse=True, impl="triton", positions=positions
-    )
-    grads = torch.autograd.grad((out, lse), leaves, (tensors[3], grad_lse))
-    results = [x.detach() for x in (out, lse, *grads)]
-    for rows in (slice(0, LENGTHS[0]), slice(LENGTHS[0], total)):
-        parts = {"grad_out": tensors[3][None, rows], "grad_lse": grad_lse[None, :, rows]}
-        given = None if positions is None else positions[None, rows]
-        p = support.Problem(*(x[None, rows].detach() for x in leaves), rotary, positions=given, **parts)
-        got = [x[None, :, rows] if name == "lse" else x[None, rows] for name, x in zip(NAMES, results, strict=True)]
-        support.check_budget(dict(zip(NAMES, got, strict=True)), p, torch.bfloat16)
-    return [x.detach() for x in tensors], grad_lse, results
+    p = packing(BF16, rotary, LENGTHS, seed=60, positions=positions)
+    results = p.run("triton")
+    p.check(results, torch.bfloat16)
+    return (p.q, p.k, p.v, p.grad_out), p.grad_lse, list(results.values())
 
 
 def run_at_end(total: int, tensors, grad_lse, call: AttentionCall):

@@ -6,8 +6,8 @@ The executor watches the bounds of every tensor. Sequences with correct entries 
 import pytest
 import support
 import torch
+from caching import PAGE, Cached
 from flashrope.backends import triton as backend
-from flashrope.backends.cache_tables import CacheLayer, CacheTables, Packed
 from flashrope.backends.calls import AttentionCall, CacheCall
 
 BF16 = support.Target("triton", torch.bfloat16, "cpu")
@@ -76,52 +76,36 @@ def test_cu_seqlens_of_the_atomic_backward(machine):
 
 # ---- an engine's batch: pages of keys and values side by side, slots that the engine chose
 
-PAGE, LENGTHS, NEW = 16, (40, 93, 64), (1, 70, 5)  # a step, a chunk, a draft
+SIZES = ((1, 40), (70, 93), (5, 64))  # a step, a chunk, a draft
 TABLES = {
     "block_table": (-1, 18, 2**31 - 1, -(2**31)),
-    "seqlens": (-1, -(2**31), 2**31 - 1),
+    "cache_seqlens": (-1, -(2**31), 2**31 - 1),
     "slot_mapping": (-2, 18 * PAGE, 2**31, 2**62, -(2**62)),
-    "cu_seqlens": (-(2**31), 2**31 - 1),
+    "cu_seqlens_q": (-(2**31), 2**31 - 1),
 }
 
 
 def step(which: str = "", value: int = 0):
-    """out, lse and both caches; which: the table whose entries of the second sequence hold the value."""
-    total = sum(NEW)
-    q, k, v = (support.random((1, total, heads, 16), BF16, 50 + heads)[0] for heads in (4, 2, 2))
-    cache = support.random((18, 2, PAGE, 32), BF16, 60).transpose(1, 2)
-    k_cache, v_cache = cache.split(16, -1)
-    table = torch.randperm(18, generator=torch.Generator().manual_seed(1)).view(3, 6).to(torch.int32)
-    cu, lengths = torch.tensor([0, 1, 71, 76], dtype=torch.int32), torch.tensor(LENGTHS, dtype=torch.int32)
-    slots = torch.tensor(
-        [
-            int(table[b, n // PAGE]) * PAGE + n % PAGE
-            for b, (length, new) in enumerate(zip(LENGTHS, NEW, strict=True))
-            for n in range(length - new, length)
-        ]
-    )
-    if which == "block_table":
-        table[1] = value
-    elif which == "seqlens":
-        lengths[1] = value
-    elif which == "slot_mapping":
-        slots[1:71] = value if abs(value) < 2**40 else value + torch.arange(70)
-    elif which == "cu_seqlens":
-        cu[-1] = value
-    tables, layer = CacheTables(lengths, table, new=Packed(cu, 70, slots)), CacheLayer(k_cache, v_cache)
-    backend.append_to_cache(layer, k, v, tables)
-    call = CacheCall(support.SCHEMES["rerope"](16), True, 0.25, tables)
-    return *backend.attention_with_cache(q, layer, call), cache, table
+    """Returns the call, out and lse. which: the table whose entries of the second sequence hold the value."""
+    c = Cached.packed(BF16, support.SCHEMES["rerope"](16), SIZES, page=PAGE, mapped=True, layout="shared")
+    if which == "slot_mapping":
+        c.slot_mapping[1:71] = value if abs(value) < 2**40 else value + torch.arange(70)
+    elif which == "cu_seqlens_q":
+        c.cu_seqlens_q[-1] = value
+    elif which:
+        getattr(c, which)[1] = value
+    tables, layer = c.parts()
+    backend.append_to_cache(layer, *c.new_keys(), tables)
+    return c, *backend.attention_with_cache(c.q, layer, CacheCall(c.rotary, True, 0.25, tables))
 
 
 @pytest.mark.parametrize(("which", "value"), [(which, value) for which, values in TABLES.items() for value in values])
 def test_an_engines_batch(machine, which, value):
-    out, lse, cache, table = step()
-    got_out, got_lse, got_cache, _ = step(which, value)
+    right, out, lse = step()
+    wrong, got_out, got_lse = step(which, value)
     assert {"append_rows", "attention_decode", "attention_chunks"} <= {x.kernel for x in machine.launches}
-    others = [0] if which == "cu_seqlens" else [0, 2]
-    for b in others:
-        rows = slice(0, 1) if b == 0 else slice(71, 76)
+    for b in [0] if which == "cu_seqlens_q" else [0, 2]:
+        rows, slots = right.rows(b), right.places(b)
         assert torch.equal(got_out[rows], out[rows]) and torch.equal(got_lse[:, rows], lse[:, rows])
-        pages = table[b].long()
-        assert torch.equal(got_cache[pages], cache[pages])
+        assert torch.equal(wrong.k_cache[slots], right.k_cache[slots])
+        assert torch.equal(wrong.v_cache[slots], right.v_cache[slots])

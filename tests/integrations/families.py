@@ -116,6 +116,19 @@ def schemes(model) -> list[Rotary]:
     return [module._flashrope.rotary for module in converted(model)]
 
 
+def state(model) -> dict:
+    """Returns everything that a conversion may change, and what it must not change."""
+    modules = list(model.modules())
+    return {
+        "weights": {name: weight.tolist() for name, weight in model.state_dict().items()},
+        "training": [module.training for module in modules],
+        "names": [sorted(key for key in vars(module) if "reverted" not in key) for module in modules],
+        "hooks": [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in modules],
+        "config": model.config.to_json_string(),
+        "attention": model.config._attn_implementation,
+    }
+
+
 def close(a, b, bound=BOUND) -> bool:
     return float((a - b).abs().max()) <= bound
 

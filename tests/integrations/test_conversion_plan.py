@@ -8,19 +8,9 @@ import torch
 
 pytest.importorskip("transformers", reason="the extra 'transformers' is not installed")
 
-from families import close, logits, schemes, tiny, tokens
+from families import close, logits, schemes, state, tiny, tokens
 from flashrope import Rotary
 from flashrope.integrations.transformers import applying, convert, plan, versions
-
-
-def state(model) -> dict:
-    """Returns everything that a conversion may change."""
-    return {
-        "names": sorted(f"{name}.{key}" for name, module in model.named_modules() for key in vars(module)),
-        "hooks": [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()],
-        "config": model.config.to_json_string(),
-        "attention": model.config._attn_implementation,
-    }
 
 
 def test_a_version_that_is_too_new(monkeypatch):

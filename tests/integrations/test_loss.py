@@ -3,9 +3,6 @@
 import csv
 import json
 import math
-import os
-import signal
-import subprocess
 import sys
 
 import pytest
@@ -24,6 +21,7 @@ from flashrope.evaluation.model import Tokens, check_causal, last_logits
 from flashrope.evaluation.schemes import applicable
 from flashrope.evaluation.statistics import half_interval, student_t
 from flashrope.integrations.transformers import convert, revert
+from processes import interrupted_at
 
 pytestmark = pytest.mark.filterwarnings("error:.past_key_values. is deprecated")
 BYTES = Tokens(lambda text: list(text.encode()), unit="byte")
@@ -125,7 +123,8 @@ def test_the_loss_over_a_quantized_cache(changes, cache_dtype):
 
 
 def test_the_command_with_a_quantized_cache(checkpoint, text, tmp_path):
-    sizes = ["--lengths", "16", "64", "--targets", "8", "--windows", "3", "--schemes", *SCHEMES, "--chunk", "10"]
+    schemes = ["stock", "rerope", "self-extend"]
+    sizes = ["--lengths", "16", "64", "--targets", "8", "--windows", "3", "--schemes", *schemes, "--chunk", "10"]
 
     def run(name, *options):
         assert main(command(checkpoint, text, tmp_path / name, *sizes, *options)) == 0
@@ -137,28 +136,11 @@ def test_the_command_with_a_quantized_cache(checkpoint, text, tmp_path):
         codes = run(cache_dtype, "--cache-dtype", cache_dtype)
         assert codes["facts"]["cache"].startswith(cache_dtype)
         assert "stock: its own scheme, converted" in codes["facts"]["schemes"]
-        assert len(codes["rows"]) == len(SCHEMES) * 2
+        assert len(codes["rows"]) == len(schemes) * 2
         for one, other in zip(plain["rows"], codes["rows"], strict=True):
             assert (one["scheme"], one["length"]) == (other["scheme"], other["length"])
             changes = [abs(a - b) for a, b in zip(one["windows"], other["windows"], strict=True)]
             assert 1e-6 < max(changes) < most
-
-
-def test_models_that_a_quantized_cache_does_not_fit(text, tmp_path, capsys):
-    for sizes, message in (
-        (dict(hidden_size=48, num_attention_heads=4, head_dim=12), "head_dim is a multiple of 8 for int4, got 12"),
-        (None, "expected a model that convert takes"),
-    ):
-        path, config = tmp_path / "odd", dict(vocab_size=256, max_position_embeddings=32)
-        model = (
-            tiny("llama", **config, **sizes)
-            if sizes
-            else transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=256))
-        )
-        model.save_pretrained(path)
-        sizes = ["--lengths", "16", "--schemes", "stock", "--cache-dtype", "int4"]
-        assert main(command(path, text, tmp_path / "out", *sizes)) == 2
-        assert "--cache-dtype: expected" in (shown := capsys.readouterr().err) and message in shown
 
 
 def test_only_the_measured_logits_are_made():
@@ -192,21 +174,6 @@ def test_the_interval_is_students():
 
 
 # ---- the command
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    torch.manual_seed(0)
-    path = tmp_path_factory.mktemp("model") / "tiny"
-    tiny("llama", vocab_size=256, max_position_embeddings=32, num_hidden_layers=2).save_pretrained(path)
-    return str(path)
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    path = tmp_path_factory.mktemp("text") / "numbers.txt"
-    path.write_text("".join(f"{n} times {n} is {n * n}.\n" for n in range(100))[:1000])
-    return path
 
 
 def rows_of(folder) -> list[dict[str, str]]:
@@ -333,11 +300,15 @@ def test_the_command_with_copies(checkpoint, text, tmp_path, capsys):
     assert "--copy: expected 2 to 16 tokens, half the shortest length, got 17" in capsys.readouterr().err
 
 
-def test_several_windows_of_rerope_are_several_rows(checkpoint, text, tmp_path):
-    sizes = ["--lengths", "16", "32", "--windows", "2", "--schemes", "rerope", "--window", "8", "12"]
-    assert main(command(checkpoint, text, tmp_path, *sizes)) == 0
+def test_several_windows_and_a_scheme_of_ones_own(checkpoint, text, tmp_path, capsys):
+    sizes = ["--lengths", "16", "32", "--windows", "2", "--schemes", "stock", "rerope", "--window", "8", "12"]
+    own = Rotary.rope(16).rectify(9).text
+    assert main(command(checkpoint, text, tmp_path, *sizes, "--rotary", own)) == 0
     rows = rows_of(tmp_path)
-    assert [row["scheme"] for row in rows] == ["ReRoPE, window 8"] * 2 + ["ReRoPE, window 12"] * 2
+    names = ["stock", "ReRoPE, window 8", "ReRoPE, window 12", "own Rotary"]
+    assert [row["scheme"] for row in rows] == [name for name in names for _ in range(2)]
+    assert len({row["loss"] for row in rows[1::2]}) == 4
+    assert "own Rotary: a scheme of your own" in capsys.readouterr().out
 
 
 def test_a_tokenizer_and_its_start_token(checkpoint, text, tmp_path, monkeypatch):
@@ -368,8 +339,7 @@ def test_a_tokenizer_and_its_start_token(checkpoint, text, tmp_path, monkeypatch
 
 
 def test_a_family_that_cannot_be_converted_is_measured_as_it_is(text, tmp_path, capsys):
-    config = transformers.GPT2Config(vocab_size=256, n_embd=16, n_layer=1, n_head=2, n_positions=32)
-    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
+    gpt2().save_pretrained(tmp_path / "gpt2")
     out = tmp_path / "out"
     run = command(tmp_path / "gpt2", text, out, "--windows", "2", "--schemes", "stock", "rerope", "--lengths")
     assert main([*run, "16", "32"]) == 0
@@ -384,30 +354,52 @@ def test_a_family_that_cannot_be_converted_is_measured_as_it_is(text, tmp_path, 
     assert "--schemes: none of yarn, rerope fits this model" in capsys.readouterr().err
 
 
-def test_a_model_without_its_tokenizer_is_not_read_as_bytes(text, tmp_path, capsys):
-    tiny("llama", vocab_size=4096).save_pretrained(tmp_path / "large")
-    assert main(command(tmp_path / "large", text, tmp_path / "out")) == 2
-    assert "has no tokenizer, and its vocabulary is too large for bytes (" in capsys.readouterr().err
+DYNAMIC = dict(rope_type="dynamic", factor=4.0, rope_theta=10_000.0)
+BERT = dict(vocab_size=256, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+BYTES_OF = dict(vocab_size=256, max_position_embeddings=32)
+GPT2 = dict(vocab_size=256, n_embd=16, n_layer=1, n_head=2, n_positions=32)
 
 
-def test_a_model_that_sees_what_it_predicts_is_refused(text, tmp_path, capsys):
-    sizes = dict(vocab_size=256, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+def gpt2():
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2))
+
+
+def bert():
+    """It sees what it predicts."""
     torch.manual_seed(0)
-    bert = transformers.BertLMHeadModel(transformers.BertConfig(**sizes, initializer_range=0.3))
-    bert.save_pretrained(tmp_path / "bert")
-    assert main(command(tmp_path / "bert", text, tmp_path / "out")) == 2
-    assert "--model: expected a causal language model" in capsys.readouterr().err
+    return transformers.BertLMHeadModel(transformers.BertConfig(**BERT, initializer_range=0.3))
+
+
+REFUSED = {
+    "no tokenizer": (lambda: tiny("llama", vocab_size=4096), [],
+                     "has no tokenizer, and its vocabulary is too large for bytes ("),
+    "not causal": (bert, [], "--model: expected a causal language model"),
+    "a table by length": (lambda: tiny("llama", **BYTES_OF, rope_scaling=DYNAMIC),
+                          ["--chunk", "16", "--lengths", "16", "64"],
+                          "--chunk: expected a model whose rotary table does not depend on the length"),
+    "int4 of width 12": (
+        lambda: tiny("llama", **BYTES_OF, hidden_size=48, num_attention_heads=4, head_dim=12),
+        ["--cache-dtype", "int4"], "head_dim is a multiple of 8 for int4, got 12",
+    ),
+    "int4 of GPT-2": (gpt2, ["--cache-dtype", "int4"], "expected a model that convert takes"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_models_that_are_refused(case, text, tmp_path, capsys):
+    make, options, message = REFUSED[case]
+    make().save_pretrained(tmp_path / "model")
+    run = command(tmp_path / "model", text, tmp_path / "out", "--lengths", "16", "--schemes", "stock")
+    assert main([*run, *options]) == 2
+    error = capsys.readouterr().err
+    assert message in error and (not options or f"{options[0]}: expected" in error)
+
+
+def test_a_causal_model_is_not_refused(text, tmp_path):
     check_causal(tiny("llama").eval(), "llama")
-
-
-def test_pieces_are_refused_where_the_table_depends_on_the_length(text, tmp_path, capsys):
-    rope = dict(rope_type="dynamic", factor=4.0, rope_theta=10_000.0)
-    model = tiny("llama", vocab_size=256, max_position_embeddings=32, rope_scaling=rope)
-    model.save_pretrained(tmp_path / "dynamic")
+    tiny("llama", **BYTES_OF, rope_scaling=DYNAMIC).save_pretrained(tmp_path / "dynamic")
     run = command(tmp_path / "dynamic", text, tmp_path / "out", "--lengths", "16", "64", "--schemes", "stock")
-    assert main([*run, "--chunk", "16"]) == 2
-    assert "--chunk: expected a model whose rotary table does not depend on the length" in capsys.readouterr().err
-    assert main([*run, "--chunk", "64", "--windows", "2"]) == 0
+    assert main([*run, "--chunk", "64", "--windows", "2"]) == 0  # one piece
 
 
 def test_memory_that_runs_out_costs_one_cell(checkpoint, text, tmp_path, monkeypatch, capsys):
@@ -508,14 +500,6 @@ def test_schemes_of_ones_own(tmp_path):
             labels(tiny("llama"), ["stock"], given=[wrong])
 
 
-def test_the_command_with_a_scheme_of_ones_own(checkpoint, text, tmp_path, capsys):
-    sizes = ["--lengths", "16", "32", "--windows", "2", "--schemes", "stock", "--rotary"]
-    assert main(command(checkpoint, text, tmp_path, *sizes, Rotary.rope(16).rectify(8).text)) == 0
-    rows = rows_of(tmp_path)
-    assert [row["scheme"] for row in rows] == ["stock"] * 2 + ["own Rotary"] * 2
-    assert rows[1]["loss"] != rows[3]["loss"] and "own Rotary: a scheme of your own" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("name", ["loss", "passkey"])
 def test_an_interrupt_is_one_line_and_leaves_no_half_file(name, checkpoint, text, tmp_path):
     model = tmp_path / "longer"
@@ -528,23 +512,9 @@ def test_an_interrupt_is_one_line_and_leaves_no_half_file(name, checkpoint, text
         "loss": ["--text", str(long), "--lengths", "512", "8192", "--windows", "9"],
         "passkey": ["--lengths", "8192"],
     }[name]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "flashrope", name, *fixed, *sizes],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "HF_HUB_DISABLE_PROGRESS_BARS": "1"},
-    )
-    try:
-        for line in process.stderr:
-            if line.startswith("stock"):  # the first line of the progress
-                break
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=60)
-    finally:
-        process.kill()
-    said = [line for line in errors.splitlines() if line and not line.startswith("stock")]
-    assert process.returncode == 130 and said == ["flashrope: interrupted"], errors
+    code, lines = interrupted_at([sys.executable, "-m", "flashrope", name, *fixed, *sizes], "stock")
+    said = [line.strip() for line in lines if line.strip() and not line.startswith("stock")]
+    assert code == 130 and said == ["flashrope: interrupted"], lines
     left = [path.name for path in out.iterdir()]
     assert left == ["passkey.jsonl"] * (name == "passkey")  # where the next run goes on
 

@@ -97,21 +97,6 @@ def test_changes_are_paired():
 # ---- the command
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    torch.manual_seed(0)
-    path = tmp_path_factory.mktemp("model") / "tiny"
-    tiny("llama", vocab_size=256, max_position_embeddings=32).save_pretrained(path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    path = tmp_path_factory.mktemp("text") / "numbers.txt"
-    path.write_text("".join(f"{n} times {n} is {n * n}.\n" for n in range(100))[:1000])
-    return path
-
-
 def command(checkpoint, text, out, *more):
     fixed = ["--device", "cpu", "--threads", "1", "--by-position", "16", "--windows", "3", "--out", str(out)]
     return ["loss", "--model", str(checkpoint), "--text", str(text), *fixed, *more]

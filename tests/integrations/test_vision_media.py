@@ -18,12 +18,12 @@ from vision_models import (
     TEXT,
     TOKENWISE,
     VIDEO,
-    cached,
     close,
-    generated,
+    compare,
     joined,
     positions,
     prompt,
+    runs,
     tiny_vision,
     uncached,
 )
@@ -51,28 +51,13 @@ def ends(given) -> tuple[int, ...]:
     return length - 5, length - 4, length - 1
 
 
-def runs(name, alone, both):
-    return {
-        "uncached": lambda model: uncached(model, name, alone),
-        "cached": lambda model: cached(model, name, given=alone, calls=ends(alone)),
-        "padded": lambda model: uncached(model, name, both),
-        "padded, cached": lambda model: cached(model, name, given=both, calls=ends(both)),
-        "generated": lambda model: generated(model, name, alone)[1],
-        "padded, generated": lambda model: generated(model, name, both)[1],
-    }
-
-
-def compare(name, alone, both) -> None:
-    model = tiny_vision(name)
-    stock = {run: call(model) for run, call in runs(name, alone, both).items()}
-    convert(model)
-    for run, call in runs(name, alone, both).items():
-        assert close(call(model), stock[run]), run
+def check(name, alone, both) -> None:
+    compare(tiny_vision(name), runs(name, alone, both, (ends(alone), ends(both))))
 
 
 @pytest.mark.parametrize("name", VIDEOS)
 def test_videos(name):
-    compare(name, with_video(name), padded(name))
+    check(name, with_video(name), padded(name))
 
 
 @pytest.mark.parametrize("name", VIDEOS)
@@ -97,7 +82,7 @@ def test_sounds(name):
     both = joined(
         with_video(name, sounds=1), prompt(name, seed=5, left=3, grids=[(1, 4, 4)], videos=[(2, 4, 4)], sounds=1)
     )
-    compare(name, with_video(name, sounds=1), both)
+    check(name, with_video(name, sounds=1), both)
 
 
 # ---- images that come later

@@ -20,10 +20,12 @@ from vision_models import (
     batch,
     cached,
     close,
+    compare,
     generated,
     joined,
     positions,
     prompt,
+    runs,
     tiny_vision,
     towers,
     uncached,
@@ -37,26 +39,13 @@ def text(name):
     return {key: given[key] for key in ("input_ids", "attention_mask")}
 
 
-RUNS = {
-    "uncached": uncached,
-    "cached": cached,
-    "padded": lambda model, name: uncached(model, name, batch(name)),
-    "padded, cached": lambda model, name: cached(model, name, given=batch(name)),
-    "text": lambda model, name: uncached(model, name, text(name)),
-    "generated": lambda model, name: generated(model, name)[1],
-    "padded, generated": lambda model, name: generated(model, name, batch(name))[1],
-}
-
-
 @pytest.mark.parametrize("name", HERE)
 def test_logits_are_those_of_the_stock_model(name):
     model = tiny_vision(name)
-    stock = {run: call(model, name) for run, call in RUNS.items()}
-    convert(model)
+    calls = runs(name, prompt(name), batch(name)) | {"text": lambda model: uncached(model, name, text(name))}
+    stock = compare(model, calls)
     assert {tower.config._attn_implementation for tower in towers(model)} == {"sdpa"}
     assert model.config.get_text_config()._attn_implementation != "sdpa"
-    for run, call in RUNS.items():
-        assert close(call(model, name), stock[run]), run
     revert(model)
     assert torch.equal(uncached(model, name), stock["uncached"])
 

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
+from flashrope.integrations.transformers import convert
 from small_models import vary
 
 OLD = transformers.__version__.startswith("4.")
@@ -261,3 +262,24 @@ def generated(model, name, given=None, **options):
         **given, max_new_tokens=6, do_sample=False, return_dict_in_generate=True, output_logits=True, **options
     )
     return made.sequences, torch.stack(made.logits, 1)
+
+
+def runs(name: str, alone, both, calls=(CALLS, CALLS)) -> dict:
+    """Returns calls of a model with one prompt and with a padded batch. calls: where those with a cache end."""
+    return {
+        "uncached": lambda model: uncached(model, name, alone),
+        "cached": lambda model: cached(model, name, given=alone, calls=calls[0]),
+        "padded": lambda model: uncached(model, name, both),
+        "padded, cached": lambda model: cached(model, name, given=both, calls=calls[1]),
+        "generated": lambda model: generated(model, name, alone)[1],
+        "padded, generated": lambda model: generated(model, name, both)[1],
+    }
+
+
+def compare(model, calls: dict) -> dict[str, torch.Tensor]:
+    """Converts the model, and compares every call with the stock model's. Returns what that gave."""
+    stock = {run: call(model) for run, call in calls.items()}
+    convert(model)
+    for run, call in calls.items():
+        assert close(call(model), stock[run]), run
+    return stock

@@ -71,8 +71,8 @@ def test_a_captured_batch_follows_the_lengths():
 
 def test_the_recipe_of_a_paged_cache():
     """``PagedKVCache``'s docstring, as ``test_graph_recipe.py`` runs it without a GPU."""
-    recipe = Recipe(support.Target("triton", torch.float32, "cuda"), "raw", 8)
-    recipe.run(recipe.step, 0)
+    recipe = Recipe(support.Target("triton", torch.float32, "cuda"), "raw")
+    recipe.run(recipe.step)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -82,9 +82,9 @@ def test_the_recipe_of_a_paged_cache():
         graph.replay()
         return results
 
-    for n in range(1, 8):
-        recipe.run(replay, n)
-    recipe.look()
+    for _ in range(1, 8):
+        recipe.run(replay)
+    recipe.held.look()
 
 
 def test_captured_positions():

@@ -25,6 +25,7 @@ from flashrope.triton_kernels.configs import Tile
 from flashrope.tuning import candidates, measure, workloads
 from flashrope.tuning.timer import Spread
 from flashrope.tuning.workloads import Workload
+from processes import Terminal
 
 CPU = torch.device("cpu")
 SETUP = Setup("NVIDIA Test GPU", 90, "3.6.0", "0.1.0")
@@ -463,17 +464,6 @@ def test_a_folder_that_cannot_be_written(monkeypatch, capsys, file):
     monkeypatch.setattr(measure, "examine", lambda *_: iter([measure.Examined(WORKLOAD, [outcome(1.0), outcome(0.5)])]))
     assert command.tune(CPU, command_args("--passes", "forward")) == 2
     assert "cannot be written" in capsys.readouterr().err
-
-
-class Terminal(list):
-    def isatty(self):
-        return True
-
-    def write(self, text):
-        self.append(text)
-
-    def flush(self):
-        pass
 
 
 def test_the_progress_bar():

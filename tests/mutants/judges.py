@@ -10,7 +10,6 @@ import shlex
 from fnmatch import fnmatch
 
 EXECUTED = "-p executor.plugin --executor 80"  # tests that run compiled kernels on the CPU
-ACCURACY = "tests/operators/test_accuracy.py -k triton"
 FORWARD = [
     "tests/operators/test_accuracy.py::test_grouped_heads tests/kernels/test_tiles.py tests/operators/test_needles.py"
     ' -k "triton or test_tiles"',
@@ -60,7 +59,8 @@ COMPOSED_DECODE = [
     "tests/caches/test_cached_positions.py tests/caches/test_quantized.py -k cpu --composed-cpu",
 ]
 CACHES = [
-    "tests/caches/test_cache.py tests/caches/test_cache_layers.py tests/caches/test_cache_errors.py -k 'not triton'",
+    "tests/caches/test_moved_tokens.py::test_random_walk tests/caches/test_cache.py tests/caches/test_cache_layers.py"
+    " tests/caches/test_cache_errors.py -k 'not triton'",
     "tests/caches/test_moved_tokens.py tests/caches/test_cached_positions.py"
     " tests/caches/test_rotated_keys.py -k 'not triton'",
     "tests/caches/test_stored_positions.py tests/caches/test_quantized.py -k 'not triton'",

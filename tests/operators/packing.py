@@ -42,11 +42,13 @@ class Packing:
 
     def run(self, impl: str, **options) -> dict[str, torch.Tensor]:
         """Returns out, lse and the gradients of the call."""
-        leaves = [x.detach().requires_grad_() for x in (self.q, self.k, self.v)]
+        leaves = [x.detach().requires_grad_() for x in (self.q, self.k, self.v, self.sinks) if x is not None]
         options |= {"causal": self.causal, "positions": self.positions, "return_lse": True, "impl": impl}
-        out, lse = attention_varlen(*leaves, *self.arguments, **options)
+        sinks = leaves[3] if self.sinks is not None else None
+        out, lse = attention_varlen(*leaves[:3], *self.arguments, sinks=sinks, **options)
         grads = torch.autograd.grad((out, lse), leaves, (self.grad_out, torch.where(lse.isinf(), 0, self.grad_lse)))
-        return dict(zip(NAMES, (out.detach(), lse.detach(), *grads), strict=True))
+        names = NAMES if self.sinks is None else (*NAMES, "grad_sinks")
+        return dict(zip(names, (out.detach(), lse.detach(), *grads), strict=True))
 
     def check(self, got: dict[str, torch.Tensor], dtype: torch.dtype, where: str = "", roundings: int = 1) -> None:
         """Holds results of the call, any that ``run`` returns, against the error budget of each sequence.

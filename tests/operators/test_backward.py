@@ -8,9 +8,10 @@ import torch
 
 pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 
-from flashrope import Rotary, attention, attention_varlen
+from flashrope import Rotary, attention
 from flashrope.backends.triton import attention as plans
 from flashrope.backends.triton import launcher
+from packing import packing
 from support import SCHEMES
 
 
@@ -53,14 +54,8 @@ def test_queries_that_do_not_rotate_are_read_in_place(target, launched, rotary, 
 
 
 def test_queries_of_packed_sequences_are_read_in_place(target, launched):
-    x = support.random((1, 50, 4, 16), target, 2)[0]
-    starts = torch.tensor([0, 13, 50], dtype=torch.int32, device=target.device)
-    grads = {}
-    for impl in ("triton", "reference"):
-        q, k, v = (x[:, heads].detach().requires_grad_() for heads in (slice(0, 2), slice(2, 3), slice(3, 4)))
-        out = attention_varlen(q, k, v, Rotary.none(16), starts, starts, 37, 37, impl=impl)
-        grads[impl] = torch.autograd.grad(out.square().sum(), (q, k, v))
-    torch.testing.assert_close(grads["triton"], grads["reference"])
+    p = packing(target, Rotary.none(16), (13, 37), heads=2, heads_kv=1)
+    p.check(p.run("triton"), target.dtype)
     assert "rotate_rows" not in launched
 
 
@@ -141,20 +136,9 @@ def test_five_products_at_given_positions(target, axial):
 @pytest.mark.parametrize("scheme", ["rope", "hope_rerope_log_n"])
 def test_five_products_of_packed_sequences(target, launched, scheme, causal):
     """Rows outside every sequence get 0."""
-    ends_q, ends_k = (
-        torch.tensor([0, *x]).cumsum(0).to(target.device, torch.int32) for x in ((13, 0, 37, 5), (13, 4, 50, 0))
-    )
-    grad_out = support.random((1, 60, 4, 16), target, 9)[0]
-    grads = {}
-    for impl in ("triton", "reference"):
-        q = support.random((1, 60, 4, 16), target, 8)[0].requires_grad_()
-        k, v = (support.random((1, 70, 2, 16), target, seed)[0].requires_grad_() for seed in (10, 11))
-        out = attention_varlen(
-            q, k, v, SCHEMES[scheme](16), ends_q, ends_k, 37, 50, causal=causal, impl=impl, deterministic=False
-        )
-        grads[impl] = torch.autograd.grad(out, (q, k, v), grad_out)
-    torch.testing.assert_close(grads["triton"], grads["reference"])
-    assert not grads["triton"][0][55:].any() and FINISH in launched
+    p = packing(target, SCHEMES[scheme](16), (13, 0, 37, 5), (13, 4, 50, 0), spare=5, causal=causal)
+    p.check(p.run("triton", deterministic=False), target.dtype)
+    assert FINISH in launched
 
 
 def test_the_default_uses_no_atomics(target, launched):

@@ -5,9 +5,11 @@ import math
 import pytest
 import support
 import torch
-from flashrope import KVCache, Rotary, attention, attention_varlen, attention_varlen_with_cache, attention_with_cache
+from caching import Cached
+from flashrope import KVCache, Rotary, attention, attention_with_cache
 from flashrope.backends import reference
 from flashrope.backends.calls import AttentionCall
+from packing import packing
 from support import SCHEMES, check, problem
 
 SINKS = torch.tensor([-1.5, 0.0, 0.75, 3.0])
@@ -50,67 +52,24 @@ def test_within_the_budget(target, scheme):
 
 
 def test_varlen(exact):
-    rotary, lengths = SCHEMES["rerope"](16), (7, 0, 33)
-    cu_seqlens = torch.tensor([0, 7, 7, 40], dtype=torch.int32, device=exact.device)
-    q, k, v = (support.random((1, 40, heads, 16), exact, seed)[0] for seed, heads in enumerate((4, 2, 2)))
-    sinks = SINKS.to(exact.device)
-    out, lse = attention_varlen(
-        q, k, v, rotary, cu_seqlens, cu_seqlens, 33, 33, sinks=sinks, return_lse=True, impl=exact.impl
-    )
-    for start, length in zip(cu_seqlens.tolist(), lengths, strict=False):
-        rows = slice(start, start + length)
-        wanted = attention(
-            q[None, rows], k[None, rows], v[None, rows], rotary, sinks=sinks, return_lse=True, impl=exact.impl
-        )
-        torch.testing.assert_close(out[rows], wanted[0][0], rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(lse[:, rows], wanted[1][0], rtol=1e-4, atol=1e-5)
-
-
-def cached(target, seqlen_q, seqlen, rotary, batch=2):
-    q, k, v = (
-        support.random((batch, n, heads, rotary.head_dim), target, seed)
-        for seed, (n, heads) in enumerate(((seqlen_q, 4), (seqlen, 2), (seqlen, 2)))
-    )
-    return q, k, v, SINKS.to(target.device)
+    p = packing(exact, SCHEMES["rerope"](16), (7, 0, 33), sinks=SINKS.to(exact.device))
+    p.check(p.run(exact.impl), exact.dtype)
 
 
 @pytest.mark.parametrize("num_splits", [1, 3])
-@pytest.mark.parametrize("seqlen_q", [1, 5])
-def test_with_cache(exact, seqlen_q, num_splits):
+@pytest.mark.parametrize("queries", [1, 5, (5, 1)], ids=["one", "several", "packed"])
+def test_with_cache(exact, queries, num_splits):
     """The sink counts once, however many parts the keys are split into."""
-    rotary = SCHEMES["rerope"](16)
-    q, k, v, sinks = cached(exact, seqlen_q, 90, rotary)
-    lengths = torch.full((2,), 90, dtype=torch.int32, device=exact.device)
-    out, lse = attention_with_cache(
-        q, k, v, rotary, lengths, sinks=sinks, return_lse=True, impl=exact.impl, num_splits=num_splits
-    )
-    want, want_lse = specified(*(x.cpu() for x in (q, k, v)), rotary, SINKS)
-    torch.testing.assert_close(out.cpu().double(), want, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(lse.cpu().double(), want_lse, rtol=1e-4, atol=1e-5)
-
-
-def test_packed_with_cache(exact):
-    rotary = SCHEMES["rerope"](16)
-    q, k, v, sinks = cached(exact, 5, 60, rotary)
-    lengths = torch.full((2,), 60, dtype=torch.int32, device=exact.device)
-    cu_seqlens_q = torch.tensor([0, 5, 6], dtype=torch.int32, device=exact.device)  # five rows, then one
-    out, lse = attention_varlen_with_cache(
-        torch.cat((q[0], q[1, -1:])), k, v, rotary, cu_seqlens_q, lengths, 5, sinks=sinks, return_lse=True,
-        impl=exact.impl,
-    )  # fmt: skip
-    want, want_lse = specified(*(x.cpu() for x in (q, k, v)), rotary, SINKS)
-    torch.testing.assert_close(out.cpu().double(), torch.cat((want[0], want[1, -1:])), rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(
-        lse.cpu().double(), torch.cat((want_lse[0], want_lse[1, :, -1:]), -1), rtol=1e-4, atol=1e-5
-    )
+    c = Cached(exact, SCHEMES["rerope"](16), (90, 60), queries, new=0, sinks=SINKS.to(exact.device))
+    c.check(num_splits=num_splits)
 
 
 def test_a_cache_object_takes_them():
     rotary = SCHEMES["rope"](16)
-    q, k, v, sinks = cached(support.Target("cpu", torch.float32, "cpu"), 9, 9, rotary)
+    p = problem(support.Target("cpu", torch.float32, "cpu"), rotary, 9, heads=4, batch=2)
     cache = KVCache(2, 16, 2, 16, dtype=torch.float32, device="cpu")
-    want = specified(q, k, v, rotary, sinks)[0]
-    torch.testing.assert_close(cache.attend(q, rotary, k, v, sinks=sinks).double(), want, rtol=1e-4, atol=1e-5)
+    want = specified(p.q, p.k, p.v, rotary, SINKS)[0]
+    torch.testing.assert_close(cache.attend(p.q, rotary, p.k, p.v, sinks=SINKS).double(), want, rtol=1e-4, atol=1e-5)
 
 
 def test_no_sink_and_a_row_without_keys():

@@ -5,8 +5,10 @@ import math
 import pytest
 import support
 import torch
-from flashrope import Rotary, attention, attention_varlen, attention_with_cache
+from caching import Cached
+from flashrope import Rotary, attention
 from flashrope.lowering.lowered import lower
+from packing import packing
 from support import check, problem
 
 REFERENCE = support.Target("reference", torch.float64, "cpu")
@@ -98,28 +100,16 @@ def test_given_positions_and_both_sides(target, name):
     check(target, problem(target, rotary, 25, 33, causal=False))
 
 
-@pytest.mark.parametrize(
-    "impl, name", [case(impl, name, impl == "triton") for impl in ("reference", "cpu", "triton") for name in SCHEMES]
-)
-def test_decoding_and_packed(impl, name):
-    if impl == "triton" and not (support.INTERPRETED or torch.cuda.is_available()):
-        pytest.skip("needs a GPU or Triton's interpreter")
-    device = "cuda" if impl == "triton" and torch.cuda.is_available() else "cpu"
-    rotary = SCHEMES[name]
-    q, k, v = (x.float().to(device) for x in given(rotary, 24, 24))
-    expected = attention(*(x.double() for x in (q, k, v)), rotary, impl="reference").float()
-    caches = torch.zeros(2, 1, 24, 1, 16, device=device)
-    found = []
-    for begin, end in ((0, 17), (17, 18), (18, 21), (21, 24)):
-        new = [x[:, begin:end].contiguous() for x in (k, v)]
-        seqlens = torch.tensor([begin], dtype=torch.int32, device=device)
-        found.append(
-            attention_with_cache(q[:, begin:end].contiguous(), *caches, rotary, seqlens, k=new[0], v=new[1], impl=impl)
-        )
-    torch.testing.assert_close(torch.cat(found, 1), expected, rtol=1e-5, atol=1e-5)
-    starts = torch.tensor([0, 24], dtype=torch.int32, device=device)
-    packed = attention_varlen(q[0], k[0], v[0], rotary, starts, starts, 24, 24, impl=impl)
-    torch.testing.assert_close(packed[None], expected, rtol=1e-5, atol=1e-5)
+EVERY = [REFERENCE, *(t for t in support.TARGETS if t.dtype == torch.float32)]
+
+
+@pytest.mark.parametrize("target, name", [case(target, name, target.slow) for target in EVERY for name in SCHEMES])
+def test_decoding_and_packed(target, name):
+    """A prompt, steps of one and of several tokens, and sequences in one call of attention_varlen."""
+    for queries in (17, 1, 3):
+        Cached(target, SCHEMES[name], (24, 17), queries, heads=(2, 1)).check()
+    p = packing(target, SCHEMES[name], (24, 5))
+    p.check(p.run(target.impl), target.dtype)
 
 
 def test_keys_and_other_schemes_pay_nothing():

@@ -1,15 +1,14 @@
-"""Random operations on a cache, against a list of what every sequence's keys and values are there."""
+"""Random operations on a paged cache, against what every sequence should hold."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 
 import support
 import torch
-from flashrope import OutOfPages, PagedKVCache
+from flashrope import OutOfPages
 from hypothesis import strategies as st
-from paged_oracle import Tokens, look
+from paged_oracle import Held
 
 from .calls import ROUNDINGS, Case
 from .schemes import make, schemes
@@ -34,104 +33,47 @@ class Walk(Case):
     seed: int
 
     def check(self, target: support.Target) -> None:
-        rotary = make(self.scheme)
-        shape = self.pages, self.page_size, self.heads_kv, rotary.head_dim
-        options = dict(max_seqlen=self.max_seqlen, cache_dtype=self.cache_dtype)
-        if target.dtype == torch.float64:
-            options["cache_dtype"] = None
-        cache = PagedKVCache(*shape, target.dtype, target.device, **options)
-        for x in (cache.k, cache.v) if cache.k_scale is None else (cache.k_scale, cache.v_scale):
-            x.fill_(torch.nan)
-        generator = torch.Generator().manual_seed(self.seed)
-
-        def new(rows: int, heads: int, batch: int = 1) -> torch.Tensor:
-            shape = (batch, rows, heads, rotary.head_dim)
-            return torch.randn(shape, generator=generator).to(target.device, target.dtype)
-
-        nothing = support.kept(new(0, self.heads_kv)[0], cache.cache_dtype)
-        empty = {cache.allocate(): Tokens([], nothing, nothing) for _ in range(self.empty)}
-        held: dict[int, Tokens] = {}
+        cache_dtype = None if target.dtype == torch.float64 else self.cache_dtype
+        heads = self.heads_kv * self.group, self.heads_kv
+        options = dict(seed=self.seed, max_seqlen=self.max_seqlen, cache_dtype=cache_dtype)
+        options |= dict(queries=2**20, roundings=ROUNDINGS[target.dtype])
+        held = Held(target, self.pages, self.page_size, heads, [make(self.scheme)], **options)
+        empty = [held.allocate() for _ in range(self.empty)]
         for n, operation in enumerate(self.operations):
-            free = cache.free_pages
+            free = held.cache.free_pages
             try:
-                self.operate(cache, held, nothing, new, rotary, target, operation)
+                self.operate(held, [name for name in held.tokens if name not in empty], *operation)
             except (OutOfPages, ValueError) as error:
                 assert isinstance(error, OutOfPages) or "no room for" in str(error), error
-                assert cache.free_pages == free
-            look(cache, {**empty, **held})
+                assert held.cache.free_pages == free
+            held.look()
             if n % 4 == 3:
-                self.read(cache, held, new, rotary, target)
-        self.read(cache, held, new, rotary, target)
-        cache.reset()
-        assert cache.free_pages == self.pages
+                held.read()
+        held.read()
+        held.cache.reset()
+        assert held.cache.free_pages == self.pages
 
-    def operate(self, cache: PagedKVCache, held: dict[int, Tokens], nothing, new, rotary, target, operation) -> None:
-        kind, which, number, another = operation
-        if kind == "allocate" or not held:
-            held[cache.allocate(number)] = Tokens([], nothing, nothing)
+    def operate(self, held: Held, names: list[int], kind: str, which: int, number: int, another: int) -> None:
+        if kind == "allocate" or not names:
+            held.allocate(number)
             return
-        names = sorted(held)
         name, other = (names[n % len(names)] for n in (which, another))
-        now = held[name]
-        if kind == "fork":
-            held[cache.fork(name)] = now
-        elif kind == "free":
-            cache.free(name)
-            del held[name]
+        tokens = len(held.tokens[name].positions)
+        if kind in ("fork", "free"):
+            getattr(held, kind)(name)
         elif kind == "truncate":
-            length = number % (len(now.positions) + 1)
-            cache.truncate(name, length)
-            held[name] = now.parts(slice(0, length))
+            held.truncate(name, number % (tokens + 1))
         elif kind == "reserve":
-            cache.reserve([name], number)
+            held.cache.reserve([name], number)
         elif kind in ("extend", "twice"):
-            added = held[other if kind == "extend" else name]
-            cache.extend(name, other if kind == "extend" else name)
-            held[name] = now.followed_by(added.k, added.v, added.positions, moved=True)
+            held.extend(name, other if kind == "extend" else name)
         elif kind == "remove":
-            start, stop = sorted(n % (len(now.positions) + 1) for n in (number, another))
-            cache.remove(name, start, stop, close=which % 2 == 0)
-            held[name] = now.without(start, stop, which % 2 == 0)
+            start, stop = sorted(n % (tokens + 1) for n in (number, another))
+            held.remove(name, start, stop, close=which % 2 == 0)
         elif kind == "keep":
-            cache.keep(name, which, number)
-            gap = max(len(now.positions) - which - number, 0)
-            held[name] = now.without(which, which + gap, True) if gap else now
+            held.keep(name, which, number)
         else:
-            self.write(cache, held, sorted({name, other}), number, new, rotary, target, kind == "abort")
-
-    def write(self, cache, held, names: list[int], number: int, new, rotary, target, abort: bool) -> None:
-        k, v = (new(number, self.heads_kv, len(names)) for _ in "kv")
-        q = new(max(number, 1), self.heads_kv * self.group, len(names))
-        if abort:
-            with contextlib.suppress(KeyboardInterrupt), cache.step(names, number) as step:
-                step.append(k, v)
-                raise KeyboardInterrupt
-            return
-        out, lse = cache.attend(names, q, rotary, k, v, return_lse=True, impl=target.impl)
-        for n, name in enumerate(names):
-            rows = [support.kept(x[n], cache.cache_dtype) for x in (k, v)]
-            held[name] = held[name].followed_by(*rows, list(range(number)))
-            if not held[name].moved or len(held[name].positions) >= q.shape[1]:
-                self.compare(target, rotary, q[n : n + 1], held[name], out[n : n + 1], lse[n : n + 1])
-
-    def read(self, cache: PagedKVCache, held: dict[int, Tokens], new, rotary, target) -> None:
-        """All sequences with tokens, in one call."""
-        names = [name for name, sequence in held.items() if sequence.positions]
-        if not names:
-            return
-        q = new(1, self.heads_kv * self.group, len(names))
-        out, lse = cache.attend(names, q, rotary, return_lse=True, impl=target.impl)
-        for n, name in enumerate(names):
-            self.compare(target, rotary, q[n : n + 1], held[name], out[n : n + 1], lse[n : n + 1])
-
-    def compare(self, target, rotary, q, sequence: Tokens, out, lse) -> None:
-        zeros = (
-            torch.zeros_like(q),
-            torch.zeros(1, q.shape[2], q.shape[1], dtype=support.lse_type(target), device=q.device),
-        )
-        tensors = q, sequence.k[None], sequence.v[None]
-        p = support.Problem(*tensors, rotary, grad_out=zeros[0], grad_lse=zeros[1], places=sequence.places(q.shape[1]))
-        support.check_budget({"out": out, "lse": lse}, p, target.dtype, roundings=ROUNDINGS[target.dtype])
+            held.write(sorted({name, other}), number, fails=kind == "abort")
 
 
 @st.composite
