@@ -39,6 +39,9 @@ def by_block_d(*tiles: tuple[int, int, int, int]) -> dict[int, Tile]:
 # model (python -m bench model). Tiles of "sm90" are the best by instructions per needed product. Some for 256 channels
 # do spill in the inner loop: sm80's forwards, up to a seventh of the accumulator (64% of the tensor cores with one
 # band, 48% without spills), and sm86's dQ, two registers.
+# A "decode" tile of 256 channels on sm_80 has one slot for keys and values: two blocks reside on a multiprocessor, and
+# one computes while the other waits. The other targets hold two slots, for 2% more instructions. Quantized caches and
+# explicit positions would spill in their loops with 4 warps, so "decode codes" has 8.
 # With other "grad_qkv" tile shapes, several warps may hold copies of the same dQ fragment, so the reduction straight
 # from the accumulator's layout would add it more than once.
 # fmt: off
@@ -53,7 +56,8 @@ HALF = {
         "forward codes": {128: Tile(128, 32, 8, 3), 256: Tile(64, 32, 4, 3)},
         "forward paged": {256: Tile(128, 32, 8, 3)},
         "grad_qkv": {64: Tile(64, 64, 4, 3), 128: Tile(32, 128, 8, 3)},
-        "decode": by_block_d((16, 64, 4, 3), (16, 64, 4, 3), (16, 64, 4, 3), (16, 64, 4, 3), (16, 32, 8, 3)),
+        "decode": by_block_d((16, 64, 4, 3), (16, 64, 4, 3), (16, 64, 4, 3), (16, 64, 4, 3), (16, 32, 4, 2)),
+        "decode codes": {256: Tile(16, 32, 8, 3)},
         "decode wide": by_block_d((64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 3), (32, 64, 8, 3), (32, 32, 8, 2)),
     },
     "sm86": {
@@ -65,7 +69,8 @@ HALF = {
         "grad_q": by_block_d((128, 64, 4, 2), (128, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 2), (64, 32, 4, 1)),
         "grad_q banded": {256: Tile(32, 32, 4, 2)},
         "grad_qkv": {64: Tile(64, 64, 4, 2), 128: Tile(32, 128, 8, 2)},
-        "decode": by_block_d((16, 64, 4, 3), (16, 64, 4, 3), (16, 64, 4, 3), (16, 64, 4, 3), (16, 32, 8, 3)),
+        "decode": by_block_d((16, 64, 4, 3), (16, 64, 4, 3), (16, 64, 4, 3), (16, 64, 4, 3), (16, 32, 4, 3)),
+        "decode codes": {256: Tile(16, 32, 8, 3)},
         "decode wide": by_block_d((64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 3), (32, 64, 8, 3), (32, 32, 8, 2)),
     },
     "sm90": {
@@ -75,7 +80,8 @@ HALF = {
         "grad_q": by_block_d((128, 64, 4, 2), (128, 64, 4, 2), (128, 64, 8, 2), (128, 64, 8, 2), (64, 64, 8, 2)),
         "grad_qkv": {64: Tile(64, 128, 8, 2), 128: Tile(64, 128, 8, 2)},
         "grad_qkv banded": {128: Tile(32, 128, 8, 2)},
-        "decode": by_block_d((16, 64, 4, 3), (16, 64, 4, 3), (16, 64, 4, 3), (16, 64, 4, 3), (16, 32, 8, 3)),
+        "decode": by_block_d((16, 64, 4, 3), (16, 64, 4, 3), (16, 64, 4, 3), (16, 64, 4, 3), (16, 32, 4, 3)),
+        "decode codes": {256: Tile(16, 32, 8, 3)},
         "decode wide": by_block_d((64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 3), (32, 64, 8, 3), (32, 32, 8, 2)),
     },
 }
@@ -159,6 +165,7 @@ PLACED_ROWS, PLACED_ENTRIES, PLACED_WARPS = 16, 64, 4  # queries and entries of 
 # Where every key needs its own cos and sin (stored positions, or maps over pages), heads with at least PLACED_PAIRS
 # pairs use tiles of at most PLACED_KEYS keys. Larger tiles would spill.
 PLACED_PAIRS, PLACED_KEYS = 64, 32
+CROWDED_PAIRS = 128  # quantized caches and explicit positions take "decode codes" at this many pairs or more
 
 # With a KV cache.
 DECODE_SEQLEN = 64  # query tokens that the decode kernel takes at most; chunks.py serves longer ones
@@ -196,8 +203,9 @@ def tile(
 
     direction: "forward", "forward codes" (over a quantized cache), "forward unaligned" (some address or stride is not a
     multiple of 16 bytes; without an entry, both take forward's), "grad_kv",
-    "grad_q", "grad_qkv" (dQ in the pass of dK and dV; without an entry it takes grad_kv's tile), "decode" or "decode
-    wide" (many query rows). block_dv: of v, 0 for the same as block_d. If the two differ and OTHER_V has no tile, the
+    "grad_q", "grad_qkv" (dQ in the pass of dK and dV; without an entry it takes grad_kv's tile), "decode", "decode
+    codes" (a quantized cache or explicit positions; without an entry it takes decode's) or "decode wide" (many query
+    rows). block_dv: of v, 0 for the same as block_d. If the two differ and OTHER_V has no tile, the
     larger decides. cache: "paged", whose entries need two slots for keys and values, or anything else."""
     block_dv = block_dv or block_d
     widths = (block_d, max(block_dv, 128) if block_d == 256 else block_dv)
@@ -210,6 +218,7 @@ def tile(
         if found := OTHER_V[family(capability)].get(direction, {}).get(widths):
             return found
     others = {"grad_qkv": ["grad_kv"], "forward codes": ["forward"], "forward unaligned": ["forward"]}
+    others["decode codes"] = ["decode"]
     directions = [direction, *others.get(direction, [])]
     if cache == "paged":
         directions.insert(0, f"{direction} paged")

@@ -12,7 +12,8 @@ the same machine code are compiled once. Prints one row per compiled kernel. Exi
 - takes more instructions per tensor-core instruction than ``limits.INSTRUCTION_LIMITS`` allows,
 - reads keys and values in pieces of less than 16 bytes,
 - adds dQ up by red where several threads have the same element, or
-- reads keys and values of a paged cache into less than two slots: it would not request them ahead.
+- reads keys and values of a paged cache into less than two slots, unless two blocks of a tile with two stages reside on
+  a multiprocessor: it would not request them ahead.
 
 The first two and the fourth hold for AMD's GPUs as well, whose kernels are in a table of their own.
 
@@ -127,6 +128,12 @@ class Row:
             and first.scheme not in PLACED_MAPS  # cos and sin of every key leave shared memory for one slot
         )
 
+    def needed_slots(self, m: Measured) -> int:
+        """Returns the slots for keys and values that a paged cache needs: 2, or 1 for a tile of two stages where two
+        blocks reside on a multiprocessor, of which one computes while the other waits."""
+        resident = MULTIPROCESSORS[self.launch.arch].resident_blocks(m.registers, m.shared, m.warps)
+        return 1 if m.stages == 2 and resident > 1 else 2
+
     def violations(self) -> list[str]:
         if isinstance(self.result, str):
             found = [f"does not compile: {self.result}"]
@@ -162,8 +169,10 @@ class Row:
             found.append("adds dQ up by red where several threads have the same element, or in an unknown layout")
         if not loop:
             return found
-        if self.prefetches_pages and (self.result.slots or 0) < 2:
-            found.append(f"{self.result.slots or 0} slots for keys and values of a paged cache, at least 2 are needed")
+        if self.prefetches_pages and (self.result.slots or 0) < (needed := self.needed_slots(self.result)):
+            found.append(
+                f"{self.result.slots or 0} slots for keys and values of a paged cache, at least {needed} needed"
+            )
         allowed = max_instructions(self.kernel, first)
         if allowed is not None and loop["total"] > allowed * loop["mma"]:
             ratio = loop["total"] / loop["mma"]

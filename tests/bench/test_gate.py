@@ -308,12 +308,15 @@ def test_keys_and_values_of_a_paged_cache_have_two_slots(kernel, cache, needed):
     schemes = cases.DECODE if kernel == "attention_decode" else cases.CHUNKS
     case = cases.Case(80, 96, "bf16", next(scheme for scheme in schemes if scheme.cache == cache))
 
-    def violations(slots, case=case):
-        return row(kernel, case, loop={"mma": 16, "total": 16}, slots=slots).violations()
+    def violations(slots, case=case, stages=3, **figures):
+        return row(kernel, case, loop={"mma": 16, "total": 16}, slots=slots, stages=stages, **figures).violations()
 
     assert not violations(2) and not violations(None, dataclasses.replace(case, dtype="fp32"))
     for slots in (None, 1):
         assert bool(violations(slots)) == needed
+    # One slot serves a tile of two stages, while a second block resides on the multiprocessor.
+    assert not violations(1, stages=2, shared=80 * 1024)
+    assert bool(violations(1, stages=2, shared=90 * 1024)) == bool(violations(None, stages=2)) == needed
 
 
 LISTING = """

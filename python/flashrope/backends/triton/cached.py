@@ -310,7 +310,8 @@ class CachePlan(Plan):
         group, rows = self.heads_q // self.heads_kv, self.decode_seqlen * (self.heads_q // self.heads_kv)
         usual_rows = group if self.prefills else rows
         wide = not self.call.num_splits and usual_rows > configs.WIDE_ROWS
-        tile = self.tile("decode wide" if wide else "decode", self.cache)
+        crowded = (self.quantized or layout.entries is not None) and self.table.shape[-1] >= configs.CROWDED_PAIRS
+        tile = self.tile("decode wide" if wide else "decode codes" if crowded else "decode", self.cache)
         aligned_maps = bool(self.lowered.maps) and layout.entries is None and self._maps_align(tile.block_n)
         if self.lowered.maps and not aligned_maps:
             # Every key has its own row of cos and sin. Requested ahead, they would fill shared memory.
