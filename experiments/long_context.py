@@ -24,6 +24,7 @@ BEGIN, END = "<!-- positions:begin -->", "<!-- positions:end -->"
 TRAIN_LENGTH, BIN = 8192, 1024
 BASE = "stock"
 COLUMNS = (3, 7, 9, 11, 15)  # bins of 1,024 positions
+GIVEN = {"YaRN4": ("YaRN", "factor 4")}  # names and options of schemes that --rotary gave
 SHOWN = {"stock": "the model as it is", "YaRN": "YaRN, factor 2", "ReRoPE, window 2,048": "ReRoPE, window 2,048, log n"}
 
 
@@ -71,10 +72,10 @@ def rows_of(journals: Sequence[Sequence[dict]]) -> list[Row]:
     for rows in journals:
         bases = {row["window"]: row["bins"] for row in rows if row["scheme"] == BASE}
         for row in rows:
-            name = row["scheme"].partition(", window ")[0]
+            name, words = GIVEN.get(row["scheme"], (row["scheme"].partition(", window ")[0], row["words"]))
             if row["window"] in bases:
                 pair = row["bins"], bases[row["window"]]
-                measured.setdefault((name, row["words"]), []).append(pair)
+                measured.setdefault((name, words), []).append(pair)
     result = []
     for (name, words), pairs in measured.items():
         below = TRAIN_LENGTH // BIN
