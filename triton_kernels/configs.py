@@ -144,7 +144,7 @@ OTHER_V |= {"sm100": OTHER_V["sm90"], "sm120": dict(OTHER_V["sm86"]), "cdna": {}
 OTHER_V["sm120"]["grad_kv"] = OTHER_V["sm86"]["grad_kv"] | {(64, 128): Tile(32, 128, 8, 2)}
 # deterministic=None takes the backward of five products, whose dQ is added up by atomics, for these block_d in 16 bits,
 # v as wide as q: the issue model predicts it faster than seven products at 512 to 128k tokens, with one and two bands.
-# "sm90": it takes fewer instructions. Not timed on a GPU yet, so deterministic=True is the default.
+# "sm90": it takes fewer instructions. Not timed on a GPU yet.
 ATOMIC_WIDTHS = {"sm80": (64, 128), "sm86": (64, 128), "sm90": (64, 128), "sm100": (64, 128), "sm120": (64, 128)}
 # float32 products run without tensor cores ("ieee"); these serve correctness, not speed.
 FLOAT = {

@@ -10,8 +10,8 @@ from flashrope.cli.figure import COLOURS, MARKERS, new_figure, save
 FOLDER, DEVICE, DECODING, LOOPS, CHART = "model", "a100.csv", "a100-decoding.csv", "loops.csv", "a100.png"
 MARK = "predicted, nothing was run on a GPU"
 WHO = {
-    "rope": "flashrope, RoPE",
-    "rerope": "flashrope, ReRoPE",
+    "rope": "flashrope, RoPE, deterministic=True",
+    "rerope": "flashrope, ReRoPE, deterministic=True",
     "rope atomic": "flashrope, RoPE, deterministic=False",
     "rerope atomic": "flashrope, ReRoPE, deterministic=False",
     "FlashAttention-2": "FlashAttention-2, by the same model",

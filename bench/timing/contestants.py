@@ -231,9 +231,9 @@ def dense(problem: Problem):
     return attend
 
 
-def own(scheme: Callable[[Problem], Rotary], problem: Problem):
+def own(scheme: Callable[[Problem], Rotary], problem: Problem, deterministic: bool | None = None):
     rotary, impl = scheme(problem), own_impl(problem.device)
-    return lambda q, k, v: attention(q, k, v, rotary, causal=problem.causal, impl=impl)
+    return lambda q, k, v: attention(q, k, v, rotary, causal=problem.causal, impl=impl, deterministic=deterministic)
 
 
 def own_impl(device: torch.device) -> str:
@@ -270,6 +270,8 @@ def prefill_hope(device: torch.device) -> list[Contestant]:
         )
     rope = best_rope(device)
     chosen.append(Contestant(f"{rope} + FlexAttention", Problem.rope, partial(with_rope, rope, flex)))
+    if device.type == "cuda":  # the CPU's backward is always reproducible
+        chosen.append(REPRODUCIBLE)
     return chosen + [OWN["RoPE"], OWN["HoPE"]]
 
 
@@ -297,3 +299,6 @@ OWN = {
         ("NoPE", Problem.none),
     )
 }
+REPRODUCIBLE = Contestant(
+    "flashrope RoPE, deterministic=True", Problem.rope, partial(own, Problem.rope, deterministic=True), ours=True
+)

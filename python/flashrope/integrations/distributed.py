@@ -155,7 +155,7 @@ def context_parallel_attention(
     softmax_scale: float | None = None,
     impl: str | None = None,
     sinks: torch.Tensor | None = None,
-    deterministic: bool | None = True,
+    deterministic: bool | None = None,
     cu_seqlens_q: torch.Tensor | None = None,
     cu_seqlens_k: torch.Tensor | None = None,
 ) -> torch.Tensor:

@@ -388,7 +388,7 @@ def check_num_splits(num_splits) -> int:
     return num_splits or 0
 
 
-def check_options(causal, softmax_scale, q, deterministic=True) -> float:
+def check_options(causal, softmax_scale, q, deterministic=None) -> float:
     """Checks the options and returns the softmax_scale to use."""
     if not isinstance(causal, bool):
         raise TypeError(f"causal: expected True or False, got {causal!r}")

@@ -49,7 +49,7 @@ def attention(
     positions: torch.Tensor | None = None,
     return_lse: bool = False,
     impl: str | None = None,
-    deterministic: bool | None = True,
+    deterministic: bool | None = None,
     sinks: torch.Tensor | None = None,
     **unknown: Never,
 ):
@@ -71,12 +71,13 @@ def attention(
             row's softmax and has no value. It is neither scaled nor rotated, and gets a gradient.
         return_lse: also return the log-sum-exp of the scores.
         impl: the backend, "triton", "cpu" or "reference". None picks by device.
-        deterministic: gradients are bitwise reproducible. False: the Triton backend's gradient of q may differ from run
-            to run by rounding. Its backward then does five matrix products instead of seven and adds that gradient up
-            by float32 atomics, in a workspace of q's size (head_dim rounded up to a power of two) for every band; it
-            raises under ``torch.use_deterministic_algorithms(True)``. None follows PyTorch: reproducible under that
-            setting, read when the backward runs, otherwise what is predicted to be faster for the shape (atomics for
-            head_dim 33 to 128 in 16 bits). The other backends are always reproducible.
+        deterministic: True: gradients are bitwise reproducible. False: the Triton backend's gradient of q may differ
+            from run to run by rounding. Its backward then does five matrix products instead of seven and adds that
+            gradient up by float32 atomics, in a workspace of q's size (head_dim rounded up to a power of two) for every
+            band. It raises under ``torch.use_deterministic_algorithms(True)``. None follows PyTorch: reproducible under
+            that setting, which is read when the backward runs. Otherwise it takes the backward that is predicted to be
+            faster for the shape (atomics for head_dim 33 to 128 in 16 bits). The other backends are always
+            reproducible. Default: None.
 
     Returns:
         out, like q but as wide as v, contiguous. With return_lse: (out, lse), lse (batch, heads_q, seqlen_q), natural
@@ -120,7 +121,7 @@ def attention_varlen(
     positions: torch.Tensor | None = None,
     return_lse: bool = False,
     impl: str | None = None,
-    deterministic: bool | None = True,
+    deterministic: bool | None = None,
     sinks: torch.Tensor | None = None,
     **unknown: Never,
 ):
