@@ -282,7 +282,9 @@ def test_launches_reach_the_kernel_that_triton_would_pick():
 def test_a_grid_that_triton_would_skip(monkeypatch):
     monkeypatch.setattr(launcher, "interpreted", lambda: False)
     kernel = SimpleNamespace(__name__="attention_grad_kv")
-    with pytest.raises(ValueError, match=r"attention_grad_kv: expected fewer than 2\^31 programs, got .*\(65536, 32768"):
+    with pytest.raises(
+        ValueError, match=r"attention_grad_kv: expected fewer than 2\^31 programs, got .*\(65536, 32768"
+    ):
         launcher.launch(kernel, (65536, 32768))
 
 

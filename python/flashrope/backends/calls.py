@@ -69,9 +69,9 @@ class AttentionCall(_Scheme):
     cu_seqlens_k: torch.Tensor | None = None
     max_seqlen_q: int = 0
     max_seqlen_k: int = 0
-    # True: gradients are bitwise reproducible. False: they may differ from run to run by rounding, in a backend that has
-    # a faster backward for it. None: only where it is predicted to be faster, and torch does not ask for deterministic
-    # algorithms.
+    # True: gradients are bitwise reproducible. False: they may differ from run to run by rounding, in a backend that
+    # has a faster backward for it. None: only where it is predicted to be faster, and torch does not ask for
+    # deterministic algorithms.
     deterministic: bool | None = None
 
     def packed_sequences(self) -> Iterator[tuple[slice, slice, AttentionCall]]:
