@@ -121,21 +121,9 @@ struct KeyHead {
       rotate_row(call.k.row<const T>(b, key, head_kv), k.get() + key * width, k_table, b, key, call);
     std::fill_n(grad_rotated_q.get(), rows * width, 0.0f);
     std::fill_n(grad_rotated_k.get(), keys * width, 0.0f);
-    for (int64_t key = 0; key < call.seqlen_k; key += BLOCK_N) {
-      const int64_t last_key = std::min<int64_t>(key + BLOCK_N, call.seqlen_k) - 1;
-      const int64_t first_row = std::max<int64_t>(band.band.first_position(key) - shift, 0);
-      const int64_t end_row = std::min<int64_t>(band.band.end_position(last_key) - shift, call.seqlen_q);
-      for (int64_t row = first_row / BLOCK_M * BLOCK_M; row < end_row; row += BLOCK_M) add_tile(band.band, key, row);
-    }
-    add_unrotated(grad_rotated_q.get(), grad_q.get(), call.seqlen_q, band.q);
-    add_unrotated(grad_rotated_k.get(), grad_k.get(), call.seqlen_k, k_table);
-  }
-
-  void add_unrotated(float* from, float* to, int64_t count, const Table& table) const {
-    for (int64_t row = 0; row < count; ++row) {
-      unrotate_row(from + row * width, table, b, row, call);
-      for (int c = 0; c < head_dim; ++c) to[row * width + c] += from[row * width + c];
-    }
+    for_tiles_of_band(call, band.band, BLOCK_M, [&](int64_t key, int64_t row) { add_tile(band.band, key, row); });
+    add_unrotated(grad_rotated_q.get(), grad_q.get(), call.seqlen_q, width, band.q, b, call);
+    add_unrotated(grad_rotated_k.get(), grad_k.get(), call.seqlen_k, width, k_table, b, call);
   }
 
   void add_tile(const Band& band, int64_t key, int64_t row) {

@@ -4,29 +4,19 @@
 // Then every tile of queries visits the blocks of each band. Only blocks that straddle an edge of the band are masked,
 // and of those only the rows that see a key are computed.
 
-#include "tiles.h"
+#include "forward.h"
 
 namespace flashrope {
 
 constexpr int BLOCK_M = 128;  // query rows of a tile: the more, the fewer times keys are read from memory
 
-struct Workspace {
-  int64_t blocks, padded_dim, k_block_size, v_block_size;  // the last two: elements
-  Floats k, v;  // k: (copy, batch, head, block, head_dim, BLOCK_N); v: (batch, head, block, BLOCK_N, padded_dim)
+// k: blocks of (head_dim, BLOCK_N); v: of (BLOCK_N, padded_dim).
+struct Workspace : PackedBlocks<Floats> {
+  int64_t padded_dim;
 
-  explicit Workspace(const ForwardCall& call)
-      : blocks((call.seqlen_k + BLOCK_N - 1) / BLOCK_N),
-        padded_dim((call.head_dim_v + GEMM_COLUMNS - 1) / GEMM_COLUMNS * GEMM_COLUMNS),
-        k_block_size(call.head_dim * BLOCK_N),
-        v_block_size(BLOCK_N * padded_dim),
-        k(floats(call.num_copies * call.batch * call.heads_kv * blocks * k_block_size)),
-        v(floats(call.batch * call.heads_kv * blocks * v_block_size)) {}
-
-  // head: batch index * heads_kv + head
-  float* k_block(const ForwardCall& call, int64_t copy, int64_t head, int64_t block) const {
-    return k.get() + ((copy * call.batch * call.heads_kv + head) * blocks + block) * k_block_size;
-  }
-  float* v_block(int64_t head, int64_t block) const { return v.get() + (head * blocks + block) * v_block_size; }
+  explicit Workspace(const ForwardCall& call) : Workspace(call, padded(call.head_dim_v, GEMM_COLUMNS)) {}
+  Workspace(const ForwardCall& call, int64_t padded_dim)
+      : PackedBlocks(call, call.head_dim * BLOCK_N, BLOCK_N * padded_dim, floats), padded_dim(padded_dim) {}
 };
 
 // Codes are multiplied by their scales here, keys after their rotation.
@@ -37,7 +27,7 @@ void pack_block(const ForwardCall& call, const Workspace& workspace, int64_t hea
   const int head_dim = int(call.head_dim), head_dim_v = int(call.head_dim_v);
   alignas(64) float row[MAX_HEAD_DIM];
   for (int64_t copy = 0; copy < call.num_copies; ++copy) {
-    float* k = workspace.k_block(call, copy, head, block);
+    float* k = workspace.k_block(copy, head, block);
     if (keys < BLOCK_N) std::fill_n(k, workspace.k_block_size, 0.0f);
     for (int t = 0; t < keys; ++t) {
       const T* x = call.k.row<const T>(b, first + t, head % call.heads_kv);
@@ -105,7 +95,7 @@ struct Tile {
       const int64_t first_row = std::clamp<int64_t>(band.band.first_position(key) - position, 0, rows);
       const int64_t end_row = std::clamp<int64_t>(band.band.end_position(last_key) - position, first_row, rows);
       const int first = int(first_row / GEMM_ROWS * GEMM_ROWS), count = int(padded(end_row, GEMM_ROWS)) - first;
-      multiply<false>(q + first * head_dim, head_dim, workspace.k_block(call, band.k_copy, head_kv, block), BLOCK_N,
+      multiply<false>(q + first * head_dim, head_dim, workspace.k_block(band.k_copy, head_kv, block), BLOCK_N,
                       scores + first * BLOCK_N, BLOCK_N, count, BLOCK_N, head_dim);
       const bool masked = key < full_from || key + BLOCK_N > full_until;
       for (int r = first; r < std::min(first + count, rows); ++r) {
@@ -172,14 +162,10 @@ struct Tile {
 template <typename T, typename Q = T>
 int forward(const ForwardCall& call) {
   const Workspace workspace(call);
-  if (!workspace.k || !workspace.v) return 1;
-  const int64_t heads_kv = call.batch * call.heads_kv, heads_q = call.batch * call.heads_q;
-  parallel(call.parallel_for, call.threads, heads_kv * workspace.blocks,
-           [&](int64_t n) { pack_block<T>(call, workspace, n / workspace.blocks, n % workspace.blocks); });
-  const int64_t tiles = (call.seqlen_q + BLOCK_M - 1) / BLOCK_M;
-  parallel(call.parallel_for, call.threads, heads_q * tiles, [&](int64_t n) {
-    const int64_t head = n % heads_q, tile = tiles - 1 - n / heads_q;  // the longest first
-    Tile<Q>(call, workspace, head / call.heads_q, head % call.heads_q, tile * BLOCK_M).run();
+  if (!workspace.allocated()) return 1;
+  workspace.pack_all(call, [&](int64_t head, int64_t block) { pack_block<T>(call, workspace, head, block); });
+  for_query_tiles(call, BLOCK_M, [&](int64_t b, int64_t head, int64_t first_row) {
+    Tile<Q>(call, workspace, b, head, first_row).run();
   });
   return 0;
 }

@@ -7,37 +7,29 @@
 
 #include "products.h"
 
+#include "../forward.h"
+
 namespace flashrope {
 namespace {
 
 constexpr int BLOCK_M = 128, STRIPS = BLOCK_M / STRIP;
 
-struct Workspace {
-  int64_t blocks, pairs, padded_dim_v, k_block_size, v_block_size;  // the last two: words
-  Words k, v;  // k: (copy, batch, head, block, key / PANEL, pair of channels, PANEL)
-               // v: (batch, head, block, channel / PANEL, pair of keys, PANEL)
+// k: blocks of (key / PANEL, pair of channels, PANEL); v: of (channel / PANEL, pair of keys, PANEL).
+struct Workspace : PackedBlocks<Words> {
+  int64_t pairs, padded_dim_v;
 
   explicit Workspace(const ForwardCall& call)
-      : blocks((call.seqlen_k + BLOCK_N - 1) / BLOCK_N),
-        pairs((call.head_dim + 1) / 2),
-        padded_dim_v(padded(call.head_dim_v, LANES)),
-        k_block_size(pairs * BLOCK_N),
-        v_block_size(padded_dim_v * BLOCK_N / 2),
-        k(words(call.num_copies * call.batch * call.heads_kv * blocks * k_block_size)),
-        v(words(call.batch * call.heads_kv * blocks * v_block_size)) {}
-
-  // head: batch index * heads_kv + head
-  int32_t* k_block(const ForwardCall& call, int64_t copy, int64_t head, int64_t block) const {
-    return k.get() + ((copy * call.batch * call.heads_kv + head) * blocks + block) * k_block_size;
-  }
-  int32_t* v_block(int64_t head, int64_t block) const { return v.get() + (head * blocks + block) * v_block_size; }
+      : Workspace(call, (call.head_dim + 1) / 2, padded(call.head_dim_v, LANES)) {}
+  Workspace(const ForwardCall& call, int64_t pairs, int64_t padded_dim_v)
+      : PackedBlocks(call, pairs * BLOCK_N, padded_dim_v * BLOCK_N / 2, words),
+        pairs(pairs), padded_dim_v(padded_dim_v) {}
 };
 
 template <typename T>
 void pack_keys(const ForwardCall& call, const Workspace& workspace, int64_t copy, int64_t head, int64_t block) {
   const int64_t b = head / call.heads_kv, first = block * BLOCK_N;
   const int keys = int(std::min<int64_t>(BLOCK_N, call.seqlen_k - first)), pairs = int(workspace.pairs);
-  int32_t* k = workspace.k_block(call, copy, head, block);
+  int32_t* k = workspace.k_block(copy, head, block);
   alignas(64) float row[MAX_HEAD_DIM];
   RoundedRows rows;
   for (int t = 0; t < BLOCK_N; t += STRIP) {
@@ -125,7 +117,7 @@ struct Tile {
     for (int s = 0; s < count; ++s) load_queries(band.q, s);
     for (int block = first / BLOCK_N; block * BLOCK_N < end; ++block) {
       const int key = block * BLOCK_N;
-      const int32_t* k = workspace.k_block(call, band.k_copy, head_kv, block);
+      const int32_t* k = workspace.k_block(band.k_copy, head_kv, block);
       const int32_t* v = workspace.v_block(head_kv, block);
       for (int s = 0; s < count; ++s) {
         const auto& seen = strips[s];
@@ -285,17 +277,13 @@ struct Tile {
 template <typename T, typename O>
 int forward(const ForwardCall& call) {
   const Workspace workspace(call);
-  if (!workspace.k || !workspace.v) return 1;
-  const int64_t heads_kv = call.batch * call.heads_kv, heads_q = call.batch * call.heads_q;
-  parallel(call.parallel_for, call.threads, heads_kv * workspace.blocks, [&](int64_t n) {
-    for (int64_t copy = 0; copy < call.num_copies; ++copy)
-      pack_keys<T>(call, workspace, copy, n / workspace.blocks, n % workspace.blocks);
-    pack_values<T>(call, workspace, n / workspace.blocks, n % workspace.blocks);
+  if (!workspace.allocated()) return 1;
+  workspace.pack_all(call, [&](int64_t head, int64_t block) {
+    for (int64_t copy = 0; copy < call.num_copies; ++copy) pack_keys<T>(call, workspace, copy, head, block);
+    pack_values<T>(call, workspace, head, block);
   });
-  const int64_t tiles = (call.seqlen_q + BLOCK_M - 1) / BLOCK_M;
-  parallel(call.parallel_for, call.threads, heads_q * tiles, [&](int64_t n) {
-    const int64_t head = n % heads_q, tile = tiles - 1 - n / heads_q;  // the longest first
-    Tile<T, O>(call, workspace, head / call.heads_q, head % call.heads_q, tile * BLOCK_M).run();
+  for_query_tiles(call, BLOCK_M, [&](int64_t b, int64_t head, int64_t first_row) {
+    Tile<T, O>(call, workspace, b, head, first_row).run();
   });
   return 0;
 }

@@ -1,0 +1,48 @@
+// What the forwards in float32 and in bfloat16 share: where packed keys and values lie, and the order of the tiles.
+
+#pragma once
+
+#include "tiles.h"
+
+namespace flashrope {
+
+// Keys, rotated once per slope, and values, packed in blocks of BLOCK_N keys. Buffer: Floats, or words of two bfloat16.
+template <typename Buffer>
+struct PackedBlocks {
+  int64_t heads, blocks, k_block_size, v_block_size;  // heads: of all sequences; sizes: elements of Buffer
+  Buffer k, v;  // k: (copy, batch, head, block, k_block_size); v: (batch, head, block, v_block_size)
+
+  PackedBlocks(const ForwardCall& call, int64_t k_block_size, int64_t v_block_size, Buffer (*allocate)(int64_t))
+      : heads(call.batch * call.heads_kv),
+        blocks((call.seqlen_k + BLOCK_N - 1) / BLOCK_N),
+        k_block_size(k_block_size),
+        v_block_size(v_block_size),
+        k(allocate(call.num_copies * heads * blocks * k_block_size)),
+        v(allocate(heads * blocks * v_block_size)) {}
+
+  bool allocated() const { return k && v; }
+
+  // head: batch index * heads_kv + head
+  auto* k_block(int64_t copy, int64_t head, int64_t block) const {
+    return k.get() + ((copy * heads + head) * blocks + block) * k_block_size;
+  }
+  auto* v_block(int64_t head, int64_t block) const { return v.get() + (head * blocks + block) * v_block_size; }
+
+  // Calls pack(head, block) for all blocks, in parallel.
+  template <typename Pack>
+  void pack_all(const ForwardCall& call, const Pack& pack) const {
+    parallel(call.parallel_for, call.threads, heads * blocks, [&](int64_t n) { pack(n / blocks, n % blocks); });
+  }
+};
+
+// Calls run(batch index, head, first row) for all tiles of `rows` queries, in parallel and the longest first.
+template <typename Run>
+void for_query_tiles(const ForwardCall& call, int64_t rows, const Run& run) {
+  const int64_t heads_q = call.batch * call.heads_q, tiles = (call.seqlen_q + rows - 1) / rows;
+  parallel(call.parallel_for, call.threads, heads_q * tiles, [&](int64_t n) {
+    const int64_t head = n % heads_q, tile = tiles - 1 - n / heads_q;
+    run(head / call.heads_q, head % call.heads_q, tile * rows);
+  });
+}
+
+}  // namespace flashrope
