@@ -189,6 +189,14 @@ def family(capability: int | str) -> str:
     return next(name for first, name in newest_first if capability >= first)
 
 
+INSTEAD = {  # the directions whose tile is taken where a direction has none of its own
+    "grad_qkv": ["grad_kv"],
+    "forward codes": ["forward"],
+    "forward unaligned": ["forward"],
+    "decode codes": ["decode"],
+}
+
+
 @lru_cache(maxsize=1024)
 def tile(
     direction: str,
@@ -202,11 +210,10 @@ def tile(
     """Returns the tile without tuning. The most specific entry of the tables wins.
 
     direction: "forward", "forward codes" (over a quantized cache), "forward unaligned" (some address or stride is not a
-    multiple of 16 bytes; without an entry, both take forward's), "grad_kv",
-    "grad_q", "grad_qkv" (dQ in the pass of dK and dV; without an entry it takes grad_kv's tile), "decode", "decode
-    codes" (a quantized cache or explicit positions; without an entry it takes decode's) or "decode wide" (many query
-    rows). block_dv: of v, 0 for the same as block_d. If the two differ and OTHER_V has no tile, the
-    larger decides. cache: "paged", whose entries need two slots for keys and values, or anything else."""
+    multiple of 16 bytes), "grad_kv", "grad_q", "grad_qkv" (dQ in the pass of dK and dV), "decode", "decode codes" (a
+    quantized cache or explicit positions) or "decode wide" (many query rows).
+    block_dv: of v, 0 for the same as block_d. If the two differ and OTHER_V has no tile, the larger decides.
+    cache: "paged", whose entries need two slots for keys and values, or anything else."""
     block_dv = block_dv or block_d
     widths = (block_d, max(block_dv, 128) if block_d == 256 else block_dv)
     block_d = max(block_d, block_dv)
@@ -217,9 +224,7 @@ def tile(
             tables.insert(0, NEWER_HALF.get(family(capability), {}))
         if found := OTHER_V[family(capability)].get(direction, {}).get(widths):
             return found
-    others = {"grad_qkv": ["grad_kv"], "forward codes": ["forward"], "forward unaligned": ["forward"]}
-    others["decode codes"] = ["decode"]
-    directions = [direction, *others.get(direction, [])]
+    directions = [direction, *INSTEAD.get(direction, [])]
     if cache == "paged":
         directions.insert(0, f"{direction} paged")
     names = [name for d in directions for name in ([f"{d} banded", d] if num_bands > 1 else [d])]

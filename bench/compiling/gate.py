@@ -128,9 +128,11 @@ class Row:
             and first.scheme not in PLACED_MAPS  # cos and sin of every key leave shared memory for one slot
         )
 
-    def needed_slots(self, m: Measured) -> int:
+    @property
+    def needed_slots(self) -> int:
         """Returns the slots for keys and values that a paged cache needs: 2, or 1 for a tile of two stages where two
         blocks reside on a multiprocessor, of which one computes while the other waits."""
+        m = self.result
         resident = MULTIPROCESSORS[self.launch.arch].resident_blocks(m.registers, m.shared, m.warps)
         return 1 if m.stages == 2 and resident > 1 else 2
 
@@ -169,10 +171,9 @@ class Row:
             found.append("adds dQ up by red where several threads have the same element, or in an unknown layout")
         if not loop:
             return found
-        if self.prefetches_pages and (self.result.slots or 0) < (needed := self.needed_slots(self.result)):
-            found.append(
-                f"{self.result.slots or 0} slots for keys and values of a paged cache, at least {needed} needed"
-            )
+        slots = self.result.slots or 0
+        if self.prefetches_pages and slots < self.needed_slots:
+            found.append(f"{slots} slots for keys and values of a paged cache, at least {self.needed_slots} needed")
         allowed = max_instructions(self.kernel, first)
         if allowed is not None and loop["total"] > allowed * loop["mma"]:
             ratio = loop["total"] / loop["mma"]

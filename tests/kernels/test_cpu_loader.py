@@ -62,7 +62,8 @@ def test_the_best_that_the_processor_can_run(installation, monkeypatch):
 
 
 def test_bfloat16_extends_the_library_of_avx512(installation, monkeypatch):
-    """Where the processor has the instructions for bfloat16, and both libraries open; otherwise the next best."""
+    """The target for bfloat16 is chosen only if the processor has its instructions and both libraries open. Otherwise
+    the next best target is."""
     monkeypatch.setattr(loader, "instructions", lambda: BF16)
     write(installation, x86_64_v3="3", x86_64_v4="4", x86_64_v4_bf16="bf16")
     assert loader.find()[1:] == ("x86-64-v4-bf16", "")

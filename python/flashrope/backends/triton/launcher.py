@@ -26,6 +26,8 @@ from ...lowering.resident import refuse_capture
 from ...triton_kernels.arguments import FIELDS
 from ..splits import multiprocessor
 
+MAX_PROGRAMS = 1 << 31
+
 _compiled: dict[tuple, tuple] = {}  # (what Triton compiled, the constants that follow its arguments) of every launch
 _allowed: dict[tuple, bool] = {}  # of ir_allows
 
@@ -56,7 +58,7 @@ def launch(kernel, grid: tuple[int, ...], *args, **options) -> None:
     Raises:
         ValueError: the grid has 2^31 programs or more, which Triton would skip in silence.
     """
-    if math.prod(grid) >> 31:
+    if math.prod(grid) >= MAX_PROGRAMS:
         raise ValueError(f"{kernel.__name__}: expected fewer than 2^31 programs, got a grid of {grid}")
     if interpreted():
         kernel[grid](*args, **options)
