@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -143,17 +144,31 @@ def check_causal(model, name: str) -> None:
         raise BadInput(f"--model: expected a causal language model; {name} sees the tokens that it is asked to predict")
 
 
+@contextlib.contextmanager
+def _errors_alone() -> Iterator[None]:
+    """Hides the library's warnings: 4.57 explains a setting of Llama's tokenizer even where there is none."""
+    from transformers import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+
+
 def _tokens(name: str, config) -> Tokens:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     beside = Path(name).with_name("tokenizer.json")  # of a model of the experiments
     try:
-        if gguf_file.is_gguf(name):
-            tokenizer = gguf_file.tokenizer(Path(name))
-        elif Path(name).suffix == ".safetensors" and beside.exists():
-            tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(beside))
-        else:
-            tokenizer = AutoTokenizer.from_pretrained(name)
+        with _errors_alone():
+            if gguf_file.is_gguf(name):
+                tokenizer = gguf_file.tokenizer(Path(name))
+            elif Path(name).suffix == ".safetensors" and beside.exists():
+                tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(beside))
+            else:
+                tokenizer = AutoTokenizer.from_pretrained(name)
         first, second = (tokenizer.encode(text, add_special_tokens=False) for text in (" 12345", " 67890"))
         reason = "it knows no text" if first == second else ""  # transformers 5.0 makes one without a vocabulary
     except Exception as error:  # without a tokenizer, transformers raises one of half a dozen types
