@@ -40,10 +40,17 @@ MARK = "_flashrope"  # attribute of a cache, and copied with it
 
 
 def accept_cache(model, cache):
-    """Takes a cache whose origin is not known, such as one that was read from a file or built from tensors.
+    """Tells a model to trust a cache whose origin is not known, such as one that was read from a file. Returns cache.
 
     The caller answers for its contents: raw keys of the same scheme and weights for a converted model, the library's
-    rotated keys for a stock one. Returns cache.
+    rotated keys for a stock one.
+
+    Example:
+        from transformers import AutoModelForCausalLM, DynamicCache
+        from flashrope.integrations.transformers import accept_cache, convert
+
+        model = convert(AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B"))
+        cache = accept_cache(model, DynamicCache())  # filled from a file
     """
     mark = _mark_of(find_decoder(model))
     if mark is None:
@@ -280,18 +287,26 @@ SCALE_BYTES = 4
 
 
 class CodesCache(Cache):
-    """Quantized keys and values, to which a model attends after ``convert``.
+    """Holds quantized keys and values, which a converted model reads in place.
 
-    Pass it as the model's cache: ``past_key_values``, or ``cache`` from transformers 5.24 on.
+    Use it where memory limits the length or the batch. docs/decoding.md has what int8 and int4 cost. Pass it as the
+    model's cache: ``past_key_values``, or ``cache`` from transformers 5.24 on. All layers keep all tokens, also the
+    layers with a sliding window.
 
-    All layers keep all tokens, also those that see a sliding window.
+    Example:
+        from transformers import AutoModelForCausalLM
+        from flashrope.integrations.transformers import CodesCache, convert
+
+        model = convert(AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B"))
+        prompt = torch.randint(3, 60, (1, 12))
+        text = model.generate(prompt, past_key_values=CodesCache(model.config, "int8"), max_new_tokens=4)
 
     Args:
         config: the model's.
         cache_dtype: "int8" or "int4".
 
     Raises:
-        ValueError: cache_dtype, a head_dim that is no multiple of 8, or layers without attention.
+        ValueError: cache_dtype, a head_dim that is not a multiple of 8, or layers without attention.
     """
 
     def __init__(self, config, cache_dtype: str):
@@ -306,7 +321,7 @@ class CodesCache(Cache):
         if len(attending_layers(config)) < config.num_hidden_layers:
             raise ValueError(
                 f"cache_dtype: expected a model with attention in every layer for {cache_dtype}, got "
-                f"{config.model_type} with other layers, whose state is no keys and values"
+                f"{config.model_type} with other layers, which have no keys and values"
             )
         super().__init__(layers=[CodesLayer(dtype) for _ in range(config.num_hidden_layers)])
 
