@@ -46,7 +46,7 @@ class Change(NamedTuple):
 
 
 def change(values: Table, base: Table) -> Change:
-    """Of the losses [model][window]."""
+    """Returns the mean change of the loss from base to values, both [model][window], with its intervals."""
     differences = [[a - b for a, b in zip(*rows, strict=True)] for rows in zip(values, base, strict=True)]
     of_models, of_windows = (
         [fmean(row) for row in differences],

@@ -537,7 +537,7 @@ class Rotary:
         """Applies STRING (An et al. 2024, arXiv 2410.18745, section 4): far keys move nearer, for trained models.
 
         Scores see the true distance d below start, and d - start + window from start on. So frequent distances replace
-        those that training rarely shows. Without causality the same holds for keys ahead, mirrored. Use it within the
+        rare ones. Without causality the same holds for keys ahead, mirrored. Use it within the
         training length: the largest distance still grows with the text.
 
         Example:

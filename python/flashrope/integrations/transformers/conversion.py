@@ -40,8 +40,8 @@ def convert(model, rotary: Rotary | dict[str, Rotary] | None = None, *, untested
     was filled before ``convert`` or ``revert`` is refused.
 
     Every call describes the whole scheme: options replace those of an earlier call, they are not added to them.
-    Without any, the options in the configuration are used: those of an earlier ``convert``, of which a warning tells,
-    or those that the model was saved with. ``revert(model)`` first, for the model's own scheme.
+    Without options, the options in the configuration are used: from an earlier ``convert``, which a warning says, or
+    from the folder that the model was loaded from. For the model's own scheme call ``revert(model)`` first.
 
     Args:
         model: a transformers model of a type in ``FAMILIES``, or a module that holds one (PEFT, DDP).

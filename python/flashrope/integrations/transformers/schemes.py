@@ -175,7 +175,7 @@ def suggest(model_or_config, target_length: int, scheme: str = "rerope") -> Sugg
         scheme: "rerope", or any scheme of ``flashrope loss --schemes`` to have the numbers for. "cope": the pairs with
             less than one turn over the training length rotate less. "self-extend": a window of half the training
             length, and the smallest group that keeps distances below the training length. "dual-chunk": chunks of about
-            three quarters of the training length. These three are without log n, as in their papers.
+            three quarters of the training length. All three are without log n, as in their papers.
 
     Raises:
         ValueError: the model has no rotary embedding, or sliding windows for a scheme that changes distances; its
