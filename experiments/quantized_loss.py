@@ -1,4 +1,4 @@
-"""What quantized caches cost in loss: the table and the figure of docs/decoding.md.
+"""What quantized caches cost in loss: the table and the figure of docs/quantized/README.md.
 
     python -m experiments loss --preset loss --device cpu --threads 1
     python -m experiments.quantized_loss runs/experiments-loss/models/rope-*.safetensors --out docs/quantized

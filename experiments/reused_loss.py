@@ -1,4 +1,4 @@
-"""What reused chunks and forgotten tokens cost in loss: the table and the figure of docs/decoding.md.
+"""What reused chunks and forgotten tokens cost in loss: the table and the figure of docs/reused/README.md.
 
     python -m experiments loss --preset loss --device cpu --threads 1
     python -m experiments.reused_loss runs/experiments-loss/models/rope-L256-s[0-4].safetensors --out docs/reused \\
