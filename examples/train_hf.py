@@ -6,7 +6,7 @@ self-contained: copy it and change it.
     accelerate launch --config_file train_hf_fsdp2.yaml train_hf.py --model meta-llama/Llama-3.2-1B --text my_texts/
     python train_hf.py --device cpu --steps 20  # a random byte-level model of two layers, to try the script
 
-Every family works that has a number in the column "packed" of docs/integration.md, not only Llama. Running the same
+Every family works that has a number in the column "packed" of docs/families.md, not only Llama. Running the same
 command again resumes from the last checkpoint. DIR/model has the weights, the tokenizer and the scheme:
 ``from_pretrained`` of ``flashrope.integrations.transformers`` and ``flashrope loss --model DIR/model`` read it, and
 ``hf upload NAME DIR/model`` pushes it. Needs flashrope, transformers and accelerate.
