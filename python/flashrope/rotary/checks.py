@@ -61,7 +61,7 @@ def check_even(name: str, value, minimum: int = 2) -> None:
 
 
 def checked_rotary_dim(head_dim, rotary_dim) -> int:
-    """rotary_dim, head_dim where it is None."""
+    """Checks both and returns rotary_dim. None means head_dim."""
     check_even("head_dim", head_dim)
     rotary_dim = head_dim if rotary_dim is None else rotary_dim
     check_even("rotary_dim", rotary_dim, minimum=0)
