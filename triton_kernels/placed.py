@@ -32,8 +32,8 @@ DIGIT_BITS = tl.constexpr(cos_sin.FINE_ROWS.bit_length() - 1)
 SIGNED_DIGITS = tl.constexpr(cos_sin.TOP_ROWS // 2)
 ENTRY_FIELDS = tl.constexpr(3)  # position of row 0, first visible row, row after the last visible one
 TOKEN_FIELDS = tl.constexpr(2)  # position, last column that it sees; then two columns for every band
-# Where slots store positions, an entry has one field more: the rank of its row 0 among the visible keys. A token then has
-# a Position for every axis after its other fields.
+# Where slots store positions, an entry has one field more: the rank of its row 0 among the visible keys. A token then
+# has a Position for every axis after its other fields.
 
 # ---- maps
 
