@@ -357,7 +357,9 @@ def test_a_cache_that_lost_its_coordinates():
     start = given["input_ids"].shape[1] - 4
     cache = after_images(model, name, given)
     delattr(cache, COORDINATES)
-    with pytest.raises(ValueError, match=f"^{CACHE}: expected the 3 coordinates of each of its .* of 0 tokens"):
+    with pytest.raises(
+        ValueError, match=f"^{CACHE}: expected a cache .* with 3 coordinates for each of its .* of 0 tokens"
+    ):
         continued(model, name, cache, given, [0, 1], start)
     cache = after_images(model, name, given)
     setattr(cache, COORDINATES, getattr(cache, COORDINATES)[:1])

@@ -137,8 +137,8 @@ def _grows_from(config, layer_type) -> float:
     of_config = getattr(config, "original_max_position_embeddings", None)
     if of_config is None and int(transformers.__version__.split(".")[0]) < 5:
         raise ValueError(
-            "config: expected original_max_position_embeddings beside the rope parameters, where transformers "
-            f"{transformers.__version__} looks for the length that longrope's tables change at"
+            "config: expected original_max_position_embeddings, from which transformers "
+            f"{transformers.__version__} takes the length at which longrope's tables change, got None"
         )
     return params.get("original_max_position_embeddings") or of_config or config.max_position_embeddings
 
