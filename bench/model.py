@@ -211,7 +211,7 @@ def problem(seqlen: int, head_dim: int, scheme: cases.Scheme | None = None) -> w
 
 
 def device_rows(found: dict[tuple, Kernel], theirs: list[dict[str, str]]) -> Iterator[dict[str, str]]:
-    """TFLOP/s by length: of FlashAttention-2 as predicted and as published, and of our schemes."""
+    """Returns TFLOP/s by length: FlashAttention-2 as predicted and as published, and our schemes."""
     passes = (("forward", 1.0, slice(0, 1)), ("backward", 2.5, slice(1, 2)), ("both", 3.5, slice(0, 2)))
     for head_dim in PUBLISHED:
         ours = [scheme for scheme in SCHEMES[:4] if (80, head_dim, scheme.name, "attention_grad_kv") in found]
@@ -248,7 +248,7 @@ def decode_seconds(kernel: Kernel, keys: int, device: waves.Device) -> float:
 
 
 def cache_rows(found: dict[tuple, Kernel]) -> Iterator[dict[str, str]]:
-    """GB/s of decoding by cache length."""
+    """Returns GB/s of decoding by cache length."""
     for kernel in found.values():
         if kernel.name == "attention_decode" and kernel.launch.arch == 80 and kernel.variant.head_dim in PUBLISHED:
             per_key = HEADS_KV * predict.cache_bytes(kernel.variant) / kernel.variant.block_n

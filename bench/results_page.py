@@ -229,7 +229,7 @@ def _named(run: Run, record: Record) -> Record:
 
 
 def _times(chosen: Sequence[Record], what: str) -> list[str]:
-    """Milliseconds, and in brackets the ratio to the last contestant of flashrope."""
+    """Returns milliseconds, and in brackets the ratio to the last contestant of flashrope."""
     ours = [record.contestant for record in chosen if record.ours][-1:]
     heading = f"{what}, ms" + "".join(f" (ratio to {name})" for name in ours)
 

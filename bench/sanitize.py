@@ -57,7 +57,7 @@ def with_cache(rotary: Rotary, impl: str, seqlen_q: int, paged: bool, make: Call
 
 
 def baselines(make: Callable) -> None:
-    """The kernels of the benchmarks themselves."""
+    """Runs the kernels of the benchmarks themselves."""
     from .timing.fused_rope import rotate
     from .timing.probe import read
 

@@ -114,7 +114,7 @@ class LanguageModel(nn.Module):
                 nn.init.normal_(layer.weight, std=0.02 / (2 * layers) ** 0.5)
 
     def forward(self, tokens: torch.Tensor, rotary: Rotary, attend=attention) -> torch.Tensor:
-        """tokens int64 (batch, seqlen) to logits (batch, seqlen, 256)."""
+        """Returns the logits (batch, seqlen, 256) of tokens, int64 (batch, seqlen)."""
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x, rotary, attend)
@@ -141,8 +141,8 @@ class Devices:
         return cls(device, mesh, by_kind["cp"], by_kind.get_local_rank("dp"), by_kind.size(0))
 
     def parallelize(self, model: LanguageModel, dtype: torch.dtype) -> LanguageModel:
-        """Shard the model in place. With bfloat16, the weights, the optimizer state and the reduction of gradients stay
-        in float32."""
+        """Shards the model in place. With bfloat16, the weights, the optimizer state and the reduction of gradients
+        stay in float32."""
         low = dtype == torch.bfloat16
         model.to(self.device, torch.float32 if low else dtype)
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if low else MixedPrecisionPolicy()
@@ -208,7 +208,7 @@ def gradients(
 
 
 def clip_gradients(model: nn.Module, max_norm: float) -> torch.Tensor:
-    """Scale all gradients to a norm of at most ``max_norm``; returns the norm before. Parameters under tensor
+    """Scales all gradients to a norm of at most ``max_norm``; returns the norm before. Parameters under tensor
     parallelism are on a different mesh, and torch handles one mesh at a time."""
     meshes: dict[DeviceMesh, list[nn.Parameter]] = {}
     for parameter in model.parameters():
@@ -221,7 +221,8 @@ def clip_gradients(model: nn.Module, max_norm: float) -> torch.Tensor:
 
 
 def make_optimizer(model: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
-    """AdamW without decay of vectors. One group per mesh and decay, as the fused step handles one mesh at a time."""
+    """Returns AdamW without decay of vectors. One group per mesh and decay, as the fused step handles one mesh at a
+    time."""
     groups: dict[tuple, list[nn.Parameter]] = {}
     for parameter in model.parameters():
         decay = WEIGHT_DECAY if parameter.ndim >= 2 else 0.0
@@ -313,7 +314,7 @@ class Run:
         }
 
     def export(self, path: Path) -> None:
-        """The model as one safetensors file, in the format that `flashrope generate --model` reads."""
+        """Writes the model as one safetensors file, in the format that `flashrope generate --model` reads."""
         from safetensors.torch import save_file
 
         weights = get_model_state_dict(self.model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))

@@ -215,7 +215,7 @@ def make_trainer(args: argparse.Namespace) -> tuple[Trainer, Path | None]:
 
 
 def export(trainer: Trainer, folder: Path) -> None:
-    """The whole model on rank 0, also of a sharded one."""
+    """Writes the whole model on rank 0, also of a sharded one."""
     weights = trainer.accelerator.get_state_dict(trainer.model_wrapped)
     if trainer.is_world_process_zero():
         model = trainer.accelerator.unwrap_model(trainer.model)

@@ -127,7 +127,7 @@ def seeds(text: str) -> int | tuple[int, ...]:
 
 
 def experiments_of(args: argparse.Namespace) -> list[str]:
-    """The experiments to run. Raises BadInput."""
+    """Returns the experiments to run. Raises BadInput."""
     known = [*EXPERIMENTS, "all", *DERIVED, *TOOLS]
     if args.name not in known:
         raise BadInput(f"unknown experiment {args.name!r}; known are {', '.join(known)}")
@@ -151,7 +151,7 @@ def _reads_tokens(experiment: Experiment) -> bool:
 
 
 def resolve(args: argparse.Namespace, out: Path) -> Run:
-    """The run for these options. Raises BadInput."""
+    """Returns the run for these options. Raises BadInput."""
     device, ranks = options.device(args.device), distributed.ranks()
     if ranks.world > 1:
         device = distributed.own_device(device)
@@ -241,7 +241,7 @@ def _corpus(args: argparse.Namespace, preset: Preset) -> data.Corpus | tokens.To
 
 
 def cells_of(name: str, run: Run, chosen: Sequence[str] = ()) -> list[Cell]:
-    """What the experiment measures. Raises BadInput for schemes that are unknown or invalid."""
+    """Returns what the experiment measures. Raises BadInput for schemes that are unknown or invalid."""
     experiment = EXPERIMENTS[name]
     if chosen and not experiment.schemes:
         raise BadInput("--schemes: cannot be changed for this experiment")

@@ -50,8 +50,8 @@ TEXT, REPEATED = "loss", "loss-repeat"
 
 
 def compares() -> Iterator[Comparison]:
-    """What is judged: losses below RoPE's beyond the training length, a loss at the longest length below RoPE's at the
-    training length, and the use of far context."""
+    """Returns what is judged: losses below RoPE's beyond the training length, a loss at the longest length below
+    RoPE's at the training length, and the use of far context."""
     rope, _, ntk, yarn, rerope, rerope_log_n, leaky, cope, *mapped = MEASURED
     self_extend, self_extend_log_n, dual_chunk, dual_chunk_log_n = mapped
     for name in (ntk, yarn, rerope, rerope_log_n, leaky, cope, *mapped):

@@ -30,8 +30,8 @@ class Row:
 
 
 def draw(path: Path, groups: dict[str, Sequence[Row]]) -> None:
-    """Every difference in halves of its 95% interval, with positive numbers for the direction of the paper: a bar that
-    does not reach zero shows a difference. Its own numbers stand beside it."""
+    """Draws every difference in halves of its 95% interval, with positive numbers for the direction of the paper: a
+    bar that does not reach zero shows a difference. Its own numbers stand beside it."""
     count = sum(1 + len(rows) for rows in groups.values())
     figure, (axes,) = canvas(0.235 * count + 1.5)
     y, named = 0, set()

@@ -97,8 +97,8 @@ def logit(network: nn.Module, numbers: torch.Tensor, conversion: str) -> torch.T
 
 @torch.no_grad()
 def accuracy(network: nn.Module, conversion: str, gap: int, seed: int) -> float:
-    """Percent of pairs put in the right order. For "trained" the numbers are below TRAINED; for the others the larger
-    one is at least TRAINED."""
+    """Returns the percent of pairs put in the right order. For "trained" the numbers are below TRAINED; for the
+    others the larger one is at least TRAINED."""
     generator = torch.Generator().manual_seed(1_000_003 * (seed + 1) + gap)
     numbers, larger = pairs(SAMPLES, TRAINED if conversion == "trained" else LIMIT, gap, generator)
     return 100 * ((logit(network, numbers, conversion) > 0) == larger).double().mean().item()

@@ -13,7 +13,7 @@ from torch import distributed
 
 
 def ranks() -> Ranks:
-    """From the environment; one rank without torchrun."""
+    """Returns the number of ranks in the environment, 1 without torchrun."""
     if "LOCAL_RANK" not in os.environ:
         return Ranks()
     return Ranks(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
@@ -34,7 +34,7 @@ def own_device(chosen: torch.device) -> torch.device:
 
 @contextlib.contextmanager
 def group(device: torch.device) -> Iterator[None]:
-    """The process group of all ranks."""
+    """Returns the process group of all ranks."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")

@@ -199,7 +199,8 @@ def _pattern_rows(run: Run, found: Found, pairs: int) -> list[list]:
 
 
 def _swing_rows(run: Run, found: Found) -> list[list]:
-    """Swing, ripple and the ripple's period of the patterns of models trained at the preset's length (COLUMNS)."""
+    """Returns swing, ripple and the ripple's period of the patterns of models trained at the preset's length
+    (COLUMNS)."""
     rows = []
     for (trained, length, context, inputs, seed), measured in found.items():
         if length != run.unit:

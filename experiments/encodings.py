@@ -98,8 +98,8 @@ class Sandwich(nn.Module):
 
 
 def alibi_slopes(heads: int) -> list[float]:
-    """2 ** (-8 h / heads) for h = 1 .. heads if heads is a power of two. Otherwise the slopes of the next lower power,
-    then every other slope of the next higher power, as in ALiBi's code."""
+    """Returns 2 ** (-8 h / heads) for h = 1 .. heads if heads is a power of two. Otherwise the slopes of the next
+    lower power, then every other slope of the next higher power, as in ALiBi's code."""
     power = 1 << (heads.bit_length() - 1)
     slopes = [2 ** (-8 * h / power) for h in range(1, power + 1)]
     between = [2 ** (-8 * h / (2 * power)) for h in range(1, 2 * power + 1, 2)]
@@ -188,8 +188,8 @@ def distances(seqlen: int, device: torch.device | str = "cpu") -> torch.Tensor:
 
 
 def attend_with_bias(bias: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rotary) -> torch.Tensor:
-    """Causal attention with a bias on the scores. q, k, v and the result are (batch, seqlen, heads, head_dim);
-    ``rotary`` is ignored."""
+    """Computes causal attention with a bias on the scores. q, k, v and the result are (batch, seqlen, heads,
+    head_dim); ``rotary`` is ignored."""
     seqlen = q.shape[1]
     future = torch.ones(seqlen, seqlen, dtype=torch.bool, device=q.device).triu(1)
     mask = bias(distances(seqlen, q.device)).to(q.dtype).masked_fill(future, -torch.inf)

@@ -40,7 +40,8 @@ need_disjoint(PRACTICE_LABELS, ASKED_LABELS, "labels")
 
 
 def texts_of(pieces: Sequence[bytes]) -> list[bytes]:
-    """Distinct lines of printable ASCII without marks and separators, stripped and cut to WIDEST bytes, sorted."""
+    """Returns distinct lines of printable ASCII without marks and separators, stripped and cut to WIDEST bytes,
+    sorted."""
     found, forbidden = set(), MARK + b"".join(SEPARATORS.values())
     for piece in pieces:
         for line in piece.splitlines():
@@ -86,7 +87,7 @@ def _enough(texts: list[bytes]) -> list[bytes]:
 
 
 def width(kind: str, shots: int) -> int:
-    """Most bytes of the examples and the query."""
+    """Returns how many bytes the examples and the query have at most."""
     query = (2 * WIDEST + 1 if SEPARATORS[kind] else WIDEST) + len(MARK)
     return shots * (query + 2) + query
 
@@ -98,7 +99,8 @@ def filler(size: int) -> bytes:
 def prompt(
     kind: str, texts: Sequence[bytes], labels: bytes, length: int, shots: int, most_before: int, rng: random.Random
 ) -> bytes:
-    """Exactly ``length`` bytes: filler of at most ``most_before`` bytes, examples, filler, a query up to its mark.
+    """Returns exactly ``length`` bytes: filler of at most ``most_before`` bytes, examples, filler, a query up to its
+    mark.
 
     Both labels occur. Raises TextError if the examples may not fit.
     """
@@ -155,7 +157,7 @@ def batches(
 
 
 def prompts(texts: Sequence[bytes], kind: str, length: int, samples: int, seed: int) -> tuple[list[bytes], list[bytes]]:
-    """Prompts, and the two labels of each. Neighbouring prompts have no label in common."""
+    """Returns prompts, and the two labels of each. Neighbouring prompts have no label in common."""
     found: list[bytes] = []
     chosen: list[bytes] = []
     for sample in range(samples):

@@ -63,7 +63,7 @@ def title_of(axes, text: str) -> None:
 
 
 def heading(figure, title: str, note: str) -> None:
-    """Above all panels."""
+    """Writes a heading above all panels."""
     figure.suptitle(f"{title}\n", x=0.01, ha="left", fontweight="bold", fontsize=NORMAL + 1)
     figure.text(0.01, 1 - 0.3 / figure.get_figheight(), note, fontsize=SMALL, color="0.35", va="top")
 
@@ -241,8 +241,8 @@ def points(
     x_label: str,
     levels: dict[str, float] | None = None,
 ) -> None:
-    """A panel per group and a row per scheme: its mean, in numbers too, and its 95% interval. ``levels``: a value to
-    mark in a panel, such as that at the training length."""
+    """Draws a panel per group and a row per scheme: its mean, in numbers too, and its 95% interval. ``levels``: a
+    value to mark in a panel, such as that at the training length."""
     names = list(dict.fromkeys(name for group in groups.values() for name in group))
     columns = min(len(groups), 2)
     stacked = -(-len(groups) // columns)
@@ -279,7 +279,8 @@ def points(
 
 
 def frequencies(path: Path, panels: dict[str, dict[str, Sequence[float]]], train_length: int, base: float) -> None:
-    """inv_freq by channel pair, with 2 pi / L and pi / L marked. Pairs without rotation are drawn at the bottom."""
+    """Draws inv_freq by channel pair, with 2 pi / L and pi / L marked. Pairs without rotation are drawn at the
+    bottom."""
     figure, all_axes = canvas(4.6 * len(panels), len(panels))
     tables = [table for panel in panels.values() for table in panel.values()]
     floor = min(f for table in tables for f in table if f > 0) / 4
@@ -385,7 +386,8 @@ def components(
     frequencies: Sequence[float],
     train_length: int,
 ) -> None:
-    """Top: the contribution of every pair by distance. Bottom: the sum of all pairs and of the activated pairs."""
+    """Draws the contribution of every pair by distance at the top, and at the bottom the sums of all pairs and of the
+    activated pairs."""
     figure, (above, below) = canvas(6.6, 2)
     named = set()
     for part, kind in zip(parts, kinds, strict=False):
@@ -431,7 +433,8 @@ def vaf_over_training(
     kinds: Sequence[str],
     note: str,
 ) -> None:
-    """Variance accounted for (percent) by every pair, one row per recorded step, with activated pairs framed."""
+    """Draws the variance accounted for (percent) by every pair, one row per recorded step, with activated pairs
+    framed."""
     figure, (axes,) = canvas(4.4)
     shown = [[max(min(v, 100.0), -100.0) for v in row] for row in values]
     image = axes.imshow(shown, aspect="auto", cmap="RdBu_r", vmin=-100, vmax=100, interpolation="nearest")

@@ -86,7 +86,7 @@ def rows_of(journals: Sequence[Sequence[dict]]) -> list[Row]:
 
 
 def table(journals: Sequence[Sequence[dict]]) -> str:
-    """Markdown: the loss by position and what a scheme changes below the training length."""
+    """Returns Markdown: the loss by position and what a scheme changes below the training length."""
     heads = [f"{at}-{at + 1}k" for at in COLUMNS]
     lines = [
         "| scheme | options | windows | " + " | ".join(heads) + f" | change below {TRAIN_LENGTH // 1024}k |",

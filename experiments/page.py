@@ -244,8 +244,8 @@ def _said(outcomes: Counter[str]) -> list[str]:
 
 
 def _listed(name: str, compares: Sequence[Comparison]) -> str:
-    """For example "HoPE and RoPE (copying) at 2 and 4". Windows and factors are named if schemes differ in
-    nothing else."""
+    """Returns a list, for example "HoPE and RoPE (copying) at 2 and 4". Windows and factors are named if schemes
+    differ in nothing else."""
     for numbers in (False, True):
         found: dict[str, dict[tuple, str]] = {}
         for each in compares:
@@ -319,7 +319,7 @@ def minutes(cores: str = "1") -> str:
 
 
 def claims() -> str:
-    """Which claims are supported, in one list per paper's method."""
+    """Returns which claims are supported, in one list per paper's method."""
     return "\n\n".join(_claims_of(method, every) for method, every in CLAIMS.items())
 
 
@@ -387,7 +387,7 @@ def render() -> str:
 
 
 def publish(run: Path) -> list[str]:
-    """Copy the results of a run directory to the page's folder; returns the names of its experiments."""
+    """Copies the results of a run directory to the page's folder; returns the names of its experiments."""
     found = [name for name in EXPERIMENTS if (run / name / "results.json").exists()]
     for name in found:
         target = FOLDER / name

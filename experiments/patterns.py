@@ -133,7 +133,8 @@ def components(q: torch.Tensor, k: torch.Tensor, rotary: Rotary, softmax_scale: 
 
 
 def vaf(parts: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    """Variance accounted for in percent: 100 * (1 - sum((y - part)^2) / sum(y^2)) over the last axis (HoPE, eq. 5)."""
+    """Returns the variance accounted for in percent: 100 * (1 - sum((y - part)^2) / sum(y^2)) over the last axis
+    (HoPE, eq. 5)."""
     return 100 * (1 - (whole - parts).square().sum(-1) / whole.square().sum(-1))
 
 

@@ -54,7 +54,8 @@ def encoding(name: str, head_dim: int) -> Rotary:
 
 
 def attend_on(rows: int, columns: int, impl: str | None = None) -> Attend:
-    """Attention without a causal mask; positions are (row, column) for axial schemes and in row order for others."""
+    """Computes attention without a causal mask; positions are (row, column) for axial schemes and in row order for
+    others."""
 
     def attend(q, k, v, rotary):
         positions = None
@@ -90,7 +91,8 @@ def train_on_pictures(
 
 @torch.no_grad()
 def measure(model: LanguageModel, name: str, samples: int, seed: int, impl: str | None = None) -> list[Result]:
-    """Percentage of pixels predicted correctly, by shape (task "picture-8x12"), on pictures not used in training."""
+    """Yields the percentage of pixels predicted correctly, by shape (task "picture-8x12"), on pictures not used in
+    training."""
     device, results = model.embedding.weight.device, []
     for rows, columns in SHAPES:
         colours, targets = pictures(samples, rows, columns, torch.Generator().manual_seed(1_000_000_007 + seed))

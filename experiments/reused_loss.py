@@ -181,7 +181,7 @@ def write_positions(losses: Losses, length: int, out: Path) -> None:
 
 
 def draw(rows: list[list], length: int, out: Path) -> None:
-    """The loss by position, and the change against truncation."""
+    """Draws the loss by position, and the change against truncation."""
     figure = new_figure((7.2, 3.0))
     for axes, column, title in zip(
         figure.subplots(1, 2), (4, 6), ("loss, nats per byte", f"change against {TRUNCATED}"), strict=True

@@ -72,7 +72,7 @@ class Run:
 
     @property
     def text(self) -> str:
-        """What the models read, in words."""
+        """Returns what the models read, in words."""
         if not self.corpus:
             return "none: the models are trained only on the task"
         what = "tokens" if isinstance(self.corpus, TokenCorpus) else "bytes"
@@ -133,7 +133,7 @@ class Run:
             raise BadInput(f"--out: cannot write to {self.out} ({error.strerror})") from None
 
     def provenance(self) -> dict:
-        """Configuration, revision, hardware and versions, for results.json."""
+        """Returns configuration, revision, hardware and versions, for results.json."""
         return {
             "settings": self.identity(),
             "seeds": list(self.seeds),

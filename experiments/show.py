@@ -129,7 +129,7 @@ def _draw_accuracy(folder: Path, name: str, task: str, rows: Rows, train_length:
 
 
 def _draw_loss(folder: Path, name: str, task: str, rows: Rows, train_length: int) -> None:
-    """Losses on text by scheme, and for some schemes also on repeated text."""
+    """Draws losses on text by scheme, and for some schemes also on repeated text."""
     measured = {family(row["scheme"]): row["scheme"] for row in reversed(rows)}
     text = ("rope", "ntk-aware", "yarn", "rerope", "rerope+dagger", "leaky-rerope+dagger", "cope")
     mapped = ("rope", "rerope", "self-extend", "self-extend+dagger", "dual-chunk", "dual-chunk+dagger")

@@ -92,7 +92,7 @@ def values_at(rows: Sequence[dict[str, str]], scheme: str, task: str, at: float)
 def difference(
     rows: Sequence[dict[str, str]], first: tuple, second: tuple, at: float, second_at: float | None = None
 ) -> Interval | None:
-    """First minus second, seed by seed: (scheme, task) each. None if no seed has both."""
+    """Returns first minus second, seed by seed: (scheme, task) each. None if no seed has both."""
     return paired(values_at(rows, *first, at), values_at(rows, *second, at if second_at is None else second_at))
 
 
@@ -106,7 +106,7 @@ SHOWN, AGAINST, UNSHOWN, UNJUDGED = "as expected", "against expectation", "no di
 
 
 def outcome(found: Interval, expected: int) -> str:
-    """SHOWN or AGAINST where the interval of enough seeds excludes zero, otherwise UNSHOWN or UNJUDGED."""
+    """Returns SHOWN or AGAINST where the interval of enough seeds excludes zero, otherwise UNSHOWN or UNJUDGED."""
     if found.seeds < MIN_SEEDS:
         return UNJUDGED
     if not found.excludes_zero:

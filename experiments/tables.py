@@ -95,7 +95,7 @@ def ordering(column: str, published: Sequence[float], ours: Sequence[dict[int, f
 
 
 def measured(table: Published, rows: Rows, train_length: int) -> list[list[dict[int, float]]]:
-    """Our figures by seed in the rows and columns of the table."""
+    """Returns our figures by seed in the rows and columns of the table."""
     seeds = sorted({int(row["seed"]) for row in rows})
     found = []
     for _, template, _ in table.rows:

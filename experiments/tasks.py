@@ -75,7 +75,7 @@ def need_disjoint(training: Iterable, evaluation: Iterable, what: str) -> None:
 
 
 def percentage(task: str, at: float, found: torch.Tensor) -> Result:
-    """How many of these bool (samples, ...) are true."""
+    """Returns how many of these bool (samples, ...) are true."""
     return Result(task, at, 100 * found.float().mean().item(), len(found))
 
 

@@ -69,7 +69,7 @@ class TokenCorpus:
     tokenizer: Path | None = None  # a tokenizer.json
 
     def record(self) -> dict:
-        """Files, numbers of tokens and fingerprints of both parts, and the vocabulary."""
+        """Returns files, numbers of tokens and fingerprints of both parts, and the vocabulary."""
         parts = {"train": (self.train,), "unseen": self.unseen}
         return {
             "text": self.name,
@@ -125,7 +125,8 @@ def from_files(paths: list[str], vocab_size: int | None, window: int) -> TokenCo
 
 
 def fingerprint(piece: TokenFile) -> str:
-    """SHA-256 of the part's place in the file, the file's size, and BLOCKS blocks spread evenly over the file."""
+    """Returns the SHA-256 of the part's place in the file, the file's size, and BLOCKS blocks spread evenly over the
+    file."""
     size = piece.path.stat().st_size
     found = hashlib.sha256(f"{size} {piece.start} {piece.stop}".encode())
     with open(piece.path, "rb") as file:

@@ -101,7 +101,7 @@ def train_job(run: Run, trained: str, length: int, seed: int, progress: Callable
 
 
 def curve(losses: Sequence[float]) -> list[tuple[int, float]]:
-    """At most CURVE points of a training curve: the last step of each part, and the mean loss of the part."""
+    """Returns at most CURVE points of a training curve: the last step of each part, and the mean loss of the part."""
     size = -(-len(losses) // CURVE)
     parts = [losses[start : start + size] for start in range(0, len(losses), size)]
     return [(min((at + 1) * size, len(losses)), sum(part) / len(part)) for at, part in enumerate(parts)]
@@ -128,7 +128,7 @@ def observer(run: Run, trained: str, length: int, seed: int, model: ZooModel) ->
 
 
 def observed(run: Run, trained: str, length: int) -> dict[int, list[float]]:
-    """Variance accounted for by every component, by training step, for the model of the first seed."""
+    """Returns the variance accounted for by every component, by training step, for the model of the first seed."""
     found = json.loads(_observed_path(run, trained, length, run.first_seed).read_text(encoding="utf-8"))
     return {int(step): found[step] for step in sorted(found, key=int)}
 

@@ -94,7 +94,7 @@ def draw_distances(path: Path, title: str, rotary: Rotary, scale: float) -> None
 
 
 def draw_table(path: Path, title: str, rotary: Rotary) -> None:
-    """Every pair's frequency as a share of RoPE's, and the cut at 2 pi / L."""
+    """Draws every pair's frequency as a share of RoPE's, and the cut at 2 pi / L."""
     figure, (axes,) = panels(1, title)
     share = [f / plain for f, plain in zip(rotary.frequencies, ROPE.frequencies, strict=True)]
     cut = sum(f >= 2 * math.pi / TRAIN_LENGTH for f in ROPE.frequencies) - 0.5
@@ -111,7 +111,7 @@ def draw_table(path: Path, title: str, rotary: Rotary) -> None:
 
 
 def draw_axes(path: Path) -> None:
-    """The frequency and the axis of every pair."""
+    """Draws the frequency and the axis of every pair."""
     figure, both = panels(2, "which coordinate each pair rotates with", sharey=True)
     for axes, (title, rotary) in zip(both, AXES.items(), strict=True):
         model, _, builder = title.partition(": ")

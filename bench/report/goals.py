@@ -101,7 +101,8 @@ GOALS = (
 
 
 def evaluate(run: Run, goals: Sequence[Goal] = GOALS) -> list[dict]:
-    """For every goal: its name, floor and aim, the measured {seqlen: figure}, the worst figure, and a verdict."""
+    """Returns for every goal its name, floor and aim, the measured {seqlen: figure}, the worst figure, and a
+    verdict."""
     return [
         _judge(
             goal,

@@ -118,7 +118,7 @@ def of_panel(record: Record, start: str) -> bool:
 
 
 def _by_window(records: Sequence[Record]) -> dict[int, float]:
-    """{length: milliseconds} in order of length, for the chosen window of each."""
+    """Returns {length: milliseconds} in order of length, for the chosen window of each."""
     chosen: dict[int, Record] = {}
     for record in records:
         wanted = min(1024, record.seqlen // 4)
@@ -194,7 +194,7 @@ def _lines(axes, records: Sequence[Record], styles: dict[str, dict], value: Call
 
 
 def _ceiling(axes, run: Run, name: str) -> None:
-    """A line at the measured ceiling that shares in the tables refer to."""
+    """Draws a line at the measured ceiling that shares in the tables refer to."""
     axes.axhline(run.ceilings[name], color="0.6", linewidth=1, linestyle=":")
     axes.annotate(
         CEILINGS[name],
@@ -219,7 +219,7 @@ def _length_axis(axes, lengths: Sequence[float], x_label: str = "seqlen") -> Non
 
 
 def _ratio_axis(axes) -> None:
-    """Logarithmic, and at least an octave high, so that noise does not fill it."""
+    """Makes the axis logarithmic, and at least an octave high, so that noise does not fill it."""
     from matplotlib.ticker import NullLocator
 
     axes.set_yscale("log", base=2)
@@ -232,7 +232,8 @@ def _ratio_axis(axes) -> None:
 
 
 def _decades(axes) -> None:
-    """Logarithmic, with plain numbers at 1, 2 and 5 of each decade, or only at its start if there are many."""
+    """Makes the axis logarithmic, with plain numbers at 1, 2 and 5 of each decade, or only at its start if there are
+    many."""
     from matplotlib.ticker import LogLocator, NullLocator
 
     axes.set_yscale("log")

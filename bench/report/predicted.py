@@ -41,7 +41,7 @@ def _seqlens(row: dict[str, str]) -> list[str]:
 
 
 def draw(path: Path, rows: list[dict[str, str]]) -> None:
-    """Forward and backward by length, a panel for each head_dim."""
+    """Draws forward and backward by length, a panel for each head_dim."""
     head_dims = sorted({row["D"] for row in rows}, key=int)
     figure, highest = new_figure((9.5, 3.6)), []
     all_axes = figure.subplots(1, len(head_dims), sharey=True, squeeze=False)[0]

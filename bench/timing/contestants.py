@@ -180,7 +180,7 @@ def flex(problem: Problem):
 
 
 def flex_two_passes(problem: Problem):
-    """ReRoPE as two masked passes, merged by their lse."""
+    """Computes ReRoPE as two masked passes, merged by their lse."""
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
     if not problem.causal:
@@ -211,7 +211,7 @@ def flex_two_passes(problem: Problem):
 
 
 def dense(problem: Problem):
-    """ReRoPE as in its author's code: both score matrices in full, then a choice between them."""
+    """Computes ReRoPE as in its author's code: both score matrices in full, then a choice between them."""
     window = problem.window
     near = eager(problem)
     ahead, behind = (eager(problem, torch.full((1,), float(at), device=problem.device)) for at in (window, -window))

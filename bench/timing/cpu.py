@@ -237,7 +237,7 @@ class Bench:
         self.measure(title, quantized_entries(self.kernels, CHUNK), prefill, share)
 
     def memory(self) -> None:
-        """The largest growth factor of the peak when the length doubles, over three lengths.
+        """Returns the largest growth factor of the peak when the length doubles, over three lengths.
 
         The compiled kernels allocate outside of PyTorch, so for them the peak is that of the process.
         """
@@ -279,7 +279,7 @@ class Bench:
             )
 
     def busy(self) -> None:
-        """Decoding beside one process that computes: how much each contestant's ratio to SDPA grows."""
+        """Measures decoding beside one process that computes: how much each contestant's ratio to SDPA grows."""
         neighbor = multiprocessing.get_context("spawn").Process(target=compute_forever, daemon=True)
         neighbor.start()
         try:
@@ -305,7 +305,7 @@ class Bench:
             print(f"tokens per second: {tokens_per_second(times, p)}")
 
     def lengths(self) -> None:
-        """The same contestants at every length, for the chart."""
+        """Measures the same contestants at every length, for the chart."""
         schemes = "HoPE", "ReRoPE"
         for seqlen in LENGTHS:
             window, peers = min(seqlen // 4, 1024), 3 if seqlen <= DENSE_SEQLEN else 2
@@ -395,7 +395,7 @@ class Plan(Bench):
 
 
 def sdpa_rate(heads: int, head_dim: int, seqlen: int) -> float:
-    """SDPA's products per second in a forward pass of this length."""
+    """Returns SDPA's products per second in a forward pass of this length."""
     q, k, v = torch.randn(3, 1, heads, seqlen, head_dim)
     timer, call = Timer(CPU), lambda: scaled_dot_product_attention(q, k, v, is_causal=True)
     timer(call)
@@ -411,7 +411,7 @@ def expected_time(plan: Plan, rate: float) -> str:
 
 
 def peak_resident_bytes(call: Callable) -> int:
-    """Peak resident memory of this process during the call, beyond what it held before; Linux only."""
+    """Returns the peak resident memory of this process during the call, beyond what it held before; Linux only."""
 
     def of_process(name: str) -> int:
         with open("/proc/self/status") as lines:

@@ -33,7 +33,8 @@ PAGE_SIZE, OWN_PAGE_SIZE = 16, 256  # FlashInfer's, flashrope's
 
 
 def _key_positions(problem: Problem) -> torch.Tensor:
-    """The position every key is rotated to under ReRoPE if the query is not rotated: minus their rectified distance."""
+    """Returns the position every key is rotated to under ReRoPE if the query is not rotated: minus their rectified
+    distance."""
     slots = torch.arange(problem.seqlen, device=problem.device)
     return -(problem.seqlen - 1 - slots).clamp(max=problem.window)
 

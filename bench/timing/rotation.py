@@ -63,7 +63,7 @@ def separate(encoding: Callable, problem: Problem):
 
 
 def own_rotation(problem: Problem):
-    """``flashrope.rotate`` of q and k."""
+    """Returns a call of ``flashrope.rotate`` for q and k."""
     rotary = problem.rope()
     return lambda q, k, v: (rotate(q, rotary), rotate(k, rotary))[1]
 

@@ -39,7 +39,7 @@ class Timer(timer.Timer):
         return graph.replay
 
     def peak_bytes(self, call: Callable) -> int:
-        """Peak memory of PyTorch's allocator during the call, beyond what it held before.
+        """Returns the peak memory of PyTorch's allocator during the call, beyond what it held before.
 
         On the CPU this uses the profiler, which slows down every later operator of the process: measure time first.
         """
@@ -54,7 +54,7 @@ class Timer(timer.Timer):
         return torch.cuda.max_memory_allocated(self.device) - before
 
     def free_bytes(self) -> int:
-        """Memory available to a new tensor."""
+        """Returns the memory available to a new tensor."""
         if self.flush is None:
             return _available_cpu()
         torch.cuda.empty_cache()

@@ -65,7 +65,7 @@ def write_csv(path: Path, rows: list[dict[str, str]]) -> None:
 
 
 def workloads(direction: str, head_dim: int, bands: int) -> list[Workload]:
-    """What is timed on a GPU: every class of length, and for decoding both kinds of cache."""
+    """Returns what is timed on a GPU: every class of length, and for decoding both kinds of cache."""
     [name] = [name for name, (directions, caches) in PASSES.items() if direction in directions and name != "prefill"]
     return [
         Workload(direction, *shape[:-1], head_dim, torch.bfloat16, bands, cache)

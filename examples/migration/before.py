@@ -17,7 +17,7 @@ SEQLEN, BATCH = 96, 8
 
 
 def flash_attn_func(q, k, v, causal=False):
-    """flash-attn's call, on PyTorch's kernel: it runs on the CPU too, and in float32."""
+    """Does what flash-attn's call does, on PyTorch's kernel: it runs on the CPU too, and in float32."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True).transpose(1, 2)
 
