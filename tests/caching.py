@@ -296,7 +296,7 @@ class Cached:
                 assert not got["out"].any() and (got["lse"] == -torch.inf).all()
 
     def check(self, **options) -> None:
-        """Calls, judges every sequence, and looks at what was written."""
+        """Makes the call, checks every sequence, and checks what was written."""
         lengths = self.cache_seqlens.clone()
         self.judge(*self.call(**options))
         assert torch.equal(lengths, self.cache_seqlens)

@@ -4,8 +4,8 @@ import dataclasses
 
 
 def patch_language_once_per_launch():
-    """It searches and patches its language modules anew at each call of a nested function. Within one launch the first
-    time is enough."""
+    """Makes the interpreter patch its language modules once per launch. It does so at each call of a nested function.
+    Within one launch the first time is enough."""
     import triton.language as tl
     from triton.runtime import interpreter
 
@@ -31,8 +31,8 @@ def patch_language_once_per_launch():
 
 
 def leave_out_unread_checks():
-    """It repeats the arithmetic of integers in 64 bits to find overflows, but looks at what it found only in its debug
-    mode."""
+    """Leaves out a check of the interpreter. It repeats the arithmetic of integers in 64 bits to find overflows, but
+    looks at what it found only in its debug mode."""
     from triton.runtime import interpreter
 
     builder = interpreter.interpreter_builder
@@ -78,7 +78,7 @@ def make_types_once():
 
 
 def ask_types_once():
-    """It compares types by name, and works out anew which type a result has."""
+    """Makes the interpreter work out once which type a result has. It compares types by name, at every operation."""
     from triton.language import core
     from triton.language.semantic import TritonSemantic
 

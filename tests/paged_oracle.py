@@ -30,13 +30,16 @@ class Tokens:
         return Tokens([place for part in parts for place in self.positions[part]], k, v, self.moved)
 
     def followed_by(self, k: torch.Tensor, v: torch.Tensor, positions: Sequence[int], moved: bool = False) -> Tokens:
-        """positions: of the new tokens, which move to stand behind the last one, and keep their distances."""
+        """Returns these tokens followed by others, which are moved behind the last one and keep their distances.
+
+        positions: of the others, before they are moved.
+        """
         by = self.positions[-1] + 1 - positions[0] if self.positions and positions else 0
         k, v = torch.cat((self.k, k), -3), torch.cat((self.v, v), -3)
         return Tokens(self.positions + [x + by for x in positions], k, v, self.moved or moved)
 
     def without(self, start: int, stop: int, close: bool) -> Tokens:
-        """What ``remove`` leaves."""
+        """Returns what ``remove`` leaves."""
         if start == stop:
             return self
         left, down = self.parts(slice(0, start), slice(stop, None)), (stop - start) * close
@@ -44,7 +47,7 @@ class Tokens:
         return Tokens(positions, left.k, left.v, True)
 
     def places(self, rows: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """``Problem.places`` of the last tokens as queries; None if tokens stand at their slots."""
+        """Returns ``Problem.places`` with the last tokens as queries, or None if positions follow from slots."""
         if not self.moved:
             return None
         keys = torch.tensor(self.positions, dtype=torch.float64, device=self.k.device)

@@ -96,8 +96,8 @@ def int32(values, device: str | None = None) -> torch.Tensor:
 
 
 def random(shape, target: Target, seed: int, layout: str = "contiguous") -> torch.Tensor:
-    """Normal numbers (batch, seqlen, heads, head_dim) in float64's exact image of the target's type, laid out as
-    asked."""
+    """Returns normal numbers (batch, seqlen, heads, head_dim) in float64's exact image of the target's type, laid out
+    as asked."""
     batch, seqlen, heads, head_dim = shape
     x = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32).to(
         target.device, target.dtype
@@ -162,7 +162,8 @@ def lse_type(target: Target) -> torch.dtype:
 
 
 def run(p: Problem, impl: str) -> dict[str, torch.Tensor]:
-    """out, lse and the gradients of (out * grad_out).sum() + (lse * grad_lse).sum() over the rows that see a key."""
+    """Returns out, lse and the gradients of (out * grad_out).sum() + (lse * grad_lse).sum() over the rows that see a
+    key."""
     leaves = [x.detach().requires_grad_() for x in (p.q, p.k, p.v, p.sinks) if x is not None]
     out, lse = attention(
         *leaves[:3],
@@ -254,7 +255,7 @@ def exact_and_bound(p: Problem, gradients=True) -> tuple[dict[str, torch.Tensor]
 
 
 def pair_lengths(x: torch.Tensor, rotary: Rotary) -> torch.Tensor:
-    """|x|, with both channels of a pair that rotates replaced by the length of the pair."""
+    """Returns |x|, with both channels of a pair that rotates replaced by the length of the pair."""
     paired, rest = x[..., : rotary.rotary_dim], x[..., rotary.rotary_dim :].abs()
     shape = (-1, 2) if rotary.interleaved else (2, -1)
     pairs = paired.unflatten(-1, shape) if rotary.rotary_dim else paired[..., None]
@@ -310,5 +311,5 @@ def check_budget(
 
 
 def kept(x: torch.Tensor, cache_dtype: str | None) -> torch.Tensor:
-    """What a cache of that type keeps of x: x itself, or in float64 what its codes and scales stand for."""
+    """Returns x as a cache of that type stores it: x itself, or in float64 the quantized values times their scales."""
     return x if cache_dtype is None else dequantize(*quantize(x, CACHE_DTYPES[cache_dtype]), torch.float64)

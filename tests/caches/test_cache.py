@@ -15,7 +15,7 @@ TOKENS = torch.randn(2, LAYERS, 4096, HEADS_KV, HEAD_DIM, generator=GENERATOR, d
 
 
 def rows(lists, layer=0, dtype=torch.float64):
-    """k and v (sequences, tokens, heads_kv, head_dim) of lists of token numbers, in one layer."""
+    """Returns k and v (sequences, tokens, heads_kv, head_dim) of lists of token numbers, in one layer."""
     return TOKENS[:, layer][:, torch.tensor(lists, dtype=torch.long)].to(dtype)
 
 
@@ -43,7 +43,7 @@ def pages_of(cache, sequence) -> list[int]:
 
 
 def check(cache: PagedKVCache, model: dict[int, list[int]], reserved=()) -> None:
-    """Lengths, tables, contents of all layers and the count of free pages."""
+    """Checks lengths, tables, the contents of all layers and the number of free pages against the model."""
     assert cache.sequences == sorted(model)
     names = list(model)
     assert list(cache.lengths.values()) == cache.seqlens(names).tolist() == [len(model[name]) for name in names]
@@ -67,7 +67,7 @@ def check(cache: PagedKVCache, model: dict[int, list[int]], reserved=()) -> None
 
 
 def expected(scheme, q, tokens, layer=0, dtype=torch.float64):
-    """attention of every sequence alone; rows of q before its first token are 0."""
+    """Returns attention of every sequence on its own. Rows of q before its first token are 0."""
     outs = []
     for b, sequence in enumerate(tokens):
         none = max(q.shape[1] - len(sequence), 0)

@@ -282,7 +282,7 @@ def test_rows_outside_every_sequence(exact):
 
 
 def padded(batch: Cached) -> Cached:
-    """With five query rows and three sequences more, which have no rows."""
+    """Adds five query rows that belong to no sequence, and three sequences without rows. Returns the batch."""
     batch.q, batch.k_new, batch.v_new = (torch.cat([x, x[:5]]) for x in (batch.q, batch.k_new, batch.v_new))
     batch.cu_seqlens_q = torch.cat([batch.cu_seqlens_q, batch.cu_seqlens_q[-1:].expand(3)])
     batch.cache_seqlens = torch.cat([batch.cache_seqlens, batch.cache_seqlens.new_full((3,), 5)])

@@ -63,7 +63,7 @@ class Recipe:
         return attention_with_cache(*arguments, **new, impl=self.held.target.impl, return_lse=True, **options)
 
     def step(self):
-        """What a graph holds: the call of every layer."""
+        """Runs what a graph holds: the call of every layer."""
         results, static = [], self.static
         for self.layer in range(LAYERS):
             q, k, v = (static[name][self.layer] for name in "qkv")
@@ -72,7 +72,7 @@ class Recipe:
         return results
 
     def run(self, replay) -> None:
-        """A step by the recipe, and what it should have done. replay: returns out and lse of every layer."""
+        """Runs a step by the recipe and checks what it did. replay: returns out and lse of every layer."""
         static, (q, k, v) = self.static, self.new()
         for name, x in zip("qkv", (q, k, v), strict=True):
             static[name].copy_(x)

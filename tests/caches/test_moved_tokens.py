@@ -19,7 +19,7 @@ TARGETS = [t for t in TARGETS if t.dtype == torch.float32 or t.impl == "referenc
 
 @pytest.fixture(params=[pytest.param(t, marks=pytest.mark.slow) if t.slow else t for t in TARGETS], ids=str)
 def moved(request):
-    """Every backend; the interpreter's runs of all that only asks the cache are slow tests."""
+    """Every backend. Triton's interpreter runs these tests only among the slow ones."""
     return request.param
 
 

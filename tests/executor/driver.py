@@ -157,7 +157,7 @@ def _device(machine: Machine):
 
 @contextlib.contextmanager
 def _ptx_for_cubin() -> Iterator[None]:
-    """Within, Triton's NVIDIA compiler stops at PTX. Its cache keeps such modules apart."""
+    """Makes Triton's NVIDIA compiler stop at PTX inside the block. Its cache keeps such modules apart."""
     from triton.backends.nvidia.compiler import CUDABackend
 
     before = CUDABackend.make_cubin, CUDABackend.hash
@@ -171,7 +171,7 @@ def _ptx_for_cubin() -> Iterator[None]:
 
 @contextlib.contextmanager
 def executed(arch: int, **options) -> Iterator[Machine]:
-    """Within, impl="triton" serves CPU tensors. New tensors start as NaN. options: of ``Machine``."""
+    """Makes impl="triton" serve CPU tensors inside the block. New tensors start as NaN. options: of ``Machine``."""
     import torch
     import triton
     from flashrope.backends import triton as backend

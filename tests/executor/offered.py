@@ -93,7 +93,7 @@ def _fits(head_dim, page, dtype, cache_dtype, positions) -> bool:
 
 
 def sample() -> list[Case]:
-    """Few cases in which every two values of two axes meet, chosen greedily. The same in every run."""
+    """Returns few cases in which every two values of two axes meet, chosen greedily. The same in every run."""
     choose, axes = random.Random(0), (*AXES, SCHEMES, SEQLENS, PADDED)
     missing = {pair for values in itertools.product(*axes) if _fits(*values[:5]) for pair in _pairs(values)}
     cases = []

@@ -46,7 +46,7 @@ REASONS = {  # a part of the message: what to say
 
 
 def outcome(name: str) -> str:
-    """TESTED, PASSED, or why a model of this type is refused."""
+    """Returns TESTED, PASSED, or why a model of this type is refused."""
     if name in HERE:
         return TESTED
     try:

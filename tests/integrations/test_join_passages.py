@@ -165,7 +165,7 @@ def test_a_passage_from_a_file():
 
 
 def refused(model, message: str, error=ValueError) -> None:
-    """By both calls, before anything is computed."""
+    """Checks that both calls refuse the model, before anything is computed."""
     passage = Passage(texts()[0], DynamicCache())
     for call in (lambda: prefill_passage(model, texts()[0]), lambda: join_passages(model, [passage])):
         with pytest.raises(error, match=re.escape(message)):

@@ -46,7 +46,7 @@ def padded(name):
 
 
 def ends(given) -> tuple[int, ...]:
-    """Where calls with a cache end, behind all but text."""
+    """Returns where calls with a cache end. Only text comes after these tokens."""
     length = given["input_ids"].shape[1]
     return length - 5, length - 4, length - 1
 

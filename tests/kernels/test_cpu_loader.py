@@ -221,7 +221,7 @@ def _scales() -> dict[str, torch.Tensor]:
 
 
 def _append_and_decode(q, caches, new, rotary, scales, impl: str) -> list[torch.Tensor]:
-    """out and the caches after 90 new keys, of which the last is that of q."""
+    """Returns out and the caches after 90 new keys. q is the query of the last one."""
     options = dict(rotary=rotary, cache_seqlens=torch.zeros(2, dtype=torch.int32), impl=impl, **scales)
     queries = torch.cat((torch.zeros_like(q).expand(-1, 89, -1, -1), q), 1)
     attention_with_cache(queries, *caches, k=new[0], v=new[1], **options)

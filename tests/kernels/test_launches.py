@@ -100,7 +100,7 @@ class Calls(random.Random):
         (self.dense, self.packed, self.cached)[seed % 3]()
 
     def tensor(self, *shape, grad=False):
-        """Contiguous, or a view whose rows or whose first element are off 16 bytes, or heads first."""
+        """Returns a tensor that is contiguous, heads first, or a view that is not aligned to 16 bytes."""
         layout, (*rows, heads, head_dim) = (
             self.choice(("contiguous", "contiguous", "heads first", "window", "odd")),
             shape,
@@ -164,7 +164,7 @@ class Calls(random.Random):
         self.backward(*attention_varlen(q, k, v, self.rotary(), *starts, 1100, 1100, **options))
 
     def cached(self):
-        """The views of attention_with_cache, and a step of the caches that are aligned."""
+        """Calls attention_with_cache on views, and runs a step of the caches, which are aligned."""
         page_size, rotary = self.choice((0, 0, 16, 64, 256)), self.rotary()
         rows, table = (self.batch, 2048), None
         if page_size:
@@ -236,7 +236,7 @@ class Calls(random.Random):
 
 
 def compiling_environment() -> dict[str, str]:
-    """For a process where Triton compiles."""
+    """Returns the environment of a process where Triton compiles."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return os.environ | {"PYTHONPATH": os.pathsep.join(paths), "TRITON_INTERPRET": "0", "TRITON_DEFAULT_FP_FUSION": "0"}
 

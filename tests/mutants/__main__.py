@@ -44,8 +44,8 @@ def everything(rooms: tuple[str, ...]) -> list[Mutant]:
 
 
 def drawn(mutants: list[Mutant], seed: str) -> list[Mutant]:
-    """In an order drawn from a seed, one of every room and kind in turn: the many mutants of a common kind would
-    otherwise hide the few of another."""
+    """Returns mutants in an order drawn from a seed, one of every room and kind in turn: the many mutants of a common
+    kind would otherwise hide the few of another."""
     dice, groups = random.Random(seed), {}
     for mutant in mutants:
         groups.setdefault((mutant.room, mutant.kind), []).append(mutant)

@@ -31,7 +31,7 @@ class Row(NamedTuple):
 
 
 def read(path: Path) -> dict[str, Row]:
-    """By the mutant's address; nothing where there is no file. The last row of an address holds."""
+    """Returns the rows by the mutant's address, none without a file. The last row of an address counts."""
     if not path.exists():
         return {}
     with open(path, newline="", encoding="utf-8") as file:
@@ -48,7 +48,7 @@ def add(path: Path, row: Row) -> None:
 
 
 def write(path: Path, rows: dict[str, Row]) -> None:
-    """The whole file, in the order of addresses."""
+    """Writes the whole file, in the order of addresses."""
     path.unlink(missing_ok=True)
     for _, row in sorted(rows.items()):
         add(path, row)

@@ -174,7 +174,7 @@ class Run:
             os._exit(3)
 
     def ended(self) -> Ended | None:
-        """None while it runs."""
+        """Returns how the process ended, or None while it runs."""
         pid, status, usage = os.wait4(self.pid, os.WNOHANG)
         state, _, test = self.copy.seen.read_text(encoding="utf-8").partition(" ")
         if not pid:

@@ -14,7 +14,7 @@ from tests.mutants.runs import Copy, Ended, Watch
 
 
 def made(text, changes) -> dict[str, list[str]]:
-    """By kind, the lines that a finder's changes make of the only line that they touch."""
+    """Returns, by kind, what a finder's changes make of the only line that they touch."""
     found: dict[str, list[str]] = {}
     for change in sorted(changes, key=lambda change: change.start):
         new = text[: change.start] + change.new + text[change.end :]

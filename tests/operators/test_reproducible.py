@@ -23,7 +23,8 @@ def moved(x: torch.Tensor, elements: int) -> torch.Tensor:
 
 
 def results(target: support.Target, elements: int = 0) -> list[torch.Tensor]:
-    """Forward, backward, packed sequences and decoding, of inputs at an address that is no more aligned than that."""
+    """Returns results of forward, backward, packed sequences and decoding. elements: as in ``moved``, for all
+    inputs."""
     found = []
     for n, scheme in enumerate(("rerope", "yarn_leaky_local_log_n")):
         p = support.problem(target, SCHEMES[scheme](24), 90, batch=2, heads=4, seed=n)

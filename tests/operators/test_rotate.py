@@ -46,7 +46,7 @@ def by_complex_numbers(x: torch.Tensor, rotary: Rotary, positions: torch.Tensor 
 
 
 def check(target, x, rotary, positions=None, inverse_of=None) -> None:
-    """Within one rounding of every element's pair."""
+    """Checks that every element is within one rounding of its pair."""
     got = rotate(x, rotary, positions, impl=target.impl)
     assert got.dtype == target.dtype and got.is_contiguous() and got.shape == x.shape
     exact = by_complex_numbers(x, rotary, positions)

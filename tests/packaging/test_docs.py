@@ -43,7 +43,8 @@ def needs(block: str) -> list[str]:
 
 
 def stand_in_for_checkpoints(block: str) -> None:
-    """transformers looks for "owner/name" among the folders first: a small random model of the owner's kind."""
+    """Saves a small random model as the folder "owner/name", where transformers looks first. Its kind follows the
+    name."""
     for name in re.findall(r'from_pretrained\("([\w.-]+/[\w.-]+)"', block):
         from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -34,7 +34,7 @@ def lay_out():
 
 
 def load(package: Path, name: str):
-    """As the kernels library does: from a path, under a name of its own."""
+    """Imports a package as the kernels library does: from a path, under a name of its own."""
     spec = importlib.util.spec_from_file_location(
         name, package / "__init__.py", submodule_search_locations=[str(package)]
     )

@@ -96,7 +96,7 @@ def _words(path: str):
 
 
 def write_tokenizer(folder) -> None:
-    """Bytes, and <s> and </s>."""
+    """Writes a tokenizer of bytes, <s> and </s>."""
     import tokenizers
     import transformers
 
@@ -194,7 +194,7 @@ def _loss(run, batches) -> float:
 
 
 def losses(config, steps: int) -> list[float]:
-    """What torchtitan's own ``train_step`` reports at every step."""
+    """Returns the losses that torchtitan's own ``train_step`` reports at every step."""
     with all_in_float64() if config.training.dtype == "float64" else contextlib.nullcontext():
         return steps_of(trainer(config), steps)
 

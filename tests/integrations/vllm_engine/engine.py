@@ -45,12 +45,12 @@ def generate(llm, prompts: list[list[int]], tokens: int = 4, all_prompt: bool = 
 
 
 def differences(folder: str, options: dict | None, outputs, rounded: Rounded | None = None) -> list[float]:
-    """Per completion, the largest difference of any log probability from that of convert()."""
+    """Returns, per completion, the largest difference of any log probability from that of convert()."""
     return [float(x.abs().max()) for x in compared(folder, options, outputs, rounded)]
 
 
 def compared(folder: str, options: dict | None, outputs, rounded: Rounded | None = None) -> list[torch.Tensor]:
-    """Per completion, the differences of all log probabilities from those of convert()."""
+    """Returns, per completion, the differences of all log probabilities from those of convert()."""
     found = []
     for output in outputs:
         ids = output.prompt_token_ids
