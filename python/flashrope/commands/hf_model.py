@@ -68,7 +68,7 @@ def add_training_length(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_dtype(parser: argparse.ArgumentParser) -> None:
+def add_dtype(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--dtype",
         choices=DTYPES,
