@@ -7,7 +7,7 @@ file is self-contained: copy it and change it.
 Every picture shows a cross and a ring on noise, and the model says on which side of the cross the ring is: above,
 right, below or left. It is trained on pictures of 4 to 8 patches a side, and measured on larger ones too. A batch is
 one row of tokens with ``cu_seqlens``. The class token in front of every picture has position (0, 0), so it does not
-rotate. Needs flashrope alone.
+rotate. Needs only flashrope.
 """
 
 from __future__ import annotations

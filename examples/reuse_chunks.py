@@ -1,5 +1,6 @@
-"""A small server that answers questions over documents. Each document is read once, alone. Its keys have no positions,
-so every prompt takes it by reference, at any place. This file is self-contained: copy it and change it.
+"""A small server that answers questions over documents. It reads each document once, with nothing before it. The keys
+have no positions, so every prompt takes them by reference, at any place. This file is self-contained: copy it and
+change it.
 
     pip install -e '.[demo]'
     python -m experiments copying --preset copying --schemes rope --seeds 1 --threads 1
@@ -9,10 +10,10 @@ The second line trains a model on a CPU in a minute and a half, the third takes 
 random letters. A question is eight letters of one document, and its answer is the four letters behind them there. The
 model was trained to copy in this way, on 128 letters.
 
-A document that was read alone has not seen the ones that now come before it, so its keys and values differ from those
-of one prefill of the whole prompt. The table says what that changes: the loss of the answers against the full prefill
-of the same prompt. It can be lowered by reading the first letters of every document again, behind what comes before
-them (EPIC, arXiv 2410.15332).
+Such a document has not seen the documents that now come before it, so its keys and values are not what one prefill of
+the whole prompt computes. The table says what that changes: the loss of the answers against the full prefill of the
+same prompt. It can be lowered by reading the first letters of every document again, after what comes before them (EPIC,
+arXiv 2410.15332).
 """
 
 from __future__ import annotations

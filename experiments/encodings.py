@@ -135,8 +135,8 @@ class RandomPositions(nn.Module):
     """Ruoss et al. 2023: positions are drawn from 0 .. range - 1 without repetition and sorted, in training and in
     evaluation, one draw for all sequences of a batch and all layers.
 
-    In training mode every call draws anew; the number of calls is part of the weights, so that a resumed run draws
-    what an uninterrupted one does. In evaluation mode the draw depends on the model and the length alone.
+    In training mode every call draws anew. The number of calls is part of the weights, so a resumed run draws what an
+    uninterrupted one does. In evaluation mode the draw depends only on the model and the length.
     """
 
     def __init__(self, range_: int):

@@ -81,7 +81,7 @@ def _metadata(path: Path) -> dict[str, str]:
 
 
 def _base(path: Path, metadata: dict[str, str]) -> float:
-    """Of the rotary frequencies, from the run directory: models of older revisions do not record it."""
+    """Returns the base of the rotary frequencies. Models of older revisions do not record it, but their run does."""
     if "base" in metadata:
         return float(metadata["base"])
     settings = path.parent.parent / "settings.json"

@@ -8,8 +8,8 @@ A layer is attention and MLP in one. With e twice the width and s = head_dim:
     x' = norm(x + W_o (u * attention(q, k, v)))
 
 The attention is a causal softmax of q k / sqrt(s) through flashrope, as in Su's GAU-alpha (kexue.fm/archives/9052);
-with the +logn schemes it is that model's scaled softmax. As in GAU-alpha, RMS norms without weights follow the residual
-sums, and no layer has a bias.
+with the +logn schemes it is that model's scaled softmax. RMS norms without weights follow the residual sums, and no
+layer has a bias, as in GAU-alpha.
 """
 
 from __future__ import annotations

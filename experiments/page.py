@@ -187,8 +187,8 @@ def levels(name: str, task: str, *schemes: str) -> str:
 
 
 def differences(name: str, *pairs: str) -> str:
-    """A table: declared differences by length. Those whose interval excludes zero are bold; empty cells are not
-    declared."""
+    """Returns a table of declared differences by length. A difference is bold if its interval excludes zero; empty
+    cells are not declared."""
     found = {}
     for pair in pairs:
         (first, _), (second, _) = measurements(pair)
@@ -235,7 +235,7 @@ def summary(name: str) -> str:
         said = [*([f"the first is {_and(signs)}"] if signs else []), *_said(others)]
         count = f"{others.total()} {'more' if expected else 'declared differences'}"
         subject = "they" if expected else "the papers"
-        parts.append(f"Of {count} {subject} do not say which side is higher: {'; '.join(said)}.")
+        parts.append(f"For {count} {subject} do not say which side is higher: {'; '.join(said)}.")
     return " ".join(parts)
 
 
@@ -244,8 +244,8 @@ def _said(outcomes: Counter[str]) -> list[str]:
 
 
 def _listed(name: str, compares: Sequence[Comparison]) -> str:
-    """For example "HoPE and RoPE (copying) at 2 and 4". Windows and factors are named if schemes differ in them
-    alone."""
+    """For example "HoPE and RoPE (copying) at 2 and 4". Windows and factors are named if schemes differ in
+    nothing else."""
     for numbers in (False, True):
         found: dict[str, dict[tuple, str]] = {}
         for each in compares:

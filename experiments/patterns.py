@@ -1,4 +1,4 @@
-"""Attention patterns: how the scores depend on positions alone (HoPE paper, section 3).
+"""Attention patterns: how the scores depend on positions when the content is held fixed (HoPE paper, section 3).
 
 Scores are those of the last query before the softmax, split into the contributions of the channel pairs
 
@@ -6,12 +6,11 @@ Scores are those of the last query before the softmax, split into the contributi
 
 They are measured on two kinds of inputs:
 
-    REPEATED    a first byte 0 followed by one byte at all other positions, as in the paper, so that keys differ by
-                position alone. There is one sample for every byte that makes up at least ``FREQUENT`` of the training
+    REPEATED    a first byte 0 followed by one byte at all other positions, as in the paper, so that keys differ only
+                by position. There is one sample for every byte that makes up at least ``FREQUENT`` of the training
                 text. The paper draws from all tokens, but most of the 256 bytes hardly occur in the training text.
     TEXT        windows of unseen text. q and k are averaged over the windows before they are multiplied, which gives
-    the
-                mean score of a query with the keys of other windows: the content averages out, the position stays.
+                the mean score of a query with the keys of other windows: the content averages out, the position stays.
 """
 
 from __future__ import annotations

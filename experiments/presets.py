@@ -9,7 +9,7 @@ from flashrope.small_models.train import TrainConfig
 
 from . import copying
 
-# What models are trained on: text alone, or one task alone.
+# What models are trained on: only text, or only one task.
 TEXT, COPYING, FEW_SHOT, PASSKEY = "text", "copying", "few-shot", "passkey"
 WITHOUT_TEXT = (COPYING,)  # all others need files of text
 

@@ -1,4 +1,4 @@
-"""What quantized caches cost in loss: the table and the figure of docs/decoding.md.
+"""What quantized caches cost in loss: the table and the figure of docs/quantized/README.md.
 
     python -m experiments loss --preset loss --device cpu --threads 1
     python -m experiments.quantized_loss runs/experiments-loss/models/rope-*.safetensors --out docs/quantized
@@ -46,7 +46,7 @@ class Change(NamedTuple):
 
 
 def change(values: Table, base: Table) -> Change:
-    """Of the losses [model][window]."""
+    """Returns the mean change of the loss from base to values, both [model][window], with its intervals."""
     differences = [[a - b for a, b in zip(*rows, strict=True)] for rows in zip(values, base, strict=True)]
     of_models, of_windows = (
         [fmean(row) for row in differences],

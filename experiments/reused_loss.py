@@ -1,15 +1,15 @@
-"""What reused chunks and forgotten tokens cost in loss: the table and the figure of docs/decoding.md.
+"""What reused chunks and forgotten tokens cost in loss: the table and the figure of docs/reused/README.md.
 
     python -m experiments loss --preset loss --device cpu --threads 1
     python -m experiments.reused_loss runs/experiments-loss/models/rope-L256-s[0-4].safetensors --out docs/reused \\
         --threads 1
 
-First a text is read in chunks, each alone, which ``PagedKVCache.extend`` puts one behind another; the bytes after
-them are predicted. The loss is compared with that of one prefill of the whole text, without and with the first bytes of
-every chunk computed again behind what precedes them.
+First a text is read in chunks that do not see each other. ``PagedKVCache.extend`` joins them, and the model predicts
+the bytes after them. The loss is compared with one prefill of the whole text, with and without the first bytes of every
+chunk computed again after what precedes them.
 
-Then the loss by position over 32 training lengths: ``flashrope generate --keep``, which keeps the first and the last
-bytes; plain truncation, which reads the last bytes anew for every byte; and ReRoPE with log n, and RoPE, which keep all
+Then the loss by position over 32 training lengths is measured in four ways. ``flashrope generate --keep`` keeps the
+first and the last bytes. Truncation reads the last bytes anew for every byte. ReRoPE with log n, and RoPE, keep all
 bytes. The window of ReRoPE is half the training length.
 
 Every change is the difference of two losses of one model on one window. Intervals are Student's 95% intervals of the
@@ -33,15 +33,15 @@ from flashrope.small_models.model import LanguageModel, RollingDecoder, load_che
 from torch.nn.functional import cross_entropy
 
 PAGE_SIZE = 16
-FULL, NOTHING, LAST = "full prefill", "nothing before", "last chunk alone"
-EVERY = 16  # of so many positions one is measured
+FULL, NOTHING, LAST = "full prefill", "nothing before", "only the last chunk"
+EVERY = 16  # one in this many positions is measured
 TRUNCATED, REROPE, ROPE = "truncation", "ReRoPE, log n", "RoPE"
 
 Losses = dict[tuple, list[float]]  # of every model
 
 
 def in_bytes(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """The loss of every byte, float64 (windows, seqlen)."""
+    """Returns the loss of every byte, float64 (windows, seqlen)."""
     return cross_entropy(logits.transpose(1, 2), tokens, reduction="none").double()
 
 
@@ -55,10 +55,10 @@ def text(number: float) -> str:
 def reused(
     model: LanguageModel, rotary: Rotary, tokens: torch.Tensor, chunk: int, targets: int, again: int | None
 ) -> float:
-    """The loss of the last bytes, where those before them are chunks that were read alone.
+    """Returns the loss of the last ``targets`` bytes behind chunks that were read one by one.
 
-    again: how many of the first bytes of every chunk but the first are computed again, behind what precedes them. None:
-    one prefill.
+    again: how many of the first bytes of every chunk but the first are computed again, after what precedes them. None:
+    one prefill of the whole text.
     """
     count, before, sizes = len(tokens), tokens.shape[1] - 1 - targets, model.config
     if again is None:
@@ -117,7 +117,7 @@ def measure_chunks(args: argparse.Namespace, unseen: tuple[bytes, ...]) -> None:
 
 
 def rolling(model: LanguageModel, rotary: Rotary, tokens: torch.Tensor, keep: tuple[int, int]) -> torch.Tensor:
-    """The losses of every EVERY-th byte, read one by one in a cache of fixed size: (windows, measured)."""
+    """Returns the losses of every EVERY-th byte, read one by one in a cache of fixed size: (windows, measured)."""
     decoder, found = RollingDecoder(model, rotary, keep, 1, batch=len(tokens)), []
     for at in range(tokens.shape[1] - 1):
         logits = decoder.read(tokens[:, at : at + 1])
@@ -127,7 +127,7 @@ def rolling(model: LanguageModel, rotary: Rotary, tokens: torch.Tensor, keep: tu
 
 
 def truncated(model: LanguageModel, rotary: Rotary, tokens: torch.Tensor, length: int) -> torch.Tensor:
-    """As ``rolling``; the last ``length`` bytes are read anew for every byte."""
+    """Returns the losses of every EVERY-th byte when the last ``length`` bytes are read anew for it."""
     found = []
     for at in range(EVERY - 1, tokens.shape[1] - 1, EVERY):
         logits = model(tokens[:, max(at + 1 - length, 0) : at + 1], rotary)[:, -1:]
@@ -136,13 +136,13 @@ def truncated(model: LanguageModel, rotary: Rotary, tokens: torch.Tensor, length
 
 
 def whole(model: LanguageModel, rotary: Rotary, tokens: torch.Tensor) -> torch.Tensor:
-    """As ``rolling``; all bytes stay."""
+    """Returns the losses of every EVERY-th byte when the cache keeps all bytes."""
     rows = (in_bytes(model(row[:, :-1], rotary), row[:, 1:]) for row in tokens.split(1))
     return torch.cat([row[:, EVERY - 1 :: EVERY] for row in rows])
 
 
 def ways(args: argparse.Namespace, path: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, losses (windows, measured)) of one model."""
+    """Yields (name, losses (windows, measured)) of one model."""
     model, rotary, length = *load_checkpoint(path), trained_length(path)
     model.eval()
     longest = args.multiple * length

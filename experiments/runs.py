@@ -74,7 +74,7 @@ class Run:
     def text(self) -> str:
         """What the models read, in words."""
         if not self.corpus:
-            return "none: the models are trained on the task alone"
+            return "none: the models are trained only on the task"
         what = "tokens" if isinstance(self.corpus, TokenCorpus) else "bytes"
         unseen = sum(map(len, self.corpus.unseen))
         return f"{self.corpus.name}; {len(self.corpus.train):,} {what} to train on, {unseen:,} unseen"

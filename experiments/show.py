@@ -1,4 +1,4 @@
-"""The figures and tables of an experiment, made from its results.csv alone."""
+"""The figures and tables of an experiment, made from its results.csv and nothing else."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PERCENT = {
     "copying-by-length": "letters right (%)",
 }
 FINER = {"passkey": "passkey-digits"}  # the second measure of a task, which gives credit for partly correct answers
-# The lines of a panel, by family; those that were not measured are left out.
+# The lines of a panel, by family. Schemes that were not measured are left out.
 AFTER_TRAINING = ("rope", "pi", "ntk-aware", "yarn", "rerope", "rerope+dagger", "rerope+logn", "leaky-rerope")
 TRAINED_WITH = ("rope", "hope", "hope+pi", "hope+yarn", "alibi", "kerple", "fire", "nope")
 ROTARY = ("rope", "hope", "p-rope", "randomized", "hfwa", "inv-leaky", "rerope", "leaky-rerope")
@@ -30,7 +30,7 @@ REST = ("rope", "hope-ab1", "hope-ab2", "hope-ab3", "cope", "gau", "nope", "rope
 
 
 def show(folder: Path, name: str, train_length: int) -> str:
-    """Write the figures and the table of one experiment; returns the text of the table."""
+    """Writes the figures and the table of one experiment, and returns the text of the table."""
     rows = read_csv(folder / "results.csv")
     for task, _ in EXPERIMENTS[name].measures:
         DRAWN.get(task, _draw_by_length)(folder, name, task, rows, train_length)
@@ -90,7 +90,7 @@ def _panels(name: str, rows: Rows, task: str) -> list[Panel]:
     if len(others) > 1:
         panels.append(panel("others", others))
     kept = [each for each in panels if [line for line in each.lines if line.scheme != measured.get("rope")]]
-    return kept or [Panel("", [Line(scheme, task) for scheme in measured.values()])]  # RoPE alone
+    return kept or [Panel("", [Line(scheme, task) for scheme in measured.values()])]  # only RoPE
 
 
 def _draw_copying(folder: Path, name: str, task: str, rows: Rows, train_length: int) -> None:

@@ -50,7 +50,7 @@ UNITS = {  # what a measurement is, in table headings
     "passkey": "Keys right, %",
     "passkey-digits": "Digits right, %",
 }
-BY_COUNT = ("copying", "copying-letters")  # tasks whose ``at`` is no length
+BY_COUNT = ("copying", "copying-letters")  # tasks whose ``at`` is not a length
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,9 +68,9 @@ class Ordering:
         if self.counts[UNJUDGED] == self.pairs:
             return f"The paper's ordering by {self.column} is not judged: fewer than {MIN_SEEDS} seeds."
         return (
-            f"Of the {self.pairs} pairs that the paper orders by {self.column}, {self.counts[SHOWN]} have that order "
-            f"here, {self.counts[AGAINST]} **have the opposite**, and {self.counts[UNSHOWN]} are not told apart "
-            "(paired 95% interval)."
+            f"The paper orders {self.pairs} pairs by {self.column}: {self.counts[SHOWN]} have that order here, "
+            f"{self.counts[AGAINST]} **have the opposite**, and {self.counts[UNSHOWN]} are not told apart (paired 95% "
+            "interval)."
         )
 
 

@@ -1,4 +1,4 @@
-"""What the measures share, and the measures of models that are trained on text alone. A token is a byte."""
+"""What the measures share, and the measures of models that are trained only on text. A token is a byte."""
 
 from __future__ import annotations
 

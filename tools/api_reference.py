@@ -9,6 +9,7 @@ import argparse
 import ast
 import re
 from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -51,8 +52,14 @@ SECTIONS = {  # section: {file below python/flashrope: public names}
 }
 HEAD = """# API reference
 
-Generated from the docstrings by `python tools/api_reference.py`; a test compares the two.
-Everything in the first three sections is imported from `flashrope`.
+Generated from the docstrings by `python tools/api_reference.py`. A test compares the two, and another one runs the
+examples. Everything in the first three sections is imported from `flashrope`:
+
+```python
+import torch
+from flashrope import CacheLayer, CacheTables, KVCache, PagedKVCache, Rotary, plan_cache, rotate
+from flashrope import attention, attention_varlen, attention_varlen_with_cache, attention_with_cache
+```
 """
 
 
@@ -125,9 +132,19 @@ def _signature(name: str, node: ast.FunctionDef) -> str:
 
 
 def _markdown(doc: str | None) -> str:
-    """A docstring with Args, Attributes and Raises as lists."""
+    """Returns a docstring with Args, Attributes and Raises as lists, and Example as code."""
     lines, heading = [], ""
-    for line in (doc or "").replace("``", "`").splitlines():
+    source = [*(doc or "").replace("``", "`").splitlines(), ""]
+    for line, behind in pairwise([*source, ""]):
+        if heading == "Example":
+            if line or behind.startswith("    "):
+                lines.append(line.removeprefix("    "))
+                continue
+            lines, heading = [*lines, "```"], ""
+        if line == "Example:":
+            heading = "Example"
+            lines += ["**Example**", "", "```python"]
+            continue
         section = re.fullmatch(r"(Args|Attributes|Returns|Raises):", line)
         item = re.fullmatch(r"    (\w+(?:, \w+)*): (.+)", line)
         if section:
@@ -137,7 +154,7 @@ def _markdown(doc: str | None) -> str:
             lines.append("- " + ", ".join(f"`{x}`" for x in item[1].split(", ")) + f": {item[2]}")
         else:
             lines.append("  " * line.startswith("        ") + line.strip())
-    return "\n".join(lines)
+    return "\n".join(lines).rstrip()
 
 
 def _options(module: str) -> str:

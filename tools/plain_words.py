@@ -15,7 +15,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-SCOPE = ("python", "triton_kernels", "csrc", "bench", "experiments", "tests", "tools", "docs", "README.md")
+SCOPE = (
+    *("python", "triton_kernels", "csrc", "bench", "experiments", "tests", "tools", "docs", "examples", "hub"),
+    *("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md"),
+)
 OPENINGS = r"\b(?:Of|Those|These|With so|Else|As in)\b|As ``"
 # Written so that this file does not contain what it looks for.
 PHRASES = r"so[ ]many|but[ ]for|in[ ]the place of|of[ ]another width|those[ ]that"
@@ -72,7 +75,7 @@ def findings(name: str, source: str) -> Iterator[tuple[int, str, str]]:
         start = 0
         for end in [*END.finditer(text), None]:
             sentence = text[start : end.start() if end else len(text)]
-            words = sentence.split()
+            words = sentence.strip("| \n").split()
             for found in ODD.finditer(" ".join(words)) if len(words) > 1 else ():  # a single word is a name
                 line = first + text.count("\n", 0, start + len(sentence) - len(sentence.lstrip()))
                 yield line, found[found.lastgroup or 0], " ".join(words)

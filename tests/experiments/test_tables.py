@@ -49,7 +49,7 @@ def test_orderings_count_what_the_intervals_show():
     noisy = [by_seed(10), {0: 0.0, 1: 40.0, 2: 10.0, 3: 5.0, 4: 1.0}, by_seed(90)]
     found = tables.ordering("x", [1, 2, 3], noisy)
     assert found.counts == counts(2, unshown=1) and str(found) == (
-        "Of the 3 pairs that the paper orders by x, 2 have that order here, 0 **have the opposite**, and 1 are not "
+        "The paper orders 3 pairs by x: 2 have that order here, 0 **have the opposite**, and 1 are not "
         "told apart (paired 95% interval)."
     )
     few = tables.ordering("x", [1, 2], [{0: 1.0, 1: 2.0}, {0: 5.0, 1: 6.5}])

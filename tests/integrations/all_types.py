@@ -99,7 +99,7 @@ def _refusal(build) -> str:
 
 
 def outcomes(names=None) -> dict[str, list[str]]:
-    """Model types by outcome."""
+    """Returns model types by outcome."""
     found: dict[str, list[str]] = {}
     for name in names or sorted(CAUSAL_LM):
         found.setdefault(outcome(name), []).append(name)
@@ -107,10 +107,10 @@ def outcomes(names=None) -> dict[str, list[str]]:
 
 
 def summary() -> str:
-    """One line per outcome, in Markdown."""
+    """Returns one line per outcome, in Markdown."""
     found = outcomes()
     tested = found.pop(TESTED)
-    first = f"Of {len(CAUSAL_LM)} causal language model types of transformers {transformers.__version__}, "
+    first = f"transformers {transformers.__version__} has {len(CAUSAL_LM)} causal language model types, of which "
     first += (
         f"{len(tested)} are tested. The others, by what `convert(model, untested=True)` says of a small random model:"
     )

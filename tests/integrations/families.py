@@ -1,7 +1,7 @@
 """Small random models of every tested family, and the differences between converted and stock logits.
 
-python tests/integrations/families.py [PAGE.md]      prints the table, and writes it to the page, docs/integration.md,
-                                                    with the list of all other types (all_types.py)
+python tests/integrations/families.py [PAGE.md]      prints the table, and writes it to the page, docs/families.md, with
+                                                    the list of all other types (all_types.py)
 """
 
 import sys

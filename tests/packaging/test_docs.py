@@ -178,10 +178,24 @@ def test_the_api_reference_has_every_public_name():
     assert described == {name for module in API_MODULES for name in import_module(module).__all__} - {"__version__"}
 
 
+def test_every_public_call_and_builder_has_an_example():
+    """The test of the page's code runs them."""
+    page = (ROOT / "docs" / "api.md").read_text().split("\n## Commands")[0]
+    entries = {entry.split()[0]: entry for entry in re.split(r"^#{3,4} ", page, flags=re.MULTILINE)[1:]}
+    public = {name: getattr(module, name) for module in map(import_module, API_MODULES) for name in module.__all__}
+    wanted = {name for name, value in public.items() if inspect.isfunction(value)}
+    wanted |= {f"Rotary.{name}" for name, value in vars(Rotary).items() if returns_a_rotary(name, value)}
+    wanted |= {"Rotary", "KVCache", "PagedKVCache", "Step", "CodesCache"}
+    wanted -= {"unshard_sequence", "sequence_positions"}  # in the example of shard_sequence
+    assert len(wanted) > 30
+    assert not [name for name in sorted(wanted) if "**Example**\n\n```python\n" not in entries[name]]
+
+
 def test_the_readme_is_short_and_keeps_the_commands_that_ci_runs():
     readme = (ROOT / "README.md").read_text()
     prose = re.sub(r"```.*?```|<!--.*?-->", "", readme, flags=re.DOTALL)
-    assert len(prose.split()) <= 900
+    assert len([word for word in prose.split() if re.search(r"\w", word)]) <= 900  # borders of tables are not words
+    assert not [line for line in prose.splitlines() if len(line) > 100 and not line.startswith(("|", "!["))]
     for marker in ("demo", "test"):
         assert re.search(rf"<!-- ci:{marker} -->\n```bash\n.+\n```", readme)
 
@@ -197,12 +211,17 @@ def test_one_file_says_where_the_repository_is():
         assert "[project.urls]" in (ROOT / name).read_text(), name
 
 
+def returns_a_rotary(name: str, value) -> bool:
+    return (
+        not name.startswith("_")
+        and getattr(getattr(value, "__func__", value), "__annotations__", {}).get("return") == "Rotary"
+    )
+
+
 def test_the_table_of_schemes_has_every_builder():
     table = (ROOT / "docs" / "schemes.md").read_text().split("## When to use which")[1].split("\n## ")[0]
     rows = {name for row in table.splitlines() for name in re.findall(r"`(?:Rotary)?\.(\w+)", row.split(" | ")[0])}
-    public = (name for name in vars(Rotary) if not name.startswith("_"))
-    returned = {name: getattr(getattr(Rotary, name), "__annotations__", {}).get("return") for name in public}
-    builders = {name for name, kind in returned.items() if kind == "Rotary"} - {"from_text"}  # reads any scheme back
+    builders = {name for name, value in vars(Rotary).items() if returns_a_rotary(name, value)} - {"from_text"}
     assert len(builders) > 15 and rows == builders
 
 

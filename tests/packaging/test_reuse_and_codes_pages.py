@@ -1,4 +1,4 @@
-"""docs/decoding.md and docs/serving.md show what bench/results/real_model holds on reuse and on quantized caches.
+"""docs/reused and docs/quantized show what bench/results/real_model holds on reuse and on quantized caches.
 
 python tests/packaging/test_reuse_and_codes_pages.py     prints the tables
 """
@@ -30,6 +30,10 @@ def read(name: str) -> dict:
 
 def words(change: float, interval: float, digits: int) -> str:
     return f"{change:+.{digits}f} ± {interval:.{digits}f}"
+
+
+def prose(page: str) -> str:
+    return " ".join((ROOT / "docs" / f"{page}.md").read_text().split())
 
 
 def in_row(cells: list[str]) -> str:
@@ -86,9 +90,9 @@ def agreement_words() -> list[str]:
     return [f"{found['other sums']:.2f}", f"{found['rotated keys']:.2f}"]
 
 
-@pytest.mark.parametrize("table", [reuse_table, codes_table])
-def test_the_tables_of_decoding(table):
-    page = (ROOT / "docs" / "decoding.md").read_text()
+@pytest.mark.parametrize(("table", "folder"), [(reuse_table, "reused"), (codes_table, "quantized")])
+def test_the_tables_of_the_pages(table, folder):
+    page = (ROOT / "docs" / folder / "README.md").read_text()
     missing = [line for line in table() if line not in page]
     assert not missing, "\n".join(missing)
 
@@ -102,14 +106,14 @@ def layers_words() -> list[str]:
 
 
 def test_the_layers_that_int4_keys_lose_in():
-    page = " ".join((ROOT / "docs" / "decoding.md").read_text().split())
+    page = prose("quantized/README")
     whole, first, second, third, most, worst = layers_words()
     assert f"int4 keys cost {whole}, and rounding the keys of one layer at a time costs {first} in" in page
     assert f"together, {second} in 10 to 19 and {third} in 20 to 29. The worst layer, {worst}, costs {most}" in page
 
 
 def test_the_prose_of_reuse():
-    page = " ".join((ROOT / "docs" / "decoding.md").read_text().split())
+    page = prose("reused/README")
     won = reuse_words()
     assert f"first 4 tokens computed again win back {won[0]}" in page
     assert f"16 tokens computed again win {won[1]}, and 64 tokens {won[2]}" in page
@@ -119,15 +123,27 @@ def test_the_prose_of_reuse():
     assert f"{lost} are found instead of {full['found']}" in page
 
 
-@pytest.mark.parametrize("name", ["reuse.json", "codes.json"])
-def test_the_command_and_the_device_stand_beside_the_tables(name):
-    page, found = " ".join((ROOT / "docs" / "decoding.md").read_text().split()), read(name)
+@pytest.mark.parametrize(("name", "folder"), [("reuse.json", "reused"), ("codes.json", "quantized")])
+def test_the_command_and_the_device_stand_beside_the_tables(name, folder):
+    page, found = prose(f"{folder}/README"), read(name)
     assert found["command"].replace("python -m", "").strip() in page.replace("\\ ", "").replace("runs/smollm2/", "")
     assert found["machine"].split(",")[0] in page
 
 
-def test_what_serving_says_of_codes_that_are_written_in_two_ways():
-    page = " ".join((ROOT / "docs" / "serving.md").read_text().split())
+def test_the_numbers_that_decoding_and_answers_repeat():
+    decoding, answers = prose("decoding"), prose("answers")
+    found = read("codes.json")["results"]["4096"]
+    for way in ("int8", "int4"):
+        assert words(found[way]["change"], found[way]["interval_95"], 4) in decoding
+    rows = [row for row in read("reuse.json")["results"] if (row["kind"], row["order"]) == ("all", "both")]
+    for way in ("alone", "behind the head"):
+        row = next(row for row in rows if (row["way"], row.get("recomputed")) == (way, 0))
+        change = f"{-row['change']:.2f} ± {row['interval_95']:.2f}"
+        assert change in decoding and change in answers and f"{row['found']} " in decoding
+
+
+def test_what_is_said_of_codes_that_are_written_in_two_ways():
+    page = prose("quantized/README")
     same, rotated = agreement_words()
     assert f"differ by {same} of what rounding changes" in page and f"differ by {rotated} of it" in page
     found = read("agreement.json")["mean"]

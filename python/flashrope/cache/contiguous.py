@@ -15,7 +15,17 @@ from .storage import Cache, OpenStep, check_integer, check_padding, check_querie
 
 
 class KVCache(Cache):
-    """The keys and values of a batch of sequences, with ``capacity`` slots each, for all layers of a model or one.
+    """Holds the keys and values of a batch of sequences, with ``capacity`` slots each, for one layer or for all.
+
+    Use it where the batch and the largest length are known. ``PagedKVCache`` is for sequences that come and go, share
+    prefixes or grow without a limit known before. ``attention_with_cache`` is for buffers of your own.
+
+    Example:
+        cache = KVCache(batch=2, capacity=512, heads_kv=2, head_dim=64, dtype=torch.float32, device="cpu")
+        q, k, v = (torch.randn(2, 40, heads, 64) for heads in (8, 2, 2))
+        rotary = Rotary.rope(64).rectify(window=256)
+        prompt = cache.attend(q[:, :39], rotary, k[:, :39], v[:, :39])
+        token = cache.attend(q[:, 39:], rotary, k[:, 39:], v[:, 39:])
 
     Args:
         batch: number of sequences.
@@ -28,9 +38,9 @@ class KVCache(Cache):
             layer: keys are rotated by it once, when they are written, as ``rotate`` does, and steps rotate queries
             only. The cache remembers it: calls with another scheme raise, and so does ``cache_leftpad``, which would
             move positions. For schemes that ``rotate`` takes.
-        cache_dtype: None: the cache has the type dtype. "int8" or "int4": it holds codes of 8 or 4 bits with a scale
-            per token and key head, a half or a quarter of bfloat16's bytes; q, k, v and out keep dtype. ``attend`` and
-            ``append`` quantize what they write. See k_scale in ``attention_with_cache``.
+        cache_dtype: None: the cache has the type dtype. "int8" or "int4": it holds quantized values of 8 or 4 bits with
+            a scale per token and key head, a half or a quarter of bfloat16's bytes. q, k, v and out keep dtype.
+            ``attend`` and ``append`` quantize what they write. See k_scale in ``attention_with_cache``.
 
     Attributes:
         k, v: (batch, capacity, heads_kv, head_dim), with several layers (layers, batch, capacity, heads_kv, head_dim),

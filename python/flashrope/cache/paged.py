@@ -30,7 +30,18 @@ class _OfSequences(dict[int, int]):
 
 
 class PagedKVCache(Cache):
-    """The keys and values of sequences that are allocated, forked and freed, for all layers of a model or one.
+    """Holds the keys and values of sequences that are allocated, forked and freed, for one layer or for all.
+
+    Use it in a server: sequences take pages from one pool, forks share a prefix, and ``extend``, ``remove`` and
+    ``keep`` put cached tokens at other positions. For a fixed batch ``KVCache`` is simpler.
+
+    Example:
+        cache = PagedKVCache(pages=64, page_size=16, heads_kv=2, head_dim=64, dtype=torch.float32, device="cpu")
+        q, k, v = (torch.randn(1, 40, heads, 64) for heads in (8, 2, 2))
+        prompt = cache.allocate()
+        cache.attend([prompt], q[:, :39], Rotary.rope(64), k[:, :39], v[:, :39])
+        answer = cache.fork(prompt)  # shares the pages of the prompt
+        out = cache.attend([answer], q[:, 39:], Rotary.rope(64), k[:, 39:], v[:, 39:])
 
     Args:
         pages: number of pages.
@@ -74,8 +85,8 @@ class PagedKVCache(Cache):
     into them. After it call ``cache.advance(sequences, k.shape[1])``. Pass ``cache_leftpad`` as well for sequences with
     left padding, and copy ``cache.leftpad(sequences)`` into it. A quantized cache needs ``k_scale`` and ``v_scale``,
     which ``cache.scales(i)`` returns, and a cache of rotated keys ``rotated_keys=True``. Sequences that ``extend``,
-    ``remove`` or ``keep`` changed need ``capture``: ``seqlens`` and ``block_table`` refuse them, because their tokens
-    do not stand at their slots.
+    ``remove`` or ``keep`` changed need ``capture``: ``seqlens`` and ``block_table`` refuse them, because the positions
+    of their tokens do not follow from the slots.
     """
 
     def __init__(
@@ -165,7 +176,7 @@ class PagedKVCache(Cache):
         return table
 
     def allocate(self, length: int = 0) -> int:
-        """A new, empty sequence with pages reserved for ``length`` tokens; see ``reserve``.
+        """Returns a new, empty sequence, with pages reserved for ``length`` tokens as ``reserve`` does.
 
         Raises:
             OutOfPages: how many pages are missing.
@@ -180,9 +191,9 @@ class PagedKVCache(Cache):
         return name
 
     def fork(self, sequence: int) -> int:
-        """A new sequence of the same tokens and left padding, in all layers.
+        """Returns a new sequence of the same tokens and left padding, in all layers.
 
-        It shares their pages until one of the two sequences is appended to.
+        Both share their pages. The page that the next token goes to is copied for the first of them that appends.
         """
         self.refuse_in_step("fork")
         return self._add(self._pool.fork(self._get(sequence)))
@@ -303,15 +314,18 @@ class PagedKVCache(Cache):
         """Returns a step over static tables, for a CUDA graph of all layers that is replayed again and again.
 
         Unlike ``seqlens`` and ``block_table``, it also serves sequences that ``extend``, ``remove`` or ``keep``
-        changed.
+        changed. For every token call ``update`` of the step, replay the graph, and call ``advance``.
 
-            step = cache.capture(sequences, 1)
+        Example:
+            cache = PagedKVCache(64, 16, heads_kv=2, head_dim=64, dtype=torch.float32, device="cpu", layers=4)
+            step = cache.capture([cache.allocate()], 1)
             layers = [cache.cache_layer(i) for i in range(cache.layers)]
-            plan = plan_cache(step.tables, like=layers[0], rotary=rotary, seqlen_q=1, heads_q=heads)
-            with torch.cuda.graph(graph):
-                plan.refresh()
-                outs = [plan.attend(q[i], layer, k[i], v[i]) for i, layer in enumerate(layers)]
-            step.update(), graph.replay(), step.advance()  # for every further token
+            plan = plan_cache(step.tables, like=layers[0], rotary=Rotary.rope(64), seqlen_q=1, heads_q=8)
+            q, k, v = (torch.randn(1, 1, heads, 64) for heads in (8, 2, 2))
+            step.update()
+            plan.refresh()  # a CUDA graph captures this line
+            outs = [plan.attend(q, layer, k, v) for layer in layers]  # and this one
+            step.advance()
 
         Args:
             sequences: n numbers from ``allocate`` and ``fork``.
@@ -349,13 +363,13 @@ class PagedKVCache(Cache):
     def extend(self, sequence: int, other: int) -> None:
         """Appends the tokens of another sequence, in all layers, by reference: no key is copied or computed again.
 
-        They stand at the positions behind the last token of ``sequence`` and keep their distances among themselves.
+        Their positions follow the last token of ``sequence``, and their distances among themselves stay what they were.
         ``other`` stays as it is; its padding is left out. A page that is not full is shared too, and copied when one of
         its sequences is appended to. Pages reserved for ``sequence`` are given back.
 
         Keys and values of ``other`` were computed without the tokens that now come before them. In all layers but the
         first this is an approximation of one prefill of both, unless ``sequence`` was empty. docs/decoding.md has what
-        it changes in the loss of small models, and how the first tokens of ``other`` are computed again.
+        it costs a pretrained model, and how the first tokens of ``other`` are computed again.
 
         Raises:
             ValueError: both together exceed max_seqlen or the width of the block table, or the cache holds rotated
@@ -400,8 +414,8 @@ class PagedKVCache(Cache):
 
     def keep(self, sequence: int, first: int, last: int) -> None:
         """Forgets all but the first and the last tokens and closes the gap: attention sinks and a rolling window
-        (StreamingLLM, section 3.2). Does nothing if no more than first + last are there. Raises what ``remove`` raises.
-        """
+        (StreamingLLM, section 3.2). Does nothing if the sequence has at most first + last tokens. Raises what
+        ``remove`` raises."""
         self.refuse_in_step("keep")
         first, last = check_integer("first", first), check_integer("last", last)
         shortened = self._get(sequence)
@@ -448,13 +462,13 @@ class PagedKVCache(Cache):
         return selected
 
     def _select_unmoved(self, call: str, sequences: Sequence[int]) -> list[pool.Sequence]:
-        """Returns the sequences, after a check that the tokens of each stand at its slots."""
+        """Returns the sequences, after a check that the positions of their tokens follow from the slots."""
         selected = self._select(sequences)
         for name, sequence in selected.items():
             if sequence.entries is not None:
                 raise ValueError(
-                    f"{call}: not supported for sequences that extend, remove or keep changed (their tokens do not "
-                    f"stand at their slots), got sequence {name}; attend and step know where they stand"
+                    f"{call}: not supported for sequences that extend, remove or keep changed (their positions do not "
+                    f"follow from the slots), got sequence {name}; attend and step know the positions"
                 )
         return list(selected.values())
 

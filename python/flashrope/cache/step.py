@@ -21,6 +21,12 @@ class Step:
     order. Leaving the block counts the tokens. If the block raises, or a layer has written nothing, then no token
     counts, and pages and left padding are what they were.
 
+    Example:
+        cache = KVCache(1, 512, heads_kv=2, head_dim=64, dtype=torch.float32, device="cpu", layers=4)
+        q, k, v = (torch.randn(1, 40, heads, 64) for heads in (8, 2, 2))  # in a model they differ by layer
+        with cache.step(40) as step:
+            outs = [step.attend(q, Rotary.rope(64), k, v, layer=layer) for layer in range(4)]
+
     Attributes:
         seqlens: (n,) int32 on the device, the slots in use before the step.
         block_table: (n, max_pages) int32 on the device; None in a ``KVCache``.

@@ -48,16 +48,16 @@ def applicable(
     all_converted: bool = False,
     sinks: int | None = None,
 ) -> tuple[list[Measured], dict[str, str]]:
-    """The schemes that this model can run under, and {label: reason} for the others.
+    """Returns the schemes that this model can run under, and {label: reason} for the others.
 
     The model is left as it came. If it was converted before, "stock" is that scheme, the others are applied on top of
-    it, and all are named in full. Of schemes that are the same, the first is listed.
+    it, and all are named in full. Equal schemes are listed once, under the first name.
 
     Args:
         names: of SCHEMES.
         train_length, longest: the training length and the longest length to measure, in tokens.
         windows: every scheme with a window is listed once for each of these; default: half the training length.
-        given: schemes in the place of the model's: the text of a Rotary, a file with it, or a saved model's folder.
+        given: schemes that replace the model's: the text of a Rotary, a file with it, or a saved model's folder.
         all_converted: the stock model runs on this package's attention, under its own scheme.
         sinks: also the model's own scheme with a cache that keeps the first 4 tokens and this many of the last ones.
 

@@ -159,10 +159,19 @@ def context_parallel_attention(
     cu_seqlens_q: torch.Tensor | None = None,
     cu_seqlens_k: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``attention``, or with cu_seqlens ``attention_varlen``, with sequences sharded over the ranks of a group. Exact,
-    with gradients.
+    """Computes ``attention``, or with cu_seqlens ``attention_varlen``, for sequences sharded over the ranks of a group.
 
-    Every query keeps its position in the full sequence, so bands and log n are those of the full sequence.
+    Use it for sequences that are too long for one device. It is exact and has gradients. Every query keeps its position
+    in the full sequence, so bands and log n are the full sequence's.
+
+    Example:
+        import torch.distributed as dist
+        from flashrope.integrations.distributed import context_parallel_attention
+
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # torchrun sets all but the first
+        q, k, v = (torch.randn(2, 64, heads, 64) for heads in (8, 2, 2))  # this rank's part of both sequences
+        out = context_parallel_attention(q, k, v, Rotary.rope(64))
+        dist.destroy_process_group()
 
     Causal: raw k and v are gathered in one collective, whose backward reduces their gradients. Each of the rank's two
     chunks of queries attends to the keys up to its own end. Not causal: two all-to-all exchanges, so that every rank
@@ -310,7 +319,19 @@ def _joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def shard_sequence(x: torch.Tensor, group: Group = None, dim: int = 1) -> torch.Tensor:
-    """This rank's part of a sequence that all ranks hold: chunks r and 2n - 1 - r of 2n.
+    """Returns this rank's part of a sequence that all ranks hold: chunks r and 2n - 1 - r of 2n.
+
+    The first chunks have few keys before them and the last ones many, so all ranks have the same work.
+
+    Example:
+        import torch.distributed as dist
+        from flashrope.integrations.distributed import sequence_positions, shard_sequence, unshard_sequence
+
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        tokens = torch.randint(256, (2, 64))
+        part, positions = shard_sequence(tokens), sequence_positions(64)
+        assert torch.equal(unshard_sequence(part), tokens)
+        dist.destroy_process_group()
 
     Args:
         x: tokens, labels, embeddings or any other tensor with one entry per position.
@@ -335,10 +356,10 @@ def unshard_sequence(x: torch.Tensor, group: Group = None, dim: int = 1) -> torc
 
 
 def sequence_positions(seqlen: int, group: Group = None, device: torch.device | str | None = None) -> torch.Tensor:
-    """int64 (seqlen / n,): the position of every row of this rank's part in a sequence of seqlen positions.
+    """Returns the position of every row of this rank's part in a sequence of seqlen positions, int64 (seqlen / n,).
 
-    For code outside the attention, such as a learned position embedding; ``context_parallel_attention`` does not need
-    it.
+    Use it for code outside the attention, such as a learned position embedding. ``context_parallel_attention`` does not
+    need it.
     """
     return shard_sequence(torch.arange(seqlen, device=device), group, 0)
 

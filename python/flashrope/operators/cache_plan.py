@@ -57,12 +57,17 @@ def plan_cache(
 
     Use it where several layers share lengths, block table and scheme: a plan checks the tables, chooses tiles and
     builds cos and sin once, and ``attend`` does what differs by layer. For one layer, ``attention_with_cache`` does the
-    same in one call. ``KVCache.step`` and ``PagedKVCache.step`` make plans themselves.
+    same in one call. ``KVCache.step`` and ``PagedKVCache.step`` make plans themselves. FlashInfer's plan and run divide
+    the work in the same way.
 
-        tables = CacheTables(seqlens, block_table, new=1)
-        plan = plan_cache(tables, like=CacheLayer(*caches[0]), rotary=rotary, seqlen_q=1, heads_q=32)
-        for layer, (q, k, v) in enumerate(projections):
-            out = plan.attend(q, CacheLayer(*caches[layer]), k, v)
+    Example:
+        layers = [CacheLayer(*(torch.zeros(2, 512, 2, 64) for _ in "kv")) for _ in range(4)]
+        tables = CacheTables(torch.zeros(2, dtype=torch.int32), new=1)  # two empty sequences get one token each
+        plan = plan_cache(tables, like=layers[0], rotary=Rotary.rope(64), seqlen_q=1, heads_q=8)
+        q, k, v = (torch.randn(2, 1, heads, 64) for heads in (8, 2, 2))  # in a model they differ by layer
+        outs = [plan.attend(q, layer, k, v) for layer in layers]
+        tables.seqlens.add_(1)
+        plan.refresh()  # the plan now serves the next step
 
     Args:
         tables: where the sequences lie, the same in all layers.

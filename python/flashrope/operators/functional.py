@@ -53,7 +53,17 @@ def attention(
     sinks: torch.Tensor | None = None,
     **unknown: Never,
 ):
-    """Attention over raw q, k, v with the rotary scheme applied inside. Gradients are those of raw q, k, v.
+    """Computes softmax attention over raw q, k and v, and rotates queries and keys by the scheme inside the kernel.
+
+    Use it in training, and for a prefill without a cache. Sequences of different lengths are packed without padding in
+    ``attention_varlen``. To keep the keys for later tokens, use ``KVCache`` or ``attention_with_cache``. Gradients are
+    those of raw q, k and v. Shapes and most names are flash-attn's; causal is True by default.
+
+    Example:
+        q, k, v = (torch.randn(2, 300, heads, 64, requires_grad=True) for heads in (8, 2, 2))  # raw
+        rotary = Rotary.hope(head_dim=64, train_length=512)
+        out = attention(q, k, v, rotary)  # (2, 300, 8, 64)
+        out.sum().backward()
 
     Args:
         q: (batch, seqlen_q, heads_q, head_dim), float16, bfloat16 or float32; float64 where the backend supports it.
@@ -125,7 +135,16 @@ def attention_varlen(
     sinks: torch.Tensor | None = None,
     **unknown: Never,
 ):
-    """``attention`` over packed sequences of different lengths.
+    """Computes ``attention`` for packed sequences of different lengths.
+
+    Use it in training and for prompts, where padding would waste time: sequences lie one after another in one row, and
+    tokens attend within their own sequence. Positions start at 0 in each. The name, the shapes and the order of the
+    arguments after rotary are flash-attn's.
+
+    Example:
+        q, k, v = (torch.randn(40, heads, 64) for heads in (8, 2, 2))  # sequences of 12 and 28 tokens
+        cu_seqlens = torch.tensor([0, 12, 40], dtype=torch.int32)
+        out = attention_varlen(q, k, v, Rotary.rope(64), cu_seqlens, cu_seqlens, max_seqlen_q=28, max_seqlen_k=28)
 
     Args:
         q: (total_q, heads_q, head_dim). Sequence b holds rows cu_seqlens_q[b] to cu_seqlens_q[b + 1].
@@ -173,7 +192,13 @@ def rotate(
 ) -> torch.Tensor:
     """Rotates queries or keys by their positions, as ``attention`` does inside. Differentiable in x.
 
-    Use it for the keys of a cache with ``rotated_keys=True``, and for kernels that take rotated q and k.
+    Use it to fill a cache that ``attention_with_cache`` reads with ``rotated_keys=True``, and for kernels that take
+    rotated q and k. The other calls of this package take raw q and k and rotate them themselves.
+
+    Example:
+        q, k = (torch.randn(2, 300, 8, 64) for _ in "qk")
+        rotary = Rotary.hope(64, train_length=512)
+        scores = torch.einsum("bihd,bjhd->bhij", rotate(q, rotary), rotate(k, rotary))  # before softmax_scale, masking
 
     The dot product of a rotated query and key is the scheme's score, before everything that acts on scores:
     softmax_scale, temperature, log n and the other scales of queries, and masking. If the scheme has a
@@ -251,10 +276,23 @@ def attention_with_cache(
     positions: torch.Tensor | None = None,
     **unknown: Never,
 ):
-    """Writes the new raw k, v to the cache, then attends: decoding, speculative verification, chunked prefill.
+    """Writes new raw keys and values to a cache, then attends to all keys in it.
 
-    The cache holds each raw key once, whatever the scheme. Keys are rotated on the way to the product, and only where
-    the scheme needs it (ReRoPE: the last ``window``). No gradients; in training use ``attention``.
+    Use it for decoding, for verifying drafts and for prefilling in chunks, over a cache that you allocate yourself.
+    ``KVCache`` and ``PagedKVCache`` count tokens and pages for you. Where several layers share lengths and block table,
+    ``plan_cache`` does once per step what this call does in every layer. Queries of different numbers per sequence go
+    to ``attention_varlen_with_cache``. There are no gradients: in training use ``attention``. Shapes and most names are
+    those of flash-attn's flash_attn_with_kvcache.
+
+    The cache holds each raw key once, whatever the scheme. Keys are rotated between the load and the product, and only
+    where the scheme needs it (ReRoPE: the last ``window``).
+
+    Example:
+        k_cache, v_cache = (torch.zeros(2, 512, 2, 64) for _ in "kv")  # (batch, capacity, heads_kv, head_dim)
+        lengths = torch.zeros(2, dtype=torch.int32)
+        q, k, v = (torch.randn(2, 1, heads, 64) for heads in (8, 2, 2))  # one new token of each sequence
+        out = attention_with_cache(q, k_cache, v_cache, Rotary.rope(64), lengths, k=k, v=v)
+        lengths += 1  # the call writes to the caches, not to the lengths
 
     Args:
         q: (batch, seqlen_q, heads_q, head_dim). With n cached and new keys, row r is at position n - seqlen_q + r.
@@ -349,9 +387,18 @@ def attention_varlen_with_cache(
     positions: torch.Tensor | None = None,
     **unknown: Never,
 ):
-    """``attention_with_cache`` for packed queries: one-token steps, speculation, chunks and whole prompts in one batch.
+    """Writes new raw keys and values to a cache, then attends, for packed queries of different numbers per sequence.
 
-    The host reads no length, so a captured CUDA graph serves every batch of the same shapes.
+    Use it in a server, whose batches hold one-token steps, drafts, chunks and whole prompts at once. Where every
+    sequence has the same number of queries, ``attention_with_cache`` is simpler. The host reads no length, so a
+    captured CUDA graph serves every batch of the same shapes.
+
+    Example:
+        k_pages, v_pages = (torch.zeros(16, 16, 2, 64) for _ in "kv")  # (pages, page_size, heads_kv, head_dim)
+        tables = {"block_table": torch.arange(16, dtype=torch.int32).view(2, 8)}
+        q, k, v = (torch.randn(21, heads, 64) for heads in (8, 2, 2))  # one token, and a prompt of 20
+        starts, lengths = (torch.tensor(x, dtype=torch.int32) for x in ([0, 1, 21], [7, 0]))
+        out = attention_varlen_with_cache(q, k_pages, v_pages, Rotary.rope(64), starts, lengths, 20, k=k, v=v, **tables)
 
     Args:
         q: (total_q, heads_q, head_dim). Sequence b holds rows cu_seqlens_q[b] to cu_seqlens_q[b + 1], its last tokens.

@@ -71,9 +71,16 @@ __all__ = ["Rotary"]
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Rotary:
-    """A rotary position scheme. Build it with a class method, then chain: ``Rotary.hope(128, 8192).rectify(1024)``.
+    """Describes a rotary position scheme: a frequency per channel pair, bands over the distance, a scale on queries.
 
-    Two schemes are equal if they compute the same from the same channels, however they were built.
+    Build it with a class method, then chain changes. It holds numbers only, so it is frozen, belongs to no device, and
+    serves any number of calls. Two schemes are equal if they compute the same from the same channels, however they were
+    built.
+
+    Example:
+        rotary = Rotary.hope(head_dim=128, train_length=8192).rectify(window=1024).log_n(train_length=8192)
+        print(rotary)
+        # -> Rotary(head_dim=128, 50 of 64 pairs rotate (...), distance: d for 0 <= d < 1024; 1024 for d >= 1024, ...
 
     Attributes:
         head_dim: channels per head.
@@ -140,7 +147,7 @@ class Rotary:
     # ---- derived values
     @property
     def rotary_dim(self) -> int:
-        """Number of leading channels that form pairs. The other channels carry no position."""
+        """Returns the number of leading channels that form pairs. The other channels carry no position."""
         return 2 * len(self.frequencies)
 
     @property
@@ -155,12 +162,14 @@ class Rotary:
 
     @property
     def axes(self) -> int:
-        """Coordinates per position: 1, or more for n-dimensional RoPE."""
+        """Returns the coordinates per position: 1, or more for n-dimensional RoPE."""
         return max(self.axis) + 1 if self.axis else 1
 
     @cached_property
     def two_sided_bands(self) -> tuple[Band, ...]:
-        """The bands over all d: each causal band and its mirror image (d -> -d, offset -> -offset), merged at d = 0.
+        """Returns the bands over all d: each causal band and its mirror image, merged at d = 0.
+
+        A mirror image has d -> -d and offset -> -offset.
 
         Raises:
             ValueError: a band maps positions, or the first band starts at 0 and has an offset, so that d = 0 is in two
@@ -179,7 +188,7 @@ class Rotary:
         return scale if self.length_scale is None else scale._replace(length_scale=self.length_scale)
 
     def bands_for(self, causal: bool) -> tuple[Band, ...]:
-        """``bands`` for causal attention, otherwise ``two_sided_bands``."""
+        """Returns ``bands`` for causal attention, otherwise ``two_sided_bands``."""
         return self.bands if causal else self.two_sided_bands
 
     # ---- schemes
@@ -187,7 +196,13 @@ class Rotary:
     def rope(
         cls, head_dim: int, base: float = 10_000.0, rotary_dim: int | None = None, interleaved: bool = False
     ) -> Rotary:
-        """RoPE (Su et al. 2021, eq. 15): inv_freq[m] = base ** (-2m / rotary_dim).
+        """Builds RoPE (Su et al. 2021, eq. 15): inv_freq[m] = base ** (-2m / rotary_dim).
+
+        Use it for models that were trained with it, and as the start of a chain.
+
+        Example:
+            Rotary.rope(head_dim=128, base=500_000.0)  # Llama 3
+            Rotary.rope(head_dim=64, rotary_dim=32)  # Hugging Face's partial_rotary_factor of 0.5
 
         Args:
             head_dim: channels per head, even.
@@ -208,10 +223,16 @@ class Rotary:
         interleaved: bool = False,
         compact: bool = False,
     ) -> Rotary:
-        """HoPE (Chen et al. 2025, section 4): only RoPE's pairs with inv_freq >= 2 pi / train_length rotate.
+        """Builds HoPE (Chen et al. 2025, section 4): only RoPE's pairs with inv_freq >= 2 pi / train_length rotate.
+
+        Use it to train from scratch, or to continue the training of a RoPE model. For a model that is not trained
+        further, ``rectify`` or ``self_extend`` keep what it has learned.
 
         The a pairs that make a full turn within the training length rotate; the others carry no position. There are
         three layouts. In all three the denominator of the exponent is head_dim.
+
+        Example:
+            Rotary.hope(head_dim=128, train_length=8192)  # 50 of 64 pairs rotate
 
         Args:
             head_dim: channels per head, even.
@@ -241,12 +262,13 @@ class Rotary:
 
     @classmethod
     def p_rope(cls, head_dim: int, fraction: float, base: float = 10_000.0, interleaved: bool = False) -> Rotary:
-        """p-RoPE (Barbero et al. 2024, arXiv 2410.06205, section 6): only the first fraction of RoPE's pairs rotates.
+        """Builds p-RoPE (Barbero et al. 2024, arXiv 2410.06205, section 6): the first fraction of RoPE's pairs rotates.
 
         Like HoPE it rotates the fast pairs and leaves the slow ones without position, with the cut at a share of the
         pairs instead of at 2 pi / train_length. Hugging Face calls it "proportional"; Gemma 4's global layers have it.
 
-            Rotary.p_rope(512, 0.25, base=1_000_000.0)  # Gemma 4: 64 of 256 pairs rotate
+        Example:
+            Rotary.p_rope(head_dim=128, fraction=0.25, base=1_000_000.0)  # 16 of 64 pairs rotate
 
         Args:
             head_dim: channels per head, even.
@@ -259,12 +281,21 @@ class Rotary:
 
     @classmethod
     def none(cls, head_dim: int) -> Rotary:
-        """NoPE: no pair rotates."""
+        """Builds NoPE: no pair rotates.
+
+        Use it for layers without position, and for q and k that are rotated already.
+
+        Example:
+            Rotary.none(head_dim=128)
+        """
         return cls(head_dim, (), exponent_dim=head_dim)
 
     @classmethod
     def from_inv_freq(cls, inv_freq, head_dim: int, interleaved: bool = False) -> Rotary:
-        """A scheme with a given table.
+        """Builds a scheme with a table of your own.
+
+        Example:
+            Rotary.from_inv_freq(torch.logspace(0, -3, 32), head_dim=64)
 
         Args:
             inv_freq: tensor, array or list (pairs,), in radians per position; 0: the pair does not rotate. Must not
@@ -278,6 +309,13 @@ class Rotary:
     @classmethod
     def from_hf_config(cls, config, layer_type: str | None = None, seqlen: int | None = None) -> Rotary:
         """Returns the scheme that a Hugging Face model rotates its queries and keys with.
+
+        Use it for a model of your own code with a released configuration. ``convert`` does it for a whole model.
+
+        Example:
+            from transformers import LlamaConfig
+
+            Rotary.from_hf_config(LlamaConfig(hidden_size=512, num_attention_heads=8, rope_theta=500_000.0))
 
         Reads the fields of transformers 4.57 (``rope_theta``, ``rope_scaling``, ``partial_rotary_factor``) and of 5
         (``rope_parameters``, also one dict per layer type). Where the two interpret a field differently, 5 decides.
@@ -323,10 +361,15 @@ class Rotary:
         axis: Sequence[int] | None = None,
         rotary_dim: int | None = None,
     ) -> Rotary:
-        """n-dimensional RoPE for images and video: every axis has pairs of its own, which rotate with that coordinate.
+        """Builds n-dimensional RoPE for images and video: every axis has pairs that rotate with that coordinate.
 
         ``attention`` then needs ``positions`` of shape (batch, seqlen, axes), and ``attention_varlen`` (total, axes). A
-        token whose coordinates are all 0, such as a class or register token, does not rotate.
+        token whose coordinates are all 0, such as a class or register token, does not rotate. For the text decoders of
+        vision-language models, whose pairs share one table, see ``mrope``.
+
+        Example:
+            Rotary.axial(64)  # rows and columns, 16 pairs each
+            Rotary.axial(128, [8, 28, 28], base=10_000.0, interleaved=True)  # FLUX.1
 
         Args:
             head_dim: channels per head.
@@ -345,13 +388,24 @@ class Rotary:
 
     # ---- changes to the table
     def interpolate(self, factor: float) -> Rotary:
-        """Position interpolation (Chen et al. 2023): every frequency is divided by factor, a positive number."""
+        """Applies position interpolation (Chen et al. 2023): every frequency is divided by factor, a positive number.
+
+        Models need some training with it. ``ntk`` and ``yarn`` keep the fast pairs and need less.
+
+        Example:
+            Rotary.rope(128).interpolate(4.0)  # for a context four times as long
+        """
         self._check_unscaled("interpolate")
         factor = positive("factor", factor)
         return self._with_table("interpolate", [f / factor for f in self.frequencies])
 
     def ntk(self, factor: float, variant: str = "aware", exponent: float = 0.625) -> Rotary:
-        """NTK-aware interpolation, with s = factor, a positive number, and D the denominator of the exponent.
+        """Applies NTK-aware interpolation, with s = factor, a positive number, and D the denominator of the exponent.
+
+        It changes a trained model without training. It costs a little at every length, see docs/long_context.md.
+
+        Example:
+            Rotary.rope(128).ntk(4.0)  # for a context four times as long
 
         Args:
             factor: by how much the context grows.
@@ -373,7 +427,13 @@ class Rotary:
         temperature: float | None = None,
         truncate: bool = True,
     ) -> Rotary:
-        """YaRN (Peng et al. 2023, section 3.2).
+        """Applies YaRN (Peng et al. 2023, section 3.2).
+
+        Use it where a server knows nothing else, or with some training. It costs a little at every length, see
+        docs/long_context.md. ``ntk_by_parts`` is the same without the temperature.
+
+        Example:
+            Rotary.rope(128).yarn(factor=4.0, train_length=8192)
 
         Pairs that make more than beta_fast turns over train_length keep their frequency. The frequency of pairs that
         make fewer than beta_slow turns is divided by factor. A linear ramp over the pair index connects the two.
@@ -396,7 +456,10 @@ class Rotary:
     def ntk_by_parts(
         self, factor: float, train_length: float, beta_fast: float = 32.0, beta_slow: float = 1.0, truncate: bool = True
     ) -> Rotary:
-        """NTK-by-parts (bloc97 2023; Peng et al. 2023, section 3.2): YaRN's table without its temperature.
+        """Applies NTK-by-parts (bloc97 2023; Peng et al. 2023, section 3.2): YaRN's table without its temperature.
+
+        Example:
+            Rotary.rope(128).ntk_by_parts(factor=4.0, train_length=8192)
 
         Args: as in ``yarn``.
         """
@@ -405,7 +468,10 @@ class Rotary:
         return dataclasses.replace(yarn, scaled_by="ntk_by_parts")
 
     def cope(self, train_length: float, pairs: int | None = None, taper: bool = True) -> Rotary:
-        """CoPE, clipped RoPE (arXiv 2602.05258): HoPE's cut for a model that is already trained.
+        """Applies CoPE, clipped RoPE (arXiv 2602.05258): HoPE's cut for a model that is already trained.
+
+        Example:
+            Rotary.rope(128).cope(train_length=8192)
 
         The pairs with inv_freq < 2 pi / train_length, which HoPE does not rotate, rotate less the slower they are: in
         order of falling inv_freq, pair r of n has it multiplied by (1 + cos(pi r / (n - 1))) / 2. The first keeps it,
@@ -420,7 +486,10 @@ class Rotary:
         return dataclasses.replace(self, frequencies=cope_table(self.frequencies, train_length, pairs, taper))
 
     def mrope(self, sections: Sequence[int], interleaved: bool = False) -> Rotary:
-        """Multi-dimensional positions of vision-language models: each pair rotates with one coordinate of a position.
+        """Takes the positions of vision-language models: each pair rotates with one coordinate of a position.
+
+        Example:
+            Rotary.rope(128, base=1_000_000.0).mrope([16, 24, 24])  # Qwen2-VL
 
         ``attention`` then needs ``positions`` of shape (batch, seqlen, axes), in Hugging Face's order: time, height,
         width. Where all coordinates of every position are equal, as for text, the scheme is the one it came from.
@@ -443,7 +512,15 @@ class Rotary:
     # ---- changes to the bands and the scale
     @says_instead(k="factor", w="window", group="factor, or self_extend(window, group)")
     def rectify(self, window: int, factor: float | None = None) -> Rotary:
-        """ReRoPE, and with a factor Leaky ReRoPE.
+        """Applies ReRoPE (Su 2023), and with a factor Leaky ReRoPE: distances beyond a window are held or slowed.
+
+        Use it to read beyond the training length with a trained RoPE model, without training. Windows of a quarter to a
+        half of the training length are best; ``self_extend`` and ``dual_chunk`` are alternatives of the same use. For
+        queries that see nothing beyond a window, see ``local``.
+
+        Example:
+            Rotary.rope(128).rectify(window=2048).log_n(train_length=8192)  # ReRoPE
+            Rotary.rope(128).rectify(window=2048, factor=16.0)  # Leaky ReRoPE
 
         Below window, scores see the true distance. From window on, ReRoPE's scores see the distance window; for Leaky
         ReRoPE it grows by 1 / factor per position. Without causality the same holds for keys ahead, mirrored.
@@ -457,11 +534,13 @@ class Rotary:
         return self._with_bands(beyond_window(self.bands, rectified(window, factor)))
 
     def string(self, start: int, window: int) -> Rotary:
-        """STRING (An et al. 2024, arXiv 2410.18745, section 4): far keys move nearer, for models that are trained.
+        """Applies STRING (An et al. 2024, arXiv 2410.18745, section 4): far keys move nearer, for trained models.
 
-        Scores see the true distance d below start, and d - start + window from start on. Distances that occur seldom in
-        training are so replaced by frequent ones. Without causality the same holds for keys ahead, mirrored.
+        Scores see the true distance d below start, and d - start + window from start on. So frequent distances replace
+        rare ones. Without causality the same holds for keys ahead, mirrored. Use it within the
+        training length: the largest distance still grows with the text.
 
+        Example:
             Rotary.rope(64, base=500_000.0).string(start=2731, window=128)  # a third of 8,192 tokens
 
         Args:
@@ -474,7 +553,13 @@ class Rotary:
         return self._with_bands(beyond_window(self.bands, shifted(start, window)))
 
     def self_extend(self, window: int, group: int) -> Rotary:
-        """Self-Extend (Jin et al. 2024, section 3): grouped positions beyond a window, for models that are trained.
+        """Applies Self-Extend (Jin et al. 2024, section 3): grouped positions beyond a window, for trained models.
+
+        Use it as ``rectify``, to read beyond the training length without training. Its distances keep growing, one per
+        group.
+
+        Example:
+            Rotary.rope(128).self_extend(window=2048, group=4)
 
         Below window, scores see the true distance. From window on, the query at i rotates by
         floor(i / group) + window - window / group and the key at j by floor(j / group). For causal attention. A scheme
@@ -491,7 +576,12 @@ class Rotary:
         return self._with_bands(beyond_window(self.bands, grouped(window, group)))
 
     def dual_chunk(self, chunk_size: int, local_size: int, length_scale: float | None = None) -> Rotary:
-        """Dual chunk attention (An et al. 2024, arXiv 2402.17463; Qwen2.5-1M), for models that are trained.
+        """Applies dual chunk attention (An et al. 2024, arXiv 2402.17463; Qwen2.5-1M), for trained models.
+
+        Use it as ``rectify``, to read beyond the training length without training.
+
+        Example:
+            Rotary.rope(128).dual_chunk(chunk_size=8192, local_size=2048)
 
         With s = chunk_size - local_size, the key at j rotates by j mod s. With n = floor(i / s) - floor(j / s), the
         query at i rotates by i mod s for n = 0, by min(i mod s + s, chunk_size) for n = 1, and by
@@ -514,7 +604,11 @@ class Rotary:
         return scaled._with_bands(chunked(chunk, min(2 * chunk - 1, chunk_size)))
 
     def local(self, window: int) -> Rotary:
-        """Sliding window: queries attend to distances below window only; without causality, on both sides."""
+        """Applies a sliding window: queries attend to distances below window only; without causality, on both sides.
+
+        Example:
+            Rotary.rope(128).local(window=4096)  # the query's own key and 4,095 earlier ones
+        """
         check_window(window)
         if chunk_of(self.bands):
             raise ValueError("local: expected bands over the distance, got those of dual_chunk, over chunks")
@@ -523,7 +617,10 @@ class Rotary:
         return self._with_bands([clipped(band, 0, window) for band in self.bands])
 
     def log_n(self, train_length: float, clip: bool = True) -> Rotary:
-        """Log n scaling: the query at position i is scaled by logn(i) = ln(i + 1) / ln(train_length).
+        """Applies log n scaling: the query at position i is scaled by logn(i) = ln(i + 1) / ln(train_length).
+
+        Example:
+            Rotary.rope(128).rectify(window=2048).log_n(train_length=8192)
 
         Args:
             train_length: in tokens, above 1.
@@ -535,7 +632,10 @@ class Rotary:
         return dataclasses.replace(self, log_n_scale=(train_length, clip))
 
     def log_steps(self, floor_scale: float, attn_scale: float = 0.1, first: int = 1) -> Rotary:
-        """Llama 4's scale of the query (arXiv 2501.19399 with a floor), which grows with the logarithm in steps.
+        """Applies Llama 4's scale of the query (arXiv 2501.19399 with a floor), the logarithm in steps.
+
+        Example:
+            Rotary.rope(128, base=500_000.0).log_steps(floor_scale=8192)
 
         The query at position i, counted from 0, is scaled by 1 + attn_scale * ln(1 + floor((i + first) / floor_scale)).
 
@@ -550,7 +650,10 @@ class Rotary:
         return dataclasses.replace(self, log_steps_scale=(floor_scale, attn_scale, first))
 
     def scale_rotated(self, factor: float) -> Rotary:
-        """A factor on what the first rotary_dim channels add to the scores; the other channels keep theirs.
+        """Scales what the first rotary_dim channels add to the scores. The other channels keep theirs.
+
+        Example:
+            Rotary.rope(128, rotary_dim=64).scale_rotated(1.2**2)  # Hugging Face's attention_factor of 1.2
 
         Hugging Face multiplies cos and sin of q and k by attention_factor: factor is its square. Where all channels are
         in the table, it is the same as a temperature. Pairs of the table that do not rotate have the factor, too.
@@ -565,7 +668,7 @@ class Rotary:
     # ---- text
     @cached_property
     def text(self) -> str:
-        """This scheme as JSON, without rounding. ``Rotary.from_text`` reads it; operators and checkpoints carry it."""
+        """Returns the scheme as JSON without rounding, for ``from_text``. Operators and checkpoints carry it."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         fields["bands"] = [band if band.maps_positions or band.keys_rotated else band[:4] for band in self.bands]
         return json.dumps(fields)
@@ -573,6 +676,9 @@ class Rotary:
     @staticmethod
     def from_text(text: str) -> Rotary:
         """Reads the scheme from ``Rotary.text``.
+
+        Example:
+            assert Rotary.from_text(Rotary.rope(64).text) == Rotary.rope(64)
 
         Raises:
             TypeError, ValueError: what was expected and what came.

@@ -310,7 +310,7 @@ def _packed(sequence: torch.Tensor) -> Packed:
 
 
 def _packed_traced(new: torch.Tensor) -> Packed:
-    """As ``_packed``, in a graph: of a fixed size, with empty sequences behind the real ones.
+    """Returns what ``_packed`` returns, inside a graph: tables of a fixed size, which end with empty sequences.
 
     new: (batch, seqlen - 1), whether a sequence starts in the row after this one.
     """
@@ -322,7 +322,7 @@ def _packed_traced(new: torch.Tensor) -> Packed:
 
 
 def _first_key(attention_mask: torch.Tensor, q_length: int, q_offset) -> torch.Tensor:
-    """(batch,) int32: the padding on the left. Rows of padding on the right are computed, but nobody reads them."""
+    """Returns the length of the left padding, (batch,) int32. Padding on the right is computed too, and not used."""
     if attention_mask.ndim != 2:
         raise ValueError(
             f"attention_mask: expected (batch, keys) of zeros and ones, got shape {tuple(attention_mask.shape)}"

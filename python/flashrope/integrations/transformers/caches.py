@@ -1,18 +1,18 @@
-"""transformers' caches under converted models: who filled them, where their tokens stand, and quantized ones.
+"""transformers' caches under converted models: who filled them, the coordinates of their tokens, and quantized ones.
 
-Raw keys under one scheme are not valid under another, or for the stock model. So a cache bears the conversion's mark
-from its first call on. Reading it costs no device synchronisation.
+Raw keys under one scheme are not valid under another, or for the stock model. So a cache is marked with the conversion
+from its first call on. Reading the mark costs no device synchronisation.
 
-Coordinates are for models whose tokens stand at a time, a row and a column (M-RoPE). Raw keys have no position. So the
-decoder's hook takes the coordinates of the new tokens from ``position_ids``, adds them to those that the cache bears,
-and passes both to the layers. Behind the forward the cache bears them all. They follow the cache: a crop leaves fewer
-keys, and the next call reads the coordinates of the keys that are left. A reorder, a repeat or a selection of sequences
-moves them with the rows of the cache (``follow_caches``). A copy has them, too. The layers of a step share one table of
-their cos and sin, 8 bytes per key and channel, which is freed after the step.
+Coordinates are for models whose tokens have a time, a row and a column (M-RoPE). Raw keys have no position. So the
+decoder's hook takes the coordinates of the new tokens from ``position_ids``, appends them to the coordinates that the
+cache carries, and passes both to the layers. After the forward the cache carries all of them. They follow the cache: a
+crop leaves fewer keys, and the next call reads only the coordinates of the remaining keys. A reorder, a repeat or a
+selection of sequences moves them with the rows of the cache (``follow_caches``). A copy of the cache has them, too. The
+layers of a step share one table of their cos and sin, 8 bytes per key and channel, which is freed after the step.
 
-A layer of ``CodesCache`` keeps rows of bytes: the codes of a key or value, as backends/quantized.py describes them, and
-behind them the four bytes of their scale. So everything that transformers does with rows (cropping, selecting
-sequences, offloading) moves a scale with its codes. The attention function reads both as views.
+A layer of ``CodesCache`` keeps rows of bytes: the quantized values of a key or value (backends/quantized.py), then the
+four bytes of their scale. So whatever transformers does with rows (cropping, selecting sequences, offloading) moves a
+scale with its values. The attention function reads both as views.
 """
 
 from __future__ import annotations
@@ -40,10 +40,17 @@ MARK = "_flashrope"  # attribute of a cache, and copied with it
 
 
 def accept_cache(model, cache):
-    """Takes a cache whose origin is not known, such as one that was read from a file or built from tensors.
+    """Tells a model to trust a cache whose origin is not known, such as one that was read from a file. Returns cache.
 
     The caller answers for its contents: raw keys of the same scheme and weights for a converted model, the library's
-    rotated keys for a stock one. Returns cache.
+    rotated keys for a stock one.
+
+    Example:
+        from transformers import AutoModelForCausalLM, DynamicCache
+        from flashrope.integrations.transformers import accept_cache, convert
+
+        model = convert(AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B"))
+        cache = accept_cache(model, DynamicCache())  # filled from a file
     """
     mark = _mark_of(find_decoder(model))
     if mark is None:
@@ -122,11 +129,11 @@ COORDINATES = "_flashrope_coordinates"  # the argument of every layer, and the a
 
 
 class Coordinates:
-    """Where the tokens of a call stand.
+    """Holds the coordinates of the tokens of a call.
 
     Attributes:
-        queries: (batch, seqlen_q, axes) float32, of the new tokens.
-        keys: (batch, slots, axes) float32, of cached and new tokens. Slots without a token hold anything.
+        queries: (batch, seqlen_q, axes) float32, for the new tokens.
+        keys: (batch, slots, axes) float32, for cached and new tokens. Slots without a token hold anything.
         plans: the plans that the layers of this call share, by what layers may differ in.
     """
 
@@ -135,7 +142,11 @@ class Coordinates:
         self.plans: dict[tuple, CachePlan] = {}
 
     def slots(self, count: int) -> torch.Tensor:
-        """(batch, count, axes), of all slots of a cache. Raises ValueError if it has another number of them."""
+        """Returns the coordinates of all ``count`` slots of a cache, (batch, count, axes).
+
+        Raises:
+            ValueError: the cache has another number of slots.
+        """
         if count != self.keys.shape[1]:
             raise ValueError(
                 f"{CACHE}: expected a cache that returns the keys of its {self.keys.shape[1]} tokens or slots, "
@@ -144,7 +155,7 @@ class Coordinates:
         return self.keys
 
     def attend(self, q, layer: CacheLayer, rotary: Rotary, end, first, softmax_scale=None, sinks=None) -> torch.Tensor:
-        """Attention of one layer over its cache, which holds the new tokens already.
+        """Computes the attention of one layer over its cache, which holds the new tokens already.
 
         Args:
             q: (batch, seqlen_q, heads_q, head_dim).
@@ -167,12 +178,12 @@ class Coordinates:
 
 
 def axes_of(decoder) -> int:
-    """The coordinates of a position in a converted decoder; 1: it is one number."""
+    """Returns how many coordinates a position has in a converted decoder: 1 unless the model has M-RoPE."""
     return getattr(plan_of(decoder), "axes", 1)
 
 
 def read_coordinates(decoder, given: Mapping[str, Any]) -> Coordinates:
-    """Returns where the tokens of a decoder's forward stand.
+    """Returns the coordinates of the tokens of a decoder's forward.
 
     Args:
         given: the arguments of the forward, from ``arguments_of``.
@@ -190,12 +201,12 @@ def read_coordinates(decoder, given: Mapping[str, Any]) -> Coordinates:
 
 
 def store_coordinates(cache, coordinates: Coordinates) -> None:
-    """Leaves the coordinates of all its tokens with a cache."""
+    """Stores the coordinates of all tokens of a cache as its attribute."""
     setattr(cache, COORDINATES, coordinates.keys)
 
 
 def _read(position_ids, x, start, axes: int) -> torch.Tensor:
-    """(batch, seqlen, axes) of position_ids as the decoder reads them, which has tokens like x (batch, seqlen, ...)."""
+    """Returns position_ids as the decoder reads them, (batch, seqlen, axes). x: (batch, seqlen, ...), the tokens."""
     batch, seqlen = x.shape[:2]
     if position_ids is None:
         position_ids = (torch.arange(seqlen, device=x.device) + start)[None]
@@ -203,7 +214,7 @@ def _read(position_ids, x, start, axes: int) -> torch.Tensor:
         position_ids = position_ids[None]
     if position_ids.ndim == 3 and position_ids.shape[0] == 1:
         position_ids = position_ids.expand(axes, -1, -1)
-    if position_ids.ndim == 3 and position_ids.shape[0] == axes + 1:  # behind those that the mask is made of
+    if position_ids.ndim == 3 and position_ids.shape[0] == axes + 1:  # the first row is for the mask
         position_ids = position_ids[1:]
     if position_ids.ndim != 3 or position_ids.shape[0] != axes or position_ids.shape[1] not in (1, batch):
         raise ValueError(
@@ -214,10 +225,10 @@ def _read(position_ids, x, start, axes: int) -> torch.Tensor:
 
 
 def _with_cached(cache: Cache, queries: torch.Tensor, length) -> torch.Tensor:
-    """The coordinates of a cache's tokens, length in number, and behind them those of the new ones."""
+    """Returns the coordinates of the ``length`` tokens of a cache, followed by the coordinates of the new ones."""
     cached, seqlen = getattr(cache, COORDINATES, None), queries.shape[1]
     layer = next((each for each in getattr(cache, "layers", ()) if hasattr(each, "max_cache_len")), None)
-    if layer is not None:  # a static cache: its length is known to the device alone
+    if layer is not None:  # a static cache: only the device knows its length
         if cached is None:
             _check_empty(cache, 0, queries)
             cached = queries.new_zeros(queries.shape[0], layer.max_cache_len, queries.shape[2])
@@ -280,18 +291,26 @@ SCALE_BYTES = 4
 
 
 class CodesCache(Cache):
-    """Quantized keys and values, to which a model attends after ``convert``.
+    """Holds quantized keys and values, which a converted model reads in place.
 
-    Pass it as the model's cache: ``past_key_values``, or ``cache`` from transformers 5.24 on.
+    Use it where memory limits the length or the batch. docs/decoding.md has what int8 and int4 cost. Pass it as the
+    model's cache: ``past_key_values``, or ``cache`` from transformers 5.24 on. All layers keep all tokens, also the
+    layers with a sliding window.
 
-    All layers keep all tokens, also those that see a sliding window.
+    Example:
+        from transformers import AutoModelForCausalLM
+        from flashrope.integrations.transformers import CodesCache, convert
+
+        model = convert(AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B"))
+        prompt = torch.randint(3, 60, (1, 12))
+        text = model.generate(prompt, past_key_values=CodesCache(model.config, "int8"), max_new_tokens=4)
 
     Args:
         config: the model's.
         cache_dtype: "int8" or "int4".
 
     Raises:
-        ValueError: cache_dtype, a head_dim that is no multiple of 8, or layers without attention.
+        ValueError: cache_dtype, a head_dim that is not a multiple of 8, or layers without attention.
     """
 
     def __init__(self, config, cache_dtype: str):
@@ -306,7 +325,7 @@ class CodesCache(Cache):
         if len(attending_layers(config)) < config.num_hidden_layers:
             raise ValueError(
                 f"cache_dtype: expected a model with attention in every layer for {cache_dtype}, got "
-                f"{config.model_type} with other layers, whose state is no keys and values"
+                f"{config.model_type} with other layers, which have no keys and values"
             )
         super().__init__(layers=[CodesLayer(dtype) for _ in range(config.num_hidden_layers)])
 

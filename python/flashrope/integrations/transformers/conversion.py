@@ -24,14 +24,24 @@ REVERTED = "_flashrope_reverted"  # the attribute of a decoder that keeps the ho
 
 
 def convert(model, rotary: Rotary | dict[str, Rotary] | None = None, *, untested: bool = False, **options: Any):
-    """Runs a causal language model on this package's attention, in place; ``revert`` undoes it.
+    """Makes a transformers causal language model run on this package's attention, in place. ``revert`` undoes it.
+
+    Use it to give a model another rotary scheme, or to run its own on these kernels and caches of raw keys. A model
+    that was saved after ``convert`` is loaded by ``from_pretrained``.
+
+    Example:
+        from transformers import AutoModelForCausalLM
+        from flashrope.integrations.transformers import convert
+
+        model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B")
+        convert(model, window=2048, log_n=True)  # ReRoPE; convert(model) keeps the model's own scheme
 
     Without options the model keeps its own scheme, and its logits are the same. Caches then hold raw keys: a cache that
     was filled before ``convert`` or ``revert`` is refused.
 
     Every call describes the whole scheme: options replace those of an earlier call, they are not added to them.
-    Without any, the options in the configuration are used: those of an earlier ``convert``, of which a warning tells,
-    or those that the model was saved with. ``revert(model)`` first, for the model's own scheme.
+    Without options, the options in the configuration are used: from an earlier ``convert``, which a warning says, or
+    from the folder that the model was loaded from. For the model's own scheme call ``revert(model)`` first.
 
     Args:
         model: a transformers model of a type in ``FAMILIES``, or a module that holds one (PEFT, DDP).
@@ -54,8 +64,8 @@ def convert(model, rotary: Rotary | dict[str, Rotary] | None = None, *, untested
         self_extend: (window, group) of ``Rotary.self_extend``: grouped positions beyond the window. It excludes window.
         dual_chunk: (chunk_size, local_size) of ``Rotary.dual_chunk``, or (chunk_size, local_size, length_scale). It
             excludes window and self_extend. A configuration's dual_chunk_attention_config (Qwen2.5-1M) is honored
-            without this option, with the length of its factor and without the sparse attention that may stand beside
-            it. The option takes its place; False switches it off.
+            without this option, with the length of its factor and without the sparse attention that may be configured
+            with it. The option replaces it; False switches it off.
         log_n: scales queries by max(1, ln(i + 1) / ln(log_n)). True: by the training length. Layers with a sliding
             window see a fixed number of keys and are not scaled.
         log_n_clip: beside log_n, for models that were trained with it, False: the factor may be below 1.
@@ -84,6 +94,13 @@ def convert(model, rotary: Rotary | dict[str, Rotary] | None = None, *, untested
 
 def revert(model):
     """Restores the stock model: the same functions run on the same weights as before ``convert``. Returns model.
+
+    Example:
+        from transformers import AutoModelForCausalLM
+        from flashrope.integrations.transformers import convert, revert
+
+        model = convert(AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B"))
+        revert(model)
 
     One hook stays, which refuses caches that hold the converted model's raw keys. A model that was saved with options
     and loaded without ``convert`` becomes the stock model, too.
@@ -119,9 +136,17 @@ def from_pretrained(
     """Loads a model with transformers and converts it: with the options that it was saved with, otherwise with its own
     scheme.
 
+    Use it for models that were saved after ``convert`` with options, which transformers alone refuses.
+    ``register_auto_classes`` lets ``AutoModel`` classes and ``pipeline`` load them.
+
+    Example:
+        from flashrope.integrations.transformers import from_pretrained
+
+        model = from_pretrained("Qwen/Qwen3-0.6B")
+
     Args:
-        pretrained_model_name_or_path, args, kwargs: those of transformers' from_pretrained. attn_implementation is what
-            ``revert`` returns to.
+        pretrained_model_name_or_path, args, kwargs: passed to transformers' from_pretrained. attn_implementation is
+            what ``revert`` returns to.
         auto_class: the class whose from_pretrained is called, such as AutoModel or LlamaForCausalLM.
         untested: as in ``convert``.
 
@@ -140,6 +165,13 @@ def from_pretrained(
 
 def register_auto_classes(*model_types: str) -> None:
     """Makes transformers' AutoModel classes, and with them ``pipeline``, convert models that were saved with options.
+
+    Use it where code of others loads the model. ``from_pretrained`` needs no registration.
+
+    Example:
+        from flashrope.integrations.transformers import register_auto_classes
+
+        register_auto_classes("llama", "qwen3")  # before AutoModelForCausalLM.from_pretrained(...)
 
     Models without options stay stock models, and other classes (``LlamaForCausalLM.from_pretrained``) are not affected.
     It holds for this process, through ``AutoModel.register`` and its siblings. ``revert`` gives such a model the
@@ -179,7 +211,7 @@ LOADS = "_converts_saved_models"
 
 
 def _loader(stock: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """A class that stands for stock where models are loaded. It makes models of stock itself."""
+    """Returns a class that replaces stock where models are loaded, and that makes models of stock."""
 
     def load(cls, *args, **kwargs):
         loaded = stock.from_pretrained(*args, **kwargs)

@@ -39,8 +39,17 @@ class Passage(NamedTuple):
 def prefill_passage(model, input_ids: torch.Tensor, behind: Passage | None = None) -> Passage:
     """Computes the keys and values of a passage, for ``join_passages``.
 
+    Use it for texts that many prompts contain, such as documents of a search. Prefill them behind the head that all
+    prompts share: docs/decoding.md has what that gains.
+
+    Example:
+        from transformers import AutoModelForCausalLM
+        from flashrope.integrations.transformers import convert, join_passages, prefill_passage
+
+        model = convert(AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B"))
+        head_ids, *document_ids = torch.randint(3, 60, (3, 1, 10))
         head = prefill_passage(model, head_ids)
-        documents = [prefill_passage(model, ids, behind=head) for ids in (first_ids, second_ids)]
+        documents = [prefill_passage(model, ids, behind=head) for ids in document_ids]
 
     Args:
         model: a transformers model after ``convert``.
@@ -74,9 +83,15 @@ def prefill_passage(model, input_ids: torch.Tensor, behind: Passage | None = Non
 def join_passages(model, passages: Sequence[Passage], recompute: int = 0) -> Passage:
     """Joins passages into one prompt, whose cache ``generate`` continues.
 
-        prompt = join_passages(model, [head, *documents], recompute=16)
-        ids = torch.cat([prompt.input_ids, question_ids], 1)
-        answer = model.generate(ids, past_key_values=prompt.cache)
+    Example:
+        from transformers import AutoModelForCausalLM
+        from flashrope.integrations.transformers import convert, join_passages, prefill_passage
+
+        model = convert(AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B"))
+        passages = [prefill_passage(model, ids) for ids in torch.randint(3, 60, (3, 1, 10))]
+        prompt = join_passages(model, passages, recompute=4)
+        ids = torch.cat([prompt.input_ids, torch.randint(3, 60, (1, 5))], 1)  # and a question
+        answer = model.generate(ids, past_key_values=prompt.cache, max_new_tokens=4)
 
     The result is that of one prefill in these cases: one passage; a head that was prefilled with nothing before it and
     one passage that was prefilled behind it; any passages behind such a head if ``recompute`` is at least their length.

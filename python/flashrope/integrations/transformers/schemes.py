@@ -154,12 +154,20 @@ class Suggestion(NamedTuple):
 
 
 def suggest(model_or_config, target_length: int, scheme: str = "rerope") -> Suggestion:
-    """What lets a model read target_length tokens without training.
+    """Suggests options of ``convert`` that let a model read target_length tokens without training.
 
-    Use it as ``convert(model, **suggest(model, 32768).changes)``. It suggests ReRoPE with a window of half the training
-    length, and log n scaling by the training length, clipped at 1. In the ablation of the ReRoPE blog post (training
-    length 512, tested at 4096, not trained with log n), windows of a quarter and a half of the training length give
-    82.3% and 82.4%, an eighth 78.6%, three quarters 76.4%, and the training length itself 7.1%.
+    Example:
+        from transformers import AutoModelForCausalLM
+        from flashrope.integrations.transformers import convert, suggest
+
+        model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B")
+        suggestion = suggest(model, target_length=131_072)
+        convert(model, **suggestion.changes)
+
+    It suggests ReRoPE with a window of half the training length, and log n scaling by the training length, clipped at
+    1. In the ablation of the ReRoPE blog post (training length 512, tested at 4096, not trained with log n), windows of
+    a quarter and a half of the training length give 82.3% and 82.4%, an eighth 78.6%, three quarters 76.4%, and the
+    training length itself 7.1%.
 
     Args:
         model_or_config: a transformers model or its configuration.
@@ -167,7 +175,7 @@ def suggest(model_or_config, target_length: int, scheme: str = "rerope") -> Sugg
         scheme: "rerope", or any scheme of ``flashrope loss --schemes`` to have the numbers for. "cope": the pairs with
             less than one turn over the training length rotate less. "self-extend": a window of half the training
             length, and the smallest group that keeps distances below the training length. "dual-chunk": chunks of about
-            three quarters of the training length. These three are without log n, as in their papers.
+            three quarters of the training length. All three are without log n, as in their papers.
 
     Raises:
         ValueError: the model has no rotary embedding, or sliding windows for a scheme that changes distances; its
