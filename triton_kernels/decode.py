@@ -432,7 +432,9 @@ def attention_decode(
 
     CODES: tl.constexpr = k_cache.ptr.dtype.element_ty
     V_PARTS: tl.constexpr = value_parts(CODES, VARIANT.code_vec, VARIANT.block_d, VARIANT.head_dim)
-    K_PARTS: tl.constexpr = key_parts(CODES, VARIANT.code_vec, VARIANT.block_d, VARIANT.head_dim, VARIANT.rotary_dim)
+    K_PARTS: tl.constexpr = key_parts(
+        CODES, VARIANT.code_vec, VARIANT.block_d, VARIANT.head_dim, VARIANT.rotary_dim, VARIANT.first_channel
+    )
     state = start_softmax(VARIANT.block_m, VARIANT.block_d, V_PARTS)
     NUM_BANDS: tl.constexpr = VARIANT.num_bands
     for b in tl.static_range(NUM_BANDS):

@@ -65,6 +65,7 @@ def variant_of(
         one_run=one_run,
         stored=stored,
         axes=axes,
+        first_channel=0 if rotary.interleaved or not rotary.changes_channels else rotary.first_channel,
     )
 
 
