@@ -158,6 +158,8 @@ class Variant(NamedTuple):
         accumulator's layout, in which every element must belong to one thread.
     one_run: where positions of cached tokens are data, every tile of keys lies in one page.
     stored: the cache stores positions.
+    channels: the head as the Parts of ``flashrope.lowering.parts``, so that the decode kernel rotates only the first
+        of them. Empty: all pairs are rotated.
     """
 
     head_dim: int
@@ -181,6 +183,7 @@ class Variant(NamedTuple):
     stored: bool = False
     axes: int = 0
     first_channel: int = 0
+    channels: tuple = ()
 
 
 NO_CACHE = CacheLayout(*(None,) * 14)

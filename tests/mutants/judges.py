@@ -103,6 +103,7 @@ JUDGES = {
     "triton_kernels/placed.py": PLACED,
     "triton_kernels/stored.py": PLACED[::-1],
     "triton_kernels/codes.py": QUANTIZED,
+    "triton_kernels/channels.py": [*DECODE, "tests/rotary/test_first_channel.py"],
     "python/flashrope/lowering/*": [*TABLES, *FORWARD[:1], "tests/rotary/test_maps.py tests/rotary/test_resident.py"],
     "python/flashrope/backends/cpu/pieces.py": COMPOSED,
     "python/flashrope/backends/cpu/attention.py": COMPOSED,

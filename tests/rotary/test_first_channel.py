@@ -5,6 +5,8 @@ import support
 import torch
 from caching import PAGE, Cached
 from flashrope import Rotary, attention, rotate
+from flashrope.lowering.lowered import lower
+from flashrope.lowering.parts import channel_parts
 
 DOUBLE = support.Target("reference", torch.float64, "cpu")
 FORMS = {
@@ -63,3 +65,47 @@ def test_rotate(target, form):
     x = support.random((2, 9, 3, 24), target, 5)
     want = rotate(to_front(x.double(), rotary), front, impl="reference").roll(16, -1)
     torch.testing.assert_close(rotate(x, rotary, impl=target.impl).double(), want, rtol=0.01, atol=0.02)
+
+
+# ---- parts of a head
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_a_head_in_parts_over_a_cache(target, interleaved):
+    rotary = Rotary.rope(64, rotary_dim=32, interleaved=interleaved, first_channel=16).rectify(21)
+    Cached(target, rotary, (50, 61), 2, page=PAGE, heads=(2, 1)).check()
+
+
+HEADS = {
+    "partial 256": Rotary.rope(256, rotary_dim=64),
+    "partial 128": Rotary.rope(128, rotary_dim=64),
+    "hope 64": Rotary.hope(64, 512),
+    "hope 128, interleaved": Rotary.hope(128, 512, interleaved=True),
+    "proportional 512": Rotary.p_rope(512, 0.25),
+    "behind": Rotary.rope(256, rotary_dim=64, first_channel=192),
+    "between, interleaved": Rotary.rope(128, rotary_dim=32, interleaved=True, first_channel=64),
+}
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_parts_hold_every_channel_once(head):
+    rotary = HEADS[head]
+    rotating, *others = parts = channel_parts(rotary, True)
+    half = rotating.width // 2
+    channels = [c for p in parts for first in (p.first, p.second) for c in range(first, first + p.width // 2)]
+    assert sorted(channels) == list(range(rotary.head_dim)) and not any(p.rotates for p in others)
+    assert all(p.width in (32, 64, 128) for p in parts) and 2 * rotating.width <= rotary.head_dim
+    assert half >= lower(rotary, True).rotated_pairs
+    assert rotating.first == rotary.first_channel
+    assert rotating.second == rotary.first_channel + (half if rotary.interleaved else rotary.rotary_dim // 2)
+
+
+@pytest.mark.parametrize(
+    "rotary",
+    [
+        Rotary.rope(128), Rotary.hope(128, 4096), Rotary.none(128), Rotary.rope(128, rotary_dim=32, first_channel=8),
+        Rotary.rope(32, rotary_dim=8), Rotary.rope(120, rotary_dim=32),
+    ],
+)  # fmt: skip
+def test_heads_without_parts(rotary):
+    assert channel_parts(rotary, True) == ()
