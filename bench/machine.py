@@ -42,7 +42,7 @@ def describe(device: torch.device) -> dict:
 
 
 def slug(name: str) -> str:
-    """A folder name: "NVIDIA A100-SXM4-80GB" is nvidia-a100-sxm4-80gb."""
+    """Returns a folder name: "NVIDIA A100-SXM4-80GB" is nvidia-a100-sxm4-80gb."""
     return re.sub(r"[^a-z0-9]+", "-", re.sub(r"\((?:r|tm)\)", "", name.lower())).strip("-")
 
 

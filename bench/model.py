@@ -162,9 +162,9 @@ def their_rows(path: Path) -> Iterator[dict[str, str]]:
 
 
 def their_seconds(rows: list[dict[str, str]], problem: waves.Problem, device: waves.Device) -> tuple[float, float]:
-    """(forward, backward). The masked tiles of their forward are unrolled, so they are part of the fixed clocks. The
-    shortest rows of tiles come first. Their backward also reads out and its gradient, zeroes a float32 sum and converts
-    it."""
+    """Returns (forward, backward). The masked tiles of their forward are unrolled, so they are part of the fixed
+    clocks. The shortest rows of tiles come first. Their backward also reads out and its gradient, zeroes a float32 sum
+    and converts it."""
     of_step = {row["step"]: row for row in rows if int(row["D"]) == problem.head_dim}
     times = {}
     for step, lengths_of in (("forward", waves.query_tile_lengths), ("backward", waves.key_tile_lengths)):
@@ -239,7 +239,7 @@ def device_rows(found: dict[tuple, Kernel], theirs: list[dict[str, str]]) -> Ite
 
 
 def decode_seconds(kernel: Kernel, keys: int, device: waves.Device) -> float:
-    """One token, batch 1, HEADS_KV key heads: the slower of the blocks and the memory."""
+    """Returns the time of one token, batch 1, HEADS_KV key heads: the slower of the blocks and the memory."""
     block, tiles = kernel.block, -(-keys // kernel.variant.block_n)
     count = splits.choose_splits(HEADS_KV, tiles, device.multiprocessors * block.resident)
     length = block.clocks(-(-tiles // count), 0)

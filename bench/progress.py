@@ -39,7 +39,7 @@ def _print(line: str) -> None:
 
 
 def unfinished(log: Iterable[str]) -> list[str]:
-    """One line for every plan of ``steps`` in a log that did not end, and one for a pytest run that did not."""
+    """Returns one line for every plan of ``steps`` in a log that did not end, and one for a pytest run that did not."""
     plans: list[list] = []  # [command, names, how many were started, finished]
     tests = compiled = None
     for line in log:

@@ -241,7 +241,7 @@ def _times(chosen: Sequence[Record], what: str) -> list[str]:
 
 
 def _by_length(heading: str, chosen: Sequence[Record], cell: Callable[[Record], str]) -> list[str]:
-    """One row per contestant, one column per length."""
+    """Returns one row per contestant, one column per length."""
     cells = {(record.contestant, record.seqlen): cell(record) for record in chosen}
     names, seqlens = (list(dict.fromkeys(key[at] for key in cells)) for at in (0, 1))
     rows = [(name, *(cells.get((name, seqlen), "–") for seqlen in seqlens)) for name in names]
@@ -307,7 +307,7 @@ def _compiled(path: Path) -> list[str]:
 
 
 def _peers(path: Path) -> list[str]:
-    """A table of ``bench peers``, and what notes.md beside it says about it."""
+    """Returns a table of ``bench peers``, and what notes.md beside it says about it."""
     rows = _rows(path, PEER_COLUMNS, "peers")
     notes = path.with_name("notes.md")
     return [
@@ -324,7 +324,7 @@ def _peers(path: Path) -> list[str]:
 
 
 def _table(heading: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
-    """A Markdown table. The first `left` columns are left-aligned, the others right-aligned."""
+    """Returns a Markdown table. The first `left` columns are left-aligned, the others right-aligned."""
     return [
         "| " + " | ".join(heading) + " |",
         "|" + "|".join(["---"] * left + ["---:"] * (len(heading) - left)) + "|",

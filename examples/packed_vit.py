@@ -120,7 +120,7 @@ def scheme(positions: str, head_dim: int = 32) -> Rotary:
 
 
 def train(model: nn.Module, steps: int, batch: int, learning_rate: float, seed: int, device: torch.device) -> list:
-    """The loss of every step."""
+    """Returns the loss of every step."""
     generator = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, learning_rate, total_steps=steps, pct_start=0.1)
@@ -141,7 +141,7 @@ def train(model: nn.Module, steps: int, batch: int, learning_rate: float, seed: 
 
 @torch.no_grad()
 def measure(model: nn.Module, rows: int, columns: int, count: int, seed: int, device: torch.device) -> float:
-    """The share of pictures of one size that the model gets right."""
+    """Returns the share of pictures of one size that the model gets right."""
     generator = torch.Generator().manual_seed(1_000_003 + seed)
     packed = to_device(pack([picture(rows, columns, generator) for _ in range(count)]), device)
     return (model(packed).argmax(-1) == packed.labels).double().mean().item()

@@ -102,7 +102,7 @@ class Server:
 
     @torch.inference_mode()
     def reply(self, request: Request, again: int | None) -> Reply:
-        """The model's answer. again: as in ``place``; None reads all documents anew, in one prefill."""
+        """Returns the model's answer. again: as in ``place``; None reads all documents anew, in one prefill."""
         start = time.perf_counter()
         prompt, computed, asked = self.cache.allocate(), 0, request.question
         if again is None:
@@ -136,7 +136,7 @@ def requests(documents: dict[str, Document], retrieved: int, count: int, draw: r
 
 
 def serve(server: Server, asked: Sequence[Request], ways: Sequence[int | None]) -> dict[int | None, list[Reply]]:
-    """The replies to every request, by the way in which the prompt is made."""
+    """Returns the replies to every request, by the way in which the prompt is made."""
     replies: dict[int | None, list[Reply]] = {way: [] for way in ways}
     for way in ways:
         server.reply(asked[0], way)  # the first call of a kind takes longer

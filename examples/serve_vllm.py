@@ -24,7 +24,7 @@ os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"  # vLLM refuses contexts beyon
 
 
 def write_random_model(folder: str) -> str:
-    """A Llama that knows nothing and has no tokenizer, with a training length of 256 tokens."""
+    """Writes a Llama that knows nothing and has no tokenizer, with a training length of 256 tokens."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = dict(vocab_size=256, hidden_size=128, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4)

@@ -176,7 +176,7 @@ class Windows:
         self._generator = torch.Generator().manual_seed(seed)
 
     def next(self) -> torch.Tensor:
-        """int64 (batch, seqlen + 1)."""
+        """Returns int64 (batch, seqlen + 1)."""
         starts = torch.randint(len(self._tokens) - len(self._offsets) + 1, self._shape, generator=self._generator)
         return self._tokens[starts + self._offsets].long()
 
@@ -235,7 +235,7 @@ def make_optimizer(model: nn.Module, learning_rate: float) -> torch.optim.Optimi
 
 
 def learning_rate_fraction(step: int, warmup: int, steps: int) -> float:
-    """Fraction of the peak learning rate at ``step``, counted from 0: linear warm-up, then cosine decay."""
+    """Returns the fraction of the peak learning rate at ``step``, counted from 0: linear warm-up, then cosine decay."""
     if step < warmup:
         return (step + 1) / warmup
     done = min((step - warmup) / max(steps - warmup, 1), 1.0)
@@ -256,7 +256,7 @@ class Run:
         self.attend, self.step, self.folder = devices.attend(args.impl), 0, Path(args.out)
 
     def train_step(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(mean loss over this rank's targets, norm of the gradient)"""
+        """Returns (mean loss over this rank's targets, norm of the gradient)"""
         fraction = learning_rate_fraction(self.step, self.args.warmup, self.args.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = self.args.learning_rate * fraction
@@ -270,7 +270,7 @@ class Run:
         return loss, norm
 
     def checkpoints(self) -> list[Path]:
-        """The complete ones, oldest first; .metadata is written last."""
+        """Returns the complete checkpoints, oldest first. Their .metadata is written last."""
         return sorted(path.parent for path in self.folder.glob("step-*/.metadata"))
 
     def save(self) -> None:
@@ -280,7 +280,7 @@ class Run:
                 shutil.rmtree(old)
 
     def resume(self) -> None:
-        """Resume from the newest checkpoint, if there is one. The layout of the ranks may have changed."""
+        """Resumes from the newest checkpoint, if there is one. The layout of the ranks may have changed."""
         found = self.checkpoints()
         if not found:
             return
@@ -344,7 +344,7 @@ class Stop:
         self._received = number
 
     def agreed(self) -> int:
-        """The signal that any rank received, or 0."""
+        """Returns the signal that any rank received, or 0."""
         received = torch.tensor(self._received)
         dist.all_reduce(received, dist.ReduceOp.MAX)  # on the CPU, over gloo: does not synchronize the GPU
         return int(received)
@@ -419,7 +419,8 @@ def train(args: argparse.Namespace, device: torch.device) -> int:
 
 
 def read_text(path: str | None, seqlen: int) -> tuple[str, bytes]:
-    """(name, bytes) of a file, of all text files of a folder, or of Python's standard library. Raises BadInput."""
+    """Returns (name, bytes) of a file, of all text files of a folder, or of Python's standard library. Raises
+    BadInput."""
     root = Path(path or sysconfig.get_paths()["stdlib"])
     if not root.exists():
         raise BadInput(f"--text: {root}: no such file or folder")

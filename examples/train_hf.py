@@ -83,7 +83,8 @@ class Schemes(TrainerCallback, ExportableState):
 
 
 def last_checkpoint(out: Path, settings: dict) -> Path | None:
-    """The newest complete one; trainer_state.json is written last. Raises BadInput if other settings made it."""
+    """Returns the newest complete checkpoint. Its trainer_state.json is written last. Raises BadInput if other settings
+    made it."""
     found = sorted(out.glob("checkpoint-*/trainer_state.json"), key=lambda path: int(path.parent.name.split("-")[1]))
     if not found:
         return None
@@ -98,7 +99,7 @@ def last_checkpoint(out: Path, settings: dict) -> Path | None:
 
 
 def load(name: str | None) -> tuple[torch.nn.Module, AutoTokenizer | None]:
-    """(model in float32, tokenizer, or None for a model over bytes). Raises BadInput."""
+    """Returns (model in float32, tokenizer, or None for a model over bytes). Raises BadInput."""
     if name is None:
         return AutoModelForCausalLM.from_config(copy.deepcopy(TINY)), None
     model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)  # bf16 is the type of computation only
@@ -114,7 +115,7 @@ def load(name: str | None) -> tuple[torch.nn.Module, AutoTokenizer | None]:
 
 
 def read_documents(path: str | None) -> list[bytes]:
-    """The files of a folder, one file, or Python's standard library. Raises BadInput."""
+    """Returns the files of a folder, one file, or Python's standard library. Raises BadInput."""
     root = Path(path or sysconfig.get_paths()["stdlib"])
     if not root.exists():
         raise BadInput(f"--text: {root}: no such file or folder")
@@ -155,7 +156,7 @@ def choose_lengths(args: argparse.Namespace, trained: int) -> None:
 
 
 def make_trainer(args: argparse.Namespace) -> tuple[Trainer, Path | None]:
-    """(trainer, checkpoint to resume from or None). Raises BadInput."""
+    """Returns (trainer, checkpoint to resume from or None). Raises BadInput."""
     torch.manual_seed(args.seed)  # the weights of the tiny model
     model, tokenizer = load(args.model)
     documents = read_documents(args.text)

@@ -33,7 +33,7 @@ PROGRAM = "python -m experiments"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run experiments; returns the exit code: 0 done, 2 bad input, 130 interrupted."""
+    """Runs experiments; returns the exit code: 0 done, 2 bad input, 130 interrupted."""
     argv = sys.argv[1:] if argv is None else argv
     return guarded(PROGRAM, lambda: _run(argv))
 
@@ -139,7 +139,7 @@ def _run_all(args: argparse.Namespace, run: Run, workers: Workers, cells: dict[s
 
 
 def _models(run: Run, cells: Sequence[Cell]) -> list[tuple[str, int]]:
-    """(encoding, training length) of the models that the cells need."""
+    """Returns (encoding, training length) of the models that the cells need."""
     return [(scheme(cell.scheme, run.preset.config, cell.length, run.defaults).trained, cell.length) for cell in cells]
 
 

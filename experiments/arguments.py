@@ -119,7 +119,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def seeds(text: str) -> int | tuple[int, ...]:
-    """An argparse type: how many seeds, or a list of them."""
+    """Reads how many seeds, or a list of them, as a type of argparse."""
     if "," not in text:
         return positive(text)
     parts = [part.strip() for part in text.split(",") if part.strip()]
@@ -201,7 +201,7 @@ def resolve(args: argparse.Namespace, out: Path) -> Run:
 
 
 def _devices(device: torch.device, ranks: Ranks) -> tuple[torch.device, ...]:
-    """A GPU for each worker process; none: the device of the run."""
+    """Returns a GPU for each worker process; none: the device of the run."""
     count = torch.cuda.device_count() if device.type == "cuda" else 0
     if device.index is not None or count < 2 or ranks.world > 1:
         return ()

@@ -86,14 +86,14 @@ def measure_checkpoints(run: Run, workers: Workers, folder: Path) -> None:
 
 
 def measured(folder: Path, seed: int) -> list[Path]:
-    """The results of ``flashrope loss`` on one model, oldest first. There are several if schemes were added to COMMANDS
-    after the first run."""
+    """Returns the results of ``flashrope loss`` on one model, oldest first. There are several if schemes were added to
+    COMMANDS after the first run."""
     folders = [folder / f"s{seed}", *sorted(folder.glob(f"s{seed}-*"), key=lambda path: int(path.name.split("-")[1]))]
     return [path / "loss.json" for path in folders if (path / "loss.json").exists()]
 
 
 def unmeasured(folder: Path, seed: int) -> list[str]:
-    """The COMMANDS that are in no result of this model, neither measured nor refused."""
+    """Returns the COMMANDS that are in no result of this model, neither measured nor refused."""
     seen: set[str] = set()
     for path in measured(folder, seed):
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -125,7 +125,7 @@ def measure_job(run: Run, seed: int, folder: str, commands: Sequence[str], progr
 
 
 def rows_of(path: Path, seed: int) -> list[list]:
-    """The rows (COLUMNS) of one loss.json."""
+    """Returns the rows (COLUMNS) of one loss.json."""
     found = json.loads(path.read_text(encoding="utf-8"))
     length = found["train_length"]
     names = {

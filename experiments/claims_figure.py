@@ -73,5 +73,5 @@ def draw(path: Path, groups: dict[str, Sequence[Row]]) -> None:
 
 
 def _beside(axes):
-    """x in widths of the axes, y in rows."""
+    """Returns x in widths of the axes, y in rows."""
     return axes.get_yaxis_transform()

@@ -29,12 +29,12 @@ SHORTEST_PRACTICE = 3 * LONGEST
 
 
 def paper_count(count: int, train_length: int) -> int:
-    """The paper's number of sequences, scaled to another training length."""
+    """Returns the paper's number of sequences, scaled to another training length."""
     return max(round(count * train_length / PAPER_LENGTH), 1)
 
 
 def integer(low: int, high: int, generator: torch.Generator) -> int:
-    """A random integer from low to high."""
+    """Returns a random integer from low to high."""
     return int(torch.randint(low, high + 1, (), generator=generator))
 
 
@@ -58,7 +58,7 @@ def starts_of(lengths: Sequence[int]) -> list[int]:
 
 
 def practice(count: int, length: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """(inputs, targets), int64 (count, length): sequences, then whole ones of them in random order.
+    """Returns (inputs, targets), int64 (count, length): sequences, then whole ones of them in random order.
 
     The targets are the letters that the text determines: those of a repeated sequence from its second letter on. The
     sequences to repeat fill from about a quarter of the sample to all but the room for one repetition.
@@ -102,8 +102,9 @@ def batches(
 def prompt(
     lengths: Sequence[int], samples: int, generator: torch.Generator, between: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(prompts, answers), int64 (samples, seqlen) and (samples, SUFFIX). A prompt is sequences of these lengths,
-    ``between`` random letters, and the middle sequence again without its last SUFFIX letters, which are the answer."""
+    """Returns (prompts, answers), int64 (samples, seqlen) and (samples, SUFFIX). A prompt is sequences of these
+    lengths, ``between`` random letters, and the middle sequence again without its last SUFFIX letters, which are the
+    answer."""
     middle = len(lengths) // 2
     start = starts_of(lengths)[middle]
     context = letters((samples, sum(lengths)), generator)
@@ -131,8 +132,8 @@ def prompts(
 
 
 def right(subject: Subject, samples: Iterator[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor | None:
-    """bool (samples, SUFFIX): whether each letter is the most likely one after those before it. None if the model
-    cannot read that far."""
+    """Returns bool (samples, SUFFIX): whether each letter is the most likely one after those before it. None if the
+    model cannot read that far."""
     found = []
     for asked, answer in samples:
         tokens = torch.cat((asked, answer), 1).to(subject.device)

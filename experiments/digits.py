@@ -48,7 +48,7 @@ COMPARED = (  # the blog's expectations
 
 
 def digits(numbers: torch.Tensor, conversion: str) -> torch.Tensor:
-    """float32 (.., DIGITS): the digits of numbers (..), the highest first, under one of CONVERSIONS."""
+    """Returns float32 (.., DIGITS): the digits of numbers (..), the highest first, under one of CONVERSIONS."""
     base = int(conversion.removeprefix("base-")) if conversion.startswith("base-") else 10
     values = numbers.double() * (TRAINED / LIMIT if conversion == "interpolation" else 1)
     powers = base ** torch.arange(DIGITS - 1, -1, -1, dtype=torch.float64)
@@ -72,7 +72,7 @@ def pairs(count: int, limit: int, gap: int | None, generator: torch.Generator) -
 
 
 def train_network(seed: int) -> nn.Module:
-    """A network from digits (.., 2 * DIGITS) to a logit (.., 1) that the first number is larger."""
+    """Returns a network from digits (.., 2 * DIGITS) to a logit (.., 1) that the first number is larger."""
     torch.manual_seed(seed)
     network = nn.Sequential(
         nn.Linear(2 * DIGITS, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 1)
@@ -105,7 +105,7 @@ def accuracy(network: nn.Module, conversion: str, gap: int, seed: int) -> float:
 
 
 def draw_digits(run: Run, workers: Workers, folder: Path) -> None:
-    """Train SEEDS networks, measure every conversion, write results.csv, table.md and digits.png."""
+    """Trains SEEDS networks, measures every conversion, and writes results.csv, table.md and digits.png."""
     rows = []
     for seed in range(run.first_seed, run.first_seed + SEEDS):
         network = train_network(seed)

@@ -20,7 +20,7 @@ def ranks() -> Ranks:
 
 
 def own_device(chosen: torch.device) -> torch.device:
-    """The device of this rank: of several GPUs, the one with its local number. Raises BadInput."""
+    """Returns the device of this rank: of several GPUs, the one with its local number. Raises BadInput."""
     if chosen.type != "cuda":
         return chosen
     local, count = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
@@ -45,7 +45,7 @@ def group(device: torch.device) -> Iterator[None]:
 
 
 def first_says(value):
-    """The value of rank 0, on all ranks of the group; the value itself outside a group."""
+    """Returns the value of rank 0, on all ranks of the group; the value itself outside a group."""
     if not distributed.is_initialized():
         return value
     holder = [value]

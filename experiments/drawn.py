@@ -54,8 +54,8 @@ def draw_frequencies(run: Run, workers: Workers, folder: Path) -> None:
 
 
 def seen_distances(rotary: Rotary, queries: torch.Tensor, keys: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-    """The distance at which each query sees each key, (queries, keys) in float64; NaN for future keys and outside all
-    bands. ``scale`` is what the frequencies were divided by."""
+    """Returns the distance at which each query sees each key, (queries, keys) in float64; NaN for future keys and
+    outside all bands. ``scale`` is what the frequencies were divided by."""
     i, j = queries.double()[:, None], keys.double()[None]
     seen = torch.full((len(queries), len(keys)), math.nan, dtype=torch.float64)
     for band in rotary.bands:
@@ -181,8 +181,8 @@ def _measure_patterns(run: Run, wanted: list[tuple[str, int]], known: Sequence[i
 
 
 def _pattern_rows(run: Run, found: Found, pairs: int) -> list[list]:
-    """The curves of the first seed, a row per distance. Contributions of the pairs are those of REPEATED inputs, for
-    the encodings in OBSERVED."""
+    """Returns the curves of the first seed, a row per distance. Contributions of the pairs are those of REPEATED
+    inputs, for the encodings in OBSERVED."""
     rows = []
     for (trained, length, context, inputs, seed), measured in found.items():
         if seed != run.first_seed:

@@ -74,7 +74,7 @@ class T5(nn.Module):
 
 
 def t5_buckets(distance: torch.Tensor, buckets: int, farthest: int) -> torch.Tensor:
-    """The bucket of every distance >= 0, causal: half of the buckets hold one distance each, the others grow
+    """Returns the bucket of every distance >= 0, causal: half of the buckets hold one distance each, the others grow
     logarithmically up to ``farthest``, and the last one holds all that is beyond."""
     exact = buckets // 2
     far = torch.log(distance.double().clamp(min=exact) / exact) / math.log(farthest / exact) * (buckets - exact)
@@ -146,7 +146,7 @@ class RandomPositions(nn.Module):
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
 
     def forward(self, batch: int, seqlen: int) -> torch.Tensor:
-        """int64 (batch, seqlen). Raises ValueError if the range has fewer positions."""
+        """Returns int64 (batch, seqlen). Raises ValueError if the range has fewer positions."""
         if seqlen > self.range:
             raise ValueError(
                 f"seqlen: expected at most {self.range}, which random positions are drawn from, got {seqlen}"
@@ -167,12 +167,12 @@ def sinusoidal(seqlen: int, width: int) -> torch.Tensor:
 
 
 def integer(seqlen: int, width: int) -> torch.Tensor:
-    """The position itself in every channel."""
+    """Returns the position itself in every channel."""
     return torch.arange(seqlen, dtype=torch.float32)[:, None].expand(-1, width)
 
 
 def binary(seqlen: int, width: int, bits: int = 16) -> torch.Tensor:
-    """The bits of the position, least significant first: channel c is bit c * bits // width."""
+    """Returns the bits of the position, least significant first: channel c is bit c * bits // width."""
     bit = torch.arange(width) * bits // width
     return (torch.arange(seqlen)[:, None] >> bit & 1).float()
 
@@ -182,7 +182,7 @@ ABSOLUTE = {"sinusoidal": sinusoidal, "integer": integer, "binary": binary}
 
 
 def distances(seqlen: int, device: torch.device | str = "cpu") -> torch.Tensor:
-    """float32 (seqlen, seqlen): i - j, and 0 for future keys."""
+    """Returns float32 (seqlen, seqlen): i - j, and 0 for future keys."""
     i = torch.arange(seqlen, device=device, dtype=torch.float32)
     return (i[:, None] - i).clamp(min=0)
 

@@ -34,7 +34,7 @@ class Estimate:
 
 
 def estimate(preset: Preset, vocab_size: int) -> Estimate:
-    """The training of one Llama model of this preset over this vocabulary."""
+    """Returns the training of one Llama model of this preset over this vocabulary."""
     config = dataclasses.replace(preset, vocab_size=vocab_size).config
     layer = 4 * config.width**2 + 3 * config.width * config.hidden
     embedding = vocab_size * config.width

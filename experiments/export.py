@@ -31,7 +31,7 @@ def run(argv: list[str], program: str) -> None:
 
 
 def export(path: Path, out: Path) -> Path:
-    """Write config.json, model.safetensors and a tokenizer to ``out``. Raises BadInput."""
+    """Writes config.json, model.safetensors and a tokenizer to ``out``. Raises BadInput."""
     need("safetensors")
     need("transformers", extra="transformers")
     if not path.is_file():
@@ -59,7 +59,7 @@ def export(path: Path, out: Path) -> Path:
 
 
 def byte_tokenizer() -> dict:
-    """A tokenizer.json whose tokens are the 256 bytes, token n for byte n."""
+    """Returns a tokenizer.json whose tokens are the 256 bytes, token n for byte n."""
     shown = [n for n in range(256) if 33 <= n <= 126 or 161 <= n <= 172 or n >= 174]  # as GPT-2 writes bytes
     others = [n for n in range(256) if n not in shown]
     letters = {n: chr(n) for n in shown} | {n: chr(256 + at) for at, n in enumerate(others)}

@@ -56,7 +56,7 @@ def texts_of(pieces: Sequence[bytes]) -> list[bytes]:
 
 
 def beginnings(texts: Sequence[bytes]) -> set[bytes]:
-    """The first NARROWEST bytes of the texts, which every prompt keeps."""
+    """Returns the first NARROWEST bytes of the texts, which every prompt keeps."""
     return {text[:NARROWEST] for text in texts}
 
 
@@ -128,8 +128,8 @@ def prompt(
 
 
 def practice(texts: Sequence[bytes], length: int, rng: random.Random) -> tuple[bytes, list[int]]:
-    """A sample of ``length`` + 1 bytes that ends with a label, and the places of the labels to predict: those with both
-    labels before them. The sample has at least SHOTS examples, if they fit."""
+    """Returns a sample of ``length`` + 1 bytes that ends with a label, and the places of the labels to predict: those
+    with both labels before them. The sample has at least SHOTS examples, if they fit."""
     kind, labels = rng.choice(list(SEPARATORS)), rng.choice(PRACTICE_LABELS)
     fitting = min((length - width(kind, 0)) // (width(kind, 1) - width(kind, 0)), len(texts) // 2 - 1)
     shots = rng.randint(min(SHOTS, fitting), fitting)

@@ -49,7 +49,7 @@ class Panel:
 
 
 def canvas(height: float, rows: int = 1, columns: int = 1, **share):
-    """A figure of the page's width, and its axes, row by row."""
+    """Returns a figure of the page's width, and its axes, row by row."""
     figure = new_figure((WIDTH, height), DPI)
     panels = figure.subplots(rows, columns, squeeze=False, **share)
     for axes in panels.flat:
@@ -69,7 +69,7 @@ def heading(figure, title: str, note: str) -> None:
 
 
 def finish(figure, path: Path, colours: int = COLOURS_OF_A_FILE) -> None:
-    """Write the figure as PNG with a palette, a quarter of the size. Colour scales need more ``colours``."""
+    """Writes the figure as PNG with a palette, a quarter of the size. Colour scales need more ``colours``."""
     from PIL import Image  # comes with matplotlib
 
     whole = io.BytesIO()

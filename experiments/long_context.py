@@ -119,7 +119,8 @@ def speed_tables(folder: Path) -> str:
 
 
 def picture(journals: Sequence[Sequence[dict]]):
-    """The loss by position of the model as it is, YaRN and ReRoPE, over the windows that all of them have read."""
+    """Draws the loss by position of the model as it is, YaRN and ReRoPE, over the windows that all of them have
+    read."""
     shown = [found for found in journals if {row["scheme"] for row in found} >= SHOWN.keys()]
     drawn = new_figure((7.2, 3.0))
     axes = drawn.subplots()

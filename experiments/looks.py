@@ -92,12 +92,12 @@ LOOKS = {
 
 
 def family(scheme: str) -> str:
-    """The name without windows and factors: rerope+dagger of rerope-w64+dagger."""
+    """Returns the name without windows and factors: rerope+dagger of rerope-w64+dagger."""
     return "+".join(re.sub(r"(-[wkspg]\d+(\.\d+)?)+$", "", part) for part in scheme.split("+"))
 
 
 def label(scheme: str, numbers: bool = False) -> str:
-    """The name for readers; with its windows and factors, if asked."""
+    """Returns the name for readers; with its windows and factors, if asked."""
     parts = []
     for part in scheme.split("+"):
         name, found = family(part), re.findall(r"-([wkspg])(\d+(?:\.\d+)?)", part)
@@ -108,13 +108,13 @@ def label(scheme: str, numbers: bool = False) -> str:
 
 
 def scheme_of(name: str) -> str | None:
-    """The scheme with this name or label; None for other words."""
+    """Returns the scheme with this name or label; None for other words."""
     if family(name) in LOOKS:
         return name
     return next((scheme for scheme in LOOKS if label(scheme) == name), None)
 
 
 def look(scheme: str) -> tuple[str, str]:
-    """(colour, marker)."""
+    """Returns (colour, marker)."""
     name = family(scheme)
     return LOOKS.get(name) or LOOKS.get(name.partition("+logn")[0].partition("+dagger")[0]) or (DARK, ".")

@@ -28,7 +28,7 @@ COMPARES = (
 
 
 def draw_over_length(run: Run, workers: Workers, folder: Path) -> None:
-    """Measure SCHEMES on the text models, judge COMPARES and draw the losses by position."""
+    """Measures SCHEMES on the text models, judges COMPARES and draws the losses by position."""
     names = [tables.resolve(template, run.unit)[0] for template in SCHEMES]
     train_models(
         run, workers, [(scheme(name, run.preset.config, run.unit, run.defaults).trained, run.unit) for name in names]

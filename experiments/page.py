@@ -122,7 +122,7 @@ HEADS = ("supported", "supported in part", "not shown", "contradicted", "not jud
 
 @functools.cache
 def results(name: str) -> tuple[list[dict[str, str]], dict]:
-    """(rows, results.json) of an experiment."""
+    """Returns (rows, results.json) of an experiment."""
     return read_csv(FOLDER / name / "results.csv"), json.loads((FOLDER / name / "results.json").read_text())
 
 
@@ -143,7 +143,7 @@ def measured(name: str, scheme: str, task: str, multiple: str) -> Interval:
 
 
 def measurements(pair: str) -> tuple[tuple[str, str], tuple[str, str]]:
-    """Two (scheme, task), of task:first/second or task/task:first/second."""
+    """Returns two (scheme, task), of task:first/second or task/task:first/second."""
     tasks, _, schemes = pair.partition(":")
     (task, _, other), (first, _, second) = tasks.partition("/"), schemes.partition("/")
     return (first, task), (second, other or task)
@@ -155,7 +155,7 @@ def is_of(pair: str, second_multiple: float | None = None) -> Callable[[Comparis
 
 
 def declared(name: str, pair: str, second_multiple: float | None = None) -> dict[float, tuple[Comparison, Interval]]:
-    """The declared differences of two measurements, by length. Raises KeyError if there are none."""
+    """Returns the declared differences of two measurements, by length. Raises KeyError if there are none."""
     wanted = list(filter(is_of(pair, second_multiple), EXPERIMENTS[name].compares))
     if not wanted:
         raise KeyError(f"{name}: no declared difference {pair}")
@@ -175,7 +175,7 @@ def level(name: str, scheme: str, task: str, multiple: str) -> str:
 
 
 def levels(name: str, task: str, *schemes: str) -> str:
-    """A table: means and intervals of these schemes by length."""
+    """Returns a table: means and intervals of these schemes by length."""
     rows, length = results(name)[0], unit(name)
     names = [tables.resolve(scheme, length)[0] for scheme in schemes]
     places = sorted({float(row["at"]) for row in rows if row["task"] == task and row["scheme"] in names})
@@ -219,7 +219,7 @@ def _name(name: str, scheme: str, numbers: bool = False) -> str:
 
 
 def summary(name: str) -> str:
-    """The number of declared differences by outcome, and the list of those against expectation."""
+    """Returns the number of declared differences by outcome, and the list of those against expectation."""
     found = tables.judge(EXPERIMENTS[name].compares, results(name)[0], unit(name), name)
     parts = []
     expected = [(each, outcome(value, each.expected)) for each, value in found if each.expected]
@@ -264,7 +264,7 @@ def _pair(name: str, each: Comparison, numbers: bool) -> str:
 
 
 def made(name: str) -> str:
-    """The line under a figure: the command, and where it ran."""
+    """Returns the line under a figure: the command, and where it ran."""
     record, preset = results(name)[1], results(name)[1]["settings"]
     seeds = len(record["seeds"])
     facts = [
@@ -282,7 +282,8 @@ def made(name: str) -> str:
 
 
 def sizes() -> str:
-    """The models of all claims, such as "110,000 to 450,000 parameters, trained on samples of 64 to 256 bytes"."""
+    """Returns the models of all claims, such as "110,000 to 450,000 parameters, trained on samples of 64 to 256
+    bytes"."""
     names = {claim.experiment for every in CLAIMS.values() for claim in every if has(claim.experiment)}
     counts, lengths = [parameters(name) for name in names], [unit(name) for name in names]
     return f"{_span(counts)} parameters, trained on samples of {_span(lengths)} bytes or letters"
@@ -294,7 +295,7 @@ def _span(values: Sequence[int]) -> str:
 
 
 def parameters(name: str) -> int:
-    """The number of parameters of a RoPE model, to two digits."""
+    """Returns the number of parameters of a RoPE model, to two digits."""
     settings = results(name)[1]["settings"]
     config = ModelConfig(*(settings[field] for field in ("width", "layers", "heads", "mlp_width", "vocab_size")))
     with torch.device("meta"):
@@ -303,7 +304,7 @@ def parameters(name: str) -> int:
 
 
 def constant(path: str) -> str:
-    """A number in the code, such as copying.SHORTEST or copying.BETWEEN.0."""
+    """Returns a number in the code, such as copying.SHORTEST or copying.BETWEEN.0."""
     module, *names = path.split(".")
     value = importlib.import_module(f"experiments.{module}")
     for name in names:
@@ -312,7 +313,7 @@ def constant(path: str) -> str:
 
 
 def minutes(cores: str = "1") -> str:
-    """The sum of times.csv. The time of a share of an experiment is scaled to the whole."""
+    """Returns the sum of times.csv. The time of a share of an experiment is scaled to the whole."""
     seconds = sum(float(row["cpu_seconds"]) / float(row["share"]) for row in read_csv(FOLDER / "times.csv"))
     return f"{seconds / 60 / int(cores):.0f}"
 
@@ -323,7 +324,7 @@ def claims() -> str:
 
 
 def claims_rows() -> dict[str, list[claims_figure.Row]]:
-    """The measured differences of every method's claims."""
+    """Returns the measured differences of every method's claims."""
     groups = {}
     for method, every in CLAIMS.items():
         groups[method] = [
@@ -348,7 +349,7 @@ def _claims_of(method: str, every: Sequence[Claim]) -> str:
 
 
 def judged_claim(claim: Claim) -> tuple[str, str]:
-    """("supported", "copies more than RoPE (copying: as expected at 2 and 4)"), for example."""
+    """Returns ("supported", "copies more than RoPE (copying: as expected at 2 and 4)"), for example."""
     if not has(claim.experiment):
         return "not measured", f"{claim.words} ({claim.experiment})"
     by_outcome: dict[str, list[str]] = {}
@@ -380,7 +381,7 @@ FIELDS: dict[str, Callable] = {
 
 
 def render() -> str:
-    """The page's text."""
+    """Returns the page's text."""
     results.cache_clear()
     return templating.render("page.md", **FIELDS)
 
@@ -404,7 +405,7 @@ def publish(run: Path) -> list[str]:
 
 
 def redraw() -> None:
-    """Write the tables and figures of all published results again."""
+    """Writes the tables and figures of all published results again."""
     for name in EXPERIMENTS:
         if has(name) and EXPERIMENTS[name].measures:
             results.cache_clear()

@@ -39,13 +39,13 @@ def room(length: int) -> int:
 
 
 def prompt(text: bytes, at: int, key: bytes) -> bytes:
-    """The text with the key ``at`` bytes into it, and the question."""
+    """Returns the text with the key ``at`` bytes into it, and the question."""
     return text[:at] + NEEDLE % key + text[at:] + QUESTION
 
 
 @functools.lru_cache(2)
 def without_marks(pieces: tuple[bytes, ...]) -> list[bytes]:
-    """The pieces with spaces in place of marks."""
+    """Returns the pieces with spaces in place of marks."""
     return [piece.replace(MARK, b" ") for piece in pieces]
 
 
@@ -53,7 +53,7 @@ def without_marks(pieces: tuple[bytes, ...]) -> list[bytes]:
 
 
 def practice(train: bytes, length: int, rng: random.Random) -> tuple[bytes, list[int]]:
-    """A sample of ``length`` + 1 bytes that ends with a key, and the places of the digits to predict.
+    """Returns a sample of ``length`` + 1 bytes that ends with a key, and the places of the digits to predict.
 
     The key stands at random places of the text, twice in half of the samples and at least twice in the others; its last
     occurrence ends the sample. Its digits are to be predicted from the second occurrence on.
@@ -101,8 +101,8 @@ def prompts(
 
 
 def right(subject: Subject, asked: Sequence[bytes], keys: Sequence[bytes]) -> torch.Tensor:
-    """bool (samples, DIGITS): whether each digit is the most likely byte after those before it. If a whole row is true,
-    greedy decoding would have written the key."""
+    """Returns bool (samples, DIGITS): whether each digit is the most likely byte after those before it. If a whole row
+    is true, greedy decoding would have written the key."""
     tokens = as_tokens([prompt_ + key for prompt_, key in zip(asked, keys, strict=True)], subject.device)
     return subject.last_logits(tokens[:, :-1], DIGITS).argmax(-1) == tokens[:, -DIGITS:]
 

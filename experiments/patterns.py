@@ -33,14 +33,14 @@ REPEATED, TEXT = "repeated", "text"
 
 
 def frequent(text: bytes, share: float = FREQUENT) -> dict[int, float]:
-    """The bytes that make up at least this share of a text, with their shares. Without FIRST_BYTE."""
+    """Returns the bytes that make up at least this share of a text, with their shares. Without FIRST_BYTE."""
     counts = torch.bincount(torch.frombuffer(bytearray(text), dtype=torch.uint8), minlength=256)
     shares = (counts.double() / len(text)).tolist()
     return {byte: found for byte, found in enumerate(shares) if found >= share and byte != FIRST_BYTE}
 
 
 def repeated(known: Sequence[int], length: int) -> torch.Tensor:
-    """int64 (len(known), length): FIRST_BYTE, then one byte at all other positions."""
+    """Returns int64 (len(known), length): FIRST_BYTE, then one byte at all other positions."""
     tokens = torch.tensor(list(known))[:, None].repeat(1, length)
     tokens[:, 0] = FIRST_BYTE
     return tokens
@@ -75,8 +75,8 @@ def pattern(
     batch_tokens: int = 16384,
     average_first: bool = False,
 ) -> Pattern:
-    """The model's pattern on tokens, int64 (samples, length), for schemes with one band. ``average_first``: q and k are
-    averaged over the samples before they are multiplied, as for TEXT."""
+    """Returns the model's pattern on tokens, int64 (samples, length), for schemes with one band. ``average_first``: q
+    and k are averaged over the samples before they are multiplied, as for TEXT."""
     device = model.language.embedding.weight.device
     samples, length = tokens.shape
     attends = model.attends(rotary, attend)
@@ -138,7 +138,8 @@ def vaf(parts: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
 
 
 def kinds(frequencies: Sequence[float], train_length: int) -> list[str]:
-    """The kind of every pair: "high" from 2 pi / L up, "activated" between pi / L and 2 pi / L, "low" up to pi / L."""
+    """Returns the kind of every pair: "high" from 2 pi / L up, "activated" between pi / L and 2 pi / L, "low" up to pi
+    / L."""
     return [
         "high" if f >= 2 * math.pi / train_length else "activated" if f > math.pi / train_length else "low"
         for f in frequencies
@@ -146,12 +147,12 @@ def kinds(frequencies: Sequence[float], train_length: int) -> list[str]:
 
 
 def swing(curve: torch.Tensor) -> float:
-    """The largest score minus the smallest, over the distances."""
+    """Returns the largest score minus the smallest, over the distances."""
     return (curve.max() - curve.min()).item()
 
 
 def ripple(curve: torch.Tensor, span: int = 25) -> tuple[float, float]:
-    """(size, period) of a curve's movement around its running mean over ``span`` distances, an odd number.
+    """Returns (size, period) of a curve's movement around its running mean over ``span`` distances, an odd number.
 
     The size is the root mean square of the difference. The period is the strongest one in it, in bytes, or NaN if it is
     longer than the span, as the mean contains such periods. Distances within half a span of the ends are left out.

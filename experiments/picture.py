@@ -74,7 +74,7 @@ def train_on_pictures(
     impl: str | None = None,
     progress=lambda step, loss: None,
 ) -> LanguageModel:
-    """A model trained on SIDE x SIDE pictures."""
+    """Returns a model trained on SIDE x SIDE pictures."""
     torch.manual_seed(training.seed)
     model = LanguageModel(config).to(device)
 
@@ -105,7 +105,7 @@ def measure(model: LanguageModel, name: str, samples: int, seed: int, impl: str 
 def train_and_measure(
     name: str, config: ModelConfig, training: TrainConfig, samples: int, device: str, impl: str | None, progress
 ) -> list[Result]:
-    """Train and measure one model, in a worker."""
+    """Trains and measures one model, in a worker."""
     model = train_on_pictures(name, config, training, torch.device(device), impl, lambda *message: progress(message))
     return measure(model, name, samples, training.seed, impl)
 

@@ -57,7 +57,7 @@ class Preset:
         return ModelConfig(self.width, self.layers, self.heads, self.mlp_width, self.vocab_size)
 
     def training(self, length: int, seed: int) -> TrainConfig:
-        """The training of a model at this length, with as many bytes per step as at the preset's."""
+        """Returns the training of a model at this length, with as many bytes per step as at the preset's."""
         batch = max(self.batch * self.train_length // length, 1)
         micro = max(self.micro_batch * self.train_length // length, 1) if self.micro_batch else 0
         return TrainConfig(

@@ -50,7 +50,7 @@ COUNTS = tuple(Column(str(count), "copying", count, multiple=False) for count in
 
 
 def _inputs(task: str) -> tuple[Column, ...]:
-    """The paper's input lengths."""
+    """Returns the paper's input lengths."""
     return tuple(Column(str(length), task, length / 512) for length in (256, 512, 768, 1024, 1280))
 
 

@@ -69,7 +69,7 @@ def by_length(path: Path, windows: list[bytes], lengths: list[int], names: list[
 
 
 def rounded(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """x (..., head_dim) as multiples of a scale for each row."""
+    """Returns x (..., head_dim) as multiples of a scale for each row."""
     largest = 2 ** (bits - 1) - 1
     scale = x.abs().amax(-1, keepdim=True) / largest
     return (x / scale).round() * scale

@@ -83,7 +83,7 @@ class Run:
         return self.out / "models" / f"{trained}-L{length}-s{seed}.safetensors"
 
     def identity(self) -> dict:
-        """The configuration that must be the same each time the directory is used."""
+        """Returns the configuration that must be the same each time the directory is used."""
         text = None
         if self.corpus:
             record = self.corpus.record()
@@ -103,7 +103,7 @@ class Run:
         }
 
     def open(self) -> None:
-        """Create the directory, or check that it has this configuration. Raises BadInput."""
+        """Creates the directory, or checks that it has this configuration. Raises BadInput."""
         path, identity = self.out / "settings.json", self.identity()
         try:
             if path.exists():
@@ -151,7 +151,7 @@ class Run:
 
 
 def revision() -> str:
-    """The commit of the checkout, with -dirty if files differ from it; "unknown" outside a checkout."""
+    """Returns the commit of the checkout, with -dirty if files differ from it; "unknown" outside a checkout."""
     here = Path(__file__).parent
     try:
         return subprocess.run(
@@ -165,7 +165,7 @@ def revision() -> str:
 
 
 def in_units(text: str, folder: Path) -> str:
-    """The text, with "token" in place of "byte" if the run of the experiment in ``folder`` read tokens."""
+    """Returns the text, with "token" in place of "byte" if the run of the experiment in ``folder`` read tokens."""
     settings = folder.parent / "settings.json"
     read = json.loads(settings.read_text(encoding="utf-8")).get("text") if settings.exists() else None
     return text.replace("byte", "token") if read and "vocab_size" in read else text

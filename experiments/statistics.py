@@ -48,7 +48,7 @@ class Interval:
         return self.seeds >= MIN_SEEDS and abs(self.mean) > self.half
 
     def __str__(self) -> str:
-        """A difference, with as many digits as its interval is worth."""
+        """Returns a difference, with as many digits as its interval is worth."""
         if self.half is None:
             return f"{self.mean:+.3g} (one seed)"
         digits = decimals(self.half)
@@ -57,7 +57,7 @@ class Interval:
 
     @property
     def level(self) -> str:
-        """A measurement: the mean, and half the width of the interval."""
+        """Returns a measurement: the mean, and half the width of the interval."""
         if self.half is None:
             return significant(self.mean)
         if abs(self.mean) >= 1e4:
@@ -76,12 +76,12 @@ def significant(value: float) -> str:
 
 
 def interval(values: Sequence[float]) -> Interval:
-    """The mean of values, one per seed, with its 95% interval."""
+    """Returns the mean of values, one per seed, with its 95% interval."""
     return Interval(statistics.fmean(values), half_interval(values) if len(values) > 1 else None, len(values))
 
 
 def values_at(rows: Sequence[dict[str, str]], scheme: str, task: str, at: float) -> dict[int, float]:
-    """The values of a measurement, by seed."""
+    """Returns the values of a measurement, by seed."""
     return {
         int(row["seed"]): float(row["value"])
         for row in rows
@@ -97,7 +97,7 @@ def difference(
 
 
 def paired(one: dict[int, float], other: dict[int, float]) -> Interval | None:
-    """One minus the other, by seed. None if no seed has both."""
+    """Returns one minus the other, by seed. None if no seed has both."""
     both = sorted(one.keys() & other.keys())
     return interval([one[seed] - other[seed] for seed in both]) if both else None
 

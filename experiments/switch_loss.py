@@ -45,7 +45,7 @@ def continued(
     windows: torch.Tensor,
     rate: float,
 ) -> dict[int, float]:
-    """The loss before step n, by n. The second scheme takes over in the middle, where the loss is its own."""
+    """Returns the loss before step n, by n. The second scheme takes over in the middle, where the loss is its own."""
     model = copy.deepcopy(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.98), weight_decay=0.1)
     switch, found = len(batches) // 2, {}

@@ -75,7 +75,7 @@ class Ordering:
 
 
 def resolve(template: str, train_length: int) -> tuple[str, int]:
-    """(scheme, training length) here for the scheme of a published row."""
+    """Returns (scheme, training length) here for the scheme of a published row."""
     length = train_length
     name = template
     if match := re.search(r"\{L(\d+)\}", template):
@@ -115,7 +115,8 @@ def measured(table: Published, rows: Rows, train_length: int) -> list[list[dict[
 
 
 def markdown(table: Published, rows: Rows, train_length: int) -> str:
-    """The table in the paper's row order, each figure next to the paper's, and what holds of the paper's ordering."""
+    """Returns the table in the paper's row order, each figure next to the paper's, and what holds of the paper's
+    ordering."""
     ours = measured(table, rows, train_length)
     labels = [column.label for column in table.columns] + (["Avg."] if table.average else [])
     theirs = [values for _, _, values in table.rows]
@@ -153,7 +154,7 @@ def markdown(table: Published, rows: Rows, train_length: int) -> str:
 def judge(
     compares: Sequence[Comparison], rows: Rows, train_length: int, name: str = ""
 ) -> list[tuple[Comparison, Interval]]:
-    """The declared differences of an experiment that were measured, with what the papers expect of them."""
+    """Returns the declared differences of an experiment that were measured, with what the papers expect of them."""
     found = []
     for each in compares:
         first, second = ((resolve(scheme, train_length)[0], task) for scheme, task in (each.first, each.second))
@@ -166,7 +167,8 @@ def judge(
 
 
 def in_the_papers(name: str, asked: Comparison) -> int:
-    """The sign of the difference in the papers' tables of the experiment, 0 if they do not have both figures."""
+    """Returns the sign of the difference in the papers' tables of the experiment, 0 if they do not have both
+    figures."""
     for table in TABLES.get(name, ()):
         found = [
             values[at]
@@ -181,8 +183,8 @@ def in_the_papers(name: str, asked: Comparison) -> int:
 
 
 def judged(compares: Sequence[Comparison], rows: Rows, train_length: int, name: str = "") -> str:
-    """The declared differences with their paired intervals, and what they show; those against expectation in bold.
-    name: of the experiment, whose tables in the papers say what is expected."""
+    """Returns the declared differences with their paired intervals, and what they show; those against expectation in
+    bold. name: of the experiment, whose tables in the papers say what is expected."""
     found_rows = []
     for each, found in judge(compares, rows, train_length, name):
         (first, task), (second, other) = (
@@ -197,7 +199,7 @@ def judged(compares: Sequence[Comparison], rows: Rows, train_length: int, name: 
 
 
 def listed(rows: Rows, task: str, train_length: int) -> str:
-    """Every measurement of a task: a row per scheme (and training length, if several), a column per length."""
+    """Returns every measurement of a task: a row per scheme (and training length, if several), a column per length."""
     chosen = [row for row in rows if row["task"] == task]
     lengths = {int(row["train_length"]) for row in chosen}
     places = sorted({float(row["at"]) for row in chosen})
@@ -216,7 +218,7 @@ def listed(rows: Rows, task: str, train_length: int) -> str:
 
 
 def write(folder: Path, name: str, train_length: int, compares: Sequence[Comparison] = ()) -> str:
-    """Write table.md of an experiment's folder from its results.csv. Returns its text."""
+    """Writes table.md of an experiment's folder from its results.csv. Returns its text."""
     rows = read_csv(folder / "results.csv")
     published = TABLES.get(name, ())
     shown = {column.task for table in published for column in table.columns}

@@ -112,7 +112,7 @@ def asked_for(samples: Sequence[tuple[bytes, Sequence[int]]]) -> tuple[torch.Ten
 
 
 def repeated(windows: Sequence[bytes], unit: int, length: int) -> list[bytes]:
-    """The first ``unit`` bytes of every window, repeated up to length + 1 bytes."""
+    """Returns the first ``unit`` bytes of every window, repeated up to length + 1 bytes."""
     return [(window[:unit] * (length // unit + 2))[: length + 1] for window in windows]
 
 
@@ -160,7 +160,7 @@ MEASURES: dict[str, Callable[..., list[Result]]] = {
 
 
 def lengths_of(subject: Subject, multiples: Sequence[float]) -> list[int]:
-    """The lengths in bytes that the model can read."""
+    """Returns the lengths in bytes that the model can read."""
     lengths = [round(multiple * subject.unit) for multiple in multiples]
     return [length for length in lengths if subject.can_read(length)]
 
@@ -175,7 +175,7 @@ def windows_of(subject: Subject, length: int) -> list[bytes]:
 
 
 def reader(text: bytes | TokenFile) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A function from int64 places in the text to the bytes or tokens there."""
+    """Returns a function from int64 places in the text to the bytes or tokens there."""
     if isinstance(text, TokenFile):
         return text.at
     return torch.frombuffer(bytearray(text), dtype=torch.uint8).__getitem__
@@ -202,7 +202,7 @@ def batches(
 
 @torch.no_grad()
 def measure_by_position(subject: Subject) -> list[Result]:
-    """The mean loss in nats per byte over the positions of each part of the windows; ``at`` is the part's end.
+    """Returns the mean loss in nats per byte over the positions of each part of the windows; ``at`` is the part's end.
 
     With position, the loss of a scheme that uses a longer context falls (Su 2023, ReRoPE: "longer context, lower
     loss"), that of a scheme that merely tolerates it stays level, and that of a scheme that fails rises.

@@ -67,7 +67,7 @@ def run(argv: list[str], program: str) -> None:
 
 
 def load(name: str):
-    """A ``tokenizers.Tokenizer``. Raises BadInput."""
+    """Returns a ``tokenizers.Tokenizer``. Raises BadInput."""
     from tokenizers import Tokenizer
 
     try:
@@ -77,7 +77,7 @@ def load(name: str):
 
 
 def separator_of(tokenizer, asked: str | None) -> int | None:
-    """The token between texts; None if the tokenizer has none of the usual. Raises BadInput."""
+    """Returns the token between texts; None if the tokenizer has none of the usual. Raises BadInput."""
     for name in [asked] if asked else SEPARATORS:
         if (found := tokenizer.token_to_id(name)) is not None:
             return found
@@ -87,7 +87,7 @@ def separator_of(tokenizer, asked: str | None) -> int | None:
 
 
 def write(out: Path, texts: Iterable[str], tokenizer, separator: int | None, source: str) -> dict:
-    """Write FILE.bin, FILE.json and FILE.tokenizer.json; returns what is in FILE.json. Raises TextError without
+    """Writes FILE.bin, FILE.json and FILE.tokenizer.json; returns what is in FILE.json. Raises TextError without
     tokens."""
     vocab_size = tokenizer.get_vocab_size()
     code, count, number, size = "H" if vocab_size <= SMALL_VOCABULARY else "I", 0, 0, 0

@@ -46,14 +46,14 @@ class TokenFile:
         return self.at(torch.arange(start, stop, step)).tolist()
 
     def at(self, places: torch.Tensor) -> torch.Tensor:
-        """The tokens at int64 places, counted from ``start``; int64 of the same shape."""
+        """Returns the tokens at int64 places, counted from ``start``; int64 of the same shape."""
         mapped = _mapped(self.path, self.width)
         return mapped[places + self.start].long() & ((1 << 8 * self.width) - 1)  # the map is signed
 
 
 @functools.lru_cache(8)
 def _mapped(path: Path, width: int) -> torch.Tensor:
-    """The whole file as a memory map, signed: torch indexes few unsigned types."""
+    """Returns the whole file as a memory map, signed: torch indexes few unsigned types."""
     dtype = torch.int16 if width == 2 else torch.int32
     return torch.from_file(str(path), shared=False, size=path.stat().st_size // width, dtype=dtype)
 
@@ -86,7 +86,7 @@ class TokenCorpus:
 
 
 def from_files(paths: list[str], vocab_size: int | None, window: int) -> TokenCorpus:
-    """The corpus of one token file, whose last tenth is unseen, or of two: to train on, and unseen.
+    """Returns the corpus of one token file, whose last tenth is unseen, or of two: to train on, and unseen.
 
     ``window`` is the longest context + 1, in tokens. ``vocab_size``: for files without FILE.json. Raises BadInput,
     TextError.

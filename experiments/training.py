@@ -32,7 +32,7 @@ OBSERVED = ("rope", "hope")  # encodings whose variance accounted for is recorde
 
 
 def batches_of(run: Run, rows: int, length: int, seed: int) -> Callable:
-    """A function (start=step) that returns the batches of the preset's text or task."""
+    """Returns a function (start=step) that returns the batches of the preset's text or task."""
     if run.preset.data == TEXT:
         return functools.partial(tasks.batches, run.corpus, rows, length, seed, run.device)
     sizes = rows * length, length, seed, run.preset.steps, run.device
@@ -43,7 +43,7 @@ def batches_of(run: Run, rows: int, length: int, seed: int) -> Callable:
 
 
 def train_models(run: Run, workers: Workers, wanted: Sequence[tuple[str, int]]) -> None:
-    """Train those of the models (encoding, training length) that are missing, for every seed."""
+    """Trains those of the models (encoding, training length) that are missing, for every seed."""
     missing = first_says(
         [
             (trained, length, seed)
@@ -65,7 +65,7 @@ def train_models(run: Run, workers: Workers, wanted: Sequence[tuple[str, int]]) 
 
 
 def train_job(run: Run, trained: str, length: int, seed: int, progress: Callable) -> None:
-    """Train one model, with weights and batches from the seed. Resumes an interrupted training. With several ranks all
+    """Trains one model, with weights and batches from the seed. Resumes an interrupted training. With several ranks all
     call this function, and the first writes the files."""
     path, preset = run.model_path(trained, length, seed), run.preset
     model, rotary = untrained(run, trained, length, seed), scheme(trained, preset.config, length, run.defaults).training
@@ -108,7 +108,8 @@ def curve(losses: Sequence[float]) -> list[tuple[int, float]]:
 
 
 def observer(run: Run, trained: str, length: int, seed: int, model: ZooModel) -> Callable[[int, float], None]:
-    """A function of (step, loss) that saves the variance accounted for next to the model, at about ten steps."""
+    """Returns a function of (step, loss) that saves the variance accounted for next to the model, at about ten
+    steps."""
     if trained not in OBSERVED or run.preset.data != TEXT or isinstance(run.corpus, TokenCorpus) or run.ranks.rank:
         return lambda step, loss: None
     path = _observed_path(run, trained, length, seed)
@@ -163,8 +164,8 @@ def save_model(path: Path, model: ZooModel, trained: str, length: int, defaults:
 
 
 def rotary_of(model: ZooModel, trained: str, length: int, defaults: Defaults) -> Rotary | None:
-    """The one scheme to use a Llama model under. None for other architectures, for encodings other than rotation, and
-    if layers differ."""
+    """Returns the one scheme to use a Llama model under. None for other architectures, for encodings other than
+    rotation, and if layers differ."""
     rotary = scheme(trained, model.config, length, defaults).rotary
     only = model.absolute is model.biases is model.positions is None and model.architecture == LLAMA
     return rotary if only and isinstance(rotary, Rotary) else None

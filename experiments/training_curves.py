@@ -17,7 +17,7 @@ COLUMNS = ("trained_with", "train_length", "seed", "step", "loss")
 
 
 def collect(run: Run, folder: Path, models: Iterable[tuple[str, int]]) -> None:
-    """Write training.csv and training.png of these models (encoding, training length), for the seeds of the run.
+    """Writes training.csv and training.png of these models (encoding, training length), for the seeds of the run.
     Models that were trained before curves were saved are left out."""
     rows = []
     for trained, length in dict.fromkeys(models):
@@ -90,5 +90,5 @@ class Log:
 
 
 def log_of(run: Run, path: Path, training: TrainConfig) -> Log | None:
-    """The log of the model in ``path``; None without --tensorboard, and on all ranks but the first."""
+    """Returns the log of the model in ``path``; None without --tensorboard, and on all ranks but the first."""
     return Log(run.out / "tensorboard" / path.stem, training) if run.tensorboard and not run.ranks.rank else None

@@ -85,7 +85,7 @@ class Scheme:
 
 
 def scheme(name: str, config: ModelConfig, train_length: int, defaults: Defaults = Defaults()) -> Scheme:
-    """The scheme for a name. Raises BadInput for names that are unknown or invalid."""
+    """Returns the scheme for a name. Raises BadInput for names that are unknown or invalid."""
     first, *changes = name.split("+")
     encoding, numbers = _numbers(first, name)
     if encoding in KNOWN and encoding not in ENCODINGS:
@@ -124,13 +124,13 @@ def scheme(name: str, config: ModelConfig, train_length: int, defaults: Defaults
 
 
 def random_range(trained: str, train_length: int) -> int:
-    """The number of positions that ``randomized`` draws from."""
+    """Returns the number of positions that ``randomized`` draws from."""
     return round(_numbers(trained, trained)[1].get("growth", RANDOM_RANGE) * train_length)
 
 
 def hfwa_window(train_length: int, layers: int) -> int:
-    """The window w of all layers except the last: the largest with (w - 1)(layers - 1) + 1 <= 3/4 of the training
-    length, which keeps the combined reach of these layers within it."""
+    """Returns the window w of all layers except the last: the largest with (w - 1)(layers - 1) + 1 <= 3/4 of the
+    training length, which keeps the combined reach of these layers within it."""
     return max((3 * train_length // 4 - 1) // max(layers - 1, 1) + 1, 1)
 
 
@@ -145,7 +145,7 @@ def p_rope(head_dim: int, share: float, base: float = 10_000.0) -> Rotary:
 
 
 def hope_ablation(head_dim: int, train_length: int, which: str, base: float = 10_000.0) -> Rotary:
-    """The ablations of the HoPE paper (section 5), with L = train_length.
+    """Returns the ablations of the HoPE paper (section 5), with L = train_length.
 
     "ab1": pairs with pi / L < inv_freq < 2 pi / L do not rotate. "ab2": those with inv_freq <= pi / L do not. "ab3":
     all pairs rotate, with frequencies in geometric steps from 1 to 2 pi / L.
@@ -192,7 +192,7 @@ class ZooModel(nn.Module):
         return self.language.decode(x, rotary, self.attends(rotary, attend))
 
     def attends(self, rotary: Rotaries, attend: Attend = attention) -> list[Attend]:
-        """The attention of each layer."""
+        """Returns the attention of each layer."""
         if self.biases is not None:
             return [functools.partial(attend_with_bias, bias) for bias in self.layer_biases]
         layers = rotary if isinstance(rotary, tuple) else (rotary,) * self.config.layers
@@ -200,7 +200,7 @@ class ZooModel(nn.Module):
 
     @property
     def layer_biases(self) -> list[nn.Module]:
-        """The bias of each layer."""
+        """Returns the bias of each layer."""
         return [self.biases[layer % len(self.biases)] for layer in range(self.config.layers)]
 
 
@@ -213,7 +213,7 @@ def _attend_under(attend: Attend, own: Rotary, q, k, v, rotary) -> torch.Tensor:
 
 
 def _numbers(part: str, name: str) -> tuple[str, dict[str, float]]:
-    """("leaky-rerope", {"window": 32, "leak": 16.0}) of "leaky-rerope-w32-k16"."""
+    """Returns ("leaky-rerope", {"window": 32, "leak": 16.0}) of "leaky-rerope-w32-k16"."""
     text, numbers = part, {}
     while match := re.fullmatch(r"(.+)-([wksp])(\d+(?:\.\d+)?)", text):
         field = next(field for field, letter in FIELDS.items() if letter == match[2])

@@ -87,7 +87,7 @@ def check_pages(cache: PagedKVCache) -> int:
 
 
 def visible(cache: PagedKVCache, names: list[int]) -> dict[int, list[tuple[int, int, int]]]:
-    """(position, page, row) of every visible token, from the tables that ``attend`` gives to the kernels."""
+    """Returns (position, page, row) of every visible token, from the tables that ``attend`` gives to the kernels."""
     chosen = [cache._sequences[name] for name in names]
     tables = cache._pool.tables(chosen, [sequence.leftpad for sequence in chosen])
     pads = [0] * len(names) if tables.leftpad is None else tables.leftpad.tolist()

@@ -52,7 +52,7 @@ def varlen_cached(**changes):
 
 
 def _leaves_the_cache(c: Cached, changes):
-    """The call. If it is refused, it must not have written to k_cache and v_cache."""
+    """Returns the call. If it is refused, it must not have written to k_cache and v_cache."""
     call, arguments = c.arguments()
     arguments |= changes
     caches = [x for x in (arguments["k_cache"], arguments["v_cache"]) if isinstance(x, torch.Tensor)]

@@ -28,12 +28,12 @@ def empty(shape, dtype: torch.dtype, strides=None) -> torch.Tensor:
 
 
 def spread(x: torch.Tensor, strides) -> torch.Tensor:
-    """The same numbers, with these strides."""
+    """Returns the same numbers, with these strides."""
     return empty(x.shape, x.dtype, strides).copy_(x)
 
 
 def at_end(x: torch.Tensor, total: int, dim: int = 0) -> torch.Tensor:
-    """The rows of x as the last of `total` rows, which are contiguous."""
+    """Returns the rows of x as the last of `total` rows, which are contiguous."""
     shape = [total if n == dim else size for n, size in enumerate(x.shape)]
     room = empty(shape, x.dtype)
     room.narrow(dim, total - x.shape[dim], x.shape[dim]).copy_(x)

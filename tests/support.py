@@ -188,7 +188,7 @@ def run(p: Problem, impl: str) -> dict[str, torch.Tensor]:
 
 
 def exact_and_bound(p: Problem, gradients=True) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """The reference in float64 on the float64 images of the inputs, and the budget without c * u."""
+    """Returns the reference in float64 on the float64 images of the inputs, and the budget without c * u."""
     wide = p.replace(
         **{
             f.name: getattr(p, f.name).double()
@@ -272,7 +272,7 @@ def pair_lengths(x: torch.Tensor, rotary: Rotary) -> torch.Tensor:
 def excess(
     got: dict[str, torch.Tensor], exact: dict[str, torch.Tensor], bound: dict[str, torch.Tensor], dtype: torch.dtype
 ):
-    """The largest |error| / (u * bound) of each result: what c must be for it to pass."""
+    """Returns the largest |error| / (u * bound) of each result: what c must be for it to pass."""
     ratios = {}
     for name in got:
         assert got[name].shape == exact[name].shape, (

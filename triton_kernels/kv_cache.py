@@ -45,5 +45,5 @@ def row_in_page(cache, slot, PAGE_SIZE: tl.constexpr):
 
 @triton.jit
 def valid_page(cache, page):
-    """A page number of the block table, clamped to the pages of the cache, int64."""
+    """Returns a page number of the block table, clamped to the pages of the cache, int64."""
     return clamp(page, 0, decode_int(cache.pages) - 1).to(tl.int64)

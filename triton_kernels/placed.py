@@ -1,8 +1,8 @@
-"""Positions of cached tokens as data: which keys a sequence shows, where they stand, and which of them a query reads.
+"""Explicit positions of cached tokens: the visible keys of a sequence, their positions, and which a query reads.
 
 ``place_tokens`` runs before the attention. It clamps the tables and finds for every query its own key, its position and
 the columns of every band; a column is a slot, counted from the sequence's first. Causality goes by columns and bands go
-by positions. Positions that fall along a sequence widen those ranges and change no result.
+by positions. Positions that decrease along a sequence widen those ranges and change no result.
 """
 
 from typing import NamedTuple
@@ -30,24 +30,24 @@ from .tiles import VisibleRange, band_unit, clamp_rows, find_cached_sequence, lo
 DIGIT = tl.constexpr(cos_sin.FINE_ROWS)
 DIGIT_BITS = tl.constexpr(cos_sin.FINE_ROWS.bit_length() - 1)
 SIGNED_DIGITS = tl.constexpr(cos_sin.TOP_ROWS // 2)
-ENTRY_FIELDS = tl.constexpr(3)  # position of row 0, first shown row, row behind the last shown one
+ENTRY_FIELDS = tl.constexpr(3)  # position of row 0, first visible row, row after the last visible one
 TOKEN_FIELDS = tl.constexpr(2)  # position, last column that it sees; then two columns for every band
-# Where slots store positions, an entry has one field more: the number that row 0 has among the shown keys. A token has
-# a Position for every axis behind its other fields.
+# Where slots store positions, an entry has one field more: the rank of its row 0 among the visible keys. A token then
+# has a Position for every axis after its other fields.
 
 # ---- maps
 
 
 @triton.jit
 def floor_div(x, n):
-    """x / n, rounded down on both sides of 0."""
+    """Returns x / n, rounded down on both sides of 0."""
     quotient = tl.where(x < 0, -1 - x, x) // n
     return tl.where(x < 0, -1 - quotient, quotient)
 
 
 @triton.jit
 def mapped_position(maps, rotation, position):
-    """A Position as the rotation's row of Scheme.maps maps it: ``flashrope.rotary.bands.PositionMap``."""
+    """Returns a Position mapped by the rotation's row of Scheme.maps, as ``rotary.bands.PositionMap`` does."""
     row_map = load_row_map(maps, rotation)
     chunk, whole = tl.maximum(row_map.chunk, 1), position.whole
     whole = tl.where(row_map.chunk > 0, whole - floor_div(whole, chunk) * chunk, whole)

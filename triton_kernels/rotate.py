@@ -44,10 +44,11 @@ def rotate_rows(
     HEADS_PER_PROGRAM: tl.constexpr,
     VARIANT: tl.constexpr,
 ):
-    """x: TensorView; out: TensorView (copy, row, head); rotations int32: the rotation of every copy. If x are queries,
-    the "other" lengths are of keys; if x are keys, of queries.
+    """Writes the rows of x rotated, once for every rotation.
 
-    cache: its fields are None, or the cache that x are new keys for. They are then the last rows of its sequences."""
+    x: TensorView. out: TensorView (copy, row, head). rotations: int32, the rotation of every copy. The "other" lengths
+    are those of the keys if x holds queries, and of the queries if x holds keys. cache: its fields are None, or it is
+    the cache that x holds new keys for, which are then the last rows of its sequences."""
     batch, first = row_program(max_seqlen, VARIANT.block_m)
     if cache.seqlens is None:
         start, length = sequence_rows(cu_seqlens, batch, seqlen)

@@ -33,13 +33,13 @@ def start_softmax(BLOCK_M: tl.constexpr, DV: tl.constexpr, PARTS: tl.constexpr =
 
 @triton.jit
 def log2_scale(score_scale):
-    """scale_log2 of online_softmax: the softmax scale (>= 0) for weights that are powers of 2."""
+    """Returns scale_log2 of online_softmax: the softmax scale (>= 0) for weights that are powers of 2."""
     return tl.maximum(score_scale * LOG2_E, MIN_SCALE)
 
 
 @triton.jit
 def scale_rows(parts, factor):
-    """Parts of the channels times factor [BM]."""
+    """Multiplies every part of the channels [BM, D] by factor [BM]."""
     scaled = ()
     for part in tl.static_range(len(parts)):
         scaled += (parts[part] * factor[:, None],)
@@ -48,9 +48,9 @@ def scale_rows(parts, factor):
 
 @triton.jit
 def online_softmax(state, scores, scale_log2, visible):
-    """One tile's step. scores [BM, BN] are raw products, in log2 units after scale_log2 > 0; visible [BM, BN] or None.
+    """Takes one tile into the softmax. Returns weights [BM, BN] and the state, whose acc still lacks weights @ V.
 
-    Returns weights [BM, BN] and the state. Its acc is rescaled and still lacks weights @ V.
+    scores: [BM, BN], raw products, in log2 units once they are multiplied by scale_log2 > 0. visible: [BM, BN] or None.
     """
     if visible is not None:
         scores = tl.where(visible, scores, float("-inf"))
@@ -76,7 +76,7 @@ def add_values(state, weights, v):
 
 @triton.jit
 def finish_softmax(state):
-    """out float32, in the parts of acc, and lse [BM], natural log. Rows without keys: 0 and -inf."""
+    """Returns out in float32, in the parts of acc, and lse [BM], natural log. Rows without keys get 0 and -inf."""
     empty = state.row_sum == 0
     row_sum = tl.where(empty, 1.0, state.row_sum)
     out = scale_rows(state.acc, 1.0 / row_sum)

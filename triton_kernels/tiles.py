@@ -81,7 +81,7 @@ def packed_row(cu_seqlens, batch, start, seqlen):
 
 @triton.jit
 def lse_offset(cu_seqlens, batch, head, heads, start, seqlen):
-    """Offset of a sequence's first row in lse: (batch, heads, seqlen), or packed (heads, total)."""
+    """Returns the offset of a sequence's first row in lse, which is (batch, heads, seqlen) or packed (heads, total)."""
     if cu_seqlens is None:
         return (batch.to(tl.int64) * heads + head) * seqlen
     else:
@@ -186,7 +186,7 @@ def visible_queries(position_k, band, ahead, maps=None):
 
 @triton.jit
 def band_unit(maps):
-    """The unit of a band's start and stop, in positions: the length of a chunk, or 1."""
+    """Returns the unit of a band's start and stop, in positions: the length of a chunk, or 1."""
     return tl.maximum(tl.load(maps), 1)
 
 
@@ -292,8 +292,8 @@ def tile_rows(first, length, length_other, packed, scheme, BLOCK: tl.constexpr, 
 
 @triton.jit
 def clamp_rows(rows, count):
-    """Rows to load where `count` rows of a tile exist. The last row stands in for those beyond, so loads need no mask.
-    Results of such rows are not stored, or have weight 0."""
+    """Returns the rows to load where `count` rows of a tile exist. The last row is loaded again for rows beyond it, so
+    that loads need no mask. Results of such rows are not stored, or have weight 0."""
     return tl.minimum(rows, count - 1)
 
 
@@ -309,7 +309,7 @@ def row_exists(rows):
 
 
 class HeadView(NamedTuple):
-    """Rows of one head. ptr: of the first; strides in elements. stride_batch is also the stride of a cache's pages."""
+    """Rows of one head. ptr points to the first. Strides are in elements; stride_batch is that of pages in a cache."""
 
     ptr: object
     stride_row: object
@@ -318,7 +318,7 @@ class HeadView(NamedTuple):
 
 @triton.jit
 def head_view(x, batch, start, head, VARIANT: tl.constexpr):
-    """One head of a TensorView, from row `start` on."""
+    """Returns one head of a TensorView, from row `start` on."""
     if x.ptr.dtype.element_ty.primitive_bitwidth == 8:
         return code_view(x, batch, start, head, VARIANT)
     else:
@@ -358,8 +358,8 @@ def choose_view(condition, left, right, VARIANT: tl.constexpr):
 
 @triton.jit
 def band_keys(raw, rotated_k, k_copy, packed, head, ROTATED_K: tl.constexpr, VARIANT: tl.constexpr):
-    """The keys that a band reads: raw ones, or its copy in rotated_k (copy, row, head) from row `packed` on.
-    ROTATED_K says which if raw keys are codes."""
+    """Returns the keys that a band reads: raw ones, or its rotated copy in rotated_k (copy, row, head) from row
+    `packed` on. If raw keys are quantized, ROTATED_K says which."""
     copy = head_view(rotated_k, tl.maximum(k_copy, 0), packed, head, VARIANT)
     if raw.ptr.dtype == copy.ptr.dtype:
         return choose_view(k_copy < 0, raw, copy, VARIANT)
@@ -369,19 +369,19 @@ def band_keys(raw, rotated_k, k_copy, packed, head, ROTATED_K: tl.constexpr, VAR
 
 @triton.jit
 def tile_offsets(rows, view):
-    """Offsets [M, 1] of a tile's rows from its first row. Within a tile 32 bits suffice."""
+    """Returns the offsets [M, 1] of a tile's rows from its first row. Within a tile 32 bits suffice."""
     return rows[:, None] * view.stride_row.to(tl.int32)
 
 
 @triton.jit
 def page_offsets(page, row, view):
-    """Offsets [M, 1] of rows in a cache, int64."""
+    """Returns the offsets [M, 1] of rows in a cache, int64."""
     return (page * view.stride_batch + row * view.stride_row)[:, None]
 
 
 @triton.jit
 def load_rows(ptr, offsets, channels, VARIANT: tl.constexpr):
-    """Rows at offsets [M, 1], channels [N] of each: [M, N]. Channels beyond head_dim are 0."""
+    """Loads the channels [N] of the rows at offsets [M, 1]: [M, N]. Channels beyond head_dim are 0."""
     return load_channels(ptr, offsets, channels, VARIANT.head_dim, VARIANT.block_d)
 
 
@@ -422,7 +422,7 @@ def value_channels(VARIANT: tl.constexpr):
 
 @triton.jit
 def load_cached_values(ptr, offsets, channels, VARIANT: tl.constexpr, dtype: tl.constexpr):
-    """load_parts of values that may lie in a cache: rows at offsets [M, 1]. Codes become this type, in one part."""
+    """Loads rows of v at offsets [M, 1], as load_parts does. Quantized values become this type, in one part."""
     if ptr.dtype.element_ty == tl.uint8:
         low, high = load_packed(
             ptr, offsets, tl.arange(0, VARIANT.block_dv // 2), VARIANT.head_dim_v, VARIANT.block_dv, dtype

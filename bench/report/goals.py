@@ -136,7 +136,7 @@ def _judge(goal: Goal, measured: dict[int, float]) -> dict:
 
 
 def text(judged: Sequence[dict]) -> str:
-    """One line for every goal that the run has measured."""
+    """Returns one line for every goal that the run has measured."""
     run = [goal for goal in judged if goal["measured"]]
     if not run:
         return f"goals: none of the {len(judged)} applies to this run"

@@ -24,7 +24,7 @@ def output_folder(options: argparse.Namespace) -> Path | None:
 
 
 def without_output_options(words: list[str]) -> list[str]:
-    """A command line without the options that say where its results go."""
+    """Returns a command line without the options that say where its results go."""
     kept, words = [], list(words)
     while words:
         word = words.pop(0)

@@ -64,7 +64,7 @@ class Run:
 
     @property
     def shown_command(self) -> str:
-        """The command without where it wrote to and its note."""
+        """Returns the command without where it wrote to and its note."""
         words = without_output_options(shlex.split(self.argv))
         if "--note" in words:
             del words[words.index("--note") : words.index("--note") + 2]
@@ -81,7 +81,7 @@ class Run:
 
 
 def command_line(command: str, argv: Sequence[str]) -> str:
-    """The command as it is recorded: without the folder of its results."""
+    """Returns the command as it is recorded: without the folder of its results."""
     return shlex.join(["python", "-m", "bench", command, *without_output_options(list(argv))])
 
 

@@ -39,7 +39,7 @@ def ceilings(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
 
 
 def reader(source: torch.Tensor):
-    """A call that reads a float32 tensor once and writes next to nothing."""
+    """Returns a call that reads a float32 tensor once and writes next to nothing."""
     if source.device.type == "cpu":
         return source.sum
     from .probe import read

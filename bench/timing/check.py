@@ -19,7 +19,7 @@ TRAIN_LENGTH = 64  # HoPE's: it leaves pairs unrotated whose angle is noticeable
 
 
 def small(problem: Problem) -> Problem:
-    """The same kind of problem, small enough for the dense reference."""
+    """Returns the same kind of problem, small enough for the dense reference."""
     return problem.replace(batch=2, seqlen=SEQLEN, window=WINDOW, train_length=TRAIN_LENGTH)
 
 

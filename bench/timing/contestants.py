@@ -85,14 +85,14 @@ def _rotated(cos, sin, *tensors):
 
 
 def compiled(problem: Problem, at: torch.Tensor | None = None):
-    """The same as one compiled function of all tensors."""
+    """Returns the same as one compiled function of all tensors."""
     torch.compiler.reset()  # torch refuses to compile a function for more than a few shapes
     cos, sin = full_table(problem.rope(), positions(problem) if at is None else at, problem.dtype)
     return partial(torch.compile(_rotated, dynamic=False, fullgraph=True), cos, sin)
 
 
 def fused(problem: Problem, at: torch.Tensor | None = None, in_place: bool = False):
-    """The same as one launch of ``fused_rope``."""
+    """Returns the same as one launch of ``fused_rope``."""
     if problem.device.type != "cuda":
         raise Unavailable("Triton kernels need a CUDA device")
     from .fused_rope import rotate
@@ -286,7 +286,8 @@ def prefill_rerope(device: torch.device) -> list[Contestant]:
 
 
 def dense_bytes(problem: Problem) -> int:
-    """Two score matrices, the choice between them, its softmax in float32, and one more for the backward."""
+    """Returns the bytes of two score matrices, the choice between them, its softmax in float32, and one more for the
+    backward."""
     return problem.batch * problem.heads * problem.seqlen**2 * (4 * problem.dtype.itemsize + 4)
 
 

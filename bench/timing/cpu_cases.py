@@ -34,7 +34,7 @@ class Entry(NamedTuple):
 
 
 def compiled_kernels(target: str | None = None) -> library.Library | None:
-    """The compiled kernels of the installation, if it has them: for this processor, or of a target by name."""
+    """Returns the compiled kernels of the installation, if it has them: for this processor, or of a target by name."""
     if target:
         return loader.open_target(target)
     found = loader.find()
@@ -47,7 +47,7 @@ def rows_first(x: torch.Tensor) -> torch.Tensor:
 
 
 def heads_first(x: torch.Tensor) -> torch.Tensor:
-    """The same tensor, whose heads come first in memory."""
+    """Returns the same tensor, whose heads come first in memory."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 

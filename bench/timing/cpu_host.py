@@ -15,7 +15,8 @@ WARM_UP_BLOCKS = 5
 
 
 def host_calls(heads: int, head_dim: int) -> dict[str, Callable]:
-    """One query at seqlen 1, and one with 16 keys in a cache: PyTorch's operators, SDPA and flashrope."""
+    """Returns calls of one query at seqlen 1, and of one with 16 keys in a cache: PyTorch's operators, SDPA and
+    flashrope."""
     q, k, v = (torch.randn(1, 1, heads, head_dim) for _ in range(3))
     leaf = q.clone().requires_grad_()
     hope = Rotary.hope(head_dim, 512)

@@ -83,7 +83,7 @@ def calls_on(device: torch.device, capacity: int) -> dict[str, Callable]:
 
 
 def steps_of(cache, q, k, v, impl: str | None, *sequences) -> Callable:
-    """A step of one token through all layers, taken back at its end so that the cache never fills."""
+    """Returns a step of one token through all layers, taken back at its end so that the cache never fills."""
 
     def run() -> None:
         with contextlib.suppress(Undo), cache.step(*sequences, 1) as step:

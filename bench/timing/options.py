@@ -118,7 +118,7 @@ def problem(options: argparse.Namespace, seqlen: int, **changes) -> Problem:
 
 
 def prefill_tables(options: argparse.Namespace, contestants: Sequence[Contestant]) -> list[Table]:
-    """One table for every pass and length."""
+    """Returns one table for every pass and length."""
     tables = []
     for backward in backwards(options):
         for p in (problem(options, seqlen) for seqlen in options.seqlens):
@@ -133,7 +133,7 @@ def backwards(options: argparse.Namespace) -> list[bool]:
 
 
 def stem(command: str, options: argparse.Namespace) -> str:
-    """The name of the files: a run with the same sizes replaces them."""
+    """Returns the name of the files: a run with the same sizes replaces them."""
     dtype = next(name for name, dtype in DTYPES.items() if dtype == options.dtype)
     full = "" if options.causal else "-full"
     return f"{command}-d{options.head_dim}-h{options.heads}x{options.heads_kv}-{dtype}{full}"

@@ -45,7 +45,7 @@ class Problem:
         return dataclasses.replace(self, **changes)
 
     def tensors(self, grad: bool = False, seed: int = 0) -> list[torch.Tensor]:
-        """q, k, v of normal random numbers (zeros run faster). On the meta device: shapes only."""
+        """Returns q, k, v of normal random numbers (zeros run faster). On the meta device: shapes only."""
         shapes = ((self.seqlen_q, self.heads), (self.seqlen, self.heads_kv), (self.seqlen, self.heads_kv))
         if self.device.type == "meta":
             return [

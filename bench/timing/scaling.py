@@ -137,7 +137,7 @@ def options_of(argv: list[str], needs_device: bool = True):
 
 
 def upper_half(points: dict[float, float]) -> dict[float, float]:
-    """The larger half of a series, at least three points: constant overheads affect the smaller ones."""
+    """Returns the larger half of a series, at least three points: constant overheads affect the smaller ones."""
     return dict(sorted(points.items())[-max(3, -(-len(points) // 2)) :])
 
 

@@ -223,7 +223,7 @@ def measure(options) -> list[dict]:
 
 
 def measure_memory(options) -> list[str]:
-    """A table of what the caches hold in vLLM."""
+    """Returns a table of what the caches hold in vLLM."""
     sizes = [options.prompts, options.length, options.tokens]
     lines = [f"| | bytes per token | blocks in {CACHE_GIB} GiB | tokens in them |", "|---|---:|---:|---:|"]
     with tempfile.TemporaryDirectory() as folder:

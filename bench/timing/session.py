@@ -119,7 +119,7 @@ class Session:
         self.write()
 
     def calls(self, table: Table):
-        """(contestant, call) of the correct contestants that fit into memory, each called once."""
+        """Yields (contestant, call) of the correct contestants that fit into memory, each called once."""
         inputs = None
         for contestant in table.contestants:
             name = label(contestant, table.backward)
@@ -252,7 +252,7 @@ def expected_time(tables: int, seconds: float) -> str:
 
 
 def inputs_of(table: Table) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """q, k and v, and a gradient of out."""
+    """Returns q, k and v, and a gradient of out."""
     tensors = table.problem.tensors(grad=table.backward)
     return tensors, torch.randn_like(tensors[0], requires_grad=False)
 
@@ -273,7 +273,7 @@ def brief(error: BaseException) -> str:
 
 
 def text_of(table: Table, records: Sequence[Record]) -> str:
-    """One table."""
+    """Returns one table."""
     if not records:
         return f"{table.title}: nothing to time"
     ours = [record.contestant for record in records if record.ours]

@@ -27,8 +27,8 @@ def training_problem(batch: int, seqlen: int) -> Problem:
 
 
 def training_steps(chosen: list[Entry], p: Problem) -> dict[str, Callable[[], float]]:
-    """A step with each entry's attention, by name, on the same tokens and from the same weights. It returns the loss
-    before the step."""
+    """Returns a step with each entry's attention, by name, on the same tokens and from the same weights. It returns the
+    loss before the step."""
     model = LanguageModel(ModelConfig(PRESET.width, PRESET.layers, PRESET.heads))
     tokens = torch.randint(model.config.vocab_size, (p.batch, p.seqlen + 1))
     return {each.name: partial(_step, *_trained(model), each.contestant.prepare(p), tokens) for each in chosen}

@@ -75,7 +75,7 @@ def workloads(direction: str, head_dim: int, bands: int) -> list[Workload]:
 
 
 def timed(direction: str, head_dim: int, bands: int, seconds: float, jobs: int) -> Iterator[tuple]:
-    """(heading, default tile, candidates) of every workload."""
+    """Yields (heading, default tile, candidates) of every workload."""
     device = torch.device("cuda", torch.cuda.current_device())
     chosen = workloads(direction, head_dim, bands)
     bar = Bar(measure.steps(chosen, device))
@@ -94,7 +94,7 @@ def candidate(outcome: measure.Outcome) -> Candidate:
 
 
 def compiled(direction: str, head_dim: int, bands: int, arch: int, jobs: int) -> Iterator[tuple]:
-    """(heading, tile in use, candidates)."""
+    """Yields (heading, tile in use, candidates)."""
     candidates = ranked_by_machine_code(direction, arch, head_dim, bands, jobs)
     heading = f"{title((direction, head_dim, bands, None))}, sm_{arch}, compiled only"
     yield heading, configs.tile(direction, arch, head_dim, 2, bands), candidates

@@ -57,7 +57,7 @@ class LanguageModel(nn.Module):
 
 
 def train(model, text, steps):
-    """Losses of every step, in nats per byte."""
+    """Returns losses of every step, in nats per byte."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     generator, losses = torch.Generator().manual_seed(0), []
     for _ in range(steps):
@@ -74,7 +74,7 @@ def train(model, text, steps):
 
 @torch.no_grad()
 def generate(model, prompt, tokens):
-    """The most likely bytes after the prompt, int64 (1, seqlen)."""
+    """Returns the most likely bytes after the prompt, int64 (1, seqlen)."""
     size = dict(batch=1, capacity=prompt.shape[1] + tokens, heads_kv=HEADS_KV, head_dim=HEAD_DIM)
     cache = KVCache(**size, layers=LAYERS, dtype=torch.float32, device="cpu")
     found, read = [], prompt

@@ -92,7 +92,7 @@ class Cache:
 
 
 def train(model, text, steps):
-    """Losses of every step, in nats per byte."""
+    """Returns losses of every step, in nats per byte."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     generator, losses = torch.Generator().manual_seed(0), []
     for _ in range(steps):
@@ -109,7 +109,7 @@ def train(model, text, steps):
 
 @torch.no_grad()
 def generate(model, prompt, tokens):
-    """The most likely bytes after the prompt, int64 (1, seqlen)."""
+    """Returns the most likely bytes after the prompt, int64 (1, seqlen)."""
     caches = [Cache(prompt.shape[1] + tokens) for _ in range(LAYERS)]
     found, read = [], prompt
     for _ in range(tokens):

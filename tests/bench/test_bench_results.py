@@ -96,7 +96,7 @@ def test_versions_are_not_mixed(tmp_path, name):
 
 
 def h200_folder(tmp_path) -> Path:
-    """A folder of results: one run on an H200, and a table of the gate."""
+    """Returns a folder of results: one run on an H200, and a table of the gate."""
     measured = [
         record_of("fused RoPE + SDPA flash", ratios={"flashrope HoPE": 1.234}),
         record_of("flashrope HoPE", milliseconds=1.62),

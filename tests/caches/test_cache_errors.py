@@ -36,7 +36,7 @@ SCALE = zeros(2, 32, 2)
 
 
 def codes(dtype=torch.int8, width=16, shape=(2, 32, 2), **changes):
-    """The arguments of a cache of zeros, quantized."""
+    """Returns the arguments of a cache of zeros, quantized."""
     caches = {"k_cache": zeros(*shape, width).to(dtype), "v_cache": zeros(*shape, width).to(dtype)}
     return caches | {"k_scale": zeros(*shape), "v_scale": zeros(*shape)} | changes
 

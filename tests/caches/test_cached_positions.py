@@ -39,7 +39,7 @@ in_float32 = pytest.mark.interpreted(lambda target, **given: target.dtype == tor
 
 
 def over(target, scheme: str, sequences=None, queries=1, head_dim=16, **options) -> Cached:
-    """A call over pages, which reads a cache and appends nothing."""
+    """Returns a call over pages, which reads a cache and appends nothing."""
     sequences = sequences or (FOR_MAPS if scheme in MAPPED else SEQUENCES)
     options = {"heads": (2, 1) if target.slow else (4, 2), **options}
     return Cached.of_pages(target, EVERY[scheme](head_dim), sequences, queries=queries, **options)

@@ -18,7 +18,7 @@ CODE = [re.sub(r"\s+", " ", code) for code in re.findall(r"``(.+?)``", PagedKVCa
 
 
 def written(start: str) -> str:
-    """The only piece of code in the docstring that starts so."""
+    """Returns the only piece of code in the docstring that starts so."""
     (code,) = {code for code in CODE if code.startswith(start) and "(" in code}
     return code
 

@@ -190,7 +190,8 @@ def test_rows_of_one_value(exact, cache_dtype, value):
 
 
 def rows_to_quantize(dtype, head_dim):
-    """(rows, head_dim): normal numbers, ties of 8 and 4 bits, zeros, subnormal and large numbers, NaN, infinities."""
+    """Returns (rows, head_dim): normal numbers, ties of 8 and 4 bits, zeros, subnormal and large numbers, NaN,
+    infinities."""
     generator = torch.Generator().manual_seed(2)
     rows = [torch.randn(head_dim, generator=generator) * 10.0**power for power in (-30, -3, 0, 0, 0, 0, 4, 30)]
     for largest in (127, 7):  # a scale of 1: halves are ties

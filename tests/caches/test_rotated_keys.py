@@ -22,7 +22,7 @@ OVER_KEYS = [name for name in ROTATIONS if name != "slope"]
 
 
 def cached(target, rotary, *arguments, make=Cached, **options) -> Cached:
-    """A cache of rotated keys."""
+    """Returns a cache of rotated keys."""
     return make(target, rotary, *arguments, stored=lambda k: by_complex_numbers(k, rotary), **options)
 
 

@@ -26,7 +26,7 @@ EVERY = SCHEMES | AXIAL | MAPPED
 
 
 def over(target, scheme, lengths, queries=2, head_dim=32, page=PAGE, **options) -> Cached:
-    """A call that reads a cache, and appends nothing."""
+    """Returns a call that reads a cache, and appends nothing."""
     rotary = EVERY[scheme](head_dim) if isinstance(scheme, str) else scheme
     options = {"heads": (2, 1) if target.slow else (4, 2), **options}
     return Cached(target, rotary, lengths, queries, new=0, page=page, layout="poisoned", **options)

@@ -30,7 +30,7 @@ def python(*arguments, **options):
 
 
 def loaded(code: str) -> set[str]:
-    """The top-level modules that a new process has loaded after this code."""
+    """Returns the top-level modules that a new process has loaded after this code."""
     ran = python("-c", f"{code}\nimport sys; print('\\n' + ' '.join({{name.split('.')[0] for name in sys.modules}}))")
     assert ran.returncode == 0, ran.stderr
     return set(ran.stdout.splitlines()[-1].split())

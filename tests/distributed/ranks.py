@@ -119,7 +119,7 @@ def _serve(rank: int, count: int, store: str, connection) -> None:
 
 @functools.cache
 def mesh(ranks: int):
-    """A one-dimensional mesh of 2 ranks or of all. Several meshes of 2 ranks all do the same work."""
+    """Returns a one-dimensional mesh of 2 ranks or of all. Several meshes of 2 ranks all do the same work."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -128,7 +128,7 @@ def mesh(ranks: int):
 
 @functools.cache
 def first(ranks: int):
-    """A group of the first ranks, any number of them; None on the others."""
+    """Returns a group of the first ranks, any number of them; None on the others."""
     import torch.distributed as dist
 
     group = dist.new_group(range(ranks))
@@ -137,7 +137,7 @@ def first(ranks: int):
 
 @functools.cache
 def alone():
-    """A group of this rank and no other."""
+    """Returns a group of this rank and no other."""
     import torch.distributed as dist
 
     return [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]

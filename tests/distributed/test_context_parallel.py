@@ -27,7 +27,7 @@ interpreted = pytest.mark.skipif(
 
 
 def sharded(group, p: Problem, dim: int = 1, **options) -> dict[str, torch.Tensor]:
-    """The results of a call over the ranks of group, gathered. p: a Problem, or packed sequences with dim 0."""
+    """Returns the results of a call over the ranks of group, gathered. p: a Problem, or packed sequences with dim 0."""
     leaves = [shard_sequence(x, group, dim).detach().requires_grad_() for x in (p.q, p.k, p.v)]
     if p.sinks is not None:
         leaves.append(p.sinks.detach().requires_grad_())

@@ -94,7 +94,7 @@ def test_triton():
 
 
 def seen(lengths, row: int) -> list[int]:
-    """The packed keys that a packed row sees, by the definition."""
+    """Returns the packed keys that a packed row sees, by the definition."""
     starts_q, starts_k = ([0, *accumulate(counts)] for counts in lengths)
     n = max(n for n in range(len(lengths[0])) if starts_q[n] <= row and lengths[0][n])
     visible = row - starts_q[n] + lengths[1][n] - lengths[0][n] + 1

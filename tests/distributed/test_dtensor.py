@@ -27,7 +27,7 @@ HEADS, BATCH = Shard(2), Shard(0)
 
 
 def inputs(batch=4, seqlen=20, heads=8, heads_kv=4):
-    """q, k, v, and gradients of out and lse, float32."""
+    """Returns q, k, v, and gradients of out and lse, float32."""
     generator = torch.Generator().manual_seed(0)
     shapes = [*((batch, seqlen, h, 16) for h in (heads, heads_kv, heads_kv, heads)), (batch, heads, seqlen)]
     return [torch.randn(shape, generator=generator) for shape in shapes]
@@ -225,7 +225,7 @@ def test_positions_and_packed_sequences():
     rotary = Rotary.hope(16, 100).log_n(10)
 
     def given(positions, placement, call):
-        """The call with positions, or lengths, that are DTensors beside DTensors."""
+        """Returns the call with positions, or lengths, that are DTensors beside DTensors."""
         spread = distribute_tensor(positions, mesh(2), [placement])
         return lambda *x: call(*x, spread if isinstance(x[0], DTensor) else positions)
 

@@ -61,7 +61,8 @@ def make_run(arguments, out):
 
 
 def whole(run, of_gradients: bool = False) -> dict[str, torch.Tensor]:
-    """All parameters, or their gradients, gathered, with q, k and v joined as in flashrope.small_models's model."""
+    """Returns all parameters, or their gradients, gathered, with q, k and v joined as in flashrope.small_models's
+    model."""
     tensors = {name: (p.grad if of_gradients else p.detach()).full_tensor() for name, p in run.model.named_parameters()}
     return joined(tensors, run.args.layers)
 

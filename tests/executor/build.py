@@ -42,7 +42,7 @@ def compiler() -> str:
 
 
 def digest(files: Iterable[pathlib.Path], *others) -> str:
-    """A digest of the files' names and contents, and of everything else that a build depends on."""
+    """Returns a digest of the files' names and contents, and of everything else that a build depends on."""
     hashed = hashlib.sha256(repr(others).encode())
     for path in files:
         hashed.update(path.name.encode() + path.read_bytes())
@@ -50,7 +50,7 @@ def digest(files: Iterable[pathlib.Path], *others) -> str:
 
 
 def cache() -> pathlib.Path:
-    """The folder of the executor's versions, the CUDA extension and what Triton compiles for the executor."""
+    """Returns the folder of the executor's versions, the CUDA extension and what Triton compiles for the executor."""
     return pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache") / "flashrope"
 
 
@@ -89,7 +89,7 @@ def own_folder() -> pathlib.Path:
 
 
 def library(jobs: int | None = None) -> pathlib.Path:
-    """The path of libcuda.so.1, the executor under the name by which Triton asks for the driver."""
+    """Returns the path of libcuda.so.1, the executor under the name by which Triton asks for the driver."""
     folder = own_folder()
     built = folder / "libcuda.so.1"
     if built.exists():

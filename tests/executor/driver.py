@@ -85,7 +85,7 @@ def span(x) -> int:
 
 
 def named_tensors(name: str, value) -> Iterator[tuple]:
-    """(name, tensor) of each tensor in an argument, which is a tensor or a tuple."""
+    """Yields (name, tensor) of each tensor in an argument, which is a tensor or a tuple."""
     if hasattr(value, "data_ptr"):
         yield name, value
     elif isinstance(value, tuple):

@@ -81,7 +81,7 @@ def is_offered(head_dim, page, dtype, cache_dtype, positions) -> bool:
 
 
 def product() -> list[Case]:
-    """Every offered combination once. Schemes, numbers of queries and padding take turns."""
+    """Returns every offered combination once. Schemes, numbers of queries and padding take turns."""
     combinations = [Offered(*values) for values in itertools.product(*AXES) if _fits(*values)]
     rest = list(itertools.product(SCHEMES, SEQLENS, PADDED))
     random.Random(0).shuffle(rest)

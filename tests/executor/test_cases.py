@@ -42,7 +42,7 @@ class Dense:
 
 
 def odd(x: torch.Tensor) -> torch.Tensor:
-    """The same numbers at addresses that are only multiples of 2 bytes."""
+    """Returns the same numbers at addresses that are only multiples of 2 bytes."""
     room = x.new_full((*x.shape[:-1], x.shape[-1] + 3), torch.nan)
     room[..., 3:] = x
     return room[..., 3:]
@@ -312,7 +312,8 @@ def test_random_maps(seed):
 
 
 def laid_out(x: torch.Tensor, how: str) -> torch.Tensor:
-    """The same numbers in another layout; "padded" has another stride in every dimension, also in those of size 1."""
+    """Returns the same numbers in another layout; "padded" has another stride in every dimension, also in those of size
+    1."""
     if how == "transposed":
         return x.transpose(1, 2).contiguous().transpose(1, 2)
     if how == "odd":

@@ -57,7 +57,7 @@ def random(*shape, dtype, seed):
 
 
 def caching(rotary, dtype, lengths, seqlen_q=1, heads=(2, 2), **options) -> Cached:
-    """A call that appends nothing."""
+    """Returns a call that appends nothing."""
     options = {"new": 0, "heads": heads, "capacity": 160, **options}
     return Cached(support.Target("cuda", dtype, "cpu"), rotary, lengths, seqlen_q, **options)
 

@@ -54,7 +54,7 @@ LENGTHS = (40, 70)
 
 
 def packed(rotary, positions=None):
-    """q, k, v, grad_out, grad_lse of ``LENGTHS``, and out, lse and the gradients, within the budget."""
+    """Returns q, k, v, grad_out, grad_lse of ``LENGTHS``, and out, lse and the gradients, within the budget."""
     p = packing(BF16, rotary, LENGTHS, seed=60, positions=positions)
     results = p.run("triton")
     p.check(results, torch.bfloat16)
@@ -62,7 +62,7 @@ def packed(rotary, positions=None):
 
 
 def run_at_end(total: int, tensors, grad_lse, call: AttentionCall):
-    """The results of ``packed``, computed on the last rows of tensors with ``total`` rows."""
+    """Returns the results of ``packed``, computed on the last rows of tensors with ``total`` rows."""
     (q, k, v, grad_out), rows = (sparse.at_end(x, total) for x in tensors), sum(LENGTHS)
     with sparse.Sparse():
         out, lse, kept = backend.forward(q, k, v, call)
@@ -205,7 +205,7 @@ def test_entries_of_the_block_table(machine):
 
 
 def many_sequences(batch: int, capacity: int, heads: int, head_dim: int):
-    """(q, k_cache, v_cache) of 32 key heads, of which the last sequence's last is that of (q, k, v)."""
+    """Returns (q, k_cache, v_cache) of 32 key heads, of which the last sequence's last is that of (q, k, v)."""
     group = heads // 32
     q = support.random((1, 1, group, head_dim), BF16, 80)
     k, v = (support.random((1, capacity, 1, head_dim), BF16, 81 + n) for n in range(2))

@@ -37,7 +37,7 @@ def hidden_product(a, b, out, K: tl.constexpr, JOINED: tl.constexpr):
 
 
 def error(kernel, terms, *options):
-    """(the largest error, the widths that Triton chose)"""
+    """Returns (the largest error, the widths that Triton chose)"""
     generator = torch.Generator().manual_seed(0)
     a = torch.randint(-4, 5, (16, terms), generator=generator).half()
     b = torch.randint(-4, 5, (16, terms // 2), generator=generator, dtype=torch.int8)

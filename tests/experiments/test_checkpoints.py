@@ -14,7 +14,8 @@ LENGTH = 64
 
 
 def written(path, value, commands=COMMANDS, left_out=()):
-    """A loss.json as ``flashrope loss --repeat`` writes it, ``value`` a function of scheme, context and length."""
+    """Returns a loss.json as ``flashrope loss --repeat`` writes it, ``value`` a function of scheme, context and
+    length."""
     path.parent.mkdir(exist_ok=True)
     rows = [
         {"scheme": SCHEMES[name].label, "context": context, "length": length, "windows": value(name, context, length)}

@@ -21,7 +21,7 @@ ROTARY = ("rope", "hope", "rope+logn", "nope", "p-rope")
 
 
 def saved(folder, name):
-    """The file of an untrained model. Weights have five times the usual size, so that all channels matter."""
+    """Returns the file of an untrained model. Weights have five times the usual size, so that all channels matter."""
     torch.manual_seed(3)
     model = ZooModel(CONFIG, name, LENGTH)
     with torch.no_grad():

@@ -30,7 +30,7 @@ def follower(text):
 
 
 def parts(prompt):
-    """(filler, examples as (asked, label), filler, query) of a prompt. The texts contain no line ends."""
+    """Returns (filler, examples as (asked, label), filler, query) of a prompt. The texts contain no line ends."""
     *lines, query = prompt.split(b"\n")
     filler = [n for n, line in enumerate(lines) if MARK not in line]
     examples = [line for line in lines if MARK in line]

@@ -94,7 +94,7 @@ def padded(seqlen: int = SEQLEN, left: int = PADDING, right: int = 0) -> torch.T
 
 @torch.no_grad()
 def logits(model, ids, mask=None, cache=None, calls=None, **kwargs) -> torch.Tensor:
-    """(batch, seqlen, vocabulary), from one call without a cache or several with one; rows of padding are 0."""
+    """Returns (batch, seqlen, vocabulary), from one call without a cache or several with one; rows of padding are 0."""
     if calls is None:
         out = model(ids, attention_mask=mask, use_cache=False, **kwargs).logits
     else:
@@ -152,8 +152,8 @@ RUNS = {
 
 
 def difference(name: str, untested: bool = False) -> tuple[dict[str, float], dict[str, torch.Tensor], torch.nn.Module]:
-    """(by run, the largest difference of any logit from the stock model's, relative to logits of size 3; the stock
-    model's logits; the converted model)."""
+    """Returns (by run, the largest difference of any logit from the stock model's, relative to logits of size 3; the
+    stock model's logits; the converted model)."""
     model = tiny(name)
     runs = {run: call for run, call in RUNS.items() if run != "packed" or family(name).packs}
     stock = {run: call(model) for run, call in runs.items()}

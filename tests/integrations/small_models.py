@@ -155,7 +155,7 @@ HERE = [name for name in FAMILIES if name in CAUSAL_LM and name not in REFUSED_B
 
 
 def small_config(name: str, **changes):
-    """A configuration of three layers, 64 channels and 64 tokens."""
+    """Returns a configuration of three layers, 64 channels and 64 tokens."""
     given = {**COMMON, **(FAMILIES | UNFIT).get(name, {}), **changes}
     default = CONFIG_MAPPING[name]().to_dict()
     given |= {field: value for field, value in SMALL.items() if field not in given and default.get(field) is not None}
@@ -174,7 +174,7 @@ def vary(model):
 
 
 def tiny(name: str, **changes):
-    """A small model in float32, the same in every call."""
+    """Returns a small model in float32, the same in every call."""
     config = small_config(name, **changes)
     torch.manual_seed(0)
     try:

@@ -39,7 +39,7 @@ LIVE = {
 
 
 def modeling_of(family):
-    """The family's modeling module."""
+    """Returns the family's modeling module."""
     name = f"transformers.models.{family}.modeling_{family}"
     return pytest.importorskip(name, reason="this transformers lacks the family")
 
@@ -116,7 +116,7 @@ def test_layer_types_of_transformers(family, layer_type):
 
 
 def configured(family, **fields):
-    """A configuration, and the family's own rotary table of it."""
+    """Returns a configuration, and the family's own rotary table of it."""
     name, modeling = FAMILY_NAMES[family], modeling_of(family)
     sizes = dict(hidden_size=256, num_attention_heads=4, max_position_embeddings=512)
     config = getattr(transformers, f"{name}Config")(**sizes, **fields)

@@ -77,7 +77,7 @@ def test_a_text_of_exactly_one_window_and_one_token_less():
 
 
 def by_hand(model, inputs, targets):
-    """Each token's probability from a full pass over what comes before it, one row and one token at a time."""
+    """Returns each token's probability from a full pass over what comes before it, one row and one token at a time."""
     found = []
     for row in inputs:
         total = 0.0

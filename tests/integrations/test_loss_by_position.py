@@ -30,7 +30,7 @@ LENGTH = 45
 
 
 def whole(model, row, **options):
-    """The losses from all logits at once."""
+    """Returns the losses from all logits at once."""
     with torch.no_grad():
         logits = model(row[None, :-1], use_cache=False).logits[0]
     return F.cross_entropy(logits.double(), row[1:], reduction="none")

@@ -17,7 +17,7 @@ SMALL = dict(hidden_size=128, num_attention_heads=4, num_key_value_heads=2)
 
 
 def family_of(model_type: str):
-    """(configuration class, modeling module) of a model type; skips where this transformers lacks it."""
+    """Returns (configuration class, modeling module) of a model type; skips where this transformers lacks it."""
     family = model_type
     for suffix in ("_talker_text", "_talker", "_text"):
         family = family.removesuffix(suffix)
@@ -41,7 +41,7 @@ def config_of(cls, sections):
 
 
 def embedding_of(modeling, config):
-    """The module's rotary embedding that joins the sections."""
+    """Returns the module's rotary embedding that joins the sections."""
     for name, cls in inspect.getmembers(modeling, inspect.isclass):
         if name.endswith("RotaryEmbedding") and "Vision" not in name and cls.__module__ == modeling.__name__:
             if hasattr(cls, "recomposition_frequencies") and hasattr(embedding := cls(config), "mrope_section"):
@@ -50,7 +50,7 @@ def embedding_of(modeling, config):
 
 
 def position_ids(seqlen: int = 40) -> torch.Tensor:
-    """(3, 1, seqlen), all three different."""
+    """Returns (3, 1, seqlen), all three different."""
     return torch.randint(0, 50, (3, 1, seqlen), generator=torch.Generator().manual_seed(0))
 
 

@@ -52,7 +52,7 @@ COMBINATIONS = [
 
 
 def planned(folder, max_model_len: int = 64) -> list[Rotary]:
-    """The scheme of every layer that vLLM's plugin makes of a saved model."""
+    """Returns the scheme of every layer that vLLM's plugin makes of a saved model."""
     config = AutoConfig.from_pretrained(folder)
     if not hasattr(config, "flashrope"):
         config.flashrope = {}

@@ -43,7 +43,7 @@ class Float64Model:
         self.cache = [torch.empty(2, 0, 2, 16, dtype=torch.float64) for _ in model.model.layers]
 
     def call(self, ids) -> torch.Tensor:
-        """(tokens, vocabulary) of ids behind those of earlier calls."""
+        """Returns (tokens, vocabulary) of ids behind those of earlier calls."""
         x = self.model.model.embed_tokens.weight[ids]
         for n, layer in enumerate(self.model.model.layers):
             part, h = layer.self_attn, self._norm(x, layer.input_layernorm)

@@ -36,12 +36,12 @@ TURNS = [name for name in VIDEOS if name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl
 
 
 def with_video(name, **more):
-    """An image and a video."""
+    """Returns an image and a video."""
     return prompt(name, seed=3, grids=[(1, 4, 4)], videos=[CLIP], **more)
 
 
 def padded(name):
-    """Two prompts with an image and videos of other sizes, the shorter one padded on the left."""
+    """Returns two prompts with an image and videos of other sizes, the shorter one padded on the left."""
     return joined(with_video(name), prompt(name, seed=4, left=3, grids=[(1, 4, 4)], videos=[(2, 4, 4)]))
 
 
@@ -89,7 +89,7 @@ def test_sounds(name):
 
 
 def turns(name):
-    """(first turn, its continuation with another image and a video, the whole)."""
+    """Returns (first turn, its continuation with another image and a video, the whole)."""
     first, second = prompt(name, seed=6, grids=[(1, 6, 4)]), prompt(name, seed=7, grids=[(1, 4, 8)], videos=[CLIP])
     whole = {
         key: torch.cat((first[key], x), 1 if key in TOKENWISE else 0) if key in first else x

@@ -88,7 +88,7 @@ def test_packed_rows():
 
 
 def after_images(model, name, given):
-    """A cache that holds all tokens of a batch but the last four."""
+    """Returns a cache that holds all tokens of a batch but the last four."""
     end = given["input_ids"].shape[1] - 4
     where = positions(model, name, given)
     call = {

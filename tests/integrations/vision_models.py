@@ -130,7 +130,7 @@ HERE = [name for name, kind in KINDS.items() if hasattr(transformers, kind.model
 
 
 def tiny_vision(name: str, **changes):
-    """A small model in float32, the same in every call."""
+    """Returns a small model in float32, the same in every call."""
     kind = KINDS[name]
     rope = {"rope_type": "default", "mrope_section": kind.sections}
     base = {"rope_theta": 100.0} | ({"partial_rotary_factor": kind.partial} if kind.partial < 1 else {})
@@ -152,7 +152,7 @@ FRAME_BY_FRAME = ("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe")  # a tim
 def prompt(
     name: str, seed: int = 0, left: int = 5, between: int = 4, right: int = 6, grids=GRIDS, videos=(), sounds: int = 0
 ) -> dict[str, torch.Tensor]:
-    """The arguments of a forward with images of these sizes, then videos, then sounds, batch 1."""
+    """Returns the arguments of a forward with images of these sizes, then videos, then sounds, batch 1."""
     generator = torch.Generator().manual_seed(seed)
 
     def words(count):
@@ -194,12 +194,12 @@ TOKENWISE = ("input_ids", "attention_mask", "mm_token_type_ids")
 
 
 def batch(name: str) -> dict[str, torch.Tensor]:
-    """Two prompts with different images, the shorter one padded on the left."""
+    """Returns two prompts with different images, the shorter one padded on the left."""
     return joined(prompt(name, seed=1), prompt(name, seed=2, left=3, right=8, grids=[(1, 4, 4)]))
 
 
 def joined(one, two) -> dict[str, torch.Tensor]:
-    """A batch of two prompts, the second one padded on the left to the length of the first."""
+    """Returns a batch of two prompts, the second one padded on the left to the length of the first."""
     missing = one["input_ids"].shape[1] - two["input_ids"].shape[1]
     padded = {
         key: torch.nn.functional.pad(x, (missing, 0)) if key in TOKENWISE and missing else x for key, x in two.items()
@@ -208,7 +208,7 @@ def joined(one, two) -> dict[str, torch.Tensor]:
 
 
 def positions(model, name: str, given) -> torch.Tensor:
-    """(3, batch, seqlen), as the stock model computes them for its images, videos and sounds."""
+    """Returns (3, batch, seqlen), as the stock model computes them for its images, videos and sounds."""
     owner = model.model if hasattr(model.model, "get_rope_index") else model
     asked = inspect.signature(owner.get_rope_index).parameters
     given = given | {"second_per_grids": given.get("video_second_per_grid")}
@@ -256,7 +256,7 @@ def cached(model, name, cache=None, given=None, where=None, calls=CALLS) -> torc
 
 @torch.no_grad()
 def generated(model, name, given=None, **options):
-    """(tokens, logits of every new one)."""
+    """Returns (tokens, logits of every new one)."""
     given = given or prompt(name)
     made = model.generate(
         **given, max_new_tokens=6, do_sample=False, return_dict_in_generate=True, output_logits=True, **options

@@ -17,7 +17,8 @@ PADS = (15, 0, 0, 40)  # the first slot of a sequence is the last of its page
 
 
 def reading(target, rotary, seqlen_q=1, **options) -> Cached:
-    """A call that appends nothing. The first rows of the last two sequences see no key where seqlen_q is larger."""
+    """Returns a call that appends nothing. The first rows of the last two sequences see no key where seqlen_q is
+    larger."""
     options = {"new": 0, "leftpad": PADS, "capacity": 1536, **options}
     return Cached(target, rotary, LENGTHS, seqlen_q, **options)
 

@@ -31,13 +31,13 @@ def random(*shape, seed=0):
 
 
 def reading(lengths, queries=1, rotary=RECTIFIED, **options) -> Cached:
-    """A call that appends nothing."""
+    """Returns a call that appends nothing."""
     options = {"new": 0, "heads": (HEADS_Q, HEADS_KV), "capacity": CAPACITY, **options}
     return Cached(support.Target("triton", DTYPE, DEVICE), rotary, lengths, queries, **options)
 
 
 def attend(q, k_cache, v_cache, seqlens, rotary=RECTIFIED, num_splits=2, **options):
-    """(out, lse) of keys that lie in the caches."""
+    """Returns (out, lse) of keys that lie in the caches."""
     seqlens, options = int32(seqlens, DEVICE), dict(num_splits=num_splits, impl="triton", return_lse=True, **options)
     return attention_with_cache(q, k_cache, v_cache, rotary, seqlens, **options)
 
@@ -158,7 +158,7 @@ def test_new_keys_beyond_the_capacity_are_dropped():
 
 
 def number(x) -> int:
-    """A scalar of the interpreter."""
+    """Returns a scalar of the interpreter."""
     return int(x.handle.data.item() if hasattr(x, "handle") else x)
 
 

@@ -242,9 +242,9 @@ def compiling_environment() -> dict[str, str]:
 
 
 def launched(arch: int | str, seeds, *head_dims, compiling=True) -> dict[str, int]:
-    """The kernels that a process of its own, where Triton compiles, launches for these calls; without compiling the
-    number of launches of every kernel that went past Triton's look at the arguments, each the same that it would have
-    found."""
+    """Returns the kernels that a process of its own, where Triton compiles, launches for these calls; without compiling
+    the number of launches of every kernel that went past Triton's look at the arguments, each the same that it would
+    have found."""
     done = subprocess.run(
         [sys.executable, __file__, json.dumps([arch, list(seeds), head_dims, compiling])],
         capture_output=True,

@@ -29,13 +29,13 @@ def tiles_of(kinds) -> list[configs.Tile]:
 
 
 def dtypes() -> list[torch.dtype]:
-    """All types of PyTorch's that a tensor can have without more arguments."""
+    """Returns all types of PyTorch's that a tensor can have without more arguments."""
     found = vars(torch).items()
     return [x for name, x in found if isinstance(x, torch.dtype) and not (x.is_complex or name[0] == "q")]
 
 
 def accepted(values, axis: int) -> list:
-    """The values of one axis that are accepted beside a common choice of the others."""
+    """Returns the values of one axis that are accepted beside a common choice of the others."""
     usual = [64, 16, torch.float16, None, None]
     return [x for x in values if offered.is_offered(*usual[:axis], x, *usual[axis + 1 :])]
 

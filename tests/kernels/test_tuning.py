@@ -305,7 +305,7 @@ def right(current):
 
 
 def run_with(function):
-    """A call that knows its tile."""
+    """Returns a call that knows its tile."""
     return lambda: function(chosen_now())
 
 

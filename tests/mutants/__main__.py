@@ -43,7 +43,7 @@ NEEDED = {
 
 
 def everything(rooms: tuple[str, ...]) -> list[Mutant]:
-    """All mutants of some rooms, those by hand included."""
+    """Returns all mutants of some rooms, those by hand included."""
     syntactic = [mutant for file in files(rooms) for mutant in mutants_of(file)]
     return [mutant for mutant in by_hand.mutants() if mutant.room in rooms] + syntactic
 

@@ -20,7 +20,7 @@ MOST = 60
 
 
 def parsed(text: str) -> list[tuple[str, str, str, str]]:
-    """(file, what is wrong, text that occurs once, what takes its place) of every block with a change."""
+    """Returns (file, what is wrong, text that occurs once, what takes its place) of every block with a change."""
     found, file = [], ""
     for block in text.strip().split("\n\n"):
         lines = block.splitlines()

@@ -25,12 +25,12 @@ PAIRS = {"(": ")", "[": "]", "{": "}"}
 
 
 def masked(text: str) -> str:
-    """The text with everything that is left out replaced by spaces, so that positions stay."""
+    """Returns the text with everything that is left out replaced by spaces, so that positions stay."""
     return HIDDEN.sub(lambda match: re.sub(r"[^\n]", " ", match[0]), text)
 
 
 def functions(code: str) -> list[tuple[int, int, str]]:
-    """(start and end of the body, name) of every function of masked code."""
+    """Returns (start and end of the body, name) of every function of masked code."""
     found, depth, inside, open_since = [], 0, 0, (0, "")
     for match in re.finditer(r"[{}]", code):
         if match[0] == "{":
@@ -46,7 +46,7 @@ def functions(code: str) -> list[tuple[int, int, str]]:
 
 
 def _function_before(code: str, brace: int) -> str:
-    """The name of the function whose body opens here, or ""."""
+    """Returns the name of the function whose body opens here, or ""."""
     head = re.split(r"[;{}]", code[:brace])[-1]
     head = re.sub(r"__\w+__\s*(?:\((?:[^()]|\([^()]*\))*\))?", "", head)  # attributes of CUDA
     if re.search(r"\b(?:namespace|struct|class|enum|union)\b[^()]*$", head) or "=" in head.split("(")[0]:
@@ -105,7 +105,7 @@ def _of_call(text: str, code: str, match) -> list[tuple]:
 
 
 def arguments(code: str, opening: int) -> tuple[list[tuple[int, int]], int]:
-    """(the arguments of the call whose parenthesis opens here, the end of the call)"""
+    """Returns (the arguments of the call whose parenthesis opens here, the end of the call)"""
     depth, spans, at = 0, [], opening + 1
     for n in range(opening, len(code)):
         if code[n] in "([{":

@@ -93,7 +93,7 @@ def _deep(pattern: str) -> str:
 
 @cache
 def mutants_of(file: str) -> list[Mutant]:
-    """All mutants of a file, in its order."""
+    """Returns all mutants of a file, in its order."""
     from . import native_sites, python_sites
 
     text = (ROOT / file).read_text(encoding="utf-8")

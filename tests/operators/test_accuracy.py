@@ -9,7 +9,7 @@ from support import SCHEMES, check, problem
 
 
 def by_bands(rotary, causal):
-    """The positions that a scheme gives to a query and a key, by its bands and their mirror images."""
+    """Returns the positions that a scheme gives to a query and a key, by its bands and their mirror images."""
     bands = [band[:4] for band in rotary.bands]
     if not causal:
         bands += [(1 - stop, 1 - start, slope, -offset) for start, stop, slope, offset in bands]

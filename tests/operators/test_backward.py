@@ -77,7 +77,7 @@ FIVE += [(name, False, name in ("rope", "leaky", "hope_rerope_log_n")) for name 
 
 
 def rows(cases):
-    """(arguments, whether the interpreter runs them too by default) as parameters."""
+    """Returns (arguments, whether the interpreter runs them too by default) as parameters."""
     slow = () if torch.cuda.is_available() else pytest.mark.slow
     return [pytest.param(*arguments, marks=() if quick else slow) for *arguments, quick in cases]
 

@@ -23,14 +23,14 @@ schemes = pytest.mark.parametrize("scheme", ["rope", "rerope", "local"])
 
 
 def poisoned(p: support.Problem, which: str, value: float, channels=slice(0, 1)) -> support.Problem:
-    """The problem with such a number in batch 1, row WHERE, head 0."""
+    """Returns the problem with such a number in batch 1, row WHERE, head 0."""
     x = getattr(p, which).clone()
     x[1, WHERE, 0, channels] = value
     return p.replace(**{which: x})
 
 
 def by_row(name: str, x: torch.Tensor) -> torch.Tensor:
-    """(batch, rows, heads, ...)."""
+    """Returns (batch, rows, heads, ...)."""
     return x.transpose(1, 2)[..., None] if name == "lse" else x
 
 

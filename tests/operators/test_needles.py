@@ -10,7 +10,7 @@ WINDOW = 21
 
 
 def match(p, i, distance):
-    """A key that matches query i after its own rotation at a distance, with a score near 12."""
+    """Returns a key that matches query i after its own rotation at a distance, with a score near 12."""
     cos, sin = (x.float() for x in cos_sin(p.rotary, torch.tensor(float(distance))))
     q = p.q[0, i, 0].float().cpu()
     first, second = q.chunk(2)

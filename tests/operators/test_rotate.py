@@ -30,7 +30,8 @@ SEVERAL = {
 
 
 def by_complex_numbers(x: torch.Tensor, rotary: Rotary, positions: torch.Tensor | None = None) -> torch.Tensor:
-    """x (batch, seqlen, heads, head_dim) in float64: pair (a, b) as a + ib, times exp(i * position * inv_freq)."""
+    """Returns x (batch, seqlen, heads, head_dim) in float64: pair (a, b) as a + ib, times exp(i * position *
+    inv_freq)."""
     x, dim = x.double().cpu(), rotary.rotary_dim
     positions = torch.arange(x.shape[1]) if positions is None else positions.cpu()
     positions = positions.double()[..., list(rotary.axis)] if rotary.axis else positions.double()[..., None]

@@ -34,7 +34,7 @@ def blocks(page: Path) -> list[str]:
 
 
 def needs(block: str) -> list[str]:
-    """The optional packages that a block imports, itself or through the integration of that name."""
+    """Returns the optional packages that a block imports, itself or through the integration of that name."""
     return [
         name
         for name in OPTIONAL

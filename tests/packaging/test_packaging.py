@@ -78,7 +78,7 @@ REGISTRATIONS |= {"register_torch_dispatch"}
 
 
 def called(node: ast.AST) -> str | None:
-    """The name of the function that a call calls."""
+    """Returns the name of the function that a call calls."""
     function = getattr(node, "func", None)
     return getattr(function, "attr", getattr(function, "id", None))
 

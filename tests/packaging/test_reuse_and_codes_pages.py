@@ -41,7 +41,7 @@ def in_row(cells: list[str]) -> str:
 
 
 def reuse_table() -> list[str]:
-    """A row for every way to make a prompt: both orders, then the changes of each, and the answers found."""
+    """Returns a row for every way to make a prompt: both orders, then the changes of each, and the answers found."""
     results = [row for row in read("reuse.json")["results"] if row["kind"] == "all"]
     of = {(row["order"], row["way"], row.get("recomputed")): row for row in results}
     first, last = dict.fromkeys(row["order"] for row in results if row["order"] != "both")
@@ -76,7 +76,7 @@ def reuse_words() -> list[str]:
 
 
 def codes_table() -> list[str]:
-    """A row for every way to store keys and values."""
+    """Returns a row for every way to store keys and values."""
     results = read("codes.json")["results"]
     lines = []
     for way, bits in SIZES.items():

@@ -16,7 +16,7 @@ ROTARY = Rotary.rope(16, base=100.0).rectify(12).log_n(40)
 
 
 def server_of(layers: int):
-    """A server of a random model, with documents of several lengths, and requests about three of them."""
+    """Returns a server of a random model, with documents of several lengths, and requests about three of them."""
     torch.manual_seed(0)
     model = LanguageModel(ModelConfig(width=32, layers=layers, heads=2, vocab_size=64))
     for parameter in model.parameters():

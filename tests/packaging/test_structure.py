@@ -41,7 +41,7 @@ FOLDERS |= {"bench": "bench", "experiments": "experiments"}
 
 
 def modules() -> dict[str, Path]:
-    """Every module by its dotted name; packages without their __init__, which names what is public."""
+    """Returns every module by its dotted name; packages without their __init__, which names what is public."""
     return {
         ".".join((package, *path.relative_to(ROOT / folder).with_suffix("").parts)): path
         for package, folder in FOLDERS.items()

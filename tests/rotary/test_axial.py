@@ -11,7 +11,7 @@ from support import check, problem
 
 
 def grid(*sizes: int) -> torch.Tensor:
-    """The coordinates of every patch, last axis fastest: (patches, axes)."""
+    """Returns the coordinates of every patch, last axis fastest: (patches, axes)."""
     return torch.stack(torch.meshgrid(*map(torch.arange, sizes), indexing="ij"), -1).flatten(0, -2)
 
 

@@ -53,8 +53,8 @@ def exact(inv_freq, position):
 
 @functools.cache
 def oracle(name, slope, offset):
-    """float64 (positions, 2, pairs) at slope * position + offset. For Leaky ReRoPE 1 / k and w - w / k are taken
-    exactly: each rotation, and each difference of two, is a small multiple of 1, of 1 / k and of the offset."""
+    """Returns float64 (positions, 2, pairs) at slope * position + offset. For Leaky ReRoPE 1 / k and w - w / k are
+    taken exactly: each rotation, and each difference of two, is a small multiple of 1, of 1 / k and of the offset."""
     with mpmath.workdps(60):
         if name in LEAKS:
             w, k = map(mpmath.mpf, LEAKS[name])

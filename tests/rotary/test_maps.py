@@ -18,7 +18,7 @@ ROPE = Rotary.rope(16)
 
 
 def self_extend(i, j, window, group):
-    """(position of the query, of the key), as LongLM's paper has them."""
+    """Returns (position of the query, of the key), as LongLM's paper has them."""
     if i - j < window:
         return i, j
     return i // group + window - window // group, j // group

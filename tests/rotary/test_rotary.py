@@ -24,7 +24,8 @@ def same_table(rotary, expected):
 
 
 def relative(rotary, size, causal=True):
-    """(size, size) relative positions that a scheme sees: slope * (i - j) + offset in the band of i - j, else nan."""
+    """Returns (size, size) relative positions that a scheme sees: slope * (i - j) + offset in the band of i - j, else
+    nan."""
     i, j = np.arange(size)[:, None], np.arange(size)[None, :]
     seen = np.full((size, size), np.nan)
     for start, stop, slope, offset, *_ in rotary.bands_for(causal):
@@ -35,7 +36,7 @@ def relative(rotary, size, causal=True):
 
 
 def mirrored(causal_rows):
-    """The two-sided matrix of a causal one: the upper triangle is minus the lower."""
+    """Returns the two-sided matrix of a causal one: the upper triangle is minus the lower."""
     lower = np.tril(causal_rows)
     return lower - lower.T
 

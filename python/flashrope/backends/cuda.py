@@ -35,7 +35,7 @@ def unsupported_reason(q: torch.Tensor, cached: bool = False) -> str:
 
 
 def unsupported_queries(q: torch.Tensor) -> str:
-    """Why the kernels cannot serve queries of this dtype and shape on any device; "" if they can."""
+    """Returns why no device's kernels can serve queries of this dtype and shape, or ""."""
     if q.dtype not in (torch.float16, torch.bfloat16):
         return f"the CUDA kernels take float16 and bfloat16, q is {q.dtype}"
     if q.shape[-1] not in HEAD_DIMS:
@@ -213,8 +213,8 @@ def _as_pages(name: str, x: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def _attend_packed(q, layer: CacheLayer, call: CacheCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """Packed queries as a batch. Every sequence has max_seqlen_q rows there, and its own rows are the last of them, so
-    they keep their positions. The results of the rows before them are dropped."""
+    """Attends to packed queries as a batch. Every sequence gets max_seqlen_q rows, of which its own are the last, so
+    that they keep their positions. The results of the other rows are dropped."""
     tables, total_q = call.tables, q.shape[0]
     _check_packed(tables)
     cu_seqlens_q, longest = tables.cu_seqlens_q.to(torch.int64), tables.max_seqlen_q

@@ -13,7 +13,7 @@ from .quantized import stores
 
 
 def append_packed(append: Callable, layer: CacheLayer, k, v, tables: CacheTables) -> None:
-    """``append_to_cache`` of packed k and v by a backend's function for batches. The host reads the lengths."""
+    """Appends packed k and v by a backend's function for batches. Without a slot_mapping the host reads the lengths."""
     if tables.slot_mapping is not None:
         page, row, fits = addresses.mapped_places(tables, layer.k)
         for cache, new in stores(layer, k, v):
@@ -30,7 +30,7 @@ def attend_packed(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attends to packed q (total_q, heads_q, head_dim) in batches of sequences of equal length.
 
-    attend: (q of a batch, layer, run) to (out, lse). runs: tuples that begin with what ``CacheTables.runs`` yields.
+    attend: (q of a batch, layer, run) to (out, lse). runs: tuples that begin with what ``addresses.runs`` yields.
     """
     if len(runs) == 1 and runs[0][1] == slice(0, total_q):  # as in decoding: nothing to gather
         return _attend_run(attend, q, layer, runs[0])

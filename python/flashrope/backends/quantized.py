@@ -1,5 +1,4 @@
-"""Quantized caches: 8- or 4-bit quantized values, called codes, and a float32 scale per token and key head, for K and
-for V.
+"""Quantized caches: integers of 8 or 4 bits, called codes, and a float32 scale per token and key head, for K and V.
 
 A row x of K or V, with m the largest code, is stored as s and c and read as x':
 
@@ -23,7 +22,7 @@ PER_BYTE = {torch.int8: 1, torch.uint8: 2}
 
 
 def quantize(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """x (..., head_dim) as codes of int8 (..., head_dim) or uint8 (..., head_dim / 2), and scales float32 (...)."""
+    """Returns x (..., head_dim) as int8 (..., head_dim) or uint8 (..., head_dim / 2), and scales, float32 (...)."""
     limit = torch.finfo(torch.float32 if x.dtype == torch.float64 else x.dtype).max
     x, largest = x.to(torch.float32).clamp(-limit, limit), LARGEST_CODE[dtype]
     scale = x.abs().amax(-1) / largest
@@ -36,19 +35,19 @@ def quantize(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.T
 
 
 def dequantize(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """x' (..., head_dim) of this float type."""
+    """Returns x' (..., head_dim) in this float type."""
     return unpack(codes, dtype) * scale.to(dtype)[..., None]
 
 
 def unpack(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Codes as numbers (..., head_dim) of this float type."""
+    """Returns the integers (..., head_dim) as this float type, without their scale."""
     if codes.dtype == torch.uint8:
         codes = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2).to(torch.int8) - 8
     return codes.to(dtype)
 
 
 def stores(layer: CacheLayer, k, v) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Pairs (cache tensor, the rows that new k and v become in it), with the scales of a quantized cache."""
+    """Returns pairs (tensor of the cache, what new k or v become in it), with the scales of a quantized cache."""
     if layer.k_scale is None or layer.v_scale is None:
         return [(layer.k, k), (layer.v, v)]
     codes_k, scale_k = quantize(k, layer.k.dtype)

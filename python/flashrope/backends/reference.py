@@ -40,7 +40,7 @@ def unsupported_positions(positions: CachePositions) -> str:
 
 
 def kept_shapes(k: torch.Tensor, call: AttentionCall) -> KeptShapes:
-    """Nothing is kept for ``backward``."""
+    """Returns no shapes: nothing is saved for the backward."""
     return KeptShapes()
 
 
@@ -214,7 +214,7 @@ def dense_attention(
 
 
 def rotate_by(x: torch.Tensor, rotary: Rotary, position: torch.Tensor) -> torch.Tensor:
-    """Returns x (batch, seqlen, heads, head_dim) with its rotary_dim channels from first_channel on rotated.
+    """Rotates the rotary_dim channels of x (batch, seqlen, heads, head_dim) from first_channel on.
 
     position: (seqlen,) or (batch, seqlen), with one more dimension, axes, for an axial scheme.
     """

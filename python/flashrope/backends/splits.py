@@ -77,7 +77,7 @@ def multiprocessor(capability: int | str) -> Multiprocessor | ComputeUnit:
 
 
 def busy_share(programs: int, splits: int, resident: int) -> float:
-    """Average share of the device's `resident` blocks that are busy, if all blocks take the same time."""
+    """Returns the average share of the device's `resident` blocks that are busy, if all blocks take the same time."""
     blocks = programs * splits
     return blocks / (_waves(blocks, resident) * resident)
 

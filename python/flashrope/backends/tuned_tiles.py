@@ -76,7 +76,7 @@ def max_keys(keys: int) -> int:
 
 
 def path() -> Path:
-    """Where the file is, or would be."""
+    """Returns the path of the file, which need not exist."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "flashrope" / "tiles.json"
 
@@ -152,7 +152,7 @@ def reset() -> bool:
 
 @contextlib.contextmanager
 def _locked(file: Path) -> Iterator[None]:
-    """One process at a time, where the platform has locks."""
+    """Lets one process in at a time, where the platform has locks."""
     try:
         import fcntl
     except ImportError:
@@ -164,7 +164,7 @@ def _locked(file: Path) -> Iterator[None]:
 
 
 def _text(known: Mapping[Setup, Winners]) -> str:
-    """One line for every winner."""
+    """Returns the text of the file, with a line for every winner."""
     entries = []
     for setup, winners in known.items():
         lines = ",\n".join(f"   {json.dumps([*shape, *winner])}" for shape, winner in sorted(winners.items()))

@@ -16,7 +16,7 @@ class CapturedStep:
     """
 
     def __init__(self, cache: Any, sequences: list[int], seqlen_new: int):
-        """cache: a ``PagedKVCache``."""
+        """Copies the tables of the step. cache: a ``PagedKVCache``."""
         self._cache, self.sequences, self._seqlen_new = cache, sequences, seqlen_new
         self.tables = _copied(cache.tables_of(sequences, seqlen_new))
 

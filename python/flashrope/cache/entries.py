@@ -1,6 +1,6 @@
-"""Which rows of its pages a sequence shows, and where they stand: plain numbers, no tensors.
+"""The visible rows of a sequence's pages and their positions: plain numbers, no tensors.
 
-A sequence that only grows and shrinks at its end needs none of this: its tokens stand at their slots. ``extend``,
+A sequence that only grows and shrinks at its end needs none of this: its positions follow from its slots. ``extend``,
 ``remove`` and ``keep`` of a ``PagedKVCache`` give a sequence an entry for each of its pages.
 """
 
@@ -22,14 +22,14 @@ class Entry(NamedTuple):
         return self.first + self.length
 
     def part(self, start: int, stop: int) -> Entry:
-        """Its tokens start to stop - 1."""
+        """Returns the entry of only the tokens start to stop - 1, counted from its first one."""
         return self._replace(first=self.first + start, length=stop - start)
 
     def moved(self, by: int) -> Entry:
         return self._replace(position=self.position + by)
 
 
-Kept = list[tuple[int, Entry]]  # an entry, and which of the sequence's pages before it is of
+Kept = list[tuple[int, Entry]]  # (n, entry): the entry is for page n of the sequence as it was before
 
 
 def of_slots(page_size: int, length: int, leftpad: int) -> Kept:

@@ -39,7 +39,10 @@ class Step:
     tables: CacheTables
 
     def __init__(self, cache: Cache, selected: Any, batch: int, seqlen_new: int, padding: list[int]):
-        """selected: what ``cache`` knows the sequences by; padding: their left padding after the step."""
+        """Describes the step; entering it makes room.
+
+        selected: the cache's own records of the sequences, None in a ``KVCache``. padding: left padding after the step.
+        """
         self._cache, self.selected, self.batch = cache, selected, batch
         self.seqlen_new, self.padding = seqlen_new, padding
         self.changes: Any = None  # what the cache needs to undo the step

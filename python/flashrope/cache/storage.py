@@ -107,7 +107,7 @@ class Cache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of k and v, and of their scales, of all layers."""
+        """Returns the bytes of k and v and of their scales, in all layers."""
         return sum(x.nbytes for x in (self.k, self.v, self.k_scale, self.v_scale) if x is not None)
 
     def refuse_in_step(self, call: str) -> None:

@@ -12,7 +12,8 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
 
 def new_figure(size: tuple[float, float], dpi: int = 200):
-    """A figure of this size in inches that needs no display. matplotlib is imported here, not with the module."""
+    """Returns a figure of this size in inches that needs no display. matplotlib is imported here, not with the
+    module."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -22,7 +23,7 @@ def new_figure(size: tuple[float, float], dpi: int = 200):
 
 
 def save(figure, path: Path) -> None:
-    """Write the figure in the format of the path's ending, completely or not at all."""
+    """Writes the figure in the format of the path's ending, completely or not at all."""
     kind = path.suffix[1:]
     undated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}  # the same figure is the same file
     with replacing(path) as partial:

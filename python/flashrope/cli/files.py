@@ -15,7 +15,7 @@ from .options import BadInput
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A temporary path to write to. It replaces ``path`` when the block ends, unless the block raised."""
+    """Yields a temporary path to write to. It replaces ``path`` when the block ends, unless the block raised."""
     partial = path.with_name(path.name + ".partial")
     try:
         yield partial
@@ -39,7 +39,7 @@ def folder(name: str) -> Path:
 
 
 def check_folder(name: str, results: Sequence[str], overwrite: bool) -> None:
-    """That ``folder`` will succeed, and that no file of results is there unless overwrite says so. Makes nothing.
+    """Checks that ``folder`` will succeed, and that no result is there unless overwrite is True. Makes nothing.
 
     Raises:
         BadInput: names --out, and what is in the way.

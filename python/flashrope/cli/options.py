@@ -21,7 +21,7 @@ class BadInput(ValueError):
 
 
 def positive(text: str) -> int:
-    """An argparse type: a positive integer."""
+    """Returns an argparse type: a positive integer."""
     value = int(text) if text.isdecimal() else 0
     if value < 1:
         raise argparse.ArgumentTypeError(f"expected a positive integer, got {text}")
@@ -48,13 +48,13 @@ def device(name: str) -> torch.device:
 
 
 def cores() -> int:
-    """CPU cores this process may run on."""
+    """Returns how many CPU cores this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @contextlib.contextmanager
 def torch_threads(count: int) -> Iterator[None]:
-    """``count`` CPU threads for torch inside the block; the previous number after it."""
+    """Gives torch ``count`` CPU threads inside the block, and the previous number after it."""
     import torch
 
     before = torch.get_num_threads()

@@ -42,7 +42,7 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
 
 
 def reject_unknown(parser: argparse.ArgumentParser, unknown: list[str]) -> None:
-    """Exit with code 2 and a message that names the closest known option."""
+    """Exits with code 2 and a message that names the closest known option."""
     known = [option for action in parser._actions for option in action.option_strings if option.startswith("--")]
     name = unknown[0].split("=")[0]
     close = difflib.get_close_matches(name, known, n=1)

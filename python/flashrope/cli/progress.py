@@ -13,7 +13,7 @@ SETTLED = 1.0  # seconds of work after which the time left can be told
 
 
 def duration(seconds: float) -> str:
-    """Such as "45 s", "2 min 10 s" or "3 h 05 min"; rounded up, as a time left never reads 0 s before the end."""
+    """Returns a time such as "45 s", "2 min 10 s" or "3 h 05 min", rounded up: 0 s is left only at the end."""
     seconds = math.ceil(seconds)
     if seconds < 60:
         return f"{seconds} s"
@@ -23,7 +23,7 @@ def duration(seconds: float) -> str:
 
 
 def seconds_left(elapsed: float, done: float, total: float) -> float | None:
-    """At the pace so far; None before anything is done or in the first second, where the pace says nothing."""
+    """Returns the seconds left at the pace so far. None: nothing is done yet, or less than a second has passed."""
     return elapsed / done * (total - done) if done and elapsed >= SETTLED else None
 
 

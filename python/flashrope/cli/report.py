@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 
 def aligned(title: str, rows: Sequence[Sequence[str]], width: int = 0) -> str:
-    """A title and a table: the first row is the heading, the first column is aligned left and the others right, each at
-    least ``width`` wide."""
+    """Returns a title and a table: the first row is the heading, the first column is aligned left and the others right,
+    each at least ``width`` wide."""
     first = max(len(row[0]) for row in rows)
     widths = [max(width, 3 + max(map(len, column))) for column in list(zip(*rows, strict=True))[1:]]
     text = [row[0].ljust(first) + "".join(map(str.rjust, row[1:], widths)) for row in rows]

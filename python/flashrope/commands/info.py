@@ -10,7 +10,7 @@ from ..cli.hardware import hardware
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """No options."""
+    """Adds no options: the command has none."""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def backends(device: str, dtype) -> list[tuple[str, str]]:
-    """(name, status) of every backend for tensors of this device and dtype.
+    """Returns (name, status) of every backend for tensors of this device and dtype.
 
     The status is "default" (what impl=None picks), "available", "available for attention_with_cache", or why the
     backend is unavailable.

@@ -37,7 +37,7 @@ CHECKOUT_COMMANDS = {"bench": "python -m bench", "experiment": "python -m experi
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; returns the exit code: 0 done, 1 failed, 2 bad input, 130 interrupted."""
+    """Runs one command; returns the exit code: 0 done, 1 failed, 2 bad input, 130 interrupted."""
     code = guarded("flashrope", lambda: _run(sys.argv[1:] if argv is None else argv))
     if argv is None and code == INTERRUPTED:
         signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))  # a second Ctrl-C while the interpreter ends

@@ -110,7 +110,7 @@ def tune(device, args: argparse.Namespace) -> int:
 
 
 def report(examined) -> list[str]:
-    """What was found for one workload: the winner, and the candidates that were dropped by name."""
+    """Describes what was found for one workload: the winner, and the candidates that were dropped by name."""
     from ..tuning.measure import describe
 
     shape, winner, default = examined.workload.shape_class, examined.winner, examined.default
@@ -125,7 +125,7 @@ def report(examined) -> list[str]:
 
 
 def shown() -> list[str]:
-    """The lines that describe the file."""
+    """Returns the lines that describe the file."""
     tuned = store.tuned()
     if not tuned:
         return [f"no tuned tiles ({store.path()})"]

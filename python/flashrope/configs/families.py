@@ -172,7 +172,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def family(model_type: str) -> Family:
-    """A type that is not in the table has the defaults."""
+    """Returns the row of a model type. A type that is not in the table has the defaults."""
     return FAMILIES.get(model_type, Family())
 
 

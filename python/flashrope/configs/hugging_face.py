@@ -300,7 +300,7 @@ def _proportional(pairs, params, config, seqlen):
 
 
 def _dynamic(pairs, params, config, seqlen):
-    """NTK-aware by how far seqlen exceeds the training length; with alpha (hunyuan) always by alpha."""
+    """Returns NTK-aware steps, by how far seqlen exceeds the training length, or always by alpha (hunyuan)."""
     if params.get("alpha"):
         return [Step("ntk", {"factor": params["alpha"]})], 1.0
     factor, length = _field(params, "factor"), _max_length(config)

@@ -264,7 +264,7 @@ def paired(rows: Sequence[Losses], scheme: str, base: str) -> list[Paired]:
 
 
 def table(rows: Sequence[Losses], size: int, base: str, unit: str = "token") -> str:
-    """Text columns: the loss in every bin, and below it what a scheme changes against the base."""
+    """Returns text columns: the loss in every bin, and below it what a scheme changes against the base."""
     schemes = list(dict.fromkeys(row.scheme for row in rows))
     how = {row.scheme: row.how for row in rows}
     bins = max(len(row.bins) for row in rows)
@@ -287,7 +287,7 @@ def _change(cell: Paired) -> str:
 
 
 def csv_text(rows: Sequence[Losses], size: int, base: str) -> str:
-    """CSV: a line for every scheme and bin."""
+    """Returns CSV with a line for every scheme and bin."""
     lines = []
     for scheme in dict.fromkeys(row.scheme for row in rows):
         for at, cell in enumerate(paired(rows, scheme, base)):
@@ -299,7 +299,7 @@ def csv_text(rows: Sequence[Losses], size: int, base: str) -> str:
 def figure(
     rows: Sequence[Losses], size: int, train_length: int, model: str, unit: str, base: str, axis: str = "linear"
 ):
-    """The loss by position, and below it what every scheme changes against the base, with its 95% interval."""
+    """Draws the loss by position, and below it what every scheme changes against the base, with its 95% interval."""
     schemes = list(dict.fromkeys(row.scheme for row in rows))
     shown = schemes[: len(COLOURS)]
     picture = new_figure((7.2, 5.4))

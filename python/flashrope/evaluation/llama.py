@@ -11,13 +11,14 @@ from ..small_models.model import LanguageModel, load_checkpoint, trained_length
 
 
 def read(path: Path):
-    """The model of a checkpoint of ``flashrope demo`` or of the experiments; float32, on the CPU. Raises ValueError."""
+    """Returns the model of a checkpoint of ``flashrope demo`` or of the experiments; float32, on the CPU. Raises
+    ValueError."""
     model, rotary = load_checkpoint(path)
     return to_llama(model, rotary, trained_length(path))
 
 
 def to_llama(model: LanguageModel, rotary: Rotary, train_length: int | None):
-    """A ``LlamaForCausalLM`` with the same logits, float32, on the CPU.
+    """Returns a ``LlamaForCausalLM`` with the same logits, float32, on the CPU.
 
     Plain RoPE gives a stock model. Any other scheme is applied by ``convert``, which records it in the configuration as
     "flashrope". max_position_embeddings is the training length.

@@ -62,11 +62,11 @@ class Row(NamedTuple):
 
     @property
     def interval(self) -> float:
-        """Half the width of the 95% interval of the mean over windows."""
+        """Returns half the width of the 95% interval of the mean over windows."""
         return half_interval(self.windows)
 
     def change_from(self, shortest: Row) -> tuple[float, ...]:
-        """What the longer context changes, window by window."""
+        """Returns what the longer context changes, window by window."""
         return tuple(a - b for a, b in zip(self.windows, shortest.windows, strict=False))
 
 
@@ -194,7 +194,7 @@ def _measure_by_position(args: argparse.Namespace) -> int:
 
 
 def _counted(losses: Iterable[float], bar: Bar, length: int) -> Iterator[float]:
-    """The losses, counted on the bar; none if memory runs out."""
+    """Yields the losses, counted on the bar; none if memory runs out."""
     found = []
     try:
         for loss in losses:
@@ -210,8 +210,8 @@ def _counted(losses: Iterable[float], bar: Bar, length: int) -> Iterator[float]:
 
 
 def text_windows(texts: dict[str, str], tokens: Tokens, longest: int, count: int, seed: int) -> list[list[int]]:
-    """Up to ``count`` random windows of tokens that do not overlap, each within one file: as much text as the longest
-    length reads, and the token after it. Raises BadInput if no file is long enough."""
+    """Returns up to ``count`` random windows of tokens that do not overlap, each within one file: as much text as the
+    longest length reads, and the token after it. Raises BadInput if no file is long enough."""
     size = longest - len(tokens.start) + 1
     pieces = [tokens.encode(text) for text in texts.values()]
     windows = data.unseen_windows(pieces, size, count, seed)
@@ -226,7 +226,7 @@ def text_windows(texts: dict[str, str], tokens: Tokens, longest: int, count: int
 def of_length(
     windows: Sequence[Sequence[int]], start: Sequence[int], length: int, repeated: int | None = None
 ) -> torch.Tensor:
-    """int64 (windows, length + 1): the tokens that the model reads, and the one after them.
+    """Returns int64 (windows, length + 1): the tokens that the model reads, and the one after them.
 
     A row is the start tokens and the end of a window. ``repeated``: the row is filled with copies of what the model
     reads at this length instead.
@@ -295,7 +295,7 @@ def check_chunks(model) -> None:
 
 
 def _labels(rows: Sequence[Row]) -> list[tuple[str, str]]:
-    """(scheme, context) of the table's rows: for each scheme the text, then the repeated context."""
+    """Returns (scheme, context) of the table's rows: for each scheme the text, then the repeated context."""
     schemes = list(dict.fromkeys(row.scheme for row in rows))
     contexts = [context for context in CONTEXTS if any(row.context == context for row in rows)]
     return [(scheme, context) for scheme in schemes for context in contexts]
@@ -306,12 +306,12 @@ def _label(scheme: str, context: str) -> str:
 
 
 def table(rows: Sequence[Row], targets: int, unit: str = "token") -> str:
-    """Text columns: the loss with its interval, by scheme and length."""
+    """Returns text columns: the loss with its interval, by scheme and length."""
     return _aligned(rows, f"loss of the last {targets} tokens, nats per {unit}", lambda row: row.windows)
 
 
 def changes_table(rows: Sequence[Row]) -> str:
-    """Text columns: what the longer context changes, with the interval of the change."""
+    """Returns text columns: what the longer context changes, with the interval of the change."""
     title = f"change from {min(row.length for row in rows):,} tokens, window by window"
     return _aligned(rows, title, lambda row: row.change_from(_shortest(rows, row)))
 
@@ -337,8 +337,8 @@ def _cell(values: Sequence[float]) -> str:
 
 
 def csv_text(rows: Sequence[Row]) -> str:
-    """CSV: a line per scheme, context and length. ``change`` is the mean difference from the shortest length, window by
-    window, so its interval excludes what is the same at both lengths."""
+    """Returns CSV with a line per scheme, context and length. ``change`` is the mean difference from the shortest
+    length, window by window, so its interval excludes what is the same at both lengths."""
     columns = ["scheme", "context", "length", "loss", "interval_95", "change", "change_interval_95", "windows"]
     lines = []
     for row in rows:
@@ -350,7 +350,7 @@ def csv_text(rows: Sequence[Row]) -> str:
 
 
 def loss_figure(rows: Sequence[Row], train_length: int, model: str, unit: str = "token", base: str | None = None):
-    """The loss by length, and its change against the scheme of this name, by default the first, window by window.
+    """Draws the loss by length, and its change against the scheme of this name, by default the first, window by window.
 
     A column for the text, and one for repeated context. Intervals are those of the changes, in both panels: they are
     narrower, because what makes a window hard is in both losses. At most as many schemes as there are colours.

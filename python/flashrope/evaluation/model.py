@@ -76,7 +76,7 @@ def load(name: str, device: torch.device, dtype: str | None = None):
 
 
 def run_command(name: str, measure: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
-    """The exit code of a command that measures a model: 2 after BadInput, which is one line on stderr."""
+    """Returns the exit code of a command that measures a model: 2 after BadInput, which is one line on stderr."""
     try:
         need("transformers", extra="transformers")
         need("matplotlib")
@@ -92,7 +92,7 @@ def text_config(model):
 
 
 def training_length(model, name: str, given: int | None) -> int:
-    """``given``, or max_position_embeddings, in tokens. Raises BadInput."""
+    """Returns ``given``, or max_position_embeddings, in tokens. Raises BadInput."""
     length = given or getattr(text_config(model), "max_position_embeddings", None)
     if not length:
         raise BadInput(f"--train-length: {name} does not define max_position_embeddings")
@@ -100,7 +100,8 @@ def training_length(model, name: str, given: int | None) -> int:
 
 
 def measured_lengths(asked: list[int] | None, train_length: int) -> list[int]:
-    """The lengths of --lengths, sorted; by default half the training length, once, twice and four times that length."""
+    """Returns the lengths of --lengths, sorted; by default half the training length, once, twice and four times that
+    length."""
     return sorted(set(asked or [train_length // 2, train_length, 2 * train_length, 4 * train_length]))
 
 
@@ -220,7 +221,7 @@ def _chat(tokenizer) -> tuple[str, str] | None:
 
 
 def new_cache(model, cache_dtype: str | None):
-    """An empty cache of this type, or None for transformers' own. Raises BadInput."""
+    """Returns an empty cache of this type, or None for transformers' own. Raises BadInput."""
     if cache_dtype is None:
         return None
     from ..integrations.transformers import CodesCache
@@ -245,7 +246,7 @@ def last_logits(
     cache_dtype: str | None = None,
     kept: Kept | None = None,
 ) -> torch.Tensor:
-    """The logits at the last ``count`` of the tokens ids, (batch, count, vocab_size) in float32.
+    """Returns the logits at the last ``count`` of the tokens ids, (batch, count, vocab_size) in float32.
 
     A model that takes ``logits_to_keep`` computes no others. ``chunk``: read this many tokens per forward pass, with a
     KV cache, to save memory for activations. ``cache_dtype``: all keys and values go through a cache of this type; the

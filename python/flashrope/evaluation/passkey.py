@@ -269,8 +269,8 @@ def scores(
 
 # ---- output
 def table(cells: Sequence[Cell]) -> str:
-    """Text columns: numbers found by scheme and length over all depths, their 95% interval, and below it the share that
-    is the likeliest of ten."""
+    """Returns text columns: numbers found by scheme and length over all depths, their 95% interval, and below it the
+    share that is the likeliest of ten."""
     lengths = sorted({cell.length for cell in cells})
     rows = [["length, tokens", *(f"{length:,}" for length in lengths)]]
     for scheme in dict.fromkeys(cell.scheme for cell in cells):
@@ -301,7 +301,7 @@ def csv_text(cells: Sequence[Cell]) -> str:
 
 
 def passkey_figure(cells: Sequence[Cell], train_length: int, model: str, labels: dict[str, str] | None = None):
-    """One heat map per scheme, depth by length, with the training length marked.
+    """Draws one heat map per scheme, depth by length, with the training length marked.
 
     labels: titles of schemes, by their names, such as their windows and scales.
     """

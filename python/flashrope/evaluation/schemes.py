@@ -153,7 +153,7 @@ def applicable(
 
 
 def settings(schemes: Sequence[Measured], skipped: dict[str, str]) -> dict[str, str]:
-    """The lines about schemes in a list of settings."""
+    """Returns the lines about schemes in a list of settings."""
     facts = {"schemes": "; ".join(f"{scheme.label}: {scheme.words}" for scheme in schemes)}
     if skipped:
         facts["left out"] = "; ".join(f"{label}: {reason}" for label, reason in skipped.items())
@@ -161,9 +161,10 @@ def settings(schemes: Sequence[Measured], skipped: dict[str, str]) -> dict[str, 
 
 
 def _check_streams(model) -> None:
-    """
+    """Checks that a model can be read over a cache that is cut.
+
     Raises:
-        ValueError: the model cannot be read over a cache that is cut.
+        ValueError: it cannot.
     """
     from transformers import DynamicCache
 
@@ -175,13 +176,13 @@ def _check_streams(model) -> None:
 
 
 def _layers(model) -> tuple:
-    """What tells the schemes of a converted model apart: those of its layers; () for one that is not converted."""
+    """Returns the schemes of a converted model's layers, which tell models apart; () if it is not converted."""
     layers = [module._flashrope for module in model.modules() if hasattr(module, "_flashrope")]
     return tuple((each.rotary, each.grows_from) for each in layers if hasattr(each, "rotary"))
 
 
 def _stock_layers(model, label: str) -> dict[tuple, str]:
-    """The stock model's scheme, if it can be converted."""
+    """Returns the stock model's scheme, if it can be converted."""
     from ..integrations.transformers import convert, revert
 
     try:
@@ -224,7 +225,7 @@ def same_length(first: Rotary, second: Rotary) -> float:
 
 
 def _read_given(given: str, model) -> tuple[str, dict[str, Any]]:
-    """(label, options of ``convert``) of a value of --rotary.
+    """Returns (label, options of ``convert``) of a value of --rotary.
 
     Raises:
         BadInput: it is neither a text, nor a file or folder with one.

@@ -9,7 +9,8 @@ import torch
 
 
 def half_interval(values: Sequence[float]) -> float:
-    """Half the width of the 95% interval of the mean of a normal variable, by Student's t; nan for fewer than two."""
+    """Returns half the width of the 95% interval of the mean of a normal variable, by Student's t; nan for fewer than
+    two."""
     if len(values) < 2:
         return math.nan
     deviation = torch.tensor(values, dtype=torch.float64).std().item()
@@ -17,8 +18,8 @@ def half_interval(values: Sequence[float]) -> float:
 
 
 def student_t(freedom: int, level: float = 0.95) -> float:
-    """The two-sided quantile of Student's t: |t| with ``freedom`` degrees of freedom is below it with probability
-    ``level``.
+    """Returns the two-sided quantile of Student's t: |t| with ``freedom`` degrees of freedom is below it with
+    probability ``level``.
 
     Bisects the finite sums for whole numbers of degrees (Abramowitz and Stegun, 26.7.3 and 26.7.4).
     """

@@ -252,7 +252,7 @@ def _packed(q, k, v, options: dict, group: dist.ProcessGroup, cu_seqlens_q, cu_s
 
 
 def _attend_packed(q, k, v, lengths: _Lengths, **options) -> torch.Tensor:
-    """``attention_varlen``, whose packed tokens are a batch of one."""
+    """Calls ``attention_varlen`` with the packed tokens of a batch of one."""
     cu_seqlens = (upload(values, torch.int32, q.device) for values in lengths)
     longest = (max((stop - start for start, stop in pairwise(values)), default=0) for values in lengths)
     names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
@@ -261,8 +261,10 @@ def _attend_packed(q, k, v, lengths: _Lengths, **options) -> torch.Tensor:
 
 
 def _over_heads(q, k, v, options: dict, group: dist.ProcessGroup, lengths: _Lengths | None = None) -> torch.Tensor:
-    """Attention over full sequences on every rank, for its share of the heads. lengths: of packed sequences, which are
-    a batch of one."""
+    """Attends over full sequences on every rank, for its share of the heads.
+
+    lengths: of packed sequences, which are a batch of one.
+    """
     heads_q, sinks = q.shape[2], options["sinks"]
     q, k, v = _even_heads(q, k, v, group.size())
     if sinks is not None:
@@ -392,7 +394,7 @@ def _chunks_of(group: dist.ProcessGroup) -> tuple[int, int]:
 
 
 def _even_heads(q, k, v, ranks: int):
-    """q, k, v with a number of key heads that is a multiple of ranks.
+    """Returns q, k, v with a number of key heads that is a multiple of ranks.
 
     Key heads are repeated if that suffices; otherwise heads of zeros are appended to q, k and v.
     """

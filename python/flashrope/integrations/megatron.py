@@ -24,7 +24,7 @@ CAUSAL = {AttnMaskType.causal: True, AttnMaskType.no_mask: False}
 
 
 def with_scheme(spec: ModuleSpec, rotary: Rotary) -> ModuleSpec:
-    """A copy of a transformer layer's specification, with attention under this scheme.
+    """Returns a copy of a transformer layer's specification, with attention under this scheme.
 
     Args:
         spec: of a TransformerLayer, as ``get_gpt_layer_local_spec`` or ``get_gpt_layer_with_transformer_engine_spec``
@@ -93,7 +93,8 @@ class FusedAttention(DotProductAttention):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> torch.Tensor:
-        """
+        """Computes the attention of the layer.
+
         Args:
             query, key, value: (seqlen, batch, heads, head_dim), or packed (total, heads, head_dim), not rotated.
             attention_mask: not read. What a query sees goes by attn_mask_type, of the call or of the layer.

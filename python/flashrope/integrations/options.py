@@ -20,7 +20,7 @@ RAW_KEYS = "raw_keys"  # in the field alone, for engines: their cache holds raw 
 
 
 def training_length(config, name: str) -> int:
-    """max_position_embeddings, in tokens, which the option of this name asks for."""
+    """Returns max_position_embeddings, in tokens, which the option of this name asks for."""
     length = getattr(config, "max_position_embeddings", None)
     if not isinstance(length, int):
         raise ValueError(f"{name}: expected a length, as the configuration's max_position_embeddings is {length!r}")
@@ -77,7 +77,7 @@ def read_options(given: Mapping[str, Any], config, length=training_length) -> di
 
 
 def read_field(config, length=training_length) -> dict[str, Any]:
-    """``read_options`` of a configuration's field, without raw_keys; {} where it has none.
+    """Reads the options in a configuration's field, without raw_keys. Returns {} for a configuration without one.
 
     Raises:
         TypeError, ValueError: as ``read_options``.
@@ -105,7 +105,7 @@ def _field(config) -> dict[str, Any]:
 
 
 def to_json(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options that were read, as a configuration holds them."""
+    """Returns options that were read, as a configuration holds them."""
     rotary = options.get("rotary")
     if rotary is None:
         return dict(options)

@@ -62,9 +62,9 @@ def _warn_of_many(what: str, device: torch.device) -> None:
 
 
 def _on_another_thread(build: Callable, key: tuple):
-    """build(*key) on a thread of its own. The calling thread may be in inference mode. It may also allocate from the
-    pool of a CUDA graph, which takes that memory back (torch.compile's "reduce-overhead" does). Copies from the host
-    are complete when this returns, so every stream may read the tensors."""
+    """Runs build(*key) on a thread of its own. The calling thread may be in inference mode. It may also allocate from
+    the pool of a CUDA graph, which takes that memory back (torch.compile's "reduce-overhead" does). Copies from the
+    host are complete when this returns, so every stream may read the tensors."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(build, *key).result()
 

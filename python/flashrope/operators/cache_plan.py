@@ -116,7 +116,7 @@ def plan_checked(
     validate: bool = False,
     rotated_keys: bool = False,
 ) -> CachePlan:
-    """The plan of a call with these tensors, after all checks. k, v: None where they are not known yet."""
+    """Checks all tensors of a call and returns its plan. k, v: None where they are not known yet."""
     new, positions = tables.new, tables.positions
     packed = new if isinstance(new, Packed) else None
     lengths = () if packed is None else (packed.cu_seqlens_q, packed.max_seqlen_q)

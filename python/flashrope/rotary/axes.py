@@ -14,7 +14,7 @@ __all__ = ["axial_pairs", "section_axes"]
 def axial_pairs(
     axes: int | Iterable[Any] | None, base: float, axis: Sequence[int] | None, pairs: int
 ) -> tuple[tuple[float, ...], tuple[int, ...]]:
-    """inv_freq and axis of every pair: ``Rotary.axial``; pairs: how many there are.
+    """Returns inv_freq and the axis of every pair, for ``Rotary.axial``. pairs: how many the scheme has.
 
     Raises:
         TypeError, ValueError: axes or axis, what was expected and what came, with the numbers.

@@ -113,7 +113,7 @@ def shared_map(bands: Iterable[Band]) -> PositionMap | None:
 
 
 def checked_bands(bands) -> tuple[Band, ...]:
-    """As a tuple of Band.
+    """Checks bands and returns them as a tuple of Band.
 
     Raises:
         TypeError, ValueError: the band, its field, what was expected and what came.
@@ -148,7 +148,7 @@ def _checked(name: str, band) -> Band:
     if not (start >= 0 and start != math.inf and start == math.floor(start)):
         raise ValueError(
             f"{name}.start: expected a whole number of at least 0, got {start!r}; bands hold the distances to earlier "
-            "keys, and without causality their mirror images those to later ones"
+            "keys; without causality their mirror images hold the distances to later ones"
         )
     if not (stop > start and (stop == math.inf or stop == math.floor(stop))):
         raise ValueError(f"{name}.stop: expected a whole number above start = {start:g}, or inf, got {stop!r}")
@@ -173,7 +173,7 @@ def _checked(name: str, band) -> Band:
 
 
 def two_sided(bands: tuple[Band, ...]) -> tuple[Band, ...]:
-    """The bands over all d: each band and its mirror image (d -> -d, offset -> -offset), merged at d = 0.
+    """Returns the bands over all d: each band and its mirror image (d -> -d, offset -> -offset), merged at d = 0.
 
     Raises:
         ValueError: a band maps positions, or d = 0 is in a band and in its mirror image, which rotate by different

@@ -41,7 +41,7 @@ class Lengths(NamedTuple):
 
     @property
     def growth(self) -> float:
-        """By how much the longest text exceeds the training length, at least 1."""
+        """Returns the longest text as a multiple of the training length, at least 1."""
         return max(self.longest / self.train, 1.0)
 
 
@@ -105,7 +105,8 @@ class Scheme(NamedTuple):
         return self.method + self.note
 
     def options(self, lengths: Lengths) -> dict[str, Any]:
-        """
+        """Returns the options of ``convert`` that give this scheme for these lengths.
+
         Raises:
             ValueError: the lengths leave no room for the scheme.
         """
@@ -113,13 +114,13 @@ class Scheme(NamedTuple):
 
 
 def known_options() -> dict[str, Option]:
-    """By name, in the order in which they are applied."""
+    """Returns all options by name, in the order in which they are applied."""
     found = [scheme.option for scheme in SCHEMES.values() if scheme.option]
     return {option.name: option for option in sorted(found, key=lambda option: option.stage)}
 
 
 def apply_options(rotary: Rotary, options: Mapping[str, Any], scaled: bool = True) -> Rotary:
-    """This scheme with options from ``Scheme.options``, or read ones. Without rotating pairs it is only scaled.
+    """Returns the scheme with options from ``Scheme.options``, or read ones. Without rotating pairs it is only scaled.
 
     Args:
         scaled: False leaves out options of the scale, for layers that see a fixed number of keys.
@@ -133,7 +134,7 @@ def apply_options(rotary: Rotary, options: Mapping[str, Any], scaled: bool = Tru
 
 
 def describe_options(options: Mapping[str, Any]) -> str:
-    """Such as "window 16, log n by 32", of what ``Scheme.options`` gives."""
+    """Returns options in words, such as "window 16, log n by 32". options: from ``Scheme.options``."""
     words = {option.name: option.words for option in known_options().values()}
     words |= {option.beside.name: option.beside.words for option in known_options().values() if option.beside}
     return ", ".join(
@@ -199,7 +200,7 @@ def _cope_arguments(name: str, value, length: Callable[[str], int]) -> float | d
 
 
 def _numbers(first: str, second: str, third: str = ""):
-    """A reader of two numbers with these names, or three."""
+    """Returns a reader of two numbers with these names, or three."""
     extra = f", or three numbers with {third}" if third else ""
 
     def read(name: str, value, length) -> tuple:
@@ -219,7 +220,7 @@ def _fraction(name: str, value, length) -> float:
 
 
 def _hope(rotary: Rotary, train_length: float) -> Rotary:
-    """HoPE on a model's own table: the frequency before any interpolation decides whether a pair rotates."""
+    """Applies HoPE to a model's own table. The frequency before any interpolation decides whether a pair rotates."""
     original = rotary.frequencies
     if rotary.base is not None:
         original = tuple(rotary.base ** (-2 * m / rotary.exponent_dim) for m in range(len(rotary.frequencies)))

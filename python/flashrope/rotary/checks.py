@@ -61,7 +61,7 @@ def check_even(name: str, value, minimum: int = 2) -> None:
 
 
 def checked_rotary_dim(head_dim, rotary_dim, first_channel=0) -> int:
-    """Returns rotary_dim, or where it is None all channels from first_channel on."""
+    """Checks all three and returns rotary_dim. None means all channels from first_channel on."""
     check_even("head_dim", head_dim)
     check_even("first_channel", first_channel, minimum=0)
     rotary_dim = max(head_dim - first_channel, 0) if rotary_dim is None else rotary_dim

@@ -26,12 +26,12 @@ class QueryScale(NamedTuple):
 
     @classmethod
     def log_n(cls, train_length: float, clip: bool) -> QueryScale:
-        """``Rotary.log_n``."""
+        """Returns the scale of ``Rotary.log_n``."""
         return cls(1 / math.log(train_length), 1.0 if clip else 0.0)
 
     @classmethod
     def log_steps(cls, floor_scale: float, attn_scale: float, first: int) -> QueryScale:
-        """``Rotary.log_steps``."""
+        """Returns the scale of ``Rotary.log_steps``."""
         return cls(attn_scale, 1.0, floor_scale, float(first))
 
     @property

@@ -13,7 +13,7 @@ NTK = ("old", "aware", "fixed", "mixed")
 
 
 def geometric_table(base: float, dim: int) -> tuple[float, ...]:
-    """base ** (-2m / dim) for every pair m."""
+    """Returns base ** (-2m / dim) for every pair m."""
     base = positive("base", base)
     if not base > 1:
         raise ValueError(f"base: expected more than 1, got {base!r}")
@@ -21,7 +21,7 @@ def geometric_table(base: float, dim: int) -> tuple[float, ...]:
 
 
 def given_table(name: str, inv_freq) -> tuple[float, ...]:
-    """A tensor, array or list (pairs,) as a tuple; name: of the argument, for errors."""
+    """Returns a tensor, array or list (pairs,) as a tuple. name: the argument, for errors."""
     try:
         table = torch.as_tensor(inv_freq)
         if table.is_complex() or table.dtype == torch.bool:
@@ -42,7 +42,7 @@ def given_table(name: str, inv_freq) -> tuple[float, ...]:
 
 
 def hope_table(frequencies: Sequence[float], train_length: float) -> tuple[float, ...]:
-    """``Rotary.hope``: of a falling table, the pairs that make a full turn within train_length."""
+    """Returns the first pairs of a falling table, those with a full turn within train_length (``Rotary.hope``)."""
     kept = sum(f >= 2 * math.pi / train_length for f in frequencies)
     return tuple(frequencies[:kept])
 
@@ -57,7 +57,7 @@ def first_pairs(frequencies: Sequence[float], fraction: float) -> tuple[float, .
 def ntk_table(
     frequencies: Sequence[float], dim: int, factor: float, variant: str, exponent: float
 ) -> tuple[float, ...]:
-    """``Rotary.ntk``; dim: the denominator of the table's exponent."""
+    """Returns the table of ``Rotary.ntk``. dim: the denominator of the exponent."""
     factor, exponent = positive("factor", factor), positive("exponent", exponent)
     if variant not in NTK:
         raise ValueError(f'variant: expected "old", "aware", "fixed" or "mixed", got {variant!r}')
@@ -83,7 +83,7 @@ def yarn_table(
     betas: tuple[float, float],
     truncate: bool,
 ) -> tuple[float, ...]:
-    """``Rotary.yarn``; dim: the denominator of the table's exponent, betas: (beta_fast, beta_slow)."""
+    """Returns the table of ``Rotary.yarn``. dim: the denominator of the exponent. betas: (beta_fast, beta_slow)."""
     factor, train_length = positive("factor", factor), positive("train_length", train_length)
     beta_fast, beta_slow = positive("beta_fast", betas[0]), positive("beta_slow", betas[1])
     check_flag("truncate", truncate)
@@ -126,7 +126,7 @@ def llama3_table(
 
 
 def cope_table(frequencies: Sequence[float], train_length: float, pairs: int | None, taper: bool) -> tuple[float, ...]:
-    """``Rotary.cope``."""
+    """Returns the table of ``Rotary.cope``."""
     train_length = positive("train_length", train_length)
     check_flag("taper", taper)
     rotating = sum(f != 0 for f in frequencies)

@@ -10,7 +10,7 @@ from .bands import bands_text
 
 
 def describe(rotary) -> str:
-    """``repr`` of a Rotary: channels, table, bands and scale."""
+    """Returns the repr of a Rotary: channels, table, bands and scale."""
     rotating = [f for f in rotary.frequencies if f]
     pairs = f"{len(rotating)} of {rotary.head_dim // 2} pairs rotate"
     if rotating:

@@ -40,7 +40,7 @@ class Corpus:
     unseen_files: tuple[str, ...]
 
     def record(self) -> dict:
-        """The split for a JSON file: file names, sizes and SHA-256 of both parts."""
+        """Returns the split for a JSON file: file names, sizes and SHA-256 of both parts."""
         unseen = b"".join(self.unseen)
         return {
             "text": self.name,
@@ -64,7 +64,7 @@ def standard_library(window: int) -> Corpus:
 
 
 def from_path(path: str | os.PathLike, window: int) -> Corpus:
-    """A user's file or folder. The unseen part of a single file is its last tenth; a folder is split by file.
+    """Reads a user's file or folder. The unseen part of a single file is its last tenth. A folder is split by file.
 
     ``window`` is the longest context + 1, the size of an evaluation window in bytes. Raises TextError.
     """
@@ -77,7 +77,7 @@ def from_path(path: str | os.PathLike, window: int) -> Corpus:
 
 
 def from_paths(paths: Sequence[str | os.PathLike], window: int) -> Corpus:
-    """``from_path`` of one path; several files and folders are split by file, as one folder is. Raises TextError."""
+    """Reads one path as ``from_path`` does, or several files and folders, split by file. Raises TextError."""
     if len(paths) == 1:
         return from_path(paths[0], window)
     texts = {name: text.encode() for name, text in read_texts(paths).items()}
@@ -149,7 +149,7 @@ def random_batches(
 
 
 def unseen_windows(pieces: Sequence[Piece], window: int, count: int, seed: int) -> list[Piece]:
-    """Up to ``count`` random windows that do not overlap, each within one piece, bytes or token ids."""
+    """Returns up to ``count`` random windows that do not overlap, each within one piece, bytes or token ids."""
     places = [
         (index, start) for index, piece in enumerate(pieces) for start in range(0, len(piece) - window + 1, window)
     ]
@@ -158,7 +158,7 @@ def unseen_windows(pieces: Sequence[Piece], window: int, count: int, seed: int) 
 
 
 def as_tokens(windows: Sequence[Any], device: torch.device | str = "cpu") -> torch.Tensor:
-    """Windows of equal size, bytes or token ids, as int64 (count, window)."""
+    """Returns windows of equal size, bytes or token ids, as int64 (count, window)."""
     if windows and not isinstance(windows[0], bytes):
         return torch.tensor(windows, device=device)
     flat = torch.frombuffer(bytearray(b"".join(windows)), dtype=torch.uint8)

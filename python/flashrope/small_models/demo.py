@@ -73,8 +73,8 @@ class Settings:
 
     @property
     def targets(self) -> int:
-        """Number of bytes at the end of every window whose loss is compared: half the training length, as in the HoPE
-        paper."""
+        """Returns the number of bytes at the end of every window whose loss is compared: half the training length, as
+        in the HoPE paper."""
         return self.training.train_length // 2
 
 
@@ -212,7 +212,7 @@ def preset_name(args: argparse.Namespace, device: torch.device) -> str:
 
 
 def expected_time(args: argparse.Namespace, settings: Settings) -> str:
-    """How long the run takes, if that is known in advance."""
+    """Returns how long the run takes, or None where that is not known in advance."""
     name = preset_name(args, settings.device)
     changed = [field.name for field in dataclasses.fields(Preset) if hasattr(args, field.name)]
     if changed:
@@ -262,7 +262,7 @@ def _evaluate(workers: Workers, settings: Settings, windows: list[bytes], out: P
 
 
 def train_job(settings: Settings, rotary: Rotary, text: bytes, path: Path, progress) -> Trained:
-    """Train one model, with weights and batches from the seed, and save it to ``path``."""
+    """Trains one model, with weights and batches from the seed, and saves it to ``path``."""
     training = settings.training
     torch.manual_seed(training.seed)
     model = LanguageModel(settings.config).to(settings.device)
@@ -274,7 +274,7 @@ def train_job(settings: Settings, rotary: Rotary, text: bytes, path: Path, progr
 
 
 def evaluate_job(settings: Settings, rotary: Rotary, windows: list[bytes], path: Path, progress) -> list[ContextLoss]:
-    """Losses of the model saved at ``path`` under the scheme ``rotary``."""
+    """Returns losses of the model saved at ``path`` under the scheme ``rotary``."""
     model, _ = load_checkpoint(path, settings.device)
     losses = loss_by_context(
         model,
@@ -317,7 +317,7 @@ def _facts(args: argparse.Namespace, settings: Settings, corpus: data.Corpus) ->
 
 
 def _stamps(out: Path) -> dict[str, tuple[int, int] | None]:
-    """Modification time and inode of each output file; None if it does not exist."""
+    """Returns modification time and inode of each output file, None for one that does not exist."""
 
     def stamp(path):
         try:

@@ -144,7 +144,7 @@ def stream(
 
 @contextlib.contextmanager
 def _bars(prompt: int, tokens: int) -> Iterator[tuple[Callable[[int], None], Callable[[], None]]]:
-    """Two callbacks: one takes the number of tokens read, the other is called after every generated token. They draw
+    """Yields two callbacks: one takes the number of tokens read, the other is called after every new token. They draw
     bars with the time left if the text goes to a file or a pipe. On a terminal the text itself shows the progress."""
     if sys.stdout.isatty() or not sys.stderr.isatty():
         yield lambda count: None, lambda: None
@@ -194,7 +194,7 @@ def generate(
 
 
 def pick(logits: torch.Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:
-    """One token sampled from logits, float64 (vocab_size,) on the CPU; the most likely one at temperature 0."""
+    """Returns one token sampled from logits, float64 (vocab_size,) on the CPU; the most likely one at temperature 0."""
     highest, token = logits.max(dim=0)
     if not math.isfinite(highest):
         raise FloatingPointError(f"the model's largest logit is {highest.item()}: its weights are not finite")
@@ -380,9 +380,9 @@ def given_prompt(args: argparse.Namespace) -> bytes | None:
 
 
 def _unseen_piece(split: Path, length: int, seed: int) -> bytes:
-    """``length`` bytes of a file that is unseen according to the split next to the checkpoint, from the start of a line
-    if possible. Works for the standard library only: for other texts the split records the names, not where they
-    are."""
+    """Returns ``length`` bytes of a file that is unseen according to the split next to the checkpoint, if possible from
+    the start of a line. It works only for the standard library: for other texts the split records the names, not where
+    they are."""
     try:
         record = json.loads(split.read_text())
         text, files = record["text"], record["unseen"]["files"]

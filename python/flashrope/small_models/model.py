@@ -85,14 +85,14 @@ class LanguageModel(nn.Module):
     def forward(
         self, tokens: torch.Tensor, rotary: Rotary, attend: Attend | Sequence[Attend] = attention
     ) -> torch.Tensor:
-        """tokens int64 (batch, seqlen) to logits (batch, seqlen, vocab_size).
+        """Returns the logits (batch, seqlen, vocab_size) of tokens, int64 (batch, seqlen).
 
         ``attend`` is called as attend(q, k, v, rotary). Give a sequence of them, one per block, for a KV cache.
         """
         return self.decode(self.embedding(tokens), rotary, attend)
 
     def decode(self, x: torch.Tensor, rotary: Rotary, attend: Attend | Sequence[Attend] = attention) -> torch.Tensor:
-        """``forward`` from embeddings (batch, seqlen, width)."""
+        """Does what ``forward`` does, from embeddings (batch, seqlen, width)."""
         attends = [attend] * len(self.blocks) if callable(attend) else attend
         for block, attend_in_block in zip(self.blocks, attends, strict=True):
             x = block(x, rotary, attend_in_block)
@@ -184,7 +184,7 @@ def read_in_step(
 def save_checkpoint(
     path: str | os.PathLike, model: LanguageModel, rotary: Rotary, train_length: int | None = None
 ) -> None:
-    """Write weights, sizes, scheme and training length as one safetensors file, completely or not at all."""
+    """Writes weights, sizes, scheme and training length as one safetensors file, completely or not at all."""
     from safetensors.torch import save_file
 
     path = Path(path)

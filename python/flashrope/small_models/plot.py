@@ -12,7 +12,7 @@ CURVES = 6  # more cannot be told apart, above all in grey
 
 
 def plot_losses(path: Path, rows: Sequence[Row], train_length: int) -> None:
-    """A PNG of 1600 x 1000 pixels."""
+    """Draws a PNG of 1600 x 1000 pixels."""
     save(losses_figure(rows, train_length), path)
 
 
@@ -72,7 +72,7 @@ def losses_figure(rows: Sequence[Row], train_length: int):
 
 
 def _label_ends(axes, rows: Sequence[Row], last: float) -> None:
-    """Label each line at its right end; labels that would overlap are moved apart."""
+    """Labels each line at its right end; labels that would overlap are moved apart."""
     low, high = axes.get_ylim()
     gap = (high - low) * 0.055
     order = sorted(range(len(rows)), key=lambda at: rows[at].losses[-1].last)

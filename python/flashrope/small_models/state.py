@@ -36,7 +36,7 @@ def load(path: Path, device: torch.device) -> dict:
 
 
 def _plain(x: Any, tensors: dict[str, torch.Tensor]) -> Any:
-    """x as JSON values. Tensors, dicts, lists and tuples become {type: content}."""
+    """Returns x as JSON values. Tensors, dicts, lists and tuples become {type: content}."""
     if isinstance(x, torch.Tensor):
         name = str(len(tensors))
         tensors[name] = x.detach().cpu().clone(memory_format=torch.contiguous_format)  # tied weights share their memory

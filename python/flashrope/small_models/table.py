@@ -20,14 +20,14 @@ class Row:
 
 
 def aligned(rows: Sequence[Row]) -> str:
-    """Text columns: the loss on the shared target bytes by context length."""
+    """Returns text columns: the loss on the shared target bytes by context length."""
     cells = [["context length, bytes", *(f"{loss.context_length:,}" for loss in rows[0].losses)]]
     cells += [[row.name, *(f"{loss.last:.3f}" for loss in row.losses)] for row in rows]
     return report.aligned("loss on unseen files, nats per byte", cells, 9)
 
 
 def markdown(rows: Sequence[Row], facts: dict[str, str]) -> str:
-    """Markdown: both losses by context length, and how they were measured."""
+    """Returns Markdown: both losses by context length, and how they were measured."""
     train_length = rows[0].losses[0].context_length
     lengths = [f"{loss.context_length:,} ({loss.context_length // train_length}x)" for loss in rows[0].losses]
 
@@ -71,7 +71,7 @@ ENCODINGS = {"rope": "RoPE", "hope": "HoPE"}
 
 
 def csv_text(rows: Sequence[Row]) -> str:
-    """CSV: one line per scheme and context length, losses in nats per byte."""
+    """Returns CSV: one line per scheme and context length, losses in nats per byte."""
     columns = ["scheme", "trained_with", "log_n", "context_length", "loss", "loss_stderr", "loss_all_bytes"]
     return files.csv_text(
         columns,

@@ -65,7 +65,7 @@ def train(
     save_every: int = 0,
     ranks: Ranks = Ranks(),
 ) -> Trained:
-    """Train ``model`` in place. On a GPU the forward pass runs under bfloat16 autocast.
+    """Trains ``model`` in place. On a GPU the forward pass runs under bfloat16 autocast.
 
     Several ``ranks`` each train on their rows of every batch (DistributedDataParallel). The result equals that of one
     process up to rounding. All must be given the same model, batches and state; rank 0 writes the state.
@@ -159,7 +159,7 @@ def _gradients(
 
 
 def learning_rate_fraction(step: int, config: TrainConfig) -> float:
-    """Fraction of the peak learning rate at ``step``, counted from 0."""
+    """Returns the fraction of the peak learning rate at ``step``, counted from 0."""
     warmup = max(round(config.warmup * config.steps), 1)
     if step < warmup:
         return (step + 1) / warmup
@@ -168,5 +168,5 @@ def learning_rate_fraction(step: int, config: TrainConfig) -> float:
 
 
 def autocast(device: torch.device):
-    """bfloat16 autocast on a GPU, nothing elsewhere."""
+    """Returns bfloat16 autocast on a GPU, and a context that does nothing elsewhere."""
     return torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else contextlib.nullcontext()

@@ -74,7 +74,7 @@ class Workers:
                 process.join()
 
     def map(self, function: Callable, jobs: Sequence[tuple], progress: Progress = lambda job, message: None) -> list:
-        """Run ``function(*job, report)`` for every job on the next free worker. Returns the results in job order.
+        """Runs ``function(*job, report)`` for every job on the next free worker. Returns the results in job order.
 
         ``function`` must be importable (not a lambda or closure). Each ``report(message)`` becomes
         ``progress(job_number, message)`` in this process. Raises WorkerError if a job fails or a worker dies.

@@ -91,7 +91,7 @@ def default(shape: store.ShapeClass, capability: int | str) -> Tile:
 
 
 def candidates_of(shape: store.ShapeClass, capability: int | str) -> list[Tile]:
-    """All candidates: the default, those of ``ORDER``, and the others in the order of the grid."""
+    """Returns all candidates: the default, those of ``ORDER``, and the others in the order of the grid."""
     every = tiles(shape.direction)
     family = configs.family(capability)
     order = ORDER.get((LIKE.get(family, family), shape.direction, shape.block_d, shape.banded), "")

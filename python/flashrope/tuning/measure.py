@@ -172,7 +172,7 @@ def _cancelled_by_errors(futures: Iterable[Future]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _compiled_only(name: str) -> Iterator[list]:
-    """In this context nothing is launched. The kernel of this name is compiled instead, and appended to the list."""
+    """Compiles the kernel of this name instead of launching it, and appends it to the list. Nothing is launched."""
     kernels, before = [], launcher.launch
 
     def launch(kernel, grid, *args, **options):
@@ -190,7 +190,7 @@ def _compiled_only(name: str) -> Iterator[list]:
 
 
 def fault(workload: Workload, tile: Tile, call: Callable[[], Results], exact: Results) -> str:
-    """Why a candidate cannot be used; "" if its results are right, each time that it ran."""
+    """Returns why a candidate cannot be used, or "" if its results were right every time that it ran."""
     with tiles.forced(workload.direction, tile), _new_tensors_are_nan():
         try:
             errors = [error(*pair) for _ in range(CHECKS) for pair in zip(call(), exact, strict=True)]

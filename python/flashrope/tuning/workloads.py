@@ -93,7 +93,7 @@ class Workload:
         return rope.rectify(window) if self.bands > 1 else rope
 
     def tensors(self, device: torch.device) -> list[torch.Tensor]:
-        """q, k, v of normal random numbers."""
+        """Returns q, k, v of normal random numbers."""
         generator = None if device.type == "meta" else torch.Generator(device).manual_seed(0)
         return [
             torch.randn(self.batch, seqlen, heads, self.head_dim, device=device, dtype=self.dtype, generator=generator)
@@ -105,7 +105,7 @@ class Workload:
         ]
 
     def call(self, device: torch.device, window: int = WINDOW) -> Callable[[], Results]:
-        """A call of the Triton backend that runs this direction and returns the tensors it fills."""
+        """Returns a function that runs this direction on the Triton backend and returns the tensors that it fills."""
         q, k, v = self.tensors(device)
         if self.cache:
             k, v, call = self._cache_call(k, v, window)
@@ -142,7 +142,8 @@ class Workload:
         )
 
     def _cache_call(self, k: torch.Tensor, v: torch.Tensor, window: int):
-        """k, v as the caches, and the call. Pages lie in the order of their numbers, except that the first two swap."""
+        """Returns k and v as caches, and the call. Pages lie in the order of their numbers, but the first two are
+        swapped."""
         seqlens, table = torch.full((self.batch,), self.seqlen, dtype=torch.int32, device=k.device), None
         if self.cache == "paged":
             pages = -(-self.seqlen // PAGE_SIZE)
@@ -162,7 +163,7 @@ class Workload:
 
 
 def _like(x: torch.Tensor) -> torch.Tensor:
-    """Normal random numbers in the shape and type of x, the same for every call."""
+    """Returns normal random numbers in the shape and type of x, the same for every call."""
     generator = torch.Generator(x.device).manual_seed(1)
     return torch.randn(x.shape, device=x.device, dtype=x.dtype, generator=generator)
 
@@ -187,7 +188,7 @@ def parse_shape(text: str) -> tuple[int, ...]:
 
 
 def sensible_shapes(run: str) -> list[tuple[int, ...]]:
-    """For a pass where the user names none: a model with grouped heads, one shape for every class of length."""
+    """Returns the shapes that a pass is timed at by default: grouped heads, one shape for every class of length."""
     if run in ("decode", "prefill"):
         return [(CACHE_BATCH, capacity, HEADS, HEADS_KV, HEAD_DIM) for capacity in CAPACITIES]
     return [(TOKENS // seqlen, seqlen, HEADS, HEADS_KV, HEAD_DIM) for seqlen in SEQLENS]
@@ -196,7 +197,7 @@ def sensible_shapes(run: str) -> list[tuple[int, ...]]:
 def chosen(
     passes: Sequence[str], shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, bands: Sequence[int]
 ) -> list[Workload]:
-    """One workload for each class of shape, those with the same kernels side by side."""
+    """Returns one workload for each class of shape, those with the same kernels side by side."""
     found: dict[store.ShapeClass, Workload] = {}
     for run in passes:
         for direction, cache, count in itertools.product(*PASSES[run], bands):

@@ -25,7 +25,7 @@ def row(tokens) -> torch.Tensor:
 
 
 def losses(model, tokens) -> dict[str, float]:
-    """The mean loss of the last half under every scheme of the catalogue, in nats per token."""
+    """Returns the mean loss of the last half under every scheme of the catalogue, in nats per token."""
     found = {}
     schemes, skipped = applicable(model, list(SCHEMES), TRAIN_LENGTH, LENGTH, [WINDOW])
     for scheme in schemes:

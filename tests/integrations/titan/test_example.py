@@ -9,7 +9,7 @@ STEPS = 50
 
 
 def in_torchtitan(names, scheme):
-    """A Trainer of the preset's sizes. names: the example's arguments."""
+    """Returns a Trainer of the preset's sizes. names: the example's arguments."""
     from torchtitan.components.loss import CrossEntropyLoss
     from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
     from torchtitan.models.common import CosSinRoPE
@@ -49,7 +49,7 @@ def in_torchtitan(names, scheme):
 
 
 def weights_of(model) -> dict[str, torch.Tensor]:
-    """The example's weights by torchtitan's names."""
+    """Returns the example's weights by torchtitan's names."""
     parts = {
         "attention_norm": "attention_norm",
         "mlp_norm": "ffn_norm",

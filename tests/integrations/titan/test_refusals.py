@@ -8,7 +8,7 @@ import trainings
 
 
 def apply(config) -> list:
-    """The attention layers after the override."""
+    """Returns the attention layers after the override."""
     from torchtitan.config.override import apply_overrides
 
     model = config.model_spec.model

@@ -116,7 +116,8 @@ def _tokenizer() -> str:
 
 
 def settings(family: str = "llama3", given: dict | None = None, layers: int = 2, *, seqlen: int = SEQLEN, **fields):
-    """A Trainer.Config of a debug model with fewer layers. given: options of the override; None: torchtitan's own.
+    """Returns a Trainer.Config of a debug model with fewer layers. given: options of the override; None: torchtitan's
+    own.
 
     fields: parts of the configuration to replace fields of, such as parallelism={"tensor_parallel_degree": 2}.
     """
@@ -172,7 +173,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def first_step(config) -> tuple[float, dict[str, torch.Tensor]]:
-    """The loss of all ranks and the gradients of the first batch."""
+    """Returns the loss of all ranks and the gradients of the first batch."""
     with all_in_float64() if config.training.dtype == "float64" else contextlib.nullcontext():
         run = trainer(config)
         loss = _loss(run, iter(run.dataloader))

@@ -31,7 +31,7 @@ def engine(folder: str, options: dict | None, **settings):
 
 
 def generate(llm, prompts: list[list[int]], tokens: int = 4, all_prompt: bool = True, **sampling) -> list:
-    """The engine's outputs with log probabilities of the whole vocabulary at every new token."""
+    """Returns the engine's outputs with log probabilities of the whole vocabulary at every new token."""
     options = dict(
         max_tokens=tokens,
         temperature=0.0,

@@ -23,7 +23,7 @@ class Float64Model:
         ]
 
     def step(self, tokens: list[int]) -> torch.Tensor:
-        """(tokens, vocabulary): log probabilities of the token after each."""
+        """Returns (tokens, vocabulary): log probabilities of the token after each."""
         x = self.weights["model.embed_tokens.weight"][tokens]
         for n in range(LAYERS):
             layer = f"model.layers.{n}"
@@ -45,7 +45,7 @@ class Float64Model:
 
 
 def differences_by_step(model: Float64Model, output, steps: list[list[int]]) -> float:
-    """The largest difference of any log probability of one output, its prompt's included.
+    """Returns the largest difference of any log probability of one output, its prompt's included.
 
     model: with what the cache holds before these steps, which end with the prompt; then it decodes.
     """

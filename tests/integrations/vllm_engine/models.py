@@ -75,7 +75,8 @@ class RoundedLayer(DynamicLayer):
 def reference(
     folder: str, options: dict | None, token_ids: list[int], dtype=torch.float32, rounded: Rounded | None = None
 ) -> torch.Tensor:
-    """(tokens, vocabulary): log probabilities of the token after each, by convert() with the options; None: stock."""
+    """Returns (tokens, vocabulary): log probabilities of the token after each, by convert() with the options; None:
+    stock."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
     if options is not None:
         convert(model, **options)

@@ -33,7 +33,7 @@ def llama(tmp_path_factory):
 
 
 def converted(options):
-    """The options as convert() takes them."""
+    """Returns the options as convert() takes them."""
     options = {name: value for name, value in options.items() if name != "raw_keys"}
     return {**options, "rotary": Rotary.from_text(options["rotary"])} if "rotary" in options else options
 

@@ -52,7 +52,7 @@ def server(folder: str, log, *arguments: str):
 
 
 def complete(url: str, token_ids: list[int], **options) -> dict:
-    """The choice of a completion, by token ids: the model has no tokenizer."""
+    """Returns the choice of a completion, by token ids: the model has no tokenizer."""
     body = dict(prompt=token_ids, max_tokens=TOKENS, temperature=0.0, logprobs=1, ignore_eos=True, **options)
     body |= dict(return_token_ids=True, return_tokens_as_token_ids=True, detokenize=False)
     request = urllib.request.Request(
@@ -62,7 +62,7 @@ def complete(url: str, token_ids: list[int], **options) -> dict:
 
 
 def difference(folder: str, token_ids: list[int], choice: dict) -> float:
-    """The largest difference of the chosen tokens' log probabilities from convert()'s."""
+    """Returns the largest difference of the chosen tokens' log probabilities from convert()'s."""
     tokens, chosen = choice["token_ids"], choice["logprobs"]["token_logprobs"]
     assert len(tokens) == len(chosen) == TOKENS
     expected = reference(folder, REROPE, [*token_ids, *tokens])[len(token_ids) - 1 :]

@@ -39,7 +39,8 @@ class Case:
 
 
 def random_positions(target: support.Target, axes: int, rows: int, seed: int) -> torch.Tensor:
-    """(rows, axes), whole numbers and fractions on both sides of 0, and one row in four that does not rotate."""
+    """Returns (rows, axes), whole numbers and fractions on both sides of 0, and one row in four that does not
+    rotate."""
     positions = torch.randint(-40, 120, (rows, axes), generator=torch.Generator().manual_seed(seed)) / 2
     positions[::4] = 0
     return positions.to(target.device)

@@ -63,8 +63,8 @@ def changes(draw) -> str:
 
 @st.composite
 def axial_schemes(draw) -> str:
-    """The expression of a scheme whose positions have several coordinates: equal and unequal axes, in blocks or in
-    turns, tables of their own, sections of one table."""
+    """Returns the expression of a scheme whose positions have several coordinates: equal and unequal axes, in blocks or
+    in turns, tables of their own, sections of one table."""
     counts = draw(st.lists(st.integers(1, 6), min_size=1, max_size=4))
     pairs = sum(counts)
     head_dim = -(-pairs // 4) * 8  # a multiple of 8, as attention takes
@@ -83,7 +83,7 @@ def axial_schemes(draw) -> str:
 
 @st.composite
 def schemes(draw) -> str:
-    """The expression of a scheme; chains that the builders refuse are left out, step by step."""
+    """Returns the expression of a scheme; chains that the builders refuse are left out, step by step."""
     expression = draw(tables(draw(st.sampled_from(HEAD_DIMS))))
     for change in draw(st.lists(changes(), max_size=4)):
         try:

@@ -45,7 +45,8 @@ def unsupported_reason(q: torch.Tensor, cached: bool = False) -> str:
 
 
 def kept_shapes(k: torch.Tensor, call: AttentionCall) -> KeptShapes:
-    """Nothing: the backward rotates the keys again, which costs one pass over k. Keeping them costs its size."""
+    """Returns no shapes: nothing is saved. The backward rotates the keys again, in one pass over k, which saves their
+    memory."""
     return KeptShapes()
 
 
@@ -75,7 +76,7 @@ def backward(
     kept: Kept | None,
     call: AttentionCall,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of raw q, k and v, like q, k and v. At most one of grad_out and grad_lse is None."""
+    """Returns the gradients of raw q, k and v. At most one of grad_out and grad_lse is None."""
     if call.cu_seqlens_q is None:
         return _attend_backward(grad_out, grad_lse, q, k, v, out, lse, call)
     grad_q, grad_k, grad_v = (x.new_zeros(x.shape) for x in (q, k, v))
@@ -107,7 +108,7 @@ def _plan(q: torch.Tensor, k: torch.Tensor, call: AttentionCall) -> tuple[Rotati
 def _attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: AttentionCall
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """out of ``out_shape``, lse (batch, heads_q, seqlen_q)."""
+    """Returns out with the shape of ``out_shape``, and lse (batch, heads_q, seqlen_q)."""
     if (compiled := loader.load()) and tiles.serves(q, k, call):
         return tiles.forward(compiled, q, k, v, call)
     rotary, seqlen_q, seqlen_k, head_dim_v = call.rotary, q.size(1), k.size(1), v.size(-1)
@@ -198,7 +199,7 @@ def _attend_backward(
 
 
 def _widen(x: torch.Tensor, width: int) -> torch.Tensor:
-    """x with channels of zeros up to this width."""
+    """Returns x, padded with channels of zeros to this width."""
     return x if x.shape[-1] == width else torch.nn.functional.pad(x, (0, width - x.shape[-1]))
 
 
@@ -208,7 +209,7 @@ def _narrow(x: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def _add_channel(x: torch.Tensor, value) -> torch.Tensor:
-    """x with eight more channels: value, then zeros. The kernel takes multiples of eight."""
+    """Returns x with eight more channels: value, then zeros. The kernel takes multiples of eight."""
     wider = x.new_zeros(*x.shape[:-1], x.shape[-1] + 8)
     wider[..., :-8] = x
     wider[..., -8] = value
@@ -216,7 +217,7 @@ def _add_channel(x: torch.Tensor, value) -> torch.Tensor:
 
 
 def _accumulate(total, piece_grad, shape, first: int, count: int, piece: Piece) -> torch.Tensor:
-    """total (batch, seqlen, heads, head_dim), or None, plus the gradient of one piece."""
+    """Adds the gradient of one piece to total (batch, seqlen, heads, head_dim), or begins it, and returns it."""
     if total is None:
         if count == shape[1] and not piece.reversed:
             return piece_grad.transpose(1, 2)

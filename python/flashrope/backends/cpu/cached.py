@@ -107,7 +107,7 @@ def _attend_single(
 
 
 def _attend_placed(q: torch.Tensor, layer: CacheLayer, part: Part) -> tuple[torch.Tensor, torch.Tensor]:
-    """``attend`` where the tables have explicit positions."""
+    """Does what ``attend`` does for tables with explicit positions."""
     (batch, seqlen_q, heads_q, _), call, k_cache = q.shape, part.call, layer.k
     placed: list[runs.Placed] = []
     if not call.rotary.axis and not have_maps(call.bands):  # maps count positions, runs count from their first key
@@ -158,14 +158,14 @@ def _groups(bounds: list[tuple[int, int]], together: bool) -> list[tuple[int, in
 
 class Block(NamedTuple):
     position: float  # of the first key
-    order: int  # of the first key, among those of the sequence
+    order: int  # rank of the first key among the visible keys of the sequence
     k: torch.Tensor  # (batch, slots, heads_kv, head_dim)
     v: torch.Tensor
     k_scale: torch.Tensor | None = None  # (batch, slots, heads_kv, 1)
     v_scale: torch.Tensor | None = None
 
     def keys_and_values(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """k and v, of this type if they are quantized."""
+        """Returns k and v. Quantized ones are converted to this type."""
         if self.k_scale is None or self.v_scale is None:
             return self.k, self.v
         return dequantize(self.k, self.k_scale[..., 0], dtype), dequantize(self.v, self.v_scale[..., 0], dtype)
@@ -185,7 +185,10 @@ def _contiguous_blocks(caches, b0: int, b1: int, first: int, end: int, size: int
 
 
 def _paged_blocks(caches, table: torch.Tensor, first: int, end: int, size: int) -> Iterator[Block]:
-    """table: (max_pages,), the pages of one sequence. Page numbers outside the cache are clamped."""
+    """Yields the slots [first, end) of one sequence in blocks of at most ``size``.
+
+    table: (max_pages,), its pages. Page numbers outside the cache are clamped.
+    """
     pages_in_cache, page_size = caches[0].shape[:2]
     for slot in range(first, end, size):
         stop = min(slot + size, end)

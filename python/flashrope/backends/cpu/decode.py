@@ -97,7 +97,7 @@ def _fill(library: Library, q, layer: CacheLayer, out, lse, part: Part, placed: 
 def _describe(
     library: Library, q: torch.Tensor, layer: CacheLayer, part: Part, placed: list[Placed] | None
 ) -> tuple[bytes, tuple]:
-    """A DecodeCall without the tensors of a layer, and what it points to."""
+    """Returns a DecodeCall without the tensors of a layer, and what it points to, which must stay alive."""
     positions, call, k_cache = None, part.call, layer.k
     if placed is None:
         runs, rows = _bounds(part.bounds(k_cache))
@@ -123,14 +123,14 @@ def _describe(
 
 
 def _bounds(pairs: list[tuple[int, int]]) -> tuple[ctypes.Array, int]:
-    """DecodeCall.bounds, and ``_coarse_rows``."""
+    """Returns DecodeCall.bounds, and the rows of the coarse table."""
     slots = [slot for pair in pairs for slot in pair]
     longest = max((end - first for first, end in pairs), default=0)
     return (ctypes.c_int64 * len(slots))(*slots), _coarse_rows(longest)
 
 
 def _runs(placed: list[Placed], causal: bool, seqlen_q: int) -> tuple[ctypes.Array, ctypes.Array, int]:
-    """DecodeCall.runs and DecodeCall.positions, and ``_coarse_rows``."""
+    """Returns DecodeCall.runs and DecodeCall.positions, and the rows of the coarse table."""
     found, longest = [], 0
     for b, (keys, _, seqlen) in enumerate(placed):
         for run in keys:
@@ -159,7 +159,7 @@ def _template(rotary: Rotary, causal: bool, rows: int) -> Template:
 
     @cache
     def tables(slope: float) -> tuple[int, int, int]:
-        """fine, middle and coarse of DecodeBand."""
+        """Returns the addresses of fine, middle and coarse of a DecodeBand."""
         positions = slope * torch.arange(max(BLOCK, rows), dtype=torch.float64)
         fine = torch.stack(cos_sin(rotary, positions[:BLOCK])).to(torch.float32)
         middle, coarse = (

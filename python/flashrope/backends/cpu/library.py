@@ -25,12 +25,12 @@ class TensorView(ctypes.Structure):
 
     @classmethod
     def of(cls, x: torch.Tensor) -> TensorView:
-        """x: (batch, rows, heads, head_dim), or scales (batch, rows, heads)."""
+        """Returns the view of a tensor (batch, rows, heads, head_dim), or of scales (batch, rows, heads)."""
         return cls(x.data_ptr(), *x.stride()[:3])
 
     @classmethod
     def of_packed(cls, x: torch.Tensor) -> TensorView:
-        """x: (rows, heads, head_dim)."""
+        """Returns the view of packed rows (rows, heads, head_dim)."""
         return cls(x.data_ptr(), 0, *x.stride()[:2])
 
 
@@ -174,7 +174,7 @@ class Library:
         return self._bfloat16 is not None and dtype == torch.bfloat16 and seqlen_q > FEW_QUERIES
 
     def forward(self, call: ForwardCall, dtype: torch.dtype) -> int:
-        """Attends. dtype: of the queries. Returns 0, or 1 if there is no memory."""
+        """Runs the forward pass. dtype: the type of the queries. Returns 0, or 1 if there is no memory."""
         multiplied = self.multiplies(dtype, call.seqlen_q)
         return (self._bfloat16_forward if multiplied else self._forward)(ctypes.byref(call))
 

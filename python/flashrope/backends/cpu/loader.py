@@ -114,7 +114,7 @@ def _stale(path: Path) -> bool:
 
 @cache
 def load() -> Library | None:
-    """The library for the CPU backend, or None. The first call of a process without one warns and says why."""
+    """Returns the library for the CPU backend, or None. Without one, the first call of a process warns and says why."""
     library, _, problem = find()
     if library is None and sys.platform == "linux":
         warnings.warn(f"flashrope: attention on the CPU is slow without its compiled kernels: {problem}", stacklevel=2)

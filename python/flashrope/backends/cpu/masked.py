@@ -62,7 +62,7 @@ def attend(
 def _rows(
     layer: CacheLayer, page: torch.Tensor, row: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """k and v (1, rows, heads_kv, head_dim), in the type to compute in."""
+    """Returns k and v (1, rows, heads_kv, head_dim). Quantized ones are converted to dtype."""
     k, v, *scales = (x[page, row][None] for x in layer[:4] if x is not None)
     if scales:
         return dequantize(k, scales[0], dtype), dequantize(v, scales[1], dtype)

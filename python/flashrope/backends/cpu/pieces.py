@@ -40,7 +40,7 @@ class Piece(NamedTuple):
     stride: int = 0
 
     def mirrored(self, seqlen_q: int, seqlen_k: int) -> Piece:
-        """This piece after the order of all rows and all keys is reversed."""
+        """Returns this piece after the order of all rows and all keys is reversed."""
         last = (self.repeat - 1) * self.stride
         return self._replace(
             row=seqlen_q - self.row - self.rows - last,
@@ -134,8 +134,8 @@ def _past_pieces(start: float, stop: float, seqlen_q: int, seqlen_k: int, shift:
 
 
 def _chunk_pieces(band: Band, seqlen_q: int, seqlen_k: int, shift: int, first: int) -> list[Piece]:
-    """The pieces of a band over differences of chunks: for every chunk of rows, the earlier chunks that it sees, and
-    its own. Positions here are counted from 0, not from `first`."""
+    """Returns the pieces of a band over differences of chunks: for every chunk of rows, the earlier chunks that it
+    sees, and its own. Positions here are counted from 0, not from `first`."""
     chunk, row_0, key_end = band.chunk, first + shift, first + seqlen_k
     pieces = []
     for n in range(max(row_0, 0) // chunk, -(-(row_0 + seqlen_q) // chunk)):
@@ -181,7 +181,7 @@ def single_piece(rotary: Rotary, causal: bool, seqlen_q: int, seqlen_k: int, dty
 
 
 def windows(x: torch.Tensor, first: int, count: int, piece: Piece) -> torch.Tensor:
-    """View (batch, repeat, heads, count, ...) of x (batch, seqlen, heads, ...): count rows from first, per repeat."""
+    """Returns a view (batch, repeat, heads, count, ...) of x (batch, seqlen, heads, ...): count rows per repeat."""
     if piece.repeat == 1:
         return x[:, first : first + count].transpose(1, 2)[:, None]
     x = x[:, first : first + (piece.repeat - 1) * piece.stride + count]
@@ -215,7 +215,7 @@ def gather_keys(x: torch.Tensor, piece: Piece) -> torch.Tensor:
 
 
 def scatter_tile(x: torch.Tensor, piece: Piece) -> torch.Tensor:
-    """The inverse of ``gather_tile``: the kernel's result in the shape and order of ``windows``."""
+    """Returns the kernel's result in the shape and order of ``windows``: the inverse of ``gather_tile``."""
     x = x.unflatten(0, (-1, piece.repeat))
     return x.flip(3) if piece.reversed else x
 
@@ -230,14 +230,14 @@ def attn_mask(piece: Piece, dtype: torch.dtype) -> torch.Tensor | None:
 
 
 def flash_piece(q, k, v, piece: Piece, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """out (batch * repeat, heads_q, rows, head_dim) and lse of one piece; q, k, v come from ``gather_tile``."""
+    """Returns out (batch * repeat, heads_q, rows, head_dim) and lse of one piece. q, k, v: from ``gather_tile``."""
     if piece.causal:
         return flash(q, k, v, 0.0, not piece.width, attn_mask=attn_mask(piece, q.dtype), scale=scale)
     return flash_folded(q, k, v, scale)
 
 
 def flash_folded(q, k, v, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Every row sees every key, so the query heads of a key head are folded into rows and its keys are read once."""
+    """Attends where every row sees every key. The query heads of a key head become rows, so its keys are read once."""
     # torch's half-precision kernels are three times slower with a single row.
     batch, heads_q, rows, head_dim = q.shape
     heads_kv, half = k.shape[1], q.dtype in (torch.float16, torch.bfloat16)
@@ -274,7 +274,7 @@ def merge_partials(
 
 
 def cast_results(out: torch.Tensor, lse: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """out in dtype and lse, both contiguous."""
+    """Returns out in dtype, and lse, both contiguous."""
     return (out if out.dtype is dtype else out.to(dtype)).contiguous(), lse.contiguous()
 
 

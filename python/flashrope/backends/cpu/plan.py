@@ -65,7 +65,7 @@ class CachePlan:
 
 @without_autocast
 def _append(layer: CacheLayer, k: torch.Tensor, v: torch.Tensor, tables: CacheTables, rotary: Rotary | None) -> None:
-    """``append_to_cache`` composed of PyTorch's kernels."""
+    """Does what ``append_to_cache`` does with PyTorch's kernels."""
     if rotary is not None and rotary.changes_channels and k.numel():
         k = rotated.rotate(k, RotateCall(rotary, None, tables, tables.capacity(layer.k)))
     if tables.packed is not None:
@@ -87,8 +87,11 @@ def _append(layer: CacheLayer, k: torch.Tensor, v: torch.Tensor, tables: CacheTa
 
 @without_autocast
 def _attend(q: torch.Tensor, layer: CacheLayer, call: CacheCall, parts: list, out: torch.Tensor | None):
-    """parts: of the layers of a plan, filled by the first one. A part is a run of ``CacheTables.runs`` whose tables are
-    a ``Part``."""
+    """Attends over one layer.
+
+    parts: what the layers of a plan share, filled by the first one: a ``Part``, or for packed queries a tuple for each
+    run of ``addresses.runs``, with its ``Part``.
+    """
     if call.tables.packed is None:
         if not parts:
             parts.append(Part(call))
@@ -110,7 +113,7 @@ def _rows_of(out: torch.Tensor | None, run: tuple, batch: torch.Tensor) -> torch
 
 
 def _into(out: torch.Tensor | None, result: torch.Tensor) -> torch.Tensor:
-    """result, in out if it is given."""
+    """Returns result, in out if it is given."""
     if out is None:
         return result
     return out if out.data_ptr() == result.data_ptr() else out.copy_(result)

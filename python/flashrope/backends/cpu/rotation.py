@@ -119,7 +119,7 @@ def rotation_for(
 
 
 def rotate(x: torch.Tensor, rotation: Rotation | None, rotary: Rotary, inverse: bool = False) -> torch.Tensor:
-    """x (batch, seqlen, heads, head_dim) rotated, in float32 or float64.
+    """Rotates x (batch, seqlen, heads, head_dim), in float32 or float64.
 
     inverse: rotates by the negative angle, which takes gradients of rotated rows to gradients of raw rows.
     """

@@ -97,7 +97,7 @@ def find(tables: CacheTables, k_cache: torch.Tensor, seqlen_q: int) -> list[Plac
 
 
 def clamped(positions: torch.Tensor) -> torch.Tensor:
-    """In float64, finite."""
+    """Returns the positions in float64, finite and clamped."""
     return positions.to(torch.float64).nan_to_num(-FARTHEST).clamp(-FARTHEST, FARTHEST)
 
 
@@ -114,7 +114,7 @@ def _shown(tables: CacheTables, k_cache: torch.Tensor, sequence: int, first: int
 
 
 def _pages(tables, first: int, end: int, page_size: int) -> Iterator[tuple[int, int, int]]:
-    """(slot, stop, position of the first) of what each page shows of the slots [first, end)."""
+    """Yields (slot, stop, position of slot) for the visible rows of each page within the slots [first, end)."""
     page_positions, page_first, page_lengths = tables
     for n in range(first // max(page_size, 1), -(-end // max(page_size, 1))):
         start = 0 if page_first is None else page_first[n]

@@ -42,7 +42,7 @@ def attention(config, **given) -> GQAttention.Config:
 
 @override(target=SelectiveAC.Config, description="selective checkpointing keeps what flashrope's attention returns")
 def save_attention(config) -> SavesAttention.Config:
-    """Selective activation checkpointing that does not compute this package's attention again."""
+    """Makes selective activation checkpointing keep what attention returns, so that it is not computed again."""
     return derive(config, SavesAttention.Config)
 
 

@@ -99,7 +99,8 @@ def _options(inner: InnerAttention.Config, head_dim: int) -> dict[str, Any]:
 
 
 def _in_halves(rotary: Rotary) -> Rotary:
-    """The scheme of exported weights: torchtitan moves channels 2m and 2m + 1 of a head to m and m + head_dim / 2."""
+    """Returns the scheme of exported weights: torchtitan moves channels 2m and 2m + 1 of a head to m and m + head_dim /
+    2."""
     if not rotary.interleaved:
         return rotary
     before = (0.0,) * (rotary.first_channel // 2)
@@ -109,7 +110,8 @@ def _in_halves(rotary: Rotary) -> Rotary:
 
 
 def main(arguments: list[str]) -> None:
-    """
+    """Adds the config.json to a folder of exported weights.
+
     Raises:
         SystemExit: no folder is given.
         ValueError: as ``save_config``, and those of the overrides.

@@ -46,9 +46,10 @@ def head_dim_of(attention) -> int:
 
 
 def check_attention(config) -> None:
-    """
+    """Checks that an attention calls ``rope``, then ``inner_attention``, with masks of packed documents.
+
     Raises:
-        ValueError: not an attention that calls ``rope`` and then ``inner_attention``, or not with masks of documents.
+        ValueError: it does not.
     """
     if type(config) is not GQAttention.Config:
         name = f"{type(config).__module__}.{type(config).__qualname__.removesuffix('.Config')}"
@@ -227,7 +228,8 @@ class InnerAttention(VarlenAttention):
         enable_gqa: bool = False,
         **unknown,
     ) -> torch.Tensor:
-        """
+        """Rotates and attends within every document.
+
         Args:
             q_BLNH: (batch, seqlen, heads_q, head_dim), as k_BLNH and v_BLNH are with heads_kv.
             attention_masks: of packed documents; None: every row of the batch is one document.

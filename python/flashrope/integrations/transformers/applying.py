@@ -83,7 +83,7 @@ def undo(model) -> bool:
 
 
 def check_forward(module, args, kwargs) -> tuple | None:
-    """The decoder's hook: checks its arguments, and completes those of continuous batching."""
+    """Checks the arguments of the decoder, and completes those of continuous batching. A forward pre-hook."""
     if module.config._attn_implementation != NAME:
         raise ValueError(
             f"attn_implementation: expected {NAME!r} in a converted model, got "
@@ -100,7 +100,7 @@ def check_forward(module, args, kwargs) -> tuple | None:
 
 
 def no_rotation(module, args, output):
-    """The rotary embedding's hook: returns cos = 1 and sin = 0."""
+    """Returns cos = 1 and sin = 0. The hook of the rotary embedding."""
     cos, sin = output
     return torch.ones_like(cos), torch.zeros_like(sin)
 
@@ -146,7 +146,7 @@ def choose_stock_attention(model: torch.nn.Module, asked: str | None = None, nam
 
 
 def _configurations(model: torch.nn.Module, config) -> list:
-    """The decoder's configuration, and those of the models around it, which are written in its stead."""
+    """Returns the decoder's configuration, and the ones of the models around it, which are saved instead."""
     around = [
         module.config
         for module in model.modules()

@@ -45,7 +45,7 @@ UNSUPPORTED = {
 def attention_forward(
     module, query, key, value, attention_mask, dropout=0.0, scaling=None, sliding_window=None, s_aux=None, **kwargs
 ) -> tuple[torch.Tensor, None]:
-    """Attention of one layer, in the signature of transformers' attention functions.
+    """Computes the attention of one layer, with the signature of transformers' attention functions.
 
     query: raw, (batch, heads_q, seqlen_q, head_dim). key, value: raw, (batch, heads_kv, seqlen_k, head_dim), which the
     library's cache returns; rows of bytes from a ``CodesCache``. attention_mask: what ``describe_mask`` returned.
@@ -115,14 +115,14 @@ def _attend_cached(q, k, v, rotary, end, first, options: dict, places: Coordinat
 
 
 def _rotated(q, k, rotary: Rotary, places: Coordinates, options: dict):
-    """q and k rotated by their coordinates, a scheme that does not rotate, and its options."""
+    """Returns q and k rotated by their coordinates, a scheme that does not rotate, and its options."""
     scale = q.shape[-1] ** -0.5 if options["softmax_scale"] is None else options["softmax_scale"]
     q, k = rotate(q, rotary, places.queries), rotate(k, rotary, places.slots(k.shape[1]))
     return q, k, Rotary.none(rotary.head_dim), options | {"softmax_scale": scale * rotary.temperature}
 
 
 def _sized(rotary: Rotary, q: torch.Tensor) -> Rotary:
-    """The scheme for padded channels, which do not rotate."""
+    """Returns the scheme for padded channels, which do not rotate."""
     return rotary if rotary.head_dim == q.shape[-1] else _widened(rotary, q.shape[-1])
 
 
@@ -143,8 +143,11 @@ def _attend_varlen(q, k, v, rotary, starts_q, starts_k, longest: int, options: d
 
 
 def _attend_with_gradients(q, k, v, rotary, first, end, options: dict) -> torch.Tensor:
-    """attention_with_cache has no gradients, so the keys [first, end) of every sequence are packed. Without a cache, a
-    sequence of keys without queries holds the padding on the left; otherwise the keys are selected."""
+    """Attends to the keys [first, end) of every sequence with gradients, which attention_with_cache does not have.
+
+    The sequences are packed. Without a cache, the left padding of each becomes a sequence of keys without queries. With
+    one, the keys are selected.
+    """
     (batch, seqlen_q), seqlen_k = q.shape[:2], k.shape[1]
     rows = torch.arange(0, batch * seqlen_q + 1, seqlen_q, dtype=torch.int32, device=q.device)
     if seqlen_q == seqlen_k:
@@ -159,7 +162,7 @@ def _attend_with_gradients(q, k, v, rotary, first, end, options: dict) -> torch.
 
 
 def _places(rotary: Rotary, kwargs) -> Coordinates | None:
-    """The coordinates of the tokens, for a layer that rotates by them."""
+    """Returns the coordinates of the tokens, for a layer that rotates by them."""
     if not rotary.axis:
         return None
     if kwargs.get(COORDINATES) is None:
@@ -212,7 +215,7 @@ def describe_mask(
     device=None,
     **_,
 ) -> Packed | torch.Tensor | None:
-    """The mask function, which takes the arguments of transformers 4.57 (cache_position) and 5 (q_length, q_offset)."""
+    """Describes a mask. It takes the arguments of transformers 4.57 (cache_position) and of 5 (q_length, q_offset)."""
     if cache_position is not None:
         q_length, q_offset, device = cache_position.shape[0], cache_position[0], cache_position.device
     if mask_function is causal_mask_function and attention_mask is None and isinstance(q_offset, int) and q_offset == 0:
@@ -239,8 +242,8 @@ def _describe(batch_size, q_length, q_offset, kv_offset, mask_function, attentio
 def _describe_traced(
     batch_size, q_length, q_offset, kv_offset, mask_function, attention_mask, device, uncached: bool
 ) -> Packed | torch.Tensor:
-    """``_describe`` in a graph, which reads no values: they are only asserted. Nor can it look into closures, but it
-    can ask the mask function which keys next to the diagonal a row sees."""
+    """Does what ``_describe`` does, inside a graph. It reads no values and only asserts them. It cannot look into
+    closures, but it can ask the mask function which keys next to the diagonal a row sees."""
     if mask_function is not causal_mask_function:
         row = torch.arange(q_length - 1, device=device)
         batch = torch.arange(batch_size, device=device)[:, None]
@@ -265,7 +268,7 @@ def _ranges(batch_size, q_length, q_offset, kv_offset, first, device) -> torch.T
 
 
 def _sequence_of(mask_function) -> torch.Tensor | None:
-    """The sequence number of every token in a packed causal mask, or None; refuses masks that are not causal.
+    """Returns the sequence number of every token in a packed causal mask, or None; refuses masks that are not causal.
 
     transformers composes a mask function of closures, which only their names tell apart.
     """
@@ -276,7 +279,7 @@ def _sequence_of(mask_function) -> torch.Tensor | None:
 
 
 def _parts(function) -> tuple[bool, torch.Tensor | None]:
-    """(whether the mask is causal, sequence numbers or None)"""
+    """Returns (whether the mask is causal, sequence numbers or None)"""
     if function is causal_mask_function:
         return True, None
     name = getattr(function, "__qualname__", repr(function)).split(".")[0]

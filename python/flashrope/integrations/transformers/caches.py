@@ -89,8 +89,8 @@ def check_cache(decoder, given: Mapping[str, Any]) -> None:
 
 
 def mark_returned(decoder, args, kwargs, output) -> None:
-    """The decoder's forward hook: marks the cache that a call without one has made, and leaves the coordinates of the
-    tokens with it."""
+    """Marks the cache that a call without one has made, and stores the coordinates of the tokens in it. The decoder's
+    forward hook."""
     cache = cache_of(output)
     if cache is None and isinstance(output, tuple):
         cache = next((each for each in output if isinstance(each, Cache)), None)
@@ -363,5 +363,5 @@ def holds_codes(rows: torch.Tensor) -> bool:
 
 
 def split_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(codes, scales) of a layer's keys or values, views."""
+    """Returns (codes, scales) of a layer's keys or values, views."""
     return rows[..., :-SCALE_BYTES], rows.view(torch.float32)[..., -1]

@@ -101,8 +101,9 @@ def _pages(allocator, kwargs) -> Pages:
 
 
 def attend_paged(module, query, key, value, options, kwargs) -> torch.Tensor:
-    """Attention of one layer of a batch. query, key, value: raw, (1, heads, tokens, head_dim); options: softmax_scale
-    and sinks.
+    """Computes the attention of one layer of a batch.
+
+    query, key, value: raw, (1, heads, tokens, head_dim). options: softmax_scale and sinks.
 
     Returns:
         (1, tokens, heads_q, head_dim).
@@ -135,7 +136,7 @@ def attend_paged(module, query, key, value, options, kwargs) -> torch.Tensor:
 
 
 def conversion_of(model) -> Any:
-    """What ``convert`` left on the decoder of a model, or None."""
+    """Returns what ``convert`` left on the decoder of a model, or None."""
     for module in model.modules():
         if isinstance(module, transformers.PreTrainedModel) and ATTRIBUTE in vars(module):
             return vars(module)[ATTRIBUTE]

@@ -115,7 +115,7 @@ def revert(model):
 
 
 def _check_reverted(module, args, kwargs) -> None:
-    """The decoder's hook after ``revert``."""
+    """Refuses caches of the converted model. The decoder's hook after ``revert``."""
     check_cache(module, arguments_of(module, args, kwargs))
 
 

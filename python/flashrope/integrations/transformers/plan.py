@@ -181,7 +181,7 @@ def _warnings_of_window(options: Mapping[str, Any], config) -> list[str]:
 
 
 def find_decoder(model) -> PreTrainedModel:
-    """The module that holds the layers and the rotary embedding.
+    """Returns the module that holds the layers and the rotary embedding.
 
     Raises:
         TypeError, ValueError: model is not a module, or has not exactly one such decoder.
@@ -230,7 +230,7 @@ def check_decoder(decoder: PreTrainedModel) -> None:
 
 
 def attention_modules(decoder: PreTrainedModel) -> list[Any]:
-    """The attention module of every layer that attends.
+    """Returns the attention module of every layer that attends.
 
     Raises:
         ValueError: their attention is not causal, or caps its scores.

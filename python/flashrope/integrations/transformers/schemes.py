@@ -36,7 +36,7 @@ class LayerScheme:
         self._latest = (0, self.rotary)
 
     def at(self, seqlen: int) -> Rotary:
-        """The scheme for a sequence of seqlen tokens."""
+        """Returns the scheme for a sequence of seqlen tokens."""
         if seqlen <= self.grows_from:
             return self.rotary
         length, rotary = self._latest
@@ -102,7 +102,7 @@ WITHOUT_ATTENTION = frozenset({"conv", "linear_attention", "mamba", "mlp", "moe"
 
 
 def attending_layers(config) -> list[int]:
-    """The layers that have attention."""
+    """Returns the layers that have attention."""
     types = getattr(config, "layers_block_type", None) or getattr(config, "layer_types", None)
     return [layer for layer in range(config.num_hidden_layers) if not types or types[layer] not in WITHOUT_ATTENTION]
 
@@ -113,7 +113,7 @@ def layer_type_of(config, layer: int) -> str | None:
 
 
 def sliding_window_of(config, layer: int) -> int | None:
-    """The window that the layer's forward passes to the attention function, which compares the two."""
+    """Returns the window that the layer's forward passes to the attention function, which compares the two."""
     layer_type = layer_type_of(config, layer)
     slides = getattr(config, "use_sliding_window", True) if layer_type is None else layer_type == "sliding_attention"
     return getattr(config, "sliding_window", None) if slides else None
@@ -124,7 +124,7 @@ def _head_dim(config) -> int:
 
 
 def _grows_from(config, layer_type) -> float:
-    """The number of tokens beyond which the table depends on the length."""
+    """Returns the number of tokens beyond which the table depends on the length."""
     params = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     params = params.get(layer_type, params) or {}
     rope_type = params.get("rope_type") or params.get("type")

@@ -99,7 +99,7 @@ def _outputs(model, decoder) -> dict[str, torch.Tensor]:
 
 
 def _forward(model, decoder, ids, mask, calls=None) -> torch.Tensor:
-    """(batch, seqlen, outputs), logits if the model has some; rows of padding are 0."""
+    """Returns (batch, seqlen, outputs), logits if the model has some; rows of padding are 0."""
     parts, cache = [], None
     for start, end in zip((0, *(calls or ())), calls or (SEQLEN,), strict=False):
         seen = None if mask is None else mask[:, :end]

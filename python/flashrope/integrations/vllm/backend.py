@@ -50,7 +50,7 @@ class FlashropeBackend(AttentionBackend):
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
-        """Room for the scales of codes, in the layout that vLLM's own kernels have."""
+        """Adds room for the scales of a quantized cache, in the layout of vLLM's own kernels."""
         if not spec.kv_quant_mode.is_per_token_head or spec.state_content_bytes is not None:
             return spec
         return replace(spec, state_content_bytes=2 * row_bytes(spec.head_size, spec.dtype))
@@ -65,7 +65,8 @@ class FlashropeBackend(AttentionBackend):
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...] | None:
-        """Any. On the CPU the rows of a head in a page should follow one another, which its kernels read faster."""
+        """Returns None: any layout. On the CPU the rows of a head in a page come first, which its kernels read
+        faster."""
         if not current_platform.is_cpu():
             return None
         return (KVCacheLayout.LBHNC, *(each for each in KVCacheLayout if each is not KVCacheLayout.LBHNC))

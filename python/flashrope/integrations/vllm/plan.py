@@ -53,12 +53,12 @@ class Plan:
 
     @property
     def digest(self) -> str:
-        """32 hexadecimal digits. Different ones: keys and values of deeper layers are not interchangeable."""
+        """Returns 32 hexadecimal digits. If two plans differ in them, their caches are not interchangeable."""
         layers = [[layer.rotary.text, layer.window, layer.rotated_keys] for layer in self.layers]
         return hashlib.sha256(json.dumps(layers).encode()).hexdigest()[:32]
 
     def __str__(self) -> str:
-        """Every scheme with its layers."""
+        """Returns every scheme with its layers."""
         layers_of: dict[Layer, list[int]] = {}
         for index, layer in enumerate(self.layers):
             layers_of.setdefault(layer, []).append(index)
@@ -72,7 +72,7 @@ def _describe(layer: Layer) -> str:
 
 
 def asked(config) -> bool:
-    """config: vLLM's VllmConfig."""
+    """Whether the model of a VllmConfig asks for a scheme."""
     return _asking(config) is not None
 
 
@@ -213,7 +213,7 @@ def _check_engine(config) -> None:
 
 
 def check_cache_dtype(cache_dtype: str, dtype) -> None:
-    """cache_dtype: vLLM's name; dtype: the model's."""
+    """Refuses a cache type that the kernels cannot read. cache_dtype: vLLM's name. dtype: the model's."""
     name = str(dtype).removeprefix("torch.")
     if cache_dtype in ("auto", name, *CODES):
         return
@@ -291,12 +291,14 @@ class Pages(NamedTuple):
 
 
 def row_bytes(head_size: int, cache_dtype: torch.dtype) -> int:
-    """Bytes of one key or value in codes of this type, its scale included."""
+    """Returns the bytes of one quantized key or value of this type, its scale included."""
     return head_size // PER_BYTE[cache_dtype] + SCALE_BYTES
 
 
 def split_pages(kv_cache: torch.Tensor, head_size: int) -> Pages:
-    """kv_cache: (blocks, heads_kv, block_size, columns), any strides of the first three dimensions.
+    """Returns the keys, values and scales in vLLM's cache, as views.
+
+    kv_cache: (blocks, heads_kv, block_size, columns), any strides of the first three dimensions.
 
     A head of a slot is K | V, 2 * head_size columns; in int8 and uint8 K | scale of K | V | scale of V.
     """
@@ -321,7 +323,8 @@ def remember(plan: Plan) -> None:
 
 
 def active_plan(config) -> Plan | None:
-    """The plan of a VllmConfig that was checked, in this process or in the one that sent it; None: stock vLLM."""
+    """Returns the plan of a VllmConfig that was checked, in this process or in the one that sent it; None: stock
+    vLLM."""
     if config is None or config.model_config is None or not asked(config):
         return None
     digest = digest_of(config)
@@ -338,7 +341,8 @@ def active_plan(config) -> Plan | None:
 
 
 def check_backend() -> None:
-    """
+    """Checks that vLLM's CUSTOM backend is this package's.
+
     Raises:
         RuntimeError: another plugin has taken vLLM's CUSTOM, so keys that are not rotated would go to its attention.
     """

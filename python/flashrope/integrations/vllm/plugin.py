@@ -133,8 +133,11 @@ def _hook_rope() -> None:
 
 
 def _hook_block_hashes() -> None:
-    """A block's hash covers its tokens and the blocks before it. Keys of the layers after the first depend on the
-    scheme too, so it is part of the seed that the first block's hash starts from."""
+    """Makes the scheme part of the block hashes.
+
+    A block's hash covers its tokens and the blocks before it. Keys of the layers after the first depend on the scheme
+    too, so the seed that the first block's hash starts from includes it.
+    """
     from vllm.v1.core import kv_cache_utils
     from vllm.v1.core.sched.scheduler import Scheduler
 
@@ -208,7 +211,8 @@ def _by_plan(key):
 
 
 def _turn_off(embedding: nn.Module, plan: Plan) -> None:
-    """
+    """Makes a rotary embedding return q and k as they came, after its table was compared with the plan's.
+
     Raises:
         ValueError: the embedding is not one with a table per position, or not that of the model's configuration.
     """
