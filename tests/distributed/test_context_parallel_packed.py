@@ -209,7 +209,7 @@ def test_refusals(count):
         (lambda: call(cu_q=None, cu_k=None), V, "q", "(batch, seqlen, heads, head_dim)", "got shape (4, 4, 16)"),
         (lambda: call(k=k.half()), T, "k", "torch.float32 as in q", "got torch.float16"),
         (lambda: call(deterministic=1), T, "deterministic", "True, False or None", "got 1"),
-        (lambda: call(rotary=scaled), V, "rotary", "none with length_scale", "got 100"),
+        (lambda: call(rotary=scaled), V, "rotary", "length_scale is not supported", "got 100"),
     ):
         check_refused(*row)
     call()

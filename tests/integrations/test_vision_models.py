@@ -322,7 +322,7 @@ def test_saved_without_options(tmp_path):
 )
 def test_schemes_over_one_distance_are_refused(options, named):
     model = tiny_vision(DETAILED[0])
-    with pytest.raises(ValueError, match=f"^{named}: expected .* 3 (coordinates|axes)"):
+    with pytest.raises(ValueError, match=f"^{named}: .* 3 (coordinates|axes)"):
         convert(model, **options)
     assert not hasattr(model.model.language_model, "_flashrope")
 
@@ -357,7 +357,9 @@ def test_a_cache_that_lost_its_coordinates():
     start = given["input_ids"].shape[1] - 4
     cache = after_images(model, name, given)
     delattr(cache, COORDINATES)
-    with pytest.raises(ValueError, match=f"^{CACHE}: expected the 3 coordinates of each of its .* of 0 tokens"):
+    with pytest.raises(
+        ValueError, match=f"^{CACHE}: expected a cache .* with 3 coordinates for each of its .* of 0 tokens"
+    ):
         continued(model, name, cache, given, [0, 1], start)
     cache = after_images(model, name, given)
     setattr(cache, COORDINATES, getattr(cache, COORDINATES)[:1])
@@ -397,5 +399,5 @@ def test_positions_of_another_shape():
 def test_sliding_windows_are_refused():
     name = DETAILED[0]
     model = tiny_vision(name, use_sliding_window=True, sliding_window=8, max_window_layers=1)
-    with pytest.raises(ValueError, match="^sliding_window: expected none in a model with mrope_section"):
+    with pytest.raises(ValueError, match="^sliding_window: not supported in a model with mrope_section"):
         convert(model)

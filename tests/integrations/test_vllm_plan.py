@@ -256,8 +256,14 @@ REFUSED = {
         "architecture: expected one of .*LlamaForCausalLM.*; got DeepseekV2ForCausalLM",
     ),
     "pooling": (dict(model={"runner_type": "pooling"}), "runner: expected 'generate', got 'pooling'"),
-    "soft cap": (dict(hf={"attn_logit_softcapping": 50.0}), "attn_logit_softcapping: expected none, .* got 50.0"),
-    "chunked attention": (dict(hf={"attention_chunk_size": 8192}), "attention_chunk_size: expected none, .* got 8192"),
+    "soft cap": (
+        dict(hf={"attn_logit_softcapping": 50.0}),
+        "attn_logit_softcapping: not supported by flashrope, got 50.0",
+    ),
+    "chunked attention": (
+        dict(hf={"attention_chunk_size": 8192}),
+        "attention_chunk_size: not supported by flashrope, got 8192",
+    ),
     "alibi": (dict(hf={"alibi": True}), "alibi: expected a model that rotates, got a bias"),
     "both ways": (dict(hf={"use_bidirectional_attention": True}), "use_bidirectional_attention: expected causal"),
     "encoder": (dict(hf={"is_encoder_decoder": True}), "is_encoder_decoder: expected causal self-attention"),
@@ -280,17 +286,17 @@ REFUSED = {
     "odd pages": (cache_config("auto", 48), "block_size: expected 16, 32, 64, 128, ..., got 48"),
     "another backend": (
         attention_backend(SimpleNamespace(name="FLASH_ATTN")),
-        "attention_backend: expected none or CUSTOM, .* got FLASH_ATTN",
+        "attention_backend: expected None or CUSTOM, .* got FLASH_ATTN",
     ),
     "another backend for some layers": (
         attention_backend(None, full_attention="TRITON_ATTN"),
-        "attention_backend: expected none or CUSTOM, .* got TRITON_ATTN",
+        "attention_backend: expected None or CUSTOM, .* got TRITON_ATTN",
     ),
     "context parallel": (
         dict(parallel_config=SimpleNamespace(decode_context_parallel_size=2)),
         "decode_context_parallel_size: expected 1, got 2",
     ),
-    "connector": (dict(kv_transfer_config=object()), "kv_transfer_config: expected none, got a connector"),
+    "connector": (dict(kv_transfer_config=object()), "kv_transfer_config: connectors are not supported by flashrope"),
     "draft model": (
         dict(speculative_config=SimpleNamespace(method="eagle")),
         "speculative_config: expected a method without a draft model, ngram, suffix, got 'eagle'",

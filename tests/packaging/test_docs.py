@@ -191,6 +191,16 @@ def test_every_public_call_and_builder_has_an_example():
     assert not [name for name in sorted(wanted) if "**Example**\n\n```python\n" not in entries[name]]
 
 
+def test_the_reading_order_of_the_kernels_follows_their_imports():
+    page = (ROOT / "docs" / "kernels.md").read_text().split("## Reading order")[1].split("\n## ")[0]
+    order = re.findall(r"^\| `(\w+)\.py`", page, re.MULTILINE)
+    assert len(order) > 12
+    for n, name in enumerate(order):
+        source = (ROOT / "triton_kernels" / f"{name}.py").read_text()
+        imported = set(re.findall(r"^from \.(\w+) import", source, re.MULTILINE)) & set(order)
+        assert imported <= set(order[:n]), name
+
+
 def test_the_readme_is_short_and_keeps_the_commands_that_ci_runs():
     readme = (ROOT / "README.md").read_text()
     prose = re.sub(r"```.*?```|<!--.*?-->", "", readme, flags=re.DOTALL)

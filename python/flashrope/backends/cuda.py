@@ -151,7 +151,7 @@ def attention_with_cache(q: torch.Tensor, layer: CacheLayer, call: CacheCall) ->
 def _refuse_codes(layer: CacheLayer) -> None:
     if layer.k_scale is not None:
         raise ValueError(
-            f"impl='cuda' cannot serve this call: its kernels read caches of q's type, k_cache holds codes of "
+            f"impl='cuda' cannot serve this call: its kernels read caches of q's type, k_cache is quantized, of "
             f"{layer.k.dtype}; use impl='triton'"
         )
 

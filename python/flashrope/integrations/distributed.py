@@ -467,8 +467,8 @@ def _check_context_parallel(q, k, v, rotary, group, packed: bool) -> None:
         )
     if rotary.length_scale is not None:
         raise ValueError(
-            f"rotary: expected none with length_scale, which would count the keys of each rank, got "
-            f"{rotary.length_scale:g}"
+            f"rotary: length_scale is not supported with context parallelism (each rank would count only its own "
+            f"keys), got {rotary.length_scale:g}"
         )
 
 

@@ -38,7 +38,9 @@ def check_cached_positions(given: CachePositions, q, k, k_cache, rotary, tables:
         _check_numbers("positions", queries, (torch.int32, torch.int64, torch.float32), q, (*q.shape[:-2], *axes))
     if slots is not None and k is not None:
         if tables.slot_mapping is not None and queries is None:
-            raise ValueError("positions: expected those of the new keys beside slot_mapping, got None")
+            raise ValueError(
+                "positions: expected the positions of the new keys, because slot_mapping is given, got None"
+            )
         if queries is not None and not packed and q.shape[1] != k.shape[1]:
             raise ValueError(f"positions: expected as many queries as new keys, {k.shape[1]}, got {q.shape[1]}")
 
@@ -84,6 +86,6 @@ def validate_positions(tables: CacheTables, k_cache, page_size: int) -> None:
         if falls.numel():
             n = int(falls[0]) + 1
             raise ValueError(
-                f"positions: sequence {b}: expected positions that do not fall, got {float(position[n]):g} behind "
+                f"positions: sequence {b}: expected positions that do not decrease, got {float(position[n]):g} after "
                 f"{float(position[n - 1]):g}, at its token {n}"
             )

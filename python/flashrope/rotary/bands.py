@@ -164,7 +164,7 @@ def _checked(name: str, band) -> Band:
     if band.maps_positions and offset < 0:
         raise ValueError(
             f"{name}.offset: expected at least 0 in a band that maps positions, got {offset:g}; the first rows "
-            "would stand below position 0"
+            "would have positions below 0"
         )
     stop, last = (x if x == math.inf else int(x) for x in (stop, last))
     if not isinstance(keys_rotated, bool):

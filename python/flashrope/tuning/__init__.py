@@ -1,6 +1,6 @@
-"""Tiles measured on the user's GPU: ``flashrope tune`` finds them, ``store`` keeps them, the Triton backend reads them.
+"""Tiles measured on the user's GPU by ``flashrope tune``.
 
-``candidates`` lists what is tried, ``workloads`` the calls that are checked and timed, ``measure`` does both, ``timer``
-holds the clock, and ``command`` is the command line. Nothing here runs unless a user asks for it, except that the
-backend reads the file once.
+``candidates`` lists what is tried, ``workloads`` lists the calls that are checked and timed, ``measure`` does both, and
+``timer`` holds the clock. ``backends/tuned_tiles.py`` stores the winners for the Triton backend, and
+``commands/tune.py`` is the command. Nothing here runs unless a user asks for it.
 """

@@ -24,8 +24,8 @@ REFUSED = {  # model, its changes, options, settings, message
         {"kv_cache_dtype": "fp8_per_token_head"},
         "kv_cache_dtype: expected auto or float32",
     ),
-    "backend": ("llama", {}, {}, {"attention_backend": "CPU_ATTN"}, "attention_backend: expected none or CUSTOM"),
-    "soft cap": ("gemma2", HYBRID, {}, {}, "attn_logit_softcapping: expected none, .* got 50.0"),
+    "backend": ("llama", {}, {}, {"attention_backend": "CPU_ATTN"}, "attention_backend: expected None or CUSTOM"),
+    "soft cap": ("gemma2", HYBRID, {}, {}, "attn_logit_softcapping: not supported by flashrope, got 50.0"),
     "alibi": ("bloom", {}, {}, {}, "architecture: expected one of .* got BloomForCausalLM"),
     "sliding": ("mistral", {"sliding_window": 48}, {"window": 8}, {}, "window: expected a model whose layers see all"),
 }

@@ -26,9 +26,9 @@ def attention(config, **given) -> GQAttention.Config:
 
     Args:
         config: of a ``GQAttention`` whose masks are those of packed documents (backends flex, flex_flash and varlen).
-        scheme: a scheme of ``flashrope suggest`` by name, with the sequence length as its training length. "stock" is
-            the model's own RoPE. None: "hope" without other options, otherwise "stock".
-        given: options as those of ``flashrope.integrations.transformers.convert``, over those of the scheme.
+        scheme: a scheme of ``flashrope loss --schemes`` by name, with the sequence length as its training length.
+            "stock" is the model's own RoPE. Default: "hope" without other options, otherwise "stock".
+        given: options of ``flashrope.integrations.transformers.convert``; they override the scheme's.
 
     Raises:
         TypeError, ValueError: names the option or the part of the model, what was expected and what came.

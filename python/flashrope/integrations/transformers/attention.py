@@ -73,8 +73,8 @@ def _attend(scheme, query, key, value, attention_mask, options: dict, kwargs) ->
     cu_seqlens_q = kwargs.get("cu_seq_lens_q")
     if cu_seqlens_q is not None and cu_seqlens_q.shape[0] > 2 and not isinstance(attention_mask, Packed):
         raise ValueError(
-            "cu_seq_lens_q: expected position_ids beside it, which start anew in every sequence, got "
-            f"{cu_seqlens_q.shape[0] - 1} sequences and none"
+            "cu_seq_lens_q: expected position_ids as well, which restart in every sequence, got "
+            f"{cu_seqlens_q.shape[0] - 1} sequences without position_ids"
         )
     whole = attention_mask is None or not isinstance(attention_mask, Packed) and attention_mask.shape[0] == 0
     if holds_codes(v):
@@ -167,8 +167,8 @@ def _places(rotary: Rotary, kwargs) -> Coordinates | None:
         return None
     if kwargs.get(COORDINATES) is None:
         raise ValueError(
-            "kwargs: expected a decoder whose layers hand them to the attention function, got none, and with them no "
-            "coordinates of the tokens"
+            "kwargs: expected a decoder whose layers pass them on to the attention function, got none, so the "
+            "coordinates of the tokens are missing"
         )
     return kwargs[COORDINATES]
 

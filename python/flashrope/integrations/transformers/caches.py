@@ -248,8 +248,8 @@ def _check_empty(cache: Cache, known: int, queries: torch.Tensor) -> None:
         return
     if length := int(cache.get_seq_length()):
         raise ValueError(
-            f"{CACHE}: expected the {queries.shape[2]} coordinates of each of its {length} tokens, which "
-            f"a converted model leaves with the cache that it fills, got those of {known} tokens"
+            f"{CACHE}: expected a cache that a converted model filled, with {queries.shape[2]} coordinates for each of "
+            f"its {length} tokens, got coordinates of {known} tokens"
         )
 
 

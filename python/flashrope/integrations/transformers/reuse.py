@@ -211,8 +211,8 @@ def _check_passage(name: str, passage: Passage, decoder, plan: Plan) -> None:
         )
     if getattr(cache, MARK, None) != plan.mark:
         raise ValueError(
-            f"{name}.cache: expected a cache that this conversion filled, got one that another model or scheme, or "
-            "nobody known, filled (accept_cache takes one that was read from a file)"
+            f"{name}.cache: expected a cache that this conversion filled, got one that another model or scheme filled, "
+            "or one of unknown origin (accept_cache takes one that was read from a file)"
         )
     if len(layers) != decoder.config.num_hidden_layers:
         raise ValueError(

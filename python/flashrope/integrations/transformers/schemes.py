@@ -80,14 +80,14 @@ def _scheme(config, layer_type, window, rotates, options, seqlen) -> Rotary:
 
 
 def _check_axial(rotary: Rotary, options: dict, window: int | None) -> None:
-    """Refuses what counts distances, where a token stands at several coordinates."""
+    """Refuses options that count distances, where a token has several coordinates."""
     given, asked = options.get("rotary"), [name for name in options if name != "rotary"]
     if window is not None:
         asked = ["sliding_window", *asked]
     if asked:
         raise ValueError(
-            f"{asked[0]}: expected none in a model with mrope_section, whose tokens stand at {rotary.axes} coordinates "
-            f"and have {rotary.axes} distances from one another, not the one that it changes"
+            f"{asked[0]}: not supported in a model with mrope_section (its tokens have {rotary.axes} coordinates, and "
+            f"two of them {rotary.axes} distances), got {options.get(asked[0], window)!r}"
         )
     if given is not None and (isinstance(given, dict) or given.axes != rotary.axes):
         raise ValueError(
@@ -137,8 +137,8 @@ def _grows_from(config, layer_type) -> float:
     of_config = getattr(config, "original_max_position_embeddings", None)
     if of_config is None and int(transformers.__version__.split(".")[0]) < 5:
         raise ValueError(
-            "config: expected original_max_position_embeddings beside the rope parameters, where transformers "
-            f"{transformers.__version__} looks for the length that longrope's tables change at"
+            "config: expected original_max_position_embeddings, from which transformers "
+            f"{transformers.__version__} takes the length at which longrope's tables change, got None"
         )
     return params.get("original_max_position_embeddings") or of_config or config.max_position_embeddings
 

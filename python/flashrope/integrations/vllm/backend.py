@@ -148,7 +148,7 @@ class FlashropeImpl(AttentionImpl):
         }
         for name, value in given.items():
             if value is not None:
-                raise ValueError(f"{name}: expected none, which flashrope does not support, got {value!r}")
+                raise ValueError(f"{name}: not supported by flashrope, got {value!r}")
         if attn_type != AttentionType.DECODER:
             raise ValueError(f"attn_type: expected decoder self-attention, got {attn_type}")
 
@@ -173,7 +173,7 @@ class FlashropeImpl(AttentionImpl):
         if self.scheme is None:
             self.scheme = self._find_scheme(layer.layer_name)
         if output_scale is not None or output_block_scale is not None:
-            raise NotImplementedError("output_scale: expected none, got a quantised output")
+            raise NotImplementedError("output_scale: a quantized output is not supported by flashrope, got a scale")
         if attn_metadata is None:  # a profiling run
             return output.zero_()
         n, padded = attn_metadata.tokens, output

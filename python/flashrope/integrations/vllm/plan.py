@@ -166,7 +166,7 @@ def _check_model(model, hf_config) -> None:
         "llama_4_scaling",
     ):
         if getattr(hf_config, name, None):
-            raise ValueError(f"{name}: expected none, which flashrope does not support, got {_get(hf_config, name)}")
+            raise ValueError(f"{name}: not supported by flashrope, got {_get(hf_config, name)}")
     if getattr(hf_config, "alibi", False):
         raise ValueError("alibi: expected a model that rotates, got a bias on its scores")
     for name in ("use_bidirectional_attention", "is_encoder_decoder"):
@@ -194,15 +194,15 @@ def _check_engine(config) -> None:
     for backend in chosen:
         if backend is not None and getattr(backend, "name", backend) != BACKEND:
             name = getattr(backend, "name", backend)
-            raise ValueError(f"attention_backend: expected none or {BACKEND}, which flashrope registers, got {name}")
+            raise ValueError(f"attention_backend: expected None or {BACKEND}, which flashrope registers, got {name}")
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         size = getattr(config.parallel_config, name, 1)
         if size > 1:
             raise ValueError(f"{name}: expected 1, got {size}; shards of one sequence's keys are not supported")
     if getattr(config, "kv_transfer_config", None) is not None:
         raise ValueError(
-            "kv_transfer_config: expected none, got a connector; its store may be shared with engines whose keys are "
-            "rotated or whose scheme differs"
+            "kv_transfer_config: connectors are not supported by flashrope (a store may be shared with engines whose "
+            "keys are rotated or whose scheme differs), got one"
         )
     speculative = getattr(config, "speculative_config", None)
     if speculative is not None and speculative.method not in SPECULATION:
