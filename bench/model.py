@@ -34,6 +34,7 @@ from .report.predicted import DECODING, DEVICE, FOLDER, LOOPS
 
 ARCHS, HEAD_DIMS = tuple(issue.RATES), (64, 96, 128, 256)
 SCHEMES = (cases.ONE_BAND, cases.TWO_BANDS, *cases.ATOMIC, *cases.DECODE, *cases.MAPS)
+ON_REQUEST = cases.PARTS
 NAMES = {
     "attention_forward": "forward",
     "attention_grad_kv": "dK and dV",
@@ -301,7 +302,9 @@ def main(argv: list[str]) -> int:
     p = argparse.ArgumentParser("python -m bench model", description=__doc__.split("\n")[0], allow_abbrev=False)
     p.add_argument("--arch", type=int, nargs="+", choices=ARCHS, default=[80, 86], help="default: 80 86")
     p.add_argument("--head-dim", type=int, nargs="+", choices=HEAD_DIMS, default=[64, 128], help="default: 64 128")
-    p.add_argument("--scheme", nargs="+", choices=[each.name for each in SCHEMES], help="only these schemes")
+    p.add_argument(
+        "--scheme", nargs="+", choices=[each.name for each in SCHEMES + ON_REQUEST], help="only these schemes"
+    )
     p.add_argument("--peers", type=Path, metavar="PATH", help="also read FlashAttention-2, as bench peers does")
     p.add_argument("--candidates", action="store_true", help="instead rank the candidates of flashrope tune")
     p.add_argument("--direction", nargs="+", choices=candidates.KERNELS, help="only these candidates")
@@ -315,7 +318,7 @@ def main(argv: list[str]) -> int:
         order_candidates(folder, options)
         return 0
     theirs = list(their_rows(options.peers)) if options.peers else read_csv(folder / THEIRS)
-    chosen = [scheme for scheme in SCHEMES if not options.scheme or scheme.name in options.scheme]
+    chosen = [each for each in SCHEMES + ON_REQUEST if each.name in (options.scheme or [x.name for x in SCHEMES])]
     compiled = kernels(options.arch, options.head_dim, chosen, options.jobs)
     found = {kernel.key: kernel for kernel in compiled}
     loops = [kernel.row() for kernel in compiled]

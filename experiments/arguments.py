@@ -24,6 +24,7 @@ from . import (
     long_context,
     real_codes,
     real_reuse,
+    real_speed,
     tables,
     tasks,
     tokenizing,
@@ -43,6 +44,7 @@ TOOLS = {  # commands with arguments of their own
     "long-context": long_context,
     "codes": real_codes,
     "reuse": real_reuse,
+    "speed": real_speed,
 }
 DERIVED = {"tables": "write the tables and figures of a run directory again, from its CSV files"}
 UNTRAINED = ("positions", "frequencies")  # experiments that train and read nothing

@@ -1,5 +1,5 @@
-"""``python -m experiments long-context``: the table and the picture of docs/long_context.md, from the journals of
-``flashrope loss --by-position`` in bench/results/real_model.
+"""``python -m experiments long-context``: the tables and the picture of docs/long_context.md, from the journals of
+``flashrope loss --by-position`` and the results of ``python -m experiments speed`` in bench/results/real_model.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from flashrope.cli.figure import COLOURS, new_figure, save
 from flashrope.cli.options import BadInput
 from flashrope.evaluation.statistics import half_interval
 
-SUMMARY = "write the table and the picture of docs/long_context.md again, from bench/results/real_model"
+from . import real_speed
+
+SUMMARY = "write the tables and the picture of docs/long_context.md again, from bench/results/real_model"
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results" / "real_model"
 PAGE = ROOT / "docs" / "long_context.md"
 PICTURE = ROOT / "docs" / "long_context" / "positions.png"
-BEGIN, END = "<!-- positions:begin -->", "<!-- positions:end -->"
+POSITIONS, SPEED = "positions", "speed"  # the tables between <!-- NAME:begin --> and <!-- NAME:end -->
 TRAIN_LENGTH, BIN = 8192, 1024
 BASE = "stock"
 COLUMNS = (3, 7, 9, 11, 15)  # bins of 1,024 positions
@@ -47,11 +49,18 @@ def run(argv: list[str], program: str) -> None:
     parser.parse_args(argv)
     journals = read(RESULTS)
     page = PAGE.read_text(encoding="utf-8")
-    before, after = page.split(BEGIN)[0], page.split(END)[1]
-    files.write(PAGE, f"{before}{BEGIN}\n{table(journals)}\n{END}{after}")
+    for name, text in ((POSITIONS, table(journals)), (SPEED, speed_tables(RESULTS))):
+        begin, end = markers(name)
+        page = f"{page.split(begin)[0]}{begin}\n{text}\n{end}{page.split(end)[1]}"
+    files.write(PAGE, page)
     PICTURE.parent.mkdir(exist_ok=True)
     save(picture(journals), PICTURE)
     print(f"written: {PAGE}, {PICTURE}")
+
+
+def markers(name: str) -> tuple[str, str]:
+    """Returns the lines of the page before and after a table."""
+    return f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
 
 
 def read(folder: Path) -> list[list[dict]]:
@@ -99,6 +108,14 @@ def table(journals: Sequence[Sequence[dict]]) -> str:
         name = "the model as it is" if row.scheme == BASE else row.scheme
         lines.append(f"| {name} | {row.options} | {row.windows} | " + " | ".join(cells) + f" | {change} |")
     return "\n".join(lines)
+
+
+def speed_tables(folder: Path) -> str:
+    """Markdown: a table for every run of ``python -m experiments speed``, below its command, shorter texts first."""
+    runs = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("speed-*.json")]
+    return "\n\n".join(
+        f"`{run['command']}`:\n\n{real_speed.table(run)}" for run in sorted(runs, key=lambda r: r["length"])
+    )
 
 
 def picture(journals: Sequence[Sequence[dict]]):

@@ -136,6 +136,7 @@ class Variant(NamedTuple):
     block_d: the smallest power of two that is at least head_dim.
     head_dim_v, block_dv: head_dim and block_d of v and out.
     rotary_dim: the channels that rotate.
+    first_channel: the first of them. 0 where pairs are interleaved: their table starts at channel 0.
     num_bands: the bands of the scheme.
     page_size: rows of a page, 0 without pages.
     block_m, block_n: query rows and key rows of a tile.
@@ -157,6 +158,8 @@ class Variant(NamedTuple):
         accumulator's layout, in which every element must belong to one thread.
     one_run: where positions of cached tokens are data, every tile of keys lies in one page.
     stored: the cache stores positions.
+    channels: the head as the Parts of ``flashrope.lowering.parts``, so that the decode kernel rotates only the first
+        of them. Empty: all pairs are rotated.
     """
 
     head_dim: int
@@ -179,6 +182,8 @@ class Variant(NamedTuple):
     one_run: bool = False
     stored: bool = False
     axes: int = 0
+    first_channel: int = 0
+    channels: tuple = ()
 
 
 NO_CACHE = CacheLayout(*(None,) * 14)

@@ -211,11 +211,11 @@ def word_parts(dtype, code_vec, block_d, least):
 
 
 @triton.constexpr_function
-def key_parts(dtype, code_vec, block_d, head_dim, rotary_dim):
+def key_parts(dtype, code_vec, block_d, head_dim, rotary_dim, first_channel):
     """word_parts of keys that do not rotate. A tensor core takes at least 16 columns. First and second members of pairs
-    are whole words."""
+    are whole words, and so are the channels before them."""
     parts = word_parts(dtype, code_vec, block_d, 16)
-    return parts if head_dim % (2 * parts) == rotary_dim % (2 * parts) == 0 else 1
+    return parts if (head_dim | rotary_dim) % (2 * parts) == first_channel % parts == 0 else 1
 
 
 @triton.constexpr_function

@@ -41,7 +41,8 @@ def by_block_d(*tiles: tuple[int, int, int, int]) -> dict[int, Tile]:
 # band, 48% without spills), and sm86's dQ, two registers.
 # A "decode" tile of 256 channels on sm_80 has one slot for keys and values: two blocks reside on a multiprocessor, and
 # one computes while the other waits. The other targets hold two slots, for 2% more instructions. Quantized caches and
-# explicit positions would spill in their loops with 4 warps, so "decode codes" has 8.
+# explicit positions would spill in their loops with 4 warps, so "decode codes" has 8. "decode parts" is for heads
+# half of which rotates at most: the registers then hold a tile of 64 keys.
 # With other "grad_qkv" tile shapes, several warps may hold copies of the same dQ fragment, so the reduction straight
 # from the accumulator's layout would add it more than once.
 # fmt: off
@@ -58,6 +59,7 @@ HALF = {
         "grad_qkv": {64: Tile(64, 64, 4, 3), 128: Tile(32, 128, 8, 3)},
         "decode": by_block_d((16, 64, 4, 3), (16, 64, 4, 3), (16, 64, 4, 3), (16, 64, 4, 3), (16, 32, 4, 2)),
         "decode codes": {256: Tile(16, 32, 8, 3)},
+        "decode parts": {256: Tile(16, 64, 4, 2)},
         "decode wide": by_block_d((64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 3), (32, 64, 8, 3), (32, 32, 8, 2)),
     },
     "sm86": {
@@ -82,6 +84,7 @@ HALF = {
         "grad_qkv banded": {128: Tile(32, 128, 8, 2)},
         "decode": by_block_d((16, 64, 4, 3), (16, 64, 4, 3), (16, 64, 4, 3), (16, 64, 4, 3), (16, 32, 4, 3)),
         "decode codes": {256: Tile(16, 32, 8, 3)},
+        "decode parts": {256: Tile(16, 64, 4, 2)},
         "decode wide": by_block_d((64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 3), (32, 64, 8, 3), (32, 32, 8, 2)),
     },
 }
@@ -165,7 +168,7 @@ PLACED_ROWS, PLACED_ENTRIES, PLACED_WARPS = 16, 64, 4  # queries and entries of 
 # Where every key needs its own cos and sin (stored positions, or maps over pages), heads with at least PLACED_PAIRS
 # pairs use tiles of at most PLACED_KEYS keys. Larger tiles would spill.
 PLACED_PAIRS, PLACED_KEYS = 64, 32
-CROWDED_PAIRS = 128  # quantized caches and explicit positions take "decode codes" at this many pairs or more
+CROWDED_PAIRS = 128  # heads with this many pairs or more have "decode codes" and "decode parts"
 
 # With a KV cache.
 DECODE_SEQLEN = 64  # query tokens that the decode kernel takes at most; chunks.py serves longer ones
@@ -194,6 +197,7 @@ INSTEAD = {  # the directions whose tile is taken where a direction has none of 
     "forward codes": ["forward"],
     "forward unaligned": ["forward"],
     "decode codes": ["decode"],
+    "decode parts": ["decode"],
 }
 
 
@@ -211,7 +215,7 @@ def tile(
 
     direction: "forward", "forward codes" (over a quantized cache), "forward unaligned" (some address or stride is not a
     multiple of 16 bytes), "grad_kv", "grad_q", "grad_qkv" (dQ in the pass of dK and dV), "decode", "decode codes" (a
-    quantized cache or explicit positions) or "decode wide" (many query rows).
+    quantized cache or explicit positions), "decode parts" (``Variant.channels``) or "decode wide" (many query rows).
     block_dv: of v, 0 for the same as block_d. If the two differ and OTHER_V has no tile, the larger decides.
     cache: "paged", whose entries need two slots for keys and values, or anything else."""
     block_dv = block_dv or block_d

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from .arguments import decode_int, decode_int64, decode_stride
+from .channels import load_raw_parts, load_rotated_parts
 from .codes import (
     hide_codes,
     join_columns,
@@ -217,28 +218,40 @@ def find_rows(program, seq, group, VARIANT: tl.constexpr):
 
 
 @triton.jit
+def load_query_channels(q, offsets, position, band, keys, scale, VARIANT: tl.constexpr):
+    """Returns the tiles of VARIANT.channels of queries at positions [BM] and offsets [BM, 1], rotated and scaled."""
+    FIRST: tl.constexpr = VARIANT.channels[0].pair
+    COUNT: tl.constexpr = VARIANT.channels[0].width // 2
+    cos, sin = load_cos_sin_at(keys.table, band.q_rotation, position, FIRST, COUNT, VARIANT)  # [BM, COUNT]
+    return load_rotated_parts(q.ptr, offsets, cos, sin, scale, VARIANT, q.ptr.dtype.element_ty)
+
+
+@triton.jit
 def rotate_queries(
     q, offsets, rows, token, column, band, keys, scheme, scale, PARTS: tl.constexpr, VARIANT: tl.constexpr
 ):
     """The BandQueries of a band. offsets [BM, 1], scale [BM, 1]: of the rows. token, column: the rows' number through
     all sequences and the last column that each sees [BM] where positions are data, else None. PARTS: those of
     load_key_words, or 1 if keys are read as pairs."""
-    x, y = load_pairs(q.ptr, offsets, 0, VARIANT.block_d // 2, VARIANT)  # [BM, D/2]
-    if column is None:
-        position = rows.position + keys.shift
-        cos, sin = load_cos_sin_at(keys.table, band.q_rotation, position, 0, VARIANT.block_d // 2, VARIANT)
+    if len(VARIANT.channels) > 0:
+        tiles = load_query_channels(q, offsets, rows.position + keys.shift, band, keys, scale, VARIANT)
     else:
-        cos, sin = placed_query_cos_sin(keys.table, band.q_rotation, keys.cache, token, rows.position, VARIANT)
-    x, y = rotate_pairs(x, y, cos, sin, scale, q.ptr.dtype.element_ty)
+        x, y = load_pairs(q.ptr, offsets, 0, VARIANT.block_d // 2, VARIANT)  # [BM, D/2]
+        if column is None:
+            position = rows.position + keys.shift
+            cos, sin = load_cos_sin_at(keys.table, band.q_rotation, position, 0, VARIANT.block_d // 2, VARIANT)
+        else:
+            cos, sin = placed_query_cos_sin(keys.table, band.q_rotation, keys.cache, token, rows.position, VARIANT)
+        tiles = rotate_pairs(x, y, cos, sin, scale, q.ptr.dtype.element_ty)
     if column is None:
         visible = visible_keys(rows.position, band, keys.length, scheme.maps)
     else:
         visible = placed_keys(rows.position, column, band, keys.cache, token, scheme.maps, VARIANT)
     if PARTS > 1:
-        tile = join_hidden(x, y, keys.length > 0, VARIANT)
+        tile = join_hidden(tiles[0], tiles[1], keys.length > 0, VARIANT)
         return BandQueries(split_columns(tile, PARTS), visible, log2_scale(scheme.score_scale))
     else:
-        return BandQueries((x, y), visible, log2_scale(scheme.score_scale))
+        return BandQueries(tiles, visible, log2_scale(scheme.score_scale))
 
 
 @triton.jit
@@ -272,14 +285,28 @@ def load_block_entries(keys, column, VARIANT: tl.constexpr):
 
 
 @triton.jit
-def key_cos_sin(keys, rotation, k_map, column, VARIANT: tl.constexpr):
-    """Returns cos and sin [BN, D/2] of the keys from `column` on; k_map: as in attend_block."""
-    PAIRS: tl.constexpr = VARIANT.block_d // 2
+def key_cos_sin(keys, rotation, k_map, column, FIRST: tl.constexpr, COUNT: tl.constexpr, VARIANT: tl.constexpr):
+    """Returns cos and sin [BN, COUNT] of the keys from `column` on, of pairs FIRST to FIRST + COUNT - 1. k_map: as in
+    attend_block."""
     if VARIANT.aligned_maps:
-        return load_cos_sin_from(keys.table, rotation, mapped_start(k_map, column), k_map.index, 0, PAIRS, VARIANT)
+        return load_cos_sin_from(keys.table, rotation, mapped_start(k_map, column), k_map.index, FIRST, COUNT, VARIANT)
     else:
         rows = TileRows(tl.arange(0, VARIANT.block_n), column + keys.shift, column, keys.length)
-        return load_cos_sin(keys.table, rotation, rows, 0, PAIRS, VARIANT)
+        return load_cos_sin(keys.table, rotation, rows, FIRST, COUNT, VARIANT)
+
+
+@triton.jit
+def load_key_channels(
+    keys, offsets, band, k_map, column, ROTATE_K: tl.constexpr, VARIANT: tl.constexpr, dtype: tl.constexpr
+):
+    """Returns the tiles of VARIANT.channels of the keys from `column` on, at offsets [BN, 1]."""
+    if ROTATE_K:
+        FIRST: tl.constexpr = VARIANT.channels[0].pair
+        COUNT: tl.constexpr = VARIANT.channels[0].width // 2
+        cos, sin = key_cos_sin(keys, band.k_rotation, k_map, column, FIRST, COUNT, VARIANT)
+        return load_rotated_parts(keys.k.ptr, offsets, cos, sin, None, VARIANT, dtype)
+    else:
+        return load_raw_parts(keys.k.ptr, offsets, VARIANT)
 
 
 @triton.jit
@@ -309,13 +336,15 @@ def attend_block(
     dtype: tl.constexpr = queries.parts[0].dtype
     if K_PARTS > 1:
         k = load_key_words(keys.k, page, row, K_PARTS, VARIANT, dtype)
+    elif len(VARIANT.channels) > 0:
+        k = load_key_channels(keys, page_offsets(page, row, keys.k), band, k_map, column, ROTATE_K, VARIANT, dtype)
     else:
         # Keys that rotate become float32 anyway.
         k_dtype: tl.constexpr = tl.float32 if ROTATE_K and keys.k.ptr.dtype.element_ty == tl.int8 else dtype
         k = load_key_pairs(keys.k.ptr, page_offsets(page, row, keys.k), VARIANT, k_dtype)  # [BN, D/2]
         if ROTATE_K:
             if places is None:
-                cos, sin = key_cos_sin(keys, band.k_rotation, k_map, column, VARIANT)
+                cos, sin = key_cos_sin(keys, band.k_rotation, k_map, column, 0, VARIANT.block_d // 2, VARIANT)
             else:
                 cos, sin = placed_key_cos_sin(keys.table, band.k_rotation, keys.cache, places, VARIANT)
             k = rotate_pairs(k[0], k[1], cos, sin, 1.0, dtype)
@@ -432,7 +461,9 @@ def attention_decode(
 
     CODES: tl.constexpr = k_cache.ptr.dtype.element_ty
     V_PARTS: tl.constexpr = value_parts(CODES, VARIANT.code_vec, VARIANT.block_d, VARIANT.head_dim)
-    K_PARTS: tl.constexpr = key_parts(CODES, VARIANT.code_vec, VARIANT.block_d, VARIANT.head_dim, VARIANT.rotary_dim)
+    K_PARTS: tl.constexpr = key_parts(
+        CODES, VARIANT.code_vec, VARIANT.block_d, VARIANT.head_dim, VARIANT.rotary_dim, VARIANT.first_channel
+    )
     state = start_softmax(VARIANT.block_m, VARIANT.block_d, V_PARTS)
     NUM_BANDS: tl.constexpr = VARIANT.num_bands
     for b in tl.static_range(NUM_BANDS):

@@ -22,10 +22,11 @@ BLOCK_ROWS = tl.constexpr(16)  # of load_cos_sin_by_blocks
 @triton.jit
 def pair_channels(pair, second, VARIANT: tl.constexpr):
     """Half pairing: the channel of every pair's first (second = 0) or second (second = 1) member. It is head_dim or
-    more if there is none. With second = None, pair counts all first members, then all second ones. Channels from
-    rotary_dim on form pairs that do not rotate. The result is computed in whole vectors of up to 16 bytes, so that the
-    compiler can load those."""
-    return pair_places(pair, second, VARIANT.rotary_dim, VARIANT.head_dim, VARIANT.block_d, VARIANT.vec)
+    more if there is none. With second = None, pair counts all first members, then all second ones. Channels before
+    first_channel and behind the rotary ones form pairs that do not rotate. The result is computed in whole vectors of
+    up to 16 bytes, so that the compiler can load those."""
+    FIRST: tl.constexpr = VARIANT.first_channel
+    return pair_places(pair, second, VARIANT.rotary_dim, VARIANT.head_dim, VARIANT.block_d, FIRST, VARIANT.vec)
 
 
 @triton.jit
@@ -33,17 +34,24 @@ def pair_bytes(pair, second, VARIANT: tl.constexpr):
     """Returns pair_channels for int4, as byte offsets. Each byte holds two channels, which must belong to adjacent
     pairs."""
     VEC: tl.constexpr = VARIANT.vec if VARIANT.vec < VARIANT.code_vec else VARIANT.code_vec
-    return pair_places(pair, second, VARIANT.rotary_dim // 2, VARIANT.head_dim // 2, VARIANT.block_d // 2, VEC)
+    FIRST: tl.constexpr = VARIANT.first_channel // 2
+    return pair_places(pair, second, VARIANT.rotary_dim // 2, VARIANT.head_dim // 2, VARIANT.block_d // 2, FIRST, VEC)
 
 
 @triton.jit
 def pair_places(
-    pair, second, ROTARY_DIM: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ALIGNED: tl.constexpr
+    pair,
+    second,
+    ROTARY_DIM: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    FIRST: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):
     HALF: tl.constexpr = ROTARY_DIM // 2
     REST: tl.constexpr = HEAD_DIM // 2 - HALF
-    COMMON: tl.constexpr = HALF | REST | ALIGNED
-    VEC: tl.constexpr = COMMON & -COMMON  # the largest power of two that divides all three
+    COMMON: tl.constexpr = HALF | REST | FIRST | ALIGNED
+    VEC: tl.constexpr = COMMON & -COMMON  # the largest power of two that divides all of them
     if ROTARY_DIM == BLOCK_D and second is not None:
         return pair + second * HALF
     else:
@@ -51,8 +59,13 @@ def pair_places(
         if second is None:
             second = vector // (BLOCK_D // 2 // VEC)
             vector = vector % (BLOCK_D // 2 // VEC)
-        rotated = vector + second * (HALF // VEC)
-        unrotated = vector + HALF // VEC + second * (REST // VEC)
+        if FIRST == 0:
+            rotated = vector + second * (HALF // VEC)
+            unrotated = vector + HALF // VEC + second * (REST // VEC)
+        else:
+            rotated = vector + FIRST // VEC + second * (HALF // VEC)
+            unrotated = vector - HALF // VEC + second * (REST // VEC)
+            unrotated = tl.where(unrotated < FIRST // VEC, unrotated, unrotated + 2 * HALF // VEC)
         padding = HEAD_DIM // VEC
         rest = tl.where(vector < (HALF + REST) // VEC, unrotated, padding)
         vector = tl.where(vector < HALF // VEC, rotated, rest)
@@ -118,7 +131,7 @@ def load_keys(ptr, offsets, channels, VARIANT: tl.constexpr, dtype: tl.constexpr
     FULL: tl.constexpr = VARIANT.rotary_dim == VARIANT.block_d
     UNROTATED: tl.constexpr = VARIANT.rotary_dim == 0 and VARIANT.head_dim == VARIANT.block_d
     NEIGHBOURS: tl.constexpr = (
-        VARIANT.rotary_dim % 4 == 0 and VARIANT.head_dim % 4 == 0
+        VARIANT.rotary_dim % 4 == 0 and VARIANT.head_dim % 4 == 0 and VARIANT.first_channel % 2 == 0
     )  # they share a byte of 4-bit codes
     if ptr.dtype.element_ty == tl.int8:
         return (as_type(load_rows(ptr, offsets, channels[0], VARIANT), dtype),)
@@ -141,7 +154,9 @@ def load_keys(ptr, offsets, channels, VARIANT: tl.constexpr, dtype: tl.constexpr
 def load_key_pairs(ptr, offsets, VARIANT: tl.constexpr, dtype: tl.constexpr):
     """load_pairs of all pairs of keys, two [M, D/2]. Codes become this type."""
     PAIRS: tl.constexpr = VARIANT.block_d // 2
-    NEIGHBOURS: tl.constexpr = VARIANT.rotary_dim % 4 == 0 and VARIANT.head_dim % 4 == 0
+    NEIGHBOURS: tl.constexpr = (
+        VARIANT.rotary_dim % 4 == 0 and VARIANT.head_dim % 4 == 0 and VARIANT.first_channel % 2 == 0
+    )
     if ptr.dtype.element_ty != tl.uint8:
         x, y = load_pairs(ptr, offsets, 0, PAIRS, VARIANT)
         return as_type(x, dtype), as_type(y, dtype)
@@ -173,7 +188,9 @@ def load_key_words(view, page, row, PARTS: tl.constexpr, VARIANT: tl.constexpr, 
     at = tl.arange(0, VARIANT.block_d // PARTS)
     if not (VARIANT.interleaved or FULL or UNROTATED):
         WIDTH: tl.constexpr = VARIANT.block_d // PARTS
-        at = pair_places(at, None, VARIANT.rotary_dim // PARTS, VARIANT.head_dim // PARTS, WIDTH, VARIANT.code_vec // 2)
+        FIRST: tl.constexpr = VARIANT.first_channel // PARTS
+        VEC: tl.constexpr = VARIANT.code_vec // 2
+        at = pair_places(at, None, VARIANT.rotary_dim // PARTS, VARIANT.head_dim // PARTS, WIDTH, FIRST, VEC)
     return load_words(view, page, row, at, VARIANT.head_dim, PARTS, VARIANT, dtype)
 
 

@@ -78,6 +78,16 @@ PARTIAL = Scheme(
     lambda head_dim: Rotary.rope(head_dim, rotary_dim=head_dim // 2).rectify(WINDOW),
     cache="contiguous",
 )
+
+
+def few_rotate(head_dim: int) -> Rotary:
+    """At most half of the channels rotate: the last 64, or at head_dim 64 the first half of HoPE's pairs."""
+    if head_dim == 64:
+        return Rotary.hope(64, 512)
+    return Rotary.rope(head_dim, rotary_dim=64, first_channel=head_dim - 64)
+
+
+PARTS = tuple(Scheme(f"parts {cache}", few_rotate, cache=cache) for cache in ("contiguous", "paged"))
 MAPS = (  # position maps per band: two bands, and three over chunks of 1024
     Scheme("self-extend", lambda head_dim: Rotary.rope(head_dim).self_extend(WINDOW, 8)),
     Scheme("dual-chunk", lambda head_dim: Rotary.rope(head_dim).dual_chunk(WINDOW + 256, 256)),
@@ -216,6 +226,8 @@ def _main_cases(quick: bool) -> list[Case]:
         + grid((80,), (128,), "fp32", DECODE[-1])
         + grid((86,), (64, 128), "bf16", DECODE[-1], CHUNKS[-1])
         + grid((80, 86, 90), (256,), "bf16", *CHUNKS[2:])
+        + grid((80, 90), (64, 128, 256), "bf16", *PARTS)
+        + grid((86, 89, 100, 120, "gfx942"), (256,), "bf16", *PARTS)
     )
     codes = grid((80, 90), (128,), "bf16", *QUANTIZED, *QUANTIZED_CHUNKS) + grid((80,), (64,), "bf16", QUANTIZED[-1])
     codes += grid((80,), (128,), "fp16", QUANTIZED[1])

@@ -11,6 +11,7 @@ from .architectures import NEWER as NEWER_TARGETS
 from .cases import (
     MAPS,
     MAPS_DECODE,
+    PARTS,
     PLACED_MAPS,
     QUANTIZED,
     QUANTIZED_CHUNKS,
@@ -134,6 +135,7 @@ OTHERS = (
 
 # The first match decides. Limited are one and two bands in half precision, head_dim 64 and 128, on sm_80 and sm_90.
 SPILL_LIMITS = (
+    *(SpillLimit(0, scheme=scheme.name) for scheme in PARTS),
     *OTHERS,
     *CODES,
     SpillLimit(4, "attention_decode", 90, head_dim=128, scheme=PLACED_MAPS[0].name, triton="3.6."),  # outside the loops
@@ -222,6 +224,10 @@ INSTRUCTION_LIMITS |= {
     )
     for scheme in schemes
 }
+for _scheme, _limits in zip(PARTS, ((30, 21.5, 15), (34, 24, 17)), strict=True):
+    INSTRUCTION_LIMITS["attention_decode", _scheme.name] = {
+        (arch, head_dim): limit for arch in (80, 90) for head_dim, limit in zip((64, 128, 256), _limits, strict=True)
+    }
 # Instruction limits for quantized caches under Triton 3.6. Later versions stay below them, except the rows in NEWER.
 CODE_INSTRUCTIONS = {
     ("attention_chunks", "rope contiguous chunk int8"): {(80, 128): 16.6, (90, 128): 83},

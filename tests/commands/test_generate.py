@@ -297,6 +297,7 @@ def test_default_prompt_is_unseen(checkpoint, capsys):
         (["--train-length", "64"], "--train-length: expected 32, which "),
         (["--device", "abacus"], "--device: expected auto, cpu, cuda or cuda:N, got abacus"),
         (["--impl", "triton"], "--impl: impl='triton' cannot serve this call: no"),
+        (["--dtype", "bfloat16"], "--dtype: expected a transformers model or a .gguf file beside it"),
     ],
 )
 def test_bad_input_is_one_line(run, monkeypatch, options, message):

@@ -10,7 +10,10 @@ from test_cached_positions import holes
 
 from . import offered
 
-SCHEMES = support.SCHEMES | {"rope_partial": lambda d: Rotary.rope(d, rotary_dim=d // 4 * 2)}
+SCHEMES = support.SCHEMES | {
+    "rope_partial": lambda d: Rotary.rope(d, rotary_dim=d // 4 * 2),
+    "rope_behind": lambda d: Rotary.rope(d, rotary_dim=d // 8 * 2, first_channel=d - d // 8 * 2),
+}
 LENGTHS = (90, 71)
 ENTRIES = 3  # that holes() fills
 

@@ -13,11 +13,13 @@ from experiments import fetch, long_context
 from experiments.__main__ import main
 
 
-def test_the_page_holds_the_table_of_the_journals():
+def test_the_page_holds_the_tables_of_the_results():
     page = long_context.PAGE.read_text()
-    assert page.split(long_context.BEGIN)[1].split(long_context.END)[0].strip() == long_context.table(
-        long_context.read(long_context.RESULTS)
-    )
+    tables = {"positions": long_context.table(long_context.read(long_context.RESULTS))}
+    tables["speed"] = long_context.speed_tables(long_context.RESULTS)
+    for name, expected in tables.items():
+        begin, end = long_context.markers(name)
+        assert page.split(begin)[1].split(end)[0].strip() == expected
 
 
 def journal(path, rows):

@@ -1,4 +1,4 @@
-"""The tools that measure a pretrained model, on a small random one: reuse and codes."""
+"""The tools that measure a pretrained model, on a small random one: reuse, codes and speed."""
 
 import json
 import random
@@ -12,7 +12,7 @@ from flashrope.cli.options import BadInput
 from flashrope.evaluation.model import load
 from flashrope.integrations.transformers import convert
 
-from experiments import real_codes, real_reuse
+from experiments import real_codes, real_reuse, real_speed
 from experiments.__main__ import main
 
 TEXT = "The wind blows over the field. A dog barks at the gate, and the baker opens his shop at 7. " * 9
@@ -181,3 +181,32 @@ def test_agreement(folder, tmp_path):
     found = json.loads((tmp_path / "agreement.json").read_text())["mean"]
     assert found["other sums"] < 0.1 < found["rotated keys"] < 3
     assert abs(found["loss, int8"] - found["loss, float32"]) < 0.05
+
+
+# ---- speed
+
+
+def test_speed_measures_every_way(folder, tmp_path, capsys):
+    options = ["--length", "64", "--train-tokens", "32", "--schemes", "rerope", "--window", "16", "--rounds", "2"]
+    assert run("speed", folder, tmp_path, *options) == 0
+    facts = json.loads((tmp_path / "speed.json").read_text())
+    ways = ["the model as it is", "converted", "ReRoPE"]
+    expected = [
+        (dtype, way, task) for dtype in real_speed.DTYPES for way in ways for task in ("read", "decode", "train")
+    ]
+    assert sorted((row["dtype"], row["way"], row["task"]) for row in facts["rows"]) == sorted(expected)
+    assert all(len(row["seconds"]) == 2 and min(row["seconds"]) > 0 for row in facts["rows"])
+    bytes_of = {(each["dtype"], each["way"]): each["bytes"] for each in facts["cache_bytes_per_token"]}
+    assert bytes_of == {(d, way): 2 * 2 * 2 * 64 * t.itemsize for d, t in real_speed.DTYPES.items() for way in ways}
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-6].startswith("| float32 | the model as it is | ") and "(" not in lines[-6]
+    assert lines[-1].startswith("| bfloat16 | ReRoPE | ") and lines[-1].count("(") == 3
+    assert run("speed", folder, tmp_path, "--length", "64", "--dtype", "bfloat16", "--rounds", "1") == 0
+    assert "training step" not in capsys.readouterr().out
+
+
+def test_a_training_step_to_time_leaves_the_weights(folder):
+    model, tokens = load(str(folder), torch.device("cpu"))
+    before = {name: weight.clone() for name, weight in model.named_parameters()}
+    assert real_speed.training_step(model, torch.tensor([tokens.encode(TEXT)[:33]])) > 0
+    assert all(torch.equal(weight, before[name]) and weight.grad is None for name, weight in model.named_parameters())

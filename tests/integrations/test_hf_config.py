@@ -186,6 +186,7 @@ def test_proportional_keeps_the_denominator():
     rotary = read(config)
     assert rotary.rotary_dim == 128
     same(rotary, table(128, 1e6)[:16].tolist() + [0.0] * 48)
+    assert rotary == Rotary.p_rope(128, 0.25, base=1e6)
     config.rope_parameters["factor"] = 2.0
     same(read(config), (table(128, 1e6)[:16] / 2).tolist() + [0.0] * 48)
 

@@ -164,6 +164,7 @@ def test_what_may_not_change_between_runs(checkpoint, text, tmp_path, capsys):
         (command(checkpoint, tmp_path / "text.txt", out), "another text"),
         ([*run, "--window", "12"], "another scheme, ReRoPE with window 16"),
         ([*run, "--seed", "1"], "another text"),
+        ([*run, "--dtype", "bfloat16"], "another model"),
     ):
         capsys.readouterr()
         assert main(changed) == 2, name

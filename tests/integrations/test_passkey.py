@@ -211,6 +211,22 @@ def test_a_quantized_cache(checkpoint, tmp_path):
     assert (changes["int8"] > 0).all() and changes["int8"].max() < changes["int4"].max() < 1
 
 
+def test_the_type_of_the_computation(checkpoint, tmp_path):
+    """Shorter types change every answer a little, and the results name them."""
+    sizes = ["--lengths", "380", "--schemes", "stock", "--depths", "2", "--trials", "2", "--threads", "1"]
+    found = {}
+    for name in (None, "float32", "bfloat16", "float16"):
+        out, options = tmp_path / str(name), ["--dtype", name] if name else []
+        command = ["passkey", "--model", checkpoint, *sizes, "--device", "cpu", "--out", str(out), *options]
+        assert main(command) == 0
+        saved = json.loads((out / "passkey.json").read_text())
+        assert (f", {name}, training" in saved["facts"]["model"]) == (name in ("bfloat16", "float16"))
+        found[name] = torch.tensor([cell["log_probability"] for cell in saved["cells"]], dtype=torch.float64)
+    assert torch.equal(found[None], found["float32"])
+    changes = {name: (found[name] - found["float32"]).abs() for name in ("bfloat16", "float16")}
+    assert changes["float16"].min() > 0 and changes["float16"].max() < changes["bfloat16"].max() < 0.2
+
+
 def test_the_command(checkpoint, tmp_path, capsys):
     sizes = ["--lengths", "380", "520", "--depths", "2", "--trials", "1", "--device", "cpu", "--threads", "1"]
     before = torch.get_num_threads()

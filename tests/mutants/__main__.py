@@ -29,12 +29,17 @@ from pathlib import Path
 
 from . import by_hand, page
 from .judges import judges
+from .native_build import multiplies_bfloat16
 from .results import INVALID, KILLED, RESULTS, SURVIVED, Row, add, read, write
 from .runs import EXECUTED, EXECUTOR, Copy, Ended, Run, preload
 from .sites import ROOMS, ROOT, Mutant, files, mutants_of
 
 Tests = tuple[str, ...]
-NEEDED = {"integrations": ("transformers", find_spec("transformers")), "cuda": ("nvcc", shutil.which("nvcc"))}
+NEEDED = {
+    "integrations": ("transformers", find_spec("transformers")),
+    "cuda": ("nvcc", shutil.which("nvcc")),
+    "bfloat16": ("AVX512-BF16", multiplies_bfloat16()),
+}
 
 
 def everything(rooms: tuple[str, ...]) -> list[Mutant]:

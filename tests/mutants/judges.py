@@ -103,6 +103,7 @@ JUDGES = {
     "triton_kernels/placed.py": PLACED,
     "triton_kernels/stored.py": PLACED[::-1],
     "triton_kernels/codes.py": QUANTIZED,
+    "triton_kernels/channels.py": [*DECODE, "tests/rotary/test_first_channel.py"],
     "python/flashrope/lowering/*": [*TABLES, *FORWARD[:1], "tests/rotary/test_maps.py tests/rotary/test_resident.py"],
     "python/flashrope/backends/cpu/pieces.py": COMPOSED,
     "python/flashrope/backends/cpu/attention.py": COMPOSED,
@@ -152,6 +153,10 @@ JUDGES = {
     ],
     "python/flashrope/backends/precision.py": ["tests/operators/test_torch.py -k autocast"],
     "python/flashrope/backends/*": CALLS,
+    "csrc/cpu/bf16/*": [
+        "tests/kernels/test_cpu_bfloat16.py",
+        "tests/operators/test_accuracy.py tests/caches/test_quantized.py -k 'cpu and bfloat16'",
+    ],
     "csrc/cpu/decode.*": COMPILED_DECODE,
     "csrc/cpu/rotate.cpp": ["tests/caches/test_rotated_keys.py tests/operators/test_rotate.py -k cpu", *COMPILED[1:]],
     "csrc/cpu/forward.cpp": [*COMPILED[:1], "tests/operators/test_accuracy.py tests/caches/test_quantized.py -k cpu"],

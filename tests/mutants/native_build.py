@@ -12,7 +12,15 @@ from .sites import ROOT
 
 SOURCES = ROOT / "csrc/cpu"
 TARGETS = {"x86_64": ("x86-64-v3", "-march=x86-64-v3"), "aarch64": ("armv8-a", "-march=armv8-a")}
+BFLOAT16 = "bf16"  # the folder of the kernels that multiply in bfloat16
+BFLOAT16_TARGETS = {"": ("x86-64-v4", "-march=x86-64-v4"), BFLOAT16: ("x86-64-v4-bf16", "-mavx512bf16")}
 FLAGS = ("-std=c++17", "-O0", "-fno-math-errno", "-fPIC")
+
+
+def multiplies_bfloat16() -> bool:
+    """Whether this processor runs the kernels in csrc/cpu/bf16."""
+    path = Path("/proc/cpuinfo")
+    return path.exists() and "avx512_bf16" in path.read_text().split()
 
 
 class NativeBuild:
@@ -21,24 +29,37 @@ class NativeBuild:
     def __init__(self, objects: Path):
         self.objects = objects
         self.compiler = shlex.split(os.environ.get("CXX") or "c++")
-        self.target, option = TARGETS[platform.machine()]
-        self.options = [*self.compiler, *FLAGS, option]
 
-    def library(self, sources: Path, changed: str, to: Path) -> bool:
-        """Builds the library of a copy's sources. changed: the name of the file that differs. False where it does not
-        compile."""
-        self.objects.mkdir(parents=True, exist_ok=True)
-        to.mkdir(parents=True, exist_ok=True)
+    def libraries(self, sources: Path, changed: str, to: Path) -> bool:
+        """Builds the libraries that a copy's sources belong to: one, or for csrc/cpu/bf16 also the one that it extends.
+
+        Args:
+            sources: the folder in the copy.
+            changed: the name of the file that differs.
+
+        Returns False where it does not compile.
+        """
+        if sources.name != BFLOAT16:
+            return self._library(SOURCES, sources, changed, to, *TARGETS[platform.machine()])
+        extended, own = BFLOAT16_TARGETS[""], BFLOAT16_TARGETS[BFLOAT16]
+        return self._library(SOURCES, SOURCES, "", to, *extended) and self._library(
+            SOURCES / BFLOAT16, sources, changed, to, own[0], extended[1], own[1]
+        )
+
+    def _library(self, sound: Path, sources: Path, changed: str, to: Path, target: str, *options: str) -> bool:
+        kept = self.objects / target
+        for folder in (kept, to):
+            folder.mkdir(parents=True, exist_ok=True)
         linked = []
-        for source in sorted(SOURCES.glob("*.cpp")):
-            sound = not changed.endswith(".h") and source.name != changed
-            built = (self.objects if sound else to) / f"{source.stem}.o"
-            if not sound or not built.exists():
-                from_folder = SOURCES if sound else sources
-                if not self._run("-c", str(from_folder / source.name), "-o", str(built)):
+        for source in sorted(sound.glob("*.cpp")):
+            same = not changed.endswith(".h") and source.name != changed
+            built = (kept if same else to) / f"{source.stem}.o"
+            if not same or not built.exists():
+                from_folder = sound if same else sources
+                if not self._run(*options, "-c", str(from_folder / source.name), "-o", str(built)):
                     return False
             linked.append(str(built))
-        return self._run("-shared", *linked, "-o", str(to / f"{self.target}.so"))
+        return self._run("-shared", *linked, "-o", str(to / f"{target}.so"))
 
     def _run(self, *arguments: str) -> bool:
-        return subprocess.run([*self.options, *arguments], capture_output=True, check=False).returncode == 0
+        return subprocess.run([*self.compiler, *FLAGS, *arguments], capture_output=True, check=False).returncode == 0

@@ -12,6 +12,7 @@ TABLES = "## Results"
 NAMES = {
     "kernels": "Triton kernels",
     "cpu": "C++ kernels of the CPU backend",
+    "bfloat16": "C++ kernels of the CPU backend, in bfloat16",
     "cuda": "CUDA C++ kernels, in the PTX executor",
     "rotary": "schemes",
 }

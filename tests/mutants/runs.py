@@ -95,10 +95,10 @@ class Copy:
         if not sound:
             path.write_text(mutant.applied(), encoding="utf-8")
             self._forget_compiled(path)
-        if path.parent.name == "cpu" and path.suffix in (".cpp", ".h"):
+        if "cpu" in path.parts and path.suffix in (".cpp", ".h"):
             if self.kernels.exists():
                 self.kernels.rename(self.installed)
-            return self.native.library(path.parent, "" if sound else path.name, self.kernels)
+            return self.native.libraries(path.parent, "" if sound else path.name, self.kernels)
         return path.suffix != ".py" or compiles(mutant.applied())
 
     def restore(self) -> None:

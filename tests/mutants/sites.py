@@ -13,6 +13,7 @@ ROOMS = {
     "kernels": ("triton_kernels/*.py",),
     "lowering": ("python/flashrope/lowering/*.py",),
     "backends": ("python/flashrope/backends/*.py",),
+    "bfloat16": ("csrc/cpu/bf16/*.cpp", "csrc/cpu/bf16/*.h"),
     "cpu": ("csrc/cpu/*.cpp", "csrc/cpu/*.h"),
     "cuda": ("csrc/decode.cu", "csrc/positions.cuh", "csrc/decode.h"),
     "cache": ("python/flashrope/cache/*.py",),

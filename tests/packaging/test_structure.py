@@ -28,9 +28,9 @@ FLOORS = {  # from the ground up; a room, a file or a folder, imports from itsel
     "bench": ("machine progress work", "compiling report", "timing", "results_page sanitize model", "__main__"),
     "experiments": (
         "tokens templating gau encodings statistics published distributed looks zoo tokenizing figures patterns tasks "
-        "passkey copying few_shot presets quantized_loss reused_loss switch_loss fetch long_context real_codes "
-        "real_reuse",
-        "estimate runs training_curves tables training export measuring",
+        "passkey copying few_shot presets quantized_loss reused_loss switch_loss fetch real_codes "
+        "real_reuse real_speed",
+        "estimate runs training_curves tables training export measuring long_context",
         "digits picture over_length drawn checkpoints",
         "registry",
         "show arguments claims_figure page __main__",

@@ -75,6 +75,16 @@ REASONS = [
     (lambda: Rotary.rope(64, rotary_dim=33), "rotary_dim: expected an even integer of at least 0, got 33"),
     (lambda: Rotary.rope(64, rotary_dim=True), "rotary_dim: expected an even integer of at least 0, got True"),
     (lambda: Rotary.rope(64, rotary_dim=-2), "rotary_dim: expected an even integer of at least 0, got -2"),
+    (lambda: Rotary.rope(64, first_channel=3), "first_channel: expected an even integer of at least 0, got 3"),
+    (lambda: Rotary.rope(64, first_channel=-2), "first_channel: expected an even integer of at least 0, got -2"),
+    (
+        lambda: Rotary.rope(64, rotary_dim=32, first_channel=48),
+        "first_channel: expected at most 32, so that 32 rotary channels end within head_dim = 64, got 48",
+    ),
+    (
+        lambda: Rotary.from_inv_freq([1.0, 0.5], 8, first_channel=6),
+        "first_channel: expected at most 4, so that 4 rotary channels end within head_dim = 8, got 6",
+    ),
     (lambda: Rotary.from_inv_freq([[1.0]], 64), r"inv_freq: expected one dimension, got shape \(1, 1\)"),
     (lambda: Rotary.from_inv_freq([1.0] * 33, 64), "inv_freq: 33 pairs need 66 channels, head_dim has 64"),
     (lambda: Rotary.from_inv_freq([1.0, math.nan], 64), r"inv_freq\[1\]: expected a finite number, got nan"),

@@ -84,8 +84,8 @@ def attention_with_cache(q: torch.Tensor, layer: CacheLayer, call: CacheCall) ->
     """Returns (out like q and contiguous, lse float32 (batch, heads_q, seqlen_q)), in two launches.
 
     Raises:
-        ValueError: the cache is quantized, the scheme maps positions, has log_steps, or several queries that see keys
-            ahead are over rotated keys: rows before the first key would have negative positions.
+        ValueError: the cache is quantized, the scheme has a first_channel, maps positions or has log_steps, or several
+            queries that see keys ahead are over rotated keys: rows before the first key would have negative positions.
     """
     if have_maps(call.bands):
         raise ValueError(
@@ -94,6 +94,11 @@ def attention_with_cache(q: torch.Tensor, layer: CacheLayer, call: CacheCall) ->
         )
     if call.rotary.query_scale.log_n_every is not None:
         raise ValueError("impl='cuda' cannot serve this call: its kernels have no log_steps; use impl='triton'")
+    if call.rotary.first_channel:
+        raise ValueError(
+            f"impl='cuda' cannot serve this call: its kernels rotate channels from 0 on, not from first_channel = "
+            f"{call.rotary.first_channel}; use impl='triton'"
+        )
     _refuse_codes(layer)
     rows = q.shape[1] if q.ndim == 4 else call.tables.max_seqlen_q
     if not call.causal and rows > 1 and any(band.keys_rotated for band in call.bands):

@@ -149,8 +149,7 @@ def rotate(x: torch.Tensor, call: RotateCall) -> torch.Tensor:
         positions = positions if x.ndim == 4 else positions[0]
     elif positions is None:
         positions = torch.arange(x.shape[1], device=x.device)
-    wide = x.to(accumulation_type(x))
-    wide = torch.cat((wide[..., : rotary.rotary_dim] * rotary.rotated_scale, wide[..., rotary.rotary_dim :]), dim=-1)
+    wide = scale_rotated(x.to(accumulation_type(x)), rotary)
     return rotate_by(wide, rotary, call.position_map.of(positions.to(torch.float64))).to(x.dtype).contiguous()
 
 
@@ -188,7 +187,7 @@ def dense_attention(
     if call.rotary.query_scale != UNSCALED:
         q = q * call.rotary.query_scale.of(q_position.to(torch.float64), seqlen_k)[..., None, None].to(q)
     if rotary.rotated_scale != 1:
-        q = torch.cat((q[..., : rotary.rotary_dim] * rotary.rotated_scale, q[..., rotary.rotary_dim :]), dim=-1)
+        q = scale_rotated(q, rotary)
 
     visible = torch.zeros(seqlen_q, seqlen_k, dtype=torch.bool, device=device)
     scores = torch.zeros(q.shape[0], q.shape[2], seqlen_q, seqlen_k, dtype=q.dtype, device=device)
@@ -215,18 +214,30 @@ def dense_attention(
 
 
 def rotate_by(x: torch.Tensor, rotary: Rotary, position: torch.Tensor) -> torch.Tensor:
-    """Rotates the first rotary_dim channels of x (batch, seqlen, heads, head_dim).
+    """Rotates the rotary_dim channels of x (batch, seqlen, heads, head_dim) from first_channel on.
 
     position: (seqlen,) or (batch, seqlen), with one more dimension, axes, for an axial scheme.
     """
     if rotary.rotary_dim == 0:
         return x
     cos, sin = (table[..., None, :].to(x) for table in cos_sin(rotary, position))
-    paired, rest = x[..., : rotary.rotary_dim], x[..., rotary.rotary_dim :]
+    before, paired, rest = table_channels(x, rotary)
     if rotary.interleaved:
         first, second = paired[..., 0::2], paired[..., 1::2]
         rotated = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1).flatten(-2)
     else:
         first, second = paired.chunk(2, dim=-1)
         rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    return torch.cat((rotated, rest), dim=-1)
+    return torch.cat((before, rotated, rest), dim=-1)
+
+
+def scale_rotated(x: torch.Tensor, rotary: Rotary) -> torch.Tensor:
+    """Returns x (..., head_dim) with the channels of the table multiplied by rotated_scale."""
+    before, paired, rest = table_channels(x, rotary)
+    return torch.cat((before, paired * rotary.rotated_scale, rest), dim=-1)
+
+
+def table_channels(x: torch.Tensor, rotary: Rotary) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns three slices of x (..., head_dim): the channels before those of the table, the table's, and the rest."""
+    first, stop = rotary.first_channel, rotary.first_channel + rotary.rotary_dim
+    return x[..., :first], x[..., first:stop], x[..., stop:]

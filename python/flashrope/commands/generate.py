@@ -9,6 +9,7 @@ from ..backends.names import BACKENDS, CACHE_DTYPES
 from ..cli.options import MAX_THREADS, positive
 from ..rotary.catalogue import SCHEMES
 from ..small_models.presets import CHECKPOINTS
+from .hf_model import add_dtype
 
 
 def first_and_last(text: str) -> tuple[int, int]:
@@ -49,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run_.add_argument("--top-k", type=positive, metavar="K", help="sample from the K most likely tokens only")
     run_.add_argument("--seed", type=int, default=0, help="seed of the sampling and of the default prompt")
     run_.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    add_dtype(run_)
     run_.add_argument(
         "--impl",
         choices=BACKENDS,

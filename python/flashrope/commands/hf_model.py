@@ -8,6 +8,8 @@ from ..backends.names import CACHE_DTYPES
 from ..cli.options import positive
 from ..rotary.catalogue import SCHEMES
 
+DTYPES = ("float32", "bfloat16", "float16")
+
 
 def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
@@ -66,7 +68,16 @@ def add_training_length(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_dtype(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        help="type of the weights and of the computation; default: bfloat16 on a GPU, float32 elsewhere",
+    )
+
+
 def add_run(parser: argparse.ArgumentParser, name: str) -> None:
+    add_dtype(parser)
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     parser.add_argument("--threads", type=positive, help="CPU threads; default: the cores available")
     parser.add_argument(

@@ -163,8 +163,10 @@ def bins_of(losses: torch.Tensor, size: int) -> tuple[float, ...]:
 
 
 def fingerprint(model) -> str:
-    """Returns a hash of the model's configuration and of numbers of every parameter."""
+    """Returns a hash of the model's configuration, its type and numbers of every parameter."""
     digest = hashlib.sha256(repr(sorted(model.config.to_diff_dict().items(), key=str)).encode())
+    if model.dtype != torch.float32:
+        digest.update(str(model.dtype).encode())
     for name, x in model.named_parameters():
         flat = x.detach().flatten()
         some = flat[:: max(flat.numel() // 16, 1)].float().cpu().numpy().tobytes()

@@ -57,7 +57,7 @@ def _generate(args: argparse.Namespace) -> int:
     if prompt is None:
         raise BadInput("--prompt: expected a text to continue, here or in --prompt-file, for a transformers model")
     device = options.device(args.device)
-    model, tokens = load(args.model, device)
+    model, tokens = load(args.model, device, args.dtype)
     check_sampling(args, text_config(model).vocab_size, f"{tokens.unit}s")
     train_length = training_length(model, args.model, args.train_length)
     text = prompt.decode("utf-8", "replace")

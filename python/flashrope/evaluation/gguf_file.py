@@ -25,7 +25,8 @@ def read(path: Path, dtype: torch.dtype):
     from transformers import AutoModelForCausalLM
 
     try:
-        loaded = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=dtype)
+        # newer versions warn of any other type, in which they could compute with packed weights
+        loaded = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
     except Exception as error:  # transformers' reader has no type of its own
         raise BadInput(f"--model: {path.name}: {_first_line(error)}") from None
     # transformers refuses to save a model whose configuration names a quantization

@@ -39,12 +39,17 @@ class Tokens:
     chat: tuple[str, str] | None = None
 
 
-def load(name: str, device: torch.device):
-    """Returns (model, Tokens). The model is in bfloat16 on a GPU and in float32 elsewhere. A model without a tokenizer
-    reads bytes if its vocabulary has that size.
+def load(name: str, device: torch.device, dtype: str | None = None):
+    """Returns a causal language model and its Tokens. A model without a tokenizer reads bytes if its vocabulary has
+    that size.
 
-    ``name``: a name or folder for transformers, which may hold a model saved after ``convert``; a .gguf file; or a
-    .safetensors file of ``flashrope demo`` or the experiments. Raises BadInput.
+    Args:
+        name: a name or folder for transformers, which may hold a model saved after ``convert``; a .gguf file; or a
+            .safetensors file of ``flashrope demo`` or the experiments.
+        dtype: of the weights, such as "float16". Default: bfloat16 on a GPU, float32 elsewhere.
+
+    Raises:
+        BadInput
     """
     from transformers import AutoModelForCausalLM
 
@@ -52,14 +57,14 @@ def load(name: str, device: torch.device):
     from ..integrations.transformers.applying import choose_stock_attention  # transformers then loads saved options
     from . import llama
 
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    weights = getattr(torch, dtype or ("bfloat16" if device.type == "cuda" else "float32"))
     try:
         if gguf_file.is_gguf(name):
-            model = gguf_file.read(Path(name), dtype)
+            model = gguf_file.read(Path(name), weights)
         elif Path(name).suffix == ".safetensors" and Path(name).is_file():
-            model = llama.read(Path(name)).to(dtype)
+            model = llama.read(Path(name)).to(weights)
         else:
-            model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
+            model = AutoModelForCausalLM.from_pretrained(name, dtype=weights)
             if getattr(text_config(model), FIELD, None):
                 choose_stock_attention(model)
                 convert(model)
@@ -128,7 +133,8 @@ def rope_type_by_length(model) -> str | None:
 def describe(model, name: str, train_length: int) -> str:
     parameters = sum(p.numel() for p in model.parameters())
     weights = f", dequantized from {gguf_file.weights(Path(name))}" if gguf_file.is_gguf(name) else ""
-    return f"{name}, {parameters:,} parameters{weights}, training length {train_length:,} tokens"
+    dtype = "" if model.dtype == torch.float32 else f", {str(model.dtype).removeprefix('torch.')}"
+    return f"{name}, {parameters:,} parameters{weights}{dtype}, training length {train_length:,} tokens"
 
 
 @torch.no_grad()

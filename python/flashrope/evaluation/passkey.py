@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _measure(args: argparse.Namespace) -> int:
     device = options.device(args.device)
-    model, tokens = load(args.model, device)
+    model, tokens = load(args.model, device, args.dtype)
     own = fingerprint(model)
     task = _task(args, tokens)
     train_length = training_length(model, args.model, args.train_length)

@@ -107,7 +107,7 @@ def turn_table(rotary: Rotary, causal: bool, device: torch.device) -> torch.Tens
         factor=factor.view(torch.int32).to(torch.int64),
         axis=axis.expand(step.shape),
     )
-    missing = (0, padded_pairs(rotary.head_dim) - step.shape[-1])
+    missing = _missing_pairs(rotary)
     one = int(torch.ones(1).view(torch.int32))
     padded = [torch.nn.functional.pad(x, missing, value=one if x is row.factor else 0) for x in row]
     return torch.stack(padded, dim=1).to(device)
@@ -156,6 +156,13 @@ def position_table(rotary: Rotary, positions: torch.Tensor) -> torch.Tensor:
 
 def _padded(rotary: Rotary, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """float32 (..., 2, padded pairs)."""
-    missing = (0, padded_pairs(rotary.head_dim) - cos.shape[-1])
+    missing = _missing_pairs(rotary)
     pad = torch.nn.functional.pad
     return torch.stack([pad(cos, missing, value=1.0), pad(sin, missing)], dim=-2).to(torch.float32)
+
+
+def _missing_pairs(rotary: Rotary) -> tuple[int, int]:
+    """Returns how many pairs of the padded table come before and behind those of the scheme. With interleaved pairs,
+    column m of the table always belongs to channels 2m and 2m + 1, so there are some before where first_channel > 0."""
+    before = rotary.first_channel // 2 if rotary.interleaved else 0
+    return before, padded_pairs(rotary.head_dim) - before - len(rotary.frequencies)

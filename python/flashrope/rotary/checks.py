@@ -60,14 +60,25 @@ def check_even(name: str, value, minimum: int = 2) -> None:
         raise ValueError(f"{name}: expected an even integer of at least {minimum}, got {value!r}")
 
 
-def checked_rotary_dim(head_dim, rotary_dim) -> int:
-    """Checks both and returns rotary_dim. None means head_dim."""
+def checked_rotary_dim(head_dim, rotary_dim, first_channel=0) -> int:
+    """Checks all three and returns rotary_dim. None means all channels from first_channel on."""
     check_even("head_dim", head_dim)
-    rotary_dim = head_dim if rotary_dim is None else rotary_dim
+    check_even("first_channel", first_channel, minimum=0)
+    rotary_dim = max(head_dim - first_channel, 0) if rotary_dim is None else rotary_dim
     check_even("rotary_dim", rotary_dim, minimum=0)
     if rotary_dim > head_dim:
         raise ValueError(f"rotary_dim: expected at most head_dim = {head_dim}, got {rotary_dim}")
+    check_first_channel(head_dim, rotary_dim, first_channel)
     return rotary_dim
+
+
+def check_first_channel(head_dim: int, rotary_dim: int, first_channel) -> None:
+    check_even("first_channel", first_channel, minimum=0)
+    if first_channel and first_channel + rotary_dim > head_dim:
+        raise ValueError(
+            f"first_channel: expected at most {head_dim - rotary_dim}, so that {rotary_dim} rotary channels end within "
+            f"head_dim = {head_dim}, got {first_channel}"
+        )
 
 
 def check_window(window) -> None:

@@ -41,6 +41,7 @@ from .bands import (
     two_sided,
 )
 from .checks import (
+    check_first_channel,
     check_flag,
     check_positive_int,
     check_self_extend,
@@ -85,14 +86,16 @@ class Rotary:
     Attributes:
         head_dim: channels per head.
         frequencies: inv_freq as a tuple, radians per position, one per channel pair; 0: the pair does not rotate.
-        interleaved: True pairs channels 2m and 2m + 1; False pairs m and m + rotary_dim / 2.
+        interleaved: True pairs channels 2m and 2m + 1; False pairs m and m + rotary_dim / 2. Both count from
+            first_channel.
         bands: the bands over d >= 0, for causal attention; ``two_sided_bands`` adds their mirror images. Keys at
             distances between two bands are not attended to.
         temperature: t of the formula.
         log_n_scale: (train_length, clip) or None. logn(i) is ln(i + 1) / ln(train_length), with clip at least 1.
         log_steps_scale: (floor_scale, attn_scale, first), set by ``log_steps``, or None. It excludes log_n_scale.
-        rotated_scale: factor on what the channels of the table, the first rotary_dim, add to the scores.
+        rotated_scale: factor on what the channels of the table, rotary_dim from first_channel on, add to the scores.
         length_scale: None, or a length: scores of a sequence of n keys are scaled by max(1, 0.1 ln(n / length) + 1).
+        first_channel: the first of the rotary_dim channels that form pairs, even.
         axis: for every pair, the axis of the position that it rotates with; () for one-dimensional positions.
         base, exponent_dim: inv_freq[m] was base ** (-2m / exponent_dim) before any change; base is None for other
             tables. base, exponent_dim and scaled_by decide what may still be chained, and do not count for equality.
@@ -112,6 +115,7 @@ class Rotary:
     exponent_dim: int = dataclasses.field(default=0, compare=False)
     scaled_by: str = dataclasses.field(default="", compare=False)
     length_scale: float | None = None
+    first_channel: int = 0
 
     def __post_init__(self):
         check_positive_int("head_dim", self.head_dim)
@@ -123,6 +127,7 @@ class Rotary:
             ("log_steps_scale", checked_log_steps(self.log_steps_scale)),
         ):
             object.__setattr__(self, name, checked)
+        check_first_channel(self.head_dim, self.rotary_dim, self.first_channel)
         check_flag("interleaved", self.interleaved)
         positive("temperature", self.temperature)
         positive("rotated_scale", self.rotated_scale)
@@ -134,7 +139,7 @@ class Rotary:
 
     @cached_property
     def _hash(self) -> int:
-        table = self.head_dim, self.frequencies, self.interleaved, self.axis
+        table = self.head_dim, self.frequencies, self.interleaved, self.axis, self.first_channel
         scales = self.temperature, self.log_n_scale, self.log_steps_scale, self.rotated_scale, self.length_scale
         return hash((*table, self.bands, *scales))
 
@@ -147,7 +152,7 @@ class Rotary:
     # ---- derived values
     @property
     def rotary_dim(self) -> int:
-        """Returns the number of leading channels that form pairs. The other channels carry no position."""
+        """Returns the number of channels, from first_channel on, that form pairs. The others carry no position."""
         return 2 * len(self.frequencies)
 
     @property
@@ -194,7 +199,12 @@ class Rotary:
     # ---- schemes
     @classmethod
     def rope(
-        cls, head_dim: int, base: float = 10_000.0, rotary_dim: int | None = None, interleaved: bool = False
+        cls,
+        head_dim: int,
+        base: float = 10_000.0,
+        rotary_dim: int | None = None,
+        interleaved: bool = False,
+        first_channel: int = 0,
     ) -> Rotary:
         """Builds RoPE (Su et al. 2021, eq. 15): inv_freq[m] = base ** (-2m / rotary_dim).
 
@@ -203,16 +213,20 @@ class Rotary:
         Example:
             Rotary.rope(head_dim=128, base=500_000.0)  # Llama 3
             Rotary.rope(head_dim=64, rotary_dim=32)  # Hugging Face's partial_rotary_factor of 0.5
+            Rotary.rope(head_dim=192, rotary_dim=64, first_channel=128)  # DeepSeek V3: 64 rotary channels come last
 
         Args:
             head_dim: channels per head, even.
             base: above 1; Hugging Face's rope_theta.
-            rotary_dim: number of leading channels that rotate, even; None: all. It is also the denominator of the
-                exponent, as in Hugging Face's partial rotary.
+            rotary_dim: number of channels that rotate, even; None: all from first_channel on. It is also the
+                denominator of the exponent, as in Hugging Face's partial rotary.
             interleaved: True pairs channels 2m and 2m + 1 (GPT-J); False pairs m and m + rotary_dim / 2 (Llama).
+            first_channel: the first channel that rotates, even. 512 for the keys of DeepSeek's latent attention, whose
+                64 rotary channels follow the others.
         """
-        rotary_dim = checked_rotary_dim(head_dim, rotary_dim)
-        return cls(head_dim, geometric_table(base, rotary_dim), interleaved, base=float(base), exponent_dim=rotary_dim)
+        rotary_dim = checked_rotary_dim(head_dim, rotary_dim, first_channel)
+        table = geometric_table(base, rotary_dim)
+        return cls(head_dim, table, interleaved, base=float(base), exponent_dim=rotary_dim, first_channel=first_channel)
 
     @classmethod
     def hope(
@@ -291,7 +305,7 @@ class Rotary:
         return cls(head_dim, (), exponent_dim=head_dim)
 
     @classmethod
-    def from_inv_freq(cls, inv_freq, head_dim: int, interleaved: bool = False) -> Rotary:
+    def from_inv_freq(cls, inv_freq, head_dim: int, interleaved: bool = False, first_channel: int = 0) -> Rotary:
         """Builds a scheme with a table of your own.
 
         Example:
@@ -302,9 +316,11 @@ class Rotary:
                 require grad: the table is copied as constants, so no gradient would flow into it.
             head_dim: channels per head, at least 2 * pairs.
             interleaved: True pairs channels 2m and 2m + 1; False pairs m and m + pairs.
+            first_channel: the first channel that forms pairs, even. The others before and behind carry no position.
         """
         frequencies = given_table("inv_freq", inv_freq)
-        return cls(head_dim, frequencies, interleaved, exponent_dim=2 * len(frequencies))
+        exponent_dim = 2 * len(frequencies)
+        return cls(head_dim, frequencies, interleaved, exponent_dim=exponent_dim, first_channel=first_channel)
 
     @classmethod
     def from_hf_config(cls, config, layer_type: str | None = None, seqlen: int | None = None) -> Rotary:

@@ -17,6 +17,7 @@ def describe(rotary) -> str:
         pairs += f" (inv_freq {max(rotating, key=abs):.4g} to {min(rotating, key=abs):.4g}"
         pairs += f", {'interleaved' if rotary.interleaved else 'half'} pairing"
         pairs += f" in {rotary.rotary_dim} channels" if rotary.rotary_dim != rotary.head_dim else ""
+        pairs += f" from {rotary.first_channel} on" if rotary.first_channel else ""
         pairs += _axes_text(rotary.axis)
         pairs += f", {rotary.scaled_by}" if rotary.scaled_by else ""
         pairs += ")"
@@ -35,10 +36,16 @@ def describe(rotary) -> str:
         position = "(i + 1)" if first else "i"
         scale.append(f"(1 + {factor:g} ln(1 + floor({position} / {every:g})))")
     if rotary.rotated_scale != 1:
-        scale.append(f"{rotary.rotated_scale:.6g} on the first {rotary.rotary_dim} channels")
+        scale.append(f"{rotary.rotated_scale:.6g} on {_rotary_channels(rotary)}")
     if rotary.length_scale is not None:
         scale.append(f"max(1, 0.1 * ln(n / {rotary.length_scale:g}) + 1)")
     return f"Rotary({', '.join(parts)}, score scale: {' * '.join(scale) or '1'})"
+
+
+def _rotary_channels(rotary) -> str:
+    if rotary.first_channel:
+        return f"{rotary.rotary_dim} channels from {rotary.first_channel} on"
+    return f"the first {rotary.rotary_dim} channels"
 
 
 def _axes_text(axis: Sequence[int]) -> str:

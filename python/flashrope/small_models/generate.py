@@ -221,6 +221,8 @@ def resolve(args: argparse.Namespace) -> Settings:
     """Returns the settings for these options. Raises BadInput."""
     need("safetensors")
     check_sampling(args, VOCABULARY, "bytes")
+    if args.dtype:
+        raise BadInput(f"--dtype: expected a transformers model or a .gguf file beside it, got {args.model}")
     device = options.device(args.device)
     model, trained, train_length = _load(args, device)
     prompt = _prompt(args, train_length)

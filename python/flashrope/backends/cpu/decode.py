@@ -42,7 +42,7 @@ class Template(NamedTuple):
 def serves(q: torch.Tensor, k_cache: torch.Tensor, call: CacheCall) -> bool:
     _, seqlen_q, heads_q, _ = q.shape
     rows = seqlen_q * (heads_q // max(k_cache.shape[2], 1))
-    served = q.dtype in DTYPES and len(call.bands) <= MAX_BANDS
+    served = q.dtype in DTYPES and len(call.bands) <= MAX_BANDS and not call.rotary.first_channel
     return served and 0 < rows <= MAX_ROWS and k_cache.numel() > 0
 
 

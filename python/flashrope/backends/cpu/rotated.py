@@ -30,7 +30,7 @@ def rotate(x: torch.Tensor, call: RotateCall) -> torch.Tensor:
     """Rotates x by the positions of the call; see ``RotateBackend``."""
     batch = x if x.ndim == 4 else x[None]
     table, runs = _plan(batch, call)
-    if (compiled := loader.load()) and x.dtype in DTYPES:
+    if (compiled := loader.load()) and x.dtype in DTYPES and serves(call.rotary):
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         c, _used = _describe(compiled, batch, out if x.ndim == 4 else out[None], call.rotary, table, runs)
         compiled.rotate(ctypes.byref(c))
@@ -42,6 +42,11 @@ def rotate(x: torch.Tensor, call: RotateCall) -> torch.Tensor:
         if table.cos.ndim == 3:
             table = Rotation._make(x if x is None else x[index] for x in table)
     return rotation.rotate(batch, table, call.rotary).to(x.dtype).reshape(x.shape).contiguous()
+
+
+def serves(rotary: Rotary | None) -> bool:
+    """Whether the compiled kernels rotate by this scheme. None: nothing rotates."""
+    return rotary is None or not rotary.first_channel
 
 
 def _plan(x: torch.Tensor, call: RotateCall) -> tuple[Rotation | None, list[NewRows]]:

@@ -49,7 +49,8 @@ def rotation_at(rotary: Rotary, positions, position_map: PositionMap, factors: Q
         cos, sin = torch.stack((cos, cos), -1).flatten(-2), torch.stack((-sin, sin), -1).flatten(-2)
     else:
         cos, sin = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
-    cos = torch.nn.functional.pad(cos, (0, rotary.head_dim - rotary.rotary_dim), value=1.0)
+    behind = rotary.head_dim - rotary.first_channel - rotary.rotary_dim
+    cos = torch.nn.functional.pad(cos, (rotary.first_channel, behind), value=1.0)
     if factors.by_position.log_n_factor:
         scale = factors.by_position.of(positions, 0)[..., None]
         cos, sin = cos * scale, sin * scale
@@ -127,9 +128,9 @@ def rotate(x: torch.Tensor, rotation: Rotation | None, rotary: Rotary, inverse: 
     cos, sin = rotation
     rotated = x * cos
     if sin is not None:
-        pairs, target, half = x, rotated, len(rotary.frequencies)
+        pairs, target, half, first = x, rotated, len(rotary.frequencies), rotary.first_channel
         if 2 * half < rotary.head_dim:
-            pairs, target = x[..., : 2 * half], rotated[..., : 2 * half]
+            pairs, target = x[..., first : first + 2 * half], rotated[..., first : first + 2 * half]
         swapped = pairs.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) if rotary.interleaved else pairs.roll(half, -1)
         if inverse:
             target.addcmul_(swapped, sin, value=-1)

@@ -34,7 +34,8 @@ class Place(NamedTuple):
 
 
 def serves(q: torch.Tensor, k: torch.Tensor, call: AttentionCall | CacheCall) -> bool:
-    return q.dtype in DTYPES and len(call.bands) <= MAX_BANDS and q.numel() > 0 and k.numel() > 0
+    served = q.dtype in DTYPES and len(call.bands) <= MAX_BANDS and not call.rotary.first_channel
+    return served and q.numel() > 0 and k.numel() > 0
 
 
 def forward(

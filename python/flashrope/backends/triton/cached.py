@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from ...lowering.cos_sin import coarse_rows, three_level_table, turn_table, two_level_table
+from ...lowering.parts import Part, channel_parts
 from ...triton_kernels import configs
 from ...triton_kernels.arguments import CacheLayout as KernelCacheLayout
 from ...triton_kernels.arguments import PositionTables, Result, TensorView, Variant, tensor_view
@@ -310,8 +311,11 @@ class CachePlan(Plan):
         group, rows = self.heads_q // self.heads_kv, self.decode_seqlen * (self.heads_q // self.heads_kv)
         usual_rows = group if self.prefills else rows
         wide = not self.call.num_splits and usual_rows > configs.WIDE_ROWS
-        crowded = (self.quantized or layout.entries is not None) and self.table.shape[-1] >= configs.CROWDED_PAIRS
-        tile = self.tile("decode wide" if wide else "decode codes" if crowded else "decode", self.cache)
+        channels, direction = self._channels(layout), "decode"
+        if self.table.shape[-1] >= configs.CROWDED_PAIRS:
+            crowded = self.quantized or layout.entries is not None
+            direction = "decode codes" if crowded else "decode parts" if channels else "decode"
+        tile = self.tile("decode wide" if wide else direction, self.cache)
         aligned_maps = bool(self.lowered.maps) and layout.entries is None and self._maps_align(tile.block_n)
         if self.lowered.maps and not aligned_maps:
             # Every key has its own row of cos and sin. Requested ahead, they would fill shared memory.
@@ -336,6 +340,7 @@ class CachePlan(Plan):
                 one_run=one_run,
                 stored=self.stored,
                 axes=self.axes,
+                channels=channels,
             ),
             **tile.options,
         }
@@ -364,6 +369,13 @@ class CachePlan(Plan):
             torch.empty(num_splits, *lse_rows, dtype=torch.float32, device=q.device),
             combine,
         )
+
+    def _channels(self, layout: KernelCacheLayout) -> tuple[Part, ...]:
+        """Returns the parts of the head, or () where the kernel takes all of it as pairs: over a quantized cache, at
+        explicit positions, and in a tile that the head does not fill."""
+        parts = channel_parts(self.rotary, self.call.causal)
+        padded = self.rotary.head_dim != 2 * self.table.shape[-1]
+        return () if self.quantized or layout.entries is not None or padded else parts
 
     def _maps_align(self, block_n: int) -> bool:
         """Whether every tile of block_n keys lies in one chunk, and in one group or over whole groups."""

@@ -11,6 +11,7 @@ import triton
 
 from ...lowering.cos_sin import padded_pairs
 from ...lowering.lowered import Lowered, lower
+from ...lowering.parts import Part
 from ...lowering.resident import kept_on_device
 from ...rotary.rotary import Rotary
 from ...triton_kernels.arguments import Variant
@@ -50,6 +51,7 @@ def variant_of(
     one_run: bool = False,
     stored: bool = False,
     axes: int = 0,
+    channels: tuple[Part, ...] = (),
 ) -> Variant:
     """Returns the VARIANT of a kernel; fields: those of Variant from num_bands to block_n; head_dim_v 0: as
     head_dim."""
@@ -65,6 +67,8 @@ def variant_of(
         one_run=one_run,
         stored=stored,
         axes=axes,
+        first_channel=0 if rotary.interleaved or not rotary.changes_channels else rotary.first_channel,
+        channels=channels,
     )
 
 

@@ -103,8 +103,10 @@ def _in_halves(rotary: Rotary) -> Rotary:
     2."""
     if not rotary.interleaved:
         return rotary
-    others = (0.0,) * (rotary.head_dim // 2 - len(rotary.frequencies))
-    return dataclasses.replace(rotary, interleaved=False, frequencies=rotary.frequencies + others)
+    before = (0.0,) * (rotary.first_channel // 2)
+    behind = (0.0,) * (rotary.head_dim // 2 - len(before) - len(rotary.frequencies))
+    frequencies = (*before, *rotary.frequencies, *behind)
+    return dataclasses.replace(rotary, interleaved=False, frequencies=frequencies, first_channel=0)
 
 
 def main(arguments: list[str]) -> None:

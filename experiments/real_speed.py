@@ -1,0 +1,171 @@
+"""``python -m experiments speed``: how fast a pretrained model reads, decodes and trains, as it is and converted.
+
+Every round measures every way once, so that all of them see the same state of the machine. Reading is one pass over
+``--length`` tokens that computes the logits of the last one; decoding continues it with a token at a time; a training
+step is forward, backward and AdamW over ``--train-tokens`` tokens. Times are on the CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from flashrope.backends.cpu import loader
+from flashrope.cli import files
+from flashrope.cli.hardware import hardware
+from flashrope.cli.options import positive
+from flashrope.cli.progress import Bar
+from flashrope.evaluation.loss import text_windows
+from flashrope.evaluation.model import describe, keep_logits, load, training_length
+from flashrope.evaluation.schemes import applicable
+from flashrope.rotary.catalogue import SCHEMES
+
+from .real_codes import command_line, parse
+
+SUMMARY = "how fast a pretrained model reads, decodes and trains: speed --model FILE --text PATH --out DIR"
+BASE, CONVERTED = "the model as it is", "converted"
+RESULT = "speed.json"
+DECODED = 16  # tokens
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class Way(NamedTuple):
+    """A scheme to measure the model under. apply: converts the model to it."""
+
+    label: str
+    apply: Callable[[], object]
+
+
+def run(argv: list[str], program: str) -> None:
+    parser = argparse.ArgumentParser(prog=program, description=__doc__.partition(": ")[2], allow_abbrev=False)
+    parser.add_argument("--model", required=True, help="folder or GGUF file")
+    parser.add_argument("--text", metavar="PATH", required=True, help="a text file")
+    parser.add_argument("--length", type=positive, default=8192, help="tokens to read (default 8192)")
+    parser.add_argument("--train-tokens", type=positive, help="time training steps of this many tokens too")
+    parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=list(DTYPES), help="default: both")
+    parser.add_argument("--schemes", nargs="+", choices=SCHEMES, default=[], help="beside the model's own")
+    parser.add_argument("--window", type=positive, help="of schemes with a window (default: half the training length)")
+    parser.add_argument("--rounds", type=positive, default=3)
+    args = parse(parser, argv)
+    measure(args, command_line(program, argv))
+
+
+def measure(args: argparse.Namespace, command: str) -> None:
+    """Writes speed.json and prints its table."""
+    model, tokens = load(args.model, torch.device("cpu"))
+    train_length = training_length(model, args.model, None)
+    longest = max(args.length + DECODED, args.train_tokens or 0)
+    texts = {args.text: Path(args.text).read_text(encoding="utf-8")}
+    row = torch.tensor([[*tokens.start, *text_windows(texts, tokens, longest, 1, args.seed)[0]]])
+    ways = ways_of(model, args.schemes, train_length, args.length, args.window)
+    tasks = ["read", "train"] if args.train_tokens else ["read"]
+    seconds: dict[tuple[str, str, str], list[float]] = {}
+    sizes = {}
+    with Bar(len(args.dtype) * args.rounds * len(ways) * len(tasks)) as bar:
+        bar.start("rounds")
+        for dtype in args.dtype:
+            model.to(DTYPES[dtype])
+            for _ in range(args.rounds):
+                for way in ways:
+                    way.apply()
+                    read, decoded, sizes[dtype, way.label] = reading(model, row, args.length)
+                    seconds.setdefault((dtype, way.label, "read"), []).append(read)
+                    seconds.setdefault((dtype, way.label, "decode"), []).append(decoded)
+                    bar.step(1)
+            for _ in range(args.rounds if args.train_tokens else 0):
+                for way in ways:
+                    way.apply()
+                    found = training_step(model, row[:, : args.train_tokens + 1])
+                    seconds.setdefault((dtype, way.label, "train"), []).append(found)
+                    bar.step(1)
+    rows = [
+        {"dtype": dtype, "way": label, "task": task, "seconds": found, "median": median(found)}
+        for (dtype, label, task), found in seconds.items()
+    ]
+    facts = {
+        "model": describe(model, args.model, train_length),
+        "text": Path(args.text).name,
+        "length": args.length,
+        "decoded": DECODED,
+        "train_tokens": args.train_tokens,
+        "threads": args.threads,
+        "machine": f"{hardware('cpu')}, torch {torch.__version__}, kernels {kernels()}",
+        "command": command,
+        "cache_bytes_per_token": [{"dtype": d, "way": label, "bytes": size} for (d, label), size in sizes.items()],
+    }
+    args.out.mkdir(parents=True, exist_ok=True)
+    files.write(args.out / RESULT, json.dumps({**facts, "rows": rows}, indent=1) + "\n")
+    print(table({**facts, "rows": rows}))
+
+
+def kernels() -> str:
+    """Returns the target of the compiled kernels, or "composed" without them."""
+    found = loader.load()
+    return found.path.stem if found else "composed"
+
+
+def ways_of(model, names: Sequence[str], train_length: int, longest: int, window: int | None) -> list[Way]:
+    from flashrope.integrations.transformers import convert, revert
+
+    def stock():
+        return revert(model) if any(hasattr(module, "_flashrope") for module in model.modules()) else model
+
+    found = applicable(model, names, train_length, longest, [window] if window else [])[0] if names else []
+    return [Way(BASE, stock), Way(CONVERTED, lambda: convert(model)), *(Way(each.label, each.apply) for each in found)]
+
+
+@torch.no_grad()
+def reading(model, row: torch.Tensor, length: int) -> tuple[float, float, int]:
+    """Returns the seconds that ``length`` tokens of row (1, tokens) take, those of each token after them, and the bytes
+    that the cache holds for a token."""
+    from transformers import DynamicCache
+
+    model.eval()
+    cache = DynamicCache(config=model.config)
+    begin = time.perf_counter()
+    model(row[:, :length], past_key_values=cache, use_cache=True, **keep_logits(model, 1))
+    middle = time.perf_counter()
+    for at in range(length, length + DECODED):
+        model(row[:, at : at + 1], past_key_values=cache, use_cache=True)
+    end = time.perf_counter()
+    held = sum(x.nbytes // x.shape[2] for layer in cache.layers for x in (layer.keys, layer.values))
+    return middle - begin, (end - middle) / DECODED, held
+
+
+def training_step(model, row: torch.Tensor) -> float:
+    """Returns the seconds of forward, backward and AdamW on row (1, tokens + 1). The weights stay as they are."""
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0)
+    begin = time.perf_counter()
+    logits = model(row[:, :-1], use_cache=False).logits
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), row[0, 1:]).backward()
+    optimizer.step()
+    seconds = time.perf_counter() - begin
+    optimizer.zero_grad(set_to_none=True)
+    return seconds
+
+
+def table(facts: dict[str, Any]) -> str:
+    """Markdown: medians over the rounds, each with its share of the time of the model as it is in the same type."""
+    found = {(row["dtype"], row["way"], row["task"]): row["median"] for row in facts["rows"]}
+    sizes = {(each["dtype"], each["way"]): each["bytes"] for each in facts["cache_bytes_per_token"]}
+    length, train = facts["length"], facts["train_tokens"]
+    heads = ["type", "scheme", f"seconds to read {length:,} tokens", f"milliseconds a token after {length:,}"]
+    if train:
+        heads.append(f"seconds of a training step of {train:,} tokens")
+    heads.append("cache, bytes a token")
+    lines = ["| " + " | ".join(heads) + " |", "|---|---|" + "---:|" * (len(heads) - 2)]
+    for dtype, label in sizes:
+        cells = [dtype, label]
+        for task, scale, digits in (("read", 1, 1), ("decode", 1000, 0), ("train", 1, 2)):
+            if (value := found.get((dtype, label, task))) is not None:
+                ratio = "" if label == BASE else f" ({value / found[dtype, BASE, task]:.2f})"
+                cells.append(f"{value * scale:.{digits}f}{ratio}")
+        lines.append("| " + " | ".join([*cells, f"{sizes[dtype, label]:,}"]) + " |")
+    return "\n".join(lines)
