@@ -27,6 +27,7 @@ API_MODULES = (
     "flashrope.integrations.distributed",
 )
 OPTIONAL = ("transformers", "peft")
+HOW_TO = "long_context training integration measuring decoding serving distribution extending migration answers".split()
 
 
 def blocks(page: Path) -> list[str]:
@@ -177,6 +178,11 @@ def test_every_argument_of_the_api_reference_is_one():
 def test_the_api_reference_has_every_public_name():
     described = {name for files in api_reference()["SECTIONS"].values() for names in files.values() for name in names}
     assert described == {name for module in API_MODULES for name in import_module(module).__all__} - {"__version__"}
+
+
+def test_a_page_that_says_how_to_opens_with_code():
+    for name in HOW_TO:
+        assert "```" in "\n".join((ROOT / "docs" / f"{name}.md").read_text().splitlines()[:20]), name
 
 
 def test_every_public_call_and_builder_has_an_example():
