@@ -27,7 +27,18 @@ API_MODULES = (
     "flashrope.integrations.distributed",
 )
 OPTIONAL = ("transformers", "peft")
-HOW_TO = "long_context training integration measuring decoding serving distribution extending migration answers".split()
+HOW_TO = [
+    "long_context",
+    "training",
+    "integration",
+    "measuring",
+    "decoding",
+    "serving",
+    "distribution",
+    "extending",
+    "migration",
+    "answers",
+]
 
 
 def blocks(page: Path) -> list[str]:
