@@ -531,8 +531,8 @@ class Rotary:
         """Applies ReRoPE (Su 2023), and with a factor Leaky ReRoPE: distances beyond a window are held or slowed.
 
         Use it to read beyond the training length with a trained RoPE model, without training. Windows of a quarter to a
-        half of the training length are best. ``self_extend`` and ``dual_chunk`` serve the same purpose. In ``local`` queries
-        see nothing beyond a window.
+        half of the training length are best. ``self_extend`` and ``dual_chunk`` serve the same purpose. With ``local``
+        queries see nothing beyond a window.
 
         Example:
             Rotary.rope(128).rectify(window=2048).log_n(train_length=8192)  # ReRoPE
