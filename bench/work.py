@@ -18,8 +18,11 @@ SCALES = "cache.k_scale", "cache.v_scale"
 
 
 def visited_tiles(bands, seqlen: int, block_m: int, block_n: int) -> list[int]:
-    """Tiles of keys that the forward kernel visits in every band. A query row x sees keys x - stop < k <= x - start; of
-    bands over chunks, those of the chunks c with x's - stop < c <= x's - start."""
+    """Returns the tiles of keys that the forward kernel visits in every band.
+
+    A query row x sees keys x - stop < k <= x - start. In bands over chunks, n its own chunk, it sees the keys of chunks
+    n - stop < c <= n - start.
+    """
     counts = []
     for band in bands:
         unit, count = getattr(band, "chunk", 0) or 1, 0

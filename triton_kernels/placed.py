@@ -206,8 +206,9 @@ def columns_by_groups(groups, cache, seq, lowest, highest, VARIANT: tl.constexpr
 
 @triton.jit(do_not_specialize=["seqlen_q"])
 def place_slots(tables, cache, cu_seqlens_q, seqlen_q, VARIANT: tl.constexpr):
-    """Fills tables.groups (batch, groups, 2), the lowest and the highest whole position of the keys that each group of
-    VARIANT.block_n slots shows. Where a cache stores positions of one axis, bands are found by them."""
+    """Fills tables.groups (batch, groups, 2): the lowest and the highest whole position of the visible keys in each
+    group of VARIANT.block_n slots. Where a cache stores positions of one axis, the ranges of bands are found by
+    them."""
     groups_in_all = tl.cdiv(decode_int(cache.capacity), VARIANT.block_n)
     batch, group = tl.program_id(0) // groups_in_all, tl.program_id(0) % groups_in_all
     seq = find_cached_sequence(cache, cu_seqlens_q, batch, seqlen_q)
@@ -226,8 +227,10 @@ def place_slots(tables, cache, cu_seqlens_q, seqlen_q, VARIANT: tl.constexpr):
 
 @triton.jit
 def place_queries(tables, cache, batch, row, slot, base, exists, VARIANT: tl.constexpr):
-    """Stores the Positions of queries [BM], those given or those of their own keys, and returns the first axis's. row:
-    through all sequences; slot: of their own keys; base: of those keys' pages."""
+    """Stores the Positions of queries [BM], explicit or their own keys'. Returns the whole positions of the first axis.
+
+    row: the queries' rows, counted through all sequences. slot: the slots of their own keys. base: what is added to
+    the stored positions of these keys, by their block-table entries."""
     COORDINATES: tl.constexpr = VARIANT.axes if VARIANT.axes > 0 else 1
     to = cache.tokens + row * token_fields(VARIANT) + (TOKEN_FIELDS + 2 * VARIANT.num_bands)
     page = valid_page(cache, load_page(cache, batch, slot, VARIANT.page_size))
@@ -318,8 +321,8 @@ def place_tokens(
 
 
 class PlacedKeys(NamedTuple):
-    """The keys that each row of a tile of queries [M] sees: at positions first to stop - 1, up to a column. part: of
-    the row's own position, if slots store positions of one axis."""
+    """The keys that each row of a tile of queries [M] sees: at positions first to stop - 1, up to a column. part: the
+    fraction of the row's own position, if slots store positions of one axis."""
 
     first: object
     stop: object
@@ -328,8 +331,8 @@ class PlacedKeys(NamedTuple):
 
 
 class MappedKeys(NamedTuple):
-    """PlacedKeys of a scheme with maps. position: the row's own. by_chunk: whether first and stop are those of chunks,
-    which go by whole positions."""
+    """PlacedKeys of a scheme with maps. position: the whole position of each row. by_chunk: whether first and stop are
+    limits of chunks, which go by whole positions."""
 
     first: object
     stop: object
@@ -466,7 +469,8 @@ def tile_places(cache, entries, page, last, first_slot, slots, VARIANT: tl.const
 
 @triton.jit
 def sees(keys, places, column, maps, VARIANT: tl.constexpr):
-    """Whether rows with these PlacedKeys see the keys from `column` on, which are at `places`: [M, BN]."""
+    """Whether rows with these PlacedKeys see the keys from `column` on: [M, BN]. places: where and at which positions
+    these keys are."""
     position, columns = places.position[None, :], column + tl.arange(0, VARIANT.block_n)[None, :]
     exists = places.shown[None, :]
     if VARIANT.stored and VARIANT.axes == 0:  # the distance is a whole one less
@@ -481,8 +485,9 @@ def sees(keys, places, column, maps, VARIANT: tl.constexpr):
 
 @triton.jit
 def load_digits(ptr, position, D: tl.constexpr):
-    """Returns cos and sin of positions [M], each joined from the rows of its three digits, or of one position; ptr
-    [COUNT] or [1, COUNT]. The table is that of ``flashrope.lowering.cos_sin.three_level_table``."""
+    """Returns cos and sin of positions [M], each joined from the rows of its three digits, or of one position.
+
+    ptr: [COUNT] or [1, COUNT], into the table of ``flashrope.lowering.cos_sin.three_level_table``."""
     low = position & (DIGIT - 1)
     middle = ((position >> DIGIT_BITS) & (DIGIT - 1)) + DIGIT
     top = (position >> (2 * DIGIT_BITS)) + (2 * DIGIT + SIGNED_DIGITS)

@@ -86,8 +86,8 @@ def load_turns(table, rotation, VARIANT: tl.constexpr):
 
 @triton.jit
 def of_pairs(found, position, turns, axis: tl.constexpr):
-    """Returns the Position [M, 1] or [M, D/2] of every pair: `found`, of the axes before, or this one [M] on its own
-    axis."""
+    """Returns the Position [M, 1] or [M, D/2] of every pair. Pairs of this axis get `position` [M], others keep
+    `found`, from the axes before."""
     whole, part = position.whole[:, None], position.part[:, None]
     if axis == 0:
         return Position(whole, part)
@@ -98,13 +98,13 @@ def of_pairs(found, position, turns, axis: tl.constexpr):
 
 @triton.jit
 def turned(position, turns):
-    """Returns the angles [M, D/2] of a Position of every pair, in fractions of 2^64 of a turn."""
+    """Returns the phases [M, D/2] of a Position of every pair, in units of 2^-64 turn."""
     return position.whole.to(tl.int64) * turns.step[None, :] + position.part.to(tl.int64) * turns.part[None, :]
 
 
 @triton.jit
 def cos_sin_of(angle):
-    """Returns cos and sin, float32, of int64 turns in fractions of 2^64."""
+    """Returns cos and sin, float32, of a phase, int64 in units of 2^-64 turn."""
     turns = (angle >> 32).to(tl.int32)
     quarter = (turns + (1 << 29)) >> 30
     x = (turns - (quarter << 30)).to(tl.float32) * RADIANS

@@ -72,7 +72,7 @@ class Stored(NamedTuple):
     queries: int = 1  # the last ones of a problem that has more
 
     def rows(self, k: torch.Tensor, v: torch.Tensor, rotary: Rotary) -> list[torch.Tensor]:
-        """What is stored of k and v, rows first: themselves, or codes of both and scales of both."""
+        """Returns what a cache stores of k and v, rows first: k and v, or quantized, with the scales of both."""
         k = rotate(k, rotary) if self.rotated_keys else k
         if self.cache_dtype is None:
             return [k, v]
@@ -197,7 +197,7 @@ def peer_entries() -> list[Entry]:
 
 
 def training_entries(kernels) -> list[Entry]:
-    """Returns the schemes, and RoPE as PyTorch alone computes it."""
+    """Returns the schemes, and RoPE without this package, in PyTorch."""
     without = f"eager RoPE + {SDPA}"
     found = [entry(without, without, Problem.rope, partial(with_rope, "eager RoPE", KERNELS["SDPA flash"]))]
     for scheme in ("RoPE", "HoPE", "ReRoPE"):

@@ -162,7 +162,8 @@ def with_vllm(folder: str, served: Served, prompts: int, length: int, tokens: in
     ids, engine = prompt_ids(prompts, length), llm.llm_engine
 
     def serve(new: int) -> tuple[float, list[float]]:
-        """Seconds until every prompt is read, and those of each later step, which decodes a token of every prompt."""
+        """Returns the seconds until every prompt is read, and of each later step, which decodes a token of every
+        prompt."""
         sampling = SamplingParams(max_tokens=new, temperature=0.0, detokenize=False, ignore_eos=True)
         for n, row in enumerate(ids):
             engine.add_request(str(n), {"prompt_token_ids": row}, sampling)

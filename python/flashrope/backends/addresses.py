@@ -11,7 +11,7 @@ from .cache_tables import ONE_PER_QUERY, CacheLayer, CachePositions, CacheTables
 
 
 class NewRows(NamedTuple):
-    """New keys of one sequence that follow one another.
+    """Consecutive new keys of one sequence.
 
     batch, row, rows: the keys are k[batch, row : row + rows]. batch is 0 where queries are packed.
     position: position of the first key. Negative in padding.
@@ -132,7 +132,7 @@ def _tables_of(tables: CacheTables, sequences: slice, rows: slice, seqlen_q: int
 
 
 def _positions_of(tables: CachePositions, sequences: slice, rows: slice, paged: bool) -> CachePositions:
-    """Returns the tables of a run of packed sequences as those of a batch. rows: the queries of the run."""
+    """Returns the tables of a run of packed sequences as tables of a batch. rows: the query rows of the run."""
     *of_pages, slot_positions, queries = tables
     if slot_positions is not None and not paged:
         slot_positions = slot_positions[sequences]

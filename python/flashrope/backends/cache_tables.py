@@ -28,7 +28,7 @@ class CacheLayer(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """Packed queries: those of all sequences, one sequence after another. The field ``new`` of ``CacheTables``.
+    """Packed queries of all sequences, one sequence after another: a value of the field ``new`` of ``CacheTables``.
 
     Attributes:
         cu_seqlens_q: (batch + 1,) int32. Sequence b has the query rows cu_seqlens_q[b] to cu_seqlens_q[b + 1].

@@ -157,7 +157,7 @@ def _refuse_codes(layer: CacheLayer) -> None:
 
 
 # ---- packed queries
-# The index arithmetic is on the device, so that the host reads no length. The launches are those of batches.
+# The index arithmetic is on the device, so that the host reads no length. Kernels are those for batches.
 
 
 def _check_packed(tables: CacheTables) -> None:

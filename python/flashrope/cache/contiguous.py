@@ -18,7 +18,7 @@ class KVCache(Cache):
     """Holds the keys and values of a batch of sequences, with ``capacity`` slots each, for one layer or for all.
 
     Use it where the batch and the largest length are known. ``PagedKVCache`` is for sequences that come and go, share
-    prefixes or grow without a limit known before. ``attention_with_cache`` is for buffers of your own.
+    prefixes, or have lengths that nobody knows beforehand. ``attention_with_cache`` is for buffers of your own.
 
     Example:
         cache = KVCache(batch=2, capacity=512, heads_kv=2, head_dim=64, dtype=torch.float32, device="cpu")

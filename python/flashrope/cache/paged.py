@@ -368,8 +368,8 @@ class PagedKVCache(Cache):
         its sequences is appended to. Pages reserved for ``sequence`` are given back.
 
         Keys and values of ``other`` were computed without the tokens that now come before them. In all layers but the
-        first this is an approximation of one prefill of both, unless ``sequence`` was empty. docs/decoding.md has what
-        it costs a pretrained model, and how the first tokens of ``other`` are computed again.
+        first this is an approximation of one prefill of both, unless ``sequence`` was empty. docs/decoding.md has how
+        the first tokens of ``other`` are computed again, and docs/reused/README.md what the approximation costs.
 
         Raises:
             ValueError: both together exceed max_seqlen or the width of the block table, or the cache holds rotated

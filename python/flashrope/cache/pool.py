@@ -34,7 +34,7 @@ class Sequence:
     pages: list[int]
     length: int = 0  # slots in use
     leftpad: int = 0
-    entries: list[Entry] | None = None  # of its pages up to the last token; None: all slots behind leftpad are shown
+    entries: list[Entry] | None = None  # of its pages up to the last token; None: all slots after leftpad are visible
 
     @property
     def tokens(self) -> int:

@@ -94,7 +94,7 @@ def plan_cache(
     if not isinstance(rotary, Rotary):
         raise TypeError(f"rotary: expected a flashrope.Rotary, got {type(rotary).__name__}")
     batch = () if tables.packed else (tables.seqlens.shape[0],)
-    # One row stands in for q: it has q's shape, dtype and device.
+    # A row that is expanded replaces q: only its shape, dtype and device matter.
     row = torch.zeros(rotary.head_dim, dtype=dtype, device=like.k.device)
     q = row.expand(*batch, seqlen_q, heads_q, rotary.head_dim)
     return plan_checked(
@@ -180,7 +180,7 @@ class CachePlan:
         self._layer = like
         self._backend: Any = None  # the backend's plan, made by the first plain call
         self._written: set[int] = set()  # addresses of the keys of layers that hold the new tokens
-        self._stored = False  # slot_positions holds those of the new tokens
+        self._stored = False  # slot_positions holds the positions of the new tokens
         self._check_memory = AppendCheck()
         self.watches = True  # whether a write to a table is noticed; a plan of one call needs no notice
         self._watched: list[torch.Tensor] = []

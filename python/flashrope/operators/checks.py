@@ -21,7 +21,7 @@ from .autocast import autocast_hint
 
 CACHES = ("k_cache", "v_cache")
 MAX_HEAD_DIM = 256
-MANY_HEADS = 128  # more than any known model has beside as many key heads; 256: beside fewer
+MANY_HEADS = 128  # more heads than any known model has with as many key heads; with fewer key heads some have 256
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 

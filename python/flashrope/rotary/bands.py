@@ -73,7 +73,7 @@ class Band(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether the band shows scores their true distance."""
+        """Whether scores in the band see the true distance."""
         return self[2:] == EVERYWHERE[2:]
 
     @property

@@ -531,8 +531,8 @@ class Rotary:
         """Applies ReRoPE (Su 2023), and with a factor Leaky ReRoPE: distances beyond a window are held or slowed.
 
         Use it to read beyond the training length with a trained RoPE model, without training. Windows of a quarter to a
-        half of the training length are best; ``self_extend`` and ``dual_chunk`` are alternatives of the same use. For
-        queries that see nothing beyond a window, see ``local``.
+        half of the training length are best. ``self_extend`` and ``dual_chunk`` serve the same purpose. With ``local``
+        queries see nothing beyond a window.
 
         Example:
             Rotary.rope(128).rectify(window=2048).log_n(train_length=8192)  # ReRoPE
@@ -571,7 +571,7 @@ class Rotary:
     def self_extend(self, window: int, group: int) -> Rotary:
         """Applies Self-Extend (Jin et al. 2024, section 3): grouped positions beyond a window, for trained models.
 
-        Use it as ``rectify``, to read beyond the training length without training. Its distances keep growing, one per
+        Like ``rectify`` it reads beyond the training length without training. Its distances keep growing, by one per
         group.
 
         Example:
@@ -594,7 +594,7 @@ class Rotary:
     def dual_chunk(self, chunk_size: int, local_size: int, length_scale: float | None = None) -> Rotary:
         """Applies dual chunk attention (An et al. 2024, arXiv 2402.17463; Qwen2.5-1M), for trained models.
 
-        Use it as ``rectify``, to read beyond the training length without training.
+        Like ``rectify`` it reads beyond the training length without training.
 
         Example:
             Rotary.rope(128).dual_chunk(chunk_size=8192, local_size=2048)

@@ -139,7 +139,8 @@ def split_by_file(name: str, files: dict[str, bytes], window: int) -> Corpus:
 def random_batches(
     text: bytes, batch_size: int, length: int, seed: int, device: torch.device | str = "cpu"
 ) -> Iterator[torch.Tensor]:
-    """Endless batches int64 (batch_size, length + 1) of windows at random places, the same for the same seed."""
+    """Yields endless batches, int64 (batch_size, length + 1), of windows at random places, the same for the same
+    seed."""
     tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     generator = torch.Generator().manual_seed(seed)
     offsets = torch.arange(length + 1)

@@ -45,7 +45,7 @@ COMPILED_ROWS = 64  # queries of a chunk, from which on packing all its keys for
 
 
 def _block_size(row: int) -> int:
-    """Slots per block; row: elements of k in one slot of all the sequences that are read together."""
+    """Returns the slots per block. row: elements of k in one slot of all sequences that are read together."""
     return min(max(BLOCK_ELEMENTS // max(row, 1), MIN_BLOCK), MAX_BLOCK)
 
 

@@ -33,7 +33,7 @@ MIN_TABLE = 8  # rows
 
 
 class Template(NamedTuple):
-    """What depends on the scheme alone, and the tensors that it points to."""
+    """What depends only on the scheme, and the tensors that it points to."""
 
     call: bytes
     tensors: list[torch.Tensor]

@@ -14,7 +14,7 @@ MAX_BANDS = 4
 INFINITE = 2**40  # a distance
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 CODES = {torch.int8: 3, torch.uint8: 4}  # of quantized caches, which the kernels read beside float32 queries
-FEW_QUERIES = 8  # up to as many, the products in float32 are faster: they take rows in eights, others in strips of 32
+FEW_QUERIES = 8  # up to this many, products in float32 are faster: they take rows in eights, bfloat16 in strips of 32
 NOT_FINITE = 2  # what the backward in bfloat16 returns where a row is not finite
 
 

@@ -259,8 +259,8 @@ Partial = tuple[Piece, torch.Tensor, torch.Tensor]  # a piece, its out and its l
 def merge_partials(
     partials: list[Partial], q: torch.Tensor, head_dim_v: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (out like q, but head_dim_v wide; lse), contiguous, of all pieces: their outputs weighted by exp(lse of
-    the piece - lse)."""
+    """Merges the pieces: their outputs, weighted by exp(lse of the piece - lse). Returns (out, lse), contiguous; out is
+    like q, but head_dim_v wide."""
     if not partials or any(piece.rows != q.shape[1] or piece.reversed for piece, _, _ in partials):
         return cast_results(*_merge_rows(partials, q, head_dim_v or q.shape[-1]), q.dtype)
     if len(partials) == 1:

@@ -27,12 +27,12 @@ def unsupported_positions(positions: CachePositions) -> str:
 
 
 class Run(NamedTuple):
-    """Shown keys of a sequence: slots [slot, slot + keys), at position, position + 1, ..."""
+    """Visible keys of a sequence: slots [slot, slot + keys), at position, position + 1, ..."""
 
     slot: int
     keys: int
     position: float
-    order: int  # of the first, among the sequence's shown keys
+    order: int  # rank of the first key among the visible keys of the sequence
 
 
 class Rows(NamedTuple):
@@ -41,7 +41,7 @@ class Rows(NamedTuple):
     row: int
     rows: int
     position: float
-    order: int  # the first sees the shown keys up to this one, itself included
+    order: int  # the first row sees the visible keys up to this rank, its own key included
 
 
 class Placed(NamedTuple):
@@ -49,7 +49,7 @@ class Placed(NamedTuple):
 
     keys: list[Run]
     queries: list[float]  # their positions
-    seqlen: int  # shown keys
+    seqlen: int  # visible keys
 
     @property
     def long_runs(self) -> bool:

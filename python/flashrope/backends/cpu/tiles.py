@@ -24,7 +24,7 @@ from .rotation import Rotation, rotation_for
 
 
 class Place(NamedTuple):
-    """Where queries and keys stand that are not all of a sequence."""
+    """The positions of queries and keys that are only a part of a sequence."""
 
     bands: tuple[Band, ...]
     shift: int  # the query row r is at distance shift + r from the first key

@@ -120,7 +120,7 @@ class NoRotation(RoPE):
     class Config(RoPE.Config):
         """
         Attributes:
-            original: of the rotation in whose place it stands.
+            original: the configuration of the rotation that this replaces.
         """
 
         original: RoPE.Config
@@ -204,7 +204,7 @@ class InnerAttention(VarlenAttention):
         """
         Attributes:
             rotary: the text of the scheme.
-            options: those of ``convert`` that lead from the model's own scheme to this one.
+            options: the options of ``convert`` that lead from the model's own scheme to this one.
         """
 
         rotary: str

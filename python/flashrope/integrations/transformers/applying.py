@@ -122,7 +122,7 @@ def _describe_layer(stock: str, scheme: LayerScheme) -> str:
 
 
 def write_options(model: torch.nn.Module, config, options: dict[str, Any]) -> None:
-    """Leaves options, which are not empty, in the decoder's configuration, and the name in those of all models."""
+    """Writes options, which are not empty, to the decoder's configuration, and the attention's name to all of them."""
     setattr(config, FIELD, options)
     for each in _configurations(model, config):
         vars(each)[KEY] = SAVED  # a property of the class: only to_dict and save_pretrained read this

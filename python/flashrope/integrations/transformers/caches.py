@@ -293,8 +293,8 @@ SCALE_BYTES = 4
 class CodesCache(Cache):
     """Holds quantized keys and values, which a converted model reads in place.
 
-    Use it where memory limits the length or the batch. docs/decoding.md has what int8 and int4 cost. Pass it as the
-    model's cache: ``past_key_values``, or ``cache`` from transformers 5.24 on. All layers keep all tokens, also the
+    Use it where memory limits the length or the batch. docs/quantized/README.md has what int8 and int4 cost. Pass it as
+    the model's cache: ``past_key_values``, or ``cache`` from transformers 5.24 on. All layers keep all tokens, also the
     layers with a sliding window.
 
     Example:

@@ -216,8 +216,8 @@ def prepare_manager() -> None:
 
 
 def _offer_block_tables() -> None:
-    """Batches of one token per request get block tables, as with flash attention's kernel for them. Otherwise the host
-    would list the slots of all keys in every step."""
+    """Makes transformers give batches of one token per request block tables, as it does for flash attention's kernel.
+    Otherwise the host would list the slots of all keys in every step."""
     from transformers.generation.continuous_batching import initialization
 
     stock = getattr(initialization, "ensure_decode_fast_path_is_available", None)

@@ -166,7 +166,7 @@ def from_pretrained(
 def register_auto_classes(*model_types: str) -> None:
     """Makes transformers' AutoModel classes, and with them ``pipeline``, convert models that were saved with options.
 
-    Use it where code of others loads the model. ``from_pretrained`` needs no registration.
+    Use it where other code loads the model. ``from_pretrained`` needs no registration.
 
     Example:
         from flashrope.integrations.transformers import register_auto_classes

@@ -3,7 +3,7 @@
 A converted model caches raw keys, which have no position. So the keys and values of a passage are valid wherever a
 prompt puts them. What they lack is what the passage did not see: a passage that was prefilled behind one text does not
 know another one. ``prefill_passage`` lets it see the head of the prompt, and ``join_passages`` computes its first
-tokens again behind all that precedes it (EPIC, arXiv 2410.15332). docs/decoding.md has what each of them is worth.
+tokens again behind all that precedes it (EPIC, arXiv 2410.15332). docs/reused/README.md has what each of them is worth.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Passage(NamedTuple):
 def prefill_passage(model, input_ids: torch.Tensor, behind: Passage | None = None) -> Passage:
     """Computes the keys and values of a passage, for ``join_passages``.
 
-    Use it for texts that many prompts contain, such as documents of a search. Prefill them behind the head that all
-    prompts share: docs/decoding.md has what that gains.
+    Use it for texts that many prompts contain, such as retrieved documents. Prefill them behind the head that all
+    prompts share: docs/reused/README.md has what that gains.
 
     Example:
         from transformers import AutoModelForCausalLM

@@ -62,8 +62,8 @@ def accept(model, own: Plan) -> None:
 
 
 def _prepare(model, restore: contextlib.ExitStack) -> None:
-    """Registers with restore what undoes it: no gradients, no dropout, and no constant vectors among the parameters,
-    which would hide where a norm stands."""
+    """Prepares a model for the comparison: no gradients, no dropout, and no constant vectors among the parameters,
+    which would hide whether a norm comes before or after the rotation. restore undoes it."""
     restore.enter_context(torch.no_grad())
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and module.config._attn_implementation == SAVED:
