@@ -1,4 +1,4 @@
-"""The pages, rows and positions of keys, from a cache's tables. Read by the host, or computed on the device."""
+"""Finds the pages, rows and positions of keys in a cache's tables, on the host or on the device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .cache_tables import ONE_PER_QUERY, CacheLayer, CachePositions, CacheTables
 class NewRows(NamedTuple):
     """Consecutive new keys of one sequence.
 
-    batch, row, rows: the keys are k[batch, row : row + rows]. batch is 0 where queries are packed.
+    batch, row, rows: the keys are k[batch, row : row + rows]. batch is 0 if queries are packed.
     position: position of the first key. Negative in padding.
     sequence: which sequence they belong to.
     slot: slot of the first key in its sequence.
@@ -28,7 +28,7 @@ class NewRows(NamedTuple):
 
 
 def bounds(tables: CacheTables, k_cache: torch.Tensor) -> list[tuple[int, int]]:
-    """Returns the slots [first, end) of every sequence, read by the host and clamped to the capacity."""
+    """Returns the slots [first, end) of every sequence, clamped to the capacity. The host reads the tables."""
     new, capacity = tables.seqlen_new, tables.capacity(k_cache) if k_cache.shape[0] else 0
     ends = [
         length + new if 0 <= length <= capacity - new else min(min(max(length, 0), capacity) + new, capacity)
@@ -40,9 +40,9 @@ def bounds(tables: CacheTables, k_cache: torch.Tensor) -> list[tuple[int, int]]:
 
 
 def new_rows(tables: CacheTables, capacity: int, rows: int) -> list[NewRows]:
-    """Returns the new keys of every sequence. Read by the host.
+    """Returns the new keys of every sequence. The host reads the tables.
 
-    capacity: slots that a sequence can have. rows: new keys per sequence, or of all sequences where queries are packed.
+    capacity: slots that a sequence can have. rows: new keys per sequence, or of all sequences if queries are packed.
     """
     sequences = len(lengths := tables.seqlens.tolist())
     pads = [0] * sequences if tables.leftpad is None else tables.leftpad.tolist()
@@ -61,7 +61,7 @@ def new_rows(tables: CacheTables, capacity: int, rows: int) -> list[NewRows]:
 
 
 def new_positions(tables: CacheTables, capacity: int, batch: int, rows: int) -> torch.Tensor:
-    """Returns the positions of ``new_rows``, int64 (batch, rows), with 0 elsewhere. Packed: batch is 1."""
+    """Returns the positions of ``new_rows``, int64 (batch, rows), and 0 in all other rows. Packed: batch is 1."""
     positions = torch.zeros(batch, rows, dtype=torch.int64, device=tables.seqlens.device)
     for each in new_rows(tables, capacity, rows):
         place = positions[each.batch, each.row : each.row + each.rows]
@@ -70,20 +70,22 @@ def new_positions(tables: CacheTables, capacity: int, batch: int, rows: int) -> 
 
 
 def new_places(tables: CacheTables, k_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns (page or sequence, row, whether it exists) of the new keys: int64 and bool (batch, seqlen_new)."""
+    """Returns (page or sequence, row, whether the row exists) of the new keys: int64 and bool (batch, seqlen_new)."""
     batch, device = tables.seqlens.shape[0], tables.seqlens.device
     slot = first_new_slot(tables, k_cache)[:, None] + torch.arange(tables.seqlen_new, device=device)
     return places(tables, k_cache, torch.arange(batch, device=device)[:, None].expand_as(slot), slot)
 
 
 def first_new_slot(tables: CacheTables, k_cache: torch.Tensor) -> torch.Tensor:
-    """Returns the slot behind every sequence, int64 (batch,), within the capacity."""
+    """Returns the first free slot of every sequence, int64 (batch,), clamped to the capacity."""
     return tables.seqlens.to(torch.int64).clamp(0, tables.capacity(k_cache))
 
 
 def places(tables: CacheTables, k_cache: torch.Tensor, sequence: torch.Tensor, slot: torch.Tensor):
-    """Returns (page or sequence, row, whether it exists) of the given (sequence, slot) pairs, int64 of one shape. Slots
-    are at least 0."""
+    """Returns (page or sequence, row, whether the row exists) of the given (sequence, slot) pairs.
+
+    sequence, slot: int64 of the same shape. Slots are at least 0.
+    """
     capacity = tables.capacity(k_cache)
     fits = slot < capacity
     if tables.block_table is None:
@@ -97,16 +99,17 @@ def places(tables: CacheTables, k_cache: torch.Tensor, sequence: torch.Tensor, s
 
 
 def mapped_places(tables: CacheTables, k_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns (page or sequence, row, whether it exists) of the slots in slot_mapping: int64 and bool (total_q,)."""
+    """Returns (page or sequence, row, whether the row exists) of the slots in slot_mapping: int64 and bool (total_q,)."""
     slots = tables.slot_mapping.to(torch.int64)
     fits = (slots >= 0) & (slots < k_cache.shape[0] * k_cache.shape[1])
     return slots // max(k_cache.shape[1], 1), slots % max(k_cache.shape[1], 1), fits
 
 
 def runs(tables: CacheTables, total_q: int) -> Iterator[tuple[slice, slice, CacheTables]]:
-    """Divides packed queries into batches of equal length: (sequences, query rows, their tables). Read by the host.
+    """Yields (sequences, query rows, tables) of batches in which all sequences have the same number of packed queries.
 
-    Neighboring sequences with equally many queries form one batch. Rows are clamped to total_q.
+    Neighboring sequences with equally many queries form one batch. Rows are clamped to total_q. The host reads
+    cu_seqlens_q.
     """
     starts = tables.cu_seqlens_q.tolist()
     starts = [min(max(start, 0), total_q) for start in starts]
@@ -132,7 +135,7 @@ def _tables_of(tables: CacheTables, sequences: slice, rows: slice, seqlen_q: int
 
 
 def _positions_of(tables: CachePositions, sequences: slice, rows: slice, paged: bool) -> CachePositions:
-    """Returns the tables of a run of packed sequences as tables of a batch. rows: the query rows of the run."""
+    """Returns the position tables of a run of packed sequences in batch form. rows: the queries of the run."""
     *of_pages, slot_positions, queries = tables
     if slot_positions is not None and not paged:
         slot_positions = slot_positions[sequences]
@@ -143,7 +146,7 @@ def _positions_of(tables: CachePositions, sequences: slice, rows: slice, paged: 
 
 
 def layer_of(layer: CacheLayer, sequences: slice) -> CacheLayer:
-    """Returns the layer that has only these sequences. The layer must be contiguous, not paged."""
+    """Returns the layer of these sequences only. The cache must be contiguous, not paged."""
     k, v, k_scale, v_scale, key_weight = layer
     k_scale, v_scale = (x if x is None else x[sequences] for x in (k_scale, v_scale))
     return CacheLayer(k[sequences], v[sequences], k_scale, v_scale, key_weight)

@@ -1,4 +1,4 @@
-"""A cache as backends see it: ``CacheTables`` are the same in all layers of a step, a ``CacheLayer`` is one layer's."""
+"""A cache as backends see it: ``CacheTables`` are shared by all layers of a step, a ``CacheLayer`` holds one layer."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class CacheLayer(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """Packed queries of all sequences, one sequence after another: a value of the field ``new`` of ``CacheTables``.
+    """Packed queries: the queries of all sequences, one sequence after another. Used as ``CacheTables.new``.
 
     Attributes:
         cu_seqlens_q: (batch + 1,) int32. Sequence b has the query rows cu_seqlens_q[b] to cu_seqlens_q[b + 1].
         max_seqlen_q: upper bound of the number of query rows of a sequence.
         slot_mapping: (total_q,) int32 or int64, the slot of each query's new key in the whole cache, page * page_size +
-            row. seqlens then counts the new keys already.
-        appends: each query brings one new key, which is written behind seqlens.
+            row. If given, seqlens already counts the new keys.
+        appends: each query brings one new key, which is written after the first seqlens slots.
     """
 
     cu_seqlens_q: torch.Tensor
@@ -45,12 +45,13 @@ class Packed(NamedTuple):
 
 
 class CachePositions(NamedTuple):
-    """Explicit positions of cached tokens, which backends/shown.py defines. They describe the pages with the new keys.
+    """Explicit positions of cached tokens, as defined in backends/shown.py. The tables include the new keys.
 
     Attributes:
         page_positions, page_first, page_lengths: (batch, max_pages) int32.
         slot_positions: float32 (pages, page_size) or (batch, capacity), with one more dimension for axes.
-        queries: (batch, seqlen_q) or packed (total_q,), with one more dimension for axes. None: their keys' positions.
+        queries: (batch, seqlen_q) or packed (total_q,), with one more dimension for axes. None: each query has the
+            position of its key.
     """
 
     page_positions: torch.Tensor | None = None
@@ -69,10 +70,10 @@ class CachePositions(NamedTuple):
 
 
 class CacheTables(NamedTuple):
-    """Where the sequences of a step lie in every layer of a cache, for ``plan_cache``.
+    """Where the sequences of a step are stored, the same in every layer of a cache. For ``plan_cache``.
 
-    Sequence b holds slots leftpad[b] to seqlens[b] + its new keys. Slot s is row s of the cache, or row s % page_size
-    of page block_table[b, s // page_size]. Positions count from leftpad.
+    Sequence b holds the slots from leftpad[b] up to seqlens[b] plus its new keys. Slot s is row s of the cache, or row
+    s % page_size of page block_table[b, s // page_size]. Positions count from leftpad.
 
     Attributes:
         seqlens: (batch,) int32, the slots in use before the step's new keys, left padding included.

@@ -1,4 +1,4 @@
-"""The calls that a backend receives: attention, and attention with a KV cache, without q, k and v."""
+"""The calls that a backend receives, without their q, k and v: attention, attention with a KV cache, and rotate."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ MAX_SPLITS = 256  # csrc/decode.h has the same number
 
 
 class Kept(NamedTuple):
-    """What the forward keeps for the backward; empty, of shape (0,), where it keeps nothing.
+    """Tensors that the forward saves for the backward. A tensor that is not saved has the shape (0,).
 
-    rotated_k: rotated keys (copies, rows, heads_kv, head_dim), of k's dtype.
-    table: cos and sin of given positions, float32 (rotations, batch, seqlen, 2, pairs).
+    rotated_k: rotated keys (copies, rows, heads_kv, head_dim), with k's dtype.
+    table: cos and sin of explicit positions, float32 (rotations, batch, seqlen, 2, pairs).
     """
 
     rotated_k: torch.Tensor
@@ -69,13 +69,14 @@ class AttentionCall(_Scheme):
     cu_seqlens_k: torch.Tensor | None = None
     max_seqlen_q: int = 0
     max_seqlen_k: int = 0
-    # True: gradients are bitwise reproducible. False: they may differ from run to run by rounding, in a backend that
-    # has a faster backward for it. None: only where it is predicted to be faster, and torch does not ask for
-    # deterministic algorithms.
+    # True: gradients are bitwise reproducible. False: a backend that has a faster nondeterministic backward uses it,
+    # and gradients may differ from run to run by rounding. None: like False only if that backward is predicted to be
+    # faster and torch does not ask for deterministic algorithms.
     deterministic: bool | None = None
 
     def packed_sequences(self) -> Iterator[tuple[slice, slice, AttentionCall]]:
-        """Yields (query rows, key rows, call with its own positions) of every packed sequence. Read by the host."""
+        """Yields (query rows, key rows, call) of every packed sequence. The call has the positions of that sequence.
+        The host reads cu_seqlens."""
         starts_q, starts_k = self.cu_seqlens_q.tolist(), self.cu_seqlens_k.tolist()
         for q0, q1, k0, k1 in zip(starts_q, starts_q[1:], starts_k, starts_k[1:], strict=False):
             rows, given = slice(q0, q1), self.positions
@@ -90,7 +91,8 @@ class AttentionCall(_Scheme):
 class CacheCall(_Scheme):
     """One call of attention_with_cache, without q (batch, seqlen_q, heads_q, head_dim) and the caches.
 
-    With packed queries: of attention_varlen_with_cache, q (total_q, heads_q, head_dim), lse (heads_q, total_q).
+    With packed queries it is a call of attention_varlen_with_cache: q (total_q, heads_q, head_dim), lse (heads_q,
+    total_q).
     """
 
     rotary: Rotary
@@ -98,7 +100,7 @@ class CacheCall(_Scheme):
     softmax_scale: float
     tables: CacheTables
     num_splits: int = 0  # 0: the backend chooses by shape
-    rotated_keys: bool = False  # the cache holds keys as rotate gives them
+    rotated_keys: bool = False  # the cache holds keys that ``rotate`` has rotated
 
     positions = None  # positions count from tables.leftpad
 
@@ -116,14 +118,14 @@ class CacheCall(_Scheme):
 class RotateCall:
     """One call of rotate, without x (batch, seqlen, heads, head_dim).
 
-    Row r stands at position r, or at positions[..., r]. With tables, x holds new keys for a cache, the last rows of
-    every sequence; x may then be packed, (total, heads, head_dim).
+    Row r is at position r, or at positions[..., r]. If tables are given, x holds new keys for a cache: the last rows of
+    every sequence. x may then be packed, (total, heads, head_dim).
     """
 
-    rotary: Rotary  # of over_rotated_keys: all its bands rotate queries alike
+    rotary: Rotary  # from over_rotated_keys: all its bands rotate queries alike
     positions: torch.Tensor | None = None  # (batch, seqlen) or (batch, seqlen, axes)
     tables: CacheTables | None = None
-    capacity: int = 0  # slots of a sequence in that cache
+    capacity: int = 0  # slots of a sequence in the cache of the tables
 
     @property
     def position_map(self) -> PositionMap:
@@ -131,7 +133,7 @@ class RotateCall:
 
 
 def out_shape(q: torch.Tensor, v: torch.Tensor) -> tuple[int, ...]:
-    """Returns the shape of out: q's, with v's head_dim."""
+    """Returns the shape of out: that of q, with v's head_dim."""
     return (*q.shape[:-1], v.shape[-1])
 
 
@@ -142,13 +144,13 @@ def cached_lse_shape(q) -> tuple[int, ...]:
 
 
 def accumulation_type(x: torch.Tensor) -> torch.dtype:
-    """Returns the dtype of lse, in which scores are computed too."""
+    """Returns the dtype of lse and of the scores."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def aligned(*tensors: torch.Tensor) -> bool:
-    """Whether every row, of head_dim elements, of these tensors of one type starts at a multiple of 16 bytes."""
-    # Also in dimensions of size 1: kernels form the addresses of rows that are not there, and mask them.
+    """Whether every row (head_dim elements) of these tensors starts at a multiple of 16 bytes. They have one dtype."""
+    # Dimensions of size 1 count too: kernels form the addresses of rows that do not exist, and mask them.
     addresses, strides = 0, 0
     for x in tensors:
         addresses |= x.data_ptr()
@@ -159,6 +161,6 @@ def aligned(*tensors: torch.Tensor) -> bool:
 
 @cache
 def multiprocessors(device: torch.device) -> int:
-    """Returns the number of multiprocessors. Without a GPU, as when kernels are interpreted or compiled offline, it is
-    an A100's 108."""
+    """Returns the number of multiprocessors of a GPU. Without a GPU (kernels are interpreted or compiled offline)
+    returns 108, the number of an A100."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 108

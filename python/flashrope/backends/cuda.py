@@ -40,7 +40,7 @@ def unsupported_queries(q: torch.Tensor) -> str:
         return f"the CUDA kernels take float16 and bfloat16, q is {q.dtype}"
     if q.shape[-1] not in HEAD_DIMS:
         return f"the CUDA kernels are compiled for head_dim {', '.join(map(str, HEAD_DIMS))}, q has {q.shape[-1]}"
-    if q.ndim == 4 and q.shape[1] > MAX_SEQLEN_Q:  # of packed queries, see _check_packed
+    if q.ndim == 4 and q.shape[1] > MAX_SEQLEN_Q:  # _check_packed checks packed queries
         limit = f"the CUDA kernels take up to {MAX_SEQLEN_Q} query tokens, q has {q.shape[1]}"
         return f"{limit}; use impl='triton' for prefill"
     return ""
@@ -63,7 +63,7 @@ def plan_cache(call: CacheCall, layer: CacheLayer, queries: Queries) -> EachLaye
 def append_to_cache(
     layer: CacheLayer, k: torch.Tensor, v: torch.Tensor, tables: CacheTables, rotary: Rotary | None = None
 ) -> None:
-    """Writes k, v (batch, seqlen_new, heads_kv, head_dim) behind tables.seqlens, or packed k and v, in one launch.
+    """Writes k, v (batch, seqlen_new, heads_kv, head_dim) after tables.seqlens, or packed k and v, in one launch.
 
     Raises:
         ValueError: rotary is given. The caller rotates k.
@@ -84,8 +84,9 @@ def attention_with_cache(q: torch.Tensor, layer: CacheLayer, call: CacheCall) ->
     """Returns (out like q and contiguous, lse float32 (batch, heads_q, seqlen_q)), in two launches.
 
     Raises:
-        ValueError: the cache is quantized, the scheme has a first_channel, maps positions or has log_steps, or several
-            queries that see keys ahead are over rotated keys: rows before the first key would have negative positions.
+        ValueError: the cache is quantized; the scheme has a first_channel, maps positions or has log_steps; or several
+            queries without causal=True attend over rotated keys. Rows before the first key would then have negative
+            positions.
     """
     if have_maps(call.bands):
         raise ValueError(
@@ -157,7 +158,7 @@ def _refuse_codes(layer: CacheLayer) -> None:
 
 
 # ---- packed queries
-# The index arithmetic is on the device, so that the host reads no length. Kernels are those for batches.
+# The index arithmetic runs on the device, so that the host reads no length. The kernels are the same as for batches.
 
 
 def _check_packed(tables: CacheTables) -> None:
@@ -169,7 +170,7 @@ def _check_packed(tables: CacheTables) -> None:
 
 
 def _token_sequences(cu_seqlens_q, total_q: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (sequence, how many of its rows follow, this one included) of every token, int64 (total_q,). A token
+    """Returns (sequence, number of the sequence's rows from this token on) of every token, int64 (total_q,). A token
     outside every sequence gets the last sequence and a number below 1."""
     ends = cu_seqlens_q[1:].to(torch.int64)
     token = torch.arange(total_q, device=cu_seqlens_q.device)
@@ -178,7 +179,7 @@ def _token_sequences(cu_seqlens_q, total_q: int) -> tuple[torch.Tensor, torch.Te
 
 
 def _token_pages(k_cache, v_cache, total_q: int, tables: CacheTables):
-    """Returns (k_cache, v_cache, tables) for append: every token is a sequence of its own, one page long."""
+    """Returns (k_cache, v_cache, tables) for append. In these tables every token is a separate sequence of one page."""
     _check_packed(tables)
     if tables.block_table is None:
         rows = TILE_ROWS
@@ -194,7 +195,7 @@ def _token_pages(k_cache, v_cache, total_q: int, tables: CacheTables):
         slot = addresses.first_new_slot(tables, k_cache)[sequence] + before.clamp(min=0)
         page, row, fits = addresses.places(tables, k_cache, sequence, slot)
         fits &= (behind > 0) & (before >= 0)
-    if tables.block_table is None:  # the page of the cache is a sequence so far, the row one of its slots
+    if tables.block_table is None:  # so far ``page`` is a sequence and ``row`` a slot of it
         slot = page * k_cache.shape[1] + row
         page, row = slot // rows, slot % rows
     table = torch.where(fits, page, -1).to(torch.int32)[:, None]
@@ -213,8 +214,8 @@ def _as_pages(name: str, x: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def _attend_packed(q, layer: CacheLayer, call: CacheCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attends to packed queries as a batch. Every sequence gets max_seqlen_q rows, of which its own are the last, so
-    that they keep their positions. The results of the other rows are dropped."""
+    """Attends with packed queries as a batch of max_seqlen_q rows per sequence. A sequence's queries are its last rows,
+    so they keep their positions. The results of the other rows are dropped."""
     tables, total_q = call.tables, q.shape[0]
     _check_packed(tables)
     cu_seqlens_q, longest = tables.cu_seqlens_q.to(torch.int64), tables.max_seqlen_q
@@ -240,12 +241,12 @@ def _attend_packed(q, layer: CacheLayer, call: CacheCall) -> tuple[torch.Tensor,
 
 
 def build_info() -> str:
-    """Returns what the extension was built with, or that it is not built."""
+    """Returns how the extension was built, or a message that it is not built."""
     if not LIBRARY.exists():
         return "not built"
     try:
         from .. import _build_info  # type: ignore[attr-defined]  # the build writes it
-    except ImportError as error:  # built for another Python version, which the library itself does not depend on
+    except ImportError as error:  # _build_info is for another Python version; the kernels' library fits all versions
         return f"built, details cannot be read ({error})"
     return f"{_build_info.architectures}, nvcc {_build_info.nvcc}, revision {_build_info.revision}"
 
@@ -259,7 +260,7 @@ def _operators():
 def _default_splits(groups: int, rows: int, capacity: int, head_dim: int, multiprocessors: int) -> int:
     """Returns how many splits of the keys fill the device.
 
-    groups: pairs of a sequence and a key head. rows: query rows of each.
+    groups: number of (sequence, key head) pairs. rows: query rows of each pair.
     """
     tile_keys = 32 if head_dim > 128 else 64  # warps_for and blocks_for of csrc/decode.h
     resident = 2 if head_dim > 96 else 3

@@ -13,7 +13,7 @@ from .quantized import stores
 
 
 def append_packed(append: Callable, layer: CacheLayer, k, v, tables: CacheTables) -> None:
-    """Appends packed k and v by a backend's function for batches. Without a slot_mapping the host reads the lengths."""
+    """Appends packed k and v with a backend's function for batches. Without a slot_mapping the host reads the lengths."""
     if tables.slot_mapping is not None:
         page, row, fits = addresses.mapped_places(tables, layer.k)
         for cache, new in stores(layer, k, v):
@@ -28,11 +28,12 @@ def append_packed(append: Callable, layer: CacheLayer, k, v, tables: CacheTables
 def attend_packed(
     attend: Callable, q, layer: CacheLayer, runs: list, total_q: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attends to packed q (total_q, heads_q, head_dim) in batches of sequences of equal length.
+    """Attends with packed q (total_q, heads_q, head_dim) in batches of sequences with equally many queries.
 
-    attend: (q of a batch, layer, run) to (out, lse). runs: tuples that begin with what ``addresses.runs`` yields.
+    attend: takes (q of a batch, layer, run) and returns (out, lse). runs: tuples that begin with what
+        ``addresses.runs`` yields.
     """
-    if len(runs) == 1 and runs[0][1] == slice(0, total_q):  # as in decoding: nothing to gather
+    if len(runs) == 1 and runs[0][1] == slice(0, total_q):  # for example in decoding: nothing to gather
         return _attend_run(attend, q, layer, runs[0])
     out = q.new_zeros(q.shape)
     lse = q.new_full(cached_lse_shape(q), float("-inf"), dtype=accumulation_type(q))
@@ -43,7 +44,7 @@ def attend_packed(
 
 
 def _attend_run(attend: Callable, q, layer: CacheLayer, run):
-    """Returns (out, lse) of the rows q of one run."""
+    """Returns (out, lse) of the query rows of one run."""
     sequences, _, tables, *_ = run
     if tables.block_table is None:
         layer = addresses.layer_of(layer, sequences)

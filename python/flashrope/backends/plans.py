@@ -1,4 +1,4 @@
-"""Attention over a cache planned once for all layers of a step: what backends share."""
+"""What backends share to plan attention over a cache once for all layers of a step."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Queries(NamedTuple):
 
 
 def append_rotary(call: CacheCall) -> Rotary | None:
-    """Returns the scheme that rotates new keys before they are written, or None where the cache holds raw keys."""
+    """Returns the scheme that rotates new keys before they are written, or None if the cache holds raw keys."""
     return over_rotated_keys(call.rotary) if call.rotated_keys else None
 
 

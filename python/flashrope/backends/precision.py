@@ -1,4 +1,4 @@
-"""Backends that are composed of PyTorch's operations choose their own types, whatever autocast would cast to."""
+"""Turns autocast off in backends that are composed of PyTorch's operations, because they choose their own dtypes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Result = TypeVar("Result")
 
 
 def without_autocast(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Returns the function with autocast off inside.
+    """Returns the function, decorated to run without autocast.
 
     Autocast would compute float32 products in bfloat16, and it refuses to combine float16 with float32 on the CPU.
     """

@@ -47,7 +47,7 @@ class AttentionBackend(Protocol):
 
 
 class RotateBackend(Protocol):
-    """Serves ``rotate``, and new keys for caches of rotated keys."""
+    """Serves ``rotate``, and rotates new keys for caches of rotated keys."""
 
     def rotate(self, x: torch.Tensor, call: RotateCall) -> torch.Tensor:
         """Returns the rotated x, contiguous. x is not empty, and the scheme changes some of its channels. For new keys

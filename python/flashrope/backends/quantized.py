@@ -1,14 +1,14 @@
-"""Quantized caches: integers of 8 or 4 bits, called codes, and a float32 scale per token and key head, for K and V.
+"""Quantized caches: K and V are stored as 8-bit or 4-bit integers, with a float32 scale per token and key head.
 
-A row x of K or V, with m the largest code, is stored as s and c and read as x':
+A row x of K or V is stored as a scale s and integers c of at most m, and is read as x':
 
     s = max |x_c| / m        c = round(x / s), ties to even, in [-m, m]        x' = s * c
 
-A row of zeros has s = 0 and codes 0. If x holds a NaN, s is NaN and the codes are 0. Infinities count as the largest
-finite number of x's dtype (float64: of float32). All is computed in float32; divisions round to nearest.
+A row of zeros has s = 0 and c = 0. If x holds a NaN, s is NaN and c = 0. Infinities count as the largest finite number
+of x's dtype (float64: of float32). Everything is computed in float32; divisions round to nearest.
 
-    int8:   m = 127, one code a byte.
-    uint8:  m = 7, two codes a byte: channel 2 c in the low half, channel 2 c + 1 in the high half, each plus 8.
+    int8:   m = 127, one integer per byte.
+    uint8:  m = 7, two integers per byte: channel 2 c in the low half, channel 2 c + 1 in the high half, each plus 8.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def quantize(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.T
     limit = torch.finfo(torch.float32 if x.dtype == torch.float64 else x.dtype).max
     x, largest = x.to(torch.float32).clamp(-limit, limit), LARGEST_CODE[dtype]
     scale = x.abs().amax(-1) / largest
-    steps = torch.where(scale > 0, scale, torch.inf)[..., None]  # of zeros, and of NaN, every code is 0
+    steps = torch.where(scale > 0, scale, torch.inf)[..., None]  # rows of zeros or with a NaN get the integers 0
     codes = (x / steps).round().nan_to_num(0.0).clamp(-largest, largest)
     if dtype == torch.int8:
         return codes.to(dtype), scale
@@ -35,19 +35,20 @@ def quantize(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.T
 
 
 def dequantize(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Returns x' (..., head_dim) in this float type."""
+    """Returns x' (..., head_dim) with this dtype."""
     return unpack(codes, dtype) * scale.to(dtype)[..., None]
 
 
 def unpack(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Returns the integers (..., head_dim) as this float type, without their scale."""
+    """Returns the integers (..., head_dim) converted to this dtype, not multiplied by their scale."""
     if codes.dtype == torch.uint8:
         codes = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2).to(torch.int8) - 8
     return codes.to(dtype)
 
 
 def stores(layer: CacheLayer, k, v) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Returns pairs (tensor of the cache, what new k or v become in it), with the scales of a quantized cache."""
+    """Returns pairs (tensor of the cache, new values to write to it) for k and v, and for the scales of a quantized
+    cache."""
     if layer.k_scale is None or layer.v_scale is None:
         return [(layer.k, k), (layer.v, v)]
     codes_k, scale_k = quantize(k, layer.k.dtype)

@@ -1,4 +1,4 @@
-"""The backends by name, and the one that serves a call. Imports a backend when it is asked for."""
+"""Maps names to backends and chooses the backend that serves a call. A backend is imported when it is first used."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ DIFFERENTIABLE = ("reference",)
 
 @cache
 def load_backend(impl: str) -> Any:
-    """Returns the module of a backend, by name. Ours are written out, because torch.compile traces import statements
-    only."""
+    """Returns the module of the backend ``impl``. The imports of our own backends are written out, because
+    torch.compile traces only import statements."""
     if impl == "triton":
         from . import triton as backend
     elif impl == "cuda":
@@ -46,7 +46,7 @@ def resolve_impl(impl: str | None, q: torch.Tensor, cached: bool = False) -> str
         return "cpu" if q.is_cpu else "reference"
     if impl not in BACKENDS:
         raise ValueError(f"impl: expected None or one of {', '.join(BACKENDS)}, got {impl!r}")
-    if not torch.compiler.is_compiling():  # a graph cannot load modules; its operators check when they are traced
+    if not torch.compiler.is_compiling():  # a graph cannot load modules; the operators check when they are traced
         check_backend(impl, q, cached)
     return impl
 

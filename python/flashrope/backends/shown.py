@@ -27,15 +27,17 @@ from .cache_tables import CachePositions, CacheTables
 class Shown(NamedTuple):
     """The visible tokens of one sequence, in order."""
 
-    page: torch.Tensor  # (tokens,) int64; the sequence, where the cache is contiguous
+    page: torch.Tensor  # (tokens,) int64. In a contiguous cache, the sequence.
     row: torch.Tensor
     position: torch.Tensor  # float64 (tokens,) or (tokens, axes)
     slot: torch.Tensor  # of the sequence
 
 
 def shown(positions: CachePositions, sequence: int, first: int, end: int, block_table, k_cache) -> Shown:
-    """Returns the visible tokens of a sequence. first, end: its slots, from its left padding to its length, clamped to
-    the capacity."""
+    """Returns the visible tokens of a sequence.
+
+    first, end: the sequence has the slots [first, end), without its left padding and clamped to the capacity.
+    """
     device = k_cache.device
     slot = torch.arange(first, end, device=device)
     if block_table is None:
@@ -77,10 +79,11 @@ def of_queries(positions: CachePositions, sequence: int, seqlen_q: int, keys: to
 
 
 def store_positions(k_cache, tables: CacheTables, rows: int) -> None:
-    """Writes the positions of new keys to slot_positions. The host reads the tables if the positions follow from the
-    last key's, or if the keys are packed without a slot_mapping.
+    """Writes the positions of new keys to slot_positions. The host reads the tables if the positions continue from the
+    last key's position, or if the keys are packed without a slot_mapping.
 
-    tables: with slot_positions, before the new keys count. rows: rows of k, per sequence or packed.
+    tables: have slot_positions, and seqlens that do not count the new keys yet. rows: rows of k, per sequence or
+        packed.
     """
     positions = tables.positions
     assert positions is not None
@@ -110,7 +113,8 @@ def store_positions(k_cache, tables: CacheTables, rows: int) -> None:
 
 
 def _behind(keys: torch.Tensor, rows: int) -> torch.Tensor:
-    """Returns the positions of new tokens, which count on from the last key's; on every axis, from its largest."""
+    """Returns the positions of new tokens: one more than the last key's position, and so on. With axes, all axes
+    continue from the largest coordinate of the last key."""
     first = keys[-1].max() + 1 if keys.shape[0] else keys.new_zeros(())
     new = first + torch.arange(rows, device=keys.device)
     return new if keys.ndim == 1 else new[:, None].expand(-1, keys.shape[1])

@@ -1,4 +1,4 @@
-"""Chooses how many splits of a cache's keys fill a device. Arithmetic on shapes only: no tensors, no kernels."""
+"""Chooses how many splits of a cache's keys fill a device, by arithmetic on shapes only."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from functools import lru_cache
 
 from .calls import MAX_SPLITS
 
-FULL = 0.85  # share of the blocks that the device holds which must be busy, if there are enough keys
-# In units of the time of a key tile. Both are estimates, not timed.
-SPLIT_COST = 2  # of a block: to start and to store a partial result
-COMBINE_COST = 4  # of the launch that combines the partial results
+FULL = 0.85  # the share of the device's resident blocks that must be busy, if there are enough keys
+# Both costs are in units of the time of a key tile. They are estimates, not measured.
+SPLIT_COST = 2  # per block: starting it and storing a partial result
+COMBINE_COST = 4  # the launch that combines the partial results
 
 KB = 1024
 
@@ -39,8 +39,8 @@ class Multiprocessor:
 @dataclasses.dataclass(frozen=True)
 class ComputeUnit:
     """Limits of one AMD compute unit of CDNA 3 or 4 (LLVM, "User Guide for AMDGPU Backend", and getMaxWorkGroupsPerCU).
-    shared_per_block, shared: bytes of local data share (LDS). It has four SIMDs, each with 512 vector registers a lane
-    for at most 8 waves."""
+    shared_per_block, shared: bytes of local data share (LDS). A compute unit has four SIMDs. Each has 512 vector
+    registers per lane for at most 8 waves."""
 
     shared_per_block: int
     shared: int
@@ -69,7 +69,7 @@ MULTIPROCESSORS: dict[int | str, Multiprocessor | ComputeUnit] = {
 
 def multiprocessor(capability: int | str) -> Multiprocessor | ComputeUnit:
     """Returns the limits for a compute capability such as 80, or for AMD's "gfx942" or "gfx950". A compute capability
-    that is not listed has those of the next older one."""
+    that is not listed gets the limits of the next older listed one."""
     if isinstance(capability, str):
         return MULTIPROCESSORS[capability]
     older = (known for known in MULTIPROCESSORS if isinstance(known, int) and known <= capability)
@@ -86,8 +86,8 @@ def busy_share(programs: int, splits: int, resident: int) -> float:
 def choose_splits(programs: int, tiles: int, resident: int) -> int:
     """Returns the fastest number of splits among the numbers that keep the share ``FULL`` of the device busy.
 
-    programs: blocks of one split. tiles: key tiles of a sequence. resident: blocks that the device holds at once. Where
-    even one tile per split leaves the device less busy, all numbers of splits are compared.
+    programs: blocks of one split. tiles: key tiles of a sequence. resident: blocks that the device holds at once. If no
+    number of splits keeps that share busy, all numbers are compared.
     """
 
     def time(splits: int) -> int:

@@ -1,7 +1,8 @@
-"""The file of tuned tiles, one for all devices of a user: read once per process, replaced in one step.
+"""The file of tuned tiles, one for all devices of a user. It is read once per process and replaced atomically.
 
-It is ``flashrope/tiles.json`` in the user's cache folder ($XDG_CACHE_HOME, or ~/.cache). A winner serves only under the
-setup it was measured in: the device, Triton and flashrope. A file that cannot be read is ignored with one warning.
+It is ``flashrope/tiles.json`` in the user's cache folder ($XDG_CACHE_HOME, or ~/.cache). A winner is used only with the
+setup that it was measured with: the device and the versions of Triton and flashrope. A file that cannot be read is
+ignored with one warning.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 FORMAT = "flashrope tiles 2"
-MAX_KEYS = (1024, 8192)  # the classes of length: up to the first, up to the second, any longer
+MAX_KEYS = (1024, 8192)  # three classes of length: up to 1024 keys, up to 8192, more
 CACHES = ("", "contiguous", "paged")
 
 
 class Setup(NamedTuple):
-    """What a measurement holds for. capability: such as 90, or "gfx942"."""
+    """The conditions under which a measurement is valid. capability: such as 90, or "gfx942"."""
 
     device: str
     capability: int | str
@@ -31,10 +32,10 @@ class Setup(NamedTuple):
 
 
 class ShapeClass(NamedTuple):
-    """The calls that share a tile.
+    """A class of calls that share a tile.
 
-    block_d: the power of two that holds head_dim. banded: several bands. grouped: fewer key heads than query heads.
-    max_keys: one of ``MAX_KEYS``, or 0 for any longer length; with a cache the length is its capacity.
+    block_d: head_dim rounded up to a power of two. banded: the scheme has several bands. grouped: there are fewer key
+    heads than query heads. max_keys: one of ``MAX_KEYS``, or 0 for longer sequences. With a cache, its capacity counts.
     """
 
     direction: str
@@ -58,8 +59,8 @@ class ShapeClass(NamedTuple):
 class Winner(NamedTuple):
     """The fastest correct candidate of a class.
 
-    tile: block_m, block_n, num_warps, num_stages. Milliseconds of one call with it, and with the tile that is used
-    without tuning.
+    tile: block_m, block_n, num_warps, num_stages. milliseconds, default_milliseconds: time of one call with this tile,
+    and with the tile that is used without tuning.
     """
 
     tile: tuple[int, int, int, int]
@@ -71,7 +72,7 @@ Winners = dict[ShapeClass, Winner]
 
 
 def max_keys(keys: int) -> int:
-    """Returns the class of a length, as in ``ShapeClass``."""
+    """Returns the class of a length, ``ShapeClass.max_keys``."""
     return next((bound for bound in MAX_KEYS if keys <= bound), 0)
 
 
@@ -83,8 +84,8 @@ def path() -> Path:
 
 @cache
 def tuned() -> Mapping[Setup, Winners]:
-    """Returns what the file holds, read at the first call. Empty without a file, and with a warning where it is
-    unreadable."""
+    """Returns the winners in the file. The first call reads it. Returns an empty mapping if there is no file, and also,
+    with a warning, if the file is unreadable."""
     try:
         return read(path())
     except (OSError, ValueError) as error:
@@ -96,7 +97,7 @@ def tuned() -> Mapping[Setup, Winners]:
 
 
 def read(file: Path) -> dict[Setup, Winners]:
-    """Returns the winners of every setup in a file; none if it does not exist.
+    """Returns the winners of every setup in a file. Empty if the file does not exist.
 
     Raises:
         ValueError: the file is not one that ``update`` wrote.
@@ -116,16 +117,16 @@ def read(file: Path) -> dict[Setup, Winners]:
 
 
 def update(setup: Setup, winners: Winners) -> Path:
-    """Merges winners into the file, where they replace earlier winners of the same class. The write is atomic.
+    """Merges winners into the file. They replace earlier winners of the same class. The write is atomic.
 
-    Raises OSError where the cache folder cannot be written.
+    Raises OSError if the cache folder cannot be written.
     """
     file = path()
     file.parent.mkdir(parents=True, exist_ok=True)
     with _locked(file.with_suffix(".lock")):
         try:
             known = read(file)
-        except ValueError:  # tuned() has warned of it
+        except ValueError:  # tuned() has warned already
             known = {}
         known[setup] = known.get(setup, {}) | winners
         handle, temporary = tempfile.mkstemp(prefix=file.name, dir=file.parent)
@@ -152,7 +153,7 @@ def reset() -> bool:
 
 @contextlib.contextmanager
 def _locked(file: Path) -> Iterator[None]:
-    """Lets one process in at a time, where the platform has locks."""
+    """Lets only one process at a time enter the context, if the platform has file locks."""
     try:
         import fcntl
     except ImportError:
@@ -188,7 +189,7 @@ def _winner(row: list) -> tuple[ShapeClass, Winner]:
     shape = ShapeClass(*map(_checked, row[:7], (str, int, int, bool, str, bool, int)))
     tile, *milliseconds = row[7:]
     block_m, block_n, num_warps, num_stages = (_checked(number, int) for number in tile)
-    # Bounds of what a kernel could be asked for. Whether it is right and fits was found by running it.
+    # The bounds only reject absurd tiles. Tuning has run the tile, and so checked that it is correct and fits.
     powers_of_two = all(number > 0 and number & (number - 1) == 0 for number in (block_m, block_n, num_warps))
     if not (powers_of_two and 16 <= block_m <= 256 and 16 <= block_n <= 256 and num_warps <= 16):
         raise ValueError(f"tile {tile}")

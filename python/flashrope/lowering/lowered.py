@@ -1,8 +1,8 @@
-"""Lowering: a scheme as the rotations and band rows that kernels work with. No devices, no kernels.
+"""Lowers a scheme to the rotations and band rows that kernels work with, independently of devices and kernels.
 
-Rotations are numbered. Rotation 0 is none; rotation n > 0 rotates position p by the angle
-``(slope * p + offset) * inv_freq``. The cos/sin tables (``cos_sin``) have one entry per rotation. Where a scheme maps
-positions, a map says for every rotation which p a row has in that table.
+Rotations are numbered. Rotation 0 changes nothing. Rotation n > 0 rotates position p by the angle
+``(slope * p + offset) * inv_freq``. The cos/sin tables (``cos_sin``) have one entry per rotation. If a scheme maps
+positions, each rotation has a map that says which p a row has in that table.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class LoweredBand(NamedTuple):
     k_copy: index into ``Lowered.k_copies``; -1 if the band reads raw keys.
     dq_step, dk_step: the rotations that re-express the accumulated dQ and dK in this band's rotated basis after the
         previous band's tiles, so that one accumulator serves all bands. If the scheme maps positions, no single
-        rotation can do this. Then the steps are the band's own rotations, q_rotation without its factor and k_rotation.
+        rotation can do this. In that case dq_step is q_rotation without its scale factor, and dk_step is k_rotation.
     """
 
     start: int
@@ -37,9 +37,9 @@ class LoweredBand(NamedTuple):
 
 
 class RowMap(NamedTuple):
-    """Maps a row's position to its p: min(floor((position mod chunk) / group), last). chunk 0: without mod.
+    """Maps a row's position to its p: min(floor((position mod chunk) / group), last). If chunk is 0, there is no mod.
 
-    chunk, group, last: as in ``bands.PositionMap``.
+    chunk, group, last: the fields of ``bands.PositionMap``.
     is_query: 1 for rotations of queries, 0 for those of keys.
     """
 
@@ -53,14 +53,15 @@ class Lowered(NamedTuple):
     """A scheme for one value of ``causal``.
 
     rotations: (slope, offset) of every rotation; the first is (0, 0), no rotation.
-    scales: the factor of every rotation on the channels of the table: the scheme's for rotations of queries, else 1.
-    k_copies: the rotation of each rotated copy of k that the bands read, one per distinct slope.
+    scales: the factor of every rotation on the channels of the table. It is the scheme's ``rotated_scale`` for
+        rotations of queries, else 1.
+    k_copies: the rotation of each rotated copy of k that the bands read. Equal rotations share a copy.
     k_stops: for each of k_copies, the distance at which the last band that reads it stops.
     rotated_bands: bit b is set if band b rotates its keys.
-    rotated_pairs: pairs up to the last one that rotating changes.
+    rotated_pairs: number of pairs up to the last pair that rotates or is scaled.
     reach: an upper bound of the distances that the bands cover.
-    maps: one RowMap for every rotation if the scheme maps positions, else empty. The chunk of the first is the one that
-        the bands count in, 0 if they count distances.
+    maps: one RowMap for every rotation if the scheme maps positions, else empty. If the bands count chunks, the chunk
+        of the first RowMap is their length; it is 0 if they count distances.
     """
 
     rotations: tuple[tuple[float, float], ...]

@@ -19,8 +19,8 @@ _building = threading.Lock()
 def kept_on_device(what: str) -> Callable[[F], F]:
     """Decorates build(*key), which makes tensors on the device that is the last argument. Results are cached by key.
 
-    On a GPU they live as long as the process: a captured CUDA graph may point to them, and a kernel on another stream
-    may still read them. On the CPU the 256 used last are kept.
+    On a GPU the results live as long as the process: a captured CUDA graph may point to them, and a kernel on another
+    stream may still read them. On the CPU the 256 most recently used results are kept.
 
     what: what is built, for messages.
 
@@ -62,15 +62,15 @@ def _warn_of_many(what: str, device: torch.device) -> None:
 
 
 def _on_another_thread(build: Callable, key: tuple):
-    """Runs build(*key) on a thread of its own. The calling thread may be in inference mode. It may also allocate from
-    the pool of a CUDA graph, which takes that memory back (torch.compile's "reduce-overhead" does). Copies from the
-    host are complete when this returns, so every stream may read the tensors."""
+    """Runs build(*key) on a separate thread. The calling thread may be in inference mode. It may also allocate from the
+    pool of a CUDA graph, which reclaims that memory later (with torch.compile's "reduce-overhead"). Copies from the
+    host are complete when this function returns, so every stream may read the tensors."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(build, *key).result()
 
 
 def refuse_capture(what: str) -> None:
-    """Raises RuntimeError if the current stream is captured into a CUDA graph. what: what would have to be made now."""
+    """Raises RuntimeError if a CUDA graph is captured on the current stream. what: what would have to be made now."""
     if is_capturing():
         raise RuntimeError(
             f"flashrope cannot make the {what} while a CUDA graph is being captured. Make one call with the same "

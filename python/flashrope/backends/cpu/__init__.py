@@ -1,6 +1,7 @@
-"""The CPU backend. It calls torch's own flash-attention kernel for the CPU on parts of every band.
+"""The CPU backend.
 
-It calls the compiled kernels of csrc/cpu instead where the installation has them (loader.py, tiles.py, decode.py).
+If the installation has the compiled kernels of csrc/cpu, they serve most calls (loader.py, tiles.py, decode.py).
+Otherwise the backend calls torch's own flash-attention kernel for the CPU on parts of every band.
 """
 
 from .attention import backward, forward, kept_shapes, unsupported_reason

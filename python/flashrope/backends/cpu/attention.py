@@ -3,12 +3,13 @@
 Each band is divided into pieces that the kernel computes without a mask: rectangles, and triangles that its is_causal
 describes. The pieces of a row are merged by their lse, as in ring attention.
 
-Torch's kernel takes q, k and v of one width. If v has another, the narrower ones get channels of zeros.
+Torch's kernel requires the same head_dim for q, k and v. If v has a different head_dim than q and k, the narrower
+tensors are padded with zero channels.
 
-Types below float32 are computed in float32 and only the results are rounded. That is at least as fast here as torch's
-half-precision kernels, whose float16 backward is about twenty times slower.
+Half-precision inputs are computed in float32 and only the results are rounded. That is at least as fast here as torch's
+half-precision kernels. Their float16 backward is about twenty times slower.
 
-The compiled kernels, where they are loaded, serve all types but float64 (tiles.py).
+If the compiled kernels are loaded, they serve all dtypes except float64 (tiles.py).
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ def unsupported_reason(q: torch.Tensor, cached: bool = False) -> str:
 
 
 def kept_shapes(k: torch.Tensor, call: AttentionCall) -> KeptShapes:
-    """Returns no shapes: nothing is saved. The backward rotates the keys again, in one pass over k, which saves their
-    memory."""
+    """Returns empty shapes, because nothing is saved. To save memory the backward rotates the keys again, in one pass
+    over k."""
     return KeptShapes()
 
 
@@ -97,7 +98,7 @@ def backward(
     return grad_q, grad_k, grad_v
 
 
-# ---- a batch of sequences of equal length
+# ---- batches of sequences of equal length
 
 
 def _plan(q: torch.Tensor, k: torch.Tensor, call: AttentionCall) -> tuple[RotationPieces, ...]:
@@ -154,7 +155,7 @@ def _attend_backward(
     out, upcast_v = _widen(upcast(out), width), _widen(upcast(v), width)
     grad_out = torch.zeros_like(out) if grad_out is None else _widen(upcast(grad_out), width)
     if grad_lse is not None:
-        # dS = P * (dO.V - dO.O + dlse). One more channel holds dlse in dO, 1 in V, and 0 in O, q and k.
+        # dS = P * (dO.V - dO.O + dlse). An extra channel holds dlse in dO, 1 in V, and 0 in O, q and k.
         grad_out = _add_channel(grad_out, grad_lse.transpose(1, 2))
         upcast_v, out = _add_channel(upcast_v, 1.0), _add_channel(out, 0.0)
     grad_q = grad_k = grad_v = None
@@ -199,17 +200,18 @@ def _attend_backward(
 
 
 def _widen(x: torch.Tensor, width: int) -> torch.Tensor:
-    """Returns x, padded with channels of zeros to this width."""
+    """Returns x, padded with zero channels to this width."""
     return x if x.shape[-1] == width else torch.nn.functional.pad(x, (0, width - x.shape[-1]))
 
 
 def _narrow(x: torch.Tensor, width: int) -> torch.Tensor:
-    """Returns the first channels of x."""
+    """Returns the first ``width`` channels of x."""
     return x if x.shape[-1] == width else x[..., :width]
 
 
 def _add_channel(x: torch.Tensor, value) -> torch.Tensor:
-    """Returns x with eight more channels: value, then zeros. The kernel takes multiples of eight."""
+    """Returns x with eight more channels: value, then zeros. The kernel needs a head_dim that is a multiple of
+    eight."""
     wider = x.new_zeros(*x.shape[:-1], x.shape[-1] + 8)
     wider[..., :-8] = x
     wider[..., -8] = value
@@ -217,7 +219,7 @@ def _add_channel(x: torch.Tensor, value) -> torch.Tensor:
 
 
 def _accumulate(total, piece_grad, shape, first: int, count: int, piece: Piece) -> torch.Tensor:
-    """Adds the gradient of one piece to total (batch, seqlen, heads, head_dim), or begins it, and returns it."""
+    """Adds the gradient of one piece to total (batch, seqlen, heads, head_dim) and returns total. None: creates it."""
     if total is None:
         if count == shape[1] and not piece.reversed:
             return piece_grad.transpose(1, 2)

@@ -1,13 +1,13 @@
 """``attention_with_cache`` on the CPU, with torch's own flash kernel. The cache is read in place.
 
 A sequence is read in blocks of slots, counted from its first slot. A block of a contiguous cache is a view. Pages are
-gathered one block at a time, heads first, unless they follow one another and are rows first in memory. The results of
-a sequence computed on its own are bitwise identical in both layouts.
+gathered one block at a time, heads first, unless they are consecutive and rows first in memory. The results of a
+sequence computed on its own are bitwise identical in both layouts.
 
-The compiled kernels, where they are loaded, serve a few queries per sequence (decode.py) and long chunks (tiles.py).
+If the compiled kernels are loaded, they serve a few queries per sequence (decode.py) and long chunks (tiles.py).
 
-With explicit positions, a sequence is the runs of runs.py, each of which is read as a sequence is. Positions that
-hardly follow one another, and axial ones, take masks (masked.py).
+With explicit positions, runs.py divides a sequence into runs, and each run is read like a sequence. Positions without
+long runs, and axial positions, are computed with masks (masked.py).
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ from .pieces import (
 from .rotation import rotate, rotation_for, upcast
 
 MIN_BLOCK, MAX_BLOCK = 256, 16384  # slots
-# Elements of a block of k. A copy of it, gathered or rotated, stays in the processor's caches; for larger ones the
-# system allocates new pages of memory in every call.
+# Elements of a block of k. A gathered or rotated copy of such a block stays in the processor's caches. For larger
+# copies the system allocates new pages of memory in every call.
 BLOCK_ELEMENTS = 2**20
-COMPILED_ROWS = 64  # queries of a chunk, from which on packing all its keys for the compiled kernel pays
+COMPILED_ROWS = 64  # queries of a chunk. From this number on, packing all its keys for the compiled kernel pays.
 
 
 def _block_size(row: int) -> int:
-    """Returns the slots per block. row: elements of k in one slot of all sequences that are read together."""
+    """Returns the slots per block. row: elements of k in one slot of all the sequences that are read together."""
     return min(max(BLOCK_ELEMENTS // max(row, 1), MIN_BLOCK), MAX_BLOCK)
 
 
 def attend(
     q: torch.Tensor, layer: CacheLayer, part: Part, out: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (out like q, lse in float32 or float64) of a batch of sequences. out: where the compiled kernels may
-    write out, contiguous and like q."""
+    """Returns (out like q, lse in float32 or float64) of a batch of sequences. out: a tensor that the compiled kernels
+    may write the result to, contiguous and like q."""
     call, tables, k_cache = part.call, part.call.tables, layer.k
     if tables.positions is not None:
         return _attend_placed(q, layer, part)
@@ -90,10 +90,9 @@ def attend(
 def _attend_single(
     q: torch.Tensor, layer: CacheLayer, first: int, end: int, call: CacheCall
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Returns what ``_attend`` returns for one block, without its bookkeeping, where one piece covers all rows and
-    keys.
+    """Returns what ``_attend`` returns for one block, without its bookkeeping, if one piece covers all rows and keys.
 
-    None otherwise, and where keys do not rotate: ``_attend`` does not upcast those.
+    Returns None otherwise, and also if keys do not rotate, because ``_attend`` does not upcast such keys.
     """
     seqlen, rotary = end - first, call.rotary
     single = single_piece(rotary, call.causal, q.shape[1], seqlen, accumulation_type(q)) if q.numel() else None
@@ -165,14 +164,14 @@ class Block(NamedTuple):
     v_scale: torch.Tensor | None = None
 
     def keys_and_values(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns k and v. Quantized ones are converted to this type."""
+        """Returns k and v. Quantized values are converted to this dtype."""
         if self.k_scale is None or self.v_scale is None:
             return self.k, self.v
         return dequantize(self.k, self.k_scale[..., 0], dtype), dequantize(self.v, self.v_scale[..., 0], dtype)
 
 
 def _caches(layer: CacheLayer) -> tuple[torch.Tensor, ...]:
-    """Returns the tensors of a Block, of four dimensions each."""
+    """Returns the layer's tensors for a Block, each with four dimensions."""
     if layer.k_scale is None or layer.v_scale is None:
         return layer.k, layer.v
     return layer.k, layer.v, layer.k_scale[..., None], layer.v_scale[..., None]
@@ -199,7 +198,7 @@ def _paged_blocks(caches, table: torch.Tensor, first: int, end: int, size: int) 
         rows = (
             cache[pages[0] : pages[-1] + 1].flatten(0, 1)
             if follow and cache.stride(0) == page_size * cache.stride(1)
-            # An index copies single elements, or the whole cache first.
+            # Indexing with a list of pages would copy single elements, or the whole cache first.
             else torch.cat([cache[page].transpose(0, 1) for page in pages], 1).transpose(0, 1)
             for cache in caches
         )
@@ -271,7 +270,7 @@ def _attend_tiles(
                 continue
             own = slice(rows.row, rows.row + rows.rows)
             if scales is None and not compiled.multiplies(q.dtype, q.shape[1]):
-                k, v = k.to(torch.float32), v.to(torch.float32)  # once for all rows
+                k, v = k.to(torch.float32), v.to(torch.float32)  # later rows reuse the conversion
             run_out, run_lse = tiles.forward(compiled, q[:, own], k, v, attention, scales, place, torch.float32)
             add_partial(out[:, own].transpose(1, 2), lse[..., own], run_out.transpose(1, 2), run_lse)
     return out.to(q.dtype), lse

@@ -1,4 +1,4 @@
-"""The calls that Python hands to the compiled kernels of csrc/cpu."""
+"""The C structs that describe a call to the compiled kernels of csrc/cpu, and the library that runs them."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import torch
 from ...rotary.bands import Band
 
 MAX_BANDS = 4
-INFINITE = 2**40  # a distance
+INFINITE = 2**40  # stands for an infinite distance
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-CODES = {torch.int8: 3, torch.uint8: 4}  # of quantized caches, which the kernels read beside float32 queries
-FEW_QUERIES = 8  # up to this many, products in float32 are faster: they take rows in eights, bfloat16 in strips of 32
-NOT_FINITE = 2  # what the backward in bfloat16 returns where a row is not finite
+CODES = {torch.int8: 3, torch.uint8: 4}  # dtypes of quantized caches, which the kernels read with float32 queries
+FEW_QUERIES = 8  # up to 8 queries float32 is faster than bfloat16: it takes 8 rows at once, bfloat16 strips of 32
+NOT_FINITE = 2  # what the backward in bfloat16 returns if a row is not finite
 
 
 class TensorView(ctypes.Structure):
-    """Strides in elements; channels are contiguous."""
+    """A tensor's address and strides, in elements. Its channels are contiguous."""
 
     _fields_ = [("data", ctypes.c_void_p)] + [(f"stride_{name}", ctypes.c_int64) for name in ("batch", "row", "head")]
 
@@ -35,7 +35,7 @@ class TensorView(ctypes.Structure):
 
 
 class BandLimits(ctypes.Structure):
-    """Band of csrc/cpu/common.h."""
+    """Mirrors the struct Band in csrc/cpu/common.h."""
 
     _fields_ = [(name, ctypes.c_int64) for name in ("start", "stop", "chunk")]
 
@@ -58,7 +58,7 @@ class DecodeBand(ctypes.Structure):
 
 
 class DecodeRun(ctypes.Structure):
-    """Run of csrc/cpu/decode.h."""
+    """Mirrors the struct Run in csrc/cpu/decode.h."""
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("sequence", "first_slot", "keys", "order", "seqlen")),
@@ -91,7 +91,7 @@ class DecodeCall(ctypes.Structure):
 
 
 class Table(ctypes.Structure):
-    """cos and sin of every row; strides in elements."""
+    """The addresses of every row's cos and sin, with strides in elements."""
 
     _fields_ = [("cos", ctypes.c_void_p), ("sin", ctypes.c_void_p)] + [
         (f"{name}_{stride}", ctypes.c_int64) for name in ("cos", "sin") for stride in ("batch", "row")
@@ -153,8 +153,8 @@ class RotateCall(ctypes.Structure):
 
 
 class Library:
-    """The functions of a compiled library and, for bfloat16, of one that extends it. Raises OSError or AttributeError
-    where a file is not one."""
+    """The functions of a compiled library and, for bfloat16, of a second library that extends it. Raises OSError or
+    AttributeError if a file is not such a library."""
 
     def __init__(self, path: Path, bfloat16: Path | None = None):
         self.path = bfloat16 or path
@@ -169,17 +169,17 @@ class Library:
         self.parallel_for = ctypes.cast(torch_cpu.torch_parallel_for, ctypes.c_void_p)
 
     def multiplies(self, dtype: torch.dtype, seqlen_q: int) -> bool:
-        """Whether matrices of queries of this type are multiplied in the type itself. Others are converted to float32
+        """Whether queries of this dtype are multiplied without conversion. Otherwise they are converted to float32
         first."""
         return self._bfloat16 is not None and dtype == torch.bfloat16 and seqlen_q > FEW_QUERIES
 
     def forward(self, call: ForwardCall, dtype: torch.dtype) -> int:
-        """Runs the forward pass. dtype: the type of the queries. Returns 0, or 1 if there is no memory."""
+        """Runs the forward pass. dtype: dtype of the queries. Returns 0, or 1 if memory runs out."""
         multiplied = self.multiplies(dtype, call.seqlen_q)
         return (self._bfloat16_forward if multiplied else self._forward)(ctypes.byref(call))
 
     def backward(self, call: BackwardCall, dtype: torch.dtype) -> int:
-        """Writes the gradients. dtype: of the queries. Returns 0, or 1 if there is no memory."""
+        """Writes the gradients. dtype: dtype of the queries. Returns 0, or 1 if memory runs out."""
         if self.multiplies(dtype, call.forward.seqlen_q):
             status = self._bfloat16_backward(ctypes.byref(call))
             if status != NOT_FINITE:

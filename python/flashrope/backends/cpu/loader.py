@@ -1,6 +1,6 @@
-"""Chooses the compiled kernels of csrc/cpu: of the libraries in the installation, the best that this processor can run.
+"""Chooses the best library of compiled kernels (csrc/cpu) in the installation that this processor can run.
 
-setup.py compiles them (csrc/cpu/build.py). Without one the CPU backend composes PyTorch's kernels.
+setup.py compiles the libraries (csrc/cpu/build.py). If none can run, the CPU backend composes PyTorch's kernels.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ INSTRUCTIONS = {
     "x86-64-v4": X86_64_V4,
     "x86-64-v4-bf16": X86_64_V4 | {"avx512_bf16"},
 }
-EXTENDED = {"x86-64-v4-bf16": "x86-64-v4"}  # the target that serves what a target's library does not have
+EXTENDED = {"x86-64-v4-bf16": "x86-64-v4"}  # target: the target whose library has the functions that its own lacks
 
 
 class Found(NamedTuple):
-    """The library and its target; or None and, in one line, why there is none."""
+    """The library and its target, or None and one line that says why no library was found."""
 
     library: Library | None
     target: str
@@ -38,7 +38,7 @@ class Found(NamedTuple):
 
 
 def instructions() -> frozenset[str]:
-    """Returns the processor's instruction sets by Linux's names; empty elsewhere."""
+    """Returns the processor's instruction sets by Linux's names. Empty if the system is not Linux."""
     try:
         with open("/proc/cpuinfo") as lines:
             flags = next((line for line in lines if line.lower().startswith(("flags", "features"))), "")
@@ -60,7 +60,7 @@ def find() -> Found:
         return Found(None, "", f"the compiled kernels need Linux, this is {sys.platform}")
     if not (targets := runnable()):
         return Found(None, "", "the processor has neither AVX2 nor the instructions of ARMv8")
-    problems: dict[str, list[str]] = {}  # the targets of each
+    problems: dict[str, list[str]] = {}  # problem: the targets that have it
     for target in targets:
         if not (problem := next(filter(None, map(problem_of, parts(target))), "")):
             try:
@@ -72,7 +72,7 @@ def find() -> Found:
 
 
 def parts(target: str) -> list[str]:
-    """Returns the targets whose libraries serve a target: its own and, where it extends one, that one."""
+    """Returns the target, followed by the target that it extends, if any. Their libraries together serve the target."""
     return [target, *([EXTENDED[target]] if target in EXTENDED else [])]
 
 
@@ -99,7 +99,7 @@ def _missing(target: str) -> str:
 
 
 def compiler() -> str:
-    """Returns what compiled the libraries."""
+    """Returns the name of the compiler that built the libraries."""
     try:
         return json.loads((FOLDER / "build.json").read_text(encoding="utf-8"))["compiler"] or "an unknown compiler"
     except (OSError, ValueError, KeyError, TypeError):

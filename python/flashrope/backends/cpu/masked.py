@@ -1,9 +1,9 @@
 """``attention_with_cache`` over keys at any positions, with torch's flash kernel and masks.
 
-It serves what runs.py has no long runs for: stored positions that do not count by ones, axial ones, and schemes that
-map positions. Every block of
-shown keys is gathered, rotated by the positions of its keys, and cut for each band to the keys that some query sees.
-A ``Part`` keeps the cos and sin of the keys for the layers of a step.
+This path is used where runs.py finds no long runs: for stored positions that are not consecutive, axial positions, and
+schemes that map positions. Each block of visible keys is gathered and rotated by the positions of its keys. For each
+band it is cut to the range of keys that at least one query attends to. A ``Part`` keeps the cos and sin of the keys for
+the layers of a step.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from .rotation import KEY_FACTORS, QueryFactors, rotate, rotation_at, upcast
 def attend(
     q: torch.Tensor, layer: CacheLayer, sequence: int, part: Part, size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (out like q, lse) of q (1, seqlen_q, heads_q, head_dim), one sequence. size: keys of a block."""
+    """Returns (out like q, lse) for the queries q (1, seqlen_q, heads_q, head_dim) of one sequence. size: keys per
+    block."""
     call = part.call
     seqlen_q, rotary, dtype = q.shape[1], call.rotary, accumulation_type(q)
     keys, queries = part.places(layer.k, sequence, seqlen_q)
     seqlen = keys.slot.numel()
     order_q, order_k = torch.arange(seqlen - seqlen_q, seqlen), torch.arange(seqlen)
-    # Bands of an axial scheme, which has one, go by order.
+    # An axial scheme has one band, which is tested by rank, not by position.
     by_q, by_k = (order_q, order_k) if rotary.axis else (queries, keys.position)
     rotated_q = {
         band.queries: rotate(q, rotation_at(rotary, queries, band.queries, QueryFactors.of(call), dtype), rotary)
@@ -62,7 +63,7 @@ def attend(
 def _rows(
     layer: CacheLayer, page: torch.Tensor, row: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns k and v (1, rows, heads_kv, head_dim). Quantized ones are converted to dtype."""
+    """Returns k and v (1, rows, heads_kv, head_dim). Quantized values are converted to dtype."""
     k, v, *scales = (x[page, row][None] for x in layer[:4] if x is not None)
     if scales:
         return dequantize(k, scales[0], dtype), dequantize(v, scales[1], dtype)
@@ -70,8 +71,8 @@ def _rows(
 
 
 def _flash(q, k, v, seen: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns out and lse, heads first, of rows against keys (1, rows, heads, head_dim); rows without a key get 0 and
-    -inf."""
+    """Returns out and lse, heads first, of q against k and v (1, rows, heads, head_dim). Rows that see no key get out 0
+    and lse -inf."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     if seen.all():
         return flash_folded(q, k, v, scale)

@@ -1,4 +1,4 @@
-"""``Part``: a batch of sequences over a cache, and what the host has read of their tables for the layers of a step."""
+"""``Part``: a batch of sequences over a cache, and what the host has read from their tables for all layers of a step."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class Part:
     """Sequences with equally many queries. Layers differ only in their tensors, so the tables are read once.
 
     Attributes:
-        call: what a backend computes, of ``for_backend``. Its tables are not packed.
+        call: the call that the backend computes, from ``for_backend``. Its tables are not packed.
         key_rotations: cos and sin of blocks of keys at explicit positions.
-        described: the C structure of the decode kernel without the tensors of a layer, and what it points to.
-        filled: the same with the tensors of the layer before, and the strides for which it holds.
+        described: the C struct of the decode kernel without the tensors of a layer, and what the struct points to.
+        filled: the strides for which the struct is valid, and the struct with the tensors of the previous layer.
     """
 
     def __init__(self, call: CacheCall):
@@ -39,7 +39,7 @@ class Part:
         return self._bounds
 
     def placed(self, k_cache: torch.Tensor, seqlen_q: int) -> list[Placed]:
-        """Returns ``runs.find`` of the part's tables, found once."""
+        """Returns ``runs.find`` of the part's tables, computed once."""
         if self._placed is None:
             self._placed = runs.find(self.call.tables, k_cache, seqlen_q)
         return self._placed

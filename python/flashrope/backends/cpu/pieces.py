@@ -1,7 +1,7 @@
 """The geometry of the CPU backend: divides a band into pieces and merges their results.
 
-torch's flash kernel computes a piece without a mask. A piece is a rectangle of rows and keys, or a triangle that the
-kernel's is_causal describes. Some triangles have their rows and keys in reverse order.
+torch's flash kernel computes a piece without a mask, except in a narrow band. A piece is a rectangle of rows and keys,
+or a triangle that the kernel's is_causal describes. Some triangles have their rows and keys in reverse order.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ MIN_CHUNK = 64  # rows; a narrower band is divided into chunks of this many rows
 class Piece(NamedTuple):
     """Rows [row, row + rows) against keys [key, key + keys), ``repeat`` times, each ``stride`` rows and keys later.
 
-    causal: local row a sees local keys b <= a; with width, only those with a - b < width. Otherwise a row sees all.
+    causal: local row a sees the local keys b <= a. If width is not 0, it sees only keys with a - b < width. False:
+        every row sees every key.
     reversed: a and b count from the end of their range.
     """
 
@@ -50,7 +51,7 @@ class Piece(NamedTuple):
 
 
 class RotationPieces(NamedTuple):
-    """The pieces whose queries and keys rotate by these maps of their positions."""
+    """The pieces whose queries and keys rotate by the same maps of their positions."""
 
     queries: PositionMap
     keys: PositionMap
@@ -64,7 +65,7 @@ class RotationPieces(NamedTuple):
 def plan(
     bands: tuple[Band, ...], seqlen_q: int, seqlen_k: int, shift: int, first: int = 0
 ) -> tuple[RotationPieces, ...]:
-    """Returns the pieces of all bands, grouped by rotation. Together they hold every visible (row, key) once.
+    """Returns the pieces of all bands, grouped by rotation. Together they hold every visible (row, key) exactly once.
 
     shift: query row r is at position shift + r; key j is at position j. Both are counted from position `first`.
     """
@@ -134,8 +135,8 @@ def _past_pieces(start: float, stop: float, seqlen_q: int, seqlen_k: int, shift:
 
 
 def _chunk_pieces(band: Band, seqlen_q: int, seqlen_k: int, shift: int, first: int) -> list[Piece]:
-    """Returns the pieces of a band over differences of chunks: for every chunk of rows, the earlier chunks that it
-    sees, and its own. Positions here are counted from 0, not from `first`."""
+    """Returns the pieces of a band over differences of chunks: for every chunk of rows, its own chunk of keys and the
+    earlier chunks that it sees. Chunks are counted from position 0, not from `first`."""
     chunk, row_0, key_end = band.chunk, first + shift, first + seqlen_k
     pieces = []
     for n in range(max(row_0, 0) // chunk, -(-(row_0 + seqlen_q) // chunk)):
@@ -153,7 +154,7 @@ def _chunk_pieces(band: Band, seqlen_q: int, seqlen_k: int, shift: int, first: i
 
 
 class SinglePiece(NamedTuple):
-    """One kernel call without a mask that does everything, and the rotations of its queries and keys."""
+    """The one kernel call, without a mask, that computes everything, and the rotations of its queries and keys."""
 
     piece: Piece
     q_rotation: Rotation | None
@@ -177,7 +178,7 @@ def single_piece(rotary: Rotary, causal: bool, seqlen_q: int, seqlen_k: int, dty
     )
 
 
-# ---- what the kernel takes and gives
+# ---- inputs and results of the kernel
 
 
 def windows(x: torch.Tensor, first: int, count: int, piece: Piece) -> torch.Tensor:
@@ -196,7 +197,7 @@ def flash_scale(call: AttentionCall | CacheCall, seqlen_k: int) -> float:
 
 
 def gather_tile(x: torch.Tensor, first: int, count: int, piece: Piece) -> torch.Tensor:
-    """Returns the rows that the kernel takes for a piece, (batch * repeat, heads, count, ...), in the piece's order.
+    """Returns the kernel's input for a piece, (batch * repeat, heads, count, ...), with rows in the piece's order.
 
     x: (batch, seqlen, heads, ...).
     """
@@ -221,7 +222,7 @@ def scatter_tile(x: torch.Tensor, piece: Piece) -> torch.Tensor:
 
 
 def attn_mask(piece: Piece, dtype: torch.dtype) -> torch.Tensor | None:
-    """Returns (rows, keys), 0 or -inf, for a piece with a width; None for others."""
+    """Returns the mask (rows, keys), 0 or -inf, of a piece that has a width. None for other pieces."""
     if not piece.width:
         return None
     distance = torch.arange(piece.rows)[:, None] - torch.arange(piece.keys)
@@ -237,7 +238,7 @@ def flash_piece(q, k, v, piece: Piece, scale: float) -> tuple[torch.Tensor, torc
 
 
 def flash_folded(q, k, v, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attends where every row sees every key. The query heads of a key head become rows, so its keys are read once."""
+    """Attends if every row sees every key. The query heads of a key head become rows, so its keys are read once."""
     # torch's half-precision kernels are three times slower with a single row.
     batch, heads_q, rows, head_dim = q.shape
     heads_kv, half = k.shape[1], q.dtype in (torch.float16, torch.bfloat16)
@@ -253,14 +254,14 @@ def flash_folded(q, k, v, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
 
 # ---- merging
 
-Partial = tuple[Piece, torch.Tensor, torch.Tensor]  # a piece, its out and its lse, as the kernel gives them
+Partial = tuple[Piece, torch.Tensor, torch.Tensor]  # a piece, its out and its lse, as the kernel returns them
 
 
 def merge_partials(
     partials: list[Partial], q: torch.Tensor, head_dim_v: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merges the pieces: their outputs, weighted by exp(lse of the piece - lse). Returns (out, lse), contiguous; out is
-    like q, but head_dim_v wide."""
+    """Returns (out like q but with head_dim_v, lse) of all pieces together, contiguous. Each piece's output has the
+    weight exp(lse of the piece - lse)."""
     if not partials or any(piece.rows != q.shape[1] or piece.reversed for piece, _, _ in partials):
         return cast_results(*_merge_rows(partials, q, head_dim_v or q.shape[-1]), q.dtype)
     if len(partials) == 1:
@@ -279,7 +280,7 @@ def cast_results(out: torch.Tensor, lse: torch.Tensor, dtype: torch.dtype) -> tu
 
 
 def _merge_rows(partials: list[Partial], q: torch.Tensor, head_dim_v: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns out and lse where a row may be in any number of pieces, or in none."""
+    """Returns out and lse. A row may be in any number of pieces, or in no piece."""
     out = q.new_zeros((*q.shape[:-1], head_dim_v), dtype=accumulation_type(q))
     lse = out.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf)
     lse_windows = [windows(lse.transpose(1, 2), piece.row, piece.rows, piece) for piece, _, _ in partials]
@@ -292,8 +293,10 @@ def _merge_rows(partials: list[Partial], q: torch.Tensor, head_dim_v: int) -> tu
 
 
 def add_partial(out: torch.Tensor, lse: torch.Tensor, more: torch.Tensor, more_lse: torch.Tensor) -> None:
-    """Adds to out (..., rows, head_dim) and lse (..., rows), in place, what the same rows are over more keys. A row
-    that has seen no key has lse -inf."""
+    """Merges the result of more keys into out (..., rows, head_dim) and lse (..., rows), in place.
+
+    more, more_lse: attention of the same rows over the further keys. A row that has seen no key has lse -inf.
+    """
     total = torch.logaddexp(lse, more_lse)
     base = total.masked_fill(total == -torch.inf, 0)
     out.mul_((lse - base).exp()[..., None]).addcmul_(more, (more_lse - base).exp()[..., None])

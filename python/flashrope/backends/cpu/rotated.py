@@ -1,6 +1,6 @@
-"""``rotate``, and new keys and values on their way to a cache, with the compiled kernel of csrc/cpu/rotate.cpp.
+"""Rotates, and appends new keys and values to a cache, with the compiled kernel of csrc/cpu/rotate.cpp.
 
-Without it ``rotate`` is composed of PyTorch's kernels.
+Without the compiled kernel, ``rotate`` is composed of PyTorch's kernels.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .library import RotateCall as CompiledCall
 from .rotation import LARGEST_TABLE, QueryFactors, Rotation
 from .tiles import table_of
 
-SMALL = 2**15  # elements; waking the threads takes longer
+SMALL = 2**15  # elements. For fewer elements, waking the threads takes longer than the work.
 
 
 @without_autocast
@@ -50,7 +50,7 @@ def serves(rotary: Rotary | None) -> bool:
 
 
 def _plan(x: torch.Tensor, call: RotateCall) -> tuple[Rotation | None, list[NewRows]]:
-    """Returns the rotations by row of a table, and which rows of x (batch, seqlen, heads, head_dim) use which."""
+    """Returns a table of rotations, and which rows of it each run of rows of x (batch, seqlen, heads, head_dim) uses."""
     factors, dtype = QueryFactors(rotated=call.rotary.rotated_scale), accumulation_type(x)
     if call.tables is None:
         runs = [NewRows(b, 0, x.shape[1], 0, b, 0) for b in range(x.shape[0])]
@@ -67,7 +67,7 @@ def _plan(x: torch.Tensor, call: RotateCall) -> tuple[Rotation | None, list[NewR
 
 
 class Kept(NamedTuple):
-    """What a compiled call points to."""
+    """The objects that a compiled call points to. They must live until it has run."""
 
     table: Rotation | None
     runs: ctypes.Array
@@ -76,7 +76,7 @@ class Kept(NamedTuple):
 def _describe(
     compiled: Library, x: torch.Tensor, out: torch.Tensor, rotary: Rotary | None, table: Rotation | None, runs
 ) -> tuple[CompiledCall, Kept]:
-    """Returns the call, and what must live until it has run. x, out: (batch, seqlen, heads, head_dim)."""
+    """Returns the call, and the objects that must live until it has run. x, out: (batch, seqlen, heads, head_dim)."""
     array = (Run * len(runs))(*runs)
     c = CompiledCall(
         x=TensorView.of(x), out=TensorView.of(out), table=table_of(table), runs=ctypes.addressof(array), page_size=1
@@ -92,7 +92,7 @@ def _describe(
 class Append:
     """Writes the new keys and values of a step's layers. Tables are read once; per layer only the addresses change.
 
-    rotary: of ``over_rotated_keys``; rotates k. None: keys are written as they come.
+    rotary: the scheme from ``over_rotated_keys`` that rotates k. None: keys are written unchanged.
     """
 
     def __init__(self, compiled: Library, tables: CacheTables, rotary: Rotary | None):
@@ -100,7 +100,7 @@ class Append:
         self._filled: tuple[tuple, CompiledCall, tuple] | None = None  # strides, the call, what it points to
 
     def run(self, layer: CacheLayer, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Writes k and v, of a type in DTYPES, to the layer, quantized if it has scales."""
+        """Writes k and v to the layer, quantized if it has scales. Their dtype is one of DTYPES."""
         k_cache, v_cache, k_scale, v_scale, _ = layer
         strides: tuple = (k.stride(), v.stride(), k_cache.stride(), v_cache.stride())
         if k_scale is not None and v_scale is not None:
@@ -119,7 +119,7 @@ class Append:
         self._compiled.rotate(ctypes.byref(c))
 
     def _fill(self, layer: CacheLayer, k: torch.Tensor, v: torch.Tensor) -> tuple[CompiledCall, tuple]:
-        """Returns the compiled call, and what it points to beside the tensors of the layer."""
+        """Returns the compiled call, and the objects that it points to besides the tensors of the layer."""
         tables, rotary, k_cache = self._tables, self._rotary, layer.k
         capacity, block_table, slots = tables.capacity(k_cache), tables.block_table, tables.slot_mapping
         x = k if k.ndim == 4 else k[None]

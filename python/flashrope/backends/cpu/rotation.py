@@ -1,4 +1,4 @@
-"""Rotation on the CPU: tables of cos and sin by position, kept between calls, and their application to a tensor."""
+"""Rotation on the CPU: tables of cos and sin by position, cached between calls, and their application to a tensor."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ from ...rotary.scales import UNSCALED, QueryScale
 from ..calls import AttentionCall, CacheCall, accumulation_type
 
 MIN_TABLE = 256  # positions
-LARGEST_TABLE = 2**20  # positions; at head_dim 128 a GiB. Rows farther away get a table of their surroundings
+LARGEST_TABLE = 2**20  # positions: 1 GiB at head_dim 128. Rows farther away get a table of nearby positions only
 MIN_SURROUNDINGS = 4096
 
 
 class QueryFactors(NamedTuple):
-    """What queries are scaled by: by their position, and on the channels of the table. The factor by length goes to
-    the scores (``flash_scale``)."""
+    """The factors of queries.
+
+    by_position: depends on the query's position. rotated: applies only to the channels that the table rotates. The
+    factor that depends on the length is applied to the scores (``flash_scale``).
+    """
 
     by_position: QueryScale = UNSCALED
     rotated: float = 1.0
@@ -34,9 +37,9 @@ KEY_FACTORS = QueryFactors()
 
 
 class Rotation(NamedTuple):
-    """What ``rotate`` multiplies by: cos * x + sin * (x with the two channels of each pair swapped).
+    """The tables for ``rotate``, which returns cos * x + sin * (x with the two channels of each pair swapped).
 
-    Both are multiplied by the factors of a query, so that they are applied before anything is rounded.
+    For queries, cos and sin already contain ``QueryFactors``, so that these factors are applied before any rounding.
     """
 
     cos: torch.Tensor  # (..., 1, head_dim)
@@ -73,8 +76,8 @@ def rotation_of_rows(
 ) -> Rotation | None:
     """Returns the rotation of rows at positions first, first + 1, ...; None if it changes nothing.
 
-    It is a slice of a table whose length is a power of two, so a growing sequence builds few tables. The table starts
-    at position 0 or, beyond LARGEST_TABLE, at a multiple of its length.
+    The rotation is a slice of a table whose length is a power of two, so a growing sequence builds few tables. The
+    table starts at position 0 or, beyond LARGEST_TABLE, at a multiple of its length.
     """
     by_position = factors.by_position.log_n_factor
     stays = (position_map.slope, position_map.offset) == (0, 0) or not any(rotary.frequencies)
@@ -94,8 +97,7 @@ def rotation_of_rows(
 def rotation_of_first(
     rotary: Rotary, position_map: PositionMap, factors: QueryFactors, rows: int, dtype: torch.dtype
 ) -> Rotation:
-    """Returns the rotation of at least the rows at positions 0 to rows - 1, of a table whose length is a power of
-    two."""
+    """Returns the rotation of the positions 0 to rows - 1, and of more positions up to a power of two."""
     return rotations_between(rotary, position_map, factors, 0, max(_table_length(rows), MIN_TABLE), dtype)
 
 
@@ -106,8 +108,8 @@ def _table_length(positions: int) -> int:
 def rotation_for(
     x: torch.Tensor, call: AttentionCall | CacheCall, position_map: PositionMap, first: float, is_query: bool
 ) -> Rotation | None:
-    """Returns the rotation of x, whose row 0 is at position first, and for queries their factors. None: nothing
-    changes."""
+    """Returns the rotation of x, whose row 0 is at position first. For queries it includes ``QueryFactors``. None: the
+    rotation changes nothing."""
     factors = QueryFactors.of(call) if is_query else KEY_FACTORS
     dtype, rotates = accumulation_type(x), (position_map.slope or position_map.offset) and any(call.rotary.frequencies)
     if call.positions is not None and (factors.by_position.log_n_factor or factors.rotated != 1 or rotates):
@@ -121,7 +123,7 @@ def rotation_for(
 def rotate(x: torch.Tensor, rotation: Rotation | None, rotary: Rotary, inverse: bool = False) -> torch.Tensor:
     """Rotates x (batch, seqlen, heads, head_dim), in float32 or float64.
 
-    inverse: rotates by the negative angle, which takes gradients of rotated rows to gradients of raw rows.
+    inverse: rotate by the negative angle. This turns gradients of rotated rows into gradients of raw rows.
     """
     if rotation is None:
         return upcast(x)

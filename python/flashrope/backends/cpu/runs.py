@@ -1,7 +1,7 @@
-"""Explicit positions of cached tokens (backends/shown.py) as runs: slots that follow one another, at positions that do.
+"""Divides cached tokens with explicit positions (backends/shown.py) into runs of consecutive slots and positions.
 
-A run of queries against a run of keys is attention between two sequences that begin at different positions. Keys that
-a query must not see by the order of tokens are those at the shortest distances, so order only cuts the bands' start.
+A run of queries against a run of keys is attention between two sequences that begin at different positions. Causality
+hides the keys at the shortest distances, so a causal mask only raises the start of the bands.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from ..cache_tables import CachePositions, CacheTables
 from ..shown import Shown, of_queries, shown
 
 FARTHEST = 2.0**38  # positions are clamped to it; the kernels take distances of 2^40 as infinite
-LONG_ENOUGH = 8  # average keys per run; with shorter runs, masks over all keys are faster
+LONG_ENOUGH = 8  # average keys per run. With shorter runs, masks over all keys are faster.
 
 
 def unsupported_positions(positions: CachePositions) -> str:
-    """Always "": this backend takes all tables."""
+    """Returns "", because this backend takes all tables."""
     return ""
 
 
@@ -32,7 +32,7 @@ class Run(NamedTuple):
     slot: int
     keys: int
     position: float
-    order: int  # rank of the first key among the visible keys of the sequence
+    order: int  # rank of the first key among the sequence's visible keys
 
 
 class Rows(NamedTuple):
@@ -41,15 +41,15 @@ class Rows(NamedTuple):
     row: int
     rows: int
     position: float
-    order: int  # the first row sees the visible keys up to this rank, its own key included
+    order: int  # the first row sees the visible keys up to this rank, inclusive
 
 
 class Placed(NamedTuple):
     """The visible keys and the queries of one sequence."""
 
     keys: list[Run]
-    queries: list[float]  # their positions
-    seqlen: int  # visible keys
+    queries: list[float]  # positions of the queries
+    seqlen: int  # number of visible keys
 
     @property
     def long_runs(self) -> bool:
@@ -67,17 +67,21 @@ class Placed(NamedTuple):
 
 
 def bands_between(bands: tuple[Band, ...], causal: bool, rows: Rows, position: float, order: int):
-    """Returns (bands, shift) between a run of queries and one of keys, whose first is at this position and of this
-    order: row r is at distance shift + r from the first key."""
+    """Returns (bands, shift) between a run of queries and a run of keys. Row r is at distance shift + r from the first
+    key.
+
+    position, order: position and rank of the first key.
+    """
     shift = math.floor(rows.position - position)
-    nearest = shift - (rows.order - order)  # distance of the last key that the first row sees by order
+    nearest = shift - (rows.order - order)  # distance of the last key that causality lets the first row see
     if not causal or nearest <= 0:
         return bands, shift
     return tuple(clipped(band, nearest, math.inf) for band in bands if band.stop > nearest), shift
 
 
 def find(tables: CacheTables, k_cache: torch.Tensor, seqlen_q: int) -> list[Placed]:
-    """Returns every sequence of tables with explicit positions, not of an axial scheme. Read by the host."""
+    """Returns the runs of every sequence. The tables have explicit positions, and the scheme is not axial. The host
+    reads the tables."""
     bounds, positions = addresses.bounds(tables, k_cache), tables.positions or CachePositions()
     pages = [None if x is None or tables.block_table is None else x.tolist() for x in positions[:3]]
     found = []
@@ -102,8 +106,8 @@ def clamped(positions: torch.Tensor) -> torch.Tensor:
 
 
 def places(tables: CacheTables, k_cache: torch.Tensor, sequence: int, seqlen_q: int):
-    """Returns the visible keys of a sequence, positions clamped, and its queries' positions: (seqlen_q,), or with
-    axes."""
+    """Returns the visible keys of a sequence, with clamped positions, and the positions of its queries, (seqlen_q,) or
+    (seqlen_q, axes)."""
     keys = _shown(tables, k_cache, sequence, *addresses.bounds(tables, k_cache)[sequence])
     return keys, clamped(of_queries(tables.positions or CachePositions(), sequence, seqlen_q, keys.position))
 
@@ -126,7 +130,7 @@ def _pages(tables, first: int, end: int, page_size: int) -> Iterator[tuple[int, 
 
 
 def _joined(spans) -> list[Run]:
-    """Returns spans of slots as runs. Spans that are adjacent in both slots and positions become one run."""
+    """Returns the runs of (slot, stop, position) spans. Spans that are adjacent in slots and positions become one run."""
     runs: list[Run] = []
     order = 0
     for slot, stop, position in spans:
@@ -151,7 +155,7 @@ def _stored(keys: Shown) -> list[Run]:
 
 
 def _of_keys(keys: list[Run], order: range) -> list[float]:
-    """Returns the positions of the visible keys with these ranks. Below 0, the first key's."""
+    """Returns the positions of the visible keys with these ranks. Ranks below 0 get the first key's position."""
     found, run = [], len(keys) - 1
     for n in reversed(order):
         while run > 0 and keys[run].order > n:

@@ -24,13 +24,13 @@ from .rotation import Rotation, rotation_for
 
 
 class Place(NamedTuple):
-    """The positions of queries and keys that are only a part of a sequence."""
+    """The positions of queries and keys that are only a part of a sequence, and the bands between them."""
 
     bands: tuple[Band, ...]
     shift: int  # the query row r is at distance shift + r from the first key
-    position_q: float  # of the first row
-    position_k: float
-    seqlen: int  # keys of the sequence
+    position_q: float  # of the first query row
+    position_k: float  # of the first key
+    seqlen: int  # number of keys of the whole sequence
 
 
 def serves(q: torch.Tensor, k: torch.Tensor, call: AttentionCall | CacheCall) -> bool:
@@ -50,7 +50,8 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns (out of ``out_shape``, lse in float32).
 
-    scales: (batch, seqlen_k, heads_kv, 1) each; k and v then hold codes. out_type: float32, or that of q, the default.
+    scales: (batch, seqlen_k, heads_kv, 1) each. If given, k and v are quantized. out_type: float32 or q's dtype.
+        Default: q's dtype.
     """
     (batch, seqlen_q, heads_q, _), dtype = q.shape, out_type or q.dtype
     multiplied = library.multiplies(q.dtype, seqlen_q)
@@ -81,7 +82,7 @@ def backward(
     lse: torch.Tensor,
     call: AttentionCall,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of raw q, k and v, like them and contiguous."""
+    """Returns the gradients of raw q, k and v, with their shapes and dtypes, contiguous."""
     grad_out = torch.zeros_like(out) if grad_out is None else grad_out
     lse, grad_lse = lse.contiguous(), None if grad_lse is None else grad_lse.contiguous()
     grads = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
@@ -95,7 +96,7 @@ def backward(
 
 
 def _describe(library, q, k, v, out, lse, call, place: Place | None = None) -> tuple[ForwardCall, list]:
-    """Returns the call, and the tables that it points to, which must live until the kernel has run."""
+    """Returns the call, and the tables that it points to. They must live until the kernel has run."""
     (batch, seqlen_q, heads_q, head_dim), rotary = q.shape, call.rotary
     seqlen_k, heads_kv = k.shape[1:3]
     if place is None:
@@ -104,7 +105,7 @@ def _describe(library, q, k, v, out, lse, call, place: Place | None = None) -> t
     c.q, c.k, c.v, c.out = (TensorView.of(x) for x in (q, k, v, out))
     c.batch, c.seqlen_q, c.seqlen_k, c.shift = batch, seqlen_q, seqlen_k, place.shift
     c.heads_q, c.heads_kv, c.head_dim, c.head_dim_v = heads_q, heads_kv, head_dim, out.shape[-1]
-    copies: list[PositionMap] = []  # of k
+    copies: list[PositionMap] = []  # the maps of the rotated copies of k
     tables = []
     for n, band in enumerate(place.bands):
         if band.keys not in copies:
@@ -120,7 +121,7 @@ def _describe(library, q, k, v, out, lse, call, place: Place | None = None) -> t
 
 
 def table_of(rotation: Rotation | None) -> Table:
-    """Returns the addresses of (batch or nothing, rows, 1, channels); a dimension of one row serves all."""
+    """Returns the addresses of cos and sin, of shape ([batch,] rows, 1, channels). A dimension of size 1 is broadcast."""
     table = Table()
     for name, x in zip(("cos", "sin"), rotation or (), strict=False):
         if x is not None:

@@ -1,6 +1,6 @@
 """The Triton backend: ``attention`` and ``cached`` plan the launches, ``launcher`` starts them.
 
-CPU tensors run in Triton's interpreter, if TRITON_INTERPRET=1 was set at the start."""
+CPU tensors run in Triton's interpreter if TRITON_INTERPRET=1 was set before the start."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Whether a compiled kernel may add to sums with ``red``, which every thread does where it has an accumulator.
+"""Checks whether a compiled kernel may add its accumulators to memory with ``red``, directly from their layout.
 
-Two properties of the layout that Triton chose have to hold, and a later version may choose another. No element may be
-in two threads: Triton copies a tile that is too small for its warps, and all copies would be added. And four elements
-that follow one another in a thread must be a lane's of a block of 16 x 8, which holds for mma.sync and wgmma. A kernel
-without these properties adds by ``tl.atomic_add``, which changes the layout first.
+The layout that Triton chose needs two properties, and a later version may choose a different layout. First, no element
+may be in two threads. If a tile is too small for its warps, Triton copies it, and all copies would be added. Second,
+four consecutive elements of a thread must be the elements that one lane has in a 16 x 8 block. This holds for mma.sync
+and wgmma. A kernel without these properties uses ``tl.atomic_add``, which converts the layout first.
 """
 
 from __future__ import annotations
@@ -20,13 +20,16 @@ _RED = re.compile(r'elementwise_inline_asm "red\..* : tensor<[^>]*>, tensor<(\d+
 
 
 def held_once(ttgir: str) -> bool:
-    """ttgir: Triton's GPU IR. False also where it has no ``red`` at all, or is of another form than known here."""
+    """Whether no accumulator that a kernel adds with ``red`` is in two threads. ttgir: Triton's GPU IR of the kernel.
+
+    False also if the kernel has no ``red``, or if its layout is not recognized here.
+    """
     layouts, adds = dict(_LAYOUT.findall(ttgir)), _RED.findall(ttgir)
     return bool(adds) and all(_covers(layouts.get(name, ""), int(rows), int(columns)) for rows, columns, name in adds)
 
 
 def _covers(layout: str, rows: int, columns: int) -> bool:
-    """Whether the warps of a layout need the whole tile."""
+    """Whether all warps of a layout fit into the tile, so that none holds a copy."""
     found = _ACCUMULATOR.match(layout)
     if not found:
         return False

@@ -1,4 +1,4 @@
-"""Writing new keys and values to a cache, and the cache as kernels take it."""
+"""Writes new keys and values to a cache, and converts a cache to the arguments of kernels."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class AppendLaunch:
     def __init__(
         self, layer: CacheLayer, k: torch.Tensor, v: torch.Tensor, tables: CacheTables, layout: CacheLayout, key: tuple
     ):
-        """layout: ``kernel_layout`` of the layer and the tables. key: the strides of k and v, and ``alignment_key``."""
+        """Prepares the launch. layout: ``kernel_layout`` of the layer and the tables. key: the ``append_key``."""
         seqlen, heads_kv, head_dim = k.shape[-3:]
         new, batch, max_seqlen, cu_seqlens = tables.new, k.shape[0], seqlen, None
         if isinstance(new, Packed):
@@ -52,7 +52,7 @@ class AppendLaunch:
             vec = min(cached_vector_sizes(layer.k, layer.v, k, v))
         page_size = 0 if tables.block_table is None else layer.k.shape[1]
         variant = Variant(head_dim, block_d(head_dim), vec=vec, page_size=page_size, block_m=configs.APPEND_ROWS)
-        # Rows go by slots, and Triton would compile a kernel more for the padding.
+        # The kernel addresses rows by slots and ignores leftpad. With leftpad, Triton would compile a second kernel.
         self._layout = layout if tables.leftpad is None else layout._replace(leftpad=None)
         self._strides = stride_fields(layer.k), stride_fields(layer.v), stride_fields(k), stride_fields(v)
         self._sizes = (cu_seqlens, seqlen, max_seqlen, heads_kv)
@@ -75,12 +75,12 @@ class AppendLaunch:
 
 
 def append_key(layer: CacheLayer, k: torch.Tensor, v: torch.Tensor) -> tuple:
-    """Returns what an ``AppendLaunch`` depends on, beside the shapes."""
+    """Returns what an ``AppendLaunch`` depends on, apart from shapes: the strides of k and v, and ``alignment_key``."""
     return k.stride(), v.stride(), alignment_key(*layer[:4], k, v)
 
 
 def alignment_key(*tensors: torch.Tensor | None):
-    """0 where all addresses are multiples of 16, otherwise what Triton specialises by of each."""
+    """Returns 0 if all addresses are multiples of 16, else each address modulo 16. Triton specialises kernels by it."""
     addresses = [x.data_ptr() & 15 for x in tensors if x is not None]
     return addresses if any(addresses) else 0
 
@@ -97,7 +97,7 @@ def vector_of(alignment, itemsize: int, *strides: tuple[int, ...]) -> int:
 
 
 def stride_fields(x: torch.Tensor) -> tuple[int, int, int]:
-    """Returns the fields of ``TensorView`` behind ptr, for x (batch, seqlen, heads, head_dim) or packed (total, heads,
+    """Returns the fields of ``TensorView`` after ptr, for x (batch, seqlen, heads, head_dim) or packed (total, heads,
     head_dim)."""
     stride = x.stride()
     batch = stride[0] if x.ndim == 4 else 0
@@ -105,7 +105,7 @@ def stride_fields(x: torch.Tensor) -> tuple[int, int, int]:
 
 
 def kernel_layout(layer: CacheLayer, tables: CacheTables, decode_seqlen: int = 0) -> CacheLayout:
-    """Returns the tables as kernels take them, with the scales of the layer."""
+    """Returns the tables and the scales of the layer as an argument of kernels."""
     seqlens, block_table, leftpad, new, _ = tables
     slots, seqlen_new = (new.slot_mapping, tables.seqlen_new) if isinstance(new, Packed) else (None, new)
     numbers = encode_ints(seqlen_new, tables.capacity(layer.k), layer.k.shape[0], decode_seqlen)
@@ -115,7 +115,7 @@ def kernel_layout(layer: CacheLayer, tables: CacheTables, decode_seqlen: int = 0
 
 
 def scale_fields(layer: CacheLayer) -> dict[str, object]:
-    """Returns the fields of ``CacheLayout`` that belong to a layer."""
+    """Returns the fields of ``CacheLayout`` that differ by layer."""
     k_scale, v_scale = layer.k_scale, layer.v_scale
     assert k_scale is not None and v_scale is not None
     strides = encode_ints(*k_scale.stride(), *v_scale.stride())

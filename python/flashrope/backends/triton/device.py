@@ -1,4 +1,4 @@
-"""What the launches of every call need: the device, strides and alignment, and a scheme's tables on the device."""
+"""Helpers of all launches: the device, strides and alignment, and a scheme's tables on the device."""
 
 from __future__ import annotations
 
@@ -20,9 +20,11 @@ from .launcher import interpreted
 
 
 class DeviceScheme(NamedTuple):
-    """``lower(rotary, causal)``, and its rows as int32 tensors. bands: rows of LoweredBand. q_rotations: of every band.
-    k_copies: the rotation of every copy of k. key_ranges (copies, 2): rotated_key_ranges. maps: rows of RowMap, or
-    None."""
+    """``lower(rotary, causal)``, and parts of it as int32 tensors.
+
+    bands: rows of LoweredBand. q_rotations: the rotation of each band's queries. k_copies: the rotation of each rotated
+    copy of k. key_ranges: (copies, 2), ``Lowered.rotated_key_ranges``. maps: rows of RowMap, or None.
+    """
 
     lowered: Lowered
     bands: torch.Tensor
@@ -53,8 +55,8 @@ def variant_of(
     axes: int = 0,
     channels: tuple[Part, ...] = (),
 ) -> Variant:
-    """Returns the VARIANT of a kernel; fields: those of Variant from num_bands to block_n; head_dim_v 0: as
-    head_dim."""
+    """Returns the VARIANT of a kernel. fields: the fields of Variant from num_bands to block_n. head_dim_v: 0 stands
+    for head_dim."""
     rotary_dim, head_dim_v = rotary.rotary_dim if rotary.changes_channels else 0, head_dim_v or rotary.head_dim
     variant = Variant(rotary.head_dim, block_d(rotary.head_dim), rotary_dim, rotary.interleaved, vec, *fields)
     rotated_keys = any(band.keys_rotated for band in rotary.bands)
@@ -74,17 +76,17 @@ def variant_of(
 
 @cache
 def block_d(head_dim: int) -> int:
-    """Channels of a tile that holds head_dim."""
+    """Returns the number of channels of a tile that holds head_dim channels."""
     return 2 * padded_pairs(head_dim)
 
 
 def vector_size(*tensors: torch.Tensor) -> int:
-    """Elements that all addresses and strides are a multiple of: those of 16 bytes, or 1."""
+    """Returns the alignment of all addresses and strides, in elements: 16 bytes if all are aligned to that, else 1."""
     return 16 // tensors[0].element_size() if aligned(*tensors) else 1
 
 
 def cached_vector_sizes(k_cache: torch.Tensor, v_cache: torch.Tensor, *others: torch.Tensor) -> tuple[int, int]:
-    """Returns (vec, code_vec) of Variant, for a cache and tensors of q's type."""
+    """Returns (vec, code_vec) of Variant, for a cache and other tensors of q's dtype."""
     if k_cache.dtype == others[0].dtype:
         return vector_size(*others, k_cache, v_cache), 0
     steps = 16
@@ -107,14 +109,16 @@ _HERE = nullcontext()
 
 
 def current_device(x: torch.Tensor):
-    """A context in which x's device is the current one."""
+    """Returns a context in which x's device is the current device."""
     here = not x.is_cuda or torch.cuda.current_device() == x.get_device()
     return _HERE if here else torch.cuda.device(x.device)
 
 
 def compute_capability(device: torch.device) -> int | str:
-    """Such as 80 or 90; under ROCm the architecture, such as "gfx942". Without a GPU: that of the target compiled for,
-    or 80 in the interpreter."""
+    """Returns the compute capability, such as 80 or 90, or under ROCm the architecture, such as "gfx942".
+
+    Without a GPU, returns that of the compilation target, or 80 in the interpreter.
+    """
     if device.type == "cuda":
         return _compute_capability(device)
     return 80 if interpreted() else triton.runtime.driver.active.get_current_target().arch

@@ -1,14 +1,15 @@
-"""Starts kernels, past Triton's own argument inspection where that kernel has run before.
+"""Launches kernels. If a kernel has run before, Triton's own inspection of arguments is bypassed.
 
 Triton inspects every argument of every launch to find the kernel that it compiled for such arguments. That is several
-times the work of the launch itself. In decoding, where kernels are short, it is most of the time.
+times the work of the launch itself. In decoding, where kernels are short, it takes most of the time.
 
-Triton's key holds: the target device; for a tensor its dtype and whether its address is a multiple of 16; for an
-integer its value's traits (1? multiple of 16? 32 or 64 bits?); for a tuple those of its fields; None and constexprs by
-value; the compiler options. For our integers only the width matters: outside tuples they are ``do_not_specialize``, and
-inside they are encoded so that all have the same traits (``triton_kernels/arguments.py``). So ``_traits`` below, with
-the kernel, the device and the options, distinguishes at least as much. tests/kernels/test_launches.py makes random
-calls and compares the kernel found here with the one that Triton finds.
+Triton's key holds the target device and the compiler options. It holds a tensor's dtype and whether its address is a
+multiple of 16, and the traits of an integer (1? multiple of 16? 32 or 64 bits?). For a tuple it holds the keys of all
+fields; None and constexprs count by value. For our integers only the width matters: outside tuples they are
+``do_not_specialize``, and inside tuples they are encoded so that all have the same traits
+(``triton_kernels/arguments.py``). So ``_traits`` below, with the kernel, the device and the options, distinguishes at
+least as much as Triton's key. tests/kernels/test_launches.py makes random calls and compares the kernel found here with
+the kernel that Triton finds.
 """
 
 from __future__ import annotations
@@ -28,22 +29,22 @@ from ..splits import multiprocessor
 
 MAX_PROGRAMS = 1 << 31
 
-_compiled: dict[tuple, tuple] = {}  # (what Triton compiled, the constants that follow its arguments) of every launch
-_allowed: dict[tuple, bool] = {}  # of ir_allows
+_compiled: dict[tuple, tuple] = {}  # _key of a launch: (compiled kernel, the constants that follow its arguments)
+_allowed: dict[tuple, bool] = {}  # results of ir_allows
 
 
-@cache  # Triton decides when the kernels are imported
+@cache  # Triton reads the setting when the kernels are imported
 def interpreted() -> bool:
     return bool(triton.knobs.runtime.interpret)
 
 
-_on_amd = threading.RLock()  # Triton's settings are those of the process
+_on_amd = threading.RLock()  # Triton's settings are shared by all threads of the process
 
 
 @contextlib.contextmanager
 def compiling() -> Iterator[None]:
-    """Where Triton compiles a kernel. For AMD's GPUs it does so without buffer operations: the pass that introduces
-    them fails on these kernels (docs/kernels.md)."""
+    """Returns a context for Triton to compile a kernel in. For AMD's GPUs it turns buffer operations off, because the
+    pass that introduces them fails on these kernels (docs/kernels.md)."""
     if triton.runtime.driver.active.get_current_target().backend != "hip":
         yield
         return
@@ -53,10 +54,12 @@ def compiling() -> Iterator[None]:
 
 
 def launch(kernel, grid: tuple[int, ...], *args, **options) -> None:
-    """Runs the kernel. options: constexprs by name, and the compiler's. All launches of the package come here.
+    """Runs the kernel. All launches of the package go through this function.
+
+    options: constexprs by name, and options of the compiler.
 
     Raises:
-        ValueError: the grid has 2^31 programs or more, which Triton would skip in silence.
+        ValueError: the grid has 2^31 programs or more. Triton would silently skip such a launch.
     """
     if math.prod(grid) >= MAX_PROGRAMS:
         raise ValueError(f"{kernel.__name__}: expected fewer than 2^31 programs, got a grid of {grid}")
@@ -76,8 +79,8 @@ def launch(kernel, grid: tuple[int, ...], *args, **options) -> None:
 
 
 class Launch:
-    """A kernel that runs again and again with arguments of equal traits (``_traits``): all but the first run skip the
-    search for what Triton compiled."""
+    """A kernel that runs repeatedly with arguments of equal traits (``_traits``). From the third run on, the lookup of
+    the compiled kernel is skipped."""
 
     def __init__(self, kernel, grid: tuple[int, ...], options: dict):
         self._kernel, self._grid, self._options = kernel, grid, options
@@ -91,14 +94,14 @@ class Launch:
             return
         launch(self._kernel, self._grid, *args, **self._options)
         self._launches += 1
-        if self._launches == 2 and not interpreted():  # a plan that serves one layer never looks for it
+        if self._launches == 2 and not interpreted():  # not at 1: a plan of a single layer launches only once
             if known := _compiled.get(_key(self._kernel, args, self._options)):
                 compiled, self._constants = known
                 self._run = compiled[(*self._grid, 1, 1)[:3]]
 
 
 def _key(kernel, args: tuple, options: dict) -> tuple:
-    """What identifies a compiled kernel: name, device, traits of the arguments, options."""
+    """Returns what identifies a compiled kernel: name, device, traits of the arguments, options."""
     return kernel.__name__, triton.runtime.driver.active.get_current_device(), *_traits(args), *options.items()
 
 
@@ -112,14 +115,16 @@ def resident_blocks(capability: int | str, kernel, *args, **options) -> int:
         compiled = kernel.warmup(*args, grid=(1,), **options)
     if not isinstance(compiled, CompiledKernel):  # as in launch
         return 1
-    compiled.run  # noqa: B018  loads it, which tells the registers
+    compiled.run  # noqa: B018  loads the kernel, which sets n_regs
     shared, num_warps = compiled.metadata.shared, compiled.metadata.num_warps
     return multiprocessor(capability).resident_blocks(compiled.n_regs, shared, num_warps)
 
 
 def ir_allows(allows: Callable[[str], bool], kernel, *args, **options) -> bool:
-    """allows(Triton's GPU IR of the kernel that ``launch`` would run), remembered. Compiles it at the first call. False
-    in the interpreter."""
+    """Returns allows(Triton's GPU IR of the kernel that ``launch`` would run), or False in the interpreter.
+
+    The first call compiles the kernel. The result is cached.
+    """
     if interpreted():
         return False
     key = (allows, *_key(kernel, args, options))
@@ -134,8 +139,8 @@ def ir_allows(allows: Callable[[str], bool], kernel, *args, **options) -> bool:
 
 
 def _traits(args: tuple) -> list:
-    """What Triton specialises our kernels by: types, alignment of pointers, whether an integer needs 64 bits, which
-    arguments are None."""
+    """Returns what Triton specialises our kernels by: dtypes, alignment of pointers, whether an integer needs 64 bits,
+    which arguments are None."""
     traits = []
     for arg in args:
         kind = type(arg)
@@ -155,5 +160,5 @@ def _traits(args: tuple) -> list:
 
 
 def cdiv(a: int, b: int) -> int:
-    """triton.cdiv is also callable from kernels, which costs the host several microseconds a call."""
+    """Returns a / b, rounded up. triton.cdiv is also callable from kernels and takes the host several microseconds."""
     return -(-a // b)

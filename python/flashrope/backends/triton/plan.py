@@ -1,4 +1,4 @@
-"""What the launches of every call share: the scheme on the device, the choice of a tile, the launch of a forward."""
+"""``Plan``: the scheme on the device, the choice of a tile and the forward launch, shared by the launches of a call."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from .launcher import cdiv
 
 
 class Plan:
-    """The launches of one call are its methods.
+    """The launches of one call, as methods.
 
-    q: the queries, or ``Queries``. The plan keeps neither.
-    keys: the longest sequence of keys, or the capacity of the cache.
-    table, positions: as in Scheme.
+    q: the queries, or ``Queries``. The plan keeps no reference to it.
+    keys: the length of the longest sequence of keys, or the capacity of the cache.
+    table, positions: fields of ``Scheme``.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Plan:
         self.device_scheme, self.lowered, self.num_bands = scheme, scheme.lowered, len(scheme.lowered.bands)
         self.scheme = Scheme(scheme.bands, table, positions, scheme.maps, call.score_scale, *call.rotary.query_scale)
         self.table_rows = table.shape[1] if positions is None else table.shape[1] * table.shape[2]
-        self.seqlen_q, self.heads_q, _ = q.shape[-3:]  # packed: the total
+        self.seqlen_q, self.heads_q, _ = q.shape[-3:]  # packed: all queries
         self.batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
         self.max_seqlen_q, self.heads_kv, self.keys = max_seqlen_q, heads_kv, keys
         self.capability, self.itemsize = compute_capability(q.device), q.dtype.itemsize
@@ -58,10 +58,10 @@ class Plan:
         variant: Variant,
         tile: Tile,
     ) -> None:
-        """Launches the kernel of ``forward.py`` or that of ``chunks.py``.
+        """Launches the forward kernel of ``forward.py`` or of ``chunks.py``.
 
         tensors: queries, keys, rotated copies of keys, values. sequences: the kernel's arguments that say where
-        sequences lie. rows_k: the argument after seqlen_q."""
+        sequences begin and end. rows_k: the kernel's argument after seqlen_q."""
         parts = configs.forward_parts(tile, variant.block_d, variant.block_dv, self.itemsize)
         variant = variant._replace(parts=1 if variant.code_vec else parts)
         launcher.launch(

@@ -1,4 +1,4 @@
-"""rotate: queries or keys, rotated once, by the kernel that rotates keys before the forward."""
+"""Rotates queries or keys, with the kernel that also rotates keys before the forward."""
 
 from __future__ import annotations
 

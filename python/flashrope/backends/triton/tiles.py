@@ -1,4 +1,5 @@
-"""The tile of a launch: the one that ``flashrope tune`` found for such calls on this device, or that of configs.py."""
+"""Chooses the tile of a launch: the tile that ``flashrope tune`` found for such calls on this device, or the default of
+configs.py."""
 
 from __future__ import annotations
 
@@ -28,10 +29,11 @@ def choose(
     cache: str = "",
     block_dv: int = 0,
 ) -> Tile:
-    """Returns the tile of a launch. Every launch that has one takes it from here.
+    """Returns the tile of a launch. All launches that have a tile get it from here.
 
-    keys: the longest sequence of keys, or the capacity of the cache. cache: as in ``store.ShapeClass``. block_dv: 0
-    stands for block_d. The others are those of ``configs.tile``. No tile is tuned where v has a different head_dim.
+    keys: the length of the longest sequence of keys, or the capacity of the cache. cache: see ``store.ShapeClass``.
+    block_dv: 0 stands for block_d. The other arguments are those of ``configs.tile``. If v has a different head_dim
+    than k, the default tile is used, because such calls are not tuned.
     """
     if direction in _forced:
         return _forced[direction]
@@ -47,7 +49,7 @@ _forced: dict[str, Tile] = {}
 
 @contextlib.contextmanager
 def forced(direction: str, tile: Tile) -> Iterator[None]:
-    """In this context every launch of this direction takes this tile: how candidates are run."""
+    """Makes every launch of this direction take this tile, within the context. Used to measure candidates."""
     before = dict(_forced)
     _forced[direction] = tile
     choose.cache_clear()
@@ -61,6 +63,6 @@ def forced(direction: str, tile: Tile) -> Iterator[None]:
 
 @cache
 def setup_of(device: torch.device, capability: int | str) -> store.Setup:
-    """Returns what tuned tiles must have been measured with to serve on this device."""
+    """Returns the setup under which tiles must have been tuned to be used on this device."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return store.Setup(name, capability, triton.__version__, __version__)
