@@ -301,11 +301,11 @@ def add_grad_kv(grad, keys, queries, grad_sum, row, EDGE: tl.constexpr, VARIANT:
         queries.statistics + tl.multiple_of(2 * row, 2 * VARIANT.block_m), VARIANT.block_m
     )
     scores = score_products(keys.k, q, VARIANT)
-    g = load_values(grad_rows.ptr, tile_offsets(loaded, grad_rows), queries.channels, VARIANT)  # [BM, DV]
     if EDGE:
         visible = is_visible(keys.visible, row, VARIANT.block_m)  # [BN, BM]
         scores = tl.where(swap_axes(visible, VARIANT), scores, float("-inf"))
     weights = tl.exp2(scores * keys.scale_log2 - over_keys(lse_log2, VARIANT))
+    g = load_values(grad_rows.ptr, tile_offsets(loaded, grad_rows), queries.channels, VARIANT)  # [BM, DV]
     # Triton keeps this order. The other one would spill in the loops, with rows of queries and with rows of keys.
     if VARIANT.query_rows:
         grad_weights = score_products(keys.v, g, VARIANT)

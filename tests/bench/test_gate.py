@@ -183,9 +183,9 @@ def test_violations_name_the_kernel_and_the_limit(compiled):
 
 # Spilled bytes, and how many of them the tile loops touch. The scheme is left open where it does not matter.
 SPILLED = {
-    ("attention_grad_kv", 80, 128): (4, 0),
+    ("attention_grad_kv", 80, 128): (8, 0),
     ("attention_grad_kv", 80, 64, "rerope"): (44, 0),
-    ("attention_grad_kv", 80, 128, "rerope"): (44, 0),
+    ("attention_grad_kv", 80, 128, "rerope"): (60, 0),
     ("attention_grad_kv", 90, 128, "rerope"): (16, 0),
     ("attention_grad_q", 80, 128, "rerope"): (8, 0),
     ("attention_grad_kv", 80, 64, "rope atomic"): (12, 0),
