@@ -240,8 +240,8 @@ def forward_parts(tile: Tile, block_d: int, block_dv: int, itemsize: int) -> int
 
 def query_rows(capability: int | str, tile: Tile, block_d: int) -> bool:
     """Returns ``Variant.query_rows``. With it, the issue model rates tiles of 64 keys and fewer queries higher at 128
-    channels (dK and dV on sm_80: 65% of the tensor cores instead of 55%). sm_90 and sm_100 compute at least 64 rows at
-    a time, and would compute some twice."""
+    channels (dK and dV on sm_80: 65% of the tensor cores instead of 55%). On sm_90, rows of 64 keys are what wgmma
+    needs, and take fewer instructions."""
     has_mma_sync = family(capability) in ("sm80", "sm86", "sm120")
     return has_mma_sync and block_d == 128 and tile.block_m < tile.block_n == 64
 
