@@ -156,6 +156,7 @@ class Variant(NamedTuple):
         registers to the accumulators. Quantized keys and values have one part.
     red_floats: how dQ is accumulated. 0: tl.atomic_add. 1 or 4: one PTX `red` per 1 or 4 floats, straight from the
         accumulator's layout, in which every element must belong to one thread.
+    query_rows: in the pass of dK and dV, a tile of scores has rows of queries instead of rows of keys.
     one_run: where positions of cached tokens are data, every tile of keys lies in one page.
     stored: the cache stores positions.
     channels: the head as the Parts of ``flashrope.lowering.parts``, so that the decode kernel rotates only the first
@@ -179,6 +180,7 @@ class Variant(NamedTuple):
     code_vec: int = 0
     red_floats: int = 0
     parts: int = 1
+    query_rows: bool = False
     one_run: bool = False
     stored: bool = False
     axes: int = 0

@@ -187,7 +187,9 @@ def head_queries(queries, band_q, seq, head, VARIANT: tl.constexpr):
 
 # ---- sums in accumulator order
 # dQ is added up in float32 blocks of 16 rows and 8 columns, of which every lane of a warp holds four: what it holds of
-# an accumulator of mma.sync or wgmma. RED.FLOATS are added by one instruction, from one lane after the other.
+# an accumulator of mma.sync or wgmma. One instruction adds VARIANT.red_floats of them, from one lane after the other.
+# The accumulator is dQ [M, D], or its transpose [D, M] where VARIANT.query_rows. In both, the blocks of the first
+# queries come first.
 #
 #     lane = row % 8 * 4 + column // 2 % 4                 which of its four: row // 8 % 2, column % 2
 #     one at a time, by half and parity, then lane:        32 lanes add 128 bytes in a row
@@ -203,10 +205,14 @@ RED_4_OPERANDS = tl.constexpr("=r,=r,=r,=r,l,l,l,l,f,f,f,f")
 
 @triton.jit
 def add_to_sum(ptr, value, VARIANT: tl.constexpr):
-    """Adds value [M, D] to a sum in global memory."""
-    D: tl.constexpr = value.shape[1]
-    row, column = tl.arange(0, value.shape[0])[None, :], tl.arange(0, D)[:, None]
-    block = row // 16 * (D // 8) + column // 8
+    """Adds value, [M, D] or [D, M], to a sum in global memory."""
+    ROWS: tl.constexpr = value.shape[0]
+    COLUMNS: tl.constexpr = value.shape[1]
+    row, column = tl.arange(0, ROWS)[None, :], tl.arange(0, COLUMNS)[:, None]
+    if VARIANT.query_rows:
+        block = column // 8 * (ROWS // 16) + row // 16
+    else:
+        block = row // 16 * (COLUMNS // 8) + column // 8
     lane = row % 8 * 4 + column // 2 % 4
     which = row // 8 % 2 * 2 + column % 2
     # Behind a transpose, Triton does not see that these addresses and the operands of other products depend on the same
@@ -222,13 +228,20 @@ def add_to_sum(ptr, value, VARIANT: tl.constexpr):
 
 @triton.jit
 def load_sum(ptr, M: tl.constexpr, VARIANT: tl.constexpr):
-    """A sum [M, D]."""
+    """Returns the sum of M queries, [M, D]."""
     D: tl.constexpr = VARIANT.block_d
+    QUERIES: tl.constexpr = M // 8 if VARIANT.query_rows else M // 16  # blocks along each axis
+    CHANNELS: tl.constexpr = D // 16 if VARIANT.query_rows else D // 8
     flat = tl.load(ptr + tl.arange(0, M * D))
-    if VARIANT.red_floats == 4:  # blocks, row % 8, column // 2 % 4, half, parity
-        blocks = tl.permute(tl.reshape(flat, (M // 16, D // 8, 8, 4, 2, 2)), (0, 4, 2, 1, 3, 5))
+    if VARIANT.red_floats == 4:  # in a block: row % 8, column // 2 % 4, half, parity
+        blocks = tl.permute(tl.reshape(flat, (QUERIES, CHANNELS, 8, 4, 2, 2)), (0, 1, 4, 2, 3, 5))
     else:
-        blocks = tl.permute(tl.reshape(flat, (M // 16, D // 8, 2, 2, 8, 4)), (0, 2, 4, 1, 5, 3))
+        blocks = tl.permute(tl.reshape(flat, (QUERIES, CHANNELS, 2, 2, 8, 4)), (0, 1, 2, 4, 5, 3))
+    # in a block now: half and row % 8, which make a row, then column // 2 % 4 and parity, which make a column
+    if VARIANT.query_rows:
+        blocks = tl.permute(blocks, (0, 4, 5, 1, 2, 3))
+    else:
+        blocks = tl.permute(blocks, (0, 2, 3, 1, 4, 5))
     return tl.reshape(blocks, (M, D))
 
 
@@ -242,6 +255,40 @@ def only_existing_keys(visible, tiles, rows):
     return VisibleRange(visible.first, stop), TileRange(tiles.begin, tiles.inner_begin, inner_end, tiles.end)
 
 
+# ---- scores of a tile
+# The scores of a key tile and a query tile are [BN, BM], or [BM, BN] where VARIANT.query_rows (``configs.query_rows``).
+
+
+@triton.jit
+def score_products(keys, queries, VARIANT: tl.constexpr):
+    """Returns the products of keys [BN, X] and queries [BM, X], with the axes of the scores."""
+    if VARIANT.query_rows:
+        return tl.dot(queries, tl.trans(keys), input_precision="ieee")
+    else:  # after a return without else, Triton would compile this product as well
+        return tl.dot(keys, tl.trans(queries), input_precision="ieee")
+
+
+@triton.jit
+def over_keys(x, VARIANT: tl.constexpr):
+    """Broadcasts one number per query, [BM], over the keys of a tile of scores."""
+    return x[:, None] if VARIANT.query_rows else x[None, :]
+
+
+@triton.jit
+def swap_axes(x, VARIANT: tl.constexpr):
+    """Returns scores as [BN, BM], or a tile [BN, BM] with the axes of the scores."""
+    return tl.trans(x) if VARIANT.query_rows else x
+
+
+@triton.jit
+def grad_q_product(grad_scores, k, VARIANT: tl.constexpr):
+    """Returns what a key tile adds to dQ as ``add_to_sum`` takes it: [BM, D], or [D, BM] where VARIANT.query_rows."""
+    if VARIANT.query_rows:
+        return tl.dot(tl.trans(k), tl.trans(grad_scores), input_precision="ieee")
+    else:
+        return tl.dot(tl.trans(grad_scores), k, input_precision="ieee")
+
+
 @triton.jit
 def add_grad_kv(grad, keys, queries, grad_sum, row, EDGE: tl.constexpr, VARIANT: tl.constexpr):
     """Adds the share of the query tile that starts at `row`. EDGE: some pairs are not in the band. grad_sum: pointer to
@@ -253,20 +300,24 @@ def add_grad_kv(grad, keys, queries, grad_sum, row, EDGE: tl.constexpr, VARIANT:
     lse_log2, delta = load_statistics(
         queries.statistics + tl.multiple_of(2 * row, 2 * VARIANT.block_m), VARIANT.block_m
     )
-    scores = tl.dot(keys.k, tl.trans(q), input_precision="ieee")  # [BN, BM]
+    scores = score_products(keys.k, q, VARIANT)
     if EDGE:
-        scores = tl.where(is_visible(keys.visible, row, VARIANT.block_m), scores, float("-inf"))
-    weights = tl.exp2(scores * keys.scale_log2 - lse_log2[None, :])
+        visible = is_visible(keys.visible, row, VARIANT.block_m)  # [BN, BM]
+        scores = tl.where(swap_axes(visible, VARIANT), scores, float("-inf"))
+    weights = tl.exp2(scores * keys.scale_log2 - over_keys(lse_log2, VARIANT))
     g = load_values(grad_rows.ptr, tile_offsets(loaded, grad_rows), queries.channels, VARIANT)  # [BM, DV]
-    grad_v = tl.dot(weights.to(g.dtype), g, grad.v, input_precision="ieee")
-    grad_weights = tl.dot(keys.v, tl.trans(g), input_precision="ieee")  # [BN, BM]
-    grad_scores = weights * (grad_weights - delta[None, :])
+    # Triton keeps this order. The other one would spill in the loops, with rows of queries and with rows of keys.
+    if VARIANT.query_rows:
+        grad_weights = score_products(keys.v, g, VARIANT)
+    grad_v = tl.dot(swap_axes(weights.to(g.dtype), VARIANT), g, grad.v, input_precision="ieee")
+    if not VARIANT.query_rows:
+        grad_weights = score_products(keys.v, g, VARIANT)
+    grad_scores = weights * (grad_weights - over_keys(delta, VARIANT))
     grad_scores = grad_scores.to(q.dtype)
-    grad_k = tl.dot(grad_scores, q, grad.k, input_precision="ieee")
+    grad_k = tl.dot(swap_axes(grad_scores, VARIANT), q, grad.k, input_precision="ieee")
     if grad_sum is not None:  # rows behind the last have room in the sum
-        grad_q = tl.dot(tl.trans(grad_scores), keys.k, input_precision="ieee")  # [BM, D]
         first = tl.full((), 0, tl.int64) + row  # an int in the interpreter
-        add_to_sum(grad_sum + first * VARIANT.block_d, grad_q, VARIANT)
+        add_to_sum(grad_sum + first * VARIANT.block_d, grad_q_product(grad_scores, keys.k, VARIANT), VARIANT)
     return GradKV(grad_k, grad_v)
 
 

@@ -51,12 +51,11 @@ HALF = {
         "forward": by_block_d((128, 64, 4, 3), (128, 64, 4, 3), (128, 64, 4, 3), (128, 32, 4, 3), (128, 64, 8, 2)),
         "forward banded": {128: Tile(128, 64, 8, 3)},
         "forward unaligned": {64: Tile(64, 64, 4, 3), 128: Tile(64, 64, 4, 3)},
-        "grad_kv": by_block_d((32, 128, 4, 3), (32, 128, 4, 3), (64, 64, 4, 3), (32, 128, 8, 3), (32, 32, 4, 2)),
+        "grad_kv": by_block_d((32, 128, 4, 3), (32, 128, 4, 3), (64, 64, 4, 3), (32, 64, 4, 3), (32, 32, 4, 2)),
         "grad_q": by_block_d((128, 64, 4, 2), (128, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 3), (64, 64, 8, 2)),
         "grad_q banded": {128: Tile(128, 64, 8, 2)},
         "forward codes": {128: Tile(128, 32, 8, 3), 256: Tile(64, 32, 4, 3)},
         "forward paged": {256: Tile(128, 32, 8, 3)},
-        "grad_qkv": {64: Tile(64, 64, 4, 3), 128: Tile(32, 128, 8, 3)},
         "decode": by_block_d((16, 64, 4, 3), (16, 64, 4, 3), (16, 64, 4, 3), (16, 64, 4, 3), (16, 32, 4, 2)),
         "decode codes": {256: Tile(16, 32, 8, 3)},
         "decode parts": {256: Tile(16, 64, 4, 2)},
@@ -111,6 +110,7 @@ NEWER_HALF = {
     "sm80": {
         "forward": {64: Tile(128, 32, 4, 3)},
         "forward banded": {64: Tile(128, 32, 4, 3), 128: Tile(128, 32, 8, 3)},
+        "grad_kv": {128: Tile(32, 128, 8, 3)},
     },
     "sm90": {
         "forward": {128: Tile(128, 64, 8, 3)},
@@ -240,6 +240,14 @@ def forward_parts(tile: Tile, block_d: int, block_dv: int, itemsize: int) -> int
     spills more registers in the inner loop than two. A part has at least the 16 channels of a tensor core."""
     rows = tile.block_m // tile.num_warps
     return 2 if itemsize == 2 and block_d >= 32 and rows * block_dv >= 32 * 128 else 1
+
+
+def query_rows(capability: int | str, tile: Tile, block_d: int) -> bool:
+    """Returns ``Variant.query_rows``. With it, the issue model rates tiles of 64 keys and fewer queries higher at 128
+    channels (dK and dV on sm_80: 65% of the tensor cores instead of 55%). On sm_90, rows of 64 keys are what wgmma
+    needs, and take fewer instructions."""
+    has_mma_sync = family(capability) in ("sm80", "sm86", "sm120")
+    return has_mma_sync and block_d == 128 and tile.block_m < tile.block_n == 64
 
 
 def atomics_are_faster(capability: int | str, itemsize: int, block_d: int, block_dv: int) -> bool:

@@ -158,15 +158,19 @@ def test_reproducible_or_atomic(machine, rotary):
 
 
 @nondeterministic
-@pytest.mark.parametrize(("head_dim", "tile"), [(64, (64, 64, 4, 3)), (16, (32, 64, 8, 2))], ids=["once", "copied"])
-def test_dq_is_added_where_it_is_if_it_is_there_once(machine, arch, head_dim, tile):
-    """In the second tile several warps hold the same part of dQ: it goes through tl.atomic_add, which drops copies."""
+@pytest.mark.parametrize(
+    ("head_dim", "tile", "once"),
+    [(64, (64, 64, 4, 3), True), (128, (32, 64, 4, 3), True), (16, (32, 64, 8, 2), False)],
+    ids=["once", "rows of queries", "copied"],
+)
+def test_dq_is_added_where_it_is_if_it_is_there_once(machine, arch, head_dim, tile, once):
+    """In the last tile several warps hold the same part of dQ: it goes through tl.atomic_add, which drops copies."""
     p = support.problem(BF16, Rotary.rope(head_dim).rectify(70), 200, 230, seed=2, deterministic=False)
     with tiles.forced("grad_qkv", Tile(*tile)):
         support.check(BF16, p)
     (step,) = (launch for launch in machine.launches if launch.kernel == "attention_grad_kv")
-    adds = "red" if head_dim == 64 else "atom"
-    vector = ".v4" if arch >= 90 and head_dim == 64 else ""
+    adds = "red" if once else "atom"
+    vector = ".v4" if arch >= 90 and once else ""
     assert step.warps(f"{adds}.global.add{vector}.f32") and not step.warps("atom" if adds == "red" else "red")
 
 

@@ -10,7 +10,8 @@ pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 
 from flashrope import Rotary, attention
 from flashrope.backends.triton import attention as plans
-from flashrope.backends.triton import launcher
+from flashrope.backends.triton import launcher, tiles
+from flashrope.triton_kernels import configs
 from packing import packing
 from support import SCHEMES
 
@@ -90,6 +91,16 @@ def check_atomic(target, rotary, *lengths, **options):
 def test_five_products(target, launched, scheme, causal):
     check_atomic(target, SCHEMES[scheme](16), 41, 55, causal=causal, seed=4)
     assert FINISH in launched and "attention_grad_q" not in launched
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("scheme", ["rope", "rerope"])
+def test_scores_with_rows_of_queries(target, scheme, deterministic):
+    tile = configs.Tile(16, 64, 4, 1)
+    assert configs.query_rows(80, tile, 128)
+    with tiles.forced("grad_kv", tile), tiles.forced("grad_qkv", tile):
+        p = support.problem(target, SCHEMES[scheme](128), 41, 70, seed=6, deterministic=deterministic)
+        support.check(target, p)
 
 
 LENGTHS = [(64, 64), (1, 1), (1, 70), (70, 1), (70, 33), (0, 5), (5, 0)]

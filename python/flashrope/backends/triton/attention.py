@@ -210,13 +210,13 @@ class AttentionPlan(Plan):
         return not configs.atomics_are_faster(self.capability, self.itemsize, *widths)
 
     def grad_kv(self, inputs: GradientInputs, grad_k, grad_v) -> None:
-        tile, variant = self._tile("grad_kv")
+        tile, variant = self._grad_kv_tile("grad_kv")
         self._grad_kv(inputs, (grad_k, grad_v, None), tile, variant)
 
-    def grad_kv_and_sums(self, inputs: GradientInputs, grad_k, grad_v) -> tuple[torch.Tensor, int]:
-        """Returns (dQ of every band, float32 (band, head, row of the statistics, channel) in accumulator order,
-        red_floats as in ``Variant``)."""
-        tile, variant = self._tile("grad_qkv")
+    def grad_kv_and_sums(self, inputs: GradientInputs, grad_k, grad_v) -> tuple[torch.Tensor, Variant]:
+        """Returns (dQ of every band, float32 (band, head, row of the statistics, channel) in accumulator order, the
+        variant that says which order this is)."""
+        tile, variant = self._grad_kv_tile("grad_qkv")
         rows = inputs.statistics.shape[1]
         sums = inputs.statistics.new_zeros(self.num_bands, self.heads_q, rows, variant.block_d)
         grads = (grad_k, grad_v, sums)
@@ -225,13 +225,19 @@ class AttentionPlan(Plan):
             if launcher.ir_allows(held_once, attention_grad_kv, *arguments, VARIANT=with_red, **tile.options):
                 variant = with_red
         self._grad_kv(inputs, grads, tile, variant)
-        return sums, variant.red_floats
+        return sums, variant
+
+    def _grad_kv_tile(self, direction: str):
+        """Returns the tile and the variant of the kernel for dK and dV."""
+        tile, variant = self._tile(direction)
+        return tile, variant._replace(query_rows=configs.query_rows(self.capability, tile, variant.block_d))
 
     def _grad_kv(self, inputs: GradientInputs, grads, tile: Tile, variant: Variant) -> None:
         programs = cdiv(self.max_seqlen_k, tile.block_n) * self.batch * self.heads_kv
         self._gradient(attention_grad_kv, programs, inputs, grads, self.max_seqlen_k, variant, tile)
 
-    def finish_grad_q(self, sums: torch.Tensor, red_floats: int, grad_q) -> None:
+    def finish_grad_q(self, sums: torch.Tensor, summed: Variant, grad_q) -> None:
+        """sums, summed: what ``grad_kv_and_sums`` returns."""
         rows, heads = configs.ROTATE_ROWS, configs.ROTATE_HEADS
         variant = variant_of(self.rotary, self.vec, self.num_bands, 0, 0, rows)
         launcher.launch(
@@ -248,7 +254,7 @@ class AttentionPlan(Plan):
             self.table_rows,
             self.heads_q,
             HEADS_PER_PROGRAM=heads,
-            VARIANT=variant._replace(red_floats=red_floats),
+            VARIANT=variant._replace(red_floats=summed.red_floats, query_rows=summed.query_rows),
             **configs.options(configs.ROTATE_WARPS),
         )
 
