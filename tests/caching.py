@@ -1,8 +1,8 @@
-"""Builds calls over caches, and holds their results against float64.
+"""Builds calls over caches and compares their results with float64.
 
-``Cached`` lays sequences into a cache: contiguous, or in pages of shuffled order. Whatever the call must not read is
-NaN: free slots, padding, hidden rows, the slots of keys that come with the call. ``call`` runs the public call,
-``expected`` gives one problem of ``support`` for each sequence, and ``check`` compares the two.
+``Cached`` writes sequences into a cache, which is contiguous or has pages in shuffled order. All memory that the call
+must not read is NaN: free slots, padding, hidden rows, and the slots of keys that come with the call. ``call`` runs the
+public call, ``expected`` gives one problem of ``support`` for each sequence, and ``check`` compares the two.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from flashrope import (
 from flashrope.backends.registry import load_backend
 
 PAGE = 16
-UNUSED = 2147480000  # a block-table entry beyond a sequence. It may be anything.
+UNUSED = 2147480000  # a block-table entry beyond the end of a sequence. Any value is allowed there.
 BITS = {"int8": 8, "int4": 4}
 # Every backend that takes explicit positions.
 POSITIONED = [*support.TARGETS, support.Target("reference", torch.float64, "cpu")]
@@ -46,13 +46,15 @@ class Page(NamedTuple):
 class Cached:
     """A call over a cache.
 
-    lengths: the tokens of each sequence behind its padding, new ones included. queries: query rows of every sequence,
-    or a list of them, which packs the queries. new: keys of every sequence that come with the call, None for one per
-    query. mapped: packed keys come with a slot_mapping. page: rows of a page, 0 for a contiguous cache. capacity: slots
-    of a sequence. table: a block table of its own. tables: explicit positions, by the names of the call's arguments.
-    stored: what the cache holds of keys (1, tokens, heads_kv, head_dim), if it is not the keys. layout: contiguous,
+    lengths: the tokens of each sequence after its padding, including the new ones. queries: the number of query rows of
+    every sequence, or a list with one number per sequence, which packs the queries. new: the number of keys of every
+    sequence that come with the call. None: one key per query. mapped: packed keys come with a slot_mapping. page: the
+    page size in rows, or 0 for a contiguous cache. capacity: the slots of a sequence. table: the block table; the
+    default is a shuffled one. tables: explicit positions, by the names of the call's arguments. stored: maps the keys
+    (1, tokens, heads_kv, head_dim) to what the cache stores of them. None: the keys themselves. layout: contiguous,
     poisoned (a window of a larger buffer of NaN), heads first, shared (K and V in one buffer), or for quantized caches
-    vllm or odd bytes. sequences: problems with the tokens, None for random ones of the seed. sinks: one per query head.
+    vllm or odd bytes. sequences: problems that hold the tokens. None: random ones, drawn from the seed. sinks: one per
+    query head.
     """
 
     target: support.Target
@@ -118,7 +120,8 @@ class Cached:
         self.q = torch.cat(rows) if self.is_packed else torch.stack(rows)
 
     def _block_table(self) -> torch.Tensor:
-        """Deals pages in any order, the first and the last included, to which wrong numbers clamp. Two stay unused."""
+        """Assigns pages in shuffled order and leaves two unused. The first and the last page are always in use, because
+        invalid page numbers are clamped to these."""
         if self.table is not None:
             self.pages = self.table.numel()
             return self.table.int().to(self.target.device)
@@ -166,7 +169,8 @@ class Cached:
         self.before = self.k_cache.clone(), self.v_cache.clone()
 
     def places(self, b: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns (page, row) of every slot of a sequence, from its padding to its end. Contiguous: (b, slot)."""
+        """Returns (page, row) of every slot of a sequence from the end of its padding to its last token. In a
+        contiguous cache it is (b, slot)."""
         slot = torch.arange(min(max(self.pads[b], 0), self.ends[b]), self.ends[b], device=self.target.device)
         if not self.page:
             return torch.full_like(slot, b), slot
@@ -192,7 +196,8 @@ class Cached:
         return (page[seen], row[seen]), position[seen]
 
     def _positions(self, b: int, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Returns ``Problem.places``. Queries before the first key are where it is, and see nothing."""
+        """Returns ``Problem.places``. Queries before the first key get the position of that key. They attend to
+        nothing."""
         if all(x is None for x in self.tables.values()):
             return None
         if (given := self.tables.get("positions")) is not None:
@@ -201,7 +206,7 @@ class Cached:
         return keys[last] if len(keys) else keys.new_zeros(len(last), *keys.shape[1:]), keys
 
     def _quantized(self, *caches: torch.Tensor) -> list[torch.Tensor]:
-        """Quantizes. Rows that must not be read get any codes, and a scale of NaN."""
+        """Returns the quantized caches. Rows that must not be read get random values and a scale of NaN."""
         codes, scales = [], []
         for x in caches:
             numbers, scale = quantized(x, self.cache_dtype)
@@ -220,12 +225,12 @@ class Cached:
         return dataclasses.replace(self, **changes)
 
     def at(self, **tables: torch.Tensor | None) -> Cached:
-        """Returns the same call at these explicit positions: page_positions, page_first, page_lengths, slot_positions,
-        and positions of the queries."""
+        """Returns the same call with these explicit positions: page_positions, page_first, page_lengths,
+        slot_positions, and positions of the queries."""
         return dataclasses.replace(self, tables=tables)
 
     def by_slot(self, values: torch.Tensor) -> torch.Tensor:
-        """Lays values (batch, slots, ...) of the slots of sequences out as slot_positions of this cache."""
+        """Rearranges values (batch, slots, ...) of the sequences' slots into slot_positions of this cache."""
         if not self.page:
             return values
         pages = values.new_zeros(self.pages, self.page, *values.shape[2:])
@@ -239,7 +244,7 @@ class Cached:
         return slice(int(self.cu_seqlens_q[b]), int(self.cu_seqlens_q[b + 1]))
 
     def new_keys(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Returns k and v as a call takes them."""
+        """Returns k and v in the shape that the call takes."""
         if not sum(self.news):
             return None, None
         keys = self.k_new, self.v_new
@@ -256,7 +261,7 @@ class Cached:
         return tables, CacheLayer(self.k_cache, self.v_cache, **self.scales)
 
     def arguments(self) -> tuple[Callable, dict]:
-        """Returns the public call, and what it is called with."""
+        """Returns the public function and its arguments."""
         k, v = self.new_keys()
         given = {
             "q": self.q, "k_cache": self.k_cache, "v_cache": self.v_cache, "rotary": self.rotary, "k": k, "v": v,
@@ -276,12 +281,13 @@ class Cached:
         return call(**arguments | {"return_lse": True, "impl": self.target.impl, "validate": True} | options)
 
     def expected(self) -> list[support.Problem]:
-        """Returns a problem for each sequence, of its queries and visible tokens as the cache holds them."""
+        """Returns a problem for each sequence. It has the sequence's queries, and the visible tokens as the cache
+        stores them."""
         kept = (lambda x: dequantized(x, self.cache_dtype)) if self.cache_dtype else (lambda x: x)
         return [p.replace(k=kept(p.k), v=kept(p.v), sinks=self.sinks) for p in self.problems]
 
     def judge(self, out: torch.Tensor, lse: torch.Tensor, sequences: Sequence[int] | None = None) -> None:
-        """Holds every sequence, or these, against the error budget."""
+        """Checks every sequence, or only the given ones, against the error budget."""
         assert out.dtype == self.target.dtype and lse.dtype == support.lse_type(self.target)
         for b, p in enumerate(self.expected()):
             if not self.sizes[b] or sequences is not None and b not in sequences:
@@ -296,7 +302,7 @@ class Cached:
                 assert not got["out"].any() and (got["lse"] == -torch.inf).all()
 
     def check(self, **options) -> None:
-        """Makes the call, checks every sequence, and checks what was written."""
+        """Runs the call, checks every sequence, and checks what was written to the cache."""
         lengths = self.cache_seqlens.clone()
         self.judge(*self.call(**options))
         assert torch.equal(lengths, self.cache_seqlens)
@@ -308,7 +314,7 @@ class Cached:
             assert same(self.k_cache, self.before[0], self.v_cache, self.before[1])
 
     def _check_codes(self) -> None:
-        """Checks that codes and scales of all tokens, the new ones included, are those of the formula."""
+        """Checks that the quantized values and scales of all tokens, including the new ones, follow the formula."""
         caches = (self.k_cache, self.scales["k_scale"], "k"), (self.v_cache, self.scales["v_scale"], "v")
         for b, (p, place) in enumerate(zip(self.problems, self.visible, strict=True)):
             for cache, scales, name in caches:
@@ -318,7 +324,7 @@ class Cached:
 
 
 def same(*pairs: torch.Tensor) -> bool:
-    """Whether neighbours (x, y, ...) are the same numbers, NaN included."""
+    """Whether each pair of neighbours (x, y, ...) has the same numbers. NaN equals NaN."""
     return all(torch.equal(x.nan_to_num(7), y.nan_to_num(7)) for x, y in zip(pairs[::2], pairs[1::2], strict=True))
 
 
@@ -336,17 +342,17 @@ def laid_out(layout: str, k: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor
     return [k.clone(), v.clone()]
 
 
-# ---- quantized caches, by the formula
+# ---- quantized caches, computed by the formula
 
 
 def quantized(x: torch.Tensor, cache_dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (codes as numbers, scale) of rows x (..., head_dim), float64. The scale is a float32 number."""
+    """Returns (quantized values, scale) of rows x (..., head_dim) in float64. Every scale is a float32 number."""
     largest = 2 ** (BITS[cache_dtype] - 1) - 1
     limit = min(torch.finfo(x.dtype).max, torch.finfo(torch.float32).max)
     x = x.double().clamp(-limit, limit)
     scale = (x.abs().amax(-1) / largest).float().double()
     codes = (x / scale[..., None]).nan_to_num(0.0).clamp(-largest, largest)
-    # The kernels divide float32 numbers. A quotient that float64 puts beside a half, they may put on it.
+    # The kernels divide in float32. A quotient that is just beside a half in float64 may be exactly a half there.
     return codes.float().round().double(), scale
 
 
@@ -369,7 +375,8 @@ def unpacked(codes: torch.Tensor, cache_dtype: str) -> torch.Tensor:
 
 
 def vllm_layout(codes, scale):
-    """Lays k and v with their scales into one buffer: a head of a slot is K | scale of K | V | scale of V."""
+    """Writes k and v with their scales into one buffer, in which a head of a slot is K | scale of K | V | scale
+    of V."""
     (k, v), rows, width = codes, codes[0].shape[:-1], codes[0].shape[-1]
     half = width + 4
     buffer = torch.full((*rows, 2 * half), 113, dtype=torch.uint8, device=k.device)
@@ -382,6 +389,6 @@ def vllm_layout(codes, scale):
 
 
 def odd_bytes(codes: torch.Tensor) -> torch.Tensor:
-    """Returns the same codes in rows one byte longer."""
+    """Returns the same values in rows that are one byte longer."""
     room = codes.new_zeros(*codes.shape[:-1], codes.shape[-1] + 1)
     return room[..., :-1].copy_(codes)

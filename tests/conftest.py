@@ -1,9 +1,10 @@
-"""Fixtures and options. Without a GPU, Triton's interpreter is switched on, which must precede the import of triton.
+"""Fixtures and options. Without a GPU, Triton's interpreter is switched on, which must happen before triton is
+imported.
 
-The CPU backend uses its compiled kernels, as users' programs do. --composed-cpu leaves them out, and --cpu-target takes
-those of another set of instructions.
---threads N sets the CPU threads of the tests and the processes they start (default 1). --perturb-training SEED changes
-the result of every training by rounding alone; the verdict of a test must not depend on it.
+The CPU backend uses its compiled kernels by default, as in users' programs. --composed-cpu tests without them, and
+--cpu-target selects the kernels of another instruction set. --threads N sets the CPU threads of the tests and of the
+processes that they start (default 1). --perturb-training SEED changes the result of every training by rounding errors
+only. No test may pass or fail because of it.
 """
 
 import os
@@ -11,12 +12,12 @@ import signal
 import subprocess
 import sys
 
-os.environ["OMP_NUM_THREADS"] = "1"  # numpy reads it when it is imported
+os.environ["OMP_NUM_THREADS"] = "1"  # numpy reads the variable at import
 
 import pytest
 import torch
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job; some tests interrupt
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # so in a shell's background job; some tests interrupt
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if not torch.cuda.is_available():
@@ -51,7 +52,7 @@ def pytest_configure(config):
         loader.load = lambda: None
     else:
         target = config.getoption("cpu_target")
-        if not hasattr(config, "workerinput"):  # once, not in every process of xdist
+        if not hasattr(config, "workerinput"):  # only in the main process, not in every worker of xdist
             _build_cpu_kernels(target)
         if target:
             library = loader.open_target(target)
@@ -66,8 +67,8 @@ def pytest_configure(config):
 
 
 def pytest_xdist_auto_num_workers(config):
-    """-n auto. On a GPU nearly all of the time goes into compiling, on one core a process; each holds up to 2 GiB of
-    its memory."""
+    """Returns the number of workers for -n auto. On a GPU nearly all of the time goes into compiling, which keeps one
+    core per worker busy. Each worker holds up to 2 GiB of GPU memory."""
     cores = os.cpu_count() or 1
     return min(cores, 16, max(torch.cuda.mem_get_info()[0] >> 31, 1)) if torch.cuda.is_available() else min(cores, 8)
 
@@ -85,13 +86,14 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(params=support.TARGETS, ids=str)
 def target(request):
-    """Every backend in every type it is tested in."""
+    """Runs the test with every backend, in every type that the backend is tested in."""
     return request.param
 
 
 @pytest.fixture(params=[t for t in support.TARGETS if t.dtype == torch.float32], ids=str)
 def exact(request):
-    """Every backend in float32, whose budget is the tightest that all of them share."""
+    """Runs the test with every backend in float32, which has the tightest budget of the types that all backends
+    share."""
     return request.param
 
 
@@ -117,7 +119,7 @@ def cpu_kernels(monkeypatch):
 
 @pytest.fixture
 def compiled():
-    """A test of the compiled kernels of the CPU backend."""
+    """Runs the test with the compiled kernels of the CPU backend."""
     from flashrope.backends.cpu import loader
 
     if loader.load() is None:
@@ -127,7 +129,7 @@ def compiled():
 
 @pytest.fixture
 def composed(monkeypatch):
-    """A test of the CPU backend composed of PyTorch's kernels."""
+    """Runs the test with the CPU backend composed of PyTorch's kernels."""
     from flashrope.backends.cpu import loader
 
     monkeypatch.setattr(loader, "load", lambda: None)
@@ -135,7 +137,7 @@ def composed(monkeypatch):
 
 @pytest.fixture(autouse=True, scope="session")
 def untuned(tmp_path_factory):
-    """The tests run with the default tiles, whatever this user has tuned."""
+    """Makes the tests use the default tiles, even if the user has tuned ones."""
     from flashrope.backends import tuned_tiles as store
 
     before, missing = store.path, tmp_path_factory.mktemp("cache") / "tiles.json"

@@ -1,11 +1,12 @@
-"""Makes Triton's interpreter faster without changing a result: it repeats much that could be done once."""
+"""Makes Triton's interpreter faster without changing a result. The interpreter repeats much work that needs doing only
+once."""
 
 import dataclasses
 
 
 def patch_language_once_per_launch():
-    """Makes the interpreter patch its language modules once per launch. It does so at each call of a nested function.
-    Within one launch the first time is enough."""
+    """Patches the language modules once per launch. The interpreter searches and patches them again at each call of a
+    nested function."""
     import triton.language as tl
     from triton.runtime import interpreter
 
@@ -14,7 +15,7 @@ def patch_language_once_per_launch():
 
     def once(fn):
         variables = fn.__globals__
-        if id(variables) not in names:  # kept with their names, so that no others get their id
+        if id(variables) not in names:  # kept alive, so that no other object gets the id
             languages = frozenset(name for name, x in variables.items() if x is tl or x is tl.core)
             names[id(variables)] = languages, variables
         languages = names[id(variables)][0]
@@ -31,8 +32,8 @@ def patch_language_once_per_launch():
 
 
 def leave_out_unread_checks():
-    """Leaves out a check of the interpreter. It repeats the arithmetic of integers in 64 bits to find overflows, but
-    looks at what it found only in its debug mode."""
+    """Leaves out overflow checks that are never read. The interpreter repeats integer arithmetic in 64 bits to find
+    overflows, but looks at the outcome only in debug mode."""
     from triton.runtime import interpreter
 
     builder = interpreter.interpreter_builder
@@ -40,8 +41,8 @@ def leave_out_unread_checks():
 
 
 def make_types_once():
-    """Makes the interpreter reuse types. It makes and checks a type and a shape for every result, although results of
-    one element type and size have the same."""
+    """Makes the interpreter reuse types. It creates and checks a type and a shape for every result, although results
+    with the same element type and size have the same type."""
     from triton.language import core
     from triton.language.semantic import TritonSemantic
     from triton.runtime import interpreter
@@ -78,7 +79,8 @@ def make_types_once():
 
 
 def ask_types_once():
-    """Makes the interpreter work out once which type a result has. It compares types by name, at every operation."""
+    """Speeds up type comparisons, and computes the result type of two operand types only once. The interpreter compares
+    types by name every time."""
     from triton.language import core
     from triton.language.semantic import TritonSemantic
 
@@ -105,5 +107,5 @@ def make_faster():
     for change in (patch_language_once_per_launch, leave_out_unread_checks, make_types_once, ask_types_once):
         try:
             change()
-        except (ImportError, AttributeError, TypeError):  # no triton, or one built differently: only slower
+        except (ImportError, AttributeError, TypeError):  # no triton, or an unknown version: tests are only slower
             continue

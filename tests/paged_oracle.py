@@ -1,4 +1,4 @@
-"""What every sequence of a ``PagedKVCache`` should hold, and a look at what its tables and pages do hold."""
+"""Models what every sequence of a ``PagedKVCache`` should hold, and compares it with the cache's tables and pages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ UNUSED = 2**31 - 1
 
 @dataclasses.dataclass(frozen=True)
 class Tokens:
-    """What a sequence should hold, without its left padding."""
+    """The tokens that a sequence should hold, without its left padding."""
 
     positions: list[int]
     k: torch.Tensor  # (layers, tokens, heads_kv, head_dim)
@@ -30,16 +30,14 @@ class Tokens:
         return Tokens([place for part in parts for place in self.positions[part]], k, v, self.moved)
 
     def followed_by(self, k: torch.Tensor, v: torch.Tensor, positions: Sequence[int], moved: bool = False) -> Tokens:
-        """Returns these tokens followed by others, which are moved behind the last one and keep their distances.
-
-        positions: of the others, before they are moved.
-        """
+        """Returns these tokens with new ones behind them. positions: of the new tokens. They are shifted to follow the
+        last token, and keep their distances."""
         by = self.positions[-1] + 1 - positions[0] if self.positions and positions else 0
         k, v = torch.cat((self.k, k), -3), torch.cat((self.v, v), -3)
         return Tokens(self.positions + [x + by for x in positions], k, v, self.moved or moved)
 
     def without(self, start: int, stop: int, close: bool) -> Tokens:
-        """Returns what ``remove`` leaves."""
+        """Returns the tokens that ``remove`` leaves."""
         if start == stop:
             return self
         left, down = self.parts(slice(0, start), slice(stop, None)), (stop - start) * close
@@ -47,7 +45,8 @@ class Tokens:
         return Tokens(positions, left.k, left.v, True)
 
     def places(self, rows: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Returns ``Problem.places`` with the last tokens as queries, or None if positions follow from slots."""
+        """Returns ``Problem.places`` with the last tokens as queries, or None if the position of every token is its
+        slot."""
         if not self.moved:
             return None
         keys = torch.tensor(self.positions, dtype=torch.float64, device=self.k.device)
@@ -55,7 +54,8 @@ class Tokens:
 
 
 def look(cache: PagedKVCache, held: Mapping[int, Tokens]) -> None:
-    """Checks positions, keys and values of all sequences bit by bit, then the block table and who holds which page."""
+    """Checks positions, keys and values of all sequences bit by bit. Then it checks the block table and who holds which
+    page."""
     assert set(cache.lengths) == set(held)
     places = visible(cache, list(held))
     several = cache.layers > 1
@@ -72,9 +72,9 @@ def look(cache: PagedKVCache, held: Mapping[int, Tokens]) -> None:
 
 
 def check_pages(cache: PagedKVCache) -> int:
-    """Checks every row of the block table, and that every page is free or held as often as it is counted.
+    """Checks every row of the block table, and that every page is either free or has the right reference count.
 
-    Returns the number of pages that sequences hold. Call ``visible`` first: it brings the table up to date.
+    Returns the number of pages that sequences hold. Call ``visible`` first, because it brings the table up to date.
     """
     pool, sequences = cache._pool, cache._sequences.values()
     held = Counter(page for sequence in sequences for page in sequence.pages)
@@ -113,9 +113,10 @@ def visible(cache: PagedKVCache, names: list[int]) -> dict[int, list[tuple[int, 
 
 
 class Held:
-    """A ``PagedKVCache`` with a scheme for every layer, and what each of its sequences should hold.
+    """A ``PagedKVCache`` with a scheme for every layer, and the tokens that each of its sequences should hold.
 
-    The cache holds NaN at first. queries: how many of the new tokens attend, at most. roundings: of ``check_budget``.
+    The cache is filled with NaN at first. queries: the largest number of new tokens that attend. roundings: see
+    ``support.check_budget``.
     """
 
     def __init__(self, target, pages, page_size, heads, schemes, seed=0, queries=2, roundings=1, **options):
@@ -129,7 +130,7 @@ class Held:
         self.generator = torch.Generator().manual_seed(seed)
         self.tokens: dict[int, Tokens] = {}
         self.padding: dict[int, int] = {}
-        self.worst = 0.0  # error over what is allowed
+        self.worst = 0.0  # the largest ratio of an error to the allowed error
 
     def new(self, batch: int, seqlen: int, heads: int) -> torch.Tensor:
         """Returns random rows (layers, batch, seqlen, heads, head_dim)."""
@@ -142,7 +143,7 @@ class Held:
     # ---- tokens
 
     def write(self, names: list[int], count: int, leftpad: list[int] | None = None, fails: bool = False) -> None:
-        """Appends tokens in a step, attends with the last of them in every layer, and checks the results.
+        """Appends tokens in one step, attends with the last of them in every layer, and checks the results.
 
         fails: the step ends in an error after all layers have written.
         """
@@ -161,7 +162,8 @@ class Held:
             self.compare(names, q, results)
 
     def written(self, names: list[int], k, v, leftpad: list[int] | None = None) -> None:
-        """Adds new tokens (layers, batch, seqlen, heads_kv, head_dim), of which the first are padding."""
+        """Adds new tokens (layers, batch, seqlen, heads_kv, head_dim) to the model. The first leftpad tokens of a
+        sequence are padding."""
         for b, name in enumerate(names):
             pad = leftpad[b] if leftpad and not self.tokens[name].positions else 0
             pad = min(max(pad - self.padding[name], 0), k.shape[2])
@@ -170,7 +172,7 @@ class Held:
             self.padding[name] += pad
 
     def compare(self, names: list[int], q: torch.Tensor, results) -> None:
-        """Holds (out, lse) of every layer against the budget."""
+        """Checks (out, lse) of every layer against the error budget."""
         rows = q.shape[2]
         for b, name in enumerate(names):
             tokens, own = self.tokens[name], slice(b, b + 1)
@@ -185,7 +187,7 @@ class Held:
                 self.worst = max(self.worst, *ratios.values())
 
     def read(self) -> None:
-        """Attends to all sequences with tokens, in one call a layer."""
+        """Attends to all sequences that have tokens, with one call per layer, and checks the results."""
         if names := [name for name, tokens in self.tokens.items() if tokens.positions]:
             q, options = self.new(len(names), 1, self.heads[0]), dict(return_lse=True, impl=self.target.impl)
             options["validate"] = True
@@ -193,7 +195,7 @@ class Held:
             self.compare(names, q, [self.cache.attend(names, q[n], x, layer=n, **options) for n, x in layers])
 
     def look(self) -> None:
-        """Checks lengths, padding, and every sequence's tokens, tables and pages."""
+        """Checks the lengths and the padding, and the tokens, tables and pages of every sequence."""
         assert self.cache.lengths == {n: len(x.positions) + self.padding[n] for n, x in self.tokens.items()}
         assert self.cache.padding == self.padding
         look(self.cache, self.tokens)
@@ -207,7 +209,7 @@ class Held:
         return name
 
     def sequence(self, count: int) -> int:
-        """Makes a sequence of that many tokens."""
+        """Creates a sequence of `count` tokens."""
         name = self.allocate()
         self.write([name], count)
         return name
@@ -245,7 +247,7 @@ class Held:
         self.padding[name] *= start == stop
 
     def refused(self, message: str, call) -> None:
-        """Checks that the call raises ValueError, and that every sequence and page is what it was."""
+        """Checks that the call raises ValueError, and that every sequence and every page is as before."""
         before = self.pages()
         with pytest.raises(ValueError, match=message):
             call()

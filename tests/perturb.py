@@ -1,4 +1,5 @@
-"""Perturbs every training by rounding alone, to show that no test depends on it: ``pytest --perturb-training SEED``."""
+"""Perturbs every training by rounding errors only, to show that no test depends on them: ``pytest --perturb-training
+SEED``."""
 
 import functools
 
@@ -9,8 +10,8 @@ _serve = workers._serve
 
 
 def perturb(seed: int) -> None:
-    """From now on, every new optimizer changes its weights by one unit in the last place, up or down at random. Applies
-    to this process and to workers of flashrope.small_models."""
+    """Makes every new optimizer change its weights by one unit in the last place, up or down at random. This applies to
+    this process and to workers of flashrope.small_models."""
     init = torch.optim.Optimizer.__init__
 
     def perturbed(self, *args, **kwargs):

@@ -1,4 +1,4 @@
-"""Commands in processes of their own that get an interrupt, and a terminal for progress bars."""
+"""Runs commands in processes of their own and interrupts them, and simulates a terminal for progress bars."""
 
 import os
 import signal
@@ -6,7 +6,8 @@ import subprocess
 
 
 def interrupted_at(arguments: list[str], moment: str, **options) -> tuple[int, list[str]]:
-    """Returns (exit code, lines of stderr) of a command that gets SIGINT as soon as a line of stderr has this in it."""
+    """Returns (exit code, lines of stderr) of a command that gets SIGINT as soon as a line of stderr contains
+    `moment`."""
     environment = {**os.environ, "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
     process = subprocess.Popen(arguments, **pipes, **options)
@@ -24,7 +25,7 @@ def interrupted_at(arguments: list[str], moment: str, **options) -> tuple[int, l
 
 
 class Terminal(list):
-    """A stream that keeps what is written, and says that it is a terminal."""
+    """A stream that keeps what is written, and claims to be a terminal."""
 
     def write(self, text):
         self.append(text)

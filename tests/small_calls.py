@@ -1,4 +1,4 @@
-"""One small right call of every kind, which a test changes by argument, and what a test asks of an error."""
+"""Gives one small valid call of every kind, of which a test changes some arguments, and checks errors."""
 
 import re
 
@@ -52,7 +52,7 @@ def varlen_cached(**changes):
 
 
 def _leaves_the_cache(c: Cached, changes):
-    """Returns the call. If it is refused, it must not have written to k_cache and v_cache."""
+    """Runs the call. If the call raises an error, checks that it has not written to k_cache or v_cache."""
     call, arguments = c.arguments()
     arguments |= changes
     caches = [x for x in (arguments["k_cache"], arguments["v_cache"]) if isinstance(x, torch.Tensor)]
@@ -67,7 +67,7 @@ def _leaves_the_cache(c: Cached, changes):
 
 
 def check_refused(call, error, name, expected, given):
-    """The message begins with the argument's name; then it says what was expected, then what came."""
+    """Checks that the message begins with the argument's name, and then says what was expected and what was given."""
     with pytest.raises(error) as raised:
         call()
     message = str(raised.value)

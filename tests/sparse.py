@@ -1,6 +1,7 @@
-"""Tensors over memory that takes room only where it is touched, for offsets beyond 2^31 elements and 2^32 bytes.
+"""Tensors that take memory only where they are touched, for offsets beyond 2^31 elements and 2^32 bytes.
 
-Under ``Sparse``, large tensors that the package makes are such too. They start as zeros, and filling one is left out.
+Under ``Sparse``, large tensors that the package creates are sparse too. They start as zeros, and filling them is left
+out.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ import mmap
 import torch
 from torch.overrides import TorchFunctionMode
 
-NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Linux's; Python names it from 3.12 on
+NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # the value on Linux; Python has the name from 3.12 on
 LARGE = 2**26  # elements
 
 
 def empty(shape, dtype: torch.dtype, strides=None) -> torch.Tensor:
-    """Zeros; strides in elements, contiguous if None."""
+    """Returns zeros. strides: in elements; None: contiguous."""
     shape = tuple(shape)
     if strides is None:
         strides = list(itertools.accumulate(reversed((*shape[1:], 1)), lambda a, b: a * b))[::-1]
@@ -28,12 +29,12 @@ def empty(shape, dtype: torch.dtype, strides=None) -> torch.Tensor:
 
 
 def spread(x: torch.Tensor, strides) -> torch.Tensor:
-    """Returns the same numbers, with these strides."""
+    """Returns the same numbers with these strides."""
     return empty(x.shape, x.dtype, strides).copy_(x)
 
 
 def at_end(x: torch.Tensor, total: int, dim: int = 0) -> torch.Tensor:
-    """Returns the rows of x as the last of `total` rows, which are contiguous."""
+    """Returns a tensor that ends with the rows of x. The last of its `total` rows are x, in contiguous memory."""
     shape = [total if n == dim else size for n, size in enumerate(x.shape)]
     room = empty(shape, x.dtype)
     room.narrow(dim, total - x.shape[dim], x.shape[dim]).copy_(x)

@@ -48,7 +48,7 @@ class Target:
 
     @property
     def slow(self) -> bool:
-        """The interpreter takes seconds where a device takes microseconds."""
+        """Whether the target is Triton's interpreter, which takes seconds where a device takes microseconds."""
         return self.impl == "triton" and self.device == "cpu"
 
     def size(self, small: int, large: int) -> int:
@@ -56,7 +56,8 @@ class Target:
 
 
 def _targets() -> list[Target]:
-    """bfloat16 in Triton's interpreter acts on bit patterns, so it is tested on a GPU only."""
+    """Returns the targets. Triton's interpreter emulates bfloat16 with bit patterns, so bfloat16 is tested on a GPU
+    only."""
     targets = [Target("cpu", dtype, "cpu") for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)]
     gpu = torch.cuda.is_available()
     if gpu or INTERPRETED:
@@ -96,13 +97,13 @@ def int32(values, device: str | None = None) -> torch.Tensor:
 
 
 def random(shape, target: Target, seed: int, layout: str = "contiguous") -> torch.Tensor:
-    """Returns normal numbers (batch, seqlen, heads, head_dim) in float64's exact image of the target's type, laid out
-    as asked."""
+    """Returns normal numbers (batch, seqlen, heads, head_dim) that the target's type represents exactly, in the given
+    memory layout."""
     batch, seqlen, heads, head_dim = shape
     x = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32).to(
         target.device, target.dtype
     )
-    if layout == "transposed":  # (batch, heads, seqlen, head_dim) underneath
+    if layout == "transposed":  # (batch, heads, seqlen, head_dim) in memory
         return x.transpose(1, 2).contiguous().transpose(1, 2)
     if layout == "poisoned":  # a window of a larger buffer whose other elements are NaN
         room = x.new_full((batch, seqlen + 3, heads + 2, head_dim + 8), torch.nan)
@@ -114,7 +115,7 @@ def random(shape, target: Target, seed: int, layout: str = "contiguous") -> torc
 
 @dataclasses.dataclass
 class Problem:
-    """Inputs of one call and of its backward."""
+    """The inputs of one call and of its backward."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -127,7 +128,7 @@ class Problem:
     grad_lse: torch.Tensor | None = None
     sinks: torch.Tensor | None = None
     deterministic: bool = True
-    places: tuple[torch.Tensor, torch.Tensor] | None = None  # of queries and keys, which distances go by
+    places: tuple[torch.Tensor, torch.Tensor] | None = None  # positions of queries and keys
 
     def replace(self, **changes) -> Problem:
         return dataclasses.replace(self, **changes)
@@ -146,7 +147,7 @@ def problem(
     head_dim_v: int | None = None,
     **options,
 ) -> Problem:
-    """head_dim_v: the width of v, None for that of q and k."""
+    """Returns a problem of random inputs. head_dim_v: the width of v. None: the width of q and k."""
     seqlen_k, head_dim = seqlen_q if seqlen_k is None else seqlen_k, rotary.head_dim
     head_dim_v = head_dim if head_dim_v is None else head_dim_v
     q = random((batch, seqlen_q, heads, head_dim), target, seed, layout)
@@ -162,7 +163,7 @@ def lse_type(target: Target) -> torch.dtype:
 
 
 def run(p: Problem, impl: str) -> dict[str, torch.Tensor]:
-    """Returns out, lse and the gradients of (out * grad_out).sum() + (lse * grad_lse).sum() over the rows that see a
+    """Returns out, lse, and the gradients of (out * grad_out).sum() + (lse * grad_lse).sum() over the rows that see a
     key."""
     leaves = [x.detach().requires_grad_() for x in (p.q, p.k, p.v, p.sinks) if x is not None]
     out, lse = attention(
@@ -180,7 +181,7 @@ def run(p: Problem, impl: str) -> dict[str, torch.Tensor]:
     if impl == "reference":
         grad_lse = grad_lse.to(lse)
     results, grads = (out, lse), (p.grad_out.to(out), grad_lse)
-    if impl == "reference" and not lse.requires_grad:  # no keys: it does not depend on anything
+    if impl == "reference" and not lse.requires_grad:  # without keys lse does not depend on any input
         results, grads = (out,), (p.grad_out.to(out),)
     grads = torch.autograd.grad(results, leaves, grads, allow_unused=True)
     grads = (torch.zeros_like(x) if g is None else g for x, g in zip(leaves, grads, strict=True))
@@ -189,7 +190,7 @@ def run(p: Problem, impl: str) -> dict[str, torch.Tensor]:
 
 
 def exact_and_bound(p: Problem, gradients=True) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Returns the reference in float64 on the float64 images of the inputs, and the budget without c * u."""
+    """Returns the float64 reference for the inputs converted to float64, and the budget without the factor c * u."""
     wide = p.replace(
         **{
             f.name: getattr(p, f.name).double()
@@ -255,7 +256,7 @@ def exact_and_bound(p: Problem, gradients=True) -> tuple[dict[str, torch.Tensor]
 
 
 def pair_lengths(x: torch.Tensor, rotary: Rotary) -> torch.Tensor:
-    """Returns |x|, with both channels of a pair that rotates replaced by the length of the pair."""
+    """Returns |x|, with both channels of a rotated pair replaced by the length of the pair."""
     paired, rest = x[..., : rotary.rotary_dim], x[..., rotary.rotary_dim :].abs()
     shape = (-1, 2) if rotary.interleaved else (2, -1)
     pairs = paired.unflatten(-1, shape) if rotary.rotary_dim else paired[..., None]
@@ -273,7 +274,7 @@ def pair_lengths(x: torch.Tensor, rotary: Rotary) -> torch.Tensor:
 def excess(
     got: dict[str, torch.Tensor], exact: dict[str, torch.Tensor], bound: dict[str, torch.Tensor], dtype: torch.dtype
 ):
-    """Returns the largest |error| / (u * bound) of each result: what c must be for it to pass."""
+    """Returns the largest |error| / (u * bound) of each result. A result passes if c is at least this."""
     ratios = {}
     for name in got:
         assert got[name].shape == exact[name].shape, (
@@ -285,13 +286,13 @@ def excess(
             torch.finfo(result_type).smallest_normal * torch.finfo(result_type).eps / 2
         )  # half a step of the smallest numbers
         ratio = (error - least).clamp(min=0) / (UNIT_ROUNDOFF[dtype] * bound[name])
-        ratio = torch.where(error <= least, 0, ratio)  # 0 / 0 where nothing is seen; NaN stays
+        ratio = torch.where(error <= least, 0, ratio)  # 0 / 0 where nothing is visible; NaN stays
         ratios[name] = ratio.nan_to_num(nan=torch.inf).amax().item() if ratio.numel() else 0.0
     return ratios
 
 
 def check(target: Target, p: Problem, roundings: int = 1) -> dict[str, float]:
-    """Runs the target and holds out, lse and the three gradients against the budget of ``roundings`` roundings."""
+    """Runs the target and checks out, lse and the three gradients against the budget of ``roundings`` roundings."""
     got = run(p, target.impl)
     for name, like in zip(NAMES, (p.q, None, p.q, p.k, p.v), strict=True):
         assert got[name].dtype == (target.dtype if like is not None else lse_type(target)), name
@@ -302,7 +303,7 @@ def check(target: Target, p: Problem, roundings: int = 1) -> dict[str, float]:
 def check_budget(
     got: dict[str, torch.Tensor], p: Problem, dtype: torch.dtype, where: str = "", roundings: int = 1
 ) -> dict[str, float]:
-    """Holds results of the problem, any that ``run`` returns, against the budget of ``roundings`` roundings."""
+    """Checks any results that ``run`` returns for this problem against the budget of ``roundings`` roundings."""
     gradients = any(name.startswith("grad") for name in got)
     ratios, allowed = excess(got, *exact_and_bound(p, gradients), dtype), roundings * COEFFICIENT[dtype]
     over = {name: ratio for name, ratio in ratios.items() if not ratio <= allowed}
@@ -311,5 +312,5 @@ def check_budget(
 
 
 def kept(x: torch.Tensor, cache_dtype: str | None) -> torch.Tensor:
-    """Returns x as a cache of that type stores it: x itself, or in float64 the quantized values times their scales."""
+    """Returns x as a cache of that type stores it: x itself, or in float64 the dequantized values."""
     return x if cache_dtype is None else dequantize(*quantize(x, CACHE_DTYPES[cache_dtype]), torch.float64)

@@ -1,12 +1,12 @@
-"""A serving loop for as long as one likes: random arrivals, prompts in chunks, forks, drafts, cancelled requests,
-removed tokens, prompts that are composed of others and of themselves.
+"""Runs a serving loop for any length of time: random arrivals, prompts in chunks, forks, drafts, cancelled requests,
+removed tokens, and prompts that are composed of others and of themselves.
 
     python -m tests.caches.soak --minutes 60
 
-Every answer is compared with the reference in float64, within the error budget of support.py. After every step, refused
-ones included, the tables and pages of all sequences are compared bit by bit with what they should hold. Once a minute,
-and at the end, it prints the requests, steps and tokens so far, the pages in use and the memory of the process. It
-fails if an answer is wrong, if a page is lost, or if memory grows after the first fifth.
+Every answer is compared with the reference in float64, within the error budget of support.py. After every step,
+including refused ones, the tables and pages of all sequences are compared bit by bit with what they should hold. Once a
+minute, and at the end, it prints the number of requests, steps and tokens so far, the pages in use and the memory of
+the process. It fails if an answer is wrong, if a page is lost, or if memory grows after the first fifth of the run.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ SCHEMES = (  # of layer 0 and of layer 1
     (Rotary.rope(D).yarn(4.0, 64), Rotary.rope(D).rectify(9)),
 )
 KINDS = ("requests", "steps", "tokens", "forks", "cancelled", "aborted", "out of pages", "removed", "composed", "full")
-MAX_SEQLEN = 176  # more than a prompt and its answer, less than composed ones
-MOST_GROWTH = 48 << 20  # bytes of memory, after the first fifth
+MAX_SEQLEN = 176  # more than a prompt and its answer, less than composed prompts
+MOST_GROWTH = 48 << 20  # bytes of memory, after the first fifth of the run
 
 
 @dataclasses.dataclass
 class Request:
-    """A sequence of the cache, and what is left to do."""
+    """A sequence of the cache, and what is left to do for it."""
 
     sequence: int
     prompt: int
@@ -59,7 +59,7 @@ class Serving:
         self.cache = self.held.cache
         self.running: list[Request] = []
         self.counts = dict.fromkeys(KINDS, 0)
-        for _ in range(10):  # idle: the others have the last rows of the block table
+        for _ in range(10):  # these stay empty, so that the others have the last rows of the block table
             self.held.allocate()
 
     def length(self, request: Request) -> int:
@@ -81,9 +81,9 @@ class Serving:
         self.running.remove(request)
 
     def advance(self, requests: list[Request], rows: int, abort: bool) -> bool:
-        """Gives every request that many tokens, in all layers, and checks the answers. Returns whether it did.
+        """Gives every request `rows` more tokens in all layers, and checks the answers. Returns whether it did.
 
-        abort: raises instead.
+        abort: the step ends in an error.
         """
         free, lengths = self.cache.free_pages, self.cache.lengths
         try:
@@ -100,7 +100,8 @@ class Serving:
         return True
 
     def edit(self, request: Request) -> None:
-        """Removes tokens, or appends those of a request, itself perhaps. A table without room ends the request."""
+        """Removes tokens of a request, or appends the tokens of another request or its own. If the block table has no
+        room, the request ends."""
         choose = self.choose
         try:
             if choose.random() < 0.5:
@@ -130,7 +131,7 @@ class Serving:
             self.edit(choose.choice(self.running))
             return
         if choose.random() < 0.06:
-            self.end(choose.choice(self.running))  # the user has gone
+            self.end(choose.choice(self.running))  # the user has left
             self.counts["cancelled"] += 1
             return
         prompts = [x for x in self.running if x.prompt]
@@ -161,7 +162,7 @@ class Serving:
                 self.end(request)
 
     def look(self) -> int:
-        """Looks at every sequence. Returns the number of pages that they hold."""
+        """Checks every sequence. Returns the number of pages that they hold."""
         self.held.look()
         return self.pages_in_use()
 
@@ -169,7 +170,8 @@ class Serving:
         return self.cache.pages - self.cache.free_pages
 
     def serve(self, steps: int = 0, minutes: float = 0.0, every: float = 0.0, show=lambda line: None) -> dict:
-        """Runs for that many steps, or minutes, then ends all requests. every: seconds between two lines."""
+        """Runs for a number of steps or of minutes, then ends all requests. every: seconds between two lines of
+        output."""
         start, shown, memory = time.monotonic(), time.monotonic(), 0
         most, n = 0, 0
         while n < steps if steps else time.monotonic() - start < 60 * minutes:
@@ -200,7 +202,7 @@ class Serving:
 
 
 def resident() -> int:
-    """Bytes of memory that this process holds."""
+    """Returns how many bytes of memory this process holds."""
     status = pathlib.Path("/proc/self/statm")
     return int(status.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if status.exists() else 0
 

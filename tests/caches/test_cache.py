@@ -43,7 +43,7 @@ def pages_of(cache, sequence) -> list[int]:
 
 
 def check(cache: PagedKVCache, model: dict[int, list[int]], reserved=()) -> None:
-    """Checks lengths, tables, the contents of all layers and the number of free pages against the model."""
+    """Checks lengths, tables, the contents of all layers and the number of free pages."""
     assert cache.sequences == sorted(model)
     names = list(model)
     assert list(cache.lengths.values()) == cache.seqlens(names).tolist() == [len(model[name]) for name in names]
@@ -63,11 +63,11 @@ def check(cache: PagedKVCache, model: dict[int, list[int]], reserved=()) -> None
     unheld = [page for page in range(cache.pages) if page not in used]
     for layer in range(cache.layers):
         for pool in cache.layer(layer):
-            pool[unheld] = torch.nan  # a later read of them shows
+            pool[unheld] = torch.nan  # a later read of these pages shows
 
 
 def expected(scheme, q, tokens, layer=0, dtype=torch.float64):
-    """Returns attention of every sequence on its own. Rows of q before its first token are 0."""
+    """Returns the attention of every sequence computed separately. Rows of q before its first token are 0."""
     outs = []
     for b, sequence in enumerate(tokens):
         none = max(q.shape[1] - len(sequence), 0)
@@ -102,7 +102,8 @@ def test_lengths_and_padding_are_properties_of_both_caches():
 @pytest.mark.parametrize("impl", [None, "reference"])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_attend_equals_attention(scheme, impl, dtype):
-    """Chunked prefill, verification and decoding of three sequences in both caches, with tokens dropped in between."""
+    """Chunked prefill, verification and decoding of three sequences give the results of attention in both caches, with
+    tokens dropped in between."""
     tokens, caches = [[], [], []], (contiguous(capacity=80, dtype=dtype), paged(15, dtype))
     names = [caches[1].allocate() for _ in tokens]
     generator = random.Random(5)
@@ -128,7 +129,7 @@ def test_attend_equals_attention(scheme, impl, dtype):
 class TestKVCache:
     def test_against_lists(self):
         cache, model, generator = contiguous(), [[], [], []], random.Random(2)
-        where = cache.seqlens.data_ptr()  # a CUDA graph holds it
+        where = cache.seqlens.data_ptr()  # a CUDA graph holds the address
         for _ in range(200):
             b, kind = (
                 generator.randrange(3),
@@ -197,7 +198,7 @@ class TestPagedKVCache:
         assert len({pages_of(cache, name)[0] for name in cache.sequences}) == 1
 
     def test_all_holders_of_a_page_in_one_call(self):
-        """One of them writes in place, for any order and lengths."""
+        """If all holders of a page append in one call, one of them writes in place, for any order and lengths."""
         for order in (0, 1):
             cache = paged(3)
             long = cache.allocate()
@@ -228,7 +229,7 @@ class TestPagedKVCache:
         check(cache, {second: [2] * 32, third: [1] * 90 + [3]})
 
     def test_many_sequences(self):
-        """The table on the device grows, and a reused row holds nothing of its last sequence."""
+        """The table on the device grows, and a reused row holds nothing of its previous sequence."""
         cache = paged(80, max_seqlen=32)
         model = {}
         for name in range(70):
@@ -246,7 +247,8 @@ class TestPagedKVCache:
         assert len(cache._pool.table) == 128 and not cache._pool.changed  # rows are reused, changes are sent once
 
     def test_reserve_and_advance(self):
-        """As around a CUDA graph, which writes with tables that were made before."""
+        """Pages can be reserved before the tokens are counted, as for a CUDA graph, which writes with tables that were
+        made before."""
         cache = paged(4)
         name = cache.allocate(20)
         assert cache.free_pages == 2 and cache.lengths[name] == 0

@@ -1,6 +1,6 @@
-"""Wrong arguments of the calls over caches, which then write nothing, and of the caches.
+"""Wrong arguments of the calls over caches and of the caches themselves. A refused call writes nothing.
 
-Below: of caches that hold tokens, whose lengths and contents then stay.
+The second part tests caches that hold tokens: their lengths and contents stay as they were.
 """
 
 import re
@@ -36,12 +36,12 @@ SCALE = zeros(2, 32, 2)
 
 
 def codes(dtype=torch.int8, width=16, shape=(2, 32, 2), **changes):
-    """Returns the arguments of a cache of zeros, quantized."""
+    """Returns the arguments of a quantized cache of zeros."""
     caches = {"k_cache": zeros(*shape, width).to(dtype), "v_cache": zeros(*shape, width).to(dtype)}
     return caches | {"k_scale": zeros(*shape), "v_scale": zeros(*shape)} | changes
 
 
-# what happened: (call, error, the argument, what is expected, what came)
+# case: (call, error, the argument, what is expected, what was given)
 REFUSED = {
     "one length for all": (lambda: cached(cache_seqlens=5), T, "cache_seqlens", "an int32 tensor", "got int"),
     "long lengths": (lambda: cached(cache_seqlens=int32(3, 5).long()), T, "cache_seqlens", "int32", "got torch.int64"),
@@ -98,7 +98,7 @@ REFUSED = {
     "one row of a table": (lambda: paged(block_table=TABLE[0]), V, "block_table", "shape (2, max_pages)", "got (2,)"),
     "a table of one": (lambda: paged(block_table=TABLE[:1]), V, "block_table", "shape (2, max_pages)", "got (1, 2)"),
     "a transposed table": (lambda: paged(block_table=TABLE.T), V, "block_table", "a contiguous", ""),
-    # what lengths and tables hold
+    # contents of lengths and tables
     "a page too far": (lambda: paged(block_table=int32(0, 1, 9, 9).view(2, 2), validate=True), V,
                        "block_table: sequence 1, entry 0", "a page of the cache, 0 to 7", "got 9"),
     "a page for two": (lambda: paged(block_table=int32(0, 1, 0, 1).view(2, 2), validate=True), V,

@@ -1,4 +1,4 @@
-"""One cache for all layers of a model: steps that count in every layer or in none, left padding, autocast."""
+"""Tests one cache for all layers of a model: steps that count in every layer or in none, left padding, autocast."""
 
 import random
 import re
@@ -29,7 +29,7 @@ def write(step, lists, layers=range(LAYERS)):
 
 
 class Both:
-    """The two caches behind one set of calls. Sequences are numbered from 0."""
+    """Both caches behind one set of calls. Sequences are numbered from 0."""
 
     def __init__(self, kind: str, sequences: int = 3, **options):
         self.contiguous = kind == "contiguous"
@@ -73,7 +73,7 @@ both = pytest.mark.parametrize("kind", ["contiguous", "paged"])
 @pytest.mark.parametrize("impl", [None, "reference"])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_steps_equal_attention(scheme, impl, kind):
-    """Prompts padded on the left, chunks, verification and decoding; every layer holds other keys."""
+    """Prompts padded on the left, chunks, verification and decoding equal attention. Every layer holds other keys."""
     cache, generator = Both(kind), random.Random(3)
     pads, tokens = [0, 4, 17], [[], [], []]
     done = 0
@@ -101,7 +101,7 @@ def test_steps_equal_attention(scheme, impl, kind):
 @both
 @pytest.mark.parametrize("writes", range(LAYERS + 1))
 def test_a_failed_step_leaves_nothing(kind, writes):
-    """It raises after this many layers have written."""
+    """A step that raises an error after `writes` layers have written leaves the cache as it was."""
     cache = Both(kind)
     cache.append(*(torch.stack(x) for x in zip(*(rows([[1] * 10] * 3, layer) for layer in range(LAYERS)), strict=True)))
     pages = None if cache.contiguous else cache.cache.block_table(cache.names).tolist()
@@ -130,7 +130,8 @@ def test_failed_steps_forget_their_left_padding(kind):
 
 
 def test_a_kernel_that_fails_in_the_last_layer(monkeypatch):
-    """As when the kernel has written and there is no memory for the output; forks share the page that is written."""
+    """A step that fails in the last layer leaves the cache as it was, as if memory for the output had run out after the
+    kernel has written. Forks share the page that is written."""
     cache = paged(4)
     parent = cache.allocate()
     with cache.step([parent], 10) as step:
@@ -169,7 +170,7 @@ def test_a_layer_that_writes_nothing(kind):
 @both
 @pytest.mark.parametrize("pads", [None, [0, 2, 5]], ids=["", "padded"])
 def test_a_layer_reads_the_keys_of_another_in_a_step(kind, pads):
-    """Some models have later layers without keys of their own, which read an earlier layer's."""
+    """Some models have later layers without keys of their own. They read the keys of an earlier layer."""
     cache, tokens = Both(kind), [1, 2, 3, 4, 5]
     with cache.step(5, leftpad=pads) as step:
         write(step, [tokens] * 3)
@@ -269,7 +270,7 @@ def test_attend_with_left_padding_and_one_layer(kind):
 
 
 def test_the_padding_of_a_contiguous_cache_stays_in_place():
-    """A CUDA graph holds its address."""
+    """The padding of a contiguous cache keeps its address, because a CUDA graph holds it."""
     cache = contiguous(layers=1)
     where = cache.leftpad.data_ptr(), cache.seqlens.data_ptr()
     cache.append(*rows([[1] * 4] * 3, 0), leftpad=[1, 2, 3])
@@ -308,14 +309,15 @@ class TestOutOfPages:
         cache.reserve([names[2]], 1)
         with pytest.raises(OutOfPages) as caught:
             cache.reserve(names[:2], 2 * PAGE)
-        assert not caught.value.never  # once the third sequence is freed
+        assert not caught.value.never  # enough once the third sequence is freed
         with pytest.raises(OutOfPages) as caught:
             cache.reserve(names, 2 * PAGE)
         assert caught.value.never
 
     @pytest.mark.parametrize("outside", [False, True])
     def test_shared_pages(self, outside):
-        """Two forks that write need a copy of their last page; with a third holder outside the call both need one."""
+        """Two forks that write need one copy of their last page. If a third sequence outside the call also holds it,
+        they need two."""
         cache = paged(2)
         parent = cache.allocate()
         with cache.step([parent], 4) as step:
@@ -388,7 +390,7 @@ def test_layers_are_views_of_one_tensor(make):
         for view, whole, single in zip(cache.layer(layer), (cache.k, cache.v), one.layer(0), strict=True):
             assert view.data_ptr() == whole[layer].data_ptr() and view.stride() == single.stride()
             if DEVICE == "cpu":
-                assert view.transpose(1, 2).is_contiguous()  # heads first
+                assert view.transpose(1, 2).is_contiguous()  # heads come first in memory
     assert f"layers={LAYERS}; " in repr(cache).replace(", max_seqlen=48", "") and "layers" not in repr(one)
 
 

@@ -1,4 +1,5 @@
-"""Calls over caches, one sequence per row or packed: wrong tables, memory around the buffers, PyTorch's compilers."""
+"""Tests calls over caches, with one sequence per row or packed: wrong tables, memory around the buffers, PyTorch's
+compilers."""
 
 import os
 import subprocess
@@ -25,7 +26,7 @@ HOSTILE = {
     "pad beyond": ("cache_leftpad", 1 << 30),
     "huge slot": ("slot_mapping", 2**40),
 }
-KINDS = {  # the queries of every sequence, and their lengths with them
+KINDS = {  # the queries of every sequence, and the lengths of the sequences with them
     "contiguous": dict(lengths=(30, 20, 40), queries=2, page=0),
     "paged": dict(lengths=(30, 20, 40), queries=2, page=PAGE),
     "packed": dict(lengths=(30, 20, 80), queries=(1, 4, 66), page=PAGE),
@@ -38,7 +39,8 @@ KINDS = {  # the queries of every sequence, and their lengths with them
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("entry", HOSTILE.values(), ids=HOSTILE.keys())
 def test_wrong_entries_affect_only_their_sequence(exact, entry, kind):
-    """validate names them. Without it the caches and results of other sequences stay bitwise identical."""
+    """With validate, the error names the wrong entries. Without it, the caches and results of other sequences stay
+    bitwise identical."""
     name, value = entry
     if name == "block_table" and kind == "contiguous" or name == "slot_mapping" and kind != "packed":
         pytest.skip("the call has no such table")
@@ -69,7 +71,7 @@ def test_two_sequences_on_one_page(exact):
 
 
 def test_negative_slots_are_left_out(exact):
-    """Slot -1 would be the last one before the cache, which is the end of a larger tensor."""
+    """A slot of -1 writes nothing. It would be the slot just before the cache, which is the end of a larger tensor."""
     c = Cached(exact, Rotary.rope(16), (4, 10), (1, 2), capacity=32, mapped=True)
     whole = torch.zeros(4, *c.k_cache.shape[1:]).to(c.k_cache)
     before, slots = whole.clone(), torch.tensor([3, -1, 42], device=exact.device)
@@ -153,7 +155,8 @@ if support.INTERPRETED:
 @guard_pages
 @pytest.mark.parametrize(("impl", "seqlen_q", "head_dim"), GUARDED_CALLS)
 def test_nothing_outside_the_buffers_is_touched(impl, seqlen_q, head_dim):
-    """With guard pages around every buffer, of a cache of rows and one of pages: a process that touches one dies."""
+    """With guard pages around every buffer, of a contiguous and of a paged cache, a process that touches a guard page
+    dies."""
     run = guarded_run(impl, seqlen_q, head_dim)
     assert run.returncode == 0 and "done\n" in run.stdout, (run.stdout, run.stderr[-2000:])
 
@@ -188,7 +191,7 @@ WRITTEN = ("k_cache", "v_cache", "k_scale", "v_scale")
 
 
 def arguments_of(kind):
-    """Returns the public call and what it is called with, without NaN."""
+    """Returns the public function and its arguments, without NaN."""
     call, given = CALLS[kind]().arguments()
     floats = {name: given[name] for name in given.keys() & set(WRITTEN) if given[name].is_floating_point()}
     return call, given | {name: x.nan_to_num(1.0) for name, x in floats.items()}
@@ -207,7 +210,7 @@ def test_opcheck(kind):
 
 @pytest.mark.parametrize("kind", CALLS)
 def test_compile_keeps_the_write(kind):
-    """One graph, which writes to the caches and scales as eager mode does."""
+    """A compiled call is one graph, which writes to the caches and scales as in eager mode."""
     torch._dynamo.reset()
     public, call = arguments_of(kind)
 
@@ -222,7 +225,8 @@ def test_compile_keeps_the_write(kind):
 
 
 def test_decoding_needs_no_rotated_copy_of_the_cache(composed, monkeypatch):
-    """ReRoPE rotates the last window keys only, for any length. The cache itself is never copied."""
+    """ReRoPE rotates only the last keys, as many as its window has, for any length. The cache itself is never
+    copied."""
     from flashrope.backends.cpu import cached
 
     rotated, plain = [], cached.rotate
@@ -235,7 +239,8 @@ def test_decoding_needs_no_rotated_copy_of_the_cache(composed, monkeypatch):
 
 
 def test_the_cuda_kernels_refuse_maps(monkeypatch):
-    """By name, one sequence per row or packed. The same call without a map comes as far as their library."""
+    """The CUDA kernels raise an error that names the position maps, for one sequence per row and for packed queries.
+    Without a map the same call gets as far as loading their library."""
     from flashrope.backends import cuda
 
     class Reached(Exception):

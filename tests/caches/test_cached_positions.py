@@ -1,4 +1,4 @@
-"""Cached tokens whose positions are data: every sequence gives what its visible tokens at their positions give."""
+"""Cached tokens with explicit positions: every sequence gives the result of its visible tokens at their positions."""
 
 import dataclasses
 import math
@@ -17,15 +17,16 @@ MAPPED = {
 }
 EVERY = SCHEMES | MAPPED
 EVERY["by_length"] = lambda d: dataclasses.replace(SCHEMES["rerope"](d).scale_rotated(1.5), length_scale=9.0)
-# Sequences as documents, prompts and answers leave them: pages that follow one another, gaps, equal positions at a
-# border, pages whose visible rows begin in their middle, or that have none.
+# Sequences that documents, prompts and answers leave behind: consecutive pages, gaps, equal positions at a border, and
+# pages whose visible rows begin in the middle, or without visible rows.
 SEQUENCES = (
     [Page(0), Page(16), Page(32, 9)],
     [Page(5, 4, 3), Page(12), Page(60, 0), Page(60, 7, 9), Page(75, 12)],
     [Page(-40, 16), Page(100, 11), Page(108, 3, 2)],
     [Page(1000, 2)],
 )
-# For maps, whose groups and chunks begin anywhere in a page: gaps within a group and over chunks, positions below 0.
+# Sequences for maps, whose groups and chunks begin anywhere in a page: gaps within a group and across chunks, and
+# negative positions.
 FOR_MAPS = (
     [Page(-131, 9, 5), Page(-100), Page(-3), Page(120), Page(0, 0), Page(250, 13, 1), Page(270, 6)],
     [Page(7, 12), Page(1000), Page(1022, 11, 3), Page((1 << 22) + 1, 5)],
@@ -39,14 +40,14 @@ in_float32 = pytest.mark.interpreted(lambda target, **given: target.dtype == tor
 
 
 def over(target, scheme: str, sequences=None, queries=1, head_dim=16, **options) -> Cached:
-    """Returns a call over pages, which reads a cache and appends nothing."""
+    """Returns a call over pages that reads a cache and appends nothing."""
     sequences = sequences or (FOR_MAPS if scheme in MAPPED else SEQUENCES)
     options = {"heads": (2, 1) if target.slow else (4, 2), **options}
     return Cached.of_pages(target, EVERY[scheme](head_dim), sequences, queries=queries, **options)
 
 
 def documents(entries: int, starts: dict[int, int], page=PAGE) -> list[Page]:
-    """Pages that follow one another, except the entries that start elsewhere."""
+    """Returns pages at consecutive positions. The entries in `starts` begin at the given position."""
     pages, position = [], 0
     for n in range(entries):
         position = starts.get(n, position)
@@ -56,7 +57,8 @@ def documents(entries: int, starts: dict[int, int], page=PAGE) -> list[Page]:
 
 
 def holes(batch: int, entries: int, page: int) -> dict[str, torch.Tensor]:
-    """Pages whose visible rows begin in their middle, or that have none. Their positions fall."""
+    """Returns tables of pages whose visible rows begin in the middle, or without visible rows. Their positions
+    decrease."""
     first, lengths = torch.zeros(batch, entries, dtype=torch.int32), torch.full((batch, entries), page).int()
     first[0, 1], lengths[0, 1], lengths[-1, 2], lengths[-1, 0] = 5, page - 7, 0, 3
     positions = 100 - 30 * torch.arange(batch * entries, dtype=torch.int32).view(batch, entries)
@@ -94,14 +96,15 @@ def test_two_tokens(target, scheme, causal):
 @pytest.mark.parametrize("scheme", MAPPED)
 @targets
 def test_maps_of_several_tokens(target, scheme):
-    """Also where a tile of keys lies in one page, begins within a group and ends in another chunk."""
+    """Position maps are right for several queries, also where a tile of keys lies in one page, begins within a group
+    and ends in another chunk."""
     over(target, scheme, queries=3).check()
     sequences = [[Page(-70, 50, 7), Page(3), Page(90, 30, 30), Page(301, 20)], [Page(5, 9)]]
     over(target, scheme, sequences, queries=2, page=64).check(num_splits=2)
 
 
 def test_the_formula():
-    """The reference against the formula by complex numbers, pair by pair and key by key."""
+    """Compares the reference with the formula in complex numbers, pair by pair and key by key."""
     target, rotary = support.Target("reference", torch.float64, "cpu"), Rotary.rope(8).rectify(21, 4.0).log_n(20)
     c = Cached.of_pages(target, rotary, SEQUENCES, queries=2)
     out, lse = c.call()
@@ -122,7 +125,7 @@ def test_the_formula():
 
 @targets
 def test_tables_that_say_what_slots_say(target):
-    """Bitwise the call without tables."""
+    """Tables with the positions that tokens have anyway give bitwise the call without tables."""
     sequences = [[*documents(3, {}, 64), Page(192, 5)], [Page(0, 64), Page(64, 9)]]
     c = over(target, "rerope", sequences, page=64)
     bare = c.call(**dict.fromkeys(c.tables))
@@ -131,7 +134,7 @@ def test_tables_that_say_what_slots_say(target):
         assert all(map(torch.equal, c.call(**given), bare))
 
 
-# ---- queries at positions of their own
+# ---- explicit positions of queries
 
 
 @pytest.mark.interpreted(
@@ -141,7 +144,8 @@ def test_tables_that_say_what_slots_say(target):
 @pytest.mark.parametrize("seqlen_q", [1, 2, 66])
 @targets
 def test_queries_of_their_own(target, seqlen_q, kind):
-    """Before, between and behind the keys. Order still hides the keys behind each."""
+    """Queries may be before, between and behind the keys. The order of tokens still hides the keys behind each
+    query."""
     generator = torch.Generator().manual_seed(5)
     queries = {
         "around": torch.arange(seqlen_q) + torch.tensor([[40], [200]]),
@@ -186,7 +190,8 @@ def test_positions_beyond_the_table_are_at_its_end(target):
 @pytest.mark.parametrize("seqlen_q", [2, 70])
 @targets
 def test_left_padding(target, seqlen_q, causal, page):
-    """Padding hides rows of the first page, or all of it. Without page_positions, positions count from it."""
+    """Padding hides some or all rows of the first page. Without page_positions, positions count from the end of the
+    padding."""
     pads, slots = [3, page + 5], 2 * page + 6
     options = dict(lengths=[slots - pad for pad in pads], leftpad=pads, page=page, causal=causal)
     sequences = [[Page(7, page), Page(page + 20, page - 3), Page(3 * page, 6)]] * 2
@@ -201,14 +206,14 @@ def test_left_padding(target, seqlen_q, causal, page):
 @pytest.mark.parametrize("scheme", ["rerope", "leaky"])
 @targets
 def test_far_positions(target, scheme):
-    """Positions that no cache is as long as, on both sides of 0, and in which every digit counts."""
+    """Positions far beyond the length of any cache are exact, on both sides of 0. Every digit of them counts."""
     far = (1 << 28) + 12345
     pages = [Page(-far), Page(-far + 20), Page(0), Page(1 << 21), Page(far), Page(far + 18, 5)]
     over(target, scheme, [pages], 2).check()
 
 
 BIG = 2**31 - 1
-HOSTILE = {  # holes, positions that fall, rows beyond the page, pages outside the cache or used twice
+HOSTILE = {  # hidden pages, decreasing positions, rows beyond the page, pages outside the cache or used twice
     "table": [[0, -5, 3, 10**6, 4, 1], [5, 5, 5, 2, 2, 2], [1, 0, 3, 4, 5, BIG], [0] * 6, [7, 8, 9, 10, 11, 12]],
     "lengths": [91, 10**9, 96, -3, 83],
     "page_positions": [[50, 40, 66, -(10**6), 0, 60], [0] * 6, [-BIG, BIG, 0, 16, 32, -5], [BIG] * 6, [3, 22] * 3],
@@ -219,7 +224,7 @@ HOSTILE = {  # holes, positions that fall, rows beyond the page, pages outside t
 
 
 def hostile(target, rotary, seqlen_q: int, **options) -> Cached:
-    """Each sequence gets what its own tables say, as far as rows exist."""
+    """Returns a call with invalid tables. Each sequence gets what its own tables say, as far as the rows exist."""
     tables = {name: int32(x) for name, x in HOSTILE.items() if name.startswith("page_")}
     options |= dict(
         new=0, heads=(2, 1), page=PAGE, table=torch.tensor(HOSTILE["table"]), tables=tables, layout="poisoned"
@@ -253,7 +258,8 @@ def test_hostile_tables(target, scheme, seqlen_q):
 )
 @targets
 def test_chunk(target, scheme, causal):
-    """More queries than one step decodes, over pages with gaps. Queries lie in two runs of their own, behind others."""
+    """Chunks with more queries than the decode kernel takes work over pages with gaps. The queries form two runs of
+    positions behind other runs."""
     pages = [Page(30 * n - 90 * (scheme in MAPPED), 14, 1) for n in range(9)]
     sequences = [pages, [*documents(8, {2: 60, 5: 156}), Page(300, 9)]][: 1 if target.slow else 2]
     over(target, scheme, sequences, 70, heads=(2, 1), causal=causal).check()
@@ -263,7 +269,8 @@ def test_chunk(target, scheme, causal):
 @pytest.mark.parametrize("scheme", ["rerope", "by_length"])
 @targets
 def test_many_pages(target, scheme):
-    """More block-table entries than one step of a kernel reads; a scale that counts the visible keys."""
+    """Sequences may have more block-table entries than a kernel reads in one step. The scheme's scale counts the
+    visible keys."""
     sequences = [[Page(5 * n, 3 - n % 2, n % 2) for n in range(150)], [Page(2, 4)]]
     if not target.slow:
         sequences.append([Page(3 * n, n % 4) for n in range(130)])
@@ -295,7 +302,7 @@ def test_quantized(target, scheme, cache_dtype, seqlen_q):
 @pytest.mark.parametrize("scheme", ["hope_rerope_log_n", *MAPPED])
 @targets
 def test_packed(target, scheme):
-    """Sequences with 2, 0, 1 and 2 rows."""
+    """Packed sequences with 2, 0, 1 and 2 query rows give the results of the formula."""
     sequences = [*FOR_MAPS, [Page(1000, 2)]] if scheme in MAPPED else SEQUENCES
     over(target, scheme, sequences, queries=(2, 0, 1, 2)).check()
 

@@ -1,6 +1,7 @@
-"""``PagedKVCache.capture``: a step over static tables gives what ``step`` gives, also for sequences that were moved.
+"""``PagedKVCache.capture``: a step over static tables gives the results of ``step``, also for sequences that were
+moved.
 
-Without a GPU a replay is the refreshed plan again, over the same tensors.
+Without a GPU, a replay runs the refreshed plan again over the same tensors.
 """
 
 import pytest

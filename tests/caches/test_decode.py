@@ -1,6 +1,7 @@
-"""Calls over caches: every sequence gives the last rows of one full call, for any other content of the cache.
+"""Calls over caches: every sequence gives the last rows of one full call, whatever else the cache holds.
 
-Packed queries: one-token steps, chunks and whole prompts in one batch, each with the result of a call of its own.
+Packed queries: a batch of one-token steps, chunks and whole prompts gives each sequence the same result as a separate
+call.
 """
 
 import pytest
@@ -43,7 +44,8 @@ def test_several_tokens(exact, page_size, scheme, causal):
 @pytest.mark.interpreted(lambda exact, scheme: scheme == "leaky")
 @pytest.mark.parametrize("scheme", ["rope", "leaky"])
 def test_rows_before_the_first_key_that_see_keys_ahead(exact, scheme):
-    """The tables have no negative positions."""
+    """Rows before the first key that see keys ahead get the right results, although the tables have no negative
+    positions."""
     Cached(exact, SCHEMES[scheme](16), (3, 45), 9, new=0, heads=(2, 1), causal=False).check()
 
 
@@ -51,7 +53,7 @@ def test_rows_before_the_first_key_that_see_keys_ahead(exact, scheme):
 @pytest.mark.parametrize("seqlen_q", [1, 5])
 @pytest.mark.parametrize("scheme", ["none", "rope_interleaved", "hope_zeros", "rerope", "local", "log_n_trained"])
 def test_equal_lengths(target, scheme, seqlen_q):
-    """One batch, computed in one piece where nothing has to be merged."""
+    """A batch of equal lengths is computed in one piece if no splits have to be merged."""
     Cached(target, SCHEMES[scheme](16), (20, 20), seqlen_q, leftpad=(3, 3), capacity=64).check()
 
 
@@ -74,7 +76,8 @@ def test_long_chunks(exact, page_size, seqlen_q):
 @page_sizes
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_chunks_of_every_scheme(exact, page_size, scheme):
-    """More than 64 queries, which another kernel may serve: one sequence fills the cache, one starts after padding."""
+    """More than 64 queries may be served by another kernel. One sequence fills the cache, and one starts after
+    padding."""
     Cached(exact, SCHEMES[scheme](16), (112, 66), 66, heads=(2, 1), leftpad=(0, 30), page=page_size).check()
 
 
@@ -89,7 +92,7 @@ def test_chunks_that_see_keys_ahead(exact, page_size, scheme):
 @pytest.mark.interpreted(lambda exact, page_size: page_size)
 @page_sizes
 def test_chunks_longer_than_their_sequences(exact, page_size):
-    """More queries than keys: no key, one key, some keys."""
+    """Chunks may have more queries than their sequence has keys: no key, one key, some keys."""
     rotary, options = Rotary.rope(16).rectify(7).log_n(20), dict(heads=(2, 1), leftpad=(0, 5, 0), capacity=80)
     Cached(exact, rotary, (0, 1, 40), 66, new=0, page=page_size, **options).check()
 
@@ -113,7 +116,8 @@ def test_head_dims_and_groups(target, seqlen_q, head_dim, heads):
 
 @page_sizes
 def test_lengths_from_nothing_to_full(exact, page_size):
-    """No key, one key, a page, the full capacity; also queries without new keys, and more queries than keys."""
+    """Sequences may have no key, one key, a page or the full capacity. Also tests queries without new keys, and more
+    queries than keys."""
     rotary = Rotary.rope(16).rectify(7)
     for lengths, seqlen_q in (((0, 1, PAGE, 64), 1), ((0, 2, 64), 4), ((0, 0), 1)):
         Cached(exact, rotary, lengths, seqlen_q, new=0, capacity=64, page=page_size).check()
@@ -121,7 +125,7 @@ def test_lengths_from_nothing_to_full(exact, page_size):
 
 @pytest.mark.parametrize("leftpad", [None, (0, 0, 70, 1)], ids=["", "leftpad"])
 def test_pages_of_whole_blocks(exact, leftpad):
-    """The keys of a block then lie in one page, unless left padding moves them."""
+    """If pages are whole blocks, the keys of a block lie in one page, unless left padding shifts them."""
     lengths = (0, 64, 100, 190)
     Cached(exact, Rotary.rope(16).rectify(7), lengths, new=0, capacity=192, page=64, leftpad=leftpad).check()
 
@@ -135,14 +139,14 @@ def test_needles_on_the_edge(exact, kind, distance):
     for n in range(1, 4):
         row = {name: getattr(full, name)[:, -n - 1 : -n] for name in ("q", "grad_out")}
         rows.append(full.replace(**row, grad_lse=full.grad_lse[..., -n - 1 : -n], k=full.k[:, :-n], v=full.v[:, :-n]))
-    if kind == "rectify" or distance < 21:  # every third row has a needle, which dominates its row
+    if kind == "rectify" or distance < 21:  # every third row has a needle, which dominates it
         assert max(support.exact_and_bound(p)[0]["lse"].max() for p in rows) > 8
     Cached(exact, full.rotary, [p.k.shape[1] for p in rows], page=PAGE, sequences=rows).check()
 
 
 @page_sizes
 def test_token_by_token_is_one_full_call(exact, page_size):
-    """A sequence that grows in chunks of several sizes, compared with the rows of one call."""
+    """A sequence that grows in chunks of several sizes gives the rows of one full call."""
     chunks = (13, 1, 1, 7, 66, 1, 1, 3)
     p = support.problem(exact, Rotary.rope(16).rectify(9).log_n(10), sum(chunks))
     full, bound = support.exact_and_bound(p)
@@ -167,13 +171,13 @@ def test_pages_and_padding_change_no_bit(target):
 # ---- schemes that map positions
 
 
-# (queries, splits): one token; several; more than the decode kernel serves
+# (queries, splits): one query; several; more than the decode kernel takes
 @pytest.mark.interpreted(lambda exact, name, queries, splits, pads: name[-1] != "n" and queries == 1 and pads)
 @pytest.mark.parametrize("pads", [None, (0, 7, 3)], ids=["", "padded"])
 @pytest.mark.parametrize(("queries", "splits"), [(1, 3), (5, None), (20, None)])
 @pytest.mark.parametrize("name", MAPS)
 def test_position_maps(exact, name, queries, splits, pads):
-    """Sequences that end in all chunks, in the second, in the first."""
+    """The three sequences end in the last, the second and the first chunk of the position maps."""
     for page in (PAGE,) if pads else (0, PAGE):
         Cached(exact, MAPS[name], (208, 150, 21), queries, heads=(2, 1), page=page, leftpad=pads).check(
             num_splits=splits
@@ -182,7 +186,7 @@ def test_position_maps(exact, name, queries, splits, pads):
 
 @pytest.mark.parametrize("name", MAPS)
 def test_blocks_that_begin_within_a_chunk(name, composed, monkeypatch):
-    """The CPU backend reads a cache in blocks, whose first keys lie anywhere in a chunk."""
+    """The CPU backend reads a cache in blocks. A block may begin anywhere in a chunk of the position map."""
     monkeypatch.setattr("flashrope.backends.cpu.cached._block_size", lambda row: 48)
     target = support.Target("cpu", torch.float32, "cpu")
     Cached(target, MAPS[name], (208, 150, 21), 5, new=0, heads=(2, 1)).check()
@@ -190,7 +194,7 @@ def test_blocks_that_begin_within_a_chunk(name, composed, monkeypatch):
 
 @pytest.mark.parametrize("name", MAPS)
 def test_a_step_is_the_last_row_of_attention(name):
-    """Over a growing cache, across the ends of chunks, on the default backend."""
+    """A growing cache gives the rows of attention across the ends of chunks, on the default backend."""
     q, k, v = (support.random((1, 290, 1, 16), support.Target("cpu", torch.float32, "cpu"), seed) for seed in range(3))
     cache = KVCache(1, 300, 1, 16, dtype=torch.float32, device="cpu")
     whole = attention(q, k, v, MAPS[name])
@@ -266,14 +270,15 @@ def test_given_splits_are_bitwise_identical_to_each_sequence_alone(exact, num_sp
 
 @pytest.mark.interpreted(lambda exact: True)
 def test_steps_are_split_beside_prompts(exact):
-    """With this capacity Triton splits the keys of the short ones; the results of several splits have less room."""
+    """With this capacity Triton splits the keys of the short sequences. The buffer of partial results has only as many
+    rows as the short sequences can have."""
     sizes = ((64, 300), (1, 500), (70, 90), (66, 66), (1, 9), (2, 400))
     Cached.packed(exact, Rotary.rope(16).rectify(21), sizes, heads=(2, 1), capacity=512, page=PAGE).check()
 
 
 @pytest.mark.interpreted(lambda exact: True)
 def test_rows_outside_every_sequence(exact):
-    """A batch padded to the size of a CUDA graph: rows and sequences that are not there."""
+    """A batch may be padded to the size of a CUDA graph, with rows and sequences that do not exist."""
     batch = Cached.packed(exact, Rotary.rope(16).rectify(9), ((1, 30), (66, 66)), page=PAGE)
     want_out, want_lse = batch.call()
     out, lse = padded(batch).call(validate=False)
@@ -282,7 +287,7 @@ def test_rows_outside_every_sequence(exact):
 
 
 def padded(batch: Cached) -> Cached:
-    """Adds five query rows that belong to no sequence, and three sequences without rows. Returns the batch."""
+    """Appends five query rows that belong to no sequence, and three sequences without queries."""
     batch.q, batch.k_new, batch.v_new = (torch.cat([x, x[:5]]) for x in (batch.q, batch.k_new, batch.v_new))
     batch.cu_seqlens_q = torch.cat([batch.cu_seqlens_q, batch.cu_seqlens_q[-1:].expand(3)])
     batch.cache_seqlens = torch.cat([batch.cache_seqlens, batch.cache_seqlens.new_full((3,), 5)])
@@ -292,7 +297,7 @@ def padded(batch: Cached) -> Cached:
 
 @pytest.mark.parametrize("impl", ["cpu", "reference"])
 def test_sequences_that_share_no_run(impl):
-    """Empty calls: no sequence, no row, no key."""
+    """Empty calls work: no sequence, no query row, no key."""
     caches, rotary = torch.randn(2, 3, 16, 1, 16), Rotary.rope(16)
     q = torch.randn(2, 1, 16)
     out = attention_varlen_with_cache(q, *caches[:, :0], rotary, int32([0]), int32([]), 0, impl=impl)

@@ -1,4 +1,5 @@
-"""Sequences that fill their row of the block table: what does not fit is refused, and no other sequence notices."""
+"""Tests sequences that fill their row of the block table. Tokens that do not fit are refused, and no other sequence is
+affected."""
 
 import pytest
 import support
@@ -16,7 +17,8 @@ def filled_with(pages: int, max_seqlen: int | None = None) -> Held:
 
 
 def split(max_seqlen: int | None, empty: int = 0) -> tuple[Held, int, int]:
-    """A sequence of three pages in four block-table entries, and a fork of it before. empty: sequences made first."""
+    """Returns a sequence of three pages in four block-table entries, and a fork from before the split. empty: the
+    number of sequences made first."""
     filled = filled_with(4, max_seqlen)
     for _ in range(empty):
         filled.allocate()
@@ -40,18 +42,18 @@ NEW = {
 @pytest.mark.parametrize("max_seqlen", [None, 64])
 @pytest.mark.parametrize("call", NEW)
 def test_no_entry_for_another_token(call, max_seqlen, empty):
-    """Four entries of four are in use. The next row of the table is another sequence's, or there is none."""
+    """All four entries are in use. The next row of the table belongs to another sequence, or does not exist."""
     filled, a, b = split(max_seqlen, empty)
     message = f"sequence {a} has 4 of 4 block-table entries: no room for 1"
     filled.refused(message, lambda: NEW[call](filled.cache, a))
-    filled.truncate(a, 44)  # two tokens fewer: room for them in the last page, or in a copy of it
+    filled.truncate(a, 44)  # two tokens fewer fit into the last page, or into a copy of it
     filled.write([a], 2)
     filled.look()
     filled.refused(message, lambda: NEW[call](filled.cache, a))
 
 
 def test_a_table_that_is_full_to_the_entry():
-    """remove and append take the last entry, and not one more."""
+    """remove and append can use the last entry, but no further entry."""
     filled = filled_with(9, 64)
     a = filled.sequence(40)
     filled.sequence(20)
@@ -67,7 +69,7 @@ def test_a_table_that_is_full_to_the_entry():
 
 
 def test_extend_to_the_entry():
-    """Ten short sequences: entries run out before tokens do, at exactly max_pages."""
+    """With ten short sequences, entries run out before tokens do, at exactly max_pages."""
     filled = filled_with(12, 4 * PAGE)
     short = filled.sequence(3)
     target, neighbour = filled.sequence(3), filled.sequence(30)
@@ -91,11 +93,11 @@ def test_extend_beyond_max_seqlen(tokens):
 
 
 def test_max_seqlen_counts_tokens():
-    """Hidden rows of a page do not count; the tokens do, to the last one."""
+    """max_seqlen counts tokens up to the last one. Hidden rows of a page do not count."""
     filled = filled_with(6, 20)
     a, b = filled.sequence(9), filled.sequence(9)
     filled.extend(a, b)
-    assert filled.cache.lengths[a] == 18  # in 25 slots
+    assert filled.cache.lengths[a] == 18  # they take 25 slots
     filled.refused("sequence 0 has 18 of 20 tokens: no room for 3", lambda: filled.write([a], 3))
     filled.cache.reserve([a], 2)
     message = f"seqlen_new: expected at most 2, reserved for sequence {a}, got 3"
@@ -112,7 +114,7 @@ def test_a_sequence_that_holds_its_pages_twice():
     filled.look()
     filled.refused("other: sequence 0 has 4 of 4 block-table entries: no room for 4", lambda: filled.cache.extend(a, a))
     with pytest.raises(OutOfPages) as caught:
-        filled.write([a], 1)  # its last page is shared with itself
+        filled.write([a], 1)  # the sequence holds its last page twice
     assert not caught.value.never
     filled.look()
     filled.free(b)
@@ -122,7 +124,8 @@ def test_a_sequence_that_holds_its_pages_twice():
 
 
 def test_a_moved_sequence_without_repeated_pages_runs_out_of_pages():
-    """As one that was not moved: a larger pool would do."""
+    """A moved sequence without repeated pages raises OutOfPages like one that was not moved. Only a larger pool would
+    help."""
     filled = filled_with(3)
     a = filled.sequence(40)
     filled.remove(a, 0, 3)
@@ -133,7 +136,7 @@ def test_a_moved_sequence_without_repeated_pages_runs_out_of_pages():
 
 
 def test_the_table_is_whole():
-    """The oracle notices an entry in a row of no sequence, and in another one's."""
+    """The oracle notices a wrong entry in a row that belongs to no sequence, and in the row of another sequence."""
     filled, _, b = split(64)
     pool = filled.cache._pool
     for row, n in ((5, 0), (filled.cache._sequences[b].row, 3)):

@@ -1,7 +1,7 @@
-"""The recipe for CUDA graphs in ``PagedKVCache``'s docstring, as it is written there.
+"""Runs the recipe for CUDA graphs exactly as the docstring of ``PagedKVCache`` has it.
 
-Without a GPU a replay is the captured call again, over the same tensors: like a graph it sees nothing but what they
-hold. ``tests/kernels/test_cuda_graphs.py`` captures it on a GPU.
+Without a GPU, a replay runs the captured call again over the same tensors. Like a graph it sees only what these tensors
+hold. ``tests/kernels/test_cuda_graphs.py`` captures the recipe on a GPU.
 """
 
 import re
@@ -18,12 +18,12 @@ CODE = [re.sub(r"\s+", " ", code) for code in re.findall(r"``(.+?)``", PagedKVCa
 
 
 def written(start: str) -> str:
-    """Returns the only piece of code in the docstring that starts so."""
+    """Returns the only piece of code in the docstring that begins with `start`."""
     (code,) = {code for code in CODE if code.startswith(start) and "(" in code}
     return code
 
 
-OPTIONS = {  # of the cache; of the call, as in the docstring
+OPTIONS = {  # options of the cache; options of the call, as in the docstring
     "raw": ({}, {}),
     "padded": ({}, {"cache_leftpad"}),
     "quantized": ({"cache_dtype": "int8"}, {"k_scale", "v_scale"}),
@@ -72,7 +72,8 @@ class Recipe:
         return results
 
     def run(self, replay) -> None:
-        """Runs a step by the recipe and checks what it did. replay: returns out and lse of every layer."""
+        """Runs one step by the recipe and compares its results with the expected ones. replay: returns out and lse of
+        every layer."""
         static, (q, k, v) = self.static, self.new()
         for name, x in zip("qkv", (q, k, v), strict=True):
             static[name].copy_(x)
@@ -89,7 +90,7 @@ class Recipe:
 @pytest.mark.interpreted(lambda kind, **_: False)
 @pytest.mark.parametrize("kind", OPTIONS)
 def test_as_written(exact, kind):
-    """Steps of two tokens, through a shared page and over the end of one."""
+    """Steps of two tokens are right, through a shared page and across the end of a page."""
     recipe = Recipe(exact, kind)
     for _ in range(2 if exact.slow else 8):
         recipe.run(recipe.step)
@@ -117,7 +118,7 @@ def test_moved_sequences_are_refused(kind, call):
         with pytest.raises(ValueError, match=rf"^{call}: not supported for sequences that .* got sequence {name};"):
             getattr(cache, call)([b, name])
     getattr(cache, call)([b])
-    cache.truncate(a, 0)  # nothing is left that was moved
+    cache.truncate(a, 0)  # no moved token is left
     cache.append([a, b], *torch.randn(2, 2, 3, HEADS_KV, D))
     assert cache.seqlens([a, b]).tolist() == [3, 23]
     getattr(cache, call)([a, b])

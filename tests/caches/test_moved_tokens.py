@@ -1,4 +1,5 @@
-"""extend, remove and keep of a PagedKVCache, and all its calls in any order, against what it should hold."""
+"""Tests extend, remove and keep of a PagedKVCache, and all its calls in any order, against what the cache should
+hold."""
 
 import random
 import re
@@ -19,7 +20,7 @@ TARGETS = [t for t in TARGETS if t.dtype == torch.float32 or t.impl == "referenc
 
 @pytest.fixture(params=[pytest.param(t, marks=pytest.mark.slow) if t.slow else t for t in TARGETS], ids=str)
 def moved(request):
-    """Every backend. Triton's interpreter runs these tests only among the slow ones."""
+    """Runs the test with every backend. Runs in Triton's interpreter are slow tests."""
     return request.param
 
 
@@ -28,7 +29,8 @@ def held_by(target, pages=40, **options) -> Held:
 
 
 def test_documents_in_any_order(moved):
-    """Each is written once; two prompts take them in different orders, and go on on their own."""
+    """Each document is written once. Two prompts take the documents in different orders, and then continue
+    separately."""
     held = held_by(moved)
     documents = [held.allocate() for _ in range(3)]
     for name, count in zip(documents, (20, 16, 5), strict=True):
@@ -39,10 +41,10 @@ def test_documents_in_any_order(moved):
     for name, order in zip(prompts, ((0, 1, 2), (2, 0, 2)), strict=True):
         for n in order:
             held.extend(name, documents[n])
-    assert held.cache.free_pages == free - 2  # a page for each prompt's own tokens, none for the documents
+    assert held.cache.free_pages == free - 2  # a page for each prompt's own tokens, no page for the documents
     held.read()
     held.look()
-    for _ in range(15):  # the shared last pages are copied, once
+    for _ in range(15):  # the shared last pages are copied once
         held.write(prompts, 1)
     held.write(documents, 2)
     held.read()
@@ -69,7 +71,7 @@ def test_remove(moved, range_, close):
 
 
 def test_sinks_and_a_rolling_window(moved):
-    """A fixed cache, without end."""
+    """A cache of fixed size can generate without end if `keep` drops the middle tokens."""
     held = held_by(moved, pages=6)
     name = held.allocate()
     for _ in range(60):
@@ -84,7 +86,7 @@ def test_sinks_and_a_rolling_window(moved):
 def test_left_padding_goes(target):
     held = held_by(target)
     names = [held.allocate() for _ in range(3)]
-    held.write(names, 75, leftpad=[3, 17, 0])  # beyond 40, from where log n depends on the position
+    held.write(names, 75, leftpad=[3, 17, 0])  # beyond 40 tokens, from where log n depends on the position
     held.extend(names[2], names[1])
     held.remove(names[0], 2, 5, True)
     assert held.cache.padding == {names[0]: 0, names[1]: 17, names[2]: 0}
@@ -120,7 +122,8 @@ def test_a_step_that_ends_in_an_error(moved):
 
 
 def test_both_holders_of_a_page_in_one_call(moved):
-    """They show different numbers of its rows, and the one with fewer has more slots: a step that fails leaves both."""
+    """Two sequences see different numbers of a page's rows, and the one that sees fewer has more slots. A step that
+    fails leaves both unchanged."""
     held = held_by(moved)
     short, long = held.allocate(), held.allocate()
     held.write([short], 9)
@@ -137,7 +140,8 @@ KINDS += ["extend", "remove", "remove", "keep", "fork", "free", "truncate"] * 2
 
 
 class Walk:
-    """Random calls of a cache. empty: sequences that stay empty, so that the others have the table's last rows."""
+    """Random calls of a cache. empty: the number of sequences that stay empty, so that the others have the last rows of
+    the table."""
 
     def __init__(self, target, pages: int, max_seqlen: int | None, empty: int):
         self.choose = random.Random(pages + empty)
@@ -156,7 +160,7 @@ class Walk:
         count, new = len(held.tokens[name].positions), choose.choice((1, 2, 17, 33))
         if kind in ("write", "fails"):
             held.write(some, new, fails=kind == "fails")
-        elif kind == "padded":  # sequences without tokens get padding, or more of it
+        elif kind == "padded":  # sequences without tokens get padding, or more padding
             pads = [held.padding[x] + (not held.tokens[x].positions) * choose.randint(0, new) for x in some]
             held.write(some, new, pads, fails=choose.random() < 0.4)
         elif kind == "reserve":
@@ -164,7 +168,7 @@ class Walk:
         elif kind == "freed" and self.freed:
             gone = choose.choice(self.freed)
             held.refused(f"sequence {gone} was freed", lambda: held.cache.reserve([*names, gone], 1))
-        elif kind == "refused":  # after it has taken pages
+        elif kind == "refused":  # refused after it has taken pages
             k, v = held.new(len(some), 9, HEADS_KV), held.new(len(some), 9, HEADS_KV)
             with held.cache.step(some, 9) as step:
                 step.attend(held.new(len(some), 1, HEADS)[0], SCHEMES[0], k[0], v[0], layer=0, num_splits=0)
@@ -186,7 +190,7 @@ class Walk:
 
 @pytest.mark.parametrize("pages, max_seqlen, empty", [(18, 256, 0), (18, None, 15), (7, None, 0), (9, 72, 14)], ids=str)
 def test_random_walk(moved, pages, max_seqlen, empty):
-    """What is refused changes nothing, also where it has taken pages or written some layers."""
+    """A refused call changes nothing, even if it has already taken pages or written some layers."""
     walk = Walk(moved, pages, max_seqlen, empty)
     held, cache, refused = walk.held, walk.held.cache, 0
     for _ in range(240):

@@ -1,4 +1,5 @@
-"""Memory that a cached call would write twice, or write before it is read: refused by name, on every backend."""
+"""A cached call that would write memory twice, or write memory before reading it, raises an error that names the
+tensors, on every backend."""
 
 import itertools
 import random
@@ -25,7 +26,7 @@ TWICE, OWN = "both are written", "memory of its own for every element"
 
 
 def call_of(target, quantized=False) -> dict:
-    """Returns the arguments of a call over a contiguous cache, of which a test replaces some."""
+    """Returns the arguments of a call over a contiguous cache. Tests replace some of them."""
     cache_dtype = "int8" if quantized else None
     c = Cached(target, SCHEME, (9 + NEW, 5 + NEW), NEW, capacity=SLOTS, cache_dtype=cache_dtype)
     return c.arguments()[1] | {"impl": target.impl}
@@ -46,13 +47,13 @@ def shared_channels(c):
     return {"k_cache": rows[..., :D], "v_cache": rows[..., 8:]}
 
 
-SAME = {  # what to change
+SAME = {  # changes of the arguments
     "same cache": lambda c: {"v_cache": c["k_cache"]},
     "heads of one": lambda c: {"v_cache": c["v_cache"][:, :, :1].expand(-1, -1, HEADS_KV, -1)},
     "sequences of one": lambda c: {"k_cache": c["k_cache"][:1].expand(B, -1, -1, -1)},
 }
 OVERLAPPING = (SLOTS * D, D, D, 1)
-REFUSED = {  # what to change, what the error names first, what it says
+REFUSED = {  # (change, what the error names first, what it says)
     "same cache": (SAME["same cache"], "v_cache", TWICE),
     "shifted cache": (shifted, "v_cache", TWICE),
     "shared channels": (shared_channels, "v_cache", TWICE),
@@ -84,18 +85,19 @@ def caches_of(make):
 
 
 def same_new_rows(c):
-    """Read only: keys and values may be one tensor, and part of the queries' projection."""
+    """Returns new keys and values that are one tensor and part of the projection of q. This is allowed, because they
+    are only read."""
     rows = torch.randn(B, NEW, 2 * HEADS_KV, D).to(c["q"])
     return {"q": rows, "k": rows[:, :, :HEADS_KV], "v": rows[:, :, :HEADS_KV]}
 
 
 def free_rows_of_the_cache(c):
-    """Slots of the same storage that no cache has."""
+    """Returns new keys in slots of the cache's storage that belong to no cache."""
     rows = torch.randn(B, SLOTS + NEW, HEADS_KV, D).to(c["q"])
     return {"k_cache": rows[:, :SLOTS], "k": rows[:, SLOTS:]}
 
 
-SERVED = {  # as in vLLM: keys and values of a page side by side
+SERVED = {  # as in vLLM, where keys and values of a page lie side by side
     "interleaved pages": caches_of(lambda x: x(B, 2, SLOTS, HEADS_KV, D).unbind(1)),
     "interleaved channels": caches_of(lambda x: x(B, SLOTS, HEADS_KV, 2 * D).chunk(2, -1)),
     "heads first": caches_of(lambda x: x(2, B, HEADS_KV, SLOTS, D).transpose(2, 3)),
@@ -108,7 +110,7 @@ SERVED = {  # as in vLLM: keys and values of a page side by side
 
 @pytest.mark.parametrize("change", SERVED.values(), ids=SERVED.keys())
 def test_served(exact, change):
-    """Memory between the rows of another tensor is not shared with it."""
+    """A tensor may lie between the rows of another one: the two do not overlap."""
     c = call_of(exact)
     c |= change(c)
     names = ("q", "k_cache", "v_cache", "k", "v")
@@ -128,8 +130,8 @@ def test_what_is_only_read_may_overlap(exact, change):
 
 
 def test_pages_that_alternate(exact):
-    """Page n of v_cache may be page n + 1 of k_cache if the table has every second page, as transformers' continuous
-    batching lays them out. Page n of both may not overlap."""
+    """Page n of v_cache may be page n + 1 of k_cache if the table uses every second page, as in transformers'
+    continuous batching. Page n of both caches may not overlap."""
     c = call_of(exact)
     pages = torch.randn(9, 16, HEADS_KV, D).to(c["q"])
     c |= {"block_table": int32([[0, 4], [6, 2]], exact.device), "k_cache": pages[:-1], "v_cache": pages[1:]}
@@ -162,7 +164,7 @@ def test_attention_takes_aliases(exact):
 
 
 def test_the_other_calls(exact):
-    """Packed queries, and a step of a paged cache whose own pages come back as new keys."""
+    """Packed queries are checked, and so is a step of a paged cache that gets its own pages as new keys."""
     c = Cached(exact, SCHEME, (8, 12), (NEW, NEW), capacity=SLOTS)
     with pytest.raises(ValueError, match="^v_cache: expected no memory of k_cache"):
         c.call(v_cache=c.k_cache)
@@ -175,7 +177,7 @@ def test_the_other_calls(exact):
 
 
 def test_operator(exact):
-    """Compiled models call it: it checks the memory that it gets when it runs."""
+    """Compiled models call the operator, which checks the memory that it gets when it runs."""
     c = Cached(exact, SCHEME, (8, 12), NEW, capacity=SLOTS)
     tables, layer = c.parts()
     layer = layer._replace(v=layer.k)
@@ -185,7 +187,7 @@ def test_operator(exact):
 
 
 def test_geometry():
-    """Against sets of addresses, for random shapes and strides."""
+    """Compares the overlap check with sets of addresses, for random shapes and strides."""
     choose = random.Random(0)
 
     def draw():
@@ -216,7 +218,8 @@ def test_geometry():
 
 
 def test_tensors_without_memory_overlap_nothing():
-    """Kernels are compiled from calls on the meta device, where every address is 0."""
+    """Tensors on the meta device overlap nothing, although every address is 0 there. Kernels are compiled from such
+    calls."""
     k_cache, v_cache, k, v = (torch.empty(B, seqlen, HEADS_KV, D, device="meta") for seqlen in (SLOTS, SLOTS, NEW, NEW))
     tables = CacheTables(torch.zeros(B, dtype=torch.int32, device="meta"))
     memory.check_append(CacheLayer(k_cache, v_cache), k, v, tables)

@@ -1,4 +1,4 @@
-"""``plan_cache``: the layers of a step, bitwise what ``attention_with_cache`` gives for each of them."""
+"""``plan_cache`` gives all layers of a step bitwise the results of ``attention_with_cache``."""
 
 import gc
 import re
@@ -21,7 +21,7 @@ impls = pytest.mark.parametrize("impl", ["reference", "cpu", "triton"])
 
 
 def layers_of(impl, queries=1, layers=3, scheme="rerope", at=None, **options) -> list[Cached]:
-    """Calls of the layers of one step: the same tables, other tokens."""
+    """Returns the calls of the layers of one step, with the same tables and other tokens."""
     target, options = Target(impl, torch.float32, "cpu"), {"page": PAGE, **options}
     calls = [Cached(target, SCHEMES[scheme], LENGTHS, queries, seed=n, **options) for n in range(layers)]
     return [c if at is None else c.at(**{name: x.clone() for name, x in at.items()}) for c in calls]
@@ -34,12 +34,12 @@ def plan_of(c: Cached, **options):
 
 
 def copy(c: Cached) -> Cached:
-    """Returns the same call over tensors of its own."""
+    """Returns the same call over copies of its tensors."""
     return c.at(**{name: x.clone() for name, x in c.tables.items()})
 
 
 def check(layers: list[Cached]) -> None:
-    """Compares a plan in all layers with the public call: results, and what they write."""
+    """Compares a plan in all layers with the public call, both the results and what they write."""
     plan = plan_of(layers[0])
     for c in layers:
         (_, layer), alone, out = c.parts(), copy(c), torch.empty_like(c.q)
@@ -50,7 +50,7 @@ def check(layers: list[Cached]) -> None:
         assert all(same(*pair) for pair in written)
         for name, x in layers[0].tables.items():
             assert torch.equal(x, alone.tables[name])
-        assert torch.equal(plan.attend(c.q, layer), wanted)  # the layer holds the new keys already
+        assert torch.equal(plan.attend(c.q, layer), wanted)  # the layer already holds the new keys
 
 
 @impls
@@ -113,7 +113,7 @@ def test_a_plan_after_its_tables_were_written():
 
 @pytest.mark.usefixtures("compiled")
 def test_what_the_first_layer_held_lives_on():
-    """Compiled calls keep pointers: to what a plan holds, not to the tensors of its first call."""
+    """Compiled calls keep pointers to what the plan holds, not to the tensors of the first call."""
     layers = layers_of("cpu", layers=2)
     plan = plan_of(layers[0])
     plan.attend(layers[0].q, layers[0].parts()[1], *layers[0].new_keys())
@@ -126,7 +126,7 @@ def test_what_the_first_layer_held_lives_on():
 
 
 def test_compile_sees_the_tables_as_inputs():
-    """One graph serves other lengths."""
+    """One compiled graph serves calls with other lengths, because the tables are its inputs."""
     seen = []
 
     def backend(graph, inputs):
@@ -236,7 +236,7 @@ def test_key_weight_is_applied_or_refused_by_name():
 
 
 def test_layers_of_a_cache_share_one_plan(monkeypatch):
-    """Also layers of a paged cache whose sequences were moved."""
+    """All layers of a cache share one plan, also in a paged cache whose sequences were moved."""
     made, backend = [], load_backend("cpu")
     stock = backend.plan_cache
     monkeypatch.setattr(backend, "plan_cache", lambda *given: made.append(given) or stock(*given))

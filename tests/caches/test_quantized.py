@@ -1,4 +1,4 @@
-"""Quantized caches: attention over the dequantized keys and values, whatever writes and reads the codes."""
+"""Quantized caches give attention over the dequantized keys and values, whatever code writes and reads them."""
 
 import pytest
 import support
@@ -60,7 +60,8 @@ def test_several_tokens(exact, page_size, cache_dtype, causal):
 @page_sizes
 @pytest.mark.parametrize("scheme", ["none", "rope_partial", "rope_interleaved", "rerope", "yarn_leaky_local_log_n"])
 def test_chunks(exact, page_size, scheme, cache_dtype):
-    """More than 64 queries, which another kernel may serve: one sequence fills the cache, one starts after padding."""
+    """More than 64 queries may be served by another kernel. One sequence fills the cache, and one starts after
+    padding."""
     options = dict(heads=(2, 1), leftpad=(0, 30), page=page_size, cache_dtype=cache_dtype)
     Cached(exact, SCHEMES[scheme](16), (112, 66), 66, **options).check()
 
@@ -81,7 +82,7 @@ def test_packed(exact, page_size, mapped, cache_dtype):
 @pytest.mark.parametrize("head_dim", [24, 64])
 @pytest.mark.parametrize("seqlen_q", [1, 70])
 def test_the_layout_of_vllm(exact, seqlen_q, head_dim, cache_dtype):
-    """Codes and scales of K and V in one buffer, whose rows are multiples of 4 bytes only."""
+    """Quantized K and V and their scales may lie in one buffer, as in vLLM. Its rows are aligned to only 4 bytes."""
     rotary = Rotary.rope(head_dim, rotary_dim=12).rectify(21)
     options = dict(heads=(2, 1), page=PAGE, cache_dtype=cache_dtype, layout="vllm")
     Cached(exact, rotary, (110, 80), seqlen_q, **options).check()
@@ -95,13 +96,13 @@ def test_the_layout_of_vllm(exact, seqlen_q, head_dim, cache_dtype):
     [
         Rotary.none,
         lambda d: Rotary.rope(d, rotary_dim=d // 2).rectify(11),
-        lambda d: Rotary.rope(d, rotary_dim=d // 2 + 2).rectify(11),  # the members of a pair share words
+        lambda d: Rotary.rope(d, rotary_dim=d // 2 + 2).rectify(11),  # both channels of a pair share words
         SCHEMES["hope_rerope_log_n"],
     ],
     ids=["none", "partial", "sharing", "interleaved"],
 )
 def test_keys_that_do_not_rotate(target, scheme, head_dim, cache_dtype):
-    """Heads wide enough for words of 16 bits."""
+    """Keys that do not rotate are right in heads that are wide enough for 16-bit words."""
     Cached(target, scheme(head_dim), (60, 33), heads=(2, 1), leftpad=(3, 0), cache_dtype=cache_dtype).check()
 
 
@@ -119,7 +120,7 @@ def test_rows_at_odd_bytes(exact, cache_dtype):
 @pytest.mark.parametrize("head_dim", [16, 64])
 @pytest.mark.parametrize("seqlen_q", [1, 70])
 def test_rotated_keys(exact, seqlen_q, head_dim, cache_dtype):
-    """Keys are rotated, rounded, then quantized; queries alone rotate."""
+    """Keys are rotated, rounded, then quantized. In the call only queries are rotated."""
     rotary = Rotary.rope(head_dim, rotary_dim=12)
     c = rotated(exact, rotary, (90, 70), seqlen_q, heads=(2, 1), leftpad=(3, 0), page=PAGE, cache_dtype=cache_dtype)
     out, lse = c.call()
@@ -128,7 +129,7 @@ def test_rotated_keys(exact, seqlen_q, head_dim, cache_dtype):
         stored = codes * c.scales["k_scale"][place].double()[..., None]
         numbers, scale = quantized(c.stored(p.k)[0].to(p.k), cache_dtype)
         torch.testing.assert_close(c.scales["k_scale"][place].double(), scale, rtol=1e-6, atol=0)
-        assert (codes - numbers).abs().max() <= 1  # rounding may move a number over the middle between two codes
+        assert (codes - numbers).abs().max() <= 1  # rounding may move a number across the middle between two steps
         assert ((codes - numbers) != 0).double().mean() < 1e-2
         raw = by_complex_numbers(stored[None], rotary, -torch.arange(stored.shape[0])).to(out.device)
         want = p.replace(k=raw, v=dequantized(p.v, cache_dtype))
@@ -145,7 +146,7 @@ def test_reference(seqlen_q, cache_dtype):
 
 @bits
 def test_composed(composed, cache_dtype):
-    """Without the compiled kernels: one token, a chunk, packed queries."""
+    """Without the compiled kernels, one token, a chunk and packed queries give the right results."""
     target = support.Target("cpu", torch.float32, "cpu")
     for seqlen_q, scheme in ((1, "rope"), (70, "rerope")):
         Cached(target, SCHEMES[scheme](16), (90, 70), seqlen_q, page=PAGE, cache_dtype=cache_dtype).check()
@@ -160,7 +161,8 @@ def test_wide_heads(exact, cache_dtype):
 @bits
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf, 0.0, 1e-44, 3e38])
 def test_rows_of_one_value(exact, cache_dtype, value):
-    """NaN, infinities, zeros, the smallest and the largest numbers change the scale and codes of their row only."""
+    """Rows of NaN, infinities, zeros, the smallest or the largest numbers change only the scale and values of their own
+    row."""
     seqlens, largest = support.int32([3, 5], exact.device), 2 ** (BITS[cache_dtype] - 1) - 1
     q, k, v = (support.random((2, 1, heads, 16), exact, n) for n, heads in enumerate((4, 2, 2)))
     k[1, 0, 1, 3] = value
@@ -194,7 +196,7 @@ def rows_to_quantize(dtype, head_dim):
     infinities."""
     generator = torch.Generator().manual_seed(2)
     rows = [torch.randn(head_dim, generator=generator) * 10.0**power for power in (-30, -3, 0, 0, 0, 0, 4, 30)]
-    for largest in (127, 7):  # a scale of 1: halves are ties
+    for largest in (127, 7):  # the scale is 1, so that halves are ties
         ties = (torch.arange(head_dim) * 37 % (4 * largest) - 2 * largest) / 2
         ties[-1] = largest
         rows += [ties, -ties, ties * 2.0**-20]
@@ -204,7 +206,7 @@ def rows_to_quantize(dtype, head_dim):
         rows.append(torch.randn(head_dim, generator=generator))
         rows[-1][channel] = value
     rows.append(rows[-1].clone())
-    rows[-1][1] = torch.nan  # beside an infinity
+    rows[-1][1] = torch.nan  # in the same row as an infinity
     return torch.stack(rows).to(dtype)
 
 
@@ -228,7 +230,7 @@ def test_the_compiled_append_writes_what_the_composed_one_does(monkeypatch, head
 
 
 def test_what_quantization_costs(exact):
-    """For normally distributed keys and values, 8 bits change the result by less than 1%, 4 bits by a sixth."""
+    """For normally distributed keys and values, 8 bits change the result by less than 1%, and 4 bits by a sixth."""
     if exact.slow:
         pytest.skip("the other backends do the same")
     q, k, v = (support.random((4, 200, heads, 64), exact, n) for n, heads in enumerate((4, 2, 2)))

@@ -22,7 +22,7 @@ OVER_KEYS = [name for name in ROTATIONS if name != "slope"]
 
 
 def cached(target, rotary, *arguments, make=Cached, **options) -> Cached:
-    """Returns a cache of rotated keys."""
+    """Returns a call over a cache of rotated keys."""
     return make(target, rotary, *arguments, stored=lambda k: by_complex_numbers(k, rotary), **options)
 
 
@@ -32,12 +32,13 @@ def cached(target, rotary, *arguments, make=Cached, **options) -> Cached:
 @page_sizes
 @pytest.mark.parametrize("scheme", OVER_KEYS)
 def test_one_token(target, page_size, scheme):
-    """The new key is rotated at its own position, behind the left padding, and not twice."""
+    """The new key is rotated once, at its own position behind the left padding."""
     cached(target, ROTATIONS[scheme](16), (45, 1, 64, 22), leftpad=(3, 0, 0, 40), page=page_size).check()
 
 
 def test_new_keys_in_the_padding_are_rotated_by_an_angle(exact):
-    """A wrong padding gives new keys positions below 0. No cos or sin is read from before the table."""
+    """New keys in the padding get negative positions and are rotated by their angles. No cos or sin is read from before
+    the table."""
     q, k, v = (support.random((1, 1, 2, 16), exact, seed) for seed in (1, 2, 3))
     caches = [torch.zeros(1, 60, 2, 16, device=exact.device) for _ in range(2)]
     seqlens, leftpad = (torch.tensor([n], dtype=torch.int32, device=exact.device) for n in (2, 50))
@@ -59,21 +60,21 @@ def test_several_tokens(exact, page_size, scheme, causal):
 @causalities
 @pytest.mark.parametrize("seqlen_q", [9, 70])
 def test_more_queries_than_keys(exact, seqlen_q, causal):
-    """Rows before the first key are at negative positions; without causality they see keys."""
+    """Rows before the first key are at negative positions. Without a causal mask they see keys."""
     cached(exact, Rotary.rope(16), (5, 64, 2), seqlen_q, new=2, capacity=80, causal=causal).check()
 
 
 @page_sizes
 @pytest.mark.parametrize("scheme", ["rope_partial", "local"])
 def test_chunks(exact, page_size, scheme):
-    """Enough queries for the prefill kernel."""
+    """Chunks with enough queries for the prefill kernel are right."""
     cached(exact, SCHEMES[scheme](16), (80, 130), 70, leftpad=(5, 0), capacity=144, page=page_size).check()
 
 
 @pytest.mark.interpreted(lambda exact, distance: distance == 21)
 @pytest.mark.parametrize("distance", [0, 1, 20, 21])
 def test_a_needle(exact, distance):
-    """Half of the keys are rotated before the call, half by it; one key takes nearly all probability of a row."""
+    """Half of the keys are rotated before the call, half by the call. One key takes nearly all probability of a row."""
     p = needle(exact, Rotary.rope(16), distance)
     room = p.k.new_full((2, 1, 80, *p.k.shape[2:]), torch.nan)
     room[0, :, 2:37], room[1, :, 2:37] = rotate(p.k[:, :35], p.rotary, impl=exact.impl), p.v[:, :35]
@@ -95,7 +96,7 @@ def test_packed(exact, page_size, mapped, leftpad):
 
 
 def test_sinks_and_length_scale(exact):
-    """What belongs to scores applies as over raw keys."""
+    """Sinks and length scales apply to the scores as over raw keys."""
     rotary = Rotary(**{f: getattr(Rotary.rope(16), f) for f in ("head_dim", "frequencies")}, length_scale=8.0)
     sinks = torch.tensor([0.5, -1.0, 2.0, 0.0], device=exact.device)
     got, want = (make(exact, rotary, (45, 9), 3).call(sinks=sinks) for make in (cached, Cached))
@@ -104,13 +105,13 @@ def test_sinks_and_length_scale(exact):
 
 @pytest.mark.parametrize("seqlen_q", [1, 40])
 def test_composed(composed, seqlen_q):
-    """Without the compiled kernels, one token and a chunk."""
+    """Without the compiled kernels, one token and a chunk give the right results."""
     target = support.Target("cpu", torch.float32, "cpu")
     cached(target, Rotary.rope(16).local(21), (45, 64), seqlen_q, leftpad=(3, 0), page=PAGE).check()
 
 
 def test_a_prompt_with_padding(exact):
-    """The padding is part of the new keys: their first positions are below 0."""
+    """A prompt may include its padding: the first new keys are at negative positions."""
     q, k, v = (x.to(exact.device) for x in tokens(30))
     k_cache, v_cache = torch.full((2, 2, 40, 2, 16), torch.nan, device=exact.device)
     seqlens, pads = support.int32([0, 0], exact.device), [11, 0]
@@ -124,7 +125,7 @@ def test_a_prompt_with_padding(exact):
 
 
 def test_far_from_the_first_key(exact):
-    """One new key lies beyond the first coarse row of the table."""
+    """One new key lies beyond the first coarse row of the table, and is rotated correctly."""
     cache = KVCache(1, 3000, 2, 16, torch.float32, exact.device, rotated_keys=ROPE)
     cache.advance(2500)
     k, v = torch.randn(2, 1, 1, 2, 16).to(exact.device)
@@ -135,7 +136,8 @@ def test_far_from_the_first_key(exact):
 
 @pytest.mark.parametrize("kind", ["rotated", "raw", "quantized"])
 def test_nothing_outside_the_pages_is_written(exact, kind):
-    """Slots below 0 and beyond the cache, pages that it has not: a token each, of which the last has a place."""
+    """Slots below 0, slots beyond the cache and pages that do not exist get one token each. Only the last token has a
+    valid slot and is written."""
     quantized = kind == "quantized"
     room = torch.zeros(2, 6, 16, 2, 16, device=exact.device).to(torch.int8 if quantized else torch.float32)
     scales = torch.zeros(2, 6, 16, 2, device=exact.device)
@@ -162,7 +164,7 @@ def test_reference(seqlen_q):
 
 
 def test_padding_reads_no_table(compiled):
-    """Its positions are below 0; it is written as if at 0."""
+    """Padding has negative positions. It is written as if at position 0 and reads nothing before the table."""
     cache, _, append = contiguous(rotated_keys=ROPE)
     _, k, v = tokens(20)
     append(k, v, leftpad=[7, 0])
@@ -170,7 +172,8 @@ def test_padding_reads_no_table(compiled):
 
 
 def test_wrong_tables_touch_nothing_else(exact):
-    """Lengths beyond the capacity, padding beyond the length: new keys without a slot are dropped."""
+    """Lengths beyond the capacity and padding beyond the length write nothing elsewhere. New keys without a slot are
+    dropped."""
     k, v = torch.randn(2, 3, 2, 2, 16).to(exact.device)
     q = torch.randn(3, 2, 2, 16).to(exact.device)
     k_cache, v_cache = torch.zeros(2, 3, 32, 2, 16).to(exact.device)
@@ -226,7 +229,7 @@ caches = pytest.mark.parametrize("make", [contiguous, paged], ids=["KVCache", "P
     "rotary", [ROPE, HOPE.log_n(20), ROPE.scale_rotated(2.0).local(30)], ids=["rope", "hope", "scaled"]
 )
 def test_append_then_steps(make, rotary):
-    """Keys are rotated once, by append or by attend, whichever brings them."""
+    """Keys are rotated once, by append or by attend, whichever appends them."""
     cache, attend, append = make(rotated_keys=rotary)
     (q, k, v), parts = tokens(60), [(0, 40), (40, 41), (41, 46), (46, 60)]
     append(k[:, :40], v[:, :40], leftpad=[7, 0])
@@ -257,7 +260,7 @@ def test_truncate_and_fork(make):
 
 @caches
 def test_layers_of_different_schemes(make):
-    """As of models whose layers with a sliding window have a table of their own."""
+    """Layers may have different schemes, as in models whose sliding-window layers have their own table."""
     schemes = [ROPE.local(20), Rotary.rope(16, base=500.0)]
     cache, _, append = make(rotated_keys=schemes, layers=2)
     q, k, v = tokens(40)
@@ -292,7 +295,7 @@ def test_what_a_cache_of_rotated_keys_refuses(make):
     assert lengths == [10, 10]
     raw, attend, _ = make()
     attend(q, ROPE, k, v)
-    attend(q[:, :1], HOPE.rectify(5))  # raw keys take any scheme
+    attend(q[:, :1], HOPE.rectify(5))  # a cache of raw keys takes any scheme
     assert raw.rotated_keys is None and "rotated" not in repr(raw)
     with pytest.raises(TypeError, match=r"^rotated_keys: not accepted by attend\(\); the cache tracks it"):
         attend(q[:, :1], ROPE, rotated_keys=True)
@@ -315,7 +318,7 @@ def test_arguments(error, match, given, layers):
 
 
 def test_appended_keys_are_what_rotate_gives():
-    """A cache that rotate and the caller fill is one that append fills."""
+    """A cache that is filled with rotated keys from `rotate` equals one that `append` has filled."""
     cache, _, append = contiguous(rotated_keys=ROPE.scale_rotated(3.0))
     _, k, v = tokens(20)
     append(k, v)

@@ -1,4 +1,4 @@
-"""Caches that store positions, one number a slot or one for each axis, against the formula."""
+"""Compares caches that store positions, one number per slot or one per axis, with the formula."""
 
 import pytest
 import support
@@ -26,14 +26,15 @@ EVERY = SCHEMES | AXIAL | MAPPED
 
 
 def over(target, scheme, lengths, queries=2, head_dim=32, page=PAGE, **options) -> Cached:
-    """Returns a call that reads a cache, and appends nothing."""
+    """Returns a call that reads a cache and appends nothing."""
     rotary = EVERY[scheme](head_dim) if isinstance(scheme, str) else scheme
     options = {"heads": (2, 1) if target.slow else (4, 2), **options}
     return Cached(target, rotary, lengths, queries, new=0, page=page, layout="poisoned", **options)
 
 
 def coordinates(c: Cached, axes: int, seed=7, low=-3, high=60) -> torch.Tensor:
-    """Whole ones in any order, as of the patches of images; float32. axes 0: one number a slot."""
+    """Returns whole coordinates in random order, as image patches have them, in float32. axes 0: one number per
+    slot."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.randint(low, high, (*c.k_cache.shape[:2], axes or 1), generator=generator).float()
     return values.to(c.q.device) if axes else values[..., 0].to(c.q.device)
@@ -43,7 +44,8 @@ def coordinates(c: Cached, axes: int, seed=7, low=-3, high=60) -> torch.Tensor:
 @exact_targets
 @pytest.mark.parametrize("scheme", AXIAL)
 def test_axes(target, scheme):
-    """Pages with holes, at positions of their own; a window of an axial scheme goes by the order of visible keys."""
+    """Pages with hidden rows and explicit positions are right. A window of an axial scheme follows the order of the
+    visible keys."""
     c = over(target, scheme, [75, 80])
     slots = coordinates(c, c.rotary.axes)
     c.at(slot_positions=slots, **holes(2, 5, 16)).check(validate=False)
@@ -54,7 +56,8 @@ def test_axes(target, scheme):
 @exact_targets
 @pytest.mark.parametrize("scheme", ["axial", "mrope_local"])
 def test_axes_where_the_last_rows_of_a_page_are_visible(target, scheme):
-    """The numbers of the queries are below the rows of the keys that they see."""
+    """Queries are right where their ranks among the visible keys are lower than the page rows of the keys that they
+    see."""
     c = over(target, scheme, [16, 16])
     tables = dict(page_first=int32([[10], [9]]), page_lengths=int32([[6], [5]]))
     c.at(slot_positions=coordinates(c, c.rotary.axes), **tables).check()
@@ -76,7 +79,7 @@ def test_padded_sequences_and_queries_of_their_own(target, paged):
 @pytest.mark.interpreted(lambda target: False)
 @exact_targets
 def test_chunks(target):
-    """More queries than one step decodes, as a prompt with an image has."""
+    """Chunks with more queries than the decode kernel takes are right, such as a prompt with an image."""
     c = over(target, "mrope", [93], 80)
     c.at(slot_positions=coordinates(c, 3)).check()
     c = over(target, "rerope", [93], 80)
@@ -100,7 +103,7 @@ FAST = (("fractions", "local"), ("fractions", "yarn_leaky_local_log_n"), ("falli
 @pytest.mark.parametrize("scheme", ["rope", "rerope", "yarn_leaky_local_log_n", "hope_rerope_log_n", "local"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_bands(target, kind, scheme):
-    """Distances go by what the slots store: to a fraction, and wherever it falls."""
+    """Bands use the distances between stored positions, including fractions, wherever the band's edge falls."""
     paged = kind in ("runs", "fractions", "falling")
     c = over(target, scheme, [180, 192], page=PAGE * paged, leftpad=[3, 0])
     slots = c.by_slot(KINDS[kind](torch.arange(192.0).repeat(2, 1)))
@@ -115,11 +118,12 @@ def test_bands(target, kind, scheme):
 @triton
 @pytest.mark.parametrize("distance", [20.5, 20.99, 21.0, 21.01, 21.5, 21.8, 0.0, 0.25, -0.25])
 def test_keys_at_the_edge_of_a_window(target, distance):
-    """One key dominates its row at a fraction of a position from the edge of the window, or just ahead."""
+    """One key dominates its row. It is a fraction of a position away from the edge of the window, or just ahead of the
+    query."""
     p = support.problem(target, SCHEMES["rope"](32), 1, 64)
     p.k *= 0.1
     p.k[0, 35] = p.q[0, 0, :1] * 4
-    query = 10.9 if distance == 21.8 else 40.25  # the key then stands on the other side of 0
+    query = 10.9 if distance == 21.8 else 40.25  # the key is then on the other side of 0
     slots = torch.arange(64.0) / 8 - 20
     slots[35:] = query
     slots[35] = query - distance
@@ -131,8 +135,8 @@ def test_keys_at_the_edge_of_a_window(target, distance):
 
 @triton
 def test_bands_that_begin_and_end_with_64_slots(target):
-    """The kernel finds a band by the positions of every 64 slots: here by one key that only its fraction brings into
-    the window, by a query that stands alone, and by the first slots behind padding."""
+    """The kernel finds a band from the positions of every 64 slots. Here the deciding slots are one key that is in the
+    window only because of its fraction, a query far from all keys, and the first slots behind padding."""
     c = over(target, "local", [129, 122], 1, 16, page=0, leftpad=[0, 7], capacity=192)
     slots = torch.full((2, 192), 21.25)
     slots[0, :64], slots[1, :64], slots[:, 128:] = torch.arange(-62.25, 1.75), torch.arange(-1000.0, -936.0), 21.5
@@ -142,7 +146,8 @@ def test_bands_that_begin_and_end_with_64_slots(target):
 @triton
 @pytest.mark.parametrize("scheme", ["mrope_local", "leaky"])
 def test_many_pages(target, scheme):
-    """More pages, and more groups of slots, than a step of the passes before reads; some rows are hidden."""
+    """Sequences may have more pages, and more groups of slots, than one step of the preparing passes reads. Some rows
+    are hidden."""
     axial = scheme == "mrope_local"
     rotary = AXIAL[scheme](16) if axial else Rotary.rope(16).rectify(21, 4.0).local(300)
     c = over(target, rotary, [66 * 64 - 3], page=64, heads=(2, 1))
@@ -154,7 +159,8 @@ def test_many_pages(target, scheme):
 @triton
 @pytest.mark.parametrize("scheme", ["mrope", "leaky"])
 def test_far_positions(target, scheme):
-    """float32 holds whole numbers alone from 2^23 on; pages add to them."""
+    """Positions from 2^23 on are right, where float32 holds only whole numbers. Page positions are added to the stored
+    ones."""
     c = over(target, scheme, [64], table=torch.arange(4)[None])
     slots = torch.tensor([-(2.0**27), -4097.5, 0.375, 2.0**23])[:, None] + torch.arange(16.0)
     slots = slots[..., None] + torch.arange(3.0) * 1000 if scheme == "mrope" else slots
@@ -180,7 +186,7 @@ def test_hostile_tables(target, seqlen_q, scheme):
 @pytest.mark.parametrize("seqlen_q", [1, 2, 70])
 @pytest.mark.parametrize("slot", [torch.nan, torch.inf, -torch.inf, 3e38])
 def test_numbers_that_are_no_positions(target, slot, seqlen_q):
-    """In one sequence, they change no other."""
+    """Stored numbers that are not valid positions affect only their own sequence."""
     for scheme, axes in (("rerope", 0), ("mrope", 3)):
         c, results = over(target, scheme, [96, 96], seqlen_q, page=0), []
         slots = coordinates(c, axes)
@@ -204,7 +210,7 @@ def test_quantized(target, cache_dtype, scheme):
 @targets
 @pytest.mark.parametrize("scheme", MAPPED)
 def test_fractions(target, scheme):
-    """Stored positions, and queries just before and behind a key, a group and a chunk."""
+    """Positions just before and behind a key, a group and a chunk are right."""
     c = over(target, scheme, [75, 80], 3, heads=(2, 1))
     slots = c.by_slot(torch.arange(160.0).view(2, 80) * 1.375 - 20)
     queries = torch.tensor([[88.0, 126.875, 128.125], [127.75, 195.5, 300.25]])
@@ -219,7 +225,8 @@ def test_fractions(target, scheme):
 @triton
 @pytest.mark.parametrize("scheme", ["mrope", "rerope"])
 def test_packed(target, scheme):
-    """Sequences with 2, 0 and 1 new rows give the results of calls of their own, and new keys write their positions."""
+    """Packed sequences with 2, 0 and 1 new rows give the results of separate calls, and new keys write their
+    positions."""
     axial, new = scheme == "mrope", [support.random((1, 3, 2, 32), target, seed)[0] for seed in (8, 9)]
     c = over(target, scheme, [30, 20, 40], (2, 0, 1), capacity=48, heads=(4, 2))
     slots = coordinates(c, 3) if axial else c.by_slot(torch.arange(144.0).view(3, 48)) * 1.5
@@ -248,13 +255,13 @@ def test_packed(target, scheme):
 @targets
 @pytest.mark.parametrize("paged", [True, False], ids=["paged", "contiguous"])
 def test_new_keys_leave_their_positions(target, paged):
-    """Behind the last key or where they are given; the next call reads them."""
+    """New keys store positions that follow the last key, or the given positions. The next call reads them."""
     rotary, device, shape = SCHEMES["rerope"](16), target.device, (4, PAGE) if paged else (2, 32)
     p = support.problem(target, rotary, 12, batch=2, heads=4)
     slots = torch.full(shape, torch.nan, device=device)
     caches = [torch.full((*shape, 2, 16), torch.nan).to(p.q) for _ in range(2)]
     options = dict(slot_positions=slots, impl=target.impl, return_lse=True, validate=True)
-    if paged:  # slots store what is left of their page's position
+    if paged:  # slots store positions relative to their page's position
         options["block_table"] = int32([[2, 1], [3, 0]], device)
         options["page_positions"] = int32([[3, 20], [-5, 11]], device)
     given = torch.tensor([[0, 1, 2, 7, 7.5], [3, 4, 5, 6, 9]], device=device)
@@ -277,7 +284,8 @@ def test_new_keys_leave_their_positions(target, paged):
 
 @targets
 def test_axial(target):
-    """Three coordinates a slot, as a vision-language model's cache has; causality goes by order."""
+    """Three coordinates per slot are right, as in the cache of a vision-language model. Causality follows the order of
+    tokens."""
     p = support.problem(target, Rotary.axial(24, axes=3), 20, heads=4)
     grid, device = torch.tensor([[3, n // 4, n % 4] for n in range(12)]), target.device
     text = torch.arange(3)[:, None].expand(3, 3), torch.arange(6, 11)[:, None].expand(5, 3)
@@ -299,7 +307,8 @@ def test_axial(target):
 @pytest.mark.parametrize("axes", [(), (3,)], ids=["one", "axes"])
 @pytest.mark.parametrize("placed", ["behind", "mapped"])
 def test_new_keys_without_a_place_leave_no_position(placed, axes):
-    """Beyond the capacity or the pages, or sent nowhere; the others leave theirs, whichever comes first."""
+    """New keys beyond the capacity or the pages, or with slot -1, store no position. The other keys store theirs, in
+    any order."""
     cache, table = torch.zeros(4, 16, 2, 8), int32([[3, 0], [7, -1], [2, 1]])
     given = (torch.arange(15.0).view(3, 5) + 100)[(..., *(None,) * len(axes))].expand(3, 5, *axes).contiguous()
     slots = torch.full((4, 16, *axes), -1.0)

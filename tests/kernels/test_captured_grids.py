@@ -1,6 +1,7 @@
-"""A captured step serves other lengths: its launches, as the driver gets them, do not depend on what the tables hold.
+"""A captured step serves other lengths: its launches, as the driver gets them, do not depend on the contents of the
+tables.
 
-vLLM's backend declares ``AttentionCGSupport.UNIFORM_BATCH`` on this ground.
+Because of this, vLLM's backend declares ``AttentionCGSupport.UNIFORM_BATCH``.
 """
 
 import json

@@ -1,4 +1,5 @@
-"""The geometry of the CPU backend without its compiled kernels: bands divided into pieces, caches into blocks."""
+"""Tests the geometry of the CPU backend without its compiled kernels: how bands are divided into pieces, and caches
+into blocks."""
 
 import pytest
 import support
@@ -20,7 +21,8 @@ LENGTHS = [(1, 1), (5, 5), (3, 7), (7, 3), (1, 9), (9, 1), (40, 40), (70, 200), 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize("lengths", LENGTHS, ids=lambda pair: f"{pair[0]}x{pair[1]}")
 def test_pieces_hold_every_visible_pair_once(lengths, causal, ahead):
-    """Also where the keys are one block of a longer sequence and the queries are not at its end."""
+    """The pieces hold every visible pair once, also if the keys are one block of a longer sequence and the queries are
+    not at its end."""
     seqlen_q, seqlen_k = lengths
     shift = seqlen_k - seqlen_q + ahead
     distance = torch.arange(seqlen_q)[:, None] + shift - torch.arange(seqlen_k)
@@ -55,7 +57,7 @@ def test_pieces_hold_every_visible_pair_once(lengths, causal, ahead):
     "scheme", [ROPE, ROPE.rectify(20).log_n(9), ROPE.rectify(20, 2.0), ROPE.local(20), Rotary.none(8)], ids=repr
 )
 def test_blocks_of_a_cache(monkeypatch, scheme, seqlen_q):
-    """Blocks that end inside a page, inside a band, and at the last key of a sequence."""
+    """Blocks may end inside a page, inside a band, and at the last key of a sequence."""
     monkeypatch.setattr(cached, "_block_size", lambda row: 24)
     q, (k, v) = torch.randn(3, seqlen_q, 4, 8), torch.randn(2, 12, 16, 2, 8)
     table = torch.tensor([[3, 4, 5, 6, 7], [0, 2, 9, 8, 1], [11, 10, 9, 2, 0]], dtype=torch.int32)
@@ -79,13 +81,14 @@ def test_caches_lie_heads_first_on_the_cpu(make):
     cache = make(dtype=torch.float32, device="cpu")
     assert cache.k.shape[2:] == cache.v.shape[2:] == (2, 16)
     assert cache.k.transpose(1, 2).is_contiguous() and cache.v.transpose(1, 2).is_contiguous()
-    with torch.device("meta"):  # any other device: rows first
+    with torch.device("meta"):  # on any other device rows come first
         assert make(dtype=torch.float32).k.is_contiguous()
 
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_a_scale_of_0_weighs_all_keys_alike(causal):
-    """torch's kernel would multiply masked scores, -inf, by 0."""
+    """A scale of 0 gives all visible keys the same weight. torch's kernel would multiply the scores of masked keys,
+    -inf, by 0."""
     target = support.Target("cpu", torch.float32, "cpu")
     for rotary in (Rotary.rope(8).rectify(1), Rotary.rope(8).local(9)):
         support.check(target, support.problem(target, rotary, 70, 80, causal=causal, softmax_scale=0.0))

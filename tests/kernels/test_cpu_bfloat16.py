@@ -1,5 +1,5 @@
-"""Products in bfloat16 on the CPU: the kernels of csrc/cpu/bf16, which need AVX512-BF16. Where the processor has it,
-all tests of the CPU backend in bfloat16 run them too."""
+"""Tests matrix products in bfloat16 on the CPU: the kernels of csrc/cpu/bf16, which need AVX512-BF16. If the processor
+has it, all tests of the CPU backend in bfloat16 run these kernels too."""
 
 import pytest
 import support
@@ -15,14 +15,14 @@ ROWS = library.FEW_QUERIES + 1
 
 @pytest.fixture(autouse=True)
 def multiplied(compiled):
-    """The library, which multiplies in bfloat16."""
+    """Returns the library that multiplies in bfloat16."""
     if not compiled.multiplies(torch.bfloat16, ROWS):
         pytest.skip("needs AVX512-BF16")
     return compiled
 
 
 def without(monkeypatch) -> None:
-    """Masks the instructions for bfloat16."""
+    """Hides the processor's instructions for bfloat16."""
     monkeypatch.setattr(loader, "instructions", lambda: loader.INSTRUCTIONS["x86-64-v4"])
     found = loader.find.__wrapped__()
     assert found.target == "x86-64-v4" and not found.library.multiplies(torch.bfloat16, ROWS)
@@ -33,8 +33,8 @@ def without(monkeypatch) -> None:
 @pytest.mark.parametrize("lengths", [(150, 150), (33, 200), (200, 65), (128, 64), (9, 129)], ids=str)
 @pytest.mark.parametrize("head_dim", [24, 40, 64, 128, 200, 256])
 def test_accuracy(head_dim, lengths, causal):
-    """Out, lse and gradients: widths with and without whole vectors, tiles of queries, strips and blocks of keys that
-    are incomplete, one band and two."""
+    """Out, lse and gradients are within the budget for widths with and without whole vectors, for incomplete tiles of
+    queries and incomplete strips and blocks of keys, and for one band and two."""
     for rotary, options in (
         (Rotary.rope(head_dim), {}),
         (Rotary.hope(head_dim, 64, interleaved=True).rectify(20), {"softmax_scale": 0.3}),
@@ -45,7 +45,7 @@ def test_accuracy(head_dim, lengths, causal):
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 def test_equal_scores(causal):
-    """All weights of a row are equal, so all are rounded alike, and results round once more."""
+    """All weights of a row are equal, so their rounding errors are equal too. The results are rounded once more."""
     p = support.problem(BRAIN, Rotary.none(64), 150, batch=2, heads=4, causal=causal, softmax_scale=0.0)
     support.check(BRAIN, p, roundings=2)
 
@@ -58,7 +58,8 @@ def test_values_of_another_width(widths):
 
 @pytest.mark.parametrize("width", [3, 17, 64])
 def test_needles_at_the_edges_of_a_window(width):
-    """One key three times as long as the others, on both sides of an edge of a window, a strip, a block and a tile."""
+    """One key, three times as long as the others, is just before or behind an edge of a window, a strip, a block or a
+    tile."""
     keys = 200
     needles = sorted(
         {edge + d for edge in (0, 32, 64, 96, 128, 160, keys - width, keys) for d in (-1, 0)} & {*range(keys)}
@@ -73,13 +74,14 @@ def test_needles_at_the_edges_of_a_window(width):
 @pytest.mark.parametrize("page", [0, 16])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_chunks_over_a_cache(head_dim, page, cache_dtype):
-    """A chunk of queries over keys of every type, raw and in runs of pages: at least as many as packing pays for."""
+    """A chunk of queries reads keys of every cache type, contiguous and in pages. It has enough queries for packing to
+    pay off."""
     options = dict(new=0, capacity=416, page=page, cache_dtype=cache_dtype)
     Cached(BRAIN, Rotary.rope(head_dim).rectify(90), (400, 300, 71), 70, **options).check()
 
 
 def test_runs_are_merged_in_float32(multiplied, monkeypatch):
-    """Pages at explicit positions: every run of keys is a call whose result is float32."""
+    """With pages at explicit positions, every contiguous run of keys is one call with a float32 result."""
     types, forward = [], type(multiplied).forward
     monkeypatch.setattr(
         type(multiplied),
@@ -108,8 +110,8 @@ def test_runs_are_merged_in_float32(multiplied, monkeypatch):
 
 
 def test_what_is_multiplied_in_bfloat16(monkeypatch):
-    """More than a few queries, in bfloat16: their bits differ from those of float32's products. All else is served by
-    the library of AVX-512, whose bits it has, gradients too."""
+    """Only calls in bfloat16 with at least ROWS queries multiply in bfloat16: their results differ from products in
+    float32. All other calls give bitwise the results of the library for AVX-512, including gradients."""
     cases = {
         (dtype, rows): support.problem(Target("cpu", dtype, "cpu"), Rotary.hope(64, 64), rows, 300, causal=True)
         for dtype in (torch.float32, torch.float16, torch.bfloat16)
@@ -125,7 +127,8 @@ def test_what_is_multiplied_in_bfloat16(monkeypatch):
 @pytest.mark.parametrize("which", ["q", "k", "v", "grad_out", "grad_lse"])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf], ids=str)
 def test_gradients_of_what_is_not_finite(monkeypatch, which, value):
-    """The backward in float32 serves them, which keeps a row from the keys that it does not see."""
+    """Numbers that are not finite use the backward in float32. It keeps a row from affecting the keys that it does not
+    see."""
     p = support.problem(BRAIN, Rotary.rope(64).local(20), 100, batch=2, heads=2, group=1)
     dirty = getattr(p, which).clone()
     dirty[(0, 50) if which != "grad_lse" else (0, 0, 50)] = value
@@ -150,8 +153,8 @@ def test_nan_reaches_the_rows_that_see_it():
 
 
 def test_every_number_is_read_and_rounded():
-    """The value of a single key is the result, for all numbers of the type. Subnormal ones count as 0, which the
-    instruction makes of them; NaN stays NaN."""
+    """If a row sees a single key, its result is the value of that key, for all numbers of the type. Subnormal numbers
+    count as 0, as in the instruction, and NaN stays NaN."""
     v = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).view(1024, 1, 1, 64)
     q = torch.zeros(1024, ROWS, 1, 64, dtype=torch.bfloat16)
     out = attention(q, torch.zeros_like(v), v, Rotary.rope(64), causal=False, impl="cpu")
@@ -160,7 +163,7 @@ def test_every_number_is_read_and_rounded():
 
 
 def test_results_are_rounded_to_nearest():
-    """The mean of two values, which float32 holds exactly."""
+    """The mean of two values, which float32 holds exactly, is rounded to nearest."""
     v = support.random((1, 2, 8, 64), BRAIN, 4)
     q = torch.zeros(1, ROWS, 8, 64, dtype=torch.bfloat16)
     out = attention(q, torch.zeros_like(v), v, Rotary.rope(64), causal=False, impl="cpu")
@@ -168,7 +171,8 @@ def test_results_are_rounded_to_nearest():
 
 
 def test_weights_are_rounded_to_nearest():
-    """Values of 1: the results are the sums of rounded weights over the sums of weights. Truncation lowers them."""
+    """With values of 1, the results are the sums of rounded weights over the sums of weights. Truncated weights would
+    make them smaller."""
     q, k, _ = torch.randn(3, 1, 400, 4, 64, generator=torch.Generator().manual_seed(6)).bfloat16()
     out = attention(q, k, torch.ones_like(k), Rotary.rope(64), causal=False, impl="cpu")
     assert torch.equal(out, torch.ones_like(out))

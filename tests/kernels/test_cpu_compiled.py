@@ -1,4 +1,4 @@
-"""The compiled kernels of the CPU backend. Their accuracy is also tested wherever a target is ``cpu``."""
+"""Tests the compiled kernels of the CPU backend. Their accuracy is also tested wherever a target is ``cpu``."""
 
 import dataclasses
 
@@ -17,8 +17,8 @@ PADS = (15, 0, 0, 40)  # the first slot of a sequence is the last of its page
 
 
 def reading(target, rotary, seqlen_q=1, **options) -> Cached:
-    """Returns a call that appends nothing. The first rows of the last two sequences see no key where seqlen_q is
-    larger."""
+    """Returns a call that appends nothing. If seqlen_q is larger than 1, the first rows of the last two sequences see
+    no key."""
     options = {"new": 0, "leftpad": PADS, "capacity": 1536, **options}
     return Cached(target, rotary, LENGTHS, seqlen_q, **options)
 
@@ -32,7 +32,7 @@ SCHEMES = {
     "hope": Rotary.hope(64, 512),  # half of the pairs rotate
     "self_extend": Rotary.rope(64).self_extend(588, 7),  # blocks begin anywhere in a group
     "self_extend_far": Rotary.rope(64, rotary_dim=32).self_extend(3, 3).log_n(100),
-    "dual_chunk": Rotary.rope(64).dual_chunk(448, 64),  # chunks of keys end anywhere in one of positions
+    "dual_chunk": Rotary.rope(64).dual_chunk(448, 64),  # chunks of keys end anywhere in a chunk of positions
     "gap": dataclasses.replace(Rotary.rope(64), bands=(Band(0, 30, 1.0, 0.0), Band(540, 700, 0.5, 200.0))),
 }
 PARTIAL = Rotary.rope(96, rotary_dim=32).rectify(40)
@@ -42,14 +42,15 @@ PARTIAL = Rotary.rope(96, rotary_dim=32).rectify(40)
 @pytest.mark.parametrize("scheme", SCHEMES)
 @targets
 def test_chunks_of_keys(target, scheme, seqlen_q):
-    """Several chunks and blocks of one sequence, whose results are combined; and sequences of a key or none."""
+    """The results of several chunks and blocks of one sequence are combined. Other sequences have one key or no key."""
     reading(target, SCHEMES[scheme], seqlen_q).check()
 
 
 @pytest.mark.parametrize("seqlen_q", [1, 3])
 @pytest.mark.parametrize("scheme", ["self_extend", "self_extend_far", "dual_chunk"])
 def test_needles_at_the_edges_of_maps(scheme, seqlen_q):
-    """One key that differs from zero: beside an edge of a block, a group, a chunk of positions or of keys, a window."""
+    """Only one key differs from zero. It is beside an edge of a block, a group, a chunk of positions or of keys, or a
+    window."""
     rotary, keys, page_size = SCHEMES[scheme], 896, 16
     edges = {0, 7, 63, 64, 70, 301, 308, 384, 512, 518, 768, keys - 588, keys - 3, keys}
     needles = sorted({edge + d for edge in edges for d in (-1, 0)} & set(range(keys)))
@@ -68,7 +69,7 @@ def test_needles_at_the_edges_of_maps(scheme, seqlen_q):
 
 
 def test_more_keys_than_a_table_has_rows():
-    """The rotation of a block is composed of those of 64 * 64 keys, of 64 and of one."""
+    """The rotation of a block is composed of rotations by 64 * 64 keys, by 64 keys and by one key."""
     rotary, p = SCHEMES["hope"], support.problem(FLOAT, SCHEMES["hope"], 2, 4200, heads=1, group=1)
     out, lse = attention_with_cache(p.q, p.k, p.v, rotary, support.int32([4200]), return_lse=True, impl="cpu")
     support.check_budget({"out": out, "lse": lse}, p, torch.float32)
@@ -79,7 +80,8 @@ def test_more_keys_than_a_table_has_rows():
 @pytest.mark.parametrize("scheme", ["partial_local", "gap"])
 @targets
 def test_unseen_keys_are_not_read(target, scheme, seqlen_q, page_size):
-    """A query's result is the same bits whatever keys and values it does not see hold, in its own block too."""
+    """A query's result is bitwise the same whatever the keys and values that it does not see hold, also those in its
+    own block."""
     rotary, keys = SCHEMES[scheme], LENGTHS[0]
     expected = reading(target, rotary, seqlen_q, page=page_size).call()
     distances = (keys - seqlen_q + torch.arange(seqlen_q))[:, None] - torch.arange(keys)
@@ -95,7 +97,7 @@ def test_unseen_keys_are_not_read(target, scheme, seqlen_q, page_size):
 @pytest.mark.parametrize("width", [64, 72])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_every_number_is_read_and_rounded(dtype, width):
-    """The value of a single key is the result, for all numbers of the type; NaN stays NaN."""
+    """If a row sees a single key, its result is the value of that key, for all numbers of the type. NaN stays NaN."""
     v = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype).view(1024, 1, 1, 64)
     v = torch.nn.functional.pad(v, (0, width - 64))
     zeros, seqlens = torch.zeros_like(v), torch.ones(len(v), dtype=torch.int32)
@@ -108,7 +110,7 @@ def test_every_number_is_read_and_rounded(dtype, width):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_decoding_is_rounded_to_nearest(dtype):
-    """The mean of two values, which float32 holds exactly."""
+    """The mean of two values, which float32 holds exactly, is rounded to nearest."""
     v = torch.randn(1, 2, 8, 64, generator=torch.Generator().manual_seed(4)).to(dtype)
     zeros, seqlens = torch.zeros_like(v), torch.tensor([2], dtype=torch.int32)
     out = attention_with_cache(zeros[:, :1], zeros, v, Rotary.rope(64), seqlens, impl="cpu")
@@ -143,8 +145,8 @@ def test_neighbors_and_threads_change_nothing():
 @pytest.mark.parametrize("lengths", [(130, 130), (65, 200), (200, 65), (64, 64), (1, 129)], ids=str)
 @targets
 def test_tiles(target, lengths, causal):
-    """Takes more than a tile of queries and a block of keys, both also incomplete, windows below and above a block, and
-    channels after the rotating ones."""
+    """Takes more than a tile of queries and a block of keys, complete and incomplete, windows shorter and longer than a
+    block, and channels after the rotated ones."""
     for rotary in (
         SCHEMES["leaky"],
         Rotary.rope(64).rectify(20),
@@ -156,13 +158,13 @@ def test_tiles(target, lengths, causal):
 
 
 def test_positions_and_batch_tables():
-    """Positions that are given differ between the sequences, and so do the tables of cos and sin."""
+    """Explicit positions differ between the sequences, and so do the tables of cos and sin."""
     positions = torch.rand(2, 70, generator=torch.Generator().manual_seed(2)) * 100
     support.check(FLOAT, support.problem(FLOAT, Rotary.rope(16), 70, batch=2, positions=positions))
 
 
 def test_bfloat16_is_rounded_to_nearest():
-    """The mean of two values, which float32 holds exactly."""
+    """The mean of two values, which float32 holds exactly, is rounded to nearest."""
     q, v = torch.zeros(1, 2, 1, 64, dtype=torch.bfloat16), support.random((1, 2, 1, 64), BRAIN, 4)
     out = attention(q, q, v, Rotary.rope(64), impl="cpu")
     assert torch.equal(out[0, 1], v[0].float().mean(0).to(torch.bfloat16))
@@ -176,7 +178,7 @@ def test_nan_reaches_the_rows_that_see_it():
 
 
 def test_other_calls_are_composed(compiled, monkeypatch):
-    """float64, and more queries than the decoding kernel takes."""
+    """Calls in float64, and with more queries than the decoding kernel takes, are composed of PyTorch's kernels."""
     monkeypatch.setattr(compiled, "decode", None)
     monkeypatch.setattr(compiled, "forward", None)
     q, k, v = torch.randn(3, 1, 20, 2, 16, dtype=torch.float64)

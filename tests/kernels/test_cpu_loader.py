@@ -1,4 +1,4 @@
-"""Building the compiled CPU kernels, and the choice among them: a missing or wrong library is never an error."""
+"""Tests how the compiled CPU kernels are built and chosen. A missing or wrong library is never an error."""
 
 import json
 import os
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the compiled CP
 
 @pytest.fixture
 def installation(tmp_path, monkeypatch):
-    """A folder of libraries that is empty, on a processor with AVX-512."""
+    """Returns an empty folder for libraries, on a processor with AVX-512."""
     monkeypatch.setattr(loader, "FOLDER", tmp_path)
     monkeypatch.setattr(loader, "SOURCES", tmp_path / "no checkout")
     monkeypatch.setattr(loader, "instructions", lambda: V4)
@@ -33,7 +33,7 @@ def installation(tmp_path, monkeypatch):
 
 
 def opened(path: Path, bfloat16: Path | None = None) -> Path:
-    """Stands in for the library of a file. Raises OSError for an empty file, which is a damaged library."""
+    """Replaces opening a library. Raises OSError for an empty file, which stands for a damaged library."""
     for each in filter(None, (path, bfloat16)):
         if not each.read_text():
             damaged(each)
@@ -62,13 +62,13 @@ def test_the_best_that_the_processor_can_run(installation, monkeypatch):
 
 
 def test_bfloat16_extends_the_library_of_avx512(installation, monkeypatch):
-    """The target for bfloat16 is chosen only if the processor has its instructions and both libraries open. Otherwise
-    the next best target is."""
+    """The target for bfloat16 is chosen only if the processor has its instructions and both libraries can be opened.
+    Otherwise the next best target is chosen."""
     monkeypatch.setattr(loader, "instructions", lambda: BF16)
     write(installation, x86_64_v3="3", x86_64_v4="4", x86_64_v4_bf16="bf16")
     assert loader.find()[1:] == ("x86-64-v4-bf16", "")
     assert loader.parts("x86-64-v4-bf16") == ["x86-64-v4-bf16", "x86-64-v4"]
-    for missing in sorted(BF16 - V3):  # masked: an illegal instruction would end the process
+    for missing in sorted(BF16 - V3):  # otherwise an illegal instruction would end the process
         monkeypatch.setattr(loader, "instructions", lambda missing=missing: BF16 - {missing})
         assert loader.find().target == ("x86-64-v4" if missing == "avx512_bf16" else "x86-64-v3")
     monkeypatch.setattr(loader, "instructions", lambda: BF16)
@@ -124,7 +124,7 @@ def test_a_library_older_than_its_sources(installation, monkeypatch):
 
 
 def test_one_warning_at_the_first_call(installation, monkeypatch):
-    monkeypatch.undo()  # of --composed-cpu too
+    monkeypatch.undo()  # undoes --composed-cpu too
     script = f"""
 import sys, torch
 from flashrope import Rotary, attention
@@ -221,7 +221,7 @@ def _scales() -> dict[str, torch.Tensor]:
 
 
 def _append_and_decode(q, caches, new, rotary, scales, impl: str) -> list[torch.Tensor]:
-    """Returns out and the caches after 90 new keys. q is the query of the last one."""
+    """Returns out of a step and the caches after 90 new keys. The last new key belongs to q."""
     options = dict(rotary=rotary, cache_seqlens=torch.zeros(2, dtype=torch.int32), impl=impl, **scales)
     queries = torch.cat((torch.zeros_like(q).expand(-1, 89, -1, -1), q), 1)
     attention_with_cache(queries, *caches, k=new[0], v=new[1], **options)

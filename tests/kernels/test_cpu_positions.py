@@ -1,4 +1,5 @@
-"""Positions of cached tokens on the CPU: runs of several blocks and chunks, in any tables, against the formula."""
+"""Compares explicit positions of cached tokens on the CPU with the formula: runs of several blocks and chunks, in any
+tables."""
 
 import dataclasses
 
@@ -28,7 +29,8 @@ def of_documents(target, rotary, seqlen_q, *starts, entries=6, page=PAGE, **opti
 @pytest.mark.parametrize("scheme", LONG)
 @pytest.mark.parametrize("seqlen_q", [1, 3])
 def test_decoding(target, scheme, seqlen_q):
-    """Runs of several blocks and chunks of the kernel, and of a part of one; the second sequence is one run."""
+    """Runs of positions span several blocks and chunks of the kernel, or a part of one. The second sequence is
+    one run."""
     starts = {2: 127, 3: 500, 14: 2000, 15: 2064 + 1}, {0: -700}
     of_documents(target, LONG[scheme](64), seqlen_q, *starts, entries=20, page=64, lengths=[1259, 1280]).check()
 
@@ -37,7 +39,8 @@ def test_decoding(target, scheme, seqlen_q):
 @pytest.mark.parametrize("scheme", LONG)
 @pytest.mark.parametrize("target", [FLOAT32, CPU[1], FLOAT64], ids=str)
 def test_chunks(target, scheme, causal):
-    """Queries that lie in two runs of their own, behind others that they see in part; hidden rows between them."""
+    """Checks chunks whose queries form two runs of positions. They follow other runs that are only partly visible, with
+    hidden rows in between."""
     starts = {2: 100, 5: 196, 10: 360}, {1: 32, 4: 800}
     c = of_documents(target, LONG[scheme](32), 90, *starts, entries=12, page=32, lengths=[370, 384], causal=causal)
     c.tables["page_first"][0, 3], c.tables["page_lengths"][0, 3], c.tables["page_lengths"][1, 3] = 5, 17, 0
@@ -47,7 +50,7 @@ def test_chunks(target, scheme, causal):
 @queries
 @pytest.mark.parametrize("rotary", [Rotary.rope(32).log_steps(7), Rotary.rope(32).log_n(20)], ids=["steps", "log n"])
 def test_score_scales_at_negative_positions(rotary, seqlen_q):
-    """Query scales grow from position 0 on. A position below counts as 0, where a logarithm would be NaN."""
+    """Query scales grow from position 0 on. A negative position counts as 0, because its logarithm would be NaN."""
     c = of_documents(FLOAT32, rotary, seqlen_q, *[{0: -200, 3: -60}] * 2, lengths=[90, 96])
     c.at(**c.tables, positions=torch.arange(seqlen_q) + torch.tensor([[-40], [-3]])).check()
 
@@ -57,7 +60,7 @@ def test_score_scales_at_negative_positions(rotary, seqlen_q):
 @pytest.mark.parametrize("target", [FLOAT32, FLOAT64], ids=str)
 @pytest.mark.parametrize("kind", ["runs", "runs at halves", "scattered", "fractions", "equal"])
 def test_stored(target, seqlen_q, paged, kind, monkeypatch):
-    """Positions in the cache: a few runs, or one to every key, which take masks."""
+    """Stored positions are right if they form a few runs, and if every key is a run of its own, which takes masks."""
     monkeypatch.setattr(cached, "MAX_BLOCK", 40)
     monkeypatch.setattr(cached, "MIN_BLOCK", 40)
     slots = KINDS[kind](torch.arange(192.0).view(2, 96))
@@ -70,7 +73,7 @@ def test_stored(target, seqlen_q, paged, kind, monkeypatch):
 
 @pytest.mark.parametrize("seqlen_q", [3, 70])
 def test_masks_with_queries_that_see_no_key(seqlen_q):
-    """Queries in any order: some between two others are before all keys of a block."""
+    """Queries come in any order. Some are before all keys of a block, between queries that are not."""
     positions = torch.randint(-20, 190, (2, seqlen_q), generator=torch.Generator().manual_seed(5))
     positions[:, 1] = -5
     slots = (torch.arange(96.0) * 1.5 + 3).repeat(2, 1)
@@ -80,7 +83,7 @@ def test_masks_with_queries_that_see_no_key(seqlen_q):
 
 @queries
 def test_factor_by_length(seqlen_q):
-    """It counts the visible keys, in all runs."""
+    """The factor counts the visible keys of all runs."""
     c = over(FLOAT32, dataclasses.replace(Rotary.rope(32), length_scale=10.0), [96, 90], seqlen_q)
     lengths = torch.full((2, 6), 16, dtype=torch.int32)
     lengths[:, 2] = 5
@@ -89,7 +92,8 @@ def test_factor_by_length(seqlen_q):
 
 @queries
 def test_stored_positions_across_hidden_rows(seqlen_q):
-    """Tokens are removed from the middle of a page, and the stored positions behind them close up."""
+    """Stored positions may skip hidden rows: tokens are removed from the middle of a page, and the positions behind
+    them close the gap."""
     lengths = int32([[16, 9, 16, 16, 3, 16]])
     rows = torch.arange(16) < lengths[0, :, None]
     slots = torch.where(rows, rows.flatten().cumsum(0).view(6, 16) - 1, 0).to(torch.float32)
@@ -99,7 +103,7 @@ def test_stored_positions_across_hidden_rows(seqlen_q):
 
 @pytest.mark.parametrize("seqlen_q", [1, 70])
 def test_sequences_beside_one_with_masks(seqlen_q):
-    """Their results are those without it, to the bit."""
+    """Sequences give bitwise the same results with and without a masked sequence in the batch."""
     slots = torch.arange(96.0).repeat(3, 1)
     slots[1] *= 1.5
     together = over(FLOAT32, "rerope", [96] * 3, seqlen_q, page=0).at(slot_positions=slots)
@@ -113,7 +117,7 @@ def test_sequences_beside_one_with_masks(seqlen_q):
 
 
 def test_runs():
-    """Spans that follow one another are one run, in slots and in positions."""
+    """Consecutive spans are joined into one run if they follow one another in slots and in positions."""
     spans = [(4, 16, 10), (16, 20, 22), (20, 24, 27), (25, 26, 31), (26, 27, 32), (27, 28, 32)]
     found = runs._joined(spans)
     assert found == [runs.Run(4, 16, 10, 0), runs.Run(20, 4, 27, 16), runs.Run(25, 2, 31, 20), runs.Run(27, 1, 32, 22)]

@@ -1,4 +1,4 @@
-"""The CUDA extension: what it refuses, its build, and the gate that compiles its kernels.
+"""Tests what the CUDA extension refuses, its build, and the gate that compiles its kernels.
 
 The kernels themselves run in ``tests/executor/test_cuda_kernels.py``.
 """
@@ -59,7 +59,7 @@ print(torch.ops.flashrope_cuda.decode.default._schema)
     not all(map(shutil.which, ("nvcc", "ninja", "c++"))), reason="needs nvcc, ninja and a C++ compiler on PATH"
 )
 def test_the_library_builds_and_loads_where_torch_has_cuda(tmp_path):
-    """Where this torch has no libtorch_cuda, a stub replaces it: no kernel runs, but every symbol must be found."""
+    """If this torch has no libtorch_cuda, a stub replaces it. No kernel runs, but every symbol must be found."""
     pytest.importorskip("pybind11", reason="the build needs pybind11")
     env = {**os.environ, "FLASHROPE_BUILD_CUDA": "1", "TORCH_CUDA_ARCH_LIST": "7.5"}
     command = [

@@ -1,4 +1,4 @@
-"""What only a GPU has: CUDA graphs, streams, a host that must not wait, several devices."""
+"""Tests what needs a GPU: CUDA graphs, streams, a host that must not wait, several devices."""
 
 import pytest
 import support
@@ -22,7 +22,7 @@ def int32(values):
 
 
 def test_the_first_call_of_a_scheme_lies_in_a_graph_of_the_compiler():
-    """Its tables must outlive the graph's pool."""
+    """The tables of a scheme outlive the pool of the compiler's CUDA graph in which its first call lies."""
     rotary = Rotary.rope(64, base=12_347.0).rectify(50)  # no other test builds its tables
     compiled = torch.compile(lambda q, k, v: attention(q, k, v, rotary), mode="reduce-overhead", fullgraph=True)
     with torch.no_grad():
@@ -51,7 +51,7 @@ def test_a_captured_step_follows_the_lengths(seqlen_q):
 
 
 def test_a_captured_batch_follows_the_lengths():
-    """One graph for steps, drafts and a prompt, in any order and number."""
+    """One graph serves steps, drafts and a prompt, in any order and number."""
     rotary, (q, _, _), (_, k_cache, v_cache) = Rotary.rope(64).rectify(50), tensors(1, 50), tensors(2, 512)
     q, starts, lengths = q.flatten(0, 1), int32([0, 0, 0]), int32([0, 0])
 
@@ -70,7 +70,7 @@ def test_a_captured_batch_follows_the_lengths():
 
 
 def test_the_recipe_of_a_paged_cache():
-    """``PagedKVCache``'s docstring, as ``test_graph_recipe.py`` runs it without a GPU."""
+    """Captures the recipe in the docstring of ``PagedKVCache``, which ``test_graph_recipe.py`` runs without a GPU."""
     recipe = Recipe(support.Target("triton", torch.float32, "cuda"), "raw")
     recipe.run(recipe.step)
     torch.cuda.synchronize()

@@ -1,5 +1,5 @@
-"""The Triton kernels over a cache: what must not change a bit, what they may touch, what they rotate, what is compiled
-anew."""
+"""Tests the Triton kernels over a cache: what must not change a bit, what they may access, what they rotate, and what
+is compiled again."""
 
 import numpy as np
 import pytest
@@ -37,7 +37,7 @@ def reading(lengths, queries=1, rotary=RECTIFIED, **options) -> Cached:
 
 
 def attend(q, k_cache, v_cache, seqlens, rotary=RECTIFIED, num_splits=2, **options):
-    """Returns (out, lse) of keys that lie in the caches."""
+    """Returns (out, lse) of queries over keys that are already in the caches."""
     seqlens, options = int32(seqlens, DEVICE), dict(num_splits=num_splits, impl="triton", return_lse=True, **options)
     return attention_with_cache(q, k_cache, v_cache, rotary, seqlens, **options)
 
@@ -57,7 +57,8 @@ def assert_same_bits(got, expected):
     ids=["rerope", "leaky", "two-sided"],
 )
 def test_pages_and_what_no_key_uses_change_no_bit(rotary, causal):
-    """Contiguous or paged, with NaN in every row behind the lengths and nonsense in unused entries."""
+    """Contiguous and paged caches give the same bits, with NaN in every row behind the lengths and invalid numbers in
+    unused entries."""
     plain = reading((150, 67), rotary=rotary, causal=causal)
     plain.check(num_splits=2)
     for changes in ({"page": PAGE}, {"page": 32}, {"layout": "poisoned"}):
@@ -66,8 +67,8 @@ def test_pages_and_what_no_key_uses_change_no_bit(rotary, causal):
 
 @pytest.fixture
 def products_by_row(monkeypatch):
-    """In the interpreter tl.dot is numpy's matmul, whose rounding of a row may depend on the row's place: so it is in
-    OpenBLAS's kernels for AVX-512. Tensor cores treat all rows alike, as einsum does."""
+    """Makes the rounding of a row independent of its index. In the interpreter tl.dot is numpy's matmul, and OpenBLAS's
+    kernels for AVX-512 do not treat all rows alike. Tensor cores do, and so does einsum."""
     if support.INTERPRETED:
         monkeypatch.setattr(np, "matmul", lambda a, b, dtype: np.einsum("mk,kn->mn", a, b, dtype=dtype))
 
@@ -92,8 +93,8 @@ CHUNK = configs.DECODE_SEQLEN + 1
 
 @pytest.mark.parametrize("page_size", [0, PAGE])
 def test_chunks_in_their_own_kernel(page_size):
-    """Pages in any order, nonsense in unused entries, NaN in unused slots, neighbours and padding change no bit of a
-    chunk either."""
+    """Shuffled pages, invalid numbers in unused entries, NaN in unused slots, neighbours and padding change no bit of a
+    chunk."""
     plain = reading((100, 67), CHUNK, heads=(1, 1))
     assert_same_bits(plain.replace(page=page_size, leftpad=(0, 5)).call(), plain.call())
 
@@ -120,8 +121,8 @@ def test_neighbours_and_left_padding_change_no_bit():
 
 @pytest.mark.parametrize("seqlen_q", [2, CHUNK])
 def test_hostile_lengths_and_pages_touch_nothing_else(seqlen_q):
-    """Lengths beyond the capacity or negative, pages that do not exist: other sequences keep their bits, and all memory
-    around their pages does."""
+    """Lengths beyond the capacity, negative lengths and pages that do not exist leave the bits of other sequences and
+    all memory around their pages unchanged."""
     heads, options = (1 if seqlen_q > 2 else HEADS_Q, 1), dict(num_splits=None if seqlen_q > 2 else 1, validate=False)
     right = reading((42, 35, 20), seqlen_q, new=2, page=PAGE, heads=heads, layout="poisoned")
     out, lse = right.call(**options)
@@ -144,7 +145,7 @@ def test_hostile_lengths_and_pages_touch_nothing_else(seqlen_q):
 
 @pytest.mark.parametrize("seqlen_q", [1, 40])
 def test_keys_beyond_the_first_coarse_row_of_the_table(seqlen_q):
-    """The table of angles must reach as far as the cache, not as far as the queries."""
+    """The table of angles must reach to the end of the cache, not only to the last query."""
     reading((2100,), seqlen_q, Rotary.rope(32).local(100), heads=(1, 1), capacity=2150).check()
 
 
@@ -209,13 +210,14 @@ LAUNCHED = [
     (RECTIFIED, CHUNK, 1, 8, ["attention_decode"]),
     (Rotary.none(32), CHUNK, None, 8, ["attention_chunks"]),
     (Rotary.rope(32), CHUNK, None, 8, ["rotate_cached_rows", "attention_chunks"]),
-    (Rotary.rope(32), CHUNK, None, 9, ["attention_decode"]),  # rotated keys would need more room than the cache
+    (Rotary.rope(32), CHUNK, None, 9, ["attention_decode"]),  # rotated keys would need more memory than the cache
 ]
 
 
 @pytest.mark.parametrize(("rotary", "seqlen_q", "num_splits", "max_pages", "expected"), LAUNCHED)
 def test_kernel_that_serves(rotary, seqlen_q, num_splits, max_pages, expected, monkeypatch):
-    """And the room for rotated keys: for ReRoPE a window beyond the chunk, never the cache."""
+    """Checks which kernels run, and the size of the buffer of rotated keys: under ReRoPE it holds the chunk and the
+    window before it, not the whole cache."""
     launches = []
     monkeypatch.setattr(
         launcher, "launch", lambda kernel, grid, *args, **options: launches.append((kernel.__name__, args))

@@ -1,4 +1,4 @@
-"""What impl="triton" refuses in Triton's interpreter."""
+"""Tests what impl="triton" refuses in Triton's interpreter."""
 
 import pytest
 import support
@@ -27,7 +27,7 @@ CALLS = {
 
 @pytest.mark.parametrize("name", CALLS)
 def test_bfloat16_is_refused(name):
-    """The interpreter computes with its bit patterns."""
+    """bfloat16 is refused, because the interpreter computes with its bit patterns."""
     assert launcher.interpreted()
     with pytest.raises(ValueError, match=r"impl='triton' cannot serve .*interpreter.*bfloat16.*got torch\.bfloat16"):
         CALLS[name](BRAIN)

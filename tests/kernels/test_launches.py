@@ -1,6 +1,6 @@
-"""Launches as a GPU would get them, without one: random calls run up to the driver, through Triton's own specialisation
-of their arguments, and every kernel is compiled for the architecture. Only loading and running are left out. The
-interpreter shows none of this: there a number that Triton makes a constant is as good as one that it does not."""
+"""Tests launches as a GPU would get them, without a GPU. Random calls run up to the driver, through Triton's own
+specialisation of their arguments, and every kernel is compiled for the architecture. Only loading and running are
+left out. The interpreter shows none of this, because it treats constants and runtime numbers alike."""
 
 import collections
 import dataclasses
@@ -36,7 +36,7 @@ from bench.compiling import architectures, offline
 
 ROOT = pathlib.Path(__file__).parents[2]
 LENGTHS = (1, 2, 16, 17, 64, 65, 100, 128, 129, 300, 1024, 1025)
-PLACED = {"place_slots", "place_tokens"}  # of calls with positions of cached tokens
+PLACED = {"place_slots", "place_tokens"}  # kernels of calls with explicit positions of cached tokens
 KERNELS = {
     "rotate_rows",
     "attention_forward",
@@ -53,7 +53,7 @@ KERNELS = {
 
 
 class Launcher:
-    """What Triton calls with every launch."""
+    """Replaces the launcher that Triton calls for every launch, and checks the grid and the types of the arguments."""
 
     def __init__(self, source, metadata):
         self.name, self.signature = metadata.name, tuple(source.signature.values())
@@ -76,7 +76,7 @@ class Launcher:
 
 
 class Uncompiled(CompiledKernel):
-    """Stands in for a compiled kernel. ``ran`` lists the launched ones."""
+    """Replaces a compiled kernel. ``ran`` lists the kernels that were launched."""
 
     ran = []
 
@@ -88,7 +88,7 @@ class Uncompiled(CompiledKernel):
 
 
 class Calls(random.Random):
-    """One random call a seed, of the public function that seed % 3 tells. The tensors' numbers are not initialised."""
+    """One random call per seed. seed % 3 selects the public function. The tensors are not initialised."""
 
     def __init__(self, seed: int, head_dims):
         super().__init__(seed)
@@ -100,7 +100,8 @@ class Calls(random.Random):
         (self.dense, self.packed, self.cached)[seed % 3]()
 
     def tensor(self, *shape, grad=False):
-        """Returns a tensor that is contiguous, heads first, or a view that is not aligned to 16 bytes."""
+        """Returns a contiguous tensor, a view whose rows or whose first element are not aligned to 16 bytes, or a
+        tensor with the heads first."""
         layout, (*rows, heads, head_dim) = (
             self.choice(("contiguous", "contiguous", "heads first", "window", "odd")),
             shape,
@@ -164,7 +165,7 @@ class Calls(random.Random):
         self.backward(*attention_varlen(q, k, v, self.rotary(), *starts, 1100, 1100, **options))
 
     def cached(self):
-        """Calls attention_with_cache on views, and runs a step of the caches, which are aligned."""
+        """Calls attention_with_cache on views, and a step of a cache on aligned tensors."""
         page_size, rotary = self.choice((0, 0, 16, 64, 256)), self.rotary()
         rows, table = (self.batch, 2048), None
         if page_size:
@@ -236,15 +237,15 @@ class Calls(random.Random):
 
 
 def compiling_environment() -> dict[str, str]:
-    """Returns the environment of a process where Triton compiles."""
+    """Returns the environment of a process in which Triton compiles."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return os.environ | {"PYTHONPATH": os.pathsep.join(paths), "TRITON_INTERPRET": "0", "TRITON_DEFAULT_FP_FUSION": "0"}
 
 
 def launched(arch: int | str, seeds, *head_dims, compiling=True) -> dict[str, int]:
-    """Returns the kernels that a process of its own, where Triton compiles, launches for these calls; without compiling
-    the number of launches of every kernel that went past Triton's look at the arguments, each the same that it would
-    have found."""
+    """Returns the kernels that a separate process, in which Triton compiles, launches for these calls. compiling=False:
+    counts for every kernel the launches that bypassed Triton's specialisation, after checking that each used the
+    kernel that Triton would have chosen."""
     done = subprocess.run(
         [sys.executable, __file__, json.dumps([arch, list(seeds), head_dims, compiling])],
         capture_output=True,
@@ -261,7 +262,7 @@ without_gpu = pytest.mark.skipif(
 )
 
 
-@pytest.mark.slow  # CI runs such launches of tests/executor/test_cases.py, compiled for sm_80
+@pytest.mark.slow  # CI runs such launches in tests/executor/test_cases.py, compiled for sm_80
 @without_gpu
 def test_launches():
     assert launched(90, (58, 8, 3), 16).keys() - PLACED == KERNELS  # 58 has one head, 3 no deterministic backward
@@ -291,7 +292,8 @@ def test_a_grid_that_triton_would_skip(monkeypatch):
 @pytest.mark.slow
 @without_gpu
 def test_host_work_of_a_call():
-    """Functions that Python calls until the kernels are queued, about a tenth more than today."""
+    """Limits the number of functions that Python calls until the kernels are queued to about a tenth more than
+    today."""
     done = subprocess.run(
         [sys.executable, "-m", "bench", "host", "--blocks", "2", "--calls", "1"],
         capture_output=True,

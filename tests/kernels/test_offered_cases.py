@@ -1,6 +1,7 @@
 """Every combination that impl="triton" offers over caches has a case on the executor (tests/executor/test_offered.py).
 
-What is offered comes from the checks themselves."""
+The checks themselves say what is offered.
+"""
 
 import itertools
 
@@ -14,12 +15,12 @@ FAMILIES = [configs.HALF, configs.NEWER_HALF]
 
 
 def kind_of_head(head_dim: int) -> tuple[int, bool]:
-    """What a kernel is compiled for: the channels of its tiles, and whether some of them are padding."""
+    """Returns what a kernel is compiled for: the channels of its tiles, and whether some of them are padding."""
     return block_d(head_dim), block_d(head_dim) != head_dim
 
 
 def kind_of_page(page: int) -> int:
-    """Pages that hold any tile of keys whole are alike."""
+    """Returns the page size, limited to that of the largest tile. All pages that hold whole tiles of keys are alike."""
     largest = max(tile.block_n for table in FAMILIES for kinds in table.values() for tile in tiles_of(kinds))
     return min(page, largest)
 
@@ -29,13 +30,13 @@ def tiles_of(kinds) -> list[configs.Tile]:
 
 
 def dtypes() -> list[torch.dtype]:
-    """Returns all types of PyTorch's that a tensor can have without more arguments."""
+    """Returns all dtypes of PyTorch that a tensor can have without further arguments."""
     found = vars(torch).items()
     return [x for name, x in found if isinstance(x, torch.dtype) and not (x.is_complex or name[0] == "q")]
 
 
 def accepted(values, axis: int) -> list:
-    """Returns the values of one axis that are accepted beside a common choice of the others."""
+    """Returns the values of one axis that are accepted with a common choice of the others."""
     usual = [64, 16, torch.float16, None, None]
     return [x for x in values if offered.is_offered(*usual[:axis], x, *usual[axis + 1 :])]
 
@@ -66,7 +67,8 @@ def test_every_combination_has_a_case():
 
 
 def test_every_two_values_meet_in_the_sample():
-    """Every head_dim with every bit width among them. Only a contiguous cache has no tables of pages."""
+    """The sample covers every pair of values of two axes, for example every head_dim with every bit width. Only a
+    contiguous cache with tables of pages does not exist."""
     axes = enumerate((*offered.AXES, offered.SCHEMES, offered.SEQLENS, offered.PADDED))
     expected = {
         ((i, x), (j, y))
@@ -82,7 +84,7 @@ def test_every_two_values_meet_in_the_sample():
 
 @pytest.mark.parametrize("axis, value", [(0, 320), (1, 24), (2, torch.float64), (3, torch.int16), (4, "tables")])
 def test_refused(axis, value):
-    """The probe refuses what the checks refuse: it can fail."""
+    """The probe refuses what the checks refuse. This shows that it can fail."""
     combination = [64, 0, torch.float16, None, None]
     assert offered.is_offered(*combination)
     combination[axis] = value

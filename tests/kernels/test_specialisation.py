@@ -1,5 +1,5 @@
-"""No length, batch, window or number of heads compiles a kernel anew: the launches of many shapes ask for one
-specialisation each."""
+"""No length, batch size, window or number of heads compiles a kernel again: the launches of many shapes share one
+specialisation."""
 
 import json
 import os
@@ -11,7 +11,8 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 
-# In a process of its own: Triton's interpreter, which the tests run in without a GPU, has no specialisations.
+# It runs in a separate process, because Triton's interpreter, which the tests use without a GPU, has no
+# specialisations.
 DENSE = """
 import collections, itertools, json, torch
 from bench.compiling.offline import caught_launches
@@ -80,7 +81,7 @@ print(json.dumps({name: len(of) for name, of in keys.items()}))
 
 
 def specialisations(script: str) -> dict[str, int]:
-    """How often each kernel is compiled."""
+    """Returns how often each kernel is compiled."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     options = dict(capture_output=True, text=True, env=environment, cwd=pathlib.Path(__file__).parents[2], check=False)
     run = subprocess.run([sys.executable, "-c", script], **options)
@@ -90,7 +91,7 @@ def specialisations(script: str) -> dict[str, int]:
 
 LAYOUTS = ("sequence first", "heads first", "packed")
 KERNELS = dict.fromkeys(("rotate_rows", "attention_forward", "attention_statistics", "attention_grad_q"), 1)
-KERNELS |= {"attention_grad_kv": 2, "attention_finish_grad_q": 1}  # with and without the sums of dQ
+KERNELS |= {"attention_grad_kv": 2, "attention_finish_grad_q": 1}  # with and without adding up dQ
 
 
 def test_lengths_share_kernels():
@@ -100,7 +101,7 @@ def test_lengths_share_kernels():
 
 
 def test_lengths_share_kernels_over_caches():
-    # one split writes its half-precision result itself, several write float32
+    # a single split writes its half-precision result itself, several splits write float32
     kernels = ["append_rows", "combine_splits", "rotate_cached_rows", "attention_chunks"]
     expected = dict.fromkeys(kernels, 1) | {"attention_decode": 2}
     assert specialisations(CACHED) == {

@@ -1,4 +1,5 @@
-"""How decoding divides the keys: the choice is a function of shapes, and of what the compiled kernel occupies."""
+"""Tests how decoding divides the keys. The choice depends on shapes, and on the resources that the compiled kernel
+uses."""
 
 import re
 from pathlib import Path
@@ -17,14 +18,14 @@ CAPACITIES = [1 << n for n in range(10, 18)] + [1500, 3000, 7777, 100_000]
 @pytest.mark.parametrize("multiprocessors", [108, 132])
 @pytest.mark.parametrize("blocks", [1, 2, 3])
 def test_the_device_is_busy(multiprocessors, blocks):
-    """Batches 1 to 64, 1 to 32 KV heads, 1k to 131k keys."""
+    """The splits keep the device busy for batches of 1 to 64, 1 to 32 KV heads, and 1k to 131k keys."""
     resident = blocks * multiprocessors
     for programs in PROGRAMS:
         for capacity in CAPACITIES:
             tiles = -(-capacity // BLOCK_N)
             splits = choose_splits(programs, tiles, resident)
             assert 1 <= splits <= min(tiles, MAX_SPLITS)
-            # One tile per split is the finest division that there is.
+            # One tile per split is the finest division.
             reachable = programs * min(tiles, MAX_SPLITS) >= FULL * resident
             assert busy_share(programs, splits, resident) >= FULL or not reachable, (programs, capacity, splits)
 
@@ -32,8 +33,8 @@ def test_the_device_is_busy(multiprocessors, blocks):
 @pytest.mark.parametrize(
     ("programs", "tiles", "resident", "splits"),
     [
-        (1, 16, 108, 16),  # too few keys to fill the device: a tile for every split
-        (8, 2048, 132, 16),  # 128 blocks of 132, not 264 in two waves
+        (1, 16, 108, 16),  # too few keys to fill the device: one tile per split
+        (8, 2048, 132, 16),  # 128 blocks on 132 multiprocessors, not 264 in two waves
         (128, 2048, 108, 16),  # 2048 blocks in 19 waves; one split would leave 88 multiprocessors idle in the second
         (2048, 2048, 108, 1),
         (1, 3, 108, 1),  # not worth a second launch

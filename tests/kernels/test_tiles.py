@@ -1,4 +1,4 @@
-"""Which pairs of a tile are visible: bounds for every row against the distance of every pair."""
+"""Tests which pairs of a tile are visible: compares the bounds of every row with the distance of every pair."""
 
 import pytest
 import torch
@@ -24,7 +24,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @triton.jit
 def masks(of_keys, of_queries, expected, start, stop, row, column, length, ahead, M: tl.constexpr, N: tl.constexpr):
-    """Query rows `row` on against keys `column` on: bounds per query, bounds per key, and the distance itself."""
+    """Stores the visible pairs of query rows from `row` and keys from `column`, by the bounds per query, by the bounds
+    per key, and by the distance."""
     band = Band(start, stop, None, None, None, None, None)
     position_q, position_k = row + tl.arange(0, M) + ahead, column + tl.arange(0, N)
     at = tl.arange(0, M)[:, None] * N + tl.arange(0, N)[None, :]
@@ -54,7 +55,8 @@ def test_bounds_per_row_are_the_band(start, stop, ahead):
 
 @triton.jit
 def tile_ranges(ranges, cases, BLOCK: tl.constexpr):
-    """TileRanges of keys for rows first to last, then of queries for keys first to last; a program for each case."""
+    """Stores the TileRanges of keys for rows first to last, and of queries for keys first to last. One program computes
+    one case."""
     case = cases + 6 * tl.program_id(0)
     first, last, length, ahead = tl.load(case), tl.load(case + 1), tl.load(case + 2), tl.load(case + 3)
     band = Band(tl.load(case + 4), tl.load(case + 5), None, None, None, None, None)
@@ -68,8 +70,8 @@ def tile_ranges(ranges, cases, BLOCK: tl.constexpr):
 
 @pytest.mark.parametrize("ahead", [-20, 0, 37])
 def test_tiles_of_a_band(ahead):
-    """Tiles outside [begin, end) hold no visible pair, those in [inner_begin, inner_end) are the ones of nothing else.
-    Windows end before, at and behind the edges of tiles."""
+    """Tiles outside [begin, end) hold no visible pair. The tiles in [inner_begin, inner_end) are exactly those with
+    only visible pairs. Windows end before, at and behind the edges of tiles."""
     bands = [(0, UNBOUNDED), (-UNBOUNDED, UNBOUNDED), (9, UNBOUNDED), (-5, 6), *((0, x) for x in (15, 16, 17, 31, 47))]
     rows = [(0, 15), (16, 31), (48, 63), (32, 36)]
     cases = [(*pair, length, ahead, *band) for band in bands for pair in rows for length in (33, 64, 70)]
@@ -98,7 +100,8 @@ def store_first_copies(out, cache, cu_seqlens, rows):
 
 @pytest.mark.parametrize("rows", [0, 10])
 def test_copied_keys_of_packed_queries_have_room(rows, decode_seqlen=64):
-    """Each of the shortest sequences that ``attention_chunks`` serves, in the room that the host makes for all."""
+    """The rotated keys of the shortest sequences that ``attention_chunks`` serves fit into the buffer that the host
+    allocates for all sequences."""
     lengths = torch.full((decode_seqlen + 1,), decode_seqlen + 1)
     cu_seqlens = torch.cat((torch.zeros(1), lengths.cumsum(0))).to(DEVICE, torch.int32)
     cache, first = NO_CACHE._replace(decode_seqlen=encode_int(decode_seqlen)), torch.zeros_like(cu_seqlens)

@@ -1,4 +1,5 @@
-"""cos and sin of a tile's rows, from every row of the table or from few: the same angles, at any position."""
+"""cos and sin of a tile's rows are the same at any position, whether they come from every row of the table or from few
+rows."""
 
 import pytest
 import torch
@@ -17,8 +18,8 @@ ROTARY = Rotary.rope(32)
 LIMIT = 1 << 24
 HALF_ULP = 2.0**-25
 # Bounds on the errors of cos and sin. A level adds the rounding of its two entries (a vector: sqrt 2) and of two
-# products and their sum (2), and passes on the error of the levels before (at most sqrt 2 times): 2 levels 4.8, 3
-# levels 10.2, 4 levels 18.
+# products and their sum (2). It passes on the error of the levels before (at most sqrt 2 times): 2 levels 4.8, 3 levels
+# 10.2, 4 levels 18.
 BOUND = {"rows": 10.3 * HALF_ULP, "blocks": 18 * HALF_ULP}
 
 
@@ -61,7 +62,8 @@ def stored_cos_and_sin(out, table, positions, base, M: tl.constexpr, VARIANT: tl
 
 @pytest.mark.parametrize("frequency", [1.0, 7.5])
 def test_any_stored_position(frequency):
-    """Whole or not, on both sides of 0, below and above what a float32 resolves, with a page's position added."""
+    """Stored positions are exact, whole or not, on both sides of 0, below and above what a float32 resolves, and with a
+    page's position added."""
     rotary = Rotary.from_inv_freq(frequency * ROTARY.inv_freq, 32)
     table, shape = turn_table(rotary, True, torch.device("cpu")), Variant(32, 32)
     generator = torch.Generator().manual_seed(0)
@@ -90,7 +92,7 @@ def store_cos_and_sin(out, angles, M: tl.constexpr):
 
 
 def test_the_polynomials_serve_an_eighth_of_a_turn_on_both_sides():
-    """Their error stays far below that of polynomials which are used beyond an eighth of a turn, 4e-6."""
+    """The error of the polynomials stays far below 4e-6, which they would have beyond an eighth of a turn."""
     ends = (torch.arange(-4, 4).repeat_interleave(3) << 61) + torch.tensor([-1, 0, 1]).repeat(8) * 2**32
     within = torch.randint(-(2**63), 2**63 - 1, (1000,), generator=torch.Generator().manual_seed(0))
     angles = torch.cat([ends, within])
@@ -109,7 +111,8 @@ def store_mapped_rows(out, maps, rotation, start, first, length, M: tl.constexpr
 
 @pytest.mark.parametrize("rotary", [ROTARY.self_extend(20, 4), ROTARY.dual_chunk(160, 32)], ids=["groups", "chunks"])
 def test_rows_that_a_map_gives(rotary):
-    """Each reads the row of the formula, and before position 0 row 0; queries count from start, keys from first."""
+    """Each rotation reads the row that the formula gives, and row 0 before position 0. Rows of queries count from
+    start, rows of keys from first."""
     maps = lower(rotary, True).maps
     table = torch.tensor(maps, dtype=torch.int32)
     for rotation, (chunk, group, last, is_query) in enumerate(maps):

@@ -1,4 +1,4 @@
-"""flashrope tune without a GPU: the file of winners, the choice of a tile, what is dropped, the command.
+"""Tests flashrope tune without a GPU: the file of winners, the choice of a tile, what is dropped, the command.
 
 The candidates run in tests/executor/test_executed_tuning.py.
 """
@@ -35,7 +35,7 @@ WINNER = Winner((64, 128, 8, 2), 1.25, 1.5)
 
 @pytest.fixture(autouse=True)
 def file(tmp_path, monkeypatch):
-    """The file of this test, below a folder that does not exist yet."""
+    """Returns the path of this test's file, in a folder that does not exist yet."""
     path = tmp_path / "cache" / "flashrope" / "tiles.json"
     monkeypatch.setattr(store, "path", lambda: path)
     store.tuned.cache_clear(), tiles.choose.cache_clear()
@@ -65,7 +65,7 @@ def test_winners_are_kept_for_every_setup(file):
 
 
 def test_the_file_is_in_the_cache_folder(monkeypatch, tmp_path):
-    monkeypatch.undo()  # the path of the session's fixture is put back by it
+    monkeypatch.undo()  # restores the real path, which a fixture has replaced
     program = "from flashrope.backends import tuned_tiles; print(tuned_tiles.path())"
     for base, expected in ((tmp_path, tmp_path), ("relative", tmp_path / ".cache"), ("", tmp_path / ".cache")):
         env = {"XDG_CACHE_HOME": str(base), "HOME": str(tmp_path)}
@@ -114,7 +114,7 @@ def test_an_unreadable_file_is_ignored_with_one_warning(file, content):
     with pytest.warns(UserWarning, match=r"tiles\.json: ignored, the default tiles serve .*--reset") as caught:
         assert [store.tuned(), store.tuned()] == [{}, {}]
     assert len(caught) == 1
-    store.update(SETUP, {FORWARD: WINNER})  # replaces it
+    store.update(SETUP, {FORWARD: WINNER})  # replaces the winner
     assert store.tuned() == {SETUP: {FORWARD: WINNER}}
 
 
@@ -236,7 +236,7 @@ def test_a_forced_tile_is_taken_back():
     ids=lambda workload: str(workload.shape_class).replace(" ", "-"),
 )
 def test_every_workload_takes_the_winner_of_its_class(workload, monkeypatch):
-    """Launches on tensors without memory, recorded."""
+    """Records the launches on meta tensors and checks the tile of each."""
     meta, launches = torch.device("meta"), []
     shape, tile = workload.shape_class, Tile(16 if workload.direction == "decode" else 32, 32, 2, 4)
     store.update(tiles.setup_of(meta, 80), {shape: WINNER._replace(tile=tuple(tile))})
@@ -305,7 +305,7 @@ def right(current):
 
 
 def run_with(function):
-    """Returns a call that knows its tile."""
+    """Returns a call that passes the chosen tile to `function`."""
     return lambda: function(chosen_now())
 
 
@@ -335,7 +335,8 @@ def test_what_is_dropped_is_named(monkeypatch, capsys):
 
 
 def test_rows_that_a_candidate_leaves_out_do_not_pass(monkeypatch):
-    """Memory that an earlier, right candidate used holds right results."""
+    """A candidate that leaves out rows does not pass, although the memory may still hold the right results of an
+    earlier candidate."""
 
     def call(tile):
         out = torch.empty(1, 2, 1, 4)

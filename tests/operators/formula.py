@@ -1,4 +1,4 @@
-"""The formula of the schemes with loops over scalars: one batch, one head."""
+"""Computes the schemes' formula with loops over scalars, for one batch and one head."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 def by_hand(p, positions) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns out and lse of a problem.
 
-    positions(i, j): the two positions that query i and key j rotate by, or None if i does not see j.
+    positions(i, j): the two positions by which query i and key j are rotated, or None if i does not see j.
     """
     rotary, rows = p.rotary, []
     q, k, v = (x[0, :, 0].tolist() for x in (p.q, p.k, p.v))

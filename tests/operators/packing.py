@@ -1,4 +1,5 @@
-"""Packed sequences: ``attention_varlen`` on random inputs, each sequence held against its own error budget."""
+"""Packed sequences: runs ``attention_varlen`` on random inputs and checks each sequence against its own error
+budget."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ def cu_seqlens(lengths: Sequence[int], device: str | None = None) -> torch.Tenso
 class Packing:
     """Inputs of one call over packed sequences and of its backward: (total, heads, width), and grad_lse (heads, total).
 
-    lengths: the queries of every sequence, and its keys. Rows behind the last sequence belong to none.
+    lengths: the number of queries and the number of keys of every sequence. Rows behind the last sequence belong to no
+    sequence.
     """
 
     rotary: Rotary
@@ -36,7 +38,7 @@ class Packing:
 
     @property
     def arguments(self) -> tuple:
-        """Returns what stands behind q, k and v in ``attention_varlen``."""
+        """Returns the arguments of ``attention_varlen`` that follow q, k and v."""
         of_device = (cu_seqlens(counts, self.q.device) for counts in self.lengths)
         return self.rotary, *of_device, *(max(counts, default=0) for counts in self.lengths)
 
@@ -51,9 +53,9 @@ class Packing:
         return dict(zip(names, (out.detach(), lse.detach(), *grads), strict=True))
 
     def check(self, got: dict[str, torch.Tensor], dtype: torch.dtype, where: str = "", roundings: int = 1) -> None:
-        """Holds results of the call, any that ``run`` returns, against the error budget of each sequence.
+        """Checks any results that ``run`` returns against the error budget of each sequence.
 
-        Rows of no sequence are 0, and -inf in lse.
+        Rows of no sequence must be 0 in out and in the gradients, and -inf in lse.
         """
         of_keys, sinks = ("grad_k", "grad_v"), []
         ends = [list(accumulate(counts, initial=0)) for counts in self.lengths]

@@ -1,4 +1,4 @@
-"""out, lse and gradients of every backend against float64, within the budget of ``support``."""
+"""Compares out, lse and gradients of every backend with float64, within the budget of ``support``."""
 
 import pytest
 import support
@@ -9,7 +9,7 @@ from support import SCHEMES, check, problem
 
 
 def by_bands(rotary, causal):
-    """Returns the positions that a scheme gives to a query and a key, by its bands and their mirror images."""
+    """Returns the positions that a scheme gives to a query and a key, from its bands and their mirror images."""
     bands = [band[:4] for band in rotary.bands]
     if not causal:
         bands += [(1 - stop, 1 - start, slope, -offset) for start, stop, slope, offset in bands]
@@ -67,7 +67,8 @@ def test_lengths(exact, seqlens, causal):
 
 @pytest.mark.parametrize("scheme", ["rope", "rerope", "local", "yarn_leaky_local_log_n"])
 def test_long(scheme):
-    """Past every block size of the CPU kernels, with whole and partial chunks of a band."""
+    """Sequences longer than every block size of the CPU kernels, with whole and partial chunks of a band, stay within
+    the budget."""
     for target in support.TARGETS:
         if target.slow or target.dtype == torch.float16:
             continue
@@ -79,7 +80,8 @@ def test_long(scheme):
 
 
 def test_second_coarse_row(exact):
-    """Positions past the first 1024, where the two levels of the table meet: only relative rotations must remain."""
+    """Positions past the first 1024, where the two levels of the table meet, give the same results: only relative
+    rotations matter."""
     check(
         exact, problem(exact, Rotary.rope(16, base=100.0).rectify(20, 3.0).local(60), 9, 1060, heads=1, group=1, seed=6)
     )
@@ -106,8 +108,8 @@ def test_head_dims(target, head_dim):
 
 
 def test_forward_in_two_parts_of_the_channels(target):
-    """The Triton kernel takes 128 and 256 channels in 16 bits so, where a warp has many rows. In half pairing a part
-    has one member of every pair, interleaved it has whole pairs."""
+    """The Triton kernel takes heads of 128 and 256 channels in two parts if the type has 16 bits and a warp has many
+    rows. In half pairing each part has one member of every pair. Interleaved, each part has whole pairs."""
     for rotary in (
         Rotary.rope(128, rotary_dim=32),
         Rotary.hope(128, 100, interleaved=True),
@@ -123,7 +125,7 @@ def test_layouts(target, layout):
 
 
 def test_packed_projection(exact):
-    """q, k and v as views of one projection; the gradient of their sum has stride 0."""
+    """q, k and v may be views of one projection, and the gradient of their sum may have stride 0."""
     qkv = support.random((2, 40, 6, 16), exact, 8)
     q, k, v = qkv.split((4, 1, 1), dim=2)
     grad_out = torch.ones((), device=exact.device, dtype=exact.dtype).expand(q.shape)
@@ -134,7 +136,8 @@ def test_packed_projection(exact):
 @pytest.mark.interpreted(lambda exact, heads, group: heads < 6)
 @pytest.mark.parametrize(("heads", "group"), [(5, 1), (4, 2), (3, 3), (6, 3)])
 def test_grouped_heads(exact, heads, group):
-    """One program rotates 4 heads."""
+    """Grouped heads work for numbers of heads that are and are not multiples of 4, the heads that one program
+    rotates."""
     for rotary in (Rotary.rope(16), Rotary.rope(16).rectify(21)):
         check(exact, problem(exact, rotary, 25 if exact.slow else 45, batch=2, heads=heads, group=group, seed=9))
 

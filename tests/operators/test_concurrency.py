@@ -1,4 +1,5 @@
-"""Threads, fork, the interpreter's exit. soak.py has the serving loop; interrupts: test_demo.py, test_generate.py."""
+"""Tests threads, fork and the interpreter's exit. soak.py has the serving loop; test_demo.py and test_generate.py test
+interrupts."""
 
 import os
 import subprocess
@@ -68,14 +69,14 @@ def test_threads_that_read_one_cache(target, one_thread):
 
 @on_cpu
 def test_threads_with_a_cache_each(target):
-    """Every answer is compared with float64."""
+    """Threads that each serve from a cache of their own get right answers. Every answer is compared with float64."""
     types = None, "int8", "int4"
     together(*(lambda n=n, each=each: Serving(target, n, each).serve(steps=30) for n, each in enumerate(types)))
 
 
 @on_cpu
 def test_threads_with_one_cache_and_a_lock(target, one_thread):
-    """As docs/decoding.md says: calls of one cache take turns."""
+    """Threads may share a cache if they take turns, as docs/decoding.md says."""
     rotary, lock = SCHEMES["rerope"](16), threading.Lock()
     cache = PagedKVCache(64, 16, 2, 16, target.dtype)
 
@@ -162,7 +163,7 @@ slow = pytest.mark.slow
 @pytest.mark.parametrize("first", [pytest.param(support.COMPOSED, marks=slow), ""], ids=["composed", "compiled"])
 @pytest.mark.parametrize("what", [pytest.param("after import", marks=slow), "after calls"])
 def test_fork(tmp_path, what, first):
-    """Children of a process with one thread, as a data loader makes them."""
+    """Children that a process with one thread forks can call attention, as a data loader's workers do."""
     done = run(first, FORKS, "cpu", what, str(tmp_path / "result"))
     assert done.returncode == 0 and "done" in done.stdout, done.stderr[-2000:]
 
@@ -171,10 +172,11 @@ def test_fork(tmp_path, what, first):
 @pytest.mark.parametrize("first", [support.COMPOSED, ""], ids=["composed", "compiled"])
 @pytest.mark.parametrize("what", ["end", "error"])
 def test_the_interpreter_ends_during_calls(what, first):
-    """The main thread has ended: others finish their calls, and then what is registered with atexit makes some.
+    """After the main thread has ended, other threads finish their calls. Then functions registered with atexit make
+    calls.
 
-    Daemon threads are not tested. Python ends them wherever they are, and torch, which is then inside noexcept
-    functions, aborts.
+    Daemon threads are not tested. Python stops them at any point, and torch, which is then inside noexcept functions,
+    aborts.
     """
     done = run(first, ENDS, "cpu", what)
     assert done.returncode == (what == "error"), (done.returncode, done.stderr[-2000:])
@@ -185,7 +187,8 @@ def test_the_interpreter_ends_during_calls(what, first):
 @pytest.mark.parametrize("cache_dtype", [None, "int8", "int4"])
 @on_cpu
 def test_soak(target, cache_dtype):
-    """`python -m tests.caches.soak --minutes 60` is an hour."""
+    """A short serving loop gives right answers and ends without pages in use. `python -m tests.caches.soak --minutes
+    60` runs it for an hour."""
     report = Serving(target, 1, cache_dtype).serve(steps=600)
     assert report["steps"] > 150 and report["pages in use"] == 0
     assert all(report[kind] for kind in ("out of pages", "aborted", "removed", "composed", "full"))

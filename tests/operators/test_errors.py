@@ -1,6 +1,7 @@
-"""Wrong arguments of attention and attention_varlen. The message names the argument, what was expected and what came.
+"""Wrong arguments of attention and attention_varlen. The message names the argument, what was expected and what was
+given.
 
-For calls over caches see test_cache_errors.py, for schemes test_scheme_errors.py, for sinks test_sinks.py.
+test_cache_errors.py tests calls over caches, test_scheme_errors.py schemes, and test_sinks.py sinks.
 """
 
 import contextlib
@@ -33,9 +34,9 @@ def keys(*shape, **options):
     return {"k": x, "v": x}
 
 
-# what happened: (call, error, the argument, what is expected, what came)
+# case: (call, error, the argument, what is expected, what was given)
 REFUSED = {
-    # flash-attn's and SDPA's habits
+    # habits from flash-attn and SDPA
     "dropout as the fourth": (lambda: attention(Q, K, K, 0.0), T, "rotary", "a flashrope.Rotary", "float"),
     "cos and sin": (lambda: dense(rotary=(Q, Q)), T, "rotary", "a flashrope.Rotary", "tuple"),
     "window_size": (lambda: dense(window_size=(128, 0)), T, "window_size", "rotary.local(w + 1)", "(128, 0)"),
@@ -150,7 +151,7 @@ def test_axial_and_packed_without_positions():
 
 
 def test_the_right_calls():
-    """The calls that the wrong ones change in one place."""
+    """The calls that the cases above change in one argument are valid without the change."""
     for call in (dense, varlen, cached, paged, varlen_cached):
         assert call().shape[-2:] == (4, 16)
     assert paged(validate=True).shape == varlen_cached(slot_mapping=torch.arange(9), validate=True)[:2, None].shape
@@ -170,7 +171,7 @@ POSITIONAL = {
 
 @pytest.mark.parametrize("call", POSITIONAL, ids=lambda call: call.__name__)
 def test_all_other_arguments_are_named(call):
-    """Whether everything behind the tensors and lengths that every call needs is keyword-only."""
+    """Only the tensors and lengths that every call needs can be positional. All other arguments are keyword-only."""
     parameters = inspect.signature(call).parameters.values()
     assert [x.name for x in parameters if x.kind is x.POSITIONAL_OR_KEYWORD] == POSITIONAL[call].split()
     others = [x for x in parameters if x.kind is not x.POSITIONAL_OR_KEYWORD]
@@ -189,7 +190,8 @@ def test_every_foreign_keyword_names_ours(call):
 
 @pytest.mark.parametrize("call", [dense, varlen, cached, paged, varlen_cached])
 def test_defaults_of_other_libraries_change_nothing(call):
-    """flash-attn's, SDPA's and Hugging Face's calls with all defaults written out."""
+    """Calls of flash-attn, SDPA and Hugging Face with all their defaults written out give the same results as without
+    them."""
     own = {name for each in CALLS for name in inspect.signature(each).parameters}
     given = {name: value for name, values in NO_OPS.items() if name not in own for value in values[:1]}
     assert {"dropout_p", "softcap", "window_size", "attn_mask"} <= given.keys()
@@ -204,7 +206,7 @@ def test_every_default_has_a_keyword_with_a_hint():
 
 
 def test_every_hint_can_be_given():
-    """A hint for an argument that all calls have would never be read."""
+    """No hint is for an argument that all calls accept. Such a hint would never be read."""
     everywhere = set.intersection(*(set(inspect.signature(call).parameters) for call in CALLS))
     assert not everywhere & (INSTEAD.keys() | ELSEWHERE.keys())
 
@@ -216,7 +218,7 @@ def test_a_compiled_call_accepts_the_defaults_too():
 
 
 def test_the_names_in_the_hints_are_ours():
-    """A keyword with a one-word hint is an argument of one of the calls; hints name no argument of another house."""
+    """A one-word hint names an argument of one of our calls. No hint names an argument of another library."""
     own = {
         name
         for call in CALLS
@@ -237,7 +239,7 @@ def test_a_compiled_call_refuses_them_too(wrong):
 
 @contextlib.contextmanager
 def silent(*messages):
-    """Any warning is an error, except those with these messages."""
+    """Turns any warning into an error, except warnings with one of the messages."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for message in messages:
@@ -273,11 +275,11 @@ def test_a_transposed_layout_is_suspected(q, k, why):
     [
         (like(1, 48, 32), like(1, 48, 8), {}),
         (like(1, 32, 48), like(1, 8, 48), {"causal": False}),
-        (like(1, 9, 4), like(1, 8, 4), {}),  # legal: the first row has no key
+        (like(1, 9, 4), like(1, 8, 4), {}),  # valid: the first row has no key
         (like(1, 8, 4), like(1, 4, 2), {}),
         (like(1, 8, 4), like(1, 0, 4), {}),
         (like(1, 1, 32), like(1, 64, 8), {}),
-        (like(1, 4, 128), like(1, 4, 128), {}),  # DeepSeek-V3 has as many; (batch, heads, seqlen) cannot be told
+        (like(1, 4, 128), like(1, 4, 128), {}),  # DeepSeek-V3 has 128 heads; cannot be told from (batch, heads, seqlen)
         (like(1, 4, 232), like(1, 4, 8), {}),  # Falcon 180B
     ],
 )
@@ -303,7 +305,7 @@ def test_fewer_keys_than_queries_warn_once(nothing_warned):
     assert [warning.filename for warning in caught] == [__file__]
     assert int((out == 0).all(-1).all(-1).sum()) == 34  # as the warning says
     with silent():
-        attention(q, k, k, ROPE)  # once
+        attention(q, k, k, ROPE)  # warns only once
     checks._warned_calls.clear()
     with silent():
         attention(q, k, k, ROPE, causal=False)
@@ -313,7 +315,8 @@ def test_fewer_keys_than_queries_warn_once(nothing_warned):
 
 
 def test_a_cache_with_fewer_keys_than_queries_warns_once(nothing_warned):
-    """Two sequences: 5 keys for 6 queries and, left out as padding of the batch, none."""
+    """Sequences with 5 and 4 keys for 6 queries cause a warning, once. A sequence without keys causes none, because it
+    pads the batch."""
     q, k_cache, v_cache = torch.randn(2, 6, 4, 16), *torch.randn(2, 2, 16, 2, 16)
     call = lambda *lengths: attention_with_cache(q, k_cache, v_cache, ROPE, int32(*lengths))  # noqa: E731
     with silent():
@@ -329,7 +332,8 @@ def test_a_cache_with_fewer_keys_than_queries_warns_once(nothing_warned):
 
 @pytest.mark.parametrize("shape", [(1, 6), (6,)], ids=str)
 def test_positions_that_require_a_gradient(exact, shape):
-    """Kernels read them as constants: refused by name, where the reference differentiates."""
+    """Kernels read positions as constants, so they raise an error that names the argument. The reference differentiates
+    by positions."""
     x = torch.randn(1, 6, 2, 16, device=exact.device, dtype=exact.dtype, requires_grad=True)
     positions = torch.arange(6.0, device=exact.device).expand(shape).clone().requires_grad_()
     rotary, cu = Rotary.rope(16), torch.tensor([0, 6], dtype=torch.int32, device=exact.device)

@@ -12,7 +12,7 @@ D = 16
 
 
 def same(target, first, second):
-    """Two problems with one answer: their results differ by no more than twice the budget."""
+    """Checks that two problems with the same exact answer have results that differ by no more than twice the budget."""
     got, other = run(first, target.impl), run(second, target.impl)
     _, bound = exact_and_bound(first)
     over = {
@@ -77,7 +77,8 @@ def test_shifting_all_positions_changes_log_n(exact):
 @pytest.mark.interpreted(lambda target, rotary: target.dtype == torch.float32 and len(rotary.bands) > 1)
 @pytest.mark.parametrize("rotary", [ROPE, ROPE.rectify(11)], ids=["rope", "rerope"])
 def test_heads_and_batch_are_bitwise_independent(target, rotary, one_thread):
-    """On the CPU with one thread: with more, MKL picks its product by how the work is divided."""
+    """On the CPU this holds with one thread. With several threads, MKL chooses its matrix product by how the work is
+    divided."""
     p = problem(target, rotary, 20 if target.slow else 40, batch=3, heads=4, group=2, seed=34)
     whole = run(p, target.impl)
     batch, kv_heads = [2, 0, 1], [1, 0]
@@ -98,7 +99,7 @@ def test_heads_and_batch_are_bitwise_independent(target, rotary, one_thread):
 @pytest.mark.interpreted(lambda exact, scheme: scheme == "rerope")
 @pytest.mark.parametrize("scheme", ["rope", "rerope", "local", "log_n_trained"])
 def test_queries_in_chunks(exact, scheme):
-    """Chunked prefill: rows [a, b) against keys [0, b) are rows [a, b) of the whole."""
+    """Chunked prefill: rows [a, b) computed over keys [0, b) equal rows [a, b) of the full call."""
     p = problem(exact, support.SCHEMES[scheme](D), 64, heads=2, group=1, seed=35)
     whole, whole_lse = attention(p.q, p.k, p.v, p.rotary, return_lse=True, impl=exact.impl)
     _, bound = exact_and_bound(p)

@@ -1,4 +1,5 @@
-"""Qwen2.5-1M's factor on the queries, max(1, 0.1 ln(n / length) + 1) of a sequence of n keys, in every call."""
+"""Tests Qwen2.5-1M's factor on the queries in every call. For a sequence of n keys it is max(1, 0.1 ln(n / length) +
+1)."""
 
 import dataclasses
 import math
@@ -42,7 +43,7 @@ OTHERS = {
     "steps": dataclasses.replace(Rotary.hope(16, 60).rectify(21, 4.0).log_steps(7, 0.5), length_scale=30.0),
 }
 REFERENCE = support.Target("reference", torch.float64, "cpu")
-# The factor does not depend on the type: float64, and float32 on Triton.
+# The factor does not depend on the type: it is tested in float64, and in float32 on Triton.
 TARGETS = [REFERENCE, *(t for t in support.TARGETS if t.dtype == torch.float64 or (t.impl, t.dtype) == TRITON)]
 targets = pytest.mark.parametrize("target", TARGETS, ids=str)
 others = pytest.mark.parametrize("scheme", OTHERS)
@@ -65,7 +66,7 @@ def test_no_sequence():
 @pytest.mark.parametrize("rows", [1, 3, 70, (1, 7, 4)], ids=["one", "several", "prefilled", "packed"])
 @pytest.mark.parametrize("pads", [None, (90, 0, 60)], ids=["", "padded"])
 def test_a_cache_by_the_keys_that_it_holds(target, scheme, rows, pads):
-    """Keys behind the padding, the new ones included."""
+    """The factor counts the keys behind the padding, including the new ones."""
     if target.slow and not (rows in (1, 70) and pads):
         pytest.skip("slow in the interpreter, and the same kernels")
     options = {"page": PAGE} if isinstance(rows, tuple) else {"new": 0 if rows == 3 else None}
@@ -73,7 +74,7 @@ def test_a_cache_by_the_keys_that_it_holds(target, scheme, rows, pads):
 
 
 def test_tables_of_any_content():
-    """Lengths and pads that no cache has; the kernels clamp them, and so does the factor."""
+    """Lengths and paddings that are out of range are clamped by the kernels. The factor clamps them in the same way."""
     caches, q = [tensor(3, 220, 2, 16, seed=seed) for seed in range(2)], tensor(3, 1, 2, 16)
     out = attention_with_cache(q, *caches, SCALED, int32([-5, 1 << 30, 0]), cache_leftpad=int32([3, -7, 1 << 30]))
     assert out.isfinite().all()

@@ -1,8 +1,8 @@
-"""NaN and infinity in q, k and v: whom they reach, in every call.
+"""Tests which results NaN and infinity in q, k and v reach, in every call.
 
-Other sequences and the heads of other key heads keep their bits, forward and backward. In the forward, those in q reach
-their own row alone, those in k and v every row that attends to them; masked rows whose products share a tile with such
-a key may be reached too (docs/numerics.md).
+Other sequences, and the heads of other key heads, keep their bits in the forward and in the backward. In the forward, a
+NaN or infinity in q reaches only its own row, and one in k or v reaches every row that attends to it. It may also reach
+masked rows whose products share a tile with such a key (docs/numerics.md).
 """
 
 import pytest
@@ -16,26 +16,26 @@ from support import NAMES, SCHEMES
 D, ROWS, WHERE = 16, 70, 40
 VALUES = [torch.nan, torch.inf, -torch.inf]
 INTERPRETED = pytest.mark.interpreted(lambda **_: False)
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, in the interpreter
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy warns in the interpreter
 poisons = pytest.mark.parametrize("value", VALUES, ids=str)
 whiches = pytest.mark.parametrize("which", ["q", "k", "v"])
 schemes = pytest.mark.parametrize("scheme", ["rope", "rerope", "local"])
 
 
 def poisoned(p: support.Problem, which: str, value: float, channels=slice(0, 1)) -> support.Problem:
-    """Returns the problem with such a number in batch 1, row WHERE, head 0."""
+    """Returns the problem with `value` in batch 1, row WHERE, head 0 of the tensor `which`."""
     x = getattr(p, which).clone()
     x[1, WHERE, 0, channels] = value
     return p.replace(**{which: x})
 
 
 def by_row(name: str, x: torch.Tensor) -> torch.Tensor:
-    """Returns (batch, rows, heads, ...)."""
+    """Returns x with the dimensions (batch, rows, heads, ...)."""
     return x.transpose(1, 2)[..., None] if name == "lse" else x
 
 
 def changed(got, want) -> dict[str, torch.Tensor]:
-    """Which (batch, row, head) of each result differ."""
+    """Returns which (batch, row, head) of each result differ."""
     return {name: (by_row(name, got[name]) != by_row(name, want[name])).any(-1) for name in got}
 
 
@@ -44,7 +44,7 @@ def changed(got, want) -> dict[str, torch.Tensor]:
 @whiches
 @poisons
 def test_attention(exact, one_thread, scheme, which, value):
-    """Two key heads of two query heads each."""
+    """Two key heads have two query heads each. Only the heads that share the poisoned row's key head change."""
     p = support.problem(exact, SCHEMES[scheme](D), ROWS, batch=2, heads=4, group=2, seed=1)
     before = support.run(p, exact.impl)
     after = support.run(poisoned(p, which, value), exact.impl)
@@ -61,7 +61,7 @@ def test_attention(exact, one_thread, scheme, which, value):
         elif which == "k" and exact.impl == "triton":
             assert not rows[:WHERE].any(), name
     reached = after["out"][1, :, 0]
-    if value != value:  # a weight for an infinite score may be 0, and so leave nothing to see
+    if value != value:  # not for infinity: an infinite score may give a weight of 0, which leaves no trace
         sees = [WHERE] if which == "q" else range(WHERE, min(ROWS, WHERE + 21 if scheme == "local" else ROWS))
         assert all(reached[row].isnan().any() for row in sees)
         grads = {"q": ("grad_q",), "k": ("grad_q", "grad_k"), "v": ("grad_q", "grad_k")}[which]
@@ -71,7 +71,8 @@ def test_attention(exact, one_thread, scheme, which, value):
 @poisons
 @schemes
 def test_keys_that_a_row_does_not_see(compiled, one_thread, scheme, value):
-    """In the compiled CPU kernels a row of q reaches the gradients of the keys that it sees, and no others."""
+    """In the compiled CPU kernels a NaN or infinity in a row of q reaches only the gradients of the keys that the row
+    sees."""
     target = support.Target("cpu", torch.float32, "cpu")
     p = support.problem(target, SCHEMES[scheme](D), ROWS, batch=2, heads=4, group=2, seed=1)
     before, after = support.run(p, "cpu"), support.run(poisoned(p, "q", value), "cpu")
@@ -90,8 +91,8 @@ def test_keys_that_a_row_does_not_see(compiled, one_thread, scheme, value):
 @pytest.mark.parametrize("scheme", ["rope", "rerope", "leaky"])
 @pytest.mark.parametrize("channel", [0, D // 2 + 1])
 def test_infinite_keys_on_the_cpu_as_in_the_reference(one_thread, scheme, value, channel):
-    """Keys that a band does not rotate keep their infinity: by an angle of 0 it would become NaN. Only the compiled
-    kernels do so: PyTorch's add a mask to the scores, and a masked infinity becomes NaN."""
+    """Keys that a band does not rotate keep their infinity, which a rotation by an angle of 0 would turn into NaN. Only
+    the compiled kernels do so. PyTorch's kernels add a mask to the scores, and a masked infinity becomes NaN."""
     if loader.load() is None:
         pytest.skip("a masked infinity is NaN in PyTorch's kernels")
     target = support.Target("cpu", torch.float32, "cpu")
@@ -104,7 +105,8 @@ def test_infinite_keys_on_the_cpu_as_in_the_reference(one_thread, scheme, value,
 @whiches
 @pytest.mark.parametrize("value", [torch.nan, torch.inf], ids=str)
 def test_rows_that_a_number_may_reach(exact, which, value):
-    """In q its own row alone; in k or v no causal row that stands before it by a tile or more."""
+    """A number in q reaches only its own row. A number in k or v reaches no row that is a tile or more before it under
+    the causal mask."""
     tile, seqlen, at = (512, 1200, 900) if exact.impl == "cpu" else (128, exact.size(160, 300), 150)
     p = support.problem(exact, SCHEMES["rerope"](D), seqlen, heads=1, group=1, seed=15)
     dirty = getattr(p, which).clone()
@@ -121,7 +123,7 @@ def test_rows_that_a_number_may_reach(exact, which, value):
 @whiches
 @poisons
 def test_packed_neighbours(exact, one_thread, which, value):
-    """Rows on both sides of a sequence's ends, which share no tile with it, forward and backward."""
+    """Sequences next to a poisoned one keep their bits in the forward and in the backward."""
     rotary, lengths = SCHEMES["leaky"](D), [30, 1, 33]
     cu = torch.tensor([0, 30, 31, 64], dtype=torch.int32, device=exact.device)
     tensors = [support.random((1, 64, heads, D), exact, n)[0] for n, heads in enumerate((2, 1, 1, 2))]
@@ -139,14 +141,15 @@ def test_packed_neighbours(exact, one_thread, which, value):
     others = torch.tensor([*range(30), *range(31, 64)])
     assert sum(lengths) == 64 and all(torch.equal(x[others], y[others]) for x, y in zip(after, before, strict=True))
     if exact.impl != "cpu" or value != value and which == "v":
-        assert not after[0][30].isfinite().all()  # torch's kernel gives 0 to a row that sees one key, a NaN
+        assert not after[0][30].isfinite().all()  # torch's kernel gives 0 to a row that sees only one key, a NaN
 
 
 @INTERPRETED
 @whiches
 @pytest.mark.parametrize("layout", ["contiguous", "paged", "packed"])
 def test_cached_neighbours(exact, one_thread, which, layout):
-    """New tokens, cached keys and neighbouring pages: the other sequences and their slots keep their bits."""
+    """NaN in new tokens or cached keys leaves the bits of the other sequences and of their slots, also if their pages
+    are neighbours."""
     options = {"contiguous": {"queries": 3}, "paged": {"queries": 3, "page": PAGE}}
     options["packed"] = {"queries": (3, 3, 3), "page": PAGE}
 

@@ -1,4 +1,4 @@
-"""Needles: one key that takes nearly all of a row's probability, placed on the edge of a band."""
+"""Tests needles: one key that takes nearly all of a row's probability, at the edge of a band."""
 
 import pytest
 import support
@@ -10,7 +10,7 @@ WINDOW = 21
 
 
 def match(p, i, distance):
-    """Returns a key that matches query i after its own rotation at a distance, with a score near 12."""
+    """Returns a key that matches query i after its own rotation at a distance. Its score is near 12."""
     cos, sin = (x.float() for x in cos_sin(p.rotary, torch.tensor(float(distance))))
     q = p.q[0, i, 0].float().cpu()
     first, second = q.chunk(2)
@@ -18,12 +18,13 @@ def match(p, i, distance):
 
 
 def needle(target, rotary, distance, causal=True, seqlen=70):
-    """Every third row i has a key at i - distance that matches it after its own rotation, with a score near 12."""
+    """Returns a problem in which every third row i has a key at i - distance that matches it after rotation, with a
+    score near 12."""
     p = support.problem(target, rotary, seqlen, heads=1, group=1, seed=20, causal=causal)
     far = [b for b in rotary.bands_for(causal) if b.start <= distance < b.stop]
     k = (p.k * 0.1).float().cpu()
     for i in range(max(distance, 0), min(seqlen, seqlen + distance), 3):
-        # the key stands at the angle that the scheme gives this distance, or at its true distance where none sees it
+        # the key has the angle that the scheme gives this distance, or that of its true distance if no band sees it
         slope, offset = (far[0].slope, far[0].offset) if far else (1.0, 0.0)
         k[0, i - distance, 0] = match(p, i, slope * distance + offset)
     return p.replace(k=k.to(p.k))
@@ -45,7 +46,7 @@ def test_at_the_edge(exact, kind, distance):
     p = needle(exact, rotary, distance)
     if kind != "local" or distance < WINDOW:
         lse = support.exact_and_bound(p)[0]["lse"]
-        assert lse[0, 0, distance::3].median() > 8  # the needle does dominate its rows
+        assert lse[0, 0, distance::3].median() > 8  # the needle really dominates its rows
     support.check(exact, p)
 
 
@@ -58,5 +59,5 @@ def test_at_the_edge_of_the_keys_ahead(exact, kind, distance):
 
 
 def test_the_diagonal(exact):
-    """The key just ahead matches best and must not be seen."""
+    """The key just after the query would match best, but must not be visible."""
     support.check(exact, needle(exact, Rotary.rope(16), -1))

@@ -1,5 +1,5 @@
-"""The same call gives the same bits: again, in another process, and where docs/numerics.md says so with other threads
-and at other addresses."""
+"""The same call gives the same bits when it is repeated and in another process. Where docs/numerics.md says so, it also
+does with other numbers of threads and at other addresses."""
 
 import hashlib
 import os
@@ -23,8 +23,8 @@ def moved(x: torch.Tensor, elements: int) -> torch.Tensor:
 
 
 def results(target: support.Target, elements: int = 0) -> list[torch.Tensor]:
-    """Returns results of forward, backward, packed sequences and decoding. elements: as in ``moved``, for all
-    inputs."""
+    """Returns results of forward, backward, packed sequences and decoding. elements: how far into its memory each input
+    starts."""
     found = []
     for n, scheme in enumerate(("rerope", "yarn_leaky_local_log_n")):
         p = support.problem(target, SCHEMES[scheme](24), 90, batch=2, heads=4, seed=n)
@@ -62,7 +62,7 @@ COMPILED = pytest.mark.parametrize("target", [t for t in CPU if t.dtype != torch
 @COMPILED
 @pytest.mark.usefixtures("compiled")
 def test_at_other_addresses(target):
-    """One to fifteen elements behind a multiple of 64 bytes. Torch's products depend on the address."""
+    """Inputs may start 1 to 15 elements behind a multiple of 64 bytes. Torch's products depend on the address."""
     want = results(target)
     assert all(same(results(target, elements), want) for elements in (1, 2, 3, 8, 15))
 
@@ -70,7 +70,8 @@ def test_at_other_addresses(target):
 @COMPILED
 @pytest.mark.usefixtures("compiled")
 def test_with_other_threads(target):
-    """Torch's products depend on how they are divided."""
+    """The results are the same for other numbers of threads. Torch's products depend on how the work is divided among
+    threads."""
     want, before = results(target), torch.get_num_threads()
     try:
         for threads in (1, 2, 3, 7):
@@ -100,7 +101,8 @@ for dtype in test_reproducible.DTYPES:
 
 
 def digests(threads: int, repeats: int, first: str = "") -> list[str]:
-    """What another process computes: the digests found for each type, separated by spaces."""
+    """Computes the results several times in another process. Returns the different digests of each type, separated by
+    spaces."""
     here = os.path.dirname(__file__)
     tests = os.pathsep.join([here, os.path.dirname(here)])
     env = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": tests}
@@ -118,6 +120,7 @@ def test_in_another_process(compiled, one_thread):
 @pytest.mark.slow
 @pytest.mark.parametrize("first", [support.COMPOSED, ""], ids=["composed", "compiled"])
 def test_a_thousand_times(first):
-    """Five processes of 200 repeats; those of the compiled kernels with other numbers of threads."""
+    """Five processes with 200 repeats each give the same digests. For the compiled kernels they have different numbers
+    of threads."""
     found = [digests(1 if first else threads, 200, first) for threads in (1, 1, 2, 3, 4)]
     assert all(x == found[0] for x in found) and not any(" " in line for line in found[0]), found

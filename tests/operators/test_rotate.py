@@ -1,4 +1,4 @@
-"""rotate: queries or keys against complex numbers in float64, its derivatives, and what it refuses."""
+"""Compares rotate with complex numbers in float64, and tests its derivatives and what it refuses."""
 
 import math
 
@@ -30,7 +30,7 @@ SEVERAL = {
 
 
 def by_complex_numbers(x: torch.Tensor, rotary: Rotary, positions: torch.Tensor | None = None) -> torch.Tensor:
-    """Returns x (batch, seqlen, heads, head_dim) in float64: pair (a, b) as a + ib, times exp(i * position *
+    """Returns x (batch, seqlen, heads, head_dim) rotated in float64: pair (a, b) becomes (a + ib) * exp(i * position *
     inv_freq)."""
     x, dim = x.double().cpu(), rotary.rotary_dim
     positions = torch.arange(x.shape[1]) if positions is None else positions.cpu()
@@ -46,7 +46,7 @@ def by_complex_numbers(x: torch.Tensor, rotary: Rotary, positions: torch.Tensor 
 
 
 def check(target, x, rotary, positions=None, inverse_of=None) -> None:
-    """Checks that every element is within one rounding of its pair."""
+    """Checks that every element is right within one rounding of the length of its pair."""
     got = rotate(x, rotary, positions, impl=target.impl)
     assert got.dtype == target.dtype and got.is_contiguous() and got.shape == x.shape
     exact = by_complex_numbers(x, rotary, positions)
@@ -109,7 +109,7 @@ def test_axes(exact):
 
 
 def test_new_keys_of_a_cache(exact):
-    """The positions that the docstring gives."""
+    """New keys of a cache can be rotated with the positions that the docstring gives."""
     cache_seqlens, cache_leftpad = (torch.tensor(x, dtype=torch.int32, device=exact.device) for x in ([40, 9], [3, 0]))
     positions = cache_seqlens[:, None] - cache_leftpad[:, None] + torch.arange(5, device=exact.device)
     x, rotary = support.random((2, 50, 2, 16), exact, 6), Rotary.rope(16)
@@ -129,7 +129,8 @@ def test_packed(exact):
 
 @pytest.mark.parametrize("scheme", ["rope_partial", "hope_yarn", "log_n_clipped", "rotated_scale"])
 def test_the_scores_of_rotated_queries_and_keys(exact, scheme):
-    """Attention without rotation over rotated q and k, with the scheme's scales of scores, is the scheme's."""
+    """Attention without rotation over rotated q and k gives the scheme's results, if it has the scheme's scales of
+    scores."""
     rotary = ROTATIONS[scheme](16)
     p = support.problem(exact, rotary, 23, batch=2)
     q, k = (rotate(x, rotary, impl=exact.impl) for x in (p.q, p.k))
@@ -176,7 +177,7 @@ SCHEME = Rotary.rope(16, rotary_dim=8).scale_rotated(2.0)
 
 @pytest.mark.parametrize("given", [False, True], ids=["counted", "given"])
 def test_gradients(exact, given):
-    """The gradient is the inverse rotation."""
+    """The gradient of a rotation is the inverse rotation."""
     x, grad = (support.random((2, 7, 3, 16), exact, seed) for seed in (11, 12))
     positions = 50 * torch.rand(2, 7, generator=torch.Generator().manual_seed(13)).to(exact.device) if given else None
     leaf = x.clone().requires_grad_()
@@ -187,7 +188,7 @@ def test_gradients(exact, given):
 
 
 def test_the_gradient_of_a_sum(exact):
-    """It has strides of 0."""
+    """The gradient of a sum has strides of 0."""
     leaf = support.random((2, 7, 3, 16), exact, 14).requires_grad_()
     (got,) = torch.autograd.grad(rotate(leaf, SCHEME, impl=exact.impl).sum(), leaf)
     want = by_complex_numbers(torch.ones_like(leaf), SCHEME, -torch.arange(7))
@@ -244,7 +245,7 @@ X = torch.zeros(2, 5, 3, 16)
 
 
 ROPE = Rotary.rope(16)
-REFUSED = [  # (call, error, the argument, what is expected, what came)
+REFUSED = [  # (call, error, the argument, what is expected, what was given)
     (lambda: rotate([1], ROPE), TypeError, "x", "a tensor", "got list"),
     (lambda: rotate(X.long(), ROPE), TypeError, "x", "float16, ", "got torch.int64"),
     (lambda: rotate(X[0, :, 0], ROPE), ValueError, "x", "(batch, seqlen, heads, head_dim) or ", "(5, 16)"),

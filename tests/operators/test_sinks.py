@@ -1,4 +1,4 @@
-"""Attention sinks in every call: out, lse and gradients against the formula, refusals."""
+"""Attention sinks in every call: compares out, lse and gradients with the formula, and tests refusals."""
 
 import math
 
@@ -20,7 +20,7 @@ def with_sinks(p, sinks=SINKS):
 
 
 def specified(q, k, v, rotary, sinks, causal=True):
-    """out and lse of the reference's formula in float64."""
+    """Returns out and lse of the reference's formula in float64."""
     call = AttentionCall(rotary, causal, q.shape[-1] ** -0.5)
     return reference.dense_attention(q.double(), k.double(), v.double(), call, sinks.double())
 
@@ -29,7 +29,7 @@ def specified(q, k, v, rotary, sinks, causal=True):
 @pytest.mark.parametrize("scheme", ["none", "rope", "rerope", "local"])
 def test_sinks_added_to_the_results_are_those_of_the_formula(scheme, causal):
     double = support.Target("reference", torch.float64, "cpu")
-    for seqlen_q, seqlen_k in ((26, 26), (3, 26), (26, 20)):  # in the last, 6 causal rows see only the sink
+    for seqlen_q, seqlen_k in ((26, 26), (3, 26), (26, 20)):  # in the last case, 6 causal rows see only the sink
         p = problem(double, SCHEMES[scheme](16), seqlen_q, seqlen_k, heads=4, batch=2, causal=causal)
         leaves = [x.detach().requires_grad_() for x in (p.q, p.k, p.v, SINKS.double())]
         *tensors, sinks = leaves
@@ -43,7 +43,7 @@ def test_sinks_added_to_the_results_are_those_of_the_formula(scheme, causal):
 @pytest.mark.interpreted(lambda target, scheme: scheme == "rerope" and target.dtype == torch.float32)
 @pytest.mark.parametrize("scheme", ["rope", "rerope"])
 def test_within_the_budget(target, scheme):
-    """Sinks are added to what the kernels return, so the interpreter sees a small call."""
+    """Sinks are added to what the kernels return. Therefore a small call is enough in the interpreter."""
     rows, batch = (20, 1) if target.slow else (target.size(70, 400), 2)
     p = problem(target, SCHEMES[scheme](16), rows, heads=4, batch=batch, seed=1)
     check(target, with_sinks(p))
@@ -59,7 +59,7 @@ def test_varlen(exact):
 @pytest.mark.parametrize("num_splits", [1, 3])
 @pytest.mark.parametrize("queries", [1, 5, (5, 1)], ids=["one", "several", "packed"])
 def test_with_cache(exact, queries, num_splits):
-    """The sink counts once, however many parts the keys are split into."""
+    """The sink counts once, into however many splits the keys are divided."""
     c = Cached(exact, SCHEMES["rerope"](16), (90, 60), queries, new=0, sinks=SINKS.to(exact.device))
     c.check(num_splits=num_splits)
 
@@ -73,7 +73,7 @@ def test_a_cache_object_takes_them():
 
 
 def test_no_sink_and_a_row_without_keys():
-    """-inf changes nothing, and no result is NaN."""
+    """A sink of -inf changes nothing, and no result is NaN."""
     q, k, v = (torch.randn(1, n, 2, 16, generator=torch.Generator().manual_seed(n)) for n in (9, 5, 5))
     sinks = torch.full((2,), -math.inf, requires_grad=True)
     plain = attention(q, k, v, Rotary.rope(16))

@@ -1,6 +1,6 @@
-"""Sizes at both ends: offsets beyond 2^31 elements on the CPU, positions to 16 million, nothing at all.
+"""Tests extreme sizes: offsets beyond 2^31 elements on the CPU, positions to 16 million, and empty tensors.
 
-tests/executor/test_executed_sizes.py has the compiled kernels.
+tests/executor/test_executed_sizes.py tests the compiled kernels.
 """
 
 import itertools
@@ -45,7 +45,7 @@ def test_strides(target):
 @linux
 @on_cpu
 def test_rows_of_packed_sequences(target):
-    """The last rows of tensors with 2^31 elements."""
+    """The last rows of packed tensors with 2^31 elements are right."""
     lengths, total, rotary = (40, 70), 2**26 + 200, Rotary.rope(16).rectify(9)
     p = support.problem(target, rotary, sum(lengths), heads=2, group=1, seed=51)
     start = total - sum(lengths)
@@ -69,7 +69,8 @@ def test_rows_of_packed_sequences(target):
 @on_cpu
 @pytest.mark.parametrize("page_size", [0, 16])
 def test_slots_of_caches(target, page_size):
-    """The last of 16 million slots, 2^31 elements, or the last of 100 million pages."""
+    """The last of 16 million slots, behind 2^31 elements, and the last of 100 million pages are read and written
+    correctly."""
     if target.dtype == torch.float64 and not page_size:
         pytest.skip("angles of 16 million radians: float64 has no digits to spare for them")
     rotary, heads, d = SCHEMES["local"](32), 4, 32
@@ -104,7 +105,8 @@ def test_slots_of_caches(target, page_size):
 
 
 def test_a_cache_of_more_slots_than_positions_is_refused():
-    """Distances are 32-bit numbers, of which bands without an end take 2^30."""
+    """A cache with more slots than there are positions is refused. Distances are 32-bit numbers, and bands without an
+    end use 2^30."""
     caches = [sparse.empty((1, 2**30 + 1, 1, 8), torch.float32) for _ in "kv"]
     with pytest.raises(
         ValueError, match=r"k_cache: expected room for at most 1073741824 tokens a sequence, got 1073741825"
@@ -145,7 +147,8 @@ def test_a_rotation_far_away_is_exact(first, small_tables):
 
 
 def test_sixteen_million_positions_away_is_as_exact(exact):
-    """Root mean square of the error in 4096 lse, whose own uncertainty is about 1%; in the interpreter, in 256."""
+    """Compares the root mean square error of 4096 lse, which is itself known to about 1%. In the interpreter there are
+    256 lse."""
     rotary, rows, heads = Rotary.rope(64, base=500_000.0), 64, 4 if exact.slow else 64
     p = support.problem(exact, rotary, rows, heads=heads, group=1, seed=53)
     errors = {}
@@ -169,7 +172,8 @@ FAR_TARGETS = [
 @pytest.mark.parametrize("target", FAR_TARGETS)
 @pytest.mark.parametrize("scheme", ["rope", "leaky"])
 def test_sixteen_million_cached_tokens_away_is_as_exact(target, scheme, small_tables):
-    """Queries after 16 million slots, whose angles come from two levels of tables on a GPU. 1024 lse."""
+    """Queries after 16 million slots are as exact as early ones. On a GPU their angles come from two levels of tables.
+    Compares 1024 lse."""
     exact = target
     rotary, rows, heads, batch = Rotary.rope(16, base=500_000.0), 16, 16, 4
     rotary = rotary.local(50) if scheme == "rope" else rotary.rectify(9, 4.0).local(50)
@@ -188,12 +192,12 @@ def test_sixteen_million_cached_tokens_away_is_as_exact(target, scheme, small_ta
     assert errors[FAR - 80] <= 1.2 * errors[0], errors
 
 
-# ---- many
+# ---- many sequences
 
 
 @pytest.mark.interpreted(lambda **_: False)
 def test_a_thousand_sequences(exact):
-    """Packed, of 0 to 3 tokens each; and their next tokens over 100,000 pages."""
+    """Packs a thousand sequences of 0 to 3 tokens each. Their next tokens are read from a cache of 100,000 pages."""
     target, rotary, lengths = exact, SCHEMES["rerope"](16), [n % 4 for n in range(1000)]
     starts = list(itertools.accumulate(lengths, initial=0))
     q, k, v = (support.random((1, starts[-1], heads, 16), target, 60 + heads)[0] for heads in (4, 2, 2))
@@ -214,14 +218,14 @@ def test_a_thousand_sequences(exact):
     assert cache.free_pages == 100_000 and sorted(cache._pool.free) == list(range(100_000))
 
 
-# ---- nothing
+# ---- empty tensors
 
 EMPTY = [impl for impl in ("cpu", "reference", "triton") if impl != "triton" or support.INTERPRETED]
 
 
 @pytest.mark.parametrize("impl", EMPTY)
 def test_nothing_at_all(impl):
-    """No sequences, no queries, no keys, no slots, no pages, no table entries, no new keys: zeros and -inf."""
+    """Without sequences, queries, keys, slots, pages, table entries or new keys, the results are zeros and -inf."""
     rotary = Rotary.rope(16).rectify(5)
     for causal, (batch, rows, keys) in itertools.product((True, False), [(0, 5, 5), (2, 0, 5), (2, 5, 0), (0, 0, 0)]):
         q, k, v = (torch.randn(batch, n, h, 16, requires_grad=True) for n, h in ((rows, 4), (keys, 2), (keys, 2)))
@@ -247,7 +251,7 @@ def test_nothing_at_all(impl):
         table = torch.full((batch, entries), 5 if pages == 0 else 0, dtype=torch.int32)
         attention_with_cache(
             q, *cache, rotary, lengths, k=added[0], v=added[1], block_table=table, impl=impl
-        )  # there is no room
+        )  # the cache has no slot for it
         assert torch.equal(cache, before)
         starts = torch.arange(batch + 1, dtype=torch.int32)
         out, lse = attention_varlen_with_cache(

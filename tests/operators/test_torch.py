@@ -1,4 +1,4 @@
-"""The operators inside PyTorch: opcheck, compile, export, autocast, checkpointing, transforms."""
+"""Tests the operators inside PyTorch: opcheck, compile, export, autocast, checkpointing, transforms."""
 
 from functools import partial
 
@@ -46,19 +46,19 @@ kinds = pytest.mark.parametrize("kind", KINDS)
 
 
 def operator_arguments(kind, impl="cpu", device="cpu"):
-    """Returns what torch.ops.flashrope.attention takes."""
+    """Returns the arguments of torch.ops.flashrope.attention."""
     rotary, width, packed, positions = KINDS[kind]
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, 20, h, w, generator=generator) for h, w in ((4, 16), (2, 16), (2, width)))
     q, k, v = ((x.flatten(0, 1) if packed else x).to(device).requires_grad_() for x in (q, k, v))
-    if positions is not None:  # (batch, seqlen, ...), also of packed sequences
+    if positions is not None:  # (batch, seqlen, ...), also for packed sequences
         positions = (positions[None] if packed else positions).to(device)
     lengths = (CU.to(device), CU.to(device), 24, 24) if packed else (None, None, 20, 20)
     return q, k, v, positions, *lengths, rotary.text, True, 0.25, False, impl
 
 
 def public_call(kind, q, k, v):
-    """Returns the public call that the arguments stand for."""
+    """Returns the result of the public call that corresponds to the operator's arguments."""
     rotary, _, packed, positions = KINDS[kind]
     options = dict(positions=positions, softmax_scale=0.25, deterministic=False, impl="cpu")
     if packed:
@@ -69,12 +69,13 @@ def public_call(kind, q, k, v):
 @pytest.mark.interpreted(lambda exact, kind: kind not in ("rerope", "packed"))
 @kinds
 def test_opcheck(exact, kind):
-    """Schemas and the shapes for tracing; on the CPU, of a dense and of a packed call, autograd and compiling too."""
+    """opcheck accepts the schemas and the shapes for tracing. On the CPU it also checks autograd and compiling of a
+    dense and of a packed call."""
     arguments, whole = operator_arguments(kind, exact.impl, exact.device), exact.impl == "cpu" and kind in WHOLE
     tests = {} if whole else {"test_utils": ("test_schema", "test_faketensor")}
     torch.library.opcheck(torch.ops.flashrope.attention, arguments, **tests)
     saved = torch.ops.flashrope.attention(*arguments)
-    if exact.impl == "triton":  # it keeps the table of given positions
+    if exact.impl == "triton":  # explicit positions: it saves their table
         assert (saved[3].numel() > 0) == (arguments[3] is not None)
     tensors = (torch.randn_like(saved[0]), torch.randn_like(saved[1]), *(x.detach() for x in (*arguments[:3], *saved)))
     for grad_out in (tensors[0], None)[: 1 + whole]:
@@ -100,7 +101,7 @@ COMPILED |= {
 
 @pytest.mark.parametrize("kind", COMPILED)
 def test_compiled_in_one_graph(kind):
-    """Forward and backward as without torch.compile."""
+    """Forward and backward compile into one graph and give the results without torch.compile."""
     torch.compiler.reset()
     leaves, call = operator_arguments(kind if kind in KINDS else "hope")[:3], COMPILED[kind]
     results = []
@@ -112,7 +113,7 @@ def test_compiled_in_one_graph(kind):
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 def test_compile(rotary, dynamic):
-    """One graph, and with dynamic shapes no second compilation for another length."""
+    """Compiles into one graph. With dynamic shapes, another length does not compile again."""
     torch.compiler.reset()
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(
@@ -129,7 +130,8 @@ def test_compile(rotary, dynamic):
 
 @pytest.mark.parametrize("impl", ["cpu", "reference", "triton"])
 def test_compile_with_a_backend_by_name(impl):
-    """In one graph: the backend's module is loaded when the operator is traced, not by the graph."""
+    """A call that names its backend compiles into one graph. The backend's module is loaded while the operator is
+    traced, not by the graph."""
     torch.compiler.reset()
     rotary, (q, k, v) = ROTARIES["rerope"], inputs()
     seqlens = torch.full((2,), 20, dtype=torch.int32)
@@ -159,7 +161,7 @@ def test_compile_with_a_backend_that_cannot_serve_the_call():
 
 
 def test_compile_takes_the_scheme_as_an_argument():
-    """A Rotary is a constant of the graph: the same one does not compile again, another one does once."""
+    """A Rotary is a constant of the graph: the same Rotary does not compile again, and another one compiles once."""
     torch.compiler.reset()
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(attention, fullgraph=True, backend=counter)
@@ -217,7 +219,7 @@ def test_autocast(rotary, dtype):
 
 
 def test_autocast_leaves_other_types(rotary):
-    """A float16 or float64 tensor is not cast, so that it no longer has the type of the others."""
+    """Autocast does not cast a float16 or float64 tensor. The call then refuses the mixed types."""
     q, k, v = inputs(requires_grad=False)
     with torch.autocast("cpu", torch.bfloat16):
         assert attention(*(x.half() for x in (q, k, v)), rotary).dtype == torch.float16
@@ -228,7 +230,7 @@ def test_autocast_leaves_other_types(rotary):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("impl", ["reference", "cpu", "composed"])
 def test_autocast_changes_nothing_inside(rotary, impl, dtype, request):
-    """Products of float32 stay in float32, forward, backward and over a cache."""
+    """Under autocast, matrix products of float32 stay in float32 in the forward, in the backward and over a cache."""
     if impl == "composed":
         request.getfixturevalue("composed")
         impl = "cpu"
@@ -247,7 +249,7 @@ def test_autocast_changes_nothing_inside(rotary, impl, dtype, request):
     with torch.autocast("cpu", torch.bfloat16):
         cast = results()
     exact = results()
-    # PyTorch differentiates the reference, with autocast as it is around the backward.
+    # PyTorch differentiates the reference, and its backward runs under autocast.
     with torch.autocast("cpu", torch.bfloat16, enabled=impl != "reference"):
         cast += torch.autograd.grad(cast[0], (q, k, v), torch.ones_like(q))
     exact += torch.autograd.grad(exact[0], (q, k, v), torch.ones_like(q))
@@ -262,7 +264,7 @@ def test_checkpointing(rotary, use_reentrant):
     grads = torch.autograd.grad(out.square().sum(), (q, k, v)) if not use_reentrant else None
     want, want_grads = eager(q, k, v, rotary)
     assert torch.equal(out, want)
-    if use_reentrant:  # it does not go with autograd.grad
+    if use_reentrant:  # it does not work with autograd.grad
         out.square().sum().backward()
         grads = tuple(x.grad for x in (q, k, v))
     for a, b in zip(grads, want_grads, strict=True):
@@ -270,7 +272,7 @@ def test_checkpointing(rotary, use_reentrant):
 
 
 def test_a_second_derivative_of_the_operator_is_refused():
-    """test_transforms.py has the same for the eager call."""
+    """A second derivative of the operator raises an error. test_transforms.py tests the same for the eager call."""
     arguments = operator_arguments("rerope")
     out = torch.ops.flashrope.attention(*arguments)[0]
     (grad,) = torch.autograd.grad(out.square().sum(), arguments[0], create_graph=True)

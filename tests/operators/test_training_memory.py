@@ -1,4 +1,4 @@
-"""The memory of docs/training.md is what attention holds between the forward and the backward."""
+"""The memory that docs/training.md states is what attention holds between the forward and the backward."""
 
 import re
 from importlib.util import find_spec
@@ -37,7 +37,7 @@ def number(cell: str) -> int:
 
 
 def rows() -> dict[str, tuple[int, int]]:
-    """Bytes on the CPU and under Triton by scheme."""
+    """Returns the stated bytes on the CPU and under Triton for each scheme."""
     found = {}
     for names, cpu, triton in re.findall(r"^\| (.+?) \| ([\d,]+) \| ([\d,]+) \|$", PAGE, re.MULTILINE):
         for name in re.findall(r"`(\w+)`", names) or ["eager"]:
@@ -52,7 +52,7 @@ def inputs(device: str, dtype: torch.dtype = torch.bfloat16, part: int = 1) -> t
 
 
 def held(run, besides: int = 0) -> float:
-    """Bytes per token of what autograd saves, storage by storage."""
+    """Returns the bytes per token that autograd saves. Every storage counts once."""
     storages = {}
 
     def pack(saved: torch.Tensor) -> torch.Tensor:
@@ -78,7 +78,8 @@ def test_attention_holds_what_the_table_says(name):
 def test_attention_in_triton_holds_what_the_table_says(name):
     if not find_spec("triton"):
         pytest.skip("triton is not installed")
-    # Triton's interpreter has no bfloat16, and float16 takes as many bytes. All that is held goes by the heads.
+    # Triton's interpreter has no bfloat16, and float16 takes as many bytes. Everything that is held is proportional to
+    # the heads.
     q, k, v = inputs("cuda", part=8) if torch.cuda.is_available() else inputs("cpu", torch.float16, part=8)
     assert 8 * held(lambda: attention(q, k, v, SCHEMES[name], impl="triton")) == rows()[name][1]
 
@@ -122,7 +123,8 @@ class Layer(nn.Module):
 
 
 def test_a_checkpointed_layer_allocates_its_output_alone():
-    """Which is the next layer's input. Allocations less what is freed again, as the allocator counts them."""
+    """Only the output of a checkpointed layer, which is the next layer's input, stays allocated. Counts allocations
+    minus frees, as the allocator reports them."""
     layer, x = Layer(), torch.randn(1, SEQLEN, WIDTH, dtype=torch.bfloat16, requires_grad=True)
     layer(x)
     runs = layer, lambda x: checkpoint(layer, x, use_reentrant=False, preserve_rng_state=False)

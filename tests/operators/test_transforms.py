@@ -1,6 +1,7 @@
-"""torch.func's transforms, forward-mode and second derivatives: right, or refused with the way out.
+"""torch.func's transforms, forward-mode and second derivatives are right, or raise an error that says what to use
+instead.
 
-impl="reference" is compared with finite differences in float64, the others with it.
+impl="reference" is compared with finite differences in float64, and the other backends with the reference.
 """
 
 import contextlib
@@ -82,7 +83,7 @@ def test_reference_in_torch_func(call):
     slope = (forward - backward) / (2 * eps)
     grads = grad(f, (0, 1, 2))(*qkv)
     torch.testing.assert_close(jvp(f, tuple(qkv), tuple(step))[1], slope, rtol=1e-7, atol=1e-7)
-    if call is dense:  # traces the call, which takes seconds where it is packed
+    if call is dense:  # tracing takes seconds for packed calls
         torch.testing.assert_close(linearize(f, *qkv)[1](*step), slope, rtol=1e-7, atol=1e-7)
     torch.testing.assert_close(sum((g * t).sum() for g, t in zip(grads, step, strict=True)), slope, rtol=1e-7, atol=0)
 
@@ -94,7 +95,7 @@ def test_reference_second_derivatives():
     assert second.abs().max() > 0.1
 
 
-# ---- the others: first derivatives, mapped or not
+# ---- the other backends: first derivatives, with and without vmap
 
 
 GRADS = [pytest.param(call, "cpu", id=f"{call.__name__}-cpu") for call in CALLS]
@@ -109,7 +110,7 @@ def test_grad_and_vjp(call, impl):
     qkv = tensors(precision(impl)[0])
     want = grad(lambda *x: call(*x, impl="reference"), (0, 1, 2))(*tensors())
     close(grad(lambda *x: call(*x, impl=impl), (0, 1, 2))(*qkv), want, impl)
-    if impl != "triton":  # the same function, and slow in the interpreter
+    if impl != "triton":  # the same code for all backends, and slow in the interpreter
         close(vjp(lambda *x: call(*x, impl=impl), *qkv)[1](torch.ones((), dtype=torch.float64)), want, impl)
 
 
@@ -125,7 +126,7 @@ MAPPED += [pytest.param("triton", call, (1, None, 0), marks=TRITON.marks) for ca
 
 @pytest.mark.parametrize(("impl", "call", "mapped"), MAPPED)
 def test_vmap_of_grad_is_a_gradient_per_sample(impl, call, mapped):
-    """Also of tensors that are not mapped: each sample has its own gradient of them."""
+    """Tensors that are not mapped have a gradient per sample as well."""
     dtype, _ = precision(impl)
     count = 2 if impl == "triton" else 3
     samples = list(zip(*(tensors(dtype, seed=seed) for seed in range(count)), strict=True))
@@ -161,7 +162,7 @@ def test_nested_vmap_and_mapped_positions():
 
 
 def test_func_grad_of_a_module():
-    """functional_call, as meta-learning and per-sample gradients use it."""
+    """A module works in torch.func.grad through functional_call, as in meta-learning and per-sample gradients."""
 
     class Layer(torch.nn.Module):
         def __init__(self):
@@ -271,9 +272,10 @@ def test_compiled_transforms_of_the_reference():
     torch.testing.assert_close(compiled(grad(f))(q), grad(f)(q))
 
 
-@pytest.mark.parametrize("impl", [None, pytest.param("cpu", marks=SLOW)])  # None is cpu here
+@pytest.mark.parametrize("impl", [None, pytest.param("cpu", marks=SLOW)])  # None selects cpu here
 def test_compiled_forward_mode_is_refused(impl):
-    """Zero tangents before: the operator has no rule for them."""
+    """Compiled forward-mode raises an error. It used to give zero tangents, because the operator has no rule for
+    them."""
     q, k, v = tensors()
     for f in (lambda q: dense(q, k, v, impl=impl), cached(k, v)):
         with pytest.raises(Exception, match="no forward-mode"):
@@ -282,14 +284,15 @@ def test_compiled_forward_mode_is_refused(impl):
         with pytest.raises(Exception, match="no forward-mode|forward-mode AD tangent"):
             dual(compiled(f), q)
         torch.compiler.reset()
-        with pytest.raises(NotImplementedError, match="no forward-mode"):  # not fullgraph: it falls back to eager
+        with pytest.raises(NotImplementedError, match="no forward-mode"):  # without fullgraph it falls back to eager
             torch.compile(lambda q, f=f: jvp(f, (q,), (q,))[1], backend="aot_eager")(q)
 
 
 def test_a_compiled_gradient_over_a_cache_is_refused():
-    """Zero before: inside a compiled torch.func.grad, tensors do not say that they require a gradient."""
+    """A compiled gradient over a cache raises an error. It used to be 0, because inside a compiled torch.func.grad
+    tensors do not say that they require a gradient."""
     q, k, v = tensors()
-    # torch 2.13 says the first, 2.15 repeats ours
+    # torch 2.13 gives the first message, 2.15 repeats ours
     with pytest.raises(Exception, match="functorch transforms|expected no gradient to be asked for"):
         compiled(grad(cached(k, v)))(q)
 
@@ -299,7 +302,8 @@ def cached(k, v):
 
 
 def test_new_keys_are_appended_under_a_mode():
-    """A mode sees the operators, which the call otherwise passes by."""
+    """New keys are appended under a torch function mode. The mode sees the operators, which the call bypasses
+    otherwise."""
     q, k, v = (torch.randn(1, 1, 2, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
     results = []
     for mode in (contextlib.nullcontext(), BaseTorchFunctionMode()):

@@ -1,4 +1,4 @@
-"""v, and with it out, with a different head_dim than q and k, as in multi-head latent attention."""
+"""Tests v and out with a different head_dim than q and k, as in multi-head latent attention."""
 
 import pytest
 import test_varlen
@@ -11,7 +11,7 @@ widths = pytest.mark.parametrize(("head_dim", "head_dim_v"), WIDTHS, ids=lambda 
 
 
 def small(target, head_dim, head_dim_v):
-    """Widths of the same kind for Triton's interpreter: one a power of two, or both not."""
+    """Returns smaller widths of the same kind for Triton's interpreter: one is a power of two, or neither is."""
     return (head_dim // 4, head_dim_v // 4) if target.slow and head_dim != 80 else (head_dim, head_dim_v)
 
 
@@ -19,7 +19,7 @@ def small(target, head_dim, head_dim_v):
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @widths
 def test_accuracy(target, head_dim, head_dim_v, causal):
-    """Grouped heads, odd lengths, and the bands of several schemes."""
+    """Results stay within the budget for grouped heads, odd lengths and the bands of several schemes."""
     scheme = WIDTHS[head_dim, head_dim_v]
     head_dim, head_dim_v = small(target, head_dim, head_dim_v)
     check(target, problem(target, SCHEMES[scheme](head_dim), 37, 53, seed=1, head_dim_v=head_dim_v, causal=causal))
@@ -92,7 +92,7 @@ def test_equal_widths_keep_their_tiles(capability, direction):
         expected = table.get(direction, {}).get(block_d) or table["grad_kv"][block_d]
         given = [configs.tile(direction, capability, block_d, 2, 1, block_dv) for block_dv in (0, block_d)]
         assert given[0] == given[1]
-        assert given[0] == expected or not triton.__version__.startswith("3.6.")  # newer ones have some of their own
+        assert given[0] == expected or not triton.__version__.startswith("3.6.")  # newer versions have their own tiles
     if direction != "decode":
         assert configs.tile(direction, capability, 256, 2, 1, 64) == configs.tile(direction, capability, 256, 2, 1, 128)
     if direction == "forward" and capability != 80:

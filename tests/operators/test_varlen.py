@@ -1,4 +1,4 @@
-"""Packed sequences: every sequence has the result of a call of its own."""
+"""Packed sequences: every sequence gets the same result as in a separate call."""
 
 import pytest
 import support
@@ -19,13 +19,13 @@ LENGTHS = {
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
 @pytest.mark.parametrize("scheme", ["hope_zeros", "hope_rerope_log_n"])
 def test_packed_is_a_loop_over_sequences(exact, scheme, lengths, causal, head_dim=16, head_dim_v=16):
-    """Also with rows past the last sequence."""
+    """A packed call equals a loop over the sequences, also with rows past the last sequence."""
     p = packing(exact, SCHEMES[scheme](head_dim), *lengths, head_dim_v=head_dim_v, spare=4, causal=causal)
     p.check(p.run(exact.impl), exact.dtype)
 
 
 def test_neighbours_do_not_reach_in(exact):
-    """Changing one sequence leaves the others' results as they were, bitwise."""
+    """Changing one sequence leaves the results of the others bitwise unchanged."""
     rotary, cu = Rotary.rope(16).rectify(11), cu_seqlens([20, 30, 14], exact.device)
     q, k, v = (support.random((1, 64, 2, 16), exact, seed)[0] for seed in range(3))
     before = attention_varlen(q, k, v, rotary, cu, cu, 30, 30, impl=exact.impl)

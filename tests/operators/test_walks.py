@@ -1,7 +1,8 @@
 """Random walks against float64: chains of all builders, shapes, strides, types, packed sequences, cache operations.
 
-By default a few hundred cases from a fixed seed. ``--walk-seconds N`` walks for N seconds a test, and --walk-seed takes
-another seed; -rP shows how many cases that were. A failure is shrunk and prints a script that repeats it.
+By default a few hundred cases are drawn from a fixed seed. ``--walk-seconds N`` walks for N seconds per test, and
+--walk-seed sets another seed. With -rP the number of cases is shown. A failure is shrunk, and a script that repeats it
+is printed.
 """
 
 import time
@@ -13,12 +14,12 @@ from hypothesis import HealthCheck, given, note, seed, settings
 from walks.caches import walks
 from walks.calls import calls, packed
 
-ROUND = 10  # cases, where a time is given
+ROUND = 10  # cases per round if a time is given
 TARGETS = [t for t in support.TARGETS if not t.slow or t.dtype == torch.float32]
 
 
 def walk(request, cases, target, least: int) -> None:
-    """Cases in rounds, each with a seed of its own, until the time is over; without a time, `least` of them."""
+    """Runs cases in rounds, each with its own seed, until the time is up. Without a time it runs `least` cases."""
     seconds, first = request.config.getoption("walk_seconds"), request.config.getoption("walk_seed")
     end, number = time.monotonic() + seconds, 0
     while number == 0 or time.monotonic() < end:
@@ -41,7 +42,7 @@ def walk(request, cases, target, least: int) -> None:
         print(f"{number * ROUND} cases")
 
 
-# (what is drawn, its longest sequence and how many cases without a time; the same in the interpreter)
+# (what is drawn, its longest sequence, the number of cases without a time); the same for the interpreter
 WALKS = {
     "calls": (calls, (300, 40), (70, 10)),
     "packed_sequences": (packed, (100, 25), (40, 6)),

@@ -1,5 +1,5 @@
-"""Axial tables: the rotary positions of published image and video models, each against its description written out,
-and packed pictures of different sizes."""
+"""Tests axial tables: compares the rotary positions of published image and video models with their descriptions written
+out, and tests packed pictures of different sizes."""
 
 import math
 
@@ -15,24 +15,25 @@ def grid(*sizes: int) -> torch.Tensor:
     return torch.stack(torch.meshgrid(*map(torch.arange, sizes), indexing="ij"), -1).flatten(0, -2)
 
 
-# ---- published models: q (seqlen, head_dim) as each rotates it
+# ---- published models: q (seqlen, head_dim) as each model rotates it
 
 
 def side_by_side(q, angles):
-    """Channels 2m and 2m + 1 as a complex number, rotated by angles (seqlen, pairs)."""
+    """Returns q with channels 2m and 2m + 1 as a complex number, rotated by angles (seqlen, pairs)."""
     turned = torch.view_as_complex(q.unflatten(-1, (-1, 2))) * torch.exp(1j * angles)
     return torch.view_as_real(turned).flatten(-2)
 
 
 def halves(q, angles):
-    """Channels m and m + head_dim / 2, rotated by angles (seqlen, pairs)."""
+    """Returns q with channels m and m + head_dim / 2 rotated by angles (seqlen, pairs)."""
     first, second = q.chunk(2, -1)
     cos, sin = angles.cos(), angles.sin()
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
 
 
 def by_channels(q, ids, channels, theta):
-    """Every axis has its own channels, pairs side by side, and RoPE's table over them."""
+    """Returns q rotated with separate channels for every axis, with adjacent channels as pairs and RoPE's table over
+    the channels of the axis."""
     parts = q.split(channels, -1)
     return torch.cat([side_by_side(x, rope_angles(ids[:, a], x.shape[-1], theta)) for a, x in enumerate(parts)], -1)
 
@@ -42,30 +43,31 @@ def rope_angles(position, dim, theta):
 
 
 def flux(q, ids):
-    """Black Forest Labs' FLUX.1: ids (0, row, column) of patches, (0, 0, 0) of text; axes_dim (16, 56, 56)."""
+    """Black Forest Labs' FLUX.1: ids are (0, row, column) for patches and (0, 0, 0) for text; axes_dim is (16,
+    56, 56)."""
     return by_channels(q, ids, [16, 56, 56], 10_000.0)
 
 
 def flux_2(q, ids):
-    """FLUX.2: time, row, column and the text's index; axes_dim (32, 32, 32, 32), theta 2000."""
+    """FLUX.2: ids are time, row, column and the index of text; axes_dim is (32, 32, 32, 32), theta is 2000."""
     return by_channels(q, ids, [32, 32, 32, 32], 2000.0)
 
 
 def wan(q, ids):
-    """Wan 2.1: frame, row, column with d - 4 (d // 6), 2 (d // 6) and 2 (d // 6) channels of d = 128."""
+    """Wan 2.1: frame, row and column have d - 4 (d // 6), 2 (d // 6) and 2 (d // 6) channels, with d = 128."""
     d = q.shape[-1]
     return by_channels(q, ids, [d - 4 * (d // 6), 2 * (d // 6), 2 * (d // 6)], 10_000.0)
 
 
 def pixtral(q, ids):
-    """Pixtral's encoder: of RoPE's table over the whole head, rows take the even entries, columns the odd ones."""
+    """Pixtral's encoder: RoPE's table covers the whole head. Rows take its even entries, columns its odd entries."""
     table = 10_000.0 ** -(torch.arange(0, q.shape[-1], 2, dtype=torch.float64) / q.shape[-1])
     return halves(q, torch.cat((ids[:, :1] * table[::2], ids[:, 1:] * table[1::2]), -1))
 
 
 def dinov3(q, centers):
-    """DINOv3: 2 pi * (center of the patch within -1 to 1) / period, periods 100 ** (4m / d); the class token and four
-    register tokens in front are not rotated."""
+    """DINOv3: the angle is 2 pi * (center of the patch within -1 to 1) / period, with periods 100 ** (4m / d). The
+    class token and four register tokens in front are not rotated."""
     d = q.shape[-1]
     periods = 100.0 ** torch.arange(0, 1, 4 / d, dtype=torch.float64)
     angles = (2 * math.pi * centers[5:, :, None] / periods).flatten(1)
@@ -73,19 +75,20 @@ def dinov3(q, centers):
 
 
 def qwen2_vl_tower(q, ids):
-    """Qwen2-VL's and Qwen2.5-VL's vision tower: RoPE's table over half of the head, once for rows, once for columns."""
+    """Qwen2-VL's and Qwen2.5-VL's vision tower: RoPE's table over half of the head is used for rows and again for
+    columns."""
     return halves(q, torch.cat([rope_angles(ids[:, a], q.shape[-1] // 2, 10_000.0) for a in (0, 1)], -1))
 
 
 def moonvit(q, ids):
-    """Kimi-VL's encoder: column and row take turns, pair 2m and pair 2m + 1 with theta ** (-4m / d)."""
+    """Kimi-VL's encoder: pair 2m rotates by the column and pair 2m + 1 by the row, with theta ** (-4m / d)."""
     by_axis = [rope_angles(ids[:, a], q.shape[-1] // 2, 10_000.0) for a in (1, 0)]
     return side_by_side(q, torch.stack(by_axis, -1).flatten(1))
 
 
 def qwen3_vl(q, ids):
-    """Qwen3-VL's text model: one table; time everywhere, except pairs 1, 4, 7, ... (height) and 2, 5, 8, ... (width),
-    20 of each."""
+    """Qwen3-VL's text model: one table. Pairs rotate by time, except pairs 1, 4, 7, ... (height) and 2, 5, 8, ...
+    (width), 20 of each."""
     angles = rope_angles(ids[:, 0], q.shape[-1], 5e6)
     for axis in (1, 2):
         taken = slice(axis, 3 * 20, 3)
@@ -96,7 +99,7 @@ def qwen3_vl(q, ids):
 TABLE = Rotary.rope(64).inv_freq
 CENTERS = torch.cat((torch.zeros(5, 2), (2 * grid(3, 4) + 1) / torch.tensor([3, 4]) - 1)).double()
 TEXT, PATCHES = torch.zeros(6, 3), torch.nn.functional.pad(grid(4, 5), (1, 0))
-MODELS = {  # the scheme, its description, what the description takes, what positions are in place of it
+MODELS = {  # the scheme, its description, the positions that the description takes, the factor from these to ours
     "FLUX.1": (Rotary.axial(128, [8, 28, 28], 10_000.0, interleaved=True), flux, torch.cat((TEXT, PATCHES)), 1.0),
     "FLUX.2": (Rotary.axial(128, 4, 2000.0, interleaved=True), flux_2, torch.nn.functional.pad(PATCHES, (0, 1)), 1.0),
     "Wan 2.1": (Rotary.axial(128, [22, 21, 21], 10_000.0, interleaved=True), wan, grid(2, 3, 4), 1.0),
@@ -177,7 +180,8 @@ def test_accuracy(target, form):
 
 
 def pictures(sizes, registers: int = 3) -> tuple[list[int], torch.Tensor]:
-    """Patches of pictures of these sizes, behind register tokens that do not rotate: their lengths and positions."""
+    """Returns the lengths and the positions of pictures of these sizes, each behind register tokens that do not
+    rotate."""
     parts = [torch.cat((torch.zeros(registers, 2), grid(*size) + 1)) for size in sizes]
     return [len(part) for part in parts], torch.cat(parts)
 
@@ -188,7 +192,7 @@ SIZES = ((5, 7), (1, 1), (9, 4), (2, 3))
 @pytest.mark.interpreted(lambda exact, causal: not causal)
 @pytest.mark.parametrize("causal", [False, True])
 def test_packed_pictures(exact, causal):
-    """Forward and backward: every picture has the results of a call of its own."""
+    """Every picture has the results of a separate call, in the forward and in the backward."""
     lengths, positions = pictures(SIZES)
     positions = torch.cat((positions, torch.full((4, 2), 9.0))).to(exact.device)
     rotary = Rotary.axial(24, [4, 8], base=30.0)
@@ -197,7 +201,7 @@ def test_packed_pictures(exact, causal):
 
 
 def test_packed_pictures_in_the_reference():
-    """In float64: the same, against attention over each picture."""
+    """In the reference, packed pictures give the results of attention over each picture in float64."""
     torch.manual_seed(0)
     rotary, (lengths, positions) = Rotary.axial(24, [4, 8], base=30.0), pictures(SIZES)
     q, k, v = (torch.randn(sum(lengths), 2, 24, dtype=torch.float64, requires_grad=True) for _ in range(3))
@@ -216,7 +220,7 @@ def test_packed_pictures_in_the_reference():
 
 
 def test_a_picture_may_lie_anywhere():
-    """Only differences count among patches; a register token sees where they lie."""
+    """Among patches only differences of positions count. A register token sees where the patches are."""
     torch.manual_seed(0)
     rotary = Rotary.axial(24, [4, 8], base=30.0)
     q, k, v = (torch.randn(1, 20, 2, 24, dtype=torch.float64) for _ in range(3))

@@ -1,4 +1,4 @@
-"""Bands given by hand: what is refused, and that all backends compute the same for what is not."""
+"""Tests bands that the user gives: what is refused, and that all backends compute the same for the rest."""
 
 import dataclasses
 import math
@@ -53,7 +53,8 @@ def test_bands_are_refused(build, bands, error, expected, given):
 
 
 def test_a_mirror_image_that_falls_on_its_band():
-    """At distance 0 the band and its mirror image would both hold, with 3 and -3. Causal attention has no mirror."""
+    """At distance 0 both the band and its mirror image would apply, with 3 and -3. Causal attention has no mirror
+    image."""
     rotary = dataclasses.replace(ROPE, bands=(Band(0, INF, 1.0, 3.0),))
     q = torch.randn(1, 6, 2, 16)
     with pytest.raises(ValueError, match=r"bands\[0\].offset: expected 0 .* not causal, got 3"):
@@ -124,7 +125,7 @@ def test_gradients_over_bands_given_by_hand():
 
 
 def test_numbers_of_other_kinds_are_numbers():
-    """A scheme is text in graphs and checkpoints, so numpy's numbers and whole floats become Python's."""
+    """A scheme is text in graphs and checkpoints. Therefore numpy's numbers and whole floats become Python's."""
     bands = (Band(np.int64(0), np.float32(5), np.float32(1), 0), Band(5.0, INF, 0, np.int32(5)))
     rotary = dataclasses.replace(ROPE, bands=bands, frequencies=[np.float64(f) for f in ROPE.frequencies])
     assert rotary == ROPE.rectify(5) and Rotary.from_text(rotary.text) == rotary
@@ -132,7 +133,7 @@ def test_numbers_of_other_kinds_are_numbers():
 
 
 def test_a_text_needs_no_more_than_a_table():
-    """And what the text leaves out has the default."""
+    """A text needs only a table. Everything that it leaves out has the default."""
     assert Rotary.from_text('{"head_dim": 16, "frequencies": [1.0]}') == Rotary.from_inv_freq([1.0], 16)
 
 

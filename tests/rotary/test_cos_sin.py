@@ -1,4 +1,4 @@
-"""The tables of cos and sin against many-digit arithmetic, at positions up to 2 ** 24."""
+"""Compares the tables of cos and sin with arithmetic of many digits, at positions up to 2 ** 24."""
 
 import functools
 import itertools
@@ -15,7 +15,7 @@ mpmath = pytest.importorskip("mpmath", reason="the oracle of the tables needs mp
 CPU = torch.device("cpu")
 LIMIT = 1 << 24
 HALF_ULP = 2.0**-25  # the rounding of a number just below 1 to float32
-PRODUCT = 4 * LIMIT * 2.0**-53  # the slope, slope * position, the offset's sum and the angle, each rounded to float64
+PRODUCT = 4 * LIMIT * 2.0**-53  # roundings to float64: the slope, slope * position, the sum with the offset, the angle
 POSITIONS = sorted(
     {
         0,
@@ -45,7 +45,7 @@ SCHEMES = {
 
 
 def exact(inv_freq, position):
-    """cos and sin of position * inv_freq with 60 digits, as float64; position is an mpmath number."""
+    """Returns cos and sin of position * inv_freq, computed with 60 digits, as float64. position: an mpmath number."""
     with mpmath.workdps(60):
         angle = position * mpmath.mpf(inv_freq)
         return float(mpmath.cos(angle)), float(mpmath.sin(angle))
@@ -54,7 +54,7 @@ def exact(inv_freq, position):
 @functools.cache
 def oracle(name, slope, offset):
     """Returns float64 (positions, 2, pairs) at slope * position + offset. For Leaky ReRoPE 1 / k and w - w / k are
-    taken exactly: each rotation, and each difference of two, is a small multiple of 1, of 1 / k and of the offset."""
+    exact, so that each rotation, and each difference of two, is a small multiple of 1, of 1 / k and of the offset."""
     with mpmath.workdps(60):
         if name in LEAKS:
             w, k = map(mpmath.mpf, LEAKS[name])
@@ -67,14 +67,14 @@ def oracle(name, slope, offset):
 
 
 def unrotated(table):
-    """Whether all of table (..., 2, pairs) is cos 1 and sin 0."""
+    """Whether the whole table (..., 2, pairs) is cos 1 and sin 0."""
     cos, sin = table.unbind(-2)
     return bool((cos == 1).all() and (sin == 0).all())
 
 
 def joined(table, pairs):
-    """cos and sin of every position from the two levels by angle addition in float32, (positions, 2, pairs), as in a
-    kernel."""
+    """Returns cos and sin of every position (positions, 2, pairs), from the two levels by angle addition in float32, as
+    in a kernel."""
     positions = torch.tensor(POSITIONS)
     fine, coarse = table[positions % FINE_ROWS, :, :pairs], table[FINE_ROWS + positions // FINE_ROWS, :, :pairs]
     (ca, sa), (cb, sb) = coarse.unbind(1), fine.unbind(1)
@@ -101,7 +101,7 @@ def test_padded_pairs():
 def test_inv_freq_is_right_to_float64(dim, base):
     with mpmath.workdps(60):
         expected = [float(mpmath.mpf(base) ** (-mpmath.mpf(2 * m) / dim)) for m in range(dim // 2)]
-    # the exponent's rounding counts ln(base) times
+    # the rounding of the exponent counts ln(base) times
     torch.testing.assert_close(
         Rotary.rope(dim, base).inv_freq,
         torch.tensor(expected, dtype=torch.float64),
@@ -139,12 +139,12 @@ def test_two_levels(name, causal):
     assert unrotated(table[0]) and unrotated(table[..., pairs:])
     for rotation, (slope, offset) in enumerate(rotations):
         error = (joined(table[rotation], pairs).double() - oracle(name, slope, offset)).abs()
-        # four rounded entries, weighed by a cos and a sin: 2 sqrt(2) roundings; two products and their sum: two more
+        # four rounded entries, weighted by a cos and a sin: 2 sqrt(2) roundings. Two products and their sum: two more.
         assert error.max() <= (2 * math.sqrt(2) + 2) * HALF_ULP + PRODUCT * max(slope, 1)
         near, far = (
             error[[at(p) for p in POSITIONS]].square().mean().sqrt() for at in (lambda p: p < 4096, lambda p: p >= 4096)
         )
-        assert far <= 2 * near + PRODUCT  # no growth with the position
+        assert far <= 2 * near + PRODUCT  # the error does not grow with the position
 
 
 def test_a_product_in_float32_would_be_seen():
@@ -161,7 +161,7 @@ def test_axial():
         for pair, (theta, axis) in enumerate(zip(rotary.frequencies, rotary.axis, strict=True)):
             expected = exact(theta, mpmath.mpf(positions[0, token, axis].item()))
             assert table[1, 0, token, :, pair].tolist() == pytest.approx(expected, abs=HALF_ULP + PRODUCT)
-    one_axis = Rotary.from_inv_freq(rotary.frequencies, 16)  # without positions of its own, every axis counts tokens
+    one_axis = Rotary.from_inv_freq(rotary.frequencies, 16)  # without explicit positions, every axis counts tokens
     assert two_level_table(rotary, True, 2, CPU).equal(two_level_table(one_axis, True, 2, CPU))
 
 

@@ -1,4 +1,4 @@
-"""Lowering a scheme to numbered rotations and band rows."""
+"""Tests how a scheme is lowered to numbered rotations and band rows."""
 
 import math
 
@@ -50,7 +50,8 @@ def test_rectified_by_hand():
 
 
 def test_not_causal():
-    """The mirror image of ReRoPE's far band needs no rotation of the keys; Leaky's shares the far band's copy."""
+    """The mirror image of ReRoPE's far band needs no rotation of the keys. The mirror image of Leaky's shares the
+    rotated copy of the far band."""
     rerope, leaky = (lower(Rotary.rope(32).rectify(8, factor), False) for factor in (None, 4.0))
     assert [band.k_copy for band in rerope.bands] == [0, -1, -1] and rerope.rotated_bands == 0b001
     assert [band.k_copy for band in leaky.bands] == [0, 1, 1] and leaky.k_stops == (8, UNBOUNDED)
@@ -70,7 +71,7 @@ def test_rotated_pairs():
 
 
 def test_unbounded_numbers_of_chunks_stay_countable():
-    """Kernels multiply them by the length of a chunk, in int32."""
+    """The numbers of chunks stay small enough for kernels to multiply them by the length of a chunk in int32."""
     lowered = lower(Rotary.rope(32).dual_chunk(160, 32), True)
     chunk = lowered.maps[0].chunk
     assert chunk == 128 and max(band.stop for band in lowered.bands) == UNBOUNDED // chunk

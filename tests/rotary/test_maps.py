@@ -1,4 +1,5 @@
-"""Position maps: Self-Extend and dual chunk attention against their formulas, pair by pair, on every backend."""
+"""Compares the position maps, Self-Extend and dual chunk attention, with their formulas, pair by pair, on every
+backend."""
 
 import math
 
@@ -18,14 +19,14 @@ ROPE = Rotary.rope(16)
 
 
 def self_extend(i, j, window, group):
-    """Returns (position of the query, of the key), as LongLM's paper has them."""
+    """Returns (position of the query, of the key) as in LongLM's paper."""
     if i - j < window:
         return i, j
     return i // group + window - window // group, j // group
 
 
 def dual_chunk(i, j, chunk_size, local_size):
-    """As arXiv 2402.17463 and Qwen2.5-1M's engine have them."""
+    """Returns (position of the query, of the key) as in arXiv 2402.17463 and Qwen2.5-1M's engine."""
     s = chunk_size - local_size
     n = i // s - j // s
     if n == 0:
@@ -33,7 +34,7 @@ def dual_chunk(i, j, chunk_size, local_size):
     return (min(i % s + s, chunk_size) if n == 1 else min(2 * s - 1, chunk_size)), j % s
 
 
-CASES = {  # the scheme without and with the map, and the formula; the lengths reach every band and edge
+CASES = {  # the scheme without and with the map, and the formula. The lengths reach every band and edge.
     "self_extend": (ROPE, lambda r: r.self_extend(20, 4), lambda i, j: self_extend(i, j, 20, 4)),
     "self_extend_odd": (ROPE, lambda r: r.self_extend(21, 7), lambda i, j: self_extend(i, j, 21, 7)),
     "self_extend_all": (ROPE, lambda r: r.self_extend(0, 3), lambda i, j: self_extend(i, j, 0, 3)),
@@ -61,7 +62,7 @@ def scheme(name):
 @pytest.mark.parametrize("name", CASES)
 def test_the_reference_is_the_formula(name, lengths):
     p = problem(REFERENCE, scheme(name), *lengths, heads=1, group=1)
-    if "dual" in name and lengths == (70, 70):  # rows on both sides of two chunks' ends
+    if "dual" in name and lengths == (70, 70):  # rows on both sides of the ends of two chunks
         p = problem(REFERENCE, scheme(name), 12, 262, heads=1, group=1)
     out, lse = attention(p.q, p.k, p.v, p.rotary, return_lse=True, impl="reference")
     expected, expected_lse = by_hand(p, lambda i, j: CASES[name][2](i, j) if j <= i else None)
@@ -75,7 +76,7 @@ FAST = ("self_extend", "dual_chunk")
 @pytest.mark.interpreted(lambda target, name: target.dtype == torch.float32 and name in FAST)
 @pytest.mark.parametrize("name", CASES)
 def test_forward_and_backward(target, name):
-    """Shapes that are no multiples of a tile; rows before position 0; rows that straddle chunks."""
+    """Shapes are no multiples of a tile, some rows are before position 0, and some tiles cross the end of a chunk."""
     check(target, problem(target, scheme(name), *((40, 280) if "dual" in name else (50, 75)), seed=1))
     if not target.slow:
         for lengths, options in (((300, 300), {}), ((90, 430), {"batch": 2}), ((60, 45), {"heads": 3, "group": 3})):
@@ -92,7 +93,7 @@ def test_more_shapes(exact, name):
 # ---- keys at the edges
 
 
-EDGES = {  # a row and the last and the first key of two bands that meet
+EDGES = {  # a query row, and the last key of one band and the first key of the next
     "self_extend": [(60, 41), (60, 40), (63, 43), (67, 47)],
     "dual_chunk": [
         (127, 0),
@@ -111,7 +112,7 @@ EDGES = {  # a row and the last and the first key of two bands that meet
 @pytest.mark.interpreted(lambda exact, name: name == "self_extend")
 @pytest.mark.parametrize("name", EDGES)
 def test_needles(exact, name):
-    """Every row has one key that matches it after both are rotated as the formula says, with a score near 12."""
+    """Every row has one key that matches it after both are rotated by the formula, with a score near 12."""
     rotary, positions = scheme(name), CASES[name][2]
     seqlen = max(i for i, _ in EDGES[name]) + 1
     p = problem(exact, rotary, seqlen, heads=1, group=1, seed=20)
@@ -128,7 +129,7 @@ def test_needles(exact, name):
 
 
 def test_pairs_of_every_band_are_counted_once():
-    """Bands hold every pair of the causal triangle once, within the distances that they name."""
+    """The bands hold every pair of the causal triangle once, at a distance that belongs to the band."""
     i, j = torch.arange(600.0)[:, None], torch.arange(600.0)[None]
     for name in CASES:
         held = [band.holds(i, j) for band in scheme(name).bands]
@@ -144,7 +145,7 @@ def test_pairs_of_every_band_are_counted_once():
 @pytest.mark.interpreted(lambda exact, name: False)
 @pytest.mark.parametrize("name", CASES)
 def test_packed_sequences(exact, name):
-    """As if every sequence were alone: equal lengths, more keys than queries, fewer."""
+    """Every sequence gets the results of a separate call, with equal lengths, more keys than queries, or fewer."""
     p = packing(exact, scheme(name), [40, 150, 20], [40, 290, 9], seed=6)
     p.check(p.run(exact.impl), exact.dtype)
 
@@ -195,13 +196,14 @@ def test_bands():
         Band(1, 2, 1, 128, 1, 128, 32),
         Band(2, math.inf, 1, 160, 1, 128, 0),
     )
-    assert ROPE.dual_chunk(300, 172).bands[2].offset == 255  # 2 s - 1, which is less than the chunk_size
+    assert ROPE.dual_chunk(300, 172).bands[2].offset == 255  # 2 s - 1, less than chunk_size
     assert ROPE.yarn(4.0, 64).dual_chunk(160, 32) == ROPE.dual_chunk(160, 32).yarn(4.0, 64)
     assert "floor(j" in repr(ROPE.self_extend(20, 4)) and "j mod 128" in repr(ROPE.dual_chunk(160, 32))
 
 
 def test_what_kernels_get():
-    """One copy of the keys serves all of DCA's bands; Self-Extend's two bands read one each, as Leaky ReRoPE's do."""
+    """One rotated copy of the keys serves all bands of DCA. Each of Self-Extend's two bands has its own copy, as with
+    Leaky ReRoPE."""
     dual = lower(ROPE.dual_chunk(160, 32), True)
     assert len(dual.k_copies) == 1 and dual.k_stops == (UNBOUNDED,) and dual.maps[0].chunk == 128
     assert [(band.start, band.stop) for band in dual.bands] == [(0, 1), (1, 2), (2, UNBOUNDED // 128)]

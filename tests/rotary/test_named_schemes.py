@@ -1,4 +1,4 @@
-"""p-RoPE and STRING: the papers' formulas, and how they compose with the other changes."""
+"""Tests p-RoPE and STRING: the papers' formulas, and how the schemes combine with other changes."""
 
 import math
 
@@ -43,7 +43,7 @@ def test_string_sees_far_keys_nearer():
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_string_is_attention_over_the_formula(exact, causal):
-    """Against scores of (q, k) pairs, rotated by the distance that the paper gives."""
+    """Compares attention with scores of pairs (q, k) that are rotated by the paper's distance."""
     start, window, seqlen, d = 21, 5, 70, 16
     generator = torch.Generator().manual_seed(3)
     q, k, v = (torch.randn(1, seqlen, 2, d, generator=generator, dtype=torch.float64) for _ in range(3))

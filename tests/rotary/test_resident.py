@@ -1,4 +1,4 @@
-"""Tensors that stay on a GPU, seen without one: the meta device stands in for it."""
+"""Tests tensors that stay on a GPU without a GPU: the meta device replaces it."""
 
 import subprocess
 import sys
@@ -13,12 +13,12 @@ from flashrope.lowering.resident import kept_on_device
 from test_launches import compiling_environment
 
 META, CPU = torch.device("meta"), torch.device("cpu")
-BASES = range(10_000, 10_000 + 300)  # more than any bounded cache held
+BASES = range(10_000, 10_000 + 300)  # more bases than any bounded cache could hold
 
 
 @pytest.fixture
 def capturing(monkeypatch):
-    """Call it to begin a capture."""
+    """Returns a function that begins a capture."""
     return lambda: monkeypatch.setattr(resident, "is_capturing", lambda: True)
 
 
@@ -74,7 +74,8 @@ def test_threads_share_one_copy():
 
 
 def test_another_thread_makes_it():
-    """This one may allocate from a CUDA graph's pool, or make tensors of inference mode."""
+    """Another thread makes the tensor, because this thread may allocate from a CUDA graph's pool, or make tensors of
+    inference mode."""
     build = kept_on_device("numbers")(lambda device: (threading.get_ident(), torch.is_inference_mode_enabled()))
     with torch.inference_mode():
         thread, inference = build(META)

@@ -1,4 +1,4 @@
-"""Rotary: the table, bands and scale of every scheme compared with the published formulas."""
+"""Compares the table, bands and scale of every scheme with the published formulas."""
 
 import copy
 import dataclasses
@@ -24,8 +24,8 @@ def same_table(rotary, expected):
 
 
 def relative(rotary, size, causal=True):
-    """Returns (size, size) relative positions that a scheme sees: slope * (i - j) + offset in the band of i - j, else
-    nan."""
+    """Returns (size, size) relative positions that a scheme sees: slope * (i - j) + offset in the band of i - j, or nan
+    outside of all bands."""
     i, j = np.arange(size)[:, None], np.arange(size)[None, :]
     seen = np.full((size, size), np.nan)
     for start, stop, slope, offset, *_ in rotary.bands_for(causal):
@@ -125,14 +125,15 @@ def test_ntk_ends():
     np.testing.assert_allclose([aware[-1], fixed[-1], mixed[-1]], 1 / s, rtol=1e-13)
     assert old[-1] > aware[-1]
     assert mixed[0] < fixed[0] < 1  # mixed slows even the fastest pair down
-    # lambda_m = ratio of neighbours: mixed starts above fixed's constant lambda and decreases; all lambdas multiply to
-    # s
+    # lambda_m is the ratio of neighbours. mixed starts above fixed's constant lambda and decreases. In both, all
+    # lambdas multiply to s.
     ratios = np.concatenate([[1 / mixed[0]], mixed[:-1] / mixed[1:]])
     assert (np.diff(ratios) < 0).all() and np.prod(ratios) == pytest.approx(s, rel=1e-12)
 
 
 def yarn_oracle(dim, base, factor, length, beta_fast=32, beta_slow=1, truncate=True):
-    """Peng et al. 2023, section 3.2, as in their code: the ends of the ramp follow from turns over length."""
+    """Returns YaRN's frequencies (Peng et al. 2023, section 3.2) as in the authors' code. The ends of the ramp follow
+    from the number of turns over `length`."""
     full = geometric(dim, base)
     ends = []
     for turns in (beta_fast, beta_slow):
@@ -189,7 +190,8 @@ def test_ntk_by_parts_is_yarn_without_its_temperature():
 @pytest.mark.parametrize("base", [1e4, 5e5])
 @pytest.mark.parametrize("length", [64, 512, 4096])
 def test_cope(length, base):
-    """Section 7 of the formulas: pairs below HoPE's cut, in order of falling frequency, under half a cosine."""
+    """Pairs below HoPE's cut are tapered by half a cosine, in order of falling frequency (section 7 of the
+    formulas)."""
     rope = Rotary.rope(64, base)
     kept = sum(f >= 2 * math.pi / length for f in rope.frequencies)
     factors = np.ones(32)
@@ -210,7 +212,7 @@ def test_cope_of_few_pairs():
 
 
 def test_cope_of_any_table_and_chained():
-    """The order is that of the frequencies; pairs that do not rotate are not among them."""
+    """The order is that of the frequencies. Pairs that do not rotate do not count."""
     rotary = Rotary.from_inv_freq([0.001, 0.0, 1.0, -0.002, 0.004], 16)
     assert rotary.cope(512).frequencies == pytest.approx((0.0, 0.0, 1.0, -0.001, 0.004))
     chained = Rotary.rope(64).cope(512).rectify(128).log_n(512)
@@ -261,7 +263,7 @@ def test_leaky_rerope_matrix(k):
     w = 2
     expected = np.array(
         [
-            [0, 0, 0, 0, 0],  # w, w + 1/k, w + 2/k, ... beyond the window
+            [0, 0, 0, 0, 0],  # the distances beyond the window are w, w + 1/k, w + 2/k, ...
             [1, 0, 0, 0, 0],
             [w, 1, 0, 0, 0],
             [w + 1 / k, w, 1, 0, 0],
@@ -308,7 +310,7 @@ def test_local():
     rotary = Rotary.rope(64).local(4)
     assert rotary.bands == (Band(0, 4, 1, 0),)
     assert rotary.two_sided_bands == (Band(-3, 4, 1, 0),)
-    assert Rotary.rope(64).rectify(11).local(11) == Rotary.rope(64).local(11)  # without its far keys
+    assert Rotary.rope(64).rectify(11).local(11) == Rotary.rope(64).local(11)  # the far keys are gone
     assert rotary.local(2) == Rotary.rope(64).local(2) == Rotary.rope(64).local(2).local(4)
     assert Rotary.rope(64).local(0).bands == Rotary.rope(64).local(0).two_sided_bands == ()
 
@@ -392,7 +394,7 @@ def test_equal_however_it_was_built():
 
 @pytest.mark.parametrize("rotary", SCHEMES, ids=range(len(SCHEMES)))
 def test_text_and_pickle_are_exact(rotary):
-    mapped = any(band.group != 1 or band.chunk for band in rotary.bands)  # these are causal only
+    mapped = any(band.group != 1 or band.chunk for band in rotary.bands)  # maps are causal only
     hash(rotary), rotary.text, mapped or rotary.two_sided_bands  # fill the caches
     again = _from_text.__wrapped__(rotary.text)
     for twin in (again, pickle.loads(pickle.dumps(rotary)), copy.copy(rotary), copy.deepcopy(rotary)):
@@ -411,10 +413,10 @@ def test_a_checkpoint_is_loaded_with_weights_only(tmp_path):
 
 
 def test_a_pickle_holds_no_hash():
-    """Strings hash otherwise in another process."""
+    """A pickle contains no hash, because hashes of strings differ between processes."""
     rotary = Rotary.rope(64).rectify(8)
     assert hash(rotary) and "_hash" in vars(rotary) and b"_hash" not in pickle.dumps(rotary)
-    _from_text.cache_clear()  # as in a process that has not read this text
+    _from_text.cache_clear()  # as in a process that has not parsed this text
     assert "_hash" not in vars(pickle.loads(pickle.dumps(rotary)))
 
 

@@ -1,6 +1,6 @@
 """Wrong arguments of the builders of schemes.
 
-For bands given by hand see test_bands.py.
+test_bands.py tests bands that the user gives.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ def banded(*bands):
     return dataclasses.replace(SMALL, bands=tuple(Band(*band) for band in bands))
 
 
-# what happened: (call, error, the argument, what is expected, what came)
+# case: (call, error, the argument, what is expected, what was given)
 REFUSED = {
     "an odd head_dim": (lambda: Rotary.rope(15), V, "head_dim", "an even integer of at least 2", "got 15"),
     "a factor as rotary_dim": (lambda: Rotary.rope(64, rotary_dim=0.5), V, "rotary_dim", "an even integer", "0.5"),
@@ -49,7 +49,7 @@ def test_the_message_names_the_argument_what_was_expected_and_what_came(call, er
     check_refused(call, error, name, expected, given)
 
 
-# (call, what its ValueError says from the beginning)
+# (call, the beginning of the message of its ValueError)
 REASONS = [
     # tables
     (lambda: Rotary.none(64).interpolate(2.0), "interpolate: no pair of this scheme rotates"),

@@ -1,1 +1,1 @@
-"""Random walks: schemes, shapes and cache operations at random, against float64, for ``test_walks.py``."""
+"""Draws random schemes, shapes and cache operations for ``test_walks.py``, and compares their results with float64."""

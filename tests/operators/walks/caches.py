@@ -1,4 +1,4 @@
-"""Random operations on a paged cache, against what every sequence should hold."""
+"""Runs random operations on a paged cache, and compares it with what every sequence should hold."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from .schemes import make, schemes
 class Walk(Case):
     """Operations on one paged cache: (kind, which sequence, a number, another number).
 
-    empty: sequences that are made first and stay empty, so that the others have the last rows of the block table.
+    empty: the number of sequences that are made first and stay empty. The other sequences then have the last rows of
+    the block table.
     """
 
     scheme: str

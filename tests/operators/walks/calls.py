@@ -21,8 +21,8 @@ from walks.{module} import {name}
 """
 
 
-# In two-byte types the weights of a row are rounded for the product with V, and then the result: u * P |V| each. Chosen
-# cases stay within one of the two; among thousands of random ones a few do not.
+# In 16-bit types the weights of a row are rounded for the product with V, and then the result is rounded: each costs u
+# * P |V|. Chosen cases stay within one rounding. Among thousands of random cases a few do not.
 ROUNDINGS = {torch.float64: 1, torch.float32: 1, torch.float16: 2, torch.bfloat16: 2}
 
 
@@ -39,8 +39,7 @@ class Case:
 
 
 def random_positions(target: support.Target, axes: int, rows: int, seed: int) -> torch.Tensor:
-    """Returns (rows, axes), whole numbers and fractions on both sides of 0, and one row in four that does not
-    rotate."""
+    """Returns (rows, axes): whole numbers and fractions on both sides of 0. One row in four does not rotate."""
     positions = torch.randint(-40, 120, (rows, axes), generator=torch.Generator().manual_seed(seed)) / 2
     positions[::4] = 0
     return positions.to(target.device)
@@ -70,7 +69,8 @@ class Call(Case):
         if rotary.axis:
             seqlen_k, shape = self.seqlen_q, (self.batch, self.seqlen_q, rotary.axes)
             positions = random_positions(target, rotary.axes, self.batch * self.seqlen_q, self.seed).view(shape)
-        # In two-byte types a sink rounds out and its gradient once more, which the budget does not have.
+        # In 16-bit types a sink adds one more rounding to out and to its gradient. The error budget does not include
+        # that rounding.
         exact = target.dtype in (torch.float32, torch.float64)
         sinks = torch.randn(heads, generator=torch.Generator().manual_seed(self.seed), dtype=support.lse_type(target))
         support.check(
@@ -97,7 +97,7 @@ class Call(Case):
 
 
 def maskings(scheme: str) -> st.SearchStrategy[bool]:
-    """Values of causal; position maps take True only."""
+    """Returns the values that `causal` may have. Position maps take only True."""
     try:
         make(scheme).bands_for(False)
     except ValueError:
@@ -129,7 +129,7 @@ def calls(draw, longest: int) -> Call:
 
 @dataclasses.dataclass(frozen=True)
 class Packed(Case):
-    """One call of attention_varlen and its backward: every sequence within the budget of its own."""
+    """One call of attention_varlen and its backward. Every sequence stays within its own budget."""
 
     scheme: str
     lengths: tuple[tuple[int, int], ...]

@@ -1,4 +1,4 @@
-"""Random schemes, as the Python expression that makes one."""
+"""Draws random schemes, as the Python expressions that create them."""
 
 from __future__ import annotations
 
@@ -64,10 +64,10 @@ def changes(draw) -> str:
 @st.composite
 def axial_schemes(draw) -> str:
     """Returns the expression of a scheme whose positions have several coordinates: equal and unequal axes, in blocks or
-    in turns, tables of their own, sections of one table."""
+    in random order, with tables of their own or sections of one table."""
     counts = draw(st.lists(st.integers(1, 6), min_size=1, max_size=4))
     pairs = sum(counts)
-    head_dim = -(-pairs // 4) * 8  # a multiple of 8, as attention takes
+    head_dim = -(-pairs // 4) * 8  # a multiple of 8, which attention requires
     base, interleaved = draw(_numbers(2.0, 100.0, 10_000.0)), draw(st.booleans())
     kind = draw(st.sampled_from(("axial", "axial", "mrope", "equal")))
     if kind == "equal":
@@ -83,7 +83,7 @@ def axial_schemes(draw) -> str:
 
 @st.composite
 def schemes(draw) -> str:
-    """Returns the expression of a scheme; chains that the builders refuse are left out, step by step."""
+    """Returns the expression of a scheme. A step of the chain that the builders refuse is left out."""
     expression = draw(tables(draw(st.sampled_from(HEAD_DIMS))))
     for change in draw(st.lists(changes(), max_size=4)):
         try:
