@@ -54,7 +54,7 @@ struct Chunk {
         sequence(run.sequence), head_kv(head_kv), first_key(first_key),
         end_key(std::min(first_key + CHUNK, run.keys)) {}
 
-  // These are functions, so that loops over them are unrolled if D is known.
+  // The sizes are functions, so that loops over them are unrolled if D is known.
   int head_dim() const { return D ? D : int(call.head_dim); }
   int vectors() const { return (head_dim() + LANES - 1) / LANES; }
   int padded_dim() const { return vectors() * LANES; }
