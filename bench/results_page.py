@@ -90,7 +90,7 @@ def dirty(run: Run) -> bool:
 
 
 def devices(folder: Path) -> list[tuple[Path, Runs]]:
-    """Returns (folder, its files and runs) of every device, GPUs first, without runs of changed trees.
+    """Returns (folder, its files and runs) of every device, GPUs first. Leaves out runs made with uncommitted changes.
 
     Raises:
         ValueError: the runs of one have different versions, or there are none.
@@ -214,8 +214,8 @@ def _heads(sizes: dict) -> str:
 
 
 def _named(run: Run, record: Record) -> Record:
-    """Returns the record with its kernels in its name, which on the CPU are "composed" of PyTorch's or "compiled"."""
-    kernels = run.device.get("kernels", "composed")  # results without the field are older than the compiled ones
+    """Returns the record. On the CPU its name says whether the kernels are "composed" of PyTorch's or "compiled"."""
+    kernels = run.device.get("kernels", "composed")  # results without the field predate compiled kernels
 
     def name(contestant: str) -> str:
         says = not _on_cpu(run) or any(kind in contestant for kind in ("composed", "compiled"))

@@ -1,4 +1,4 @@
-// flashrope._build_info: what the CUDA extension was built with. setup.py writes build_info.h.
+// The module flashrope._build_info says how the CUDA extension was built. setup.py writes build_info.h.
 
 #include <pybind11/pybind11.h>
 

@@ -4,12 +4,12 @@
 // blocks s, s + num_splits, ... So the grid follows from shapes alone, and lengths are read on the device. A warp owns
 // one slice of every block. It copies K and V into its own part of shared memory, one or two slices ahead, multiplies
 // on tensor cores and keeps its own running softmax; there is no barrier in the loop. The results of the warps are
-// merged at the end, those of the splits in the combine kernel. The result of a query row does not depend on the other
-// rows or sequences of the call.
+// merged at the end, and the results of the splits in the combine kernel. The result of a query row does not depend on
+// the other rows or sequences of the call.
 //
 // Queries are rotated once per band, in float32, rounded once and stored in shared memory. Keys are rotated in
-// registers, only in bands whose keys rotate. The angle of key j0 + r is a sum: the angle of key j0, found once
-// per slice, and the angle of r < SLICE, whose table rows stay in L1.
+// registers, only in bands whose keys rotate. The angle of key j0 + r is the sum of the angle of key j0, looked up once
+// per slice, and the angle of r < SLICE. The table rows of r stay in L1.
 
 #include "decode.h"
 #include "positions.cuh"
@@ -64,16 +64,16 @@ __device__ void copy_slice(const DecodeParams& p, const Work& w, int key0, uint1
   }
 }
 
-// 16 columns of tile (16, pitch) from column on. x[0] holds rows 0-7 and x[1] rows 8-15 of the first eight columns,
-// x[2] and x[3] those of the other eight. In each 8x8 part a lane holds row lane / 4, columns 2 * (lane % 4) and the
-// next.
+// Loads 16 columns of tile (16, pitch), starting at column. x[0] holds rows 0-7 and x[1] rows 8-15 of the first eight
+// columns; x[2] and x[3] hold the same rows of the other eight. In each 8x8 part a lane holds row lane / 4, columns
+// 2 * (lane % 4) and the next.
 template <int D>
 __device__ inline void load_tile(uint32_t (&x)[4], const uint16_t* tile, int column) {
   const int lane = threadIdx.x % 32;
   load_matrices(x, tile + (lane % 16) * pitch_for(D) + column + lane / 16 * 8);
 }
 
-// score, two 16x8 tiles, += q k^T over 16 channels.
+// Adds q k^T over 16 channels to score, which is two 16x8 tiles.
 template <typename T>
 __device__ inline void add_products(float (&score)[2][4], const uint32_t (&q)[4], const uint32_t (&k)[4]) {
   multiply<T>(score[0], q, k[0], k[2]);
@@ -184,7 +184,7 @@ struct SoftmaxState {
   float row_sum[2];  // of this lane's keys only
 };
 
-// The scores of the slice that starts at key0, base 2. score keeps its -inf where no band holds the key.
+// Computes the scores of the slice that starts at key0, in base 2. If no band holds a key, its score stays -inf.
 template <typename T, int D, bool INTERLEAVED>
 __device__ void score_slice(float (&score)[2][4], const DecodeParams& p, const Work& w, const Queries& queries,
                             int key0, int shift, const uint16_t* rotated_q, const uint16_t* k, float* base) {
@@ -265,7 +265,7 @@ __device__ void add_slice(SoftmaxState<D>& state, float (&score)[2][4], const ui
 
 // ---- kernels
 
-// Merges the results of the warps and writes that of the split. In shared memory, out: (WARPS, TILE_ROWS, PITCH),
+// Merges the results of the warps and writes the result of the split. In shared memory, out: (WARPS, TILE_ROWS, PITCH),
 // stats: (2, WARPS, TILE_ROWS), row_max and row_sum.
 template <int D>
 __device__ void write_partial(const DecodeParams& p, const Work& w, const SoftmaxState<D>& state, float* out,

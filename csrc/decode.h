@@ -9,9 +9,9 @@ namespace flashrope {
 
 constexpr int TILE_ROWS = 16;    // query rows of one tile: (row, query head) pairs that share a key head
 constexpr int SLICE = 16;        // keys that one warp multiplies at a time
-constexpr int FINE_ROWS = 1024;  // as in flashrope/lowering/cos_sin.py
+constexpr int FINE_ROWS = 1024;  // the same as in flashrope/lowering/cos_sin.py
 constexpr int MAX_SEQLEN_Q = 64;  // as in flashrope/backends/cuda.py, which also has TILE_ROWS
-constexpr int MAX_SPLITS = 256;  // as in flashrope/backends/calls.py
+constexpr int MAX_SPLITS = 256;  // the same as in flashrope/backends/calls.py
 constexpr int UNBOUNDED = 1 << 30;  // a distance that no band reaches, as in flashrope/lowering/lowered.py
 
 // A tensor (batch or pages, tokens or slots, heads, head_dim) of two-byte elements; head_dim is contiguous.
@@ -20,9 +20,10 @@ struct TensorView {
   int64_t stride_batch, stride_row, stride_head;
 };
 
-// Where sequences lie in a cache. flashrope/backends/calls.py and triton_kernels/ describe it under the same name.
+// Where the sequences are stored in a cache. Corresponds to CacheTables of flashrope/backends/cache_tables.py and
+// CacheLayout of triton_kernels/arguments.py.
 //
-// Sequence b holds slots leftpad[b] to seqlens[b] + seqlen_new. Slot s is row s of the cache, or row s % page_size of
+// Sequence b holds slots leftpad[b] up to seqlens[b] + seqlen_new. Slot s is row s of the cache, or row s % page_size of
 // page block_table[b, s / page_size]. Positions count from leftpad.
 struct CacheLayout {
   const int* seqlens;      // (batch,), without the seqlen_new keys that this call adds
@@ -31,7 +32,7 @@ struct CacheLayout {
   int batch;
   int capacity;            // slots that a sequence can have
   int seqlen_new;
-  int pages;               // of the cache; without a block_table, its batch
+  int pages;               // of the cache; without a block_table, its batch size
   int page_bits;           // page_size is 1 << page_bits
   int max_pages;
 };
@@ -40,7 +41,7 @@ struct DecodeParams {
   TensorView q;              // (batch, seqlen_q, heads_q, head_dim)
   TensorView k_cache;        // (batch, capacity, heads_kv, head_dim), or (pages, page_size, heads_kv, head_dim)
   TensorView v_cache;        // like k_cache
-  CacheLayout layout;        // the seqlen_new keys are in the cache already
+  CacheLayout layout;        // the seqlen_new keys are already in the cache
   void* out;                 // (batch, seqlen_q, heads_q, head_dim), contiguous
   float* lse;                // (batch, heads_q, seqlen_q), natural log
   float* partial_out;        // (num_splits, batch, seqlen_q, heads_q, head_dim)
@@ -70,7 +71,7 @@ struct AppendParams {
 // A block of 4 warps at head_dim 256 would not fit into the 99 KB of sm_86 and sm_89.
 constexpr int warps_for(int head_dim) { return head_dim > 128 ? 2 : 4; }
 constexpr int stages_for(int head_dim) { return head_dim > 64 ? 2 : 3; }
-// Blocks per multiprocessor that shared memory allows. Saving registers for more would gain nothing.
+// Blocks per multiprocessor that shared memory allows. Using fewer registers would not allow more blocks.
 constexpr int blocks_for(int head_dim) { return head_dim > 96 ? 2 : 3; }
 // A row in shared memory is 16 bytes longer than its channels, which puts eight consecutive rows into different banks.
 constexpr int pitch_for(int head_dim) { return head_dim + 8; }

@@ -1,5 +1,5 @@
-// What the decode kernels look up: slots of the cache, the keys and query rows of a block, cos and sin of a position.
-// Device code.
+// Device code with which the decode kernels look up slots of the cache, the keys and query rows of a block, and the cos
+// and sin of a position.
 #pragma once
 
 #include "decode.h"
@@ -15,7 +15,7 @@ struct Place {
   int page, row;  // without a block_table, page is the sequence
 };
 
-// Where slot < capacity of sequence b lies. The page is not checked.
+// Returns the page and row of a slot < capacity of sequence b. The page is not checked.
 __device__ Place place_of(const CacheLayout& layout, int b, int slot) {
   if (!layout.block_table) return {b, slot};
   const int page = layout.block_table[int64_t(b) * layout.max_pages + (slot >> layout.page_bits)];
@@ -26,12 +26,12 @@ __device__ uint16_t* row_of(const TensorView& x, int page, int row, int head) {
   return static_cast<uint16_t*>(x.data) + (page * x.stride_batch + row * x.stride_row + head * x.stride_head);
 }
 
-// The slots of sequence b that are used before the new keys, clamped to the capacity.
+// Returns the number of slots that sequence b uses before the new keys, clamped to the capacity.
 __device__ inline int seqlen_of(const CacheLayout& layout, int b) {
   return clamp(layout.seqlens[b], 0, layout.capacity);
 }
 
-// ---- what one block of threads works on
+// ---- the work of one block of threads
 
 // The keys of one sequence and one tile of its query rows. Row m is query m / group, and head m % group of the query
 // heads that share head_kv. Positions count from the sequence's first key.
@@ -100,15 +100,16 @@ __device__ inline float2 rotate(float x, float y, CosSin t) {
   return make_float2(x * t.cos - y * t.sin, y * t.cos + x * t.sin);
 }
 
-// What to add to all positions of the tile before they are looked up, so that none is negative. Rows before the first
-// key have negative positions, and only see keys if a band holds keys ahead. A common shift changes no score.
+// Returns what to add to all positions of the tile before they are looked up, so that no position is negative. Rows
+// before the first key have negative positions, and only see keys if a band holds keys ahead. A common shift changes no
+// score.
 __device__ inline int position_shift(const DecodeParams& p, const Work& w) {
   bool sees_ahead = false;
   for (int band = 0; band < p.num_bands; ++band) sees_ahead |= p.bands[4 * band] < 0;
   return sees_ahead ? max(0, p.seqlen_q - w.keys) : 0;
 }
 
-// The angles of the keys of a slice: that of its first key plus that of the row within the slice.
+// The angles of the keys of a slice: the angle of its first key plus the angle of the row within the slice.
 struct KeyCosSin {
   const float* base;     // (2, D / 2) in shared memory: cos and sin of the slice's first key
   const float* fine[2];  // table rows of this lane's keys, lane / 4 and lane / 4 + 8

@@ -1,4 +1,4 @@
-// What decode.cu uses of the device beyond plain CUDA C++: tensor-core and copy instructions, the two-byte types,
+// The device features that decode.cu uses beyond plain CUDA C++: tensor-core and copy instructions, the two-byte types,
 // dynamic shared memory, the launch.
 #pragma once
 

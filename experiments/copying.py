@@ -58,9 +58,10 @@ def starts_of(lengths: Sequence[int]) -> list[int]:
 
 
 def practice(count: int, length: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (inputs, targets), int64 (count, length): sequences, then whole ones of them in random order.
+    """Returns (inputs, targets), int64 (count, length). A sample is a list of sequences, followed by repetitions of
+    whole sequences in random order.
 
-    The targets are the letters that the text determines: those of a repeated sequence from its second letter on. The
+    The targets are the letters that the text determines: in a repeated sequence, the letters after its first. The
     sequences to repeat fill from about a quarter of the sample to all but the room for one repetition.
     """
     size = length + 1

@@ -27,7 +27,8 @@ from .statistics import AGAINST, SHOWN, UNJUDGED, UNSHOWN, Comparison, Interval,
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "docs" / "experiments"
-LEFT_OUT = ("curves.csv", "training.csv")  # points of figures, megabytes; the commands write them again
+# The points of the figures have several megabytes. They are not published, because the commands write them again.
+LEFT_OUT = ("curves.csv", "training.csv")
 TRAINING = "training.png"
 CLAIMS_FIGURE = "claims.png"
 REBUILD = "python tools/experiments_page.py"

@@ -26,7 +26,7 @@ class Preset:
         base: of the rotary frequencies.
         vocab_size: 256, bytes, for models that read text.
         architecture: "llama" or "gau" (gau.py).
-        schemes: for the experiment perplexity, instead of its own.
+        schemes: what the experiment perplexity measures. Empty: the experiment's default schemes.
     """
 
     width: int

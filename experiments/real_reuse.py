@@ -187,7 +187,7 @@ def score(model, prompt, question: Question) -> list[dict[str, Any]]:
 
 
 def summary(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the means of every way, over both orders and for each, by kind of question and for all."""
+    """Returns the mean results of every way to prefill, for each order and both, for each kind of question and all."""
     rows, found = list(rows), []
     for kind in ("all", *KINDS):
         for order in ("both", *ORDERS):
@@ -199,7 +199,7 @@ def summary(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _of_ways(rows: Sequence[dict[str, Any]], order: str) -> list[dict[str, Any]]:
-    """Returns the means of every way. A question counts once: of its two orders the mean is taken first."""
+    """Returns the mean results of every way to prefill. A question counts once: its two orders are averaged first."""
     of: dict[tuple, list[list[dict]]] = {}
     for row in rows:
         mine: dict[tuple, list[dict]] = {}

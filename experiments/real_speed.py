@@ -152,7 +152,8 @@ def training_step(model, row: torch.Tensor) -> float:
 
 
 def table(facts: dict[str, Any]) -> str:
-    """Markdown: medians over the rounds, each with its share of the time of the model as it is in the same type."""
+    """Returns a Markdown table of medians over the rounds. Each has its ratio to the unconverted model's in the same
+    dtype."""
     found = {(row["dtype"], row["way"], row["task"]): row["median"] for row in facts["rows"]}
     sizes = {(each["dtype"], each["way"]): each["bytes"] for each in facts["cache_bytes_per_token"]}
     length, train = facts["length"], facts["train_tokens"]

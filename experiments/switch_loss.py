@@ -62,7 +62,7 @@ def continued(
 
 
 def draw(rows: list[list], out: Path) -> None:
-    """Draws every model, and their mean. The line breaks where the second scheme takes over."""
+    """Draws every model, and the mean over the models. A line breaks where the second scheme takes over."""
     figure = new_figure((6.4, 3.2))
     axes = figure.subplots()
     for n, run in enumerate(dict.fromkeys(row[0] for row in rows)):

@@ -75,7 +75,7 @@ class Ordering:
 
 
 def resolve(template: str, train_length: int) -> tuple[str, int]:
-    """Returns (scheme, training length) here for the scheme of a published row."""
+    """Returns our (scheme, training length) for the scheme of a published row."""
     length = train_length
     name = template
     if match := re.search(r"\{L(\d+)\}", template):

@@ -75,7 +75,7 @@ def need_disjoint(training: Iterable, evaluation: Iterable, what: str) -> None:
 
 
 def percentage(task: str, at: float, found: torch.Tensor) -> Result:
-    """Returns how many of these bool (samples, ...) are true."""
+    """Returns the percentage of true values in `found`, bool (samples, ...), as a result of the task at `at`."""
     return Result(task, at, 100 * found.float().mean().item(), len(found))
 
 

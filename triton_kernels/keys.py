@@ -1,7 +1,7 @@
 """The keys and values of one sequence and head, as the loops of ``forward.py`` and ``chunks.py`` read them: raw rows,
-rotated copies, or rows of a cache, which may lie in pages and may be quantized.
+rotated copies, or rows of a cache, which may be paged and may be quantized.
 
-What only a cache needs stands in ``CachedKeys``.
+``CachedKeys`` holds the fields that only a cache needs.
 """
 
 from typing import NamedTuple
@@ -93,15 +93,15 @@ def key_rows(keys, cached, column, EDGE: tl.constexpr, VARIANT: tl.constexpr):
     rows = tl.arange(0, VARIANT.block_n)
     if EDGE:
         rows = clamp_rows(rows, keys.length - column)
-        if cached.batch is not None:  # of the whole tuple Triton 3.6 cannot ask this, once a field is None
+        if cached.batch is not None:  # Triton 3.6 cannot test the tuple itself once a field is None
             rows = tl.maximum(rows, keys.first - column)
     return rows
 
 
 @triton.jit
 def load_tile_pages(keys, cached, column, VARIANT: tl.constexpr):
-    """Returns the pages of the keys from `column` on, int32 [BN], or 0 without pages. It is safe where there is no such
-    tile."""
+    """Returns the pages of the keys from `column` on, int32 [BN], or 0 without pages. The call is safe even if no tile
+    starts at `column`."""
     if VARIANT.page_size == 0:
         return 0
     else:
@@ -121,7 +121,7 @@ def prefetch_tile(keys, cached, tiles, VARIANT: tl.constexpr):
 
 @triton.jit
 def find_rows(keys, cached, column, pages, EDGE: tl.constexpr, VARIANT: tl.constexpr):
-    """Returns the KeyRows of the keys from `column` on. pages: theirs, from load_tile_pages."""
+    """Returns the KeyRows of the keys from `column` on. pages: the keys' pages, from load_tile_pages."""
     rows = key_rows(keys, cached, column, EDGE, VARIANT)
     if VARIANT.page_size > 0:
         page = valid_page(cached.layout, pages)

@@ -1,4 +1,4 @@
-"""Where the keys of a sequence lie in a cache. Lengths and page numbers come from outside, so both are clamped here."""
+"""Finds the keys of a sequence in a cache. Lengths and page numbers are user data, so they are clamped here."""
 
 import triton
 import triton.language as tl
@@ -13,8 +13,8 @@ def clamp(x, low, high):
 
 @triton.jit
 def cache_bounds(cache, batch, length_q):
-    """Returns (first slot, number of keys) of a sequence, inside the capacity whatever the tensors hold. length_q: its
-    packed queries, None where queries are not packed."""
+    """Returns (first slot, number of keys) of a sequence, clamped to the capacity whatever the tensors hold. length_q:
+    the sequence's number of packed queries, None if queries are not packed."""
     capacity, new = decode_int(cache.capacity), decode_int(cache.seqlen_new)
     if length_q is not None:
         new = tl.where(new < 0, length_q, new)

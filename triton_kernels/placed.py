@@ -80,7 +80,7 @@ class Entries(NamedTuple):
 
 @triton.jit
 def page_rows(cache, PAGE_SIZE: tl.constexpr):
-    """Slots of a page. A contiguous cache has one page a sequence."""
+    """Returns the number of slots of a page. A contiguous cache has one page per sequence."""
     return PAGE_SIZE if PAGE_SIZE > 0 else decode_int(cache.capacity)
 
 
@@ -151,7 +151,7 @@ def read_position(x):
 
 @triton.jit
 def count_before(counts, N: tl.constexpr):
-    """Returns the sum of the counts [N] before each."""
+    """Returns, for each of the counts [N], the sum of the counts before it."""
     index = tl.arange(0, N)
     return tl.sum(tl.where(index[None, :] < index[:, None], counts[None, :], 0), 1)
 
@@ -206,9 +206,8 @@ def columns_by_groups(groups, cache, seq, lowest, highest, VARIANT: tl.constexpr
 
 @triton.jit(do_not_specialize=["seqlen_q"])
 def place_slots(tables, cache, cu_seqlens_q, seqlen_q, VARIANT: tl.constexpr):
-    """Fills tables.groups (batch, groups, 2): the lowest and the highest whole position of the visible keys in each
-    group of VARIANT.block_n slots. Where a cache stores positions of one axis, the ranges of bands are found by
-    them."""
+    """Fills tables.groups (batch, groups, 2), the lowest and the highest whole position of the keys that each group of
+    VARIANT.block_n slots makes visible. If a cache stores positions of one axis, these ranges find a band's keys."""
     groups_in_all = tl.cdiv(decode_int(cache.capacity), VARIANT.block_n)
     batch, group = tl.program_id(0) // groups_in_all, tl.program_id(0) % groups_in_all
     seq = find_cached_sequence(cache, cu_seqlens_q, batch, seqlen_q)
@@ -227,10 +226,9 @@ def place_slots(tables, cache, cu_seqlens_q, seqlen_q, VARIANT: tl.constexpr):
 
 @triton.jit
 def place_queries(tables, cache, batch, row, slot, base, exists, VARIANT: tl.constexpr):
-    """Stores the Positions of queries [BM], explicit or their own keys'. Returns the whole positions of the first axis.
-
-    row: the queries' rows, counted through all sequences. slot: the slots of their own keys. base: what is added to
-    the stored positions of these keys, by their block-table entries."""
+    """Stores the Positions of queries [BM] and returns those of the first axis. They are explicit, or the positions of
+    the queries' own keys. row: index through all sequences; slot: slots of the queries' own keys; base: what the pages
+    of these keys add to positions."""
     COORDINATES: tl.constexpr = VARIANT.axes if VARIANT.axes > 0 else 1
     to = cache.tokens + row * token_fields(VARIANT) + (TOKEN_FIELDS + 2 * VARIANT.num_bands)
     page = valid_page(cache, load_page(cache, batch, slot, VARIANT.page_size))

@@ -1,7 +1,7 @@
-"""Positions that a cache stores: of every slot a float32 number, or one for each axis of an axial scheme.
+"""Positions that a cache stores: for every slot a float32 number, or one number for each axis of an axial scheme.
 
-The host does not know them, they have fractions, and neighbours need not follow one another. So no table serves them.
-An angle is a product of integers, modulo a turn of 2^64, which is exact at every position; see
+The host does not know these positions, they may have fractions, and neighbors need not be consecutive. So no table of
+cos and sin can serve them. An angle is a product of integers, modulo a turn of 2^64, and exact at every position; see
 ``flashrope.lowering.cos_sin.TurnRow``.
 """
 
@@ -25,7 +25,7 @@ COS_0, COS_1, COS_2 = tl.constexpr(0.0416666456), tl.constexpr(-0.00138873677), 
 
 
 class Position(NamedTuple):
-    """whole: the integer below a position. part: the rest, in fractions of 2^31. Both int32."""
+    """A position in two int32 numbers. whole: the integer below it. part: the fractional rest, in units of 2^-31."""
 
     whole: object
     part: object
@@ -98,13 +98,13 @@ def of_pairs(found, position, turns, axis: tl.constexpr):
 
 @triton.jit
 def turned(position, turns):
-    """Returns the phases [M, D/2] of a Position of every pair, in units of 2^-64 turn."""
+    """Returns the angles [M, D/2] of every pair's Position, in units of 2^-64 turn."""
     return position.whole.to(tl.int64) * turns.step[None, :] + position.part.to(tl.int64) * turns.part[None, :]
 
 
 @triton.jit
 def cos_sin_of(angle):
-    """Returns cos and sin, float32, of a phase, int64 in units of 2^-64 turn."""
+    """Returns cos and sin, float32, of int64 angles in units of 2^-64 turn."""
     turns = (angle >> 32).to(tl.int32)
     quarter = (turns + (1 << 29)) >> 30
     x = (turns - (quarter << 30)).to(tl.float32) * RADIANS

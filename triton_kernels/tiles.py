@@ -217,7 +217,7 @@ def tile_range(first, last, reach_first, reach_last, length, BLOCK: tl.constexpr
 @triton.jit
 def visible_tiles(first_row, last_row, length, BLOCK: tl.constexpr):
     """Returns the tiles of BLOCK columns, within [0, length), that a run of rows sees. first_row, last_row: the
-    VisibleRange of its first and of its last row. From one to the other both bounds never decrease."""
+    VisibleRange of its first and of its last row. Both bounds must not decrease from the first row to the last."""
     begin = tl.maximum(first_row.first, 0) // BLOCK
     end = tl.cdiv(tl.maximum(tl.minimum(last_row.stop, length), 0), BLOCK)
     end = tl.maximum(end, begin)

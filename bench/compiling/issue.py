@@ -282,9 +282,9 @@ WARM_UP, PASSES, OFFSETS = 2, 4, 5
 
 
 def steady(code: Sequence[Instruction], warps: int, blocks: int, rates: Rates) -> Steady:
-    """A loop whose blocks run through it again and again.
+    """Returns the steady state of a loop that all blocks of a multiprocessor run repeatedly.
 
-    Nothing keeps the blocks of a multiprocessor in or out of step: the mean over offsets that divide a pass evenly.
+    It is the mean over start offsets that divide a pass evenly, because nothing synchronizes the blocks.
     """
     alone = Multiprocessor(code, warps, 1, rates).run(WARM_UP, PASSES)
     if blocks == 1:

@@ -112,7 +112,7 @@ def draw_cpu(run: Run, path: Path) -> bool:
 
 
 def of_panel(record: Record, start: str) -> bool:
-    """Whether ``draw_cpu`` draws the record in the panel of the tables whose titles start so."""
+    """Whether ``draw_cpu`` draws the record in the panel for tables whose titles start with `start`."""
     quiet = "busy" not in record.table and record.sizes["dtype"] == "float32"
     return quiet and record.table.startswith(start) and record.contestant in CPU_SERIES
 

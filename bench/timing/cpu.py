@@ -82,9 +82,9 @@ class Goal(NamedTuple):
 
     figure: str
     limit: float
-    without_avx512: float | None = None  # the limit of kernels below x86-64-v4, where it is another
+    without_avx512: float | None = None  # limit for kernels below x86-64-v4. None: the same
     checked: bool = True
-    multiplied: float | None = None  # the limit of kernels that multiply in bfloat16, where it is another
+    multiplied: float | None = None  # limit for kernels that multiply in bfloat16. None: the same
 
     def limit_of(self, target: str) -> float:
         if self.multiplied is not None and target == BFLOAT16_TARGET:
@@ -261,7 +261,7 @@ class Bench:
             self.figures[f"memory when seqlen doubles, forward + backward: ReRoPE, {kind}"] = growth
 
     def product(self) -> None:
-        """Prints the speed of the compiled forward pass in bfloat16 as a share of that of PyTorch's product."""
+        """Prints the speed of the compiled bfloat16 forward pass as a fraction of the speed of PyTorch's matmul."""
         a, b = torch.randn(2, 1024, 1024, dtype=torch.bfloat16).unbind()
         p = self.problem(min(self.options.seqlen, SHORT[-1][0]), SHORT[-1][1], dtype=torch.bfloat16)
         calls, work = {"product": lambda: a @ b}, {"product": 2 * 1024**3}
@@ -395,7 +395,7 @@ class Plan(Bench):
 
 
 def sdpa_rate(heads: int, head_dim: int, seqlen: int) -> float:
-    """Returns SDPA's products per second in a forward pass of this length."""
+    """Returns SDPA's multiply-adds per second in a causal forward pass of this length."""
     q, k, v = torch.randn(3, 1, heads, seqlen, head_dim)
     timer, call = Timer(CPU), lambda: scaled_dot_product_attention(q, k, v, is_causal=True)
     timer(call)

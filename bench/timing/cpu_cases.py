@@ -69,10 +69,10 @@ class Stored(NamedTuple):
     paged: bool = False
     cache_dtype: str | None = None
     rotated_keys: bool = False
-    queries: int = 1  # the last ones of a problem that has more
+    queries: int = 1  # how many of the problem's last queries attend
 
     def rows(self, k: torch.Tensor, v: torch.Tensor, rotary: Rotary) -> list[torch.Tensor]:
-        """Returns what a cache stores of k and v, rows first: k and v, or quantized, with the scales of both."""
+        """Returns what the cache stores of k and v, rows first: k and v, or their quantized values and their scales."""
         k = rotate(k, rotary) if self.rotated_keys else k
         if self.cache_dtype is None:
             return [k, v]

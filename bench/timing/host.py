@@ -99,7 +99,7 @@ class Undo(Exception):
 
 
 def functions_of(call: Callable) -> tuple[int, int]:
-    """Returns (Triton launches, all functions that are called) by one call."""
+    """Returns how many Triton launches and how many function calls in all one call makes."""
     seen = []
     launch, planned = launcher.launch.__code__, launcher.Launch.__call__.__code__
 

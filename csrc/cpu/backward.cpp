@@ -2,7 +2,7 @@
 // atomically: five matrix products per pair of tiles, and results that are bitwise reproducible.
 //
 // Scores are computed transposed, keys by queries. Per query head and band, queries and keys are rotated into
-// workspaces; the gradients are summed in that rotated frame, then rotated back and added to those of other bands.
+// workspaces. The gradients are summed in that rotated basis, then rotated back and added to those of the other bands.
 
 #include "backward.h"
 
@@ -83,7 +83,7 @@ struct KeyHead {
     return all;
   }
 
-  // x (rows, stride) transposed per tile.
+  // Writes x (rows, stride) transposed per tile.
   void transpose(const float* x, int stride, int channels, float* to) const {
     for (int64_t tile = 0; tile < rows; tile += BLOCK_M)
       for (int r = 0; r < BLOCK_M; ++r)
@@ -161,8 +161,8 @@ struct KeyHead {
                    BLOCK_N);
   }
 
-  // Adds what the poisoned rows of a tile give to the keys that they see, and takes them out of the products, in which
-  // a weight of 0 times NaN would reach the other keys of the tile.
+  // Adds the contribution of the poisoned rows of a tile to the keys that they see, and takes these rows out of the
+  // products. There a weight of 0 times NaN would reach the other keys of the tile.
   void add_poisoned(const Band& band, int64_t key, int64_t row) {
     std::copy_n(q.get() + row * width, BLOCK_M * width, finite_q.get());
     std::copy_n(grad_out.get() + row * width_v, BLOCK_M * width_v, finite_grad_out.get());

@@ -1,4 +1,4 @@
-// What the backwards in float32 and in bfloat16 share.
+// Code that the backwards in float32 and bfloat16 share.
 
 #pragma once
 

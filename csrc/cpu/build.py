@@ -1,9 +1,9 @@
 """Compiles the CPU kernels: ``python csrc/cpu/build.py FOLDER [TARGET ...]``, as setup.py does at installation.
 
-Every target becomes one library FOLDER/TARGET.so, for processors that have its instructions;
-python/flashrope/backends/cpu/loader.py chooses among them. x86-64-v4-bf16 is the exception: its library has the
-functions for bfloat16 alone, and extends that of x86-64-v4. FOLDER/build.json says what compiled them and why one is
-missing. It needs a C++ compiler and nothing else: neither torch nor Python's headers.
+Every target becomes one library FOLDER/TARGET.so, for processors that have the target's instructions.
+python/flashrope/backends/cpu/loader.py chooses among the libraries. x86-64-v4-bf16 is an exception: its library has
+only the functions for bfloat16, and extends the library of x86-64-v4. FOLDER/build.json names the compiler, and says
+why a library is missing. The build needs only a C++ compiler, neither torch nor Python's headers.
 
 CXX names the compiler, with options: ``CXX="python -m ziglang c++ -target aarch64-linux-gnu.2.28"`` compiles for ARM
 on any machine. The targets are those of the machine that the compiler compiles for.
@@ -38,9 +38,9 @@ TARGETS = {
     },
     "aarch64": {"armv8-a": ["-march=armv8-a"], "armv8.2-a": ["-march=armv8.2-a+fp16"]},
 }
-# The sources of a target, where they are not those of this folder: its library extends another (loader.py).
+# Targets whose sources are in a subfolder. Their library extends the library of another target (loader.py).
 PARTS = {"x86-64-v4-bf16": "bf16"}
-ZIG_TARGETS = {  # zig c++ has names of its own
+ZIG_TARGETS = {  # zig c++ has its own names for targets
     "x86-64-v3": ["-mcpu=x86_64_v3"],
     "x86-64-v4": ["-mcpu=x86_64_v4"],
     "x86-64-v4-bf16": ["-mcpu=x86_64_v4+avx512bf16"],
@@ -57,7 +57,7 @@ SYSTEM_LIBRARIES = {"ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1", "libc.so.6"
     "libstdc++.so.6",
 }
 CACHE_SWITCH = "FLASHROPE_BUILD_CACHE"
-CACHE_ENTRIES = 16  # up to 1.6 MB each; the ones that were used last stay
+CACHE_ENTRIES = 16  # the most recently used entries are kept, up to 1.6 MB each
 # What compilers read besides their arguments.
 COMPILER_VARIABLES = (
     *("CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH", "LIBRARY_PATH", "COMPILER_PATH", "GCC_EXEC_PREFIX"),
@@ -67,7 +67,10 @@ ELF_MACHINES = {62: "x86_64", 183: "aarch64"}
 
 
 def build(folder: Path, targets: list[str] | None = None, machine: str = "") -> dict[str, str]:
-    """Compiles the targets, all of the compiler's machine by default. Returns why a target is missing, by its name."""
+    """Compiles the targets, by default all targets of the compiler's machine.
+
+    Returns a dict from the name of each missing target to the reason.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     compiler = command()
     known = TARGETS.get(machine or target_machine(compiler), {})
@@ -105,7 +108,7 @@ def version(compiler: list[str]) -> str:
 
 
 def target_machine(compiler: list[str]) -> str:
-    """The machine that the compiler compiles for, by Python's name; this machine where the compiler does not say."""
+    """Returns Python's name of the machine that the compiler compiles for, or of this machine if that is unknown."""
     try:
         done = subprocess.run([*compiler, "-E", "-dM", "-x", "c++", os.devnull], capture_output=True, text=True)
     except OSError:
@@ -114,9 +117,11 @@ def target_machine(compiler: list[str]) -> str:
 
 
 def platform_tag(folder: Path) -> str | None:
-    """The platform of a wheel with the libraries of a folder, by the machine that they are compiled for and the
-    versions that they ask of the system: manylinux_2_28_x86_64, or linux_x86_64 where one asks for newer. None without
-    libraries."""
+    """Returns the platform tag of a wheel with the libraries of a folder, or None if the folder has no libraries.
+
+    The tag follows from the machine that the libraries are compiled for and from the system versions that they need:
+    manylinux_2_28_x86_64, or linux_x86_64 if a library needs a newer system.
+    """
     libraries = [path.read_bytes() for path in sorted(folder.glob("*.so"))]
     if not libraries:
         return None
@@ -125,7 +130,8 @@ def platform_tag(folder: Path) -> str | None:
 
 
 def _suits_manylinux(library: bytes) -> bool:
-    """Reads every string that looks like a version or a library, so a string too many only asks for more."""
+    """Whether a library runs on manylinux_2_28. Reads every string that looks like a version or a library, so a string
+    that merely looks like one can only make the answer False."""
     versions = re.findall(rb"\0(GLIBC|GLIBCXX|CXXABI|GCC)_(\d[\d.]*)(?=\0)", library)
     needed = re.findall(rb"\0((?:lib|ld-)[\w+-]+\.so[.\d]*)(?=\0)", library)
     return all(tuple(map(int, version.split(b"."))) <= NEWEST[name] for name, version in versions) and (
@@ -134,12 +140,12 @@ def _suits_manylinux(library: bytes) -> bool:
 
 
 def sources(part: str = "") -> list[str]:
-    """Returns the sources of a library, relative, so that no path gets into it."""
+    """Returns the relative paths of a library's sources, so that no absolute path gets into the library."""
     return sorted(path.relative_to(SOURCES).as_posix() for path in (SOURCES / part).glob("*.cpp"))
 
 
 def compile_target(arguments: list[str], library: Path, names: list[str]) -> str:
-    """The error, or "". A library that was there stays until the new one is complete."""
+    """Compiles one library. Returns the error, or "". An existing library stays until the new one is complete."""
     if not has_compiler():
         library.unlink(missing_ok=True)
         return f"no C++ compiler: {arguments[0]} is not on PATH"
@@ -185,10 +191,10 @@ def cache_folder() -> Path | None:
 
 
 def cache_key(arguments: list[str], names: list[str]) -> str | None:
-    """Returns a hash of all that decides the library's bytes, or None where the compiler does not tell.
+    """Returns a hash of everything that determines the library's bytes, or None if the compiler does not reveal it.
 
-    arguments: the compiler with its options. names: the sources. They and all headers count as they are, and the
-    sources once more with the headers that they include, as the preprocessor sees them.
+    arguments: the compiler with its options. names: the sources. The hash covers the sources and all headers, and also
+    the preprocessor's output for the sources.
     """
     digest = hashlib.sha256()
 
@@ -234,8 +240,7 @@ def read_cached(folder: Path, key: str) -> bytes | None:
 
 
 def write_cached(folder: Path, key: str, library: bytes) -> None:
-    """Stores a library, completely or not at all, and deletes the least recently used ones. A full disk raises
-    nothing."""
+    """Stores a library atomically, and deletes the least recently used ones. A full disk is not an error."""
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".", delete=False) as file:
             try:

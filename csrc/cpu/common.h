@@ -1,8 +1,8 @@
-// What the CPU kernels share: vectors, types, tensors, the rotation of a row, exp, and a parallel loop.
+// Code that the CPU kernels share: vectors, types, tensors, the rotation of a row, exp, and a parallel loop.
 //
-// Everything is computed in float32. A vector is as wide as the processor's; plain loops over head_dim are vectorised by
-// the compiler. The library depends on nothing but libc: Python passes torch's parallel_for, so that the threads are
-// torch's own.
+// Everything is computed in float32. A vector is as wide as the processor's registers. Plain loops over head_dim are
+// vectorised by the compiler. The library depends only on libc: Python passes torch's parallel_for, so that the threads
+// are torch's own.
 
 #pragma once
 
@@ -55,15 +55,15 @@ inline IntVec lane_numbers() {
 }
 inline Vec broadcast(float x) { return x - Vec{}; }  // unlike x + 0, no instruction for it
 
-// With the vectors in blocks of 2 HALF lanes: the sums of the halves of every block, of a in the first HALF lanes, of b
-// in the others.
+// Divides a and b into blocks of 2 HALF lanes and adds the two halves of every block. In each block of the result, the
+// first HALF lanes hold the sums of a, the others the sums of b.
 template <int HALF, int... LANE>
 inline Vec add_halves(Vec a, Vec b, std::integer_sequence<int, LANE...>) {
   return __builtin_shufflevector(a, b, (LANE % (2 * HALF) < HALF ? LANE : LANE - HALF + LANES)...) +
          __builtin_shufflevector(a, b, (LANE % (2 * HALF) < HALF ? LANE + HALF : LANE + LANES)...);
 }
 
-// The sums of HALF * 2 vectors, which it overwrites, one per lane where that is all lanes.
+// Returns the sums of 2 HALF vectors: at HALF = LANES / 2, one sum per lane. Overwrites the vectors.
 template <int HALF = LANES / 2>
 inline Vec sums(Vec* v) {
   for (int i = 0; i < HALF; ++i) v[i] = add_halves<HALF>(v[i], v[i + HALF], std::make_integer_sequence<int, LANES>());
@@ -73,7 +73,7 @@ inline Vec sums(Vec* v) {
     return v[0];
 }
 
-// v with the halves of every block of 2 HALF lanes swapped.
+// Returns v with the two halves of every block of 2 HALF lanes swapped.
 template <int HALF, int... LANE>
 inline Vec swap_halves(Vec v, std::integer_sequence<int, LANE...>) {
   return __builtin_shufflevector(v, v, (LANE ^ HALF)...);
@@ -135,7 +135,7 @@ inline float to_float(BFloat16 x) {
   return y;
 }
 
-// GCC 12 makes scalar code of __builtin_convertvector from half precision, and twice the instructions from uint16_t.
+// GCC 12 turns __builtin_convertvector into scalar code for half precision, and into twice the instructions for uint16_t.
 inline Vec load(const BFloat16* x) {
 #if defined(__AVX512F__)
   return (Vec)((IntVec)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)x)) << 16);
@@ -160,7 +160,7 @@ inline Vec load(const Float16* x) {
 #endif
 }
 
-// Codes of quantized caches; python/flashrope/backends/quantized.py says what they are. Their rows are in memory as bytes.
+// Elements of quantized caches, defined in python/flashrope/backends/quantized.py. Their rows are in memory as bytes.
 struct Int8 {
   int8_t code;
 };
@@ -203,7 +203,7 @@ inline Vec load(const Int8* x) {
 #endif
 }
 
-// LANES codes, of an even channel and those behind it: every lane moves its own code to the lowest bits.
+// Reads LANES quantized values, beginning at an even channel. Every lane moves its own value to the lowest bits.
 inline Vec load(const Int4* x) {
 #ifdef __AVX2__
   int32_t words[LANES / 8];
@@ -225,7 +225,7 @@ inline Vec load(const Int4* x) {
 #endif
 }
 
-// The first `count` channels of a row in float32.
+// Reads the first `count` channels of a row and converts them to float32.
 template <typename T>
 inline void convert(const T* x, float* y, int count) {
   int c = 0;
@@ -247,7 +247,7 @@ inline void store_codes(const int32_t* codes, int count, Int4* out) {
   for (int n = 0; n < count / 2; ++n) out[n].codes = uint8_t((codes[2 * n] + 8) | (codes[2 * n + 1] + 8) << 4);
 }
 
-// A row as codes of type C. Returns its scale.
+// Quantizes a row to type C. Returns its scale.
 template <typename C, typename T>
 float quantize(const T* x, int head_dim, C* out) {
   constexpr float largest_code = PER_ELEMENT<C> == 1 ? 127 : 7, magic = 12582912;  // as in exp
@@ -301,7 +301,7 @@ struct TensorView {  // strides in elements; channels are contiguous
 
 // Query row r is at position shift + r and sees, in this band, the keys [first_key, end_key).
 struct Band {
-  int64_t start, stop;  // distances, or with a chunk differences of chunks; infinite ones are +-2^40
+  int64_t start, stop;  // distances, or with a chunk differences of chunks; +-2^40 stands for infinity
   int64_t chunk;        // 0: distances
 
   int64_t first_key(int64_t position) const {
@@ -313,7 +313,7 @@ struct Band {
     if (chunk && position >= 0) end = std::min((position / chunk - start + 1) * chunk, position + 1);
     return std::clamp<int64_t>(end, 0, keys);
   }
-  // The positions [first_position, end_position) of the rows that see a key.
+  // Rows at the positions [first_position, end_position) see a key.
   int64_t first_position(int64_t key) const {
     return chunk ? std::max((key / chunk + start) * chunk, key) : key + start;
   }
@@ -325,7 +325,7 @@ struct Pairs {
   bool interleaved;  // pair m is channels 2 m and 2 m + 1; otherwise m and m + count
 };
 
-// x rotated by angles whose cos and sin are given per pair.
+// Rotates x by angles whose cos and sin are given per pair.
 template <typename T>
 inline void rotate(const T* x, float* y, const float* cos, const float* sin, Pairs pairs, int head_dim) {
   if (!pairs.interleaved) {
@@ -373,7 +373,7 @@ struct Free {
 };
 using Floats = std::unique_ptr<float[], Free>;
 
-inline Floats floats(int64_t count) {  // nullptr if there is no memory
+inline Floats floats(int64_t count) {  // nullptr if memory runs out
   return Floats(static_cast<float*>(std::aligned_alloc(64, (count * 4 / 64 + 1) * 64)));
 }
 

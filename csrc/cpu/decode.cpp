@@ -1,10 +1,10 @@
 // attention_with_cache for a few queries per sequence. The keys of a sequence are divided into chunks, which the
 // threads share. The thread that finishes the last chunk of a head combines the results of all its chunks in order.
 //
-// Chunks are counted from a sequence's first key and every row of the cache is read where it lies, so the results do
-// not depend on the batch, the layout of the cache or the number of threads. Chunks and blocks that no query sees are
-// not read. Within a block, key t is rotated by its distance t from the block's first key, and the query by its
-// position relative to that key, in float64: only a table of that many rows is needed per key.
+// Chunks are counted from a sequence's first key and every row of the cache is read in place, so the results do not
+// depend on the batch, the layout of the cache or the number of threads. Chunks and blocks that no query sees are not
+// read. Within a block, key t is rotated by its distance t from the block's first key. The query is rotated by its
+// position relative to that key, computed in float64. So the keys only need a table with as many rows as a block.
 
 #include "decode.h"
 
@@ -22,8 +22,8 @@ struct Span {  // keys of a block
   int first, end;
 };
 
-// One chunk of keys against the queries of one key head. D: head_dim, or 0 where it is known at run time only.
-// T: of the cache; Q: of queries and results.
+// Computes one chunk of keys against the queries of one key head. D: head_dim, or 0 if it is only known at run time.
+// T: type of the cache; Q: type of queries and results.
 template <typename T, typename Q, int D>
 struct Chunk {
   const DecodeCall& call;
@@ -54,7 +54,7 @@ struct Chunk {
         sequence(run.sequence), head_kv(head_kv), first_key(first_key),
         end_key(std::min(first_key + CHUNK, run.keys)) {}
 
-  // Functions, so that loops over them are unrolled where D is known.
+  // The sizes are functions, so that loops over them are unrolled if D is known.
   int head_dim() const { return D ? D : int(call.head_dim); }
   int vectors() const { return (head_dim() + LANES - 1) / LANES; }
   int padded_dim() const { return vectors() * LANES; }
@@ -102,7 +102,7 @@ struct Chunk {
     }
   }
 
-  // The keys of the block that each query sees. Returns whether there are any.
+  // Finds the keys of the block that each query sees. Returns whether any query sees a key.
   bool find_spans(int b, int64_t key, int keys) {
     const Band& band = call.bands[b].band;
     bool any = false;
@@ -119,8 +119,8 @@ struct Chunk {
     return any;
   }
 
-  // Where the keys from key on lie, and what may be fetched instead of those behind the chunk's last. Page numbers
-  // outside the cache are clamped.
+  // Finds the addresses of a block of keys that starts at key. Beyond the chunk's last key they are addresses that may be
+  // fetched instead. Page numbers outside the cache are clamped.
   void find_rows(int64_t key, Block& found) const {
     const int keys = int(std::clamp<int64_t>(end_key - key, 0, BLOCK));
     for (int t = 0, end; t < keys; t = end) {
@@ -146,7 +146,7 @@ struct Chunk {
     rows.set(first, end, x.row<const T>(page, slot, head_kv), x.stride_row, scales, scale.stride_row);
   }
 
-  // The queries relative to the mapped position of a block's first key.
+  // Rotates the queries by their positions relative to the mapped position of a block's first key.
   void rotate_queries(int b, int64_t key) {
     const DecodeBand& band = call.bands[b];
     const int64_t count = pairs.count;
@@ -185,7 +185,7 @@ struct Chunk {
     // Key t is at the mapped position mapped + (skipped + t) / group.
     const int64_t mapped = band.mapped(key), skipped = (band.band.chunk ? key % band.band.chunk : key) % band.group;
     if (band.fine) rotate_queries(b, mapped);
-    // The row of the table by which key t rotates.
+    // Returns the row of the table by which key t rotates.
     auto angles = [&](int t) { return band.fine + (band.group == 1 ? t : (skipped + t) / band.group) * pairs.count; };
     const bool in_place = rows == 1 || std::is_same_v<T, float>;  // otherwise one copy serves all rows
     for (int begin = first / LANES * LANES; begin < end; begin += LANES) {
@@ -244,7 +244,8 @@ struct Chunk {
     }
   }
 
-  // The scores of the keys [from, until), which lie in [begin, begin + LANES). product_of(query, t): of key t.
+  // Computes the scores of the keys [from, until), a part of [begin, begin + LANES). product_of(query, t): the product
+  // with key t.
   template <typename Product>
   void add_products(int b, int begin, int from, int until, const Product& product_of) {
     if (rows == 1) return add_products<0, 1>(b, 0, begin, from, until, product_of);
@@ -253,8 +254,8 @@ struct Chunk {
     for (int r = 2; r < rows; ++r) add_products<0, 0>(b, r, begin, from, until, product_of);
   }
 
-  // Also fetches the lines FIRST, FIRST + STEP, ... of the next block's keys, those of a key between two products: lines
-  // fetched all at once wait for one another, and the computation for them. STEP 0: none.
+  // Also fetches the lines FIRST, FIRST + STEP, ... of the next block's keys, one key between two products. Lines that
+  // are fetched all at once wait for one another, and the computation waits for them. STEP 0: fetches nothing.
   template <int FIRST, int STEP, typename Product>
   void add_products(int b, int r, int begin, int from, int until, const Product& product_of) {
     const Span span = spans[b][r];
@@ -285,7 +286,8 @@ struct Chunk {
     return total;
   }
 
-  // The product with a key that is rotated in registers. HALF: vectors per half of the channels; 0: known at run time.
+  // Returns the product with a key that is rotated in registers. HALF: vectors per half of the channels; 0: known at run
+  // time.
   template <int HALF = 0>
   Vec rotated_product(const Vec* query, const T* x, const float* cos) const {
     const int half = HALF ? HALF : pairs.count / LANES;
@@ -306,7 +308,7 @@ struct Chunk {
     return total;
   }
 
-  // Online softmax over the block's scores, and its values.
+  // Adds the block's scores to the online softmax, and its weighted values to the result.
   void add_values(SoftmaxState& state, int keys) {
     const float* tile[BLOCK];
     if (!whole_vectors)
@@ -315,7 +317,7 @@ struct Chunk {
         convert_padded(block->v.row[t], copies + t * padded_dim());
       }
     for (int r = 0; r < rows; ++r) softmax_row(state, r);
-    // Values of keys that a query does not see are not read: they may be NaN.
+    // Values of keys that a query does not see are not read, because they may be NaN.
     for (int b = 0; b < call.num_bands; ++b)
       for (int r = 0, count; r < rows; r += count) {
         const Span span = spans[b][r];
@@ -357,7 +359,7 @@ struct Chunk {
       for (int c = 0; c < padded_dim(); c += LANES) store(state.acc[r] + c, load(state.acc[r] + c) * decay);
   }
 
-  // Rows from r on, at most count, that see the same keys. Returns how many.
+  // Adds the values to at most count rows, starting at row r, that see the same keys. Returns how many rows it added to.
   template <typename U>
   int add_rows(SoftmaxState& state, int r, int count, const U* const* tile, Span span) {
     return r == 0 ? add_rows<true>(state, r, count, tile, span) : add_rows<false>(state, r, count, tile, span);
@@ -420,8 +422,8 @@ void combine(const DecodeCall& call, int64_t sequence, int64_t head_kv, const fl
 template <typename T, typename Q, int D>
 int decode(const DecodeCall& call) {
   const int64_t rows = call.heads_q / call.heads_kv * call.seqlen_q, width = call.head_dim + 2;
-  // Task n is, of the run that holds it, chunk first_chunks[run] + n / heads_kv - starts[run] and key head n % heads_kv.
-  // A sequence has the chunks from sequence_starts on.
+  // Task n computes chunk first_chunks[run] + n / heads_kv - starts[run] of its run, for key head n % heads_kv. The chunks
+  // of sequence b are numbered from sequence_starts[b] on.
   auto starts = std::make_unique<int64_t[]>(call.num_runs + 1), first_chunks = std::make_unique<int64_t[]>(call.num_runs);
   auto sequence_starts = std::make_unique<int64_t[]>(call.batch + 1);
   for (int64_t n = 0; n < call.num_runs; ++n) {

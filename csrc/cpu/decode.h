@@ -1,4 +1,4 @@
-// What a decoding call is, the angles of its queries, and where the keys of a block lie in the cache.
+// The arguments of a decoding call, the angles of its queries, and the addresses of a block's keys in the cache.
 
 #pragma once
 
@@ -23,7 +23,7 @@ struct DecodeBand {
   int64_t mapped(int64_t position) const { return (band.chunk ? position % band.chunk : position) / group; }
 };
 
-// Keys of a sequence whose slots and positions follow one another. cpu/library.py has the same.
+// Keys of a sequence with consecutive slots and positions. cpu/library.py mirrors the struct.
 struct Run {
   int64_t sequence, first_slot, keys;
   int64_t order;    // the query row r sees at most the first order + r + 1 keys of the run
@@ -65,7 +65,7 @@ struct DecodeCall {  // cpu/library.py has the same
   int64_t distance(const Run& run, int64_t row) const { return int64_t(std::floor(position(run, row) - run.position)); }
 };
 
-// cos and sin (runs, bands, seqlen_q, 2, pairs) of the angles of the queries, from the first key of each run on.
+// cos and sin (runs, bands, seqlen_q, 2, pairs) of the angles of the queries, relative to the first key of each run.
 struct QueryAngles {
   const DecodeCall& call;
   std::unique_ptr<double[]> angles{new double[call.num_runs * call.num_bands * call.seqlen_q * 2 * call.pairs + 1]};
@@ -91,14 +91,14 @@ struct QueryAngles {
   }
 };
 
-// Where the rows of a block lie, of K or of V.
+// The addresses of a block's rows, of K or of V.
 template <typename T>
 struct Rows {
   const T* row[BLOCK];
   const float* scale[BLOCK];  // of codes
   bool adjacent;              // all scales are
 
-  // The rows [first, end) lie in the cache one behind another.
+  // Sets the rows [first, end), which are consecutive in the cache.
   void set(int first, int end, const T* x, int64_t stride, const float* s, int64_t scale_stride) {
     for (int t = first; t < end; ++t) row[t] = x + (t - first) * stride;
     if (!IS_CODE<T>) return;
@@ -113,8 +113,8 @@ struct Rows {
       for (int t = 0; t < BLOCK; ++t) to[t] = *scale[t];
   }
 
-  // The lines FIRST, FIRST + STEP, ... of row t. Scales that are adjacent share lines, which are fetched with the first
-  // of LANES.
+  // Prefetches the cache lines FIRST, FIRST + STEP, ... of row t. Adjacent scales share lines, so only every LANES-th row
+  // prefetches its scale.
   template <int FIRST = 0, int STEP = 1>
   void prefetch(int t, size_t bytes) const {
     const char* first = reinterpret_cast<const char*>(row[t]);

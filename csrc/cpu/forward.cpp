@@ -1,8 +1,8 @@
 // attention: tiles of query rows against blocks of keys, with one online softmax over all bands.
 //
 // First all keys are rotated and transposed into blocks, once per slope, and the values are padded to whole vectors.
-// Then every tile of queries visits the blocks of each band. Only blocks that straddle an edge of the band are masked,
-// and of those only the rows that see a key are computed.
+// Then every tile of queries visits the blocks of each band. Only blocks that straddle an edge of the band are masked.
+// In a masked block only the rows that see a key are computed.
 
 #include "forward.h"
 
@@ -19,7 +19,7 @@ struct Workspace : PackedBlocks<Floats> {
       : PackedBlocks(call, call.head_dim * BLOCK_N, BLOCK_N * padded_dim, floats), padded_dim(padded_dim) {}
 };
 
-// Codes are multiplied by their scales here, keys after their rotation.
+// Quantized values are multiplied by their scales here, keys after their rotation.
 template <typename T>
 void pack_block(const ForwardCall& call, const Workspace& workspace, int64_t head, int64_t block) {
   const int64_t b = head / call.heads_kv, first = block * BLOCK_N;
@@ -49,7 +49,7 @@ void pack_block(const ForwardCall& call, const Workspace& workspace, int64_t hea
   }
 }
 
-// The query rows [first_row, first_row + rows) of one head.
+// Computes the query rows [first_row, first_row + rows) of one head.
 template <typename T>
 struct Tile {
   const ForwardCall& call;
@@ -158,7 +158,7 @@ struct Tile {
   }
 };
 
-// T: of the keys and values; Q: of queries and results.
+// T: type of keys and values; Q: type of queries and results.
 template <typename T, typename Q = T>
 int forward(const ForwardCall& call) {
   const Workspace workspace(call);

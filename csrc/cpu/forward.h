@@ -1,4 +1,4 @@
-// What the forwards in float32 and in bfloat16 share: where packed keys and values lie, and the order of the tiles.
+// Code that the forwards in float32 and bfloat16 share: the layout of packed keys and values, and the order of the tiles.
 
 #pragma once
 
@@ -35,7 +35,7 @@ struct PackedBlocks {
   }
 };
 
-// Calls run(batch index, head, first row) for all tiles of `rows` queries, in parallel and the longest first.
+// Calls run(batch index, head, first row) for all tiles of `rows` queries, in parallel, longest tiles first.
 template <typename Run>
 void for_query_tiles(const ForwardCall& call, int64_t rows, const Run& run) {
   const int64_t heads_q = call.batch * call.heads_q, tiles = (call.seqlen_q + rows - 1) / rows;

@@ -1,5 +1,5 @@
-// rotate: rows of queries or keys, rotated once by tables of cos and sin. Also appends to a cache: there the rows go to
-// slots, as they are or as codes, and rows without a slot or a page are dropped.
+// Rotates rows of queries or keys by tables of cos and sin. Also appends rows to the slots of a cache, unchanged or
+// quantized. Rows without a slot or a page are dropped.
 
 #include "tiles.h"
 
@@ -7,7 +7,7 @@ namespace flashrope {
 
 constexpr int64_t RUN_BLOCK = 32;  // rows that a thread takes at a time
 
-// Rows of x that follow one another: of one sequence, at positions that follow one another.
+// Consecutive rows of x that belong to one sequence and have consecutive positions.
 struct Run {
   int64_t batch, row, rows;  // of x
   int64_t position;          // of the first row: its row in the table. Negative ones, of padding, read row 0
@@ -33,7 +33,7 @@ struct Place {
   int64_t page, row;  // page -1: there is none
 };
 
-// Where row `row` of a run, counted from its first, goes.
+// Returns where row `row` of a run, counted from its first row, is written.
 inline Place find_place(const RotateCall& call, const Run& run, int64_t row) {
   if (!call.to_cache) return {run.batch, run.row + row};
   const int64_t slot = call.slots ? call.slots[run.row + row] : run.slot + row;
@@ -47,7 +47,7 @@ inline Place find_place(const RotateCall& call, const Run& run, int64_t row) {
   return place.page < call.pages ? place : Place{-1, 0};
 }
 
-// A row on its way to a cache of C.
+// Writes a row to a cache with elements of type C.
 template <typename T, typename C>
 void write(const T* x, const TensorView& cache, const TensorView& scales, Place place, int64_t head, int head_dim) {
   C* out = cache.row<C>(place.page, place.row, head);
@@ -57,7 +57,7 @@ void write(const T* x, const TensorView& cache, const TensorView& scales, Place 
     std::memcpy(out, x, head_dim * sizeof(T));
 }
 
-// T: of new rows; C: of where they go.
+// T: type of the new rows; C: type of the destination.
 template <typename T, typename C = T>
 void rotate(const RotateCall& call) {
   ForwardCall shape{};  // what rotate_row reads of it

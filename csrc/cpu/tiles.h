@@ -1,4 +1,4 @@
-// What the forward and the backward share: the call, products of tiles, the rotation of a row by tables.
+// Code that the forward and the backward share: the call, products of tiles, the rotation of a row by tables.
 
 #pragma once
 
@@ -9,8 +9,8 @@
 namespace flashrope {
 
 constexpr int BLOCK_N = 64;  // keys of a block
-// A product is held in registers, rows by two vectors. Rows come in multiples of GEMM_ROWS; the last few may be fewer
-// than BEST_ROWS.
+// A product is held in registers, two vectors per row. The number of rows is a multiple of GEMM_ROWS; the last group may
+// have fewer than BEST_ROWS.
 constexpr int BEST_ROWS = REGISTERS == 32 ? 8 : 6, GEMM_ROWS = REGISTERS == 32 ? 8 : 2;
 constexpr int GEMM_COLUMNS = 2 * LANES;
 constexpr int MAX_BANDS = 4;
@@ -104,7 +104,7 @@ void rotate_row(const T* x, float* y, const Table& table, int64_t b, int64_t row
   for (int c = 2 * pairs; c < head_dim; ++c) y[c] *= cos[c];
 }
 
-// The transpose of rotate_row, on a gradient of a rotated row in place.
+// Applies the transpose of rotate_row to the gradient of a rotated row, in place.
 inline void unrotate_row(float* y, const Table& table, int64_t b, int64_t row, const ForwardCall& call) {
   const int head_dim = int(call.head_dim), pairs = int(call.pairs);
   if (!table.cos) return;

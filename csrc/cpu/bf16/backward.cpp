@@ -1,7 +1,7 @@
 // The gradients of attention in bfloat16. One thread takes a key head and all queries that read it, as in
 // ../backward.cpp: nothing is added atomically, and results are bitwise reproducible.
 //
-// Scores are computed transposed, keys by queries, a lane being a query. Weights and the gradients of scores are
+// Scores are computed transposed, keys by queries, so that a lane is a query. Weights and the gradients of scores are
 // rounded and stored in the layouts of the three products that sum over queries or keys. Gradients are summed in
 // float32.
 
@@ -29,8 +29,8 @@ struct KeyHead {
   Floats grad_v, grad_k, grad_rotated_k, grad_q, grad_rotated_q;  // (keys or rows, width)
   Floats lse, delta;                                              // (rows,); lse in powers of two
   Words seen_first, seen_end;                                     // (rows,), the keys that a row sees in a band
-  // What a tile stores: (BLOCK_N, BLOCK_M / 2), a word per pair of queries;
-  // (STRIPS, BLOCK_N / 2, STRIP), a word per pair of keys.
+  // What a tile stores: (BLOCK_N, BLOCK_M / 2) with a word per pair of queries, and (STRIPS, BLOCK_N / 2, STRIP) with a
+  // word per pair of keys.
   alignas(64) int32_t weights[BLOCK_N * BLOCK_M / 2], grad_scores[BLOCK_N * BLOCK_M / 2];
   alignas(64) int32_t grad_scores_of_keys[BLOCK_N / 2 * BLOCK_M];
 
@@ -84,8 +84,8 @@ struct KeyHead {
     for (int c = 0; c < channels; ++c) from_float(from[c] * factor, to + c);
   }
 
-  // Rounds the rows of a tile, STRIP at a time: fill(r, x) gives row r, and write(rounded, first) takes those from
-  // first on.
+  // Rounds the rows of a tile, STRIP at a time: fill(r, x) writes row r to x, and write(rounded, first) stores the STRIP
+  // rows from first on.
   template <int ROWS, typename Fill, typename Write>
   static void pack(int64_t count, int channels, const Fill& fill, const Write& write) {
     alignas(64) float row[MAX_HEAD_DIM];
@@ -103,7 +103,7 @@ struct KeyHead {
     }
   }
 
-  // Also computes lse and delta. Returns whether all rows of the head are finite.
+  // Also computes lse and delta. Returns whether all rows of the head are finite numbers.
   bool load_head(int64_t head) {
     bool all = true;
     alignas(64) float of_q[MAX_HEAD_DIM] = {}, of_out[MAX_HEAD_DIM] = {}, of_grad[MAX_HEAD_DIM] = {};
@@ -137,7 +137,7 @@ struct KeyHead {
     return all;
   }
 
-  // The rows from `first` on of a tile of ROWS.
+  // Stores rounded rows in a tile of ROWS rows, from row `first` on.
   template <int ROWS>
   static void write_row_pairs(const RoundedRows& rounded, int32_t* tile, int channels, int first) {
     rounded.write_row_pairs(channels, tile + first / 2 * STRIP, ROWS / 2 * STRIP);
@@ -199,7 +199,7 @@ struct KeyHead {
                                     to + t * width + c, width);
   }
 
-  // Weights and gradients of the scores of a panel of keys and a strip of queries.
+  // Computes the weights and the gradients of the scores for a panel of keys and a strip of queries.
   template <bool MASKED>
   void add_scores(int64_t key, int64_t row, int s, int t) {
     Vec tile[PANEL][STRIP_VECTORS] = {}, grads[PANEL][STRIP_VECTORS];

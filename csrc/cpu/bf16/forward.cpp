@@ -2,8 +2,8 @@
 //
 // First all keys are rotated, rounded and packed into panels, once per slope, and the values are packed in pairs of
 // keys. Then every tile of queries visits the blocks of each band. Scores are computed transposed, keys by queries, so
-// that a lane is a query: maxima and sums need no exchange between lanes, and weights lie as the product with values
-// wants them.
+// that a lane is a query: maxima and sums need no exchange between lanes, and weights are already in the layout that the
+// product with values needs.
 
 #include "products.h"
 
@@ -50,7 +50,7 @@ void pack_keys(const ForwardCall& call, const Workspace& workspace, int64_t copy
   }
 }
 
-// Codes are small integers, which bfloat16 holds exactly; weights are multiplied by their scales.
+// Quantized values are small integers, which bfloat16 represents exactly. Their scales are applied to the weights.
 template <typename T>
 void pack_values(const ForwardCall& call, const Workspace& workspace, int64_t head, int64_t block) {
   const int64_t b = head / call.heads_kv, first = block * BLOCK_N;
@@ -74,7 +74,7 @@ void pack_values(const ForwardCall& call, const Workspace& workspace, int64_t he
   }
 }
 
-// The query rows [first_row, first_row + rows) of one head. T: of keys and values; O: of results.
+// Computes the query rows [first_row, first_row + rows) of one head. T: type of keys and values; O: type of results.
 template <typename T, typename O>
 struct Tile {
   const ForwardCall& call;
@@ -133,7 +133,7 @@ struct Tile {
     }
   }
 
-  // Also the first and the end of the keys that any row sees.
+  // Also finds the first and the end of the keys that any row sees.
   void find_seen(const Band& band, int count, int& first, int& end) {
     first = int(call.seqlen_k);
     for (int s = 0; s < count; ++s) {
@@ -170,7 +170,7 @@ struct Tile {
     rounded.write_strip(pairs, q[s]);
   }
 
-  // The scores of the keys [from, until) of a block, and the maxima of rows. Whether one of them grew.
+  // Computes the scores of the keys [from, until) of a block, and the maxima of rows. Returns whether a maximum grew.
   template <bool MASKED>
   bool add_scores(int s, const int32_t* k, int key, int from, int until) {
     Vec highest[STRIP_VECTORS];
@@ -205,7 +205,7 @@ struct Tile {
     return changed;
   }
 
-  // What scores times their factor are reduced by; 0 for rows that have seen nothing.
+  // Returns what is subtracted from scores times their factor; 0 for rows that have seen no key.
   Vec reference(Vec highest) const { return highest == -INF ? Vec{} : highest * factor; }
 
   void weigh(int s, int key, int from, int until) {

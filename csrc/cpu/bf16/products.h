@@ -1,8 +1,9 @@
 // Products of bfloat16 matrices with vdpbf16ps, which multiplies pairs of bfloat16 and adds both to a float32.
 //
 // A word is two bfloat16 that are neighbors along the dimension that a product sums over, the first in the low half.
-// c (m, n) = a (m, k) b (k, n): b lies in strips of STRIP columns, a word of every column per pair of k. a lies in
-// panels of PANEL rows, a word of every row per pair of k. A word of a is broadcast to the lanes, the columns of b.
+// c (m, n) = a (m, k) b (k, n): b is stored in strips of STRIP columns, with a word of every column per pair of k. a is
+// stored in panels of PANEL rows, with a word of every row per pair of k. Each lane holds one column of b. A word of a
+// is broadcast to all lanes.
 
 #pragma once
 
@@ -22,7 +23,7 @@ inline float score_factor(const ForwardCall& call) { return std::max(float(call.
 
 using Words = std::unique_ptr<int32_t[], Free>;
 
-inline Words words(int64_t count) {  // nullptr if there is no memory
+inline Words words(int64_t count) {  // nullptr if memory runs out
   return Words(static_cast<int32_t*>(std::aligned_alloc(64, (count * 4 / 64 + 1) * 64)));
 }
 
@@ -47,7 +48,7 @@ inline void add_product(const int32_t* a, const int32_t* strip, int k, Vec (&acc
   }
 }
 
-// The same, added to a tile in memory, whose rows are `stride` apart.
+// Adds a b to a tile in memory. Rows of the tile are `stride` apart.
 template <int ROW_STEP = 1, int STEP = PANEL>
 inline void add_product(const int32_t* a, const int32_t* strip, int k, float* to, int stride) {
   Vec tile[PANEL][STRIP_VECTORS];
@@ -60,7 +61,7 @@ inline void add_product(const int32_t* a, const int32_t* strip, int k, float* to
     for (int h = 0; h < STRIP_VECTORS; ++h) store(to + r * stride + h * LANES, tile[r][h]);
 }
 
-// 2^x within 2^-18 of it relatively, exact at 0; 0 for -infinity. NaN stays NaN.
+// Returns 2^x with a relative error of at most 2^-18. Exact at 0; 0 for -infinity. NaN stays NaN.
 inline Vec exp2(Vec x) {
   const Vec r = _mm512_reduce_ps(x, 9);  // x - floor(x)
   Vec p = broadcast(0.013426685f);
@@ -71,10 +72,11 @@ inline Vec exp2(Vec x) {
   return _mm512_scalef_ps(p, x);
 }
 
-// Two vectors, rounded to nearest: word n is the lanes 2 n and 2 n + 1 of first, or with n - LANES / 2 of second.
+// Rounds two vectors to nearest. Word n holds the lanes 2 n and 2 n + 1 of first; from n = LANES / 2 on, the lanes of
+// second follow in the same way.
 inline IntVec rounded(Vec first, Vec second) { return (IntVec)_mm512_cvtne2ps_pbh(second, first); }
 
-// Two vectors, rounded to nearest: word n is lane n of first, and of second.
+// Rounds two vectors to nearest. Word n holds lane n of first and lane n of second.
 inline IntVec rounded_pairs(Vec first, Vec second) {
   alignas(64) constexpr uint16_t ORDER[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
                                               8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
@@ -105,12 +107,12 @@ inline void transpose(IntVec (&x)[LANES]) {
   }
 }
 
-// STRIP rows, rounded to nearest, on their way into one of the layouts. `pairs`: of channels.
+// STRIP rows, rounded to nearest, to be stored in one of the layouts. `pairs`: number of channel pairs.
 struct RoundedRows {
   static constexpr int WIDTH = MAX_HEAD_DIM / 2;
   alignas(64) int32_t words[STRIP * WIDTH];
 
-  // Row r is x, whose channels from head_dim on are overwritten, up to a whole strip.
+  // Sets row r to x. Overwrites the channels of x from head_dim up to a whole strip.
   void set(int r, float* x, int head_dim) {
     const int whole = int(padded(head_dim, STRIP));
     std::fill(x + head_dim, x + whole, 0.0f);
@@ -119,13 +121,13 @@ struct RoundedRows {
   }
   void clear(int r) { std::fill_n(words + r * WIDTH, WIDTH, 0); }
 
-  // As the columns of a strip: (pairs, STRIP).
+  // Stores the rows as the columns of a strip: (pairs, STRIP).
   void write_strip(int pairs, int32_t* to) const {
     for (int h = 0; h < STRIP_VECTORS; ++h)
       for_words(h * LANES, pairs, [&](int p, IntVec x) { store(to + p * STRIP + h * LANES, x); });
   }
 
-  // As the rows of panels: (STRIP / PANEL, pairs, PANEL).
+  // Stores the rows as the rows of panels: (STRIP / PANEL, pairs, PANEL).
   void write_panels(int pairs, int32_t* to) const {
     for (int h = 0; h < STRIP_VECTORS; ++h)
       for_words(h * LANES, pairs, [&](int p, IntVec x) {
@@ -134,7 +136,8 @@ struct RoundedRows {
       });
   }
 
-  // In strips of channels that are `step` words apart, a word per pair of rows: (channels / STRIP, STRIP / 2, STRIP).
+  // Stores the rows in strips of channels that are `step` words apart, with a word per pair of rows:
+  // (channels / STRIP, STRIP / 2, STRIP).
   void write_row_pairs(int channels, int32_t* to, int step) const {
     // Puts the numbers of two vectors side by side that have the same place. Place n of the second is 2 LANES + n.
     alignas(64) constexpr uint16_t ORDER[32] = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,

@@ -99,8 +99,7 @@ def places(tables: CacheTables, k_cache: torch.Tensor, sequence: torch.Tensor, s
 
 
 def mapped_places(tables: CacheTables, k_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns (page or sequence, row, whether the row exists) of the slots in slot_mapping: int64 and bool
-    (total_q,)."""
+    """Returns (page or sequence, row, whether the row exists) of slot_mapping's slots: int64 and bool (total_q,)."""
     slots = tables.slot_mapping.to(torch.int64)
     fits = (slots >= 0) & (slots < k_cache.shape[0] * k_cache.shape[1])
     return slots // max(k_cache.shape[1], 1), slots % max(k_cache.shape[1], 1), fits

@@ -13,8 +13,7 @@ from .quantized import stores
 
 
 def append_packed(append: Callable, layer: CacheLayer, k, v, tables: CacheTables) -> None:
-    """Appends packed k and v with a backend's function for batches. Without a slot_mapping the host reads the
-    lengths."""
+    """Appends packed k and v with a backend's function for batches. Without slot_mapping the host reads the lengths."""
     if tables.slot_mapping is not None:
         page, row, fits = addresses.mapped_places(tables, layer.k)
         for cache, new in stores(layer, k, v):

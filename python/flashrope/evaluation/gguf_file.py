@@ -75,7 +75,7 @@ def _reader(path: Path):
 
     try:
         return GGUFReader(path)
-    except Exception as error:  # it raises what numpy does where the file ends early
+    except Exception as error:  # passes on what numpy raises for a truncated file
         raise BadInput(f"--model: {path.name}: not a whole GGUF file ({_first_line(error)})") from None
 
 

@@ -76,7 +76,7 @@ def load(name: str, device: torch.device, dtype: str | None = None):
 
 
 def run_command(name: str, measure: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
-    """Returns the exit code of a command that measures a model: 2 after BadInput, which is one line on stderr."""
+    """Runs a command that measures a model and returns its exit code. After BadInput: one line on stderr and 2."""
     try:
         need("transformers", extra="transformers")
         need("matplotlib")

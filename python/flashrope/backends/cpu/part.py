@@ -1,5 +1,4 @@
-"""``Part``: a batch of sequences over a cache, and what the host has read from their tables for all layers of a
-step."""
+"""``Part``: a batch of sequences over a cache, and what the host has read of their tables for all layers."""
 
 from __future__ import annotations
 

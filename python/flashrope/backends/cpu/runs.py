@@ -130,8 +130,7 @@ def _pages(tables, first: int, end: int, page_size: int) -> Iterator[tuple[int, 
 
 
 def _joined(spans) -> list[Run]:
-    """Returns the runs of (slot, stop, position) spans. Spans that are adjacent in slots and positions become one
-    run."""
+    """Returns the runs of (slot, stop, position) spans. Spans adjacent in slots and positions become one run."""
     runs: list[Run] = []
     order = 0
     for slot, stop, position in spans:

@@ -121,8 +121,7 @@ def _describe(library, q, k, v, out, lse, call, place: Place | None = None) -> t
 
 
 def table_of(rotation: Rotation | None) -> Table:
-    """Returns the addresses of cos and sin, of shape ([batch,] rows, 1, channels). A dimension of size 1 is
-    broadcast."""
+    """Returns the addresses of cos and sin, of shape ([batch,] rows, 1, channels). Dimensions of size 1 broadcast."""
     table = Table()
     for name, x in zip(("cos", "sin"), rotation or (), strict=False):
         if x is not None:
