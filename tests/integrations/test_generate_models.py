@@ -41,7 +41,7 @@ def run(checkpoint, capsys):
 
 
 def continued(model, cache=None) -> str:
-    """Greedy, by the library's own loop."""
+    """Returns the greedy continuation of the prompt by transformers' own `generate`."""
     ids = torch.tensor([list(PROMPT.encode())])
     done = model.generate(ids, max_new_tokens=NEW, do_sample=False, pad_token_id=0, **{CACHE: cache})
     return bytes(done[0].tolist()).decode(errors="replace")
