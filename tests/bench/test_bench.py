@@ -372,7 +372,7 @@ def test_out_writes_the_files(tmp_path, small_sizes, command):
 
 
 def snapshot(folder: Path) -> dict[Path, tuple[int, int]]:
-    """{file: (size, time of the last change)}."""
+    """Returns {file: (size, time of the last change)}."""
     files = (path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
     return {path: (path.stat().st_size, path.stat().st_mtime_ns) for path in files}
 
@@ -448,7 +448,8 @@ def test_a_subcommand_gets_its_options(monkeypatch):
 
 # ---- the structure
 def private_uses(path: Path) -> list[str]:
-    """Imports of private names of flashrope, and private attributes of modules and names imported from it."""
+    """Returns the imports of private names of flashrope, and the private attributes of modules and names imported from
+    it."""
     tree, known, found = ast.parse(path.read_text()), set(), []
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").split(".")[0] == "flashrope":

@@ -21,7 +21,7 @@ def test_goals_of_the_cpu_depend_on_the_instruction_set():
     goal = Goal("a / b", 1.0, 1.2, checked=False, multiplied=0.6)
     assert [goal.limit_of(f"x86-64-{name}") for name in ("v4-bf16", "v4", "v3")] == [0.6, 1.0, 1.2]
     assert goal.is_checked("x86-64-v4-bf16", frozenset()) and not goal.is_checked("x86-64-v4", frozenset())
-    assert not goal.is_checked("x86-64-v4-bf16", frozenset({"amx_bf16"}))  # SDPA multiplies with AMX
+    assert not goal.is_checked("x86-64-v4-bf16", frozenset({"amx_bf16"}))  # here SDPA multiplies with AMX
     assert len({goal.figure for goal in GOALS}) == len(GOALS)
 
 
@@ -47,7 +47,8 @@ def test_the_expected_time_of_the_cpu_counts_the_chosen_tables(monkeypatch):
 
 
 def test_quantized_caches_are_checked_and_timed(capsys):
-    """Every contestant's result is right, and wrong if its scales are."""
+    """Every goal for quantized caches gets a figure. The result of one int8 contestant matches the reference over int8
+    values, and not the reference over int4 values."""
     from bench.timing import cpu, cpu_cases
 
     if (kernels := cpu_cases.compiled_kernels()) is None:

@@ -154,7 +154,8 @@ def test_rows_of_a_cpu_say_which_kernels(tmp_path, command):
 
 
 def test_the_chart_of_the_cpu(tmp_path, monkeypatch):
-    """One point per length and series: of several windows the usual one, in float32, beside no other process."""
+    """The chart has one point per length and series. It takes the usual one of several windows, in float32, without
+    other processes beside it."""
 
     def of(table, contestant, seqlen, window, milliseconds, **sizes):
         record = record_of(
@@ -229,7 +230,7 @@ def test_results_of_a_changed_tree_are_left_out(tmp_path, monkeypatch, capsys):
 
 
 def test_the_published_page_holds_the_results():
-    """bench/results/README.md is what python -m bench report makes of the files beside it."""
+    """bench/results/README.md is what python -m bench report writes from the files beside it."""
     assert page.main(["--check"]) == 0
 
 

@@ -1,5 +1,5 @@
-"""The issue model: small loops whose clocks follow by counting, blocks and waves whose times do, and the tables that it
-writes."""
+"""Tests the issue model: small loops whose clocks can be counted by hand, blocks and waves whose times can, and the
+tables that it writes."""
 
 import csv
 from pathlib import Path
@@ -77,7 +77,8 @@ def test_pipes_overlap():
 
 
 def test_shared_memory_is_of_all_schedulers():
-    """An LDSM.x4 moves 512 bytes, 4 clocks; each of four warps loads 8 of them. The queue never empties."""
+    """All schedulers share the shared memory. An LDSM.x4 moves 512 bytes in 4 clocks. Each of four warps loads 8 of
+    them, so the queue never empties."""
     assert clocks(*["LDSM.16.M88.4"] * 8, warps=4) == pytest.approx(4 * 8 * 4, abs=1)
     assert clocks(*["LDSM.16.M88.4"] * 8, warps=8) == pytest.approx(8 * 8 * 4, abs=2)
     assert clocks(*["LDS.128"] * 8, warps=4) == pytest.approx(4 * 8 * 4, abs=1)
@@ -149,7 +150,8 @@ LISTING = """
 
 
 def test_control_bits():
-    """Stall in bits 41 to 44 of the upper half, scoreboards to set in 46 to 51, to wait for in 52 to 57."""
+    """The stall count is in bits 41 to 44 of the upper half, the scoreboards to set are in 46 to 51, and those to wait
+    for in 52 to 57."""
     listing = sass.parse(LISTING)
     assert len(listing.controls) == len(listing.opcodes) == 6 and listing.loops == ((1, 4),)
     found = predict.code_of(listing, 80, [(0, 5)])
@@ -176,7 +178,8 @@ def test_inner_loop_and_the_block_around_it():
 
 
 def test_products_that_are_needed():
-    """A tile of 64 x 32 scores with 96 channels of 128: 2 x 64 x 32 x 96 multiply-adds, of 2048 each."""
+    """A tile of 64 x 32 scores over 96 of 128 channels needs 2 x 64 x 32 x 96 multiply-adds in the forward. One HMMA
+    does 2,048 of them."""
     shape = SimpleNamespace(block_m=64, block_n=32, head_dim=96, head_dim_v=0)
     assert predict.useful_products("attention_forward", shape) == 2 * 96
     assert predict.useful_products("attention_grad_q", shape) == 3 * 96

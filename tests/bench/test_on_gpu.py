@@ -1,4 +1,5 @@
-"""bench/on_gpu.sh with a python3 that only pretends to have a GPU, and the progress lines that it reads from logs."""
+"""Runs bench/on_gpu.sh with a python3 that only pretends to have a GPU, and tests the progress lines that it reads from
+logs."""
 
 import os
 import re
@@ -41,7 +42,7 @@ def run(folder: Path, *words: str, stub: str = STUB) -> subprocess.CompletedProc
 
 
 def packed(folder: Path) -> dict[str, str]:
-    """{path within the one file: text}."""
+    """Returns {path within the packed file: text}."""
     [path] = folder.glob("*.tgz")
     assert re.fullmatch(r"flashrope-gpu-nvidia-test-r-gpu-\d{4}-\d\d-\d\d\.tgz", path.name)
     with tarfile.open(path) as archive:

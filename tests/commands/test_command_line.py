@@ -143,7 +143,7 @@ def test_the_steps_of_several_jobs_are_counted_together():
 
 
 def test_a_bar_on_a_terminal_without_a_width():
-    """Such as that of script(1) with another stdin."""
+    """The bar works on a terminal without a width, such as that of script(1) with another stdin."""
     code = "from flashrope.cli.progress import Bar\nbar = Bar(4).start('measuring')\nbar.step(4)\n"
     ours, theirs = pty.openpty()
     assert os.get_terminal_size(theirs).columns == 0
@@ -202,7 +202,8 @@ def test_what_a_library_makes_of_an_interrupt_is_one(capsys):
     + ["flashrope.backends\n"],
 )
 def test_an_interrupt_while_torch_is_loaded(module):
-    """-X importtime names a module on stderr as soon as it is loaded."""
+    """Ctrl-C ends the command cleanly while torch is loaded. -X importtime names a module on stderr as soon as it is
+    loaded."""
     command = [sys.executable, "-X", "importtime", "-m", "flashrope", "info"]
     code, lines = interrupted_at(command, module)
     said = [line for line in lines if not line.startswith("import time:") and line.strip()]
@@ -210,7 +211,8 @@ def test_an_interrupt_while_torch_is_loaded(module):
 
 
 def test_tuning_cancels_what_is_not_compiled_yet():
-    """The end of a thread pool waits for all that was submitted, which is minutes of compiling."""
+    """Tuning cancels kernels that are not compiled yet. Without this, the end of a thread pool would wait for minutes
+    of compiling."""
     running, go = threading.Event(), threading.Event()
 
     def compile_one():

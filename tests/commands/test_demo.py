@@ -30,7 +30,7 @@ OUTPUTS = {"split.json", "rope.safetensors", "hope.safetensors", "losses.csv", "
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    """A file of 20,000 bytes."""
+    """Returns a file of 20,000 bytes."""
     path = tmp_path_factory.mktemp("text") / "numbers.txt"
     path.write_text("".join(f"{n} times {n} is {n * n}.\n" for n in range(900))[:20_000])
     return path
@@ -38,7 +38,7 @@ def text(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """The folder of a finished tiny run on the standard library."""
+    """Returns the folder of a finished tiny run on the standard library."""
     out = tmp_path_factory.mktemp("demo") / "out"
     assert main([*TINY, "--out", str(out)]) == 0
     return out
@@ -46,7 +46,7 @@ def finished(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def of_text(tmp_path_factory, text):
-    """The folder of a finished tiny run on the text, and what the run printed."""
+    """Returns the folder of a finished tiny run on the text, and what the run printed."""
     out, printed = tmp_path_factory.mktemp("demo") / "two words", io.StringIO()
     with contextlib.redirect_stdout(printed):
         assert main([*FEW, "--text", str(text), "--out", str(out)]) == 0
@@ -196,7 +196,7 @@ def test_interrupt_ends_cleanly(tmp_path, text, moment, stream, wait):
         while not getattr(process, stream).readline().startswith(moment):
             assert process.poll() is None, process.stderr.read()
         time.sleep(wait)
-        os.killpg(process.pid, signal.SIGINT)  # as the terminal does it: to the workers too
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does it: the signal goes to the workers too
         _, errors = process.communicate(timeout=60)
     finally:
         process.kill()

@@ -1,4 +1,4 @@
-"""flashrope generate, with models of random weights: which bytes come out, not how well they read."""
+"""Tests flashrope generate with models of random weights: which bytes come out, not how well they read."""
 
 import dataclasses
 import io
@@ -39,7 +39,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture
 def run(checkpoint, capsys):
-    """Runs the command; (stdout, stderr)."""
+    """Runs the command and returns (stdout, stderr)."""
 
     def run(*options, code=0, model=checkpoint):
         base = ["generate", "--device", "cpu", "--model", str(model), "--tokens", "40"]
@@ -52,8 +52,8 @@ def run(checkpoint, capsys):
 
 
 def by_full_passes(model, rotary, prompt, tokens):
-    """Greedy decoding without a cache, and the smallest margin between the two most likely bytes, which shows that
-    rounding decided none of them."""
+    """Decodes greedily without a cache. Also returns the smallest margin between the two most likely bytes, which shows
+    that rounding decided none of them."""
     text, margin = list(prompt), float("inf")
     with torch.inference_mode():
         for _ in range(tokens):
@@ -66,7 +66,7 @@ def by_full_passes(model, rotary, prompt, tokens):
 
 # ---- decoding
 def test_one_cache_for_all_blocks():
-    """A read that is interrupted in the last block leaves nothing in the others."""
+    """A read that is interrupted in the last block leaves nothing in the caches of the other blocks."""
     model, tokens = model_of(), data.as_tokens([PROMPT], "cpu")
     decoder = Decoder(model, ROPE, 60)
     assert decoder.cache.layers == len(model.blocks)
@@ -100,7 +100,8 @@ def test_decoding_with_the_cache_is_decoding_by_full_passes(rotary, impl, monkey
 
 @pytest.mark.parametrize("cache_dtype", [None, "int8", "int4"])
 def test_logits_with_the_cache(cache_dtype):
-    """In one piece and in several; what codes cost does not depend on the pieces."""
+    """Logits are the same with the prompt in one piece and in several. The error of quantization does not depend on the
+    pieces."""
     model, rotary, tokens = model_of(), ROPE.rectify(16, 4.0).log_n(LENGTH), torch.randint(256, (1, 100))
     with torch.inference_mode():
         expected, found = model(tokens, rotary), []
@@ -117,8 +118,8 @@ def test_logits_with_the_cache(cache_dtype):
 
 @pytest.mark.parametrize("cache_dtype", [None, "int8"])
 def test_a_cache_of_fixed_size(cache_dtype):
-    """A model of one block, whose keys depend on their own byte alone: a byte sees the kept ones and those of its
-    chunk, at 0, 1, 2, ..."""
+    """The model has one block, whose keys depend only on their own byte. A byte sees the kept bytes and the bytes of
+    its chunk, at positions 0, 1, 2, ..."""
     torch.manual_seed(1)
     model = LanguageModel(dataclasses.replace(model_of().config, layers=1)).eval()
     rotary, tokens = ROPE.rectify(16, 4.0).log_n(LENGTH), torch.randint(256, (2, 200))

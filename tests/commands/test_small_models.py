@@ -1,4 +1,5 @@
-"""The models of the commands and experiments: checkpoints, text, training, losses by context, worker processes."""
+"""Tests the models of the commands and experiments: checkpoints, text, training, losses by context, worker
+processes."""
 
 import math
 import os

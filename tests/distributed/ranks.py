@@ -22,7 +22,7 @@ SECONDS = 240  # for one function; longer means a hang, not a slow machine
 
 
 class Failed(AssertionError):
-    """A rank's traceback."""
+    """Raised if a rank fails. The message is the rank's traceback."""
 
 
 def on_ranks(body):
@@ -51,7 +51,8 @@ class Ranks:
         self._processes, self._connections = [], []
 
     def __call__(self, function, *args, seconds: float = SECONDS) -> list:
-        """function(*args) on every rank at the same time; the results in the order of the ranks. Raises Failed."""
+        """Runs function(*args) on every rank at the same time. Returns the results in the order of the ranks. Raises
+        Failed."""
         if not self._processes:
             self._start()
         for connection in self._connections:
@@ -128,7 +129,7 @@ def mesh(ranks: int):
 
 @functools.cache
 def first(ranks: int):
-    """Returns a group of the first ranks, any number of them; None on the others."""
+    """Returns a group of the first `ranks` ranks, or None on the other ranks."""
     import torch.distributed as dist
 
     group = dist.new_group(range(ranks))
@@ -137,7 +138,7 @@ def first(ranks: int):
 
 @functools.cache
 def alone():
-    """Returns a group of this rank and no other."""
+    """Returns a group that has only this rank."""
     import torch.distributed as dist
 
     return [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]

@@ -138,7 +138,7 @@ def test_one_rank_is_plain_attention():
 
 
 def check_compiled(loss, tensors, **options) -> None:
-    """The gradients of a loss under torch.compile are those without."""
+    """Checks that the gradients of a loss under torch.compile are the same as without it."""
     eager, graph = ([x.clone().requires_grad_() for x in tensors] for _ in range(2))
     want = torch.autograd.grad(loss(*eager), eager)
     got = torch.autograd.grad(torch.compile(loss, backend="aot_eager", **options)(*graph), graph)
@@ -205,7 +205,7 @@ def test_refusals(count):
 @pytest.mark.parametrize("count", [2, 4])
 @on_ranks
 def test_inside_pytorchs_context_parallel(count):
-    """It replaces SDPA, which the CPU backend calls."""
+    """PyTorch's context parallelism replaces SDPA, which the CPU backend calls."""
     from torch.distributed.tensor.experimental import context_parallel
 
     rope, qkv, group = Rotary.rope(16), local_inputs(), mesh(count)

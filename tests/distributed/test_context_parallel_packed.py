@@ -127,7 +127,7 @@ def test_a_rank_computes_on_the_keys_that_its_rows_see(seed):
 
 @on_ranks
 def test_what_is_called():
-    """deterministic goes through, and both chunks of a rank are one call over the keys of their sequences."""
+    """The option `deterministic` is passed on. Both chunks of a rank are one call over the keys of their sequences."""
     if not (group := first(3)):
         return
     p = packed("short", Rotary.rope(16))

@@ -41,7 +41,7 @@ def call_and_gradients(call, tensors, grad_out, grad_lse):
 
 
 def compare(device_mesh, placements, call, tensors, lse_placements=None, grad_lse=True, collectives=0, bits=True):
-    """A call on DTensors gives the results of plain tensors, with the placements of its inputs."""
+    """Checks that a call on DTensors gives the results of plain tensors, with the placements of its inputs."""
     *tensors, grad_out, of_lse = tensors
     of_lse = of_lse if grad_lse else None
     want = call_and_gradients(call, tensors, grad_out, of_lse)
@@ -78,7 +78,7 @@ def test_heads_and_batch(count):
 
 @on_ranks
 def test_sinks():
-    """Gradients of q, k, v and of the sinks, which are sharded as the heads are."""
+    """Gradients of q, k, v and of the sinks are right. The sinks are sharded like the heads."""
     q, k, v, grad_out, _ = inputs()
     leaves = [x.detach().requires_grad_() for x in (q, k, v, torch.linspace(-9, 2, q.shape[2]))]
     rotary = SCHEMES["rerope"](16)
@@ -187,7 +187,7 @@ def test_mesh_of_two_dimensions():
 
 @on_ranks
 def test_uneven_parts_are_gathered():
-    """Fewer key heads than ranks, an odd batch, a sharded sequence: these are gathered first."""
+    """Fewer key heads than ranks, an odd batch and a sharded sequence are gathered first."""
     rotary = SCHEMES["rerope"](16)
 
     def call(q, k, v):
@@ -205,7 +205,7 @@ def test_uneven_parts_are_gathered():
 
 @on_ranks
 def test_mixed_placements():
-    """Queries and keys with different placements; gradients with other placements than the output."""
+    """Queries and keys may have different placements, and gradients may have other placements than the output."""
     rotary, (q, k, v, grad_out, _) = SCHEMES["rope"](16), inputs()
     want = call_and_gradients(lambda *x: attention(*x, rotary, return_lse=True), (q, k, v), grad_out, None)
     cases = (
@@ -225,7 +225,7 @@ def test_positions_and_packed_sequences():
     rotary = Rotary.hope(16, 100).log_n(10)
 
     def given(positions, placement, call):
-        """Returns the call with positions, or lengths, that are DTensors beside DTensors."""
+        """Returns the call with positions, or lengths, that are DTensors like the other inputs."""
         spread = distribute_tensor(positions, mesh(2), [placement])
         return lambda *x: call(*x, spread if isinstance(x[0], DTensor) else positions)
 
@@ -261,7 +261,8 @@ class SelfAttention(nn.Module):
 @pytest.mark.parametrize("local", [True, False], ids=["local", "dtensor"])
 @on_ranks
 def test_tensor_parallel_and_fully_sharded(local):
-    """8 query heads and 2 key heads over 2 ranks, parameters over 2 more; activations are local tensors or DTensors."""
+    """Shards 8 query heads and 2 key heads over 2 ranks, and the parameters over 2 more. Activations are local tensors
+    or DTensors."""
     both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
     torch.manual_seed(0)
     plain, x = SelfAttention(), torch.randn(4, 20, 64, dtype=torch.float64)
@@ -280,7 +281,7 @@ def test_tensor_parallel_and_fully_sharded(local):
 
 @on_ranks
 def test_gradient_of_a_collective():
-    """A pending result of a collective as the gradient of plain tensors."""
+    """The gradient of plain tensors may be a pending result of a collective."""
     q, k, v, grad_out, _ = inputs()
     seen = []
 

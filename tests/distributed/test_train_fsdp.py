@@ -140,7 +140,7 @@ def test_four_ranks_compute_what_one_device_does(text, tmp_path, all_of):
 
 @on_ranks
 def test_an_interrupted_run_resumes(text, tmp_path):
-    """Saved in one layout, resumed in others."""
+    """A run that is saved in one layout resumes in other layouts."""
     arguments, total = ("--text", text, "--steps", "6"), 6
     losses, _, last = on_one_device(text, total)
     run = make_run((*arguments, "--cp", "2", "--tp", "2"), tmp_path)
@@ -206,7 +206,7 @@ def logged(out: Path) -> list[float]:
 
 
 def test_can_be_copied_out_of_the_repository():
-    """It imports nothing but the public face of flashrope. (The slow tests run a copy.)"""
+    """The example imports only the public names of flashrope. (The slow tests run a copy.)"""
     imports = [node for node in ast.walk(ast.parse(EXAMPLE.read_text())) if isinstance(node, ast.ImportFrom)]
     ours = {node.module: {name.name for name in node.names} for node in imports if node.module.startswith("flashrope")}
     assert ours == {

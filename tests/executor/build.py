@@ -31,7 +31,7 @@ IN_USE_SECONDS = 3600
 
 
 class NoCompiler(RuntimeError):
-    """There is no C++ compiler, or it is too old."""
+    """Raised if there is no C++ compiler, or if it is too old."""
 
 
 def compiler() -> str:
@@ -79,7 +79,7 @@ def used(folder: pathlib.Path) -> pathlib.Path:
 
 
 def own_folder() -> pathlib.Path:
-    """Returns the folder of this version of the executor."""
+    """Returns the folder in which this version of the executor is kept."""
     files = sorted(path for path in SOURCES.iterdir() if path.suffix in (".h", ".cpp"))
     version = subprocess.run([compiler(), "--version"], capture_output=True, text=True, check=True).stdout
     # -march=native: the library belongs to the processor that it was compiled on

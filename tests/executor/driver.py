@@ -27,7 +27,7 @@ def prepare() -> None:
 
 
 class Machine:
-    """The device: its options, and the launches that it ran."""
+    """The device, with its options and the launches that it ran."""
 
     current: Machine | None = None  # kernels outlive a machine
     modules: dict[int, tuple] = {}  # what Triton loaded, by function: (name, PTX, what else it passed)
@@ -41,8 +41,8 @@ class Machine:
         last_blocks: int = 0,
         strict: bool = True,
     ):
-        """seed: of the order of warps; 0 runs one after another. last_blocks: run only this many blocks, the last of
-        the grid; 0 runs all. strict: a launch with findings raises ExecutionError."""
+        """seed: of the random order of warps; 0 runs them one after another. last_blocks: run only this many blocks at
+        the end of the grid; 0 runs all. strict: a launch with findings raises ExecutionError."""
         self.arch, self.launches = arch, []
         self.rewrite = None  # (kernel's name, PTX) -> PTX, applied to every launch
         numbers = {"threads": threads, "seed": seed, "step_limit": step_limit, "last_blocks": last_blocks}
@@ -78,7 +78,7 @@ class Machine:
 
 
 def span(x) -> int:
-    """Bytes from the first element of a tensor to the end of the last."""
+    """Returns the number of bytes from the first element of a tensor to the end of the last."""
     if not x.numel():
         return 0
     return (sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) + 1) * x.element_size()
@@ -99,7 +99,7 @@ def _device(machine: Machine):
     from triton.backends.nvidia.driver import CudaLauncher, CudaUtils
 
     class Utils:
-        """Triton's loader, which remembers what it loads."""
+        """Triton's loader, which also remembers what it loads."""
 
         real = CudaUtils()
 
@@ -121,7 +121,7 @@ def _device(machine: Machine):
     utils = Utils()
 
     class Launcher:
-        """Triton's launcher; before each launch the executor learns which tensors there are."""
+        """Triton's launcher. Before each launch it tells the executor which tensors exist."""
 
         def __init__(self, source, metadata):
             self.launch, self.names = CudaLauncher(source, metadata), list(source.signature)
@@ -135,7 +135,7 @@ def _device(machine: Machine):
             Machine.current.collect()
 
     class Device:
-        """What triton.runtime asks of a driver."""
+        """The part of a driver that triton.runtime needs."""
 
         def __init__(self):
             self.utils, self.launcher_cls = utils, Launcher
@@ -157,7 +157,7 @@ def _device(machine: Machine):
 
 @contextlib.contextmanager
 def _ptx_for_cubin() -> Iterator[None]:
-    """Makes Triton's NVIDIA compiler stop at PTX inside the block. Its cache keeps such modules apart."""
+    """Makes Triton's NVIDIA compiler stop at PTX inside the context. Its cache keeps such modules separate."""
     from triton.backends.nvidia.compiler import CUDABackend
 
     before = CUDABackend.make_cubin, CUDABackend.hash
@@ -171,7 +171,7 @@ def _ptx_for_cubin() -> Iterator[None]:
 
 @contextlib.contextmanager
 def executed(arch: int, **options) -> Iterator[Machine]:
-    """Makes impl="triton" serve CPU tensors inside the block. New tensors start as NaN. options: of ``Machine``."""
+    """Makes impl="triton" serve CPU tensors inside the context. New tensors start as NaN. options: of ``Machine``."""
     import torch
     import triton
     from flashrope.backends import triton as backend

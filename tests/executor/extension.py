@@ -1,8 +1,8 @@
-"""The CUDA extension of csrc/ on the executor.
+"""Runs the CUDA extension of csrc/ on the executor.
 
-nvcc compiles csrc/decode.cu to PTX and to the host code around it; csrc/library.cpp is compiled as setup.py does.
-``cuda/runtime.cpp`` takes the place of libcudart. The extension's own operators check their arguments, fill the
-parameter block, choose kernel, grid and shared memory, and launch the PTX on the executor.
+nvcc compiles csrc/decode.cu to PTX and to the host code around it. csrc/library.cpp is compiled as in setup.py.
+``cuda/runtime.cpp`` replaces libcudart. The extension's own operators check their arguments, fill the parameter block,
+choose kernel, grid and shared memory, and launch the PTX on the executor.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ HOST_FLAGS = ("-std=c++17", "-O1", "-fPIC", "-fvisibility=hidden")
 
 
 class NoNvcc(RuntimeError):
-    """There is no nvcc."""
+    """Raised if there is no nvcc."""
 
 
 def nvcc() -> str:
@@ -39,14 +39,14 @@ def nvcc() -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Built:
-    """operators.so and the PTX of its kernels."""
+    """The path of operators.so and the PTX of its kernels."""
 
     operators: pathlib.Path
     ptx: pathlib.Path
 
 
 def built(arch: int) -> Built:
-    """Compiles what is not in the cache yet."""
+    """Compiles whatever is not in the cache yet."""
     compiler, cxx, package = nvcc(), build.compiler(), pathlib.Path(torch.__file__).parent
     driver = build.library()
     sources = [*sorted(SOURCES.glob("*.[hc]*")), RUNTIME]

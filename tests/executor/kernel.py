@@ -9,7 +9,7 @@ from .driver import Machine
 
 
 class InvalidPtx(ValueError):
-    """PTX for another target or version, or with an instruction that the executor does not know."""
+    """PTX for another target or version, or with an instruction that the executor does not support."""
 
 
 class LaunchConfig(ctypes.Structure):

@@ -6,12 +6,12 @@ import dataclasses
 
 
 class ExecutionError(AssertionError):
-    """A kernel did what it must not do; the message lists the findings."""
+    """A kernel broke a rule of the executor. The message lists the findings."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """Bytes of one tensor in one launch."""
+    """The bytes of one tensor in one launch."""
 
     size: int  # from the first element to the end of the last
     read: int  # requested by lanes
@@ -41,7 +41,8 @@ class Launch:
         return cls(**data | {"grid": tuple(data["grid"]), "opcodes": opcodes, "tensors": tensors})
 
     def warps(self, *prefixes: str) -> int:
-        """Instructions that warps executed whose opcode starts with one of the prefixes ("" for all)."""
+        """Returns how many instructions, of the opcodes that start with one of the prefixes, warps executed ("" for
+        all)."""
         return sum(warps for name, (warps, _) in self.opcodes.items() if name.startswith(prefixes or ("",)))
 
     def lanes(self, *prefixes: str) -> int:
@@ -49,7 +50,7 @@ class Launch:
 
     @property
     def tensor_flops(self) -> int:
-        """Operations of mma and wgmma. A multiplication and an addition count as two."""
+        """Returns the operations of mma and wgmma. A multiplication and an addition count as two."""
         flops = self.warps("mma.") * 2 * 16 * 8 * 16
         for name, (warps, _) in self.opcodes.items():
             if name.startswith("wgmma.mma"):
@@ -59,7 +60,7 @@ class Launch:
 
     @property
     def special_functions(self) -> int:
-        """Lanes that ran ex2, lg2, rcp, sqrt."""
+        """Returns how many lanes ran ex2, lg2, rcp or sqrt."""
         return self.lanes("ex2.", "lg2.", "rcp.", "sqrt.")
 
     @property

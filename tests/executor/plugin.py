@@ -29,7 +29,8 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Keeps a sample of the tests, spread over all parameters: the same in every run, another for each architecture."""
+    """Keeps a sample of the tests, spread over all parameters. It is the same in every run, and differs between
+    architectures."""
     arch, of = config.getoption("executor"), config.getoption("executor_sample")
     kept = [item for item in items if zlib.crc32(f"{item.nodeid} {arch}".encode()) % of == 0]
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
@@ -53,7 +54,8 @@ MACHINE = pytest.StashKey()
 
 @pytest.fixture
 def machine(request):
-    """The machine of this run, without earlier launches. A test may change its options; they are put back."""
+    """Returns the machine of this run, without earlier launches. A test may change its options; they are restored
+    afterwards."""
     machine = request.config.stash[MACHINE].machine
     machine.launches.clear()
     yield machine

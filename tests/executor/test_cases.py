@@ -1,4 +1,4 @@
-"""The compiled kernels on the executor, against the same error budget as every other backend."""
+"""Runs the compiled kernels on the executor, against the same error budget as every other backend."""
 
 import dataclasses
 import pathlib
@@ -164,7 +164,7 @@ def product(a, b, c, n):
 
 
 def test_triton_fences_no_cp_async_before_wgmma(machine, arch):
-    """Where this fails, Triton has changed, and the executor can ask for the fence."""
+    """If this fails, Triton has changed, and the executor can require the fence."""
     if arch != 90:
         pytest.skip("sm_90")
     a, b = (torch.randn(3, 64, 64).bfloat16() for _ in range(2))
@@ -176,7 +176,7 @@ def test_triton_fences_no_cp_async_before_wgmma(machine, arch):
 
 
 def test_the_code_of_its_page_runs(arch, capsys):
-    """docs/executor.md, which the tests of the other pages leave out."""
+    """The code of docs/executor.md runs. The tests of the other pages leave it out."""
     (block,) = re.findall(r"^```py\n(.*?)^```", TEXT.read_text(), re.DOTALL | re.MULTILINE)
     q, k, v = (torch.randn(1, 100, 1, 64).bfloat16() for _ in range(3))
     exec(block.replace("arch=90", f"arch={arch}"), {"q": q, "k": k, "v": v, "rotary": ROPE, "attention": attention})
@@ -239,7 +239,7 @@ def test_decoding(machine, name):
 
 @pytest.mark.parametrize("scheme", MAPS)
 def test_keys_are_requested_ahead_where_maps_align(machine, scheme):
-    """Tiles of 64 keys hold whole groups of 8, not of 9."""
+    """Keys are requested ahead only if a tile of 64 keys holds whole groups: groups of 8 fit, groups of 9 do not."""
     decode(BF16, scheme, 64, page=PAGE, lengths=(300, 1, 87))
     (step,) = (launch for launch in machine.launches if launch.kernel == "attention_decode")
     assert bool(step.warps("cp.async.cg")) == (scheme != "self_extend_odd")
@@ -254,7 +254,7 @@ def test_keys_are_requested_ahead_where_maps_align(machine, scheme):
 )
 @pytest.mark.parametrize("num_splits", [None, 2])
 def test_mixed_batch(machine, case, num_splits):
-    """Steps, drafts, chunks and prompts in one call."""
+    """Steps, drafts, chunks and prompts in one call give the right results."""
     target, head_dim, mapped = case.values()
     rotary, pads = SCHEMES["hope_rerope_log_n"](head_dim), (3, 0, 0, 2, 0)
     sizes = ((1, 45), (70, 70), (5, 5), (0, 9), (66, 112))
@@ -278,7 +278,7 @@ def test_one_key_with_an_odd_row_stride():
 @slow
 @pytest.mark.parametrize("seed", range(30))
 def test_random(seed):
-    """Random shapes, schemes, strides and layouts."""
+    """Random shapes, schemes, strides and layouts give the right results."""
     choose = random.Random(seed)
     target = choose.choice((BF16, FP16, BF16, FP16, FP32))
     head_dim = choose.choice((16, 24, 40, 64, 72, 128) if target is not FP32 else (16, 40))
@@ -296,7 +296,7 @@ def test_random(seed):
 @slow
 @pytest.mark.parametrize("seed", range(12))
 def test_random_maps(seed):
-    """Random windows, groups and chunks, and lengths around their edges."""
+    """Random windows, groups and chunks give the right results, for lengths around their edges."""
     choose = random.Random(100 + seed)
     rope, group = Rotary.rope(choose.choice((16, 40, 64)), interleaved=choose.random() < 0.3), choose.randint(2, 12)
     rope = choose.choice((rope, rope.log_n(20), rope.yarn(4.0, train_length=64)))
@@ -312,8 +312,8 @@ def test_random_maps(seed):
 
 
 def laid_out(x: torch.Tensor, how: str) -> torch.Tensor:
-    """Returns the same numbers in another layout; "padded" has another stride in every dimension, also in those of size
-    1."""
+    """Returns the same numbers in another layout. "padded" has another stride in every dimension, also in dimensions of
+    size 1."""
     if how == "transposed":
         return x.transpose(1, 2).contiguous().transpose(1, 2)
     if how == "odd":

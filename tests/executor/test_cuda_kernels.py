@@ -1,4 +1,4 @@
-"""The CUDA C++ kernels of csrc/ on the executor, launched by the extension's own host code.
+"""Runs the CUDA C++ kernels of csrc/ on the executor, launched by the extension's own host code.
 
 Results are compared with the reference in float64.
 """
@@ -120,7 +120,7 @@ def test_any_number_of_splits(operators, num_splits):
 
 
 def test_long_positions_keep_their_accuracy(operators):
-    """Past the fine table's 1024 rows, with a window that leaves most blocks unread."""
+    """Positions past the fine table's 1024 rows are as accurate, with a window that leaves most blocks unread."""
     options = dict(heads=(1, 1), num_splits=5)
     check(Rotary.rope(64).local(200), FP16, [5003], 2, capacity=5120, **options)
     check(Rotary.rope(64, interleaved=True).rectify(64), FP16, [2211], capacity=2304, **options)
@@ -133,7 +133,7 @@ def test_strides_that_do_not_follow_from_the_shape(operators):
 
 
 def test_the_order_of_warps_changes_nothing(operators, machine):
-    """Copies land at the wait for them, and not before."""
+    """Asynchronous copies arrive only when the kernel waits for them."""
     for head_dim in cuda.HEAD_DIMS:
         cache = caching(SCHEMES["rerope"](head_dim), BF16, [333, 50], 2, capacity=400)
         results = []
@@ -145,7 +145,7 @@ def test_the_order_of_warps_changes_nothing(operators, machine):
 
 
 def test_every_kernel_of_the_source_runs(operators, machine):
-    """split: two types, four head_dims, two layouts of pairs; combine: two types; append."""
+    """Runs split for two types, four head_dims and two layouts of pairs, combine for two types, and append."""
     for dtype in (BF16, FP16):
         for head_dim in cuda.HEAD_DIMS:
             for interleaved in (False, True):

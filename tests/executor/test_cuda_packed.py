@@ -41,7 +41,7 @@ def test_not_causal():
 
 
 def test_rows_outside_every_sequence():
-    """A batch padded to the size of a CUDA graph: rows and sequences that are not there."""
+    """A batch may be padded to the size of a CUDA graph, with rows and sequences that do not exist."""
     batch = packed("rerope", ((1, 30), (6, 66)))
     want_out, want_lse = batch.call()
     before = batch.k_cache.clone()
@@ -54,7 +54,7 @@ def test_rows_outside_every_sequence():
 @pytest.mark.parametrize("hostile", [-1, -(2**31), 2**31 - 1])
 @pytest.mark.parametrize("entry", ["cu_seqlens_q", "cache_seqlens", "block_table", "cache_leftpad", "slot_mapping"])
 def test_hostile_tables(entry, hostile):
-    """The executor watches the bounds; the first sequence and its pages stay as they are."""
+    """The executor watches the bounds. The first sequence and its pages do not change."""
     right = packed("rerope", ((3, 40), (1, 20), (2, 66)), leftpad=(2, 1, 0), mapped=entry == "slot_mapping")
     wrong = right.replace()
     getattr(wrong, entry)[-1] = hostile
@@ -73,7 +73,7 @@ def test_hostile_tables(entry, hostile):
 
 @page_sizes
 def test_a_full_cache_drops_what_has_no_slot(page_size):
-    """As the reference does."""
+    """New tokens without a slot are dropped, as in the reference."""
     batch = packed("rope", ((3, 40), (4, 20)), capacity=48, page=page_size)
     batch.cache_seqlens[0] = 46  # two of three fit
     new = [random(7, 2, 64, dtype=BF16, seed=i) for i in (7, 8)]

@@ -23,7 +23,7 @@ def append_and_attend(q, caches, new, tables, num_splits=2):
 
 
 def test_slots_of_a_contiguous_cache():
-    """16 million slots, of 2^31 elements in each of two sequences."""
+    """Two sequences of 16 million slots, with 2^31 elements each, are read correctly."""
     (q, k, v), capacity = sizes.cached_tokens(3), sizes.CAPACITY
     caches = [sparse.empty((2, capacity, 2, 64), BF16) for _ in "kv"]
     lengths = [capacity - 3, capacity - 8]
@@ -39,7 +39,8 @@ def test_slots_of_a_contiguous_cache():
 
 @pytest.mark.parametrize("stride", [0, 2**24], ids=["dense", "strided"])
 def test_pages(stride):
-    """The last of 500 million pages; or rows, heads and pages far apart, in a cache of 2^37 elements."""
+    """The last of 500 million pages is read correctly. So are rows, heads and pages that are far apart, in a cache of
+    2^37 elements."""
     q, k, v = sizes.cached_tokens(3, 2, 64, 1)
     k, v = k[:, :, :1], v[:, :, :1]
     pages = 2**9 + 1 if stride else 5 * 10**8
@@ -57,7 +58,7 @@ def test_pages(stride):
 
 
 def test_two_million_sequences(machine):
-    """The last blocks of 2^21 sequences: 2^32 elements of q, of out and of the partial results."""
+    """The last blocks of 2^21 sequences are right, with 2^32 elements of q, of out and of the partial results."""
     batch, heads, rotary = 2**21, 16, Rotary.rope(128).local(20)
     q, k, v = (random(1, n, h, 128, dtype=BF16, seed=80 + n) for n, h in ((1, heads), (50, 1), (50, 1)))
     results = []

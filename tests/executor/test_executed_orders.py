@@ -42,7 +42,8 @@ PARTS = {
 
 @pytest.mark.parametrize("scheme", PARTS)
 def test_forward_in_two_parts_of_the_channels(machine, arch, scheme):
-    """32 rows of 128 channels a warp, or 16 of 256: within the budget, with the same bits in every order."""
+    """With 32 rows of 128 channels per warp, or 16 rows of 256, results are within the budget and bitwise the same in
+    every order."""
     if "wide" in scheme and multiprocessor(arch).shared_per_block < 128 * 1024:
         pytest.skip("the tile needs 128 KB of shared memory")
     p = support.problem(BF16, PARTS[scheme](), 150, 170, heads=2, seed=3)

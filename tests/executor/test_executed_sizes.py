@@ -92,7 +92,7 @@ def test_packed_rows(deterministic):
 
 @slow
 def test_packed_positions(monkeypatch):
-    """The table of given positions has 2^33 elements."""
+    """The table of explicit positions has 2^33 elements."""
     rotary, total = Rotary.rope(D).log_n(20), 2**28
     positions = torch.rand(sum(LENGTHS), generator=torch.Generator().manual_seed(65)) * 90
     tensors, grad_lse, want = packed(rotary, positions)
@@ -112,7 +112,7 @@ LOCAL = Rotary.rope(64).local(21)
 
 
 def cached_tokens(seqlen_q: int, heads: int = 4, head_dim: int = 64, batch: int = 2):
-    """q of the last tokens, and k, v of the last KEYS."""
+    """Returns q of the last tokens, and k and v of the last KEYS tokens."""
     shapes = ((seqlen_q, heads), (KEYS + seqlen_q, 2), (KEYS + seqlen_q, 2))
     return [support.random((batch, *shape, head_dim), BF16, 70 + n) for n, shape in enumerate(shapes)]
 
@@ -145,7 +145,7 @@ PAGES, PAGE = 2**28 + 3, 16  # of one head and 16 channels: 2^36 elements and 2^
 @pytest.mark.parametrize("placed", [False, True], ids=["appended", "placed"])
 @pytest.mark.parametrize("seqlen_q", [3, pytest.param(70, marks=slow)])
 def test_pages(machine, seqlen_q, placed):
-    """Page numbers as large as the cache allows, slots of a slot_mapping beyond 2^32."""
+    """Page numbers may be as large as the cache allows, and slots of a slot_mapping may be beyond 2^32."""
     rotary, (q, k, v) = Rotary.rope(16).rectify(21), cached_tokens(seqlen_q, 4, 16, 1)
     q, k, v = q[:, :, :4], k[:, :, :1], v[:, :, :1]
     caches = [sparse.empty((PAGES, PAGE, 1, 16), x.dtype) for x in (k, v)]
@@ -205,7 +205,7 @@ def test_entries_of_the_block_table(machine):
 
 
 def many_sequences(batch: int, capacity: int, heads: int, head_dim: int):
-    """Returns (q, k_cache, v_cache) of 32 key heads, of which the last sequence's last is that of (q, k, v)."""
+    """Returns (q, k_cache, v_cache) with 32 key heads. The last head of the last sequence is that of (q, k, v)."""
     group = heads // 32
     q = support.random((1, 1, group, head_dim), BF16, 80)
     k, v = (support.random((1, capacity, 1, head_dim), BF16, 81 + n) for n in range(2))
@@ -239,7 +239,7 @@ def test_the_buffers_of_256_splits(machine):
 
 def test_many_short_sequences(machine):
     """The last blocks of a grid over 2^23 sequences of 16 rows, 2^36 elements of q and 2^32 of lse; backward too."""
-    batch, rows, heads, rotary = 2**23, 16, 32, SCHEMES["rope"](16)  # one rotation: the last blocks have it
+    batch, rows, heads, rotary = 2**23, 16, 32, SCHEMES["rope"](16)  # one rotation: last blocks compute it
     p = support.problem(BF16, rotary, rows, heads=1, group=1, seed=90)
     want = support.run(p, "triton")
     support.check(BF16, p)

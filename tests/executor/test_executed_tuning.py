@@ -1,4 +1,5 @@
-"""flashrope tune with the executor as the device: candidates run, wrong ones are dropped by name, winners serve.
+"""Tests flashrope tune with the executor as the device: candidates run, wrong candidates are dropped and named, winners
+are used.
 
 Times mean nothing here.
 """
@@ -46,7 +47,7 @@ def tune(*words) -> int:
 
 
 def test_the_winner_serves_and_wrong_candidates_are_dropped(machine, arch, monkeypatch, capsys, file):
-    """One candidate's kernel leaves the exponential out; of the others SMALL is made the fastest."""
+    """One candidate's kernel leaves the exponential out. SMALL is made the fastest of the others."""
 
     def rewrite(name, text):
         if name != "attention_forward" or tiles._forced.get("forward") != OTHER:

@@ -51,7 +51,7 @@ def test_cu_seqlens(machine, entry, which):
 
 @pytest.mark.parametrize("entry", OVERLAPPING.values(), ids=OVERLAPPING.keys())
 def test_cu_seqlens_that_decrease(machine, entry):
-    """Sequences that overlap write to the same rows, and to none outside the tensors."""
+    """Sequences that overlap write to the same rows, and write to no row outside the tensors."""
     n, value = entry
     wrong = list(STARTS)
     wrong[n] = value

@@ -1,4 +1,4 @@
-"""What single instructions compute, compared with the PTX ISA."""
+"""Compares the results of single instructions with the PTX ISA."""
 
 import pytest
 import torch
@@ -45,7 +45,8 @@ PTX = """
 
 
 def run(body: str, x: torch.Tensor, outputs: int, shared_bytes: int = 0) -> torch.Tensor:
-    """int32 (rows, outputs) from x (rows, inputs), 32 rows per block: %x0, %x1, ... to %y0, %y1, ..."""
+    """Returns int32 (rows, outputs) that the body computes from x (rows, inputs), with 32 rows per block. It reads %x0,
+    %x1, ... and writes %y0, %y1, ..."""
     inputs, out = x.shape[1], torch.zeros(len(x), outputs, dtype=torch.int32)
     text = PTX.format(
         inputs=inputs,
@@ -199,7 +200,7 @@ def test_integers():
 
 
 def test_lop3():
-    """Every bit of the table, and the two tables that the kernels use."""
+    """Tests every bit of the table, and the two tables that the kernels use."""
     a, b, c = 0xF0F0CC12, 0xCCCC3455, 0xAAAAF00F
     x = torch.tensor([[a, b, c]] * 32).to(torch.int32)
     body = "".join(f"lop3.b32 %y{n}, %x0, %x1, %x2, {1 << n};\n" for n in range(8))
@@ -219,7 +220,7 @@ def test_fma_of_two_halves():
 
 @pytest.mark.parametrize("dtype", [FP16, BF16])
 def test_extremes_of_halves(dtype):
-    """A NaN gives way to a number."""
+    """The maximum and the minimum of a number and a NaN are the number."""
     x = random(32, 4, dtype=dtype, seed=3)
     x[0], x[1, :2], x[2, 2:] = torch.tensor([torch.inf, -0.0, -torch.inf, 3.0]), torch.nan, torch.nan
     name = "f16x2" if dtype == FP16 else "bf16x2"
@@ -266,7 +267,7 @@ def test_launches_that_a_driver_refuses(machine, grid, shared_bytes, message):
 @pytest.mark.parametrize("width", [1, 2, 4])
 @pytest.mark.parametrize("opcode", ["atom.global.gpu.relaxed.add", "red.global.add"])
 def test_atomic_additions(opcode, width):
-    """The lanes of a block with equal numbers modulo 8 add to the same floats; atom returns what was there."""
+    """Lanes of a block with equal numbers modulo 8 add to the same floats. atom returns the previous value."""
     values, results = ([f"%{name}{n}" for n in range(width)] for name in "xy")
     returned = opcode.startswith("atom")
     operands = [f"{{{', '.join(group)}}}" if width > 1 else group[0] for group in (results, values)]

@@ -1,4 +1,4 @@
-"""The compiled kernels of cached tokens whose positions are data, on the executor."""
+"""Runs the compiled kernels of cached tokens with explicit positions on the executor."""
 
 import pytest
 import support
@@ -61,7 +61,7 @@ def test_hostile_tables(machine, seqlen_q):
 
 
 def test_packed(machine):
-    """A step, no rows and chunks."""
+    """A step, a sequence without rows and chunks give the right results in one call."""
     over_pages(BF16, "rerope", queries=(1, 0, 2, 2), head_dim=64, **FULL).check(num_splits=1)
 
 
@@ -78,7 +78,7 @@ STORED = {  # (target, scheme, rows of a page, head_dim)
 
 @pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.quick if "d64" in x else ()) for x in STORED])
 def test_stored_positions(machine, name):
-    """Positions with parts, whole ones and far ones; bands find their keys by them."""
+    """Positions may have fractions, be whole or be far away. Bands find their keys by them."""
     target, scheme, page, head_dim = STORED[name]
     c = over(target, scheme, [3 * page - 5, 2 * page + 1], head_dim=head_dim, page=page, **FULL)
     axial = c.rotary.axis
@@ -99,7 +99,8 @@ CODES = {  # (target, rows of a page, head_dim, type of the cache, left padding)
 
 @pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.quick if "d64" in x else ()) for x in CODES])
 def test_codes(machine, name):
-    """Tiles of 16 keys, whose product with the weights adds up 16 terms. Tiles with fewer than four bytes a lane."""
+    """Tests tiles of 16 keys, whose product with the weights adds up 16 terms, and tiles with fewer than four bytes per
+    lane."""
     target, page, head_dim, cache_dtype, leftpad = CODES[name]
     lengths, options = [3 * page - 5, 2 * page + 1 - 9 * bool(leftpad)], dict(cache_dtype=cache_dtype, leftpad=leftpad)
     c = over(target, "rope", lengths, 1, head_dim, page, **options, **FULL)
@@ -108,14 +109,14 @@ def test_codes(machine, name):
 
 @pytest.mark.parametrize("scheme", ["rerope", "self_extend"])
 def test_queries_at_fractions(machine, scheme):
-    """Beside keys at whole positions, which the cache does not store."""
+    """Queries have fractional positions, among keys at whole positions that the cache does not store."""
     c = over(BF16, scheme, [43, 33], head_dim=64, **FULL)
     c.at(positions=torch.tensor([[40.25, 71.5], [-3.75, 90.625]]), **holes(2, 3, 16)).check(validate=False)
 
 
 @pytest.mark.parametrize("scheme", ["mrope", "rerope"])
 def test_stored_positions_that_are_no_numbers(machine, scheme):
-    """In the sequence beside, with tables that lead outside the cache."""
+    """Such numbers are in the neighbouring sequence, with tables that point outside the cache."""
     c, results = over(BF16, scheme, [10**9, 37], table=torch.arange(6).view(2, 3), **FULL), []
     slots = coordinates(c, 3 * (scheme == "mrope"))
     tables = {"page_first": int32([[0] * 3] * 2), "page_lengths": int32([[16] * 3] * 2)}

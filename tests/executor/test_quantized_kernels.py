@@ -1,4 +1,4 @@
-"""The compiled kernels of quantized caches, on the executor."""
+"""Runs the compiled kernels of quantized caches on the executor."""
 
 import pytest
 import support
@@ -59,7 +59,7 @@ def test_cached(machine, name):
 
 @pytest.mark.parametrize("cache_dtype", ["int8", "int4"])
 def test_mixed_batch(machine, cache_dtype):
-    """Steps, drafts, chunks and prompts in one call."""
+    """Steps, drafts, chunks and prompts in one call give the right results."""
     rotary, sizes = SCHEMES["hope_rerope_log_n"](64), ((1, 45), (70, 70), (5, 5), (0, 9), (66, 112))
     options = dict(
         heads=(2, 1), leftpad=(3, 0, 0, 2, 0), page=PAGE, mapped=cache_dtype == "int8", cache_dtype=cache_dtype

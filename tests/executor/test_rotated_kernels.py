@@ -1,4 +1,4 @@
-"""The compiled kernels of rotate and of caches of rotated keys, on the executor."""
+"""Runs the compiled kernels of rotate and of caches of rotated keys on the executor."""
 
 import pytest
 import support

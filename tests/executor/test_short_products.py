@@ -1,4 +1,4 @@
-"""Triton's defect that ``hide_codes`` avoids: products that add up 16 terms of joined 8-bit loads."""
+"""Shows the defect of Triton that ``hide_codes`` avoids: products that add up 16 terms of joined 8-bit loads."""
 
 import importlib.util
 import pathlib
@@ -16,7 +16,8 @@ VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
 
 @pytest.fixture
 def product_of_the_page(tmp_path):
-    """Triton reads a kernel's source from a file."""
+    """Writes the kernel of docs/kernels.md to a file and loads it, because Triton reads a kernel's source from a
+    file."""
     (block,) = (x for x in re.findall(r"^```py\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.M) if "def product" in x)
     path = tmp_path / "reproducer.py"
     path.write_text(block)
@@ -37,7 +38,7 @@ def hidden_product(a, b, out, K: tl.constexpr, JOINED: tl.constexpr):
 
 
 def error(kernel, terms, *options):
-    """Returns (the largest error, the widths that Triton chose)"""
+    """Returns (the largest error, the widths that Triton chose)."""
     generator = torch.Generator().manual_seed(0)
     a = torch.randint(-4, 5, (16, terms), generator=generator).half()
     b = torch.randint(-4, 5, (16, terms // 2), generator=generator, dtype=torch.int8)
@@ -49,7 +50,7 @@ def error(kernel, terms, *options):
 
 @pytest.mark.parametrize("terms", [16, 32, 64])
 def test_the_defect(machine, product_of_the_page, terms):
-    """Where this fails, Triton has changed: docs/kernels.md says which versions are wrong."""
+    """If this fails, Triton has changed. docs/kernels.md says which versions are wrong."""
     wrong, widths = error(product_of_the_page, terms)
     assert (wrong > 1) == (VERSION == (3, 6) and terms == 16)
     assert widths == {4 if terms == 16 and VERSION >= (3, 9) else 8}

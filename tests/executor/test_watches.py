@@ -1,4 +1,4 @@
-"""What the executor reports, each shown by a minimal kernel beside a correct version of it."""
+"""Tests what the executor reports. A minimal kernel shows each finding, beside a correct version of it."""
 
 import pytest
 import support
@@ -277,7 +277,7 @@ def test_ptx_for_another_device(machine, arch):
 
 
 def test_order_of_warps_follows_the_seed(machine):
-    """Every warp writes its number to the same place of global memory: the last one stays."""
+    """Every warp writes its number to the same place in global memory. The last number stays."""
     last = set()
     for seed in range(8):
         machine.reset(seed=seed)
@@ -305,7 +305,7 @@ LOAD = "{guard} ld.global.b32 %r12, [%rd1];"
     ],
 )
 def test_races_of_blocks(machine, first, others, finding):
-    """Three blocks run in order: the first runs one body, the others run another one."""
+    """Three blocks run in order. The first runs one body, the other two run another body."""
     machine.reset(seed=0, threads=1)
     body = "mov.u32 %r13, %ctaid.x;\nsetp.eq.u32 %p3, %r13, 0;\n"
     body += f"{first.format(guard='@%p3')}\n{others.format(guard='@!%p3')}"
@@ -318,7 +318,7 @@ def test_races_of_blocks(machine, first, others, finding):
 
 
 def test_order_of_blocks_follows_the_seed(machine):
-    """A float32 sum of numbers of very different size, one from each block."""
+    """Adds numbers of very different size in float32, one from each block."""
     body = """
     mov.u32 %r13, %ctaid.x;
     shl.b32 %r13, %r13, 26;
@@ -344,7 +344,7 @@ def test_counters(machine):
 
 
 def test_false_claim_of_alignment(machine, monkeypatch):
-    """The second row of k lies at an odd address, and the launch takes the kernel for aligned rows."""
+    """The second row of k has an odd address, but the launch takes the kernel for aligned rows."""
     target = support.Target("triton", torch.float16, "cpu")
     p = support.problem(target, support.SCHEMES["rerope"](64), 150, heads=2, seed=1, softmax_scale=0.02)
     room = torch.zeros(1, 150, 1, 67, dtype=torch.float16)

@@ -32,7 +32,7 @@ class Oracle(torch.nn.Module):
 
 
 def subject(rule, unit=64, samples=10, unseen=PIECES[2:], **options) -> Subject:
-    """What a measure is given, with a rule instead of a model."""
+    """Returns what a measure takes, with a rule instead of a model."""
     return Subject(Oracle(rule), scheme("rope", ModelConfig(64, 2, 2), unit), unseen, unit, samples, 0, **options)
 
 
@@ -49,8 +49,8 @@ def sharpen(module):
 
 
 def check_growth(batches, length, shortest):
-    """The first 20 batches of a task, batches(seed, start) over 20 steps. Samples start below ``shortest`` and have
-    ``length`` from the middle on; a batch depends only on the seed and its step."""
+    """Checks the first 20 batches of a task, batches(seed, start) over 20 steps. Samples start below ``shortest`` and
+    have ``length`` from the middle on. A batch depends only on the seed and its step."""
 
     def first(count, seed=0, start=0):
         stream = batches(seed, start)

@@ -14,7 +14,7 @@ LENGTH = 64
 
 
 def written(path, value, commands=COMMANDS, left_out=()):
-    """Returns a loss.json as ``flashrope loss --repeat`` writes it, ``value`` a function of scheme, context and
+    """Writes and returns a loss.json as ``flashrope loss --repeat`` writes it. value: a function of scheme, context and
     length."""
     path.parent.mkdir(exist_ok=True)
     rows = [

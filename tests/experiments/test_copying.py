@@ -18,13 +18,15 @@ def measured(rule, multiples, samples=40):
 
 
 def copier(text):
-    """Predicts what followed an earlier occurrence of the last four letters; a letter that never occurs if none did."""
+    """Predicts the letter that followed an earlier occurrence of the last four letters, or a letter that never occurs
+    if there is none."""
     at = text[:-1].rfind(text[-4:])
     return text[at + 4] if at >= 0 and at + 4 < len(text) else 99
 
 
 def grid(text):
-    """Predicts the letter at the multiple of 12 back that best agrees with the last letters: no copying at all."""
+    """Predicts the letter at that multiple of 12 letters back which best agrees with the last letters. This is not
+    copying."""
     steps = range(12, len(text) - 8, 12)
     best = max(steps, key=lambda d: sum(text[-n] == text[-n - d] for n in range(1, 9)), default=0)
     return text[-best] if best else 99

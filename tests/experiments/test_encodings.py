@@ -1,4 +1,4 @@
-"""Every encoding that is not rotary, element by element against a plain formula."""
+"""Compares every encoding that is not rotary, element by element, with a plain formula."""
 
 import math
 
@@ -61,7 +61,8 @@ def test_t5():
     table = module.table.tolist()
 
     def bucket(d):
-        """Each distance below 16 has its own; then 16 buckets, in equal steps of the logarithm from 16 to 128."""
+        """Returns the bucket of a distance. Each distance below 16 has its own; then 16 buckets divide the logarithm
+        evenly up to 128."""
         if d < 16:
             return d
         edges = [16 * 8 ** (step / 16) for step in range(17)]
@@ -92,7 +93,7 @@ def test_random_positions():
     assert not torch.equal(trained[0], trained[1]) and not torch.equal(trained[1], trained[2])
     resumed = encodings.RandomPositions(50)
     resumed.load_state_dict(module.state_dict())
-    assert torch.equal(module(3, 20), resumed(3, 20))  # a resumed run goes on with the same draws
+    assert torch.equal(module(3, 20), resumed(3, 20))  # a resumed run continues with the same draws
     module.eval()
     assert torch.equal(module(1, 20), module(5, 20)[:1]) and not torch.equal(module(1, 20)[:, :10], module(1, 10))
     assert module(1, 50).tolist() == [list(range(50))]

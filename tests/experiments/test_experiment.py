@@ -34,7 +34,7 @@ PERPLEXITY = ["--schemes", ",".join(SCHEMES), "--seeds", "2"]
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    """A folder of 30 files, 150,000 bytes."""
+    """Returns a folder of 30 files, 150,000 bytes."""
     folder = tmp_path_factory.mktemp("text")
     for n in range(30):
         lines = "".join(f"{(n + 3) * m} is what {n + 3} times {m} makes, no more\n" for m in range(150))
@@ -58,7 +58,7 @@ def is_picture(path):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory, text):
-    """A run directory with perplexity measured."""
+    """Returns a run directory in which perplexity is measured."""
     out = tmp_path_factory.mktemp("run") / "out"
     experiment("perplexity", out, text, *PERPLEXITY)
     return out
@@ -308,7 +308,7 @@ SEEDS = range(5)
 
 @pytest.fixture(scope="module")
 def measured():
-    """{(scheme, task, length): values by seed} of RoPE models trained on 64 bytes."""
+    """Returns {(scheme, task, length): values by seed} of RoPE models trained on 64 bytes."""
     length, found = 64, {}
     corpus = data.standard_library(runs.LONGEST * length + 1)
     config = ModelConfig(64, 2, 2)
@@ -324,7 +324,7 @@ def measured():
 
 
 def ratio(over: list[float], under: list[float]) -> float:
-    """Geometric mean over seeds."""
+    """Returns the geometric mean of the ratio over seeds."""
     return statistics.geometric_mean([a / b for a, b in zip(over, under, strict=True)])
 
 
@@ -352,7 +352,7 @@ def test_rerope_keeps_the_accuracy_that_rope_loses(measured):
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
-    """The run directory of the tiny preset on the standard library; its experiments share their models."""
+    """Returns the run directory of the tiny preset on the standard library. Its experiments share their models."""
     return tmp_path_factory.mktemp("tiny") / "out"
 
 
@@ -384,7 +384,7 @@ def test_tiny(tiny, name):
     if name == "zoo":
         assert ("learned", "perplexity", 64) in value and ("learned", "perplexity", 128) not in value
         at_length = {scheme_: figure for (scheme_, _, at), figure in value.items() if at == 64}
-        assert max(at_length.values()) < 60  # every encoding learns, integer least; 256 before training
+        assert max(at_length.values()) < 60  # every encoding lowers it from 256, integer least
     if name == "copying":
         assert value["alibi", "copying", 80] == 0 and value["alibi", "copying-letters", 80] < 20  # by chance 1.6
         assert pictures == ["copying.png"] and "Differences declared before the runs" in text

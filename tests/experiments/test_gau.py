@@ -1,4 +1,4 @@
-"""Gated attention units against a plain float64 formula."""
+"""Compares gated attention units with a plain float64 formula."""
 
 import math
 
@@ -26,7 +26,7 @@ def model_of(config=CONFIG):
 
 
 def rotated(x, base=10_000.0):
-    """Returns x (seqlen, head_dim): pairs m and m + head_dim / 2 rotated by the position."""
+    """Returns x (seqlen, head_dim) with pairs m and m + head_dim / 2 rotated by the position."""
     seqlen, size = x.shape
     half = size // 2
     out = torch.empty_like(x)

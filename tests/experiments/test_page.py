@@ -32,7 +32,7 @@ NUMBERS_OF_PAPERS = "|".join(
 
 
 def published(folder, **values):
-    """Results of "copying": letters right by length for each scheme, five seeds."""
+    """Writes results of "copying": the letters that are right by length for each scheme, for five seeds."""
     sizes = {"width": 64, "layers": 2, "heads": 2, "mlp_width": 0, "vocab_size": 64, "train_length": 128, "steps": 1500}
     record = {"command": "python -m experiments copying", "settings": sizes, "seeds": [0, 1, 2, 3, 4]}
     record |= {"hardware": "a processor", "revision": "0123456789abcdef"}
@@ -126,7 +126,8 @@ def test_claims(folder, hope, status, words):
 
 
 def test_the_figure_of_the_claims(tmp_path, monkeypatch):
-    """A row for each difference: towards the paper's direction, in halves of its interval, named and in numbers."""
+    """The figure has a row for each difference, towards the paper's direction and in halves of its interval, with its
+    name and its number."""
     from experiments import claims_figure
     from experiments.statistics import Interval
 

@@ -25,7 +25,7 @@ def model_of(name, length=64):
 
 
 def scores_of_last(q, k, rotary):
-    """Plain formula: rotate both by their positions, then multiply."""
+    """Computes scores by a plain formula: rotate q and k by their positions, then multiply."""
 
     def rotate(x, position):
         half = rotary.rotary_dim // 2
@@ -99,7 +99,7 @@ def test_pattern_of_a_bias_contains_the_bias():
 
 
 def test_pattern_is_of_what_the_model_computes():
-    """Recording does not change the attention calls."""
+    """Recording a pattern does not change the attention calls."""
     model = model_of("hope")
     rotary = scheme("hope", CONFIG, 64).rotary
     calls = []
@@ -126,8 +126,8 @@ def test_inputs_are_bytes_that_training_knew():
 
 
 def test_pattern_of_text_is_the_score_between_independent_windows():
-    """Averaging q and k first gives the mean score over all pairs of windows, the query from one, the keys from
-    another."""
+    """If q and k are averaged first, the score is the mean over all pairs of windows, with the query from one and the
+    keys from another."""
     model, rotary = model_of("rope"), Rotary.rope(32)
     tokens = torch.randint(256, (4, 20), generator=torch.Generator().manual_seed(5))
     block = model.language.blocks[0]

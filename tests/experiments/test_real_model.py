@@ -1,4 +1,4 @@
-"""The tools that measure a pretrained model, on a small random one: reuse, codes and speed."""
+"""Tests the tools that measure a pretrained model, on a small random one: reuse, quantized values and speed."""
 
 import json
 import random
@@ -20,7 +20,7 @@ TEXT = "The wind blows over the field. A dog barks at the gate, and the baker op
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A model without a tokenizer, which reads bytes, and a text."""
+    """Returns a folder with a text and a model without a tokenizer, which reads bytes."""
     path = tmp_path_factory.mktemp("model")
     torch.manual_seed(0)
     sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, head_dim=64)
@@ -45,7 +45,7 @@ def test_a_recorded_command_does_not_name_the_output_folder(out):
 
 @pytest.mark.parametrize("kind", real_reuse.KINDS)
 def test_answers_are_those_of_a_model_without_a_cache(folder, kind):
-    """The full prefill is, and prompts that were computed again in full."""
+    """The full prefill gives the answers of a model without a cache. So do prompts that were computed again in full."""
     model, tokens = load(str(folder), torch.device("cpu"))
     question = real_reuse.ask(kind, tokens, [tokens.encode(TEXT)], random.Random(0))
     assert {len(text) for text in question.documents} == {real_reuse.SIZE}
@@ -94,7 +94,7 @@ def test_reuse_continues_where_it_stopped(folder, tmp_path, monkeypatch):
 
 
 def test_means_of_ways():
-    """A question counts once: its two orders are not two of a sample."""
+    """A question counts once: its two orders are not two samples."""
     orders = real_reuse.ORDERS
 
     def row(number, kind, full, alone):
@@ -174,8 +174,8 @@ def test_codes_continue_where_they_stopped(folder, tmp_path, monkeypatch):
 
 
 def test_agreement(folder, tmp_path):
-    """Sums in another order write nearly the same codes in a shallow model. Keys that are rounded when they are rotated
-    are other numbers."""
+    """Sums in another order write nearly the same quantized values in a shallow model. Keys that are rounded when they
+    are rotated are different numbers."""
     options = ["--lengths", "80", "--windows", "1", "--agreement", "79"]
     assert run("codes", folder, tmp_path, *options) == 0
     found = json.loads((tmp_path / "agreement.json").read_text())["mean"]

@@ -1,4 +1,4 @@
-"""Custom models with python -m experiments: text, token files and settings."""
+"""Tests custom models with python -m experiments: text, token files and settings."""
 
 import array
 import json
@@ -30,7 +30,7 @@ SMALL += ["--train-length", "64", "--batch", "6", "--samples", "4"]
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory):
-    """Two folders of text."""
+    """Returns two folders of text."""
     folder = tmp_path_factory.mktemp("text")
     for n in range(20):
         (folder / "ab"[n % 2]).mkdir(exist_ok=True)
@@ -116,7 +116,7 @@ def test_pieces_to_tokenize_are_the_text():
 
 @pytest.fixture(scope="module")
 def tokenized(tmp_path_factory, texts):
-    """A token file of the texts, by a tokenizer trained on them."""
+    """Returns a token file of the texts, made by a tokenizer that is trained on them."""
     package = pytest.importorskip("tokenizers", reason="the extra 'experiments' is not installed")
     folder = tmp_path_factory.mktemp("tokens")
     tokenizer = package.Tokenizer(package.models.BPE())
@@ -302,7 +302,7 @@ def curve(out):
 
 @pytest.mark.slow
 def test_torchrun_trains_the_same_model(texts, tmp_path):
-    """Five rows over two processes, in micro-batches of two."""
+    """torchrun trains the same model with five rows over two processes, in micro-batches of two."""
     from experiments.training import load_model
 
     asked = [*SMALL, "--text", str(texts), "--steps", "8", "--schemes", "rope,kerple"]

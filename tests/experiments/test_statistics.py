@@ -1,4 +1,4 @@
-"""Intervals against figures worked out by hand, and what a table may say."""
+"""Compares intervals with figures worked out by hand, and tests what a table may say."""
 
 import pytest
 from test_figures import row

@@ -85,7 +85,7 @@ def tokens(batch: int = 2, seqlen: int = SEQLEN) -> torch.Tensor:
 
 
 def padded(seqlen: int = SEQLEN, left: int = PADDING, right: int = 0) -> torch.Tensor:
-    """Masks of two sequences: padding on the left of the first, on the right of the second."""
+    """Returns the masks of two sequences, with padding on the left of the first and on the right of the second."""
     mask = torch.ones(2, seqlen, dtype=torch.long)
     mask[0, :left] = 0
     mask[1, seqlen - right :] = 0
@@ -163,7 +163,7 @@ def difference(name: str, untested: bool = False) -> tuple[dict[str, float], dic
 
 
 def widths(model) -> str:
-    """Returns the head_dim of a converted model's layers, all of them where they differ."""
+    """Returns the head_dim of a converted model's layers, or all of them if they differ."""
     return ", ".join(map(str, sorted({head_dim_of(module) for module in converted(model)})))
 
 

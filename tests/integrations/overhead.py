@@ -1,7 +1,5 @@
-"""Host time that the integration adds to decoding one token on the CPU, without the attention call itself.
-
-OMP_NUM_THREADS=1 python tests/integrations/overhead.py
-"""
+"""Measures the host time that the integration adds to decoding one token on the CPU, without the attention call
+itself."""
 
 import inspect
 import time
@@ -18,7 +16,8 @@ ROUNDS, CALLS = 2000, 5
 
 
 def best(*functions) -> list[float]:
-    """Microseconds of CPU time of one call each: the minimum over interleaved rounds, as other load only adds."""
+    """Returns the microseconds of CPU time of one call of each function. Takes the minimum over interleaved rounds,
+    because other load only adds time."""
     times = [float("inf")] * len(functions)
     for _ in range(ROUNDS):
         for at, function in enumerate(functions):

@@ -1,4 +1,4 @@
-"""Small random models of every tested family: their configurations and weights."""
+"""Makes small random models of every tested family: their configurations and weights."""
 
 import torch
 from flashrope.integrations.transformers.versions import VERSION

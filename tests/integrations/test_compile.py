@@ -40,7 +40,7 @@ def test_without_a_cache(name, call):
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text"])
 def test_one_graph_for_every_packing(name):
-    """Where sequences start is data of the graph."""
+    """The starts of the sequences are inputs of the graph, so that one graph serves every packing."""
     model = MODELS[name]()
     graph = compiled(model)
     for lengths in ((11, 12, 5), (28,), (1, 1, 26)):
@@ -104,7 +104,7 @@ def test_inductor():
 
 
 def test_a_graph_refuses_what_it_cannot_express():
-    """It cannot name the row, but does not go on."""
+    """The error in a graph cannot name the row, but the call stops."""
     holes = torch.arange(56).view(2, 28) % 5 > 0
     graph = compiled(MODELS["mistral"](), "aot_eager")
     with pytest.raises(RuntimeError, match="attention_mask: expected sequences without gaps"):

@@ -34,7 +34,7 @@ supported = pytest.mark.skipif(not SUPPORTED, reason=f"transformers {transformer
 
 
 def model_of(name="llama", **changes):
-    """Four query heads for two key heads; no token ends a text."""
+    """Returns a model with four query heads for two key heads. No token ends a text."""
     if name in ("gpt_neox", "persimmon"):
         changes = {"num_key_value_heads": 4, **changes}  # read by the engine, not by the model
     return tiny(name, **{"eos_token_id": None, "max_position_embeddings": 256, **changes})
@@ -105,7 +105,8 @@ def calls(monkeypatch):
 @pytest.mark.parametrize("tables", [True, False], ids=["tables", "indices"])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_tokens_equal_generate(scheme, tables, calls):
-    """More requests than fit at once; prompts in chunks and one-token steps in one batch; keys read in place."""
+    """Serves more requests than fit at once, with chunks of prompts and one-token steps in one batch. Keys are read in
+    place."""
     model = convert(model_of(), **SCHEMES[scheme])
     expected = generated(model, MIXED)
     assert len({token for tokens in expected for token in tokens}) > 10  # the model does not repeat one token
@@ -117,7 +118,7 @@ def test_tokens_equal_generate(scheme, tables, calls):
 
 @supported
 def test_schemes_are_told_apart():
-    """Otherwise equal tokens would prove nothing."""
+    """Different schemes give different tokens. Otherwise equal tokens would prove nothing."""
     model, found = model_of(), []
     for changes in SCHEMES.values():
         found.append(batched(convert(model, **changes), MIXED))
@@ -137,7 +138,7 @@ def test_a_stock_model_is_not_affected():
 @supported
 @pytest.mark.parametrize("name", sorted(set(HERE) - {"llama"} - REFUSED - NOT_BATCHED))
 def test_families(name):
-    """Sliding layers too, whose keys transformers gathers."""
+    """Families with sliding layers work too. transformers gathers the keys of these layers."""
     model = convert(model_of(name))
     prompts = prompts_of(17, 5, 40, 9)
     assert batched(model, prompts) == generated(model, prompts)
@@ -153,7 +154,7 @@ def test_rope_types(kind):
 
 @supported
 def test_shared_prefixes(monkeypatch, calls):
-    """A later request finds the pages of an earlier one, and does not compute them again."""
+    """A later request finds the pages of an earlier request, and does not compute them again."""
     from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
     found, stock = [], PagedAttentionCache.search_prefix_match
@@ -176,7 +177,7 @@ def test_shared_prefixes(monkeypatch, calls):
 
 @supported
 def test_several_answers_to_a_prompt(calls):
-    """transformers forks the request; always the most likely token, so the answers are equal."""
+    """transformers forks the request. Every answer takes the most likely token, so the answers are equal."""
     model = convert(model_of(), **SCHEMES["rerope"])
     prompts = prompts_of(20, 33)
     expected = [tokens for tokens in generated(model, prompts) for _ in range(3)]
@@ -221,7 +222,8 @@ def test_models_whose_layers_cannot_be_served(name):
 
 @supported
 def test_a_persistent_manager_of_another_scheme():
-    """Its pages hold keys of the old scheme: raw keys of deeper layers depend on the scheme too."""
+    """A persistent manager holds pages of the old scheme. It is refused, because the raw keys of deeper layers depend
+    on the scheme too."""
     model = convert(model_of())
     prompts = prompts_of(40, 20)
     assert batched(model, prompts, persistent=True) == generated(model, prompts)
@@ -237,7 +239,8 @@ def test_a_persistent_manager_of_another_scheme():
 
 @pytest.mark.skipif(SUPPORTED, reason="this version is supported")
 def test_older_versions_are_refused():
-    """In words that name continuous batching, and before a request is taken; the model is as it was."""
+    """Older versions are refused with an error that names continuous batching, before a request is taken. The model
+    does not change."""
     model = convert(model_of())
     expected = generated(model, MIXED[:2])
     with pytest.raises(ValueError) as caught:

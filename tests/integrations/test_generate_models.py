@@ -41,7 +41,7 @@ def run(checkpoint, capsys):
 
 
 def continued(model, cache=None) -> str:
-    """Greedy, by the library's own loop."""
+    """Returns the greedy continuation of the prompt by transformers' own `generate`."""
     ids = torch.tensor([list(PROMPT.encode())])
     done = model.generate(ids, max_new_tokens=NEW, do_sample=False, pad_token_id=0, **{CACHE: cache})
     return bytes(done[0].tolist()).decode(errors="replace")
@@ -101,7 +101,7 @@ def test_what_is_said(run):
 
 
 def test_a_family_that_convert_refuses(run, tmp_path):
-    """It generates with the library's attention, up to its last position."""
+    """A refused family generates with transformers' own attention, up to its last position."""
     sizes = dict(vocab_size=256, n_embd=16, n_layer=1, n_head=2, n_positions=120, bos_token_id=None, eos_token_id=None)
     transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).save_pretrained(tmp_path)
     assert "the library's own attention; convert refuses the model" in " ".join(run(model=tmp_path).err.split())

@@ -71,7 +71,7 @@ def write(path, architecture="llama"):
 
 
 def unpermuted(x, heads):
-    """llama.cpp stores q and k for interleaved pairs."""
+    """Returns the rows in the usual order. llama.cpp stores q and k for interleaved pairs."""
     return x.view(heads, x.shape[0] // heads // 2, 2, -1).transpose(1, 2).reshape(x.shape)
 
 

@@ -116,7 +116,7 @@ def test_layer_types_of_transformers(family, layer_type):
 
 
 def configured(family, **fields):
-    """Returns a configuration, and the family's own rotary table of it."""
+    """Returns a configuration and the rotary table that the family computes from it."""
     name, modeling = FAMILY_NAMES[family], modeling_of(family)
     sizes = dict(hidden_size=256, num_attention_heads=4, max_position_embeddings=512)
     config = getattr(transformers, f"{name}Config")(**sizes, **fields)
@@ -177,7 +177,7 @@ def test_alpha_of_transformers():
 
 
 def compare_scores(rotary, positions, rotate, seqlen):
-    """Scores of random q and k, rotated by transformers in float32 and by the reference in float64."""
+    """Compares scores of random q and k that transformers rotates in float32 with those of the reference in float64."""
     generator = torch.Generator().manual_seed(0)
     q, k = torch.randn(2, 1, 2, positions.shape[1], rotary.head_dim, generator=generator)
     theirs = torch.einsum("bhid,bhjd->bhij", *(x.double() for x in rotate(q, k)))

@@ -100,7 +100,8 @@ def test_what_a_passage_sees_is_nothing_or_the_head():
 
 @pytest.mark.parametrize("recompute", [1, 4, 8])
 def test_the_first_tokens_of_every_passage_but_the_first_are_computed_again(recompute):
-    """They are what a cache gets that holds all that precedes them. The others are as they were."""
+    """The first tokens are computed again with all keys that precede them in the cache. The other tokens do not
+    change."""
     model = llama(window=6)
     passages = head_and_passages(model)
     found = join_passages(model, passages, recompute=recompute)
@@ -165,7 +166,7 @@ def test_a_passage_from_a_file():
 
 
 def refused(model, message: str, error=ValueError) -> None:
-    """Checks that both calls refuse the model, before anything is computed."""
+    """Checks that both calls raise the error before anything is computed."""
     passage = Passage(texts()[0], DynamicCache())
     for call in (lambda: prefill_passage(model, texts()[0]), lambda: join_passages(model, [passage])):
         with pytest.raises(error, match=re.escape(message)):

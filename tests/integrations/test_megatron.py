@@ -45,7 +45,7 @@ def on_the_cpu(monkeypatch):
 
 
 def configuration(**options) -> TransformerConfig:
-    """Four heads over two of keys."""
+    """Returns a configuration with four query heads over two key heads."""
     defaults = {
         "num_layers": 2,
         "hidden_size": 4 * HEAD_DIM,
@@ -65,7 +65,7 @@ def configuration(**options) -> TransformerConfig:
 
 
 def model_of(config, rotary=None, spec=None, **options):
-    """Stock's with its own RoPE, ours under rotary."""
+    """Returns the stock model with its own RoPE, or our model under `rotary`."""
     torch.manual_seed(0)
     spec = get_gpt_layer_local_spec() if spec is None else spec
     if rotary is not None:

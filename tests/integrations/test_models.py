@@ -81,7 +81,7 @@ def test_any_attention_that_a_model_was_loaded_with(implementation):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_types(dtype):
-    """As close to the float32 model as the library's own attention."""
+    """Half types are as close to the float32 model as with transformers' own attention."""
     exact = logits(tiny("llama"), tokens(), padded(), calls=CALLS)
 
     def error(model):

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("error:.past_key_values. is deprecated")
 
 @pytest.fixture
 def unknown(monkeypatch):
-    """Llama is a model type that is not tested."""
+    """Removes Llama from the tested model types."""
     monkeypatch.setattr(plan, "FAMILIES", plan.FAMILIES - {"llama"})
 
 
@@ -107,7 +107,7 @@ def test_reasons_of_refusals():
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("head_dim", [20, 12])
 def test_head_dims_that_are_not_multiples_of_8(head_dim, interleaved):
-    """The kernels get channels of zeros."""
+    """Heads whose width is not a multiple of 8 are padded with channels of zeros for the kernels."""
     name = "cohere" if interleaved else "llama"
     changes = {"hidden_size": 4 * head_dim} if interleaved else {"head_dim": head_dim}
     model = tiny(name, **changes)

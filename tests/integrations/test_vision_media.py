@@ -46,7 +46,7 @@ def padded(name):
 
 
 def ends(given) -> tuple[int, ...]:
-    """Returns where calls with a cache end. Only text comes after these tokens."""
+    """Returns where calls with a cache end. Everything that is not text is in the first call."""
     length = given["input_ids"].shape[1]
     return length - 5, length - 4, length - 1
 
@@ -100,7 +100,8 @@ def turns(name):
 
 @torch.no_grad()
 def after_the_second(model, name) -> torch.Tensor:
-    """Logits of all tokens: a turn with an image, two tokens, a turn with an image and a video, then one at a time."""
+    """Returns the logits of all tokens: a turn with an image, two tokens, a turn with an image and a video, then one
+    token at a time."""
     first, second, whole = turns(name)
     where, cache, parts = positions(model, name, whole), None, []
     split, length = first["input_ids"].shape[1], whole["input_ids"].shape[1]
@@ -125,7 +126,7 @@ def after_the_second(model, name) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", TURNS)
 def test_images_and_videos_of_a_second_turn(name):
-    """Over the cache of the first. The whole in one call gives the same."""
+    """The second turn continues over the cache of the first. The whole conversation in one call gives the same."""
     model = tiny_vision(name)
     stock, whole = after_the_second(model, name), uncached(model, name, turns(name)[2])
     assert close(stock, whole)
@@ -135,7 +136,7 @@ def test_images_and_videos_of_a_second_turn(name):
 
 @pytest.mark.parametrize("name", TURNS)
 def test_a_first_turn_that_answers_twice(name):
-    """The second turn over a cropped copy of the cache, which has lost the answer to the first."""
+    """The second turn runs over a cropped copy of the cache, which no longer has the answer to the first turn."""
     first, second, whole = turns(name)
     split, where = first["input_ids"].shape[1], positions(tiny_vision(name), name, whole)
 

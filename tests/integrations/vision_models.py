@@ -1,4 +1,4 @@
-"""Small random vision-language models, and prompts with images, videos and sounds for them."""
+"""Makes small random vision-language models, and prompts with images, videos and sounds for them."""
 
 import inspect
 from typing import Any, NamedTuple
@@ -240,7 +240,7 @@ def uncached(model, name, given=None) -> torch.Tensor:
 
 @torch.no_grad()
 def cached(model, name, cache=None, given=None, where=None, calls=CALLS) -> torch.Tensor:
-    """Logits of a prompt, in calls that continue a cache: images, videos and sounds first, then text."""
+    """Returns the logits of a prompt, in calls that continue a cache: images, videos and sounds first, then text."""
     given = given or prompt(name)
     ids, mask, where = given["input_ids"], given["attention_mask"], positions(model, name, given)
     parts, start, images = [], 0, {key: x for key, x in given.items() if key not in TOKENWISE[:2]}
@@ -256,7 +256,7 @@ def cached(model, name, cache=None, given=None, where=None, calls=CALLS) -> torc
 
 @torch.no_grad()
 def generated(model, name, given=None, **options):
-    """Returns (tokens, logits of every new one)."""
+    """Returns (tokens, logits of every new token)."""
     given = given or prompt(name)
     made = model.generate(
         **given, max_new_tokens=6, do_sample=False, return_dict_in_generate=True, output_logits=True, **options

@@ -43,14 +43,14 @@ NEEDED = {
 
 
 def everything(rooms: tuple[str, ...]) -> list[Mutant]:
-    """Returns all mutants of some rooms, those by hand included."""
+    """Returns all mutants of some rooms, including the mutants by hand."""
     syntactic = [mutant for file in files(rooms) for mutant in mutants_of(file)]
     return [mutant for mutant in by_hand.mutants() if mutant.room in rooms] + syntactic
 
 
 def drawn(mutants: list[Mutant], seed: str) -> list[Mutant]:
-    """Returns mutants in an order drawn from a seed, one of every room and kind in turn: the many mutants of a common
-    kind would otherwise hide the few of another."""
+    """Returns the mutants in a seeded random order that alternates between all parts of the source (rooms) and kinds of
+    mutation. Otherwise the many mutants of a common kind would hide the few of another."""
     dice, groups = random.Random(seed), {}
     for mutant in mutants:
         groups.setdefault((mutant.room, mutant.kind), []).append(mutant)
@@ -64,11 +64,11 @@ def drawn(mutants: list[Mutant], seed: str) -> list[Mutant]:
 def examine(
     mutant: Mutant, copy: Copy, stages: list[Tests], sound: set[str], patience: float = math.inf
 ) -> Generator[Tests, Ended, Ended | None]:
-    """Yields the tests to run in the copy and is sent how they ended. Returns how the last ended, None where the
+    """Yields the tests to run in the copy, and receives how they ended. Returns how the last run ended, or None if the
     mutant does not compile.
 
-    sound: tests that pass without a mutant; those found on the way are added. Raises RuntimeError where the tests do
-    not. patience: seconds of the processor after which no more tests follow.
+    sound: tests that pass without a mutant. Tests that are found to pass are added. Raises RuntimeError if the tests do
+    not pass. patience: CPU seconds after which no further tests run.
     """
     spent = 0.0
     for tests in stages:
@@ -80,7 +80,7 @@ def examine(
             ended = yield tests
         finally:
             copy.restore()
-        if ended.how and not ended.test and tests != stages[0]:  # a test of the results may be gone
+        if ended.how and not ended.test and tests != stages[0]:  # a test named in the results may no longer exist
             raise RuntimeError(f"{' '.join(tests)}: no test ran: {ended.how}")
         if ended.test:
             if ended.test not in sound:
@@ -106,7 +106,7 @@ def stages_of(mutant: Mutant, last: Row | None) -> list[Tests]:
 
 
 def exists(test: str) -> bool:
-    """Whether the file still has a function of this name."""
+    """Whether the file still has a function with the name of this test."""
     file, _, rest = test.partition("::")
     name = rest.split("[")[0].split("::")[-1]
     path = ROOT / file
@@ -120,7 +120,7 @@ def row_of(mutant: Mutant, ended: Ended | None, seconds: float) -> Row:
 
 
 def results(mutants: Iterator[Mutant], known: dict[str, Row], args, folder: Path) -> Iterator[Row]:
-    """Runs some at a time. A row without a verdict is an error, and `how` says which."""
+    """Runs as many mutants at a time as there are jobs. A row without a verdict is an error, which `how` describes."""
     free = [Copy(folder / str(n)) for n in range(args.jobs)]
     sound: set[str] = set()
     under_way: list[tuple] = []
@@ -233,7 +233,7 @@ def main() -> int:
 
 
 def _is_of(rows: dict[str, Row], mutant: Mutant) -> bool:
-    """Whether one of these rows is of this mutant, and not of another change that had its address before."""
+    """Whether the rows contain a result for this mutant, and not for an earlier mutation at the same address."""
     row = rows.get(mutant.address)
     return row is not None and row.digest == mutant.digest
 

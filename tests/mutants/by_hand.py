@@ -34,7 +34,7 @@ def parsed(text: str) -> list[tuple[str, str, str, str]]:
 
 
 def mutant_of(file: str, wrong: str, old: str, new: str) -> Mutant:
-    """Raises ValueError unless ``old`` occurs once."""
+    """Returns the mutant. Raises ValueError unless ``old`` occurs exactly once."""
     text = (ROOT / file).read_text(encoding="utf-8")
     if (count := text.count(old)) != 1:
         raise ValueError(f"{file}: expected {old!r} once, got {count} times")

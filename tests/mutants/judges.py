@@ -1,7 +1,7 @@
-"""Which tests judge the mutants of a file: arguments of pytest, one line a run, the likeliest first.
+"""Lists which tests judge the mutants of a file: arguments of pytest, one line per run, the likeliest to fail first.
 
-The first file or pattern that fits holds. A run ends at its first failure, and the later runs only follow where none
-failed. A survivor costs all of them, so they are a minute or two at most.
+The first file or pattern that matches is used. A run ends at its first failure. A later run starts only if no earlier
+run has failed. A surviving mutant costs all runs, so together they take at most a minute or two.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ FLAGS = ("-std=c++17", "-O0", "-fno-math-errno", "-fPIC")
 
 
 def multiplies_bfloat16() -> bool:
-    """Whether this processor runs the kernels in csrc/cpu/bf16."""
+    """Whether this processor can run the kernels in csrc/cpu/bf16."""
     path = Path("/proc/cpuinfo")
     return path.exists() and "avx512_bf16" in path.read_text().split()
 

@@ -1,4 +1,4 @@
-"""The tables of docs/mutants.md, from docs/mutants/results.csv. What stands above them is written by hand."""
+"""Writes the tables of docs/mutants.md, from docs/mutants/results.csv. The text above them is written by hand."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class _Finder(ast.NodeVisitor):
     # ---- positions
 
     def _at(self, line: int, column: int) -> int:
-        """Columns of the tree count UTF-8 bytes."""
+        """Returns a position in the text. Columns of the syntax tree count UTF-8 bytes."""
         return self.starts[line - 1] + len(self.lines[line - 1].encode()[:column].decode())
 
     def _range(self, node) -> tuple[int, int]:

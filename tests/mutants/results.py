@@ -1,4 +1,4 @@
-"""The file of results: one row a mutant."""
+"""Reads and writes the file of results, which has one row per mutant."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Row(NamedTuple):
 
 
 def read(path: Path) -> dict[str, Row]:
-    """Returns the rows by the mutant's address, none without a file. The last row of an address counts."""
+    """Returns the rows by the mutant's address, or nothing if there is no file. The last row of an address counts."""
     if not path.exists():
         return {}
     with open(path, newline="", encoding="utf-8") as file:
@@ -39,7 +39,7 @@ def read(path: Path) -> dict[str, Row]:
 
 
 def add(path: Path, row: Row) -> None:
-    """Appends a row, so that an interrupted run can go on."""
+    """Appends a row, so that an interrupted run can be resumed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new = not path.exists()
     with open(path, "a", newline="", encoding="utf-8") as file:

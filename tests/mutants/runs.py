@@ -1,4 +1,5 @@
-"""Runs of pytest on copies of the checkout. Each is a fork of this process, which has imported what all need."""
+"""Runs pytest on copies of the checkout. Each run is a fork of this process, which has already imported what all runs
+need."""
 
 from __future__ import annotations
 
@@ -88,8 +89,8 @@ class Copy:
         self.before: tuple[Path, str, os.stat_result] | None = None
 
     def apply(self, mutant: Mutant, sound: bool = False) -> bool:
-        """Puts the mutant into the copy. False where it does not compile. sound: only compiles what it would change
-        as mutants are compiled."""
+        """Puts the mutant into the copy. Returns False if it does not compile. sound: compiles only the files that the
+        mutant would change, without the change."""
         path = self.root / mutant.file
         self.before = path, path.read_text(encoding="utf-8"), path.stat()
         if not sound:
@@ -118,7 +119,7 @@ class Copy:
 
 
 def copy_checkout(to: Path) -> None:
-    """The files of the checkout, with the kernels where the package looks for them."""
+    """Copies the files of the checkout, with the kernels where the package looks for them."""
     if (ROOT / ".git").exists():
         listed = ["git", "-C", ROOT, "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
         names = subprocess.run(listed, check=True, capture_output=True).stdout
@@ -174,7 +175,7 @@ class Run:
             os._exit(3)
 
     def ended(self) -> Ended | None:
-        """Returns how the process ended, or None while it runs."""
+        """Returns how the run ended, or None while it runs."""
         pid, status, usage = os.wait4(self.pid, os.WNOHANG)
         state, _, test = self.copy.seen.read_text(encoding="utf-8").partition(" ")
         if not pid:

@@ -1,4 +1,4 @@
-"""The places where the source can be mutated: found in the syntax, so that no line of it is quoted."""
+"""Finds the places where the source can be mutated. They are found in the syntax, so that no source line is quoted."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ WITHOUT = ("*/__init__.py", "triton_kernels/configs.py", "*/integrations/megatro
 
 
 class Mutant(NamedTuple):
-    """A changed range of characters of a file. address: file, function, kind and number, which name it in results."""
+    """A changed range of characters of a file. address: file, function, kind and number, which identify it in the
+    results."""
 
     address: str
     file: str
@@ -93,7 +94,7 @@ def _deep(pattern: str) -> str:
 
 @cache
 def mutants_of(file: str) -> list[Mutant]:
-    """Returns all mutants of a file, in its order."""
+    """Returns all mutants of a file, in the order of the file."""
     from . import native_sites, python_sites
 
     text = (ROOT / file).read_text(encoding="utf-8")

@@ -14,7 +14,7 @@ from tests.mutants.runs import Copy, Ended, Watch
 
 
 def made(text, changes) -> dict[str, list[str]]:
-    """Returns, by kind, what a finder's changes make of the only line that they touch."""
+    """Returns, by kind, the lines that a finder's changes make of the only line that they touch."""
     found: dict[str, list[str]] = {}
     for change in sorted(changes, key=lambda change: change.start):
         new = text[: change.start] + change.new + text[change.end :]
@@ -110,7 +110,7 @@ def test_every_file_has_judges_that_exist():
 
 
 def test_mutants_by_hand_apply():
-    mutants = by_hand.mutants()  # raises where the text of one is not in its file once
+    mutants = by_hand.mutants()  # raises if the text of a mutant does not occur exactly once in its file
     assert len({mutant.address for mutant in mutants}) == len(mutants) <= by_hand.MOST
     assert all(mutant.applied() != mutant.source() and mutant.kind == "by hand" for mutant in mutants)
     with pytest.raises(ValueError, match="expected 'import' once, got"):
@@ -128,7 +128,7 @@ def copy(tmp_path, monkeypatch):
 
 
 def test_a_mutant_is_examined(copy):
-    """Up to the first test that fails, which must pass without the mutant."""
+    """A mutant is examined up to the first test that fails. This test must pass without the mutant."""
     copy, mutant = copy
     at, sound = copy.root / mutant.file, set()
     run = examine(mutant, copy, [("a",), ("b",)], sound)
@@ -146,7 +146,8 @@ def test_a_mutant_is_examined(copy):
 
 
 def test_patience(copy, tmp_path, monkeypatch):
-    """No run follows when the runs before took this long; a run ends behind the test that exceeds it."""
+    """No further run starts once the earlier runs have used up the patience. A run ends after the test that exceeds the
+    limit."""
     copy, mutant = copy
     run = examine(mutant, copy, [("a",), ("b",), ("c",)], set(), patience=30)
     assert next(run) == ("a",) and run.send(Ended(seconds=20)) == ("b",)
@@ -188,7 +189,8 @@ def test_results_can_go_on_and_keep_their_reasons(tmp_path):
 
 
 def test_the_page_is_that_of_the_results():
-    """``python -m tests.mutants --publish CSV`` writes both. Rows of code that has changed since are not used."""
+    """``python -m tests.mutants --publish CSV`` writes the page and the results. Results of code that has changed since
+    are not used."""
     results = read(RESULTS)
     assert page.PAGE.read_text(encoding="utf-8").endswith(page.tables(results))
     assert not [row.mutant for row in results.values() if row.verdict == SURVIVED and not row.why]

@@ -161,7 +161,7 @@ def test_the_api_reference_is_that_of_the_docstrings():
 
 
 def test_every_argument_of_the_api_reference_is_one():
-    """A word before a colon in a docstring's prose is none."""
+    """Every argument of the API reference is an argument. A word before a colon in the prose of a docstring is not."""
     options = known_options().values()
     of_convert = {option.name for option in options} | {option.beside.name for option in options if option.beside}
     page = (ROOT / "docs" / "api.md").read_text().split("\n## Commands")[0]
@@ -197,7 +197,7 @@ def test_a_page_that_says_how_to_opens_with_code():
 
 
 def test_every_public_call_and_builder_has_an_example():
-    """The test of the page's code runs them."""
+    """Every public call and builder has an example. The test of the page's code runs the examples."""
     page = (ROOT / "docs" / "api.md").read_text().split("\n## Commands")[0]
     entries = {entry.split()[0]: entry for entry in re.split(r"^#{3,4} ", page, flags=re.MULTILINE)[1:]}
     public = {name: getattr(module, name) for module in map(import_module, API_MODULES) for name in module.__all__}
@@ -228,7 +228,7 @@ def test_the_readme_is_short_and_keeps_the_commands_that_ci_runs():
 
 
 def test_one_file_says_where_the_repository_is():
-    """It is a placeholder: whoever publishes the repository changes only pyproject.toml."""
+    """The address is a placeholder. To publish the repository, only pyproject.toml has to be changed."""
     pyproject = (ROOT / "pyproject.toml").read_text()
     address = tomllib.loads(pyproject)["project"]["urls"]["Repository"]
     assert pyproject.count(address) == 2  # itself, and its issues

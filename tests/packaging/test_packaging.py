@@ -34,7 +34,7 @@ def lay_out():
 
 
 def load(package: Path, name: str):
-    """Imports a package as the kernels library does: from a path, under a name of its own."""
+    """Loads a package as the kernels library does: from a path, under a name of its own."""
     spec = importlib.util.spec_from_file_location(
         name, package / "__init__.py", submodule_search_locations=[str(package)]
     )
@@ -84,7 +84,7 @@ def called(node: ast.AST) -> str | None:
 
 
 def fixed_namespaces(package: Path) -> list[str]:
-    """Registrations of operators whose name has not the builder's namespace."""
+    """Returns the registrations of operators whose name lacks the builder's namespace."""
     return [
         f"{path.name}:{call.lineno}"
         for path in package.rglob("*.py")

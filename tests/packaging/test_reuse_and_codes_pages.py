@@ -59,7 +59,7 @@ def reuse_table() -> list[str]:
 
 
 def reuse_words() -> list[str]:
-    """What computing first tokens again wins: paired, over the questions."""
+    """Returns the figures for what computing first tokens again improves. Differences are paired over the questions."""
 
     def mean(row: dict, way: str, again: int) -> float:
         return fmean(
@@ -98,7 +98,8 @@ def test_the_tables_of_the_pages(table, folder):
 
 
 def layers_words() -> list[str]:
-    """What int4 keys cost in all layers, in each ten of them one at a time, and in the worst layer."""
+    """Returns the cost of int4 keys in all layers, the sums over ten layers each of which has int4 keys by itself, and
+    the worst layer."""
     found = {way: row["change"] for way, row in read("layers.json")["results"]["512"].items()}
     layers = [found[f"int4 keys, layer {n}"] for n in range(30)]
     tens = [sum(layers[n : n + 10]) for n in (0, 10, 20)]
@@ -152,7 +153,7 @@ def test_what_is_said_of_codes_that_are_written_in_two_ways():
 
 
 def test_results_hold_their_rows():
-    """Means follow from the rows, and there are enough questions and windows."""
+    """The means follow from the rows, and there are enough questions and windows."""
     reuse, codes = read("reuse.json"), read("codes.json")
     assert len(reuse["rows"]) >= 24 and codes["windows"] >= 3
     for at, length in enumerate(codes["lengths"]):

@@ -58,14 +58,14 @@ READERS = {("torch", "load"), ("torch", "save"), ("np", "load"), ("numpy", "load
 
 
 def imported(tree: ast.AST) -> list[str]:
-    """Modules that are imported by their full names."""
+    """Returns the full names of the imported modules."""
     nodes = list(ast.walk(tree))
     names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
     return names + [node.module for node in nodes if isinstance(node, ast.ImportFrom) and not node.level]
 
 
 def unsafe(tree: ast.AST) -> list[str]:
-    """Imports and calls that read objects or code from data."""
+    """Returns imports and calls that read objects or code from data."""
     found = [f"import {name}" for name in imported(tree) if name.split(".")[0] in CODE_IN_DATA]
     for node in ast.walk(tree):
         if isinstance(node, ast.keyword) and node.arg in ("allow_pickle", "trust_remote_code"):
@@ -118,7 +118,7 @@ WRITERS = {"write_text", "write_bytes", "savefig", "save_file", "to_csv", "tofil
 
 
 def writes(tree: ast.AST) -> list[int]:
-    """Lines that write a file outside `with replacing(...)`."""
+    """Returns the lines that write a file outside `with replacing(...)`."""
     inside = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.With) and "replacing(" in ast.unparse(node.items[0]):
@@ -136,7 +136,8 @@ def writes(tree: ast.AST) -> list[int]:
 
 
 def test_files_are_written_whole(sources):
-    """To a temporary name, then moved: an interrupted command leaves the old file or the new one."""
+    """Files are written under a temporary name and then moved. An interrupted command leaves either the old file or the
+    new file."""
     found = {path: lines for path, tree in sources.items() if (lines := writes(tree))}
     assert found.keys() <= IN_PLACE, found
     assert found.keys() >= IN_PLACE - {"bench/timing/cpu.py"}, "an entry of IN_PLACE is no longer needed"

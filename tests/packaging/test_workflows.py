@@ -21,7 +21,7 @@ def listed(option: str) -> list[str]:
 
 
 def hosted(workflow: Path) -> Counter:
-    """The steps of .ci/run that the jobs of a workflow name."""
+    """Returns the steps of .ci/run that the jobs of a workflow name."""
     groups = re.findall(r"^ +(?:- )?steps: ([\[a-z].*)$", workflow.read_text(), re.MULTILINE)
     return Counter(name for group in groups for name in re.findall(r"[^\s,\[\]]+", group))
 

@@ -14,7 +14,7 @@ NEW = 40
 
 @pytest.fixture(scope="module")
 def padded(tokens):
-    """Prompts of three lengths, padded on the left: ids and mask."""
+    """Returns ids and mask of prompts of three lengths, padded on the left."""
     prompts = [tokens.encode(text) for text in QUESTIONS]
     width = max(map(len, prompts))
     ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
@@ -35,7 +35,7 @@ def test_logits_are_the_stock_models(model, tokens):
 
 
 def test_greedy_tokens_are_the_stock_models(model, tokens, padded):
-    """Alone and in a batch behind padding."""
+    """The greedy tokens are the same for a single prompt and for a padded batch."""
     prompt = tokens.encode(QUESTIONS[0])
     one = {"input_ids": torch.tensor([prompt]), "attention_mask": torch.ones(1, len(prompt), dtype=torch.long)}
     stock = [greedy(model, some) for some in (one, padded)]

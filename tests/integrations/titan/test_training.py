@@ -21,7 +21,8 @@ def yarn(config):
 
 
 def check_first_step(got, stock, exact) -> None:
-    """Errors against float64, of the largest element, are at most twice stock torchtitan's and a few roundings."""
+    """Checks that the largest errors against float64 are at most twice those of stock torchtitan plus a few
+    roundings."""
     eps = torch.finfo(torch.float32).eps
     assert abs(got[0] - exact[0]) <= 2 * abs(stock[0] - exact[0]) + 4 * eps * abs(exact[0])
     assert got[1].keys() == exact[1].keys()

@@ -87,7 +87,7 @@ def _flex_attention(q, k, v, *, score_mod, block_mask, scale, enable_gqa, return
 
 
 def _words(path: str):
-    """Documents of 3 to 35 letters, so that rows of 32 tokens hold several."""
+    """Returns documents of 2 to 7 words, so that rows of 32 tokens hold several documents."""
     from datasets import Dataset
 
     draw = random.Random(0)
@@ -157,7 +157,7 @@ def trainer(config):
 
 @torch.no_grad()
 def _draw_weights(run) -> None:
-    """The same weights whatever the type and the layout are; torchtitan draws others for each."""
+    """Draws the same weights for every type and layout. torchtitan itself draws different weights for each."""
     for name, parameter in run.model_parts[0].named_parameters():
         name = WRAPPED.sub("", name)
         draw = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
@@ -194,7 +194,7 @@ def _loss(run, batches) -> float:
 
 
 def losses(config, steps: int) -> list[float]:
-    """Returns the losses that torchtitan's own ``train_step`` reports at every step."""
+    """Returns what torchtitan's own ``train_step`` reports at every step."""
     with all_in_float64() if config.training.dtype == "float64" else contextlib.nullcontext():
         return steps_of(trainer(config), steps)
 
