@@ -1,4 +1,4 @@
-"""What is tried for each direction. The tile of configs.py is always among it."""
+"""Lists the candidate tiles of each direction. The tile of configs.py is always one of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KERNELS = {
 
 
 def kernel_of(direction: str, cache: str) -> str:
-    """Returns the kernel that takes the tile of a direction. Chunks over a cache have a forward of their own."""
+    """Returns the kernel that takes the tile of a direction. Chunks over a cache have a separate forward kernel."""
     return "attention_chunks" if direction == "forward" and cache else KERNELS[direction]
 
 
@@ -85,13 +85,13 @@ def tiles(direction: str) -> list[Tile]:
 
 
 def default(shape: store.ShapeClass, capability: int | str) -> Tile:
-    """Returns what serves without tuning."""
+    """Returns the tile that is used without tuning."""
     bands = 2 if shape.banded else 1
     return configs.tile(shape.direction, capability, shape.block_d, shape.itemsize, bands, cache=shape.cache)
 
 
 def candidates_of(shape: store.ShapeClass, capability: int | str) -> list[Tile]:
-    """Returns all candidates: the default, those of ``ORDER``, and the others in the order of the grid."""
+    """Returns all candidates: the default, the tiles of ``ORDER``, and the others in the order of the grid."""
     every = tiles(shape.direction)
     family = configs.family(capability)
     order = ORDER.get((LIKE.get(family, family), shape.direction, shape.block_d, shape.banded), "")

@@ -31,15 +31,15 @@ from .workloads import CHECK_WINDOW, Results, Workload
 
 # Largest error of a row against float64, relative to its norm and the mean norm of all rows, added. lse: absolute.
 TOLERANCE = {torch.float16: 2.5e-3, torch.bfloat16: 2e-2}
-CHECKS = 2  # a race between warps may go well once
+CHECKS = 2  # with a race between warps, a single run may be correct by chance
 MIN_GAIN = 0.02
 FIRST_ROUNDS, FINALISTS, NEAR = 3, 4, 1.15  # the best of a short race, and within NEAR of the first, run a long one
-MAX_SECONDS = 4.0  # of one long race
-COMPILING_SHARE = 0.6  # of the time for the workloads that share kernels
+MAX_SECONDS = 4.0  # time of one long race
+COMPILING_SHARE = 0.6  # share of the time for workloads with the same kernels that is spent on compiling
 
 
 class Outcome(NamedTuple):
-    """What became of a candidate: the reason why it was dropped, or its time in the last race that it ran in."""
+    """The result of a candidate: the reason why it was dropped, or its time in the last race that it ran in."""
 
     tile: Tile
     dropped: str = ""
@@ -47,7 +47,7 @@ class Outcome(NamedTuple):
 
 
 class Examined(NamedTuple):
-    """outcomes: of every candidate, the default first."""
+    """A workload's results. outcomes: the result of every candidate, the default first."""
 
     workload: Workload
     outcomes: list[Outcome]
@@ -82,7 +82,7 @@ def describe(tile: Tile) -> str:
 def examine(
     workloads: Sequence[Workload], device: torch.device, seconds: float, bar: Bar, jobs: int = 0
 ) -> Iterator[Examined]:
-    """Examines the workloads in turn, those with the same kernels together. Stops when the time is over.
+    """Examines the workloads in turn. Workloads with the same kernels are examined together. Stops when time is up.
 
     seconds: for everything. jobs: compiling threads (0: all processors).
     """
@@ -96,7 +96,7 @@ def examine(
 
 
 def steps(workloads: Sequence[Workload], device: torch.device) -> int:
-    """Steps of the bar: one for each compilation, check and race."""
+    """Returns the number of steps of the progress bar: one for each compilation, check and race."""
     groups = [list(group) for _, group in itertools.groupby(workloads, lambda workload: workload.kernels)]
     return sum(len(_candidates(group[0], device)) * (2 + len(group)) for group in groups)
 
@@ -131,7 +131,9 @@ def _examine_group(group, device, end: float, bar: Bar, jobs: int) -> Iterator[E
 def compile_ahead(
     workload: Workload, candidates: Sequence[Tile], device: torch.device, seconds: float, jobs: int, bar: Bar
 ) -> dict[Tile, str]:
-    """Compiles the kernel of this direction for every tile, in threads. Returns those not compiled in time, and why.
+    """Compiles the kernel of this direction for every tile, in threads.
+
+    Returns a dict from each tile that was not compiled in time to that reason.
 
     A kernel that does not compile is noticed by ``fault``, which launches it.
     """
@@ -161,7 +163,8 @@ def compile_ahead(
 
 @contextlib.contextmanager
 def _cancelled_by_errors(futures: Iterable[Future]) -> Iterator[None]:
-    """Cancels what has not started if the block raises, as at Ctrl-C; the end of a pool waits for all the others."""
+    """Cancels futures that have not started if the block raises, for example at Ctrl-C. Without this, the end of the
+    pool would wait for them."""
     try:
         yield
     except BaseException:
@@ -172,7 +175,8 @@ def _cancelled_by_errors(futures: Iterable[Future]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _compiled_only(name: str) -> Iterator[list]:
-    """Compiles the kernel of this name instead of launching it, and appends it to the list. Nothing is launched."""
+    """Yields a list. Within the context, the kernel of this name is compiled and appended to the list. Nothing is
+    launched."""
     kernels, before = [], launcher.launch
 
     def launch(kernel, grid, *args, **options):
@@ -190,7 +194,7 @@ def _compiled_only(name: str) -> Iterator[list]:
 
 
 def fault(workload: Workload, tile: Tile, call: Callable[[], Results], exact: Results) -> str:
-    """Returns why a candidate cannot be used, or "" if its results were right every time that it ran."""
+    """Returns why a candidate cannot be used, or "" if its results were correct in every run."""
     with tiles.forced(workload.direction, tile), _new_tensors_are_nan():
         try:
             errors = [error(*pair) for _ in range(CHECKS) for pair in zip(call(), exact, strict=True)]
@@ -222,7 +226,7 @@ def _new_tensors_are_nan() -> Iterator[None]:
 def error(got: torch.Tensor, exact: torch.Tensor) -> float:
     """Returns the largest error of a row, relative to its norm plus the mean norm; of lse the largest difference.
 
-    inf where a result is nan.
+    Returns inf if a result is nan.
     """
     difference = got.double() - exact
     if exact.ndim == 3:  # lse
@@ -237,7 +241,8 @@ def error(got: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def race(workload: Workload, candidates: Sequence[Tile], device: torch.device, seconds: float) -> dict[Tile, Spread]:
-    """Milliseconds of each tile. A short race picks the finalists, among them the first tile, of a long one."""
+    """Returns the milliseconds of each tile. A short race picks the finalists of a long race. The first candidate is
+    always a finalist."""
     timer = Timer(device)
     calls = dict(zip(candidates, map(partial(_with_tile, workload, workload.call(device)), candidates), strict=True))
     times = {tile: Spread.of(of) for tile, of in rounds(calls, timer, 0.0, FIRST_ROUNDS).items()}

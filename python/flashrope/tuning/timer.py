@@ -1,8 +1,8 @@
-"""Time of a call on one device.
+"""Measures the time of a call on one device.
 
-GPU: CUDA events around the call. Before it, other data is read through the L2 cache, which leaves nothing there to
-write back. A short sleep on the device lets the host queue the whole call before the first event is reached, so that
-host time is not measured. CPU: the clock around the call.
+On a GPU, CUDA events before and after the call are used. Before the call, other data is read through the L2 cache, so
+that nothing is left there to write back. A short sleep on the device lets the host queue the whole call before the
+first event is reached, so that host time is not measured. On the CPU, the clock is read before and after the call.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Spread(NamedTuple):
 
 
 class Timer:
-    """Called with a call, returns its milliseconds on the device."""
+    """A callable that runs a call and returns its milliseconds on the device."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -67,7 +67,7 @@ class Timer:
 
 
 def rounds(calls: Mapping[str, Callable], timer: Timer, seconds: float, min_rounds: int = 0) -> dict[str, list[float]]:
-    """Milliseconds of every call. A round runs each call once, so that all of them see the same state of the machine.
+    """Returns the milliseconds of every call, per round. A round runs each call once, so that all see the same state.
 
     Runs at least min_rounds rounds (0: the device's default), then continues until `seconds` have passed.
     """

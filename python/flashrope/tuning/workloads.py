@@ -1,4 +1,4 @@
-"""The calls that candidates are checked and timed with, and the ones that a user can name."""
+"""The calls that candidates are checked and timed with, and the passes and shapes that a user can name."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class Workload:
         return lambda: backend.backward(grad_out, None, q, k, v, out, lse, kept, call)
 
     def exact(self, device: torch.device, window: int = WINDOW) -> Results:
-        """Returns what ``call`` returns, by the reference in float64."""
+        """Returns what ``call``'s function returns, computed by the reference in float64."""
         tensors = self.tensors(device)
         q, k, v = (x.double() for x in tensors)
         if self.cache:

@@ -50,8 +50,7 @@ def serves(rotary: Rotary | None) -> bool:
 
 
 def _plan(x: torch.Tensor, call: RotateCall) -> tuple[Rotation | None, list[NewRows]]:
-    """Returns a table of rotations, and which of its rows each run of rows of x (batch, seqlen, heads, head_dim)
-    uses."""
+    """Returns a table of rotations, and which of its rows the runs of x (batch, seqlen, heads, head_dim) use."""
     factors, dtype = QueryFactors(rotated=call.rotary.rotated_scale), accumulation_type(x)
     if call.tables is None:
         runs = [NewRows(b, 0, x.shape[1], 0, b, 0) for b in range(x.shape[0])]
