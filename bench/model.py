@@ -32,7 +32,7 @@ from .report import predicted
 from .report.output import RESULTS
 from .report.predicted import DECODING, DEVICE, FOLDER, LOOPS
 
-ARCHS, HEAD_DIMS = tuple(issue.RATES), (64, 96, 128, 256)
+ARCHS, HEAD_DIMS = tuple(issue.RATES), (64, 96, 128, 256, 512)
 SCHEMES = (cases.ONE_BAND, cases.TWO_BANDS, *cases.ATOMIC, *cases.DECODE, *cases.MAPS)
 ON_REQUEST = cases.PARTS
 NAMES = {
@@ -66,6 +66,8 @@ HEADS_KV = 8
 
 def launches(arch: int, head_dim: int, scheme: cases.Scheme) -> list[offline.Launch]:
     """Returns the case's launches that the model can predict. The forward is listed with the default backward only."""
+    if head_dim > 256 and not scheme.cache:
+        return []
     found = cases.Case(arch, head_dim, "bf16", scheme).launches()
     names = [name for name in NAMES if scheme.deterministic or name == "attention_grad_kv"]
     return [launch for launch in found if launch.kernel.__name__ in names]

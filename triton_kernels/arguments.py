@@ -152,8 +152,8 @@ class Variant(NamedTuple):
         whole groups.
     rotated_keys: the keys come rotated by their own positions. Queries then rotate by their positions, which may be
         negative.
-    parts: how many parts, 1 or 2, the forward divides the channels of q, k, v and out into. Two parts leave more
-        registers to the accumulators. Quantized keys and values have one part.
+    parts: how many parts, 1 or 2, the channels of q, k, v and out are divided into. Two parts leave more registers to
+        the accumulators. The decode kernel has two beyond 256 channels. Quantized keys and values have one part.
     red_floats: how dQ is accumulated. 0: tl.atomic_add. 1 or 4: one PTX `red` per 1 or 4 floats, straight from the
         accumulator's layout, in which every element must belong to one thread.
     query_rows: in the pass of dK and dV, a tile of scores has rows of queries instead of rows of keys.

@@ -157,6 +157,28 @@ FLOAT = {
     "decode": by_block_d((16, 32, 4, 1), (16, 32, 4, 1), (16, 32, 4, 1), (16, 16, 4, 1), (16, 16, 4, 1)),
     "decode wide": by_block_d((32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1), (32, 16, 4, 1), (16, 16, 4, 1)),
 }
+# Heads of 257 to 512 channels, which only decoding serves. "decode parts" spills nothing. Without it, cos and sin of a
+# tile's keys take 64 registers and more: sm_90, sm_100 and sm_120 touch up to 24 bytes of local memory in their loops.
+WIDEST = {
+    "sm80": {
+        "decode": Tile(16, 16, 4, 2),
+        "decode parts": Tile(16, 32, 4, 2),
+        "decode parts paged": Tile(16, 32, 4, 3),
+        "decode wide": Tile(16, 32, 8, 2),
+        "decode wide paged": Tile(16, 32, 8, 3),
+    },
+    "sm86": {
+        "decode": Tile(16, 16, 4, 3),
+        "decode parts": Tile(16, 32, 4, 2),
+        "decode parts paged": Tile(16, 16, 4, 3),
+        "decode wide": Tile(16, 32, 8, 2),
+        "decode wide paged": Tile(16, 16, 8, 3),
+    },
+    "cdna": {"decode": Tile(16, 16, 4, 1), "decode parts": Tile(16, 32, 4, 1), "decode wide": Tile(16, 16, 4, 1)},
+    "float": {"decode": Tile(16, 16, 4, 1), "decode wide": Tile(16, 16, 4, 1)},
+}
+WIDEST["sm90"] = WIDEST["sm80"] | {"decode parts paged": Tile(16, 32, 4, 2)}
+WIDEST |= {"sm100": WIDEST["sm90"], "sm120": WIDEST["sm86"]}
 # fmt: on
 # The elementwise passes, any type: rows per program, warps, heads per program (which share one load of cos and sin).
 ROTATE_ROWS, ROTATE_WARPS, ROTATE_HEADS = 32, 4, 4
@@ -171,6 +193,7 @@ PLACED_PAIRS, PLACED_KEYS = 64, 32
 CROWDED_PAIRS = 128  # heads with this many pairs or more have "decode codes" and "decode parts"
 
 # With a KV cache.
+CHUNK_PAIRS = 128  # pairs of a head that chunks.py serves at most; the decode kernel takes larger ones in two parts
 DECODE_SEQLEN = 64  # query tokens that the decode kernel takes at most; chunks.py serves longer ones
 WIDE_ROWS = 16  # more query rows per key head take the "decode wide" tile
 
@@ -219,6 +242,12 @@ def tile(
     block_dv: of v, 0 for the same as block_d. If the two differ and OTHER_V has no tile, the larger decides.
     cache: "paged", whose entries need two slots for keys and values, or anything else."""
     block_dv = block_dv or block_d
+    directions = [direction, *INSTEAD.get(direction, [])]
+    if cache == "paged":
+        directions.insert(0, f"{direction} paged")
+    if max(block_d, block_dv) > 256:
+        widest = WIDEST[family(capability) if itemsize == 2 else "float"]
+        return next(widest[name] for name in directions if name in widest)
     widths = (block_d, max(block_dv, 128) if block_d == 256 else block_dv)
     block_d = max(block_d, block_dv)
     tables = [FLOAT]
@@ -228,9 +257,6 @@ def tile(
             tables.insert(0, NEWER_HALF.get(family(capability), {}))
         if found := OTHER_V[family(capability)].get(direction, {}).get(widths):
             return found
-    directions = [direction, *INSTEAD.get(direction, [])]
-    if cache == "paged":
-        directions.insert(0, f"{direction} paged")
     names = [name for d in directions for name in ([f"{d} banded", d] if num_bands > 1 else [d])]
     return next(table[name][block_d] for table in tables for name in names if block_d in table.get(name, {}))
 

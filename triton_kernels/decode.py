@@ -68,6 +68,7 @@ from .tiles import (
     page_offsets,
     row_program,
     sequence_rows,
+    value_channels,
     visible_keys,
 )
 
@@ -218,6 +219,28 @@ def find_rows(program, seq, group, VARIANT: tl.constexpr):
 
 
 @triton.jit
+def load_query_pairs(
+    q, offsets, rows, band, keys, scale, FIRST: tl.constexpr, COUNT: tl.constexpr, VARIANT: tl.constexpr
+):
+    """Returns pairs FIRST to FIRST + COUNT - 1 of queries at offsets [BM, 1], rotated and scaled, two [BM, COUNT]."""
+    x, y = load_pairs(q.ptr, offsets, FIRST, COUNT, VARIANT)
+    position = rows.position + keys.shift
+    cos, sin = load_cos_sin_at(keys.table, band.q_rotation, position, FIRST, COUNT, VARIANT)
+    return rotate_pairs(x, y, cos, sin, scale, q.ptr.dtype.element_ty)
+
+
+@triton.jit
+def load_query_parts(q, offsets, rows, band, keys, scale, VARIANT: tl.constexpr):
+    """Returns load_query_pairs of all pairs, in VARIANT.parts parts of two tiles each."""
+    PARTS: tl.constexpr = VARIANT.parts
+    COUNT: tl.constexpr = VARIANT.block_d // 2 // PARTS
+    tiles = ()
+    for part in tl.static_range(PARTS):
+        tiles += load_query_pairs(q, offsets, rows, band, keys, scale, part * COUNT, COUNT, VARIANT)
+    return tiles
+
+
+@triton.jit
 def load_query_channels(q, offsets, position, band, keys, scale, VARIANT: tl.constexpr):
     """Returns the tiles of VARIANT.channels of queries at positions [BM] and offsets [BM, 1], rotated and scaled."""
     FIRST: tl.constexpr = VARIANT.channels[0].pair
@@ -235,13 +258,11 @@ def rotate_queries(
     load_key_words, or 1 if keys are read as pairs."""
     if len(VARIANT.channels) > 0:
         tiles = load_query_channels(q, offsets, rows.position + keys.shift, band, keys, scale, VARIANT)
+    elif column is None:
+        tiles = load_query_parts(q, offsets, rows, band, keys, scale, VARIANT)
     else:
         x, y = load_pairs(q.ptr, offsets, 0, VARIANT.block_d // 2, VARIANT)  # [BM, D/2]
-        if column is None:
-            position = rows.position + keys.shift
-            cos, sin = load_cos_sin_at(keys.table, band.q_rotation, position, 0, VARIANT.block_d // 2, VARIANT)
-        else:
-            cos, sin = placed_query_cos_sin(keys.table, band.q_rotation, keys.cache, token, rows.position, VARIANT)
+        cos, sin = placed_query_cos_sin(keys.table, band.q_rotation, keys.cache, token, rows.position, VARIANT)
         tiles = rotate_pairs(x, y, cos, sin, scale, q.ptr.dtype.element_ty)
     if column is None:
         visible = visible_keys(rows.position, band, keys.length, scheme.maps)
@@ -310,6 +331,41 @@ def load_key_channels(
 
 
 @triton.jit
+def load_key_range(
+    keys,
+    offsets,
+    band,
+    k_map,
+    column,
+    FIRST: tl.constexpr,
+    COUNT: tl.constexpr,
+    ROTATE_K: tl.constexpr,
+    VARIANT: tl.constexpr,
+    dtype: tl.constexpr,
+):
+    """Returns pairs FIRST to FIRST + COUNT - 1 of the keys from `column` on, at offsets [BN, 1]: two [BN, COUNT]."""
+    x, y = load_pairs(keys.k.ptr, offsets, FIRST, COUNT, VARIANT)
+    if ROTATE_K:
+        cos, sin = key_cos_sin(keys, band.k_rotation, k_map, column, FIRST, COUNT, VARIANT)
+        return rotate_pairs(x, y, cos, sin, 1.0, dtype)
+    else:
+        return x, y
+
+
+@triton.jit
+def load_key_halves(
+    keys, offsets, band, k_map, column, ROTATE_K: tl.constexpr, VARIANT: tl.constexpr, dtype: tl.constexpr
+):
+    """Returns all pairs of the keys from `column` on, in VARIANT.parts parts of two tiles each."""
+    PARTS: tl.constexpr = VARIANT.parts
+    COUNT: tl.constexpr = VARIANT.block_d // 2 // PARTS
+    tiles = ()
+    for part in tl.static_range(PARTS):
+        tiles += load_key_range(keys, offsets, band, k_map, column, part * COUNT, COUNT, ROTATE_K, VARIANT, dtype)
+    return tiles
+
+
+@triton.jit
 def attend_block(
     state,
     queries,
@@ -338,6 +394,8 @@ def attend_block(
         k = load_key_words(keys.k, page, row, K_PARTS, VARIANT, dtype)
     elif len(VARIANT.channels) > 0:
         k = load_key_channels(keys, page_offsets(page, row, keys.k), band, k_map, column, ROTATE_K, VARIANT, dtype)
+    elif VARIANT.parts > 1:
+        k = load_key_halves(keys, page_offsets(page, row, keys.k), band, k_map, column, ROTATE_K, VARIANT, dtype)
     else:
         # Keys that rotate become float32 anyway.
         k_dtype: tl.constexpr = tl.float32 if ROTATE_K and keys.k.ptr.dtype.element_ty == tl.int8 else dtype
@@ -358,12 +416,14 @@ def attend_block(
         visible = sees(queries.visible, places, column, keys.table.maps, VARIANT)
     weights, state = online_softmax(state, scores, queries.scale_log2, visible)
     PARTS: tl.constexpr = len(state.acc)
-    if PARTS > 1:
+    if VARIANT.code_vec > 0 and PARTS > 1:
         at = tl.arange(0, VARIANT.block_d // PARTS)
         v = load_words(keys.v, page, row, at, VARIANT.head_dim, PARTS, VARIANT, dtype)
     else:
-        channels = tl.arange(0, VARIANT.block_d)
-        v = load_cached_values(keys.v.ptr, page_offsets(page, row, keys.v), (channels,), VARIANT, dtype)  # [BN, D]
+        channels = value_channels(VARIANT)
+        v = load_cached_values(
+            keys.v.ptr, page_offsets(page, row, keys.v), channels, VARIANT, dtype
+        )  # [BN, DV] in parts
     if keys.v_scale is not None:
         weights, v = scale_values(weights, v, load_scales(keys.v_scale, page, row))
     return add_values(state, weights, v)
@@ -393,7 +453,7 @@ def store_split(
 ):
     """Stores a split's results of the rows of a tile."""
     result, log_sum = finish_softmax(state)
-    channels = tl.arange(0, VARIANT.block_d)
+    channels = value_channels(VARIANT)
     split_batch, token = program.split.to(tl.int64) * program.batches + program.batch, rows.token
     if cu_seqlens_q is not None:
         split_batch = program.split.to(tl.int64)
@@ -401,10 +461,14 @@ def store_split(
         token += tl.where(num_splits == 1, seq.start_q, start)
         seqlen_q = tl.where(num_splits == 1, seqlen_q, rows_in_all)
     tl.store(lse + (split_batch * heads_q + rows.head) * seqlen_q + token, log_sum, mask=rows.exists)
-    to = ((split_batch * seqlen_q + token) * heads_q + rows.head)[:, None] * VARIANT.head_dim + channels[None, :]
-    written = tl.where(num_splits == 1, rows.exists, rows.exists & (state.row_sum != 0))
-    mask = written[:, None] & (channels < VARIANT.head_dim)[None, :]
-    tl.store(out + to, join_columns(result).to(out.dtype.element_ty), mask=mask)
+    row = (split_batch * seqlen_q + token) * heads_q + rows.head
+    if VARIANT.code_vec > 0:
+        result = (join_columns(result),)
+    for part in tl.static_range(len(result)):
+        to = row[:, None] * VARIANT.head_dim_v + channels[part][None, :]
+        written = tl.where(num_splits == 1, rows.exists, rows.exists & (state.row_sum != 0))
+        mask = written[:, None] & (channels[part] < VARIANT.head_dim_v)[None, :]
+        tl.store(out + to, result[part].to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["seqlen_q", "table_rows", "num_splits", "heads_q", "heads_kv"])
@@ -460,11 +524,11 @@ def attention_decode(
     keys = CachedKeys(head_k, head_v, k_scale, v_scale, cache, batch, seq.start_k, seq.length_k, table, shift, last)
 
     CODES: tl.constexpr = k_cache.ptr.dtype.element_ty
-    V_PARTS: tl.constexpr = value_parts(CODES, VARIANT.code_vec, VARIANT.block_d, VARIANT.head_dim)
+    V_PARTS: tl.constexpr = VARIANT.parts * value_parts(CODES, VARIANT.code_vec, VARIANT.block_d, VARIANT.head_dim)
     K_PARTS: tl.constexpr = key_parts(
         CODES, VARIANT.code_vec, VARIANT.block_d, VARIANT.head_dim, VARIANT.rotary_dim, VARIANT.first_channel
     )
-    state = start_softmax(VARIANT.block_m, VARIANT.block_d, V_PARTS)
+    state = start_softmax(VARIANT.block_m, VARIANT.block_dv, V_PARTS)
     NUM_BANDS: tl.constexpr = VARIANT.num_bands
     for b in tl.static_range(NUM_BANDS):
         band = load_band(scheme.bands, b)

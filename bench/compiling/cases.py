@@ -81,9 +81,12 @@ PARTIAL = Scheme(
 
 
 def few_rotate(head_dim: int) -> Rotary:
-    """At most half of the channels rotate: the last 64, or at head_dim 64 the first half of HoPE's pairs."""
+    """At most half of the channels rotate: the last 64, at head_dim 64 the first half of HoPE's pairs, and at 512 the
+    first quarter, as in Gemma 4's global layers."""
     if head_dim == 64:
         return Rotary.hope(64, 512)
+    if head_dim == 512:
+        return Rotary.p_rope(512, 0.25, base=1e6)
     return Rotary.rope(head_dim, rotary_dim=64, first_channel=head_dim - 64)
 
 
@@ -228,6 +231,8 @@ def _main_cases(quick: bool) -> list[Case]:
         + grid((80, 86, 90), (256,), "bf16", *CHUNKS[2:])
         + grid((80, 90), (64, 128, 256), "bf16", *PARTS)
         + grid((86, 89, 100, 120, "gfx942"), (256,), "bf16", *PARTS)
+        + grid((80, 86, 89, 90, 100, 120, "gfx942"), (512,), "bf16", *PARTS, DECODE[2])
+        + grid((80, 90), (512,), "bf16", DECODE[3], WIDE)
     )
     codes = grid((80, 90), (128,), "bf16", *QUANTIZED, *QUANTIZED_CHUNKS) + grid((80,), (64,), "bf16", QUANTIZED[-1])
     codes += grid((80,), (128,), "fp16", QUANTIZED[1])

@@ -136,6 +136,7 @@ OTHERS = (
 
 # The first match decides. Limited are one and two bands in half precision, head_dim 64 and 128, on sm_80 and sm_90.
 SPILL_LIMITS = (
+    listed(head_dim=512, triton="3.9."),  # up to 36 bytes in the loops of sm_90 to sm_120
     *(SpillLimit(0, scheme=scheme.name) for scheme in PARTS),
     *OTHERS,
     *CODES,
@@ -225,9 +226,11 @@ INSTRUCTION_LIMITS |= {
     )
     for scheme in schemes
 }
-for _scheme, _limits in zip(PARTS, ((30, 21.5, 15), (34, 24, 17)), strict=True):
+for _scheme, _limits in zip(PARTS, ((30, 21.5, 15, 14), (34, 24, 17, 15)), strict=True):
     INSTRUCTION_LIMITS["attention_decode", _scheme.name] = {
-        (arch, head_dim): limit for arch in (80, 90) for head_dim, limit in zip((64, 128, 256), _limits, strict=True)
+        (arch, head_dim): limit
+        for arch in (80, 90)
+        for head_dim, limit in zip((64, 128, 256, 512), _limits, strict=True)
     }
 # Instruction limits for quantized caches under Triton 3.6. Later versions stay below them, except the rows in NEWER.
 CODE_INSTRUCTIONS = {

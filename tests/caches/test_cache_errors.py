@@ -146,7 +146,7 @@ REFUSED = {
     "no pages": (lambda: pages(pages=0), V, "pages", "at least 1", "got 0"),
     "page_size 8": (lambda: pages(page_size=8), V, "page_size", "at least 16 and at most 256", "got 8"),
     "page_size 48": (lambda: pages(page_size=48), V, "page_size", "16, 32, 64, 128 or 256", "got 48"),
-    "head_dim 12": (lambda: pages(head_dim=12), V, "head_dim", "a multiple of 8 up to 256", "got 12"),
+    "head_dim 12": (lambda: pages(head_dim=12), V, "head_dim", "a multiple of 8 up to 512", "got 12"),
     "cache_dtype fp8": (lambda: pages(cache_dtype="fp8"), V, "cache_dtype", "None, 'int8' or 'int4'", "got 'fp8'"),
     "a torch cache_dtype": (lambda: rows(cache_dtype=torch.int8), V, "cache_dtype", "None, 'int8'", "got torch.int8"),
     "scales to attend": (lambda: rows(cache_dtype="int8").attend(ONE, ROPE, NEW, NEW, k_scale=SCALE), T, "k_scale",

@@ -42,7 +42,7 @@ class Case(NamedTuple):
         return "-".join([*words, *(["padded"] if self.padded else [])])
 
 
-HEAD_DIMS = (8, 16, 24, 32, 40, 64, 96, 128, 192, 256)
+HEAD_DIMS = (8, 16, 24, 32, 40, 64, 96, 128, 192, 256, 264, 512)
 PAGES = (0, 16, 32, 64, 128, 256)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 CACHE_DTYPES = (None, "int8", "int4")
@@ -89,7 +89,8 @@ def product() -> list[Case]:
 
 
 def _fits(head_dim, page, dtype, cache_dtype, positions) -> bool:
-    return bool(page) or positions != "tables"
+    plain = cache_dtype is None and positions is None
+    return plain if head_dim > 256 else bool(page) or positions != "tables"
 
 
 def sample() -> list[Case]:

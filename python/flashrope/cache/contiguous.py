@@ -30,7 +30,8 @@ class KVCache(Cache):
     Args:
         batch: number of sequences.
         capacity: slots per sequence.
-        heads_kv, head_dim: of k and v; head_dim is a multiple of 8 up to 256.
+        heads_kv, head_dim: of k and v; head_dim is a multiple of 8 up to 512, or up to 256 with cache_dtype or
+            rotated_keys.
         dtype: float16, bfloat16, float32 or float64.
         device: None is torch's default.
         layers: number of layers. They share the lengths and the left padding.

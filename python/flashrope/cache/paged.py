@@ -46,7 +46,8 @@ class PagedKVCache(Cache):
     Args:
         pages: number of pages.
         page_size: tokens per page: 16, 32, 64, 128 or 256.
-        heads_kv, head_dim: of k and v; head_dim is a multiple of 8 up to 256.
+        heads_kv, head_dim: of k and v; head_dim is a multiple of 8 up to 512, or up to 256 with cache_dtype or
+            rotated_keys.
         dtype: float16, bfloat16, float32 or float64.
         device: None is torch's default.
         max_seqlen: largest number of tokens of a sequence. The block table has ceil(max_seqlen / page_size) entries for

@@ -19,6 +19,7 @@ from .autocast import autocast, autocast_hint
 from .autograd import check_no_tangents, is_plain, transforming
 from .checks import (
     DTYPES,
+    MAX_HEAD_DIM,
     check_cache,
     check_int32,
     check_no_gradient,
@@ -27,6 +28,7 @@ from .checks import (
     check_rotated_keys,
     check_sinks,
     check_slot_mapping,
+    refuse_beside_wide_heads,
     validate_tables,
 )
 from .fields import flatten
@@ -126,6 +128,8 @@ def plan_checked(
         check_slot_mapping(packed.slot_mapping, q)
     if rotated_keys is not False:
         check_rotated_keys(rotated_keys, rotary)
+    if rotary.head_dim > MAX_HEAD_DIM:
+        refuse_beside_wide_heads(rotary.head_dim, layer.k_scale is not None, rotated_keys, positions is not None)
     scale, num_splits = check_options(causal, softmax_scale, q), check_num_splits(num_splits)
     batch = q.shape[0] if packed is None else packed.cu_seqlens_q.shape[0] - 1
     check_int32("cache_seqlens", tables.seqlens, q, "q", (batch,))

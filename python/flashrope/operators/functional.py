@@ -297,7 +297,8 @@ def attention_with_cache(
     Args:
         q: (batch, seqlen_q, heads_q, head_dim). With n cached and new keys, row r is at position n - seqlen_q + r.
         k_cache, v_cache: (batch, capacity, heads_kv, head_dim), or with block_table (pages, page_size, heads_kv,
-            head_dim). Written in place. What is written must not overlap itself, k or v in memory.
+            head_dim). Written in place. What is written must not overlap itself, k or v in memory. head_dim is a
+            multiple of 8 up to 512. Beyond 256, quantized caches, rotated_keys and explicit positions are refused.
         cache_seqlens: (batch,) int32, the slots in use before this call, left padding included. Not changed.
         k, v: (batch, seqlen_new, heads_kv, head_dim), or both None if the cache is complete.
         block_table: (batch, max_pages) int32, the page of every page_size slots of a sequence. Entries beyond a

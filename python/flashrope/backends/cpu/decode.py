@@ -17,6 +17,7 @@ from .library import (
     DTYPES,
     INFINITE,
     MAX_BANDS,
+    MAX_HEAD_DIM,
     BandLimits,
     DecodeBand,
     DecodeCall,
@@ -40,10 +41,10 @@ class Template(NamedTuple):
 
 
 def serves(q: torch.Tensor, k_cache: torch.Tensor, call: CacheCall) -> bool:
-    _, seqlen_q, heads_q, _ = q.shape
+    _, seqlen_q, heads_q, head_dim = q.shape
     rows = seqlen_q * (heads_q // max(k_cache.shape[2], 1))
     served = q.dtype in DTYPES and len(call.bands) <= MAX_BANDS and not call.rotary.first_channel
-    return served and 0 < rows <= MAX_ROWS and k_cache.numel() > 0
+    return served and head_dim <= MAX_HEAD_DIM and 0 < rows <= MAX_ROWS and k_cache.numel() > 0
 
 
 def decode(

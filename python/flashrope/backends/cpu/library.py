@@ -10,6 +10,7 @@ import torch
 
 from ...rotary.bands import Band
 
+MAX_HEAD_DIM = 256  # csrc/cpu/common.h has the same number
 MAX_BANDS = 4
 INFINITE = 2**40  # stands for an infinite distance
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}

@@ -12,6 +12,7 @@ from .library import (
     CODES,
     DTYPES,
     MAX_BANDS,
+    MAX_HEAD_DIM,
     BackwardCall,
     BandLimits,
     ForwardBand,
@@ -35,7 +36,7 @@ class Place(NamedTuple):
 
 def serves(q: torch.Tensor, k: torch.Tensor, call: AttentionCall | CacheCall) -> bool:
     served = q.dtype in DTYPES and len(call.bands) <= MAX_BANDS and not call.rotary.first_channel
-    return served and q.numel() > 0 and k.numel() > 0
+    return served and q.shape[-1] <= MAX_HEAD_DIM and q.numel() > 0 and k.numel() > 0
 
 
 def forward(

@@ -214,9 +214,12 @@ class CachePlan(Plan):
         """Whether ``attention_chunks`` serves long queries: it rotates keys once, decoding once per query tile.
 
         Its workspace, one copy for each slope that rotates keys, must not exceed the cache. num_splits asks for the
-        decode kernel, whose results do not depend on how tokens are divided into calls.
+        decode kernel, whose results do not depend on how tokens are divided into calls. Heads of more than 256 channels
+        have no tile in ``attention_chunks``.
         """
-        if self.call.num_splits or self.max_seqlen_q <= configs.DECODE_SEQLEN or self.call.tables.positions is not None:
+        if self.table.shape[-1] > configs.CHUNK_PAIRS or self.call.num_splits:
+            return False
+        if self.max_seqlen_q <= configs.DECODE_SEQLEN or self.call.tables.positions is not None:
             return False
         slots = layer.k.shape[0] * layer.k.shape[1]
         offsets_fit = fits_int32_offsets(layer.k) and fits_int32_offsets(layer.v)
@@ -340,6 +343,7 @@ class CachePlan(Plan):
                 one_run=one_run,
                 stored=self.stored,
                 axes=self.axes,
+                parts=1 if self.table.shape[-1] <= configs.CHUNK_PAIRS else 2,
                 channels=channels,
             ),
             **tile.options,

@@ -53,6 +53,7 @@ def variant_of(
     one_run: bool = False,
     stored: bool = False,
     axes: int = 0,
+    parts: int = 1,
     channels: tuple[Part, ...] = (),
 ) -> Variant:
     """Returns the VARIANT of a kernel. fields: the fields of Variant from num_bands to block_n. head_dim_v: 0 stands
@@ -69,6 +70,7 @@ def variant_of(
         one_run=one_run,
         stored=stored,
         axes=axes,
+        parts=parts,
         first_channel=0 if rotary.interleaved or not rotary.changes_channels else rotary.first_channel,
         channels=channels,
     )
