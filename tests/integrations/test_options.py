@@ -52,7 +52,7 @@ COMBINATIONS = [
 
 
 def planned(folder, max_model_len: int = 64) -> list[Rotary]:
-    """Returns the scheme of every layer that vLLM's plugin makes of a saved model."""
+    """Returns the scheme of every layer that vLLM's plugin reads from a saved model."""
     config = AutoConfig.from_pretrained(folder)
     if not hasattr(config, "flashrope"):
         config.flashrope = {}
@@ -68,7 +68,7 @@ def test_the_combinations_have_every_option():
 
 
 def test_what_is_read_reads_as_itself():
-    """A configuration holds what was read; reading it again changes nothing."""
+    """A configuration holds the options that were read. Reading them again changes nothing."""
     config = SimpleNamespace(max_position_embeddings=64)
     for options in COMBINATIONS:
         read = read_options(options, config)
@@ -78,7 +78,7 @@ def test_what_is_read_reads_as_itself():
 # nine parts: the numbers of values are no multiples of 3, so every part has all of them
 @pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, 9))])
 def test_every_reader_makes_the_same_schemes(part, tmp_path):
-    """The weights are saved once; the configuration is that of each combination."""
+    """The weights are saved once, with the configuration of each combination of options."""
     model = tiny("llama", vocab_size=256)  # bytes: flashrope loss needs no tokenizer
     model.save_pretrained(tmp_path)
     seen = {}

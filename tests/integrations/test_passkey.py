@@ -30,10 +30,7 @@ SHORTEST = BYTES.shortest()
 
 
 class Reader(torch.nn.Module):
-    """Predicts the number if it occurs in the last ``reach`` bytes before the question, otherwise a wrong one.
-
-    Its cache is what it has read.
-    """
+    """Predicts the number if it occurs in the last ``reach`` bytes before the question, otherwise a wrong number."""
 
     def __init__(self, reach: int):
         super().__init__()
@@ -195,7 +192,7 @@ def test_a_scheme_is_skipped_where_it_is_the_models_own(checkpoint, tmp_path, mo
 
 
 def test_a_quantized_cache(checkpoint, tmp_path):
-    """All that the model reads goes through it, and its answers change."""
+    """Everything that the model reads goes through the quantized cache, and its answers change."""
     sizes = ["--lengths", "380", "--schemes", "stock", "rerope", "--depths", "2", "--trials", "2"]
     sizes += ["--device", "cpu", "--threads", "1"]
     cells = {}

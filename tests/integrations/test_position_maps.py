@@ -33,7 +33,7 @@ def test_caches_and_padding_change_nothing(changes):
 
 
 def test_dual_chunk_over_a_cache():
-    """Steps that end in a chunk, at its end and behind it."""
+    """Steps over a cache may end in a chunk, at its end and behind it."""
     ids = torch.randint(0, 64, (1, 280), generator=torch.Generator().manual_seed(0))
     model = convert(tiny("llama"), dual_chunk=(160, 32))
     full = logits(model, ids)
@@ -43,7 +43,7 @@ def test_dual_chunk_over_a_cache():
 
 
 def test_the_scale_by_length():
-    """Up to length_scale tokens it changes nothing; a step over a cache of more counts all of its keys."""
+    """The scale changes nothing up to length_scale tokens. A step over a longer cache counts all of its keys."""
     model, plain = convert(tiny("llama"), dual_chunk=(160, 32, 12)), convert(tiny("llama"), dual_chunk=(160, 32))
     ids = tokens()[:, :12]
     assert close(logits(model, ids), logits(plain, ids), 0)
@@ -104,7 +104,7 @@ def test_suggest_by_name():
 
 
 def test_the_group_of_self_extend():
-    """The smallest divisor of the window that keeps the farthest pair below the training length."""
+    """The group is the smallest divisor of the window that keeps the farthest pair below the training length."""
     for length in (32, 48, 100, 4096):
         for longest in (length, length + 1, 4 * length, 8 * length):
             window, group = self_extend_for(length, longest)

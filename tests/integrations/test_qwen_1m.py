@@ -43,7 +43,7 @@ class Float64Model:
         self.cache = [torch.empty(2, 0, 2, 16, dtype=torch.float64) for _ in model.model.layers]
 
     def call(self, ids) -> torch.Tensor:
-        """Returns (tokens, vocabulary) of ids behind those of earlier calls."""
+        """Returns the logits (tokens, vocabulary) of ids that follow the ids of earlier calls."""
         x = self.model.model.embed_tokens.weight[ids]
         for n, layer in enumerate(self.model.model.layers):
             part, h = layer.self_attn, self._norm(x, layer.input_layernorm)
@@ -106,7 +106,7 @@ CALLS = {
 
 @pytest.mark.parametrize("calls", CALLS)
 def test_logits_are_those_of_the_formula(model, calls):
-    """Over a cache, each call counts the keys so far. Without the factor, and without chunks, logits are others."""
+    """Over a cache, each call counts the keys so far. Without the factor, and without chunks, the logits differ."""
     ids, ends = tokens(300), CALLS[calls]
     found = logits(model, ids, calls=ends)
     assert difference(found, expected(model, ids, ends)) <= BOUND
@@ -117,7 +117,7 @@ def test_logits_are_those_of_the_formula(model, calls):
 
 
 def test_batches(model):
-    """Each sequence has the factor of its own keys, padding on the left and packed neighbours left out."""
+    """Each sequence has the factor of its own keys. Padding on the left and packed neighbours do not count."""
     long, short = tokens(300), tokens(170, seed=1)
     alone = [expected(model, ids) for ids in (long, short)]
     ids = torch.cat((long, F.pad(short, (130, 0))))

@@ -29,7 +29,7 @@ CHANGES = dict(window=6, factor=4.0, log_n=12, hope_train_length=48)
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """The folder of a changed model, and its logits."""
+    """Returns the folder of a changed model, and its logits."""
     folder = tmp_path_factory.mktemp("changed")
     model = convert(tiny("llama"), **CHANGES)
     model.save_pretrained(folder)
@@ -58,7 +58,7 @@ def test_from_pretrained_passes_its_arguments_on(saved):
 
 
 def test_other_attentions_than_sdpa(tmp_path):
-    """gpt_oss has no sdpa."""
+    """gpt_oss does not support sdpa."""
     model = convert(tiny("gpt_oss"), log_n=12)
     model.save_pretrained(tmp_path)
     loaded = from_pretrained(tmp_path)
@@ -118,7 +118,7 @@ def test_transformers_alone_refuses_a_changed_model(saved):
 
 
 def test_transformers_alone_loads_a_model_with_its_own_scheme(tmp_path):
-    """Converted without options, or converted and reverted: the configuration is the stock model's."""
+    """After a conversion without options, or a conversion and a revert, the configuration is the stock model's."""
     model = tiny("llama")
     model.save_pretrained(tmp_path / "stock")
     convert(model).save_pretrained(tmp_path / "same")

@@ -1,4 +1,4 @@
-"""examples/serve_vllm.py up to the start of the engine, for which a stand-in notes what it is given."""
+"""Runs examples/serve_vllm.py up to the start of the engine. A replacement records the engine's arguments."""
 
 import importlib.util
 import sys
@@ -17,7 +17,7 @@ EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "serve_vllm.py"
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """A folder with a model of 8,192 positions, and a tokenizer of words."""
+    """Returns a folder with a model of 8,192 positions, and a tokenizer of words."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import Whitespace

@@ -1,4 +1,4 @@
-"""Caches that another model or conversion filled are refused; those of this one are not."""
+"""Caches that another model or conversion has filled are refused. Caches of this model and conversion are not."""
 
 import copy
 
@@ -160,7 +160,7 @@ def test_a_step_asks_nothing_of_the_device():
 
 @pytest.mark.skipif(VERSION < (5, 1), reason="layers without attention are refused before transformers 5.1")
 def test_layers_without_attention():
-    """Their part of a cache does not say whether it is empty."""
+    """The cache of a layer without attention does not say whether it is empty."""
     model = convert(tiny("lfm2"))
     cache = filled(model, "dynamic")
     is_refused(revert(model), cache, BY_CONVERTED)

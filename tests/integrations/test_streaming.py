@@ -1,4 +1,4 @@
-"""The window with sinks of the commands: what it reads, what it has forgotten, and what it refuses."""
+"""Tests the commands' window with sinks: what it reads, what it has forgotten, and what it refuses."""
 
 import json
 
@@ -27,7 +27,8 @@ def small_pieces(monkeypatch):
 
 @pytest.fixture
 def one_layer():
-    """Its keys and values depend on their own tokens only, so a text without the dropped tokens gives the same."""
+    """Returns a model of one layer. Its keys and values depend only on their own tokens, so a text without the dropped
+    tokens gives the same."""
     torch.manual_seed(0)
     return convert(tiny("llama", num_hidden_layers=1).eval())
 

@@ -41,7 +41,7 @@ def options(out: Path, *more: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def trained(example, tmp_path_factory) -> Path:
-    """The folder of a whole run. Its checkpoints are also in "kept", because the newest two alone stay."""
+    """Returns the folder of a whole run. Its checkpoints are also in "kept", because only the newest two remain."""
     out = tmp_path_factory.mktemp("train_hf") / "run"
     copy = shutil.copytree
     original = example.Schemes.on_step_begin
@@ -112,7 +112,8 @@ def test_the_folder_is_that_of_the_trained_model(trained, tmp_path, capsys):
 
 
 def test_packed_samples_have_the_loss_and_gradients_of_single_ones(example, monkeypatch):
-    """Which rows attention_varlen is told to keep apart, and that they are."""
+    """attention_varlen is told which rows to keep apart, and packed samples have the loss and gradients of single
+    samples."""
     called = []
     varlen = attention.attention_varlen
     monkeypatch.setattr(attention, "attention_varlen", lambda *a, **k: called.append(a[4].tolist()) or varlen(*a, **k))

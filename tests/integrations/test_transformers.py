@@ -67,7 +67,7 @@ def test_logits_are_the_stock_models(name):
 
 
 def scaled(kind: str, **changes):
-    """Returns a llama with the rope type, and with the training length where 4.57 and 5 look for it."""
+    """Returns a llama with the rope type. The training length is where 4.57 and 5 look for it."""
     scaling, lengths = dict(ROPE_TYPES[kind]), {"max_position_embeddings": 16 if kind == "dynamic" else 64}
     if kind == "longrope":
         lengths["original_max_position_embeddings"] = 16
@@ -140,7 +140,7 @@ SLIDING = [] if families.VERSION == (5, 0) else ["gemma3_text", "cohere2"]  # 5.
 
 @pytest.mark.parametrize("name", ["llama", *SLIDING])
 def test_assisted_decoding(name):
-    """Calls have several guessed tokens, and the cache drops the rejected ones."""
+    """Calls have several guessed tokens, and the cache drops the rejected tokens."""
     model, ids = tiny(name), tokens(1, 12)
     stock = model.generate(ids, max_new_tokens=8, do_sample=False)
     convert(model)
@@ -262,7 +262,8 @@ def test_gradient_checkpointing(reentrant):
 
 
 def test_packed_sequences_without_gradients_under_gradient_checkpointing():
-    """From transformers 5.24 on such a forward makes a cache, beside which masks do not separate packed sequences."""
+    """From transformers 5.24 on such a forward makes a cache. Beside a cache, masks do not separate packed
+    sequences."""
     model = convert(tiny("llama"))
     ids, positions = tokens(1), torch.tensor([[*range(7), *range(SEQLEN - 7)]])
     expected = logits(model, ids, position_ids=positions)
