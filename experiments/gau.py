@@ -70,11 +70,11 @@ class GauModel(nn.Module):
     def forward(
         self, tokens: torch.Tensor, rotary: Rotary, attend: Attend | Sequence[Attend] = attention
     ) -> torch.Tensor:
-        """tokens int64 (batch, seqlen) to logits (batch, seqlen, vocab_size)."""
+        """Returns the logits (batch, seqlen, vocab_size) of tokens, int64 (batch, seqlen)."""
         return self.decode(self.embedding(tokens), rotary, attend)
 
     def decode(self, x: torch.Tensor, rotary: Rotary, attend: Attend | Sequence[Attend] = attention) -> torch.Tensor:
-        """``forward`` from embeddings (batch, seqlen, width)."""
+        """Does what ``forward`` does, from embeddings (batch, seqlen, width)."""
         attends = [attend] * len(self.blocks) if callable(attend) else attend
         x = _norm(x)
         for block, attend_in_block in zip(self.blocks, attends, strict=True):
