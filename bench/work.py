@@ -90,8 +90,8 @@ def rotate(rotary, seqlen: int, heads: int = 8):
 
 
 def instructions_a_byte(rotary, paged: bool, seqlen: int = 2048) -> float:
-    """Returns the warp instructions of the decode kernel for each byte of keys and values, in a cache that has
-    `seqlen` keys more."""
+    """Returns the decode kernel's warp instructions per byte of keys and values: the increase when the cache grows by
+    `seqlen` keys."""
 
     def executed(keys: int) -> int:
         launches = decode(rotary, keys, num_splits=1, paged=paged)

@@ -1,6 +1,6 @@
-"""``python -m experiments estimate``: what the training of a preset's models takes.
+"""``python -m experiments estimate``: the operations, time and memory that training a preset's models takes.
 
-Estimates from the sizes alone; nothing is run. A training token takes
+The estimate follows from the sizes only; nothing is run. A training token takes
 
     6 (N + vocab_size * width) + 6 * layers * width * train_length    floating-point operations
 
@@ -24,7 +24,7 @@ SUMMARY = "tokens, FLOPs, hours and memory of a preset's training, estimated: es
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """What the training of one model takes. ``weights`` is their number; ``memory`` is in bytes."""
+    """The cost of training one model. ``weights`` is the number of weights; ``memory`` is in bytes."""
 
     weights: int
     tokens_per_step: int
@@ -34,7 +34,7 @@ class Estimate:
 
 
 def estimate(preset: Preset, vocab_size: int) -> Estimate:
-    """Returns the training of one Llama model of this preset over this vocabulary."""
+    """Returns the cost of training one Llama model of this preset with this vocabulary."""
     config = dataclasses.replace(preset, vocab_size=vocab_size).config
     layer = 4 * config.width**2 + 3 * config.width * config.hidden
     embedding = vocab_size * config.width

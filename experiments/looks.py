@@ -92,12 +92,12 @@ LOOKS = {
 
 
 def family(scheme: str) -> str:
-    """Returns the name without windows and factors: rerope+dagger of rerope-w64+dagger."""
+    """Returns the name without windows and factors, for example rerope+dagger for rerope-w64+dagger."""
     return "+".join(re.sub(r"(-[wkspg]\d+(\.\d+)?)+$", "", part) for part in scheme.split("+"))
 
 
 def label(scheme: str, numbers: bool = False) -> str:
-    """Returns the name for readers; with its windows and factors, if asked."""
+    """Returns the name for readers. numbers: include windows and factors."""
     parts = []
     for part in scheme.split("+"):
         name, found = family(part), re.findall(r"-([wkspg])(\d+(?:\.\d+)?)", part)

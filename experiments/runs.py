@@ -50,8 +50,8 @@ class Run:
     processes: int  # 0: jobs run in this process, one after the other
     threads: int  # of each process
     first_seed: int = 0
-    listed: tuple[int, ...] = ()  # seeds that were named one by one, first_seed among them
-    window: int | None = None  # of schemes that name none; None: half the training length
+    listed: tuple[int, ...] = ()  # seeds that were named one by one, first_seed included
+    window: int | None = None  # window of schemes that name no window; None: half the training length
     compile: bool = False
     tensorboard: bool = False
     devices: tuple[torch.device, ...] = ()  # one for each process; none: all use ``device``
@@ -72,7 +72,7 @@ class Run:
 
     @property
     def text(self) -> str:
-        """Returns what the models read, in words."""
+        """Returns a description of the text that the models read."""
         if not self.corpus:
             return "none: the models are trained only on the task"
         what = "tokens" if isinstance(self.corpus, TokenCorpus) else "bytes"

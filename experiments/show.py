@@ -1,4 +1,4 @@
-"""The figures and tables of an experiment, made from its results.csv and nothing else."""
+"""Makes the figures and tables of an experiment from its results.csv only."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _draw_by_length(folder: Path, name: str, task: str, rows: Rows, train_length
 
 
 def _by_training_length(rows: Rows, task: str) -> list[Panel]:
-    """One panel of all models if they have several training lengths, otherwise none."""
+    """Returns one panel of all models if they have several training lengths, otherwise no panel."""
     found = sorted({(int(row["train_length"]), row["scheme"]) for row in rows})
     if len({length for length, _ in found}) < 2:
         return []
@@ -68,7 +68,7 @@ def _by_training_length(rows: Rows, task: str) -> list[Panel]:
 
 
 def _panels(name: str, rows: Rows, task: str) -> list[Panel]:
-    """Lines in panels of at most eight, RoPE in each."""
+    """Returns panels of at most eight lines. Each panel has a line for RoPE."""
     measured = {family(row["scheme"]): row["scheme"] for row in reversed(rows)}
 
     def panel(title: str, families: Sequence[str]) -> Panel:
@@ -129,7 +129,7 @@ def _draw_accuracy(folder: Path, name: str, task: str, rows: Rows, train_length:
 
 
 def _draw_loss(folder: Path, name: str, task: str, rows: Rows, train_length: int) -> None:
-    """Draws losses on text by scheme, and for some schemes also on repeated text."""
+    """Draws the losses on text by scheme, and for some schemes also on repeated text."""
     measured = {family(row["scheme"]): row["scheme"] for row in reversed(rows)}
     text = ("rope", "ntk-aware", "yarn", "rerope", "rerope+dagger", "leaky-rerope+dagger", "cope")
     mapped = ("rope", "rerope", "self-extend", "self-extend+dagger", "dual-chunk", "dual-chunk+dagger")

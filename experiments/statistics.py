@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from flashrope.evaluation.loss import half_interval
 
-MIN_SEEDS = 5  # for a claim
+MIN_SEEDS = 5  # the fewest seeds that allow a claim
 HIGHER, LOWER = 1, -1
 
 
@@ -19,8 +19,8 @@ class Comparison:
     first minus second. Schemes may contain {w256} as in ``published``.
 
     Attributes:
-        expected: the sign of the difference by the papers, HIGHER or LOWER; 0 if they say nothing.
-        second_multiple: of the second measurement, if it is another one.
+        expected: the sign of the difference according to the papers, HIGHER or LOWER; 0 if they say nothing.
+        second_multiple: the multiple of the second measurement, if it differs from the first one's.
     """
 
     first: tuple[str, str]
@@ -31,7 +31,7 @@ class Comparison:
 
 
 def schemes(first: str, second: str, task: str, *multiples: float, expected: int = 0) -> tuple[Comparison, ...]:
-    """Comparisons of two schemes in one task, one for each multiple."""
+    """Returns comparisons of two schemes in one task, one for each multiple."""
     return tuple(Comparison((first, task), (second, task), multiple, expected) for multiple in multiples)
 
 
@@ -67,7 +67,7 @@ class Interval:
 
 
 def decimals(size: float) -> int:
-    """Digits after the point that show two of this size, at most three."""
+    """Returns how many decimals, at most three, show two significant digits of a number of this size."""
     return min(max(1 - math.floor(math.log10(abs(size))), 0), 3) if size else 1
 
 
@@ -92,7 +92,7 @@ def values_at(rows: Sequence[dict[str, str]], scheme: str, task: str, at: float)
 def difference(
     rows: Sequence[dict[str, str]], first: tuple, second: tuple, at: float, second_at: float | None = None
 ) -> Interval | None:
-    """Returns first minus second, seed by seed: (scheme, task) each. None if no seed has both."""
+    """Returns first minus second, seed by seed. None if no seed has both. first, second: (scheme, task)."""
     return paired(values_at(rows, *first, at), values_at(rows, *second, at if second_at is None else second_at))
 
 
@@ -106,7 +106,7 @@ SHOWN, AGAINST, UNSHOWN, UNJUDGED = "as expected", "against expectation", "no di
 
 
 def outcome(found: Interval, expected: int) -> str:
-    """Returns SHOWN or AGAINST where the interval of enough seeds excludes zero, otherwise UNSHOWN or UNJUDGED."""
+    """Returns SHOWN or AGAINST if the interval of enough seeds excludes zero, otherwise UNSHOWN or UNJUDGED."""
     if found.seeds < MIN_SEEDS:
         return UNJUDGED
     if not found.excludes_zero:

@@ -422,7 +422,8 @@ def value_channels(VARIANT: tl.constexpr):
 
 @triton.jit
 def load_cached_values(ptr, offsets, channels, VARIANT: tl.constexpr, dtype: tl.constexpr):
-    """Loads rows of v at offsets [M, 1], as load_parts does. Quantized values become this type, in one part."""
+    """Loads rows of v at offsets [M, 1], as load_parts does. Quantized values are converted to `dtype` and returned as
+    one part."""
     if ptr.dtype.element_ty == tl.uint8:
         low, high = load_packed(
             ptr, offsets, tl.arange(0, VARIANT.block_dv // 2), VARIANT.head_dim_v, VARIANT.block_dv, dtype
