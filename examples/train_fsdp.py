@@ -333,8 +333,9 @@ class Run:
 
 
 class Stop:
-    """Handles Ctrl-C and SIGTERM, which may not reach every rank: all ranks agree between two steps. torchrun repeats
-    the signal, so none ends the process at once; it kills the process after 30 s."""
+    """Handles Ctrl-C and SIGTERM, which may not reach every rank: all ranks agree between two steps. torchrun sends
+    the signal more than once, so a repeated signal does not end the process. torchrun kills a process that still runs
+    after 30 s."""
 
     def __init__(self):
         self._received = 0
