@@ -1,5 +1,6 @@
 """``python -m experiments long-context``: the tables and the picture of docs/long_context.md, from the journals of
-``flashrope loss --by-position`` and the results of ``python -m experiments speed`` in bench/results/real_model.
+``flashrope loss --by-position`` and ``passkey`` and the results of ``python -m experiments speed`` in
+bench/results/real_model.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import NamedTuple
 from flashrope.cli import files
 from flashrope.cli.figure import COLOURS, new_figure, save
 from flashrope.cli.options import BadInput
-from flashrope.evaluation.statistics import half_interval
+from flashrope.evaluation.statistics import half_interval, wilson
 
 from . import real_speed
 
@@ -22,7 +23,11 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results" / "real_model"
 PAGE = ROOT / "docs" / "long_context.md"
 PICTURE = ROOT / "docs" / "long_context" / "positions.png"
-POSITIONS, SPEED = "positions", "speed"  # the tables between <!-- NAME:begin --> and <!-- NAME:end -->
+POSITIONS, RETRIEVAL, SPEED = (
+    "positions",
+    "retrieval",
+    "speed",
+)  # the tables between <!-- NAME:begin --> and <!-- NAME:end -->
 TRAIN_LENGTH, BIN = 8192, 1024
 BASE = "stock"
 COLUMNS = (3, 7, 9, 11, 15)  # bins of 1,024 positions
@@ -49,7 +54,8 @@ def run(argv: list[str], program: str) -> None:
     parser.parse_args(argv)
     journals = read(RESULTS)
     page = PAGE.read_text(encoding="utf-8")
-    for name, text in ((POSITIONS, table(journals)), (SPEED, speed_tables(RESULTS))):
+    tables = {POSITIONS: table(journals), RETRIEVAL: retrieval_table(RESULTS), SPEED: speed_tables(RESULTS)}
+    for name, text in tables.items():
         begin, end = markers(name)
         page = f"{page.split(begin)[0]}{begin}\n{text}\n{end}{page.split(end)[1]}"
     files.write(PAGE, page)
@@ -107,6 +113,33 @@ def table(journals: Sequence[Sequence[dict]]) -> str:
         change = "" if row.scheme == BASE else f"{mean:+.3f} ± {half_interval(row.changes):.3f}"
         name = "the model as it is" if row.scheme == BASE else row.scheme
         lines.append(f"| {name} | {row.options} | {row.windows} | " + " | ".join(cells) + f" | {change} |")
+    return "\n".join(lines)
+
+
+def retrieval_table(folder: Path) -> str:
+    """Markdown: the numbers that every scheme finds at every length, over all depths, and the log probability of the
+    right number at the start of the text. From the journals of ``flashrope passkey``."""
+    found: dict[tuple[str, int], list[dict]] = {}
+    words = {}
+    for path in sorted(folder.glob("passkey-*.jsonl")):
+        _, *cells = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+        for cell in cells:
+            found.setdefault((cell["scheme"], cell["length"]), []).append(cell)
+            words[cell["scheme"]] = cell["words"]
+    lengths = sorted({length for _, length in found})
+    heads = [f"{length:,} tokens: {what}" for length in lengths for what in ("found", "log p at the start")]
+    lines = ["| scheme | options | " + " | ".join(heads) + " |", "|---|---|" + "---:|" * len(heads)]
+    for scheme in sorted(words, key=lambda name: name != BASE):
+        cells = []
+        for length in lengths:
+            ran = found.get((scheme, length), [])
+            hits, trials = sum(cell["found"] for cell in ran), sum(cell["trials"] for cell in ran)
+            low, high = wilson(hits, trials) if trials else (0.0, 0.0)
+            cells.append(f"{hits} of {trials} ({low:.0%} to {high:.0%})" if trials else "")
+            starts = [cell["log_probability"] for cell in ran if cell["depth"] == 0]
+            cells.append(f"{starts[0]:.2f}" if starts else "")
+        name = "the model as it is" if scheme == BASE else scheme
+        lines.append(f"| {name} | {words[scheme]} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 

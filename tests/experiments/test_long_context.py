@@ -17,6 +17,7 @@ def test_the_page_holds_the_tables_of_the_results():
     page = long_context.PAGE.read_text()
     tables = {"positions": long_context.table(long_context.read(long_context.RESULTS))}
     tables["speed"] = long_context.speed_tables(long_context.RESULTS)
+    tables["retrieval"] = long_context.retrieval_table(long_context.RESULTS)
     for name, expected in tables.items():
         begin, end = long_context.markers(name)
         assert page.split(begin)[1].split(end)[0].strip() == expected
@@ -50,6 +51,25 @@ def test_rows_are_paired_window_by_window(tmp_path):
     (tmp_path / "positions-c.jsonl").write_text('{"bin": 256}\n')
     with pytest.raises(BadInput, match="expected means over 1024 positions, got 256"):
         long_context.read(tmp_path)
+
+
+def test_numbers_found_by_scheme_and_length(tmp_path):
+    cells = [
+        {"scheme": scheme, "length": length, "depth": depth, "trials": 2, "found": found, "log_probability": log_p}
+        | {"words": "w"}
+        for scheme, length, depth, found, log_p in (
+            ("ReRoPE", 4096, 0.0, 2, -0.5),
+            ("ReRoPE", 4096, 1.0, 1, -1.0),
+            ("stock", 4096, 0.0, 0, -17.0),
+            ("ReRoPE", 8192, 0.0, 1, -0.75),
+        )
+    ]
+    journal(tmp_path / "passkey-a.jsonl", cells[:2])
+    journal(tmp_path / "passkey-b.jsonl", cells[2:])
+    lines = long_context.retrieval_table(tmp_path).splitlines()
+    assert "4,096 tokens: found" in lines[0] and "8,192 tokens: found" in lines[0] and len(lines) == 4
+    assert lines[2] == "| the model as it is | w | 0 of 2 (0% to 66%) | -17.00 |  |  |"
+    assert lines[3] == "| ReRoPE | w | 3 of 4 (30% to 95%) | -0.50 | 1 of 2 (9% to 91%) | -0.75 |"
 
 
 PAGE = """<html><head><title>T</title><style>p {}</style></head><body><h1>A head</h1><p>One <b>bold</b>
