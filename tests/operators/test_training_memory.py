@@ -134,5 +134,5 @@ def test_a_checkpointed_layer_allocates_its_output_alone():
             out = run(x)
         allocated.append(sum(event.self_cpu_memory_usage for event in profiled.events()) / SEQLEN)
         del out
-    size = number(re.search(r"its input alone, ([\d,]+) bytes", PAGE)[1])
+    size = number(re.search(r"saves only its input, ([\d,]+) bytes", PAGE)[1])
     assert allocated == [rows()["hope"][0] + size, size]
