@@ -165,8 +165,8 @@ def their_rows(path: Path) -> Iterator[dict[str, str]]:
 
 def their_seconds(rows: list[dict[str, str]], problem: waves.Problem, device: waves.Device) -> tuple[float, float]:
     """Returns (forward, backward). The masked tiles of their forward are unrolled, so they are part of the fixed
-    clocks. The shortest rows of tiles come first. Their backward also reads out and its gradient, zeroes a float32 sum
-    and converts it."""
+    clocks. Their forward starts the query tiles with the fewest keys first, their backward the key tiles with the most
+    queries. Their backward also reads out and its gradient, zeroes a float32 sum and converts it."""
     of_step = {row["step"]: row for row in rows if int(row["D"]) == problem.head_dim}
     times = {}
     for step, lengths_of in (("forward", waves.query_tile_lengths), ("backward", waves.key_tile_lengths)):

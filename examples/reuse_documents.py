@@ -10,8 +10,8 @@ text with the number of a city hidden in it, and a question asks for one of the 
 
 A document does not see the documents that a prompt puts before it, so its keys and values differ from those of one
 prefill of the prompt. The table says what that changes: the log probability of the right answer against the full
-prefill of the same prompt. Computing the first tokens of every document again, behind what comes before them, changes
-less (EPIC, arXiv 2410.15332).
+prefill of the same prompt. Recomputing the first tokens of every document after everything that precedes it in the
+prompt reduces that change (EPIC, arXiv 2410.15332).
 """
 
 from __future__ import annotations

@@ -119,7 +119,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def seeds(text: str) -> int | tuple[int, ...]:
-    """Reads how many seeds, or a list of them, as a type of argparse."""
+    """Parses a number of seeds or a comma-separated list of seeds, for use as an argparse type."""
     if "," not in text:
         return positive(text)
     parts = [part.strip() for part in text.split(",") if part.strip()]

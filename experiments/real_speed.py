@@ -122,8 +122,8 @@ def ways_of(model, names: Sequence[str], train_length: int, longest: int, window
 
 @torch.no_grad()
 def reading(model, row: torch.Tensor, length: int) -> tuple[float, float, int]:
-    """Returns the seconds that ``length`` tokens of row (1, tokens) take, those of each token after them, and the bytes
-    that the cache holds for a token."""
+    """Returns the seconds to prefill the first ``length`` tokens of row (1, tokens), the seconds per token decoded
+    after them, and the cache's bytes per token."""
     from transformers import DynamicCache
 
     model.eval()

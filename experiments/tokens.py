@@ -86,7 +86,8 @@ class TokenCorpus:
 
 
 def from_files(paths: list[str], vocab_size: int | None, window: int) -> TokenCorpus:
-    """Returns the corpus of one token file, whose last tenth is unseen, or of two: to train on, and unseen.
+    """Returns the corpus of one token file, whose last tenth is held out, or of two files: one to train on, one held
+    out.
 
     ``window`` is the longest context + 1, in tokens. ``vocab_size``: for files without FILE.json. Raises BadInput,
     TextError.

@@ -41,8 +41,8 @@ def leave_out_unread_checks():
 
 
 def make_types_once():
-    """Makes the interpreter reuse types. It creates and checks a type and a shape for every result, although results
-    with the same element type and size have the same type."""
+    """Makes the interpreter reuse types. On its own the interpreter creates and checks a type and shape per result,
+    even for equal types."""
     from triton.language import core
     from triton.language.semantic import TritonSemantic
     from triton.runtime import interpreter

@@ -51,7 +51,8 @@ def python_texts(source: str) -> Iterator[tuple[int, str]]:
 
 
 def texts(name: str, source: str) -> Iterator[tuple[int, str]]:
-    """Yields the first line and the text of whatever in a file is prose. name: the file's, which says its language."""
+    """Yields every piece of prose in a file with its first line number. name: the file name, whose suffix gives the
+    language."""
     if name.endswith((".py", ".pyi")):
         yield from python_texts(source)
     elif name.endswith(".md"):

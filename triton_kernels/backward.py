@@ -187,7 +187,8 @@ def head_queries(queries, band_q, seq, head, VARIANT: tl.constexpr):
 
 # ---- sums in accumulator order
 # dQ is added up in float32 blocks of 16 rows and 8 columns, of which every lane of a warp holds four: what it holds of
-# an accumulator of mma.sync or wgmma. One instruction adds VARIANT.red_floats of them, from one lane after the other.
+# an accumulator of mma.sync or wgmma. An instruction adds VARIANT.red_floats per lane; the lanes are adjacent in
+# memory.
 # The accumulator is dQ [M, D], or its transpose [D, M] where VARIANT.query_rows. In both, the blocks of the first
 # queries come first.
 #

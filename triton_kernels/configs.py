@@ -38,7 +38,7 @@ def by_block_d(*tiles: tuple[int, int, int, int]) -> dict[int, Tile]:
 # channels, tiles of "sm80" and "sm86" are the best of their neighbours whose inner loop does not spill, by the issue
 # model (python -m bench model). Tiles of "sm90" are the best by instructions per needed product. Some for 256 channels
 # do spill in the inner loop: sm80's forwards, up to a seventh of the accumulator (64% of the tensor cores with one
-# band, 48% without spills), and sm86's dQ, two registers.
+# band; the best tile without spills reaches 48%) and two registers of sm86's dQ.
 # A "decode" tile of 256 channels on sm_80 has one slot for keys and values: two blocks reside on a multiprocessor, and
 # one computes while the other waits. The other targets hold two slots, for 2% more instructions. Quantized caches and
 # explicit positions would spill in their loops with 4 warps, so "decode codes" has 8. "decode parts" is for heads

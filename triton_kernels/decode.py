@@ -170,10 +170,10 @@ class BandQueries(NamedTuple):
 
 
 class CachedKeys(NamedTuple):
-    """A sequence's keys. k, v: HeadViews of the cache. first_slot: of the first key. length: how many keys there are.
-    shift: added to positions before they are looked up, so that none is negative; 0 if the scheme maps positions or the
-    keys come rotated. k_scale, v_scale: ScaleViews of a quantized cache, else None. last: LastShown where positions are
-    data, else None."""
+    """A sequence's keys. k, v: HeadViews of the cache. first_slot: slot of the first key. length: how many keys there
+    are. shift: added to positions before they are looked up, so that none is negative; 0 if the scheme maps positions
+    or the keys come rotated. k_scale, v_scale: ScaleViews of a quantized cache, else None. last: LastShown where
+    positions are data, else None."""
 
     k: object
     v: object
@@ -253,8 +253,8 @@ def load_query_channels(q, offsets, position, band, keys, scale, VARIANT: tl.con
 def rotate_queries(
     q, offsets, rows, token, column, band, keys, scheme, scale, PARTS: tl.constexpr, VARIANT: tl.constexpr
 ):
-    """The BandQueries of a band. offsets [BM, 1], scale [BM, 1]: of the rows. token, column: the rows' number through
-    all sequences and the last column that each sees [BM] where positions are data, else None. PARTS: those of
+    """The BandQueries of a band. offsets, scale [BM, 1]: offset and query scale of every row. token, column [BM]: the
+    rows' index over all sequences and the last column each sees, for explicit positions, else None. PARTS: those of
     load_key_words, or 1 if keys are read as pairs."""
     if len(VARIANT.channels) > 0:
         tiles = load_query_channels(q, offsets, rows.position + keys.shift, band, keys, scale, VARIANT)

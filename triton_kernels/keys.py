@@ -88,8 +88,8 @@ def enter_band(raw, copied, band, head, first, last, maps, ROTATED_K: tl.constex
 
 @triton.jit
 def key_rows(keys, cached, column, EDGE: tl.constexpr, VARIANT: tl.constexpr):
-    """Returns the rows [BN] to load for the keys from `column` on, counted from there. EDGE: some keys may be missing,
-    and existing ones are loaded in their place."""
+    """Returns the rows [BN] to load for the keys from `column` on, relative to `column`. EDGE: some keys may be
+    missing, and existing ones are loaded in their place."""
     rows = tl.arange(0, VARIANT.block_n)
     if EDGE:
         rows = clamp_rows(rows, keys.length - column)

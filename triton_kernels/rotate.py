@@ -47,8 +47,8 @@ def rotate_rows(
     """Writes the rows of x rotated, once for every rotation.
 
     x: TensorView. out: TensorView (copy, row, head). rotations: int32, the rotation of every copy. The "other" lengths
-    are those of the keys if x holds queries, and of the queries if x holds keys. cache: its fields are None, or it is
-    the cache that x holds new keys for, which are then the last rows of its sequences."""
+    are those of the keys if x holds queries, and of the queries if x holds keys. cache: the cache that x holds new keys
+    for, as the last rows of its sequences; or all its fields are None."""
     batch, first = row_program(max_seqlen, VARIANT.block_m)
     if cache.seqlens is None:
         start, length = sequence_rows(cu_seqlens, batch, seqlen)

@@ -357,7 +357,7 @@ def load_each(ptr, position, D: tl.constexpr):
 
 @triton.jit
 def load_two_levels(ptr, position, D: tl.constexpr):
-    """Returns cos and sin of one position, joined from its fine and its coarse row, two [COUNT]; ptr [COUNT]."""
+    """Returns cos and sin [COUNT] of one position, joined from its fine and coarse rows. ptr: [COUNT]."""
     fine = ptr + (position % FINE_ROWS) * D
     coarse = ptr + (position // FINE_ROWS + FINE_ROWS) * D
     return add_angles(tl.load(fine), tl.load(fine + D // 2), tl.load(coarse), tl.load(coarse + D // 2))
@@ -458,7 +458,8 @@ def load_rotated(view, table, rotation, rows, scale, ROTATE: tl.constexpr, VARIA
 
 @triton.jit
 def load_rotated_hidden(view, table, rotation, rows, scale, VARIANT: tl.constexpr):
-    """Returns load_rotated for a rotation that is data. Hides from Triton that the tile was joined from pairs.
+    """Returns load_rotated for a rotation number known only at run time. Hides from Triton that the tile was joined
+    from pairs.
 
     Symptom without the branch: Triton looks through the joins and picks a layout that ldmatrix cannot load. So keep the
     branch, although rotating by 0 would give the same tile. It also saves the work of a rotation by 0."""

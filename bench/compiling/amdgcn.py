@@ -38,7 +38,8 @@ class Measured:
     loop_spills: int
 
     def figures(self) -> dict[str, str]:
-        """By the names of ``COLUMNS``. spills: vector registers; in loops: bytes that a lane touches there."""
+        """Returns the figures, keyed by ``COLUMNS``. spills: vector registers; in loops: bytes that a lane spills in
+        loops."""
         found = {
             "warps": self.warps,
             "stages": self.stages,

@@ -24,8 +24,8 @@ WAITS = ("issue", "tensor", "shared", "fp32", "mufu", "memory", "barrier", "othe
 class Rates:
     """Clocks of a scheduler's pipe per warp instruction (CUDA C++ Programming Guide, "Arithmetic Instructions", and the
     peak of the data sheet for HMMA), and latencies in clocks (microbenchmarks such as Abdelkhalik et al. 2022, arXiv
-    2208.11174). Depth of the memory queue, its issue interval and a barrier's clocks are not published: rankings of
-    tiles hold between a depth of 4 and 16 and for a memory latency of 350 to 700."""
+    2208.11174). The memory queue's depth, its issue interval and a barrier's clocks are assumed: no source publishes
+    them. Tile rankings hold for depths of 4 to 16 and latencies of 350 to 700."""
 
     hmma: float = 8  # 16x8x16
     fp32: float = 2

@@ -82,7 +82,8 @@ def peers() -> list[Peer]:
 
 
 def _flags(causal: int, even: int, count: int) -> str:
-    """The boolean template arguments: is_causal, is_even_MN and is_even_K, and nothing else."""
+    """Returns the mangled boolean template arguments: true for is_causal, is_even_MN and is_even_K, false for the
+    others."""
     return "".join(f"Lb{int(at in (causal, even, even + 1))}E" for at in range(count)) + "E"
 
 

@@ -15,7 +15,7 @@ from .records import Record, Run
 
 @dataclasses.dataclass(frozen=True)
 class Goal:
-    """peer's time / ours' time, or without a peer the share of its ceiling that ours reaches.
+    """The ratio of the peer's time to ours; without a peer, the share of its ceiling that ours reaches.
 
     aim: one figure, or {length: figure from there on}.
     """

@@ -80,7 +80,7 @@ CPU_PANELS = {"forward, ": "forward", "forward + backward, ": "forward + backwar
 def draw_cpu(run: Run, path: Path) -> bool:
     """Writes a PNG of ``python -m bench cpu``: time by length for prefill, training and decoding, in float32.
 
-    If a length was measured with several windows, the one nearest to 1,024 and to a quarter of the length is shown.
+    If a length was measured with several windows, the one nearest to min(1,024, length / 4) is shown.
     Returns False if there is nothing to draw.
     """
     panels = {

@@ -99,7 +99,7 @@ class Undo(Exception):
 
 
 def functions_of(call: Callable) -> tuple[int, int]:
-    """Returns how many Triton launches and how many function calls in all one call makes."""
+    """Returns the number of Triton launches, and the total number of function calls, that one call makes."""
     seen = []
     launch, planned = launcher.launch.__code__, launcher.Launch.__call__.__code__
 

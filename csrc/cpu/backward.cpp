@@ -162,7 +162,7 @@ struct KeyHead {
   }
 
   // Adds the contribution of the poisoned rows of a tile to the keys that they see, and takes these rows out of the
-  // products. There a weight of 0 times NaN would reach the other keys of the tile.
+  // products. If they stayed, 0 times NaN would reach the other keys of the tile.
   void add_poisoned(const Band& band, int64_t key, int64_t row) {
     std::copy_n(q.get() + row * width, BLOCK_M * width, finite_q.get());
     std::copy_n(grad_out.get() + row * width_v, BLOCK_M * width_v, finite_grad_out.get());

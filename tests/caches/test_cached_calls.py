@@ -71,7 +71,8 @@ def test_two_sequences_on_one_page(exact):
 
 
 def test_negative_slots_are_left_out(exact):
-    """A slot of -1 writes nothing. It would be the slot just before the cache, which is the end of a larger tensor."""
+    """A slot of -1 writes nothing. Used as an index, -1 would be the slot before the cache, and here the cache is the
+    end of a larger tensor."""
     c = Cached(exact, Rotary.rope(16), (4, 10), (1, 2), capacity=32, mapped=True)
     whole = torch.zeros(4, *c.k_cache.shape[1:]).to(c.k_cache)
     before, slots = whole.clone(), torch.tensor([3, -1, 42], device=exact.device)

@@ -1,4 +1,5 @@
-"""Heads of more than 256 channels over a cache. What no kernel does there is refused by name."""
+"""Heads of more than 256 channels over a cache. Calls that no kernel supports at these widths raise an error that names
+the reason."""
 
 import pytest
 import torch

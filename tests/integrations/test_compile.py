@@ -53,8 +53,8 @@ def test_one_graph_for_every_packing(name):
 @pytest.mark.parametrize("name", [name for name in MODELS if name == "gemma3_text" or families.VERSION >= (5, 0)])
 @pytest.mark.parametrize("mask", [None, padded()], ids=["whole", "padded"])
 def test_steps_with_a_static_cache(name, mask):
-    """Steps compile as ``generate`` compiles them. In 4.57 the stock model with layers of one kind has no such graph
-    either."""
+    """Steps compile as ``generate`` compiles them. In transformers 4.57, a stock model whose layers are all of one kind
+    does not compile to one graph either."""
     model, ids = MODELS[name](), tokens()
     expected = logits(model, ids, mask)[:, 20:23]
     cache, found = static(model), []

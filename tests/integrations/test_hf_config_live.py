@@ -183,7 +183,7 @@ def compare_scores(rotary, positions, rotate, seqlen):
     theirs = torch.einsum("bhid,bhjd->bhij", *(x.double() for x in rotate(q, k)))
     q, k = (rotate_reference(x.transpose(1, 2).double(), rotary, positions[0].double()) for x in (q, k))
     ours = rotary.temperature * torch.einsum("bihd,bjhd->bhij", q, k)
-    # a float32 angle of p radians is off by p * 6e-8 and its frequency by 1e-6 * p; a score of D products is off by
+    # rounding p radians to float32 costs p * 6e-8, the frequency's error 1e-6 * p; a score of D products is off by
     # their norm
     atol = (1e-5 + 2e-6 * seqlen) * rotary.temperature * math.sqrt(rotary.head_dim)
     torch.testing.assert_close(theirs, ours, rtol=0, atol=atol)

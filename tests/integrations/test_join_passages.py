@@ -45,7 +45,7 @@ def question(batch: int = 1) -> torch.Tensor:
 
 @torch.no_grad()
 def logits(model, prompt: Passage) -> torch.Tensor:
-    """Returns the logits of the question behind a prompt."""
+    """Returns the logits of the question that follows a prompt."""
     return model(question(prompt.input_ids.shape[0]), **{CACHE: copy.deepcopy(prompt.cache)}).logits
 
 

@@ -124,7 +124,7 @@ def test_head_dims_that_are_not_multiples_of_8(head_dim, interleaved):
 
 
 def test_the_scale_of_padded_channels():
-    """Without one from the model, it is that of the channels that are not padding."""
+    """If the model passes no scale, it follows from the number of channels without padding."""
     layer = convert(tiny("llama", head_dim=20)).model.layers[0].self_attn
     q, k, v = torch.randn(3, 1, 2, 9, 20, generator=torch.Generator().manual_seed(0)).unbind()
     found = attention_forward(layer, q, k, v, None)[0]

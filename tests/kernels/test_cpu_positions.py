@@ -73,7 +73,7 @@ def test_stored(target, seqlen_q, paged, kind, monkeypatch):
 
 @pytest.mark.parametrize("seqlen_q", [3, 70])
 def test_masks_with_queries_that_see_no_key(seqlen_q):
-    """Queries come in any order. Some are before all keys of a block, between queries that are not."""
+    """Queries come in any order. Some queries precede all keys of a block, and their neighbours do not."""
     positions = torch.randint(-20, 190, (2, seqlen_q), generator=torch.Generator().manual_seed(5))
     positions[:, 1] = -5
     slots = (torch.arange(96.0) * 1.5 + 3).repeat(2, 1)

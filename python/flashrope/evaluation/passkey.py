@@ -303,7 +303,7 @@ def csv_text(cells: Sequence[Cell]) -> str:
 def passkey_figure(cells: Sequence[Cell], train_length: int, model: str, labels: dict[str, str] | None = None):
     """Draws one heat map per scheme, depth by length, with the training length marked.
 
-    labels: titles of schemes, by their names, such as their windows and scales.
+    labels: {scheme name: title}. A title may state the scheme's window and scale.
     """
     schemes = list(dict.fromkeys(cell.scheme for cell in cells))
     lengths, depths = sorted({cell.length for cell in cells}), sorted({cell.depth for cell in cells})

@@ -177,8 +177,9 @@ def context_parallel_attention(
     chunks of queries attends to the keys up to its own end. Not causal: two all-to-all exchanges, so that every rank
     computes full sequences for its share of the heads.
 
-    Packed and causal: both chunks are one call of ``attention_varlen``. A sequence in a chunk has the chunk's rows of
-    it and its keys up to the last of those rows. The rank computes on no other keys.
+    Packed and causal: both chunks are one call of ``attention_varlen``. For each sequence in a chunk, the queries are
+    its rows in that chunk, and the keys are all its keys up to the last of those rows. The rank computes on no other
+    keys.
 
     Args:
         q: (batch, seqlen / n, heads_q, head_dim), this rank's part in the order of ``shard_sequence``; the same shape
@@ -190,8 +191,8 @@ def context_parallel_attention(
         causal, softmax_scale, impl, sinks, deterministic: as in ``attention``; the same on all ranks.
         cu_seqlens_q, cu_seqlens_k: (sequences + 1,) int32, on q's device or on the CPU, of the packed tokens of all
             ranks; the same on all ranks. They begin at 0 and end at total_q and total_k, n times this rank's rows.
-            Tokens of padding are a sequence of their own at the end. The host reads the values. That is free on the
-            CPU; if they lie on a GPU, every call waits for it. Inside ``torch.compile`` a packed call breaks the graph.
+            Tokens of padding are a sequence of their own at the end. The host reads the values. Reading them is free on
+            the CPU; on a GPU every call waits for the device. Inside ``torch.compile`` a packed call breaks the graph.
 
     Returns:
         out like q and as wide as v, this rank's part. The gradients of k and v are summed over the ranks, in the dtype

@@ -163,6 +163,7 @@ def _padded(rotary: Rotary, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 def _missing_pairs(rotary: Rotary) -> tuple[int, int]:
     """Returns how many pairs of the padded table come before and behind those of the scheme. With interleaved pairs,
-    column m of the table always belongs to channels 2m and 2m + 1, so there are some before where first_channel > 0."""
+    column m of the table always belongs to channels 2m and 2m + 1, so first_channel // 2 columns come before those of
+    the scheme."""
     before = rotary.first_channel // 2 if rotary.interleaved else 0
     return before, padded_pairs(rotary.head_dim) - before - len(rotary.frequencies)

@@ -60,8 +60,8 @@ class Lowered(NamedTuple):
     rotated_bands: bit b is set if band b rotates its keys.
     rotated_pairs: number of pairs up to the last pair that rotates or is scaled.
     reach: an upper bound of the distances that the bands cover.
-    maps: one RowMap for every rotation if the scheme maps positions, else empty. If the bands count chunks, the chunk
-        of the first RowMap is their length; it is 0 if they count distances.
+    maps: one RowMap for every rotation if the scheme maps positions, else empty. If the bands count chunks, the first
+        RowMap's ``chunk`` is the chunk length; if they count distances, it is 0.
     """
 
     rotations: tuple[tuple[float, float], ...]

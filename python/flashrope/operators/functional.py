@@ -280,9 +280,9 @@ def attention_with_cache(
 
     Use it for decoding, for verifying drafts and for prefilling in chunks, over a cache that you allocate yourself.
     ``KVCache`` and ``PagedKVCache`` count tokens and pages for you. Where several layers share lengths and block table,
-    ``plan_cache`` does once per step what this call does in every layer. Queries of different numbers per sequence go
-    to ``attention_varlen_with_cache``. There are no gradients: in training use ``attention``. Shapes and most names are
-    those of flash-attn's flash_attn_with_kvcache.
+    ``plan_cache`` does once per step what this call does in every layer. If the number of queries differs between
+    sequences, use ``attention_varlen_with_cache``. There are no gradients: in training use ``attention``. Shapes and
+    most names are those of flash-attn's flash_attn_with_kvcache.
 
     The cache holds each raw key once, whatever the scheme. Keys are rotated between the load and the product, and only
     where the scheme needs it (ReRoPE: the last ``window``).

@@ -197,7 +197,7 @@ def rotate(x, positions, rotary: Rotary, inverse: bool, impl: str):
         rotary = inverted(rotary)
     if not rotary.changes_channels or not x.numel():
         return x.clone(memory_format=torch.contiguous_format)
-    if x.stride(-1) != 1:  # a gradient, of a sum
+    if x.stride(-1) != 1:  # such as the gradient of a sum, expanded with stride 0
         x = x.contiguous()
     return load_backend(impl).rotate(x, RotateCall(rotary, positions))
 

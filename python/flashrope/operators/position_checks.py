@@ -65,8 +65,8 @@ def _check_numbers(name: str, x, dtypes: tuple[torch.dtype, ...], like, shape: t
 
 
 def validate_positions(tables: CacheTables, k_cache, page_size: int) -> None:
-    """Reads the tables on the host. Raises ValueError with the sequence and the entry that is wrong, or the sequence
-    whose positions fall."""
+    """Reads the tables on the host. Raises ValueError naming the invalid sequence and entry, or the sequence whose
+    positions decrease."""
     positions = tables.positions
     assert positions is not None
     ends = [end for _, end in addresses.bounds(tables, k_cache)]

@@ -513,7 +513,7 @@ class Rotary:
         Args:
             sections: the pairs of each axis, which add up to the pairs of the table; Hugging Face's mrope_section.
             interleaved: False: one axis after the other (Qwen2-VL, Qwen2.5-VL, GLM-4V). True: pair m belongs to axis m
-                modulo the number of axes, and to axis 0 where that axis has its pairs already (Qwen3-VL).
+                modulo the number of axes while that axis has pairs left, otherwise to axis 0 (Qwen3-VL).
         """
         check_flag("interleaved", interleaved)
         if self.axis:

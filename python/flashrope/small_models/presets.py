@@ -7,7 +7,7 @@ import dataclasses
 COMPARED = ("rerope", "leaky", "cope", "self-extend", "dual-chunk")  # with RoPE and HoPE
 CHECKPOINTS = {"rope": "rope.safetensors", "hope": "hope.safetensors"}
 
-TIMES = {  # of whole runs, with loading torch
+TIMES = {  # of whole runs, including importing torch
     "tiny": "about 10 s on two cores of an AMD EPYC",
     "cpu": "about 2 minutes on two cores of an AMD EPYC",
     "gpu": "not timed, for lack of a GPU",

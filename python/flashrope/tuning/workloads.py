@@ -21,7 +21,7 @@ WINDOW = 512  # ReRoPE's, when timed
 CHUNK = 512  # tokens of a prompt that are prefilled at once, over a cache
 # Sizes for the check: not a multiple of any tile's rows, and several tiles of any size. The window ends within a tile.
 CHECK_SEQLEN, CHECK_WINDOW, CHECK_CHUNK = 323, 96, 150
-# The directions of a pass, and the caches it has.
+# The kernels' directions that make up a pass, and the cache layouts it is timed with.
 PASSES = {
     "forward": (("forward",), ("",)),
     "backward": (("grad_kv", "grad_q"), ("",)),

@@ -104,7 +104,7 @@ def test_the_chunks_are_vllms(monkeypatch):
     q, k, v = torch.randn(3, n, 2, HEAD_DIM)
     positions = torch.arange(n)
     queries, keys = theirs.forward_native(positions, q.flatten(1), k.flatten(1))
-    queries = queries.view(n, 5, 2, HEAD_DIM)[:, :3]  # the two others are for choosing what sparse attention sees
+    queries = queries.view(n, 5, 2, HEAD_DIM)[:, :3]  # the other two only select what sparse attention sees
     keys = keys.view(n, 2, HEAD_DIM) * max(1.0, 0.1 * torch.tensor(n / LENGTH).log().item() + 1)
     scores = torch.einsum("nahd,mhd->ahnm", queries, keys) * HEAD_DIM**-0.5
     before = (positions[:, None] // 128 - positions // 128).clamp(0, 2)  # chunks between query and key

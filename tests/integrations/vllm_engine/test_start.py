@@ -126,7 +126,7 @@ def test_another_plugins_backend_in_a_worker(tmp_path, monkeypatch):
 
 
 def test_what_a_gpu_would_be_asked():
-    """CudaPlatform validates CUSTOM with these arguments; nothing of this ran on a GPU."""
+    """CudaPlatform validates the CUSTOM backend with these arguments. None of this has run on a GPU."""
     import torch
     from flashrope.integrations.vllm.backend import FlashropeBackend
     from vllm.platforms.interface import DeviceCapability

@@ -89,8 +89,8 @@ def _append(layer: CacheLayer, k: torch.Tensor, v: torch.Tensor, tables: CacheTa
 def _attend(q: torch.Tensor, layer: CacheLayer, call: CacheCall, parts: list, out: torch.Tensor | None):
     """Attends over one layer.
 
-    parts: what the layers of a plan share, filled by the first one: a ``Part``, or for packed queries a tuple for each
-    run of ``addresses.runs``, with its ``Part``.
+    parts: shared by the plan's layers and filled by the first one: a ``Part``, or for packed queries one (sequences,
+    rows, tables, ``Part``) per run of ``addresses.runs``.
     """
     if call.tables.packed is None:
         if not parts:

@@ -156,7 +156,8 @@ class CachePlan(Plan):
         return self.layout._replace(**scale_fields(layer))
 
     def _place_tokens(self, positions: CachePositions | None) -> None:
-        """Adds to the layout what ``place_tokens`` finds, in one launch, or two where bands go by stored positions."""
+        """Adds what ``place_tokens`` finds to the layout: one launch, or two if the bands use one-dimensional stored
+        positions."""
         assert positions is not None
         device, tables = self.queries.device, self.call.tables
         entries = tables.block_table.shape[1] if tables.block_table is not None else 1

@@ -37,7 +37,7 @@ def save_config(model, folder, **fields: Any) -> dict[str, Any]:
     Args:
         model: the configuration of a dense llama3 or qwen3 model after the override, such as ``trainer.model_config``.
         folder: where torchtitan wrote the weights with ``checkpoint.last_save_in_hf``.
-        fields: others of the configuration, such as bos_token_id.
+        fields: further fields of the configuration, such as bos_token_id.
 
     Returns:
         What was written.

@@ -5,9 +5,9 @@ mask function of this package, which are registered with transformers. A hook on
 and sin = 0, so raw queries and keys reach the attention function, and the library's own caches hold raw keys.
 
 A saved model is never taken for a stock model. ``"flashrope"`` in its configuration holds the options of ``convert``.
-``"_attn_implementation"`` names an attention that only this package registers: transformers 4.57 to 5.24 refuse to load
-such a model without it, and show the name. Where this package is imported the model loads, and its first forward is
-refused until it is converted.
+``"_attn_implementation"`` names an attention that only this package registers: without this package, transformers 4.57
+to 5.24 refuse to load such a model, and the error shows that name. Where this package is imported the model loads, and
+its first forward is refused until it is converted.
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ def _check_unfilled(cache: Cache, mark: str | None) -> None:
 
 # ---- coordinates of cached tokens
 
-COORDINATES = "_flashrope_coordinates"  # the argument of every layer, and the attribute of a cache
+COORDINATES = "_flashrope_coordinates"  # the keyword argument given to every layer, and an attribute of caches
 
 
 class Coordinates:

@@ -60,12 +60,13 @@ def convert(model, rotary: Rotary | dict[str, Rotary] | None = None, *, untested
         factor: beside window, Leaky ReRoPE: distances grow by 1 / factor beyond the window.
         p_rope: the fraction of the pairs that rotate, the fast ones (``Rotary.p_rope``). It excludes hope_train_length
             and cope.
-        string: (start, window) of ``Rotary.string``: distances from start on begin again at window. It excludes window.
+        string: (start, window) of ``Rotary.string``: a distance d >= start becomes d - start + window. It excludes
+            window.
         self_extend: (window, group) of ``Rotary.self_extend``: grouped positions beyond the window. It excludes window.
         dual_chunk: (chunk_size, local_size) of ``Rotary.dual_chunk``, or (chunk_size, local_size, length_scale). It
             excludes window and self_extend. A configuration's dual_chunk_attention_config (Qwen2.5-1M) is honored
             without this option, with the length of its factor and without the sparse attention that may be configured
-            with it. The option replaces it; False switches it off.
+            with it. Passing dual_chunk replaces that setting; False switches it off.
         log_n: scales queries by max(1, ln(i + 1) / ln(log_n)). True: by the training length. Layers with a sliding
             window see a fixed number of keys and are not scaled.
         log_n_clip: beside log_n, for models that were trained with it, False: the factor may be below 1.
@@ -178,7 +179,7 @@ def register_auto_classes(*model_types: str) -> None:
     attention that transformers prefers, whatever attn_implementation asked for.
 
     Args:
-        model_types: of ``FAMILIES``; none: all of them, which imports their modules.
+        model_types: names from ``FAMILIES``. Without any, all of them are registered, which imports their modules.
 
     Raises:
         ValueError: a model type is not in ``FAMILIES``, or this version of transformers (5.17) registers nothing for

@@ -1,4 +1,4 @@
-"""Plans what ``convert`` does to a model: finds its decoder and attention layers, and checks all of it.
+"""Plans what ``convert`` does to a model: finds its decoder and attention layers, and checks them.
 
 ``plan_conversion`` reads and raises, and changes nothing. applying.py applies a ``Plan`` and undoes it.
 """
