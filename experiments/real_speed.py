@@ -88,7 +88,7 @@ def measure(args: argparse.Namespace, command: str) -> None:
         {"dtype": dtype, "way": label, "task": task, "seconds": found, "median": median(found)}
         for (dtype, label, task), found in seconds.items()
     ]
-    facts = {
+    record = {
         "model": describe(model, args.model, train_length),
         "text": Path(args.text).name,
         "length": args.length,
@@ -98,10 +98,11 @@ def measure(args: argparse.Namespace, command: str) -> None:
         "machine": f"{hardware('cpu')}, torch {torch.__version__}, kernels {kernels()}",
         "command": command,
         "cache_bytes_per_token": [{"dtype": d, "way": label, "bytes": size} for (d, label), size in sizes.items()],
+        "rows": rows,
     }
     args.out.mkdir(parents=True, exist_ok=True)
-    files.write(args.out / RESULT, json.dumps({**facts, "rows": rows}, indent=1) + "\n")
-    print(table({**facts, "rows": rows}))
+    files.write(args.out / RESULT, json.dumps(record, indent=1) + "\n")
+    print(table(record))
 
 
 def kernels() -> str:
@@ -151,12 +152,12 @@ def training_step(model, row: torch.Tensor) -> float:
     return seconds
 
 
-def table(facts: dict[str, Any]) -> str:
+def table(record: dict[str, Any]) -> str:
     """Returns a Markdown table of medians over the rounds. Each has its ratio to the unconverted model's in the same
     dtype."""
-    found = {(row["dtype"], row["way"], row["task"]): row["median"] for row in facts["rows"]}
-    sizes = {(each["dtype"], each["way"]): each["bytes"] for each in facts["cache_bytes_per_token"]}
-    length, train = facts["length"], facts["train_tokens"]
+    found = {(row["dtype"], row["way"], row["task"]): row["median"] for row in record["rows"]}
+    sizes = {(each["dtype"], each["way"]): each["bytes"] for each in record["cache_bytes_per_token"]}
+    length, train = record["length"], record["train_tokens"]
     heads = ["type", "scheme", f"seconds to read {length:,} tokens", f"milliseconds a token after {length:,}"]
     if train:
         heads.append(f"seconds of a training step of {train:,} tokens")

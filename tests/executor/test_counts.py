@@ -102,8 +102,8 @@ def test_quantized_keys_that_do_not_rotate_are_read_once(machine, cache_dtype, s
 
 @pytest.mark.parametrize("paged", [False, True], ids=["contiguous", "paged"])
 def test_instructions_a_byte_of_the_cache(machine, paged):
-    """Where every key is rotated, issue bounds decoding rather than the memory. With blocks of 8 warps it would take
-    0.126 instructions per byte, with a page lookup for every key 0.158."""
+    """If every key is rotated, instructions limit decoding and not the memory, so they are counted. Blocks of 8 warps
+    would take 0.126 per byte, and a page lookup for every key 0.158."""
     assert work.instructions_a_byte(Rotary.rope(128), paged, 512) <= (0.12 if paged else 0.117)
 
 

@@ -70,7 +70,7 @@ class CachePositions(NamedTuple):
 
 
 class CacheTables(NamedTuple):
-    """Where the sequences of a step are stored, the same in every layer of a cache. For ``plan_cache``.
+    """Says where a step finds its sequences in a cache. All layers share these tables; ``plan_cache`` takes them.
 
     Sequence b holds the slots from leftpad[b] up to seqlens[b] plus its new keys. Slot s is row s of the cache, or row
     s % page_size of page block_table[b, s // page_size]. Positions count from leftpad.
