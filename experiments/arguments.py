@@ -25,6 +25,7 @@ from . import (
     real_codes,
     real_reuse,
     real_speed,
+    real_training,
     tables,
     tasks,
     tokenizing,
@@ -45,6 +46,7 @@ TOOLS = {  # commands with arguments of their own
     "codes": real_codes,
     "reuse": real_reuse,
     "speed": real_speed,
+    "continue": real_training,
 }
 DERIVED = {"tables": "write the tables and figures of a run directory again, from its CSV files"}
 UNTRAINED = ("positions", "frequencies")  # experiments that train and read nothing

@@ -2,6 +2,7 @@
 
 import json
 import random
+from argparse import Namespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from flashrope.cli.options import BadInput
 from flashrope.evaluation.model import load
 from flashrope.integrations.transformers import convert
 
-from experiments import real_codes, real_reuse, real_speed
+from experiments import real_codes, real_reuse, real_speed, real_training
 from experiments.__main__ import main
 
 TEXT = "The wind blows over the field. A dog barks at the gate, and the baker opens his shop at 7. " * 9
@@ -210,3 +211,74 @@ def test_a_training_step_to_time_leaves_the_weights(folder):
     before = {name: weight.clone() for name, weight in model.named_parameters()}
     assert real_speed.training_step(model, torch.tensor([tokens.encode(TEXT)[:33]])) > 0
     assert all(torch.equal(weight, before[name]) and weight.grad is None for name, weight in model.named_parameters())
+
+
+# ---- continued training
+
+CONTINUE = ["--tokens", "256", "--length", "32", "--batch", "2", "--longest", "64", "--windows", "2"]
+CONTINUE += ["--measurements", "2", "--dtype", "float32"]
+
+
+@pytest.fixture
+def bins(monkeypatch):
+    monkeypatch.setattr(real_training, "BIN", 16)
+
+
+def test_continued_training_measures_every_way(folder, tmp_path, bins, capsys):
+    assert run("continue", folder, tmp_path, *CONTINUE) == 0
+    found = json.loads((tmp_path / "continued.json").read_text())
+    ways = ["RoPE", "HoPE", "CoPE, then HoPE"]
+    assert [(row["way"], row["tokens"]) for row in found["rows"]] == [(w, t) for w in ways for t in (0, 128, 256)]
+    assert [row["scheme"] for row in found["rows"][-3:]] == ["CoPE", "CoPE", "HoPE"]
+    model, tokens = load(str(folder), torch.device("cpu"))
+    ids = tokens.encode(TEXT)
+    unseen = real_training.unseen_windows([ids[int(0.8 * len(ids)) :]], 65, 2, 0)
+    for window, expected in zip(unseen, found["rows"][0]["bins"], strict=True):
+        row = torch.tensor([window])
+        with torch.no_grad():
+            losses = torch.nn.functional.cross_entropy(model(row[:, :-1]).logits[0], row[0, 1:], reduction="none")
+        assert expected == pytest.approx(losses.view(4, 16).mean(1).tolist(), abs=1e-4)
+    assert len({str(row["bins"]) for row in found["rows"]}) == 9
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-6].startswith("| RoPE | 1-2k | ") and lines[-1].startswith("| CoPE, then HoPE | 3-4k | ")
+
+
+def test_continued_training_resumes(folder, tmp_path, bins, monkeypatch):
+    """A run that stops after a step that was saved ends with the numbers of a run that did not stop."""
+    assert run("continue", folder, tmp_path / "whole", *CONTINUE) == 0
+    steps, train_step = [], real_training.train_step
+
+    def interrupted(*given):
+        steps.append(1)
+        if len(steps) == 7:  # the third step of the second way: its second was saved
+            raise KeyboardInterrupt
+        return train_step(*given)
+
+    monkeypatch.setattr(real_training, "train_step", interrupted)
+    assert run("continue", folder, tmp_path / "parts", *CONTINUE) == 130
+    assert run("continue", folder, tmp_path / "parts", *CONTINUE) == 0
+    assert len(steps) == 7 + 4 + 2
+    whole, parts = (json.loads((tmp_path / name / "continued.json").read_text()) for name in ("whole", "parts"))
+    assert whole["rows"] == parts["rows"]
+
+
+def test_batches_are_the_same_in_every_way_and_stay_in_one_text():
+    texts = [torch.arange(100), torch.arange(1000, 1040)]
+    args = Namespace(seed=3, length=16, batch=8)
+    first, again, later = (real_training.batch(texts, step, args) for step in (5, 5, 6))
+    assert torch.equal(first, again) and not torch.equal(first, later)
+    rows = torch.cat([real_training.batch(texts, step, args) for step in range(200)])
+    assert ((rows[:, 1:] - rows[:, :-1]) == 1).all()
+    starts = set(rows[:, 0].tolist())
+    assert starts == {*range(84), *range(1000, 1024)}
+
+
+def test_learning_rate_rises_and_falls():
+    rates = [real_training.rate(step, 40) for step in range(40)]
+    assert rates[:4] == [0.25, 0.5, 0.75, 1.0] and rates[4] == 1.0 and rates[39] == pytest.approx(1 / 36)
+    assert rates[4:] == sorted(rates[4:], reverse=True)
+
+
+def test_a_text_too_short_to_continue_on(folder, tmp_path, capsys):
+    assert run("continue", folder, tmp_path, "--length", "32", "--longest", "4096") == 2
+    assert "--text: expected a file of at least 20,482 bytes" in capsys.readouterr().err

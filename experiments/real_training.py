@@ -1,0 +1,250 @@
+"""``python -m experiments continue``: continue a pretrained model's training under RoPE, HoPE, and CoPE then HoPE.
+
+All three start from the same weights and read the same batches, which are random windows of the first four fifths of
+every text. Before, between and after the steps, the loss by position is measured on windows of the last fifths. The
+row of RoPE at 0 tokens is the model as it came. Weights are float32; under ``--dtype bfloat16`` matrix products run in
+bfloat16 (autocast).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from flashrope.cli import files
+from flashrope.cli.hardware import hardware
+from flashrope.cli.options import BadInput, positive
+from flashrope.cli.progress import Bar
+from flashrope.evaluation.by_position import bins_of, fingerprint, position_losses
+from flashrope.evaluation.journal import Journal
+from flashrope.evaluation.model import describe, load, training_length
+from flashrope.evaluation.schemes import applicable
+from flashrope.small_models.data import unseen_windows
+
+from .real_codes import command_line, parse
+
+SUMMARY = "continue a pretrained model's training under HoPE: continue --model FILE --text PATH --out DIR"
+RESULT, JOURNAL = "continued.json", "continued.jsonl"
+BIN = 1024
+TRAINED = 0.8  # share of every text that training reads
+WARMUP = 0.1  # share of the steps
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+BETAS, WEIGHT_DECAY, CLIP = (0.9, 0.95), 0.1, 1.0
+
+
+class Stage(NamedTuple):
+    """A scheme to train under. apply: converts the model to it."""
+
+    scheme: str
+    apply: Callable[[], object]
+
+
+class Texts(NamedTuple):
+    """Token ids. trained: what batches are drawn from, a tensor for each file. unseen: int64 (windows, longest + 1)."""
+
+    trained: list[torch.Tensor]
+    unseen: torch.Tensor
+
+
+def run(argv: list[str], program: str) -> None:
+    parser = argparse.ArgumentParser(prog=program, description=__doc__.partition(": ")[2], allow_abbrev=False)
+    parser.add_argument("--model", required=True, help="folder or GGUF file")
+    parser.add_argument("--text", metavar="PATH", nargs="+", required=True, help="text files")
+    parser.add_argument("--tokens", type=positive, default=300_000, help="tokens to train on (default 300000)")
+    parser.add_argument("--length", type=positive, default=2048, help="tokens of a sequence (default 2048)")
+    parser.add_argument("--batch", type=positive, default=2, help="sequences of a step (default 2)")
+    parser.add_argument("--learning-rate", type=float, default=3e-4, help="at its highest (default 3e-4)")
+    parser.add_argument("--longest", type=positive, default=12_288, help="tokens of a window to measure")
+    parser.add_argument("--windows", type=positive, default=4, help="windows to measure (default 4)")
+    parser.add_argument("--measurements", type=positive, default=4, help="after training began (default 4)")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of matrix products (default bfloat16)")
+    args = parse(parser, argv)
+    args.out.mkdir(parents=True, exist_ok=True)
+    train(args, command_line(program, argv))
+
+
+def train(args: argparse.Namespace, command: str) -> None:
+    """Trains all ways, or what is left of an interrupted run. Writes continued.json and prints its table."""
+    model, tokens = load(args.model, torch.device("cpu"))
+    train_length = training_length(model, args.model, None)
+    texts = read(args.text, tokens, args)
+    steps = -(-args.tokens // (args.batch * args.length))
+    measured = sorted({steps * n // args.measurements for n in range(args.measurements + 1)})
+    settings = {
+        "model": describe(model, args.model, train_length),
+        "weights": fingerprint(model),
+        "text": [Path(path).name for path in args.text],
+        "steps": steps,
+        "measured": measured,
+        **{name: getattr(args, name) for name in ("length", "batch", "learning_rate", "longest", "dtype", "seed")},
+        "windows": len(texts.unseen),
+    }
+    journal = Journal(args.out / JOURNAL, settings)
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    ways = ways_of(model, train_length, args.longest)
+    with Bar(len(ways) * steps) as bar:
+        for way, stages in ways.items():
+            bar.start(way)
+            model.load_state_dict(start)
+            continue_training(model, way, stages, texts, measured, journal, args, bar)
+    facts = settings | {
+        "train_length": train_length,
+        "bin": BIN,
+        "machine": f"{hardware('cpu')}, torch {torch.__version__}",
+        "command": command,
+    }
+    record = {**facts, "rows": journal.rows}
+    files.write(args.out / RESULT, json.dumps(record, indent=1) + "\n")
+    print(table(record))
+
+
+def read(paths: Sequence[str], tokens, args: argparse.Namespace) -> Texts:
+    """Raises BadInput if the first part of no text has a sequence, or the last part of none a window to measure."""
+    trained, unseen = [], []
+    for path in paths:
+        ids = tokens.encode(Path(path).read_text(encoding="utf-8"))
+        cut = int(TRAINED * len(ids))
+        trained.append(torch.tensor(ids[:cut]))
+        unseen.append(ids[cut:])
+    windows = unseen_windows(unseen, args.longest + 1 - len(tokens.start), args.windows, args.seed)
+    trained = [ids for ids in trained if len(ids) > args.length]
+    if not windows or not trained:
+        needed = max(int(args.length / TRAINED), int(args.longest / (1 - TRAINED))) + 2
+        raise BadInput(f"--text: expected a file of at least {needed:,} {tokens.unit}s; shorten --longest or --length")
+    return Texts(trained, torch.tensor([[*tokens.start, *window] for window in windows]))
+
+
+def ways_of(model, train_length: int, longest: int) -> dict[str, list[Stage]]:
+    """Returns the schemes that each way trains under, one after another, for equal numbers of steps."""
+    from flashrope.integrations.transformers import convert, revert
+
+    def rope() -> object:
+        return convert(revert(model) if any(hasattr(module, "_flashrope") for module in model.modules()) else model)
+
+    found = {each.name: each for each in applicable(model, ["hope", "cope"], train_length, longest)[0]}
+    if missing := {"hope", "cope"} - found.keys():
+        raise BadInput(f"--model: expected a model that HoPE and CoPE change, {', '.join(sorted(missing))} does not")
+    hope, cope = (Stage(found[name].label, found[name].apply) for name in ("hope", "cope"))
+    return {"RoPE": [Stage("RoPE", rope)], "HoPE": [hope], "CoPE, then HoPE": [cope, hope]}
+
+
+def continue_training(
+    model,
+    way: str,
+    stages: Sequence[Stage],
+    texts: Texts,
+    measured: Sequence[int],
+    journal: Journal,
+    args: argparse.Namespace,
+    bar: Bar,
+) -> None:
+    """Trains one way from the step that was saved last, and measures it at the steps ``measured``."""
+    steps, path = measured[-1], args.out / f"{way.replace(',', '').replace(' ', '-')}.pt"
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, betas=BETAS, weight_decay=WEIGHT_DECAY)
+    done = {row["step"] for row in journal.rows if row["way"] == way}
+    first, losses = 0, []
+    if path.exists():
+        saved = torch.load(path, weights_only=True)
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        first, losses = saved["step"], saved["losses"]
+    bar.step(first)
+    for step in range(first, steps + 1):
+        if step in measured:
+            stage = stages[min(max(step - 1, 0) * len(stages) // steps, len(stages) - 1)]
+            stage.apply()
+            if step > first:
+                save(
+                    {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step, "losses": losses},
+                    path,
+                )
+            if step not in done:
+                tokens = step * args.batch * args.length
+                row = {"way": way, "scheme": stage.scheme, "step": step, "tokens": tokens}
+                journal.add(row | {"training_loss": losses[-1:], "bins": measure(model, texts.unseen, args.dtype)})
+        if step < steps:
+            stages[step * len(stages) // steps].apply()
+            for group in optimizer.param_groups:
+                group["lr"] = args.learning_rate * rate(step, steps)
+            losses.append(train_step(model, optimizer, batch(texts.trained, step, args), args.dtype))
+            bar.step(1, f"loss {losses[-1]:.3f}")
+
+
+def rate(step: int, steps: int) -> float:
+    """Returns the share of the highest learning rate: a linear rise, then a linear fall to 0."""
+    rise = max(int(WARMUP * steps), 1)
+    return min((step + 1) / rise, (steps - step) / max(steps - rise, 1), 1.0)
+
+
+def batch(texts: Sequence[torch.Tensor], step: int, args: argparse.Namespace) -> torch.Tensor:
+    """Returns the sequences of a step, int64 (batch, length + 1): the same in every way, drawn from all positions of
+    all texts with equal probability."""
+    generator = torch.Generator().manual_seed(args.seed * 1_000_003 + step)
+    starts = torch.tensor([len(ids) - args.length for ids in texts])
+    ends = starts.cumsum(0)
+    rows = []
+    for place in torch.randint(int(ends[-1]), (args.batch,), generator=generator).tolist():
+        index = int(torch.searchsorted(ends, place, right=True))
+        begin = place - int(ends[index] - starts[index])
+        rows.append(texts[index][begin : begin + args.length + 1])
+    return torch.stack(rows)
+
+
+def train_step(model, optimizer, rows: torch.Tensor, dtype: str) -> float:
+    """Returns the loss of rows, int64 (batch, length + 1), before the step."""
+    model.train()
+    total = 0.0
+    for row in rows:  # one sequence at a time: the logits of a batch are large
+        with torch.autocast("cpu", DTYPES[dtype], enabled=dtype != "float32"):
+            logits = model(row[None, :-1], use_cache=False).logits[0]
+        loss = F.cross_entropy(logits.float(), row[1:]) / len(rows)
+        loss.backward()
+        total += loss.item()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return total
+
+
+def measure(model, windows: torch.Tensor, dtype: str) -> list[list[float]]:
+    """Returns the mean loss of every BIN positions, window by window."""
+    model.eval()
+    with torch.autocast("cpu", DTYPES[dtype], enabled=dtype != "float32"):
+        return [list(bins_of(position_losses(model, window), BIN)) for window in windows]
+
+
+def save(state: dict[str, Any], path: Path) -> None:
+    """Writes the state completely or not at all."""
+    partial = path.with_suffix(".partial")
+    torch.save(state, partial)
+    os.replace(partial, path)
+
+
+def curves(record: dict[str, Any]) -> Iterator[tuple[str, list[int], list[list[float]]]]:
+    """Yields every way: its name, the tokens that it has read, and the mean over windows of every bin at each of
+    them."""
+    for way in dict.fromkeys(row["way"] for row in record["rows"]):
+        rows = sorted((row for row in record["rows"] if row["way"] == way), key=lambda row: row["step"])
+        yield way, [row["tokens"] for row in rows], [[fmean(x) for x in zip(*row["bins"], strict=True)] for row in rows]
+
+
+def table(record: dict[str, Any]) -> str:
+    """Returns a Markdown table: the loss of the second and of the last bin by tokens trained on."""
+    found = list(curves(record))
+    last = len(found[0][2][0]) - 1
+    lines = [
+        "| trained under | positions | " + " | ".join(f"{tokens:,} tokens" for tokens in found[0][1]) + " |",
+        "|---|---|" + "---:|" * len(found[0][1]),
+    ]
+    for at in (1, last):
+        for way, _, bins in found:
+            cells = " | ".join(f"{each[at]:.3f}" for each in bins)
+            lines.append(f"| {way} | {at}-{at + 1}k | {cells} |")
+    return "\n".join(lines)
