@@ -34,6 +34,7 @@ SUBCOMMANDS = {  # name: (module, or module:function for another than main, what
         "model",
         "predict from the machine code what the inner loops wait for, and speeds on an A100; no GPU is needed",
     ),
+    "validate": ("validate", "what the model predicts for other people's kernels, beside what was measured"),
     "peers": (
         "compiling.peers",
         "machine code of PyTorch's FlashAttention-2 kernels beside that of ours, without a GPU",

@@ -8,6 +8,7 @@ from pathlib import Path
 from flashrope.cli.figure import COLOURS, MARKERS, new_figure, save
 
 FOLDER, DEVICE, DECODING, LOOPS, CHART = "model", "a100.csv", "a100-decoding.csv", "loops.csv", "a100.png"
+TUTORIAL, VALIDATION = "triton-tutorial.csv", "validation.csv"
 MARK = "predicted, nothing was run on a GPU"
 WHO = {
     "rope": "flashrope, RoPE, deterministic=True",
@@ -29,6 +30,14 @@ How far to trust it: FlashAttention-2's own kernels (PyTorch 2.13.0's wheel) run
 their authors measured (Dao 2023, arXiv 2307.08691, figure 4, July 2023: A100 80 GB SXM4, 16k tokens, 2048 channels,
 causal). The row "error of the model" is the difference. Where two tiles are nearer than 5% of each other, their order
 means nothing. `bench/on_gpu.sh hope rerope decode` measures what is predicted here."""
+VALIDATED = """\
+Two more kernels of other people run through the model: FlashAttention-2's forward and that of Triton's tutorial, at
+the shapes of a table in flash-attention's issue 307 (batch 4, 32 heads, causal, fp16, September 2024). That table does
+not name its GPU; its speeds fit an A100. The tutorial's kernel is compiled by the installed Triton, in the fastest of
+the tiles that the tutorial tries, and was published with the Triton of that month, so its difference has a share of
+two compilers. Other simulators report mean
+errors of 5.7% (Sim-FA, arXiv 2605.00555: FlashAttention-3 on an H800, at most 12.7%) and of 14.0% (arXiv 2503.20481, a
+model of control bits: general programs on an RTX A6000)."""
 
 
 def read(path: Path) -> list[dict[str, str]]:
@@ -65,6 +74,18 @@ def draw(path: Path, rows: list[dict[str, str]]) -> None:
     save(figure, path)
 
 
+def _validated(folder: Path, table) -> list[str]:
+    """Returns the paragraph and the table of ``bench validate``, if there are results."""
+    path = folder / FOLDER / VALIDATION
+    if not path.exists():
+        return []
+    rows = read(path)
+    seqlens = _seqlens(rows[0])
+    cells = [[row["kernel"], row["row"], row["D"], *(row[name] for name in seqlens)] for row in rows]
+    heading = ["TFLOP/s, forward, causal, fp16", "row", "head_dim", *(f"{int(name):,}" for name in seqlens)]
+    return [f"`python -m bench validate --publish`. {VALIDATED}", "", *table(heading, cells, 2), ""]
+
+
 def section(folder: Path, table) -> list[str]:
     """Lines of Markdown. table: makes those of a table from a heading, rows and the number of left columns."""
     rows, loops = read(folder / FOLDER / DEVICE), read(folder / FOLDER / LOOPS)
@@ -89,6 +110,7 @@ def section(folder: Path, table) -> list[str]:
     ]
     heading = ["TFLOP/s, causal, bf16", "pass", "head_dim", *(f"{int(name):,}" for name in seqlens)]
     lines += [*table(heading, cells, 2), ""]
+    lines += _validated(folder, table)
     keys = _seqlens(cached[0])
     heading = [
         "decoding, GB/s of keys and values, at most the 2039 of the data sheet",

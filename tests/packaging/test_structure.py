@@ -25,7 +25,14 @@ FLOORS = {  # from the ground up; a room, a file or a folder, imports from itsel
         "evaluation",
         "commands",
     ),
-    "bench": ("machine progress work", "compiling report", "timing", "results_page sanitize model", "__main__"),
+    "bench": (
+        "machine progress work",
+        "compiling report",
+        "timing",
+        "results_page sanitize model",
+        "validate",
+        "__main__",
+    ),
     "experiments": (
         "tokens templating gau encodings statistics published distributed looks zoo tokenizing figures patterns tasks "
         "passkey copying few_shot presets quantized_loss reused_loss switch_loss fetch real_codes "
