@@ -158,8 +158,8 @@ class Variant(NamedTuple):
 
     interleaved: channels 2 c and 2 c + 1 are a pair, not channels c and c + rotary_dim / 2.
     rotated_bands: bit b is set if band b rotates its keys.
-    aligned_maps: the scheme maps positions, every tile of keys lies in one chunk, and it lies in one group or holds
-        whole groups.
+    aligned_maps: the scheme maps positions, every tile of keys lies in one chunk, and every tile either lies in one
+        group or holds whole groups.
     rotated_keys: the caller's keys are already rotated by their positions. Queries then rotate by their own positions,
         which may be negative.
     parts: the number of parts, 1 or 2, into which the channels of q, k, v and out are divided. Two parts leave more

@@ -30,7 +30,7 @@ def has_ptx():
 # ---- reading
 # The PTX below converts four bytes at a time. It avoids conversion instructions, which run at a quarter of the rate.
 # The byte 0x43 followed by a byte c < 128 is the bfloat16 number 128 + c. The byte 0x64 followed by any byte c is the
-# float16 number 1024 + c.
+# float16 number 1024 + c. The bytes 0x4b0000 followed by any byte c are the float32 number 2^23 + c.
 
 INT8_TO_BF16 = tl.constexpr("""
 {
@@ -45,7 +45,7 @@ INT8_TO_BF16 = tl.constexpr("""
     and.b32 high, pair, 0xff80ff80;
     fma.rn.bf16x2 $1, high, minus, low;
 }
-""")  # the lowest seven bits, less the sign bit
+""")  # computes the number in the lowest seven bits, minus 128 if the sign bit is set
 INT8_TO_FP16 = tl.constexpr("""
 {
     .reg .b32 shifted, zero, pair;
@@ -338,8 +338,8 @@ def hide_codes(x):
     narrowest load that the operand comes from, and a join halves that width. For joined codes kWidth is 8. Four lanes
     share a row, so a row needs 32 elements. If it has 16, two of the lanes hold copies, and the product adds them too.
 
-    The branch is always taken. It helps because Triton does not search for loads beyond the result of a branch. The
-    cast keeps the compiler from replacing the branch by a select."""
+    The branch is always taken. It hides the loads, because Triton does not search for loads beyond the result of a
+    branch. The cast keeps the compiler from replacing the branch by a select."""
     if not has_ptx() or x.dtype == tl.float32:
         return x
     else:

@@ -96,8 +96,8 @@ HALF["sm120"] = HALF["sm86"] | {
     "grad_kv banded": {},
     "grad_q banded": HALF["sm86"]["grad_q banded"] | {128: Tile(128, 32, 8, 2)},
 }
-# The tiles of "cdna" have the fewest instructions per needed product among those that spill no vector register and fit
-# in 64 KB of shared memory. With at most four waves on a compute unit, each wave may use 512 registers.
+# The tiles of "cdna" spill no vector register and fit in 64 KB of shared memory. Of such tiles they take the fewest
+# instructions per needed product. With at most four waves on a compute unit, each wave may use 512 registers.
 HALF["cdna"] = {
     "forward": by_block_d((128, 64, 4, 2), (128, 64, 4, 2), (128, 64, 4, 2), (128, 64, 4, 2), (128, 16, 8, 2)),
     "forward codes": by_block_d((128, 32, 4, 2), (128, 32, 4, 2), (128, 32, 4, 2), (128, 32, 4, 2), (64, 16, 8, 1)),

@@ -79,8 +79,8 @@ class KeyRows(NamedTuple):
 
 @triton.jit
 def enter_band(raw, copied, band, head, first, last, maps, ROTATED_K: tl.constexpr, VARIANT: tl.constexpr):
-    """Returns (Keys, TileRange) of a band for queries at positions first to last. The Keys are `raw`, the sequence's
-    raw Keys, or the band's rotated copy."""
+    """Returns (Keys, TileRange) of a band for queries at positions first to last. raw: the sequence's raw Keys. If the
+    band rotates its keys, k of the result is its rotated copy."""
     tiles = key_tiles(band, first, last, raw.length, VARIANT.block_n, maps)
     k = band_keys(raw.k, copied.view, band.k_copy, copied.row, head, ROTATED_K, VARIANT)
     first_key = tl.where(band.k_copy < 0, 0, copied.first)

@@ -1,7 +1,7 @@
 """Handles explicit positions of cached tokens: finds the visible keys, their positions, and which keys a query reads.
 
-``place_tokens`` runs before the attention kernel. It clamps the tables. For every query it finds the query's own key,
-its position, and the range of columns that holds each band's keys. A column is the index of a slot, counted from the
+``place_tokens`` runs before the attention kernel. It clamps what the tables hold. For every query it finds the query's
+own key, its position, and the range of columns that holds each band's keys. A column is the index of a slot, counted from the
 sequence's first slot. The causal mask compares columns, and bands compare positions. If positions decrease along a
 sequence, the ranges of columns are wider, but results do not change.
 """
@@ -159,7 +159,7 @@ def count_before(counts, N: tl.constexpr):
 
 
 class Columns(NamedTuple):
-    """Columns [begin, end), or tiles of them."""
+    """A range [begin, end) of columns, or of tiles of columns."""
 
     begin: object
     end: object
@@ -167,8 +167,8 @@ class Columns(NamedTuple):
 
 @triton.jit
 def columns_by_entries(tables, cache, seq, lowest, highest, VARIANT: tl.constexpr):
-    """Returns the Columns, each [BM], of the keys at positions lowest to highest [BM]. For axial schemes, whose bands
-    go by order, lowest and highest are ranks among the visible keys."""
+    """Returns the Columns (begin, end [BM]) that hold all keys at positions lowest to highest [BM]. Bands of axial
+    schemes compare ranks, so for these lowest and highest are ranks among the visible keys."""
     entries_in_all = decode_int(cache.capacity) // page_rows(cache, VARIANT.page_size)
     begin = tl.zeros_like(lowest) + seq.length_k
     end = tl.zeros_like(lowest)
@@ -189,8 +189,8 @@ def columns_by_entries(tables, cache, seq, lowest, highest, VARIANT: tl.constexp
 
 @triton.jit
 def columns_by_groups(groups, cache, seq, lowest, highest, VARIANT: tl.constexpr):
-    """Returns the Columns, each [BM], of the groups of slots that have keys at whole positions lowest to highest
-    [BM]."""
+    """Returns the Columns (begin, end [BM]) that hold all groups of slots with keys at whole positions lowest to
+    highest [BM]."""
     groups_in_all = tl.cdiv(decode_int(cache.capacity), VARIANT.block_n)
     begin = tl.zeros_like(lowest) + seq.length_k
     end = tl.zeros_like(lowest)

@@ -48,7 +48,7 @@ def rotate_rows(
 
     x: TensorView. out: TensorView (copy, row, head). rotations: int32, the rotation of every copy. cu_seqlens_other,
     seqlen_other: the lengths of k if x holds queries, and of q if x holds keys. cache: if x holds the new keys of a
-    cache, its CacheLayout; x then holds the last keys of every sequence. Otherwise all fields are None."""
+    cache, which are the last keys of every sequence, its CacheLayout. Otherwise a CacheLayout of None only."""
     batch, first = row_program(max_seqlen, VARIANT.block_m)
     if cache.seqlens is None:
         start, length = sequence_rows(cu_seqlens, batch, seqlen)

@@ -467,7 +467,7 @@ def load_rotated_hidden(view, table, rotation, rows, scale, VARIANT: tl.constexp
     from pairs.
 
     Symptom without the branch: Triton looks through the joins and picks a layout that ldmatrix cannot load. So keep the
-    branch, although applying rotation 0 (the identity) would give the same tile. It also saves that work."""
+    branch, although applying rotation 0 (the identity) would give the same tile. The branch also saves that work."""
     if rotation > 0:
         tile = load_rotated(view, table, rotation, rows, scale, True, VARIANT)  # [BM, D]
     else:

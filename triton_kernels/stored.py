@@ -22,7 +22,7 @@ PART = tl.constexpr(2.0**31)
 LAST_PART = tl.constexpr(2**31 - 1)
 RADIANS = tl.constexpr(6.283185307179586 / 2**32)  # radians in 2^-32 turn
 # For |x| up to an eighth of a turn, sin(x) = x + x^3 P(x^2) and cos(x) = 1 - x^2 / 2 + x^4 Q(x^2), with an error of at
-# most 3e-9. P and Q are the polynomials with the least maximum error. These are their coefficients.
+# most 3e-9. P and Q are the polynomials with the least maximum error. The constants are their coefficients.
 SIN_0, SIN_1, SIN_2 = tl.constexpr(-0.16666651), tl.constexpr(0.00833197869), tl.constexpr(-0.000194956359)
 COS_0, COS_1, COS_2 = tl.constexpr(0.0416666456), tl.constexpr(-0.00138873677), tl.constexpr(2.44384519e-05)
 

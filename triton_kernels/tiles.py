@@ -155,7 +155,7 @@ def load_band(bands, band):
 
 @triton.jit
 def previous_band(bands, band: tl.constexpr):
-    """Returns band b - 1; for b = 0, band 0."""
+    """Returns the Band before `band`, or band 0 if `band` is 0."""
     return load_band(bands, band - 1 if band > 0 else 0)
 
 
@@ -272,8 +272,8 @@ def edge_tile(tiles, step):
 
 class TileRows(NamedTuple):
     """The rows of a tile. index [M]: 0 to M - 1. start: the first row's row in the cos/sin table. first: the first
-    row's index in its sequence. length: the sequence's number of rows. A field for length - first would take one more
-    register."""
+    row's index in its sequence. length: the sequence's number of rows. Kernels use first and length separately, so a
+    field for length - first would take one more register."""
 
     index: object
     start: object
