@@ -96,8 +96,8 @@ HALF["sm120"] = HALF["sm86"] | {
     "grad_kv banded": {},
     "grad_q banded": HALF["sm86"]["grad_q banded"] | {128: Tile(128, 32, 8, 2)},
 }
-# The tiles of "cdna" spill no vector register and fit in 64 KB of shared memory. Of such tiles they take the fewest
-# instructions per needed product. With at most four waves on a compute unit, each wave may use 512 registers.
+# The tiles of "cdna" spill no vector register and fit in 64 KB of shared memory. They take fewer instructions per
+# needed product than other such tiles. With at most four waves on a compute unit, a wave may use 512 registers.
 HALF["cdna"] = {
     "forward": by_block_d((128, 64, 4, 2), (128, 64, 4, 2), (128, 64, 4, 2), (128, 64, 4, 2), (128, 16, 8, 2)),
     "forward codes": by_block_d((128, 32, 4, 2), (128, 32, 4, 2), (128, 32, 4, 2), (128, 32, 4, 2), (64, 16, 8, 1)),
@@ -268,7 +268,8 @@ def tile(
 
 def forward_parts(tile: Tile, block_d: int, block_dv: int, itemsize: int) -> int:
     """Returns ``Variant.parts``. If a warp's accumulator has 32 rows of 128 channels, or 16 rows of 256, one part
-    spills more registers in the inner loop than two parts. A part has at least the 16 channels that a tensor core takes."""
+    spills more registers in the inner loop than two parts. A part has at least the 16 channels that a tensor core
+    takes."""
     rows = tile.block_m // tile.num_warps
     return 2 if itemsize == 2 and block_d >= 32 and rows * block_dv >= 32 * 128 else 1
 

@@ -1,9 +1,9 @@
 """Handles explicit positions of cached tokens: finds the visible keys, their positions, and which keys a query reads.
 
 ``place_tokens`` runs before the attention kernel. It clamps what the tables hold. For every query it finds the query's
-own key, its position, and the range of columns that holds each band's keys. A column is the index of a slot, counted from the
-sequence's first slot. The causal mask compares columns, and bands compare positions. If positions decrease along a
-sequence, the ranges of columns are wider, but results do not change.
+own key, its position, and the range of columns that holds each band's keys. A column is the index of a slot, counted
+from the sequence's first slot. The causal mask compares columns, and bands compare positions. If positions decrease
+along a sequence, the ranges of columns are wider, but results do not change.
 """
 
 from typing import NamedTuple
