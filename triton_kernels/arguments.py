@@ -1,11 +1,12 @@
-"""What the host passes to a kernel.
+"""Defines the tuples that the host passes to kernels.
 
-Triton specialises integers inside a tuple by value (multiple of 16? equal to 1? 64 bits?). Strides and sizes depend on
-lengths, so they are encoded: every encoded number answers those questions alike, and no length compiles a kernel anew.
-Integers outside tuples are ``do_not_specialize``.
+Triton compiles a kernel again if an integer inside a tuple changes in one of three properties: whether it is a multiple
+of 16, whether it is 1, and whether it needs 64 bits. Strides and sizes depend on lengths, so the host encodes them. All
+encoded numbers have the same three properties, so a new length does not compile a kernel again. Integers outside tuples
+are listed in ``do_not_specialize``.
 
     A stride of 4096:  (4096 << 4) + 2**40 = 1099511693312, a multiple of 16, not 1, of 64 bits.
-    A stride of 4097:  (4097 << 4) + 2**40 = 1099511693328, the same three answers.
+    A stride of 4097:  (4097 << 4) + 2**40 = 1099511693328, with the same three properties.
     In the kernel:     (1099511693328 - 2**40) // 16 = 4097.
 """
 
@@ -19,7 +20,8 @@ TAG = tl.constexpr(_TAG)
 
 
 class TensorView(NamedTuple):
-    """A tensor (batch, seqlen, heads, head_dim), last dimension contiguous. Strides in elements, encoded."""
+    """A tensor (batch, seqlen, heads, head_dim) whose last dimension is contiguous. Strides are in elements and
+    encoded."""
 
     ptr: object
     stride_batch: object
@@ -28,7 +30,7 @@ class TensorView(NamedTuple):
 
 
 class BandedView(NamedTuple):
-    """A tensor (band, batch, seqlen, heads, head_dim); otherwise as TensorView."""
+    """A TensorView with one more dimension: (band, batch, seqlen, heads, head_dim)."""
 
     ptr: object
     stride_band: object
@@ -41,13 +43,15 @@ class Scheme(NamedTuple):
     """A lowered rotary scheme.
 
     bands: int32 (num_bands, 7), rows of ``flashrope.lowering.lowered.LoweredBand``.
-    table: float32 cos and sin, or int64 turns, as ``flashrope.lowering.cos_sin`` builds them.
+    table: float32 cos and sin, or int64 phases, as ``flashrope.lowering.cos_sin`` builds them.
     positions: float32 (batch, seqlen) if the caller gave positions, else None.
     maps: int32 (rotations, 4), rows of ``flashrope.lowering.lowered.RowMap``, if the scheme maps positions, else None.
     score_scale: softmax_scale * temperature.
     log_n_factor, log_n_floor: the query at position i is scaled by max(log_n_floor, log_n_factor * ln(i + 1)).
-    log_n_every, log_n_first: if given, by 1 + log_n_factor * ln(1 + floor((i + log_n_first) / log_n_every)) instead.
-    length_scale: if given, also by max(1, 0.1 * ln(n / length_scale) + 1) in a sequence of n keys.
+    log_n_every, log_n_first: if they are not None, the query at position i is scaled by
+        1 + log_n_factor * ln(1 + floor((i + log_n_first) / log_n_every)) instead.
+    length_scale: if it is not None, queries are also scaled by max(1, 0.1 * ln(n / length_scale) + 1), where n is the
+        number of keys of their sequence.
     """
 
     bands: object
@@ -63,7 +67,8 @@ class Scheme(NamedTuple):
 
 
 class CuSeqlens(NamedTuple):
-    """First rows of packed sequences, int32 (sequences + 1,), or None and None."""
+    """The first row of each packed sequence, then the total, int32 (sequences + 1,). Both are None if tensors are not
+    packed."""
 
     q: object
     k: object
@@ -77,18 +82,19 @@ class Result(NamedTuple):
 
 
 class CacheLayout(NamedTuple):
-    """``flashrope.backends.calls.CacheLayout`` for a kernel. Numbers are encoded.
+    """``flashrope.backends.calls.CacheLayout`` as kernels take it. Numbers are encoded.
 
     seqlens, block_table, leftpad, slot_mapping: tensors. All but seqlens may be None.
     k_scale, v_scale: scales of a quantized cache, float32, or None.
-    entries, tokens, shown: int32, filled by ``placed.place_tokens`` where positions of cached tokens are data, or None.
-    slot_positions: float32, the position of every slot of the cache, with axes if the scheme has some; contiguous. Or
+    entries, tokens, shown: int32, filled by ``placed.place_tokens`` if the caller gave positions of cached tokens, else
         None.
+    slot_positions: float32, contiguous: the position of every slot of the cache, with one number per axis if the scheme
+        is axial. None if the cache does not store positions.
     seqlen_new: the keys that this call added to every sequence, or -1 for one per query.
-    capacity: slots that a sequence can have.
-    pages: of the cache.
-    decode_seqlen: with packed queries, the longest sequence that the decode kernel serves. ``attention_chunks`` serves
-        longer ones.
+    capacity: the largest number of slots of a sequence.
+    pages: the number of pages of the cache.
+    decode_seqlen: the decode kernel serves sequences with at most this many packed queries. ``attention_chunks`` serves
+        sequences with more.
     k_batch, k_row, k_head, v_batch, v_row, v_head: strides of k_scale and v_scale (batch or page, row, head), or None.
     """
 
@@ -115,9 +121,12 @@ class CacheLayout(NamedTuple):
 
 
 class PositionTables(NamedTuple):
-    """Positions of cached tokens as the caller gave them, each a tensor or None: page_positions, page_first and
-    page_lengths int32 (batch, max_pages), queries int32, int64 or float32, of every query. groups:
-    int32, filled by ``placed.place_slots``."""
+    """Positions of cached tokens as the caller gave them. Every field is a tensor or None.
+
+    page_positions, page_first, page_lengths: int32 (batch, max_pages).
+    queries: the position of every query, int32, int64 or float32.
+    groups: int32, filled by ``placed.place_slots``.
+    """
 
     page_positions: object
     page_first: object
@@ -135,32 +144,34 @@ class Variant(NamedTuple):
 
     block_d: the smallest power of two that is at least head_dim.
     head_dim_v, block_dv: head_dim and block_d of v and out.
-    rotary_dim: the channels that rotate.
-    first_channel: the first of them. 0 where pairs are interleaved: their table starts at channel 0.
-    num_bands: the bands of the scheme.
+    rotary_dim: the number of channels that rotate.
+    first_channel: the first channel that rotates. It is 0 if pairs are interleaved, because their table starts at
+        channel 0.
+    num_bands: the number of bands of the scheme.
     page_size: rows of a page, 0 without pages.
     block_m, block_n: query rows and key rows of a tile.
     vec: alignment of all pointers and strides, in elements.
     code_vec: alignment of a quantized cache, in bytes.
-    axes: coordinates of stored positions if the scheme is axial, else 0.
+    axes: the number of coordinates of a stored position if the scheme is axial, else 0.
 
     Features:
 
-    interleaved: channels 2 c and 2 c + 1 are a pair, instead of c and c + rotary_dim / 2.
+    interleaved: channels 2 c and 2 c + 1 are a pair, not channels c and c + rotary_dim / 2.
     rotated_bands: bit b is set if band b rotates its keys.
-    aligned_maps: the scheme maps positions, every tile of keys lies in one chunk, and it lies in one group or holds
-        whole groups.
-    rotated_keys: the keys come rotated by their own positions. Queries then rotate by their positions, which may be
-        negative.
-    parts: how many parts, 1 or 2, the channels of q, k, v and out are divided into. Two parts leave more registers to
-        the accumulators. The decode kernel has two beyond 256 channels. Quantized keys and values have one part.
+    aligned_maps: the scheme maps positions, every tile of keys lies in one chunk, and every tile either lies in one
+        group or holds whole groups.
+    rotated_keys: the caller's keys are already rotated by their positions. Queries then rotate by their own positions,
+        which may be negative.
+    parts: the number of parts, 1 or 2, into which the channels of q, k, v and out are divided. Two parts leave more
+        registers to the accumulators. The decode kernel has two parts beyond 256 channels. Quantized keys and values
+        have one part.
     red_floats: how dQ is accumulated. 0: tl.atomic_add. 1 or 4: one PTX `red` per 1 or 4 floats, straight from the
         accumulator's layout, in which every element must belong to one thread.
-    query_rows: in the pass of dK and dV, a tile of scores has rows of queries instead of rows of keys.
-    one_run: where positions of cached tokens are data, every tile of keys lies in one page.
-    stored: the cache stores positions.
-    channels: the head as the Parts of ``flashrope.lowering.parts``, so that the decode kernel rotates only the first
-        of them. Empty: all pairs are rotated.
+    query_rows: in the pass that computes dK and dV, the rows of a score tile are queries, not keys.
+    one_run: the caller gave positions of cached tokens, and every tile of keys lies in one page.
+    stored: the cache stores positions, or the positions of queries may have fractions.
+    channels: the Parts of ``flashrope.lowering.parts`` that make up a head. The decode kernel rotates only the first
+        part. Empty: all pairs are rotated.
     """
 
     head_dim: int
@@ -189,8 +200,8 @@ class Variant(NamedTuple):
 
 
 NO_CACHE = CacheLayout(*(None,) * 14)
-# For every kind of argument: how many of its first fields are pointers, and the first of the numbers that may be None
-# (0: there are none).
+# For every tuple: the number of its leading fields that are pointers, and the index of its first number that may be
+# None (0 if no number may be None).
 FIELDS = {
     TensorView: (1, 0),
     BandedView: (1, 0),
@@ -198,17 +209,17 @@ FIELDS = {
     CuSeqlens: (2, 0),
     Result: (2, 0),
     PositionTables: (5, 0),
-    CacheLayout: (10, 0),  # its strides are None where k_scale is
+    CacheLayout: (10, 0),  # its strides are None if k_scale is None
 }
 
 
 def encode_int(number: int) -> int:
-    """An integer for a field of a tuple."""
+    """Encodes an integer for a field of a tuple."""
     return (number << 4) + _TAG
 
 
 def encode_ints(*numbers: int) -> list[int]:
-    """encode_int of each, in fewer calls."""
+    """Returns encode_int of each number, with fewer function calls."""
     return [(number << 4) + _TAG for number in numbers]
 
 
@@ -220,7 +231,7 @@ def tensor_view(x) -> TensorView:
 
 
 def banded_view(x) -> BandedView:
-    """Returns the view of a tensor (band, batch, seqlen, heads, head_dim), or of packed ones (band, total, heads,
+    """Returns the view of a tensor (band, batch, seqlen, heads, head_dim), or of a packed one (band, total, heads,
     head_dim)."""
     stride = x.stride()
     return BandedView(x, *map(encode_int, (stride[0], stride[1] if len(stride) == 5 else 0, stride[-3], stride[-2])))
@@ -238,19 +249,19 @@ def decode_int64(number):
 
 @triton.jit
 def decode_code_stride(encoded, VARIANT: tl.constexpr):
-    """decode_stride of a quantized cache."""
+    """Returns a stride of a quantized cache in elements, int64. Its alignment is VARIANT.code_vec."""
     VEC: tl.constexpr = VARIANT.code_vec
     return tl.multiple_of((encoded - TAG) // 16, VEC)
 
 
 @triton.jit
 def decode_stride(encoded, VARIANT: tl.constexpr):
-    """int64: offsets into a tensor can exceed 2^31."""
+    """Returns a stride in elements. It is int64, because offsets into a tensor can exceed 2^31."""
     VEC: tl.constexpr = VARIANT.vec
     return tl.multiple_of((encoded - TAG) // 16, VEC)
 
 
 @triton.jit
 def band_view(x, band, VARIANT: tl.constexpr):
-    """One band of a BandedView."""
+    """Returns one band of a BandedView."""
     return TensorView(x.ptr + band * decode_stride(x.stride_band, VARIANT), x.stride_batch, x.stride_row, x.stride_head)

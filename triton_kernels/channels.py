@@ -1,8 +1,9 @@
-"""Tiles of queries and keys by ``VARIANT.channels``: a head in parts, of which only the first rotates.
+"""Loads queries and keys in the parts of ``VARIANT.channels``, of which only the first rotates.
 
-A part is two runs of width / 2 channels (``flashrope.lowering.parts.Part``). The part that rotates gives two tiles, the
-first and the second members of its pairs. Any other part gives one tile. The score is the sum of the tiles' products.
-Functions take the number of a part, because a NamedTuple as an argument would not be constexpr any more.
+A part is two runs of width / 2 channels (``flashrope.lowering.parts.Part``). The part that rotates is loaded as two
+tiles, the first and the second members of its pairs. Any other part is loaded as one tile. The score is the sum of the
+tiles' products. Functions take the index of a part, because a NamedTuple that is passed as an argument would no longer
+be constexpr.
 """
 
 import triton
@@ -13,7 +14,8 @@ from .rotation import rotate, split_pairs
 
 @triton.jit
 def part_channels(PART: tl.constexpr, VARIANT: tl.constexpr):
-    """Returns the channels of a part, [width], in whole vectors."""
+    """Returns the channels of a part, [width]. They are computed in whole vectors of VARIANT.vec channels, so that the
+    compiler can load those."""
     WIDTH: tl.constexpr = VARIANT.channels[PART].width
     FIRST: tl.constexpr = VARIANT.channels[PART].first
     GAP: tl.constexpr = VARIANT.channels[PART].second - FIRST - WIDTH // 2
@@ -29,8 +31,8 @@ def part_channels(PART: tl.constexpr, VARIANT: tl.constexpr):
 
 @triton.jit
 def load_part(ptr, offsets, PART: tl.constexpr, VARIANT: tl.constexpr):
-    """Returns a part of rows at offsets [M, 1]: one tile [M, width], or first and second members of its pairs, two
-    [M, width / 2]."""
+    """Loads a part of the rows at offsets [M, 1]. Returns two tiles [M, width / 2], the first and the second members of
+    its pairs, if the part rotates, else one tile [M, width]."""
     HALF: tl.constexpr = VARIANT.channels[PART].width // 2
     FIRST: tl.constexpr = VARIANT.channels[PART].first
     SECOND: tl.constexpr = VARIANT.channels[PART].second
@@ -46,7 +48,8 @@ def load_part(ptr, offsets, PART: tl.constexpr, VARIANT: tl.constexpr):
 
 @triton.jit
 def rotate_part(tiles, cos, sin, scale, PART: tl.constexpr, VARIANT: tl.constexpr, dtype: tl.constexpr):
-    """Rotates the tiles of a part, if it rotates, and scales them, in float32, and rounds once. scale None: 1."""
+    """Returns the tiles of a part in `dtype`, rotated if the part rotates, and multiplied by scale. Computes in float32
+    and rounds once. scale: None for 1."""
     ROTATES: tl.constexpr = VARIANT.channels[PART].rotates
     if ROTATES:
         x, y = rotate(tiles[0].to(tl.float32), tiles[1].to(tl.float32), cos, sin)
@@ -61,7 +64,7 @@ def rotate_part(tiles, cos, sin, scale, PART: tl.constexpr, VARIANT: tl.constexp
 
 @triton.jit
 def load_raw_parts(ptr, offsets, VARIANT: tl.constexpr):
-    """Returns all tiles of rows at offsets [M, 1], raw."""
+    """Loads all parts of the rows at offsets [M, 1] and returns their tiles, unrotated."""
     tiles = ()
     for part in tl.static_range(len(VARIANT.channels)):
         tiles += load_part(ptr, offsets, part, VARIANT)
@@ -70,7 +73,8 @@ def load_raw_parts(ptr, offsets, VARIANT: tl.constexpr):
 
 @triton.jit
 def load_rotated_parts(ptr, offsets, cos, sin, scale, VARIANT: tl.constexpr, dtype: tl.constexpr):
-    """Returns all tiles of rows at offsets [M, 1], the rotating part by cos and sin [M, width / 2]."""
+    """Loads all parts of the rows at offsets [M, 1] and returns their tiles, as rotate_part does. cos, sin [M,
+    width / 2]: for the part that rotates."""
     tiles = ()
     for part in tl.static_range(len(VARIANT.channels)):
         tiles += rotate_part(load_part(ptr, offsets, part, VARIANT), cos, sin, scale, part, VARIANT, dtype)

@@ -1,8 +1,9 @@
-"""Codes of quantized caches, and their scales. ``flashrope.backends.quantized`` has the formula.
+"""Reads and writes quantized keys and values: their codes, which are small integers, and their scales.
 
-A cache of int8 holds a code a byte. A cache of uint8 holds two: channel 2 c in the low half of a byte, channel 2 c + 1
-in the high half, each plus 8. All codes are exact in float16 and bfloat16. A key's scale multiplies its column of the
-scores, whatever rotates the codes; a value's scale multiplies its weights.
+``flashrope.backends.quantized`` has the formula. An int8 cache holds one code per byte. A uint8 cache holds two codes
+of 4 bits per byte, each plus 8: channel 2 c in the low half, channel 2 c + 1 in the high half. All codes are exact in
+float16 and bfloat16. Rotation does not change a key's scale, so kernels rotate codes and multiply the key's column of
+the scores by its scale. A value's scale multiplies the value's column of the weights.
 """
 
 from typing import NamedTuple
@@ -21,14 +22,15 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 @triton.constexpr_function
 def has_ptx():
-    """Whether kernels may use inline PTX: neither the interpreter nor an AMD GPU takes it. Elsewhere the same values
-    come from operations of Triton's language."""
+    """Whether kernels may use inline PTX, which neither the interpreter nor AMD GPUs can run. Without PTX, kernels
+    compute the same values with Triton's own operations."""
     return not INTERPRETED and is_cuda()
 
 
 # ---- reading
-# Four bytes at a time, without conversion instructions, which run at a quarter of the rate. A byte c below the exponent
-# 0x43 is the bfloat16 number 128 + c, for c < 128. Below 0x64 it is the float16 number 1024 + c.
+# The PTX below converts four bytes at a time. It avoids conversion instructions, which run at a quarter of the rate.
+# The byte 0x43 followed by a byte c < 128 is the bfloat16 number 128 + c. The byte 0x64 followed by any byte c is the
+# float16 number 1024 + c. The bytes 0x4b0000 followed by any byte c are the float32 number 2^23 + c.
 
 INT8_TO_BF16 = tl.constexpr("""
 {
@@ -43,7 +45,7 @@ INT8_TO_BF16 = tl.constexpr("""
     and.b32 high, pair, 0xff80ff80;
     fma.rn.bf16x2 $1, high, minus, low;
 }
-""")  # the lowest seven bits, less the sign bit
+""")  # computes the number in the lowest seven bits, minus 128 if the sign bit is set
 INT8_TO_FP16 = tl.constexpr("""
 {
     .reg .b32 shifted, zero, pair;
@@ -109,7 +111,7 @@ OF_INT4 = tl.constexpr("=r,=r,=r,=r,r")
 
 @triton.jit
 def as_type(x, dtype: tl.constexpr):
-    """Converts 8-bit quantized values to this type. Returns other tiles as they are."""
+    """Converts a tile of 8-bit codes to `dtype`. Returns a tile of any other type unchanged."""
     if x.dtype != tl.int8:
         return x
     elif not has_ptx():
@@ -124,7 +126,7 @@ def as_type(x, dtype: tl.constexpr):
 
 @triton.jit
 def unpack(packed, dtype: tl.constexpr):
-    """Converts bytes [M, N] to the 4-bit values in their low and in their high halves, two [M, N] of this type."""
+    """Returns the codes in the low halves and in the high halves of bytes [M, N]: two tiles [M, N] of `dtype`."""
     if not has_ptx() or dtype == tl.float32:
         return ((packed & 15).to(tl.int8) - 8).to(dtype), ((packed >> 4).to(tl.int8) - 8).to(dtype)
     elif dtype == tl.bfloat16:
@@ -134,9 +136,11 @@ def unpack(packed, dtype: tl.constexpr):
 
 
 # ---- words
-# A word is 16 bits of a row: two codes of 8 bits, or four of 4. ldmatrix moves words, but not bytes, from shared memory
-# to where a tensor core takes them, transposed or not. Code p of every word goes to part p of a tile.
-# lop3 with 0xea is (a & b) | c, with 0x6a (a & b) ^ c. No output is written before the last read of the input.
+# A word is 16 bits of a row: two codes of 8 bits or four codes of 4 bits. ldmatrix loads words from shared memory into
+# the registers of a tensor-core operand, transposed or not. It cannot do this with bytes. Code p of every word goes to
+# part p of a tile.
+# lop3 with 0xea is (a & b) | c. With 0x6a it is (a & b) ^ c. The PTX below reads its input for the last time before it
+# writes an output.
 
 WORDS8_TO_BF16 = tl.constexpr("""
 {
@@ -204,30 +208,32 @@ WORDS4_TO_FP16 = tl.constexpr("""
 
 @triton.constexpr_function
 def word_parts(dtype, code_vec, block_d, least):
-    """In how many parts of at least `least` columns codes of this type are read as words; 1 if not as words, or if they
-    are no codes."""
+    """Returns the number of parts in which a tile is loaded as words: the number of codes in a word. Returns 1 if the
+    tile is not quantized, if its rows are not aligned to words, or if a part would have fewer than `least` columns."""
     parts = 2 if dtype == tl.int8 else 4 if dtype == tl.uint8 else 1
     return parts if code_vec >= 2 and block_d >= least * parts else 1
 
 
 @triton.constexpr_function
 def key_parts(dtype, code_vec, block_d, head_dim, rotary_dim, first_channel):
-    """word_parts of keys that do not rotate. A tensor core takes at least 16 columns. First and second members of pairs
-    are whole words, and so are the channels before them."""
+    """Returns word_parts for keys that are not rotated. A part has at least the 16 columns that a tensor core takes.
+    The first members of the pairs must fill whole words, and so must the second members and the channels before the
+    pairs. Otherwise the result is 1."""
     parts = word_parts(dtype, code_vec, block_d, 16)
     return parts if (head_dim | rotary_dim) % (2 * parts) == first_channel % parts == 0 else 1
 
 
 @triton.constexpr_function
 def value_parts(dtype, code_vec, block_d, head_dim):
-    """word_parts of values. Below 32 columns, several of 4 warps would compute the same."""
+    """Returns word_parts for values. A part has at least 32 columns. With fewer, some of 4 warps would compute the same
+    products."""
     parts = word_parts(dtype, code_vec, block_d, 32)
     return parts if head_dim % parts == 0 else 1
 
 
 @triton.jit
 def unpack_words(words, PARTS: tl.constexpr, dtype: tl.constexpr):
-    """Words [M, N] to their codes in this type: PARTS tiles [M, N]."""
+    """Returns the codes of words [M, N]: PARTS tiles [M, N] of `dtype`. Tile p holds code p of every word."""
     if not has_ptx() or dtype == tl.float32:
         if PARTS == 2:
             return ((words << 8) >> 8).to(dtype), (words >> 8).to(dtype)
@@ -252,8 +258,9 @@ def unpack_words(words, PARTS: tl.constexpr, dtype: tl.constexpr):
 def load_words(
     view, page, row, at, HEAD_DIM: tl.constexpr, PARTS: tl.constexpr, VARIANT: tl.constexpr, dtype: tl.constexpr
 ):
-    """Returns the codes of words `at` [N] of the rows [M] of a HeadView of codes: PARTS tiles [M, N]. Codes of 4 bits
-    are -8 beyond head_dim, where queries are 0 and results are not stored."""
+    """Loads words from rows of a quantized HeadView. Returns their codes: PARTS tiles [M, N] of `dtype`. page, row [M]:
+    the rows. at [N]: the indices of the words in a row. Beyond head_dim, 4-bit codes are -8. They have no effect there,
+    because queries are 0 and results are not stored."""
     BYTES: tl.constexpr = VARIANT.code_vec
     VEC: tl.constexpr = VARIANT.code_vec // 2
     ptr = tl.multiple_of(view.ptr.to(tl.pointer_type(tl.int16)), BYTES)
@@ -267,7 +274,7 @@ def load_words(
 
 @triton.jit
 def split_columns(x, PARTS: tl.constexpr):
-    """[M, N] to PARTS (1, 2 or 4) tiles [M, N / PARTS]: column c to tile c % PARTS."""
+    """Splits x [M, N] into PARTS (1, 2 or 4) tiles [M, N / PARTS]. Column c goes to tile c % PARTS."""
     if PARTS == 1:
         return (x,)
     else:
@@ -282,7 +289,7 @@ def split_columns(x, PARTS: tl.constexpr):
 
 @triton.jit
 def join_columns(parts):
-    """The inverse of split_columns."""
+    """Joins the tiles that split_columns returns."""
     if len(parts) == 1:
         return parts[0]
     elif len(parts) == 2:
@@ -293,8 +300,9 @@ def join_columns(parts):
 
 @triton.jit
 def load_packed(ptr, offsets, at, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, dtype: tl.constexpr):
-    """Returns the codes of bytes `at` [N] of rows at offsets [M, 1]: two [M, N]. Beyond head_dim they
-    are -8, where queries are 0 and results are not stored."""
+    """Loads bytes `at` [N] of the rows at offsets [M, 1]. Returns the codes in their low and in their high halves: two
+    tiles [M, N] of `dtype`. Beyond head_dim the codes are -8. They have no effect there, because queries are 0 and
+    results are not stored."""
     ptrs = ptr + offsets + at[None, :]
     if HEAD_DIM == BLOCK_D:
         return unpack(tl.load(ptrs), dtype)
@@ -304,30 +312,34 @@ def load_packed(ptr, offsets, at, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
 
 @triton.jit
 def load_packed_channels(ptr, offsets, channels, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, dtype: tl.constexpr):
-    """Returns the quantized values [M, N] of any channels [N]. Reads a byte for each."""
+    """Returns the 4-bit codes [M, N] of any channels [N]. Loads one byte per code."""
     low, high = load_packed(ptr, offsets, channels // 2, HEAD_DIM, BLOCK_D, dtype)
     return tl.where((channels % 2 == 0)[None, :], low, high)
 
 
 @triton.jit
 def interleave(low, high):
-    """Two [M, N] to [M, 2 N], column by column."""
+    """Joins two tiles [M, N] to one tile [M, 2 N], with columns taken from them in turn."""
     return tl.reshape(tl.join(low, high), (low.shape[0], 2 * low.shape[1]))
 
 
-SHORT_PRODUCT = tl.constexpr(32)  # a reduction below it needs hide_codes
+SHORT_PRODUCT = tl.constexpr(32)  # a tl.dot that adds up fewer terms needs hide_codes
 
 
 @triton.jit
 def hide_codes(x):
-    """Returns the tile x [M, N] in 16 bits. Hides from Triton that it was joined from loads of 8 bits.
+    """Returns the tile x [M, N] unchanged. Hides from Triton that x was joined from 8-bit loads.
 
-    Wrap the operand of a tl.dot in it where codes were joined and fewer than SHORT_PRODUCT terms are added up. Symptom
-    under Triton 3.6.0 without it: wrong products, while the interpreter is right. Triton chooses how many neighbours
-    along the reduction a lane holds (kWidth in the TTGIR) by the narrowest load behind an operand, halved by a join: 8
-    for joined codes. Four lanes share a row, so they need 32 neighbours. With 16, two of them hold copies, and the
-    product adds the copies. docs/kernels.md has a small kernel that shows it. The branch is always taken: Triton does
-    not look for loads behind the result of a branch, and the cast keeps the branch from becoming a select."""
+    Use it on an operand of a tl.dot that was joined from codes, if the tl.dot adds up fewer than SHORT_PRODUCT terms.
+    Symptom under Triton 3.6.0 without it: compiled products are wrong, while interpreted ones are right.
+    docs/kernels.md has a small kernel that shows this.
+
+    Triton chooses how many adjacent elements along the reduction a lane holds (kWidth in the TTGIR). It goes by the
+    narrowest load that the operand comes from, and a join halves that width. For joined codes kWidth is 8. Four lanes
+    share a row, so a row needs 32 elements. If it has 16, two of the lanes hold copies, and the product adds them too.
+
+    The branch is always taken. It hides the loads, because Triton does not search for loads beyond the result of a
+    branch. The cast keeps the compiler from replacing the branch by a select."""
     if not has_ptx() or x.dtype == tl.float32:
         return x
     else:
@@ -339,7 +351,7 @@ def hide_codes(x):
 
 @triton.jit
 def join_codes(low, high, TERMS: tl.constexpr):
-    """Joins codes, two [M, N], to an operand [M, 2 N] of a product that adds up TERMS terms."""
+    """Joins two tiles of codes [M, N] to an operand [M, 2 N] of a tl.dot that adds up TERMS terms."""
     if TERMS < SHORT_PRODUCT:
         return hide_codes(interleave(low, high))
     else:
@@ -347,7 +359,7 @@ def join_codes(low, high, TERMS: tl.constexpr):
 
 
 class ScaleView(NamedTuple):
-    """The scales of one head. ptr: of the first row; strides in elements."""
+    """The scales of one head. ptr: pointer to the first row's scale. Strides are in elements."""
 
     ptr: object
     stride_row: object
@@ -356,7 +368,7 @@ class ScaleView(NamedTuple):
 
 @triton.jit
 def scale_view(ptr, stride_batch, stride_row, stride_head, head):
-    """Strides are encoded."""
+    """Returns the ScaleView of a head. Strides are encoded, as ``arguments.py`` explains."""
     head_ptr = ptr + head * decode_int64(stride_head)
     return ScaleView(head_ptr, decode_int64(stride_row), decode_int64(stride_batch))
 
@@ -369,9 +381,10 @@ def load_scales(view, page, row):
 
 @triton.jit
 def scale_values(weights, v, scales):
-    """Applies the scales [N] to the weights [M, N] or to the quantized values v [N, DV], in parts.
+    """Returns (weights [M, N], v) after multiplying one of them by the scales [N]. v: a tuple of tiles of quantized
+    values, each [N, DV / parts].
 
-    In float16 scaled weights would leave its range, so the values are scaled instead, and rounded once."""
+    Scaled weights could leave the range of float16, so in float16 the values are scaled instead, and rounded once."""
     if v[0].dtype == tl.float16:
         scaled = ()
         for part in tl.static_range(len(v)):
@@ -386,7 +399,8 @@ def scale_values(weights, v, scales):
 
 @triton.jit
 def quantize_rows(x, LARGEST: tl.constexpr):
-    """Quantizes x [M, D]. Returns whole float32 numbers [M, D], and scales float32 [M]."""
+    """Quantizes each row of x [M, D]. Returns (codes, scales): integers in float32 [M, D], and float32 [M]. LARGEST:
+    the largest code."""
     HALF: tl.constexpr = 65504.0 if x.dtype == tl.float16 else 3.3895313892515355e38
     LIMIT: tl.constexpr = 3.4028234663852886e38 if x.dtype == tl.float32 else HALF  # the largest finite number
     x = x.to(tl.float32)
@@ -401,7 +415,8 @@ def quantize_rows(x, LARGEST: tl.constexpr):
 
 @triton.jit
 def store_codes(ptr, offsets, x, exists, HEAD_DIM: tl.constexpr):
-    """Quantizes rows x [M, D] and stores them at offsets [M, 1] where they exist [M]. Returns their scales."""
+    """Quantizes rows x [M, D] and stores their codes at offsets [M, 1], except for rows where `exists` [M] is false.
+    Returns the scales of all rows."""
     D: tl.constexpr = x.shape[1]
     if ptr.dtype.element_ty == tl.uint8:
         codes, scale = quantize_rows(x, 7.0)

@@ -1,8 +1,8 @@
-"""The only tuning numbers: tile sizes, warps and pipeline stages by architecture, head_dim and direction.
+"""All tuning numbers of the kernels: tile sizes, warps and pipeline stages by architecture, head_dim and direction.
 
-The compute capability picks a table: "sm80" (A100), "sm86" (sm_86, sm_89: 99 KB of shared memory), "sm90" (H100,
-H200), "sm100" (B200, and up to sm_119), "sm120" (RTX 50 and newer: 99 KB); AMD's gfx942 (MI300: 64 KB) and gfx950
-(MI350) have "cdna".
+The compute capability selects a table: "sm80" (A100), "sm86" (sm_86 and sm_89, 99 KB of shared memory), "sm90" (H100,
+H200), "sm100" (B200, and up to sm_119), "sm120" (RTX 50 and newer, 99 KB). AMD's gfx942 (MI300, 64 KB) and gfx950
+(MI350) share the table "cdna".
 """
 
 from __future__ import annotations
@@ -33,16 +33,18 @@ def by_block_d(*tiles: tuple[int, int, int, int]) -> dict[int, Tile]:
     return {block_d: Tile(*tile) for block_d, tile in zip((16, 32, 64, 128, 256), tiles, strict=True)}
 
 
-# Tiles by block_d, the power of two that holds head_dim. A "banded" entry replaces its direction's where a scheme has
-# several bands, whose rotation of the accumulator takes registers. No tile below was timed yet. For 64 and more
-# channels, tiles of "sm80" and "sm86" are the best of their neighbours whose inner loop does not spill, by the issue
-# model (python -m bench model). Tiles of "sm90" are the best by instructions per needed product. Some for 256 channels
-# do spill in the inner loop: sm80's forwards, up to a seventh of the accumulator (64% of the tensor cores with one
-# band; the best tile without spills reaches 48%) and two registers of sm86's dQ.
-# A "decode" tile of 256 channels on sm_80 has one slot for keys and values: two blocks reside on a multiprocessor, and
-# one computes while the other waits. The other targets hold two slots, for 2% more instructions. Quantized caches and
-# explicit positions would spill in their loops with 4 warps, so "decode codes" has 8. "decode parts" is for heads
-# half of which rotates at most: the registers then hold a tile of 64 keys.
+# Tiles by block_d, the power of two that holds head_dim. If a scheme has several bands, a "banded" entry replaces the
+# entry of its direction, because rotating between bands takes registers. No tile below has been timed yet.
+# For 64 and more channels, the tiles of "sm80" and "sm86" were ranked by the issue model (python -m bench model). Each
+# is the best of the similar tile sizes whose inner loop does not spill. The tiles of "sm90" were ranked by instructions
+# per needed product.
+# Some tiles for 256 channels do spill in the inner loop. sm80's forward tiles spill up to a seventh of the accumulator.
+# With one band they reach 64% of the tensor cores' peak in the model; the best tile without spills reaches 48%. sm86's
+# dQ tile spills two registers.
+# sm80's "decode" tile for 256 channels has one pipeline buffer for keys and values. Two blocks then fit on a
+# multiprocessor, and one computes while the other waits. On the other targets it has two buffers, for 2% more
+# instructions. With quantized caches or explicit positions, 4 warps would spill in their loops, so "decode codes" has 8
+# warps. "decode parts" is for heads of which at most half rotates. Then the registers hold a tile of 64 keys.
 # With other "grad_qkv" tile shapes, several warps may hold copies of the same dQ fragment, so the reduction straight
 # from the accumulator's layout would add it more than once.
 # fmt: off
@@ -87,15 +89,15 @@ HALF = {
         "decode wide": by_block_d((64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 3), (32, 64, 8, 3), (32, 32, 8, 2)),
     },
 }
-# Where they differ, sm_100 and sm_120 would spill in their tile loops.
+# sm_100 and sm_120 take the tiles of sm_90 and sm_86, except where those would spill in their loops.
 HALF["sm100"] = HALF["sm90"] | {"grad_kv banded": {128: Tile(64, 64, 8, 3)}}
 HALF["sm120"] = HALF["sm86"] | {
     "grad_kv": HALF["sm86"]["grad_kv"] | {128: Tile(64, 64, 8, 2)},
     "grad_kv banded": {},
     "grad_q banded": HALF["sm86"]["grad_q banded"] | {128: Tile(128, 32, 8, 2)},
 }
-# The best by instructions per needed product among the tiles that spill no vector register and fit in 64 KB. With at
-# most four waves on a compute unit, each may use 512 registers.
+# The tiles of "cdna" spill no vector register and fit in 64 KB of shared memory. They take fewer instructions per
+# needed product than other such tiles. With at most four waves on a compute unit, a wave may use 512 registers.
 HALF["cdna"] = {
     "forward": by_block_d((128, 64, 4, 2), (128, 64, 4, 2), (128, 64, 4, 2), (128, 64, 4, 2), (128, 16, 8, 2)),
     "forward codes": by_block_d((128, 32, 4, 2), (128, 32, 4, 2), (128, 32, 4, 2), (128, 32, 4, 2), (64, 16, 8, 1)),
@@ -105,7 +107,7 @@ HALF["cdna"] = {
     "decode": by_block_d((16, 64, 4, 2), (16, 64, 4, 2), (16, 64, 4, 2), (16, 64, 4, 2), (16, 32, 4, 1)),
     "decode wide": by_block_d((64, 32, 4, 1), (64, 32, 4, 1), (64, 32, 4, 1), (64, 32, 4, 1), (16, 32, 4, 1)),
 }
-# Tiles for newer compilers (seen: 3.9), which spill with the tile of HALF where 3.6 does not.
+# Tiles for Triton versions after 3.6 (checked: 3.9). They spill with the tiles of HALF where 3.6 does not.
 NEWER_HALF = {
     "sm80": {
         "forward": {64: Tile(128, 32, 4, 3)},
@@ -120,10 +122,10 @@ NEWER_HALF = {
     },
     "sm100": {"forward": {128: Tile(128, 64, 8, 3)}},
 }
-# By (block_d, block_dv), for v with a different head_dim. If block_d is 256, a block_dv below 128 counts as 128. In
-# multi-head latent attention (192 and 128) the narrower accumulators leave room for larger tiles. They are ranked as in
-# HALF. With one band, none spills in its loops. (64, 128) has its own because the tile of 128 would compute products
-# twice.
+# Tiles by (block_d, block_dv), for v with a different head_dim. If block_d is 256, a block_dv below 128 counts as 128.
+# In multi-head latent attention (head_dim 192, and 128 for v) the narrower accumulators leave room for larger tiles.
+# The tiles are ranked as in HALF. With one band, none of them spills in its loops. (64, 128) has its own tile, because
+# the tile for 128 channels would compute some products twice.
 OTHER_V = {
     "sm80": {
         "grad_kv": {(256, 128): Tile(64, 64, 8, 1)},
@@ -145,11 +147,12 @@ OTHER_V = {
 }
 OTHER_V |= {"sm100": OTHER_V["sm90"], "sm120": dict(OTHER_V["sm86"]), "cdna": {}}
 OTHER_V["sm120"]["grad_kv"] = OTHER_V["sm86"]["grad_kv"] | {(64, 128): Tile(32, 128, 8, 2)}
-# deterministic=None takes the backward of five products, whose dQ is added up by atomics, for these block_d in 16 bits,
-# v as wide as q: the issue model predicts it faster than seven products at 512 to 128k tokens, with one and two bands.
-# "sm90": it takes fewer instructions. Not timed on a GPU yet.
+# The block_d for which deterministic=None selects the backward with five matrix products, which accumulates dQ by
+# atomics. They hold for 16-bit types if v has the head_dim of q. The issue model predicts that this backward is faster
+# than the one with seven products, at 512 to 128k tokens, with one and two bands. For "sm90" it only takes fewer
+# instructions. Not timed on a GPU yet.
 ATOMIC_WIDTHS = {"sm80": (64, 128), "sm86": (64, 128), "sm90": (64, 128), "sm100": (64, 128), "sm120": (64, 128)}
-# float32 products run without tensor cores ("ieee"); these serve correctness, not speed.
+# Tiles for float32, whose products run without tensor cores (input_precision "ieee"). Their speed was not optimized.
 FLOAT = {
     "forward": by_block_d((32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1)),
     "grad_kv": by_block_d((32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1), (16, 32, 4, 1), (16, 16, 4, 1)),
@@ -157,8 +160,9 @@ FLOAT = {
     "decode": by_block_d((16, 32, 4, 1), (16, 32, 4, 1), (16, 32, 4, 1), (16, 16, 4, 1), (16, 16, 4, 1)),
     "decode wide": by_block_d((32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1), (32, 16, 4, 1), (16, 16, 4, 1)),
 }
-# Heads of 257 to 512 channels, which only decoding serves. "decode parts" spills nothing. Without it, cos and sin of a
-# tile's keys take 64 registers and more: sm_90, sm_100 and sm_120 touch up to 24 bytes of local memory in their loops.
+# Tiles for heads of 257 to 512 channels, which only decoding serves. "decode parts" does not spill. The other tiles
+# need 64 or more registers for cos and sin of their keys. On sm_90, sm_100 and sm_120 their loops access up to 24 bytes
+# of local memory.
 WIDEST = {
     "sm80": {
         "decode": Tile(16, 16, 4, 2),
@@ -180,31 +184,32 @@ WIDEST = {
 WIDEST["sm90"] = WIDEST["sm80"] | {"decode parts paged": Tile(16, 32, 4, 2)}
 WIDEST |= {"sm100": WIDEST["sm90"], "sm120": WIDEST["sm86"]}
 # fmt: on
-# The elementwise passes, any type: rows per program, warps, heads per program (which share one load of cos and sin).
+# For the elementwise passes, in any type: rows per program, warps, and heads per program (which share one load of cos
+# and sin).
 ROTATE_ROWS, ROTATE_WARPS, ROTATE_HEADS = 32, 4, 4
 STATISTICS_ROWS, STATISTICS_WARPS = 64, 4  # every grad_kv tile's block_m divides STATISTICS_ROWS
 APPEND_ROWS, APPEND_WARPS = 32, 4
 COMBINE_SPLITS, COMBINE_WARPS = 16, 4  # splits that one step of a program combines
-SMALLEST_TILE = 16  # keys that a product takes at least, and the rows of the smallest page
-PLACED_ROWS, PLACED_ENTRIES, PLACED_WARPS = 16, 64, 4  # queries and entries of a block table that a step compares
+SMALLEST_TILE = 16  # the fewest keys that a product takes, and the rows of the smallest page
+PLACED_ROWS, PLACED_ENTRIES, PLACED_WARPS = 16, 64, 4  # queries, and block-table entries that one step compares
 # Where every key needs its own cos and sin (stored positions, or maps over pages), heads with at least PLACED_PAIRS
 # pairs use tiles of at most PLACED_KEYS keys. Larger tiles would spill.
 PLACED_PAIRS, PLACED_KEYS = 64, 32
 CROWDED_PAIRS = 128  # heads with this many pairs or more have "decode codes" and "decode parts"
 
 # With a KV cache.
-CHUNK_PAIRS = 128  # pairs of a head that chunks.py serves at most; the decode kernel takes larger ones in two parts
-DECODE_SEQLEN = 64  # query tokens that the decode kernel takes at most; chunks.py serves longer ones
-WIDE_ROWS = 16  # more query rows per key head take the "decode wide" tile
+CHUNK_PAIRS = 128  # most pairs of a head that chunks.py serves; the decode kernel takes larger heads in two parts
+DECODE_SEQLEN = 64  # most query tokens of a sequence that the decode kernel serves; chunks.py serves longer sequences
+WIDE_ROWS = 16  # with more query rows per key head, decoding takes the "decode wide" tile
 
 
 def options(num_warps: int, **others: int) -> dict[str, int | bool]:
-    """Options of Triton's compiler. FP fusion is asked for by name: from Triton 3.10 on it is not the default."""
+    """Returns options for Triton's compiler. They switch FP fusion on, which is not the default from Triton 3.10 on."""
     return {"num_warps": num_warps, "enable_fp_fusion": True, **others}
 
 
 def family(capability: int | str) -> str:
-    """Returns the table for a compute capability such as 80 or 90, or for one of ``AMD``."""
+    """Returns the name of the table for a compute capability such as 80 or 90, or for one of ``AMD``."""
     if isinstance(capability, str):
         if capability not in AMD:
             raise ValueError(f"the Triton kernels serve {' and '.join(AMD)} of AMD's GPUs, this device is {capability}")
@@ -215,7 +220,7 @@ def family(capability: int | str) -> str:
     return next(name for first, name in newest_first if capability >= first)
 
 
-INSTEAD = {  # the directions whose tile is taken where a direction has none of its own
+INSTEAD = {  # if a direction has no tile of its own, the direction whose tile it takes
     "grad_qkv": ["grad_kv"],
     "forward codes": ["forward"],
     "forward unaligned": ["forward"],
@@ -234,13 +239,13 @@ def tile(
     block_dv: int = 0,
     cache: str = "",
 ) -> Tile:
-    """Returns the tile without tuning. The most specific entry of the tables wins.
+    """Returns the default tile, which ``flashrope tune`` may replace. The most specific entry of the tables wins.
 
     direction: "forward", "forward codes" (over a quantized cache), "forward unaligned" (some address or stride is not a
     multiple of 16 bytes), "grad_kv", "grad_q", "grad_qkv" (dQ in the pass of dK and dV), "decode", "decode codes" (a
     quantized cache or explicit positions), "decode parts" (``Variant.channels``) or "decode wide" (many query rows).
-    block_dv: of v, 0 for the same as block_d. If the two differ and OTHER_V has no tile, the larger decides.
-    cache: "paged", whose entries need two slots for keys and values, or anything else."""
+    block_dv: block_d of v, or 0 if it is the same. If the two differ and OTHER_V has no tile, the larger one counts.
+    cache: "paged" prefers the "paged" entries. Any other value ignores them."""
     block_dv = block_dv or block_d
     directions = [direction, *INSTEAD.get(direction, [])]
     if cache == "paged":
@@ -262,30 +267,31 @@ def tile(
 
 
 def forward_parts(tile: Tile, block_d: int, block_dv: int, itemsize: int) -> int:
-    """Returns ``Variant.parts``. With an accumulator of 32 rows of 128 channels a warp, or of 16 rows of 256, one part
-    spills more registers in the inner loop than two. A part has at least the 16 channels of a tensor core."""
+    """Returns ``Variant.parts``. If a warp's accumulator has 32 rows of 128 channels, or 16 rows of 256, one part
+    spills more registers in the inner loop than two parts. A part has at least the 16 channels that a tensor core
+    takes."""
     rows = tile.block_m // tile.num_warps
     return 2 if itemsize == 2 and block_d >= 32 and rows * block_dv >= 32 * 128 else 1
 
 
 def query_rows(capability: int | str, tile: Tile, block_d: int) -> bool:
-    """Returns ``Variant.query_rows``. With it, the issue model rates tiles of 64 keys and fewer queries higher at 128
-    channels (dK and dV on sm_80: 65% of the tensor cores instead of 55%). On sm_90, rows of 64 keys are what wgmma
-    needs, and take fewer instructions."""
+    """Returns ``Variant.query_rows``. At 128 channels the issue model predicts that rows of queries are faster if a
+    tile has 64 keys and fewer queries (dK and dV on sm_80: 65% of the tensor cores' peak instead of 55%). On sm_90,
+    rows of keys take fewer instructions, and wgmma needs 64 rows."""
     has_mma_sync = family(capability) in ("sm80", "sm86", "sm120")
     return has_mma_sync and block_d == 128 and tile.block_m < tile.block_n == 64
 
 
 def atomics_are_faster(capability: int | str, itemsize: int, block_d: int, block_dv: int) -> bool:
-    """Whether deterministic=None adds dQ up by atomics."""
+    """Returns whether deterministic=None accumulates dQ by atomics."""
     return itemsize == 2 and block_d == block_dv and block_d in ATOMIC_WIDTHS.get(family(capability), ())
 
 
 def red_floats(capability: int | str, itemsize: int) -> int:
     """Returns ``Variant.red_floats``.
 
-    float32 products run without tensor cores and use ``tl.atomic_add``. So do AMD's GPUs, which lack ``red``, and
-    sm_100, whose accumulators come from tensor memory in other layouts. ``red`` of four floats needs sm_90.
+    Three cases use ``tl.atomic_add``: float32, whose products run without tensor cores; AMD's GPUs, which lack ``red``;
+    and sm_100, whose accumulators come from tensor memory in other layouts. ``red`` of four floats needs sm_90.
     """
     if itemsize != 2 or isinstance(capability, str) or 100 <= capability < 120:
         return 0

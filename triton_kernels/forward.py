@@ -1,8 +1,8 @@
-"""Forward: for every tile of queries and every band, rotate the queries once, then visit the band's key tiles.
+"""Forward: for every tile of queries and every band, rotates the queries once, then visits the band's key tiles.
 
-All bands share one online softmax. Tiles inside a band need no mask, and tiles outside it are not visited. Keys that a
-band rotates were copied before, by ``rotate_rows``. ``attention_forward`` serves training and prefill without a cache.
-``chunks.py`` has the kernel for long queries over a cache, which runs the same loops.
+All bands share one online softmax. Tiles inside a band need no mask, and tiles outside it are not visited. If a band
+rotates keys, it reads a rotated copy that ``rotate_rows`` has written before. ``attention_forward`` serves training and
+prefill without a cache. ``chunks.py`` has the kernel for long queries over a cache, which runs the same loops.
 
 The score matrix of a causal scheme of two bands, tile by tile. Rows are queries, columns are keys.
 
@@ -15,8 +15,8 @@ The score matrix of a causal scheme of two bands, tile by tile. Rows are queries
               B B B m A a    small  an edge tile: some of its pairs lie outside the band, which needs a mask
               B B B B m A a  large  an inner tile: no mask. Tiles above the diagonal are not visited
 
-A row of tiles is one program. It visits the edge tiles of a band, then the inner ones: m, a and A for the near band,
-then m and B for the far one.
+One program computes one row of tiles. It visits the edge tiles of a band, then its inner tiles: m, a and A for the near
+band, then m and B for the far band.
 """
 
 from typing import NamedTuple
@@ -60,7 +60,8 @@ from .tiles import (
 
 
 class QueryTile(NamedTuple):
-    """The rows of a tile of queries. rows: TileRows. position [BM]: of every row. last: position of the last row."""
+    """The rows of a tile of queries. rows: TileRows. position: the position of every row [BM]. last: the position of
+    the last row that exists."""
 
     rows: object
     position: object
@@ -68,8 +69,8 @@ class QueryTile(NamedTuple):
 
 
 class BandQueries(NamedTuple):
-    """tile [BM, D], in parts: rotated for a band and scaled. visible: the keys that each row sees. scale_log2: softmax
-    scale in log2 units."""
+    """The queries of a tile in one band. tile: rotated and scaled queries [BM, D], in parts. visible: the VisibleRange
+    of the queries. scale_log2: from log2_scale."""
 
     tile: object
     visible: object
@@ -122,10 +123,11 @@ def query_tile(first, seq, packed_q, scheme, VARIANT: tl.constexpr):
 
 @triton.jit
 def attend_bands(queries, tile, seq, raw, copied, cached, head_kv, scheme, table_rows, VARIANT: tl.constexpr):
-    """Returns the SoftmaxState of a tile of queries after all bands. queries: HeadView of the tile's rows, raw. raw:
-    Keys in place. copied: CopiedKeys. cached: CachedKeys."""
+    """Returns the SoftmaxState of a tile of queries after all bands. queries: HeadView of the tile's raw rows. tile:
+    QueryTile. raw: the sequence's raw Keys. copied: CopiedKeys. cached: CachedKeys."""
     rows = tile.rows
-    # Prefetches the first K and V tile while q is rotated. Not with pages (two lookups) or several bands (spills).
+    # Prefetches the first tile of K and V while q is rotated. With pages that would take two lookups, and with several
+    # bands it would spill registers.
     if VARIANT.page_size == 0 and VARIANT.num_bands == 1:
         band = load_band(scheme.bands, 0)
         ROTATED_K: tl.constexpr = VARIANT.rotated_bands & 1
@@ -160,8 +162,8 @@ def attend_bands(queries, tile, seq, raw, copied, cached, head_kv, scheme, table
 
 @triton.jit
 def attend_band(state, queries, keys, cached, tiles, ROTATED_K: tl.constexpr, VARIANT: tl.constexpr):
-    """Returns the state after a band's edge tiles and inner tiles. ROTATED_K: the keys are a copy."""
-    # Pages are loaded a tile ahead: K and V can only be requested ahead if their pages are known by then.
+    """Returns the SoftmaxState after a band's edge tiles and inner tiles. ROTATED_K: the keys are a rotated copy."""
+    # Page numbers are loaded one tile ahead. Otherwise the pipeline could not load K and V ahead.
     pages = load_tile_pages(keys, cached, edge_tile(tiles, 0) * VARIANT.block_n, VARIANT)
     for step in tl.range(0, edge_count(tiles)):
         next_pages = load_tile_pages(keys, cached, edge_tile(tiles, step + 1) * VARIANT.block_n, VARIANT)
@@ -181,8 +183,8 @@ def attend_band(state, queries, keys, cached, tiles, ROTATED_K: tl.constexpr, VA
 def attend_tile(
     state, queries, keys, cached, column, pages, ROTATED_K: tl.constexpr, EDGE: tl.constexpr, VARIANT: tl.constexpr
 ):
-    """Returns the state after one step of the online softmax, over the keys from `column` on. pages: their pages,
-    loaded before. EDGE: some pairs lie outside the band."""
+    """Returns the SoftmaxState after the tile of keys from `column` on. pages: the pages of these keys, from
+    load_tile_pages. EDGE: some (query, key) pairs of the tile are not visible."""
     dtype: tl.constexpr = queries.tile[0].dtype
     at = find_rows(keys, cached, column, pages, EDGE, VARIANT)
     k = load_tile_keys(keys, column, at, ROTATED_K, VARIANT, dtype)  # [BN, D]
@@ -199,7 +201,7 @@ def attend_tile(
 
 @triton.jit
 def store_result(state, result, cu_seqlens_q, seq, rows, head, heads_q, seqlen_q, channels_v, VARIANT: tl.constexpr):
-    """Stores what the state of a tile of queries comes to. channels_v: the channels of its parts."""
+    """Stores out and lse of a tile of queries. state: SoftmaxState after all bands. channels_v: from value_channels."""
     out, log_sum = finish_softmax(state)
     out_row = packed_row(cu_seqlens_q, seq.batch, seq.start_q, seqlen_q) + rows.first
     ptr = result.out + (out_row * heads_q + head) * VARIANT.head_dim_v

@@ -1,5 +1,5 @@
-"""The keys and values of one sequence and head, as the loops of ``forward.py`` and ``chunks.py`` read them: raw rows,
-rotated copies, or rows of a cache, which may be paged and may be quantized.
+"""Loads the keys and values of one sequence and head for the loops of ``forward.py`` and ``chunks.py``: raw rows,
+rotated copies, or rows of a cache, which may be paged or quantized.
 
 ``CachedKeys`` holds the fields that only a cache needs.
 """
@@ -26,11 +26,12 @@ from .tiles import (
 
 
 class CachedKeys(NamedTuple):
-    """The place of a sequence in a cache. Without a cache all fields are None.
+    """Where a sequence lies in a cache. Without a cache all fields are None.
 
     layout: CacheLayout.
     scales: KeyScales of a quantized cache, else None.
-    batch, first_slot: where the sequence's pages are looked up.
+    batch: the sequence's row in the block table.
+    first_slot: the slot of the sequence's first key.
     """
 
     layout: object
@@ -59,8 +60,8 @@ class Keys(NamedTuple):
 
 
 class CopiedKeys(NamedTuple):
-    """The rotated copies of a sequence's keys. view: TensorView (copy, row, head). row: where key 0 lies, or would lie
-    if it had been copied. first: the first key that was copied, 0 without a cache."""
+    """The rotated copies of a sequence's keys. view: TensorView (copy, row, head). row: the row of key 0, which may lie
+    before the copy if key 0 was not copied. first: the first key that was copied, 0 without a cache."""
 
     view: object
     row: object
@@ -68,8 +69,8 @@ class CopiedKeys(NamedTuple):
 
 
 class KeyRows(NamedTuple):
-    """The keys of a tile. rows [BN]: counted from the tile's first key. page, row [BN]: where each lies in the cache,
-    or 0 if neither pages nor scales are looked up."""
+    """The keys of a tile. rows [BN]: indices relative to the tile's first key. page, row [BN]: the page and the row of
+    each key in the cache, or 0 if the cache is neither paged nor quantized."""
 
     rows: object
     page: object
@@ -78,8 +79,8 @@ class KeyRows(NamedTuple):
 
 @triton.jit
 def enter_band(raw, copied, band, head, first, last, maps, ROTATED_K: tl.constexpr, VARIANT: tl.constexpr):
-    """Returns (Keys as the band reads them, their TileRange) for queries at positions first to last. raw: Keys in
-    place."""
+    """Returns (Keys, TileRange) of a band for queries at positions first to last. raw: the sequence's raw Keys. If the
+    band rotates its keys, k of the result is its rotated copy."""
     tiles = key_tiles(band, first, last, raw.length, VARIANT.block_n, maps)
     k = band_keys(raw.k, copied.view, band.k_copy, copied.row, head, ROTATED_K, VARIANT)
     first_key = tl.where(band.k_copy < 0, 0, copied.first)
@@ -88,8 +89,8 @@ def enter_band(raw, copied, band, head, first, last, maps, ROTATED_K: tl.constex
 
 @triton.jit
 def key_rows(keys, cached, column, EDGE: tl.constexpr, VARIANT: tl.constexpr):
-    """Returns the rows [BN] to load for the keys from `column` on, relative to `column`. EDGE: some keys may be
-    missing, and existing ones are loaded in their place."""
+    """Returns the rows [BN] to load for the keys from `column` on, relative to `column`. EDGE: some of these keys may
+    not exist. Existing keys are then loaded instead."""
     rows = tl.arange(0, VARIANT.block_n)
     if EDGE:
         rows = clamp_rows(rows, keys.length - column)
@@ -101,7 +102,7 @@ def key_rows(keys, cached, column, EDGE: tl.constexpr, VARIANT: tl.constexpr):
 @triton.jit
 def load_tile_pages(keys, cached, column, VARIANT: tl.constexpr):
     """Returns the pages of the keys from `column` on, int32 [BN], or 0 without pages. The call is safe even if no tile
-    starts at `column`."""
+    starts at `column`, because slots are clamped."""
     if VARIANT.page_size == 0:
         return 0
     else:
@@ -135,7 +136,8 @@ def find_rows(keys, cached, column, pages, EDGE: tl.constexpr, VARIANT: tl.const
 
 @triton.jit
 def load_tile_keys(keys, column, at, ROTATED_K: tl.constexpr, VARIANT: tl.constexpr, dtype: tl.constexpr):
-    """Returns the tile of keys at KeyRows `at`, [BN, D] in parts. ROTATED_K: they are a copy, which has no pages."""
+    """Returns the tile of keys at KeyRows `at`, [BN, D] in parts. ROTATED_K: the keys are a rotated copy, which has no
+    pages."""
     if VARIANT.page_size > 0 and not ROTATED_K:
         return load_keys(keys.k.ptr, page_offsets(at.page, at.row, keys.k), keys.channels_k, VARIANT, dtype)
     else:

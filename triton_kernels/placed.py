@@ -1,8 +1,9 @@
-"""Explicit positions of cached tokens: the visible keys of a sequence, their positions, and which a query reads.
+"""Handles explicit positions of cached tokens: finds the visible keys, their positions, and which keys a query reads.
 
-``place_tokens`` runs before the attention. It clamps the tables and finds for every query its own key, its position and
-the columns of every band; a column is a slot, counted from the sequence's first. Causality goes by columns and bands go
-by positions. Positions that decrease along a sequence widen those ranges and change no result.
+``place_tokens`` runs before the attention kernel. It clamps what the tables hold. For every query it finds the query's
+own key, its position, and the range of columns that holds each band's keys. A column is the index of a slot, counted
+from the sequence's first slot. The causal mask compares columns, and bands compare positions. If positions decrease
+along a sequence, the ranges of columns are wider, but results do not change.
 """
 
 from typing import NamedTuple
@@ -31,9 +32,9 @@ DIGIT = tl.constexpr(cos_sin.FINE_ROWS)
 DIGIT_BITS = tl.constexpr(cos_sin.FINE_ROWS.bit_length() - 1)
 SIGNED_DIGITS = tl.constexpr(cos_sin.TOP_ROWS // 2)
 ENTRY_FIELDS = tl.constexpr(3)  # position of row 0, first visible row, row after the last visible one
-TOKEN_FIELDS = tl.constexpr(2)  # position, last column that it sees; then two columns for every band
-# Where slots store positions, an entry has one field more: the rank of its row 0 among the visible keys. A token then
-# has a Position for every axis after its other fields.
+TOKEN_FIELDS = tl.constexpr(2)  # position, last column that the token sees; then two columns for every band
+# If VARIANT.stored, an entry has one more field: the rank of its row 0 among the visible keys. A token then has, after
+# its other fields, a Position for every axis.
 
 # ---- maps
 
@@ -58,19 +59,20 @@ def mapped_position(maps, rotation, position):
 
 @triton.jit
 def mapped_keys(position, band, maps):
-    """Returns the whole positions of the keys that queries at these [M] see in a band of a scheme with maps."""
+    """Returns, for queries at whole positions [M], the range of whole positions at which they see keys in a band. The
+    scheme must have maps."""
     unit = band_unit(maps)
     own = floor_div(position, unit)
     stop = tl.minimum((own - band.start + 1) * unit, position + 1)
     return VisibleRange((own - band.stop + 1) * unit, stop)
 
 
-# ---- the pass before
+# ---- the pass before the attention
 
 
 class Entries(NamedTuple):
     """Block-table entries, each field [E]: slot and position of row 0, and the visible rows [first, stop). If slots
-    store positions, `position` is added to them."""
+    store positions, `position` is what is added to those."""
 
     slot: object
     position: object
@@ -86,7 +88,7 @@ def page_rows(cache, PAGE_SIZE: tl.constexpr):
 
 @triton.jit
 def read_entries(tables, cache, seq, entry, VARIANT: tl.constexpr):
-    """Returns the Entries with the indices `entry` [E] of a sequence. Entries beyond the table have no visible rows."""
+    """Returns the Entries of a sequence with the indices `entry` [E]. Entries beyond the table have no visible rows."""
     rows = page_rows(cache, VARIANT.page_size)
     entries = decode_int(cache.capacity) // rows
     exists, entry = entry < entries, tl.minimum(entry, entries - 1)
@@ -157,7 +159,7 @@ def count_before(counts, N: tl.constexpr):
 
 
 class Columns(NamedTuple):
-    """Columns [begin, end), or tiles of them."""
+    """A range [begin, end) of columns, or of tiles of columns."""
 
     begin: object
     end: object
@@ -165,8 +167,8 @@ class Columns(NamedTuple):
 
 @triton.jit
 def columns_by_entries(tables, cache, seq, lowest, highest, VARIANT: tl.constexpr):
-    """Returns the Columns, each [BM], of the keys at positions lowest to highest [BM]. For axial schemes, whose bands
-    go by order, lowest and highest are ranks among the visible keys."""
+    """Returns the Columns (begin, end [BM]) that hold all keys at positions lowest to highest [BM]. Bands of axial
+    schemes compare ranks, so for these lowest and highest are ranks among the visible keys."""
     entries_in_all = decode_int(cache.capacity) // page_rows(cache, VARIANT.page_size)
     begin = tl.zeros_like(lowest) + seq.length_k
     end = tl.zeros_like(lowest)
@@ -187,8 +189,8 @@ def columns_by_entries(tables, cache, seq, lowest, highest, VARIANT: tl.constexp
 
 @triton.jit
 def columns_by_groups(groups, cache, seq, lowest, highest, VARIANT: tl.constexpr):
-    """Returns the Columns, each [BM], of the groups of slots that have keys at whole positions lowest to highest
-    [BM]."""
+    """Returns the Columns (begin, end [BM]) that hold all groups of slots with keys at whole positions lowest to
+    highest [BM]."""
     groups_in_all = tl.cdiv(decode_int(cache.capacity), VARIANT.block_n)
     begin = tl.zeros_like(lowest) + seq.length_k
     end = tl.zeros_like(lowest)
@@ -206,8 +208,9 @@ def columns_by_groups(groups, cache, seq, lowest, highest, VARIANT: tl.constexpr
 
 @triton.jit(do_not_specialize=["seqlen_q"])
 def place_slots(tables, cache, cu_seqlens_q, seqlen_q, VARIANT: tl.constexpr):
-    """Fills tables.groups (batch, groups, 2), the lowest and the highest whole position of the keys that each group of
-    VARIANT.block_n slots makes visible. If a cache stores positions of one axis, these ranges find a band's keys."""
+    """Fills tables.groups (batch, groups, 2): the lowest and the highest whole position of the visible keys in each
+    group of VARIANT.block_n slots. If slots store positions of one axis, columns_by_groups finds a band's keys by these
+    ranges."""
     groups_in_all = tl.cdiv(decode_int(cache.capacity), VARIANT.block_n)
     batch, group = tl.program_id(0) // groups_in_all, tl.program_id(0) % groups_in_all
     seq = find_cached_sequence(cache, cu_seqlens_q, batch, seqlen_q)
@@ -226,9 +229,11 @@ def place_slots(tables, cache, cu_seqlens_q, seqlen_q, VARIANT: tl.constexpr):
 
 @triton.jit
 def place_queries(tables, cache, batch, row, slot, base, exists, VARIANT: tl.constexpr):
-    """Stores the Positions of queries [BM] and returns those of the first axis. They are explicit, or the positions of
-    the queries' own keys. row: index through all sequences; slot: slots of the queries' own keys; base: what the pages
-    of these keys add to positions."""
+    """Stores the Positions of queries [BM] on every axis. Returns their whole positions on the first axis. Positions
+    come from tables.queries, or else from the queries' own keys.
+
+    row: the queries' indices over all sequences. slot: the slots of their own keys. base: what is added to the
+    positions that these slots store."""
     COORDINATES: tl.constexpr = VARIANT.axes if VARIANT.axes > 0 else 1
     to = cache.tokens + row * token_fields(VARIANT) + (TOKEN_FIELDS + 2 * VARIANT.num_bands)
     page = valid_page(cache, load_page(cache, batch, slot, VARIANT.page_size))
@@ -250,8 +255,8 @@ def place_tokens(
     tables, cache, cu_seqlens_q, bands, maps, seqlen_q, max_seqlen_q, CAUSAL: tl.constexpr, VARIANT: tl.constexpr
 ):
     """Fills cache.entries (batch, max_pages, ENTRY_FIELDS), cache.tokens (queries, token_fields) and cache.shown
-    (batch, 2), the number and the last slot of the visible keys. All are int32. A program has VARIANT.block_m queries
-    and takes VARIANT.block_n entries at a time."""
+    (batch, 2): the number of visible keys and the slot of the last one. All are int32. A program has VARIANT.block_m
+    queries and takes VARIANT.block_n entries at a time."""
     batch, first = row_program(max_seqlen_q, VARIANT.block_m)
     seq = find_cached_sequence(cache, cu_seqlens_q, batch, seqlen_q)
     entries_in_all = decode_int(cache.capacity) // page_rows(cache, VARIANT.page_size)
@@ -281,7 +286,7 @@ def place_tokens(
         counts = entries.stop - entries.first
         begin = before + count_before(counts, VARIANT.block_n)
         index = tl.maximum(own, 0)[:, None] - begin[None, :]
-        holds = (index >= 0) & (index < counts[None, :])  # [BM, E], true once at most in a row
+        holds = (index >= 0) & (index < counts[None, :])  # [BM, E], true at most once in a row
         at_row = index + entries.first[None, :]
         column += tl.sum(tl.where(holds, entries.slot[None, :] - seq.start_k + at_row + 1, 0), 1)
         position += tl.sum(tl.where(holds, entries.position[None, :] + (0 if VARIANT.stored else at_row), 0), 1)
@@ -307,7 +312,7 @@ def place_tokens(
         if maps is not None:
             seen = mapped_keys(position, band, maps)
             lowest, highest = seen.first, seen.stop - 1
-        if VARIANT.stored and VARIANT.axes == 0:  # parts of positions may add a distance of 1
+        if VARIANT.stored and VARIANT.axes == 0:  # lowest - 1: a key with a larger fraction counts as one higher
             found = columns_by_groups(tables.groups, cache, seq, lowest - 1, highest, VARIANT)
         else:
             found = columns_by_entries(tables, cache, seq, lowest, highest, VARIANT)
@@ -319,8 +324,8 @@ def place_tokens(
 
 
 class PlacedKeys(NamedTuple):
-    """The keys that each row of a tile of queries [M] sees: at positions first to stop - 1, up to a column. part: the
-    fraction of the row's own position, if slots store positions of one axis."""
+    """The keys that each row of a tile of queries [M] sees: those at positions first to stop - 1, in columns up to
+    `column`. part: the fraction of the row's own position, if slots store positions of one axis."""
 
     first: object
     stop: object
@@ -330,7 +335,7 @@ class PlacedKeys(NamedTuple):
 
 class MappedKeys(NamedTuple):
     """PlacedKeys of a scheme with maps. position: the whole position of each row. by_chunk: whether first and stop are
-    limits of chunks, which go by whole positions."""
+    chunk boundaries, which are compared with whole positions."""
 
     first: object
     stop: object
@@ -349,7 +354,7 @@ class TileEntries(NamedTuple):
 
 
 class NumberedEntries(NamedTuple):
-    """TileEntries of an axial scheme, with the rank that row 0 has among the visible keys."""
+    """TileEntries of an axial scheme. number: the rank of row 0 among the visible keys."""
 
     position: object
     first: object
@@ -360,10 +365,11 @@ class NumberedEntries(NamedTuple):
 class Places(NamedTuple):
     """The keys of a tile, each field [N].
 
-    page, row: where to load the key. For hidden keys, another key of the sequence, which is masked.
-    position: the integer position that bands go by. For axial schemes, the rank among the visible keys.
+    page, row: where to load the key. A hidden key is replaced by another key of the sequence, which is then masked.
+    position: the whole position, which bands compare. For axial schemes, the rank among the visible keys.
     shown: whether the key is visible.
-    start: the first position if VARIANT.one_run. If slots store positions, what is added to them.
+    start: if VARIANT.stored, what is added to stored positions. If not, and if VARIANT.one_run, the position of the
+        tile's first key.
     part: the fraction of the position, if slots store positions of one axis.
     """
 
@@ -376,7 +382,7 @@ class Places(NamedTuple):
 
 
 class LastShown(NamedTuple):
-    """Page and row of the last visible key of a sequence."""
+    """The page and the row of a sequence's last visible key."""
 
     page: object
     row: object
@@ -384,13 +390,14 @@ class LastShown(NamedTuple):
 
 @triton.jit
 def load_token(cache, token, field, VARIANT: tl.constexpr):
-    """Loads a field of these queries [M], whose indices run through all sequences."""
+    """Loads a field of cache.tokens for queries [M]. token: their indices over all sequences."""
     return tl.load(cache.tokens + token * token_fields(VARIANT) + field)
 
 
 @triton.jit
 def band_columns(cache, token, b, VARIANT: tl.constexpr):
-    """Returns, in tiles of VARIANT.block_n, the Columns that hold the band's keys for all of these queries [M]."""
+    """Returns the Columns, in tiles of VARIANT.block_n, that hold all keys that any of these queries [M] sees in band
+    b."""
     begin = tl.min(load_token(cache, token, TOKEN_FIELDS + 2 * b, VARIANT), 0)
     end = tl.max(load_token(cache, token, TOKEN_FIELDS + 2 * b + 1, VARIANT), 0)
     return Columns(begin // VARIANT.block_n, tl.cdiv(end, VARIANT.block_n))
@@ -398,7 +405,7 @@ def band_columns(cache, token, b, VARIANT: tl.constexpr):
 
 @triton.jit
 def load_query_position(cache, token, axis: tl.constexpr, VARIANT: tl.constexpr):
-    """Loads the Position of these queries [M] on an axis, where slots store positions."""
+    """Loads the Position of these queries [M] on an axis. VARIANT.stored must hold."""
     FIELD: tl.constexpr = TOKEN_FIELDS + 2 * VARIANT.num_bands + 2 * axis
     return Position(load_token(cache, token, FIELD, VARIANT), load_token(cache, token, FIELD + 1, VARIANT))
 
@@ -443,7 +450,8 @@ def load_tile_entries(cache, batch, first_slot, slots, VARIANT: tl.constexpr):
 
 @triton.jit
 def tile_places(cache, entries, page, last, first_slot, slots, VARIANT: tl.constexpr):
-    """Returns the Places of a tile with these TileEntries. page: of every key, or of the tile."""
+    """Returns the Places of a tile with these TileEntries. page: the page of every key, or one page for the tile. last:
+    LastShown."""
     rows = page_rows(cache, VARIANT.page_size)
     if VARIANT.one_run:
         first_row = first_slot % rows
@@ -467,11 +475,11 @@ def tile_places(cache, entries, page, last, first_slot, slots, VARIANT: tl.const
 
 @triton.jit
 def sees(keys, places, column, maps, VARIANT: tl.constexpr):
-    """Whether rows with these PlacedKeys see the keys from `column` on: [M, BN]. places: where and at which positions
-    these keys are."""
+    """Returns whether each row of PlacedKeys sees each of the keys from `column` on, [M, BN]. places: the Places of
+    these keys."""
     position, columns = places.position[None, :], column + tl.arange(0, VARIANT.block_n)[None, :]
     exists = places.shown[None, :]
-    if VARIANT.stored and VARIANT.axes == 0:  # the distance is a whole one less
+    if VARIANT.stored and VARIANT.axes == 0:  # a key with a larger fraction counts as one position higher
         beyond = (places.part[None, :] > keys.part[:, None]).to(tl.int32)
         if maps is not None:
             exists = exists & (position + beyond <= keys.position[:, None])
@@ -483,7 +491,8 @@ def sees(keys, places, column, maps, VARIANT: tl.constexpr):
 
 @triton.jit
 def load_digits(ptr, position, D: tl.constexpr):
-    """Returns cos and sin of positions [M], each joined from the rows of its three digits, or of one position.
+    """Returns cos and sin of one position or of positions [M, 1], joined from the table rows of a position's three
+    digits.
 
     ptr: [COUNT] or [1, COUNT], into the table of ``flashrope.lowering.cos_sin.three_level_table``."""
     low = position & (DIGIT - 1)
@@ -523,9 +532,9 @@ def placed_query_cos_sin(table, rotation, cache, token, position, VARIANT: tl.co
 
 @triton.jit
 def placed_key_cos_sin(table, rotation, cache, places, VARIANT: tl.constexpr):
-    """Returns cos and sin [N, D/2] of the keys of a tile. If VARIANT.one_run, the rows added to the first key's are the
-    same for every tile."""
-    if VARIANT.stored:  # rotations of keys have no offset and no factor
+    """Returns cos and sin [N, D/2] of the keys of a tile. If VARIANT.one_run, they are joined from those of the tile's
+    first key and table rows that are the same for every tile."""
+    if VARIANT.stored:  # no turns.start or turns.factor: rotations of keys have no offset and no factor
         turns = load_turns(table, rotation, VARIANT)
         if VARIANT.axes == 0:
             place = Position(places.position, places.part)

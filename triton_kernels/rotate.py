@@ -1,7 +1,7 @@
 """Rotates keys (before the forward) or queries (before the backward) once per distinct rotation, into a workspace.
 
-The inner loop of attention would have to rotate the whole key tile in every warp: 637 to 941 instructions per iteration
-on sm_80 at head_dim 64, and spills at 128.
+If the inner loop of attention rotated keys, every warp would have to rotate the whole key tile. On sm_80 that takes 637
+to 941 instructions per iteration at head_dim 64, and spills registers at head_dim 128.
 """
 
 from typing import NamedTuple
@@ -44,11 +44,11 @@ def rotate_rows(
     HEADS_PER_PROGRAM: tl.constexpr,
     VARIANT: tl.constexpr,
 ):
-    """Writes the rows of x rotated, once for every rotation.
+    """Writes one rotated copy of x for every rotation.
 
-    x: TensorView. out: TensorView (copy, row, head). rotations: int32, the rotation of every copy. The "other" lengths
-    are those of the keys if x holds queries, and of the queries if x holds keys. cache: the cache that x holds new keys
-    for, as the last rows of its sequences; or all its fields are None."""
+    x: TensorView. out: TensorView (copy, row, head). rotations: int32, the rotation of every copy. cu_seqlens_other,
+    seqlen_other: the lengths of k if x holds queries, and of q if x holds keys. cache: if x holds the new keys of a
+    cache, which are the last keys of every sequence, its CacheLayout. Otherwise a CacheLayout of None only."""
     batch, first = row_program(max_seqlen, VARIANT.block_m)
     if cache.seqlens is None:
         start, length = sequence_rows(cu_seqlens, batch, seqlen)
@@ -107,11 +107,11 @@ def rotate_cached_rows(
     HEADS_PER_PROGRAM: tl.constexpr,
     VARIANT: tl.constexpr,
 ):
-    """Rotates the last keys of every sequence. ``copied_keys`` says how many; they are at most max_rows.
+    """Writes rotated copies of the last keys of every sequence of a cache. ``tiles.copied_keys`` says which keys.
 
-    k_cache: TensorView (batch or page, row, head); out: TensorView (copy, row, head). key_ranges int32 (copies, 2):
-    rows of KeyRange. Tiles of keys that are farther than `stop` from all queries are skipped. table, maps: as in
-    Scheme."""
+    k_cache: TensorView (batch or page, row, head). out: TensorView (copy, row, head). key_ranges: int32 (copies, 2),
+    rows of KeyRange. A tile is skipped if all its keys are farther than `stop` from all queries. table, maps: as in
+    Scheme. rows_out: the `rows` of copied_keys. max_rows: the most keys that a sequence has in a copy."""
     batch, row_out = row_program(max_rows, VARIANT.block_m)
     seq = find_cached_sequence(cache, cu_seqlens_q, batch, seqlen_q)
     packed, first = copied_keys(cache, cu_seqlens_q, seq, rows_out)
@@ -123,7 +123,7 @@ def rotate_cached_rows(
         skip |= seq.length_q <= decode_int(cache.decode_seqlen)
     if skip:
         return
-    shift = tl.maximum(-seq.ahead, 0)  # as in tile_rows
+    shift = tl.maximum(-seq.ahead, 0)  # avoids negative positions, as in tile_rows
     rows = TileRows(tl.arange(0, VARIANT.block_m), first + shift, first, seq.length_k)
     cos_sin_table = CosSinTable(table, table_rows, None, maps)
     cos, sin = load_cos_sin(cos_sin_table, copied.rotation, rows, 0, VARIANT.block_d // 2, VARIANT)  # [BM, D/2]

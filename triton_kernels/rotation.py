@@ -1,7 +1,7 @@
-"""Rotation: pairs of channels, cos and sin of positions, rotating tiles.
+"""Rotates tiles: finds the channels of pairs, loads cos and sin of positions, and applies them.
 
-In a tile the channels of a pair lie D/2 columns apart (half pairing) or side by side (interleaved). So a reshape takes
-pairs apart, for any rotary_dim and head_dim. Both sides of a product use the same channel order.
+In a tile the channels of a pair lie D/2 columns apart (half pairing) or side by side (interleaved), for any rotary_dim
+and head_dim. So a reshape separates first from second members. Queries and keys have the same channel order.
 """
 
 from typing import NamedTuple
@@ -14,17 +14,17 @@ from .codes import as_type, join_codes, load_packed, load_packed_channels, load_
 from .tiles import existing_rows, load_parts, load_rows, store_rows, tile_offsets
 
 FINE_ROWS = tl.constexpr(cos_sin.FINE_ROWS)
-BLOCK_ROWS = tl.constexpr(16)  # of load_cos_sin_by_blocks
+BLOCK_ROWS = tl.constexpr(16)  # rows of a block in load_cos_sin_by_blocks
 
 # ---- pairs
 
 
 @triton.jit
 def pair_channels(pair, second, VARIANT: tl.constexpr):
-    """Half pairing: the channel of every pair's first (second = 0) or second (second = 1) member. It is head_dim or
-    more if there is none. With second = None, pair counts all first members, then all second ones. Channels before
-    first_channel and behind the rotary ones form pairs that do not rotate. The result is computed in whole vectors of
-    up to 16 bytes, so that the compiler can load those."""
+    """Returns the channel of every pair's first member (second = 0) or second member (second = 1), for half pairing. A
+    pair of padding gets a channel of head_dim or more. With second = None, `pair` counts all first members, then all
+    second members. Channels before first_channel and after the rotary channels form pairs that do not rotate. The
+    result is computed in whole vectors of up to 16 bytes, so that the compiler can load those."""
     FIRST: tl.constexpr = VARIANT.first_channel
     return pair_places(pair, second, VARIANT.rotary_dim, VARIANT.head_dim, VARIANT.block_d, FIRST, VARIANT.vec)
 
@@ -87,7 +87,7 @@ def tile_channels(VARIANT: tl.constexpr, PARTS: tl.constexpr = 1, PART: tl.const
 
 @triton.jit
 def key_channels(VARIANT: tl.constexpr):
-    """Returns the tile_channels of every part in which a tile of queries or keys is taken."""
+    """Returns a tuple with the tile_channels of each part of a tile of queries or keys."""
     if VARIANT.parts == 1:
         return (tile_channels(VARIANT),)
     else:
@@ -96,19 +96,19 @@ def key_channels(VARIANT: tl.constexpr):
 
 @triton.jit
 def concatenate(left, right):
-    """Two [M, N] side by side, [M, 2 N]."""
+    """Joins two tiles [M, N] side by side to one tile [M, 2 N]."""
     return tl.reshape(tl.permute(tl.join(left, right), (0, 2, 1)), (left.shape[0], 2 * left.shape[1]))
 
 
 @triton.jit
 def halves(x):
-    """[M, 2 N] to its left and right [M, N]."""
+    """Splits x [M, 2 N] into its left and its right half, two tiles [M, N]."""
     return tl.split(tl.permute(tl.reshape(x, (x.shape[0], 2, x.shape[1] // 2)), (0, 2, 1)))
 
 
 @triton.jit
 def join_pairs(first, second, VARIANT: tl.constexpr):
-    """First and second members, two [M, N], to one tile [M, 2 N] in the order of tile_channels."""
+    """Joins first and second members of pairs, two tiles [M, N], to one tile [M, 2 N] in the order of tile_channels."""
     if VARIANT.interleaved:
         return tl.reshape(tl.join(first, second), (first.shape[0], 2 * first.shape[1]))
     else:
@@ -117,7 +117,7 @@ def join_pairs(first, second, VARIANT: tl.constexpr):
 
 @triton.jit
 def split_pairs(x, VARIANT: tl.constexpr):
-    """The inverse of join_pairs."""
+    """Splits a tile that join_pairs has joined into first and second members."""
     if VARIANT.interleaved:
         return tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
     else:
@@ -126,13 +126,13 @@ def split_pairs(x, VARIANT: tl.constexpr):
 
 @triton.jit
 def load_keys(ptr, offsets, channels, VARIANT: tl.constexpr, dtype: tl.constexpr):
-    """Rows of keys at offsets [M, 1], [M, D] in parts, in the order of tile_channels, whose parts are `channels`. Codes
-    become this type, in one part."""
+    """Loads the rows of keys at offsets [M, 1]. Returns a tile [M, D] in parts, in the order of tile_channels.
+    channels: from key_channels. Quantized keys are converted to `dtype` and returned as one part."""
     FULL: tl.constexpr = VARIANT.rotary_dim == VARIANT.block_d
     UNROTATED: tl.constexpr = VARIANT.rotary_dim == 0 and VARIANT.head_dim == VARIANT.block_d
     NEIGHBOURS: tl.constexpr = (
         VARIANT.rotary_dim % 4 == 0 and VARIANT.head_dim % 4 == 0 and VARIANT.first_channel % 2 == 0
-    )  # they share a byte of 4-bit codes
+    )  # the two channels of every byte of 4-bit codes belong to adjacent pairs
     if ptr.dtype.element_ty == tl.int8:
         return (as_type(load_rows(ptr, offsets, channels[0], VARIANT), dtype),)
     elif ptr.dtype.element_ty != tl.uint8:
@@ -152,7 +152,7 @@ def load_keys(ptr, offsets, channels, VARIANT: tl.constexpr, dtype: tl.constexpr
 
 @triton.jit
 def load_key_pairs(ptr, offsets, VARIANT: tl.constexpr, dtype: tl.constexpr):
-    """load_pairs of all pairs of keys, two [M, D/2]. Codes become this type."""
+    """Loads all pairs of keys, as load_pairs does: two tiles [M, D/2]. Quantized keys are converted to `dtype`."""
     PAIRS: tl.constexpr = VARIANT.block_d // 2
     NEIGHBOURS: tl.constexpr = (
         VARIANT.rotary_dim % 4 == 0 and VARIANT.head_dim % 4 == 0 and VARIANT.first_channel % 2 == 0
@@ -181,8 +181,8 @@ def load_key_pairs(ptr, offsets, VARIANT: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def load_key_words(view, page, row, PARTS: tl.constexpr, VARIANT: tl.constexpr, dtype: tl.constexpr):
-    """Keys that do not rotate, at the rows [M] of a HeadView of codes, in the parts that split_columns makes of a tile
-    in the order of tile_channels."""
+    """Loads quantized keys that are not rotated, as words. page, row [M]: the keys' rows. Returns the PARTS tiles that
+    split_columns would make of a tile in the order of tile_channels."""
     FULL: tl.constexpr = VARIANT.rotary_dim == VARIANT.block_d
     UNROTATED: tl.constexpr = VARIANT.rotary_dim == 0 and VARIANT.head_dim == VARIANT.block_d
     at = tl.arange(0, VARIANT.block_d // PARTS)
@@ -196,7 +196,8 @@ def load_key_words(view, page, row, PARTS: tl.constexpr, VARIANT: tl.constexpr, 
 
 @triton.jit
 def load_pairs(ptr, offsets, FIRST: tl.constexpr, COUNT: tl.constexpr, VARIANT: tl.constexpr):
-    """First and second members of pairs FIRST to FIRST + COUNT - 1 of rows at offsets [M, 1], two [M, COUNT]."""
+    """Loads pairs FIRST to FIRST + COUNT - 1 of the rows at offsets [M, 1]. Returns their first and their second
+    members, two tiles [M, COUNT]."""
     if VARIANT.interleaved:
         return split_pairs(load_rows(ptr, offsets, tl.arange(0, 2 * COUNT) + 2 * FIRST, VARIANT), VARIANT)
     else:
@@ -208,7 +209,7 @@ def load_pairs(ptr, offsets, FIRST: tl.constexpr, COUNT: tl.constexpr, VARIANT: 
 
 @triton.jit
 def store_pairs(view, first, second, rows, FIRST: tl.constexpr, VARIANT: tl.constexpr):
-    """Stores pairs from FIRST on, two [M, COUNT], each channel in its place."""
+    """Stores pairs, from pair FIRST on. first, second: their first and their second members, two tiles [M, COUNT]."""
     COUNT: tl.constexpr = first.shape[1]
     if VARIANT.interleaved:
         dtype = view.ptr.dtype.element_ty
@@ -224,8 +225,8 @@ def store_pairs(view, first, second, rows, FIRST: tl.constexpr, VARIANT: tl.cons
 
 
 class CosSinTable(NamedTuple):
-    """ptr: cos and sin (rotations, rows, 2, D/2) of ``flashrope.lowering.cos_sin``. rows: per rotation. positions:
-    None, or the caller's; the table then has a row for each token of the batch. maps: as in Scheme."""
+    """ptr: cos and sin (rotations, rows, 2, D/2) of ``flashrope.lowering.cos_sin``. rows: table rows per rotation.
+    positions, maps: as in Scheme. If positions is not None, the table has one row for each token of the batch."""
 
     ptr: object
     rows: object
@@ -253,8 +254,8 @@ def load_row_map(maps, rotation):
 
 @triton.jit
 def mapped_positions(row_map, position):
-    """Returns the positions in the table of rows at these positions [M]. Each is at most the row's own. Rows at
-    negative positions see no key and take position 0."""
+    """Returns the mapped position of rows at these positions [M]. It is at most the row's own position. Rows at
+    negative positions see no key, and their result is 0."""
     position = tl.maximum(position, 0)
     position = tl.where(row_map.chunk > 0, position % tl.maximum(row_map.chunk, 1), position)
     return tl.minimum(position // row_map.group, row_map.last)
@@ -262,14 +263,15 @@ def mapped_positions(row_map, position):
 
 @triton.jit
 def mapped_rows(maps, rotation, rows):
-    """mapped_positions of the rows of a tile. Queries count from rows.start, keys from rows.first."""
+    """Returns the mapped_positions of a tile's rows. The first row is at position rows.start if the rows are queries,
+    and at rows.first if they are keys."""
     row_map = load_row_map(maps, rotation)
     position = tl.where(row_map.is_query != 0, rows.start, rows.first) + existing_rows(rows)
     return mapped_positions(row_map, position)
 
 
 class TileMap(NamedTuple):
-    """chunk and group of a RowMap; index [N]: the rows of a tile, divided by group."""
+    """A RowMap for tiles of N keys. chunk, group: as in RowMap. index [N]: 0 to N - 1, divided by group."""
 
     chunk: object
     group: object
@@ -278,15 +280,16 @@ class TileMap(NamedTuple):
 
 @triton.jit
 def load_tile_map(maps, rotation, N: tl.constexpr):
-    """For a loop over tiles of N keys. Each tile lies in one chunk; it lies in one group or holds whole groups. The
-    division is outside the loop, so that the compiler can also load the rows of cos and sin of `index` there."""
+    """Returns the TileMap of a rotation. VARIANT.aligned_maps must hold. Call it before the loop over tiles: the
+    division is then outside the loop, and the compiler can also load the cos and sin of `index` there."""
     group = tl.load(maps + ROW_MAP_FIELDS * rotation + 1)
     return TileMap(tl.load(maps + ROW_MAP_FIELDS * rotation), group, tl.arange(0, N) // group)
 
 
 @triton.jit
 def mapped_start(tile_map, start):
-    """Returns the mapped position of the tile's first key, which is at `start`; add tile_map.index for the others."""
+    """Returns the mapped position of a tile's first key, which is at `start`. For the other keys, add tile_map.index
+    to it."""
     start = tl.where(tile_map.chunk > 0, start % tl.maximum(tile_map.chunk, 1), start)
     return start // tile_map.group
 
@@ -296,13 +299,13 @@ def add_angles(cos_a, sin_a, cos_b, sin_b):
     return cos_a * cos_b - sin_a * sin_b, sin_a * cos_b + cos_a * sin_b
 
 
-# The functions below return cos and sin of pairs FIRST to FIRST + COUNT - 1, two float32 [M, COUNT]. They are 1 and 0
-# for pairs that do not rotate. A table row holds cos of D/2 pairs, then sin.
+# The functions below return cos and sin of pairs FIRST to FIRST + COUNT - 1, two float32 tiles [M, COUNT]. Pairs that
+# do not rotate have cos 1 and sin 0. A table row holds cos of D/2 pairs, then sin.
 
 
 @triton.jit
 def table_columns(table, rotation, FIRST: tl.constexpr, COUNT: tl.constexpr, D: tl.constexpr):
-    """Pointers [COUNT] to cos in a rotation's first table row."""
+    """Returns pointers [COUNT] to the cos values in a rotation's first table row."""
     return table.ptr + rotation.to(tl.int64) * table.rows * D + FIRST + tl.arange(0, COUNT)
 
 
@@ -324,7 +327,7 @@ def load_cos_sin(table, rotation, rows, FIRST: tl.constexpr, COUNT: tl.constexpr
 
 @triton.jit
 def load_cos_sin_from(table, rotation, start, index, FIRST: tl.constexpr, COUNT: tl.constexpr, VARIANT: tl.constexpr):
-    """Returns cos and sin of positions start + index [M]. The fine rows `index` are the same for every tile."""
+    """Returns cos and sin of positions start + index [M]. The table rows of `index` are the same for every tile."""
     D: tl.constexpr = VARIANT.block_d
     ptr = table_columns(table, rotation, FIRST, COUNT, D)
     start_cos, start_sin = load_start(ptr, start, VARIANT)
@@ -334,8 +337,8 @@ def load_cos_sin_from(table, rotation, start, index, FIRST: tl.constexpr, COUNT:
 
 @triton.jit
 def load_cos_sin_at(table, rotation, position, FIRST: tl.constexpr, COUNT: tl.constexpr, VARIANT: tl.constexpr):
-    """Returns cos and sin of positions [M], which the scheme may map. They depend on the position, not on the tile.
-    Positions are below 0 only where keys come rotated."""
+    """Returns cos and sin of positions [M], which the scheme may map. A position gives the same bits in every tile.
+    Positions may be negative only if VARIANT.rotated_keys."""
     D: tl.constexpr = VARIANT.block_d
     ptr = table_columns(table, rotation, FIRST, COUNT, D)
     if table.maps is not None:
@@ -349,7 +352,7 @@ def load_cos_sin_at(table, rotation, position, FIRST: tl.constexpr, COUNT: tl.co
 
 @triton.jit
 def load_each(ptr, position, D: tl.constexpr):
-    """Returns cos and sin of positions [M], each joined from its own two rows; ptr [COUNT]."""
+    """Returns cos and sin of positions [M], each joined from its own fine and coarse rows. ptr: [COUNT]."""
     fine = ptr[None, :] + (position % FINE_ROWS)[:, None] * D
     coarse = ptr[None, :] + (position // FINE_ROWS + FINE_ROWS)[:, None] * D
     return add_angles(tl.load(fine), tl.load(fine + D // 2), tl.load(coarse), tl.load(coarse + D // 2))
@@ -365,7 +368,7 @@ def load_two_levels(ptr, position, D: tl.constexpr):
 
 @triton.jit
 def load_start(ptr, position, VARIANT: tl.constexpr):
-    """load_two_levels of a tile's first row. Where keys come rotated its position may be negative."""
+    """Returns cos and sin [COUNT] of the position of a tile's first row. It may be negative if VARIANT.rotated_keys."""
     if VARIANT.rotated_keys:
         cos, sin = load_two_levels(ptr, tl.abs(position), VARIANT.block_d)
         return cos, tl.where(position < 0, -sin, sin)
@@ -375,8 +378,8 @@ def load_start(ptr, position, VARIANT: tl.constexpr):
 
 @triton.jit
 def load_cos_sin_by_blocks(table, rotation, rows, FIRST: tl.constexpr, COUNT: tl.constexpr, VARIANT: tl.constexpr):
-    """load_cos_sin. Reads BLOCK + M / BLOCK table rows instead of M. Passes through shared memory: for prologues, not
-    for loops."""
+    """Returns load_cos_sin, but reads BLOCK + M / BLOCK table rows instead of M. The result passes through shared
+    memory, so call it before loops, not in them."""
     if table.positions is not None or table.maps is not None:
         return load_cos_sin(table, rotation, rows, FIRST, COUNT, VARIANT)
     else:
@@ -396,8 +399,8 @@ def load_cos_sin_by_blocks(table, rotation, rows, FIRST: tl.constexpr, COUNT: tl
 
 @triton.jit
 def query_scale(scheme, rows, positions, length):
-    """Returns the scheme's factor on every query row of a sequence of `length` keys, float32 [M]. rows index
-    scheme.positions."""
+    """Returns the scheme's factor on every query row of a sequence of `length` keys, float32 [M]. rows [M]: indices
+    into scheme.positions. positions [M]: used if scheme.positions is None."""
     if scheme.positions is not None:
         position = tl.load(scheme.positions + rows)
     else:
@@ -414,12 +417,12 @@ def query_scale(scheme, rows, positions, length):
 
 
 # ---- rotating
-# A tile is rotated in two chunks of D/4 pairs. One chunk would need registers that the accumulator holds.
+# A tile is rotated in two chunks of D/4 pairs. One chunk of D/2 pairs would need registers that the accumulator holds.
 
 
 @triton.jit
 def rotate(first, second, cos, sin):
-    """Pairs [M, N] rotated; sin negated rotates back."""
+    """Rotates pairs: first and second members, two tiles [M, N]. With -sin it rotates back."""
     return first * cos - second * sin, second * cos + first * sin
 
 
@@ -427,7 +430,8 @@ def rotate(first, second, cos, sin):
 def load_rotated_chunk(
     view, table, rotation, rows, scale, FIRST: tl.constexpr, ROTATE: tl.constexpr, VARIANT: tl.constexpr
 ):
-    """D/4 pairs of every row, from pair FIRST on: loaded, rotated and scaled in float32, rounded once."""
+    """Loads D/4 pairs of every row, from pair FIRST on. Rotates them if ROTATE and multiplies them by scale [M], in
+    float32, then rounds once."""
     COUNT: tl.constexpr = VARIANT.block_d // 4
     offsets = tile_offsets(existing_rows(rows), view)
     x, y = load_pairs(view.ptr, offsets, FIRST, COUNT, VARIANT)
@@ -444,7 +448,8 @@ def load_rotated_chunk(
 
 @triton.jit
 def load_rotated(view, table, rotation, rows, scale, ROTATE: tl.constexpr, VARIANT: tl.constexpr):
-    """A tile [M, D], rotated if ROTATE, times scale [M], in VARIANT.parts parts of the channels."""
+    """Loads a tile [M, D], rotates it if ROTATE and multiplies it by scale [M]. Returns VARIANT.parts parts of the
+    channels."""
     NEXT: tl.constexpr = VARIANT.block_d // 4
     x, y = load_rotated_chunk(view, table, rotation, rows, scale, 0, ROTATE, VARIANT)
     next_x, next_y = load_rotated_chunk(view, table, rotation, rows, scale, NEXT, ROTATE, VARIANT)
@@ -462,7 +467,7 @@ def load_rotated_hidden(view, table, rotation, rows, scale, VARIANT: tl.constexp
     from pairs.
 
     Symptom without the branch: Triton looks through the joins and picks a layout that ldmatrix cannot load. So keep the
-    branch, although rotating by 0 would give the same tile. It also saves the work of a rotation by 0."""
+    branch, although applying rotation 0 (the identity) would give the same tile. The branch also saves that work."""
     if rotation > 0:
         tile = load_rotated(view, table, rotation, rows, scale, True, VARIANT)  # [BM, D]
     else:
@@ -484,10 +489,10 @@ def join_hidden(x, y, holds, VARIANT: tl.constexpr):
 
 @triton.jit
 def rotate_step(x, y, table, step, before, rows, FIRST: tl.constexpr, COUNT: tl.constexpr, VARIANT: tl.constexpr):
-    """Takes pairs [M, COUNT], from pair FIRST on, from the frame of the band before to that of the band.
+    """Rotates pairs [M, COUNT] of a gradient, from pair FIRST on, from the previous band's frame to this band's frame.
 
-    Without maps the rotation `step` does that. With maps no single rotation does. There `before`, the step of the band
-    before, is undone, and `step` is applied."""
+    Without maps the rotation `step` does that. With maps no single rotation does that, so `before`, the previous band's
+    step, is undone, and then `step` is applied."""
     if table.maps is None:
         cos, sin = load_cos_sin(table, step, rows, FIRST, COUNT, VARIANT)
         return rotate(x, y, cos, sin)
@@ -500,7 +505,7 @@ def rotate_step(x, y, table, step, before, rows, FIRST: tl.constexpr, COUNT: tl.
 
 @triton.jit
 def rotate_tile(tile, table, step, before, rows, VARIANT: tl.constexpr):
-    """A float32 tile [M, D] rotated in registers, as rotate_step says."""
+    """Applies rotate_step to a float32 tile [M, D] in registers."""
     CHUNK: tl.constexpr = VARIANT.block_d // 4
     x, y = split_pairs(tile, VARIANT)
     x, next_x = halves(x)
@@ -512,7 +517,7 @@ def rotate_tile(tile, table, step, before, rows, VARIANT: tl.constexpr):
 
 @triton.jit
 def store_chunk_rotated_back(view, x, y, table, rotation, rows, scale, FIRST: tl.constexpr, VARIANT: tl.constexpr):
-    """Stores D/4 pairs of every row, from pair FIRST on, rotated back and scaled."""
+    """Rotates D/4 pairs of every row back, from pair FIRST on, multiplies them by scale and stores them."""
     cos, sin = load_cos_sin(table, rotation, rows, FIRST, VARIANT.block_d // 4, VARIANT)
     x, y = rotate(x, y, cos, -sin)
     store_pairs(view, x * scale, y * scale, rows, FIRST, VARIANT)
@@ -520,7 +525,7 @@ def store_chunk_rotated_back(view, x, y, table, rotation, rows, scale, FIRST: tl
 
 @triton.jit
 def store_rotated_back(view, tile, table, rotation, rows, scale, VARIANT: tl.constexpr):
-    """Stores a float32 tile [M, D] that is in a rotation's frame, rotated back and scaled."""
+    """Rotates a float32 tile [M, D] back from a rotation's frame, multiplies it by scale and stores it."""
     if VARIANT.rotary_dim == 0:
         store_rows(view, tile * scale, rows, tile_channels(VARIANT), VARIANT)
     else:

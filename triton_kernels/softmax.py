@@ -8,14 +8,18 @@ import triton.language as tl
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
-# Lower bound of the log2 scale: a scale of 0 would turn a masked -inf into NaN. It changes no weight of products up to
-# 1e22.
+# Lower bound of the log2 scale. A scale of 0 would turn a masked score of -inf into NaN. With products q @ k up to 1e22
+# the bound changes no weight.
 MIN_SCALE = tl.constexpr(1e-30)
 
 
 class SoftmaxState(NamedTuple):
-    """acc: the channels in one, two or four parts, float32 [BM, DV / parts] each; row_max [BM], in log2 units;
-    row_sum [BM]."""
+    """The state of the softmax of BM query rows after some tiles of keys.
+
+    acc: the sum of weights @ V, in one, two or four parts of the channels. Each part is float32 [BM, DV / parts].
+    row_max: the largest score so far [BM], in log2 units.
+    row_sum: the sum of the weights [BM].
+    """
 
     acc: object
     row_max: object
@@ -39,7 +43,7 @@ def log2_scale(score_scale):
 
 @triton.jit
 def scale_rows(parts, factor):
-    """Multiplies every part of the channels [BM, D] by factor [BM]."""
+    """Multiplies every part [BM, D] by factor [BM]."""
     scaled = ()
     for part in tl.static_range(len(parts)):
         scaled += (parts[part] * factor[:, None],)
@@ -48,9 +52,11 @@ def scale_rows(parts, factor):
 
 @triton.jit
 def online_softmax(state, scores, scale_log2, visible):
-    """Takes one tile into the softmax. Returns weights [BM, BN] and the state, whose acc still lacks weights @ V.
+    """Adds one tile of keys to the softmax. Returns (weights [BM, BN], state). The caller must add weights @ V to the
+    state's acc, with add_values.
 
-    scores: [BM, BN], raw products, in log2 units once they are multiplied by scale_log2 > 0. visible: [BM, BN] or None.
+    scores: products q @ k [BM, BN], not yet scaled. visible: [BM, BN], or None if all keys are visible. scale_log2 > 0:
+    from log2_scale.
     """
     if visible is not None:
         scores = tl.where(visible, scores, float("-inf"))
@@ -66,7 +72,7 @@ def online_softmax(state, scores, scale_log2, visible):
 
 @triton.jit
 def add_values(state, weights, v):
-    """Returns the state with weights [BM, BN] @ v [BN, DV] added; v in as many parts as acc."""
+    """Returns the state with weights [BM, BN] @ v [BN, DV] added to acc. v has as many parts as acc."""
     weights = weights.to(v[0].dtype)
     acc = ()
     for part in tl.static_range(len(v)):
@@ -76,7 +82,8 @@ def add_values(state, weights, v):
 
 @triton.jit
 def finish_softmax(state):
-    """Returns out in float32, in the parts of acc, and lse [BM], natural log. Rows without keys get 0 and -inf."""
+    """Returns (out, lse). out is float32, in the parts of acc. lse [BM] is a natural logarithm. Rows that see no key
+    have out 0 and lse -inf."""
     empty = state.row_sum == 0
     row_sum = tl.where(empty, 1.0, state.row_sum)
     out = scale_rows(state.acc, 1.0 / row_sum)

@@ -1,7 +1,9 @@
-"""Positions that a cache stores: for every slot a float32 number, or one number for each axis of an axial scheme.
+"""Computes cos and sin of positions that a cache stores: for every slot one float32 number, or one for each axis of an
+axial scheme.
 
-The host does not know these positions, they may have fractions, and neighbors need not be consecutive. So no table of
-cos and sin can serve them. An angle is a product of integers, modulo a turn of 2^64, and exact at every position; see
+The host does not know these positions. They may have fractions, and positions of adjacent slots need not be
+consecutive. So kernels cannot read cos and sin from a table. They compute an angle as a product of integers, in units
+of 2^-64 turn and modulo one turn. The product is exact at every position. See
 ``flashrope.lowering.cos_sin.TurnRow``.
 """
 
@@ -18,21 +20,23 @@ NOWHERE = tl.constexpr(2**31 - 1)
 TURN_FIELDS = tl.constexpr(len(cos_sin.TurnRow._fields))
 PART = tl.constexpr(2.0**31)
 LAST_PART = tl.constexpr(2**31 - 1)
-RADIANS = tl.constexpr(6.283185307179586 / 2**32)  # of turns in fractions of 2^32
-# sin(x) = x + x^3 P(x^2), cos(x) = 1 - x^2 / 2 + x^4 Q(x^2) to 3e-9, x up to an eighth of a turn: least maximum error.
+RADIANS = tl.constexpr(6.283185307179586 / 2**32)  # radians in 2^-32 turn
+# For |x| up to an eighth of a turn, sin(x) = x + x^3 P(x^2) and cos(x) = 1 - x^2 / 2 + x^4 Q(x^2), with an error of at
+# most 3e-9. P and Q are the polynomials with the least maximum error. The constants are their coefficients.
 SIN_0, SIN_1, SIN_2 = tl.constexpr(-0.16666651), tl.constexpr(0.00833197869), tl.constexpr(-0.000194956359)
 COS_0, COS_1, COS_2 = tl.constexpr(0.0416666456), tl.constexpr(-0.00138873677), tl.constexpr(2.44384519e-05)
 
 
 class Position(NamedTuple):
-    """A position in two int32 numbers. whole: the integer below it. part: the fractional rest, in units of 2^-31."""
+    """A position as two int32 numbers. whole: the position rounded down. part: the fractional rest, in units of
+    2^-31."""
 
     whole: object
     part: object
 
 
 class Turns(NamedTuple):
-    """``flashrope.lowering.cos_sin.TurnRow`` of a rotation, each [D/2]."""
+    """The fields of ``flashrope.lowering.cos_sin.TurnRow`` for one rotation, each [D/2]."""
 
     step: object
     part: object
@@ -43,10 +47,10 @@ class Turns(NamedTuple):
 
 @triton.jit
 def split_position(x, base):
-    """Returns the Position of float32 numbers plus integers `base`, at most LIMIT on both sides of 0. NaN is below
-    all."""
+    """Returns the Position of x + base, clamped to -LIMIT and LIMIT. x: float32, where NaN counts as -LIMIT. base:
+    integers."""
     x = tl.where(x > -LIMIT, tl.minimum(x, LIMIT), -LIMIT)
-    whole = x.to(tl.int32)  # towards 0: a difference of floats of one sign is exact
+    whole = x.to(tl.int32)  # rounds towards 0, so that x - whole below is exact
     part = ((x - whole.to(tl.float32)) * PART).to(tl.int32)
     whole = whole + base - (part < 0).to(tl.int32)
     return Position(tl.minimum(tl.maximum(whole, -LIMIT), LIMIT), part & LAST_PART)
@@ -59,8 +63,8 @@ def as_float(position):
 
 @triton.jit
 def load_stored(cache, page, row, base, axis: tl.constexpr, VARIANT: tl.constexpr):
-    """Returns the Position of slots on one axis. page, row: of the slots; base: added to what they store, or to their
-    rows if the cache stores nothing and queries have fractions."""
+    """Returns the Position of slots on one axis. page, row: the page and the row of each slot. base: integers, added to
+    the stored positions. If the cache stores no positions, base is added to the rows instead."""
     if cache.slot_positions is None:
         whole = (base + row).to(tl.int32)
         return Position(whole, tl.zeros_like(whole))
@@ -86,8 +90,8 @@ def load_turns(table, rotation, VARIANT: tl.constexpr):
 
 @triton.jit
 def of_pairs(found, position, turns, axis: tl.constexpr):
-    """Returns the Position [M, 1] or [M, D/2] of every pair. Pairs of this axis get `position` [M], others keep
-    `found`, from the axes before."""
+    """Returns the Position by which every pair rotates, [M, 1] or [M, D/2]. Pairs of this axis get `position` [M].
+    Other pairs keep `found`, the result for the previous axis."""
     whole, part = position.whole[:, None], position.part[:, None]
     if axis == 0:
         return Position(whole, part)
@@ -104,7 +108,7 @@ def turned(position, turns):
 
 @triton.jit
 def cos_sin_of(angle):
-    """Returns cos and sin, float32, of int64 angles in units of 2^-64 turn."""
+    """Returns float32 cos and sin of int64 angles in units of 2^-64 turn."""
     turns = (angle >> 32).to(tl.int32)
     quarter = (turns + (1 << 29)) >> 30
     x = (turns - (quarter << 30)).to(tl.float32) * RADIANS

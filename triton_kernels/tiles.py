@@ -1,4 +1,4 @@
-"""Tiles: where a program's sequence lies, which tiles a band covers, loading and storing rows.
+"""Finds a program's sequence and the tiles that a band covers, and loads and stores rows.
 
 Comments such as # [BM, D] give shapes. BM, BN, D and DV are VARIANT's block_m, block_n, block_d and block_dv.
 """
@@ -19,8 +19,9 @@ PREFETCH = tl.constexpr("prefetch.global.L2 [$1]; mov.b32 $0, 0;")
 
 
 class Sequence(NamedTuple):
-    """One sequence of the batch. start_q, start_k (int64): its first rows in packed tensors, else 0; with a cache,
-    start_k is its first slot. ahead = length_k - length_q: query row r is at position r + ahead."""
+    """One sequence of the batch. start_q, start_k: the sequence's first row of q and of k if tensors are packed, else
+    0. With a cache, start_k is the sequence's first slot. ahead: length_k - length_q. Query row r is at position
+    r + ahead."""
 
     batch: object
     start_q: object
@@ -39,7 +40,7 @@ def find_sequence(cu_seqlens, batch, seqlen_q, seqlen_k):
 
 @triton.jit
 def find_cached_sequence(cache, cu_seqlens_q, batch, seqlen_q):
-    """Returns the Sequence of a batch index. cu_seqlens_q: for packed queries, else None."""
+    """Returns the Sequence of a batch index. cu_seqlens_q: None if queries are not packed."""
     start_q, length_q = sequence_rows(cu_seqlens_q, batch, seqlen_q)
     start_k, length_k = cache_bounds(cache, batch, None if cu_seqlens_q is None else length_q)
     return Sequence(batch, start_q, length_q, start_k, length_k, length_k - length_q)
@@ -54,14 +55,16 @@ def copied_keys(cache, cu_seqlens_q, seq, rows):
     if cu_seqlens_q is None:
         return seq.batch.to(tl.int64) * rows, tl.maximum(seq.length_k - rows, 0)
     else:
-        # Each of the sequences before this one that has a copy has more than decode_seqlen queries.
+        # A sequence with a copy has more than decode_seqlen queries, so at most start_q // (decode_seqlen + 1) of the
+        # sequences before this one have a copy.
         start = seq.start_q + seq.start_q // (decode_int(cache.decode_seqlen) + 1) * rows
         return start, tl.maximum(seq.length_k - seq.length_q - rows, 0)
 
 
 @triton.jit
 def sequence_rows(cu_seqlens, batch, seqlen):
-    """Returns (first row, length) of a sequence. In packed tensors seqlen is the total, and both are clamped to it."""
+    """Returns (first row, length) of a sequence. cu_seqlens: None if tensors are not packed. If they are, seqlen is the
+    total number of rows, and both results are clamped to it."""
     if cu_seqlens is None:
         return tl.full((), 0, tl.int64), seqlen
     else:
@@ -100,8 +103,8 @@ def row_program(max_seqlen, BLOCK: tl.constexpr):
 
 @triton.jit
 def head_program(max_seqlen, heads, BLOCK: tl.constexpr):
-    """Returns (batch, head, first row) of a program. The first rows come first: as keys they are seen by most
-    queries."""
+    """Returns (batch, head, first row) of a program. Programs for the first rows start first. If the rows are keys,
+    these programs take longest, because most queries see the first keys."""
     tiles = tl.cdiv(max_seqlen, BLOCK)
     first = tl.program_id(0) % tiles * BLOCK
     return tl.program_id(0) // tiles // heads, tl.program_id(0) // tiles % heads, first
@@ -109,7 +112,8 @@ def head_program(max_seqlen, heads, BLOCK: tl.constexpr):
 
 @triton.jit
 def query_program(max_seqlen_q, heads_q, VARIANT: tl.constexpr):
-    """Returns (batch, query head, first query row) of a program. Under a causal mask the longest tiles start first."""
+    """Returns (batch, query head, first query row) of a program. Programs for the last queries start first. Under a
+    causal mask these programs take longest."""
     tiles = tl.cdiv(max_seqlen_q, VARIANT.block_m)
     tile = tiles - 1 - tl.program_id(0) % tiles
     batch = tl.program_id(0) // tiles // heads_q
@@ -151,12 +155,13 @@ def load_band(bands, band):
 
 @triton.jit
 def previous_band(bands, band: tl.constexpr):
-    """Returns band b - 1; for b = 0, band 0."""
+    """Returns the Band before `band`, or band 0 if `band` is 0."""
     return load_band(bands, band - 1 if band > 0 else 0)
 
 
 class VisibleRange(NamedTuple):
-    """Each row of a tile [M] sees the rows [first, stop) of the other side in a band."""
+    """The rows [first, stop) of the other side that each row of a tile [M] sees in a band. The other side of queries is
+    keys, and the other side of keys is queries."""
 
     first: object
     stop: object
@@ -164,7 +169,7 @@ class VisibleRange(NamedTuple):
 
 @triton.jit
 def visible_keys(position_q, band, length, maps=None):
-    """Returns which of `length` keys the queries at these positions [M] see. maps: the scheme's, or None."""
+    """Returns the VisibleRange of queries at position_q [M] over `length` keys. maps: Scheme.maps."""
     if maps is None:
         return VisibleRange(position_q - band.stop + 1, tl.minimum(position_q - band.start + 1, length))
     else:
@@ -175,7 +180,7 @@ def visible_keys(position_q, band, length, maps=None):
 
 @triton.jit
 def visible_queries(position_k, band, ahead, maps=None):
-    """Returns the query rows that see keys at these positions [M]. Row r is at position r + ahead."""
+    """Returns the VisibleRange of keys at position_k [M] over query rows. Query row r is at position r + ahead."""
     if maps is None:
         return VisibleRange(position_k + band.start - ahead, position_k + band.stop - ahead)
     else:
@@ -186,19 +191,20 @@ def visible_queries(position_k, band, ahead, maps=None):
 
 @triton.jit
 def band_unit(maps):
-    """Returns the unit of a band's start and stop, in positions: the length of a chunk, or 1."""
+    """Returns how many positions a band's start and stop count as 1: the chunk length if bands count chunks, else 1."""
     return tl.maximum(tl.load(maps), 1)
 
 
 @triton.jit
 def is_visible(visible, first, BLOCK: tl.constexpr):
-    """Whether a row sees column `first` + n of the other side: [M, BLOCK]."""
+    """Returns whether each of M rows sees each of the columns `first` to `first` + BLOCK - 1 of the other side,
+    [M, BLOCK]."""
     columns = tl.arange(0, BLOCK)[None, :]
     return (columns >= (visible.first - first)[:, None]) & (columns < (visible.stop - first)[:, None])
 
 
 class TileRange(NamedTuple):
-    """Tiles [begin, end) hold visible pairs. In [inner_begin, inner_end) every pair is visible."""
+    """Tiles [begin, end) hold visible (query, key) pairs. In tiles [inner_begin, inner_end) every pair is visible."""
 
     begin: object
     inner_begin: object
@@ -230,7 +236,7 @@ def visible_tiles(first_row, last_row, length, BLOCK: tl.constexpr):
 
 @triton.jit
 def key_tiles(band, first_q, last_q, length_k, BLOCK: tl.constexpr, maps=None):
-    """Returns the key tiles of a band for queries at positions first_q to last_q."""
+    """Returns a band's TileRange of keys for queries at positions first_q to last_q."""
     if maps is None:
         return tile_range(first_q, last_q, 1 - band.stop, -band.start, length_k, BLOCK)
     else:
@@ -240,7 +246,7 @@ def key_tiles(band, first_q, last_q, length_k, BLOCK: tl.constexpr, maps=None):
 
 @triton.jit
 def query_tiles(band, first_k, last_k, ahead, length_q, BLOCK: tl.constexpr, maps=None):
-    """Returns the query tiles of a band for keys first_k to last_k."""
+    """Returns a band's TileRange of queries for keys first_k to last_k."""
     if maps is None:
         return tile_range(first_k - ahead, last_k - ahead, band.start, band.stop - 1, length_q, BLOCK)
     else:
@@ -265,8 +271,9 @@ def edge_tile(tiles, step):
 
 
 class TileRows(NamedTuple):
-    """The rows of a tile. index [M]: 0 to M - 1. start: the row of the first one in the cos/sin table. first: the first
-    one in its sequence, which has `length` rows. Both are kept because length - first would cost a register."""
+    """The rows of a tile. index [M]: 0 to M - 1. start: the first row's row in the cos/sin table. first: the first
+    row's index in its sequence. length: the sequence's number of rows. Kernels use first and length separately, so a
+    field for length - first would take one more register."""
 
     index: object
     start: object
@@ -276,11 +283,13 @@ class TileRows(NamedTuple):
 
 @triton.jit
 def tile_rows(first, length, length_other, packed, scheme, BLOCK: tl.constexpr, ROTATED_KEYS: tl.constexpr = False):
-    """Returns the rows of a sequence's queries or keys from `first` on. length_other: the length of its keys or
-    queries. packed: the sequence's packed_row, which is also its first row in the table of given positions.
+    """Returns the TileRows of a sequence's queries or keys from row `first` on. length: the number of these rows.
+    length_other: the number of keys if the rows are queries, and of queries if they are keys. packed: the sequence's
+    packed_row, which is also its first row in the table of explicit positions.
 
-    Queries are ahead of keys by length_k - length_q. If that is negative, both are shifted, so that no position is
-    negative. If the scheme maps positions, or keys come rotated, nothing is shifted and start is for queries."""
+    Query row 0 is at position length_k - length_q. If that is negative, queries and keys are shifted so that no
+    position is negative. If the scheme maps positions, or if the caller's keys are already rotated (ROTATED_KEYS),
+    nothing is shifted, and `start` of the result is valid only for queries."""
     if scheme.positions is not None:
         start = first + packed.to(tl.int32)
     elif scheme.maps is not None or ROTATED_KEYS:
@@ -292,14 +301,14 @@ def tile_rows(first, length, length_other, packed, scheme, BLOCK: tl.constexpr, 
 
 @triton.jit
 def clamp_rows(rows, count):
-    """Returns the rows to load where `count` rows of a tile exist. The last row is loaded again for rows beyond it, so
-    that loads need no mask. Results of such rows are not stored, or have weight 0."""
+    """Returns the rows to load if only the first `count` rows of a tile exist. Rows beyond the last one load that row
+    again, so that loads need no mask. Their results are not stored, or have weight 0."""
     return tl.minimum(rows, count - 1)
 
 
 @triton.jit
 def existing_rows(rows):
-    """Returns clamp_rows for the TileRows of a tile."""
+    """Returns the rows of TileRows to load, as clamp_rows does."""
     return clamp_rows(rows.index, rows.length - rows.first)
 
 
@@ -309,7 +318,8 @@ def row_exists(rows):
 
 
 class HeadView(NamedTuple):
-    """Rows of one head. ptr points to the first. Strides are in elements; stride_batch is that of pages in a cache."""
+    """Rows of one head. ptr points to the first row. Strides are in elements. In a paged cache, stride_batch is the
+    stride of pages."""
 
     ptr: object
     stride_row: object
@@ -345,10 +355,11 @@ def skip_rows(view, rows):
 
 @triton.jit
 def choose_view(condition, left, right, VARIANT: tl.constexpr):
-    """Returns the HeadView `left` where the condition holds, else `right`. stride_batch is that of `left`.
+    """Returns the HeadView `left` if the condition holds, else `right`. stride_batch is that of `left`.
 
-    Symptom with a bare tl.where: rows are loaded in pieces of less than 16 bytes, because it hides the alignment that
-    both sides have. The claims must stand beside the tl.where: Triton drops a claim about a function's argument."""
+    Symptom with a bare tl.where: rows are loaded in pieces of less than 16 bytes, because tl.where hides that both
+    pointers are aligned. tl.multiple_of restores the alignment. It must be in the same function as the tl.where,
+    because Triton ignores tl.multiple_of on an argument of a function."""
     VEC: tl.constexpr = VARIANT.vec
     BYTES: tl.constexpr = 16 if VARIANT.vec > 1 else 1
     ptr = tl.where(condition, left.ptr, right.ptr)
@@ -358,8 +369,8 @@ def choose_view(condition, left, right, VARIANT: tl.constexpr):
 
 @triton.jit
 def band_keys(raw, rotated_k, k_copy, packed, head, ROTATED_K: tl.constexpr, VARIANT: tl.constexpr):
-    """Returns the keys that a band reads: raw ones, or its rotated copy in rotated_k (copy, row, head) from row
-    `packed` on. If raw keys are quantized, ROTATED_K says which."""
+    """Returns the HeadView of the keys that a band reads: the raw keys if k_copy is -1, else copy k_copy of rotated_k
+    (copy, row, head) from row `packed` on. If the raw keys are quantized, ROTATED_K chooses between them."""
     copy = head_view(rotated_k, tl.maximum(k_copy, 0), packed, head, VARIANT)
     if raw.ptr.dtype == copy.ptr.dtype:
         return choose_view(k_copy < 0, raw, copy, VARIANT)
@@ -402,7 +413,7 @@ def load_channels(ptr, offsets, channels, HEAD_DIM: tl.constexpr, BLOCK_D: tl.co
 
 @triton.jit
 def load_parts(ptr, offsets, channels, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Loads one or two parts of the channels."""
+    """Loads the rows at offsets [M, 1] in one or two parts. channels: a tuple with the channels of each part."""
     if len(channels) == 1:
         return (load_channels(ptr, offsets, channels[0], HEAD_DIM, BLOCK_D),)
     else:
@@ -412,7 +423,7 @@ def load_parts(ptr, offsets, channels, HEAD_DIM: tl.constexpr, BLOCK_D: tl.const
 
 @triton.jit
 def value_channels(VARIANT: tl.constexpr):
-    """Returns the channels of every part in which a tile of values, or of the result, is taken."""
+    """Returns a tuple with the channels of each part of a tile of v or of out."""
     if VARIANT.parts == 1:
         return (tl.arange(0, VARIANT.block_dv),)
     else:
@@ -437,7 +448,8 @@ def load_cached_values(ptr, offsets, channels, VARIANT: tl.constexpr, dtype: tl.
 
 @triton.jit
 def prefetch_rows(ptr, offsets, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Requests rows at offsets [M, 1] for the L2 cache. Waits for nothing and fills no register."""
+    """Starts to load the rows at offsets [M, 1] into the L2 cache. It does not wait for them and holds no data in
+    registers."""
     if has_ptx():
         ROW: tl.constexpr = HEAD_DIM // 2 if ptr.dtype.element_ty == tl.uint8 else HEAD_DIM
         LINE: tl.constexpr = L2_LINE * 8 // ptr.dtype.element_ty.primitive_bitwidth  # elements

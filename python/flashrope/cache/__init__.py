@@ -1,8 +1,8 @@
 """Caches of raw keys and values for decoding.
 
-``KVCache`` has one row of slots per sequence; ``PagedKVCache`` has pages that sequences share. Lengths, page tables and
-reference counts are kept on the host, so a full cache is an error and no call waits for the device. Either holds one
-layer or all layers of a model, which a ``Step`` writes to at once.
+``KVCache`` has one row of slots per sequence. ``PagedKVCache`` has pages that sequences share. The host knows lengths,
+page tables and reference counts, so a full cache raises an error, and no call waits for the device. A cache holds one
+layer or all layers of a model. A ``Step`` writes to all layers.
 """
 
 from .capture import CapturedStep

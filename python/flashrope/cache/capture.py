@@ -1,4 +1,4 @@
-"""``CapturedStep``: the tables of a step in tensors that stay, for a CUDA graph."""
+"""``CapturedStep``: keeps the tables of a step in static tensors, for a CUDA graph."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from ..backends.cache_tables import CachePositions, CacheTables
 
 
 class CapturedStep:
-    """A step that a CUDA graph replays: its tables keep their addresses. Made by ``PagedKVCache.capture``.
+    """A step that a CUDA graph replays. Its tables keep their addresses. Get it from ``PagedKVCache.capture``.
 
     Attributes:
-        tables: for ``plan_cache``; the same tensors at every replay.
+        tables: the tables for ``plan_cache``, the same tensors at every replay.
         sequences: the sequences of the step, in order.
     """
 
@@ -21,12 +21,12 @@ class CapturedStep:
         self.tables = _copied(cache.tables_of(sequences, seqlen_new))
 
     def update(self) -> None:
-        """Makes room for the new tokens and writes the present tables into the static ones, before a replay.
+        """Makes room for the new tokens and copies the current tables into the static tensors. Call it before a replay.
 
         Raises:
-            OutOfPages: how many pages are missing.
-            ValueError: a sequence would exceed max_seqlen, or tokens of a sequence moved or padding appeared since the
-                capture, which needs tables that the graph does not read.
+            OutOfPages: too few pages are free. The message says how many are missing.
+            ValueError: a sequence would exceed max_seqlen; or since the capture tokens of a sequence were moved, or
+                padding was added, which needs tables that the graph does not read.
         """
         own = self.tables
         now = self._cache.tables_of(self.sequences, self._seqlen_new, positioned=own.positions is not None)
@@ -52,7 +52,7 @@ class CapturedStep:
 
 
 def _copied(tables: CacheTables) -> CacheTables:
-    """Returns a copy of the tables, in tensors of its own."""
+    """Returns a copy of the tables, in new tensors."""
     seqlens, block_table, leftpad, new, positions = tables
     if positions is not None:
         positions = CachePositions(*(x if x is None else x.clone() for x in positions))

@@ -1,4 +1,4 @@
-"""``KVCache``: one row of slots per sequence."""
+"""``KVCache``: stores each sequence of a batch in one row of slots."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from .storage import Cache, OpenStep, check_integer, check_padding, check_querie
 class KVCache(Cache):
     """Holds the keys and values of a batch of sequences, with ``capacity`` slots each, for one layer or for all.
 
-    Use it where the batch and the largest length are known. ``PagedKVCache`` is for sequences that come and go, share
-    prefixes, or have lengths that nobody knows beforehand. ``attention_with_cache`` is for buffers of your own.
+    Use it if the batch and the largest length are known. ``PagedKVCache`` is for sequences that come and go, share
+    prefixes, or have unknown lengths. ``attention_with_cache`` is for buffers that you allocate yourself.
 
     Example:
         cache = KVCache(batch=2, capacity=512, heads_kv=2, head_dim=64, dtype=torch.float32, device="cpu")
@@ -30,17 +30,17 @@ class KVCache(Cache):
     Args:
         batch: number of sequences.
         capacity: slots per sequence.
-        heads_kv, head_dim: of k and v; head_dim is a multiple of 8 up to 512, or up to 256 with cache_dtype or
+        heads_kv, head_dim: of k and v. head_dim is a multiple of 8 up to 512, or up to 256 with cache_dtype or
             rotated_keys.
         dtype: float16, bfloat16, float32 or float64.
-        device: None is torch's default.
+        device: None: torch's default device.
         layers: number of layers. They share the lengths and the left padding.
-        rotated_keys: None: keys are stored raw, and every call may have another scheme. A Rotary, or a list of one per
-            layer: keys are rotated by it once, when they are written, as ``rotate`` does, and steps rotate queries
-            only. The cache remembers it: calls with another scheme raise, and so does ``cache_leftpad``, which would
-            move positions. For schemes that ``rotate`` takes.
+        rotated_keys: None: keys are stored raw, and every call may use another scheme. A Rotary, or a list with one
+            Rotary per layer: keys are rotated once, when they are written, as ``rotate`` does, and steps rotate only
+            queries. The scheme must be one that ``rotate`` takes. Calls with another scheme raise an error, and so does
+            ``cache_leftpad``, which would move positions.
         cache_dtype: None: the cache has the type dtype. "int8" or "int4": it holds quantized values of 8 or 4 bits with
-            a scale per token and key head, a half or a quarter of bfloat16's bytes. q, k, v and out keep dtype.
+            a scale per token and key head, about a half or a quarter of bfloat16's bytes. q, k, v and out keep dtype.
             ``attend`` and ``append`` quantize what they write. See k_scale in ``attention_with_cache``.
 
     Attributes:
@@ -49,23 +49,25 @@ class KVCache(Cache):
             ``layer(i)`` returns k and v of one layer.
         seqlens: (batch,) int32 on the device, the slots in use, left padding included. It is always the same tensor.
         leftpad: (batch,) int32 on the device, the padding on the left. It is always the same tensor.
-        k_scale, v_scale: the scales of a quantized cache, float32, k's shape without its last dimension, else None;
-            ``scales(i)`` returns those of one layer.
+        k_scale, v_scale: the scales of a quantized cache, float32, k's shape without its last dimension, else None.
+            ``scales(i)`` returns the scales of one layer.
         rotated_keys: the Rotary of every layer, or None.
         nbytes: bytes of k and v, and of their scales.
 
-    With several layers new tokens come in steps: ``with cache.step(seqlen_new) as step`` makes room once, every layer
-    calls ``step.attend(q, rotary, k, v, layer=i)``, and the end of the block counts the tokens, in all layers or none.
+    With several layers new tokens are written in steps. ``with cache.step(seqlen_new) as step`` checks once that there
+    is room, and every layer calls ``step.attend(q, rotary, k, v, layer=i)``. The end of the block counts the tokens, in
+    all layers or none.
 
-    Prompts of different lengths are padded on the left: ``leftpad`` of the first step is the number of padding tokens
-    of every sequence. The cache remembers it until the sequence is truncated below it. Positions count behind it.
+    Prompts of different lengths are padded on the left. ``leftpad`` of the first step gives the number of padding
+    tokens of every sequence. The cache remembers the padding until the sequence is truncated below it. Positions count
+    from the first token after the padding.
 
     A full cache raises ValueError. A call that raises leaves the cache unchanged. Under torch.autocast float32 q, k
     and v become the autocast type, as in ``attention``, so make the cache in that type.
 
     A CUDA graph does not replay what the host does. Capture ``attention_with_cache(q, *cache.layer(i), rotary,
-    cache.seqlens, k=k, v=v)`` of every layer and call ``cache.advance(k.shape[1])`` after every replay. Check
-    ``lengths`` before it, because the kernels drop keys that have no slot. Compiled models do the same.
+    cache.seqlens, k=k, v=v)`` of every layer and call ``cache.advance(k.shape[1])`` after every replay. Before every
+    replay check ``lengths``, because the kernels drop keys that have no slot. Do the same for compiled models.
     """
 
     def __init__(
@@ -90,24 +92,24 @@ class KVCache(Cache):
 
     @property
     def lengths(self) -> list[int]:
-        """Returns the slots in use of every sequence, left padding included, known to the host."""
+        """Returns the number of slots in use of every sequence, left padding included. The host knows them."""
         return list(self._lengths)
 
     @property
     def padding(self) -> list[int]:
-        """Returns the left padding of every sequence, known to the host."""
+        """Returns the left padding of every sequence. The host knows it."""
         return list(self._padding)
 
     def step(self, seqlen_new: int, leftpad: Sequence[int] | None = None) -> Step:
         """Returns the step in which every layer gets seqlen_new tokens of every sequence.
 
         Args:
-            seqlen_new: new tokens of every sequence.
-            leftpad: how many slots from the first are padding, one number per sequence, for sequences that hold nothing
-                but padding. None: as before.
+            seqlen_new: number of new tokens of every sequence.
+            leftpad: the number of padding slots at the start of each sequence, for sequences that hold nothing but
+                padding. None: the padding does not change.
 
         Raises:
-            TypeError, ValueError: names the argument, what was expected and what came, or the sequence without room.
+            TypeError, ValueError: an argument is invalid, or a sequence has no room. The message names it.
             RuntimeError: a step of this cache is open.
         """
         return self._step(check_integer("seqlen_new", seqlen_new), leftpad)
@@ -121,13 +123,13 @@ class KVCache(Cache):
     def append(
         self, k: torch.Tensor, v: torch.Tensor, impl: str | None = None, leftpad: Sequence[int] | None = None
     ) -> None:
-        """Appends k, v (batch, seqlen_new, heads_kv, head_dim), seqlen_new tokens to every sequence.
+        """Appends k, v (batch, seqlen_new, heads_kv, head_dim): seqlen_new tokens to every sequence.
 
-        With several layers, k and v have a dimension of layers in front. leftpad: as in ``step``. If sequences get
-        different numbers of tokens, append the largest number and ``truncate`` the others.
+        With several layers, k and v have a leading dimension of layers. leftpad: as in ``step``. If sequences get
+        different numbers of tokens, append the largest number to all of them and ``truncate`` the shorter ones.
 
         Raises:
-            TypeError, ValueError: names the argument, what was expected and what came, or the sequence without room.
+            TypeError, ValueError: an argument is invalid, or a sequence has no room. The message names it.
         """
         if self.layers > 1:
             return self._append_layers(self.step(self._new_of_layers(k, v), leftpad), k, v, impl)
@@ -149,17 +151,18 @@ class KVCache(Cache):
 
         Args:
             q: (batch, seqlen_q, heads_q, head_dim).
-            k, v: (batch, seqlen_new, heads_kv, head_dim), or both None. With several layers None: see ``step``.
-            layer: 0 to layers - 1, the keys to read; with one layer it may be None.
+            k, v: (batch, seqlen_new, heads_kv, head_dim), or both None. They must be None if the cache has several
+                layers, whose new keys and values are written in a ``step``.
+            layer: 0 to layers - 1, the layer whose keys are read. It may be None if the cache has one layer.
             leftpad: as in ``step``.
             rotary, options: as in ``attention_with_cache``: cache_leftpad, causal, softmax_scale, return_lse, impl,
                 num_splits, validate.
 
         Returns:
-            out, like q; with return_lse (out, lse), lse (batch, heads_q, seqlen_q).
+            out, like q. With return_lse: (out, lse). lse is (batch, heads_q, seqlen_q).
 
         Raises:
-            TypeError, ValueError: names the argument, what was expected and what came, or the sequence without room.
+            TypeError, ValueError: an argument is invalid, or a sequence has no room. The message names it.
         """
         if k is None and v is None and leftpad is None:
             check_queries(q, self.batch)
@@ -170,7 +173,8 @@ class KVCache(Cache):
             return step.attend(q, rotary, k, v, layer, **options)
 
     def advance(self, seqlen_new: int) -> None:
-        """Counts seqlen_new tokens that a replayed CUDA graph has written to every sequence. No room: ValueError."""
+        """Counts seqlen_new tokens that a replayed CUDA graph has written to every sequence. Raises ValueError if there
+        is no room for them."""
         self.refuse_in_step("advance")
         seqlen_new = check_integer("seqlen_new", seqlen_new)
         self._check_room(seqlen_new)
@@ -185,9 +189,9 @@ class KVCache(Cache):
         """Drops the tokens from ``length`` on, in all layers: for example guesses that speculative decoding rejects.
 
         Args:
-            sequence: index in the batch; None for all sequences.
-            length: in slots, left padding included, at most the present length, else ValueError; for all sequences one
-                length or a list of them.
+            sequence: index in the batch. None: all sequences.
+            length: in slots, left padding included. If it exceeds the current length, ValueError is raised. For all
+                sequences, one length or a list of lengths.
         """
         self.refuse_in_step("truncate")
         lengths: Any = length
@@ -205,7 +209,7 @@ class KVCache(Cache):
         self._pad([min(pad, length) for pad, length in zip(self._padding, self._lengths, strict=True)])
 
     def reset(self, sequence: int | None = None) -> None:
-        """Empties one sequence, given by its index in the batch, or all."""
+        """Removes all tokens of one sequence, given by its index in the batch, or of all sequences."""
         self.truncate(sequence, 0)
 
     def _begin(self, step: OpenStep) -> CacheTables:
@@ -221,7 +225,7 @@ class KVCache(Cache):
         self._pad(step.padding)
 
     def _undo(self, step: OpenStep) -> None:
-        pass  # what is written lies behind the lengths
+        pass  # keys and values that were written lie beyond the lengths, so they do not count
 
     def _pad(self, padding: list[int]) -> None:
         if padding != self._padding:

@@ -1,7 +1,7 @@
-"""The visible rows of a sequence's pages and their positions: plain numbers, no tensors.
+"""Describes the visible rows of a sequence's pages and their positions by entries, which are plain numbers.
 
-A sequence that only grows and shrinks at its end needs none of this: its positions follow from its slots. ``extend``,
-``remove`` and ``keep`` of a ``PagedKVCache`` give a sequence an entry for each of its pages.
+A sequence that only grows and shrinks at its end has no entries, because its positions follow from its slots.
+``extend``, ``remove`` and ``keep`` of a ``PagedKVCache`` give a sequence an entry for each of its pages.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class Entry(NamedTuple):
-    """One block-table entry: rows [first, first + length) of a page are visible, and row r has position + r."""
+    """One block-table entry: rows [first, first + length) of a page are visible. Row r is at ``position`` + r."""
 
     position: int
     first: int
@@ -22,7 +22,7 @@ class Entry(NamedTuple):
         return self.first + self.length
 
     def part(self, start: int, stop: int) -> Entry:
-        """Returns the entry of only the tokens start to stop - 1, counted from its first one."""
+        """Returns the entry for only its tokens start to stop - 1, counted from its first token."""
         return self._replace(first=self.first + start, length=stop - start)
 
     def moved(self, by: int) -> Entry:
@@ -33,7 +33,7 @@ Kept = list[tuple[int, Entry]]  # (n, entry): the entry is for page n of the seq
 
 
 def of_slots(page_size: int, length: int, leftpad: int) -> Kept:
-    """Returns the entries of a sequence whose positions are its slots, without its padding."""
+    """Returns the entries, without padding, of a sequence whose positions follow from its slots."""
     kept = []
     for n in range(leftpad // page_size, -(-length // page_size)):
         start = n * page_size
@@ -53,7 +53,7 @@ def slots(entries: Sequence[Entry], page_size: int) -> int:
 
 
 def joined(entries: Sequence[Entry], others: Sequence[Entry]) -> list[Entry]:
-    """Returns entries followed by others. The positions of others are moved so that they begin after the last token."""
+    """Returns ``entries`` followed by ``others``. The positions of others are moved to follow the last token."""
     if not entries or not others:
         return [*entries, *others]
     by = entries[-1].position + entries[-1].end - (others[0].position + others[0].first)

@@ -1,4 +1,4 @@
-"""``PagedKVCache``: sequences in pages of one pool, which forks share until they write."""
+"""``PagedKVCache``: stores sequences in pages of one pool. Forks share pages until they write to them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class PagedKVCache(Cache):
     """Holds the keys and values of sequences that are allocated, forked and freed, for one layer or for all.
 
     Use it in a server: sequences take pages from one pool, forks share a prefix, and ``extend``, ``remove`` and
-    ``keep`` put cached tokens at other positions. For a fixed batch ``KVCache`` is simpler.
+    ``keep`` move cached tokens to other positions. For a fixed batch ``KVCache`` is simpler.
 
     Example:
         cache = PagedKVCache(pages=64, page_size=16, heads_kv=2, head_dim=64, dtype=torch.float32, device="cpu")
@@ -46,15 +46,16 @@ class PagedKVCache(Cache):
     Args:
         pages: number of pages.
         page_size: tokens per page: 16, 32, 64, 128 or 256.
-        heads_kv, head_dim: of k and v; head_dim is a multiple of 8 up to 512, or up to 256 with cache_dtype or
+        heads_kv, head_dim: of k and v. head_dim is a multiple of 8 up to 512, or up to 256 with cache_dtype or
             rotated_keys.
         dtype: float16, bfloat16, float32 or float64.
-        device: None is torch's default.
+        device: None: torch's default device.
         max_seqlen: largest number of tokens of a sequence. The block table has ceil(max_seqlen / page_size) entries for
-            each. ``extend``, ``remove`` and ``keep`` leave pages that are not full, which take an entry each, so
-            sequences that use them need a larger max_seqlen. None: as many tokens and entries as the pool has.
+            each sequence. ``extend``, ``remove`` and ``keep`` leave pages that are not full, and each of these pages
+            takes an entry. So sequences that use these calls need a larger max_seqlen. None: as many tokens and entries
+            as the pool has.
         layers: number of layers. All layers share one block table: page n exists in every layer.
-        rotated_keys: as in ``KVCache``. Forks share rotated keys as they share raw ones: positions do not move.
+        rotated_keys: as in ``KVCache``. Forks can share rotated keys, because forking does not move positions.
         cache_dtype: as in ``KVCache``: None, "int8" or "int4".
 
     Attributes:
@@ -65,29 +66,31 @@ class PagedKVCache(Cache):
         rotated_keys: the Rotary of every layer, or None.
         nbytes: bytes of k and v, and of their scales.
 
-    With several layers new tokens come in steps: ``with cache.step(sequences, seqlen_new) as step`` takes pages once,
-    every layer calls ``step.attend(q, rotary, k, v, layer=i)``, and the end of the block counts the tokens, in all
-    layers or none. ``allocate``, ``fork``, ``truncate`` and ``free`` hold for all layers at once.
+    With several layers new tokens are written in steps. ``with cache.step(sequences, seqlen_new) as step`` takes the
+    pages once, and every layer calls ``step.attend(q, rotary, k, v, layer=i)``. The end of the block counts the tokens,
+    in all layers or none. ``allocate``, ``fork``, ``truncate`` and ``free`` apply to all layers at once.
 
-    Prompts of different lengths are padded on the left: ``leftpad`` of the first step is the number of padding tokens
-    of every sequence. The cache remembers it, forks inherit it, and positions count behind it. Lengths include it.
+    Prompts of different lengths are padded on the left. ``leftpad`` of the first step gives the number of padding
+    tokens of every sequence. The cache remembers the padding, and forks inherit it. Positions count from the first
+    token after the padding. Lengths include the padding.
 
     ``allocate`` and ``fork`` return the number of a new sequence, and no number is used twice. An unknown or freed
-    number, or a repeated one in a list, is a ValueError. A page that several sequences share is copied before one of
-    them writes to it; the last sequence that holds it writes in place.
+    number, or a repeated number in a list, raises ValueError. A page that several sequences share is copied before one
+    of them writes to it. The last sequence that holds the page writes in place.
 
     A call that raises leaves every sequence, its tokens and the number of free pages unchanged. No call waits for the
     device. Under torch.autocast float32 q, k and v become the autocast type, as in ``attention``, so make the cache in
     that type.
 
     A CUDA graph does not replay what the host does. Capture ``attention_with_cache(q, *cache.layer(i), rotary, seqlens,
-    k=k, v=v, block_table=block_table)`` of every layer with your own seqlens and block_table. Before every replay call
-    ``cache.reserve(sequences, k.shape[1])`` and copy ``cache.seqlens(sequences)`` and ``cache.block_table(sequences)``
-    into them. After it call ``cache.advance(sequences, k.shape[1])``. Pass ``cache_leftpad`` as well for sequences with
-    left padding, and copy ``cache.leftpad(sequences)`` into it. A quantized cache needs ``k_scale`` and ``v_scale``,
-    which ``cache.scales(i)`` returns, and a cache of rotated keys ``rotated_keys=True``. Sequences that ``extend``,
-    ``remove`` or ``keep`` changed need ``capture``: ``seqlens`` and ``block_table`` refuse them, because the positions
-    of their tokens do not follow from the slots.
+    k=k, v=v, block_table=block_table)`` of every layer with your own tensors seqlens and block_table. Before every
+    replay call ``cache.reserve(sequences, k.shape[1])`` and copy ``cache.seqlens(sequences)`` and
+    ``cache.block_table(sequences)`` into your tensors. After the replay call ``cache.advance(sequences, k.shape[1])``.
+    For sequences with left padding, also pass a tensor ``cache_leftpad`` and copy ``cache.leftpad(sequences)`` into it.
+    A quantized cache needs ``k_scale`` and ``v_scale``, which ``cache.scales(i)`` returns. A cache of rotated keys
+    needs ``rotated_keys=True``. For sequences that ``extend``, ``remove`` or ``keep`` changed, use ``capture``.
+    ``seqlens`` and ``block_table`` raise an error for them, because the positions of their tokens do not follow from
+    the slots.
     """
 
     def __init__(
@@ -124,7 +127,7 @@ class PagedKVCache(Cache):
         )
 
     def _copy_pages(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        dimension = self.k.ndim - 4  # of pages
+        dimension = self.k.ndim - 4  # the dimension of pages
         for pages in (self.k, self.v, *(x for x in (self.k_scale, self.v_scale) if x is not None)):
             pages.index_copy_(dimension, target, pages.index_select(dimension, source))
 
@@ -140,15 +143,15 @@ class PagedKVCache(Cache):
 
     @property
     def lengths(self) -> dict[int, int]:
-        """Returns the number of tokens of every sequence, left padding included, known to the host.
+        """Returns the number of tokens of every sequence, left padding included. The host knows them.
 
-        Sequences that were extended, or of which tokens were removed, have no padding any more.
+        ``extend``, ``remove`` and ``keep`` drop a sequence's padding.
         """
         return _OfSequences(self, {name: sequence.tokens for name, sequence in self._sequences.items()})
 
     @property
     def padding(self) -> dict[int, int]:
-        """Returns the left padding of every sequence, known to the host."""
+        """Returns the left padding of every sequence. The host knows it."""
         return _OfSequences(self, {name: sequence.leftpad for name, sequence in self._sequences.items()})
 
     def seqlens(self, sequences: Sequence[int]) -> torch.Tensor:
@@ -167,7 +170,8 @@ class PagedKVCache(Cache):
     def block_table(self, sequences: Sequence[int]) -> torch.Tensor:
         """Returns the pages of every sequence, (n, ceil(max_seqlen / page_size)) int32 on the device.
 
-        A copy: later calls do not change it. Entries without a page are 2**31 - 1, which validate=True refuses.
+        The result is a copy, which later calls do not change. Entries without a page are 2**31 - 1, for which
+        validate=True raises an error.
 
         Raises:
             ValueError: ``extend``, ``remove`` or ``keep`` changed a sequence.
@@ -180,7 +184,7 @@ class PagedKVCache(Cache):
         """Returns a new, empty sequence, with pages reserved for ``length`` tokens as ``reserve`` does.
 
         Raises:
-            OutOfPages: how many pages are missing.
+            OutOfPages: too few pages are free. The message says how many are missing.
             ValueError: length exceeds max_seqlen.
         """
         self.refuse_in_step("allocate")
@@ -192,9 +196,10 @@ class PagedKVCache(Cache):
         return name
 
     def fork(self, sequence: int) -> int:
-        """Returns a new sequence of the same tokens and left padding, in all layers.
+        """Returns a new sequence with the same tokens and left padding, in all layers.
 
-        Both share their pages. The page that the next token goes to is copied for the first of them that appends.
+        Both sequences share their pages. When the first of them appends a token, the page of that token is copied for
+        it.
         """
         self.refuse_in_step("fork")
         return self._add(self._pool.fork(self._get(sequence)))
@@ -206,7 +211,7 @@ class PagedKVCache(Cache):
         the reservation in the last page that holds tokens, because that page is then shared.
 
         Raises:
-            OutOfPages: how many pages are missing.
+            OutOfPages: too few pages are free. The message says how many are missing.
             ValueError: a sequence would exceed max_seqlen or its block-table entries.
         """
         self.refuse_in_step("reserve")
@@ -216,15 +221,14 @@ class PagedKVCache(Cache):
         """Returns the step in which every layer gets seqlen_new tokens of every one of these sequences.
 
         Args:
-            sequences: n numbers from ``allocate`` and ``fork``.
-            seqlen_new: new tokens of every sequence.
-            leftpad: how many tokens from the first are padding, one number per sequence, for sequences that hold
-                nothing but padding. None: as before.
+            sequences: the numbers of n sequences, as returned by ``allocate`` and ``fork``.
+            seqlen_new: number of new tokens of every sequence.
+            leftpad: the number of padding tokens at the start of each sequence, for sequences that hold nothing but
+                padding. None: the padding does not change.
 
         Raises:
-            OutOfPages: on entering the step: how many pages are missing.
-            TypeError, ValueError: names the argument, what was expected and what came, or the sequence that would
-                exceed max_seqlen.
+            OutOfPages: too few pages are free when the step is entered. The message says how many are missing.
+            TypeError, ValueError: an argument is invalid, or a sequence would exceed max_seqlen. The message names it.
             RuntimeError: a step of this cache is open.
         """
         return self._step(self._select(sequences), check_integer("seqlen_new", seqlen_new), leftpad)
@@ -244,10 +248,10 @@ class PagedKVCache(Cache):
         impl: str | None = None,
         leftpad: Sequence[int] | None = None,
     ) -> None:
-        """Appends k, v (n, seqlen_new, heads_kv, head_dim) to n sequences. Raises what ``attend`` raises.
+        """Appends k, v (n, seqlen_new, heads_kv, head_dim) to n sequences. Raises the errors that ``attend`` raises.
 
-        With several layers, k and v have a dimension of layers in front. leftpad: as in ``step``. If sequences get
-        different numbers of tokens, append the largest number and ``truncate`` the others.
+        With several layers, k and v have a leading dimension of layers. leftpad: as in ``step``. If sequences get
+        different numbers of tokens, append the largest number to all of them and ``truncate`` the shorter ones.
         """
         if self.layers > 1:
             return self._append_layers(self.step(sequences, self._new_of_layers(k, v), leftpad), k, v, impl)
@@ -270,20 +274,20 @@ class PagedKVCache(Cache):
         """Appends k, v to the sequences, if given, then attends to all their keys.
 
         Args:
-            sequences: n numbers from ``allocate`` and ``fork``.
+            sequences: the numbers of n sequences, as returned by ``allocate`` and ``fork``.
             q: (n, seqlen_q, heads_q, head_dim).
-            k, v: (n, seqlen_new, heads_kv, head_dim), or both None. With several layers None: see ``step``.
-            layer: 0 to layers - 1, the keys to read; with one layer it may be None.
+            k, v: (n, seqlen_new, heads_kv, head_dim), or both None. They must be None if the cache has several layers,
+                whose new keys and values are written in a ``step``.
+            layer: 0 to layers - 1, the layer whose keys are read. It may be None if the cache has one layer.
             leftpad: as in ``step``.
             rotary, options: as in ``KVCache.attend``.
 
         Returns:
-            out, like q; with return_lse (out, lse), lse (n, heads_q, seqlen_q).
+            out, like q. With return_lse: (out, lse). lse is (n, heads_q, seqlen_q).
 
         Raises:
-            OutOfPages: how many pages are missing.
-            TypeError, ValueError: names the argument, what was expected and what came, or the sequence that would
-                exceed max_seqlen.
+            OutOfPages: too few pages are free. The message says how many are missing.
+            TypeError, ValueError: an argument is invalid, or a sequence would exceed max_seqlen. The message names it.
         """
         selected = self._select(sequences)
         if k is None and v is None and leftpad is None:
@@ -298,7 +302,7 @@ class PagedKVCache(Cache):
         """Counts seqlen_new tokens that a replayed CUDA graph has written to every sequence.
 
         Raises:
-            ValueError: they were not reserved.
+            ValueError: the tokens were not reserved.
         """
         self.refuse_in_step("advance")
         selected, seqlen_new = self._select(sequences), check_integer("seqlen_new", seqlen_new)
@@ -312,10 +316,10 @@ class PagedKVCache(Cache):
             self._pool.grow(sequence, seqlen_new)
 
     def capture(self, sequences: Sequence[int], seqlen_new: int) -> CapturedStep:
-        """Returns a step over static tables, for a CUDA graph of all layers that is replayed again and again.
+        """Returns a step over static tables, for a CUDA graph of all layers that is replayed for every token.
 
         Unlike ``seqlens`` and ``block_table``, it also serves sequences that ``extend``, ``remove`` or ``keep``
-        changed. For every token call ``update`` of the step, replay the graph, and call ``advance``.
+        changed. For every token call the step's ``update``, replay the graph, and call the step's ``advance``.
 
         Example:
             cache = PagedKVCache(64, 16, heads_kv=2, head_dim=64, dtype=torch.float32, device="cpu", layers=4)
@@ -329,8 +333,8 @@ class PagedKVCache(Cache):
             step.advance()
 
         Args:
-            sequences: n numbers from ``allocate`` and ``fork``.
-            seqlen_new: new tokens of every sequence at a replay.
+            sequences: the numbers of n sequences, as returned by ``allocate`` and ``fork``.
+            seqlen_new: number of new tokens of every sequence at each replay.
 
         Raises:
             OutOfPages, ValueError: as in ``reserve``.
@@ -340,7 +344,7 @@ class PagedKVCache(Cache):
     def tables_of(self, sequences: Sequence[int], seqlen_new: int, positioned: bool = False) -> CacheTables:
         """Reserves pages for seqlen_new more tokens of every sequence and returns the tables for ``plan_cache``.
 
-        positioned: with explicit positions, which are needed where ``extend``, ``remove`` or ``keep`` moved tokens.
+        positioned: return explicit positions even if no sequence was changed by ``extend``, ``remove`` or ``keep``.
         """
         self.reserve(sequences, seqlen_new)
         selected = [*self._select(sequences).values()]
@@ -349,8 +353,8 @@ class PagedKVCache(Cache):
     def truncate(self, sequence: int, length: int) -> None:
         """Drops the tokens from ``length`` on, in all layers: for example guesses that speculative decoding rejects.
 
-        Pages without tokens, reserved ones too, are given back. A length above the present one is a ValueError; it
-        counts left padding.
+        Pages without tokens are given back, reserved pages included. length includes left padding. If it exceeds the
+        current length, ValueError is raised.
         """
         self.refuse_in_step("truncate")
         shortened = self._get(sequence)
@@ -364,17 +368,17 @@ class PagedKVCache(Cache):
     def extend(self, sequence: int, other: int) -> None:
         """Appends the tokens of another sequence, in all layers, by reference: no key is copied or computed again.
 
-        Their positions follow the last token of ``sequence``, and their distances among themselves stay what they were.
-        ``other`` stays as it is; its padding is left out. A page that is not full is shared too, and copied when one of
-        its sequences is appended to. Pages reserved for ``sequence`` are given back.
+        Their positions follow the last token of ``sequence``. The distances between them do not change. ``other`` does
+        not change, and its padding is not appended. A page that is not full is shared, too. It is copied when tokens
+        are appended to one of its sequences. Pages reserved for ``sequence`` are given back.
 
         Keys and values of ``other`` were computed without the tokens that now come before them. In all layers but the
-        first this is an approximation of one prefill of both, unless ``sequence`` was empty. docs/decoding.md has how
-        the first tokens of ``other`` are computed again, and docs/reused/README.md what the approximation costs.
+        first this approximates one prefill of both, unless ``sequence`` was empty. docs/decoding.md shows how to
+        compute the first tokens of ``other`` again, and docs/reused/README.md what the approximation costs.
 
         Raises:
-            ValueError: both together exceed max_seqlen or the width of the block table, or the cache holds rotated
-                keys.
+            ValueError: both sequences together exceed max_seqlen or the width of the block table, or the cache holds
+                rotated keys.
         """
         self.refuse_in_step("extend")
         self._refuse_rotated("extend")
@@ -387,16 +391,17 @@ class PagedKVCache(Cache):
         self._pool.show(target, pages, entries.joined(kept, more))
 
     def remove(self, sequence: int, start: int, stop: int, close: bool = True) -> None:
-        """Forgets the tokens start to stop - 1, in all layers. Pages that lose all their tokens are given back.
+        """Removes the tokens start to stop - 1, in all layers. Pages that lose all their tokens are given back.
 
         Args:
-            start, stop: counted from the first token behind the padding, which goes too; start is at most stop.
-            close: the tokens behind them move down by stop - start positions. False: they keep their positions, and
-                distances across the gap stay what they were.
+            start, stop: counted from the first token after the padding. start is at most stop. If a token is removed,
+                the padding is removed, too.
+            close: True: the tokens from stop on move down by stop - start positions. False: they keep their positions,
+                and distances across the gap do not change.
 
         Raises:
-            TypeError, ValueError: the argument, what was expected and what came; the cache holds rotated keys; a page
-                that is split takes two block-table entries, one more than the sequence can have.
+            TypeError, ValueError: an argument is invalid; or the cache holds rotated keys; or a page has to be split
+                into two block-table entries, and the sequence can have no further entry.
         """
         self.refuse_in_step("remove")
         self._refuse_rotated("remove")
@@ -414,9 +419,9 @@ class PagedKVCache(Cache):
         self._show(shortened, [(own[n][0], entry) for n, entry in kept])
 
     def keep(self, sequence: int, first: int, last: int) -> None:
-        """Forgets all but the first and the last tokens and closes the gap: attention sinks and a rolling window
-        (StreamingLLM, section 3.2). Does nothing if the sequence has at most first + last tokens. Raises what
-        ``remove`` raises."""
+        """Removes all but the first ``first`` and the last ``last`` tokens and closes the gap, for attention sinks and
+        a rolling window (StreamingLLM, section 3.2). Does nothing if the sequence has at most first + last tokens.
+        Raises the errors that ``remove`` raises."""
         self.refuse_in_step("keep")
         first, last = check_integer("first", first), check_integer("last", last)
         shortened = self._get(sequence)

@@ -1,4 +1,4 @@
-"""The pages of a ``PagedKVCache``: which sequences hold which, and the block table on the device."""
+"""Manages the pages of a ``PagedKVCache``: which sequences hold which pages, and the block table on the device."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from .entries import Entry
 from .storage import upload
 
 UNUSED = 2**31 - 1  # a table entry without a page; no page has this number, so validate=True reports the entry
-INITIAL_ROWS = 16  # of the table on the device
+INITIAL_ROWS = 16  # rows of the table on the device, before it grows
 
 
 class OutOfPages(RuntimeError):
-    """A call needs more pages than are free. It has changed nothing: free or truncate sequences and call again.
+    """Raised by a call that needs more pages than are free. The call has changed nothing: free or truncate sequences
+    and call again.
 
     Attributes:
-        never: True if the whole pool is too small for the sequences of the call: waiting for free pages is in vain.
+        never: True if the whole pool is too small for the sequences of the call. Waiting for free pages does not help.
     """
 
     never: bool = False
@@ -30,11 +31,11 @@ class OutOfPages(RuntimeError):
 
 @dataclasses.dataclass(slots=True)
 class Sequence:
-    row: int  # of the table on the device
+    row: int  # its row of the table on the device
     pages: list[int]
     length: int = 0  # slots in use
     leftpad: int = 0
-    entries: list[Entry] | None = None  # of its pages up to the last token; None: all slots after leftpad are visible
+    entries: list[Entry] | None = None  # one per page up to the last token; None: all slots after leftpad are visible
 
     @property
     def tokens(self) -> int:
@@ -43,8 +44,8 @@ class Sequence:
 
 
 class Change(NamedTuple):
-    """Block-table entry n of a sequence gets a new page: a copy of the page `shared`, or, if that is None, an empty
-    one."""
+    """Block-table entry n of a sequence gets a new page: a copy of the page `shared`, or an empty page if `shared` is
+    None."""
 
     sequence: Sequence
     n: int
@@ -52,10 +53,11 @@ class Change(NamedTuple):
 
 
 class PagePool:
-    """Counts who holds which page, and keeps the block table.
+    """Counts how many sequences hold each page, and keeps the block table.
 
     max_seqlen: the largest number of tokens of a sequence. None: as many as its block-table entries hold.
-    copy_pages: copies the contents of pages to others, (source, target) of int64 on the device, in all layers.
+    copy_pages: a function (source, target) that copies pages to other pages in all layers. Its arguments are page
+        numbers, int64 on the device.
     """
 
     def __init__(
@@ -130,7 +132,7 @@ class PagePool:
         return list(enumerate(sequence.entries))
 
     def grow(self, sequence: Sequence, seqlen_new: int) -> None:
-        """Counts tokens that were written."""
+        """Counts seqlen_new tokens that were written to the sequence."""
         sequence.length += seqlen_new
         if sequence.entries is not None:
             sequence.entries = entries.grown(sequence.entries, seqlen_new, self.page_size)
@@ -141,14 +143,14 @@ class PagePool:
     # ---- room for new tokens
 
     def check_fits(self, subject: str, tokens: tuple[int, int], used: tuple[int, int]) -> None:
-        """Checks that a sequence may have more tokens and more block-table entries than now.
+        """Checks that a sequence can get more tokens and more block-table entries.
 
-        Every operation that adds tokens or entries to a sequence asks here, before it changes anything.
+        Every operation that adds tokens or entries to a sequence calls this before it changes anything.
 
         Args:
-            subject: how the error begins: the argument, if one is at fault, and the sequence.
-            tokens: how many the sequence has, and how many it would get.
-            used: how many block-table entries it has, and how many it would get.
+            subject: the beginning of the error's text: the argument, if an argument is wrong, and the sequence.
+            tokens: how many tokens the sequence has, and how many more it would get.
+            used: how many block-table entries the sequence has, and how many more it would get.
 
         Raises:
             ValueError: the sequence would exceed max_seqlen, or its row of the block table.
@@ -161,16 +163,16 @@ class PagePool:
                 raise ValueError(f"{subject} has {now} of {most} {unit}: no room for {more}")
 
     def check_room(self, name: int, sequence: Sequence, seqlen_new: int) -> None:
-        """Checks that seqlen_new more tokens fit in the sequence called ``name``; see ``check_fits``."""
+        """Checks with ``check_fits`` that seqlen_new more tokens fit in the sequence with the number ``name``."""
         if not seqlen_new:
             return
         now, end = -(-sequence.length // self.page_size), -(-(sequence.length + seqlen_new) // self.page_size)
         if end > self.max_pages and self.max_seqlen is None and len(set(sequence.pages)) == len(sequence.pages):
-            return  # only with more pages than the pool has, so that OutOfPages says it
+            return  # the sequence would need more pages than the pool has, so OutOfPages will be raised
         self.check_fits(f"sequence {name}", (sequence.tokens, seqlen_new), (now, end - now))
 
     def check(self, needed: int, never: bool) -> None:
-        """Raises OutOfPages if fewer pages are free."""
+        """Raises OutOfPages if fewer than ``needed`` pages are free. never: OutOfPages.never."""
         missing = needed - len(self.free)
         if missing > 0:
             pages = "page" if needed == 1 else "pages"
@@ -190,7 +192,7 @@ class PagePool:
     def _changes(self, selected: Iterable[Sequence], seqlen_new: int, references) -> list[Change]:
         """Returns the page allocations and copies that appending seqlen_new tokens to each sequence needs.
 
-        references: how many sequences hold a page, by page.
+        references: how many sequences hold each page.
         """
         changes: list[Change] = []
         copied: Counter[int] = Counter()
@@ -207,12 +209,13 @@ class PagePool:
         """Gives every sequence the pages for seqlen_new more tokens, and a copy of the page that it shares."""
         if not seqlen_new:
             return []
-        # Most rows last: if all holders of a page are in this call, the one with the most rows in it keeps it, and
-        # writes behind the tokens that the others have there. So a call that fails after writing can still be undone.
+        # Sorted by the rows that a sequence has in its last page. If all holders of that page are in this call, the
+        # sequence with the most rows keeps the page, and writes after the rows of the others. So a call that fails
+        # after writing can still be undone.
         order = sorted(selected, key=lambda sequence: sequence.length % self.page_size)
         changes = self._changes(order, seqlen_new, self.references)
         if len(changes) > len(self.free):
-            alone = Counter(page for sequence in order for page in sequence.pages)  # if no other sequence existed
+            alone = Counter(page for sequence in order for page in sequence.pages)  # references if no others existed
             never = len(alone) + len(self._changes(order, seqlen_new, alone)) > self.pages
             self.check(len(changes), never)
         taken = self.free[: -len(changes) - 1 : -1]
@@ -241,14 +244,14 @@ class PagePool:
                 sequence.pages[n] = old
             self._set(sequence, n, UNUSED if old is None else old)
 
-    # ---- what the kernels read
+    # ---- tables that kernels read
 
     def tables(
         self, selected: list[Sequence], padding: list[int], seqlen_new: int = 0, positioned: bool = False
     ) -> CacheTables:
-        """Returns the tables of a call that adds seqlen_new tokens. Everything new is copied to the device at once.
+        """Returns the tables of a call that adds seqlen_new tokens. Changes are copied to the device in one transfer.
 
-        positioned: with explicit positions, whether or not tokens of a sequence moved.
+        positioned: return explicit positions even if no tokens of a sequence were moved.
         """
         rows, lengths = [sequence.row for sequence in selected], [sequence.length for sequence in selected]
         pads = padding if any(padding) else []
@@ -267,10 +270,10 @@ class PagePool:
         return CacheTables(seqlens.to(torch.int32), block_table, own_leftpad, seqlen_new, positions)
 
     def _positions(self, selected: list[Sequence], padding: list[int], seqlen_new: int) -> CachePositions:
-        """Returns the sequences' page_positions, page_first and page_lengths, once seqlen_new tokens are written."""
+        """Returns the sequences' page_positions, page_first and page_lengths after seqlen_new tokens are written."""
         tables = torch.zeros(3, len(selected), self.max_pages, dtype=torch.int32)
         for b, (sequence, pad) in enumerate(zip(selected, padding, strict=True)):
-            if sequence.entries is None:  # its slots are its positions
+            if sequence.entries is None:  # positions follow from slots
                 tables[0, b] = torch.arange(self.max_pages) * self.page_size - pad
                 tables[2, b] = self.page_size
             elif shown := entries.grown(sequence.entries, seqlen_new, self.page_size):

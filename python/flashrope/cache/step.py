@@ -1,4 +1,4 @@
-"""``Step``: new tokens, which count when every layer has written its keys and values, or not at all."""
+"""``Step``: adds new tokens to a cache. They count only if every layer has written its keys and values."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from .storage import Cache, check_new, check_queries, count_new
 
 
 class Step:
-    """One step of a cache: seqlen_new new tokens for every sequence. ``cache.step`` makes it; use it in a ``with``.
+    """One step of a cache: seqlen_new new tokens for every sequence.
 
-    Entering it makes room for the tokens, in all layers. Every layer then writes its keys and values once, in any
-    order. Leaving the block counts the tokens. If the block raises, or a layer has written nothing, then no token
-    counts, and pages and left padding are what they were.
+    Get it from ``cache.step`` and use it in a ``with`` statement. Entering the statement makes room for the tokens, in
+    all layers. Every layer then writes its keys and values once, in any order. Leaving the statement counts the tokens.
+    If the block raises, or if a layer has written nothing, no token counts, and pages and left padding are as before
+    the step.
 
     Example:
         cache = KVCache(1, 512, heads_kv=2, head_dim=64, dtype=torch.float32, device="cpu", layers=4)
@@ -39,15 +40,15 @@ class Step:
     tables: CacheTables
 
     def __init__(self, cache: Cache, selected: Any, batch: int, seqlen_new: int, padding: list[int]):
-        """Describes the step; entering it makes room.
+        """Only stores the arguments. ``__enter__`` makes room.
 
-        selected: the cache's own records of the sequences, None in a ``KVCache``. padding: left padding after the step.
+        selected: the cache's records of the sequences, None in a ``KVCache``. padding: left padding after the step.
         """
         self._cache, self.selected, self.batch = cache, selected, batch
         self.seqlen_new, self.padding = seqlen_new, padding
         self.changes: Any = None  # what the cache needs to undo the step
-        self._written = 0  # bit n is set where layer n has written
-        self._plans: dict[tuple, CachePlan] = {}  # by what layers may differ in
+        self._written = 0  # bit n is set if layer n has written its keys
+        self._plans: dict[tuple, CachePlan] = {}  # by the options in which layers may differ
         self._reads: CacheTables | None = None  # the tables for layers that were not written to in this step
 
     def __enter__(self) -> Step:
@@ -73,7 +74,7 @@ class Step:
             raise ValueError(f"layer {layer}: expected {self.seqlen_new} new keys and values in this step, got none")
 
     def append(self, k: torch.Tensor, v: torch.Tensor, layer: int | None = None, impl: str | None = None) -> None:
-        """Writes k, v (n, seqlen_new, heads_kv, head_dim) of a layer. Raises what ``attend`` raises."""
+        """Writes k, v (n, seqlen_new, heads_kv, head_dim) of a layer. Raises the errors that ``attend`` raises."""
         k, v = autocast(k, v)
         own = self._cache.cache_layer(layer)
         self._check_open()
@@ -94,23 +95,23 @@ class Step:
 
         Args:
             q: (n, seqlen_q, heads_q, head_dim).
-            k, v: (n, seqlen_new, heads_kv, head_dim). Both None: nothing is written, and q attends to the layer's keys,
-                including the ones this step wrote.
-            layer: 0 to layers - 1; with one layer it may be None.
+            k, v: (n, seqlen_new, heads_kv, head_dim). Both None: nothing is written, and q attends to the layer's keys.
+                They include keys that were written earlier in this step.
+            layer: 0 to layers - 1. It may be None if the cache has one layer.
             rotary, options: as in ``KVCache.attend``.
 
         Returns:
-            out, like q; with return_lse (out, lse), lse (n, heads_q, seqlen_q).
+            out, like q. With return_lse: (out, lse). lse is (n, heads_q, seqlen_q).
 
         Raises:
-            TypeError, ValueError: names the argument, what was expected and what came.
+            TypeError, ValueError: an argument is invalid. The message names it and says what was expected.
         """
         self._check_open()
         check_queries(q, self.batch)
         cache, tables, bit = self._cache, self.tables, 1 << (layer or 0)
         if k is not None or v is not None:
             self._check_new(count_new(k, v, cache, self.batch), layer)
-        elif not self._written & bit:  # the keys before the step
+        elif not self._written & bit:  # this layer only has the keys from before the step
             if self._reads is None:
                 self._reads = tables._replace(new=0)
             tables = self._reads

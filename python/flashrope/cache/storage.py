@@ -1,4 +1,4 @@
-"""What both caches share: storage, argument checks, uploads to the device."""
+"""Code that both caches share: storage, argument checks, and uploads to the device."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from ..operators.functional import attention_with_cache
 from ..rotary.rotary import Rotary
 from ..rotary.rotated import one_rotation
 
-# The types of codes; backends/quantized.py says what they are.
+# The dtypes of quantized caches. backends/quantized.py says what they hold.
 CACHE_DTYPES: dict[str | None, torch.dtype] = dict(zip(names.CACHE_DTYPES, (torch.int8, torch.uint8), strict=True))
 
 
-# What attend passes on to a plan, and what belongs to a cache.
+# OPTIONS: arguments that attend passes on to a plan. TRACKED: arguments that the cache itself sets.
 OPTIONS = ("causal", "softmax_scale", "num_splits", "impl", "validate")
 TRACKED = (
     "block_table",
@@ -40,7 +40,7 @@ TRACKED = (
 
 
 class OpenStep(Protocol):
-    """What a cache needs to know of a ``Step``."""
+    """The attributes of a ``Step`` that a cache uses."""
 
     selected: Any
     seqlen_new: int
@@ -49,9 +49,9 @@ class OpenStep(Protocol):
 
 
 class Cache:
-    """Storage of all layers, and the step that is open.
+    """Holds the storage of all layers, and the step that is open.
 
-    A step calls ``_begin``, which returns its tables, then ``_commit`` or ``_undo``.
+    A step first calls ``_begin``, which returns its tables, and at its end ``_commit`` or ``_undo``.
     """
 
     k: torch.Tensor
@@ -59,7 +59,7 @@ class Cache:
     layers: int
     k_scale: torch.Tensor | None
     v_scale: torch.Tensor | None
-    rotated_keys: tuple[Rotary, ...] | None  # of every layer
+    rotated_keys: tuple[Rotary, ...] | None  # the scheme of every layer, if keys are stored rotated
     dtype: torch.dtype
     cache_dtype: str | None
     heads_kv: int
@@ -85,7 +85,7 @@ class Cache:
             return [(k, v)] if self.layers == 1 else list(zip(k.unbind(), v.unbind(), strict=True))
 
     def layer(self, layer: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns k and v of one layer, four-dimensional views. layer: may be None if the cache has one layer."""
+        """Returns k and v of one layer as four-dimensional views. layer may be None if the cache has one layer."""
         return self._layers[self._index(layer)]
 
     def scales(self, layer: int | None = None) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
@@ -136,9 +136,9 @@ class Cache:
     def attend_planned(
         self, plans: dict[tuple, CachePlan], tables: CacheTables, q, rotary, k, v, layer: int | None, options: dict
     ):
-        """Attends over one layer, by a plan that layers with equal options share.
+        """Attends over one layer, with a plan that is shared by layers with equal options.
 
-        plans: the plans of a step. options: keyword arguments of ``attend``.
+        plans: the plans of a step, by their options. options: keyword arguments of ``attend``.
         """
         own = self.cache_layer(layer)
         sinks, return_lse = options.pop("sinks", None), options.pop("return_lse", False)
@@ -161,7 +161,8 @@ class Cache:
         return plan._attend(q, own, k, v, sinks, return_lse)
 
     def _with_options(self, tables: CacheTables, options: dict) -> CacheTables:
-        """Returns the tables with the cache_leftpad of the options. Raises for options that attend does not take."""
+        """Returns the tables with cache_leftpad from the options. Raises an error for options that attend does not
+        take."""
         for name in TRACKED:
             if name in options:
                 raise TypeError(f"{name}: not accepted by attend(); the cache tracks it")
@@ -181,7 +182,7 @@ class Cache:
     def append_plan(
         self, plans: dict[tuple, CachePlan], tables: CacheTables, k, layer: int | None, impl: str | None
     ) -> CachePlan:
-        """Returns the plan that writes new keys to a layer without queries."""
+        """Returns the plan for writing new keys and values to a layer without attending to them."""
         rotary = self.rotary_of(layer)
         key = ("append", rotary, k.dtype, impl)
         if key not in plans:
@@ -204,7 +205,7 @@ class Cache:
                 step.append(k[layer], v[layer], layer, impl)
 
     def _new_of_layers(self, k, v) -> int:
-        """Checks k and v, which have a dimension of layers in front, and returns their seqlen_new."""
+        """Checks k and v, which have a leading dimension of layers, and returns their seqlen_new."""
         for name, x in (("k", k), ("v", v)):
             if not isinstance(x, torch.Tensor):
                 raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
@@ -257,7 +258,7 @@ def check_schemes(rotated_keys, head_dim: int, layers: int) -> tuple[Rotary, ...
     """Returns the scheme of every layer from the argument rotated_keys.
 
     Raises:
-        TypeError, ValueError: what was expected and what came.
+        TypeError, ValueError: the argument is invalid. The message says what was expected.
     """
     if rotated_keys is None:
         return None
@@ -302,7 +303,8 @@ def describe(cache: Cache) -> str:
 
 
 def upload(values: Sequence, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Copies values to the device, from pinned memory, so that the host does not wait."""
+    """Returns a tensor of the values on the device. They are copied from pinned memory, so that the host does not
+    wait."""
     return torch.tensor(values, dtype=dtype, device="cpu", pin_memory=device.type == "cuda").to(
         device, non_blocking=True
     )
@@ -322,7 +324,7 @@ def check_padding(leftpad, padding: list[int], lengths: list[int], seqlen_new: i
     """Checks leftpad and returns it as a list, one number per sequence. padding: the left padding before the step."""
     if not isinstance(leftpad, Sequence) or isinstance(leftpad, str) or len(leftpad) != len(padding):
         raise ValueError(f"leftpad: expected a list of {len(padding)} numbers, one per sequence, got {leftpad!r}")
-    return [  # slots that hold tokens cannot become padding, nor padding tokens
+    return [  # slots of tokens cannot become padding, and padding cannot become tokens
         check_integer(f"leftpad of entry {b}", new, old, length + seqlen_new if length == old else old)
         for b, (new, old, length) in enumerate(zip(leftpad, padding, lengths, strict=True))
     ]
@@ -334,8 +336,8 @@ def check_queries(q, batch: int) -> None:
 
 
 def count_new(k, v, cache: Cache, batch: int) -> int:
-    """Returns the seqlen_new of new k, v (batch, seqlen_new, heads_kv, head_dim), after checking their first
-    dimension. ``attention_with_cache`` checks the rest."""
+    """Checks the first dimension of new k, v (batch, seqlen_new, heads_kv, head_dim) and returns seqlen_new. The plan
+    checks the rest."""
     for name, x in (("k", k), ("v", v)):
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")

@@ -1,1 +1,1 @@
-"""A scheme as numbers and tables on a device."""
+"""Turns a scheme into numbers, and into tables on a device."""

@@ -1,7 +1,8 @@
-"""Tables of cos and sin, built in float64 and stored in float32.
+"""Builds tables of cos and sin in float64 and stores them in float32.
 
-position * inv_freq in float32 is off by 6e-2 rad at a million positions. One-level tables are off by 3e-8, two-level
-tables by two to three float32 roundings, at any position.
+The product position * inv_freq in float32 is off by 6e-2 rad at position one million. The errors of the tables do not
+grow with the position. With one table row per position, cos and sin are off by 3e-8. Two rows joined by angle addition
+are off by two to three float32 roundings.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from ..rotary.rotary import Rotary
 from .lowered import lower
 from .resident import kept_on_device
 
-# Positions per coarse row. Both levels of a 128k context stay in L2. csrc/decode.h has the same number.
+# Positions per coarse row. Both levels of a table for 128k positions fit in L2. csrc/decode.h has the same number.
 FINE_ROWS = 1024
 # For three_level_table, which serves positions that the host does not know.
-TOP_ROWS = 2048  # the highest digit, half of them negative
-MAX_POSITION = (1 << 29) - 1  # the difference of two stays below the distance that bands count to
+TOP_ROWS = 2048  # rows of the highest digit; half of them are for negative positions
+MAX_POSITION = (1 << 29) - 1  # so that the difference of two positions is below lowered.UNBOUNDED
 
 
 def cos_sin(rotary: Rotary, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -34,7 +35,7 @@ def _cos_sin(positions, inv_freq, axis):
 
 
 def _frequencies(rotary: Rotary, device) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """inv_freq float64 (pairs,), and for an axial table the axis of every pair, int64 (pairs,)."""
+    """Returns inv_freq, float64 (pairs,), and for an axial table the axis of every pair, int64 (pairs,), else None."""
     return (
         torch.tensor(rotary.frequencies, dtype=torch.float64, device=device),
         torch.tensor(rotary.axis, device=device) if rotary.axis else None,
@@ -42,47 +43,51 @@ def _frequencies(rotary: Rotary, device) -> tuple[torch.Tensor, torch.Tensor | N
 
 
 def padded_pairs(head_dim: int) -> int:
-    """Returns the pairs of the power-of-two tile that holds head_dim. Pairs beyond the table do not rotate (cos 1, sin
-    0)."""
+    """Returns the number of pairs of the power-of-two tile that holds head_dim. Pairs beyond the table do not rotate
+    (cos 1, sin 0)."""
     return max(8, 1 << (head_dim - 1).bit_length() >> 1)
 
 
 def coarse_rows(positions: int) -> int:
-    """Returns the coarse rows that reach this many positions, rounded up to a power of two so that few tables are
-    ever built."""
+    """Returns the number of coarse rows that this many positions need. It is rounded up to a power of two, so that few
+    tables are built."""
     return 1 << max(-(-positions // FINE_ROWS) - 1, 0).bit_length()
 
 
 @kept_on_device("cos/sin tables")
 def two_level_table(rotary: Rotary, causal: bool, coarse: int, device: torch.device) -> torch.Tensor:
-    """float32 (rotations, FINE_ROWS + coarse, 2, padded pairs), one entry per rotation of ``lower(rotary, causal)``.
+    """Returns float32 (rotations, FINE_ROWS + coarse, 2, padded pairs), one entry per rotation of ``lower(rotary,
+    causal)``.
 
-    The fine rows hold cos and sin of slope * r for r < FINE_ROWS, the coarse rows those of
-    slope * FINE_ROWS * c + offset. Angle addition joins the two. The coarse rows of a rotation are multiplied by its
-    factor in ``Lowered.scales``.
+    Fine row r < FINE_ROWS holds cos and sin of slope * r. Coarse row c holds cos and sin of
+    slope * FINE_ROWS * c + offset. Kernels join a fine and a coarse row by angle addition. The coarse rows of a
+    rotation are multiplied by its factor in ``Lowered.scales``.
     """
     return _two_levels(rotary, causal, coarse).to(device)
 
 
 @kept_on_device("cos/sin tables of any position")
 def three_level_table(rotary: Rotary, causal: bool, device: torch.device) -> torch.Tensor:
-    """float32 (rotations, 2 * FINE_ROWS + TOP_ROWS, 2, padded pairs), for positions up to MAX_POSITION either side of
-    0. Rows are those of three digits to the base FINE_ROWS; the highest has a sign, and the scheme's offsets and
-    factors."""
+    """Returns float32 (rotations, 2 * FINE_ROWS + TOP_ROWS, 2, padded pairs), for positions from -MAX_POSITION to
+    MAX_POSITION.
+
+    A position is written with three digits to the base FINE_ROWS, the highest of which has a sign. Kernels join one row
+    for each digit by angle addition. The rows of the highest digit also contain the scheme's offsets and factors.
+    """
     middle = torch.arange(FINE_ROWS, dtype=torch.float64) * FINE_ROWS
     top = torch.arange(-TOP_ROWS // 2, TOP_ROWS // 2, dtype=torch.float64) * FINE_ROWS**2
     return _levels(rotary, causal, middle, top).to(device)
 
 
 class TurnRow(NamedTuple):
-    """Rows of ``turn_table``: what the phase of every pair is made of, int64 in units of 2^-64 turn.
+    """The rows of ``turn_table``, int64, from which a kernel computes the phase of every pair.
 
-    step: phase per unit position, modulo one turn.
+    step: phase per unit position, modulo one turn, in units of 2^-64 turn.
     part: phase per unit position, in units of 2^-33 turn. Multiplied by the fractional position in units of 2^-31 this
         gives units of 2^-64 turn, like ``step``.
-    start: phase of the rotation's offset.
-    factor: the bits of the float32 that cos and sin are multiplied by.
-    axis: the axis whose coordinate the pair rotates with.
+    start: phase of the rotation's offset, in units of 2^-64 turn.
+    factor: the bits of the float32 number by which cos and sin are multiplied.
+    axis: the axis by whose coordinate the pair rotates.
     """
 
     step: torch.Tensor
@@ -94,7 +99,7 @@ class TurnRow(NamedTuple):
 
 @kept_on_device("turns of any position")
 def turn_table(rotary: Rotary, causal: bool, device: torch.device) -> torch.Tensor:
-    """int64 (rotations, rows of TurnRow, padded pairs), one entry per rotation of ``lower(rotary, causal)``."""
+    """Returns int64 (rotations, rows of TurnRow, padded pairs), one entry per rotation of ``lower(rotary, causal)``."""
     lowered, (frequencies, axis) = lower(rotary, causal), _frequencies(rotary, "cpu")
     slopes, offsets = torch.tensor(lowered.rotations, dtype=torch.float64).T[..., None]
     step, start = (x * frequencies / math.tau for x in (slopes, offsets))
@@ -114,7 +119,7 @@ def turn_table(rotary: Rotary, causal: bool, device: torch.device) -> torch.Tens
 
 
 def _fractions(turns: torch.Tensor) -> torch.Tensor:
-    """Turns modulo one, in fractions of 2^64, int64."""
+    """Returns turns modulo one as int64, in units of 2^-64 turn."""
     return ((turns - (turns + 0.5).floor()) * 2.0**64).to(torch.int64)
 
 
@@ -123,8 +128,8 @@ def _two_levels(rotary: Rotary, causal: bool, coarse: int) -> torch.Tensor:
 
 
 def _levels(rotary: Rotary, causal: bool, *coarser: torch.Tensor) -> torch.Tensor:
-    """Rows of the fine positions, then of each coarser level. Offsets and factors are in the last one alone, because
-    kernels add several rows of the others to one of it."""
+    """Returns the rows of the fine positions, then the rows of each coarser level. Only the last level contains offsets
+    and factors, because kernels join many rows of the other levels with one row of the last."""
     *levels, last = torch.arange(FINE_ROWS, dtype=torch.float64), *coarser
     lowered = lower(rotary, causal)
     rows = torch.stack(
@@ -139,14 +144,15 @@ def _levels(rotary: Rotary, causal: bool, *coarser: torch.Tensor) -> torch.Tenso
 
 @kept_on_device("frequencies")
 def _resident_frequencies(rotary: Rotary, device: torch.device) -> tuple[torch.Tensor | None, ...]:
-    """They stay on the device, so that a call waits for no copy."""
+    """Returns the results of ``_frequencies`` on a device. They stay there, so that later calls wait for no copy."""
     return tuple(x if x is None else x.to(device) for x in _frequencies(rotary, "cpu"))
 
 
 def position_table(rotary: Rotary, positions: torch.Tensor) -> torch.Tensor:
-    """float32 (rotations, batch, seqlen, 2, padded pairs): rotation 0 is none, rotation 1 is by the given positions.
+    """Returns float32 (rotations, batch, seqlen, 2, padded pairs). Rotation 0 is the identity. Rotation 1 rotates by
+    the given positions.
 
-    With rotated_scale other than 1, rotation 1 serves queries (scaled) and rotation 2 keys.
+    If rotated_scale is not 1, rotation 1 is for queries and includes the factor, and rotation 2 is for keys.
     """
     cos, sin = _cos_sin(positions, *_resident_frequencies(rotary, positions.device))
     scale = rotary.rotated_scale
@@ -155,15 +161,15 @@ def position_table(rotary: Rotary, positions: torch.Tensor) -> torch.Tensor:
 
 
 def _padded(rotary: Rotary, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """float32 (..., 2, padded pairs)."""
+    """Returns cos and sin as float32 (..., 2, padded pairs)."""
     missing = _missing_pairs(rotary)
     pad = torch.nn.functional.pad
     return torch.stack([pad(cos, missing, value=1.0), pad(sin, missing)], dim=-2).to(torch.float32)
 
 
 def _missing_pairs(rotary: Rotary) -> tuple[int, int]:
-    """Returns how many pairs of the padded table come before and behind those of the scheme. With interleaved pairs,
-    column m of the table always belongs to channels 2m and 2m + 1, so first_channel // 2 columns come before those of
-    the scheme."""
+    """Returns (before, after): how many pairs of the padded table come before and after those of the scheme. With
+    interleaved pairs, column m of the table always belongs to channels 2m and 2m + 1, so first_channel // 2 columns
+    come before those of the scheme."""
     before = rotary.first_channel // 2 if rotary.interleaved else 0
     return before, padded_pairs(rotary.head_dim) - before - len(rotary.frequencies)

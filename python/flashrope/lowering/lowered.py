@@ -17,9 +17,9 @@ UNBOUNDED = 1 << 30  # kernels count distances in 32 bits, with room to add a po
 
 
 class LoweredBand(NamedTuple):
-    """Distances start <= d < stop, and what queries and keys of the band rotate by.
+    """Distances start <= d < stop, and the rotations of queries and keys in the band.
 
-    start, stop: in chunks, if the bands count chunks.
+    start, stop: distances, or differences of chunks if the bands count chunks.
     q_rotation, k_rotation: rotation numbers.
     k_copy: index into ``Lowered.k_copies``; -1 if the band reads raw keys.
     dq_step, dk_step: the rotations that re-express the accumulated dQ and dK in this band's rotated basis after the
@@ -37,7 +37,8 @@ class LoweredBand(NamedTuple):
 
 
 class RowMap(NamedTuple):
-    """Maps a row's position to its p: min(floor((position mod chunk) / group), last). If chunk is 0, there is no mod.
+    """Maps a row's position to the p by which it rotates: min(floor((position mod chunk) / group), last). If chunk is
+    0, there is no mod.
 
     chunk, group, last: the fields of ``bands.PositionMap``.
     is_query: 1 for rotations of queries, 0 for those of keys.
@@ -50,16 +51,16 @@ class RowMap(NamedTuple):
 
 
 class Lowered(NamedTuple):
-    """A scheme for one value of ``causal``.
+    """A scheme, lowered for one value of ``causal``.
 
-    rotations: (slope, offset) of every rotation; the first is (0, 0), no rotation.
+    rotations: (slope, offset) of every rotation. The first is (0, 0), the identity.
     scales: the factor of every rotation on the channels of the table. It is the scheme's ``rotated_scale`` for
         rotations of queries, else 1.
     k_copies: the rotation of each rotated copy of k that the bands read. Equal rotations share a copy.
     k_stops: for each of k_copies, the distance at which the last band that reads it stops.
     rotated_bands: bit b is set if band b rotates its keys.
     rotated_pairs: number of pairs up to the last pair that rotates or is scaled.
-    reach: an upper bound of the distances that the bands cover.
+    reach: an upper bound of the number of distances that the bands cover.
     maps: one RowMap for every rotation if the scheme maps positions, else empty. If the bands count chunks, the first
         RowMap's ``chunk`` is the chunk length; if they count distances, it is 0.
     """
@@ -80,7 +81,7 @@ class Lowered(NamedTuple):
 
     @property
     def rotated_key_ranges(self) -> tuple[tuple[int, int], ...]:
-        """Returns (rotation, distance at which it stops) for each rotated copy of k."""
+        """Returns, for each rotated copy of k, its rotation and its entry of ``k_stops``."""
         return tuple(zip(self.k_copies, self.k_stops, strict=True))
 
 

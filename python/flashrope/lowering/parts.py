@@ -1,4 +1,4 @@
-"""A head in parts: one that rotates, and others that a kernel need neither rotate nor hold as pairs."""
+"""Divides the channels of a head into parts: one that rotates, and others that a kernel need not hold as pairs."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from ..rotary.rotary import Rotary
 from .lowered import lower
 
 SMALLEST_RUN = 16  # channels that one product of tensor cores adds up
-LARGEST_PART = 128  # channels; larger tiles of keys take longer to fill
+LARGEST_PART = 128  # channels; tiles of keys with more channels take longer to load
 
 
 class Part(NamedTuple):
     """Two runs of width / 2 channels.
 
-    first: the first channel of the first run. In a part that rotates, this run holds the first members of its pairs,
-        or with interleaved pairs all of them lie in the two runs together.
-    second: the first channel of the second run; first + width // 2 where the part is contiguous.
-    width: a power of two, at least 32.
-    rotates: whether the runs are pairs that rotate.
-    pair: the first pair of a part that rotates, in the cos/sin table.
+    first: the first channel of the first run. If the part rotates, the first run holds the first members of its pairs,
+        and the second run the second members. Interleaved pairs lie side by side in either run.
+    second: the first channel of the second run. It is first + width // 2 if the part is contiguous.
+    width: the channels of both runs, a power of two, at least 32.
+    rotates: whether the channels are pairs that rotate.
+    pair: the column of the part's first pair in the cos/sin table, if the part rotates.
     """
 
     first: int
@@ -33,17 +33,17 @@ class Part(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def channel_parts(rotary: Rotary, causal: bool) -> tuple[Part, ...]:
-    """Returns the parts of a head, the rotating one first, or () where all channels are better taken as pairs.
+    """Returns the parts of a head, the rotating part first, or () if kernels should rotate all channels as pairs.
 
-    A head has parts where at most half of its channels rotate and the others divide into parts of 32 channels and more.
-    With more rotating pairs, rotating all of them in one tile takes fewer instructions.
+    A head has parts if at most half of its channels rotate and the others can be divided into parts of at least 32
+    channels. If more channels rotate, it takes fewer instructions to rotate all of them in one tile.
     """
     pairs = lower(rotary, causal).rotated_pairs
     if not pairs:
         return ()
     pairs = max(1 << (pairs - 1).bit_length(), SMALLEST_RUN)
     first, half = rotary.first_channel, len(rotary.frequencies)
-    # Interleaved pairs of the table are followed by others that do not rotate.
+    # The part may be wider than the table. With interleaved pairs, the pairs after those of the table do not rotate.
     room = (rotary.head_dim - first) // 2 if rotary.interleaved else half
     if 4 * pairs > rotary.head_dim or pairs > room:
         return ()

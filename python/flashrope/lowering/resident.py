@@ -1,4 +1,4 @@
-"""Tensors that are built once and stay on their device: tables of cos and sin, band tables."""
+"""Keeps tensors on their device after they were built once: tables of cos and sin, and tables of bands."""
 
 from __future__ import annotations
 
@@ -70,7 +70,8 @@ def _on_another_thread(build: Callable, key: tuple):
 
 
 def refuse_capture(what: str) -> None:
-    """Raises RuntimeError if a CUDA graph is captured on the current stream. what: what would have to be made now."""
+    """Raises RuntimeError if a CUDA graph is being captured on the current stream. what: the tensors that would have to
+    be made now, for the message."""
     if is_capturing():
         raise RuntimeError(
             f"flashrope cannot make the {what} while a CUDA graph is being captured. Make one call with the same "

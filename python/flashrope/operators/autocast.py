@@ -1,15 +1,15 @@
-"""torch.autocast: float32 inputs become its type, as in scaled_dot_product_attention."""
+"""Supports torch.autocast: casts float32 inputs to its dtype, as scaled_dot_product_attention does."""
 
 from __future__ import annotations
 
 import torch
 
-# Asked at import: torch.compile cannot trace the question before torch 2.12.
+# Computed at import, because torch.compile cannot trace is_autocast_available before torch 2.12.
 DEVICES = frozenset(device for device in ("cpu", "cuda") if torch.amp.is_autocast_available(device))
 
 
 def autocast(*tensors):
-    """Returns the tensors, with float32 ones cast where autocast is on. None and other dtypes stay as they are."""
+    """Returns the tensors. Casts float32 tensors if autocast is on for the device of the first tensor."""
     eager_without_autocast = not torch.compiler.is_compiling() and not torch._C._is_any_autocast_enabled()
     if eager_without_autocast or not isinstance(tensors[0], torch.Tensor):
         return tensors
@@ -19,7 +19,7 @@ def autocast(*tensors):
 
 
 def autocast_hint(x: torch.Tensor) -> str:
-    """Returns what an error about the dtype of x says about autocast, or ""."""
+    """Returns a remark about autocast for errors about the dtype of x, or "" if autocast is off."""
     dtype = _type_on(x.device.type)
     return "" if dtype is None else f"; autocast casts float32 to {dtype}"
 

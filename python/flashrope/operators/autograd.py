@@ -1,7 +1,7 @@
-"""Attention as calls make it: straight to the backend, or through the operator, with one set of gradients for both.
+"""Runs the public calls: directly in the backend, or through the operator. Both ways have the same gradients.
 
-grad, vjp, jacrev and vmap of torch.func work, in any order. A jvp, or a second derivative, raises and names
-impl="reference", whose forward is plain PyTorch.
+grad, vjp, jacrev and vmap of torch.func work, and can be nested in any order. A jvp or a second derivative raises an
+error that recommends impl="reference", whose forward is plain PyTorch.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from ..rotary.rotary import Rotary
 from . import library
 from .library import LIBRARY, OPERATORS, AttentionArguments, add_op_namespace_prefix
 
-INPUTS, SAVED = 3, 7  # tensors before the AttentionArguments: q, k, v; and out, lse, rotated_k, table
-TENSORS = 3  # the first AttentionArguments
+INPUTS, SAVED = 3, 7  # numbers of tensors: q, k, v; and what backward needs: q, k, v, out, lse, rotated_k, table
+TENSORS = 3  # the number of tensors at the start of AttentionArguments
 
 
 # ---- the calls
@@ -25,7 +25,8 @@ TENSORS = 3  # the first AttentionArguments
 def attention(q, k, v, call: AttentionCall, impl: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns out and lse of ``flashrope::attention``.
 
-    In plain eager mode the backend is called at once: torch.library's Python layers take longer than a short call.
+    In plain eager mode it calls the backend directly, because torch.library's Python layers take longer than a short
+    call.
     """
     plain = is_plain(q, k, v)
     if impl in DIFFERENTIABLE or (
@@ -43,7 +44,7 @@ def attention(q, k, v, call: AttentionCall, impl: str) -> tuple[torch.Tensor, to
 
 
 def rotate(x, positions, rotary: Rotary, impl: str) -> torch.Tensor:
-    """Rotates x, through the operator only where gradients, a transform or a tracer need it."""
+    """Rotates x. Goes through the operator only if gradients, a transform or a tracer need the operator."""
     plain = is_plain(x)
     if impl in DIFFERENTIABLE or (plain and not (torch.is_grad_enabled() and x.requires_grad)):
         return library.rotate(x, positions, rotary, False, impl)
@@ -70,7 +71,8 @@ def is_plain(*tensors: torch.Tensor | None) -> bool:
 
 
 def transforming() -> bool:
-    """Whether forward-mode differentiation, or outside of a compiler any transform of torch.func, sees this call."""
+    """Whether this call runs under forward-mode differentiation, or outside of a compiler under any transform of
+    torch.func."""
     if forward_ad._current_level >= 0:
         return True
     return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
@@ -80,7 +82,8 @@ def transforming() -> bool:
 
 
 class Attention(torch.autograd.Function):
-    """``flashrope::attention``: q, k, v and AttentionArguments to out, lse, rotated_k and table."""
+    """The operator ``flashrope::attention`` with gradients. It takes q, k, v and the AttentionArguments. It returns
+    out, lse, rotated_k and table."""
 
     @staticmethod
     def forward(*arguments):
@@ -92,7 +95,7 @@ class Attention(torch.autograd.Function):
         arguments = inputs[INPUTS:]
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*output[2:])
-        # Tensors among the arguments, too: autograd then notices if they change before backward runs.
+        # Saves the tensors among the arguments, too: autograd then raises if they are changed before backward runs.
         ctx.save_for_backward(*inputs[:INPUTS], *output, *arguments[:TENSORS])
         ctx.constants = arguments[TENSORS:]
 
@@ -102,7 +105,8 @@ class Attention(torch.autograd.Function):
         if grad_out is None and grad_lse is None:
             return (None,) * INPUTS + none
         inputs = (grad_out, grad_lse, *ctx.saved_tensors, *ctx.constants)
-        # The result of a collective is a tensor subclass; create_graph=True asks for a second derivative.
+        # Not plain: a gradient from a collective, which is a tensor subclass. Grad enabled: create_graph=True, which
+        # needs a second derivative.
         if is_plain(*inputs[: 2 + SAVED]) and not torch.is_grad_enabled():
             return *library.attention_backward(*inputs), *none
         run = AttentionBackward.apply if transforming() else OPERATORS.attention_backward
@@ -121,7 +125,7 @@ class Attention(torch.autograd.Function):
 
 
 class AttentionBackward(torch.autograd.Function):
-    """``flashrope::attention_backward``."""
+    """The operator ``flashrope::attention_backward``, for transforms of torch.func."""
 
     @staticmethod
     def forward(*arguments):
@@ -145,7 +149,7 @@ class AttentionBackward(torch.autograd.Function):
 
 
 class Rotate(torch.autograd.Function):
-    """``flashrope::rotate``. It is linear in x, so its derivatives are rotations too."""
+    """The operator ``flashrope::rotate`` with gradients. It is linear in x, so its derivatives are rotations, too."""
 
     @staticmethod
     def forward(x, positions, rotary, inverse, impl):
@@ -180,7 +184,7 @@ def _no_gradient(ctx, *grads):
     raise RuntimeError("flashrope: attention over a cache has no gradient; use attention in training")
 
 
-# Attention.apply without its Python layer, which binds the arguments by name at every call.
+# Attention.apply without its Python layer, which matches arguments to parameter names at every call.
 _apply_plain = super(torch.autograd.Function, Attention).apply
 
 torch.library.register_autograd(
@@ -194,10 +198,11 @@ torch.library.register_autograd(
 
 
 def _vmap(function, size: int, in_dims, arguments, tensors: int, rows: tuple[int, ...]):
-    """Folds the mapped dimension into the batch and calls once. Packed inputs run in a loop.
+    """Applies ``function`` under vmap: folds the mapped dimension into the batch and calls it once. With packed inputs
+    it calls in a loop.
 
-    tensors: how many arguments come before AttentionArguments. rows: those of them whose second dimension has the batch
-    (``Kept``). All others have it first.
+    tensors: the number of arguments before the AttentionArguments. rows: the indices of the tensors of ``calls.Kept``,
+    whose second dimension is the batch. In all other tensors the first dimension is the batch.
     """
     count = tensors + TENSORS
     moved = [
@@ -219,16 +224,16 @@ def _vmap(function, size: int, in_dims, arguments, tensors: int, rows: tuple[int
 
 
 def _merge(x: torch.Tensor | None, dim: int) -> torch.Tensor | None:
-    """Merges the mapped dimension, the first, into dimension ``dim`` of the others. Empty tensors stay empty."""
+    """Merges the first dimension, which is mapped, into dimension ``dim`` of the rest. Empty tensors stay empty."""
     if x is None:
         return None
-    if x.ndim == 2 and not x.shape[1]:  # nothing was kept
+    if x.ndim == 2 and not x.shape[1]:  # the forward saved nothing here
         return x.new_empty(0)
     return x.movedim(0, dim).flatten(dim, dim + 1)
 
 
 def _split(x: torch.Tensor, size: int, dim: int) -> torch.Tensor:
-    """Splits the mapped dimension off again; the inverse of ``_merge``."""
+    """Undoes ``_merge``: makes the mapped dimension the first one again."""
     return x.expand(size, 0) if x.ndim == 1 else x.unflatten(dim, (size, -1)).movedim(dim, 0)
 
 

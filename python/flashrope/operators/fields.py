@@ -1,8 +1,8 @@
-"""Nested NamedTuples as arguments of torch operators: their schema, their leaves, and back.
+"""Passes nested NamedTuples to torch operators as flat lists of leaves, and builds the schema for them.
 
-A field is a tensor, an int, a bool or another NamedTuple, each of them maybe None. A field that is an int or a
-NamedTuple has a leaf for the int, 0 beside the NamedTuple. A NamedTuple that is None has None for every tensor, 0 and
-False.
+A field is a tensor, an int, a bool or another NamedTuple, and may be None. If a field may be an int or a NamedTuple, it
+has a leaf for the int, followed by the leaves of the NamedTuple. The int is 0 if the field is a NamedTuple. If a
+NamedTuple is None, its leaves are None for tensors, 0 for ints and False for bools.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from ..backends.cache_tables import CacheLayer, CachePositions, CacheTables, Pac
 
 
 class Field(NamedTuple):
-    """What types a field of a NamedTuple may have."""
+    """The types that a field of a NamedTuple may have."""
 
     name: str
-    kinds: tuple[type, ...]  # of torch.Tensor, int, bool
-    nested: Any = None  # a NamedTuple
+    kinds: tuple[type, ...]  # a selection of torch.Tensor, int and bool
+    nested: Any = None  # a class of NamedTuples, or None
     optional: bool = False
 
 
@@ -40,7 +40,7 @@ FIELDS = {cls: _fields_of(cls) for cls in (CacheLayer, CacheTables, CachePositio
 
 def schema_of(cls, written: tuple[str, ...] = (), optional: bool = False) -> str:
     """Returns the part of an operator's schema for this NamedTuple. written: names of tensors that the operator writes
-    to. optional: whether all may be None."""
+    to. optional: whether all tensors may be None."""
     parts = []
     for field in FIELDS[cls]:
         mark = "?" if optional or field.optional else ""
@@ -56,7 +56,7 @@ def schema_of(cls, written: tuple[str, ...] = (), optional: bool = False) -> str
 
 
 def flatten(cls, value) -> list:
-    """Returns the leaves of a NamedTuple of this class. A value of None has as many leaves."""
+    """Returns the leaves of a NamedTuple of this class, or as many leaves if value is None."""
     leaves: list = []
     for field in FIELDS[cls]:
         own = None if value is None else getattr(value, field.name)
@@ -68,7 +68,7 @@ def flatten(cls, value) -> list:
 
 
 def unflatten(cls, leaves) -> tuple[Any, list]:
-    """Returns the NamedTuple that the first leaves make up, and the remaining leaves. The inverse of ``flatten``."""
+    """Undoes ``flatten``: returns the NamedTuple that is made of the first leaves, and the remaining leaves."""
     rest, values = list(leaves), []
     for field in FIELDS[cls]:
         own = rest.pop(0) if field.kinds else None

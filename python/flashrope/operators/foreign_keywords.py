@@ -1,8 +1,9 @@
-"""Keyword arguments of flash-attn, scaled_dot_product_attention and Hugging Face that the public calls do not have.
+"""Translates keyword arguments of flash-attn, scaled_dot_product_attention and Hugging Face that calls do not have.
 
-``refuse_unknown(call, given)`` names ours. It accepts a keyword whose value is the other library's default and asks for
-nothing, as ``dropout_p=0.0``. The calls collect unknown keywords in ``**unknown``, which costs nothing where there are
-none and which a type checker sees as an error, because its type is Never.
+``refuse_unknown(call, given)`` raises an error that names the argument to use instead. It accepts a keyword whose value
+is the other library's default and has no effect, such as ``dropout_p=0.0``. The calls collect unknown keywords in
+``**unknown``. That costs nothing if there are none. A type checker reports them, because the type of ``**unknown`` is
+Never.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _CACHE = "attention_with_cache or attention_varlen_with_cache"
 _SCALES = "{}, a scale per token and key head of an int8 or int4 cache; these kernels have no float8"
 _ROTARY = "rotary, a Rotary; q and k go in raw and are rotated inside the call"
 
-INSTEAD = {  # keyword: what is expected in its place
+INSTEAD = {  # keyword: what is expected instead
     "window_size": "rotary.local(w + 1) for flash-attn's (w, 0) or, with causal=False, (w, w); no window for (-1, -1)",
     "sliding_window": "rotary.local(window)",
     "attention_chunk": _NOT_THE_SAME.format("chunked attention", "rotary.local for windows"),
@@ -82,7 +83,7 @@ INSTEAD |= {
     "key_states": "k",
     "value_states": "v",
 }
-ELSEWHERE = {  # arguments of ours that only some calls have
+ELSEWHERE = {  # arguments that only some of the public calls have
     "num_splits": f"an argument of {_CACHE}; without a cache keys are not split",
     "max_seqlen_q": _VARLEN,
     "max_seqlen_k": f"{_VARLEN}; over a cache the lengths of the keys are cache_seqlens",
@@ -94,7 +95,7 @@ ELSEWHERE |= dict.fromkeys(
     ("k_cache", "v_cache", "cache_seqlens", "block_table", "cache_leftpad", "validate", "k_scale", "v_scale"),
     f"an argument of {_CACHE}",
 )
-NO_OPS: dict[str, tuple[Any, ...]] = {  # keyword: the values that other libraries have as default and that do nothing
+NO_OPS: dict[str, tuple[Any, ...]] = {  # keyword: default values of other libraries that have no effect
     "window_size": ((-1, -1), [-1, -1], None),
     "attention_chunk": (0, None),
     "dropout_p": (0.0, 0),
@@ -107,7 +108,7 @@ NO_OPS: dict[str, tuple[Any, ...]] = {  # keyword: the values that other librari
     "return_softmax": (False,),
     "sm_margin": (0,),
 }
-NO_OPS |= dict.fromkeys(  # None: the caller has none
+NO_OPS |= dict.fromkeys(  # keywords that have no effect if they are None
     (
         *("sliding_window", "alibi_slopes", "attn_mask", "attention_mask", "mask", "attn_bias", "scale", "scaling"),
         *("s_aux", "learnable_sink", "position_ids", "cu_seqlens_k_new", "seqused_k", "block_tables", "page_table"),
@@ -119,14 +120,14 @@ NO_OPS |= dict.fromkeys(  # None: the caller has none
 
 
 def refuse_unknown(call: Callable, given: dict[str, Any]) -> None:
-    """Raises for the first of the keywords that call does not have, unless all of them do nothing (``NO_OPS``).
+    """Raises an error for the first unknown keyword whose value has an effect (is not in ``NO_OPS``).
 
     Args:
         call: one of the public calls.
         given: the keywords that call does not have, and their values.
 
     Raises:
-        TypeError: the keyword, what is expected instead, and its value.
+        TypeError: the message names the keyword, what is expected instead, and the value.
     """
     for name, value in given.items():
         if not any(type(value) is type(default) and value == default for default in NO_OPS.get(name, ())):

@@ -1,4 +1,4 @@
-"""The public calls: argument checks, then the operator."""
+"""Defines the public calls. They check their arguments and then run the operators."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ def attention(
 ):
     """Computes softmax attention over raw q, k and v, and rotates queries and keys by the scheme inside the kernel.
 
-    Use it in training, and for a prefill without a cache. Sequences of different lengths are packed without padding in
+    Use it in training, and for a prefill without a cache. For packed sequences of different lengths, use
     ``attention_varlen``. To keep the keys for later tokens, use ``KVCache`` or ``attention_with_cache``. Gradients are
-    those of raw q, k and v. Shapes and most names are flash-attn's; causal is True by default.
+    with respect to raw q, k and v. Shapes and most names are flash-attn's, but causal is True by default.
 
     Example:
         q, k, v = (torch.randn(2, 300, heads, 64, requires_grad=True) for heads in (8, 2, 2))  # raw
@@ -66,36 +66,37 @@ def attention(
         out.sum().backward()
 
     Args:
-        q: (batch, seqlen_q, heads_q, head_dim), float16, bfloat16 or float32; float64 where the backend supports it.
-            Shapes that can only be (batch, heads, seqlen, head_dim) warn. With as many key heads and at most 128 tokens
-            they cannot be told from a model's, and pass.
+        q: (batch, seqlen_q, heads_q, head_dim), float16, bfloat16 or float32; float64 if the backend supports it. A
+            shape that can only be (batch, heads, seqlen, head_dim) gives a warning. Such a shape cannot be recognized
+            if heads_kv equals heads_q and there are at most 128 tokens.
         k, v: (batch, seqlen_k, heads_kv, head_dim), same dtype and device as q. heads_q is a multiple of heads_kv. v
             may have a different head_dim, as in multi-head latent attention: a multiple of 8 up to 256.
         rotary: the scheme. Its head_dim must equal q's.
         causal: query row r attends to keys 0 to r + seqlen_k - seqlen_q (bottom-right alignment). With fewer keys than
             queries the first rows see no key, and the first such call warns. False: every row attends to all keys.
         softmax_scale: factor on the scores. Default: head_dim ** -0.5, with the head_dim of q and k.
-        positions: (batch, seqlen) or (batch, seqlen, axes), used as positions instead of 0, 1, 2, ... Needs a scheme of
-            one band and seqlen_q == seqlen_k. Causality and windows still go by index.
+        positions: (batch, seqlen) or (batch, seqlen, axes), used as positions instead of 0, 1, 2, .... The scheme must
+            have one band, and seqlen_q must equal seqlen_k. The causal mask and windows still compare indices.
         sinks: (heads_q,), any float type, attention sinks as in gpt-oss: a learned logit per head that joins every
             row's softmax and has no value. It is neither scaled nor rotated, and gets a gradient.
         return_lse: also return the log-sum-exp of the scores.
-        impl: the backend, "triton", "cpu" or "reference". None picks by device.
+        impl: the backend, "triton", "cpu" or "reference". None: chosen by the device.
         deterministic: True: gradients are bitwise reproducible. False: the Triton backend's gradient of q may differ
-            from run to run by rounding. Its backward then does five matrix products instead of seven and adds that
-            gradient up by float32 atomics, in a workspace of q's size (head_dim rounded up to a power of two) for every
-            band. It raises under ``torch.use_deterministic_algorithms(True)``. None follows PyTorch: reproducible under
-            that setting, which is read when the backward runs. Otherwise it takes the backward that is predicted to be
-            faster for the shape (atomics for head_dim 33 to 128 in 16 bits). The other backends are always
-            reproducible. Default: None.
+            from run to run by rounding. Its backward then does five matrix products instead of seven and accumulates
+            that gradient with float32 atomics, in a workspace of q's size (head_dim rounded up to a power of two) for
+            every band. False raises an error under ``torch.use_deterministic_algorithms(True)``. None: reproducible
+            under that setting, which is read when the backward runs. Without the setting, the backward runs that is
+            predicted to be faster for the shape (with atomics for head_dim 33 to 128 in 16 bits). The other backends
+            are always reproducible. Default: None.
 
     Returns:
-        out, like q but as wide as v, contiguous. With return_lse: (out, lse), lse (batch, heads_q, seqlen_q), natural
-        log, float32, or float64 for float64 inputs. A row with no keys gets out 0 and lse -inf. With sinks, lse counts
-        them: such a row's lse is its head's sink.
+        out, like q but with the head_dim of v, contiguous. With return_lse: (out, lse). lse is (batch, heads_q,
+        seqlen_q), a natural log, float32, or float64 for float64 inputs. A row that sees no key has out 0 and lse -inf.
+        lse includes the sinks: with them, such a row's lse is its head's sink.
 
     Raises:
-        TypeError, ValueError: the argument, what was expected and what came. No check synchronises with the device.
+        TypeError, ValueError: an argument is invalid. The message names it and says what was expected. No check
+            synchronises with the device.
     """
     if unknown:
         refuse_unknown(attention, unknown)
@@ -137,9 +138,9 @@ def attention_varlen(
 ):
     """Computes ``attention`` for packed sequences of different lengths.
 
-    Use it in training and for prompts, where padding would waste time: sequences lie one after another in one row, and
-    tokens attend within their own sequence. Positions start at 0 in each. The name, the shapes and the order of the
-    arguments after rotary are flash-attn's.
+    Use it in training and for prompts if padding would waste time. Sequences follow one another in the first dimension,
+    and tokens attend within their own sequence. Positions start at 0 in each sequence. The name, the shapes and the
+    order of the arguments after rotary are flash-attn's.
 
     Example:
         q, k, v = (torch.randn(40, heads, 64) for heads in (8, 2, 2))  # sequences of 12 and 28 tokens
@@ -149,16 +150,16 @@ def attention_varlen(
     Args:
         q: (total_q, heads_q, head_dim). Sequence b holds rows cu_seqlens_q[b] to cu_seqlens_q[b + 1].
         k, v: (total_k, heads_kv, head_dim). v may have a different head_dim, as in ``attention``.
-        cu_seqlens_q, cu_seqlens_k: (sequences + 1,) int32 on q's device, non-decreasing from 0. The host does not read
-            values that lie on a GPU; the kernels clamp them to the buffers.
+        cu_seqlens_q, cu_seqlens_k: (sequences + 1,) int32 on q's device, non-decreasing from 0. On a GPU the host does
+            not read them. The kernels clamp them to the buffers.
         max_seqlen_q, max_seqlen_k: upper bounds of the lengths. Rows beyond them are not computed.
-        positions: (total_q,) or (total_q, axes), as in ``attention``, of the packed tokens. Needs total_q == total_k
-            and cu_seqlens_q equal to cu_seqlens_k, which is not checked where they lie on a GPU.
+        positions: (total_q,) or (total_q, axes), the positions of the packed tokens, as in ``attention``. total_q must
+            equal total_k, and cu_seqlens_q must equal cu_seqlens_k. On a GPU the latter is not checked.
         rotary, causal, softmax_scale, sinks, return_lse, impl, deterministic: as in ``attention``.
 
     Returns:
-        out like q, as wide as v. With return_lse: (out, lse), lse (heads_q, total_q), of the dtype in ``attention``.
-        Rows outside every sequence get 0 and -inf, or the sink.
+        out, like q but with the head_dim of v. With return_lse: (out, lse). lse is (heads_q, total_q), of the dtype as
+        in ``attention``. Rows outside every sequence have out 0 and lse -inf, or with sinks the sink.
 
     Raises:
         TypeError, ValueError: as in ``attention``.
@@ -190,7 +191,7 @@ def rotate(
     impl: str | None = None,
     **unknown: Never,
 ) -> torch.Tensor:
-    """Rotates queries or keys by their positions, as ``attention`` does inside. Differentiable in x.
+    """Rotates queries or keys by their positions, as ``attention`` does inside. The result has a gradient in x.
 
     Use it to fill a cache that ``attention_with_cache`` reads with ``rotated_keys=True``, and for kernels that take
     rotated q and k. The other calls of this package take raw q and k and rotate them themselves.
@@ -203,23 +204,25 @@ def rotate(
     The dot product of a rotated query and key is the scheme's score, before everything that acts on scores:
     softmax_scale, temperature, log n and the other scales of queries, and masking. If the scheme has a
     ``rotated_scale``, x is multiplied by its square root, so that the product carries the full factor. That root is
-    Hugging Face's attention_factor. Computed in float32 (float64 for float64 inputs) and rounded once.
+    Hugging Face's attention_factor. The rotation is computed in float32 (float64 for float64 inputs) and rounded once.
 
     Args:
-        x: (batch, seqlen, heads, head_dim) or packed (total, heads, head_dim), of a type in ``attention``.
-        rotary: a scheme in which queries and keys have one rotation each, which RoPE, HoPE, NoPE, PI, NTK, YaRN, CoPE,
-            axial schemes and mrope have, with or without a sliding window.
-        positions: (batch, seqlen), (seqlen,) or, packed, (total,), of any real type; one more dimension, axes, for
-            axial schemes, which need them. None: rows of a sequence are at 0, 1, 2, ...; packed rows need positions.
-            New keys of a cache: ``cache_seqlens[:, None] - cache_leftpad[:, None] + torch.arange(seqlen_new)``.
+        x: (batch, seqlen, heads, head_dim) or packed (total, heads, head_dim), of a dtype that ``attention`` takes.
+        rotary: a scheme in which queries and keys have one rotation each: RoPE, HoPE, NoPE, PI, NTK, YaRN, CoPE, axial
+            schemes and mrope, with or without a sliding window.
+        positions: (batch, seqlen) or (seqlen,), or (total,) if x is packed, of any real type. Axial schemes need
+            positions with one more dimension, axes. None: rows of a sequence are at 0, 1, 2, .... Packed rows need
+            positions. For new keys of a cache they are
+            ``cache_seqlens[:, None] - cache_leftpad[:, None] + torch.arange(seqlen_new)``.
         impl: as in ``attention``.
 
     Returns:
-        Like x, contiguous, a tensor of its own.
+        A new contiguous tensor of x's shape and dtype.
 
     Raises:
-        TypeError, ValueError: the argument, what was expected and what came. ReRoPE, Leaky ReRoPE, Self-Extend and dual
-            chunk attention, which rotate a query or a key in several ways, are refused by name.
+        TypeError, ValueError: an argument is invalid. The message names it and says what was expected. ReRoPE, Leaky
+            ReRoPE, Self-Extend and dual chunk attention are not accepted, because they rotate a query or a key in
+            several ways.
     """
     if unknown:
         refuse_unknown(rotate, unknown)
@@ -240,7 +243,7 @@ def _attend(q, k, v, call: AttentionCall, sinks, return_lse: bool, impl: str | N
     impl = resolve_impl(impl, q)
     if call.positions is not None:
         check_differentiable_positions(call.positions, impl)
-    if type(F.scaled_dot_product_attention) is not BuiltinFunctionType:  # replaced, by context_parallel or by a test
+    if type(F.scaled_dot_product_attention) is not BuiltinFunctionType:  # context_parallel or a test has replaced it
         check_outside_context_parallel()
     out, lse = autograd.attention(q, k, v, call, impl)
     if sinks is not None:
@@ -279,13 +282,13 @@ def attention_with_cache(
     """Writes new raw keys and values to a cache, then attends to all keys in it.
 
     Use it for decoding, for verifying drafts and for prefilling in chunks, over a cache that you allocate yourself.
-    ``KVCache`` and ``PagedKVCache`` count tokens and pages for you. Where several layers share lengths and block table,
-    ``plan_cache`` does once per step what this call does in every layer. If the number of queries differs between
+    ``KVCache`` and ``PagedKVCache`` count tokens and pages for you. If several layers share lengths and block table,
+    ``plan_cache`` does once per step what this call repeats in every layer. If the number of queries differs between
     sequences, use ``attention_varlen_with_cache``. There are no gradients: in training use ``attention``. Shapes and
     most names are those of flash-attn's flash_attn_with_kvcache.
 
-    The cache holds each raw key once, whatever the scheme. Keys are rotated between the load and the product, and only
-    where the scheme needs it (ReRoPE: the last ``window``).
+    The cache holds each raw key once, whatever the scheme. Kernels rotate keys after loading them, and only where the
+    scheme needs it (with ReRoPE, the last ``window`` keys).
 
     Example:
         k_cache, v_cache = (torch.zeros(2, 512, 2, 64) for _ in "kv")  # (batch, capacity, heads_kv, head_dim)
@@ -295,11 +298,14 @@ def attention_with_cache(
         lengths += 1  # the call writes to the caches, not to the lengths
 
     Args:
-        q: (batch, seqlen_q, heads_q, head_dim). With n cached and new keys, row r is at position n - seqlen_q + r.
+        q: (batch, seqlen_q, heads_q, head_dim). If n is the number of cached and new keys together, row r is at
+            position n - seqlen_q + r.
         k_cache, v_cache: (batch, capacity, heads_kv, head_dim), or with block_table (pages, page_size, heads_kv,
-            head_dim). Written in place. What is written must not overlap itself, k or v in memory. head_dim is a
-            multiple of 8 up to 512. Beyond 256, quantized caches, rotated_keys and explicit positions are refused.
-        cache_seqlens: (batch,) int32, the slots in use before this call, left padding included. Not changed.
+            head_dim). The call writes to them in place. In memory they must not overlap each other, k or v, and no two
+            of their elements may share an address. head_dim is a multiple of 8 up to 512. Beyond 256, quantized
+            caches, rotated_keys and explicit positions are not supported.
+        cache_seqlens: (batch,) int32, the slots in use before this call, left padding included. The call does not
+            change them.
         k, v: (batch, seqlen_new, heads_kv, head_dim), or both None if the cache is complete.
         block_table: (batch, max_pages) int32, the page of every page_size slots of a sequence. Entries beyond a
             sequence's length may hold anything. page_size is a power of two, at least 16.
@@ -308,44 +314,44 @@ def attention_with_cache(
             also fixes the tile sizes, which makes results batch-invariant (Triton and CUDA): bitwise identical for any
             other sequences in the batch and any division of a sequence's tokens into calls.
         validate: check the tables first, which synchronises with the device. Without it, lengths are clamped to the
-            capacity and page numbers to the cache, and new keys without a slot are dropped: nothing outside the
-            buffers is touched and no other sequence changes, but a sequence with a wrong entry has no valid result.
+            capacity and page numbers to the cache, and new keys without a slot are dropped. So a wrong entry touches
+            nothing outside the buffers and changes no other sequence. Its own sequence has no valid result.
         impl: as in ``attention``, and "cuda" if the extension was built (float16, bfloat16, seqlen_q up to 64).
-        rotated_keys: the cache holds keys as ``rotate`` gives them: k is rotated once, when it is written, and a step
-            rotates queries only. For schemes that ``rotate`` takes. All calls over a cache need the same scheme and the
-            same cache_leftpad, which the call cannot check; ``KVCache`` and ``PagedKVCache`` do. On CUDA C++ only
-            causal calls, or one query token; there the Triton kernel rotates k.
-        k_scale, v_scale: float32, the caches' shape without its last dimension, any strides; written in place. The
-            caches then hold codes: int8, or uint8 (..., head_dim / 2) with two 4-bit codes a byte. q, k, v and out keep
-            their float type. A new row x of K or V, which are quantized when they are written, becomes codes
-            ``c = round(x / s)`` and the scale ``s = max(abs(x)) / 127`` (4 bits: 7), ties to even; with channel 2 i in
-            the low half of byte i, channel 2 i + 1 in the high half, both plus 8. Attention is that over ``s * c``. A
-            row of zeros has s = 0; a NaN makes s NaN; infinities count as the largest finite number of k's dtype. With
-            rotated_keys, keys are rotated before. Not on CUDA C++.
+        rotated_keys: the cache holds rotated keys, as ``rotate`` returns them. k is rotated once, when it is written,
+            and a step rotates only queries. The scheme must be one that ``rotate`` takes. All calls over a cache need
+            the same scheme and the same cache_leftpad. This call cannot check that; ``KVCache`` and ``PagedKVCache``
+            do. "cuda" supports only causal calls, or one query token, and the Triton kernel rotates k.
+        k_scale, v_scale: float32, the caches' shape without its last dimension, any strides; written in place. With
+            them the caches are quantized: int8, or uint8 (..., head_dim / 2) with two 4-bit codes per byte. q, k, v and
+            out keep their float type. A new row x of k or v is written as codes ``c = round(x / s)``, ties to even,
+            with the scale ``s = max(abs(x)) / 127`` (4 bits: / 7). 4-bit codes are stored plus 8, channel 2 i in the
+            low half of byte i and channel 2 i + 1 in the high half. Attention is computed over ``s * c``. A row of
+            zeros has s = 0. A NaN makes s NaN. Infinities count as the largest finite number of k's dtype. With
+            rotated_keys, keys are rotated before they are quantized. Not supported by "cuda".
         page_positions, page_first, page_lengths: (batch, max_pages) int32, one value per block-table entry. Rows
             [page_first, page_first + page_lengths) of the entry's page are visible, and row r has position
             page_positions + r. Because keys are stored unrotated, a page can be reused at any position. The tables
-            describe the pages as they are once the new keys are written. cache_seqlens still counts slots, hidden ones
-            too. Defaults: page_first 0, all rows of a page, and as position of a slot its number minus cache_leftpad.
-            Positions must not decrease along a sequence; equal ones are allowed. A query sees keys up to its own in
-            the order of the slots. Distances, windows and log n go by position.
-        slot_positions: float32 (pages, page_size) or (batch, capacity); for axial schemes, which need it, one more
-            dimension, axes. The position of every slot, to which page_positions is added. Written in place for new
-            keys. A contiguous cache takes only this.
-        positions: (batch, seqlen_q), int32, int64 or float32; for axial schemes (batch, seqlen_q, axes). Positions of
-            the queries and of the new keys. None: they follow the last key.
+            describe the pages after the new keys are written. cache_seqlens still counts all slots, hidden slots
+            included. Default of page_first: 0. Default of page_lengths: all rows from page_first on. Without
+            page_positions, the position of a slot is its index minus cache_leftpad. Positions must not decrease along a
+            sequence; equal positions are allowed. A query sees the keys up to its own key, in the order of slots.
+            Distances, windows and log n follow from positions.
+        slot_positions: the position of every slot, float32 (pages, page_size) or (batch, capacity). Axial schemes need
+            it, with one more dimension, axes. page_positions is added to it. The call writes the positions of new keys
+            to it in place. A contiguous cache takes only this one of the four tables.
+        positions: (batch, seqlen_q), int32, int64 or float32, or (batch, seqlen_q, axes) for axial schemes. Positions
+            of the queries and of the new keys. None: they follow the last key.
         rotary, causal, softmax_scale, sinks, return_lse: as in ``attention``. With any of the five position arguments
             (page_positions, page_first, page_lengths, slot_positions, positions), rotated_keys is not supported, and
-            impl is "cpu", "triton" or "reference". "triton" takes positions from -(2**29 - 1) to 2**29 - 1, with a
-            resolution of 2**-31.
-            Self-Extend and dual chunk attention map the positions that the tables give.
+            impl must be "cpu", "triton" or "reference". "triton" takes positions from -(2**29 - 1) to 2**29 - 1, with a
+            resolution of 2**-31. Self-Extend and dual chunk attention map the positions that the tables give.
 
     Returns:
-        out, like q and contiguous. With return_lse: (out, lse), lse (batch, heads_q, seqlen_q), of the dtype in
+        out, like q and contiguous. With return_lse: (out, lse). lse is (batch, heads_q, seqlen_q), of the dtype as in
         ``attention``.
 
     Raises:
-        TypeError, ValueError: as in ``attention``; with validate also the sequence and the entry.
+        TypeError, ValueError: as in ``attention``. With validate, the message also names the sequence and the entry.
     """
     if unknown:
         refuse_unknown(attention_with_cache, unknown)
@@ -388,11 +394,11 @@ def attention_varlen_with_cache(
     positions: torch.Tensor | None = None,
     **unknown: Never,
 ):
-    """Writes new raw keys and values to a cache, then attends, for packed queries of different numbers per sequence.
+    """Writes new raw keys and values to a cache, then attends. Packed queries, any number of them per sequence.
 
-    Use it in a server, whose batches hold one-token steps, drafts, chunks and whole prompts at once. Where every
-    sequence has the same number of queries, ``attention_with_cache`` is simpler. The host reads no length, so a
-    captured CUDA graph serves every batch of the same shapes.
+    Use it in a server, whose batches mix one-token steps, drafts, chunks and whole prompts. If every sequence has the
+    same number of queries, ``attention_with_cache`` is simpler. The host reads no length, so a captured CUDA graph
+    serves every batch of the same shapes.
 
     Example:
         k_pages, v_pages = (torch.zeros(16, 16, 2, 64) for _ in "kv")  # (pages, page_size, heads_kv, head_dim)
@@ -406,24 +412,26 @@ def attention_varlen_with_cache(
         k_cache, v_cache: (sequences, capacity, heads_kv, head_dim), or with block_table (pages, page_size, heads_kv,
             head_dim). Written in place.
         cu_seqlens_q: (sequences + 1,) int32, non-decreasing from 0. A sequence may have no rows.
-        cache_seqlens: (sequences,) int32, slots in use, left padding included. Where this call appends k and v: before
-            it. Without k, and with slot_mapping: the new tokens included.
+        cache_seqlens: (sequences,) int32, slots in use, left padding included. If this call appends k and v, the slots
+            in use before the call. Without k, or with slot_mapping, the new tokens are included.
         max_seqlen_q: upper bound of the sequences' rows. Rows beyond it are not computed.
         k, v: (total_q, heads_kv, head_dim), the new raw keys and values of q's tokens, or both None.
-        slot_mapping: (total_q,) int32 or int64, the slot of the whole cache, page * page_size + row, that each new key
-            and value goes to, for engines that place tokens. Negative: nowhere. None: behind cache_seqlens.
+        slot_mapping: (total_q,) int32 or int64, the slot of the whole cache, page * page_size + row, to which each new
+            key and value is written, for engines that assign slots. Negative: the token is not written. None: new
+            tokens are written after cache_seqlens.
         block_table, cache_leftpad, num_splits, validate: as in ``attention_with_cache``.
         rotary, causal, softmax_scale, sinks, return_lse: as in ``attention``.
         k_scale, v_scale, page_positions, page_first, page_lengths, slot_positions: as in ``attention_with_cache``.
-        positions: (total_q,) or (total_q, axes); else as there. With slot_mapping and slot_positions, new keys need it.
-        rotated_keys: as in ``attention_with_cache``. Rows outside every sequence have no position, so slot_mapping
-            should send them nowhere.
-        impl: as in ``attention_with_cache``; "cuda" needs max_seqlen_q up to 64, and to append pages or a contiguous
-            cache whose capacity is a multiple of 16.
+        positions: (total_q,) or (total_q, axes), otherwise as in ``attention_with_cache``. New keys with slot_mapping
+            and slot_positions need it.
+        rotated_keys: as in ``attention_with_cache``. Rows outside every sequence have no position, so their
+            slot_mapping should be negative.
+        impl: as in ``attention_with_cache``. "cuda" needs max_seqlen_q up to 64. To append, it also needs pages, or a
+            contiguous cache whose capacity is a multiple of 16.
 
     Returns:
-        out like q. With return_lse: (out, lse), lse (heads_q, total_q), of the dtype in ``attention``. Rows outside
-        every sequence get 0 and -inf, or the sink.
+        out, like q. With return_lse: (out, lse). lse is (heads_q, total_q), of the dtype as in ``attention``. Rows
+        outside every sequence have out 0 and lse -inf, or with sinks the sink.
 
     Raises:
         TypeError, ValueError: as in ``attention_with_cache``.

@@ -1,7 +1,7 @@
-"""The torch.library operators: schemas, what they do, shapes for tracing. No maths, no autograd.
+"""Defines the torch.library operators: their schemas, their implementations, and result shapes for tracing.
 
-The operators are opaque, so torch.compile and torch.export keep them whole. The scheme travels as the text of its
-Rotary: one constant in a graph, readable in an exported program.
+torch.compile and torch.export do not look into the operators. An operator takes the scheme as the text of its Rotary,
+which is one constant in a graph and can be read in an exported program. ``autograd.py`` has the gradients.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ..rotary.rotated import inverted, over_rotated_keys
 from .fields import schema_of, unflatten
 from .memory import check_append
 
-try:  # Hugging Face's kernel-builder gives every build a namespace of its own, so that several load side by side
+try:  # Hugging Face's kernel-builder gives every build its own namespace, so that several builds can be loaded at once
     from .._ops import add_op_namespace_prefix
 except ImportError:
 
@@ -41,7 +41,7 @@ LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 
 
 class AttentionArguments(NamedTuple):
-    """What follows the tensors in ``attention`` and ``attention_backward``: an AttentionCall, and who serves it."""
+    """The arguments of ``attention`` and ``attention_backward`` after the tensors: a call and its backend."""
 
     positions: torch.Tensor | None
     cu_seqlens_q: torch.Tensor | None
@@ -85,7 +85,8 @@ class AttentionArguments(NamedTuple):
 
 
 class CacheArguments(NamedTuple):
-    """What follows the layer and the tables in ``attention_with_cache``: the rest of a CacheCall, and who serves it."""
+    """The arguments of ``attention_with_cache`` after the layer and the tables: the rest of a CacheCall, and the
+    backend."""
 
     num_splits: int
     rotary: str
@@ -109,7 +110,7 @@ _CALL = (
     "str rotary, bool causal, float softmax_scale, bool? deterministic, str impl"
 )
 
-# rotated_k, table: what the backward needs again (calls.Kept); empty where a backend keeps none.
+# rotated_k, table: tensors that the forward saves for the backward (calls.Kept). They are empty if it saves none.
 LIBRARY.define(
     f"attention(Tensor q, Tensor k, Tensor v, {_CALL}) -> (Tensor out, Tensor lse, Tensor rotated_k, Tensor table)"
 )
@@ -119,7 +120,7 @@ LIBRARY.define(
 )
 
 
-# Two operators: the first writes to the caches, the second only reads them.
+# A call over a cache takes two operators: the first writes to the cache, and the second only reads it.
 LIBRARY.define(
     f"append_to_cache({schema_of(CacheLayer, written=('k', 'v', 'k_scale', 'v_scale'))}, Tensor new_k, Tensor new_v, "
     f"{schema_of(CacheTables, written=('slot_positions',))}, str? rotary, str impl) -> ()"
@@ -156,7 +157,7 @@ def append_to_cache(layer: CacheLayer, k, v, tables: CacheTables, rotary: Rotary
         load_backend(impl).append_to_cache(layer, k, v, tables)
         return
     rotary = over_rotated_keys(rotary)
-    if impl == "cuda":  # its kernels append raw keys
+    if impl == "cuda":  # the CUDA kernels append keys without rotating them
         k = rotated_by_triton(layer, k, tables, rotary)
         load_backend(impl).append_to_cache(layer, k, v, tables)
     else:
@@ -191,7 +192,7 @@ def _attention_with_cache(q, *arguments):
 
 
 def rotate(x, positions, rotary: Rotary, inverse: bool, impl: str):
-    """Rotates x by its positions. inverse: by the negative angles, as the gradient needs it."""
+    """Rotates x by its positions. inverse: rotates by the negative angles, for the gradient."""
     rotary = over_rotated_keys(rotary)
     if inverse:
         rotary = inverted(rotary)

@@ -17,12 +17,13 @@ Dimensions = tuple[tuple[int, int, int], ...]  # (stride, lowest index, highest 
 def check_append(layer: CacheLayer, k, v, tables: CacheTables) -> None:
     """Checks the memory of a call that writes k and v to a layer of a cache, with their scales and positions.
 
-    The block table decides which pages are written, so page m of one cache may be page n of another, as in caches that
-    are views of one tensor whose pages alternate. Page n of all caches is always written together. Tensors on the meta
-    device have no memory and pass.
+    With a block table, page m of one cache may share memory with another page n of another cache, as in two caches that
+    are views of one tensor and use alternate pages of it: the block table decides which pages are written. Page n of
+    all caches is written together, so only equal page numbers are compared. Tensors on the meta device have no memory
+    and pass.
 
     Raises:
-        ValueError: names the tensors whose memory would be written twice, or written before it is read.
+        ValueError: memory would be written twice, or written before it is read. The message names the tensors.
     """
     if layer.k.is_meta:
         return
@@ -51,9 +52,10 @@ def check_append(layer: CacheLayer, k, v, tables: CacheTables) -> None:
 
 
 class AppendCheck:
-    """``check_append`` for the layers of a plan, whose caches have equal shapes and strides.
+    """Runs ``check_append`` for the layers of a plan, whose caches have equal shapes and strides.
 
-    Layers whose new rows have the strides of the layer before, and whose four tensors lie apart, need nothing more.
+    It skips the check for a layer if k and v have the strides of the previous layer's, and if the address ranges of
+    both caches overlap no other tensor's.
     """
 
     __slots__ = ("_strides", "_sizes")
@@ -87,19 +89,19 @@ def _layout(x: torch.Tensor) -> tuple:
 
 @lru_cache(1024)
 def _extent(shape: torch.Size, strides: tuple[int, ...], itemsize: int) -> tuple[int, bool]:
-    """Returns ``_size``, and whether two elements have one address."""
+    """Returns ``_size``, and whether two elements share an address."""
     return _size(shape, strides, itemsize), _repeats(shape, strides)
 
 
 def _size(shape: torch.Size, strides: tuple[int, ...], itemsize: int) -> int:
-    """Returns the bytes from the first element to the end of the last; 0 without elements."""
+    """Returns the number of bytes from the first element to the end of the last one, or 0 without elements."""
     if 0 in shape:
         return 0
     return itemsize * (1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True)))
 
 
 def _repeats(shape: torch.Size, strides: tuple[int, ...]) -> bool:
-    """Whether two elements have one address."""
+    """Whether two elements share an address."""
     if 0 in shape:
         return False
     sizes = sorted(((stride, n) for n, stride in zip(shape, strides, strict=True) if n > 1), reverse=True)
@@ -116,13 +118,14 @@ def _repeats(shape: torch.Size, strides: tuple[int, ...]) -> bool:
 
 @lru_cache(1024)
 def _meet(distance: int, first: tuple, second: tuple, same_page: bool = False) -> bool:
-    """Whether two tensors share a byte. distance: bytes from the first one to the second; each: ``_layout``.
+    """Whether two tensors share a byte.
 
-    same_page: only between equal indices of the first dimension.
+    distance: bytes from the start of the first tensor to the start of the second. first, second: their ``_layout``.
+    same_page: compares only equal indices of the first dimension.
     """
     if same_page and 0 not in (*first[0], *second[0]):
         (pages, *_), (others, *_) = first[0], second[0]
-        by = second[1][0] * second[2] - first[1][0] * first[2]  # from page to page
+        by = second[1][0] * second[2] - first[1][0] * first[2]  # how much the distance grows from page to page
         pairs = [(shape[1:], strides[1:], itemsize) for shape, strides, itemsize in (first, second)]
         return any(_meet(distance + n * by, *pairs) for n in range(min(pages, others) if by else 1))
     spans: dict[int, tuple[int, int]] = {}
@@ -130,7 +133,7 @@ def _meet(distance: int, first: tuple, second: tuple, same_page: bool = False) -
         for n, stride in ((itemsize, 1), *((n, stride * itemsize) for n, stride in zip(shape, strides, strict=True))):
             low, high = spans.get(stride, (0, 0))
             spans[stride] = (low + min(0, sign * (n - 1)), high + max(0, sign * (n - 1)))
-    spans.pop(0, None)  # does not move
+    spans.pop(0, None)  # steps of 0 bytes
     return _reaches(distance, tuple((stride, *spans[stride]) for stride in sorted(spans, reverse=True)))
 
 

@@ -1,4 +1,4 @@
-"""Checks of the tables that say where cached tokens stand."""
+"""Checks the tables of explicit positions of cached tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def check_cached_positions(given: CachePositions, q, k, k_cache, rotary, tables:
     """Checks the tables of explicit positions.
 
     Raises:
-        TypeError, ValueError: the argument, what was expected and what came.
+        TypeError, ValueError: a table is invalid. The message names the argument and says what was expected.
     """
     packed, batch = tables.cu_seqlens_q is not None, tables.seqlens.shape[0]
     for name, table in zip(TABLES, given, strict=False):
@@ -47,7 +47,7 @@ def check_cached_positions(given: CachePositions, q, k, k_cache, rotary, tables:
 
 def check_positions_served(impl: str, q, given: CachePositions) -> None:
     """Raises ValueError if the backend has no kernels for these tables."""
-    if not torch.compiler.is_compiling():  # as in resolve_impl
+    if not torch.compiler.is_compiling():  # a graph cannot load modules; the operators check when they are traced
         check_backend(impl, q, cached=True, positions=given)
 
 

@@ -1,4 +1,4 @@
-"""Which coordinate of a position each channel pair rotates with, and the table of each coordinate."""
+"""Assigns channel pairs to the axes of a position: each pair rotates by the coordinate on its axis."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["axial_pairs", "section_axes"]
 def axial_pairs(
     axes: int | Iterable[Any] | None, base: float, axis: Sequence[int] | None, pairs: int
 ) -> tuple[tuple[float, ...], tuple[int, ...]]:
-    """Returns inv_freq and the axis of every pair, for ``Rotary.axial``. pairs: how many the scheme has.
+    """Returns inv_freq and the axis of every pair, for ``Rotary.axial``. pairs: the number of pairs of the scheme.
 
     Raises:
-        TypeError, ValueError: axes or axis, what was expected and what came, with the numbers.
+        TypeError, ValueError: axes or axis is invalid. The message says what was expected.
     """
     order = () if axis is None else _checked_order(axis, pairs)
     if order and axes is None:
@@ -40,7 +40,7 @@ def axial_pairs(
 
 
 def _entries(axes: int | Iterable[Any], order: tuple[int, ...], pairs: int) -> list:
-    """Returns the pairs or the table of each axis."""
+    """Returns, for each axis, the number of its pairs or its table."""
     if isinstance(axes, int):
         check_positive_int("axes", axes)
         if order:
@@ -83,14 +83,14 @@ def _table_of(name: str, entry, base: float) -> tuple[float, ...]:
 
 
 def section_axes(sections: Sequence[int], pairs: int, interleaved: bool) -> tuple[int, ...]:
-    """Returns the axis of every pair. sections: pairs of each axis.
+    """Returns the axis of every pair. sections: the number of pairs of each axis.
 
     interleaved=False: the first sections[0] pairs belong to axis 0, the next sections[1] to axis 1, and so on
     (Qwen2-VL; Wang et al. 2024, section 2.1). interleaved=True: pair m belongs to axis m modulo the number of axes as
     long as that axis has pairs left, otherwise to axis 0 (Qwen3-VL).
 
     Raises:
-        ValueError, TypeError: sections are no positive integers, or do not add up to the pairs.
+        ValueError, TypeError: sections are not positive integers, or do not add up to the number of pairs.
     """
     if isinstance(sections, str) or not isinstance(sections, Sequence):
         raise TypeError(f"sections: expected a list of integers, got {sections!r}")

@@ -1,4 +1,4 @@
-"""Bands: ranges of the relative distance, each with its own positions. No tables."""
+"""Defines bands: ranges of the distance between query and key. In each band positions are mapped in their own way."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from .checks import TILE, positive
 
 
 class PositionMap(NamedTuple):
-    """Maps position p to what its row rotates by: slope * min(floor((p mod chunk) / group), last) + offset.
+    """Maps the position p of a row to the position by which it rotates.
 
-    chunk: 0 means p itself, without mod.
+    That is slope * min(floor((p mod chunk) / group), last) + offset. If chunk is 0, there is no mod.
     """
 
     slope: float
@@ -39,15 +39,15 @@ STILL = PositionMap(0.0, 0.0)
 class Band(NamedTuple):
     """Distances start <= d < stop, in which q_i rotates by slope * i + offset and k_j by slope * j.
 
-    start is an integer of at least 0, stop a larger one or inf. A scheme's bands are in order of distance and do not
-    overlap. Keys at distances between them are not attended to.
+    start is an integer of at least 0. stop is a larger integer or inf. A scheme's bands are in order of distance and do
+    not overlap. Keys at distances between two bands are not attended to.
 
     group, chunk and last map positions, for causal attention: q_i rotates by
-    slope * min(floor(i mod chunk / group), last) + offset, and k_j by slope * floor(j mod chunk / group). With a chunk
-    of 0 there is no mod. With another, start and stop are differences of chunks,
-    start <= floor(i / chunk) - floor(j / chunk) < stop, with j <= i.
+    slope * min(floor(i mod chunk / group), last) + offset, and k_j by slope * floor(j mod chunk / group). If chunk is
+    0, there is no mod. If it is not 0, start and stop count chunks: the band holds the keys j <= i with
+    start <= floor(i / chunk) - floor(j / chunk) < stop.
 
-    keys_rotated: the keys come rotated, so only queries rotate.
+    keys_rotated: the caller's keys are already rotated, so only queries rotate.
     """
 
     start: float
@@ -78,13 +78,13 @@ class Band(NamedTuple):
 
     @property
     def distances(self) -> tuple[float, float]:
-        """Distances [start, stop) that hold all of the band's."""
+        """Returns a range [start, stop) that contains all distances of the band."""
         if not self.chunk:
             return self.start, self.stop
         return max((self.start - 1) * self.chunk + 1, 0), self.stop * self.chunk
 
     def holds(self, position_q, position_k):
-        """Whether pairs of positions, float tensors that broadcast, are in the band."""
+        """Whether each pair (position_q, position_k) is in the band. Both are float tensors that broadcast."""
         if not self.chunk:
             distance = position_q - position_k
             return (distance >= self.start) & (distance < self.stop)
@@ -101,13 +101,12 @@ def have_maps(bands: Iterable[Band]) -> bool:
 
 
 def chunk_of(bands: tuple[Band, ...]) -> int:
-    """Returns the chunk that all bands of a scheme count in, 0 where they count distances."""
+    """Returns the length of the chunks that the bands of a scheme count, or 0 if they count distances."""
     return bands[0].chunk if bands else 0
 
 
 def shared_map(bands: Iterable[Band]) -> PositionMap | None:
-    """Returns the map that all queries and all keys of the bands rotate by, at their own positions; None if there are
-    several maps."""
+    """Returns the map by which all queries and keys of the bands rotate, or None if there are several maps."""
     maps = {each for band in bands for each in (band.queries, band.keys)} or {EVERYWHERE.queries}
     return maps.pop() if len(maps) == 1 else None
 
@@ -116,7 +115,7 @@ def checked_bands(bands) -> tuple[Band, ...]:
     """Checks bands and returns them as a tuple of Band.
 
     Raises:
-        TypeError, ValueError: the band, its field, what was expected and what came.
+        TypeError, ValueError: a field of a band is invalid. The message names the band and the field.
     """
     if not isinstance(bands, (tuple, list)):
         raise TypeError(f"bands: expected a tuple of flashrope.Band, got {type(bands).__name__}")
@@ -176,7 +175,7 @@ def two_sided(bands: tuple[Band, ...]) -> tuple[Band, ...]:
     """Returns the bands over all d: each band and its mirror image (d -> -d, offset -> -offset), merged at d = 0.
 
     Raises:
-        ValueError: a band maps positions, or d = 0 is in a band and in its mirror image, which rotate by different
+        ValueError: a band maps positions, or d = 0 is in a band and in its mirror image and they rotate by different
             positions.
     """
     if have_maps(bands):
@@ -199,7 +198,7 @@ def two_sided(bands: tuple[Band, ...]) -> tuple[Band, ...]:
 
 
 def merged(bands: Iterable[Band]) -> tuple[Band, ...]:
-    """Returns the bands without empty ones. Adjacent bands with equal positions become one."""
+    """Returns the bands without empty bands. Adjacent bands that map positions in the same way become one band."""
     kept: list[Band] = []
     for band in bands:
         if band.start >= band.stop:
@@ -225,7 +224,7 @@ def band_text(band: Band) -> str:
     else:
         distance = "d" if band.slope == 1 else f"d * {band.slope:.6g}"
         distance += f" {'-' if band.offset < 0 else '+'} {abs(band.offset):.6g}" if band.offset else ""
-    counted = "n" if band.chunk else "d"  # n is the difference of chunks
+    counted = "n" if band.chunk else "d"  # n: the difference of the query's and the key's chunk
     if band.stop == math.inf:
         return f"{distance} for {counted} >= {band.start:g}"
     return f"{distance} for {band.start:g} <= {counted} < {band.stop:g}"
@@ -287,5 +286,5 @@ def chunked(chunk: int, last: int) -> list[Band]:
 
 
 def beyond_window(bands: Iterable[Band], far: Band) -> list[Band]:
-    """Replaces ``bands`` by ``far`` from its start on, up to the largest distance that they reach."""
+    """Returns ``bands`` with distances of far.start and more replaced by ``far``."""
     return [b for reach in bands for b in (clipped(reach, 0, far.start), clipped(far, 0, reach.stop))]

@@ -1,7 +1,7 @@
-"""The schemes by name: their options, and how their numbers follow from a model's lengths.
+"""Lists the schemes by name, with their options, and computes the options' values from a model's lengths.
 
-A new scheme is a method of ``Rotary`` and a row of SCHEMES. The commands, ``convert``, ``suggest`` and vLLM's field
-read the rows. Nothing here loads torch.
+To add a scheme, write a method of ``Rotary`` and a row of SCHEMES. The commands, ``convert``, ``suggest`` and the vLLM
+plugin's ``flashrope`` field take their schemes from these rows. Importing this file does not load torch.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ from .fitting import dual_chunk_for, self_extend_for
 if TYPE_CHECKING:
     from .rotary import Rotary
 
-TABLE, CUT, BANDS, SCALE = range(4)  # in the order in which they are applied; a model takes one option of each
+TABLE, CUT, BANDS, SCALE = range(4)  # stages of options, in the order of applying them; a model takes one per stage
 
 
 class Lengths(NamedTuple):
-    """What the numbers of a scheme are computed from.
+    """The lengths from which the options of a scheme are computed.
 
     Attributes:
         train: the training length, in tokens.
-        longest: the longest text, in tokens.
-        window: in positions; None: half the training length.
-        factor: of Leaky ReRoPE; None: the longest distance is seen halfway between the window and the training length.
+        longest: the length of the longest text, in tokens.
+        window: in positions. None: half the training length.
+        factor: the factor of Leaky ReRoPE. None: chosen so that the distance that scores see grows at most to halfway
+            between the window and the training length.
     """
 
     train: int
@@ -41,16 +42,17 @@ class Lengths(NamedTuple):
 
     @property
     def growth(self) -> float:
-        """Returns the longest text as a multiple of the training length, at least 1."""
+        """Returns the length of the longest text as a multiple of the training length, at least 1."""
         return max(self.longest / self.train, 1.0)
 
 
 class Beside(NamedTuple):
-    """An option that only has a meaning beside another one.
+    """An option that can only be given together with another option.
 
     Attributes:
-        read: (name, value) to the value, after checks.
-        default: the value that need not be given.
+        read: a function (name, value) that checks the value and returns it.
+        default: the value if the option is not given.
+        words: a format string of the value, for lists of settings.
     """
 
     name: str
@@ -60,14 +62,15 @@ class Beside(NamedTuple):
 
 
 class Option(NamedTuple):
-    """An option of ``convert`` and of vLLM's field.
+    """An option of ``convert`` and of the vLLM plugin's ``flashrope`` field.
 
     Attributes:
         stage: TABLE, CUT, BANDS or SCALE.
-        read: (name, value, length) to the value as ``apply`` and JSON take it; raises TypeError or ValueError. length
-            is called with the name for a value that stands for the training length.
-        apply: (rotary, value) to a Rotary, with the value of ``beside`` by its name if it is given.
+        read: a function (name, value, length) that returns the value as ``apply`` and JSON take it, or raises TypeError
+            or ValueError. If the value stands for the training length, it calls length(name).
+        apply: a function (rotary, value) that returns a Rotary. The value of ``beside``, if given, is a keyword.
         words: a format string of the value, for lists of settings.
+        beside: an option that can only be given together with this one.
     """
 
     name: str
@@ -79,16 +82,17 @@ class Option(NamedTuple):
 
 
 class Scheme(NamedTuple):
-    """One scheme of the commands.
+    """A scheme that commands take by its name.
 
     Attributes:
-        name: on the command line.
-        method: in tables and figures, without what ``note`` says of log n.
-        fit: its options for a trained model.
-        option: the option that it brings.
-        log_n: it also scales queries by log n of the training length.
-        reads_window: ``fit`` depends on the window.
-        why: a sentence of ``suggest``, a format string of train and longest.
+        name: the name on the command line.
+        method: the name in tables and figures, without ``note``.
+        fit: a function that computes the options of ``convert`` from ``Lengths``.
+        option: the option of ``convert`` that this row defines. Other rows may use it, too.
+        log_n: whether the scheme also scales queries by log n of the training length.
+        note: what the name in tables and figures says about log n.
+        reads_window: whether ``fit`` depends on the window.
+        why: the sentence that ``suggest`` prints, a format string of train and longest.
     """
 
     name: str
@@ -108,7 +112,7 @@ class Scheme(NamedTuple):
         """Returns the options of ``convert`` that give this scheme for these lengths.
 
         Raises:
-            ValueError: the lengths leave no room for the scheme.
+            ValueError: the scheme cannot be fitted to these lengths.
         """
         return self.fit(lengths) | ({"log_n": lengths.train} if self.log_n else {})
 
@@ -120,10 +124,11 @@ def known_options() -> dict[str, Option]:
 
 
 def apply_options(rotary: Rotary, options: Mapping[str, Any], scaled: bool = True) -> Rotary:
-    """Returns the scheme with options from ``Scheme.options``, or read ones. Without rotating pairs it is only scaled.
+    """Returns the scheme after applying options. If no pair rotates, only options of the stage SCALE are applied.
 
     Args:
-        scaled: False leaves out options of the scale, for layers that see a fixed number of keys.
+        options: from ``Scheme.options``, or values that ``Option.read`` has returned.
+        scaled: False leaves out options of the stage SCALE, for layers that see a fixed number of keys.
     """
     for name, option in known_options().items():
         if name not in options or not (scaled if option.stage == SCALE else any(rotary.frequencies)):
@@ -143,8 +148,8 @@ def describe_options(options: Mapping[str, Any]) -> str:
 
 
 def name_options(options: Mapping[str, Any]) -> str:
-    """Returns the scheme of options in short, such as "ReRoPE w 16, log n"; lengths and factors are in
-    ``describe_options``."""
+    """Returns a short name for the scheme of options, such as "ReRoPE w 16, log n". ``describe_options`` also gives
+    lengths and factors."""
     methods = {scheme.option.name: scheme.method for scheme in SCHEMES.values() if scheme.option}
     parts = ["own Rotary"] if "rotary" in options else []
     for name in known_options():
@@ -188,7 +193,8 @@ def _log_n(name: str, value, length: Callable[[str], int]) -> float:
 
 
 def _cope_arguments(name: str, value, length: Callable[[str], int]) -> float | dict[str, Any]:
-    """Returns the training length or the arguments of ``Rotary.cope``, which checks all but their names."""
+    """Returns the training length, or the arguments of ``Rotary.cope``. Their names are checked here, and their values
+    by ``Rotary.cope``."""
     if not isinstance(value, dict):
         return length(name) if value is True else value
     known = ("train_length", "pairs", "taper")
@@ -200,7 +206,7 @@ def _cope_arguments(name: str, value, length: Callable[[str], int]) -> float | d
 
 
 def _numbers(first: str, second: str, third: str = ""):
-    """Returns a reader of two numbers with these names, or three."""
+    """Returns an ``Option.read`` for a pair of numbers with these names, or for three numbers if `third` is given."""
     extra = f", or three numbers with {third}" if third else ""
 
     def read(name: str, value, length) -> tuple:
@@ -232,7 +238,7 @@ def _hope(rotary: Rotary, train_length: float) -> Rotary:
 
 
 def _p_rope(rotary: Rotary, fraction: float) -> Rotary:
-    from .tables import first_pairs  # loads torch, which a Rotary has
+    from .tables import first_pairs  # loads torch, which is loaded already if there is a Rotary
 
     return dataclasses.replace(rotary, frequencies=first_pairs(rotary.frequencies, fraction))
 

@@ -1,4 +1,4 @@
-"""Checks of a Rotary's fields and of the numbers that its methods take. Each raises TypeError or ValueError."""
+"""Checks a Rotary's fields and the numbers that its methods take. Each check raises TypeError or ValueError."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ Method = TypeVar("Method", bound=Callable[..., object])
 
 
 def says_instead(**names: str) -> Callable[[Method], Method]:
-    """Decorates a method: a keyword among names raises a TypeError with the name that the method has for it."""
+    """Decorates a method so that foreign keywords raise a helpful TypeError. names: for each such keyword, the argument
+    that the method has instead."""
 
     def decorate(method: Method) -> Method:
         @wraps(method)
@@ -61,7 +62,7 @@ def check_even(name: str, value, minimum: int = 2) -> None:
 
 
 def checked_rotary_dim(head_dim, rotary_dim, first_channel=0) -> int:
-    """Checks all three and returns rotary_dim. None means all channels from first_channel on."""
+    """Checks the arguments and returns rotary_dim. If rotary_dim is None, all channels from first_channel on count."""
     check_even("head_dim", head_dim)
     check_even("first_channel", first_channel, minimum=0)
     rotary_dim = max(head_dim - first_channel, 0) if rotary_dim is None else rotary_dim
@@ -111,7 +112,7 @@ def check_self_extend(window, group) -> None:
 
 
 def checked_chunk(chunk_size, local_size) -> int:
-    """Checks the length of a chunk and returns it."""
+    """Checks both sizes and returns the length of a chunk, chunk_size - local_size."""
     check_positive_int("chunk_size", chunk_size)
     if not is_integer(local_size, 0):
         raise ValueError(f"local_size: expected a non-negative integer, got {local_size!r}")

@@ -1,4 +1,4 @@
-"""Windows, groups and chunks of Self-Extend and dual chunk attention for a model that is trained, from its lengths."""
+"""Chooses windows, groups and chunks of Self-Extend and dual chunk attention from the lengths of a trained model."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ def self_extend_for(train_length: int, longest: int, window: int | None = None) 
     """Returns (window, group) of ``Rotary.self_extend``: the smallest group that keeps all positions below the
     training length.
 
-    The farthest pair of the longest sequence is seen at the distance floor((longest - 1) / group) + window - window /
-    group, which is then less than train_length.
+    In the longest sequence, the first key and the last query are seen at the distance
+    floor((longest - 1) / group) + window - window / group. The group is chosen so that this is less than train_length.
 
     Args:
         train_length, longest: in tokens.
         window: in positions; None: half the training length.
 
     Raises:
-        ValueError: no divisor of the window is large enough.
+        ValueError: no divisor of the window is large enough to be the group.
     """
     window = max(train_length // 2, 1) if window is None else window
     for group in range(1, window + 1):
@@ -34,8 +34,10 @@ def _farthest(longest: int, window: int, group: int) -> int:
 
 
 def dual_chunk_for(train_length: int) -> tuple[int, int]:
-    """Returns (chunk_size, local_size) of ``Rotary.dual_chunk``: the training length, and what leaves chunks of about
-    three quarters of it, as in the experiments of the DCA paper, in whole tiles of 128.
+    """Returns (chunk_size, local_size) of ``Rotary.dual_chunk``.
+
+    chunk_size is the training length. local_size is chosen so that chunk_size - local_size is about three quarters of
+    it, as in the experiments of the DCA paper, and a multiple of 128.
 
     Raises:
         ValueError: the training length has no room for a chunk and a local part.

@@ -5,9 +5,10 @@ key position), and a scale on the query:
 
     score(i, j) = softmax_scale * t * logn(i) * (R(slope*i + offset) q_i) . (R(slope*j) k_j)   in the band that holds d
 
-R(p) rotates pair m by the angle p * inv_freq[m]; a pair with inv_freq[m] = 0 does not rotate. ``log_steps_scale``
-replaces logn(i) by another function. ``rotated_scale`` is a factor on the contribution of the table's channels only. A
-band may rotate by mapped positions instead of i and j (``bands.Band``). Only this file knows the names of the schemes.
+R(p) rotates pair m by the angle p * inv_freq[m]. A pair with inv_freq[m] = 0 does not rotate. ``log_steps_scale``
+replaces logn(i) by another function. ``rotated_scale`` multiplies only what the table's channels contribute to the
+score. A band may rotate by mapped positions instead of i and j (``bands.Band``). Kernels get these numbers only and do
+not know the name of the scheme.
 """
 
 from __future__ import annotations
@@ -74,9 +75,9 @@ __all__ = ["Rotary"]
 class Rotary:
     """Describes a rotary position scheme: a frequency per channel pair, bands over the distance, a scale on queries.
 
-    Build it with a class method, then chain changes. It holds numbers only, so it is frozen, belongs to no device, and
-    serves any number of calls. Two schemes are equal if they compute the same from the same channels, however they were
-    built.
+    Build it with a class method, then chain changes. A Rotary only holds numbers: it is frozen, belongs to no device,
+    and can be used in any number of calls. Two schemes are equal if they compute the same from the same channels,
+    however they were built.
 
     Example:
         rotary = Rotary.hope(head_dim=128, train_length=8192).rectify(window=1024).log_n(train_length=8192)
@@ -91,15 +92,18 @@ class Rotary:
         bands: the bands over d >= 0, for causal attention; ``two_sided_bands`` adds their mirror images. Keys at
             distances between two bands are not attended to.
         temperature: t of the formula.
-        log_n_scale: (train_length, clip) or None. logn(i) is ln(i + 1) / ln(train_length), with clip at least 1.
-        log_steps_scale: (floor_scale, attn_scale, first), set by ``log_steps``, or None. It excludes log_n_scale.
-        rotated_scale: factor on what the channels of the table, rotary_dim from first_channel on, add to the scores.
+        log_n_scale: (train_length, clip) or None. logn(i) is ln(i + 1) / ln(train_length), and at least 1 if clip.
+        log_steps_scale: (floor_scale, attn_scale, first), set by ``log_steps``, or None. It cannot be combined with
+            log_n_scale.
+        rotated_scale: factor on what the channels of the table (rotary_dim channels from first_channel on) contribute
+            to the scores.
         length_scale: None, or a length: scores of a sequence of n keys are scaled by max(1, 0.1 ln(n / length) + 1).
-        first_channel: the first of the rotary_dim channels that form pairs, even.
-        axis: for every pair, the axis of the position that it rotates with; () for one-dimensional positions.
-        base, exponent_dim: inv_freq[m] was base ** (-2m / exponent_dim) before any change; base is None for other
-            tables. base, exponent_dim and scaled_by decide what may still be chained, and do not count for equality.
-        scaled_by: the interpolation that has changed the table, or "".
+        first_channel: the first channel that belongs to a pair, even.
+        axis: for every pair, the axis of the position by whose coordinate it rotates; () for one-dimensional positions.
+        base, exponent_dim: inv_freq[m] was base ** (-2m / exponent_dim) before any change. base is None if the table
+            was not of this form.
+        scaled_by: the interpolation that has changed the table, or "". base, exponent_dim and scaled_by decide which
+            changes may still be chained. Comparisons of schemes ignore them.
     """
 
     head_dim: int
@@ -167,7 +171,7 @@ class Rotary:
 
     @property
     def axes(self) -> int:
-        """Returns the coordinates per position: 1, or more for n-dimensional RoPE."""
+        """Returns the number of coordinates of a position: 1, or more for n-dimensional RoPE."""
         return max(self.axis) + 1 if self.axis else 1
 
     @cached_property
@@ -221,8 +225,8 @@ class Rotary:
             rotary_dim: number of channels that rotate, even; None: all from first_channel on. It is also the
                 denominator of the exponent, as in Hugging Face's partial rotary.
             interleaved: True pairs channels 2m and 2m + 1 (GPT-J); False pairs m and m + rotary_dim / 2 (Llama).
-            first_channel: the first channel that rotates, even. 512 for the keys of DeepSeek's latent attention, whose
-                64 rotary channels follow the others.
+            first_channel: the first channel that rotates, even. It is 512 for the keys of DeepSeek's latent attention,
+                whose 64 rotary channels come after 512 others.
         """
         rotary_dim = checked_rotary_dim(head_dim, rotary_dim, first_channel)
         table = geometric_table(base, rotary_dim)
@@ -242,8 +246,8 @@ class Rotary:
         Use it to train from scratch, or to continue the training of a RoPE model. For a model that is not trained
         further, ``rectify`` or ``self_extend`` keep what it has learned.
 
-        The a pairs that make a full turn within the training length rotate; the others carry no position. There are
-        three layouts. In all three the denominator of the exponent is head_dim.
+        The first a pairs, which make a full turn within the training length, rotate. The other pairs carry no position.
+        interleaved and compact choose between three layouts. In all three the denominator of the exponent is head_dim.
 
         Example:
             Rotary.hope(head_dim=128, train_length=8192)  # 50 of 64 pairs rotate
@@ -254,7 +258,7 @@ class Rotary:
             base: as in ``rope``.
             interleaved: True pairs channels 2m and 2m + 1 of the first 2a channels (the paper's q[:2a]). False pairs m
                 with m + head_dim / 2, and the pairs from a on do not rotate (for Llama checkpoints).
-            compact: pairs m with m + a within the first 2a channels.
+            compact: True pairs channel m with m + a, within the first 2a channels.
         """
         positive("train_length", train_length)
         if interleaved and compact:
@@ -278,15 +282,16 @@ class Rotary:
     def p_rope(cls, head_dim: int, fraction: float, base: float = 10_000.0, interleaved: bool = False) -> Rotary:
         """Builds p-RoPE (Barbero et al. 2024, arXiv 2410.06205, section 6): the first fraction of RoPE's pairs rotates.
 
-        Like HoPE it rotates the fast pairs and leaves the slow ones without position, with the cut at a share of the
-        pairs instead of at 2 pi / train_length. Hugging Face calls it "proportional"; Gemma 4's global layers have it.
+        Like HoPE it rotates the fast pairs and leaves the slow pairs without position. HoPE cuts the table at the
+        frequency 2 pi / train_length, and p-RoPE after a fraction of the pairs. Hugging Face calls it "proportional".
+        The global layers of Gemma 4 use it.
 
         Example:
             Rotary.p_rope(head_dim=128, fraction=0.25, base=1_000_000.0)  # 16 of 64 pairs rotate
 
         Args:
             head_dim: channels per head, even.
-            fraction: of the pairs, 0 to 1; int(fraction * head_dim / 2) pairs rotate.
+            fraction: the fraction of the pairs that rotates, 0 to 1: int(fraction * head_dim / 2) pairs.
             base: as in ``rope``; inv_freq[m] = base ** (-2m / head_dim).
             interleaved: as in ``rope``.
         """
@@ -297,7 +302,7 @@ class Rotary:
     def none(cls, head_dim: int) -> Rotary:
         """Builds NoPE: no pair rotates.
 
-        Use it for layers without position, and for q and k that are rotated already.
+        Use it for layers without position encoding, and for q and k that are already rotated.
 
         Example:
             Rotary.none(head_dim=128)
@@ -316,7 +321,8 @@ class Rotary:
                 require grad: the table is copied as constants, so no gradient would flow into it.
             head_dim: channels per head, at least 2 * pairs.
             interleaved: True pairs channels 2m and 2m + 1; False pairs m and m + pairs.
-            first_channel: the first channel that forms pairs, even. The others before and behind carry no position.
+            first_channel: the first channel that belongs to a pair, even. Channels before and after the pairs carry no
+                position.
         """
         frequencies = given_table("inv_freq", inv_freq)
         exponent_dim = 2 * len(frequencies)
@@ -324,9 +330,10 @@ class Rotary:
 
     @classmethod
     def from_hf_config(cls, config, layer_type: str | None = None, seqlen: int | None = None) -> Rotary:
-        """Returns the scheme that a Hugging Face model rotates its queries and keys with.
+        """Returns the scheme with which a Hugging Face model rotates its queries and keys.
 
-        Use it for a model of your own code with a released configuration. ``convert`` does it for a whole model.
+        Use it if your own code runs a model with a released configuration. ``convert`` does this for a whole model of
+        transformers.
 
         Example:
             from transformers import LlamaConfig
@@ -334,30 +341,33 @@ class Rotary:
             Rotary.from_hf_config(LlamaConfig(hidden_size=512, num_attention_heads=8, rope_theta=500_000.0))
 
         Reads the fields of transformers 4.57 (``rope_theta``, ``rope_scaling``, ``partial_rotary_factor``) and of 5
-        (``rope_parameters``, also one dict per layer type). Where the two interpret a field differently, 5 decides.
-        Rope types: default, linear, dynamic, yarn, llama3, longrope (formerly "su") and proportional.
+        (``rope_parameters``, also one dict per layer type). If the two versions interpret a field differently, the
+        scheme is that of version 5. Rope types: default, linear, dynamic, yarn, llama3, longrope (formerly "su") and
+        proportional.
 
-        Parameters that the family's code does not read (alpha, partial_rotary_factor) are refused.
-        ``dual_chunk_attention_config`` (Qwen2.5-1M), which transformers itself does not read, gives ``dual_chunk``,
-        with ``original_max_position_embeddings`` as its length_scale, and without Qwen's sparse attention.
+        Parameters that the family's code does not read (alpha, partial_rotary_factor) raise an error.
+        ``dual_chunk_attention_config`` (Qwen2.5-1M), which transformers itself does not read, gives ``dual_chunk``.
+        Its length_scale is ``original_max_position_embeddings``. Qwen's sparse attention is left out.
 
-        Hugging Face multiplies cos and sin by ``attention_factor``. Here its square scales the scores, or what the
-        rotated channels add to them where not all of them rotate. ``llama_4_scaling_beta`` gives ``log_steps``. With
-        ``mrope_section`` the scheme needs positions of three coordinates, transformers' position_ids as
-        (batch, seqlen, 3). Without it, families whose code implies it are read for text only, where the coordinates
-        are equal.
+        Hugging Face multiplies cos and sin by ``attention_factor``. Here the square of this factor scales the scores.
+        If not all channels rotate, it scales only what the rotated channels contribute to the scores.
+        ``llama_4_scaling_beta`` gives ``log_steps``.
+
+        With ``mrope_section`` the scheme needs positions of three coordinates: transformers' position_ids as
+        (batch, seqlen, 3). The code of some families implies sections that the configuration does not give. Their
+        scheme is for text only, where the three coordinates are equal.
 
         Args:
             config: a text model's configuration (``config.get_text_config()`` of a composite one), or any object with
                 its fields.
             layer_type: one of the ``layer_types``, for models whose layers differ. A type that does not rotate gives
-                ``Rotary.none``. Layers that are skipped by index (``no_rope_layers``) are left to the caller.
+                ``Rotary.none``. ``no_rope_layers`` is not read: the caller decides which layers do not rotate.
             seqlen: tokens of the longest sequence. It matters for "dynamic", whose base grows with it, and for
                 "longrope", which has one table up to the training length and one beyond. None: at most the training
                 length, which is how transformers builds a model and runs short prompts.
 
         Raises:
-            ValueError: names the field, and why there is no exact counterpart.
+            ValueError: a field has no exact counterpart. The message names the field and gives the reason.
         """
         if config is None or isinstance(config, (str, bytes, dict, os.PathLike)):
             raise TypeError(
@@ -377,7 +387,7 @@ class Rotary:
         axis: Sequence[int] | None = None,
         rotary_dim: int | None = None,
     ) -> Rotary:
-        """Builds n-dimensional RoPE for images and video: every axis has pairs that rotate with that coordinate.
+        """Builds n-dimensional RoPE for images and video: every axis has pairs that rotate by its coordinate.
 
         ``attention`` then needs ``positions`` of shape (batch, seqlen, axes), and ``attention_varlen`` (total, axes). A
         token whose coordinates are all 0, such as a class or register token, does not rotate. For the text decoders of
@@ -392,10 +402,10 @@ class Rotary:
             axes: the number of axes, which get equal blocks of the pairs, or a list with an entry per axis: its number
                 of pairs (configurations often give channels, twice as many) or its table, inv_freq of its pairs in
                 radians per position. Default: the number of distinct axes in ``axis``, or 2 without it.
-            base: of the tables that axes does not give, above 1: base ** (-m / n) for pair m of an axis's n.
+            base: above 1. If axes gives no table for an axis of n pairs, inv_freq of its pair m is base ** (-m / n).
             interleaved: as in ``rope``.
-            axis: the axis of every pair; its pairs take the entries of its table in order. None: the axes one after
-                the other.
+            axis: the axis of every pair. The pairs of an axis take the entries of its table in order. None: all pairs
+                of axis 0 come first, then those of axis 1, and so on.
             rotary_dim: number of leading channels that rotate, as in ``rope``; the pairs add up to half of it.
         """
         pairs = checked_rotary_dim(head_dim, rotary_dim) // 2
@@ -418,13 +428,14 @@ class Rotary:
     def ntk(self, factor: float, variant: str = "aware", exponent: float = 0.625) -> Rotary:
         """Applies NTK-aware interpolation, with s = factor, a positive number, and D the denominator of the exponent.
 
-        It changes a trained model without training. It costs a little at every length, see docs/long_context.md.
+        Use it on a trained model, without further training. It raises the loss a little at every length, see
+        docs/long_context.md.
 
         Example:
             Rotary.rope(128).ntk(4.0)  # for a context four times as long
 
         Args:
-            factor: by how much the context grows.
+            factor: the factor by which the context grows.
             variant: "aware": the base is multiplied by s ** (D / (D - 2)), as in Hugging Face's dynamic NTK.
                 "old": the base is multiplied by s.
                 "fixed": inv_freq[m] is multiplied by s ** (-2 (m + 1) / D).
@@ -445,8 +456,8 @@ class Rotary:
     ) -> Rotary:
         """Applies YaRN (Peng et al. 2023, section 3.2).
 
-        Use it where a server knows nothing else, or with some training. It costs a little at every length, see
-        docs/long_context.md. ``ntk_by_parts`` is the same without the temperature.
+        Use it if your server supports no other scheme, or if you can train a little on longer sequences. It raises the
+        loss a little at every length, see docs/long_context.md. ``ntk_by_parts`` is YaRN without the temperature.
 
         Example:
             Rotary.rope(128).yarn(factor=4.0, train_length=8192)
@@ -455,9 +466,9 @@ class Rotary:
         make fewer than beta_slow turns is divided by factor. A linear ramp over the pair index connects the two.
 
         Args:
-            factor: by how much the context grows, a positive number.
+            factor: the factor by which the context grows, a positive number.
             train_length: in tokens.
-            beta_fast, beta_slow: turns over train_length, where the ramp starts and ends.
+            beta_fast, beta_slow: turns over train_length at which the ramp starts and ends.
             temperature: factor on the scores; None: (0.1 ln(factor) + 1) ** 2, and 1 for a factor of at most 1.
             truncate: whether the ends of the ramp are rounded to whole pairs; some checkpoints need False.
         """
@@ -489,29 +500,31 @@ class Rotary:
         Example:
             Rotary.rope(128).cope(train_length=8192)
 
-        The pairs with inv_freq < 2 pi / train_length, which HoPE does not rotate, rotate less the slower they are: in
-        order of falling inv_freq, pair r of n has it multiplied by (1 + cos(pi r / (n - 1))) / 2. The first keeps it,
-        the last does not rotate.
+        It changes the n pairs with inv_freq < 2 pi / train_length, which HoPE does not rotate. In order of decreasing
+        inv_freq, the frequency of pair r = 0 ... n - 1 is multiplied by (1 + cos(pi r / (n - 1))) / 2. The first pair
+        keeps its frequency, and the last pair does not rotate.
 
         Args:
             train_length: in tokens.
             pairs: n, how many pairs to taper, counted from the slowest one that rotates. Default: all pairs below the
                 cut.
-            taper: False: none of them rotates, which is HoPE's table.
+            taper: False: none of the n pairs rotates, which gives HoPE's table.
         """
         return dataclasses.replace(self, frequencies=cope_table(self.frequencies, train_length, pairs, taper))
 
     def mrope(self, sections: Sequence[int], interleaved: bool = False) -> Rotary:
-        """Takes the positions of vision-language models: each pair rotates with one coordinate of a position.
+        """Applies the M-RoPE of vision-language models: each pair rotates by one coordinate of a position.
 
         Example:
             Rotary.rope(128, base=1_000_000.0).mrope([16, 24, 24])  # Qwen2-VL
 
         ``attention`` then needs ``positions`` of shape (batch, seqlen, axes), in Hugging Face's order: time, height,
-        width. Where all coordinates of every position are equal, as for text, the scheme is the one it came from.
+        width. If all coordinates of every position are equal, as for text, it gives the results of the scheme without
+        ``mrope``.
 
         Args:
-            sections: the pairs of each axis, which add up to the pairs of the table; Hugging Face's mrope_section.
+            sections: the number of pairs of each axis, Hugging Face's mrope_section. They add up to the number of pairs
+                of the table.
             interleaved: False: one axis after the other (Qwen2-VL, Qwen2.5-VL, GLM-4V). True: pair m belongs to axis m
                 modulo the number of axes while that axis has pairs left, otherwise to axis 0 (Qwen3-VL).
         """
@@ -528,18 +541,19 @@ class Rotary:
     # ---- changes to the bands and the scale
     @says_instead(k="factor", w="window", group="factor, or self_extend(window, group)")
     def rectify(self, window: int, factor: float | None = None) -> Rotary:
-        """Applies ReRoPE (Su 2023), and with a factor Leaky ReRoPE: distances beyond a window are held or slowed.
+        """Applies ReRoPE (Su 2023), or with a factor Leaky ReRoPE: distances beyond a window stop or slow down.
 
         Use it to read beyond the training length with a trained RoPE model, without training. Windows of a quarter to a
-        half of the training length are best. ``self_extend`` and ``dual_chunk`` serve the same purpose. With ``local``
-        queries see nothing beyond a window.
+        half of the training length are best. ``self_extend`` and ``dual_chunk`` serve the same purpose. With
+        ``local``, queries see no keys beyond a window.
 
         Example:
             Rotary.rope(128).rectify(window=2048).log_n(train_length=8192)  # ReRoPE
             Rotary.rope(128).rectify(window=2048, factor=16.0)  # Leaky ReRoPE
 
-        Below window, scores see the true distance. From window on, ReRoPE's scores see the distance window; for Leaky
-        ReRoPE it grows by 1 / factor per position. Without causality the same holds for keys ahead, mirrored.
+        Below window, scores see the true distance. From window on, ReRoPE's scores see the distance window. With Leaky
+        ReRoPE, the distance that scores see grows by 1 / factor per position. If attention is not causal, the same
+        holds for later keys.
 
         Args:
             window: in positions.
@@ -552,17 +566,17 @@ class Rotary:
     def string(self, start: int, window: int) -> Rotary:
         """Applies STRING (An et al. 2024, arXiv 2410.18745, section 4): far keys move nearer, for trained models.
 
-        Scores see the true distance d below start, and d - start + window from start on. So frequent distances replace
-        rare ones. Without causality the same holds for keys ahead, mirrored. Use it within the
-        training length: the largest distance still grows with the text.
+        Scores see the true distance d below start, and d - start + window from start on. So distances that were
+        frequent in training replace rare ones. If attention is not causal, the same holds for later keys. Use it within
+        the training length: the largest distance still grows with the text.
 
         Example:
             Rotary.rope(64, base=500_000.0).string(start=2731, window=128)  # a third of 8,192 tokens
 
         Args:
             start: S of the paper, in positions; a third to a half of the training length.
-            window: W of the paper, in positions, at least 0 and less than start. The nearest keys beyond start are seen
-                at this distance.
+            window: W of the paper, in positions, at least 0 and less than start. A key at the distance start is seen at
+                this distance.
         """
         check_string(start, window)
         self._check_unbanded("string")
@@ -571,15 +585,15 @@ class Rotary:
     def self_extend(self, window: int, group: int) -> Rotary:
         """Applies Self-Extend (Jin et al. 2024, section 3): grouped positions beyond a window, for trained models.
 
-        Like ``rectify`` it reads beyond the training length without training. Its distances keep growing, by one per
-        group.
+        Like ``rectify`` it reads beyond the training length without training. Unlike ReRoPE's, its distances keep
+        growing, by one per group.
 
         Example:
             Rotary.rope(128).self_extend(window=2048, group=4)
 
         Below window, scores see the true distance. From window on, the query at i rotates by
-        floor(i / group) + window - window / group and the key at j by floor(j / group). For causal attention. A scheme
-        in which no pair rotates stays as it is.
+        floor(i / group) + window - window / group and the key at j by floor(j / group). Attention must be causal. A
+        scheme in which no pair rotates is returned unchanged.
 
         Args:
             window: in positions, a multiple of group.
@@ -601,14 +615,15 @@ class Rotary:
 
         With s = chunk_size - local_size, the key at j rotates by j mod s. With n = floor(i / s) - floor(j / s), the
         query at i rotates by i mod s for n = 0, by min(i mod s + s, chunk_size) for n = 1, and by
-        min(2 s - 1, chunk_size) for n >= 2. No rotation exceeds chunk_size. For causal attention. A scheme in which no
-        pair rotates stays as it is.
+        min(2 s - 1, chunk_size) for n >= 2. So no position exceeds chunk_size. Attention must be causal. A scheme in
+        which no pair rotates is returned unchanged.
 
         Args:
             chunk_size: in positions, usually the training length or less.
             local_size: in positions, less than chunk_size; s must be a multiple of 128, the rows of a tile.
             length_scale: a length in tokens, usually the training length: scores of a sequence of n keys, counted at
-                each call, are scaled by max(1, 0.1 ln(n / length_scale) + 1), as Qwen2.5-1M's engine does. None: not.
+                each call, are scaled by max(1, 0.1 ln(n / length_scale) + 1), as in Qwen2.5-1M's engine. None: scores
+                are not scaled.
         """
         chunk = checked_chunk(chunk_size, local_size)
         self._check_unbanded("dual_chunk")
@@ -620,7 +635,7 @@ class Rotary:
         return scaled._with_bands(chunked(chunk, min(2 * chunk - 1, chunk_size)))
 
     def local(self, window: int) -> Rotary:
-        """Applies a sliding window: queries attend to distances below window only; without causality, on both sides.
+        """Applies a sliding window: queries only attend to keys at distances below window, on both sides if not causal.
 
         Example:
             Rotary.rope(128).local(window=4096)  # the query's own key and 4,095 earlier ones
@@ -640,7 +655,8 @@ class Rotary:
 
         Args:
             train_length: in tokens, above 1.
-            clip: True: logn(i) is at least 1, for models trained without it. False: for models trained with it.
+            clip: True: logn(i) is at least 1, for models trained without log n scaling. False: for models trained with
+                it.
         """
         if self.axis:
             raise ValueError("log_n: needs one-dimensional positions, which count the keys; this table is axial")
@@ -648,7 +664,7 @@ class Rotary:
         return dataclasses.replace(self, log_n_scale=(train_length, clip))
 
     def log_steps(self, floor_scale: float, attn_scale: float = 0.1, first: int = 1) -> Rotary:
-        """Applies Llama 4's scale of the query (arXiv 2501.19399 with a floor), the logarithm in steps.
+        """Applies Llama 4's query scale (arXiv 2501.19399 with a floor): a logarithm that grows in steps.
 
         Example:
             Rotary.rope(128, base=500_000.0).log_steps(floor_scale=8192)
@@ -656,8 +672,9 @@ class Rotary:
         The query at position i, counted from 0, is scaled by 1 + attn_scale * ln(1 + floor((i + first) / floor_scale)).
 
         Args:
-            floor_scale: positions of a step; Llama 4's floor_scale (8192), Ministral 3's training length.
-            attn_scale: Llama 4's attn_scale, Ministral 3's llama_4_scaling_beta, a positive number.
+            floor_scale: the number of positions of a step: Llama 4's floor_scale (8192) or Ministral 3's training
+                length.
+            attn_scale: a positive number: Llama 4's attn_scale or Ministral 3's llama_4_scaling_beta.
             first: 1: positions count from 1 (Llama 4). 0: from 0 (Ministral 3).
         """
         if self.axis:
@@ -666,13 +683,13 @@ class Rotary:
         return dataclasses.replace(self, log_steps_scale=(floor_scale, attn_scale, first))
 
     def scale_rotated(self, factor: float) -> Rotary:
-        """Scales what the first rotary_dim channels add to the scores. The other channels keep theirs.
+        """Scales what the table's channels contribute to the scores. The other channels are not scaled.
 
         Example:
             Rotary.rope(128, rotary_dim=64).scale_rotated(1.2**2)  # Hugging Face's attention_factor of 1.2
 
-        Hugging Face multiplies cos and sin of q and k by attention_factor: factor is its square. Where all channels are
-        in the table, it is the same as a temperature. Pairs of the table that do not rotate have the factor, too.
+        Hugging Face multiplies cos and sin of q and k by attention_factor: factor is its square. If all channels are in
+        the table, factor is a temperature. It also applies to pairs of the table that do not rotate.
 
         Args:
             factor: a positive number.
@@ -697,7 +714,7 @@ class Rotary:
             assert Rotary.from_text(Rotary.rope(64).text) == Rotary.rope(64)
 
         Raises:
-            TypeError, ValueError: what was expected and what came.
+            TypeError, ValueError: text is not the text of a Rotary. The message says what was expected.
         """
         if not isinstance(text, str):
             raise TypeError(f"text: expected a string, the text of a Rotary, got {type(text).__name__}")

@@ -1,4 +1,4 @@
-"""Rotation of queries or keys on their own: which schemes have one, and a scheme over keys that are rotated already."""
+"""Supports keys that are rotated outside of attention: checks that a scheme allows it, and derives their scheme."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from .rotary import Rotary
 
 
 def one_rotation(rotary: Rotary, why: str) -> PositionMap:
-    """Returns what every query and every key of the scheme rotates by.
+    """Returns the map of positions by which all queries and keys of the scheme rotate.
 
     why: the purpose, for the message.
 
     Raises:
-        ValueError: queries or keys rotate in several ways; names the scheme.
+        ValueError: queries or keys rotate in several ways. The message names the scheme.
     """
     found = shared_map(rotary.bands)
     if found is None:
@@ -28,7 +28,7 @@ def one_rotation(rotary: Rotary, why: str) -> PositionMap:
 
 
 def _name(rotary: Rotary) -> str:
-    """Returns the scheme that such bands belong to."""
+    """Returns the name of the kind of scheme that has such bands."""
     if any(band.keys_rotated for band in rotary.bands):
         return "a scheme over rotated keys"
     if any(band.chunk for band in rotary.bands):
@@ -44,8 +44,8 @@ def _name(rotary: Rotary) -> str:
 
 
 def rotation_scale(rotary: Rotary) -> float:
-    """Returns the factor on the channels of the table that a query and a key each have. Their product has
-    rotated_scale."""
+    """Returns the factor by which the table's channels are multiplied in the query and in the key. The score then has
+    the factor rotated_scale."""
     return math.sqrt(rotary.rotated_scale)
 
 
@@ -56,7 +56,7 @@ def over_rotated_keys(rotary: Rotary) -> Rotary:
     The keys already carry the square root of ``rotated_scale``. The queries are multiplied by the other square root.
 
     Raises:
-        ValueError: as ``one_rotation``.
+        ValueError: queries or keys rotate in several ways.
     """
     one_rotation(rotary, "so that its keys can be stored rotated")
     bands = tuple(band._replace(keys_rotated=True) for band in rotary.bands)
@@ -65,5 +65,5 @@ def over_rotated_keys(rotary: Rotary) -> Rotary:
 
 @lru_cache(maxsize=1024)
 def inverted(rotary: Rotary) -> Rotary:
-    """Returns the scheme that rotates by the negative angles."""
+    """Returns the scheme that rotates by the same angles in the opposite direction."""
     return dataclasses.replace(rotary, frequencies=tuple(-f for f in rotary.frequencies))

@@ -1,4 +1,4 @@
-"""Scales of the query: a factor by its position (log n, or log n in steps), and one by the length of its sequence."""
+"""Scales queries by their positions (log n, or log n in steps) and by the lengths of their sequences."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .checks import check_flag, positive
 class QueryScale(NamedTuple):
     """The factor on the query at position i of a sequence of n keys.
 
-    It is max(log_n_floor, log_n_factor * ln(i + 1)), or with log_n_every
+    Without log_n_every it is max(log_n_floor, log_n_factor * ln(i + 1)). With log_n_every it is
     1 + log_n_factor * ln(1 + floor((i + log_n_first) / log_n_every)). With length_scale it is also multiplied by
     max(1, 0.1 * ln(n / length_scale) + 1).
     """
@@ -21,7 +21,7 @@ class QueryScale(NamedTuple):
     log_n_factor: float = 0.0
     log_n_floor: float = 1.0
     log_n_every: float | None = None
-    log_n_first: float | None = None  # beside log_n_every
+    log_n_first: float | None = None  # given if log_n_every is given
     length_scale: float | None = None
 
     @classmethod
@@ -36,7 +36,7 @@ class QueryScale(NamedTuple):
 
     @property
     def by_position(self) -> QueryScale:
-        """Returns the scale without the factor by length."""
+        """Returns the scale without the factor that depends on the length."""
         return self._replace(length_scale=None)
 
     def of(self, positions: torch.Tensor, length: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The frequency tables of the schemes: inv_freq per channel pair, in radians per position."""
+"""Computes the frequency tables of the schemes: inv_freq per channel pair, in radians per position."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def geometric_table(base: float, dim: int) -> tuple[float, ...]:
 
 
 def given_table(name: str, inv_freq) -> tuple[float, ...]:
-    """Returns a tensor, array or list (pairs,) as a tuple. name: the argument, for errors."""
+    """Returns a tensor, array or list (pairs,) as a tuple. name: the argument's name, for errors."""
     try:
         table = torch.as_tensor(inv_freq)
         if table.is_complex() or table.dtype == torch.bool:
@@ -42,13 +42,14 @@ def given_table(name: str, inv_freq) -> tuple[float, ...]:
 
 
 def hope_table(frequencies: Sequence[float], train_length: float) -> tuple[float, ...]:
-    """Returns the first pairs of a falling table, those with a full turn within train_length (``Rotary.hope``)."""
+    """Returns the frequencies of the pairs that make a full turn within train_length, for ``Rotary.hope``. frequencies:
+    in decreasing order."""
     kept = sum(f >= 2 * math.pi / train_length for f in frequencies)
     return tuple(frequencies[:kept])
 
 
 def first_pairs(frequencies: Sequence[float], fraction: float) -> tuple[float, ...]:
-    """Returns the table with the first fraction of its pairs as they are, and 0 for the others."""
+    """Returns the table with only the first ``fraction`` of its pairs. The frequencies of the other pairs are 0."""
     check_fraction(fraction)
     kept = int(fraction * len(frequencies))
     return (*frequencies[:kept], *(0.0,) * (len(frequencies) - kept))
@@ -113,10 +114,11 @@ def yarn_table(
 def llama3_table(
     frequencies: Sequence[float], factor: float, train_length: float, low: float, high: float
 ) -> tuple[float, ...]:
-    """Returns Llama 3.1's table, by the number of turns that a pair makes over the training length.
+    """Returns Llama 3.1's table. A pair's frequency depends on the number of turns that it makes over the training
+    length.
 
-    Below low turns, the frequency is divided by factor. Above high turns, it is kept. Between them the two are blended
-    linearly in the number of turns.
+    Below low turns, the frequency is divided by factor. Above high turns, it does not change. In between, the result is
+    interpolated linearly in the number of turns.
     """
     found = []
     for f in frequencies:

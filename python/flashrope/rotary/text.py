@@ -1,4 +1,4 @@
-"""A Rotary as text: for people, and read back from its JSON."""
+"""Describes a Rotary in readable text, and reads the fields of a Rotary from its JSON."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _axes_text(axis: Sequence[int]) -> str:
 
 
 def fields_of(text: str, known: Sequence[str]) -> dict[str, Any]:
-    """Returns the arguments of a Rotary from its JSON; known: the names of its fields."""
+    """Returns the arguments of a Rotary from its JSON. known: the names of a Rotary's fields."""
     try:
         fields = json.loads(text)
     except ValueError as error:
