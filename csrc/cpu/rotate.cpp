@@ -10,7 +10,7 @@ constexpr int64_t RUN_BLOCK = 32;  // rows that a thread takes at a time
 // Consecutive rows of x that belong to one sequence and have consecutive positions.
 struct Run {
   int64_t batch, row, rows;  // of x
-  int64_t position;          // of the first row, which is its row in the table. Padding has negative positions and reads row 0
+  int64_t position;          // of the first row: its row in the table. Negative in padding, which reads row 0
   int64_t sequence, slot;    // of the first row, in the cache
 };
 
@@ -25,7 +25,7 @@ struct RotateCall {  // cpu/library.py has the same
   const int64_t* slots;        // (rows of x,) in the whole cache; nullptr: the slots from the first one of each run on
   const int32_t* block_table;  // (sequences, max_pages), or nullptr
   int64_t max_pages, pages, page_size;  // without a block_table: 1, number of sequences, slots of each
-  int64_t dtype, codes, threads;  // dtype: 0 float32, 1 float16, 2 bfloat16; codes: 3 and 4: quantized to Int8 and Int4; 0: not
+  int64_t dtype, codes, threads;  // dtype: 0 float32, 1 float16, 2 bfloat16; codes: 3 Int8, 4 Int4, 0 not quantized
   ParallelFor parallel_for;
 };
 
