@@ -1,17 +1,17 @@
 """Maps the source folders to one package: triton_kernels/ is `flashrope.triton_kernels`, python/flashrope is the rest.
 
-csrc/cpu/build.py compiles the CPU kernels for Linux with the C++ compiler (CXX, default c++). They depend on libc and
-libstdc++ alone, so the wheel serves every Python 3, and is tagged manylinux_2_28 where they ask for no newer versions
-of these. A cross compiler in CXX makes the wheel of another machine (docs/releasing.md). Without a compiler the
-installation succeeds without them, and the wheel serves every platform.
+csrc/cpu/build.py compiles the CPU kernels for Linux with the C++ compiler (CXX, default c++). The kernels depend only
+on libc and libstdc++, so one wheel serves every Python 3. The wheel is tagged manylinux_2_28 if it needs no newer
+versions of these libraries. A cross compiler in CXX makes a wheel for another machine (docs/releasing.md). Without a
+compiler the installation succeeds without the kernels, and the wheel serves every platform.
 
 FLASHROPE_BUILD_CUDA=1 builds the CUDA extension of csrc/ too. The build environment (pip install --no-build-isolation)
 then needs nvcc, a C++ compiler, ninja, pybind11, and the headers of torch: any torch from 2.11 on, with or without
-CUDA. It needs no GPU. TORCH_CUDA_ARCH_LIST (default "8.0;9.0+PTX") and MAX_JOBS are honoured. That makes two modules.
-_cuda.abi3.so holds the kernels and works with every Python version and every torch from 2.11 on. _build_info holds what
-they were built with and needs one Python version, which the wheel's tag names.
+CUDA. The build needs no GPU, and reads TORCH_CUDA_ARCH_LIST (default "8.0;9.0+PTX") and MAX_JOBS. It makes two modules.
+_cuda.abi3.so has the kernels and works with every Python version and every torch from 2.11 on. _build_info says which
+versions they were built with. It works with one Python version only, which the wheel's tag names.
 
-The sdist and the wheel without CUDA are the same bytes wherever they are built with the same setuptools and compiler.
+The sdist and the wheel without CUDA have the same bytes wherever they are built with the same setuptools and compiler.
 """
 
 import os
@@ -43,14 +43,14 @@ CPU_KERNELS = Extension("flashrope.backends.cpu.kernels", [])
 
 
 class ReproducibleBuild(build_py):
-    """Files have the same mode, whatever the checkout's."""
+    """Gives files the same mode, whatever their mode in the checkout."""
 
     def copy_file(self, infile, outfile, **_):
         return super().copy_file(infile, outfile, preserve_mode=False)
 
 
 class ReproducibleSdist(sdist):
-    """Names in order; the same time, owner and mode for every file."""
+    """Sorts the names, and gives every file the same time, owner and mode."""
 
     def make_archive(self, base_name, format, root_dir=None, base_dir=None, **_):
         if format != "gztar" or root_dir is not None:
@@ -70,7 +70,7 @@ class ReproducibleSdist(sdist):
 
 
 class Build(build_ext):
-    """The CPU kernels, and the CUDA extension where it is asked for."""
+    """Builds the CPU kernels, and on request the CUDA extension."""
 
     def run(self):
         self.in_source = self.inplace or self.editable_mode
@@ -88,7 +88,7 @@ class Build(build_ext):
             self.build_cuda()
 
     def build_cpu(self, folder):
-        """A library that cannot be built is left out, and build.json beside it says why."""
+        """Builds the libraries. One that cannot be built is left out, and build.json in the same folder says why."""
         try:
             missing = CPU_BUILD["build"](folder)
         except OSError as error:  # a folder that cannot be written to
@@ -144,7 +144,7 @@ class Build(build_ext):
 
 
 class Wheel(bdist_wheel):
-    """The CPU kernels need a platform and no version of Python."""
+    """Tags the wheel: the CPU kernels need a platform, but no particular version of Python."""
 
     def get_tag(self):
         python, abi, platform = super().get_tag()
@@ -209,7 +209,7 @@ def needed_module(name, use):
 
 
 def gencode(architectures):
-    """nvcc's options for torch's notation: "8.0;9.0+PTX"."""
+    """Returns nvcc's options for architectures in torch's notation, such as "8.0;9.0+PTX"."""
     options = []
     for name in re.split(r"[;\s]+", architectures.strip()):
         match = re.fullmatch(r"(\d+)\.(\d+)([af]?)(\+PTX)?", name)
@@ -229,7 +229,7 @@ def nvcc_version(nvcc):
 
 
 def revision():
-    """The checkout's git revision; "unknown" outside one."""
+    """Returns the checkout's git revision, or "unknown" outside a checkout."""
     try:
         command = ["git", "-C", ROOT, "describe", "--always", "--dirty", "--abbrev=12"]
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()

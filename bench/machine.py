@@ -1,4 +1,4 @@
-"""What a result depends on besides the code: the device, the versions, the git revision."""
+"""Describes what a result depends on besides the code: the device, the versions, the git revision."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def slug(name: str) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Versions of this code, of what it runs on, and of the installed peers."""
+    """Returns the versions of this code, of the software that it runs on, and of the installed peers."""
     found = {
         "revision": revision(),
         "python": platform.python_version(),
@@ -81,7 +81,7 @@ def _git(*words: str) -> str:
 
 
 def load_average() -> list[float] | None:
-    """Processes ready to run, averaged over 1, 5 and 15 minutes: the machine's other load."""
+    """Returns the number of processes ready to run, averaged over 1, 5 and 15 minutes: the machine's load."""
     try:
         return [round(x, 2) for x in os.getloadavg()]
     except OSError:
@@ -89,7 +89,7 @@ def load_average() -> list[float] | None:
 
 
 def _last_cache_cpu() -> int:
-    """Bytes of the processor's last-level cache; 0 if the system does not say."""
+    """Returns the bytes of the processor's last-level cache, or 0 if the system does not report them."""
     sizes = []
     for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
         if match := re.fullmatch(r"(\d+)K", path.read_text().strip()):

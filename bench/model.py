@@ -1,15 +1,15 @@
-"""What the machine code of the kernels predicts: clocks of their inner loops, and speeds on an A100. Needs no GPU.
+"""Predicts clocks of the kernels' inner loops, and speeds on an A100, from their machine code. Needs no GPU.
 
     python -m bench model [--arch 80 86 89] [--head-dim 64 128] [--publish]
     python -m bench model --peers torch-2.14.1-cp311-cp311-manylinux_2_28_x86_64.whl --publish   # with validation
     python -m bench model --candidates --publish       # the order in which flashrope tune tries tiles
 
-The first table has the inner loop over tiles of every kernel: clocks of a pass, the share of the time that the tensor
-cores work on products which are needed, and what the clocks of the schedulers go to. The second has TFLOP/s of causal
-attention on an A100: blocks run in the order of launch, each for the clocks of its loops and of everything outside of
-them; kernels that only move data take the time of the bandwidth. FlashAttention-2's kernels run through the same model,
-beside what their authors published. Their machine code is read with --peers; only figures of it are kept. HGMMA, the
-products of sm_90, are not simulated.
+The first table has the inner loop over tiles of every kernel: clocks of a pass, the share of the time in which the
+tensor cores work on needed products, and how the schedulers spend their clocks. The second table has TFLOP/s of causal
+attention on an A100. Blocks run in the order of launch, and the time of a block is the clocks of its loops and of its
+code outside the loops. The time of kernels that only move data follows from the bandwidth. FlashAttention-2's kernels
+run through the same model and are compared with their authors' published figures. --peers reads their machine code;
+only figures of it are kept. HGMMA, the products of sm_90, are not simulated.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ HEADS_KV = 8
 
 
 def launches(arch: int, head_dim: int, scheme: cases.Scheme) -> list[offline.Launch]:
-    """Returns the case's launches that the model can predict. The forward is listed with the default backward only."""
+    """Returns the case's launches that the model can predict. The forward is listed only with the default backward."""
     if head_dim > 256 and not scheme.cache:
         return []
     found = cases.Case(arch, head_dim, "bf16", scheme).launches()
@@ -120,7 +120,7 @@ class Kernel:
 
 
 def kernels(archs, head_dims, schemes, jobs: int) -> list[Kernel]:
-    """Compiles and simulates. Kernels that the model does not apply to are left out."""
+    """Compiles and simulates the kernels, and returns them. Kernels that the model does not apply to are left out."""
     chosen = [
         (scheme, launch)
         for arch in archs
@@ -185,7 +185,8 @@ def their_seconds(rows: list[dict[str, str]], problem: waves.Problem, device: wa
 def our_seconds(
     found: dict[tuple, Kernel], scheme: cases.Scheme, problem: waves.Problem, device: waves.Device
 ) -> tuple[float, float]:
-    """Returns (forward, backward), with the rotation of keys before the one and of queries before the other."""
+    """Returns (forward, backward). The forward includes the rotation of keys before it, the backward that of
+    queries."""
 
     def seconds(scheme: cases.Scheme, name: str, lengths_of, longest_first: bool) -> float:
         kernel = found[80, problem.head_dim, scheme.name, name]
@@ -241,7 +242,8 @@ def device_rows(found: dict[tuple, Kernel], theirs: list[dict[str, str]]) -> Ite
 
 
 def decode_seconds(kernel: Kernel, keys: int, device: waves.Device) -> float:
-    """Returns the time of one token, batch 1, HEADS_KV key heads: the slower of the blocks and the memory."""
+    """Returns the time of one token for batch 1 and HEADS_KV key heads: the time of the blocks or of the memory,
+    whichever is longer."""
     block, tiles = kernel.block, -(-keys // kernel.variant.block_n)
     count = splits.choose_splits(HEADS_KV, tiles, device.multiprocessors * block.resident)
     length = block.clocks(-(-tiles // count), 0)
@@ -281,7 +283,7 @@ def read_csv(path: Path) -> list[dict[str, str]]:
 
 
 def order_candidates(folder: Path, options: argparse.Namespace) -> None:
-    """Ranks what the options name, and publishes it beside the rest of the table."""
+    """Ranks the candidates that the options name, and publishes them together with the rest of the table."""
     chosen = [
         (family, direction, head_dim, bands)
         for family, arch in candidates.FAMILIES.items()

@@ -1,4 +1,4 @@
-"""Prints what a command is about to do, item by item. Reads from a log what an interrupted command did not reach.
+"""Prints what a command is about to do, item by item. Finds in a log what an interrupted command did not reach.
 
     python -m bench.progress LOG
 

@@ -93,7 +93,7 @@ def devices(folder: Path) -> list[tuple[Path, Runs]]:
     """Returns (folder, its files and runs) of every device, GPUs first. Leaves out runs made with uncommitted changes.
 
     Raises:
-        ValueError: the runs of one have different versions, or there are none.
+        ValueError: the runs of a device have different versions, or there are no runs.
     """
     found = []
     folders = (path for path in folder.iterdir() if path.is_dir() and path.name != REAL_MODEL)
@@ -214,7 +214,7 @@ def _heads(sizes: dict) -> str:
 
 
 def _named(run: Run, record: Record) -> Record:
-    """Returns the record. On the CPU its name says whether the kernels are "composed" of PyTorch's or "compiled"."""
+    """Returns the record. On the CPU its name gets "composed" (of PyTorch's kernels) or "compiled"."""
     kernels = run.device.get("kernels", "composed")  # results without the field predate compiled kernels
 
     def name(contestant: str) -> str:
@@ -275,7 +275,8 @@ def _cpu_goals(run: Run) -> list[str]:
 
 
 def _rows(path: Path, columns: Sequence[str], command: str) -> list[dict[str, str]]:
-    """Returns the rows of a table. Raises ValueError if it is not one of the command, or of several versions."""
+    """Returns the rows of a table. Raises ValueError if the command does not write such a table, or if its rows have
+    different versions."""
     with open(path, newline="") as lines:
         rows = list(csv.DictReader(lines))
     if {"revision", "triton", *columns} - set(rows[0] if rows else ()):
@@ -307,7 +308,7 @@ def _compiled(path: Path) -> list[str]:
 
 
 def _peers(path: Path) -> list[str]:
-    """Returns a table of ``bench peers``, and what notes.md beside it says about it."""
+    """Returns a table of ``bench peers``, and the text of notes.md in the same folder."""
     rows = _rows(path, PEER_COLUMNS, "peers")
     notes = path.with_name("notes.md")
     return [

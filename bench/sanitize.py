@@ -3,8 +3,8 @@
     python -m bench sanitize --compile [--arch 90] [--jobs 16]
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python -m bench sanitize
 
-The first command compiles the kernels into Triton's cache, in parallel and without running them. The second then finds
-them there: compiling under compute-sanitizer takes many times as long.
+The first command compiles the kernels into Triton's cache, in parallel and without running them. The second command
+finds them there; compiling them under compute-sanitizer would take many times as long.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def packed(rotary: Rotary, make: Callable) -> None:
 
 
 def with_cache(rotary: Rotary, impl: str, seqlen_q: int, paged: bool, make: Callable) -> None:
-    """seqlen_q new tokens: they are written to the cache, then attended to."""
+    """Runs a call that writes seqlen_q new tokens to the cache and attends to them."""
     q, k, v = (make(2, seqlen_q, heads, rotary.head_dim) for heads in (HEADS, HEADS_KV, HEADS_KV))
     seqlens = torch.tensor([SEQLEN, 3], dtype=torch.int32, device=q.device)
     table = torch.arange(16, dtype=torch.int32, device=q.device).view(2, 8).flip(1).contiguous() if paged else None

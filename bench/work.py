@@ -1,9 +1,10 @@
-"""What the compiled kernels do, counted while the PTX executor of tests/executor runs them, against what they need.
+"""Counts what the compiled kernels do while the PTX executor of tests/executor runs them, and compares it with what
+they need.
 
 python -m bench work [--arch 90] [--seqlens 1024 4096] [--window 512] [--decode-only]
 
-Needs a C++ compiler and no GPU. Tensor-core work and bytes of global memory are exact numbers of executed instructions,
-not measurements; they say nothing about time.
+Needs a C++ compiler and no GPU. Tensor-core work and bytes of global memory are exact counts over the executed
+instructions. They say nothing about time.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ SCALES = "cache.k_scale", "cache.v_scale"
 def visited_tiles(bands, seqlen: int, block_m: int, block_n: int) -> list[int]:
     """Returns the tiles of keys that the forward kernel visits in every band.
 
-    A query row x sees keys x - stop < k <= x - start. In bands over chunks, n its own chunk, it sees the keys of chunks
-    n - stop < c <= n - start.
+    A query row x sees keys x - stop < k <= x - start. In bands over chunks, a row in chunk n sees the keys of chunks n
+    - stop < c <= n - start.
     """
     counts = []
     for band in bands:
@@ -194,7 +195,7 @@ def report_bytes(window: int) -> None:
 
 
 def report_rotate(seqlen: int) -> None:
-    """Each element needs two bytes read and two written."""
+    """Prints the counts per element. An element needs two bytes read and two written."""
     from flashrope import Rotary
 
     print(f"\nflashrope.rotate, 8 heads of 128, {seqlen} tokens, bytes and warp instructions an element")

@@ -46,7 +46,7 @@ struct DecodeParams {
   float* lse;                // (batch, heads_q, seqlen_q), natural log
   float* partial_out;        // (num_splits, batch, seqlen_q, heads_q, head_dim)
   float* partial_lse;        // (num_splits, batch, seqlen_q, heads_q), base 2
-  const int* bands;          // (num_bands, 4): start, stop, q_rotation, k_rotation; rotation 0 is none
+  const int* bands;          // (num_bands, 4): start, stop, q_rotation, k_rotation; rotation 0 is the identity
   const float* table;        // (rotations, table_rows, 2, table_pairs): two_level_table of lowering/cos_sin.py
   int head_dim, seqlen_q, heads_q, heads_kv;
   int num_bands, table_rows, table_pairs;
@@ -55,7 +55,7 @@ struct DecodeParams {
   int num_splits;
   float score_scale;         // softmax_scale * temperature
   float log_n_factor, log_n_floor;  // the query at position i is scaled by max(floor, factor * ln(i + 1))
-  float length_scale;               // and by max(1, 0.1 * ln(n / length_scale) + 1) for n keys; 0: off
+  float length_scale;               // for n keys also scaled by max(1, 0.1 * ln(n / length_scale) + 1); 0: not
   bool bfloat16, interleaved;
 };
 
@@ -84,7 +84,7 @@ constexpr size_t shared_bytes(int head_dim, int num_bands) {
   return slices + queries + size_t(warps_for(head_dim)) * head_dim * 4;
 }
 
-// Both return null, or CUDA's error message. stream is a cudaStream_t.
+// The launchers return null, or CUDA's error message. stream is a cudaStream_t.
 const char* launch_decode(const DecodeParams& params, void* stream);
 const char* launch_append(const AppendParams& params, void* stream);
 

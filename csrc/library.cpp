@@ -1,7 +1,8 @@
 // The operators of namespace flashrope_cuda. Each checks its arguments, fills a plain struct and calls one launcher.
-// flashrope/backends/cuda.py allocates the outputs and calls them.
+// flashrope/backends/cuda.py allocates the outputs and calls the operators.
 //
-// They are registered through torch's stable ABI, so one library works with TORCH_TARGET_VERSION and later versions.
+// The operators are registered through torch's stable ABI, so one library works with TORCH_TARGET_VERSION and later
+// versions.
 
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>

@@ -101,8 +101,8 @@ __device__ inline float2 rotate(float x, float y, CosSin t) {
 }
 
 // Returns what to add to all positions of the tile before they are looked up, so that no position is negative. Rows
-// before the first key have negative positions, and only see keys if a band holds keys ahead. A common shift changes no
-// score.
+// before the first key have negative positions. They only see keys if a band holds keys after the query. A common shift
+// changes no score.
 __device__ inline int position_shift(const DecodeParams& p, const Work& w) {
   bool sees_ahead = false;
   for (int band = 0; band < p.num_bands; ++band) sees_ahead |= p.bands[4 * band] < 0;

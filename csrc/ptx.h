@@ -89,9 +89,9 @@ const char* launch(void (*kernel)(Params), dim3 grid, int threads, size_t shared
   void* arguments[] = {const_cast<Params*>(&params)};
   if (ready && cudaLaunchKernel(reinterpret_cast<const void*>(kernel), grid, dim3(threads), arguments, shared,
                                 static_cast<cudaStream_t>(stream)) == cudaSuccess) {
-    return nullptr;  // an error that somebody else left behind is still there for them to read
+    return nullptr;  // an earlier error of other code stays for that code to read
   }
-  return cudaGetErrorString(cudaGetLastError());  // clears it, or the next reader would find it
+  return cudaGetErrorString(cudaGetLastError());  // clears the error, so that other code does not find it
 }
 
 }  // namespace flashrope

@@ -1,7 +1,7 @@
 """What the AMD backend's assembly says about a compiled kernel: registers, spills, and its tile loops.
 
-Needs no ROCm: Triton's package assembles by itself, and the figures are in the text (``.vgpr_count`` and others of the
-metadata behind the code).
+No ROCm is needed: Triton's package has the assembler, and the figures are in the assembly text (``.vgpr_count`` and
+others, in the metadata after the code).
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def scheme_of(direction: str, bands: int) -> cases.Scheme:
 
 
 def ranked_by_machine_code(direction: str, arch: int, head_dim: int, bands: int, jobs: int) -> list[Candidate]:
-    """Compiles all tiles, and judges each by its hot loop."""
+    """Compiles all tiles and ranks them by their hot loops."""
     [found] = ranked([(direction, arch, head_dim, bands)], jobs)
     return found
 
@@ -140,7 +140,8 @@ def ranking_rows(choices: list[tuple[str, str, int, int]], jobs: int) -> list[di
 
 
 def merged(before: list[dict[str, str]], after: list[dict[str, str]]) -> list[dict[str, str]]:
-    """Rows of an older table, and newer ones in place of those with the same key, in the order of a whole table."""
+    """Returns the rows of an older table, in which newer rows replace those with the same key, in the order of a
+    complete table."""
 
     def key(row: dict[str, str]) -> tuple[str, ...]:
         return tuple(row[name] for name in COLUMNS[:4])
@@ -158,7 +159,7 @@ def figure_of(direction: str) -> str:
 
 
 def order_text(rows: Iterable[Mapping[str, str]]) -> str:
-    """``ORDER`` of flashrope/tuning/candidates.py, as its source has it."""
+    """Returns the source text of ``ORDER`` for flashrope/tuning/candidates.py."""
     lines = ["{"]
     for key, group in itertools.groupby(rows, lambda row: tuple(row[name] for name in COLUMNS[:4])):
         family, direction, head_dim, bands = key

@@ -81,8 +81,8 @@ PARTIAL = Scheme(
 
 
 def few_rotate(head_dim: int) -> Rotary:
-    """At most half of the channels rotate: the last 64, at head_dim 64 the first half of HoPE's pairs, and at 512 the
-    first quarter, as in Gemma 4's global layers."""
+    """Returns a scheme that rotates at most half of the channels: the last 64, at head_dim 64 the first half of HoPE's
+    pairs, and at 512 the first quarter, as in Gemma 4's global layers."""
     if head_dim == 64:
         return Rotary.hope(64, 512)
     if head_dim == 512:
@@ -149,7 +149,7 @@ class Case:
         return set(KERNELS) - ({"rotate_rows"} if self.scheme.name == "nope" else set())
 
     def launches(self) -> list[Launch]:
-        """Returns what forward and backward launch, or one call with a cache."""
+        """Returns the launches of forward and backward, or of one call with a cache."""
         scheme, rows = self.scheme, (BATCH * SEQLEN,) if self.scheme.packed else (BATCH, SEQLEN)
 
         def tensor(*shape, dtype=DTYPES[self.dtype]):
@@ -199,9 +199,9 @@ class Case:
 
 
 def cases(quick: bool, every_target: bool = False) -> list[Case]:
-    """bf16 with one and two bands on the main architectures, and every other choice once, mostly where registers are
-    scarcest. fp16 compiles to the same figures as bf16. The other targets have forward, backward and decoding at
-    head_dim 128, or with every_target whatever sm_80, sm_86 or sm_90 has."""
+    """Returns the cases: bf16 with one and two bands on the main architectures, and every other choice once, mostly for
+    the kernel in which registers are scarcest. fp16 compiles to the same figures as bf16. The other targets have
+    forward, backward and decoding at head_dim 128, or with every_target all cases of sm_80, sm_86 or sm_90."""
     others, main = (*NEWER, *AMD), _main_cases(quick)
     if every_target:
         return main + list(dict.fromkeys(dataclasses.replace(case, arch=arch) for arch in others for case in main))

@@ -11,14 +11,14 @@ the same machine code are compiled once. Prints one row per compiled kernel. Exi
 - needs more shared memory than a block of its architecture can have,
 - takes more instructions per tensor-core instruction than ``limits.INSTRUCTION_LIMITS`` allows,
 - reads keys and values in pieces of less than 16 bytes,
-- adds dQ up by red where several threads have the same element, or
-- reads keys and values of a paged cache into less than two slots, unless two blocks of a tile with two stages reside on
-  a multiprocessor: it would not request them ahead.
+- accumulates dQ by red although several threads hold the same element, or
+- reads keys and values of a paged cache into fewer than two slots, so that nothing is prefetched. One slot is allowed
+  if two blocks with a two-stage tile fit on a multiprocessor.
 
-The first two and the fourth hold for AMD's GPUs as well, whose kernels are in a table of their own.
+The first, second and fourth condition hold for AMD's GPUs as well, whose kernels have their own table.
 
-The column "model" is the share of the time that the tensor cores work on products which are needed, in the inner loop
-on sm_80, sm_86 and sm_89, as the issue model predicts it (``issue``, ``python -m bench model``).
+The column "model" is the share of the time in which the tensor cores work on needed products, in the inner loop on
+sm_80, sm_86 and sm_89, as the issue model predicts it (``issue``, ``python -m bench model``).
 """
 
 from __future__ import annotations
@@ -125,13 +125,13 @@ class Row:
             self.kernel in ("attention_chunks", "attention_decode")
             and first.scheme.cache == "paged"
             and first.dtype != "fp32"
-            and first.scheme not in PLACED_MAPS  # cos and sin of every key leave shared memory for one slot
+            and first.scheme not in PLACED_MAPS  # cos and sin of every key leave shared memory for only one slot
         )
 
     @property
     def needed_slots(self) -> int:
-        """Returns the slots for keys and values that a paged cache needs: 2, or 1 for a tile of two stages where two
-        blocks reside on a multiprocessor, of which one computes while the other waits."""
+        """Returns how many slots for keys and values a paged cache needs: 2, or 1 for a two-stage tile if two blocks
+        fit on a multiprocessor, because one block then computes while the other waits."""
         m = self.result
         resident = MULTIPROCESSORS[self.launch.arch].resident_blocks(m.registers, m.shared, m.warps)
         return 1 if m.stages == 2 and resident > 1 else 2
@@ -190,7 +190,7 @@ class Row:
 
 
 def plan(chosen: list[Case]) -> list[Row]:
-    """One row per kernel to compile. Raises RuntimeError if a case does not launch all of its kernels."""
+    """Returns one row per kernel to compile. Raises RuntimeError if a case does not launch all of its kernels."""
     rows = {}
     for case in chosen:
         launches = case.launches()
@@ -221,7 +221,7 @@ COLUMNS = LABELS + FIGURES
 
 
 def write_csv(path: str, rows: list[Row]) -> None:
-    """The table, the instruction mix of the hot loops, and the schemes that run each kernel."""
+    """Writes the table, the instruction mix of the hot loops, and the schemes that run each kernel."""
     mixes = [getattr(row.result, "loop", None) or {} for row in rows]
     classes = sorted({name for mix in mixes for name in mix})
     figures = dict.fromkeys((*COLUMNS, *(name for row in rows for name in row.figures())))

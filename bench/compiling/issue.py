@@ -1,10 +1,11 @@
 """Simulates how one multiprocessor issues a piece of machine code, clock by clock. No constant was fitted to anything.
 
-Each of the four schedulers issues one instruction a clock, in order within a warp, from the warp that it issued from
-last or else the first that is ready. An instruction waits for the stall count of the one before it, for the
-scoreboards that its control bits name (Jia et al. 2018, arXiv 1804.06826), for its pipe, for a place in the queue of
-memory instructions, and at a barrier for the other warps of its block. Memory instructions share 128 bytes a clock.
-Left out are bank conflicts, cache misses of instructions, contention in L2, and HGMMA: sm_90 is not simulated.
+Each of the four schedulers issues one instruction per clock, in order within a warp. It takes the warp that it issued
+from last, or else the first warp that is ready. An instruction waits for the stall count of the preceding instruction,
+for the scoreboards that its control bits name (Jia et al. 2018, arXiv 1804.06826), for its pipe, for a place in the
+queue of memory instructions, and at a barrier for the other warps of its block. Memory instructions share 128 bytes per
+clock. Bank conflicts, cache misses of instructions, contention in L2, and HGMMA are not modelled, so sm_90 is not
+simulated.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from dataclasses import dataclass, field, replace
 
 SCHEDULERS = 4
 SCOREBOARDS = 6
-# What a clock of a scheduler goes to: an instruction is issued, or every warp waits, the next one to issue for this.
+# What happens in a clock of a scheduler: it issues an instruction, or every warp waits. In the second case, what the
+# warp waits for that will issue next.
 WAITS = ("issue", "tensor", "shared", "fp32", "mufu", "memory", "barrier", "other")
 
 
@@ -131,7 +133,7 @@ def decoded(
 
 
 def _transfer(opcode: str) -> float:
-    """Clocks of 128 bytes that 32 threads take."""
+    """Returns the clocks, of 128 bytes each, in which 32 threads transfer their data."""
     if opcode.startswith("LDSM"):
         return int(opcode[-1]) if opcode[-1] in "124" else 1
     size = re.search(r"\.[US]?(8|16|64|128)\b", opcode)
@@ -148,7 +150,7 @@ def _latency(opcode: str, rates: Rates) -> int:
 class _Warp:
     block: int
     scheduler: int
-    ready: float  # when its next instruction may issue, as far as this warp alone decides
+    ready: float  # when its next instruction may issue, as far as this depends on this warp
     reason: str = "other"  # what that time waits for
     at: int = 0
     boards: list[tuple[float, str]] = field(default_factory=lambda: [(0.0, "other")] * SCOREBOARDS)
@@ -159,7 +161,7 @@ class _Warp:
 
 
 class Multiprocessor:
-    """blocks of `warps` warps, each of which runs through `code`, once or again and again.
+    """Simulates `blocks` blocks of `warps` warps. Each warp runs through `code`, once or repeatedly.
 
     offset: clocks by which each block starts after the one before; blocks do not run in step.
     """
@@ -181,14 +183,14 @@ class Multiprocessor:
         self.spent = dict.fromkeys(WAITS, 0.0)
 
     def run_once(self) -> float:
-        """Clocks until the last warp has issued its last instruction."""
+        """Returns the clocks until the last warp has issued its last instruction."""
         self.endless = False
         self._run(len(self.code) * len(self.warps))
         return self.now + 1
 
     def run(self, warm_up: int, passes: int) -> Steady:
-        """Counts `passes` passes, after others that are not counted. A pass is over when as many instructions were
-        issued as all warps have: which warp they are of does not matter."""
+        """Measures `passes` passes, after `warm_up` passes that are not counted. A pass ends when as many instructions
+        were issued as all warps together have in the code. It does not matter which warps issued them."""
         every = len(self.code) * len(self.warps)
         self._run(warm_up * every)
         begin, self.spent = self.now, dict.fromkeys(WAITS, 0.0)
@@ -298,5 +300,5 @@ def steady(code: Sequence[Instruction], warps: int, blocks: int, rates: Rates) -
 
 
 def once(code: Sequence[Instruction], warps: int, blocks: int, rates: Rates) -> float:
-    """Clocks of one pass of all blocks at the same time, from the start."""
+    """Returns the clocks of one pass through the code, with all blocks starting at the same time."""
     return Multiprocessor(code, warps, blocks, rates).run_once() if code else 0.0

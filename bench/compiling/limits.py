@@ -1,4 +1,4 @@
-"""What the gate allows: spilled bytes, and instructions per tensor-core instruction in the hot loop."""
+"""The limits of the gate: spilled bytes, and instructions per tensor-core instruction in the hot loop."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ def listed(**covered) -> SpillLimit:
     return SpillLimit(LISTED, in_loops=LISTED, **covered)
 
 
-# Position maps: every row's own cos and sin, of two rotations between bands, beside the accumulators. By kernel and
-# architecture, for head_dim 64 and 128 of Self-Extend and dual chunk attention. All of it is outside the hot loop, and
-# outside the tile loops except for MAP_SPILLS_IN_LOOPS (edge tiles).
+# Spill limits of schemes with position maps, Self-Extend and dual chunk attention, by kernel and architecture, for
+# head_dim 64 and 128. Between two bands these kernels hold cos and sin of two rotations for every row, besides the
+# accumulators. All spills are outside the hot loop. Only MAP_SPILLS_IN_LOOPS are in tile loops (edge tiles).
 MAP_SPILLS = {
     ("attention_forward", 80): ((36, 0), (60, 0)),
     ("attention_forward", 90): ((0, 80), (0, 44)),
@@ -76,7 +76,7 @@ MAP_LIMITS = tuple(
     for head_dim, spill in zip((64, 128), spills, strict=True)
 )
 
-# The tiles were chosen with Triton 3.6; 3.9 spills more beside the same accumulators, outside the inner loops.
+# The tiles were chosen with Triton 3.6. With the same accumulators, 3.9 spills more, outside the inner loops.
 NEWEST = (
     SpillLimit(24, "attention_grad_kv", 80, head_dim=64, scheme="rope", triton="3.9"),
     SpillLimit(84, "attention_grad_kv", 80, head_dim=64, scheme="rerope", triton="3.9"),
@@ -93,8 +93,8 @@ NEWEST = (
     SpillLimit(20, "attention_decode", 90, head_dim=128, scheme="rerope paged", triton="3.9"),
 )
 
-# Spills of kernels over quantized caches, by the release of Triton. They lie outside the tile loops, except for edge
-# tiles of the forward in 3.9.
+# Spill limits of kernels over quantized caches, by release of Triton. The spills are outside the tile loops, except in
+# the edge tiles of the forward under 3.9.
 CODES = (
     SpillLimit(16, "attention_decode", 80, scheme="rerope paged int8", triton="3.6."),
     SpillLimit(4, "attention_decode", 90, scheme="rerope paged int4", triton="3.6."),
@@ -114,8 +114,8 @@ CODES = (
     *(listed(scheme=scheme.name) for scheme in QUANTIZED + QUANTIZED_CHUNKS),
 )
 
-# The targets beside sm_80, sm_86 and sm_90: what the gate compiles for them by default spills nothing on sm_120, gfx942
-# and gfx950 under 3.6. The other cases are listed. AMD's registers count as four bytes.
+# The targets other than sm_80, sm_86 and sm_90. On sm_120, gfx942 and gfx950 nothing may spill under 3.6 in the cases
+# that the gate compiles by default. The other cases are only listed. AMD's registers count as four bytes.
 OTHERS = (
     SpillLimit(20, "attention_forward", 100, head_dim=128, scheme="rerope", triton="3.6.", in_loops=8),
     SpillLimit(12, "attention_chunks", 100, head_dim=128, scheme="rerope paged chunk", triton="3.6."),
@@ -134,7 +134,7 @@ OTHERS = (
     *(listed(arch=arch) for arch in (*NEWER_TARGETS, *AMD)),
 )
 
-# The first match decides. Limited are one and two bands in half precision, head_dim 64 and 128, on sm_80 and sm_90.
+# The first match decides. One and two bands in 16-bit types, at head_dim 64 and 128 on sm_80 and sm_90, are limited.
 SPILL_LIMITS = (
     listed(head_dim=512, triton="3.9."),  # up to 36 bytes in the loops of sm_90 to sm_120
     *(SpillLimit(0, scheme=scheme.name) for scheme in PARTS),
@@ -145,14 +145,15 @@ SPILL_LIMITS = (
     *(SpillLimit(0, scheme=scheme.name, triton="3.6.") for scheme in VALUES),
     SpillLimit(0, "attention_forward", 90, head_dim=256, scheme="rope", triton="3.6."),
     SpillLimit(0, "attention_forward", scheme=UNALIGNED.name, triton="3.6."),
-    listed(above=128),  # few tiles of 256 channels hold their accumulators in 255 registers
+    listed(above=128),  # the accumulators of most tiles of 256 channels do not fit in 255 registers
     *(listed(head_dim=head_dim) for head_dim in (32, 96)),
     *(listed(scheme=scheme.name) for scheme in VARIANTS),
     listed(arch=86),
     listed(dtype="fp32"),
     *MAP_LIMITS,
     *NEWEST,
-    # Three products' accumulators, and with several bands their changes of frame: all of it outside the hot loop.
+    # The kernels below spill because they hold the accumulators of three products and, with several bands, change their
+    # rotated basis. All spills are outside the hot loop.
     SpillLimit(136, "attention_grad_kv", arch=90, head_dim=128, scheme="rope atomic", in_loops=16),
     SpillLimit(12, "attention_grad_kv", scheme="rope atomic"),
     SpillLimit(76, "attention_grad_kv", head_dim=64, scheme="rerope atomic"),
@@ -166,7 +167,7 @@ SPILL_LIMITS = (
         SpillLimit(16, "attention_decode", arch=80, head_dim=128, scheme=scheme)
         for scheme in ("rerope contiguous", "rerope partial", "dual-chunk paged")
     ),
-    # Outside the tile loops: page numbers and the queries' rotation beside an accumulator.
+    # The next spills are outside the tile loops: page numbers and the queries' rotation are held besides an accumulator.
     SpillLimit(8, "attention_chunks", arch=80, head_dim=64, scheme="rope paged chunk"),
     SpillLimit(112, "attention_chunks", arch=80, head_dim=64, scheme="rerope paged chunk"),
     SpillLimit(56, "attention_chunks", arch=80, head_dim=128, scheme="rerope paged chunk"),
@@ -174,7 +175,8 @@ SPILL_LIMITS = (
     SpillLimit(8, "attention_decode", arch=90, head_dim=128, scheme="rerope paged placed 256"),
     SpillLimit(28, "attention_chunks", arch=90, head_dim=64, scheme="rerope paged chunk", triton="3.9"),
     SpillLimit(64, "attention_grad_q", arch=90, head_dim=128, scheme="rerope", triton="3.9"),
-    # In the loops over edge tiles, which run once or twice for a band; a quarter fewer instructions in the inner loop.
+    # The next spills are in the loops over edge tiles, which run once or twice per band. In return, the inner loop has a
+    # quarter fewer instructions.
     SpillLimit(68, "attention_chunks", arch=90, head_dim=128, scheme="rope paged chunk", in_loops=56),
     SpillLimit(28, "attention_forward", arch=90, head_dim=128, in_loops=56),
     SpillLimit(28, "attention_chunks", arch=90, head_dim=128, in_loops=56),
@@ -187,13 +189,13 @@ def spill_limit(kernel: str, case: Case) -> SpillLimit:
 
 
 def _by_size(sm80: tuple[float, float], sm90: tuple[float, float]) -> dict[tuple[int, int], float]:
-    """{(architecture, head_dim): instructions}, given for head_dim 64 and 128."""
+    """Returns {(architecture, head_dim): instructions}. sm80, sm90: the figures for head_dim 64 and 128."""
     return {(80, 64): sm80[0], (80, 128): sm80[1], (90, 64): sm90[0], (90, 128): sm90[1]}
 
 
-# Instructions per HMMA (sm_80) or HGMMA (sm_90, whose size follows the tile's) in bf16, by kernel and scheme. Kernels
-# not listed are not limited. Each limit is a little above what today's compilers give. A release that schedules
-# differently passes; a lost vector load, a mask in the inner loop or a rotation there does not.
+# Instructions per HMMA (sm_80) or HGMMA (sm_90; its size follows from the tile) in bf16, by kernel and scheme. Kernels
+# that are not listed have no limit. Each limit is a little above the figure of today's compilers. So a compiler that
+# schedules differently passes, but a lost vector load, a mask or a rotation in the inner loop does not.
 INSTRUCTION_LIMITS = {
     ("attention_forward", "rope"): _by_size((5.2, 4.6), (39, 33.5)),
     ("attention_forward", "rerope"): _by_size((5.2, 4.1), (39, 33.5)),

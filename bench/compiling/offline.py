@@ -32,7 +32,7 @@ from .architectures import SHARED, target
 
 
 class OfflineDriver:
-    """What triton.runtime asks of a driver until it loads a kernel onto a device."""
+    """Implements what triton.runtime needs from a driver before it loads a kernel onto a device."""
 
     def __init__(self, arch: int | str):
         self.target = target(arch)
@@ -51,8 +51,8 @@ class OfflineDriver:
 
 
 class AbsentDevice(OfflineDriver):
-    """The driver, and its utils, of a device that is not present: Triton checks its limits, and launches go to
-    launcher_cls(source, metadata)."""
+    """Implements the driver, and its utils, of a device that is not present. Triton checks the device's limits, and
+    launches go to launcher_cls(source, metadata)."""
 
     def __init__(self, arch: int | str, launcher_cls: Callable):
         super().__init__(arch)
@@ -151,7 +151,7 @@ class Measured:
 
 
 def tool(name: str) -> str | None:
-    """Path of a program in Triton's package, or the one that TRITON_<NAME>_PATH names. None if it is missing."""
+    """Returns the path of a program in Triton's package, or the path in TRITON_<NAME>_PATH. None if it is missing."""
     try:
         return getattr(knobs.nvidia, name).path
     except RuntimeError:  # Triton's "Cannot find ..."
@@ -163,10 +163,10 @@ def missing_tools() -> list[str]:
 
 
 def measure(compiled) -> Measured | amdgcn.Measured:
-    """Registers, spills and the hot loop of what Triton's ``warmup`` returned.
+    """Returns registers, spills and the hot loop of a kernel that Triton's ``warmup`` returned.
 
-    Registers come from cuobjdump. Spills come from the disassembly: the sum of its local-memory widths is the number
-    that ``ptxas -v`` prints. If one of the two programs is missing, both come from ptxas.
+    Registers come from cuobjdump. Spills come from the disassembly: the summed widths of its local-memory instructions
+    are the number that ``ptxas -v`` prints. If cuobjdump or nvdisasm is missing, both figures come from ptxas.
     """
     if "amdgcn" in compiled.asm:
         return amdgcn.measure(compiled)

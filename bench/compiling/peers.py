@@ -1,13 +1,14 @@
-"""Machine code of FlashAttention-2 beside that of our kernels. Needs no GPU, and nothing of theirs is kept but figures.
+"""Compares the machine code of FlashAttention-2 with that of our kernels. Needs no GPU, and keeps only figures of
+theirs.
 
     pip download --no-deps torch==2.14.1      # a wheel with CUDA
     python -m bench peers torch-2.14.1-cp311-cp311-manylinux_2_28_x86_64.whl [--csv PATH]
 
-Also reads a libtorch_cuda.so, or the .so of the flash-attn package. The kernels read are the ones that FlashAttention's
-launch templates take for bf16, causal, no dropout, lengths that are multiples of the tile. Their shared memory, which
-the host asks for, is computed from the tile as their kernel_traits.h does. Ours: RoPE, causal, bf16. The figures are
-for the tile loop with the fewest instructions per product. A product is 16x8x16 of one warp: one HMMA, or N / 8 for
-HGMMA.64xNx16.
+Also reads a libtorch_cuda.so, or the .so of the flash-attn package. The kernels are the ones that FlashAttention's launch
+templates choose for bf16, causal, no dropout, and lengths that are multiples of the tile. The host requests their
+shared memory; it is computed from the tile as in their kernel_traits.h. Our kernels are those for RoPE, causal, bf16.
+The figures are for the tile loop with the fewest instructions per product. A product is 16x8x16 of one warp: one HMMA,
+or N / 8 for HGMMA.64xNx16.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class Peer(NamedTuple):
 
     @property
     def products(self) -> float:
-        """HMMA 16x8x16 that a tile of scores needs."""
+        """Returns how many HMMA 16x8x16 a tile of scores needs."""
         count = 2 if self.step == "forward" else 5
         return count * self.block_m * self.block_n * self.head_dim / predict.MULTIPLY_ADDS
 
@@ -91,7 +92,7 @@ def _flags(causal: int, even: int, count: int) -> str:
 
 
 def library(path: Path, folder: Path) -> tuple[Path, str]:
-    """Returns (the shared library, what to call it). That of a wheel is extracted to the folder."""
+    """Returns (the shared library, its name in the tables). The library of a wheel is extracted to the folder."""
     if path.suffix != ".whl":
         return path, path.stem
     name, version = path.name.split("-")[:2]
@@ -103,7 +104,7 @@ def library(path: Path, folder: Path) -> tuple[Path, str]:
 
 
 def cubins(path: Path, arch: int, folder: Path) -> Iterator[bytes]:
-    """The cubins of one architecture that hold FlashAttention-2 kernels."""
+    """Returns the cubins of one architecture that have FlashAttention-2 kernels."""
     if path.suffix == ".cubin":
         yield path.read_bytes()
         return
@@ -118,13 +119,13 @@ def cubins(path: Path, arch: int, folder: Path) -> Iterator[bytes]:
 
 
 def sections(text: str) -> dict[str, str]:
-    """{symbol: its part} of an output of ``nvdisasm -c``."""
+    """Returns {symbol: its section} for an output of ``nvdisasm -c``."""
     parts = re.split(r"^//-+ \.text\.(\S+) -+\n", text, flags=re.MULTILINE)
     return dict(zip(parts[1::2], parts[2::2], strict=True))
 
 
 def functions(cubin: bytes) -> dict[str, tuple[int, sass.Listing]]:
-    """{symbol: (registers, listing)}."""
+    """Returns {symbol: (registers, listing)}."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -142,7 +143,7 @@ def functions(cubin: bytes) -> dict[str, tuple[int, sass.Listing]]:
 
 def attention_loop(listing: sass.Listing) -> Counter:
     """Returns the loop over tiles with the fewest instructions per product. One pass of it has products and
-    exponentials, which tells it from loops within or across a product."""
+    exponentials, unlike loops inside or across a product."""
     mixes = [sass.mix(listing.opcodes[first : last + 1]) for first, last in listing.loops]
     whole = [counts for counts in mixes if counts["products"] and counts["mufu"]]
     return min(whole, key=lambda counts: counts["total"] / counts["products"])
@@ -171,7 +172,7 @@ def figures(
 
 
 def found_in(path: Path, arch: int) -> Iterator[tuple[Peer, int, sass.Listing]]:
-    """(kernel, registers, listing) of FlashAttention-2's kernels in a library. Exits where one is absent."""
+    """Returns (kernel, registers, listing) of FlashAttention-2's kernels in a library. Exits if a kernel is absent."""
     wanted, seen = peers(), 0
     with tempfile.TemporaryDirectory() as folder:
         for cubin in cubins(path, arch, Path(folder)):

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 # The first match decides. HMMA is a 16x8x16 product of one warp, HGMMA a 64xNx16 product of one warp group, UTCHMMA
-# (sm_100) a product of a whole block. In lower case: AMD's, as ``amdgcn`` reads them.
+# (sm_100) a product of a whole block. The patterns in lower case are for AMD's assembly (``amdgcn``).
 CLASSES = {
     "mma": r"HMMA|HGMMA|UTCHMMA|v_mfma",
     "mufu": r"MUFU|v_(?:exp|log|rcp|rsq|sqrt|sin|cos)_",
@@ -77,8 +77,9 @@ def classify(opcode: str) -> str:
 
 
 def mix(opcodes: Sequence[str]) -> Counter:
-    """Instructions per class of CLASSES; "global 16 B", those of "global" that move 16 bytes per thread; "products",
-    the tensor-core work in products 16x8x16 of one warp; and "total", without NOPs."""
+    """Returns the instructions per class of CLASSES, and three more counts. "global 16 B": those of "global" that move
+    16 bytes per thread. "products": the tensor-core work, in products 16x8x16 of one warp. "total": all without
+    NOPs."""
     counts = Counter(classify(opcode) for opcode in opcodes)
     counts += Counter("global 16 B" for opcode in opcodes if classify(opcode) == "global" and _width(opcode) == 16)
     counts["products"] = sum(map(_products, opcodes))
@@ -106,7 +107,7 @@ def tile_loops(listing: Listing) -> list[Counter]:
 
 
 def hot_loop(listing: Listing) -> Counter | None:
-    """The tile loop with the fewest instructions per product: the one over inner tiles, which need no mask."""
+    """Returns the tile loop with the fewest instructions per product: the loop over inner tiles, which need no mask."""
     return min(tile_loops(listing), key=lambda counts: counts["total"] / counts["mma"], default=None)
 
 
@@ -119,8 +120,8 @@ def local_bytes(listing: Listing) -> tuple[int, int]:
 
 
 def local_bytes_in_loops(listing: Listing) -> int:
-    """Bytes of local memory that a thread stores and loads in the tile loops, once through each of them. Only these are
-    paid for again and again."""
+    """Returns the bytes of local memory that a thread stores and loads in one pass through each tile loop. Only these
+    cost time in every pass."""
     return sum(
         _local_bytes(listing.opcodes[first : last + 1], "STL", "LDL", "scratch_")
         for first, last in tile_bounds(listing)
@@ -132,14 +133,16 @@ def _local_bytes(opcodes: Sequence[str], *names: str) -> int:
 
 
 def _products(opcode: str) -> float:
-    """HMMA.16816 is 1, HMMA.1688 half of it; a warp's quarter of HGMMA.64xNx16 is N / 8."""
+    """Returns the products in one instruction: HMMA.16816 is 1, HMMA.1688 is 1/2, and a warp's quarter of HGMMA.64xNx16
+    is N / 8."""
     if wide := re.match(r"HGMMA\.64x(\d+)x16\b", opcode):
         return int(wide[1]) / 8
     return {"16816": 1.0, "1688": 0.5}.get(opcode.split(".")[1], 0.0) if opcode.startswith("HMMA.") else 0.0
 
 
 def _width(opcode: str) -> int:
-    """Bytes that one thread moves: STL is 4, STL.64 is 8, LDL.LU.128 is 16, STL.U8 is 1; global_load_dwordx4 is 16."""
+    """Returns the bytes that one thread moves: STL is 4, STL.64 is 8, LDL.LU.128 is 16, STL.U8 is 1, and
+    global_load_dwordx4 is 16."""
     if amd := re.search(r"_(dword|short|byte|ushort|ubyte|sbyte)(?:x(\d))?(?:_d16\w*)?$", opcode):
         return {"dword": 4, "short": 2, "ushort": 2}.get(amd[1], 1) * int(amd[2] or 1)
     size = re.search(r"\.[US]?(8|16|64|128)\b", opcode)

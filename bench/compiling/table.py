@@ -1,4 +1,4 @@
-"""Aligned columns on a terminal."""
+"""Prints aligned columns on a terminal."""
 
 from __future__ import annotations
 

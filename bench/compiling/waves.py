@@ -1,4 +1,4 @@
-"""From the clocks of a block to the time of a call: blocks are handed to the multiprocessors in the order of launch."""
+"""Computes the time of a call from the clocks of its blocks. Multiprocessors take the blocks in the order of launch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ class Problem:
 
     @property
     def flops(self) -> float:
-        """Returns the forward's, as FlashAttention's authors count them. The backward has 2.5 times as many."""
+        """Returns the operations of the forward, as FlashAttention's authors count them. The backward has 2.5 times as
+        many."""
         return 2 * self.batch * self.heads * self.seqlen**2 * self.head_dim
 
     @property
@@ -58,13 +59,14 @@ def copy_seconds(device: Device, nbytes: float) -> float:
 
 
 def _edges(block_m: int, block_n: int, window: int) -> int:
-    """Tiles on the diagonal of a row of tiles, and on that of the window."""
+    """Returns how many tiles of a row of tiles lie on the diagonal, and how many on the window's edge."""
     diagonal = max(1, -(-block_m // block_n))
     return diagonal + (diagonal + 1 if window else 0)
 
 
 def query_tile_lengths(block: Block, problem: Problem, block_m: int, block_n: int) -> list[float]:
-    """Clocks of the blocks that have a tile of queries each, the shortest first: they visit all keys before them."""
+    """Returns the clocks of blocks with a tile of queries each, the shortest first. They visit all keys before their
+    queries."""
     lengths = []
     for first in range(0, problem.seqlen, block_m):
         tiles = -(-min(first + block_m, problem.seqlen) // block_n)
@@ -74,7 +76,8 @@ def query_tile_lengths(block: Block, problem: Problem, block_m: int, block_n: in
 
 
 def key_tile_lengths(block: Block, problem: Problem, block_m: int, block_n: int) -> list[float]:
-    """Clocks of the blocks that have a tile of keys each, the longest first: they visit all queries behind them."""
+    """Returns the clocks of blocks with a tile of keys each, the longest first. They visit all queries after their
+    keys."""
     lengths = []
     for first in range(0, problem.seqlen, block_n):
         tiles = -(-problem.seqlen // block_m) - first // block_m
@@ -84,5 +87,5 @@ def key_tile_lengths(block: Block, problem: Problem, block_m: int, block_n: int)
 
 
 def tflops(problem: Problem, factor: float, times: Iterable[float]) -> float:
-    """factor: 1 for the forward, 2.5 for the backward, 3.5 for both."""
+    """Returns TFLOP/s. factor: 1 for the forward, 2.5 for the backward, 3.5 for both."""
     return factor * problem.flops / sum(times) / 1e12

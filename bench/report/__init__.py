@@ -1,1 +1,1 @@
-"""What is kept of a run, and what is drawn from it."""
+"""The records of a run, and the figures drawn from them."""

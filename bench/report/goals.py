@@ -1,8 +1,8 @@
 """Performance goals on GPUs: ratios of times in one run, or a share of a measured ceiling.
 
 A ratio above 1 means that flashrope is faster; its time includes the rotation. Goals are for bf16, head_dim 128,
-causal, seqlen 2048 and above, unless they say otherwise. The figure of a goal is the worst over the lengths it covers;
-its aim may depend on the length. A goal without a measurement is listed as not run.
+causal, seqlen 2048 and above, unless they say otherwise. The figure of a goal is the worst over the lengths that it
+covers. Its aim may depend on the length. A goal without a measurement is listed as not run.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .records import Record, Run
 
 @dataclasses.dataclass(frozen=True)
 class Goal:
-    """The ratio of the peer's time to ours; without a peer, the share of its ceiling that ours reaches.
+    """A goal for the ratio of the peer's time to ours; without a peer, for the share of the ceiling that ours reaches.
 
     aim: one figure, or {length: figure from there on}.
     """

@@ -1,4 +1,4 @@
-"""Where the results of a run go. They are printed; files are written only with --out or --publish."""
+"""Decides where the results of a run go. They are printed; files are written only with --out or --publish."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def add_output_options(p: argparse.ArgumentParser) -> None:
 
 
 def output_folder(options: argparse.Namespace) -> Path | None:
-    """Returns the folder that the device's folder goes to; None if nothing is written."""
+    """Returns the folder that will contain the device's folder, or None if nothing is written."""
     return RESULTS if options.publish else options.out
 
 

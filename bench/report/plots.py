@@ -10,7 +10,8 @@ from flashrope.cli.figure import new_figure, save
 
 from .records import Record, Run
 
-# Okabe and Ito's palette for the peers. flashrope's lines are black and thick, so they stand out in greyscale too.
+# The peers have the colours of Okabe and Ito. flashrope's lines are black and thick, so they stand out in greyscale
+# too.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#888888", "#8C510A", "#5E3C99", "#01665E")
 MARKERS = "os^Dv<>pPX"
 CEILINGS = {"product_tflops": "large product", "copy_gbs": "copy, read and written", "read_gbs": "read-only probe"}
@@ -232,8 +233,8 @@ def _ratio_axis(axes) -> None:
 
 
 def _decades(axes) -> None:
-    """Makes the axis logarithmic, with plain numbers at 1, 2 and 5 of each decade, or only at its start if there are
-    many."""
+    """Makes the axis logarithmic, with plain numbers at 1, 2 and 5 of each decade. If there are many decades, only
+    their starts have numbers."""
     from matplotlib.ticker import LogLocator, NullLocator
 
     axes.set_yscale("log")

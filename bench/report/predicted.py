@@ -87,7 +87,8 @@ def _validated(folder: Path, table) -> list[str]:
 
 
 def section(folder: Path, table) -> list[str]:
-    """Lines of Markdown. table: makes those of a table from a heading, rows and the number of left columns."""
+    """Returns the lines of Markdown. table: a function that returns the lines of a table, given a heading, the rows and
+    the number of left-aligned columns."""
     rows, loops = read(folder / FOLDER / DEVICE), read(folder / FOLDER / LOOPS)
     cached = read(folder / FOLDER / DECODING)
     versions = f"revision {rows[0]['revision']}, Triton {rows[0]['triton']}"

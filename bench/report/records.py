@@ -64,7 +64,7 @@ class Run:
 
     @property
     def shown_command(self) -> str:
-        """Returns the command without where it wrote to and its note."""
+        """Returns the command without its output folder and its note."""
         words = without_output_options(shlex.split(self.argv))
         if "--note" in words:
             del words[words.index("--note") : words.index("--note") + 2]

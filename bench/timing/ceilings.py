@@ -1,4 +1,5 @@
-"""What the device reaches: a large matrix product, a copy, and a read. Results are shown as a share of these.
+"""Measures what the device reaches: in a large matrix product, a copy, and a read. Results are shown as shares of
+these.
 
 python -m bench ceilings [--device cuda] [--dtype bf16]
 """
@@ -17,11 +18,11 @@ from .timer import Spread, Timer, rounds
 
 @lru_cache(maxsize=8)
 def ceilings(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
-    """Measured once per process.
+    """Measures the ceilings, once per process.
 
     Returns:
-        product_tflops: a large matrix product of random numbers. copy_gbs: bytes read and written by a copy.
-        read_gbs: bytes read by a kernel that writes next to nothing.
+        product_tflops: TFLOP/s of a large matrix product of random numbers. copy_gbs: GB/s that a copy reads and
+            writes. read_gbs: GB/s of a kernel that reads and writes next to nothing.
     """
     gpu, timer = device.type == "cuda", Timer(device)
     size = 8192 if gpu else 2048

@@ -11,8 +11,8 @@ from flashrope import attention
 from .contestants import Contestant
 from .problem import Problem
 
-# |result - exact| / |exact|, in Euclidean norms. Correct contestants reach about a tenth of it, even if they round
-# after every operator.
+# Bound of |result - exact| / |exact|, in Euclidean norms. Correct contestants reach about a tenth of the bound, even if
+# they round after every operator.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 SEQLEN, WINDOW = 320, 96  # neither a multiple of a tile's 128 rows
 TRAIN_LENGTH = 64  # HoPE's: it leaves pairs unrotated whose angle is noticeable within SEQLEN

@@ -1,7 +1,8 @@
 """The ways to compute attention that are compared.
 
-A contestant names the scheme it computes, so that it can be checked against the float64 reference. It prepares a call
-(q, k, v) -> out for one problem. Tables, masks and compilation are outside the measured time; the rotation is inside.
+A contestant names the scheme that it computes, so that its result can be checked against the float64 reference. It
+prepares a call (q, k, v) -> out for one problem. The measured time includes the rotation, but not tables, masks and
+compilation.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ def rotate_half(x):
 
 
 def full_table(rotary: Rotary, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns cos and sin (seqlen, 1, head_dim), each half twice, in the dtype of q and k: as models keep them."""
+    """Returns cos and sin (seqlen, 1, head_dim) with their halves repeated, in the dtype of q and k, as models store
+    them."""
     return tuple(torch.cat((x, x), -1).to(dtype)[:, None] for x in cos_sin(rotary, positions))
 
 
@@ -85,14 +87,14 @@ def _rotated(cos, sin, *tensors):
 
 
 def compiled(problem: Problem, at: torch.Tensor | None = None):
-    """Returns the same as one compiled function of all tensors."""
+    """Returns the rotation of ``eager`` as one compiled function of all tensors."""
     torch.compiler.reset()  # torch refuses to compile a function for more than a few shapes
     cos, sin = full_table(problem.rope(), positions(problem) if at is None else at, problem.dtype)
     return partial(torch.compile(_rotated, dynamic=False, fullgraph=True), cos, sin)
 
 
 def fused(problem: Problem, at: torch.Tensor | None = None, in_place: bool = False):
-    """Returns the same as one launch of ``fused_rope``."""
+    """Returns the rotation of ``eager`` as one launch of ``fused_rope``."""
     if problem.device.type != "cuda":
         raise Unavailable("Triton kernels need a CUDA device")
     from .fused_rope import rotate
@@ -135,7 +137,7 @@ def sdpa(which: str, problem: Problem):
 
 
 def upstream(module: str, problem: Problem):
-    """flash-attn from its own package: version 2 (flash_attn) or 3 (flash_attn_interface)."""
+    """Returns the call of flash-attn from its own package: version 2 (flash_attn) or 3 (flash_attn_interface)."""
     try:
         function = import_module(module).flash_attn_func
     except ImportError as error:
@@ -155,7 +157,7 @@ def _block_mask(problem: Problem, mask):
 
 
 def _distance_mask(problem: Problem, inside: Callable):
-    """inside(i - j), with causality if the problem is causal."""
+    """Returns the mask of the pairs with inside(i - j), and with j <= i if the problem is causal."""
 
     def mask(b, h, i, j):
         return (i >= j) & inside(i - j) if problem.causal else inside(i - j)
@@ -211,7 +213,7 @@ def flex_two_passes(problem: Problem):
 
 
 def dense(problem: Problem):
-    """Computes ReRoPE as in its author's code: both score matrices in full, then a choice between them."""
+    """Computes ReRoPE as in its author's code: both score matrices in full, then a choice between the two."""
     window = problem.window
     near = eager(problem)
     ahead, behind = (eager(problem, torch.full((1,), float(at), device=problem.device)) for at in (window, -window))
@@ -256,7 +258,7 @@ KERNELS = {
 
 
 def prefill_hope(device: torch.device) -> list[Contestant]:
-    """Attention without position encoding, the same after RoPE, and flashrope."""
+    """Returns the contestants: attention without position encoding, the same after RoPE, and flashrope."""
     chosen = [Contestant(name, Problem.none, attend) for name, attend in KERNELS.items()]
     for encoding in (best_rope(device), "eager RoPE"):
         chosen += [

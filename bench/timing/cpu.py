@@ -5,14 +5,14 @@
                         [--out DIR] [--publish] [--note TEXT]
 
 SDPA gets the tensors in its own best layout, heads first in memory. flashrope is timed twice: composed of PyTorch's
-kernels, and with the compiled kernels, where the installation has them. A round times every contestant once, so that
-all of them see the same state of the machine. A row shows the median and the quartiles over the rounds, and the median
-of (its time) / (time of its base in the same round). --check exits with 1 if a goal is missed. --grid adds every window
-and length; --lengths the tables that the chart by length needs; --busy adds decoding beside another process that
-computes; --training adds training steps of a small model. The speed of the forward pass in bfloat16 is also shown as a
-share of the speed of PyTorch's product of two matrices of 1024 x 1024. --target takes the compiled kernels of another
-target; for x86-64-v3, SDPA is held to AVX2 by ATEN_CPU_CAPABILITY=avx2 and MKL_ENABLE_INSTRUCTIONS=AVX2 in the
-environment.
+kernels, and with the compiled kernels, if the installation has them. A round times every contestant once, so that all
+contestants see the same state of the machine. A row shows the median and the quartiles over the rounds, and the median
+of (its time) / (time of its base in the same round). The speed of the forward pass in bfloat16 is also shown as a
+fraction of the speed of PyTorch's product of two 1024 x 1024 matrices. --check exits with 1 if a goal is missed. --grid
+adds every window and length. --lengths adds the tables that the chart by length needs. --busy adds decoding while
+another process computes. --training adds training steps of a small model. --target uses the compiled kernels of another
+target. For x86-64-v3, set ATEN_CPU_CAPABILITY=avx2 and MKL_ENABLE_INSTRUCTIONS=AVX2 in the environment, so that SDPA
+uses only AVX2 too.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ GRID_SEQLENS, GRID_WINDOWS = (2048, 4096, 8192, 16384), (128, 256, 512, 1024, 20
 CACHE_SEQLENS = (32768, 2048)
 CHUNK = 512  # queries of a chunk of prefill over a quantized cache
 BACKWARD_SEQLEN = 4096  # at most
-# of the expected time: what a product takes beside one in a forward pass of SDPA
+# For the expected time: the cost of a multiply-add relative to one in a forward pass of SDPA.
 BACKWARD_COST = 3.6  # forward and backward together
 DECODING_COST = 40  # a step reads the whole cache for one query
 LENGTHS, DENSE_SEQLEN = (512, 1024, 2048, 4096, 8192, 16384, 32768), 2048  # two dense matrices up to this one
@@ -153,7 +153,7 @@ GOALS = (
 
 
 class Bench:
-    """Measures tables, prints them, and keeps the ratios of all contestants to their bases as figures."""
+    """Measures tables, prints them, and stores the ratio of every contestant to its base as a figure."""
 
     def __init__(self, options, run: Run, kernels):
         self.options, self.run, self.kernels = options, run, kernels
@@ -165,7 +165,7 @@ class Bench:
         return Problem(*sizes, window=window, train_length=512).replace(**changes)
 
     def measure(self, title: str, chosen: list[Entry], p: Problem, share: float, backward: bool = False) -> None:
-        """share: of the time that the user gives to all tables. A table that was measured is left out."""
+        """Measures a table, unless it was measured before. share: of the time that the user gives to all tables."""
         if any(record.table == title for record in self.run.records):
             return
         problems = [p.replace(dtype=each.dtype or p.dtype) for each in chosen]
@@ -201,7 +201,7 @@ class Bench:
             )
 
     def forward(self, seqlen: int, window: int, share: float, schemes=("ReRoPE",), peers=0, dtype=torch.float32):
-        """peers: how many of ``peer_entries``."""
+        """Measures the forward. peers: how many of ``peer_entries`` to include."""
         title = f"forward, seqlen {seqlen}, window {window}" + (", bfloat16" if dtype is torch.bfloat16 else "")
         chosen = forward_entries(self.kernels, schemes, dtype is torch.bfloat16) + peer_entries()[:peers]
         self.measure(title, chosen, self.problem(seqlen, window, dtype=dtype), share)
@@ -219,14 +219,14 @@ class Bench:
         self.measure(title + (BUSY if busy else ""), chosen, p, share)
 
     def maps(self, seqlen: int, window: int, keys: int, share: float) -> None:
-        """Schemes that map positions: prefill and decoding."""
+        """Measures schemes that map positions, in prefill and decoding."""
         prefill, decoding = self.problem(seqlen, window), self.problem(keys, window, decoding=True)
         title = f"forward, seqlen {seqlen}, window {window}, maps"
         self.measure(title, map_entries(self.kernels, False), prefill, share)
         self.measure(f"decoding, {keys} keys, maps", map_entries(self.kernels, True), decoding, share)
 
     def cache_types(self, keys: int, seqlen: int, share: float) -> None:
-        """Times quantized caches beside others: decoding, and a chunk of prefill. Compiled kernels only."""
+        """Measures quantized and other caches, in decoding and in a chunk of prefill. Only with compiled kernels."""
         if self.kernels is None:
             return
         window = min(self.options.window, keys // 4)
@@ -279,7 +279,7 @@ class Bench:
             )
 
     def busy(self) -> None:
-        """Measures decoding beside one process that computes: how much each contestant's ratio to SDPA grows."""
+        """Measures decoding while another process computes: how much each contestant's ratio to SDPA grows."""
         neighbor = multiprocessing.get_context("spawn").Process(target=compute_forever, daemon=True)
         neighbor.start()
         try:
@@ -295,7 +295,7 @@ class Bench:
                 print(f"{keys} keys, {kind:<10}{loud:>8.2f} / {quiet:.2f} = {loud / quiet:.2f}")
 
     def training(self) -> None:
-        """Steps of the model of ``flashrope demo``, with and without this package."""
+        """Measures training steps of the model of ``flashrope demo``, with and without this package."""
         for batch, seqlen in SIZES:
             p = training_problem(batch, seqlen)
             chosen, title = training_entries(self.kernels), f"training steps, batch {batch}, seqlen {seqlen}"
@@ -403,7 +403,8 @@ def sdpa_rate(heads: int, head_dim: int, seqlen: int) -> float:
 
 
 def expected_time(plan: Plan, rate: float) -> str:
-    """What a run takes at least: its rounds. Compiling, checks and the measurement of memory are not known before."""
+    """Returns a lower bound on the time of a run: the time of its rounds. The times of compiling, of checks and of
+    memory measurements are not known in advance."""
     return (
         f"expected time: {duration(plan.seconds(rate))} for {len(plan.planned)} tables; "
         "checks, compiling and memory take about as long again"

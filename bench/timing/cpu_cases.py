@@ -1,7 +1,8 @@
-"""What ``python -m bench cpu`` compares: SDPA, the CPU backend composed of PyTorch's kernels, and its compiled kernels.
+"""The contestants of ``python -m bench cpu``: SDPA, the CPU backend composed of PyTorch's kernels, and its compiled
+kernels.
 
-Each gets its tensors in the layout that suits it best. SDPA reads tensors whose heads come first in memory, which is
-what ``KVCache`` stores; attention reads q, k and v as a model's projections leave them.
+Each contestant gets its tensors in the layout that suits it best. SDPA reads tensors whose heads come first in memory,
+the layout of ``KVCache``. attention reads q, k and v in the layout that a model's projections produce.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Entry(NamedTuple):
     base: str  # the entry that its ratio refers to
     contestant: Contestant
     arrange: Callable[[torch.Tensor], torch.Tensor]  # from rows first in memory to the layout that it reads
-    dtype: torch.dtype | None = None  # of its tensors, where it is not that of the table
+    dtype: torch.dtype | None = None  # of its tensors; None: the table's
 
 
 def compiled_kernels(target: str | None = None) -> library.Library | None:
@@ -47,12 +48,12 @@ def rows_first(x: torch.Tensor) -> torch.Tensor:
 
 
 def heads_first(x: torch.Tensor) -> torch.Tensor:
-    """Returns the same tensor, whose heads come first in memory."""
+    """Returns a tensor with the same shape and values whose heads come first in memory."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def with_kernels(kernels: library.Library | None, prepare: Callable, problem: Problem) -> Callable:
-    """Returns the call of `prepare` with these compiled kernels, or without any."""
+    """Returns the call that `prepare` makes. It runs with these compiled kernels, or without compiled kernels."""
     call = prepare(problem)
 
     def run(*tensors):
@@ -63,7 +64,7 @@ def with_kernels(kernels: library.Library | None, prepare: Callable, problem: Pr
 
 
 class Stored(NamedTuple):
-    """How a cache keeps keys and values: heads first in memory, contiguous or over pages in random order."""
+    """How a cache stores keys and values: heads first in memory, contiguous or in pages in random order."""
 
     scheme: Callable[[Problem], Rotary]
     paged: bool = False
@@ -72,7 +73,7 @@ class Stored(NamedTuple):
     queries: int = 1  # how many of the problem's last queries attend
 
     def rows(self, k: torch.Tensor, v: torch.Tensor, rotary: Rotary) -> list[torch.Tensor]:
-        """Returns what the cache stores of k and v, rows first: k and v, or their quantized values and their scales."""
+        """Returns the contents of the cache, rows first: k and v, or their quantized values and their scales."""
         k = rotate(k, rotary) if self.rotated_keys else k
         if self.cache_dtype is None:
             return [k, v]
@@ -84,7 +85,7 @@ class Stored(NamedTuple):
 
 
 def over_cache(stored: Stored, problem: Problem) -> Callable:
-    """attention_with_cache over a cache that the first, untimed call fills."""
+    """Returns a call of attention_with_cache. The first, untimed call fills the cache."""
     rotary, filled = stored.scheme(problem), {}
     options = {"rotated_keys": stored.rotated_keys, "impl": "cpu"}
     place = heads_first
@@ -128,7 +129,7 @@ def self_extend(problem: Problem) -> Rotary:
 
 
 def dual_chunk(problem: Problem) -> Rotary:
-    """Chunks of about a window, in whole tiles."""
+    """Returns dual chunk attention with chunks of about a window, in whole tiles."""
     chunk = max(problem.window // 128, 1) * 128
     return problem.rope().dual_chunk(chunk + 64, 64)
 
@@ -163,7 +164,7 @@ def entry(
 
 
 def forward_entries(kernels, schemes: tuple[str, ...] = ("ReRoPE",), half: bool = False) -> list[Entry]:
-    """SDPA and the schemes. half: in a type below float32, and compiled in float32 too."""
+    """Returns SDPA and the schemes. half: a 16-bit type; the compiled kernels then also run in float32."""
     found = [entry(SDPA, SDPA, Problem.none, KERNELS["SDPA flash"], arrange=heads_first)]
     for scheme in schemes:
         prepare = partial(own, SCHEMES[scheme])
@@ -176,7 +177,7 @@ def forward_entries(kernels, schemes: tuple[str, ...] = ("ReRoPE",), half: bool 
 
 
 def map_entries(kernels, decoding: bool) -> list[Entry]:
-    """Schemes that map positions, and RoPE."""
+    """Returns the schemes that map positions, and RoPE."""
     found = []
     for kind, library_ in of_kernels(kernels).items():
         for scheme in ("RoPE", *MAPS):
@@ -188,7 +189,7 @@ def map_entries(kernels, decoding: bool) -> list[Entry]:
 
 
 def peer_entries() -> list[Entry]:
-    """Returns what users have without flashrope."""
+    """Returns the alternatives that users have without flashrope."""
     rope = [
         entry(f"{encoding} + SDPA", SDPA, Problem.rope, partial(with_rope, encoding, KERNELS["SDPA flash"]))
         for encoding in ("eager RoPE", "compiled RoPE")
@@ -206,8 +207,8 @@ def training_entries(kernels) -> list[Entry]:
 
 
 def decoding_entries(kernels, half: bool = False) -> list[Entry]:
-    """One token over a cache of raw keys, or as in ReRoPE's author's code, which rotates the cache at every step: in
-    eager PyTorch, or compiled.
+    """Returns contestants that decode one token over a cache of raw keys, and the code of ReRoPE's author, which
+    rotates the cache at every step, in eager PyTorch and compiled.
 
     half: as in ``forward_entries``.
     """
@@ -257,7 +258,7 @@ def quantized_entries(kernels, queries: int = 1) -> list[Entry]:
 
 
 def for_check(each: Entry) -> Contestant:
-    """Returns the contestant with its tensors arranged in the call, as ``check`` gives them rows first."""
+    """Returns the contestant with a call that arranges its tensors, because ``check`` passes them rows first."""
 
     def prepare(problem: Problem) -> Callable:
         call = each.contestant.prepare(problem)

@@ -1,4 +1,4 @@
-"""Host time of short calls on the CPU: what flashrope takes beyond PyTorch's operators."""
+"""Measures the host time of short calls on the CPU: how much longer flashrope takes than PyTorch's operators."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WARM_UP_BLOCKS = 5
 
 
 def host_calls(heads: int, head_dim: int) -> dict[str, Callable]:
-    """Returns calls of one query at seqlen 1, and of one with 16 keys in a cache: PyTorch's operators, SDPA and
+    """Returns calls with one query, at seqlen 1 and over 16 keys in a cache: PyTorch's operators, SDPA and
     flashrope."""
     q, k, v = (torch.randn(1, 1, heads, head_dim) for _ in range(3))
     leaf = q.clone().requires_grad_()
@@ -53,7 +53,8 @@ def host_times(heads: int, head_dim: int, blocks: int = 60, repeats: int = 50) -
     """Prints the time of each call on one thread.
 
     Returns:
-        Microseconds beyond PyTorch's operators, the median over the blocks: at seqlen 1, and with 16 cached keys.
+        How many microseconds longer flashrope takes than PyTorch's operators, at seqlen 1 and with 16 cached keys.
+        Medians over the blocks.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # waking other threads would dominate

@@ -1,8 +1,8 @@
-"""Decoding one token with a cache of raw keys: time, and bytes of keys and values per second.
+"""Measures decoding of one token with a cache of raw keys: time, and bytes of keys and values per second.
 
     python -m bench decode [--heads 32] [--heads-kv 8] [--head-dim 128] [--seqlens 8192 131072] [--window 512]
 
-The ceiling of the bandwidth is that of a kernel that only reads. By default the batch shrinks as the context grows, so
+The bandwidth ceiling is measured by a kernel that only reads. By default the batch shrinks as the context grows, so
 that the cache always has the same size. On a GPU every contestant is replayed as a CUDA graph.
 """
 
@@ -33,7 +33,7 @@ PAGE_SIZE, OWN_PAGE_SIZE = 16, 256  # FlashInfer's, flashrope's
 
 
 def _key_positions(problem: Problem) -> torch.Tensor:
-    """Returns the position every key is rotated to under ReRoPE if the query is not rotated: minus their rectified
+    """Returns the position that every key is rotated to under ReRoPE if the query is not rotated: minus its rectified
     distance."""
     slots = torch.arange(problem.seqlen, device=problem.device)
     return -(problem.seqlen - 1 - slots).clamp(max=problem.window)
@@ -46,7 +46,7 @@ def rotate_cache(encoding: str, problem: Problem):
 
 
 def upstream_flash_attn(problem: Problem):
-    """flash-attn's split-key kernel, without rotation."""
+    """Returns the call of flash-attn's split-key kernel, without rotation."""
     try:
         from flash_attn import flash_attn_with_kvcache
     except ImportError as error:
@@ -55,7 +55,8 @@ def upstream_flash_attn(problem: Problem):
 
 
 def flashinfer_rope(problem: Problem):
-    """FlashInfer with pages of raw keys, all rotated inside the kernel. Planning is outside the measured time."""
+    """Returns the call of FlashInfer with pages of raw keys, all rotated inside the kernel. The measured time does not
+    include planning."""
     try:
         from flashinfer import BatchDecodeWithPagedKVCacheWrapper
     except ImportError as error:
@@ -117,7 +118,7 @@ def own_with_cache(scheme, impl: str | None, problem: Problem, paged: bool = Fal
 
 
 def contestants(device: torch.device) -> list[Contestant]:
-    """Peers without position encoding, peers that rotate, and flashrope ("CUDA" is the extension)."""
+    """Returns peers without position encoding, peers that rotate, and flashrope ("CUDA" is the extension)."""
 
     def rotated_cache(problem: Problem) -> int:
         return problem.bytes_of_cache() * (2 if device.type == "cuda" else 4)

@@ -1,11 +1,12 @@
-"""Host time until a call has queued its Triton kernels. Short kernels wait for it, except in CUDA graphs.
+"""Measures the host time until a call has queued its Triton kernels. Short kernels wait for the host, except in CUDA
+graphs.
 
     python -m bench host [--blocks 100] [--calls 20] [--arch 80]
 
 Without a GPU the tensors are on the CPU, and the kernels, compiled for --arch, are not launched: everything is timed
 except the CUDA driver. On a GPU, attention without position encoding is timed too. Calls alternate, block by block. The
 column "functions" counts the Python and C functions that a call runs in this thread; it does not depend on the machine.
-A step has 32 layers; its figures are divided by them.
+A step has 32 layers; its figures are divided by 32.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ class Measured(NamedTuple):
 
 
 def calls_on(device: torch.device, capacity: int) -> dict[str, Callable]:
-    """Returns the calls to time. On a GPU impl is None, the usual case; naming a backend takes a little longer."""
+    """Returns the calls to time. On a GPU impl is None, the usual case, because naming a backend takes a little
+    longer."""
     impl = None if device.type == "cuda" else "triton"
 
     def tensor(seqlen, heads, grad=False):
@@ -83,7 +85,7 @@ def calls_on(device: torch.device, capacity: int) -> dict[str, Callable]:
 
 
 def steps_of(cache, q, k, v, impl: str | None, *sequences) -> Callable:
-    """Returns a step of one token through all layers, taken back at its end so that the cache never fills."""
+    """Returns a step of one token through all layers. The step is undone at its end, so that the cache never fills."""
 
     def run() -> None:
         with contextlib.suppress(Undo), cache.step(*sequences, 1) as step:
@@ -95,7 +97,7 @@ def steps_of(cache, q, k, v, impl: str | None, *sequences) -> Callable:
 
 
 class Undo(Exception):
-    """Takes a step back."""
+    """Undoes a step."""
 
 
 def functions_of(call: Callable) -> tuple[int, int]:

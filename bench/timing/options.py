@@ -1,4 +1,4 @@
-"""The options that the subcommands share, and the problems and tables made from them."""
+"""The options that the subcommands share, and the problems and tables that are made from the options."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SECONDS = {"cuda": 1.0, "cpu": 4.0}
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Contestants on one problem. recorded: replayed as CUDA graphs."""
+    """Contestants on one problem. recorded: whether they are replayed as CUDA graphs."""
 
     title: str
     contestants: Sequence[Contestant]
@@ -29,7 +29,8 @@ class Table:
 
 
 def parser(command: str, doc: str, cuda: dict, cpu: dict) -> argparse.ArgumentParser:
-    """cuda, cpu: the defaults of heads, heads_kv, head_dim, seqlens, tokens and window on either device."""
+    """Returns the parser. cuda, cpu: the defaults of heads, heads_kv, head_dim, seqlens, tokens and window on each
+    device."""
     p = argparse.ArgumentParser(
         f"python -m bench {command}", description=doc.strip().split("\n")[0], allow_abbrev=False
     )
@@ -128,12 +129,12 @@ def prefill_tables(options: argparse.Namespace, contestants: Sequence[Contestant
 
 
 def backwards(options: argparse.Namespace) -> list[bool]:
-    """--passes as booleans: without and with the backward pass."""
+    """Returns --passes as booleans: whether to include the backward pass."""
     return [passes == "both" for passes in ("forward", "both") if passes in options.passes]
 
 
 def stem(command: str, options: argparse.Namespace) -> str:
-    """Returns the name of the files: a run with the same sizes replaces them."""
+    """Returns the name of the files. A run with the same sizes replaces them."""
     dtype = next(name for name, dtype in DTYPES.items() if dtype == options.dtype)
     full = "" if options.causal else "-full"
     return f"{command}-d{options.head_dim}-h{options.heads}x{options.heads_kv}-{dtype}{full}"

@@ -1,4 +1,4 @@
-"""Prefill and training, with HoPE and with ReRoPE.
+"""Measures prefill and training, with HoPE and with ReRoPE.
 
     python -m bench hope [--head-dim 128] [--heads 16] [--heads-kv 16] [--seqlens 2048 8192] [--passes forward]
     python -m bench rerope [--head-dim 128] [--window 512] [--seqlens 2048 8192] [--passes forward] [--no-causal]

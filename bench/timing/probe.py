@@ -1,4 +1,4 @@
-"""A kernel that only reads: its bandwidth is the ceiling of decoding."""
+"""A kernel that only reads. Its bandwidth is the ceiling of decoding."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def read_blocks(x, sums, count, BLOCK: tl.constexpr, STEPS: tl.constexpr):
 
 
 def read(x: torch.Tensor) -> torch.Tensor:
-    """One sum for every BLOCK * STEPS numbers of a contiguous float32 tensor."""
+    """Writes one sum for every BLOCK * STEPS numbers of a contiguous float32 tensor."""
     programs = triton.cdiv(x.numel(), BLOCK * STEPS)
     sums = torch.empty(programs, dtype=torch.float32, device=x.device)
     read_blocks[(programs,)](x, sums, x.numel(), BLOCK=BLOCK, STEPS=STEPS, num_warps=WARPS)

@@ -63,14 +63,14 @@ class Problem:
         return self.batch * self.seqlen_q * self.heads * self.head_dim * self.dtype.itemsize
 
     def bytes_of_cache(self) -> int:
-        """Keys and values, each once: what decoding must read."""
+        """Returns the bytes of all keys and values, which decoding must read once."""
         return 2 * self.batch * self.seqlen * self.heads_kv * self.head_dim * self.dtype.itemsize
 
     def flops(self, backward: bool) -> float:
-        """Operations of a forward, or a forward and a backward, counted as in the literature.
+        """Returns the operations of a forward, or of a forward and a backward, counted as in the literature.
 
         Forward: 4 batch heads seqlen^2 head_dim, half of that with a causal mask. Backward: 2.5 times the forward. The
-        same for every scheme and contestant.
+            count is the same for every scheme and contestant.
         """
         forward = 4 * self.batch * self.heads * self.seqlen_q * self.seqlen * self.head_dim
         if self.causal and not self.decoding:

@@ -1,4 +1,4 @@
-"""The cost of rotation: flashrope's pass over the keys, a separate pass over q and k, and the whole forward.
+"""Measures the cost of rotation: flashrope's pass over the keys, a separate pass over q and k, and the whole forward.
 
 python -m bench rotation [--head-dim 128] [--heads 16] [--heads-kv 16] [--seqlens 512 2048 8192]
 """
@@ -57,7 +57,7 @@ def keys_by_triton(problem: Problem):
 
 
 def separate(encoding: Callable, problem: Problem):
-    """Returns the rotation of q and k, and nothing else."""
+    """Returns a call that only rotates q and k."""
     both = encoding(problem)
     return lambda q, k, v: both(q, k)[1]
 
@@ -73,12 +73,13 @@ def exact_keys(scheme, problem: Problem):
 
 
 def moved(with_queries: bool, problem: Problem) -> int:
-    """Bytes read and written."""
+    """Returns the bytes read and written."""
     return problem.bytes_of_cache() + 2 * problem.bytes_of_q() * with_queries
 
 
 def contestants(device: torch.device) -> list[Contestant]:
-    """Rotations without attention, compared with a copy; then whole forwards, which contain them."""
+    """Returns rotations without attention, which are compared with a copy, and whole forwards, which include a
+    rotation."""
 
     def rotation(name, scheme, prepare, with_queries=True, ours=False):
         return Contestant(

@@ -1,9 +1,9 @@
-"""How time and memory grow with length, heads and batch; in decoding, with the context and with ReRoPE's window.
+"""Measures how time and memory grow with length, heads and batch, and in decoding with the context and ReRoPE's window.
 
     python -m bench scaling [--seqlens 512 1024 ... 131072] [--heads 16] [--head-dim 128] [--passes forward]
 
-Prints the exponent of the best power-law fit to the upper half of every series: by length, 2 for the time of attention
-and 1 for its memory.
+Prints the exponent of the best power-law fit to the upper half of every series. By length, the exponent should be 2 for
+the time of attention and 1 for its memory.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ MAX_MEMORY_EXPONENT = 1.1  # a little above 1: the cos/sin tables grow in steps
 
 @dataclasses.dataclass(frozen=True)
 class Sweep:
-    """One quantity that varies. tables: {value: its table}."""
+    """A sweep over one quantity. tables: {value of the quantity: its table}."""
 
     name: str
     x_label: str
@@ -51,7 +51,7 @@ class Sweep:
     def series(
         self, records: Sequence[Record], value: Callable[[Record], float | None]
     ) -> dict[str, dict[float, float]]:
-        """{contestant: {x: value}}."""
+        """Returns {contestant: {x: value}}."""
         of_title = {table.title: x for x, table in self.tables.items()}
         found: dict[str, dict[float, float]] = {}
         for record in records:

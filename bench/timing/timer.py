@@ -1,4 +1,4 @@
-"""Time and memory of a call on one device; flashrope.tuning.timer has the clock."""
+"""Measures time and memory of a call on one device. The clock is in flashrope.tuning.timer."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ __all__ = ["Spread", "Timer", "ratio", "rounds"]
 
 
 class Timer(timer.Timer):
-    """Also replays CUDA graphs and measures memory."""
+    """A timer that also replays CUDA graphs and measures memory."""
 
     def __init__(self, device: torch.device):
         super().__init__(device)
-        self.memory_is_cheap = device.type == "cuda"  # whether peak_bytes leaves the process unchanged
+        self.memory_is_cheap = device.type == "cuda"  # whether peak_bytes does not slow down the process
 
     def record(self, call: Callable) -> Callable:
         """Returns the call as a CUDA graph, for work so short that launches would dominate; on the CPU the call itself.

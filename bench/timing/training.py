@@ -1,4 +1,4 @@
-"""Training steps of the model of ``flashrope demo``: forward, loss, backward, clipping and AdamW."""
+"""Makes training steps of the model of ``flashrope demo``: forward, loss, backward, clipping and AdamW."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def training_problem(batch: int, seqlen: int) -> Problem:
 
 
 def training_steps(chosen: list[Entry], p: Problem) -> dict[str, Callable[[], float]]:
-    """Returns a step with each entry's attention, by name, on the same tokens and from the same weights. It returns the
-    loss before the step."""
+    """Returns {name: step}, where the step runs with the attention of that entry. All steps start from the same weights
+    and use the same tokens. A step returns the loss before the step."""
     model = LanguageModel(ModelConfig(PRESET.width, PRESET.layers, PRESET.heads))
     tokens = torch.randint(model.config.vocab_size, (p.batch, p.seqlen + 1))
     return {each.name: partial(_step, *_trained(model), each.contestant.prepare(p), tokens) for each in chosen}

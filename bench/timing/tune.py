@@ -1,11 +1,12 @@
-"""Tiles for triton_kernels/configs.py: timed on a GPU, or ranked by their machine code without one.
+"""Finds tiles for triton_kernels/configs.py: times them on a GPU, or ranks them by their machine code without a GPU.
 
     python -m bench tune [--direction forward grad_kv] [--head-dim 128] [--bands 1 2] [--arch 80] [--csv PATH]
 
-On a GPU this is ``flashrope tune`` with other output: the same candidates, checks and races, one table for each
-workload, and nothing is kept. Without a GPU, or with --arch, the candidates are compiled. Tiles that spill or need too
-much shared memory are dropped. The rest are ranked by the issue model (``python -m bench model``) on sm_80, sm_86 and
-sm_89, and elsewhere by instructions per multiply-add. The best one is printed as an entry of configs.py.
+On a GPU this is ``flashrope tune`` with other output: it runs the same candidates, checks and timings, prints one table
+for each workload, and stores nothing. Without a GPU, or with --arch, the candidates are compiled. Tiles that spill or
+need too much shared memory are dropped. The rest are ranked by the issue model (``python -m bench model``) on sm_80,
+sm_86 and sm_89, and on other architectures by instructions per multiply-add. The best candidate is printed as an entry
+of configs.py.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def write_csv(path: Path, rows: list[dict[str, str]]) -> None:
 
 
 def workloads(direction: str, head_dim: int, bands: int) -> list[Workload]:
-    """Returns what is timed on a GPU: every class of length, and for decoding both kinds of cache."""
+    """Returns the workloads that are timed on a GPU: every class of length, and for decoding both kinds of cache."""
     [name] = [name for name, (directions, caches) in PASSES.items() if direction in directions and name != "prefill"]
     return [
         Workload(direction, *shape[:-1], head_dim, torch.bfloat16, bands, cache)

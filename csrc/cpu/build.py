@@ -47,7 +47,7 @@ ZIG_TARGETS = {  # zig c++ has its own names for targets
     "armv8-a": ["-mcpu=generic"],
     "armv8.2-a": ["-mcpu=generic+v8_2a+fullfp16"],
 }
-# What manylinux_2_28 has (PEP 600). torch's own wheels, from 2.11 on, ask for as much.
+# The versions that manylinux_2_28 guarantees (PEP 600). torch's own wheels, from 2.11 on, need the same.
 MANYLINUX = "manylinux_2_28"
 NEWEST = {b"GLIBC": (2, 28), b"GLIBCXX": (3, 4, 24), b"CXXABI": (1, 3, 11), b"GCC": (7, 0, 0)}
 SYSTEM_LIBRARIES = {"ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1", "libc.so.6", "libdl.so.2", "libgcc_s.so.1"} | {
@@ -58,7 +58,7 @@ SYSTEM_LIBRARIES = {"ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1", "libc.so.6"
 }
 CACHE_SWITCH = "FLASHROPE_BUILD_CACHE"
 CACHE_ENTRIES = 16  # the most recently used entries are kept, up to 1.6 MB each
-# What compilers read besides their arguments.
+# Environment variables that compilers read.
 COMPILER_VARIABLES = (
     *("CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH", "LIBRARY_PATH", "COMPILER_PATH", "GCC_EXEC_PREFIX"),
     *("LD_RUN_PATH", "LDEMULATION", "ZIG_LIB_DIR", "CCC_OVERRIDE_OPTIONS"),

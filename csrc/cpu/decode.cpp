@@ -44,7 +44,7 @@ struct Chunk {
   struct Block {
     Rows<T> k, v;
   } blocks[2], *block = &blocks[0], *next = &blocks[1];
-  alignas(64) float k_scale[BLOCK], v_scale[BLOCK];  // of the block's codes
+  alignas(64) float k_scale[BLOCK], v_scale[BLOCK];  // of the block's quantized rows
   alignas(64) float copies[BLOCK * MAX_HEAD_DIM];    // of LANES keys, rotated or converted, or of a block's values
   alignas(64) float scores[MAX_ROWS][BLOCK];
   Span spans[MAX_BANDS][MAX_ROWS];  // per row
@@ -119,8 +119,8 @@ struct Chunk {
     return any;
   }
 
-  // Finds the addresses of a block of keys that starts at key. Beyond the chunk's last key they are addresses that may be
-  // fetched instead. Page numbers outside the cache are clamped.
+  // Finds the addresses of a block of keys that starts at key. Beyond the chunk's last key, it writes other addresses
+  // that are safe to prefetch. Page numbers outside the cache are clamped.
   void find_rows(int64_t key, Block& found) const {
     const int keys = int(std::clamp<int64_t>(end_key - key, 0, BLOCK));
     for (int t = 0, end; t < keys; t = end) {
@@ -254,8 +254,8 @@ struct Chunk {
     for (int r = 2; r < rows; ++r) add_products<0, 0>(b, r, begin, from, until, product_of);
   }
 
-  // Also fetches the lines FIRST, FIRST + STEP, ... of the next block's keys, one key between two products. Lines that
-  // are fetched all at once wait for one another, and the computation waits for them. STEP 0: fetches nothing.
+  // Also prefetches the lines FIRST, FIRST + STEP, ... of the next block's keys, one key between two products. If lines
+  // were prefetched all at once, they would wait for one another, and the computation for them. STEP 0: no prefetch.
   template <int FIRST, int STEP, typename Product>
   void add_products(int b, int r, int begin, int from, int until, const Product& product_of) {
     const Span span = spans[b][r];
@@ -434,9 +434,9 @@ int decode(const DecodeCall& call) {
         first_key = std::min(first_key, call.bands[b].band.first_key(call.distance(run, row)));
     first_chunks[n] = first_key / CHUNK;
     const int64_t chunks = first_key < run.keys ? (run.keys + CHUNK - 1) / CHUNK - first_chunks[n] : 0;
-    const bool alone = n + 1 == call.num_runs || call.run(n + 1).sequence != run.sequence;  // or the sequence's last
+    const bool alone = n + 1 == call.num_runs || call.run(n + 1).sequence != run.sequence;  // the sequence's last run
     starts[n + 1] = starts[n] + chunks;
-    if (alone && starts[n + 1] == sequence_starts[run.sequence]) ++starts[n + 1];  // writes the results of no key
+    if (alone && starts[n + 1] == sequence_starts[run.sequence]) ++starts[n + 1];  // no keys: one task
     if (alone) sequence_starts[run.sequence + 1] = starts[n + 1];
   }
   const int64_t chunks = starts[call.num_runs];

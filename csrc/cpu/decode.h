@@ -35,7 +35,7 @@ struct DecodeCall {  // cpu/library.py has the same
   TensorView q, k, v, out;
   TensorView k_scale, v_scale;  // float32 (batch or pages, rows, heads), of a quantized cache
   float* lse;                  // (batch, heads_q, seqlen_q)
-  const int64_t* bounds;       // (batch, 2): slots; nullptr where runs are given
+  const int64_t* bounds;       // (batch, 2): slots; nullptr if runs are given
   const int32_t* block_table;  // (batch, max_pages), or nullptr
   int64_t max_pages, pages, page_size;
   int64_t batch, seqlen_q, heads_q, heads_kv, head_dim;
@@ -43,14 +43,14 @@ struct DecodeCall {  // cpu/library.py has the same
   int64_t pairs, rotating_pairs, interleaved;  // the pairs from rotating_pairs on have a frequency of 0
   DecodeBand bands[MAX_BANDS];
   int64_t num_bands;
-  const Run* runs;          // (num_runs,), at least one of every sequence, in order; nullptr: a sequence is a run
-  const double* positions;  // of the queries (batch, seqlen_q), beside runs
-  int64_t num_runs;         // the batch where runs is nullptr
+  const Run* runs;          // (num_runs,), in order, at least one per sequence; nullptr: each sequence is one run
+  const double* positions;  // of the queries, (batch, seqlen_q); only with runs
+  int64_t num_runs;         // the batch size if runs is nullptr
   double scale, log_n_factor, log_n_floor;
   double log_n_every, log_n_first;  // log_n_every 0: log n grows with every position, not in steps
-  double length_scale;              // 0: no factor by the length of the sequence
-  double rotated_scale;             // of the first 2 * pairs channels of the queries
-  int64_t dtype, threads;  // dtype: 0 float32, 1 float16, 2 bfloat16; 3 and 4: codes, Int8 and Int4, beside float32
+  double length_scale;              // 0: no scale by the length of the sequence
+  double rotated_scale;             // factor of the first 2 * pairs channels of the queries
+  int64_t dtype, threads;  // dtype: 0 float32, 1 float16, 2 bfloat16; 3, 4: cache Int8, Int4, queries float32
   ParallelFor parallel_for;
 
   Run run(int64_t n) const {
@@ -95,8 +95,8 @@ struct QueryAngles {
 template <typename T>
 struct Rows {
   const T* row[BLOCK];
-  const float* scale[BLOCK];  // of codes
-  bool adjacent;              // all scales are
+  const float* scale[BLOCK];  // of quantized rows
+  bool adjacent;              // whether all scales are adjacent in memory
 
   // Sets the rows [first, end), which are consecutive in the cache.
   void set(int first, int end, const T* x, int64_t stride, const float* s, int64_t scale_stride) {

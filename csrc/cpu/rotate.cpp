@@ -10,22 +10,22 @@ constexpr int64_t RUN_BLOCK = 32;  // rows that a thread takes at a time
 // Consecutive rows of x that belong to one sequence and have consecutive positions.
 struct Run {
   int64_t batch, row, rows;  // of x
-  int64_t position;          // of the first row: its row in the table. Negative ones, of padding, read row 0
+  int64_t position;          // of the first row: its row in the table. Negative in padding, which reads row 0
   int64_t sequence, slot;    // of the first row, in the cache
 };
 
 struct RotateCall {  // cpu/library.py has the same
   TensorView x, out;
-  TensorView v, v_cache;  // values, which are written as x is; v.data is nullptr: none
+  TensorView v, v_cache;  // values, which are written to the same slots as x; v.data nullptr: no values
   TensorView k_scale, v_scale;  // float32 (pages, rows, heads), of a quantized cache
   Table table;
   const Run* runs;
   int64_t num_runs, heads, head_dim, pairs, interleaved;
   int64_t to_cache;            // 0: row r of x goes to row r of out, which has x's shape
-  const int64_t* slots;        // (rows of x,) of the whole cache, or nullptr: those behind the first of each run
+  const int64_t* slots;        // (rows of x,) in the whole cache; nullptr: the slots from the first one of each run on
   const int32_t* block_table;  // (sequences, max_pages), or nullptr
-  int64_t max_pages, pages, page_size;  // without a block_table: 1, the sequences and their slots
-  int64_t dtype, codes, threads;  // dtype: 0 float32, 1 float16, 2 bfloat16; codes: 0, or 3 and 4: Int8 and Int4
+  int64_t max_pages, pages, page_size;  // without a block_table: 1, number of sequences, slots of each
+  int64_t dtype, codes, threads;  // dtype: 0 float32, 1 float16, 2 bfloat16; codes: 3 Int8, 4 Int4, 0 not quantized
   ParallelFor parallel_for;
 };
 

@@ -37,8 +37,8 @@ struct ForwardCall {  // cpu/library.py has the same
   int64_t num_bands, num_copies;
   int64_t shift;  // the query row r is at position shift + r, counted from the first key
   double scale;
-  int64_t dtype;  // 0 float32, 1 float16, 2 bfloat16; 3 and 4: codes, Int8 and Int4, beside float32 (bf16/: bfloat16)
-  int64_t float32_out, threads;  // float32_out: read by bf16/ alone; others write out in the type of the queries
+  int64_t dtype;  // 0 float32, 1 float16, 2 bfloat16; 3, 4: keys Int8, Int4, queries float32 (bf16/: bfloat16)
+  int64_t float32_out, threads;  // float32_out: only bf16/ reads it; other targets write out in the type of the queries
   ParallelFor parallel_for;
 };
 

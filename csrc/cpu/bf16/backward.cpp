@@ -84,8 +84,8 @@ struct KeyHead {
     for (int c = 0; c < channels; ++c) from_float(from[c] * factor, to + c);
   }
 
-  // Rounds the rows of a tile, STRIP at a time: fill(r, x) writes row r to x, and write(rounded, first) stores the STRIP
-  // rows from first on.
+  // Rounds the rows of a tile, STRIP rows at a time: fill(r, x) writes row r to x, and write(rounded, first) stores the
+  // STRIP rows from row `first` on.
   template <int ROWS, typename Fill, typename Write>
   static void pack(int64_t count, int channels, const Fill& fill, const Write& write) {
     alignas(64) float row[MAX_HEAD_DIM];
@@ -219,7 +219,7 @@ struct KeyHead {
       const Vec row_delta = load(delta.get() + first_row + h * LANES);
 #pragma GCC unroll 8
       for (int r = 0; r < PANEL; ++r) grads[r][h] = tile[r][h] * (grads[r][h] - row_delta);
-      if (MASKED) mask(grads, key + t, first_row, h);  // where grads are NaN
+      if (MASKED) mask(grads, key + t, first_row, h);  // masked grads may be NaN
     }
 #pragma GCC unroll 8
     for (int r = 0; r < PANEL; ++r) {

@@ -18,7 +18,7 @@ namespace flashrope {
 constexpr int PANEL = 8, STRIP_VECTORS = 2, STRIP = STRIP_VECTORS * LANES;
 constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 
-// The factor of scores, in powers of two. It is above 0, so that a masked score of -infinity stays one.
+// The factor of scores, in powers of two. It is above 0, so that a masked score stays -infinity.
 inline float score_factor(const ForwardCall& call) { return std::max(float(call.scale), 1e-30f) * LOG2_E; }
 
 using Words = std::unique_ptr<int32_t[], Free>;
@@ -139,7 +139,7 @@ struct RoundedRows {
   // Stores the rows in strips of channels that are `step` words apart, with a word per pair of rows:
   // (channels / STRIP, STRIP / 2, STRIP).
   void write_row_pairs(int channels, int32_t* to, int step) const {
-    // Puts the numbers of two vectors side by side that have the same place. Place n of the second is 2 LANES + n.
+    // Interleaves two vectors: elements with the same index become adjacent.
     alignas(64) constexpr uint16_t ORDER[32] = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
                                                 8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
     const __m512i low = _mm512_load_si512(ORDER), high = _mm512_add_epi16(low, _mm512_set1_epi16(LANES));
