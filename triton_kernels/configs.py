@@ -35,10 +35,10 @@ def by_block_d(*tiles: tuple[int, int, int, int]) -> dict[int, Tile]:
 
 # Tiles by block_d, the power of two that holds head_dim. A "banded" entry replaces its direction's where a scheme has
 # several bands, whose rotation of the accumulator takes registers. No tile below was timed yet. For 64 and more
-# channels, tiles of "sm80" and "sm86" are the best of their neighbours whose inner loop does not spill, by the issue
-# model (python -m bench model). Tiles of "sm90" are the best by instructions per needed product. Some for 256 channels
-# do spill in the inner loop: sm80's forwards, up to a seventh of the accumulator (64% of the tensor cores with one
-# band; the best tile without spills reaches 48%) and two registers of sm86's dQ.
+# channels, tiles of "sm80" and "sm86" are the best of their neighbours by the issue model (python -m bench model).
+# Tiles of "sm90" are the best by instructions per needed product. Some spill in the inner loop: sm80's dK and dV of 64
+# channels up to four registers (75% of the tensor cores with one band; the best tile without such spills reaches 69%),
+# its forwards of 256 channels up to a seventh of the accumulator (64% and 48%), and sm86's dQ of 256 channels two.
 # A "decode" tile of 256 channels on sm_80 has one slot for keys and values: two blocks reside on a multiprocessor, and
 # one computes while the other waits. The other targets hold two slots, for 2% more instructions. Quantized caches and
 # explicit positions would spill in their loops with 4 warps, so "decode codes" has 8. "decode parts" is for heads
@@ -51,7 +51,7 @@ HALF = {
         "forward": by_block_d((128, 64, 4, 3), (128, 64, 4, 3), (128, 64, 4, 3), (128, 32, 4, 3), (128, 64, 8, 2)),
         "forward banded": {128: Tile(128, 64, 8, 3)},
         "forward unaligned": {64: Tile(64, 64, 4, 3), 128: Tile(64, 64, 4, 3)},
-        "grad_kv": by_block_d((32, 128, 4, 3), (32, 128, 4, 3), (64, 64, 4, 3), (32, 64, 4, 3), (32, 32, 4, 2)),
+        "grad_kv": by_block_d((32, 128, 4, 3), (32, 128, 4, 3), (32, 128, 4, 3), (32, 64, 4, 3), (32, 32, 4, 2)),
         "grad_q": by_block_d((128, 64, 4, 2), (128, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 3), (64, 64, 8, 2)),
         "grad_q banded": {128: Tile(128, 64, 8, 2)},
         "forward codes": {128: Tile(128, 32, 8, 3), 256: Tile(64, 32, 4, 3)},
