@@ -36,11 +36,11 @@ def by_block_d(*tiles: tuple[int, int, int, int]) -> dict[int, Tile]:
 # Tiles by block_d, the power of two that holds head_dim. If a scheme has several bands, a "banded" entry replaces the
 # entry of its direction, because rotating between bands takes registers. No tile below has been timed yet.
 # For 64 and more channels, the tiles of "sm80" and "sm86" were ranked by the issue model (python -m bench model). Each
-# is the best of the similar tile sizes whose inner loop does not spill. The tiles of "sm90" were ranked by instructions
-# per needed product.
-# Some tiles for 256 channels do spill in the inner loop. sm80's forward tiles spill up to a seventh of the accumulator.
-# With one band they reach 64% of the tensor cores' peak in the model; the best tile without spills reaches 48%. sm86's
-# dQ tile spills two registers.
+# is the best of the similar tile sizes. The tiles of "sm90" were ranked by instructions per needed product.
+# Some tiles do spill in the inner loop. For 64 channels, sm80's dK and dV spill up to four registers. With one band
+# they reach 75% of the tensor cores' peak in the model; the best tile without such spills reaches 69%. For 256
+# channels, sm80's forward tiles spill up to a seventh of the accumulator. With one band they reach 64%; the best tile
+# without spills reaches 48%. sm86's dQ tile for 256 channels spills two registers.
 # sm80's "decode" tile for 256 channels has one pipeline buffer for keys and values. Two blocks then fit on a
 # multiprocessor, and one computes while the other waits. On the other targets it has two buffers, for 2% more
 # instructions. With quantized caches or explicit positions, 4 warps would spill in their loops, so "decode codes" has 8
@@ -53,7 +53,7 @@ HALF = {
         "forward": by_block_d((128, 64, 4, 3), (128, 64, 4, 3), (128, 64, 4, 3), (128, 32, 4, 3), (128, 64, 8, 2)),
         "forward banded": {128: Tile(128, 64, 8, 3)},
         "forward unaligned": {64: Tile(64, 64, 4, 3), 128: Tile(64, 64, 4, 3)},
-        "grad_kv": by_block_d((32, 128, 4, 3), (32, 128, 4, 3), (64, 64, 4, 3), (32, 64, 4, 3), (32, 32, 4, 2)),
+        "grad_kv": by_block_d((32, 128, 4, 3), (32, 128, 4, 3), (32, 128, 4, 3), (32, 64, 4, 3), (32, 32, 4, 2)),
         "grad_q": by_block_d((128, 64, 4, 2), (128, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 3), (64, 64, 8, 2)),
         "grad_q banded": {128: Tile(128, 64, 8, 2)},
         "forward codes": {128: Tile(128, 32, 8, 3), 256: Tile(64, 32, 4, 3)},

@@ -85,7 +85,7 @@ def judged(direction: str, tile: Tile, launch: Launch, result: Measured | str) -
         "spill B": str(result.spill_stores),
         "shared KB": f"{result.shared / 1024:g}",
     }
-    if result.loop and result.loop.get("local"):
+    if result.loop and result.loop.get("local") and not result.model:
         return Candidate(tile, figures | {"dropped": "spills in the hot loop"})
     if result.shared > limits.shared_per_block:
         return Candidate(tile, figures | {"dropped": "shared memory"})

@@ -38,7 +38,7 @@ from .. import machine
 from . import amdgcn, predict
 from .architectures import ALL, AMD, MULTIPROCESSORS, SHARED, name_of, parse
 from .cases import DTYPES, ORDER, PLACED_MAPS, Case, cases
-from .limits import LISTED, max_instructions, spill_limit
+from .limits import max_instructions, spill_limit
 from .offline import Launch, Measured, compile_all, missing_tools
 from .table import print_table
 
@@ -156,8 +156,9 @@ class Row:
             found.append(
                 f"touches {touched} spilled bytes per thread in its tile loops, the limit is {limits.in_loops}"
             )
-        if (self.result.loop or {}).get("local") and limits.in_loops != LISTED:
-            found.append(f"touches spilled registers {self.result.loop['local']} times in its hot loop")
+        times = (self.result.loop or {}).get("local", 0)
+        if times > limits.in_hot_loop:
+            found.append(f"touches spilled registers {times} times in its hot loop, the limit is {limits.in_hot_loop}")
         limit = MULTIPROCESSORS[first.arch].shared_per_block
         if self.result.shared > limit:
             found.append(
