@@ -106,6 +106,31 @@ def test_keys_are_stored_rotated_where_the_scheme_has_one_rotation(options, rota
     ]
 
 
+TWO_WIDTHS = dict(model_type="gemma4_text", layer_types=SLIDING, sliding_window=64, head_dim=256, global_head_dim=512)
+
+
+def gemma4(**engine):
+    kinds = ("sliding_attention", 10_000.0, "default"), ("full_attention", 1e6, "proportional")
+    parameters = {kind: {"rope_type": name, "rope_theta": base} for kind, base, name in kinds}
+    parameters["full_attention"]["partial_rotary_factor"] = 0.25
+    hf = {**TWO_WIDTHS, "rope_parameters": parameters}
+    return config({}, hf=hf, model={"architecture": "Gemma4ForCausalLM"}, **engine)
+
+
+def test_layers_of_two_widths():
+    """Keys of more than 256 channels are stored raw, because no kernel reads rotated ones."""
+    local, wide = make_plan(gemma4()).layers
+    assert local == (Rotary.rope(256).local(64), 64, True)
+    assert wide == (Rotary.p_rope(512, 0.25, base=1e6), None, False)
+
+
+def test_the_backend_that_vllm_itself_chooses_for_two_widths_is_replaced():
+    for name in ("TRITON_ATTN", "FLASH_ATTN"):
+        assert len(make_plan(gemma4(**attention_backend(SimpleNamespace(name=name)))).layers) == 2
+    with pytest.raises(ValueError, match="attention_backend: expected None or CUSTOM, .* got FLASHINFER"):
+        make_plan(gemma4(**attention_backend(SimpleNamespace(name="FLASHINFER"))))
+
+
 QWEN = {"chunk_size": 262144, "local_size": 8192, "original_max_position_embeddings": 262144}
 SIZES = {"chunk_size": 160, "local_size": 32}
 SPARSE = {"sparse_attention_config": [{"0": ["vertical_and_slash", 1000, 6096, 1]}]}
@@ -315,7 +340,11 @@ REFUSED = {
         dict(options={"log_n": 4096}, hf={"sliding_window": 64}),
         "log_n: expected a layer that sees all keys, got a sliding window in every layer",
     ),
-    "head_dim": (dict(hf={"head_dim": 20}), "head_dim: expected a multiple of 8 up to 256, got 20"),
+    "head_dim": (dict(hf={"head_dim": 20}), "head_dim: expected a multiple of 8 up to 512, got 20"),
+    "wide heads in int8": (
+        dict(hf={"head_dim": 264}, **cache_config("int8_per_token_head")),
+        "head_dim: expected a multiple of 8 up to 256 in a cache of int8_per_token_head, got 264",
+    ),
 }
 
 

@@ -81,6 +81,7 @@ FAMILIES: dict[str, Family] = {
     "gemma2": Family(tested=True, vllm="Gemma2ForCausalLM"),
     "gemma3_text": Family(tested=True, vllm="Gemma3ForCausalLM"),
     "gemma3n_text": TESTED,
+    "gemma4_text": Family(tested=True, vllm="Gemma4ForCausalLM"),
     "glm": Family(tested=True, interleaved=True, partial=True),
     "glm4": Family(tested=True, interleaved=True, partial=True, vllm="Glm4ForCausalLM"),
     "glm4_moe": Family(tested=True, partial=True),

@@ -6,10 +6,23 @@ pytest.importorskip("vllm", reason="vLLM is not installed; .ci/run tests it in a
 
 from engine import BOUND, check_rounded, differences, engine, generate
 from flashrope.integrations.vllm.plan import ARCHITECTURES
-from models import Rounded, prompt, save_model
+from models import VOCABULARY, Rounded, prompt, save_model
 
 REROPE, LOG_N = {"window": 24, "log_n": 64}, {"log_n": 64}
 HYBRID = dict(sliding_window=48, layer_types=["sliding_attention", "sliding_attention", "full_attention"])
+GEMMA4 = dict(  # the widths of the released models
+    num_hidden_layers=4,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=256,
+    global_head_dim=512,
+    sliding_window=48,
+    layer_types=["sliding_attention", "full_attention"] * 2,
+    num_kv_shared_layers=2,
+    hidden_size_per_layer_input=16,
+    vocab_size_per_layer_input=VOCABULARY,
+    tie_word_embeddings=True,
+)
 SCALED = {
     "linear": dict(factor=4.0),
     "yarn": dict(factor=4.0, original_max_position_embeddings=64),
@@ -22,6 +35,7 @@ FAMILIES = {  # architecture: (model_type, changes, options)
         LOG_N,
     ),
     "Gemma3ForCausalLM": ("gemma3_text", dict(query_pre_attn_scalar=20, tie_word_embeddings=True, **HYBRID), LOG_N),
+    "Gemma4ForCausalLM": ("gemma4_text", GEMMA4, LOG_N),
     "GemmaForCausalLM": ("gemma", dict(tie_word_embeddings=True), REROPE),
     "Glm4ForCausalLM": ("glm4", dict(partial_rotary_factor=0.5), REROPE),
     "GraniteForCausalLM": ("granite", dict(attention_multiplier=0.2), REROPE),
@@ -62,6 +76,21 @@ def test_rope_scaling(rope_type, tmp_path):
 
 def test_sliding_window(tmp_path):
     compare(save_model(tmp_path, "mistral", sliding_window=48), {})
+
+
+def test_gemma4_with_one_projection_for_keys_and_values(tmp_path):
+    """vLLM loads the projection twice and stores both, so its pages hold the values beside the keys."""
+    compare(save_model(tmp_path, "gemma4_text", **GEMMA4, attention_k_eq_v=True, num_global_key_value_heads=1), {})
+
+
+def test_gemma4_over_pages_that_are_reused(tmp_path):
+    """A prefix hit skips the shared tokens in the layers that store keys and in those that read them."""
+    folder = save_model(tmp_path, "gemma4_text", **GEMMA4)
+    with engine(folder, {}, max_model_len=512, max_num_batched_tokens=64, max_num_seqs=4) as llm:
+        outputs = generate(llm, [prompt(150)])
+        hits = generate(llm, [prompt(150), prompt(150, seed=1)], all_prompt=False)
+    assert hits[0].num_cached_tokens >= 96
+    assert max(differences(folder, {}, outputs + hits)) <= BOUND
 
 
 def test_sliding_windows_over_a_quantized_cache(tmp_path):
