@@ -80,7 +80,7 @@ def draw_positions(run: Run, workers: Workers, folder: Path) -> None:
 # ---- patterns
 SEVERAL = ("rope", "hope", "kerple")  # measured with all seeds; the others with the first
 PATTERN_NAMES = {"learned": "learned", "rope": "RoPE", "kerple": "KERPLE", "hope": "HoPE"}
-# The paper calls HoPE's fluctuation milder, in the training length and beyond it; of the ripple it says nothing.
+# The paper calls HoPE's fluctuation milder, within the training length and beyond it. It does not mention the ripple.
 PATTERN_COMPARES = tuple(
     comparison
     for measure, expected in (("swing", LOWER), ("ripple", 0))

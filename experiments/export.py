@@ -1,4 +1,5 @@
-"""``python -m experiments export MODEL.safetensors DIR``: a trained model as a ``LlamaForCausalLM`` of transformers.
+"""``python -m experiments export MODEL.safetensors DIR``: exports a trained model as a ``LlamaForCausalLM`` of
+transformers.
 
 Plain RoPE gives a stock model. Any other rotary scheme is in config.json as "flashrope", and
 ``flashrope.integrations.transformers.from_pretrained`` loads it.
@@ -18,7 +19,7 @@ from .training import load_model, rotary_of
 from .zoo import Defaults
 
 SUMMARY = "write a trained model as a LlamaForCausalLM: export MODEL.safetensors DIR"
-TOKENIZER = "tokenizer.json"  # of models that read tokens, in the folder of the models
+TOKENIZER = "tokenizer.json"  # in the folder of the models, if they read tokens
 BYTES = 256
 
 
