@@ -1,4 +1,4 @@
-"""bench cpu: its goals, its expected time, and that what it times is right. Speed is not tested."""
+"""Tests bench cpu: its goals, its expected time, and that the timed calls are correct. Speed is not tested."""
 
 import argparse
 import dataclasses

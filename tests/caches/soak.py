@@ -59,7 +59,7 @@ class Serving:
         self.cache = self.held.cache
         self.running: list[Request] = []
         self.counts = dict.fromkeys(KINDS, 0)
-        for _ in range(10):  # these stay empty, so that the others have the last rows of the block table
+        for _ in range(10):  # these sequences stay empty, so that the others have the last rows of the block table
             self.held.allocate()
 
     def length(self, request: Request) -> int:
@@ -81,7 +81,8 @@ class Serving:
         self.running.remove(request)
 
     def advance(self, requests: list[Request], rows: int, abort: bool) -> bool:
-        """Gives every request `rows` more tokens in all layers, and checks the answers. Returns whether it did.
+        """Gives every request `rows` more tokens in all layers, and checks the answers. Returns whether the step was
+        completed.
 
         abort: the step ends in an error.
         """
