@@ -357,7 +357,7 @@ def test_listing():
     assert sass.local_bytes(listing) == (24, 4)
     assert sass.local_bytes_in_loops(listing) == 0  # the load and the stores are in the loop around the two
     assert sass.mix(listing.opcodes)["total"] == 16  # without the NOP
-    first, second = sass.tile_loops(listing)  # the outer loop is not a tile loop, and the endless one has no product
+    first, second = sass.tile_loops(listing)  # not the outer loop, nor the endless one
     assert first == {"mma": 1, "products": 1, "fp32": 1, "other": 2, "total": 4}
     assert second == {"ldsm": 1, "mma": 1, "products": 1, "other": 2, "total": 4}
     assert sass.hot_loop(sass.parse("")) is None
