@@ -310,7 +310,7 @@ def test_local():
     rotary = Rotary.rope(64).local(4)
     assert rotary.bands == (Band(0, 4, 1, 0),)
     assert rotary.two_sided_bands == (Band(-3, 4, 1, 0),)
-    assert Rotary.rope(64).rectify(11).local(11) == Rotary.rope(64).local(11)  # the far keys are gone
+    assert Rotary.rope(64).rectify(11).local(11) == Rotary.rope(64).local(11)  # the far keys are not visible
     assert rotary.local(2) == Rotary.rope(64).local(2) == Rotary.rope(64).local(2).local(4)
     assert Rotary.rope(64).local(0).bands == Rotary.rope(64).local(0).two_sided_bands == ()
 

@@ -1,4 +1,4 @@
-"""examples/train_fsdp.py and torchtitan with the override: the same weights and batches give the same losses."""
+"""examples/train_fsdp.py and torchtitan with the override give the same losses from the same weights and batches."""
 
 import pytest
 import torch
@@ -49,7 +49,7 @@ def in_torchtitan(names, scheme):
 
 
 def weights_of(model) -> dict[str, torch.Tensor]:
-    """Returns the example's weights by torchtitan's names."""
+    """Returns the example's weights under torchtitan's names."""
     parts = {
         "attention_norm": "attention_norm",
         "mlp_norm": "ffn_norm",
