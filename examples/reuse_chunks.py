@@ -36,12 +36,12 @@ from flashrope.small_models.model import LanguageModel, load_checkpoint, read_in
 QUESTION, ANSWER = 8, 4  # letters
 PAGE_SIZE = 16
 SHOWN = 3  # questions and answers that are printed
-LETTERS = string.ascii_letters + string.digits + "+-"  # of the 64 tokens
+LETTERS = string.ascii_letters + string.digits + "+-"  # one letter for each of the 64 tokens
 
 
 class Document(NamedTuple):
     tokens: torch.Tensor  # (length,)
-    sequence: int  # of the cache, where its keys and values are
+    sequence: int  # of the cache; it has the document's keys and values
 
 
 class Request(NamedTuple):

@@ -49,7 +49,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 IMPLS = ("triton", "cuda", "cpu", "reference")
 MAX_CHECKPOINTS = 2  # older ones are deleted
 BETAS, WEIGHT_DECAY, CLIP = (0.9, 0.999), 0.1, 1.0  # AdamW's betas and decay, gradient-norm clip: as in the paper
-FINAL_FRACTION = 0.05  # of the learning rate, at the last step
+FINAL_FRACTION = 0.05  # learning rate at the last step, as a fraction of the peak
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)  # by parameter, not by group: groups differ with --tp
 
 

@@ -104,7 +104,7 @@ def unmeasured(folder: Path, seed: int) -> list[str]:
 def measure_job(run: Run, seed: int, folder: str, commands: Sequence[str], progress: Callable) -> None:
     """Runs ``flashrope loss`` with these schemes on one model, in a separate process."""
     checkpoint = Path(folder, "checkpoints", f"s{seed}")
-    shutil.rmtree(checkpoint, ignore_errors=True)  # of an interrupted run
+    shutil.rmtree(checkpoint, ignore_errors=True)  # left by an interrupted run
     checkpoint.parent.mkdir(exist_ok=True)
     export(run.model_path(TRAINED, run.unit, seed), checkpoint)
     lengths = [str(multiple * run.unit) for multiple in MULTIPLES]

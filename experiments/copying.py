@@ -23,7 +23,7 @@ LETTERS = 64  # tokens 0 to 63
 SHORTEST, LONGEST = 9, 15  # letters of a sequence; 12 on average, as in the paper
 SUFFIX = 4  # letters asked for
 BETWEEN = (2, 10)  # random letters before the query, in the control
-LAYOUTS = 20  # of the samples of one measurement; samples with one layout differ by their letters
+LAYOUTS = 20  # different layouts in one measurement; samples with the same layout differ by their letters
 PAPER_COUNTS = (30, 40, 50, 60, 70, 80)  # sequences, at the paper's training length
 SHORTEST_PRACTICE = 3 * LONGEST
 

@@ -1,4 +1,4 @@
-"""The experiments with figures of their own kind: patterns, positions, frequencies."""
+"""The experiments that draw special figures: patterns, positions, frequencies."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ PATTERN_COMPARES = tuple(
     for inputs in (REPEATED, TEXT)
     for comparison in schemes("hope", "rope", f"{measure}-{inputs}", 1, 2, expected=expected)
 )
-Found = dict[tuple[str, int, int, str, int], Pattern]  # by encoding, training length, context, inputs and seed
+Found = dict[tuple[str, int, int, str, int], Pattern]  # key: encoding, training length, context, inputs, seed
 
 
 def draw_patterns(run: Run, workers: Workers, folder: Path) -> None:

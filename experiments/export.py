@@ -61,7 +61,7 @@ def export(path: Path, out: Path) -> Path:
 
 def byte_tokenizer() -> dict:
     """Returns a tokenizer.json whose tokens are the 256 bytes, token n for byte n."""
-    shown = [n for n in range(256) if 33 <= n <= 126 or 161 <= n <= 172 or n >= 174]  # as GPT-2 writes bytes
+    shown = [n for n in range(256) if 33 <= n <= 126 or 161 <= n <= 172 or n >= 174]  # GPT-2 keeps these bytes
     others = [n for n in range(256) if n not in shown]
     letters = {n: chr(n) for n in shown} | {n: chr(256 + at) for at, n in enumerate(others)}
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}

@@ -21,13 +21,13 @@ from flashrope.small_models.data import SEPARATOR, Corpus, TextError, as_tokens
 
 from .tasks import Result, Subject, growing_batches, lengths_of, need_disjoint, percentage
 
-SEPARATORS = {"sentence": b"", "question": b"?", "pair": b"|"}  # by kind: between an example's two texts, if it has two
+SEPARATORS = {"sentence": b"", "question": b"?", "pair": b"|"}  # between the two texts of an example, if it has two
 SHOTS = 5
 NARROWEST, WIDEST = 8, 10  # bytes of a text
 MARK = b":"  # only before a label
 FILLER = b"Nothing is said here, these words only take up room.\n"
 LETTERS = b"ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-MULTIPLES = (0.5, 1, 1.5, 2, 2.5)  # of the training length; 256 to 1280 at 512
+MULTIPLES = (0.5, 1, 1.5, 2, 2.5)  # lengths / training length; 256 to 1280 at 512
 SHORTEST_PRACTICE = 72
 
 LABELS = [bytes(pair) for pair in itertools.combinations(LETTERS, 2)]

@@ -23,7 +23,7 @@ DASHED, DOTTED = (0, (4, 2)), (0, (1, 1.2))
 SMALL, NORMAL = 11, 12.5  # points
 KIND_COLOURS = {"high": "0.6", "activated": "#D55E00", "low": "#0072B2"}
 KIND_NAMES = {"high": "θ ≥ 2π/L", "activated": "π/L < θ < 2π/L (activated)", "low": "θ ≤ π/L"}
-ORDER = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # of curves without a scheme
+ORDER = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # for curves without a scheme
 Rows = Sequence[dict[str, str]]
 
 
@@ -36,7 +36,7 @@ class Line:
     task: str
     name: str = ""
     train_length: int | None = None
-    style: str | tuple = "-"  # of matplotlib; markers are hollow on lines that are not solid
+    style: str | tuple = "-"  # a matplotlib style; markers are hollow on lines that are not solid
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,7 +28,7 @@ from .encodings import distances
 from .zoo import Rotaries, ZooModel
 
 FIRST_BYTE = 0
-FREQUENT = 1e-3  # of the training text
+FREQUENT = 1e-3  # smallest share of the training text
 REPEATED, TEXT = "repeated", "text"
 
 

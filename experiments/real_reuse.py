@@ -139,7 +139,7 @@ def answers(model, question: Question) -> list[dict[str, Any]]:
     from flashrope.integrations.transformers import join_passages, prefill_passage
 
     texts = torch.tensor(question.documents)
-    orders = (0, 1), (1, 0)  # of the documents
+    orders = (0, 1), (1, 0)  # both orders of the documents
     head = prefill_passage(model, torch.tensor([question.head]))
     heads = select_rows(model, [(head, 0)] * 2)
     whole = prefill_passage(model, torch.stack([texts[list(order)].flatten() for order in orders]), heads)

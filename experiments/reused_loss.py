@@ -38,7 +38,7 @@ FULL, NOTHING, LAST = "full prefill", "nothing before", "only the last chunk"
 EVERY = 16  # one in this many positions is measured
 TRUNCATED, REROPE, ROPE = "truncation", "ReRoPE, log n", "RoPE"
 
-Losses = dict[tuple, list[float]]  # of every model
+Losses = dict[tuple, list[float]]  # key -> one loss per model
 
 
 def in_bytes(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

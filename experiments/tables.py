@@ -58,7 +58,7 @@ class Ordering:
     """The pairs of rows that the paper orders strictly, counted by the outcome of their paired difference here."""
 
     column: str
-    counts: dict[str, int]  # by SHOWN, AGAINST, UNSHOWN, UNJUDGED
+    counts: dict[str, int]  # keys: SHOWN, AGAINST, UNSHOWN, UNJUDGED
 
     @property
     def pairs(self) -> int:

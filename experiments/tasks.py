@@ -20,10 +20,10 @@ from .tokens import TokenCorpus, TokenFile
 from .zoo import Scheme, ZooModel
 
 PAPER_LENGTH = 512  # tokens; the training length in both papers
-MULTIPLES = (1, 2, 4, 8)  # of the training length
+MULTIPLES = (1, 2, 4, 8)  # lengths / training length
 IGNORED = -100  # a target that does not count
 BY_POSITION = "loss-by-position"
-PART_ENDS = (0.5, 1, 1.5, 2, 3, 4, 6, 8)  # of the parts of a window in measure_by_position, in training lengths
+PART_ENDS = (0.5, 1, 1.5, 2, 3, 4, 6, 8)  # ends of the parts of a window in measure_by_position, in training lengths
 WINDOWS_PER_SAMPLE = 5  # the loss of a few positions varies more than that of a window
 
 

@@ -21,7 +21,7 @@ from flashrope.cli.options import BadInput
 from flashrope.small_models.data import MIN_WINDOWS, UNSEEN, TextError
 
 SMALL_VOCABULARY = 1 << 16  # the largest with 16 bits a token
-BLOCKS, BLOCK = 64, 1 << 16  # of the fingerprint: number of blocks, bytes of a block
+BLOCKS, BLOCK = 64, 1 << 16  # for the fingerprint: number of blocks, bytes of a block
 
 
 def width(vocab_size: int) -> int:

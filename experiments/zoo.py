@@ -49,7 +49,7 @@ TAKES = {
     "p-rope": "p",
     "randomized": "s",
 }
-SHARE = 0.75  # of the pairs that p-RoPE rotates; its paper trains 0.25 and 0.75
+SHARE = 0.75  # default share of pairs that p-RoPE rotates; its paper trains 0.25 and 0.75
 RANDOM_RANGE = 16.0  # training lengths; the longest contexts measured have 8
 
 Rotaries = Rotary | tuple[Rotary, ...]

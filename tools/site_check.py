@@ -15,7 +15,7 @@ from urllib.parse import unquote, urlsplit
 from mkdocs.config.defaults import MkDocsConfig
 
 log = logging.getLogger("mkdocs.hooks.site_check")
-NAVIGATIONS = {"canonical", "prev", "next", "alternate"}  # of <link rel>: they load nothing
+NAVIGATIONS = {"canonical", "prev", "next", "alternate"}  # values of <link rel> that load nothing
 
 
 class Reader(HTMLParser):

@@ -73,7 +73,7 @@ def test_exponent():
 
 def test_ratio_is_the_median_over_rounds_not_the_ratio_of_medians():
     times = {"peer": [2.0, 30.0, 4.0], "ours": [1.0, 10.0, 8.0]}
-    assert timer.ratio(times, "peer", "ours") == 2.0  # of 2, 3 and 0.5; the medians' would be 0.5
+    assert timer.ratio(times, "peer", "ours") == 2.0  # the median of 2, 3, 0.5; the ratio of medians would be 0.5
     assert timer.Spread.of([3.0]) == (3.0, 3.0, 3.0)
 
 

@@ -29,7 +29,7 @@ from flashrope import OutOfPages, Rotary
 from paged_oracle import Held
 
 PAGES, PAGE, LAYERS, HEADS_KV, GROUP, D = 44, 16, 2, 2, 2, 16
-SCHEMES = (  # of layer 0 and of layer 1
+SCHEMES = (  # (layer 0, layer 1)
     (Rotary.rope(D).rectify(21).log_n(40), Rotary.rope(D).local(50)),
     (Rotary.hope(D, 100).rectify(30, 4.0), Rotary.none(D)),
     (Rotary.rope(D).yarn(4.0, 64), Rotary.rope(D).rectify(9)),

@@ -17,8 +17,8 @@ MAPPED = {
 }
 EVERY = SCHEMES | MAPPED
 EVERY["by_length"] = lambda d: dataclasses.replace(SCHEMES["rerope"](d).scale_rotated(1.5), length_scale=9.0)
-# Sequences that documents, prompts and answers leave behind: consecutive pages, gaps, equal positions at a border, and
-# pages whose visible rows begin in the middle, or without visible rows.
+# Sequences as they result from documents, prompts and answers: consecutive pages, gaps, equal positions at a border,
+# and pages whose visible rows begin in the middle, or without visible rows.
 SEQUENCES = (
     [Page(0), Page(16), Page(32, 9)],
     [Page(5, 4, 3), Page(12), Page(60, 0), Page(60, 7, 9), Page(75, 12)],

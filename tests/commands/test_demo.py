@@ -24,7 +24,7 @@ from flashrope.small_models.evaluate import loss_by_context
 from flashrope.small_models.model import load_checkpoint
 
 TINY = ["demo", "--preset", "tiny", "--device", "cpu", "--threads", "1"]
-FEW = [*TINY, "--schemes", "rerope"]  # of the text; the run of the standard library compares all
+FEW = [*TINY, "--schemes", "rerope"]  # for runs on the text; the run on the standard library compares all schemes
 OUTPUTS = {"split.json", "rope.safetensors", "hope.safetensors", "losses.csv", "losses.md", "losses.png"}
 
 

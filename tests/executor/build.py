@@ -26,7 +26,7 @@ FLAGS = [
     "-fPIC",
     "-pthread",
 ]
-MOST_BYTES = 1 << 30  # of the cache
+MOST_BYTES = 1 << 30  # limit of the cache
 IN_USE_SECONDS = 3600
 
 

@@ -22,7 +22,7 @@ from .driver import Machine
 ROOT = pathlib.Path(__file__).parents[2]
 SOURCES = ROOT / "csrc"
 RUNTIME = pathlib.Path(__file__).parent / "cuda" / "runtime.cpp"
-DEVICE_FLAGS = ("-std=c++17", "-O3", "-DUSE_CUDA", "--expt-relaxed-constexpr")  # as setup.py
+DEVICE_FLAGS = ("-std=c++17", "-O3", "-DUSE_CUDA", "--expt-relaxed-constexpr")  # the flags of setup.py
 HOST_FLAGS = ("-std=c++17", "-O1", "-fPIC", "-fvisibility=hidden")
 
 

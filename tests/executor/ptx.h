@@ -26,7 +26,7 @@ using Handler = void (*)(Warp&, const Instruction&, Lanes);
 struct Operand {
   int slot = -1;       // -1: no register; a plain integer in `offset`
   int bytes = 0;       // width of the register: 1 (predicate), 2, 4 or 8
-  int64_t offset = 0;  // of an address; an integer
+  int64_t offset = 0;  // the offset of an address, or an integer
 };
 
 enum class Control { next, branch, end, barrier };
@@ -45,7 +45,7 @@ struct Instruction {
   bool collective = false;  // all lanes of a warp must run it together
   int guard = -1;           // slot of the predicate, -1 without one
   bool negated = false;
-  int target = -1;  // of a branch
+  int target = -1;  // target of a branch
   int line = 0;     // in the PTX
   std::string opcode, text, source;
   std::vector<Operand> operands;

@@ -76,7 +76,7 @@ def run_at_end(total: int, tensors, grad_lse, call: AttentionCall):
 
 def far_call(rotary, total: int, **options) -> AttentionCall:
     start = total - sum(LENGTHS)
-    cu = int32([start, start + LENGTHS[0], total])  # as on a device: the host does not read them
+    cu = int32([start, start + LENGTHS[0], total])  # the host does not read them, as on a device
     return AttentionCall(rotary, True, D**-0.5, None, cu, cu, max(LENGTHS), max(LENGTHS), **options)
 
 
@@ -140,7 +140,7 @@ def test_slots_of_a_contiguous_cache(machine, seqlen_q):
     check_far(got, q, k, v, LOCAL)
 
 
-PAGES, PAGE = 2**28 + 3, 16  # of one head and 16 channels: 2^36 elements and 2^32 slots
+PAGES, PAGE = 2**28 + 3, 16  # with one head and 16 channels: 2^36 elements and 2^32 slots
 
 
 @pytest.mark.parametrize("placed", [False, True], ids=["appended", "placed"])

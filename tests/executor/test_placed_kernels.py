@@ -10,7 +10,7 @@ from test_cached_positions import over as over_pages
 from test_stored_positions import coordinates, over
 
 BF16, FP16, FP32 = (support.Target("triton", dtype, "cpu") for dtype in (torch.bfloat16, torch.float16, torch.float32))
-PAGES = [  # of 64 rows: a tile of keys lies in one
+PAGES = [  # pages of 64 rows: a tile of keys lies in one page
     [Page(-70, 50, 7), Page(0, 64), Page(64, 0), Page(90, 30, 30), Page((1 << 22) + 3, 20)],
     [Page(5, 9)],
 ]

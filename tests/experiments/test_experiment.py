@@ -387,7 +387,7 @@ def test_tiny(tiny, name):
         at_length = {scheme_: figure for (scheme_, _, at), figure in value.items() if at == 64}
         assert max(at_length.values()) < 60  # the perplexity is 256 at first; "integer" lowers it least
     if name == "copying":
-        assert value["alibi", "copying", 80] == 0 and value["alibi", "copying-letters", 80] < 20  # by chance 1.6
+        assert value["alibi", "copying", 80] == 0 and value["alibi", "copying-letters", 80] < 20  # chance: 1.6
         assert pictures == ["copying.png"] and "Differences declared before the runs" in text
     if name == "loss":
         assert {scheme_ for scheme_, _, _ in value} == {tables.resolve(each, 64)[0] for each in checkpoints.MEASURED}

@@ -74,7 +74,7 @@ ROPE_TYPES = {
     ),
 }
 BEGIN, END = "<!-- families:begin -->", "<!-- families:end -->"
-BOUND = 1e-5  # of logits of size 3, float32
+BOUND = 1e-5  # for float32 logits scaled to a maximum of 3
 SEQLEN, PADDING = 28, 3
 # the tokens at which calls with a cache end: after a prompt, then after single tokens beyond the window, then after
 # several tokens

@@ -87,7 +87,7 @@ def test_undo_finds_layers_whose_names_have_changed():
     convert(model, window=6)
     layers = model.model.layers
     layer = layers[1]
-    layers[1] = torch.nn.ModuleDict({"wrapped": layer})  # as torch.compile and checkpointing do
+    layers[1] = torch.nn.ModuleDict({"wrapped": layer})  # torch.compile and checkpointing wrap layers like this
     assert applying.undo(model) and not schemes(model)
     layers[1] = layer
     assert close(logits(model, tokens()), stock)

@@ -24,7 +24,7 @@ from flashrope.integrations.transformers.versions import CACHE, cache_of
 from transformers import DynamicCache
 
 SCHEMES = {"rope": {}, "rerope": {"window": 6, "log_n": 16}, "hope": {"rotary": Rotary.hope(16, 64)}}
-LENGTHS = (4, 9, 7)  # of the head and two passages
+LENGTHS = (4, 9, 7)  # tokens of the head and of two passages
 QUESTION = 3
 schemes = pytest.mark.parametrize("options", SCHEMES.values(), ids=SCHEMES)
 

@@ -22,7 +22,7 @@ from flashrope.rotary.catalogue import SCHEMES, known_options
 from transformers import AutoConfig
 
 ROPE = Rotary.rope(16)
-VALUES = {  # of every option, by stage; {}: none
+VALUES = {  # {stage: values of its options}; {}: no option
     "rotary": [{}, {"rotary": ROPE.interpolate(2.0)}],
     "table": [{}, {"ntk": 2.0}, {"yarn": (4.0, 16)}],
     "cut": [

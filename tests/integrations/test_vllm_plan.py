@@ -58,7 +58,7 @@ def test_the_package_imports_neither_vllm_nor_transformers():
         ({"self_extend": [1024, 8], "log_n": True}, lambda rope: rope.self_extend(1024, 8).log_n(4096)),
         ({"dual_chunk": [4096, 1024], "self_extend": False}, lambda rope: rope.dual_chunk(4096, 1024)),
         ({"rotary": Rotary.rope(32).dual_chunk(160, 32).text}, lambda rope: rope.dual_chunk(160, 32)),
-        ({"window": 1024, "log_n": False, "factor": None}, lambda rope: rope.rectify(1024)),  # as convert saves it
+        ({"window": 1024, "log_n": False, "factor": None}, lambda rope: rope.rectify(1024)),  # what convert saves
         ({"rotary": Rotary.hope(32, 64).text, "window": 8}, lambda rope: Rotary.hope(32, 64).rectify(8)),
     ],
 )
@@ -130,7 +130,7 @@ SPARSE = {"sparse_attention_config": [{"0": ["vertical_and_slash", 1000, 6096, 1
 def test_a_configuration_with_dual_chunks(chunks, options, expected, sparse, of_text):
     asking = config(options)
     model, given = asking.model_config, dict(chunks)
-    model.hf_config = SimpleNamespace()  # of a model of several parts
+    model.hf_config = SimpleNamespace()  # as in a model of several parts
     (model.hf_text_config if of_text else model.hf_config).dual_chunk_attention_config = given
     assert adopt_chunks(model) is sparse
     assert not adopt_chunks(model)  # a copy of the configuration is checked again

@@ -35,12 +35,12 @@ PATCHES = dict(in_channels=3, patch_size=2, temporal_patch_size=1, spatial_merge
 
 
 class Kind(NamedTuple):
-    model: str  # of transformers
+    model: str  # class of transformers
     config: str
     text: dict[str, Any]
     vision: dict[str, Any]
     sections: list[int]  # pairs of the three coordinates
-    partial: float = 1.0  # of the channels rotate
+    partial: float = 1.0  # share of the channels that rotate
     sound: dict[str, Any] | None = None  # the tower for sounds
 
 

@@ -50,7 +50,7 @@ def test_resident_blocks():
     a100 = multiprocessor(80)
     assert a100.resident_blocks(registers=255, shared=0, warps=8) == 1
     assert a100.resident_blocks(registers=128, shared=0, warps=8) == 2
-    assert a100.resident_blocks(registers=81, shared=0, warps=8) == 2  # as 88: a warp's come in units of 256
+    assert a100.resident_blocks(registers=81, shared=0, warps=8) == 2  # rounded up to 88: units of 256 per warp
     assert a100.resident_blocks(registers=80, shared=0, warps=8) == 3
     assert a100.resident_blocks(registers=128, shared=81 * 1024, warps=8) == 2
     assert a100.resident_blocks(registers=128, shared=82 * 1024, warps=8) == 1

@@ -219,7 +219,7 @@ def test_none_follows_torch(launched, target, deterministic, compiled, head_dim,
     run = compiled_operator(rotary, None) if compiled else partial(attention, rotary=rotary, impl="triton")
     options = {"dtype": dtype, "device": target.device, "requires_grad": True}
     q, k, v = (torch.randn(1, 20, 1, head_dim, **options) for _ in range(3))
-    deterministic(enabled and compiled)  # torch.compile needs the setting before the forward
+    deterministic(enabled and compiled)  # torch.compile allows no change between forward and backward
     out = run(q, k, v) if compiled else run(q, k, v, deterministic=None)
     deterministic(enabled)
     out.sum().backward()

@@ -12,7 +12,7 @@ from flashrope.small_models.model import LanguageModel, ModelConfig, save_checkp
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "reuse_chunks.py"
 chunks = runpy.run_path(str(EXAMPLE))
-LENGTHS = (21, 32, 16, 45)  # of documents
+LENGTHS = (21, 32, 16, 45)  # tokens of the documents
 ROTARY = Rotary.rope(16, base=100.0).rectify(12).log_n(40)
 
 

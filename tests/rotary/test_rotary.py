@@ -416,7 +416,7 @@ def test_a_pickle_holds_no_hash():
     """A pickle contains no hash, because hashes of strings differ between processes."""
     rotary = Rotary.rope(64).rectify(8)
     assert hash(rotary) and "_hash" in vars(rotary) and b"_hash" not in pickle.dumps(rotary)
-    _from_text.cache_clear()  # as in a process that has not parsed this text
+    _from_text.cache_clear()  # like a process that has not parsed this text
     assert "_hash" not in vars(pickle.loads(pickle.dumps(rotary)))
 
 

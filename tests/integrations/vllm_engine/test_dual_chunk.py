@@ -14,7 +14,7 @@ from float64_model import HEAD_DIM, LAYERS, Float64Model, differences_by_step
 from models import prompt, save_model
 from vllm.v1.core import kv_cache_utils
 
-LENGTH = 100  # of the factor
+LENGTH = 100  # length_scale
 QWEN = {"chunk_size": 160, "local_size": 32, "original_max_position_embeddings": LENGTH}  # chunks of 128
 ROPE = Rotary.rope(HEAD_DIM)
 SCHEME = ROPE.dual_chunk(160, 32, length_scale=LENGTH)
