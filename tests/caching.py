@@ -48,13 +48,13 @@ class Cached:
 
     lengths: the tokens of each sequence after its padding, including the new ones. queries: the number of query rows of
     every sequence, or a list with one number per sequence, which packs the queries. new: the number of keys of every
-    sequence that come with the call. None: one key per query. mapped: packed keys come with a slot_mapping. page: the
-    page size in rows, or 0 for a contiguous cache. capacity: the slots of a sequence. table: the block table; the
-    default is a shuffled one. tables: explicit positions, by the names of the call's arguments. stored: maps the keys
-    (1, tokens, heads_kv, head_dim) to what the cache stores of them. None: the keys themselves. layout: contiguous,
-    poisoned (a window of a larger buffer of NaN), heads first, shared (K and V in one buffer), or for quantized caches
-    vllm or odd bytes. sequences: problems that hold the tokens. None: random ones, drawn from the seed. sinks: one per
-    query head. head_dim_v: the width of the values. None: the width of the keys.
+    sequence that come with the call. None: every query brings one key. mapped: packed keys come with a slot_mapping.
+    page: the page size in rows, or 0 for a contiguous cache. capacity: the slots of a sequence. table: the block table;
+    the default is a shuffled one. tables: explicit positions, {name of the call's argument: tensor}. stored: maps the
+    keys (1, tokens, heads_kv, head_dim) to what the cache stores of them. None: the keys themselves. layout:
+    contiguous, poisoned (a window of a larger buffer of NaN), heads first, shared (K and V in one buffer), or for
+    quantized caches vllm or odd bytes. sequences: problems that hold the tokens. None: random ones, drawn from the
+    seed. sinks: one per query head. head_dim_v: the width of the values. None: the width of the keys.
     """
 
     target: support.Target
@@ -80,7 +80,8 @@ class Cached:
 
     @classmethod
     def packed(cls, target, rotary, sizes, **options) -> Cached:
-        """Packs queries. sizes: (query rows, tokens with them) of every sequence."""
+        """Returns a call with packed queries. sizes: (number of query rows, length including them) of every
+        sequence."""
         queries, lengths = zip(*sizes, strict=True)
         return cls(target, rotary, lengths, queries, **options)
 
@@ -326,7 +327,7 @@ class Cached:
 
 
 def same(*pairs: torch.Tensor) -> bool:
-    """Whether each pair of neighbours (x, y, ...) has the same numbers. NaN equals NaN."""
+    """Whether consecutive tensors (x, y), (z, w), ... have equal values. NaN equals NaN."""
     return all(torch.equal(x.nan_to_num(7), y.nan_to_num(7)) for x, y in zip(pairs[::2], pairs[1::2], strict=True))
 
 
@@ -354,7 +355,7 @@ def quantized(x: torch.Tensor, cache_dtype: str) -> tuple[torch.Tensor, torch.Te
     x = x.double().clamp(-limit, limit)
     scale = (x.abs().amax(-1) / largest).float().double()
     codes = (x / scale[..., None]).nan_to_num(0.0).clamp(-largest, largest)
-    # The kernels divide in float32. A quotient that is just beside a half in float64 may be exactly a half there.
+    # The kernels divide in float32. A quotient that is close to a half in float64 may be exactly a half in float32.
     return codes.float().round().double(), scale
 
 

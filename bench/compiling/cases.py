@@ -193,7 +193,7 @@ class Case:
         if scheme.codes:
             per_byte, dtype = CODES[scheme.codes]
             cache = cache_v = tensor(*rows, HEADS_KV, self.head_dim // per_byte, dtype=dtype)
-            scales = (tensor(rows[0], HEADS_KV, rows[1], dtype=torch.float32).transpose(1, 2),) * 2  # as KVCache's
+            scales = (tensor(rows[0], HEADS_KV, rows[1], dtype=torch.float32).transpose(1, 2),) * 2  # KVCache's strides
         table = tensor(BATCH, pages, dtype=torch.int32) if scheme.cache == "paged" else None
         rotary, positions = scheme.rotary(self.head_dim), None
         if scheme.placed:

@@ -113,7 +113,7 @@ def test_a_plan_after_its_tables_were_written():
 
 @pytest.mark.usefixtures("compiled")
 def test_what_the_first_layer_held_lives_on():
-    """Compiled calls keep pointers to what the plan holds, not to the tensors of the first call."""
+    """Compiled calls keep pointers to tensors of the plan, not to the tensors of the first call."""
     layers = layers_of("cpu", layers=2)
     plan = plan_of(layers[0])
     plan.attend(layers[0].q, layers[0].parts()[1], *layers[0].new_keys())

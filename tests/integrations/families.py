@@ -74,9 +74,10 @@ ROPE_TYPES = {
     ),
 }
 BEGIN, END = "<!-- families:begin -->", "<!-- families:end -->"
-BOUND = 1e-5  # of logits of size 3, float32
+BOUND = 1e-5  # for float32 logits scaled to a maximum of 3
 SEQLEN, PADDING = 28, 3
-# where calls with a cache end: a prompt, one token at a time past the window, several tokens
+# the tokens at which calls with a cache end: after a prompt, then after single tokens beyond the window, then after
+# several tokens
 CALLS = [5, 6, 7, 8, 9, 20, 21, SEQLEN]
 
 
@@ -94,7 +95,8 @@ def padded(seqlen: int = SEQLEN, left: int = PADDING, right: int = 0) -> torch.T
 
 @torch.no_grad()
 def logits(model, ids, mask=None, cache=None, calls=None, **kwargs) -> torch.Tensor:
-    """Returns (batch, seqlen, vocabulary), from one call without a cache or several with one; rows of padding are 0."""
+    """Returns logits (batch, seqlen, vocabulary), from one call without a cache or several calls with a cache. Rows of
+    padding are 0."""
     if calls is None:
         out = model(ids, attention_mask=mask, use_cache=False, **kwargs).logits
     else:
@@ -117,7 +119,7 @@ def schemes(model) -> list[Rotary]:
 
 
 def state(model) -> dict:
-    """Returns everything that a conversion may change, and what it must not change."""
+    """Returns everything in a model that a conversion may change or must not change."""
     modules = list(model.modules())
     return {
         "weights": {name: weight.tolist() for name, weight in model.state_dict().items()},
@@ -152,8 +154,8 @@ RUNS = {
 
 
 def difference(name: str, untested: bool = False) -> tuple[dict[str, float], dict[str, torch.Tensor], torch.nn.Module]:
-    """Returns (by run, the largest difference of any logit from the stock model's, relative to logits of size 3; the
-    stock model's logits; the converted model)."""
+    """Returns ({run: the largest difference of any logit from the stock model's, for logits scaled to a maximum of 3},
+    the stock model's logits, the converted model)."""
     model = tiny(name)
     runs = {run: call for run, call in RUNS.items() if run != "packed" or family(name).packs}
     stock = {run: call(model) for run, call in runs.items()}

@@ -18,7 +18,7 @@ COMMON = dict(
     eos_token_id=2,
     initializer_range=0.1,
 )  # such attention is sharp: a wrong rotation moves logits by 0.4 to 3
-# Given to the configurations that have the field.
+# Fields that are set in every configuration that has them.
 SMALL = dict(
     head_dim=16,
     num_experts=4,
@@ -129,11 +129,11 @@ FAMILIES = {
     "starcoder2": dict(sliding_window=8),
     "vaultgemma": dict(attn_logit_softcapping=None, **HYBRID),
 }
-# Types whose released checkpoints convert refuses: a small model of them passes the comparison of untested=True.
+# Types whose released checkpoints convert refuses, although a small model passes the comparison of untested=True.
 UNFIT = {"gemma4_text": dict(head_dim=16, global_head_dim=24, **SHARED | {"num_kv_shared_layers": 0})}
 OWN_MASKS = "asks AttentionMaskInterface for its masks"
 OWN_ATTENTION = "asks AttentionInterface for its attention"
-# Families that convert refuses in older versions: up to which one, and why.
+# Families that convert refuses in older versions: the newest version that is refused, and why.
 OLDER = {
     "diffllama": ((5, 0), OWN_ATTENTION),
     "falcon_h1": ((5, 0), OWN_MASKS),
@@ -163,8 +163,8 @@ def small_config(name: str, **changes):
 
 
 def vary(model):
-    """Gives vectors (scales of norms, biases, sinks) random values, the same in every call. With their initial ones and
-    zeros a norm after the rotation would look like one before it."""
+    """Gives vectors (scales of norms, biases, sinks) random values, the same in every call. With their initial values,
+    ones and zeros, a norm after the rotation would give the same result as a norm before it."""
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -235,7 +235,7 @@ def test_masks_that_the_kernels_cannot_express():
     try:
         with pytest.raises(ValueError, match="mask_function: expected causal.* got or_masks"):
             create_causal_mask(inputs_embeds=hidden, **arguments)
-    except TypeError:  # as 4.57 names it
+    except TypeError:  # the argument's name in 4.57
         with pytest.raises(ValueError, match="mask_function: expected causal.* got or_masks"):
             create_causal_mask(input_embeds=hidden, cache_position=torch.arange(SEQLEN), **arguments)
 

@@ -52,8 +52,8 @@ def documented() -> dict[str, str]:
 
 @pytest.mark.parametrize("name", [*HERE, *(name for name in families.UNFIT if name in families.CAUSAL_LM)])
 def test_logits_are_the_stock_models(name):
-    """And without rotation, or without the mask, logits move by far more than the bound. The docs name the widths of a
-    family that released checkpoints fit, and call no other one tested."""
+    """A converted model has the stock model's logits. Without rotation, or without the mask, logits change by far more
+    than the bound. For each family, the docs list the head_dims of the tested models."""
     unfit = name in families.UNFIT
     found, stock, model = families.difference(name, untested=unfit)
     assert documented().get(name) == (None if unfit else families.widths(model))
@@ -83,7 +83,7 @@ def test_rope_types(kind):
         return (
             logits(model, within),
             logits(model, within, calls=[9, 10, 13, 14]),
-            # another table; ascending lengths, because the stock model keeps that of the longest
+            # another table; lengths ascend, because the stock model keeps the table of the longest sequence
             logits(model, beyond[:, :20]),
             logits(model, beyond),
             logits(model, beyond, padded()),
@@ -97,8 +97,8 @@ def test_rope_types(kind):
 
 @pytest.mark.parametrize("which", ["dynamic", "longrope", "phi3"])
 def test_tables_that_grow_over_a_cache(which):
-    """The cache holds raw keys, so no key is rotated by an older table. With one layer only: the keys of a second layer
-    depend on older tables."""
+    """Over a cache, tables that grow rotate all keys by the newest table, because keys are raw. The model has only one
+    layer, since keys of a second layer would depend on older tables."""
     if which == "phi3":  # with sliding windows
         scaling = {"type": "longrope"} | {key: ROPE_TYPES["longrope"][key] for key in ("short_factor", "long_factor")}
         model = tiny(which, rope_scaling=scaling, original_max_position_embeddings=16, num_hidden_layers=1)
@@ -262,8 +262,7 @@ def test_gradient_checkpointing(reentrant):
 
 
 def test_packed_sequences_without_gradients_under_gradient_checkpointing():
-    """From transformers 5.24 on such a forward makes a cache. Beside a cache, masks do not separate packed
-    sequences."""
+    """From transformers 5.24 on such a forward makes a cache. With a cache, masks do not separate packed sequences."""
     model = convert(tiny("llama"))
     ids, positions = tokens(1), torch.tensor([[*range(7), *range(SEQLEN - 7)]])
     expected = logits(model, ids, position_ids=positions)

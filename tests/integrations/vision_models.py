@@ -35,12 +35,12 @@ PATCHES = dict(in_channels=3, patch_size=2, temporal_patch_size=1, spatial_merge
 
 
 class Kind(NamedTuple):
-    model: str  # of transformers
+    model: str  # class of transformers
     config: str
     text: dict[str, Any]
     vision: dict[str, Any]
     sections: list[int]  # pairs of the three coordinates
-    partial: float = 1.0  # of the channels rotate
+    partial: float = 1.0  # share of the channels that rotate
     sound: dict[str, Any] | None = None  # the tower for sounds
 
 
@@ -218,14 +218,14 @@ def positions(model, name: str, given) -> torch.Tensor:
 
 
 def towers(model) -> list[torch.nn.Module]:
-    """For images, videos and sounds: they keep their attention."""
+    """Returns the towers for images, videos and sounds, which keep their attention."""
     return [module for path, module in model.named_modules() if path.split(".")[-1] in ("visual", "audio_tower")]
 
 
 # ---- what a model gives
 
-BOUND = 1e-5  # of logits of size 3, float32, as for text
-CALLS = (26, 27, 30, 31)  # where calls with a cache end, behind the images; then one token at a time
+BOUND = 1e-5  # for float32 logits scaled to a maximum of 3, as for text
+CALLS = (26, 27, 30, 31)  # the tokens at which calls with a cache end, after the images; then one token at a time
 
 
 def close(a, b, bound=BOUND) -> bool:
@@ -277,7 +277,7 @@ def runs(name: str, alone, both, calls=(CALLS, CALLS)) -> dict:
 
 
 def compare(model, calls: dict) -> dict[str, torch.Tensor]:
-    """Converts the model, and compares every call with the stock model's. Returns what that gave."""
+    """Converts the model, and compares every call with the stock model's. Returns the results."""
     stock = {run: call(model) for run, call in calls.items()}
     convert(model)
     for run, call in calls.items():

@@ -1,4 +1,4 @@
-"""Every architecture that the plugin accepts, against convert() on the same weights."""
+"""Every architecture that the plugin accepts gives the results of convert() on the same weights."""
 
 import pytest
 
@@ -54,7 +54,7 @@ def compare(folder, *all_options):
     for options in all_options:
         with engine(folder, options, max_model_len=512) as llm:
             outputs = generate(llm, [prompt(n) for n in (5, 33, 200)])
-        del llm  # its end would end what the next engine uses
+        del llm  # its destructor would shut down state that the next engine uses
         assert max(differences(folder, options, outputs)) <= BOUND
 
 
@@ -94,7 +94,7 @@ def test_gemma4_over_pages_that_are_reused(tmp_path):
 
 
 def test_sliding_windows_over_a_quantized_cache(tmp_path):
-    """Layers of two kinds, in groups of pages of their own."""
+    """Sliding windows over a quantized cache are right. The two kinds of layers have separate groups of pages."""
     model_type, changes, options = FAMILIES["Gemma3ForCausalLM"]
     folder = save_model(tmp_path, model_type, **changes)
     with engine(folder, {**options, "raw_keys": True}, kv_cache_dtype="int8_per_token_head", max_model_len=512) as llm:
