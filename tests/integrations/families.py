@@ -14,7 +14,7 @@ from flashrope.configs.families import family
 from flashrope.integrations.transformers import convert
 from flashrope.integrations.transformers.plan import head_dim_of
 from flashrope.integrations.transformers.versions import CACHE, cache_of
-from small_models import CAUSAL_LM, COMMON, FAMILIES, HERE, REFUSED_BY_VERSION, UNFIT, VERSION, tiny  # noqa: F401  the tests import them from here
+from small_models import CAUSAL_LM, COMMON, FAMILIES, HERE, REFUSED_BY_VERSION, VERSION, tiny, wide  # noqa: F401  the tests import them from here
 from transformers import StaticCache
 
 NOTES = {

@@ -50,13 +50,11 @@ def documented() -> dict[str, str]:
     return {name: width for _, name, width, *_ in (map(str.strip, row.split("|")) for row in rows)}
 
 
-@pytest.mark.parametrize("name", [*HERE, *(name for name in families.UNFIT if name in families.CAUSAL_LM)])
+@pytest.mark.parametrize("name", HERE)
 def test_logits_are_the_stock_models(name):
-    """And without rotation, or without the mask, logits move by far more than the bound. The docs name the widths of a
-    family that released checkpoints fit, and call no other one tested."""
-    unfit = name in families.UNFIT
-    found, stock, model = families.difference(name, untested=unfit)
-    assert documented().get(name) == (None if unfit else families.widths(model))
+    """And without rotation, or without the mask, logits move by far more than the bound. The docs name the widths."""
+    found, stock, model = families.difference(name)
+    assert documented()[name] == families.widths(model)
     assert max(found.values()) <= families.BOUND, found
     assert not close(stock["padded"], stock["uncached"] * padded()[..., None], 0.05)
     assert not family(name).packs or not close(stock["packed"], stock["uncached"], 0.05)

@@ -25,6 +25,7 @@ from .caches import COORDINATES, axes_of, check_cache, mark_returned, read_coord
 from .continuous_batching import SUPPORTED, with_pages
 from .plan import ATTRIBUTE, KEY, NAME, SAVED, Plan, describe_options, find_decoder, rotary_embeddings, scheme_of
 from .schemes import LayerScheme
+from .shared_layers import count_rows, drops_rows
 from .versions import arguments_of
 
 
@@ -96,11 +97,15 @@ def check_forward(module, args, kwargs) -> tuple | None:
     if axes_of(module) > 1:
         return args, kwargs | {COORDINATES: read_coordinates(module, given)}
     added = check_positions(module, given)
+    if drops_rows(module):
+        added |= count_rows(given)
     return (args, kwargs | added) if added and len(args) < 2 else None
 
 
 def no_rotation(module, args, output):
-    """Returns cos = 1 and sin = 0. The hook of the rotary embedding."""
+    """Returns cos = 1 and sin = 0, or their complex sum if that is what came. The hook of the rotary embedding."""
+    if isinstance(output, torch.Tensor):  # deepseek_v2
+        return torch.ones_like(output)
     cos, sin = output
     return torch.ones_like(cos), torch.zeros_like(sin)
 

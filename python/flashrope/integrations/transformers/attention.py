@@ -30,6 +30,7 @@ from .caches import COORDINATES, Coordinates, follow_caches, holds_codes, split_
 from .continuous_batching import BATCH, attend_paged, prepare_manager
 from .plan import NAME, NOT_CONVERTED, SAVED, scheme_of
 from .schemes import attending_layers
+from .shared_layers import ROWS
 from .versions import CACHE, CACHES_WITHOUT_GRADIENTS
 
 # Arguments of an attention function that this one cannot serve.
@@ -59,17 +60,21 @@ def attention_forward(
     options = {"softmax_scale": scaling, "sinks": s_aux}
     if paged:
         return attend_paged(module, query, key, value, options, kwargs), None
-    head_dim = query.shape[-1]
+    head_dim, width = query.shape[-1], value.shape[-1]
     if head_dim % 8:  # the kernels have tiles of multiples of 8 channels
-        query, key, value = (torch.nn.functional.pad(x, (0, -head_dim % 8)) for x in (query, key, value))
+        query, key = (torch.nn.functional.pad(x, (0, -head_dim % 8)) for x in (query, key))
         options["softmax_scale"] = head_dim**-0.5 if scaling is None else scaling
+    if holds_codes(value):
+        width = head_dim
+    elif width % 8:
+        value = torch.nn.functional.pad(value, (0, -width % 8))
     out = _attend(scheme, query, key, value, attention_mask, options, kwargs)
-    return (out[..., :head_dim] if head_dim % 8 else out), None
+    return (out if out.shape[-1] == width else out[..., :width]), None
 
 
 def _attend(scheme, query, key, value, attention_mask, options: dict, kwargs) -> torch.Tensor:
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    seqlen, places = q.shape[1], _places(scheme.rotary, kwargs)
+    seqlen, places = kwargs.get(ROWS, q.shape[1]), _places(scheme.rotary, kwargs)  # of all rows, dropped ones too
     cu_seqlens_q = kwargs.get("cu_seq_lens_q")
     if cu_seqlens_q is not None and cu_seqlens_q.shape[0] > 2 and not isinstance(attention_mask, Packed):
         raise ValueError(
@@ -108,6 +113,9 @@ def _attend(scheme, query, key, value, attention_mask, options: dict, kwargs) ->
 
 
 def _attend_cached(q, k, v, rotary, end, first, options: dict, places: Coordinates | None) -> torch.Tensor:
+    if v.shape[-1] < k.shape[-1] and not holds_codes(v):  # caches hold values as wide as their keys
+        wide = torch.nn.functional.pad(v, (0, k.shape[-1] - v.shape[-1]))
+        return _attend_cached(q, k, wide, rotary, end, first, options, places)[..., : v.shape[-1]]
     if places is None:
         return attention_with_cache(q, k, v, rotary, end, cache_leftpad=first, **options)
     layer = CacheLayer(k, v, options.get("k_scale"), options.get("v_scale"))
