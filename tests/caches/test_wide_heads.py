@@ -4,7 +4,7 @@ the reason."""
 import pytest
 import torch
 from caching import Cached, page_sizes
-from flashrope import KVCache, PagedKVCache, Rotary, attention, attention_with_cache
+from flashrope import KVCache, PagedKVCache, Rotary, attention_with_cache
 from support import int32
 
 SCHEMES = {
@@ -64,7 +64,6 @@ Q, K = torch.zeros(1, 1, 2, 512), torch.zeros(1, 64, 1, 512)
 ROPE, LENGTHS = Rotary.rope(512), int32([40])
 SCALES = dict(k_scale=torch.ones(1, 64, 1), v_scale=torch.ones(1, 64, 1))
 REFUSED = {
-    "attention": (lambda: attention(Q, K, K, ROPE), "q: expected head_dim to be a multiple of 8 up to 256, got 512"),
     "520": (
         lambda: attention_with_cache(
             torch.zeros(1, 1, 2, 520), *torch.zeros(2, 1, 64, 1, 520), Rotary.rope(520), LENGTHS

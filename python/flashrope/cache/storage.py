@@ -13,7 +13,7 @@ from ..backends.cache_tables import CacheLayer, CacheTables
 from ..backends.quantized import PER_BYTE
 from ..operators.autocast import autocast, autocast_hint
 from ..operators.cache_plan import CachePlan, plan_cache, plan_checked
-from ..operators.checks import DTYPES, MAX_CACHED_HEAD_DIM, MAX_HEAD_DIM, check_no_gradient
+from ..operators.checks import DTYPES, MAX_HEAD_DIM, MAX_NARROW_HEAD_DIM, check_no_gradient
 from ..operators.foreign_keywords import refuse_unknown
 from ..operators.functional import attention_with_cache
 from ..rotary.rotary import Rotary
@@ -223,7 +223,7 @@ def allocate_storage(shape: tuple[int, ...], heads_kv, head_dim, dtype, device, 
     On the CPU the memory layout is heads-first, so that the keys of a head are contiguous: decoding reads them in half
     the time. On a GPU it is rows-first, except for the scales.
     """
-    largest, why = (MAX_CACHED_HEAD_DIM, "") if cache_dtype is None else (MAX_HEAD_DIM, f" in a cache of {cache_dtype}")
+    largest, why = (MAX_HEAD_DIM, "") if cache_dtype is None else (MAX_NARROW_HEAD_DIM, f" in a cache of {cache_dtype}")
     heads_kv, head_dim = check_integer("heads_kv", heads_kv, 1), check_integer("head_dim", head_dim, 8)
     if head_dim % 8 or head_dim > largest:
         raise ValueError(f"head_dim: expected a multiple of 8 up to {largest}{why}, got {head_dim}")
@@ -270,8 +270,8 @@ def check_schemes(rotated_keys, head_dim: int, layers: int) -> tuple[Rotary, ...
             raise TypeError(f"rotated_keys: expected a Rotary for layer {layer}, got {type(rotary).__name__}")
         if rotary.head_dim != head_dim:
             raise ValueError(f"rotated_keys: expected head_dim {head_dim} as the cache, got {rotary.head_dim}")
-        if head_dim > MAX_HEAD_DIM:
-            raise ValueError(f"rotated_keys: not supported beyond head_dim {MAX_HEAD_DIM} yet, got {head_dim}")
+        if head_dim > MAX_NARROW_HEAD_DIM:
+            raise ValueError(f"rotated_keys: not supported beyond head_dim {MAX_NARROW_HEAD_DIM} yet, got {head_dim}")
         if rotary.axis:
             raise ValueError("rotated_keys: an axial scheme needs positions, which a cache does not carry")
         one_rotation(rotary, "so that its keys can be stored rotated")

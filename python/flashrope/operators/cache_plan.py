@@ -19,7 +19,7 @@ from .autocast import autocast, autocast_hint
 from .autograd import check_no_tangents, is_plain, transforming
 from .checks import (
     DTYPES,
-    MAX_HEAD_DIM,
+    MAX_NARROW_HEAD_DIM,
     check_cache,
     check_int32,
     check_no_gradient,
@@ -128,7 +128,7 @@ def plan_checked(
         check_slot_mapping(packed.slot_mapping, q)
     if rotated_keys is not False:
         check_rotated_keys(rotated_keys, rotary)
-    if rotary.head_dim > MAX_HEAD_DIM:
+    if rotary.head_dim > MAX_NARROW_HEAD_DIM:
         refuse_beside_wide_heads(rotary.head_dim, layer.k_scale is not None, rotated_keys, positions is not None)
     scale, num_splits = check_options(causal, softmax_scale, q), check_num_splits(num_splits)
     batch = q.shape[0] if packed is None else packed.cu_seqlens_q.shape[0] - 1

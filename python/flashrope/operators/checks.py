@@ -20,8 +20,8 @@ from ..rotary.rotated import one_rotation
 from .autocast import autocast_hint
 
 CACHES = ("k_cache", "v_cache")
-MAX_HEAD_DIM = 256
-MAX_CACHED_HEAD_DIM = 512  # of calls over caches that are not quantized, rotated or read at explicit positions
+MAX_HEAD_DIM = 512
+MAX_NARROW_HEAD_DIM = 256  # beyond: no quantized caches, no rotated keys, no explicit positions of cached tokens
 MANY_HEADS = 128  # more heads than any known model has with as many key heads; with fewer key heads some have 256
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -75,9 +75,8 @@ def check_tensors(
     head_dim, heads_q, heads_kv = shape_q[-1], shape_q[-2], shape_k[-2]
     if shape_k[-1] != head_dim:
         raise ValueError(f"{names[0]}: expected head_dim {head_dim} as in q, got {shape_k[-1]}")
-    largest = MAX_CACHED_HEAD_DIM if names is CACHES else MAX_HEAD_DIM
-    if head_dim % 8 or not 8 <= head_dim <= largest:
-        raise ValueError(f"q: expected head_dim to be a multiple of 8 up to {largest}, got {head_dim}")
+    if head_dim % 8 or not 8 <= head_dim <= MAX_HEAD_DIM:
+        raise ValueError(f"q: expected head_dim to be a multiple of 8 up to {MAX_HEAD_DIM}, got {head_dim}")
     if v.shape != shape_k and scales is None:
         _check_values(names, v.shape, shape_k)
     if not heads_kv or heads_q % heads_kv:
@@ -273,14 +272,14 @@ def check_cache(
 
 
 def refuse_beside_wide_heads(head_dim: int, quantized: bool, rotated_keys: bool, positions: bool) -> None:
-    """Raises for what no kernel does beyond MAX_HEAD_DIM channels yet."""
+    """Raises for what no kernel does beyond MAX_NARROW_HEAD_DIM channels yet."""
     for name, given in (
         ("quantized caches", quantized),
         ("rotated_keys", rotated_keys),
         ("explicit positions of cached tokens", positions),
     ):
         if given:
-            raise ValueError(f"q: {name} are not supported beyond head_dim {MAX_HEAD_DIM} yet, got {head_dim}")
+            raise ValueError(f"q: {name} are not supported beyond head_dim {MAX_NARROW_HEAD_DIM} yet, got {head_dim}")
 
 
 def check_sinks(sinks, q) -> None:

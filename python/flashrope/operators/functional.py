@@ -70,7 +70,7 @@ def attention(
             Shapes that can only be (batch, heads, seqlen, head_dim) warn. With as many key heads and at most 128 tokens
             they cannot be told from a model's, and pass.
         k, v: (batch, seqlen_k, heads_kv, head_dim), same dtype and device as q. heads_q is a multiple of heads_kv. v
-            may have a different head_dim, as in multi-head latent attention: a multiple of 8 up to 256.
+            may have a different head_dim, as in multi-head latent attention: a multiple of 8 up to 512.
         rotary: the scheme. Its head_dim must equal q's.
         causal: query row r attends to keys 0 to r + seqlen_k - seqlen_q (bottom-right alignment). With fewer keys than
             queries the first rows see no key, and the first such call warns. False: every row attends to all keys.

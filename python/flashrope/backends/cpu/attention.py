@@ -110,7 +110,7 @@ def _attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: AttentionCall
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns out with the shape of ``out_shape``, and lse (batch, heads_q, seqlen_q)."""
-    if (compiled := loader.load()) and tiles.serves(q, k, call):
+    if (compiled := loader.load()) and tiles.serves(q, k, v.shape[-1], call):
         return tiles.forward(compiled, q, k, v, call)
     rotary, seqlen_q, seqlen_k, head_dim_v = call.rotary, q.size(1), k.size(1), v.size(-1)
     width, scale = max(rotary.head_dim, head_dim_v), flash_scale(call, seqlen_k)
@@ -148,7 +148,7 @@ def _attend(
 def _attend_backward(
     grad_out, grad_lse, q, k, v, out, lse, call: AttentionCall
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    if (compiled := loader.load()) and tiles.serves(q, k, call):
+    if (compiled := loader.load()) and tiles.serves(q, k, v.shape[-1], call):
         return tiles.backward(compiled, grad_out, grad_lse, q, k, v, out, lse, call)
     rotary, seqlen_q, seqlen_k, head_dim, head_dim_v = call.rotary, q.shape[1], k.shape[1], q.shape[-1], v.shape[-1]
     width, lse, scale = max(head_dim, head_dim_v), lse.transpose(1, 2), flash_scale(call, seqlen_k)

@@ -63,7 +63,7 @@ def attend(
     bounds = part.bounds(k_cache)
     row = k_cache.shape[-2] * q.shape[-1]
     caches = _caches(layer)
-    if compiled and (seqlen_q < COMPILED_ROWS or not tiles.serves(q, k_cache, call)):
+    if compiled and (seqlen_q < COMPILED_ROWS or not tiles.serves(q, k_cache, q.shape[-1], call)):
         compiled = None
     same_bounds = block_table is None and bounds and bounds == bounds[:1] * batch
     if same_bounds:
@@ -120,7 +120,7 @@ def _attend_placed(q: torch.Tensor, layer: CacheLayer, part: Part) -> tuple[torc
         out = q.new_zeros(q.shape)
         lse = q.new_full((batch, heads_q, seqlen_q), float("-inf"), dtype=accumulation_type(q))
         left = list(range(batch if k_cache.numel() else 0))
-    if compiled and (seqlen_q < COMPILED_ROWS or not tiles.serves(q, k_cache, call)):
+    if compiled and (seqlen_q < COMPILED_ROWS or not tiles.serves(q, k_cache, q.shape[-1], call)):
         compiled = None
     caches, block_table = _caches(layer), call.tables.block_table
     for b in left:

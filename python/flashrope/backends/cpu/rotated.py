@@ -17,7 +17,7 @@ from ..cache_tables import CacheLayer, CacheTables
 from ..calls import RotateCall, accumulation_type
 from ..precision import without_autocast
 from . import loader, rotation
-from .library import CODES, DTYPES, Library, Run, TensorView
+from .library import CODES, DTYPES, MAX_HEAD_DIM, Library, Run, TensorView
 from .library import RotateCall as CompiledCall
 from .rotation import LARGEST_TABLE, QueryFactors, Rotation
 from .tiles import table_of
@@ -46,7 +46,7 @@ def rotate(x: torch.Tensor, call: RotateCall) -> torch.Tensor:
 
 def serves(rotary: Rotary | None) -> bool:
     """Whether the compiled kernels rotate by this scheme. None: nothing rotates."""
-    return rotary is None or not rotary.first_channel
+    return rotary is None or not rotary.first_channel and rotary.head_dim <= MAX_HEAD_DIM
 
 
 def _plan(x: torch.Tensor, call: RotateCall) -> tuple[Rotation | None, list[NewRows]]:

@@ -34,9 +34,10 @@ class Place(NamedTuple):
     seqlen: int  # number of keys of the whole sequence
 
 
-def serves(q: torch.Tensor, k: torch.Tensor, call: AttentionCall | CacheCall) -> bool:
+def serves(q: torch.Tensor, k: torch.Tensor, head_dim_v: int, call: AttentionCall | CacheCall) -> bool:
+    """Whether the compiled kernels serve a call. head_dim_v: that of the values."""
     served = q.dtype in DTYPES and len(call.bands) <= MAX_BANDS and not call.rotary.first_channel
-    return served and q.shape[-1] <= MAX_HEAD_DIM and q.numel() > 0 and k.numel() > 0
+    return served and max(q.shape[-1], head_dim_v) <= MAX_HEAD_DIM and q.numel() > 0 and k.numel() > 0
 
 
 def forward(

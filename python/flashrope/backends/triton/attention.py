@@ -24,7 +24,7 @@ from ...triton_kernels.rotate import rotate_rows
 from ..calls import AttentionCall, Kept, KeptShapes, out_shape
 from . import launcher
 from .accumulators import held_once
-from .device import block_d, current_device, variant_of, vector_size, with_int32_offsets
+from .device import block_d, current_device, refuse_wide, variant_of, vector_size, with_int32_offsets
 from .launcher import cdiv
 from .plan import Plan
 
@@ -110,6 +110,7 @@ class AttentionPlan(Plan):
     """table: ``Kept.table``."""
 
     def __init__(self, q, k, v, call: AttentionCall, table, grad_out=None):
+        refuse_wide(q, v)
         self.seqlen_k, self.head_dim_v, positions = k.shape[-3], v.shape[-1], call.positions
         if positions is None:
             rows = coarse_rows(max(q.shape[-3], self.seqlen_k))

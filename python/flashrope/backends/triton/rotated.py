@@ -12,12 +12,13 @@ from ...triton_kernels.rotate import rotate_rows
 from ..calls import RotateCall
 from . import launcher
 from .attention import scalar_positions
-from .device import current_device, scheme_on, variant_of, vector_size, with_int32_offsets
+from .device import current_device, refuse_wide, scheme_on, variant_of, vector_size, with_int32_offsets
 from .launcher import cdiv
 
 
 def rotate(x: torch.Tensor, call: RotateCall) -> torch.Tensor:
     """Rotates x by the positions of the call in one launch; see ``RotateBackend``."""
+    refuse_wide(x)
     x, tables, rotary, positions = with_int32_offsets(x), call.tables, call.rotary, call.positions
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     seqlen, heads, _ = x.shape[-3:]

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from ...configs.families import families_with, family
 from ...configs.hugging_face import model_steps
-from ...operators.checks import MAX_HEAD_DIM
+from ...operators.checks import MAX_NARROW_HEAD_DIM
 from ...rotary.rotary import Rotary, build
 from ..options import RAW_KEYS, keeps_raw_keys, read_field, read_options, to_json
 from .schemes import LayerScheme, attending_layers, layer_type_of, sliding_window_of
@@ -283,10 +283,10 @@ def check_widths(model_type: str, modules: list[Any]) -> None:
         ValueError: names the layer, its head_dim and the model type.
     """
     for module in modules:
-        if (head_dim := head_dim_of(module)) > MAX_HEAD_DIM:
+        if (head_dim := head_dim_of(module)) > MAX_NARROW_HEAD_DIM:
             raise ValueError(
                 f"model: head_dim = {head_dim} of layer {module.layer_idx} is not supported (the kernels take a "
-                f"head_dim up to {MAX_HEAD_DIM}), got {model_type!r}"
+                f"head_dim up to {MAX_NARROW_HEAD_DIM}), got {model_type!r}"
             )
 
 

@@ -22,7 +22,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from ...backends.cache_tables import CacheLayer, CacheTables, Packed
 from ...operators.cache_plan import CachePlan, plan_cache
-from ...operators.checks import MAX_HEAD_DIM
+from ...operators.checks import MAX_NARROW_HEAD_DIM
 from ...rotary.rotary import Rotary
 from .plan import BACKEND, CODES, Pages, active_plan, check_cache_dtype, row_bytes, split_pages
 
@@ -57,7 +57,7 @@ class FlashropeBackend(AttentionBackend):
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
-        return head_size % 8 == 0 and head_size <= MAX_HEAD_DIM
+        return head_size % 8 == 0 and head_size <= MAX_NARROW_HEAD_DIM
 
     @classmethod
     def supports_sliding_window(cls) -> bool:

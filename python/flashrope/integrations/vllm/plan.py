@@ -17,7 +17,7 @@ import torch
 from ...backends.quantized import PER_BYTE
 from ...configs.dual_chunk import CHUNKS, read_chunks
 from ...configs.families import FAMILIES
-from ...operators.checks import MAX_HEAD_DIM
+from ...operators.checks import MAX_NARROW_HEAD_DIM
 from ...rotary.bands import shared_map
 from ...rotary.rotary import Rotary
 from ..options import FIELD, keeps_raw_keys, read_field, training_length
@@ -91,8 +91,8 @@ def make_plan(config) -> Plan:
     _check_windows(model.max_model_len, options)
     plan = Plan(*_layers(hf_config, options, model.max_model_len, raw_keys))
     head_dim = plan.layers[0].rotary.head_dim
-    if head_dim % 8 or head_dim > MAX_HEAD_DIM:
-        raise ValueError(f"head_dim: expected a multiple of 8 up to {MAX_HEAD_DIM}, got {head_dim}")
+    if head_dim % 8 or head_dim > MAX_NARROW_HEAD_DIM:
+        raise ValueError(f"head_dim: expected a multiple of 8 up to {MAX_NARROW_HEAD_DIM}, got {head_dim}")
     return plan
 
 
