@@ -199,6 +199,9 @@ def vary(model):
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
+        for module in model.modules():
+            if getattr(module, "scaling", None) == 1.0 and hasattr(module, "q_norm"):  # gemma3n, gemma4
+                module.q_norm.weight *= 2 * module.head_dim**-0.5  # as trained ones: other scores amplify rounding
     return model
 
 
@@ -243,8 +246,8 @@ def released_widths(name: str) -> dict[str, int]:
 
 
 def wide(name: str):
-    """Returns a small model with the head widths of released ones. Weights are scaled so that its attention is as sharp
-    as with 16 channels: sharper ones would amplify rounding."""
+    """Returns a small model with the head widths of released ones. Weights are scaled so that its scores are as large
+    as with 16 channels: larger ones would amplify rounding."""
     changes = released_widths(name)
     width = changes.get("head_dim") or changes.get("kv_channels") or changes["hidden_size"]
     if "hidden_size" in changes or name == "helium":  # whose heads are its hidden channels
@@ -252,9 +255,4 @@ def wide(name: str):
         changes["initializer_range"] = COMMON["initializer_range"] * (COMMON["hidden_size"] / hidden) ** 0.5
     if "attention_multiplier" in FAMILIES[name]:
         changes["attention_multiplier"] = FAMILIES[name]["attention_multiplier"] * 16 / width
-    model = tiny(name, **changes)
-    with torch.no_grad():
-        for module in model.modules():
-            if getattr(module, "scaling", None) == 1.0 and hasattr(module, "q_norm"):  # gemma3n, gemma4
-                module.q_norm.weight *= (16 / module.head_dim) ** 0.5
-    return model
+    return tiny(name, **changes)

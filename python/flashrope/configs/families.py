@@ -21,8 +21,8 @@ class Family(NamedTuple):
             transformers 5, and fail in 4.57.
         base: of a family whose base is not in its configuration.
         alpha: its code reads alpha under "dynamic".
-        latent: multi-head latent attention. A head has qk_nope_head_dim channels and, behind them, qk_rope_head_dim ones,
-            which alone rotate. Values are v_head_dim wide.
+        latent: multi-head latent attention. A head has qk_nope_head_dim channels that do not rotate and, behind them,
+            qk_rope_head_dim channels that do. Values are v_head_dim wide.
         reorders: its attention rotates channels 2m and 2m + 1 as a pair if rope_interleave is set or missing, and moves
             them qk_rope_head_dim / 2 channels apart. A converted model's q and k come behind that step.
         mrope: "sections" or "interleaved": the order in which pairs get a coordinate of the position. Others with
@@ -54,6 +54,7 @@ SCALES_AFTER = "scales every channel of queries and keys after their rotation"
 PASSES_NOTHING = "does not pass them on"
 SELECTS_KEYS = "attends only to the keys that its indexer selects (sparse attention), which the kernels cannot express"
 KEEPS_LATENTS = "keeps latents, which transformers' pages have no room for"
+OF_TWO_WIDTHS = "has layers of two head_dims, and transformers' pages have one"
 LATENT = Family(tested=True, latent=True, reorders=True, not_batched=KEEPS_LATENTS)
 FAMILIES: dict[str, Family] = {
     "afmoe": Family(tested=True, sliding_only=True, packs=False),
@@ -96,8 +97,8 @@ FAMILIES: dict[str, Family] = {
     "gemma2": Family(tested=True, vllm="Gemma2ForCausalLM"),
     "gemma3_text": Family(tested=True, vllm="Gemma3ForCausalLM"),
     "gemma3n_text": TESTED,
-    "gemma4_text": TESTED,
-    "gemma4_unified_text": TESTED,
+    "gemma4_text": Family(tested=True, not_batched=OF_TWO_WIDTHS),
+    "gemma4_unified_text": Family(tested=True, not_batched=OF_TWO_WIDTHS),
     "glm": Family(tested=True, interleaved=True, partial=True),
     "glm4": Family(tested=True, interleaved=True, partial=True, vllm="Glm4ForCausalLM"),
     "glm4_moe": Family(tested=True, partial=True),

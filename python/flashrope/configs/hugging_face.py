@@ -66,7 +66,7 @@ def config_steps(config, layer_type: str | None = None, seqlen: int | None = Non
     model_type = getattr(config, "model_type", "") or ""
     params = _parameters(config, model_type, layer_type)
     if family(model_type).reorders and getattr(config, "rope_interleave", True):  # q and k of the projections
-        steps = [step._replace(arguments=step.arguments | {"interleaved": True}) for step in steps[:1]] + steps[1:]
+        steps[0] = Step("rope", {**steps[0].arguments, "interleaved": True})
     if params and params.get("llama_4_scaling_beta"):
         length, beta = _training_length(params, config), params["llama_4_scaling_beta"]
         steps.append(Step("log_steps", {"floor_scale": length, "attn_scale": beta, "first": 0}))
@@ -77,8 +77,8 @@ def model_steps(config, layer_type: str | None = None, seqlen: int | None = None
     """Returns the steps to the scheme that the attention of a transformers model needs.
 
     The model's own module scales the query by its position (``llama_4_scaling_beta``), so no step does. The modules of
-    latent attention reorder interleaved channels before the attention function sees them, so these pairs are halves. The
-    other arguments are those of ``Rotary.from_hf_config``.
+    latent attention reorder interleaved channels before the attention function sees them, so these pairs are halves.
+    The other arguments are those of ``Rotary.from_hf_config``.
 
     Args:
         chunked: False leaves ``dual_chunk_attention_config`` out.
@@ -168,8 +168,8 @@ def _refuse_by_field(config) -> None:
     if getattr(config, "qk_rope_head_dim", None) and not family(getattr(config, "model_type", None) or "").latent:
         raise ValueError(
             "config: qk_rope_head_dim means multi-head latent attention, whose layout of channels is known for "
-            f"model_type {', '.join(families_with('latent'))} alone, got {getattr(config, 'model_type', None)!r}; build "
-            "the scheme with Rotary.rope(head_dim, base, rotary_dim, interleaved, first_channel)"
+            f"model_type {', '.join(families_with('latent'))} alone, got {getattr(config, 'model_type', None)!r}; "
+            "build the scheme with Rotary.rope(head_dim, base, rotary_dim, interleaved, first_channel)"
         )
     if getattr(config, "alibi", False):
         raise ValueError("config: alibi is set: this model adds a bias to its scores and rotates nothing")

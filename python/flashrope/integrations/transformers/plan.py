@@ -16,9 +16,10 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
+from ...backends.registry import load_backend, resolve_impl
 from ...configs.families import families_with, family
 from ...configs.hugging_face import model_steps
-from ...operators.checks import MAX_NARROW_HEAD_DIM
+from ...operators.checks import MAX_HEAD_DIM
 from ...rotary.rotary import Rotary, build
 from ..options import RAW_KEYS, keeps_raw_keys, read_field, read_options, to_json
 from .schemes import LayerScheme, attending_layers, layer_type_of, sliding_window_of
@@ -182,7 +183,9 @@ def _warnings_of_images(model, config) -> list[str]:
     """Returns a warning where a model that has a vision tower lets the tokens of an image see one another."""
     if getattr(config, "use_bidirectional_attention", None) != IMAGES_ONLY or model is find_decoder(model):
         return []
-    if not any(isinstance(module, PreTrainedModel) and hasattr(module, "get_image_features") for module in model.modules()):
+    if not any(
+        isinstance(module, PreTrainedModel) and hasattr(module, "get_image_features") for module in model.modules()
+    ):
         return []
     return [
         f"model: text alone is supported ({config.model_type} lets the tokens of an image see one another, which the "
@@ -277,16 +280,21 @@ def head_dim_of(module: Any) -> int:
 
 
 def check_widths(model_type: str, modules: list[Any]) -> None:
-    """Refuses models with a layer whose head_dim is more than the kernels take.
+    """Refuses models with a layer whose head_dim is more than the kernels of its device take.
 
     Raises:
         ValueError: names the layer, its head_dim and the model type.
     """
     for module in modules:
-        if (head_dim := head_dim_of(module)) > MAX_NARROW_HEAD_DIM:
+        head_dim = head_dim_of(module)
+        reason = f"the kernels take a head_dim up to {MAX_HEAD_DIM}" if head_dim > MAX_HEAD_DIM else ""
+        if not reason and (like := next(module.parameters(), None)) is not None and like.is_floating_point():
+            q = like.new_empty(1, 1, 1, head_dim + -head_dim % 8)
+            reason = load_backend(resolve_impl(None, q)).unsupported_reason(q)
+        if reason:
             raise ValueError(
-                f"model: head_dim = {head_dim} of layer {module.layer_idx} is not supported (the kernels take a "
-                f"head_dim up to {MAX_NARROW_HEAD_DIM}), got {model_type!r}"
+                f"model: head_dim = {head_dim} of layer {module.layer_idx} is not supported ({reason}), got "
+                f"{model_type!r}"
             )
 
 
