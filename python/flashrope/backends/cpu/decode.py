@@ -40,8 +40,10 @@ class Template(NamedTuple):
     tensors: list[torch.Tensor]
 
 
-def serves(q: torch.Tensor, k_cache: torch.Tensor, call: CacheCall) -> bool:
-    _, seqlen_q, heads_q, head_dim = q.shape
+def serves(q: torch.Tensor, layer: CacheLayer, call: CacheCall) -> bool:
+    (_, seqlen_q, heads_q, head_dim), k_cache = q.shape, layer.k
+    if layer.v.shape != k_cache.shape:
+        return False
     rows = seqlen_q * (heads_q // max(k_cache.shape[2], 1))
     served = q.dtype in DTYPES and len(call.bands) <= MAX_BANDS and not call.rotary.first_channel
     return served and head_dim <= MAX_HEAD_DIM and 0 < rows <= MAX_ROWS and k_cache.numel() > 0

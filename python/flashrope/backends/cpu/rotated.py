@@ -49,6 +49,11 @@ def serves(rotary: Rotary | None) -> bool:
     return rotary is None or not rotary.first_channel and rotary.head_dim <= MAX_HEAD_DIM
 
 
+def appends(layer: CacheLayer, k: torch.Tensor, rotary: Rotary | None) -> bool:
+    """Whether ``Append`` writes new rows like k to the layer. Values must be as wide as the keys."""
+    return k.dtype in DTYPES and serves(rotary) and layer.v.shape == layer.k.shape
+
+
 def _plan(x: torch.Tensor, call: RotateCall) -> tuple[Rotation | None, list[NewRows]]:
     """Returns a table of rotations, and which of its rows the runs of x (batch, seqlen, heads, head_dim) use."""
     factors, dtype = QueryFactors(rotated=call.rotary.rotated_scale), accumulation_type(x)

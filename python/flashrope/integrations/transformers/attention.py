@@ -113,9 +113,6 @@ def _attend(scheme, query, key, value, attention_mask, options: dict, kwargs) ->
 
 
 def _attend_cached(q, k, v, rotary, end, first, options: dict, places: Coordinates | None) -> torch.Tensor:
-    if v.shape[-1] < k.shape[-1] and not holds_codes(v):  # caches hold values as wide as their keys
-        wide = torch.nn.functional.pad(v, (0, k.shape[-1] - v.shape[-1]))
-        return _attend_cached(q, k, wide, rotary, end, first, options, places)[..., : v.shape[-1]]
     if places is None:
         return attention_with_cache(q, k, v, rotary, end, cache_leftpad=first, **options)
     layer = CacheLayer(k, v, options.get("k_scale"), options.get("v_scale"))
