@@ -14,12 +14,18 @@ from flashrope.configs.families import family
 from flashrope.integrations.transformers import convert
 from flashrope.integrations.transformers.plan import head_dim_of
 from flashrope.integrations.transformers.versions import CACHE, cache_of
-from small_models import (
+from small_models import (  # noqa: F401  the tests import them from here
+    CAUSAL_LM,
+    COMMON,
+    FAMILIES,
     HERE,
+    REFUSED_BY_VERSION,
+    VERSION,
+    causal_lm,
     released_widths,
     tiny,
     wide,
-)  # noqa: F401  the tests import them from here
+)
 from transformers import StaticCache
 
 NOTES = {

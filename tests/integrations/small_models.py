@@ -224,7 +224,7 @@ def causal_lm(config, **options):
     return AutoModelForCausalLM.from_config(config, **options)
 
 
-OTHER_DEFAULTS = {"glm4_moe": {"head_dim": 128}}  # whose configuration's default is no width that a model has
+OTHER_DEFAULTS = {"glm4_moe": {"head_dim": 128}}  # the default, 42, is not that of any model
 
 
 def released_widths(name: str) -> dict[str, int]:
