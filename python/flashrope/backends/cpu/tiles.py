@@ -42,7 +42,7 @@ def serves(q: torch.Tensor, k: torch.Tensor, call: AttentionCall | CacheCall) ->
 
 def serves_cache(q: torch.Tensor, layer: CacheLayer, call: CacheCall) -> bool:
     """Whether the kernels serve a chunk of queries over a cache. Values must be as wide as the keys."""
-    return layer.v.shape == layer.k.shape and serves(q, layer.k, call)
+    return layer.v.shape == layer.k.shape and layer.key_weight is None and serves(q, layer.k, call)
 
 
 def forward(
