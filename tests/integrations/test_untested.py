@@ -91,10 +91,10 @@ def test_half_types(unknown):
 
 def test_reasons_of_refusals():
     """The list of all types gives the right reasons for a few types."""
-    found = {name: all_types.outcome(name) for name in ("gpt2", "deepseek_v3", "hunyuan_v1_dense", "falcon", "qwen3")}
+    found = {name: all_types.outcome(name) for name in ("gpt2", "deepseek_v32", "hunyuan_v1_dense", "falcon", "qwen3")}
     assert found == {
         "gpt2": "no rotary embedding, or one per layer",
-        "deepseek_v3": "multi-head latent attention",
+        "deepseek_v32": "attends to the keys that an indexer selects (sparse attention)",
         "hunyuan_v1_dense": "scales channels after the rotation",
         "falcon": "makes its masks itself" if families.VERSION < (5, 1) else "computes its attention itself",
         "qwen3": all_types.TESTED,

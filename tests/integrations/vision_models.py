@@ -129,10 +129,26 @@ KINDS = {
 HERE = [name for name, kind in KINDS.items() if hasattr(transformers, kind.model) and not (OLD and name == "glm4v_moe")]
 
 
-def tiny_vision(name: str, **changes):
-    """Returns a small model in float32, the same in every call."""
+def released_width(name: str) -> int:
+    """Returns the head_dim of a kind's released models, from the defaults of its configuration."""
+    text = getattr(transformers, KINDS[name].config)().text_config
+    return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+
+
+def wide_vision(name: str):
+    """Returns a small model with the head_dim of released ones, and as many pairs for every coordinate."""
+    width, kind = released_width(name), KINDS[name]
+    small = kind.text.get("head_dim", 16)
+    changes = {"head_dim": width} if "head_dim" in kind.text else {"hidden_size": 4 * width}
+    if "hidden_size" in changes:
+        changes["initializer_range"] = 0.1 * (64 / changes["hidden_size"]) ** 0.5
+    return tiny_vision(name, [pairs * width // small for pairs in kind.sections], **changes)
+
+
+def tiny_vision(name: str, sections: list[int] | None = None, **changes):
+    """Returns a small model in float32, the same in every call. sections: None: those of its kind."""
     kind = KINDS[name]
-    rope = {"rope_type": "default", "mrope_section": kind.sections}
+    rope = {"rope_type": "default", "mrope_section": sections or kind.sections}
     base = {"rope_theta": 100.0} | ({"partial_rotary_factor": kind.partial} if kind.partial < 1 else {})
     text = TEXT | kind.text | changes | ({"rope_scaling": rope, **base} if OLD else {"rope_parameters": rope | base})
     sound = {} if kind.sound is None else OMNI | {"audio_config": kind.sound}

@@ -50,7 +50,7 @@ def serves(rotary: Rotary | None) -> bool:
 
 
 def appends(layer: CacheLayer, k: torch.Tensor, rotary: Rotary | None) -> bool:
-    """Whether ``Append`` writes new rows like k to the layer. Values must be as wide as the keys."""
+    """Whether ``Append`` writes new rows like k, with values, to the layer. Values must be as wide as the keys."""
     return k.dtype in DTYPES and serves(rotary) and layer.v.shape == layer.k.shape
 
 
