@@ -84,7 +84,7 @@ def test_gemma4_with_one_projection_for_keys_and_values(tmp_path):
 
 
 def test_gemma4_over_pages_that_are_reused(tmp_path):
-    """A prefix hit skips the shared tokens in the layers that store keys and in those that read them."""
+    """A prefix hit skips the shared tokens in the layers that store keys and in the layers that read them."""
     folder = save_model(tmp_path, "gemma4_text", **GEMMA4)
     with engine(folder, {}, max_model_len=512, max_num_batched_tokens=64, max_num_seqs=4) as llm:
         outputs = generate(llm, [prompt(150)])
