@@ -59,7 +59,8 @@ def decode(
     paged: bool = False,
     cache_dtype: str | None = None,
 ) -> list:
-    """Returns the launches of one decoding step whose new token is the seqlen-th key. cache_dtype: None is bfloat16."""
+    """Returns the launches of one decoding step whose new token is the seqlen-th key. cache_dtype: of a quantized
+    cache; None: bfloat16."""
     import torch
     from flashrope import attention_with_cache
     from flashrope.backends.quantized import quantize
