@@ -1,5 +1,4 @@
-"""Counts what the compiled kernels do while the PTX executor of tests/executor runs them, and compares it with what
-they need.
+"""Counts what the compiled kernels do in the PTX executor of tests/executor, and compares it with what they need.
 
 python -m bench work [--arch 90] [--seqlens 1024 4096] [--window 512] [--decode-only]
 

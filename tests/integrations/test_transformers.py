@@ -1,4 +1,4 @@
-"""Converted Hugging Face models compared with the library's own attention, or with the reference for other schemes."""
+"""Compares converted Hugging Face models with the library's own attention, or with the reference for other schemes."""
 
 from pathlib import Path
 from types import SimpleNamespace
