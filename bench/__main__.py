@@ -10,7 +10,7 @@ from importlib import import_module
 
 from flashrope.cli.program import guarded
 
-SUBCOMMANDS = {  # name: (module, or module:function for another than main, what it does)
+SUBCOMMANDS = {  # {name: (module or module:function, what it does)}; without a function, main
     "hope": (
         "timing.prefill:hope",
         "prefill and training with RoPE and HoPE, against rotation and attention as separate steps",

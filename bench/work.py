@@ -1,5 +1,4 @@
-"""Counts what the compiled kernels do while the PTX executor of tests/executor runs them, and compares it with what
-they need.
+"""Counts what the compiled kernels do in the PTX executor of tests/executor, and compares it with what they need.
 
 python -m bench work [--arch 90] [--seqlens 1024 4096] [--window 512] [--decode-only]
 
@@ -59,7 +58,8 @@ def decode(
     paged: bool = False,
     cache_dtype: str | None = None,
 ) -> list:
-    """Returns the launches of one decoding step whose new token is the seqlen-th key. cache_dtype: None is bfloat16."""
+    """Returns the launches of one decoding step whose new token is the seqlen-th key. cache_dtype: of a quantized
+    cache; None: bfloat16."""
     import torch
     from flashrope import attention_with_cache
     from flashrope.backends.quantized import quantize

@@ -221,8 +221,8 @@ def clip_gradients(model: nn.Module, max_norm: float) -> torch.Tensor:
 
 
 def make_optimizer(model: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
-    """Returns AdamW without decay of vectors. One group per mesh and decay, as the fused step handles one mesh at a
-    time."""
+    """Returns AdamW without decay of vectors. There is one group per mesh and decay, because the fused step handles one
+    mesh at a time."""
     groups: dict[tuple, list[nn.Parameter]] = {}
     for parameter in model.parameters():
         decay = WEIGHT_DECAY if parameter.ndim >= 2 else 0.0

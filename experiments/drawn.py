@@ -55,7 +55,7 @@ def draw_frequencies(run: Run, workers: Workers, folder: Path) -> None:
 
 def seen_distances(rotary: Rotary, queries: torch.Tensor, keys: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
     """Returns the distance at which each query sees each key, (queries, keys) in float64; NaN for future keys and
-    outside all bands. ``scale`` is what the frequencies were divided by."""
+    outside all bands. ``scale``: the factor that the frequencies were divided by."""
     i, j = queries.double()[:, None], keys.double()[None]
     seen = torch.full((len(queries), len(keys)), math.nan, dtype=torch.float64)
     for band in rotary.bands:
@@ -78,7 +78,7 @@ def draw_positions(run: Run, workers: Workers, folder: Path) -> None:
 
 
 # ---- patterns
-SEVERAL = ("rope", "hope", "kerple")  # measured with all seeds; the others with the first
+SEVERAL = ("rope", "hope", "kerple")  # measured with all seeds; other encodings only with the first
 PATTERN_NAMES = {"learned": "learned", "rope": "RoPE", "kerple": "KERPLE", "hope": "HoPE"}
 # The paper calls HoPE's fluctuation milder, within the training length and beyond it. It does not mention the ripple.
 PATTERN_COMPARES = tuple(
@@ -91,8 +91,9 @@ Found = dict[tuple[str, int, int, str, int], Pattern]  # key: encoding, training
 
 
 def draw_patterns(run: Run, workers: Workers, folder: Path) -> None:
-    """Figures 1, 2, 5, 6 and 7 of the HoPE paper. The training length is the preset's, and twice that for figures 6 and
-    7. Curves are drawn for the first seed; table.md compares the seeds' swing and ripple, which are in results.csv."""
+    """Draws figures 1, 2, 5, 6 and 7 of the HoPE paper. The training length is the preset's, and twice that for figures
+    6 and 7. Curves are drawn for the first seed. table.md compares swing and ripple over the seeds; results.csv has
+    them."""
     unit, double = run.unit, 2 * run.unit
     wanted = [("learned", unit), ("rope", unit), ("kerple", unit), ("hope", unit), ("rope", double)]
     train_models(run, workers, [(trained, unit) for trained in SEVERAL])
@@ -161,7 +162,7 @@ def draw_patterns(run: Run, workers: Workers, folder: Path) -> None:
 
 
 def _measure_patterns(run: Run, wanted: list[tuple[str, int]], known: Sequence[int]) -> Found:
-    """Patterns in and beyond the training length where possible, on both kinds of inputs."""
+    """Returns patterns within and, where possible, beyond the training length, on both kinds of inputs."""
     found, attend = {}, functools.partial(attention, impl=run.impl)
     windows = {
         context: as_tokens(

@@ -20,7 +20,8 @@ class Alibi(nn.Module):
         self.register_buffer("slopes", torch.tensor(alibi_slopes(heads)), persistent=False)
 
     def forward(self, distance: torch.Tensor) -> torch.Tensor:
-        """distance (seqlen, seqlen) to a bias (heads, seqlen, seqlen). Future keys may have any distance >= 0."""
+        """Returns the bias (heads, seqlen, seqlen) for a distance (seqlen, seqlen). Future keys may have any distance
+        >= 0."""
         return -self.slopes[:, None, None] * distance
 
 
@@ -75,7 +76,7 @@ class T5(nn.Module):
 
 def t5_buckets(distance: torch.Tensor, buckets: int, farthest: int) -> torch.Tensor:
     """Returns the bucket of every distance >= 0, causal: half of the buckets hold one distance each, the others grow
-    logarithmically up to ``farthest``, and the last one holds all that is beyond."""
+    logarithmically up to ``farthest``, and the last one holds all larger distances."""
     exact = buckets // 2
     far = torch.log(distance.double().clamp(min=exact) / exact) / math.log(farthest / exact) * (buckets - exact)
     return torch.where(distance < exact, distance.double(), exact + far).long().clamp(max=buckets - 1)
@@ -135,8 +136,8 @@ class RandomPositions(nn.Module):
     """Ruoss et al. 2023: positions are drawn from 0 .. range - 1 without repetition and sorted, in training and in
     evaluation, one draw for all sequences of a batch and all layers.
 
-    In training mode every call draws anew. The number of calls is part of the weights, so a resumed run draws what an
-    uninterrupted one does. In evaluation mode the draw depends only on the model and the length.
+    In training mode every call draws anew. The number of calls is part of the weights, so a resumed run makes the same
+    draws as an uninterrupted one. In evaluation mode the draw depends only on the model and the length.
     """
 
     def __init__(self, range_: int):

@@ -1,4 +1,4 @@
-"""The experiment positions-over-length: the loss by position of the main schemes."""
+"""The experiment positions-over-length, which measures the loss by position of the main schemes."""
 
 from __future__ import annotations
 

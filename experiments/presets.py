@@ -1,4 +1,4 @@
-"""The sizes of a run, by name."""
+"""The named sizes of a run."""
 
 from __future__ import annotations
 

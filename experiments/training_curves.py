@@ -1,4 +1,4 @@
-"""The training curves of an experiment's models: training.csv, training.png, and tensorboard."""
+"""Writes the training curves of an experiment's models: training.csv, training.png, and tensorboard."""
 
 from __future__ import annotations
 

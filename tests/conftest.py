@@ -1,4 +1,4 @@
-"""Fixtures and options. Without a GPU, Triton's interpreter is switched on, which must happen before triton is
+"""Defines fixtures and options. Without a GPU, switches Triton's interpreter on, which must happen before triton is
 imported.
 
 The CPU backend uses its compiled kernels by default, as in users' programs. --composed-cpu tests without them, and
@@ -17,7 +17,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # numpy reads the variable at import
 import pytest
 import torch
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # so in a shell's background job; some tests interrupt
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background job; some tests send SIGINT
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if not torch.cuda.is_available():

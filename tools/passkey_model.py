@@ -1,5 +1,4 @@
-"""Trains a small byte-level Llama to find hidden numbers, for the figure of ``flashrope passkey`` in
-docs/measuring.md.
+"""Trains a small byte-level Llama to find hidden numbers, for the figure of passkey in docs/measuring.md.
 
     python tools/passkey_model.py runs/passkey/model
     flashrope passkey --model runs/passkey/model --lengths 256 384 768 1536 --trials 8 --batch 8 --device cpu

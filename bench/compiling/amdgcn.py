@@ -1,4 +1,4 @@
-"""What the AMD backend's assembly says about a compiled kernel: registers, spills, and its tile loops.
+"""Reads registers, spills and tile loops of a compiled kernel from the AMD backend's assembly.
 
 No ROCm is needed: Triton's package has the assembler, and the figures are in the assembly text (``.vgpr_count`` and
 others, in the metadata after the code).

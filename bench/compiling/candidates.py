@@ -1,6 +1,7 @@
-"""The candidates of ``flashrope tune``, ranked by their machine code: no GPU is needed.
+"""Ranks the candidates of ``flashrope tune`` by their machine code. No GPU is needed.
 
-``bench model --candidates`` writes the order into flashrope/tuning/candidates.py and its figures beside the results.
+``bench model --candidates`` writes the order into flashrope/tuning/candidates.py, and the figures into the results'
+folder.
 """
 
 from __future__ import annotations

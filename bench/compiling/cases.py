@@ -46,7 +46,7 @@ class Scheme:
     positions: bool = False
     aligned: bool = True  # to 16 bytes
     grad_lse: bool = False
-    cache: str = ""  # "contiguous" or "paged": attention_with_cache
+    cache: str = ""  # "contiguous" or "paged": a call of attention_with_cache
     seqlen_q: int = 1  # with a cache
     deterministic: bool = True
     head_dim_v: int = 0  # 0: as wide as q and k

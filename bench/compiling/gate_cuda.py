@@ -44,7 +44,7 @@ _SPLIT = re.compile(r"split_kernelINS_\d+(B?)Float16ELi(\d+)ELb([01])E")
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """What decode.h gives for a head_dim; shared bytes for 1, 2, ... bands."""
+    """The values that decode.h computes for a head_dim. shared: bytes for 1, 2, ... bands."""
 
     warps: int
     shared: tuple[int, ...]
@@ -116,7 +116,7 @@ COLUMNS = (
 
 
 def ptxas_report(text: str) -> dict[str, tuple[int, int]]:
-    """Returns (registers, spilled bytes stored and loaded) of every kernel in what ``nvcc -Xptxas -v`` prints."""
+    """Returns (registers, spilled bytes stored and loaded) of every kernel in the output of ``nvcc -Xptxas -v``."""
     found, name, spill = {}, "", 0
     for line in text.splitlines():
         if match := re.search(r"Compiling entry function '(\w+)'", line):
@@ -135,7 +135,7 @@ def functions(disassembly: str) -> dict[str, sass.Listing]:
 
 
 def copy_bytes(opcodes) -> tuple[int, ...]:
-    """Bytes per thread of every cp.async: LDGSTS.E.BYPASS.128 moves 16, LDGSTS.E moves 4."""
+    """Returns the bytes per thread of every cp.async: LDGSTS.E.BYPASS.128 moves 16, LDGSTS.E moves 4."""
     sizes = []
     for opcode in opcodes:
         if opcode.startswith("LDGSTS"):
@@ -145,7 +145,7 @@ def copy_bytes(opcodes) -> tuple[int, ...]:
 
 
 def shapes(cxx: str, folder: Path) -> dict[int, Shape]:
-    """Returns what decode.h computes, from a small program that includes it."""
+    """Returns the shapes that decode.h computes, by running a small program that includes it."""
     (folder / "launch.cpp").write_text(LAUNCH)
     subprocess.run([cxx, "-std=c++17", f"-I{SOURCE}", folder / "launch.cpp", "-o", folder / "launch"], check=True)
     lines = subprocess.run([folder / "launch"], check=True, capture_output=True, text=True).stdout.splitlines()

@@ -1,4 +1,4 @@
-"""What the issue model says about a compiled kernel: its inner loop, and one whole block. Nothing runs on a GPU."""
+"""Applies the issue model to a compiled kernel: to its inner loop, and to one whole block. Nothing runs on a GPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from . import issue, sass
 from .architectures import MULTIPROCESSORS
 
-# Matrix products over a tile of scores that a kernel needs: how many with the width of q and k, and with that of v.
+# The matrix products over a tile of scores that a kernel needs: how many as wide as q and k, and how many as wide as v.
 PRODUCTS = {
     "attention_forward": (1, 1),
     "attention_chunks": (1, 1),
@@ -21,7 +21,7 @@ MULTIPLY_ADDS = 16 * 8 * 16  # in one HMMA
 
 @dataclass(frozen=True)
 class Loop:
-    """The inner loop over tiles of one multiprocessor. clocks: of one pass of all resident blocks. waits: as in
+    """The inner loop over tiles on one multiprocessor. clocks: for one pass of all resident blocks. waits: as in
     ``issue.Steady``."""
 
     arch: int
@@ -31,19 +31,21 @@ class Loop:
     waits: dict[str, float]
 
     def tensor_share(self, products: float) -> float:
-        """Share of the time that the tensor cores work on what is asked for, 0 to 1. products: HMMA 16x8x16 of a block
-        and pass that are needed; padding, and products that several warps compute, do not count."""
+        """Returns the share of the time in which the tensor cores work on needed products, 0 to 1. products: the needed
+        HMMA 16x8x16 of one block in one pass. Padding does not count, and a product that several warps compute counts
+        once."""
         return products * self.blocks * issue.RATES[self.arch].hmma / issue.SCHEDULERS / self.clocks
 
     def bytes_per_clock(self, tile_bytes: float) -> float:
-        """Returns the bytes that one multiprocessor reads per clock. tile_bytes: what a block reads in a pass."""
+        """Returns the bytes that one multiprocessor reads per clock. tile_bytes: the bytes that a block reads in a
+        pass."""
         return tile_bytes * self.blocks / self.clocks
 
 
 @dataclass(frozen=True)
 class Block:
-    """Clocks of a block among as many others as a multiprocessor holds. fixed: everything outside of tile loops, once.
-    inner, edge: a pass through the inner loop, and through the slowest other tile loop."""
+    """Clocks of a block when the multiprocessor has as many blocks as fit. fixed: everything outside of tile loops,
+    once. inner, edge: a pass through the inner loop, and through the slowest other tile loop."""
 
     fixed: float
     inner: float
@@ -62,8 +64,9 @@ def code_of(listing: sass.Listing, arch: int, parts: Sequence[tuple[int, int]]) 
 
 
 def bounds_of_loops(listing: sass.Listing, whole_tiles: bool = False) -> list[tuple[int, int]]:
-    """Returns (first, last) of the tile loops, that with the fewest instructions per product first. whole_tiles: a
-    loop over tiles may hold others, and has exponentials, which tells it from loops across one product."""
+    """Returns (first, last) of the tile loops, sorted by instructions per product, fewest first. whole_tiles: a loop
+    over tiles may contain other loops. It is recognised by its exponentials, which loops across one product do not
+    have."""
 
     def cost(bounds: tuple[int, int]) -> float:
         counts = mix(bounds)
@@ -84,8 +87,8 @@ def resident(arch: int, registers: int, shared: int, warps: int) -> int:
 def inner_loop(
     listing: sass.Listing, arch: int, registers: int, shared: int, warps: int, whole_tiles: bool = False
 ) -> Loop | None:
-    """None where the model does not apply: no loop with tensor-core instructions, an architecture that is not
-    simulated, or a block that does not fit."""
+    """Returns the inner loop, or None if the model does not apply: there is no loop with tensor-core instructions, the
+    architecture is not simulated, or a block does not fit."""
     if arch not in issue.RATES or not listing.controls:
         return None
     found, blocks = bounds_of_loops(listing, whole_tiles), resident(arch, registers, shared, warps)
@@ -98,7 +101,7 @@ def inner_loop(
 def block(listing: sass.Listing, loop: Loop, whole_tiles: bool = False) -> Block:
     """Returns the whole block around an inner loop."""
     found, rates = bounds_of_loops(listing, whole_tiles), issue.RATES[loop.arch]
-    if whole_tiles:  # the others hold this one
+    if whole_tiles:  # the other loops contain this one
         found = found[:1]
     edges = [
         issue.Multiprocessor(code_of(listing, loop.arch, [each]), loop.warps, loop.blocks, rates).run(1, 2).clocks
@@ -111,7 +114,7 @@ def block(listing: sass.Listing, loop: Loop, whole_tiles: bool = False) -> Block
 
 
 def useful_products(kernel: str, variant, atomic: bool = False) -> float | None:
-    """HMMA 16x8x16 of a block that a tile of scores needs; None for kernels whose speed is not that of products.
+    """Returns how many HMMA 16x8x16 of a block a tile of scores needs, or None for kernels that products do not limit.
 
     variant: a ``Variant`` of the kernels. atomic: dQ is computed with dK and dV.
     """
@@ -123,5 +126,5 @@ def useful_products(kernel: str, variant, atomic: bool = False) -> float | None:
 
 
 def cache_bytes(variant) -> int:
-    """Keys and values of a tile in 16-bit types."""
+    """Returns the bytes of a tile's keys and values in 16-bit types."""
     return 2 * variant.block_n * (variant.head_dim + (variant.head_dim_v or variant.head_dim))

@@ -1,4 +1,5 @@
-"""Figures of one run: speed and ratio by length, one row per pass. A figure shows one version on one device."""
+"""Draws the figures of one run: speed and ratio by length, one row per pass. A figure shows one version on one
+device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The section of the page on what ``python -m bench model`` predicts, and its chart. Reads its tables only."""
+"""Writes the section of the page on the predictions of ``python -m bench model``, and draws its chart, from its
+tables."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Measures what the device reaches: in a large matrix product, a copy, and a read. Results are shown as shares of
-these.
+"""Measures ceilings of the device: a large matrix product, a copy, and a read. Results are shown as shares of them.
 
 python -m bench ceilings [--device cuda] [--dtype bf16]
 """

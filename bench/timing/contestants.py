@@ -40,10 +40,11 @@ def _no_scratch(problem: Problem) -> int:
 class Contestant:
     """A way to compute attention, or a rotation.
 
-    rotary: the scheme that it must compute. prepare: from a problem to a call (q, k, v) -> out; both may raise
-    Unavailable. scratch: bytes of score matrices or rotated caches, to tell whether it fits. moved: the bytes it must
-    move, if bandwidth is what is measured. ceiling: the entry of ``ceilings`` that its speed is a share of. exact: from
-    a problem to the float64 reference (q, k, v) -> result, if that is not attention.
+    rotary: the scheme that it must compute. prepare: returns a call (q, k, v) -> out for a problem; prepare and the
+    call may raise Unavailable. scratch: bytes of score matrices or rotated caches, from which it is decided whether the
+    contestant fits into memory. moved: the bytes that it must move, if bandwidth is measured. ceiling: the entry of
+    ``ceilings`` that its speed is a share of. exact: returns the float64 reference (q, k, v) -> result for a problem,
+    if the result is not that of attention.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Speed and memory of the CPU backend, against PyTorch's attention in the same run.
+"""Measures speed and memory of the CPU backend, compared with PyTorch's attention in the same run.
 
     python -m bench cpu [--seqlen 8192] [--heads 8] [--head-dim 64] [--window 1024] [--threads 2] [--seconds 30]
                         [--target TARGET] [--grid] [--lengths] [--busy] [--training] [--check]

@@ -1,5 +1,4 @@
-"""Measures the host time until a call has queued its Triton kernels. Short kernels wait for the host, except in CUDA
-graphs.
+"""Measures the host time until a call has queued its Triton kernels. Outside CUDA graphs, short kernels wait for it.
 
     python -m bench host [--blocks 100] [--calls 20] [--arch 80]
 

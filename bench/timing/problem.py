@@ -1,4 +1,4 @@
-"""The sizes of one measurement, and its tensors, operations and bytes; and a power-law fit."""
+"""Describes one measurement: its sizes, tensors, operations and bytes. Also fits power laws."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Measures tokens per second and bytes of cache on the CPU, in vLLM and under transformers' continuous batching, stock
-and with flashrope, on the same prompts.
+"""Measures tokens per second and bytes of cache on the CPU, in vLLM and in transformers' continuous batching.
+
+Both engines run stock and with flashrope, on the same prompts.
 
     python -m bench serving [--prompts 8] [--length 2048] [--tokens 64] [--rounds 3] [--csv FILE]
     python -m bench serving --memory

@@ -6,7 +6,7 @@
 
 namespace flashrope {
 
-struct BackwardCall {  // cpu/library.py has the same
+struct BackwardCall {  // mirrored in backends/cpu/library.py
   ForwardCall forward;  // with the out and lse that it computed
   TensorView grad_out, grad_q, grad_k, grad_v;
   const float* grad_lse;  // (batch, heads_q, seqlen_q), or nullptr

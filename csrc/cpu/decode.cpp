@@ -436,7 +436,7 @@ int decode(const DecodeCall& call) {
     const int64_t chunks = first_key < run.keys ? (run.keys + CHUNK - 1) / CHUNK - first_chunks[n] : 0;
     const bool alone = n + 1 == call.num_runs || call.run(n + 1).sequence != run.sequence;  // the sequence's last run
     starts[n + 1] = starts[n] + chunks;
-    if (alone && starts[n + 1] == sequence_starts[run.sequence]) ++starts[n + 1];  // no keys: one task
+    if (alone && starts[n + 1] == sequence_starts[run.sequence]) ++starts[n + 1];  // without keys: still one task
     if (alone) sequence_starts[run.sequence + 1] = starts[n + 1];
   }
   const int64_t chunks = starts[call.num_runs];

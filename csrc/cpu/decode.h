@@ -31,7 +31,7 @@ struct Run {
   double position;  // of the first key
 };
 
-struct DecodeCall {  // cpu/library.py has the same
+struct DecodeCall {  // mirrored in backends/cpu/library.py
   TensorView q, k, v, out;
   TensorView k_scale, v_scale;  // float32 (batch or pages, rows, heads), of a quantized cache
   float* lse;                  // (batch, heads_q, seqlen_q)

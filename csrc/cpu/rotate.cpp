@@ -14,7 +14,7 @@ struct Run {
   int64_t sequence, slot;    // of the first row, in the cache
 };
 
-struct RotateCall {  // cpu/library.py has the same
+struct RotateCall {  // mirrored in backends/cpu/library.py
   TensorView x, out;
   TensorView v, v_cache;  // values, which are written to the same slots as x; v.data nullptr: no values
   TensorView k_scale, v_scale;  // float32 (pages, rows, heads), of a quantized cache

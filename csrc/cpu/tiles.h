@@ -27,7 +27,7 @@ struct ForwardBand {
   int64_t k_copy;  // of the keys
 };
 
-struct ForwardCall {  // cpu/library.py has the same
+struct ForwardCall {  // mirrored in backends/cpu/library.py
   TensorView q, k, v, out;
   TensorView k_scale, v_scale;  // float32 (batch, rows, heads), of a quantized cache
   float* lse;                   // (batch, heads_q, seqlen_q)

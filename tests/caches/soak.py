@@ -1,5 +1,7 @@
-"""Runs a serving loop for any length of time: random arrivals, prompts in chunks, forks, drafts, cancelled requests,
-removed tokens, and prompts that are composed of others and of themselves.
+"""Runs a serving loop over a paged cache for any length of time, and checks every answer.
+
+The loop has random arrivals, prompts in chunks, forks, drafts, cancelled requests, removed tokens, and prompts that
+are composed of others and of themselves.
 
     python -m tests.caches.soak --minutes 60
 

@@ -1,4 +1,4 @@
-"""KVCache and PagedKVCache compared with lists of token numbers, and their attention with one full call."""
+"""Compares KVCache and PagedKVCache with lists of token numbers, and their attention with one full call."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""Wrong arguments of the calls over caches and of the caches themselves. A refused call writes nothing.
+"""Tests wrong arguments of the calls over caches and of the caches themselves. A refused call writes nothing.
 
 The second part tests caches that hold tokens: their lengths and contents stay as they were.
 """

@@ -1,5 +1,5 @@
-"""Heads of more than 256 channels over a cache. Calls that no kernel supports at these widths raise an error that names
-the reason."""
+"""Tests heads of more than 256 channels over a cache. Calls that no kernel supports at these widths raise an error that
+names the reason."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Context parallelism compared with the float64 reference on the full sequence, within the error budget of one
+"""Compares context parallelism with the float64 reference on the full sequence, within the error budget of one
 device."""
 
 import pytest

@@ -1,4 +1,4 @@
-"""DTensor inputs: the sharding rules compared with the plain call, and the number of collectives."""
+"""Tests DTensor inputs: compares the sharding rules with the plain call, and counts the collectives."""
 
 import copy
 import itertools

@@ -1,4 +1,4 @@
-"""What the executor records of a launch."""
+"""The records that the executor makes of a launch."""
 
 from __future__ import annotations
 

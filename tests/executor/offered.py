@@ -1,4 +1,5 @@
-"""The calls over caches that the package offers for compiled kernels, as a product of what the checks accept."""
+"""Lists the calls over caches that the package offers for compiled kernels: the product of the options that the checks
+accept."""
 
 from __future__ import annotations
 

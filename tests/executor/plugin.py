@@ -1,4 +1,4 @@
-"""A pytest plugin: the tests' "triton" target is the executor.
+"""A pytest plugin that makes the executor the tests' "triton" target.
 
 PYTHONPATH=tests pytest -p executor.plugin --executor 90 tests/executor tests/operators/test_accuracy.py
 """
@@ -17,7 +17,7 @@ import support
 import torch
 
 TYPES = (torch.bfloat16, torch.float16, torch.float32)
-# before conftest makes fixtures of them
+# Must run before conftest makes fixtures from the targets.
 support.TARGETS[:] = [support.Target("triton", dtype, "cpu") for dtype in TYPES]
 
 

@@ -1,4 +1,4 @@
-"""Compiled decoding kernels that rotate only a part of the head, and rotary channels that do not begin at 0."""
+"""Tests compiled decoding kernels that rotate only a part of the head, and rotary channels that do not begin at 0."""
 
 import pytest
 import support

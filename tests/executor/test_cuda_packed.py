@@ -1,4 +1,4 @@
-"""Packed queries on the CUDA C++ kernels."""
+"""Tests packed queries on the CUDA C++ kernels."""
 
 import pytest
 import support

@@ -1,4 +1,4 @@
-"""Offsets beyond 2^31 elements in the CUDA C++ kernels. See ``test_executed_sizes.py``."""
+"""Tests offsets beyond 2^31 elements in the CUDA C++ kernels. See ``test_executed_sizes.py``."""
 
 import pytest
 import sparse

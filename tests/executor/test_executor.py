@@ -1,4 +1,4 @@
-"""The executor's builds, and the tests of every backend on the executor. conftest.py runs the executor's own cases."""
+"""Tests the executor's builds, and runs the tests of every backend on it. conftest.py runs the executor's own cases."""
 
 import os
 import time

@@ -1,4 +1,4 @@
-"""Packed calls with wrong entries in tables that, as on a device, the host does not read.
+"""Tests packed calls with wrong entries in tables that, as on a device, the host does not read.
 
 The executor watches the bounds of every tensor. Sequences with correct entries are bitwise unchanged.
 """

@@ -1,4 +1,5 @@
-"""Compiled decoding kernels for heads of more than 256 channels: two parts of pairs, or parts of which one rotates."""
+"""Tests compiled decoding kernels for heads of more than 256 channels, with two parts of pairs, or with parts of which
+one rotates."""
 
 import pytest
 import support

@@ -1,4 +1,4 @@
-"""The loss by length of checkpoints: what is read from the files of ``flashrope loss``, and what is judged."""
+"""Tests the loss by length of checkpoints: what is read from the files of ``flashrope loss``, and what is judged."""
 
 import json
 

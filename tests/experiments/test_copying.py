@@ -1,4 +1,5 @@
-"""The copying task letter by letter: targets in training, contents of the prompts, and what the measure counts."""
+"""Tests the copying task letter by letter: targets in training, contents of the prompts, and what the measure
+counts."""
 
 import torch
 from flashrope.small_models.model import ModelConfig

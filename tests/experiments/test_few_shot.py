@@ -1,4 +1,4 @@
-"""Few-shot following byte by byte: targets in training, contents of the prompts, and what the measure counts."""
+"""Tests few-shot following byte by byte: targets in training, contents of the prompts, and what the measure counts."""
 
 import random
 

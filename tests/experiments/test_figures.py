@@ -1,4 +1,4 @@
-"""Figures: one look for a scheme, at most eight lines in a panel, names that do not overlap, small files."""
+"""Tests the figures: one look for a scheme, at most eight lines in a panel, names that do not overlap, small files."""
 
 import pytest
 from matplotlib.image import imread

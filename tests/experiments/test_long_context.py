@@ -1,4 +1,4 @@
-"""The table of docs/long_context.md, and how its texts are made from packages."""
+"""Tests the table of docs/long_context.md, and how its texts are made from packages."""
 
 import json
 import subprocess

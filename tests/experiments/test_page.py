@@ -1,4 +1,4 @@
-"""The page of the experiments: written from results, small, and without numbers of its own."""
+"""Tests the page of the experiments: it is written from results, is small, and has no other numbers."""
 
 import json
 import re

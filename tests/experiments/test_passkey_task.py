@@ -1,4 +1,4 @@
-"""Passkeys byte by byte: targets in training, contents of the prompts, and what the measure counts."""
+"""Tests passkeys byte by byte: targets in training, contents of the prompts, and what the measure counts."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""Attention patterns, their components, and the picture task, against plain formulas."""
+"""Compares attention patterns, their components, and the picture task with plain formulas."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Tables: rows and columns from the CSV, our figures next to the papers', and whether an ordering holds."""
+"""Tests the tables: rows and columns from the CSV, our figures next to the papers', and whether an ordering holds."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Small random models of every tested family, and the differences between converted and stock logits.
+"""Makes small random models of every tested family, and measures the differences between converted and stock logits.
 
 python tests/integrations/families.py [PAGE.md]      prints the table, and writes it to the page, docs/families.md, with
                                                     the list of all other types (all_types.py)

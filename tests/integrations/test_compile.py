@@ -1,4 +1,5 @@
-"""Converted models in one graph: torch.compile(fullgraph=True) and torch.export, wherever the stock model can."""
+"""Converted models compile to one graph, with torch.compile(fullgraph=True) and torch.export, wherever the stock model
+does."""
 
 import pytest
 import torch

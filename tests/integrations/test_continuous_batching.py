@@ -1,4 +1,5 @@
-"""Converted models under transformers' continuous batching: the tokens of ``generate``, from the engine's own pages."""
+"""Under transformers' continuous batching, converted models give the tokens of ``generate`` and read the engine's own
+pages."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What ``convert`` plans before it changes a model, and what applying a plan changes."""
+"""Tests what ``convert`` plans before it changes a model, and what applying a plan changes."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Rotary.from_hf_config compared with the published formulas; with transformers: test_hf_config_live.py."""
+"""Compares Rotary.from_hf_config with the published formulas. test_hf_config_live.py compares it with transformers."""
 
 import copy
 import math

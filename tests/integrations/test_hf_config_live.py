@@ -1,4 +1,4 @@
-"""Rotary.from_hf_config compared with the rotary embeddings of transformers."""
+"""Compares Rotary.from_hf_config with the rotary embeddings of transformers."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Passages that are prefilled once and joined into prompts: in which cases the result equals one prefill, and what is
+"""Tests passages that are prefilled once and joined into prompts: when the result equals one prefill, and what is
 refused."""
 
 import copy

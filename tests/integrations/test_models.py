@@ -1,4 +1,4 @@
-"""Converted models that are reverted, copied, wrapped, quantized, cast or trained with the library's Trainer."""
+"""Tests converted models that are reverted, copied, wrapped, quantized, cast or trained with the library's Trainer."""
 
 import copy
 import io

@@ -1,4 +1,5 @@
-"""Converted models that are saved and loaded: by this package, by transformers alone, and by its AutoModel classes.
+"""Tests converted models that are saved and loaded: by this package, by transformers alone, and by its AutoModel
+classes.
 
 test_options.py tests that every option is saved and read again.
 """

@@ -1,4 +1,4 @@
-"""Converted Hugging Face models compared with the library's own attention, or with the reference for other schemes."""
+"""Compares converted Hugging Face models with the library's own attention, or with the reference for other schemes."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -67,7 +67,7 @@ def test_logits_are_the_stock_models(name):
 
 
 def scaled(kind: str, **changes):
-    """Returns a llama with the rope type. The training length is where 4.57 and 5 look for it."""
+    """Returns a llama with the rope type. The training length is in the fields from which 4.57 and 5 read it."""
     scaling, lengths = dict(ROPE_TYPES[kind]), {"max_position_embeddings": 16 if kind == "dynamic" else 64}
     if kind == "longrope":
         lengths["original_max_position_embeddings"] = 16

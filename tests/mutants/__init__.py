@@ -1,1 +1,1 @@
-"""Mutation testing: break one line at a time and see which test notices. ``python -m tests.mutants --help``."""
+"""Mutation testing: breaks one line at a time and sees which test notices. See ``python -m tests.mutants --help``."""

@@ -1,4 +1,4 @@
-"""The mutants of by_hand.txt, for bugs that happened and for changes that no operator makes. They quote the source.
+"""Reads the mutants of by_hand.txt: bugs that happened, and changes that no operator makes. They quote the source.
 
 Blocks are separated by an empty line. `file` and `tests` apply to all mutants that follow.
 

@@ -1,5 +1,5 @@
-"""Mutations of C++ and CUDA by their tokens, inside functions. Comments, strings, preprocessor lines, static_assert,
-asm and checks that throw are left out. A mutant that does not compile does not count."""
+"""Finds mutations of C++ and CUDA in their tokens, inside functions. Comments, strings, preprocessor lines,
+static_assert, asm and checks that throw are left out. A mutant that does not compile does not count."""
 
 from __future__ import annotations
 

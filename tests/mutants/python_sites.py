@@ -1,4 +1,4 @@
-"""Mutations of Python by its syntax tree. Triton kernels are Python too.
+"""Finds mutations of Python in its syntax tree. Triton kernels are Python too.
 
 Annotations, decorators, strings, raised exceptions, assertions, warnings, and hints to the compiler (QUIET) are left
 out, because no test should notice a change in them or because no result can change.

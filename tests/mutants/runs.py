@@ -29,8 +29,8 @@ PRELOADED = ("numpy", "torch", "pytest", "triton", "triton.language", "transform
 
 
 class Ended(NamedTuple):
-    """How a run ended. test: the first test that failed, or the test that ran when the process died, which `how` then
-    says. "": all tests passed, or no test ran; in the second case `how` is pytest's output. seconds: processor time."""
+    """How a run ended. test: the first test that failed, or the test that ran when the process died (`how` then says
+    so). "": all tests passed, or no test ran (`how` is then pytest's output). seconds: processor time."""
 
     test: str = ""
     how: str = ""

@@ -1,4 +1,4 @@
-"""Packed sequences: runs ``attention_varlen`` on random inputs and checks each sequence against its own error
+"""Runs ``attention_varlen`` on random packed sequences and checks each sequence against its own error
 budget."""
 
 from __future__ import annotations

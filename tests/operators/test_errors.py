@@ -1,5 +1,5 @@
-"""Wrong arguments of attention and attention_varlen. The message names the argument, what was expected and what was
-given.
+"""Tests wrong arguments of attention and attention_varlen. The message names the argument, what was expected and what
+was given.
 
 test_cache_errors.py tests calls over caches, test_scheme_errors.py schemes, and test_sinks.py sinks.
 """

@@ -1,4 +1,4 @@
-"""Equalities between schemes and between ways to call, for every backend."""
+"""Tests equalities between schemes and between ways to call, for every backend."""
 
 import dataclasses
 
@@ -77,8 +77,8 @@ def test_shifting_all_positions_changes_log_n(exact):
 @pytest.mark.interpreted(lambda target, rotary: target.dtype == torch.float32 and len(rotary.bands) > 1)
 @pytest.mark.parametrize("rotary", [ROPE, ROPE.rectify(11)], ids=["rope", "rerope"])
 def test_heads_and_batch_are_bitwise_independent(target, rotary, one_thread):
-    """On the CPU this holds with one thread. With several threads, MKL chooses its matrix product by how the work is
-    divided."""
+    """Results of a head and of a sequence are bitwise independent of other heads and sequences. On the CPU this holds
+    with one thread. With several threads, MKL chooses its matrix product by how the work is divided."""
     p = problem(target, rotary, 20 if target.slow else 40, batch=3, heads=4, group=2, seed=34)
     whole = run(p, target.impl)
     batch, kv_heads = [2, 0, 1], [1, 0]

@@ -1,4 +1,4 @@
-"""Attention sinks in every call: compares out, lse and gradients with the formula, and tests refusals."""
+"""Tests attention sinks in every call: compares out, lse and gradients with the formula, and tests refusals."""
 
 import math
 

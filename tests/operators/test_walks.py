@@ -1,4 +1,5 @@
-"""Random walks against float64: chains of all builders, shapes, strides, types, packed sequences, cache operations.
+"""Compares random walks with float64: chains of all builders, shapes, strides, types, packed sequences, cache
+operations.
 
 By default a few hundred cases are drawn from a fixed seed. ``--walk-seconds N`` walks for N seconds per test, and
 --walk-seed sets another seed. With -rP the number of cases is shown. A failure is shrunk, and a script that repeats it

@@ -1,4 +1,4 @@
-"""Wrong arguments of the builders of schemes.
+"""Tests wrong arguments of the builders of schemes.
 
 test_bands.py tests bands that the user gives.
 """

@@ -39,7 +39,7 @@ struct DriverConfig {  // CUlaunchConfig
 };
 
 struct State {
-  std::map<const void*, Kernel> kernels;  // by the address of the host function
+  std::map<const void*, Kernel> kernels;  // {address of the host function: kernel}
   Call call;
   void* module = nullptr;
   cudaError_t error = cudaSuccess;

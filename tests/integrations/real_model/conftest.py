@@ -1,5 +1,5 @@
 """The tests in this folder run SmolLM2-135M. .ci/run real-model installs its weights and names the file in
-FLASHROPE_REAL_MODEL. Elsewhere they are not collected."""
+FLASHROPE_REAL_MODEL. Without this variable the tests are not collected."""
 
 import os
 

@@ -1,5 +1,5 @@
-"""The tests in this folder run torchtitan. .ci/run installs it in an environment of its own. Elsewhere they are not
-collected."""
+"""The tests in this folder run torchtitan. .ci/run installs it in a separate environment. Without torchtitan the tests
+are not collected."""
 
 import sys
 from importlib.util import find_spec

@@ -1,5 +1,5 @@
-"""The tests in this folder run vLLM itself. .ci/run installs it in an environment of its own. Elsewhere they are not
-collected."""
+"""The tests in this folder run vLLM itself. .ci/run installs it in a separate environment. Without vLLM the tests are
+not collected."""
 
 import os
 from importlib.util import find_spec

@@ -1,4 +1,4 @@
-"""Random calls of attention and attention_varlen. A case prints the script that repeats it."""
+"""Draws random calls of attention and attention_varlen. A failing case prints the script that repeats it."""
 
 from __future__ import annotations
 
