@@ -16,18 +16,15 @@ from flashrope.cli.figure import COLOURS, new_figure, save
 from flashrope.cli.options import BadInput
 from flashrope.evaluation.statistics import half_interval, wilson
 
-from . import real_speed
+from . import real_speed, real_training
 
 SUMMARY = "write the tables and the picture of docs/long_context.md again, from bench/results/real_model"
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results" / "real_model"
-PAGE = ROOT / "docs" / "long_context.md"
+PAGE, TRAINING_PAGE = ROOT / "docs" / "long_context.md", ROOT / "docs" / "training.md"
 PICTURE = ROOT / "docs" / "long_context" / "positions.png"
-POSITIONS, RETRIEVAL, SPEED = (
-    "positions",
-    "retrieval",
-    "speed",
-)  # the tables between <!-- NAME:begin --> and <!-- NAME:end -->
+# Tables between <!-- NAME:begin --> and <!-- NAME:end -->
+POSITIONS, RETRIEVAL, SPEED, CONTINUED = "positions", "retrieval", "speed", "continued"
 TRAIN_LENGTH, BIN = 8192, 1024
 BASE = "stock"
 COLUMNS = (3, 7, 9, 11, 15)  # bins of 1,024 positions
@@ -53,15 +50,28 @@ def run(argv: list[str], program: str) -> None:
     parser = argparse.ArgumentParser(prog=program, description=__doc__.partition(": ")[2], allow_abbrev=False)
     parser.parse_args(argv)
     journals = read(RESULTS)
-    page = PAGE.read_text(encoding="utf-8")
-    tables = {POSITIONS: table(journals), RETRIEVAL: retrieval_table(RESULTS), SPEED: speed_tables(RESULTS)}
-    for name, text in tables.items():
-        begin, end = markers(name)
-        page = f"{page.split(begin)[0]}{begin}\n{text}\n{end}{page.split(end)[1]}"
-    files.write(PAGE, page)
+    for page, tables in tables_of(RESULTS).items():
+        text = page.read_text(encoding="utf-8")
+        for name, found in tables.items():
+            begin, end = markers(name)
+            text = f"{text.split(begin)[0]}{begin}\n{found}\n{end}{text.split(end)[1]}"
+        files.write(page, text)
     PICTURE.parent.mkdir(exist_ok=True)
     save(picture(journals), PICTURE)
-    print(f"written: {PAGE}, {PICTURE}")
+    print(f"written: {PAGE}, {TRAINING_PAGE}, {PICTURE}")
+
+
+def tables_of(folder: Path) -> dict[Path, dict[str, str]]:
+    """Returns the tables of every page, by name, from the results in a folder."""
+    continued = json.loads((folder / real_training.RESULT).read_text(encoding="utf-8"))
+    return {
+        PAGE: {
+            POSITIONS: table(read(folder)),
+            RETRIEVAL: retrieval_table(folder),
+            SPEED: speed_tables(folder),
+        },
+        TRAINING_PAGE: {CONTINUED: f"`{continued['command']}`:\n\n{real_training.table(continued)}"},
+    }
 
 
 def markers(name: str) -> tuple[str, str]:

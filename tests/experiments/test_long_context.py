@@ -13,14 +13,12 @@ from experiments import fetch, long_context
 from experiments.__main__ import main
 
 
-def test_the_page_holds_the_tables_of_the_results():
-    page = long_context.PAGE.read_text()
-    tables = {"positions": long_context.table(long_context.read(long_context.RESULTS))}
-    tables["speed"] = long_context.speed_tables(long_context.RESULTS)
-    tables["retrieval"] = long_context.retrieval_table(long_context.RESULTS)
-    for name, expected in tables.items():
-        begin, end = long_context.markers(name)
-        assert page.split(begin)[1].split(end)[0].strip() == expected
+def test_the_pages_hold_the_tables_of_the_results():
+    for page, tables in long_context.tables_of(long_context.RESULTS).items():
+        text = page.read_text()
+        for name, expected in tables.items():
+            begin, end = long_context.markers(name)
+            assert text.split(begin)[1].split(end)[0].strip() == expected
 
 
 def journal(path, rows):
