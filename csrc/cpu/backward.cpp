@@ -83,11 +83,15 @@ struct KeyHead {
     return all;
   }
 
-  // Writes x (rows, stride) transposed per tile.
+  // Writes x (rows, stride) transposed per tile, a few channels of all its rows at a time: what they are written to fits
+  // into the first cache.
   void transpose(const float* x, int stride, int channels, float* to) const {
+    constexpr int COLUMNS = 8;  // head_dim is a multiple of it
     for (int64_t tile = 0; tile < rows; tile += BLOCK_M)
-      for (int r = 0; r < BLOCK_M; ++r)
-        for (int c = 0; c < channels; ++c) to[tile * channels + c * BLOCK_M + r] = x[(tile + r) * stride + c];
+      for (int first = 0; first < channels; first += COLUMNS)
+        for (int r = 0; r < BLOCK_M; ++r)
+          for (int c = first; c < first + COLUMNS; ++c)
+            to[tile * channels + c * BLOCK_M + r] = x[(tile + r) * stride + c];
   }
 
   void load_head(int64_t head) {

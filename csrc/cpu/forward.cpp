@@ -8,15 +8,15 @@
 
 namespace flashrope {
 
-constexpr int BLOCK_M = 128;  // query rows of a tile: the more, the fewer times keys are read from memory
-
 // k: blocks of (head_dim, BLOCK_N); v: of (BLOCK_N, padded_dim).
 struct Workspace : PackedBlocks<Floats> {
   int64_t padded_dim;
+  int block_m;  // query rows of a tile
 
   explicit Workspace(const ForwardCall& call) : Workspace(call, padded(call.head_dim_v, GEMM_COLUMNS)) {}
   Workspace(const ForwardCall& call, int64_t padded_dim)
-      : PackedBlocks(call, call.head_dim * BLOCK_N, BLOCK_N * padded_dim, floats), padded_dim(padded_dim) {}
+      : PackedBlocks(call, call.head_dim * BLOCK_N, BLOCK_N * padded_dim, floats), padded_dim(padded_dim),
+        block_m(tile_rows(std::max(call.head_dim, padded_dim), GEMM_ROWS)) {}
 };
 
 // Quantized values are multiplied by their scales here, keys after their rotation.
@@ -58,20 +58,20 @@ struct Tile {
   const int rows, head_dim, head_dim_v, padded_dim;
   const int padded_rows = int(padded(rows, GEMM_ROWS));
   const int64_t shift, head_kv;  // head_kv: as Workspace counts them
-  alignas(64) float q[BLOCK_M * MAX_HEAD_DIM], scores[BLOCK_M * BLOCK_N], acc[BLOCK_M * MAX_HEAD_DIM];
-  alignas(64) float row_sums[BLOCK_M * LANES];  // to be added over the lanes; 0: no key seen
-  float row_max[BLOCK_M];
+  alignas(64) float q[TILE_SIZE], scores[MAX_BLOCK_M * BLOCK_N], acc[TILE_SIZE];
+  alignas(64) float row_sums[MAX_BLOCK_M * LANES];  // to be added over the lanes; 0: no key seen
+  float row_max[MAX_BLOCK_M];
 
   Tile(const ForwardCall& call, const Workspace& workspace, int64_t b, int64_t head_q, int64_t first_row)
       : call(call), workspace(workspace), b(b), head_q(head_q), first_row(first_row),
-        rows(int(std::min<int64_t>(BLOCK_M, call.seqlen_q - first_row))), head_dim(int(call.head_dim)),
+        rows(int(std::min<int64_t>(workspace.block_m, call.seqlen_q - first_row))), head_dim(int(call.head_dim)),
         head_dim_v(int(call.head_dim_v)), padded_dim(int(workspace.padded_dim)), shift(call.shift),
         head_kv(b * call.heads_kv + head_q / (call.heads_q / call.heads_kv)) {}
 
   void run() {
     std::fill_n(acc, padded_rows * padded_dim, 0.0f);
-    std::fill_n(row_max, BLOCK_M, -INF);
-    std::fill_n(row_sums, BLOCK_M * LANES, 0.0f);
+    std::fill_n(row_max, MAX_BLOCK_M, -INF);
+    std::fill_n(row_sums, MAX_BLOCK_M * LANES, 0.0f);
     for (int n = 0; n < call.num_bands; ++n) visit(call.bands[n]);
     for (int r = 0; r < rows; ++r) {
       T* out = call.out.row<T>(b, first_row + r, head_q);
@@ -164,7 +164,7 @@ int forward(const ForwardCall& call) {
   const Workspace workspace(call);
   if (!workspace.allocated()) return 1;
   workspace.pack_all(call, [&](int64_t head, int64_t block) { pack_block<T>(call, workspace, head, block); });
-  for_query_tiles(call, BLOCK_M, [&](int64_t b, int64_t head, int64_t first_row) {
+  for_query_tiles(call, workspace.block_m, [&](int64_t b, int64_t head, int64_t first_row) {
     Tile<Q>(call, workspace, b, head, first_row).run();
   });
   return 0;

@@ -110,16 +110,25 @@ inline void unrotate_row(float* y, const Table& table, int64_t b, int64_t row, c
   if (!table.cos) return;
   const float* cos = table.cos + b * table.cos_batch + row * table.cos_row;
   const float* sin = table.sin ? table.sin + b * table.sin_batch + row * table.sin_row : nullptr;
-  const int step = call.interleaved ? 2 : 1, distance = call.interleaved ? 1 : pairs;
   if (!sin) {
     for (int c = 0; c < head_dim; ++c) y[c] *= cos[c];
     return;
   }
-  for (int m = 0; m < pairs; ++m) {
-    const int i = m * step, j = i + distance;
+  auto unrotate = [&](int i, int j) {
     const float first = y[i], second = y[j];
     y[i] = first * cos[i] + second * sin[j];
     y[j] = second * cos[j] + first * sin[i];
+  };
+  int m = 0;
+  if (call.interleaved) {
+    for (; m < pairs; ++m) unrotate(2 * m, 2 * m + 1);
+  } else {
+    for (; m + LANES <= pairs; m += LANES) {
+      const Vec first = load(y + m), second = load(y + m + pairs);
+      store(y + m, first * load(cos + m) + second * load(sin + m + pairs));
+      store(y + m + pairs, second * load(cos + m + pairs) + first * load(sin + m));
+    }
+    for (; m < pairs; ++m) unrotate(m, m + pairs);
   }
   for (int c = 2 * pairs; c < head_dim; ++c) y[c] *= cos[c];
 }

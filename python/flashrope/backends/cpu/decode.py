@@ -114,7 +114,7 @@ def _describe(
         c.block_table, c.max_pages = table.data_ptr(), table.shape[1]
         c.pages, c.page_size = k_cache.shape[:2]
     c.batch, c.seqlen_q, c.heads_q, c.head_dim = q.shape
-    c.heads_kv = k_cache.shape[2]
+    c.heads_kv, c.head_dim_v = k_cache.shape[2], q.shape[-1]
     c.scale, c.rotated_scale = call.score_scale, call.rotary.rotated_scale
     for name, value in call.rotary.query_scale._asdict().items():
         setattr(c, name, value or 0.0)

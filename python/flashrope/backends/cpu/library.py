@@ -10,7 +10,7 @@ import torch
 
 from ...rotary.bands import Band
 
-MAX_HEAD_DIM = 256  # csrc/cpu/common.h has the same number
+MAX_HEAD_DIM = 576  # csrc/cpu/common.h has the same number
 MAX_BANDS = 4
 INFINITE = 2**40  # stands for an infinite distance
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
@@ -76,9 +76,10 @@ class DecodeCall(ctypes.Structure):
         ("bounds", ctypes.c_void_p),
         ("block_table", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("max_pages", "pages", "page_size")),
-        *((name, ctypes.c_int64) for name in ("batch", "seqlen_q", "heads_q", "heads_kv", "head_dim")),
+        *((name, ctypes.c_int64) for name in ("batch", "seqlen_q", "heads_q", "heads_kv", "head_dim", "head_dim_v")),
+        ("key_weight", ctypes.c_void_p),
         ("inv_freq", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("pairs", "rotating_pairs", "interleaved")),
+        *((name, ctypes.c_int64) for name in ("pairs", "rotating_pairs", "interleaved", "first_channel")),
         ("bands", DecodeBand * MAX_BANDS),
         ("num_bands", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("runs", "positions")),
