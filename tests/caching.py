@@ -54,7 +54,7 @@ class Cached:
     (1, tokens, heads_kv, head_dim) to what the cache stores of them. None: the keys themselves. layout: contiguous,
     poisoned (a window of a larger buffer of NaN), heads first, shared (K and V in one buffer), or for quantized caches
     vllm or odd bytes. sequences: problems that hold the tokens. None: random ones, drawn from the seed. sinks: one per
-    query head.
+    query head. head_dim_v: the width of the values. None: the width of the keys.
     """
 
     target: support.Target
@@ -76,6 +76,7 @@ class Cached:
     sequences: list[support.Problem] | None = None
     seed: int = 0
     sinks: torch.Tensor | None = None
+    head_dim_v: int | None = None
 
     @classmethod
     def packed(cls, target, rotary, sizes, **options) -> Cached:
@@ -137,6 +138,7 @@ class Cached:
         sequences, heads, device = self.sequences, self.heads, self.target.device
         if sequences is None:
             options = dict(heads=heads[0], group=heads[0] // heads[1], causal=self.causal)
+            options["head_dim_v"] = self.head_dim_v
             sequences = [
                 support.problem(
                     self.target, self.rotary, rows, max(end - pad, 0), seed=10 * b + 1000 * self.seed, **options
@@ -144,8 +146,8 @@ class Cached:
                 for b, (rows, end, pad) in enumerate(zip(self.sizes, self.ends, self.pads, strict=True))
             ]
         shape = (self.pages, self.page) if self.page else (len(sequences), self.slots)
-        whole = sequences[0].k.new_full((2, *shape, *sequences[0].k.shape[2:]), torch.nan)
-        kept = whole.clone()
+        whole = [x.new_full((*shape, *x.shape[2:]), torch.nan) for x in (sequences[0].k, sequences[0].v)]
+        kept = [x.clone() for x in whole]
         for b, p in enumerate(sequences):
             place = self.places(b)
             whole[0][place], whole[1][place] = p.k[0], p.v[0]
@@ -164,7 +166,7 @@ class Cached:
         self.slot_mapping = self.new_places[0] * shape[1] + self.new_places[1] if self.mapped else None
         hidden[tuple(self.new_places)] = True
         self.scales: dict[str, torch.Tensor] = {}
-        k, v = kept.masked_fill(hidden[..., None, None], torch.nan)
+        k, v = (x.masked_fill(hidden[..., None, None], torch.nan) for x in kept)
         self.k_cache, self.v_cache = self._quantized(k, v) if self.cache_dtype else laid_out(self.layout, k, v)
         self.before = self.k_cache.clone(), self.v_cache.clone()
 
@@ -332,11 +334,11 @@ def laid_out(layout: str, k: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor
     if layout == "heads first":
         return [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v)]
     if layout == "shared":
-        return list(torch.cat((k, v), -1).split(k.shape[-1], -1))
+        return list(torch.cat((k, v), -1).split((k.shape[-1], v.shape[-1]), -1))
     if layout == "poisoned":
-        pages, rows, heads, head_dim = k.shape
-        rooms = [x.new_full((pages, rows + 3, heads + 2, head_dim + 8), torch.nan) for x in (k, v)]
-        windows = [room[:, 1 : 1 + rows, 1 : 1 + heads, :head_dim] for room in rooms]
+        pages, rows, heads, _ = k.shape
+        rooms = [x.new_full((pages, rows + 3, heads + 2, x.shape[-1] + 8), torch.nan) for x in (k, v)]
+        windows = [room[:, 1 : 1 + rows, 1 : 1 + heads, :-8] for room in rooms]
         return [window.copy_(x) for window, x in zip(windows, (k, v), strict=True)]
     assert layout == "contiguous"
     return [k.clone(), v.clone()]

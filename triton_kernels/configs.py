@@ -132,6 +132,7 @@ OTHER_V = {
     },
     "sm86": {
         "forward": {(256, 128): Tile(64, 64, 4, 2)},
+        "forward paged": {(256, 128): Tile(64, 32, 4, 3)},
         "grad_kv": {(256, 128): Tile(32, 64, 8, 2)},
         "grad_q": {(256, 128): Tile(64, 32, 8, 2)},
         "grad_qkv": {(256, 128): Tile(32, 64, 8, 1), (64, 128): Tile(32, 64, 4, 2)},
@@ -255,7 +256,9 @@ def tile(
         tables = [HALF[family(capability)]]
         if tuple(map(int, triton.__version__.split(".")[:2])) > (3, 6):
             tables.insert(0, NEWER_HALF.get(family(capability), {}))
-        if found := OTHER_V[family(capability)].get(direction, {}).get(widths):
+        of_widths = OTHER_V[family(capability)]
+        own = directions[: directions.index(direction) + 1]
+        if found := next((of_widths[x][widths] for x in own if widths in of_widths.get(x, {})), None):
             return found
     names = [name for d in directions for name in ([f"{d} banded", d] if num_bands > 1 else [d])]
     return next(table[name][block_d] for table in tables for name in names if block_d in table.get(name, {}))

@@ -59,12 +59,14 @@ from .tiles import (
     TileRows,
     clamp_rows,
     find_cached_sequence,
+    float_value_parts,
     head_view,
     is_visible,
     key_tiles,
     load_band,
     load_cached_values,
     load_rows,
+    load_values,
     page_offsets,
     row_program,
     sequence_rows,
@@ -112,17 +114,18 @@ def append_rows(k_cache, v_cache, k, v, cache, cu_seqlens, seqlen, max_seqlen, h
     token, head = rows // heads, (rows % heads).to(tl.int64)
     page, row, exists = find_slots(cache, batch, token, count, cache.slot_mapping, VARIANT)
     token = start + tl.minimum(token, count - 1)
-    channels = tl.arange(0, VARIANT.block_d)
+    channels, channels_v = tl.arange(0, VARIANT.block_d), tl.arange(0, VARIANT.block_dv)
     mask = exists[:, None] & (channels < VARIANT.head_dim)[None, :]
+    mask_v = exists[:, None] & (channels_v < VARIANT.head_dim_v)[None, :]
     new_k = load_rows(k.ptr, token_offsets(k, batch, token, head, VARIANT), channels, VARIANT)
-    new_v = load_rows(v.ptr, token_offsets(v, batch, token, head, VARIANT), channels, VARIANT)
+    new_v = load_values(v.ptr, token_offsets(v, batch, token, head, VARIANT), channels_v, VARIANT)
     to_k, to_v = token_offsets(k_cache, page, row, head, VARIANT), token_offsets(v_cache, page, row, head, VARIANT)
     if cache.k_scale is None:
         tl.store(k_cache.ptr + to_k + channels[None, :], new_k, mask=mask)
-        tl.store(v_cache.ptr + to_v + channels[None, :], new_v, mask=mask)
+        tl.store(v_cache.ptr + to_v + channels_v[None, :], new_v, mask=mask_v)
     else:
         k_scale = store_codes(k_cache.ptr, to_k, new_k, exists, VARIANT.head_dim)
-        v_scale = store_codes(v_cache.ptr, to_v, new_v, exists, VARIANT.head_dim)
+        v_scale = store_codes(v_cache.ptr, to_v, new_v, exists, VARIANT.head_dim_v)
         to_k = page * decode_int64(cache.k_batch) + row * decode_int64(cache.k_row) + head * decode_int64(cache.k_head)
         to_v = page * decode_int64(cache.v_batch) + row * decode_int64(cache.v_row) + head * decode_int64(cache.v_head)
         tl.store(cache.k_scale + to_k, k_scale, mask=exists)
@@ -488,7 +491,7 @@ def attention_decode(
     num_splits,
     VARIANT: tl.constexpr,
 ):
-    """q, k_cache, v_cache: TensorViews. out (num_splits, batch, seqlen_q, heads_q, head_dim) and lse float32
+    """q, k_cache, v_cache: TensorViews. out (num_splits, batch, seqlen_q, heads_q, head_dim_v) and lse float32
     (num_splits, batch, heads_q, seqlen_q) are contiguous. With packed queries they have the rows of ``partial_rows``.
     With several splits, rows of out whose lse is -inf are not written."""
     group = heads_q // heads_kv
@@ -524,7 +527,9 @@ def attention_decode(
     keys = CachedKeys(head_k, head_v, k_scale, v_scale, cache, batch, seq.start_k, seq.length_k, table, shift, last)
 
     CODES: tl.constexpr = k_cache.ptr.dtype.element_ty
-    V_PARTS: tl.constexpr = VARIANT.parts * value_parts(CODES, VARIANT.code_vec, VARIANT.block_d, VARIANT.head_dim)
+    V_PARTS: tl.constexpr = float_value_parts(VARIANT.parts, VARIANT.block_dv) * value_parts(
+        CODES, VARIANT.code_vec, VARIANT.block_d, VARIANT.head_dim
+    )
     K_PARTS: tl.constexpr = key_parts(
         CODES, VARIANT.code_vec, VARIANT.block_d, VARIANT.head_dim, VARIANT.rotary_dim, VARIANT.first_channel
     )
@@ -595,7 +600,8 @@ def combine_splits(
     BLOCK_S: tl.constexpr,
     VARIANT: tl.constexpr,
 ):
-    """One row of out per program; partial and partial_lse as attention_decode writes them, float32."""
+    """One row of out per program; partial and partial_lse as attention_decode writes them, float32. head_dim and
+    block_d of VARIANT are those of the values."""
     D: tl.constexpr = VARIANT.block_d
     row = tl.program_id(0).to(tl.int64)
     batch, token, head = row // heads_q // max_seqlen_q, row // heads_q % max_seqlen_q, row % heads_q

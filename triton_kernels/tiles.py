@@ -410,10 +410,17 @@ def load_parts(ptr, offsets, channels, HEAD_DIM: tl.constexpr, BLOCK_D: tl.const
         return first, load_channels(ptr, offsets, channels[1], HEAD_DIM, BLOCK_D)
 
 
+@triton.constexpr_function
+def float_value_parts(parts, block_dv):
+    """Returns in how many parts a tile of values, or of the result, is taken: `parts` of VARIANT, or 1 if a part would
+    have fewer than the 16 channels of a tensor core."""
+    return parts if block_dv >= 32 else 1
+
+
 @triton.jit
 def value_channels(VARIANT: tl.constexpr):
     """Returns the channels of every part in which a tile of values, or of the result, is taken."""
-    if VARIANT.parts == 1:
+    if float_value_parts(VARIANT.parts, VARIANT.block_dv) == 1:
         return (tl.arange(0, VARIANT.block_dv),)
     else:
         HALF: tl.constexpr = VARIANT.block_dv // 2

@@ -101,6 +101,11 @@ VALUES = tuple(  # multi-head latent attention
     Scheme(name, lambda head_dim: Rotary.rope(head_dim, rotary_dim=64), head_dim_v=128, deterministic=deterministic)
     for name, deterministic in (("v 128", True), ("v 128 atomic", False))
 )
+CACHED_VALUES = tuple(  # the expanded cache of multi-head latent attention
+    dataclasses.replace(VALUES[0], name=f"v 128 {cache}{kind}", cache=cache, seqlen_q=seqlen_q)
+    for cache in ("contiguous", "paged")
+    for kind, seqlen_q in (("", 1), (" chunk", 512))
+)
 QUANTIZED = tuple(
     dataclasses.replace(scheme, name=f"{scheme.name} {codes}", codes=codes) for codes in CODES for scheme in DECODE
 )
@@ -143,7 +148,9 @@ class Case:
             by_position = self.scheme.stored and not self.scheme.rotary(self.head_dim).axis
             return {*DECODE_KERNELS, "place_tokens", *(["place_slots"] if by_position else [])}
         if self.scheme.cache:
-            return set(CHUNK_KERNELS if self.scheme in CHUNKS + QUANTIZED_CHUNKS else DECODE_KERNELS)
+            return set(
+                CHUNK_KERNELS if self.scheme in (*CHUNKS, *QUANTIZED_CHUNKS, *CACHED_VALUES[1::2]) else DECODE_KERNELS
+            )
         if not self.scheme.deterministic:
             return set(ATOMIC_KERNELS)
         return set(KERNELS) - ({"rotate_rows"} if self.scheme.name == "nope" else set())
@@ -179,10 +186,13 @@ class Case:
         rows = (BATCH, SEQLEN) if scheme.cache == "contiguous" else (BATCH * pages, page_size)
         q, new = (tensor(BATCH, scheme.seqlen_q, heads, self.head_dim) for heads in (HEADS_Q, HEADS_KV))
         cache, seqlens = tensor(*rows, HEADS_KV, self.head_dim), tensor(BATCH, dtype=torch.int32)
+        new_v, cache_v = new, cache
+        if scheme.head_dim_v:
+            new_v, cache_v = (tensor(*x.shape[:-1], scheme.head_dim_v) for x in (new, cache))
         scales = (None, None)
         if scheme.codes:
             per_byte, dtype = CODES[scheme.codes]
-            cache = tensor(*rows, HEADS_KV, self.head_dim // per_byte, dtype=dtype)
+            cache = cache_v = tensor(*rows, HEADS_KV, self.head_dim // per_byte, dtype=dtype)
             scales = (tensor(rows[0], HEADS_KV, rows[1], dtype=torch.float32).transpose(1, 2),) * 2  # as KVCache's
         table = tensor(BATCH, pages, dtype=torch.int32) if scheme.cache == "paged" else None
         rotary, positions = scheme.rotary(self.head_dim), None
@@ -190,10 +200,11 @@ class Case:
             axes = (rotary.axes,) if rotary.axis else ()
             stored = tensor(*rows, *axes, dtype=torch.float32) if scheme.stored else None
             positions = CachePositions(table, table, table, stored)
-        tables, layer = CacheTables(seqlens, table, None, scheme.seqlen_q, positions), CacheLayer(cache, cache, *scales)
+        tables = CacheTables(seqlens, table, None, scheme.seqlen_q, positions)
+        layer = CacheLayer(cache, cache_v, *scales)
         call = CacheCall(rotary, scheme.causal, self.head_dim**-0.5, tables)
         with caught_launches(launcher, self.arch) as launches:
-            backend.append_to_cache(layer, new, new, tables)
+            backend.append_to_cache(layer, new, new_v, tables)
             backend.attention_with_cache(q, layer, call)
         return launches
 
@@ -233,6 +244,7 @@ def _main_cases(quick: bool) -> list[Case]:
         + grid((86, 89, 100, 120, "gfx942"), (256,), "bf16", *PARTS)
         + grid((80, 86, 89, 90, 100, 120, "gfx942"), (512,), "bf16", *PARTS, DECODE[2])
         + grid((80, 90), (512,), "bf16", DECODE[3], WIDE)
+        + grid((80, 86, 90), (192,), "bf16", *CACHED_VALUES)
     )
     codes = grid((80, 90), (128,), "bf16", *QUANTIZED, *QUANTIZED_CHUNKS) + grid((80,), (64,), "bf16", QUANTIZED[-1])
     codes += grid((80,), (128,), "fp16", QUANTIZED[1])

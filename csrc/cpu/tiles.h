@@ -15,9 +15,9 @@ constexpr int BEST_ROWS = REGISTERS == 32 ? 8 : 6, GEMM_ROWS = REGISTERS == 32 ?
 constexpr int GEMM_COLUMNS = 2 * LANES;
 constexpr int MAX_BANDS = 4;
 
-// cos and sin of every row and channel: y[c] = x[c] * cos[c] + x[the other channel of its pair] * sin[c].
+// cos and sin of every row: y[c] = x[c] * cos[c] + x[the other channel of its pair] * sin[c - first_channel].
 struct Table {
-  const float *cos, *sin;                     // nullptr: 1, or 0
+  const float *cos, *sin;  // (rows, head_dim) and (rows, 2 pairs); nullptr: 1, or 0
   int64_t cos_batch, cos_row, sin_batch, sin_row;  // strides
 };
 
@@ -31,7 +31,7 @@ struct ForwardCall {  // cpu/library.py has the same
   TensorView q, k, v, out;
   TensorView k_scale, v_scale;  // float32 (batch, rows, heads), of a quantized cache
   float* lse;                   // (batch, heads_q, seqlen_q)
-  int64_t batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim, head_dim_v, pairs, interleaved;
+  int64_t batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim, head_dim_v, pairs, interleaved, first_channel;
   ForwardBand bands[MAX_BANDS];
   Table k_copies[MAX_BANDS];
   int64_t num_bands, num_copies;
@@ -68,16 +68,18 @@ void multiply(const float* a, int lda, const float* b, int ldb, float* c, int ld
 
 template <typename T>
 void rotate_row(const T* x, float* y, const Table& table, int64_t b, int64_t row, const ForwardCall& call) {
-  const int head_dim = int(call.head_dim), pairs = int(call.pairs);
-  if (table.sin && !call.interleaved && pairs % LANES == 0 && head_dim % LANES == 0) {
+  const int head_dim = int(call.head_dim), pairs = int(call.pairs), start = int(call.first_channel);
+  if (table.sin && !call.interleaved && pairs % LANES == 0 && head_dim % LANES == 0 && start % LANES == 0) {
     const float* cos = table.cos + b * table.cos_batch + row * table.cos_row;
     const float* sin = table.sin + b * table.sin_batch + row * table.sin_row;
+    for (int c = 0; c < start; c += LANES) store(y + c, load(channel(x, c)) * load(cos + c));
     for (int m = 0; m < pairs; m += LANES) {
-      const Vec first = load(channel(x, m)), second = load(channel(x, m + pairs));
-      store(y + m, first * load(cos + m) + second * load(sin + m));
-      store(y + m + pairs, second * load(cos + m + pairs) + first * load(sin + m + pairs));
+      const int c = start + m;
+      const Vec first = load(channel(x, c)), second = load(channel(x, c + pairs));
+      store(y + c, first * load(cos + c) + second * load(sin + m));
+      store(y + c + pairs, second * load(cos + c + pairs) + first * load(sin + m + pairs));
     }
-    for (int c = 2 * pairs; c < head_dim; c += LANES) store(y + c, load(channel(x, c)) * load(cos + c));
+    for (int c = start + 2 * pairs; c < head_dim; c += LANES) store(y + c, load(channel(x, c)) * load(cos + c));
     return;
   }
   convert(x, y, head_dim);
@@ -88,6 +90,9 @@ void rotate_row(const T* x, float* y, const Table& table, int64_t b, int64_t row
     return;
   }
   const float* sin = table.sin + b * table.sin_batch + row * table.sin_row;
+  for (int c = 0; c < start; ++c) y[c] *= cos[c];
+  for (int c = start + 2 * pairs; c < head_dim; ++c) y[c] *= cos[c];
+  y += start, cos += start;
   if (call.interleaved) {
     for (int m = 0; m < pairs; ++m) {
       const float first = y[2 * m], second = y[2 * m + 1];
@@ -101,12 +106,11 @@ void rotate_row(const T* x, float* y, const Table& table, int64_t b, int64_t row
       y[m + pairs] = second * cos[m + pairs] + first * sin[m + pairs];
     }
   }
-  for (int c = 2 * pairs; c < head_dim; ++c) y[c] *= cos[c];
 }
 
 // Applies the transpose of rotate_row to the gradient of a rotated row, in place.
 inline void unrotate_row(float* y, const Table& table, int64_t b, int64_t row, const ForwardCall& call) {
-  const int head_dim = int(call.head_dim), pairs = int(call.pairs);
+  const int head_dim = int(call.head_dim), pairs = int(call.pairs), start = int(call.first_channel);
   if (!table.cos) return;
   const float* cos = table.cos + b * table.cos_batch + row * table.cos_row;
   const float* sin = table.sin ? table.sin + b * table.sin_batch + row * table.sin_row : nullptr;
@@ -114,6 +118,9 @@ inline void unrotate_row(float* y, const Table& table, int64_t b, int64_t row, c
     for (int c = 0; c < head_dim; ++c) y[c] *= cos[c];
     return;
   }
+  for (int c = 0; c < start; ++c) y[c] *= cos[c];
+  for (int c = start + 2 * pairs; c < head_dim; ++c) y[c] *= cos[c];
+  y += start, cos += start;
   auto unrotate = [&](int i, int j) {
     const float first = y[i], second = y[j];
     y[i] = first * cos[i] + second * sin[j];
@@ -130,7 +137,6 @@ inline void unrotate_row(float* y, const Table& table, int64_t b, int64_t row, c
     }
     for (; m < pairs; ++m) unrotate(m, m + pairs);
   }
-  for (int c = 2 * pairs; c < head_dim; ++c) y[c] *= cos[c];
 }
 
 inline int64_t padded(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }

@@ -181,7 +181,7 @@ REFUSED = {
     "new keys twice": (lambda p, x: (p.attend(Q, x, K, V), p.attend(Q, x, K, V)),
                        "k: expected new keys once for every layer, got them again"),
     "gradients": (lambda p, x: p.attend(Q.clone().requires_grad_(), x), "q: expected no gradient to be asked for"),
-    "another output": (lambda p, x: p.attend(Q, x, out=Q[:2]), "out: expected a contiguous tensor like q, got shape"),
+    "another output": (lambda p, x: p.attend(Q, x, out=Q[:2]), "out: expected a contiguous tensor of shape (3, 1"),
 }  # fmt: skip
 
 

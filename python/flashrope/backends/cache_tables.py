@@ -15,7 +15,7 @@ class CacheLayer(NamedTuple):
     Attributes:
         k: (batch, capacity, heads_kv, head_dim), or with a block table (pages, page_size, heads_kv, head_dim). int8 or
             uint8 if the cache is quantized.
-        v: like k.
+        v: like k, or narrower unless the cache is quantized.
         k_scale, v_scale: float32, the shapes of k and v without their last dimension, if the cache is quantized.
         key_weight: float32 (head_dim,), multiplies keys before their rotation (not computed by any backend yet).
     """

@@ -12,7 +12,7 @@ import torch
 from ..rotary.bands import EVERYWHERE, Band, PositionMap
 from ..rotary.rotary import Rotary
 from ..rotary.rotated import over_rotated_keys
-from .cache_tables import CacheTables
+from .cache_tables import CacheLayer, CacheTables
 
 MAX_SPLITS = 256  # csrc/decode.h has the same number
 
@@ -135,6 +135,12 @@ class RotateCall:
 def out_shape(q: torch.Tensor, v: torch.Tensor) -> tuple[int, ...]:
     """Returns the shape of out: that of q, with v's head_dim."""
     return (*q.shape[:-1], v.shape[-1])
+
+
+def cached_out_shape(q, layer: CacheLayer) -> tuple[int, ...]:
+    """Returns the shape of out over a cache: that of q, with the head_dim of the values. q: a tensor, or
+    ``plans.Queries``."""
+    return tuple(q.shape) if layer.k_scale is not None else (*q.shape[:-1], layer.v.shape[-1])
 
 
 def cached_lse_shape(q) -> tuple[int, ...]:

@@ -68,7 +68,7 @@ def append_to_cache(
     Raises:
         ValueError: rotary is given. The caller rotates k.
     """
-    _refuse_codes(layer)
+    _refuse_layer(layer)
     k_cache, v_cache = layer.k, layer.v
     if rotary is not None:
         raise ValueError("rotary: expected None, the CUDA kernels write keys as they come")
@@ -100,7 +100,7 @@ def attention_with_cache(q: torch.Tensor, layer: CacheLayer, call: CacheCall) ->
             f"impl='cuda' cannot serve this call: its kernels rotate channels from 0 on, not from first_channel = "
             f"{call.rotary.first_channel}; use impl='triton'"
         )
-    _refuse_codes(layer)
+    _refuse_layer(layer)
     rows = q.shape[1] if q.ndim == 4 else call.tables.max_seqlen_q
     if not call.causal and rows > 1 and any(band.keys_rotated for band in call.bands):
         raise ValueError(
@@ -149,11 +149,17 @@ def attention_with_cache(q: torch.Tensor, layer: CacheLayer, call: CacheCall) ->
     return out, lse
 
 
-def _refuse_codes(layer: CacheLayer) -> None:
+def _refuse_layer(layer: CacheLayer) -> None:
+    """Raises for caches that the kernels do not read."""
     if layer.k_scale is not None:
         raise ValueError(
             f"impl='cuda' cannot serve this call: its kernels read caches of q's type, k_cache is quantized, of "
             f"{layer.k.dtype}; use impl='triton'"
+        )
+    if layer.v.shape != layer.k.shape:
+        raise ValueError(
+            f"impl='cuda' cannot serve this call: its kernels read values as wide as the keys, {layer.k.shape[-1]} "
+            f"channels, v_cache has {layer.v.shape[-1]}; use impl='triton'"
         )
 
 

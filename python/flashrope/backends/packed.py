@@ -8,7 +8,7 @@ import torch
 
 from . import addresses
 from .cache_tables import CacheLayer, CacheTables
-from .calls import accumulation_type, cached_lse_shape
+from .calls import accumulation_type, cached_lse_shape, cached_out_shape
 from .quantized import stores
 
 
@@ -35,7 +35,7 @@ def attend_packed(
     """
     if len(runs) == 1 and runs[0][1] == slice(0, total_q):  # for example in decoding: nothing to gather
         return _attend_run(attend, q, layer, runs[0])
-    out = q.new_zeros(q.shape)
+    out = q.new_zeros(cached_out_shape(q, layer))
     lse = q.new_full(cached_lse_shape(q), float("-inf"), dtype=accumulation_type(q))
     for run in runs:
         rows = run[1]

@@ -64,7 +64,8 @@ class CachePlan(Protocol):
     def attend(
         self, q: torch.Tensor, layer: CacheLayer, out: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns what ``CacheBackend.attention_with_cache`` does. out: where to write out, contiguous and like q."""
+        """Returns what ``CacheBackend.attention_with_cache`` does. out: where to write out, contiguous, of
+        ``cached_out_shape``."""
 
 
 class CacheBackend(Protocol):
@@ -83,9 +84,11 @@ class CacheBackend(Protocol):
     def attention_with_cache(
         self, q: torch.Tensor, layer: CacheLayer, call: CacheCall
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns out, like q and contiguous, and lse (batch, heads_q, seqlen_q) or, packed, (heads_q, total_q), with
-        the dtype that ``AttentionBackend.forward`` gives it. Packed rows outside every sequence get 0 and -inf. call:
-        what ``CacheCall.for_backend`` returned."""
+        """Returns out and lse.
+
+        out: of ``cached_out_shape``, contiguous. lse: (batch, heads_q, seqlen_q) or, packed, (heads_q, total_q), with
+            the dtype that ``AttentionBackend.forward`` gives it. Packed rows outside every sequence get 0 and -inf.
+        call: what ``CacheCall.for_backend`` returned."""
 
     def plan_cache(self, call: CacheCall, layer: CacheLayer, queries: Queries) -> CachePlan:
         """Plans the layers of a step. The host reads no table before ``append`` or ``attend``. call: as the caller

@@ -20,6 +20,7 @@ from .calls import (
     KeptShapes,
     RotateCall,
     accumulation_type,
+    cached_out_shape,
     out_shape,
 )
 from .packed import append_packed, attend_packed
@@ -135,7 +136,7 @@ def attention_with_cache(q: torch.Tensor, layer: CacheLayer, call: CacheCall) ->
         results.append(dense_attention(q[b : b + 1], k[None], v[None], sequence, places=places))
     if not results:
         lse = q.new_empty(0, q.shape[2], q.shape[1], dtype=accumulation_type(q))
-        return torch.empty_like(q, memory_format=torch.contiguous_format), lse
+        return q.new_empty(cached_out_shape(q, layer)), lse
     out, lse = (torch.cat(tensors) for tensors in zip(*results, strict=True))
     return out, lse
 

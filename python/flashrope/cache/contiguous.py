@@ -42,9 +42,10 @@ class KVCache(Cache):
         cache_dtype: None: the cache has the type dtype. "int8" or "int4": it holds quantized values of 8 or 4 bits with
             a scale per token and key head, a half or a quarter of bfloat16's bytes. q, k, v and out keep dtype.
             ``attend`` and ``append`` quantize what they write. See k_scale in ``attention_with_cache``.
+        head_dim_v: head_dim of v, a multiple of 8 up to head_dim. Default: head_dim, which a quantized cache needs.
 
     Attributes:
-        k, v: (batch, capacity, heads_kv, head_dim), with several layers (layers, batch, capacity, heads_kv, head_dim),
+        k, v: (batch, capacity, heads_kv, head_dim or head_dim_v), with several layers (layers, batch, ...),
             uninitialized beyond the lengths. On the CPU a view of heads-first storage, which is faster to read there.
             ``layer(i)`` returns k and v of one layer.
         seqlens: (batch,) int32 on the device, the slots in use, left padding included. It is always the same tensor.
@@ -79,10 +80,19 @@ class KVCache(Cache):
         layers: int = 1,
         rotated_keys: Rotary | Sequence[Rotary] | None = None,
         cache_dtype: str | None = None,
+        head_dim_v: int | None = None,
     ):
         self.batch, self.capacity = check_integer("batch", batch, 1), check_integer("capacity", capacity, 1)
         self._allocate(
-            (self.batch, self.capacity), heads_kv, head_dim, dtype, device, layers, rotated_keys, cache_dtype
+            (self.batch, self.capacity),
+            heads_kv,
+            head_dim,
+            dtype,
+            device,
+            layers,
+            rotated_keys,
+            cache_dtype,
+            head_dim_v,
         )
         with torch.inference_mode(False):
             self.seqlens, self.leftpad = torch.zeros(2, batch, dtype=torch.int32, device=self.k.device).unbind()

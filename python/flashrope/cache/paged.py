@@ -56,10 +56,11 @@ class PagedKVCache(Cache):
         layers: number of layers. All layers share one block table: page n exists in every layer.
         rotated_keys: as in ``KVCache``. Forks share rotated keys as they share raw ones: positions do not move.
         cache_dtype: as in ``KVCache``: None, "int8" or "int4".
+        head_dim_v: as in ``KVCache``: head_dim of v if it is narrower.
 
     Attributes:
-        k, v: (pages, page_size, heads_kv, head_dim), with several layers (layers, pages, page_size, heads_kv,
-            head_dim), uninitialized where there is no token. On the CPU a view of heads-first storage, which is faster
+        k, v: (pages, page_size, heads_kv, head_dim or head_dim_v), with several layers (layers, pages, ...),
+            uninitialized where there is no token. On the CPU a view of heads-first storage, which is faster
             to read there. ``layer(i)`` returns k and v of one layer.
         k_scale, v_scale: as in ``KVCache``.
         rotated_keys: the Rotary of every layer, or None.
@@ -102,6 +103,7 @@ class PagedKVCache(Cache):
         layers: int = 1,
         rotated_keys: Rotary | Sequence[Rotary] | None = None,
         cache_dtype: str | None = None,
+        head_dim_v: int | None = None,
     ):
         self.pages, self.page_size = check_integer("pages", pages, 1), check_integer("page_size", page_size, 16, 256)
         if page_size & (page_size - 1):
@@ -110,7 +112,15 @@ class PagedKVCache(Cache):
         self._limited = max_seqlen is not None
         self.max_pages = -(-self.max_seqlen // page_size)
         self._allocate(
-            (self.pages, self.page_size), heads_kv, head_dim, dtype, device, layers, rotated_keys, cache_dtype
+            (self.pages, self.page_size),
+            heads_kv,
+            head_dim,
+            dtype,
+            device,
+            layers,
+            rotated_keys,
+            cache_dtype,
+            head_dim_v,
         )
         self._next = 0
         self._sequences: dict[int, pool.Sequence] = {}

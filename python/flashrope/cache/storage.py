@@ -64,18 +64,23 @@ class Cache:
     cache_dtype: str | None
     heads_kv: int
     head_dim: int
+    head_dim_v: int
     _layers: list[tuple[torch.Tensor, torch.Tensor]]
     _scales: list[tuple[torch.Tensor, torch.Tensor]] | None
     _cache_layers: list[CacheLayer]
     _open: OpenStep | None
 
-    def _allocate(self, shape: tuple[int, int], heads_kv, head_dim, dtype, device, layers, rotated_keys, cache_dtype):
+    def _allocate(
+        self, shape: tuple[int, int], heads_kv, head_dim, dtype, device, layers, rotated_keys, cache_dtype, head_dim_v
+    ):
         self.layers, self._open = check_integer("layers", layers, 1), None
         self.rotated_keys = check_schemes(rotated_keys, head_dim, self.layers)
         self.dtype, self.cache_dtype = dtype, check_cache_dtype(cache_dtype)
         shape_of_all = shape if self.layers == 1 else (self.layers, *shape)
-        self.k, self.v, *scales = allocate_storage(shape_of_all, heads_kv, head_dim, dtype, device, cache_dtype)
+        storage = allocate_storage(shape_of_all, heads_kv, head_dim, dtype, device, cache_dtype, head_dim_v)
+        self.k, self.v, *scales = storage
         self.heads_kv, self.head_dim = int(heads_kv), int(head_dim)
+        self.head_dim_v = self.head_dim if head_dim_v is None else int(head_dim_v)
         self.k_scale, self.v_scale = scales or (None, None)
         self._layers, self._scales = self._by_layer(self.k, self.v), self._by_layer(*scales) if scales else None
         self._cache_layers = [CacheLayer(*self._layers[n], *self.scales(n)) for n in range(self.layers)]
@@ -216,9 +221,11 @@ class Cache:
         return k.shape[2]
 
 
-def allocate_storage(shape: tuple[int, ...], heads_kv, head_dim, dtype, device, cache_dtype=None) -> list[torch.Tensor]:
-    """Checks the arguments and returns k and v (*shape, heads_kv, head_dim), and for a cache_dtype also k_scale and
-    v_scale (*shape, heads_kv).
+def allocate_storage(
+    shape: tuple[int, ...], heads_kv, head_dim, dtype, device, cache_dtype=None, head_dim_v=None
+) -> list[torch.Tensor]:
+    """Checks the arguments and returns k and v (*shape, heads_kv, head_dim or head_dim_v), and for a cache_dtype also
+    k_scale and v_scale (*shape, heads_kv).
 
     On the CPU the memory layout is heads-first, so that the keys of a head are contiguous: decoding reads them in half
     the time. On a GPU it is rows-first, except for the scales.
@@ -227,6 +234,14 @@ def allocate_storage(shape: tuple[int, ...], heads_kv, head_dim, dtype, device, 
     heads_kv, head_dim = check_integer("heads_kv", heads_kv, 1), check_integer("head_dim", head_dim, 8)
     if head_dim % 8 or head_dim > largest:
         raise ValueError(f"head_dim: expected a multiple of 8 up to {largest}{why}, got {head_dim}")
+    head_dim_v = head_dim if head_dim_v is None else check_integer("head_dim_v", head_dim_v, 8)
+    if head_dim_v % 8 or head_dim_v > head_dim:
+        raise ValueError(f"head_dim_v: expected a multiple of 8 up to {head_dim}, the head_dim, got {head_dim_v}")
+    if cache_dtype is not None and head_dim_v != head_dim:
+        raise ValueError(
+            f"head_dim_v: expected head_dim {head_dim} in a cache of {cache_dtype} (quantized values are as wide as "
+            f"the keys), got {head_dim_v}"
+        )
     if dtype not in DTYPES:
         raise TypeError(f"dtype: expected float16, bfloat16, float32 or float64, got {dtype}")
     try:
@@ -234,7 +249,8 @@ def allocate_storage(shape: tuple[int, ...], heads_kv, head_dim, dtype, device, 
     except (RuntimeError, TypeError):
         raise ValueError(f"device: expected a torch.device, its name or None, got {device!r}") from None
     codes = CACHE_DTYPES.get(cache_dtype, dtype)
-    rows: list[tuple[tuple[int, ...], torch.dtype]] = [((head_dim // PER_BYTE.get(codes, 1),), codes)] * 2
+    per_byte = PER_BYTE.get(codes, 1)
+    rows: list[tuple[tuple[int, ...], torch.dtype]] = [((x // per_byte,), codes) for x in (head_dim, head_dim_v)]
     if cache_dtype is not None:
         rows += [((), torch.float32)] * 2
     *outer, slots = shape
@@ -293,10 +309,11 @@ def check_scheme(rotary, own: Rotary, layer: int | None) -> None:
 
 def describe(cache: Cache) -> str:
     layers = f", layers={cache.layers}" if cache.layers > 1 else ""
+    values = f", head_dim_v={cache.head_dim_v}" if cache.head_dim_v != cache.head_dim else ""
     keys = ", rotated keys" if cache.rotated_keys else ""
     codes = f", cache_dtype={cache.cache_dtype!r}" if cache.cache_dtype else ""
     return (
-        f"heads_kv={cache.heads_kv}, head_dim={cache.head_dim}, dtype={cache.dtype}, "
+        f"heads_kv={cache.heads_kv}, head_dim={cache.head_dim}{values}, dtype={cache.dtype}, "
         f"device={str(cache.k.device)!r}{layers}{codes}{keys}"
     )
 
@@ -348,8 +365,8 @@ def count_new(k, v, cache: Cache, batch: int) -> int:
 def check_new(k, v, cache: Cache, batch: int) -> int:
     """Checks new k, v (batch, seqlen_new, heads_kv, head_dim) against the cache. Returns seqlen_new."""
     seqlen_new = count_new(k, v, cache, batch)
-    expected = (batch, seqlen_new, cache.heads_kv, cache.head_dim)
-    for name, x in (("k", k), ("v", v)):
+    for name, x, width in (("k", k, cache.head_dim), ("v", v, cache.head_dim_v)):
+        expected = (batch, seqlen_new, cache.heads_kv, width)
         if x.shape != expected:
             raise ValueError(f"{name}: expected shape {expected}, got {tuple(x.shape)}")
         if x.dtype != cache.dtype:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..backends.cache_tables import CacheLayer, CacheTables, Packed
-from ..backends.calls import CacheCall
+from ..backends.calls import CacheCall, cached_out_shape
 from ..backends.plans import Queries
 from ..backends.registry import check_backend, load_backend, resolve_impl
 from ..backends.shown import store_positions
@@ -240,7 +240,8 @@ class CachePlan:
             k, v: (batch, seqlen_new, heads_kv, head_dim), or packed (total_q, heads_kv, head_dim). None: the layer
                 holds the new tokens already, from ``append`` or an earlier ``attend``.
             sinks, return_lse: as in ``attention_with_cache``.
-            out: where to write the result, contiguous and like q. None: a new tensor.
+            out: where to write the result: contiguous, of q's type, like q but as wide as the values. None: a new
+                tensor.
 
         Returns:
             out; with return_lse (out, lse), as in ``attention_with_cache``.
@@ -268,8 +269,13 @@ class CachePlan:
         if sinks is not None:
             check_sinks(sinks, q)
             check_no_gradient("sinks", sinks)
-        if out is not None and (out.shape != q.shape or out.dtype != q.dtype or not out.is_contiguous()):
-            raise ValueError(f"out: expected a contiguous tensor like q, got shape {tuple(out.shape)}, {out.dtype}")
+        if out is not None:
+            shape = cached_out_shape(q, layer)
+            if out.shape != shape or out.dtype != q.dtype or not out.is_contiguous():
+                raise ValueError(
+                    f"out: expected a contiguous tensor of shape {shape}, {q.dtype}, got shape {tuple(out.shape)}, "
+                    f"{out.dtype}"
+                )
         return self._run(q, layer, k, v, sinks, return_lse, out)
 
     # ---- without checks
@@ -355,8 +361,9 @@ class CachePlan:
             rows = (*rows, new)
         elif not new.appends and new.slot_mapping is None:
             raise ValueError("k: expected None, since tables.new neither appends nor has a slot_mapping, got a tensor")
-        shape = (*rows, own.shape[2], queries.shape[-1])
-        for name, x in (("k", k), ("v", v)):
+        widths = queries.shape[-1], cached_out_shape(queries, self._layer)[-1]
+        for name, x, width in (("k", k, widths[0]), ("v", v, widths[1])):
+            shape = (*rows, own.shape[2], width)
             if not isinstance(x, torch.Tensor):
                 raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
             if x.shape != shape or x.dtype != queries.dtype or x.device != queries.device:

@@ -115,7 +115,10 @@ def _check_codes(q, k_cache, v_cache, k_scale, v_scale) -> tuple[int, ...]:
                 f"{q.shape[-1]}, got {x.shape[-1]}"
             )
         if x.shape != k_cache.shape:
-            raise ValueError(f"{name}: expected shape {tuple(k_cache.shape)} as k_cache, got {tuple(x.shape)}")
+            raise ValueError(
+                f"{name}: expected shape {tuple(k_cache.shape)} as k_cache (quantized values are as wide as the keys), "
+                f"got {tuple(x.shape)}"
+            )
         if x.device != q.device:
             raise ValueError(f"{name}: expected device {q.device} as in q, got {x.device}")
         if not x.is_contiguous() and x.stride(-1) != 1 and x.shape[-1] > 1:
@@ -136,17 +139,14 @@ def _check_codes(q, k_cache, v_cache, k_scale, v_scale) -> tuple[int, ...]:
 
 
 def _check_values(names, shape_v, shape_k) -> None:
-    """Checks a v whose shape differs from k's. A different head_dim is allowed for attention, but not in a cache."""
-    expected, hint = tuple(shape_k), ""
-    if names is not CACHES:
-        expected = (*shape_k[:-1], shape_v[-1])
-        hint = " except for its width" if expected != shape_k else ""
+    """Checks a v whose shape differs from k's. A different head_dim is allowed, but in a cache only a smaller one."""
+    expected = (*shape_k[:-1], shape_v[-1])
     if shape_v != expected:
-        if shape_v[:-1] == shape_k[:-1]:
-            hint = " (a cache holds values as wide as its keys; attention and attention_varlen take other widths)"
+        hint = " except for its width" if expected != shape_k else ""
         raise ValueError(f"{names[1]}: expected shape {expected} as {names[0]}{hint}, got {tuple(shape_v)}")
-    if shape_v[-1] % 8 or not 8 <= shape_v[-1] <= MAX_HEAD_DIM:
-        raise ValueError(f"{names[1]}: expected head_dim to be a multiple of 8 up to {MAX_HEAD_DIM}, got {shape_v[-1]}")
+    largest, why = (shape_k[-1], f", the width of {names[0]}") if names is CACHES else (MAX_HEAD_DIM, "")
+    if shape_v[-1] % 8 or not 8 <= shape_v[-1] <= largest:
+        raise ValueError(f"{names[1]}: expected head_dim to be a multiple of 8 up to {largest}{why}, got {shape_v[-1]}")
 
 
 def _layout(rank: int) -> str:
@@ -259,10 +259,10 @@ def check_cache(
     seqlen_new = 0
     if new:
         seqlen_new = k.shape[1] if rank == 4 else ONE_PER_QUERY
-        expected = (batch, seqlen_new, heads_kv, head_dim) if rank == 4 else (shape_q[0], heads_kv, head_dim)
-        for name, x in new:
-            if x.shape != expected:
-                raise ValueError(f"{name}: expected shape {expected}, got {tuple(x.shape)}")
+        expected = (batch, seqlen_new, heads_kv) if rank == 4 else (shape_q[0], heads_kv)
+        for (name, x), width in zip(new, (head_dim, head_dim if quantized else v_cache.shape[-1]), strict=True):
+            if x.shape != (*expected, width):
+                raise ValueError(f"{name}: expected shape {(*expected, width)}, got {tuple(x.shape)}")
     new_requires_grad = k is not None and (k.requires_grad or v.requires_grad)
     if torch.is_grad_enabled() and (
         q.requires_grad or k_cache.requires_grad or v_cache.requires_grad or new_requires_grad

@@ -299,8 +299,9 @@ def attention_with_cache(
         k_cache, v_cache: (batch, capacity, heads_kv, head_dim), or with block_table (pages, page_size, heads_kv,
             head_dim). Written in place. What is written must not overlap itself, k or v in memory. head_dim is a
             multiple of 8 up to 512. Beyond 256, quantized caches, rotated_keys and explicit positions are refused.
+            v_cache may be narrower than k_cache, except in quantized caches and on CUDA C++.
         cache_seqlens: (batch,) int32, the slots in use before this call, left padding included. Not changed.
-        k, v: (batch, seqlen_new, heads_kv, head_dim), or both None if the cache is complete.
+        k, v: (batch, seqlen_new, heads_kv, head_dim), as wide as the caches, or both None if the cache is complete.
         block_table: (batch, max_pages) int32, the page of every page_size slots of a sequence. Entries beyond a
             sequence's length may hold anything. page_size is a power of two, at least 16.
         cache_leftpad: (batch,) int32, the first valid slot of each sequence. Positions count from it.
@@ -341,8 +342,8 @@ def attention_with_cache(
             Self-Extend and dual chunk attention map the positions that the tables give.
 
     Returns:
-        out, like q and contiguous. With return_lse: (out, lse), lse (batch, heads_q, seqlen_q), of the dtype in
-        ``attention``.
+        out, like q, as wide as v_cache, and contiguous. With return_lse: (out, lse), lse (batch, heads_q, seqlen_q),
+        of the dtype in ``attention``.
 
     Raises:
         TypeError, ValueError: as in ``attention``; with validate also the sequence and the entry.
@@ -404,7 +405,7 @@ def attention_varlen_with_cache(
     Args:
         q: (total_q, heads_q, head_dim). Sequence b holds rows cu_seqlens_q[b] to cu_seqlens_q[b + 1], its last tokens.
         k_cache, v_cache: (sequences, capacity, heads_kv, head_dim), or with block_table (pages, page_size, heads_kv,
-            head_dim). Written in place.
+            head_dim). Written in place. Widths are as in ``attention_with_cache``.
         cu_seqlens_q: (sequences + 1,) int32, non-decreasing from 0. A sequence may have no rows.
         cache_seqlens: (sequences,) int32, slots in use, left padding included. Where this call appends k and v: before
             it. Without k, and with slot_mapping: the new tokens included.
@@ -422,8 +423,8 @@ def attention_varlen_with_cache(
             cache whose capacity is a multiple of 16.
 
     Returns:
-        out like q. With return_lse: (out, lse), lse (heads_q, total_q), of the dtype in ``attention``. Rows outside
-        every sequence get 0 and -inf, or the sink.
+        out like q, as wide as v_cache. With return_lse: (out, lse), lse (heads_q, total_q), of the dtype in
+        ``attention``. Rows outside every sequence get 0 and -inf, or the sink.
 
     Raises:
         TypeError, ValueError: as in ``attention_with_cache``.

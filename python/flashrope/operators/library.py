@@ -18,6 +18,7 @@ from ..backends.calls import (
     RotateCall,
     accumulation_type,
     cached_lse_shape,
+    cached_out_shape,
     out_shape,
 )
 from ..backends.registry import check_backend, load_backend
@@ -239,9 +240,9 @@ def _(*_):
 
 @torch.library.register_fake(add_op_namespace_prefix("attention_with_cache"), lib=LIBRARY)
 def _(q, *arguments):
-    _, options, call = _cached(arguments)
+    layer, options, call = _cached(arguments)
     check_backend(options.impl, q, True, call.tables.positions)
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    out = q.new_empty(cached_out_shape(q, layer))
     return out, q.new_empty(cached_lse_shape(q), dtype=accumulation_type(q))
 
 

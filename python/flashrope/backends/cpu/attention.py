@@ -34,6 +34,7 @@ from .pieces import (
     plan,
     scatter_tile,
     single_piece,
+    widen,
     windows,
 )
 from .rotation import rotate, rotation_for, upcast
@@ -114,13 +115,13 @@ def _attend(
         return tiles.forward(compiled, q, k, v, call)
     rotary, seqlen_q, seqlen_k, head_dim_v = call.rotary, q.size(1), k.size(1), v.size(-1)
     width, scale = max(rotary.head_dim, head_dim_v), flash_scale(call, seqlen_k)
-    v = _widen(upcast(v), width)
+    v = widen(upcast(v), width)
     if call.positions is None and q.numel():
         single = single_piece(rotary, call.causal, seqlen_q, seqlen_k, v.dtype)
         if single:  # nothing to merge: short calls skip the bookkeeping
             out, lse = flash(
-                _widen(rotate(q, single.q_rotation, rotary), width).transpose(1, 2),
-                _widen(rotate(k, single.k_rotation, rotary), width).transpose(1, 2),
+                widen(rotate(q, single.q_rotation, rotary), width).transpose(1, 2),
+                widen(rotate(k, single.k_rotation, rotary), width).transpose(1, 2),
                 v.transpose(1, 2),
                 0.0,
                 single.piece.causal,
@@ -129,8 +130,8 @@ def _attend(
             return cast_results(_narrow(out, head_dim_v).transpose(1, 2), lse, q.dtype)
     partials = []
     for queries, keys, pieces in _plan(q, k, call):
-        rotated_q = _widen(rotate(q, rotation_for(q, call, queries, seqlen_k - seqlen_q, True), rotary), width)
-        rotated_k = _widen(rotate(k, rotation_for(k, call, keys, 0, False), rotary), width)
+        rotated_q = widen(rotate(q, rotation_for(q, call, queries, seqlen_k - seqlen_q, True), rotary), width)
+        rotated_k = widen(rotate(k, rotation_for(k, call, keys, 0, False), rotary), width)
         for piece in pieces:
             out, lse = flash(
                 gather_rows(rotated_q, piece),
@@ -152,8 +153,8 @@ def _attend_backward(
         return tiles.backward(compiled, grad_out, grad_lse, q, k, v, out, lse, call)
     rotary, seqlen_q, seqlen_k, head_dim, head_dim_v = call.rotary, q.shape[1], k.shape[1], q.shape[-1], v.shape[-1]
     width, lse, scale = max(head_dim, head_dim_v), lse.transpose(1, 2), flash_scale(call, seqlen_k)
-    out, upcast_v = _widen(upcast(out), width), _widen(upcast(v), width)
-    grad_out = torch.zeros_like(out) if grad_out is None else _widen(upcast(grad_out), width)
+    out, upcast_v = widen(upcast(out), width), widen(upcast(v), width)
+    grad_out = torch.zeros_like(out) if grad_out is None else widen(upcast(grad_out), width)
     if grad_lse is not None:
         # dS = P * (dO.V - dO.O + dlse). An extra channel holds dlse in dO, 1 in V, and 0 in O, q and k.
         grad_out = _add_channel(grad_out, grad_lse.transpose(1, 2))
@@ -163,7 +164,7 @@ def _attend_backward(
         q_rotation = rotation_for(q, call, q_map, seqlen_k - seqlen_q, True)
         k_rotation = rotation_for(k, call, k_map, 0, False)
         rotated_q, rotated_k = (
-            _widen(rotate(x, rotation, rotary), width) for x, rotation in ((q, q_rotation), (k, k_rotation))
+            widen(rotate(x, rotation, rotary), width) for x, rotation in ((q, q_rotation), (k, k_rotation))
         )
         if grad_lse is not None:
             rotated_q, rotated_k = _add_channel(rotated_q, 0.0), _add_channel(rotated_k, 0.0)
@@ -197,11 +198,6 @@ def _attend_backward(
         for x, grad in ((q, grad_q), (k, grad_k), (v, grad_v))
     )
     return grad_q, grad_k, grad_v
-
-
-def _widen(x: torch.Tensor, width: int) -> torch.Tensor:
-    """Returns x, padded with zero channels to this width."""
-    return x if x.shape[-1] == width else torch.nn.functional.pad(x, (0, width - x.shape[-1]))
 
 
 def _narrow(x: torch.Tensor, width: int) -> torch.Tensor:

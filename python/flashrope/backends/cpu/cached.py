@@ -19,7 +19,7 @@ import torch
 
 from ...rotary.bands import PositionMap, chunk_of, have_maps
 from ..cache_tables import CacheLayer
-from ..calls import AttentionCall, CacheCall, accumulation_type
+from ..calls import AttentionCall, CacheCall, accumulation_type, cached_out_shape
 from ..quantized import dequantize
 from . import decode, loader, masked, runs, tiles
 from .library import Library
@@ -34,6 +34,7 @@ from .pieces import (
     merge_partials,
     plan,
     single_piece,
+    widen,
 )
 from .rotation import rotate, rotation_for, upcast
 
@@ -57,13 +58,13 @@ def attend(
     call, tables, k_cache = part.call, part.call.tables, layer.k
     if tables.positions is not None:
         return _attend_placed(q, layer, part)
-    if (compiled := loader.load()) and decode.serves(q, k_cache, call):
+    if (compiled := loader.load()) and decode.serves(q, layer, call):
         return decode.decode(compiled, q, layer, part, out=out)
     (batch, seqlen_q, heads_q, _), block_table = q.shape, tables.block_table
     bounds = part.bounds(k_cache)
     row = k_cache.shape[-2] * q.shape[-1]
     caches = _caches(layer)
-    if compiled and (seqlen_q < COMPILED_ROWS or not tiles.serves(q, k_cache, q.shape[-1], call)):
+    if compiled and (seqlen_q < COMPILED_ROWS or not tiles.serves(q, k_cache, layer.v.shape[-1], call)):
         compiled = None
     same_bounds = block_table is None and bounds and bounds == bounds[:1] * batch
     if same_bounds:
@@ -73,8 +74,8 @@ def attend(
         if single and (result := _attend_single(q, layer, first, end, call)):
             return result
         blocks = _contiguous_blocks(caches, 0, batch, first, end, size)
-        return _attend(q, blocks, end - first, call, compiled)
-    out = q.new_zeros(q.shape)
+        return _attend(q, blocks, end - first, call, compiled, cached_out_shape(q, layer)[-1])
+    out = q.new_zeros(cached_out_shape(q, layer))
     lse = q.new_full((batch, heads_q, seqlen_q), float("-inf"), dtype=accumulation_type(q))
     for b0, b1, first, end in _groups(bounds, together=block_table is None):
         size = max(end - first, 1) if compiled else _block_size((b1 - b0) * row)
@@ -83,7 +84,7 @@ def attend(
             if block_table is not None
             else _contiguous_blocks(caches, b0, b1, first, end, size)
         )
-        out[b0:b1], lse[b0:b1] = _attend(q[b0:b1], blocks, end - first, call, compiled)
+        out[b0:b1], lse[b0:b1] = _attend(q[b0:b1], blocks, end - first, call, compiled, out.shape[-1])
     return out, lse
 
 
@@ -99,10 +100,10 @@ def _attend_single(
     if single is None or single.k_rotation is None:
         return None
     k = rotate(layer.k.narrow(1, first, seqlen), single.k_rotation, rotary).transpose(1, 2)
-    v = upcast(layer.v.narrow(1, first, seqlen)).transpose(1, 2)
+    v = widen(upcast(layer.v.narrow(1, first, seqlen)), rotary.head_dim).transpose(1, 2)
     rotated_q = rotate(q, single.q_rotation, rotary).transpose(1, 2)
     out, lse = flash_piece(rotated_q, k, v, single.piece, flash_scale(call, seqlen))
-    return cast_results(out.transpose(1, 2), lse, q.dtype)
+    return cast_results(out[..., : layer.v.shape[-1]].transpose(1, 2), lse, q.dtype)
 
 
 def _attend_placed(q: torch.Tensor, layer: CacheLayer, part: Part) -> tuple[torch.Tensor, torch.Tensor]:
@@ -112,21 +113,21 @@ def _attend_placed(q: torch.Tensor, layer: CacheLayer, part: Part) -> tuple[torc
     if not call.rotary.axis and not have_maps(call.bands):  # maps count positions, runs count from their first key
         placed = part.placed(k_cache, seqlen_q)
     in_runs = [each.long_runs for each in placed] if placed else [False] * batch
-    if (compiled := loader.load()) and any(in_runs) and decode.serves(q, k_cache, call):
+    if (compiled := loader.load()) and any(in_runs) and decode.serves(q, layer, call):
         served = [x if x.long_runs else x._replace(keys=[]) for x in placed]
         out, lse = decode.decode(compiled, q, layer, part, served)
         left = [b for b in range(batch) if not in_runs[b]]
     else:
-        out = q.new_zeros(q.shape)
+        out = q.new_zeros(cached_out_shape(q, layer))
         lse = q.new_full((batch, heads_q, seqlen_q), float("-inf"), dtype=accumulation_type(q))
         left = list(range(batch if k_cache.numel() else 0))
-    if compiled and (seqlen_q < COMPILED_ROWS or not tiles.serves(q, k_cache, q.shape[-1], call)):
+    if compiled and (seqlen_q < COMPILED_ROWS or not tiles.serves(q, k_cache, layer.v.shape[-1], call)):
         compiled = None
     caches, block_table = _caches(layer), call.tables.block_table
     for b in left:
         if in_runs[b]:
             blocks, seqlen = _blocks_of_runs(caches, block_table, b, placed[b].keys, q, compiled), placed[b].seqlen
-            results = _attend(q[b : b + 1], blocks, seqlen, call, compiled, placed[b].rows())
+            results = _attend(q[b : b + 1], blocks, seqlen, call, compiled, out.shape[-1], placed[b].rows())
         else:
             results = masked.attend(q[b : b + 1], layer, b, part, _block_size(k_cache.shape[-2] * q.shape[-1]))
         out[b : b + 1], lse[b : b + 1] = results
@@ -159,14 +160,14 @@ class Block(NamedTuple):
     position: float  # of the first key
     order: int  # rank of the first key among the visible keys of the sequence
     k: torch.Tensor  # (batch, slots, heads_kv, head_dim)
-    v: torch.Tensor
+    v: torch.Tensor  # may be narrower
     k_scale: torch.Tensor | None = None  # (batch, slots, heads_kv, 1)
     v_scale: torch.Tensor | None = None
 
     def keys_and_values(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns k and v. Quantized values are converted to this dtype."""
+        """Returns k and v, both as wide as k. Quantized values are converted to this dtype."""
         if self.k_scale is None or self.v_scale is None:
-            return self.k, self.v
+            return self.k, widen(self.v, self.k.shape[-1])
         return dequantize(self.k, self.k_scale[..., 0], dtype), dequantize(self.v, self.v_scale[..., 0], dtype)
 
 
@@ -211,9 +212,11 @@ def _attend(
     seqlen: int,
     call: CacheCall,
     compiled: Library | None,
+    head_dim_v: int,
     queries: list[runs.Rows] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns out, like q, and lse (batch, heads_q, seqlen_q). All sequences have seqlen keys.
+    """Returns out, like q but as wide as the values, and lse (batch, heads_q, seqlen_q). All sequences have seqlen
+    keys. head_dim_v: the width of the values.
 
     queries: the positions of the query rows; None: the last positions. If given, the compiled path takes one block per
     contiguous run, and the fallback a single block with all keys.
@@ -221,7 +224,7 @@ def _attend(
     seqlen_q, rotary = q.shape[1], call.rotary
     queries = queries or [runs.Rows(0, seqlen_q, seqlen - seqlen_q, seqlen - seqlen_q)]
     if compiled is not None and seqlen:
-        return _attend_tiles(compiled, q, blocks, seqlen, call, queries)
+        return _attend_tiles(compiled, q, blocks, seqlen, call, head_dim_v, queries)
     rotated_q: dict[tuple[PositionMap, int], torch.Tensor] = {}
     partials, scale = [], flash_scale(call, seqlen)
     for block in blocks if q.numel() else ():
@@ -246,17 +249,24 @@ def _attend(
                 for piece in pieces:
                     local = piece._replace(key=piece.key - first) if first else piece
                     k_tile, v_tile = gather_keys(band_k, local), gather_keys(band_v, local)
-                    results = flash_piece(gather_rows(band_q, local), k_tile, v_tile, local, scale)
-                    partials.append((piece._replace(row=piece.row + rows.row) if rows.row else piece, *results))
-    return merge_partials(partials, q)
+                    piece_out, lse = flash_piece(gather_rows(band_q, local), k_tile, v_tile, local, scale)
+                    own = piece._replace(row=piece.row + rows.row) if rows.row else piece
+                    partials.append((own, piece_out[..., :head_dim_v], lse))
+    return merge_partials(partials, q, head_dim_v)
 
 
 def _attend_tiles(
-    compiled: Library, q: torch.Tensor, blocks: Iterator[Block], seqlen: int, call: CacheCall, queries: list[runs.Rows]
+    compiled: Library,
+    q: torch.Tensor,
+    blocks: Iterator[Block],
+    seqlen: int,
+    call: CacheCall,
+    head_dim_v: int,
+    queries: list[runs.Rows],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attends with the kernel of tiles.py: each contiguous run of queries to each run of keys that it can see."""
     attention, whole = AttentionCall(call.rotary, call.causal, call.softmax_scale), (q.shape[1], seqlen)
-    out = q.new_zeros(q.shape, dtype=torch.float32)
+    out = q.new_zeros((*q.shape[:-1], head_dim_v), dtype=torch.float32)
     lse = out.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf)
     for block in blocks:
         k, v = block.k, block.v

@@ -11,7 +11,7 @@ import torch
 from ...lowering.cos_sin import cos_sin
 from ...rotary.rotary import Rotary
 from ..cache_tables import CacheLayer
-from ..calls import CacheCall
+from ..calls import CacheCall, cached_out_shape
 from .library import (
     CODES,
     DTYPES,
@@ -40,11 +40,11 @@ class Template(NamedTuple):
     tensors: list[torch.Tensor]
 
 
-def serves(q: torch.Tensor, k_cache: torch.Tensor, call: CacheCall) -> bool:
-    _, seqlen_q, heads_q, head_dim = q.shape
+def serves(q: torch.Tensor, layer: CacheLayer, call: CacheCall) -> bool:
+    (_, seqlen_q, heads_q, head_dim), k_cache = q.shape, layer.k
     rows = seqlen_q * (heads_q // max(k_cache.shape[2], 1))
-    served = q.dtype in DTYPES and len(call.bands) <= MAX_BANDS and not call.rotary.first_channel
-    return served and head_dim <= MAX_HEAD_DIM and 0 < rows <= MAX_ROWS and k_cache.numel() > 0
+    served = q.dtype in DTYPES and len(call.bands) <= MAX_BANDS and head_dim <= MAX_HEAD_DIM
+    return served and 0 < rows <= MAX_ROWS and k_cache.numel() > 0
 
 
 def decode(
@@ -55,13 +55,13 @@ def decode(
     placed: list[Placed] | None = None,
     out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (out like q, lse in float32). placed: the sequences, where positions are explicit. out: where to write
-    out, contiguous and like q."""
+    """Returns (out of ``cached_out_shape``, lse in float32). placed: the sequences, where positions are explicit. out:
+    where to write out, contiguous and like it."""
     (batch, seqlen_q, heads_q, _), dtype, given = q.shape, q.dtype, out
     if layer.k_scale is not None and q.dtype != torch.float32:
         q, out = q.to(torch.float32), None
     if out is None:
-        out = q.new_empty(q.shape)
+        out = q.new_empty(cached_out_shape(q, layer))
     lse = q.new_empty((batch, heads_q, seqlen_q), dtype=torch.float32)
     c = _fill(library, q, layer, out, lse, part, placed)
     if library.decode(ctypes.byref(c)):
@@ -114,7 +114,7 @@ def _describe(
         c.block_table, c.max_pages = table.data_ptr(), table.shape[1]
         c.pages, c.page_size = k_cache.shape[:2]
     c.batch, c.seqlen_q, c.heads_q, c.head_dim = q.shape
-    c.heads_kv, c.head_dim_v = k_cache.shape[2], q.shape[-1]
+    c.heads_kv, c.head_dim_v = k_cache.shape[2], cached_out_shape(q, layer)[-1]
     c.scale, c.rotated_scale = call.score_scale, call.rotary.rotated_scale
     for name, value in call.rotary.query_scale._asdict().items():
         setattr(c, name, value or 0.0)
@@ -171,6 +171,7 @@ def _template(rotary: Rotary, causal: bool, rows: int) -> Template:
 
     rotates = rotary.changes_channels
     call.pairs, call.interleaved = len(rotary.frequencies) if rotates else 0, rotary.interleaved
+    call.first_channel = rotary.first_channel if rotates else 0
     call.rotating_pairs = 1 + max((m for m, x in enumerate(rotary.frequencies) if x), default=-1) if rotates else 0
     call.inv_freq = address(torch.tensor(rotary.frequencies, dtype=torch.float64))
     bands = rotary.bands_for(causal)

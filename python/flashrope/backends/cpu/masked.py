@@ -11,20 +11,22 @@ from __future__ import annotations
 import torch
 
 from ..cache_tables import CacheLayer
-from ..calls import accumulation_type
+from ..calls import accumulation_type, cached_out_shape
 from ..quantized import dequantize
 from .part import Part
-from .pieces import add_partial, cast_results, flash, flash_folded, flash_scale
+from .pieces import add_partial, cast_results, flash, flash_folded, flash_scale, widen
 from .rotation import KEY_FACTORS, QueryFactors, rotate, rotation_at, upcast
 
 
 def attend(
     q: torch.Tensor, layer: CacheLayer, sequence: int, part: Part, size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (out like q, lse) for the queries q (1, seqlen_q, heads_q, head_dim) of one sequence. size: keys per
-    block."""
+    """Returns (out of ``cached_out_shape``, lse) for the queries q (1, seqlen_q, heads_q, head_dim) of one sequence.
+
+    size: keys per block."""
     call = part.call
     seqlen_q, rotary, dtype = q.shape[1], call.rotary, accumulation_type(q)
+    head_dim_v = cached_out_shape(q, layer)[-1]
     keys, queries = part.places(layer.k, sequence, seqlen_q)
     seqlen = keys.slot.numel()
     order_q, order_k = torch.arange(seqlen - seqlen_q, seqlen), torch.arange(seqlen)
@@ -52,8 +54,10 @@ def attend(
                 rotation = rotation_at(rotary, positions, band.keys, KEY_FACTORS, dtype)
                 part.key_rotations[of_band] = rotation
             rows_q, rows_k = rotated_q[band.queries][:, of_q], rotate(k[:, of_k], rotation, rotary)
-            partials.append((of_q, *_flash(rows_q, rows_k, upcast(v[:, of_k]), seen[of_q, of_k], scale)))
-    out = q.new_zeros((1, q.shape[2], seqlen_q, q.shape[3]), dtype=dtype)
+            rows_v = widen(upcast(v[:, of_k]), q.shape[3])
+            piece_out, piece_lse = _flash(rows_q, rows_k, rows_v, seen[of_q, of_k], scale)
+            partials.append((of_q, piece_out[..., :head_dim_v], piece_lse))
+    out = q.new_zeros((1, q.shape[2], seqlen_q, head_dim_v), dtype=dtype)
     lse = out.new_full((1, q.shape[2], seqlen_q), -torch.inf)
     for rows, piece_out, piece_lse in partials:
         add_partial(out[:, :, rows], lse[..., rows], piece_out, piece_lse)

@@ -215,6 +215,11 @@ def gather_keys(x: torch.Tensor, piece: Piece) -> torch.Tensor:
     return gather_tile(x, piece.key, piece.keys, piece)
 
 
+def widen(x: torch.Tensor, width: int) -> torch.Tensor:
+    """Returns x, padded with zero channels to this width: the kernel needs values as wide as the keys."""
+    return x if x.shape[-1] == width else torch.nn.functional.pad(x, (0, width - x.shape[-1]))
+
+
 def scatter_tile(x: torch.Tensor, piece: Piece) -> torch.Tensor:
     """Returns the kernel's result in the shape and order of ``windows``: the inverse of ``gather_tile``."""
     x = x.unflatten(0, (-1, piece.repeat))

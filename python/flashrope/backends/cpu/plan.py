@@ -14,7 +14,6 @@ from ..precision import without_autocast
 from ..quantized import stores
 from . import loader, rotated
 from .cached import attend
-from .library import DTYPES
 from .part import Part
 
 
@@ -27,7 +26,7 @@ def append_to_cache(
     layer: CacheLayer, k: torch.Tensor, v: torch.Tensor, tables: CacheTables, rotary: Rotary | None = None
 ) -> None:
     """Writes new keys and values; see ``CacheBackend``."""
-    if (compiled := loader.load()) and k.dtype in DTYPES and rotated.serves(rotary):
+    if (compiled := loader.load()) and rotated.appends(k, rotary):
         if k.numel() and layer.k.numel():
             rotated.Append(compiled, tables, rotary).run(layer, k, v)
         return
@@ -49,7 +48,7 @@ class CachePlan:
         self._parts: list[tuple] = []
 
     def append(self, layer: CacheLayer, k: torch.Tensor, v: torch.Tensor) -> None:
-        if (compiled := loader.load()) and k.dtype in DTYPES and rotated.serves(self._rotary):
+        if (compiled := loader.load()) and rotated.appends(k, self._rotary):
             if self._append is None:
                 self._append = rotated.Append(compiled, self._tables, self._rotary)
             if k.numel() and layer.k.numel():

@@ -46,7 +46,12 @@ def rotate(x: torch.Tensor, call: RotateCall) -> torch.Tensor:
 
 def serves(rotary: Rotary | None) -> bool:
     """Whether the compiled kernels rotate by this scheme. None: nothing rotates."""
-    return rotary is None or not rotary.first_channel and rotary.head_dim <= MAX_HEAD_DIM
+    return rotary is None or rotary.head_dim <= MAX_HEAD_DIM
+
+
+def appends(k: torch.Tensor, rotary: Rotary | None) -> bool:
+    """Whether ``Append`` writes new rows like k to a layer."""
+    return k.dtype in DTYPES and serves(rotary) and k.shape[-1] <= MAX_HEAD_DIM
 
 
 def _plan(x: torch.Tensor, call: RotateCall) -> tuple[Rotation | None, list[NewRows]]:
@@ -83,7 +88,7 @@ def _describe(
     )
     c.num_runs, c.heads, c.head_dim = len(runs), x.shape[2], x.shape[3]
     if rotary is not None:
-        c.pairs, c.interleaved = len(rotary.frequencies), rotary.interleaved
+        c.pairs, c.interleaved, c.first_channel = len(rotary.frequencies), rotary.interleaved, rotary.first_channel
     c.dtype, c.threads = DTYPES[x.dtype], torch.get_num_threads() if x.numel() > SMALL else 1
     c.parallel_for = compiled.parallel_for
     return c, Kept(table, array)
@@ -130,7 +135,7 @@ class Append:
         else:
             table, runs = None, [NewRows(0, 0, x.shape[1], 0, 0, 0)]
         c, kept = _describe(self._compiled, x, k_cache, rotary, table, runs)
-        view = TensorView.of if k.ndim == 4 else TensorView.of_packed
+        view, c.head_dim_v = TensorView.of if k.ndim == 4 else TensorView.of_packed, v.shape[-1]
         c.x, c.v, c.out, c.v_cache = view(k), view(v), TensorView.of(k_cache), TensorView.of(layer.v)
         if layer.k_scale is not None and layer.v_scale is not None:
             c.codes = CODES[k_cache.dtype]

@@ -36,7 +36,7 @@ class Place(NamedTuple):
 
 def serves(q: torch.Tensor, k: torch.Tensor, head_dim_v: int, call: AttentionCall | CacheCall) -> bool:
     """Whether the compiled kernels serve a call. head_dim_v: that of the values."""
-    served = q.dtype in DTYPES and len(call.bands) <= MAX_BANDS and not call.rotary.first_channel
+    served = q.dtype in DTYPES and len(call.bands) <= MAX_BANDS
     return served and max(q.shape[-1], head_dim_v) <= MAX_HEAD_DIM and q.numel() > 0 and k.numel() > 0
 
 
@@ -104,6 +104,7 @@ def _describe(library, q, k, v, out, lse, call, place: Place | None = None) -> t
     if place is None:
         place = Place(call.bands, seqlen_k - seqlen_q, seqlen_k - seqlen_q, 0, seqlen_k)
     c = ForwardCall(lse=lse.data_ptr(), pairs=len(rotary.frequencies), interleaved=rotary.interleaved)
+    c.first_channel = rotary.first_channel
     c.q, c.k, c.v, c.out = (TensorView.of(x) for x in (q, k, v, out))
     c.batch, c.seqlen_q, c.seqlen_k, c.shift = batch, seqlen_q, seqlen_k, place.shift
     c.heads_q, c.heads_kv, c.head_dim, c.head_dim_v = heads_q, heads_kv, head_dim, out.shape[-1]

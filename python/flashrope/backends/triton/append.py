@@ -39,7 +39,7 @@ class AppendLaunch:
         self, layer: CacheLayer, k: torch.Tensor, v: torch.Tensor, tables: CacheTables, layout: CacheLayout, key: tuple
     ):
         """Prepares the launch. layout: ``kernel_layout`` of the layer and the tables. key: the ``append_key``."""
-        seqlen, heads_kv, head_dim = k.shape[-3:]
+        (seqlen, heads_kv, head_dim), head_dim_v = k.shape[-3:], v.shape[-1]
         new, batch, max_seqlen, cu_seqlens = tables.new, k.shape[0], seqlen, None
         if isinstance(new, Packed):
             batch = 1
@@ -51,7 +51,15 @@ class AppendLaunch:
         else:
             vec = min(cached_vector_sizes(layer.k, layer.v, k, v))
         page_size = 0 if tables.block_table is None else layer.k.shape[1]
-        variant = Variant(head_dim, block_d(head_dim), vec=vec, page_size=page_size, block_m=configs.APPEND_ROWS)
+        variant = Variant(
+            head_dim,
+            block_d(head_dim),
+            vec=vec,
+            page_size=page_size,
+            block_m=configs.APPEND_ROWS,
+            head_dim_v=head_dim_v,
+            block_dv=block_d(head_dim_v),
+        )
         # The kernel addresses rows by slots and ignores leftpad. With leftpad, Triton would compile a second kernel.
         self._layout = layout if tables.leftpad is None else layout._replace(leftpad=None)
         self._strides = stride_fields(layer.k), stride_fields(layer.v), stride_fields(k), stride_fields(v)

@@ -18,7 +18,7 @@ from ...triton_kernels.decode import attention_decode, combine_splits
 from ...triton_kernels.placed import ENTRY_FIELDS, TOKEN_FIELDS, place_slots, place_tokens
 from ...triton_kernels.rotate import rotate_cached_rows
 from ..cache_tables import CacheLayer, CachePositions
-from ..calls import MAX_SPLITS, CacheCall, RotateCall, cached_lse_shape, multiprocessors
+from ..calls import MAX_SPLITS, CacheCall, RotateCall, cached_lse_shape, cached_out_shape, multiprocessors
 from ..plans import Queries, append_rotary
 from ..splits import choose_splits
 from . import launcher
@@ -33,6 +33,7 @@ from .append import (
     view,
 )
 from .device import (
+    block_d,
     cached_vector_sizes,
     current_device,
     fits_int32_offsets,
@@ -105,7 +106,8 @@ class CachePlan(Plan):
         super().__init__(queries, self.call, self.cu_seqlens_q, longest, layer.k.shape[2], self.capacity, table)
 
         self.quantized = layer.k_scale is not None
-        self.lse_shape = cached_lse_shape(queries)
+        self.lse_shape, self.out_shape = cached_lse_shape(queries), cached_out_shape(queries, layer)
+        self.head_dim_v = self.out_shape[-1]
         self.empty = not (0 not in queries.shape and layer.k.numel() and self.capacity and self.call.bands)
         self.prefills = not self.empty and self._can_prefill(layer)
         self.decodes = not self.prefills or self.cu_seqlens_q is not None
@@ -135,7 +137,7 @@ class CachePlan(Plan):
         self, q: torch.Tensor, layer: CacheLayer, out: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if out is None:
-            out = torch.empty_like(q, memory_format=torch.contiguous_format)
+            out = torch.empty(self.out_shape, dtype=q.dtype, device=q.device)
         lse = torch.empty(self.lse_shape, dtype=torch.float32, device=q.device)
         if self.empty or self.cu_seqlens_q is not None:  # rows outside every sequence
             out.zero_(), lse.fill_(float("-inf"))
@@ -269,9 +271,8 @@ class CachePlan(Plan):
                 VARIANT=variant_of(self.rotary, vec, 0, 0, self.page_size, configs.ROTATE_ROWS, code_vec=code_vec),
                 **configs.options(configs.ROTATE_WARPS),
             )
-        tile = self.tile(
-            "forward codes" if self.quantized else "forward" if vec > 1 else "forward unaligned", self.cache
-        )
+        direction = "forward codes" if self.quantized else "forward" if vec > 1 else "forward unaligned"
+        tile = self.tile(direction, self.cache, block_d(self.head_dim_v))
         # Only paged keys and codes are read in another way than copies.
         rotated_bands = self.lowered.rotated_bands if self.page_size or self.quantized else 0
         variant = variant_of(
@@ -282,6 +283,7 @@ class CachePlan(Plan):
             self.page_size,
             tile.block_m,
             tile.block_n,
+            head_dim_v=self.head_dim_v,
             code_vec=code_vec,
         )
         tensors, result, sequences = (q, k_cache, rotated_k, v_cache), Result(out, lse), (self.cu_seqlens_q, layout)
@@ -319,7 +321,7 @@ class CachePlan(Plan):
         if self.table.shape[-1] >= configs.CROWDED_PAIRS:
             crowded = self.quantized or layout.entries is not None
             direction = "decode codes" if crowded else "decode parts" if channels else "decode"
-        tile = self.tile("decode wide" if wide else direction, self.cache)
+        tile = self.tile("decode wide" if wide else direction, self.cache, block_d(self.head_dim_v))
         aligned_maps = bool(self.lowered.maps) and layout.entries is None and self._maps_align(tile.block_n)
         if self.lowered.maps and not aligned_maps:
             # Every key has its own row of cos and sin. Requested ahead, they would fill shared memory.
@@ -339,6 +341,7 @@ class CachePlan(Plan):
                 self.rotary,
                 vec,
                 *fields,
+                head_dim_v=self.head_dim_v,
                 aligned_maps=aligned_maps,
                 code_vec=code_vec,
                 one_run=one_run,
@@ -362,7 +365,7 @@ class CachePlan(Plan):
             (self.batch * self.decode_seqlen * self.heads_q,),
             {
                 "BLOCK_S": configs.COMBINE_SPLITS,
-                "VARIANT": Variant(self.rotary.head_dim, 2 * self.table.shape[-1]),
+                "VARIANT": Variant(self.head_dim_v, block_d(self.head_dim_v)),
                 **configs.options(configs.COMBINE_WARPS),
             },
         )
@@ -370,7 +373,7 @@ class CachePlan(Plan):
             decode,
             stride_fields(q),
             num_splits,
-            torch.empty(num_splits, *partial_rows, q.shape[-1], dtype=torch.float32, device=q.device),
+            torch.empty(num_splits, *partial_rows, self.head_dim_v, dtype=torch.float32, device=q.device),
             torch.empty(num_splits, *lse_rows, dtype=torch.float32, device=q.device),
             combine,
         )
