@@ -31,7 +31,7 @@ void pack_block(const ForwardCall& call, const Workspace& workspace, int64_t hea
     if (keys < BLOCK_N) std::fill_n(k, workspace.k_block_size, 0.0f);
     for (int t = 0; t < keys; ++t) {
       const T* x = call.k.row<const T>(b, first + t, head % call.heads_kv);
-      rotate_row(x, row, call.k_copies[copy], b, first + t, call);
+      rotate_key(x, row, call.k_copies[copy], b, first + t, call);
       const float scale = IS_CODE<T> ? *call.k_scale.row<const float>(b, first + t, head % call.heads_kv) : 1;
       for (int c = 0; c < head_dim; ++c) k[c * BLOCK_N + t] = row[c] * scale;
     }

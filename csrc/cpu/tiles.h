@@ -32,6 +32,7 @@ struct ForwardCall {  // cpu/library.py has the same
   TensorView k_scale, v_scale;  // float32 (batch, rows, heads), of a quantized cache
   float* lse;                   // (batch, heads_q, seqlen_q)
   int64_t batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim, head_dim_v, pairs, interleaved, first_channel;
+  const float* key_weight;  // (head_dim,), multiplies keys before their rotation; nullptr: 1. Read by the forwards alone
   ForwardBand bands[MAX_BANDS];
   Table k_copies[MAX_BANDS];
   int64_t num_bands, num_copies;
@@ -106,6 +107,16 @@ void rotate_row(const T* x, float* y, const Table& table, int64_t b, int64_t row
       y[m + pairs] = second * cos[m + pairs] + first * sin[m + pairs];
     }
   }
+}
+
+// Writes a key, weighted and rotated, to y.
+template <typename T>
+void rotate_key(const T* x, float* y, const Table& table, int64_t b, int64_t row, const ForwardCall& call) {
+  if (!call.key_weight) return rotate_row(x, y, table, b, row, call);
+  alignas(64) float weighted[MAX_HEAD_DIM];
+  convert(x, weighted, int(call.head_dim));
+  for (int c = 0; c < call.head_dim; ++c) weighted[c] *= call.key_weight[c];
+  rotate_row(weighted, y, table, b, row, call);
 }
 
 // Applies the transpose of rotate_row to the gradient of a rotated row, in place.

@@ -1,5 +1,6 @@
-"""Tests the compiled CPU kernels at head_dims above 256, with values narrower than keys, and with rotary channels anywhere
-in the head. None of these calls may be composed of PyTorch's kernels."""
+"""Tests the compiled CPU kernels at head_dims above 256, with narrow values and rotary channels anywhere.
+
+None of these calls may be composed of PyTorch's kernels."""
 
 import threading
 
@@ -102,6 +103,38 @@ def test_narrow_values(target, widths):
     for heads, queries in (((1, 1), 1), ((8, 1), 1), ((2, 1), 3)):
         Cached(target, rotary, (600, 3), queries, heads=heads, page=16, **options).check()
     Cached(target, rotary, (170, 70), 70, **options).check()
+
+
+VALUES_IN_KEYS = {  # scheme, channels that are values
+    "shared": (SCHEMES["p_rope"](512), slice(0, 512)),
+    "latent": (Rotary.rope(576, rotary_dim=64, first_channel=512).rectify(90), slice(0, 512)),
+    "latent_interleaved": (Rotary.rope(576, rotary_dim=64, interleaved=True, first_channel=512), slice(0, 512)),
+    "middle": (Rotary.rope(96, rotary_dim=32, first_channel=24).local(500), slice(8, 88)),
+    "hope": (Rotary.hope(128, 64).rectify(90), slice(0, 128)),  # 21 pairs rotate
+    "interleaved": (SCHEMES["interleaved"](72), slice(0, 40)),
+    "none": (Rotary.none(64), slice(0, 64)),
+    "self_extend": (Rotary.rope(64).self_extend(84, 7), slice(0, 64)),
+}
+
+
+@pytest.mark.parametrize("weighted", [False, True], ids=["", "weighted"])
+@pytest.mark.parametrize("case", VALUES_IN_KEYS)
+@targets
+def test_values_in_keys(target, case, weighted):
+    """Values are channels of the keys, which may be weighted. New rows are written too."""
+    rotary, values = VALUES_IN_KEYS[case]
+    weight = torch.rand(rotary.head_dim, generator=torch.Generator().manual_seed(7)) * 2 - 0.5
+    options = dict(values=values, key_weight=weight if weighted else None)
+    for heads, queries in (((1, 1), 1), ((8, 1), 1), ((2, 1), 3)):
+        Cached(target, rotary, (600, 3), queries, heads=heads, page=16, **options).check()
+    Cached(target, rotary, (170, 70), 70, heads=(2, 1), **options).check()
+
+
+def test_weights_are_read_in_their_order():
+    """key_weight may be a view with a step."""
+    weight = torch.rand(2 * 64, generator=torch.Generator().manual_seed(7))[::2]
+    for queries in (1, 70):
+        Cached(FLOAT, Rotary.rope(64), (90, 80), queries, values=slice(0, 64), key_weight=weight).check()
 
 
 @pytest.mark.parametrize(("head_dim", "heads"), [(264, (1, 1)), (264, (4, 1)), (512, (1, 1))], ids=str)

@@ -41,7 +41,7 @@ void pack_keys(const ForwardCall& call, const Workspace& workspace, int64_t copy
         rows.clear(r);
         continue;
       }
-      rotate_row(call.k.row<const T>(b, key, head % call.heads_kv), row, call.k_copies[copy], b, key, call);
+      rotate_key(call.k.row<const T>(b, key, head % call.heads_kv), row, call.k_copies[copy], b, key, call);
       if constexpr (IS_CODE<T>) {
         const float scale = *call.k_scale.row<const float>(b, key, head % call.heads_kv);
         for (int c = 0; c < call.head_dim; ++c) row[c] *= scale;

@@ -57,7 +57,7 @@ class RotateBackend(Protocol):
 class CachePlan(Protocol):
     """Serves ``attention_with_cache`` for all layers of a step. Their tensors differ only in addresses and strides."""
 
-    def append(self, layer: CacheLayer, k: torch.Tensor, v: torch.Tensor) -> None:
+    def append(self, layer: CacheLayer, k: torch.Tensor, v: torch.Tensor | None) -> None:
         """Writes new k and v as ``CacheBackend.append_to_cache`` does, rotated first if the cache holds rotated
         keys."""
 
@@ -75,10 +75,16 @@ class CacheBackend(Protocol):
         """Returns why this backend cannot serve tensors like q, or ""."""
 
     def append_to_cache(
-        self, layer: CacheLayer, k: torch.Tensor, v: torch.Tensor, tables: CacheTables, rotary: Rotary | None = None
+        self,
+        layer: CacheLayer,
+        k: torch.Tensor,
+        v: torch.Tensor | None,
+        tables: CacheTables,
+        rotary: Rotary | None = None,
     ) -> None:
         """Writes k, v (batch, seqlen_new, heads_kv, head_dim), or packed (total_q, heads_kv, head_dim), after
-        tables.seqlens or where tables.slot_mapping says. Drops tokens without a slot or page. rotary: a scheme from
+        tables.seqlens or where tables.slot_mapping says. Drops tokens without a slot or page. v: None where values are
+        channels of the keys; the layer's v may then be None too. rotary: a scheme from
         ``over_rotated_keys``, by which k is rotated first. The CUDA backend leaves that rotation to the caller."""
 
     def attention_with_cache(

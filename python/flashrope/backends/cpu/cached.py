@@ -56,6 +56,8 @@ def attend(
     """Returns (out like q, lse in float32 or float64) of a batch of sequences. out: a tensor that the compiled kernels
     may write the result to, contiguous and like q."""
     call, tables, k_cache = part.call, part.call.tables, layer.k
+    if layer.key_weight is not None:
+        layer = layer._replace(key_weight=layer.key_weight.contiguous())  # as the kernels read it
     if tables.positions is not None:
         return _attend_placed(q, layer, part)
     if (compiled := loader.load()) and decode.serves(q, layer, call):
@@ -74,7 +76,7 @@ def attend(
         if single and (result := _attend_single(q, layer, first, end, call)):
             return result
         blocks = _contiguous_blocks(caches, 0, batch, first, end, size)
-        return _attend(q, blocks, end - first, call, compiled, cached_out_shape(q, layer)[-1])
+        return _attend(q, blocks, end - first, call, compiled, layer)
     out = q.new_zeros(cached_out_shape(q, layer))
     lse = q.new_full((batch, heads_q, seqlen_q), float("-inf"), dtype=accumulation_type(q))
     for b0, b1, first, end in _groups(bounds, together=block_table is None):
@@ -84,7 +86,7 @@ def attend(
             if block_table is not None
             else _contiguous_blocks(caches, b0, b1, first, end, size)
         )
-        out[b0:b1], lse[b0:b1] = _attend(q[b0:b1], blocks, end - first, call, compiled, out.shape[-1])
+        out[b0:b1], lse[b0:b1] = _attend(q[b0:b1], blocks, end - first, call, compiled, layer)
     return out, lse
 
 
@@ -99,7 +101,10 @@ def _attend_single(
     single = single_piece(rotary, call.causal, q.shape[1], seqlen, accumulation_type(q)) if q.numel() else None
     if single is None or single.k_rotation is None:
         return None
-    k = rotate(layer.k.narrow(1, first, seqlen), single.k_rotation, rotary).transpose(1, 2)
+    k = layer.k.narrow(1, first, seqlen)
+    if layer.key_weight is not None:
+        k = upcast(k) * layer.key_weight
+    k = rotate(k, single.k_rotation, rotary).transpose(1, 2)
     v = widen(upcast(layer.v.narrow(1, first, seqlen)), rotary.head_dim).transpose(1, 2)
     rotated_q = rotate(q, single.q_rotation, rotary).transpose(1, 2)
     out, lse = flash_piece(rotated_q, k, v, single.piece, flash_scale(call, seqlen))
@@ -127,7 +132,7 @@ def _attend_placed(q: torch.Tensor, layer: CacheLayer, part: Part) -> tuple[torc
     for b in left:
         if in_runs[b]:
             blocks, seqlen = _blocks_of_runs(caches, block_table, b, placed[b].keys, q, compiled), placed[b].seqlen
-            results = _attend(q[b : b + 1], blocks, seqlen, call, compiled, out.shape[-1], placed[b].rows())
+            results = _attend(q[b : b + 1], blocks, seqlen, call, compiled, layer, placed[b].rows())
         else:
             results = masked.attend(q[b : b + 1], layer, b, part, _block_size(k_cache.shape[-2] * q.shape[-1]))
         out[b : b + 1], lse[b : b + 1] = results
@@ -164,11 +169,14 @@ class Block(NamedTuple):
     k_scale: torch.Tensor | None = None  # (batch, slots, heads_kv, 1)
     v_scale: torch.Tensor | None = None
 
-    def keys_and_values(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns k and v, both as wide as k. Quantized values are converted to this dtype."""
-        if self.k_scale is None or self.v_scale is None:
-            return self.k, widen(self.v, self.k.shape[-1])
-        return dequantize(self.k, self.k_scale[..., 0], dtype), dequantize(self.v, self.v_scale[..., 0], dtype)
+    def keys_and_values(self, dtype: torch.dtype, key_weight: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns k and v, both as wide as k. Quantized values, and those beside weighted keys, have this dtype."""
+        k, v = self.k, self.v
+        if self.k_scale is not None and self.v_scale is not None:
+            k, v = (dequantize(x, s[..., 0], dtype) for x, s in ((k, self.k_scale), (v, self.v_scale)))
+        if key_weight is not None:
+            k, v = k.to(dtype) * key_weight, v.to(dtype)
+        return k, widen(v, k.shape[-1])
 
 
 def _caches(layer: CacheLayer) -> tuple[torch.Tensor, ...]:
@@ -212,23 +220,23 @@ def _attend(
     seqlen: int,
     call: CacheCall,
     compiled: Library | None,
-    head_dim_v: int,
+    layer: CacheLayer,
     queries: list[runs.Rows] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns out, like q but as wide as the values, and lse (batch, heads_q, seqlen_q). All sequences have seqlen
-    keys. head_dim_v: the width of the values.
+    keys. layer: where the blocks come from, which says how wide values are and how keys are weighted.
 
     queries: the positions of the query rows; None: the last positions. If given, the compiled path takes one block per
     contiguous run, and the fallback a single block with all keys.
     """
-    seqlen_q, rotary = q.shape[1], call.rotary
+    seqlen_q, rotary, head_dim_v, key_weight = q.shape[1], call.rotary, cached_out_shape(q, layer)[-1], layer.key_weight
     queries = queries or [runs.Rows(0, seqlen_q, seqlen - seqlen_q, seqlen - seqlen_q)]
     if compiled is not None and seqlen:
-        return _attend_tiles(compiled, q, blocks, seqlen, call, head_dim_v, queries)
+        return _attend_tiles(compiled, q, blocks, seqlen, call, layer, queries)
     rotated_q: dict[tuple[PositionMap, int], torch.Tensor] = {}
     partials, scale = [], flash_scale(call, seqlen)
     for block in blocks if q.numel() else ():
-        position, (k, v) = block.position, block.keys_and_values(accumulation_type(q))
+        position, (k, v) = block.position, block.keys_and_values(accumulation_type(q), key_weight)
         start = int(position) if chunk_of(call.bands) else 0
         for rows in queries:
             own_q = q if rows.rows == seqlen_q else q[:, rows.row : rows.row + rows.rows]
@@ -261,12 +269,12 @@ def _attend_tiles(
     blocks: Iterator[Block],
     seqlen: int,
     call: CacheCall,
-    head_dim_v: int,
+    layer: CacheLayer,
     queries: list[runs.Rows],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attends with the kernel of tiles.py: each contiguous run of queries to each run of keys that it can see."""
     attention, whole = AttentionCall(call.rotary, call.causal, call.softmax_scale), (q.shape[1], seqlen)
-    out = q.new_zeros((*q.shape[:-1], head_dim_v), dtype=torch.float32)
+    out = q.new_zeros(cached_out_shape(q, layer), dtype=torch.float32)
     lse = out.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf)
     for block in blocks:
         k, v = block.k, block.v
@@ -275,12 +283,14 @@ def _attend_tiles(
             bands, shift = runs.bands_between(call.bands, call.causal, rows, block.position, block.order)
             place = tiles.Place(bands, shift, rows.position, block.position, seqlen)
             if (rows.rows, k.shape[1]) == whole:
-                return tiles.forward(compiled, q, k, v, attention, scales, place)
+                return tiles.forward(compiled, q, k, v, attention, scales, place, key_weight=layer.key_weight)
             if not any(band.start < shift + rows.rows and band.stop > shift - k.shape[1] + 1 for band in bands):
                 continue
             own = slice(rows.row, rows.row + rows.rows)
             if scales is None and not compiled.multiplies(q.dtype, q.shape[1]):
                 k, v = k.to(torch.float32), v.to(torch.float32)  # later rows reuse the conversion
-            run_out, run_lse = tiles.forward(compiled, q[:, own], k, v, attention, scales, place, torch.float32)
+            run_out, run_lse = tiles.forward(
+                compiled, q[:, own], k, v, attention, scales, place, torch.float32, layer.key_weight
+            )
             add_partial(out[:, own].transpose(1, 2), lse[..., own], run_out.transpose(1, 2), run_lse)
     return out.to(q.dtype), lse

@@ -74,7 +74,7 @@ def decode(
 def _fill(library: Library, q, layer: CacheLayer, out, lse, part: Part, placed: list[Placed] | None) -> DecodeCall:
     """Returns the filled-in struct of the compiled call. For layers of a step with equal strides only the addresses are
     written again."""
-    k, v, k_scale, v_scale, _ = layer
+    k, v, k_scale, v_scale, key_weight = layer
     strides: tuple = (q.stride(), k.stride(), v.stride(), out.stride())
     if k_scale is not None and v_scale is not None:
         strides += (k_scale.stride(), v_scale.stride())
@@ -92,6 +92,7 @@ def _fill(library: Library, q, layer: CacheLayer, out, lse, part: Part, placed: 
             c.k_scale, c.v_scale = TensorView.of(k_scale), TensorView.of(v_scale)
         part.filled = strides, c
     c.lse = lse.data_ptr()
+    c.key_weight = None if key_weight is None else key_weight.data_ptr()
     return c
 
 

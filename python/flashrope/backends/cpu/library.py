@@ -112,6 +112,7 @@ class ForwardCall(ctypes.Structure):
         ("lse", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("batch", "seqlen_q", "seqlen_k", "heads_q", "heads_kv")),
         *((name, ctypes.c_int64) for name in ("head_dim", "head_dim_v", "pairs", "interleaved", "first_channel")),
+        ("key_weight", ctypes.c_void_p),
         ("bands", ForwardBand * MAX_BANDS),
         ("k_copies", Table * MAX_BANDS),
         ("num_bands", ctypes.c_int64),

@@ -23,7 +23,7 @@ def plan_cache(call: CacheCall, layer: CacheLayer, queries: Queries) -> CachePla
 
 
 def append_to_cache(
-    layer: CacheLayer, k: torch.Tensor, v: torch.Tensor, tables: CacheTables, rotary: Rotary | None = None
+    layer: CacheLayer, k: torch.Tensor, v: torch.Tensor | None, tables: CacheTables, rotary: Rotary | None = None
 ) -> None:
     """Writes new keys and values; see ``CacheBackend``."""
     if (compiled := loader.load()) and rotated.appends(k, rotary):
@@ -47,7 +47,7 @@ class CachePlan:
         self._append: rotated.Append | None = None
         self._parts: list[tuple] = []
 
-    def append(self, layer: CacheLayer, k: torch.Tensor, v: torch.Tensor) -> None:
+    def append(self, layer: CacheLayer, k: torch.Tensor, v: torch.Tensor | None) -> None:
         if (compiled := loader.load()) and rotated.appends(k, self._rotary):
             if self._append is None:
                 self._append = rotated.Append(compiled, self._tables, self._rotary)
@@ -63,7 +63,9 @@ class CachePlan:
 
 
 @without_autocast
-def _append(layer: CacheLayer, k: torch.Tensor, v: torch.Tensor, tables: CacheTables, rotary: Rotary | None) -> None:
+def _append(
+    layer: CacheLayer, k: torch.Tensor, v: torch.Tensor | None, tables: CacheTables, rotary: Rotary | None
+) -> None:
     """Does what ``append_to_cache`` does with PyTorch's kernels."""
     if rotary is not None and rotary.changes_channels and k.numel():
         k = rotated.rotate(k, RotateCall(rotary, None, tables, tables.capacity(layer.k)))

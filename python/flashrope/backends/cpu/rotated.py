@@ -104,26 +104,26 @@ class Append:
         self._compiled, self._tables, self._rotary = compiled, tables, rotary
         self._filled: tuple[tuple, CompiledCall, tuple] | None = None  # strides, the call, what it points to
 
-    def run(self, layer: CacheLayer, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Writes k and v to the layer, quantized if it has scales. Their dtype is one of DTYPES."""
+    def run(self, layer: CacheLayer, k: torch.Tensor, v: torch.Tensor | None) -> None:
+        """Writes k and v to the layer, quantized if it has scales. Their dtype is one of DTYPES. v: None where values
+        are channels of the keys."""
         k_cache, v_cache, k_scale, v_scale, _ = layer
-        strides: tuple = (k.stride(), v.stride(), k_cache.stride(), v_cache.stride())
+        strides: tuple = (k.stride(), k_cache.stride())
+        if v is not None:
+            strides += (v.stride(), v_cache.stride())
         if k_scale is not None and v_scale is not None:
             strides += (k_scale.stride(), v_scale.stride())
         if self._filled is None or self._filled[0] != strides:
             self._filled = strides, *self._fill(layer, k, v)
         c = self._filled[1]
-        c.x.data, c.v.data, c.out.data, c.v_cache.data = (
-            k.data_ptr(),
-            v.data_ptr(),
-            k_cache.data_ptr(),
-            v_cache.data_ptr(),
-        )
+        c.x.data, c.out.data = k.data_ptr(), k_cache.data_ptr()
+        if v is not None:
+            c.v.data, c.v_cache.data = v.data_ptr(), v_cache.data_ptr()
         if k_scale is not None and v_scale is not None:
             c.k_scale.data, c.v_scale.data = k_scale.data_ptr(), v_scale.data_ptr()
         self._compiled.rotate(ctypes.byref(c))
 
-    def _fill(self, layer: CacheLayer, k: torch.Tensor, v: torch.Tensor) -> tuple[CompiledCall, tuple]:
+    def _fill(self, layer: CacheLayer, k: torch.Tensor, v: torch.Tensor | None) -> tuple[CompiledCall, tuple]:
         """Returns the compiled call, and the objects that it points to besides the tensors of the layer."""
         tables, rotary, k_cache = self._tables, self._rotary, layer.k
         capacity, block_table, slots = tables.capacity(k_cache), tables.block_table, tables.slot_mapping
@@ -135,8 +135,10 @@ class Append:
         else:
             table, runs = None, [NewRows(0, 0, x.shape[1], 0, 0, 0)]
         c, kept = _describe(self._compiled, x, k_cache, rotary, table, runs)
-        view, c.head_dim_v = TensorView.of if k.ndim == 4 else TensorView.of_packed, v.shape[-1]
-        c.x, c.v, c.out, c.v_cache = view(k), view(v), TensorView.of(k_cache), TensorView.of(layer.v)
+        view = TensorView.of if k.ndim == 4 else TensorView.of_packed
+        c.x, c.out = view(k), TensorView.of(k_cache)
+        if v is not None:
+            c.v, c.v_cache, c.head_dim_v = view(v), TensorView.of(layer.v), v.shape[-1]
         if layer.k_scale is not None and layer.v_scale is not None:
             c.codes = CODES[k_cache.dtype]
             c.k_scale, c.v_scale = TensorView.of(layer.k_scale), TensorView.of(layer.v_scale)

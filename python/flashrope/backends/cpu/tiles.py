@@ -49,11 +49,12 @@ def forward(
     scales: tuple[torch.Tensor, torch.Tensor] | None = None,
     place: Place | None = None,
     out_type: torch.dtype | None = None,
+    key_weight: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns (out of ``out_shape``, lse in float32).
 
     scales: (batch, seqlen_k, heads_kv, 1) each. If given, k and v are quantized. out_type: float32 or q's dtype.
-        Default: q's dtype.
+        Default: q's dtype. key_weight: that of ``CacheLayer``.
     """
     (batch, seqlen_q, heads_q, _), dtype = q.shape, out_type or q.dtype
     multiplied = library.multiplies(q.dtype, seqlen_q)
@@ -68,6 +69,7 @@ def forward(
         c.dtype = CODES[k.dtype]
         c.k_scale, c.v_scale = (TensorView.of(x) for x in scales)
     c.float32_out = out.dtype == torch.float32
+    c.key_weight = None if key_weight is None else key_weight.data_ptr()
     if library.forward(c, q.dtype):
         raise MemoryError("attention: no memory for the rotated keys")
     return out.to(dtype), lse
