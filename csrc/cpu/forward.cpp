@@ -8,7 +8,8 @@
 
 namespace flashrope {
 
-// k: blocks of (head_dim, BLOCK_N); v: of (BLOCK_N, padded_dim).
+// k: blocks of panels (BLOCK_N / GEMM_COLUMNS, head_dim, GEMM_COLUMNS); v: of (padded_dim / GEMM_COLUMNS, BLOCK_N,
+// GEMM_COLUMNS). A panel is read once per few query rows, and stays in the first cache because it is contiguous.
 struct Workspace : PackedBlocks<Floats> {
   int64_t padded_dim;
   int block_m;  // query rows of a tile
@@ -33,18 +34,21 @@ void pack_block(const ForwardCall& call, const Workspace& workspace, int64_t hea
       const T* x = call.k.row<const T>(b, first + t, head % call.heads_kv);
       rotate_key(x, row, call.k_copies[copy], b, first + t, call);
       const float scale = IS_CODE<T> ? *call.k_scale.row<const float>(b, first + t, head % call.heads_kv) : 1;
-      for (int c = 0; c < head_dim; ++c) k[c * BLOCK_N + t] = row[c] * scale;
+      float* column = k + t / GEMM_COLUMNS * GEMM_COLUMNS * head_dim + t % GEMM_COLUMNS;
+      for (int c = 0; c < head_dim; ++c) column[c * GEMM_COLUMNS] = row[c] * scale;
     }
   }
   float* v = workspace.v_block(head, block);
   if (keys < BLOCK_N || workspace.padded_dim > head_dim_v) std::fill_n(v, workspace.v_block_size, 0.0f);
   for (int t = 0; t < keys; ++t) {
     const T* x = call.v.row<const T>(b, first + t, head % call.heads_kv);
-    float* y = v + t * workspace.padded_dim;
-    convert(x, y, head_dim_v);
-    if (IS_CODE<T>) {
-      const float scale = *call.v_scale.row<const float>(b, first + t, head % call.heads_kv);
-      for (int c = 0; c < head_dim_v; ++c) y[c] *= scale;
+    const float scale = IS_CODE<T> ? *call.v_scale.row<const float>(b, first + t, head % call.heads_kv) : 1;
+    for (int c = 0; c < head_dim_v; c += GEMM_COLUMNS) {
+      float* y = v + c * BLOCK_N + t * GEMM_COLUMNS;
+      const int count = std::min(GEMM_COLUMNS, head_dim_v - c);
+      convert(channel(x, c), y, count);
+      if (IS_CODE<T>)
+        for (int n = 0; n < count; ++n) y[n] *= scale;
     }
   }
 }
@@ -95,8 +99,8 @@ struct Tile {
       const int64_t first_row = std::clamp<int64_t>(band.band.first_position(key) - position, 0, rows);
       const int64_t end_row = std::clamp<int64_t>(band.band.end_position(last_key) - position, first_row, rows);
       const int first = int(first_row / GEMM_ROWS * GEMM_ROWS), count = int(padded(end_row, GEMM_ROWS)) - first;
-      multiply<false>(q + first * head_dim, head_dim, workspace.k_block(band.k_copy, head_kv, block), BLOCK_N,
-                      scores + first * BLOCK_N, BLOCK_N, count, BLOCK_N, head_dim);
+      multiply<false>(q + first * head_dim, head_dim, workspace.k_block(band.k_copy, head_kv, block), GEMM_COLUMNS,
+                      scores + first * BLOCK_N, BLOCK_N, count, BLOCK_N, head_dim, head_dim * GEMM_COLUMNS);
       const bool masked = key < full_from || key + BLOCK_N > full_until;
       for (int r = first; r < std::min(first + count, rows); ++r) {
         if (masked)
@@ -104,8 +108,8 @@ struct Tile {
         else
           softmax_row<false>(r, 0, BLOCK_N);
       }
-      multiply<true>(scores + first * BLOCK_N, BLOCK_N, workspace.v_block(head_kv, block), padded_dim,
-                     acc + first * padded_dim, padded_dim, count, padded_dim, BLOCK_N);
+      multiply<true>(scores + first * BLOCK_N, BLOCK_N, workspace.v_block(head_kv, block), GEMM_COLUMNS,
+                     acc + first * padded_dim, padded_dim, count, padded_dim, BLOCK_N, BLOCK_N * GEMM_COLUMNS);
     }
   }
 

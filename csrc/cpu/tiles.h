@@ -43,17 +43,20 @@ struct ForwardCall {  // cpu/library.py has the same
   ParallelFor parallel_for;
 };
 
-// c (m, n) = a (m, k) b (k, n); with ADD, c += a b. m is a multiple of GEMM_ROWS, n of GEMM_COLUMNS.
+// c (m, n) = a (m, k) b (k, n); with ADD, c += a b. m is a multiple of GEMM_ROWS, n of GEMM_COLUMNS. panel: how far the
+// first numbers of neighboring panels of GEMM_COLUMNS columns of b are apart.
 template <bool ADD, int ROWS = BEST_ROWS>
-void multiply(const float* a, int lda, const float* b, int ldb, float* c, int ldc, int m, int n, int k) {
+void multiply(const float* a, int lda, const float* b, int ldb, float* c, int ldc, int m, int n, int k,
+              int panel = GEMM_COLUMNS) {
   int i = 0;
   for (; i + ROWS <= m; i += ROWS)
     for (int j = 0; j < n; j += GEMM_COLUMNS) {
+      const float* columns = b + j / GEMM_COLUMNS * panel;
       Vec acc[ROWS][2];
       for (int r = 0; r < ROWS; ++r)
         for (int h = 0; h < 2; ++h) acc[r][h] = ADD ? load(c + (i + r) * ldc + j + h * LANES) : Vec{};
       for (int p = 0; p < k; ++p) {
-        const Vec low = load(b + p * ldb + j), high = load(b + p * ldb + j + LANES);
+        const Vec low = load(columns + p * ldb), high = load(columns + p * ldb + LANES);
         for (int r = 0; r < ROWS; ++r) {
           const Vec x = broadcast(a[(i + r) * lda + p]);
           acc[r][0] += x * low;
@@ -64,7 +67,7 @@ void multiply(const float* a, int lda, const float* b, int ldb, float* c, int ld
         for (int h = 0; h < 2; ++h) store(c + (i + r) * ldc + j + h * LANES, acc[r][h]);
     }
   if constexpr (ROWS > GEMM_ROWS)
-    if (i < m) multiply<ADD, GEMM_ROWS>(a + i * lda, lda, b, ldb, c + i * ldc, ldc, m - i, n, k);
+    if (i < m) multiply<ADD, GEMM_ROWS>(a + i * lda, lda, b, ldb, c + i * ldc, ldc, m - i, n, k, panel);
 }
 
 template <typename T>
