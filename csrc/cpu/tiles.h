@@ -67,7 +67,8 @@ void multiply(const float* a, int lda, const float* b, int ldb, float* c, int ld
         for (int h = 0; h < 2; ++h) store(c + (i + r) * ldc + j + h * LANES, acc[r][h]);
     }
   if constexpr (ROWS > GEMM_ROWS)
-    if (i < m) multiply<ADD, GEMM_ROWS>(a + i * lda, lda, b, ldb, c + i * ldc, ldc, m - i, n, k, panel);
+    if (i < m)
+      multiply<ADD, (ROWS > 4 ? 4 : GEMM_ROWS)>(a + i * lda, lda, b, ldb, c + i * ldc, ldc, m - i, n, k, panel);
 }
 
 template <typename T>
