@@ -35,7 +35,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from .. import machine
 from ..report.output import add_output_options, output_folder
 from ..report.records import Record, Run, command_line
-from . import check
+from . import check, cpu_wide
 from .cpu_cases import (
     COMPILED,
     SDPA,
@@ -141,6 +141,7 @@ GOALS = (
         for cache in ("ReRoPE", "ReRoPE, paged", "HoPE", "HoPE, paged", "HoPE, rotated")
         for kind in ("int8", "int4")
     ),
+    *(Goal(figure, limit) for figure, limit in cpu_wide.GOALS),
     # composed of PyTorch's kernels
     Goal("decoding, 32768 keys: ReRoPE, composed / SDPA", 1.35),
     Goal("decoding, 32768 keys: ReRoPE, composed / rotate the cache, then SDPA", 0.2),
@@ -334,6 +335,7 @@ class Bench:
         self.decode(CACHE_SEQLENS[0], 0.1, torch.bfloat16)
         self.maps(seqlen, min(o.window, seqlen // 4), CACHE_SEQLENS[0], 0.05)
         self.cache_types(CACHE_SEQLENS[0], o.seqlen, 0.05)
+        cpu_wide.measure(self)
         if o.lengths:
             self.lengths()
         if o.grid:

@@ -17,7 +17,8 @@ struct KeyHead {
   const int64_t b, head_kv, group, shift;
   const int head_dim, head_dim_v, width, width_v;  // widths: head_dims in whole steps of the products
   const int64_t rows, keys;   // in whole tiles
-  // (rows or keys, width; of v and grad_out width_v), and transposed per tile (rows / BLOCK_M, head_dim, BLOCK_M)
+  // (rows or keys, width; of v and grad_out width_v), and transposed in panels (rows / GEMM_COLUMNS, head_dim,
+  // GEMM_COLUMNS)
   Floats v, grad_v, grad_k, k, grad_rotated_k;
   Floats q, q_transposed, grad_out, grad_out_transposed, grad_q, grad_rotated_q;
   Floats lse, delta;  // (rows,)
@@ -83,11 +84,15 @@ struct KeyHead {
     return all;
   }
 
-  // Writes x (rows, stride) transposed per tile.
+  // Writes x (rows, stride) transposed in panels, a few channels at a time: what they are written to fits into the first
+  // cache.
   void transpose(const float* x, int stride, int channels, float* to) const {
-    for (int64_t tile = 0; tile < rows; tile += BLOCK_M)
-      for (int r = 0; r < BLOCK_M; ++r)
-        for (int c = 0; c < channels; ++c) to[tile * channels + c * BLOCK_M + r] = x[(tile + r) * stride + c];
+    constexpr int COLUMNS = 8;  // head_dim is a multiple of it
+    for (int64_t panel = 0; panel < rows; panel += GEMM_COLUMNS)
+      for (int first = 0; first < channels; first += COLUMNS)
+        for (int r = 0; r < GEMM_COLUMNS; ++r)
+          for (int c = first; c < first + COLUMNS; ++c)
+            to[panel * channels + c * GEMM_COLUMNS + r] = x[(panel + r) * stride + c];
   }
 
   void load_head(int64_t head) {
@@ -128,10 +133,10 @@ struct KeyHead {
 
   void add_tile(const Band& band, int64_t key, int64_t row) {
     const float *tile_k = k.get() + key * width, *tile_q = q.get() + row * width;
-    multiply<false>(tile_k, width, q_transposed.get() + row * head_dim, BLOCK_M, weights, BLOCK_M, BLOCK_N, BLOCK_M,
-                    head_dim);
-    multiply<false>(v.get() + key * width_v, width_v, grad_out_transposed.get() + row * head_dim_v, BLOCK_M,
-                    grad_scores, BLOCK_M, BLOCK_N, BLOCK_M, head_dim_v);
+    multiply<false>(tile_k, width, q_transposed.get() + row * head_dim, GEMM_COLUMNS, weights, BLOCK_M, BLOCK_N,
+                    BLOCK_M, head_dim, head_dim * GEMM_COLUMNS);
+    multiply<false>(v.get() + key * width_v, width_v, grad_out_transposed.get() + row * head_dim_v, GEMM_COLUMNS,
+                    grad_scores, BLOCK_M, BLOCK_N, BLOCK_M, head_dim_v, head_dim_v * GEMM_COLUMNS);
     for (int t = 0; t < BLOCK_N; ++t) {
       float *w = weights + t * BLOCK_M, *g = grad_scores + t * BLOCK_M;
       for (int r = 0; r < BLOCK_M; r += LANES) store(w + r, exp(load(w + r) - load(lse.get() + row + r)));

@@ -36,7 +36,7 @@ constexpr int LANES = 8, REGISTERS = 16;
 #else  // NEON
 constexpr int LANES = 4, REGISTERS = 32;
 #endif
-constexpr int MAX_HEAD_DIM = 256;
+constexpr int MAX_HEAD_DIM = 576;
 constexpr float INF = std::numeric_limits<float>::infinity();
 
 using Vec = float __attribute__((vector_size(4 * LANES)));
@@ -322,12 +322,15 @@ struct Band {
 
 struct Pairs {
   int count;
-  bool interleaved;  // pair m is channels 2 m and 2 m + 1; otherwise m and m + count
+  bool interleaved;  // pair m is channels first + 2 m and first + 2 m + 1; otherwise first + m and first + m + count
+  int first = 0;
 };
 
 // Rotates x by angles whose cos and sin are given per pair.
 template <typename T>
 inline void rotate(const T* x, float* y, const float* cos, const float* sin, Pairs pairs, int head_dim) {
+  for (int c = 0; c < pairs.first; ++c) y[c] = to_float(x[c]);
+  x += pairs.first, y += pairs.first, head_dim -= pairs.first;
   if (!pairs.interleaved) {
     const T* second = x + pairs.count;
     for (int m = 0; m < pairs.count; ++m) {

@@ -6,24 +6,24 @@
 // read. Within a block, key t is rotated by its distance t from the block's first key. The query is rotated by its
 // position relative to that key, computed in float64. So the keys only need a table with as many rows as a block.
 
-#include "decode.h"
+#include "decode_tiles.h"
 
 #include <type_traits>
 
 namespace flashrope {
 
-constexpr int ACCUMULATORS = REGISTERS / 2;
-
 struct SoftmaxState {  // for the query rows of one key head
-  float acc[MAX_ROWS][MAX_HEAD_DIM], row_max[MAX_ROWS], row_sum[MAX_ROWS];  // row_sum 0: no key seen
+  alignas(64) float acc[MAX_ROWS * MAX_HEAD_DIM];  // (rows, padded_dim_v)
+  float row_max[MAX_ROWS], row_sum[MAX_ROWS];      // row_sum 0: no key seen
 };
 
 struct Span {  // keys of a block
   int first, end;
 };
 
-// Computes one chunk of keys against the queries of one key head. D: head_dim, or 0 if it is only known at run time.
-// T: type of the cache; Q: type of queries and results.
+// Computes one chunk of keys against the queries of one key head. D: head_dim of keys and values, which are not weighted
+// and whose pairs begin at channel 0; or 0 if all that is only known at run time. T: type of the cache; Q: type of
+// queries and results.
 template <typename T, typename Q, int D>
 struct Chunk {
   const DecodeCall& call;
@@ -33,11 +33,17 @@ struct Chunk {
   int64_t sequence, head_kv, first_key, end_key;  // keys count from the run's first
   const int64_t group = call.heads_q / call.heads_kv;
   const int rows = int(group * call.seqlen_q);  // row r: query r % seqlen_q of query head head_kv * group + r / seqlen_q
-  const Pairs pairs{int(call.pairs), call.interleaved != 0};
-  const bool whole_vectors = head_dim() == padded_dim();  // rows of the cache can be read as vectors
+  const Pairs pairs{int(call.pairs), call.interleaved != 0, D ? 0 : int(call.first_channel)};
+  // Rows of the cache can be read as vectors.
+  const bool whole_vectors = head_dim() == padded_dim(), whole_vectors_v = head_dim_v() == padded_dim_v();
   // Pairs that rotate as whole vectors.
   const int rotating_vectors = int((call.rotating_pairs + LANES - 1) / LANES);
-  const bool vector_pairs = whole_vectors && !pairs.interleaved && pairs.count % LANES == 0;
+  const bool vector_pairs =
+      whole_vectors && !pairs.interleaved && pairs.count % LANES == 0 && pairs.first % LANES == 0;
+  // Values are channels of the keys, which are already in the processor's caches.
+  const bool shared = call.v.stride_row == call.k.stride_row && call.v.stride_head == call.k.stride_head &&
+                      call.v.stride_batch == call.k.stride_batch &&
+                      uintptr_t(call.v.data) - uintptr_t(call.k.data) < row_bytes();
 
   alignas(64) float q[MAX_ROWS * MAX_HEAD_DIM];  // times the scale; the next ones per band
   alignas(64) float rotated_q[MAX_BANDS][MAX_ROWS * MAX_HEAD_DIM];
@@ -56,15 +62,15 @@ struct Chunk {
 
   // The sizes are functions, so that loops over them are unrolled if D is known.
   int head_dim() const { return D ? D : int(call.head_dim); }
+  int head_dim_v() const { return D ? D : int(call.head_dim_v); }
   int vectors() const { return (head_dim() + LANES - 1) / LANES; }
   int padded_dim() const { return vectors() * LANES; }
+  int padded_dim_v() const { return (head_dim_v() + LANES - 1) / LANES * LANES; }
   size_t row_bytes() const { return head_dim() * sizeof(T) / PER_ELEMENT<T>; }
 
   void attend(SoftmaxState& state) {
-    for (int r = 0; r < rows; ++r) {
-      std::fill_n(state.acc[r], padded_dim(), 0.0f);
-      state.row_max[r] = -INF, state.row_sum[r] = 0;
-    }
+    std::fill_n(state.acc, rows * padded_dim_v(), 0.0f);
+    for (int r = 0; r < rows; ++r) state.row_max[r] = -INF, state.row_sum[r] = 0;
     find_rows(first_key, *block);
     load_queries();
     for (int b = 0; b < call.num_bands; ++b)
@@ -96,7 +102,10 @@ struct Chunk {
       const float scale_rotated = float(scale * call.rotated_scale), scale_rest = float(scale);
       const Q* x = call.q.row<const Q>(sequence, row, head_kv * group + r / call.seqlen_q);
       float* y = q + r * padded_dim();
-      for (int c = 0; c < head_dim(); ++c) y[c] = to_float(x[c]) * (c < 2 * call.pairs ? scale_rotated : scale_rest);
+      for (int c = 0; c < head_dim(); ++c) {
+        const bool paired = c >= pairs.first && c < pairs.first + 2 * pairs.count;
+        y[c] = to_float(x[c]) * (paired ? scale_rotated : scale_rest);
+      }
       for (int b = 0; b < call.num_bands; ++b)
         std::fill(rotated_q[b] + r * padded_dim() + head_dim(), rotated_q[b] + (r + 1) * padded_dim(), 0.0f);
     }
@@ -164,6 +173,27 @@ struct Chunk {
       for (int64_t r = row; r < rows; r += call.seqlen_q)
         rotate(q + r * padded_dim(), rotated_q[b] + r * padded_dim(), rounded_cos, rounded_sin, pairs, head_dim());
     }
+    if (!D && call.key_weight) weigh_queries(b, band.fine != nullptr);
+  }
+
+  // Pairs of which the weights multiply the keys. All other weights multiply the queries instead, because their channels
+  // of a key do not rotate.
+  int weighted_pairs() const { return vector_pairs ? std::min(rotating_vectors * LANES, pairs.count) : pairs.count; }
+
+  // keys_rotate: whether the keys of the band do.
+  void weigh_queries(int b, bool keys_rotate) {
+    const int weighted = keys_rotate ? weighted_pairs() : 0, first = pairs.first;
+    auto weigh = [&](int from, int until) {
+      for (int r = 0; r < rows; ++r)
+        for (int c = from; c < until; ++c) rotated_q[b][r * padded_dim() + c] *= call.key_weight[c];
+    };
+    weigh(0, first);
+    if (pairs.interleaved) {
+      weigh(first + 2 * weighted, head_dim());
+    } else {
+      weigh(first + weighted, first + pairs.count);
+      weigh(first + pairs.count + weighted, head_dim());
+    }
   }
 
   template <typename Angle>
@@ -190,10 +220,12 @@ struct Chunk {
     const bool in_place = rows == 1 || std::is_same_v<T, float>;  // otherwise one copy serves all rows
     for (int begin = first / LANES * LANES; begin < end; begin += LANES) {
       const int from = std::max(begin, first), until = std::min(begin + LANES, end);
-      if (!band.fine && whole_vectors && in_place) {
+      if constexpr (D == 0) {
+        add_group(b, begin, from, until, angles);
+      } else if (!band.fine && whole_vectors && in_place) {
         add_products(b, begin, from, until, [&](const Vec* query, int t) { return product(query, block->k.row[t]); });
       } else if (band.fine && vector_pairs && rows == 1) {
-        if (D && 2 * pairs.count == D)
+        if (2 * pairs.count == D)
           add_products<0, 1>(b, 0, begin, from, until, [&](const Vec* query, int t) {
             return rotated_product<D / 2 / LANES>(query, block->k.row[t], angles(t));
           });
@@ -207,7 +239,7 @@ struct Chunk {
           if (band.fine)
             rotate_key(block->k.row[t], y, angles(t));
           else
-            convert_padded(block->k.row[t], y);
+            convert_padded(block->k.row[t], y, head_dim());
         }
         add_products(b, begin, from, until,
                      [&](const Vec* query, int t) { return product(query, copies + (t - begin) * padded_dim()); });
@@ -215,29 +247,114 @@ struct Chunk {
     }
   }
 
-  void convert_padded(const T* x, float* y) const {
-    convert(x, y, head_dim());
-    std::fill(y + head_dim(), y + padded_dim(), 0.0f);
+  // Computes the scores of the keys [from, until), a part of [begin, begin + LANES), for all queries. angles(t): the row
+  // of the table by which key t rotates.
+  template <typename Angles>
+  void add_group(int b, int begin, int from, int until, const Angles& angles) {
+    const bool keys_rotate = call.bands[b].fine != nullptr;
+    if (keys_rotate && vector_pairs && rows == 1) return add_rotated(b, begin, from, until, angles);
+    if (!keys_rotate && whole_vectors) return multiply_group(b, begin, from, until, block->k.row + begin);
+    const float* keys[LANES];
+    for (int t = from; t < until; ++t) {
+      float* y = copies + (t - begin) * padded_dim();
+      keys[t - begin] = y;
+      if (keys_rotate)
+        rotate_key(block->k.row[t], y, angles(t));
+      else
+        convert_padded(block->k.row[t], y, head_dim());
+    }
+    multiply_group(b, begin, from, until, keys);
+  }
+
+  template <typename Angles>
+  void add_rotated(int b, int begin, int from, int until, const Angles& angles) {
+    constexpr int KEYS = 4;
+    const RotatingVectors rotates{pairs.first / LANES, pairs.count / LANES, rotating_vectors};
+    const float* cos[LANES];
+    for (int t = from; t < until; ++t) cos[t - begin] = angles(t);
+    Vec products[LANES] = {};
+    auto multiply = [&](auto keys, int t, const T* const* next_rows) {
+      multiply_rotated<keys>(rotated_q[b], block->k.row + begin + t, cos + t, BLOCK * pairs.count, call.key_weight,
+                             rotates, vectors(), products + t, Ahead<T>{next_rows});
+    };
+    if (until - from == LANES)
+      for (int t = 0; t < LANES; t += KEYS) {
+        fetch_scales(begin + t, KEYS);
+        multiply(std::integral_constant<int, KEYS>{}, t, next->k.row + begin + t);
+      }
+    else
+      for (int t = from; t < until; ++t) multiply(std::integral_constant<int, 1>{}, t - begin, nullptr);
+    store_scores(b, 0, begin, products);
+  }
+
+  // keys: from key begin on.
+  template <typename K>
+  void multiply_group(int b, int begin, int from, int until, const K* const* keys) {
+    for (int r = 0; r < rows;) {
+      if (rows - r >= TILE_ROWS)
+        r += multiply_rows<TILE_ROWS, TILE_KEYS>(b, r, begin, from, until, keys);
+      else if (rows - r >= 2)
+        r += multiply_rows<2, TILE_KEYS>(b, r, begin, from, until, keys);
+      else
+        r += multiply_rows<1, 4>(b, r, begin, from, until, keys);
+    }
+  }
+
+  template <int ROWS, int KEYS, typename K>
+  int multiply_rows(int b, int r, int begin, int from, int until, const K* const* keys) {
+    const float* queries = rotated_q[b] + r * padded_dim();
+    Vec products[ROWS * LANES];
+    if (until - from == LANES) {
+      for (int t = 0; t < LANES; t += KEYS) {
+        if (r == 0) fetch_scales(begin + t, KEYS);
+        const Ahead<T> ahead{r == 0 ? next->k.row + begin + t : nullptr};
+        multiply_tile<ROWS, KEYS>(queries, padded_dim(), keys + t, vectors(), products + t, ahead);
+      }
+    } else {
+      std::fill_n(products, ROWS * LANES, Vec{});
+      for (int t = from - begin; t < until - begin; ++t)
+        multiply_tile<ROWS, 1>(queries, padded_dim(), keys + t, vectors(), products + t, Ahead<T>{nullptr});
+    }
+    for (int n = 0; n < ROWS; ++n) store_scores(b, r + n, begin, products + n * LANES);
+    return ROWS;
+  }
+
+  void fetch_scales(int t, int count) const {
+    if constexpr (IS_CODE<T>)
+      for (int n = t; n < t + count; ++n) next->k.prefetch(n, 0);
+  }
+
+  void convert_padded(const T* x, float* y, int channels) const {
+    convert(x, y, channels);
+    std::fill(y + channels, y + (channels + LANES - 1) / LANES * LANES, 0.0f);
   }
 
   void rotate_key(const T* x, float* y, const float* cos) const {
     const float* sin = cos + BLOCK * pairs.count;
+    const float* weight = D ? nullptr : call.key_weight;
+    const int start = pairs.first, half = pairs.count;
     if (vector_pairs) {
-      const int half = pairs.count;
-      for (int c = 0; c < rotating_vectors * LANES; c += LANES) {
-        const Vec first = load(channel(x, c)), second = load(channel(x, c + half));
-        store(y + c, first * load(cos + c) - second * load(sin + c));
-        store(y + c + half, second * load(cos + c) + first * load(sin + c));
+      auto key = [&](int c) { return weight ? load(channel(x, c)) * load(weight + c) : load(channel(x, c)); };
+      auto copy = [&](int from, int until) {
+        for (int c = from; c < until; c += LANES) store(y + c, load(channel(x, c)));
+      };
+      copy(0, start);
+      for (int m = 0; m < rotating_vectors * LANES; m += LANES) {
+        const int c = start + m;
+        const Vec first = key(c), second = key(c + half);
+        store(y + c, first * load(cos + m) - second * load(sin + m));
+        store(y + c + half, second * load(cos + m) + first * load(sin + m));
       }
-      for (int c = rotating_vectors * LANES; c < half; c += LANES)
-        store(y + c, load(channel(x, c))), store(y + c + half, load(channel(x, c + half)));
-      for (int c = 2 * half; c < padded_dim(); c += LANES) store(y + c, load(channel(x, c)));
+      copy(start + rotating_vectors * LANES, start + half);
+      copy(start + half + rotating_vectors * LANES, padded_dim());
     } else {
-      if constexpr (IS_CODE<T>) {
-        float codes[MAX_HEAD_DIM];
-        convert(x, codes, head_dim());
-        rotate(codes, y, cos, sin, pairs, head_dim());
-      } else {
+      if (IS_CODE<T> || weight) {
+        float numbers[MAX_HEAD_DIM];
+        convert(x, numbers, head_dim());
+        if (weight)
+          for (int c = start; c < start + 2 * half; ++c) numbers[c] *= weight[c];
+        rotate(numbers, y, cos, sin, pairs, head_dim());
+      } else if constexpr (!IS_CODE<T>) {
         rotate(x, y, cos, sin, pairs, head_dim());
       }
       std::fill(y + head_dim(), y + padded_dim(), 0.0f);
@@ -258,9 +375,8 @@ struct Chunk {
   // were prefetched all at once, they would wait for one another, and the computation for them. STEP 0: no prefetch.
   template <int FIRST, int STEP, typename Product>
   void add_products(int b, int r, int begin, int from, int until, const Product& product_of) {
-    const Span span = spans[b][r];
     const float* x = rotated_q[b] + r * padded_dim();
-    Vec query[(D ? D : MAX_HEAD_DIM) / LANES], products[LANES];
+    Vec query[D / LANES + 1], products[LANES];
     for (int c = 0; c < vectors(); ++c) query[c] = load(x + c * LANES);
     if (until - from == LANES) {
 #pragma GCC unroll 16
@@ -272,6 +388,12 @@ struct Chunk {
       for (int t = 0; t < LANES; ++t) products[t] = Vec{};
       for (int t = from; t < until; ++t) products[t - begin] = product_of(query, t);
     }
+    store_scores(b, r, begin, products);
+  }
+
+  // Stores the sums of the products with the keys from begin on, where row r sees the keys. Overwrites the products.
+  void store_scores(int b, int r, int begin, Vec* products) {
+    const Span span = spans[b][r];
     const IntVec t = lane_numbers() + begin;
     float* to = scores[r] + begin;
     Vec sum_of_each = sums(products);
@@ -311,23 +433,28 @@ struct Chunk {
   // Adds the block's scores to the online softmax, and its weighted values to the result.
   void add_values(SoftmaxState& state, int keys) {
     const float* tile[BLOCK];
-    if (!whole_vectors)
+    if (!whole_vectors_v)
       for (int t = 0; t < keys; ++t) {
-        tile[t] = copies + t * padded_dim();
-        convert_padded(block->v.row[t], copies + t * padded_dim());
+        tile[t] = copies + t * padded_dim_v();
+        convert_padded(block->v.row[t], copies + t * padded_dim_v(), head_dim_v());
       }
     for (int r = 0; r < rows; ++r) softmax_row(state, r);
-    // Values of keys that a query does not see are not read, because they may be NaN.
+    if constexpr (D == 0)
+      whole_vectors_v ? add_columns(state, block->v.row) : add_columns(state, tile);
+    else
+      for_rows_of_a_span(4, [&](int r, int count, Span span) { return add_rows(state, r, count, block->v.row, span); });
+  }
+
+  // Calls add(r, count, span) for at most `most` rows from r on that see the same keys. add returns how many rows it took.
+  // Values of keys that a query does not see are not read, because they may be NaN.
+  template <typename Add>
+  void for_rows_of_a_span(int most, const Add& add) {
     for (int b = 0; b < call.num_bands; ++b)
       for (int r = 0, count; r < rows; r += count) {
         const Span span = spans[b][r];
         count = 1;
-        while (r + count < rows && count < 4 && same(span, spans[b][r + count])) ++count;
-        if (span.first >= span.end) continue;
-        if (whole_vectors)
-          count = add_rows(state, r, count, block->v.row, span);
-        else
-          count = add_rows(state, r, count, tile, span);
+        while (r + count < rows && count < most && same(span, spans[b][r + count])) ++count;
+        if (span.first < span.end) count = add(r, count, span);
       }
   }
 
@@ -356,7 +483,39 @@ struct Chunk {
     state.row_max[r] = row_max;
     state.row_sum[r] = state.row_sum[r] * decay + sum(total);
     if (decay != 1)
-      for (int c = 0; c < padded_dim(); c += LANES) store(state.acc[r] + c, load(state.acc[r] + c) * decay);
+      for (float *x = acc(state, r), *end = acc(state, r + 1); x < end; x += LANES) store(x, load(x) * decay);
+  }
+
+  float* acc(SoftmaxState& state, int r) const { return state.acc + r * padded_dim_v(); }
+
+  // Adds the values, a few columns of all rows at a time.
+  template <typename V>
+  void add_columns(SoftmaxState& state, const V* const* values) {
+    if (rows >= 4) return add_columns<4>(state, values);
+    rows >= 2 ? add_columns<2>(state, values) : add_columns<1>(state, values);
+  }
+
+  // ROWS: at most so many rows at a time.
+  template <int ROWS, typename V>
+  void add_columns(SoftmaxState& state, const V* const* values) {
+    constexpr int COLUMNS = ACCUMULATORS / ROWS;
+    int c = 0;
+    for (; c + COLUMNS * LANES <= padded_dim_v(); c += COLUMNS * LANES) add_columns<ROWS, COLUMNS>(state, values, c);
+    for (; c < padded_dim_v(); c += LANES) add_columns<ROWS, 1>(state, values, c);
+  }
+
+  template <int ROWS, int COLUMNS, typename V>
+  void add_columns(SoftmaxState& state, const V* const* values, int c) {
+    for_rows_of_a_span(ROWS, [&](int r, int count, Span span) {
+      const Ahead<T> ahead{r == 0 && !shared ? next->v.row : nullptr};
+      auto add = [&](auto rows) {
+        add_weighted<rows, COLUMNS>(scores[r], values, span.first, span.end, c, acc(state, r), padded_dim_v(), ahead);
+        return int(rows);
+      };
+      if (ROWS >= 4 && count >= 4) return add(std::integral_constant<int, std::min(ROWS, 4)>{});
+      if (ROWS >= 2 && count >= 2) return add(std::integral_constant<int, std::min(ROWS, 2)>{});
+      return add(std::integral_constant<int, 1>{});
+    });
   }
 
   // Adds the values to at most count rows, starting at row r, that see the same keys. Returns how many rows it added to.
@@ -374,29 +533,29 @@ struct Chunk {
 
   template <bool FETCH, int ROWS, typename U>
   int add_rows(SoftmaxState& state, int r, const U* const* tile, Span span) {
-    constexpr int COLUMNS = D ? std::min(D / LANES, ACCUMULATORS / ROWS) : 1;  // vectors
-    for (int c = 0; c < padded_dim(); c += COLUMNS * LANES) {
-      Vec acc[ROWS][COLUMNS];
+    constexpr int COLUMNS = std::min(D / LANES, ACCUMULATORS / ROWS);  // vectors
+    for (int c = 0; c < D; c += COLUMNS * LANES) {
+      Vec sum[ROWS][COLUMNS];
       for (int n = 0; n < ROWS; ++n)
-        for (int i = 0; i < COLUMNS; ++i) acc[n][i] = load(state.acc[r + n] + c + i * LANES);
+        for (int i = 0; i < COLUMNS; ++i) sum[n][i] = load(acc(state, r + n) + c + i * LANES);
       for (int t = span.first; t < span.end; ++t) {
         if (FETCH && c == 0) next->v.prefetch(t, row_bytes());
         for (int i = 0; i < COLUMNS; ++i) {
           const Vec x = load(channel(tile[t], c + i * LANES));
-          for (int n = 0; n < ROWS; ++n) acc[n][i] += scores[r + n][t] * x;
+          for (int n = 0; n < ROWS; ++n) sum[n][i] += scores[r + n][t] * x;
         }
       }
       for (int n = 0; n < ROWS; ++n)
-        for (int i = 0; i < COLUMNS; ++i) store(state.acc[r + n] + c + i * LANES, acc[n][i]);
+        for (int i = 0; i < COLUMNS; ++i) store(acc(state, r + n) + c + i * LANES, sum[n][i]);
     }
     return ROWS;
   }
 };
 
-// Partial results of the chunks of one (sequence, key head): per chunk and row head_dim values, row_max and row_sum.
+// Partial results of the chunks of one (sequence, key head): per chunk and row head_dim_v values, row_max and row_sum.
 template <typename T>
 void combine(const DecodeCall& call, int64_t sequence, int64_t head_kv, const float* partials, int64_t chunks) {
-  const int64_t head_dim = call.head_dim, group = call.heads_q / call.heads_kv, rows = group * call.seqlen_q;
+  const int64_t head_dim = call.head_dim_v, group = call.heads_q / call.heads_kv, rows = group * call.seqlen_q;
   const int64_t width = head_dim + 2;
   for (int64_t r = 0; r < rows; ++r) {
     float row_max = -INF, row_sum = 0, acc[MAX_HEAD_DIM] = {};
@@ -421,7 +580,7 @@ void combine(const DecodeCall& call, int64_t sequence, int64_t head_kv, const fl
 
 template <typename T, typename Q, int D>
 int decode(const DecodeCall& call) {
-  const int64_t rows = call.heads_q / call.heads_kv * call.seqlen_q, width = call.head_dim + 2;
+  const int64_t rows = call.heads_q / call.heads_kv * call.seqlen_q, width = call.head_dim_v + 2;
   // Task n computes chunk first_chunks[run] + n / heads_kv - starts[run] of its run, for key head n % heads_kv. The chunks
   // of sequence b are numbered from sequence_starts[b] on.
   auto starts = std::make_unique<int64_t[]>(call.num_runs + 1), first_chunks = std::make_unique<int64_t[]>(call.num_runs);
@@ -454,12 +613,14 @@ int decode(const DecodeCall& call) {
     const int64_t chunk = n / call.heads_kv - sequence_starts[b];
     const int64_t first_key = (first_chunks[run] + n / call.heads_kv - starts[run]) * CHUNK;
     SoftmaxState state;
-    Chunk<T, Q, D>(call, angles, run, head, first_key).attend(state);
+    Chunk<T, Q, D> work(call, angles, run, head, first_key);
+    work.attend(state);
+    const int padded_dim = work.padded_dim_v();
     float* head_partials = partials.get() + (sequence_starts[b] * call.heads_kv + head * chunks) * rows * width;
     for (int64_t r = 0; r < rows; ++r) {
       float* partial = head_partials + (chunk * rows + r) * width;
-      std::memcpy(partial, state.acc[r], call.head_dim * sizeof(float));
-      partial[call.head_dim] = state.row_max[r], partial[call.head_dim + 1] = state.row_sum[r];
+      std::memcpy(partial, state.acc + r * padded_dim, call.head_dim_v * sizeof(float));
+      partial[call.head_dim_v] = state.row_max[r], partial[call.head_dim_v + 1] = state.row_sum[r];
     }
     if (finished[b * call.heads_kv + head].fetch_add(1) == chunks - 1) combine<Q>(call, b, head, head_partials, chunks);
   });
@@ -468,7 +629,8 @@ int decode(const DecodeCall& call) {
 
 template <typename T, typename Q = T>
 int decode(const DecodeCall& call) {
-  switch (call.head_dim) {
+  const bool plain = call.head_dim_v == call.head_dim && !call.first_channel && !call.key_weight;
+  switch (plain ? call.head_dim : 0) {
     case 64: return decode<T, Q, 64>(call);
     case 128: return decode<T, Q, 128>(call);
     default: return decode<T, Q, 0>(call);

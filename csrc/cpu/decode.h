@@ -38,9 +38,11 @@ struct DecodeCall {  // mirrored in backends/cpu/library.py
   const int64_t* bounds;       // (batch, 2): slots; nullptr if runs are given
   const int32_t* block_table;  // (batch, max_pages), or nullptr
   int64_t max_pages, pages, page_size;
-  int64_t batch, seqlen_q, heads_q, heads_kv, head_dim;
+  int64_t batch, seqlen_q, heads_q, heads_kv, head_dim, head_dim_v;
+  const float* key_weight;  // (head_dim,), multiplies keys before their rotation; nullptr: 1
   const double* inv_freq;  // (pairs,)
   int64_t pairs, rotating_pairs, interleaved;  // the pairs from rotating_pairs on have a frequency of 0
+  int64_t first_channel;                       // of the first pair
   DecodeBand bands[MAX_BANDS];
   int64_t num_bands;
   const Run* runs;          // (num_runs,), in order, at least one per sequence; nullptr: each sequence is one run
@@ -49,7 +51,7 @@ struct DecodeCall {  // mirrored in backends/cpu/library.py
   double scale, log_n_factor, log_n_floor;
   double log_n_every, log_n_first;  // log_n_every 0: log n grows with every position, not in steps
   double length_scale;              // 0: no scale by the length of the sequence
-  double rotated_scale;             // factor of the first 2 * pairs channels of the queries
+  double rotated_scale;             // factor of the query channels that are in pairs
   int64_t dtype, threads;  // dtype: 0 float32, 1 float16, 2 bfloat16; 3, 4: cache Int8, Int4, queries float32
   ParallelFor parallel_for;
 

@@ -8,15 +8,16 @@
 
 namespace flashrope {
 
-constexpr int BLOCK_M = 128;  // query rows of a tile: the more, the fewer times keys are read from memory
-
-// k: blocks of (head_dim, BLOCK_N); v: of (BLOCK_N, padded_dim).
+// k: blocks of panels (BLOCK_N / GEMM_COLUMNS, head_dim, GEMM_COLUMNS); v: of (padded_dim / GEMM_COLUMNS, BLOCK_N,
+// GEMM_COLUMNS). A panel is read once per few query rows, and stays in the first cache because it is contiguous.
 struct Workspace : PackedBlocks<Floats> {
   int64_t padded_dim;
+  int block_m;  // query rows of a tile
 
   explicit Workspace(const ForwardCall& call) : Workspace(call, padded(call.head_dim_v, GEMM_COLUMNS)) {}
   Workspace(const ForwardCall& call, int64_t padded_dim)
-      : PackedBlocks(call, call.head_dim * BLOCK_N, BLOCK_N * padded_dim, floats), padded_dim(padded_dim) {}
+      : PackedBlocks(call, call.head_dim * BLOCK_N, BLOCK_N * padded_dim, floats), padded_dim(padded_dim),
+        block_m(tile_rows(std::max(call.head_dim, padded_dim), GEMM_ROWS)) {}
 };
 
 // Quantized values are multiplied by their scales here, keys after their rotation.
@@ -31,20 +32,23 @@ void pack_block(const ForwardCall& call, const Workspace& workspace, int64_t hea
     if (keys < BLOCK_N) std::fill_n(k, workspace.k_block_size, 0.0f);
     for (int t = 0; t < keys; ++t) {
       const T* x = call.k.row<const T>(b, first + t, head % call.heads_kv);
-      rotate_row(x, row, call.k_copies[copy], b, first + t, call);
+      rotate_key(x, row, call.k_copies[copy], b, first + t, call);
       const float scale = IS_CODE<T> ? *call.k_scale.row<const float>(b, first + t, head % call.heads_kv) : 1;
-      for (int c = 0; c < head_dim; ++c) k[c * BLOCK_N + t] = row[c] * scale;
+      float* column = k + t / GEMM_COLUMNS * GEMM_COLUMNS * head_dim + t % GEMM_COLUMNS;
+      for (int c = 0; c < head_dim; ++c) column[c * GEMM_COLUMNS] = row[c] * scale;
     }
   }
   float* v = workspace.v_block(head, block);
   if (keys < BLOCK_N || workspace.padded_dim > head_dim_v) std::fill_n(v, workspace.v_block_size, 0.0f);
   for (int t = 0; t < keys; ++t) {
     const T* x = call.v.row<const T>(b, first + t, head % call.heads_kv);
-    float* y = v + t * workspace.padded_dim;
-    convert(x, y, head_dim_v);
-    if (IS_CODE<T>) {
-      const float scale = *call.v_scale.row<const float>(b, first + t, head % call.heads_kv);
-      for (int c = 0; c < head_dim_v; ++c) y[c] *= scale;
+    const float scale = IS_CODE<T> ? *call.v_scale.row<const float>(b, first + t, head % call.heads_kv) : 1;
+    for (int c = 0; c < head_dim_v; c += GEMM_COLUMNS) {
+      float* y = v + c * BLOCK_N + t * GEMM_COLUMNS;
+      const int count = std::min(GEMM_COLUMNS, head_dim_v - c);
+      convert(channel(x, c), y, count);
+      if (IS_CODE<T>)
+        for (int n = 0; n < count; ++n) y[n] *= scale;
     }
   }
 }
@@ -58,20 +62,20 @@ struct Tile {
   const int rows, head_dim, head_dim_v, padded_dim;
   const int padded_rows = int(padded(rows, GEMM_ROWS));
   const int64_t shift, head_kv;  // head_kv: as Workspace counts them
-  alignas(64) float q[BLOCK_M * MAX_HEAD_DIM], scores[BLOCK_M * BLOCK_N], acc[BLOCK_M * MAX_HEAD_DIM];
-  alignas(64) float row_sums[BLOCK_M * LANES];  // to be added over the lanes; 0: no key seen
-  float row_max[BLOCK_M];
+  alignas(64) float q[TILE_SIZE], scores[MAX_BLOCK_M * BLOCK_N], acc[TILE_SIZE];
+  alignas(64) float row_sums[MAX_BLOCK_M * LANES];  // to be added over the lanes; 0: no key seen
+  float row_max[MAX_BLOCK_M];
 
   Tile(const ForwardCall& call, const Workspace& workspace, int64_t b, int64_t head_q, int64_t first_row)
       : call(call), workspace(workspace), b(b), head_q(head_q), first_row(first_row),
-        rows(int(std::min<int64_t>(BLOCK_M, call.seqlen_q - first_row))), head_dim(int(call.head_dim)),
+        rows(int(std::min<int64_t>(workspace.block_m, call.seqlen_q - first_row))), head_dim(int(call.head_dim)),
         head_dim_v(int(call.head_dim_v)), padded_dim(int(workspace.padded_dim)), shift(call.shift),
         head_kv(b * call.heads_kv + head_q / (call.heads_q / call.heads_kv)) {}
 
   void run() {
     std::fill_n(acc, padded_rows * padded_dim, 0.0f);
-    std::fill_n(row_max, BLOCK_M, -INF);
-    std::fill_n(row_sums, BLOCK_M * LANES, 0.0f);
+    std::fill_n(row_max, MAX_BLOCK_M, -INF);
+    std::fill_n(row_sums, MAX_BLOCK_M * LANES, 0.0f);
     for (int n = 0; n < call.num_bands; ++n) visit(call.bands[n]);
     for (int r = 0; r < rows; ++r) {
       T* out = call.out.row<T>(b, first_row + r, head_q);
@@ -95,8 +99,8 @@ struct Tile {
       const int64_t first_row = std::clamp<int64_t>(band.band.first_position(key) - position, 0, rows);
       const int64_t end_row = std::clamp<int64_t>(band.band.end_position(last_key) - position, first_row, rows);
       const int first = int(first_row / GEMM_ROWS * GEMM_ROWS), count = int(padded(end_row, GEMM_ROWS)) - first;
-      multiply<false>(q + first * head_dim, head_dim, workspace.k_block(band.k_copy, head_kv, block), BLOCK_N,
-                      scores + first * BLOCK_N, BLOCK_N, count, BLOCK_N, head_dim);
+      multiply<false>(q + first * head_dim, head_dim, workspace.k_block(band.k_copy, head_kv, block), GEMM_COLUMNS,
+                      scores + first * BLOCK_N, BLOCK_N, count, BLOCK_N, head_dim, head_dim * GEMM_COLUMNS);
       const bool masked = key < full_from || key + BLOCK_N > full_until;
       for (int r = first; r < std::min(first + count, rows); ++r) {
         if (masked)
@@ -104,8 +108,8 @@ struct Tile {
         else
           softmax_row<false>(r, 0, BLOCK_N);
       }
-      multiply<true>(scores + first * BLOCK_N, BLOCK_N, workspace.v_block(head_kv, block), padded_dim,
-                     acc + first * padded_dim, padded_dim, count, padded_dim, BLOCK_N);
+      multiply<true>(scores + first * BLOCK_N, BLOCK_N, workspace.v_block(head_kv, block), GEMM_COLUMNS,
+                     acc + first * padded_dim, padded_dim, count, padded_dim, BLOCK_N, BLOCK_N * GEMM_COLUMNS);
     }
   }
 
@@ -164,7 +168,7 @@ int forward(const ForwardCall& call) {
   const Workspace workspace(call);
   if (!workspace.allocated()) return 1;
   workspace.pack_all(call, [&](int64_t head, int64_t block) { pack_block<T>(call, workspace, head, block); });
-  for_query_tiles(call, BLOCK_M, [&](int64_t b, int64_t head, int64_t first_row) {
+  for_query_tiles(call, workspace.block_m, [&](int64_t b, int64_t head, int64_t first_row) {
     Tile<Q>(call, workspace, b, head, first_row).run();
   });
   return 0;

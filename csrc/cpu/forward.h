@@ -35,6 +35,15 @@ struct PackedBlocks {
   }
 };
 
+// Query rows of a tile: at most MAX_BLOCK_M, and so many that rows of `width` channels fit into TILE_SIZE numbers. The
+// more, the fewer times keys are read from memory.
+constexpr int MAX_BLOCK_M = 128, TILE_SIZE = MAX_BLOCK_M * 256;
+
+// step: the rows are a multiple of it.
+inline int tile_rows(int64_t width, int step) {
+  return int(std::min<int64_t>(MAX_BLOCK_M, TILE_SIZE / width / step * step));
+}
+
 // Calls run(batch index, head, first row) for all tiles of `rows` queries, in parallel, longest tiles first.
 template <typename Run>
 void for_query_tiles(const ForwardCall& call, int64_t rows, const Run& run) {

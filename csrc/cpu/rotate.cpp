@@ -20,7 +20,7 @@ struct RotateCall {  // mirrored in backends/cpu/library.py
   TensorView k_scale, v_scale;  // float32 (pages, rows, heads), of a quantized cache
   Table table;
   const Run* runs;
-  int64_t num_runs, heads, head_dim, pairs, interleaved;
+  int64_t num_runs, heads, head_dim, head_dim_v, pairs, interleaved, first_channel;
   int64_t to_cache;            // 0: row r of x goes to row r of out, which has x's shape
   const int64_t* slots;        // (rows of x,) in the whole cache; nullptr: the slots from the first one of each run on
   const int32_t* block_table;  // (sequences, max_pages), or nullptr
@@ -61,7 +61,8 @@ void write(const T* x, const TensorView& cache, const TensorView& scales, Place 
 template <typename T, typename C = T>
 void rotate(const RotateCall& call) {
   ForwardCall shape{};  // what rotate_row reads of it
-  shape.head_dim = call.head_dim, shape.pairs = call.pairs, shape.interleaved = call.interleaved;
+  shape.head_dim = call.head_dim, shape.pairs = call.pairs;
+  shape.interleaved = call.interleaved, shape.first_channel = call.first_channel;
   auto starts = std::make_unique<int64_t[]>(call.num_runs + 1);
   for (int64_t n = 0; n < call.num_runs; ++n)
     starts[n + 1] = starts[n] + (call.runs[n].rows + RUN_BLOCK - 1) / RUN_BLOCK;
@@ -81,7 +82,7 @@ void rotate(const RotateCall& call) {
         const T* x = call.x.row<const T>(run.batch, run.row + row, head);
         if (call.v.data) {
           const T* v = call.v.row<const T>(run.batch, run.row + row, head);
-          write<T, C>(v, call.v_cache, call.v_scale, place, head, head_dim);
+          write<T, C>(v, call.v_cache, call.v_scale, place, head, int(call.head_dim_v));
         }
         if (call.table.cos) {
           rotate_row(x, y, call.table, run.batch, position, shape);

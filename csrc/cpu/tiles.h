@@ -15,9 +15,9 @@ constexpr int BEST_ROWS = REGISTERS == 32 ? 8 : 6, GEMM_ROWS = REGISTERS == 32 ?
 constexpr int GEMM_COLUMNS = 2 * LANES;
 constexpr int MAX_BANDS = 4;
 
-// cos and sin of every row and channel: y[c] = x[c] * cos[c] + x[the other channel of its pair] * sin[c].
+// cos and sin of every row: y[c] = x[c] * cos[c] + x[the other channel of its pair] * sin[c - first_channel].
 struct Table {
-  const float *cos, *sin;                     // nullptr: 1, or 0
+  const float *cos, *sin;  // (rows, head_dim) and (rows, 2 pairs); nullptr: 1, or 0
   int64_t cos_batch, cos_row, sin_batch, sin_row;  // strides
 };
 
@@ -31,7 +31,8 @@ struct ForwardCall {  // mirrored in backends/cpu/library.py
   TensorView q, k, v, out;
   TensorView k_scale, v_scale;  // float32 (batch, rows, heads), of a quantized cache
   float* lse;                   // (batch, heads_q, seqlen_q)
-  int64_t batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim, head_dim_v, pairs, interleaved;
+  int64_t batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim, head_dim_v, pairs, interleaved, first_channel;
+  const float* key_weight;  // (head_dim,), multiplies keys before their rotation; nullptr: 1. Read by the forwards alone
   ForwardBand bands[MAX_BANDS];
   Table k_copies[MAX_BANDS];
   int64_t num_bands, num_copies;
@@ -42,17 +43,20 @@ struct ForwardCall {  // mirrored in backends/cpu/library.py
   ParallelFor parallel_for;
 };
 
-// c (m, n) = a (m, k) b (k, n); with ADD, c += a b. m is a multiple of GEMM_ROWS, n of GEMM_COLUMNS.
+// c (m, n) = a (m, k) b (k, n); with ADD, c += a b. m is a multiple of GEMM_ROWS, n of GEMM_COLUMNS. panel: how far the
+// first numbers of neighboring panels of GEMM_COLUMNS columns of b are apart.
 template <bool ADD, int ROWS = BEST_ROWS>
-void multiply(const float* a, int lda, const float* b, int ldb, float* c, int ldc, int m, int n, int k) {
+void multiply(const float* a, int lda, const float* b, int ldb, float* c, int ldc, int m, int n, int k,
+              int panel = GEMM_COLUMNS) {
   int i = 0;
   for (; i + ROWS <= m; i += ROWS)
     for (int j = 0; j < n; j += GEMM_COLUMNS) {
+      const float* columns = b + j / GEMM_COLUMNS * panel;
       Vec acc[ROWS][2];
       for (int r = 0; r < ROWS; ++r)
         for (int h = 0; h < 2; ++h) acc[r][h] = ADD ? load(c + (i + r) * ldc + j + h * LANES) : Vec{};
       for (int p = 0; p < k; ++p) {
-        const Vec low = load(b + p * ldb + j), high = load(b + p * ldb + j + LANES);
+        const Vec low = load(columns + p * ldb), high = load(columns + p * ldb + LANES);
         for (int r = 0; r < ROWS; ++r) {
           const Vec x = broadcast(a[(i + r) * lda + p]);
           acc[r][0] += x * low;
@@ -63,21 +67,24 @@ void multiply(const float* a, int lda, const float* b, int ldb, float* c, int ld
         for (int h = 0; h < 2; ++h) store(c + (i + r) * ldc + j + h * LANES, acc[r][h]);
     }
   if constexpr (ROWS > GEMM_ROWS)
-    if (i < m) multiply<ADD, GEMM_ROWS>(a + i * lda, lda, b, ldb, c + i * ldc, ldc, m - i, n, k);
+    if (i < m)
+      multiply<ADD, (ROWS > 4 ? 4 : GEMM_ROWS)>(a + i * lda, lda, b, ldb, c + i * ldc, ldc, m - i, n, k, panel);
 }
 
 template <typename T>
 void rotate_row(const T* x, float* y, const Table& table, int64_t b, int64_t row, const ForwardCall& call) {
-  const int head_dim = int(call.head_dim), pairs = int(call.pairs);
-  if (table.sin && !call.interleaved && pairs % LANES == 0 && head_dim % LANES == 0) {
+  const int head_dim = int(call.head_dim), pairs = int(call.pairs), start = int(call.first_channel);
+  if (table.sin && !call.interleaved && pairs % LANES == 0 && head_dim % LANES == 0 && start % LANES == 0) {
     const float* cos = table.cos + b * table.cos_batch + row * table.cos_row;
     const float* sin = table.sin + b * table.sin_batch + row * table.sin_row;
+    for (int c = 0; c < start; c += LANES) store(y + c, load(channel(x, c)) * load(cos + c));
     for (int m = 0; m < pairs; m += LANES) {
-      const Vec first = load(channel(x, m)), second = load(channel(x, m + pairs));
-      store(y + m, first * load(cos + m) + second * load(sin + m));
-      store(y + m + pairs, second * load(cos + m + pairs) + first * load(sin + m + pairs));
+      const int c = start + m;
+      const Vec first = load(channel(x, c)), second = load(channel(x, c + pairs));
+      store(y + c, first * load(cos + c) + second * load(sin + m));
+      store(y + c + pairs, second * load(cos + c + pairs) + first * load(sin + m + pairs));
     }
-    for (int c = 2 * pairs; c < head_dim; c += LANES) store(y + c, load(channel(x, c)) * load(cos + c));
+    for (int c = start + 2 * pairs; c < head_dim; c += LANES) store(y + c, load(channel(x, c)) * load(cos + c));
     return;
   }
   convert(x, y, head_dim);
@@ -88,6 +95,9 @@ void rotate_row(const T* x, float* y, const Table& table, int64_t b, int64_t row
     return;
   }
   const float* sin = table.sin + b * table.sin_batch + row * table.sin_row;
+  for (int c = 0; c < start; ++c) y[c] *= cos[c];
+  for (int c = start + 2 * pairs; c < head_dim; ++c) y[c] *= cos[c];
+  y += start, cos += start;
   if (call.interleaved) {
     for (int m = 0; m < pairs; ++m) {
       const float first = y[2 * m], second = y[2 * m + 1];
@@ -101,27 +111,47 @@ void rotate_row(const T* x, float* y, const Table& table, int64_t b, int64_t row
       y[m + pairs] = second * cos[m + pairs] + first * sin[m + pairs];
     }
   }
-  for (int c = 2 * pairs; c < head_dim; ++c) y[c] *= cos[c];
+}
+
+// Writes a key, weighted and rotated, to y.
+template <typename T>
+void rotate_key(const T* x, float* y, const Table& table, int64_t b, int64_t row, const ForwardCall& call) {
+  if (!call.key_weight) return rotate_row(x, y, table, b, row, call);
+  alignas(64) float weighted[MAX_HEAD_DIM];
+  convert(x, weighted, int(call.head_dim));
+  for (int c = 0; c < call.head_dim; ++c) weighted[c] *= call.key_weight[c];
+  rotate_row(weighted, y, table, b, row, call);
 }
 
 // Applies the transpose of rotate_row to the gradient of a rotated row, in place.
 inline void unrotate_row(float* y, const Table& table, int64_t b, int64_t row, const ForwardCall& call) {
-  const int head_dim = int(call.head_dim), pairs = int(call.pairs);
+  const int head_dim = int(call.head_dim), pairs = int(call.pairs), start = int(call.first_channel);
   if (!table.cos) return;
   const float* cos = table.cos + b * table.cos_batch + row * table.cos_row;
   const float* sin = table.sin ? table.sin + b * table.sin_batch + row * table.sin_row : nullptr;
-  const int step = call.interleaved ? 2 : 1, distance = call.interleaved ? 1 : pairs;
   if (!sin) {
     for (int c = 0; c < head_dim; ++c) y[c] *= cos[c];
     return;
   }
-  for (int m = 0; m < pairs; ++m) {
-    const int i = m * step, j = i + distance;
+  for (int c = 0; c < start; ++c) y[c] *= cos[c];
+  for (int c = start + 2 * pairs; c < head_dim; ++c) y[c] *= cos[c];
+  y += start, cos += start;
+  auto unrotate = [&](int i, int j) {
     const float first = y[i], second = y[j];
     y[i] = first * cos[i] + second * sin[j];
     y[j] = second * cos[j] + first * sin[i];
+  };
+  int m = 0;
+  if (call.interleaved) {
+    for (; m < pairs; ++m) unrotate(2 * m, 2 * m + 1);
+  } else {
+    for (; m + LANES <= pairs; m += LANES) {
+      const Vec first = load(y + m), second = load(y + m + pairs);
+      store(y + m, first * load(cos + m) + second * load(sin + m + pairs));
+      store(y + m + pairs, second * load(cos + m + pairs) + first * load(sin + m));
+    }
+    for (; m < pairs; ++m) unrotate(m, m + pairs);
   }
-  for (int c = 2 * pairs; c < head_dim; ++c) y[c] *= cos[c];
 }
 
 inline int64_t padded(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }

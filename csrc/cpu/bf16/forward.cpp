@@ -12,17 +12,19 @@
 namespace flashrope {
 namespace {
 
-constexpr int BLOCK_M = 128, STRIPS = BLOCK_M / STRIP;
+constexpr int MAX_STRIPS = MAX_BLOCK_M / STRIP;
 
 // k: blocks of (key / PANEL, pair of channels, PANEL); v: of (channel / PANEL, pair of keys, PANEL).
 struct Workspace : PackedBlocks<Words> {
   int64_t pairs, padded_dim_v;
+  int block_m;  // query rows of a tile
 
   explicit Workspace(const ForwardCall& call)
       : Workspace(call, (call.head_dim + 1) / 2, padded(call.head_dim_v, LANES)) {}
   Workspace(const ForwardCall& call, int64_t pairs, int64_t padded_dim_v)
       : PackedBlocks(call, pairs * BLOCK_N, padded_dim_v * BLOCK_N / 2, words),
-        pairs(pairs), padded_dim_v(padded_dim_v) {}
+        pairs(pairs), padded_dim_v(padded_dim_v),
+        block_m(tile_rows(std::max(2 * pairs, padded_dim_v), STRIP)) {}
 };
 
 template <typename T>
@@ -39,7 +41,7 @@ void pack_keys(const ForwardCall& call, const Workspace& workspace, int64_t copy
         rows.clear(r);
         continue;
       }
-      rotate_row(call.k.row<const T>(b, key, head % call.heads_kv), row, call.k_copies[copy], b, key, call);
+      rotate_key(call.k.row<const T>(b, key, head % call.heads_kv), row, call.k_copies[copy], b, key, call);
       if constexpr (IS_CODE<T>) {
         const float scale = *call.k_scale.row<const float>(b, key, head % call.heads_kv);
         for (int c = 0; c < call.head_dim; ++c) row[c] *= scale;
@@ -83,29 +85,30 @@ struct Tile {
   const int rows, head_dim_v, pairs, padded_dim;
   const int64_t head_kv;  // numbered as in Workspace
   const float factor;     // of scores, in powers of two
-  alignas(64) int32_t q[STRIPS][MAX_HEAD_DIM / 2 * STRIP];
-  alignas(64) float acc[STRIPS][MAX_HEAD_DIM * STRIP];
+  // (strips, pairs or padded_dim, STRIP)
+  alignas(64) int32_t q[TILE_SIZE / 2];
+  alignas(64) float acc[TILE_SIZE];
   alignas(64) float scores[BLOCK_N * STRIP];
   alignas(64) int32_t weights[BLOCK_N / 2 * STRIP];
   // Per row; row_max is of scores without their factor. seen_first and seen_end: the keys that a row sees in a band.
-  alignas(64) float row_max[BLOCK_M], row_sum[BLOCK_M], decay[STRIP];
-  alignas(64) int32_t seen_first[BLOCK_M], seen_end[BLOCK_M];
+  alignas(64) float row_max[MAX_BLOCK_M], row_sum[MAX_BLOCK_M], decay[STRIP];
+  alignas(64) int32_t seen_first[MAX_BLOCK_M], seen_end[MAX_BLOCK_M];
   struct {
     int first, end, full_first, full_end;  // keys that a row sees, and that all rows see
-  } strips[STRIPS];
+  } strips[MAX_STRIPS];
 
   Tile(const ForwardCall& call, const Workspace& workspace, int64_t b, int64_t head_q, int64_t first_row)
       : call(call), workspace(workspace), b(b), head_q(head_q), first_row(first_row),
-        rows(int(std::min<int64_t>(BLOCK_M, call.seqlen_q - first_row))), head_dim_v(int(call.head_dim_v)),
+        rows(int(std::min<int64_t>(workspace.block_m, call.seqlen_q - first_row))), head_dim_v(int(call.head_dim_v)),
         pairs(int(workspace.pairs)), padded_dim(int(workspace.padded_dim_v)),
         head_kv(b * call.heads_kv + head_q / (call.heads_q / call.heads_kv)),
         factor(score_factor(call)) {}
 
   void run() {
     const int count = (rows + STRIP - 1) / STRIP;
-    for (int s = 0; s < count; ++s) std::fill_n(acc[s], padded_dim * STRIP, 0.0f);
-    std::fill_n(row_max, BLOCK_M, -INF);
-    std::fill_n(row_sum, BLOCK_M, 0.0f);
+    std::fill_n(acc, count * padded_dim * STRIP, 0.0f);
+    std::fill_n(row_max, MAX_BLOCK_M, -INF);
+    std::fill_n(row_sum, MAX_BLOCK_M, 0.0f);
     for (int n = 0; n < call.num_bands; ++n) visit(call.bands[n], count);
     for (int s = 0; s < count; ++s) write(s);
   }
@@ -167,7 +170,7 @@ struct Tile {
       rotate_row(call.q.row<const BFloat16>(b, index, head_q), row, table, b, index, call);
       rounded.set(r, row, int(call.head_dim));
     }
-    rounded.write_strip(pairs, q[s]);
+    rounded.write_strip(pairs, q + s * pairs * STRIP);
   }
 
   // Computes the scores of the keys [from, until) of a block, and the maxima of rows. Returns whether a maximum grew.
@@ -182,7 +185,7 @@ struct Tile {
     }
     for (int t = from; t < until; t += PANEL) {
       Vec tile[PANEL][STRIP_VECTORS] = {};
-      add_product(k + t * pairs, q[s], pairs, tile);
+      add_product(k + t * pairs, q + s * pairs * STRIP, pairs, tile);
 #pragma GCC unroll 8
       for (int r = 0; r < PANEL; ++r)
         for (int h = 0; h < STRIP_VECTORS; ++h) {
@@ -235,7 +238,7 @@ struct Tile {
 
   void add_values(int s, const int32_t* v, int from, int until, bool changed) {
     for (int c = 0; c < head_dim_v; c += PANEL) {
-      float* to = acc[s] + c * STRIP;
+      float* to = acc + (s * padded_dim + c) * STRIP;
       Vec tile[PANEL][STRIP_VECTORS];
 #pragma GCC unroll 8
       for (int r = 0; r < PANEL; ++r)
@@ -259,7 +262,7 @@ struct Tile {
       const Vec sums = load(row_sum + first), inverse = sums == 0.0f ? Vec{} : 1.0f / sums;
       for (int c = 0; c < padded_dim; c += LANES) {
         IntVec columns[LANES];
-        for (int n = 0; n < LANES; ++n) columns[n] = (IntVec)(load(acc[s] + (c + n) * STRIP + h * LANES) * inverse);
+        for (int n = 0; n < LANES; ++n) columns[n] = (IntVec)(load(acc + (s * padded_dim + c + n) * STRIP + h * LANES) * inverse);
         transpose(columns);
         for (int r = 0; r < count; ++r) store(row[r] + c, (Vec)columns[r]);
       }
@@ -282,7 +285,7 @@ int forward(const ForwardCall& call) {
     for (int64_t copy = 0; copy < call.num_copies; ++copy) pack_keys<T>(call, workspace, copy, head, block);
     pack_values<T>(call, workspace, head, block);
   });
-  for_query_tiles(call, BLOCK_M, [&](int64_t b, int64_t head, int64_t first_row) {
+  for_query_tiles(call, workspace.block_m, [&](int64_t b, int64_t head, int64_t first_row) {
     Tile<T, O>(call, workspace, b, head, first_row).run();
   });
   return 0;

@@ -56,6 +56,8 @@ def attend(
     """Returns (out like q, lse in float32 or float64) of a batch of sequences. out: a tensor that the compiled kernels
     may write the result to, contiguous and like q."""
     call, tables, k_cache = part.call, part.call.tables, layer.k
+    if layer.key_weight is not None:
+        layer = layer._replace(key_weight=layer.key_weight.contiguous())  # as the kernels read it
     if tables.positions is not None:
         return _attend_placed(q, layer, part)
     if (compiled := loader.load()) and decode.serves(q, layer, call):
@@ -64,7 +66,7 @@ def attend(
     bounds = part.bounds(k_cache)
     row = k_cache.shape[-2] * q.shape[-1]
     caches = _caches(layer)
-    if compiled and (seqlen_q < COMPILED_ROWS or not tiles.serves_cache(q, layer, call)):
+    if compiled and (seqlen_q < COMPILED_ROWS or not tiles.serves(q, k_cache, layer.v.shape[-1], call)):
         compiled = None
     same_bounds = block_table is None and bounds and bounds == bounds[:1] * batch
     if same_bounds:
@@ -124,7 +126,7 @@ def _attend_placed(q: torch.Tensor, layer: CacheLayer, part: Part) -> tuple[torc
         out = q.new_zeros(cached_out_shape(q, layer))
         lse = q.new_full((batch, heads_q, seqlen_q), float("-inf"), dtype=accumulation_type(q))
         left = list(range(batch if k_cache.numel() else 0))
-    if compiled and (seqlen_q < COMPILED_ROWS or not tiles.serves_cache(q, layer, call)):
+    if compiled and (seqlen_q < COMPILED_ROWS or not tiles.serves(q, k_cache, layer.v.shape[-1], call)):
         compiled = None
     caches, block_table = _caches(layer), call.tables.block_table
     for b in left:
@@ -230,7 +232,7 @@ def _attend(
     seqlen_q, rotary, head_dim_v, key_weight = q.shape[1], call.rotary, cached_out_shape(q, layer)[-1], layer.key_weight
     queries = queries or [runs.Rows(0, seqlen_q, seqlen - seqlen_q, seqlen - seqlen_q)]
     if compiled is not None and seqlen:
-        return _attend_tiles(compiled, q, blocks, seqlen, call, queries)
+        return _attend_tiles(compiled, q, blocks, seqlen, call, layer, queries)
     rotated_q: dict[tuple[PositionMap, int], torch.Tensor] = {}
     partials, scale = [], flash_scale(call, seqlen)
     for block in blocks if q.numel() else ():
@@ -262,11 +264,17 @@ def _attend(
 
 
 def _attend_tiles(
-    compiled: Library, q: torch.Tensor, blocks: Iterator[Block], seqlen: int, call: CacheCall, queries: list[runs.Rows]
+    compiled: Library,
+    q: torch.Tensor,
+    blocks: Iterator[Block],
+    seqlen: int,
+    call: CacheCall,
+    layer: CacheLayer,
+    queries: list[runs.Rows],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attends with the kernel of tiles.py: each contiguous run of queries to each run of keys that it can see."""
     attention, whole = AttentionCall(call.rotary, call.causal, call.softmax_scale), (q.shape[1], seqlen)
-    out = q.new_zeros(q.shape, dtype=torch.float32)
+    out = q.new_zeros(cached_out_shape(q, layer), dtype=torch.float32)
     lse = out.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf)
     for block in blocks:
         k, v = block.k, block.v
@@ -275,12 +283,14 @@ def _attend_tiles(
             bands, shift = runs.bands_between(call.bands, call.causal, rows, block.position, block.order)
             place = tiles.Place(bands, shift, rows.position, block.position, seqlen)
             if (rows.rows, k.shape[1]) == whole:
-                return tiles.forward(compiled, q, k, v, attention, scales, place)
+                return tiles.forward(compiled, q, k, v, attention, scales, place, key_weight=layer.key_weight)
             if not any(band.start < shift + rows.rows and band.stop > shift - k.shape[1] + 1 for band in bands):
                 continue
             own = slice(rows.row, rows.row + rows.rows)
             if scales is None and not compiled.multiplies(q.dtype, q.shape[1]):
                 k, v = k.to(torch.float32), v.to(torch.float32)  # later rows reuse the conversion
-            run_out, run_lse = tiles.forward(compiled, q[:, own], k, v, attention, scales, place, torch.float32)
+            run_out, run_lse = tiles.forward(
+                compiled, q[:, own], k, v, attention, scales, place, torch.float32, layer.key_weight
+            )
             add_partial(out[:, own].transpose(1, 2), lse[..., own], run_out.transpose(1, 2), run_lse)
     return out.to(q.dtype), lse

@@ -11,7 +11,7 @@ import torch
 from ...lowering.cos_sin import cos_sin
 from ...rotary.rotary import Rotary
 from ..cache_tables import CacheLayer
-from ..calls import CacheCall
+from ..calls import CacheCall, cached_out_shape
 from .library import (
     CODES,
     DTYPES,
@@ -42,11 +42,9 @@ class Template(NamedTuple):
 
 def serves(q: torch.Tensor, layer: CacheLayer, call: CacheCall) -> bool:
     (_, seqlen_q, heads_q, head_dim), k_cache = q.shape, layer.k
-    if layer.v.shape != k_cache.shape or layer.key_weight is not None:
-        return False
     rows = seqlen_q * (heads_q // max(k_cache.shape[2], 1))
-    served = q.dtype in DTYPES and len(call.bands) <= MAX_BANDS and not call.rotary.first_channel
-    return served and head_dim <= MAX_HEAD_DIM and 0 < rows <= MAX_ROWS and k_cache.numel() > 0
+    served = q.dtype in DTYPES and len(call.bands) <= MAX_BANDS and head_dim <= MAX_HEAD_DIM
+    return served and 0 < rows <= MAX_ROWS and k_cache.numel() > 0
 
 
 def decode(
@@ -57,13 +55,13 @@ def decode(
     placed: list[Placed] | None = None,
     out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (out like q, lse in float32). placed: the sequences, where positions are explicit. out: where to write
-    out, contiguous and like q."""
+    """Returns (out of ``cached_out_shape``, lse in float32). placed: the sequences, where positions are explicit. out:
+    where to write out, contiguous and like it."""
     (batch, seqlen_q, heads_q, _), dtype, given = q.shape, q.dtype, out
     if layer.k_scale is not None and q.dtype != torch.float32:
         q, out = q.to(torch.float32), None
     if out is None:
-        out = q.new_empty(q.shape)
+        out = q.new_empty(cached_out_shape(q, layer))
     lse = q.new_empty((batch, heads_q, seqlen_q), dtype=torch.float32)
     c = _fill(library, q, layer, out, lse, part, placed)
     if library.decode(ctypes.byref(c)):
@@ -76,7 +74,7 @@ def decode(
 def _fill(library: Library, q, layer: CacheLayer, out, lse, part: Part, placed: list[Placed] | None) -> DecodeCall:
     """Returns the filled-in struct of the compiled call. For layers of a step with equal strides only the addresses are
     written again."""
-    k, v, k_scale, v_scale, _ = layer
+    k, v, k_scale, v_scale, key_weight = layer
     strides: tuple = (q.stride(), k.stride(), v.stride(), out.stride())
     if k_scale is not None and v_scale is not None:
         strides += (k_scale.stride(), v_scale.stride())
@@ -94,6 +92,7 @@ def _fill(library: Library, q, layer: CacheLayer, out, lse, part: Part, placed: 
             c.k_scale, c.v_scale = TensorView.of(k_scale), TensorView.of(v_scale)
         part.filled = strides, c
     c.lse = lse.data_ptr()
+    c.key_weight = None if key_weight is None else key_weight.data_ptr()
     return c
 
 
@@ -116,7 +115,7 @@ def _describe(
         c.block_table, c.max_pages = table.data_ptr(), table.shape[1]
         c.pages, c.page_size = k_cache.shape[:2]
     c.batch, c.seqlen_q, c.heads_q, c.head_dim = q.shape
-    c.heads_kv = k_cache.shape[2]
+    c.heads_kv, c.head_dim_v = k_cache.shape[2], cached_out_shape(q, layer)[-1]
     c.scale, c.rotated_scale = call.score_scale, call.rotary.rotated_scale
     for name, value in call.rotary.query_scale._asdict().items():
         setattr(c, name, value or 0.0)
@@ -173,6 +172,7 @@ def _template(rotary: Rotary, causal: bool, rows: int) -> Template:
 
     rotates = rotary.changes_channels
     call.pairs, call.interleaved = len(rotary.frequencies) if rotates else 0, rotary.interleaved
+    call.first_channel = rotary.first_channel if rotates else 0
     call.rotating_pairs = 1 + max((m for m, x in enumerate(rotary.frequencies) if x), default=-1) if rotates else 0
     call.inv_freq = address(torch.tensor(rotary.frequencies, dtype=torch.float64))
     bands = rotary.bands_for(causal)

@@ -10,7 +10,7 @@ import torch
 
 from ...rotary.bands import Band
 
-MAX_HEAD_DIM = 256  # csrc/cpu/common.h has the same number
+MAX_HEAD_DIM = 576  # csrc/cpu/common.h has the same number
 MAX_BANDS = 4
 INFINITE = 2**40  # stands for an infinite distance
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
@@ -76,9 +76,10 @@ class DecodeCall(ctypes.Structure):
         ("bounds", ctypes.c_void_p),
         ("block_table", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("max_pages", "pages", "page_size")),
-        *((name, ctypes.c_int64) for name in ("batch", "seqlen_q", "heads_q", "heads_kv", "head_dim")),
+        *((name, ctypes.c_int64) for name in ("batch", "seqlen_q", "heads_q", "heads_kv", "head_dim", "head_dim_v")),
+        ("key_weight", ctypes.c_void_p),
         ("inv_freq", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("pairs", "rotating_pairs", "interleaved")),
+        *((name, ctypes.c_int64) for name in ("pairs", "rotating_pairs", "interleaved", "first_channel")),
         ("bands", DecodeBand * MAX_BANDS),
         ("num_bands", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("runs", "positions")),
@@ -110,7 +111,8 @@ class ForwardCall(ctypes.Structure):
         *((name, TensorView) for name in ("q", "k", "v", "out", "k_scale", "v_scale")),
         ("lse", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("batch", "seqlen_q", "seqlen_k", "heads_q", "heads_kv")),
-        *((name, ctypes.c_int64) for name in ("head_dim", "head_dim_v", "pairs", "interleaved")),
+        *((name, ctypes.c_int64) for name in ("head_dim", "head_dim_v", "pairs", "interleaved", "first_channel")),
+        ("key_weight", ctypes.c_void_p),
         ("bands", ForwardBand * MAX_BANDS),
         ("k_copies", Table * MAX_BANDS),
         ("num_bands", ctypes.c_int64),
@@ -145,7 +147,8 @@ class RotateCall(ctypes.Structure):
         *((name, TensorView) for name in ("x", "out", "v", "v_cache", "k_scale", "v_scale")),
         ("table", Table),
         ("runs", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("num_runs", "heads", "head_dim", "pairs", "interleaved", "to_cache")),
+        *((name, ctypes.c_int64) for name in ("num_runs", "heads", "head_dim", "head_dim_v", "pairs", "interleaved")),
+        *((name, ctypes.c_int64) for name in ("first_channel", "to_cache")),
         ("slots", ctypes.c_void_p),
         ("block_table", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("max_pages", "pages", "page_size", "dtype", "codes", "threads")),

@@ -26,7 +26,7 @@ def append_to_cache(
     layer: CacheLayer, k: torch.Tensor, v: torch.Tensor | None, tables: CacheTables, rotary: Rotary | None = None
 ) -> None:
     """Writes new keys and values; see ``CacheBackend``."""
-    if (compiled := loader.load()) and v is not None and rotated.appends(layer, k, rotary):
+    if (compiled := loader.load()) and rotated.appends(k, rotary):
         if k.numel() and layer.k.numel():
             rotated.Append(compiled, tables, rotary).run(layer, k, v)
         return
@@ -48,7 +48,7 @@ class CachePlan:
         self._parts: list[tuple] = []
 
     def append(self, layer: CacheLayer, k: torch.Tensor, v: torch.Tensor | None) -> None:
-        if (compiled := loader.load()) and v is not None and rotated.appends(layer, k, self._rotary):
+        if (compiled := loader.load()) and rotated.appends(k, self._rotary):
             if self._append is None:
                 self._append = rotated.Append(compiled, self._tables, self._rotary)
             if k.numel() and layer.k.numel():

@@ -46,12 +46,12 @@ def rotate(x: torch.Tensor, call: RotateCall) -> torch.Tensor:
 
 def serves(rotary: Rotary | None) -> bool:
     """Whether the compiled kernels rotate by this scheme. None: nothing rotates."""
-    return rotary is None or not rotary.first_channel and rotary.head_dim <= MAX_HEAD_DIM
+    return rotary is None or rotary.head_dim <= MAX_HEAD_DIM
 
 
-def appends(layer: CacheLayer, k: torch.Tensor, rotary: Rotary | None) -> bool:
-    """Whether ``Append`` writes new rows like k, with values, to the layer. Values must be as wide as the keys."""
-    return k.dtype in DTYPES and serves(rotary) and layer.v.shape == layer.k.shape
+def appends(k: torch.Tensor, rotary: Rotary | None) -> bool:
+    """Whether ``Append`` writes new rows like k to a layer."""
+    return k.dtype in DTYPES and serves(rotary) and k.shape[-1] <= MAX_HEAD_DIM
 
 
 def _plan(x: torch.Tensor, call: RotateCall) -> tuple[Rotation | None, list[NewRows]]:
@@ -88,7 +88,7 @@ def _describe(
     )
     c.num_runs, c.heads, c.head_dim = len(runs), x.shape[2], x.shape[3]
     if rotary is not None:
-        c.pairs, c.interleaved = len(rotary.frequencies), rotary.interleaved
+        c.pairs, c.interleaved, c.first_channel = len(rotary.frequencies), rotary.interleaved, rotary.first_channel
     c.dtype, c.threads = DTYPES[x.dtype], torch.get_num_threads() if x.numel() > SMALL else 1
     c.parallel_for = compiled.parallel_for
     return c, Kept(table, array)
@@ -104,26 +104,26 @@ class Append:
         self._compiled, self._tables, self._rotary = compiled, tables, rotary
         self._filled: tuple[tuple, CompiledCall, tuple] | None = None  # strides, the call, what it points to
 
-    def run(self, layer: CacheLayer, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Writes k and v to the layer, quantized if it has scales. Their dtype is one of DTYPES."""
+    def run(self, layer: CacheLayer, k: torch.Tensor, v: torch.Tensor | None) -> None:
+        """Writes k and v to the layer, quantized if it has scales. Their dtype is one of DTYPES. v: None where values
+        are channels of the keys."""
         k_cache, v_cache, k_scale, v_scale, _ = layer
-        strides: tuple = (k.stride(), v.stride(), k_cache.stride(), v_cache.stride())
+        strides: tuple = (k.stride(), k_cache.stride())
+        if v is not None:
+            strides += (v.stride(), v_cache.stride())
         if k_scale is not None and v_scale is not None:
             strides += (k_scale.stride(), v_scale.stride())
         if self._filled is None or self._filled[0] != strides:
             self._filled = strides, *self._fill(layer, k, v)
         c = self._filled[1]
-        c.x.data, c.v.data, c.out.data, c.v_cache.data = (
-            k.data_ptr(),
-            v.data_ptr(),
-            k_cache.data_ptr(),
-            v_cache.data_ptr(),
-        )
+        c.x.data, c.out.data = k.data_ptr(), k_cache.data_ptr()
+        if v is not None:
+            c.v.data, c.v_cache.data = v.data_ptr(), v_cache.data_ptr()
         if k_scale is not None and v_scale is not None:
             c.k_scale.data, c.v_scale.data = k_scale.data_ptr(), v_scale.data_ptr()
         self._compiled.rotate(ctypes.byref(c))
 
-    def _fill(self, layer: CacheLayer, k: torch.Tensor, v: torch.Tensor) -> tuple[CompiledCall, tuple]:
+    def _fill(self, layer: CacheLayer, k: torch.Tensor, v: torch.Tensor | None) -> tuple[CompiledCall, tuple]:
         """Returns the compiled call, and the objects that it points to besides the tensors of the layer."""
         tables, rotary, k_cache = self._tables, self._rotary, layer.k
         capacity, block_table, slots = tables.capacity(k_cache), tables.block_table, tables.slot_mapping
@@ -136,7 +136,9 @@ class Append:
             table, runs = None, [NewRows(0, 0, x.shape[1], 0, 0, 0)]
         c, kept = _describe(self._compiled, x, k_cache, rotary, table, runs)
         view = TensorView.of if k.ndim == 4 else TensorView.of_packed
-        c.x, c.v, c.out, c.v_cache = view(k), view(v), TensorView.of(k_cache), TensorView.of(layer.v)
+        c.x, c.out = view(k), TensorView.of(k_cache)
+        if v is not None:
+            c.v, c.v_cache, c.head_dim_v = view(v), TensorView.of(layer.v), v.shape[-1]
         if layer.k_scale is not None and layer.v_scale is not None:
             c.codes = CODES[k_cache.dtype]
             c.k_scale, c.v_scale = TensorView.of(layer.k_scale), TensorView.of(layer.v_scale)

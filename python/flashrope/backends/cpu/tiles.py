@@ -7,7 +7,6 @@ from typing import NamedTuple
 import torch
 
 from ...rotary.bands import Band, PositionMap
-from ..cache_tables import CacheLayer
 from ..calls import AttentionCall, CacheCall, out_shape
 from .library import (
     CODES,
@@ -37,13 +36,8 @@ class Place(NamedTuple):
 
 def serves(q: torch.Tensor, k: torch.Tensor, head_dim_v: int, call: AttentionCall | CacheCall) -> bool:
     """Whether the compiled kernels serve a call. head_dim_v: that of the values."""
-    served = q.dtype in DTYPES and len(call.bands) <= MAX_BANDS and not call.rotary.first_channel
+    served = q.dtype in DTYPES and len(call.bands) <= MAX_BANDS
     return served and max(q.shape[-1], head_dim_v) <= MAX_HEAD_DIM and q.numel() > 0 and k.numel() > 0
-
-
-def serves_cache(q: torch.Tensor, layer: CacheLayer, call: CacheCall) -> bool:
-    """Whether the kernels serve a chunk of queries over a cache. Values must be as wide as the keys."""
-    return layer.v.shape == layer.k.shape and layer.key_weight is None and serves(q, layer.k, q.shape[-1], call)
 
 
 def forward(
@@ -55,11 +49,12 @@ def forward(
     scales: tuple[torch.Tensor, torch.Tensor] | None = None,
     place: Place | None = None,
     out_type: torch.dtype | None = None,
+    key_weight: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns (out of ``out_shape``, lse in float32).
 
     scales: (batch, seqlen_k, heads_kv, 1) each. If given, k and v are quantized. out_type: float32 or q's dtype.
-        Default: q's dtype.
+        Default: q's dtype. key_weight: that of ``CacheLayer``.
     """
     (batch, seqlen_q, heads_q, _), dtype = q.shape, out_type or q.dtype
     multiplied = library.multiplies(q.dtype, seqlen_q)
@@ -74,6 +69,7 @@ def forward(
         c.dtype = CODES[k.dtype]
         c.k_scale, c.v_scale = (TensorView.of(x) for x in scales)
     c.float32_out = out.dtype == torch.float32
+    c.key_weight = None if key_weight is None else key_weight.data_ptr()
     if library.forward(c, q.dtype):
         raise MemoryError("attention: no memory for the rotated keys")
     return out.to(dtype), lse
@@ -110,6 +106,7 @@ def _describe(library, q, k, v, out, lse, call, place: Place | None = None) -> t
     if place is None:
         place = Place(call.bands, seqlen_k - seqlen_q, seqlen_k - seqlen_q, 0, seqlen_k)
     c = ForwardCall(lse=lse.data_ptr(), pairs=len(rotary.frequencies), interleaved=rotary.interleaved)
+    c.first_channel = rotary.first_channel
     c.q, c.k, c.v, c.out = (TensorView.of(x) for x in (q, k, v, out))
     c.batch, c.seqlen_q, c.seqlen_k, c.shift = batch, seqlen_q, seqlen_k, place.shift
     c.heads_q, c.heads_kv, c.head_dim, c.head_dim_v = heads_q, heads_kv, head_dim, out.shape[-1]

@@ -1,0 +1,76 @@
+"""What ``python -m bench cpu`` measures of wide heads: training and decoding at head_dim 512, and values in keys.
+
+Compiled kernels only. SDPA and two caches of keys and values are what their figures are compared with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from flashrope import attention_with_cache
+
+from .contestants import KERNELS
+from .cpu_cases import COMPILED, SCHEMES, SDPA, Entry, entry, forward_entries, heads_first
+from .decode import own_with_cache
+from .problem import Problem
+
+HEAD_DIM, HEADS, SEQLEN, KEYS, GROUPED = 512, 2, 2048, 32768, 16  # GROUPED: query heads of HEADS key heads
+TRAINING = f"forward + backward, seqlen {SEQLEN}, window {SEQLEN // 4}, head_dim {HEAD_DIM}"
+DECODING = f"decoding, {KEYS} keys, head_dim {HEAD_DIM}"
+SHARED = f"{DECODING}, {GROUPED} heads to {HEADS}, values in keys"
+WIDE = ("RoPE", "ReRoPE")
+GOALS = (  # figure, limit
+    *((f"{DECODING}: {name}, {COMPILED} / {SDPA}", 1.0) for name in WIDE),
+    *((f"{TRAINING}: {name}, {COMPILED} / {SDPA}", 0.85) for name in WIDE),
+    *((f"{SHARED}: one cache, {kind} / two caches, {kind}", 0.6) for kind in ("float32", "bfloat16")),
+)
+
+
+def over_cache(shared: bool, impl: str, problem: Problem) -> Callable:
+    """Returns ReRoPE's decoding over a cache of keys and values, or of keys that are the values."""
+    rotary, seqlens = problem.rerope(), torch.full((problem.batch,), problem.seqlen, dtype=torch.int32)
+
+    def attend(q, k, v):
+        return attention_with_cache(q, k, k if shared else v, rotary, seqlens, impl=impl)
+
+    return attend
+
+
+def shared_entries(kernels) -> list[Entry]:
+    """Returns ReRoPE over two caches, and over one whose keys are the values."""
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        kind = str(dtype).removeprefix("torch.")
+        for name, shared in (("two caches", False), ("one cache", True)):
+            prepare, exact = (partial(over_cache, shared, impl) for impl in ("cpu", "reference"))
+            base = f"two caches, {kind}"
+            each = entry(f"{name}, {kind}", base, Problem.rerope, prepare, kernels, heads_first, True, dtype, exact)
+            found.append(each)
+    return found
+
+
+def decoding_entries(kernels) -> list[Entry]:
+    """Returns SDPA, and RoPE and ReRoPE over raw keys."""
+    found = [entry(SDPA, SDPA, Problem.none, KERNELS["SDPA flash"], arrange=heads_first)]
+    for name in WIDE:
+        cached = partial(own_with_cache, SCHEMES[name], "cpu")
+        found.append(entry(f"{name}, {COMPILED}", SDPA, SCHEMES[name], cached, kernels, heads_first, True))
+    return found
+
+
+def training_entries(kernels) -> list[Entry]:
+    """Returns SDPA, and RoPE and ReRoPE with the compiled kernels."""
+    return [each for each in forward_entries(kernels, WIDE) if each.name == SDPA or each.name.endswith(COMPILED)]
+
+
+def measure(bench) -> None:
+    """Measures the tables of a ``cpu.Bench``."""
+    if bench.kernels is None:
+        return
+    sizes = dict(heads=HEADS, heads_kv=HEADS, head_dim=HEAD_DIM)
+    bench.measure(TRAINING, training_entries(bench.kernels), bench.problem(SEQLEN, SEQLEN // 4, **sizes), 0.1, True)
+    decoding = bench.problem(KEYS, 1024, decoding=True, **sizes)
+    bench.measure(DECODING, decoding_entries(bench.kernels), decoding, 0.1)
+    bench.measure(SHARED, shared_entries(bench.kernels), decoding.replace(heads=GROUPED), 0.1)
