@@ -41,7 +41,7 @@ NAMES = {
     "attention_grad_q": "dQ",
     "attention_decode": "decoding",
 }
-THEIRS, ORDER = "flash-attention-2.csv", "candidates.csv"
+THEIRS, ORDER, WIDE = "flash-attention-2.csv", "candidates.csv", "a100-wide.csv"
 LOOP_COLUMNS = (
     *("kernel", "scheme", "arch", "D", "tile", "warps", "stages", "regs", "local", "blocks/SM", "clocks"),
     *("tensor", "B/clk", *(f"% {name}" for name in issue.WAITS)),
@@ -66,8 +66,6 @@ HEADS_KV = 8
 
 def launches(arch: int, head_dim: int, scheme: cases.Scheme) -> list[offline.Launch]:
     """Returns the case's launches that the model can predict. The forward is listed with the default backward only."""
-    if head_dim > 256 and not scheme.cache:
-        return []
     found = cases.Case(arch, head_dim, "bf16", scheme).launches()
     names = [name for name in NAMES if scheme.deterministic or name == "attention_grad_kv"]
     return [launch for launch in found if launch.kernel.__name__ in names]
@@ -216,9 +214,9 @@ def problem(seqlen: int, head_dim: int, scheme: cases.Scheme | None = None) -> w
 def device_rows(found: dict[tuple, Kernel], theirs: list[dict[str, str]]) -> Iterator[dict[str, str]]:
     """Returns TFLOP/s by length: FlashAttention-2 as predicted and as published, and our schemes."""
     passes = (("forward", 1.0, slice(0, 1)), ("backward", 2.5, slice(1, 2)), ("both", 3.5, slice(0, 2)))
-    for head_dim in PUBLISHED:
+    for head_dim in sorted({*PUBLISHED, *(head_dim for arch, head_dim, *_ in found if arch == 80)}):
         ours = [scheme for scheme in SCHEMES[:4] if (80, head_dim, scheme.name, "attention_grad_kv") in found]
-        for scheme in ([None] if theirs else []) + ours:
+        for scheme in ([None] if theirs and head_dim in PUBLISHED else []) + ours:
             times = {}
             for seqlen in SEQLENS:
                 sizes = problem(seqlen, head_dim, scheme)
@@ -337,9 +335,11 @@ def main(argv: list[str]) -> int:
             print_table(columns, rows, left)
     if options.publish:
         write_csv(folder / LOOPS, LOOP_COLUMNS, loops)
-        write_csv(folder / DEVICE, DEVICE_COLUMNS, whole)
+        write_csv(folder / DEVICE, DEVICE_COLUMNS, [row for row in whole if int(row["D"]) in PUBLISHED])
+        if wide := [row for row in whole if int(row["D"]) > 256]:
+            write_csv(folder / WIDE, DEVICE_COLUMNS, wide)
         write_csv(folder / DECODING, CACHE_COLUMNS, cached)
-        predicted.draw(folder / predicted.CHART, whole)
+        predicted.draw(folder / predicted.CHART, read_csv(folder / DEVICE))
         if options.peers:
             write_csv(folder / THEIRS, THEIR_COLUMNS, theirs)
     return 0

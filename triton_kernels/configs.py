@@ -149,7 +149,9 @@ OTHER_V["sm120"]["grad_kv"] = OTHER_V["sm86"]["grad_kv"] | {(64, 128): Tile(32, 
 # deterministic=None takes the backward of five products, whose dQ is added up by atomics, for these block_d in 16 bits,
 # v as wide as q: the issue model predicts it faster than seven products at 512 to 128k tokens, with one and two bands.
 # "sm90": it takes fewer instructions. Not timed on a GPU yet.
-ATOMIC_WIDTHS = {"sm80": (64, 128), "sm86": (64, 128), "sm90": (64, 128), "sm100": (64, 128), "sm120": (64, 128)}
+ATOMIC_WIDTHS = {"sm80": (64, 128, 512), "sm86": (64, 128, 512), "sm90": (64, 128, 512), "sm100": (64, 128)}
+ATOMIC_WIDTHS["sm120"] = ATOMIC_WIDTHS["sm86"]
+LARGE_SHARED = ("sm80", "sm90", "sm100", "cdna")  # families whose blocks have the shared memory of has_grad_q
 # float32 products run without tensor cores ("ieee"); these serve correctness, not speed.
 FLOAT = {
     "forward": by_block_d((32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1)),
@@ -158,10 +160,18 @@ FLOAT = {
     "decode": by_block_d((16, 32, 4, 1), (16, 32, 4, 1), (16, 32, 4, 1), (16, 16, 4, 1), (16, 16, 4, 1)),
     "decode wide": by_block_d((32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1), (32, 16, 4, 1), (16, 16, 4, 1)),
 }
-# Heads of 257 to 512 channels, which only decoding serves. "decode parts" spills nothing. Without it, cos and sin of a
-# tile's keys take 64 registers and more: sm_90, sm_100 and sm_120 touch up to 24 bytes of local memory in their loops.
+# Heads of 257 to 512 channels. Forward and gradients wait for shared memory most of the time. Their tiles are the best
+# by the issue model, or where it does not apply by instructions per needed product, of those whose loops touch at most
+# 128 bytes of local memory. In sm_90's gradients every tile for wgmma, which has 64 rows, spills more. "decode parts"
+# spills nothing. Without it, cos and sin of a tile's keys take 64 registers and more: sm_90, sm_100 and sm_120 touch up
+# to 24 bytes of local memory in their loops.
 WIDEST = {
     "sm80": {
+        "forward": Tile(32, 32, 4, 2),
+        "forward banded": Tile(32, 64, 8, 1),
+        "grad_kv": Tile(16, 16, 4, 2),
+        "grad_q": Tile(32, 32, 4, 2),
+        "grad_qkv": Tile(32, 16, 8, 2),
         "decode": Tile(16, 16, 4, 2),
         "decode parts": Tile(16, 32, 4, 2),
         "decode parts paged": Tile(16, 32, 4, 3),
@@ -169,16 +179,37 @@ WIDEST = {
         "decode wide paged": Tile(16, 32, 8, 3),
     },
     "sm86": {
+        "forward": Tile(32, 32, 4, 2),
+        "grad_kv": Tile(32, 16, 8, 2),
+        "grad_q": Tile(16, 32, 4, 2),
         "decode": Tile(16, 16, 4, 3),
         "decode parts": Tile(16, 32, 4, 2),
         "decode parts paged": Tile(16, 16, 4, 3),
         "decode wide": Tile(16, 32, 8, 2),
         "decode wide paged": Tile(16, 16, 8, 3),
     },
-    "cdna": {"decode": Tile(16, 16, 4, 1), "decode parts": Tile(16, 32, 4, 1), "decode wide": Tile(16, 16, 4, 1)},
-    "float": {"decode": Tile(16, 16, 4, 1), "decode wide": Tile(16, 16, 4, 1)},
+    "cdna": {
+        "forward": Tile(32, 16, 4, 1),
+        "grad_kv": Tile(16, 16, 4, 1),
+        "grad_q": Tile(16, 16, 4, 1),
+        "decode": Tile(16, 16, 4, 1),
+        "decode parts": Tile(16, 32, 4, 1),
+        "decode wide": Tile(16, 16, 4, 1),
+    },
+    "float": {
+        "forward": Tile(16, 16, 4, 1),
+        "grad_kv": Tile(16, 16, 4, 1),
+        "grad_q": Tile(16, 16, 4, 1),
+        "decode": Tile(16, 16, 4, 1),
+        "decode wide": Tile(16, 16, 4, 1),
+    },
 }
-WIDEST["sm90"] = WIDEST["sm80"] | {"decode parts paged": Tile(16, 32, 4, 2)}
+WIDEST["sm90"] = WIDEST["sm80"] | {
+    "forward": Tile(64, 32, 8, 2),
+    "forward banded": Tile(64, 32, 8, 2),
+    "grad_kv": Tile(32, 16, 8, 2),
+    "decode parts paged": Tile(16, 32, 4, 2),
+}
 WIDEST |= {"sm100": WIDEST["sm90"], "sm120": WIDEST["sm86"]}
 # fmt: on
 # The elementwise passes, any type: rows per program, warps, heads per program (which share one load of cos and sin).
@@ -202,6 +233,12 @@ WIDE_ROWS = 16  # more query rows per key head take the "decode wide" tile
 def options(num_warps: int, **others: int) -> dict[str, int | bool]:
     """Options of Triton's compiler. FP fusion is asked for by name: from Triton 3.10 on it is not the default."""
     return {"num_warps": num_warps, "enable_fp_fusion": True, **others}
+
+
+def row_options(num_warps: int, block_d: int) -> dict[str, int | bool]:
+    """Returns options of an elementwise pass. Beyond 256 channels it has twice the warps, so that a thread holds no
+    more channels than at 256."""
+    return options(2 * num_warps if block_d > 256 else num_warps)
 
 
 def family(capability: int | str) -> str:
@@ -246,9 +283,10 @@ def tile(
     directions = [direction, *INSTEAD.get(direction, [])]
     if cache == "paged":
         directions.insert(0, f"{direction} paged")
+    names = [name for d in directions for name in ([f"{d} banded", d] if num_bands > 1 else [d])]
     if max(block_d, block_dv) > 256:
         widest = WIDEST[family(capability) if itemsize == 2 else "float"]
-        return next(widest[name] for name in directions if name in widest)
+        return next(widest[name] for name in names if name in widest)
     widths = (block_d, max(block_dv, 128) if block_d == 256 else block_dv)
     block_d = max(block_d, block_dv)
     tables = [FLOAT]
@@ -260,7 +298,6 @@ def tile(
         own = directions[: directions.index(direction) + 1]
         if found := next((of_widths[x][widths] for x in own if widths in of_widths.get(x, {})), None):
             return found
-    names = [name for d in directions for name in ([f"{d} banded", d] if num_bands > 1 else [d])]
     return next(table[name][block_d] for table in tables for name in names if block_d in table.get(name, {}))
 
 
@@ -282,6 +319,12 @@ def query_rows(capability: int | str, tile: Tile, block_d: int) -> bool:
 def atomics_are_faster(capability: int | str, itemsize: int, block_d: int, block_dv: int) -> bool:
     """Whether deterministic=None adds dQ up by atomics."""
     return itemsize == 2 and block_d == block_dv and block_d in ATOMIC_WIDTHS.get(family(capability), ())
+
+
+def has_grad_q(capability: int | str, itemsize: int, block_d: int, block_dv: int) -> bool:
+    """Whether dQ has a kernel of its own. In float32 its block takes 128 KB of shared memory at 512 channels, more than
+    sm_86, sm_89 and sm_120 have."""
+    return itemsize == 2 or max(block_d, block_dv) <= 256 or family(capability) in LARGE_SHARED
 
 
 def red_floats(capability: int | str, itemsize: int) -> int:

@@ -414,7 +414,10 @@ def query_scale(scheme, rows, positions, length):
 
 
 # ---- rotating
-# A tile is rotated in two chunks of D/4 pairs. One chunk would need registers that the accumulator holds.
+# A tile is rotated in two halves of D/4 pairs. All pairs at once would need registers that the accumulator holds. The
+# queries of more than 256 channels are rotated in chunks of CHUNK_PAIRS pairs.
+
+CHUNK_PAIRS = tl.constexpr(64)
 
 
 @triton.jit
@@ -425,10 +428,17 @@ def rotate(first, second, cos, sin):
 
 @triton.jit
 def load_rotated_chunk(
-    view, table, rotation, rows, scale, FIRST: tl.constexpr, ROTATE: tl.constexpr, VARIANT: tl.constexpr
+    view,
+    table,
+    rotation,
+    rows,
+    scale,
+    FIRST: tl.constexpr,
+    COUNT: tl.constexpr,
+    ROTATE: tl.constexpr,
+    VARIANT: tl.constexpr,
 ):
-    """D/4 pairs of every row, from pair FIRST on: loaded, rotated and scaled in float32, rounded once."""
-    COUNT: tl.constexpr = VARIANT.block_d // 4
+    """COUNT pairs of every row, from pair FIRST on: loaded, rotated and scaled in float32, rounded once."""
     offsets = tile_offsets(existing_rows(rows), view)
     x, y = load_pairs(view.ptr, offsets, FIRST, COUNT, VARIANT)
     x, y = x.to(tl.float32), y.to(tl.float32)
@@ -443,11 +453,26 @@ def load_rotated_chunk(
 
 
 @triton.jit
+def load_rotated_half(
+    view, table, rotation, rows, scale, FIRST: tl.constexpr, ROTATE: tl.constexpr, VARIANT: tl.constexpr
+):
+    """load_rotated_chunk of D/4 pairs."""
+    PAIRS: tl.constexpr = VARIANT.block_d // 4
+    if PAIRS <= CHUNK_PAIRS:
+        return load_rotated_chunk(view, table, rotation, rows, scale, FIRST, PAIRS, ROTATE, VARIANT)
+    else:
+        HALF: tl.constexpr = PAIRS // 2
+        x, y = load_rotated_chunk(view, table, rotation, rows, scale, FIRST, HALF, ROTATE, VARIANT)
+        more_x, more_y = load_rotated_chunk(view, table, rotation, rows, scale, FIRST + HALF, HALF, ROTATE, VARIANT)
+        return concatenate(x, more_x), concatenate(y, more_y)
+
+
+@triton.jit
 def load_rotated(view, table, rotation, rows, scale, ROTATE: tl.constexpr, VARIANT: tl.constexpr):
     """A tile [M, D], rotated if ROTATE, times scale [M], in VARIANT.parts parts of the channels."""
     NEXT: tl.constexpr = VARIANT.block_d // 4
-    x, y = load_rotated_chunk(view, table, rotation, rows, scale, 0, ROTATE, VARIANT)
-    next_x, next_y = load_rotated_chunk(view, table, rotation, rows, scale, NEXT, ROTATE, VARIANT)
+    x, y = load_rotated_half(view, table, rotation, rows, scale, 0, ROTATE, VARIANT)
+    next_x, next_y = load_rotated_half(view, table, rotation, rows, scale, NEXT, ROTATE, VARIANT)
     if VARIANT.parts == 1:
         return (join_pairs(concatenate(x, next_x), concatenate(y, next_y), VARIANT),)
     elif VARIANT.interleaved:

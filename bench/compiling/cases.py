@@ -90,6 +90,7 @@ def few_rotate(head_dim: int) -> Rotary:
     return Rotary.rope(head_dim, rotary_dim=64, first_channel=head_dim - 64)
 
 
+TRAINED = Scheme("few", few_rotate)  # without a cache
 PARTS = tuple(Scheme(f"parts {cache}", few_rotate, cache=cache) for cache in ("contiguous", "paged"))
 MAPS = (  # position maps per band: two bands, and three over chunks of 1024
     Scheme("self-extend", lambda head_dim: Rotary.rope(head_dim).self_extend(WINDOW, 8)),
@@ -227,6 +228,8 @@ def _main_cases(quick: bool) -> list[Case]:
         return main + grid((80, 90), (128,), "bf16", *QUANTIZED)
     wide = grid((80, 90), (256,), "bf16", ONE_BAND) + grid((80,), (256,), "bf16", TWO_BANDS)
     wide += grid((80, 90), (192,), "bf16", *VALUES) + grid((86,), (192,), "bf16", VALUES[0])
+    wide += grid((80, 86, 89, 90, 100, 120, "gfx942"), (512,), "bf16", TRAINED, TWO_BANDS)
+    wide += grid((80, 86, 90, 120), (512,), "bf16", *ATOMIC) + grid((80,), (320,), "bf16", ONE_BAND)
     padded = grid((80, 90), (96,), "bf16", ONE_BAND) + grid((80,), (32,), "bf16", ONE_BAND)
     types = grid((80, 90), (128,), "fp16", ONE_BAND) + grid((80,), (64, 128), "fp32", ONE_BAND)
     variants = grid((80,), (128,), "bf16", NOPE, PACKED, POSITIONS) + grid((80,), (64,), "bf16", TWO_SIDED)

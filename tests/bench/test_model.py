@@ -269,7 +269,8 @@ def test_candidates_have_the_order_that_the_model_wrote():
 
 
 def test_atomics_are_chosen_where_they_are_predicted_to_be_faster():
-    rows = {(row["who"], row["D"]): row for row in model.read_csv(RESULTS / model.DEVICE) if row["pass"] == "backward"}
+    found = model.read_csv(RESULTS / model.DEVICE) + model.read_csv(RESULTS / model.WIDE)
+    rows = {(row["who"], row["D"]): row for row in found if row["pass"] == "backward"}
     for width in configs.ATOMIC_WIDTHS["sm80"]:
         for scheme in ("rope", "rerope"):
             seven, five = rows[scheme, str(width)], rows[f"{scheme} atomic", str(width)]

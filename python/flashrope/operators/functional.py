@@ -86,8 +86,9 @@ def attention(
             gradient up by float32 atomics, in a workspace of q's size (head_dim rounded up to a power of two) for every
             band. It raises under ``torch.use_deterministic_algorithms(True)``. None follows PyTorch: reproducible under
             that setting, which is read when the backward runs. Otherwise it takes the backward that is predicted to be
-            faster for the shape (atomics for head_dim 33 to 128 in 16 bits). The other backends are always
-            reproducible. Default: None.
+            faster for the shape (atomics for head_dim 33 to 128 and beyond 256 in 16 bits). In float32 beyond 256 only
+            the backward with atomics fits on sm_86, sm_89 and sm_120. The other backends are always reproducible.
+            Default: None.
 
     Returns:
         out, like q but as wide as v, contiguous. With return_lse: (out, lse), lse (batch, heads_q, seqlen_q), natural

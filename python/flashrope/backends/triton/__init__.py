@@ -11,7 +11,7 @@ try:
     from .append import append_to_cache
     from .attention import backward, forward, kept_shapes
     from .cached import attention_with_cache, plan_cache, unsupported_positions
-    from .device import MAX_HEAD_DIM, compute_capability, too_wide
+    from .device import compute_capability
     from .launcher import interpreted
     from .rotated import rotate
 
@@ -38,8 +38,6 @@ def unsupported_reason(q: torch.Tensor, cached: bool = False) -> str:
         return f"triton cannot be imported ({IMPORT_ERROR})"
     if q.dtype == torch.float64:
         return "the Triton kernels compute in float32; float64 has impl='reference' or, on the CPU, impl='cpu'"
-    if not cached and q.shape[-1] > MAX_HEAD_DIM:
-        return too_wide(q.shape[-1])
     if q.device.type == "meta":
         return ""
     if interpreted():

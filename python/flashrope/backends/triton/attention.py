@@ -24,7 +24,7 @@ from ...triton_kernels.rotate import rotate_rows
 from ..calls import AttentionCall, Kept, KeptShapes, out_shape
 from . import launcher
 from .accumulators import held_once
-from .device import block_d, current_device, refuse_wide, variant_of, vector_size, with_int32_offsets
+from .device import block_d, current_device, variant_of, vector_size, with_int32_offsets
 from .launcher import cdiv
 from .plan import Plan
 
@@ -110,7 +110,6 @@ class AttentionPlan(Plan):
     """table: ``Kept.table``."""
 
     def __init__(self, q, k, v, call: AttentionCall, table, grad_out=None):
-        refuse_wide(q, v)
         self.seqlen_k, self.head_dim_v, positions = k.shape[-3], v.shape[-1], call.positions
         if positions is None:
             rows = coarse_rows(max(q.shape[-3], self.seqlen_k))
@@ -172,7 +171,7 @@ class AttentionPlan(Plan):
             NO_CACHE,
             HEADS_PER_PROGRAM=configs.ROTATE_HEADS,
             VARIANT=variant,
-            **configs.options(configs.ROTATE_WARPS),
+            **configs.row_options(configs.ROTATE_WARPS, variant.block_d),
         )
 
     def attend(self, q, k, rotated_k, v, out, lse) -> None:
@@ -199,16 +198,29 @@ class AttentionPlan(Plan):
             self.max_seqlen_q,
             self.heads_q,
             VARIANT=self._variant(0, 0, 0, configs.STATISTICS_ROWS),
-            **configs.options(configs.STATISTICS_WARPS),
+            **configs.row_options(configs.STATISTICS_WARPS, block_d(self.head_dim_v)),
         )
         return statistics
 
     def is_reproducible(self, deterministic: bool | None) -> bool:
         """deterministic: as in ``AttentionCall``."""
+        has_grad_q = configs.has_grad_q(self.capability, self.itemsize, *self._widths)
         if deterministic is not None or torch.are_deterministic_algorithms_enabled():
+            if deterministic is not False and not has_grad_q:
+                raise ValueError(
+                    "deterministic: True is not supported by impl='triton' in float32 beyond head_dim 256 on sm_"
+                    f"{self.capability} (dQ takes more shared memory than a block has), got head_dim "
+                    f"{max(self.rotary.head_dim, self.head_dim_v)}; use deterministic=False"
+                )
             return deterministic is not False
-        widths = 2 * self.table.shape[-1], block_d(self.head_dim_v)
-        return not configs.atomics_are_faster(self.capability, self.itemsize, *widths)
+        if not has_grad_q:
+            return False
+        return not configs.atomics_are_faster(self.capability, self.itemsize, *self._widths)
+
+    @property
+    def _widths(self) -> tuple[int, int]:
+        """block_d and block_dv."""
+        return 2 * self.table.shape[-1], block_d(self.head_dim_v)
 
     def grad_kv(self, inputs: GradientInputs, grad_k, grad_v) -> None:
         tile, variant = self._grad_kv_tile("grad_kv")
@@ -256,7 +268,7 @@ class AttentionPlan(Plan):
             self.heads_q,
             HEADS_PER_PROGRAM=heads,
             VARIANT=variant._replace(red_floats=summed.red_floats, query_rows=summed.query_rows),
-            **configs.options(configs.ROTATE_WARPS),
+            **configs.row_options(configs.ROTATE_WARPS, variant.block_d),
         )
 
     def grad_q(self, inputs: GradientInputs, grad_q) -> None:

@@ -18,8 +18,6 @@ from ...triton_kernels.arguments import Variant
 from ..calls import aligned
 from .launcher import interpreted
 
-MAX_HEAD_DIM = 256  # of calls without a cache
-
 
 class DeviceScheme(NamedTuple):
     """``lower(rotary, causal)``, and parts of it as int32 tensors.
@@ -82,16 +80,6 @@ def variant_of(
 def block_d(head_dim: int) -> int:
     """Returns the number of channels of a tile that holds head_dim channels."""
     return 2 * padded_pairs(head_dim)
-
-
-def refuse_wide(*tensors: torch.Tensor) -> None:
-    """Raises for tensors whose head_dim only the kernels over caches take yet."""
-    if (head_dim := max(x.shape[-1] for x in tensors)) > MAX_HEAD_DIM:
-        raise ValueError(f"impl='triton' cannot serve this call: {too_wide(head_dim)}")
-
-
-def too_wide(head_dim: int) -> str:
-    return f"its kernels without a cache take head_dim up to {MAX_HEAD_DIM}, got {head_dim}; use impl='reference'"
 
 
 def vector_size(*tensors: torch.Tensor) -> int:

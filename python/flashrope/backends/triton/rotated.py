@@ -12,13 +12,12 @@ from ...triton_kernels.rotate import rotate_rows
 from ..calls import RotateCall
 from . import launcher
 from .attention import scalar_positions
-from .device import current_device, refuse_wide, scheme_on, variant_of, vector_size, with_int32_offsets
+from .device import current_device, scheme_on, variant_of, vector_size, with_int32_offsets
 from .launcher import cdiv
 
 
 def rotate(x: torch.Tensor, call: RotateCall) -> torch.Tensor:
     """Rotates x by the positions of the call in one launch; see ``RotateBackend``."""
-    refuse_wide(x)
     x, tables, rotary, positions = with_int32_offsets(x), call.tables, call.rotary, call.positions
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     seqlen, heads, _ = x.shape[-3:]
@@ -35,6 +34,7 @@ def rotate(x: torch.Tensor, call: RotateCall) -> torch.Tensor:
     else:
         table = position_table(rotary, call.position_map.of(positions.to(torch.float64)))
         positions, table_rows = scalar_positions(positions), table.shape[1] * table.shape[2]
+    variant = variant_of(rotary, vector_size(x, out), 0, 0, 0, configs.ROTATE_ROWS)
     with current_device(x):
         scheme = scheme_on(rotary, True, x.device)
         launcher.launch(
@@ -53,7 +53,7 @@ def rotate(x: torch.Tensor, call: RotateCall) -> torch.Tensor:
             heads,
             cache,
             HEADS_PER_PROGRAM=configs.ROTATE_HEADS,
-            VARIANT=variant_of(rotary, vector_size(x, out), 0, 0, 0, configs.ROTATE_ROWS),
-            **configs.options(configs.ROTATE_WARPS),
+            VARIANT=variant,
+            **configs.row_options(configs.ROTATE_WARPS, variant.block_d),
         )
     return out
