@@ -68,6 +68,8 @@ class Schemes(TrainerCallback, ExportableState):
     def give(self, step: int) -> None:
         length, cope_steps = self.settings["train_length"], self.settings["cope_steps"]
         wanted = {"cope": length} if step < cope_steps else {"hope_train_length": length}
+        if self.settings["scheme"] == "own":
+            wanted = {}
         if wanted != self.current:
             convert(self.model, **wanted)
             self.current = wanted
@@ -162,7 +164,7 @@ def make_trainer(args: argparse.Namespace) -> tuple[Trainer, Path | None]:
     documents = read_documents(args.text)
     choose_lengths(args, model.config.max_position_embeddings)
     model.config.max_position_embeddings = args.max_positions
-    cope_steps = {"hope": 0, "cope-hope": args.steps // 2, "cope": args.steps}[args.scheme]
+    cope_steps = {"own": 0, "hope": 0, "cope-hope": args.steps // 2, "cope": args.steps}[args.scheme]
     if args.cope_steps is not None:
         cope_steps = args.cope_steps
     names = (
@@ -241,7 +243,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", help="a checkpoint, by folder or name; default: a tiny random model over bytes")
     parser.add_argument("--text", metavar="PATH", help="a file, or a folder with one document per file")
     parser.add_argument("--out", metavar="DIR", default="runs/hf", help="checkpoints, and the model in DIR/model")
-    parser.add_argument("--scheme", choices=("hope", "cope-hope", "cope"), default="hope")
+    parser.add_argument("--scheme", choices=("hope", "cope-hope", "cope", "own"), default="hope", help="own: as it is")
     parser.add_argument("--cope-steps", type=positive, help="steps under CoPE before HoPE; default: half of --steps")
     of_model = "default: the model's max_position_embeddings"
     parser.add_argument("--length", type=positive, help=f"longest sample, in tokens; {of_model}")

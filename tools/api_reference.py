@@ -37,6 +37,7 @@ SECTIONS = {  # section: {file below python/flashrope: public names}
     "Hugging Face: `flashrope.integrations.transformers`": {
         "integrations/transformers/conversion.py": ("convert", "revert", "from_pretrained", "register_auto_classes"),
         "integrations/transformers/caches.py": ("accept_cache", "CodesCache"),
+        "integrations/transformers/one_tensor.py": ("SharedKeysCache", "LatentCache"),
         "integrations/transformers/reuse.py": ("Passage", "prefill_passage", "join_passages"),
         "integrations/transformers/schemes.py": ("suggest", "Suggestion"),
         "integrations/transformers/plan.py": ("FAMILIES",),

@@ -26,6 +26,7 @@ SCALES = {
     "rotated": lambda head_dim: Rotary.rope(head_dim, rotary_dim=head_dim // 2).scale_rotated(1.4).rectify(21),
 }
 ROPE, LATENT = Rotary.rope(64), Rotary.rope(192, rotary_dim=64)
+DEEPSEEK, DEEPSEEK_V2 = (Rotary.rope(192, rotary_dim=64, interleaved=x, first_channel=128) for x in (False, True))
 quick, slow = pytest.mark.quick, pytest.mark.slow
 pytestmark = pytest.mark.filterwarnings("ignore:deterministic:UserWarning")
 
@@ -77,6 +78,13 @@ ATTENTION = {
         Dense(BF16, LATENT, 100, None, {"head_dim_v": 128, "deterministic": False}),
         slow,
     ),
+    "deepseek-v3-d192-v128-bf16": (Dense(BF16, DEEPSEEK, 140, 170, {"head_dim_v": 128}), ()),
+    "deepseek-v2-rerope-d192-v128-bf16": (Dense(BF16, DEEPSEEK_V2.rectify(21), 130, None, {"head_dim_v": 128}), slow),
+    "atomic-deepseek-v3-d192-v128-bf16": (
+        Dense(BF16, DEEPSEEK, 100, None, {"head_dim_v": 128, "deterministic": False}),
+        slow,
+    ),
+    "glm-flash-d256-bf16": (Dense(BF16, Rotary.rope(256, rotary_dim=64, first_channel=192), 90), slow),
     "rerope-d64-v40-fp16": (Dense(FP16, SCHEMES["rerope"](64), 100, None, {"head_dim_v": 40, "batch": 2}), ()),
     "leaky-d80-v256-bf16": (Dense(BF16, SCHEMES["leaky"](80), 90, None, {"head_dim_v": 256, "causal": False}), slow),
     "self-extend-d64-bf16": (Dense(BF16, ROPE.self_extend(48, 8), 150), slow),

@@ -9,6 +9,7 @@ from support import SCHEMES, int32
 
 BF16, FP16, FP32 = (support.Target("triton", dtype, "cpu") for dtype in (torch.bfloat16, torch.float16, torch.float32))
 LATENT = Rotary.rope(192, rotary_dim=64)
+DEEPSEEK, DEEPSEEK_V2 = (Rotary.rope(192, rotary_dim=64, interleaved=x, first_channel=128) for x in (False, True))
 CHUNK = ("append_rows", "rotate_cached_rows", "attention_chunks")
 CASES = {  # target, scheme, width of the values, options of the call
     "latent-d192-v128-bf16": (BF16, LATENT, 128, {}),
@@ -18,6 +19,9 @@ CASES = {  # target, scheme, width of the values, options of the call
     "latent-d192-v128-bf16-chunk": (BF16, LATENT, 128, dict(queries=70)),
     "latent-d192-v128-bf16-rectified-chunk-paged": (BF16, LATENT.rectify(21), 128, dict(queries=70, page=64)),
     "latent-d192-v128-fp32": (FP32, LATENT, 128, {}),
+    "deepseek-v3-d192-v128-bf16": (BF16, DEEPSEEK, 128, {}),
+    "deepseek-v3-d192-v128-bf16-chunk": (BF16, DEEPSEEK, 128, dict(queries=70, leftpad=(3, 5))),
+    "deepseek-v2-d192-v128-bf16-rectified": (BF16, DEEPSEEK_V2.rectify(21), 128, {}),
     "rerope-d64-v40-fp16": (FP16, SCHEMES["rerope"](64), 40, dict(page=PAGE)),
     "rerope-d64-v40-fp16-chunk": (FP16, SCHEMES["rerope"](64), 40, dict(queries=70, page=PAGE)),
     "leaky-d80-v8-bf16": (BF16, SCHEMES["leaky"](80), 8, {}),

@@ -14,6 +14,7 @@ from flashrope.configs.hugging_face import model_steps
 from flashrope.integrations.transformers import convert
 from flashrope.integrations.transformers.plan import attention_modules, check_decoder, find_decoder
 from flashrope.integrations.transformers.schemes import layer_type_of
+from flashrope.rotary.rotary import build as build_scheme
 from small_models import CAUSAL_LM, HERE, REFUSED_BY_VERSION, causal_lm, small_config, tiny
 from transformers import CONFIG_MAPPING
 
@@ -85,7 +86,7 @@ def _refusal(build) -> str:
         decoder = find_decoder(model)
         check_decoder(decoder)
         for module in attention_modules(decoder):
-            build(model_steps(decoder.config, layer_type_of(decoder.config, module.layer_idx)))
+            build_scheme(model_steps(decoder.config, layer_type_of(decoder.config, module.layer_idx)))
         if next(model.parameters()).is_meta:
             return ""
         convert(model, untested=True)

@@ -96,6 +96,7 @@ ROPE_TYPES = {
     ),
 }
 BEGIN, END = "<!-- families:begin -->", "<!-- families:end -->"
+BYTES = "<!-- bytes:begin -->", "<!-- bytes:end -->"
 RELEASED = "<!-- released:begin -->", "<!-- released:end -->"
 BOUND = 1e-5  # for float32 logits scaled to a maximum of 3
 SEQLEN, PADDING = 28, 3
@@ -244,6 +245,29 @@ def shapes() -> str:
     return "\n".join(lines)
 
 
+def bytes_table() -> str:
+    """Returns a table of the bytes that a token takes in a layer."""
+    from flashrope.integrations.transformers import LatentCache, SharedKeysCache
+    from transformers import CONFIG_MAPPING, DynamicCache
+
+    lines = ["| model_type | key heads | expanded | transformers | one tensor | |", "|---|---:|---:|---:|---:|---|"]
+    for name in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "gemma4_unified_text"):
+        default, latent = CONFIG_MAPPING[name](), family(name).latent
+        heads = default.num_attention_heads if latent else 1
+        one: dict = dict(num_hidden_layers=1, num_attention_heads=heads, num_key_value_heads=heads)
+        one |= dict(hidden_size=8 * heads) if latent else dict(layer_types=["full_attention"])
+        model = convert(tiny(name, **released_widths(name) | one).bfloat16())
+        kind, sizes = LatentCache if latent else SharedKeysCache, []
+        for cache in (DynamicCache(config=model.config), kind(model.config)):
+            logits(model, tokens(1), calls=[SEQLEN], cache=cache)
+            held = cache.layers[0].keys, cache.layers[0].values
+            sizes.append(sum(x.numel() * x.itemsize for x in held) // SEQLEN)
+        module = converted(model)[0]
+        expanded = heads * (head_dim_of(module) + getattr(module, "v_head_dim", head_dim_of(module))) * 2
+        lines.append(f"| {name} | {heads} | {expanded:,} | {sizes[0]:,} | {sizes[1]:,} | `{kind.__name__}` |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     text = table()
     print(text)
@@ -252,7 +276,8 @@ def main() -> None:
 
         page = Path(sys.argv[1])
         written = page.read_text()
-        for marks, new in ((RELEASED, shapes()), ((BEGIN, END), f"{text}\n\n{summary()}")):
+        parts = (RELEASED, shapes()), (BYTES, bytes_table()), ((BEGIN, END), f"{text}\n\n{summary()}")
+        for marks, new in parts:
             before, after = written.split(marks[0])[0], written.split(marks[1])[1]
             written = f"{before}{marks[0]}\n{new}\n{marks[1]}{after}"
         page.write_text(written)

@@ -1,5 +1,9 @@
 """Gemma 4 in the shapes that were released: what ``convert`` serves, and what it refuses before a forward."""
 
+import importlib
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -173,3 +177,29 @@ def test_what_is_refused():
         CodesCache(model.config, "int8")
     with pytest.raises(ValueError, match="gemma4_text, which has layers of two head_dims"):
         model.generate_batch(inputs=[[3, 4, 5]], generation_config=transformers.GenerationConfig(max_new_tokens=2))
+
+
+@pytest.mark.slow
+def test_the_example(tmp_path, monkeypatch, capsys):
+    """examples/train_gemma4.py trains on packed rows, whose losses are those of the stock model."""
+    pytest.importorskip("accelerate", reason="accelerate is not installed, which Trainer needs")
+    root = Path(__file__).resolve().parents[2]
+    monkeypatch.syspath_prepend(str(root / "examples"))
+    example = importlib.import_module("train_gemma4")
+    packed, attend, losses = [], attention._attend_packed, {}
+
+    def watched(q, k, v, rotary, sequences, options):
+        packed.append((q.shape[-1], sequences.cu_seqlens.numel() - 1, q.requires_grad))
+        return attend(q, k, v, rotary, sequences, options)
+
+    monkeypatch.setattr(attention, "_attend_packed", watched)
+    for name in ("mine", "stock"):
+        if name == "stock":
+            monkeypatch.setattr(example.train_hf, "convert", lambda model: model)
+        given = ["--text", str(root / "docs" / "scope.md"), "--device", "cpu", "--dtype", "float32", "--steps", "3"]
+        given += ["--batch", "2", "--warmup", "1", "--log-every", "1", "--learning-rate", "1e-3"]
+        assert example.main([*given, "--out", str(tmp_path / name)]) == 0
+        losses[name] = [float(each) for each in re.findall(r"'loss': '?([\d.]+)", capsys.readouterr().out)]
+    assert len(losses["mine"]) == 3 and losses["mine"] == pytest.approx(losses["stock"], abs=2e-3)
+    assert {(width, sequences) for width, sequences, _ in packed} == {(256, 2), (512, 2)}
+    assert len(packed) == 3 * 4 * 2 and sum(with_gradients for *_, with_gradients in packed) >= 3 * 4  # checkpointed

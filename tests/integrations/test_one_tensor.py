@@ -60,7 +60,7 @@ def test_logits(name, cached):
 @pytest.mark.parametrize("how", [{}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 3}], ids=str)
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_tokens(name, how):
-    """Greedy decoding, beams, which reorder the cache, and guesses, which crop it, give the same tokens."""
+    """Greedy decoding, beams, whose search reorders the cache, and guesses, which crop it, give the same tokens."""
     model = convert(released.released(name))
     batch = 1 if "prompt_lookup_num_tokens" in how else 2
     ids, found = tokens(batch, 14), []

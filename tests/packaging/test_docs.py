@@ -51,25 +51,37 @@ def needs(block: str) -> list[str]:
     ]
 
 
+WITH_SHAPES = {  # start of a checkpoint's name: (model type, what its configuration needs)
+    "gemma-4": ("gemma4_unified_text", {"global_head_dim": 16, "attention_k_eq_v": True}),
+    "deepseek-v2": (
+        "deepseek_v2",
+        {"kv_lora_rank": 32, "q_lora_rank": None, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
+        | {"num_key_value_heads": 4, "head_dim": 8, "first_k_dense_replace": 2},
+    ),
+}
+
+
 def stand_in_for_checkpoints(block: str) -> None:
     """Saves a small random model as the folder "owner/name", where transformers looks first. Its kind follows the
     name."""
     for name in re.findall(r'from_pretrained\("([\w.-]+/[\w.-]+)"', block):
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        kind = re.match(r"[a-z]+\d?", name.split("/")[1].lower())[0]
-        config = AutoConfig.for_model(
-            kind,
-            vocab_size=64,
-            hidden_size=64,
-            intermediate_size=96,
-            num_hidden_layers=2,
-            head_dim=16,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=64,
-            eos_token_id=2,
-        )
+        short = name.split("/")[1].lower()
+        shapes = [shape for start, shape in WITH_SHAPES.items() if short.startswith(start)]
+        kind, changes = shapes[0] if shapes else (re.match(r"[a-z]+\d?", short)[0], {})
+        sizes = {
+            "vocab_size": 64,
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_hidden_layers": 2,
+            "head_dim": 16,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 64,
+            "eos_token_id": 2,
+        }
+        config = AutoConfig.for_model(kind, **sizes | changes)
         AutoModelForCausalLM.from_config(config).save_pretrained(name)
 
 

@@ -195,7 +195,7 @@ def _attend_with_gradients(q, k, v, rotary, first, end, options: dict) -> torch.
     held = (slot >= first[:, None]) & (slot < end[:, None])
     starts_k = torch.nn.functional.pad(held.sum(-1).cumsum(0), (1, 0)).to(torch.int32)
     out = attention_varlen(q.flatten(0, 1), k[held], v[held], rotary, rows, starts_k, seqlen_q, seqlen_k, **options)
-    return out.view(q.shape)
+    return out.unflatten(0, q.shape[:2])
 
 
 def _places(rotary: Rotary, kwargs) -> Coordinates | None:

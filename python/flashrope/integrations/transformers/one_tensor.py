@@ -74,6 +74,7 @@ class SharedKeysCache(_CacheOfConverted):
         from flashrope.integrations.transformers import SharedKeysCache, convert
 
         model = convert(AutoModelForCausalLM.from_pretrained("google/gemma-4-31b-it"))
+        prompt = torch.randint(3, 60, (1, 12))
         text = model.generate(prompt, past_key_values=SharedKeysCache(model.config), max_new_tokens=4)
 
     Args:
@@ -132,6 +133,7 @@ class LatentCache(_CacheOfConverted):
         from flashrope.integrations.transformers import LatentCache, convert
 
         model = convert(AutoModelForCausalLM.from_pretrained("deepseek-ai/DeepSeek-V2-Lite"))
+        prompt = torch.randint(3, 60, (1, 12))
         text = model.generate(prompt, past_key_values=LatentCache(model.config), max_new_tokens=4)
 
     Args:
