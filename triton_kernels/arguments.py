@@ -161,6 +161,8 @@ class Variant(NamedTuple):
     stored: the cache stores positions.
     channels: the head as the Parts of ``flashrope.lowering.parts``, so that the decode kernel rotates only the first
         of them. Empty: all pairs are rotated.
+    first_value: where values are channels of the keys and the decode kernel takes them from the tile of keys, the
+        first of them. -1: values are loaded.
     """
 
     head_dim: int
@@ -186,6 +188,7 @@ class Variant(NamedTuple):
     axes: int = 0
     first_channel: int = 0
     channels: tuple = ()
+    first_value: int = -1
 
 
 NO_CACHE = CacheLayout(*(None,) * 14)

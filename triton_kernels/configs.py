@@ -195,6 +195,7 @@ CROWDED_PAIRS = 128  # heads with this many pairs or more have "decode codes" an
 
 # With a KV cache.
 CHUNK_PAIRS = 128  # pairs of a head that chunks.py serves at most; the decode kernel takes larger ones in two parts
+WIDEST_PAIRS = 256  # pairs of a head that the decode kernel takes without ``Variant.channels`` at most
 DECODE_SEQLEN = 64  # query tokens that the decode kernel takes at most; chunks.py serves longer ones
 WIDE_ROWS = 16  # more query rows per key head take the "decode wide" tile
 

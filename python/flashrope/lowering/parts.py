@@ -10,6 +10,7 @@ from ..rotary.rotary import Rotary
 from .lowered import lower
 
 SMALLEST_RUN = 16  # channels that one product of tensor cores adds up
+LARGEST_TILE = 512  # channels that the decode kernel takes as pairs
 LARGEST_PART = 128  # channels; larger tiles of keys take longer to fill
 
 
@@ -36,13 +37,14 @@ def channel_parts(rotary: Rotary, causal: bool) -> tuple[Part, ...]:
     """Returns the parts of a head, the rotating one first, or () where all channels are better taken as pairs.
 
     A head has parts where at most half of its channels rotate and the others divide into parts of 32 channels and more.
-    With more rotating pairs, rotating all of them in one tile takes fewer instructions.
+    With more rotating pairs, rotating all of them in one tile takes fewer instructions. Beyond LARGEST_TILE channels a
+    head is always divided: if nothing rotates, the first pairs have cos 1 and sin 0.
     """
     pairs = lower(rotary, causal).rotated_pairs
-    if not pairs:
+    if not pairs and rotary.head_dim <= LARGEST_TILE:
         return ()
-    pairs = max(1 << (pairs - 1).bit_length(), SMALLEST_RUN)
-    first, half = rotary.first_channel, len(rotary.frequencies)
+    pairs = max(1 << max(pairs - 1, 0).bit_length(), SMALLEST_RUN)
+    first, half = rotary.first_channel, len(rotary.frequencies) or pairs
     # Interleaved pairs of the table are followed by others that do not rotate.
     room = (rotary.head_dim - first) // 2 if rotary.interleaved else half
     if 4 * pairs > rotary.head_dim or pairs > room:
