@@ -158,7 +158,8 @@ FLOAT = {
     "decode": by_block_d((16, 32, 4, 1), (16, 32, 4, 1), (16, 32, 4, 1), (16, 16, 4, 1), (16, 16, 4, 1)),
     "decode wide": by_block_d((32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1), (32, 16, 4, 1), (16, 16, 4, 1)),
 }
-# Heads of 257 to 512 channels, which only decoding serves. "decode parts" spills nothing. Without it, cos and sin of a
+# Heads of 257 to 576 channels, which only decoding serves. "decode shared" is for heads in parts whose values are
+# channels of the keys. "decode parts" spills nothing. Without it, cos and sin of a
 # tile's keys take 64 registers and more: sm_90, sm_100 and sm_120 touch up to 24 bytes of local memory in their loops.
 WIDEST = {
     "sm80": {
@@ -167,6 +168,9 @@ WIDEST = {
         "decode parts paged": Tile(16, 32, 4, 3),
         "decode wide": Tile(16, 32, 8, 2),
         "decode wide paged": Tile(16, 32, 8, 3),
+        "decode shared": Tile(16, 32, 4, 2),
+        "decode shared wide": Tile(32, 64, 8, 2),
+        "decode shared wide paged": Tile(16, 32, 4, 2),
     },
     "sm86": {
         "decode": Tile(16, 16, 4, 3),
@@ -174,11 +178,20 @@ WIDEST = {
         "decode parts paged": Tile(16, 16, 4, 3),
         "decode wide": Tile(16, 32, 8, 2),
         "decode wide paged": Tile(16, 16, 8, 3),
+        "decode shared": Tile(16, 32, 4, 2),
+        "decode shared paged": Tile(16, 16, 4, 3),
+        "decode shared wide": Tile(16, 32, 4, 2),
+        "decode shared wide paged": Tile(16, 16, 4, 3),
     },
     "cdna": {"decode": Tile(16, 16, 4, 1), "decode parts": Tile(16, 32, 4, 1), "decode wide": Tile(16, 16, 4, 1)},
     "float": {"decode": Tile(16, 16, 4, 1), "decode wide": Tile(16, 16, 4, 1)},
 }
-WIDEST["sm90"] = WIDEST["sm80"] | {"decode parts paged": Tile(16, 32, 4, 2)}
+WIDEST["sm90"] = WIDEST["sm80"] | {
+    "decode parts paged": Tile(16, 32, 4, 2),
+    "decode shared": Tile(16, 32, 4, 3),
+    "decode shared wide": Tile(64, 64, 8, 2),
+    "decode shared wide paged": Tile(64, 32, 8, 3),
+}
 WIDEST |= {"sm100": WIDEST["sm90"], "sm120": WIDEST["sm86"]}
 # fmt: on
 # The elementwise passes, any type: rows per program, warps, heads per program (which share one load of cos and sin).
@@ -223,6 +236,8 @@ INSTEAD = {  # the directions whose tile is taken where a direction has none of 
     "forward unaligned": ["forward"],
     "decode codes": ["decode"],
     "decode parts": ["decode"],
+    "decode shared": ["decode parts", "decode"],
+    "decode shared wide": ["decode wide"],
 }
 
 
@@ -240,7 +255,8 @@ def tile(
 
     direction: "forward", "forward codes" (over a quantized cache), "forward unaligned" (some address or stride is not a
     multiple of 16 bytes), "grad_kv", "grad_q", "grad_qkv" (dQ in the pass of dK and dV), "decode", "decode codes" (a
-    quantized cache or explicit positions), "decode parts" (``Variant.channels``) or "decode wide" (many query rows).
+    quantized cache or explicit positions), "decode parts" (``Variant.channels``), "decode wide" (many query rows),
+    "decode shared" or "decode shared wide" (in parts, with values that are channels of the keys).
     block_dv: of v, 0 for the same as block_d. If the two differ and OTHER_V has no tile, the larger decides.
     cache: "paged", whose entries need two slots for keys and values, or anything else."""
     block_dv = block_dv or block_d

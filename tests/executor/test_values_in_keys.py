@@ -25,7 +25,7 @@ CASES = {
     "mla-bf16-packed": (BF16, MLA, LATENT, 4, False, dict(queries=[1, 70], page=PAGE)),
     "mla-fp32-paged": (FP32, MLA.log_n(20), LATENT, 4, False, dict(page=64)),
     "mla-interleaved-in-front-bf16": (BF16, IN_FRONT, slice(64, 576), 4, True, dict(page=64)),
-    "mla-none-fp16": (FP16, Rotary.none(576), LATENT, 5, False, {}),
+    "mla-none-fp16": (FP16, Rotary.none(576), LATENT, 6, False, {}),
     "mla-self-extend-bf16": (BF16, MLA.self_extend(64, 8), LATENT, 4, False, dict(page=64)),
     "mla-rotating-values-bf16": (BF16, MLA, slice(64, 576), 6, False, {}),
     "gemma-bf16-weighted": (BF16, GEMMA, ALL, 5, True, {}),

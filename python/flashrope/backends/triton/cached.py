@@ -328,10 +328,14 @@ class CachePlan(Plan):
         usual_rows = group if self.prefills else rows
         wide = not self.call.num_splits and usual_rows > configs.WIDE_ROWS
         channels, direction = self._channels(layout), "decode"
+        shared = self.first_value >= 0 and len(channels) > 0
         if self.table.shape[-1] >= configs.CROWDED_PAIRS:
             crowded = self.quantized or layout.entries is not None
             direction = "decode codes" if crowded else "decode parts" if channels else "decode"
-        tile = self.tile("decode wide" if wide else direction, self.cache, block_d(self.head_dim_v))
+            direction = "decode shared" if shared else direction
+        if wide:
+            direction = "decode shared wide" if shared else "decode wide"
+        tile = self.tile(direction, self.cache, block_d(self.head_dim_v))
         aligned_maps = bool(self.lowered.maps) and layout.entries is None and self._maps_align(tile.block_n)
         if self.lowered.maps and not aligned_maps:
             # Every key has its own row of cos and sin. Requested ahead, they would fill shared memory.
