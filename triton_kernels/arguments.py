@@ -172,6 +172,8 @@ class Variant(NamedTuple):
     stored: the cache stores positions, or the positions of queries may have fractions.
     channels: the Parts of ``flashrope.lowering.parts`` that make up a head. The decode kernel rotates only the first
         part. Empty: all pairs are rotated.
+    first_value: the first channel of the keys that is a value, if values are channels of the keys and the decode kernel
+        takes them from the tile of keys. -1: values are loaded.
     """
 
     head_dim: int
@@ -197,6 +199,7 @@ class Variant(NamedTuple):
     axes: int = 0
     first_channel: int = 0
     channels: tuple = ()
+    first_value: int = -1
 
 
 NO_CACHE = CacheLayout(*(None,) * 14)

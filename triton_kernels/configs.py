@@ -163,11 +163,12 @@ FLOAT = {
     "decode": by_block_d((16, 32, 4, 1), (16, 32, 4, 1), (16, 32, 4, 1), (16, 16, 4, 1), (16, 16, 4, 1)),
     "decode wide": by_block_d((32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1), (32, 16, 4, 1), (16, 16, 4, 1)),
 }
-# Tiles for heads of 257 to 512 channels. Forward and gradients wait for shared memory most of the time. Where the issue
-# model applies, their tiles are the best in it, and elsewhere the best by instructions per needed product, among tiles
-# whose loops access at most 128 bytes of local memory. In sm_90's gradients every tile for wgmma, which has 64 rows,
-# spills more. "decode parts" does not spill. The other decode tiles need 64 or more registers for cos and sin of their
-# keys. On sm_90, sm_100 and sm_120 their loops access up to 24 bytes of local memory.
+# Tiles for heads of 257 to 576 channels; more than 512 only in decoding. Forward and gradients wait for shared memory
+# most of the time. Where the issue model applies, their tiles are the best in it, and elsewhere the best by
+# instructions per needed product, among tiles whose loops access at most 128 bytes of local memory. In sm_90's
+# gradients every tile for wgmma, which has 64 rows, spills more. "decode shared" is for heads in parts whose values are
+# channels of the keys. "decode parts" does not spill. The decode tiles of heads without parts need 64 or more registers
+# for cos and sin of their keys. On sm_90, sm_100 and sm_120 their loops access up to 24 bytes of local memory.
 WIDEST = {
     "sm80": {
         "forward": Tile(32, 32, 4, 2),
@@ -180,6 +181,9 @@ WIDEST = {
         "decode parts paged": Tile(16, 32, 4, 3),
         "decode wide": Tile(16, 32, 8, 2),
         "decode wide paged": Tile(16, 32, 8, 3),
+        "decode shared": Tile(16, 32, 4, 2),
+        "decode shared wide": Tile(32, 64, 8, 2),
+        "decode shared wide paged": Tile(16, 32, 4, 2),
     },
     "sm86": {
         "forward": Tile(32, 32, 4, 2),
@@ -190,6 +194,10 @@ WIDEST = {
         "decode parts paged": Tile(16, 16, 4, 3),
         "decode wide": Tile(16, 32, 8, 2),
         "decode wide paged": Tile(16, 16, 8, 3),
+        "decode shared": Tile(16, 32, 4, 2),
+        "decode shared paged": Tile(16, 16, 4, 3),
+        "decode shared wide": Tile(16, 32, 4, 2),
+        "decode shared wide paged": Tile(16, 16, 4, 3),
     },
     "cdna": {
         "forward": Tile(32, 16, 4, 1),
@@ -212,6 +220,9 @@ WIDEST["sm90"] = WIDEST["sm80"] | {
     "forward banded": Tile(64, 32, 8, 2),
     "grad_kv": Tile(32, 16, 8, 2),
     "decode parts paged": Tile(16, 32, 4, 2),
+    "decode shared": Tile(16, 32, 4, 3),
+    "decode shared wide": Tile(64, 64, 8, 2),
+    "decode shared wide paged": Tile(64, 32, 8, 3),
 }
 WIDEST |= {"sm100": WIDEST["sm90"], "sm120": WIDEST["sm86"]}
 # fmt: on
@@ -230,6 +241,7 @@ CROWDED_PAIRS = 128  # heads with this many pairs or more have "decode codes" an
 
 # With a KV cache.
 CHUNK_PAIRS = 128  # most pairs of a head that chunks.py serves; the decode kernel takes larger heads in two parts
+WIDEST_PAIRS = 256  # most pairs of a head that the decode kernel takes without ``Variant.channels``
 DECODE_SEQLEN = 64  # most query tokens of a sequence that the decode kernel serves; chunks.py serves longer sequences
 WIDE_ROWS = 16  # with more query rows per key head, decoding takes the "decode wide" tile
 
@@ -263,6 +275,8 @@ INSTEAD = {  # if a direction has no tile of its own, the direction whose tile i
     "forward unaligned": ["forward"],
     "decode codes": ["decode"],
     "decode parts": ["decode"],
+    "decode shared": ["decode parts", "decode"],
+    "decode shared wide": ["decode wide"],
 }
 
 
@@ -280,7 +294,8 @@ def tile(
 
     direction: "forward", "forward codes" (over a quantized cache), "forward unaligned" (some address or stride is not a
     multiple of 16 bytes), "grad_kv", "grad_q", "grad_qkv" (dQ in the pass of dK and dV), "decode", "decode codes" (a
-    quantized cache or explicit positions), "decode parts" (``Variant.channels``) or "decode wide" (many query rows).
+    quantized cache or explicit positions), "decode parts" (``Variant.channels``), "decode wide" (many query rows),
+    "decode shared" or "decode shared wide" (heads in parts, whose values are channels of the keys).
     block_dv: block_d of v, or 0 if it is the same. If the two differ and OTHER_V has no tile, the larger one counts.
     cache: "paged" prefers the "paged" entries. Any other value ignores them."""
     block_dv = block_dv or block_d

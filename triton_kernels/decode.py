@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from .arguments import decode_int, decode_int64, decode_stride
-from .channels import load_raw_parts, load_rotated_parts
+from .channels import load_query_parts, load_raw_parts, load_rotated_parts, shared_channels
 from .codes import (
     hide_codes,
     join_columns,
@@ -40,6 +40,7 @@ from .placed import (
 )
 from .rotation import (
     CosSinTable,
+    as_pairs,
     join_hidden,
     join_pairs,
     load_cos_sin,
@@ -47,13 +48,23 @@ from .rotation import (
     load_cos_sin_from,
     load_key_pairs,
     load_key_words,
+    load_pair_tiles,
     load_pairs,
     load_tile_map,
     mapped_start,
     query_scale,
     rotate,
 )
-from .softmax import LN_2, LOG2_E, add_values, finish_softmax, log2_scale, online_softmax, start_softmax
+from .softmax import (
+    LN_2,
+    LOG2_E,
+    SoftmaxState,
+    add_values,
+    finish_softmax,
+    log2_scale,
+    online_softmax,
+    start_softmax,
+)
 from .stored import as_float
 from .tiles import (
     TileRows,
@@ -118,17 +129,17 @@ def append_rows(k_cache, v_cache, k, v, cache, cu_seqlens, seqlen, max_seqlen, h
     channels = tl.arange(0, VARIANT.block_d)
     mask = exists[:, None] & (channels < VARIANT.head_dim)[None, :]
     new_k = load_rows(k.ptr, token_offsets(k, batch, token, head, VARIANT), channels, VARIANT)
+    if VARIANT.head_dim_v > 0:
+        channels_v = tl.arange(0, VARIANT.block_dv)
+        mask_v = exists[:, None] & (channels_v < VARIANT.head_dim_v)[None, :]
+        new_v = load_values(v.ptr, token_offsets(v, batch, token, head, VARIANT), channels_v, VARIANT)
     to_k = token_offsets(k_cache, page, row, head, VARIANT)
-    if VARIANT.head_dim_v == 0:
-        tl.store(k_cache.ptr + to_k + channels[None, :], new_k, mask=mask)
-        return
-    channels_v = tl.arange(0, VARIANT.block_dv)
-    mask_v = exists[:, None] & (channels_v < VARIANT.head_dim_v)[None, :]
-    new_v = load_values(v.ptr, token_offsets(v, batch, token, head, VARIANT), channels_v, VARIANT)
-    to_v = token_offsets(v_cache, page, row, head, VARIANT)
+    if VARIANT.head_dim_v > 0:
+        to_v = token_offsets(v_cache, page, row, head, VARIANT)
     if cache.k_scale is None:
         tl.store(k_cache.ptr + to_k + channels[None, :], new_k, mask=mask)
-        tl.store(v_cache.ptr + to_v + channels_v[None, :], new_v, mask=mask_v)
+        if VARIANT.head_dim_v > 0:
+            tl.store(v_cache.ptr + to_v + channels_v[None, :], new_v, mask=mask_v)
     else:
         k_scale = store_codes(k_cache.ptr, to_k, new_k, exists, VARIANT.head_dim)
         v_scale = store_codes(v_cache.ptr, to_v, new_v, exists, VARIANT.head_dim_v)
@@ -182,7 +193,7 @@ class CachedKeys(NamedTuple):
     """A sequence's keys. k, v: HeadViews of the cache. first_slot: slot of the first key. length: how many keys there
     are. shift: added to positions before they are looked up, so that none is negative; 0 if the scheme maps positions
     or the keys come rotated. k_scale, v_scale: ScaleViews of a quantized cache, else None. last: LastShown where
-    positions are data, else None."""
+    positions are data, else None. weight: float32 [D], multiplies keys before their rotation, or None."""
 
     k: object
     v: object
@@ -195,6 +206,7 @@ class CachedKeys(NamedTuple):
     table: object
     shift: object
     last: object
+    weight: object = None
 
 
 @triton.jit
@@ -211,10 +223,39 @@ def part_scores(queries, keys, VARIANT: tl.constexpr):
 
 
 @triton.jit
-def rotate_pairs(x, y, cos, sin, scale, dtype: tl.constexpr):
-    """Members of pairs [M, D/2], rotated and scaled in float32, rounded once."""
+def rotate_pairs(x, y, cos, sin, scale_x, scale_y, dtype: tl.constexpr):
+    """Returns members of pairs [M, D/2], rotated and scaled in float32, and rounded once."""
     rotated_x, rotated_y = rotate(x.to(tl.float32), y.to(tl.float32), cos, sin)
-    return (rotated_x * scale).to(dtype), (rotated_y * scale).to(dtype)
+    return (rotated_x * scale_x).to(dtype), (rotated_y * scale_y).to(dtype)
+
+
+@triton.jit
+def load_pair_weights(keys, FIRST: tl.constexpr, COUNT: tl.constexpr, VARIANT: tl.constexpr):
+    """Returns the weights of pairs FIRST to FIRST + COUNT - 1 of keys, two [1, COUNT]."""
+    return load_pairs(keys.weight, tl.zeros((1, 1), tl.int32), FIRST, COUNT, VARIANT)
+
+
+@triton.jit
+def scale_of_pairs(
+    keys, scale, FIRST: tl.constexpr, COUNT: tl.constexpr, ROTATE_K: tl.constexpr, VARIANT: tl.constexpr
+):
+    """Returns what multiplies both members of rotated query pairs: scale [BM, 1], and the weights of keys that do not
+    rotate."""
+    if keys.weight is None or ROTATE_K:
+        return scale, scale
+    else:
+        x, y = load_pair_weights(keys, FIRST, COUNT, VARIANT)
+        return scale * x, scale * y
+
+
+@triton.jit
+def weigh_pairs(x, y, keys, FIRST: tl.constexpr, COUNT: tl.constexpr, VARIANT: tl.constexpr):
+    """Returns members of key pairs [BN, COUNT] times their weights, in float32, if there are weights."""
+    if keys.weight is None:
+        return x, y
+    else:
+        weight_x, weight_y = load_pair_weights(keys, FIRST, COUNT, VARIANT)
+        return x.to(tl.float32) * weight_x, y.to(tl.float32) * weight_y
 
 
 @triton.jit
@@ -229,50 +270,72 @@ def find_rows(program, seq, group, VARIANT: tl.constexpr):
 
 @triton.jit
 def load_query_pairs(
-    q, offsets, rows, band, keys, scale, FIRST: tl.constexpr, COUNT: tl.constexpr, VARIANT: tl.constexpr
+    q,
+    offsets,
+    rows,
+    band,
+    keys,
+    scale,
+    FIRST: tl.constexpr,
+    COUNT: tl.constexpr,
+    ROTATE_K: tl.constexpr,
+    VARIANT: tl.constexpr,
 ):
     """Returns pairs FIRST to FIRST + COUNT - 1 of queries at offsets [BM, 1], rotated and scaled, two [BM, COUNT]."""
     x, y = load_pairs(q.ptr, offsets, FIRST, COUNT, VARIANT)
     position = rows.position + keys.shift
     cos, sin = load_cos_sin_at(keys.table, band.q_rotation, position, FIRST, COUNT, VARIANT)
-    return rotate_pairs(x, y, cos, sin, scale, q.ptr.dtype.element_ty)
+    scale_x, scale_y = scale_of_pairs(keys, scale, FIRST, COUNT, ROTATE_K, VARIANT)
+    return rotate_pairs(x, y, cos, sin, scale_x, scale_y, q.ptr.dtype.element_ty)
 
 
 @triton.jit
-def load_query_parts(q, offsets, rows, band, keys, scale, VARIANT: tl.constexpr):
+def load_query_halves(q, offsets, rows, band, keys, scale, ROTATE_K: tl.constexpr, VARIANT: tl.constexpr):
     """Returns load_query_pairs of all pairs, in VARIANT.parts parts of two tiles each."""
     PARTS: tl.constexpr = VARIANT.parts
     COUNT: tl.constexpr = VARIANT.block_d // 2 // PARTS
     tiles = ()
     for part in tl.static_range(PARTS):
-        tiles += load_query_pairs(q, offsets, rows, band, keys, scale, part * COUNT, COUNT, VARIANT)
+        tiles += load_query_pairs(q, offsets, rows, band, keys, scale, part * COUNT, COUNT, ROTATE_K, VARIANT)
     return tiles
 
 
 @triton.jit
-def load_query_channels(q, offsets, position, band, keys, scale, VARIANT: tl.constexpr):
+def load_query_channels(q, offsets, position, band, keys, scale, ROTATE_K: tl.constexpr, VARIANT: tl.constexpr):
     """Returns the tiles of VARIANT.channels of queries at positions [BM] and offsets [BM, 1], rotated and scaled."""
     FIRST: tl.constexpr = VARIANT.channels[0].pair
     COUNT: tl.constexpr = VARIANT.channels[0].width // 2
     cos, sin = load_cos_sin_at(keys.table, band.q_rotation, position, FIRST, COUNT, VARIANT)  # [BM, COUNT]
-    return load_rotated_parts(q.ptr, offsets, cos, sin, scale, VARIANT, q.ptr.dtype.element_ty)
+    return load_query_parts(q.ptr, offsets, cos, sin, scale, keys.weight, ROTATE_K, VARIANT)
 
 
 @triton.jit
 def rotate_queries(
-    q, offsets, rows, token, column, band, keys, scheme, scale, PARTS: tl.constexpr, VARIANT: tl.constexpr
+    q,
+    offsets,
+    rows,
+    token,
+    column,
+    band,
+    keys,
+    scheme,
+    scale,
+    ROTATE_K: tl.constexpr,
+    PARTS: tl.constexpr,
+    VARIANT: tl.constexpr,
 ):
     """The BandQueries of a band. offsets, scale [BM, 1]: offset and query scale of every row. token, column [BM]: the
-    rows' index over all sequences and the last column each sees, for explicit positions, else None. PARTS: those of
-    load_key_words, or 1 if keys are read as pairs."""
+    rows' index over all sequences and the last column each sees, for explicit positions, else None. ROTATE_K: whether
+    the band's keys rotate. PARTS: those of load_key_words, or 1 if keys are read as pairs."""
     if len(VARIANT.channels) > 0:
-        tiles = load_query_channels(q, offsets, rows.position + keys.shift, band, keys, scale, VARIANT)
+        tiles = load_query_channels(q, offsets, rows.position + keys.shift, band, keys, scale, ROTATE_K, VARIANT)
     elif column is None:
-        tiles = load_query_parts(q, offsets, rows, band, keys, scale, VARIANT)
+        tiles = load_query_halves(q, offsets, rows, band, keys, scale, ROTATE_K, VARIANT)
     else:
         x, y = load_pairs(q.ptr, offsets, 0, VARIANT.block_d // 2, VARIANT)  # [BM, D/2]
         cos, sin = placed_query_cos_sin(keys.table, band.q_rotation, keys.cache, token, rows.position, VARIANT)
-        tiles = rotate_pairs(x, y, cos, sin, scale, q.ptr.dtype.element_ty)
+        scale_x, scale_y = scale_of_pairs(keys, scale, 0, VARIANT.block_d // 2, ROTATE_K, VARIANT)
+        tiles = rotate_pairs(x, y, cos, sin, scale_x, scale_y, q.ptr.dtype.element_ty)
     if column is None:
         visible = visible_keys(rows.position, band, keys.length, scheme.maps)
     else:
@@ -282,6 +345,17 @@ def rotate_queries(
         return BandQueries(split_columns(tile, PARTS), visible, log2_scale(scheme.score_scale))
     else:
         return BandQueries(tiles, visible, log2_scale(scheme.score_scale))
+
+
+@triton.jit
+def start_shared_softmax(VARIANT: tl.constexpr):
+    """Returns start_softmax with an accumulator for every tile of keys that holds values."""
+    BLOCK_M: tl.constexpr = VARIANT.block_m
+    channels = shared_channels(VARIANT)
+    state, acc = start_softmax(BLOCK_M, 16), ()
+    for part in tl.static_range(len(channels)):
+        acc += (tl.zeros((BLOCK_M, channels[part].shape[0]), tl.float32),)
+    return SoftmaxState(acc, state.row_max, state.row_sum)
 
 
 @triton.jit
@@ -329,12 +403,13 @@ def key_cos_sin(keys, rotation, k_map, column, FIRST: tl.constexpr, COUNT: tl.co
 def load_key_channels(
     keys, offsets, band, k_map, column, ROTATE_K: tl.constexpr, VARIANT: tl.constexpr, dtype: tl.constexpr
 ):
-    """Returns the tiles of VARIANT.channels of the keys from `column` on, at offsets [BN, 1]."""
+    """Returns the operands of VARIANT.channels of the keys from `column` on, at offsets [BN, 1], and the raw tiles of
+    them that hold values."""
     if ROTATE_K:
         FIRST: tl.constexpr = VARIANT.channels[0].pair
         COUNT: tl.constexpr = VARIANT.channels[0].width // 2
         cos, sin = key_cos_sin(keys, band.k_rotation, k_map, column, FIRST, COUNT, VARIANT)
-        return load_rotated_parts(keys.k.ptr, offsets, cos, sin, None, VARIANT, dtype)
+        return load_rotated_parts(keys.k.ptr, offsets, cos, sin, keys.weight, VARIANT, dtype)
     else:
         return load_raw_parts(keys.k.ptr, offsets, VARIANT)
 
@@ -352,26 +427,42 @@ def load_key_range(
     VARIANT: tl.constexpr,
     dtype: tl.constexpr,
 ):
-    """Returns pairs FIRST to FIRST + COUNT - 1 of the keys from `column` on, at offsets [BN, 1]: two [BN, COUNT]."""
-    x, y = load_pairs(keys.k.ptr, offsets, FIRST, COUNT, VARIANT)
+    """Returns pairs FIRST to FIRST + COUNT - 1 of the keys from `column` on, at offsets [BN, 1], two [BN, COUNT], and
+    their raw tiles."""
+    raw = load_pair_tiles(keys.k.ptr, offsets, FIRST, COUNT, VARIANT)
+    pairs = as_pairs(raw, VARIANT)
     if ROTATE_K:
         cos, sin = key_cos_sin(keys, band.k_rotation, k_map, column, FIRST, COUNT, VARIANT)
-        return rotate_pairs(x, y, cos, sin, 1.0, dtype)
-    else:
-        return x, y
+        x, y = weigh_pairs(pairs[0], pairs[1], keys, FIRST, COUNT, VARIANT)
+        pairs = rotate_pairs(x, y, cos, sin, 1.0, 1.0, dtype)
+    return pairs, raw
 
 
 @triton.jit
 def load_key_halves(
     keys, offsets, band, k_map, column, ROTATE_K: tl.constexpr, VARIANT: tl.constexpr, dtype: tl.constexpr
 ):
-    """Returns all pairs of the keys from `column` on, in VARIANT.parts parts of two tiles each."""
+    """Returns all pairs of the keys from `column` on, in VARIANT.parts parts of two tiles each, and their raw tiles."""
     PARTS: tl.constexpr = VARIANT.parts
     COUNT: tl.constexpr = VARIANT.block_d // 2 // PARTS
-    tiles = ()
+    tiles, values = (), ()
     for part in tl.static_range(PARTS):
-        tiles += load_key_range(keys, offsets, band, k_map, column, part * COUNT, COUNT, ROTATE_K, VARIANT, dtype)
-    return tiles
+        pairs, raw = load_key_range(keys, offsets, band, k_map, column, part * COUNT, COUNT, ROTATE_K, VARIANT, dtype)
+        tiles += pairs
+        values += raw
+    return tiles, values
+
+
+@triton.jit
+def rotate_all_pairs(k, keys, band, k_map, column, places, VARIANT: tl.constexpr, dtype: tl.constexpr):
+    """Returns the pairs k, two [BN, D/2], of the keys from `column` on, weighed and rotated. places: as in placed.py,
+    None where positions follow from slots."""
+    if places is None:
+        cos, sin = key_cos_sin(keys, band.k_rotation, k_map, column, 0, VARIANT.block_d // 2, VARIANT)
+    else:
+        cos, sin = placed_key_cos_sin(keys.table, band.k_rotation, keys.cache, places, VARIANT)
+    x, y = weigh_pairs(k[0], k[1], keys, 0, VARIANT.block_d // 2, VARIANT)
+    return rotate_pairs(x, y, cos, sin, 1.0, 1.0, dtype)
 
 
 @triton.jit
@@ -402,19 +493,22 @@ def attend_block(
     if K_PARTS > 1:
         k = load_key_words(keys.k, page, row, K_PARTS, VARIANT, dtype)
     elif len(VARIANT.channels) > 0:
-        k = load_key_channels(keys, page_offsets(page, row, keys.k), band, k_map, column, ROTATE_K, VARIANT, dtype)
+        at = page_offsets(page, row, keys.k)
+        k, v = load_key_channels(keys, at, band, k_map, column, ROTATE_K, VARIANT, dtype)
     elif VARIANT.parts > 1:
-        k = load_key_halves(keys, page_offsets(page, row, keys.k), band, k_map, column, ROTATE_K, VARIANT, dtype)
+        at = page_offsets(page, row, keys.k)
+        k, v = load_key_halves(keys, at, band, k_map, column, ROTATE_K, VARIANT, dtype)
+    elif VARIANT.first_value >= 0:
+        v = load_pair_tiles(keys.k.ptr, page_offsets(page, row, keys.k), 0, VARIANT.block_d // 2, VARIANT)
+        k = as_pairs(v, VARIANT)
+        if ROTATE_K:
+            k = rotate_all_pairs(k, keys, band, k_map, column, places, VARIANT, dtype)
     else:
         # Keys that rotate become float32 anyway.
         k_dtype: tl.constexpr = tl.float32 if ROTATE_K and keys.k.ptr.dtype.element_ty == tl.int8 else dtype
         k = load_key_pairs(keys.k.ptr, page_offsets(page, row, keys.k), VARIANT, k_dtype)  # [BN, D/2]
         if ROTATE_K:
-            if places is None:
-                cos, sin = key_cos_sin(keys, band.k_rotation, k_map, column, 0, VARIANT.block_d // 2, VARIANT)
-            else:
-                cos, sin = placed_key_cos_sin(keys.table, band.k_rotation, keys.cache, places, VARIANT)
-            k = rotate_pairs(k[0], k[1], cos, sin, 1.0, dtype)
+            k = rotate_all_pairs(k, keys, band, k_map, column, places, VARIANT, dtype)
     scores = part_scores(queries.parts, k, VARIANT)
     if keys.k_scale is not None:
         scores *= load_scales(keys.k_scale, page, row)[None, :]
@@ -425,7 +519,9 @@ def attend_block(
         visible = sees(queries.visible, places, column, keys.table.maps, VARIANT)
     weights, state = online_softmax(state, scores, queries.scale_log2, visible)
     PARTS: tl.constexpr = len(state.acc)
-    if VARIANT.code_vec > 0 and PARTS > 1:
+    if VARIANT.first_value >= 0:
+        v = v  # the keys' own tiles
+    elif VARIANT.code_vec > 0 and PARTS > 1:
         at = tl.arange(0, VARIANT.block_d // PARTS)
         v = load_words(keys.v, page, row, at, VARIANT.head_dim, PARTS, VARIANT, dtype)
     else:
@@ -462,7 +558,10 @@ def store_split(
 ):
     """Stores a split's results of the rows of a tile."""
     result, log_sum = finish_softmax(state)
-    channels = value_channels(VARIANT)
+    if VARIANT.first_value >= 0:
+        channels = shared_channels(VARIANT)
+    else:
+        channels = value_channels(VARIANT)
     split_batch, token = program.split.to(tl.int64) * program.batches + program.batch, rows.token
     if cu_seqlens_q is not None:
         split_batch = program.split.to(tl.int64)
@@ -474,9 +573,14 @@ def store_split(
     if VARIANT.code_vec > 0:
         result = (join_columns(result),)
     for part in tl.static_range(len(result)):
-        to = row[:, None] * VARIANT.head_dim_v + channels[part][None, :]
+        channel = channels[part]
+        if VARIANT.first_value >= 0:
+            channel = channel - VARIANT.first_value
+        to = row[:, None] * VARIANT.head_dim_v + channel[None, :]
         written = tl.where(num_splits == 1, rows.exists, rows.exists & (state.row_sum != 0))
-        mask = written[:, None] & (channels[part] < VARIANT.head_dim_v)[None, :]
+        mask = written[:, None] & (channel < VARIANT.head_dim_v)[None, :]
+        if VARIANT.first_value > 0:
+            mask = mask & (channel >= 0)[None, :]
         tl.store(out + to, result[part].to(out.dtype.element_ty), mask=mask)
 
 
@@ -485,6 +589,7 @@ def attention_decode(
     q,
     k_cache,
     v_cache,
+    key_weight,
     out,
     lse,
     scheme,
@@ -497,7 +602,9 @@ def attention_decode(
     num_splits,
     VARIANT: tl.constexpr,
 ):
-    """q, k_cache, v_cache: TensorViews. out (num_splits, batch, seqlen_q, heads_q, head_dim_v) and lse float32
+    """q, k_cache, v_cache: TensorViews. key_weight: float32 (head_dim,), or None.
+
+    out (num_splits, batch, seqlen_q, heads_q, head_dim_v) and lse float32
     (num_splits, batch, heads_q, seqlen_q) are contiguous. With packed queries they have the rows of ``partial_rows``.
     With several splits, rows of out whose lse is -inf are not written."""
     group = heads_q // heads_kv
@@ -530,7 +637,8 @@ def attention_decode(
     if cache.k_scale is not None:
         k_scale = scale_view(cache.k_scale, cache.k_batch, cache.k_row, cache.k_head, head_kv)
         v_scale = scale_view(cache.v_scale, cache.v_batch, cache.v_row, cache.v_head, head_kv)
-    keys = CachedKeys(head_k, head_v, k_scale, v_scale, cache, batch, seq.start_k, seq.length_k, table, shift, last)
+    start_k, length_k = seq.start_k, seq.length_k
+    keys = CachedKeys(head_k, head_v, k_scale, v_scale, cache, batch, start_k, length_k, table, shift, last, key_weight)
 
     CODES: tl.constexpr = k_cache.ptr.dtype.element_ty
     V_PARTS: tl.constexpr = float_value_parts(VARIANT.parts, VARIANT.block_dv) * value_parts(
@@ -539,7 +647,10 @@ def attention_decode(
     K_PARTS: tl.constexpr = key_parts(
         CODES, VARIANT.code_vec, VARIANT.block_d, VARIANT.head_dim, VARIANT.rotary_dim, VARIANT.first_channel
     )
-    state = start_softmax(VARIANT.block_m, VARIANT.block_dv, V_PARTS)
+    if VARIANT.first_value >= 0:
+        state = start_shared_softmax(VARIANT)
+    else:
+        state = start_softmax(VARIANT.block_m, VARIANT.block_dv, V_PARTS)
     NUM_BANDS: tl.constexpr = VARIANT.num_bands
     for b in tl.static_range(NUM_BANDS):
         band = load_band(scheme.bands, b)
@@ -554,6 +665,7 @@ def attention_decode(
             keys,
             scheme,
             scale,
+            (VARIANT.rotated_bands >> b) & 1,
             1 if (VARIANT.rotated_bands >> b) & 1 else K_PARTS,
             VARIANT,
         )

@@ -195,16 +195,43 @@ def load_key_words(view, page, row, PARTS: tl.constexpr, VARIANT: tl.constexpr, 
 
 
 @triton.jit
-def load_pairs(ptr, offsets, FIRST: tl.constexpr, COUNT: tl.constexpr, VARIANT: tl.constexpr):
-    """Loads pairs FIRST to FIRST + COUNT - 1 of the rows at offsets [M, 1]. Returns their first and their second
-    members, two tiles [M, COUNT]."""
+def load_pair_tiles(ptr, offsets, FIRST: tl.constexpr, COUNT: tl.constexpr, VARIANT: tl.constexpr):
+    """Loads pairs FIRST to FIRST + COUNT - 1 of the rows at offsets [M, 1] in the order of memory. Returns their first
+    and second members, two tiles [M, COUNT], or one tile [M, 2 COUNT] of interleaved pairs. pair_tile_channels has
+    their channels."""
     if VARIANT.interleaved:
-        return split_pairs(load_rows(ptr, offsets, tl.arange(0, 2 * COUNT) + 2 * FIRST, VARIANT), VARIANT)
+        return (load_rows(ptr, offsets, tl.arange(0, 2 * COUNT) + 2 * FIRST, VARIANT),)
     else:
         pair = tl.arange(0, COUNT) + FIRST
         x = load_rows(ptr, offsets, pair_channels(pair, 0, VARIANT), VARIANT)
         y = load_rows(ptr, offsets, pair_channels(pair, 1, VARIANT), VARIANT)
         return x, y
+
+
+@triton.jit
+def pair_tile_channels(FIRST: tl.constexpr, COUNT: tl.constexpr, VARIANT: tl.constexpr):
+    """Returns the channels of the columns of load_pair_tiles: two [COUNT], or one [2 COUNT]."""
+    if VARIANT.interleaved:
+        return (tl.arange(0, 2 * COUNT) + 2 * FIRST,)
+    else:
+        pair = tl.arange(0, COUNT) + FIRST
+        return pair_channels(pair, 0, VARIANT), pair_channels(pair, 1, VARIANT)
+
+
+@triton.jit
+def as_pairs(tiles, VARIANT: tl.constexpr):
+    """Returns first and second members, two [M, COUNT], of load_pair_tiles."""
+    if len(tiles) == 1:
+        return split_pairs(tiles[0], VARIANT)
+    else:
+        return tiles
+
+
+@triton.jit
+def load_pairs(ptr, offsets, FIRST: tl.constexpr, COUNT: tl.constexpr, VARIANT: tl.constexpr):
+    """Returns first and second members of pairs FIRST to FIRST + COUNT - 1 of rows at offsets [M, 1], two
+    [M, COUNT]."""
+    return as_pairs(load_pair_tiles(ptr, offsets, FIRST, COUNT, VARIANT), VARIANT)
 
 
 @triton.jit

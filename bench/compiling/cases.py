@@ -53,6 +53,9 @@ class Scheme:
     codes: str = ""  # "int8" or "int4": a quantized cache
     placed: int = 0  # rows of a page in a cache with explicit positions; 0: without
     stored: bool = False  # the cache stores positions
+    shared_values: int = 0  # the first so many channels of the keys are the values
+    weighted: bool = False  # keys have weights
+    heads: tuple[int, int] = (40, 8)  # of queries and of keys; neither is a multiple of 16
 
 
 ONE_BAND = Scheme("rope", Rotary.rope)
@@ -92,6 +95,17 @@ def few_rotate(head_dim: int) -> Rotary:
 
 TRAINED = Scheme("few", few_rotate)  # without a cache
 PARTS = tuple(Scheme(f"parts {cache}", few_rotate, cache=cache) for cache in ("contiguous", "paged"))
+SHARED = tuple(  # values that are keys without their weights, as in Gemma 4's larger models
+    Scheme(f"shared {scheme.name}", scheme.rotary, cache=scheme.cache, shared_values=512, weighted=True)
+    for scheme in (*PARTS, Scheme("rerope paged", lambda head_dim: few_rotate(head_dim).rectify(WINDOW), cache="paged"))
+)
+SHARED_ALL = Scheme("shared rerope paged", TWO_BANDS.rotary, cache="paged", shared_values=128, weighted=True)
+LATENT = tuple(  # multi-head latent attention over its latent cache, of 16 and of 128 query heads
+    Scheme(f"latent {cache}{kind}", lambda d: Rotary.rope(d, rotary_dim=64, first_channel=512), cache=cache,
+           shared_values=512, heads=(heads, 1))
+    for kind, heads in (("", 16), (" many heads", 128))
+    for cache in ("contiguous", "paged")
+)  # fmt: skip
 MAPS = (  # position maps per band: two bands, and three over chunks of 1024
     Scheme("self-extend", lambda head_dim: Rotary.rope(head_dim).self_extend(WINDOW, 8)),
     Scheme("dual-chunk", lambda head_dim: Rotary.rope(head_dim).dual_chunk(WINDOW + 256, 256)),
@@ -185,8 +199,8 @@ class Case:
         scheme, page_size = self.scheme, self.scheme.placed or PAGE_SIZE
         pages = SEQLEN // page_size
         rows = (BATCH, SEQLEN) if scheme.cache == "contiguous" else (BATCH * pages, page_size)
-        q, new = (tensor(BATCH, scheme.seqlen_q, heads, self.head_dim) for heads in (HEADS_Q, HEADS_KV))
-        cache, seqlens = tensor(*rows, HEADS_KV, self.head_dim), tensor(BATCH, dtype=torch.int32)
+        q, new = (tensor(BATCH, scheme.seqlen_q, heads, self.head_dim) for heads in scheme.heads)
+        cache, seqlens = tensor(*rows, scheme.heads[1], self.head_dim), tensor(BATCH, dtype=torch.int32)
         new_v, cache_v = (tensor(*x.shape[:-1], scheme.head_dim_v or self.head_dim) for x in (new, cache))
         scales = (None, None)
         if scheme.codes:
@@ -199,8 +213,11 @@ class Case:
             axes = (rotary.axes,) if rotary.axis else ()
             stored = tensor(*rows, *axes, dtype=torch.float32) if scheme.stored else None
             positions = CachePositions(table, table, table, stored)
+        if scheme.shared_values:
+            new_v, cache_v = None, cache[..., : scheme.shared_values]
+        weight = tensor(self.head_dim, dtype=torch.float32) if scheme.weighted else None
         tables = CacheTables(seqlens, table, None, scheme.seqlen_q, positions)
-        layer = CacheLayer(cache, cache_v, *scales)
+        layer = CacheLayer(cache, cache_v, *scales, key_weight=weight)
         call = CacheCall(rotary, scheme.causal, self.head_dim**-0.5, tables)
         with caught_launches(launcher, self.arch) as launches:
             backend.append_to_cache(layer, new, new_v, tables)
@@ -246,6 +263,9 @@ def _main_cases(quick: bool) -> list[Case]:
         + grid((80, 86, 89, 90, 100, 120, "gfx942"), (512,), "bf16", *PARTS, DECODE[2])
         + grid((80, 90), (512,), "bf16", DECODE[3], WIDE)
         + grid((80, 86, 90), (192,), "bf16", *CACHED_VALUES)
+        + grid((80, 86, 89, 90, 100, 120, "gfx942"), (512,), "bf16", *SHARED)
+        + grid((80, 86, 89, 90, 100, 120, "gfx942"), (576,), "bf16", *LATENT)
+        + grid((80, 90), (128,), "bf16", SHARED_ALL)
     )
     codes = grid((80, 90), (128,), "bf16", *QUANTIZED, *QUANTIZED_CHUNKS) + grid((80,), (64,), "bf16", QUANTIZED[-1])
     codes += grid((80,), (128,), "fp16", QUANTIZED[1])

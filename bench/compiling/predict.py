@@ -127,4 +127,6 @@ def useful_products(kernel: str, variant, atomic: bool = False) -> float | None:
 
 def cache_bytes(variant) -> int:
     """Returns the bytes of a tile's keys and values in 16-bit types."""
+    if variant.first_value >= 0:  # values are channels of the keys
+        return 2 * variant.block_n * variant.head_dim
     return 2 * variant.block_n * (variant.head_dim + (variant.head_dim_v or variant.head_dim))

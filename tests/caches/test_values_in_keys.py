@@ -32,15 +32,6 @@ CASES = {  # scheme, channels that are values
 }
 
 
-def check(call, **options):
-    """Triton refuses weights and 576 channels."""
-    if call.target.impl == "triton" and (call.key_weight is not None or call.rotary.head_dim == 576):
-        with pytest.raises(ValueError, match="^impl='triton' cannot serve this call: "):
-            call.check(**options)
-    else:
-        call.check(**options)
-
-
 def weight(head_dim):
     return torch.rand(head_dim, generator=torch.Generator().manual_seed(7)) * 2 - 0.5
 
@@ -54,7 +45,7 @@ def test_queries(target, case, page_size, weighted):
     options = dict(page=page_size, values=values, heads=(2, 1), leftpad=(0, 3))
     options["key_weight"] = weight(rotary.head_dim) if weighted else None
     for queries in (1, 5):
-        check(Cached(target, rotary, (45, 30), queries, **options))
+        Cached(target, rotary, (45, 30), queries, **options).check()
 
 
 @page_sizes
@@ -62,20 +53,20 @@ def test_queries(target, case, page_size, weighted):
 def test_a_chunk(target, case, page_size):
     rotary, values = CASES[case]
     options = dict(page=page_size, values=values, heads=(2, 1), key_weight=weight(rotary.head_dim))
-    check(Cached(target, rotary, (90, 71), 70, **options))
-    check(Cached.packed(target, rotary, [(1, 40), (70, 71), (0, 5)], **options))
-    check(Cached(target, rotary, (90, 71), 70, **options | {"key_weight": None}))
+    Cached(target, rotary, (90, 71), 70, **options).check()
+    Cached.packed(target, rotary, [(1, 40), (70, 71), (0, 5)], **options).check()
+    Cached(target, rotary, (90, 71), 70, **options | {"key_weight": None}).check()
 
 
 @pytest.mark.parametrize("layout", ["poisoned", "heads first"])
 def test_layouts(target, layout):
-    check(Cached(target, CASES["first"][0], (40, 30), 2, layout=layout, values=slice(0, 40)))
+    Cached(target, CASES["first"][0], (40, 30), 2, layout=layout, values=slice(0, 40)).check()
 
 
 def test_splits_and_mapped_tokens(target):
     options = dict(values=slice(0, 40), key_weight=weight(64))
-    check(Cached(target, CASES["first"][0], (120, 7), 2, **options), num_splits=3)
-    check(Cached.packed(target, CASES["first"][0], [(3, 20), (1, 9)], page=PAGE, mapped=True, **options))
+    Cached(target, CASES["first"][0], (120, 7), 2, **options).check(num_splits=3)
+    Cached.packed(target, CASES["first"][0], [(3, 20), (1, 9)], page=PAGE, mapped=True, **options).check()
 
 
 @pytest.mark.parametrize("weighted", [False, True], ids=["", "weighted"])
@@ -83,11 +74,11 @@ def test_placed_tokens(target, weighted):
     options = dict(values=slice(0, 40), key_weight=weight(64) if weighted else None)
     call = Cached(target, CASES["first"][0], (40, 30), 2, new=0, page=PAGE, **options)
     starts = (torch.arange(call.block_table.shape[1]) * (PAGE + 3)).expand(2, -1)
-    check(call.at(page_positions=int32(starts.tolist())))
+    call.at(page_positions=int32(starts.tolist())).check()
 
 
 def test_weights_of_keys_beside_values_of_their_own(target):
-    check(Cached(target, SCHEMES["rerope"](24), (40, 30), 2, key_weight=weight(24), head_dim_v=16))
+    Cached(target, SCHEMES["rerope"](24), (40, 30), 2, key_weight=weight(24), head_dim_v=16).check()
 
 
 def test_plans(target):

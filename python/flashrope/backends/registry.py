@@ -13,7 +13,7 @@ from .names import BACKENDS
 
 # The forward is plain torch: autograd differentiates it to any order, and compilers trace it.
 DIFFERENTIABLE = ("reference",)
-WEIGHTED = ("cpu", "reference")  # multiply the keys of a cache by key_weight
+WEIGHTED = ("triton", "cpu", "reference")  # multiply the keys of a cache by key_weight
 
 
 @cache

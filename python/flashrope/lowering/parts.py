@@ -10,6 +10,7 @@ from ..rotary.rotary import Rotary
 from .lowered import lower
 
 SMALLEST_RUN = 16  # channels that one product of tensor cores adds up
+LARGEST_TILE = 512  # channels that the decode kernel takes as pairs
 LARGEST_PART = 128  # channels; tiles of keys with more channels take longer to load
 
 
@@ -36,13 +37,14 @@ def channel_parts(rotary: Rotary, causal: bool) -> tuple[Part, ...]:
     """Returns the parts of a head, the rotating part first, or () if kernels should rotate all channels as pairs.
 
     A head has parts if at most half of its channels rotate and the others can be divided into parts of at least 32
-    channels. If more channels rotate, it takes fewer instructions to rotate all of them in one tile.
+    channels. If more channels rotate, it takes fewer instructions to rotate all of them in one tile. A head of more
+    than LARGEST_TILE channels always has parts: if nothing rotates, its first pairs have cos 1 and sin 0.
     """
     pairs = lower(rotary, causal).rotated_pairs
-    if not pairs:
+    if not pairs and rotary.head_dim <= LARGEST_TILE:
         return ()
-    pairs = max(1 << (pairs - 1).bit_length(), SMALLEST_RUN)
-    first, half = rotary.first_channel, len(rotary.frequencies)
+    pairs = max(1 << max(pairs - 1, 0).bit_length(), SMALLEST_RUN)
+    first, half = rotary.first_channel, len(rotary.frequencies) or pairs
     # The part may be wider than the table. With interleaved pairs, the pairs after those of the table do not rotate.
     room = (rotary.head_dim - first) // 2 if rotary.interleaved else half
     if 4 * pairs > rotary.head_dim or pairs > room:

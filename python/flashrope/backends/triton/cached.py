@@ -44,8 +44,6 @@ from .launcher import cdiv
 from .plan import Plan
 from .rotated import rotate
 
-MAX_HEAD_DIM = 512
-
 
 def unsupported_positions(positions: CachePositions) -> str:
     """Always "": these kernels take all tables."""
@@ -94,10 +92,11 @@ class CachePlan(Plan):
     def __init__(self, call: CacheCall, layer: CacheLayer, queries: Queries):
         self.append_rotary, self.call = append_rotary(call), call.for_backend() if call.rotated_keys else call
         self.queries, tables = queries, call.tables
-        if queries.shape[-1] > MAX_HEAD_DIM:
+        widest, head_dim = 2 * configs.WIDEST_PAIRS, queries.shape[-1]
+        if head_dim > widest and not channel_parts(call.rotary, call.causal):
             raise ValueError(
-                f"impl='triton' cannot serve this call: its kernels take head_dim up to {MAX_HEAD_DIM}, q has "
-                f"{queries.shape[-1]}"
+                f"impl='triton' cannot serve this call: its kernels take head_dim {head_dim} where 32, 64, 128 or 256 "
+                f"channels rotate and the others divide into runs of 32, got {call.rotary!r}; use impl='reference'"
             )
         self.cu_seqlens_q, self.capacity = tables.cu_seqlens_q, tables.capacity(layer.k)
         seqlen_q, device = queries.shape[-3], queries.device
@@ -115,6 +114,9 @@ class CachePlan(Plan):
         self.quantized = layer.k_scale is not None
         self.lse_shape, self.out_shape = cached_lse_shape(queries), cached_out_shape(queries, layer)
         self.head_dim_v = self.out_shape[-1]
+        self.first_value = -1  # see Variant; a product takes at least SMALLEST_TILE channels of a tile
+        if layer.first_value is not None and self.table.shape[-1] >= configs.SMALLEST_TILE:
+            self.first_value = layer.first_value
         self.empty = not (0 not in queries.shape and layer.k.numel() and self.capacity and self.call.bands)
         self.prefills = not self.empty and self._can_prefill(layer)
         self.decodes = not self.prefills or self.cu_seqlens_q is not None
@@ -225,9 +227,9 @@ class CachePlan(Plan):
 
         Its workspace, one copy for each slope that rotates keys, must not exceed the cache. num_splits asks for the
         decode kernel, whose results do not depend on how tokens are divided into calls. Heads of more than 256 channels
-        have no tile in ``attention_chunks``.
+        have no tile in ``attention_chunks``, and key weights are multiplied by the decode kernel only.
         """
-        if self.table.shape[-1] > configs.CHUNK_PAIRS or self.call.num_splits:
+        if self.table.shape[-1] > configs.CHUNK_PAIRS or self.call.num_splits or layer.key_weight is not None:
             return False
         if self.max_seqlen_q <= configs.DECODE_SEQLEN or self.call.tables.positions is not None:
             return False
@@ -301,7 +303,8 @@ class CachePlan(Plan):
     def decode(self, q, layer: CacheLayer, layout: KernelCacheLayout, out, lse) -> None:
         """Fills out and lse, in one launch or, with several splits, two. Packed queries that ``attention_chunks``
         serves are left to it. Most of the others are then a single token each."""
-        key = (q.stride(), alignment_key(q, *layer[:4], out))
+        v = layer.v if self.first_value < 0 else None  # where v is a view, its address matters to nobody
+        key = (q.stride(), alignment_key(q, layer.k, v, *layer[2:], out))
         if key != self._decode_key:
             self._decode_key, self._decode = key, self._plan_decode(q, layer, layout, lse, key[1])
         plan = self._decode
@@ -325,10 +328,14 @@ class CachePlan(Plan):
         usual_rows = group if self.prefills else rows
         wide = not self.call.num_splits and usual_rows > configs.WIDE_ROWS
         channels, direction = self._channels(layout), "decode"
+        shared = self.first_value >= 0 and len(channels) > 0
         if self.table.shape[-1] >= configs.CROWDED_PAIRS:
             crowded = self.quantized or layout.entries is not None
             direction = "decode codes" if crowded else "decode parts" if channels else "decode"
-        tile = self.tile("decode wide" if wide else direction, self.cache, block_d(self.head_dim_v))
+            direction = "decode shared" if shared else direction
+        if wide:
+            direction = "decode shared wide" if shared else "decode wide"
+        tile = self.tile(direction, self.cache, block_d(self.head_dim_v))
         aligned_maps = bool(self.lowered.maps) and layout.entries is None and self._maps_align(tile.block_n)
         if self.lowered.maps and not aligned_maps:
             # Every key has its own row of cos and sin. Requested ahead, they would fill shared memory.
@@ -356,6 +363,7 @@ class CachePlan(Plan):
                 axes=self.axes,
                 parts=1 if self.table.shape[-1] <= configs.CHUNK_PAIRS else 2,
                 channels=channels,
+                first_value=self.first_value,
             ),
             **tile.options,
         }
@@ -389,7 +397,7 @@ class CachePlan(Plan):
         """Returns the parts of the head, or () where the kernel takes all of it as pairs: over a quantized cache, at
         explicit positions, and in a tile that the head does not fill."""
         parts = channel_parts(self.rotary, self.call.causal)
-        padded = self.rotary.head_dim != 2 * self.table.shape[-1]
+        padded = self.rotary.head_dim != 2 * self.table.shape[-1] and self.rotary.head_dim <= 2 * configs.WIDEST_PAIRS
         return () if self.quantized or layout.entries is not None or padded else parts
 
     def _maps_align(self, block_n: int) -> bool:
@@ -416,7 +424,8 @@ class CachePlan(Plan):
         return (
             view(TensorView, (q, *q_strides)),
             view(TensorView, (layer.k, *k_strides)),
-            view(TensorView, (layer.v, *v_strides)),
+            view(TensorView, (layer.k if self.first_value >= 0 else layer.v, *v_strides)),
+            layer.key_weight,
             partial,
             partial_lse,
             self.scheme,
@@ -435,7 +444,7 @@ class CachePlan(Plan):
         if self.call.num_splits:
             return min(self.call.num_splits, MAX_SPLITS, cdiv(self.capacity, block_n))
         device = q.device
-        key = (device, self.capability, q.dtype, *options.items())
+        key = (device, self.capability, q.dtype, layer.key_weight is None, *options.items())
         if key not in _resident:
             # Several splits store float32. lse stands in for their results, which are not allocated yet.
             arguments = self._decode_arguments(q, layer, stride_fields(q), layout, lse, lse, 2)
