@@ -168,6 +168,7 @@ WIDEST = {
     "sm80": {
         "forward": Tile(32, 32, 4, 2),
         "forward banded": Tile(32, 64, 8, 1),
+        "forward paged": Tile(32, 32, 4, 3),
         "grad_kv": Tile(16, 16, 4, 2),
         "grad_q": Tile(32, 32, 4, 2),
         "grad_qkv": Tile(32, 16, 8, 2),
@@ -179,6 +180,7 @@ WIDEST = {
     },
     "sm86": {
         "forward": Tile(32, 32, 4, 2),
+        "forward paged": Tile(32, 16, 4, 3),
         "grad_kv": Tile(32, 16, 8, 2),
         "grad_q": Tile(16, 32, 4, 2),
         "decode": Tile(16, 16, 4, 3),
@@ -206,6 +208,7 @@ WIDEST = {
 WIDEST["sm90"] = WIDEST["sm80"] | {
     "forward": Tile(64, 32, 8, 2),
     "forward banded": Tile(64, 32, 8, 2),
+    "forward paged": Tile(64, 32, 8, 2),
     "grad_kv": Tile(32, 16, 8, 2),
     "decode parts paged": Tile(16, 32, 4, 2),
 }
@@ -224,7 +227,7 @@ PLACED_PAIRS, PLACED_KEYS = 64, 32
 CROWDED_PAIRS = 128  # heads with this many pairs or more have "decode codes" and "decode parts"
 
 # With a KV cache.
-CHUNK_PAIRS = 128  # pairs of a head that chunks.py serves at most; the decode kernel takes larger ones in two parts
+WHOLE_PAIRS = 128  # pairs of a head that the decode kernel takes at most at once; it takes more in two parts
 DECODE_SEQLEN = 64  # query tokens that the decode kernel takes at most; chunks.py serves longer ones
 WIDE_ROWS = 16  # more query rows per key head take the "decode wide" tile
 
