@@ -42,8 +42,8 @@ def holds_values(first, second, width, first_value, head_dim_v):
 
 @triton.jit
 def load_part(ptr, offsets, PART: tl.constexpr, VARIANT: tl.constexpr):
-    """Loads a part of the rows at offsets [M, 1] in the order of memory: one tile [M, width], or two tiles [M, width / 2]
-    for the two runs of a part that rotates in half pairing."""
+    """Loads a part of the rows at offsets [M, 1] in the order of memory: one tile [M, width], or two [M, width / 2] for
+    the two runs of a part that rotates in half pairing."""
     HALF: tl.constexpr = VARIANT.channels[PART].width // 2
     FIRST: tl.constexpr = VARIANT.channels[PART].first
     SECOND: tl.constexpr = VARIANT.channels[PART].second

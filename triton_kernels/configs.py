@@ -173,6 +173,7 @@ WIDEST = {
     "sm80": {
         "forward": Tile(32, 32, 4, 2),
         "forward banded": Tile(32, 64, 8, 1),
+        "forward paged": Tile(32, 32, 4, 3),
         "grad_kv": Tile(16, 16, 4, 2),
         "grad_q": Tile(32, 32, 4, 2),
         "grad_qkv": Tile(32, 16, 8, 2),
@@ -187,6 +188,7 @@ WIDEST = {
     },
     "sm86": {
         "forward": Tile(32, 32, 4, 2),
+        "forward paged": Tile(32, 16, 4, 3),
         "grad_kv": Tile(32, 16, 8, 2),
         "grad_q": Tile(16, 32, 4, 2),
         "decode": Tile(16, 16, 4, 3),
@@ -218,6 +220,7 @@ WIDEST = {
 WIDEST["sm90"] = WIDEST["sm80"] | {
     "forward": Tile(64, 32, 8, 2),
     "forward banded": Tile(64, 32, 8, 2),
+    "forward paged": Tile(64, 32, 8, 2),
     "grad_kv": Tile(32, 16, 8, 2),
     "decode parts paged": Tile(16, 32, 4, 2),
     "decode shared": Tile(16, 32, 4, 3),
@@ -240,7 +243,7 @@ PLACED_PAIRS, PLACED_KEYS = 64, 32
 CROWDED_PAIRS = 128  # heads with this many pairs or more have "decode codes" and "decode parts"
 
 # With a KV cache.
-CHUNK_PAIRS = 128  # most pairs of a head that chunks.py serves; the decode kernel takes larger heads in two parts
+WHOLE_PAIRS = 128  # most pairs of a head that the decode kernel takes at once; it takes larger heads in two parts
 WIDEST_PAIRS = 256  # most pairs of a head that the decode kernel takes without ``Variant.channels``
 DECODE_SEQLEN = 64  # most query tokens of a sequence that the decode kernel serves; chunks.py serves longer sequences
 WIDE_ROWS = 16  # with more query rows per key head, decoding takes the "decode wide" tile

@@ -266,6 +266,7 @@ def _main_cases(quick: bool) -> list[Case]:
         + grid((80, 86, 89, 90, 100, 120, "gfx942"), (512,), "bf16", *SHARED)
         + grid((80, 86, 89, 90, 100, 120, "gfx942"), (576,), "bf16", *LATENT)
         + grid((80, 90), (128,), "bf16", SHARED_ALL)
+        + grid((80, 86, 90, 120), (512,), "bf16", CHUNKS[0], *CHUNKS[2:])
     )
     codes = grid((80, 90), (128,), "bf16", *QUANTIZED, *QUANTIZED_CHUNKS) + grid((80,), (64,), "bf16", QUANTIZED[-1])
     codes += grid((80,), (128,), "fp16", QUANTIZED[1])

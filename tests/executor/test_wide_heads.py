@@ -7,6 +7,7 @@ import torch
 from caching import PAGE, Cached
 from flashrope import Rotary
 from flashrope.backends.triton import cached
+from flashrope.triton_kernels import configs
 
 BF16, FP16, FP32 = (support.Target("triton", dtype, "cpu") for dtype in (torch.bfloat16, torch.float16, torch.float32))
 GEMMA = Rotary.p_rope(512, 0.25, base=1e6)  # Gemma 4's global layers
@@ -20,6 +21,13 @@ CASES = {  # target, scheme, number of parts (0: all channels as pairs), options
     "p-rope-d512-bf16-20-queries": (BF16, GEMMA, 4, dict(queries=20, page=PAGE)),
     "p-rope-d512-bf16-chunk": (BF16, GEMMA.rectify(21), 4, dict(queries=70)),
     "p-rope-d512-bf16-packed": (BF16, GEMMA, 4, dict(queries=[1, 70], page=PAGE)),
+    "p-rope-d320-fp16-chunk-paged-padded": (
+        FP16,
+        Rotary.p_rope(320, 0.25).rectify(21),
+        0,
+        dict(queries=70, page=PAGE, leftpad=(3, 0)),
+    ),
+    "rope-d512-fp32-chunk": (FP32, Rotary.rope(512), 0, dict(queries=70)),
     "rerope-d512-fp16-paged": (FP16, Rotary.rope(512).rectify(21), 0, dict(page=PAGE)),
     "hope-d512-bf16-interleaved": (BF16, Rotary.hope(512, 1e6, interleaved=True), 0, dict(page=128)),
     "rope-d512-bf16-chunk-paged": (BF16, Rotary.rope(512), 0, dict(queries=70, page=PAGE)),
@@ -37,7 +45,17 @@ QUICK = ("rope-d512-bf16", "p-rope-d512-bf16-rectified-paged", "p-rope-d512-bf16
 def test_case(machine, monkeypatch, case):
     target, rotary, parts, options = CASES[case]
     seen, real = [], cached.variant_of
-    monkeypatch.setattr(cached, "variant_of", lambda *args, **named: seen.append(real(*args, **named)) or seen[-1])
+
+    def variant_of(*args, **named):
+        if "channels" in named:  # the decode kernel's
+            seen.append(len(named["channels"]))
+        return real(*args, **named)
+
+    monkeypatch.setattr(cached, "variant_of", variant_of)
     Cached(target, rotary, (90, 71), **{"queries": 1, "heads": (2, 1), **options}).check()
-    assert {launch.kernel for launch in machine.launches} <= {"append_rows", "attention_decode", "combine_splits"}
-    assert [len(variant.channels) for variant in seen] == [parts]
+    kernels = {launch.kernel for launch in machine.launches}
+    queries = options.get("queries", 1)
+    lengths = queries if isinstance(queries, list) else [queries]
+    assert ("attention_chunks" in kernels) == (max(lengths) > configs.DECODE_SEQLEN)
+    assert ("attention_decode" in kernels) == (min(lengths) <= configs.DECODE_SEQLEN)
+    assert seen == ([parts] if "attention_decode" in kernels else [])

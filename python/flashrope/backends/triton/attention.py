@@ -208,9 +208,9 @@ class AttentionPlan(Plan):
         if deterministic is not None or torch.are_deterministic_algorithms_enabled():
             if deterministic is not False and not has_grad_q:
                 raise ValueError(
-                    "deterministic: True is not supported by impl='triton' in float32 beyond head_dim 256 on sm_"
-                    f"{self.capability} (dQ takes more shared memory than a block has), got head_dim "
-                    f"{max(self.rotary.head_dim, self.head_dim_v)}; use deterministic=False"
+                    "deterministic: reproducible gradients are not supported by impl='triton' in float32 beyond "
+                    f"head_dim 256 on sm_{self.capability} (dQ takes more shared memory than a block has), got "
+                    f"head_dim {max(self.rotary.head_dim, self.head_dim_v)}; use deterministic=False"
                 )
             return deterministic is not False
         if not has_grad_q:

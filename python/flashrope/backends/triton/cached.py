@@ -226,10 +226,11 @@ class CachePlan(Plan):
         """Whether ``attention_chunks`` serves long queries: it rotates keys once, decoding once per query tile.
 
         Its workspace, one copy for each slope that rotates keys, must not exceed the cache. num_splits asks for the
-        decode kernel, whose results do not depend on how tokens are divided into calls. Heads of more than 256 channels
-        have no tile in ``attention_chunks``, and key weights are multiplied by the decode kernel only.
+        decode kernel, whose results do not depend on how tokens are divided into calls. Only the decode kernel multiplies
+        key weights, and takes more than 512 channels.
         """
-        if self.table.shape[-1] > configs.CHUNK_PAIRS or self.call.num_splits or layer.key_weight is not None:
+        too_wide = self.rotary.head_dim > 2 * configs.WIDEST_PAIRS
+        if self.call.num_splits or layer.key_weight is not None or too_wide:
             return False
         if self.max_seqlen_q <= configs.DECODE_SEQLEN or self.call.tables.positions is not None:
             return False
@@ -278,7 +279,7 @@ class CachePlan(Plan):
                 self.heads_kv,
                 HEADS_PER_PROGRAM=configs.ROTATE_HEADS,
                 VARIANT=variant_of(self.rotary, vec, 0, 0, self.page_size, configs.ROTATE_ROWS, code_vec=code_vec),
-                **configs.options(configs.ROTATE_WARPS),
+                **configs.row_options(configs.ROTATE_WARPS, 2 * self.table.shape[-1]),
             )
         direction = "forward codes" if self.quantized else "forward" if vec > 1 else "forward unaligned"
         tile = self.tile(direction, self.cache, block_d(self.head_dim_v))
@@ -361,7 +362,7 @@ class CachePlan(Plan):
                 one_run=one_run,
                 stored=self.stored,
                 axes=self.axes,
-                parts=1 if self.table.shape[-1] <= configs.CHUNK_PAIRS else 2,
+                parts=1 if self.table.shape[-1] <= configs.WHOLE_PAIRS else 2,
                 channels=channels,
                 first_value=self.first_value,
             ),
