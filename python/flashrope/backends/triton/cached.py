@@ -226,8 +226,8 @@ class CachePlan(Plan):
         """Whether ``attention_chunks`` serves long queries: it rotates keys once, decoding once per query tile.
 
         Its workspace, one copy for each slope that rotates keys, must not exceed the cache. num_splits asks for the
-        decode kernel, whose results do not depend on how tokens are divided into calls. Only the decode kernel multiplies
-        key weights, and takes more than 512 channels.
+        decode kernel, whose results do not depend on how tokens are divided into calls. Only the decode kernel takes
+        key weights and heads of more than 512 channels.
         """
         too_wide = self.rotary.head_dim > 2 * configs.WIDEST_PAIRS
         if self.call.num_splits or layer.key_weight is not None or too_wide:
