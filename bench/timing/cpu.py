@@ -1,7 +1,7 @@
 """Measures speed and memory of the CPU backend, compared with PyTorch's attention in the same run.
 
     python -m bench cpu [--seqlen 8192] [--heads 8] [--head-dim 64] [--window 1024] [--threads 2] [--seconds 30]
-                        [--target TARGET] [--grid] [--lengths] [--busy] [--training] [--check]
+                        [--target TARGET] [--wide] [--grid] [--lengths] [--busy] [--training] [--check]
                         [--out DIR] [--publish] [--note TEXT]
 
 SDPA gets the tensors in its own best layout, heads first in memory. flashrope is timed twice: composed of PyTorch's
@@ -10,9 +10,9 @@ contestants see the same state of the machine. A row shows the median and the qu
 of (its time) / (time of its base in the same round). The speed of the forward pass in bfloat16 is also shown as a
 fraction of the speed of PyTorch's product of two 1024 x 1024 matrices. --check exits with 1 if a goal is missed. --grid
 adds every window and length. --lengths adds the tables that the chart by length needs. --busy adds decoding while
-another process computes. --training adds training steps of a small model. --target uses the compiled kernels of another
-target. For x86-64-v3, set ATEN_CPU_CAPABILITY=avx2 and MKL_ENABLE_INSTRUCTIONS=AVX2 in the environment, so that SDPA
-uses only AVX2 too.
+another process computes. --training adds training steps of a small model. --wide measures only head_dim 512. --target
+uses the compiled kernels of another target. For x86-64-v3, set ATEN_CPU_CAPABILITY=avx2 and
+MKL_ENABLE_INSTRUCTIONS=AVX2 in the environment, so that SDPA uses only AVX2 too.
 """
 
 from __future__ import annotations
@@ -318,6 +318,8 @@ class Bench:
 
     def tables(self) -> None:
         o = self.options
+        if o.wide:
+            return cpu_wide.measure(self)
         for seqlen, window in SHORT:
             last = (seqlen, window) == SHORT[-1]
             schemes, peers = ("HoPE", "ReRoPE") if last else ("ReRoPE",), 3 if last else 0
@@ -346,6 +348,8 @@ class Bench:
     def all(self) -> None:
         self.tables()
         o = self.options
+        if o.wide:
+            return
         if o.busy:
             self.busy()
         if o.training:
@@ -453,6 +457,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "and --busy adds 2%% to 10%% of it, of --training 50%%; every table has at least three rounds (default 30)",
     )
     parser.add_argument("--target", help="the compiled kernels of this target, for example x86-64-v3")
+    parser.add_argument("--wide", action="store_true", help="the tables of head_dim 512 and of values in keys alone")
     parser.add_argument("--grid", action="store_true", help="ReRoPE's forward for every window and length too")
     parser.add_argument("--lengths", action="store_true", help="the tables that the chart by length needs too")
     parser.add_argument("--busy", action="store_true", help="decoding beside another process that computes too")
@@ -495,7 +500,7 @@ def main(argv: list[str]) -> int:
             )
     if folder := output_folder(options):
         run.load_average["end"] = machine.load_average()
-        stem = f"cpu-d{options.head_dim}-h{options.heads}x{options.heads}-fp32"
+        stem = "cpu-wide" if options.wide else f"cpu-d{options.head_dim}-h{options.heads}x{options.heads}-fp32"
         run.write(folder / machine.slug(device["name"]), stem)
         print(f"\nwritten: {folder / machine.slug(device['name']) / stem}.{{json,csv}}")
     return 1 if options.check and failed else 0

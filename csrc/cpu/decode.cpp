@@ -508,9 +508,9 @@ struct Chunk {
   void add_columns(SoftmaxState& state, const V* const* values, int c) {
     for_rows_of_a_span(ROWS, [&](int r, int count, Span span) {
       const Ahead<T> ahead{r == 0 && !shared ? next->v.row : nullptr};
-      auto add = [&](auto rows) {
-        add_weighted<rows, COLUMNS>(scores[r], values, span.first, span.end, c, acc(state, r), padded_dim_v(), ahead);
-        return int(rows);
+      auto add = [&](auto taken) {
+        add_weighted<taken, COLUMNS>(scores[r], values, span.first, span.end, c, acc(state, r), padded_dim_v(), ahead);
+        return int(taken);
       };
       if (ROWS >= 4 && count >= 4) return add(std::integral_constant<int, std::min(ROWS, 4)>{});
       if (ROWS >= 2 && count >= 2) return add(std::integral_constant<int, std::min(ROWS, 2)>{});
