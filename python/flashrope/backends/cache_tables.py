@@ -1,4 +1,4 @@
-"""A cache as backends see it: ``CacheTables`` are shared by all layers of a step, a ``CacheLayer`` holds one layer."""
+"""Describes a cache to backends: ``CacheTables`` for all layers of a step, and a ``CacheLayer`` for each layer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class CacheLayer(NamedTuple):
             uint8 if the cache is quantized.
         v: like k, or narrower unless the cache is quantized.
         k_scale, v_scale: float32, the shapes of k and v without their last dimension, if the cache is quantized.
-        key_weight: float32 (head_dim,), multiplies keys before their rotation (not computed by any backend yet).
+        key_weight: float32 (head_dim,), factors of keys before their rotation. Only the reference backend takes it.
     """
 
     k: torch.Tensor
@@ -28,14 +28,14 @@ class CacheLayer(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """Packed queries: the queries of all sequences, one sequence after another. Used as ``CacheTables.new``.
+    """Packed queries: the queries of all sequences, one sequence after another. It is a value of ``CacheTables.new``.
 
     Attributes:
         cu_seqlens_q: (batch + 1,) int32. Sequence b has the query rows cu_seqlens_q[b] to cu_seqlens_q[b + 1].
         max_seqlen_q: upper bound of the number of query rows of a sequence.
         slot_mapping: (total_q,) int32 or int64, the slot of each query's new key in the whole cache, page * page_size +
-            row. If given, seqlens already counts the new keys.
-        appends: each query brings one new key, which is written after the first seqlens slots.
+            row. If it is given, seqlens already counts the new keys.
+        appends: whether each query brings a new key that is written after the first seqlens slots.
     """
 
     cu_seqlens_q: torch.Tensor
@@ -113,6 +113,6 @@ class CacheTables(NamedTuple):
         return self.new.slot_mapping if isinstance(self.new, Packed) else None
 
     def capacity(self, k_cache: torch.Tensor) -> int:
-        """Returns how many slots a sequence can have."""
+        """Returns the largest number of slots of a sequence."""
         slots = k_cache.shape[1]
         return slots if self.block_table is None else self.block_table.shape[1] * slots

@@ -22,7 +22,8 @@ PER_BYTE = {torch.int8: 1, torch.uint8: 2}
 
 
 def quantize(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns x (..., head_dim) as int8 (..., head_dim) or uint8 (..., head_dim / 2), and scales, float32 (...)."""
+    """Quantizes x (..., head_dim). Returns int8 (..., head_dim) or uint8 (..., head_dim / 2), and float32 scales
+    (...)."""
     limit = torch.finfo(torch.float32 if x.dtype == torch.float64 else x.dtype).max
     x, largest = x.to(torch.float32).clamp(-limit, limit), LARGEST_CODE[dtype]
     scale = x.abs().amax(-1) / largest
