@@ -15,7 +15,7 @@ class CacheLayer(NamedTuple):
     Attributes:
         k: (batch, capacity, heads_kv, head_dim), or with a block table (pages, page_size, heads_kv, head_dim). int8 or
             uint8 if the cache is quantized.
-        v: like k, or narrower unless the cache is quantized.
+        v: like k. If the cache is not quantized, its head_dim may be smaller.
         k_scale, v_scale: float32, the shapes of k and v without their last dimension, if the cache is quantized.
         key_weight: float32 (head_dim,), factors of keys before their rotation. Only the reference backend takes it.
     """

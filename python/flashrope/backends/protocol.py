@@ -21,7 +21,7 @@ class AttentionBackend(Protocol):
         """Returns why this backend cannot serve tensors like q, or "". cached: for ``attention_with_cache``."""
 
     def kept_shapes(self, k: torch.Tensor, call: AttentionCall) -> KeptShapes:
-        """Returns the shapes of what ``forward`` saves for ``backward``."""
+        """Returns the shapes of the tensors that ``forward`` saves for ``backward``."""
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: AttentionCall
@@ -64,8 +64,8 @@ class CachePlan(Protocol):
     def attend(
         self, q: torch.Tensor, layer: CacheLayer, out: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns what ``CacheBackend.attention_with_cache`` does. out: where to write out, contiguous, of
-        ``cached_out_shape``."""
+        """Returns the results of ``CacheBackend.attention_with_cache``. out: a contiguous tensor of
+        ``cached_out_shape``, to which the result is written."""
 
 
 class CacheBackend(Protocol):

@@ -69,7 +69,7 @@ MULTIPROCESSORS: dict[int | str, Multiprocessor | ComputeUnit] = {
 
 def multiprocessor(capability: int | str) -> Multiprocessor | ComputeUnit:
     """Returns the limits for a compute capability such as 80, or for AMD's "gfx942" or "gfx950". A compute capability
-    that is not listed gets the limits of the largest smaller one that is listed."""
+    that is not listed gets the limits of the next lower one that is listed."""
     if isinstance(capability, str):
         return MULTIPROCESSORS[capability]
     older = (known for known in MULTIPROCESSORS if isinstance(known, int) and known <= capability)

@@ -102,12 +102,12 @@ class KVCache(Cache):
 
     @property
     def lengths(self) -> list[int]:
-        """Returns the number of slots in use of every sequence, left padding included. The host knows them."""
+        """Returns the number of slots in use of every sequence, left padding included. Does not wait for the device."""
         return list(self._lengths)
 
     @property
     def padding(self) -> list[int]:
-        """Returns the left padding of every sequence. The host knows it."""
+        """Returns the left padding of every sequence. Does not wait for the device."""
         return list(self._padding)
 
     def step(self, seqlen_new: int, leftpad: Sequence[int] | None = None) -> Step:
@@ -200,8 +200,8 @@ class KVCache(Cache):
 
         Args:
             sequence: index in the batch. None: all sequences.
-            length: in slots, left padding included. If it exceeds the current length, ValueError is raised. For all
-                sequences, one length or a list of lengths.
+            length: the new length in slots, left padding included. If it exceeds the current length, ValueError is
+                raised. For all sequences, one length or a list of lengths.
         """
         self.refuse_in_step("truncate")
         lengths: Any = length

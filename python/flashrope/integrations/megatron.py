@@ -33,9 +33,9 @@ def with_scheme(spec: ModuleSpec, rotary: Rotary) -> ModuleSpec:
             ``Rotary.rope(head_dim)`` does, or with rotary_interleaved as ``Rotary.rope(head_dim, interleaved=True)``.
 
     Raises:
-        ValueError: the specification's attention is another one than Megatron's SelfAttention, for example multi-latent
-            attention. Building the model raises ValueError if the configuration needs a feature that flashrope does not
-            support. The model's first step raises ValueError if the model itself rotates q and k.
+        ValueError: the specification's attention is not Megatron's SelfAttention, as for multi-latent attention.
+            Building the model raises ValueError if the configuration needs a feature that flashrope does not support.
+            The model's first step raises ValueError if the model itself rotates q and k.
     """
     spec = copy.deepcopy(spec)
     layer = getattr(spec.submodules, "self_attention", None)

@@ -105,8 +105,8 @@ class Attention(torch.autograd.Function):
         if grad_out is None and grad_lse is None:
             return (None,) * INPUTS + none
         inputs = (grad_out, grad_lse, *ctx.saved_tensors, *ctx.constants)
-        # Not plain: a gradient from a collective, which is a tensor subclass. Grad enabled: create_graph=True, which
-        # needs a second derivative.
+        # The operator is needed for gradients from a collective, which are tensor subclasses, and with
+        # create_graph=True, which needs a second derivative.
         if is_plain(*inputs[: 2 + SAVED]) and not torch.is_grad_enabled():
             return *library.attention_backward(*inputs), *none
         run = AttentionBackward.apply if transforming() else OPERATORS.attention_backward

@@ -303,11 +303,12 @@ def attention_with_cache(
         k_cache, v_cache: (batch, capacity, heads_kv, head_dim), or with block_table (pages, page_size, heads_kv,
             head_dim). The call writes to them in place. In memory they must not overlap each other, k or v, and no two
             of their elements may share an address. head_dim is a multiple of 8 up to 512. Beyond 256, quantized
-            caches, rotated_keys and explicit positions are not supported. v_cache may be narrower than k_cache, except
-            in quantized caches and on CUDA C++.
+            caches, rotated_keys and explicit positions are not supported. v_cache may have a smaller head_dim than
+            k_cache, except in quantized caches and with impl="cuda".
         cache_seqlens: (batch,) int32, the slots in use before this call, left padding included. The call does not
             change them.
-        k, v: (batch, seqlen_new, heads_kv, head_dim), as wide as the caches, or both None if the cache is complete.
+        k, v: (batch, seqlen_new, heads_kv, head_dim), with the head_dim of their caches, or both None if the cache is
+            complete.
         block_table: (batch, max_pages) int32, the page of every page_size slots of a sequence. Entries beyond a
             sequence's length may hold anything. page_size is a power of two, at least 16.
         cache_leftpad: (batch,) int32, the first valid slot of each sequence. Positions count from it.
@@ -348,7 +349,7 @@ def attention_with_cache(
             resolution of 2**-31. Self-Extend and dual chunk attention map the positions that the tables give.
 
     Returns:
-        out, like q, as wide as v_cache, and contiguous. With return_lse: (out, lse). lse is (batch, heads_q,
+        out, like q but with the head_dim of v_cache, contiguous. With return_lse: (out, lse). lse is (batch, heads_q,
         seqlen_q), of the dtype as in ``attention``.
 
     Raises:
@@ -431,7 +432,7 @@ def attention_varlen_with_cache(
             contiguous cache whose capacity is a multiple of 16.
 
     Returns:
-        out, like q, as wide as v_cache. With return_lse: (out, lse). lse is (heads_q, total_q), of the dtype as in
+        out, like q but with the head_dim of v_cache. With return_lse: (out, lse). lse is (heads_q, total_q), as in
         ``attention``. Rows outside every sequence have out 0 and lse -inf, or with sinks the sink.
 
     Raises:

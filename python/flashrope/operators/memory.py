@@ -17,10 +17,9 @@ Dimensions = tuple[tuple[int, int, int], ...]  # (stride, lowest index, highest 
 def check_append(layer: CacheLayer, k, v, tables: CacheTables) -> None:
     """Checks the memory of a call that writes k and v to a layer of a cache, with their scales and positions.
 
-    With a block table, page m of one cache may share memory with another page n of another cache, as in two caches that
-    are views of one tensor and use alternate pages of it: the block table decides which pages are written. Page n of
-    all caches is written together, so only equal page numbers are compared. Tensors on the meta device have no memory
-    and pass.
+    With a block table, different pages of two caches may share memory, because the block table decides which pages are
+    used. For example, both caches may be views of one tensor and use alternate pages of it. Page n of all caches is
+    written together, so only equal page numbers are compared. Tensors on the meta device have no memory and pass.
 
     Raises:
         ValueError: memory would be written twice, or written before it is read. The message names the tensors.

@@ -4,8 +4,8 @@ lengths.
 Each band is divided into pieces that the kernel computes without a mask: rectangles, and triangles that its is_causal
 describes. The pieces of a row are merged by their lse, as in ring attention.
 
-Torch's kernel requires the same head_dim for q, k and v. If v has a different head_dim than q and k, the narrower
-tensors are padded with zero channels.
+Torch's kernel requires the same head_dim for q, k and v. If v has a different head_dim than q and k, the tensors with
+the smaller head_dim are padded with zero channels.
 
 Half-precision inputs are computed in float32, and only the results are rounded. That is at least as fast as torch's
 half-precision kernels, whose float16 backward is about twenty times slower.

@@ -54,8 +54,8 @@ def _block_size(row: int) -> int:
 def attend(
     q: torch.Tensor, layer: CacheLayer, part: Part, out: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (out like q, lse in float32 or float64) of a batch of sequences. out: a contiguous tensor like q, to
-    which the compiled kernels may write the result."""
+    """Returns (out of ``cached_out_shape``, lse in float32 or float64) of a batch of sequences. out: a contiguous
+    tensor of this shape, to which the compiled kernels may write the result."""
     call, tables, k_cache = part.call, part.call.tables, layer.k
     if tables.positions is not None:
         return _attend_placed(q, layer, part)
@@ -161,7 +161,7 @@ class Block(NamedTuple):
     position: float  # position of the first key
     order: int  # rank of the first key among the visible keys of the sequence
     k: torch.Tensor  # (batch, slots, heads_kv, head_dim)
-    v: torch.Tensor  # may be narrower
+    v: torch.Tensor  # like k, but its head_dim may be smaller
     k_scale: torch.Tensor | None = None  # (batch, slots, heads_kv, 1)
     v_scale: torch.Tensor | None = None
 
@@ -216,11 +216,11 @@ def _attend(
     head_dim_v: int,
     queries: list[runs.Rows] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns out, like q but as wide as the values, and lse (batch, heads_q, seqlen_q). All sequences have seqlen
-    keys. head_dim_v: the width of the values.
+    """Returns out, like q but with the head_dim of the values, and lse (batch, heads_q, seqlen_q). All sequences have
+    seqlen keys. head_dim_v: the head_dim of the values.
 
-    queries: the positions of the query rows; None: the last positions. If given, the compiled path takes one block per
-    contiguous run, and the fallback a single block with all keys.
+    queries: the positions of the query rows. None: the last positions. If they are given, the compiled path takes one
+    block per contiguous run of keys, and the fallback takes a single block with all keys.
     """
     seqlen_q, rotary = q.shape[1], call.rotary
     queries = queries or [runs.Rows(0, seqlen_q, seqlen - seqlen_q, seqlen - seqlen_q)]

@@ -170,7 +170,7 @@ class Library:
         self.parallel_for = ctypes.cast(torch_cpu.torch_parallel_for, ctypes.c_void_p)
 
     def multiplies(self, dtype: torch.dtype, seqlen_q: int) -> bool:
-        """Whether the kernels multiply queries of this dtype. Otherwise the queries are first converted to float32."""
+        """Whether the kernels multiply with queries of this dtype. Otherwise queries are first converted to float32."""
         return self._bfloat16 is not None and dtype == torch.bfloat16 and seqlen_q > FEW_QUERIES
 
     def forward(self, call: ForwardCall, dtype: torch.dtype) -> int:

@@ -217,7 +217,7 @@ def gather_keys(x: torch.Tensor, piece: Piece) -> torch.Tensor:
 
 
 def widen(x: torch.Tensor, width: int) -> torch.Tensor:
-    """Returns x, padded with zero channels to this width: the kernel needs values as wide as the keys."""
+    """Returns x, padded with zero channels to this width. The kernel needs values with the head_dim of keys."""
     return x if x.shape[-1] == width else torch.nn.functional.pad(x, (0, width - x.shape[-1]))
 
 

@@ -37,13 +37,13 @@ class Place(NamedTuple):
 
 
 def serves(q: torch.Tensor, k: torch.Tensor, head_dim_v: int, call: AttentionCall | CacheCall) -> bool:
-    """Whether the compiled kernels serve a call. head_dim_v: that of the values."""
+    """Whether the compiled kernels serve a call. head_dim_v: the head_dim of the values."""
     served = q.dtype in DTYPES and len(call.bands) <= MAX_BANDS and not call.rotary.first_channel
     return served and max(q.shape[-1], head_dim_v) <= MAX_HEAD_DIM and q.numel() > 0 and k.numel() > 0
 
 
 def serves_cache(q: torch.Tensor, layer: CacheLayer, call: CacheCall) -> bool:
-    """Whether the kernels serve a chunk of queries over a cache. Values must be as wide as the keys."""
+    """Whether the kernels serve a chunk of queries over a cache. Values must have the head_dim of keys."""
     return layer.v.shape == layer.k.shape and serves(q, layer.k, q.shape[-1], call)
 
 
