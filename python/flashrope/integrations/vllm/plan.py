@@ -316,7 +316,7 @@ def split_pages(kv_cache: torch.Tensor, head_size: int) -> Pages:
 # ---- the plans of this process
 
 
-_plans: dict[str, Plan] = {}  # by digest
+_plans: dict[str, Plan] = {}  # {digest: plan}
 
 
 def remember(plan: Plan) -> None:

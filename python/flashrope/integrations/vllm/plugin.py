@@ -104,7 +104,7 @@ def _configure(platform, vllm_config) -> None:
 def _logger():
     from vllm.logger import init_logger
 
-    return init_logger("vllm.plugins.flashrope")  # vLLM prints the loggers below its own
+    return init_logger("vllm.plugins.flashrope")  # vLLM prints the records of loggers below its own
 
 
 def _hook_backend(platform, is_cpu: bool) -> None:
