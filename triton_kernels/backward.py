@@ -146,8 +146,7 @@ class GradKV(NamedTuple):
 
 
 class KeyTile(NamedTuple):
-    """A tile of keys k [BN, D] and values v [BN, DV]. visible: the query rows that see each key. scale_log2: from
-    log2_scale."""
+    """k [BN, D], v [BN, DV]; visible: the query rows that see each key; scale_log2: softmax scale in log2 units."""
 
     k: object
     v: object
@@ -296,8 +295,8 @@ def grad_q_product(grad_scores, k, VARIANT: tl.constexpr):
 
 @triton.jit
 def add_grad_kv(grad, keys, queries, grad_sum, row, EDGE: tl.constexpr, VARIANT: tl.constexpr):
-    """Adds the contribution of the query tile that starts at `row` to grad. EDGE: some pairs are not in the band.
-    grad_sum: pointer to the head's sum of dQ, or None."""
+    """Adds the share of the query tile that starts at `row`. EDGE: some pairs are not in the band. grad_sum: pointer to
+    the head's sum of dQ, or None."""
     q_rows, grad_rows = skip_rows(queries.q, row), skip_rows(queries.grad_out, row)
     rows = tl.arange(0, VARIANT.block_m)
     loaded = clamp_rows(rows, queries.length - row) if EDGE else rows
@@ -320,7 +319,7 @@ def add_grad_kv(grad, keys, queries, grad_sum, row, EDGE: tl.constexpr, VARIANT:
     grad_scores = weights * (grad_weights - over_keys(delta, VARIANT))
     grad_scores = grad_scores.to(q.dtype)
     grad_k = tl.dot(swap_axes(grad_scores, VARIANT), q, grad.k, input_precision="ieee")
-    if grad_sum is not None:  # the sum also has room for the tile's rows after the last row
+    if grad_sum is not None:  # rows behind the last have room in the sum
         first = tl.full((), 0, tl.int64) + row  # an int in the interpreter
         add_to_sum(grad_sum + first * VARIANT.block_d, grad_q_product(grad_scores, keys.k, VARIANT), VARIANT)
     return GradKV(grad_k, grad_v)
@@ -350,11 +349,9 @@ def attention_grad_kv(
     heads_kv,
     VARIANT: tl.constexpr,
 ):
-    """Computes dK and dV, and adds dQ to grad_sums if they are given.
-
-    q: BandedView of the queries, rotated for each band. rotated_k: TensorView (copy, row, head). grad_k and grad_v are
-    contiguous. grad_sums: None, or float32 zeros (band, head, statistics_rows, D). dQ of each band is added to them in
-    accumulator order, in the frame of the band's queries, and without the score's scale."""
+    """q: BandedView of the queries, rotated for each band. rotated_k: TensorView (copy, row, head). grad_k and grad_v
+    are contiguous. grad_sums: None, or float32 zeros (band, head, statistics_rows, D). dQ of each band is added to
+    them, in the frame of the band's queries, without the factor of the score, and in accumulator order."""
     batch, head_kv, first = head_program(max_seqlen_k, heads_kv, VARIANT.block_n)
     seq = find_sequence(cu_seqlens, batch, seqlen_q, seqlen_k)
     if first >= seq.length_k:
@@ -419,8 +416,8 @@ def attention_grad_kv(
 
 
 class QueryTile(NamedTuple):
-    """A tile of queries: q [BM, D], grad_out [BM, DV], lse_log2 and delta [BM]. visible: the keys that each row sees.
-    scale_log2: from log2_scale."""
+    """q [BM, D], grad_out [BM, DV]; lse_log2, delta [BM]; visible: the keys that each row sees; scale_log2: softmax
+    scale in log2 units."""
 
     q: object
     grad_out: object
@@ -479,7 +476,7 @@ def attention_grad_q(
     heads_kv,
     VARIANT: tl.constexpr,
 ):
-    """Computes dQ. grad_q is contiguous. The other arguments are as in attention_grad_kv."""
+    """grad_q contiguous; the other arguments as in attention_grad_kv."""
     batch, head, first = query_program(max_seqlen_q, heads_q, VARIANT)
     seq = find_sequence(cu_seqlens, batch, seqlen_q, seqlen_k)
     if first >= seq.length_q:
