@@ -196,7 +196,7 @@ PLACED_ROWS, PLACED_ENTRIES, PLACED_WARPS = 16, 64, 4  # queries, and block-tabl
 # Where every key needs its own cos and sin (stored positions, or maps over pages), heads with at least PLACED_PAIRS
 # pairs use tiles of at most PLACED_KEYS keys. Larger tiles would spill.
 PLACED_PAIRS, PLACED_KEYS = 64, 32
-CROWDED_PAIRS = 128  # heads with this many pairs or more have "decode codes" and "decode parts"
+CROWDED_PAIRS = 128  # only heads with at least this many pairs take the tiles "decode codes" and "decode parts"
 
 # With a KV cache.
 CHUNK_PAIRS = 128  # most pairs of a head that chunks.py serves; the decode kernel takes larger heads in two parts

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-ONE_PER_QUERY = -1  # sentinel for seqlen_new: queries are packed and each brings one new key
+ONE_PER_QUERY = -1  # a value of seqlen_new: queries are packed, and each query has one new key
 
 
 class CacheLayer(NamedTuple):

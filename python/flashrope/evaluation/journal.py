@@ -43,7 +43,7 @@ class Journal:
         """Checks that the rows of these schemes were measured with the options that they have now.
 
         Raises:
-            BadInput: the options of a scheme differ. The message names the first such scheme.
+            BadInput: a scheme's options have changed since then. The message names the first such scheme.
         """
         words = {scheme.label: scheme.words for scheme in schemes}
         for row in self.rows:

@@ -18,7 +18,7 @@ from . import gguf_file
 from .streaming import PIECE, Kept
 
 MESSAGE = "MESSAGE"  # marks a place in a chat template
-MAX_BYTE_VOCABULARY = 512  # bytes and special tokens; for a larger vocabulary the tokenizer's files must be missing
+MAX_BYTE_VOCABULARY = 512  # bytes and special tokens; with a larger vocabulary, the tokenizer's files are missing
 
 
 @dataclasses.dataclass(frozen=True)

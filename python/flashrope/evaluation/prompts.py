@@ -1,4 +1,4 @@
-"""Prompts that hide numbers in a text and end by asking for one of them."""
+"""Builds prompts that hide numbers in a text and end with a question about one of the numbers."""
 
 from __future__ import annotations
 

@@ -137,6 +137,6 @@ def _step(rotation: PositionMap, before: PositionMap) -> PositionMap:
 
 
 def _bound(distance: float, chunk: int = 0) -> int:
-    """Clamps a distance, or a number of chunks of this length, to what kernels can count."""
+    """Clamps a distance, or a number of chunks of this length, to the range of distances that kernels can compute."""
     limit = UNBOUNDED // max(chunk, 1)
     return int(max(-limit, min(limit, distance)))

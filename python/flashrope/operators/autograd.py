@@ -198,8 +198,8 @@ torch.library.register_autograd(
 
 
 def _vmap(function, size: int, in_dims, arguments, tensors: int, rows: tuple[int, ...]):
-    """Applies ``function`` under vmap: folds the mapped dimension into the batch and calls it once. With packed inputs
-    it calls in a loop.
+    """Applies ``function`` under vmap: folds the mapped dimension into the batch and calls it once. Packed inputs have
+    no batch, so for them it calls the function once per index of the mapped dimension.
 
     tensors: the number of arguments before the AttentionArguments. rows: the indices of the tensors of ``calls.Kept``,
     whose second dimension is the batch. In all other tensors the first dimension is the batch.

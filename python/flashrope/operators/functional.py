@@ -84,10 +84,10 @@ def attention(
         deterministic: True: gradients are bitwise reproducible. False: the Triton backend's gradient of q may differ
             from run to run by rounding. Its backward then does five matrix products instead of seven and accumulates
             that gradient with float32 atomics, in a workspace of q's size (head_dim rounded up to a power of two) for
-            every band. False raises an error under ``torch.use_deterministic_algorithms(True)``. None: reproducible
-            under that setting, which is read when the backward runs. Without the setting, the backward runs that is
-            predicted to be faster for the shape (with atomics for head_dim 33 to 128 in 16 bits). The other backends
-            are always reproducible. Default: None.
+            every band. False raises an error under ``torch.use_deterministic_algorithms(True)``. None: gradients are
+            reproducible under that setting, which is read when the backward runs. Without the setting, the backward
+            runs that is predicted to be faster for the shape (with atomics for head_dim 33 to 128 in 16 bits). The
+            other backends are always reproducible. Default: None.
 
     Returns:
         out, like q but with the head_dim of v, contiguous. With return_lse: (out, lse). lse is (batch, heads_q,

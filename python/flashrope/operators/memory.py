@@ -1,4 +1,4 @@
-"""Checks that what a call writes shares no memory with itself, or with what the call reads.
+"""Checks that no tensor that a call writes overlaps itself or another tensor of the call.
 
 Only shapes, strides and addresses are compared, so that nothing waits for the device.
 """

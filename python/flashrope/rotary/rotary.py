@@ -763,7 +763,7 @@ class Rotary:
         return dataclasses.replace(self, frequencies=tuple(frequencies), scaled_by=name)
 
     def _with_bands(self, bands) -> Rotary:
-        """Returns the scheme with these bands, without empty ones, and with adjacent equal ones merged."""
+        """Returns the scheme with these bands. Empty bands are left out, and adjacent equal bands are merged."""
         return dataclasses.replace(self, bands=merged(bands))
 
 

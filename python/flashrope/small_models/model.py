@@ -17,7 +17,7 @@ from .. import KVCache, PagedKVCache, Rotary, Step, attention
 from ..cli.files import replacing
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Rotary], torch.Tensor]
-IN_EXPERIMENTS = "language."  # in front of the names of weights in the checkpoints of the experiments
+IN_EXPERIMENTS = "language."  # prefix of the names of weights in checkpoints of the experiments
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +44,7 @@ class ModelConfig:
 
 
 class Block(nn.Module):
-    """Attention and a SwiGLU MLP, each behind an RMSNorm and with a residual connection."""
+    """Attention and a SwiGLU MLP, each with an RMSNorm before it and a residual connection around it."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()

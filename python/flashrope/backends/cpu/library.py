@@ -12,7 +12,7 @@ from ...rotary.bands import Band
 
 MAX_HEAD_DIM = 256  # csrc/cpu/common.h has the same number
 MAX_BANDS = 4
-INFINITE = 2**40  # stands for an infinite distance
+INFINITE = 2**40  # the value that means an infinite distance
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 CODES = {torch.int8: 3, torch.uint8: 4}  # dtypes of quantized caches, which the kernels read with float32 queries
 FEW_QUERIES = 8  # up to 8 queries float32 is faster: it works on 8 rows at once, bfloat16 on strips of 32 rows

@@ -127,7 +127,7 @@ def _past_pieces(start: float, stop: float, seqlen_q: int, seqlen_k: int, shift:
         banded = width if rows > width else 0
         seeing = min(rows, seqlen_k - x + width - 1) if banded else rows
         pieces.append(clipped(x, seeing, x, rows, causal=True, width=banded, **again))
-        corner = min(rows, width) - 1  # number of keys before x that some rows see: local row a sees keys b >= a
+        corner = min(rows, width) - 1  # keys before x form a triangle of this size: local row a sees keys b >= a
         corner_keys = min(corner, seqlen_k - (x - width + 1))
         pieces.append(clipped(x, corner_keys, x - width + 1, corner_keys, causal=True, reversed=True, **again))
         pieces.append(clipped(x, rows, x - width + 1 + corner, width - 1 - corner, **again))

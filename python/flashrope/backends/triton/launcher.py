@@ -57,7 +57,7 @@ def compiling() -> Iterator[None]:
 def launch(kernel, grid: tuple[int, ...], *args, **options) -> None:
     """Runs the kernel. All launches of the package go through this function.
 
-    options: constexprs by name, and options of the compiler.
+    options: constexprs as keywords, and options of the compiler.
 
     Raises:
         ValueError: the grid has 2^31 programs or more. Triton would silently skip such a launch.
@@ -162,6 +162,6 @@ def _traits(args: tuple) -> list:
 
 
 def cdiv(a: int, b: int) -> int:
-    """Returns a / b, rounded up. triton.cdiv takes several microseconds on the host, because kernels can call it,
-    too."""
+    """Returns a / b, rounded up. Replaces triton.cdiv, which kernels can call, too, and which therefore takes several
+    microseconds per call on the host."""
     return -(-a // b)

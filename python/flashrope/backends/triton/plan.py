@@ -1,4 +1,5 @@
-"""``Plan``: holds the scheme on the device, chooses tiles and launches the forward, for all launches of a call."""
+"""``Plan``: what all launches of a call share. It holds the scheme on the device, chooses tiles and launches the
+forward."""
 
 from __future__ import annotations
 
