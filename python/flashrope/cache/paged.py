@@ -25,7 +25,7 @@ class _OfSequences(dict[int, int]):
         self._cache = cache
 
     def __missing__(self, sequence):
-        self._cache._get(sequence)  # says why
+        self._cache._get(sequence)  # raises ValueError or TypeError if the sequence does not exist
         raise KeyError(sequence)
 
 

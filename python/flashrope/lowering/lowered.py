@@ -2,7 +2,7 @@
 
 Rotations are numbered. Rotation 0 changes nothing. Rotation n > 0 rotates position p by the angle
 ``(slope * p + offset) * inv_freq``. The cos/sin tables (``cos_sin``) have one entry per rotation. If a scheme maps
-positions, each rotation has a map that says which p a row has in that table.
+positions, each rotation has a map from the position of a query or key to its p.
 """
 
 from __future__ import annotations
