@@ -35,8 +35,8 @@ from setuptools.command.sdist import sdist
 ROOT = Path(__file__).resolve().parent
 TORCH_TARGET_VERSION = (2, 11)
 DEFAULT_ARCHITECTURES = "8.0;9.0+PTX"
-EPOCH = os.environ.setdefault("SOURCE_DATE_EPOCH", "1577836800")  # of all files in a package; bdist_wheel reads it
-os.umask(0o022)  # of the metadata in a wheel
+EPOCH = os.environ.setdefault("SOURCE_DATE_EPOCH", "1577836800")  # time of all files in a package; bdist_wheel reads it
+os.umask(0o022)  # mode of the metadata in a wheel
 CUDA = os.environ.get("FLASHROPE_BUILD_CUDA", "0") not in ("", "0")
 CPU_BUILD = runpy.run_path(str(ROOT / "csrc/cpu/build.py"))
 CPU_KERNELS = Extension("flashrope.backends.cpu.kernels", [])

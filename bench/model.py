@@ -48,7 +48,7 @@ LOOP_COLUMNS = (
 )
 THEIR_COLUMNS = ("step", "D", "block_m", "block_n", "regs", "blocks/SM", "fixed", "inner", *LOOP_COLUMNS[10:])
 SEQLENS = (512, 2048, 8192, 16384, 32768, 131072)
-TOKENS, WIDTH = 16384, 2048  # of a batch, and heads x head_dim, as FlashAttention-2's authors measure
+TOKENS, WIDTH = 16384, 2048  # tokens per batch, heads * head_dim; as in FlashAttention-2's paper
 DEVICE_COLUMNS = ("who", "pass", "D", *map(str, SEQLENS))
 # TFLOP/s of FlashAttention-2, forward and backward, causal, A100 80 GB SXM4, bf16 or fp16, 16k tokens, 2048 channels:
 # Dao 2023 (arXiv 2307.08691, July 2023), figure 4, the two panels with a causal mask.
@@ -196,7 +196,7 @@ def our_seconds(
         return waves.seconds(device, sorted(lengths, reverse=longest_first), kernel.block.resident, rounds)
 
     bands = len(scheme.rotary(problem.head_dim).bands_for(True))
-    forward = SCHEMES[bands - 1]  # of the same kernel
+    forward = SCHEMES[bands - 1]  # the scheme with the same kernel
     times = [seconds(forward, "attention_forward", waves.query_tile_lengths, True)]
     times[0] += waves.copy_seconds(device, 2 * problem.tensor_bytes)
     copies = 1 + bands + 2  # q rotated for every band; out and its gradient for the row statistics

@@ -18,7 +18,7 @@ SEPARATOR = " | "
 _PLAN = re.compile(r"^([\w-]+): to do: (.*)$")
 _STARTED = re.compile(r"^([\w-]+): (\d+) of (\d+): ")
 _FINISHED = re.compile(r"^([\w-]+): (\d+) of \2 done$")
-_COMPILED = re.compile(r"^compiled (\d+) of (\d+): ")  # of python -m bench sanitize --compile
+_COMPILED = re.compile(r"^compiled (\d+) of (\d+): ")  # printed by python -m bench sanitize --compile
 _PYTEST = re.compile(r"\[ *(\d+)/(\d+)\]")  # console_output_style=count
 
 

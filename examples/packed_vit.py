@@ -6,8 +6,8 @@ file is self-contained: copy it and change it.
 
 Every picture shows a cross and a ring on noise, and the model says on which side of the cross the ring is: above,
 right, below or left. It is trained on pictures of 4 to 8 patches a side, and measured on larger ones too. A batch is
-one row of tokens with ``cu_seqlens``. The class token in front of every picture has position (0, 0), so it does not
-rotate. Needs only flashrope.
+one row of tokens with ``cu_seqlens``. Every picture starts with a class token at position (0, 0), which does not
+rotate. The script needs only flashrope.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SIDES = ("above", "right", "below", "left")
 
 
 class Batch(NamedTuple):
-    """Pictures one after another."""
+    """A batch of pictures, one after another."""
 
     patches: torch.Tensor  # (patches, PATCH * PATCH)
     positions: torch.Tensor  # (tokens, 2): row and column; (0, 0) for class tokens
@@ -41,7 +41,7 @@ class Batch(NamedTuple):
 
 
 def picture(rows: int, columns: int, generator: torch.Generator) -> tuple[torch.Tensor, int]:
-    """Pixels (rows * PATCH, columns * PATCH), and the side of the cross that the ring is on."""
+    """Returns pixels (rows * PATCH, columns * PATCH), and the side of the cross that the ring is on."""
     while True:
         cross, ring = (
             [int(torch.randint(n, (), generator=generator)) for n in (rows, columns)] for _ in ("cross", "ring")
@@ -57,7 +57,7 @@ def picture(rows: int, columns: int, generator: torch.Generator) -> tuple[torch.
 
 
 def pack(pictures: list[tuple[torch.Tensor, int]]) -> Batch:
-    """Pictures of any sizes as one batch, without padding."""
+    """Returns pictures of any sizes as one batch, without padding."""
     patches, positions, lengths = [], [], []
     for pixels, _ in pictures:
         parts = pixels.unfold(0, PATCH, PATCH).unfold(1, PATCH, PATCH)  # (rows, columns, PATCH, PATCH)
@@ -113,7 +113,8 @@ class VisionTransformer(nn.Module):
 
 
 def scheme(positions: str, head_dim: int = 32) -> Rotary:
-    """axial: row and column, half of the pairs each. raster: the tokens' order, one-dimensional. none: no positions."""
+    """Returns the scheme. axial: half of the pairs rotate by the row, half by the column. raster: by the token's index.
+    none: no pair rotates."""
     if positions == "axial":
         return Rotary.axial(head_dim, axes=2, base=100.0)
     return Rotary.rope(head_dim, base=100.0) if positions == "raster" else Rotary.none(head_dim)

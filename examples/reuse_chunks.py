@@ -1,5 +1,5 @@
 """A small server that answers questions over documents. It reads each document once, with nothing before it. The keys
-have no positions, so every prompt takes them by reference, at any place. This file is self-contained: copy it and
+have no positions, so every prompt can use them by reference, at any place. This file is self-contained: copy it and
 change it.
 
     pip install -e '.[demo]'
@@ -7,13 +7,13 @@ change it.
     python examples/reuse_chunks.py runs/experiments-copying/models/rope-L128-s0.safetensors
 
 The second line trains a model on a CPU in a minute and a half, the third takes a quarter of a minute. A document is
-random letters. A question is eight letters of one document, and its answer is the four letters behind them there. The
-model was trained to copy in this way, on 128 letters.
+random letters. A question is eight letters of one document, and its answer is the four letters that follow them in the
+document. The model was trained to copy in this way, on 128 letters.
 
-Such a document has not seen the documents that now come before it, so its keys and values are not what one prefill of
-the whole prompt computes. The table says what that changes: the loss of the answers against the full prefill of the
-same prompt. It can be lowered by reading the first letters of every document again, after what comes before them (EPIC,
-arXiv 2410.15332).
+Such a document has not seen the documents that now come before it, so its keys and values differ from those of one
+prefill of the whole prompt. The table shows the effect: the loss of the answers against the full prefill of the same
+prompt. Recomputing the first letters of every document after everything that precedes it in the prompt can reduce this
+effect (EPIC, arXiv 2410.15332).
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from flashrope import PagedKVCache, Rotary
-from flashrope.evaluation.loss import half_interval  # of the 95% interval of a mean, by Student's t
+from flashrope.evaluation.loss import half_interval  # half width of Student's 95% interval of a mean
 from flashrope.small_models.model import LanguageModel, load_checkpoint, read_in_step, trained_length
 
 QUESTION, ANSWER = 8, 4  # letters
 PAGE_SIZE = 16
 SHOWN = 3  # questions and answers that are printed
-LETTERS = string.ascii_letters + string.digits + "+-"  # of the 64 tokens
+LETTERS = string.ascii_letters + string.digits + "+-"  # one letter for each of the 64 tokens
 
 
 class Document(NamedTuple):
     tokens: torch.Tensor  # (length,)
-    sequence: int  # of the cache, where its keys and values are
+    sequence: int  # of the cache; it has the document's keys and values
 
 
 class Request(NamedTuple):
     documents: list[str]  # in the order of the prompt
     question: torch.Tensor  # (QUESTION,)
-    answer: torch.Tensor  # (ANSWER,), what a right answer is
+    answer: torch.Tensor  # (ANSWER,), the right answer
 
 
 class Reply(NamedTuple):
@@ -55,7 +55,7 @@ class Reply(NamedTuple):
     computed: int  # tokens of the prompt that went through the model
     seconds: float  # to the first token of the answer
     loss: float  # of the right answer, in nats per letter
-    right: float  # share of its letters that are the most likely ones, behind the right ones before them
+    right: float  # share of its letters that are the most likely ones, given the right letters before them
 
 
 class Server:
@@ -85,8 +85,8 @@ class Server:
     def place(self, prompt: int, name: str, again: int) -> int:
         """Appends a document to a prompt by reference. Returns how many of its tokens were computed.
 
-        The first `again` tokens are computed anew, behind what the prompt holds, and the others follow by reference.
-        Where the prompt is empty, nothing comes before the document, and all of it is exact.
+        The first `again` tokens are computed again, after the tokens of the prompt, and the others follow by reference.
+        If the prompt is empty, nothing comes before the document, and all of it is exact.
         """
         tokens, sequence = self.documents[name]
         again = min(again, len(tokens)) if self.cache.lengths[prompt] else 0
@@ -102,7 +102,7 @@ class Server:
 
     @torch.inference_mode()
     def reply(self, request: Request, again: int | None) -> Reply:
-        """Returns the model's answer. again: as in ``place``; None reads all documents anew, in one prefill."""
+        """Returns the model's answer. again: as in ``place``; None reads all documents again, in one prefill."""
         start = time.perf_counter()
         prompt, computed, asked = self.cache.allocate(), 0, request.question
         if again is None:
@@ -126,7 +126,7 @@ class Server:
 
 
 def requests(documents: dict[str, Document], retrieved: int, count: int, draw: random.Random) -> Iterator[Request]:
-    """Questions about one of several documents each, which stand in random order."""
+    """Returns questions. Each is about one of several documents, which are in random order."""
     for _ in range(count):
         names = draw.sample(sorted(documents), retrieved)
         tokens = documents[draw.choice(names)].tokens
@@ -162,7 +162,7 @@ def show(asked: Sequence[Request], replies: Sequence[Reply]) -> None:
 
 
 def report(of_models: Sequence[dict[int | None, list[Reply]]]) -> None:
-    """Means over models and questions; of the time to the first token the median."""
+    """Prints means over models and questions, and the median of the time to the first token."""
     print(f"\n{'':<34}{'prefill':>8}{'saved':>8}{'first token':>13}{'right':>8}{'loss':>8}  against full prefill")
     for way in of_models[0]:
         found = [reply for replies in of_models for reply in replies[way]]
@@ -222,7 +222,7 @@ def main(arguments: list[str] | None = None) -> list[dict[int | None, list[Reply
             model, rotary, trained = read(path, args.device)
         except (OSError, ValueError) as error:
             parser.error(f"models: expected models of the experiment copying (see the top of this file), got {error}")
-        rotary = rotary.rectify(trained // 2).log_n(trained)  # ReRoPE: prompts may be longer than those of the training
+        rotary = rotary.rectify(trained // 2).log_n(trained)  # ReRoPE: prompts may be longer than in training
         server = Server(model.eval(), rotary, pages)
         start = time.perf_counter()
         for n, tokens in enumerate(texts):

@@ -1,5 +1,5 @@
-"""A small server over a Hugging Face model that answers questions over documents. Each document is read once, behind
-the head that all prompts share, and joined into any prompt. This file is self-contained: copy it and change it.
+"""A small server over a Hugging Face model that answers questions over documents. Each document is read once, after the
+head that all prompts share, and joined into any prompt. This file is self-contained: copy it and change it.
 
     pip install -e '.[transformers,gguf]'
     python -m experiments fetch runs/smollm2
@@ -9,9 +9,9 @@ The second line fetches a small model and texts. A model may also be a checkpoin
 text with the number of a city hidden in it, and a question asks for one of the numbers.
 
 A document does not see the documents that a prompt puts before it, so its keys and values differ from those of one
-prefill of the prompt. The table says what that changes: the log probability of the right answer against the full
-prefill of the same prompt. Recomputing the first tokens of every document after everything that precedes it in the
-prompt reduces that change (EPIC, arXiv 2410.15332).
+prefill of the prompt. The table shows the effect: the log probability of the right answer against the full prefill of
+the same prompt. Recomputing the first tokens of every document after everything that precedes it in the prompt reduces
+this effect (EPIC, arXiv 2410.15332).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import NamedTuple
 import torch
 from flashrope.cli.options import BadInput
 from flashrope.evaluation.model import Tokens, load
-from flashrope.evaluation.statistics import half_interval  # of the 95% interval of a mean, by Student's t
+from flashrope.evaluation.statistics import half_interval  # half width of Student's 95% interval of a mean
 from flashrope.integrations.transformers import Passage, convert, join_passages, prefill_passage
 from flashrope.integrations.transformers.versions import CACHE  # the name of a cache in this version of transformers
 
@@ -71,7 +71,8 @@ class Server:
     def prompt(self, names: Sequence[str], recompute: int | None) -> tuple[Passage, int]:
         """Returns the prompt of these documents, and how many of its tokens were computed for it.
 
-        recompute: how many of the first tokens of each document are computed again. None: one prefill of all.
+        recompute: how many of the first tokens of each document are computed again. None: the whole prompt is computed
+            in one prefill.
         """
         documents = [self.documents[name] for name in names]
         if recompute is None:
@@ -112,7 +113,7 @@ def write_documents(text: str, size: int, draw: random.Random) -> dict[str, tupl
 
 
 def draw_requests(answers: dict[str, str], retrieved: int, count: int, draw: random.Random) -> list[Request]:
-    """Questions about one of several documents each, which stand in random order."""
+    """Returns questions. Each is about one of several documents, which are in random order."""
     requests = []
     for _ in range(count):
         names = draw.sample(sorted(answers), retrieved)
@@ -126,7 +127,7 @@ def name_of(way: int | None) -> str:
 
 
 def report(requests: Sequence[Request], replies: dict[int | None, list[Reply]]) -> None:
-    """Means over the questions; of the time to the first token the median."""
+    """Prints means over the questions, and the median of the time to the first token."""
     print(f"\n{'':<34}{'computed':>9}{'first token':>13}{'right':>7}{'log p':>9}  against full prefill")
     full = replies[None]
     for way, found in replies.items():

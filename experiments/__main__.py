@@ -1,8 +1,8 @@
-"""``python -m experiments NAME``: train byte-level models, measure them, and write CSV, JSON and PNG to a run
+"""``python -m experiments NAME``: trains byte-level models, measures them, and writes CSV, JSON and PNG to a run
 directory.
 
-All experiments of a run directory share one configuration (a preset on a text) and its trained models. What is already
-there is not computed again, so an interrupted run resumes where it stopped.
+All experiments of a run directory share one configuration (a preset on a text) and its trained models. Existing results
+are not computed again, so an interrupted run resumes where it stopped.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def _open(args: argparse.Namespace, run: Run) -> None:
 
 
 def _with_ranks(args: argparse.Namespace, run: Run, cells: dict[str, list[Cell]]) -> None:
-    """All ranks train the models, one after another; then the first one measures them."""
+    """Trains the models one after another, on all ranks together. Then the first rank measures them."""
     first = run.ranks.rank == 0
     if first:
         _open(args, run)

@@ -1,4 +1,4 @@
-"""The arguments of ``python -m experiments``, and the run that they ask for."""
+"""The arguments of ``python -m experiments``, and the run that they describe."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ def resolve(args: argparse.Namespace, out: Path) -> Run:
 
 
 def _devices(device: torch.device, ranks: Ranks) -> tuple[torch.device, ...]:
-    """Returns a GPU for each worker process; none: the device of the run."""
+    """Returns a GPU for each worker process. Empty: all processes use the device of the run."""
     count = torch.cuda.device_count() if device.type == "cuda" else 0
     if device.index is not None or count < 2 or ranks.world > 1:
         return ()
@@ -259,7 +259,7 @@ def cells_of(name: str, run: Run, chosen: Sequence[str] = ()) -> list[Cell]:
 
 
 def check_effects(args: argparse.Namespace, run: Run, cells: dict[str, list[Cell]]) -> None:
-    """Raises BadInput for options that change nothing in these experiments, by name."""
+    """Raises BadInput, with the name of the option, for options that change nothing in these experiments."""
     names = ", ".join(cells)
     if set(cells) <= set(OWN_TRAINING):
         for option in ("compile", "tensorboard"):

@@ -1,8 +1,8 @@
-"""The loss by length of Hugging Face checkpoints: models trained here on text alone, exported, and measured with
-``flashrope loss``.
+"""Measures the loss by length of Hugging Face checkpoints. The models are trained here on text only, exported, and
+measured with ``flashrope loss``.
 
-Windows of unseen text are measured as they are ("loss") and with their last tokens repeated up to the length
-("loss-repeat"). Far context is used where the repetition lowers the loss (ReRoPE, kexue.fm/archives/9708).
+Windows of unseen text are measured as they are ("loss"), and with their last tokens repeated up to the length
+("loss-repeat"). If the repetition lowers the loss, the model uses distant context (ReRoPE, kexue.fm/archives/9708).
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ TEXT, REPEATED = "loss", "loss-repeat"
 
 
 def compares() -> Iterator[Comparison]:
-    """Returns what is judged: losses below RoPE's beyond the training length, a loss at the longest length below
-    RoPE's at the training length, and the use of far context."""
+    """Returns the comparisons that are judged: losses below RoPE's beyond the training length, a loss at the longest
+    length below RoPE's at the training length, and the use of distant context."""
     rope, _, ntk, yarn, rerope, rerope_log_n, leaky, cope, *mapped = MEASURED
     self_extend, self_extend_log_n, dual_chunk, dual_chunk_log_n = mapped
     for name in (ntk, yarn, rerope, rerope_log_n, leaky, cope, *mapped):
@@ -93,7 +93,7 @@ def measured(folder: Path, seed: int) -> list[Path]:
 
 
 def unmeasured(folder: Path, seed: int) -> list[str]:
-    """Returns the COMMANDS that are in no result of this model, neither measured nor refused."""
+    """Returns the COMMANDS without a result for this model, neither measured nor refused."""
     seen: set[str] = set()
     for path in measured(folder, seed):
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -102,9 +102,9 @@ def unmeasured(folder: Path, seed: int) -> list[str]:
 
 
 def measure_job(run: Run, seed: int, folder: str, commands: Sequence[str], progress: Callable) -> None:
-    """``flashrope loss`` with these schemes on one model, in a process of its own."""
+    """Runs ``flashrope loss`` with these schemes on one model, in a separate process."""
     checkpoint = Path(folder, "checkpoints", f"s{seed}")
-    shutil.rmtree(checkpoint, ignore_errors=True)  # of an interrupted run
+    shutil.rmtree(checkpoint, ignore_errors=True)  # left by an interrupted run
     checkpoint.parent.mkdir(exist_ok=True)
     export(run.model_path(TRAINED, run.unit, seed), checkpoint)
     lengths = [str(multiple * run.unit) for multiple in MULTIPLES]

@@ -1,4 +1,4 @@
-"""The picture of the page's claims: one row for each claim and length, from the declared differences."""
+"""Draws the picture of the page's claims: one row for each claim and length, from the declared differences."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Row:
 
 
 def draw(path: Path, groups: dict[str, Sequence[Row]]) -> None:
-    """Draws every difference in halves of its 95% interval, with positive numbers for the direction of the paper: a
-    bar that does not reach zero shows a difference. Its own numbers stand beside it."""
+    """Draws every difference in units of half its 95% interval. Positive numbers agree with the paper. A bar that does
+    not reach zero shows a difference. The difference in its own units is written next to the bar."""
     count = sum(1 + len(rows) for rows in groups.values())
     figure, (axes,) = canvas(0.235 * count + 1.5)
     y, named = 0, set()

@@ -1,9 +1,9 @@
 """In-context copying (HoPE, section 4.2.1): several sequences of random letters, then the start of one of them. The
-model predicts the last letters of that one.
+model predicts the last letters of this sequence.
 
 The paper's sequences have 12 letters. Here each has 9 to 15, so that no fixed distance leads from the query to the
 answer: with sequences of one length, a model can answer by looking back a multiple of that length. The control puts 2
-to 10 random letters between the sequences and the query. They make no difference to a model that copies.
+to 10 random letters between the sequences and the query. The random letters make no difference to a model that copies.
 
 Samples are drawn from a seed. With 64 letters and at least 9 per sequence, two samples practically never share a
 sequence.
@@ -23,7 +23,7 @@ LETTERS = 64  # tokens 0 to 63
 SHORTEST, LONGEST = 9, 15  # letters of a sequence; 12 on average, as in the paper
 SUFFIX = 4  # letters asked for
 BETWEEN = (2, 10)  # random letters before the query, in the control
-LAYOUTS = 20  # of the samples of one measurement; samples with one layout differ by their letters
+LAYOUTS = 20  # different layouts in one measurement; samples with the same layout differ by their letters
 PAPER_COUNTS = (30, 40, 50, 60, 70, 80)  # sequences, at the paper's training length
 SHORTEST_PRACTICE = 3 * LONGEST
 
@@ -43,7 +43,7 @@ def letters(shape: Sequence[int], generator: torch.Generator) -> torch.Tensor:
 
 
 def layout(room: int, generator: torch.Generator) -> list[int]:
-    """Lengths of sequences that follow each other in ``room`` letters, at least one."""
+    """Returns the lengths of sequences that together fill at most ``room`` letters. There is at least one sequence."""
     lengths: list[int] = []
     while not lengths or sum(lengths) <= room:
         lengths.append(integer(SHORTEST, LONGEST, generator))
@@ -81,7 +81,7 @@ def practice(count: int, length: int, generator: torch.Generator) -> tuple[torch
 def batches(
     tokens: int, length: int, seed: int, steps: int, device: torch.device | str = "cpu", start: int = 0
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Endless batches of about ``tokens`` letters and four layouts each, starting with step ``start``.
+    """Yields batches of about ``tokens`` letters and four layouts each, without end, starting with step ``start``.
 
     Samples grow from SHORTEST_PRACTICE to ``length`` letters in the first half of the steps. The batch of step n
     depends only on the seed and n.
@@ -117,8 +117,8 @@ def prompt(
 def prompts(
     samples: int, seed: int, count: int | None = None, length: int | None = None, control: bool = False
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Prompts and answers, some samples for each of LAYOUTS layouts: ``count`` sequences, or as many as fit into
-    ``length`` letters with the query and all of the answer."""
+    """Returns prompts and answers, with several samples for each of LAYOUTS layouts. A prompt has ``count`` sequences,
+    or as many as fit into ``length`` letters together with the query and the whole answer."""
     for n in range(LAYOUTS):
         if not (some := (samples + LAYOUTS - 1 - n) // LAYOUTS):
             continue
@@ -145,9 +145,9 @@ def right(subject: Subject, samples: Iterator[tuple[torch.Tensor, torch.Tensor]]
 
 
 def measure(subject: Subject, multiples: Sequence[float] = (0.5, *MULTIPLES)) -> list[Result]:
-    """Percentages. At the paper's numbers of sequences: whole suffixes ("copying") and their letters
-    ("copying-letters"). By multiples of the training length: letters ("copying-by-length"), and with letters between
-    the sequences and the query ("copying-control")."""
+    """Returns percentages of right answers. At the paper's numbers of sequences: whole suffixes ("copying") and their
+    letters ("copying-letters"). By multiples of the training length: letters ("copying-by-length"), and letters with
+    random letters before the query ("copying-control")."""
     results = []
 
     for count in PAPER_COUNTS:

@@ -1,8 +1,8 @@
-"""RoPE as a base-beta encoding (Su 2023, kexue.fm/archives/9675): what becomes of a model that reads numbers by their
-digits when the numbers grow beyond those it was trained on.
+"""RoPE as a base-beta encoding (Su 2023, kexue.fm/archives/9675): how a model that reads the digits of numbers behaves
+when the numbers grow beyond the training range.
 
-A small network reads two numbers by their decimal digits and says which is larger. It is trained on numbers below 1000;
-the digit for thousands is there but always 0. Numbers below 2000 are then written in four ways:
+A small network reads the decimal digits of two numbers and says which number is larger. It is trained on numbers below
+1000, so the digit for thousands is always 0. Numbers below 2000 are then written in four ways:
 
     trained             in decimal, below 1000, as in training
     extrapolation       in decimal: the digit for thousands is 1 for the first time (RoPE as it is)
@@ -10,7 +10,7 @@ the digit for thousands is there but always 0. Numbers below 2000 are then writt
     base 16, base 13    in a larger base, three digits still: each may be larger than 9 (NTK). 13 is the smallest base
                         that suffices.
 
-Trains networks of its own in seconds, no language models.
+The experiment trains its own networks in seconds. It needs no language models.
 """
 
 from __future__ import annotations
@@ -58,8 +58,9 @@ def digits(numbers: torch.Tensor, conversion: str) -> torch.Tensor:
 
 
 def pairs(count: int, limit: int, gap: int | None, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Numbers int64 (count, 2) below ``limit`` that differ by ``gap`` (None: by anything, uniform in its logarithm),
-    and whether the first is larger, bool (count,). For limits above TRAINED the larger number is at least TRAINED."""
+    """Returns numbers, int64 (count, 2), below ``limit`` that differ by ``gap``, and whether the first is larger, bool
+    (count,). gap None: differences are uniform in their logarithm. For limits above TRAINED the larger number is at
+    least TRAINED."""
     larger_at = torch.randint(2, (count,), generator=generator)
     if gap is None:
         gaps = torch.floor((limit - 1) ** torch.rand(count, generator=generator, dtype=torch.float64)).long()
@@ -91,7 +92,7 @@ def train_network(seed: int) -> nn.Module:
 
 
 def logit(network: nn.Module, numbers: torch.Tensor, conversion: str) -> torch.Tensor:
-    """numbers int64 (count, 2) to logits (count,)."""
+    """Returns the logits (count,) of numbers, int64 (count, 2)."""
     return network(digits(numbers, conversion).flatten(1) / 10)[:, 0]
 
 
@@ -122,7 +123,7 @@ def draw_digits(run: Run, workers: Workers, folder: Path) -> None:
 
 
 def table(rows: Sequence[dict[str, str]], example: dict[str, list[float]]) -> str:
-    """Percentages by conversion and difference, and the differences that are judged."""
+    """Returns a table of percentages by conversion and difference, and the differences that are judged."""
     levels, differences = [], []
     for name in CONVERSIONS:
         written = " ".join(f"{digit:g}" for digit in example[name]) if name in example else ""

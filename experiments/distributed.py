@@ -1,4 +1,4 @@
-"""Training one model in several processes, which ``torchrun`` starts."""
+"""Trains one model in several processes, which ``torchrun`` starts."""
 
 from __future__ import annotations
 

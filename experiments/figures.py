@@ -1,5 +1,5 @@
-"""The figures, readable at the width of a page on a phone: lines by length and points by scheme, both with 95%
-intervals, frequency tables, position matrices and attention patterns."""
+"""Draws the figures: lines by length and points by scheme, both with 95% intervals, frequency tables, position matrices
+and attention patterns. They are readable at the width of a page on a phone."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ DASHED, DOTTED = (0, (4, 2)), (0, (1, 1.2))
 SMALL, NORMAL = 11, 12.5  # points
 KIND_COLOURS = {"high": "0.6", "activated": "#D55E00", "low": "#0072B2"}
 KIND_NAMES = {"high": "θ ≥ 2π/L", "activated": "π/L < θ < 2π/L (activated)", "low": "θ ≤ π/L"}
-ORDER = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # of curves without a scheme
+ORDER = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # for curves without a scheme
 Rows = Sequence[dict[str, str]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """One measurement by length. ``name``: instead of the scheme's own; ``train_length``: of the model, if the rows
-    have several."""
+    """One measurement by length. ``name``: replaces the scheme's own name. ``train_length``: the model's, if the rows
+    have models of several training lengths."""
 
     scheme: str
     task: str
     name: str = ""
     train_length: int | None = None
-    style: str | tuple = "-"  # of matplotlib; markers are hollow on lines that are not solid
+    style: str | tuple = "-"  # a matplotlib style; markers are hollow on lines that are not solid
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +69,8 @@ def heading(figure, title: str, note: str) -> None:
 
 
 def finish(figure, path: Path, colours: int = COLOURS_OF_A_FILE) -> None:
-    """Writes the figure as PNG with a palette, a quarter of the size. Colour scales need more ``colours``."""
+    """Writes the figure as PNG with a palette, which takes a quarter of the bytes. Colour scales need more
+    ``colours``."""
     from PIL import Image  # comes with matplotlib
 
     whole = io.BytesIO()
@@ -88,7 +89,7 @@ def draw(
     log: bool = False,
     x_label: str = "length / training length",
 ) -> None:
-    """Means over seeds by length in bytes, with their 95% intervals, two panels in a row.
+    """Draws means over seeds by length in bytes, with their 95% intervals, two panels in a row.
 
     The axis shows percentages from 0 to 100; with ``log`` it is logarithmic. Dotted lines mark the training length and
     ``Panel.level``. Raises ValueError for more than MAX_LINES lines in a panel.
@@ -170,7 +171,7 @@ def _panel(axes, panel: Panel, rows: Rows, train_length: int, log: bool, x_label
     if not several:
         axes.axvline(train_length, color="0.6", linewidth=1, linestyle=":", zorder=0)
     if panel.level and (of := values_at(_own(rows, panel.level), panel.level.scheme, panel.level.task, train_length)):
-        until = max(x for line in panel.lines for x in _places(rows, line))  # not through the names
+        until = max(x for line in panel.lines for x in _places(rows, line))  # so that it does not cross the names
         axes.hlines(interval(list(of.values())).mean, 0, until, color="0.6", linewidth=1, linestyle=":", zorder=0)
     axes.set_xscale("log", base=2)
     places = sorted({x for line in panel.lines for x in _places(rows, line)})
@@ -241,8 +242,8 @@ def points(
     x_label: str,
     levels: dict[str, float] | None = None,
 ) -> None:
-    """Draws a panel per group and a row per scheme: its mean, in numbers too, and its 95% interval. ``levels``: a
-    value to mark in a panel, such as that at the training length."""
+    """Draws a panel per group and a row per scheme, with its mean, also as a number, and its 95% interval. ``levels``:
+    a value to mark in a panel, such as the value at the training length."""
     names = list(dict.fromkeys(name for group in groups.values() for name in group))
     columns = min(len(groups), 2)
     stacked = -(-len(groups) // columns)
@@ -354,8 +355,8 @@ def patterns(
     panels: Sequence[tuple[str, dict[str, Sequence[float]]]],
     marks: Sequence[float] = (),
 ) -> None:
-    """Panels of curves by the distance between query and key. ``panels``: (title, {a scheme or other name: its curve}).
-    Dotted lines stand at ``marks``."""
+    """Draws panels of curves by the distance between query and key. ``panels``: (title, {a scheme or other name: its
+    curve}). Dotted lines mark the distances ``marks``."""
     figure, all_axes = canvas(2.9 * len(panels) + 0.3, len(panels), sharey=True)
     for axes, (name_of_panel, curves) in zip(all_axes, panels, strict=False):
         ends = []

@@ -64,7 +64,7 @@ class GauModel(nn.Module):
         for block in self.blocks:
             nn.init.normal_(block.scale, mean=1.0, std=0.02)
             nn.init.normal_(block.offset, std=0.02)
-            for layer in (block.uvz, block.out):  # outputs as large as inputs; 0.02 is too small for a product of three
+            for layer in (block.uvz, block.out):  # keeps the size of inputs; 0.02 is too small for a product of three
                 nn.init.normal_(layer.weight, std=layer.in_features**-0.5)
 
     def forward(
@@ -74,7 +74,7 @@ class GauModel(nn.Module):
         return self.decode(self.embedding(tokens), rotary, attend)
 
     def decode(self, x: torch.Tensor, rotary: Rotary, attend: Attend | Sequence[Attend] = attention) -> torch.Tensor:
-        """Does what ``forward`` does, from embeddings (batch, seqlen, width)."""
+        """Returns the logits for embeddings (batch, seqlen, width) instead of tokens."""
         attends = [attend] * len(self.blocks) if callable(attend) else attend
         x = _norm(x)
         for block, attend_in_block in zip(self.blocks, attends, strict=True):

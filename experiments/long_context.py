@@ -1,6 +1,6 @@
-"""``python -m experiments long-context``: the tables and the picture of docs/long_context.md, from the journals of
-``flashrope loss --by-position`` and ``passkey`` and the results of ``python -m experiments speed`` in
-bench/results/real_model.
+"""``python -m experiments long-context``: writes the tables and the picture of docs/long_context.md. They are made from
+the journals of ``flashrope loss --by-position`` and ``passkey`` and from the results of ``python -m experiments
+speed``, all in bench/results/real_model.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ SHOWN = {"stock": "the model as it is", "YaRN": "YaRN, factor 2", "ReRoPE, windo
 
 
 class Row(NamedTuple):
-    """One scheme over all windows in which it and the model as it is were measured.
+    """One scheme, over all windows in which both the scheme and the model as it is were measured.
 
     bins: the mean loss of every bin of positions, in nats per token.
-    changes: what the scheme changes in every bin below the training length, window by window.
+    changes: the change of the loss in every bin below the training length, for every window.
     """
 
     scheme: str
@@ -81,8 +81,8 @@ def read(folder: Path) -> list[list[dict]]:
 
 
 def rows_of(journals: Sequence[Sequence[dict]]) -> list[Row]:
-    """Returns the model as it is, then the schemes: those with most windows first, and among them the lowest loss at
-    the last positions."""
+    """Returns the model as it is, then the schemes, sorted by the number of windows (most first) and then by the loss
+    at the last positions (lowest first)."""
     measured: dict[tuple[str, str], list[tuple[list[float], list[float]]]] = {}
     for rows in journals:
         bases = {row["window"]: row["bins"] for row in rows if row["scheme"] == BASE}
@@ -101,7 +101,8 @@ def rows_of(journals: Sequence[Sequence[dict]]) -> list[Row]:
 
 
 def table(journals: Sequence[Sequence[dict]]) -> str:
-    """Returns Markdown: the loss by position and what a scheme changes below the training length."""
+    """Returns a Markdown table: the loss by position, and how much a scheme changes the loss below the training
+    length."""
     heads = [f"{at}-{at + 1}k" for at in COLUMNS]
     lines = [
         "| scheme | options | windows | " + " | ".join(heads) + f" | change below {TRAIN_LENGTH // 1024}k |",
@@ -117,8 +118,8 @@ def table(journals: Sequence[Sequence[dict]]) -> str:
 
 
 def retrieval_table(folder: Path) -> str:
-    """Markdown: the numbers that every scheme finds at every length, over all depths, and the log probability of the
-    right number at the start of the text. From the journals of ``flashrope passkey``."""
+    """Returns a Markdown table from the journals of ``flashrope passkey``: how many numbers every scheme finds at every
+    length, over all depths, and the log probability of the right number if it is at the start of the text."""
     found: dict[tuple[str, int], list[dict]] = {}
     words = {}
     for path in sorted(folder.glob("passkey-*.jsonl")):
@@ -144,7 +145,8 @@ def retrieval_table(folder: Path) -> str:
 
 
 def speed_tables(folder: Path) -> str:
-    """Markdown: a table for every run of ``python -m experiments speed``, below its command, shorter texts first."""
+    """Returns Markdown: for every run of ``python -m experiments speed`` its command and a table, shorter texts
+    first."""
     runs = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("speed-*.json")]
     return "\n\n".join(
         f"`{run['command']}`:\n\n{real_speed.table(run)}" for run in sorted(runs, key=lambda r: r["length"])
@@ -152,15 +154,15 @@ def speed_tables(folder: Path) -> str:
 
 
 def picture(journals: Sequence[Sequence[dict]]):
-    """Draws the loss by position of the model as it is, YaRN and ReRoPE, over the windows that all of them have
-    read."""
+    """Draws the loss by position of the model as it is, YaRN and ReRoPE, over the windows that were measured for all
+    three."""
     shown = [found for found in journals if {row["scheme"] for row in found} >= SHOWN.keys()]
     drawn = new_figure((7.2, 3.0))
     axes = drawn.subplots()
     for at, (scheme, label) in enumerate(SHOWN.items()):
         bins = [row["bins"] for found in shown for row in found if row["scheme"] == scheme]
         means = [sum(each) / len(bins) for each in zip(*bins, strict=True)]
-        look = dict(linestyle=(0, (4, 2))) if at == 1 else {}  # ReRoPE's line is seen through it
+        look = dict(linestyle=(0, (4, 2))) if at == 1 else {}  # so that ReRoPE's line is visible behind it
         axes.plot([(n + 0.5) * BIN for n in range(len(means))], means, label=label, color=COLOURS[at], lw=2, **look)
     axes.axvline(TRAIN_LENGTH, color="0.4", linewidth=1, linestyle=":", zorder=0)
     axes.set_xticks(range(0, len(means) * BIN + 1, 2 * BIN), [f"{n}k" for n in range(0, len(means) + 1, 2)])

@@ -1,4 +1,4 @@
-"""Measuring trained models: one job per scheme, training length and seed."""
+"""Measures trained models, in one job per scheme, training length and seed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MEASURES: dict[str, Callable[..., list[Result]]] = {
 @dataclasses.dataclass(frozen=True)
 class Cell:
     """One measuring job: a scheme on the model of one training length and seed. ``measures`` are pairs of a task and
-    the multiples of the preset's training length to measure it at, None for the task's own."""
+    the multiples of the preset's training length at which to measure it. None: the task's own multiples."""
 
     scheme: str
     length: int

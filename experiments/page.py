@@ -1,4 +1,4 @@
-"""docs/experiments/README.md: written from a jinja2 template, templates/page.md, and the results in that folder.
+"""Writes docs/experiments/README.md from a jinja2 template, templates/page.md, and the results in docs/experiments.
 
 The template calls the functions in ``FIELDS``.
 """
@@ -36,10 +36,10 @@ REBUILD = "python tools/experiments_page.py"
 
 @dataclasses.dataclass(frozen=True)
 class Claim:
-    """What a paper says of two measurements.
+    """What a paper claims about two measurements.
 
     Attributes:
-        pair: the measurements, as the function ``measurements`` reads them.
+        pair: the measurements, in the notation of the function ``measurements``.
         multiples: the lengths to compare them at. The experiment declares these differences with the paper's direction.
     """
 
@@ -109,7 +109,7 @@ CLAIMS = {
 
 VERDICTS = (SHOWN, UNSHOWN, AGAINST, UNJUDGED)
 STATUSES = {SHOWN: "supported", UNSHOWN: "not shown", AGAINST: "contradicted", UNJUDGED: "not judged"}
-SAID = {  # of one declared difference, and of several
+SAID = {  # how one declared difference turned out, and how several did
     SHOWN: ("came out so", "came out so"),
     UNSHOWN: ("shows no difference", "show no difference"),
     AGAINST: ("came out the other way", "came out the other way"),
@@ -176,7 +176,7 @@ def level(name: str, scheme: str, task: str, multiple: str) -> str:
 
 
 def levels(name: str, task: str, *schemes: str) -> str:
-    """Returns a table: means and intervals of these schemes by length."""
+    """Returns a table of means and intervals by length, for these schemes."""
     rows, length = results(name)[0], unit(name)
     names = [tables.resolve(scheme, length)[0] for scheme in schemes]
     places = sorted({float(row["at"]) for row in rows if row["task"] == task and row["scheme"] in names})
@@ -220,7 +220,7 @@ def _name(name: str, scheme: str, numbers: bool = False) -> str:
 
 
 def summary(name: str) -> str:
-    """Returns the number of declared differences by outcome, and the list of those against expectation."""
+    """Returns how many declared differences had each outcome, and a list of the differences against expectation."""
     found = tables.judge(EXPERIMENTS[name].compares, results(name)[0], unit(name), name)
     parts = []
     expected = [(each, outcome(value, each.expected)) for each, value in found if each.expected]
@@ -265,7 +265,7 @@ def _pair(name: str, each: Comparison, numbers: bool) -> str:
 
 
 def made(name: str) -> str:
-    """Returns the line under a figure: the command, and where it ran."""
+    """Returns the line under a figure: the command, and the machine that it ran on."""
     record, preset = results(name)[1], results(name)[1]["settings"]
     seeds = len(record["seeds"])
     facts = [
@@ -314,7 +314,7 @@ def constant(path: str) -> str:
 
 
 def minutes(cores: str = "1") -> str:
-    """Returns the sum of times.csv. The time of a share of an experiment is scaled to the whole."""
+    """Returns the sum of times.csv. If only part of an experiment was timed, its time is scaled to the whole."""
     seconds = sum(float(row["cpu_seconds"]) / float(row["share"]) for row in read_csv(FOLDER / "times.csv"))
     return f"{seconds / 60 / int(cores):.0f}"
 

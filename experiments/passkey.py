@@ -1,8 +1,8 @@
 """Passkey retrieval: text with a key somewhere in it, then the question for the key.
 
-The text is that of the corpus, digits included; spaces replace the mark that stands before a key. No digit occurs twice
-in a key. In training the key stands at a random place, so that no distance and no position leads to it. The control
-asks the same questions after text without a key.
+The text comes from the corpus, digits included. Where the corpus has the mark that precedes a key, the text has a
+space. No digit occurs twice in a key. In training the key is at a random place, so that no distance and no position
+leads to it. The control asks the same questions after text without a key.
 
 No key of the evaluation occurs in training, which is asserted. The texts come from different files.
 """
@@ -19,7 +19,7 @@ from flashrope.small_models.data import Corpus, TextError, as_tokens
 
 from .tasks import MULTIPLES, Result, Subject, growing_batches, lengths_of, need_disjoint, percentage
 
-MARK = b"#"  # before a key, and nowhere else
+MARK = b"#"  # only before a key
 NEEDLE, QUESTION, DIGITS = b"\nkey #%s.\n", b"\nkey #", 5
 NEEDLE_SIZE = len(NEEDLE) - len(b"%s") + DIGITS
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -32,14 +32,14 @@ need_disjoint(PRACTICE_KEYS, ASKED_KEYS, "keys")
 
 
 def room(length: int) -> int:
-    """Bytes of text in a prompt. Raises TextError."""
+    """Returns how many bytes of text a prompt has. Raises TextError."""
     if length < NEEDLE_SIZE + len(QUESTION):
         raise TextError(f"passkey: expected a prompt of at least {NEEDLE_SIZE + len(QUESTION)} bytes, got {length}")
     return length - NEEDLE_SIZE - len(QUESTION)
 
 
 def prompt(text: bytes, at: int, key: bytes) -> bytes:
-    """Returns the text with the key ``at`` bytes into it, and the question."""
+    """Returns the text with the key inserted after ``at`` bytes, followed by the question."""
     return text[:at] + NEEDLE % key + text[at:] + QUESTION
 
 
@@ -55,8 +55,8 @@ def without_marks(pieces: tuple[bytes, ...]) -> list[bytes]:
 def practice(train: bytes, length: int, rng: random.Random) -> tuple[bytes, list[int]]:
     """Returns a sample of ``length`` + 1 bytes that ends with a key, and the places of the digits to predict.
 
-    The key stands at random places of the text, twice in half of the samples and at least twice in the others; its last
-    occurrence ends the sample. Its digits are to be predicted from the second occurrence on.
+    The key is at random places of the text, twice in half of the samples and at least twice in the others. Its last
+    occurrence ends the sample. The digits of the second and every later occurrence are to be predicted.
     """
     most = (length + 1 + NEEDLE_SIZE - len(QUESTION) - DIGITS) // NEEDLE_SIZE
     needles, key = rng.choice((2, rng.randint(2, most))), rng.choice(PRACTICE_KEYS)
@@ -72,7 +72,7 @@ def practice(train: bytes, length: int, rng: random.Random) -> tuple[bytes, list
 def batches(
     corpus: Corpus, tokens: int, length: int, seed: int, steps: int, device: torch.device | str = "cpu", start: int = 0
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """``growing_batches`` from SHORTEST_PRACTICE bytes on; digits are targets."""
+    """Yields ``growing_batches`` from SHORTEST_PRACTICE bytes on, with digits as targets."""
     sample = functools.partial(practice, *without_marks((corpus.train,)))
     yield from growing_batches("passkey", sample, tokens, SHORTEST_PRACTICE, length, seed, steps, device, start)
 
@@ -83,7 +83,8 @@ def batches(
 def prompts(
     pieces: Sequence[bytes], length: int, depth: float, samples: int, seed: int, control: bool = False
 ) -> tuple[list[bytes], list[bytes]]:
-    """Prompts of exactly ``length`` bytes with a key at ``depth`` of the text, and the keys. Raises TextError."""
+    """Returns prompts of exactly ``length`` bytes with a key at ``depth`` of the text, and the keys. Raises
+    TextError."""
     size = room(length)
     whole = size + NEEDLE_SIZE * control
     fitting = [piece for piece in pieces if len(piece) >= whole]
@@ -108,8 +109,8 @@ def right(subject: Subject, asked: Sequence[bytes], keys: Sequence[bytes]) -> to
 
 
 def measure(subject: Subject, multiples: Sequence[float] = MULTIPLES) -> list[Result]:
-    """Percentages by length, over five depths: whole keys ("passkey"), their digits ("passkey-digits"), and digits
-    where no key is in the text ("passkey-control")."""
+    """Returns percentages of right answers by length, over five depths: whole keys ("passkey"), their digits
+    ("passkey-digits"), and digits when the text has no key ("passkey-control")."""
     results, pieces, samples = [], without_marks(tuple(subject.unseen)), max(subject.samples // len(DEPTHS), 1)
 
     def found(length: int, control: bool) -> torch.Tensor:

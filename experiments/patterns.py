@@ -1,6 +1,6 @@
 """Attention patterns: how the scores depend on positions when the content is held fixed (HoPE paper, section 3).
 
-Scores are those of the last query before the softmax, split into the contributions of the channel pairs
+The scores are the last query's, before the softmax. They are split into the contributions of the channel pairs
 
     C_m = (q0 k0 + q1 k1) cos(d theta_m) + (q0 k1 - q1 k0) sin(d theta_m)
 
@@ -28,7 +28,7 @@ from .encodings import distances
 from .zoo import Rotaries, ZooModel
 
 FIRST_BYTE = 0
-FREQUENT = 1e-3  # of the training text
+FREQUENT = 1e-3  # smallest share of the training text
 REPEATED, TEXT = "repeated", "text"
 
 
@@ -111,7 +111,8 @@ def pattern(
 
 
 def components(q: torch.Tensor, k: torch.Tensor, rotary: Rotary, softmax_scale: float | None = None) -> torch.Tensor:
-    """Contributions (batch, components, seqlen_k) to the scores of the last query, by key, summed over heads.
+    """Returns the contributions (batch, components, seqlen_k) to the scores of the last query, by key, summed over
+    heads.
 
     q and k are (batch, seqlen, heads, head_dim), not rotated. Raises ValueError unless ``rotary`` has one band of slope
     1. Its query scale (log n) is not applied.
@@ -155,8 +156,9 @@ def swing(curve: torch.Tensor) -> float:
 def ripple(curve: torch.Tensor, span: int = 25) -> tuple[float, float]:
     """Returns (size, period) of a curve's movement around its running mean over ``span`` distances, an odd number.
 
-    The size is the root mean square of the difference. The period is the strongest one in it, in bytes, or NaN if it is
-    longer than the span, as the mean contains such periods. Distances within half a span of the ends are left out.
+    The size is the root mean square of the difference. The period, in bytes, is the strongest one of the difference. It
+    is NaN if it is longer than the span, because the mean contains such periods. Distances within half a span of the
+    ends are left out.
     """
     inside = slice(span // 2, len(curve) - span // 2)
     rest = curve[inside] - curve.unfold(0, span, 1).mean(-1)

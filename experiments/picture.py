@@ -1,8 +1,9 @@
 """n-dimensional RoPE on small pictures: predict, for every pixel, the colour of one of its four neighbours.
 
-The pixel's own colour says which one: 0 above, 1 right, 2 below, 3 left; at an edge it is the pixel itself. Models are
-trained on square pictures and measured on other shapes too. With two-dimensional positions a neighbour has the same
-relative position in every picture; with positions in row order, "above" depends on the width of the picture.
+The pixel's own colour says which neighbour: 0 above, 1 right, 2 below, 3 left. If there is no such neighbour at an
+edge, the pixel itself counts. Models are trained on square pictures and measured on other shapes too. With
+two-dimensional positions a neighbour has the same relative position in every picture; with positions in row order,
+"above" depends on the width of the picture.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ MAX_STEPS, BATCH, SAMPLES = 2000, 16, 64  # a preset with fewer steps uses its o
 
 
 def pictures(count: int, rows: int, columns: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Colours and target colours, int64 (count, rows * columns), row by row."""
+    """Returns colours and target colours, int64 (count, rows * columns), row by row."""
     colours = torch.randint(COLOURS, (count, rows, columns), generator=generator)
     row, column = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
     targets = colours.clone()

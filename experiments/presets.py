@@ -9,9 +9,9 @@ from flashrope.small_models.train import TrainConfig
 
 from . import copying
 
-# What models are trained on: only text, or only one task.
+# The data that models are trained on: only text, or only one task.
 TEXT, COPYING, FEW_SHOT, PASSKEY = "text", "copying", "few-shot", "passkey"
-WITHOUT_TEXT = (COPYING,)  # all others need files of text
+WITHOUT_TEXT = (COPYING,)  # all other data needs text files
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Figures published in the papers, and where they are found there. Data only.
+"""The figures that the papers published, with their places in the papers. This file has only data.
 
     hope      Chen et al. 2025, HoPE (arXiv 2410.21216); hope-v1 is its first version (arXiv 2410.21216v1)
     rerope    Su 2023, ReRoPE (kexue.fm/archives/9708)
@@ -17,8 +17,7 @@ from .statistics import HIGHER, LOWER
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """A task at one point of its axis: a multiple of the training length, or (``multiple`` False) a number of
-    sequences."""
+    """A task at one multiple of the training length, or at a number of sequences (``multiple`` False)."""
 
     label: str
     task: str

@@ -1,13 +1,13 @@
-"""What quantized caches cost in loss: the table and the figure of docs/quantized/README.md.
+"""Measures how much quantized caches raise the loss, for the table and the figure of docs/quantized/README.md.
 
     python -m experiments loss --preset loss --device cpu --threads 1
     python -m experiments.quantized_loss runs/experiments-loss/models/rope-*.safetensors --out docs/quantized
 
-First the change of the loss that int8 and int4 caches make, as ``flashrope loss --cache-dtype`` measures it, by scheme
-and length: every model reads every window of unseen text through the cache, in chunks. Then keys alone are rounded to
-8, 4 and 3 bits with a scale for each token and key head, before and after their rotation, at the training length. Every
-change is the difference of two losses of one model on one window. Intervals are Student's 95% intervals of the mean
-over the models; the tables have those over the windows, too.
+The first measurement is the change of the loss with int8 and int4 caches by scheme and length, as in ``flashrope loss
+--cache-dtype``: every model reads every window of unseen text through the cache, in chunks. The second one rounds only
+keys, to 8, 4 and 3 bits with a scale for each token and key head, before or after their rotation, at the training
+length. Every change is the difference of two losses of one model on one window. Intervals are Student's 95% intervals
+of the mean over the models. The tables also have intervals over the windows.
 """
 
 import argparse
@@ -36,8 +36,8 @@ Table = list[list[float]]  # losses [model][window]
 
 
 class Change(NamedTuple):
-    """The change of the loss in nats per byte: its mean, half of its intervals over models and over windows, and the
-    largest mean of one model."""
+    """The change of the loss in nats per byte: its mean, the half widths of its intervals over models and over windows,
+    and the largest mean of one model."""
 
     mean: float
     over_models: float

@@ -1,12 +1,13 @@
-"""``python -m experiments codes``: what caches in 8 and 4 bits cost a pretrained model, and where 4 bits lose it.
+"""``python -m experiments codes``: measures how much 8-bit and 4-bit caches raise the loss of a pretrained model, and
+which keys, values and layers cause the increase at 4 bits.
 
 Every window of text is read once for each way to store keys and values. The loss of the last TARGETS tokens up to each
-length is compared with that over a float32 cache, window by window. "int8" and "int4" go through ``CodesCache``. All
-other ways round keys or values by the same formula and keep them in float32, so they show what a format would cost
-before any kernel reads it.
+length is compared with the loss over a float32 cache, for every window. "int8" and "int4" use ``CodesCache``. All other
+ways round keys or values by the same formula and store them in float32, so they show what a format would cost before
+any kernel supports it.
 
-``--agreement N`` compares two ways to write the same codes on the first N tokens of every window, by the root mean
-square difference of all log probabilities, as a share of what int8 changes in them.
+``--agreement N`` runs other ways to round to int8 on the first N tokens of every window. It compares their log
+probabilities with those of int8, by the root mean square difference, as a share of the change that int8 makes.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ LAYERS = re.compile(r"(?P<base>.+), layer (?P<layer>\d+)|(?P<mixed>.+), layers (
 
 
 class Format(NamedTuple):
-    """How numbers are rounded: "int8" or "int4", with a scale for every ``group`` of channels. None: all channels."""
+    """How numbers are rounded: "int8" or "int4", with a scale for every ``group`` channels. None: one scale for all
+    channels."""
 
     dtype: str
     group: int | None = None
@@ -90,7 +92,7 @@ def run(argv: list[str], program: str) -> None:
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
-    """Adds what every measurement on a pretrained model takes, reads the arguments, and sets the CPU threads."""
+    """Adds the arguments of every measurement on a pretrained model, parses them, and sets the CPU threads."""
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=positive, default=cores())
     parser.add_argument("--out", metavar="DIR", type=Path, required=True)
@@ -184,7 +186,7 @@ def cache_of(model, name: str, ways: Sequence[Way]):
 
 
 def rounded(x: torch.Tensor, form: Format | None) -> torch.Tensor:
-    """Returns the numbers that the codes of x stand for, (..., head_dim)."""
+    """Returns x (..., head_dim) after rounding: quantized and converted back."""
     if form is None:
         return x
     groups = x.unflatten(-1, (-1, form.group or x.shape[-1]))
@@ -209,7 +211,7 @@ def losses(model, row: torch.Tensor, cache, lengths: Sequence[int]) -> list[floa
     return found
 
 
-# ---- how far two ways to write the same codes agree
+# ---- how closely two ways to round to int8 agree
 
 
 def write_agreement(args: argparse.Namespace, model, tokens, windows, facts: dict[str, Any]) -> None:
@@ -225,11 +227,12 @@ def write_agreement(args: argparse.Namespace, model, tokens, windows, facts: dic
 
 
 def agreement(model, row: torch.Tensor) -> dict[str, float]:
-    """Returns root mean square differences from int8 of one pass as shares of its cost, and losses, on a row of tokens.
+    """Returns the losses on a row of tokens, and the root mean square differences of log probabilities from int8, as
+    shares of the change that int8 makes.
 
-    other sums: the same rounding over a cache of float32, which attention reads in another order. rotated keys: keys
-    are rounded when they are rotated, and turned back. This is what the vLLM plugin stores under a scheme of one
-    rotation.
+    other sums: the same rounding over a float32 cache, which attention reads in another order. rotated keys: keys are
+    rotated, rounded, and rotated back. The vLLM plugin stores such keys under a scheme that rotates a key in only one
+    way.
     """
     from flashrope.integrations.transformers.plan import find_decoder, plan_of
     from flashrope.integrations.transformers.versions import CACHE

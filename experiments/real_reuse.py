@@ -1,11 +1,11 @@
-"""``python -m experiments reuse``: what answers cost that a pretrained model reads from reused passages.
+"""``python -m experiments reuse``: measures how well a pretrained model answers from reused passages.
 
 A prompt is a head, two documents and a question. Half of the questions ask for the number of a city, which is hidden in
 a document. In the other half the answer begins to quote a document, and the next words are judged. Each prompt is made
-in several ways, in both orders of its documents: by one prefill, and of passages that were prefilled alone or behind
-the head, with some of the first tokens of each computed again.
+in several ways, in both orders of its documents: by one prefill, or from passages that were prefilled alone or after
+("behind") the head, with some of the first tokens of each passage computed again.
 
-The log probability of the right answer, all of its tokens, is compared with that of the full prefill of the same
+The log probability of the right answer, over all its tokens, is compared with that after the full prefill of the same
 prompt. An answer is found if greedy decoding would write it.
 """
 
@@ -38,8 +38,8 @@ DOCUMENT = "\nDocument:\n"
 KINDS = ("number", "quote")
 QUOTE_QUESTION = "\nQuote a sentence from one of the documents."
 QUOTE_ANSWER = 'One of the documents says: "'
-QUOTED, CONTINUED = 16, 5  # tokens of a quote, and of the words behind it
-DOCUMENTS, SIZE = 2, 352  # and tokens of each: one batch holds both
+QUOTED, CONTINUED = 16, 5  # tokens of a quote, and of the words after it
+DOCUMENTS, SIZE = 2, 352  # and tokens of each; both documents are rows of one batch
 FULL = "full prefill"
 RECOMPUTED = (0, 4, 16, 64)
 ALONE, BEHIND = "alone", "behind the head"
@@ -47,7 +47,7 @@ ORDERS = ("the document asked for first", "the document asked for last")
 
 
 class Question(NamedTuple):
-    """Token lists. The documents stand in the order of the prompt, and the first is the one that is asked for."""
+    """Token lists of a question. The documents are in the order of the prompt, and the question is about the first."""
 
     kind: str
     head: list[int]
@@ -132,18 +132,18 @@ def passage(texts: Sequence[list[int]], size: int, draw: random.Random) -> list[
 
 
 def answers(model, question: Question) -> list[dict[str, Any]]:
-    """Returns the log probability of the right answer, and whether it is found, by way and order.
+    """Returns, for every way and order, the log probability of the right answer and whether it is found.
 
     Prompts of equal length are rows of a batch: both orders, made of passages of both kinds.
     """
     from flashrope.integrations.transformers import join_passages, prefill_passage
 
     texts = torch.tensor(question.documents)
-    orders = (0, 1), (1, 0)  # of the documents
+    orders = (0, 1), (1, 0)  # both orders of the documents
     head = prefill_passage(model, torch.tensor([question.head]))
     heads = select_rows(model, [(head, 0)] * 2)
     whole = prefill_passage(model, torch.stack([texts[list(order)].flatten() for order in orders]), heads)
-    scores = score(model, join_passages(model, [heads, whole]), question)  # exact: one passage behind a head
+    scores = score(model, join_passages(model, [heads, whole]), question)  # exact: one passage after a head
     found = [{"way": FULL, "order": order} | each for order, each in zip(ORDERS, scores, strict=True)]
     read = {ALONE: prefill_passage(model, texts), BEHIND: prefill_passage(model, texts, heads)}
     rows = [(way, order) for way in read for order in range(len(orders))]
@@ -157,7 +157,7 @@ def answers(model, question: Question) -> list[dict[str, Any]]:
 
 
 def select_rows(model, rows: Sequence[tuple[Any, int]]):
-    """Returns a batch of passages, each a row of a batch."""
+    """Returns a batch made of these rows of the passages."""
     from flashrope.integrations.transformers import Passage, accept_cache
     from transformers import DynamicCache
 
@@ -171,8 +171,8 @@ def select_rows(model, rows: Sequence[tuple[Any, int]]):
 
 @torch.no_grad()
 def score(model, prompt, question: Question) -> list[dict[str, Any]]:
-    """Returns the log probability of the answer behind every prompt of a batch, in nats, and whether greedy decoding
-    writes it."""
+    """Returns, for every prompt of a batch, the log probability of the answer after it, in nats, and whether greedy
+    decoding writes the answer."""
     from flashrope.integrations.transformers.versions import CACHE
 
     answer, batch = torch.tensor(question.answer), prompt.input_ids.shape[0]
@@ -187,7 +187,8 @@ def score(model, prompt, question: Question) -> list[dict[str, Any]]:
 
 
 def summary(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the mean results of every way to prefill, for each order and both, for each kind of question and all."""
+    """Returns the mean results of every way to prefill: for each order and for both, and for each kind of question and
+    for all."""
     rows, found = list(rows), []
     for kind in ("all", *KINDS):
         for order in ("both", *ORDERS):

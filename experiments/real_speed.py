@@ -1,8 +1,9 @@
-"""``python -m experiments speed``: how fast a pretrained model reads, decodes and trains, as it is and converted.
+"""``python -m experiments speed``: measures how fast a pretrained model reads, decodes and trains, as it is and
+converted.
 
-Every round measures every way once, so that all of them see the same state of the machine. Reading is one pass over
-``--length`` tokens that computes the logits of the last one; decoding continues it with a token at a time; a training
-step is forward, backward and AdamW over ``--train-tokens`` tokens. Times are on the CPU.
+Every round measures every way once, so that all ways see the same state of the machine. Reading is one pass over
+``--length`` tokens that computes the logits of the last one; decoding continues it one token at a time; a training step
+is forward, backward and AdamW over ``--train-tokens`` tokens. Times are on the CPU.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The experiments by name: which schemes they compare and what they measure."""
+"""The experiments and their names: which schemes they compare and what they measure."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ class Experiment:
     """Either schemes and what to measure on them, or a function that runs the whole experiment.
 
     Schemes may contain {w256} and {L2} as in ``published``. ``measures`` maps a task to multiples of the training
-    length, None for the task's own. ``data``: what a preset must train on, ``architecture``: what models it must have,
-    None for any. ``compares``: the differences that are judged, chosen before the runs.
+    length; None: the task's own multiples. ``data``: the data that a preset must train on. ``architecture``: the
+    architecture that its models must have; None: any. ``compares``: the differences that are judged, which were chosen
+    before the runs.
     """
 
     summary: str
@@ -48,7 +49,8 @@ def _published(name: str) -> tuple[str, ...]:
 
 
 def _beyond(first: str, second: str, expected: int = 0) -> tuple[Comparison, ...]:
-    """Two schemes by accuracy at 8 times the training length, with repeating and with other text."""
+    """Returns comparisons of the accuracy of two schemes at 8 times the training length, with repeating and with other
+    text."""
     tasks = ("accuracy-repeat", "accuracy-non-repeat")
     return tuple(c for task in tasks for c in schemes(first, second, task, 8, expected=expected))
 

@@ -1,15 +1,16 @@
-"""What reused chunks and forgotten tokens cost in loss: the table and the figure of docs/reused/README.md.
+"""Measures how much reused chunks and forgotten tokens raise the loss, for the table and the figure of
+docs/reused/README.md.
 
     python -m experiments loss --preset loss --device cpu --threads 1
     python -m experiments.reused_loss runs/experiments-loss/models/rope-L256-s[0-4].safetensors --out docs/reused \\
         --threads 1
 
-First a text is read in chunks that do not see each other. ``PagedKVCache.extend`` joins them, and the model predicts
-the bytes after them. The loss is compared with one prefill of the whole text, with and without the first bytes of every
-chunk computed again after what precedes them.
+First a text is read in chunks that do not attend to each other. ``PagedKVCache.extend`` joins them, and the model
+predicts the bytes after them. The loss is compared with one prefill of the whole text, with and without the first bytes
+of every chunk computed again after what precedes them.
 
 Then the loss by position over 32 training lengths is measured in four ways. ``flashrope generate --keep`` keeps the
-first and the last bytes. Truncation reads the last bytes anew for every byte. ReRoPE with log n, and RoPE, keep all
+first and the last bytes. Truncation reads the last bytes again for every byte. ReRoPE with log n, and RoPE, keep all
 bytes. The window of ReRoPE is half the training length.
 
 Every change is the difference of two losses of one model on one window. Intervals are Student's 95% intervals of the
@@ -37,7 +38,7 @@ FULL, NOTHING, LAST = "full prefill", "nothing before", "only the last chunk"
 EVERY = 16  # one in this many positions is measured
 TRUNCATED, REROPE, ROPE = "truncation", "ReRoPE, log n", "RoPE"
 
-Losses = dict[tuple, list[float]]  # of every model
+Losses = dict[tuple, list[float]]  # key -> one loss per model
 
 
 def in_bytes(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
@@ -55,7 +56,7 @@ def text(number: float) -> str:
 def reused(
     model: LanguageModel, rotary: Rotary, tokens: torch.Tensor, chunk: int, targets: int, again: int | None
 ) -> float:
-    """Returns the loss of the last ``targets`` bytes behind chunks that were read one by one.
+    """Returns the loss of the last ``targets`` bytes, after chunks that were read one by one.
 
     again: how many of the first bytes of every chunk but the first are computed again, after what precedes them. None:
     one prefill of the whole text.
@@ -117,7 +118,8 @@ def measure_chunks(args: argparse.Namespace, unseen: tuple[bytes, ...]) -> None:
 
 
 def rolling(model: LanguageModel, rotary: Rotary, tokens: torch.Tensor, keep: tuple[int, int]) -> torch.Tensor:
-    """Returns the losses of every EVERY-th byte, read one by one in a cache of fixed size: (windows, measured)."""
+    """Returns the losses (windows, measured) of every EVERY-th byte, if bytes are read one by one through a cache of
+    fixed size."""
     decoder, found = RollingDecoder(model, rotary, keep, 1, batch=len(tokens)), []
     for at in range(tokens.shape[1] - 1):
         logits = decoder.read(tokens[:, at : at + 1])
@@ -127,7 +129,7 @@ def rolling(model: LanguageModel, rotary: Rotary, tokens: torch.Tensor, keep: tu
 
 
 def truncated(model: LanguageModel, rotary: Rotary, tokens: torch.Tensor, length: int) -> torch.Tensor:
-    """Returns the losses of every EVERY-th byte when the last ``length`` bytes are read anew for it."""
+    """Returns the losses of every EVERY-th byte if the last ``length`` bytes before it are read again for each byte."""
     found = []
     for at in range(EVERY - 1, tokens.shape[1] - 1, EVERY):
         logits = model(tokens[:, max(at + 1 - length, 0) : at + 1], rotary)[:, -1:]
@@ -136,7 +138,7 @@ def truncated(model: LanguageModel, rotary: Rotary, tokens: torch.Tensor, length
 
 
 def whole(model: LanguageModel, rotary: Rotary, tokens: torch.Tensor) -> torch.Tensor:
-    """Returns the losses of every EVERY-th byte when the cache keeps all bytes."""
+    """Returns the losses of every EVERY-th byte if the cache keeps all bytes."""
     rows = (in_bytes(model(row[:, :-1], rotary), row[:, 1:]) for row in tokens.split(1))
     return torch.cat([row[:, EVERY - 1 :: EVERY] for row in rows])
 

@@ -1,4 +1,4 @@
-"""Makes the figures and tables of an experiment from its results.csv only."""
+"""Makes the figures and tables of an experiment, only from its results.csv."""
 
 from __future__ import annotations
 

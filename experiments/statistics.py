@@ -1,4 +1,4 @@
-"""Paired differences over seeds, with their 95% intervals, and what may be said in words about them."""
+"""Computes paired differences over seeds with their 95% intervals, and says in words what they show."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ HIGHER, LOWER = 1, -1
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """Two measurements, (scheme, task) each, at a multiple of the training length. What is judged is their difference,
-    first minus second. Schemes may contain {w256} as in ``published``.
+    """Two measurements, (scheme, task) each, at a multiple of the training length. Their difference, first minus
+    second, is judged. Schemes may contain {w256} as in ``published``.
 
     Attributes:
         expected: the sign of the difference according to the papers, HIGHER or LOWER; 0 if they say nothing.
@@ -37,7 +37,7 @@ def schemes(first: str, second: str, task: str, *multiples: float, expected: int
 
 @dataclasses.dataclass(frozen=True)
 class Interval:
-    """Mean of several seeds and half the width of its 95% interval; None for one seed."""
+    """The mean over seeds and the half width of its 95% interval, which is None for one seed."""
 
     mean: float
     half: float | None
@@ -48,7 +48,7 @@ class Interval:
         return self.seeds >= MIN_SEEDS and abs(self.mean) > self.half
 
     def __str__(self) -> str:
-        """Returns a difference, with as many digits as its interval is worth."""
+        """Returns the text of a difference, with as many digits as its interval justifies."""
         if self.half is None:
             return f"{self.mean:+.3g} (one seed)"
         digits = decimals(self.half)
@@ -57,7 +57,7 @@ class Interval:
 
     @property
     def level(self) -> str:
-        """Returns a measurement: the mean, and half the width of the interval."""
+        """Returns the text of a measurement: the mean and the half width of the interval."""
         if self.half is None:
             return significant(self.mean)
         if abs(self.mean) >= 1e4:
@@ -67,7 +67,7 @@ class Interval:
 
 
 def decimals(size: float) -> int:
-    """Returns how many decimals, at most three, show two significant digits of a number of this size."""
+    """Returns how many decimals are needed for two significant digits of a number of this size, at most three."""
     return min(max(1 - math.floor(math.log10(abs(size))), 0), 3) if size else 1
 
 

@@ -1,12 +1,12 @@
-r"""How the loss moves in the first steps after a RoPE model is switched to HoPE, at once or after CoPE: the figure of
-docs/training.md.
+r"""Measures the loss in the first steps after a RoPE model is switched to HoPE, at once or after CoPE, for the figure
+of docs/training.md.
 
     python -m experiments loss --preset loss --device cpu --threads 1
     python -m experiments.switch_loss runs/experiments-loss/models/rope-L256-s[0-2].safetensors --out docs/training \
         --threads 1
 
-Every model is continued under each scheme, with the same batches and a constant learning rate. The loss is that of
-unseen windows of the training length. Its change is the difference to the loss of the same windows before the switch.
+Every model is continued under each scheme, with the same batches and a constant learning rate. The loss is measured on
+unseen windows of the training length. Its change is the difference from the loss on the same windows before the switch.
 """
 
 import argparse
@@ -45,7 +45,8 @@ def continued(
     windows: torch.Tensor,
     rate: float,
 ) -> dict[int, float]:
-    """Returns the loss before step n, by n. The second scheme takes over in the middle, where the loss is its own."""
+    """Returns {n: the loss before step n}. The second scheme replaces the first in the middle. From there on, the loss
+    is measured under the second scheme."""
     model = copy.deepcopy(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.98), weight_decay=0.1)
     switch, found = len(batches) // 2, {}

@@ -1,5 +1,5 @@
-"""Tables made from an experiment's results.csv alone: the declared differences, our figures next to the papers', and
-all that was measured. Every figure is a mean over seeds with its 95% interval."""
+"""Makes tables only from an experiment's results.csv: the declared differences, our figures next to the papers', and
+all measurements. Every figure is a mean over seeds with its 95% interval."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from .tasks import PAPER_LENGTH
 from .templating import render
 
 Rows = Sequence[dict[str, str]]
-UNITS = {  # what a measurement is, in table headings
+UNITS = {  # the quantity that a task measures, for table headings
     "perplexity": "Perplexity per byte",
     "loss": "Loss, nats per byte",
     "loss-repeat": "Loss of repeated text, nats per byte",
@@ -58,7 +58,7 @@ class Ordering:
     """The pairs of rows that the paper orders strictly, counted by the outcome of their paired difference here."""
 
     column: str
-    counts: dict[str, int]  # by SHOWN, AGAINST, UNSHOWN, UNJUDGED
+    counts: dict[str, int]  # keys: SHOWN, AGAINST, UNSHOWN, UNJUDGED
 
     @property
     def pairs(self) -> int:
@@ -115,8 +115,8 @@ def measured(table: Published, rows: Rows, train_length: int) -> list[list[dict[
 
 
 def markdown(table: Published, rows: Rows, train_length: int) -> str:
-    """Returns the table in the paper's row order, each figure next to the paper's, and what holds of the paper's
-    ordering."""
+    """Returns the table in the paper's row order, with each figure next to the paper's, and how much of the paper's
+    ordering is confirmed."""
     ours = measured(table, rows, train_length)
     labels = [column.label for column in table.columns] + (["Avg."] if table.average else [])
     theirs = [values for _, _, values in table.rows]
@@ -154,7 +154,7 @@ def markdown(table: Published, rows: Rows, train_length: int) -> str:
 def judge(
     compares: Sequence[Comparison], rows: Rows, train_length: int, name: str = ""
 ) -> list[tuple[Comparison, Interval]]:
-    """Returns the declared differences of an experiment that were measured, with what the papers expect of them."""
+    """Returns the measured ones of an experiment's declared differences, each with the sign that the papers expect."""
     found = []
     for each in compares:
         first, second = ((resolve(scheme, train_length)[0], task) for scheme, task in (each.first, each.second))
@@ -167,7 +167,7 @@ def judge(
 
 
 def in_the_papers(name: str, asked: Comparison) -> int:
-    """Returns the sign of the difference in the papers' tables of the experiment, 0 if they do not have both
+    """Returns the sign of the difference in the papers' tables for the experiment, or 0 if the tables lack one of the
     figures."""
     for table in TABLES.get(name, ()):
         found = [
@@ -183,8 +183,8 @@ def in_the_papers(name: str, asked: Comparison) -> int:
 
 
 def judged(compares: Sequence[Comparison], rows: Rows, train_length: int, name: str = "") -> str:
-    """Returns the declared differences with their paired intervals, and what they show; those against expectation in
-    bold. name: of the experiment, whose tables in the papers say what is expected."""
+    """Returns the declared differences with their paired intervals, and what they show. Differences against expectation
+    are bold. name: the experiment; the papers' tables for it say what is expected."""
     found_rows = []
     for each, found in judge(compares, rows, train_length, name):
         (first, task), (second, other) = (
@@ -199,7 +199,8 @@ def judged(compares: Sequence[Comparison], rows: Rows, train_length: int, name: 
 
 
 def listed(rows: Rows, task: str, train_length: int) -> str:
-    """Returns every measurement of a task: a row per scheme (and training length, if several), a column per length."""
+    """Returns a table of every measurement of a task: a row per scheme (and per training length, if there are several),
+    a column per length."""
     chosen = [row for row in rows if row["task"] == task]
     lengths = {int(row["train_length"]) for row in chosen}
     places = sorted({float(row["at"]) for row in chosen})

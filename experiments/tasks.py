@@ -1,4 +1,4 @@
-"""What the measures share, and the measures of models that are trained only on text. A token is a byte."""
+"""Code that all measures share, and the measures of models that are trained only on text. A token is a byte."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from .tokens import TokenCorpus, TokenFile
 from .zoo import Scheme, ZooModel
 
 PAPER_LENGTH = 512  # tokens; the training length in both papers
-MULTIPLES = (1, 2, 4, 8)  # of the training length
+MULTIPLES = (1, 2, 4, 8)  # lengths / training length
 IGNORED = -100  # a target that does not count
 BY_POSITION = "loss-by-position"
-PART_ENDS = (0.5, 1, 1.5, 2, 3, 4, 6, 8)  # of the parts of a window in measure_by_position, in training lengths
+PART_ENDS = (0.5, 1, 1.5, 2, 3, 4, 6, 8)  # ends of the parts of a window in measure_by_position, in training lengths
 WINDOWS_PER_SAMPLE = 5  # the loss of a few positions varies more than that of a window
 
 
@@ -57,7 +57,8 @@ class Subject:
 
     @torch.no_grad()
     def last_logits(self, tokens: torch.Tensor, count: int, as_trained: bool = False) -> torch.Tensor:
-        """tokens int64 (samples, seqlen) to the last ``count`` logits, float32 (samples, count, vocab_size)."""
+        """Returns the last ``count`` logits, float32 (samples, count, vocab_size), of tokens, int64 (samples,
+        seqlen)."""
         rotary = self.scheme.training if as_trained else self.scheme.rotary
         found = []
         for part in tokens.split(max(self.batch_tokens // tokens.shape[1], 1)):
@@ -67,7 +68,7 @@ class Subject:
 
 
 def need_disjoint(training: Iterable, evaluation: Iterable, what: str) -> None:
-    """Raises AssertionError if something is in both."""
+    """Raises AssertionError if training and evaluation have an element in common."""
     if shared := set(training) & set(evaluation):
         raise AssertionError(
             f"{what}: expected none in both training and evaluation, got {len(shared)}, such as {min(shared)!r}"
@@ -90,7 +91,7 @@ def growing_batches(
     device: torch.device | str,
     start: int,
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Endless batches (inputs, targets) of about ``tokens`` bytes, starting with step ``start``.
+    """Yields batches (inputs, targets) of about ``tokens`` bytes, without end, starting with step ``start``.
 
     ``practice(length, rng)`` returns a sample for ``asked_for``. Samples grow from ``shortest`` to ``length`` bytes in
     the first half of the steps. The batch of step n depends only on the seed and n.
@@ -103,7 +104,8 @@ def growing_batches(
 
 
 def asked_for(samples: Sequence[tuple[bytes, Sequence[int]]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Samples of n + 1 bytes, and the places of the bytes asked for: (inputs, targets), int64 (count, n) each."""
+    """Returns (inputs, targets), int64 (count, n) each, for samples of n + 1 bytes with the indices of the bytes to
+    predict."""
     whole = as_tokens([sample for sample, _ in samples])
     targets = torch.full_like(whole, IGNORED)
     for row, (_, places) in enumerate(samples):
@@ -117,7 +119,7 @@ def repeated(windows: Sequence[bytes], unit: int, length: int) -> list[bytes]:
 
 
 def measure_perplexity(subject: Subject, multiples: Sequence[float] = MULTIPLES) -> list[Result]:
-    """Perplexity of the last unit / 2 bytes of unseen windows, by context length."""
+    """Returns the perplexity of the last unit / 2 bytes of unseen windows, by context length."""
     lengths = lengths_of(subject, multiples)
     windows = windows_of(subject, round(max(multiples) * subject.unit))
     losses = loss_by_context(
@@ -133,8 +135,8 @@ def measure_perplexity(subject: Subject, multiples: Sequence[float] = MULTIPLES)
 
 
 def measure_accuracy(subject: Subject) -> list[Result]:
-    """Next-token accuracy over all tokens of a window: as trained at the training length ("accuracy"), and under the
-    scheme at MULTIPLES[-1] times that length, with repeating and with other text."""
+    """Returns the next-token accuracy over all tokens of a window: for the model as trained, at the training length
+    ("accuracy"), and under the scheme at MULTIPLES[-1] times that length, with repeating and with other text."""
     short, long = subject.unit, MULTIPLES[-1] * subject.unit
     windows = windows_of(subject, long)
     cases = [
@@ -189,7 +191,8 @@ def batches(
     device: torch.device | str = "cpu",
     start: int = 0,
 ) -> Iterator[torch.Tensor]:
-    """Endless batches int64 (batch_size, length + 1) of windows of the training text, starting with step ``start``.
+    """Yields batches, int64 (batch_size, length + 1), of windows of the training text, without end, starting with step
+    ``start``.
 
     The batch of step n depends only on the seed and n.
     """
@@ -204,8 +207,8 @@ def batches(
 def measure_by_position(subject: Subject) -> list[Result]:
     """Returns the mean loss in nats per byte over the positions of each part of the windows; ``at`` is the part's end.
 
-    With position, the loss of a scheme that uses a longer context falls (Su 2023, ReRoPE: "longer context, lower
-    loss"), that of a scheme that merely tolerates it stays level, and that of a scheme that fails rises.
+    If a scheme uses a longer context, the loss falls with the position (Su 2023, ReRoPE: "longer context, lower loss").
+    If it merely tolerates a longer context, the loss stays level. If it fails, the loss rises.
     """
     ends = [round(end * subject.unit) for end in PART_ENDS]
     windows = windows_of(dataclasses.replace(subject, samples=WINDOWS_PER_SAMPLE * subject.samples), ends[-1])

@@ -11,7 +11,7 @@ FOLDER = Path(__file__).with_name("templates")
 
 
 def render(template: str, **values: Any) -> str:
-    """Returns the text of a template of the folder with these values. A name that it lacks is an error."""
+    """Returns the text of a template of the folder with these values. A name without a value is an error."""
     templates = jinja2.Environment(
         loader=jinja2.FileSystemLoader(FOLDER),
         undefined=jinja2.StrictUndefined,

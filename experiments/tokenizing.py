@@ -1,4 +1,4 @@
-"""``python -m experiments tokenize``: text files or a dataset as a token file, for ``--tokens``.
+"""``python -m experiments tokenize``: writes text files or a dataset as a token file, for ``--tokens``.
 
 Texts are separated by a token of the tokenizer, as in nanoGPT's files. Long texts are tokenized in pieces of up to a
 million characters that end with a line.
@@ -77,7 +77,7 @@ def load(name: str):
 
 
 def separator_of(tokenizer, asked: str | None) -> int | None:
-    """Returns the token between texts; None if the tokenizer has none of the usual. Raises BadInput."""
+    """Returns the token between texts, or None if the tokenizer has none of SEPARATORS. Raises BadInput."""
     for name in [asked] if asked else SEPARATORS:
         if (found := tokenizer.token_to_id(name)) is not None:
             return found
@@ -87,8 +87,8 @@ def separator_of(tokenizer, asked: str | None) -> int | None:
 
 
 def write(out: Path, texts: Iterable[str], tokenizer, separator: int | None, source: str) -> dict:
-    """Writes FILE.bin, FILE.json and FILE.tokenizer.json; returns what is in FILE.json. Raises TextError without
-    tokens."""
+    """Writes FILE.bin, FILE.json and FILE.tokenizer.json, and returns the contents of FILE.json. Raises TextError if
+    there are no tokens."""
     vocab_size = tokenizer.get_vocab_size()
     code, count, number, size = "H" if vocab_size <= SMALL_VOCABULARY else "I", 0, 0, 0
     with files.replacing(out) as partial, open(partial, "wb") as file:
@@ -117,7 +117,7 @@ def write(out: Path, texts: Iterable[str], tokenizer, separator: int | None, sou
 
 
 def pieces(text: str, most: int = PIECE) -> Iterator[str]:
-    """Parts of at most ``most`` characters that end with a line where there is one."""
+    """Yields parts of at most ``most`` characters. A part ends at the end of a line, if it contains one."""
     start = 0
     while len(text) - start > most:
         cut = text.rfind("\n", start, start + most) + 1

@@ -1,9 +1,9 @@
 """Token files: text that was tokenized beforehand, read through a memory map.
 
-FILE.bin holds token ids and nothing else: no header, one unsigned little-endian integer after the other, of 16 bits if
-the vocabulary has at most 65,536 tokens, otherwise of 32. nanoGPT's train.bin and val.bin are such files.
+FILE.bin has only token ids, without a header. Each is an unsigned little-endian integer, of 16 bits if the vocabulary
+has at most 65,536 tokens, otherwise of 32 bits. nanoGPT's train.bin and val.bin are such files.
 
-FILE.json beside it, which ``python -m experiments tokenize`` writes, describes the ids:
+FILE.json in the same folder, which ``python -m experiments tokenize`` writes, describes the ids:
 {"vocab_size": 50257, "tokens": 1234, "tokenizer": "FILE.tokenizer.json", ...}. Without it, --vocab-size is needed.
 """
 
@@ -21,11 +21,11 @@ from flashrope.cli.options import BadInput
 from flashrope.small_models.data import MIN_WINDOWS, UNSEEN, TextError
 
 SMALL_VOCABULARY = 1 << 16  # the largest with 16 bits a token
-BLOCKS, BLOCK = 64, 1 << 16  # of the fingerprint: how many, bytes
+BLOCKS, BLOCK = 64, 1 << 16  # for the fingerprint: number of blocks, bytes of a block
 
 
 def width(vocab_size: int) -> int:
-    """Bytes of one token."""
+    """Returns the bytes of one token."""
     return 2 if vocab_size <= SMALL_VOCABULARY else 4
 
 
@@ -126,7 +126,7 @@ def from_files(paths: list[str], vocab_size: int | None, window: int) -> TokenCo
 
 
 def fingerprint(piece: TokenFile) -> str:
-    """Returns the SHA-256 of the part's place in the file, the file's size, and BLOCKS blocks spread evenly over the
+    """Returns a SHA-256 over the part's place in the file, the file's size, and BLOCKS blocks spread evenly over the
     file."""
     size = piece.path.stat().st_size
     found = hashlib.sha256(f"{size} {piece.start} {piece.stop}".encode())

@@ -1,4 +1,4 @@
-"""Training the models of a run, and their files."""
+"""Trains the models of a run and writes their files."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def batches_of(run: Run, rows: int, length: int, seed: int) -> Callable:
 
 
 def train_models(run: Run, workers: Workers, wanted: Sequence[tuple[str, int]]) -> None:
-    """Trains those of the models (encoding, training length) that are missing, for every seed."""
+    """Trains the missing ones of the models (encoding, training length), for every seed."""
     missing = first_says(
         [
             (trained, length, seed)
@@ -164,8 +164,8 @@ def save_model(path: Path, model: ZooModel, trained: str, length: int, defaults:
 
 
 def rotary_of(model: ZooModel, trained: str, length: int, defaults: Defaults) -> Rotary | None:
-    """Returns the one scheme to use a Llama model under. None for other architectures, for encodings other than
-    rotation, and if layers differ."""
+    """Returns the scheme to use a Llama model with. None for other architectures, for encodings other than rotation,
+    and if layers have different schemes."""
     rotary = scheme(trained, model.config, length, defaults).rotary
     only = model.absolute is model.biases is model.positions is None and model.architecture == LLAMA
     return rotary if only and isinstance(rotary, Rotary) else None

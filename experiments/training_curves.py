@@ -31,8 +31,8 @@ def collect(run: Run, folder: Path, models: Iterable[tuple[str, int]]) -> None:
 
 
 def draw(path: Path, rows: Rows) -> None:
-    """Means over seeds by step, at most MAX_LINES lines in a panel. A point is the mean loss of a hundredth of the
-    steps."""
+    """Draws means over seeds by step, with at most MAX_LINES lines in a panel. A point is the mean loss over a
+    hundredth of the steps."""
     lengths = {row["train_length"] for row in rows}
     models = list(dict.fromkeys((row["trained_with"], row["train_length"]) for row in rows))
     stacked = -(-len(models) // MAX_LINES)
@@ -64,8 +64,8 @@ def draw(path: Path, rows: Rows) -> None:
 
 
 class Log:
-    """Logs loss, learning rate and speed of one model in training for tensorboard. A resumed training replaces what the
-    interrupted one logged from that step on."""
+    """Logs loss, learning rate and speed of one model in training for tensorboard. A resumed training replaces the
+    interrupted training's log from that step on."""
 
     def __init__(self, folder: Path, training: TrainConfig):
         self._folder, self._training = folder, training

@@ -49,7 +49,7 @@ TAKES = {
     "p-rope": "p",
     "randomized": "s",
 }
-SHARE = 0.75  # of the pairs that p-RoPE rotates; its paper trains 0.25 and 0.75
+SHARE = 0.75  # default share of pairs that p-RoPE rotates; its paper trains 0.25 and 0.75
 RANDOM_RANGE = 16.0  # training lengths; the longest contexts measured have 8
 
 Rotaries = Rotary | tuple[Rotary, ...]
@@ -71,7 +71,8 @@ class Scheme:
 
     Attributes:
         name: the full name.
-        trained: name of the encoding the model is trained with. Schemes with the same one share the model.
+        trained: name of the encoding the model is trained with. Schemes that are trained with the same encoding share
+        the model.
         rotary: the scheme of the attention calls, or one per layer.
         training: the same during training.
         longest: the longest context it supports, None for any.
@@ -135,8 +136,8 @@ def hfwa_window(train_length: int, layers: int) -> int:
 
 
 def p_rope(head_dim: int, share: float, base: float = 10_000.0) -> Rotary:
-    """p-RoPE (Barbero et al. 2025): of RoPE's pairs only the share p with the highest frequencies rotates,
-    floor(p * head_dim / 2) of them. p = 0 is NoPE, p = 1 RoPE. Raises ValueError for other shares."""
+    """Returns p-RoPE (Barbero et al. 2025): only the floor(p * head_dim / 2) pairs of RoPE with the highest frequencies
+    rotate. p = 0 is NoPE, p = 1 is RoPE. Raises ValueError for other shares."""
     if not 0 <= share <= 1:
         raise ValueError(f"p: expected a share from 0 to 1, got {share:g}")
     rope = Rotary.rope(head_dim, base)
@@ -145,7 +146,7 @@ def p_rope(head_dim: int, share: float, base: float = 10_000.0) -> Rotary:
 
 
 def hope_ablation(head_dim: int, train_length: int, which: str, base: float = 10_000.0) -> Rotary:
-    """Returns the ablations of the HoPE paper (section 5), with L = train_length.
+    """Returns one of the ablations of the HoPE paper (section 5), with L = train_length.
 
     "ab1": pairs with pi / L < inv_freq < 2 pi / L do not rotate. "ab2": those with inv_freq <= pi / L do not. "ab3":
     all pairs rotate, with frequencies in geometric steps from 1 to 2 pi / L.
@@ -161,8 +162,9 @@ def hope_ablation(head_dim: int, train_length: int, which: str, base: float = 10
 
 
 class ZooModel(nn.Module):
-    """A language model of one of ``ARCHITECTURES`` plus the parameters of its encoding: none if rotary, otherwise
-    biases per layer (one for all if the encoding shares it), vectors per position, or the state of random positions."""
+    """A language model of one of ``ARCHITECTURES`` plus the parameters of its encoding. A rotary encoding has none.
+    Others have a bias per layer (one for all layers if the encoding shares it), vectors per position, or the state of
+    random positions."""
 
     def __init__(self, config: ModelConfig, trained: str, train_length: int, architecture: str = LLAMA):
         super().__init__()
@@ -183,7 +185,7 @@ class ZooModel(nn.Module):
             self.positions = RandomPositions(random_range(first, train_length))
 
     def forward(self, tokens: torch.Tensor, rotary: Rotaries, attend: Attend = attention) -> torch.Tensor:
-        """tokens (batch, seqlen) int64 to logits (batch, seqlen, vocab_size)."""
+        """Returns the logits (batch, seqlen, vocab_size) of tokens, int64 (batch, seqlen)."""
         x = self.language.embedding(tokens)
         if self.absolute is not None:
             x = x + self.absolute(tokens.shape[1])

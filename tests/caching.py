@@ -48,13 +48,15 @@ class Cached:
 
     lengths: the tokens of each sequence after its padding, including the new ones. queries: the number of query rows of
     every sequence, or a list with one number per sequence, which packs the queries. new: the number of keys of every
-    sequence that come with the call. None: one key per query. mapped: packed keys come with a slot_mapping. page: the
-    page size in rows, or 0 for a contiguous cache. capacity: the slots of a sequence. table: the block table; the
-    default is a shuffled one. tables: explicit positions, by the names of the call's arguments. stored: maps the keys
-    (1, tokens, heads_kv, head_dim) to what the cache stores of them. None: the keys themselves. layout: contiguous,
-    poisoned (a window of a larger buffer of NaN), heads first, shared (K and V in one buffer), or for quantized caches
-    vllm or odd bytes. sequences: problems that hold the tokens. None: random ones, drawn from the seed. sinks: one per
-    query head. head_dim_v: the width of the values. None: the width of the keys.
+    sequence that come with the call. None: every query brings one key. mapped: packed keys come with a slot_mapping.
+    page: the page size in rows, or 0 for a contiguous cache. capacity: the slots of a sequence. table: the block table;
+    the default is a shuffled one. tables: explicit positions, {name of the call's argument: tensor}. stored: maps the
+    keys (1, tokens, heads_kv, head_dim) to what the cache stores of them. None: the keys themselves. layout:
+    contiguous, poisoned (a window of a larger buffer of NaN), heads first, shared (K and V in one buffer), or for
+    quantized caches vllm or odd bytes. sequences: problems that hold the tokens. None: random ones, drawn from the
+    seed. sinks: one per query head. head_dim_v: the width of the values. None: the width of the keys. values: the
+    channels of the keys that are the values, which then have no memory of their own. key_weight: multiplies the keys of
+    the call.
     """
 
     target: support.Target
@@ -77,10 +79,13 @@ class Cached:
     seed: int = 0
     sinks: torch.Tensor | None = None
     head_dim_v: int | None = None
+    values: slice | None = None
+    key_weight: torch.Tensor | None = None
 
     @classmethod
     def packed(cls, target, rotary, sizes, **options) -> Cached:
-        """Packs queries. sizes: (query rows, tokens with them) of every sequence."""
+        """Returns a call with packed queries. sizes: (number of query rows, length including them) of every
+        sequence."""
         queries, lengths = zip(*sizes, strict=True)
         return cls(target, rotary, lengths, queries, **options)
 
@@ -145,6 +150,8 @@ class Cached:
                 )
                 for b, (rows, end, pad) in enumerate(zip(self.sizes, self.ends, self.pads, strict=True))
             ]
+        if self.values is not None:
+            sequences = [p.replace(v=p.k[..., self.values]) for p in sequences]
         shape = (self.pages, self.page) if self.page else (len(sequences), self.slots)
         whole = [x.new_full((*shape, *x.shape[2:]), torch.nan) for x in (sequences[0].k, sequences[0].v)]
         kept = [x.clone() for x in whole]
@@ -168,6 +175,8 @@ class Cached:
         self.scales: dict[str, torch.Tensor] = {}
         k, v = (x.masked_fill(hidden[..., None, None], torch.nan) for x in kept)
         self.k_cache, self.v_cache = self._quantized(k, v) if self.cache_dtype else laid_out(self.layout, k, v)
+        if self.values is not None:
+            self.v_cache = self.k_cache[..., self.values]
         self.before = self.k_cache.clone(), self.v_cache.clone()
 
     def places(self, b: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -250,7 +259,9 @@ class Cached:
         if not sum(self.news):
             return None, None
         keys = self.k_new, self.v_new
-        return keys if self.is_packed else tuple(x.unflatten(0, (len(self.lengths), -1)) for x in keys)
+        if not self.is_packed:
+            keys = tuple(x.unflatten(0, (len(self.lengths), -1)) for x in keys)
+        return (keys[0], None) if self.values is not None else keys
 
     def parts(self) -> tuple[CacheTables, CacheLayer]:
         """Returns the arguments of ``plan_cache``."""
@@ -260,7 +271,7 @@ class Cached:
         tables = dict(self.tables)
         positions = CachePositions(queries=tables.pop("positions", None), **tables) if self.tables else None
         tables = CacheTables(self.cache_seqlens, self.block_table, self.cache_leftpad, new, positions)
-        return tables, CacheLayer(self.k_cache, self.v_cache, **self.scales)
+        return tables, CacheLayer(self.k_cache, self.v_cache, **self.scales, key_weight=self.key_weight)
 
     def arguments(self) -> tuple[Callable, dict]:
         """Returns the public function and its arguments."""
@@ -268,7 +279,7 @@ class Cached:
         given = {
             "q": self.q, "k_cache": self.k_cache, "v_cache": self.v_cache, "rotary": self.rotary, "k": k, "v": v,
             "cache_seqlens": self.cache_seqlens, "block_table": self.block_table, "cache_leftpad": self.cache_leftpad,
-            "causal": self.causal, "sinks": self.sinks, **self.scales, **self.tables,
+            "causal": self.causal, "sinks": self.sinks, "key_weight": self.key_weight, **self.scales, **self.tables,
         }  # fmt: skip
         if self.stored is not None:
             given["rotated_keys"] = True
@@ -286,7 +297,10 @@ class Cached:
         """Returns a problem for each sequence. It has the sequence's queries, and the visible tokens as the cache
         stores them."""
         kept = (lambda x: dequantized(x, self.cache_dtype)) if self.cache_dtype else (lambda x: x)
-        return [p.replace(k=kept(p.k), v=kept(p.v), sinks=self.sinks) for p in self.problems]
+        problems = [p.replace(k=kept(p.k), v=kept(p.v), sinks=self.sinks) for p in self.problems]
+        if self.key_weight is None:
+            return problems
+        return [p.replace(k=p.k.double() * self.key_weight.double()) for p in problems]
 
     def judge(self, out: torch.Tensor, lse: torch.Tensor, sequences: Sequence[int] | None = None) -> None:
         """Checks every sequence, or only the given ones, against the error budget."""
@@ -326,7 +340,7 @@ class Cached:
 
 
 def same(*pairs: torch.Tensor) -> bool:
-    """Whether each pair of neighbours (x, y, ...) has the same numbers. NaN equals NaN."""
+    """Whether consecutive tensors (x, y), (z, w), ... have equal values. NaN equals NaN."""
     return all(torch.equal(x.nan_to_num(7), y.nan_to_num(7)) for x, y in zip(pairs[::2], pairs[1::2], strict=True))
 
 
@@ -354,7 +368,7 @@ def quantized(x: torch.Tensor, cache_dtype: str) -> tuple[torch.Tensor, torch.Te
     x = x.double().clamp(-limit, limit)
     scale = (x.abs().amax(-1) / largest).float().double()
     codes = (x / scale[..., None]).nan_to_num(0.0).clamp(-largest, largest)
-    # The kernels divide in float32. A quotient that is just beside a half in float64 may be exactly a half there.
+    # The kernels divide in float32. A quotient that is close to a half in float64 may be exactly a half in float32.
     return codes.float().round().double(), scale
 
 

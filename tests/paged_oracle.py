@@ -30,8 +30,8 @@ class Tokens:
         return Tokens([place for part in parts for place in self.positions[part]], k, v, self.moved)
 
     def followed_by(self, k: torch.Tensor, v: torch.Tensor, positions: Sequence[int], moved: bool = False) -> Tokens:
-        """Returns these tokens with new ones behind them. positions: those of the new tokens. They are shifted to
-        follow the last token, and keep their distances."""
+        """Returns these tokens followed by new ones. positions: of the new tokens. They are shifted to follow the last
+        token, and keep their distances."""
         by = self.positions[-1] + 1 - positions[0] if self.positions and positions else 0
         k, v = torch.cat((self.k, k), -3), torch.cat((self.v, v), -3)
         return Tokens(self.positions + [x + by for x in positions], k, v, self.moved or moved)

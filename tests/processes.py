@@ -1,4 +1,4 @@
-"""Runs commands in processes of their own and interrupts them, and simulates a terminal for progress bars."""
+"""Runs commands in separate processes and interrupts them, and simulates a terminal for progress bars."""
 
 import os
 import signal

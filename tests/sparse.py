@@ -1,7 +1,7 @@
-"""Tensors that take memory only where they are touched, for offsets beyond 2^31 elements and 2^32 bytes.
+"""Makes tensors that take memory only where they are touched, for offsets beyond 2^31 elements and 2^32 bytes.
 
-Under ``Sparse``, large tensors that the package creates are sparse too. They start as zeros, and filling them is left
-out.
+Under ``Sparse``, large tensors that the package creates are sparse too. They start as zeros, and calls that fill them
+do nothing.
 """
 
 from __future__ import annotations

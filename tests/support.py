@@ -1,7 +1,8 @@
-"""What the accuracy tests share: the backends, inputs, schemes, and the error budget against float64.
+"""The backends, inputs and schemes of the accuracy tests, and their error budget against float64.
 
-The budget is per element. Rounding moves a score by about u * kappa, kappa = scale * max |q||k|, and every weight by
-that much relatively; u is the type's unit roundoff. So, with P the attention weights and c a constant per type,
+The budget is per element. Let u be the type's unit roundoff and kappa = scale * max |q||k|. Rounding changes a score by
+about u * kappa, and thereby every weight by a relative error of u * kappa. So, with P the attention weights and c a
+constant per type,
 
     |out - exact| <= c * u * (1 + kappa) * (P |V|)          |lse - exact| <= c * u * (1 + kappa)
     |dV - exact|  <= c * u * (P (1 + kappa))^T |dO|
@@ -28,9 +29,9 @@ from flashrope.rotary.scales import UNSCALED
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 UNIT_ROUNDOFF = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
-# Frozen. Measured over all schemes, both maskings, several shapes and seeds, the largest were: float32 3.1 (CPU) and
-# 1.5 (Triton), float64 5.7, bfloat16 0.65, float16 0.67 (CPU) and 0.45 (Triton). In two-byte types the last rounding
-# alone takes 1.
+# The constants c, which must not be changed. The largest values measured over all schemes, both maskings, several
+# shapes and seeds were: float32 3.1 (CPU) and 1.5 (Triton), float64 5.7, bfloat16 0.65, float16 0.67 (CPU) and 0.45
+# (Triton). In 16-bit types the last rounding alone may need 1.
 COEFFICIENT = {torch.float64: 16.0, torch.float32: 16.0, torch.float16: 1.0, torch.bfloat16: 1.0}
 # The first line of a script whose CPU backend is composed of PyTorch's kernels.
 COMPOSED = "from flashrope.backends.cpu import loader; loader.load = lambda: None\n"
@@ -284,15 +285,15 @@ def excess(
         result_type = dtype if name != "lse" else torch.float64 if dtype == torch.float64 else torch.float32
         least = (
             torch.finfo(result_type).smallest_normal * torch.finfo(result_type).eps / 2
-        )  # half a step of the smallest numbers
+        )  # half the distance between the smallest numbers of the type
         ratio = (error - least).clamp(min=0) / (UNIT_ROUNDOFF[dtype] * bound[name])
-        ratio = torch.where(error <= least, 0, ratio)  # 0 / 0 where nothing is visible; NaN stays
+        ratio = torch.where(error <= least, 0, ratio)  # 0 / 0 counts as 0, where nothing is visible; NaN stays
         ratios[name] = ratio.nan_to_num(nan=torch.inf).amax().item() if ratio.numel() else 0.0
     return ratios
 
 
 def check(target: Target, p: Problem, roundings: int = 1) -> dict[str, float]:
-    """Runs the target and checks out, lse and the three gradients against the budget of ``roundings`` roundings."""
+    """Runs the target and checks out, lse and the three gradients against the budget. roundings: multiplies c."""
     got = run(p, target.impl)
     for name, like in zip(NAMES, (p.q, None, p.q, p.k, p.v), strict=True):
         assert got[name].dtype == (target.dtype if like is not None else lse_type(target)), name
@@ -303,7 +304,7 @@ def check(target: Target, p: Problem, roundings: int = 1) -> dict[str, float]:
 def check_budget(
     got: dict[str, torch.Tensor], p: Problem, dtype: torch.dtype, where: str = "", roundings: int = 1
 ) -> dict[str, float]:
-    """Checks any results that ``run`` returns for this problem against the budget of ``roundings`` roundings."""
+    """Checks any results that ``run`` returns for this problem against the budget. roundings: multiplies c."""
     gradients = any(name.startswith("grad") for name in got)
     ratios, allowed = excess(got, *exact_and_bound(p, gradients), dtype), roundings * COEFFICIENT[dtype]
     over = {name: ratio for name, ratio in ratios.items() if not ratio <= allowed}

@@ -92,7 +92,7 @@ def _entry(name: str, node: ast.stmt) -> list[str]:
     if isinstance(node, ast.FunctionDef):
         return [f"### {name}\n\n{_signature(name, node)}\n\n{_markdown(ast.get_docstring(node))}\n"]
     if isinstance(node, ast.Assign):
-        values = import_module("flashrope.configs.families").families_with("tested")  # of FAMILIES, the one constant
+        values = import_module("flashrope.configs.families").families_with("tested")  # for FAMILIES, the only constant
         return [f"### {name}\n\n{', '.join(f'`{value}`' for value in values)}.\n"]
     methods = [x for x in node.body if isinstance(x, ast.FunctionDef)]
     fields = [ast.unparse(x) for x in node.body if isinstance(x, ast.AnnAssign)]

@@ -60,8 +60,8 @@ def panels(columns: int, title: str, **share):
 
 
 def draw_distances(path: Path, title: str, rotary: Rotary, scale: float) -> None:
-    """Left: shades of the distance by query (row) and key (column), and one colour where it is not below the training
-    length. Right: the same for the last query, over the true distance."""
+    """Draws the distance that queries see keys at. Left: shades by query (row) and key (column), and one colour for
+    distances that are not below the training length. Right: the distance for the last query, over the true distance."""
     from matplotlib.colors import ListedColormap
 
     figure, (left, right) = panels(2, title, width_ratios=(1, 1.25))

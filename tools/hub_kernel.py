@@ -2,10 +2,10 @@
 
     python tools/hub_kernel.py DIR
 
-DIR gets build.toml, what hub/ holds (flake.nix, CARD.md, tests, benchmarks) and, under torch-ext/flashrope, the package
-with its kernels inside, but without the commands, which a kernel loaded under a name of its own cannot run. The builder
-adds _ops.py, from which flashrope.operators.library takes its namespace. The copy has no other namespace to fall back
-on: the builder's documentation forbids one.
+DIR gets build.toml, the contents of hub/ (flake.nix, CARD.md, tests, benchmarks) and, under torch-ext/flashrope, the
+package with its kernels. The commands are left out, because they cannot run in a kernel that is loaded under another
+name. The builder adds _ops.py, from which flashrope.operators.library takes its namespace. The copy has no other
+namespace as a fallback, because the builder's documentation forbids it.
 """
 
 from __future__ import annotations

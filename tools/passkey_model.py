@@ -4,8 +4,8 @@ docs/measuring.md.
     python tools/passkey_model.py runs/passkey/model
     flashrope passkey --model runs/passkey/model --lengths 256 384 768 1536 --trials 8 --batch 8 --device cpu
 
-It is trained first on random bytes that end with a repeated run, from which it learns copying quickly, then on passkey
-prompts up to the training length, with a loss on the answer only.
+The model is first trained on random bytes that end with a repeated run, from which it learns copying quickly. Then it
+is trained on passkey prompts up to the training length, with a loss only on the answer.
 """
 
 import argparse
@@ -43,7 +43,7 @@ def copies(generator: torch.Generator, batch: int = 32, length: int = 80, run: i
 
 
 def prompts(draw: random.Random, batch: int = 8) -> torch.Tensor:
-    """Returns (batch, length) of one random length, with random depths and numbers."""
+    """Returns prompts (batch, length) of one random length, with random depths and numbers."""
     length = draw.randint(SHORTEST, TRAIN_LENGTH)
     some = [BYTES.prompt(length, draw.random(), draw) for _ in range(batch)]
     return torch.tensor([[*prompt.ids, *prompt.candidates[0]] for prompt in some])

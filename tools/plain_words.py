@@ -20,7 +20,7 @@ SCOPE = (
     *("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md"),
 )
 OPENINGS = r"\b(?:Of|Those|These|With so|Else|As in)\b|As ``"
-# Written so that this file does not contain what it looks for.
+# The patterns are written so that this file does not contain the wordings that it looks for.
 PHRASES = r"so[ ]many|but[ ]for|in[ ]the place of|of[ ]another width|those[ ]that"
 NO_NOUN = r"(?<!there )is[ ]no (?!longer|more|less|\w+er than)"
 ODD = re.compile(rf"^[\W_]*(?P<opening>{OPENINGS})|\b(?P<phrase>(?i:{PHRASES}|{NO_NOUN}))|\b(?P<ending>alone)\W*$")

@@ -1,6 +1,6 @@
-"""Reads the built site: every local link of every page leads to a file of it and to an anchor there, a page loads
-nothing from elsewhere, and the sidebar of a page in `nav` names it. What is wrong is a warning, which
-`mkdocs build --strict` makes an error.
+"""Checks the built site: every local link leads to a file of the site and to an anchor in it, a page loads nothing from
+other sites, and the sidebar of a page in `nav` has the page's title. A violation is a warning, which `mkdocs build
+--strict` turns into an error.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from urllib.parse import unquote, urlsplit
 from mkdocs.config.defaults import MkDocsConfig
 
 log = logging.getLogger("mkdocs.hooks.site_check")
-NAVIGATIONS = {"canonical", "prev", "next", "alternate"}  # of <link rel>: they load nothing
+NAVIGATIONS = {"canonical", "prev", "next", "alternate"}  # values of <link rel> that load nothing
 
 
 class Reader(HTMLParser):
-    """Collects the anchors of a page, what it links to, what it loads and the labels of its sidebar."""
+    """Collects the anchors, the links, the loaded files and the sidebar labels of a page."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class Reader(HTMLParser):
         self.links: set[str] = set()
         self.loads: set[str] = set()
         self.labels: set[str] = set()
-        self._navs: list[bool] = []  # of every open <nav>: whether it lists pages, not headings
+        self._navs: list[bool] = []  # for every open <nav>: whether it lists pages, not headings
         self._link = False  # whether a link of the sidebar was opened last
         self._label: str | None = None  # the text so far of the label that is being read
 

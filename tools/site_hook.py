@@ -1,6 +1,6 @@
-"""What mkdocs.yml builds the site from: the repository's own pages, each at its own path, so that a relative link holds
-on GitHub and on the site. README.md is the front page. A source file or a folder that a page links to becomes a page
-too.
+"""Chooses the pages of the site for mkdocs.yml: the repository's own pages, each at its own path, so that a relative
+link works on GitHub and on the site. README.md is the front page. A source file or a folder that a page links to
+becomes a page too.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Links to sources lead to the pages that show them."""
+    """Changes links to sources into links to the pages that show them."""
     folder = (ROOT / page.file.src_uri).parent
 
     def changed(match: re.Match) -> str:
@@ -56,7 +56,7 @@ def linked_sources(page: Path) -> list[Path]:
 
 
 def linked_source(folder: Path, target: str) -> Path | None:
-    """Returns the file or folder of the repository that a link names, where it is not itself part of the site."""
+    """Returns the file or folder of the repository that a link names, unless it is itself part of the site."""
     path = Path(os.path.normpath(folder / target))
     if "://" in target or not path.exists() or not path.is_relative_to(ROOT):
         return None
@@ -66,7 +66,7 @@ def linked_source(folder: Path, target: str) -> Path | None:
 
 
 def listed(folder: Path) -> list[Path]:
-    """Returns what the page of a folder lists."""
+    """Returns the paths that the page of a folder lists."""
     return [path for path in sorted(folder.iterdir()) if path.suffix in SHOWN]
 
 

@@ -105,7 +105,8 @@ def find_slots(cache, batch, token, count, token_slots, VARIANT: tl.constexpr):
 @triton.jit(do_not_specialize=["seqlen", "max_seqlen", "heads"])
 def append_rows(k_cache, v_cache, k, v, cache, cu_seqlens, seqlen, max_seqlen, heads, VARIANT: tl.constexpr):
     """Writes k, v (batch, seqlen, heads), or packed (total, heads), behind cache.seqlens or where cache.slot_mapping
-    says, quantized if the cache is. Drops keys without a slot or a page. k_cache, v_cache, k and v are TensorViews."""
+    says, quantized if the cache is. Drops keys without a slot or a page. k_cache, v_cache, k and v are TensorViews.
+    v_cache and v are None, and VARIANT.head_dim_v is 0, where values are channels of the keys."""
     batch, first = row_program(max_seqlen * heads, VARIANT.block_m)
     start, count = sequence_rows(cu_seqlens, batch, seqlen)
     rows = first + tl.arange(0, VARIANT.block_m)
@@ -114,12 +115,17 @@ def append_rows(k_cache, v_cache, k, v, cache, cu_seqlens, seqlen, max_seqlen, h
     token, head = rows // heads, (rows % heads).to(tl.int64)
     page, row, exists = find_slots(cache, batch, token, count, cache.slot_mapping, VARIANT)
     token = start + tl.minimum(token, count - 1)
-    channels, channels_v = tl.arange(0, VARIANT.block_d), tl.arange(0, VARIANT.block_dv)
+    channels = tl.arange(0, VARIANT.block_d)
     mask = exists[:, None] & (channels < VARIANT.head_dim)[None, :]
-    mask_v = exists[:, None] & (channels_v < VARIANT.head_dim_v)[None, :]
     new_k = load_rows(k.ptr, token_offsets(k, batch, token, head, VARIANT), channels, VARIANT)
+    to_k = token_offsets(k_cache, page, row, head, VARIANT)
+    if VARIANT.head_dim_v == 0:
+        tl.store(k_cache.ptr + to_k + channels[None, :], new_k, mask=mask)
+        return
+    channels_v = tl.arange(0, VARIANT.block_dv)
+    mask_v = exists[:, None] & (channels_v < VARIANT.head_dim_v)[None, :]
     new_v = load_values(v.ptr, token_offsets(v, batch, token, head, VARIANT), channels_v, VARIANT)
-    to_k, to_v = token_offsets(k_cache, page, row, head, VARIANT), token_offsets(v_cache, page, row, head, VARIANT)
+    to_v = token_offsets(v_cache, page, row, head, VARIANT)
     if cache.k_scale is None:
         tl.store(k_cache.ptr + to_k + channels[None, :], new_k, mask=mask)
         tl.store(v_cache.ptr + to_v + channels_v[None, :], new_v, mask=mask_v)

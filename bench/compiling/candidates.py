@@ -112,9 +112,9 @@ def judged(direction: str, tile: Tile, launch: Launch, result: Measured | str) -
 
 # ---- the order in flashrope/tuning/candidates.py
 
-FAMILIES = {"sm80": 80, "sm86": 86}  # of configs.py, with the architecture that stands for it
+FAMILIES = {"sm80": 80, "sm86": 86}  # families in configs.py, each with the architecture to compile for
 HEAD_DIMS, BANDS = (64, 128), (1, 2)
-KEPT = 6  # of an order; the other candidates follow in the order of the grid
+KEPT = 6  # ranked candidates in an order; the others follow in the order of the grid
 COLUMNS = ("family", "direction", "D", "bands", "tile", "figure", "value", "dropped")
 _ORDER = re.compile(r"^(ORDER\b.*?= )\{\n.*?^\}\n", re.MULTILINE | re.DOTALL)
 

@@ -186,14 +186,12 @@ class Case:
         rows = (BATCH, SEQLEN) if scheme.cache == "contiguous" else (BATCH * pages, page_size)
         q, new = (tensor(BATCH, scheme.seqlen_q, heads, self.head_dim) for heads in (HEADS_Q, HEADS_KV))
         cache, seqlens = tensor(*rows, HEADS_KV, self.head_dim), tensor(BATCH, dtype=torch.int32)
-        new_v, cache_v = new, cache
-        if scheme.head_dim_v:
-            new_v, cache_v = (tensor(*x.shape[:-1], scheme.head_dim_v) for x in (new, cache))
+        new_v, cache_v = (tensor(*x.shape[:-1], scheme.head_dim_v or self.head_dim) for x in (new, cache))
         scales = (None, None)
         if scheme.codes:
             per_byte, dtype = CODES[scheme.codes]
-            cache = cache_v = tensor(*rows, HEADS_KV, self.head_dim // per_byte, dtype=dtype)
-            scales = (tensor(rows[0], HEADS_KV, rows[1], dtype=torch.float32).transpose(1, 2),) * 2  # as KVCache's
+            cache, cache_v = (tensor(*rows, HEADS_KV, self.head_dim // per_byte, dtype=dtype) for _ in "kv")
+            scales = (tensor(rows[0], HEADS_KV, rows[1], dtype=torch.float32).transpose(1, 2),) * 2  # KVCache's strides
         table = tensor(BATCH, pages, dtype=torch.int32) if scheme.cache == "paged" else None
         rotary, positions = scheme.rotary(self.head_dim), None
         if scheme.placed:

@@ -50,7 +50,7 @@ class Row:
     launch: Launch
     cases: list[Case]
     result: Measured | amdgcn.Measured | str | None = None
-    seconds: float = 0  # of processor time
+    seconds: float = 0  # processor time
 
     @property
     def kernel(self) -> str:

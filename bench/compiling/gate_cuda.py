@@ -22,7 +22,7 @@ from .offline import tool
 from .table import print_table
 
 SOURCE = Path(__file__).resolve().parents[2] / "csrc"
-FLAGS = ("-std=c++17", "-O3", "--expt-relaxed-constexpr", f"-I{SOURCE}")  # as setup.py
+FLAGS = ("-std=c++17", "-O3", "--expt-relaxed-constexpr", f"-I{SOURCE}")  # the flags of setup.py
 NO_SPILL_UP_TO = 128  # head_dim; 256 holds 128 accumulators per thread and is listed only
 MAX_BANDS = 4
 LAUNCH = """
@@ -57,7 +57,7 @@ class Kernel:
     registers: int
     spill: int  # bytes per thread, stored and loaded
     copies: tuple[int, ...] = ()  # bytes of every asynchronous copy instruction
-    shape: Shape | None = None  # of the split kernel
+    shape: Shape | None = None  # for the split kernel
 
     @property
     def label(self) -> dict[str, str]:

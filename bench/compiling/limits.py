@@ -179,7 +179,8 @@ SPILL_LIMITS = (
         SpillLimit(16, "attention_decode", arch=80, head_dim=128, scheme=scheme)
         for scheme in ("rerope contiguous", "rerope partial", "dual-chunk paged")
     ),
-    # The next spills are outside the tile loops: page numbers and the queries' rotation are held besides an accumulator.
+    # The next spills are outside the tile loops: page numbers and the queries' rotation are held besides an
+    # accumulator.
     SpillLimit(8, "attention_chunks", arch=80, head_dim=64, scheme="rope paged chunk"),
     SpillLimit(112, "attention_chunks", arch=80, head_dim=64, scheme="rerope paged chunk"),
     SpillLimit(56, "attention_chunks", arch=80, head_dim=128, scheme="rerope paged chunk"),
@@ -187,8 +188,8 @@ SPILL_LIMITS = (
     SpillLimit(8, "attention_decode", arch=90, head_dim=128, scheme="rerope paged placed 256"),
     SpillLimit(28, "attention_chunks", arch=90, head_dim=64, scheme="rerope paged chunk", triton="3.9"),
     SpillLimit(64, "attention_grad_q", arch=90, head_dim=128, scheme="rerope", triton="3.9"),
-    # The next spills are in the loops over edge tiles, which run once or twice per band. In return, the inner loop has a
-    # quarter fewer instructions.
+    # The next spills are in the loops over edge tiles, which run once or twice per band. In return, the inner loop has
+    # a quarter fewer instructions.
     SpillLimit(68, "attention_chunks", arch=90, head_dim=128, scheme="rope paged chunk", in_loops=56),
     SpillLimit(28, "attention_forward", arch=90, head_dim=128, in_loops=56),
     SpillLimit(28, "attention_chunks", arch=90, head_dim=128, in_loops=56),

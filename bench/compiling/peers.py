@@ -4,11 +4,11 @@ theirs.
     pip download --no-deps torch==2.14.1      # a wheel with CUDA
     python -m bench peers torch-2.14.1-cp311-cp311-manylinux_2_28_x86_64.whl [--csv PATH]
 
-Also reads a libtorch_cuda.so, or the .so of the flash-attn package. The kernels are the ones that FlashAttention's launch
-templates choose for bf16, causal, no dropout, and lengths that are multiples of the tile. The host requests their
-shared memory; it is computed from the tile as in their kernel_traits.h. Our kernels are those for RoPE, causal, bf16.
-The figures are for the tile loop with the fewest instructions per product. A product is 16x8x16 of one warp: one HMMA,
-or N / 8 for HGMMA.64xNx16.
+Also reads a libtorch_cuda.so, or the .so of the flash-attn package. FlashAttention's launch templates choose the
+kernels, for bf16, causal, no dropout, and lengths that are multiples of the tile. The host requests their shared
+memory; it is computed from the tile as in their kernel_traits.h. Our kernels are those for RoPE, causal, bf16. The
+figures are for the tile loop with the fewest instructions per product. A product is 16x8x16 of one warp: one HMMA, or N
+/ 8 for HGMMA.64xNx16.
 """
 
 from __future__ import annotations

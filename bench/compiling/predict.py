@@ -16,7 +16,7 @@ PRODUCTS = {
     "attention_grad_q": (2, 1),
 }
 ATOMIC_PRODUCTS = (3, 2)
-MULTIPLY_ADDS = 16 * 8 * 16  # of one HMMA
+MULTIPLY_ADDS = 16 * 8 * 16  # in one HMMA
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ class Goal:
     backward: bool = False
     seqlens: Sequence[int] = ()  # only these
     min_seqlen: int = 2048
-    min_bytes: int = 0  # of the cache
+    min_bytes: int = 0  # smallest cache that the goal covers
     window: int = 0  # only this one
     head_dim: int = 128
     dtype: str = "bfloat16"

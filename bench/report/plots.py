@@ -62,7 +62,7 @@ def draw(run: Run, path: Path) -> bool:
     return True
 
 
-CPU_SERIES = {  # of ``draw_cpu``: contestant: (words, look); which of them were run depends on the panel
+CPU_SERIES = {  # {contestant: (words, look)} for ``draw_cpu``; each panel has some of them
     "HoPE, compiled": ("flashrope HoPE", {"color": "#0072B2", "marker": "s", "linewidth": 2.4}),
     "ReRoPE, compiled": ("flashrope ReRoPE", {"color": "#009E73", "marker": "^", "linewidth": 2.4}),
     "compiled RoPE + SDPA": ("compiled RoPE + SDPA", {"color": "#000000", "marker": "o", "linewidth": 1.3}),

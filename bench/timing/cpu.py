@@ -58,7 +58,7 @@ from .timer import Spread, Timer, ratio, rounds
 from .training import SIZES, tokens_per_second, training_problem, training_steps
 
 CPU = torch.device("cpu")
-SHORT = ((512, 64), (2048, 128), (2048, 512))  # (seqlen, window) of ReRoPE's forward; the last beside dense matrices
+SHORT = ((512, 64), (2048, 128), (2048, 512))  # (seqlen, window) of ReRoPE's forward; the last against dense matrices
 GRID_SEQLENS, GRID_WINDOWS = (2048, 4096, 8192, 16384), (128, 256, 512, 1024, 2048, 4096)
 CACHE_SEQLENS = (32768, 2048)
 CHUNK = 512  # queries of a chunk of prefill over a quantized cache
@@ -69,8 +69,8 @@ DECODING_COST = 40  # a step reads the whole cache for one query
 LENGTHS, DENSE_SEQLEN = (512, 1024, 2048, 4096, 8192, 16384, 32768), 2048  # two dense matrices up to this one
 BUSY = ", beside a busy process"
 BFLOAT16_TARGET = "x86-64-v4-bf16"  # its kernels multiply in bfloat16
-SLACK = 1.5  # of --check: the same commit took 0.59 of SDPA on one EPYC with AVX-512 and 0.90 on another
-ATTEMPTS = 3  # of --check: another process can slow a run down, but cannot make it look good
+SLACK = 1.5  # for --check: the same commit took 0.59 of SDPA on one EPYC with AVX-512 and 0.90 on another
+ATTEMPTS = 3  # for --check: another process can slow a run down, but cannot make it look good
 
 
 class Goal(NamedTuple):

@@ -10,7 +10,7 @@ import torch
 from flashrope import Rotary, attention, attention_with_cache
 from torch.nn.functional import scaled_dot_product_attention
 
-FLASH = torch._scaled_dot_product_flash_attention_for_cpu  # as the backend calls it; torch.ops takes longer
+FLASH = torch._scaled_dot_product_flash_attention_for_cpu  # the backend calls it this way; torch.ops takes longer
 WARM_UP_BLOCKS = 5
 
 

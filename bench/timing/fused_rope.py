@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 HEADS, WARPS = 4, 4  # per program
-PAIRS = 8 * 32 * WARPS  # of one head per program: a vector of 16 bytes for each thread in half precision
+PAIRS = 8 * 32 * WARPS  # pairs of one head per program: a 16-byte vector for each thread in half precision
 
 
 @triton.jit

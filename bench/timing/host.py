@@ -42,7 +42,7 @@ COLUMNS = f"{'':<42}{'launches':>9}{'functions':>11}{'median':>12}{'quartiles':>
 
 
 class Measured(NamedTuple):
-    launches: int  # of Triton's kernels
+    launches: int  # number of Triton launches
     functions: int
     microseconds: Spread
 

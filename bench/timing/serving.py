@@ -42,7 +42,7 @@ MODEL = dict(
     tie_word_embeddings=False,
 )
 WINDOW, TRAIN_LENGTH = 512, 1024
-PAGE_SIZE = 128  # of transformers' cache, as vLLM's default on the CPU
+PAGE_SIZE = 128  # for transformers' cache: vLLM's default on the CPU
 REROPE = {"window": WINDOW, "log_n": TRAIN_LENGTH}
 INT8, INT4 = "int8_per_token_head", "int4_per_token_head"
 
@@ -50,8 +50,8 @@ INT8, INT4 = "int8_per_token_head", "int4_per_token_head"
 class Served(NamedTuple):
     """What a contestant serves."""
 
-    options: dict | None  # of the field "flashrope", None: without the field
-    cache_dtype: str = "auto"  # as vLLM names it
+    options: dict | None  # for the field "flashrope"; None: without the field
+    cache_dtype: str = "auto"  # vLLM's name
 
 
 SCHEMES = {
@@ -66,7 +66,7 @@ QUANTIZED = {  # vLLM alone: transformers' continuous batching has no such cache
     f" + flashrope, ReRoPE {WINDOW}, log n, int8": Served(REROPE, INT8),
     f" + flashrope, ReRoPE {WINDOW}, log n, int4": Served(REROPE, INT4),
 }
-CACHE_GIB = 2  # of vLLM
+CACHE_GIB = 2  # size of vLLM's cache
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_CPU_KVCACHE_SPACE": str(CACHE_GIB),

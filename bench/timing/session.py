@@ -24,7 +24,7 @@ from .contestants import Contestant, Unavailable
 from .options import Table, stem
 from .timer import Spread, Timer, ratio, rounds
 
-MEMORY_SHARE = 0.8  # of the free memory, which a contestant may be expected to take
+MEMORY_SHARE = 0.8  # largest share of the free memory that a contestant may need
 
 
 class Session:
@@ -136,7 +136,7 @@ class Session:
                 yield contestant, self.timer.record(call) if table.recorded else call
             except MemoryError as short:
                 self.skip(f"{table.title}: {name}: {short}")
-            except Exception as failure:  # as in check; running out of memory has several types
+            except Exception as failure:  # as in check; out-of-memory errors have several types
                 self.skip(f"{table.title}: {name}: {brief(failure)}")
 
     def expect_room(self, table: Table, contestant: Contestant) -> None:

@@ -250,7 +250,7 @@ inline void store_codes(const int32_t* codes, int count, Int4* out) {
 // Quantizes a row to type C. Returns its scale.
 template <typename C, typename T>
 float quantize(const T* x, int head_dim, C* out) {
-  constexpr float largest_code = PER_ELEMENT<C> == 1 ? 127 : 7, magic = 12582912;  // as in exp
+  constexpr float largest_code = PER_ELEMENT<C> == 1 ? 127 : 7, magic = 12582912;  // see exp
   alignas(64) float numbers[MAX_HEAD_DIM];
   alignas(64) int32_t codes[MAX_HEAD_DIM];
   const int padded_dim = (head_dim + LANES - 1) / LANES * LANES;

@@ -14,7 +14,7 @@ namespace flashrope {
 
 constexpr int ACCUMULATORS = REGISTERS / 2;
 
-struct SoftmaxState {  // of the rows of one key head
+struct SoftmaxState {  // for the query rows of one key head
   float acc[MAX_ROWS][MAX_HEAD_DIM], row_max[MAX_ROWS], row_sum[MAX_ROWS];  // row_sum 0: no key seen
 };
 
@@ -45,7 +45,7 @@ struct Chunk {
     Rows<T> k, v;
   } blocks[2], *block = &blocks[0], *next = &blocks[1];
   alignas(64) float k_scale[BLOCK], v_scale[BLOCK];  // of the block's quantized rows
-  alignas(64) float copies[BLOCK * MAX_HEAD_DIM];    // of LANES keys, rotated or converted, or of a block's values
+  alignas(64) float copies[BLOCK * MAX_HEAD_DIM];    // LANES rotated or converted keys, or a block's values
   alignas(64) float scores[MAX_ROWS][BLOCK];
   Span spans[MAX_BANDS][MAX_ROWS];  // per row
 

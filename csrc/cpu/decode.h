@@ -58,7 +58,7 @@ struct DecodeCall {  // cpu/library.py has the same
     const int64_t first = bounds[2 * n], keys = bounds[2 * n + 1] - first;
     return {n, first, keys, keys, keys, 0};
   }
-  double position(const Run& run, int64_t row) const {  // of a query
+  double position(const Run& run, int64_t row) const {  // the position of a query
     return positions ? positions[run.sequence * seqlen_q + row] : double(run.seqlen - seqlen_q + row);
   }
   // The distance of a query from the run's first key, rounded down.

@@ -1,4 +1,4 @@
-"""The logic of the benchmarks: what they reject, count, fit, print and write. Speed is not tested."""
+"""Tests the logic of the benchmarks: what they reject, count, fit, print and write. Speed is not tested."""
 
 import ast
 import dataclasses
@@ -73,7 +73,7 @@ def test_exponent():
 
 def test_ratio_is_the_median_over_rounds_not_the_ratio_of_medians():
     times = {"peer": [2.0, 30.0, 4.0], "ours": [1.0, 10.0, 8.0]}
-    assert timer.ratio(times, "peer", "ours") == 2.0  # of 2, 3 and 0.5; the medians' would be 0.5
+    assert timer.ratio(times, "peer", "ours") == 2.0  # the median of 2, 3, 0.5; the ratio of medians would be 0.5
     assert timer.Spread.of([3.0]) == (3.0, 3.0, 3.0)
 
 
@@ -87,7 +87,8 @@ def test_rounds_alternate_between_calls():
 
 
 def test_a_call_that_the_host_queues_late_is_timed_again(monkeypatch):
-    """With a longer sleep, which later calls keep. A call that waits for the device is not repeated forever."""
+    """A call that the host queues late is timed again with a longer sleep, which later calls keep. A call that waits
+    for the device is not repeated forever."""
     late, slept, calls = [True, True, False, False], [], []
 
     class Event:
@@ -122,7 +123,7 @@ def test_peak_memory_of_a_call():
 )
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "both"])
 def test_contestants_are_correct(p, backward):
-    """Contestants that need no compiler run here. The others say why they do not."""
+    """Contestants that need no compiler are correct. The others say why they cannot run."""
     reasons = {}
     for contestant in {c.name: c for c in prefill_hope(CPU) + prefill_rerope(CPU)}.values():
         if "compiled" in contestant.name:
@@ -186,7 +187,7 @@ triton_runs = pytest.mark.skipif(
 @pytest.mark.parametrize(("heads", "heads_kv"), [(5, 2), (4, 0)], ids=["q and k", "only q"])
 @pytest.mark.parametrize("in_place", [False, True], ids=["copied", "in place"])
 def test_fused_rope_is_rope(heads, heads_kv, in_place):
-    """Forward and backward against eager RoPE, with lengths that no tile divides."""
+    """Forward and backward of the fused kernel equal eager RoPE, for lengths that are not multiples of a tile."""
     from bench.timing.fused_rope import rotate
 
     p = Problem(2, 37, heads, 1, 64, torch.float32, DEVICE)

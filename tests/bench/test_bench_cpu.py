@@ -1,4 +1,4 @@
-"""bench cpu: its goals, its expected time, and that what it times is right. Speed is not tested."""
+"""Tests bench cpu: its goals, its expected time, and that the timed calls are correct. Speed is not tested."""
 
 import argparse
 import dataclasses
@@ -32,7 +32,7 @@ def test_the_expected_time_of_the_cpu_counts_the_chosen_tables(monkeypatch):
         return cpu.Plan(cpu.parse(list(words)), None)
 
     monkeypatch.setattr(cpu.Bench, "report", None)  # a plan measures nothing
-    rate = 65e9  # of the machine in bench/results/amd-epyc, where the rounds of 42 of the 44 tables took 264 s
+    rate = 65e9  # measured on the machine in bench/results/amd-epyc, where the rounds of 42 of the 44 tables took 264 s
     few, many = planned("--seconds", "20"), planned("--seconds", "20", "--grid", "--lengths", "--busy")
     assert (len(few.planned), len(many.planned)) == (13, 44)
     assert 30 < few.seconds(rate) < 60 and 200 < many.seconds(rate) < 400

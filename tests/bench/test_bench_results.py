@@ -1,4 +1,4 @@
-"""Records of the benchmark and what is drawn from them: files, figures, the page, goals."""
+"""Tests the records of the benchmark, and the files, figures, page and goals that are made from them."""
 
 import dataclasses
 import json
@@ -154,8 +154,8 @@ def test_rows_of_a_cpu_say_which_kernels(tmp_path, command):
 
 
 def test_the_chart_of_the_cpu(tmp_path, monkeypatch):
-    """The chart has one point per length and series. It takes the usual one of several windows, in float32, without
-    other processes beside it."""
+    """The chart has one point per length and series. It shows the usual one of several windows. It shows only float32,
+    measured without a busy process."""
 
     def of(table, contestant, seqlen, window, milliseconds, **sizes):
         record = record_of(
@@ -230,7 +230,7 @@ def test_results_of_a_changed_tree_are_left_out(tmp_path, monkeypatch, capsys):
 
 
 def test_the_published_page_holds_the_results():
-    """bench/results/README.md is what python -m bench report writes from the files beside it."""
+    """bench/results/README.md equals the output of python -m bench report for the files in that folder."""
     assert page.main(["--check"]) == 0
 
 

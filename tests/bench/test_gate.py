@@ -1,4 +1,4 @@
-"""The compile gate on small kernels of known size: what it counts, and that every limit can be exceeded."""
+"""Tests the compile gate on small kernels of known size: its counts, and that every limit can be exceeded."""
 
 import dataclasses
 import json
@@ -17,8 +17,8 @@ slow = pytest.mark.slow  # compiles
 from bench.compiling import cases, gate, sass
 from bench.compiling.offline import Measured
 
-# A tiled product: 64x64 tiles, K in steps of 32, 4 warps. Per step 64*64*32 / (16*8*16) = 64 HMMA, 16 of them per warp;
-# on sm_90 two HGMMA of K 16 by the one warp group.
+# A tiled product: 64x64 tiles, K in steps of 32, 4 warps. A step has 64*64*32 / (16*8*16) = 64 HMMA, 16 per warp. On
+# sm_90 it has two HGMMA with K = 16, by the only warp group.
 PROGRAM = """
 import dataclasses, json, sys
 import torch, triton, triton.language as tl
@@ -89,7 +89,8 @@ print(json.dumps(found))
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
-    """Measured in another process, which compiles kernels even if this one interprets them."""
+    """Returns the measured kernels. They are compiled in another process, because this process may interpret
+    kernels."""
     program = tmp_path_factory.mktemp("gate") / "program.py"
     program.write_text(PROGRAM)
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -135,7 +136,8 @@ def test_the_first_keys_and_values_are_requested_before_the_queries_are_read(com
 
 @slow
 def test_slots(compiled):
-    """mma.sync reads a tile from registers: of two stages one is in shared memory. wgmma reads it there."""
+    """mma.sync reads a tile from registers, so only one of two stages is in shared memory. wgmma reads from shared
+    memory, so both stages are there."""
     assert [compiled[name]["slots"] for name in ("sm_80", "three stages", "large", "sm_90")] == [1, 2, 3, 2]
 
 
@@ -164,7 +166,7 @@ def test_violations_name_the_kernel_and_the_limit(compiled):
     fields = [field.name for field in dataclasses.fields(Measured)]
 
     def found(name):
-        # without the loop: a bare product has another mix than attention
+        # without the figures of its loop: a bare product has another instruction mix than attention
         measured = {field: compiled[name][field] for field in fields} | {"loop": None}
         return row(measured=Measured(**measured)).violations()
 
@@ -298,7 +300,8 @@ def test_shared_memory_limit(arch, limit):
     ],
 )
 def test_keys_and_values_are_read_once_in_vectors(cache, wide, narrow, passes):
-    """64 keys and values of 128 channels, two bytes each, by 8 warps: 8 loads of 16 bytes for each thread."""
+    """Keys and values are read once, in 16-byte loads. 64 keys and values of 128 two-byte channels take 8 such loads
+    per thread of 8 warps."""
     decode = next(scheme for scheme in cases.DECODE if scheme.name == f"rerope {cache}")
     loop = {"mma": 16, "total": 200, "global": wide + narrow, "global 16 B": wide}
     chunk = next(scheme for scheme in cases.CHUNKS if scheme.name == f"rope {cache} chunk")
@@ -320,7 +323,7 @@ def test_keys_and_values_of_a_paged_cache_have_two_slots(kernel, cache, needed):
     assert not violations(2) and not violations(None, dataclasses.replace(case, dtype="fp32"))
     for slots in (None, 1):
         assert bool(violations(slots)) == needed
-    # One slot serves a tile of two stages, while a second block resides on the multiprocessor.
+    # One slot is enough for a two-stage tile if two blocks fit on a multiprocessor.
     assert not violations(1, stages=2, shared=80 * 1024)
     assert bool(violations(1, stages=2, shared=90 * 1024)) == bool(violations(None, stages=2)) == needed
 
@@ -359,7 +362,7 @@ def test_listing():
     assert sass.local_bytes(listing) == (24, 4)
     assert sass.local_bytes_in_loops(listing) == 0  # the load and the stores are in the loop around the two
     assert sass.mix(listing.opcodes)["total"] == 16  # without the NOP
-    first, second = sass.tile_loops(listing)  # the loop around both is not a tile loop, the endless one has no product
+    first, second = sass.tile_loops(listing)  # not the outer loop, nor the endless one
     assert first == {"mma": 1, "products": 1, "fp32": 1, "other": 2, "total": 4}
     assert second == {"ldsm": 1, "mma": 1, "products": 1, "other": 2, "total": 4}
     assert sass.hot_loop(sass.parse("")) is None
@@ -402,7 +405,8 @@ def test_classes(opcode, expected):
 
 @slow
 def test_every_pass_of_a_case_is_caught(compiled):
-    """One and two bands share the kernels that do not depend on bands: rotation (of queries and keys) and delta."""
+    """All launches of a case are found. Cases with one and two bands share the kernels that do not depend on bands:
+    rotation (of queries and keys) and delta."""
     alone = [(kernel, 1) for kernel in ("attention_forward", "attention_grad_kv", "attention_grad_q")] * 2
     shared = [("attention_statistics", 2), ("rotate_rows", 2)]
     assert sorted(map(tuple, compiled["planned"])) == sorted(alone + shared)

@@ -1,4 +1,4 @@
-"""What the gate reads from AMD's assembly, and how calls reach AMD's GPUs, without one."""
+"""Tests what the gate reads from AMD's assembly, and how calls reach AMD's GPUs. No GPU is needed."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -129,12 +129,12 @@ def test_a_row_has_the_columns_of_its_vendor():
     assert row.figures().keys() == set(amdgcn.COLUMNS)
 
 
-# ---- the dispatch, with a stand-in for the device
+# ---- the dispatch, with a simulated device
 
 
 @pytest.fixture
 def on_amd(monkeypatch):
-    """torch as it is under ROCm, with the GPU of this name."""
+    """Makes torch look as under ROCm, with a GPU of this name."""
 
     def be(name: str):
         monkeypatch.setattr(torch.version, "hip", "7.0")

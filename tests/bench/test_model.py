@@ -1,5 +1,5 @@
-"""Tests the issue model: small loops whose clocks can be counted by hand, blocks and waves whose times can, and the
-tables that it writes."""
+"""Tests the issue model: small loops, blocks and waves whose clocks can be counted by hand, and the tables that the
+model writes."""
 
 import csv
 from pathlib import Path
@@ -23,7 +23,8 @@ RESULTS = Path(__file__).resolve().parents[2] / "bench/results/model"
 
 
 def code(*texts):
-    """Each text: an opcode, then s and a stall count, w or r and a scoreboard to hold, W and one to wait for."""
+    """Returns instructions. A text is an opcode, then s and a stall count, w or r and a scoreboard to hold, W and a
+    scoreboard to wait for."""
     found = []
     for text in texts:
         opcode, *words = text.split()
@@ -71,7 +72,7 @@ def test_a_pipe_takes_an_instruction_every_few_clocks(opcode, busy):
 
 
 def test_pipes_overlap():
-    """Four products and their additions: the tensor cores never wait for the other pipe."""
+    """Pipes overlap: with four products and their additions, the tensor cores never wait for the other pipe."""
     assert clocks(*["HMMA.16816.F32", "FADD", "FADD", "FADD"] * 4) == 4 * 8
     assert clocks(*["HMMA.16816.F32", *["FADD"] * 5] * 4) == 4 * 10
 
@@ -86,17 +87,19 @@ def test_shared_memory_is_of_all_schedulers():
 
 
 def test_a_scoreboard_holds_the_next_instruction_back():
-    """A load leaves after 4 clocks, moves 4 and takes its latency: then the addition issues, and the load again."""
+    """A scoreboard holds the next instruction back. A load leaves the queue after 4 clocks, transfers for 4 clocks and
+    has its latency. Only then the addition issues, and after it the next load."""
     wait = 4 + 4 + RATES.shared_latency
     assert clocks("LDSM.16.M88.4 w0", "FADD W0 s1") == wait + 1
     assert clocks("LDSM.16.M88.4 w0", "FADD W1 s1") < wait  # another scoreboard
     assert clocks("MUFU.EX2 w2", "FADD W2") == RATES.mufu_latency + 1
-    # operands of a store are read when it leaves; only then may their registers be written
+    # a store reads its operands when it leaves the queue; only then may their registers be written
     assert clocks("STS.128 r3", "FADD W3") == 4 + 4 + 1
 
 
 def test_copies_in_the_background():
-    """Groups of cp.async: a wait that allows none to be outstanding takes the whole latency, a later one less."""
+    """Copies by cp.async run in the background. A wait that allows no outstanding group takes the whole latency. A wait
+    that allows one takes less."""
     arrival = 4 + 4 + RATES.memory_latency
     copy = ["LDGSTS.E.BYPASS.128", "LDGDEPBAR"]
     assert clocks(*copy, "DEPBAR.LE SB0,0x0") == pytest.approx(arrival + 1, abs=1)
@@ -105,11 +108,12 @@ def test_copies_in_the_background():
 
 
 def test_a_barrier_waits_for_the_warps_of_its_block():
-    """Two warps on one scheduler: 20 instructions each before the barrier, whose clocks both wait for."""
+    """A barrier waits for the warps of its block. Each of two warps on one scheduler has 20 instructions before the
+    barrier, and both wait until all 40 are issued."""
     body = [*["S2R"] * 20, "BAR.SYNC"]
     assert clocks(*body, warps=1) == 20 + RATES.barrier
     assert clocks(*body, warps=8) == 2 * 20 + 1 + RATES.barrier
-    # another block does its work meanwhile: both together take what the scheduler issues
+    # the other block works meanwhile: the time of both is the time to issue all their instructions
     both = issue.Multiprocessor(code(*body), 4, 2, RATES, 21).run(2, 6)
     assert both.clocks == pytest.approx(2 * 21, abs=1)
 
@@ -166,7 +170,7 @@ def test_inner_loop_and_the_block_around_it():
     listing = sass.parse(LISTING)
     loop = predict.inner_loop(listing, 80, 128, 40_000, 4)
     assert (loop.blocks, loop.warps) == (4, 4)
-    # every block has one HMMA a pass on each scheduler: 8 clocks of 4 blocks at least
+    # every block has one HMMA per pass on each scheduler, so 4 blocks take at least 4 * 8 clocks
     assert loop.clocks >= 32 and loop.tensor_share(4) == pytest.approx(32 / loop.clocks)
     assert loop.bytes_per_clock(1000) == pytest.approx(4000 / loop.clocks)
     block = predict.block(listing, loop)
@@ -219,7 +223,8 @@ def test_causal_lengths():
 
 
 def test_flash_attention_2_is_predicted_within_15_percent():
-    """The figures of its kernels that are kept give the table of the page, and it is near what was measured."""
+    """The stored figures of FlashAttention-2's kernels give the table of the page. The predictions are within 15% of
+    the published measurements."""
     rows = {
         (row["who"], row["pass"], row["D"]): row
         for row in model.device_rows({}, model.read_csv(RESULTS / model.THEIRS))

@@ -1,4 +1,4 @@
-"""bench peers: which kernels of FlashAttention-2 it picks, and what it counts in a listing."""
+"""Tests bench peers: which kernels of FlashAttention-2 it picks, and what it counts in a listing."""
 
 import csv
 import re
@@ -48,7 +48,7 @@ def test_one_kernel_is_picked(symbol, shared_kb):
     [peer] = picked(symbol)
     assert peer.shared == 1024 * shared_kb and peer.head_dim == 128
     flags = re.search(r"EE((?:Lb\dE){7,8})E", symbol)[1]
-    for at in range(0, len(flags), 4):  # "Lb0E" each: another one is another kernel
+    for at in range(0, len(flags), 4):  # "Lb0E" each; a changed flag is another kernel
         other = flags[: at + 2] + str(1 - int(flags[at + 2])) + flags[at + 3 :]
         assert not picked(symbol.replace(flags, other)), other
     assert not picked(symbol.replace("10bfloat16_t", "6half_t"))

@@ -29,7 +29,7 @@ from flashrope import OutOfPages, Rotary
 from paged_oracle import Held
 
 PAGES, PAGE, LAYERS, HEADS_KV, GROUP, D = 44, 16, 2, 2, 2, 16
-SCHEMES = (  # of layer 0 and of layer 1
+SCHEMES = (  # (layer 0, layer 1)
     (Rotary.rope(D).rectify(21).log_n(40), Rotary.rope(D).local(50)),
     (Rotary.hope(D, 100).rectify(30, 4.0), Rotary.none(D)),
     (Rotary.rope(D).yarn(4.0, 64), Rotary.rope(D).rectify(9)),
@@ -59,7 +59,7 @@ class Serving:
         self.cache = self.held.cache
         self.running: list[Request] = []
         self.counts = dict.fromkeys(KINDS, 0)
-        for _ in range(10):  # these stay empty, so that the others have the last rows of the block table
+        for _ in range(10):  # these sequences stay empty, so that the others have the last rows of the block table
             self.held.allocate()
 
     def length(self, request: Request) -> int:
@@ -81,7 +81,8 @@ class Serving:
         self.running.remove(request)
 
     def advance(self, requests: list[Request], rows: int, abort: bool) -> bool:
-        """Gives every request `rows` more tokens in all layers, and checks the answers. Returns whether it did.
+        """Gives every request `rows` more tokens in all layers, and checks the answers. Returns whether the step was
+        completed.
 
         abort: the step ends in an error.
         """

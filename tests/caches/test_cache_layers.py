@@ -29,7 +29,7 @@ def write(step, lists, layers=range(LAYERS)):
 
 
 class Both:
-    """Both caches behind one set of calls. Sequences are numbered from 0."""
+    """Gives both caches the same set of calls. Sequences are numbered from 0."""
 
     def __init__(self, kind: str, sequences: int = 3, **options):
         self.contiguous = kind == "contiguous"
@@ -170,7 +170,8 @@ def test_a_layer_that_writes_nothing(kind):
 @both
 @pytest.mark.parametrize("pads", [None, [0, 2, 5]], ids=["", "padded"])
 def test_a_layer_reads_the_keys_of_another_in_a_step(kind, pads):
-    """Some models have later layers without keys of their own. They read the keys of an earlier layer."""
+    """A layer can read the keys of another layer in a step. In some models later layers have no keys and read those of
+    an earlier layer."""
     cache, tokens = Both(kind), [1, 2, 3, 4, 5]
     with cache.step(5, leftpad=pads) as step:
         write(step, [tokens] * 3)

@@ -17,8 +17,8 @@ MAPPED = {
 }
 EVERY = SCHEMES | MAPPED
 EVERY["by_length"] = lambda d: dataclasses.replace(SCHEMES["rerope"](d).scale_rotated(1.5), length_scale=9.0)
-# Sequences that documents, prompts and answers leave behind: consecutive pages, gaps, equal positions at a border, and
-# pages whose visible rows begin in the middle, or without visible rows.
+# Sequences as they result from documents, prompts and answers: consecutive pages, gaps, equal positions at a border,
+# and pages whose visible rows begin in the middle, or without visible rows.
 SEQUENCES = (
     [Page(0), Page(16), Page(32, 9)],
     [Page(5, 4, 3), Page(12), Page(60, 0), Page(60, 7, 9), Page(75, 12)],
@@ -104,7 +104,7 @@ def test_maps_of_several_tokens(target, scheme):
 
 
 def test_the_formula():
-    """Compares the reference with the formula in complex numbers, pair by pair and key by key."""
+    """The reference equals the formula in complex numbers, computed for each pair and key."""
     target, rotary = support.Target("reference", torch.float64, "cpu"), Rotary.rope(8).rectify(21, 4.0).log_n(20)
     c = Cached.of_pages(target, rotary, SEQUENCES, queries=2)
     out, lse = c.call()
@@ -144,8 +144,8 @@ def test_tables_that_say_what_slots_say(target):
 @pytest.mark.parametrize("seqlen_q", [1, 2, 66])
 @targets
 def test_queries_of_their_own(target, seqlen_q, kind):
-    """Queries may be before, between and behind the keys. The order of tokens still hides the keys behind each
-    query."""
+    """Queries may have positions before, between and after those of the keys. Causality still follows the order of the
+    tokens."""
     generator = torch.Generator().manual_seed(5)
     queries = {
         "around": torch.arange(seqlen_q) + torch.tensor([[40], [200]]),
@@ -206,7 +206,7 @@ def test_left_padding(target, seqlen_q, causal, page):
 @pytest.mark.parametrize("scheme", ["rerope", "leaky"])
 @targets
 def test_far_positions(target, scheme):
-    """Positions far beyond the length of any cache are exact, on both sides of 0. Every digit of them counts."""
+    """Positions far beyond the length of any cache are exact, on both sides of 0, to the last digit."""
     far = (1 << 28) + 12345
     pages = [Page(-far), Page(-far + 20), Page(0), Page(1 << 21), Page(far), Page(far + 18, 5)]
     over(target, scheme, [pages], 2).check()
@@ -259,7 +259,7 @@ def test_hostile_tables(target, scheme, seqlen_q):
 @targets
 def test_chunk(target, scheme, causal):
     """Chunks with more queries than the decode kernel takes work over pages with gaps. The queries form two runs of
-    positions behind other runs."""
+    consecutive positions, after other runs."""
     pages = [Page(30 * n - 90 * (scheme in MAPPED), 14, 1) for n in range(9)]
     sequences = [pages, [*documents(8, {2: 60, 5: 156}), Page(300, 9)]][: 1 if target.slow else 2]
     over(target, scheme, sequences, 70, heads=(2, 1), causal=causal).check()

@@ -53,7 +53,7 @@ def test_rows_before_the_first_key_that_see_keys_ahead(exact, scheme):
 @pytest.mark.parametrize("seqlen_q", [1, 5])
 @pytest.mark.parametrize("scheme", ["none", "rope_interleaved", "hope_zeros", "rerope", "local", "log_n_trained"])
 def test_equal_lengths(target, scheme, seqlen_q):
-    """A batch of equal lengths is computed in one piece if no splits have to be merged."""
+    """A batch of equal lengths gives the right results. It is computed in one piece if no splits have to be merged."""
     Cached(target, SCHEMES[scheme](16), (20, 20), seqlen_q, leftpad=(3, 3), capacity=64).check()
 
 
@@ -76,8 +76,8 @@ def test_long_chunks(exact, page_size, seqlen_q):
 @page_sizes
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_chunks_of_every_scheme(exact, page_size, scheme):
-    """More than 64 queries may be served by another kernel. One sequence fills the cache, and one starts after
-    padding."""
+    """Chunks give the right results under every scheme. More than 64 queries may be served by another kernel. One
+    sequence fills the cache, and one starts after padding."""
     Cached(exact, SCHEMES[scheme](16), (112, 66), 66, heads=(2, 1), leftpad=(0, 30), page=page_size).check()
 
 
@@ -139,7 +139,7 @@ def test_needles_on_the_edge(exact, kind, distance):
     for n in range(1, 4):
         row = {name: getattr(full, name)[:, -n - 1 : -n] for name in ("q", "grad_out")}
         rows.append(full.replace(**row, grad_lse=full.grad_lse[..., -n - 1 : -n], k=full.k[:, :-n], v=full.v[:, :-n]))
-    if kind == "rectify" or distance < 21:  # every third row has a needle, which dominates it
+    if kind == "rectify" or distance < 21:  # every third row has a needle: a key with nearly all of the probability
         assert max(support.exact_and_bound(p)[0]["lse"].max() for p in rows) > 8
     Cached(exact, full.rotary, [p.k.shape[1] for p in rows], page=PAGE, sequences=rows).check()
 
@@ -177,7 +177,7 @@ def test_pages_and_padding_change_no_bit(target):
 @pytest.mark.parametrize(("queries", "splits"), [(1, 3), (5, None), (20, None)])
 @pytest.mark.parametrize("name", MAPS)
 def test_position_maps(exact, name, queries, splits, pads):
-    """The three sequences end in the last, the second and the first chunk of the position maps."""
+    """Position maps are right if sequences end in the last, the second and the first chunk of the map."""
     for page in (PAGE,) if pads else (0, PAGE):
         Cached(exact, MAPS[name], (208, 150, 21), queries, heads=(2, 1), page=page, leftpad=pads).check(
             num_splits=splits

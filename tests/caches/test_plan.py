@@ -113,7 +113,7 @@ def test_a_plan_after_its_tables_were_written():
 
 @pytest.mark.usefixtures("compiled")
 def test_what_the_first_layer_held_lives_on():
-    """Compiled calls keep pointers to what the plan holds, not to the tensors of the first call."""
+    """Compiled calls keep pointers to tensors of the plan, not to the tensors of the first call."""
     layers = layers_of("cpu", layers=2)
     plan = plan_of(layers[0])
     plan.attend(layers[0].q, layers[0].parts()[1], *layers[0].new_keys())
@@ -221,15 +221,17 @@ def test_packed_queries_without_a_place_for_keys():
 # ---- key weights
 
 
-def test_key_weight_is_applied_or_refused_by_name():
+def test_key_weight_is_applied_or_refused_by_name(monkeypatch):
     weight, (tables, layer) = torch.rand(D) + 0.5, BARE.parts()
     weighted, options = layer._replace(key_weight=weight), {"rotary": BARE.rotary, **OPTIONS}
     got = plan_cache(tables, like=weighted, impl="reference", **options).attend(BARE.q, weighted)
     caches = layer.k * weight, layer.v
     wanted = attention_with_cache(BARE.q, *caches, BARE.rotary, BARE.cache_seqlens, impl="reference")
     torch.testing.assert_close(got, wanted)
-    with pytest.raises(ValueError, match="^impl='cpu' cannot serve this call: key_weight is not supported"):
-        plan_cache(tables, like=weighted, impl="cpu", **options)
+    torch.testing.assert_close(plan_cache(tables, like=weighted, impl="cpu", **options).attend(BARE.q, weighted), got)
+    monkeypatch.setattr(load_backend("cuda"), "unsupported_reason", lambda q, cached: "")
+    with pytest.raises(ValueError, match="^impl='cuda' cannot serve this call: key_weight is not supported"):
+        plan_cache(tables, like=weighted, impl="cuda", **options)
     for wrong in (weight.double(), weight[:8]):
         with pytest.raises((TypeError, ValueError), match="^key_weight: expected"):
             plan_cache(tables, like=weighted._replace(key_weight=wrong), impl="reference", **options)

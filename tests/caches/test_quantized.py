@@ -60,8 +60,8 @@ def test_several_tokens(exact, page_size, cache_dtype, causal):
 @page_sizes
 @pytest.mark.parametrize("scheme", ["none", "rope_partial", "rope_interleaved", "rerope", "yarn_leaky_local_log_n"])
 def test_chunks(exact, page_size, scheme, cache_dtype):
-    """More than 64 queries may be served by another kernel. One sequence fills the cache, and one starts after
-    padding."""
+    """Chunks give the right results. More than 64 queries may be served by another kernel. One sequence fills the
+    cache, and one starts after padding."""
     options = dict(heads=(2, 1), leftpad=(0, 30), page=page_size, cache_dtype=cache_dtype)
     Cached(exact, SCHEMES[scheme](16), (112, 66), 66, **options).check()
 
@@ -120,7 +120,8 @@ def test_rows_at_odd_bytes(exact, cache_dtype):
 @pytest.mark.parametrize("head_dim", [16, 64])
 @pytest.mark.parametrize("seqlen_q", [1, 70])
 def test_rotated_keys(exact, seqlen_q, head_dim, cache_dtype):
-    """Keys are rotated, rounded, then quantized. In the call only queries are rotated."""
+    """Rotated keys give the right results: keys are rotated, rounded, then quantized, and a later call rotates only
+    queries."""
     rotary = Rotary.rope(head_dim, rotary_dim=12)
     c = rotated(exact, rotary, (90, 70), seqlen_q, heads=(2, 1), leftpad=(3, 0), page=PAGE, cache_dtype=cache_dtype)
     out, lse = c.call()

@@ -32,7 +32,7 @@ def cached(target, rotary, *arguments, make=Cached, **options) -> Cached:
 @page_sizes
 @pytest.mark.parametrize("scheme", OVER_KEYS)
 def test_one_token(target, page_size, scheme):
-    """The new key is rotated once, at its own position behind the left padding."""
+    """The new key is rotated once, at its own position after the left padding."""
     cached(target, ROTATIONS[scheme](16), (45, 1, 64, 22), leftpad=(3, 0, 0, 40), page=page_size).check()
 
 
@@ -74,7 +74,8 @@ def test_chunks(exact, page_size, scheme):
 @pytest.mark.interpreted(lambda exact, distance: distance == 21)
 @pytest.mark.parametrize("distance", [0, 1, 20, 21])
 def test_a_needle(exact, distance):
-    """Half of the keys are rotated before the call, half by the call. One key takes nearly all probability of a row."""
+    """A key that takes nearly all probability of a row is at the right distance. Half of the keys are rotated before
+    the call, half by the call."""
     p = needle(exact, Rotary.rope(16), distance)
     room = p.k.new_full((2, 1, 80, *p.k.shape[2:]), torch.nan)
     room[0, :, 2:37], room[1, :, 2:37] = rotate(p.k[:, :35], p.rotary, impl=exact.impl), p.v[:, :35]

@@ -118,8 +118,8 @@ def test_bands(target, kind, scheme):
 @triton
 @pytest.mark.parametrize("distance", [20.5, 20.99, 21.0, 21.01, 21.5, 21.8, 0.0, 0.25, -0.25])
 def test_keys_at_the_edge_of_a_window(target, distance):
-    """One key dominates its row. It is a fraction of a position away from the edge of the window, or just ahead of the
-    query."""
+    """A key that dominates its row is visible or hidden as it should be, if it is a fraction of a position away from
+    the edge of the window or from the query."""
     p = support.problem(target, SCHEMES["rope"](32), 1, 64)
     p.k *= 0.1
     p.k[0, 35] = p.q[0, 0, :1] * 4
@@ -136,7 +136,7 @@ def test_keys_at_the_edge_of_a_window(target, distance):
 @triton
 def test_bands_that_begin_and_end_with_64_slots(target):
     """The kernel finds a band from the positions of every 64 slots. Here the deciding slots are one key that is in the
-    window only because of its fraction, a query far from all keys, and the first slots behind padding."""
+    window only because of its fraction, a query far from all keys, and the first slots after padding."""
     c = over(target, "local", [129, 122], 1, 16, page=0, leftpad=[0, 7], capacity=192)
     slots = torch.full((2, 192), 21.25)
     slots[0, :64], slots[1, :64], slots[:, 128:] = torch.arange(-62.25, 1.75), torch.arange(-1000.0, -936.0), 21.5
@@ -210,7 +210,7 @@ def test_quantized(target, cache_dtype, scheme):
 @targets
 @pytest.mark.parametrize("scheme", MAPPED)
 def test_fractions(target, scheme):
-    """Positions just before and behind a key, a group and a chunk are right."""
+    """Positions just before and just after a key, a group and a chunk are right."""
     c = over(target, scheme, [75, 80], 3, heads=(2, 1))
     slots = c.by_slot(torch.arange(160.0).view(2, 80) * 1.375 - 20)
     queries = torch.tensor([[88.0, 126.875, 128.125], [127.75, 195.5, 300.25]])

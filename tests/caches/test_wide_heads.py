@@ -75,7 +75,7 @@ REFUSED = {
         "q: quantized caches are not supported beyond head_dim 256 yet, got 512",
     ),
     "rotated keys": (
-        lambda: attention_with_cache(Q, K, K, ROPE, LENGTHS, rotated_keys=True),
+        lambda: attention_with_cache(Q, K, K.clone(), ROPE, LENGTHS, rotated_keys=True),
         "q: rotated_keys are not supported beyond head_dim 256 yet, got 512",
     ),
     "positions": (

@@ -74,7 +74,8 @@ def test_the_package_is_imported_on_first_use():
 
 
 def test_where_torch_is_loaded_the_operators_are_there_after_the_import():
-    """torch.export.load finds the operators of a saved program by name."""
+    """In a process that has imported torch, importing flashrope registers its operators. torch.export.load needs this
+    to find the operators of a saved program."""
     ran = python("-c", "import torch, flashrope; print(torch.ops.flashrope.attention.default)")
     assert ran.returncode == 0, ran.stderr
 

@@ -1,4 +1,4 @@
-"""flashrope demo, with models so small that they learn almost nothing."""
+"""Tests flashrope demo with models so small that they learn almost nothing."""
 
 import contextlib
 import csv
@@ -24,7 +24,7 @@ from flashrope.small_models.evaluate import loss_by_context
 from flashrope.small_models.model import load_checkpoint
 
 TINY = ["demo", "--preset", "tiny", "--device", "cpu", "--threads", "1"]
-FEW = [*TINY, "--schemes", "rerope"]  # of the text; the run of the standard library compares all
+FEW = [*TINY, "--schemes", "rerope"]  # for runs on the text; the run on the standard library compares all schemes
 OUTPUTS = {"split.json", "rope.safetensors", "hope.safetensors", "losses.csv", "losses.md", "losses.png"}
 
 
@@ -81,7 +81,8 @@ def test_writes_every_result(finished):
 
 
 def test_a_training_that_says_nothing_of_speed_names_none():
-    """A first second of start-up, or other processes beside one of the models, would read as its being slower."""
+    """Short trainings, and trainings whose speeds are not comparable, report no speed. Start-up time or other processes
+    would make a model look slower."""
     from flashrope.small_models.demo import trained_text
     from flashrope.small_models.train import Trained
 
@@ -196,7 +197,7 @@ def test_interrupt_ends_cleanly(tmp_path, text, moment, stream, wait):
         while not getattr(process, stream).readline().startswith(moment):
             assert process.poll() is None, process.stderr.read()
         time.sleep(wait)
-        os.killpg(process.pid, signal.SIGINT)  # as a terminal does it: the signal goes to the workers too
+        os.killpg(process.pid, signal.SIGINT)  # like a terminal, which sends the signal to the workers too
         _, errors = process.communicate(timeout=60)
     finally:
         process.kill()

@@ -52,8 +52,8 @@ def run(checkpoint, capsys):
 
 
 def by_full_passes(model, rotary, prompt, tokens):
-    """Decodes greedily without a cache. Also returns the smallest margin between the two most likely bytes, which shows
-    that rounding decided none of them."""
+    """Decodes greedily without a cache. Also returns the smallest margin between the two most likely bytes, to show
+    that rounding did not decide a byte."""
     text, margin = list(prompt), float("inf")
     with torch.inference_mode():
         for _ in range(tokens):

@@ -116,7 +116,7 @@ def test_order_of_the_parts(count):
     assert torch.equal(sequence_positions(8 * count, group), part[0].long())
     full = unshard_sequence(part, group)
     assert torch.equal(full, x)
-    # every rank passes the same gradient, so this rank's part is count times that
+    # every rank passes the same gradient, so the gradient of this rank's part is count times as large
     (grad,) = torch.autograd.grad(full, x, x.detach())
     want = torch.zeros_like(x).index_copy(1, sequence_positions(8 * count, group), count * part.detach())
     assert torch.equal(grad, want)
@@ -205,7 +205,8 @@ def test_refusals(count):
 @pytest.mark.parametrize("count", [2, 4])
 @on_ranks
 def test_inside_pytorchs_context_parallel(count):
-    """PyTorch's context parallelism replaces SDPA, which the CPU backend calls."""
+    """Inside PyTorch's context parallelism, which replaces SDPA, a call raises an error, because the CPU backend calls
+    SDPA."""
     from torch.distributed.tensor.experimental import context_parallel
 
     rope, qkv, group = Rotary.rope(16), local_inputs(), mesh(count)

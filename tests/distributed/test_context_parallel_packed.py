@@ -1,5 +1,5 @@
-"""Context parallelism over packed sequences: every sequence compared with the float64 reference on it alone, within the
-error budget of one device."""
+"""Context parallelism over packed sequences. Every sequence is compared with the float64 reference on that sequence
+alone, within the error budget of one device."""
 
 import random as chance
 from itertools import accumulate, pairwise
@@ -18,15 +18,15 @@ from test_context_parallel import CHOSEN, both_ways, check_compiled, interpreted
 
 # (queries, keys) of every sequence; both totals divide into 2 * 2 and 2 * 3 chunks
 LENGTHS = {
-    # one crosses all ranks; of 3, 5 and 13 rows some ranks hold none
+    # one sequence crosses all ranks; sequences of 3, 5 and 13 rows have no rows on some ranks
     "packed": ((5, 0, 26, 3, 1, 13), (5, 0, 26, 3, 1, 13)),
     "one": ((48,), (48,)),
     "short": ((4,) * 12, (4,) * 12),
-    "more_keys": ((5, 0, 26, 3, 1, 13), (9, 4, 30, 10, 0, 7)),  # and fewer: rows that see none
+    "more_keys": ((5, 0, 26, 3, 1, 13), (9, 4, 30, 10, 0, 7)),  # also fewer keys than queries: some rows see no key
     "rank_without_keys": ((12, 24, 12), (20, 0, 28)),
     "long": ((30, 300, 6), (30, 300, 6)),
 }
-# Rotations that go by the position itself, not by distances alone: keys must stand where they do in their sequence.
+# Schemes that depend on the position itself, not only on distances: keys must have their position in the sequence.
 MAPS = {
     "self_extend": lambda d: Rotary.rope(d).self_extend(8, 4),
     "dual_chunk": lambda d: Rotary.rope(d).dual_chunk(160, 32),
@@ -39,7 +39,7 @@ def packed(name: str, rotary: Rotary, dtype=torch.float32, impl="cpu", **options
 
 
 def holds(count: int, scheme: str, dtype, name: str, impl="cpu", **options) -> None:
-    """On the first ranks, as many as count."""
+    """Checks the call on the first `count` ranks."""
     if not (group := first(count)):
         return
     p = packed(name, (SCHEMES | MAPS)[scheme](16), dtype, impl, **options)
@@ -94,7 +94,7 @@ def test_triton():
 
 
 def seen(lengths, row: int) -> list[int]:
-    """Returns the packed keys that a packed row sees, by the definition."""
+    """Returns the packed keys that a packed row sees according to the definition."""
     starts_q, starts_k = ([0, *accumulate(counts)] for counts in lengths)
     n = max(n for n in range(len(lengths[0])) if starts_q[n] <= row and lengths[0][n])
     visible = row - starts_q[n] + lengths[1][n] - lengths[0][n] + 1
@@ -119,7 +119,7 @@ def test_a_rank_computes_on_the_keys_that_its_rows_see(seed):
     counts = [[stop - start for start, stop in pairwise(values)] for values in call]
     assert all(counts[0]), "a sequence without a row"
     assert [[held[key] for key in seen(counts, n)] for n in range(len(rows))] == [seen(lengths, row) for row in rows]
-    for stop, end in zip(call.q[1:], call.k[1:], strict=True):  # no key behind the last row's last
+    for stop, end in zip(call.q[1:], call.k[1:], strict=True):  # no key after the last one that the last row sees
         assert not counts[1][call.q.index(stop) - 1] or seen(counts, stop - 1)[-1] == end - 1
     keys = torch.arange(sum(lengths[1]) or 4)[None]
     assert distributed._join(keys.chunk(4, 1), ranges)[0].tolist() == held

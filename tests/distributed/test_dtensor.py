@@ -94,7 +94,8 @@ def test_sinks():
 
 
 class _Keeping:
-    """The CPU backend, but keys are kept for the backward if the scheme rotates, as in Triton's, and checked there."""
+    """The CPU backend, changed to save rotated keys for the backward as Triton's backend does. The backward checks
+    them."""
 
     unsupported_reason = staticmethod(cpu.unsupported_reason)
 
@@ -154,7 +155,7 @@ def test_rotated_keys():
     odd = [distribute_tensor(x, mesh(2), [BATCH]) for x in inputs(batch=3)[:3]]
     arguments = (None, None, None, 20, 20, rotary.text, True, 0.25, True, "keeping")
     out, _, rotated_k, _ = OPERATORS.attention(*odd, *arguments)
-    # 3 sequences do not divide by 2 ranks, and the rows of rotated_k would not divide where the batch does
+    # 3 sequences do not divide by 2 ranks, and the rows of rotated_k would not be divided where the batch is
     assert out.placements == rotated_k.placements == (Replicate(),)
     whole = [distribute_tensor(x, mesh(2), [Replicate()]) for x in inputs(batch=3)[:3]]
     positions = distribute_tensor(given[:3], mesh(2), [BATCH])  # the only tensor that is sharded over the batch

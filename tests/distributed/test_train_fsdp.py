@@ -1,5 +1,5 @@
-"""examples/train_fsdp.py: every layout computes the same as one device, and an interrupted run resumes with the same
-result."""
+"""Tests examples/train_fsdp.py: every layout gives the results of one device, and an interrupted run resumes with the
+same result."""
 
 import ast
 import functools
@@ -74,8 +74,8 @@ def joined(tensors: dict[str, torch.Tensor], layers: int) -> dict[str, torch.Ten
 
 
 def on_one_device(text: str, steps: int):
-    """Losses, gradients of the first step and weights after the last one. The model is that of flashrope.small_models,
-    not the example's, and none of its parallel code runs."""
+    """Returns losses, gradients of the first step and weights after the last step. The model comes from
+    flashrope.small_models instead of the example, and no parallel code of the example runs."""
     fsdp = example()
     args = fsdp.parse([*TINY, "--text", text, "--steps", str(steps)])
     torch.manual_seed(args.seed)

@@ -4,7 +4,7 @@
 namespace executor {
 namespace {
 
-// Adds to a float that other threads of this process add to as well; its bits before.
+// Adds to a float that other threads of this process also add to. Returns its bits from before the addition.
 uint32_t add_float(unsigned char* p, float value) {
   uint32_t* word = reinterpret_cast<uint32_t*>(p);
   uint32_t before = __atomic_load_n(word, __ATOMIC_RELAXED);
@@ -14,7 +14,7 @@ uint32_t add_float(unsigned char* p, float value) {
   return before;
 }
 
-// N additions to consecutive addresses. They are atomic one by one, not together.
+// Makes N additions to consecutive addresses. Each addition is atomic, but not all of them together.
 template <int N, bool RETURNS>
 void add_global(Warp& w, const Instruction& i, Lanes m) {
   const Operand& to = i.operands[RETURNS ? N : 0];

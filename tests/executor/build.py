@@ -1,4 +1,4 @@
-"""Compiles the executor's C++ once per version of its sources, and bounds the folder that keeps what is compiled."""
+"""Compiles the executor's C++ once per version of its sources, and limits the size of the folder with the results."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FLAGS = [
     "-fPIC",
     "-pthread",
 ]
-MOST_BYTES = 1 << 30  # of the cache
+MOST_BYTES = 1 << 30  # limit of the cache
 IN_USE_SECONDS = 3600
 
 
@@ -50,7 +50,8 @@ def digest(files: Iterable[pathlib.Path], *others) -> str:
 
 
 def cache() -> pathlib.Path:
-    """Returns the folder of the executor's versions, the CUDA extension and what Triton compiles for the executor."""
+    """Returns the folder of the executor's versions, the CUDA extension and the kernels that Triton compiles for the
+    executor."""
     return pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache") / "flashrope"
 
 
@@ -72,7 +73,7 @@ def trim(folder: pathlib.Path, most_bytes: int = MOST_BYTES) -> None:
 
 
 def used(folder: pathlib.Path) -> pathlib.Path:
-    """Makes the folder, or marks it as used now."""
+    """Makes the folder, or updates its time of last use."""
     folder.mkdir(parents=True, exist_ok=True)
     os.utime(folder)
     return folder
@@ -82,7 +83,7 @@ def own_folder() -> pathlib.Path:
     """Returns the folder in which this version of the executor is kept."""
     files = sorted(path for path in SOURCES.iterdir() if path.suffix in (".h", ".cpp"))
     version = subprocess.run([compiler(), "--version"], capture_output=True, text=True, check=True).stdout
-    # -march=native: the library belongs to the processor that it was compiled on
+    # -march=native: the library only runs on the kind of processor that it was compiled on
     cpu = pathlib.Path("/proc/cpuinfo")
     flags = [line for line in cpu.read_text().splitlines() if line.startswith("flags")][:1] if cpu.exists() else []
     return used(cache() / f"executor-{digest(files, FLAGS, version, flags)}")

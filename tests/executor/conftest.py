@@ -1,9 +1,7 @@
-"""Runs each file of cases in a process of its own, where the executor is the tests' "triton" target. Here Triton
-interprets.
-
-All items are slow, as CI has steps of its own for these cases. The item "quick" of test_cases.py runs the cases of all
-files that are marked quick, for sm_80. The other items of a file run all of its cases, one item an architecture.
-With ``-p executor.plugin`` the cases are collected as usual.
+"""Runs each file of cases in a separate process, in which the executor is the tests' "triton" target. In this process
+Triton interprets. All items are slow tests, because CI has separate steps for these cases. The item "quick" of
+test_cases.py runs the cases of all files that are marked quick, for sm_80. The other items of a file run all of its
+cases, with one item per architecture. With ``-p executor.plugin`` the cases are collected as usual.
 """
 
 import importlib.util
@@ -41,7 +39,7 @@ class Cases(pytest.File):
 
 
 class Process(pytest.Item):
-    """The chosen cases of its own file or of several."""
+    """An item that runs the chosen cases of one or several files in a separate process."""
 
     def __init__(self, *, arch: int, chosen: str, files: list[pathlib.Path] | None = None, **options):
         super().__init__(**options)

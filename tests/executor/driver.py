@@ -17,7 +17,7 @@ from .launches import ExecutionError, Launch
 
 
 def prepare() -> None:
-    """Sets where Triton finds the driver and keeps what it compiles. Call this before triton is imported."""
+    """Sets where Triton finds the driver and where it keeps compiled kernels. Call this before triton is imported."""
     folder = build.library().parent
     build.trim(build.cache())
     os.environ["TRITON_LIBCUDA_PATH"] = str(folder)
@@ -41,8 +41,8 @@ class Machine:
         last_blocks: int = 0,
         strict: bool = True,
     ):
-        """seed: of the random order of warps; 0 runs them one after another. last_blocks: run only this many blocks at
-        the end of the grid; 0 runs all. strict: a launch with findings raises ExecutionError."""
+        """Makes a machine. seed: of the random order of warps; 0 runs them one after another. last_blocks: run only
+        this many blocks at the end of the grid; 0 runs all. strict: a launch with findings raises ExecutionError."""
         self.arch, self.launches = arch, []
         self.rewrite = None  # (kernel's name, PTX) -> PTX, applied to every launch
         numbers = {"threads": threads, "seed": seed, "step_limit": step_limit, "last_blocks": last_blocks}
@@ -99,7 +99,7 @@ def _device(machine: Machine):
     from triton.backends.nvidia.driver import CudaLauncher, CudaUtils
 
     class Utils:
-        """Triton's loader, which also remembers what it loads."""
+        """Triton's loader, which also remembers the modules that it loads."""
 
         real = CudaUtils()
 
@@ -171,7 +171,8 @@ def _ptx_for_cubin() -> Iterator[None]:
 
 @contextlib.contextmanager
 def executed(arch: int, **options) -> Iterator[Machine]:
-    """Makes impl="triton" serve CPU tensors inside the context. New tensors start as NaN. options: of ``Machine``."""
+    """Makes impl="triton" serve CPU tensors inside the context. New tensors start as NaN. options: those of
+    ``Machine``."""
     import torch
     import triton
     from flashrope.backends import triton as backend

@@ -22,7 +22,7 @@ from .driver import Machine
 ROOT = pathlib.Path(__file__).parents[2]
 SOURCES = ROOT / "csrc"
 RUNTIME = pathlib.Path(__file__).parent / "cuda" / "runtime.cpp"
-DEVICE_FLAGS = ("-std=c++17", "-O3", "-DUSE_CUDA", "--expt-relaxed-constexpr")  # as setup.py
+DEVICE_FLAGS = ("-std=c++17", "-O3", "-DUSE_CUDA", "--expt-relaxed-constexpr")  # the flags of setup.py
 HOST_FLAGS = ("-std=c++17", "-O1", "-fPIC", "-fvisibility=hidden")
 
 
@@ -46,7 +46,7 @@ class Built:
 
 
 def built(arch: int) -> Built:
-    """Compiles whatever is not in the cache yet."""
+    """Returns the built extension. Compiles the parts that are not in the cache yet."""
     compiler, cxx, package = nvcc(), build.compiler(), pathlib.Path(torch.__file__).parent
     driver = build.library()
     sources = [*sorted(SOURCES.glob("*.[hc]*")), RUNTIME]
@@ -109,7 +109,7 @@ class Operators:
     def _call(self, name, args) -> None:
         tensors = [(n, x) for n, x in zip(self.arguments[name], args, strict=True) if isinstance(x, torch.Tensor)]
         self.machine.register(tensors)
-        try:  # past the dispatcher, which would look for a kernel of the CPU
+        try:  # not through the dispatcher, which would look for a CPU kernel
             getattr(self.namespace, name).default.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA), *args)
         finally:
             self.machine.collect()

@@ -189,7 +189,7 @@ void define_comparisons() {
   define_comparison<float>("setp.num.f32", [](float a, float b) { return a == a && b == b; });
 }
 
-// A narrow source may also be the low part of a wider register: "of 8".
+// The source may also be a wider register, whose low part is converted: "of 8".
 template <class D, class A>
 void define_integer_conversion(const std::string& types) {
   define_lanes<D, A>("cvt." + types, [](A a) { return a; });

@@ -56,7 +56,7 @@ std::string Block::nearest_buffer(uint64_t address) const {
          std::to_string(static_cast<int64_t>(address - nearest->base));
 }
 
-// The tensor of an access, or null with a finding.
+// Returns the tensor of an access. Outside all tensors, reports a finding and returns null.
 Buffer* Block::place(uint64_t address, uint32_t bytes, const Warp& w, const Instruction& i, int lane, bool write) {
   if (address % bytes) {
     report("misaligned global access", w, i, lane,
@@ -93,7 +93,7 @@ unsigned char* Block::global(uint64_t address, uint32_t bytes, const Warp& w, co
   return reinterpret_cast<unsigned char*>(address);
 }
 
-// Additions do not race with each other, but with plain accesses of other blocks.
+// Atomic additions do not race with each other. They race with plain accesses of other blocks.
 unsigned char* Block::global_add(uint64_t address, uint32_t bytes, const Warp& w, const Instruction& i, int lane) {
   Buffer* b = place(address, bytes, w, i, lane, true);
   if (!b) return nullptr;

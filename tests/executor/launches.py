@@ -31,8 +31,8 @@ class Launch:
     seconds: float
     findings: list[str]
     opcodes: dict[str, tuple[int, int]]  # executed by warps, by lanes
-    executed_lines: list[int]  # of the PTX, by at least one lane
-    tensors: dict[str, Traffic]  # by the name of the kernel's argument
+    executed_lines: list[int]  # lines of the PTX that at least one lane executed
+    tensors: dict[str, Traffic]  # {the kernel's argument: ...}
 
     @classmethod
     def from_json(cls, data: dict) -> Launch:

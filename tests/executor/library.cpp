@@ -1,8 +1,8 @@
 // Replaces libcuda for Triton's launcher. It has the few driver functions that the launcher calls, and the functions by
 // which Python says which tensors exist and asks what was seen.
 //
-// A module's image is PTX text, which a real driver accepts too. State is global, as a driver's is; one thread at a
-// time.
+// A module's image is PTX text, which a real driver accepts too. The state is global, as in a driver. Only one thread
+// at a time may call.
 #include <chrono>
 #include <cstdint>
 #include <map>
@@ -90,7 +90,7 @@ std::string describe(const Launch& launch, double seconds) {
   return s.str();
 }
 
-// As the driver refuses a launch.
+// Checks a launch as the driver would.
 void check(const Program& program, const uint32_t* grid, const uint32_t* block, uint32_t shared) {
   const uint32_t threads = block[0];
   const std::string launched = "launched with " + std::to_string(threads) + " threads, ";
@@ -126,7 +126,7 @@ void execute(const Program& program, const uint32_t* grid, const uint32_t* block
   state().launches.push_back(describe(launch, seconds));
 }
 
-// CUresult of a body; the message of what it throws is what cuGetErrorString gives.
+// Returns the CUresult of a body. If the body throws, cuGetErrorString returns the exception's message.
 template <class F>
 int guarded(int failure, F body) {
   try {
@@ -155,7 +155,7 @@ void executor_add_tensor(const char* name, uint64_t base, uint64_t bytes) {
   state().buffers.push_back({name, base, bytes});
 }
 
-// JSON list of the launches since the last call.
+// Returns the launches since the last call as a JSON list.
 const char* executor_take_launches() {
   std::string text = "[";
   for (const std::string& launch : state().launches) text += (text.size() > 1 ? ", " : "") + launch;

@@ -1,7 +1,7 @@
-// Runs a launch: blocks over threads, blocks and the warps of a block in an order that the seed chooses.
+// Runs a launch. Blocks are divided among threads. The seed chooses the order of the blocks and of a block's warps.
 //
-// All active lanes of a warp run an instruction at once. Lanes that branched apart run smallest program counter first
-// until they meet again.
+// All active lanes of a warp run an instruction at once. After a divergent branch, the lanes with the smallest program
+// counter run first, until all lanes meet again.
 #include "machine.h"
 
 #include <algorithm>
@@ -68,7 +68,7 @@ void Block::start_warps() {
   }
 }
 
-// Which lanes of the result, or of its half, are defined, given those of the inputs.
+// Returns which lanes of the result, or of half of it, are defined, given the defined lanes of the inputs.
 static Lanes defined_lanes(const Warp& w, const Instruction& i, size_t half) {
   const std::vector<int>& reads = i.reads;
   if (i.spread == Spread::select) {
@@ -119,7 +119,7 @@ void Block::end_lanes(Warp& w, const Instruction& i, Lanes m) {
     report("wgmma not waited for at the end", w, i, -1, "still running");
 }
 
-// Runs a warp up to a barrier, its end, or for `quantum` instructions.
+// Runs a warp until a barrier, until its end, or for `quantum` instructions.
 void Block::advance(Warp& w, uint64_t quantum) {
   const std::vector<Instruction>& code = launch.program.code;
   while (quantum-- && w.alive && !w.at_barrier) {
@@ -169,7 +169,7 @@ void Block::advance(Warp& w, uint64_t quantum) {
   }
 }
 
-// Called when no warp can go on. False when the block has ended.
+// Called when no warp can continue. Returns false if the block has ended.
 bool Block::release_barrier() {
   const Warp* waiting = nullptr;
   const Warp* other = nullptr;

@@ -1,4 +1,5 @@
-// What runs a Program: a launch, its blocks one at a time per thread, their warps, and the memory that they watch.
+// The parts that run a Program: the launch, its blocks (one at a time per thread), their warps, and the memory with the
+// records of its accesses.
 #pragma once
 
 #include <atomic>
@@ -15,9 +16,9 @@
 namespace executor {
 
 constexpr uint32_t ADDED = 1u << 31;
-constexpr uint32_t POISON = 0x7FFFDEAD;  // a NaN; also no plausible address or length
+constexpr uint32_t POISON = 0x7FFFDEAD;  // a NaN, and not a plausible address or length
 
-// Notes on every two bytes of a tensor, 0 at first. Untouched pages take no memory, as tensors may be sparse.
+// A record for every two bytes of a tensor, initially 0. Tensors may be sparse: untouched pages take no memory.
 template <class T>
 class Notes {
  public:
@@ -36,12 +37,12 @@ class Notes {
 struct Buffer {
   std::string name;
   uint64_t base, bytes;
-  // For every two bytes: 1 + the block that wrote them, with ADDED if by atomic additions, or ADDED alone if several
-  // blocks added to them; and whether they were read.
+  // For every two bytes: 1 + the index of the block that wrote them, plus the bit ADDED if it added atomically; only
+  // ADDED if several blocks added. was_read: whether the bytes were read.
   Notes<uint32_t> writer;
   Notes<bool> was_read;
-  std::atomic<uint64_t> read{0}, written{0};                  // bytes that lanes asked for
-  std::atomic<uint64_t> sectors_read{0}, sectors_written{0};  // of 32 bytes, each once per warp instruction
+  std::atomic<uint64_t> read{0}, written{0};                  // bytes that lanes requested
+  std::atomic<uint64_t> sectors_read{0}, sectors_written{0};  // of 32-byte sectors, each once per warp instruction
   std::atomic<uint64_t> distinct_read{0};                     // bytes read at least once
 
   Buffer(std::string name, uint64_t base, uint64_t bytes);
@@ -51,7 +52,7 @@ struct Options {
   int threads = 1;
   uint64_t seed = 0;                 // 0: blocks and warps in order, each warp up to its next barrier
   uint64_t step_limit = 50'000'000;  // instructions of a block
-  uint32_t last_blocks = 0;          // run only this many blocks, the last of the grid; 0: all
+  uint32_t last_blocks = 0;          // run only this many blocks at the end of the grid; 0: all
 };
 
 struct Launch {
@@ -74,17 +75,17 @@ struct Launch {
   void run();
 };
 
-// What is known of four bytes of shared memory. A barrier ends an epoch.
+// The state of four bytes of shared memory. A barrier ends an epoch.
 struct Word {
-  uint64_t writers = 0, readers = 0;  // 16 bits for each byte: the warps that wrote it, that read it, in these epochs
+  uint64_t writers = 0, readers = 0;  // per byte 16 bits: the warps that wrote or read it in these epochs
   uint32_t write_epoch = 0, read_epoch = 0;
-  uint32_t write_sync = 0, read_meeting = 0;  // the warp's count when it last wrote, when it last read
-  Lanes read_lanes = 0;                       // that read since then
+  uint32_t write_sync = 0, read_meeting = 0;  // the warp's counters at its last write and its last read
+  Lanes read_lanes = 0;                       // lanes that read since then
   int8_t write_lane = -1, read_warp = -1;
-  int8_t copying = -1;            // warp whose cp.async is on its way
-  uint8_t initialised = 0;        // a bit for each byte
+  int8_t copying = -1;            // warp whose cp.async has not arrived
+  uint8_t initialised = 0;        // one bit per byte
   uint16_t products = 0;          // unfinished wgmma that read it
-  uint16_t unfenced_writers = 0;  // that wrote it and did not fence since
+  uint16_t unfenced_writers = 0;  // warps that wrote it and have not fenced since
   uint16_t unfenced = 0;          // warps whose wgmma may not see the last write yet
 };
 
@@ -97,7 +98,7 @@ class SharedMemory {
   uint32_t size() const { return size_; }
   unsigned char* data(uint32_t offset) { return &bytes_[offset]; }
 
-  // Offset of an access, or -1 with a finding where it lies outside or is misaligned beyond use.
+  // Returns the offset of an access. If it is outside or too misaligned, reports a finding and returns -1.
   int64_t locate(uint32_t address, uint32_t bytes, const Warp& w, const Instruction& i, int lane);
   void read(uint32_t offset, uint32_t bytes, const Warp& w, const Instruction& i, int lane);
   void write(uint32_t offset, const void* data, uint32_t bytes, const Warp& w, const Instruction& i, int lane);
@@ -124,7 +125,7 @@ struct Copy {
   unsigned char data[16];
 };
 
-// A wgmma under way. Its descriptors are taken when it starts; what they point to is read when it is waited for.
+// A running wgmma. Its descriptors are read when it starts, the matrices that they point to when it is waited for.
 struct Product {
   const Instruction* instruction;
   uint64_t a, b;
@@ -138,15 +139,16 @@ struct Warp {
   Block* block = nullptr;
   int index = 0;
   uint32_t* registers = nullptr;
-  Lanes* defined = nullptr;             // of every slot: the lanes that were written; a register of 64 bits has two
-  uint32_t* unknown = nullptr;          // of every slot and lane: the bits that were not written, if not all were
-  std::vector<uint8_t> busy, unfenced;  // of every slot, where a kernel uses wgmma
+  Lanes* defined = nullptr;             // per slot: the lanes that were written; a 64-bit register has two slots
+  uint32_t* unknown = nullptr;          // per slot and lane: the bits that were not written
+  std::vector<uint8_t> busy, unfenced;  // per slot, in kernels that use wgmma
   int pc = 0;
   int lane_pc[LANES] = {};
   bool diverged = false, at_barrier = false;
   int barrier_line = 0;
   Lanes alive = ALL_LANES;
-  // syncs: bar.warp.sync, which orders memory. meetings: also shuffles, after which earlier loads have ended.
+  // syncs counts bar.warp.sync, which orders memory. meetings also counts shuffles, after which earlier loads have
+  // ended.
   uint32_t syncs = 0, meetings = 0;
   std::vector<Copy> open_copies;
   std::deque<std::vector<Copy>> copies;
@@ -179,7 +181,7 @@ struct Block {
   explicit Block(Launch& launch);
   void run(uint32_t linear);
 
-  // Where a global access lies, or null with a finding. Counts it.
+  // Returns where a global access lies, and counts it. Outside all tensors, reports a finding and returns null.
   Buffer* place(uint64_t address, uint32_t bytes, const Warp& w, const Instruction& i, int lane, bool write);
   unsigned char* global(uint64_t address, uint32_t bytes, const Warp& w, const Instruction& i, int lane, bool write);
   unsigned char* global_add(uint64_t address, uint32_t bytes, const Warp& w, const Instruction& i, int lane);
@@ -198,7 +200,7 @@ struct Block {
 
 std::string hex(uint64_t value);
 
-// Notes which bits of result number n are unknown in these lanes. Returns the lanes in which none is.
+// Records which bits of result number n are unknown in these lanes. Returns the lanes in which no bit is unknown.
 Lanes note_unknown(Warp& w, const Instruction& i, size_t n, Lanes lanes);
 
 template <class F>

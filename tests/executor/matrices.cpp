@@ -4,7 +4,8 @@
 namespace executor {
 namespace {
 
-// Lane 8 n + r gives the address of row r of matrix n; lane l holds two neighbours of row l / 4, or of a column.
+// Lane 8 n + r passes the address of row r of matrix n. Lane l holds two adjacent elements of row l / 4, or of a
+// column.
 template <int N, bool TRANSPOSED>
 void load_matrices(Warp& w, const Instruction& i, Lanes) {
   SharedMemory& shared = w.block->shared;

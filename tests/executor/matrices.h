@@ -33,7 +33,7 @@ inline void store_d(Warp& w, const Operand* o, const float d[16][8]) {
   }
 }
 
-// D += A B. Products of 16-bit numbers are exact in float32; sums round after each one.
+// D += A B. Products of 16-bit numbers are exact in float32. The sum is rounded after each addition.
 inline void multiply_add(const float a[16][16], const float b[16][8], float d[16][8]) {
   for (int r = 0; r < 16; r++)
     for (int k = 0; k < 16; k++)

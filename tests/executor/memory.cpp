@@ -4,7 +4,7 @@
 namespace executor {
 namespace {
 
-// A value may live in a wider register.
+// A value may be stored in a wider register.
 template <class T>
 void set_lane(Warp& w, const Operand& o, int lane, T value) {
   if (o.bytes == 8) w.at<uint64_t>(o)[lane] = value;
@@ -105,7 +105,7 @@ void define_vectors(const std::string& suffix) {
   define("ld.param" + suffix, {load_parameter<N, T>, values + "P", N});
 }
 
-// A narrow value may be loaded into a wider register, which a signed one fills with its sign.
+// A narrow value may be loaded into a wider register. A signed value fills the register with its sign.
 template <class T>
 void define_accesses(std::initializer_list<const char*> types) {
   for (const std::string type : types) {
@@ -114,7 +114,7 @@ void define_accesses(std::initializer_list<const char*> types) {
   }
 }
 
-// cp.async [shared], [global], bytes, bytes to read; the others are written as zeros.
+// cp.async [shared], [global], bytes, bytes to read. The bytes that are not read are written as zeros.
 void copy_async(Warp& w, const Instruction& i, Lanes m) {
   Block& b = *w.block;
   const Operand &to = i.operands[0], &from = i.operands[1];
@@ -147,7 +147,7 @@ void copy_async(Warp& w, const Instruction& i, Lanes m) {
   }
 }
 
-// A request moves nothing that a program could see; here its addresses must lie in the tensors.
+// A prefetch changes nothing that a program can see. Here its addresses must lie in the tensors.
 void prefetch(Warp& w, const Instruction& i, Lanes m) {
   for (int l = 0; l < LANES; l++)
     if (m >> l & 1) w.block->place(w.at<uint64_t>(i.operands[0])[l] + i.operands[0].offset, 1, w, i, l, false);

@@ -81,7 +81,7 @@ def is_offered(head_dim, page, dtype, cache_dtype, positions) -> bool:
 
 
 def product() -> list[Case]:
-    """Returns every offered combination once. Schemes, numbers of queries and padding take turns."""
+    """Returns every offered combination once. Schemes, numbers of queries and padding alternate."""
     combinations = [Offered(*values) for values in itertools.product(*AXES) if _fits(*values)]
     rest = list(itertools.product(SCHEMES, SEQLENS, PADDED))
     random.Random(0).shuffle(rest)
@@ -94,7 +94,8 @@ def _fits(head_dim, page, dtype, cache_dtype, positions) -> bool:
 
 
 def sample() -> list[Case]:
-    """Returns few cases in which every two values of two axes meet, chosen greedily. The same in every run."""
+    """Returns a small set of cases that covers every pair of values of two different axes, chosen greedily. It is the
+    same in every run."""
     choose, axes = random.Random(0), (*AXES, SCHEMES, SEQLENS, PADDED)
     missing = {pair for values in itertools.product(*axes) if _fits(*values[:5]) for pair in _pairs(values)}
     cases = []
@@ -112,7 +113,7 @@ def sample() -> list[Case]:
 
 
 def _grown(choose: random.Random, axes: tuple, missing: set) -> tuple:
-    """Values of all axes that hold one missing pair; the others are drawn at random."""
+    """Returns values of all axes that include one missing pair. The other values are drawn at random."""
     values = [choose.choice(axis) for axis in axes]
     for n, value in choose.choice(sorted(missing, key=repr)) if len(missing) < 200 else ():
         values[n] = value

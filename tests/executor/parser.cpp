@@ -1,4 +1,4 @@
-// PTX text to a Program.
+// Parses PTX text into a Program.
 #include <algorithm>
 #include <cstring>
 #include <optional>
@@ -36,7 +36,7 @@ std::optional<uint64_t> literal(const std::string& s) {
   }
 }
 
-// The operands of a statement: groups in braces and pairs d|p are flattened, addresses in brackets stay whole.
+// Returns the operands of a statement. Groups in braces and pairs d|p are flattened; addresses in brackets stay whole.
 struct Parts {
   std::vector<std::string> operands;
   int groups = 0;
@@ -61,8 +61,8 @@ Parts split_operands(const std::string& text) {
   return parts;
 }
 
-// The spelling under which an opcode is defined: without cache hints, which change no value, and with a mark where
-// braces tell two forms of one opcode apart.
+// Returns the spelling under which an opcode is defined: without cache hints, which change no value, and with a mark if
+// braces distinguish two forms of an opcode.
 std::string spelling(std::string opcode, const Parts& parts) {
   for (const char* hint :
        {".nc", ".L1::evict_last", ".L1::evict_first", ".L1::no_allocate", ".L2::128B", ".relaxed", ".gpu", ".weak"}) {
@@ -105,7 +105,7 @@ class Parser {
   }
 
  private:
-  // .file 1 "csrc/decode.cu", which stands behind the code that refers to it
+  // .file 1 "csrc/decode.cu", which comes after the code that refers to it
   void read_files(const std::string& text) {
     for (size_t at = 0; (at = text.find("\n\t.file\t", at)) != std::string::npos; at++) {
       const std::string line = text.substr(at + 8, text.find('\n', at + 1) - at - 8);
@@ -209,7 +209,7 @@ class Parser {
     parameter_end_ += bytes;
   }
 
-  // Statements end with a semicolon; braces between them are scopes, those within are groups of operands.
+  // Statements end with a semicolon. Braces between statements are scopes; braces inside a statement group operands.
   void read_body(const std::string& line) {
     for (char c : line + " ") {
       if (!statement_.empty()) {
@@ -269,7 +269,7 @@ class Parser {
   }
 
   Operand value(const std::string& text, int bytes) {
-    if (text == "_") return {new_slot(bytes), bytes, 0};  // a result that is thrown away
+    if (text == "_") return {new_slot(bytes), bytes, 0};  // an unused result
     if (auto symbol = symbols_.find(text); symbol != symbols_.end())
       return constant(symbol->second.first, symbol->second.second);
     if (dynamic_shared_.count(text)) return constant(4, SHARED_BASE + allocate_shared(16, 0));
@@ -357,7 +357,7 @@ class Parser {
            opcode.find("64", opcode.rfind('.')) == std::string::npos && register_named(parts.operands[1]).bytes == 8;
   }
 
-  // Whether prmt takes a byte of its first (0) or second (1) source. LLVM passes an undefined one where it takes none.
+  // Whether prmt takes a byte of its first (0) or second (1) source. If it takes none, LLVM passes an undefined source.
   static bool selects_from(const std::string& selector, size_t source) {
     const auto digits = literal(selector);
     if (!digits) return true;
@@ -366,7 +366,7 @@ class Parser {
     return any;
   }
 
-  // low: only the low half of the second operand counts.
+  // low: only the low half of the second operand is used.
   void fill(Instruction& i, const Definition& definition, const std::vector<std::string>& texts, bool low) {
     i.run = definition.run, i.control = definition.control, i.collective = definition.collective;
     const bool meets = starts_with(i.opcode, "shfl") || starts_with(i.opcode, "redux");
@@ -376,7 +376,8 @@ class Parser {
                : halves                      ? Spread::halves
                                              : Spread::lane;
     i.bits = bits_of(i.opcode);
-    // Undefined values may be computed with, as long as they reach no memory, address, predicate of a branch or matrix.
+    // Instructions may use undefined values, if these do not reach memory, an address, the predicate of a branch or a
+    // matrix.
     const bool uses = starts_with(i.opcode, "st") || starts_with(i.opcode, "mma") || starts_with(i.opcode, "cp.") ||
                       starts_with(i.opcode, "wgmma");
     size_t most = definition.operands.size();
@@ -416,9 +417,9 @@ class Parser {
     }
   }
 
-  enum class Place { module, other, header, body, done };  // other: a kernel that is not wanted
+  enum class Place { module, other, header, body, done };  // other: a kernel that was not asked for
   struct Scope {
-    std::map<std::string, int> widths, registers;  // of names, or of families such as %r
+    std::map<std::string, int> widths, registers;  // by name, or by family of names such as %r
   };
 
   int arch_, line_ = 0, statement_line_ = 0, parameter_end_ = 0;

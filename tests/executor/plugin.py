@@ -38,7 +38,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_configure(config):
-    support.INTERPRETED = True  # nothing but the device has to be there
+    support.INTERPRETED = True  # so that tests do not need other properties of a GPU
     config.addinivalue_line("markers", "quick: part of the tests' default run")
     options = {"seed": config.getoption("executor_seed")}
     config.stash[MACHINE] = context = driver.executed(config.getoption("executor"), **options)

@@ -1,4 +1,4 @@
-// A PTX kernel as the executor holds it.
+// The executor's representation of a PTX kernel.
 //
 // A register is a slot of the register file: 32 lanes of 4 bytes. 64-bit registers take two slots. Literals, special
 // registers and the address of the shared memory are slots that are filled before the kernel starts, so that every
@@ -26,16 +26,16 @@ using Handler = void (*)(Warp&, const Instruction&, Lanes);
 struct Operand {
   int slot = -1;       // -1: no register; a plain integer in `offset`
   int bytes = 0;       // width of the register: 1 (predicate), 2, 4 or 8
-  int64_t offset = 0;  // of an address; an integer
+  int64_t offset = 0;  // the offset of an address, or an integer
 };
 
 enum class Control { next, branch, end, barrier };
 
-// What an undefined input makes undefined: the result in the same lane; the result, if it is the one selected; the
-// result in the lanes that a shuffle brings it to; or its half of the result.
+// What an undefined input makes undefined: the result in the same lane; the result, if this input is selected; the
+// result in the lanes that a shuffle brings it to; or the corresponding half of the result.
 enum class Spread { lane, select, shuffle, halves };
 
-// How undefined bits of the inputs reach the result (undefined.cpp). all: any of them makes every bit undefined.
+// How undefined bits of the inputs reach the result (undefined.cpp). all: any undefined bit makes every bit undefined.
 enum class Bits { all, both, either, copy, left, right, permute, pack, unpack, halves };
 Bits bits_of(const std::string& opcode);
 
@@ -45,13 +45,14 @@ struct Instruction {
   bool collective = false;  // all lanes of a warp must run it together
   int guard = -1;           // slot of the predicate, -1 without one
   bool negated = false;
-  int target = -1;  // of a branch
+  int target = -1;  // target of a branch
   int line = 0;     // in the PTX
   std::string opcode, text, source;
   std::vector<Operand> operands;
   Spread spread = Spread::lane;
   Bits bits = Bits::all;
-  // Slots: must be defined; make the result defined; results. Both halves of a register of 64 bits are listed.
+  // checked: slots that must be defined. reads: slots whose definedness decides that of the result. writes: results. A
+  // 64-bit register is listed with both slots.
   std::vector<int> checked, reads, writes;
 };
 
@@ -66,7 +67,7 @@ struct Constant {
 
 struct Program {
   std::string name;
-  int threads = 0, max_threads = 0;  // of a block, where the kernel requires or limits them
+  int threads = 0, max_threads = 0;  // of a block; 0: the kernel neither requires nor limits them
   uint32_t static_shared_bytes = 0;  // in front of the dynamic shared memory
   int slots = 0;
   bool uses_wgmma = false;
@@ -80,16 +81,17 @@ struct Error : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// The kernel of this name in a PTX module; "" is the first one. Throws Error with the line of what it does not know.
+// Returns the kernel of this name in a PTX module; "" is the first kernel. Throws Error with the line if PTX is
+// unknown.
 Program parse(const std::string& text, int arch, const std::string& kernel = "");
 
-// What is known of an opcode. operands: one letter each,
+// The definition of an opcode. operands has one letter for each:
 //   p 2 4 8  a predicate, a register of 2, 4 or 8 bytes, or a literal
 //   h f      a register of at least 2, at least 4 bytes
 //   w        a register of 4 bytes that the instruction itself checks
 //   s g P    an address in brackets, in shared memory, in global memory or in the parameters
 //   i        an integer;  L a label
-// The first `outputs` of them are written. Operands after `required` may be left out.
+// The first `outputs` operands are written. Operands after the first `required` ones are optional.
 struct Definition {
   Handler run;
   std::string operands;

@@ -1,8 +1,9 @@
-// The shared memory of a block, and the rules for who may touch it when.
+// The shared memory of a block, and the rules by which warps and lanes may access it.
 //
-// Between two barriers (an epoch) a warp may not read what another wrote, nor write what another read or wrote. Writing
-// the value that is already there is no race: Triton's replicated layouts store equal values from several warps.
-// Within a warp, lanes are ordered by bar.warp.sync; a shuffle also ends the loads whose values it passes on.
+// Between two barriers (an epoch) a warp may not read bytes that another warp wrote, nor write bytes that another warp
+// read or wrote. Writing the value that is already there is no race: Triton's replicated layouts store equal values
+// from several warps. Within a warp, bar.warp.sync orders the lanes. A shuffle also ends the loads whose values it
+// passes on.
 #include "machine.h"
 
 namespace executor {
@@ -12,7 +13,7 @@ constexpr uint64_t EACH_BYTE = 0x0001000100010001;
 
 uint64_t warp_bit(const Warp& w) { return EACH_BYTE << w.index; }
 
-// 16 bits for every byte of the word that lies inside the access.
+// Returns 16 set bits for every byte of the word that lies inside the access.
 uint64_t bytes_touched(uint32_t word, uint32_t offset, uint32_t bytes) {
   if (offset % 4 == 0 && bytes >= 4) return ~0ull;
   uint64_t mask = 0;
@@ -67,7 +68,7 @@ void SharedMemory::note_read(uint32_t offset, uint32_t bytes, const Warp& w, con
     if (x.copying >= 0) race("shared memory read before cp.async was waited for", n, w, i, lane);
     else if (byte_bits(touched) & ~x.initialised) race("shared memory read before it was written", n, w, i, lane);
     if (x.write_epoch == epoch_) {
-      // Where this warp wrote a byte too, every other writer wrote the same value.
+      // If this warp wrote a byte too, every other writer wrote the same value.
       uint64_t own = (x.writers >> w.index & EACH_BYTE) * 0xFFFF;
       if (x.writers & touched & ~own) race("race: read of another warp's write", n, w, i, lane);
       else if ((x.writers & touched & self) && lane >= 0 && x.write_lane >= 0 && x.write_lane != lane &&
@@ -156,7 +157,7 @@ void SharedMemory::end_product_read(uint32_t offset, const Warp& w) {
   x.readers |= warp_bit(w);
 }
 
-// By the writers before the barrier, or by the reader behind it.
+// A fence of the writers before the barrier, or of the reader after it.
 void SharedMemory::fence(const Warp& w) {
   size_t kept = 0;
   for (uint32_t n : unfenced_) {

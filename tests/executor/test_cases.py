@@ -267,7 +267,8 @@ def test_mixed_batch(machine, case, num_splits):
 
 
 def test_one_key_with_an_odd_row_stride():
-    """The copy of the tile behind the only key is masked off, but its addresses are still computed."""
+    """A cache with one key and an odd row stride works. The copy of the tile's other rows is masked off, but their
+    addresses are still computed."""
     q, k, v = (
         torch.randn(1, 1, 1, 65, generator=torch.Generator().manual_seed(n)).bfloat16()[..., :64] for n in range(3)
     )

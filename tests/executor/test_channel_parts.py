@@ -25,7 +25,7 @@ CASES = {
     "rerope-d256-bf16-paged": (BF16, Rotary.rope(256, rotary_dim=64).rectify(21, 4.0), dict(parts=3, page=64)),
     "behind-d256-fp16-padded": (FP16, Rotary.rope(256, rotary_dim=64, first_channel=192), dict(leftpad=(3, 5))),
     "between-d256-fp32": (FP32, Rotary.rope(256, rotary_dim=64, first_channel=64), dict(page=PAGE)),
-    # All channels as pairs.
+    # Cases in which all channels are treated as pairs.
     "odd-d64-bf16": (BF16, Rotary.rope(64, rotary_dim=24, first_channel=6), dict(parts=0)),
     "behind-d96-bf16-paged": (BF16, Rotary.rope(96, rotary_dim=32, first_channel=64), dict(parts=0, page=PAGE)),
     "chunk-d64-bf16": (BF16, Rotary.rope(64, rotary_dim=32, first_channel=16), dict(queries=70)),

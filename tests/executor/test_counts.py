@@ -1,4 +1,4 @@
-"""The work that the kernels do is what the formulas of bench/work.py say."""
+"""The counted work of the kernels equals the formulas of bench/work.py."""
 
 import pytest
 import support
@@ -32,8 +32,8 @@ def test_prefill(machine, arch, rotary, seqlen):
     # the pre-pass reads every key once and writes it once
     assert rotate.tensors["x"].sectors_read == rotate.tensors["out"].sectors_written == seqlen * ROW
     assert forward.tensors["result.out"].sectors_written == seqlen * ROW
-    # the queries are read once per band; with one band, cos and sin of a tile are no more bytes than the tile, for
-    # every four warps: the rows of the table are spread over four warps, and the next four read them again from L1
+    # the queries are read once per band; with one band, each four warps read at most as many bytes of cos and sin as
+    # the tile has: the rows of the table are spread over four warps, and the next four read them again from L1
     assert forward.tensors["q"].sectors_read == len(rotary.bands) * seqlen * ROW
     if len(rotary.bands) == 1:
         copies = tile.num_warps // 4
@@ -42,8 +42,8 @@ def test_prefill(machine, arch, rotary, seqlen):
 
 @pytest.mark.parametrize("rotary_dim", [128, 32])
 def test_rotate(machine, rotary_dim):
-    """Every element is read once and written once. Four heads share a load of cos and sin from two levels of the table,
-    which caches hold."""
+    """Every element is read once and written once. Four heads share a load of cos and sin from the two levels of the
+    table, which stay in the GPU's caches."""
     launch = work.rotate(Rotary.rope(128, rotary_dim=rotary_dim), 96)
     elements = 96 * 8 * 128
     assert launch.tensors["x"].sectors_read == launch.tensors["out"].sectors_written == 2 * elements
@@ -54,8 +54,8 @@ def test_rotate(machine, rotary_dim):
 
 @pytest.mark.parametrize("seqlen", [640, pytest.param(2048, marks=pytest.mark.slow)])
 def test_prefill_with_maps(machine, arch, seqlen):
-    """One copy of the keys serves the bands of dual chunk attention, and chunks end where tiles do: no tile more than
-    RoPE's. Self-Extend visits ReRoPE's tiles and reads a copy of the keys per band."""
+    """Dual chunk attention visits no more tiles than RoPE, because chunks end where tiles do, and needs one rotated
+    copy of the keys for all bands. Self-Extend visits ReRoPE's tiles and reads a copy of the keys per band."""
     for rotary, like in ((CHUNKED, ROPE), (ROPE.self_extend(WINDOW, 8), RECTIFIED)):
         rotate, forward = work.prefill(rotary, seqlen)
         tile = work.forward_tile(arch, len(rotary.bands))
@@ -70,8 +70,8 @@ def test_prefill_with_maps(machine, arch, seqlen):
 @pytest.mark.parametrize("seqlen", [65, 512, 700])
 @pytest.mark.parametrize("rotary", [ROPE, RECTIFIED, CHUNKED], ids=["rope", "rerope", "dual_chunk"])
 def test_decode(machine, arch, rotary, seqlen):
-    """Every key and value once; of two bands also the tile that the window's edge divides. The rows of a tile behind
-    the last key read that key again, from the cache of the multiprocessor."""
+    """Every key and value is read once. With two bands, the tile that the window's edge divides is read twice. Rows of
+    a tile after the last key read that key again, from L1."""
     step = next(launch for launch in work.decode(rotary, seqlen) if launch.kernel == "attention_decode")
     twice = 64 * ROW if len(rotary.bands) == 2 and seqlen > WINDOW else 0
     for name in ("k_cache", "v_cache"):
@@ -83,7 +83,7 @@ def test_decode(machine, arch, rotary, seqlen):
 
 @pytest.mark.parametrize("cache_dtype, share", [("int8", 2), ("int4", 4)])
 def test_decode_of_quantized_caches(machine, arch, cache_dtype, share):
-    """The codes and the scale of every key and value, and nothing else of the caches."""
+    """Only the quantized values and the scale of every key and value are read from the caches."""
     launches = work.decode(RECTIFIED, 512, cache_dtype=cache_dtype)
     tensors = next(launch for launch in launches if launch.kernel == "attention_decode").tensors
     for name in ("k_cache", "v_cache"):
@@ -94,7 +94,8 @@ def test_decode_of_quantized_caches(machine, arch, cache_dtype, share):
 
 @pytest.mark.parametrize("cache_dtype, share", [("int8", 2), ("int4", 4)])
 def test_quantized_keys_that_do_not_rotate_are_read_once(machine, cache_dtype, share):
-    """Both halves of a key, which lie in one sector in 4 bits, come with one load."""
+    """Quantized keys that do not rotate are read once: one load reads both halves of a key, which in 4 bits lie in one
+    sector."""
     launches = work.decode(Rotary.rope(64), 512, rotated_keys=True, cache_dtype=cache_dtype)
     tensors = next(launch for launch in launches if launch.kernel == "attention_decode").tensors
     assert tensors["k_cache"].sectors_read == 512 * ROW // share
@@ -102,8 +103,8 @@ def test_quantized_keys_that_do_not_rotate_are_read_once(machine, cache_dtype, s
 
 @pytest.mark.parametrize("paged", [False, True], ids=["contiguous", "paged"])
 def test_instructions_a_byte_of_the_cache(machine, paged):
-    """If every key is rotated, instructions limit decoding and not the memory, so they are counted. Blocks of 8 warps
-    would take 0.126 per byte, and a page lookup for every key 0.158."""
+    """Counts the instructions per byte of the cache. If every key is rotated, instructions and not memory limit
+    decoding. Blocks of 8 warps would take 0.126 per byte, and a page lookup for every key 0.158."""
     assert work.instructions_a_byte(Rotary.rope(128), paged, 512) <= (0.12 if paged else 0.117)
 
 
@@ -121,8 +122,9 @@ def gradients(p, **options) -> dict[str, torch.Tensor]:
 @nondeterministic
 @pytest.mark.parametrize(("head_dim", "head_dim_v"), [(64, 64), (128, 128), (64, 128), (128, 64)])
 def test_products_of_the_backward(machine, head_dim, head_dim_v):
-    """Five where dQ is added up by atomics, seven where it has a pass of its own. Without a mask all are visited. Each
-    is as wide as its operands: scores, dK and dQ as q and k, dV and the weights' gradient as v."""
+    """The backward has five products if atomics accumulate dQ, and seven if dQ has its own pass. Without a mask it
+    visits all tiles. A product is as wide as its operands: scores, dK and dQ as q and k, dV and the weights' gradient
+    as v."""
     seqlen = 256
     p = support.problem(BF16, Rotary.rope(head_dim), seqlen, heads=1, group=1, head_dim_v=head_dim_v, causal=False)
     flops = {}
@@ -139,8 +141,8 @@ def test_products_of_the_backward(machine, head_dim, head_dim_v):
 @nondeterministic
 @pytest.mark.parametrize("rotary", [ROPE, ROPE.rectify(70)], ids=["rope", "rerope"])
 def test_reproducible_or_atomic(machine, rotary):
-    """In any order of blocks and warps: the same bits, except for dQ where atomics add it up. That is within the error
-    budget in every order."""
+    """Results are bitwise the same in any order of blocks and warps, except dQ if atomics accumulate it. That dQ is
+    within the error budget in every order."""
     p = support.problem(BF16, rotary, 200, 230, seed=1)
     budget = support.exact_and_bound(p)
     for deterministic in (True, False):
@@ -164,7 +166,8 @@ def test_reproducible_or_atomic(machine, rotary):
     ids=["once", "rows of queries", "copied"],
 )
 def test_dq_is_added_where_it_is_if_it_is_there_once(machine, arch, head_dim, tile, once):
-    """In the last tile several warps hold the same part of dQ: it goes through tl.atomic_add, which drops copies."""
+    """dQ is added from the accumulators only if no two warps hold the same part of it. In the last tile several warps
+    do, so it goes through tl.atomic_add, which drops copies."""
     p = support.problem(BF16, Rotary.rope(head_dim).rectify(70), 200, 230, seed=2, deterministic=False)
     with tiles.forced("grad_qkv", Tile(*tile)):
         support.check(BF16, p)
@@ -176,8 +179,8 @@ def test_dq_is_added_where_it_is_if_it_is_there_once(machine, arch, head_dim, ti
 
 @nondeterministic
 def test_what_atomics_add(machine):
-    """4 bytes for every channel of dQ and every pair of tiles, to a workspace with a float32 dQ for every band, which
-    has room for whole tiles of rows."""
+    """Atomics add 4 bytes for every channel of dQ and every pair of tiles. The workspace has a float32 dQ for every
+    band, in whole tiles of rows."""
     seqlen, tile = 256, Tile(32, 64, 4, 2)
     p = support.problem(BF16, RECTIFIED, seqlen, heads=1, group=1)
     with tiles.forced("grad_qkv", tile):

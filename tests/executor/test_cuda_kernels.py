@@ -75,7 +75,7 @@ def tables_of(c: Cached, new=0) -> CacheTables:
 @pytest.mark.parametrize("head_dim", cuda.HEAD_DIMS)
 @pytest.mark.parametrize("dtype", [FP16, BF16], ids=["float16", "bfloat16"])
 def test_follows_the_reference(operators, dtype, head_dim, scheme):
-    """Query tokens, heads per key head and the cache layout vary over the cases."""
+    """The kernels equal the reference. Query tokens, heads per key head and the cache layout vary over the cases."""
     case = list(SCHEMES).index(scheme) + cuda.HEAD_DIMS.index(head_dim) + (dtype == BF16)
     seqlen_q, group, page_size = (1, 3, 17)[case % 3], (1, 4)[case // 3 % 2], (0, 16, 64)[case % 5 % 3]
     lengths = [129, max(37, seqlen_q), 0]
@@ -93,7 +93,8 @@ def test_left_padding_counts_positions_from_the_first_key(operators, scheme, pag
 @pytest.mark.parametrize("scheme", ["rope", "leaky", "rerope_local_log_n", "none"])
 @pytest.mark.parametrize("seqlen_q", [3, 17])
 def test_not_causal(operators, scheme, seqlen_q):
-    """The second sequence has fewer keys than queries; queries before its first key see keys ahead."""
+    """Calls without a causal mask are right. The second sequence has fewer keys than queries, and queries before its
+    first key attend to later keys."""
     check(SCHEMES[scheme](64), FP16, [90, 9, 0], seqlen_q, heads=(4, 2), causal=False)
 
 
@@ -108,7 +109,8 @@ def test_more_queries_than_one_tile_and_than_keys(operators, causal):
 
 @pytest.mark.parametrize("length_scale", [30.0, 0.5])
 def test_the_factor_by_length_counts_the_keys_of_each_sequence(operators, length_scale):
-    """One key more or less changes the factor of the two short sequences by several percent."""
+    """The factor by length counts the keys of each sequence. One key more or less changes the factor of the two short
+    sequences by several percent."""
     rotary = dataclasses.replace(Rotary.rope(64), length_scale=length_scale)
     for leftpad in (None, [0, 30, 0, 9]):
         check(rotary, FP16, [150, 60, 2, 1], heads=(4, 1), leftpad=leftpad)
@@ -133,7 +135,7 @@ def test_strides_that_do_not_follow_from_the_shape(operators):
 
 
 def test_the_order_of_warps_changes_nothing(operators, machine):
-    """Asynchronous copies arrive only when the kernel waits for them."""
+    """The order of warps does not change the result. Asynchronous copies arrive only when the kernel waits for them."""
     for head_dim in cuda.HEAD_DIMS:
         cache = caching(SCHEMES["rerope"](head_dim), BF16, [333, 50], 2, capacity=400)
         results = []
@@ -145,7 +147,8 @@ def test_the_order_of_warps_changes_nothing(operators, machine):
 
 
 def test_every_kernel_of_the_source_runs(operators, machine):
-    """Runs split for two types, four head_dims and two layouts of pairs, combine for two types, and append."""
+    """Every kernel of the source runs: split for two types, four head_dims and two layouts of pairs, combine for two
+    types, and append."""
     for dtype in (BF16, FP16):
         for head_dim in cuda.HEAD_DIMS:
             for interleaved in (False, True):
@@ -297,7 +300,7 @@ def test_more_shared_memory_than_a_block_has_is_refused(operators, machine, monk
 
 
 def test_bands_that_name_a_missing_rotation_are_noticed(operators, monkeypatch):
-    """The library does not look into device tensors."""
+    """The executor notices bands that name a missing rotation. The library itself does not read device tensors."""
     change = {"bands": lambda x: torch.tensor([[0, 1 << 30, 2, 2]], dtype=torch.int32)}
     monkeypatch.setattr(cuda, "_operators", lambda: Changed(operators, change))
     with pytest.raises(

@@ -34,7 +34,8 @@ def same(got, want) -> bool:
     ("row", "deterministic"), [(2**24 - 8, True), pytest.param(2**24 - 8, False, marks=slow), (2**25, True)]
 )
 def test_strides(machine, row, deterministic):
-    """Heads are 2^31 elements apart, sequences 2^35, and rows of a tile as far as 32 bits reach or farther."""
+    """Strides are right if heads are 2^31 elements apart, sequences 2^35, and rows of a tile up to 2^32 bytes or
+    more."""
     p = support.problem(BF16, SCHEMES["rerope"](64), 70, 90, batch=2, heads=4, seed=50, deterministic=deterministic)
     far = {
         name: sparse.spread(getattr(p, name), (2**35 + 64, row, 2**32 + 128, 1)) for name in ("q", "k", "v", "grad_out")
@@ -75,7 +76,7 @@ def run_at_end(total: int, tensors, grad_lse, call: AttentionCall):
 
 def far_call(rotary, total: int, **options) -> AttentionCall:
     start = total - sum(LENGTHS)
-    cu = int32([start, start + LENGTHS[0], total])  # as on a device: the host does not read them
+    cu = int32([start, start + LENGTHS[0], total])  # the host does not read them, as on a device
     return AttentionCall(rotary, True, D**-0.5, None, cu, cu, max(LENGTHS), max(LENGTHS), **options)
 
 
@@ -92,7 +93,7 @@ def test_packed_rows(deterministic):
 
 @slow
 def test_packed_positions(monkeypatch):
-    """The table of explicit positions has 2^33 elements."""
+    """Packed positions are right in a table of 2^33 elements."""
     rotary, total = Rotary.rope(D).log_n(20), 2**28
     positions = torch.rand(sum(LENGTHS), generator=torch.Generator().manual_seed(65)) * 90
     tensors, grad_lse, want = packed(rotary, positions)
@@ -139,7 +140,7 @@ def test_slots_of_a_contiguous_cache(machine, seqlen_q):
     check_far(got, q, k, v, LOCAL)
 
 
-PAGES, PAGE = 2**28 + 3, 16  # of one head and 16 channels: 2^36 elements and 2^32 slots
+PAGES, PAGE = 2**28 + 3, 16  # with one head and 16 channels: 2^36 elements and 2^32 slots
 
 
 @pytest.mark.parametrize("placed", [False, True], ids=["appended", "placed"])
@@ -171,7 +172,8 @@ def test_pages(machine, seqlen_q, placed):
 
 @slow
 def test_entries_of_the_block_table(machine):
-    """33 sequences of 2^26 entries; the last sequence is at the largest capacity that a cache may have."""
+    """Block-table entries are read correctly for 33 sequences of 2^26 entries, the last at the largest capacity that a
+    cache may have."""
     batch, max_pages, pages = 33, 2**26, 64
     rotary, (q, k, v) = Rotary.rope(16).local(21), cached_tokens(3, 2, 16, 1)
     table = sparse.empty((batch, max_pages), torch.int32)
@@ -218,7 +220,7 @@ def many_sequences(batch: int, capacity: int, heads: int, head_dim: int):
 
 
 def test_the_buffers_of_256_splits(machine):
-    """2,048 sequences of 64 heads and 128 channels in 256 splits: 2^32 partial results."""
+    """The buffers of 256 splits are right with 2,048 sequences of 64 heads and 128 channels: 2^32 partial results."""
     batch, heads, rotary = 2048, 64, Rotary.rope(128).local(700)
     large, small = many_sequences(batch, 64 * 256, heads, 128)
     length = 64 * 250
@@ -238,7 +240,8 @@ def test_the_buffers_of_256_splits(machine):
 
 
 def test_many_short_sequences(machine):
-    """The last blocks of a grid over 2^23 sequences of 16 rows, 2^36 elements of q and 2^32 of lse; backward too."""
+    """The last blocks of a grid over 2^23 sequences of 16 rows are right, forward and backward. q has 2^36 elements,
+    lse 2^32."""
     batch, rows, heads, rotary = 2**23, 16, 32, SCHEMES["rope"](16)  # one rotation: last blocks compute it
     p = support.problem(BF16, rotary, rows, heads=1, group=1, seed=90)
     want = support.run(p, "triton")

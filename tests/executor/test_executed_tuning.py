@@ -47,7 +47,8 @@ def tune(*words) -> int:
 
 
 def test_the_winner_serves_and_wrong_candidates_are_dropped(machine, arch, monkeypatch, capsys, file):
-    """One candidate's kernel leaves the exponential out. SMALL is made the fastest of the others."""
+    """The winner is used, and a wrong candidate is dropped and named. The wrong candidate's kernel leaves the
+    exponential out. SMALL is made the fastest of the others."""
 
     def rewrite(name, text):
         if name != "attention_forward" or tiles._forced.get("forward") != OTHER:

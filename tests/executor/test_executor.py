@@ -41,7 +41,7 @@ def test_old_entries_of_the_cache_are_removed(tmp_path):
     assert [name for name in names if (tmp_path / name).exists()] == names[-1:]
 
 
-# They look into the interpreter, or start processes of their own.
+# Tests that look into the interpreter or start processes.
 ELSEWHERE = ("rotated_keys_are_those_of_the_window", "every_key_of_a_chunk", "nothing_outside_the_buffers")
 
 

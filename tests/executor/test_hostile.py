@@ -69,7 +69,7 @@ def test_cu_seqlens_of_the_atomic_backward(machine):
         wrong = list(STARTS)
         wrong[n] = value
         got = run(wrong, wrong, False)
-        rows = slice(0, 70) if n > 1 else slice(110, 200)  # of a sequence on no side of the entry
+        rows = slice(0, 70) if n > 1 else slice(110, 200)  # rows of a sequence that the entry does not touch
         for name, x, y in zip(support.NAMES, got, want, strict=True):
             assert name == "grad_q" or torch.equal(x[rows], y[rows])
 

@@ -1,6 +1,6 @@
 """Every offered combination of head_dim, page, type, bit width and positions, on the executor.
 
-By default a sample in which every two values meet; --offered product runs all."""
+By default a sample runs that covers every pair of values. --offered product runs all combinations."""
 
 import support
 import torch
@@ -53,4 +53,4 @@ def at_positions(target, rotary, page, cache_dtype, positions, case):
     if positions == "stored":
         generator = torch.Generator().manual_seed(7)
         tables["slot_positions"] = torch.randint(-3, 60, c.k_cache.shape[:2], generator=generator) * 1.375
-    c.at(**tables).check(validate=False)  # positions may fall
+    c.at(**tables).check(validate=False)  # positions may decrease

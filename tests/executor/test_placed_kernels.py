@@ -10,7 +10,7 @@ from test_cached_positions import over as over_pages
 from test_stored_positions import coordinates, over
 
 BF16, FP16, FP32 = (support.Target("triton", dtype, "cpu") for dtype in (torch.bfloat16, torch.float16, torch.float32))
-PAGES = [  # of 64 rows: a tile of keys lies in one
+PAGES = [  # pages of 64 rows: a tile of keys lies in one page
     [Page(-70, 50, 7), Page(0, 64), Page(64, 0), Page(90, 30, 30), Page((1 << 22) + 3, 20)],
     [Page(5, 9)],
 ]
@@ -109,14 +109,15 @@ def test_codes(machine, name):
 
 @pytest.mark.parametrize("scheme", ["rerope", "self_extend"])
 def test_queries_at_fractions(machine, scheme):
-    """Queries have fractional positions, among keys at whole positions that the cache does not store."""
+    """Queries at fractional positions are right among keys at whole positions that the cache does not store."""
     c = over(BF16, scheme, [43, 33], head_dim=64, **FULL)
     c.at(positions=torch.tensor([[40.25, 71.5], [-3.75, 90.625]]), **holes(2, 3, 16)).check(validate=False)
 
 
 @pytest.mark.parametrize("scheme", ["mrope", "rerope"])
 def test_stored_positions_that_are_no_numbers(machine, scheme):
-    """Such numbers are in the neighbouring sequence, with tables that point outside the cache."""
+    """Stored positions that are NaN or infinite affect only their own sequence. The tables of that sequence point
+    outside the cache."""
     c, results = over(BF16, scheme, [10**9, 37], table=torch.arange(6).view(2, 3), **FULL), []
     slots = coordinates(c, 3 * (scheme == "mrope"))
     tables = {"page_first": int32([[0] * 3] * 2), "page_lengths": int32([[16] * 3] * 2)}

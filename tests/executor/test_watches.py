@@ -1,4 +1,5 @@
-"""Tests what the executor reports. A minimal kernel shows each finding, beside a correct version of it."""
+"""Tests what the executor reports. Each finding is shown by a minimal kernel, and a correct version of the kernel has
+no finding."""
 
 import pytest
 import support
@@ -277,7 +278,8 @@ def test_ptx_for_another_device(machine, arch):
 
 
 def test_order_of_warps_follows_the_seed(machine):
-    """Every warp writes its number to the same place in global memory. The last number stays."""
+    """The order of warps follows the seed. Every warp writes its number to the same place in global memory, where the
+    last number stays."""
     last = set()
     for seed in range(8):
         machine.reset(seed=seed)
@@ -318,7 +320,8 @@ def test_races_of_blocks(machine, first, others, finding):
 
 
 def test_order_of_blocks_follows_the_seed(machine):
-    """Adds numbers of very different size in float32, one from each block."""
+    """The order of blocks follows the seed. Each block adds a number to a float32 sum. The numbers differ so much in
+    size that the order shows."""
     body = """
     mov.u32 %r13, %ctaid.x;
     shl.b32 %r13, %r13, 26;
@@ -344,7 +347,8 @@ def test_counters(machine):
 
 
 def test_false_claim_of_alignment(machine, monkeypatch):
-    """The second row of k has an odd address, but the launch takes the kernel for aligned rows."""
+    """A false claim of alignment is noticed: the second row of k has an odd address, but the launch uses the kernel for
+    aligned rows."""
     target = support.Target("triton", torch.float16, "cpu")
     p = support.problem(target, support.SCHEMES["rerope"](64), 150, heads=2, seed=1, softmax_scale=0.02)
     room = torch.zeros(1, 150, 1, 67, dtype=torch.float16)

@@ -1,5 +1,5 @@
-// Which bits of a result nobody wrote. Triton fills a register of four bytes with undefined ones where a lane has fewer
-// than four, computes on all four and drops what came of the others.
+// Computes which bits of a result are undefined. If a lane has fewer than four bytes, Triton fills a four-byte register
+// with undefined bytes, computes on all four and drops the results of the undefined ones.
 #include "machine.h"
 
 namespace executor {
@@ -13,7 +13,7 @@ uint32_t value(Warp& w, const Operand& from, int lane) {
   return from.bytes == 2 ? w.at<uint16_t>(from)[lane] : w.at<uint32_t>(from)[lane];
 }
 
-// Where a bit is known to be 0, the result of "and" is known.
+// If a bit of one input is known to be 0, the result of "and" is known.
 uint32_t known_zero(Warp& w, const Operand& from, int lane) {
   return ~value(w, from, lane) & ~unknown_bits(w, from, lane);
 }
@@ -34,7 +34,7 @@ uint32_t shifted(uint32_t bits, uint32_t by, bool left) {
   return left ? bits << by : bits >> by;
 }
 
-// The unknown bits of result number n.
+// Returns the unknown bits of result number n.
 uint32_t result_bits(Warp& w, const Instruction& i, size_t n, int lane) {
   const std::vector<Operand>& x = i.operands;
   auto of = [&](size_t input) { return unknown_bits(w, x[input], lane); };

@@ -1,4 +1,4 @@
-// Instructions by which lanes and warps meet: shuffles, barriers, branches. And the table of all opcodes.
+// Instructions by which lanes and warps meet (shuffles, barriers, branches), and the table of all opcodes.
 #include <algorithm>
 #include <unordered_map>
 
@@ -7,7 +7,7 @@
 namespace executor {
 namespace {
 
-// The lane that a shuffle reads, and whether that lies in its segment: PTX ISA, "shfl.sync".
+// Returns the lane that a shuffle reads, and whether this lane lies in its segment (PTX ISA, "shfl.sync").
 struct Source {
   int lane;
   bool inside;
@@ -52,7 +52,7 @@ void define_shuffle(const std::string& opcode) {
   define(opcode + " pair", {shuffle<F>, "4p4444", 2, Control::next, true});
 }
 
-// PTX ISA, "redux.sync". Each lane gets the result of all.
+// PTX ISA, "redux.sync". Every lane gets the result over all lanes.
 template <class F>
 void reduce(Warp& w, const Instruction& i, Lanes) {
   const Operand &to = i.operands[0], &from = i.operands[1], &members = i.operands[2];

@@ -1,7 +1,7 @@
 // wgmma: the asynchronous products of sm_90. A warp computes its 16 rows of the 64 that four warps share.
 //
-// A product takes its descriptors when it starts and does its work at the wait_group that waits for it: whoever touches
-// its registers or overwrites its shared memory before that is found out.
+// A product reads its descriptors when it starts, and is computed at the wait_group that waits for it. An access to its
+// registers, or a write to its shared memory, before that wait is a finding.
 #include "matrices.h"
 
 namespace executor {

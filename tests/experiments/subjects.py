@@ -1,4 +1,4 @@
-"""Stand-ins for models, which predict by a rule, and what the tests of the tasks share."""
+"""Replacements for models, which predict by a rule, and code that the tests of the tasks share."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Oracle(torch.nn.Module):
 
 
 def subject(rule, unit=64, samples=10, unseen=PIECES[2:], **options) -> Subject:
-    """Returns what a measure takes, with a rule instead of a model."""
+    """Returns the argument of a measure, with a rule instead of a model."""
     return Subject(Oracle(rule), scheme("rope", ModelConfig(64, 2, 2), unit), unseen, unit, samples, 0, **options)
 
 

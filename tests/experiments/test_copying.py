@@ -49,7 +49,8 @@ def test_practice_asks_for_the_letters_that_follow():
 
 
 def test_practice_covers_what_is_asked_at_its_length():
-    """Practice has as many sequences, and as long a way back, as the prompts of the training length."""
+    """Practice covers the prompts of the training length: it has as many sequences, and the letters to copy are as far
+    back."""
     practised, asked = set(), set()
     for seed in range(200):
         targets = copying.practice(1, 128, generator(seed))[1][0]
@@ -83,7 +84,7 @@ def test_prompts_letter_by_letter():
         torch.equal(a, b) for one, other in zip(found, again, strict=True) for a, b in zip(one, other, strict=True)
     )
     ways_back = {t.shape[1] - a.shape[1] for t, a in copying.prompts(40, 0, count=8)}
-    assert len(ways_back) > 5  # not one distance
+    assert len(ways_back) > 5  # not always the same distance
 
 
 def test_a_model_that_copies_is_right_and_one_that_looks_back_a_fixed_distance_is_not():

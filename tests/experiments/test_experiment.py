@@ -1,4 +1,5 @@
-"""python -m experiments: outputs, resuming, bad input; slow: every experiment, and effects over several seeds."""
+"""Tests python -m experiments: outputs, resuming, bad input. Slow tests run every experiment, and measure effects over
+several seeds."""
 
 import json
 import math
@@ -384,9 +385,9 @@ def test_tiny(tiny, name):
     if name == "zoo":
         assert ("learned", "perplexity", 64) in value and ("learned", "perplexity", 128) not in value
         at_length = {scheme_: figure for (scheme_, _, at), figure in value.items() if at == 64}
-        assert max(at_length.values()) < 60  # every encoding lowers it from 256, integer least
+        assert max(at_length.values()) < 60  # the perplexity is 256 at first; "integer" lowers it least
     if name == "copying":
-        assert value["alibi", "copying", 80] == 0 and value["alibi", "copying-letters", 80] < 20  # by chance 1.6
+        assert value["alibi", "copying", 80] == 0 and value["alibi", "copying-letters", 80] < 20  # chance: 1.6
         assert pictures == ["copying.png"] and "Differences declared before the runs" in text
     if name == "loss":
         assert {scheme_ for scheme_, _, _ in value} == {tables.resolve(each, 64)[0] for each in checkpoints.MEASURED}

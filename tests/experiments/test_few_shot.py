@@ -65,7 +65,7 @@ def test_prompts_to_the_byte(kind, length):
     assert (prompts, chosen) == few_shot.prompts(texts, kind, length, 30, seed=0)
     assert prompts != few_shot.prompts(texts, kind, length, 30, seed=1)[0]
     last = {length - (prompt.rfind(MARK, 0, -1) + 1) for prompt in prompts}
-    assert len(last) > 8  # not one distance back to a label
+    assert len(last) > 8  # not always the same distance back to a label
 
 
 def test_the_paper_sizes_always_fit():
@@ -117,7 +117,7 @@ def test_practice_asks_for_labels_that_can_be_known():
 
 
 def test_practice_covers_what_is_asked_at_its_length():
-    """The labels stand as far back in practice as in the prompts of the training length."""
+    """In practice, labels are as far back as in the prompts of the training length."""
     texts, asked = few_shot.practice_texts(TRAIN), few_shot.asked_texts(TRAIN, UNSEEN)
     practised = [few_shot.practice(texts, 288, random.Random(n))[0] for n in range(300)]
     prompts = [prompt for kind in SEPARATORS for prompt in few_shot.prompts(asked, kind, 288, 50, 0)[0]]

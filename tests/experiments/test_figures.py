@@ -87,7 +87,7 @@ def test_points(tmp_path):
 
 @pytest.mark.parametrize("name", ["zoo", "copying", "lengths", "passkey", "rerope-schemes"])
 def test_every_experiment_is_drawn_and_tabled(name, tmp_path):
-    """From made-up figures, with all of its schemes in one figure or another."""
+    """Every experiment is drawn and tabulated from made-up numbers. Each of its schemes is in at least one figure."""
     experiment, unit = EXPERIMENTS[name], 64
     tasks = {
         "copying": ("copying-by-length", "copying-control"),

@@ -84,7 +84,7 @@ def test_sizes():
     d, s = config.width, config.head_dim
     assert sum(p.numel() for p in model.blocks[0].parameters()) == 2 * d * 2 * d + s * d + 2 * d * d + 4 * s
     count, other = (sum(p.numel() for p in each.parameters()) for each in (model, llama))
-    assert abs(count - other) < 0.12 * other  # as many weights as the cpu preset's
+    assert abs(count - other) < 0.12 * other  # about as many weights as in the cpu preset
     assert not [name for name, _ in model.named_parameters() if "bias" in name or "norm" in name]
     with pytest.raises(ValueError, match="width: expected a multiple of 12 for GAU, got 280"):
         GauModel(ModelConfig(width=280, heads=1))

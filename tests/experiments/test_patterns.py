@@ -70,7 +70,8 @@ def test_components_add_up_to_the_scores(rotary):
 
 
 def test_pattern_of_the_first_layer_by_hand():
-    """In the first layer, all queries and keys except the first are equal."""
+    """The pattern of the first layer equals a computation by hand, in which all queries and keys except the first are
+    equal."""
     model, rotary = model_of("rope"), Rotary.rope(32)
     bytes_ = torch.tensor([10, 32, 97, 101, 116, 255])
     found = pattern(model, rotary, repeated(bytes_, 40))

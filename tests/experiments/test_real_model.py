@@ -95,7 +95,7 @@ def test_reuse_continues_where_it_stopped(folder, tmp_path, monkeypatch):
 
 
 def test_means_of_ways():
-    """A question counts once: its two orders are not two samples."""
+    """Means are over questions: the two orders of a question are not two samples."""
     orders = real_reuse.ORDERS
 
     def row(number, kind, full, alone):
@@ -175,8 +175,8 @@ def test_codes_continue_where_they_stopped(folder, tmp_path, monkeypatch):
 
 
 def test_agreement(folder, tmp_path):
-    """Sums in another order write nearly the same quantized values in a shallow model. Keys that are rounded when they
-    are rotated are different numbers."""
+    """In a shallow model, sums in another order give nearly the same quantized values. Rounding rotated keys gives
+    different ones."""
     options = ["--lengths", "80", "--windows", "1", "--agreement", "79"]
     assert run("codes", folder, tmp_path, *options) == 0
     found = json.loads((tmp_path / "agreement.json").read_text())["mean"]

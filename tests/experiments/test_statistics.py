@@ -50,7 +50,7 @@ def test_table_of_declared_differences():
     text = tables.judged(compares, rows, 128)
     assert "| HoPE | ReRoPE w64 | copying-by-length | 2 | 5 | +30.0 (+30.0 to +30.0) | higher |" in text
     assert "| -30.0 (-30.0 to -30.0) | **lower, against expectation** |" in text
-    assert text.count("\n|") == 4  # what was not measured has no row
+    assert text.count("\n|") == 4  # unmeasured comparisons have no row
 
 
 def test_a_difference_may_be_between_two_lengths():

@@ -1,4 +1,4 @@
-"""Training on text alone, and what the measures of text models count."""
+"""Tests training on text only, and what the measures of text models count."""
 
 import dataclasses
 import math

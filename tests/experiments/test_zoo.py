@@ -1,4 +1,4 @@
-"""Encodings by name: which scheme a name means, which model it runs on, and that every encoding trains."""
+"""Tests which scheme the name of an encoding means, which model it runs on, and that every encoding trains."""
 
 import itertools
 import math

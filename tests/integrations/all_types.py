@@ -14,13 +14,10 @@ from flashrope.configs.hugging_face import model_steps
 from flashrope.integrations.transformers import convert
 from flashrope.integrations.transformers.plan import attention_modules, check_decoder, find_decoder
 from flashrope.integrations.transformers.schemes import layer_type_of
-from small_models import CAUSAL_LM, HERE, REFUSED_BY_VERSION, UNFIT, small_config, tiny
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from small_models import CAUSAL_LM, HERE, REFUSED_BY_VERSION, causal_lm, small_config, tiny
+from transformers import CONFIG_MAPPING
 
 TESTED, PASSED = "tested", "passes the comparison"
-UNFIT_CHECKPOINTS = (
-    "a small model passes the comparison, but every released checkpoint is refused: layers with a head_dim of 512"
-)
 COMPOSITE = "several models in one: converted if the type of its text decoder is"
 NOT_BUILT = "no small model of it was built"
 REASONS = {  # a part of the message: what to say
@@ -32,6 +29,7 @@ REASONS = {  # a part of the message: what to say
     "attention modules, found": "layers of other kinds",
     "only be called on Attention layers": "layers of other kinds",
     "depend on its rotary embedding": "a small model shows no rotation",
+    "keys that its indexer selects": "attends to the keys that an indexer selects (sparse attention)",
     "multi-head latent attention": "multi-head latent attention",
     "after their rotation": "scales channels after the rotation",
     "table for short texts": "keeps longrope's short table at every length",
@@ -40,7 +38,7 @@ REASONS = {  # a part of the message: what to say
     "same outputs": "gives other outputs when converted",
     "rotates nothing": "rotates nothing",
     "base each": "a base per layer",
-    "the kernels take a head_dim up to": "a head_dim above 256",
+    "the kernels take a head_dim up to": "a head_dim that the kernels do not take",
     "even integer": "rotates an odd number of channels",
 }
 
@@ -58,8 +56,8 @@ def outcome(name: str) -> str:
     problem = _refusal(lambda: _small(name))
     if problem == NOT_BUILT:
         with torch.device("meta"):
-            problem = _refusal(lambda: AutoModelForCausalLM.from_config(default)) or NOT_BUILT
-    return problem or (UNFIT_CHECKPOINTS if name in UNFIT else PASSED)
+            problem = _refusal(lambda: causal_lm(default)) or NOT_BUILT
+    return problem or PASSED
 
 
 def _small(name: str):
@@ -71,7 +69,7 @@ def _small(name: str):
 
 def _smaller(name: str, **changes):
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(small_config(name, **changes))
+        model = causal_lm(small_config(name, **changes))
         parameters = sum(p.numel() for p in model.parameters())
     if parameters > 10e6:
         raise ValueError(f"{name} has {parameters} parameters")

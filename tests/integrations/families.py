@@ -14,7 +14,18 @@ from flashrope.configs.families import family
 from flashrope.integrations.transformers import convert
 from flashrope.integrations.transformers.plan import head_dim_of
 from flashrope.integrations.transformers.versions import CACHE, cache_of
-from small_models import CAUSAL_LM, COMMON, FAMILIES, HERE, REFUSED_BY_VERSION, UNFIT, VERSION, tiny  # noqa: F401  the tests import them from here
+from small_models import (  # noqa: F401  the tests import them from here
+    CAUSAL_LM,
+    COMMON,
+    FAMILIES,
+    HERE,
+    REFUSED_BY_VERSION,
+    VERSION,
+    causal_lm,
+    released_widths,
+    tiny,
+    wide,
+)
 from transformers import StaticCache
 
 NOTES = {
@@ -22,6 +33,10 @@ NOTES = {
     "cohere": "interleaved pairs",
     "cohere2": "interleaved pairs; full layers do not rotate",
     "cohere2_moe": "interleaved pairs; full layers do not rotate",
+    "axk1": "latent attention",
+    "bailing_hybrid": "latent attention, some layers are recurrent",
+    "deepseek_v2": "latent attention, interleaved pairs",
+    "deepseek_v3": "latent attention",
     "diffllama": "two calls per layer",
     "ernie4_5": "interleaved pairs",
     "ernie4_5_moe": "interleaved pairs",
@@ -31,9 +46,12 @@ NOTES = {
     "gemma2": "without its soft cap, refused with it",
     "gemma3_text": "two tables",
     "gemma3n_text": "two tables, layers that share keys",
+    "gemma4_text": "two tables, two widths, layers that share keys",
+    "gemma4_unified_text": "two tables, two widths, one projection for keys and values",
     "glm": "interleaved pairs, partial",
     "glm4": "interleaved pairs, partial",
     "glm4_moe": "partial",
+    "glm4_moe_lite": "latent attention",
     "gpt_neox": "partial",
     "gpt_oss": "attention sinks, windows in some layers",
     "granite_swa": "attention sinks, windows in some layers",
@@ -41,8 +59,11 @@ NOTES = {
     "helium": "interleaved pairs",
     "lfm2": "some layers are convolutions",
     "lfm2_moe": "some layers are convolutions",
+    "longcat_flash": "latent attention, two layers in one",
+    "minicpm3": "latent attention",
     "minimax_m2": "partial",
     "ministral3": "queries scaled by position",
+    "mistral4": "latent attention, queries scaled by position",
     "nanochat": "rotates backwards",
     "nemotron": "partial",
     "olmo3": "two tables",
@@ -57,6 +78,7 @@ NOTES = {
     "smollm3": "some layers do not rotate",
     "stablelm": "partial",
     "vaultgemma": "without its soft cap, refused with it",
+    "youtu": "latent attention",
 }
 ROPE_TYPES = {
     "linear": dict(rope_type="linear", factor=4.0),
@@ -74,9 +96,11 @@ ROPE_TYPES = {
     ),
 }
 BEGIN, END = "<!-- families:begin -->", "<!-- families:end -->"
-BOUND = 1e-5  # of logits of size 3, float32
+RELEASED = "<!-- released:begin -->", "<!-- released:end -->"
+BOUND = 1e-5  # for float32 logits scaled to a maximum of 3
 SEQLEN, PADDING = 28, 3
-# where calls with a cache end: a prompt, one token at a time past the window, several tokens
+# the tokens at which calls with a cache end: after a prompt, then after single tokens beyond the window, then after
+# several tokens
 CALLS = [5, 6, 7, 8, 9, 20, 21, SEQLEN]
 
 
@@ -94,7 +118,8 @@ def padded(seqlen: int = SEQLEN, left: int = PADDING, right: int = 0) -> torch.T
 
 @torch.no_grad()
 def logits(model, ids, mask=None, cache=None, calls=None, **kwargs) -> torch.Tensor:
-    """Returns (batch, seqlen, vocabulary), from one call without a cache or several with one; rows of padding are 0."""
+    """Returns logits (batch, seqlen, vocabulary), from one call without a cache or several calls with a cache. Rows of
+    padding are 0."""
     if calls is None:
         out = model(ids, attention_mask=mask, use_cache=False, **kwargs).logits
     else:
@@ -117,7 +142,7 @@ def schemes(model) -> list[Rotary]:
 
 
 def state(model) -> dict:
-    """Returns everything that a conversion may change, and what it must not change."""
+    """Returns everything in a model that a conversion may change or must not change."""
     modules = list(model.modules())
     return {
         "weights": {name: weight.tolist() for name, weight in model.state_dict().items()},
@@ -152,8 +177,8 @@ RUNS = {
 
 
 def difference(name: str, untested: bool = False) -> tuple[dict[str, float], dict[str, torch.Tensor], torch.nn.Module]:
-    """Returns (by run, the largest difference of any logit from the stock model's, relative to logits of size 3; the
-    stock model's logits; the converted model)."""
+    """Returns ({run: the largest difference of any logit from the stock model's, for logits scaled to a maximum of 3},
+    the stock model's logits, the converted model)."""
     model = tiny(name)
     runs = {run: call for run, call in RUNS.items() if run != "packed" or family(name).packs}
     stock = {run: call(model) for run, call in runs.items()}
@@ -167,19 +192,55 @@ def widths(model) -> str:
     return ", ".join(map(str, sorted({head_dim_of(module) for module in converted(model)})))
 
 
+def released_width(name: str) -> str:
+    """Returns the head_dim of a family's released models, or both of them, as ``widths`` does."""
+    fields = released_widths(name)
+    if family(name).latent:
+        return str(fields["qk_nope_head_dim"] + fields["qk_rope_head_dim"])
+    return ", ".join(map(str, sorted(fields.values())))
+
+
+def difference_at(model) -> float:
+    """Returns the largest difference of any logit of a model from itself converted, relative to logits of size 3:
+    without a cache, and padded with one."""
+    runs = RUNS["uncached"], RUNS["padded, cached"]
+    stock = [call(model) for call in runs]
+    convert(model)
+    size = max(1.0, float(stock[0].abs().max()) / 3)
+    return max(float((call(model) - before).abs().max()) for call, before in zip(runs, stock, strict=True)) / size
+
+
 def table() -> str:
     columns = ["uncached", "cached", "padded", "padded, cached", "static cache", "packed"]
     lines = [
-        f"| transformers {transformers.__version__} | head_dim | " + " | ".join(columns) + " | |",
-        "|---|" + "---:|" * (1 + len(columns)) + "---|",
+        f"| transformers {transformers.__version__} | head_dim | " + " | ".join(columns) + " | as released | there | |",
+        "|---|" + "---:|" * (3 + len(columns)) + "---|",
     ]
     for name in sorted(HERE):
         found, _, model = difference(name)
-        lines.append(
-            f"| {name} | {widths(model)} | "
-            + " | ".join(f"{found[column]:.1e}" if column in found else "refused" for column in columns)
-            + f" | {NOTES.get(name, '')} |"
-        )
+        errors = [f"{found[column]:.1e}" if column in found else "refused" for column in columns]
+        there = f"{difference_at(wide(name)):.1e}"
+        cells = [name, widths(model), *errors, released_width(name), there, NOTES.get(name, "")]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def shapes() -> str:
+    """Returns a table of the shapes in released.py, all of them at the released head widths."""
+    from released import HERE, SHAPES, WHAT, released
+
+    columns = [column for column in RUNS if column != "padded on the right"]
+    lines = [
+        "| model | model_type | head_dim | " + " | ".join(columns) + " | |",
+        "|---|---|---:|" + "---:|" * 7 + "---|",
+    ]
+    for name in HERE:
+        model = released(name)
+        stock = {column: RUNS[column](model) for column in columns}
+        size = max(1.0, float(stock["uncached"].abs().max()) / 3)
+        convert(model)
+        errors = [f"{float((RUNS[each](model) - stock[each]).abs().max()) / size:.1e}" for each in columns]
+        lines.append("| " + " | ".join([name, SHAPES[name][0], widths(model), *errors, WHAT[name]]) + " |")
     return "\n".join(lines)
 
 
@@ -190,8 +251,11 @@ def main() -> None:
         from all_types import summary
 
         page = Path(sys.argv[1])
-        before, after = page.read_text().split(BEGIN)[0], page.read_text().split(END)[1]
-        page.write_text(f"{before}{BEGIN}\n{text}\n\n{summary()}\n{END}{after}")
+        written = page.read_text()
+        for marks, new in ((RELEASED, shapes()), ((BEGIN, END), f"{text}\n\n{summary()}")):
+            before, after = written.split(marks[0])[0], written.split(marks[1])[1]
+            written = f"{before}{marks[0]}\n{new}\n{marks[1]}{after}"
+        page.write_text(written)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,15 @@
 """Makes small random models of every tested family: their configurations and weights."""
 
 import torch
+import transformers
+from flashrope.configs.families import family
 from flashrope.integrations.transformers.versions import VERSION
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL_LM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+# Text models that AutoModelForCausalLM does not know, because their checkpoints are vision-language models.
+TEXT_ONLY = {"mistral4": "Mistral4ForCausalLM"}
+CAUSAL_LM = dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) | {n: c for n, c in TEXT_ONLY.items() if hasattr(transformers, c)}
 
 COMMON = dict(
     vocab_size=64,
@@ -18,7 +24,7 @@ COMMON = dict(
     eos_token_id=2,
     initializer_range=0.1,
 )  # such attention is sharp: a wrong rotation moves logits by 0.4 to 3
-# Given to the configurations that have the field.
+# Fields that are set in every configuration that has them.
 SMALL = dict(
     head_dim=16,
     num_experts=4,
@@ -55,16 +61,32 @@ RECURRENT = dict(layer_types=["linear_attention", "full_attention", "full_attent
 SCALED_QUERIES = dict(
     rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=8, llama_4_scaling_beta=0.5
 )
+LATENT = dict(
+    num_key_value_heads=4,
+    q_lora_rank=24,
+    kv_lora_rank=32,
+    qk_nope_head_dim=16,
+    qk_rope_head_dim=8,
+    v_head_dim=16,
+    head_dim=8,  # of the rotary embedding
+)
+DENSE_FIRST = dict(first_k_dense_replace=1, n_routed_experts=4, num_experts_per_tok=2, n_shared_experts=1)
+# GEMMA4 holds the released shapes of Gemma 4 in small: their layers that share keys, and their single projections.
+GEMMA4 = dict(head_dim=16, global_head_dim=32, **SHARED)
 FAMILIES = {
     "afmoe": HYBRID,
     "apertus": {},
     "arcee": {},
     "aria_text": dict(moe_num_experts=4, moe_topk=2, moe_num_shared_experts=1),
+    "axk1": dict(LATENT, num_experts_per_tok=2),
+    "bailing_hybrid": dict(LATENT, num_experts=4, num_experts_per_token=2, num_expert_group=2, **RECURRENT),
     "bitnet": {},
     "cohere": dict(logit_scale=1.0, use_qk_norm=True),
     "cohere2": dict(logit_scale=1.0, **HYBRID),
     "cohere2_moe": dict(logit_scale=1.0, **HYBRID),
     "cwm": HYBRID,
+    "deepseek_v2": dict(LATENT, **DENSE_FIRST, norm_topk_prob=False),
+    "deepseek_v3": dict(LATENT, **DENSE_FIRST),
     "diffllama": {},
     "dots1": dict(n_routed_experts=4, num_experts_per_tok=2, n_shared_experts=1, first_k_dense_replace=1, **HYBRID),
     "ernie4_5": {},
@@ -79,8 +101,13 @@ FAMILIES = {
     "gemma2": dict(head_dim=16, attn_logit_softcapping=None, **HYBRID),
     "gemma3_text": dict(head_dim=16, **HYBRID),
     "gemma3n_text": dict(laurel_rank=8, activation_sparsity_pattern=[0.0] * 4, **SHARED),
+    "gemma4_text": GEMMA4,
+    "gemma4_unified_text": dict(
+        head_dim=16, global_head_dim=32, num_global_key_value_heads=1, attention_k_eq_v=True, **HYBRID
+    ),
     "glm": dict(partial_rotary_factor=0.5),
     "glm4": dict(head_dim=16, partial_rotary_factor=0.5),
+    "glm4_moe_lite": dict(LATENT, v_head_dim=24),
     "glm4_moe": dict(use_qk_norm=True, first_k_dense_replace=1),
     "gpt_neox": dict(rotary_pct=0.25),
     "gpt_oss": dict(head_dim=16, num_local_experts=4, num_experts_per_tok=2, **HYBRID),
@@ -98,10 +125,13 @@ FAMILIES = {
     "lfm2": CONVOLUTION,
     "lfm2_moe": dict(num_dense_layers=1, **CONVOLUTION),
     "llama": {},
+    "longcat_flash": dict(LATENT, num_layers=2, n_routed_experts=4, zero_expert_num=2, moe_topk=2),
     "mellum": HYBRID,
+    "minicpm3": dict(LATENT),
     "minimax_m2": dict(rotary_dim=8),
     "ministral": dict(head_dim=16, **HYBRID),
     "ministral3": dict(sliding_window=8, rope_parameters=SCALED_QUERIES),
+    "mistral4": dict(LATENT, **DENSE_FIRST | {"head_dim": 24}),
     "mistral": dict(sliding_window=8),
     "mixtral": dict(sliding_window=None, num_local_experts=4),
     "modernbert-decoder": dict(local_attention=16, global_attn_every_n_layers=2),
@@ -128,12 +158,11 @@ FAMILIES = {
     "stablelm": dict(partial_rotary_factor=0.25),
     "starcoder2": dict(sliding_window=8),
     "vaultgemma": dict(attn_logit_softcapping=None, **HYBRID),
+    "youtu": dict(LATENT),
 }
-# Types whose released checkpoints convert refuses: a small model of them passes the comparison of untested=True.
-UNFIT = {"gemma4_text": dict(head_dim=16, global_head_dim=24, **SHARED | {"num_kv_shared_layers": 0})}
 OWN_MASKS = "asks AttentionMaskInterface for its masks"
 OWN_ATTENTION = "asks AttentionInterface for its attention"
-# Families that convert refuses in older versions: up to which one, and why.
+# Families that convert refuses in older versions: the newest version that is refused, and why.
 OLDER = {
     "diffllama": ((5, 0), OWN_ATTENTION),
     "falcon_h1": ((5, 0), OWN_MASKS),
@@ -156,20 +185,23 @@ HERE = [name for name in FAMILIES if name in CAUSAL_LM and name not in REFUSED_B
 
 def small_config(name: str, **changes):
     """Returns a configuration of three layers, 64 channels and 64 tokens."""
-    given = {**COMMON, **(FAMILIES | UNFIT).get(name, {}), **changes}
+    given = {**COMMON, **FAMILIES.get(name, {}), **changes}
     default = CONFIG_MAPPING[name]().to_dict()
     given |= {field: value for field, value in SMALL.items() if field not in given and default.get(field) is not None}
     return AutoConfig.for_model(name, **given)
 
 
 def vary(model):
-    """Gives vectors (scales of norms, biases, sinks) random values, the same in every call. With their initial ones and
-    zeros a norm after the rotation would look like one before it."""
+    """Gives vectors (scales of norms, biases, sinks) random values, the same in every call. With their initial values,
+    ones and zeros, a norm after the rotation would give the same result as a norm before it."""
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
+        for module in model.modules():
+            if getattr(module, "scaling", None) == 1.0 and hasattr(module, "q_norm"):  # gemma3n, gemma4
+                module.q_norm.weight *= 2 * module.head_dim**-0.5  # as trained ones: other scores amplify rounding
     return model
 
 
@@ -178,8 +210,49 @@ def tiny(name: str, **changes):
     config = small_config(name, **changes)
     torch.manual_seed(0)
     try:
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+        model = causal_lm(config, attn_implementation="sdpa")
     except ValueError:  # the library has no sdpa for it
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+        model = causal_lm(config, attn_implementation="eager")
     return vary(model.float().eval())
+
+
+def causal_lm(config, **options):
+    """Returns a causal language model of a configuration."""
+    if config.model_type in TEXT_ONLY:
+        return getattr(transformers, TEXT_ONLY[config.model_type])._from_config(config, **options)
+    return AutoModelForCausalLM.from_config(config, **options)
+
+
+OTHER_DEFAULTS = {"glm4_moe": {"head_dim": 128}}  # the default, 42, is not that of any model
+
+
+def released_widths(name: str) -> dict[str, int]:
+    """Returns the fields of a family's configuration that set the head widths, with their defaults: those of its first
+    released model."""
+    default = CONFIG_MAPPING[name]()
+    if family(name).latent:
+        fields = "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank", "head_dim"
+        return {field: getattr(default, field) for field in fields}
+    if getattr(default, "is_heterogeneous", False):
+        local, every = (default.per_layer_config[f"{kind}_attention"].head_dim for kind in ("sliding", "full"))
+        return {"head_dim": local, "global_head_dim": every}
+    width = getattr(default, "head_dim", None) or getattr(default, "kv_channels", None)
+    if width is None:
+        width = default.hidden_size // default.num_attention_heads
+    small = small_config(name)
+    field = next((field for field in ("kv_channels", "head_dim") if getattr(small, field, None)), "hidden_size")
+    return OTHER_DEFAULTS.get(name, {field: width})
+
+
+def wide(name: str):
+    """Returns a small model with the head widths of released ones. Weights are scaled so that its scores are as large
+    as with 16 channels: larger ones would amplify rounding."""
+    changes = released_widths(name)
+    width = changes.get("head_dim") or changes.get("kv_channels") or changes["hidden_size"]
+    if "hidden_size" in changes or name == "helium":  # whose heads are its hidden channels
+        changes["hidden_size"] = hidden = COMMON["num_attention_heads"] * width
+        changes["initializer_range"] = COMMON["initializer_range"] * (COMMON["hidden_size"] / hidden) ** 0.5
+    if "attention_multiplier" in FAMILIES[name]:
+        changes["attention_multiplier"] = FAMILIES[name]["attention_multiplier"] * 16 / width
+    return tiny(name, **changes)

@@ -1,4 +1,5 @@
-"""A row of rotary/catalogue.py is a choice of every command and an option of convert, suggest and vLLM's field."""
+"""Every row of rotary/catalogue.py is a choice of every command and an option of convert, suggest and the vLLM plugin's
+field."""
 
 import dataclasses
 

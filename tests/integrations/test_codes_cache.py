@@ -1,5 +1,5 @@
-"""CodesCache: converted models attend to quantized keys and values, and what transformers does with a cache keeps
-scales beside their codes."""
+"""CodesCache: converted models attend to quantized keys and values. When transformers reorders or crops the cache,
+scales stay with their quantized values."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ bits = pytest.mark.parametrize("cache_dtype", CACHE_DTYPES)
 
 
 class RoundedLayer(DynamicLayer):
-    """Keys and values as float32 numbers, what codes and scales stand for."""
+    """A layer that stores dequantized keys and values in float32."""
 
     def __init__(self, dtype):
         super().__init__()
@@ -59,7 +59,7 @@ def test_calls_over_codes_are_those_over_what_they_stand_for(family, options, ca
         real = mask.bool() if padding is not None else torch.ones_like(mask).bool()
         codes, rounded = (torch.cat(x, 1)[real] for x in zip(*pieces, strict=True))
         cost = (rounded - model(ids, attention_mask=padding).logits[real]).square().mean().sqrt()
-        # A number that lies between two codes may be rounded either way.
+        # A number halfway between two quantized values may be rounded either way.
         assert cost > 1e-3 and (codes - rounded).square().mean().sqrt() < cost / 20
     assert caches[0].get_seq_length() == SEQLEN and caches[0].layers[0].keys.dtype == CACHE_DTYPES[cache_dtype]
 
@@ -68,7 +68,7 @@ def test_calls_over_codes_are_those_over_what_they_stand_for(family, options, ca
 @pytest.mark.parametrize("search", [{}, {"num_beams": 3}], ids=["greedy", "beams"])
 @torch.no_grad()
 def test_generate(cache_dtype, search):
-    """Beams select rows of the cache, and a row's scale goes with it."""
+    """Greedy and beam search give the right text. Beams select rows of the cache together with their scales."""
     model, ids = converted("llama"), torch.randint(64, (2, 7))
     options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, **search}
     texts = [
@@ -79,7 +79,7 @@ def test_generate(cache_dtype, search):
 
 
 class LosslessLayer(QuantizedLayer):
-    """A layer of transformers' QuantizedCache, with quantization that changes nothing."""
+    """A layer of transformers' QuantizedCache whose quantization changes nothing."""
 
     def _quantize(self, tensor, axis):
         return tensor.clone()
@@ -90,7 +90,8 @@ class LosslessLayer(QuantizedLayer):
 
 @torch.no_grad()
 def test_quantized_cache_of_transformers():
-    """It hands out all keys and values, dequantized: raw keys, from which attention starts."""
+    """transformers' QuantizedCache works: it passes all keys and values, dequantized, to attention. The keys are
+    raw."""
     model, ids = converted("llama", window=8), torch.randint(64, (2, 7))
     options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "return_dict_in_generate": True}
     layers = [LosslessLayer(residual_length=4) for _ in range(model.config.num_hidden_layers)]

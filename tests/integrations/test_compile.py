@@ -104,7 +104,7 @@ def test_inductor():
 
 
 def test_a_graph_refuses_what_it_cannot_express():
-    """The error in a graph cannot name the row, but the call stops."""
+    """A graph raises an error for a mask that it cannot express. The error cannot name the row."""
     holes = torch.arange(56).view(2, 28) % 5 > 0
     graph = compiled(MODELS["mistral"](), "aot_eager")
     with pytest.raises(RuntimeError, match="attention_mask: expected sequences without gaps"):

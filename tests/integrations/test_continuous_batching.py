@@ -14,8 +14,8 @@ from transformers import GenerationConfig
 
 SUPPORTED = continuous_batching.SUPPORTED
 REFUSED = set(families_with("not_batched")) & set(HERE)
-# transformers' engine has no caches for layers without attention, nor for head dims or numbers of keys' heads that are
-# not those of the configuration.
+# transformers' engine has no caches for layers without attention, nor for layers whose head_dim or number of key heads
+# differs from the configuration.
 NOT_BATCHED = {
     "falcon_h1",
     "jetmoe",
@@ -78,8 +78,8 @@ def batched(model, prompts, persistent=False, **options):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The calls of the kernels: (queries of the longest request, whether slots were given, first bytes of the cache).
-    transformers' own copy of the keys is an error."""
+    """Records the calls of the kernels: (queries of the longest request, whether slots were given, first bytes of the
+    cache). Raises an error if transformers copies the keys itself."""
     from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
     found, attend, plan = [], CachePlan.attend, continuous_batching.plan_cache
@@ -177,7 +177,8 @@ def test_shared_prefixes(monkeypatch, calls):
 
 @supported
 def test_several_answers_to_a_prompt(calls):
-    """transformers forks the request. Every answer takes the most likely token, so the answers are equal."""
+    """Several answers to a prompt work. transformers forks the request. Every answer takes the most likely token, so
+    the answers are equal."""
     model = convert(model_of(), **SCHEMES["rerope"])
     prompts = prompts_of(20, 33)
     expected = [tokens for tokens in generated(model, prompts) for _ in range(3)]

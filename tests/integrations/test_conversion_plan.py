@@ -71,7 +71,8 @@ def test_a_plan_of_an_untested_type_has_its_own_schemes(monkeypatch):
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text"])
 def test_a_scheme_without_rotation(name):
-    """Beyond the length that its table grows from, too."""
+    """A scheme without rotation stays without rotation, also beyond the length from which the stock table depends on
+    the length."""
     scaling = {"type": "dynamic", "factor": 2.0}
     model = tiny(name, rope_scaling=scaling, max_position_embeddings=16) if name == "llama" else tiny(name)
     for scheme in plan.plan_conversion(model, {}).schemes.values():
@@ -86,15 +87,15 @@ def test_undo_finds_layers_whose_names_have_changed():
     convert(model, window=6)
     layers = model.model.layers
     layer = layers[1]
-    layers[1] = torch.nn.ModuleDict({"wrapped": layer})  # as torch.compile and checkpointing do
+    layers[1] = torch.nn.ModuleDict({"wrapped": layer})  # torch.compile and checkpointing wrap layers like this
     assert applying.undo(model) and not schemes(model)
     layers[1] = layer
     assert close(logits(model, tokens()), stock)
 
 
 def test_names_of_what_a_conversion_leaves():
-    """Attributes of modules and caches have the project's name. An attention's name cannot: transformers gives names
-    with "flash" a meaning of its own."""
+    """Attributes of modules and caches have the project's name. The attention's name cannot, because transformers
+    treats names with "flash" specially."""
     model = tiny("llama")
     before = {key for module in model.modules() for key in vars(module)}
     cache = convert(model, window=6)(tokens(), use_cache=True).past_key_values

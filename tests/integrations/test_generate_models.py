@@ -1,4 +1,5 @@
-"""flashrope generate with a Hugging Face checkpoint: the text of transformers' generate, under the scheme asked for."""
+"""flashrope generate with a Hugging Face checkpoint writes the text of transformers' generate, under the requested
+scheme."""
 
 import pytest
 import torch

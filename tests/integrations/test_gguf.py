@@ -1,4 +1,5 @@
-"""Models in GGUF files: the same logits and text as the checkpoint they were made from, and one line for a bad file."""
+"""Models in GGUF files give the logits and text of the checkpoint that they were made from. A bad file gives one line
+of error."""
 
 import json
 import re
@@ -24,7 +25,7 @@ def tensors(seed=0):
     generator = torch.Generator().manual_seed(seed)
 
     def of(*shape):
-        return torch.randn(*shape, generator=generator).mul_(0.2).half().float()  # a file of float16 loses nothing
+        return torch.randn(*shape, generator=generator).mul_(0.2).half().float()  # exact in a float16 file
 
     found = {"token_embd.weight": of(len(WORDS), WIDTH), "output_norm.weight": torch.ones(WIDTH)}
     for n in range(LAYERS):

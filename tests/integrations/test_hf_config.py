@@ -243,7 +243,7 @@ def test_older_fields_of_modernbert_and_olmo3():
     config = llama(
         model_type="olmo3", rope_theta=None, rope_parameters={"rope_type": "yarn", "factor": 8.0, "rope_theta": 5e5}
     )
-    assert read(config, "sliding_attention") == Rotary.rope(128, 5e5)  # as transformers 5.0 has it
+    assert read(config, "sliding_attention") == Rotary.rope(128, 5e5)  # the form of transformers 5.0
     assert read(config, "full_attention") == Rotary.rope(128, 5e5).yarn(8.0, 4096)
 
 
@@ -331,7 +331,7 @@ def test_errors_name_their_reason(fields, reason):
 
 
 def test_sections_of_positions():
-    parameters = {"type": "mrope", "mrope_section": [16, 24, 24]}  # of the first Qwen2-VL checkpoints
+    parameters = {"type": "mrope", "mrope_section": [16, 24, 24]}  # from the first Qwen2-VL checkpoints
     config = llama(model_type="qwen2_vl_text", rope_theta=1e6, rope_scaling=parameters)
     assert read(config) == Rotary.rope(128, 1e6).mrope([16, 24, 24])
     interleaved = {"rope_type": "default", "mrope_section": [24, 20, 20], "mrope_interleaved": True}

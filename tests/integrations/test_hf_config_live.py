@@ -57,7 +57,7 @@ def test_llama_of_transformers(name, base):
         embedding = LlamaRotaryEmbedding(config)
         positions = torch.linspace(0, seqlen - 1, 24).long()[None]
         cos, sin = embedding(torch.zeros(1), positions)
-        # base ** x in float32 is off by x's rounding times ln(base), and by one rounding in each step after it
+        # base ** x in float32 has the error of x's rounding times ln(base), plus one rounding for each later step
         torch.testing.assert_close(
             embedding.inv_freq.double(), rotary.inv_freq, rtol=1.2e-7 * (2 + math.log(base)) / 2, atol=0
         )
@@ -148,7 +148,8 @@ WHOLE = ["llama", "mistral", "qwen2", "qwen3", "granite", "olmo2", "cohere", "st
 
 @pytest.mark.parametrize("family", WHOLE)
 def test_families_of_transformers_that_rotate_whole_heads(family):
-    """The table does not change with partial_rotary_factor in transformers 5; the older ones' attention fails."""
+    """Families that rotate whole heads ignore partial_rotary_factor in transformers 5. In older versions their
+    attention fails with it."""
     _, whole = configured(family, head_dim=64)
     config, table = configured(family, head_dim=64, partial_rotary_factor=0.5)
     if int(transformers.__version__.split(".")[0]) >= 5:
@@ -183,7 +184,7 @@ def compare_scores(rotary, positions, rotate, seqlen):
     theirs = torch.einsum("bhid,bhjd->bhij", *(x.double() for x in rotate(q, k)))
     q, k = (rotate_reference(x.transpose(1, 2).double(), rotary, positions[0].double()) for x in (q, k))
     ours = rotary.temperature * torch.einsum("bihd,bjhd->bhij", q, k)
-    # rounding p radians to float32 costs p * 6e-8, the frequency's error 1e-6 * p; a score of D products is off by
-    # their norm
+    # rounding p radians to float32 gives an error of p * 6e-8, the frequency's error one of p * 1e-6; the error of a
+    # score over D products is the norm of theirs
     atol = (1e-5 + 2e-6 * seqlen) * rotary.temperature * math.sqrt(rotary.head_dim)
     torch.testing.assert_close(theirs, ours, rtol=0, atol=atol)

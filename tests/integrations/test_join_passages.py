@@ -1,4 +1,4 @@
-"""Passages that are prefilled once and joined into prompts: where the result is that of one prefill, and what is
+"""Passages that are prefilled once and joined into prompts: in which cases the result equals one prefill, and what is
 refused."""
 
 import copy
@@ -24,7 +24,7 @@ from flashrope.integrations.transformers.versions import CACHE, cache_of
 from transformers import DynamicCache
 
 SCHEMES = {"rope": {}, "rerope": {"window": 6, "log_n": 16}, "hope": {"rotary": Rotary.hope(16, 64)}}
-LENGTHS = (4, 9, 7)  # of the head and two passages
+LENGTHS = (4, 9, 7)  # tokens of the head and of two passages
 QUESTION = 3
 schemes = pytest.mark.parametrize("options", SCHEMES.values(), ids=SCHEMES)
 
@@ -81,7 +81,7 @@ def test_passages_that_are_computed_again_in_full_are_one_prefill(options, batch
     passages = [head_and_passages(model, batch)[n] for n in order]
     expected = of_one_prefill(model, *(passage.input_ids for passage in passages))
     change = logits(model, join_passages(model, passages)) - expected
-    assert change.abs().max() > 0.01  # which is what computing again mends
+    assert change.abs().max() > 0.01  # the error that recomputing removes
     for recompute in (max(LENGTHS), 10**6):
         assert close(logits(model, join_passages(model, passages, recompute=recompute)), expected)
 
@@ -117,7 +117,8 @@ def test_the_first_tokens_of_every_passage_but_the_first_are_computed_again(reco
 
 
 def test_the_first_passage_is_left_as_it_is():
-    """Also one that saw a head, which computing it again would take away."""
+    """The first passage is not recomputed, also if it has seen a head, because recomputing it here would remove the
+    head's effect."""
     model = llama()
     _, first, second = head_and_passages(model)
     joined = join_passages(model, [first, second], recompute=4)

@@ -1,4 +1,5 @@
-"""flashrope loss: which tokens are measured, the loss against a computation by hand, and the whole command."""
+"""Tests flashrope loss: which tokens are measured, the loss compared with a computation by hand, and the whole
+command."""
 
 import csv
 import json
@@ -60,7 +61,7 @@ def test_a_passage_comes_again_at_the_end():
 def test_windows_lie_in_one_file_and_do_not_overlap():
     texts = {"a": "".join(map(chr, range(32, 32 + 41))), "b": "".join(map(chr, range(80, 80 + 39)))}
     found = text_windows(texts, BYTES, 19, 100, 0)
-    assert [window[0] for window in found] == [32, 52, 80]  # a second window of b would end one byte behind it
+    assert [window[0] for window in found] == [32, 52, 80]  # a second window of b would end one byte after the end of b
     assert all(window == list(range(window[0], window[0] + 20)) for window in found)
     assert len(text_windows(texts, BYTES, 19, 2, 0)) == 2
     with_start = Tokens(BYTES.encode, (1,))
@@ -77,7 +78,7 @@ def test_a_text_of_exactly_one_window_and_one_token_less():
 
 
 def by_hand(model, inputs, targets):
-    """Returns each token's probability from a full pass over what comes before it, one row and one token at a time."""
+    """Returns each token's probability from a full pass over the tokens before it, one row and one token at a time."""
     found = []
     for row in inputs:
         total = 0.0
@@ -225,7 +226,7 @@ def test_the_command(checkpoint, text, tmp_path, capsys):
         change = [a - b for a, b in zip(row["windows"], first[row["scheme"], row["context"]], strict=True)]
         assert f"{sum(change) / 4:.4f} ± {half_interval(change):.4f}" in changes
     assert "ReRoPE, repeated, 128 tokens" in shown.err
-    # Beyond the model's own length it is the library's model that is measured.
+    # Beyond the model's own length, the stock model of transformers is measured.
     model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint).eval()
     windows = text_windows({"": text.read_text()}, BYTES, 128, 4, 0)
     for length in (16, 128):
@@ -236,7 +237,7 @@ def test_the_command(checkpoint, text, tmp_path, capsys):
 
 
 def figure_rows(schemes, contexts=("text", "repeated"), lengths=(16, 32, 64)):
-    """Windows that differ by 5, and schemes that differ by a tenth of their number in every window."""
+    """Returns rows in which windows differ by 5, and schemes by a tenth of their number in every window."""
     return [
         Row(scheme, context, length, tuple(window + 0.1 * at + 0.01 * at * (window % 2) for window in (1.0, 6.0, 11.0)))
         for at, scheme in enumerate(schemes)
@@ -365,7 +366,7 @@ def gpt2():
 
 
 def bert():
-    """It sees what it predicts."""
+    """Returns a model that sees the tokens that it predicts."""
     torch.manual_seed(0)
     return transformers.BertLMHeadModel(transformers.BertConfig(**BERT, initializer_range=0.3))
 
@@ -516,7 +517,7 @@ def test_an_interrupt_is_one_line_and_leaves_no_half_file(name, checkpoint, text
     said = [line.strip() for line in lines if line.strip() and not line.startswith("stock")]
     assert code == 130 and said == ["flashrope: interrupted"], lines
     left = [path.name for path in out.iterdir()]
-    assert left == ["passkey.jsonl"] * (name == "passkey")  # where the next run goes on
+    assert left == ["passkey.jsonl"] * (name == "passkey")  # where the next run resumes
 
 
 def test_the_stock_model_is_what_the_schemes_leave():

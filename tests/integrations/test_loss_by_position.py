@@ -1,4 +1,5 @@
-"""flashrope loss --by-position: the loss of every token against whole logits, and runs that stop and go on."""
+"""Tests flashrope loss --by-position: the loss of every token compared with whole logits, and runs that are interrupted
+and resumed."""
 
 import csv
 import json
@@ -39,7 +40,7 @@ def whole(model, row, **options):
 @pytest.mark.parametrize("changes", [None, {"cope": 48}], ids=["stock", "converted"])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "cohere", "granite", "gpt_neox"])
 def test_logits_in_pieces_are_the_models_own(family, changes, monkeypatch):
-    """Gemma 2 caps its logits, Cohere and Granite scale them."""
+    """Logits in pieces are the model's own, also if it caps them (Gemma 2) or scales them (Cohere, Granite)."""
     torch.manual_seed(0)
     model = tiny(family).eval()
     if changes:
@@ -138,7 +139,7 @@ def test_a_run_that_was_interrupted_goes_on(checkpoint, text, tmp_path, monkeypa
     assert main(run) == 130
     assert len(json.loads((out / "positions.json").read_text())["rows"]) == 2, "one window is finished"
     with (out / by_position.JOURNAL).open("a") as file:
-        file.write('{"scheme": "ReRo')  # as a crash leaves it
+        file.write('{"scheme": "ReRo')  # a line that a crash cut off
     calls.clear()
     assert main(run) == 0
     assert calls.count(65) == 3 and "3 passes" in capsys.readouterr().out

@@ -1,6 +1,5 @@
-"""Megatron core's GPTModel under with_scheme: stock's losses and gradients, packed sequences, refusals.
-
-Stock's own attention asks for CUDA's random states and device, which these tests replace by the CPU's.
+"""Tests Megatron core's GPTModel under with_scheme: losses and gradients of the stock model, packed sequences,
+refusals. The stock attention needs CUDA's random states and device, which these tests replace by the CPU's.
 """
 
 import contextlib
@@ -86,7 +85,7 @@ def loss_of(model):
 
 
 def check_losses_and_gradients(ours, stock):
-    """With stock's weights."""
+    """Checks that losses and gradients equal those of the stock model with the same weights."""
     ours.load_state_dict(stock.state_dict())
     expected, got = loss_of(stock), loss_of(ours)
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=0)

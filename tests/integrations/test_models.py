@@ -132,7 +132,7 @@ def test_peft():
     model = convert(tiny("llama"), window=6)
     changed = logits(model, tokens())
     wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
-    assert torch.equal(logits(wrapped, tokens()), changed)  # LoRA starts at nothing
+    assert torch.equal(logits(wrapped, tokens()), changed)  # LoRA starts without effect
     assert torch.equal(logits(wrapped.merge_and_unload(), tokens()), changed)
 
     model = peft.get_peft_model(

@@ -1,4 +1,4 @@
-"""Configurations with mrope_section against the rotary embeddings of transformers' vision-language models."""
+"""Compares configurations with mrope_section with the rotary embeddings of transformers' vision-language models."""
 
 import inspect
 
@@ -32,7 +32,7 @@ def family_of(model_type: str):
 
 
 def config_of(cls, sections):
-    """head_dim 32."""
+    """Returns a configuration with head_dim 32."""
     parameters = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0, "mrope_section": sections}
     sizes = SMALL | ({"head_dim": 32} if hasattr(cls, "head_dim") else {})
     config = cls(**sizes, rope_parameters=parameters)
@@ -73,7 +73,7 @@ def test_tables_are_those_of_the_family(model_type):
 
 @pytest.mark.parametrize("model_type", ["qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "glm4v_text"])
 def test_attention_is_that_of_the_family(model_type):
-    """Raw q and k here; q and k that the family's own function has rotated there."""
+    """Attention over raw q and k equals attention over q and k that the family's own function has rotated."""
     cls, modeling = family_of(model_type)
     config = config_of(cls, SECTIONS[family(model_type).mrope])
     ids = position_ids()

@@ -1,4 +1,5 @@
-"""One reader of the options: convert in memory, a saved model, vLLM's plan and flashrope loss agree on every layer."""
+"""The options are read in only one way: convert in memory, a saved model, vLLM's plan and flashrope loss agree on every
+layer."""
 
 import itertools
 import json
@@ -21,7 +22,7 @@ from flashrope.rotary.catalogue import SCHEMES, known_options
 from transformers import AutoConfig
 
 ROPE = Rotary.rope(16)
-VALUES = {  # of every option, by stage; {}: none
+VALUES = {  # {stage: values of its options}; {}: no option
     "rotary": [{}, {"rotary": ROPE.interpolate(2.0)}],
     "table": [{}, {"ntk": 2.0}, {"yarn": (4.0, 16)}],
     "cut": [
@@ -78,7 +79,8 @@ def test_what_is_read_reads_as_itself():
 # nine parts: the numbers of values are no multiples of 3, so every part has all of them
 @pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, 9))])
 def test_every_reader_makes_the_same_schemes(part, tmp_path):
-    """The weights are saved once, with the configuration of each combination of options."""
+    """Every reader makes the same schemes. The weights are saved once, together with the configuration of each
+    combination of options."""
     model = tiny("llama", vocab_size=256)  # bytes: flashrope loss needs no tokenizer
     model.save_pretrained(tmp_path)
     seen = {}

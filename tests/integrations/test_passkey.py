@@ -1,4 +1,5 @@
-"""flashrope passkey: measurements on readers of known reach, and the whole command on a random model over bytes."""
+"""Tests flashrope passkey: measurements on readers of known reach, and the whole command on a random model over
+bytes."""
 
 import csv
 import json
@@ -192,7 +193,7 @@ def test_a_scheme_is_skipped_where_it_is_the_models_own(checkpoint, tmp_path, mo
 
 
 def test_a_quantized_cache(checkpoint, tmp_path):
-    """Everything that the model reads goes through the quantized cache, and its answers change."""
+    """With --cache-dtype, everything that the model reads goes through the quantized cache, and its answers change."""
     sizes = ["--lengths", "380", "--schemes", "stock", "rerope", "--depths", "2", "--trials", "2"]
     sizes += ["--device", "cpu", "--threads", "1"]
     cells = {}
@@ -239,7 +240,7 @@ def test_the_command(checkpoint, tmp_path, capsys):
     assert saved["train_length"] == 400 and len(saved["cells"]) == len(rows)
     assert saved["facts"]["command"].startswith("flashrope passkey --model")
     assert (tmp_path / "passkey.png").read_bytes()[:4] == b"\x89PNG"
-    # The results of all schemes differ: each was applied, and to the stock model.
+    # The results of all schemes differ, so each scheme was applied, and applied to the stock model.
     by_scheme = {
         scheme: [row["log_probability"] for row in rows if row["scheme"] == scheme]
         for scheme in ("stock", "ReRoPE", "Leaky ReRoPE", "YaRN")

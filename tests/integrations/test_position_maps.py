@@ -1,4 +1,4 @@
-"""convert(model, self_extend=...), dual_chunk=..., cope=..., and what suggest says of them."""
+"""Tests convert(model, self_extend=...), dual_chunk=..., cope=..., and suggest for these schemes."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def test_the_schemes():
     assert schemes(convert(tiny("llama"), self_extend=(8, 4), log_n=32)) == [ROPE.self_extend(8, 4).log_n(32)] * 3
     assert schemes(convert(tiny("llama"), dual_chunk=(160, 32))) == [ROPE.dual_chunk(160, 32)] * 3
     assert schemes(convert(tiny("llama"), dual_chunk=(160, 32, 100))) == [ROPE.dual_chunk(160, 32, 100)] * 3
-    rotates = Rotary.rope(16, base=2_000_000.0)  # every third layer of this model does not
+    rotates = Rotary.rope(16, base=2_000_000.0)  # every third layer of this model does not rotate
     assert schemes(convert(tiny("smollm3"), self_extend=(8, 4))) == [*[rotates.self_extend(8, 4)] * 2, Rotary.none(16)]
 
 
@@ -33,7 +33,7 @@ def test_caches_and_padding_change_nothing(changes):
 
 
 def test_dual_chunk_over_a_cache():
-    """Steps over a cache may end in a chunk, at its end and behind it."""
+    """Steps over a cache may end inside a chunk, at its end and after it."""
     ids = torch.randint(0, 64, (1, 280), generator=torch.Generator().manual_seed(0))
     model = convert(tiny("llama"), dual_chunk=(160, 32))
     full = logits(model, ids)

@@ -1,5 +1,5 @@
-"""``dual_chunk_attention_config`` (Qwen2.5-1M) of a converted model, against a forward pass in float64 by its formula,
-and against what vLLM's plugin reads from the same configuration."""
+"""Compares a converted model with ``dual_chunk_attention_config`` (Qwen2.5-1M) with a float64 forward pass by the
+formula, and with the scheme that vLLM's plugin reads from the same configuration."""
 
 import copy
 import math
@@ -32,7 +32,7 @@ def qwen(chunks=QWEN, **options):
 
 
 class Float64Model:
-    """Qwen2 with the weights of a model, in float64. Scores of a call are scaled by the keys that it has.
+    """Qwen2 with the weights of a model, in float64. The scores of a call are scaled by its number of keys.
 
     With n the chunks between a query and a key: the key at j rotates by j mod 128, and the query at i by i mod 128 for
     n = 0, by min(i mod 128 + 128, 160) for n = 1, and by 160 for more.
@@ -117,7 +117,8 @@ def test_logits_are_those_of_the_formula(model, calls):
 
 
 def test_batches(model):
-    """Each sequence has the factor of its own keys. Padding on the left and packed neighbours do not count."""
+    """In a batch, each sequence has the factor for its own number of keys. Left padding and packed neighbours do not
+    count."""
     long, short = tokens(300), tokens(170, seed=1)
     alone = [expected(model, ids) for ids in (long, short)]
     ids = torch.cat((long, F.pad(short, (130, 0))))

@@ -1,6 +1,6 @@
 """Converted models that are saved and loaded: by this package, by transformers alone, and by its AutoModel classes.
 
-That every option is saved and read again: test_options.py.
+test_options.py tests that every option is saved and read again.
 """
 
 import copy
@@ -58,7 +58,7 @@ def test_from_pretrained_passes_its_arguments_on(saved):
 
 
 def test_other_attentions_than_sdpa(tmp_path):
-    """gpt_oss does not support sdpa."""
+    """Saving works with other attentions than sdpa, which gpt_oss does not support."""
     model = convert(tiny("gpt_oss"), log_n=12)
     model.save_pretrained(tmp_path)
     loaded = from_pretrained(tmp_path)
@@ -108,7 +108,7 @@ def alone(folder) -> list[str]:
 
 
 def test_transformers_alone_refuses_a_changed_model(saved):
-    """The error says in plain words what to do. Both ways work."""
+    """transformers alone refuses a changed model. The error says what to do, and both ways work."""
     lines = alone(saved[0])
     words = "Flashrope converted this model: load it with from_pretrained of Flashrope.integrations.transformers"
     assert lines and all(words in line and 'or delete "_attn_implementation"' in line for line in lines)
@@ -150,7 +150,8 @@ def test_loaded_without_convert(saved):
 @pytest.mark.parametrize("build", [AutoModelForCausalLM.from_config, LlamaForCausalLM, "dict"])
 @pytest.mark.parametrize("options", [{}, CHANGES])
 def test_a_model_made_from_a_converted_models_configuration(build, options):
-    """It says so in its first forward, and convert and revert both lead out of it."""
+    """A model that is made from a converted model's configuration raises an error in its first forward. Both convert
+    and revert make it usable."""
     config = convert(tiny("llama"), **options).config
     if build == "dict":
         config, build = LlamaConfig(**config.to_dict()), LlamaForCausalLM

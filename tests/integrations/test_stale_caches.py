@@ -1,4 +1,5 @@
-"""Caches that another model or conversion has filled are refused. Caches of this model and conversion are not."""
+"""Caches that another model or conversion has filled are refused. Caches of the same model and conversion are
+accepted."""
 
 import copy
 
@@ -75,7 +76,8 @@ def test_a_cache_that_was_reset_is_anyones():
 
 
 def test_generate_with_a_static_cache_before_and_after():
-    """generate keeps its static cache on the model and resets it."""
+    """generate with a static cache works before and after a conversion. generate keeps the cache on the model and
+    resets it."""
     model, options = tiny("llama"), dict(max_new_tokens=4, cache_implementation="static", disable_compile=True)
     stock = model.generate(tokens(), do_sample=False, **options)
     for change in (convert, revert, convert):
@@ -115,7 +117,8 @@ def test_a_cache_of_unknown_origin():
 
 @pytest.mark.parametrize("name", [OLD_NAME, CACHE, "by position"])
 def test_every_way_to_pass_a_cache_to_the_decoder(name):
-    """From transformers 5.24 on it has another name, and the old one is accepted."""
+    """The check sees a cache in whichever way it is passed to the decoder. From transformers 5.24 on the argument has
+    another name, and the old name is accepted too."""
     model = tiny("llama")
     stale = filled(model, "dynamic")
     decoder, ids = convert(model, window=6).model, tokens()
@@ -151,7 +154,7 @@ def test_compiled(kind):
 
 
 def test_a_step_asks_nothing_of_the_device():
-    """A static cache knows its length only on the device."""
+    """A step does not wait for the device. A static cache knows its length only on the device."""
     model = convert(tiny("llama"))
     cache = filled(model, "static")
     cache.get_seq_length = None  # would be called

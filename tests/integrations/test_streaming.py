@@ -52,7 +52,7 @@ def test_losses_are_those_of_a_text_without_the_dropped_tokens(small_pieces, one
         expected.append(position_losses(one_layer, without_the_dropped(row, begin))[-read:])
     torch.testing.assert_close(found, torch.cat(expected), rtol=1e-5, atol=1e-6)
     whole = position_losses(one_layer, row)
-    same = FIRST + LAST + PIECE - (FIRST + LAST) % PIECE  # the cache is cut behind the piece that exceeds it
+    same = FIRST + LAST + PIECE - (FIRST + LAST) % PIECE  # the cache is cut after the piece that exceeds it
     torch.testing.assert_close(found[:same], whole[:same], rtol=1e-5, atol=1e-6)
     assert (found[same:] - whole[same:]).abs().min() > 1e-6
 

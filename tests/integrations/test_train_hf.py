@@ -1,4 +1,5 @@
-"""examples/train_hf.py under Hugging Face's Trainer, its FSDP2 settings, and TRL's SFTTrainer on a converted model."""
+"""Tests examples/train_hf.py under Hugging Face's Trainer, its FSDP2 settings, and TRL's SFTTrainer on a converted
+model."""
 
 import importlib.util
 import json
@@ -184,8 +185,8 @@ def test_fsdp_without_an_accelerator_is_refused(example, tmp_path, capsys, monke
 
 
 def test_the_fsdp2_settings_shard_the_model_and_the_scheme_changes_in_it(example, monkeypatch):
-    """accelerate's own sharding with the settings of the file, on one process: it shards on accelerators only, so the
-    Trainer cannot be asked for it here."""
+    """The FSDP2 settings of the file shard the model, and the scheme can change in the sharded model. The test calls
+    accelerate's own sharding function in one process, because the Trainer shards on accelerators only."""
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
     from accelerate.utils import FullyShardedDataParallelPlugin
     from accelerate.utils.fsdp_utils import fsdp2_prepare_model
@@ -236,7 +237,7 @@ def test_sft_trainer_packs_a_converted_model(example, tmp_path, monkeypatch):
 
     from experiments.export import byte_tokenizer
 
-    end = chr(256)  # as which the tokenizer writes byte 0
+    end = chr(256)  # the tokenizer's character for byte 0
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(json.dumps(byte_tokenizer())), eos_token=end, pad_token=end
     )
@@ -246,7 +247,7 @@ def test_sft_trainer_packs_a_converted_model(example, tmp_path, monkeypatch):
     torch.manual_seed(0)
     model = convert(AutoModelForCausalLM.from_config(example.TINY), hope_train_length=LENGTH)
     texts = [f"document {i} " * (1 + i % 4) for i in range(60)]
-    lengths = {len(text.encode()) + 1 for text in texts}  # and the end
+    lengths = {len(text.encode()) + 1 for text in texts}  # plus the end token
     settings = SFTConfig(
         str(tmp_path),
         max_length=LENGTH,

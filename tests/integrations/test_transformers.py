@@ -43,20 +43,20 @@ def test_every_family_is_tested():
     assert set(FAMILIES) | {f"{name}_text" for name in KINDS} == integration.FAMILIES
 
 
-def documented() -> dict[str, str]:
-    """Returns the head_dim column of the table in docs/families.md, by family."""
+def documented() -> dict[str, tuple[str, str]]:
+    """Returns the columns "head_dim" and "as released" of the table in docs/families.md, by family."""
     page = (Path(__file__).resolve().parents[2] / "docs" / "families.md").read_text()
     rows = page.split(families.BEGIN)[1].split("\n\n")[0].splitlines()[3:]
-    return {name: width for _, name, width, *_ in (map(str.strip, row.split("|")) for row in rows)}
+    cells = [[cell.strip() for cell in row.split("|")[1:-1]] for row in rows]
+    return {name: (small, released) for name, small, *_, released, _, _ in cells}
 
 
-@pytest.mark.parametrize("name", [*HERE, *(name for name in families.UNFIT if name in families.CAUSAL_LM)])
+@pytest.mark.parametrize("name", HERE)
 def test_logits_are_the_stock_models(name):
-    """And without rotation, or without the mask, logits move by far more than the bound. The docs name the widths of a
-    family that released checkpoints fit, and call no other one tested."""
-    unfit = name in families.UNFIT
-    found, stock, model = families.difference(name, untested=unfit)
-    assert documented().get(name) == (None if unfit else families.widths(model))
+    """A converted model has the stock model's logits. Without rotation, or without the mask, logits change by far more
+    than the bound. For each family, the docs list the head_dims of the tested models."""
+    found, stock, model = families.difference(name)
+    assert documented()[name][0] == families.widths(model)
     assert max(found.values()) <= families.BOUND, found
     assert not close(stock["padded"], stock["uncached"] * padded()[..., None], 0.05)
     assert not family(name).packs or not close(stock["packed"], stock["uncached"], 0.05)
@@ -83,7 +83,7 @@ def test_rope_types(kind):
         return (
             logits(model, within),
             logits(model, within, calls=[9, 10, 13, 14]),
-            # another table; ascending lengths, because the stock model keeps that of the longest
+            # another table; lengths ascend, because the stock model keeps the table of the longest sequence
             logits(model, beyond[:, :20]),
             logits(model, beyond),
             logits(model, beyond, padded()),
@@ -97,8 +97,8 @@ def test_rope_types(kind):
 
 @pytest.mark.parametrize("which", ["dynamic", "longrope", "phi3"])
 def test_tables_that_grow_over_a_cache(which):
-    """The cache holds raw keys, so no key is rotated by an older table. With one layer only: the keys of a second layer
-    depend on older tables."""
+    """Over a cache, tables that grow rotate all keys by the newest table, because keys are raw. The model has only one
+    layer, since keys of a second layer would depend on older tables."""
     if which == "phi3":  # with sliding windows
         scaling = {"type": "longrope"} | {key: ROPE_TYPES["longrope"][key] for key in ("short_factor", "long_factor")}
         model = tiny(which, rope_scaling=scaling, original_max_position_embeddings=16, num_hidden_layers=1)
@@ -262,8 +262,7 @@ def test_gradient_checkpointing(reentrant):
 
 
 def test_packed_sequences_without_gradients_under_gradient_checkpointing():
-    """From transformers 5.24 on such a forward makes a cache. Beside a cache, masks do not separate packed
-    sequences."""
+    """From transformers 5.24 on such a forward makes a cache. With a cache, masks do not separate packed sequences."""
     model = convert(tiny("llama"))
     ids, positions = tokens(1), torch.tensor([[*range(7), *range(SEQLEN - 7)]])
     expected = logits(model, ids, position_ids=positions)

@@ -1,6 +1,5 @@
-"""convert(model, untested=True): model types that are not in FAMILIES, compared with their own outputs first.
-
-And fields of tested types that need more than the small configurations show.
+"""Tests convert(model, untested=True), which compares model types that are not in FAMILIES with their own outputs
+first. Also tests fields of tested types that the small configurations do not cover.
 """
 
 import sys
@@ -36,13 +35,14 @@ def test_a_model_that_agrees(unknown):
     assert schemes(model) == [Rotary.rope(16).rectify(6)] * 3 and not close(logits(model, tokens()), stock, 0.1)
     convert(model, log_n=32)  # it was compared before
     revert(model)
-    hooks = {"hooks": before["hooks"]}  # one stays, which refuses caches of raw keys
+    hooks = {"hooks": before["hooks"]}  # one hook stays, which refuses caches of raw keys
     assert state(model) | hooks == before and torch.equal(logits(model, tokens()), stock)
 
 
 @pytest.mark.parametrize("constant", [False, True], ids=["trained", "initialized"])
 def test_a_model_that_differs(unknown, monkeypatch, constant):
-    """By a scale per channel on rotated queries, as in hunyuan_v1_dense; also where it has its initial value."""
+    """A model that differs raises an error. It scales the channels of rotated queries, as hunyuan_v1_dense does, also
+    with the scale's initial value."""
     model = tiny("llama")
     layer = model.model.layers[1].self_attn
     layer.scale = torch.nn.Parameter(torch.ones(16) if constant else torch.linspace(0.5, 2, 16))
@@ -90,11 +90,11 @@ def test_half_types(unknown):
 
 
 def test_reasons_of_refusals():
-    """What the list of all types says of a few."""
-    found = {name: all_types.outcome(name) for name in ("gpt2", "deepseek_v3", "hunyuan_v1_dense", "falcon", "qwen3")}
+    """The list of all types gives the right reasons for a few types."""
+    found = {name: all_types.outcome(name) for name in ("gpt2", "deepseek_v32", "hunyuan_v1_dense", "falcon", "qwen3")}
     assert found == {
         "gpt2": "no rotary embedding, or one per layer",
-        "deepseek_v3": "multi-head latent attention",
+        "deepseek_v32": "attends to the keys that an indexer selects (sparse attention)",
         "hunyuan_v1_dense": "scales channels after the rotation",
         "falcon": "makes its masks itself" if families.VERSION < (5, 1) else "computes its attention itself",
         "qwen3": all_types.TESTED,
@@ -133,7 +133,8 @@ def test_the_scale_of_padded_channels():
 
 
 def test_a_factor_on_rotated_channels():
-    """Phi-4-mini: longrope on a part of the channels, whose attention_factor does not scale the others."""
+    """A factor on rotated channels is right, as in Phi-4-mini: longrope rotates a part of the channels, and its
+    attention_factor does not scale the others."""
     scaling = {"type": "longrope"} | {
         name: ROPE_TYPES["longrope"][name][:6] for name in ("short_factor", "long_factor")
     }
@@ -156,7 +157,8 @@ def test_a_factor_on_rotated_channels():
 
 @pytest.mark.skipif("ministral3" not in families.HERE, reason="this version has no ministral3")
 def test_queries_scaled_by_position():
-    """Ministral 3's attention scales them itself; a scheme that is read from its configuration alone does."""
+    """Queries are scaled by position once. Ministral 3's attention scales them itself; a scheme that is read from its
+    configuration without a model includes the scale."""
     model = tiny("ministral3")
     assert Rotary.from_hf_config(model.config).log_steps_scale == (8, 0.5, 0)
     assert schemes(convert(model))[0].log_steps_scale is None

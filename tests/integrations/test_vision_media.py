@@ -1,4 +1,4 @@
-"""Converted models with videos, sounds, and images that come in a later turn, against the stock ones."""
+"""Compares converted models with stock models on videos, sounds, and images of a later turn."""
 
 import copy
 
@@ -62,7 +62,8 @@ def test_videos(name):
 
 @pytest.mark.parametrize("name", VIDEOS)
 def test_the_coordinates_of_a_video_count(name):
-    """Frames differ in time, its rows and columns within one; frames of a model with timestamps stand one by one."""
+    """Every coordinate of a video matters: the time between frames, the row and the column within a frame. In models
+    with timestamps, frames are separate."""
     model, given = convert(tiny_vision(name)), with_video(name)
     where, stays = positions(model, name, given), uncached(convert(tiny_vision(name)), name, given)
     of_video = given["input_ids"][0] == VIDEO
@@ -171,7 +172,8 @@ def test_a_first_turn_that_answers_twice(name):
 
 @pytest.mark.skipif("qwen2_5_omni" not in HERE, reason="this version has no such model")
 def test_talkers_are_refused():
-    """By name; and a model with a thinker and a talker, of which only the thinker can be converted."""
+    """Talkers are refused with an error that names them. So is a model with a thinker and a talker, of which only the
+    thinker can be converted."""
     name = "qwen2_5_omni"
     rope = {"rope_type": "default", "mrope_section": KINDS[name].sections}
     config = transformers.models.qwen2_5_omni.configuration_qwen2_5_omni.Qwen2_5OmniTalkerConfig(

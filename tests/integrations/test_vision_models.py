@@ -1,4 +1,4 @@
-"""Converted vision-language models against the stock ones: images, caches, padding, packed rows, refusals."""
+"""Compares converted vision-language models with stock models: images, caches, padding, packed rows, refusals."""
 
 import copy
 
@@ -52,7 +52,7 @@ def test_logits_are_those_of_the_stock_model(name):
 
 @pytest.mark.parametrize("name", HERE)
 def test_every_coordinate_counts(name):
-    """What the comparison above could not see otherwise."""
+    """A change of any coordinate changes the logits. Otherwise the comparison above would prove nothing."""
     model, given = convert(tiny_vision(name)), prompt(name)
     where = positions(model, name, given)
     stays = uncached(model, name)
@@ -100,7 +100,7 @@ def after_images(model, name, given):
 
 
 def continued(model, name, cache, given, rows, start):
-    """Logits of the tokens from start on, of these rows of a batch."""
+    """Returns the logits of the tokens from start on, for these rows of a batch."""
     where = positions(model, name, given)[:, rows, start:]
     ids, mask = given["input_ids"][rows], given["attention_mask"][rows]
     with torch.no_grad():
@@ -163,7 +163,8 @@ def test_a_static_cache(name):
 
 
 def test_sequences_of_one_length_with_other_images():
-    """Without padding, so that only the images tell the positions of the two sequences apart."""
+    """Sequences of one length with different images are right. There is no padding, so the positions of the two
+    sequences differ only by the images."""
     name = DETAILED[0]
     one, two = prompt(name, seed=1), prompt(name, seed=2, grids=[(1, 4, 6), (1, 8, 4)])
     model, given = tiny_vision(name), joined(one, two)
@@ -191,7 +192,8 @@ def test_a_second_turn_with_the_same_cache(name):
 
 @pytest.mark.parametrize("name", DETAILED)
 def test_the_text_model_alone(name):
-    """Without position_ids, and with those of text, in calls that continue a cache."""
+    """The text model alone works without position_ids, and with the position_ids of text, in calls that continue a
+    cache."""
     model = tiny_vision(name).model.language_model
     ids = torch.arange(3, 23).view(2, 10)
 
@@ -244,7 +246,8 @@ def test_layers_of_a_step_share_their_table(monkeypatch):
 
 
 def test_compiled():
-    """Whole graphs: without a cache, and steps with a static cache, of which the stock model in 5.0 has none."""
+    """Compiled models are one graph: without a cache, and in steps with a static cache, which the stock model in 5.0
+    does not support."""
     name = DETAILED[0]
     model, given = tiny_vision(name, num_hidden_layers=1), prompt(name)
     text, where = model.model.language_model, positions(model, name, given)
@@ -329,7 +332,8 @@ def test_schemes_over_one_distance_are_refused(options, named):
 
 @pytest.mark.skipif(VERSION < (5, 0), reason="its padded steps need position_ids, which the comparison has not")
 def test_a_type_that_is_not_tested(monkeypatch):
-    """untested=True compares it on text, also without its rotation."""
+    """A type that is not tested can be converted with untested=True, which compares it on text, also without its
+    rotation."""
     monkeypatch.setattr(plan, "FAMILIES", frozenset())
     name = DETAILED[0]
     model = tiny_vision(name)
@@ -340,7 +344,8 @@ def test_a_type_that_is_not_tested(monkeypatch):
 
 
 def test_a_table_of_ones_own():
-    """The model's, at half the angles: positions and caches stay."""
+    """`rotary=` takes a table of one's own, here the model's with half the angles. Positions and caches stay as they
+    are."""
     name = DETAILED[0]
     model = tiny_vision(name)
     stock = uncached(model, name)

@@ -1,4 +1,4 @@
-"""The plugin's options, the schemes of a served model's layers, and what is refused; without vLLM.
+"""Tests the plugin's options, the schemes of a served model's layers, and what is refused, without vLLM.
 
 The options are read as convert reads them: test_options.py. Errors of single options: test_refusals.py and
 test_position_maps.py.
@@ -58,7 +58,7 @@ def test_the_package_imports_neither_vllm_nor_transformers():
         ({"self_extend": [1024, 8], "log_n": True}, lambda rope: rope.self_extend(1024, 8).log_n(4096)),
         ({"dual_chunk": [4096, 1024], "self_extend": False}, lambda rope: rope.dual_chunk(4096, 1024)),
         ({"rotary": Rotary.rope(32).dual_chunk(160, 32).text}, lambda rope: rope.dual_chunk(160, 32)),
-        ({"window": 1024, "log_n": False, "factor": None}, lambda rope: rope.rectify(1024)),  # as convert saves it
+        ({"window": 1024, "log_n": False, "factor": None}, lambda rope: rope.rectify(1024)),  # what convert saves
         ({"rotary": Rotary.hope(32, 64).text, "window": 8}, lambda rope: Rotary.hope(32, 64).rectify(8)),
     ],
 )
@@ -106,6 +106,31 @@ def test_keys_are_stored_rotated_where_the_scheme_has_one_rotation(options, rota
     ]
 
 
+TWO_WIDTHS = dict(model_type="gemma4_text", layer_types=SLIDING, sliding_window=64, head_dim=256, global_head_dim=512)
+
+
+def gemma4(**engine):
+    kinds = ("sliding_attention", 10_000.0, "default"), ("full_attention", 1e6, "proportional")
+    parameters = {kind: {"rope_type": name, "rope_theta": base} for kind, base, name in kinds}
+    parameters["full_attention"]["partial_rotary_factor"] = 0.25
+    hf = {**TWO_WIDTHS, "rope_parameters": parameters}
+    return config({}, hf=hf, model={"architecture": "Gemma4ForCausalLM"}, **engine)
+
+
+def test_layers_of_two_widths():
+    """Keys of more than 256 channels are stored raw, because no kernel reads rotated ones."""
+    local, wide = make_plan(gemma4()).layers
+    assert local == (Rotary.rope(256).local(64), 64, True)
+    assert wide == (Rotary.p_rope(512, 0.25, base=1e6), None, False)
+
+
+def test_the_backend_that_vllm_itself_chooses_for_two_widths_is_replaced():
+    for name in ("TRITON_ATTN", "FLASH_ATTN"):
+        assert len(make_plan(gemma4(**attention_backend(SimpleNamespace(name=name)))).layers) == 2
+    with pytest.raises(ValueError, match="attention_backend: expected None or CUSTOM, .* got FLASHINFER"):
+        make_plan(gemma4(**attention_backend(SimpleNamespace(name="FLASHINFER"))))
+
+
 QWEN = {"chunk_size": 262144, "local_size": 8192, "original_max_position_embeddings": 262144}
 SIZES = {"chunk_size": 160, "local_size": 32}
 SPARSE = {"sparse_attention_config": [{"0": ["vertical_and_slash", 1000, 6096, 1]}]}
@@ -130,7 +155,7 @@ SPARSE = {"sparse_attention_config": [{"0": ["vertical_and_slash", 1000, 6096, 1
 def test_a_configuration_with_dual_chunks(chunks, options, expected, sparse, of_text):
     asking = config(options)
     model, given = asking.model_config, dict(chunks)
-    model.hf_config = SimpleNamespace()  # of a model of several parts
+    model.hf_config = SimpleNamespace()  # as in a model of several parts
     (model.hf_text_config if of_text else model.hf_config).dual_chunk_attention_config = given
     assert adopt_chunks(model) is sparse
     assert not adopt_chunks(model)  # a copy of the configuration is checked again
@@ -141,7 +166,8 @@ def test_a_configuration_with_dual_chunks(chunks, options, expected, sparse, of_
 
 
 def test_dual_chunks_of_a_model_of_several_parts():
-    """Chunks and the field may stand in the configuration of the text model or of the whole."""
+    """In a model of several parts, the dual chunk field and the flashrope field may be in the configuration of the text
+    model or of the whole model."""
     asking = config()
     text, whole = asking.model_config.hf_text_config, SimpleNamespace(flashrope={"log_n": 64})
     asking.model_config.hf_config = whole
@@ -204,7 +230,8 @@ def test_the_digest_is_that_of_the_schemes():
 
 
 def test_the_digest_has_the_windows_of_the_layers():
-    """The keys of a layer depend on which keys the layers before it saw."""
+    """The digest includes the windows of the layers, because the keys of a layer depend on which keys the layers before
+    it saw."""
     plans = [Plan((Layer(Rotary.rope(32), window),) * 2, frozenset()) for window in (None, 64, 65)]
     assert len({plan.digest for plan in plans}) == 3
 
@@ -315,7 +342,11 @@ REFUSED = {
         dict(options={"log_n": 4096}, hf={"sliding_window": 64}),
         "log_n: expected a layer that sees all keys, got a sliding window in every layer",
     ),
-    "head_dim": (dict(hf={"head_dim": 20}), "head_dim: expected a multiple of 8 up to 256, got 20"),
+    "head_dim": (dict(hf={"head_dim": 20}), "head_dim: expected a multiple of 8 up to 512, got 20"),
+    "wide heads in int8": (
+        dict(hf={"head_dim": 264}, **cache_config("int8_per_token_head")),
+        "head_dim: expected a multiple of 8 up to 256 in a cache of int8_per_token_head, got 264",
+    ),
 }
 
 
@@ -337,8 +368,8 @@ LAID_OUT = {
 @pytest.mark.parametrize("cache_dtype", [None, *BITS])
 @pytest.mark.parametrize(("impl", "heads_first"), LAID_OUT)
 def test_pages_as_vllm_lays_them_out(impl, heads_first, cache_dtype):
-    """Keys and values side by side in blocks of (heads_kv, block_size, columns), in either order in memory: the call
-    that the backend makes on a GPU and on the CPU."""
+    """Pages in vLLM's layout work: keys and values adjacent in blocks of (heads_kv, block_size, columns), in either
+    order in memory. The test makes the call that the backend makes on a GPU and on the CPU."""
     target, head_dim = Target(impl, torch.float32, "cpu"), 32
     rotary, sizes = LAID_OUT[impl, heads_first](Rotary.rope(head_dim)), ((1, 40), (17, 17), (5, 64))
     c = Cached.packed(target, rotary, sizes, page=PAGE, mapped=True, cache_dtype=cache_dtype)
@@ -365,7 +396,8 @@ def test_every_architecture_is_in_the_docs():
 
 
 def test_embeddings_are_kept_apart_by_plan(monkeypatch):
-    """The registry looks at the configuration in use. Without one it is a plain dict."""
+    """Embeddings of different plans are kept apart, because the registry looks at the configuration in use. Without a
+    configuration the registry is a plain dict."""
     used = config({"window": 64})
     used.additional_config = {"flashrope": make_plan(used).digest}
     in_use = [None]

@@ -35,12 +35,12 @@ PATCHES = dict(in_channels=3, patch_size=2, temporal_patch_size=1, spatial_merge
 
 
 class Kind(NamedTuple):
-    model: str  # of transformers
+    model: str  # class of transformers
     config: str
     text: dict[str, Any]
     vision: dict[str, Any]
     sections: list[int]  # pairs of the three coordinates
-    partial: float = 1.0  # of the channels rotate
+    partial: float = 1.0  # share of the channels that rotate
     sound: dict[str, Any] | None = None  # the tower for sounds
 
 
@@ -129,10 +129,26 @@ KINDS = {
 HERE = [name for name, kind in KINDS.items() if hasattr(transformers, kind.model) and not (OLD and name == "glm4v_moe")]
 
 
-def tiny_vision(name: str, **changes):
-    """Returns a small model in float32, the same in every call."""
+def released_width(name: str) -> int:
+    """Returns the head_dim of a kind's released models, from the defaults of its configuration."""
+    text = getattr(transformers, KINDS[name].config)().text_config
+    return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+
+
+def wide_vision(name: str):
+    """Returns a small model with the head_dim of released ones, and as many pairs for every coordinate."""
+    width, kind = released_width(name), KINDS[name]
+    small = kind.text.get("head_dim", 16)
+    changes = {"head_dim": width} if "head_dim" in kind.text else {"hidden_size": 4 * width}
+    if "hidden_size" in changes:
+        changes["initializer_range"] = 0.1 * (64 / changes["hidden_size"]) ** 0.5
+    return tiny_vision(name, [pairs * width // small for pairs in kind.sections], **changes)
+
+
+def tiny_vision(name: str, sections: list[int] | None = None, **changes):
+    """Returns a small model in float32, the same in every call. sections: None: those of its kind."""
     kind = KINDS[name]
-    rope = {"rope_type": "default", "mrope_section": kind.sections}
+    rope = {"rope_type": "default", "mrope_section": sections or kind.sections}
     base = {"rope_theta": 100.0} | ({"partial_rotary_factor": kind.partial} if kind.partial < 1 else {})
     text = TEXT | kind.text | changes | ({"rope_scaling": rope, **base} if OLD else {"rope_parameters": rope | base})
     sound = {} if kind.sound is None else OMNI | {"audio_config": kind.sound}
@@ -218,14 +234,14 @@ def positions(model, name: str, given) -> torch.Tensor:
 
 
 def towers(model) -> list[torch.nn.Module]:
-    """For images, videos and sounds: they keep their attention."""
+    """Returns the towers for images, videos and sounds, which keep their attention."""
     return [module for path, module in model.named_modules() if path.split(".")[-1] in ("visual", "audio_tower")]
 
 
 # ---- what a model gives
 
-BOUND = 1e-5  # of logits of size 3, float32, as for text
-CALLS = (26, 27, 30, 31)  # where calls with a cache end, behind the images; then one token at a time
+BOUND = 1e-5  # for float32 logits scaled to a maximum of 3, as for text
+CALLS = (26, 27, 30, 31)  # the tokens at which calls with a cache end, after the images; then one token at a time
 
 
 def close(a, b, bound=BOUND) -> bool:
@@ -277,7 +293,7 @@ def runs(name: str, alone, both, calls=(CALLS, CALLS)) -> dict:
 
 
 def compare(model, calls: dict) -> dict[str, torch.Tensor]:
-    """Converts the model, and compares every call with the stock model's. Returns what that gave."""
+    """Converts the model, and compares every call with the stock model's. Returns the results."""
     stock = {run: call(model) for run, call in calls.items()}
     convert(model)
     for run, call in calls.items():

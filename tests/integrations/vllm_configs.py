@@ -1,4 +1,4 @@
-"""vLLM's VllmConfig, as far as the plugin reads it; without vLLM."""
+"""Replaces vLLM's VllmConfig in tests without vLLM. It has the fields that the plugin reads."""
 
 from types import SimpleNamespace
 

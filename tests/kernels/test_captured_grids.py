@@ -1,5 +1,5 @@
-"""A captured step serves other lengths: its launches, as the driver gets them, do not depend on the contents of the
-tables.
+"""A captured step works for other lengths, because the launches that the driver gets do not depend on the contents of
+the tables.
 
 Because of this, vLLM's backend declares ``AttentionCGSupport.UNIFORM_BATCH``.
 """

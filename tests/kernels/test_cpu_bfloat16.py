@@ -58,8 +58,8 @@ def test_values_of_another_width(widths):
 
 @pytest.mark.parametrize("width", [3, 17, 64])
 def test_needles_at_the_edges_of_a_window(width):
-    """One key, three times as long as the others, is just before or behind an edge of a window, a strip, a block or a
-    tile."""
+    """A key that is three times as long as the others is at the right distance, just before or after an edge of a
+    window, a strip, a block or a tile."""
     keys = 200
     needles = sorted(
         {edge + d for edge in (0, 32, 64, 96, 128, 160, keys - width, keys) for d in (-1, 0)} & {*range(keys)}

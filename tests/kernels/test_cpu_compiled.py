@@ -13,7 +13,7 @@ pytestmark = pytest.mark.usefixtures("compiled")
 FLOAT, BRAIN = (Target("cpu", dtype, "cpu") for dtype in (torch.float32, torch.bfloat16))
 targets = pytest.mark.parametrize("target", [FLOAT, BRAIN], ids=str)
 LENGTHS = (1300, 513, 1, 0)  # three chunks, one key in the second, one key, none
-PADS = (15, 0, 0, 40)  # the first slot of a sequence is the last of its page
+PADS = (15, 0, 0, 40)  # the first sequence begins in the last slot of a page
 
 
 def reading(target, rotary, seqlen_q=1, **options) -> Cached:
@@ -49,8 +49,8 @@ def test_chunks_of_keys(target, scheme, seqlen_q):
 @pytest.mark.parametrize("seqlen_q", [1, 3])
 @pytest.mark.parametrize("scheme", ["self_extend", "self_extend_far", "dual_chunk"])
 def test_needles_at_the_edges_of_maps(scheme, seqlen_q):
-    """Only one key differs from zero. It is beside an edge of a block, a group, a chunk of positions or of keys, or a
-    window."""
+    """A single nonzero key is found at its distance, next to an edge of a block, a group, a chunk of positions or of
+    keys, or a window."""
     rotary, keys, page_size = SCHEMES[scheme], 896, 16
     edges = {0, 7, 63, 64, 70, 301, 308, 384, 512, 518, 768, keys - 588, keys - 3, keys}
     needles = sorted({edge + d for edge in edges for d in (-1, 0)} & set(range(keys)))

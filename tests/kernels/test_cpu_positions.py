@@ -39,8 +39,8 @@ def test_decoding(target, scheme, seqlen_q):
 @pytest.mark.parametrize("scheme", LONG)
 @pytest.mark.parametrize("target", [FLOAT32, CPU[1], FLOAT64], ids=str)
 def test_chunks(target, scheme, causal):
-    """Checks chunks whose queries form two runs of positions. They follow other runs that are only partly visible, with
-    hidden rows in between."""
+    """Chunks are right if their queries form two runs of positions. The queries follow other runs that are only partly
+    visible, with hidden rows in between."""
     starts = {2: 100, 5: 196, 10: 360}, {1: 32, 4: 800}
     c = of_documents(target, LONG[scheme](32), 90, *starts, entries=12, page=32, lengths=[370, 384], causal=causal)
     c.tables["page_first"][0, 3], c.tables["page_lengths"][0, 3], c.tables["page_lengths"][1, 3] = 5, 17, 0
@@ -92,8 +92,8 @@ def test_factor_by_length(seqlen_q):
 
 @queries
 def test_stored_positions_across_hidden_rows(seqlen_q):
-    """Stored positions may skip hidden rows: tokens are removed from the middle of a page, and the positions behind
-    them close the gap."""
+    """Stored positions may skip hidden rows: tokens are removed from the middle of a page, and the positions of later
+    tokens close the gap."""
     lengths = int32([[16, 9, 16, 16, 3, 16]])
     rows = torch.arange(16) < lengths[0, :, None]
     slots = torch.where(rows, rows.flatten().cumsum(0).view(6, 16) - 1, 0).to(torch.float32)

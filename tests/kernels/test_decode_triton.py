@@ -1,5 +1,5 @@
-"""Tests the Triton kernels over a cache: what must not change a bit, what they may access, what they rotate, and what
-is compiled again."""
+"""Tests the Triton kernels over a cache: which changes leave results bitwise the same, which memory and keys the
+kernels access and rotate, and what is compiled again."""
 
 import numpy as np
 import pytest
@@ -57,7 +57,7 @@ def assert_same_bits(got, expected):
     ids=["rerope", "leaky", "two-sided"],
 )
 def test_pages_and_what_no_key_uses_change_no_bit(rotary, causal):
-    """Contiguous and paged caches give the same bits, with NaN in every row behind the lengths and invalid numbers in
+    """Contiguous and paged caches give the same bits, with NaN in every row after the lengths and invalid numbers in
     unused entries."""
     plain = reading((150, 67), rotary=rotary, causal=causal)
     plain.check(num_splits=2)
@@ -100,9 +100,10 @@ def test_chunks_in_their_own_kernel(page_size):
 
 
 def test_a_tile_of_keys_that_a_band_reaches_in_part_is_rotated():
-    """The first query sees its farthest key of the near band in the last rows of a tile of keys."""
+    """A tile of keys that a band reaches only in part is rotated. The first query sees its farthest key of the near
+    band in the last rows of the tile."""
     window, target = 40, support.Target("triton", torch.float32, DEVICE)
-    ahead = window - 1 + configs.ROTATE_ROWS * 3 // 4  # of the first query; the tile before its window is of no use
+    ahead = window - 1 + configs.ROTATE_ROWS * 3 // 4  # keys before the first query; the tile before is not needed
     rotary = Rotary.rope(32).rectify(window, 8)
     assert len(set(lower(rotary, True).k_stops)) == 2
     Cached(target, rotary, (ahead + CHUNK, ahead + CHUNK + 3), CHUNK, capacity=160).check()

@@ -34,7 +34,7 @@ def test_the_device_is_busy(multiprocessors, blocks):
     ("programs", "tiles", "resident", "splits"),
     [
         (1, 16, 108, 16),  # too few keys to fill the device: one tile per split
-        (8, 2048, 132, 16),  # 128 blocks on 132 multiprocessors, not 264 in two waves
+        (8, 2048, 132, 16),  # 128 blocks on 132 multiprocessors, instead of more in two waves
         (128, 2048, 108, 16),  # 2048 blocks in 19 waves; one split would leave 88 multiprocessors idle in the second
         (2048, 2048, 108, 1),
         (1, 3, 108, 1),  # not worth a second launch
@@ -50,7 +50,7 @@ def test_resident_blocks():
     a100 = multiprocessor(80)
     assert a100.resident_blocks(registers=255, shared=0, warps=8) == 1
     assert a100.resident_blocks(registers=128, shared=0, warps=8) == 2
-    assert a100.resident_blocks(registers=81, shared=0, warps=8) == 2  # as 88: a warp's come in units of 256
+    assert a100.resident_blocks(registers=81, shared=0, warps=8) == 2  # rounded up to 88: units of 256 per warp
     assert a100.resident_blocks(registers=80, shared=0, warps=8) == 3
     assert a100.resident_blocks(registers=128, shared=81 * 1024, warps=8) == 2
     assert a100.resident_blocks(registers=128, shared=82 * 1024, warps=8) == 1

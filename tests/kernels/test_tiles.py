@@ -71,7 +71,7 @@ def tile_ranges(ranges, cases, BLOCK: tl.constexpr):
 @pytest.mark.parametrize("ahead", [-20, 0, 37])
 def test_tiles_of_a_band(ahead):
     """Tiles outside [begin, end) hold no visible pair. The tiles in [inner_begin, inner_end) are exactly those with
-    only visible pairs. Windows end before, at and behind the edges of tiles."""
+    only visible pairs. Windows end before, at and after the edges of tiles."""
     bands = [(0, UNBOUNDED), (-UNBOUNDED, UNBOUNDED), (9, UNBOUNDED), (-5, 6), *((0, x) for x in (15, 16, 17, 31, 47))]
     rows = [(0, 15), (16, 31), (48, 63), (32, 36)]
     cases = [(*pair, length, ahead, *band) for band in bands for pair in rows for length in (33, 64, 70)]

@@ -70,7 +70,7 @@ def test_any_stored_position(frequency):
     for size in (1e-3, 1.0, 300.0, 1e5, LIMIT, 2**28):
         positions = (torch.rand(128, generator=generator) * 2 - 1) * size
         for base in (0, -77, 12_345_678):
-            float64 = 2.0**-52 * frequency * (size + abs(base))  # of the angles here, and of turns there
+            float64 = 2.0**-52 * frequency * (size + abs(base))  # rounding of the angles, here and in the kernel
             out = torch.full((128, 2, 16), torch.nan)
             stored_cos_and_sin[(1,)](out, table, positions, base, 128, VARIANT=shape)
             expected = torch.stack(cos_sin(rotary, positions.double() + base), dim=1)
@@ -92,7 +92,8 @@ def store_cos_and_sin(out, angles, M: tl.constexpr):
 
 
 def test_the_polynomials_serve_an_eighth_of_a_turn_on_both_sides():
-    """The error of the polynomials stays far below 4e-6, which they would have beyond an eighth of a turn."""
+    """The polynomials are accurate within an eighth of a turn on both sides: their error stays far below 4e-6, the size
+    that it has beyond."""
     ends = (torch.arange(-4, 4).repeat_interleave(3) << 61) + torch.tensor([-1, 0, 1]).repeat(8) * 2**32
     within = torch.randint(-(2**63), 2**63 - 1, (1000,), generator=torch.Generator().manual_seed(0))
     angles = torch.cat([ends, within])

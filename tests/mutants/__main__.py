@@ -1,8 +1,7 @@
-"""``python -m tests.mutants``: breaks the source one place at a time and reports which test notices.
-
-The places follow from the syntax, and a sample is drawn from --seed. Every mutant is applied to a copy of the
-checkout, which runs the test that noticed it last time, then the tests of its file (judges.py), up to the first that
-fails. That test must pass without the mutant. A crash of the interpreter counts as noticed.
+"""``python -m tests.mutants``: breaks the source one place at a time and reports which test notices. The places follow
+from the syntax, and a sample is drawn from --seed. Every mutant is applied to a copy of the checkout, which runs the
+test that noticed it last time, then the tests of its file (judges.py), up to the first that fails. That test must pass
+without the mutant. A crash of the interpreter counts as noticed.
 
     python -m tests.mutants --rooms kernels,cache --count 100 --csv mutants.csv   (skips what is in the file)
     python -m tests.mutants --site "triton_kernels/decode.py attend_block constant 3"
@@ -43,7 +42,7 @@ NEEDED = {
 
 
 def everything(rooms: tuple[str, ...]) -> list[Mutant]:
-    """Returns all mutants of some rooms, including the mutants by hand."""
+    """Returns all mutants of these rooms, including the mutants of by_hand.txt."""
     syntactic = [mutant for file in files(rooms) for mutant in mutants_of(file)]
     return [mutant for mutant in by_hand.mutants() if mutant.room in rooms] + syntactic
 
@@ -64,8 +63,8 @@ def drawn(mutants: list[Mutant], seed: str) -> list[Mutant]:
 def examine(
     mutant: Mutant, copy: Copy, stages: list[Tests], sound: set[str], patience: float = math.inf
 ) -> Generator[Tests, Ended, Ended | None]:
-    """Yields the tests to run in the copy, and receives how they ended. Returns how the last run ended, or None if the
-    mutant does not compile.
+    """Yields the tests to run in the copy, and receives how each run ended. Returns how the last run ended, or None if
+    the mutant does not compile.
 
     sound: tests that pass without a mutant. Tests that are found to pass are added. Raises RuntimeError if the tests do
     not pass. patience: CPU seconds after which no further tests run.
@@ -120,7 +119,8 @@ def row_of(mutant: Mutant, ended: Ended | None, seconds: float) -> Row:
 
 
 def results(mutants: Iterator[Mutant], known: dict[str, Row], args, folder: Path) -> Iterator[Row]:
-    """Runs as many mutants at a time as there are jobs. A row without a verdict is an error, which `how` describes."""
+    """Runs the mutants, several at a time (--jobs), and yields their rows. A row without a verdict is an error, which
+    `how` describes."""
     free = [Copy(folder / str(n)) for n in range(args.jobs)]
     sound: set[str] = set()
     under_way: list[tuple] = []

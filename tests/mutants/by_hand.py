@@ -1,6 +1,6 @@
 """The mutants of by_hand.txt, for bugs that happened and for changes that no operator makes. They quote the source.
 
-Blocks have an empty line between them. `file` and `tests` hold for the mutants that follow.
+Blocks are separated by an empty line. `file` and `tests` apply to all mutants that follow.
 
     file: triton_kernels/forward.py
 
@@ -20,7 +20,7 @@ MOST = 60
 
 
 def parsed(text: str) -> list[tuple[str, str, str, str]]:
-    """Returns (file, what is wrong, text that occurs once, what takes its place) of every block with a change."""
+    """Returns (file, description of the bug, text that occurs once, its replacement) for every block with a change."""
     found, file = [], ""
     for block in text.strip().split("\n\n"):
         lines = block.splitlines()

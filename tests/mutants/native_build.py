@@ -1,4 +1,5 @@
-"""The CPU kernels of a mutant: one target, and only the source files that the mutant changes, without optimisation."""
+"""Builds the CPU kernels of a mutant, for one target and without optimisation. Only files that the mutant changes are
+compiled."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ def multiplies_bfloat16() -> bool:
 
 
 class NativeBuild:
-    """objects: a folder that keeps the unchanged files, compiled once for all copies."""
+    """Builds libraries. objects: a folder with the compiled unchanged files, which all copies share."""
 
     def __init__(self, objects: Path):
         self.objects = objects
@@ -37,7 +38,7 @@ class NativeBuild:
             sources: the folder in the copy.
             changed: the name of the file that differs.
 
-        Returns False where it does not compile.
+        Returns False if the copy does not compile.
         """
         if sources.name != BFLOAT16:
             return self._library(SOURCES, sources, changed, to, *TARGETS[platform.machine()])

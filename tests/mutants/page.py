@@ -25,7 +25,8 @@ def publish() -> None:
 
 
 def merged(old: dict[str, Row], new: dict[str, Row]) -> dict[str, Row]:
-    """New rows replace old ones. A survivor keeps its reason as long as its change is the same."""
+    """Returns the old rows, in which new rows replace those of the same mutants. A survivor keeps its reason if its
+    change is still the same."""
     rows = dict(old)
     for address, row in new.items():
         before = old.get(address)

@@ -1,7 +1,7 @@
 """Mutations of Python by its syntax tree. Triton kernels are Python too.
 
-Left out, because no test should notice or no result can change: annotations, decorators, strings, what is raised,
-assertions, warnings, and hints to the compiler (QUIET).
+Annotations, decorators, strings, raised exceptions, assertions, warnings, and hints to the compiler (QUIET) are left
+out, because no test should notice a change in them or because no result can change.
 """
 
 from __future__ import annotations

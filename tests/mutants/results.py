@@ -13,9 +13,10 @@ KILLED, SURVIVED, INVALID = "killed", "survived", "does not compile"
 
 
 class Row(NamedTuple):
-    """mutant: its address. digest: of what it changes, so that a row of code that has changed since is not used.
-    by: the test that noticed, how: where it did not just fail. seconds: with the run of that test without the mutant.
-    why: of a survivor, why no test notices. It begins with "equivalent" where no result can change."""
+    """The result of a mutant. mutant: its address. digest: of the code that it changes, so that a row is not used if
+    this code has changed since. by: the test that noticed. how: how the run ended, unless the test just failed.
+    seconds: including the run of that test without the mutant. why: for a survivor, why no test notices; it begins with
+    "equivalent" if no result can change."""
 
     mutant: str
     digest: str

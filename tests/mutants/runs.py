@@ -20,7 +20,7 @@ from .native_build import NativeBuild
 from .python_sites import compiles
 from .sites import ROOT, Mutant
 
-STALLED, STALLED_SLOWLY = 90, 300  # seconds without a new test: a mutant that hangs is noticed
+STALLED, STALLED_SLOWLY = 90, 300  # seconds without a new test; then the mutant hangs, which counts as noticed
 EXECUTOR = "executor.plugin"  # must be loaded before Triton is
 EXECUTED = ("-p", EXECUTOR, "--executor", "80")  # first arguments of tests that run compiled kernels on the CPU
 FAILED, RUNNING = "failed ", "running "
@@ -29,8 +29,8 @@ PRELOADED = ("numpy", "torch", "pytest", "triton", "triton.language", "transform
 
 
 class Ended(NamedTuple):
-    """test: the first that failed, or that ran when the process died, as `how` says; "" where all passed, or where none
-    ran, and then `how` is pytest's output. seconds: of the processor."""
+    """How a run ended. test: the first test that failed, or the test that ran when the process died, which `how` then
+    says. "": all tests passed, or no test ran; in the second case `how` is pytest's output. seconds: processor time."""
 
     test: str = ""
     how: str = ""
@@ -38,8 +38,8 @@ class Ended(NamedTuple):
 
 
 class Watch:
-    """Writes down the test that runs, so that a crash has a name, and the first that failed. Ends the process as if
-    all had passed when it has used this many seconds of the processor."""
+    """Records the running test, so that a crash can be attributed to it, and the first failed test. When the process
+    has used this much processor time, ends it as if all tests had passed."""
 
     def __init__(self, path: Path, seconds: float = math.inf):
         self.path, self.failed, self.seconds = path, False, seconds
@@ -66,7 +66,7 @@ class Watch:
 
 
 def preload() -> None:
-    """Imports what does not change. Triton's interpreter is switched on before, as tests/conftest.py does."""
+    """Imports the modules that do not change. Switches Triton's interpreter on first, as tests/conftest.py does."""
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch
 
@@ -78,7 +78,7 @@ def preload() -> None:
 
 
 class Copy:
-    """A copy of the checkout, in which one mutant at a time is applied. folder: empty."""
+    """A copy of the checkout, in which one mutant at a time is applied. folder: an empty folder for the copy."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -89,8 +89,8 @@ class Copy:
         self.before: tuple[Path, str, os.stat_result] | None = None
 
     def apply(self, mutant: Mutant, sound: bool = False) -> bool:
-        """Puts the mutant into the copy. Returns False if it does not compile. sound: compiles only the files that the
-        mutant would change, without the change."""
+        """Applies the mutant to the copy. Returns False if the mutant does not compile. sound: leaves the source
+        unchanged and only compiles the files that the mutant would change."""
         path = self.root / mutant.file
         self.before = path, path.read_text(encoding="utf-8"), path.stat()
         if not sound:
@@ -135,7 +135,7 @@ def copy_checkout(to: Path) -> None:
 
 
 class Run:
-    """pytest with these arguments in a copy, under way."""
+    """A running pytest with these arguments in a copy."""
 
     def __init__(self, copy: Copy, tests: tuple[str, ...], seconds: float = math.inf):
         self.copy, self.tests, self.seconds = copy, tests, seconds
@@ -199,7 +199,7 @@ class Run:
 
 
 def pytest_in(root: Path | str, seen: Path | str, arguments: list[str], seconds: float = math.inf) -> None:
-    """Ends the process. flashrope, the tests and their helpers are those below root."""
+    """Runs pytest in this process and then ends it. flashrope, the tests and their helpers are imported from root."""
     import pytest
 
     for name in [name for name in sys.modules if name.split(".")[0] == "tests"]:

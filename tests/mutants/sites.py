@@ -26,7 +26,7 @@ ROOMS = {
         "python/flashrope/integrations/vllm/*.py",
     ),
 }
-# configs.py holds numbers that only change the time; megatron and options need packages or models of their own.
+# The numbers in configs.py only change the time. Tests of megatron and options need additional packages or models.
 WITHOUT = ("*/__init__.py", "triton_kernels/configs.py", "*/integrations/megatron.py")
 
 
@@ -49,7 +49,7 @@ class Mutant(NamedTuple):
 
     @property
     def digest(self) -> str:
-        """Changes with what is replaced and what replaces it. Spaces do not count."""
+        """Returns a digest of the replaced text and of its replacement. Spaces do not count."""
         change = f"{self.source()[self.start : self.end]} -> {self.new}"
         return hashlib.sha256("".join(change.split()).encode()).hexdigest()[:8]
 
@@ -69,7 +69,7 @@ class Mutant(NamedTuple):
 
 
 class Change(NamedTuple):
-    """What a finder of sites returns. start, end: characters of the text that `new` replaces."""
+    """A change that a finder of sites proposes. start, end: the range of characters that `new` replaces."""
 
     function: str
     kind: str

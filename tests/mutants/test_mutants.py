@@ -1,5 +1,5 @@
-"""The tool of tests/mutants: what it finds in small sources, and that its lists fit the checkout. Running the mutants:
-``python -m tests.mutants``."""
+"""Tests the tool of tests/mutants: what it finds in small sources, and that its lists fit the checkout. ``python -m
+tests.mutants`` runs the mutants."""
 
 from argparse import Namespace
 

@@ -21,7 +21,7 @@ def cu_seqlens(lengths: Sequence[int], device: str | None = None) -> torch.Tenso
 class Packing:
     """Inputs of one call over packed sequences and of its backward: (total, heads, width), and grad_lse (heads, total).
 
-    lengths: the number of queries and the number of keys of every sequence. Rows behind the last sequence belong to no
+    lengths: the number of queries and the number of keys of every sequence. Rows after the last sequence belong to no
     sequence.
     """
 
@@ -94,7 +94,7 @@ def packing(
     seed: int = 0,
     **options,
 ) -> Packing:
-    """Returns random inputs, with spare rows of q and of k behind the last sequence."""
+    """Returns random inputs, with spare rows of q and of k after the last sequence."""
     lengths = lengths_q, lengths_q if lengths_k is None else lengths_k
     rows, keys = (sum(counts) + spare for counts in lengths)
     width, width_v = rotary.head_dim, head_dim_v or rotary.head_dim

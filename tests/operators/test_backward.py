@@ -1,4 +1,5 @@
-"""What the Triton backward does besides its numbers, which test_accuracy.py holds against the reference."""
+"""Tests which kernels the Triton backward launches and what the forward saves. test_accuracy.py compares its results
+with the reference."""
 
 from functools import partial
 
@@ -18,14 +19,14 @@ from support import SCHEMES
 
 @pytest.fixture
 def target():
-    """Triton in float32."""
+    """Returns the Triton target in float32."""
     found = [target for target in support.TARGETS if target.impl == "triton" and target.dtype == torch.float32]
     return found[0] if found else pytest.skip("Triton neither compiles nor interprets here")
 
 
 @pytest.fixture
 def launched(monkeypatch) -> list[str]:
-    """The names of the kernels that were launched."""
+    """Records the names of the kernels that are launched."""
     names, launch = [], launcher.launch
 
     def watched(kernel, *args, **options):
@@ -38,7 +39,7 @@ def launched(monkeypatch) -> list[str]:
 
 @pytest.fixture
 def deterministic():
-    """torch.use_deterministic_algorithms, undone after the test."""
+    """Returns torch.use_deterministic_algorithms, and undoes its effect after the test."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     yield torch.use_deterministic_algorithms
     torch.use_deterministic_algorithms(before[0], warn_only=before[1])
@@ -71,7 +72,7 @@ def test_log_n_and_rotations_need_a_copy(target, launched):
 
 FINISH = "attention_finish_grad_q"
 BOTH_SIDES = ("rope", "local", "rerope", "leaky", "inverse_leaky", "hope_rerope_log_n")
-# What the interpreter runs in the default tests: every layout of pairs, and one scheme of each kind of bands.
+# The cases that the interpreter runs in the default tests: every layout of pairs, and one scheme of each kind of bands.
 CAUSAL = ("rope_interleaved", "rope_partial", "hope_compact", "rerope", "local", "yarn_leaky_local_log_n")
 FIVE = [(name, True, name in CAUSAL) for name in SCHEMES]
 FIVE += [(name, False, name in ("rope", "leaky", "hope_rerope_log_n")) for name in BOTH_SIDES]
@@ -146,7 +147,7 @@ def test_five_products_at_given_positions(target, axial):
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("scheme", ["rope", "hope_rerope_log_n"])
 def test_five_products_of_packed_sequences(target, launched, scheme, causal):
-    """Rows outside every sequence get 0."""
+    """The backward with five products is right for packed sequences. Rows outside every sequence get 0."""
     p = packing(target, SCHEMES[scheme](16), (13, 0, 37, 5), (13, 4, 50, 0), spare=5, causal=causal)
     p.check(p.run("triton", deterministic=False), target.dtype)
     assert FINISH in launched
@@ -212,12 +213,13 @@ def test_torch_is_asked_for_deterministic_algorithms(target, deterministic):
 )
 @pytest.mark.parametrize("compiled", [False, True])
 def test_none_follows_torch(launched, target, deterministic, compiled, head_dim, dtype, enabled, atomics):
-    """Read when the backward runs: the setting, and whether atomics are predicted to be faster for the shape."""
+    """deterministic=None follows torch's setting when the backward runs. Without the setting, it uses atomics if they
+    are predicted to be faster for the shape."""
     rotary = Rotary.rope(head_dim)
     run = compiled_operator(rotary, None) if compiled else partial(attention, rotary=rotary, impl="triton")
     options = {"dtype": dtype, "device": target.device, "requires_grad": True}
     q, k, v = (torch.randn(1, 20, 1, head_dim, **options) for _ in range(3))
-    deterministic(enabled and compiled)  # torch.compile wants no change in between
+    deterministic(enabled and compiled)  # torch.compile allows no change between forward and backward
     out = run(q, k, v) if compiled else run(q, k, v, deterministic=None)
     deterministic(enabled)
     out.sum().backward()

@@ -303,7 +303,7 @@ def test_fewer_keys_than_queries_warn_once(nothing_warned):
     ) as caught:
         out = attention(q, k, k, ROPE)
     assert [warning.filename for warning in caught] == [__file__]
-    assert int((out == 0).all(-1).all(-1).sum()) == 34  # as the warning says
+    assert int((out == 0).all(-1).all(-1).sum()) == 34  # the number in the warning
     with silent():
         attention(q, k, k, ROPE)  # warns only once
     checks._warned_calls.clear()

@@ -62,7 +62,8 @@ COMPILED = pytest.mark.parametrize("target", [t for t in CPU if t.dtype != torch
 @COMPILED
 @pytest.mark.usefixtures("compiled")
 def test_at_other_addresses(target):
-    """Inputs may start 1 to 15 elements behind a multiple of 64 bytes. Torch's products depend on the address."""
+    """Results are the same if inputs start 1 to 15 elements after a multiple of 64 bytes. Torch's products depend on
+    the address."""
     want = results(target)
     assert all(same(results(target, elements), want) for elements in (1, 2, 3, 8, 15))
 

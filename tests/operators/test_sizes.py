@@ -69,7 +69,7 @@ def test_rows_of_packed_sequences(target):
 @on_cpu
 @pytest.mark.parametrize("page_size", [0, 16])
 def test_slots_of_caches(target, page_size):
-    """The last of 16 million slots, behind 2^31 elements, and the last of 100 million pages are read and written
+    """The last of 16 million slots, after 2^31 elements, and the last of 100 million pages are read and written
     correctly."""
     if target.dtype == torch.float64 and not page_size:
         pytest.skip("angles of 16 million radians: float64 has no digits to spare for them")

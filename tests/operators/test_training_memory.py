@@ -1,4 +1,4 @@
-"""The memory that docs/training.md states is what attention holds between the forward and the backward."""
+"""The memory that docs/training.md states equals what attention saves between the forward and the backward."""
 
 import re
 from importlib.util import find_spec
@@ -78,8 +78,8 @@ def test_attention_holds_what_the_table_says(name):
 def test_attention_in_triton_holds_what_the_table_says(name):
     if not find_spec("triton"):
         pytest.skip("triton is not installed")
-    # Triton's interpreter has no bfloat16, and float16 takes as many bytes. Everything that is held is proportional to
-    # the heads.
+    # Triton's interpreter has no bfloat16, and float16 takes as many bytes. All saved memory is proportional to the
+    # number of heads.
     q, k, v = inputs("cuda", part=8) if torch.cuda.is_available() else inputs("cpu", torch.float16, part=8)
     assert 8 * held(lambda: attention(q, k, v, SCHEMES[name], impl="triton")) == rows()[name][1]
 

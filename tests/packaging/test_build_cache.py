@@ -1,5 +1,5 @@
-"""csrc/cpu/build.py keeps compiled libraries in a cache: the same bytes, and never those of other sources, flags or
-compilers."""
+"""csrc/cpu/build.py caches compiled libraries. A cached library has the bytes of a new one, and is never used for other
+sources, flags or compilers."""
 
 import os
 import re
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(
 
 
 class Checkout:
-    """Two small sources beside a copy of build.py, and a compiler that notes what it is asked for."""
+    """A folder with two small sources, a copy of build.py, and a compiler that logs its calls."""
 
     def __init__(self, folder: Path):
         self.folder, self.count = folder, 0

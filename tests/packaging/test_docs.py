@@ -1,5 +1,5 @@
-"""The pages match the tree: their Python blocks run as they are, those of a page one after another in one namespace,
-and print what their comments show; links and paths exist; the API reference is that of the docstrings."""
+"""The pages match the source. Their Python blocks run unchanged, one after another in one namespace per page, and print
+what their comments show. Links and paths exist. The API reference equals the docstrings."""
 
 import ast
 import builtins
@@ -92,7 +92,7 @@ def shown_outputs(block: str) -> list[tuple[ast.stmt, str | None]]:
 def run_block(block: str, page: str, namespace: dict) -> None:
     """Runs a block and compares what each statement prints, or the value of an expression, with the comments.
 
-    "..." in a comment stands for any text. What is printed has to be shown.
+    "..." in a comment stands for any text. All printed output has to be shown.
     """
     for statement, shown in shown_outputs(block):
         printed = io.StringIO()
@@ -126,7 +126,8 @@ def test_an_output_that_a_page_shows_wrongly_is_noticed():
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: str(page.relative_to(ROOT)))
 def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch):
-    """Blocks that need a package that is not there are left out; a page of nothing else is skipped."""
+    """The code of a page runs. Blocks that need a missing package are left out, and a page without other blocks is
+    skipped."""
     missing = {name for name in OPTIONAL if find_spec(name) is None}
     served = [block for block in blocks(page) if not missing & set(needs(block))]
     if not served:

@@ -1,5 +1,5 @@
-"""examples/migration: the script on flash-attn's call and the one on flashrope do the same; docs/migration.md shows
-what differs."""
+"""The two scripts of examples/migration, on flash-attn's call and on flashrope, do the same. docs/migration.md shows
+their difference."""
 
 import runpy
 from pathlib import Path
@@ -17,7 +17,7 @@ def script(name):
 
 @pytest.fixture(scope="module")
 def results():
-    """{name: (losses, tokens)} of both scripts, as the command runs them."""
+    """Returns {name: (losses, tokens)} of both scripts, run as commands."""
     options = ["--steps", str(STEPS), "--tokens", str(TOKENS)]
     return {name: script(name)["main"](options) for name in ("before", "after")}
 
@@ -34,7 +34,7 @@ def test_both_write_the_same_text(results):
 
 
 def test_weights_move_and_the_cache_is_right():
-    """The decoding loop of each script against full passes of the other, with the same weights."""
+    """With the same weights, the decoding loop of each script gives the tokens of full passes of the other."""
     before, after = script("before"), script("after")
     torch.manual_seed(2)
     models = before["LanguageModel"](), after["LanguageModel"]()

@@ -1,4 +1,5 @@
-"""The project as a Hugging Face kernel, and the settings of the linters. (.ci/run builds the wheel and the sdist.)"""
+"""Tests the project as a Hugging Face kernel, and the settings of the linters. (.ci/run builds the wheel and the
+sdist.)"""
 
 import ast
 import importlib.util
@@ -34,7 +35,7 @@ def lay_out():
 
 
 def load(package: Path, name: str):
-    """Loads a package as the kernels library does: from a path, under a name of its own."""
+    """Loads a package as the kernels library does: from a path, under another name."""
     spec = importlib.util.spec_from_file_location(
         name, package / "__init__.py", submodule_search_locations=[str(package)]
     )
@@ -54,7 +55,7 @@ def test_the_build_file_is_in_the_documented_form():
 
 
 def test_two_builds_load_beside_the_installed_package(lay_out, composed, tmp_path):
-    """A hub kernel has no compiled CPU kernels."""
+    """Two builds can be loaded together with the installed package. A hub kernel has no compiled CPU kernels."""
     q, k, v = (torch.randn(1, 40, heads, 16) for heads in (4, 2, 2))
     q.requires_grad_()
     expected = attention(q, k, v, Rotary.rope(16).rectify(8))

@@ -1,4 +1,4 @@
-"""examples/packed_vit.py: the pictures, the packing, a short training; with -m slow the whole example."""
+"""Tests examples/packed_vit.py: the pictures, the packing, a short training. With -m slow the whole example runs."""
 
 import runpy
 from pathlib import Path
@@ -31,7 +31,8 @@ def test_the_label_is_where_the_ring_is():
 
 
 def test_packed_as_alone(pictures):
-    """Class tokens at (0, 0), patches at their row and column, and the same logits as for every picture by itself."""
+    """Packed pictures have the logits of each picture by itself. Class tokens are at (0, 0), patches at their row and
+    column."""
     torch.manual_seed(0)
     model = vit["VisionTransformer"](vit["scheme"]("axial")).double()
     batch = vit["pack"](pictures)

@@ -1,4 +1,4 @@
-"""tools/plain_words.py finds the wordings it is for, and the project has none of them."""
+"""tools/plain_words.py finds the wordings that it is for, and the project has none of them."""
 
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -11,7 +11,7 @@ assert spec is not None and spec.loader is not None
 plain_words = module_from_spec(spec)
 spec.loader.exec_module(plain_words)
 
-# The tildes come out below: this file passes its own check.
+# The test removes the tildes. They keep the wordings out of this file, so that it passes its own check.
 PYTHON = '''"""Th~ose are counted.
 
 th~ose elsewhere are not.

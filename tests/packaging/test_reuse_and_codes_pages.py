@@ -1,4 +1,4 @@
-"""docs/reused and docs/quantized show what bench/results/real_model holds on reuse and on quantized caches.
+"""docs/reused and docs/quantized show the results in bench/results/real_model on reuse and on quantized caches.
 
 python tests/packaging/test_reuse_and_codes_pages.py     prints the tables
 """

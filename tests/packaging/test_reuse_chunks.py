@@ -1,4 +1,5 @@
-"""examples/reuse_chunks.py: prompts of documents that were read alone, against prefills and against no cache."""
+"""Tests examples/reuse_chunks.py: prompts from documents that were read alone, compared with prefills and with passes
+without a cache."""
 
 import random
 import runpy
@@ -11,7 +12,7 @@ from flashrope.small_models.model import LanguageModel, ModelConfig, save_checkp
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "reuse_chunks.py"
 chunks = runpy.run_path(str(EXAMPLE))
-LENGTHS = (21, 32, 16, 45)  # of documents
+LENGTHS = (21, 32, 16, 45)  # tokens of the documents
 ROTARY = Rotary.rope(16, base=100.0).rectify(12).log_n(40)
 
 
@@ -36,7 +37,8 @@ def loss_without_a_cache(server, request) -> float:
 
 @pytest.mark.parametrize("again", [None, 100, 0, 3])
 def test_losses_of_one_layer_and_of_whole_documents_are_those_of_a_prefill(again):
-    """The keys of the first layer do not depend on what comes before; a document that is computed again sees it."""
+    """Losses equal those of a prefill in models of one layer, whose keys do not depend on the text before them, and if
+    whole documents are computed again."""
     for layers in (1, 2):
         server, asked = server_of(layers)
         for request in asked:

@@ -1,4 +1,5 @@
-"""examples/reuse_documents.py: prompts of documents that a Hugging Face model read once, against one prefill."""
+"""Tests examples/reuse_documents.py: prompts from documents that a Hugging Face model read once, compared with one
+prefill."""
 
 import random
 import runpy
@@ -19,7 +20,7 @@ SIZE = 40
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """A random model without a tokenizer, which reads bytes."""
+    """Returns the folder of a random model without a tokenizer, which reads bytes."""
     path = tmp_path_factory.mktemp("model")
     torch.manual_seed(0)
     sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2)

@@ -1,4 +1,4 @@
-"""The style sheet of the documentation site. What a build can check is in tools/site_check.py."""
+"""Tests the style sheet of the documentation site. tools/site_check.py checks the built pages."""
 
 import re
 from pathlib import Path
@@ -30,5 +30,6 @@ def rules() -> dict[str, dict[str, str]]:
     ],
 )
 def test_code_on_the_site_is_readable(selector, wanted):
-    """The theme breaks code anywhere in a table cell and cuts long lines of a block at the column's edge."""
+    """The style sheet keeps code readable. Without it, the theme breaks code anywhere in a table cell and cuts long
+    lines of a block at the column's edge."""
     assert rules().get(selector) == wanted

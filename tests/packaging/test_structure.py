@@ -1,4 +1,4 @@
-"""The rooms of the package: imports run downward only, and never in a circle.
+"""The parts of the package ("rooms") are layers: imports only run downward, and never in a circle.
 
 Imports inside functions count, and so do those by ``import_module("name", __package__)``.
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-FLOORS = {  # from the ground up; a room, a file or a folder, imports from itself and from floors below
+FLOORS = {  # from the lowest layer up; a room (a file or a folder) imports from itself and from lower layers
     "flashrope": (
         "configs",
         "rotary cli",
@@ -48,7 +48,8 @@ FOLDERS |= {"bench": "bench", "experiments": "experiments"}
 
 
 def modules() -> dict[str, Path]:
-    """Returns every module by its dotted name; packages without their __init__, which names what is public."""
+    """Returns every module by its dotted name. The __init__ of a package, which only lists public names, is left
+    out."""
     return {
         ".".join((package, *path.relative_to(ROOT / folder).with_suffix("").parts)): path
         for package, folder in FOLDERS.items()
@@ -120,7 +121,7 @@ def test_imports_run_downward(package):
         for other in IMPORTS[name]:
             ours = other.startswith(f"{package}.")
             assert ours or package != "flashrope" and other.startswith("flashrope."), f"{name} imports {other}"
-            # experiments stand in one folder; a floor there holds several files
+            # the experiments are in one folder, whose layers have several files each
             same = other.split(".")[1] == name.split(".")[1] or package == "experiments" and floor(other) == floor(name)
             assert not ours or same or floor(other) < floor(name), f"{name} imports {other}, which is not below it"
 
@@ -137,7 +138,7 @@ def test_every_module_is_imported_by_its_dotted_name(name):
 
 
 def test_the_training_kernel_is_the_entrance():
-    """Whoever knows FlashAttention-2 starts there: no argument of a cache, and short."""
+    """The training kernel, where readers who know FlashAttention-2 start, is short and has no arguments for a cache."""
     [kernel] = (
         node
         for node in ast.parse(MODULES["flashrope.triton_kernels.forward"].read_text()).body

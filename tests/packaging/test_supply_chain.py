@@ -1,4 +1,4 @@
-"""What the project depends on, reads and writes: bounds of versions, no pickle, whole files, licences."""
+"""Checks what the project depends on, reads and writes: bounds of versions, no pickle, whole files, licences."""
 
 import ast
 import re
@@ -38,7 +38,8 @@ def test_dependencies_have_both_bounds(requirement):
 
 
 def test_the_bounds_hold_what_ci_runs():
-    """Every version that .ci/run or README.md pins of a dependency; and the oldest that the package takes is one."""
+    """The bounds of a dependency include every version that .ci/run or README.md pins, and the oldest allowed version
+    is one of them."""
     pinned: dict[str, set[Version]] = {}
     text = (ROOT / ".ci" / "run").read_text() + (ROOT / "README.md").read_text()
     text = text.replace("==$oldest", "==" + re.search(r"^oldest=(\S+)$", text, re.MULTILINE)[1])
@@ -99,7 +100,7 @@ def test_what_reads_pickles_is_found(code):
 
 # ---- what is written
 
-# Where a file is made at its place: locks, files in a temporary or in a new folder, files of the checkout.
+# Files that may be written in place: locks, files in a temporary or new folder, files of the checkout.
 IN_PLACE = {
     "setup.py",  # in the build folder
     "python/flashrope/backends/tuned_tiles.py",  # a lock; the file itself is moved into place
@@ -178,11 +179,12 @@ def test_another_file_in_the_place_of_a_state(tmp_path, what):
 
 
 def test_what_is_shipped_is_under_one_licence():
-    """No folder of others' code, no second licence; LICENSE is the one that pyproject.toml names."""
+    """All shipped files are under one licence, the one that pyproject.toml names. There is no folder with code of
+    others."""
     assert PROJECT["license"] == "Apache-2.0" and PROJECT["license-files"] == ["LICENSE"]
     assert "Apache License" in (ROOT / "LICENSE").read_text()[:200]
     shipped = [path for room in ("python", "triton_kernels", "csrc") for path in (ROOT / room).rglob("*")]
-    shipped = [path for path in shipped if path.name != "build.json"]  # what the installation wrote
+    shipped = [path for path in shipped if path.name != "build.json"]  # the installation writes it
     kinds = {path.suffix for path in shipped if path.is_file() and "__pycache__" not in path.parts}
     assert kinds - {".pyc"} <= {".py", ".typed", ".cpp", ".cu", ".h", ".cuh", ".so"} | {""}
     foreign = re.compile(r"SPDX-License-Identifier: (?!Apache-2\.0)|Copyright (\(c\)|©) |All rights reserved", re.I)

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the wheels are 
 
 
 def library(machine: int, *strings: str) -> bytes:
-    """Returns as much of an ELF file as platform_tag reads."""
+    """Returns the parts of an ELF file that platform_tag reads."""
     return b"\x7fELF" + bytes(14) + machine.to_bytes(2, "little") + "".join(f"\0{x}\0" for x in strings).encode()
 
 

@@ -1,4 +1,4 @@
-"""The hosted CI runs what .ci/run has, and ends. Its step lint checks the files themselves."""
+"""The hosted CI runs the steps of .ci/run, with time limits. The step lint checks the workflow files themselves."""
 
 import re
 import subprocess

@@ -49,18 +49,21 @@ def flux(q, ids):
 
 
 def flux_2(q, ids):
-    """FLUX.2: ids are time, row, column and the index of text; axes_dim is (32, 32, 32, 32), theta is 2000."""
+    """Rotates as FLUX.2 does: ids are time, row, column and the index of text; axes_dim is (32, 32, 32, 32), theta is
+    2000."""
     return by_channels(q, ids, [32, 32, 32, 32], 2000.0)
 
 
 def wan(q, ids):
-    """Wan 2.1: frame, row and column have d - 4 (d // 6), 2 (d // 6) and 2 (d // 6) channels, with d = 128."""
+    """Rotates as Wan 2.1 does: frame, row and column have d - 4 (d // 6), 2 (d // 6) and 2 (d // 6) channels, with d =
+    128."""
     d = q.shape[-1]
     return by_channels(q, ids, [d - 4 * (d // 6), 2 * (d // 6), 2 * (d // 6)], 10_000.0)
 
 
 def pixtral(q, ids):
-    """Pixtral's encoder: RoPE's table covers the whole head. Rows take its even entries, columns its odd entries."""
+    """Rotates as Pixtral's encoder does: RoPE's table covers the whole head. Rows use its even entries, columns its odd
+    entries."""
     table = 10_000.0 ** -(torch.arange(0, q.shape[-1], 2, dtype=torch.float64) / q.shape[-1])
     return halves(q, torch.cat((ids[:, :1] * table[::2], ids[:, 1:] * table[1::2]), -1))
 
@@ -180,7 +183,7 @@ def test_accuracy(target, form):
 
 
 def pictures(sizes, registers: int = 3) -> tuple[list[int], torch.Tensor]:
-    """Returns the lengths and the positions of pictures of these sizes, each behind register tokens that do not
+    """Returns the lengths and the positions of pictures of these sizes, each after register tokens that do not
     rotate."""
     parts = [torch.cat((torch.zeros(registers, 2), grid(*size) + 1)) for size in sizes]
     return [len(part) for part in parts], torch.cat(parts)
@@ -220,7 +223,8 @@ def test_packed_pictures_in_the_reference():
 
 
 def test_a_picture_may_lie_anywhere():
-    """Among patches only differences of positions count. A register token sees where the patches are."""
+    """A picture may be moved: among patches, only differences of positions count. A register token sees where the
+    patches are."""
     torch.manual_seed(0)
     rotary = Rotary.axial(24, [4, 8], base=30.0)
     q, k, v = (torch.randn(1, 20, 2, 24, dtype=torch.float64) for _ in range(3))

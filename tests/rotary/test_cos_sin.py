@@ -101,7 +101,7 @@ def test_padded_pairs():
 def test_inv_freq_is_right_to_float64(dim, base):
     with mpmath.workdps(60):
         expected = [float(mpmath.mpf(base) ** (-mpmath.mpf(2 * m) / dim)) for m in range(dim // 2)]
-    # the rounding of the exponent counts ln(base) times
+    # the error from rounding the exponent is multiplied by ln(base)
     torch.testing.assert_close(
         Rotary.rope(dim, base).inv_freq,
         torch.tensor(expected, dtype=torch.float64),

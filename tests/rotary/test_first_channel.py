@@ -1,4 +1,5 @@
-"""Rotary channels that do not begin at 0: the same scores as with those channels moved to the front of the head."""
+"""Rotary channels that do not begin at 0 give the same scores as if these channels were moved to the front of the
+head."""
 
 import pytest
 import support

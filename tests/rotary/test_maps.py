@@ -173,7 +173,7 @@ def test_gradients_of_the_atomic_backward(exact):
         check(exact, problem(exact, scheme(name), 60 if exact.slow else 290, seed=8, deterministic=False))
 
 
-# ---- the scheme as data
+# ---- the scheme's fields, text and lowering
 
 
 def test_groups_are_counted_within_a_chunk():

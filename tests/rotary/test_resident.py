@@ -1,4 +1,4 @@
-"""Tests tensors that stay on a GPU without a GPU: the meta device replaces it."""
+"""Tests tensors that stay on a GPU. The meta device replaces the GPU."""
 
 import subprocess
 import sys

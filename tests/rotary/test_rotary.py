@@ -310,7 +310,7 @@ def test_local():
     rotary = Rotary.rope(64).local(4)
     assert rotary.bands == (Band(0, 4, 1, 0),)
     assert rotary.two_sided_bands == (Band(-3, 4, 1, 0),)
-    assert Rotary.rope(64).rectify(11).local(11) == Rotary.rope(64).local(11)  # the far keys are gone
+    assert Rotary.rope(64).rectify(11).local(11) == Rotary.rope(64).local(11)  # the far keys are not visible
     assert rotary.local(2) == Rotary.rope(64).local(2) == Rotary.rope(64).local(2).local(4)
     assert Rotary.rope(64).local(0).bands == Rotary.rope(64).local(0).two_sided_bands == ()
 
@@ -416,7 +416,7 @@ def test_a_pickle_holds_no_hash():
     """A pickle contains no hash, because hashes of strings differ between processes."""
     rotary = Rotary.rope(64).rectify(8)
     assert hash(rotary) and "_hash" in vars(rotary) and b"_hash" not in pickle.dumps(rotary)
-    _from_text.cache_clear()  # as in a process that has not parsed this text
+    _from_text.cache_clear()  # like a process that has not parsed this text
     assert "_hash" not in vars(pickle.loads(pickle.dumps(rotary)))
 
 

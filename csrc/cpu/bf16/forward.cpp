@@ -81,7 +81,7 @@ struct Tile {
   const Workspace& workspace;
   const int64_t b, head_q, first_row;
   const int rows, head_dim_v, pairs, padded_dim;
-  const int64_t head_kv;  // as Workspace counts them
+  const int64_t head_kv;  // numbered as in Workspace
   const float factor;     // of scores, in powers of two
   alignas(64) int32_t q[STRIPS][MAX_HEAD_DIM / 2 * STRIP];
   alignas(64) float acc[STRIPS][MAX_HEAD_DIM * STRIP];

@@ -15,9 +15,10 @@ class CacheLayer(NamedTuple):
     Attributes:
         k: (batch, capacity, heads_kv, head_dim), or with a block table (pages, page_size, heads_kv, head_dim). int8 or
             uint8 if the cache is quantized.
-        v: like k. If the cache is not quantized, its head_dim may be smaller.
+        v: like k. If the cache is not quantized, its head_dim may be smaller. It may be a view of channels of k, such
+            as k[..., :512]. The values are then channels of the keys, and new tokens have no v.
         k_scale, v_scale: float32, the shapes of k and v without their last dimension, if the cache is quantized.
-        key_weight: float32 (head_dim,), factors of keys before their rotation. Only the reference backend takes it.
+        key_weight: float32 (head_dim,), factors of keys before their rotation. Values are not multiplied.
     """
 
     k: torch.Tensor
@@ -25,6 +26,33 @@ class CacheLayer(NamedTuple):
     k_scale: torch.Tensor | None = None
     v_scale: torch.Tensor | None = None
     key_weight: torch.Tensor | None = None
+
+    @property
+    def first_value(self) -> int | None:
+        """Returns which channel of k is the first one of v, or None if v is not a view of channels of k."""
+        return first_value(self.k, self.v)
+
+
+def first_value(k: torch.Tensor, v: torch.Tensor) -> int | None:
+    """Returns which channel of k (..., head_dim) is the first one of v, or None if v is not a view of channels of k.
+
+    A compiler that traces this call knows no addresses. It gets 0 where v is k or a view of k, else None.
+    """
+    if v.dtype != k.dtype or v.stride() != k.stride() or v.shape[:-1] != k.shape[:-1] or v.device != k.device:
+        return None
+    if torch.compiler.is_compiling():
+        return 0 if v is k or v._base is k else None
+    if v is k:
+        return 0
+    try:
+        if k.is_meta or not k.numel() or type(k) is not torch.Tensor:  # without addresses
+            same = k.untyped_storage()._cdata == v.untyped_storage()._cdata
+            first, rest = v.storage_offset() - k.storage_offset(), 0 if same else 1
+        else:
+            first, rest = divmod(v.data_ptr() - k.data_ptr(), k.itemsize)
+    except (RuntimeError, NotImplementedError):  # tensors of torch.func's transforms have no storage
+        return None
+    return int(first) if not rest and 0 <= first <= k.shape[-1] - v.shape[-1] else None
 
 
 class Packed(NamedTuple):

@@ -22,6 +22,7 @@ LIBRARY = Path(__file__).resolve().parents[1] / "_cuda.abi3.so"
 HEAD_DIMS = (64, 96, 128, 256)
 MAX_SEQLEN_Q = 64  # csrc/decode.h has the same values of both constants
 TILE_ROWS = 16
+OWN_VALUES = "its kernels write values of their own, here they are channels of the keys (v_cache is a view of k_cache)"
 
 
 def unsupported_reason(q: torch.Tensor, cached: bool = False) -> str:
@@ -61,13 +62,15 @@ def plan_cache(call: CacheCall, layer: CacheLayer, queries: Queries) -> EachLaye
 
 
 def append_to_cache(
-    layer: CacheLayer, k: torch.Tensor, v: torch.Tensor, tables: CacheTables, rotary: Rotary | None = None
+    layer: CacheLayer, k: torch.Tensor, v: torch.Tensor | None, tables: CacheTables, rotary: Rotary | None = None
 ) -> None:
     """Writes k, v (batch, seqlen_new, heads_kv, head_dim) after tables.seqlens, or packed k and v, in one launch.
 
     Raises:
         ValueError: rotary is given. The caller must rotate k.
     """
+    if v is None:
+        raise ValueError(f"impl='cuda' cannot serve this call: {OWN_VALUES}; use impl='triton'")
     _refuse_layer(layer)
     k_cache, v_cache = layer.k, layer.v
     if rotary is not None:

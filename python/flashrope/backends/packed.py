@@ -21,7 +21,7 @@ def append_packed(append: Callable, layer: CacheLayer, k, v, tables: CacheTables
         return
     for sequences, rows, part in addresses.runs(tables, k.shape[0]):
         own = layer if part.block_table is not None else addresses.layer_of(layer, sequences)
-        batch = (x[rows].unflatten(0, (part.seqlens.shape[0], -1)) for x in (k, v))
+        batch = (None if x is None else x[rows].unflatten(0, (part.seqlens.shape[0], -1)) for x in (k, v))
         append(own, *batch, part)
 
 

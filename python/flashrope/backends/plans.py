@@ -39,7 +39,7 @@ class EachLayer:
         self._append, self._attend, self._rotary, self._tables = append, attend, append_rotary(call), call.tables
         self._call = call.for_backend() if call.rotated_keys else call
 
-    def append(self, layer: CacheLayer, k: torch.Tensor, v: torch.Tensor) -> None:
+    def append(self, layer: CacheLayer, k: torch.Tensor, v: torch.Tensor | None) -> None:
         self._append(layer, k, v, self._tables, self._rotary)
 
     def attend(

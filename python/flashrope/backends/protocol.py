@@ -57,7 +57,7 @@ class CachePlan(Protocol):
     """Serves ``attention_with_cache`` for all layers of a step. The layers' tensors differ only in addresses and
     strides."""
 
-    def append(self, layer: CacheLayer, k: torch.Tensor, v: torch.Tensor) -> None:
+    def append(self, layer: CacheLayer, k: torch.Tensor, v: torch.Tensor | None) -> None:
         """Writes new k and v as ``CacheBackend.append_to_cache`` does, rotated first if the cache holds rotated
         keys."""
 
@@ -75,11 +75,17 @@ class CacheBackend(Protocol):
         """Returns why this backend cannot serve tensors like q, or ""."""
 
     def append_to_cache(
-        self, layer: CacheLayer, k: torch.Tensor, v: torch.Tensor, tables: CacheTables, rotary: Rotary | None = None
+        self,
+        layer: CacheLayer,
+        k: torch.Tensor,
+        v: torch.Tensor | None,
+        tables: CacheTables,
+        rotary: Rotary | None = None,
     ) -> None:
         """Writes k, v (batch, seqlen_new, heads_kv, head_dim), or packed (total_q, heads_kv, head_dim), after the slots
-        in use (tables.seqlens), or to tables.slot_mapping if it is given. Drops tokens without a slot or page. rotary:
-        a scheme from ``over_rotated_keys``, by which k is rotated first. With the CUDA backend the caller rotates k."""
+        in use (tables.seqlens), or to tables.slot_mapping if it is given. Drops tokens without a slot or page. v: None
+        if values are channels of the keys; the layer's v may then be None, too. rotary: a scheme from
+        ``over_rotated_keys``, by which k is rotated first. With the CUDA backend the caller rotates k."""
 
     def attention_with_cache(
         self, q: torch.Tensor, layer: CacheLayer, call: CacheCall

@@ -91,7 +91,7 @@ def backward(
 
 @without_autocast
 def append_to_cache(
-    layer: CacheLayer, k: torch.Tensor, v: torch.Tensor, tables: CacheTables, rotary: Rotary | None = None
+    layer: CacheLayer, k: torch.Tensor, v: torch.Tensor | None, tables: CacheTables, rotary: Rotary | None = None
 ) -> None:
     """Writes new keys and values, as ``CacheBackend`` describes."""
     if rotary is not None:

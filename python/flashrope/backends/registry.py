@@ -13,6 +13,7 @@ from .names import BACKENDS
 
 # Backends whose forward is plain PyTorch. Autograd differentiates it to any order, and compilers trace it.
 DIFFERENTIABLE = ("reference",)
+WEIGHTED = ("cpu", "reference")  # multiply the keys of a cache by key_weight
 
 
 @cache
@@ -63,8 +64,8 @@ def check_backend(
     reason = load_backend(impl).unsupported_reason(q, cached)
     if positions is not None and not reason:
         reason = unsupported_positions(impl, positions)
-    if key_weight is not None and not reason and impl != "reference":
-        reason = "key_weight is not supported by its kernels yet; use impl='reference'"
+    if key_weight is not None and not reason and impl not in WEIGHTED:
+        reason = f"key_weight is not supported by its kernels; use impl={WEIGHTED[0]!r}"
     if reason:
         raise ValueError(f"impl={impl!r} cannot serve this call: {reason}")
 

@@ -43,6 +43,10 @@ class KVCache(Cache):
             a scale per token and key head, about a half or a quarter of bfloat16's bytes. q, k, v and out keep dtype.
             ``attend`` and ``append`` quantize what they write. See k_scale in ``attention_with_cache``.
         head_dim_v: head_dim of v, a multiple of 8 up to head_dim. Default: head_dim, which a quantized cache needs.
+        values: a slice of the key's channels that are the values, a multiple of 8 up to 512 of them. The cache then
+            takes only k, and has half the memory or less. Use it for models whose values are the keys before weights
+            and rotation (see key_weight in ``attention_with_cache``), and for latent attention. head_dim may then be
+            576. Not with rotated_keys or cache_dtype. None: v has memory of its own.
 
     Attributes:
         k, v: (batch, capacity, heads_kv, head_dim or head_dim_v), with several layers (layers, batch, ...),
@@ -54,6 +58,11 @@ class KVCache(Cache):
             ``scales(i)`` returns the scales of one layer.
         rotated_keys: the Rotary of every layer, or None.
         nbytes: bytes of k and v, and of their scales.
+
+    Example of values that are channels of the keys, with half the memory:
+        cache = KVCache(2, 512, heads_kv=1, head_dim=64, dtype=torch.float32, device="cpu", values=slice(0, 64))
+        q, x, weight = torch.randn(2, 40, 8, 64), torch.randn(2, 40, 1, 64), torch.rand(64)
+        out = cache.attend(q, Rotary.rope(64), x, key_weight=weight)  # keys are weight * x, values x
 
     With several layers new tokens are written in steps. ``with cache.step(seqlen_new) as step`` checks once that there
     is room, and every layer calls ``step.attend(q, rotary, k, v, layer=i)``. The end of the block counts the tokens, in
@@ -83,6 +92,7 @@ class KVCache(Cache):
         rotated_keys: Rotary | Sequence[Rotary] | None = None,
         cache_dtype: str | None = None,
         head_dim_v: int | None = None,
+        values: slice | None = None,
     ):
         self.batch, self.capacity = check_integer("batch", batch, 1), check_integer("capacity", capacity, 1)
         self._allocate(
@@ -95,6 +105,7 @@ class KVCache(Cache):
             rotated_keys,
             cache_dtype,
             head_dim_v,
+            values,
         )
         with torch.inference_mode(False):
             self.seqlens, self.leftpad = torch.zeros(2, batch, dtype=torch.int32, device=self.k.device).unbind()
@@ -131,7 +142,11 @@ class KVCache(Cache):
         return Step(self, None, self.batch, seqlen_new, padding)
 
     def append(
-        self, k: torch.Tensor, v: torch.Tensor, impl: str | None = None, leftpad: Sequence[int] | None = None
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor | None = None,
+        impl: str | None = None,
+        leftpad: Sequence[int] | None = None,
     ) -> None:
         """Appends k, v (batch, seqlen_new, heads_kv, head_dim): seqlen_new tokens to every sequence.
 
@@ -166,7 +181,7 @@ class KVCache(Cache):
             layer: 0 to layers - 1, the layer whose keys are read. It may be None if the cache has one layer.
             leftpad: as in ``step``.
             rotary, options: as in ``attention_with_cache``: cache_leftpad, causal, softmax_scale, return_lse, impl,
-                num_splits, validate.
+                num_splits, validate, key_weight (of the layer).
 
         Returns:
             out, like q. With return_lse: (out, lse). lse is (batch, heads_q, seqlen_q).

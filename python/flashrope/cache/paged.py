@@ -58,6 +58,7 @@ class PagedKVCache(Cache):
         rotated_keys: as in ``KVCache``. Forks can share rotated keys, because forking does not move positions.
         cache_dtype: as in ``KVCache``: None, "int8" or "int4".
         head_dim_v: the head_dim of v, as in ``KVCache``.
+        values: the channels of keys that are the values, as in ``KVCache``.
 
     Attributes:
         k, v: (pages, page_size, heads_kv, head_dim or head_dim_v), with several layers (layers, pages, ...),
@@ -107,6 +108,7 @@ class PagedKVCache(Cache):
         rotated_keys: Rotary | Sequence[Rotary] | None = None,
         cache_dtype: str | None = None,
         head_dim_v: int | None = None,
+        values: slice | None = None,
     ):
         self.pages, self.page_size = check_integer("pages", pages, 1), check_integer("page_size", page_size, 16, 256)
         if page_size & (page_size - 1):
@@ -124,6 +126,7 @@ class PagedKVCache(Cache):
             rotated_keys,
             cache_dtype,
             head_dim_v,
+            values,
         )
         self._next = 0
         self._sequences: dict[int, pool.Sequence] = {}
@@ -138,7 +141,7 @@ class PagedKVCache(Cache):
 
     def _copy_pages(self, source: torch.Tensor, target: torch.Tensor) -> None:
         dimension = self.k.ndim - 4  # the dimension of pages
-        for pages in (self.k, self.v, *(x for x in (self.k_scale, self.v_scale) if x is not None)):
+        for pages in self._stored:
             pages.index_copy_(dimension, target, pages.index_select(dimension, source))
 
     @property
@@ -254,7 +257,7 @@ class PagedKVCache(Cache):
         self,
         sequences: Sequence[int],
         k: torch.Tensor,
-        v: torch.Tensor,
+        v: torch.Tensor | None = None,
         impl: str | None = None,
         leftpad: Sequence[int] | None = None,
     ) -> None:

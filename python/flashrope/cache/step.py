@@ -73,7 +73,9 @@ class Step:
             layer = next(layer for layer in range(cache.layers) if not self._written >> layer & 1)
             raise ValueError(f"layer {layer}: expected {self.seqlen_new} new keys and values in this step, got none")
 
-    def append(self, k: torch.Tensor, v: torch.Tensor, layer: int | None = None, impl: str | None = None) -> None:
+    def append(
+        self, k: torch.Tensor, v: torch.Tensor | None = None, layer: int | None = None, impl: str | None = None
+    ) -> None:
         """Writes k, v (n, seqlen_new, heads_kv, head_dim) of a layer. Raises the errors that ``attend`` raises."""
         k, v = autocast(k, v)
         own = self._cache.cache_layer(layer)

@@ -13,7 +13,7 @@ from ..backends.cache_tables import CacheLayer, CacheTables
 from ..backends.quantized import PER_BYTE
 from ..operators.autocast import autocast, autocast_hint
 from ..operators.cache_plan import CachePlan, plan_cache, plan_checked
-from ..operators.checks import DTYPES, MAX_HEAD_DIM, MAX_NARROW_HEAD_DIM, check_no_gradient
+from ..operators.checks import DTYPES, MAX_HEAD_DIM, MAX_NARROW_HEAD_DIM, MAX_SHARED_HEAD_DIM, check_no_gradient
 from ..operators.foreign_keywords import refuse_unknown
 from ..operators.functional import attention_with_cache
 from ..rotary.rotary import Rotary
@@ -65,22 +65,37 @@ class Cache:
     heads_kv: int
     head_dim: int
     head_dim_v: int
+    values: slice | None
     _layers: list[tuple[torch.Tensor, torch.Tensor]]
     _scales: list[tuple[torch.Tensor, torch.Tensor]] | None
     _cache_layers: list[CacheLayer]
     _open: OpenStep | None
 
     def _allocate(
-        self, shape: tuple[int, int], heads_kv, head_dim, dtype, device, layers, rotated_keys, cache_dtype, head_dim_v
+        self,
+        shape: tuple[int, int],
+        heads_kv,
+        head_dim,
+        dtype,
+        device,
+        layers,
+        rotated_keys,
+        cache_dtype,
+        head_dim_v,
+        values,
     ):
         self.layers, self._open = check_integer("layers", layers, 1), None
         self.rotated_keys = check_schemes(rotated_keys, head_dim, self.layers)
         self.dtype, self.cache_dtype = dtype, check_cache_dtype(cache_dtype)
         shape_of_all = shape if self.layers == 1 else (self.layers, *shape)
-        storage = allocate_storage(shape_of_all, heads_kv, head_dim, dtype, device, cache_dtype, head_dim_v)
+        self.values = check_values(values, head_dim, head_dim_v, rotated_keys, cache_dtype)
+        storage = allocate_storage(
+            shape_of_all, heads_kv, head_dim, dtype, device, cache_dtype, head_dim_v, self.values
+        )
         self.k, self.v, *scales = storage
-        self.heads_kv, self.head_dim = int(heads_kv), int(head_dim)
-        self.head_dim_v = self.head_dim if head_dim_v is None else int(head_dim_v)
+        self.heads_kv, self.head_dim, self.head_dim_v = int(heads_kv), int(head_dim), self.v.shape[-1]
+        if cache_dtype is not None:
+            self.head_dim_v = self.head_dim
         self.k_scale, self.v_scale = scales or (None, None)
         self._layers, self._scales = self._by_layer(self.k, self.v), self._by_layer(*scales) if scales else None
         self._cache_layers = [CacheLayer(*self._layers[n], *self.scales(n)) for n in range(self.layers)]
@@ -112,8 +127,14 @@ class Cache:
 
     @property
     def nbytes(self) -> int:
-        """Returns the bytes of k and v and of their scales, in all layers."""
-        return sum(x.nbytes for x in (self.k, self.v, self.k_scale, self.v_scale) if x is not None)
+        """Returns the bytes of k and v and of their scales, in all layers. Values that are channels of k add none."""
+        return sum(x.nbytes for x in self._stored)
+
+    @property
+    def _stored(self) -> list[torch.Tensor]:
+        """Returns the tensors that have memory of their own."""
+        v = self.v if self.values is None else None
+        return [x for x in (self.k, v, self.k_scale, self.v_scale) if x is not None]
 
     def refuse_in_step(self, call: str) -> None:
         if self._open is not None:
@@ -146,11 +167,13 @@ class Cache:
         plans: the plans of a step, by their options. options: keyword arguments of ``attend``.
         """
         own = self.cache_layer(layer)
+        if (key_weight := options.pop("key_weight", None)) is not None:
+            own = own._replace(key_weight=key_weight)
         sinks, return_lse = options.pop("sinks", None), options.pop("return_lse", False)
         q, k, v = autocast(q, k, v)
         if not isinstance(q, torch.Tensor):
             raise TypeError(f"q: expected a tensor, got {type(q).__name__}")
-        key = (rotary, tables.new, q.shape, q.dtype, *options.items())
+        key = (rotary, tables.new, q.shape, q.dtype, key_weight is None, *options.items())
         if (plan := plans.get(key)) is None:
             if options:
                 tables = self._with_options(tables, options)
@@ -207,11 +230,11 @@ class Cache:
         """Appends k, v (layers, n, seqlen_new, heads_kv, head_dim) to all layers in one step."""
         with step:
             for layer in range(self.layers):
-                step.append(k[layer], v[layer], layer, impl)
+                step.append(k[layer], None if v is None else v[layer], layer, impl)
 
     def _new_of_layers(self, k, v) -> int:
         """Checks k and v, which have a leading dimension of layers, and returns their seqlen_new."""
-        for name, x in (("k", k), ("v", v)):
+        for name, x in new_tensors(k, v, self):
             if not isinstance(x, torch.Tensor):
                 raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
             if x.ndim != 5 or x.shape[0] != self.layers:
@@ -223,17 +246,20 @@ class Cache:
 
 
 def allocate_storage(
-    shape: tuple[int, ...], heads_kv, head_dim, dtype, device, cache_dtype=None, head_dim_v=None
+    shape: tuple[int, ...], heads_kv, head_dim, dtype, device, cache_dtype=None, head_dim_v=None, values=None
 ) -> list[torch.Tensor]:
     """Checks the arguments and returns k and v (*shape, heads_kv, head_dim or head_dim_v), and for a cache_dtype also
-    k_scale and v_scale (*shape, heads_kv).
+    k_scale and v_scale (*shape, heads_kv). values: the channels of k that v is a view of. None: v has its own memory.
 
     On the CPU the memory layout is heads-first, so that the keys of a head are contiguous: decoding reads them in half
     the time. On a GPU it is rows-first, except for the scales.
     """
     largest, why = (MAX_HEAD_DIM, "") if cache_dtype is None else (MAX_NARROW_HEAD_DIM, f" in a cache of {cache_dtype}")
     heads_kv, head_dim = check_integer("heads_kv", heads_kv, 1), check_integer("head_dim", head_dim, 8)
-    if head_dim % 8 or head_dim > largest:
+    if values is not None and head_dim == MAX_SHARED_HEAD_DIM:
+        pass
+    elif head_dim % 8 or head_dim > largest:
+        why += f", or {MAX_SHARED_HEAD_DIM} with values=" if cache_dtype is None else ""
         raise ValueError(f"head_dim: expected a multiple of 8 up to {largest}{why}, got {head_dim}")
     head_dim_v = head_dim if head_dim_v is None else check_integer("head_dim_v", head_dim_v, 8)
     if head_dim_v % 8 or head_dim_v > head_dim:
@@ -252,16 +278,42 @@ def allocate_storage(
     codes = CACHE_DTYPES.get(cache_dtype, dtype)
     per_byte = PER_BYTE.get(codes, 1)
     rows: list[tuple[tuple[int, ...], torch.dtype]] = [((x // per_byte,), codes) for x in (head_dim, head_dim_v)]
+    if values is not None:
+        rows = rows[:1]
     if cache_dtype is not None:
         rows += [((), torch.float32)] * 2
     *outer, slots = shape
     with torch.inference_mode(False):  # a tensor made in inference mode cannot be written to outside it
-        return [
+        storage = [
             torch.empty(*outer, heads_kv, slots, *row, dtype=x, device=device).transpose(len(outer), len(outer) + 1)
             if kind == "cpu" or not row
             else torch.empty(*shape, heads_kv, *row, dtype=x, device=device)
             for row, x in rows
         ]
+        return storage if values is None else [storage[0], storage[0][..., values]]
+
+
+def check_values(values, head_dim, head_dim_v, rotated_keys, cache_dtype) -> slice | None:
+    """Returns the argument values as a slice with a start and a stop.
+
+    Raises:
+        TypeError, ValueError: what was expected and what came.
+    """
+    if values is None:
+        return None
+    if not isinstance(values, slice):
+        raise TypeError(f"values: expected a slice of the channels of the keys, or None, got {values!r}")
+    start, stop, step = values.indices(check_integer("head_dim", head_dim, 8))
+    width = stop - start
+    if step != 1 or width % 8 or not 8 <= width <= MAX_HEAD_DIM:
+        raise ValueError(
+            f"values: expected a slice of consecutive channels, a multiple of 8 up to {MAX_HEAD_DIM} of them, "
+            f"got {values!r} of head_dim {head_dim}"
+        )
+    for name, given in (("head_dim_v", head_dim_v), ("rotated_keys", rotated_keys), ("cache_dtype", cache_dtype)):
+        if given is not None:
+            raise ValueError(f"{name}: not supported beside values, which are channels of the raw keys, got {given!r}")
+    return slice(start, stop)
 
 
 def check_cache_dtype(cache_dtype: str | None) -> str | None:
@@ -311,6 +363,8 @@ def check_scheme(rotary, own: Rotary, layer: int | None) -> None:
 def describe(cache: Cache) -> str:
     layers = f", layers={cache.layers}" if cache.layers > 1 else ""
     values = f", head_dim_v={cache.head_dim_v}" if cache.head_dim_v != cache.head_dim else ""
+    if cache.values is not None:
+        values = f", values={cache.values.start}:{cache.values.stop}"
     keys = ", rotated keys" if cache.rotated_keys else ""
     codes = f", cache_dtype={cache.cache_dtype!r}" if cache.cache_dtype else ""
     return (
@@ -352,10 +406,19 @@ def check_queries(q, batch: int) -> None:
         raise ValueError(f"q: expected shape ({batch}, seqlen_q, heads_q, head_dim), got {tuple(q.shape)}")
 
 
+def new_tensors(k, v, cache: Cache) -> list[tuple[str, Any]]:
+    """Returns (name, tensor) of what a cache stores of new tokens: k and v, or k alone if values are its channels."""
+    if cache.values is None:
+        return [("k", k), ("v", v)]
+    if v is not None:
+        raise ValueError("v: expected None, because the values of this cache are channels of its keys, got a tensor")
+    return [("k", k)]
+
+
 def count_new(k, v, cache: Cache, batch: int) -> int:
     """Checks the first dimension of new k, v (batch, seqlen_new, heads_kv, head_dim) and returns seqlen_new. The plan
     checks the rest."""
-    for name, x in (("k", k), ("v", v)):
+    for name, x in new_tensors(k, v, cache):
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
     if k.ndim != 4 or k.shape[0] != batch:
@@ -367,8 +430,8 @@ def count_new(k, v, cache: Cache, batch: int) -> int:
 def check_new(k, v, cache: Cache, batch: int) -> int:
     """Checks new k, v (batch, seqlen_new, heads_kv, head_dim) against the cache. Returns seqlen_new."""
     seqlen_new = count_new(k, v, cache, batch)
-    for name, x, width in (("k", k, cache.head_dim), ("v", v, cache.head_dim_v)):
-        expected = (batch, seqlen_new, cache.heads_kv, width)
+    for name, x in new_tensors(k, v, cache):
+        expected = (batch, seqlen_new, cache.heads_kv, cache.head_dim if name == "k" else cache.head_dim_v)
         if x.shape != expected:
             raise ValueError(f"{name}: expected shape {expected}, got {tuple(x.shape)}")
         if x.dtype != cache.dtype:

@@ -22,6 +22,10 @@ class Family(NamedTuple):
             whole heads in transformers 5, and fail in 4.57.
         base: the base of a family whose configuration does not contain it.
         alpha: whether its code reads alpha under the rope type "dynamic".
+        latent: whether it has multi-head latent attention. The first qk_nope_head_dim channels of a head do not rotate,
+            and the other qk_rope_head_dim channels do. Values have v_head_dim channels.
+        reorders: whether its attention pairs channels 2m and 2m + 1 if rope_interleave is set or missing, and moves
+            them qk_rope_head_dim / 2 channels apart. A converted model gets q and k in the new order.
         mrope: "sections" or "interleaved", the order in which pairs get a coordinate of the position. Other families
             with mrope_section have other orders. The order of cohere_compass_text differs between 5.17 and 5.23.
         packs: False: its forward makes masks without position_ids, so the stock model mixes up packed sequences.
@@ -38,6 +42,8 @@ class Family(NamedTuple):
     partial: bool = False
     base: float | None = None
     alpha: bool = False
+    latent: bool = False
+    reorders: bool = False
     mrope: str = ""
     packs: bool = True
     not_batched: str = ""
@@ -47,11 +53,18 @@ class Family(NamedTuple):
 TESTED = Family(tested=True)
 SCALES_AFTER = "scales every channel of queries and keys after their rotation"
 PASSES_NOTHING = "does not pass them on"
+SELECTS_KEYS = "attends only to the keys that its indexer selects (sparse attention), which the kernels cannot express"
+KEEPS_LATENTS = "keeps latents, which transformers' pages have no room for"
+OF_TWO_WIDTHS = "has layers of two head_dims, and transformers' pages have one"
+LATENT = Family(tested=True, latent=True, reorders=True, not_batched=KEEPS_LATENTS)
 FAMILIES: dict[str, Family] = {
     "afmoe": Family(tested=True, sliding_only=True, packs=False),
     "apertus": TESTED,
     "arcee": TESTED,
     "aria_text": TESTED,
+    "axk1": LATENT,
+    "axk2": Family(refused=SELECTS_KEYS),
+    "bailing_hybrid": LATENT,
     "bamba": Family(partial=True),
     "bitnet": TESTED,
     "blt": Family(interleaved=True),
@@ -65,10 +78,13 @@ FAMILIES: dict[str, Family] = {
     "cohere2_moe": Family(tested=True, interleaved=True),
     "cosmos3_edge_text": Family(mrope="interleaved"),
     "cwm": TESTED,
+    "deepseek_v2": LATENT._replace(interleaved=True, reorders=False),
+    "deepseek_v3": LATENT,
+    "deepseek_v32": Family(refused=SELECTS_KEYS),
     "diffllama": Family(tested=True, not_batched="attends twice in a layer"),
     "dots1": TESTED,
     "dots3_note_audio_encoder": Family(partial=True),
-    "dots3_note_text": Family(partial=True),
+    "dots3_note_text": Family(refused=SELECTS_KEYS),
     "efficientloftr": Family(partial=True),
     "ernie4_5": Family(tested=True, interleaved=True),
     "ernie4_5_moe": Family(tested=True, interleaved=True),
@@ -82,12 +98,17 @@ FAMILIES: dict[str, Family] = {
     "gemma2": Family(tested=True, vllm="Gemma2ForCausalLM"),
     "gemma3_text": Family(tested=True, vllm="Gemma3ForCausalLM"),
     "gemma3n_text": TESTED,
+    "gemma4_text": Family(tested=True, not_batched=OF_TWO_WIDTHS, vllm="Gemma4ForCausalLM"),
+    "gemma4_unified_text": Family(tested=True, not_batched=OF_TWO_WIDTHS),
     "glm": Family(tested=True, interleaved=True, partial=True),
     "glm4": Family(tested=True, interleaved=True, partial=True, vllm="Glm4ForCausalLM"),
     "glm4_moe": Family(tested=True, partial=True),
+    "glm4_moe_lite": LATENT,
     "glm4v_moe_text": Family(tested=True, partial=True, mrope="sections"),
     "glm4v_text": Family(tested=True, interleaved=True, partial=True, mrope="sections"),
+    "glm5_next_text": Family(refused=SELECTS_KEYS),
     "glm_image_text": Family(partial=True, mrope="sections"),
+    "glm_moe_dsa": Family(refused=SELECTS_KEYS),
     "glm_ocr_text": Family(tested=True, interleaved=True, partial=True, mrope="sections"),
     "glmasr_encoder": Family(partial=True),
     "gpt_neox": Family(tested=True, partial=True),
@@ -104,22 +125,28 @@ FAMILIES: dict[str, Family] = {
     "hunyuan_v1_moe": Family(refused=SCALES_AFTER, alpha=True),
     "hunyuan_vl_text": Family(alpha=True),
     "hy_v3": TESTED,
+    "hy_v4": Family(refused=SELECTS_KEYS),
     "hyperclovax": TESTED,
     "jais2": TESTED,
     "jetmoe": TESTED,
+    "kimi_linear": Family(refused="rotates nothing: its layers have no rotary embedding"),
     "kolibri1": Family(sliding_only=True),
     "laguna": Family(tested=True, partial=True),
     "lfm2": TESTED,
     "lfm2_moe": TESTED,
     "llama": Family(tested=True, vllm="LlamaForCausalLM"),
     "llama4_text": Family(interleaved=True),
+    "longcat_flash": LATENT,
     "mellum": TESTED,
     "mimo_v2_flash": Family(partial=True),
+    "minicpm3": LATENT._replace(reorders=False),
     "minimax_m2": Family(tested=True, partial=True),
     "minimax_m3_vl_text": Family(partial=True),
     "ministral": TESTED,
     "ministral3": TESTED,
     "mistral": Family(tested=True, vllm="MistralForCausalLM"),
+    "mistral4": LATENT._replace(partial=True),
+    "mistral_large4_text": Family(refused=SELECTS_KEYS),
     "mixtral": Family(tested=True, vllm="MixtralForCausalLM"),
     "modernbert-decoder": Family(tested=True, not_batched=PASSES_NOTHING),
     "moonshine": Family(interleaved=True, partial=True),
@@ -168,6 +195,7 @@ FAMILIES: dict[str, Family] = {
     "starcoder2": TESTED,
     "step3p5": Family(partial=True),
     "vaultgemma": TESTED,
+    "youtu": LATENT,
     "zaya": Family(partial=True),
 }
 

@@ -63,7 +63,10 @@ class Step(NamedTuple):
 def config_steps(config, layer_type: str | None = None, seqlen: int | None = None) -> list[Step]:
     """Returns the steps for ``Rotary.from_hf_config``. Arguments and errors are the same."""
     steps = model_steps(config, layer_type, seqlen)
-    params = _parameters(config, getattr(config, "model_type", "") or "", layer_type)
+    model_type = getattr(config, "model_type", "") or ""
+    params = _parameters(config, model_type, layer_type)
+    if family(model_type).reorders and getattr(config, "rope_interleave", True):  # q and k of the projections
+        steps[0] = Step("rope", {**steps[0].arguments, "interleaved": True})
     if params and params.get("llama_4_scaling_beta"):
         length, beta = _training_length(params, config), params["llama_4_scaling_beta"]
         steps.append(Step("log_steps", {"floor_scale": length, "attn_scale": beta, "first": 0}))
@@ -74,7 +77,8 @@ def model_steps(config, layer_type: str | None = None, seqlen: int | None = None
     """Returns the steps that build the scheme for the attention of a transformers model.
 
     The model's own module scales queries by their positions (``llama_4_scaling_beta``), so no step scales them. The
-    other arguments are those of ``Rotary.from_hf_config``.
+    modules of latent attention reorder interleaved channels before the attention function sees them, so their pairs are
+    halves. The other arguments are those of ``Rotary.from_hf_config``.
 
     Args:
         chunked: False ignores ``dual_chunk_attention_config``.
@@ -104,8 +108,12 @@ def model_steps(config, layer_type: str | None = None, seqlen: int | None = None
     rotary_dim = _rotary_dim(config, params, of_family, head_dim)
     if rope_type == "proportional":
         rotary_dim = head_dim
-    _refuse_ignored(params, model_type, rope_type, rotary_dim, head_dim)
     rope = {"head_dim": head_dim, "base": params["rope_theta"], "rotary_dim": rotary_dim}
+    if of_family.latent:
+        _check_latent(config, params, rotary_dim)
+        rope["first_channel"] = config.qk_nope_head_dim
+    else:
+        _refuse_ignored(params, model_type, rope_type, rotary_dim, head_dim)
     changes, attention_factor = RULES[rope_type](rotary_dim // 2, params, config, seqlen)
     steps = [Step("rope", rope | {"interleaved": of_family.interleaved}), *changes]
     if attention_factor != 1:
@@ -126,7 +134,19 @@ def _rotary_dim(config, params: dict[str, Any], of_family: Family, head_dim: int
     if rotary_dim is not None:
         return rotary_dim
     partial = params.get("partial_rotary_factor")
+    if of_family.latent and not of_family.partial:  # mistral4's is a share of the whole head
+        head_dim = config.qk_rope_head_dim
     return int(head_dim * (1.0 if partial is None else partial))
+
+
+def _check_latent(config, params: dict[str, Any], rotary_dim: int) -> None:
+    """Refuses a latent attention of which only some of the qk_rope_head_dim channels would rotate."""
+    if rotary_dim != config.qk_rope_head_dim:
+        raise ValueError(
+            f"config: partial_rotary_factor = {params.get('partial_rotary_factor')} would rotate {rotary_dim} of "
+            f"qk_rope_head_dim = {config.qk_rope_head_dim} channels, which the code of {config.model_type!r} in "
+            "transformers does not"
+        )
 
 
 def _mrope_is_interleaved(model_type: str, params: dict[str, Any]) -> bool:
@@ -145,10 +165,11 @@ def _mrope_is_interleaved(model_type: str, params: dict[str, Any]) -> bool:
 
 
 def _refuse_by_field(config) -> None:
-    if getattr(config, "qk_rope_head_dim", None):
+    if getattr(config, "qk_rope_head_dim", None) and not family(getattr(config, "model_type", None) or "").latent:
         raise ValueError(
-            "config: qk_rope_head_dim means multi-head latent attention, whose rotated channels are separate and "
-            "shared by all heads; raw q and k do not have that layout"
+            "config: qk_rope_head_dim means multi-head latent attention, whose layout of channels is known for "
+            f"model_type {', '.join(families_with('latent'))} alone, got {getattr(config, 'model_type', None)!r}; "
+            "build the scheme with Rotary.rope(head_dim, base, rotary_dim, interleaved, first_channel)"
         )
     if getattr(config, "alibi", False):
         raise ValueError("config: alibi is set: this model adds a bias to its scores and rotates nothing")
@@ -245,6 +266,9 @@ def _rope_type(params: dict[str, Any]) -> str:
 
 
 def _head_dim(config, layer_type: str | None) -> int:
+    """Returns the number of channels of a query and of a key."""
+    if family(getattr(config, "model_type", None) or "").latent:
+        return config.qk_nope_head_dim + config.qk_rope_head_dim
     if layer_type == "full_attention" and getattr(config, "global_head_dim", None):  # checkpoints of gemma4
         return config.global_head_dim
     if layer_type is not None and getattr(config, "is_heterogeneous", False):  # transformers 5

@@ -128,6 +128,13 @@ def plan_checked(
         check_slot_mapping(packed.slot_mapping, q)
     if rotated_keys is not False:
         check_rotated_keys(rotated_keys, rotary)
+        if rotated_keys and layer.first_value is not None:
+            raise ValueError(
+                "rotated_keys: expected False where v_cache is a view of k_cache, because values are channels of raw "
+                "keys, got True"
+            )
+        if rotated_keys and layer.key_weight is not None:
+            raise ValueError("key_weight: not supported for rotated_keys (it multiplies raw keys), got a tensor")
     if rotary.head_dim > MAX_NARROW_HEAD_DIM:
         refuse_beside_wide_heads(rotary.head_dim, layer.k_scale is not None, rotated_keys, positions is not None)
     scale, num_splits = check_options(causal, softmax_scale, q), check_num_splits(num_splits)
@@ -169,6 +176,7 @@ class CachePlan:
         "_impl",
         "_queries",
         "_layer",
+        "_first_value",
         "_tables",
         "_backend",
         "_written",
@@ -181,7 +189,7 @@ class CachePlan:
 
     def __init__(self, call: CacheCall, impl: str, queries: Queries, like: CacheLayer):
         self._call, self._impl, self._queries, self._tables = call, impl, queries, call.tables
-        self._layer = like
+        self._layer, self._first_value = like, like.first_value
         self._backend: Any = None  # the backend's plan, made by the first plain call
         self._written: set[int] = set()  # addresses of the keys of layers that hold the new tokens
         self._stored = False  # slot_positions holds the positions of the new tokens
@@ -200,7 +208,7 @@ class CachePlan:
         self._backend, self._stored = None, False
         self._written.clear()
 
-    def append(self, layer: CacheLayer, k: torch.Tensor, v: torch.Tensor) -> None:
+    def append(self, layer: CacheLayer, k: torch.Tensor, v: torch.Tensor | None = None) -> None:
         """Writes the new keys and values of a layer, which ``attend`` without k and v then sees.
 
         Args:
@@ -214,11 +222,12 @@ class CachePlan:
         self._check_new(k, v)
         if not k.shape[-3]:
             return
-        if is_plain(layer.k, layer.v, k, v, self._tables.seqlens):
+        new = (k,) if v is None else (k, v)
+        if is_plain(layer.k, layer.v, *new, self._tables.seqlens):
             self._write(self._planned(), layer, k, v)
             return
         if transforming():
-            check_no_tangents(layer.k, layer.v, k, v)
+            check_no_tangents(layer.k, layer.v, *new)
         self._write_by_operator(layer, k, v)
 
     def attend(
@@ -238,7 +247,8 @@ class CachePlan:
             q: (batch, seqlen_q, heads_q, head_dim), or packed (total_q, heads_q, head_dim), of the plan's shape.
             layer: the caches of the layer.
             k, v: (batch, seqlen_new, heads_kv, head_dim), or packed (total_q, heads_kv, head_dim). None: the layer
-                holds the new tokens already, from ``append`` or an earlier ``attend``.
+                holds the new tokens already, from ``append`` or an earlier ``attend``. v is None also where the
+                layer's v is a view of channels of its k.
             sinks, return_lse: as in ``attention_with_cache``.
             out: where to write the result: contiguous, of q's type, like q but as wide as the values. None: a new
                 tensor.
@@ -282,7 +292,7 @@ class CachePlan:
 
     def _run(self, q, layer: CacheLayer, k, v, sinks, return_lse: bool, out=None):
         """Does what ``attend`` does, after its arguments were checked."""
-        new = (k, v) if k is not None and k.shape[-3] else ()
+        new = () if k is None or not k.shape[-3] else (k,) if v is None else (k, v)
         if is_plain(q, layer.k, layer.v, self._tables.seqlens, *new):
             plan = self._planned()
             if new:
@@ -302,7 +312,10 @@ class CachePlan:
 
     def _write_by_operator(self, layer: CacheLayer, k, v) -> None:
         rotary = self._call.rotary.text if self._call.rotated_keys else None
-        leaves = *flatten(CacheLayer, layer), k, v, *flatten(CacheTables, self._tables)
+        own = flatten(CacheLayer, layer)
+        if v is None:
+            own[CacheLayer._fields.index("v")] = None
+        leaves = *own, k, v, *flatten(CacheTables, self._tables)
         OPERATORS.append_to_cache(*leaves, rotary, self._impl)
 
     def _write(self, plan, layer: CacheLayer, k, v) -> None:
@@ -353,6 +366,11 @@ class CachePlan:
                 raise ValueError(f"layer.{name}: expected strides {own.stride()} as in the plan, got {x.stride()}")
             if x.requires_grad:
                 check_no_gradient(f"layer.{name}", x)
+        if self._first_value is not None and layer.first_value != self._first_value:
+            raise ValueError(
+                f"layer.v: expected a view of layer.k from channel {self._first_value} on as in the plan, got another "
+                "tensor"
+            )
 
     def _check_new(self, k, v) -> None:
         queries, tables, own = self._queries, self._tables, self._layer.k
@@ -361,8 +379,12 @@ class CachePlan:
             rows = (*rows, new)
         elif not new.appends and new.slot_mapping is None:
             raise ValueError("k: expected None, since tables.new neither appends nor has a slot_mapping, got a tensor")
-        widths = queries.shape[-1], cached_out_shape(queries, self._layer)[-1]
-        for name, x, width in (("k", k, widths[0]), ("v", v, widths[1])):
+        widths: tuple[int, ...] = queries.shape[-1], cached_out_shape(queries, self._layer)[-1]
+        if v is None and (self._first_value is not None or torch.compiler.is_compiling()):
+            widths = widths[:1]
+        elif self._first_value is not None and not torch.compiler.is_compiling():
+            raise ValueError("v: expected None, because layer.v is a view of channels of layer.k, got a tensor")
+        for name, x, width in zip("kv", (k, v), widths, strict=False):
             shape = (*rows, own.shape[2], width)
             if not isinstance(x, torch.Tensor):
                 raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")

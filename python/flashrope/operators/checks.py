@@ -10,7 +10,7 @@ from typing import NoReturn
 import torch
 import torch.nn.functional as F
 
-from ..backends.cache_tables import ONE_PER_QUERY, CacheTables
+from ..backends.cache_tables import ONE_PER_QUERY, CacheTables, first_value
 from ..backends.calls import MAX_SPLITS
 from ..backends.quantized import PER_BYTE
 from ..backends.registry import DIFFERENTIABLE
@@ -22,6 +22,7 @@ from .autocast import autocast_hint
 CACHES = ("k_cache", "v_cache")
 MAX_HEAD_DIM = 512
 MAX_NARROW_HEAD_DIM = 256  # beyond: no quantized caches, no rotated keys, no explicit positions of cached tokens
+MAX_SHARED_HEAD_DIM = 576  # of keys whose channels are the values: latent attention's 512, and 64 that rotate
 MANY_HEADS = 128  # more heads than any known model has with as many key heads; with fewer key heads some have 256
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -75,7 +76,9 @@ def check_tensors(
     head_dim, heads_q, heads_kv = shape_q[-1], shape_q[-2], shape_k[-2]
     if shape_k[-1] != head_dim:
         raise ValueError(f"{names[0]}: expected head_dim {head_dim} as in q, got {shape_k[-1]}")
-    if head_dim % 8 or not 8 <= head_dim <= MAX_HEAD_DIM:
+    if names is CACHES and head_dim == MAX_SHARED_HEAD_DIM:
+        pass  # check_cache asks for values that are channels of the keys
+    elif head_dim % 8 or not 8 <= head_dim <= MAX_HEAD_DIM:
         raise ValueError(f"q: expected head_dim to be a multiple of 8 up to {MAX_HEAD_DIM}, got {head_dim}")
     if v.shape != shape_k and scales is None:
         _check_values(names, v.shape, shape_k)
@@ -232,16 +235,37 @@ def check_cache(
     packed: (cu_seqlens_q, max_seqlen_q) of packed q, k and v. scales: (k_scale, v_scale). positions: the cache has
     those of its slots.
     """
-    if (k is None) != (v is None):
+    shared = _shared_values(k_cache, v_cache, k is not None and v is None)
+    if k is None and v is not None:
+        raise ValueError("k: expected both or none of k and v, got only v")
+    if k is not None and v is None and shared is None:
         raise ValueError(
-            f"{'k' if k is None else 'v'}: expected both or none of k and v, got only {'v' if k is None else 'k'}"
+            "v: expected both or none of k and v, got only k; v is None where v_cache is a view of channels of k_cache"
         )
-    new = (("k", k), ("v", v)) if k is not None else ()
+    if isinstance(v, torch.Tensor) and v.numel() and shared is not None:
+        raise ValueError(
+            f"v: expected None, because v_cache is a view of k_cache from channel {shared} on, so that keys bring the "
+            "values, got a tensor"
+        )
+    new = [(name, x) for name, x in (("k", k), ("v", v)) if x is not None]
     rank = 3 if packed else 4
     quantized = (
         scales[0] is not None or scales[1] is not None or (type(k_cache) is torch.Tensor and k_cache.dtype in PER_BYTE)
     )
+    if quantized and shared is not None:
+        raise ValueError(
+            "v_cache: a view of k_cache is not supported in quantized caches, got a view from channel "
+            f"{shared} on; give quantized values memory of their own"
+        )
     shape_q, shape_cache = check_tensors(q, k_cache, v_cache, rotary, rank, CACHES, new, scales if quantized else None)
+    if shape_q[-1] == MAX_SHARED_HEAD_DIM:
+        if shared is None and not torch.compiler.is_compiling():
+            raise ValueError(
+                f"q: expected head_dim to be a multiple of 8 up to {MAX_HEAD_DIM}, or {MAX_SHARED_HEAD_DIM} "
+                f"where v_cache is a view of channels of k_cache, got {MAX_SHARED_HEAD_DIM}"
+            )
+        if v_cache.shape[-1] > MAX_HEAD_DIM:
+            raise ValueError(f"v_cache: expected at most {MAX_HEAD_DIM} channels of k_cache, got {v_cache.shape[-1]}")
     rows, capacity, heads_kv, head_dim = shape_cache
     batch = shape_q[0]
     if packed:
@@ -260,15 +284,30 @@ def check_cache(
     if new:
         seqlen_new = k.shape[1] if rank == 4 else ONE_PER_QUERY
         expected = (batch, seqlen_new, heads_kv) if rank == 4 else (shape_q[0], heads_kv)
-        for (name, x), width in zip(new, (head_dim, head_dim if quantized else v_cache.shape[-1]), strict=True):
+        for (name, x), width in zip(new, (head_dim, head_dim if quantized else v_cache.shape[-1]), strict=False):
             if x.shape != (*expected, width):
                 raise ValueError(f"{name}: expected shape {(*expected, width)}, got {tuple(x.shape)}")
-    new_requires_grad = k is not None and (k.requires_grad or v.requires_grad)
+    new_requires_grad = any(x.requires_grad for _, x in new)
     if torch.is_grad_enabled() and (
         q.requires_grad or k_cache.requires_grad or v_cache.requires_grad or new_requires_grad
     ):
         raise ValueError("q, k, v: expected no gradient to be asked for; use torch.no_grad(), or attention in training")
     return capacity, seqlen_new
+
+
+def _shared_values(k_cache, v_cache, only_keys: bool) -> int | None:
+    """Returns ``first_value`` of the caches, or None for what is not two tensors of four dimensions.
+
+    only_keys: the call brings k without v. A compiler then takes v_cache for a view of k_cache where both are views of
+        one tensor with equal strides.
+    """
+    tensors = isinstance(k_cache, torch.Tensor) and isinstance(v_cache, torch.Tensor)
+    if not tensors or k_cache.ndim != 4 or v_cache.ndim != 4:
+        return None
+    if torch.compiler.is_compiling() and only_keys and v_cache._base is not None:
+        related = v_cache._base is k_cache or v_cache._base is k_cache._base
+        return 0 if related and v_cache.stride() == k_cache.stride() else None
+    return first_value(k_cache, v_cache)
 
 
 def refuse_beside_wide_heads(head_dim: int, quantized: bool, rotated_keys: bool, positions: bool) -> None:

@@ -272,6 +272,7 @@ def attention_with_cache(
     rotated_keys: bool = False,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    key_weight: torch.Tensor | None = None,
     page_positions: torch.Tensor | None = None,
     page_first: torch.Tensor | None = None,
     page_lengths: torch.Tensor | None = None,
@@ -304,11 +305,16 @@ def attention_with_cache(
             head_dim). The call writes to them in place. In memory they must not overlap each other, k or v, and no two
             of their elements may share an address. head_dim is a multiple of 8 up to 512. Beyond 256, quantized
             caches, rotated_keys and explicit positions are not supported. v_cache may have a smaller head_dim than
-            k_cache, except in quantized caches and with impl="cuda".
+            k_cache, except in quantized caches and with impl="cuda". It may also be a view of channels of k_cache, such
+            as ``k_cache[..., :512]``: the values are then channels of the raw keys, v is None, and memory holds each
+            row once. head_dim may then be 576, with at most 512 of its channels as values. Such a view is not supported
+            in quantized caches or with rotated_keys.
         cache_seqlens: (batch,) int32, the slots in use before this call, left padding included. The call does not
             change them.
         k, v: (batch, seqlen_new, heads_kv, head_dim), with the head_dim of their caches, or both None if the cache is
-            complete.
+            complete. v is None if v_cache is a view of k_cache.
+        key_weight: (head_dim,) float32, factors of the channels of keys before their rotation. Values are not
+            multiplied, so a cache of x alone serves keys g * x and values x. Not supported with gradients.
         block_table: (batch, max_pages) int32, the page of every page_size slots of a sequence. Entries beyond a
             sequence's length may hold anything. page_size is a power of two, at least 16.
         cache_leftpad: (batch,) int32, the first valid slot of each sequence. Positions count from it.
@@ -357,7 +363,7 @@ def attention_with_cache(
     """
     if unknown:
         refuse_unknown(attention_with_cache, unknown)
-    layer = CacheLayer(k_cache, v_cache, k_scale, v_scale)
+    layer = CacheLayer(k_cache, v_cache, k_scale, v_scale, key_weight)
     explicit = CachePositions.of(page_positions, page_first, page_lengths, slot_positions, positions)
     new = k.shape[1] if isinstance(k, torch.Tensor) and k.ndim == 4 else 0
     tables = CacheTables(cache_seqlens, block_table, cache_leftpad, new, explicit)
@@ -389,6 +395,7 @@ def attention_varlen_with_cache(
     rotated_keys: bool = False,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    key_weight: torch.Tensor | None = None,
     page_positions: torch.Tensor | None = None,
     page_first: torch.Tensor | None = None,
     page_lengths: torch.Tensor | None = None,
@@ -417,13 +424,15 @@ def attention_varlen_with_cache(
         cache_seqlens: (sequences,) int32, slots in use, left padding included. If this call appends k and v, the slots
             in use before the call. Without k, or with slot_mapping, the new tokens are included.
         max_seqlen_q: upper bound of the sequences' rows. Rows beyond it are not computed.
-        k, v: (total_q, heads_kv, head_dim), the new raw keys and values of q's tokens, or both None.
+        k, v: (total_q, heads_kv, head_dim), the new raw keys and values of q's tokens, or both None. v is None if
+            v_cache is a view of k_cache.
         slot_mapping: (total_q,) int32 or int64, the slot of the whole cache, page * page_size + row, to which each new
             key and value is written, for engines that assign slots. Negative: the token is not written. None: new
             tokens are written after cache_seqlens.
         block_table, cache_leftpad, num_splits, validate: as in ``attention_with_cache``.
         rotary, causal, softmax_scale, sinks, return_lse: as in ``attention``.
-        k_scale, v_scale, page_positions, page_first, page_lengths, slot_positions: as in ``attention_with_cache``.
+        k_scale, v_scale, key_weight, page_positions, page_first, page_lengths, slot_positions: as in
+            ``attention_with_cache``.
         positions: (total_q,) or (total_q, axes), otherwise as in ``attention_with_cache``. New keys with slot_mapping
             and slot_positions need it.
         rotated_keys: as in ``attention_with_cache``. Rows outside every sequence have no position, so their
@@ -440,7 +449,7 @@ def attention_varlen_with_cache(
     """
     if unknown:
         refuse_unknown(attention_varlen_with_cache, unknown)
-    layer = CacheLayer(k_cache, v_cache, k_scale, v_scale)
+    layer = CacheLayer(k_cache, v_cache, k_scale, v_scale, key_weight)
     explicit = CachePositions.of(page_positions, page_first, page_lengths, slot_positions, positions)
     new = Packed(cu_seqlens_q, max_seqlen_q, slot_mapping, k is not None and slot_mapping is None)
     tables = CacheTables(cache_seqlens, block_table, cache_leftpad, new, explicit)

@@ -122,8 +122,10 @@ LIBRARY.define(
 
 
 # A call over a cache takes two operators: the first writes to the cache, and the second only reads it.
+# Where values are channels of the keys, v and new_v are None: the operator must not write one memory by two names.
 LIBRARY.define(
-    f"append_to_cache({schema_of(CacheLayer, written=('k', 'v', 'k_scale', 'v_scale'))}, Tensor new_k, Tensor new_v, "
+    f"append_to_cache({schema_of(CacheLayer, written=('k', 'v', 'k_scale', 'v_scale'), absent=('v',))}, "
+    "Tensor new_k, Tensor? new_v, "
     f"{schema_of(CacheTables, written=('slot_positions',))}, str? rotary, str impl) -> ()"
 )
 LIBRARY.define(

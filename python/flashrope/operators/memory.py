@@ -17,6 +17,8 @@ Dimensions = tuple[tuple[int, int, int], ...]  # (stride, lowest index, highest 
 def check_append(layer: CacheLayer, k, v, tables: CacheTables) -> None:
     """Checks the memory of a call that writes k and v to a layer of a cache, with their scales and positions.
 
+    v: None if values are channels of the keys, so that only keys are written.
+
     With a block table, different pages of two caches may share memory, because the block table decides which pages are
     used. For example, both caches may be views of one tensor and use alternate pages of it. Page n of all caches is
     written together, so only equal page numbers are compared. Tensors on the meta device have no memory and pass.
@@ -26,14 +28,16 @@ def check_append(layer: CacheLayer, k, v, tables: CacheTables) -> None:
     """
     if layer.k.is_meta:
         return
-    written = [("k_cache", layer.k), ("v_cache", layer.v)]
+    written = [("k_cache", layer.k)]
+    if v is not None:
+        written.append(("v_cache", layer.v))
     if layer.k_scale is not None and layer.v_scale is not None:
         written += [("k_scale", layer.k_scale), ("v_scale", layer.v_scale)]
     if tables.positions is not None and tables.positions.slot_positions is not None:
         written.append(("slot_positions", tables.positions.slot_positions))
     found: list[tuple[str, torch.Tensor, int, int]] = []
     caches = len(written)
-    for n, (name, x) in enumerate((*written, ("k", k), ("v", v))):
+    for n, (name, x) in enumerate((*written, ("k", k), *([] if v is None else [("v", v)]))):
         start, (size, repeats) = x.data_ptr(), _extent(x.shape, x.stride(), x.itemsize)
         is_written = n < caches
         if is_written and repeats:
@@ -45,7 +49,8 @@ def check_append(layer: CacheLayer, k, v, tables: CacheTables) -> None:
             same_page = is_written and tables.block_table is not None
             if start < end and low < start + size and _meet(start - low, _layout(y), _layout(x), same_page):
                 why = "both are written" if is_written else f"{other} is written while {name} is read"
-                raise ValueError(f"{name}: expected no memory of {other} ({why}), got tensors that overlap")
+                view = ", or a view of its channels and no v" if name == "v_cache" and other == "k_cache" else ""
+                raise ValueError(f"{name}: expected no memory of {other}{view} ({why}), got tensors that overlap")
         if is_written:
             found.append((name, x, start, start + size))
 
@@ -63,7 +68,10 @@ class AppendCheck:
         self._strides: tuple | None = None
         self._sizes: tuple[int, ...] = ()
 
-    def __call__(self, layer: CacheLayer, k: torch.Tensor, v: torch.Tensor, tables: CacheTables) -> None:
+    def __call__(self, layer: CacheLayer, k: torch.Tensor, v: torch.Tensor | None, tables: CacheTables) -> None:
+        if v is None:
+            check_append(layer, k, None, tables)
+            return
         strides = k.stride(), v.stride()
         if strides == self._strides and layer.k_scale is None and tables.positions is None:
             if not self._sizes:

@@ -1,7 +1,7 @@
 // Replaces libcudart and libtorch_cuda for the CUDA extension, so that its own host code launches on the executor. It
 // has the few functions that nvcc's host code, csrc/ptx.h and csrc/library.cpp call.
 //
-// The kernels come from the PTX that Python hands over, by the names under which the host code registers them.
+// Python passes the PTX. The host code registers kernels under names, by which they are found in the PTX.
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
@@ -23,7 +23,7 @@ constexpr size_t SHARED_WITHOUT_ASKING = 48 << 10;
 
 struct Kernel {
   std::string name;
-  size_t dynamic_shared = SHARED_WITHOUT_ASKING;  // at most
+  size_t dynamic_shared = SHARED_WITHOUT_ASKING;  // upper limit
 };
 
 struct Call {

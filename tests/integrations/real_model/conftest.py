@@ -15,7 +15,7 @@ def pytest_report_header():
 
 @pytest.fixture(scope="session")
 def loaded():
-    """(model, tokens) of the file, in float32."""
+    """Returns (model, tokens) of the file, in float32."""
     import torch
     from flashrope.evaluation.model import load
 

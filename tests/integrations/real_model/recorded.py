@@ -1,4 +1,4 @@
-"""The losses of SmolLM2-135M on text.txt, as test_smollm2.py expects them. After a change that means to change them:
+"""The losses of SmolLM2-135M on text.txt that test_smollm2.py expects. After a change that is meant to change them, run
 
 FLASHROPE_REAL_MODEL=FILE.gguf python tests/integrations/real_model/recorded.py
 """

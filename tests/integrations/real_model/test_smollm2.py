@@ -1,4 +1,5 @@
-"""A pretrained model, converted: its own scheme computes what the stock model does, and other schemes what they did."""
+"""A converted pretrained model gives the stock model's results under its own scheme, and the recorded losses under
+other schemes."""
 
 import json
 
@@ -55,7 +56,7 @@ def test_every_scheme_of_the_catalogue_has_the_recorded_loss(model, tokens):
 
 @pytest.mark.slow
 def test_rerope_reads_a_novel_beyond_the_training_length(model, tokens, tmp_path):
-    """The window of docs/long_context.md's first picture: Emma, 12,288 tokens."""
+    """ReRoPE keeps its loss on a novel beyond the training length: Emma, 12,288 tokens."""
     from experiments.fetch import fetch_novel
 
     fetch_novel(tmp_path / "emma.txt", tmp_path)

@@ -44,7 +44,7 @@ def test_a_run_resumes(tmp_path):
 
 @pytest.fixture(params=EXPORTS, ids="-".join)
 def exported(request, tmp_path):
-    """The folder of an export after a step, and the trainer."""
+    """Returns the folder of an export after a step, and the trainer."""
     from flashrope.integrations.torchtitan import save_config
 
     family, scheme = request.param

@@ -1,4 +1,4 @@
-"""examples/train_fsdp.py and torchtitan with the override: the same weights and batches give the same losses."""
+"""examples/train_fsdp.py and torchtitan with the override give the same losses from the same weights and batches."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def in_torchtitan(names, scheme):
 
     config = trainings.settings("llama3", {"scheme": scheme}, seqlen=names.seqlen, training=trainings.FLOAT64)
     model = config.model_spec.model
-    eps = torch.finfo(torch.float64).eps  # of torch.nn.RMSNorm
+    eps = torch.finfo(torch.float64).eps  # default of torch.nn.RMSNorm
     model.dim, model.vocab_size, model.enable_weight_tying = names.width, 256, True
     model.tok_embeddings.num_embeddings, model.tok_embeddings.embedding_dim = 256, names.width
     model.lm_head.out_features, model.lm_head.in_features = 256, names.width
@@ -49,7 +49,7 @@ def in_torchtitan(names, scheme):
 
 
 def weights_of(model) -> dict[str, torch.Tensor]:
-    """Returns the example's weights by torchtitan's names."""
+    """Returns the example's weights under torchtitan's names."""
     parts = {
         "attention_norm": "attention_norm",
         "mlp_norm": "ffn_norm",

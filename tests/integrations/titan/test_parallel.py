@@ -1,4 +1,4 @@
-"""Two processes: the override under FSDP and tensor parallelism computes what stock torchtitan does there."""
+"""In two processes, under FSDP and tensor parallelism, the override gives the results of stock torchtitan."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Bad input fails where torchtitan applies the override, before it builds a model."""
+"""Bad input raises an error when torchtitan applies the override, before it builds a model."""
 
 import warnings
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""torchtitan's llama3 and qwen3: with their own RoPE the override changes nothing, and with HoPE the loss falls."""
+"""The override in torchtitan's llama3 and qwen3 changes nothing under their own RoPE, and the loss falls under HoPE."""
 
 import pytest
 import torch

@@ -1,7 +1,6 @@
-"""torchtitan on the CPU, which torchtitan 0.3.0 does not start on by itself, and short trainings with it.
-
-It looks for an accelerator where it is imported, so ``start`` comes first. FlexAttention, its own attention, has no
-backward on the CPU: scaled_dot_product_attention takes its place, with the mask that FlexAttention would be given.
+"""Makes torchtitan 0.3.0 run on the CPU, which it does not by itself, and runs short trainings with it. torchtitan
+looks for an accelerator when it is imported, so call ``start`` first. FlexAttention, its own attention, has no backward
+on the CPU. scaled_dot_product_attention replaces it, with the mask that FlexAttention would get.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ SEQLEN, BATCH = 32, 2
 
 
 class _CPU:
-    """torch.cpu with what torchtitan asks an accelerator for."""
+    """torch.cpu with the functions of an accelerator that torchtitan uses."""
 
     def __getattr__(self, name):
         return getattr(torch.cpu, name)
@@ -44,7 +43,8 @@ SHARPEN = 12.0  # without it attention is nearly uniform, which would hide a wro
 
 @contextlib.contextmanager
 def all_in_float64():
-    """torchtitan computes its tables, rotations and losses in float32 whatever the model's type is."""
+    """Makes torchtitan compute tables, rotations and losses in float64. On its own it uses float32 whatever the model's
+    type."""
     single = torch.Tensor.float
     torch.Tensor.float = torch.Tensor.double
     try:
@@ -60,7 +60,7 @@ def start() -> None:
     if not dist.is_initialized():
         path = tempfile.mkdtemp(prefix="flashrope-titan-")
         dist.init_process_group("gloo", store=dist.FileStore(f"{path}/store", 1), rank=0, world_size=1)
-    torch.autograd.set_multithreading_enabled(False)  # as torchtitan does where it makes the group
+    torch.autograd.set_multithreading_enabled(False)  # as torchtitan does when it makes the group
     from torchtitan.tools import utils
 
     utils.device_type, utils.device_module = "cpu", _CPU()
@@ -194,7 +194,7 @@ def _loss(run, batches) -> float:
 
 
 def losses(config, steps: int) -> list[float]:
-    """Returns what torchtitan's own ``train_step`` reports at every step."""
+    """Returns the losses that torchtitan's own ``train_step`` reports, one per step."""
     with all_in_float64() if config.training.dtype == "float64" else contextlib.nullcontext():
         return steps_of(trainer(config), steps)
 
@@ -204,7 +204,7 @@ def seeded(seed: int) -> torch.Generator:
 
 
 def steps_of(run, steps: int, batches=None) -> list[float]:
-    """batches: inputs and labels; None: those of the run."""
+    """Makes steps and returns their losses. batches: inputs and labels; None: the run's own batches."""
     found = []
     run.metrics_processor.log = lambda step, loss, *args, **kwargs: found.append(loss)
     run.metrics_processor.should_log = lambda step: True
@@ -220,5 +220,5 @@ def states(run) -> dict[str, torch.Tensor]:
 
 
 def first_on_rank(family: str, given: dict | None, fields: dict) -> tuple[float, dict[str, torch.Tensor]]:
-    """``first_step`` for the processes of ``ranks.Ranks``, where nothing has been started yet."""
+    """Runs ``first_step`` in the processes of ``ranks.Ranks``, after starting torchtitan there."""
     return first_step(settings(family, given, 1, **fields))

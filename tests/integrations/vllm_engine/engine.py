@@ -1,4 +1,4 @@
-"""Engines over the models of models.py, and the comparison with convert()."""
+"""Makes engines over the models of models.py, and compares them with convert()."""
 
 import gc
 from contextlib import contextmanager
@@ -7,12 +7,12 @@ import torch
 from models import VOCABULARY, Rounded, reference
 from vllm import LLM, SamplingParams
 
-BOUND = 1e-4  # of a log probability, float32
+BOUND = 1e-4  # largest difference of a log probability, float32
 
 
 @contextmanager
 def engine(folder: str, options: dict | None, **settings):
-    """vLLM's LLM in this process; options: of the field "flashrope", None: without the field."""
+    """Returns vLLM's LLM in this process. options: of the field "flashrope"; None: without the field."""
     defaults = dict(
         skip_tokenizer_init=True,
         dtype="float32",
@@ -69,8 +69,9 @@ def compared(folder: str, options: dict | None, outputs, rounded: Rounded | None
 
 
 def check_rounded(folder: str, options: dict | None, outputs, rounded: Rounded) -> None:
-    """Far nearer to convert() over the rounded numbers than these are to the numbers themselves. A number that lies
-    between two codes may be rounded either way, which a long prompt has some of; without one, the bound is BOUND."""
+    """Checks that every output is at least ten times closer (RMS) to convert() over rounded keys and values than to
+    convert() over exact ones. A number halfway between two quantized values may be rounded either way. At least one
+    output must agree within BOUND."""
     from_rounded = compared(folder, options, outputs, rounded)
     costs = compared(folder, options, outputs)
     ratios = [

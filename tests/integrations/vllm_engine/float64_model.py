@@ -1,5 +1,5 @@
-"""A forward pass of Qwen2 in float64 over ``attention(impl="reference")``, step by step, for what convert() cannot do:
-factors that follow the length of each step, and keys of documents that were computed without what comes before."""
+"""A forward pass of Qwen2 in float64 over ``attention(impl="reference")``, step by step. Unlike convert(), it has
+factors that follow the length of each step, and keys of documents that were computed without the text before them."""
 
 from pathlib import Path
 
@@ -13,7 +13,8 @@ HEAD_DIM, LAYERS = COMMON["head_dim"], COMMON["num_hidden_layers"]
 
 
 class Float64Model:
-    """Qwen2 in float64 with keys and values of the steps so far. A step's factor by length is of the keys it has."""
+    """Qwen2 in float64 with keys and values of the steps so far. The factor by length of a step follows the number of
+    keys in that step."""
 
     def __init__(self, folder: str, scheme: Rotary):
         self.weights = {name: x.double() for name, x in load_file(Path(folder) / "model.safetensors").items()}
@@ -23,7 +24,7 @@ class Float64Model:
         ]
 
     def step(self, tokens: list[int]) -> torch.Tensor:
-        """Returns (tokens, vocabulary): log probabilities of the token after each."""
+        """Returns log probabilities (tokens, vocabulary) of the token after each token."""
         x = self.weights["model.embed_tokens.weight"][tokens]
         for n in range(LAYERS):
             layer = f"model.layers.{n}"
@@ -45,9 +46,8 @@ class Float64Model:
 
 
 def differences_by_step(model: Float64Model, output, steps: list[list[int]]) -> float:
-    """Returns the largest difference of any log probability of one output, its prompt's included.
-
-    model: with what the cache holds before these steps, which end with the prompt; then it decodes.
+    """Returns the largest difference of any log probability of one output, including its prompt. model: has the keys
+    and values that the cache holds before these steps. The steps end with the prompt; then the model decodes.
     """
     prompt_ids, (completion,) = output.prompt_token_ids, output.outputs
     expected = torch.cat([model.step(ids) for ids in [*steps, *([t] for t in completion.token_ids[:-1])]])

@@ -1,7 +1,6 @@
-"""Small random models on disk, and the log probabilities that a converted Hugging Face model gives.
-
-Weights with initializer_range 0.12: at the library's default such a model repeats one token, and a wrong rotation shows
-in nothing.
+"""Makes small random models on disk, and computes the log probabilities of a converted Hugging Face model.
+initializer_range is 0.12. With the library's default such a model repeats one token, and a wrong rotation would not
+show.
 """
 
 from typing import NamedTuple
@@ -33,10 +32,14 @@ COMMON = dict(
 
 
 def save_model(folder, name: str, **changes) -> str:
-    """A model in float32, the same in every call; the folder."""
+    """Saves a model in float32, the same in every call, and returns the folder."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(name, **{**COMMON, **changes})
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    if name == "gemma4_text":  # the weights of its norms are all that scales the scores
+        for each in (module for key, module in model.named_modules() if key.endswith("q_norm")):
+            each.weight.data.fill_(each.weight.numel() ** -0.5)
+    model.save_pretrained(folder)
     return str(folder)
 
 
@@ -46,15 +49,15 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 
 class Rounded(NamedTuple):
-    """A quantized cache as vLLM names it."""
+    """A quantized cache, by vLLM's name."""
 
     cache_dtype: str
     stored_as: Rotary | None = None  # the scheme that rotates keys before they are rounded
-    layers: tuple[int, ...] = (0, 1, 2)  # the others keep their numbers
+    layers: tuple[int, ...] = (0, 1, 2)  # layers that are quantized
 
 
 class RoundedLayer(DynamicLayer):
-    """Keys and values as the numbers that codes and scales stand for, the keys turned back."""
+    """A layer that stores dequantized keys and values, with keys rotated back."""
 
     def __init__(self, rounded: Rounded):
         super().__init__()
@@ -75,8 +78,8 @@ class RoundedLayer(DynamicLayer):
 def reference(
     folder: str, options: dict | None, token_ids: list[int], dtype=torch.float32, rounded: Rounded | None = None
 ) -> torch.Tensor:
-    """Returns (tokens, vocabulary): log probabilities of the token after each, by convert() with the options; None:
-    stock."""
+    """Returns log probabilities (tokens, vocabulary) of the token after each token, by convert() with the options.
+    None: the stock model."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
     if options is not None:
         convert(model, **options)

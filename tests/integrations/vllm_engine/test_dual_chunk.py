@@ -1,5 +1,5 @@
-"""A configuration with ``dual_chunk_attention_config`` (Qwen2.5-1M), against a forward pass in float64 over
-``attention(impl="reference")``, and the chunks against the rotary embedding that vLLM has kept."""
+"""Compares a configuration with ``dual_chunk_attention_config`` (Qwen2.5-1M) with a float64 forward pass over
+``attention(impl="reference")``, and the chunks with the rotary embedding that vLLM still has."""
 
 import logging
 
@@ -14,7 +14,7 @@ from float64_model import HEAD_DIM, LAYERS, Float64Model, differences_by_step
 from models import prompt, save_model
 from vllm.v1.core import kv_cache_utils
 
-LENGTH = 100  # of the factor
+LENGTH = 100  # length_scale
 QWEN = {"chunk_size": 160, "local_size": 32, "original_max_position_embeddings": LENGTH}  # chunks of 128
 ROPE = Rotary.rope(HEAD_DIM)
 SCHEME = ROPE.dual_chunk(160, 32, length_scale=LENGTH)
@@ -26,7 +26,7 @@ def qwen2(tmp_path_factory):
 
 
 def largest_difference(folder: str, output, chunk: int = 10**6, scheme: Rotary = SCHEME) -> float:
-    """chunk: tokens of the prompt in one step."""
+    """Returns the largest difference from the float64 model. chunk: how many tokens of the prompt one step has."""
     ids = output.prompt_token_ids
     steps = [ids[n : n + chunk] for n in range(0, len(ids), chunk)]
     return differences_by_step(Float64Model(folder, scheme), output, steps)
@@ -41,8 +41,8 @@ OTHERS = {
 
 
 def test_whole_prompts_and_decoding(qwen2):
-    """Prompts in one step each, in one batch, that then decode. The last passes three chunks while it decodes. Other
-    schemes are the same within the first chunk and the length, and show beyond."""
+    """Prompts of one step each, in one batch, and their decoding are right. The last prompt passes three chunks while
+    it decodes. Other schemes give the same results within the first chunk and the length, and different ones beyond."""
     settings = dict(hf_overrides={"dual_chunk_attention_config": QWEN}, max_num_batched_tokens=4096)
     with engine(qwen2, None, **settings) as llm:
         outputs = generate(llm, [prompt(n) for n in (5, 127, 129, 700)]) + generate(llm, [prompt(250)], tokens=290)
@@ -54,7 +54,8 @@ def test_whole_prompts_and_decoding(qwen2):
 
 
 def test_chunked_prefill_and_prefix_hits(qwen2):
-    """Steps of 64 tokens: the factor is that of the keys so far. Hits skip steps whose keys are the same."""
+    """Chunked prefill with steps of 64 tokens is right: each step has the factor for the keys so far. Prefix hits skip
+    steps with the same keys."""
     settings = dict(hf_overrides={"dual_chunk_attention_config": QWEN}, max_num_batched_tokens=64, max_num_seqs=4)
     with engine(qwen2, None, **settings) as llm:
         (first,) = generate(llm, [prompt(450)], tokens=8)
@@ -65,7 +66,7 @@ def test_chunked_prefill_and_prefix_hits(qwen2):
 
 
 def test_the_field_beside_it(qwen2, caplog):
-    """Other options of the field are kept, false switches the chunks off, and sparse attention is named."""
+    """With the field, its other options apply too. false switches the chunks off. A warning names sparse attention."""
     sparse = {"sparse_attention_config": [{}] * LAYERS}
     asked = (({"log_n": 64}, {}, SCHEME.log_n(64)), ({"dual_chunk": False}, sparse, ROPE))
     vllm_logger, seeds = logging.getLogger("vllm"), set()
@@ -77,7 +78,7 @@ def test_the_field_beside_it(qwen2, caplog):
             with engine(qwen2, None, hf_overrides=overrides) as llm:
                 seeds.add(kv_cache_utils.NONE_HASH)
                 (output,) = generate(llm, [prompt(300)])
-            del llm  # its end would end what the next engine uses
+            del llm  # its destructor would shut down state that the next engine uses
             assert largest_difference(qwen2, output, scheme=scheme) <= BOUND
             assert any("sparse_attention_config" in each.getMessage() for each in caplog.records) == bool(more)
     finally:
@@ -86,8 +87,9 @@ def test_the_field_beside_it(qwen2, caplog):
 
 
 def test_the_chunks_are_vllms(monkeypatch):
-    """DualChunkRotaryEmbedding, which vLLM has kept, rotates queries for the same chunk, the one before and earlier
-    ones. What its former backend made of them: one softmax over the three, over keys times the factor by length."""
+    """The chunks are vLLM's. DualChunkRotaryEmbedding, which vLLM still has, rotates queries for the same chunk, the
+    chunk before and earlier chunks. vLLM's former backend computed one softmax over all three, with keys multiplied by
+    the factor by length."""
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers.rotary_embedding import dual_chunk_rope
 
@@ -104,7 +106,7 @@ def test_the_chunks_are_vllms(monkeypatch):
     q, k, v = torch.randn(3, n, 2, HEAD_DIM)
     positions = torch.arange(n)
     queries, keys = theirs.forward_native(positions, q.flatten(1), k.flatten(1))
-    queries = queries.view(n, 5, 2, HEAD_DIM)[:, :3]  # the other two only select what sparse attention sees
+    queries = queries.view(n, 5, 2, HEAD_DIM)[:, :3]  # the other two only select the keys of sparse attention
     keys = keys.view(n, 2, HEAD_DIM) * max(1.0, 0.1 * torch.tensor(n / LENGTH).log().item() + 1)
     scores = torch.einsum("nahd,mhd->ahnm", queries, keys) * HEAD_DIM**-0.5
     before = (positions[:, None] // 128 - positions // 128).clamp(0, 2)  # chunks between query and key

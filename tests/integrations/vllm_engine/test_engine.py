@@ -1,4 +1,5 @@
-"""vLLM's engine with the plugin, against convert() on the same weights: log probabilities within 1e-4 in float32."""
+"""vLLM's engine with the plugin gives the log probabilities of convert() on the same weights, within 1e-4 in
+float32."""
 
 import pytest
 
@@ -40,7 +41,7 @@ def converted(options):
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_log_probabilities(llama, name):
-    """Prompts of all lengths in one batch, each then decoding."""
+    """Log probabilities are right for prompts of all lengths in one batch, which then decode."""
     with engine(llama, OPTIONS[name]) as llm:
         outputs = generate(llm, [prompt(n) for n in LENGTHS])
     assert max(differences(llama, converted(OPTIONS[name]), outputs)) <= BOUND
@@ -48,7 +49,7 @@ def test_log_probabilities(llama, name):
 
 
 def test_the_scheme_shows(llama):
-    """The tests above could not tell schemes apart if it did not."""
+    """Different schemes give different results. Otherwise the tests above would prove nothing."""
     with engine(llama, REROPE) as llm:
         outputs = generate(llm, [prompt(300)])
     assert max(differences(llama, REROPE, outputs)) <= BOUND < 0.1 < max(differences(llama, {}, outputs))
@@ -62,7 +63,7 @@ def test_a_model_that_was_saved_after_convert(llama, tmp_path):
 
 
 def test_a_model_that_does_not_ask_is_stock(llama):
-    """Before, between and after engines with schemes in one process."""
+    """A model without the field is the stock model, before, between and after engines with schemes in one process."""
     for options in (None, REROPE, None, {}, None):
         with engine(llama, options) as llm:
             outputs = generate(llm, [prompt(n) for n in (16, 250)])  # the stock table ends at 256
@@ -72,7 +73,8 @@ def test_a_model_that_does_not_ask_is_stock(llama):
 
 
 def test_chunked_prefill_beside_decoding(llama):
-    """At most 64 tokens a step: chunks of several prompts, and tokens of the others, in the same batches."""
+    """Chunked prefill works while others decode. With at most 64 tokens per step, batches have chunks of several
+    prompts and tokens of the others."""
     with engine(llama, REROPE, max_num_batched_tokens=64, max_num_seqs=8, block_size=16) as llm:
         outputs = generate(llm, [prompt(n) for n in (5, 300, 16, 129, 500)], tokens=12)
     assert max(differences(llama, REROPE, outputs)) <= BOUND
@@ -88,7 +90,7 @@ def test_prefix_cache(llama):
 
 
 def test_forks(llama):
-    """Three continuations of one prompt share its pages and part in the middle of one."""
+    """Forks are right: three continuations of one prompt share its pages and diverge in the middle of a page."""
     with engine(llama, REROPE) as llm:
         outputs = generate(llm, [prompt(200), prompt(70)], tokens=40, n=3, temperature=1.0, seed=7, all_prompt=False)
     assert all(len({tuple(c.token_ids) for c in output.outputs}) == 3 for output in outputs)
@@ -96,7 +98,8 @@ def test_forks(llama):
 
 
 def test_preemption(llama):
-    """Six sequences of 5 pages each on 12 pages: some are thrown out and computed again."""
+    """Preemption is right: with six sequences of 5 pages each and 12 pages, some sequences are preempted and computed
+    again."""
     settings = dict(num_gpu_blocks_override=12, max_model_len=160, disable_log_stats=False)
     with engine(llama, REROPE, **settings) as llm:
         outputs = generate(llm, [prompt(64, seed=n) for n in range(6)], tokens=70, all_prompt=False)
@@ -123,7 +126,8 @@ def test_quantized_cache(llama, name):
 
 @pytest.mark.parametrize("cache_dtype, options", [(INT8, REROPE), (INT4, {"raw_keys": True})])
 def test_requests_over_a_quantized_cache(llama, cache_dtype, options):
-    """Chunks of prompts beside decoding, a prefix hit, forks, and six sequences of 9 pages each on 40 pages."""
+    """Over a quantized cache, requests are right with chunked prefill while others decode, a prefix hit, forks, and six
+    sequences of 9 pages each on 40 pages."""
     settings = dict(max_num_batched_tokens=64, max_num_seqs=8, block_size=16, max_model_len=600)
     settings |= dict(num_gpu_blocks_override=40, disable_log_stats=False, kv_cache_dtype=cache_dtype)
     with engine(llama, options, **settings) as llm:
@@ -148,8 +152,9 @@ def test_a_request_that_is_too_long_harms_no_other(llama):
 
 
 def test_drafts_from_the_text(llama, monkeypatch):
-    """Several query tokens per sequence that verify an n-gram's draft. The engine has its own process: it imports
-    llvmlite, over which vLLM 0.32.0 fails when a second engine starts in the process."""
+    """Drafts from the text are right: several query tokens per sequence verify an n-gram's draft. The engine runs in a
+    separate process, because it imports llvmlite, and vLLM 0.32.0 then fails if a second engine starts in the
+    process."""
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     draft = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
     prompts = [prompt(20) * 5, prompt(33) * 3]
@@ -159,7 +164,7 @@ def test_drafts_from_the_text(llama, monkeypatch):
 
 
 def test_compiled(llama):
-    """torch.compile takes the model with the attention as one operator; the rotation is not in the graph."""
+    """torch.compile compiles the model with the attention as one operator. The rotation is not in the graph."""
     with engine(llama, REROPE, enforce_eager=False) as llm:
         outputs = generate(llm, [prompt(n) for n in (5, 64, 300)], tokens=8)
     assert max(differences(llama, REROPE, outputs)) <= BOUND
@@ -167,7 +172,8 @@ def test_compiled(llama):
 
 @pytest.mark.parametrize("dtype, cache_dtype", [("bfloat16", None), ("float16", None), ("bfloat16", INT8)])
 def test_half_precision(llama, dtype, cache_dtype):
-    """As far from float32 as convert() in the same type is: rounding of weights and activations, not of a scheme."""
+    """In 16-bit types, results are no further from float32 than convert() in the same type: only weights and
+    activations are rounded, not the scheme."""
     ids, codes = prompt(300), None if cache_dtype is None else Rounded(cache_dtype)
     with engine(llama, REROPE, dtype=dtype, kv_cache_dtype=cache_dtype or "auto") as llm:
         (output,) = generate(llm, [ids], tokens=1)
@@ -182,7 +188,7 @@ def test_half_precision(llama, dtype, cache_dtype):
 
 @pytest.mark.slow
 def test_two_ranks(llama, monkeypatch):
-    """Tensor parallel: each rank has half of the heads."""
+    """Tensor parallelism on two ranks is right. Each rank has half of the heads."""
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     with engine(llama, REROPE, tensor_parallel_size=2) as llm:
         outputs = generate(llm, [prompt(n) for n in (5, 65, 300)])

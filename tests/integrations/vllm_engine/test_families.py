@@ -1,4 +1,4 @@
-"""Every architecture that the plugin accepts, against convert() on the same weights."""
+"""Every architecture that the plugin accepts gives the results of convert() on the same weights."""
 
 import pytest
 
@@ -6,10 +6,23 @@ pytest.importorskip("vllm", reason="vLLM is not installed; .ci/run tests it in a
 
 from engine import BOUND, check_rounded, differences, engine, generate
 from flashrope.integrations.vllm.plan import ARCHITECTURES
-from models import Rounded, prompt, save_model
+from models import VOCABULARY, Rounded, prompt, save_model
 
 REROPE, LOG_N = {"window": 24, "log_n": 64}, {"log_n": 64}
 HYBRID = dict(sliding_window=48, layer_types=["sliding_attention", "sliding_attention", "full_attention"])
+GEMMA4 = dict(  # the widths of the released models
+    num_hidden_layers=4,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=256,
+    global_head_dim=512,
+    sliding_window=48,
+    layer_types=["sliding_attention", "full_attention"] * 2,
+    num_kv_shared_layers=2,
+    hidden_size_per_layer_input=16,
+    vocab_size_per_layer_input=VOCABULARY,
+    tie_word_embeddings=True,
+)
 SCALED = {
     "linear": dict(factor=4.0),
     "yarn": dict(factor=4.0, original_max_position_embeddings=64),
@@ -22,6 +35,7 @@ FAMILIES = {  # architecture: (model_type, changes, options)
         LOG_N,
     ),
     "Gemma3ForCausalLM": ("gemma3_text", dict(query_pre_attn_scalar=20, tie_word_embeddings=True, **HYBRID), LOG_N),
+    "Gemma4ForCausalLM": ("gemma4_text", GEMMA4, LOG_N),
     "GemmaForCausalLM": ("gemma", dict(tie_word_embeddings=True), REROPE),
     "Glm4ForCausalLM": ("glm4", dict(partial_rotary_factor=0.5), REROPE),
     "GraniteForCausalLM": ("granite", dict(attention_multiplier=0.2), REROPE),
@@ -40,7 +54,7 @@ def compare(folder, *all_options):
     for options in all_options:
         with engine(folder, options, max_model_len=512) as llm:
             outputs = generate(llm, [prompt(n) for n in (5, 33, 200)])
-        del llm  # its end would end what the next engine uses
+        del llm  # its destructor would shut down state that the next engine uses
         assert max(differences(folder, options, outputs)) <= BOUND
 
 
@@ -64,8 +78,23 @@ def test_sliding_window(tmp_path):
     compare(save_model(tmp_path, "mistral", sliding_window=48), {})
 
 
+def test_gemma4_with_one_projection_for_keys_and_values(tmp_path):
+    """vLLM loads the projection twice and stores both, so its pages hold the values beside the keys."""
+    compare(save_model(tmp_path, "gemma4_text", **GEMMA4, attention_k_eq_v=True, num_global_key_value_heads=1), {})
+
+
+def test_gemma4_over_pages_that_are_reused(tmp_path):
+    """A prefix hit skips the shared tokens in the layers that store keys and in the layers that read them."""
+    folder = save_model(tmp_path, "gemma4_text", **GEMMA4)
+    with engine(folder, {}, max_model_len=512, max_num_batched_tokens=64, max_num_seqs=4) as llm:
+        outputs = generate(llm, [prompt(150)])
+        hits = generate(llm, [prompt(150), prompt(150, seed=1)], all_prompt=False)
+    assert hits[0].num_cached_tokens >= 96
+    assert max(differences(folder, {}, outputs + hits)) <= BOUND
+
+
 def test_sliding_windows_over_a_quantized_cache(tmp_path):
-    """Layers of two kinds, in groups of pages of their own."""
+    """Sliding windows over a quantized cache are right. The two kinds of layers have separate groups of pages."""
     model_type, changes, options = FAMILIES["Gemma3ForCausalLM"]
     folder = save_model(tmp_path, model_type, **changes)
     with engine(folder, {**options, "raw_keys": True}, kv_cache_dtype="int8_per_token_head", max_model_len=512) as llm:

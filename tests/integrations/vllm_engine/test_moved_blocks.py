@@ -1,4 +1,5 @@
-"""Blocks of raw keys at other positions: a scheduler class of vLLM's that finds documents wherever they are.
+"""Blocks of raw keys are reused at other positions by a subclass of vLLM's scheduler that finds documents anywhere in a
+prompt.
 
 docs/serving.md says what such a class can do, and what it cannot.
 """
@@ -24,10 +25,9 @@ REROPE = Rotary.rope(HEAD_DIM).rectify(64)
 
 
 class DocumentScheduler(Scheduler):
-    """Finds a request's documents at any block. A request names them as (start, stop) in tokens; only documents that
-    begin with a block are found.
-
-    A step computes tokens up to the next document. The request is then preempted, which vLLM looks up anew.
+    """Finds a request's documents at any block. A request lists its documents as (start, stop) in tokens. Only
+    documents that begin at the start of a block are found. A step computes tokens up to the next document. The request
+    is then preempted, and when vLLM admits it again, it looks the blocks up again.
     """
 
     steps: list[list[int]] = []  # tokens by request
@@ -72,7 +72,8 @@ class DocumentScheduler(Scheduler):
         return below_the_last_token and pool.get_cached_block(hashes[block], [0]) is not None
 
     def _before_a_document(self, request) -> int:
-        """Tokens that are not in the cache, before some that are; 0: none are behind them."""
+        """Returns how many tokens to compute before the next document that is in the cache, or 0 if no such document
+        follows."""
         block, last = request.num_computed_tokens // PAGE, (request.num_tokens - 1) // PAGE
         while not request.num_computed_tokens and self._found(request, block):
             block += 1
@@ -86,7 +87,7 @@ def qwen2(tmp_path_factory):
 
 
 def ask(llm, *requests):
-    """Outputs of (tokens, documents); DocumentScheduler.steps are theirs."""
+    """Returns the outputs for (tokens, documents). DocumentScheduler.steps then has the steps of these requests."""
     DocumentScheduler.steps.clear()
     common = dict(max_tokens=6, temperature=0.0, logprobs=VOCABULARY, detokenize=False, ignore_eos=True)
     params = [SamplingParams(**common, extra_args={"documents": documents}) for _, documents in requests]
@@ -94,7 +95,7 @@ def ask(llm, *requests):
 
 
 def placed(folder, scheme, parts) -> Float64Model:
-    """Parts that were computed alone, one behind the other."""
+    """Returns a model whose cache has parts that were computed alone, one after another."""
     caches = []
     for part in parts:
         model = Float64Model(folder, scheme)
@@ -109,8 +110,9 @@ SETTINGS = dict(block_size=PAGE, scheduler_cls=DocumentScheduler, max_num_seqs=4
 
 
 def test_documents_at_other_positions(qwen2):
-    """In another order, behind tokens that are not in the cache, and beside a request without documents. A document
-    that begins within a block is not found, and the same tokens without documents find none of its blocks."""
+    """Documents are found in another order, after tokens that are not in the cache, and while a request without
+    documents runs. A document that begins inside a block is not found. The same tokens without documents find none of
+    its blocks."""
     system, other, short = prompt(32, seed=4), prompt(45, seed=6), X[:50]
     with engine(qwen2, {"window": 64}, **SETTINGS) as llm:
         ask(llm, (X + QUESTION, [(0, 64)]), (Y + QUESTION, [(0, 96)]))
@@ -129,7 +131,8 @@ def test_documents_at_other_positions(qwen2):
 
 
 def test_rotated_keys_stay_where_they_were(qwen2):
-    """Without raw_keys, RoPE's keys in the cache have the positions of the request that computed them."""
+    """Rotated keys cannot be moved. Without raw_keys, RoPE's keys in the cache have the positions of the request that
+    computed them."""
     with engine(qwen2, {}, **SETTINGS) as llm:
         ask(llm, (X + QUESTION, [(0, 64)]), (Y + QUESTION, [(0, 96)]))
         (output,) = ask(llm, (Y + X + QUESTION, [(0, 96), (96, 160)]))

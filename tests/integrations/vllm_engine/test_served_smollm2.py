@@ -1,4 +1,4 @@
-"""vLLM with the plugin writes what a converted pretrained model does. .ci/run vllm names its file."""
+"""vLLM with the plugin writes the same text as a converted pretrained model. .ci/run vllm passes the model's file."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""The OpenAI server over HTTP, its engine in processes of its own: concurrent clients, kill and restart."""
+"""Tests the OpenAI server over HTTP, with its engine in separate processes: concurrent clients, kill and restart."""
 
 import json
 import os
@@ -26,7 +26,7 @@ START_SECONDS = 240
 
 @contextmanager
 def server(folder: str, log, *arguments: str):
-    """(process, URL) of a server that answers."""
+    """Starts a server and returns (process, URL) when it answers."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -52,7 +52,7 @@ def server(folder: str, log, *arguments: str):
 
 
 def complete(url: str, token_ids: list[int], **options) -> dict:
-    """Returns the choice of a completion, by token ids: the model has no tokenizer."""
+    """Returns the choice of a completion. Prompts are token ids, because the model has no tokenizer."""
     body = dict(prompt=token_ids, max_tokens=TOKENS, temperature=0.0, logprobs=1, ignore_eos=True, **options)
     body |= dict(return_token_ids=True, return_tokens_as_token_ids=True, detokenize=False)
     request = urllib.request.Request(

@@ -1,4 +1,5 @@
-"""What vLLM's engine refuses at its start, with the plugin's message; the checks themselves: test_vllm_plan.py."""
+"""Tests what vLLM's engine refuses when it starts, with the plugin's message. test_vllm_plan.py tests the checks
+themselves."""
 
 from types import SimpleNamespace
 
@@ -47,7 +48,8 @@ def test_the_plugin_is_an_entry_point():
 
 
 def test_a_table_that_vllm_reads_differently(tmp_path, monkeypatch):
-    """vLLM's table is compared with the configuration's before its rotation is turned off."""
+    """A table that vLLM reads differently raises an error. The plugin compares vLLM's table with the configuration's
+    before it turns the rotation off."""
     from engine import engine
     from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 
@@ -79,7 +81,7 @@ def test_a_layer_that_vllm_builds_differently(window, head_size, message):
 
 
 def test_rotation_outside_get_rope(tmp_path, monkeypatch):
-    """A model whose rotation was not turned off must not run."""
+    """A model that rotates outside get_rope raises an error, because its rotation was not turned off."""
     import vllm.model_executor.models.llama as llama
     from engine import engine
 
@@ -94,7 +96,8 @@ def test_rotation_outside_get_rope(tmp_path, monkeypatch):
 
 
 def test_another_plugins_backend(tmp_path, monkeypatch):
-    """Raw keys must not go to an attention that expects rotated ones; stock models do not care."""
+    """With another plugin's backend, models with a scheme raise an error, because raw keys must not reach an attention
+    that expects rotated keys. Stock models run."""
     from engine import engine
     from vllm.v1.attention.backends import registry
 
@@ -108,7 +111,8 @@ def test_another_plugins_backend(tmp_path, monkeypatch):
 
 
 def test_another_plugins_backend_in_a_worker(tmp_path, monkeypatch):
-    """The worker registers plugins anew, maybe in another order than the process that checked the configuration."""
+    """Another plugin's backend in a worker raises an error too. The worker registers plugins again, possibly in another
+    order than the process that checked the configuration."""
     from engine import engine
     from vllm.v1.attention.backends import registry
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
@@ -149,7 +153,8 @@ def test_what_a_gpu_would_be_asked():
 
 @pytest.mark.parametrize("cache_dtype, rows, head_size", [("int8_per_token_head", 36, 32), (INT4, 132, 256)])
 def test_pages_are_those_of_vllms_own_kernels(cache_dtype, rows, head_size):
-    """As many bytes as TRITON_ATTN asks for, with keys, values and scales in the same places. The codes differ."""
+    """Pages have the layout of vLLM's own kernels: as many bytes as TRITON_ATTN needs, with keys, values and scales in
+    the same places. The quantized values differ."""
     import torch
     from flashrope.integrations.vllm.backend import FlashropeBackend
     from flashrope.integrations.vllm.plan import split_pages
@@ -167,11 +172,12 @@ def test_pages_are_those_of_vllms_own_kernels(cache_dtype, rows, head_size):
     expected = (*impl._pth_key_value_caches(cache), impl._k_scale_cache, impl._v_scale_cache)
     for view, place in zip(split_pages(cache, head_size)[1:], expected, strict=True):
         assert (view.data_ptr(), view.stride(), view.dtype) == (place.data_ptr(), place.stride(), place.dtype)
-        assert view.shape[:3] == place.shape[:3]  # their rows of codes count the scale
+        assert view.shape[:3] == place.shape[:3]  # rows of TRITON_ATTN include the scale
 
 
 def test_the_builder_declares_what_the_grids_allow():
-    """Launches do not depend on lengths: tests/kernels/test_captured_grids.py."""
+    """The builder declares the CUDA graph support that the grids allow. tests/kernels/test_captured_grids.py shows that
+    launches do not depend on lengths."""
     from flashrope.integrations.vllm.backend import FlashropeMetadataBuilder
     from vllm.v1.attention.backend import AttentionCGSupport
 

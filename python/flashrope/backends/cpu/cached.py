@@ -75,7 +75,7 @@ def attend(
         if single and (result := _attend_single(q, layer, first, end, call)):
             return result
         blocks = _contiguous_blocks(caches, 0, batch, first, end, size)
-        return _attend(q, blocks, end - first, call, compiled, cached_out_shape(q, layer)[-1])
+        return _attend(q, blocks, end - first, call, compiled, layer)
     out = q.new_zeros(cached_out_shape(q, layer))
     lse = q.new_full((batch, heads_q, seqlen_q), float("-inf"), dtype=accumulation_type(q))
     for b0, b1, first, end in _groups(bounds, together=block_table is None):
@@ -85,7 +85,7 @@ def attend(
             if block_table is not None
             else _contiguous_blocks(caches, b0, b1, first, end, size)
         )
-        out[b0:b1], lse[b0:b1] = _attend(q[b0:b1], blocks, end - first, call, compiled, out.shape[-1])
+        out[b0:b1], lse[b0:b1] = _attend(q[b0:b1], blocks, end - first, call, compiled, layer)
     return out, lse
 
 
@@ -100,7 +100,10 @@ def _attend_single(
     single = single_piece(rotary, call.causal, q.shape[1], seqlen, accumulation_type(q)) if q.numel() else None
     if single is None or single.k_rotation is None:
         return None
-    k = rotate(layer.k.narrow(1, first, seqlen), single.k_rotation, rotary).transpose(1, 2)
+    k = layer.k.narrow(1, first, seqlen)
+    if layer.key_weight is not None:
+        k = upcast(k) * layer.key_weight
+    k = rotate(k, single.k_rotation, rotary).transpose(1, 2)
     v = widen(upcast(layer.v.narrow(1, first, seqlen)), rotary.head_dim).transpose(1, 2)
     rotated_q = rotate(q, single.q_rotation, rotary).transpose(1, 2)
     out, lse = flash_piece(rotated_q, k, v, single.piece, flash_scale(call, seqlen))
@@ -128,7 +131,7 @@ def _attend_placed(q: torch.Tensor, layer: CacheLayer, part: Part) -> tuple[torc
     for b in left:
         if in_runs[b]:
             blocks, seqlen = _blocks_of_runs(caches, block_table, b, placed[b].keys, q, compiled), placed[b].seqlen
-            results = _attend(q[b : b + 1], blocks, seqlen, call, compiled, out.shape[-1], placed[b].rows())
+            results = _attend(q[b : b + 1], blocks, seqlen, call, compiled, layer, placed[b].rows())
         else:
             results = masked.attend(q[b : b + 1], layer, b, part, _block_size(k_cache.shape[-2] * q.shape[-1]))
         out[b : b + 1], lse[b : b + 1] = results
@@ -165,11 +168,15 @@ class Block(NamedTuple):
     k_scale: torch.Tensor | None = None  # (batch, slots, heads_kv, 1)
     v_scale: torch.Tensor | None = None
 
-    def keys_and_values(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns k and v, both with the head_dim of k. Quantized values are converted to dtype."""
-        if self.k_scale is None or self.v_scale is None:
-            return self.k, widen(self.v, self.k.shape[-1])
-        return dequantize(self.k, self.k_scale[..., 0], dtype), dequantize(self.v, self.v_scale[..., 0], dtype)
+    def keys_and_values(self, dtype: torch.dtype, key_weight: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns k and v, both with the head_dim of k. If they are quantized, or if keys are weighted, both are
+        converted to dtype."""
+        k, v = self.k, self.v
+        if self.k_scale is not None and self.v_scale is not None:
+            k, v = (dequantize(x, s[..., 0], dtype) for x, s in ((k, self.k_scale), (v, self.v_scale)))
+        if key_weight is not None:
+            k, v = k.to(dtype) * key_weight, v.to(dtype)
+        return k, widen(v, k.shape[-1])
 
 
 def _caches(layer: CacheLayer) -> tuple[torch.Tensor, ...]:
@@ -213,23 +220,23 @@ def _attend(
     seqlen: int,
     call: CacheCall,
     compiled: Library | None,
-    head_dim_v: int,
+    layer: CacheLayer,
     queries: list[runs.Rows] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns out, like q but with the head_dim of the values, and lse (batch, heads_q, seqlen_q). All sequences have
-    seqlen keys. head_dim_v: the head_dim of the values.
+    seqlen keys. layer: the layer from which the blocks come. It gives the head_dim of values and the key weights.
 
     queries: the positions of the query rows. None: the last positions. If they are given, the compiled path takes one
     block per contiguous run of keys, and the fallback takes a single block with all keys.
     """
-    seqlen_q, rotary = q.shape[1], call.rotary
+    seqlen_q, rotary, head_dim_v, key_weight = q.shape[1], call.rotary, cached_out_shape(q, layer)[-1], layer.key_weight
     queries = queries or [runs.Rows(0, seqlen_q, seqlen - seqlen_q, seqlen - seqlen_q)]
     if compiled is not None and seqlen:
         return _attend_tiles(compiled, q, blocks, seqlen, call, queries)
     rotated_q: dict[tuple[PositionMap, int], torch.Tensor] = {}
     partials, scale = [], flash_scale(call, seqlen)
     for block in blocks if q.numel() else ():
-        position, (k, v) = block.position, block.keys_and_values(accumulation_type(q))
+        position, (k, v) = block.position, block.keys_and_values(accumulation_type(q), key_weight)
         start = int(position) if chunk_of(call.bands) else 0
         for rows in queries:
             own_q = q if rows.rows == seqlen_q else q[:, rows.row : rows.row + rows.rows]

@@ -42,7 +42,7 @@ class Template(NamedTuple):
 
 def serves(q: torch.Tensor, layer: CacheLayer, call: CacheCall) -> bool:
     (_, seqlen_q, heads_q, head_dim), k_cache = q.shape, layer.k
-    if layer.v.shape != k_cache.shape:
+    if layer.v.shape != k_cache.shape or layer.key_weight is not None:
         return False
     rows = seqlen_q * (heads_q // max(k_cache.shape[2], 1))
     served = q.dtype in DTYPES and len(call.bands) <= MAX_BANDS and not call.rotary.first_channel

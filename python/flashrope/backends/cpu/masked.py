@@ -67,11 +67,11 @@ def attend(
 def _rows(
     layer: CacheLayer, page: torch.Tensor, row: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns k and v (1, rows, heads_kv, head_dim). Quantized values are converted to dtype."""
+    """Returns weighted k, and v, (1, rows, heads_kv, head_dim). Quantized values are converted to dtype."""
     k, v, *scales = (x[page, row][None] for x in layer[:4] if x is not None)
     if scales:
-        return dequantize(k, scales[0], dtype), dequantize(v, scales[1], dtype)
-    return k, v
+        k, v = dequantize(k, scales[0], dtype), dequantize(v, scales[1], dtype)
+    return k if layer.key_weight is None else k.to(dtype) * layer.key_weight, v
 
 
 def _flash(q, k, v, seen: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:

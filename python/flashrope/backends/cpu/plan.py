@@ -23,10 +23,10 @@ def plan_cache(call: CacheCall, layer: CacheLayer, queries: Queries) -> CachePla
 
 
 def append_to_cache(
-    layer: CacheLayer, k: torch.Tensor, v: torch.Tensor, tables: CacheTables, rotary: Rotary | None = None
+    layer: CacheLayer, k: torch.Tensor, v: torch.Tensor | None, tables: CacheTables, rotary: Rotary | None = None
 ) -> None:
     """Writes new keys and values, as ``CacheBackend`` describes."""
-    if (compiled := loader.load()) and rotated.appends(layer, k, rotary):
+    if (compiled := loader.load()) and v is not None and rotated.appends(layer, k, rotary):
         if k.numel() and layer.k.numel():
             rotated.Append(compiled, tables, rotary).run(layer, k, v)
         return
@@ -47,8 +47,8 @@ class CachePlan:
         self._append: rotated.Append | None = None
         self._parts: list[tuple] = []
 
-    def append(self, layer: CacheLayer, k: torch.Tensor, v: torch.Tensor) -> None:
-        if (compiled := loader.load()) and rotated.appends(layer, k, self._rotary):
+    def append(self, layer: CacheLayer, k: torch.Tensor, v: torch.Tensor | None) -> None:
+        if (compiled := loader.load()) and v is not None and rotated.appends(layer, k, self._rotary):
             if self._append is None:
                 self._append = rotated.Append(compiled, self._tables, self._rotary)
             if k.numel() and layer.k.numel():
@@ -63,7 +63,9 @@ class CachePlan:
 
 
 @without_autocast
-def _append(layer: CacheLayer, k: torch.Tensor, v: torch.Tensor, tables: CacheTables, rotary: Rotary | None) -> None:
+def _append(
+    layer: CacheLayer, k: torch.Tensor, v: torch.Tensor | None, tables: CacheTables, rotary: Rotary | None
+) -> None:
     """Does the same as ``append_to_cache``, with PyTorch's kernels."""
     if rotary is not None and rotary.changes_channels and k.numel():
         k = rotated.rotate(k, RotateCall(rotary, None, tables, tables.capacity(layer.k)))

@@ -50,7 +50,8 @@ def serves(rotary: Rotary | None) -> bool:
 
 
 def appends(layer: CacheLayer, k: torch.Tensor, rotary: Rotary | None) -> bool:
-    """Whether ``Append`` can write new rows like k to the layer. Values must have the head_dim of keys."""
+    """Whether ``Append`` can write new rows like k, with values, to the layer. Values must have the head_dim of
+    keys."""
     return k.dtype in DTYPES and serves(rotary) and layer.v.shape == layer.k.shape
 
 

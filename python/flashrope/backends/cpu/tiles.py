@@ -44,7 +44,7 @@ def serves(q: torch.Tensor, k: torch.Tensor, head_dim_v: int, call: AttentionCal
 
 def serves_cache(q: torch.Tensor, layer: CacheLayer, call: CacheCall) -> bool:
     """Whether the kernels serve a chunk of queries over a cache. Values must have the head_dim of keys."""
-    return layer.v.shape == layer.k.shape and serves(q, layer.k, q.shape[-1], call)
+    return layer.v.shape == layer.k.shape and layer.key_weight is None and serves(q, layer.k, q.shape[-1], call)
 
 
 def forward(

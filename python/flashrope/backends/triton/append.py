@@ -17,7 +17,7 @@ from .rotated import rotate
 
 
 def append_to_cache(
-    layer: CacheLayer, k: torch.Tensor, v: torch.Tensor, tables: CacheTables, rotary: Rotary | None = None
+    layer: CacheLayer, k: torch.Tensor, v: torch.Tensor | None, tables: CacheTables, rotary: Rotary | None = None
 ) -> None:
     """Writes new keys and values, as ``CacheBackend`` describes. It takes one launch, or two if k is rotated first."""
     if not k.numel() or not layer.k.numel() or not tables.capacity(layer.k):
@@ -36,17 +36,26 @@ class AppendLaunch:
     """The launch of ``append_rows`` for layers and new rows of equal shapes, strides and alignment."""
 
     def __init__(
-        self, layer: CacheLayer, k: torch.Tensor, v: torch.Tensor, tables: CacheTables, layout: CacheLayout, key: tuple
+        self,
+        layer: CacheLayer,
+        k: torch.Tensor,
+        v: torch.Tensor | None,
+        tables: CacheTables,
+        layout: CacheLayout,
+        key: tuple,
     ):
-        """Prepares the launch. layout: ``kernel_layout`` of the layer and the tables. key: the ``append_key``."""
-        (seqlen, heads_kv, head_dim), head_dim_v = k.shape[-3:], v.shape[-1]
+        """Prepares the launch. v: None where values are channels of the keys. layout: ``kernel_layout`` of the layer
+        and the tables. key: the ``append_key``."""
+        (seqlen, heads_kv, head_dim), head_dim_v = k.shape[-3:], 0 if v is None else v.shape[-1]
         new, batch, max_seqlen, cu_seqlens = tables.new, k.shape[0], seqlen, None
         if isinstance(new, Packed):
             batch = 1
             if new.slot_mapping is None:
                 cu_seqlens = new.cu_seqlens_q
                 batch, max_seqlen = cu_seqlens.shape[0] - 1, min(new.max_seqlen_q, seqlen)
-        if layer.k_scale is None:
+        if v is None:
+            vec = vector_of(key[2], k.dtype.itemsize, layer.k.stride(), key[0])
+        elif layer.k_scale is None:
             vec = vector_of(key[2], k.dtype.itemsize, layer.k.stride(), layer.v.stride(), *key[:2])
         else:
             vec = min(cached_vector_sizes(layer.k, layer.v, k, v))
@@ -58,33 +67,31 @@ class AppendLaunch:
             page_size=page_size,
             block_m=configs.APPEND_ROWS,
             head_dim_v=head_dim_v,
-            block_dv=block_d(head_dim_v),
+            block_dv=block_d(head_dim_v) if head_dim_v else 0,
         )
         # The kernel addresses rows by slots and ignores leftpad. With leftpad, Triton would compile a second kernel.
         self._layout = layout if tables.leftpad is None else layout._replace(leftpad=None)
-        self._strides = stride_fields(layer.k), stride_fields(layer.v), stride_fields(k), stride_fields(v)
+        self._strides = [stride_fields(x) for x in (layer.k, k, *(() if v is None else (layer.v, v)))]
         self._sizes = (cu_seqlens, seqlen, max_seqlen, heads_kv)
         grid = (cdiv(max_seqlen * heads_kv, configs.APPEND_ROWS) * batch,)
         self._launch = Launch(append_rows, grid, {"VARIANT": variant, **configs.options(configs.APPEND_WARPS)})
 
-    def run(self, layer: CacheLayer, k: torch.Tensor, v: torch.Tensor) -> None:
+    def run(self, layer: CacheLayer, k: torch.Tensor, v: torch.Tensor | None) -> None:
         layout = self._layout
         if layer.k_scale is not None and layer.v_scale is not None:
             layout = layout._replace(**scale_fields(layer))
-        to_k, to_v, of_k, of_v = self._strides
-        self._launch(
-            view(TensorView, (layer.k, *to_k)),
-            view(TensorView, (layer.v, *to_v)),
-            view(TensorView, (k, *of_k)),
-            view(TensorView, (v, *of_v)),
-            layout,
-            *self._sizes,
-        )
+        to_k, of_k, *of_values = self._strides
+        k_cache, new_k, v_cache, new_v = view(TensorView, (layer.k, *to_k)), view(TensorView, (k, *of_k)), None, None
+        if v is not None:
+            v_cache, new_v = view(TensorView, (layer.v, *of_values[0])), view(TensorView, (v, *of_values[1]))
+        self._launch(k_cache, v_cache, new_k, new_v, layout, *self._sizes)
 
 
-def append_key(layer: CacheLayer, k: torch.Tensor, v: torch.Tensor) -> tuple:
+def append_key(layer: CacheLayer, k: torch.Tensor, v: torch.Tensor | None) -> tuple:
     """Returns a key for launches of equal shapes: the strides of k and v, and ``alignment_key``. Launches with equal
     keys can share an ``AppendLaunch``."""
+    if v is None:
+        return k.stride(), None, alignment_key(layer.k, k)
     return k.stride(), v.stride(), alignment_key(*layer[:4], k, v)
 
 

@@ -44,6 +44,8 @@ from .launcher import cdiv
 from .plan import Plan
 from .rotated import rotate
 
+MAX_HEAD_DIM = 512
+
 
 def unsupported_positions(positions: CachePositions) -> str:
     """Always "": these kernels take all tables."""
@@ -92,6 +94,11 @@ class CachePlan(Plan):
     def __init__(self, call: CacheCall, layer: CacheLayer, queries: Queries):
         self.append_rotary, self.call = append_rotary(call), call.for_backend() if call.rotated_keys else call
         self.queries, tables = queries, call.tables
+        if queries.shape[-1] > MAX_HEAD_DIM:
+            raise ValueError(
+                f"impl='triton' cannot serve this call: its kernels take head_dim up to {MAX_HEAD_DIM}, q has "
+                f"{queries.shape[-1]}"
+            )
         self.cu_seqlens_q, self.capacity = tables.cu_seqlens_q, tables.capacity(layer.k)
         seqlen_q, device = queries.shape[-3], queries.device
         longest = seqlen_q if self.cu_seqlens_q is None else min(tables.max_seqlen_q, seqlen_q)

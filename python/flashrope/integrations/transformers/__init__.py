@@ -9,6 +9,8 @@ Where to look:
     schemes              the scheme of every layer, and suggest; does not need transformers
     attention            the attention function and the mask function that transformers calls
     caches               records which conversion filled a cache, and has CodesCache in 8 or 4 bits
+    one_tensor           SharedKeysCache and LatentCache: one tensor per layer
+    shared_layers        layers that read the keys of earlier layers
     reuse                passages that are prefilled once and joined into prompts
     continuous_batching  pages and requests of transformers' generate_batch
     versions             differences between versions of transformers
@@ -23,7 +25,9 @@ from importlib import import_module
 _MODULES = {
     "CodesCache": "caches",
     "FAMILIES": "plan",
+    "LatentCache": "one_tensor",
     "Passage": "reuse",
+    "SharedKeysCache": "one_tensor",
     "Suggestion": "schemes",
     "accept_cache": "caches",
     "convert": "conversion",
@@ -38,7 +42,9 @@ _MODULES = {
 __all__ = [
     "CodesCache",
     "FAMILIES",
+    "LatentCache",
     "Passage",
+    "SharedKeysCache",
     "Suggestion",
     "accept_cache",
     "convert",

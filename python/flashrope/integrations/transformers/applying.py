@@ -23,8 +23,10 @@ from ..options import FIELD
 from .attention import check_positions
 from .caches import COORDINATES, axes_of, check_cache, mark_returned, read_coordinates
 from .continuous_batching import SUPPORTED, with_pages
+from .one_tensor import expand
 from .plan import ATTRIBUTE, KEY, NAME, SAVED, Plan, describe_options, find_decoder, rotary_embeddings, scheme_of
 from .schemes import LayerScheme
+from .shared_layers import count_rows, drops_rows
 from .versions import arguments_of
 
 
@@ -51,6 +53,8 @@ def apply(model, plan: Plan) -> None:
     for name, scheme in plan.schemes.items():
         module = decoder.get_submodule(name)
         setattr(module, ATTRIBUTE, scheme)
+        if hasattr(module, "expand_kv"):
+            module.expand_kv = partial(expand, module)
         module.extra_repr = partial(_describe_layer, type(module).extra_repr(module), scheme)
     handles = [embedding.register_forward_hook(no_rotation) for embedding in rotary_embeddings(decoder)]
     handles.append(decoder.register_forward_pre_hook(check_forward, with_kwargs=True))
@@ -77,6 +81,7 @@ def undo(model) -> bool:
         if scheme_of(module) is not None:
             delattr(module, ATTRIBUTE)
             vars(module).pop("extra_repr", None)
+            vars(module).pop("expand_kv", None)
     vars(decoder).pop("extra_repr", None)
     decoder.set_attn_implementation(applied.attn_implementation)
     return True
@@ -97,11 +102,16 @@ def check_forward(module, args, kwargs) -> tuple | None:
     if axes_of(module) > 1:
         return args, kwargs | {COORDINATES: read_coordinates(module, given)}
     added = check_positions(module, given)
+    if drops_rows(module):
+        added |= count_rows(given)
     return (args, kwargs | added) if added and len(args) < 2 else None
 
 
 def no_rotation(module, args, output):
-    """Returns cos = 1 and sin = 0. It is the forward hook of the rotary embedding."""
+    """Returns cos = 1 and sin = 0, or 1 + 0i if the embedding returned a complex tensor. It is the forward hook of the
+    rotary embedding."""
+    if isinstance(output, torch.Tensor):  # deepseek_v2
+        return torch.ones_like(output)
     cos, sin = output
     return torch.ones_like(cos), torch.zeros_like(sin)
 

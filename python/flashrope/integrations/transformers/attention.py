@@ -28,8 +28,10 @@ from ...operators.functional import attention, attention_varlen, attention_with_
 from ...rotary.rotary import Rotary
 from .caches import COORDINATES, Coordinates, follow_caches, holds_codes, split_rows
 from .continuous_batching import BATCH, attend_paged, prepare_manager
+from .one_tensor import absorb, holds_latents, key_weight_of, latent_scheme, project_values
 from .plan import NAME, NOT_CONVERTED, SAVED, scheme_of
 from .schemes import attending_layers
+from .shared_layers import ROWS
 from .versions import CACHE, CACHES_WITHOUT_GRADIENTS
 
 # Arguments of an attention function that this one cannot serve.
@@ -57,19 +59,30 @@ def attention_forward(
     if query.dtype != value.dtype and not holds_codes(value):  # autocast: the rotary embedding returns float32
         query, key = query.to(value.dtype), key.to(value.dtype)
     options = {"softmax_scale": scaling, "sinks": s_aux}
+    if holds_latents(module, value):
+        return _attend_latents(module, scheme, query, key, value, attention_mask, options), None
+    if key is value:
+        if _reads_cache(query, key, attention_mask):
+            options["key_weight"] = key_weight_of(module)
+        else:
+            key = (key.float() * key_weight_of(module)).to(key.dtype)
     if paged:
         return attend_paged(module, query, key, value, options, kwargs), None
-    head_dim = query.shape[-1]
+    head_dim, width = query.shape[-1], value.shape[-1]
     if head_dim % 8:  # the kernels have tiles of multiples of 8 channels
-        query, key, value = (torch.nn.functional.pad(x, (0, -head_dim % 8)) for x in (query, key, value))
+        query, key = (torch.nn.functional.pad(x, (0, -head_dim % 8)) for x in (query, key))
         options["softmax_scale"] = head_dim**-0.5 if scaling is None else scaling
+    if holds_codes(value):
+        width = head_dim
+    elif width % 8:
+        value = torch.nn.functional.pad(value, (0, -width % 8))
     out = _attend(scheme, query, key, value, attention_mask, options, kwargs)
-    return (out[..., :head_dim] if head_dim % 8 else out), None
+    return (out if out.shape[-1] == width else out[..., :width]), None
 
 
 def _attend(scheme, query, key, value, attention_mask, options: dict, kwargs) -> torch.Tensor:
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    seqlen, places = q.shape[1], _places(scheme.rotary, kwargs)
+    seqlen, places = kwargs.get(ROWS, q.shape[1]), _places(scheme.rotary, kwargs)  # of all rows, dropped ones too
     cu_seqlens_q = kwargs.get("cu_seq_lens_q")
     if cu_seqlens_q is not None and cu_seqlens_q.shape[0] > 2 and not isinstance(attention_mask, Packed):
         raise ValueError(
@@ -105,6 +118,30 @@ def _attend(scheme, query, key, value, attention_mask, options: dict, kwargs) ->
             q, k, rotary, options = _rotated(q, k, rotary, places, options)
         return _attend_with_gradients(q, k, v, rotary, first, end, options)
     return _attend_cached(q, k, v, rotary, end, first, options, places)
+
+
+def _reads_cache(query, key, attention_mask) -> bool:
+    """Whether ``_attend`` reads keys and values in place, without gradients and padded channels."""
+    masked = attention_mask is not None and not isinstance(attention_mask, Packed) and attention_mask.shape[0] != 0
+    return (
+        masked
+        and not query.shape[-1] % 8
+        and not (torch.is_grad_enabled() and (query.requires_grad or key.requires_grad))
+    )
+
+
+def _attend_latents(module, scheme, query, rows, latents, attention_mask, options: dict) -> torch.Tensor:
+    """Computes the attention of one layer over rows of latents, see ``LatentCache``.
+
+    query: (batch, heads, seqlen_q, head_dim). rows, latents: (batch, 1, seqlen_k, ...).
+    """
+    q, k, v = absorb(module, query).transpose(1, 2), rows.transpose(1, 2), latents.transpose(1, 2)
+    first, end, position = attention_mask.view(3, -1).unbind()
+    rotary = scheme.rotary
+    if scheme.grows_from < math.inf and k.shape[1] > scheme.grows_from:
+        rotary = scheme.at(int(position.max()) + q.shape[1])
+    out = _attend_cached(q, k, v, latent_scheme(module, rotary), end, first, options, None)
+    return project_values(module, out)
 
 
 def _attend_cached(q, k, v, rotary, end, first, options: dict, places: Coordinates | None) -> torch.Tensor:

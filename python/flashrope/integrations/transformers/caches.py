@@ -28,7 +28,9 @@ from transformers.cache_utils import DynamicLayer
 from ...backends.cache_tables import CacheLayer, CachePositions, CacheTables
 from ...backends.quantized import quantize
 from ...cache.storage import CACHE_DTYPES, check_cache_dtype
+from ...configs.families import family
 from ...operators.cache_plan import CachePlan, plan_cache
+from ...operators.checks import MAX_NARROW_HEAD_DIM
 from ...rotary.rotary import Rotary
 from .plan import find_decoder, plan_of
 from .schemes import attending_layers
@@ -310,18 +312,29 @@ class CodesCache(Cache):
         cache_dtype: "int8" or "int4".
 
     Raises:
-        ValueError: cache_dtype, a head_dim that is not a multiple of 8, or layers without attention.
+        ValueError: cache_dtype, a head_dim that is above 256 or not a multiple of 8, latent attention, or layers
+            without attention.
     """
 
     def __init__(self, config, cache_dtype: str):
         if cache_dtype is None:
             raise ValueError("cache_dtype: expected 'int8' or 'int4', got None")
         config, dtype = config.get_text_config(), CACHE_DTYPES[check_cache_dtype(cache_dtype)]
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        if head_dim % 8:
+        if family(config.model_type).latent:
             raise ValueError(
-                f"cache_dtype: expected a model whose head_dim is a multiple of 8 for {cache_dtype}, got {head_dim}"
+                f"cache_dtype: latent attention is not supported (its modules expand what the cache returns), got "
+                f"{config.model_type!r}"
             )
+        for head_dim in _head_dims(config):
+            if head_dim % 8:
+                raise ValueError(
+                    f"cache_dtype: expected a model whose head_dim is a multiple of 8 for {cache_dtype}, got {head_dim}"
+                )
+            if head_dim > MAX_NARROW_HEAD_DIM:
+                raise ValueError(
+                    f"cache_dtype: expected layers of at most {MAX_NARROW_HEAD_DIM} channels for {cache_dtype}, got "
+                    f"head_dim {head_dim} in {config.model_type!r}"
+                )
         if len(attending_layers(config)) < config.num_hidden_layers:
             raise ValueError(
                 f"cache_dtype: expected a model with attention in every layer for {cache_dtype}, got "
@@ -341,6 +354,13 @@ class CodesCache(Cache):
                 "keys and values); call convert(model) first"
             )
         return super().update(*args, **kwargs)
+
+
+def _head_dims(config) -> set[int]:
+    """Returns the values of head_dim of a model's layers."""
+    if getattr(config, "is_heterogeneous", False):  # gemma4
+        return {config.per_layer_config[layer_type].head_dim for layer_type in set(config.layer_types)}
+    return {getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads}
 
 
 class CodesLayer(DynamicLayer):

@@ -16,9 +16,10 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
+from ...backends.registry import load_backend, resolve_impl
 from ...configs.families import families_with, family
 from ...configs.hugging_face import model_steps
-from ...operators.checks import MAX_NARROW_HEAD_DIM
+from ...operators.checks import MAX_HEAD_DIM
 from ...rotary.rotary import Rotary, build
 from ..options import RAW_KEYS, keeps_raw_keys, read_field, read_options, to_json
 from .schemes import LayerScheme, attending_layers, layer_type_of, sliding_window_of
@@ -36,6 +37,7 @@ SAVED = (
     f'case), or delete "{KEY}" from its config.json for the stock model'
 )
 
+IMAGES_ONLY = "vision"  # use_bidirectional_attention of a decoder that is causal without images
 NOT_CONVERTED = (
     "model: expected a converted model, got one that was loaded or built from the configuration of a converted one; "
     "call convert(model), load it with flashrope.integrations.transformers.from_pretrained, or call revert(model) for "
@@ -98,7 +100,7 @@ def plan_conversion(model, given: Mapping[str, Any], untested: bool = False) -> 
         stock = _plan_layers(decoder, modules, {})
         own = Plan(stock, {}, {}, uuid.uuid4().hex, _axes(stock))
     field = to_json(options) | ({RAW_KEYS: True} if raw_keys else {})
-    warnings = _warnings_of_window(options, config)
+    warnings = _warnings_of_window(options, config) + _warnings_of_images(model, config)
     if earlier is not None and options and not asked:
         warnings.insert(
             0,
@@ -177,6 +179,20 @@ def _warnings_of_window(options: Mapping[str, Any], config) -> list[str]:
     return []
 
 
+def _warnings_of_images(model, config) -> list[str]:
+    """Returns a warning where a model that has a vision tower lets the tokens of an image see one another."""
+    if getattr(config, "use_bidirectional_attention", None) != IMAGES_ONLY or model is find_decoder(model):
+        return []
+    if not any(
+        isinstance(module, PreTrainedModel) and hasattr(module, "get_image_features") for module in model.modules()
+    ):
+        return []
+    return [
+        f"model: text alone is supported ({config.model_type} lets the tokens of an image see one another, which the "
+        "kernels cannot express), got a model with images; a call with images raises, and revert(model) runs it"
+    ]
+
+
 # ---- the decoder and its layers
 
 
@@ -194,6 +210,9 @@ def find_decoder(model) -> PreTrainedModel:
         if isinstance(module, PreTrainedModel) and any(map(is_rotary_embedding, module.children()))
     ]
     if len(found) != 1:
+        for module in model.modules():
+            if isinstance(module, PreTrainedModel) and (reason := family(module.config.model_type).refused):
+                raise ValueError(f"model: not supported, {module.config.model_type} {reason}")
         raise ValueError(
             f"model: expected one transformers decoder with a rotary embedding, found {len(found)} in "
             f"{type(model).__name__}"
@@ -210,12 +229,7 @@ def check_decoder(decoder: PreTrainedModel) -> None:
     """
     model_type, version = decoder.config.model_type, transformers.__version__
     if reason := family(model_type).refused:
-        raise ValueError(f"model: expected one that rotates as its configuration says, {model_type} {reason}")
-    if hasattr(decoder, "_maybe_slice_kv_shared_inputs") and decoder.config.num_kv_shared_layers:
-        raise ValueError(
-            f"model: expected num_kv_shared_layers = 0, got {decoder.config.num_kv_shared_layers}; such layers get "
-            "some rows of q and all keys, without a mask that says which"
-        )
+        raise ValueError(f"model: not supported, {model_type} {reason}")
     names = vars(sys.modules[type(decoder).__module__])
     if "create_causal_mask" not in names:
         raise ValueError(
@@ -249,32 +263,38 @@ def attention_modules(decoder: PreTrainedModel) -> list[Any]:
     modules = [
         module
         for module in decoder.modules()
-        if type(module).__name__.endswith("Attention") and getattr(module, "layer_idx", None) in attending
+        if type(module).__name__.endswith(("Attention", "MLA")) and getattr(module, "layer_idx", None) in attending
     ]
     if sorted(module.layer_idx for module in modules) != attending:
         raise ValueError(f"model: expected {len(attending)} attention modules, found {len(modules)}")
-    bidirectional = getattr(config, "use_bidirectional_attention", False)
-    if bidirectional or not all(getattr(module, "is_causal", False) for module in modules):
+    bidirectional = getattr(config, "use_bidirectional_attention", None) or None
+    if bidirectional not in (None, IMAGES_ONLY) or not all(getattr(module, "is_causal", False) for module in modules):
         raise ValueError("model: expected causal attention in every layer, got layers that see keys ahead")
     return modules
 
 
 def head_dim_of(module: Any) -> int:
-    """Returns the head_dim of an attention module."""
-    return int(getattr(module, "head_size", None) or module.head_dim)  # gpt_neox has head_size
+    """Returns the head_dim of an attention module: how many channels a query and a key have."""
+    names = "qk_head_dim", "head_size", "head_dim"  # of latent attention, of gpt_neox, and of all others
+    return int(next(width for name in names if (width := getattr(module, name, None))))
 
 
 def check_widths(model_type: str, modules: list[Any]) -> None:
-    """Refuses models with a layer whose head_dim is more than the kernels take.
+    """Refuses models with a layer whose head_dim is more than the kernels of its device take.
 
     Raises:
         ValueError: names the layer, its head_dim and the model type.
     """
     for module in modules:
-        if (head_dim := head_dim_of(module)) > MAX_NARROW_HEAD_DIM:
+        head_dim = head_dim_of(module)
+        reason = f"the kernels take a head_dim up to {MAX_HEAD_DIM}" if head_dim > MAX_HEAD_DIM else ""
+        if not reason and (like := next(module.parameters(), None)) is not None and like.is_floating_point():
+            q = like.new_empty(1, 1, 1, head_dim + -head_dim % 8)
+            reason = load_backend(resolve_impl(None, q)).unsupported_reason(q)
+        if reason:
             raise ValueError(
-                f"model: head_dim = {head_dim} of layer {module.layer_idx} is not supported (the kernels take a "
-                f"head_dim up to {MAX_NARROW_HEAD_DIM}), got {model_type!r}"
+                f"model: head_dim = {head_dim} of layer {module.layer_idx} is not supported ({reason}), got "
+                f"{model_type!r}"
             )
 
 

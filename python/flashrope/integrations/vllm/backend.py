@@ -22,7 +22,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from ...backends.cache_tables import CacheLayer, CacheTables, Packed
 from ...operators.cache_plan import CachePlan, plan_cache
-from ...operators.checks import MAX_NARROW_HEAD_DIM
+from ...operators.checks import MAX_HEAD_DIM
 from ...rotary.rotary import Rotary
 from .plan import BACKEND, CODES, Pages, active_plan, check_cache_dtype, row_bytes, split_pages
 
@@ -57,7 +57,7 @@ class FlashropeBackend(AttentionBackend):
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
-        return head_size % 8 == 0 and head_size <= MAX_NARROW_HEAD_DIM
+        return head_size % 8 == 0 and head_size <= MAX_HEAD_DIM
 
     @classmethod
     def supports_sliding_window(cls) -> bool:
@@ -113,7 +113,11 @@ class FlashropeMetadataBuilder(AttentionMetadataBuilder[FlashropeMetadata]):
 
 class FlashropeImpl(AttentionImpl):
     """The attention of one layer. At its first run, while the engine starts, it looks up the scheme by the layer's
-    index."""
+    index.
+
+    A layer that shares the keys and values of an earlier layer gets that layer's pages and no new keys, because the
+    earlier layer has written the new tokens.
+    """
 
     def __init__(
         self,
@@ -137,6 +141,7 @@ class FlashropeImpl(AttentionImpl):
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.kv_cache_dtype, self.sliding_window = kv_cache_dtype, sliding_window
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name  # vLLM reads it
         self.scheme: tuple[Rotary, bool] | None = None  # the scheme, and whether the cache holds rotated keys
         self.pages: Pages | None = None
         self.layer: CacheLayer | None = None
@@ -144,7 +149,6 @@ class FlashropeImpl(AttentionImpl):
         given = {
             "alibi_slopes": alibi_slopes,
             "logits_soft_cap": logits_soft_cap or None,  # some models pass 0
-            "kv_sharing_target_layer_name": kv_sharing_target_layer_name,
             **others,
         }
         for name, value in given.items():
@@ -163,8 +167,8 @@ class FlashropeImpl(AttentionImpl):
         self,
         layer,
         query: torch.Tensor,  # (tokens, heads_q, head_dim), raw; there may be rows of padding
-        key: torch.Tensor,
-        value: torch.Tensor,
+        key: torch.Tensor | None,  # None: another layer has written it
+        value: torch.Tensor | None,
         kv_cache: torch.Tensor,  # as in split_pages
         attn_metadata: FlashropeMetadata | None,
         output: torch.Tensor,
@@ -179,7 +183,8 @@ class FlashropeImpl(AttentionImpl):
             return output.zero_()
         n, padded = attn_metadata.tokens, output
         if n < query.shape[0]:
-            query, key, value, output = query[:n], key[:n], value[:n], output[:n]
+            query, output = query[:n], output[:n]
+            key, value = (None if x is None else x[:n] for x in (key, value))
         if self.pages is None or self.pages.kv_cache is not kv_cache:
             self.pages = split_pages(kv_cache, self.head_size)
             self.layer = CacheLayer(*self.pages[1:])

@@ -17,7 +17,7 @@ import torch
 from ...backends.quantized import PER_BYTE
 from ...configs.dual_chunk import CHUNKS, read_chunks
 from ...configs.families import FAMILIES
-from ...operators.checks import MAX_NARROW_HEAD_DIM
+from ...operators.checks import MAX_HEAD_DIM, MAX_NARROW_HEAD_DIM
 from ...rotary.bands import shared_map
 from ...rotary.rotary import Rotary
 from ..options import FIELD, keeps_raw_keys, read_field, training_length
@@ -27,6 +27,7 @@ ARCHITECTURES = tuple(sorted(each.vllm for each in FAMILIES.values() if each.vll
 BACKEND = "CUSTOM"  # vLLM's name for a backend of a plugin
 BACKEND_PATH = "flashrope.integrations.vllm.backend.FlashropeBackend"
 CODES = {"int8_per_token_head": torch.int8, "int4_per_token_head": torch.uint8}  # {vLLM's cache dtype: our dtype}
+CHOSEN_FOR_TWO_WIDTHS = ("TRITON_ATTN", "FLASH_ATTN")  # backends that vLLM sets if layers differ in head_dim
 MODEL_DTYPES = {"float16", "bfloat16", "float32"}
 SPECULATION = ("ngram", "suffix")  # methods that draft from the text, without a draft model that has its own attention
 
@@ -87,13 +88,21 @@ def make_plan(config) -> Plan:
     field = _asking(config)
     options, raw_keys = read_field(field, partial(_training_length, model)), keeps_raw_keys(field)
     _check_model(model, hf_config)
-    _check_engine(config)
     _check_windows(model.max_model_len, options)
     plan = Plan(*_layers(hf_config, options, model.max_model_len, raw_keys))
-    head_dim = plan.layers[0].rotary.head_dim
-    if head_dim % 8 or head_dim > MAX_NARROW_HEAD_DIM:
-        raise ValueError(f"head_dim: expected a multiple of 8 up to {MAX_NARROW_HEAD_DIM}, got {head_dim}")
+    widths = {layer.rotary.head_dim for layer in plan.layers}
+    _check_engine(config, CHOSEN_FOR_TWO_WIDTHS if len(widths) > 1 else ())
+    for head_dim in widths:
+        _check_head_dim(head_dim, config.cache_config.cache_dtype)
     return plan
+
+
+def _check_head_dim(head_dim: int, cache_dtype: str) -> None:
+    largest, cache = (
+        (MAX_NARROW_HEAD_DIM, f" in a cache of {cache_dtype}") if cache_dtype in CODES else (MAX_HEAD_DIM, "")
+    )
+    if head_dim % 8 or head_dim > largest:
+        raise ValueError(f"head_dim: expected a multiple of 8 up to {largest}{cache}, got {head_dim}")
 
 
 def _asking(config):
@@ -146,7 +155,8 @@ def _layer(hf_config, key: tuple, options: dict, max_model_len: int, raw_keys: b
         raise ValueError(f"rotary: expected head_dim {head_dim} as in the model, got {rotary.head_dim}")
     if rotary.axis:
         raise ValueError("rotary: expected a scheme of one-dimensional positions, got an axial one")
-    return Layer(rotary, scheme.window, not raw_keys and shared_map(rotary.bands) is not None)
+    rotates_once = shared_map(rotary.bands) is not None and head_dim <= MAX_NARROW_HEAD_DIM
+    return Layer(rotary, scheme.window, rotates_once and not raw_keys)
 
 
 # ---- checks
@@ -184,7 +194,7 @@ def _get(config, name: str):
     return repr(getattr(config, name))
 
 
-def _check_engine(config) -> None:
+def _check_engine(config, chosen_by_vllm: tuple[str, ...] = ()) -> None:
     cache = config.cache_config
     check_cache_dtype(cache.cache_dtype, config.model_config.dtype)
     size = cache.block_size
@@ -193,8 +203,8 @@ def _check_engine(config) -> None:
     attention = config.attention_config
     chosen = [attention.backend, *(getattr(attention, "backend_per_kind", None) or {}).values()]
     for backend in chosen:
-        if backend is not None and getattr(backend, "name", backend) != BACKEND:
-            name = getattr(backend, "name", backend)
+        name = getattr(backend, "name", backend)
+        if name not in (None, BACKEND, *chosen_by_vllm):
             raise ValueError(f"attention_backend: expected None or {BACKEND}, which flashrope registers, got {name}")
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         size = getattr(config.parallel_config, name, 1)

@@ -1,0 +1,227 @@
+"""Caches of one tensor per layer, for layers whose values are channels of their keys.
+
+``SharedKeysCache`` serves Gemma 4's layers with one projection: k = k_norm(p) and v = v_norm(p), where v_norm has no
+weight. So k is v times the weight of k_norm, channel by channel. The cache holds v, and the kernels multiply keys.
+
+``LatentCache`` serves latent attention. A row is a latent and, behind it, the rotary channels that all heads share,
+which are not rotated. For few new tokens the layer's projection of latents to keys is applied to the queries instead
+(absorbed), and its projection to values to the output. All heads then read the rows themselves, whose latents are the
+values.
+
+A layer keeps its tensor as keys and a tensor of no channels as values, so whatever transformers does with rows
+(cropping, selecting sequences, copying) works as for other caches.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import lru_cache
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+from ...backends.registry import load_backend, resolve_impl
+from ...configs.families import families_with, family
+from ...operators.checks import MAX_HEAD_DIM, MAX_SHARED_HEAD_DIM
+from ...rotary.rotary import Rotary
+from .caches import MARK
+from .schemes import layer_type_of
+from .versions import CACHE
+
+ABSORBED_ROWS = 128  # more new tokens than about 170 cost more absorbed than keys and values that are expanded
+UNEXPANDED = "_flashrope_unexpanded"  # attribute of latents that are not to be expanded: the rows they are channels of
+
+
+class _CacheOfConverted(DynamicCache):
+    """A cache that a stock model cannot read."""
+
+    def update(self, *args, **kwargs):
+        """Appends the keys and values of a layer.
+
+        Raises:
+            ValueError: the model is not converted.
+        """
+        if getattr(self, MARK, None) is None:
+            raise ValueError(
+                f"{CACHE}: a {type(self).__name__} is not supported by a stock model (its attention does not read raw "
+                "keys); call convert(model) first"
+            )
+        return super().update(*args, **kwargs)
+
+
+class _OneTensor(DynamicLayer):
+    """Rows of one tensor, (batch, heads_kv, seqlen, channels)."""
+
+    def append(self, rows: torch.Tensor) -> torch.Tensor:
+        """Appends rows. Returns all of them."""
+        return super().update(rows, rows[..., :0])[0]
+
+
+# ---- one projection for keys and values
+
+
+class SharedKeysCache(_CacheOfConverted):
+    """Holds one tensor for each layer of Gemma 4 whose keys and values come from one projection.
+
+    Use it where memory limits the length or the batch: these layers, which see all tokens, take half the bytes. All
+    other layers are those of a ``DynamicCache``. Keys are then the cached values times the weight of k_norm, which in
+    half types rounds once more than the model's own keys. On the CPU alone: Triton's kernels do not multiply keys yet.
+
+    Example:
+        from transformers import AutoModelForCausalLM
+        from flashrope.integrations.transformers import SharedKeysCache, convert
+
+        model = convert(AutoModelForCausalLM.from_pretrained("google/gemma-4-31b-it"))
+        text = model.generate(prompt, past_key_values=SharedKeysCache(model.config), max_new_tokens=4)
+
+    Args:
+        config: the model's.
+
+    Raises:
+        ValueError: the model has no layer with one projection, or layers that read another layer's keys.
+    """
+
+    def __init__(self, config):
+        config = config.get_text_config()
+        if not getattr(config, "attention_k_eq_v", False):
+            raise ValueError(
+                "config: expected a model with one projection for keys and values (attention_k_eq_v of Gemma 4 12B, "
+                f"26B and 31B), got {config.model_type!r} without one"
+            )
+        if config.num_kv_shared_layers:
+            raise ValueError(
+                "config: num_kv_shared_layers is not supported beside attention_k_eq_v (a layer that reads another "
+                f"layer's keys does not have the weight of its k_norm), got {config.num_kv_shared_layers}"
+            )
+        super().__init__(config=config)
+        for layer in range(config.num_hidden_layers):
+            if layer_type_of(config, layer) != "sliding_attention":
+                self.layers[layer] = _SharedKeys()
+
+
+class _SharedKeys(_OneTensor):
+    def update(self, key_states, value_states, *args, **kwargs):
+        if not self.is_initialized and resolve_impl(None, value_states) not in ("cpu", "reference"):
+            raise ValueError(
+                f"{CACHE}: a SharedKeysCache is not supported on {value_states.device} (Triton's kernels do not "
+                "multiply keys by a weight), got keys there; use a DynamicCache"
+            )
+        rows = self.append(value_states)
+        return rows, rows
+
+
+def key_weight_of(module) -> torch.Tensor:
+    """Returns what the values of a layer with one projection are multiplied by to get its keys, (head_dim,) float32."""
+    return module.k_norm.weight.detach().float()
+
+
+# ---- latents
+
+
+class LatentCache(_CacheOfConverted):
+    """Holds the latents of a model with latent attention, which a converted model reads without expanding them.
+
+    Use it in decoding: a step over n tokens does not compute keys and values of all heads for all n tokens, which it
+    does over transformers' own caches. Prefills, calls with gradients or more than 128 new tokens, projections that are
+    not plain linear layers, and devices whose kernels do not take so wide keys expand latents as before.
+
+    Example:
+        from transformers import AutoModelForCausalLM
+        from flashrope.integrations.transformers import LatentCache, convert
+
+        model = convert(AutoModelForCausalLM.from_pretrained("deepseek-ai/DeepSeek-V2-Lite"))
+        text = model.generate(prompt, past_key_values=LatentCache(model.config), max_new_tokens=4)
+
+    Args:
+        config: the model's.
+
+    Raises:
+        ValueError: the model has no latent attention that is converted.
+    """
+
+    def __init__(self, config):
+        config = config.get_text_config()
+        if not family(config.model_type).latent:
+            raise ValueError(
+                f"config: expected a model with latent attention, one of {', '.join(families_with('latent'))}, got "
+                f"{config.model_type!r}"
+            )
+        super().__init__(config=config)
+        self.layers = [_Latents() if type(layer) is DynamicLayer else layer for layer in self.layers]
+
+
+class _Latents(_OneTensor):
+    """Rows of (batch, 1, seqlen, kv_lora_rank + qk_rope_head_dim)."""
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        if key_states.shape[1] != 1 or value_states.shape[1] != 1:
+            raise ValueError(
+                f"{CACHE}: expected latents, one head for all, got {key_states.shape[1]} heads; this version of "
+                "transformers caches the keys and values of all heads, for which use a DynamicCache"
+            )
+        old, new, rank = self.get_seq_length(), key_states.shape[-2], key_states.shape[-1]
+        rows = self.append(torch.cat((key_states, value_states), dim=-1))
+        latents, rotary = rows[..., :rank], rows[..., rank:]
+        if (
+            old
+            and new <= ABSORBED_ROWS
+            and not (torch.is_grad_enabled() and rows.requires_grad)
+            and _serves(rows, rank)
+        ):
+            setattr(latents, UNEXPANDED, rows)
+        return latents, rotary
+
+
+def _serves(rows: torch.Tensor, rank: int) -> bool:
+    """Whether the kernels of the device take rows as keys."""
+    width = rows.shape[-1]
+    if rank % 8 or width % 8 or width > MAX_HEAD_DIM and width != MAX_SHARED_HEAD_DIM:
+        return False
+    impl = resolve_impl(None, rows)
+    return (impl != "triton" or width <= MAX_HEAD_DIM) and not load_backend(impl).unsupported_reason(rows, cached=True)
+
+
+def expand(module, latents: torch.Tensor, rotary: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns keys and values of all heads, or rows and the latents in them where ``attend_latents`` reads these.
+
+    It replaces expand_kv of an attention module.
+    """
+    rows = getattr(latents, UNEXPANDED, None)
+    if rows is None or type(module.kv_b_proj) is not torch.nn.Linear or module.kv_b_proj.bias is not None:
+        return type(module).expand_kv(module, latents, rotary)
+    return rows, latents
+
+
+def holds_latents(module, value: torch.Tensor) -> bool:
+    """Whether a value that a layer passes to the attention function is latents that ``expand`` did not expand."""
+    return "expand_kv" in vars(module) and hasattr(value, UNEXPANDED)
+
+
+def absorb(module, query: torch.Tensor) -> torch.Tensor:
+    """Returns queries for rows of latents, (batch, heads, seqlen, rank + rotary channels)."""
+    nope, (keys, _) = module.qk_nope_head_dim, _projections(module)
+    latent = torch.einsum("bhnd,hdr->bhnr", query[..., :nope], keys.to(query.dtype))
+    return torch.cat((latent, query[..., nope:]), dim=-1)
+
+
+def project_values(module, out: torch.Tensor) -> torch.Tensor:
+    """Returns the output of attention (batch, seqlen, heads, rank), as values of every head."""
+    return torch.einsum("bnhr,hvr->bnhv", out, _projections(module)[1].to(out.dtype))
+
+
+def _projections(module) -> Any:
+    """Returns the projections of latents to keys and to values, (heads, channels, rank) each."""
+    widths = [module.qk_nope_head_dim, module.v_head_dim]
+    return module.kv_b_proj.weight.unflatten(0, (-1, sum(widths))).split(widths, dim=1)
+
+
+def latent_scheme(module, rotary: Rotary) -> Rotary:
+    """Returns the scheme of a layer's heads for rows of latents: the same channels rotate, behind the latent."""
+    return _behind(rotary, module.kv_lora_rank, module.kv_lora_rank + module.qk_rope_head_dim)
+
+
+@lru_cache(maxsize=1024)
+def _behind(rotary: Rotary, first_channel: int, head_dim: int) -> Rotary:
+    return dataclasses.replace(rotary, head_dim=head_dim, first_channel=first_channel)

@@ -1,0 +1,33 @@
+"""Decoders whose last layers read the keys and values of earlier layers (Gemma 4 E2B and E4B).
+
+Such layers need no row of the prompt but the last ones, whose logits are asked for. So these decoders drop the other
+rows before the first such layer. The mask still describes all rows. The decoder's hook therefore tells the layers how
+many rows the call began with: queries that are fewer are its last ones.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from .versions import CACHE
+
+ROWS = "_flashrope_rows"  # the keyword argument that every layer gets: the number of new tokens
+
+
+def drops_rows(decoder) -> bool:
+    """Whether a decoder drops rows before its last layers."""
+    shares = getattr(decoder.config, "num_kv_shared_layers", 0) and hasattr(decoder, "_maybe_slice_kv_shared_inputs")
+    return bool(shares) and "logits_to_keep" in inspect.signature(decoder.forward).parameters
+
+
+def count_rows(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arguments to add to those of a decoder that drops rows.
+
+    Args:
+        given: the arguments of the decoder's forward, from ``arguments_of``.
+    """
+    x = next(x for x in (given.get("inputs_embeds"), given.get("input_ids")) if x is not None)
+    packed = given.get("position_ids") is not None and given.get(CACHE) is None  # perhaps: only the masks tell
+    return {ROWS: x.shape[1]} | ({"logits_to_keep": None} if packed else {})

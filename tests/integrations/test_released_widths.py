@@ -1,0 +1,35 @@
+"""Every tested family with the head widths of its released models: convert takes them, and logits are the same.
+
+The other tests run small heads. A width that a kernel, a check or a rope type does not take would pass them.
+"""
+
+import pytest
+
+pytest.importorskip("transformers", reason="the extra 'transformers' is not installed")
+
+import families
+import vision_models
+from families import BOUND, HERE, difference_at, released_width, wide
+from test_transformers import documented
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_a_family(name):
+    """The docs name the width."""
+    model = wide(name)
+    assert difference_at(model) <= BOUND and families.widths(model) == released_width(name)
+    assert documented()[name][1] == released_width(name)
+
+
+@pytest.mark.parametrize("name", vision_models.HERE)
+def test_the_text_decoder_of_a_vision_language_model(name):
+    model = vision_models.wide_vision(name)
+    assert difference_at(model) <= BOUND and families.widths(model) == str(vision_models.released_width(name))
+
+
+def test_widths_that_are_known():
+    """What the model cards say, so that the defaults are not taken on trust."""
+    known = {"gemma3_text": "256", "gemma4_text": "256, 512", "llama": "128", "deepseek_v3": "192", "gpt_oss": "64"}
+    assert {name: released_width(name) for name in known if name in HERE} == {
+        n: w for n, w in known.items() if n in HERE
+    }
