@@ -151,5 +151,5 @@ def layer_of(layer: CacheLayer, sequences: slice) -> CacheLayer:
     """Returns the layer with only these sequences. The cache must be contiguous, not paged."""
     k, v, k_scale, v_scale, key_weight = layer
     k_scale, v_scale = (x if x is None else x[sequences] for x in (k_scale, v_scale))
-    v = v if v is None else v[sequences]  # None while only keys are written
+    v = v if v is None else v[sequences]  # v is None if the call writes only keys
     return CacheLayer(k[sequences], v, k_scale, v_scale, key_weight)

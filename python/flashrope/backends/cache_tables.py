@@ -29,14 +29,15 @@ class CacheLayer(NamedTuple):
 
     @property
     def first_value(self) -> int | None:
-        """Returns which channel of k is the first one of v, or None if v is not a view of channels of k."""
+        """Returns the channel of k at which v begins, or None if v is not a view of channels of k."""
         return first_value(self.k, self.v)
 
 
 def first_value(k: torch.Tensor, v: torch.Tensor) -> int | None:
-    """Returns which channel of k (..., head_dim) is the first one of v, or None if v is not a view of channels of k.
+    """Returns the channel of k (..., head_dim) at which v begins, or None if v is not a view of channels of k.
 
-    A compiler that traces this call knows no addresses. It gets 0 where v is k or a view of k, else None.
+    While torch.compile traces the call, tensors have no addresses. The result is then 0 if v is k or a view of k, else
+    None.
     """
     if v.dtype != k.dtype or v.stride() != k.stride() or v.shape[:-1] != k.shape[:-1] or v.device != k.device:
         return None

@@ -49,7 +49,7 @@ def unpack(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def stores(layer: CacheLayer, k, v=None) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Returns pairs (tensor of the cache, new values to write to it) for k and v, and for the scales of a quantized
-    cache. v: None where values are channels of the keys."""
+    cache. v: None if values are channels of the keys."""
     if v is None:
         return [(layer.k, k)]
     if layer.k_scale is None or layer.v_scale is None:

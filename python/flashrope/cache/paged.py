@@ -58,7 +58,7 @@ class PagedKVCache(Cache):
         rotated_keys: as in ``KVCache``. Forks can share rotated keys, because forking does not move positions.
         cache_dtype: as in ``KVCache``: None, "int8" or "int4".
         head_dim_v: the head_dim of v, as in ``KVCache``.
-        values: the channels of keys that are the values, as in ``KVCache``.
+        values: the channels of stored keys that are the values, as in ``KVCache``.
 
     Attributes:
         k, v: (pages, page_size, heads_kv, head_dim or head_dim_v), with several layers (layers, pages, ...),

@@ -140,7 +140,7 @@ def _rotary_dim(config, params: dict[str, Any], of_family: Family, head_dim: int
 
 
 def _check_latent(config, params: dict[str, Any], rotary_dim: int) -> None:
-    """Refuses a latent attention of which only some of the qk_rope_head_dim channels would rotate."""
+    """Raises ValueError for a latent attention if only some of its qk_rope_head_dim channels would rotate."""
     if rotary_dim != config.qk_rope_head_dim:
         raise ValueError(
             f"config: partial_rotary_factor = {params.get('partial_rotary_factor')} would rotate {rotary_dim} of "

@@ -67,7 +67,8 @@ def attend(
 def _rows(
     layer: CacheLayer, page: torch.Tensor, row: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns weighted k, and v, (1, rows, heads_kv, head_dim). Quantized values are converted to dtype."""
+    """Returns k, times ``key_weight`` if the layer has it, and v, each (1, rows, heads_kv, head_dim). Quantized k and v
+    are converted to dtype."""
     k, v, *scales = (x[page, row][None] for x in layer[:4] if x is not None)
     if scales:
         k, v = dequantize(k, scales[0], dtype), dequantize(v, scales[1], dtype)

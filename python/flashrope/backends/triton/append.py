@@ -44,8 +44,8 @@ class AppendLaunch:
         layout: CacheLayout,
         key: tuple,
     ):
-        """Prepares the launch. v: None where values are channels of the keys. layout: ``kernel_layout`` of the layer
-        and the tables. key: the ``append_key``."""
+        """Prepares the launch. v: None if values are channels of the keys. layout: ``kernel_layout`` of the layer and
+        the tables. key: the ``append_key``."""
         (seqlen, heads_kv, head_dim), head_dim_v = k.shape[-3:], 0 if v is None else v.shape[-1]
         new, batch, max_seqlen, cu_seqlens = tables.new, k.shape[0], seqlen, None
         if isinstance(new, Packed):

@@ -141,7 +141,7 @@ class FlashropeImpl(AttentionImpl):
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.kv_cache_dtype, self.sliding_window = kv_cache_dtype, sliding_window
-        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name  # vLLM reads it
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name  # an attribute that vLLM reads
         self.scheme: tuple[Rotary, bool] | None = None  # the scheme, and whether the cache holds rotated keys
         self.pages: Pages | None = None
         self.layer: CacheLayer | None = None
