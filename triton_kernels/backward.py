@@ -319,7 +319,7 @@ def add_grad_kv(grad, keys, queries, grad_sum, row, EDGE: tl.constexpr, VARIANT:
     grad_scores = weights * (grad_weights - over_keys(delta, VARIANT))
     grad_scores = grad_scores.to(q.dtype)
     grad_k = tl.dot(swap_axes(grad_scores, VARIANT), q, grad.k, input_precision="ieee")
-    if grad_sum is not None:  # the sum also has memory for the tile's rows after the last query
+    if grad_sum is not None:  # rows behind the last have room in the sum
         first = tl.full((), 0, tl.int64) + row  # an int in the interpreter
         add_to_sum(grad_sum + first * VARIANT.block_d, grad_q_product(grad_scores, keys.k, VARIANT), VARIANT)
     return GradKV(grad_k, grad_v)

@@ -13,7 +13,7 @@ from .names import BACKENDS
 
 # Backends whose forward is plain PyTorch. Autograd differentiates it to any order, and compilers trace it.
 DIFFERENTIABLE = ("reference",)
-WEIGHTED = ("cpu", "reference")  # backends that support key_weight
+WEIGHTED = ("cpu", "reference")  # multiply the keys of a cache by key_weight
 
 
 @cache
