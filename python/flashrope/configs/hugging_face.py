@@ -65,7 +65,7 @@ def config_steps(config, layer_type: str | None = None, seqlen: int | None = Non
     steps = model_steps(config, layer_type, seqlen)
     model_type = getattr(config, "model_type", "") or ""
     params = _parameters(config, model_type, layer_type)
-    if family(model_type).reorders and getattr(config, "rope_interleave", True):  # q and k of the projections
+    if family(model_type).reorders and getattr(config, "rope_interleave", True):  # before it reorders q and k
         steps[0] = Step("rope", {**steps[0].arguments, "interleaved": True})
     if params and params.get("llama_4_scaling_beta"):
         length, beta = _training_length(params, config), params["llama_4_scaling_beta"]
@@ -134,7 +134,7 @@ def _rotary_dim(config, params: dict[str, Any], of_family: Family, head_dim: int
     if rotary_dim is not None:
         return rotary_dim
     partial = params.get("partial_rotary_factor")
-    if of_family.latent and not of_family.partial:  # mistral4's is a share of the whole head
+    if of_family.latent and not of_family.partial:  # in mistral4 the factor is for the whole head
         head_dim = config.qk_rope_head_dim
     return int(head_dim * (1.0 if partial is None else partial))
 

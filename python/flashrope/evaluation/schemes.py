@@ -85,7 +85,7 @@ def applicable(
 
     def add(name: str, asked: str, label: str, apply: Callable[[], object], words: str) -> None:
         apply()
-        key = _layers(model) or (name,)  # the stock model without options of its own is not converted
+        key = _layers(model) or (name,)  # no layers: a stock model that was not converted
         if key in seen:
             skipped[asked] = f"the same scheme as {seen[key]}"
             return

@@ -16,7 +16,7 @@ from ..cli.options import BadInput
 
 UNSEEN = 0.1  # share of the bytes that is unseen in training
 MIN_WINDOWS = 8  # fewest windows of the longest context in each part
-MAX_BYTES = 1 << 29  # the text is held in memory
+MAX_BYTES = 1 << 29  # of a text, which is held in memory
 SEPARATOR = b"\0"  # between files of the training part
 
 # Folders that are not installed on every machine (tests, packages), or that hold tables.

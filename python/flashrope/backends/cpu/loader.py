@@ -26,7 +26,7 @@ INSTRUCTIONS = {
     "x86-64-v4": X86_64_V4,
     "x86-64-v4-bf16": X86_64_V4 | {"avx512_bf16"},
 }
-EXTENDED = {"x86-64-v4-bf16": "x86-64-v4"}  # target: the target whose library has the functions that its library lacks
+EXTENDED = {"x86-64-v4-bf16": "x86-64-v4"}  # {target whose library lacks functions: target whose library has them}
 
 
 class Found(NamedTuple):

@@ -30,5 +30,6 @@ def count_rows(given: Mapping[str, Any]) -> dict[str, Any]:
         given: the arguments of the decoder's forward, from ``arguments_of``.
     """
     x = next(x for x in (given.get("inputs_embeds"), given.get("input_ids")) if x is not None)
-    packed = given.get("position_ids") is not None and given.get(CACHE) is None  # maybe; only masks show it
+    # With positions and without a cache, sequences may be packed. Only the masks show whether they are.
+    packed = given.get("position_ids") is not None and given.get(CACHE) is None
     return {ROWS: x.shape[1]} | ({"logits_to_keep": None} if packed else {})

@@ -88,7 +88,8 @@ def _configure(platform, vllm_config) -> None:
         raise TypeError(f"additional_config: expected a dict, to hold the scheme's digest, got {given}")
     check_backend()
     plan = make_plan(vllm_config)
-    # compute_hash includes the digest, so schemes do not share compiled graphs. Workers compare it with their plan.
+    # compute_hash includes the digest, so schemes do not share compiled graphs. Workers compare it with the digest of
+    # their own plan.
     vllm_config.additional_config = {**vllm_config.additional_config, FIELD: plan.digest}
     vllm_config.attention_config.backend = AttentionBackendEnum[BACKEND]
     remember(plan)
