@@ -75,7 +75,7 @@ class CuSeqlens(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What the forward writes. out: (rows, heads_q, head_dim_v), contiguous. lse: float32, contiguous."""
+    """The results of the forward. out: (rows, heads_q, head_dim_v), contiguous. lse: float32, contiguous."""
 
     out: object
     lse: object

@@ -69,7 +69,8 @@ STATISTICS_ROWS = tl.constexpr(configs.STATISTICS_ROWS)
 
 @triton.jit
 def statistics_offset(packed, batch, head, rows):
-    """Offset of a sequence's first row in the row statistics, float32 (heads, rows, 2): lse in log2 units and delta.
+    """Returns the offset of a sequence's first row in the row statistics, float32 (heads, rows, 2): lse in log2 units
+    and delta.
 
     Sequences start at multiples of STATISTICS_ROWS, so that their tiles load in whole vectors. Sequence b, whose first
     packed row is p, starts at row (p // STATISTICS_ROWS + b) * STATISTICS_ROWS. Sequence b - 1 ends before that row.
@@ -79,7 +80,7 @@ def statistics_offset(packed, batch, head, rows):
 
 @triton.jit
 def statistics_row(packed, batch, head, rows):
-    """``statistics_offset`` in rows, int64."""
+    """Returns ``statistics_offset``, int64, counted in rows."""
     return head.to(tl.int64) * rows + (packed // STATISTICS_ROWS + batch) * STATISTICS_ROWS
 
 
@@ -103,8 +104,9 @@ def attention_statistics(
     heads_q,
     VARIANT: tl.constexpr,
 ):
-    """Every row's lse in log2 units and delta = rowsum(out * grad_out) - grad_lse. Rows that see no key, and rows of a
-    tile behind the last one, get lse = inf: all their weights are 0. out is contiguous, grad_out a TensorView."""
+    """Computes every row's lse in log2 units, and delta = rowsum(out * grad_out) - grad_lse. Rows that see no key, and
+    rows of a tile after the last row, get lse = inf, so that all their weights are 0. out is contiguous. grad_out is a
+    TensorView."""
     tl.static_assert(VARIANT.block_m == STATISTICS_ROWS)
     batch, head, first = head_program(max_seqlen_q, heads_q, VARIANT.block_m)
     start, length = sequence_rows(cu_seqlens_q, batch, seqlen_q)
@@ -136,7 +138,8 @@ def attention_statistics(
 
 
 class GradKV(NamedTuple):
-    """float32, k [BN, D], v [BN, DV]. k is in the current band's frame and lacks the factor of the score."""
+    """The accumulated gradients of a tile of keys: k [BN, D] and v [BN, DV], float32. k is in the current band's frame
+    and is not yet multiplied by the score's scale."""
 
     k: object
     v: object
@@ -152,8 +155,8 @@ class KeyTile(NamedTuple):
 
 
 class AllQueries(NamedTuple):
-    """What belongs to the queries of all heads and bands: arguments of attention_grad_kv, the channels to load, and the
-    sequence's packed_row."""
+    """The queries of all heads and bands: arguments of attention_grad_kv, the channels to load, and the sequence's
+    packed_row."""
 
     grad_out: object
     channels_q: object
@@ -164,8 +167,8 @@ class AllQueries(NamedTuple):
 
 
 class QueryRows(NamedTuple):
-    """One head's queries in a band: q, grad_out HeadViews with the channels to load, statistics a pointer, the number
-    of rows."""
+    """One head's queries in a band. q, grad_out: HeadViews, with the channels to load. statistics: a pointer. The last
+    field is the number of rows."""
 
     q: object
     grad_out: object
@@ -206,7 +209,7 @@ RED_4_OPERANDS = tl.constexpr("=r,=r,=r,=r,l,l,l,l,f,f,f,f")
 
 @triton.jit
 def add_to_sum(ptr, value, VARIANT: tl.constexpr):
-    """Adds value, [M, D] or [D, M], to a sum in global memory."""
+    """Adds value, [M, D] or [D, M], to a sum in global memory, in the order described above."""
     ROWS: tl.constexpr = value.shape[0]
     COLUMNS: tl.constexpr = value.shape[1]
     row, column = tl.arange(0, ROWS)[None, :], tl.arange(0, COLUMNS)[:, None]
@@ -216,8 +219,8 @@ def add_to_sum(ptr, value, VARIANT: tl.constexpr):
         block = row // 16 * (COLUMNS // 8) + column // 8
     lane = row % 8 * 4 + column // 2 % 4
     which = row // 8 % 2 * 2 + column % 2
-    # Behind a transpose, Triton does not see that these addresses and the operands of other products depend on the same
-    # row. It would give this product of mma.sync their layout, in which several warps compute the same.
+    # The transpose hides from Triton that these addresses and the operands of other products depend on the same row.
+    # Without it, Triton would give this product of mma.sync their layout, in which several warps compute the same.
     ptrs = tl.trans(ptr + block * 128 + (lane * 4 + which if VARIANT.red_floats == 4 else which * 32 + lane))
     if VARIANT.red_floats == 0:
         tl.atomic_add(ptrs, value, sem="relaxed")
@@ -238,7 +241,7 @@ def load_sum(ptr, M: tl.constexpr, VARIANT: tl.constexpr):
         blocks = tl.permute(tl.reshape(flat, (QUERIES, CHANNELS, 8, 4, 2, 2)), (0, 1, 4, 2, 3, 5))
     else:
         blocks = tl.permute(tl.reshape(flat, (QUERIES, CHANNELS, 2, 2, 8, 4)), (0, 1, 2, 4, 5, 3))
-    # in a block now: half and row % 8, which make a row, then column // 2 % 4 and parity, which make a column
+    # The order in a block is now half and row % 8, which make a row, then column // 2 % 4 and parity, a column.
     if VARIANT.query_rows:
         blocks = tl.permute(blocks, (0, 4, 5, 1, 2, 3))
     else:
@@ -271,7 +274,7 @@ def score_products(keys, queries, VARIANT: tl.constexpr):
 
 @triton.jit
 def over_keys(x, VARIANT: tl.constexpr):
-    """Broadcasts one number per query, [BM], over the keys of a tile of scores."""
+    """Broadcasts x [BM], one number per query, over the keys of a tile of scores."""
     return x[:, None] if VARIANT.query_rows else x[None, :]
 
 
@@ -283,7 +286,7 @@ def swap_axes(x, VARIANT: tl.constexpr):
 
 @triton.jit
 def grad_q_product(grad_scores, k, VARIANT: tl.constexpr):
-    """Returns what a key tile adds to dQ as ``add_to_sum`` takes it: [BM, D], or [D, BM] where VARIANT.query_rows."""
+    """Returns what a key tile adds to dQ, for ``add_to_sum``: [BM, D], or [D, BM] if VARIANT.query_rows."""
     if VARIANT.query_rows:
         return tl.dot(tl.trans(k), tl.trans(grad_scores), input_precision="ieee")
     else:
@@ -307,7 +310,7 @@ def add_grad_kv(grad, keys, queries, grad_sum, row, EDGE: tl.constexpr, VARIANT:
         scores = tl.where(swap_axes(visible, VARIANT), scores, float("-inf"))
     weights = tl.exp2(scores * keys.scale_log2 - over_keys(lse_log2, VARIANT))
     g = load_values(grad_rows.ptr, tile_offsets(loaded, grad_rows), queries.channels, VARIANT)  # [BM, DV]
-    # Triton keeps this order. The other one would spill in the loops, with rows of queries and with rows of keys.
+    # Triton keeps the order of these products. In the other order it would spill in the loops, for either query_rows.
     if VARIANT.query_rows:
         grad_weights = score_products(keys.v, g, VARIANT)
     grad_v = tl.dot(swap_axes(weights.to(g.dtype), VARIANT), g, grad.v, input_precision="ieee")
@@ -425,7 +428,7 @@ class QueryTile(NamedTuple):
 
 
 class KeyRows(NamedTuple):
-    """k, v: HeadViews, with the channels to load; length: the number of keys."""
+    """The keys of a band. k, v: HeadViews, with the channels to load. length: the number of keys."""
 
     k: object
     v: object
@@ -436,7 +439,7 @@ class KeyRows(NamedTuple):
 
 @triton.jit
 def add_grad_q(grad_q, queries, keys, column, EDGE: tl.constexpr, VARIANT: tl.constexpr):
-    """Adds the share of the key tile that starts at `column` to grad_q [BM, D], which lacks the factor of the score."""
+    """Adds the contribution of the key tile that starts at `column` to grad_q [BM, D], without the score's scale."""
     columns = tl.arange(0, VARIANT.block_n)
     loaded = clamp_rows(columns, keys.length - column) if EDGE else columns
     k_rows, v_rows = skip_rows(keys.k, column), skip_rows(keys.v, column)
@@ -540,8 +543,8 @@ def attention_finish_grad_q(
     HEADS_PER_PROGRAM: tl.constexpr,
     VARIANT: tl.constexpr,
 ):
-    """dQ from the sums of the bands, each rotated back from its frame. grad_sums: as attention_grad_kv leaves them;
-    grad_q: TensorView."""
+    """Computes dQ from the sums of the bands, each of which is rotated back from its frame. grad_sums: as written by
+    attention_grad_kv. grad_q: TensorView."""
     batch, first = row_program(max_seqlen_q, VARIANT.block_m)
     seq = find_sequence(cu_seqlens, batch, seqlen_q, seqlen_k)
     if first >= seq.length_q:

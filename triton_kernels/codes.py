@@ -45,7 +45,7 @@ INT8_TO_BF16 = tl.constexpr("""
     and.b32 high, pair, 0xff80ff80;
     fma.rn.bf16x2 $1, high, minus, low;
 }
-""")  # computes the number in the lowest seven bits, minus 128 if the sign bit is set
+""")  # for each byte: the number in its lowest seven bits, minus 128 if its sign bit is set
 INT8_TO_FP16 = tl.constexpr("""
 {
     .reg .b32 shifted, zero, pair;
@@ -334,9 +334,9 @@ def hide_codes(x):
     Symptom under Triton 3.6.0 without it: compiled products are wrong, while interpreted ones are right.
     docs/kernels.md has a small kernel that shows this.
 
-    Triton chooses how many adjacent elements along the reduction a lane holds (kWidth in the TTGIR). It goes by the
-    narrowest load that the operand comes from, and a join halves that width. For joined codes kWidth is 8. Four lanes
-    share a row, so a row needs 32 elements. If it has 16, two of the lanes hold copies, and the product adds them too.
+    Triton chooses how many adjacent elements along the reduction a lane holds (kWidth in the TTGIR). It derives kWidth
+    from the narrowest load of the operand, and a join halves that width. For joined codes kWidth is 8. Four lanes share
+    a row, so a row needs 32 elements. If it has 16, two of the lanes hold copies, and the product adds them, too.
 
     The branch is always taken. It hides the loads, because Triton does not search for loads beyond the result of a
     branch. The cast keeps the compiler from replacing the branch by a select."""

@@ -107,7 +107,8 @@ HALF["cdna"] = {
     "decode": by_block_d((16, 64, 4, 2), (16, 64, 4, 2), (16, 64, 4, 2), (16, 64, 4, 2), (16, 32, 4, 1)),
     "decode wide": by_block_d((64, 32, 4, 1), (64, 32, 4, 1), (64, 32, 4, 1), (64, 32, 4, 1), (16, 32, 4, 1)),
 }
-# Tiles for Triton versions after 3.6 (checked: 3.9). They spill with the tiles of HALF where 3.6 does not.
+# Tiles for Triton versions after 3.6 (checked: 3.9). They replace tiles of HALF with which newer versions spill and
+# 3.6 does not.
 NEWER_HALF = {
     "sm80": {
         "forward": {64: Tile(128, 32, 4, 3)},
@@ -240,7 +241,7 @@ PLACED_ROWS, PLACED_ENTRIES, PLACED_WARPS = 16, 64, 4  # queries, and block-tabl
 # Where every key needs its own cos and sin (stored positions, or maps over pages), heads with at least PLACED_PAIRS
 # pairs use tiles of at most PLACED_KEYS keys. Larger tiles would spill.
 PLACED_PAIRS, PLACED_KEYS = 64, 32
-CROWDED_PAIRS = 128  # heads with this many pairs or more have "decode codes" and "decode parts"
+CROWDED_PAIRS = 128  # only heads with at least this many pairs take the tiles "decode codes" and "decode parts"
 
 # With a KV cache.
 WHOLE_PAIRS = 128  # most pairs of a head that the decode kernel takes at once; it takes larger heads in two parts

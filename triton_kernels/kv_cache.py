@@ -13,8 +13,8 @@ def clamp(x, low, high):
 
 @triton.jit
 def cache_bounds(cache, batch, length_q):
-    """Returns (first slot, number of keys) of a sequence, clamped to the capacity whatever the tensors hold. length_q:
-    the sequence's number of packed queries, None if queries are not packed."""
+    """Returns (first slot, number of keys) of a sequence. Both are clamped, so that wrong lengths cannot exceed the
+    capacity. length_q: the sequence's number of packed queries, or None if queries are not packed."""
     capacity, new = decode_int(cache.capacity), decode_int(cache.seqlen_new)
     if length_q is not None:
         new = tl.where(new < 0, length_q, new)
@@ -28,7 +28,7 @@ def cache_bounds(cache, batch, length_q):
 
 @triton.jit
 def load_page(cache, batch, slot, PAGE_SIZE: tl.constexpr):
-    """Returns the page of a sequence's slots, int32, as the block table says. In a contiguous cache it is the
+    """Returns the pages of a sequence's slots, int32, from the block table. In a contiguous cache the page is the
     sequence."""
     if cache.block_table is None:
         return batch + slot * 0
@@ -39,11 +39,11 @@ def load_page(cache, batch, slot, PAGE_SIZE: tl.constexpr):
 
 @triton.jit
 def row_in_page(cache, slot, PAGE_SIZE: tl.constexpr):
-    """Returns the row of a slot in its page, int64. In a contiguous cache it is the slot."""
+    """Returns the row of a slot in its page, int64. In a contiguous cache the row is the slot."""
     return slot.to(tl.int64) if cache.block_table is None else (slot % PAGE_SIZE).to(tl.int64)
 
 
 @triton.jit
 def valid_page(cache, page):
-    """Returns a page number of the block table, clamped to the pages of the cache, int64."""
+    """Returns a page number from the block table, clamped to the pages of the cache, int64."""
     return clamp(page, 0, decode_int(cache.pages) - 1).to(tl.int64)

@@ -1,9 +1,10 @@
 """Handles explicit positions of cached tokens: finds the visible keys, their positions, and which keys a query reads.
 
-``place_tokens`` runs before the attention kernel. It clamps what the tables hold. For every query it finds the query's
-own key, its position, and the range of columns that holds each band's keys. A column is the index of a slot, counted
-from the sequence's first slot. The causal mask compares columns, and bands compare positions. If positions decrease
-along a sequence, the ranges of columns are wider, but results do not change.
+``place_tokens`` runs before the attention kernel. It clamps positions and rows in the caller's tables to valid ones.
+For every query it stores the query's position, the last column that the query sees, and the range of columns that holds
+each band's keys. A column is the index of a slot, counted from the sequence's first slot. The causal mask compares
+columns, and bands compare positions. If positions decrease along a sequence, the ranges of columns are wider, but
+results do not change.
 """
 
 from typing import NamedTuple
@@ -312,7 +313,7 @@ def place_tokens(
         if maps is not None:
             seen = mapped_keys(position, band, maps)
             lowest, highest = seen.first, seen.stop - 1
-        if VARIANT.stored and VARIANT.axes == 0:  # lowest - 1: a key with a larger fraction counts as one higher
+        if VARIANT.stored and VARIANT.axes == 0:  # lowest - 1, because `sees` may count a key one position higher
             found = columns_by_groups(tables.groups, cache, seq, lowest - 1, highest, VARIANT)
         else:
             found = columns_by_entries(tables, cache, seq, lowest, highest, VARIANT)
@@ -479,7 +480,7 @@ def sees(keys, places, column, maps, VARIANT: tl.constexpr):
     these keys."""
     position, columns = places.position[None, :], column + tl.arange(0, VARIANT.block_n)[None, :]
     exists = places.shown[None, :]
-    if VARIANT.stored and VARIANT.axes == 0:  # a key with a larger fraction counts as one position higher
+    if VARIANT.stored and VARIANT.axes == 0:  # a key whose fraction exceeds the query's counts as one position higher
         beyond = (places.part[None, :] > keys.part[:, None]).to(tl.int32)
         if maps is not None:
             exists = exists & (position + beyond <= keys.position[:, None])
@@ -532,8 +533,8 @@ def placed_query_cos_sin(table, rotation, cache, token, position, VARIANT: tl.co
 
 @triton.jit
 def placed_key_cos_sin(table, rotation, cache, places, VARIANT: tl.constexpr):
-    """Returns cos and sin [N, D/2] of the keys of a tile. If VARIANT.one_run, they are joined from those of the tile's
-    first key and table rows that are the same for every tile."""
+    """Returns cos and sin [N, D/2] of the keys of a tile. If VARIANT.one_run, the angles of the tile's first key are
+    joined with table rows that are the same for every tile."""
     if VARIANT.stored:  # no turns.start or turns.factor: rotations of keys have no offset and no factor
         turns = load_turns(table, rotation, VARIANT)
         if VARIANT.axes == 0:

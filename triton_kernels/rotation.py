@@ -405,8 +405,8 @@ def load_start(ptr, position, VARIANT: tl.constexpr):
 
 @triton.jit
 def load_cos_sin_by_blocks(table, rotation, rows, FIRST: tl.constexpr, COUNT: tl.constexpr, VARIANT: tl.constexpr):
-    """Returns load_cos_sin, but reads BLOCK + M / BLOCK table rows instead of M. The result passes through shared
-    memory, so call it before loops, not in them."""
+    """Does what load_cos_sin does, but reads B + M / B table rows instead of M, where B is BLOCK_ROWS. The result
+    passes through shared memory, so call it before loops, not in them."""
     if table.positions is not None or table.maps is not None:
         return load_cos_sin(table, rotation, rows, FIRST, COUNT, VARIANT)
     else:

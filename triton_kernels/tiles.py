@@ -55,7 +55,7 @@ def copied_keys(cache, cu_seqlens_q, seq, rows):
     if cu_seqlens_q is None:
         return seq.batch.to(tl.int64) * rows, tl.maximum(seq.length_k - rows, 0)
     else:
-        # A sequence with a copy has more than decode_seqlen queries, so at most start_q // (decode_seqlen + 1) of the
+        # A sequence with a copy has more than decode_seqlen queries. So at most start_q // (decode_seqlen + 1) of the
         # sequences before this one have a copy.
         start = seq.start_q + seq.start_q // (decode_int(cache.decode_seqlen) + 1) * rows
         return start, tl.maximum(seq.length_k - seq.length_q - rows, 0)
@@ -423,8 +423,8 @@ def load_parts(ptr, offsets, channels, HEAD_DIM: tl.constexpr, BLOCK_D: tl.const
 
 @triton.constexpr_function
 def float_value_parts(parts, block_dv):
-    """Returns in how many parts a tile of values, or of the result, is taken: `parts` of VARIANT, or 1 if a part would
-    have fewer than the 16 channels of a tensor core."""
+    """Returns the number of parts of a tile of values or of the result. parts: of VARIANT. The result is 1 if each part
+    would have fewer than 16 channels, the fewest that a tensor core takes."""
     return parts if block_dv >= 32 else 1
 
 

@@ -1,9 +1,9 @@
 """Fused attention for rotary position schemes: RoPE, HoPE, ReRoPE, Leaky ReRoPE, PI, NTK, YaRN and log n in one
 pass.
 
-The names below are imported on first use, so that the command line can print its help without loading torch. Where
-torch is loaded already, importing this package registers its operators too, as torch.export.load needs them; elsewhere
-``import flashrope.operators.functional`` does.
+The names below are imported on first use, so that the command line can print its help without loading torch. If torch
+is already loaded, importing this package also registers its operators, which torch.export.load needs. Otherwise
+``import flashrope.operators.functional`` registers them.
 """
 
 import sys
@@ -48,7 +48,7 @@ __all__ = [
     "rotate",
 ]
 
-if not TYPE_CHECKING:  # or a type checker would accept any name
+if not TYPE_CHECKING:  # otherwise a type checker would accept any name
     _NAMES = {
         "operators.functional": (
             "attention",

@@ -14,9 +14,9 @@ class NewRows(NamedTuple):
     """Consecutive new keys of one sequence.
 
     batch, row, rows: the keys are k[batch, row : row + rows]. batch is 0 if queries are packed.
-    position: position of the first key. Negative in padding.
-    sequence: which sequence they belong to.
-    slot: slot of the first key in its sequence.
+    position: position of the first key. It is negative in padding.
+    sequence: index of the sequence.
+    slot: the first key's slot in the sequence.
     """
 
     batch: int
@@ -42,7 +42,8 @@ def bounds(tables: CacheTables, k_cache: torch.Tensor) -> list[tuple[int, int]]:
 def new_rows(tables: CacheTables, capacity: int, rows: int) -> list[NewRows]:
     """Returns the new keys of every sequence. The host reads the tables.
 
-    capacity: slots that a sequence can have. rows: new keys per sequence, or of all sequences if queries are packed.
+    capacity: largest number of slots of a sequence. rows: number of new keys per sequence, or of all sequences together
+    if queries are packed.
     """
     sequences = len(lengths := tables.seqlens.tolist())
     pads = [0] * sequences if tables.leftpad is None else tables.leftpad.tolist()
@@ -61,7 +62,7 @@ def new_rows(tables: CacheTables, capacity: int, rows: int) -> list[NewRows]:
 
 
 def new_positions(tables: CacheTables, capacity: int, batch: int, rows: int) -> torch.Tensor:
-    """Returns the positions of ``new_rows``, int64 (batch, rows), and 0 in all other rows. Packed: batch is 1."""
+    """Returns the positions of ``new_rows``, int64 (batch, rows). All other rows get 0. batch is 1 if packed."""
     positions = torch.zeros(batch, rows, dtype=torch.int64, device=tables.seqlens.device)
     for each in new_rows(tables, capacity, rows):
         place = positions[each.batch, each.row : each.row + each.rows]
@@ -106,9 +107,10 @@ def mapped_places(tables: CacheTables, k_cache: torch.Tensor) -> tuple[torch.Ten
 
 
 def runs(tables: CacheTables, total_q: int) -> Iterator[tuple[slice, slice, CacheTables]]:
-    """Yields (sequences, query rows, tables) of batches in which all sequences have the same number of packed queries.
+    """Divides packed queries into batches in which all sequences have the same number of queries. Yields (sequences,
+    query rows, tables) of each batch.
 
-    Neighboring sequences with equally many queries form one batch. Rows are clamped to total_q. The host reads
+    Consecutive sequences with the same number of queries form one batch. Rows are clamped to total_q. The host reads
     cu_seqlens_q.
     """
     starts = tables.cu_seqlens_q.tolist()
@@ -135,7 +137,7 @@ def _tables_of(tables: CacheTables, sequences: slice, rows: slice, seqlen_q: int
 
 
 def _positions_of(tables: CachePositions, sequences: slice, rows: slice, paged: bool) -> CachePositions:
-    """Returns the position tables of a run of packed sequences in batch form. rows: the queries of the run."""
+    """Returns the position tables of a batch from ``runs``, in batch form. rows: its query rows."""
     *of_pages, slot_positions, queries = tables
     if slot_positions is not None and not paged:
         slot_positions = slot_positions[sequences]
@@ -146,8 +148,8 @@ def _positions_of(tables: CachePositions, sequences: slice, rows: slice, paged: 
 
 
 def layer_of(layer: CacheLayer, sequences: slice) -> CacheLayer:
-    """Returns the layer of these sequences only. The cache must be contiguous, not paged."""
+    """Returns the layer with only these sequences. The cache must be contiguous, not paged."""
     k, v, k_scale, v_scale, key_weight = layer
     k_scale, v_scale = (x if x is None else x[sequences] for x in (k_scale, v_scale))
-    v = v if v is None else v[sequences]  # None while only keys are written
+    v = v if v is None else v[sequences]  # v is None if the call writes only keys
     return CacheLayer(k[sequences], v, k_scale, v_scale, key_weight)

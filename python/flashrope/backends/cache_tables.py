@@ -1,4 +1,4 @@
-"""A cache as backends see it: ``CacheTables`` are shared by all layers of a step, a ``CacheLayer`` holds one layer."""
+"""Describes a cache to backends: ``CacheTables`` for all layers of a step, and a ``CacheLayer`` for each layer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-ONE_PER_QUERY = -1  # sentinel for seqlen_new: queries are packed and each brings one new key
+ONE_PER_QUERY = -1  # a value of seqlen_new: queries are packed, and each query has one new key
 
 
 class CacheLayer(NamedTuple):
@@ -15,10 +15,10 @@ class CacheLayer(NamedTuple):
     Attributes:
         k: (batch, capacity, heads_kv, head_dim), or with a block table (pages, page_size, heads_kv, head_dim). int8 or
             uint8 if the cache is quantized.
-        v: like k, or narrower unless the cache is quantized. It may be a view of channels of k, such as k[..., :512].
-            Keys then bring the values, and new ones have no v.
+        v: like k. If the cache is not quantized, its head_dim may be smaller. It may be a view of channels of k, such
+            as k[..., :512]. The values are then channels of the keys, and new tokens have no v.
         k_scale, v_scale: float32, the shapes of k and v without their last dimension, if the cache is quantized.
-        key_weight: float32 (head_dim,), multiplies keys before their rotation. Values are not multiplied.
+        key_weight: float32 (head_dim,), factors of keys before their rotation. Values are not multiplied.
     """
 
     k: torch.Tensor
@@ -29,14 +29,15 @@ class CacheLayer(NamedTuple):
 
     @property
     def first_value(self) -> int | None:
-        """Returns which channel of k is the first one of v, or None if v is not a view of channels of k."""
+        """Returns the channel of k at which v begins, or None if v is not a view of channels of k."""
         return first_value(self.k, self.v)
 
 
 def first_value(k: torch.Tensor, v: torch.Tensor) -> int | None:
-    """Returns which channel of k (..., head_dim) is the first one of v, or None if v is not a view of channels of k.
+    """Returns the channel of k (..., head_dim) at which v begins, or None if v is not a view of channels of k.
 
-    A compiler that traces this call knows no addresses. It gets 0 where v is k or a view of k, else None.
+    While torch.compile traces the call, tensors have no addresses. The result is then 0 if v is k or a view of k, else
+    None.
     """
     if v.dtype != k.dtype or v.stride() != k.stride() or v.shape[:-1] != k.shape[:-1] or v.device != k.device:
         return None
@@ -56,14 +57,14 @@ def first_value(k: torch.Tensor, v: torch.Tensor) -> int | None:
 
 
 class Packed(NamedTuple):
-    """Packed queries: the queries of all sequences, one sequence after another. Used as ``CacheTables.new``.
+    """Packed queries: the queries of all sequences, one sequence after another. It is a value of ``CacheTables.new``.
 
     Attributes:
         cu_seqlens_q: (batch + 1,) int32. Sequence b has the query rows cu_seqlens_q[b] to cu_seqlens_q[b + 1].
         max_seqlen_q: upper bound of the number of query rows of a sequence.
         slot_mapping: (total_q,) int32 or int64, the slot of each query's new key in the whole cache, page * page_size +
-            row. If given, seqlens already counts the new keys.
-        appends: each query brings one new key, which is written after the first seqlens slots.
+            row. If it is given, seqlens already counts the new keys.
+        appends: whether each query brings a new key that is written after the first seqlens slots.
     """
 
     cu_seqlens_q: torch.Tensor
@@ -141,6 +142,6 @@ class CacheTables(NamedTuple):
         return self.new.slot_mapping if isinstance(self.new, Packed) else None
 
     def capacity(self, k_cache: torch.Tensor) -> int:
-        """Returns how many slots a sequence can have."""
+        """Returns the largest number of slots of a sequence."""
         slots = k_cache.shape[1]
         return slots if self.block_table is None else self.block_table.shape[1] * slots

@@ -1,4 +1,4 @@
-"""The calls that a backend receives, without their q, k and v: attention, attention with a KV cache, and rotate."""
+"""Describes the calls that a backend receives, apart from q, k and v: attention, attention with a cache, and rotate."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class KeptShapes(NamedTuple):
 
 
 class _Scheme:
-    """What follows from rotary, causal and softmax_scale."""
+    """Values that follow from rotary, causal and softmax_scale."""
 
     __slots__ = ()
     rotary: Rotary
@@ -53,7 +53,7 @@ class _Scheme:
         return self.softmax_scale * self.rotary.temperature
 
 
-@dataclasses.dataclass(slots=True)  # frozen would double the time to make one
+@dataclasses.dataclass(slots=True)  # frozen=True would double the time to make a call
 class AttentionCall(_Scheme):
     """One call of attention or attention_varlen, without q, k and v.
 
@@ -64,14 +64,14 @@ class AttentionCall(_Scheme):
     rotary: Rotary
     causal: bool
     softmax_scale: float
-    positions: torch.Tensor | None = None  # (batch, seqlen) or (batch, seqlen, axes); packed: batch is 1
+    positions: torch.Tensor | None = None  # (batch, seqlen) or (batch, seqlen, axes); batch is 1 if packed
     cu_seqlens_q: torch.Tensor | None = None  # (sequences + 1,) int32
     cu_seqlens_k: torch.Tensor | None = None
     max_seqlen_q: int = 0
     max_seqlen_k: int = 0
     # True: gradients are bitwise reproducible. False: a backend that has a faster nondeterministic backward uses it,
-    # and gradients may differ from run to run by rounding. None: like False only if that backward is predicted to be
-    # faster and torch does not ask for deterministic algorithms.
+    # and gradients may differ from run to run by rounding. None: like False if that backward is predicted to be faster
+    # and torch does not request deterministic algorithms, else like True.
     deterministic: bool | None = None
 
     def packed_sequences(self) -> Iterator[tuple[slice, slice, AttentionCall]]:
@@ -99,13 +99,13 @@ class CacheCall(_Scheme):
     causal: bool
     softmax_scale: float
     tables: CacheTables
-    num_splits: int = 0  # 0: the backend chooses by shape
+    num_splits: int = 0  # 0: the backend chooses it from the shapes
     rotated_keys: bool = False  # the cache holds keys that ``rotate`` has rotated
 
     positions = None  # positions count from tables.leftpad
 
     def for_backend(self) -> CacheCall:
-        """Returns the call over rotated keys that backends take: its bands rotate only the queries."""
+        """Returns the call that backends take if keys are stored rotated. Its bands rotate only the queries."""
         scheme = over_rotated_keys(self.rotary), self.causal, self.softmax_scale
         return CacheCall(*scheme, self.tables, self.num_splits, self.rotated_keys)
 
@@ -118,14 +118,14 @@ class CacheCall(_Scheme):
 class RotateCall:
     """One call of rotate, without x (batch, seqlen, heads, head_dim).
 
-    Row r is at position r, or at positions[..., r]. If tables are given, x holds new keys for a cache: the last rows of
-    every sequence. x may then be packed, (total, heads, head_dim).
+    Row r is at position r, or at positions[..., r]. If tables are given, x holds new keys for a cache, which are the
+    last keys of every sequence. x may then be packed, (total, heads, head_dim).
     """
 
-    rotary: Rotary  # from over_rotated_keys: all its bands rotate queries alike
+    rotary: Rotary  # from over_rotated_keys: all its bands rotate queries in the same way
     positions: torch.Tensor | None = None  # (batch, seqlen) or (batch, seqlen, axes)
     tables: CacheTables | None = None
-    capacity: int = 0  # slots of a sequence in the cache of the tables
+    capacity: int = 0  # largest number of slots of a sequence in that cache
 
     @property
     def position_map(self) -> PositionMap:
@@ -133,18 +133,19 @@ class RotateCall:
 
 
 def out_shape(q: torch.Tensor, v: torch.Tensor) -> tuple[int, ...]:
-    """Returns the shape of out: that of q, with v's head_dim."""
+    """Returns the shape of out: q's shape, with v's head_dim."""
     return (*q.shape[:-1], v.shape[-1])
 
 
 def cached_out_shape(q, layer: CacheLayer) -> tuple[int, ...]:
-    """Returns the shape of out over a cache: that of q, with the head_dim of the values. q: a tensor, or
+    """Returns the shape of out over a cache: q's shape, with the head_dim of the values. q: a tensor, or
     ``plans.Queries``."""
     return tuple(q.shape) if layer.k_scale is not None else (*q.shape[:-1], layer.v.shape[-1])
 
 
 def cached_lse_shape(q) -> tuple[int, ...]:
-    """Returns (batch, heads_q, seqlen_q), or packed (heads_q, total_q). q: a tensor, or ``plans.Queries``."""
+    """Returns the shape of lse: (batch, heads_q, seqlen_q), or packed (heads_q, total_q). q: a tensor, or
+    ``plans.Queries``."""
     shape = q.shape
     return (shape[0], shape[2], shape[1]) if len(shape) == 4 else (shape[1], shape[0])
 
@@ -155,8 +156,9 @@ def accumulation_type(x: torch.Tensor) -> torch.dtype:
 
 
 def aligned(*tensors: torch.Tensor) -> bool:
-    """Whether every row (head_dim elements) of these tensors starts at a multiple of 16 bytes. They have one dtype."""
-    # Dimensions of size 1 count too: kernels form the addresses of rows that do not exist, and mask them.
+    """Whether every row (head_dim elements) of these tensors starts at a multiple of 16 bytes. All tensors must have
+    the same dtype."""
+    # Strides of dimensions of size 1 count, too: kernels also compute addresses of rows that do not exist.
     addresses, strides = 0, 0
     for x in tensors:
         addresses |= x.data_ptr()

@@ -20,7 +20,7 @@ from .splits import choose_splits
 
 LIBRARY = Path(__file__).resolve().parents[1] / "_cuda.abi3.so"
 HEAD_DIMS = (64, 96, 128, 256)
-MAX_SEQLEN_Q = 64  # csrc/decode.h has the same two numbers
+MAX_SEQLEN_Q = 64  # csrc/decode.h has the same values of both constants
 TILE_ROWS = 16
 OWN_VALUES = "its kernels write values of their own, here they are channels of the keys (v_cache is a view of k_cache)"
 
@@ -57,7 +57,7 @@ def _unsupported_device(device: torch.device) -> str:
 
 
 def plan_cache(call: CacheCall, layer: CacheLayer, queries: Queries) -> EachLayer:
-    """Plans the layers of a step; see ``CacheBackend``."""
+    """Plans the layers of a step, as ``CacheBackend`` describes."""
     return EachLayer(append_to_cache, attention_with_cache, call)
 
 
@@ -67,7 +67,7 @@ def append_to_cache(
     """Writes k, v (batch, seqlen_new, heads_kv, head_dim) after tables.seqlens, or packed k and v, in one launch.
 
     Raises:
-        ValueError: rotary is given. The caller rotates k.
+        ValueError: rotary is given. The caller must rotate k.
     """
     if v is None:
         raise ValueError(f"impl='cuda' cannot serve this call: {OWN_VALUES}; use impl='triton'")
@@ -84,12 +84,12 @@ def append_to_cache(
 
 
 def attention_with_cache(q: torch.Tensor, layer: CacheLayer, call: CacheCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (out like q and contiguous, lse float32 (batch, heads_q, seqlen_q)), in two launches.
+    """Returns (out, lse), with two launches. out is like q and contiguous. lse is float32 (batch, heads_q, seqlen_q).
 
     Raises:
-        ValueError: the cache is quantized; the scheme has a first_channel, maps positions or has log_steps; or several
-            queries without causal=True attend over rotated keys. Rows before the first key would then have negative
-            positions.
+        ValueError: the cache is quantized; or the scheme has a first_channel, maps positions or has log_steps; or
+            several queries attend over rotated keys without causal=True, so that rows before the first key would have
+            negative positions.
     """
     if have_maps(call.bands):
         raise ValueError(
@@ -179,8 +179,8 @@ def _check_packed(tables: CacheTables) -> None:
 
 
 def _token_sequences(cu_seqlens_q, total_q: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (sequence, number of the sequence's rows from this token on) of every token, int64 (total_q,). A token
-    outside every sequence gets the last sequence and a number below 1."""
+    """Returns two int64 tensors (total_q,): the sequence of every token, and how many rows of its sequence there are
+    from the token on. A token outside every sequence gets the last sequence and a number below 1."""
     ends = cu_seqlens_q[1:].to(torch.int64)
     token = torch.arange(total_q, device=cu_seqlens_q.device)
     sequence = torch.searchsorted(ends, token, right=True).clamp(max=ends.shape[0] - 1)
@@ -223,8 +223,8 @@ def _as_pages(name: str, x: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def _attend_packed(q, layer: CacheLayer, call: CacheCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attends with packed queries as a batch of max_seqlen_q rows per sequence. A sequence's queries are its last rows,
-    so they keep their positions. The results of the other rows are dropped."""
+    """Attends with packed queries as a batch with max_seqlen_q rows for every sequence. A sequence's queries are the
+    last of these rows, so they keep their positions. The results of the other rows are dropped."""
     tables, total_q = call.tables, q.shape[0]
     _check_packed(tables)
     cu_seqlens_q, longest = tables.cu_seqlens_q.to(torch.int64), tables.max_seqlen_q
@@ -255,7 +255,7 @@ def build_info() -> str:
         return "not built"
     try:
         from .. import _build_info  # type: ignore[attr-defined]  # the build writes it
-    except ImportError as error:  # _build_info is for another Python version; the kernels' library fits all versions
+    except ImportError as error:  # _build_info was built for another Python version; the kernels work with all versions
         return f"built, details cannot be read ({error})"
     return f"{_build_info.architectures}, nvcc {_build_info.nvcc}, revision {_build_info.revision}"
 
@@ -267,7 +267,7 @@ def _operators():
 
 
 def _default_splits(groups: int, rows: int, capacity: int, head_dim: int, multiprocessors: int) -> int:
-    """Returns how many splits of the keys fill the device.
+    """Returns the number of splits of the keys that fills the device.
 
     groups: number of (sequence, key head) pairs. rows: query rows of each pair.
     """
@@ -278,7 +278,8 @@ def _default_splits(groups: int, rows: int, capacity: int, head_dim: int, multip
 
 @kept_on_device("band table")
 def _bands(rotary: Rotary, causal: bool, device: torch.device) -> tuple[torch.Tensor, int]:
-    """Returns (int32 (bands, 4) on the device: start, stop, q_rotation, k_rotation; ``Lowered.rotated_pairs``)."""
+    """Returns the bands on the device, int32 (bands, 4) with the columns start, stop, q_rotation and k_rotation, and
+    ``Lowered.rotated_pairs``."""
     lowered = lower(rotary, causal)
     rows = [(band.start, band.stop, band.q_rotation, band.k_rotation) for band in lowered.bands]
     return torch.tensor(rows, dtype=torch.int32).to(device), lowered.rotated_pairs

@@ -1,4 +1,4 @@
-"""Packed queries over a cache, for backends whose functions take batches."""
+"""Serves packed queries over a cache with functions of a backend that take batches."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def attend_packed(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attends with packed q (total_q, heads_q, head_dim) in batches of sequences with equally many queries.
 
-    attend: takes (q of a batch, layer, run) and returns (out, lse). runs: tuples that begin with what
-        ``addresses.runs`` yields.
+    attend: a function that takes (q of a batch, layer, run) and returns (out, lse). runs: tuples that begin with the
+        three items of ``addresses.runs``.
     """
     if len(runs) == 1 and runs[0][1] == slice(0, total_q):  # for example in decoding: nothing to gather
         return _attend_run(attend, q, layer, runs[0])

@@ -1,4 +1,4 @@
-"""What backends share to plan attention over a cache once for all layers of a step."""
+"""Code that backends share to plan attention over a cache once for all layers of a step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from .calls import CacheCall
 
 
 class Queries(NamedTuple):
-    """What a plan knows of q: (batch, seqlen_q, heads_q, head_dim), or packed (total_q, heads_q, head_dim)."""
+    """The properties of q that a plan needs. q is (batch, seqlen_q, heads_q, head_dim), or packed (total_q, heads_q,
+    head_dim)."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -31,7 +32,8 @@ def append_rotary(call: CacheCall) -> Rotary | None:
 
 
 class EachLayer:
-    """Plans nothing: calls a backend's ``append_to_cache`` and ``attention_with_cache`` for every layer."""
+    """A plan that prepares nothing. It calls a backend's ``append_to_cache`` and ``attention_with_cache`` for every
+    layer."""
 
     def __init__(self, append: Callable, attend: Callable, call: CacheCall):
         self._append, self._attend, self._rotary, self._tables = append, attend, append_rotary(call), call.tables

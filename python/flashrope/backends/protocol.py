@@ -1,5 +1,5 @@
-"""What a backend provides. A backend is a module of this package that has the functions of ``AttentionBackend``, of
-``CacheBackend``, or of both. Backends never import one another.
+"""Defines the functions of a backend. A backend is a module of this package that has the functions of
+``AttentionBackend``, of ``CacheBackend``, or of both. Backends never import one another.
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ class AttentionBackend(Protocol):
     """Serves ``attention`` and ``attention_varlen``."""
 
     def unsupported_reason(self, q: torch.Tensor, cached: bool = False) -> str:
-        """Returns why this backend cannot serve tensors like q, or "". cached: whether to ask for
-        ``attention_with_cache``."""
+        """Returns why this backend cannot serve tensors like q, or "". cached: for ``attention_with_cache``."""
 
     def kept_shapes(self, k: torch.Tensor, call: AttentionCall) -> KeptShapes:
-        """Returns the shapes of what ``forward`` saves for ``backward``."""
+        """Returns the shapes of the tensors that ``forward`` saves for ``backward``."""
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: AttentionCall
@@ -42,8 +41,8 @@ class AttentionBackend(Protocol):
         kept: Kept | None,
         call: AttentionCall,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns the gradients of raw q, k and v, with their shapes and dtypes, contiguous. At most one of grad_out
-        and grad_lse is None."""
+        """Returns the contiguous gradients of raw q, k and v, with the shapes and dtypes of q, k and v. At most one of
+        grad_out and grad_lse is None."""
 
 
 class RotateBackend(Protocol):
@@ -55,7 +54,8 @@ class RotateBackend(Protocol):
 
 
 class CachePlan(Protocol):
-    """Serves ``attention_with_cache`` for all layers of a step. Their tensors differ only in addresses and strides."""
+    """Serves ``attention_with_cache`` for all layers of a step. The layers' tensors differ only in addresses and
+    strides."""
 
     def append(self, layer: CacheLayer, k: torch.Tensor, v: torch.Tensor | None) -> None:
         """Writes new k and v as ``CacheBackend.append_to_cache`` does, rotated first if the cache holds rotated
@@ -64,8 +64,8 @@ class CachePlan(Protocol):
     def attend(
         self, q: torch.Tensor, layer: CacheLayer, out: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns what ``CacheBackend.attention_with_cache`` does. out: where to write out, contiguous, of
-        ``cached_out_shape``."""
+        """Returns the results of ``CacheBackend.attention_with_cache``. out: a contiguous tensor of
+        ``cached_out_shape``, to which the result is written."""
 
 
 class CacheBackend(Protocol):
@@ -82,27 +82,27 @@ class CacheBackend(Protocol):
         tables: CacheTables,
         rotary: Rotary | None = None,
     ) -> None:
-        """Writes k, v (batch, seqlen_new, heads_kv, head_dim), or packed (total_q, heads_kv, head_dim), after
-        tables.seqlens or where tables.slot_mapping says. Drops tokens without a slot or page. v: None where values are
-        channels of the keys; the layer's v may then be None too. rotary: a scheme from
-        ``over_rotated_keys``, by which k is rotated first. The CUDA backend leaves that rotation to the caller."""
+        """Writes k, v (batch, seqlen_new, heads_kv, head_dim), or packed (total_q, heads_kv, head_dim), after the slots
+        in use (tables.seqlens), or to tables.slot_mapping if it is given. Drops tokens without a slot or page. v: None
+        if values are channels of the keys; the layer's v may then be None, too. rotary: a scheme from
+        ``over_rotated_keys``, by which k is rotated first. With the CUDA backend the caller rotates k."""
 
     def attention_with_cache(
         self, q: torch.Tensor, layer: CacheLayer, call: CacheCall
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns out and lse.
+        """Returns (out, lse). Packed rows outside every sequence have out 0 and lse -inf.
 
-        out: of ``cached_out_shape``, contiguous. lse: (batch, heads_q, seqlen_q) or, packed, (heads_q, total_q), with
-            the dtype that ``AttentionBackend.forward`` gives it. Packed rows outside every sequence get 0 and -inf.
-        call: what ``CacheCall.for_backend`` returned."""
+        out: of ``cached_out_shape``, contiguous. lse: (batch, heads_q, seqlen_q), or packed (heads_q, total_q), of the
+            dtype as in ``AttentionBackend.forward``. call: the result of ``CacheCall.for_backend``."""
 
     def plan_cache(self, call: CacheCall, layer: CacheLayer, queries: Queries) -> CachePlan:
-        """Plans the layers of a step. The host reads no table before ``append`` or ``attend``. call: as the caller
-        made it, before ``for_backend``. layer: any of the layers; all have its shapes and dtypes."""
+        """Plans the layers of a step. The host reads no table before ``append`` or ``attend``. call: the caller's call,
+        before ``for_backend``. layer: any of the layers. All layers have its shapes and dtypes."""
 
 
 class PlacingBackend(Protocol):
     """Serves, on top of ``CacheBackend``, calls whose tables have explicit positions."""
 
     def unsupported_positions(self, positions: CachePositions) -> str:
-        """Returns why this backend cannot serve these tables, naming the argument, or "". Reads no values."""
+        """Returns why this backend cannot serve these tables, with the argument's name, or "". Reads no values of the
+        tables."""

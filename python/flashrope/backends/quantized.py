@@ -1,14 +1,14 @@
 """Quantized caches: K and V are stored as 8-bit or 4-bit integers, with a float32 scale per token and key head.
 
-A row x of K or V is stored as a scale s and integers c of at most m, and is read as x':
+A row x of K or V is stored as a scale s and a row c of integers, and is read as x':
 
-    s = max |x_c| / m        c = round(x / s), ties to even, in [-m, m]        x' = s * c
+    s = max(abs(x)) / m        c = round(x / s), ties to even, in [-m, m]        x' = s * c
 
 A row of zeros has s = 0 and c = 0. If x holds a NaN, s is NaN and c = 0. Infinities count as the largest finite number
 of x's dtype (float64: of float32). Everything is computed in float32; divisions round to nearest.
 
     int8:   m = 127, one integer per byte.
-    uint8:  m = 7, two integers per byte: channel 2 c in the low half, channel 2 c + 1 in the high half, each plus 8.
+    uint8:  m = 7, two integers per byte: channel 2 i in the low half, channel 2 i + 1 in the high half, each plus 8.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ PER_BYTE = {torch.int8: 1, torch.uint8: 2}
 
 
 def quantize(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns x (..., head_dim) as int8 (..., head_dim) or uint8 (..., head_dim / 2), and scales, float32 (...)."""
+    """Quantizes x (..., head_dim). Returns int8 (..., head_dim) or uint8 (..., head_dim / 2), and float32 scales
+    (...)."""
     limit = torch.finfo(torch.float32 if x.dtype == torch.float64 else x.dtype).max
     x, largest = x.to(torch.float32).clamp(-limit, limit), LARGEST_CODE[dtype]
     scale = x.abs().amax(-1) / largest
@@ -35,12 +36,12 @@ def quantize(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.T
 
 
 def dequantize(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Returns x' (..., head_dim) with this dtype."""
+    """Returns the values x' (..., head_dim) in dtype."""
     return unpack(codes, dtype) * scale.to(dtype)[..., None]
 
 
 def unpack(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Returns the integers (..., head_dim) converted to this dtype, not multiplied by their scale."""
+    """Returns the integers (..., head_dim) in dtype, not multiplied by their scale."""
     if codes.dtype == torch.uint8:
         codes = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2).to(torch.int8) - 8
     return codes.to(dtype)
@@ -48,7 +49,7 @@ def unpack(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def stores(layer: CacheLayer, k, v=None) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Returns pairs (tensor of the cache, new values to write to it) for k and v, and for the scales of a quantized
-    cache. v: None where values are channels of the keys."""
+    cache. v: None if values are channels of the keys."""
     if v is None:
         return [(layer.k, k)]
     if layer.k_scale is None or layer.v_scale is None:

@@ -1,4 +1,4 @@
-"""The formula of banded rotary attention in plain PyTorch: dense, differentiable, for every float type.
+"""Computes the formula of banded rotary attention in plain PyTorch: dense, differentiable, for every float type.
 
 This file is the specification. The tests compare the other backends with it in float64.
 """
@@ -31,12 +31,12 @@ from .shown import of_queries, shown
 
 
 def unsupported_reason(q: torch.Tensor, cached: bool = False) -> str:
-    """Always "": this backend serves every call."""
+    """Returns "", because this backend serves every call."""
     return ""
 
 
 def unsupported_positions(positions: CachePositions) -> str:
-    """Always "", as above."""
+    """Returns "", because this backend serves all tables."""
     return ""
 
 
@@ -74,7 +74,7 @@ def backward(
     kept: Kept | None,
     call: AttentionCall,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of raw q, k and v: runs ``forward`` again and lets autograd differentiate it."""
+    """Returns the gradients of raw q, k and v: runs ``forward`` again and lets autograd differentiate it."""
     inputs = [x.detach().requires_grad_() for x in (q, k, v)]
     with torch.enable_grad():
         results = zip(forward(inputs[0], inputs[1], inputs[2], call), (grad_out, grad_lse), strict=False)
@@ -93,7 +93,7 @@ def backward(
 def append_to_cache(
     layer: CacheLayer, k: torch.Tensor, v: torch.Tensor | None, tables: CacheTables, rotary: Rotary | None = None
 ) -> None:
-    """Writes new keys and values; see ``CacheBackend``."""
+    """Writes new keys and values, as ``CacheBackend`` describes."""
     if rotary is not None:
         k = rotate(k, RotateCall(rotary, None, tables, tables.capacity(layer.k)))
     if tables.packed is not None:
@@ -104,7 +104,7 @@ def append_to_cache(
 
 
 def plan_cache(call: CacheCall, layer: CacheLayer, queries: Queries) -> EachLayer:
-    """Plans the layers of a step; see ``CacheBackend``."""
+    """Plans the layers of a step, as ``CacheBackend`` describes."""
     return EachLayer(append_to_cache, attention_with_cache, call)
 
 
@@ -112,7 +112,8 @@ def plan_cache(call: CacheCall, layer: CacheLayer, queries: Queries) -> EachLaye
 def attention_with_cache(q: torch.Tensor, layer: CacheLayer, call: CacheCall) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns (out, lse). Gathers the keys of every sequence, then applies the plain formula.
 
-    Lengths are clamped to the capacity and page numbers to the cache, so no table leads outside the buffers.
+    Lengths are clamped to the capacity, and page numbers to the cache, so wrong tables cannot address memory outside
+    the buffers.
     """
     tables, results = call.tables, []
     if tables.packed is not None:
@@ -143,7 +144,7 @@ def attention_with_cache(q: torch.Tensor, layer: CacheLayer, call: CacheCall) ->
 
 @without_autocast
 def rotate(x: torch.Tensor, call: RotateCall) -> torch.Tensor:
-    """Rotates x by the positions of the call; see ``RotateBackend``."""
+    """Rotates x by the positions of the call, as ``RotateBackend`` describes."""
     rotary, positions = call.rotary, call.positions
     if call.tables is not None:
         positions = addresses.new_positions(call.tables, call.capacity, x.shape[0] if x.ndim == 4 else 1, x.shape[-3])
@@ -162,11 +163,11 @@ def dense_attention(
     sinks: torch.Tensor | None = None,
     places: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (out, lse) of a batch of sequences of equal length; shapes as in ``flashrope.attention``.
+    """Returns (out, lse) of a batch of sequences of equal length. Shapes are as in ``flashrope.attention``.
 
-    sinks: (heads_q,), as in ``flashrope.attention``, which adds them to the results of every backend.
-    places: float64 positions of queries and of keys, (seqlen,) or (seqlen, axes), by which distances go; causality goes
-        by index. Not with call.positions, where bands go by index too.
+    sinks: (heads_q,), as in ``flashrope.attention``. There they are added after the backend, here in the softmax.
+    places: float64 positions of queries and of keys, (seqlen,) or (seqlen, axes), from which distances are computed.
+        The causal mask compares indices. Cannot be combined with call.positions, with which bands compare indices, too.
     """
     rotary, dtype, device = call.rotary, q.dtype, q.device
     seqlen_q, seqlen_k, group = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
@@ -195,7 +196,7 @@ def dense_attention(
     for band in call.bands:
         in_band = band.holds(i[:, None], j[None, :]) & allowed
         rotated_q = rotate_by(q, rotary, band.queries.of(q_position))
-        # Not by angle 0 where keys stay as they are: an infinity times sin 0 is NaN.
+        # Keys that do not rotate stay unchanged. Rotating them by angle 0 would turn infinities into NaN.
         rotated_k = k if band.keys == STILL else rotate_by(k, rotary, band.keys.of(k_position))
         band_scores = call.score_scale * torch.einsum("bihd,bjhd->bhij", rotated_q, rotated_k)
         scores = torch.where(in_band, band_scores, scores)
@@ -239,6 +240,6 @@ def scale_rotated(x: torch.Tensor, rotary: Rotary) -> torch.Tensor:
 
 
 def table_channels(x: torch.Tensor, rotary: Rotary) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns three slices of x (..., head_dim): the channels before those of the table, the table's, and the rest."""
+    """Returns three slices of x (..., head_dim): the channels before the table's, the table's, and those after them."""
     first, stop = rotary.first_channel, rotary.first_channel + rotary.rotary_dim
     return x[..., :first], x[..., first:stop], x[..., stop:]

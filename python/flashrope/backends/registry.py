@@ -11,15 +11,15 @@ import torch
 from .cache_tables import CachePositions
 from .names import BACKENDS
 
-# The forward is plain torch: autograd differentiates it to any order, and compilers trace it.
+# Backends whose forward is plain PyTorch. Autograd differentiates it to any order, and compilers trace it.
 DIFFERENTIABLE = ("reference",)
 WEIGHTED = ("triton", "cpu", "reference")  # multiply the keys of a cache by key_weight
 
 
 @cache
 def load_backend(impl: str) -> Any:
-    """Returns the module of the backend ``impl``. The imports of our own backends are written out, because
-    torch.compile traces only import statements."""
+    """Returns the module of the backend ``impl``. The package's own backends are imported by statements, because
+    torch.compile traces only these."""
     if impl == "triton":
         from . import triton as backend
     elif impl == "cuda":
@@ -34,12 +34,12 @@ def load_backend(impl: str) -> Any:
 
 
 def resolve_impl(impl: str | None, q: torch.Tensor, cached: bool = False) -> str:
-    """Returns the name of the backend that serves tensors like q. None picks by device and dtype.
+    """Returns the name of the backend that serves tensors like q. impl None: chosen by device and dtype.
 
     cached: for ``attention_with_cache``.
 
     Raises:
-        ValueError: the name is unknown, or that backend cannot serve the call; the message says why.
+        ValueError: the name is unknown, or the backend cannot serve the call. The message says why.
     """
     if impl is None:
         if q.is_cuda and q.dtype != torch.float64:
@@ -71,7 +71,7 @@ def check_backend(
 
 
 def unsupported_positions(impl: str, positions: CachePositions) -> str:
-    """Returns why the backend ``impl`` cannot serve explicit positions, naming the argument, or ""."""
+    """Returns why the backend ``impl`` cannot serve explicit positions, with the argument's name, or ""."""
     backend = load_backend(impl)
     if not hasattr(backend, "unsupported_positions"):
         return "cached tokens stand at their slots there; impl='reference' takes positions"

@@ -1,4 +1,4 @@
-"""Explicit positions of cached tokens: which slots of a sequence are visible, and at which positions.
+"""Finds the visible slots of a sequence and their positions, from the tables of explicit positions.
 
 A raw key has no position, so a page of raw keys can be used at any position. Block-table entry n of sequence b makes
 these rows of its page visible, if they lie after the left padding and before the sequence's end:
@@ -9,9 +9,10 @@ Their positions are
 
     page_positions[b, n] + (slot_positions[page, row] if the cache stores positions, else row).
 
-Defaults: page_first is 0, page_lengths the page size. Without page_positions, the position of a slot is its stored
-position, or slot - leftpad. Visible tokens are ordered by block-table entry, then by row. The queries are the last of
-them, and each sees the tokens up to its own. Distances, bands and the scale of a query go by position.
+By default page_first is 0 and page_lengths is the page size. Without page_positions, the position of a slot is its
+stored position, or if the cache stores none, slot - leftpad. Visible tokens are ordered by block-table entry, then by
+row. The last visible tokens are the queries, and each query sees the tokens up to its own. Distances, bands and the
+scale of a query follow from positions.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ from .cache_tables import CachePositions, CacheTables
 class Shown(NamedTuple):
     """The visible tokens of one sequence, in order."""
 
-    page: torch.Tensor  # (tokens,) int64. In a contiguous cache, the sequence.
+    page: torch.Tensor  # (tokens,) int64. In a contiguous cache, the index of the sequence.
     row: torch.Tensor
     position: torch.Tensor  # float64 (tokens,) or (tokens, axes)
-    slot: torch.Tensor  # of the sequence
+    slot: torch.Tensor  # (tokens,) the index of the slot in the sequence
 
 
 def shown(positions: CachePositions, sequence: int, first: int, end: int, block_table, k_cache) -> Shown:
     """Returns the visible tokens of a sequence.
 
-    first, end: the sequence has the slots [first, end), without its left padding and clamped to the capacity.
+    first, end: the slots [first, end) of the sequence, without left padding and clamped to the capacity.
     """
     device = k_cache.device
     slot = torch.arange(first, end, device=device)
@@ -82,8 +83,8 @@ def store_positions(k_cache, tables: CacheTables, rows: int) -> None:
     """Writes the positions of new keys to slot_positions. The host reads the tables if the positions continue from the
     last key's position, or if the keys are packed without a slot_mapping.
 
-    tables: have slot_positions, and seqlens that do not count the new keys yet. rows: rows of k, per sequence or
-        packed.
+    tables: must have slot_positions. Their seqlens do not count the new keys yet. rows: rows of k, per sequence or in
+        all if packed.
     """
     positions = tables.positions
     assert positions is not None
@@ -113,16 +114,16 @@ def store_positions(k_cache, tables: CacheTables, rows: int) -> None:
 
 
 def _behind(keys: torch.Tensor, rows: int) -> torch.Tensor:
-    """Returns the positions of new tokens: one more than the last key's position, and so on. With axes, all axes
-    continue from the largest coordinate of the last key."""
+    """Returns the positions of new tokens, which follow the last key's position by 1, 2, .... If positions have axes,
+    all axes continue from the largest coordinate of the last key."""
     first = keys[-1].max() + 1 if keys.shape[0] else keys.new_zeros(())
     new = first + torch.arange(rows, device=keys.device)
     return new if keys.ndim == 1 else new[:, None].expand(-1, keys.shape[1])
 
 
 def _put(slot_positions, page, row, fits, values) -> None:
-    """Sets slot_positions[page, row] = values where ``fits``, without a device sync. Entries that do not fit rewrite
-    the first one that does."""
+    """Sets slot_positions[page, row] = values where ``fits``, without a device sync. Entries that do not fit write the
+    first entry that fits once more."""
     if not fits.numel() or not slot_positions.numel():
         return
     first = fits.flatten().to(torch.int8).argmax()[None]

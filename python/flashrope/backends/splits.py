@@ -1,4 +1,4 @@
-"""Chooses how many splits of a cache's keys fill a device, by arithmetic on shapes only."""
+"""Chooses the number of splits of a cache's keys that fills a device. Only shapes are used."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from .calls import MAX_SPLITS
 
-FULL = 0.85  # the share of the device's resident blocks that must be busy, if there are enough keys
+FULL = 0.85  # share of the device's resident blocks that the splits must keep busy, if there are enough keys
 # Both costs are in units of the time of a key tile. They are estimates, not measured.
 SPLIT_COST = 2  # per block: starting it and storing a partial result
 COMBINE_COST = 4  # the launch that combines the partial results
@@ -26,8 +26,8 @@ class Multiprocessor:
     blocks: int
 
     def resident_blocks(self, registers: int, shared: int, warps: int) -> int:
-        """Returns how many blocks fit at once. registers: per thread; shared: bytes per block; warps: per block."""
-        registers_per_warp = -(-max(registers, 1) * 32 // 256) * 256  # allocated in units of 256
+        """Returns how many blocks fit at once. registers: per thread. shared: bytes per block. warps: per block."""
+        registers_per_warp = -(-max(registers, 1) * 32 // 256) * 256  # registers are allocated in units of 256
         return min(
             65536 // registers_per_warp // warps,
             self.shared // (shared + KB),  # CUDA itself takes 1 KB per block
@@ -47,10 +47,10 @@ class ComputeUnit:
 
     def waves(self, registers: int) -> int:
         """Returns the waves per SIMD. registers: VGPRs per lane, including AccVGPRs."""
-        return min(512 // (-(-max(registers, 1) // 8) * 8), 8)  # allocated in units of 8
+        return min(512 // (-(-max(registers, 1) // 8) * 8), 8)  # registers are allocated in units of 8
 
     def resident_blocks(self, registers: int, shared: int, warps: int) -> int:
-        """Returns how many blocks fit at once. registers: per lane; shared: bytes of LDS per block; warps: waves of 64
+        """Returns how many blocks fit at once. registers: per lane. shared: bytes of LDS per block. warps: waves of 64
         lanes per block."""
         return min(4 * self.waves(registers) // warps, self.shared // max(shared, 1), 16)
 
@@ -69,7 +69,7 @@ MULTIPROCESSORS: dict[int | str, Multiprocessor | ComputeUnit] = {
 
 def multiprocessor(capability: int | str) -> Multiprocessor | ComputeUnit:
     """Returns the limits for a compute capability such as 80, or for AMD's "gfx942" or "gfx950". A compute capability
-    that is not listed gets the limits of the next older listed one."""
+    that is not listed gets the limits of the next lower one that is listed."""
     if isinstance(capability, str):
         return MULTIPROCESSORS[capability]
     older = (known for known in MULTIPROCESSORS if isinstance(known, int) and known <= capability)
@@ -77,17 +77,17 @@ def multiprocessor(capability: int | str) -> Multiprocessor | ComputeUnit:
 
 
 def busy_share(programs: int, splits: int, resident: int) -> float:
-    """Returns the average share of the device's `resident` blocks that are busy, if all blocks take the same time."""
+    """Returns the average share of the device's `resident` blocks that is busy, if all blocks take the same time."""
     blocks = programs * splits
     return blocks / (_waves(blocks, resident) * resident)
 
 
 @lru_cache(maxsize=4096)
 def choose_splits(programs: int, tiles: int, resident: int) -> int:
-    """Returns the fastest number of splits among the numbers that keep the share ``FULL`` of the device busy.
+    """Returns the fastest number of splits among the numbers that keep the share ``FULL`` of the device busy. If no
+    number does, it is the fastest of all numbers.
 
-    programs: blocks of one split. tiles: key tiles of a sequence. resident: blocks that the device holds at once. If no
-    number of splits keeps that share busy, all numbers are compared.
+    programs: blocks of one split. tiles: key tiles of a sequence. resident: blocks that the device holds at once.
     """
 
     def time(splits: int) -> int:

@@ -1,8 +1,8 @@
-"""The file of tuned tiles, one for all devices of a user. It is read once per process and replaced atomically.
+"""Reads and writes the file of tuned tiles, one file for all devices of a user. A process reads it once.
 
-It is ``flashrope/tiles.json`` in the user's cache folder ($XDG_CACHE_HOME, or ~/.cache). A winner is used only with the
-setup that it was measured with: the device and the versions of Triton and flashrope. A file that cannot be read is
-ignored with one warning.
+The file is ``flashrope/tiles.json`` in the user's cache folder ($XDG_CACHE_HOME, or ~/.cache). It is replaced
+atomically. A winner is used only with the setup with which it was measured: the device and the versions of Triton and
+flashrope. A file that cannot be read is ignored with one warning.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CACHES = ("", "contiguous", "paged")
 
 
 class Setup(NamedTuple):
-    """The conditions under which a measurement is valid. capability: such as 90, or "gfx942"."""
+    """The conditions under which a measurement is valid. capability: for example 90, or "gfx942"."""
 
     device: str
     capability: int | str
@@ -59,8 +59,8 @@ class ShapeClass(NamedTuple):
 class Winner(NamedTuple):
     """The fastest correct candidate of a class.
 
-    tile: block_m, block_n, num_warps, num_stages. milliseconds, default_milliseconds: time of one call with this tile,
-    and with the tile that is used without tuning.
+    tile: block_m, block_n, num_warps, num_stages. milliseconds: time of one call with this tile. default_milliseconds:
+    time with the tile that is used without tuning.
     """
 
     tile: tuple[int, int, int, int]
@@ -72,7 +72,7 @@ Winners = dict[ShapeClass, Winner]
 
 
 def max_keys(keys: int) -> int:
-    """Returns the class of a length, ``ShapeClass.max_keys``."""
+    """Returns ``ShapeClass.max_keys`` for this number of keys."""
     return next((bound for bound in MAX_KEYS if keys <= bound), 0)
 
 
@@ -101,7 +101,7 @@ def read(file: Path) -> dict[Setup, Winners]:
 
     Raises:
         ValueError: the file is not one that ``update`` wrote.
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     try:
         text = file.read_text()
@@ -189,7 +189,7 @@ def _winner(row: list) -> tuple[ShapeClass, Winner]:
     shape = ShapeClass(*map(_checked, row[:7], (str, int, int, bool, str, bool, int)))
     tile, *milliseconds = row[7:]
     block_m, block_n, num_warps, num_stages = (_checked(number, int) for number in tile)
-    # The bounds only reject absurd tiles. Tuning has run the tile, and so checked that it is correct and fits.
+    # The bounds only reject absurd tiles. Tuning has already checked that the tile fits and computes correct results.
     powers_of_two = all(number > 0 and number & (number - 1) == 0 for number in (block_m, block_n, num_warps))
     if not (powers_of_two and 16 <= block_m <= 256 and 16 <= block_n <= 256 and num_warps <= 16):
         raise ValueError(f"tile {tile}")

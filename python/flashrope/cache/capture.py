@@ -25,8 +25,8 @@ class CapturedStep:
 
         Raises:
             OutOfPages: too few pages are free. The message says how many are missing.
-            ValueError: a sequence would exceed max_seqlen; or since the capture tokens of a sequence were moved, or
-                padding was added, which needs tables that the graph does not read.
+            ValueError: a sequence would exceed max_seqlen; or tokens of a sequence were moved, or padding was added,
+                after the capture. Moved tokens and padding need tables that the graph does not read.
         """
         own = self.tables
         now = self._cache.tables_of(self.sequences, self._seqlen_new, positioned=own.positions is not None)

@@ -43,10 +43,11 @@ class KVCache(Cache):
             a scale per token and key head, about a half or a quarter of bfloat16's bytes. q, k, v and out keep dtype.
             ``attend`` and ``append`` quantize what they write. See k_scale in ``attention_with_cache``.
         head_dim_v: head_dim of v, a multiple of 8 up to head_dim. Default: head_dim, which a quantized cache needs.
-        values: a slice of the key's channels that are the values, a multiple of 8 up to 512 of them. The cache then
-            takes only k, and has half the memory or less. Use it for models whose values are the keys before weights
-            and rotation (see key_weight in ``attention_with_cache``), and for latent attention. head_dim may then be
-            576. Not with rotated_keys or cache_dtype. None: v has memory of its own.
+        values: a slice: these channels of the stored keys are the values. Their number is a multiple of 8 up to 512.
+            Calls then pass k without v, and the cache needs no memory for v. Use it for latent attention, and for
+            models whose keys are the values times a weight per channel, then rotated (see key_weight in
+            ``attention_with_cache``). head_dim may then be 576. Cannot be combined with rotated_keys, cache_dtype or
+            head_dim_v. None: v has its own memory.
 
     Attributes:
         k, v: (batch, capacity, heads_kv, head_dim or head_dim_v), with several layers (layers, batch, ...),
@@ -59,7 +60,7 @@ class KVCache(Cache):
         rotated_keys: the Rotary of every layer, or None.
         nbytes: bytes of k and v, and of their scales.
 
-    Example of values that are channels of the keys, with half the memory:
+    Example with values that are channels of the stored keys, in half the memory:
         cache = KVCache(2, 512, heads_kv=1, head_dim=64, dtype=torch.float32, device="cpu", values=slice(0, 64))
         q, x, weight = torch.randn(2, 40, 8, 64), torch.randn(2, 40, 1, 64), torch.rand(64)
         out = cache.attend(q, Rotary.rope(64), x, key_weight=weight)  # keys are weight * x, values x
@@ -113,12 +114,12 @@ class KVCache(Cache):
 
     @property
     def lengths(self) -> list[int]:
-        """Returns the number of slots in use of every sequence, left padding included. The host knows them."""
+        """Returns the number of slots in use of every sequence, left padding included. Does not wait for the device."""
         return list(self._lengths)
 
     @property
     def padding(self) -> list[int]:
-        """Returns the left padding of every sequence. The host knows it."""
+        """Returns the left padding of every sequence. Does not wait for the device."""
         return list(self._padding)
 
     def step(self, seqlen_new: int, leftpad: Sequence[int] | None = None) -> Step:
@@ -215,8 +216,8 @@ class KVCache(Cache):
 
         Args:
             sequence: index in the batch. None: all sequences.
-            length: in slots, left padding included. If it exceeds the current length, ValueError is raised. For all
-                sequences, one length or a list of lengths.
+            length: the new length in slots, left padding included. If it exceeds the current length, ValueError is
+                raised. For all sequences, one length or a list of lengths.
         """
         self.refuse_in_step("truncate")
         lengths: Any = length

@@ -29,7 +29,7 @@ class Entry(NamedTuple):
         return self._replace(position=self.position + by)
 
 
-Kept = list[tuple[int, Entry]]  # (n, entry): the entry is for page n of the sequence as it was before
+Kept = list[tuple[int, Entry]]  # (n, entry): a new entry for the page with index n in the old sequence
 
 
 def of_slots(page_size: int, length: int, leftpad: int) -> Kept:
@@ -48,7 +48,7 @@ def tokens(entries: Sequence[Entry]) -> int:
 
 
 def slots(entries: Sequence[Entry], page_size: int) -> int:
-    """Returns the slots in use up to the last token, counting hidden ones."""
+    """Returns the number of slots in use up to the last token, including hidden slots."""
     return (len(entries) - 1) * page_size + entries[-1].end if entries else 0
 
 

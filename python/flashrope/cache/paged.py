@@ -25,7 +25,7 @@ class _OfSequences(dict[int, int]):
         self._cache = cache
 
     def __missing__(self, sequence):
-        self._cache._get(sequence)  # says why
+        self._cache._get(sequence)  # raises ValueError or TypeError if the sequence does not exist
         raise KeyError(sequence)
 
 
@@ -57,8 +57,8 @@ class PagedKVCache(Cache):
         layers: number of layers. All layers share one block table: page n exists in every layer.
         rotated_keys: as in ``KVCache``. Forks can share rotated keys, because forking does not move positions.
         cache_dtype: as in ``KVCache``: None, "int8" or "int4".
-        head_dim_v: as in ``KVCache``: head_dim of v if it is narrower.
-        values: as in ``KVCache``: a slice of the key's channels that are the values.
+        head_dim_v: the head_dim of v, as in ``KVCache``.
+        values: the channels of stored keys that are the values, as in ``KVCache``.
 
     Attributes:
         k, v: (pages, page_size, heads_kv, head_dim or head_dim_v), with several layers (layers, pages, ...),
@@ -156,7 +156,7 @@ class PagedKVCache(Cache):
 
     @property
     def lengths(self) -> dict[int, int]:
-        """Returns the number of tokens of every sequence, left padding included. The host knows them.
+        """Returns the number of tokens of every sequence, left padding included. Does not wait for the device.
 
         ``extend``, ``remove`` and ``keep`` drop a sequence's padding.
         """
@@ -164,7 +164,7 @@ class PagedKVCache(Cache):
 
     @property
     def padding(self) -> dict[int, int]:
-        """Returns the left padding of every sequence. The host knows it."""
+        """Returns the left padding of every sequence. Does not wait for the device."""
         return _OfSequences(self, {name: sequence.leftpad for name, sequence in self._sequences.items()})
 
     def seqlens(self, sequences: Sequence[int]) -> torch.Tensor:

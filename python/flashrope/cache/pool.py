@@ -215,7 +215,8 @@ class PagePool:
         order = sorted(selected, key=lambda sequence: sequence.length % self.page_size)
         changes = self._changes(order, seqlen_new, self.references)
         if len(changes) > len(self.free):
-            alone = Counter(page for sequence in order for page in sequence.pages)  # references if no others existed
+            # The references of pages if the cache had no other sequences.
+            alone = Counter(page for sequence in order for page in sequence.pages)
             never = len(alone) + len(self._changes(order, seqlen_new, alone)) > self.pages
             self.check(len(changes), never)
         taken = self.free[: -len(changes) - 1 : -1]

@@ -127,12 +127,12 @@ class Cache:
 
     @property
     def nbytes(self) -> int:
-        """Returns the bytes of k and v and of their scales, in all layers. Values that are channels of k add none."""
+        """Returns the bytes of k and v and of their scales, in all layers. v counts only if it has its own memory."""
         return sum(x.nbytes for x in self._stored)
 
     @property
     def _stored(self) -> list[torch.Tensor]:
-        """Returns the tensors that have memory of their own."""
+        """Returns k, then v unless it is a view of k, then k_scale and v_scale if the cache is quantized."""
         v = self.v if self.values is None else None
         return [x for x in (self.k, v, self.k_scale, self.v_scale) if x is not None]
 
@@ -297,7 +297,7 @@ def check_values(values, head_dim, head_dim_v, rotated_keys, cache_dtype) -> sli
     """Returns the argument values as a slice with a start and a stop.
 
     Raises:
-        TypeError, ValueError: what was expected and what came.
+        TypeError, ValueError: the argument is invalid. The message says what was expected.
     """
     if values is None:
         return None
@@ -407,7 +407,8 @@ def check_queries(q, batch: int) -> None:
 
 
 def new_tensors(k, v, cache: Cache) -> list[tuple[str, Any]]:
-    """Returns (name, tensor) of what a cache stores of new tokens: k and v, or k alone if values are its channels."""
+    """Returns (name, tensor) of each tensor that the cache stores for new tokens: of k and v, or only of k if values
+    are channels of keys."""
     if cache.values is None:
         return [("k", k), ("v", v)]
     if v is not None:

@@ -1,1 +1,1 @@
-"""What the commands share: options, progress, reports, files. Loads torch only where a device is asked for."""
+"""Code that the commands share: options, progress, reports and files. It loads torch only to find a device."""

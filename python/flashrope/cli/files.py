@@ -1,4 +1,4 @@
-"""Files that are either written completely or not at all, and CSV."""
+"""Writes files atomically, and CSV."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def folder(name: str) -> Path:
-    """Returns the folder of the option --out, made if it is not there. Raises BadInput if nothing can be written to
-    it."""
+    """Returns the folder of the option --out. Makes the folder if it does not exist. Raises BadInput if it is not
+    writable."""
     out = Path(name)
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -39,10 +39,11 @@ def folder(name: str) -> Path:
 
 
 def check_folder(name: str, results: Sequence[str], overwrite: bool) -> None:
-    """Checks that ``folder`` will succeed, and that no result is there unless overwrite is True. Makes nothing.
+    """Checks that ``folder`` will succeed, and that the folder holds no results unless overwrite is True. Does not make
+    the folder.
 
     Raises:
-        BadInput: names --out, and what is in the way.
+        BadInput: a check failed. The message names --out and the reason.
     """
     out = Path(name)
     there = next(each for each in (out, *out.absolute().parents) if each.exists())

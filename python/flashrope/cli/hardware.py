@@ -1,4 +1,4 @@
-"""The name of a processor or GPU."""
+"""Finds the name of a processor or GPU."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import platform
 
 
 def hardware(device) -> str:
-    """Returns the name of the processor, or of the GPU with its compute capability, under ROCm its architecture, and
-    memory."""
+    """Returns the name of the processor, or the name of the GPU with its memory and its compute capability (under ROCm
+    its architecture)."""
     import torch
 
     device = torch.device(device)

@@ -1,5 +1,5 @@
-"""Options that several commands share: types, checks, and the messages a user sees. Loads torch only where a device is
-asked for."""
+"""Code for options that several commands share: types, checks, and error messages. It loads torch only to find a
+device."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-MAX_THREADS = 8  # models this small get slower with more
+MAX_THREADS = 8  # the small models get slower with more threads
 
 
 class BadInput(ValueError):
-    """An option with a value that cannot be used. The message names the option."""
+    """Raised for an option with an invalid value. The message names the option."""
 
 
 def positive(text: str) -> int:
-    """Returns an argparse type: a positive integer."""
+    """Parses a positive integer, for use as an argparse type."""
     value = int(text) if text.isdecimal() else 0
     if value < 1:
         raise argparse.ArgumentTypeError(f"expected a positive integer, got {text}")
@@ -48,13 +48,13 @@ def device(name: str) -> torch.device:
 
 
 def cores() -> int:
-    """Returns how many CPU cores this process may run on."""
+    """Returns the number of CPU cores on which this process may run."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @contextlib.contextmanager
 def torch_threads(count: int) -> Iterator[None]:
-    """Gives torch ``count`` CPU threads inside the block, and the previous number after it."""
+    """Sets torch's number of CPU threads to ``count`` within the block, and restores the previous number after it."""
     import torch
 
     before = torch.get_num_threads()

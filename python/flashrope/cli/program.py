@@ -1,4 +1,4 @@
-"""What the command-line programs share: exit codes, help texts, and the answer to an unknown option."""
+"""Code that the command-line programs share: exit codes, help texts, and the error for an unknown option."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
 
 def guarded(program: str, command: Callable[[], int]) -> int:
-    """Runs ``command()`` and returns its exit code. Ctrl-C and a closed stdout end it without a traceback."""
+    """Runs ``command()`` and returns its exit code. Ctrl-C and a closed stdout end the command without a traceback."""
     try:
         return command()
     except BrokenPipeError:  # the reader of stdout has exited, as in "flashrope info | head -1"
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # otherwise the interpreter warns at exit
         return 1
     except (KeyboardInterrupt, Exception) as error:
         if not _is_interrupt(error):
@@ -26,14 +26,15 @@ def guarded(program: str, command: Callable[[], int]) -> int:
 
 
 def _is_interrupt(error: BaseException | None) -> bool:
-    """Whether it is Ctrl-C, or what a library made of it: the import of an extension module raises ImportError."""
+    """Whether the error is Ctrl-C or was caused by it: Ctrl-C during the import of an extension module raises
+    ImportError."""
     while error is not None and not isinstance(error, KeyboardInterrupt):
         error = error.__cause__ or error.__context__
     return error is not None
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Adds the default of an option, unless there is none or the help describes it."""
+    """Adds the default of an option to its help, unless the option has no default or the help describes it."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         if action.default is None or action.default is False or "default" in (action.help or ""):

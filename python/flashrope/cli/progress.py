@@ -1,4 +1,4 @@
-"""A progress bar with the time left on a terminal, and lines from time to time elsewhere."""
+"""Shows progress: on a terminal as a bar with the time left, otherwise as a line from time to time."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import sys
 import time
 
 WIDTH = 30
-EVERY = 30.0  # seconds between lines where there is no terminal
-SETTLED = 1.0  # seconds of work after which the time left can be told
+EVERY = 30.0  # seconds between lines if there is no terminal
+SETTLED = 1.0  # seconds of work after which the time left can be estimated
 
 
 def duration(seconds: float) -> str:
-    """Returns a time such as "45 s", "2 min 10 s" or "3 h 05 min", rounded up: 0 s is left only at the end."""
+    """Returns a time such as "45 s", "2 min 10 s" or "3 h 05 min". It is rounded up, so "0 s" appears only at the
+    end."""
     seconds = math.ceil(seconds)
     if seconds < 60:
         return f"{seconds} s"
@@ -23,31 +24,31 @@ def duration(seconds: float) -> str:
 
 
 def seconds_left(elapsed: float, done: float, total: float) -> float | None:
-    """Returns the seconds left at the pace so far. None: nothing is done yet, or less than a second has passed."""
+    """Returns the seconds left at the pace so far, or None if nothing is done yet or less than a second has passed."""
     return elapsed / done * (total - done) if done and elapsed >= SETTLED else None
 
 
 def columns() -> int:
-    """Returns the width of the terminal; 80 where it reports 0, as that of script(1) does."""
+    """Returns the width of the terminal, or 80 if the terminal reports 0, as under script(1)."""
     return shutil.get_terminal_size().columns or 80
 
 
 class Bar:
-    """Counts steps up to total. Written to stderr, so that what is printed on stdout stays clean.
+    """A progress bar that counts steps up to total. It is written to stderr, so that stdout only has results.
 
-    As a context manager, it makes room for other output at the end.
+    As a context manager, it is cleared at the end.
 
     Args:
         total: the number of steps.
         stream: where to draw. Default: stderr.
-        limit: seconds after which the work ends in any case.
+        limit: seconds after which the work ends even if steps are left.
     """
 
     def __init__(self, total: int, stream=None, limit: float = math.inf):
         self.total, self.done, self.limit = total, 0, limit
         self.stream = sys.stderr if stream is None else stream
         self.text, self.note, self.began = "", "", time.monotonic()
-        self.said = self.began  # when the last line was printed
+        self.said = self.began  # the time at which the last line was printed
         self.live = self.stream.isatty()
 
     def __enter__(self) -> Bar:
@@ -57,7 +58,7 @@ class Bar:
         self.clear()
 
     def start(self, text: str) -> Bar:
-        """Names what the next steps belong to. Time counts from the first call. Returns the bar."""
+        """Sets the text for the next steps. Time counts from the first call. Returns the bar."""
         if not self.text:
             self.began = time.monotonic()
         self.text, self.note = text, ""
@@ -68,7 +69,7 @@ class Bar:
         return self
 
     def step(self, count: int = 1, note: str = "") -> None:
-        """Counts steps as done. note: what to say beside the text, until the next step."""
+        """Counts steps as done. note: a second text, which is shown until the next step."""
         self.done, self.note = min(self.done + count, self.total), note
         if self.live:
             self._draw()
@@ -76,7 +77,7 @@ class Bar:
             self._say(f"{self._join(self.text, self.note)}: {self.done} of {self.total} ({self._time()})")
 
     def clear(self) -> None:
-        """Makes room for other output."""
+        """Clears the bar, to make room for other output."""
         if self.live:
             print("\r\x1b[K", end="", file=self.stream, flush=True)
 

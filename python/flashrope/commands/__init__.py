@@ -1,4 +1,5 @@
-"""The arguments of the commands. A module per command: ``add_arguments(parser)`` and ``run(args) -> exit code``.
+"""Defines the arguments of the commands. Each command has a module with ``add_arguments(parser)`` and ``run(args)``,
+which returns the exit code.
 
 Nothing here loads torch before ``run``.
 """

@@ -13,7 +13,7 @@ from .hf_model import add_dtype
 
 
 def first_and_last(text: str) -> tuple[int, int]:
-    """Reads FIRST,LAST of --keep."""
+    """Parses the value FIRST,LAST of --keep."""
     first, comma, last = text.partition(",")
     if not (comma and first.strip().isdecimal() and last.strip().isdecimal() and int(last)):
         raise argparse.ArgumentTypeError(f"expected FIRST,LAST, two numbers of bytes, LAST at least 1, got {text!r}")

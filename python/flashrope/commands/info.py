@@ -1,4 +1,4 @@
-"""``flashrope info``: installed versions, devices, the backends that are available on each, and tuned tiles."""
+"""``flashrope info``: shows installed versions, devices, the backends available on each device, and tuned tiles."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..cli.hardware import hardware
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds no options: the command has none."""
+    """Adds no options, because the command has none."""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -49,8 +49,8 @@ def run(args: argparse.Namespace) -> int:
 def backends(device: str, dtype) -> list[tuple[str, str]]:
     """Returns (name, status) of every backend for tensors of this device and dtype.
 
-    The status is "default" (what impl=None picks), "available", "available for attention_with_cache", or why the
-    backend is unavailable.
+    The status is "default" (the backend for impl=None), "available", "available for attention_with_cache", or the
+    reason why the backend is unavailable.
     """
     import torch
 

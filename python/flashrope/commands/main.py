@@ -1,7 +1,8 @@
-"""The command line: ``flashrope <command>``, also ``python -m flashrope <command>``.
+"""Runs the command line: ``flashrope <command>``, also ``python -m flashrope <command>``.
 
-A command is a module with ``add_arguments(parser)`` and ``run(args) -> exit code``. It is imported only when it is
-called, and loads torch only in ``run``, so that ``--help`` and wrong options are answered at once.
+A command is a module with ``add_arguments(parser)`` and ``run(args)``, which returns the exit code. The module is
+imported only when the command is called, and loads torch only in ``run``. So ``--help`` and errors about options appear
+immediately.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ CHECKOUT_COMMANDS = {"bench": "python -m bench", "experiment": "python -m experi
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one command; returns the exit code: 0 done, 1 failed, 2 bad input, 130 interrupted."""
+    """Runs one command and returns its exit code: 0 for success, 1 for failure, 2 for bad input, 130 if interrupted."""
     code = guarded("flashrope", lambda: _run(sys.argv[1:] if argv is None else argv))
     if argv is None and code == INTERRUPTED:
-        signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))  # a second Ctrl-C while the interpreter ends
+        signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))  # for a second Ctrl-C while the interpreter ends
     return code
 
 

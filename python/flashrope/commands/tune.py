@@ -1,4 +1,4 @@
-"""``flashrope tune``: measures tiles on this GPU and keeps the winners for all later calls."""
+"""``flashrope tune``: measures tiles on this GPU and stores the fastest tiles for all later calls."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def tune(device, args: argparse.Namespace) -> int:
 
 
 def report(examined) -> list[str]:
-    """Describes what was found for one workload: the winner, and the candidates that were dropped by name."""
+    """Returns lines about the results for one workload: the winner, and the candidates that were dropped."""
     from ..tuning.measure import describe
 
     shape, winner, default = examined.workload.shape_class, examined.winner, examined.default
@@ -125,7 +125,7 @@ def report(examined) -> list[str]:
 
 
 def shown() -> list[str]:
-    """Returns the lines that describe the file."""
+    """Returns lines that describe the file of tuned tiles."""
     tuned = store.tuned()
     if not tuned:
         return [f"no tuned tiles ({store.path()})"]

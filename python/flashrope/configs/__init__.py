@@ -1,1 +1,1 @@
-"""What model configurations say of their rotary embedding, as plain data. Knows no ``Rotary``."""
+"""Reads the rotary embedding of model configurations as plain data. It does not import ``Rotary``."""

@@ -1,4 +1,5 @@
-"""``dual_chunk_attention_config`` (Qwen2.5-1M), which neither transformers nor vLLM computes. Imports nothing."""
+"""Reads ``dual_chunk_attention_config`` (Qwen2.5-1M), which neither transformers nor vLLM supports. It imports only the
+standard library."""
 
 from __future__ import annotations
 
@@ -16,12 +17,12 @@ SPARSE = (
 
 
 class Chunks(NamedTuple):
-    """What a configuration asks for.
+    """The content of a ``dual_chunk_attention_config``.
 
     Attributes:
-        arguments: of ``Rotary.dual_chunk``: chunk_size, local_size, and the length of Qwen's factor where it is given.
-        sparse: whether sparse attention is asked for too. It approximates the dense attention for speed, and is left
-            out here.
+        arguments: the arguments of ``Rotary.dual_chunk``: chunk_size, local_size, and length_scale if it is given.
+        sparse: whether sparse attention is requested, too. It approximates dense attention for speed, and is not
+            supported here.
     """
 
     arguments: list[Any]
@@ -34,13 +35,13 @@ def asks_for_chunks(config) -> bool:
 
 
 def read_chunks(*configs) -> Chunks | None:
-    """Reads ``dual_chunk_attention_config`` of the first of the configurations that has one.
+    """Reads ``dual_chunk_attention_config`` from the first configuration that has one.
 
     Returns:
-        The chunks, or None where no configuration asks for them.
+        Its content, or None if no configuration has one.
 
     Raises:
-        TypeError, ValueError: names the key, what was expected and what came.
+        TypeError, ValueError: a key is invalid. The message names it and says what was expected.
     """
     config = next(filter(asks_for_chunks, configs), None)
     if config is None:

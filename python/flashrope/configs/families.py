@@ -1,6 +1,7 @@
-"""What the code of each Hugging Face family does that no field of its configuration says. Imports nothing.
+"""Lists what the code of each Hugging Face family does that no field of its configuration says.
 
-From transformers 4.57.6 to 5.24.0: rotate_half, apply_rotary_pos_emb, complex products and the attention classes.
+The facts were read from the code of transformers 4.57.6 to 5.24.0: rotate_half, apply_rotary_pos_emb, complex products
+and the attention classes. This file imports only the standard library.
 """
 
 from __future__ import annotations
@@ -9,28 +10,28 @@ from typing import NamedTuple
 
 
 class Family(NamedTuple):
-    """What is known of a model_type.
+    """The facts about a model_type.
 
     Attributes:
-        tested: the tests compare converted models with the library's own attention.
-        refused: why ``convert`` refuses it even where a comparison passes, after the model_type.
-        interleaved: pairs channels 2m and 2m + 1.
-        reversed: rotates by the negative angle.
-        sliding_only: rotates only in sliding-window layers.
-        partial: its code reads partial_rotary_factor, or rotary_dim. With it, other families rotate whole heads in
-            transformers 5, and fail in 4.57.
-        base: of a family whose base is not in its configuration.
-        alpha: its code reads alpha under "dynamic".
-        latent: multi-head latent attention. A head has qk_nope_head_dim channels that do not rotate and, behind them,
-            qk_rope_head_dim channels that do. Values are v_head_dim wide.
-        reorders: its attention rotates channels 2m and 2m + 1 as a pair if rope_interleave is set or missing, and moves
-            them qk_rope_head_dim / 2 channels apart. A converted model's q and k come behind that step.
-        mrope: "sections" or "interleaved": the order in which pairs get a coordinate of the position. Others with
-            mrope_section have orders of their own; that of cohere_compass_text differs between 5.17 and 5.23.
-        packs: False: its forward makes its masks without position_ids, so the stock model mixes packed sequences up.
-        not_batched: why continuous batching refuses it, after the model_type.
-        vllm: the architecture whose vLLM code rotates through get_rope alone and is compared with ``convert``. Others
-            may rotate inside a fused kernel, which nothing could turn off.
+        tested: whether the tests compare converted models with the library's own attention.
+        refused: why ``convert`` does not support it, even if a comparison passes. A text that follows the model_type.
+        interleaved: whether it pairs channels 2m and 2m + 1.
+        reversed: whether it rotates by the negative angle.
+        sliding_only: whether it rotates only in sliding-window layers.
+        partial: whether its code reads partial_rotary_factor, or rotary_dim. With these fields, other families rotate
+            whole heads in transformers 5, and fail in 4.57.
+        base: the base of a family whose configuration does not contain it.
+        alpha: whether its code reads alpha under the rope type "dynamic".
+        latent: whether it has multi-head latent attention. The first qk_nope_head_dim channels of a head do not rotate,
+            and the other qk_rope_head_dim channels do. Values have v_head_dim channels.
+        reorders: whether its attention pairs channels 2m and 2m + 1 if rope_interleave is set or missing, and moves
+            them qk_rope_head_dim / 2 channels apart. A converted model gets q and k in the new order.
+        mrope: "sections" or "interleaved", the order in which pairs get a coordinate of the position. Other families
+            with mrope_section have other orders. The order of cohere_compass_text differs between 5.17 and 5.23.
+        packs: False: its forward makes masks without position_ids, so the stock model mixes up packed sequences.
+        not_batched: why continuous batching does not support it. A text that follows the model_type.
+        vllm: the vLLM architecture that rotates only through get_rope and is compared with ``convert``. Other
+            architectures may rotate in a fused kernel, whose rotation cannot be turned off.
     """
 
     tested: bool = False
@@ -200,10 +201,10 @@ FAMILIES: dict[str, Family] = {
 
 
 def family(model_type: str) -> Family:
-    """Returns the row of a model type. A type that is not in the table has the defaults."""
+    """Returns the facts about a model type. A type that is not in the table gets the default values."""
     return FAMILIES.get(model_type, Family())
 
 
 def families_with(field: str) -> list[str]:
-    """Returns the model types with this field, in order."""
+    """Returns the model types for which this field is set, in alphabetical order."""
     return sorted(name for name, family in FAMILIES.items() if getattr(family, field))

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from .dual_chunk import read_chunks
 from .families import Family, families_with, family
 
-CHUNK_ARGUMENTS = ("chunk_size", "local_size", "length_scale")  # of ``Rotary.dual_chunk``
+CHUNK_ARGUMENTS = ("chunk_size", "local_size", "length_scale")  # arguments of ``Rotary.dual_chunk``
 
 KEYS = frozenset(
     {
@@ -34,13 +34,13 @@ KEYS = frozenset(
         "long_factor",
         "short_mscale",
         "long_mscale",
-        "llama_4_scaling_beta",  # see model_steps
+        "llama_4_scaling_beta",  # read by config_steps; model_steps leaves it to the model
         "alpha",
         "finetuned",
-        "max_position_embeddings",  # no version reads these two
+        "max_position_embeddings",  # no version of transformers reads this key and "finetuned"
         "mrope_section",
         "mrope_interleaved",
-        "interleaved",  # of qwen3_omni_moe: as mrope_interleaved, and no code reads it
+        "interleaved",  # in qwen3_omni_moe, next to mrope_interleaved; no code reads it
     }
 )
 REFUSED_KEYS = {
@@ -52,8 +52,8 @@ class Step(NamedTuple):
     """One step of building a scheme.
 
     Attributes:
-        name: of a method of ``Rotary``: the first step of a scheme makes one, each other step changes it.
-        arguments: of the method.
+        name: the name of a method of ``Rotary``. The first step makes a Rotary, and every other step changes it.
+        arguments: the arguments of the method.
     """
 
     name: str
@@ -61,11 +61,11 @@ class Step(NamedTuple):
 
 
 def config_steps(config, layer_type: str | None = None, seqlen: int | None = None) -> list[Step]:
-    """Returns the steps of ``Rotary.from_hf_config``, which has the same arguments and errors."""
+    """Returns the steps for ``Rotary.from_hf_config``. Arguments and errors are the same."""
     steps = model_steps(config, layer_type, seqlen)
     model_type = getattr(config, "model_type", "") or ""
     params = _parameters(config, model_type, layer_type)
-    if family(model_type).reorders and getattr(config, "rope_interleave", True):  # q and k of the projections
+    if family(model_type).reorders and getattr(config, "rope_interleave", True):  # before it reorders q and k
         steps[0] = Step("rope", {**steps[0].arguments, "interleaved": True})
     if params and params.get("llama_4_scaling_beta"):
         length, beta = _training_length(params, config), params["llama_4_scaling_beta"]
@@ -74,14 +74,14 @@ def config_steps(config, layer_type: str | None = None, seqlen: int | None = Non
 
 
 def model_steps(config, layer_type: str | None = None, seqlen: int | None = None, chunked: bool = True) -> list[Step]:
-    """Returns the steps to the scheme that the attention of a transformers model needs.
+    """Returns the steps that build the scheme for the attention of a transformers model.
 
-    The model's own module scales the query by its position (``llama_4_scaling_beta``), so no step does. The modules of
-    latent attention reorder interleaved channels before the attention function sees them, so these pairs are halves.
-    The other arguments are those of ``Rotary.from_hf_config``.
+    The model's own module scales queries by their positions (``llama_4_scaling_beta``), so no step scales them. The
+    modules of latent attention reorder interleaved channels before the attention function sees them, so their pairs are
+    halves. The other arguments are those of ``Rotary.from_hf_config``.
 
     Args:
-        chunked: False leaves ``dual_chunk_attention_config`` out.
+        chunked: False ignores ``dual_chunk_attention_config``.
     """
     if seqlen is not None and (not isinstance(seqlen, int) or isinstance(seqlen, bool) or seqlen < 1):
         raise ValueError(f"seqlen: expected None or a positive integer, got {seqlen!r}")
@@ -134,13 +134,13 @@ def _rotary_dim(config, params: dict[str, Any], of_family: Family, head_dim: int
     if rotary_dim is not None:
         return rotary_dim
     partial = params.get("partial_rotary_factor")
-    if of_family.latent and not of_family.partial:  # mistral4's is a share of the whole head
+    if of_family.latent and not of_family.partial:  # in mistral4 the factor is for the whole head
         head_dim = config.qk_rope_head_dim
     return int(head_dim * (1.0 if partial is None else partial))
 
 
 def _check_latent(config, params: dict[str, Any], rotary_dim: int) -> None:
-    """Refuses a latent attention of which only some of the qk_rope_head_dim channels would rotate."""
+    """Raises ValueError for a latent attention if only some of its qk_rope_head_dim channels would rotate."""
     if rotary_dim != config.qk_rope_head_dim:
         raise ValueError(
             f"config: partial_rotary_factor = {params.get('partial_rotary_factor')} would rotate {rotary_dim} of "
@@ -150,7 +150,7 @@ def _check_latent(config, params: dict[str, Any], rotary_dim: int) -> None:
 
 
 def _mrope_is_interleaved(model_type: str, params: dict[str, Any]) -> bool:
-    """Whether mrope is interleaved. A family's code decides it; without a model_type, the parameters do."""
+    """Whether mrope is interleaved. The family's code decides this, or without a model_type the parameters."""
     if order := family(model_type).mrope:
         return order == "interleaved"
     if not model_type and len(params["mrope_section"]) == 3:
@@ -188,7 +188,8 @@ def _refuse_by_field(config) -> None:
 
 
 def _refuse_ignored(params, model_type: str, rope_type: str, rotary_dim: int, head_dim: int) -> None:
-    """Refuses parameters that the code of the family does not read. Without a model_type they mean what they say."""
+    """Raises ValueError for parameters that the code of the family does not read. Without a model_type, all parameters
+    are used."""
     if rope_type == "dynamic" and params.get("alpha") and model_type and not family(model_type).alpha:
         raise ValueError(
             f"config: alpha = {params['alpha']} is read by {', '.join(families_with('alpha'))} and not by "
@@ -204,8 +205,8 @@ def _refuse_ignored(params, model_type: str, rope_type: str, rotary_dim: int, he
 
 
 def _parameters(config, model_type: str, layer_type: str | None) -> dict[str, Any] | None:
-    """Returns the rope parameters of the layer type, with rope_theta and partial_rotary_factor; None if it does not
-    rotate."""
+    """Returns the rope parameters of the layer type, including rope_theta and partial_rotary_factor, or None if the
+    layer type does not rotate."""
     layer_types = sorted(set(getattr(config, "layer_types", None) or ()))
     given = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     by_layer = {key: value for key, value in given.items() if isinstance(value, dict) or key in layer_types}
@@ -236,7 +237,7 @@ def _parameters(config, model_type: str, layer_type: str | None) -> dict[str, An
 
 
 def _older_parameters_by_layer(config, model_type: str, scaling: dict[str, Any]) -> dict[str, Any]:
-    """Parameters by layer type, of the families that had two tables before rope_parameters had one dict per type."""
+    """Returns {layer type: parameters} of families that had two tables before rope_parameters had one dict per type."""
     if getattr(config, "rope_local_base_freq", None) is not None:  # gemma3, gemma3n
         return {"full_attention": scaling, "sliding_attention": {"rope_theta": config.rope_local_base_freq}}
     if getattr(config, "global_rope_theta", None) is not None:  # modernbert
@@ -245,7 +246,7 @@ def _older_parameters_by_layer(config, model_type: str, scaling: dict[str, Any])
             "full_attention": {"rope_theta": config.global_rope_theta},
             "sliding_attention": {"rope_theta": config.global_rope_theta if local is None else local},
         }
-    if model_type == "olmo3":  # only the full layers are scaled
+    if model_type == "olmo3":  # only layers with full attention are scaled
         return {"full_attention": scaling, "sliding_attention": {"rope_theta": scaling.get("rope_theta")}}
     return {}
 
@@ -265,10 +266,10 @@ def _rope_type(params: dict[str, Any]) -> str:
 
 
 def _head_dim(config, layer_type: str | None) -> int:
-    """Returns how many channels a query and a key have."""
+    """Returns the number of channels of a query and of a key."""
     if family(getattr(config, "model_type", None) or "").latent:
         return config.qk_nope_head_dim + config.qk_rope_head_dim
-    if layer_type == "full_attention" and getattr(config, "global_head_dim", None):  # gemma4's checkpoints
+    if layer_type == "full_attention" and getattr(config, "global_head_dim", None):  # checkpoints of gemma4
         return config.global_head_dim
     if layer_type is not None and getattr(config, "is_heterogeneous", False):  # transformers 5
         config = config.per_layer_config[layer_type]
@@ -324,7 +325,8 @@ def _proportional(pairs, params, config, seqlen):
 
 
 def _dynamic(pairs, params, config, seqlen):
-    """Returns NTK-aware steps, by how far seqlen exceeds the training length, or always by alpha (hunyuan)."""
+    """Returns NTK-aware steps. The factor depends on how far seqlen exceeds the training length, or is always alpha
+    (hunyuan)."""
     if params.get("alpha"):
         return [Step("ntk", {"factor": params["alpha"]})], 1.0
     factor, length = _field(params, "factor"), _max_length(config)
@@ -372,7 +374,7 @@ def _longrope(pairs, params, config, seqlen):
     divisors = _field(params, f"{which}_factor")
     if len(divisors) != pairs:
         raise ValueError(f"config: {which}_factor has {len(divisors)} numbers for {pairs} pairs")
-    attention_factor = params.get(f"{which}_mscale") or params.get("attention_factor")  # phimoe has one for each
+    attention_factor = params.get(f"{which}_mscale") or params.get("attention_factor")  # phimoe has one for each table
     if attention_factor is None:
         factor = params.get("factor") or _max_length(config) / length
         attention_factor = math.sqrt(1 + math.log(factor) / math.log(length)) if factor > 1 else 1.0
@@ -387,5 +389,5 @@ RULES = {
     "llama3": _llama3,
     "longrope": _longrope,
     "proportional": _proportional,
-    "mrope": _default,  # of the first Qwen2-VL checkpoints
+    "mrope": _default,  # in the first Qwen2-VL checkpoints
 }

@@ -1,5 +1,5 @@
-"""``flashrope passkey`` and ``flashrope loss``: Hugging Face models by length, stock and under other schemes.
+"""Measures Hugging Face models by the length of the text, with ``flashrope passkey`` and ``flashrope loss``.
 
-``model`` loads a model and runs it, ``schemes`` converts it, ``passkey`` and ``loss`` measure. Needs the extras
-``demo`` (matplotlib) and ``transformers``.
+Models are measured under their own scheme and under other schemes. ``model`` loads a model and runs it, ``schemes``
+converts it, ``passkey`` and ``loss`` measure it. The extras ``demo`` (matplotlib) and ``transformers`` are needed.
 """

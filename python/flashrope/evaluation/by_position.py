@@ -1,8 +1,8 @@
 """``flashrope loss --by-position``: the loss at every position of one pass over the longest length.
 
 A window of n tokens gives n losses in one forward pass: at position i the model predicts token i + 1 from the i + 1
-tokens before. Means over bins of positions show where a scheme begins to fail, at the cost of one length. Schemes are
-compared window by window, so what makes a passage hard is the same on both sides.
+tokens before it. Means over bins of positions show where a scheme begins to fail, for the cost of measuring one length.
+Schemes are compared window by window, so that hard passages count for both schemes.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from .streaming import PIECE, Kept
 
 RESULTS = ("positions.png", "positions.svg", "positions.pdf", "positions.csv", "positions.json")
 JOURNAL = "positions.jsonl"
-PIECE_OF_LOGITS = 1 << 25  # logits that are computed at a time
+PIECE_OF_LOGITS = 1 << 25  # number of logits that are computed at a time
 
 
 class Losses(NamedTuple):
-    """One scheme on one window.
+    """The losses of one scheme on one window.
 
-    how: "by position", in one pass, or "by length", in a pass for every bin.
+    how: "by position" (one pass), or "by length" (one pass for every bin).
     bins: the mean loss of every bin of positions, in nats per token.
     """
 
@@ -50,13 +50,13 @@ class Losses(NamedTuple):
 
 
 class Run(NamedTuple):
-    """What is measured.
+    """The settings of a measurement.
 
-    fingerprint: of the model as it was loaded.
-    windows: int64 (windows, longest + 1), the tokens that the model reads, and the one after them.
-    base: the scheme that the others are compared with.
-    bin: positions of a bin.
-    axis: "linear" or "log".
+    fingerprint: the fingerprint of the model as it was loaded.
+    windows: int64 (windows, longest + 1), the tokens that the model reads, and the token after them.
+    base: the scheme with which the others are compared.
+    bin: the number of positions of a bin.
+    axis: the figure's axis of positions, "linear" or "log".
     """
 
     name: str
@@ -79,9 +79,9 @@ class Run(NamedTuple):
 def position_losses(model, row: torch.Tensor, cache_dtype: str | None = None, kept: Kept | None = None) -> torch.Tensor:
     """Returns the loss at every position, float64 (longest,) on the CPU.
 
-    row: int64 (longest + 1,), the tokens that the model reads and the one after. The hidden states are computed in one
-    pass. Their logits are computed in pieces by the model's own head, so memory does not grow with vocabulary x length.
-    kept: read in pieces, between which the cache is cut.
+    row: int64 (longest + 1,), the tokens that the model reads and the token after them. The hidden states are computed
+    in one pass. The model's own head computes logits from them in pieces, so memory does not grow with vocabulary x
+    length. kept: if given, the row is read in pieces, and the cache is cut to the kept tokens between them.
     """
     from ..integrations.transformers.versions import CACHE, cache_of
 
@@ -98,8 +98,8 @@ def position_losses(model, row: torch.Tensor, cache_dtype: str | None = None, ke
 
 
 def losses_by_length(model, row: torch.Tensor, cache_dtype: str | None, bin: int) -> torch.Tensor:
-    """Returns the same losses for a scheme whose frequencies depend on the length: one pass for the end of every bin,
-    of which only the last bin counts."""
+    """Returns the losses of ``position_losses`` for a scheme whose frequencies depend on the length. Makes one pass up
+    to the end of every bin, and takes only the losses in that bin."""
     longest = len(row) - 1
     ends = range(bin, longest + bin, bin)
     parts = [position_losses(model, row[: min(end, longest) + 1], cache_dtype)[end - bin :] for end in ends]
@@ -107,7 +107,7 @@ def losses_by_length(model, row: torch.Tensor, cache_dtype: str | None, bin: int
 
 
 def depends_on_length(model) -> bool:
-    """Whether frequencies depend on the length of the text under the scheme that the model has now."""
+    """Whether the frequencies of the model's current scheme depend on the length of the text."""
     layers = [module._flashrope for module in model.modules() if hasattr(module, "_flashrope")]
     if layers:
         return any(getattr(layer, "grows_from", math.inf) < math.inf for layer in layers)
@@ -115,7 +115,7 @@ def depends_on_length(model) -> bool:
 
 
 class HiddenStates:
-    """The hidden states of one pass, and the logits of any part of them, with all that the model does to logits."""
+    """Holds the hidden states of one pass, and computes logits of any part of them just as the model does."""
 
     def __init__(self, model):
         self.model, self.backbone = model, model.base_model
@@ -136,7 +136,7 @@ class HiddenStates:
             handle.remove()
 
     def losses(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Returns the losses of what ``compute`` has read, float64 (seqlen,) on the CPU."""
+        """Returns the losses of the tokens that ``compute`` has read, float64 (seqlen,) on the CPU."""
         size, found = max(PIECE_OF_LOGITS // self.model.get_output_embeddings().weight.shape[0], 1), []
         for begin, expected in zip(range(0, len(targets), size), targets.split(size), strict=True):
             logits = self.logits(ids, begin, begin + size).float()
@@ -144,7 +144,7 @@ class HiddenStates:
         return torch.cat(found)
 
     def logits(self, ids: torch.Tensor, begin: int, end: int) -> torch.Tensor:
-        """Returns the logits of the positions begin to end, (end - begin, vocab_size)."""
+        """Returns the logits at the positions begin to end - 1, (end - begin, vocab_size)."""
         part = copy.copy(self.output)
         part.last_hidden_state = self.output.last_hidden_state[:, begin:end]
         own, self.backbone.forward = self.backbone.__dict__.get("forward"), lambda *args, **options: part
@@ -163,7 +163,7 @@ def bins_of(losses: torch.Tensor, size: int) -> tuple[float, ...]:
 
 
 def fingerprint(model) -> str:
-    """Returns a hash of the model's configuration, its type and numbers of every parameter."""
+    """Returns a hash of the model's configuration and dtype, and of some numbers of every parameter."""
     digest = hashlib.sha256(repr(sorted(model.config.to_diff_dict().items(), key=str)).encode())
     if model.dtype != torch.float32:
         digest.update(str(model.dtype).encode())
@@ -178,7 +178,8 @@ def fingerprint(model) -> str:
 
 
 def measure(run: Run, out: Path, facts: dict[str, str], overwrite: bool) -> list[Losses]:
-    """Measures every scheme on every window. Writes the results after each window, and goes on where it stopped.
+    """Measures every scheme on every window. Writes the results after each window. Resumes an interrupted run where it
+    stopped.
 
     Raises:
         BadInput: ``out`` holds a run with another model, text or scheme.
@@ -223,7 +224,7 @@ def measure(run: Run, out: Path, facts: dict[str, str], overwrite: bool) -> list
 
 
 def found(journal: Journal, run: Run) -> list[Losses]:
-    """Returns the rows of this run's schemes, in their order."""
+    """Returns the journal's rows of this run's schemes, in the order of the schemes."""
     order = {scheme.label: n for n, scheme in enumerate(run.schemes)}
     rows = [row for row in journal.rows if row["scheme"] in order]
     rows.sort(key=lambda row: (order[row["scheme"]], row["window"]))
@@ -231,7 +232,7 @@ def found(journal: Journal, run: Run) -> list[Losses]:
 
 
 def write(run: Run, rows: Sequence[Losses], out: Path, facts: dict[str, str]) -> None:
-    """Writes the figure, the CSV and the JSON of what is finished."""
+    """Writes the figure, the CSV and the JSON of the finished rows."""
     record = {"facts": facts, "train_length": run.train_length, "bin": run.bin, "axis": run.axis}
     files.write(out / "positions.json", json.dumps(record | {"rows": [row._asdict() for row in rows]}, indent=1))
     files.write(out / "positions.csv", csv_text(rows, run.bin, run.base))
@@ -244,7 +245,7 @@ def write(run: Run, rows: Sequence[Losses], out: Path, facts: dict[str, str]) ->
 
 
 class Paired(NamedTuple):
-    """One scheme in one bin: the mean loss, and what it changes against the base, window by window."""
+    """One scheme in one bin: the mean loss, and the mean over windows of its change against the base."""
 
     loss: float
     change: float
@@ -252,7 +253,7 @@ class Paired(NamedTuple):
 
 
 def paired(rows: Sequence[Losses], scheme: str, base: str) -> list[Paired]:
-    """Returns one entry for every bin, over the windows in which both schemes are finished."""
+    """Returns one entry for every bin, over the windows for which both schemes are finished."""
     of = {(row.scheme, row.window): row.bins for row in rows}
     windows = [n for name, n in of if name == scheme and (base, n) in of]
     result = []
@@ -264,7 +265,7 @@ def paired(rows: Sequence[Losses], scheme: str, base: str) -> list[Paired]:
 
 
 def table(rows: Sequence[Losses], size: int, base: str, unit: str = "token") -> str:
-    """Returns text columns: the loss in every bin, and below it what a scheme changes against the base."""
+    """Returns text columns: the loss in every bin, and below it the change against the base."""
     schemes = list(dict.fromkeys(row.scheme for row in rows))
     how = {row.scheme: row.how for row in rows}
     bins = max(len(row.bins) for row in rows)
@@ -299,7 +300,7 @@ def csv_text(rows: Sequence[Losses], size: int, base: str) -> str:
 def figure(
     rows: Sequence[Losses], size: int, train_length: int, model: str, unit: str, base: str, axis: str = "linear"
 ):
-    """Draws the loss by position, and below it what every scheme changes against the base, with its 95% interval."""
+    """Draws the loss by position, and below it the change of every scheme against the base, with its 95% interval."""
     schemes = list(dict.fromkeys(row.scheme for row in rows))
     shown = schemes[: len(COLOURS)]
     picture = new_figure((7.2, 5.4))
@@ -309,7 +310,7 @@ def figure(
         cells = paired(rows, scheme, base)
         middle = [(n + 0.5) * size for n in range(len(cells))]
         look: dict[str, Any] = dict(color=COLOURS[at], linewidth=1.8)
-        if at % 2:  # dashed: the scheme before it is seen through it
+        if at % 2:  # dashed, so that the line of the previous scheme stays visible
             look |= dict(linestyle=(0, (4, 2)))
         above.plot(middle, [cell.loss for cell in cells], label=scheme, **look)
         if scheme == base:

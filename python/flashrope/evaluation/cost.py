@@ -1,4 +1,4 @@
-"""What a run will cost, from two short passes."""
+"""Estimates the time of a run from short passes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 def seconds_by_length(read: Callable[[int], object], longest: int) -> Callable[[int], float]:
     """Returns the estimated seconds of a pass over n tokens, a n + b n^2, for n up to ``longest``.
 
-    read: makes a pass over that many tokens. It is called three times, with at most an eighth of ``longest``.
+    read: a function that makes a pass over n tokens. It is called three times, with at most an eighth of ``longest``.
     """
     short, long = max(longest // 16, 1), max(longest // 8, 2)
     times = []

@@ -1,7 +1,7 @@
-"""``flashrope generate`` for a Hugging Face model: continue a text under the model's own scheme or another.
+"""``flashrope generate`` for a Hugging Face model: continues a text under the model's own scheme or another scheme.
 
-The model is converted, so its cache holds raw keys and any scheme can be chosen when it is loaded. A family that
-``convert`` refuses generates with the library's own attention, if no other scheme is asked for.
+The model is converted, so its cache holds raw keys, and any scheme can be chosen when the model is loaded. If
+``convert`` does not support the model's family, the library's own attention is used, and no other scheme is possible.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from ..small_models.generate import (
 )
 from .model import Tokens, check_positions, describe, keep_logits, load, new_cache, text_config, training_length
 
-LOOK_BACK = 5  # tokens before a new one that its text may depend on
+LOOK_BACK = 5  # number of earlier tokens on which the text of a new token may depend
 
 
 def run(args: argparse.Namespace) -> int:
@@ -96,7 +96,7 @@ def _generate(args: argparse.Namespace) -> int:
 
 
 def continued(model, ids: list[int], args: argparse.Namespace, read: Callable[[int], None]) -> Iterator[int]:
-    """Yields the tokens that follow ids. read takes the number of tokens of every piece of the prompt."""
+    """Yields the tokens that follow ids. read: called with the number of tokens of every piece of the prompt."""
     from ..integrations.transformers.versions import CACHE, cache_of
 
     generator = torch.Generator().manual_seed(args.seed)
@@ -114,7 +114,7 @@ def continued(model, ids: list[int], args: argparse.Namespace, read: Callable[[i
 
 
 def _choose_scheme(model, args: argparse.Namespace, train_length: int, longest: int, unit: str) -> str:
-    """Converts the model to the scheme of the options and returns its description. Raises BadInput."""
+    """Converts the model to the scheme that the options name. Returns a description of it. Raises BadInput."""
     from ..integrations.transformers import convert
 
     own = read_field(text_config(model))
@@ -139,13 +139,14 @@ def _choose_scheme(model, args: argparse.Namespace, train_length: int, longest: 
 
 
 def _ends(model) -> list[int]:
-    """Returns the tokens that end a text, as the model's generation settings list them."""
+    """Returns the tokens that end a text, from the model's generation settings."""
     found = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     return [] if found is None else found if isinstance(found, list) else [found]
 
 
 def _decoder(tokens: Tokens, prompt: list[int]) -> tuple[Callable[[int], str], Callable[[], str]]:
-    """Returns two functions: the text that a token completes, and the text that is left at the end."""
+    """Returns two functions: one returns the text that a token completes, the other the text that is left at the
+    end."""
     if tokens.decode is None:
         text = codecs.getincrementaldecoder("utf-8")("replace")
         text.decode(bytes(prompt[len(tokens.start) :]))

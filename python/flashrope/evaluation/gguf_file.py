@@ -1,4 +1,4 @@
-"""Models from GGUF files, as llama.cpp stores them: weights and tokenizer through transformers' reader."""
+"""Reads models from GGUF files, the files of llama.cpp. transformers' reader loads the weights and the tokenizer."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ def is_gguf(name: str) -> bool:
 
 
 def read(path: Path, dtype: torch.dtype):
-    """Returns the causal language model of a GGUF file, its weights dequantized once to dtype.
+    """Returns the causal language model of a GGUF file, with weights that are dequantized to dtype when they are read.
 
     Raises:
-        BadInput: one line that says what to install, or what is wrong with the file.
+        BadInput: a package is missing, or the file is invalid. The message is one line.
     """
     _check(path)
     from transformers import AutoModelForCausalLM
 
     try:
-        # newer versions warn of any other type, in which they could compute with packed weights
+        # In any other dtype, newer versions warn that they could compute with packed weights.
         loaded = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
-    except Exception as error:  # transformers' reader has no type of its own
+    except Exception as error:  # transformers' reader has no exception class of its own
         raise BadInput(f"--model: {path.name}: {_first_line(error)}") from None
-    # transformers refuses to save a model whose configuration names a quantization
+    # transformers does not save a model whose configuration names a quantization.
     config = copy.deepcopy(loaded.config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
@@ -40,14 +40,14 @@ def read(path: Path, dtype: torch.dtype):
 
 
 def tokenizer(path: Path):
-    """Returns the tokenizer that a GGUF file holds."""
+    """Returns the tokenizer from a GGUF file."""
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
 
 
 def weights(path: Path) -> str:
-    """Returns the types of the file's weights, most numbers first, such as "Q4_1, F32"."""
+    """Returns the types of the file's weights, such as "Q4_1, F32". The type with the most weights is first."""
     found: Counter[str] = Counter()
     for tensor in _reader(path).tensors:
         found[tensor.tensor_type.name] += int(tensor.n_elements)

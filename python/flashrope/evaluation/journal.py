@@ -1,4 +1,4 @@
-"""A file of results that grows line by line, so that an interrupted run keeps what it has finished."""
+"""Writes results to a file line by line, so that an interrupted run keeps its finished results."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from .schemes import Measured
 
 
 class Journal:
-    """One line of JSON for the settings of a run, then one for every finished piece of it.
+    """A file with one line of JSON for the settings of a run, and then one line for every finished piece of the run.
 
-    Opening the file of an earlier run continues it. A last line that was cut off is dropped.
+    Opening the file of an earlier run continues that run. An incomplete last line is dropped.
 
         journal = Journal(path, {"model": "...", "text": "..."})
         if ("ReRoPE", 3) not in {(row["scheme"], row["window"]) for row in journal.rows}:
@@ -25,11 +25,11 @@ class Journal:
 
     def __init__(self, path: Path, settings: Mapping[str, Any], overwrite: bool = False):
         """
-        settings: what the rows depend on. Values must survive JSON.
-        overwrite: start anew, whatever the file holds.
+        settings: everything that the rows depend on. JSON must preserve the values.
+        overwrite: start a new run even if the file exists.
 
         Raises:
-            BadInput: the file has rows of another run, with the first setting that differs.
+            BadInput: the file has rows of another run. The message names the first setting that differs.
         """
         self.path, self.rows = path, list[dict[str, Any]]()
         wanted = json.loads(json.dumps(dict(settings)))
@@ -43,7 +43,7 @@ class Journal:
         """Checks that the rows of these schemes were measured with the options that they have now.
 
         Raises:
-            BadInput: the first scheme whose options differ.
+            BadInput: a scheme's options have changed since then. The message names the first such scheme.
         """
         words = {scheme.label: scheme.words for scheme in schemes}
         for row in self.rows:
@@ -54,7 +54,7 @@ class Journal:
                 )
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """Writes a row. It is on disk when this returns."""
+        """Writes a row. The row is on disk when this method returns."""
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(dict(row)) + "\n")
             file.flush()
@@ -71,7 +71,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     except FileNotFoundError:
         return []
     found = []
-    for line in text.split("\n")[:-1]:  # what follows the last newline was cut off
+    for line in text.split("\n")[:-1]:  # text after the last newline is an incomplete line
         try:
             found.append(json.loads(line))
         except ValueError:

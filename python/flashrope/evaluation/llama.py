@@ -1,4 +1,4 @@
-"""The demo's models, and the rotary ones of the experiments, as ``LlamaForCausalLM``."""
+"""Turns the models of ``flashrope demo``, and rotary models of the experiments, into ``LlamaForCausalLM``."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from ..small_models.model import LanguageModel, load_checkpoint, trained_length
 
 
 def read(path: Path):
-    """Returns the model of a checkpoint of ``flashrope demo`` or of the experiments; float32, on the CPU. Raises
-    ValueError."""
+    """Returns the model of a checkpoint of ``flashrope demo`` or of the experiments, in float32 on the CPU. Raises
+    ValueError if the checkpoint cannot be read."""
     model, rotary = load_checkpoint(path)
     return to_llama(model, rotary, trained_length(path))
 
 
 def to_llama(model: LanguageModel, rotary: Rotary, train_length: int | None):
-    """Returns a ``LlamaForCausalLM`` with the same logits, float32, on the CPU.
+    """Returns a ``LlamaForCausalLM`` with the same logits, in float32 on the CPU.
 
-    Plain RoPE gives a stock model. Any other scheme is applied by ``convert``, which records it in the configuration as
-    "flashrope". max_position_embeddings is the training length.
+    A model with plain RoPE becomes a stock model. Any other scheme is applied by ``convert``, which records it in the
+    configuration as "flashrope". max_position_embeddings is the training length.
     """
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -37,10 +37,10 @@ def to_llama(model: LanguageModel, rotary: Rotary, train_length: int | None):
         num_key_value_heads=sizes.heads,
         head_dim=sizes.head_dim,
         hidden_act="silu",
-        rms_norm_eps=torch.finfo(torch.float32).eps,  # that of nn.RMSNorm
+        rms_norm_eps=torch.finfo(torch.float32).eps,  # the eps of nn.RMSNorm
         tie_word_embeddings=True,
-        rope_theta=base,  # of transformers 4.57
-        rope_parameters={"rope_type": "default", "rope_theta": base},  # of transformers 5
+        rope_theta=base,  # read by transformers 4.57
+        rope_parameters={"rope_type": "default", "rope_theta": base},  # read by transformers 5
         bos_token_id=None,
         eos_token_id=None,
         **({"max_position_embeddings": train_length} if train_length else {}),

@@ -1,10 +1,10 @@
-"""``flashrope loss``: the loss of a Hugging Face model on the user's text by length of the context, under its own
-scheme and others.
+"""``flashrope loss``: measures the loss of a Hugging Face model on the user's text by length of the context, under its
+own scheme and others.
 
 The text is cut into windows that do not overlap, each within one file. At length c the model reads c tokens, including
-the start token of its tokenizer, and predicts the token after each. The loss is the mean over the last N predictions.
-Every length and scheme predicts the same N tokens of a window: a longer length only adds text before them. With
-repeated context, copies of the shortest length's tokens take the place of that text.
+the start token of its tokenizer, and predicts the token after each of them. The loss is the mean over the last N
+predictions. Every length and scheme predicts the same N tokens of a window: a longer length only adds text before them.
+With repeated context, the added text is copies of the tokens that the shortest length reads.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ from .statistics import half_interval
 from .streaming import PIECE, Kept
 
 MAX_TARGETS = 512
-CONTEXTS = {"text": "text", "repeated": "repeated context", "copy": "second copy of a passage"}  # and their titles
+CONTEXTS = {"text": "text", "repeated": "repeated context", "copy": "second copy of a passage"}  # {name: title}
 RESULTS = ("loss.png", "loss.svg", "loss.pdf", "loss.csv", "loss.json")
 
 
 class Row(NamedTuple):
-    """One scheme at one length. ``windows`` holds the loss of every window; it is empty if memory ran out."""
+    """One scheme at one length. ``windows`` holds the loss of every window. It is empty if memory ran out."""
 
     scheme: str
-    context: str  # of CONTEXTS
+    context: str  # a name in CONTEXTS
     length: int  # tokens that the model reads
     windows: tuple[float, ...]  # nats per token
 
@@ -66,7 +66,7 @@ class Row(NamedTuple):
         return half_interval(self.windows)
 
     def change_from(self, shortest: Row) -> tuple[float, ...]:
-        """Returns what the longer context changes, window by window."""
+        """Returns, for every window, by how much the loss differs from the shortest context's loss."""
         return tuple(a - b for a, b in zip(self.windows, shortest.windows, strict=False))
 
 
@@ -112,7 +112,7 @@ def _measure(args: argparse.Namespace) -> int:
     print(report.lines(facts, *(name for name in facts if name != "command")) + "\n", flush=True)
 
     contexts = ["text", *["repeated"] * args.repeat, *["copy"] * bool(args.copy)]
-    work = {"text": lengths, "repeated": lengths[1:], "copy": lengths}  # "repeated" is "text" at the shortest length
+    work = {"text": lengths, "repeated": lengths[1:], "copy": lengths}  # at the shortest length nothing is repeated
     bar = Bar(len(schemes) * len(windows) * sum(sum(work[context]) for context in contexts))
     rows: list[Row] = []
     for scheme in schemes:
@@ -194,7 +194,7 @@ def _measure_by_position(args: argparse.Namespace) -> int:
 
 
 def _counted(losses: Iterable[float], bar: Bar, length: int) -> Iterator[float]:
-    """Yields the losses, counted on the bar; none if memory runs out."""
+    """Yields the losses and counts them on the bar. Yields nothing if memory runs out."""
     found = []
     try:
         for loss in losses:
@@ -210,8 +210,8 @@ def _counted(losses: Iterable[float], bar: Bar, length: int) -> Iterator[float]:
 
 
 def text_windows(texts: dict[str, str], tokens: Tokens, longest: int, count: int, seed: int) -> list[list[int]]:
-    """Returns up to ``count`` random windows of tokens that do not overlap, each within one file: as much text as the
-    longest length reads, and the token after it. Raises BadInput if no file is long enough."""
+    """Returns up to ``count`` random windows of tokens that do not overlap, each within one file. A window has the text
+    that the longest length reads, and the token after it. Raises BadInput if no file is long enough."""
     size = longest - len(tokens.start) + 1
     pieces = [tokens.encode(text) for text in texts.values()]
     windows = data.unseen_windows(pieces, size, count, seed)
@@ -226,10 +226,10 @@ def text_windows(texts: dict[str, str], tokens: Tokens, longest: int, count: int
 def of_length(
     windows: Sequence[Sequence[int]], start: Sequence[int], length: int, repeated: int | None = None
 ) -> torch.Tensor:
-    """Returns int64 (windows, length + 1): the tokens that the model reads, and the one after them.
+    """Returns int64 (windows, length + 1): the tokens that the model reads, and the token after them.
 
-    A row is the start tokens and the end of a window. ``repeated``: the row is filled with copies of what the model
-    reads at this length instead.
+    A row is the start tokens and the end of a window. ``repeated``: a shorter length. The row is then filled with
+    copies of the text that the model reads at that length.
     """
     size = length - len(start) + 1
     rows = []
@@ -245,7 +245,7 @@ def of_length(
 def copied(windows: Sequence[Sequence[int]], start: Sequence[int], length: int, size: int) -> torch.Tensor:
     """Returns int64 (windows, length + 1): the start tokens, a passage of ``size`` tokens, text, and the passage again.
 
-    The passage is the beginning of the window, and the same at every length. The text is the end of the window.
+    The passage is the beginning of the window, which is the same at every length. The text is the end of the window.
     """
     between = length + 1 - len(start) - 2 * size
     rows = [[*start, *window[:size], *window[len(window) - between :], *window[:size]] for window in windows]
@@ -273,18 +273,18 @@ def measure(
         yield from losses.double().mean(1).tolist()
 
 
-# ---- what cannot be measured
+# ---- checks of what can be measured
 
 
 def check_lengths(model, lengths: Sequence[int], tokens: Tokens) -> None:
-    """Raises BadInput for lengths too short to predict from, and for those beyond a learned table of positions."""
+    """Raises BadInput for lengths that are too short for a prediction, or beyond a learned table of positions."""
     if lengths[0] < 2 + len(tokens.start):
         raise BadInput(f"--lengths: expected at least {2 + len(tokens.start)}, got {lengths[0]}")
     check_positions(model, lengths[-1], "--lengths")
 
 
 def check_chunks(model) -> None:
-    """Raises BadInput if reading in pieces gives other rotary tables than reading at once."""
+    """Raises BadInput if the model's rotary table depends on the length, so that reading in pieces would change it."""
     if (kind := rope_type_by_length(model)) is not None:
         raise BadInput(
             f"--chunk: expected a model whose rotary table does not depend on the length, got rope type {kind}"
@@ -295,7 +295,7 @@ def check_chunks(model) -> None:
 
 
 def _labels(rows: Sequence[Row]) -> list[tuple[str, str]]:
-    """Returns (scheme, context) of the table's rows: for each scheme the text, then the repeated context."""
+    """Returns (scheme, context) of the table's rows: for each scheme first the text, then the repeated context."""
     schemes = list(dict.fromkeys(row.scheme for row in rows))
     contexts = [context for context in CONTEXTS if any(row.context == context for row in rows)]
     return [(scheme, context) for scheme in schemes for context in contexts]
@@ -306,12 +306,12 @@ def _label(scheme: str, context: str) -> str:
 
 
 def table(rows: Sequence[Row], targets: int, unit: str = "token") -> str:
-    """Returns text columns: the loss with its interval, by scheme and length."""
+    """Returns text columns: the loss and its interval, by scheme and length."""
     return _aligned(rows, f"loss of the last {targets} tokens, nats per {unit}", lambda row: row.windows)
 
 
 def changes_table(rows: Sequence[Row]) -> str:
-    """Returns text columns: what the longer context changes, with the interval of the change."""
+    """Returns text columns: the change from the shortest length, with its interval."""
     title = f"change from {min(row.length for row in rows):,} tokens, window by window"
     return _aligned(rows, title, lambda row: row.change_from(_shortest(rows, row)))
 
@@ -337,8 +337,8 @@ def _cell(values: Sequence[float]) -> str:
 
 
 def csv_text(rows: Sequence[Row]) -> str:
-    """Returns CSV with a line per scheme, context and length. ``change`` is the mean difference from the shortest
-    length, window by window, so its interval excludes what is the same at both lengths."""
+    """Returns CSV with a line per scheme, context and length. The column ``change`` is the mean over windows of the
+    difference from the shortest length. Its interval does not contain the differences between windows."""
     columns = ["scheme", "context", "length", "loss", "interval_95", "change", "change_interval_95", "windows"]
     lines = []
     for row in rows:
@@ -350,10 +350,12 @@ def csv_text(rows: Sequence[Row]) -> str:
 
 
 def loss_figure(rows: Sequence[Row], train_length: int, model: str, unit: str = "token", base: str | None = None):
-    """Draws the loss by length, and its change against the scheme of this name, by default the first, window by window.
+    """Draws the loss by length, and the mean over windows of its change against the scheme ``base``, by default the
+    first scheme.
 
-    A column for the text, and one for repeated context. Intervals are those of the changes, in both panels: they are
-    narrower, because what makes a window hard is in both losses. At most as many schemes as there are colours.
+    There is a column for the text, and a column for repeated context. Both panels show the intervals of the changes.
+    They are narrower than those of the losses, because the difficulty of a window is in both losses. At most as many
+    schemes are drawn as there are colours.
     """
     schemes = list(dict.fromkeys(row.scheme for row in rows))
     shown, first = schemes[: len(COLOURS)], base or schemes[0]
@@ -366,14 +368,14 @@ def loss_figure(rows: Sequence[Row], train_length: int, model: str, unit: str = 
         above, below = grid[0, column], grid[1, column]
         for at, scheme in enumerate(shown):
             look = dict(color=COLOURS[at], marker=MARKERS[at], markersize=5.5, linewidth=1.8)
-            if at % 2:  # dashed and hollow: the scheme before it is seen through it
+            if at % 2:  # dashed and hollow, so that the previous scheme stays visible
                 look |= dict(linestyle=(0, (3, 2)), markerfacecolor="none")
             found = [of[scheme, context, n] for n in lengths if (scheme, context, n) in of]
             above.plot([row.length for row in found], [row.loss for row in found], label=scheme, **look)
             pairs = [(row, of[first, context, row.length]) for row in found if (first, context, row.length) in of]
             if scheme == first or not pairs:
                 continue
-            apart = 1.022 ** (at - len(shown) / 2)  # of neighbours, on the log scale: bars do not hide one another
+            apart = 1.022 ** (at - len(shown) / 2)  # moves neighbours apart, so that their error bars do not overlap
             changes = [row.change_from(other) for row, other in pairs]
             widths = [0.0 if math.isnan(width) else width for width in map(half_interval, changes)]
             where = [row.length * apart for row, _ in pairs]

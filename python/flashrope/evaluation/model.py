@@ -1,4 +1,4 @@
-"""A Hugging Face causal language model with its tokenizer, and the logits of the last tokens that it reads."""
+"""Loads a Hugging Face causal language model with its tokenizer, and computes the logits of the last tokens."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from . import gguf_file
 from .streaming import PIECE, Kept
 
 MESSAGE = "MESSAGE"  # marks a place in a chat template
-MAX_BYTE_VOCABULARY = 512  # bytes and special tokens; a model with more and no tokenizer lacks its files
+MAX_BYTE_VOCABULARY = 512  # bytes and special tokens; with a larger vocabulary, the tokenizer's files are missing
 
 
 @dataclasses.dataclass(frozen=True)
 class Tokens:
-    """How text becomes tokens.
+    """Converts text to tokens.
 
-    start: the tokens that the tokenizer puts before everything that the model reads.
-    decode: of the tokenizer; None for bytes.
+    start: the tokens that the tokenizer puts before every text.
+    decode: the tokenizer's decode function. None if tokens are bytes.
     ends: the tokens that end a text.
-    chat: what the chat template puts before and behind a message of the user; None without a template.
+    chat: the texts that the chat template puts before and after a user's message. None if there is no template.
     """
 
     encode: Callable[[str], list[int]]
@@ -40,16 +40,16 @@ class Tokens:
 
 
 def load(name: str, device: torch.device, dtype: str | None = None):
-    """Returns a causal language model and its Tokens. A model without a tokenizer reads bytes if its vocabulary has
-    that size.
+    """Returns a causal language model and its Tokens. A model without a tokenizer reads bytes if its vocabulary has 256
+    to 512 entries.
 
     Args:
-        name: a name or folder for transformers, which may hold a model saved after ``convert``; a .gguf file; or a
-            .safetensors file of ``flashrope demo`` or the experiments.
-        dtype: of the weights, such as "float16". Default: bfloat16 on a GPU, float32 elsewhere.
+        name: a name or folder for transformers, which may hold a model that was saved after ``convert``; or a .gguf
+            file; or a .safetensors file of ``flashrope demo`` or the experiments.
+        dtype: the dtype of the weights, such as "float16". Default: bfloat16 on a GPU, float32 elsewhere.
 
     Raises:
-        BadInput
+        BadInput: the model cannot be loaded.
     """
     from transformers import AutoModelForCausalLM
 
@@ -76,7 +76,8 @@ def load(name: str, device: torch.device, dtype: str | None = None):
 
 
 def run_command(name: str, measure: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
-    """Runs a command that measures a model and returns its exit code. After BadInput: one line on stderr and 2."""
+    """Runs a command that measures a model and returns its exit code. BadInput is printed as one line on stderr, and
+    the exit code is 2."""
     try:
         need("transformers", extra="transformers")
         need("matplotlib")
@@ -92,7 +93,8 @@ def text_config(model):
 
 
 def training_length(model, name: str, given: int | None) -> int:
-    """Returns ``given``, or max_position_embeddings, in tokens. Raises BadInput."""
+    """Returns the training length in tokens: ``given``, or else max_position_embeddings. Raises BadInput if both are
+    missing."""
     length = given or getattr(text_config(model), "max_position_embeddings", None)
     if not length:
         raise BadInput(f"--train-length: {name} does not define max_position_embeddings")
@@ -100,13 +102,13 @@ def training_length(model, name: str, given: int | None) -> int:
 
 
 def measured_lengths(asked: list[int] | None, train_length: int) -> list[int]:
-    """Returns the lengths of --lengths, sorted; by default half the training length, once, twice and four times that
-    length."""
+    """Returns the lengths of --lengths, sorted. By default: half the training length, the training length, twice and
+    four times the training length."""
     return sorted(set(asked or [train_length // 2, train_length, 2 * train_length, 4 * train_length]))
 
 
 def check_positions(model, longest: int, option: str) -> None:
-    """Raises BadInput, which names the option, for a length beyond a learned table of positions."""
+    """Raises BadInput if a length is beyond a learned table of positions. option: the option that the error names."""
     limit = getattr(text_config(model), "max_position_embeddings", None)
     if not limit or longest <= limit:
         return
@@ -139,21 +141,22 @@ def describe(model, name: str, train_length: int) -> str:
 
 @torch.no_grad()
 def check_causal(model, name: str) -> None:
-    """Raises BadInput if a token changes the logits of earlier tokens, as in BERT: the model would see what it
-    predicts."""
+    """Raises BadInput if a token changes the logits of earlier tokens, as in BERT. Such a model sees the tokens that it
+    has to predict."""
     size, half = text_config(model).vocab_size, 16
     ids = (17 * torch.arange(2 * half, device=model.device)[None] + 5) % size
     changed = ids.clone()
     changed[:, half:] = (changed[:, half:] + size // 2) % size
     first, second = (model(x, use_cache=False).logits[:, :half] for x in (ids, changed))
-    bound = (1e-4 if first.dtype == torch.float32 else 1e-2) * float(first.abs().max())  # rounding, as in experts
+    # Experts round differently if they get other tokens, so logits may differ by rounding.
+    bound = (1e-4 if first.dtype == torch.float32 else 1e-2) * float(first.abs().max())
     if not torch.allclose(first, second, rtol=0, atol=bound, equal_nan=True):
         raise BadInput(f"--model: expected a causal language model; {name} sees the tokens that it is asked to predict")
 
 
 @contextlib.contextmanager
 def _errors_alone() -> Iterator[None]:
-    """Hides the library's warnings: 4.57 explains a setting of Llama's tokenizer even where there is none."""
+    """Hides transformers' warnings. Version 4.57 explains a setting of Llama's tokenizer even if the model has none."""
     from transformers import logging
 
     before = logging.get_verbosity()
@@ -167,7 +170,7 @@ def _errors_alone() -> Iterator[None]:
 def _tokens(name: str, config) -> Tokens:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    beside = Path(name).with_name("tokenizer.json")  # of a model of the experiments
+    beside = Path(name).with_name("tokenizer.json")  # models of the experiments have one beside them
     try:
         with _errors_alone():
             if gguf_file.is_gguf(name):
@@ -177,9 +180,9 @@ def _tokens(name: str, config) -> Tokens:
             else:
                 tokenizer = AutoTokenizer.from_pretrained(name)
         first, second = (tokenizer.encode(text, add_special_tokens=False) for text in (" 12345", " 67890"))
-        reason = "it knows no text" if first == second else ""  # transformers 5.0 makes one without a vocabulary
-    except Exception as error:  # without a tokenizer, transformers raises one of half a dozen types
-        lines = [line for line in str(error).splitlines() if line.strip()]  # some begin with an empty one
+        reason = "it knows no text" if first == second else ""  # transformers 5.0 returns one without a vocabulary
+    except Exception as error:  # if there is no tokenizer, transformers raises one of half a dozen exceptions
+        lines = [line for line in str(error).splitlines() if line.strip()]  # some begin with an empty line
         reason = lines[0] if lines else type(error).__name__
     if not reason:
         start = _start(tokenizer)
@@ -199,7 +202,8 @@ def _tokens(name: str, config) -> Tokens:
 
 
 def _start(tokenizer) -> tuple[int, ...]:
-    """Returns the tokens that a tokenizer puts before every text by itself. Many know a start token and add none."""
+    """Returns the tokens that a tokenizer puts before every text. Many tokenizers have a start token but do not add
+    it."""
     text, whole = (tokenizer.encode("12345", add_special_tokens=special) for special in (False, True))
     for at in range(len(whole) - len(text) + 1):
         if whole[at : at + len(text)] == text:
@@ -208,20 +212,20 @@ def _start(tokenizer) -> tuple[int, ...]:
 
 
 def _chat(tokenizer) -> tuple[str, str] | None:
-    """Returns what the chat template puts around a message, up to where the answer begins."""
+    """Returns the texts that the chat template puts before and after a message, up to the beginning of the answer."""
     if not getattr(tokenizer, "chat_template", None):
         return None
     message = [{"role": "user", "content": MESSAGE}]
     try:
         text = str(tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True))
-    except Exception:  # a template may refuse the message, each with an error of its own
+    except Exception:  # a template may reject the message with any error
         return None
     before, found, behind = text.partition(MESSAGE)
     return (before, behind) if found else None
 
 
 def new_cache(model, cache_dtype: str | None):
-    """Returns an empty cache of this type, or None for transformers' own. Raises BadInput."""
+    """Returns an empty cache of this type, or None for transformers' own cache. Raises BadInput."""
     if cache_dtype is None:
         return None
     from ..integrations.transformers import CodesCache
@@ -248,9 +252,11 @@ def last_logits(
 ) -> torch.Tensor:
     """Returns the logits at the last ``count`` of the tokens ids, (batch, count, vocab_size) in float32.
 
-    A model that takes ``logits_to_keep`` computes no others. ``chunk``: read this many tokens per forward pass, with a
-    KV cache, to save memory for activations. ``cache_dtype``: all keys and values go through a cache of this type; the
-    model must be converted. ``kept``: what stays in the cache after each of these pieces.
+    A model that takes ``logits_to_keep`` computes no other logits.
+
+    chunk: read this many tokens per forward pass, with a KV cache, to save memory for activations.
+    cache_dtype: all keys and values go through a cache of this type. The model must be converted.
+    kept: the tokens that stay in the cache between two pieces.
     """
     from ..integrations.transformers.versions import CACHE, cache_of
 
@@ -277,8 +283,8 @@ def last_logits(
 def read_prompt(model, ids: torch.Tensor, cache, kept: Kept | None = None):
     """Returns the model's output for the last piece of ids, int64 (batch, seqlen), with one row of logits.
 
-    cache: an empty cache to fill, or None for one of transformers' own.
-    kept: read in pieces and cut the cache between them. None: read everything at once.
+    cache: an empty cache to fill. None: transformers' own cache.
+    kept: the tokens that stay in the cache between two pieces. None: everything is read at once.
     """
     from ..integrations.transformers.versions import CACHE, cache_of
 

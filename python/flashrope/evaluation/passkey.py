@@ -1,9 +1,9 @@
-"""``flashrope passkey``: how often a Hugging Face model finds a number that is hidden in a text, by length and depth,
-under its own scheme and others.
+"""``flashrope passkey``: measures how often a Hugging Face model finds a number that is hidden in a text, by length and
+depth, under its own scheme and others.
 
-A trial is found if greedy decoding would write the number, that is, if each of its tokens is the most likely one. It is
-chosen if the number is the likeliest of ten. One pass over the prompt and a few tokens for every candidate are enough
-to tell.
+A number counts as found if greedy decoding would write it, that is, if each of its tokens is the most likely token. It
+counts as chosen if it is the most likely of ten numbers. Both are measured with one pass over the prompt and a few
+tokens for every candidate.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ JOURNAL = "passkey.jsonl"
 class Cell(NamedTuple):
     """One scheme at one length and depth.
 
-    depth: 0: right after the instruction; 1: right before the question.
-    found: trials in which greedy decoding writes the number.
-    chosen: trials in which the number is the likeliest of ten. None: not measured.
-    log_probability: of the whole answer, mean over trials, in nats.
+    depth: where the number is hidden. 0: right after the instruction. 1: right before the question.
+    found: number of trials in which greedy decoding writes the number.
+    chosen: number of trials in which the number is the most likely of ten. None: not measured.
+    log_probability: the log probability of the whole answer in nats, the mean over trials.
     """
 
     scheme: str
@@ -148,8 +148,8 @@ class Sizes(NamedTuple):
 
 
 def _measured(model, task: Haystack, schemes: Sequence[Measured], sizes: Sizes, journal: Journal) -> Iterator[Cell]:
-    """Yields all cells, those of earlier runs too. A scheme at lengths where it is the model's own takes over the cells
-    of the model."""
+    """Yields all cells, including those of an earlier run. At lengths at which a scheme equals the model's own scheme,
+    it gets the model's cells."""
     done = {(row["scheme"], row["length"], row["depth"]): _cell(row) for row in journal.rows}
     base = next((scheme for scheme in schemes if scheme.name == "stock"), None)
 
@@ -218,7 +218,8 @@ def _of_equal_length(prompts: Sequence[Prompt], batch: int) -> Iterator[list[Pro
 
 
 class Trial(NamedTuple):
-    """found: each token of the right answer is the most likely one. log_probabilities: of every candidate, in nats."""
+    """The result of one prompt. found: whether each token of the right answer is the most likely token.
+    log_probabilities: the log probability of every candidate, in nats."""
 
     found: bool
     log_probabilities: list[float]
@@ -232,10 +233,11 @@ def scores(
     candidates: int = CANDIDATES,
     kept: Kept | None = None,
 ) -> list[Trial]:
-    """Reads prompts of equal length once, and every candidate after them.
+    """Reads prompts of equal length once, and then every candidate after them.
 
-    candidates: 1 reads the prompt and the right answer in one pass, without a cache of the model's own. A model whose
-    frequencies depend on the length needs it: its cached keys are rotated for a shorter text.
+    candidates: the number of candidates. With 1, the prompt and the right answer are read in one pass, without the
+    model's own cache. A model whose frequencies depend on the length needs 1, because its cached keys would be rotated
+    for a shorter text.
     kept: the tokens that stay in the cache while the prompt is read.
     """
     from ..integrations.transformers.versions import CACHE, cache_of
@@ -269,8 +271,8 @@ def scores(
 
 # ---- output
 def table(cells: Sequence[Cell]) -> str:
-    """Returns text columns: numbers found by scheme and length over all depths, their 95% interval, and below it the
-    share that is the likeliest of ten."""
+    """Returns text columns: the numbers found by scheme and length, over all depths, with their 95% interval. The line
+    below it has the share of numbers that are the most likely of ten."""
     lengths = sorted({cell.length for cell in cells})
     rows = [["length, tokens", *(f"{length:,}" for length in lengths)]]
     for scheme in dict.fromkeys(cell.scheme for cell in cells):
@@ -301,7 +303,7 @@ def csv_text(cells: Sequence[Cell]) -> str:
 
 
 def passkey_figure(cells: Sequence[Cell], train_length: int, model: str, labels: dict[str, str] | None = None):
-    """Draws one heat map per scheme, depth by length, with the training length marked.
+    """Draws a heat map of depth and length for every scheme, with the training length marked.
 
     labels: {scheme name: title}. A title may state the scheme's window and scale.
     """
@@ -342,6 +344,7 @@ def passkey_figure(cells: Sequence[Cell], train_length: int, model: str, labels:
 
 
 def _mark_training_length(axes, lengths: Sequence[int], train_length: int) -> None:
-    """Draws a dotted line behind the last length that training had; at an edge where all lengths are on one side."""
+    """Draws a dotted line after the last length that is within the training length. If all lengths are on one side of
+    it, the line is at an edge."""
     within = sum(length <= train_length for length in lengths)
     axes.axvline(within - 0.5, color="black", linewidth=1.2, linestyle=":", clip_on=False)

@@ -1,4 +1,4 @@
-"""Prompts that hide numbers in a text and end by asking for one of them."""
+"""Builds prompts that hide numbers in a text and end with a question about one of the numbers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CANDIDATES = 10
 
 
 class Prompt(NamedTuple):
-    """ids: what the model reads. candidates: the tokens of ten answers, of which the first is right."""
+    """ids: the tokens that the model reads. candidates: the tokens of ten answers, of which the first is right."""
 
     ids: list[int]
     candidates: list[list[int]]
@@ -41,12 +41,12 @@ class Prompt(NamedTuple):
 class Haystack(NamedTuple):
     """Builds prompts of an exact number of tokens.
 
-    The parts of a prompt are tokenized separately, so the depth changes only where the numbers are.
+    The parts of a prompt are tokenized separately, so another depth only moves the numbers and changes no other token.
 
-    tokens: of the model.
-    texts: the tokens of texts that numbers are hidden in. Empty: a block of filler text, repeated.
-    keys: how many numbers are hidden, at most 10. With several, the question names one of them.
-    chat: what the model's chat template puts before and behind a message, or None for plain text.
+    tokens: the model's Tokens.
+    texts: the tokens of the texts in which numbers are hidden. Empty: a block of filler text is repeated.
+    keys: how many numbers are hidden, at most 10. If there are several, the question names one of them.
+    chat: the texts that the model's chat template puts before and after a message, or None for plain text.
     """
 
     tokens: Tokens
@@ -57,11 +57,11 @@ class Haystack(NamedTuple):
     def prompt(self, length: int, depth: float, draw: random.Random) -> Prompt:
         """Returns a prompt whose ids and right answer have exactly ``length`` tokens.
 
-        depth: where the number that is asked for lies. 0: right after the instruction. 1: right before the question.
-        Other numbers lie anywhere.
+        depth: where the number is hidden that the question asks for. 0: right after the instruction. 1: right before
+        the question. Other numbers are hidden at random places.
 
         Raises:
-            ValueError: ``length`` leaves no room for the numbers and the question.
+            ValueError: ``length`` is too short for the numbers and the question.
         """
         head, tail, needles, candidates = parts = self._parts(draw)
         room = length - _size(*parts)
@@ -75,7 +75,7 @@ class Haystack(NamedTuple):
         return Prompt([*head, *body, *hay[at:], *tail], candidates)
 
     def shortest(self) -> int:
-        """Returns the number of tokens of a prompt without text, answer included."""
+        """Returns the number of tokens of a prompt without text, including the answer."""
         return _size(*self._parts(random.Random(0)))
 
     def check_texts(self, longest: int) -> None:
@@ -88,14 +88,15 @@ class Haystack(NamedTuple):
             )
 
     def _parts(self, draw: random.Random) -> tuple[list[int], list[int], list[list[int]], list[list[int]]]:
-        """Returns the tokens before the text and behind it, those of the hidden numbers, and those of the answers."""
+        """Returns the tokens before the text, the tokens after it, and the tokens of every hidden number and of every
+        answer."""
         numbers = [f" {n}" for n in draw.sample(range(10_000, 100_000), CANDIDATES)]
         names = draw.sample(NAMES, self.keys)
         needles = [self._needle(name, number) for name, number in zip(names, numbers, strict=False)]
         return *self._frame(names[0]), needles, [self.tokens.encode(number) for number in numbers]
 
     def _frame(self, name: str) -> tuple[list[int], list[int]]:
-        """Returns the tokens before the text, and those behind it up to the answer."""
+        """Returns the tokens before the text, and the tokens after it up to the answer."""
         several, encode = self.keys > 1, self.tokens.encode
         instruction = INSTRUCTION_OF_KEYS if several else INSTRUCTION
         question = QUESTION_OF_KEYS.format(name=name) if several else QUESTION
@@ -124,5 +125,5 @@ class Haystack(NamedTuple):
 
 
 def _size(head: list[int], tail: list[int], needles: list[list[int]], candidates: list[list[int]]) -> int:
-    """Returns the tokens of a prompt without text, with the right answer."""
+    """Returns the number of tokens of a prompt without text, with the right answer."""
     return len(head) + len(tail) + sum(map(len, needles)) + len(candidates[0])

@@ -1,4 +1,4 @@
-"""The schemes that a Hugging Face model can be measured under, by name."""
+"""Finds the schemes under which a Hugging Face model can be measured."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from .streaming import PIECE, Kept
 class Measured(NamedTuple):
     """A scheme of the catalogue on one model.
 
-    apply: converts the model to it.
-    words: its options.
-    same_until: up to this length, in tokens, it computes what the model's own scheme does. 0: at no length.
-    kept: the tokens that stay in the cache while the model reads. None: all of them.
+    apply: a function that converts the model to the scheme.
+    words: a description of the scheme's options.
+    same_until: up to this length, in tokens, the scheme computes the same as the model's own scheme. 0: at no length.
+    kept: the tokens that stay in the cache while the model reads. None: all tokens.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Measured(NamedTuple):
     kept: Kept | None = None
 
 
-SINKS = 4  # StreamingLLM, table 2
+SINKS = 4  # number of attention sinks (StreamingLLM, table 2)
 
 
 def applicable(
@@ -50,19 +50,21 @@ def applicable(
 ) -> tuple[list[Measured], dict[str, str]]:
     """Returns the schemes that this model can run under, and {label: reason} for the others.
 
-    The model is left as it came. If it was converted before, "stock" is that scheme, the others are applied on top of
-    it, and all are named in full. Equal schemes are listed once, under the first name.
+    The model is unchanged afterwards. If it was converted before, "stock" is the scheme that it had, the other schemes
+    are applied on top of that scheme, and all schemes get full names. Equal schemes are listed once, under the first
+    name.
 
     Args:
-        names: of SCHEMES.
+        names: names in SCHEMES.
         train_length, longest: the training length and the longest length to measure, in tokens.
-        windows: every scheme with a window is listed once for each of these; default: half the training length.
-        given: schemes that replace the model's: the text of a Rotary, a file with it, or a saved model's folder.
-        all_converted: the stock model runs on this package's attention, under its own scheme.
-        sinks: also the model's own scheme with a cache that keeps the first 4 tokens and this many of the last ones.
+        windows: every scheme with a window is listed once for each of these windows. Default: half the training length.
+        given: schemes that replace the model's scheme: the text of a Rotary, a file with that text, or the folder of a
+            saved model.
+        all_converted: the stock model also runs on this package's attention, under its own scheme.
+        sinks: also list the model's own scheme with a cache that keeps the first 4 tokens and this many last tokens.
 
     Raises:
-        BadInput: the model can run under none of the schemes, or not under one of ``given``.
+        BadInput: the model cannot run under any of the schemes, or cannot run under one of ``given``.
     """
     from ..integrations.transformers import convert, revert
 
@@ -71,11 +73,11 @@ def applicable(
     converted = bool(own)
 
     def stock():
-        if converted:  # revert refuses families that convert refuses
+        if converted:  # revert raises for families that convert does not support
             revert(model)
         return convert(model, **own) if own or all_converted else model
 
-    def raw_keys():  # convert alone keeps the options of the scheme before
+    def raw_keys():  # reverts first, because convert would keep the options of the previous scheme
         return convert(revert(model) if converted else model, **own)
 
     seen: dict[tuple, str] = {}
@@ -83,7 +85,7 @@ def applicable(
 
     def add(name: str, asked: str, label: str, apply: Callable[[], object], words: str) -> None:
         apply()
-        key = _layers(model) or (name,)  # stock without own options is not converted
+        key = _layers(model) or (name,)  # no layers: a stock model that was not converted
         if key in seen:
             skipped[asked] = f"the same scheme as {seen[key]}"
             return
@@ -153,7 +155,7 @@ def applicable(
 
 
 def settings(schemes: Sequence[Measured], skipped: dict[str, str]) -> dict[str, str]:
-    """Returns the lines about schemes in a list of settings."""
+    """Returns the entries about schemes for a list of settings."""
     facts = {"schemes": "; ".join(f"{scheme.label}: {scheme.words}" for scheme in schemes)}
     if skipped:
         facts["left out"] = "; ".join(f"{label}: {reason}" for label, reason in skipped.items())
@@ -161,10 +163,10 @@ def settings(schemes: Sequence[Measured], skipped: dict[str, str]) -> dict[str, 
 
 
 def _check_streams(model) -> None:
-    """Checks that a model can be read over a cache that is cut.
+    """Checks that a model can read text in pieces, with a cache that is cut between them.
 
     Raises:
-        ValueError: it cannot.
+        ValueError: the model cannot be read in this way.
     """
     from transformers import DynamicCache
 
@@ -176,13 +178,13 @@ def _check_streams(model) -> None:
 
 
 def _layers(model) -> tuple:
-    """Returns the schemes of a converted model's layers, which tell models apart; () if it is not converted."""
+    """Returns the schemes of a converted model's layers, for comparing models, or () if it is not converted."""
     layers = [module._flashrope for module in model.modules() if hasattr(module, "_flashrope")]
     return tuple((each.rotary, each.grows_from) for each in layers if hasattr(each, "rotary"))
 
 
 def _stock_layers(model, label: str) -> dict[tuple, str]:
-    """Returns the stock model's scheme, if it can be converted."""
+    """Returns {the schemes of the stock model's layers: label}, or {} if the model cannot be converted."""
     from ..integrations.transformers import convert, revert
 
     try:
@@ -194,7 +196,7 @@ def _stock_layers(model, label: str) -> dict[tuple, str]:
 
 
 def _same_until(layers: tuple, own: tuple) -> int:
-    """Returns the length up to which two models with these layers compute the same."""
+    """Returns the length in tokens up to which two models with these layers compute the same results."""
     if len(layers) != len(own) or not all(isinstance(each, tuple) for each in (*layers, *own)):
         return 0
     lengths = [min(same_length(a, b), from_a, from_b) for (a, from_a), (b, from_b) in zip(layers, own, strict=True)]
@@ -202,9 +204,9 @@ def _same_until(layers: tuple, own: tuple) -> int:
 
 
 def same_length(first: Rotary, second: Rotary) -> float:
-    """Returns the number of tokens up to which two schemes give the same scores, inf where they are the same.
+    """Returns the number of tokens up to which two schemes give the same scores, or inf if they are the same.
 
-    Bands are the same up to the first distance where they differ. log n of at least 1 begins behind its length.
+    Bands count up to the first distance at which they differ. log n that is at least 1 has no effect up to its length.
     """
     table = ("head_dim", "frequencies", "interleaved", "axis", "temperature", "rotated_scale", "length_scale")
     if any(getattr(first, name) != getattr(second, name) for name in (*table, "log_steps_scale")):
@@ -228,7 +230,7 @@ def _read_given(given: str, model) -> tuple[str, dict[str, Any]]:
     """Returns (label, options of ``convert``) of a value of --rotary.
 
     Raises:
-        BadInput: it is neither a text, nor a file or folder with one.
+        BadInput: the value is neither the text of a Rotary, nor a file or folder with such a text.
     """
     path = Path(given)
     if given.lstrip().startswith("{"):

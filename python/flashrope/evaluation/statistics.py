@@ -1,4 +1,4 @@
-"""Intervals of means over windows and trials."""
+"""Computes confidence intervals of means over windows and of proportions of trials."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 
 
 def half_interval(values: Sequence[float]) -> float:
-    """Returns half the width of the 95% interval of the mean of a normal variable, by Student's t; nan for fewer than
-    two."""
+    """Returns half the width of the 95% interval of the mean of a normal variable, by Student's t. Returns nan for
+    fewer than two values."""
     if len(values) < 2:
         return math.nan
     deviation = torch.tensor(values, dtype=torch.float64).std().item()
@@ -18,10 +18,11 @@ def half_interval(values: Sequence[float]) -> float:
 
 
 def student_t(freedom: int, level: float = 0.95) -> float:
-    """Returns the two-sided quantile of Student's t: |t| with ``freedom`` degrees of freedom is below it with
+    """Returns the two-sided quantile of Student's t with ``freedom`` degrees of freedom: |t| is below the quantile with
     probability ``level``.
 
-    Bisects the finite sums for whole numbers of degrees (Abramowitz and Stegun, 26.7.3 and 26.7.4).
+    It is found by bisection. The distribution function is a finite sum, because ``freedom`` is an integer (Abramowitz
+    and Stegun, 26.7.3 and 26.7.4).
     """
 
     def within(t: float) -> float:

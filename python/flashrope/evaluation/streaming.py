@@ -1,7 +1,7 @@
-"""A window with attention sinks (StreamingLLM, arXiv 2309.17453, section 3.2): a baseline that reads any length.
+"""Reads text of any length with a window and attention sinks (StreamingLLM, arXiv 2309.17453, section 3.2), a baseline.
 
-The text is read in pieces. After each piece the cache keeps its first tokens, the sinks, and its last ones. Positions
-count what is in the cache, so they stay below the training length. What the cache has dropped cannot be found again.
+The text is read in pieces. After each piece the cache keeps its first tokens, which are the sinks, and its last tokens.
+Positions count the tokens in the cache, so they stay below the training length. Dropped tokens cannot be found again.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Distributed training with torch.distributed: sharding rules for DTensor, and context parallelism.
+"""Supports distributed training with torch.distributed: sharding rules for DTensor, and context parallelism.
 
-With the rules, ``flashrope.attention`` and ``attention_varlen`` accept DTensors that are sharded over the batch or the
-heads. Each rank computes its own part, without communication. FSDP2, and tensor parallelism with local outputs, need no
-rules.
+With the sharding rules, ``flashrope.attention`` and ``attention_varlen`` accept DTensors that are sharded over the
+batch or the heads. Each rank computes its own part, without communication. FSDP2, and tensor parallelism with local
+outputs, do not need these rules.
 
 Context parallelism shards the sequence. The work of a causal query grows with its position, so the sequence is divided
 into 2n chunks for n ranks, and rank r holds chunk r followed by chunk 2n - 1 - r. All ranks then do the same work.
@@ -41,7 +41,7 @@ from ..rotary.rotary import Rotary
 
 __all__ = ["context_parallel_attention", "sequence_positions", "shard_sequence", "unshard_sequence"]
 
-# torch before 2.13 has the second
+# torch before 2.13 only has the second function.
 _all_gather = getattr(collectives, "all_gather_single_autograd", None) or collectives.all_gather_tensor_autograd
 
 Group = dist.ProcessGroup | DeviceMesh | None
@@ -49,7 +49,7 @@ Group = dist.ProcessGroup | DeviceMesh | None
 
 # ---- sharding rules
 class _Strategy(NamedTuple):
-    """Placements of a call's tensors on one dimension of the mesh."""
+    """The placements of a call's tensors along one dimension of the mesh."""
 
     rows: Replicate | Shard  # q, k, v, out and their gradients
     lse: Replicate | Shard
@@ -62,13 +62,13 @@ class _Strategy(NamedTuple):
 def _strategies(packed: bool, kept: Kept, batch: int, heads_kv: int, specs) -> list[_Strategy]:
     """Returns the strategies for a call.
 
-    kept: whether there are such tensors.
+    kept: for each tensor of ``calls.Kept``, whether it is saved.
 
-    specs: (DTensorSpec or None, its batch dimension, its heads dimension) of every tensor. DTensor only shards over
-    dimensions of the mesh that an input is sharded over.
+    specs: (DTensorSpec or None, its batch dimension, its heads dimension) of every tensor. DTensor only shards along
+    dimensions of the mesh along which an input is sharded.
 
-    Strategies that would give ranks unequal parts are left out: query heads would be separated from their key heads,
-    and the rows of rotated_k from their sequence.
+    Strategies that would give ranks unequal parts are left out. They would separate query heads from their key heads,
+    or rows of rotated_k from their sequence.
     """
     strategies = [_Strategy(*(Replicate(),) * 5)]
     if not packed and (not kept.rotated_k or batch % _shards((spec, dim) for spec, dim, _ in specs) == 0):
@@ -81,7 +81,8 @@ def _strategies(packed: bool, kept: Kept, batch: int, heads_kv: int, specs) -> l
 
 
 def _shards(specs) -> int:
-    """Returns the number of parts if a dimension is sharded as any of (spec, dim), over all dimensions of the mesh."""
+    """Returns into how many parts a tensor dimension is split: the product of the sizes of all mesh dimensions along
+    which any (spec, dim) is sharded."""
     parts = {}
     for spec, dim in specs:
         if spec is not None and dim is not None:
@@ -133,7 +134,7 @@ def _shard_attention_backward(grad_out, grad_lse, q, k, v, out, lse, rotated_k, 
 
 
 def _placements(strategy: _Strategy, arguments: AttentionArguments) -> list:
-    """Returns the placement of each argument, None for arguments that are not tensors."""
+    """Returns the placement of each argument, or None for an argument that is not a tensor."""
     of_tensors = {
         "positions": strategy.positions,
         "cu_seqlens_q": strategy.cu_seqlens,
@@ -162,7 +163,7 @@ def context_parallel_attention(
     """Computes ``attention``, or with cu_seqlens ``attention_varlen``, for sequences sharded over the ranks of a group.
 
     Use it for sequences that are too long for one device. It is exact and has gradients. Every query keeps its position
-    in the full sequence, so bands and log n are the full sequence's.
+    in the full sequence, so bands and log n are computed as in the full sequence.
 
     Example:
         import torch.distributed as dist
@@ -173,35 +174,35 @@ def context_parallel_attention(
         out = context_parallel_attention(q, k, v, Rotary.rope(64))
         dist.destroy_process_group()
 
-    Causal: raw k and v are gathered in one collective, whose backward reduces their gradients. Each of the rank's two
-    chunks of queries attends to the keys up to its own end. Not causal: two all-to-all exchanges, so that every rank
-    computes full sequences for its share of the heads.
+    If causal, raw k and v are gathered in one collective, whose backward reduces their gradients. Each of the rank's
+    two chunks of queries attends to the keys up to its own end. If not causal, two all-to-all exchanges give every rank
+    the full sequences for its share of the heads.
 
-    Packed and causal: both chunks are one call of ``attention_varlen``. For each sequence in a chunk, the queries are
-    its rows in that chunk, and the keys are all its keys up to the last of those rows. The rank computes on no other
-    keys.
+    If packed and causal, both chunks are computed in one call of ``attention_varlen``. For each sequence in a chunk,
+    the queries are its rows in that chunk, and the keys are all its keys up to the last of those rows. The rank
+    computes with no other keys.
 
     Args:
-        q: (batch, seqlen / n, heads_q, head_dim), this rank's part in the order of ``shard_sequence``; the same shape
-            on all n ranks. Packed: (total_q / n, heads_q, head_dim).
-        k, v: (batch, seqlen / n, heads_kv, head_dim), likewise. Packed: (total_k / n, heads_kv, head_dim). v may have a
-            different head_dim, as in ``attention``.
+        q: (batch, seqlen / n, heads_q, head_dim), this rank's part in the order of ``shard_sequence``. It has the same
+            shape on all n ranks. Packed: (total_q / n, heads_q, head_dim).
+        k, v: (batch, seqlen / n, heads_kv, head_dim), this rank's part. Packed: (total_k / n, heads_kv, head_dim). v
+            may have a different head_dim, as in ``attention``.
         rotary: any scheme that is not axial.
         group: the ranks that share a sequence: a process group, a one-dimensional DeviceMesh, or None for all ranks.
-        causal, softmax_scale, impl, sinks, deterministic: as in ``attention``; the same on all ranks.
-        cu_seqlens_q, cu_seqlens_k: (sequences + 1,) int32, on q's device or on the CPU, of the packed tokens of all
-            ranks; the same on all ranks. They begin at 0 and end at total_q and total_k, n times this rank's rows.
-            Tokens of padding are a sequence of their own at the end. The host reads the values. Reading them is free on
-            the CPU; on a GPU every call waits for the device. Inside ``torch.compile`` a packed call breaks the graph.
+        causal, softmax_scale, impl, sinks, deterministic: as in ``attention``, the same on all ranks.
+        cu_seqlens_q, cu_seqlens_k: (sequences + 1,) int32, on q's device or on the CPU: the first rows of sequences in
+            the packed tokens of all ranks. They are the same on all ranks. They begin at 0 and end at n times the rows
+            of q and of k on this rank. Padding must be a separate sequence at the end. The host reads the values: on a
+            GPU every call therefore waits for the device. Inside ``torch.compile`` a packed call breaks the graph.
 
     Returns:
-        out like q and as wide as v, this rank's part. The gradients of k and v are summed over the ranks, in the dtype
-        of k and v. That of sinks is this rank's share, as a replicated parameter's is.
+        This rank's part of out, like q but with the head_dim of v. The gradients of k and v are summed over the ranks,
+        in the dtype of k and v. The gradient of sinks is this rank's share, as for a replicated parameter.
 
     Raises:
-        TypeError, ValueError: names the argument, what was expected and what came. The shapes and cu_seqlens on other
-            ranks are not checked.
-        RuntimeError: inside ``torch.distributed.tensor.experimental.context_parallel``.
+        TypeError, ValueError: an argument is invalid. The message names it and says what was expected. The shapes and
+            cu_seqlens on other ranks are not checked.
+        RuntimeError: the call is inside ``torch.distributed.tensor.experimental.context_parallel``.
     """
     group = _process_group(group)
     packed = cu_seqlens_q is not None or cu_seqlens_k is not None
@@ -226,13 +227,13 @@ def context_parallel_attention(
     k, v = (torch.cat(chunks, 1) for chunks in _gather_keys(k, v, group))
     outs = []
     for rows, chunk in zip(q.chunk(2, 1), _chunks_of(group), strict=True):
-        end = (chunk + 1) * rows.shape[1]  # the last query is aligned with the last key: positions are global
+        end = (chunk + 1) * rows.shape[1]  # keys up to the chunk's end: queries keep their global positions
         outs.append(attention(rows, k[:, :end], v[:, :end], **options))
     return torch.cat(outs, 1)
 
 
 class _Lengths(NamedTuple):
-    """cu_seqlens of packed queries and keys, as numbers."""
+    """cu_seqlens of packed queries and of packed keys, as numbers on the host."""
 
     q: Sequence[int]
     k: Sequence[int]
@@ -262,9 +263,9 @@ def _attend_packed(q, k, v, lengths: _Lengths, **options) -> torch.Tensor:
 
 
 def _over_heads(q, k, v, options: dict, group: dist.ProcessGroup, lengths: _Lengths | None = None) -> torch.Tensor:
-    """Attends over full sequences on every rank, for its share of the heads.
+    """Attends over full sequences on every rank, for the rank's share of the heads.
 
-    lengths: of packed sequences, which are a batch of one.
+    lengths: the lengths of packed sequences. The tensors then are a batch of one.
     """
     heads_q, sinks = q.shape[2], options["sinks"]
     q, k, v = _even_heads(q, k, v, group.size())
@@ -277,10 +278,10 @@ def _over_heads(q, k, v, options: dict, group: dist.ProcessGroup, lengths: _Leng
 
 
 def _rows_and_keys(lengths: _Lengths, chunks: Iterable[tuple[int, int]]) -> tuple[_Lengths, list[tuple[int, int]]]:
-    """Plans the packed call of the query rows in chunks, each from a first row up to another.
+    """Plans the packed call for the query rows in some chunks. chunks: (first row, row after the last one) of each.
 
-    Returns cu_seqlens of the call, and the ranges of packed keys that form its keys. A chunk's part of a sequence has
-    the keys that its last row sees, so rows stay aligned with keys on the right.
+    Returns cu_seqlens of the call, and the ranges of packed keys that form its keys. A chunk's part of a sequence gets
+    the keys that its last row sees. So its last row is aligned with its last key, as the causal mask requires.
     """
     count_q, count_k, ranges = [], [], []
     for first, last in chunks:
@@ -299,17 +300,17 @@ def _rows_and_keys(lengths: _Lengths, chunks: Iterable[tuple[int, int]]) -> tupl
 
 
 def _join(chunks: Sequence[torch.Tensor], ranges: Iterable[tuple[int, int]]) -> torch.Tensor:
-    """Returns the rows in ranges of a tensor that is held in chunks of equal size, one after another in a copy."""
+    """Returns a copy of the rows in some ranges, one after another. chunks: the tensor, in chunks of equal size."""
     size = chunks[0].shape[1]
     parts = []
     for start, stop in _joined(ranges):
         for n in range(start // size, -(-stop // size)):
             parts.append(chunks[n][:, max(start - n * size, 0) : stop - n * size])
-    return torch.cat(parts or [chunks[0][:, :0]], 1)  # gathered rows, whose gradient every rank must ask for
+    return torch.cat(parts or [chunks[0][:, :0]], 1)  # never without chunks: every rank must join their backward
 
 
 def _joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Returns the ranges that are not empty, with adjacent ones merged."""
+    """Returns the ranges that are not empty, with adjacent ranges merged."""
     joined: list[tuple[int, int]] = []
     for start, stop in ranges:
         if start == stop:
@@ -324,7 +325,8 @@ def _joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 def shard_sequence(x: torch.Tensor, group: Group = None, dim: int = 1) -> torch.Tensor:
     """Returns this rank's part of a sequence that all ranks hold: chunks r and 2n - 1 - r of 2n.
 
-    The first chunks have few keys before them and the last ones many, so all ranks have the same work.
+    Queries in early chunks see few keys, and queries in late chunks see many. With one chunk of each kind, all ranks
+    have the same work.
 
     Example:
         import torch.distributed as dist
@@ -349,8 +351,7 @@ def shard_sequence(x: torch.Tensor, group: Group = None, dim: int = 1) -> torch.
 
 
 def unshard_sequence(x: torch.Tensor, group: Group = None, dim: int = 1) -> torch.Tensor:
-    """Returns the full sequence on every rank, the inverse of ``shard_sequence``. Gradients are summed over the
-    ranks."""
+    """Returns the full sequence on every rank. It undoes ``shard_sequence``. Gradients are summed over the ranks."""
     group = _process_group(group)
     _check_sequence("x", x, dim)
     if x.shape[dim] % 2:
@@ -368,7 +369,7 @@ def sequence_positions(seqlen: int, group: Group = None, device: torch.device | 
 
 
 def _gather_sequence(parts: Sequence[torch.Tensor], dim: int, group: dist.ProcessGroup) -> list[torch.Tensor]:
-    """Gathers tensors of equal shape in one collective; each is then the full sequence, in order."""
+    """Gathers tensors of equal shape in one collective. Each result is a full sequence, in order."""
     return [torch.cat(chunks, dim) for chunks in _gather_chunks(parts, dim, group)]
 
 
@@ -379,7 +380,7 @@ def _gather_keys(k: torch.Tensor, v: torch.Tensor, group: dist.ProcessGroup) -> 
 
 
 def _gather_chunks(parts: Sequence[torch.Tensor], dim: int, group: dist.ProcessGroup) -> list[tuple[torch.Tensor, ...]]:
-    """Gathers tensors of equal shape in one collective: the 2n chunks of each, in order."""
+    """Gathers tensors of equal shape in one collective. Returns the 2n chunks of each tensor, in order."""
     pieces = _all_gather(torch.stack([half for x in parts for half in x.chunk(2, dim)]), 0, group).unbind(0)
     return [_in_order(pieces[2 * i :: 2 * len(parts)], pieces[2 * i + 1 :: 2 * len(parts)]) for i in range(len(parts))]
 
@@ -395,9 +396,9 @@ def _chunks_of(group: dist.ProcessGroup) -> tuple[int, int]:
 
 
 def _even_heads(q, k, v, ranks: int):
-    """Returns q, k, v with a number of key heads that is a multiple of ranks.
+    """Returns q, k, v with a number of key heads that is a multiple of ``ranks``.
 
-    Key heads are repeated if that suffices; otherwise heads of zeros are appended to q, k and v.
+    Key heads are repeated if that is enough. Otherwise heads of zeros are appended to q, k and v.
     """
     heads_kv = k.shape[2]
     per_head = q.shape[2] // heads_kv

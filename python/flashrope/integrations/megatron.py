@@ -1,4 +1,4 @@
-"""Megatron core: a layer specification whose self-attention calls flashrope.
+"""Supports Megatron core with a layer specification whose self-attention calls flashrope.
 
     spec = with_scheme(get_gpt_layer_local_spec(), Rotary.hope(head_dim, train_length=8192))
     model = GPTModel(config, spec, ..., position_embedding_type="none")
@@ -27,15 +27,15 @@ def with_scheme(spec: ModuleSpec, rotary: Rotary) -> ModuleSpec:
     """Returns a copy of a transformer layer's specification, with attention under this scheme.
 
     Args:
-        spec: of a TransformerLayer, as ``get_gpt_layer_local_spec`` or ``get_gpt_layer_with_transformer_engine_spec``
-            returns it.
-        rotary: its head_dim is the configuration's kv_channels. Stock models rotate as ``Rotary.rope(head_dim)`` does,
-            with rotary_interleaved as ``Rotary.rope(head_dim, interleaved=True)``.
+        spec: the specification of a TransformerLayer, as returned by ``get_gpt_layer_local_spec`` or
+            ``get_gpt_layer_with_transformer_engine_spec``.
+        rotary: the scheme. Its head_dim must be the configuration's kv_channels. Stock models rotate as
+            ``Rotary.rope(head_dim)`` does, or with rotary_interleaved as ``Rotary.rope(head_dim, interleaved=True)``.
 
     Raises:
-        ValueError: the specification's attention is not Megatron's SelfAttention, such as multi-latent attention.
-            Building the model raises it for a configuration that asks for what the call cannot do, and its first step
-            if the model rotates q and k itself.
+        ValueError: the specification's attention is not Megatron's SelfAttention, as for multi-latent attention.
+            Building the model raises ValueError if the configuration needs a feature that flashrope does not support.
+            The model's first step raises ValueError if the model itself rotates q and k.
     """
     spec = copy.deepcopy(spec)
     layer = getattr(spec.submodules, "self_attention", None)
@@ -48,7 +48,7 @@ def with_scheme(spec: ModuleSpec, rotary: Rotary) -> ModuleSpec:
 
 
 class RawSelfAttention(SelfAttention):
-    """Megatron's, which refuses to rotate: the scheme is applied inside the attention."""
+    """Megatron's SelfAttention, with an error if it is about to rotate. The scheme is applied inside the attention."""
 
     def forward(self, *args, rotary_pos_emb=None, rotary_pos_cos=None, rotary_pos_cos_sin=None, **others):
         if any(x is not None for x in (rotary_pos_emb, rotary_pos_cos, rotary_pos_cos_sin)):
@@ -65,7 +65,7 @@ class FusedAttention(DotProductAttention):
     def __init__(self, config, layer_number, attn_mask_type, attention_type, *args, rotary: Rotary, **others):
         dropout = others.get("attention_dropout")
         dropout = config.attention_dropout if dropout is None else dropout
-        # what the call cannot do, or would do in silence
+        # features that flashrope.attention does not support, or would silently leave out
         for name, came, expected in (
             ("attention_dropout", dropout, 0),
             ("window_size", config.window_size, None),
@@ -97,8 +97,8 @@ class FusedAttention(DotProductAttention):
 
         Args:
             query, key, value: (seqlen, batch, heads, head_dim), or packed (total, heads, head_dim), not rotated.
-            attention_mask: not read. What a query sees goes by attn_mask_type, of the call or of the layer.
-            packed_seq_params: of the format "thd", without padded offsets.
+            attention_mask: not read. attn_mask_type, of the call or of the layer, says which keys a query sees.
+            packed_seq_params: must have the format "thd", without padded offsets.
 
         Returns:
             (seqlen, batch, heads * head_dim), or packed (total, heads, head_dim).

@@ -1,6 +1,7 @@
-"""The options of a converted or served model: keywords of ``convert``, and the field "flashrope" of a configuration.
+"""Reads the options of a converted or served model: keywords of ``convert``, or a configuration's field "flashrope".
 
-One reader serves ``convert``, ``from_pretrained``, vLLM's plugin and the commands. rotary/catalogue.py has the options.
+``convert``, ``from_pretrained``, the vLLM plugin and the commands all read options here. rotary/catalogue.py lists
+them.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ from ..rotary.catalogue import known_options
 
 FIELD = "flashrope"
 DUAL_CHUNK = "dual_chunk"
-LOG_N_CLIP = "log_n_clip"  # the one option that False switches on
-RAW_KEYS = "raw_keys"  # in the field alone, for engines: their cache holds raw keys under every scheme
+LOG_N_CLIP = "log_n_clip"  # an option that is switched on by False
+RAW_KEYS = "raw_keys"  # only in the field, for engines: the cache then holds raw keys under every scheme
 
 
 def training_length(config, name: str) -> int:
-    """Returns max_position_embeddings, in tokens, which the option of this name asks for."""
+    """Returns the configuration's max_position_embeddings, in tokens. name: the option that the error names if it is
+    missing."""
     length = getattr(config, "max_position_embeddings", None)
     if not isinstance(length, int):
         raise ValueError(f"{name}: expected a length, as the configuration's max_position_embeddings is {length!r}")
@@ -28,19 +30,21 @@ def training_length(config, name: str) -> int:
 
 
 def read_options(given: Mapping[str, Any], config, length=training_length) -> dict[str, Any]:
-    """Returns the options that ask for something, after checks. window=0 does; None, False and defaults do not, except
-    dual_chunk=False for a configuration with dual_chunk_attention_config, which it switches off.
+    """Checks options and returns the options that have an effect. window=0 has an effect. None, False and default
+    values have none. The exception is dual_chunk=False, which switches off a configuration's
+    dual_chunk_attention_config.
 
     Args:
-        given: by name. rotary is a Rotary, its text, or a dict of one per layer type.
+        given: the options, by name. rotary is a Rotary, its text, or a dict with a Rotary or text per layer type.
         config: the text model's configuration.
-        length: (config, name of an option) to the training length that the option's value stands for.
+        length: a function (config, name of an option) that returns the training length. It is called if the option's
+            value stands for the training length.
 
     Returns:
         Values as rotary/catalogue.py applies them. A True that stands for a training length is replaced by the length.
 
     Raises:
-        TypeError, ValueError: names the option, what was expected and what came.
+        TypeError, ValueError: an option is invalid. The message names it and says what was expected.
     """
     if unknown := sorted(set(given) - set(_names())):
         close = difflib.get_close_matches(unknown[0], _names(), n=1)
@@ -77,16 +81,16 @@ def read_options(given: Mapping[str, Any], config, length=training_length) -> di
 
 
 def read_field(config, length=training_length) -> dict[str, Any]:
-    """Reads the options in a configuration's field, without raw_keys. Returns {} for a configuration without one.
+    """Returns the options in a configuration's field, without raw_keys, or {} if it has no field.
 
     Raises:
-        TypeError, ValueError: as ``read_options``.
+        TypeError, ValueError: an option is invalid.
     """
     return read_options({name: value for name, value in _field(config).items() if name != RAW_KEYS}, config, length)
 
 
 def keeps_raw_keys(config) -> bool:
-    """Whether a configuration's field asks for raw keys in an engine's cache.
+    """Whether a configuration's field requests raw keys in an engine's cache.
 
     Raises:
         TypeError: the field is not a dict, or raw_keys is not a boolean.
@@ -105,7 +109,7 @@ def _field(config) -> dict[str, Any]:
 
 
 def to_json(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns options that were read, as a configuration holds them."""
+    """Returns options from ``read_options`` in the form in which a configuration holds them."""
     rotary = options.get("rotary")
     if rotary is None:
         return dict(options)

@@ -2,7 +2,7 @@
 
 Rotations are numbered. Rotation 0 changes nothing. Rotation n > 0 rotates position p by the angle
 ``(slope * p + offset) * inv_freq``. The cos/sin tables (``cos_sin``) have one entry per rotation. If a scheme maps
-positions, each rotation has a map that says which p a row has in that table.
+positions, each rotation has a map from the position of a query or key to its p.
 """
 
 from __future__ import annotations
@@ -137,6 +137,6 @@ def _step(rotation: PositionMap, before: PositionMap) -> PositionMap:
 
 
 def _bound(distance: float, chunk: int = 0) -> int:
-    """Clamps a distance, or a number of chunks of this length, to what kernels can count."""
+    """Clamps a distance, or a number of chunks of this length, to the range of distances that kernels can compute."""
     limit = UNBOUNDED // max(chunk, 1)
     return int(max(-limit, min(limit, distance)))

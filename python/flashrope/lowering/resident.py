@@ -62,9 +62,9 @@ def _warn_of_many(what: str, device: torch.device) -> None:
 
 
 def _on_another_thread(build: Callable, key: tuple):
-    """Runs build(*key) on a separate thread. The calling thread may be in inference mode. It may also allocate from the
-    pool of a CUDA graph, which reclaims that memory later (with torch.compile's "reduce-overhead"). Copies from the
-    host are complete when this function returns, so every stream may read the tensors."""
+    """Runs build(*key) on a separate thread, because the calling thread may be in inference mode, or may allocate from
+    the pool of a CUDA graph, which reclaims that memory later (with torch.compile's "reduce-overhead"). Copies from
+    the host are complete when this function returns, so every stream may read the tensors."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(build, *key).result()
 

@@ -1,1 +1,1 @@
-"""The public calls, the checks of their arguments, and the ``torch.library`` operators behind them."""
+"""The public calls, the checks of their arguments, and the ``torch.library`` operators that they use."""

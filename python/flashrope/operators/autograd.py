@@ -105,8 +105,8 @@ class Attention(torch.autograd.Function):
         if grad_out is None and grad_lse is None:
             return (None,) * INPUTS + none
         inputs = (grad_out, grad_lse, *ctx.saved_tensors, *ctx.constants)
-        # Not plain: a gradient from a collective, which is a tensor subclass. Grad enabled: create_graph=True, which
-        # needs a second derivative.
+        # The operator is needed for gradients from a collective, which are tensor subclasses, and with
+        # create_graph=True, which needs a second derivative.
         if is_plain(*inputs[: 2 + SAVED]) and not torch.is_grad_enabled():
             return *library.attention_backward(*inputs), *none
         run = AttentionBackward.apply if transforming() else OPERATORS.attention_backward
@@ -198,8 +198,8 @@ torch.library.register_autograd(
 
 
 def _vmap(function, size: int, in_dims, arguments, tensors: int, rows: tuple[int, ...]):
-    """Applies ``function`` under vmap: folds the mapped dimension into the batch and calls it once. With packed inputs
-    it calls in a loop.
+    """Applies ``function`` under vmap: folds the mapped dimension into the batch and calls it once. Packed inputs have
+    no batch, so for them it calls the function once per index of the mapped dimension.
 
     tensors: the number of arguments before the AttentionArguments. rows: the indices of the tensors of ``calls.Kept``,
     whose second dimension is the batch. In all other tensors the first dimension is the batch.

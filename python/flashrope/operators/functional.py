@@ -84,11 +84,11 @@ def attention(
         deterministic: True: gradients are bitwise reproducible. False: the Triton backend's gradient of q may differ
             from run to run by rounding. Its backward then does five matrix products instead of seven and accumulates
             that gradient with float32 atomics, in a workspace of q's size (head_dim rounded up to a power of two) for
-            every band. False raises an error under ``torch.use_deterministic_algorithms(True)``. None: reproducible
-            under that setting, which is read when the backward runs. Without the setting, the backward runs that is
-            predicted to be faster for the shape (with atomics for head_dim 33 to 128 and beyond 256 in 16 bits). In
-            float32 beyond 256, sm_86, sm_89 and sm_120 have only the backward with atomics. The other backends are
-            always reproducible. Default: None.
+            every band. False raises an error under ``torch.use_deterministic_algorithms(True)``. None: gradients are
+            reproducible under that setting, which is read when the backward runs. Without the setting, the backward
+            runs that is predicted to be faster for the shape (with atomics for head_dim 33 to 128 and beyond 256 in 16
+            bits). In float32 beyond 256, sm_86, sm_89 and sm_120 have only the backward with atomics. The other
+            backends are always reproducible. Default: None.
 
     Returns:
         out, like q but with the head_dim of v, contiguous. With return_lse: (out, lse). lse is (batch, heads_q,
@@ -305,16 +305,16 @@ def attention_with_cache(
         k_cache, v_cache: (batch, capacity, heads_kv, head_dim), or with block_table (pages, page_size, heads_kv,
             head_dim). The call writes to them in place. In memory they must not overlap each other, k or v, and no two
             of their elements may share an address. head_dim is a multiple of 8 up to 512. Beyond 256, quantized
-            caches, rotated_keys and explicit positions are not supported. v_cache may be narrower than k_cache, except
-            in quantized caches and on CUDA C++. It may also be a view of channels of k_cache, such as
-            ``k_cache[..., :512]``: the values are then channels of the raw keys, v is None, and memory holds each row
-            once. head_dim may then be 576, with at most 512 of its channels as values. Quantized caches and
-            rotated_keys take no such view.
+            caches, rotated_keys and explicit positions are not supported. v_cache may have a smaller head_dim than
+            k_cache, except in quantized caches and with impl="cuda". It may also be a view of channels of k_cache, such
+            as ``k_cache[..., :512]``: the values are then channels of the raw keys, v is None, and memory holds each
+            row once. head_dim may then be 576, with at most 512 of its channels as values. Such a view is not supported
+            in quantized caches or with rotated_keys.
         cache_seqlens: (batch,) int32, the slots in use before this call, left padding included. The call does not
             change them.
-        k, v: (batch, seqlen_new, heads_kv, head_dim), as wide as the caches, or both None if the cache is complete. v
-            is None if v_cache is a view of k_cache.
-        key_weight: (head_dim,) float32. Multiplies keys, channel by channel, before their rotation. Values are not
+        k, v: (batch, seqlen_new, heads_kv, head_dim), with the head_dim of their caches, or both None if the cache is
+            complete. v is None if v_cache is a view of k_cache.
+        key_weight: (head_dim,) float32, factors of the channels of keys before their rotation. Values are not
             multiplied, so a cache of x alone serves keys g * x and values x. Not supported with gradients.
         block_table: (batch, max_pages) int32, the page of every page_size slots of a sequence. Entries beyond a
             sequence's length may hold anything. page_size is a power of two, at least 16.
@@ -356,7 +356,7 @@ def attention_with_cache(
             resolution of 2**-31. Self-Extend and dual chunk attention map the positions that the tables give.
 
     Returns:
-        out, like q, as wide as v_cache, and contiguous. With return_lse: (out, lse). lse is (batch, heads_q,
+        out, like q but with the head_dim of v_cache, contiguous. With return_lse: (out, lse). lse is (batch, heads_q,
         seqlen_q), of the dtype as in ``attention``.
 
     Raises:
@@ -442,7 +442,7 @@ def attention_varlen_with_cache(
             contiguous cache whose capacity is a multiple of 16.
 
     Returns:
-        out, like q, as wide as v_cache. With return_lse: (out, lse). lse is (heads_q, total_q), of the dtype as in
+        out, like q but with the head_dim of v_cache. With return_lse: (out, lse). lse is (heads_q, total_q), as in
         ``attention``. Rows outside every sequence have out 0 and lse -inf, or with sinks the sink.
 
     Raises:

@@ -122,7 +122,8 @@ LIBRARY.define(
 
 
 # A call over a cache takes two operators: the first writes to the cache, and the second only reads it.
-# Where values are channels of the keys, v and new_v are None: the operator must not write one memory by two names.
+# If values are channels of the keys, v and new_v are None, because an operator must not get the same memory in two
+# arguments that it writes.
 LIBRARY.define(
     f"append_to_cache({schema_of(CacheLayer, written=('k', 'v', 'k_scale', 'v_scale'), absent=('v',))}, "
     "Tensor new_k, Tensor? new_v, "

@@ -1,4 +1,4 @@
-"""Checks that what a call writes shares no memory with itself, or with what the call reads.
+"""Checks that no tensor that a call writes overlaps itself or another tensor of the call.
 
 Only shapes, strides and addresses are compared, so that nothing waits for the device.
 """
@@ -19,10 +19,9 @@ def check_append(layer: CacheLayer, k, v, tables: CacheTables) -> None:
 
     v: None if values are channels of the keys, so that only keys are written.
 
-    With a block table, page m of one cache may share memory with another page n of another cache, as in two caches that
-    are views of one tensor and use alternate pages of it: the block table decides which pages are written. Page n of
-    all caches is written together, so only equal page numbers are compared. Tensors on the meta device have no memory
-    and pass.
+    With a block table, different pages of two caches may share memory, because the block table decides which pages are
+    used. For example, both caches may be views of one tensor and use alternate pages of it. Page n of all caches is
+    written together, so only equal page numbers are compared. Tensors on the meta device have no memory and pass.
 
     Raises:
         ValueError: memory would be written twice, or written before it is read. The message names the tensors.

@@ -1,1 +1,1 @@
-"""What a scheme is: frequencies, bands over the distance, scales. No devices, no kernels."""
+"""Defines schemes: frequencies, bands over the distance, and scales. Nothing here depends on devices or kernels."""

@@ -1,4 +1,4 @@
-"""Defines bands: ranges of the distance between query and key. In each band positions are mapped in their own way."""
+"""Defines bands: ranges of the distance between query and key. Each band has its own maps of positions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .checks import TILE, positive
 class PositionMap(NamedTuple):
     """Maps the position p of a row to the position by which it rotates.
 
-    That is slope * min(floor((p mod chunk) / group), last) + offset. If chunk is 0, there is no mod.
+    The result is slope * min(floor((p mod chunk) / group), last) + offset. If chunk is 0, there is no mod.
     """
 
     slope: float
@@ -277,7 +277,7 @@ def grouped(window: int, group: int) -> Band:
 
 
 def chunked(chunk: int, last: int) -> list[Band]:
-    """Returns the bands of ``Rotary.dual_chunk``. last: the largest position that a query rotates by."""
+    """Returns the bands of ``Rotary.dual_chunk``. last: the largest position by which a query rotates."""
     return [
         Band(0, 1, 1.0, 0.0, 1, chunk),
         Band(1, 2, 1.0, float(chunk), 1, chunk, last - chunk),

@@ -1,4 +1,4 @@
-"""Lists the schemes by name, with their options, and computes the options' values from a model's lengths.
+"""Lists the schemes with their names and options, and computes the options' values from a model's lengths.
 
 To add a scheme, write a method of ``Rotary`` and a row of SCHEMES. The commands, ``convert``, ``suggest`` and the vLLM
 plugin's ``flashrope`` field take their schemes from these rows. Importing this file does not load torch.
@@ -17,7 +17,7 @@ from .fitting import dual_chunk_for, self_extend_for
 if TYPE_CHECKING:
     from .rotary import Rotary
 
-TABLE, CUT, BANDS, SCALE = range(4)  # stages of options, in the order of applying them; a model takes one per stage
+TABLE, CUT, BANDS, SCALE = range(4)  # stages, in the order of applying options; at most one option of each stage
 
 
 class Lengths(NamedTuple):
@@ -118,7 +118,7 @@ class Scheme(NamedTuple):
 
 
 def known_options() -> dict[str, Option]:
-    """Returns all options by name, in the order in which they are applied."""
+    """Returns {name: option} of all options, in the order in which they are applied."""
     found = [scheme.option for scheme in SCHEMES.values() if scheme.option]
     return {option.name: option for option in sorted(found, key=lambda option: option.stage)}
 

@@ -62,7 +62,7 @@ def check_even(name: str, value, minimum: int = 2) -> None:
 
 
 def checked_rotary_dim(head_dim, rotary_dim, first_channel=0) -> int:
-    """Checks the arguments and returns rotary_dim. If rotary_dim is None, all channels from first_channel on count."""
+    """Checks the arguments and returns rotary_dim. If it is None, all channels from first_channel on rotate."""
     check_even("head_dim", head_dim)
     check_even("first_channel", first_channel, minimum=0)
     rotary_dim = max(head_dim - first_channel, 0) if rotary_dim is None else rotary_dim

@@ -6,10 +6,10 @@ from .checks import TILE
 
 
 def self_extend_for(train_length: int, longest: int, window: int | None = None) -> tuple[int, int]:
-    """Returns (window, group) of ``Rotary.self_extend``: the smallest group that keeps all positions below the
+    """Returns (window, group) of ``Rotary.self_extend``, with the smallest group that keeps all distances below the
     training length.
 
-    In the longest sequence, the first key and the last query are seen at the distance
+    In the longest sequence, the last query sees the first key at the distance
     floor((longest - 1) / group) + window - window / group. The group is chosen so that this is less than train_length.
 
     Args:

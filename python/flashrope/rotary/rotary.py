@@ -340,9 +340,9 @@ class Rotary:
 
             Rotary.from_hf_config(LlamaConfig(hidden_size=512, num_attention_heads=8, rope_theta=500_000.0))
 
-        Reads the fields of transformers 4.57 (``rope_theta``, ``rope_scaling``, ``partial_rotary_factor``) and of 5
-        (``rope_parameters``, also one dict per layer type). If the two versions interpret a field differently, the
-        scheme is that of version 5. Rope types: default, linear, dynamic, yarn, llama3, longrope (formerly "su") and
+        Reads the fields of transformers 4.57 (``rope_theta``, ``rope_scaling``, ``partial_rotary_factor``) and of
+        transformers 5 (``rope_parameters``, also one dict per layer type). If the two versions interpret a field
+        differently, version 5 decides. Rope types: default, linear, dynamic, yarn, llama3, longrope (formerly "su") and
         proportional.
 
         Parameters that the family's code does not read (alpha, partial_rotary_factor) raise an error.
@@ -363,8 +363,8 @@ class Rotary:
             layer_type: one of the ``layer_types``, for models whose layers differ. A type that does not rotate gives
                 ``Rotary.none``. ``no_rope_layers`` is not read: the caller decides which layers do not rotate.
             seqlen: tokens of the longest sequence. It matters for "dynamic", whose base grows with it, and for
-                "longrope", which has one table up to the training length and one beyond. None: at most the training
-                length, which is how transformers builds a model and runs short prompts.
+                "longrope", which has one table up to the training length and one beyond. None: the longest sequence is
+                within the training length, as for short prompts in transformers.
 
         Raises:
             ValueError: a field has no exact counterpart. The message names the field and gives the reason.
@@ -399,9 +399,9 @@ class Rotary:
 
         Args:
             head_dim: channels per head.
-            axes: the number of axes, which get equal blocks of the pairs, or a list with an entry per axis: its number
-                of pairs (configurations often give channels, twice as many) or its table, inv_freq of its pairs in
-                radians per position. Default: the number of distinct axes in ``axis``, or 2 without it.
+            axes: the number of axes, which then have equally many pairs, or a list with an entry per axis. An entry is
+                the axis's number of pairs (configurations often give channels, twice as many), or its table: inv_freq
+                of its pairs in radians per position. Default: the number of distinct axes in ``axis``, or 2 without it.
             base: above 1. If axes gives no table for an axis of n pairs, inv_freq of its pair m is base ** (-m / n).
             interleaved: as in ``rope``.
             axis: the axis of every pair. The pairs of an axis take the entries of its table in order. None: all pairs
@@ -541,7 +541,7 @@ class Rotary:
     # ---- changes to the bands and the scale
     @says_instead(k="factor", w="window", group="factor, or self_extend(window, group)")
     def rectify(self, window: int, factor: float | None = None) -> Rotary:
-        """Applies ReRoPE (Su 2023), or with a factor Leaky ReRoPE: distances beyond a window stop or slow down.
+        """Applies ReRoPE (Su 2023), or with a factor Leaky ReRoPE: beyond a window, distances stop or grow slower.
 
         Use it to read beyond the training length with a trained RoPE model, without training. Windows of a quarter to a
         half of the training length are best. ``self_extend`` and ``dual_chunk`` serve the same purpose. With
@@ -763,7 +763,7 @@ class Rotary:
         return dataclasses.replace(self, frequencies=tuple(frequencies), scaled_by=name)
 
     def _with_bands(self, bands) -> Rotary:
-        """Returns the scheme with these bands, without empty ones, and with adjacent equal ones merged."""
+        """Returns the scheme with these bands. Empty bands are left out, and adjacent equal bands are merged."""
         return dataclasses.replace(self, bands=merged(bands))
 
 

@@ -44,8 +44,8 @@ def _name(rotary: Rotary) -> str:
 
 
 def rotation_scale(rotary: Rotary) -> float:
-    """Returns the factor by which the table's channels are multiplied in the query and in the key. The score then has
-    the factor rotated_scale."""
+    """Returns the factor by which the table's channels of queries and of keys are multiplied. The product of a query
+    and a key then has the factor rotated_scale."""
     return math.sqrt(rotary.rotated_scale)
 
 

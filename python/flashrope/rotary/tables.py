@@ -143,6 +143,6 @@ def cope_table(frequencies: Sequence[float], train_length: float, pairs: int | N
         slow = falling[len(falling) - pairs :]
     changed = list(frequencies)
     for r, m in enumerate(slow):
-        last = r == len(slow) - 1  # exactly 0, which cos does not give
+        last = r == len(slow) - 1  # gets exactly 0, which the formula with cos does not give
         changed[m] *= 0.0 if last or not taper else (1 + math.cos(math.pi * r / (len(slow) - 1))) / 2
     return tuple(changed)

@@ -1,1 +1,1 @@
-"""Byte-level language models that ``flashrope demo`` and the experiments train. Needs the extra ``demo``."""
+"""Byte-level language models, which ``flashrope demo`` and the experiments train. They need the extra ``demo``."""

@@ -1,4 +1,4 @@
-"""Training text as bytes, split by file into a training part and an unseen part."""
+"""Reads training text as bytes and splits it by file into a training part and an unseen part."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ import torch
 
 from ..cli.options import BadInput
 
-UNSEEN = 0.1  # share of the bytes
-MIN_WINDOWS = 8  # windows of the longest context in each part
-MAX_BYTES = 1 << 29  # the text is held in memory
+UNSEEN = 0.1  # share of the bytes that is unseen in training
+MIN_WINDOWS = 8  # fewest windows of the longest context in each part
+MAX_BYTES = 1 << 29  # of a text, which is held in memory
 SEPARATOR = b"\0"  # between files of the training part
 
-# Not installed on every machine (tests, packages), or not prose (tables).
+# Folders that are not installed on every machine (tests, packages), or that hold tables.
 SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "encodings", "pydoc_data"}
 
-Piece = TypeVar("Piece", bytes, list[int])  # of a text: bytes, or token ids
+Piece = TypeVar("Piece", bytes, list[int])  # a piece of a text: bytes, or token ids
 
 
 class TextError(BadInput):
-    """The text cannot be used. The message says why and what is needed."""
+    """Raised if a text cannot be used. The message says why and what is needed."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """The training text and the unseen pieces, with the sorted names of their files, relative to the folder."""
+    """The training text and the unseen pieces, with the sorted names of their files relative to the folder."""
 
     name: str
     train: bytes
@@ -66,7 +66,7 @@ def standard_library(window: int) -> Corpus:
 def from_path(path: str | os.PathLike, window: int) -> Corpus:
     """Reads a user's file or folder. The unseen part of a single file is its last tenth. A folder is split by file.
 
-    ``window`` is the longest context + 1, the size of an evaluation window in bytes. Raises TextError.
+    ``window`` is the size of an evaluation window in bytes: the longest context + 1. Raises TextError.
     """
     path = Path(path)
     files = _texts(path)
@@ -77,7 +77,7 @@ def from_path(path: str | os.PathLike, window: int) -> Corpus:
 
 
 def from_paths(paths: Sequence[str | os.PathLike], window: int) -> Corpus:
-    """Reads one path as ``from_path`` does, or several files and folders, split by file. Raises TextError."""
+    """Reads one path as ``from_path`` does, or several files and folders, which are split by file. Raises TextError."""
     if len(paths) == 1:
         return from_path(paths[0], window)
     texts = {name: text.encode() for name, text in read_texts(paths).items()}
@@ -85,7 +85,7 @@ def from_paths(paths: Sequence[str | os.PathLike], window: int) -> Corpus:
 
 
 def read_texts(paths: Sequence[str | os.PathLike]) -> dict[str, str]:
-    """Returns the texts of these files, and of the files in these folders, by path. Raises TextError."""
+    """Returns {path: text} of these files and of the files in these folders. Raises TextError."""
     return {
         str(path / name if path.is_dir() else path): text.decode()
         for path in map(Path, paths)
@@ -94,7 +94,8 @@ def read_texts(paths: Sequence[str | os.PathLike]) -> dict[str, str]:
 
 
 def split_one(name: str, text: bytes, window: int) -> Corpus:
-    """Splits one text. The unseen part is its last tenth, and at least MIN_WINDOWS windows. Raises TextError."""
+    """Splits one text. The unseen part is its last tenth, or MIN_WINDOWS windows if these are more. Raises
+    TextError."""
     needed = MIN_WINDOWS * window
     if len(text) < 2 * needed:
         raise TextError(
@@ -107,9 +108,9 @@ def split_one(name: str, text: bytes, window: int) -> Corpus:
 
 
 def split_by_file(name: str, files: dict[str, bytes], window: int) -> Corpus:
-    """Splits by file. Files go to the unseen part in the order of their names' SHA-256, until it has a tenth of the
-    bytes and MIN_WINDOWS windows. A file that would make it larger than half of the text is skipped. Raises
-    TextError."""
+    """Splits a text by file. Files are added to the unseen part in the order of their names' SHA-256, until the part
+    has a tenth of the bytes and MIN_WINDOWS windows. A file that would make it larger than half of the text is skipped.
+    Raises TextError."""
     total = sum(map(len, files.values()))
     unseen, size, windows = set(), 0, 0
     for file in sorted(files, key=lambda file: hashlib.sha256(file.encode()).digest()):
@@ -139,8 +140,8 @@ def split_by_file(name: str, files: dict[str, bytes], window: int) -> Corpus:
 def random_batches(
     text: bytes, batch_size: int, length: int, seed: int, device: torch.device | str = "cpu"
 ) -> Iterator[torch.Tensor]:
-    """Yields endless batches, int64 (batch_size, length + 1), of windows at random places, the same for the same
-    seed."""
+    """Yields endless batches, int64 (batch_size, length + 1), of windows at random places of the text. A seed always
+    gives the same batches."""
     tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     generator = torch.Generator().manual_seed(seed)
     offsets = torch.arange(length + 1)
@@ -150,7 +151,7 @@ def random_batches(
 
 
 def unseen_windows(pieces: Sequence[Piece], window: int, count: int, seed: int) -> list[Piece]:
-    """Returns up to ``count`` random windows that do not overlap, each within one piece, bytes or token ids."""
+    """Returns up to ``count`` random windows that do not overlap, each within one piece. pieces: bytes or token ids."""
     places = [
         (index, start) for index, piece in enumerate(pieces) for start in range(0, len(piece) - window + 1, window)
     ]
@@ -159,7 +160,7 @@ def unseen_windows(pieces: Sequence[Piece], window: int, count: int, seed: int) 
 
 
 def as_tokens(windows: Sequence[Any], device: torch.device | str = "cpu") -> torch.Tensor:
-    """Returns windows of equal size, bytes or token ids, as int64 (count, window)."""
+    """Returns windows of equal size as int64 (count, window). windows: bytes or token ids."""
     if windows and not isinstance(windows[0], bytes):
         return torch.tensor(windows, device=device)
     flat = torch.frombuffer(bytearray(b"".join(windows)), dtype=torch.uint8)
@@ -167,7 +168,7 @@ def as_tokens(windows: Sequence[Any], device: torch.device | str = "cpu") -> tor
 
 
 def _texts(path: Path) -> dict[str, bytes]:
-    """Returns the text of a file, or of every file in a folder, by name. Raises TextError."""
+    """Returns {name: text} of a file, or of every file in a folder. Raises TextError."""
     if path.is_dir():
         files = _read_folder(path, "")
         if not files:
@@ -198,7 +199,7 @@ def _read_folder(root: Path, suffix: str) -> dict[str, bytes]:
 
 
 def _read(path: Path) -> bytes | None:
-    """Returns the bytes of a text file; None if it is not text."""
+    """Returns the bytes of a text file, or None if the file is not text."""
     if path.stat().st_size > MAX_BYTES:
         raise TextError(f"{path}: larger than {MAX_BYTES:,} bytes; choose a smaller file")
     text = path.read_bytes()

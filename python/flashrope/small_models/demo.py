@@ -1,7 +1,7 @@
-"""``flashrope demo``: train two small language models, one with RoPE and one with HoPE, and measure their loss beyond
+"""``flashrope demo``: trains two small language models, one with RoPE and one with HoPE, and measures their loss beyond
 the training length.
 
-Both start from the same weights and see the same batches. For the measurement only the scheme in the call of
+Both models start from the same weights and see the same batches. For the measurement, only the scheme in the call of
 ``flashrope.attention`` changes.
 """
 
@@ -37,14 +37,15 @@ from .presets import CHECKPOINTS, COMPARED, PRESETS, TIMES, Preset
 from .train import TrainConfig, Trained, train
 from .workers import Workers, steps_of_jobs
 
-TIMED = 20.0  # seconds of training; shorter ones say more of the start than of the scheme
-MULTIPLES = (1, 2, 4, 8)  # of the training length
+TIMED = 20.0  # seconds; in a shorter training, the speed depends more on the start than on the scheme
+MULTIPLES = (1, 2, 4, 8)  # context lengths, as multiples of the training length
 OUTPUTS = ("split.json", *CHECKPOINTS.values(), "losses.csv", "losses.md", "losses.png")
 
 
 @dataclasses.dataclass(frozen=True)
 class Scheme:
-    """One row of the table. ``trained_with`` names the model that it runs on; ``words`` describes its options."""
+    """One row of the table. ``trained_with`` names the model on which the scheme runs. ``words`` describes its
+    options."""
 
     name: str
     trained_with: str
@@ -55,17 +56,17 @@ class Scheme:
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What the options ask for: what to train and measure, and where."""
+    """The settings that follow from the options: what to train and measure, and where."""
 
     config: ModelConfig
     training: TrainConfig
     windows: int
     schemes: tuple[Scheme, ...]
-    left_out: dict[str, str]  # why a scheme is not among them
+    left_out: dict[str, str]  # {scheme: reason} of schemes that are left out
     device: torch.device
     impl: str | None  # the value of --impl
     threads: int
-    processes: int  # 0: train in this process, one model after the other
+    processes: int  # 0: the models are trained in this process, one after the other
 
     @property
     def context_lengths(self) -> list[int]:
@@ -144,8 +145,8 @@ def _demo(args: argparse.Namespace, out: Path, start: float) -> None:
 
 
 def next_commands(out: Path, known: bool) -> list[str]:
-    """Returns commands that go on with the models. known: generate finds a prompt in the text that they were trained
-    on."""
+    """Returns commands to run next with the models. known: whether ``generate`` finds a prompt in the text on which
+    they were trained."""
     rope, hope = (shlex.quote(str(out / name)) for name in CHECKPOINTS.values())
     prompt = "" if known else " --prompt TEXT"
     return [
@@ -156,9 +157,9 @@ def next_commands(out: Path, known: bool) -> list[str]:
 
 
 def trained_text(trained: Sequence[Trained], comparable: bool) -> str:
-    """Returns the loss at the end of each training, and its speed if both took long enough for a comparison.
+    """Returns the loss at the end of each training, and the speeds if both trainings took long enough for a comparison.
 
-    comparable: whether other processes slow down both alike. On a CPU that needs both to train at the same time.
+    comparable: whether other processes slow down both trainings alike. On a CPU they must run at the same time.
     """
     timed = comparable and min(each.seconds for each in trained) >= TIMED
     return "; ".join(
@@ -212,7 +213,7 @@ def preset_name(args: argparse.Namespace, device: torch.device) -> str:
 
 
 def expected_time(args: argparse.Namespace, settings: Settings) -> str:
-    """Returns how long the run takes, or None where that is not known in advance."""
+    """Returns a text about how long the run takes, if that is known in advance."""
     name = preset_name(args, settings.device)
     changed = [field.name for field in dataclasses.fields(Preset) if hasattr(args, field.name)]
     if changed:
@@ -223,10 +224,10 @@ def expected_time(args: argparse.Namespace, settings: Settings) -> str:
 def compared(
     head_dim: int, train_length: int, window: int, factor: float, base: float, names: Sequence[str] = COMPARED
 ) -> tuple[tuple[Scheme, ...], dict[str, str]]:
-    """Returns the rows of the table, and {name: reason} for the schemes that these lengths have no room for.
+    """Returns the rows of the table, and {name: reason} for the schemes that cannot be fitted to these lengths.
 
-    The rows are RoPE, HoPE, the named schemes on RoPE's model, and ReRoPE on HoPE's where it is named, each without and
-    with log n (at least 1).
+    The rows are RoPE, HoPE, and the named schemes on RoPE's model. If ReRoPE is named, it is also run on HoPE's model.
+    Each row comes without and with log n (at least 1).
     """
     rope, hope = Rotary.rope(head_dim, base), Rotary.hope(head_dim, train_length, base)
     lengths = Lengths(train_length, MULTIPLES[-1] * train_length, window, factor)
@@ -262,7 +263,7 @@ def _evaluate(workers: Workers, settings: Settings, windows: list[bytes], out: P
 
 
 def train_job(settings: Settings, rotary: Rotary, text: bytes, path: Path, progress) -> Trained:
-    """Trains one model, with weights and batches from the seed, and saves it to ``path``."""
+    """Trains one model and saves it to ``path``. The seed determines its weights and batches."""
     training = settings.training
     torch.manual_seed(training.seed)
     model = LanguageModel(settings.config).to(settings.device)
@@ -274,7 +275,7 @@ def train_job(settings: Settings, rotary: Rotary, text: bytes, path: Path, progr
 
 
 def evaluate_job(settings: Settings, rotary: Rotary, windows: list[bytes], path: Path, progress) -> list[ContextLoss]:
-    """Returns losses of the model saved at ``path`` under the scheme ``rotary``."""
+    """Returns the losses of the model saved at ``path`` under the scheme ``rotary``."""
     model, _ = load_checkpoint(path, settings.device)
     losses = loss_by_context(
         model,
@@ -317,7 +318,7 @@ def _facts(args: argparse.Namespace, settings: Settings, corpus: data.Corpus) ->
 
 
 def _stamps(out: Path) -> dict[str, tuple[int, int] | None]:
-    """Returns modification time and inode of each output file, None for one that does not exist."""
+    """Returns the modification time and inode of each output file, or None for a file that does not exist."""
 
     def stamp(path):
         try:

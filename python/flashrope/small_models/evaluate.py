@@ -1,4 +1,4 @@
-"""Loss as a function of the context length, always on the same target bytes."""
+"""Measures the loss as a function of the context length, always on the same target bytes."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class ContextLoss:
     """Losses in nats per token at one context length."""
 
     context_length: int
-    last: float  # over the last ``targets`` tokens of every window
+    last: float  # mean over the last ``targets`` tokens of every window
     last_stderr: float  # standard error of ``last`` over the windows
-    mean: float  # over all tokens of every window
+    mean: float  # mean over all tokens of every window
 
 
 @torch.no_grad()
@@ -35,9 +35,9 @@ def loss_by_context(
 ) -> list[ContextLoss]:
     """Returns the loss of ``model`` under ``rotary`` at each context length.
 
-    ``windows`` is int64 (count, longest context + 1). At context length c the model reads the last c + 1 tokens of each
-    window, so every context length predicts the same last ``targets`` tokens, preceded by more or fewer others.
-    Positions start at 0 each time.
+    ``windows`` is int64 (count, longest context + 1). At context length c the last c + 1 tokens of each window are
+    used. So every context length predicts the same last ``targets`` tokens, with more or fewer tokens before them.
+    Positions start at 0 at every length.
 
     Raises ValueError if a context length is longer than the windows allow or shorter than ``targets``.
     """

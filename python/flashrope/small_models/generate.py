@@ -1,7 +1,7 @@
-"""``flashrope generate``: continue a text with a model trained by ``flashrope demo``, past its training length.
+"""``flashrope generate``: continues a text with a model trained by ``flashrope demo``, past its training length.
 
-One cache holds the raw keys of all blocks, so any scheme can be chosen when the model is loaded; it only changes the
-attention call. The text is streamed to stdout; everything else goes to stderr.
+One cache holds the raw keys of all blocks, so any scheme can be chosen when the model is loaded. Only the attention
+call depends on it. The text is streamed to stdout. Everything else is printed on stderr.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from .model import Decoder, LanguageModel, RollingDecoder, load_checkpoint, trai
 from .train import autocast
 
 CHUNK = 1024  # bytes of the prompt per call
-KEPT_CHUNK = 64  # bytes of the prompt per call with --keep; they see one another and the kept bytes
-DEFAULT_PROMPT = 128  # bytes, if the training length is unknown
+KEPT_CHUNK = 64  # bytes of the prompt per call with --keep; they attend to one another and to the kept bytes
+DEFAULT_PROMPT = 128  # bytes of the default prompt if the training length is unknown
 VOCABULARY = 256
-SMALL_MODEL = 4_000_000  # parameters; a decoding step of a smaller model takes less time than starting threads
+SMALL_MODEL = 4_000_000  # parameters; for smaller models, starting threads takes longer than a decoding step
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What the options ask for: what to run, on which prompt, and where."""
+    """The settings that follow from the options: what to run, on which prompt, and where."""
 
     model: LanguageModel
     rotary: Rotary
-    scheme: str  # description
+    scheme: str  # description of the scheme
     train_length: int | None
     prompt: bytes
     device: torch.device
@@ -64,8 +64,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def guarded(command: Callable[[], int]) -> int:
-    """Returns the exit code of the command: 2 after BadInput and 1 after weights that are not finite, each with one
-    line on stderr."""
+    """Runs the command and returns its exit code: 2 for BadInput, and 1 for weights that are not finite. Either is
+    printed as one line on stderr."""
     try:
         return command()
     except BadInput as error:
@@ -119,11 +119,13 @@ def stream(
 ) -> tuple[list[float], int]:
     """Writes the prompt and the text of the tokens to stdout as they come.
 
-    tokens: yields them; it is called with a function that takes the number of tokens read. decode: the text that a
-    token completes. rest: the text behind the last token. counts: tokens of the prompt, and to generate.
+    tokens: a function that yields the tokens. Its argument is a function that takes the number of tokens read.
+    decode: a function that returns the text that a token completes.
+    rest: a function that returns the text after the last token.
+    counts: the number of tokens of the prompt, and the number to generate.
 
     Returns:
-        (when each token came, exit code).
+        (times at which the tokens were yielded, exit code).
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # for terminals without UTF-8
@@ -144,8 +146,9 @@ def stream(
 
 @contextlib.contextmanager
 def _bars(prompt: int, tokens: int) -> Iterator[tuple[Callable[[int], None], Callable[[], None]]]:
-    """Yields two callbacks: one takes the number of tokens read, the other is called after every new token. They draw
-    bars with the time left if the text goes to a file or a pipe. On a terminal the text itself shows the progress."""
+    """Yields two callbacks: one takes the number of tokens read, the other is called after every new token. If the text
+    is written to a file or a pipe, they draw bars with the time left. On a terminal the text itself shows the
+    progress."""
     if sys.stdout.isatty() or not sys.stderr.isatty():
         yield lambda count: None, lambda: None
         return
@@ -154,7 +157,7 @@ def _bars(prompt: int, tokens: int) -> Iterator[tuple[Callable[[int], None], Cal
 
     def wrote():
         if not writing.done:
-            writing.start("generating")  # its time starts with the first token, after the prompt
+            writing.start("generating")  # the bar's time starts with the first token, after the prompt
         writing.step()
 
     try:
@@ -174,10 +177,8 @@ def generate(
 ) -> Iterator[int]:
     """Yields the bytes that follow ``prompt``, one at a time. Call it under torch.inference_mode.
 
-    ``read`` is called with the number of tokens of every piece of the prompt.
-
-    Sampling is done on the CPU, so a seed gives the same draws on every device. Raises FloatingPointError if the logits
-    are not finite.
+    ``read`` is called with the number of tokens of every piece of the prompt. Sampling is done on the CPU, so a seed
+    gives the same random numbers on every device. Raises FloatingPointError if the logits are not finite.
     """
     device = decoder.model.embedding.weight.device
     generator = torch.Generator().manual_seed(seed)
@@ -194,7 +195,8 @@ def generate(
 
 
 def pick(logits: torch.Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:
-    """Returns one token sampled from logits, float64 (vocab_size,) on the CPU; the most likely one at temperature 0."""
+    """Returns a token sampled from logits, float64 (vocab_size,) on the CPU. At temperature 0 it is the most likely
+    token."""
     highest, token = logits.max(dim=0)
     if not math.isfinite(highest):
         raise FloatingPointError(f"the model's largest logit is {highest.item()}: its weights are not finite")
@@ -207,7 +209,7 @@ def pick(logits: torch.Tensor, temperature: float, top_k: int | None, generator:
 
 
 def _longest(args: argparse.Namespace, prompt: bytes) -> int:
-    """Returns the most bytes that a query sees."""
+    """Returns the largest number of bytes that a query attends to."""
     return sum(args.keep) + KEPT_CHUNK if args.keep else len(prompt) + args.tokens
 
 
@@ -238,14 +240,14 @@ def resolve(args: argparse.Namespace) -> Settings:
         raise BadInput(f"--impl: {error}") from None
     tables = CachePositions(
         *(torch.zeros(1, 1, dtype=torch.int32) for _ in range(3))
-    )  # as the cache of --keep gives them
+    )  # the position tables of the cache of --keep
     if args.keep and (reason := unsupported_positions(impl, tables)):
         raise BadInput(f"--keep: {impl} cannot serve it: {reason}")
     return Settings(model, rotary, scheme, train_length, prompt, device, impl)
 
 
 def check_sampling(args: argparse.Namespace, vocabulary: int, unit: str) -> None:
-    """Raises BadInput for --temperature, --top-k or --seed. unit: what the vocabulary holds, in the plural."""
+    """Raises BadInput for an invalid --temperature, --top-k or --seed. unit: the name of tokens, in the plural."""
     if not (math.isfinite(args.temperature) and args.temperature >= 0):
         raise BadInput(f"--temperature: expected a number of at least 0, got {args.temperature}")
     if args.top_k is not None and args.top_k > vocabulary:
@@ -280,7 +282,7 @@ def _load(args: argparse.Namespace, device: torch.device) -> tuple[LanguageModel
 def _named_scheme(
     args: argparse.Namespace, trained: Rotary, train_length: int | None, longest: int
 ) -> tuple[Rotary, str]:
-    """Returns the scheme of --scheme, and its description."""
+    """Returns the scheme that --scheme names, and its description."""
     options = named_options(args, train_length, longest)
     try:
         rotary = apply_options(trained, options)
@@ -290,7 +292,7 @@ def _named_scheme(
 
 
 def named_options(args: argparse.Namespace, train_length: int | None, longest: int) -> dict[str, Any]:
-    """Returns the options that --scheme stands for, as ``convert`` names them. Raises BadInput."""
+    """Returns the options of ``convert`` for the scheme that --scheme names. Raises BadInput."""
     scheme = SCHEMES[args.scheme]
     if args.rectify or args.log_n:
         raise BadInput(f"--scheme: expected no {'--rectify' if args.rectify else '--log-n'} beside it, got both")
@@ -308,7 +310,7 @@ def named_options(args: argparse.Namespace, train_length: int | None, longest: i
 
 
 def _scheme(args: argparse.Namespace, trained: Rotary, train_length: int | None) -> tuple[Rotary, str]:
-    """Returns the scheme to run under, and its description."""
+    """Returns the scheme under which the model runs, and its description."""
     rotated = sum(f != 0 for f in trained.frequencies)
     rotary, words = trained, [f"trained with {rotated} of {trained.head_dim // 2} channel pairs rotated"]
     unknown = f"{args.model} does not record its training length; give --train-length"
@@ -339,13 +341,13 @@ def _scheme(args: argparse.Namespace, trained: Rotary, train_length: int | None)
 
 
 def rectifying(args: argparse.Namespace) -> str | None:
-    """Returns the first option that asks for ReRoPE or Leaky ReRoPE, or None."""
+    """Returns the first option that selects ReRoPE or Leaky ReRoPE, or None."""
     asked = {"--rectify": args.rectify, "--window": args.window, "--factor": args.factor is not None}
     return next((option for option, given in asked.items() if given), None)
 
 
 def window_of(args: argparse.Namespace, train_length: int, unit: str) -> int:
-    """Returns the window of --window, by default half the training length. Raises BadInput."""
+    """Returns the value of --window, by default half the training length. Raises BadInput."""
     window = args.window or max(train_length // 2, 1)
     if window > train_length:
         raise BadInput(
@@ -380,9 +382,9 @@ def given_prompt(args: argparse.Namespace) -> bytes | None:
 
 
 def _unseen_piece(split: Path, length: int, seed: int) -> bytes:
-    """Returns ``length`` bytes of a file that is unseen according to the split next to the checkpoint, if possible from
-    the start of a line. It works only for the standard library: for other texts the split records the names, not where
-    they are."""
+    """Returns ``length`` bytes of an unseen file, if possible from the start of a line. The split next to the
+    checkpoint says which files are unseen. This works only for the standard library, because for other texts the split
+    records the files' names but not their folder."""
     try:
         record = json.loads(split.read_text())
         text, files = record["text"], record["unseen"]["files"]
@@ -420,7 +422,7 @@ def _facts(settings: Settings, args: argparse.Namespace) -> dict[str, str]:
 def context(prompt: int, tokens: int, train_length: int | None, unit: str, seen: str | None = None) -> str:
     """Returns the line about the context: how much is read and written, and where the training length is passed.
 
-    seen: stands in place of where it is passed.
+    seen: a text to print instead of the part about the training length.
     """
     passed = seen or ""
     if train_length and seen is None:

@@ -17,7 +17,7 @@ from .. import KVCache, PagedKVCache, Rotary, Step, attention
 from ..cli.files import replacing
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Rotary], torch.Tensor]
-IN_EXPERIMENTS = "language."  # in front of the names of weights in the checkpoints of the experiments
+IN_EXPERIMENTS = "language."  # prefix of the names of weights in checkpoints of the experiments
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +44,7 @@ class ModelConfig:
 
 
 class Block(nn.Module):
-    """Attention and a SwiGLU MLP, each behind an RMSNorm and with a residual connection."""
+    """Attention and a SwiGLU MLP, each with an RMSNorm before it and a residual connection around it."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -65,8 +65,8 @@ class Block(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """A decoder without biases; the output projection is tied to the embedding. The weights hold no positions, so they
-    can run under any Rotary of the same head_dim."""
+    """A decoder without biases. The output projection is tied to the embedding. The weights do not contain positions,
+    so the model can run under any Rotary of the same head_dim."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -78,7 +78,7 @@ class LanguageModel(nn.Module):
         for parameter in self.parameters():
             if parameter.ndim == 2:
                 nn.init.normal_(parameter, std=0.02)
-        for block in blocks:  # the residual stream's variance does not grow with depth
+        for block in blocks:  # scaled so that the residual stream's variance does not grow with depth
             for layer in (block.out, block.down):
                 nn.init.normal_(layer.weight, std=0.02 / (2 * config.layers) ** 0.5)
 
@@ -87,7 +87,7 @@ class LanguageModel(nn.Module):
     ) -> torch.Tensor:
         """Returns the logits (batch, seqlen, vocab_size) of tokens, int64 (batch, seqlen).
 
-        ``attend`` is called as attend(q, k, v, rotary). Give a sequence of them, one per block, for a KV cache.
+        ``attend`` is called as attend(q, k, v, rotary). For a KV cache, give a sequence of functions, one per block.
         """
         return self.decode(self.embedding(tokens), rotary, attend)
 
@@ -102,8 +102,8 @@ class LanguageModel(nn.Module):
 class Decoder:
     """Decodes one sequence in chunks, with one cache of raw keys and values for all blocks.
 
-    ``capacity`` is the largest number of tokens; ``dtype`` is that of q and of the cache, unless ``cache_dtype`` names
-    another for the cache. Call ``read`` under torch.inference_mode.
+    ``capacity`` is the largest number of tokens. ``dtype`` is the dtype of q and of the cache. ``cache_dtype`` gives
+    the cache another dtype. Call ``read`` under torch.inference_mode.
     """
 
     def __init__(
@@ -131,9 +131,11 @@ class Decoder:
 
 
 class RollingDecoder:
-    """A ``Decoder`` in a cache of fixed size: after every read the first and the last tokens stay, and close up.
+    """A ``Decoder`` with a cache of fixed size: after every read, only the first and the last tokens stay, at
+    consecutive positions.
 
-    keep: (first, last), how many; longest: tokens of a read; batch: sequences, read side by side.
+    keep: (first, last), the numbers of tokens that stay. longest: the most tokens of one read. batch: the number of
+    sequences that are read in parallel.
     """
 
     PAGE_SIZE = 16
@@ -151,15 +153,15 @@ class RollingDecoder:
     ):
         config, device = model.config, model.embedding.weight.device
         self.model, self.rotary, self.keep, self.impl = model, rotary, keep, impl
-        pages = -(-(sum(keep) + longest) // self.PAGE_SIZE) + 3  # the pages around the gap are not full
+        pages = -(-(sum(keep) + longest) // self.PAGE_SIZE) + 3  # + 3, because pages around the gap are not full
         sizes = batch * pages, self.PAGE_SIZE, config.heads, config.head_dim
         limit = pages * self.PAGE_SIZE
         self.cache = PagedKVCache(*sizes, dtype, device, limit, layers=config.layers, cache_dtype=cache_dtype)
         self.sequences = [self.cache.allocate() for _ in range(batch)]
 
     def read(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Returns logits (batch, seqlen, vocab_size) for the next tokens, int64 (batch, seqlen). They see one another
-        and the tokens that were kept."""
+        """Reads the next tokens, int64 (batch, seqlen), and returns logits (batch, seqlen, vocab_size). The tokens
+        attend to one another and to the tokens that stayed in the cache."""
         with self.cache.step(self.sequences, tokens.shape[1]) as step:
             logits = read_in_step(self.model, self.rotary, step, tokens, self.impl)
         for sequence in self.sequences:
@@ -172,7 +174,7 @@ def read_in_step(
 ) -> torch.Tensor:
     """Reads the tokens of a step, int64 (sequences, seqlen), and returns logits (sequences, seqlen, vocab_size).
 
-    Every block writes its keys and values.
+    Every block writes its keys and values to the cache.
     """
 
     def attend(layer: int, q, k, v, rotary: Rotary) -> torch.Tensor:
@@ -184,7 +186,7 @@ def read_in_step(
 def save_checkpoint(
     path: str | os.PathLike, model: LanguageModel, rotary: Rotary, train_length: int | None = None
 ) -> None:
-    """Writes weights, sizes, scheme and training length as one safetensors file, completely or not at all."""
+    """Writes weights, sizes, scheme and training length to one safetensors file. The write is atomic."""
     from safetensors.torch import save_file
 
     path = Path(path)
@@ -197,8 +199,8 @@ def save_checkpoint(
 
 
 def load_checkpoint(path: str | os.PathLike, device: torch.device | str = "cpu") -> tuple[LanguageModel, Rotary]:
-    """Returns the model and the scheme it was trained with. Also reads the rotary models of the experiments. Raises
-    ValueError for other files."""
+    """Returns the model and the scheme with which it was trained. Also reads the rotary models of the experiments.
+    Raises ValueError for other files."""
     with _opened(path, device) as file:
         metadata = file.metadata() or {}
         if "trained" in metadata and "rotary" not in metadata:
@@ -222,7 +224,7 @@ def load_checkpoint(path: str | os.PathLike, device: torch.device | str = "cpu")
 
 
 def trained_length(path: str | os.PathLike) -> int | None:
-    """Returns the training length recorded in a checkpoint, in tokens; None if the file has none."""
+    """Returns the training length recorded in a checkpoint, in tokens, or None if the file has none."""
     with _opened(path, "cpu") as file:
         length = (file.metadata() or {}).get("train_length", "")
     return int(length) if length.isdecimal() else None

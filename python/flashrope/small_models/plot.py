@@ -1,4 +1,4 @@
-"""The figure of ``flashrope demo``: loss by context length."""
+"""Draws the figure of ``flashrope demo``: the loss by context length."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from pathlib import Path
 from ..cli.figure import COLOURS, MARKERS, new_figure, save
 from .table import Row
 
-CURVES = 6  # more cannot be told apart, above all in grey
+CURVES = 6  # readers cannot distinguish more curves, above all without colour
 
 
 def plot_losses(path: Path, rows: Sequence[Row], train_length: int) -> None:
-    """Draws a PNG of 1600 x 1000 pixels."""
+    """Writes the figure as a PNG of 1600 x 1000 pixels."""
     save(losses_figure(rows, train_length), path)
 
 
 def losses_figure(rows: Sequence[Row], train_length: int):
-    """Draws the first ``CURVES`` rows. Each scheme has its colour and marker, dashed with log n, and a label at the end
-    of its line."""
+    """Draws the first ``CURVES`` rows. Each scheme has a colour, a marker, and a label at the end of its line. Lines of
+    schemes with log n are dashed."""
     from matplotlib.ticker import FixedLocator, NullLocator
 
     note = "the same target bytes at every context length; dashed: with log n at evaluation"
@@ -72,7 +72,7 @@ def losses_figure(rows: Sequence[Row], train_length: int):
 
 
 def _label_ends(axes, rows: Sequence[Row], last: float) -> None:
-    """Labels each line at its right end; labels that would overlap are moved apart."""
+    """Labels each line at its right end. Labels that would overlap are moved apart."""
     low, high = axes.get_ylim()
     gap = (high - low) * 0.055
     order = sorted(range(len(rows)), key=lambda at: rows[at].losses[-1].last)

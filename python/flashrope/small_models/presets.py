@@ -1,13 +1,13 @@
-"""The sizes of ``flashrope demo``, and the files of its models."""
+"""Lists the sizes of ``flashrope demo``, and the files of its models."""
 
 from __future__ import annotations
 
 import dataclasses
 
-COMPARED = ("rerope", "leaky", "cope", "self-extend", "dual-chunk")  # with RoPE and HoPE
+COMPARED = ("rerope", "leaky", "cope", "self-extend", "dual-chunk")  # schemes to compare with RoPE and HoPE
 CHECKPOINTS = {"rope": "rope.safetensors", "hope": "hope.safetensors"}
 
-TIMES = {  # of whole runs, including importing torch
+TIMES = {  # times of whole runs, including importing torch
     "tiny": "about 10 s on two cores of an AMD EPYC",
     "cpu": "about 2 minutes on two cores of an AMD EPYC",
     "gpu": "not timed, for lack of a GPU",
@@ -16,7 +16,7 @@ TIMES = {  # of whole runs, including importing torch
 
 @dataclasses.dataclass(frozen=True)
 class Preset:
-    """Sizes of one run. ``windows`` is the number of unseen windows measured at every context length."""
+    """The sizes of a run. ``windows`` is the number of unseen windows on which every context length is measured."""
 
     width: int
     layers: int

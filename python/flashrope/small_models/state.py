@@ -1,4 +1,5 @@
-"""What a run saves to resume from: nested dicts and lists of tensors and plain values, as one safetensors file."""
+"""Saves the state from which a run can resume: nested dicts and lists of tensors and plain values, in one safetensors
+file."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from ..cli.files import replacing
 
 
 def save(path: Path, tree: dict) -> None:
-    """Tensors are stored by number; the metadata holds everything else as JSON."""
+    """Writes the tree to a file. Tensors are stored under numbers. The metadata holds everything else as JSON."""
     from safetensors.torch import save_file
 
     tensors: dict[str, torch.Tensor] = {}
@@ -22,7 +23,7 @@ def save(path: Path, tree: dict) -> None:
 
 
 def load(path: Path, device: torch.device) -> dict:
-    """Raises ValueError if it is not such a file."""
+    """Returns the tree that ``save`` wrote. Raises ValueError for any other file."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -39,7 +40,7 @@ def _plain(x: Any, tensors: dict[str, torch.Tensor]) -> Any:
     """Returns x as JSON values. Tensors, dicts, lists and tuples become {type: content}."""
     if isinstance(x, torch.Tensor):
         name = str(len(tensors))
-        tensors[name] = x.detach().cpu().clone(memory_format=torch.contiguous_format)  # tied weights share their memory
+        tensors[name] = x.detach().cpu().clone(memory_format=torch.contiguous_format)  # tied weights share memory
         return {"tensor": name}
     if isinstance(x, dict):
         return {"dict": [[key, _plain(value, tensors)] for key, value in x.items()]}

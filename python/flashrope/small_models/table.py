@@ -1,4 +1,4 @@
-"""The demo's table of losses: in the terminal, as Markdown and as CSV."""
+"""Formats the demo's table of losses: for the terminal, as Markdown and as CSV."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .evaluate import ContextLoss
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One scheme on one model. ``trained_with`` is the encoding the model was trained with."""
+    """One scheme on one model. ``trained_with`` is the encoding with which the model was trained."""
 
     name: str
     trained_with: str
@@ -20,14 +20,15 @@ class Row:
 
 
 def aligned(rows: Sequence[Row]) -> str:
-    """Returns text columns: the loss on the shared target bytes by context length."""
+    """Returns text columns: the loss by context length, on target bytes that are the same at every length."""
     cells = [["context length, bytes", *(f"{loss.context_length:,}" for loss in rows[0].losses)]]
     cells += [[row.name, *(f"{loss.last:.3f}" for loss in row.losses)] for row in rows]
     return report.aligned("loss on unseen files, nats per byte", cells, 9)
 
 
 def markdown(rows: Sequence[Row], facts: dict[str, str]) -> str:
-    """Returns Markdown: both losses by context length, and how they were measured."""
+    """Returns Markdown: the losses on the same target bytes and on all bytes, by context length, and how they were
+    measured."""
     train_length = rows[0].losses[0].context_length
     lengths = [f"{loss.context_length:,} ({loss.context_length // train_length}x)" for loss in rows[0].losses]
 

@@ -1,4 +1,4 @@
-"""The training loop: AdamW, linear warm-up, cosine decay, gradient clipping."""
+"""Trains a model with AdamW, linear warm-up, cosine decay and gradient clipping."""
 
 from __future__ import annotations
 
@@ -20,25 +20,26 @@ from .state import load, save
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
-    """What one training run does. Lengths are in tokens; one token is one byte."""
+    """The settings of one training run. Lengths are in tokens. One token is one byte."""
 
     steps: int
     batch_size: int
     train_length: int
     learning_rate: float = 3e-3
-    final_fraction: float = 0.05  # of the learning rate, at the last step
-    warmup: float = 0.1  # of the steps
+    final_fraction: float = 0.05  # learning rate at the last step, as a fraction of the peak
+    warmup: float = 0.1  # fraction of the steps during which the learning rate rises
     weight_decay: float = 0.1
     betas: tuple[float, float] = (0.9, 0.95)
     clip: float = 1.0
     seed: int = 0
     compile: bool = False
-    micro_batch: int = 0  # sequences per forward pass; gradients are accumulated over the batch. 0: the whole batch
+    micro_batch: int = 0  # sequences per forward pass, with gradients accumulated over the batch. 0: the whole batch
 
 
 @dataclasses.dataclass(frozen=True)
 class Ranks:
-    """The processes that train one model together, in the default group of torch.distributed, and which one this is."""
+    """The processes that train one model together, in the default group of torch.distributed, and this process's
+    rank."""
 
     rank: int = 0
     world: int = 1
@@ -51,7 +52,7 @@ class Trained:
     loss: float  # mean over the last tenth of the steps, nats per token
     seconds: float
     tokens_per_second: float  # excludes the first step, which compiles kernels and builds tables
-    losses: tuple[float, ...] = ()  # of every step, those before an interruption included
+    losses: tuple[float, ...] = ()  # the loss of every step, including steps before an interruption
 
 
 def train(
@@ -67,19 +68,20 @@ def train(
 ) -> Trained:
     """Trains ``model`` in place. On a GPU the forward pass runs under bfloat16 autocast.
 
-    Several ``ranks`` each train on their rows of every batch (DistributedDataParallel). The result equals that of one
-    process up to rounding. All must be given the same model, batches and state; rank 0 writes the state.
+    With several ``ranks``, each process trains on its own rows of every batch (DistributedDataParallel). The result
+    equals the result of one process up to rounding. All processes must be given the same model, batches and state. Rank
+    0 writes the state.
 
     Args:
-        batches: yields int64 (batch_size, train_length + 1) on the model's device, or pairs (inputs, targets), each
-            (batch_size, seqlen); targets of -100 are ignored. With ``state``, a function of the number of steps
-            already done that returns such an iterable.
+        batches: an iterable of int64 (batch_size, train_length + 1) on the model's device, or of pairs (inputs,
+            targets), each (batch_size, seqlen). Targets of -100 are ignored. With ``state``, a function that takes the
+            number of finished steps and returns such an iterable.
         attend: called as attend(q, k, v, rotary).
         progress: called as progress(step, loss), every step on a CPU and about fifty times on a GPU.
-        state: a file to save the run to every ``save_every`` steps. If it exists, training resumes from it, with the
-            same result as without the interruption. The caller deletes it.
+        state: a file to which the run is saved every ``save_every`` steps. If the file exists, training resumes from
+            it, with the same result as without the interruption. The caller deletes the file.
 
-    Raises RuntimeError if the loss is not finite, ValueError if there are more ranks than rows.
+    Raises RuntimeError if the loss is not finite, and ValueError if there are more ranks than rows of a batch.
     """
     device = next(model.parameters()).device
     if config.batch_size < ranks.world:
@@ -139,7 +141,7 @@ def _gradients(
     ranks: Ranks = Ranks(),
     replica: torch.nn.parallel.DistributedDataParallel | None = None,
 ) -> torch.Tensor:
-    """Accumulates the gradients of the mean loss over the targets of the whole batch; returns that loss."""
+    """Accumulates the gradients of the mean loss over the targets of the whole batch, and returns that loss."""
     inputs, targets = batch if isinstance(batch, tuple) else (batch[:, :-1], batch[:, 1:])
     counted = (targets >= 0).sum()
     inputs, targets = (rows.tensor_split(ranks.world)[ranks.rank] for rows in (inputs, targets))
@@ -151,7 +153,7 @@ def _gradients(
             with autocast(device):
                 logits = forward(part, rotary, attend)
             loss = F.cross_entropy(logits.flatten(0, 1).float(), wanted.flatten(), reduction="sum") / counted
-            (ranks.world * loss).backward()  # the replicas average over the ranks
+            (ranks.world * loss).backward()  # times world, because the replicas average gradients over the ranks
         total += loss.detach()
     if replica:
         torch.distributed.all_reduce(total)
@@ -168,5 +170,5 @@ def learning_rate_fraction(step: int, config: TrainConfig) -> float:
 
 
 def autocast(device: torch.device):
-    """Returns bfloat16 autocast on a GPU, and a context that does nothing elsewhere."""
+    """Returns bfloat16 autocast for a GPU, and for other devices a context that does nothing."""
     return torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else contextlib.nullcontext()

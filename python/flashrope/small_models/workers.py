@@ -1,4 +1,5 @@
-"""Jobs in worker processes. Two small models train faster in two processes of one thread than in one process of two."""
+"""Runs jobs in worker processes. Two small models train faster in two processes with one thread each than in one
+process with two threads."""
 
 from __future__ import annotations
 
@@ -22,20 +23,20 @@ Progress = Callable[[int, Any], None]
 
 
 class WorkerError(RuntimeError):
-    """A job failed. The message is its traceback."""
+    """Raised if a job failed. The message is the job's traceback."""
 
 
 class Workers:
-    """``count`` processes, started with spawn, of ``threads`` torch threads each.
+    """A pool of ``count`` processes, started with spawn, with ``threads`` torch threads each.
 
-    With ``count`` 0 the jobs run one after another in this process, on ``threads`` threads; otherwise this process uses
-    one thread until the ``with`` block ends.
+    If ``count`` is 0, the jobs run one after another in this process, on ``threads`` threads. Otherwise this process
+    uses one thread until the ``with`` block ends.
 
-    ``devices``: one for each process, such as cuda:0 and cuda:1. In its process, "cuda" means that GPU, and ``device``
-    returns it.
+    ``devices``: one device for each process, such as cuda:0 and cuda:1. In a worker, "cuda" means its own GPU, and
+    ``device()`` returns that GPU.
 
-    Only this process handles Ctrl-C. The workers ignore it; they end with the ``with`` block, or with their pipe if
-    this process dies.
+    Only this process handles Ctrl-C. The workers ignore it. They end with the ``with`` block, or if this process dies
+    and their pipe closes.
     """
 
     def __init__(self, count: int, threads: int, devices: Sequence[torch.device] = ()):
@@ -65,7 +66,7 @@ class Workers:
 
     def __exit__(self, *_) -> None:
         torch.set_num_threads(self._threads_before)
-        with _interrupts_held():  # a second Ctrl-C must not leave workers behind
+        with _interrupts_held():  # so that a second Ctrl-C leaves no worker running
             for connection in self._connections:
                 connection.close()
             for process in self._processes:
@@ -154,8 +155,8 @@ def _serve(connection, threads: int, own: torch.device | None) -> None:
 
 @contextlib.contextmanager
 def _interrupts_held():
-    """Holds Ctrl-C back until the end of the block. Processes started inside inherit the blocked signal and never
-    receive it."""
+    """Delays Ctrl-C until the end of the block. Processes that are started in the block inherit the blocked signal and
+    never receive it."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

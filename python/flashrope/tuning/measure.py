@@ -1,7 +1,7 @@
-"""Compiles the candidates of a workload, checks each against the reference, and times the ones that pass.
+"""Compiles the candidates of a workload, checks each against the reference, and times the correct ones.
 
 All candidates of a race alternate, round by round, so that they see the same state of the device. The default tile
-stays unless another is faster by more than ``MIN_GAIN``.
+stays unless another tile is faster by more than ``MIN_GAIN``.
 """
 
 from __future__ import annotations
@@ -29,17 +29,18 @@ from .candidates import candidates_of, kernel_of
 from .timer import Spread, Timer, rounds
 from .workloads import CHECK_WINDOW, Results, Workload
 
-# Largest error of a row against float64, relative to its norm and the mean norm of all rows, added. lse: absolute.
+# Largest error of a row against float64, relative to the sum of its norm and the mean norm of all rows. For lse it is
+# absolute.
 TOLERANCE = {torch.float16: 2.5e-3, torch.bfloat16: 2e-2}
-CHECKS = 2  # with a race between warps, a single run may be correct by chance
+CHECKS = 2  # runs of each check: if warps race, a single run may be correct by chance
 MIN_GAIN = 0.02
-FIRST_ROUNDS, FINALISTS, NEAR = 3, 4, 1.15  # the best of a short race, and within NEAR of the first, run a long one
-MAX_SECONDS = 4.0  # time of one long race
+FIRST_ROUNDS, FINALISTS, NEAR = 3, 4, 1.15  # finalists are within a factor NEAR of the fastest after a short race
+MAX_SECONDS = 4.0  # longest time of one long race
 COMPILING_SHARE = 0.6  # share of the time for workloads with the same kernels that is spent on compiling
 
 
 class Outcome(NamedTuple):
-    """The result of a candidate: the reason why it was dropped, or its time in the last race that it ran in."""
+    """The result of a candidate: the reason why it was dropped, or its time in its last race."""
 
     tile: Tile
     dropped: str = ""
@@ -47,7 +48,7 @@ class Outcome(NamedTuple):
 
 
 class Examined(NamedTuple):
-    """A workload's results. outcomes: the result of every candidate, the default first."""
+    """A workload's results. outcomes: the result of every candidate. The default is first."""
 
     workload: Workload
     outcomes: list[Outcome]
@@ -58,7 +59,8 @@ class Examined(NamedTuple):
 
     @property
     def winner(self) -> Outcome | None:
-        """Returns the fastest candidate, or the default if that is nearly as fast. None if none could be timed."""
+        """Returns the fastest candidate, or the default if it is nearly as fast. Returns None if no candidate could be
+        timed."""
         timed = [(outcome.milliseconds.median, outcome) for outcome in self.outcomes if outcome.milliseconds]
         if not timed:
             return None
@@ -67,7 +69,7 @@ class Examined(NamedTuple):
         return self.default if default and median > (1 - MIN_GAIN) * default.median else best
 
     def record(self) -> Winner | None:
-        """Returns the winner as the file of tuned tiles records it."""
+        """Returns the winner in the form in which the file of tuned tiles records it."""
         winner = self.winner
         if not winner or not winner.milliseconds:
             return None
@@ -82,9 +84,9 @@ def describe(tile: Tile) -> str:
 def examine(
     workloads: Sequence[Workload], device: torch.device, seconds: float, bar: Bar, jobs: int = 0
 ) -> Iterator[Examined]:
-    """Examines the workloads in turn. Workloads with the same kernels are examined together. Stops when time is up.
+    """Examines the workloads in turn. Workloads with the same kernels are examined together. Stops when the time is up.
 
-    seconds: for everything. jobs: compiling threads (0: all processors).
+    seconds: the time for everything. jobs: number of compiling threads (0: all processors).
     """
     end = time.monotonic() + seconds
     groups = [list(group) for _, group in itertools.groupby(workloads, lambda workload: workload.kernels)]
@@ -133,9 +135,8 @@ def compile_ahead(
 ) -> dict[Tile, str]:
     """Compiles the kernel of this direction for every tile, in threads.
 
-    Returns a dict from each tile that was not compiled in time to that reason.
-
-    A kernel that does not compile is noticed by ``fault``, which launches it.
+    Returns {tile: reason} of the tiles that were not compiled in time. A kernel that does not compile is found by
+    ``fault``, which launches it.
     """
     if launcher.interpreted():
         return {}
@@ -163,8 +164,8 @@ def compile_ahead(
 
 @contextlib.contextmanager
 def _cancelled_by_errors(futures: Iterable[Future]) -> Iterator[None]:
-    """Cancels futures that have not started if the block raises, for example at Ctrl-C. Without this, the end of the
-    pool would wait for them."""
+    """Cancels futures that have not started if the block raises, for example at Ctrl-C. Otherwise the end of the pool
+    would wait for them."""
     try:
         yield
     except BaseException:
@@ -200,7 +201,7 @@ def fault(workload: Workload, tile: Tile, call: Callable[[], Results], exact: Re
             errors = [error(*pair) for _ in range(CHECKS) for pair in zip(call(), exact, strict=True)]
         except OutOfResources as failure:
             return f"needs {failure.required} of {failure.name}, this device has {failure.limit}"
-        except Exception as failure:  # whatever the compiler or the driver says: another candidate may run
+        except Exception as failure:  # any error of the compiler or the driver; another candidate may run
             return f"does not run: {type(failure).__name__}: {(str(failure).splitlines() or [''])[0][:80]}"
     worst = max(errors)
     return "" if worst <= TOLERANCE[workload.dtype] else f"wrong: error {worst:.2g} against float64"
@@ -208,7 +209,8 @@ def fault(workload: Workload, tile: Tile, call: Callable[[], Results], exact: Re
 
 @contextlib.contextmanager
 def _new_tensors_are_nan() -> Iterator[None]:
-    """Fills new tensors with NaN. Otherwise a row that a kernel leaves out could hold another candidate's result."""
+    """Fills new tensors with NaN. Otherwise a row that a kernel does not write could hold another candidate's
+    result."""
     enabled, warn = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     deterministic: Any = torch.utils.deterministic
     fill = deterministic.fill_uninitialized_memory
@@ -224,7 +226,8 @@ def _new_tensors_are_nan() -> Iterator[None]:
 
 
 def error(got: torch.Tensor, exact: torch.Tensor) -> float:
-    """Returns the largest error of a row, relative to its norm plus the mean norm; of lse the largest difference.
+    """Returns the largest error of a row, relative to its norm plus the mean norm. For lse it is the largest
+    difference.
 
     Returns inf if a result is nan.
     """

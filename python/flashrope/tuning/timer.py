@@ -1,8 +1,9 @@
 """Measures the time of a call on one device.
 
 On a GPU, CUDA events before and after the call are used. Before the call, other data is read through the L2 cache, so
-that nothing is left there to write back. A short sleep on the device lets the host queue the whole call before the
-first event is reached, so that host time is not measured. On the CPU, the clock is read before and after the call.
+that the cache has no data left to write back. A short sleep on the device lets the host queue the whole call before the
+device reaches the first event, so that host time is not measured. On the CPU, the clock is read before and after the
+call.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ import torch
 MIN_ROUNDS = {"cpu": 3, "cuda": 10}
 MAX_ROUNDS = 200
 WARM_UP = {"cpu": 1, "cuda": 3}
-FLUSH_BYTES = 256 * 2**20  # at least: several times the L2 cache of an H200 (60 MB)
-SLEEP_CYCLES = 1_000_000  # about half a millisecond; doubled if the host takes longer to queue a call
+FLUSH_BYTES = 256 * 2**20  # the least number of bytes, several times the L2 cache of an H200 (60 MB)
+SLEEP_CYCLES = 1_000_000  # about half a millisecond, and doubled if the host takes longer to queue a call
 MAX_SLEEP_CYCLES = (
     32 * SLEEP_CYCLES
-)  # about 16 ms; a call that takes longer waits for the device, and is timed with that wait
+)  # about 16 ms; if the host takes longer to queue a call, the measured time includes host time
 
 
 class Spread(NamedTuple):
@@ -58,7 +59,7 @@ class Timer:
             torch.cuda._sleep(self.sleep)
             start.record()
             call()
-            in_time = not start.query()  # the device still sleeps: the whole call is queued
+            in_time = not start.query()  # the device still sleeps, so the whole call is queued
             stop.record()
             stop.synchronize()
             if in_time or self.sleep >= MAX_SLEEP_CYCLES:

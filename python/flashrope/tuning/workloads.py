@@ -1,4 +1,4 @@
-"""The calls that candidates are checked and timed with, and the passes and shapes that a user can name."""
+"""Defines the calls with which candidates are checked and timed, and the passes and shapes that a user can name."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from ..lowering.cos_sin import padded_pairs
 from ..rotary.rotary import Rotary
 
 PAGE_SIZE = 256
-WINDOW = 512  # ReRoPE's, when timed
-CHUNK = 512  # tokens of a prompt that are prefilled at once, over a cache
-# Sizes for the check: not a multiple of any tile's rows, and several tiles of any size. The window ends within a tile.
+WINDOW = 512  # ReRoPE's window in timed calls
+CHUNK = 512  # tokens of a prompt that are prefilled at once over a cache
+# Sizes for the check. CHECK_SEQLEN is several tiles long, but no multiple of a tile's rows. The window ends in a tile.
 CHECK_SEQLEN, CHECK_WINDOW, CHECK_CHUNK = 323, 96, 150
 # The kernels' directions that make up a pass, and the cache layouts it is timed with.
 PASSES = {
@@ -36,8 +36,8 @@ Results = tuple[torch.Tensor, ...]
 class Workload:
     """A call in one direction: q (batch, seqlen, heads, head_dim), k and v (batch, seqlen, heads_kv, head_dim).
 
-    cache: "contiguous" or "paged" for decoding with a KV cache of seqlen keys, with one query for each sequence in the
-    direction "decode", and with a chunk of queries in the direction "forward".
+    cache: "contiguous" or "paged" for a call over a KV cache of seqlen keys. In the direction "decode" it has one query
+    for each sequence, and in the direction "forward" a chunk of queries.
     """
 
     direction: str
@@ -50,7 +50,7 @@ class Workload:
     bands: int = 1
     cache: str = ""
     chunk: int = CHUNK
-    num_splits: int = 0  # of the keys when decoding; 0: by shape
+    num_splits: int = 0  # number of splits of the keys in decoding; 0: chosen from the shapes
 
     def __post_init__(self):
         for name in ("batch", "seqlen", "heads", "heads_kv", "head_dim"):
@@ -69,7 +69,7 @@ class Workload:
 
     @property
     def kernels(self) -> tuple:
-        """Returns a key that is equal for workloads which run the same compiled kernels."""
+        """Returns a key that is equal for workloads that run the same compiled kernels."""
         return self.shape_class._replace(max_keys=0)
 
     def replace(self, **changes) -> Workload:
@@ -93,7 +93,7 @@ class Workload:
         return rope.rectify(window) if self.bands > 1 else rope
 
     def tensors(self, device: torch.device) -> list[torch.Tensor]:
-        """Returns q, k, v of normal random numbers."""
+        """Returns q, k and v with normally distributed random numbers."""
         generator = None if device.type == "meta" else torch.Generator(device).manual_seed(0)
         return [
             torch.randn(self.batch, seqlen, heads, self.head_dim, device=device, dtype=self.dtype, generator=generator)
@@ -118,7 +118,7 @@ class Workload:
         return lambda: backend.backward(grad_out, None, q, k, v, out, lse, kept, call)
 
     def exact(self, device: torch.device, window: int = WINDOW) -> Results:
-        """Returns what ``call``'s function returns, computed by the reference in float64."""
+        """Returns the same results as the function of ``call``, computed by the reference in float64."""
         tensors = self.tensors(device)
         q, k, v = (x.double() for x in tensors)
         if self.cache:
@@ -142,8 +142,8 @@ class Workload:
         )
 
     def _cache_call(self, k: torch.Tensor, v: torch.Tensor, window: int):
-        """Returns k and v as caches, and the call. Pages lie in the order of their numbers, but the first two are
-        swapped."""
+        """Returns k and v as caches, and the call. Pages are in the order of their numbers, except that the first two
+        are swapped."""
         seqlens, table = torch.full((self.batch,), self.seqlen, dtype=torch.int32, device=k.device), None
         if self.cache == "paged":
             pages = -(-self.seqlen // PAGE_SIZE)
@@ -163,15 +163,15 @@ class Workload:
 
 
 def _like(x: torch.Tensor) -> torch.Tensor:
-    """Returns normal random numbers in the shape and type of x, the same for every call."""
+    """Returns normally distributed random numbers in the shape and type of x, which are the same for every call."""
     generator = torch.Generator(x.device).manual_seed(1)
     return torch.randn(x.shape, device=x.device, dtype=x.dtype, generator=generator)
 
 
 # ---- what to tune
 
-TOKENS = 16384  # of a batch: its size is TOKENS / seqlen
-SEQLENS, CAPACITIES = (1024, 4096, 16384), (4096, 65536)  # one for each class of length, two for caches
+TOKENS = 16384  # tokens of a batch, whose size is TOKENS / seqlen
+SEQLENS, CAPACITIES = (1024, 4096, 16384), (4096, 65536)  # one length for each class of lengths; two for caches
 HEADS, HEADS_KV, HEAD_DIM = 32, 8, 128
 CACHE_BATCH = 4
 
@@ -179,7 +179,7 @@ CACHE_BATCH = 4
 def parse_shape(text: str) -> tuple[int, ...]:
     """Returns (batch, seqlen, heads, heads_kv, head_dim) of "8x4096x32x8x128".
 
-    Raises ValueError if it is not of this form.
+    Raises ValueError if text does not have this form.
     """
     numbers = tuple(int(word) if word.isascii() and word.isdigit() else 0 for word in text.split("x"))
     if len(numbers) != 5 or not all(numbers):
@@ -188,7 +188,7 @@ def parse_shape(text: str) -> tuple[int, ...]:
 
 
 def sensible_shapes(run: str) -> list[tuple[int, ...]]:
-    """Returns the shapes that a pass is timed at by default: grouped heads, one shape for every class of length."""
+    """Returns the shapes with which a pass is timed by default: grouped heads, one shape for every class of lengths."""
     if run in ("decode", "prefill"):
         return [(CACHE_BATCH, capacity, HEADS, HEADS_KV, HEAD_DIM) for capacity in CAPACITIES]
     return [(TOKENS // seqlen, seqlen, HEADS, HEADS_KV, HEAD_DIM) for seqlen in SEQLENS]
@@ -197,7 +197,7 @@ def sensible_shapes(run: str) -> list[tuple[int, ...]]:
 def chosen(
     passes: Sequence[str], shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, bands: Sequence[int]
 ) -> list[Workload]:
-    """Returns one workload for each class of shape, those with the same kernels side by side."""
+    """Returns one workload for each class of shapes. Workloads with the same kernels follow one another."""
     found: dict[store.ShapeClass, Workload] = {}
     for run in passes:
         for direction, cache, count in itertools.product(*PASSES[run], bands):

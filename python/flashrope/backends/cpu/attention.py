@@ -1,13 +1,14 @@
-"""``attention`` and ``attention_varlen`` on the CPU, with torch's own flash kernel. Memory is linear in the lengths.
+"""Computes ``attention`` and ``attention_varlen`` on the CPU with torch's own flash kernel. Memory is linear in the
+lengths.
 
 Each band is divided into pieces that the kernel computes without a mask: rectangles, and triangles that its is_causal
 describes. The pieces of a row are merged by their lse, as in ring attention.
 
-Torch's kernel requires the same head_dim for q, k and v. If v has a different head_dim than q and k, the narrower
-tensors are padded with zero channels.
+Torch's kernel requires the same head_dim for q, k and v. If v has a different head_dim than q and k, the tensors with
+the smaller head_dim are padded with zero channels.
 
-Half-precision inputs are computed in float32 and only the results are rounded. That is at least as fast here as torch's
-half-precision kernels. Their float16 backward is about twenty times slower.
+Half-precision inputs are computed in float32, and only the results are rounded. That is at least as fast as torch's
+half-precision kernels, whose float16 backward is about twenty times slower.
 
 If the compiled kernels are loaded, they serve all dtypes except float64 (tiles.py).
 """
@@ -47,8 +48,8 @@ def unsupported_reason(q: torch.Tensor, cached: bool = False) -> str:
 
 
 def kept_shapes(k: torch.Tensor, call: AttentionCall) -> KeptShapes:
-    """Returns empty shapes, because nothing is saved. To save memory the backward rotates the keys again, in one pass
-    over k."""
+    """Returns empty shapes, because nothing is saved. The backward rotates the keys again in one pass over k, which
+    saves memory."""
     return KeptShapes()
 
 
@@ -215,7 +216,8 @@ def _add_channel(x: torch.Tensor, value) -> torch.Tensor:
 
 
 def _accumulate(total, piece_grad, shape, first: int, count: int, piece: Piece) -> torch.Tensor:
-    """Adds the gradient of one piece to total (batch, seqlen, heads, head_dim) and returns total. None: creates it."""
+    """Adds the gradient of one piece to total (batch, seqlen, heads, head_dim) and returns total. If total is None, it
+    is created."""
     if total is None:
         if count == shape[1] and not piece.reversed:
             return piece_grad.transpose(1, 2)

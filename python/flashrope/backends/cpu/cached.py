@@ -1,8 +1,8 @@
-"""``attention_with_cache`` on the CPU, with torch's own flash kernel. The cache is read in place.
+"""Computes ``attention_with_cache`` on the CPU with torch's own flash kernel. The cache is read in place.
 
 A sequence is read in blocks of slots, counted from its first slot. A block of a contiguous cache is a view. Pages are
-gathered one block at a time, heads first, unless they are consecutive and rows first in memory. The results of a
-sequence computed on its own are bitwise identical in both layouts.
+gathered one block at a time, with the heads first. They are not gathered if they are consecutive in memory and have the
+rows first. The results of a sequence that is computed on its own are bitwise identical in both layouts.
 
 If the compiled kernels are loaded, they serve a few queries per sequence (decode.py) and long chunks (tiles.py).
 
@@ -38,23 +38,24 @@ from .pieces import (
 )
 from .rotation import rotate, rotation_for, upcast
 
-MIN_BLOCK, MAX_BLOCK = 256, 16384  # slots
-# Elements of a block of k. A gathered or rotated copy of such a block stays in the processor's caches. For larger
-# copies the system allocates new pages of memory in every call.
+MIN_BLOCK, MAX_BLOCK = 256, 16384  # slots of a block
+# Number of elements of a block of k. A gathered or rotated copy of such a block stays in the processor's caches. For
+# larger copies, the system would allocate new pages of memory in every call.
 BLOCK_ELEMENTS = 2**20
-COMPILED_ROWS = 64  # queries of a chunk. From this number on, packing all its keys for the compiled kernel pays.
+COMPILED_ROWS = 64  # from this number of queries on, packing the keys for the compiled kernel is worthwhile
 
 
 def _block_size(row: int) -> int:
-    """Returns the slots per block. row: elements of k in one slot of all the sequences that are read together."""
+    """Returns the number of slots of a block. row: the elements of k in one slot, of all sequences that are read
+    together."""
     return min(max(BLOCK_ELEMENTS // max(row, 1), MIN_BLOCK), MAX_BLOCK)
 
 
 def attend(
     q: torch.Tensor, layer: CacheLayer, part: Part, out: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (out like q, lse in float32 or float64) of a batch of sequences. out: a tensor that the compiled kernels
-    may write the result to, contiguous and like q."""
+    """Returns (out of ``cached_out_shape``, lse in float32 or float64) of a batch of sequences. out: a contiguous
+    tensor of this shape, to which the compiled kernels may write the result."""
     call, tables, k_cache = part.call, part.call.tables, layer.k
     if layer.key_weight is not None:
         layer = layer._replace(key_weight=layer.key_weight.contiguous())  # as the kernels read it
@@ -93,7 +94,7 @@ def attend(
 def _attend_single(
     q: torch.Tensor, layer: CacheLayer, first: int, end: int, call: CacheCall
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Returns what ``_attend`` returns for one block, without its bookkeeping, if one piece covers all rows and keys.
+    """Returns the result of ``_attend`` for one block, without its bookkeeping, if one piece covers all rows and keys.
 
     Returns None otherwise, and also if keys do not rotate, because ``_attend`` does not upcast such keys.
     """
@@ -112,10 +113,10 @@ def _attend_single(
 
 
 def _attend_placed(q: torch.Tensor, layer: CacheLayer, part: Part) -> tuple[torch.Tensor, torch.Tensor]:
-    """Does what ``attend`` does for tables with explicit positions."""
+    """Does the same as ``attend``, for tables with explicit positions."""
     (batch, seqlen_q, heads_q, _), call, k_cache = q.shape, part.call, layer.k
     placed: list[runs.Placed] = []
-    if not call.rotary.axis and not have_maps(call.bands):  # maps count positions, runs count from their first key
+    if not call.rotary.axis and not have_maps(call.bands):  # maps need positions, but runs count from their first key
         placed = part.placed(k_cache, seqlen_q)
     in_runs = [each.long_runs for each in placed] if placed else [False] * batch
     if (compiled := loader.load()) and any(in_runs) and decode.serves(q, layer, call):
@@ -162,15 +163,16 @@ def _groups(bounds: list[tuple[int, int]], together: bool) -> list[tuple[int, in
 
 
 class Block(NamedTuple):
-    position: float  # of the first key
+    position: float  # position of the first key
     order: int  # rank of the first key among the visible keys of the sequence
     k: torch.Tensor  # (batch, slots, heads_kv, head_dim)
-    v: torch.Tensor  # may be narrower
+    v: torch.Tensor  # like k, but its head_dim may be smaller
     k_scale: torch.Tensor | None = None  # (batch, slots, heads_kv, 1)
     v_scale: torch.Tensor | None = None
 
     def keys_and_values(self, dtype: torch.dtype, key_weight: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns k and v, both as wide as k. Quantized values, and those beside weighted keys, have this dtype."""
+        """Returns k and v, both with the head_dim of k. If they are quantized, or if keys are weighted, both are
+        converted to dtype."""
         k, v = self.k, self.v
         if self.k_scale is not None and self.v_scale is not None:
             k, v = (dequantize(x, s[..., 0], dtype) for x, s in ((k, self.k_scale), (v, self.v_scale)))
@@ -195,7 +197,7 @@ def _contiguous_blocks(caches, b0: int, b1: int, first: int, end: int, size: int
 def _paged_blocks(caches, table: torch.Tensor, first: int, end: int, size: int) -> Iterator[Block]:
     """Yields the slots [first, end) of one sequence in blocks of at most ``size``.
 
-    table: (max_pages,), its pages. Page numbers outside the cache are clamped.
+    table: (max_pages,), the sequence's pages. Page numbers outside the cache are clamped.
     """
     pages_in_cache, page_size = caches[0].shape[:2]
     for slot in range(first, end, size):
@@ -223,11 +225,11 @@ def _attend(
     layer: CacheLayer,
     queries: list[runs.Rows] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns out, like q but as wide as the values, and lse (batch, heads_q, seqlen_q). All sequences have seqlen
-    keys. layer: where the blocks come from, which says how wide values are and how keys are weighted.
+    """Returns out, like q but with the head_dim of the values, and lse (batch, heads_q, seqlen_q). All sequences have
+    seqlen keys. layer: the layer from which the blocks come. It gives the head_dim of values and the key weights.
 
-    queries: the positions of the query rows; None: the last positions. If given, the compiled path takes one block per
-    contiguous run, and the fallback a single block with all keys.
+    queries: the positions of the query rows. None: the last positions. If they are given, the compiled path takes one
+    block per contiguous run of keys, and the fallback takes a single block with all keys.
     """
     seqlen_q, rotary, head_dim_v, key_weight = q.shape[1], call.rotary, cached_out_shape(q, layer)[-1], layer.key_weight
     queries = queries or [runs.Rows(0, seqlen_q, seqlen - seqlen_q, seqlen - seqlen_q)]
@@ -250,7 +252,7 @@ def _attend(
                 covers_block = stop - first == k.shape[1]
                 band_k, band_v = (k, v) if covers_block else (k[:, first:stop], v[:, first:stop])
                 k_rotation = rotation_for(band_k, call, k_map, position + first, False)
-                if k_rotation is not None:  # rotated keys are float32 or float64
+                if k_rotation is not None:  # the rotated keys are float32 or float64
                     band_k, band_v = rotate(band_k, k_rotation, rotary), upcast(band_v)
                 band_q = rotated_q[q_map, rows.row]
                 band_q = band_q if band_q.dtype == band_k.dtype else band_q.to(band_k.dtype)
@@ -288,7 +290,7 @@ def _attend_tiles(
                 continue
             own = slice(rows.row, rows.row + rows.rows)
             if scales is None and not compiled.multiplies(q.dtype, q.shape[1]):
-                k, v = k.to(torch.float32), v.to(torch.float32)  # later rows reuse the conversion
+                k, v = k.to(torch.float32), v.to(torch.float32)  # converted once for all runs of queries
             run_out, run_lse = tiles.forward(
                 compiled, q[:, own], k, v, attention, scales, place, torch.float32, layer.key_weight
             )

@@ -12,11 +12,11 @@ from ...rotary.bands import Band
 
 MAX_HEAD_DIM = 576  # csrc/cpu/common.h has the same number
 MAX_BANDS = 4
-INFINITE = 2**40  # stands for an infinite distance
+INFINITE = 2**40  # the value that means an infinite distance
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 CODES = {torch.int8: 3, torch.uint8: 4}  # dtypes of quantized caches, which the kernels read with float32 queries
-FEW_QUERIES = 8  # up to 8 queries float32 is faster than bfloat16: it takes 8 rows at once, bfloat16 strips of 32
-NOT_FINITE = 2  # what the backward in bfloat16 returns if a row is not finite
+FEW_QUERIES = 8  # up to 8 queries float32 is faster: it works on 8 rows at once, bfloat16 on strips of 32 rows
+NOT_FINITE = 2  # the return value of the backward in bfloat16 if a row is not finite
 
 
 class TensorView(ctypes.Structure):
@@ -68,7 +68,7 @@ class DecodeRun(ctypes.Structure):
 
 
 class DecodeCall(ctypes.Structure):
-    """Mirrors the struct of this name in csrc/cpu/decode.h."""
+    """Mirrors the struct DecodeCall in csrc/cpu/decode.h."""
 
     _fields_ = [
         *((name, TensorView) for name in ("q", "k", "v", "out", "k_scale", "v_scale")),
@@ -93,7 +93,7 @@ class DecodeCall(ctypes.Structure):
 
 
 class Table(ctypes.Structure):
-    """The addresses of every row's cos and sin, with strides in elements."""
+    """The addresses of cos and sin of all rows, with strides in elements."""
 
     _fields_ = [("cos", ctypes.c_void_p), ("sin", ctypes.c_void_p)] + [
         (f"{name}_{stride}", ctypes.c_int64) for name in ("cos", "sin") for stride in ("batch", "row")
@@ -105,7 +105,7 @@ class ForwardBand(ctypes.Structure):
 
 
 class ForwardCall(ctypes.Structure):
-    """Mirrors the struct of this name in csrc/cpu/tiles.h."""
+    """Mirrors the struct ForwardCall in csrc/cpu/tiles.h."""
 
     _fields_ = [
         *((name, TensorView) for name in ("q", "k", "v", "out", "k_scale", "v_scale")),
@@ -127,7 +127,7 @@ class ForwardCall(ctypes.Structure):
 
 
 class BackwardCall(ctypes.Structure):
-    """Mirrors the struct of this name in csrc/cpu/backward.h."""
+    """Mirrors the struct BackwardCall in csrc/cpu/backward.h."""
 
     _fields_ = [
         ("forward", ForwardCall),
@@ -141,7 +141,7 @@ class Run(ctypes.Structure):
 
 
 class RotateCall(ctypes.Structure):
-    """Mirrors the struct of this name in csrc/cpu/rotate.cpp."""
+    """Mirrors the struct RotateCall in csrc/cpu/rotate.cpp."""
 
     _fields_ = [
         *((name, TensorView) for name in ("x", "out", "v", "v_cache", "k_scale", "v_scale")),
@@ -173,17 +173,16 @@ class Library:
         self.parallel_for = ctypes.cast(torch_cpu.torch_parallel_for, ctypes.c_void_p)
 
     def multiplies(self, dtype: torch.dtype, seqlen_q: int) -> bool:
-        """Whether queries of this dtype are multiplied without conversion. Otherwise they are converted to float32
-        first."""
+        """Whether the kernels multiply with queries of this dtype. Otherwise queries are first converted to float32."""
         return self._bfloat16 is not None and dtype == torch.bfloat16 and seqlen_q > FEW_QUERIES
 
     def forward(self, call: ForwardCall, dtype: torch.dtype) -> int:
-        """Runs the forward pass. dtype: dtype of the queries. Returns 0, or 1 if memory runs out."""
+        """Runs the forward pass. dtype: the dtype of the queries. Returns 0, or 1 if memory runs out."""
         multiplied = self.multiplies(dtype, call.seqlen_q)
         return (self._bfloat16_forward if multiplied else self._forward)(ctypes.byref(call))
 
     def backward(self, call: BackwardCall, dtype: torch.dtype) -> int:
-        """Writes the gradients. dtype: dtype of the queries. Returns 0, or 1 if memory runs out."""
+        """Writes the gradients. dtype: the dtype of the queries. Returns 0, or 1 if memory runs out."""
         if self.multiplies(dtype, call.forward.seqlen_q):
             status = self._bfloat16_backward(ctypes.byref(call))
             if status != NOT_FINITE:

@@ -16,7 +16,7 @@ from .library import Library
 
 FOLDER = Path(__file__).parent / "kernels"
 SOURCES = Path(__file__).parents[4] / "csrc/cpu"  # in a checkout
-# The instructions that a library needs, by Linux's names for them; the best library last.
+# The instruction sets that each library needs, by Linux's names for them. The best library is last.
 X86_64_V3 = frozenset(["avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe", "xsave"])
 X86_64_V4 = X86_64_V3 | frozenset(["avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"])
 INSTRUCTIONS = {
@@ -26,11 +26,11 @@ INSTRUCTIONS = {
     "x86-64-v4": X86_64_V4,
     "x86-64-v4-bf16": X86_64_V4 | {"avx512_bf16"},
 }
-EXTENDED = {"x86-64-v4-bf16": "x86-64-v4"}  # target: the target whose library has the functions that its own lacks
+EXTENDED = {"x86-64-v4-bf16": "x86-64-v4"}  # {target whose library lacks functions: target whose library has them}
 
 
 class Found(NamedTuple):
-    """The library and its target, or None and one line that says why no library was found."""
+    """A library and its target, or None and one line that says why no library was found."""
 
     library: Library | None
     target: str
@@ -72,7 +72,7 @@ def find() -> Found:
 
 
 def parts(target: str) -> list[str]:
-    """Returns the target, followed by the target that it extends, if any. Their libraries together serve the target."""
+    """Returns the target and the target that it extends, if any. The libraries of both together serve the target."""
     return [target, *([EXTENDED[target]] if target in EXTENDED else [])]
 
 
@@ -114,7 +114,8 @@ def _stale(path: Path) -> bool:
 
 @cache
 def load() -> Library | None:
-    """Returns the library for the CPU backend, or None. Without one, the first call of a process warns and says why."""
+    """Returns the library for the CPU backend, or None. If there is none, the first call in a process warns and says
+    why."""
     library, _, problem = find()
     if library is None and sys.platform == "linux":
         warnings.warn(f"flashrope: attention on the CPU is slow without its compiled kernels: {problem}", stacklevel=2)

@@ -1,9 +1,9 @@
 """``attention_with_cache`` over keys at any positions, with torch's flash kernel and masks.
 
-This path is used where runs.py finds no long runs: for stored positions that are not consecutive, axial positions, and
+This path is used if runs.py finds no long runs: for stored positions that are not consecutive, axial positions, and
 schemes that map positions. Each block of visible keys is gathered and rotated by the positions of its keys. For each
-band it is cut to the range of keys that at least one query attends to. A ``Part`` keeps the cos and sin of the keys for
-the layers of a step.
+band, the block is cut to the range of keys that at least one query attends to. A ``Part`` keeps the cos and sin of the
+keys for the layers of a step.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def attend(
     keys, queries = part.places(layer.k, sequence, seqlen_q)
     seqlen = keys.slot.numel()
     order_q, order_k = torch.arange(seqlen - seqlen_q, seqlen), torch.arange(seqlen)
-    # An axial scheme has one band, which is tested by rank, not by position.
+    # An axial scheme has one band, which compares ranks instead of positions.
     by_q, by_k = (order_q, order_k) if rotary.axis else (queries, keys.position)
     rotated_q = {
         band.queries: rotate(q, rotation_at(rotary, queries, band.queries, QueryFactors.of(call), dtype), rotary)
@@ -67,7 +67,8 @@ def attend(
 def _rows(
     layer: CacheLayer, page: torch.Tensor, row: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns weighted k, and v, (1, rows, heads_kv, head_dim). Quantized values are converted to dtype."""
+    """Returns k, times ``key_weight`` if the layer has it, and v, each (1, rows, heads_kv, head_dim). Quantized k and v
+    are converted to dtype."""
     k, v, *scales = (x[page, row][None] for x in layer[:4] if x is not None)
     if scales:
         k, v = dequantize(k, scales[0], dtype), dequantize(v, scales[1], dtype)
@@ -75,8 +76,8 @@ def _rows(
 
 
 def _flash(q, k, v, seen: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns out and lse, heads first, of q against k and v (1, rows, heads, head_dim). Rows that see no key get out 0
-    and lse -inf."""
+    """Returns (out, lse), with the heads first, of q over k and v (1, rows, heads, head_dim). seen: the mask. Rows that
+    see no key have out 0 and lse -inf."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     if seen.all():
         return flash_folded(q, k, v, scale)

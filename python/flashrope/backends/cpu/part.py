@@ -1,4 +1,4 @@
-"""``Part``: a batch of sequences over a cache, and what the host has read of their tables for all layers."""
+"""``Part``: a batch of sequences over a cache. It keeps what the host has read from their tables for all layers."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Part:
     """Sequences with equally many queries. Layers differ only in their tensors, so the tables are read once.
 
     Attributes:
-        call: the call that the backend computes, from ``for_backend``. Its tables are not packed.
+        call: the call that the backend computes, from ``for_backend``. Its queries are not packed.
         key_rotations: cos and sin of blocks of keys at explicit positions.
-        described: the C struct of the decode kernel without the tensors of a layer, and what the struct points to.
+        described: the C struct of the decode kernel without the tensors of a layer, and the objects it points to.
         filled: the strides for which the struct is valid, and the struct with the tensors of the previous layer.
     """
 
@@ -33,19 +33,19 @@ class Part:
         self._places: dict[int, tuple] = {}
 
     def bounds(self, k_cache: torch.Tensor) -> list[tuple[int, int]]:
-        """Returns ``addresses.bounds`` of the part's tables, read once."""
+        """Returns ``addresses.bounds`` of the part's tables. The first call reads the tables."""
         if self._bounds is None:
             self._bounds = addresses.bounds(self.call.tables, k_cache)
         return self._bounds
 
     def placed(self, k_cache: torch.Tensor, seqlen_q: int) -> list[Placed]:
-        """Returns ``runs.find`` of the part's tables, computed once."""
+        """Returns ``runs.find`` of the part's tables. The first call computes it."""
         if self._placed is None:
             self._placed = runs.find(self.call.tables, k_cache, seqlen_q)
         return self._placed
 
     def places(self, k_cache: torch.Tensor, sequence: int, seqlen_q: int) -> tuple:
-        """Returns ``runs.places`` of a sequence, computed once."""
+        """Returns ``runs.places`` of a sequence. The first call computes it."""
         if sequence not in self._places:
             self._places[sequence] = runs.places(self.call.tables, k_cache, sequence, seqlen_q)
         return self._places[sequence]

@@ -1,4 +1,4 @@
-"""The geometry of the CPU backend: divides a band into pieces and merges their results.
+"""Divides a band into pieces for the CPU backend and merges their results.
 
 torch's flash kernel computes a piece without a mask, except in a narrow band. A piece is a rectangle of rows and keys,
 or a triangle that the kernel's is_causal describes. Some triangles have their rows and keys in reverse order.
@@ -81,7 +81,7 @@ def plan(
             continue
         if stop > 0:
             pieces += _past_pieces(max(start, 0), stop, seqlen_q, seqlen_k, shift)
-        if start < 0:  # keys ahead: past keys once rows and keys are reversed
+        if start < 0:  # later keys; they become earlier keys if the order of rows and keys is reversed
             ahead = seqlen_k - seqlen_q - shift
             pieces += (
                 piece.mirrored(seqlen_q, seqlen_k)
@@ -95,9 +95,9 @@ def plan(
 
 
 def _past_pieces(start: float, stop: float, seqlen_q: int, seqlen_k: int, shift: int) -> list[Piece]:
-    """Returns the pieces of the band start <= d < stop, start >= 0, with d = r + shift - j.
+    """Returns the pieces of the band start <= d < stop, where start >= 0 and d = r + shift - j.
 
-    x numbers rows so that row x sees exactly the keys x - width < j <= x, j < seqlen_k.
+    In the code x is a row's number, shifted so that row x sees exactly the keys x - width < j <= x with j < seqlen_k.
     """
     first, end = max(shift - start, 0), seqlen_q + shift - start
     if first >= end or first >= seqlen_k + stop - start:
@@ -127,7 +127,7 @@ def _past_pieces(start: float, stop: float, seqlen_q: int, seqlen_k: int, shift:
         banded = width if rows > width else 0
         seeing = min(rows, seqlen_k - x + width - 1) if banded else rows
         pieces.append(clipped(x, seeing, x, rows, causal=True, width=banded, **again))
-        corner = min(rows, width) - 1  # keys before x that some rows see: local row a sees b >= a
+        corner = min(rows, width) - 1  # keys before x form a triangle of this size: local row a sees keys b >= a
         corner_keys = min(corner, seqlen_k - (x - width + 1))
         pieces.append(clipped(x, corner_keys, x - width + 1, corner_keys, causal=True, reversed=True, **again))
         pieces.append(clipped(x, rows, x - width + 1 + corner, width - 1 - corner, **again))
@@ -154,7 +154,7 @@ def _chunk_pieces(band: Band, seqlen_q: int, seqlen_k: int, shift: int, first: i
 
 
 class SinglePiece(NamedTuple):
-    """The one kernel call, without a mask, that computes everything, and the rotations of its queries and keys."""
+    """A single kernel call without a mask that computes everything, and the rotations of its queries and keys."""
 
     piece: Piece
     q_rotation: Rotation | None
@@ -163,7 +163,8 @@ class SinglePiece(NamedTuple):
 
 @lru_cache(maxsize=64)
 def single_piece(rotary: Rotary, causal: bool, seqlen_q: int, seqlen_k: int, dtype: torch.dtype) -> SinglePiece | None:
-    """Returns the single piece that covers all rows and keys, with rotations in dtype; None if there is none."""
+    """Returns the single piece that covers all rows and keys, with rotations in dtype, or None if there is no such
+    piece."""
     call = AttentionCall(rotary, causal, 1.0)
     rotations = plan(call.bands, seqlen_q, seqlen_k, seqlen_k - seqlen_q)
     if len(rotations) != 1 or len(rotations[0].pieces) != 1 or rotary.axis:
@@ -216,18 +217,18 @@ def gather_keys(x: torch.Tensor, piece: Piece) -> torch.Tensor:
 
 
 def widen(x: torch.Tensor, width: int) -> torch.Tensor:
-    """Returns x, padded with zero channels to this width: the kernel needs values as wide as the keys."""
+    """Returns x, padded with zero channels to this width. The kernel needs values with the head_dim of keys."""
     return x if x.shape[-1] == width else torch.nn.functional.pad(x, (0, width - x.shape[-1]))
 
 
 def scatter_tile(x: torch.Tensor, piece: Piece) -> torch.Tensor:
-    """Returns the kernel's result in the shape and order of ``windows``: the inverse of ``gather_tile``."""
+    """Returns the kernel's result in the shape and order of ``windows``. It undoes ``gather_tile``."""
     x = x.unflatten(0, (-1, piece.repeat))
     return x.flip(3) if piece.reversed else x
 
 
 def attn_mask(piece: Piece, dtype: torch.dtype) -> torch.Tensor | None:
-    """Returns the mask (rows, keys), 0 or -inf, of a piece that has a width. None for other pieces."""
+    """Returns the mask (rows, keys), 0 or -inf, of a piece that has a width. Returns None for other pieces."""
     if not piece.width:
         return None
     distance = torch.arange(piece.rows)[:, None] - torch.arange(piece.keys)
@@ -243,7 +244,8 @@ def flash_piece(q, k, v, piece: Piece, scale: float) -> tuple[torch.Tensor, torc
 
 
 def flash_folded(q, k, v, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attends if every row sees every key. The query heads of a key head become rows, so its keys are read once."""
+    """Attends for a piece in which every row sees every key. The query heads of a key head become rows, so that its
+    keys are read once."""
     # torch's half-precision kernels are three times slower with a single row.
     batch, heads_q, rows, head_dim = q.shape
     heads_kv, half = k.shape[1], q.dtype in (torch.float16, torch.bfloat16)
@@ -265,8 +267,8 @@ Partial = tuple[Piece, torch.Tensor, torch.Tensor]  # a piece, its out and its l
 def merge_partials(
     partials: list[Partial], q: torch.Tensor, head_dim_v: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (out like q but with head_dim_v, lse) of all pieces together, contiguous. Each piece's output has the
-    weight exp(lse of the piece - lse)."""
+    """Returns (out, lse) of all pieces together, contiguous. out is like q but with head_dim_v. Each piece's output has
+    the weight exp(lse of the piece - lse)."""
     if not partials or any(piece.rows != q.shape[1] or piece.reversed for piece, _, _ in partials):
         return cast_results(*_merge_rows(partials, q, head_dim_v or q.shape[-1]), q.dtype)
     if len(partials) == 1:
@@ -285,7 +287,7 @@ def cast_results(out: torch.Tensor, lse: torch.Tensor, dtype: torch.dtype) -> tu
 
 
 def _merge_rows(partials: list[Partial], q: torch.Tensor, head_dim_v: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns out and lse. A row may be in any number of pieces, or in no piece."""
+    """Returns out and lse of all pieces together. A row may be in any number of pieces, or in no piece."""
     out = q.new_zeros((*q.shape[:-1], head_dim_v), dtype=accumulation_type(q))
     lse = out.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf)
     lse_windows = [windows(lse.transpose(1, 2), piece.row, piece.rows, piece) for piece, _, _ in partials]
@@ -300,7 +302,7 @@ def _merge_rows(partials: list[Partial], q: torch.Tensor, head_dim_v: int) -> tu
 def add_partial(out: torch.Tensor, lse: torch.Tensor, more: torch.Tensor, more_lse: torch.Tensor) -> None:
     """Merges the result of more keys into out (..., rows, head_dim) and lse (..., rows), in place.
 
-    more, more_lse: attention of the same rows over the further keys. A row that has seen no key has lse -inf.
+    more, more_lse: the result of attention of the same rows to more keys. A row that has seen no key has lse -inf.
     """
     total = torch.logaddexp(lse, more_lse)
     base = total.masked_fill(total == -torch.inf, 0)

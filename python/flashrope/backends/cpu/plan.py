@@ -1,4 +1,4 @@
-"""``CachePlan``: attention over a cache on the CPU, for the layers of a step. The host reads the tables once."""
+"""``CachePlan``: computes attention over a cache on the CPU for all layers of a step. It reads the tables once."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from .part import Part
 
 
 def plan_cache(call: CacheCall, layer: CacheLayer, queries: Queries) -> CachePlan:
-    """Plans the layers of a step; see ``CacheBackend``."""
+    """Plans the layers of a step, as ``CacheBackend`` describes."""
     return CachePlan(call)
 
 
 def append_to_cache(
     layer: CacheLayer, k: torch.Tensor, v: torch.Tensor | None, tables: CacheTables, rotary: Rotary | None = None
 ) -> None:
-    """Writes new keys and values; see ``CacheBackend``."""
+    """Writes new keys and values, as ``CacheBackend`` describes."""
     if (compiled := loader.load()) and rotated.appends(k, rotary):
         if k.numel() and layer.k.numel():
             rotated.Append(compiled, tables, rotary).run(layer, k, v)
@@ -34,7 +34,7 @@ def append_to_cache(
 
 
 def attention_with_cache(q: torch.Tensor, layer: CacheLayer, call: CacheCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attends over one layer's cache; see ``CacheBackend``."""
+    """Attends over one layer's cache, as ``CacheBackend`` describes."""
     return _attend(q, layer, call, [], None)
 
 
@@ -66,7 +66,7 @@ class CachePlan:
 def _append(
     layer: CacheLayer, k: torch.Tensor, v: torch.Tensor | None, tables: CacheTables, rotary: Rotary | None
 ) -> None:
-    """Does what ``append_to_cache`` does with PyTorch's kernels."""
+    """Does the same as ``append_to_cache``, with PyTorch's kernels."""
     if rotary is not None and rotary.changes_channels and k.numel():
         k = rotated.rotate(k, RotateCall(rotary, None, tables, tables.capacity(layer.k)))
     if tables.packed is not None:
@@ -78,7 +78,7 @@ def _append(
         length = max(lengths[0], 0) if batch else 0
         if lengths == lengths[:1] * batch and length + seqlen_new <= layer.k.shape[1]:
             for cache, x in new:
-                cache.narrow(1, length, seqlen_new).copy_(x)  # half the time of a slice
+                cache.narrow(1, length, seqlen_new).copy_(x)  # takes half the time of slicing
             return
     page, row, fits = addresses.new_places(tables, layer.k)
     places = page[fits], row[fits]
@@ -109,12 +109,12 @@ def _attend(q: torch.Tensor, layer: CacheLayer, call: CacheCall, parts: list, ou
 
 
 def _rows_of(out: torch.Tensor | None, run: tuple, batch: torch.Tensor) -> torch.Tensor | None:
-    """Returns the rows of out that a run of packed queries fills, in the shape of its batch."""
+    """Returns the rows of out for a run of packed queries, in the shape of the run's batch."""
     return None if out is None else out[run[1]].view(batch.shape)
 
 
 def _into(out: torch.Tensor | None, result: torch.Tensor) -> torch.Tensor:
-    """Returns result, in out if it is given."""
+    """Returns result. If out is given, copies result to out and returns out."""
     if out is None:
         return result
     return out if out.data_ptr() == result.data_ptr() else out.copy_(result)

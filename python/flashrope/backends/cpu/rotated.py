@@ -1,4 +1,4 @@
-"""Rotates, and appends new keys and values to a cache, with the compiled kernel of csrc/cpu/rotate.cpp.
+"""Rotates queries or keys, and appends new keys and values to a cache, with the compiled kernel of csrc/cpu/rotate.cpp.
 
 Without the compiled kernel, ``rotate`` is composed of PyTorch's kernels.
 """
@@ -22,12 +22,12 @@ from .library import RotateCall as CompiledCall
 from .rotation import LARGEST_TABLE, QueryFactors, Rotation
 from .tiles import table_of
 
-SMALL = 2**15  # elements. For fewer elements, waking the threads takes longer than the work.
+SMALL = 2**15  # elements; for fewer elements, waking up the threads takes longer than the work
 
 
 @without_autocast
 def rotate(x: torch.Tensor, call: RotateCall) -> torch.Tensor:
-    """Rotates x by the positions of the call; see ``RotateBackend``."""
+    """Rotates x by the positions of the call, as ``RotateBackend`` describes."""
     batch = x if x.ndim == 4 else x[None]
     table, runs = _plan(batch, call)
     if (compiled := loader.load()) and x.dtype in DTYPES and serves(call.rotary):
@@ -45,17 +45,18 @@ def rotate(x: torch.Tensor, call: RotateCall) -> torch.Tensor:
 
 
 def serves(rotary: Rotary | None) -> bool:
-    """Whether the compiled kernels rotate by this scheme. None: nothing rotates."""
+    """Whether the compiled kernels support rotation by this scheme. None: nothing rotates."""
     return rotary is None or rotary.head_dim <= MAX_HEAD_DIM
 
 
 def appends(k: torch.Tensor, rotary: Rotary | None) -> bool:
-    """Whether ``Append`` writes new rows like k to a layer."""
+    """Whether ``Append`` can write new rows like k to a layer."""
     return k.dtype in DTYPES and serves(rotary) and k.shape[-1] <= MAX_HEAD_DIM
 
 
 def _plan(x: torch.Tensor, call: RotateCall) -> tuple[Rotation | None, list[NewRows]]:
-    """Returns a table of rotations, and which of its rows the runs of x (batch, seqlen, heads, head_dim) use."""
+    """Returns a table of rotations, and for each run of x (batch, seqlen, heads, head_dim) the table rows that it
+    uses."""
     factors, dtype = QueryFactors(rotated=call.rotary.rotated_scale), accumulation_type(x)
     if call.tables is None:
         runs = [NewRows(b, 0, x.shape[1], 0, b, 0) for b in range(x.shape[0])]
@@ -95,18 +96,19 @@ def _describe(
 
 
 class Append:
-    """Writes the new keys and values of a step's layers. Tables are read once; per layer only the addresses change.
+    """Writes the new keys and values of a step's layers. The tables are read once. Between layers only addresses
+    change.
 
     rotary: the scheme from ``over_rotated_keys`` that rotates k. None: keys are written unchanged.
     """
 
     def __init__(self, compiled: Library, tables: CacheTables, rotary: Rotary | None):
         self._compiled, self._tables, self._rotary = compiled, tables, rotary
-        self._filled: tuple[tuple, CompiledCall, tuple] | None = None  # strides, the call, what it points to
+        self._filled: tuple[tuple, CompiledCall, tuple] | None = None  # strides, the call, the objects it points to
 
     def run(self, layer: CacheLayer, k: torch.Tensor, v: torch.Tensor | None) -> None:
-        """Writes k and v to the layer, quantized if it has scales. Their dtype is one of DTYPES. v: None where values
-        are channels of the keys."""
+        """Writes k and v to the layer, and quantizes them if the layer has scales. Their dtype must be one of DTYPES.
+        v: None if values are channels of the keys."""
         k_cache, v_cache, k_scale, v_scale, _ = layer
         strides: tuple = (k.stride(), k_cache.stride())
         if v is not None:

@@ -1,4 +1,4 @@
-"""Rotation on the CPU: tables of cos and sin by position, cached between calls, and their application to a tensor."""
+"""Rotates tensors on the CPU, by tables of cos and sin that are cached between calls."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from ...rotary.scales import UNSCALED, QueryScale
 from ..calls import AttentionCall, CacheCall, accumulation_type
 
 MIN_TABLE = 256  # positions
-LARGEST_TABLE = 2**20  # positions: 1 GiB at head_dim 128. Rows farther away get a table of nearby positions only
+LARGEST_TABLE = 2**20  # positions, 1 GiB at head_dim 128; rows beyond it get a table of positions near them
 MIN_SURROUNDINGS = 4096
 
 
 class QueryFactors(NamedTuple):
-    """The factors of queries.
+    """The factors that queries are multiplied by.
 
-    by_position: depends on the query's position. rotated: applies only to the channels that the table rotates. The
-    factor that depends on the length is applied to the scores (``flash_scale``).
+    by_position: depends on the query's position. rotated: applies only to the table's channels. The factor that depends
+    on the sequence length is applied to the scores instead (``flash_scale``).
     """
 
     by_position: QueryScale = UNSCALED
@@ -74,7 +74,7 @@ def rotations_between(
 def rotation_of_rows(
     rotary: Rotary, position_map: PositionMap, factors: QueryFactors, first: int, rows: int, dtype: torch.dtype
 ) -> Rotation | None:
-    """Returns the rotation of rows at positions first, first + 1, ...; None if it changes nothing.
+    """Returns the rotation of rows at positions first, first + 1, ..., or None if it changes nothing.
 
     The rotation is a slice of a table whose length is a power of two, so a growing sequence builds few tables. The
     table starts at position 0 or, beyond LARGEST_TABLE, at a multiple of its length.
@@ -97,7 +97,7 @@ def rotation_of_rows(
 def rotation_of_first(
     rotary: Rotary, position_map: PositionMap, factors: QueryFactors, rows: int, dtype: torch.dtype
 ) -> Rotation:
-    """Returns the rotation of the positions 0 to rows - 1, and of more positions up to a power of two."""
+    """Returns the rotation of positions 0 to rows - 1. The table is extended to a power of two."""
     return rotations_between(rotary, position_map, factors, 0, max(_table_length(rows), MIN_TABLE), dtype)
 
 
@@ -108,8 +108,8 @@ def _table_length(positions: int) -> int:
 def rotation_for(
     x: torch.Tensor, call: AttentionCall | CacheCall, position_map: PositionMap, first: float, is_query: bool
 ) -> Rotation | None:
-    """Returns the rotation of x, whose row 0 is at position first. For queries it includes ``QueryFactors``. None: the
-    rotation changes nothing."""
+    """Returns the rotation of x, whose row 0 is at position first, or None if it changes nothing. For queries it
+    includes ``QueryFactors``."""
     factors = QueryFactors.of(call) if is_query else KEY_FACTORS
     dtype, rotates = accumulation_type(x), (position_map.slope or position_map.offset) and any(call.rotary.frequencies)
     if call.positions is not None and (factors.by_position.log_n_factor or factors.rotated != 1 or rotates):
@@ -123,7 +123,7 @@ def rotation_for(
 def rotate(x: torch.Tensor, rotation: Rotation | None, rotary: Rotary, inverse: bool = False) -> torch.Tensor:
     """Rotates x (batch, seqlen, heads, head_dim), in float32 or float64.
 
-    inverse: rotate by the negative angle. This turns gradients of rotated rows into gradients of raw rows.
+    inverse: rotate by the negative angle. It turns gradients of rotated rows into gradients of raw rows.
     """
     if rotation is None:
         return upcast(x)

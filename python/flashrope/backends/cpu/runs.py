@@ -1,7 +1,7 @@
 """Divides cached tokens with explicit positions (backends/shown.py) into runs of consecutive slots and positions.
 
-A run of queries against a run of keys is attention between two sequences that begin at different positions. Causality
-hides the keys at the shortest distances, so a causal mask only raises the start of the bands.
+Attention of a run of queries to a run of keys is attention between two sequences that begin at different positions. A
+causal mask hides the keys at the shortest distances, so it only raises the start of the bands.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .. import addresses
 from ..cache_tables import CachePositions, CacheTables
 from ..shown import Shown, of_queries, shown
 
-FARTHEST = 2.0**38  # positions are clamped to it; the kernels take distances of 2^40 as infinite
+FARTHEST = 2.0**38  # largest position, to which positions are clamped; for the kernels distances of 2^40 are infinite
 LONG_ENOUGH = 8  # average keys per run. With shorter runs, masks over all keys are faster.
 
 
@@ -27,7 +27,7 @@ def unsupported_positions(positions: CachePositions) -> str:
 
 
 class Run(NamedTuple):
-    """Visible keys of a sequence: slots [slot, slot + keys), at position, position + 1, ..."""
+    """Visible keys of a sequence, in slots [slot, slot + keys), at position, position + 1, ..."""
 
     slot: int
     keys: int
@@ -67,13 +67,13 @@ class Placed(NamedTuple):
 
 
 def bands_between(bands: tuple[Band, ...], causal: bool, rows: Rows, position: float, order: int):
-    """Returns (bands, shift) between a run of queries and a run of keys. Row r is at distance shift + r from the first
-    key.
+    """Returns (bands, shift) between a run of queries and a run of keys. Row r of the queries is at the distance
+    shift + r from the first key.
 
-    position, order: position and rank of the first key.
+    rows: the run of queries. position, order: position and rank of the run's first key.
     """
     shift = math.floor(rows.position - position)
-    nearest = shift - (rows.order - order)  # distance of the last key that causality lets the first row see
+    nearest = shift - (rows.order - order)  # distance of the last key that the first row may see under a causal mask
     if not causal or nearest <= 0:
         return bands, shift
     return tuple(clipped(band, nearest, math.inf) for band in bands if band.stop > nearest), shift
@@ -101,7 +101,7 @@ def find(tables: CacheTables, k_cache: torch.Tensor, seqlen_q: int) -> list[Plac
 
 
 def clamped(positions: torch.Tensor) -> torch.Tensor:
-    """Returns the positions in float64, finite and clamped."""
+    """Returns the positions in float64, clamped to finite values."""
     return positions.to(torch.float64).nan_to_num(-FARTHEST).clamp(-FARTHEST, FARTHEST)
 
 
@@ -130,7 +130,8 @@ def _pages(tables, first: int, end: int, page_size: int) -> Iterator[tuple[int, 
 
 
 def _joined(spans) -> list[Run]:
-    """Returns the runs of (slot, stop, position) spans. Spans adjacent in slots and positions become one run."""
+    """Returns the runs of (slot, stop, position) spans. Spans that continue each other in slots and positions become
+    one run."""
     runs: list[Run] = []
     order = 0
     for slot, stop, position in spans:
@@ -144,7 +145,7 @@ def _joined(spans) -> list[Run]:
 
 
 def _stored(keys: Shown) -> list[Run]:
-    """Returns the runs of keys whose positions the cache stores: in a run, slots and positions increase by 1."""
+    """Returns the runs of keys whose positions the cache stores. In a run, slots and positions increase by 1."""
     if not keys.slot.numel():
         return []
     breaks = (keys.position.diff() != 1) | (keys.slot.diff() != 1)

@@ -1,4 +1,5 @@
-"""``attention`` and its gradients, with the compiled kernels of csrc/cpu/forward.cpp and csrc/cpu/backward.cpp."""
+"""Computes ``attention`` and its gradients with the compiled kernels of csrc/cpu/forward.cpp and
+csrc/cpu/backward.cpp."""
 
 from __future__ import annotations
 
@@ -28,14 +29,14 @@ class Place(NamedTuple):
     """The positions of queries and keys that are only a part of a sequence, and the bands between them."""
 
     bands: tuple[Band, ...]
-    shift: int  # the query row r is at distance shift + r from the first key
-    position_q: float  # of the first query row
-    position_k: float  # of the first key
+    shift: int  # query row r is at the distance shift + r from the first key
+    position_q: float  # position of the first query row
+    position_k: float  # position of the first key
     seqlen: int  # number of keys of the whole sequence
 
 
 def serves(q: torch.Tensor, k: torch.Tensor, head_dim_v: int, call: AttentionCall | CacheCall) -> bool:
-    """Whether the compiled kernels serve a call. head_dim_v: that of the values."""
+    """Whether the compiled kernels serve a call. head_dim_v: the head_dim of the values."""
     served = q.dtype in DTYPES and len(call.bands) <= MAX_BANDS
     return served and max(q.shape[-1], head_dim_v) <= MAX_HEAD_DIM and q.numel() > 0 and k.numel() > 0
 
@@ -86,7 +87,7 @@ def backward(
     lse: torch.Tensor,
     call: AttentionCall,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns the gradients of raw q, k and v, with their shapes and dtypes, contiguous."""
+    """Returns the contiguous gradients of raw q, k and v, with the shapes and dtypes of q, k and v."""
     grad_out = torch.zeros_like(out) if grad_out is None else grad_out
     lse, grad_lse = lse.contiguous(), None if grad_lse is None else grad_lse.contiguous()
     grads = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
@@ -100,7 +101,7 @@ def backward(
 
 
 def _describe(library, q, k, v, out, lse, call, place: Place | None = None) -> tuple[ForwardCall, list]:
-    """Returns the call, and the tables that it points to. They must live until the kernel has run."""
+    """Returns the call, and the tables that it points to. The tables must exist until the kernel has run."""
     (batch, seqlen_q, heads_q, head_dim), rotary = q.shape, call.rotary
     seqlen_k, heads_kv = k.shape[1:3]
     if place is None:
@@ -110,7 +111,7 @@ def _describe(library, q, k, v, out, lse, call, place: Place | None = None) -> t
     c.q, c.k, c.v, c.out = (TensorView.of(x) for x in (q, k, v, out))
     c.batch, c.seqlen_q, c.seqlen_k, c.shift = batch, seqlen_q, seqlen_k, place.shift
     c.heads_q, c.heads_kv, c.head_dim, c.head_dim_v = heads_q, heads_kv, head_dim, out.shape[-1]
-    copies: list[PositionMap] = []  # the maps of the rotated copies of k
+    copies: list[PositionMap] = []  # the position map of each rotated copy of k
     tables = []
     for n, band in enumerate(place.bands):
         if band.keys not in copies:

@@ -1,6 +1,7 @@
 """The Triton backend: ``attention`` and ``cached`` plan the launches, ``launcher`` starts them.
 
-CPU tensors run in Triton's interpreter if TRITON_INTERPRET=1 was set before the start."""
+CPU tensors run in Triton's interpreter if TRITON_INTERPRET=1 was set before the process started.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
 """Checks whether a compiled kernel may add its accumulators to memory with ``red``, directly from their layout.
 
-The layout that Triton chose needs two properties, and a later version may choose a different layout. First, no element
-may be in two threads. If a tile is too small for its warps, Triton copies it, and all copies would be added. Second,
-four consecutive elements of a thread must be the elements that one lane has in a 16 x 8 block. This holds for mma.sync
-and wgmma. A kernel without these properties uses ``tl.atomic_add``, which converts the layout first.
+The layout that Triton chooses must have two properties. They are checked, because a later version may choose another
+layout.
+First, no element may be in two threads. If a tile is too small for its warps, Triton copies it, and all copies would be
+added. Second, four consecutive elements of a thread must be the elements that one lane has in a 16 x 8 block. This
+holds for mma.sync and wgmma. Otherwise the kernel uses ``tl.atomic_add``, which converts the layout first.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ _RED = re.compile(r'elementwise_inline_asm "red\..* : tensor<[^>]*>, tensor<(\d+
 
 
 def held_once(ttgir: str) -> bool:
-    """Whether no accumulator that a kernel adds with ``red`` is in two threads. ttgir: Triton's GPU IR of the kernel.
+    """Whether every element of the accumulators that a kernel adds with ``red`` is in one thread only.
 
-    False also if the kernel has no ``red``, or if its layout is not recognized here.
+    ttgir: Triton's GPU IR of the kernel. Returns False also if the kernel has no ``red``, or if its layout is not
+    recognized here.
     """
     layouts, adds = dict(_LAYOUT.findall(ttgir)), _RED.findall(ttgir)
     return bool(adds) and all(_covers(layouts.get(name, ""), int(rows), int(columns)) for rows, columns, name in adds)

@@ -19,7 +19,7 @@ from .rotated import rotate
 def append_to_cache(
     layer: CacheLayer, k: torch.Tensor, v: torch.Tensor | None, tables: CacheTables, rotary: Rotary | None = None
 ) -> None:
-    """Writes new keys and values in one launch, or in two if k is rotated first; see ``CacheBackend``."""
+    """Writes new keys and values, as ``CacheBackend`` describes. It takes one launch, or two if k is rotated first."""
     if not k.numel() or not layer.k.numel() or not tables.capacity(layer.k):
         return
     if rotary is not None and rotary.changes_channels:
@@ -29,7 +29,7 @@ def append_to_cache(
         AppendLaunch(layer, k, v, tables, layout, append_key(layer, k, v)).run(layer, k, v)
 
 
-view = tuple.__new__  # view(TensorView, fields) is one call, TensorView(*fields) two
+view = tuple.__new__  # view(TensorView, fields) takes one function call, TensorView(*fields) takes two
 
 
 class AppendLaunch:
@@ -44,8 +44,8 @@ class AppendLaunch:
         layout: CacheLayout,
         key: tuple,
     ):
-        """Prepares the launch. v: None where values are channels of the keys. layout: ``kernel_layout`` of the layer
-        and the tables. key: the ``append_key``."""
+        """Prepares the launch. v: None if values are channels of the keys. layout: ``kernel_layout`` of the layer and
+        the tables. key: the ``append_key``."""
         (seqlen, heads_kv, head_dim), head_dim_v = k.shape[-3:], 0 if v is None else v.shape[-1]
         new, batch, max_seqlen, cu_seqlens = tables.new, k.shape[0], seqlen, None
         if isinstance(new, Packed):
@@ -88,14 +88,16 @@ class AppendLaunch:
 
 
 def append_key(layer: CacheLayer, k: torch.Tensor, v: torch.Tensor | None) -> tuple:
-    """Returns what an ``AppendLaunch`` depends on, apart from shapes: the strides of k and v, and ``alignment_key``."""
+    """Returns a key for launches of equal shapes: the strides of k and v, and ``alignment_key``. Launches with equal
+    keys can share an ``AppendLaunch``."""
     if v is None:
         return k.stride(), None, alignment_key(layer.k, k)
     return k.stride(), v.stride(), alignment_key(*layer[:4], k, v)
 
 
 def alignment_key(*tensors: torch.Tensor | None):
-    """Returns 0 if all addresses are multiples of 16, else each address modulo 16. Triton specialises kernels by it."""
+    """Returns 0 if all addresses are multiples of 16, else each address modulo 16. Triton compiles kernels by whether
+    addresses are multiples of 16."""
     addresses = [x.data_ptr() & 15 for x in tensors if x is not None]
     return addresses if any(addresses) else 0
 
@@ -120,7 +122,7 @@ def stride_fields(x: torch.Tensor) -> tuple[int, int, int]:
 
 
 def kernel_layout(layer: CacheLayer, tables: CacheTables, decode_seqlen: int = 0) -> CacheLayout:
-    """Returns the tables and the scales of the layer as an argument of kernels."""
+    """Returns the tables and the layer's scales as the CacheLayout argument of kernels."""
     seqlens, block_table, leftpad, new, _ = tables
     slots, seqlen_new = (new.slot_mapping, tables.seqlen_new) if isinstance(new, Packed) else (None, new)
     numbers = encode_ints(seqlen_new, tables.capacity(layer.k), layer.k.shape[0], decode_seqlen)

@@ -1,4 +1,4 @@
-"""Helpers of all launches: the device, strides and alignment, and a scheme's tables on the device."""
+"""Helpers for all launches: the device, strides and alignment, and a scheme's tables on the device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .launcher import interpreted
 
 
 class DeviceScheme(NamedTuple):
-    """``lower(rotary, causal)``, and parts of it as int32 tensors.
+    """The result of ``lower(rotary, causal)``, and parts of it as int32 tensors on the device.
 
     bands: rows of LoweredBand. q_rotations: the rotation of each band's queries. k_copies: the rotation of each rotated
     copy of k. key_ranges: (copies, 2), ``Lowered.rotated_key_ranges``. maps: rows of RowMap, or None.
@@ -57,8 +57,8 @@ def variant_of(
     channels: tuple[Part, ...] = (),
     first_value: int = -1,
 ) -> Variant:
-    """Returns the VARIANT of a kernel. fields: the fields of Variant from num_bands to block_n. head_dim_v: 0 stands
-    for head_dim."""
+    """Returns the VARIANT of a kernel. fields: the fields of Variant from num_bands to block_n. head_dim_v: 0 means
+    that v has the head_dim of q."""
     rotary_dim, head_dim_v = rotary.rotary_dim if rotary.changes_channels else 0, head_dim_v or rotary.head_dim
     variant = Variant(rotary.head_dim, block_d(rotary.head_dim), rotary_dim, rotary.interleaved, vec, *fields)
     rotated_keys = any(band.keys_rotated for band in rotary.bands)
@@ -85,7 +85,8 @@ def block_d(head_dim: int) -> int:
 
 
 def vector_size(*tensors: torch.Tensor) -> int:
-    """Returns the alignment of all addresses and strides, in elements: 16 bytes if all are aligned to that, else 1."""
+    """Returns the alignment of all addresses and strides, in elements: 16 bytes' worth of elements if all are multiples
+    of 16 bytes, else 1."""
     return 16 // tensors[0].element_size() if aligned(*tensors) else 1
 
 
@@ -121,7 +122,7 @@ def current_device(x: torch.Tensor):
 def compute_capability(device: torch.device) -> int | str:
     """Returns the compute capability, such as 80 or 90, or under ROCm the architecture, such as "gfx942".
 
-    Without a GPU, returns that of the compilation target, or 80 in the interpreter.
+    Without a GPU, returns the compute capability of the compilation target, or 80 in the interpreter.
     """
     if device.type == "cuda":
         return _compute_capability(device)

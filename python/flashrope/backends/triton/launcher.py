@@ -3,13 +3,14 @@
 Triton inspects every argument of every launch to find the kernel that it compiled for such arguments. That is several
 times the work of the launch itself. In decoding, where kernels are short, it takes most of the time.
 
-Triton's key holds the target device and the compiler options. It holds a tensor's dtype and whether its address is a
-multiple of 16, and the traits of an integer (1? multiple of 16? 32 or 64 bits?). For a tuple it holds the keys of all
-fields; None and constexprs count by value. For our integers only the width matters: outside tuples they are
+Triton's key of a compiled kernel contains the target device, the compiler options, and the traits of each argument. The
+traits of a tensor are its dtype and whether its address is a multiple of 16. The traits of an integer are whether it is
+1, whether it is a multiple of 16, and whether it has 32 or 64 bits. None and constexprs are part of the key by value. A
+tuple has the traits of its fields. For integers of this package only the width matters: outside tuples they are
 ``do_not_specialize``, and inside tuples they are encoded so that all have the same traits
 (``triton_kernels/arguments.py``). So ``_traits`` below, with the kernel, the device and the options, distinguishes at
-least as much as Triton's key. tests/kernels/test_launches.py makes random calls and compares the kernel found here with
-the kernel that Triton finds.
+least as many kernels as Triton's key. tests/kernels/test_launches.py makes random calls and compares the kernel found
+here with the kernel that Triton finds.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from ..splits import multiprocessor
 
 MAX_PROGRAMS = 1 << 31
 
-_compiled: dict[tuple, tuple] = {}  # _key of a launch: (compiled kernel, the constants that follow its arguments)
+_compiled: dict[tuple, tuple] = {}  # {_key of a launch: (compiled kernel, the constants after its arguments)}
 _allowed: dict[tuple, bool] = {}  # results of ir_allows
 
 
@@ -43,8 +44,8 @@ _on_amd = threading.RLock()  # Triton's settings are shared by all threads of th
 
 @contextlib.contextmanager
 def compiling() -> Iterator[None]:
-    """Returns a context for Triton to compile a kernel in. For AMD's GPUs it turns buffer operations off, because the
-    pass that introduces them fails on these kernels (docs/kernels.md)."""
+    """Returns a context in which Triton compiles a kernel. For AMD's GPUs the context turns off buffer operations,
+    because the pass that introduces them fails on these kernels (docs/kernels.md)."""
     if triton.runtime.driver.active.get_current_target().backend != "hip":
         yield
         return
@@ -56,7 +57,7 @@ def compiling() -> Iterator[None]:
 def launch(kernel, grid: tuple[int, ...], *args, **options) -> None:
     """Runs the kernel. All launches of the package go through this function.
 
-    options: constexprs by name, and options of the compiler.
+    options: constexprs as keywords, and options of the compiler.
 
     Raises:
         ValueError: the grid has 2^31 programs or more. Triton would silently skip such a launch.
@@ -74,7 +75,7 @@ def launch(kernel, grid: tuple[int, ...], *args, **options) -> None:
     refuse_capture(f"kernel {kernel.__name__} for these arguments")
     with compiling():
         compiled = kernel[grid](*args, **options)
-    if isinstance(compiled, CompiledKernel):  # not if a hook took over, or a thread is still compiling
+    if isinstance(compiled, CompiledKernel):  # false if a hook took over, or if a thread is still compiling
         _compiled[key] = compiled, [options[name] for name in kernel.arg_names[len(args) :]]
 
 
@@ -94,20 +95,20 @@ class Launch:
             return
         launch(self._kernel, self._grid, *args, **self._options)
         self._launches += 1
-        if self._launches == 2 and not interpreted():  # not at 1: a plan of a single layer launches only once
+        if self._launches == 2 and not interpreted():  # not at the first launch: a plan of one layer has no second one
             if known := _compiled.get(_key(self._kernel, args, self._options)):
                 compiled, self._constants = known
                 self._run = compiled[(*self._grid, 1, 1)[:3]]
 
 
 def _key(kernel, args: tuple, options: dict) -> tuple:
-    """Returns what identifies a compiled kernel: name, device, traits of the arguments, options."""
+    """Returns the key of a compiled kernel: its name, device, options, and the traits of its arguments."""
     return kernel.__name__, triton.runtime.driver.active.get_current_device(), *_traits(args), *options.items()
 
 
 def resident_blocks(capability: int | str, kernel, *args, **options) -> int:
-    """Returns how many blocks of the kernel that ``launch`` would run fit on one multiprocessor. Compiles it at the
-    first call."""
+    """Returns how many blocks of the kernel that ``launch`` would run fit on one multiprocessor. The first call
+    compiles the kernel."""
     if interpreted():
         return 1
     refuse_capture(f"kernel {kernel.__name__} for these arguments")
@@ -121,7 +122,8 @@ def resident_blocks(capability: int | str, kernel, *args, **options) -> int:
 
 
 def ir_allows(allows: Callable[[str], bool], kernel, *args, **options) -> bool:
-    """Returns allows(Triton's GPU IR of the kernel that ``launch`` would run), or False in the interpreter.
+    """Returns whether ``allows`` returns True for the TTGIR of the kernel that ``launch`` would run. Returns False in
+    the interpreter.
 
     The first call compiles the kernel. The result is cached.
     """
@@ -139,8 +141,8 @@ def ir_allows(allows: Callable[[str], bool], kernel, *args, **options) -> bool:
 
 
 def _traits(args: tuple) -> list:
-    """Returns what Triton specialises our kernels by: dtypes, alignment of pointers, whether an integer needs 64 bits,
-    which arguments are None."""
+    """Returns the traits of arguments by which Triton compiles these kernels: dtypes, alignment of pointers, whether an
+    integer needs 64 bits, and which arguments are None."""
     traits = []
     for arg in args:
         kind = type(arg)
@@ -160,5 +162,6 @@ def _traits(args: tuple) -> list:
 
 
 def cdiv(a: int, b: int) -> int:
-    """Returns a / b, rounded up. triton.cdiv is also callable from kernels and takes the host several microseconds."""
+    """Returns a / b, rounded up. Replaces triton.cdiv, which kernels can call, too, and which therefore takes several
+    microseconds per call on the host."""
     return -(-a // b)

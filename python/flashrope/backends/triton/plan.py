@@ -1,4 +1,5 @@
-"""``Plan``: the scheme on the device, the choice of a tile and the forward launch, shared by the launches of a call."""
+"""``Plan``: what all launches of a call share. It holds the scheme on the device, chooses tiles and launches the
+forward."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from .launcher import cdiv
 
 
 class Plan:
-    """The launches of one call, as methods.
+    """Has a method for each launch of a call.
 
     q: the queries, or ``Queries``. The plan keeps no reference to it.
     keys: the length of the longest sequence of keys, or the capacity of the cache.
@@ -37,13 +38,13 @@ class Plan:
         self.device_scheme, self.lowered, self.num_bands = scheme, scheme.lowered, len(scheme.lowered.bands)
         self.scheme = Scheme(scheme.bands, table, positions, scheme.maps, call.score_scale, *call.rotary.query_scale)
         self.table_rows = table.shape[1] if positions is None else table.shape[1] * table.shape[2]
-        self.seqlen_q, self.heads_q, _ = q.shape[-3:]  # packed: all queries
+        self.seqlen_q, self.heads_q, _ = q.shape[-3:]  # if packed, seqlen_q is the number of all queries
         self.batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
         self.max_seqlen_q, self.heads_kv, self.keys = max_seqlen_q, heads_kv, keys
         self.capability, self.itemsize = compute_capability(q.device), q.dtype.itemsize
 
     def tile(self, direction: str, cache: str = "", block_dv: int = 0) -> Tile:
-        """Returns the tile of a launch; see ``tiles.choose``."""
+        """Returns the tile of a launch, from ``tiles.choose``."""
         device, block_d, grouped = self.table.device, 2 * self.table.shape[-1], self.heads_q > self.heads_kv
         fields = (block_d, self.itemsize, self.num_bands, self.keys, grouped, cache, block_dv)
         return tiles.choose(direction, device, self.capability, *fields)
@@ -60,8 +61,8 @@ class Plan:
     ) -> None:
         """Launches the forward kernel of ``forward.py`` or of ``chunks.py``.
 
-        tensors: queries, keys, rotated copies of keys, values. sequences: the kernel's arguments that say where
-        sequences begin and end. rows_k: the kernel's argument after seqlen_q."""
+        tensors: queries, keys, rotated copies of keys, and values. sequences: the kernel's arguments with the bounds of
+        sequences. rows_k: the kernel's argument after seqlen_q."""
         parts = configs.forward_parts(tile, variant.block_d, variant.block_dv, self.itemsize)
         variant = variant._replace(parts=1 if variant.code_vec else parts)
         launcher.launch(

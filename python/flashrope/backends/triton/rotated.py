@@ -1,4 +1,4 @@
-"""Rotates queries or keys, with the kernel that also rotates keys before the forward."""
+"""Rotates queries or keys with the kernel that also rotates keys before the forward."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .launcher import cdiv
 
 
 def rotate(x: torch.Tensor, call: RotateCall) -> torch.Tensor:
-    """Rotates x by the positions of the call in one launch; see ``RotateBackend``."""
+    """Rotates x by the positions of the call in one launch, as ``RotateBackend`` describes."""
     x, tables, rotary, positions = with_int32_offsets(x), call.tables, call.rotary, call.positions
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     seqlen, heads, _ = x.shape[-3:]

@@ -1,5 +1,5 @@
-"""Chooses the tile of a launch: the tile that ``flashrope tune`` found for such calls on this device, or the default of
-configs.py."""
+"""Chooses the tile of a launch: the tile that ``flashrope tune`` has found for such calls on this device, or the
+default of configs.py."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def choose(
     cache: str = "",
     block_dv: int = 0,
 ) -> Tile:
-    """Returns the tile of a launch. All launches that have a tile get it from here.
+    """Returns the tile of a launch. All launches that have a tile get it from this function.
 
-    keys: the length of the longest sequence of keys, or the capacity of the cache. cache: see ``store.ShapeClass``.
-    block_dv: 0 stands for block_d. The other arguments are those of ``configs.tile``. If v has a different head_dim
-    than k, the default tile is used, because such calls are not tuned.
+    keys: the length of the longest sequence of keys, or the capacity of the cache. cache: as in ``store.ShapeClass``.
+    block_dv: 0 means that v has block_d. The other arguments are those of ``configs.tile``. If v has a different
+    head_dim than k, the default tile is used, because such calls are not tuned.
     """
     if direction in _forced:
         return _forced[direction]
@@ -49,7 +49,7 @@ _forced: dict[str, Tile] = {}
 
 @contextlib.contextmanager
 def forced(direction: str, tile: Tile) -> Iterator[None]:
-    """Makes every launch of this direction take this tile, within the context. Used to measure candidates."""
+    """Makes every launch of this direction take this tile within the context. It is used to measure candidates."""
     before = dict(_forced)
     _forced[direction] = tile
     choose.cache_clear()
@@ -63,6 +63,6 @@ def forced(direction: str, tile: Tile) -> Iterator[None]:
 
 @cache
 def setup_of(device: torch.device, capability: int | str) -> store.Setup:
-    """Returns the setup under which tiles must have been tuned to be used on this device."""
+    """Returns the setup of this device. Only tiles that were tuned under the same setup are used."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return store.Setup(name, capability, triton.__version__, __version__)

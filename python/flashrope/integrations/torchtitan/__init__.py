@@ -1,14 +1,14 @@
-"""torchtitan models on this package's attention: overrides for ``--override.imports``. Written for torchtitan 0.3.0.
+"""Runs torchtitan models on this package's attention, with overrides for ``--override.imports`` (torchtitan 0.3.0).
 
 ``attention`` replaces the rotation and the inner attention of every ``GQAttention`` (llama3, qwen3)::
 
     --override.imports flashrope.integrations.torchtitan.attention
     --override.imports 'flashrope.integrations.torchtitan.attention={"scheme": "rerope"}'
 
-``save_attention`` makes selective activation checkpointing keep the attention's output, as it does for torchtitan's
-own. ``save_config`` writes the config.json of an export to Hugging Face.
+``save_attention`` makes selective activation checkpointing keep the attention's output, as it does for torchtitan's own
+attention. ``save_config`` writes the config.json of an export to Hugging Face.
 
-parts.py has what is put into a model, export.py writes config.json, from the command line too.
+parts.py has the modules that are put into a model. export.py writes config.json, also from the command line.
 """
 
 from torchtitan.config import derive, override
@@ -25,13 +25,14 @@ def attention(config, **given) -> GQAttention.Config:
     """Runs an attention layer on ``flashrope.attention``, or on ``flashrope.attention_varlen`` for packed documents.
 
     Args:
-        config: of a ``GQAttention`` whose masks are those of packed documents (backends flex, flex_flash and varlen).
-        scheme: a scheme of ``flashrope loss --schemes`` by name, with the sequence length as its training length.
-            "stock" is the model's own RoPE. Default: "hope" without other options, otherwise "stock".
-        given: options of ``flashrope.integrations.transformers.convert``; they override the scheme's.
+        config: the configuration of a ``GQAttention`` with masks for packed documents (backends flex, flex_flash and
+            varlen).
+        scheme: the name of a scheme of ``flashrope loss --schemes``. Its training length is the sequence length.
+            "stock" is the model's own RoPE. Default: "hope" if there are no other options, otherwise "stock".
+        given: options of ``flashrope.integrations.transformers.convert``. They override the options of the scheme.
 
     Raises:
-        TypeError, ValueError: names the option or the part of the model, what was expected and what came.
+        TypeError, ValueError: an option or a part of the model is not supported. The message names it.
     """
     check_attention(config)
     rotary, options = read_scheme(given, config)
@@ -42,7 +43,7 @@ def attention(config, **given) -> GQAttention.Config:
 
 @override(target=SelectiveAC.Config, description="selective checkpointing keeps what flashrope's attention returns")
 def save_attention(config) -> SavesAttention.Config:
-    """Makes selective activation checkpointing keep what attention returns, so that it is not computed again."""
+    """Makes selective activation checkpointing keep the results of attention, so that they are not recomputed."""
     return derive(config, SavesAttention.Config)
 
 

@@ -1,8 +1,7 @@
-"""``python -m flashrope.integrations.torchtitan.export FOLDER ARGUMENTS``: the config.json of exported weights.
+"""``python -m flashrope.integrations.torchtitan.export FOLDER ARGUMENTS``: writes the config.json of exported weights.
 
-FOLDER holds what torchtitan wrote with ``--checkpoint.last_save_in_hf``; ARGUMENTS are those of the training.
-
-``save_config`` writes it, with the options that ``convert`` needs for the trained scheme.
+FOLDER holds the weights that torchtitan has written with ``--checkpoint.last_save_in_hf``. ARGUMENTS are the arguments
+of the training. The config.json contains the options that ``convert`` needs for the trained scheme.
 """
 
 from __future__ import annotations
@@ -36,14 +35,14 @@ def save_config(model, folder, **fields: Any) -> dict[str, Any]:
 
     Args:
         model: the configuration of a dense llama3 or qwen3 model after the override, such as ``trainer.model_config``.
-        folder: where torchtitan wrote the weights with ``checkpoint.last_save_in_hf``.
+        folder: the folder to which torchtitan wrote the weights with ``checkpoint.last_save_in_hf``.
         fields: further fields of the configuration, such as bos_token_id.
 
     Returns:
-        What was written.
+        The content of config.json.
 
     Raises:
-        ValueError: a model of another family, with experts, or without the override; layers that differ.
+        ValueError: the model is of another family, has experts, lacks the override, or has layers that differ.
     """
     found = config_of(model) | fields
     write(Path(folder, "config.json"), json.dumps(found, indent=2) + "\n")
@@ -51,7 +50,7 @@ def save_config(model, folder, **fields: Any) -> dict[str, Any]:
 
 
 def config_of(model) -> dict[str, Any]:
-    """Returns what ``save_config`` writes."""
+    """Returns the content of config.json for ``save_config``."""
     if type(model) not in FAMILIES or any(layer.moe is not None for layer in model.layers):
         raise ValueError(f"model: expected a dense Llama3Model or Qwen3Model, got {type(model).__qualname__}")
     model_type, architecture = FAMILIES[type(model)]
@@ -99,8 +98,8 @@ def _options(inner: InnerAttention.Config, head_dim: int) -> dict[str, Any]:
 
 
 def _in_halves(rotary: Rotary) -> Rotary:
-    """Returns the scheme of exported weights: torchtitan moves channels 2m and 2m + 1 of a head to m and m + head_dim /
-    2."""
+    """Returns the scheme of exported weights. The export moves channels 2m and 2m + 1 of a head to m and
+    m + head_dim / 2."""
     if not rotary.interleaved:
         return rotary
     before = (0.0,) * (rotary.first_channel // 2)
@@ -114,7 +113,7 @@ def main(arguments: list[str]) -> None:
 
     Raises:
         SystemExit: no folder is given.
-        ValueError: as ``save_config``, and those of the overrides.
+        ValueError: ``save_config`` or the overrides do not support the model.
     """
     if not arguments or arguments[0].startswith("-"):
         raise SystemExit("expected the folder of the exported weights, then the arguments of the training")

@@ -1,7 +1,7 @@
-"""The parts of a torchtitan model that the override claims, the scheme that it reads, and what replaces them.
+"""Defines the modules that replace parts of a torchtitan model, and reads the scheme from the model's configuration.
 
-``InnerAttention`` takes raw q, k and v and rotates them inside. ``NoRotation`` stands for the model's own rotation, and
-``SavesAttention`` is a selective activation checkpointing that keeps what this package's attention returns.
+``InnerAttention`` takes raw q, k and v and rotates them inside. ``NoRotation`` replaces the model's own rotation.
+``SavesAttention`` is a selective activation checkpointing that keeps the results of this package's attention.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from ..options import read_options, to_json
 
 
 class AnyAttention(Configurable.Config, metaclass=ABCMeta):
-    """Stands for the configuration of every class with a name that ends in "Attention".
+    """Matches the configuration of every class whose name ends in "Attention".
 
-    ``GQAttention.Config`` alone would leave the attention of other models (MLA, Flux) as it is, with no more than a
-    warning of torchtitan that nothing was replaced.
+    If the override matched only ``GQAttention.Config``, the attention of other models (MLA, Flux) would stay unchanged.
+    torchtitan would only warn that nothing was replaced.
     """
 
     @classmethod
@@ -46,10 +46,10 @@ def head_dim_of(attention) -> int:
 
 
 def check_attention(config) -> None:
-    """Checks that an attention calls ``rope``, then ``inner_attention``, with masks of packed documents.
+    """Checks that an attention calls ``rope``, then ``inner_attention``, with masks for packed documents.
 
     Raises:
-        ValueError: it does not.
+        ValueError: the attention is of another kind.
     """
     if type(config) is not GQAttention.Config:
         name = f"{type(config).__module__}.{type(config).__qualname__.removesuffix('.Config')}"
@@ -68,10 +68,10 @@ def check_attention(config) -> None:
 
 
 def rotary_of(config: RoPE.Config, head_dim: int) -> Rotary:
-    """Returns the scheme that a torchtitan model rotates with.
+    """Returns the scheme with which a torchtitan model rotates.
 
     Raises:
-        ValueError: the configuration is of a rotation that is not RoPE, or its table does not fit head_dim.
+        ValueError: the configuration describes a rotation other than RoPE, or its table does not fit head_dim.
     """
     if type(config) not in (ComplexRoPE.Config, CosSinRoPE.Config):
         raise ValueError(
@@ -84,10 +84,10 @@ def rotary_of(config: RoPE.Config, head_dim: int) -> Rotary:
 
 
 def hf_fields(config: RoPE.Config) -> dict[str, Any]:
-    """Returns the fields of a Hugging Face configuration that say the same, for weights in that library's order.
+    """Returns the equivalent fields of a Hugging Face configuration, for weights in the channel order of transformers.
 
     Raises:
-        ValueError: a scaling that torchtitan itself does not have for this class.
+        ValueError: torchtitan itself does not support this scaling for this class.
     """
     fields = {"rope_theta": config.theta, "max_position_embeddings": config.max_seq_len, "rope_scaling": None}
     if config.scaling == "llama":
@@ -108,13 +108,13 @@ def hf_fields(config: RoPE.Config) -> dict[str, Any]:
             "beta_slow": config.beta_slow,
             "original_max_position_embeddings": config.original_seq_len,
             "truncate": config.truncate,
-            "attention_factor": 1.0,  # a GQAttention scales its scores by no factor of YaRN
+            "attention_factor": 1.0,  # a GQAttention does not apply YaRN's factor on scores
         }
     return fields
 
 
 class NoRotation(RoPE):
-    """Returns q and k as they came. The inner attention rotates them."""
+    """Returns q and k unchanged. The inner attention rotates them."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(RoPE.Config):
@@ -141,14 +141,14 @@ class NoRotation(RoPE):
 # ---- the scheme
 
 
-LENGTHS = ("hope_train_length", "cope", "log_n")  # options that hold a training length
+LENGTHS = ("hope_train_length", "cope", "log_n")  # options whose values contain a training length
 
 
 def read_scheme(given: Mapping[str, Any], attention) -> tuple[Rotary, dict[str, Any]]:
-    """Returns the scheme of an attention layer, and the options that ``convert`` takes for it, as JSON.
+    """Returns the scheme of an attention layer, and the options of ``convert`` for this scheme, as JSON values.
 
     Raises:
-        TypeError, ValueError: names the option, what was expected and what came.
+        TypeError, ValueError: an option is invalid. The message names it and says what was expected.
     """
     head_dim = head_dim_of(attention)
     seqlen = attention.rope.max_seq_len  # torchtitan has set it to training.seq_len
@@ -195,7 +195,7 @@ def _read(given: Mapping[str, Any], seqlen: int) -> dict[str, Any]:
 class InnerAttention(VarlenAttention):
     """Causal attention within documents.
 
-    It is a ``VarlenAttention`` because torchtitan chooses the masks of a model by that class: documents then come as
+    It is a ``VarlenAttention``, because torchtitan chooses a model's masks by that class. It then gets the documents as
     ``VarlenMetadata``.
     """
 
@@ -204,14 +204,14 @@ class InnerAttention(VarlenAttention):
         """
         Attributes:
             rotary: the text of the scheme.
-            options: the options of ``convert`` that lead from the model's own scheme to this one.
+            options: the options of ``convert`` that change the model's own scheme to this scheme.
         """
 
         rotary: str
         options: dict[str, Any] = field(default_factory=dict)
 
     def __init__(self, config: Config):
-        super(VarlenAttention, self).__init__()  # its own would load another attention
+        super(VarlenAttention, self).__init__()  # VarlenAttention.__init__ would load another attention
         self.rotary = Rotary.from_text(config.rotary)
 
     def extra_repr(self) -> str:
@@ -231,15 +231,15 @@ class InnerAttention(VarlenAttention):
         """Rotates and attends within every document.
 
         Args:
-            q_BLNH: (batch, seqlen, heads_q, head_dim), as k_BLNH and v_BLNH are with heads_kv.
-            attention_masks: of packed documents; None: every row of the batch is one document.
-            scale: default head_dim ** -0.5.
+            q_BLNH: (batch, seqlen, heads_q, head_dim). k_BLNH and v_BLNH: (batch, seqlen, heads_kv, head_dim).
+            attention_masks: the packed documents. None: every row of the batch is one document.
+            scale: factor on the scores. Default: head_dim ** -0.5.
 
         Returns:
-            As q_BLNH.
+            A tensor like q_BLNH.
 
         Raises:
-            TypeError: another mask, or an argument that this attention does not know.
+            TypeError: the mask is of another type, or an argument is unknown.
         """
         if unknown:
             raise TypeError(

@@ -1,23 +1,23 @@
-"""Hugging Face transformers: ``convert(model)`` runs a model on this package's attention, ``revert`` undoes it.
+"""Hugging Face transformers: ``convert(model)`` runs a model on this package's attention, and ``revert`` undoes it.
 
 Where to look:
 
     conversion           convert, revert, from_pretrained, register_auto_classes
-    plan                 which models are accepted, and what is done to them
+    plan                 checks that a model is supported, and plans its conversion
     applying             applies a plan to a model and its configuration, and undoes it
-    untested             compares a model of a type that is not tested with itself, converted
-    schemes              the scheme of every layer, and suggest; needs no transformers
+    untested             compares the outputs of a converted model of an untested type with the stock model's
+    schemes              the scheme of every layer, and suggest; does not need transformers
     attention            the attention function and the mask function that transformers calls
-    caches               who filled a cache, coordinates of cached tokens, CodesCache in 8 or 4 bits
+    caches               records which conversion filled a cache, and has CodesCache in 8 or 4 bits
     one_tensor           SharedKeysCache and LatentCache: one tensor per layer
-    shared_layers        layers that read the keys of earlier ones
+    shared_layers        layers that read the keys of earlier layers
     reuse                passages that are prefilled once and joined into prompts
     continuous_batching  pages and requests of transformers' generate_batch
-    versions             what differs between versions of transformers
+    versions             differences between versions of transformers
 
-../../configs/ reads the scheme of a configuration and needs no transformers.
+../../configs/ reads the scheme of a configuration and does not need transformers.
 
-The names below are imported on first use, so ``schemes`` works where transformers is not installed.
+The names below are imported on first use, so ``schemes`` works without transformers.
 """
 
 from importlib import import_module

@@ -4,10 +4,10 @@ A converted model keeps its modules, weights and forward methods. Its configurat
 mask function of this package, which are registered with transformers. A hook on its rotary embedding returns cos = 1
 and sin = 0, so raw queries and keys reach the attention function, and the library's own caches hold raw keys.
 
-A saved model is never taken for a stock model. ``"flashrope"`` in its configuration holds the options of ``convert``.
-``"_attn_implementation"`` names an attention that only this package registers: without this package, transformers 4.57
-to 5.24 refuse to load such a model, and the error shows that name. Where this package is imported the model loads, and
-its first forward is refused until it is converted.
+A saved model cannot be mistaken for a stock model. ``"flashrope"`` in its configuration holds the options of
+``convert``. ``"_attn_implementation"`` names an attention that only this package registers. Without this package,
+transformers 4.57 to 5.24 raise an error with that name when they load the model. If this package is imported, the model
+loads, but its forward raises an error until the model is converted.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from .versions import arguments_of
 
 
 class Applied(NamedTuple):
-    """What a converted decoder keeps.
+    """The record of a conversion, stored on the decoder.
 
     Attributes:
-        attn_implementation: the model's own, which ``undo`` restores.
-        handles: of the hooks.
+        attn_implementation: the name of the model's own attention, which ``undo`` restores.
+        handles: the handles of the hooks.
     """
 
     plan: Plan
@@ -66,7 +66,7 @@ def apply(model, plan: Plan) -> None:
 
 
 def undo(model) -> bool:
-    """Undoes the plan that was applied to a model. Returns whether there was one."""
+    """Undoes the plan that was applied to a model. Returns whether there was such a plan."""
     decoder = find_decoder(model)
     applied = vars(decoder).pop(ATTRIBUTE, None)
     if applied is None:
@@ -76,7 +76,7 @@ def undo(model) -> bool:
         delete_options(model, decoder.config)
     for handle in applied.handles:
         handle.remove()
-    # a wrapper may have changed the names of the layers since
+    # Looks at all modules, because a wrapper may have changed the names of the layers since the conversion.
     for module in decoder.modules():
         if scheme_of(module) is not None:
             delattr(module, ATTRIBUTE)
@@ -88,7 +88,8 @@ def undo(model) -> bool:
 
 
 def check_forward(module, args, kwargs) -> tuple | None:
-    """Checks the arguments of the decoder, and completes those of continuous batching. A forward pre-hook."""
+    """Checks the arguments of the decoder, and completes the arguments of continuous batching. It is a forward
+    pre-hook."""
     if module.config._attn_implementation != NAME:
         raise ValueError(
             f"attn_implementation: expected {NAME!r} in a converted model, got "
@@ -107,14 +108,15 @@ def check_forward(module, args, kwargs) -> tuple | None:
 
 
 def no_rotation(module, args, output):
-    """Returns cos = 1 and sin = 0, or their complex sum if that is what came. The hook of the rotary embedding."""
+    """Returns cos = 1 and sin = 0, or 1 + 0i if the embedding returned a complex tensor. It is the forward hook of the
+    rotary embedding."""
     if isinstance(output, torch.Tensor):  # deepseek_v2
         return torch.ones_like(output)
     cos, sin = output
     return torch.ones_like(cos), torch.zeros_like(sin)
 
 
-# ---- what print(model) shows
+# ---- texts for print(model)
 
 
 def _describe_decoder(stock: str, options: str) -> str:
@@ -127,14 +129,15 @@ def _describe_layer(stock: str, scheme: LayerScheme) -> str:
     return "\n".join(filter(None, [stock, f"flashrope: {scheme.rotary!r}"]))
 
 
-# ---- what is saved
+# ---- options in saved configurations
 
 
 def write_options(model: torch.nn.Module, config, options: dict[str, Any]) -> None:
-    """Writes options, which are not empty, to the decoder's configuration, and the attention's name to all of them."""
+    """Writes options, which must not be empty, to the decoder's configuration. Writes the name of the attention to the
+    configurations of the decoder and of all models around it."""
     setattr(config, FIELD, options)
     for each in _configurations(model, config):
-        vars(each)[KEY] = SAVED  # a property of the class: only to_dict and save_pretrained read this
+        vars(each)[KEY] = SAVED  # hidden by a property of the class, so only to_dict and save_pretrained read it
 
 
 def delete_options(model: torch.nn.Module, config) -> None:
@@ -144,10 +147,11 @@ def delete_options(model: torch.nn.Module, config) -> None:
 
 
 def choose_stock_attention(model: torch.nn.Module, asked: str | None = None, names=(SAVED,)) -> None:
-    """Gives modules whose configuration has one of names the attention asked for; None: what transformers prefers.
+    """Sets the attention of modules whose configuration names one of ``names``. asked: the attention to set. None: the
+    attention that transformers prefers.
 
     Raises:
-        ValueError, ImportError: from transformers, if the model or this machine does not have it.
+        ValueError, ImportError: from transformers, if the model or the machine does not support this attention.
     """
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and module.config._attn_implementation in names:
@@ -155,7 +159,7 @@ def choose_stock_attention(model: torch.nn.Module, asked: str | None = None, nam
 
 
 def _configurations(model: torch.nn.Module, config) -> list:
-    """Returns the decoder's configuration, and the ones of the models around it, which are saved instead."""
+    """Returns the configurations of the decoder and of the models around it. Saving writes the outermost one."""
     around = [
         module.config
         for module in model.modules()

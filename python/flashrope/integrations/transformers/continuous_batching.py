@@ -1,8 +1,8 @@
-"""Converted models under transformers' continuous batching (``generate_batch``), from 5.19 on.
+"""Runs converted models under transformers' continuous batching (``generate_batch``), from version 5.19 on.
 
 transformers packs the new tokens of all requests in one row and keeps keys and values in pages. Layers that see all
-keys read those pages in place. Sliding layers have a ring of slots instead, which transformers gathers. Older versions
-pass other arguments and are refused.
+keys read those pages in place. Sliding layers have a ring of slots instead, from which transformers gathers the keys.
+Versions before 5.19 pass other arguments and are not supported.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .plan import ATTRIBUTE, NAME, scheme_of
 __all__ = ["Batch", "Pages", "attend_paged", "prepare_manager", "with_pages"]
 
 CACHE = "cache"  # the decoder's argument with transformers' pages, in every version
-BATCH = "_flashrope_batch"  # the argument in which every layer finds the ``Batch``
+BATCH = "_flashrope_batch"  # the argument that passes the ``Batch`` to every layer
 
 try:
     from transformers.generation.continuous_batching.cache_allocators import CacheAllocator  # since 5.19
@@ -39,20 +39,20 @@ except ImportError:
 
 
 class Pages(NamedTuple):
-    """Where the keys of a batch of n requests lie, for layers of one type."""
+    """The pages that hold the keys of a batch of n requests, for layers of one type."""
 
     block_table: torch.Tensor  # (n, pages) int32
-    seqlens: torch.Tensor  # (n,) int32: with slots the new tokens included, otherwise before them
-    slots: torch.Tensor | None  # (tokens,) int64, where the new keys go; None: behind seqlens
-    plans: dict[tuple, CachePlan]  # of the layers, by what they may differ in
+    seqlens: torch.Tensor  # (n,) int32, including the new tokens if ``slots`` is given, else without them
+    slots: torch.Tensor | None  # (tokens,) int64, the slots of the new keys; None: the slots after seqlens
+    plans: dict[tuple, CachePlan]  # the plans of the layers, by the properties in which layers may differ
 
 
 class Batch(NamedTuple):
-    """What the layers of a forward share.
+    """Data that all layers of a forward share.
 
     Attributes:
         cache: transformers' ``PagedAttentionCache``.
-        pages: where the keys lie, by the layer type. Layers that transformers gathers the keys for have none.
+        pages: {layer type: Pages}, without the layer types for which transformers gathers the keys.
     """
 
     cache: Any
@@ -60,9 +60,10 @@ class Batch(NamedTuple):
 
 
 class NewKeys:
-    """Stands for transformers' pages in attention modules, some of which append to the pages and gather all keys.
+    """Replaces transformers' pages in attention modules. Some of these modules call ``update`` to append keys to the
+    pages and gather all keys.
 
-    ``attend_paged`` appends to the pages, so such a module gets the new keys back.
+    ``attend_paged`` appends to the pages itself, so ``update`` only returns the new keys and values.
     """
 
     def update(self, key_states, value_states, *_, **__):
@@ -72,8 +73,8 @@ class NewKeys:
 def with_pages(kwargs: dict[str, Any]) -> dict[str, Any]:
     """Returns the arguments of a decoder's forward, with a ``Batch`` for all its layers.
 
-    The mask is replaced by one that transformers passes on as it is: nothing reads it, and making one would wait for
-    the device.
+    The mask is replaced by an unused tensor, which transformers passes on unchanged. Nothing reads the mask, and making
+    it would wait for the device.
     """
     positions, cache = kwargs["position_ids"], kwargs[CACHE]
     pages = {
@@ -92,10 +93,10 @@ def _pages(allocator, kwargs) -> Pages:
         new = kwargs["cu_seq_lens_q"].to(torch.int32).diff()
         return Pages(kwargs["block_table"][allocator.index].contiguous(), lengths - new, None, {})
     slots, read = kwargs["write_index"][allocator.index], kwargs["read_index"][allocator.index]
-    index = read if read.numel() else slots  # the slots of all keys; without cached keys the new ones are all
+    index = read if read.numel() else slots  # the slots of all keys; without cached keys all keys are new
     size = allocator.tokens_per_page
     longest = kwargs["max_length_k"][allocator.layer_type]
-    first = starts[:-1, None] + torch.arange(0, max(longest, 1), size, device=index.device)  # of every page
+    first = starts[:-1, None] + torch.arange(0, max(longest, 1), size, device=index.device)  # first key of every page
     block_table = (index[first.clamp(max=index.numel() - 1)] // size).to(torch.int32)
     return Pages(block_table, lengths, slots, {})
 
@@ -136,7 +137,7 @@ def attend_paged(module, query, key, value, options, kwargs) -> torch.Tensor:
 
 
 def conversion_of(model) -> Any:
-    """Returns what ``convert`` left on the decoder of a model, or None."""
+    """Returns the record that ``convert`` has stored on the decoder of a model, or None."""
     for module in model.modules():
         if isinstance(module, transformers.PreTrainedModel) and ATTRIBUTE in vars(module):
             return vars(module)[ATTRIBUTE]
@@ -144,10 +145,10 @@ def conversion_of(model) -> Any:
 
 
 def _check(model, config) -> None:
-    """Refuses what cannot be served, before any request is taken.
+    """Checks, before any request is taken, that the model and the configuration are supported.
 
     Raises:
-        ValueError: names the argument, what was expected and what came.
+        ValueError: they are not. The message names the argument and says what was expected.
     """
     if not SUPPORTED:
         raise ValueError(
@@ -180,7 +181,8 @@ def _check(model, config) -> None:
 
 
 def prepare_manager() -> None:
-    """Makes transformers' manager accept converted models, or refuse them. Other models are not affected."""
+    """Makes transformers' manager accept converted models, or raise an error for models that are not supported. Stock
+    models are not affected."""
     stock_init = ContinuousBatchingManager.__init__
     if hasattr(stock_init, "_flashrope"):
         return
@@ -216,8 +218,8 @@ def prepare_manager() -> None:
 
 
 def _offer_block_tables() -> None:
-    """Makes transformers give batches of one token per request block tables, as it does for flash attention's kernel.
-    Otherwise the host would list the slots of all keys in every step."""
+    """Makes transformers pass block tables for batches of one token per request, as it does for flash attention's
+    kernel. Otherwise the host would list the slots of all keys in every step."""
     from transformers.generation.continuous_batching import initialization
 
     stock = getattr(initialization, "ensure_decode_fast_path_is_available", None)

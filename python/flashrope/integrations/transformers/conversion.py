@@ -1,7 +1,7 @@
-"""``convert`` and ``revert``: Hugging Face transformers models on this package's attention.
+"""``convert`` and ``revert``: run Hugging Face transformers models on this package's attention.
 
 ``from_pretrained`` and ``register_auto_classes`` load models that were saved after ``convert`` with options, and
-convert them as they were.
+convert them with the same options.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from .plan import FAMILIES, NAME, SAVED, find_decoder, plan_conversion
 from .untested import accept
 from .versions import arguments_of
 
-REVERTED = "_flashrope_reverted"  # the attribute of a decoder that keeps the hook which ``revert`` leaves
+REVERTED = "_flashrope_reverted"  # the decoder's attribute with the handle of the hook that ``revert`` adds
 
 
 def convert(model, rotary: Rotary | dict[str, Rotary] | None = None, *, untested: bool = False, **options: Any):
     """Makes a transformers causal language model run on this package's attention, in place. ``revert`` undoes it.
 
-    Use it to give a model another rotary scheme, or to run its own on these kernels and caches of raw keys. A model
-    that was saved after ``convert`` is loaded by ``from_pretrained``.
+    Use it to give a model another rotary scheme, or to run its own scheme on these kernels and caches of raw keys.
+    Models that were saved after ``convert`` are loaded by ``from_pretrained``.
 
     Example:
         from transformers import AutoModelForCausalLM
@@ -36,50 +36,53 @@ def convert(model, rotary: Rotary | dict[str, Rotary] | None = None, *, untested
         model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B")
         convert(model, window=2048, log_n=True)  # ReRoPE; convert(model) keeps the model's own scheme
 
-    Without options the model keeps its own scheme, and its logits are the same. Caches then hold raw keys: a cache that
-    was filled before ``convert`` or ``revert`` is refused.
+    Without options the model keeps its own scheme, and its logits do not change. Its caches then hold raw keys. A cache
+    that was filled before ``convert`` or ``revert`` raises an error.
 
-    Every call describes the whole scheme: options replace those of an earlier call, they are not added to them.
-    Without options, the options in the configuration are used: from an earlier ``convert``, which a warning says, or
-    from the folder that the model was loaded from. For the model's own scheme call ``revert(model)`` first.
+    Every call describes the whole scheme: its options replace the options of an earlier call. Without options, the
+    options in the configuration are used. They come from an earlier ``convert`` (then there is a warning), or from the
+    folder from which the model was loaded. To get the model's own scheme, call ``revert(model)`` first.
 
     Args:
         model: a transformers model of a type in ``FAMILIES``, or a module that holds one (PEFT, DDP).
-        rotary: a scheme to use instead of the model's own in all layers that rotate; a dict by layer type if the layers
-            differ.
-        untested: also take a model type that is not in ``FAMILIES``, if the converted model's outputs are its own: on
-            random tokens, with and without a cache and padding on the left. Tests cover more.
+        rotary: a scheme to use instead of the model's own in all layers that rotate. A dict {layer type: Rotary} if the
+            layers differ.
+        untested: also accept a model type that is not in ``FAMILIES``, if the converted model has the outputs of the
+            stock model. They are compared on random tokens, with and without a cache and padding on the left. The tests
+            of types in ``FAMILIES`` cover more.
         ntk: the factor of ``Rotary.ntk``.
-        yarn: (factor, train_length) of ``Rotary.yarn``. It excludes ntk.
+        yarn: (factor, train_length) of ``Rotary.yarn``. Cannot be combined with ntk.
         hope_train_length: HoPE: pairs that make less than one turn over this number of tokens do not rotate.
-        cope: CoPE (``Rotary.cope``): those pairs rotate less the slower they are, by this training length; True: by the
-            model's. A dict gives the arguments of ``Rotary.cope``, {"pairs": 10, "taper": False}. It excludes
-            hope_train_length.
+        cope: CoPE with this training length (``Rotary.cope``): pairs that make less than one turn over it rotate less.
+            True: the model's training length. A dict gives the arguments of ``Rotary.cope``, for example
+            {"pairs": 10, "taper": False}. Cannot be combined with hope_train_length.
         window: ReRoPE with this window, in positions. A quarter to a half of the training length was best in its
-            author's ablation; 0 and the training length or more warn.
-        factor: beside window, Leaky ReRoPE: distances grow by 1 / factor beyond the window.
-        p_rope: the fraction of the pairs that rotate, the fast ones (``Rotary.p_rope``). It excludes hope_train_length
-            and cope.
-        string: (start, window) of ``Rotary.string``: a distance d >= start becomes d - start + window. It excludes
-            window.
-        self_extend: (window, group) of ``Rotary.self_extend``: grouped positions beyond the window. It excludes window.
-        dual_chunk: (chunk_size, local_size) of ``Rotary.dual_chunk``, or (chunk_size, local_size, length_scale). It
-            excludes window and self_extend. A configuration's dual_chunk_attention_config (Qwen2.5-1M) is honored
-            without this option, with the length of its factor and without the sparse attention that may be configured
-            with it. Passing dual_chunk replaces that setting; False switches it off.
-        log_n: scales queries by max(1, ln(i + 1) / ln(log_n)). True: by the training length. Layers with a sliding
+            author's ablation. A window of 0, or of the training length or more, gives a warning.
+        factor: Leaky ReRoPE, together with window: distances grow by 1 / factor beyond the window.
+        p_rope: the fraction of the pairs that rotates, the fast pairs (``Rotary.p_rope``). Cannot be combined with
+            hope_train_length or cope.
+        string: (start, window) of ``Rotary.string``: a distance d >= start becomes d - start + window. Cannot be
+            combined with window.
+        self_extend: (window, group) of ``Rotary.self_extend``: grouped positions beyond the window. Cannot be combined
+            with window.
+        dual_chunk: (chunk_size, local_size) of ``Rotary.dual_chunk``, or (chunk_size, local_size, length_scale). Cannot
+            be combined with window or self_extend. Without this option, a configuration's dual_chunk_attention_config
+            (Qwen2.5-1M) is used, with its length_scale and without its sparse attention. The option replaces that
+            setting. False switches it off.
+        log_n: scales queries by max(1, ln(i + 1) / ln(log_n)). True: the model's training length. Layers with a sliding
             window see a fixed number of keys and are not scaled.
-        log_n_clip: beside log_n, for models that were trained with it, False: the factor may be below 1.
+        log_n_clip: False, together with log_n, for models that were trained with log n: the factor may be below 1.
 
     ``print(model)`` shows the scheme of every layer. The configuration keeps the options, save_pretrained writes them,
-    and ``revert`` deletes them. A model that was saved with options is loaded by ``from_pretrained`` of this package;
-    transformers alone refuses it.
+    and ``revert`` deletes them. To load a model that was saved with options, use ``from_pretrained`` of this package.
+    Without this package transformers does not load it.
 
     Returns:
         model.
 
     Raises:
-        TypeError, ValueError: names the argument, what was expected and what came; the model keeps its state.
+        TypeError, ValueError: an argument is invalid. The message names it and says what was expected. The model does
+            not change.
     """
     plan = plan_conversion(model, {"rotary": rotary, **options}, untested)
     if plan.own is not None:
@@ -94,7 +97,7 @@ def convert(model, rotary: Rotary | dict[str, Rotary] | None = None, *, untested
 
 
 def revert(model):
-    """Restores the stock model: the same functions run on the same weights as before ``convert``. Returns model.
+    """Restores the stock model, which runs the same functions on the same weights as before ``convert``. Returns model.
 
     Example:
         from transformers import AutoModelForCausalLM
@@ -103,8 +106,8 @@ def revert(model):
         model = convert(AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B"))
         revert(model)
 
-    One hook stays, which refuses caches that hold the converted model's raw keys. A model that was saved with options
-    and loaded without ``convert`` becomes the stock model, too.
+    One hook is added, which raises an error for caches that hold the converted model's raw keys. A model that was saved
+    with options and loaded without ``convert`` becomes the stock model, too.
     """
     decoder = find_decoder(model)
     if undo(model):
@@ -116,7 +119,7 @@ def revert(model):
 
 
 def _check_reverted(module, args, kwargs) -> None:
-    """Refuses caches of the converted model. The decoder's hook after ``revert``."""
+    """Raises an error for caches of the converted model. It is the decoder's hook after ``revert``."""
     check_cache(module, arguments_of(module, args, kwargs))
 
 
@@ -134,10 +137,10 @@ AUTO_CLASSES = (
 def from_pretrained(
     pretrained_model_name_or_path, *args, auto_class=AutoModelForCausalLM, untested: bool = False, **kwargs
 ):
-    """Loads a model with transformers and converts it: with the options that it was saved with, otherwise with its own
+    """Loads a model with transformers and converts it, with the options with which it was saved, or with its own
     scheme.
 
-    Use it for models that were saved after ``convert`` with options, which transformers alone refuses.
+    Use it for models that were saved after ``convert`` with options, which transformers does not load.
     ``register_auto_classes`` lets ``AutoModel`` classes and ``pipeline`` load them.
 
     Example:
@@ -146,16 +149,16 @@ def from_pretrained(
         model = from_pretrained("Qwen/Qwen3-0.6B")
 
     Args:
-        pretrained_model_name_or_path, args, kwargs: passed to transformers' from_pretrained. attn_implementation is
-            what ``revert`` returns to.
+        pretrained_model_name_or_path, args, kwargs: passed to transformers' from_pretrained. attn_implementation is the
+            attention that the model has after ``revert``.
         auto_class: the class whose from_pretrained is called, such as AutoModel or LlamaForCausalLM.
         untested: as in ``convert``.
 
     Returns:
-        What transformers returns: the model, or with output_loading_info=True the model and a dict.
+        The model, or with output_loading_info=True the model and a dict, as transformers returns them.
 
     Raises:
-        TypeError, ValueError: as ``convert`` does.
+        TypeError, ValueError: as in ``convert``.
     """
     loaded = auto_class.from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
     model = loaded[0] if isinstance(loaded, tuple) else loaded
@@ -167,7 +170,7 @@ def from_pretrained(
 def register_auto_classes(*model_types: str) -> None:
     """Makes transformers' AutoModel classes, and with them ``pipeline``, convert models that were saved with options.
 
-    Use it where other code loads the model. ``from_pretrained`` needs no registration.
+    Use it if other code loads the model. ``from_pretrained`` needs no registration.
 
     Example:
         from flashrope.integrations.transformers import register_auto_classes
@@ -175,21 +178,21 @@ def register_auto_classes(*model_types: str) -> None:
         register_auto_classes("llama", "qwen3")  # before AutoModelForCausalLM.from_pretrained(...)
 
     Models without options stay stock models, and other classes (``LlamaForCausalLM.from_pretrained``) are not affected.
-    It holds for this process, through ``AutoModel.register`` and its siblings. ``revert`` gives such a model the
-    attention that transformers prefers, whatever attn_implementation asked for.
+    The registration lasts for this process. It uses ``register`` of the auto classes. ``revert`` gives such a model the
+    attention that transformers prefers, and ignores the attn_implementation with which it was loaded.
 
     Args:
         model_types: names from ``FAMILIES``. Without any, all of them are registered, which imports their modules.
 
     Raises:
-        ValueError: a model type is not in ``FAMILIES``, or this version of transformers (5.17) registers nothing for
-            model types of its own.
+        ValueError: a model type is not in ``FAMILIES``, or this version of transformers (5.17) ignores the registration
+            of its own model types.
     """
     unknown = sorted(set(model_types) - FAMILIES)
     if unknown:
         raise ValueError(f"model_types: expected some of {', '.join(sorted(FAMILIES))}; got {unknown[0]!r}")
     for model_type in model_types or sorted(FAMILIES):
-        if model_type not in CONFIG_MAPPING:  # newer than this transformers
+        if model_type not in CONFIG_MAPPING:  # this version of transformers does not have the model type yet
             continue
         config_class = CONFIG_MAPPING[model_type]
         for auto_class in (getattr(transformers, name) for name in AUTO_CLASSES):
@@ -212,7 +215,8 @@ LOADS = "_converts_saved_models"
 
 
 def _loader(stock: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """Returns a class that replaces stock where models are loaded, and that makes models of stock."""
+    """Returns a subclass of ``stock`` for the auto classes. It builds and loads models of the class ``stock``, and
+    converts a loaded model that has options."""
 
     def load(cls, *args, **kwargs):
         loaded = stock.from_pretrained(*args, **kwargs)

@@ -3,13 +3,13 @@
 ``SharedKeysCache`` serves Gemma 4's layers with one projection: k = k_norm(p) and v = v_norm(p), where v_norm has no
 weight. So k is v times the weight of k_norm, channel by channel. The cache holds v, and the kernels multiply keys.
 
-``LatentCache`` serves latent attention. A row is a latent and, behind it, the rotary channels that all heads share,
-which are not rotated. For few new tokens the layer's projection of latents to keys is applied to the queries instead
-(absorbed), and its projection to values to the output. All heads then read the rows themselves, whose latents are the
-values.
+``LatentCache`` serves latent attention. A row holds a latent, then the rotary channels that all heads share, before
+their rotation. If a call has few new tokens, latents are not expanded to keys and values. Instead, the projection of
+latents to keys is applied to the queries (absorbed), and the projection of latents to values is applied to the output.
+All heads then read the rows as keys, and the latents in them as values.
 
-A layer keeps its tensor as keys and a tensor of no channels as values, so whatever transformers does with rows
-(cropping, selecting sequences, copying) works as for other caches.
+A layer stores its tensor as keys, and a tensor without channels as values. So the operations of transformers on rows
+(cropping, selecting sequences, copying) work as for other caches.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from .caches import MARK
 from .schemes import layer_type_of
 from .versions import CACHE
 
-ABSORBED_ROWS = 128  # more new tokens than about 170 cost more absorbed than keys and values that are expanded
-UNEXPANDED = "_flashrope_unexpanded"  # attribute of latents that are not to be expanded: the rows they are channels of
+ABSORBED_ROWS = 128  # most new tokens for absorbed projections; from about 170 on, expanding latents takes less work
+UNEXPANDED = "_flashrope_unexpanded"  # attribute of latents that are not to be expanded: the rows that contain them
 
 
 class _CacheOfConverted(DynamicCache):
-    """A cache that a stock model cannot read."""
+    """A cache that only a converted model can read."""
 
     def update(self, *args, **kwargs):
         """Appends the keys and values of a layer.
@@ -55,7 +55,7 @@ class _OneTensor(DynamicLayer):
     """Rows of one tensor, (batch, heads_kv, seqlen, channels)."""
 
     def append(self, rows: torch.Tensor) -> torch.Tensor:
-        """Appends rows. Returns all of them."""
+        """Appends rows. Returns all rows of the cache."""
         return super().update(rows, rows[..., :0])[0]
 
 
@@ -65,9 +65,10 @@ class _OneTensor(DynamicLayer):
 class SharedKeysCache(_CacheOfConverted):
     """Holds one tensor for each layer of Gemma 4 whose keys and values come from one projection.
 
-    Use it where memory limits the length or the batch: these layers, which see all tokens, take half the bytes. All
-    other layers are those of a ``DynamicCache``. Keys are then the cached values times the weight of k_norm, which in
-    half types rounds once more than the model's own keys. On the CPU alone: Triton's kernels do not multiply keys yet.
+    Use it if memory limits the length or the batch. Layers with one projection see all tokens, and here take half the
+    bytes that they take in a ``DynamicCache``. All other layers are as in a ``DynamicCache``. Keys are computed as
+    cached values times the weight of k_norm. In float16 and bfloat16, keys are therefore rounded once more than the
+    model's own keys. The cache works only on the CPU, because the Triton kernels do not support key_weight yet.
 
     Example:
         from transformers import AutoModelForCausalLM
@@ -78,7 +79,7 @@ class SharedKeysCache(_CacheOfConverted):
         text = model.generate(prompt, past_key_values=SharedKeysCache(model.config), max_new_tokens=4)
 
     Args:
-        config: the model's.
+        config: the configuration of the model.
 
     Raises:
         ValueError: the model has no layer with one projection, or layers that read another layer's keys.
@@ -114,7 +115,8 @@ class _SharedKeys(_OneTensor):
 
 
 def key_weight_of(module) -> torch.Tensor:
-    """Returns what the values of a layer with one projection are multiplied by to get its keys, (head_dim,) float32."""
+    """Returns the key_weight of a layer with one projection, (head_dim,) float32: its keys are its values times this
+    weight."""
     return module.k_norm.weight.detach().float()
 
 
@@ -124,9 +126,10 @@ def key_weight_of(module) -> torch.Tensor:
 class LatentCache(_CacheOfConverted):
     """Holds the latents of a model with latent attention, which a converted model reads without expanding them.
 
-    Use it in decoding: a step over n tokens does not compute keys and values of all heads for all n tokens, which it
-    does over transformers' own caches. Prefills, calls with gradients or more than 128 new tokens, projections that are
-    not plain linear layers, and devices whose kernels do not take so wide keys expand latents as before.
+    Use it for decoding. With transformers' own caches, every step computes the keys and values of all heads for all
+    cached tokens. With this cache it does not. Latents are still expanded in prefills, in calls with gradients or with
+    more than 128 new tokens, if a projection is not a plain linear layer, and on devices whose kernels do not support
+    keys of this head_dim.
 
     Example:
         from transformers import AutoModelForCausalLM
@@ -137,10 +140,10 @@ class LatentCache(_CacheOfConverted):
         text = model.generate(prompt, past_key_values=LatentCache(model.config), max_new_tokens=4)
 
     Args:
-        config: the model's.
+        config: the configuration of the model.
 
     Raises:
-        ValueError: the model has no latent attention that is converted.
+        ValueError: the model is not of a family with latent attention that ``convert`` supports.
     """
 
     def __init__(self, config):
@@ -177,7 +180,7 @@ class _Latents(_OneTensor):
 
 
 def _serves(rows: torch.Tensor, rank: int) -> bool:
-    """Whether the kernels of the device take rows as keys."""
+    """Whether the kernels of the device support keys with the head_dim of these rows."""
     width = rows.shape[-1]
     if rank % 8 or width % 8 or width > MAX_HEAD_DIM and width != MAX_SHARED_HEAD_DIM:
         return False
@@ -186,7 +189,7 @@ def _serves(rows: torch.Tensor, rank: int) -> bool:
 
 
 def expand(module, latents: torch.Tensor, rotary: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns keys and values of all heads, or rows and the latents in them where ``attend_latents`` reads these.
+    """Returns the keys and values of all heads, or (rows, latents) if the attention function reads them unexpanded.
 
     It replaces expand_kv of an attention module.
     """
@@ -197,19 +200,21 @@ def expand(module, latents: torch.Tensor, rotary: torch.Tensor) -> tuple[torch.T
 
 
 def holds_latents(module, value: torch.Tensor) -> bool:
-    """Whether a value that a layer passes to the attention function is latents that ``expand`` did not expand."""
+    """Whether the value that a layer passes to the attention function consists of latents that ``expand`` has not
+    expanded."""
     return "expand_kv" in vars(module) and hasattr(value, UNEXPANDED)
 
 
 def absorb(module, query: torch.Tensor) -> torch.Tensor:
-    """Returns queries for rows of latents, (batch, heads, seqlen, rank + rotary channels)."""
+    """Returns queries whose products with rows are the scores, (batch, heads, seqlen, rank + rotary channels). The
+    projection of latents to keys is applied to them."""
     nope, (keys, _) = module.qk_nope_head_dim, _projections(module)
     latent = torch.einsum("bhnd,hdr->bhnr", query[..., :nope], keys.to(query.dtype))
     return torch.cat((latent, query[..., nope:]), dim=-1)
 
 
 def project_values(module, out: torch.Tensor) -> torch.Tensor:
-    """Returns the output of attention (batch, seqlen, heads, rank), as values of every head."""
+    """Projects the output of attention from latents (batch, seqlen, heads, rank) to the values of every head."""
     return torch.einsum("bnhr,hvr->bnhv", out, _projections(module)[1].to(out.dtype))
 
 
@@ -220,7 +225,7 @@ def _projections(module) -> Any:
 
 
 def latent_scheme(module, rotary: Rotary) -> Rotary:
-    """Returns the scheme of a layer's heads for rows of latents: the same channels rotate, behind the latent."""
+    """Returns the layer's scheme for rows as keys: the rotary channels, which follow the latent, rotate as before."""
     return _behind(rotary, module.kv_lora_rank, module.kv_lora_rank + module.qk_rope_head_dim)
 
 

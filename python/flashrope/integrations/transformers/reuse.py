@@ -1,9 +1,9 @@
-"""Position-independent caching: passages are prefilled once and joined into prompts, in any order.
+"""Position-independent caching: prefills passages once and joins them into prompts, in any order.
 
-A converted model caches raw keys, which have no position. So the keys and values of a passage are valid wherever a
-prompt puts them. What they lack is what the passage did not see: a passage that was prefilled behind one text does not
-know another one. ``prefill_passage`` lets it see the head of the prompt, and ``join_passages`` computes its first
-tokens again behind all that precedes it (EPIC, arXiv 2410.15332). docs/reused/README.md has what each of them is worth.
+A converted model caches raw keys, which have no position. So the keys and values of a passage can be used at any
+position in a prompt. But they do not depend on the text that precedes the passage in the prompt. Two calls reduce that
+error: ``prefill_passage`` can prefill a passage after the head of the prompt, and ``join_passages`` can recompute its
+first tokens after everything that precedes it (EPIC, arXiv 2410.15332). docs/reused/README.md measures both.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Passage(NamedTuple):
 
     Attributes:
         input_ids: (batch, seqlen), without padding.
-        cache: a ``DynamicCache`` of these tokens. A call of the model that gets it appends to it, so pass
-            ``copy.deepcopy(cache)`` where the passage is needed again.
+        cache: a ``DynamicCache`` of these tokens. A call of the model appends to the cache that it gets, so pass
+            ``copy.deepcopy(cache)`` if you need the passage again.
     """
 
     input_ids: torch.Tensor
@@ -39,8 +39,8 @@ class Passage(NamedTuple):
 def prefill_passage(model, input_ids: torch.Tensor, behind: Passage | None = None) -> Passage:
     """Computes the keys and values of a passage, for ``join_passages``.
 
-    Use it for texts that many prompts contain, such as retrieved documents. Prefill them behind the head that all
-    prompts share: docs/reused/README.md has what that gains.
+    Use it for texts that many prompts contain, such as retrieved documents. Prefill them after the head that all
+    prompts share. docs/reused/README.md measures what that gains.
 
     Example:
         from transformers import AutoModelForCausalLM
@@ -53,16 +53,18 @@ def prefill_passage(model, input_ids: torch.Tensor, behind: Passage | None = Non
 
     Args:
         model: a transformers model after ``convert``.
-        input_ids: (batch, seqlen), the tokens of the passage, without padding: the passages of a batch have one length.
-        behind: what the passage sees before it, such as the head that all prompts share. It stays as it is. None: the
-            passage is prefilled as if nothing preceded it.
+        input_ids: (batch, seqlen), the tokens of the passage, without padding. All passages of a batch must have the
+            same length.
+        behind: the text after which the passage is prefilled, such as the head that all prompts share. It is not
+            changed. None: the passage is prefilled as if nothing preceded it.
 
     Returns:
-        The passage, without what stands before it.
+        The passage, without the text of ``behind``.
 
     Raises:
-        TypeError, ValueError: names the argument. ``model`` is refused if it is not converted, or if a layer has a
-            sliding window, no attention, a scheme that depends on the length, or positions of several coordinates.
+        TypeError, ValueError: an argument is invalid. The message names it. ``model`` must be converted. None of its
+            layers may have a sliding window, lack attention, have a scheme that depends on the length, or have
+            positions of several coordinates.
     """
     decoder, plan = _converted(model)
     _check_ids("input_ids", input_ids)
@@ -93,22 +95,22 @@ def join_passages(model, passages: Sequence[Passage], recompute: int = 0) -> Pas
         ids = torch.cat([prompt.input_ids, torch.randint(3, 60, (1, 5))], 1)  # and a question
         answer = model.generate(ids, past_key_values=prompt.cache, max_new_tokens=4)
 
-    The result is that of one prefill in these cases: one passage; a head that was prefilled with nothing before it and
-    one passage that was prefilled behind it; any passages behind such a head if ``recompute`` is at least their length.
-    In all others it is an approximation.
+    The result equals that of one prefill in three cases: there is one passage; or there is a head, prefilled with
+    nothing before it, and one passage that was prefilled after the head; or there is such a head, and ``recompute`` is
+    at least the length of every other passage. In all other cases the result is an approximation.
 
     Args:
         model: the transformers model that prefilled the passages, under the same scheme.
-        passages: in the order of the prompt. They stay as they are.
-        recompute: how many of the first tokens of every passage but the first are computed again, behind all that
-            precedes them. Each such passage costs a forward pass over these tokens. Default: none.
+        passages: the passages in the order of the prompt. They are not changed.
+        recompute: in every passage but the first, this many first tokens are computed again, after everything that
+            precedes them. Each of these passages costs a forward pass over these tokens. Default: 0.
 
     Returns:
         The tokens of all passages and their keys and values, in a new ``DynamicCache``.
 
     Raises:
-        TypeError, ValueError: names the argument, as in ``prefill_passage``; passages of another conversion, of
-            different batches, or in caches other than a ``DynamicCache``.
+        TypeError, ValueError: an argument is invalid, as in ``prefill_passage``; or passages are from another
+            conversion, of different batch sizes, or in caches other than a ``DynamicCache``.
     """
     decoder, plan = _converted(model)
     if not isinstance(passages, Sequence) or isinstance(passages, Passage) or not passages:
@@ -137,7 +139,7 @@ def _new_cache(decoder, model) -> DynamicCache:
 
 
 def _read(decoder, cache: Cache, input_ids: torch.Tensor) -> None:
-    """Appends the keys and values of tokens that see all that the cache holds. Computes no logits."""
+    """Reads tokens after the tokens in the cache, and appends their keys and values to it. Computes no logits."""
     decoder(input_ids, use_cache=True, **{CACHE: cache})
 
 
@@ -147,14 +149,14 @@ def _append(cache: Cache, other: Cache, first: int) -> None:
         cache.update(layer.keys[:, :, first:], layer.values[:, :, first:], index)
 
 
-# ---- what is refused
+# ---- checks
 
 
 def _converted(model) -> tuple[torch.nn.Module, Plan]:
-    """Returns the decoder of a converted model, and how it was converted.
+    """Returns the decoder of a converted model, and the plan of its conversion.
 
     Raises:
-        ValueError: passages of this model cannot be moved.
+        ValueError: passages of this model cannot be moved to other positions.
     """
     decoder = find_decoder(model)
     plan = plan_of(decoder)

@@ -1,6 +1,6 @@
-"""The scheme of every layer of a model: its own, what ``convert`` is asked for, and what ``suggest`` suggests.
+"""Computes the scheme of every layer of a model from its configuration and options, and suggests options.
 
-Nothing here needs transformers, apart from the version that longrope's tables depend on.
+Nothing here needs transformers, except longrope's tables, which depend on its version.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class LayerScheme:
 
     Attributes:
         window: the sliding window of these layers, or None.
-        rotary: the scheme up to the length grows_from.
-        grows_from: beyond this number of tokens the scheme depends on the length; inf: it never does.
+        rotary: the scheme for sequences up to the length grows_from.
+        grows_from: beyond this number of tokens the scheme depends on the length. inf: it never does.
     """
 
     def __init__(self, config, layer_type: str | None, window: int | None, rotates: bool, options: dict):
@@ -46,7 +46,7 @@ class LayerScheme:
         return rotary
 
     def without_rotation(self) -> LayerScheme:
-        """Returns the scheme of the same layers if they did not rotate."""
+        """Returns the scheme that the same layers would have without rotation."""
         other = copy.copy(self)
         none = Rotary.none(self.rotary.head_dim)
         other.rotary, other.grows_from = none if self.window is None else none.local(self.window), math.inf
@@ -54,7 +54,7 @@ class LayerScheme:
 
 
 def _scheme(config, layer_type, window, rotates, options, seqlen) -> Rotary:
-    chunked = DUAL_CHUNK not in options  # which otherwise takes the place of the configuration's
+    chunked = DUAL_CHUNK not in options  # if it is given, the option replaces the configuration's setting
     options = {name: value for name, value in options.items() if name != DUAL_CHUNK or value}
     rotary = build(model_steps(config, layer_type, seqlen, chunked)) if rotates else Rotary.none(_head_dim(config))
     given = options.get("rotary")
@@ -80,7 +80,7 @@ def _scheme(config, layer_type, window, rotates, options, seqlen) -> Rotary:
 
 
 def _check_axial(rotary: Rotary, options: dict, window: int | None) -> None:
-    """Refuses options that count distances, where a token has several coordinates."""
+    """Raises ValueError for options that depend on distances, because tokens have several coordinates."""
     given, asked = options.get("rotary"), [name for name in options if name != "rotary"]
     if window is not None:
         asked = ["sliding_window", *asked]
@@ -113,7 +113,8 @@ def layer_type_of(config, layer: int) -> str | None:
 
 
 def sliding_window_of(config, layer: int) -> int | None:
-    """Returns the window that the layer's forward passes to the attention function, which compares the two."""
+    """Returns the window that the configuration gives the layer. The attention function compares it with the window
+    that the layer's forward passes."""
     layer_type = layer_type_of(config, layer)
     slides = getattr(config, "use_sliding_window", True) if layer_type is None else layer_type == "sliding_attention"
     return getattr(config, "sliding_window", None) if slides else None
@@ -124,7 +125,7 @@ def _head_dim(config) -> int:
 
 
 def _grows_from(config, layer_type) -> float:
-    """Returns the number of tokens beyond which the table depends on the length."""
+    """Returns the number of tokens beyond which the frequency table depends on the length, or inf."""
     params = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     params = params.get(layer_type, params) or {}
     rope_type = params.get("rope_type") or params.get("type")
@@ -147,7 +148,7 @@ def _grows_from(config, layer_type) -> float:
 
 
 class Suggestion(NamedTuple):
-    """changes: keyword arguments for ``convert``; reason: what they mean, and why."""
+    """changes: keyword arguments for ``convert``. reason: what the arguments mean, and why they are suggested."""
 
     changes: dict
     reason: str
@@ -172,15 +173,15 @@ def suggest(model_or_config, target_length: int, scheme: str = "rerope") -> Sugg
     Args:
         model_or_config: a transformers model or its configuration.
         target_length: in tokens.
-        scheme: "rerope", or any scheme of ``flashrope loss --schemes`` to have the numbers for. "cope": the pairs with
-            less than one turn over the training length rotate less. "self-extend": a window of half the training
-            length, and the smallest group that keeps distances below the training length. "dual-chunk": chunks of about
-            three quarters of the training length. All three are without log n, as in their papers.
+        scheme: "rerope", or any other scheme of ``flashrope loss --schemes``. "cope": the pairs with less than one turn
+            over the training length rotate less. "self-extend": a window of half the training length, and the smallest
+            group that keeps distances below the training length. "dual-chunk": chunks of about three quarters of the
+            training length. The last three are without log n, as in their papers.
 
     Raises:
-        ValueError: the model has no rotary embedding, or sliding windows for a scheme that changes distances; its
-            configuration lacks max_position_embeddings or num_hidden_layers; its training length leaves no room for
-            the scheme.
+        ValueError: the model has no rotary embedding; or it has sliding windows and the scheme changes distances; or
+            its configuration lacks max_position_embeddings or num_hidden_layers; or the scheme cannot be fitted to its
+            training length.
     """
     if scheme not in SCHEMES:
         raise ValueError(f"scheme: expected one of {', '.join(SCHEMES)}, got {scheme!r}")

@@ -1,8 +1,9 @@
 """Decoders whose last layers read the keys and values of earlier layers (Gemma 4 E2B and E4B).
 
-Such layers need no row of the prompt but the last ones, whose logits are asked for. So these decoders drop the other
-rows before the first such layer. The mask still describes all rows. The decoder's hook therefore tells the layers how
-many rows the call began with: queries that are fewer are its last ones.
+The last layers append nothing to the cache, so they only need the rows whose logits are requested, which are the last
+rows of the call. The decoders therefore drop the other rows before the first layer that reads an earlier layer's keys.
+The mask still describes all rows. The decoder's hook passes every layer the number of rows with which the call began.
+If a layer gets fewer queries than that, its queries are the last rows.
 """
 
 from __future__ import annotations
@@ -29,5 +30,6 @@ def count_rows(given: Mapping[str, Any]) -> dict[str, Any]:
         given: the arguments of the decoder's forward, from ``arguments_of``.
     """
     x = next(x for x in (given.get("inputs_embeds"), given.get("input_ids")) if x is not None)
-    packed = given.get("position_ids") is not None and given.get(CACHE) is None  # perhaps: only the masks tell
+    # With positions and without a cache, sequences may be packed. Only the masks show whether they are.
+    packed = given.get("position_ids") is not None and given.get(CACHE) is None
     return {ROWS: x.shape[1]} | ({"logits_to_keep": None} if packed else {})

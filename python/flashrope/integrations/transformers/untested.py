@@ -1,4 +1,4 @@
-"""Model types that the tests do not cover: accepted if the converted model's outputs are the stock model's."""
+"""Checks models of types that the tests do not cover: the converted model must have the stock model's outputs."""
 
 from __future__ import annotations
 
@@ -13,24 +13,25 @@ from .plan import SAVED, Plan, find_decoder
 from .versions import CACHE, cache_of
 
 SEQLEN, PADDING = 24, 3
-CALLS = (9, 10, 11, SEQLEN)  # where calls with a cache end
+CALLS = (9, 10, 11, SEQLEN)  # tokens read after each call with a cache
 TOLERANCE = {
     torch.float64: 1e-4,
     torch.float32: 1e-4,
     torch.float16: 1e-2,
     torch.bfloat16: 5e-2,
-}  # of the largest output
-SENSITIVITY = 5  # by how many tolerances the outputs must change without rotation
+}  # allowed differences, relative to the largest output
+SENSITIVITY = 5  # how many times the tolerance the outputs must change without rotation
 
 
 def accept(model, own: Plan) -> None:
-    """Compares a model with itself under two plans: that of its own schemes, and the same without rotation.
+    """Compares a stock model with its conversion under two plans: its own schemes, and the same without rotation.
 
-    The outputs of the first must be the stock model's, and those of the second must not. They are compared on random
-    tokens, with and without a cache, with and without padding. The model is left as it was.
+    The outputs under the first plan must equal the stock model's, and the outputs under the second must differ. They
+    are compared on random tokens, with and without a cache, with and without padding. The model is unchanged
+    afterwards.
 
     Raises:
-        ValueError: names the model type, the case and the difference.
+        ValueError: the comparison failed. The message names the model type, the case and the difference.
     """
     decoder = find_decoder(model)
     model_type = decoder.config.model_type
@@ -62,8 +63,9 @@ def accept(model, own: Plan) -> None:
 
 
 def _prepare(model, restore: contextlib.ExitStack) -> None:
-    """Prepares a model for the comparison: no gradients, no dropout, and no constant vectors among the parameters,
-    which would hide whether a norm comes before or after the rotation. restore undoes it."""
+    """Prepares a model for the comparison: turns off gradients and dropout, and changes parameters that are constant
+    vectors. With constant weights, the order of a norm and the rotation would make no difference. ``restore`` undoes
+    all of this."""
     restore.enter_context(torch.no_grad())
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and module.config._attn_implementation == SAVED:
@@ -81,7 +83,7 @@ def _prepare(model, restore: contextlib.ExitStack) -> None:
 
 def _tokens(model, decoder) -> torch.Tensor:
     size = decoder.config.vocab_size
-    low, high = (100, 1000) if size > 1000 else (3, size)  # models of images have tokens with a meaning beyond
+    low, high = (100, 1000) if size > 1000 else (3, size)  # image models have special tokens outside this range
     ids = torch.randint(low, high, (2, SEQLEN), generator=torch.Generator().manual_seed(0))
     return ids.to(next(model.parameters()).device)
 
@@ -99,7 +101,8 @@ def _outputs(model, decoder) -> dict[str, torch.Tensor]:
 
 
 def _forward(model, decoder, ids, mask, calls=None) -> torch.Tensor:
-    """Returns (batch, seqlen, outputs), logits if the model has some; rows of padding are 0."""
+    """Returns the model's outputs (batch, seqlen, outputs): logits if it has any, else hidden states. Rows of padding
+    are 0."""
     parts, cache = [], None
     for start, end in zip((0, *(calls or ())), calls or (SEQLEN,), strict=False):
         seen = None if mask is None else mask[:, :end]

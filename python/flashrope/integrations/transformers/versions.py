@@ -1,7 +1,7 @@
-"""What differs between the supported versions of transformers: the name of the cache, and what a version can do.
+"""Handles differences between the supported versions of transformers.
 
 Decoders take and return a cache as "past_key_values", and from transformers 5.24 on as "cache". Until 5.40 they also
-accept the old name, so the hooks of a decoder may see either.
+accept the old name, so the hooks of a decoder may get either name.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ import transformers
 from transformers.masking_utils import create_causal_mask
 
 VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
-UNTESTED = (5, 25)  # and what comes after it
+UNTESTED = (5, 25)  # the first untested version; later versions are untested, too
 
 OLD_NAME = "past_key_values"
-# The name of a cache among the arguments of decoders and their layers, and among their outputs.
+# The name of a cache in the arguments and the outputs of decoders and their layers.
 CACHE = "cache" if "cache" in inspect.signature(create_causal_mask).parameters else OLD_NAME
 # A training forward with gradient checkpointing and without gradients returns a cache.
 CACHES_WITHOUT_GRADIENTS = VERSION >= (5, 24)
 
 
 def check_version() -> None:
-    """Refuses versions of transformers that the tests did not run with.
+    """Checks that the tests ran with this version of transformers.
 
     Raises:
-        ValueError: names the version.
+        ValueError: they did not. The message names the version.
     """
     if VERSION >= UNTESTED:
         newest = ".".join(map(str, UNTESTED))
@@ -48,5 +48,5 @@ def arguments_of(decoder, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, A
 
 
 def cache_of(output) -> Any:
-    """Returns the cache in a model's output. None: it has none."""
+    """Returns the cache in a model's output, or None if the output has no cache."""
     return getattr(output, CACHE, None)

@@ -1,4 +1,4 @@
-"""vLLM's attention backend: ragged batches over its pages, by ``attention_varlen_with_cache``."""
+"""An attention backend for vLLM: computes ragged batches over vLLM's pages with ``attention_varlen_with_cache``."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class FlashropeBackend(AttentionBackend):
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
-        """Adds room for the scales of a quantized cache, in the layout of vLLM's own kernels."""
+        """Adds room for the scales of a quantized cache, in the layout that vLLM's own kernels use."""
         if not spec.kv_quant_mode.is_per_token_head or spec.state_content_bytes is not None:
             return spec
         return replace(spec, state_content_bytes=2 * row_bytes(spec.head_size, spec.dtype))
@@ -65,8 +65,8 @@ class FlashropeBackend(AttentionBackend):
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...] | None:
-        """Returns None: any layout. On the CPU the rows of a head in a page come first, which its kernels read
-        faster."""
+        """Returns the layouts in order of preference, or None if all are equal. On the CPU the layout in which a head's
+        rows of a page are contiguous comes first, because the CPU kernels read it faster."""
         if not current_platform.is_cpu():
             return None
         return (KVCacheLayout.LBHNC, *(each for each in KVCacheLayout if each is not KVCacheLayout.LBHNC))
@@ -82,16 +82,16 @@ class FlashropeBackend(AttentionBackend):
 
 @dataclass
 class FlashropeMetadata(AttentionMetadata):
-    """One step's batch. All tensors are on the device."""
+    """The batch of one step. All tensors are on the device."""
 
-    tokens: int  # of q, without padding
-    tables: CacheTables  # of the requests and their new tokens
-    plans: dict[tuple, CachePlan] = field(default_factory=dict)  # by what layers may differ in
+    tokens: int  # number of tokens of q, without padding
+    tables: CacheTables  # the tables of the requests and their new tokens
+    plans: dict[tuple, CachePlan] = field(default_factory=dict)  # by the properties in which layers may differ
 
 
 class FlashropeMetadataBuilder(AttentionMetadataBuilder[FlashropeMetadata]):
-    """Grids follow from the shapes of the tables, not from lengths, so a CUDA graph may hold the attention of batches
-    whose requests have equally many new tokens."""
+    """Builds the metadata of a step. Kernel grids follow from the shapes of the tables, not from lengths. So a CUDA
+    graph can hold the attention of batches whose requests have the same number of new tokens."""
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
 
@@ -106,16 +106,17 @@ class FlashropeMetadataBuilder(AttentionMetadataBuilder[FlashropeMetadata]):
         packed = Packed(
             common.query_start_loc[: requests + 1], common.max_query_len, slot_mapping=common.slot_mapping[:tokens]
         )
-        # seq_lens counts the new tokens already
+        # seq_lens already includes the new tokens.
         tables = CacheTables(common.seq_lens[:requests], common.block_table_tensor[:requests].contiguous(), new=packed)
         return FlashropeMetadata(tokens, tables)
 
 
 class FlashropeImpl(AttentionImpl):
-    """The attention of one layer. The scheme is found by the layer's index when it first runs, while the engine starts.
+    """The attention of one layer. At its first run, while the engine starts, it looks up the scheme by the layer's
+    index.
 
-    A layer that shares keys and values with an earlier one gets that layer's pages and no keys: the earlier layer has
-    written the new tokens already.
+    A layer that shares the keys and values of an earlier layer gets that layer's pages and no new keys, because the
+    earlier layer has written the new tokens.
     """
 
     def __init__(
@@ -140,8 +141,8 @@ class FlashropeImpl(AttentionImpl):
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.kv_cache_dtype, self.sliding_window = kv_cache_dtype, sliding_window
-        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name  # vLLM reads it
-        self.scheme: tuple[Rotary, bool] | None = None  # and whether the cache holds rotated keys
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name  # an attribute that vLLM reads
+        self.scheme: tuple[Rotary, bool] | None = None  # the scheme, and whether the cache holds rotated keys
         self.pages: Pages | None = None
         self.layer: CacheLayer | None = None
         check_cache_dtype(kv_cache_dtype, config.model_config.dtype)
@@ -165,10 +166,10 @@ class FlashropeImpl(AttentionImpl):
     def forward(
         self,
         layer,
-        query: torch.Tensor,  # (tokens, heads_q, head_dim), raw, maybe padded
+        query: torch.Tensor,  # (tokens, heads_q, head_dim), raw; there may be rows of padding
         key: torch.Tensor | None,  # None: another layer has written it
         value: torch.Tensor | None,
-        kv_cache: torch.Tensor,  # as split_pages takes it
+        kv_cache: torch.Tensor,  # as in split_pages
         attn_metadata: FlashropeMetadata | None,
         output: torch.Tensor,
         output_scale: torch.Tensor | None = None,

@@ -1,7 +1,7 @@
-"""The scheme of every layer of a served model, what the plugin refuses, and the plans of this process.
+"""Plans the scheme of every layer of a served model, checks its configuration, and keeps the plans of this process.
 
-It also reads ``dual_chunk_attention_config`` (Qwen2.5-1M) as the option dual_chunk of the field, and vLLM's pages as
-the cache calls take them. Importing this file does not import vLLM.
+It also turns ``dual_chunk_attention_config`` (Qwen2.5-1M) into the option dual_chunk of the field "flashrope", and
+makes views of vLLM's pages for the cache calls. Importing this file does not import vLLM.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from ..options import FIELD, keeps_raw_keys, read_field, training_length
 from ..transformers.schemes import LayerScheme, layer_type_of, sliding_window_of
 
 ARCHITECTURES = tuple(sorted(each.vllm for each in FAMILIES.values() if each.vllm))
-BACKEND = "CUSTOM"  # vLLM's name for a backend from outside
+BACKEND = "CUSTOM"  # vLLM's name for a backend of a plugin
 BACKEND_PATH = "flashrope.integrations.vllm.backend.FlashropeBackend"
-CODES = {"int8_per_token_head": torch.int8, "int4_per_token_head": torch.uint8}  # by vLLM's name of a cache dtype
-CHOSEN_FOR_TWO_WIDTHS = ("TRITON_ATTN", "FLASH_ATTN")  # by vLLM itself, where heads of layers differ in width
+CODES = {"int8_per_token_head": torch.int8, "int4_per_token_head": torch.uint8}  # {vLLM's cache dtype: our dtype}
+CHOSEN_FOR_TWO_WIDTHS = ("TRITON_ATTN", "FLASH_ATTN")  # backends that vLLM sets if layers differ in head_dim
 MODEL_DTYPES = {"float16", "bfloat16", "float32"}
-SPECULATION = ("ngram", "suffix")  # drafts from the text; others have a draft model, with attention of its own
+SPECULATION = ("ngram", "suffix")  # methods that draft from the text, without a draft model that has its own attention
 
 
 class Layer(NamedTuple):
@@ -37,16 +37,16 @@ class Layer(NamedTuple):
 
     rotary: Rotary
     window: int | None  # the model's own sliding window, in keys
-    rotated_keys: bool = False  # in the cache
+    rotated_keys: bool = False  # whether the cache holds rotated keys
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What a served model computes.
+    """The schemes under which a model is served.
 
     Attributes:
-        layers: by layer index.
-        stock: the model's own schemes, whose rotary embeddings are turned off.
+        layers: {layer index: Layer}.
+        stock: the model's own schemes. Their rotary embeddings are turned off.
     """
 
     layers: tuple[Layer, ...]
@@ -54,12 +54,12 @@ class Plan:
 
     @property
     def digest(self) -> str:
-        """Returns 32 hexadecimal digits. If two plans differ in them, their caches are not interchangeable."""
+        """Returns 32 hexadecimal digits. Caches are only interchangeable between plans with the same digits."""
         layers = [[layer.rotary.text, layer.window, layer.rotated_keys] for layer in self.layers]
         return hashlib.sha256(json.dumps(layers).encode()).hexdigest()[:32]
 
     def __str__(self) -> str:
-        """Returns every scheme with its layers."""
+        """Returns a description of every scheme and its layers."""
         layers_of: dict[Layer, list[int]] = {}
         for index, layer in enumerate(self.layers):
             layers_of.setdefault(layer, []).append(index)
@@ -73,15 +73,15 @@ def _describe(layer: Layer) -> str:
 
 
 def asked(config) -> bool:
-    """Whether the model of a VllmConfig asks for a scheme."""
+    """Whether the model of a VllmConfig has a field "flashrope"."""
     return _asking(config) is not None
 
 
 def make_plan(config) -> Plan:
-    """Returns the plan of a VllmConfig whose model asks for one.
+    """Returns the plan of a VllmConfig whose model has a field "flashrope".
 
     Raises:
-        TypeError, ValueError: names the argument, what was expected and what came.
+        TypeError, ValueError: the configuration is not supported. The message names the argument.
     """
     model = config.model_config
     hf_config = model.hf_text_config
@@ -106,7 +106,8 @@ def _check_head_dim(head_dim: int, cache_dtype: str) -> None:
 
 
 def _asking(config):
-    """Returns the configuration with the field, of the text model or of the whole; None if neither has it."""
+    """Returns the configuration that has the field, which is that of the text model or of the whole model. Returns None
+    if neither has it."""
     model = config.model_config
     configs = getattr(model, "hf_text_config", None), getattr(model, "hf_config", None)
     return next((each for each in configs if getattr(each, FIELD, None) is not None), None)
@@ -158,7 +159,7 @@ def _layer(hf_config, key: tuple, options: dict, max_model_len: int, raw_keys: b
     return Layer(rotary, scheme.window, rotates_once and not raw_keys)
 
 
-# ---- refusals
+# ---- checks
 
 
 def _check_model(model, hf_config) -> None:
@@ -223,7 +224,8 @@ def _check_engine(config, chosen_by_vllm: tuple[str, ...] = ()) -> None:
 
 
 def check_cache_dtype(cache_dtype: str, dtype) -> None:
-    """Refuses a cache type that the kernels cannot read. cache_dtype: vLLM's name. dtype: the model's."""
+    """Raises ValueError for a cache type that the kernels cannot read. cache_dtype: vLLM's name. dtype: the model's
+    dtype."""
     name = str(dtype).removeprefix("torch.")
     if cache_dtype in ("auto", name, *CODES):
         return
@@ -250,16 +252,16 @@ def _check_windows(max_model_len: int, options: dict) -> None:
 
 
 def adopt_chunks(model) -> bool:
-    """Moves dual_chunk_attention_config of a ModelConfig into the field "flashrope", where its workers find it too.
+    """Moves dual_chunk_attention_config of a ModelConfig into the field "flashrope", which vLLM's workers get, too.
 
-    vLLM's layers must not see it: they would ask for an attention that vLLM has no backend for. A field that has
-    dual_chunk, false included, or rotary keeps it.
+    vLLM's layers must not see dual_chunk_attention_config, because they would need an attention for which vLLM has no
+    backend. If the field already has dual_chunk (even false) or rotary, it is not changed.
 
     Returns:
-        Whether the configuration asks for sparse attention too. The attention here is dense.
+        Whether the configuration also requests sparse attention. The attention here is dense.
 
     Raises:
-        TypeError, ValueError: names the key, what was expected and what came.
+        TypeError, ValueError: dual_chunk_attention_config is invalid. The message names the key.
     """
     configs = _configs(model)
     chunks = read_chunks(*configs)
@@ -272,14 +274,14 @@ def adopt_chunks(model) -> bool:
     field = getattr(holder, FIELD, None)
     if field is None:
         field = {}
-    # make_plan refuses a field that is not a dict
+    # make_plan raises an error for a field that is not a dict.
     if isinstance(field, dict) and field.get("dual_chunk") is None and field.get("rotary") is None:
         setattr(holder, FIELD, {**field, "dual_chunk": chunks.arguments})
     return chunks.sparse
 
 
 def _configs(model) -> list:
-    """Returns the text model's configuration, and that of the whole, which may be the same."""
+    """Returns the configurations of the text model and of the whole model, which may be the same."""
     configs = (getattr(model, name, None) for name in ("hf_text_config", "hf_config"))
     return [config for config in configs if config is not None]
 
@@ -287,30 +289,29 @@ def _configs(model) -> list:
 # ---- pages
 
 
-SCALE_BYTES = 4  # behind the codes of a row, float32
+SCALE_BYTES = 4  # a float32 scale after the quantized values of a row
 
 
 class Pages(NamedTuple):
     """The cache of one layer: vLLM's tensor and views of it, as ``attention_varlen_with_cache`` takes them."""
 
     kv_cache: torch.Tensor
-    k: torch.Tensor  # (blocks, block_size, heads_kv, head_dim), or codes
+    k: torch.Tensor  # (blocks, block_size, heads_kv, head_dim), or quantized values
     v: torch.Tensor
-    k_scale: torch.Tensor | None = None  # (blocks, block_size, heads_kv), of codes
+    k_scale: torch.Tensor | None = None  # (blocks, block_size, heads_kv), the scales of quantized values
     v_scale: torch.Tensor | None = None
 
 
 def row_bytes(head_size: int, cache_dtype: torch.dtype) -> int:
-    """Returns the bytes of one quantized key or value of this type, its scale included."""
+    """Returns the number of bytes of one quantized key or value of this type, including its scale."""
     return head_size // PER_BYTE[cache_dtype] + SCALE_BYTES
 
 
 def split_pages(kv_cache: torch.Tensor, head_size: int) -> Pages:
     """Returns the keys, values and scales in vLLM's cache, as views.
 
-    kv_cache: (blocks, heads_kv, block_size, columns), any strides of the first three dimensions.
-
-    A head of a slot is K | V, 2 * head_size columns; in int8 and uint8 K | scale of K | V | scale of V.
+    kv_cache: (blocks, heads_kv, block_size, columns), with any strides of the first three dimensions. The columns of
+    one slot and head are K | V, 2 * head_size columns. In int8 and uint8 they are K | scale of K | V | scale of V.
     """
     rows = kv_cache.transpose(1, 2)
     if kv_cache.dtype not in PER_BYTE:
@@ -325,7 +326,7 @@ def split_pages(kv_cache: torch.Tensor, head_size: int) -> Pages:
 # ---- the plans of this process
 
 
-_plans: dict[str, Plan] = {}  # by digest
+_plans: dict[str, Plan] = {}  # {digest: plan}
 
 
 def remember(plan: Plan) -> None:
@@ -333,8 +334,8 @@ def remember(plan: Plan) -> None:
 
 
 def active_plan(config) -> Plan | None:
-    """Returns the plan of a VllmConfig that was checked, in this process or in the one that sent it; None: stock
-    vLLM."""
+    """Returns the plan of a VllmConfig that was checked in this process, or in the process that sent it. Returns None
+    for a model without the field, which stock vLLM serves."""
     if config is None or config.model_config is None or not asked(config):
         return None
     digest = digest_of(config)
@@ -354,7 +355,7 @@ def check_backend() -> None:
     """Checks that vLLM's CUSTOM backend is this package's.
 
     Raises:
-        RuntimeError: another plugin has taken vLLM's CUSTOM, so keys that are not rotated would go to its attention.
+        RuntimeError: another plugin has registered CUSTOM, so its attention would get keys that are not rotated.
     """
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 

@@ -1,9 +1,10 @@
-"""What is hooked into vLLM, once per process.
+"""Hooks this package into vLLM, once per process.
 
-The platform's ``check_and_update_config`` sees every VllmConfig before anything is built from it. For a model that asks
-for a scheme, or for dual chunk attention, it makes the plan, or refuses, and selects this package's attention backend.
-Three more hooks look at the configuration that is then in use: the registry of ``get_rope``, the CPU platform's choice
-of a backend, and the seed of the prefix cache's block hashes. Without a model that asks, all of them do what vLLM does.
+The hook in the platform's ``check_and_update_config`` gets every VllmConfig before anything is built from it. If the
+model has a field "flashrope" or dual chunk attention, the hook makes the plan, or raises an error, and selects this
+package's attention backend. Three more hooks read the configuration in use: the registry of ``get_rope``, the CPU
+platform's choice of a backend, and the seed of the prefix cache's block hashes. For other models all hooks do what vLLM
+does.
 
 The registry of ``get_rope`` turns off the rotary embedding of a model that vLLM builds, after comparing its table with
 the plan's. Importing this file does not import vLLM.
@@ -31,8 +32,8 @@ from .plan import (
     remember,
 )
 
-TESTED = "0.32.0"  # vLLM
-_problem: Exception | None = None  # this vLLM has no such hook; an error only for models that ask
+TESTED = "0.32.0"  # version of vLLM
+_problem: Exception | None = None  # set if this vLLM lacks a function to hook; raised only for models with the field
 
 
 def register() -> None:
@@ -87,7 +88,8 @@ def _configure(platform, vllm_config) -> None:
         raise TypeError(f"additional_config: expected a dict, to hold the scheme's digest, got {given}")
     check_backend()
     plan = make_plan(vllm_config)
-    # compute_hash covers it, so compiled graphs of different schemes are kept apart; workers compare it with their plan
+    # compute_hash includes the digest, so schemes do not share compiled graphs. Workers compare it with the digest of
+    # their own plan.
     vllm_config.additional_config = {**vllm_config.additional_config, FIELD: plan.digest}
     vllm_config.attention_config.backend = AttentionBackendEnum[BACKEND]
     remember(plan)
@@ -103,7 +105,7 @@ def _configure(platform, vllm_config) -> None:
 def _logger():
     from vllm.logger import init_logger
 
-    return init_logger("vllm.plugins.flashrope")  # vLLM prints the loggers below its own
+    return init_logger("vllm.plugins.flashrope")  # vLLM prints the records of loggers below its own
 
 
 def _hook_backend(platform, is_cpu: bool) -> None:
@@ -111,7 +113,7 @@ def _hook_backend(platform, is_cpu: bool) -> None:
 
     register_backend(AttentionBackendEnum[BACKEND], BACKEND_PATH)
     if not is_cpu:
-        return  # CudaPlatform honours CUSTOM; CpuPlatform looks at nothing but its own backends
+        return  # CudaPlatform accepts CUSTOM, but CpuPlatform only considers its own backends
     stock = platform.get_attn_backend_cls.__func__
 
     def get_attn_backend_cls(cls, selected_backend, attn_selector_config, num_heads=None) -> str:
@@ -135,8 +137,8 @@ def _hook_rope() -> None:
 def _hook_block_hashes() -> None:
     """Makes the scheme part of the block hashes.
 
-    A block's hash covers its tokens and the blocks before it. Keys of the layers after the first depend on the scheme
-    too, so the seed that the first block's hash starts from includes it.
+    A block's hash covers its tokens and the blocks before it. After the first layer, keys also depend on the scheme, so
+    the scheme is made part of the seed of the first block's hash.
     """
     from vllm.v1.core import kv_cache_utils
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -149,7 +151,7 @@ def _hook_block_hashes() -> None:
         digest = digest_of(vllm_config) if vllm_config.model_config is not None and asked(vllm_config) else None
         init(self, vllm_config, *args, **kwargs)
 
-    def resolve_none_hash_seed(hash_fn) -> str:  # EngineCore calls it after it has made its scheduler
+    def resolve_none_hash_seed(hash_fn) -> str:  # EngineCore calls this after making its scheduler
         seed = resolve_seed(hash_fn)
         return seed if digest is None else f"{seed}:{FIELD}:{digest}"
 
@@ -160,17 +162,18 @@ def _hook_block_hashes() -> None:
 # ---- the model's own rotary embedding
 
 
-RELATIVE_ERROR = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}  # of a frequency read from a table
+RELATIVE_ERROR = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}  # of frequencies read from a table
 
 
 class RopeRegistry(dict):
-    """The embeddings that vLLM's ``get_rope`` has made in this process, apart by plan.
+    """The embeddings that vLLM's ``get_rope`` has made in this process, with separate entries for each plan.
 
-    An embedding is put in here when it is made. If the configuration in use asks for a scheme, it stops rotating then.
+    vLLM stores an embedding here when it is made. If the configuration in use has a scheme, the embedding's rotation is
+    then turned off.
 
     Attributes:
-        raw: digests of the plans for which an embedding was turned off. vLLM clears the dict at an engine's end, which
-            may be while another one starts.
+        raw: digests of the plans for which an embedding was turned off. It is separate from the dict, because vLLM
+            clears the dict when an engine ends, possibly while another engine starts.
     """
 
     def __init__(self, embeddings=()) -> None:
@@ -193,7 +196,7 @@ class RopeRegistry(dict):
 
 
 class RawRotaryEmbedding(nn.Module):
-    """Returns q and k as they came."""
+    """Returns q and k unchanged."""
 
     def forward(self, positions, query, key=None, *args, **kwargs):
         return query, key
@@ -211,10 +214,10 @@ def _by_plan(key):
 
 
 def _turn_off(embedding: nn.Module, plan: Plan) -> None:
-    """Makes a rotary embedding return q and k as they came, after its table was compared with the plan's.
+    """Compares a rotary embedding's table with the plan's, and then makes the embedding return q and k unchanged.
 
     Raises:
-        ValueError: the embedding is not one with a table per position, or not that of the model's configuration.
+        ValueError: the embedding has no table by position, or its table differs from the model's configuration.
     """
     name = type(embedding).__name__
     table = getattr(embedding, "cos_sin_cache", None)
@@ -231,7 +234,7 @@ def _turn_off(embedding: nn.Module, plan: Plan) -> None:
 
 
 def _same(embedding, table: torch.Tensor, rotary: Rotary) -> bool:
-    """Whether the table's row of position 1 holds attention_factor * cos(inv_freq), then sin."""
+    """Whether the table's row of position 1 holds cos(inv_freq) and then sin(inv_freq), times attention_factor."""
     cos, sin = table[1].detach().double().cpu().chunk(2)
     rounding = RELATIVE_ERROR[table.dtype]
     return (
