@@ -54,6 +54,7 @@ HALF = {
         "grad_kv": by_block_d((32, 128, 4, 3), (32, 128, 4, 3), (32, 128, 4, 3), (32, 64, 4, 3), (32, 32, 4, 2)),
         "grad_q": by_block_d((128, 64, 4, 2), (128, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 3), (64, 64, 8, 2)),
         "grad_q banded": {128: Tile(128, 64, 8, 2)},
+        "grad_q scores": {64: Tile(128, 64, 4, 3), 128: Tile(128, 32, 4, 3)},
         "forward codes": {128: Tile(128, 32, 8, 3), 256: Tile(64, 32, 4, 3)},
         "forward paged": {256: Tile(128, 32, 8, 3)},
         "decode": by_block_d((16, 64, 4, 3), (16, 64, 4, 3), (16, 64, 4, 3), (16, 64, 4, 3), (16, 32, 4, 2)),
@@ -69,6 +70,7 @@ HALF = {
         "grad_kv banded": {128: Tile(32, 128, 8, 3)},
         "grad_q": by_block_d((128, 64, 4, 2), (128, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 2), (64, 32, 4, 1)),
         "grad_q banded": {256: Tile(32, 32, 4, 2)},
+        "grad_q scores": {64: Tile(128, 32, 4, 3), 128: Tile(128, 32, 4, 3)},
         "grad_qkv": {64: Tile(64, 64, 4, 2), 128: Tile(32, 128, 8, 2)},
         "decode": by_block_d((16, 64, 4, 3), (16, 64, 4, 3), (16, 64, 4, 3), (16, 64, 4, 3), (16, 32, 4, 3)),
         "decode codes": {256: Tile(16, 32, 8, 3)},
@@ -149,6 +151,7 @@ OTHER_V["sm120"]["grad_kv"] = OTHER_V["sm86"]["grad_kv"] | {(64, 128): Tile(32, 
 # v as wide as q: the issue model predicts it faster than seven products at 512 to 128k tokens, with one and two bands.
 # "sm90": it takes fewer instructions. Not timed on a GPU yet.
 ATOMIC_WIDTHS = {"sm80": (64, 128), "sm86": (64, 128), "sm90": (64, 128), "sm100": (64, 128), "sm120": (64, 128)}
+SCORE_WIDTHS = {name: (64, 128) for name in ("sm80", "sm86", "sm90", "sm100", "sm120")}  # see storing_is_faster
 # float32 products run without tensor cores ("ieee"); these serve correctness, not speed.
 FLOAT = {
     "forward": by_block_d((32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1)),
@@ -183,6 +186,10 @@ WIDEST |= {"sm100": WIDEST["sm90"], "sm120": WIDEST["sm86"]}
 # The elementwise passes, any type: rows per program, warps, heads per program (which share one load of cos and sin).
 ROTATE_ROWS, ROTATE_WARPS, ROTATE_HEADS = 32, 4, 4
 STATISTICS_ROWS, STATISTICS_WARPS = 64, 4  # every grad_kv tile's block_m divides STATISTICS_ROWS
+# Gradients of scores that a reproducible backward stores (score_grads.py): bytes of the workspace, and rows and keys of
+# a panel. Every block_m of the gradients divides PANEL_ROWS.
+SCORE_BYTES = 5 << 28
+PANEL_ROWS, PANEL_KEYS = 128, 64
 APPEND_ROWS, APPEND_WARPS = 32, 4
 COMBINE_SPLITS, COMBINE_WARPS = 16, 4  # splits that one step of a program combines
 SMALLEST_TILE = 16  # keys that a product takes at least, and the rows of the smallest page
@@ -217,6 +224,7 @@ def family(capability: int | str) -> str:
 
 INSTEAD = {  # the directions whose tile is taken where a direction has none of its own
     "grad_qkv": ["grad_kv"],
+    "grad_q scores": ["grad_q"],
     "forward codes": ["forward"],
     "forward unaligned": ["forward"],
     "decode codes": ["decode"],
@@ -237,7 +245,8 @@ def tile(
     """Returns the tile without tuning. The most specific entry of the tables wins.
 
     direction: "forward", "forward codes" (over a quantized cache), "forward unaligned" (some address or stride is not a
-    multiple of 16 bytes), "grad_kv", "grad_q", "grad_qkv" (dQ in the pass of dK and dV), "decode", "decode codes" (a
+    multiple of 16 bytes), "grad_kv", "grad_q", "grad_q scores" (dQ from stored gradients of scores), "grad_qkv" (dQ in
+    the pass of dK and dV), "decode", "decode codes" (a
     quantized cache or explicit positions), "decode parts" (``Variant.channels``) or "decode wide" (many query rows).
     block_dv: of v, 0 for the same as block_d. If the two differ and OTHER_V has no tile, the larger decides.
     cache: "paged", whose entries need two slots for keys and values, or anything else."""
@@ -279,6 +288,12 @@ def query_rows(capability: int | str, tile: Tile, block_d: int) -> bool:
 def atomics_are_faster(capability: int | str, itemsize: int, block_d: int, block_dv: int) -> bool:
     """Whether deterministic=None adds dQ up by atomics."""
     return itemsize == 2 and block_d == block_dv and block_d in ATOMIC_WIDTHS.get(family(capability), ())
+
+
+def storing_is_faster(capability: int | str, itemsize: int, block_d: int, block_dv: int) -> bool:
+    """Whether a reproducible backward stores the gradients of scores for dQ where its workspace has room: five products
+    instead of seven. The issue model rates it faster on sm_80 and sm_86 at these block_d. Not timed on a GPU yet."""
+    return itemsize == 2 and block_d == block_dv and block_d in SCORE_WIDTHS.get(family(capability), ())
 
 
 def red_floats(capability: int | str, itemsize: int) -> int:

@@ -81,10 +81,10 @@ def attention(
             row's softmax and has no value. It is neither scaled nor rotated, and gets a gradient.
         return_lse: also return the log-sum-exp of the scores.
         impl: the backend, "triton", "cpu" or "reference". None picks by device.
-        deterministic: True: gradients are bitwise reproducible. False: the Triton backend's gradient of q may differ
-            from run to run by rounding. Its backward then does five matrix products instead of seven and adds that
-            gradient up by float32 atomics, in a workspace of q's size (head_dim rounded up to a power of two) for every
-            band. It raises under ``torch.use_deterministic_algorithms(True)``. None follows PyTorch: reproducible under
+        deterministic: True: gradients are bitwise reproducible. The Triton backend stores gradients of scores for some
+            heads at a time, in a workspace of up to 1.25 GiB, for head_dim 33 to 128 in 16 bits. False: its gradient of
+            q may differ from run to run by rounding. It then adds that gradient up by float32 atomics, in a workspace
+            of q's size (head_dim rounded up to a power of two) for every band. False raises under ``torch.use_deterministic_algorithms(True)``. None follows PyTorch: reproducible under
             that setting, which is read when the backward runs. Otherwise it takes the backward that is predicted to be
             faster for the shape (atomics for head_dim 33 to 128 in 16 bits). The other backends are always
             reproducible. Default: None.
