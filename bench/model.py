@@ -23,7 +23,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from flashrope.backends import splits
+from flashrope.backends.triton import score_grads
 from flashrope.cli.files import replacing, write
+from flashrope.triton_kernels import configs
 
 from . import machine
 from .compiling import candidates, cases, issue, offline, peers, predict, sass, waves
@@ -33,7 +35,7 @@ from .report.output import RESULTS
 from .report.predicted import DECODING, DEVICE, FOLDER, LOOPS
 
 ARCHS, HEAD_DIMS = tuple(issue.RATES), (64, 96, 128, 256, 512)
-SCHEMES = (cases.ONE_BAND, cases.TWO_BANDS, *cases.ATOMIC, *cases.DECODE, *cases.MAPS)
+SCHEMES = (cases.ONE_BAND, cases.TWO_BANDS, *cases.SEVEN, *cases.ATOMIC, *cases.DECODE, *cases.MAPS)
 ON_REQUEST = cases.PARTS
 NAMES = {
     "attention_forward": "forward",
@@ -67,8 +69,10 @@ HEADS_KV = 8
 def launches(arch: int, head_dim: int, scheme: cases.Scheme) -> list[offline.Launch]:
     """Returns the case's launches that the model can predict. The forward is listed only with the default backward."""
     found = cases.Case(arch, head_dim, "bf16", scheme).launches()
-    names = [name for name in NAMES if scheme.deterministic or name == "attention_grad_kv"]
-    return [launch for launch in found if launch.kernel.__name__ in names]
+    names = set(NAMES)
+    if not scheme.deterministic or scheme.recomputed:
+        names -= {"attention_forward"}
+    return list({launch.key: launch for launch in found if launch.kernel.__name__ in names}.values())
 
 
 def inspected(compiled) -> tuple[offline.Measured, predict.Block | None]:
@@ -101,7 +105,8 @@ class Kernel:
 
     def row(self) -> dict[str, str]:
         m, decoding = self.measured, self.name == "attention_decode"
-        products = predict.useful_products(self.name, self.variant, not self.scheme.deterministic)
+        kinds = not self.scheme.deterministic, self.launch.stores_scores
+        products = predict.useful_products(self.name, self.variant, *kinds)
         return {
             "kernel": NAMES[self.name],
             "scheme": self.scheme.name,
@@ -186,23 +191,41 @@ def our_seconds(
     """Returns (forward, backward). The forward includes the rotation of keys before it, the backward that of
     queries."""
 
-    def seconds(scheme: cases.Scheme, name: str, lengths_of, longest_first: bool) -> float:
+    every_head = problem.batch * problem.heads
+
+    def seconds(scheme: cases.Scheme, name: str, lengths_of, heads: int = every_head) -> float:
         kernel = found[80, problem.head_dim, scheme.name, name]
         variant = kernel.variant
         lengths = lengths_of(kernel.block, problem, variant.block_m, variant.block_n)
-        rounds = problem.batch * problem.heads
-        return waves.seconds(device, sorted(lengths, reverse=longest_first), kernel.block.resident, rounds)
+        return waves.seconds(device, sorted(lengths, reverse=True), kernel.block.resident, heads)
 
     bands = len(scheme.rotary(problem.head_dim).bands_for(True))
     forward = SCHEMES[bands - 1]  # the scheme with the same kernel
-    times = [seconds(forward, "attention_forward", waves.query_tile_lengths, True)]
+    times = [seconds(forward, "attention_forward", waves.query_tile_lengths)]
     times[0] += waves.copy_seconds(device, 2 * problem.tensor_bytes)
     copies = 1 + bands + 2  # q rotated for every band; out and its gradient for the row statistics
-    times.append(seconds(scheme, "attention_grad_kv", waves.key_tile_lengths, True))
-    if scheme.deterministic:
-        times[1] += seconds(scheme, "attention_grad_q", waves.query_tile_lengths, True)
-    else:
+    passes = ("attention_grad_kv", waves.key_tile_lengths), ("attention_grad_q", waves.query_tile_lengths)
+    layout = None
+    if scheme.deterministic and not scheme.recomputed:
+        sizes = problem.seqlen, problem.seqlen, problem.batch, problem.heads, problem.heads, 2
+        layout = score_grads.layout_of(*sizes, causal=True, packed=False)
+        if layout is None:  # no room
+            scheme = cases.SEVEN[SCHEMES.index(scheme)]
+    if not scheme.deterministic:
         copies += 4 * bands + 1  # a float32 sum of every band is zeroed and read
+        passes = passes[:1]
+    if layout is None:
+        times.append(sum(seconds(scheme, *each) for each in passes))
+    else:  # gradients of scores are written in the one pass and read in the other, while it computes
+        counts = [count for _, count in layout.launches(None)]
+        panel = 2 * configs.PANEL_ROWS * configs.PANEL_KEYS
+        times.append(
+            sum(
+                max(seconds(scheme, *each, count), waves.copy_seconds(device, count * layout.panels * panel))
+                for count in counts
+                for each in passes
+            )
+        )
     times[1] += waves.copy_seconds(device, copies * problem.tensor_bytes)
     return times[0], times[1]
 
@@ -216,7 +239,7 @@ def device_rows(found: dict[tuple, Kernel], theirs: list[dict[str, str]]) -> Ite
     """Returns TFLOP/s by length: FlashAttention-2 as predicted and as published, and our schemes."""
     passes = (("forward", 1.0, slice(0, 1)), ("backward", 2.5, slice(1, 2)), ("both", 3.5, slice(0, 2)))
     for head_dim in sorted({*PUBLISHED, *(head_dim for arch, head_dim, *_ in found if arch == 80)}):
-        ours = [scheme for scheme in SCHEMES[:4] if (80, head_dim, scheme.name, "attention_grad_kv") in found]
+        ours = [scheme for scheme in SCHEMES[:6] if (80, head_dim, scheme.name, "attention_grad_kv") in found]
         for scheme in ([None] if theirs and head_dim in PUBLISHED else []) + ours:
             times = {}
             for seqlen in SEQLENS:

@@ -74,6 +74,25 @@ class CuSeqlens(NamedTuple):
     k: object
 
 
+class ScoreGrads(NamedTuple):
+    """Gradients of scores (``score_grads``) of the heads of a launch, in q's type. Numbers are encoded.
+
+    batch, head, heads: the first batch index of the launch, its first key head, and how many key heads it has.
+    width, growth: of ``score_grads.Matrix``.
+    stride_batch, stride_head: panels from sequence to sequence, unless they are packed, and from query head to query
+        head.
+    """
+
+    ptr: object
+    batch: object
+    head: object
+    heads: object
+    width: object
+    growth: object
+    stride_batch: object
+    stride_head: object
+
+
 class Result(NamedTuple):
     """The results of the forward. out: (rows, heads_q, head_dim_v), contiguous. lse: float32, contiguous."""
 
@@ -210,6 +229,7 @@ FIELDS = {
     BandedView: (1, 0),
     Scheme: (4, Scheme._fields.index("log_n_every")),
     CuSeqlens: (2, 0),
+    ScoreGrads: (1, 0),
     Result: (2, 0),
     PositionTables: (5, 0),
     CacheLayout: (10, 0),  # its strides are None if k_scale is None

@@ -27,6 +27,7 @@ from .rotation import (
     store_rotated_back,
     tile_channels,
 )
+from .score_grads import launch_heads, panel_row, score_matrix, tile_in_panels
 from .softmax import LOG2_E, log2_scale
 from .tiles import (
     HeadView,
@@ -146,12 +147,14 @@ class GradKV(NamedTuple):
 
 
 class KeyTile(NamedTuple):
-    """k [BN, D], v [BN, DV]; visible: the query rows that see each key; scale_log2: softmax scale in log2 units."""
+    """k [BN, D], v [BN, DV]; visible: the query rows that see each key; scale_log2: softmax scale in log2 units;
+    first: the first key."""
 
     k: object
     v: object
     visible: object
     scale_log2: object
+    first: object
 
 
 class AllQueries(NamedTuple):
@@ -294,9 +297,10 @@ def grad_q_product(grad_scores, k, VARIANT: tl.constexpr):
 
 
 @triton.jit
-def add_grad_kv(grad, keys, queries, grad_sum, row, EDGE: tl.constexpr, VARIANT: tl.constexpr):
+def add_grad_kv(grad, keys, queries, grad_sum, matrix, row, EDGE: tl.constexpr, VARIANT: tl.constexpr):
     """Adds the share of the query tile that starts at `row`. EDGE: some pairs are not in the band. grad_sum: pointer to
-    the head's sum of dQ, or None."""
+    the head's sum of dQ, or None. matrix: the head's
+    Matrix that takes the gradients of scores, or None."""
     q_rows, grad_rows = skip_rows(queries.q, row), skip_rows(queries.grad_out, row)
     rows = tl.arange(0, VARIANT.block_m)
     loaded = clamp_rows(rows, queries.length - row) if EDGE else rows
@@ -319,6 +323,13 @@ def add_grad_kv(grad, keys, queries, grad_sum, row, EDGE: tl.constexpr, VARIANT:
     grad_scores = weights * (grad_weights - over_keys(delta, VARIANT))
     grad_scores = grad_scores.to(q.dtype)
     grad_k = tl.dot(swap_axes(grad_scores, VARIANT), q, grad.k, input_precision="ieee")
+    if matrix is not None:
+        elements = tile_in_panels(rows[None, :], tl.arange(0, VARIANT.block_n)[:, None])  # [BN, BM]
+        to = panel_row(matrix, row, keys.first) + swap_axes(elements, VARIANT)
+        if EDGE:  # the other elements of this tile may be another band's
+            tl.store(to, grad_scores, mask=swap_axes(visible, VARIANT))
+        else:
+            tl.store(to, grad_scores)
     if grad_sum is not None:  # rows behind the last have room in the sum
         first = tl.full((), 0, tl.int64) + row  # an int in the interpreter
         add_to_sum(grad_sum + first * VARIANT.block_d, grad_q_product(grad_scores, keys.k, VARIANT), VARIANT)
@@ -339,6 +350,7 @@ def attention_grad_kv(
     grad_k,
     grad_v,
     grad_sums,
+    score_grads,
     scheme,
     cu_seqlens,
     seqlen_q,
@@ -351,8 +363,13 @@ def attention_grad_kv(
 ):
     """q: BandedView of the queries, rotated for each band. rotated_k: TensorView (copy, row, head). grad_k and grad_v
     are contiguous. grad_sums: None, or float32 zeros (band, head, statistics_rows, D). dQ of each band is added to
-    them, in the frame of the band's queries, without the factor of the score, and in accumulator order."""
-    batch, head_kv, first = head_program(max_seqlen_k, heads_kv, VARIANT.block_n)
+    them, in the frame of the band's queries, without the factor of the score, and in accumulator order. score_grads:
+    ScoreGrads to fill for attention_grad_q, or None."""
+    first_batch, first_head, heads = launch_heads(score_grads, heads_kv, 1)
+    batch, head_kv, first = head_program(max_seqlen_k, heads, VARIANT.block_n)
+    if score_grads is not None:
+        batch += first_batch
+        head_kv += first_head
     seq = find_sequence(cu_seqlens, batch, seqlen_q, seqlen_k)
     if first >= seq.length_k:
         return
@@ -389,20 +406,25 @@ def attention_grad_kv(
         tiles = query_tiles(band, first, last, seq.ahead, seq.length_q, VARIANT.block_m, scheme.maps)
         if grad_sums is not None:
             visible, tiles = only_existing_keys(visible, tiles, rows)
-        keys = KeyTile(k_tile, v_tile, visible, scale_log2)
+        keys = KeyTile(k_tile, v_tile, visible, scale_log2, first)
         band_q = band_view(q, b, VARIANT)
         # Hoisted out of these loops, addresses and masks of the epilogue take the registers that the accumulators need.
         for member in tl.range(0, group, disable_licm=True):
             head = head_kv * group + member
             queries = head_queries(all_queries, band_q, seq, head, VARIANT)
+            matrix = None
+            if score_grads is not None:
+                packed = None if cu_seqlens.q is None else packed_q
+                matrix = score_matrix(score_grads, packed, batch - first_batch, head - first_head * group)
             grad_sum = grad_sums
             if grad_sums is not None:
                 grad_sum += statistics_row(packed_q, batch, b * heads_q + head, statistics_rows) * VARIANT.block_d
             for step in tl.range(0, edge_count(tiles), disable_licm=True):
                 row = edge_tile(tiles, step) * VARIANT.block_m
-                grad = add_grad_kv(grad, keys, queries, grad_sum, row, True, VARIANT)
+                grad = add_grad_kv(grad, keys, queries, grad_sum, matrix, row, True, VARIANT)
             for step in tl.range(tiles.inner_begin, tiles.inner_end, disable_licm=True):
-                grad = add_grad_kv(grad, keys, queries, grad_sum, step * VARIANT.block_m, False, VARIANT)
+                row = step * VARIANT.block_m
+                grad = add_grad_kv(grad, keys, queries, grad_sum, matrix, row, False, VARIANT)
 
     head_row = packed_k * heads_kv + head_kv
     to_v = HeadView(grad_v + head_row * VARIANT.head_dim_v, heads_kv * VARIANT.head_dim_v, None)
@@ -417,7 +439,7 @@ def attention_grad_kv(
 
 class QueryTile(NamedTuple):
     """q [BM, D], grad_out [BM, DV]; lse_log2, delta [BM]; visible: the keys that each row sees; scale_log2: softmax
-    scale in log2 units."""
+    scale in log2 units; first: the first row; matrix: the Matrix that attention_grad_kv filled, or None."""
 
     q: object
     grad_out: object
@@ -425,6 +447,8 @@ class QueryTile(NamedTuple):
     delta: object
     visible: object
     scale_log2: object
+    first: object
+    matrix: object
 
 
 class KeyRows(NamedTuple):
@@ -444,6 +468,15 @@ def add_grad_q(grad_q, queries, keys, column, EDGE: tl.constexpr, VARIANT: tl.co
     loaded = clamp_rows(columns, keys.length - column) if EDGE else columns
     k_rows, v_rows = skip_rows(keys.k, column), skip_rows(keys.v, column)
     k = load_rows(k_rows.ptr, tile_offsets(loaded, k_rows), keys.channels_k, VARIANT)  # [BN, D]
+    if queries.matrix is not None:
+        stored = panel_row(queries.matrix, queries.first, column)
+        stored += tile_in_panels(tl.arange(0, VARIANT.block_m)[:, None], columns[None, :])
+        if EDGE:
+            visible = is_visible(queries.visible, column, VARIANT.block_n)
+            grad_scores = tl.load(stored, mask=visible, other=0.0)
+        else:
+            grad_scores = tl.load(stored)
+        return tl.dot(grad_scores, k, grad_q, input_precision="ieee")
     v = load_values(v_rows.ptr, tile_offsets(loaded, v_rows), keys.channels, VARIANT)  # [BN, DV]
     scores = tl.dot(queries.q, tl.trans(k), input_precision="ieee")  # [BM, BN]
     if EDGE:
@@ -466,6 +499,7 @@ def attention_grad_q(
     statistics,
     statistics_rows,
     grad_q,
+    score_grads,
     scheme,
     cu_seqlens,
     seqlen_q,
@@ -476,8 +510,13 @@ def attention_grad_q(
     heads_kv,
     VARIANT: tl.constexpr,
 ):
-    """grad_q contiguous; the other arguments as in attention_grad_kv."""
-    batch, head, first = query_program(max_seqlen_q, heads_q, VARIANT)
+    """grad_q is contiguous. score_grads: ScoreGrads that attention_grad_kv has filled, or None. The other arguments are
+    those of attention_grad_kv."""
+    first_batch, first_head, heads = launch_heads(score_grads, heads_q, heads_q // heads_kv)
+    batch, head, first = query_program(max_seqlen_q, heads, VARIANT)
+    if score_grads is not None:
+        batch += first_batch
+        head += first_head
     seq = find_sequence(cu_seqlens, batch, seqlen_q, seqlen_k)
     if first >= seq.length_q:
         return
@@ -504,6 +543,10 @@ def attention_grad_q(
     BLOCK_M: tl.constexpr = VARIANT.block_m
     D: tl.constexpr = VARIANT.block_d
     acc = tl.zeros((BLOCK_M, D), tl.float32)
+    matrix = None
+    if score_grads is not None:
+        packed = None if cu_seqlens.q is None else packed_q
+        matrix = score_matrix(score_grads, packed, batch - first_batch, head - first_head)
     NUM_BANDS: tl.constexpr = VARIANT.num_bands
     for b in tl.static_range(NUM_BANDS):
         band = load_band(scheme.bands, b)
@@ -512,7 +555,7 @@ def attention_grad_q(
         q_rows = head_view(band_view(q, b, VARIANT), batch, seq.start_q + first, head, VARIANT)
         q_tile = load_rows(q_rows.ptr, tile_offsets(loaded, q_rows), channels_k, VARIANT)  # [BM, D]
         visible = visible_keys(position, band, seq.length_k, scheme.maps)
-        queries = QueryTile(q_tile, g, lse_log2, delta, visible, scale_log2)
+        queries = QueryTile(q_tile, g, lse_log2, delta, visible, scale_log2, first, matrix)
         if NUM_BANDS > 1:
             before = previous_band(scheme.bands, b)
             acc = rotate_tile(acc, table, band.dq_step, before.dq_step, rows, VARIANT)

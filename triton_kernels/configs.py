@@ -56,6 +56,7 @@ HALF = {
         "grad_kv": by_block_d((32, 128, 4, 3), (32, 128, 4, 3), (32, 128, 4, 3), (32, 64, 4, 3), (32, 32, 4, 2)),
         "grad_q": by_block_d((128, 64, 4, 2), (128, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 3), (64, 64, 8, 2)),
         "grad_q banded": {128: Tile(128, 64, 8, 2)},
+        "grad_q scores": {64: Tile(128, 64, 4, 3), 128: Tile(128, 32, 4, 3)},
         "forward codes": {128: Tile(128, 32, 8, 3), 256: Tile(64, 32, 4, 3)},
         "forward paged": {256: Tile(128, 32, 8, 3)},
         "decode": by_block_d((16, 64, 4, 3), (16, 64, 4, 3), (16, 64, 4, 3), (16, 64, 4, 3), (16, 32, 4, 2)),
@@ -71,6 +72,7 @@ HALF = {
         "grad_kv banded": {128: Tile(32, 128, 8, 3)},
         "grad_q": by_block_d((128, 64, 4, 2), (128, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 2), (64, 32, 4, 1)),
         "grad_q banded": {256: Tile(32, 32, 4, 2)},
+        "grad_q scores": {64: Tile(128, 32, 4, 3), 128: Tile(128, 32, 4, 3)},
         "grad_qkv": {64: Tile(64, 64, 4, 2), 128: Tile(32, 128, 8, 2)},
         "decode": by_block_d((16, 64, 4, 3), (16, 64, 4, 3), (16, 64, 4, 3), (16, 64, 4, 3), (16, 32, 4, 3)),
         "decode codes": {256: Tile(16, 32, 8, 3)},
@@ -155,6 +157,7 @@ OTHER_V["sm120"]["grad_kv"] = OTHER_V["sm86"]["grad_kv"] | {(64, 128): Tile(32, 
 # instructions. Not timed on a GPU yet.
 ATOMIC_WIDTHS = {"sm80": (64, 128, 512), "sm86": (64, 128, 512), "sm90": (64, 128, 512), "sm100": (64, 128)}
 ATOMIC_WIDTHS["sm120"] = ATOMIC_WIDTHS["sm86"]
+SCORE_WIDTHS = {name: (64, 128) for name in ("sm80", "sm86", "sm90", "sm100", "sm120")}  # see storing_is_faster
 LARGE_SHARED = ("sm80", "sm90", "sm100", "cdna")  # families whose blocks have the shared memory of has_grad_q
 # Tiles for float32, whose products run without tensor cores (input_precision "ieee"). Their speed was not optimized.
 FLOAT = {
@@ -234,6 +237,10 @@ WIDEST |= {"sm100": WIDEST["sm90"], "sm120": WIDEST["sm86"]}
 # and sin).
 ROTATE_ROWS, ROTATE_WARPS, ROTATE_HEADS = 32, 4, 4
 STATISTICS_ROWS, STATISTICS_WARPS = 64, 4  # every grad_kv tile's block_m divides STATISTICS_ROWS
+# Gradients of scores that a reproducible backward stores (score_grads.py): bytes of the workspace, and rows and keys of
+# a panel. Every block_m of the gradients divides PANEL_ROWS.
+SCORE_BYTES = 5 << 28
+PANEL_ROWS, PANEL_KEYS = 128, 64
 APPEND_ROWS, APPEND_WARPS = 32, 4
 COMBINE_SPLITS, COMBINE_WARPS = 16, 4  # splits that one step of a program combines
 SMALLEST_TILE = 16  # the fewest keys that a product takes, and the rows of the smallest page
@@ -275,6 +282,7 @@ def family(capability: int | str) -> str:
 
 INSTEAD = {  # if a direction has no tile of its own, the direction whose tile it takes
     "grad_qkv": ["grad_kv"],
+    "grad_q scores": ["grad_q"],
     "forward codes": ["forward"],
     "forward unaligned": ["forward"],
     "decode codes": ["decode"],
@@ -297,9 +305,10 @@ def tile(
     """Returns the default tile, which ``flashrope tune`` may replace. The most specific entry of the tables wins.
 
     direction: "forward", "forward codes" (over a quantized cache), "forward unaligned" (some address or stride is not a
-    multiple of 16 bytes), "grad_kv", "grad_q", "grad_qkv" (dQ in the pass of dK and dV), "decode", "decode codes" (a
-    quantized cache or explicit positions), "decode parts" (``Variant.channels``), "decode wide" (many query rows),
-    "decode shared" or "decode shared wide" (heads in parts, whose values are channels of the keys).
+    multiple of 16 bytes), "grad_kv", "grad_q", "grad_q scores" (dQ from stored gradients of scores), "grad_qkv" (dQ in
+    the pass of dK and dV), "decode", "decode codes" (a quantized cache or explicit positions), "decode parts"
+    (``Variant.channels``), "decode wide" (many query rows), "decode shared" or "decode shared wide" (heads in parts,
+    whose values are channels of the keys).
     block_dv: block_d of v, or 0 if it is the same. If the two differ and OTHER_V has no tile, the larger one counts.
     cache: "paged" prefers the "paged" entries. Any other value ignores them."""
     block_dv = block_dv or block_d
@@ -349,6 +358,12 @@ def has_grad_q(capability: int | str, itemsize: int, block_d: int, block_dv: int
     """Whether dQ has a kernel of its own. In float32 its block takes 128 KB of shared memory at 512 channels, more than
     sm_86, sm_89 and sm_120 have."""
     return itemsize == 2 or max(block_d, block_dv) <= 256 or family(capability) in LARGE_SHARED
+
+
+def storing_is_faster(capability: int | str, itemsize: int, block_d: int, block_dv: int) -> bool:
+    """Whether a reproducible backward stores the gradients of scores for dQ where its workspace has room: five products
+    instead of seven. The issue model rates it faster on sm_80 and sm_86 at these block_d. Not timed on a GPU yet."""
+    return itemsize == 2 and block_d == block_dv and block_d in SCORE_WIDTHS.get(family(capability), ())
 
 
 def red_floats(capability: int | str, itemsize: int) -> int:

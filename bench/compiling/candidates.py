@@ -106,7 +106,7 @@ def judged(direction: str, tile: Tile, launch: Launch, result: Measured | str) -
     if direction == "decode":
         speed = result.model.bytes_per_clock(predict.cache_bytes(variant))
         return Candidate(tile, figures | {"bytes/clock": f"{speed:.1f}"}, -speed)
-    products = predict.useful_products(KERNELS[direction], variant, direction == "grad_qkv")
+    products = predict.useful_products(KERNELS[direction], variant, direction == "grad_qkv", launch.stores_scores)
     share = result.model.tensor_share(products)
     return Candidate(tile, figures | {"model": f"{share:.1%}"}, -share)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 
@@ -10,7 +11,7 @@ from flashrope import Rotary
 from flashrope.backends import triton as backend
 from flashrope.backends.cache_tables import CacheLayer, CachePositions, CacheTables
 from flashrope.backends.calls import AttentionCall, CacheCall
-from flashrope.backends.triton import launcher
+from flashrope.backends.triton import launcher, score_grads
 
 from .architectures import AMD, NEWER
 from .offline import Launch, caught_launches
@@ -49,6 +50,7 @@ class Scheme:
     cache: str = ""  # "contiguous" or "paged": a call of attention_with_cache
     seqlen_q: int = 1  # with a cache
     deterministic: bool = True
+    recomputed: bool = False  # the kernel of dQ computes the gradients of scores again: seven products
     head_dim_v: int = 0  # 0: as wide as q and k
     codes: str = ""  # "int8" or "int4": a quantized cache
     placed: int = 0  # rows of a page in a cache with explicit positions; 0: without
@@ -111,6 +113,7 @@ MAPS = (  # position maps per band: two bands, and three over chunks of 1024
     Scheme("dual-chunk", lambda head_dim: Rotary.rope(head_dim).dual_chunk(WINDOW + 256, 256)),
 )
 MAPS_DECODE = tuple(Scheme(f"{scheme.name} paged", scheme.rotary, cache="paged") for scheme in MAPS)
+SEVEN = tuple(Scheme(f"{scheme.name} seven", scheme.rotary, recomputed=True) for scheme in (ONE_BAND, TWO_BANDS))
 ATOMIC = tuple(Scheme(f"{scheme.name} atomic", scheme.rotary, deterministic=False) for scheme in (ONE_BAND, TWO_BANDS))
 VALUES = tuple(  # multi-head latent attention
     Scheme(name, lambda head_dim: Rotary.rope(head_dim, rotary_dim=64), head_dim_v=128, deterministic=deterministic)
@@ -189,7 +192,8 @@ class Case:
         positions = tensor(BATCH, SEQLEN, dtype=torch.float32) if scheme.positions else None
         given = (positions, cu_seqlens, cu_seqlens, SEQLEN, SEQLEN, scheme.deterministic)
         call = AttentionCall(rotary, scheme.causal, self.head_dim**-0.5, *given)
-        with caught_launches(launcher, self.arch) as launches:
+        dq = score_grads.recomputed() if scheme.recomputed else contextlib.nullcontext()
+        with caught_launches(launcher, self.arch) as launches, dq:
             out, lse, kept = backend.forward(q, k, v, call)
             grad_lse = torch.empty_like(lse) if scheme.grad_lse else None
             backend.backward(torch.empty_like(out), grad_lse, q, k, v, out, lse, kept, call)
@@ -240,7 +244,7 @@ def _main_cases(quick: bool) -> list[Case]:
     def grid(archs, head_dims, dtype, *schemes):
         return [Case(arch, head_dim, dtype, scheme) for arch in archs for head_dim in head_dims for scheme in schemes]
 
-    main = grid((80, 90), (64, 128), "bf16", ONE_BAND, TWO_BANDS, *ATOMIC, *DECODE, *CHUNKS)
+    main = grid((80, 90), (64, 128), "bf16", ONE_BAND, TWO_BANDS, *SEVEN, *ATOMIC, *DECODE, *CHUNKS)
     if quick:
         return main + grid((80, 90), (128,), "bf16", *QUANTIZED)
     wide = grid((80, 90), (256,), "bf16", ONE_BAND) + grid((80,), (256,), "bf16", TWO_BANDS)

@@ -99,8 +99,8 @@ class Row:
         if m.loop:
             figures |= {"MMA": m.loop["mma"], "instr/MMA": f"{m.loop['total'] / m.loop['mma']:.2f}"}
         atomic = not self.cases[0].scheme.deterministic
-        products = predict.useful_products(self.kernel, self.launch.kwargs["VARIANT"], atomic) if m.model else None
-        if products:
+        kinds = self.launch.kwargs["VARIANT"], atomic, self.launch.stores_scores
+        if m.model and (products := predict.useful_products(self.kernel, *kinds)):
             figures["model"] = f"{m.model.tensor_share(products):.0%}"
         if m.slots is not None:
             figures["slots"] = m.slots

@@ -22,6 +22,7 @@ import torch
 import triton
 from flashrope.backends.triton.accumulators import held_once
 from flashrope.backends.triton.launcher import compiling
+from flashrope.triton_kernels.arguments import ScoreGrads
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
@@ -91,6 +92,11 @@ class Launch:
     args: tuple
     kwargs: dict
     key: tuple
+
+    @property
+    def stores_scores(self) -> bool:
+        """Whether the kernel writes or reads stored gradients of scores."""
+        return any(isinstance(x, ScoreGrads) for x in self.args)
 
     def compile(self):
         with active(self.arch), compiling():

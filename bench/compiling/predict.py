@@ -16,6 +16,7 @@ PRODUCTS = {
     "attention_grad_q": (2, 1),
 }
 ATOMIC_PRODUCTS = (3, 2)
+STORED_PRODUCTS = (1, 0)  # of dQ, from stored gradients of scores
 MULTIPLY_ADDS = 16 * 8 * 16  # in one HMMA
 
 
@@ -113,13 +114,16 @@ def block(listing: sass.Listing, loop: Loop, whole_tiles: bool = False) -> Block
     return Block(fixed, loop.clocks, max(edges, default=loop.clocks), loop.blocks)
 
 
-def useful_products(kernel: str, variant, atomic: bool = False) -> float | None:
+def useful_products(kernel: str, variant, atomic: bool = False, stored: bool = False) -> float | None:
     """Returns how many HMMA 16x8x16 of a block a tile of scores needs, or None for kernels that products do not limit.
 
-    variant: a ``Variant`` of the kernels. atomic: dQ is computed with dK and dV.
+    variant: a ``Variant`` of the kernels. atomic: dQ is computed with dK and dV. stored: gradients of scores are
+    stored.
     """
     if kernel not in PRODUCTS:
         return None
+    if stored and kernel == "attention_grad_q":
+        return variant.block_m * variant.block_n * STORED_PRODUCTS[0] * variant.head_dim / MULTIPLY_ADDS
     of_q, of_v = ATOMIC_PRODUCTS if atomic and kernel == "attention_grad_kv" else PRODUCTS[kernel]
     widths = of_q * variant.head_dim + of_v * (variant.head_dim_v or variant.head_dim)
     return variant.block_m * variant.block_n * widths / MULTIPLY_ADDS

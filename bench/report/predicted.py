@@ -14,6 +14,8 @@ MARK = "predicted, nothing was run on a GPU"
 WHO = {
     "rope": "flashrope, RoPE, deterministic=True",
     "rerope": "flashrope, ReRoPE, deterministic=True",
+    "rope seven": "flashrope, RoPE, deterministic=True, no workspace",
+    "rerope seven": "flashrope, ReRoPE, deterministic=True, no workspace",
     "rope atomic": "flashrope, RoPE, deterministic=False",
     "rerope atomic": "flashrope, ReRoPE, deterministic=False",
     "FlashAttention-2": "FlashAttention-2, by the same model",
@@ -23,7 +25,8 @@ TEXT = """\
 No GPU was at hand for the figures of this section. The model decodes the control bits of the machine code and simulates
 how one multiprocessor issues it (`bench/compiling/issue.py`): stall counts, scoreboards, pipes, shared memory, copies
 in the background, barriers. Nothing was fitted. Blocks then run in the order of launch on 108 multiprocessors at 1.41
-GHz. Passes that only move data take the time of 2.04 TB/s. Left out are launch times, contention in L2, conflicts of
+GHz. Passes that only move data take the time of 2.04 TB/s, which is also the least that the passes take which store and
+read gradients of scores. Left out are launch times, contention in L2, conflicts of
 banks and instruction fetch, so the model is too fast, most at short lengths. HGMMA is not simulated: there is no
 prediction for sm_90.
 

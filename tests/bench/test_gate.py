@@ -156,7 +156,10 @@ def row(kernel="attention_forward", case=CASE, measured=None, **figures):
         defaults = {"registers": 128, "spill_stores": 0, "spill_loads": 0, "shared": 0, "warps": 4, "stages": 2}
         measured = Measured(**(defaults | {"loop": None} | figures))
     launch = SimpleNamespace(
-        kernel=SimpleNamespace(__name__=kernel), arch=case.arch, kwargs={"VARIANT": SimpleNamespace(block_n=64)}
+        kernel=SimpleNamespace(__name__=kernel),
+        arch=case.arch,
+        kwargs={"VARIANT": SimpleNamespace(block_n=64)},
+        stores_scores=False,
     )
     return gate.Row(launch, [case], measured)
 

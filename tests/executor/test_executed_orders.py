@@ -7,6 +7,7 @@ import torch
 from flashrope import Rotary, attention
 from flashrope.backends.splits import multiprocessor
 from flashrope.backends.triton import tiles
+from flashrope.triton_kernels import configs
 from flashrope.triton_kernels.configs import Tile
 
 BF16 = support.Target("triton", torch.bfloat16, "cpu")
@@ -27,6 +28,39 @@ def test_orders_of_blocks_and_warps(machine, seed):
     want = test_reproducible.results(BF16)
     machine.reset(seed=100 + seed, threads=1 + seed % 3)
     assert test_reproducible.same(test_reproducible.results(BF16), want)
+
+
+STORED = [(64, 0, 1), (64, 40, 2), (128, 0, 2), (128, 70, 1)]
+
+
+def stored_scores(machine, monkeypatch, head_dim, window, group, orders) -> None:
+    """Gradients of two launches for each kernel: within the budget, and the same bits in every order."""
+    rotary = Rotary.rope(head_dim).rectify(window) if window else Rotary.rope(head_dim)
+    p = support.problem(BF16, rotary, 150, 170, heads=2 * group, group=group, batch=2, seed=4, deterministic=True)
+    monkeypatch.setattr(configs, "SCORE_BYTES", 2**14 * 8 * 2 * group)  # 8 panels of 16 KB, 2 sequences
+    want = None
+    for seed in range(orders):
+        machine.reset(seed=seed, threads=1 + seed % 3)
+        machine.launches.clear()
+        found = support.run(p, "triton")
+        names = [launch.kernel for launch in machine.launches if "grad_" in launch.kernel]
+        assert names == ["attention_grad_kv", "attention_grad_q"] * 2
+        assert not any(launch.findings for launch in machine.launches)
+        if want is None:
+            want = found
+            assert max(support.excess(found, *support.exact_and_bound(p), BF16.dtype).values()) <= 1
+        assert all(torch.equal(found[name], want[name]) for name in support.NAMES)
+
+
+@pytest.mark.parametrize(("head_dim", "window", "group"), STORED)
+def test_stored_gradients_of_scores(machine, monkeypatch, head_dim, window, group):
+    stored_scores(machine, monkeypatch, head_dim, window, group, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("head_dim", "window", "group"), STORED)
+def test_stored_gradients_of_scores_in_20_orders(machine, monkeypatch, head_dim, window, group):
+    stored_scores(machine, monkeypatch, head_dim, window, group, 20)
 
 
 PARTS = {

@@ -81,14 +81,15 @@ def attention(
             row's softmax and has no value. It is neither scaled nor rotated, and gets a gradient.
         return_lse: also return the log-sum-exp of the scores.
         impl: the backend, "triton", "cpu" or "reference". None: chosen by the device.
-        deterministic: True: gradients are bitwise reproducible. False: the Triton backend's gradient of q may differ
-            from run to run by rounding. Its backward then does five matrix products instead of seven and accumulates
-            that gradient with float32 atomics, in a workspace of q's size (head_dim rounded up to a power of two) for
-            every band. False raises an error under ``torch.use_deterministic_algorithms(True)``. None: gradients are
-            reproducible under that setting, which is read when the backward runs. Without the setting, the backward
-            runs that is predicted to be faster for the shape (with atomics for head_dim 33 to 128 and beyond 256 in 16
-            bits). In float32 beyond 256, sm_86, sm_89 and sm_120 have only the backward with atomics. The other
-            backends are always reproducible. Default: None.
+        deterministic: True: gradients are bitwise reproducible. For head_dim 33 to 128 in 16 bits, the Triton backend
+            then stores the gradients of the scores for some heads at a time, in a workspace of up to 1.25 GiB. False:
+            its gradient of q may differ from run to run by rounding. It accumulates that gradient with float32 atomics,
+            in a workspace of q's size (head_dim rounded up to a power of two) for every band. False raises an error
+            under ``torch.use_deterministic_algorithms(True)``. None: gradients are reproducible under that setting,
+            which is read when the backward runs. Without the setting, the backward runs that is predicted to be faster
+            for the shape (with atomics for head_dim 33 to 128 and beyond 256 in 16 bits). In float32 beyond 256, sm_86,
+            sm_89 and sm_120 have only the backward with atomics. The other backends are always reproducible. Default:
+            None.
 
     Returns:
         out, like q but with the head_dim of v, contiguous. With return_lse: (out, lse). lse is (batch, heads_q,

@@ -18,7 +18,6 @@ from ...triton_kernels.backward import (
     attention_grad_q,
     attention_statistics,
 )
-from ...triton_kernels.configs import Tile
 from ...triton_kernels.forward import attention_forward
 from ...triton_kernels.rotate import rotate_rows
 from ..calls import AttentionCall, Kept, KeptShapes, out_shape
@@ -27,6 +26,7 @@ from .accumulators import held_once
 from .device import block_d, current_device, variant_of, vector_size, with_int32_offsets
 from .launcher import cdiv
 from .plan import Plan
+from .score_grads import ScoreLayout, layout_of
 
 
 def kept_shapes(k: torch.Tensor, call: AttentionCall) -> KeptShapes:
@@ -75,8 +75,7 @@ def backward(grad_out, grad_lse, q, k, v, out, lse, kept: Kept, call: AttentionC
             statistics = plan.statistics(out, grad_out, lse, grad_lse)
             inputs = GradientInputs(rotated_q, k, kept.rotated_k, v, grad_out, statistics)
             if plan.is_reproducible(call.deterministic):
-                plan.grad_kv(inputs, grad_k, grad_v)
-                plan.grad_q(inputs, grad_q)
+                plan.reproducible_gradients(inputs, grad_k, grad_v, grad_q)
             else:
                 plan.finish_grad_q(*plan.grad_kv_and_sums(inputs, grad_k, grad_v), grad_q)
     return grad_q, grad_k, grad_v
@@ -111,6 +110,7 @@ class AttentionPlan(Plan):
 
     def __init__(self, q, k, v, call: AttentionCall, table, grad_out=None):
         self.seqlen_k, self.head_dim_v, positions = k.shape[-3], v.shape[-1], call.positions
+        self.causal = call.causal
         if positions is None:
             rows = coarse_rows(max(q.shape[-3], self.seqlen_k))
             table = two_level_table(call.rotary, call.causal, rows, q.device)
@@ -222,9 +222,31 @@ class AttentionPlan(Plan):
         """block_d and block_dv."""
         return 2 * self.table.shape[-1], block_d(self.head_dim_v)
 
-    def grad_kv(self, inputs: GradientInputs, grad_k, grad_v) -> None:
-        tile, variant = self._grad_kv_tile("grad_kv")
-        self._grad_kv(inputs, (grad_k, grad_v, None), tile, variant)
+    def reproducible_gradients(self, inputs: GradientInputs, grad_k, grad_v, grad_q) -> None:
+        """Fills dK and dV, then dQ. If there is a ``score_layout``, both kernels run for some sequences and heads at a
+        time, and the first one stores gradients of scores for the second."""
+        layout = self.score_layout()
+        kv_tile, kv_variant = self._grad_kv_tile("grad_kv")
+        q_tile, q_variant = self._tile("grad_q" if layout is None else "grad_q scores")
+        kv_programs = cdiv(self.max_seqlen_k, kv_tile.block_n)
+        q_programs = cdiv(self.max_seqlen_q, q_tile.block_m) * (self.heads_q // self.heads_kv)
+        pairs = [(None, self.batch * self.heads_kv)]
+        if layout is not None:
+            pairs = layout.launches(inputs.k.new_empty(layout.elements))
+        for score_grads, count in pairs:
+            grads = (grad_k, grad_v, None, score_grads)
+            programs = kv_programs * count
+            self._gradient(attention_grad_kv, programs, inputs, grads, self.max_seqlen_k, kv_variant, kv_tile)
+            grads, programs = (grad_q, score_grads), q_programs * count
+            self._gradient(attention_grad_q, programs, inputs, grads, self.max_seqlen_q, q_variant, q_tile)
+
+    def score_layout(self) -> ScoreLayout | None:
+        """Returns how to store the gradients of scores. None: the kernel of dQ computes them again."""
+        widths = 2 * self.table.shape[-1], block_d(self.head_dim_v)
+        if not configs.storing_is_faster(self.capability, self.itemsize, *widths):
+            return None
+        sizes = self.seqlen_q, self.max_seqlen_k, self.batch, self.heads_q, self.heads_kv, self.itemsize
+        return layout_of(*sizes, causal=self.causal, packed=self.cu_seqlens.q is not None)
 
     def grad_kv_and_sums(self, inputs: GradientInputs, grad_k, grad_v) -> tuple[torch.Tensor, Variant]:
         """Returns (dQ of every band, float32 (band, head, row of the statistics, channel) in accumulator order, the
@@ -232,22 +254,19 @@ class AttentionPlan(Plan):
         tile, variant = self._grad_kv_tile("grad_qkv")
         rows = inputs.statistics.shape[1]
         sums = inputs.statistics.new_zeros(self.num_bands, self.heads_q, rows, variant.block_d)
-        grads = (grad_k, grad_v, sums)
+        grads = (grad_k, grad_v, sums, None)
         if floats := configs.red_floats(self.capability, self.itemsize):
             with_red, arguments = variant._replace(red_floats=floats), self._arguments(inputs, grads, self.max_seqlen_k)
             if launcher.ir_allows(held_once, attention_grad_kv, *arguments, VARIANT=with_red, **tile.options):
                 variant = with_red
-        self._grad_kv(inputs, grads, tile, variant)
+        programs = cdiv(self.max_seqlen_k, tile.block_n) * self.batch * self.heads_kv
+        self._gradient(attention_grad_kv, programs, inputs, grads, self.max_seqlen_k, variant, tile)
         return sums, variant
 
     def _grad_kv_tile(self, direction: str):
         """Returns the tile and the variant of the kernel for dK and dV."""
         tile, variant = self._tile(direction)
         return tile, variant._replace(query_rows=configs.query_rows(self.capability, tile, variant.block_d))
-
-    def _grad_kv(self, inputs: GradientInputs, grads, tile: Tile, variant: Variant) -> None:
-        programs = cdiv(self.max_seqlen_k, tile.block_n) * self.batch * self.heads_kv
-        self._gradient(attention_grad_kv, programs, inputs, grads, self.max_seqlen_k, variant, tile)
 
     def finish_grad_q(self, sums: torch.Tensor, summed: Variant, grad_q) -> None:
         """sums, summed: what ``grad_kv_and_sums`` returns."""
@@ -270,11 +289,6 @@ class AttentionPlan(Plan):
             VARIANT=variant._replace(red_floats=summed.red_floats, query_rows=summed.query_rows),
             **configs.row_options(configs.ROTATE_WARPS, variant.block_d),
         )
-
-    def grad_q(self, inputs: GradientInputs, grad_q) -> None:
-        tile, variant = self._tile("grad_q")
-        programs = cdiv(self.max_seqlen_q, tile.block_m) * self.batch * self.heads_q
-        self._gradient(attention_grad_q, programs, inputs, (grad_q,), self.max_seqlen_q, variant, tile)
 
     def _gradient(self, kernel, programs, inputs: GradientInputs, grads, max_seqlen, variant, tile) -> None:
         arguments = self._arguments(inputs, grads, max_seqlen)

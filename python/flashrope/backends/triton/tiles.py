@@ -15,6 +15,9 @@ from ...triton_kernels import configs
 from ...triton_kernels.configs import Tile
 from .. import tuned_tiles as store
 
+# Directions that are tuned and forced as another one: a call has one of the two, depending on its sizes.
+TUNED_AS = {"grad_q scores": "grad_q"}
+
 
 @lru_cache(maxsize=4096)
 def choose(
@@ -35,10 +38,11 @@ def choose(
     block_dv: 0 means that v has block_d. The other arguments are those of ``configs.tile``. If v has a different
     head_dim than k, the default tile is used, because such calls are not tuned.
     """
-    if direction in _forced:
-        return _forced[direction]
+    tuned_as = TUNED_AS.get(direction, direction)
+    if tuned_as in _forced:
+        return _forced[tuned_as]
     if block_dv in (0, block_d):
-        shape = store.ShapeClass(direction, block_d, itemsize, num_bands > 1, cache, grouped, store.max_keys(keys))
+        shape = store.ShapeClass(tuned_as, block_d, itemsize, num_bands > 1, cache, grouped, store.max_keys(keys))
         if winner := store.tuned().get(setup_of(device, capability), {}).get(shape):
             return Tile(*winner.tile)
     return configs.tile(direction, capability, block_d, itemsize, num_bands, block_dv, cache)

@@ -1,0 +1,101 @@
+"""Decides how a reproducible backward stores the gradients of scores (``triton_kernels/score_grads.py``).
+
+The kernel of dK and dV computes four matrix products and stores dS, from which the kernel of dQ computes the fifth.
+Every element is written once, and each kernel sums in a fixed order, so the bits do not depend on the order of blocks.
+The matrices of all heads would take memory that grows with the square of the length. So both kernels run for some heads
+at a time, and share a workspace of at most ``configs.SCORE_BYTES``.
+
+The alternative is a float32 buffer of dQ for every block that is resident, which the block adds to. It would move eight
+bytes for every channel and pair of a query and a key tile, 16 bytes for a score with 128 channels and 64 keys, because
+the buffers do not fit in the L2 cache. Storing dS moves four bytes for a score.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from ...triton_kernels import configs
+from ...triton_kernels.arguments import ScoreGrads, encode_int
+from .launcher import cdiv
+
+
+class ScoreLayout(NamedTuple):
+    """width, growth: of ``score_grads.Matrix``. panels: of a matrix; packed sequences share one. sequences: 1 if they
+    are packed. batch: how many sequences a matrix has. heads_kv, group: of the call. most_sequences, most_heads: that a
+    launch takes."""
+
+    width: int
+    growth: int
+    panels: int
+    sequences: int
+    batch: int
+    heads_kv: int
+    group: int
+    most_sequences: int
+    most_heads: int
+
+    @property
+    def elements(self) -> int:
+        """Returns the size of the workspace."""
+        matrices = self.most_sequences * self.most_heads * self.group
+        return matrices * self.panels * configs.PANEL_ROWS * configs.PANEL_KEYS
+
+    def launches(self, workspace: torch.Tensor) -> Iterator[tuple[ScoreGrads, int]]:
+        """Yields the argument of each pair of launches, and how many pairs of a sequence and a key head it serves.
+
+        workspace: of ``elements``, in q's type."""
+        strides = self.width, self.growth, self.panels, self.most_sequences * self.panels
+        for first in range(0, self.sequences, self.most_sequences):
+            for head in range(0, self.heads_kv, self.most_heads):
+                heads = min(self.most_heads, self.heads_kv - head)
+                sequences = min(self.most_sequences, self.sequences - first)
+                numbers = map(encode_int, (first, head, heads, *strides))
+                yield ScoreGrads(workspace, *numbers), sequences * self.batch * heads
+
+
+def layout_of(
+    seqlen_q: int, max_seqlen_k: int, batch: int, heads_q: int, heads_kv: int, itemsize: int, causal: bool, packed: bool
+) -> ScoreLayout | None:
+    """Returns the layout of a call. None if the matrices of one key head need more than ``configs.SCORE_BYTES``.
+
+    seqlen_q: the rows of one sequence, or of all if they are packed.
+    """
+    if not _storing:
+        return None
+    rows, group = cdiv(seqlen_q, configs.PANEL_ROWS), heads_q // heads_kv
+    panels_in_row = configs.PANEL_ROWS // configs.PANEL_KEYS  # in as many columns as a row of panels has rows
+    width, growth, sequences = cdiv(max_seqlen_k, configs.PANEL_ROWS) * panels_in_row, 0, batch
+    panels = rows * width
+    if packed:  # sequence b starts in row start // PANEL_ROWS + b of panels
+        panels, sequences = (seqlen_q // configs.PANEL_ROWS + batch) * width, 1
+    elif causal:
+        ahead = cdiv(max(max_seqlen_k - seqlen_q, 0), configs.PANEL_ROWS)
+        first = panels_in_row * (1 + ahead)
+        triangle = rows * first + rows * (rows - 1) // 2 * panels_in_row
+        if triangle < panels:
+            width, growth, panels = first, panels_in_row, triangle
+    room = configs.SCORE_BYTES // (group * panels * configs.PANEL_ROWS * configs.PANEL_KEYS * itemsize)
+    if not room:
+        return None
+    # As few launches as the memory allows, with about as much work in each.
+    heads = cdiv(heads_kv, cdiv(heads_kv, max(1, min(heads_kv, room // sequences))))
+    most = cdiv(sequences, cdiv(sequences, min(sequences, room // heads)))
+    return ScoreLayout(width, growth, panels, sequences, batch // sequences, heads_kv, group, most, heads)
+
+
+_storing = True
+
+
+@contextlib.contextmanager
+def recomputed() -> Iterator[None]:
+    """Within the context, the kernel of dQ computes the gradients of scores again. Used to compile and test it."""
+    global _storing
+    before, _storing = _storing, False
+    try:
+        yield
+    finally:
+        _storing = before
