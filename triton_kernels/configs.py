@@ -161,7 +161,7 @@ FLOAT = {
 }
 # Heads of 257 to 512 channels. Forward and gradients wait for shared memory most of the time. Their tiles are the best
 # by the issue model, or where it does not apply by instructions per needed product, of those whose loops touch at most
-# 128 bytes of local memory. In sm_90's gradients every tile for wgmma, which has 64 rows, spills more. "decode parts"
+# 172 bytes of local memory. In sm_90's gradients every tile for wgmma, which has 64 rows, spills more. "decode parts"
 # spills nothing. Without it, cos and sin of a tile's keys take 64 registers and more: sm_90, sm_100 and sm_120 touch up
 # to 24 bytes of local memory in their loops.
 WIDEST = {
