@@ -169,7 +169,7 @@ FLOAT = {
 }
 # Tiles for heads of 257 to 576 channels; more than 512 only in decoding. Forward and gradients wait for shared memory
 # most of the time. Where the issue model applies, their tiles are the best in it, and elsewhere the best by
-# instructions per needed product, among tiles whose loops access at most 128 bytes of local memory. In sm_90's
+# instructions per needed product, among tiles whose loops access at most 172 bytes of local memory. In sm_90's
 # gradients every tile for wgmma, which has 64 rows, spills more. "decode shared" is for heads in parts whose values are
 # channels of the keys. "decode parts" does not spill. The decode tiles of heads without parts need 64 or more registers
 # for cos and sin of their keys. On sm_90, sm_100 and sm_120 their loops access up to 24 bytes of local memory.

@@ -44,6 +44,13 @@ CASES = {  # target, scheme, lengths, options
 }
 
 
+def odd(x: torch.Tensor) -> torch.Tensor:
+    """Returns the same numbers at addresses that are only multiples of 2 bytes."""
+    room = x.new_full((*x.shape[:-1], x.shape[-1] + 3), torch.nan)
+    room[..., 3:] = x
+    return room[..., 3:]
+
+
 @pytest.mark.parametrize("case", [pytest.param(case[:4], id=name, marks=case[4]) for name, case in CASES.items()])
 def test_attention(machine, arch, case):
     target, rotary, lengths, options = case
@@ -55,6 +62,13 @@ def test_attention(machine, arch, case):
     support.check(target, p)
     last = "attention_grad_q" if p.deterministic else "attention_finish_grad_q"
     assert machine.launches[-1].kernel == last
+
+
+@pytest.mark.parametrize("head_dim", [264, pytest.param(512, marks=slow)])
+def test_unaligned(machine, head_dim):
+    """Rows at addresses that are only multiples of 2 bytes give the right results."""
+    p = support.problem(BF16, SCHEMES["leaky"](head_dim), 50, seed=2)
+    support.check(BF16, p.replace(**{name: odd(getattr(p, name)) for name in ("q", "k", "v", "grad_out")}))
 
 
 def test_packed(machine):
