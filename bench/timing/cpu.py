@@ -9,7 +9,7 @@ kernels, and with the compiled kernels, where the installation has them. A round
 all of them see the same state of the machine. A row shows the median and the quartiles over the rounds, and the median
 of (its time) / (time of its base in the same round). --check exits with 1 if a goal is missed. --grid adds every window
 and length; --lengths the tables that the chart by length needs; --busy adds decoding beside another process that
-computes; --training adds training steps of a small model; --wide measures head_dim 512 alone. The speed of the forward
+computes; --training adds training steps of a small model; --wide measures only head_dim 512. The speed of the forward
 pass in bfloat16 is also shown as a share of the speed of PyTorch's product of two matrices of 1024 x 1024. --target
 takes the compiled kernels of another target; for x86-64-v3, SDPA is held to AVX2 by ATEN_CPU_CAPABILITY=avx2 and
 MKL_ENABLE_INSTRUCTIONS=AVX2 in the environment.
@@ -456,7 +456,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "and --busy adds 2%% to 10%% of it, of --training 50%%; every table has at least three rounds (default 30)",
     )
     parser.add_argument("--target", help="the compiled kernels of this target, for example x86-64-v3")
-    parser.add_argument("--wide", action="store_true", help="the tables of head_dim 512 and of values in keys alone")
+    parser.add_argument("--wide", action="store_true", help="only the tables of head_dim 512 and of values in keys")
     parser.add_argument("--grid", action="store_true", help="ReRoPE's forward for every window and length too")
     parser.add_argument("--lengths", action="store_true", help="the tables that the chart by length needs too")
     parser.add_argument("--busy", action="store_true", help="decoding beside another process that computes too")
