@@ -457,7 +457,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "and --busy adds 2%% to 10%% of it, of --training 50%%; every table has at least three rounds (default 30)",
     )
     parser.add_argument("--target", help="the compiled kernels of this target, for example x86-64-v3")
-    parser.add_argument("--wide", action="store_true", help="the tables of head_dim 512 and of values in keys alone")
+    parser.add_argument("--wide", action="store_true", help="only the tables of head_dim 512 and of values in keys")
     parser.add_argument("--grid", action="store_true", help="ReRoPE's forward for every window and length too")
     parser.add_argument("--lengths", action="store_true", help="the tables that the chart by length needs too")
     parser.add_argument("--busy", action="store_true", help="decoding beside another process that computes too")

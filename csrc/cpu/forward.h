@@ -35,7 +35,7 @@ struct PackedBlocks {
   }
 };
 
-// Query rows of a tile: at most MAX_BLOCK_M, and so many that rows of `width` channels fit into TILE_SIZE numbers. The
+// Query rows of a tile: at most MAX_BLOCK_M, and as many rows of `width` channels as TILE_SIZE numbers hold. The
 // more, the fewer times keys are read from memory.
 constexpr int MAX_BLOCK_M = 128, TILE_SIZE = MAX_BLOCK_M * 256;
 

@@ -32,7 +32,7 @@ struct ForwardCall {  // mirrored in backends/cpu/library.py
   TensorView k_scale, v_scale;  // float32 (batch, rows, heads), of a quantized cache
   float* lse;                   // (batch, heads_q, seqlen_q)
   int64_t batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim, head_dim_v, pairs, interleaved, first_channel;
-  const float* key_weight;  // (head_dim,), multiplies keys before their rotation; nullptr: 1. Read by the forwards alone
+  const float* key_weight;  // (head_dim,), multiplies keys before their rotation; nullptr: 1. Only the forwards read it
   ForwardBand bands[MAX_BANDS];
   Table k_copies[MAX_BANDS];
   int64_t num_bands, num_copies;

@@ -43,7 +43,27 @@ def test_the_expected_time_of_the_cpu_counts_the_chosen_tables(monkeypatch):
     expected = cpu.expected_time(few, rate)
     assert expected.startswith(f"expected time: {duration(few.seconds(rate))} for 13 tables")
     cache_types = cpu.Plan(cpu.parse(["--seconds", "20"]), cpu_cases.compiled_kernels()).planned.keys() - few.planned
-    assert all("cache types" in title for title in cache_types)
+    assert all("cache types" in title or "head_dim 512" in title for title in cache_types)
+    assert len(planned("--wide").planned) == 0  # compiled kernels only
+    assert len(cpu.Plan(cpu.parse(["--wide"]), cpu_cases.compiled_kernels()).planned) in (0, 3)
+
+
+def test_wide_heads_are_checked_and_timed(capsys, monkeypatch):
+    """Every goal for wide heads gets a figure. One cache whose keys are the values is not taken for two."""
+    from bench.timing import cpu, cpu_cases, cpu_wide
+
+    if (kernels := cpu_cases.compiled_kernels()) is None:
+        pytest.skip("no compiled kernels")
+    for name, value in (("HEAD_DIM", 48), ("SEQLEN", 96), ("KEYS", 320)):
+        monkeypatch.setattr(cpu_wide, name, value)
+    options = argparse.Namespace(heads=2, head_dim=16, window=64, seconds=0.0)
+    measured = cpu.Bench(options, records.Run("cpu", "", {}, {}, {}), kernels)
+    cpu_wide.measure(measured)
+    assert len(cpu_wide.GOALS) == 6 and {figure for figure, _ in cpu_wide.GOALS} <= measured.figures.keys()
+    one, two = (cpu_wide.shared_entries(kernels)[n].contestant for n in (1, 0))
+    p = measured.problem(320, 64, decoding=True, heads=4, heads_kv=2)
+    assert check.error(one, p, False) < check.TOLERANCE[p.dtype]
+    assert check.error(dataclasses.replace(one, exact=two.exact), p, False) > check.TOLERANCE[p.dtype]
 
 
 def test_quantized_caches_are_checked_and_timed(capsys):

@@ -25,6 +25,8 @@ SCHEMES = {
     "rerope": lambda d: Rotary.rope(d).rectify(600),
     "p_rope": lambda d: Rotary.p_rope(d, 0.25, base=1e6).rectify(90, 4.0).log_n(20),
     "interleaved": lambda d: Rotary.hope(d, 512, interleaved=True).rectify(70),
+    "front": lambda d: Rotary.rope(d, rotary_dim=64).rectify(100),
+    "middle": lambda d: Rotary.rope(d, rotary_dim=64, first_channel=64).rectify(100),
     "behind": lambda d: Rotary.rope(d, rotary_dim=64, first_channel=d - 64).rectify(100),
     "within": lambda d: Rotary.rope(d, rotary_dim=32, first_channel=24).local(600),  # not at a whole vector
     "interleaved_behind": lambda d: Rotary.rope(d, rotary_dim=64, interleaved=True, first_channel=d - 64),
