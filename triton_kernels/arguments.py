@@ -76,6 +76,23 @@ class Result(NamedTuple):
     lse: object
 
 
+class Workspace(NamedTuple):
+    """The work of every program of the decode kernel, int32, which ``shares.plan_shares`` finds, and partial results.
+
+    shares: (programs, SHARE_FIELDS). pieces: (segments + programs, PIECE_FIELDS). cuts: (programs, CUT_FIELDS).
+    empty: (batch,), 1 for a sequence without keys or queries, else 0.
+    out: float32 (2 * programs, block_m, head_dim). lse: float32 (2 * programs, block_m). Tile 2 n is for the end of a
+        segment that begins before share n, tile 2 n + 1 for the beginning of one that ends after it.
+    """
+
+    shares: object
+    pieces: object
+    cuts: object
+    empty: object
+    out: object
+    lse: object
+
+
 class CacheLayout(NamedTuple):
     """``flashrope.backends.calls.CacheLayout`` for a kernel. Numbers are encoded.
 
@@ -159,6 +176,7 @@ class Variant(NamedTuple):
     query_rows: in the pass of dK and dV, a tile of scores has rows of queries instead of rows of keys.
     one_run: where positions of cached tokens are data, every tile of keys lies in one page.
     stored: the cache stores positions.
+    shares: programs of the decode kernel take equal shares of the keys of all sequences, instead of splits of each.
     channels: the head as the Parts of ``flashrope.lowering.parts``, so that the decode kernel rotates only the first
         of them. Empty: all pairs are rotated.
     """
@@ -186,6 +204,7 @@ class Variant(NamedTuple):
     axes: int = 0
     first_channel: int = 0
     channels: tuple = ()
+    shares: bool = False
 
 
 NO_CACHE = CacheLayout(*(None,) * 14)
@@ -198,6 +217,7 @@ FIELDS = {
     CuSeqlens: (2, 0),
     Result: (2, 0),
     PositionTables: (5, 0),
+    Workspace: (6, 0),
     CacheLayout: (10, 0),  # its strides are None where k_scale is
 }
 

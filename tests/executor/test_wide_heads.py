@@ -38,5 +38,10 @@ def test_case(machine, monkeypatch, case):
     seen, real = [], cached.variant_of
     monkeypatch.setattr(cached, "variant_of", lambda *args, **named: seen.append(real(*args, **named)) or seen[-1])
     Cached(target, rotary, (90, 71), **{"queries": 1, "heads": (2, 1), **options}).check()
-    assert {launch.kernel for launch in machine.launches} <= {"append_rows", "attention_decode", "combine_splits"}
+    assert {launch.kernel for launch in machine.launches} <= {
+        "append_rows",
+        "plan_shares",
+        "attention_decode",
+        "combine_shares",
+    }
     assert [len(variant.channels) for variant in seen] == [parts]

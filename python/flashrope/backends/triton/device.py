@@ -55,6 +55,7 @@ def variant_of(
     axes: int = 0,
     parts: int = 1,
     channels: tuple[Part, ...] = (),
+    shares: bool = False,
 ) -> Variant:
     """Returns the VARIANT of a kernel. fields: the fields of Variant from num_bands to block_n. head_dim_v: 0 stands
     for head_dim."""
@@ -73,6 +74,7 @@ def variant_of(
         parts=parts,
         first_channel=0 if rotary.interleaved or not rotary.changes_channels else rotary.first_channel,
         channels=channels,
+        shares=shares,
     )
 
 
