@@ -8,6 +8,7 @@ from pathlib import Path
 from flashrope.cli.figure import COLOURS, MARKERS, new_figure, save
 
 FOLDER, DEVICE, DECODING, LOOPS, CHART = "model", "a100.csv", "a100-decoding.csv", "loops.csv", "a100.png"
+RAGGED = "a100-ragged.csv"
 MARK = "predicted, nothing was run on a GPU"
 WHO = {
     "rope": "flashrope, RoPE, deterministic=True",
