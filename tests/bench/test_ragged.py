@@ -1,5 +1,8 @@
 """Tests the simulation of decoding batches of unequal lengths, with times that can be counted by hand."""
 
+import csv
+from pathlib import Path
+
 import pytest
 
 pytest.importorskip("triton", reason="the commands of bench.compiling import it")
@@ -7,6 +10,7 @@ pytest.importorskip("triton", reason="the commands of bench.compiling import it"
 from bench import ragged
 from bench.compiling import waves
 
+RESULTS = Path(__file__).resolve().parents[2] / "bench/results/model"
 DEVICE = waves.Device("small", 2, 1.0, 100.0)
 KERNEL = ragged.Kernel(outside=(10.0, 14.0), passes=(5.0, 8.0), block_n=64, tile_bytes=1.0)
 
@@ -44,3 +48,12 @@ def test_divisions():
     assert ragged.shares(segments, 4) == [[4], [1, 3], [2, 2]]  # a tile more, which costs less than other segments
     assert ragged.shares([4] * 3, 7) == [[2]] * 6  # all segments are cut alike
     assert ragged.shares([1], 7) == [[1]]
+
+
+def test_the_goal_is_reached():
+    """Batches of unequal lengths take at most 1.15 of the time of the memory."""
+    with open(RESULTS / ragged.RAGGED, newline="") as lines:
+        rows = list(csv.DictReader(lines))
+    goals = list(ragged.BATCHES)[:5]
+    assert {row["lengths"] for row in rows} == set(ragged.BATCHES)
+    assert max(float(row["shares"]) for row in rows if row["lengths"] in goals) <= 1.15
