@@ -61,16 +61,13 @@ class Segments(NamedTuple):
 def sequence_segments(queue, batch, VARIANT: tl.constexpr):
     """Returns the Segments of a batch index, or of several [N]."""
     seq = find_cached_sequence(queue.cache, queue.cu_seqlens_q, batch, queue.seqlen_q)
-    if queue.cache.tokens is not None:
-        first, stop = seq.length_k * 0, tl.cdiv(seq.length_k, VARIANT.block_n)
-    else:
-        first, stop = seq.length_k, seq.length_k * 0
-        NUM_BANDS: tl.constexpr = VARIANT.num_bands
-        for b in tl.static_range(NUM_BANDS):
-            band, last = load_band(queue.bands, b), seq.ahead + seq.length_q - 1
-            tiles = key_tiles(band, seq.ahead, last, seq.length_k, VARIANT.block_n, queue.maps)
-            first = tl.where(tiles.begin < tiles.end, tl.minimum(first, tiles.begin), first)
-            stop = tl.where(tiles.begin < tiles.end, tl.maximum(stop, tiles.end), stop)
+    first, stop = seq.length_k, seq.length_k * 0
+    NUM_BANDS: tl.constexpr = VARIANT.num_bands
+    for b in tl.static_range(NUM_BANDS):
+        band, last = load_band(queue.bands, b), seq.ahead + seq.length_q - 1
+        tiles = key_tiles(band, seq.ahead, last, seq.length_k, VARIANT.block_n, queue.maps)
+        first = tl.where(tiles.begin < tiles.end, tl.minimum(first, tiles.begin), first)
+        stop = tl.where(tiles.begin < tiles.end, tl.maximum(stop, tiles.end), stop)
     tiles = tl.maximum(stop - first, 0)
     count = tl.cdiv(seq.length_q * queue.group, VARIANT.block_m) * queue.heads_kv
     if queue.cu_seqlens_q is not None:

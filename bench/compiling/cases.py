@@ -152,7 +152,7 @@ class Case:
         """Returns the kernels it must launch."""
         if self.scheme.placed:
             by_position = self.scheme.stored and not self.scheme.rotary(self.head_dim).axis
-            return {*DECODE_KERNELS, "place_tokens", *(["place_slots"] if by_position else [])}
+            return {*SPLIT_KERNELS, "place_tokens", *(["place_slots"] if by_position else [])}
         if self.scheme.cache:
             if self.scheme.num_splits:
                 return set(SPLIT_KERNELS)

@@ -9,8 +9,10 @@ import triton
 from .architectures import AMD
 from .architectures import NEWER as NEWER_TARGETS
 from .cases import (
+    DECODE,
     MAPS,
     MAPS_DECODE,
+    PARTIAL,
     PARTS,
     PLACED_MAPS,
     QUANTIZED,
@@ -20,6 +22,7 @@ from .cases import (
     UNALIGNED,
     VALUES,
     VARIANTS,
+    WIDE,
     Case,
 )
 
@@ -138,12 +141,13 @@ OTHERS = (
 # Decoding by shares: what a program keeps from one piece to the next. All of it is outside the loops over keys, once a
 # piece.
 PIECES = (
+    SpillLimit(20, "attention_decode", 90, head_dim=128, scheme=SPLITS[1].name, triton="3.9"),
     *(SpillLimit(0, scheme=scheme.name) for scheme in SPLITS),
     *(
-        SpillLimit(spill, "attention_decode", arch, head_dim=head_dim, dtype=dtype)
+        SpillLimit(spill, "attention_decode", arch, head_dim=head_dim, scheme=scheme.name)
         for arch, spill in ((80, 220), (90, 112))
         for head_dim in (64, 128)
-        for dtype in ("bf16", "fp16")
+        for scheme in (*DECODE, *QUANTIZED, *PARTS, *MAPS_DECODE, WIDE, PARTIAL)
     ),
 )
 

@@ -3,7 +3,7 @@
 import pytest
 import support
 import torch
-from caching import PAGE, Cached, Page
+from caching import PAGE, Cached
 from flashrope import Rotary, plan_cache
 from flashrope.backends.triton import cached
 from support import SCHEMES, int32
@@ -58,14 +58,6 @@ def test_packed(machine, limit, programs):
     sizes = ((1, 45), (66, 70), (5, 300), (0, 9), (1, 130))
     Cached.packed(BF16, SCHEMES["rerope"](64), sizes, heads=(2, 1), page=PAGE, mapped=True).check()
     assert {"plan_shares", "combine_shares", "attention_chunks"} <= launched(machine)
-
-
-@slow
-def test_explicit_positions(machine, limit):
-    limit(3)
-    pages = [[Page(20 * n, 13, 2) for n in range(15)], [Page(5)], [Page(0, 0)], [Page(n * PAGE) for n in range(9)]]
-    Cached.of_pages(BF16, SCHEMES["rerope"](64), pages, queries=2, heads=(2, 1)).check()
-    assert {"plan_shares", "combine_shares", "place_tokens"} <= launched(machine)
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -343,7 +343,9 @@ class CachePlan(Plan):
         else:
             vec, code_vec = vector_of(alignment, q.dtype.itemsize, q.stride(), layer.k.stride(), layer.v.stride()), 0
         fields = (self.num_bands, self.lowered.rotated_bands, self.page_size, tile.block_m, tile.block_n)
-        shares = self.batch > 1 and not self.call.num_splits and self.capacity > tile.block_n
+        # With explicit positions, what leads to the next piece of a share would spill in the loop over keys.
+        shares = self.batch > 1 and not self.call.num_splits and layout.entries is None
+        shares = shares and self.capacity > tile.block_n
         options = {
             "VARIANT": variant_of(
                 self.rotary,
