@@ -102,6 +102,23 @@ def test_every_tile_of_keys_lies_in_one_share(limit, launches, monkeypatch, seed
     check_division(call, launches, tiles, [1] * batch)
 
 
+@pytest.mark.parametrize(
+    ("lengths", "programs", "sizes"),
+    [
+        ([700] * 3, 5, [13, 13, 13, 13, 14]),  # whole segments would be 22 tiles
+        ([700] * 3, 4, [16, 17, 16, 17]),
+        ([192] * 3, 4, [6, 6, 6]),  # no more than 2 tiles longer
+        ([192] * 3, 7, [3, 3, 3, 3, 3, 3]),
+    ],
+)
+def test_segments_are_cut_alike_where_that_is_cheap(limit, launches, monkeypatch, lengths, programs, sizes):
+    limit(programs)
+    monkeypatch.setattr(launcher.Launch, "__call__", lambda *_: None)
+    Cached(FP32, Rotary.rope(16), lengths, heads=(1, 1), new=0, capacity=704).call()
+    shares, *_ = divided(launches)
+    assert [sum(z - a for *_, a, z, _ in own) for own in shares if own] == sizes
+
+
 @few_programs
 def test_packed_queries(limit, launches, programs):
     """Sequences have as many tiles of query rows as they need; those of the kernel of long chunks have none."""
