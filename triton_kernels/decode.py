@@ -571,8 +571,7 @@ def decode_share(
                 store_nothing(out, lse, batch, seqlen_q * heads_q, VARIANT)
     share = workspace.shares + tl.program_id(0) * SHARE_FIELDS
     first_piece, pieces = tl.load(share), tl.load(share + 1)
-    # What the compiler would hoist out of this loop would take registers from the loop over keys within.
-    for n in tl.range(0, pieces, disable_licm=True):
+    for n in tl.range(0, pieces):
         piece = workspace.pieces + (first_piece + n).to(tl.int64) * PIECE_FIELDS
         batch, head_kv, tile, part = tl.load(piece), tl.load(piece + 1), tl.load(piece + 2), tl.load(piece + 5)
         own = Blocks(tl.load(piece + 3), tl.load(piece + 4), 1)
