@@ -25,6 +25,7 @@ SUBCOMMANDS = {  # {name: (module or module:function, what it does)}; without a 
     "all": ("timing.all", "the five above, in the sizes that the goals name"),
     "ceilings": ("timing.ceilings", "what the device reaches: a large matrix product, a copy, a read"),
     "cpu": ("timing.cpu", "speed and memory of the CPU backend, against PyTorch in the same run"),
+    "cpu-ragged": ("timing.cpu_ragged", "decoding batches of unequal lengths on the CPU, against equal lengths"),
     "host": ("timing.host", "host time until a call has queued its Triton kernels, with or without a GPU"),
     "serving": ("timing.serving", "vLLM on the CPU, stock and with flashrope's plugin: tokens per second, cache bytes"),
     "tune": ("timing.tune", "tiles for configs.py: timed on a GPU, or ranked by their machine code without one"),
@@ -35,6 +36,10 @@ SUBCOMMANDS = {  # {name: (module or module:function, what it does)}; without a 
         "predict from the machine code what the inner loops wait for, and speeds on an A100; no GPU is needed",
     ),
     "validate": ("validate", "what the model predicts for other people's kernels, beside what was measured"),
+    "ragged": (
+        "ragged",
+        "predict decoding of batches of unequal lengths on an A100, by how keys are divided; no GPU is needed",
+    ),
     "peers": (
         "compiling.peers",
         "machine code of PyTorch's FlashAttention-2 kernels beside that of ours, without a GPU",

@@ -100,6 +100,23 @@ class Result(NamedTuple):
     lse: object
 
 
+class Workspace(NamedTuple):
+    """The work of every program of the decode kernel, int32, which ``shares.plan_shares`` finds, and partial results.
+
+    shares: (programs, SHARE_FIELDS). pieces: (segments + programs, PIECE_FIELDS). cuts: (programs, CUT_FIELDS).
+    empty: (batch,), 1 for a sequence without keys or queries, else 0.
+    out: float32 (2 * programs, block_m, head_dim_v). lse: float32 (2 * programs, block_m). Tile 2 n is for the end of a
+        segment that begins before share n, tile 2 n + 1 for the beginning of one that ends after it.
+    """
+
+    shares: object
+    pieces: object
+    cuts: object
+    empty: object
+    out: object
+    lse: object
+
+
 class CacheLayout(NamedTuple):
     """``flashrope.backends.calls.CacheLayout`` as kernels take it. Numbers are encoded.
 
@@ -193,6 +210,7 @@ class Variant(NamedTuple):
         part. Empty: all pairs are rotated.
     first_value: the first channel of the keys that is a value, if values are channels of the keys and the decode kernel
         takes them from the tile of keys. -1: values are loaded.
+    shares: programs of the decode kernel take equal shares of the keys of all sequences, not splits of each sequence.
     """
 
     head_dim: int
@@ -219,6 +237,7 @@ class Variant(NamedTuple):
     first_channel: int = 0
     channels: tuple = ()
     first_value: int = -1
+    shares: bool = False
 
 
 NO_CACHE = CacheLayout(*(None,) * 14)
@@ -232,6 +251,7 @@ FIELDS = {
     ScoreGrads: (1, 0),
     Result: (2, 0),
     PositionTables: (5, 0),
+    Workspace: (6, 0),
     CacheLayout: (10, 0),  # its strides are None if k_scale is None
 }
 

@@ -243,6 +243,7 @@ SCORE_BYTES = 5 << 28
 PANEL_ROWS, PANEL_KEYS = 128, 64
 APPEND_ROWS, APPEND_WARPS = 32, 4
 COMBINE_SPLITS, COMBINE_WARPS = 16, 4  # splits that one step of a program combines
+SHARE_WARPS = 1  # a program of plan_shares adds up the lengths of 32 sequences at once
 SMALLEST_TILE = 16  # the fewest keys that a product takes, and the rows of the smallest page
 PLACED_ROWS, PLACED_ENTRIES, PLACED_WARPS = 16, 64, 4  # queries, and block-table entries that one step compares
 # Where every key needs its own cos and sin (stored positions, or maps over pages), heads with at least PLACED_PAIRS

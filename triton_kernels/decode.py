@@ -1,9 +1,13 @@
-"""Attention with a KV cache, for few queries: split over the keys, then combined. The cache holds raw keys, read once.
+"""Attention with a KV cache, for few queries: divided along the keys, then combined (``combine.py``). The cache holds
+raw keys, read once.
 
 A tile holds the queries of all heads that share a key head: row m is query m // group of the group's head m % group.
-Key blocks are counted from the first valid slot, and split s takes blocks s, s + num_splits, ... of every band. So the
-result of a sequence depends only on its own keys and on num_splits: no padding, page, neighbour or way of dividing
-queries into calls changes a bit, and nothing on the host waits for a length.
+Key blocks are counted from the first valid slot, and nothing on the host waits for a length. There are two divisions:
+
+shares: programs have equal shares of the blocks of all sequences (``shares.py``). No padding or page changes a bit of a
+sequence's result. The lengths of its neighbours do, because they decide where it is cut.
+splits: split s of a sequence takes blocks s, s + num_splits, ... of every band. So the result of a sequence depends
+only on its own keys and on num_splits: no neighbour or way of dividing queries into calls changes a bit either.
 """
 
 from typing import NamedTuple
@@ -15,7 +19,6 @@ from .arguments import decode_int, decode_int64, decode_stride
 from .channels import load_query_parts, load_raw_parts, load_rotated_parts, shared_channels
 from .codes import (
     hide_codes,
-    join_columns,
     key_parts,
     load_scales,
     load_words,
@@ -25,6 +28,7 @@ from .codes import (
     store_codes,
     value_parts,
 )
+from .combine import store_nothing, store_piece, store_segment, store_split
 from .kv_cache import clamp, load_page, row_in_page, valid_page
 from .placed import (
     band_columns,
@@ -55,16 +59,8 @@ from .rotation import (
     query_scale,
     rotate,
 )
-from .softmax import (
-    LN_2,
-    LOG2_E,
-    SoftmaxState,
-    add_values,
-    finish_softmax,
-    log2_scale,
-    online_softmax,
-    start_softmax,
-)
+from .shares import PIECE_FIELDS, SHARE_FIELDS, WHOLE
+from .softmax import SoftmaxState, add_values, log2_scale, online_softmax, start_softmax
 from .stored import as_float
 from .tiles import (
     TileRows,
@@ -168,6 +164,14 @@ def find_program(tiles, heads_kv, num_splits):
     batch = tl.program_id(0) // num_splits // tiles // heads_kv
     batches = tl.num_programs(0) // num_splits // tiles // heads_kv
     return Program(split, tile, head_kv, batch, batches)
+
+
+class Blocks(NamedTuple):
+    """The key blocks [first, stop) of a program, or first, first + step, ... of every band. stop: None for splits."""
+
+    first: object
+    stop: object
+    step: object
 
 
 class QueryRows(NamedTuple):
@@ -359,9 +363,13 @@ def start_shared_softmax(VARIANT: tl.constexpr):
 
 
 @triton.jit
-def first_block(blocks, split, num_splits):
-    """Returns the first of a split's blocks, which are numbered split, split + num_splits, ..."""
-    return blocks.begin + (split - blocks.begin % num_splits + num_splits) % num_splits
+def own_blocks(blocks, own):
+    """Returns the Blocks of a band, whose blocks are `blocks`, that a program takes."""
+    if own.stop is None:
+        first = blocks.begin + (own.first - blocks.begin % own.step + own.step) % own.step
+        return Blocks(first, blocks.end, own.step)
+    else:
+        return Blocks(tl.maximum(blocks.begin, own.first), tl.minimum(blocks.end, own.stop), own.step)
 
 
 @triton.jit
@@ -535,87 +543,25 @@ def attend_block(
 
 
 @triton.jit
-def partial_rows(start_q, total_q, batch, batches, max_seqlen_q):
-    """Returns (a sequence's first row, the number of rows) in the results of one of several splits. Queries are
-    packed. Only sequences of up to max_seqlen_q queries have room there."""
-    return tl.minimum(start_q, batch.to(tl.int64) * max_seqlen_q), tl.minimum(total_q, batches * max_seqlen_q)
-
-
-@triton.jit
-def store_split(
-    out,
-    lse,
-    state,
-    rows,
-    program,
-    seq,
-    cu_seqlens_q,
-    seqlen_q,
-    max_seqlen_q,
-    heads_q,
-    num_splits,
-    VARIANT: tl.constexpr,
-):
-    """Stores a split's results of the rows of a tile."""
-    result, log_sum = finish_softmax(state)
-    if VARIANT.first_value >= 0:
-        channels = shared_channels(VARIANT)
-    else:
-        channels = value_channels(VARIANT)
-    split_batch, token = program.split.to(tl.int64) * program.batches + program.batch, rows.token
-    if cu_seqlens_q is not None:
-        split_batch = program.split.to(tl.int64)
-        start, rows_in_all = partial_rows(seq.start_q, seqlen_q, program.batch, program.batches, max_seqlen_q)
-        token += tl.where(num_splits == 1, seq.start_q, start)
-        seqlen_q = tl.where(num_splits == 1, seqlen_q, rows_in_all)
-    tl.store(lse + (split_batch * heads_q + rows.head) * seqlen_q + token, log_sum, mask=rows.exists)
-    row = (split_batch * seqlen_q + token) * heads_q + rows.head
-    if VARIANT.code_vec > 0:
-        result = (join_columns(result),)
-    for part in tl.static_range(len(result)):
-        channel = channels[part]
-        if VARIANT.first_value >= 0:
-            channel = channel - VARIANT.first_value
-        to = row[:, None] * VARIANT.head_dim_v + channel[None, :]
-        written = tl.where(num_splits == 1, rows.exists, rows.exists & (state.row_sum != 0))
-        mask = written[:, None] & (channel < VARIANT.head_dim_v)[None, :]
-        if VARIANT.first_value > 0:
-            mask = mask & (channel >= 0)[None, :]
-        tl.store(out + to, result[part].to(out.dtype.element_ty), mask=mask)
-
-
-@triton.jit(do_not_specialize=["seqlen_q", "table_rows", "num_splits", "heads_q", "heads_kv"])
-def attention_decode(
+def attend_blocks(
     q,
     k_cache,
     v_cache,
     key_weight,
-    out,
-    lse,
     scheme,
     cu_seqlens_q,
     cache,
     seqlen_q,
     table_rows,
-    heads_q,
-    heads_kv,
-    num_splits,
+    program,
+    seq,
+    group,
+    own,
     VARIANT: tl.constexpr,
 ):
-    """q, k_cache, v_cache: TensorViews. key_weight: float32 (head_dim,), or None.
-
-    out (num_splits, batch, seqlen_q, heads_q, head_dim_v) and lse float32
-    (num_splits, batch, heads_q, seqlen_q) are contiguous. With packed queries they have the rows of ``partial_rows``.
-    With several splits, rows of out whose lse is -inf are not written."""
-    group = heads_q // heads_kv
-    max_seqlen_q = seqlen_q if cu_seqlens_q is None else decode_int(cache.decode_seqlen)
-    program = find_program(tl.cdiv(max_seqlen_q * group, VARIANT.block_m), heads_kv, num_splits)
+    """Returns (the state of the softmax of a tile of query rows over the key blocks `own`, the QueryRows). group: query
+    heads of a key head. The other arguments are those of attention_decode."""
     tile, head_kv, batch = program.tile, program.head_kv, program.batch
-    seq = find_cached_sequence(cache, cu_seqlens_q, batch, seqlen_q)
-    if cu_seqlens_q is not None:
-        if (tile * VARIANT.block_m >= seq.length_q * group) | (seq.length_q > max_seqlen_q):
-            return
-
     rows = find_rows(program, seq, group, VARIANT)
     shift = tl.maximum(-seq.ahead, 0) if scheme.maps is None and not VARIANT.rotated_keys else 0
     first_q = tile * VARIANT.block_m // group + seq.ahead
@@ -674,16 +620,17 @@ def attention_decode(
             blocks = key_tiles(band, first_q, last_q, seq.length_k, VARIANT.block_n, scheme.maps)
         else:
             blocks = band_columns(cache, token, b, VARIANT)
-        begin = first_block(blocks, program.split, num_splits)
+        taken = own_blocks(blocks, own)
+        begin = taken.first
         pages = load_block_pages(keys, begin * VARIANT.block_n, VARIANT)
         entries = None
         if token is not None:
             entries = load_block_entries(keys, begin * VARIANT.block_n, VARIANT)
-        for block in tl.range(begin, blocks.end, num_splits):
+        for block in tl.range(begin, taken.stop, taken.step):
             # Pages are loaded a block ahead: K and V can only be requested ahead if their pages are known by then.
-            next_pages = load_block_pages(keys, (block + num_splits) * VARIANT.block_n, VARIANT)
+            next_pages = load_block_pages(keys, (block + taken.step) * VARIANT.block_n, VARIANT)
             if token is not None:
-                next_entries = load_block_entries(keys, (block + num_splits) * VARIANT.block_n, VARIANT)
+                next_entries = load_block_entries(keys, (block + taken.step) * VARIANT.block_n, VARIANT)
             state = attend_block(
                 state,
                 queries,
@@ -700,63 +647,134 @@ def attention_decode(
             pages = next_pages
             if token is not None:
                 entries = next_entries
+    return state, rows
 
-    store_split(out, lse, state, rows, program, seq, cu_seqlens_q, seqlen_q, max_seqlen_q, heads_q, num_splits, VARIANT)
 
-
-@triton.jit(do_not_specialize=["seqlen_q", "max_seqlen_q", "num_splits", "heads_q"])
-def combine_splits(
-    partial,
-    partial_lse,
+@triton.jit
+def decode_share(
+    q,
+    k_cache,
+    v_cache,
+    key_weight,
     out,
     lse,
+    scheme,
     cu_seqlens_q,
+    cache,
     seqlen_q,
-    max_seqlen_q,
+    table_rows,
     heads_q,
-    num_splits,
-    BLOCK_S: tl.constexpr,
+    heads_kv,
+    batches,
+    workspace,
     VARIANT: tl.constexpr,
 ):
-    """One row of out per program; partial and partial_lse as attention_decode writes them, float32. head_dim and
-    block_d of VARIANT are those of the values."""
-    D: tl.constexpr = VARIANT.block_d
-    row = tl.program_id(0).to(tl.int64)
-    batch, token, head = row // heads_q // max_seqlen_q, row // heads_q % max_seqlen_q, row % heads_q
+    """Computes the pieces of a program's share, and its share of the sequences without keys."""
     if cu_seqlens_q is None:
-        rows = tl.num_programs(0).to(tl.int64)
-        lse_row = (batch * heads_q + head) * seqlen_q + token
-        to_row, to_lse = row, lse_row
-    else:
-        start, length = sequence_rows(cu_seqlens_q, batch, seqlen_q)
-        if (token >= length) | (length > max_seqlen_q):
+        for batch in tl.range(tl.program_id(0), batches, tl.num_programs(0)):
+            if tl.load(workspace.empty + batch) > 0:
+                store_nothing(out, lse, batch, seqlen_q * heads_q, VARIANT)
+    share = workspace.shares + tl.program_id(0) * SHARE_FIELDS
+    first_piece, pieces = tl.load(share), tl.load(share + 1)
+    for n in tl.range(0, pieces):
+        piece = workspace.pieces + (first_piece + n).to(tl.int64) * PIECE_FIELDS
+        batch, head_kv, tile, part = tl.load(piece), tl.load(piece + 1), tl.load(piece + 2), tl.load(piece + 5)
+        own = Blocks(tl.load(piece + 3), tl.load(piece + 4), 1)
+        program = Program(0, tile, head_kv, batch, batches)
+        seq = find_cached_sequence(cache, cu_seqlens_q, batch, seqlen_q)
+        state, rows = attend_blocks(
+            q,
+            k_cache,
+            v_cache,
+            key_weight,
+            scheme,
+            cu_seqlens_q,
+            cache,
+            seqlen_q,
+            table_rows,
+            program,
+            seq,
+            heads_q // heads_kv,
+            own,
+            VARIANT,
+        )
+        if part == WHOLE:
+            store_segment(out, lse, state, rows, program, seq, cu_seqlens_q, seqlen_q, heads_q, VARIANT)
+        else:
+            store_piece(workspace, state, rows, part, VARIANT)
+
+
+@triton.jit(do_not_specialize=["seqlen_q", "table_rows", "heads_q", "heads_kv", "num_splits", "batches"])
+def attention_decode(
+    q,
+    k_cache,
+    v_cache,
+    key_weight,
+    out,
+    lse,
+    scheme,
+    cu_seqlens_q,
+    cache,
+    seqlen_q,
+    table_rows,
+    heads_q,
+    heads_kv,
+    num_splits,
+    batches,
+    workspace,
+    VARIANT: tl.constexpr,
+):
+    """q, k_cache, v_cache: TensorViews. key_weight: float32 (head_dim,), or None.
+
+    With VARIANT.shares, every program has a share of the work. out (batch, seqlen_q, heads_q, head_dim_v) and lse
+    float32 (batch, heads_q, seqlen_q), packed or not, are contiguous. workspace: a Workspace; None without
+    VARIANT.shares.
+
+    Otherwise, num_splits programs divide the keys of a tile of query rows. out is (num_splits, batch, seqlen_q,
+    heads_q, head_dim_v) and lse (num_splits, batch, heads_q, seqlen_q). With packed queries they have the rows of
+    ``partial_rows``. With several splits, rows of out whose lse is -inf are not written."""
+    if VARIANT.shares:
+        decode_share(
+            q,
+            k_cache,
+            v_cache,
+            key_weight,
+            out,
+            lse,
+            scheme,
+            cu_seqlens_q,
+            cache,
+            seqlen_q,
+            table_rows,
+            heads_q,
+            heads_kv,
+            batches,
+            workspace,
+            VARIANT,
+        )
+        return
+    group = heads_q // heads_kv
+    max_seqlen_q = seqlen_q if cu_seqlens_q is None else decode_int(cache.decode_seqlen)
+    program = find_program(tl.cdiv(max_seqlen_q * group, VARIANT.block_m), heads_kv, num_splits)
+    seq = find_cached_sequence(cache, cu_seqlens_q, program.batch, seqlen_q)
+    if cu_seqlens_q is not None:
+        if (program.tile * VARIANT.block_m >= seq.length_q * group) | (seq.length_q > max_seqlen_q):
             return
-        batches = tl.num_programs(0) // heads_q // max_seqlen_q
-        partial_start, total = partial_rows(start, seqlen_q, batch, batches, max_seqlen_q)
-        rows = total.to(tl.int64) * heads_q
-        row, lse_row = (partial_start + token) * heads_q + head, head * total + partial_start + token
-        to_row, to_lse = (start + token) * heads_q + head, head * seqlen_q + start + token
-    channels = tl.arange(0, VARIANT.block_d)
-    has_channel = channels < VARIANT.head_dim
-    splits = tl.arange(0, BLOCK_S)
-    largest = tl.full((BLOCK_S,), float("-inf"), tl.float32)
-    for first in tl.range(0, num_splits, BLOCK_S):
-        at, mask = (first + splits) * rows + lse_row, first + splits < num_splits
-        largest = tl.maximum(largest, tl.load(partial_lse + at, mask=mask, other=float("-inf")))
-    largest = tl.max(largest, 0)
-    finite = tl.where(largest == float("-inf"), 0.0, largest)  # a row without keys
-    total = tl.zeros((BLOCK_S,), tl.float32)
-    acc = tl.zeros((BLOCK_S, D), tl.float32)
-    for first in tl.range(0, num_splits, BLOCK_S):
-        at, mask = (first + splits) * rows + lse_row, first + splits < num_splits
-        log_sum = tl.load(partial_lse + at, mask=mask, other=float("-inf"))
-        weights = tl.exp2((log_sum - finite) * LOG2_E)
-        offsets = ((first + splits) * rows + row)[:, None] * VARIANT.head_dim + channels[None, :]
-        mask = (log_sum > float("-inf"))[:, None] & has_channel[None, :]
-        acc += weights[:, None] * tl.load(partial + offsets, mask=mask, other=0.0)
-        total += weights
-    total = tl.sum(total, 0)
-    empty = total == 0
-    result = tl.sum(acc, 0) / tl.where(empty, 1.0, total)
-    tl.store(out + to_row * VARIANT.head_dim + channels, result.to(out.dtype.element_ty), mask=has_channel)
-    tl.store(lse + to_lse, tl.where(empty, float("-inf"), finite + tl.log2(tl.where(empty, 1.0, total)) * LN_2))
+    own = Blocks(program.split, None, num_splits)
+    state, rows = attend_blocks(
+        q,
+        k_cache,
+        v_cache,
+        key_weight,
+        scheme,
+        cu_seqlens_q,
+        cache,
+        seqlen_q,
+        table_rows,
+        program,
+        seq,
+        group,
+        own,
+        VARIANT,
+    )
+    store_split(out, lse, state, rows, program, seq, cu_seqlens_q, seqlen_q, max_seqlen_q, heads_q, num_splits, VARIANT)

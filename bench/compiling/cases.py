@@ -17,7 +17,8 @@ from .architectures import AMD, NEWER
 from .offline import Launch, caught_launches
 
 KERNELS = ("rotate_rows", "attention_forward", "attention_statistics", "attention_grad_kv", "attention_grad_q")
-DECODE_KERNELS = ("append_rows", "attention_decode", "combine_splits")
+DECODE_KERNELS = ("append_rows", "plan_shares", "attention_decode", "combine_shares")
+SPLIT_KERNELS = ("append_rows", "attention_decode", "combine_splits")
 CHUNK_KERNELS = ("append_rows", "rotate_cached_rows", "attention_chunks")
 ATOMIC_KERNELS = (*KERNELS[:-1], "attention_finish_grad_q")
 ORDER = (
@@ -30,6 +31,7 @@ ORDER = (
     "place_slots",
     "place_tokens",
     *DECODE_KERNELS,
+    "combine_splits",
 )
 CODES = {"int8": (1, torch.int8), "int4": (2, torch.uint8)}  # codes in a byte, its type
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -58,6 +60,7 @@ class Scheme:
     shared_values: int = 0  # the first so many channels of the keys are the values
     weighted: bool = False  # keys have weights
     heads: tuple[int, int] = (40, 8)  # of queries and of keys; neither is a multiple of 16
+    num_splits: int = 0  # 0: shares
 
 
 ONE_BAND = Scheme("rope", Rotary.rope)
@@ -72,6 +75,14 @@ DECODE = tuple(
     for cache in ("contiguous", "paged")
     for scheme in (ONE_BAND, TWO_BANDS)
 )
+
+
+def with_splits(scheme: Scheme) -> Scheme:
+    """The same with a given number of splits."""
+    return dataclasses.replace(scheme, name=f"{scheme.name} splits", num_splits=4)
+
+
+SPLITS = tuple(with_splits(DECODE[n]) for n in (0, 3))
 WIDE = Scheme("rerope wide", TWO_BANDS.rotary, cache="paged", seqlen_q=16)  # speculative decoding
 CHUNKS = tuple(
     Scheme(f"{scheme.name} {cache} chunk", scheme.rotary, cache=cache, seqlen_q=512)
@@ -164,8 +175,10 @@ class Case:
         """Returns the kernels it must launch."""
         if self.scheme.placed:
             by_position = self.scheme.stored and not self.scheme.rotary(self.head_dim).axis
-            return {*DECODE_KERNELS, "place_tokens", *(["place_slots"] if by_position else [])}
+            return {*SPLIT_KERNELS, "place_tokens", *(["place_slots"] if by_position else [])}
         if self.scheme.cache:
+            if self.scheme.num_splits:
+                return set(SPLIT_KERNELS)
             return set(
                 CHUNK_KERNELS if self.scheme in (*CHUNKS, *QUANTIZED_CHUNKS, *CACHED_VALUES[1::2]) else DECODE_KERNELS
             )
@@ -222,7 +235,7 @@ class Case:
         weight = tensor(self.head_dim, dtype=torch.float32) if scheme.weighted else None
         tables = CacheTables(seqlens, table, None, scheme.seqlen_q, positions)
         layer = CacheLayer(cache, cache_v, *scales, key_weight=weight)
-        call = CacheCall(rotary, scheme.causal, self.head_dim**-0.5, tables)
+        call = CacheCall(rotary, scheme.causal, self.head_dim**-0.5, tables, scheme.num_splits)
         with caught_launches(launcher, self.arch) as launches:
             backend.append_to_cache(layer, new, new_v, tables)
             backend.attention_with_cache(q, layer, call)
@@ -245,6 +258,7 @@ def _main_cases(quick: bool) -> list[Case]:
         return [Case(arch, head_dim, dtype, scheme) for arch in archs for head_dim in head_dims for scheme in schemes]
 
     main = grid((80, 90), (64, 128), "bf16", ONE_BAND, TWO_BANDS, *SEVEN, *ATOMIC, *DECODE, *CHUNKS)
+    main += grid((80, 90), (128,), "bf16", *SPLITS)
     if quick:
         return main + grid((80, 90), (128,), "bf16", *QUANTIZED)
     wide = grid((80, 90), (256,), "bf16", ONE_BAND) + grid((80,), (256,), "bf16", TWO_BANDS)

@@ -10,6 +10,7 @@ from flashrope.cli.figure import COLOURS, MARKERS, new_figure, save
 
 FOLDER, DEVICE, DECODING, LOOPS, CHART = "model", "a100.csv", "a100-decoding.csv", "loops.csv", "a100.png"
 TUTORIAL, VALIDATION = "triton-tutorial.csv", "validation.csv"
+RAGGED = "a100-ragged.csv"
 MARK = "predicted, nothing was run on a GPU"
 WHO = {
     "rope": "flashrope, RoPE, deterministic=True",
@@ -124,6 +125,7 @@ def section(folder: Path, table) -> list[str]:
     ]
     cells = [[row["scheme"], row["D"], *(row[name] for name in keys)] for row in cached]
     lines += [*table(heading, cells, 1), ""]
+    lines += [*ragged(folder, table), ""]
     shares = [name for name in loops[0] if name.startswith("% ")]
     heading = ["inner loop", "scheme", "architecture", "head_dim", "tile, warps, stages", "blocks per SM", "clocks"]
     heading += ["tensor cores on needed products", "bytes per clock", *(name[2:] + " %" for name in shares)]
@@ -141,3 +143,17 @@ def section(folder: Path, table) -> list[str]:
     ]
     what = "What the clocks of the schedulers go to: an instruction is issued, or the next one to issue waits for this."
     return [*lines, f"Inner loops over tiles of one multiprocessor. {what}", "", *table(heading, cells, 3)]
+
+
+def ragged(folder: Path, table) -> list[str]:
+    """Lines of Markdown on batches of unequal lengths."""
+    rows = read(folder / FOLDER / RAGGED)
+    columns = [name for name in rows[0] if name not in ("revision", "triton", "scheme", "lengths")]
+    heading = ["decoding, time over that of the memory", "lengths", *columns]
+    return [
+        f"`python -m bench ragged --publish`, revision {rows[0]['revision']}, Triton {rows[0]['triton']}. One token of "
+        "every sequence, 32 query and 8 key heads of 128 channels, bf16. Shares are the default for several sequences, "
+        "splits by shape for one. `num_splits=32` gives 32 splits. Items of a fixed number of keys are only simulated.",
+        "",
+        *table(heading, [[row["scheme"], row["lengths"], *(row[name] for name in columns)] for row in rows], 2),
+    ]

@@ -56,6 +56,8 @@ def test_case(machine, monkeypatch, case):
     kernels = {launch.kernel for launch in machine.launches}
     queries = options.get("queries", 1)
     lengths = queries if isinstance(queries, list) else [queries]
+    decodes = min(lengths) <= configs.DECODE_SEQLEN
     assert ("attention_chunks" in kernels) == (max(lengths) > configs.DECODE_SEQLEN)
-    assert ("attention_decode" in kernels) == (min(lengths) <= configs.DECODE_SEQLEN)
-    assert seen == ([parts] if "attention_decode" in kernels else [])
+    assert ("attention_decode" in kernels) == decodes
+    assert ("plan_shares" in kernels) == decodes and "combine_splits" not in kernels
+    assert seen == ([parts] if decodes else [])

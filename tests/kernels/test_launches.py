@@ -49,6 +49,8 @@ KERNELS = {
     "rotate_cached_rows",
     "attention_decode",
     "combine_splits",
+    "plan_shares",
+    "combine_shares",
 }
 
 
@@ -333,9 +335,9 @@ backend.unsupported_reason = lambda q, cached=False: ""
 cached.choose_splits = lambda *args: asked.append(args) or choose_splits(*args)
 with offline.active(80, device):
     for head_dim, device.registers in ((256, 255), (128, 64)):  # limited by registers, by shared memory
-        q, k = (torch.zeros(4, n, 8, head_dim, dtype=torch.bfloat16) for n in (1, 65536))
+        q, k = (torch.zeros(1, n, 32, head_dim, dtype=torch.bfloat16) for n in (1, 65536))
         for rotary in (Rotary.rope(head_dim), Rotary.rope(head_dim).local(1000)):
-            attention_with_cache(q, k, k, rotary, torch.ones(4, dtype=torch.int32), impl="triton")
+            attention_with_cache(q, k, k, rotary, torch.ones(1, dtype=torch.int32), impl="triton")
 print(json.dumps(asked))
 """
 

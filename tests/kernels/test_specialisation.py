@@ -64,8 +64,8 @@ for head_dim in (40, 128):
     for paged in (False, True):
         for batch, seqlen_q, slots, window, num_splits in [
                 (1, 1, 4096, 1, 2), (2, 1, 8192, 64, 0), (3, 2, 4097 * 16, 100, 1), (16, 1, 1 << 20, 1024, 16),
-                (1, 1, 1 << 21, 7, 0), (1, 65, 4096, 1, 0), (2, 100, 8192, 64, 0), (3, 128, 4097 * 16, 100, 0),
-                (1, 4097, 1 << 21, 7, 0)]:
+                (5, 3, 1 << 16, 9, 0), (1, 1, 1 << 21, 7, 0), (1, 65, 4096, 1, 0), (2, 100, 8192, 64, 0),
+                (3, 128, 4097 * 16, 100, 0), (1, 4097, 1 << 21, 7, 0)]:
             cache = tensor(batch * slots // 16 + 1, 16, 1, head_dim) if paged else tensor(batch, slots, 1, head_dim)
             table = tensor(batch, slots // 16, dtype=torch.int32) if paged else None
             seqlens, new = tensor(batch, dtype=torch.int32), tensor(batch, seqlen_q, 1, head_dim)
@@ -102,9 +102,16 @@ def test_lengths_share_kernels():
 
 
 def test_lengths_share_kernels_over_caches():
-    # a single split writes its half-precision result itself, several splits write float32
-    kernels = ["append_rows", "combine_splits", "rotate_cached_rows", "attention_chunks"]
-    expected = dict.fromkeys(kernels, 1) | {"attention_decode": 2}
+    # A single split writes its half-precision result itself, several splits write float32. Shares are a third kernel.
+    kernels = [
+        "append_rows",
+        "combine_splits",
+        "plan_shares",
+        "combine_shares",
+        "rotate_cached_rows",
+        "attention_chunks",
+    ]
+    expected = dict.fromkeys(kernels, 1) | {"attention_decode": 3}
     assert specialisations(CACHED) == {
         f"{name} {head_dim} {paged}": n
         for head_dim in (40, 128)

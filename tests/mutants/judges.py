@@ -22,7 +22,7 @@ BACKWARD = [
 ]
 DECODE = [
     "tests/caches/test_decode.py::test_rows_before_the_first_key_that_see_keys_ahead"
-    " tests/kernels/test_decode_triton.py tests/caches/test_decode.py -k triton",
+    " tests/kernels/test_decode_triton.py tests/kernels/test_shares.py tests/caches/test_decode.py -k triton",
     "tests/caches/test_decode.py tests/caches/test_quantized.py -k triton",
     "tests/caches/test_cached_positions.py tests/caches/test_rotated_keys.py -k triton",
 ]
@@ -98,6 +98,8 @@ JUDGES = {
     "triton_kernels/rotation.py": [*FORWARD[:2], *BACKWARD[:1], *DECODE[:2]],
     "triton_kernels/arguments.py": [*FORWARD[:1], *DECODE[:2]],
     "triton_kernels/decode.py": DECODE,
+    "triton_kernels/combine.py": DECODE,
+    "triton_kernels/shares.py": DECODE,
     "triton_kernels/kv_cache.py": DECODE,
     "triton_kernels/rotate.py": [*ROTATED, *DECODE[:1], *FORWARD[:1]],
     "triton_kernels/placed.py": PLACED,

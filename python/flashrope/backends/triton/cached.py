@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -11,12 +12,21 @@ from ...lowering.cos_sin import coarse_rows, three_level_table, turn_table, two_
 from ...lowering.parts import Part, channel_parts
 from ...triton_kernels import configs
 from ...triton_kernels.arguments import CacheLayout as KernelCacheLayout
-from ...triton_kernels.arguments import PositionTables, Result, TensorView, Variant, tensor_view
+from ...triton_kernels.arguments import (
+    PositionTables,
+    Result,
+    TensorView,
+    Variant,
+    Workspace,
+    tensor_view,
+)
 from ...triton_kernels.chunks import attention_chunks
+from ...triton_kernels.combine import combine_shares, combine_splits
 from ...triton_kernels.configs import Tile
-from ...triton_kernels.decode import attention_decode, combine_splits
+from ...triton_kernels.decode import attention_decode
 from ...triton_kernels.placed import ENTRY_FIELDS, TOKEN_FIELDS, place_slots, place_tokens
 from ...triton_kernels.rotate import rotate_cached_rows
+from ...triton_kernels.shares import CUT_FIELDS, PIECE_FIELDS, SHARE_FIELDS, plan_shares
 from ..cache_tables import CacheLayer, CachePositions
 from ..calls import MAX_SPLITS, CacheCall, RotateCall, cached_lse_shape, cached_out_shape, multiprocessors
 from ..plans import Queries, append_rotary
@@ -61,14 +71,17 @@ def attention_with_cache(q: torch.Tensor, layer: CacheLayer, call: CacheCall) ->
 
 
 class Decode(NamedTuple):
-    """The launches of ``attention_decode`` and, with several splits, of ``combine_splits``, and their workspace."""
+    """The launches of ``attention_decode`` and, if the keys of a sequence can be divided, of the kernel that combines
+    its results. num_splits: 0 for shares. partial: results of several splits. workspace: for shares. rows: of a tile of
+    queries."""
 
     decode: launcher.Launch
     q_strides: tuple[int, int, int]
-    num_splits: int = 1
-    partial: torch.Tensor | None = None
-    partial_lse: torch.Tensor | None = None
+    num_splits: int
+    partial: Result | None = None
+    workspace: Workspace | None = None
     combine: launcher.Launch | None = None
+    rows: int = 0
 
 
 class RotatedRows(NamedTuple):
@@ -302,29 +315,25 @@ class CachePlan(Plan):
     # ---- few queries
 
     def decode(self, q, layer: CacheLayer, layout: KernelCacheLayout, out, lse) -> None:
-        """Fills out and lse, in one launch or, with several splits, two. Packed queries that ``attention_chunks``
-        serves are left to it. Most of the others are then a single token each."""
+        """Fills out and lse, in one launch, or two if the keys of a sequence can be divided. For several sequences, the
+        first layer divides the keys. Packed queries that ``attention_chunks`` serves are left to it. Most of the others
+        are then a single token each."""
         v = layer.v if self.first_value < 0 else None  # where v is a view, its address matters to nobody
         key = (q.stride(), alignment_key(q, layer.k, v, *layer[2:], out))
         if key != self._decode_key:
-            self._decode_key, self._decode = key, self._plan_decode(q, layer, layout, lse, key[1])
+            self._decode_key, self._decode = key, self._plan_decode(q, layer, layout, out, lse, key[1])
         plan = self._decode
-        partial, partial_lse = (out, lse) if plan.partial is None else (plan.partial, plan.partial_lse)
-        plan.decode(*self._decode_arguments(q, layer, plan.q_strides, layout, partial, partial_lse, plan.num_splits))
-        if plan.combine is not None:
-            plan.combine(
-                partial,
-                partial_lse,
-                out,
-                lse,
-                self.cu_seqlens_q,
-                self.seqlen_q,
-                self.decode_seqlen,
-                self.heads_q,
-                plan.num_splits,
-            )
+        partial = plan.partial or Result(out, lse)
+        plan.decode(*self._decode_arguments(q, layer, plan.q_strides, layout, partial, plan.num_splits, plan.workspace))
+        if plan.combine is None:
+            return
+        sequences, heads = (self.cu_seqlens_q, self.seqlen_q), (self.heads_q, self.heads_kv)
+        if plan.workspace is None:
+            plan.combine(*partial, out, lse, *sequences, self.decode_seqlen, self.heads_q, plan.num_splits)
+        else:
+            plan.combine(plan.workspace, out, lse, *sequences, plan.rows, *heads)
 
-    def _plan_decode(self, q, layer: CacheLayer, layout: KernelCacheLayout, lse, alignment) -> Decode:
+    def _plan_decode(self, q, layer: CacheLayer, layout: KernelCacheLayout, out, lse, alignment) -> Decode:
         group, rows = self.heads_q // self.heads_kv, self.decode_seqlen * (self.heads_q // self.heads_kv)
         usual_rows = group if self.prefills else rows
         wide = not self.call.num_splits and usual_rows > configs.WIDE_ROWS
@@ -344,13 +353,16 @@ class CachePlan(Plan):
         one_run = False
         if layout.entries is not None:
             tile, one_run = self._placed_tile(tile)
-        programs = cdiv(rows, tile.block_m) * self.heads_kv * self.batch
-        usual_programs = cdiv(usual_rows, tile.block_m) * self.heads_kv * self.batch
+        segments = cdiv(rows, tile.block_m) * self.heads_kv * self.batch
+        usual_segments = cdiv(usual_rows, tile.block_m) * self.heads_kv * self.batch
         if self.quantized:
             vec, code_vec = cached_vector_sizes(layer.k, layer.v, q)
         else:
             vec, code_vec = vector_of(alignment, q.dtype.itemsize, q.stride(), layer.k.stride(), layer.v.stride()), 0
         fields = (self.num_bands, self.lowered.rotated_bands, self.page_size, tile.block_m, tile.block_n)
+        # With explicit positions, what leads to the next piece of a share would spill in the loop over keys.
+        shares = self.batch > 1 and not self.call.num_splits and layout.entries is None
+        shares = shares and self.capacity > tile.block_n
         options = {
             "VARIANT": variant_of(
                 self.rotary,
@@ -365,34 +377,75 @@ class CachePlan(Plan):
                 parts=1 if self.table.shape[-1] <= configs.WHOLE_PAIRS else 2,
                 channels=channels,
                 first_value=self.first_value,
+                shares=shares,
             ),
             **tile.options,
         }
-        num_splits = self._num_splits(usual_programs, q, layer, layout, lse, options)
-        decode = launcher.Launch(attention_decode, (programs * num_splits,), options)
+        if shares:
+            return self._plan_shares(q, layer, layout, Result(out, lse), segments, options)
+        num_splits = self._num_splits(usual_segments, q, layer, layout, lse, options)
+        decode = launcher.Launch(attention_decode, (segments * num_splits,), options)
         if num_splits == 1:
-            return Decode(decode, stride_fields(q))
+            return Decode(decode, stride_fields(q), num_splits)
         partial_rows = q.shape[:-1]
         if self.cu_seqlens_q is not None:
             partial_rows = (min(self.seqlen_q, self.batch * self.decode_seqlen), self.heads_q)
         lse_rows = lse.shape if self.cu_seqlens_q is None else partial_rows[::-1]
-        combine = launcher.Launch(
-            combine_splits,
-            (self.batch * self.decode_seqlen * self.heads_q,),
-            {
-                "BLOCK_S": configs.COMBINE_SPLITS,
-                "VARIANT": Variant(self.head_dim_v, block_d(self.head_dim_v)),
-                **configs.options(configs.COMBINE_WARPS),
-            },
-        )
-        return Decode(
-            decode,
-            stride_fields(q),
-            num_splits,
+        combine = self._combine(combine_splits, self.batch * self.decode_seqlen * self.heads_q)
+        partial = Result(
             torch.empty(num_splits, *partial_rows, self.head_dim_v, dtype=torch.float32, device=q.device),
             torch.empty(num_splits, *lse_rows, dtype=torch.float32, device=q.device),
-            combine,
         )
+        return Decode(decode, stride_fields(q), num_splits, partial, None, combine)
+
+    def _plan_shares(self, q, layer: CacheLayer, layout, result: Result, segments: int, options) -> Decode:
+        """Launches ``plan_shares`` for as many programs as the device holds at once, or as there can be key tiles.
+        segments: tiles of query rows of all heads and sequences."""
+        variant, device = options["VARIANT"], q.device
+
+        def numbers(*shape: int, dtype=torch.int32) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device=device)
+
+        def workspace(programs: int) -> Workspace:
+            return Workspace(
+                numbers(programs, SHARE_FIELDS.value),
+                numbers(segments + programs, PIECE_FIELDS.value),
+                numbers(programs, CUT_FIELDS.value),
+                numbers(self.batch),
+                numbers(2 * programs, variant.block_m, self.head_dim_v, dtype=torch.float32),
+                numbers(2 * programs, variant.block_m, dtype=torch.float32),
+            )
+
+        def arguments() -> tuple:
+            return self._decode_arguments(q, layer, stride_fields(q), layout, result, 0, workspace(1))
+
+        resident = self._resident_blocks(q, layer, arguments, options)
+        programs = min(resident, segments * cdiv(self.capacity, variant.block_n))
+        rows = min(variant.block_m, self.decode_seqlen * (self.heads_q // self.heads_kv))
+        combine = self._combine(combine_shares, (programs - 1) * rows, variant.block_m) if programs > 1 else None
+        decode = launcher.Launch(attention_decode, (programs,), options)
+        plan = Decode(decode, stride_fields(q), 0, workspace=workspace(programs), combine=combine, rows=rows)
+        launcher.launch(
+            plan_shares,
+            (programs,),
+            plan.workspace,
+            layout,
+            self.cu_seqlens_q,
+            self.device_scheme.bands,
+            self.device_scheme.maps,
+            self.seqlen_q,
+            self.heads_q,
+            self.heads_kv,
+            self.batch,
+            VARIANT=Variant(0, 0, num_bands=self.num_bands, block_m=variant.block_m, block_n=variant.block_n),
+            **configs.options(configs.SHARE_WARPS),
+        )
+        return plan
+
+    def _combine(self, kernel, programs: int, block_m: int = 0) -> launcher.Launch:
+        variant = Variant(self.head_dim_v, block_d(self.head_dim_v), block_m=block_m)
+        options = {"BLOCK_S": configs.COMBINE_SPLITS, "VARIANT": variant, **configs.options(configs.COMBINE_WARPS)}
+        return launcher.Launch(kernel, (programs,), options)
 
     def _channels(self, layout: KernelCacheLayout) -> tuple[Part, ...]:
         """Returns the parts of the head, or () where the kernel takes all of it as pairs: over a quantized cache, at
@@ -420,15 +473,16 @@ class CachePlan(Plan):
             return tile, True
         return tile._replace(block_n=configs.SMALLEST_TILE, num_stages=1), False
 
-    def _decode_arguments(self, q, layer: CacheLayer, q_strides, layout, partial, partial_lse, num_splits) -> tuple:
+    def _decode_arguments(
+        self, q, layer: CacheLayer, q_strides, layout, result: Result, num_splits: int, workspace: Workspace | None
+    ) -> tuple:
         k_strides, v_strides = self.strides
         return (
             view(TensorView, (q, *q_strides)),
             view(TensorView, (layer.k, *k_strides)),
             view(TensorView, (layer.k if self.first_value >= 0 else layer.v, *v_strides)),
             layer.key_weight,
-            partial,
-            partial_lse,
+            *result,
             self.scheme,
             self.cu_seqlens_q,
             layout,
@@ -437,21 +491,31 @@ class CachePlan(Plan):
             self.heads_q,
             self.heads_kv,
             num_splits,
+            self.batch,
+            workspace,
         )
 
-    def _num_splits(self, programs: int, q, layer: CacheLayer, layout: KernelCacheLayout, lse, options) -> int:
-        """Returns the number that the call asks for, or one that fills the device. programs: blocks of one split."""
+    def _num_splits(self, segments: int, q, layer: CacheLayer, layout: KernelCacheLayout, lse, options) -> int:
+        """Returns the number that the call asks for, or one that fills the device. segments: blocks of one split."""
         block_n = options["VARIANT"].block_n
         if self.call.num_splits:
             return min(self.call.num_splits, MAX_SPLITS, cdiv(self.capacity, block_n))
-        device = q.device
-        key = (device, self.capability, q.dtype, layer.key_weight is None, *options.items())
-        if key not in _resident:
+
+        def arguments() -> tuple:
             # Several splits store float32. lse stands in for their results, which are not allocated yet.
-            arguments = self._decode_arguments(q, layer, stride_fields(q), layout, lse, lse, 2)
-            _resident[key] = launcher.resident_blocks(self.capability, attention_decode, *arguments, **options)
+            return self._decode_arguments(q, layer, stride_fields(q), layout, Result(lse, lse), 2, None)
+
+        resident = self._resident_blocks(q, layer, arguments, options)
         tiles = cdiv(min(self.capacity, self.lowered.reach + self.seqlen_q), block_n)
-        return choose_splits(programs, tiles, _resident[key] * multiprocessors(device))
+        return choose_splits(segments, tiles, resident)
+
+    def _resident_blocks(self, q, layer: CacheLayer, arguments: Callable[[], tuple], options) -> int:
+        """Returns how many blocks of ``attention_decode`` the device holds at once."""
+        given = self.cu_seqlens_q is None, layer.key_weight is None
+        key = (q.device, self.capability, q.dtype, *given, *options.items())
+        if key not in _resident:
+            _resident[key] = launcher.resident_blocks(self.capability, attention_decode, *arguments(), **options)
+        return _resident[key] * multiprocessors(q.device)
 
 
 _resident: dict[tuple, int] = {}  # blocks of attention_decode that one multiprocessor holds

@@ -56,6 +56,7 @@ def variant_of(
     parts: int = 1,
     channels: tuple[Part, ...] = (),
     first_value: int = -1,
+    shares: bool = False,
 ) -> Variant:
     """Returns the VARIANT of a kernel. fields: the fields of Variant from num_bands to block_n. head_dim_v: 0 means
     that v has the head_dim of q."""
@@ -75,6 +76,7 @@ def variant_of(
         first_channel=0 if rotary.interleaved or not rotary.changes_channels else rotary.first_channel,
         channels=channels,
         first_value=first_value,
+        shares=shares,
     )
 
 
