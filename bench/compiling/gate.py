@@ -182,7 +182,8 @@ class Row:
                 f"{ratio:.2f} instructions per tensor-core instruction in the hot loop, the limit is {allowed}"
             )
         if self.rotates_no_keys and first.dtype != "fp32":
-            needed = 2 * self.launch.kwargs["VARIANT"].block_n * first.head_dim * 2 // (16 * 32 * self.result.warps)
+            tiles = 1 if first.scheme.shared_values else 2  # values that are channels of the keys come with them
+            needed = tiles * self.launch.kwargs["VARIANT"].block_n * first.head_dim * 2 // (16 * 32 * self.result.warps)
             wide = loop.get("global 16 B", 0)
             narrow = loop.get("global", 0) - wide
             if wide != needed or (narrow and first.scheme.cache != "paged"):

@@ -17,6 +17,7 @@ from .cases import (
     PLACED_MAPS,
     QUANTIZED,
     QUANTIZED_CHUNKS,
+    SHARED_ALL,
     SHORT,
     SPLITS,
     UNALIGNED,
@@ -152,14 +153,25 @@ OTHERS = (
 
 # Decoding by shares: what a program keeps from one piece to the next. All of it is outside the loops over keys, once a
 # piece.
+PARTS_SPILLS = {256: {80: 72, 90: 28, 100: 68}, 512: {80: 84, 86: 24, 89: 24, 90: 32, 100: 12, 120: 24}}
 PIECES = (
     SpillLimit(20, "attention_decode", 90, head_dim=128, scheme=SPLITS[1].name, triton="3.9"),
     *(SpillLimit(0, scheme=scheme.name) for scheme in SPLITS),
     *(
         SpillLimit(spill, "attention_decode", arch, head_dim=head_dim, scheme=scheme.name)
-        for arch, spill in ((80, 220), (90, 112))
+        for arch, spill in ((80, 252), (90, 180))
         for head_dim in (64, 128)
-        for scheme in (*DECODE, *QUANTIZED, *PARTS, *MAPS_DECODE, WIDE, PARTIAL)
+        for scheme in (*DECODE, *QUANTIZED, *PARTS, *MAPS_DECODE, WIDE, PARTIAL, SHARED_ALL)
+    ),
+    *(
+        SpillLimit(spill, "attention_decode", arch, head_dim=head_dim, scheme=scheme.name, triton="3.6.")
+        for head_dim, spills in PARTS_SPILLS.items()
+        for arch, spill in spills.items()
+        for scheme in PARTS
+    ),
+    *(
+        SpillLimit(spill, "attention_decode", arch, head_dim=128, scheme=DECODE[3].name, triton="3.6.")
+        for arch, spill in ((100, 12), (120, 84))
     ),
 )
 
