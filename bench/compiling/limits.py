@@ -164,7 +164,14 @@ PIECES = (
         for scheme in (*DECODE, *QUANTIZED, *PARTS, *MAPS_DECODE, WIDE, PARTIAL, SHARED_ALL)
     ),
     *(
-        SpillLimit(spill, "attention_decode", arch, head_dim=head_dim, scheme=scheme.name, triton="3.6.")
+        SpillLimit(
+            spill,
+            "attention_decode",
+            arch,
+            head_dim=head_dim,
+            scheme=scheme.name,
+            triton="3.6." if head_dim == 512 else "",
+        )
         for head_dim, spills in PARTS_SPILLS.items()
         for arch, spill in spills.items()
         for scheme in PARTS

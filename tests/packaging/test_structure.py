@@ -29,7 +29,7 @@ FLOORS = {  # from the lowest layer up; a room (a file or a folder) imports from
         "machine progress work",
         "compiling report",
         "timing",
-        "results_page sanitize model",
+        "results_page sanitize model ragged",
         "validate",
         "__main__",
     ),
