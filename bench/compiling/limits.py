@@ -177,8 +177,8 @@ PIECES = (
         for scheme in PARTS
     ),
     *(
-        SpillLimit(spill, "attention_decode", arch, head_dim=128, scheme=DECODE[3].name, triton="3.6.")
-        for arch, spill in ((100, 12), (120, 84))
+        SpillLimit(spill, "attention_decode", arch, head_dim=128, scheme=DECODE[3].name)
+        for arch, spill in ((100, 12), (120, 88))
     ),
 )
 
