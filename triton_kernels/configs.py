@@ -182,6 +182,7 @@ WIDEST = {
         "forward": Tile(32, 32, 4, 2),
         "forward paged": Tile(32, 16, 4, 3),
         "grad_kv": Tile(32, 16, 8, 2),
+        "grad_kv unaligned": Tile(16, 16, 4, 2),
         "grad_q": Tile(16, 32, 4, 2),
         "decode": Tile(16, 16, 4, 3),
         "decode parts": Tile(16, 32, 4, 2),
@@ -257,6 +258,8 @@ def family(capability: int | str) -> str:
 
 INSTEAD = {  # the directions whose tile is taken where a direction has none of its own
     "grad_qkv": ["grad_kv"],
+    "grad_kv unaligned": ["grad_kv"],
+    "grad_qkv unaligned": ["grad_kv unaligned", "grad_qkv", "grad_kv"],
     "forward codes": ["forward"],
     "forward unaligned": ["forward"],
     "decode codes": ["decode"],
@@ -277,8 +280,9 @@ def tile(
     """Returns the tile without tuning. The most specific entry of the tables wins.
 
     direction: "forward", "forward codes" (over a quantized cache), "forward unaligned" (some address or stride is not a
-    multiple of 16 bytes), "grad_kv", "grad_q", "grad_qkv" (dQ in the pass of dK and dV), "decode", "decode codes" (a
-    quantized cache or explicit positions), "decode parts" (``Variant.channels``) or "decode wide" (many query rows).
+    multiple of 16 bytes), "grad_kv", "grad_q", "grad_qkv" (dQ in the pass of dK and dV), "grad_kv unaligned",
+    "grad_qkv unaligned" (beyond 256 channels), "decode", "decode codes" (a quantized cache or explicit positions),
+    "decode parts" (``Variant.channels``) or "decode wide" (many query rows).
     block_dv: of v, 0 for the same as block_d. If the two differ and OTHER_V has no tile, the larger decides.
     cache: "paged", whose entries need two slots for keys and values, or anything else."""
     block_dv = block_dv or block_d
