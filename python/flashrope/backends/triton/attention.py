@@ -265,6 +265,8 @@ class AttentionPlan(Plan):
 
     def _grad_kv_tile(self, direction: str):
         """Returns the tile and the variant of the kernel for dK and dV."""
+        if self.vec == 1 and max(self._widths) > 256:  # where the usual tile may take more shared memory than there is
+            direction += " unaligned"
         tile, variant = self._tile(direction)
         return tile, variant._replace(query_rows=configs.query_rows(self.capability, tile, variant.block_d))
 
