@@ -335,7 +335,8 @@ class CachePlan(Plan):
             direction = "decode codes" if crowded else "decode parts" if channels else "decode"
             direction = "decode shared" if shared else direction
         if wide:
-            direction = "decode shared wide" if shared else "decode wide"
+            latent = shared and self.rotary.head_dim > 2 * configs.WIDEST_PAIRS
+            direction = "decode shared wide" if latent else "decode wide"
         tile = self.tile(direction, self.cache, block_d(self.head_dim_v))
         aligned_maps = bool(self.lowered.maps) and layout.entries is None and self._maps_align(tile.block_n)
         if self.lowered.maps and not aligned_maps:
