@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -36,6 +35,7 @@ BIN = 1024
 TRAINED = 0.8  # share of every text that training reads
 WARMUP = 0.1  # share of the steps
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW
 BETAS, WEIGHT_DECAY, CLIP = (0.9, 0.95), 0.1, 1.0
 
 
@@ -146,25 +146,19 @@ def continue_training(
     bar: Bar,
 ) -> None:
     """Trains one way from the step that was saved last, and measures it at the steps ``measured``."""
-    steps, path = measured[-1], args.out / f"{way.replace(',', '').replace(' ', '-')}.pt"
+    steps, path = measured[-1], args.out / f"{way.replace(',', '').replace(' ', '-')}.safetensors"
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, betas=BETAS, weight_decay=WEIGHT_DECAY)
     done = {row["step"] for row in journal.rows if row["way"] == way}
     first, losses = 0, []
     if path.exists():
-        saved = torch.load(path, weights_only=True)
-        model.load_state_dict(saved["model"])
-        optimizer.load_state_dict(saved["optimizer"])
-        first, losses = saved["step"], saved["losses"]
+        first, losses = restore(model, optimizer, path)
     bar.step(first)
     for step in range(first, steps + 1):
         if step in measured:
             stage = stages[min(max(step - 1, 0) * len(stages) // steps, len(stages) - 1)]
             stage.apply()
             if step > first:
-                save(
-                    {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step, "losses": losses},
-                    path,
-                )
+                save(model, optimizer, step, losses, path)
             if step not in done:
                 tokens = step * args.batch * args.length
                 row = {"way": way, "scheme": stage.scheme, "step": step, "tokens": tokens}
@@ -220,11 +214,34 @@ def measure(model, windows: torch.Tensor, dtype: str) -> list[list[float]]:
         return [list(bins_of(position_losses(model, window), BIN)) for window in windows]
 
 
-def save(state: dict[str, Any], path: Path) -> None:
-    """Writes the state completely or not at all."""
-    partial = path.with_suffix(".partial")
-    torch.save(state, partial)
-    os.replace(partial, path)
+def save(model, optimizer, step: int, losses: Sequence[float], path: Path) -> None:
+    """Writes weights, the optimizer's state and the losses so far, completely or not at all."""
+    from safetensors.torch import save_file
+
+    tensors = {}
+    for name, parameter in model.named_parameters():
+        state = optimizer.state[parameter]
+        tensors |= {f"{kind}.{name}": x.contiguous() for kind, x in [("weight", parameter.data), *moments(state)]}
+    with files.replacing(path) as partial:
+        save_file(tensors, partial, {"step": str(step), "losses": json.dumps(losses)})
+
+
+def restore(model, optimizer, path: Path) -> tuple[int, list[float]]:
+    """Reads what ``save`` wrote into the model and the optimizer. Returns the step and the losses so far."""
+    from safetensors import safe_open
+
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata()
+        step = int(metadata["step"])
+        for name, parameter in model.named_parameters():
+            parameter.data.copy_(file.get_tensor(f"weight.{name}"))
+            state = {kind: file.get_tensor(f"{kind}.{name}") for kind in MOMENTS}
+            optimizer.state[parameter] = {"step": torch.tensor(float(step)), **state}
+    return step, json.loads(metadata["losses"])
+
+
+def moments(state: dict[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
+    return [(kind, state[kind]) for kind in MOMENTS]
 
 
 def curves(record: dict[str, Any]) -> Iterator[tuple[str, list[int], list[list[float]]]]:

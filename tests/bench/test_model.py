@@ -184,12 +184,12 @@ def test_inner_loop_and_the_block_around_it():
 def test_products_that_are_needed():
     """A tile of 64 x 32 scores over 96 of 128 channels needs 2 x 64 x 32 x 96 multiply-adds in the forward. One HMMA
     does 2,048 of them."""
-    shape = SimpleNamespace(block_m=64, block_n=32, head_dim=96, head_dim_v=0)
+    shape = SimpleNamespace(block_m=64, block_n=32, head_dim=96, head_dim_v=0, first_value=-1)
     assert predict.useful_products("attention_forward", shape) == 2 * 96
     assert predict.useful_products("attention_grad_q", shape) == 3 * 96
     assert predict.useful_products("attention_grad_kv", shape) == 4 * 96
     assert predict.useful_products("attention_grad_kv", shape, atomic=True) == 5 * 96
-    narrow = SimpleNamespace(block_m=64, block_n=32, head_dim=192, head_dim_v=128)
+    narrow = SimpleNamespace(block_m=64, block_n=32, head_dim=192, head_dim_v=128, first_value=-1)
     assert predict.useful_products("attention_grad_q", narrow) == 2 * 192 + 128
     assert predict.useful_products("attention_decode", shape) is None
     assert predict.cache_bytes(shape) == 32 * 96 * 2 * 2

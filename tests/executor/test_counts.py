@@ -122,8 +122,8 @@ def gradients(p, **options) -> dict[str, torch.Tensor]:
 @nondeterministic
 @pytest.mark.parametrize(("head_dim", "head_dim_v"), [(64, 64), (128, 128), (64, 128), (128, 64)])
 def test_products_of_the_backward(machine, head_dim, head_dim_v):
-    """The backward has five products if atomics accumulate dQ, or if dQ comes from stored gradients of scores, which
-    values of another width exclude. It has seven if dQ has its own pass. Without a mask it visits all tiles. A product
+    """The backward has five products if atomics accumulate dQ, or if dQ comes from stored gradients of scores, and
+    values have the width of q. It has seven if dQ has its own pass. Without a mask it visits all tiles. A product
     is as wide as its operands: scores, dK and dQ as q and k, dV and the weights' gradient as v."""
     seqlen = 256
     p = support.problem(BF16, Rotary.rope(head_dim), seqlen, heads=1, group=1, head_dim_v=head_dim_v, causal=False)
