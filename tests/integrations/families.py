@@ -201,13 +201,13 @@ def released_width(name: str) -> str:
     return ", ".join(map(str, sorted(fields.values())))
 
 
-def difference_at(model) -> float:
+def difference_at(model, calls=CALLS) -> float:
     """Returns the largest difference of any logit of a model from itself converted, relative to logits of size 3:
-    without a cache, and padded with one. No token stands for an image or a sound."""
+    without a cache, and padded with one, or without one if calls is None. No token stands for an image or a sound."""
     ids = tokens().clamp(max=50)
 
     def both() -> list[torch.Tensor]:
-        return [logits(model, ids), logits(model, ids, padded(), calls=CALLS)]
+        return [logits(model, ids), logits(model, ids, padded(), calls=calls)]
 
     stock = both()
     convert(model)
