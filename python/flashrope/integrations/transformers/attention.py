@@ -61,7 +61,7 @@ def attention_forward(
     options = {"softmax_scale": scaling, "sinks": s_aux}
     if holds_latents(module, value):
         return _attend_latents(module, scheme, query, key, value, attention_mask, options), None
-    if key is value:
+    if key is value and hasattr(module, "k_norm"):  # from a SharedKeysCache
         if _reads_cache(query, key, attention_mask):
             options["key_weight"] = key_weight_of(module)
         else:

@@ -105,11 +105,6 @@ class SharedKeysCache(_CacheOfConverted):
 
 class _SharedKeys(_OneTensor):
     def update(self, key_states, value_states, *args, **kwargs):
-        if not self.is_initialized and resolve_impl(None, value_states) not in ("cpu", "reference"):
-            raise ValueError(
-                f"{CACHE}: a SharedKeysCache is not supported on {value_states.device} (Triton's kernels do not "
-                "multiply keys by a weight), got keys there; use a DynamicCache"
-            )
         rows = self.append(value_states)
         return rows, rows
 
@@ -184,8 +179,7 @@ def _serves(rows: torch.Tensor, rank: int) -> bool:
     width = rows.shape[-1]
     if rank % 8 or width % 8 or width > MAX_HEAD_DIM and width != MAX_SHARED_HEAD_DIM:
         return False
-    impl = resolve_impl(None, rows)
-    return (impl != "triton" or width <= MAX_HEAD_DIM) and not load_backend(impl).unsupported_reason(rows, cached=True)
+    return not load_backend(resolve_impl(None, rows)).unsupported_reason(rows, cached=True)
 
 
 def expand(module, latents: torch.Tensor, rotary: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
