@@ -31,6 +31,7 @@ from .schemes import layer_type_of
 from .versions import CACHE
 
 ABSORBED_ROWS = 128  # more new tokens than about 170 cost more absorbed than keys and values that are expanded
+UNWEIGHTED = "_flashrope_unweighted"  # attribute of values whose products with the weight of k_norm are the keys
 UNEXPANDED = "_flashrope_unexpanded"  # attribute of latents that are not to be expanded: the rows they are channels of
 
 
@@ -110,7 +111,14 @@ class _SharedKeys(_OneTensor):
                 "multiply keys by a weight), got keys there; use a DynamicCache"
             )
         rows = self.append(value_states)
-        return rows, rows
+        values = rows.view_as(rows)
+        setattr(values, UNWEIGHTED, True)
+        return values, values
+
+
+def holds_unweighted(value: torch.Tensor) -> bool:
+    """Whether a value that a layer passes to the attention function gives its keys, multiplied by the weight of k_norm."""
+    return hasattr(value, UNWEIGHTED)
 
 
 def key_weight_of(module) -> torch.Tensor:
