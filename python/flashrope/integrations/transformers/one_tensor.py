@@ -117,7 +117,7 @@ class _SharedKeys(_OneTensor):
 
 
 def holds_unweighted(value: torch.Tensor) -> bool:
-    """Whether a value that a layer passes to the attention function gives its keys, multiplied by the weight of k_norm."""
+    """Whether the values that a layer passes to the attention function are to be multiplied to get its keys."""
     return hasattr(value, UNWEIGHTED)
 
 
