@@ -31,6 +31,7 @@ from .schemes import layer_type_of
 from .versions import CACHE
 
 ABSORBED_ROWS = 128  # most new tokens for absorbed projections; from about 170 on, expanding latents takes less work
+UNWEIGHTED = "_flashrope_unweighted"  # attribute of values whose products with the weight of k_norm are the keys
 UNEXPANDED = "_flashrope_unexpanded"  # attribute of latents that are not to be expanded: the rows that contain them
 
 
@@ -106,7 +107,14 @@ class SharedKeysCache(_CacheOfConverted):
 class _SharedKeys(_OneTensor):
     def update(self, key_states, value_states, *args, **kwargs):
         rows = self.append(value_states)
-        return rows, rows
+        values = rows.view_as(rows)
+        setattr(values, UNWEIGHTED, True)
+        return values, values
+
+
+def holds_unweighted(value: torch.Tensor) -> bool:
+    """Whether the values that a layer passes to the attention function are to be multiplied to get its keys."""
+    return hasattr(value, UNWEIGHTED)
 
 
 def key_weight_of(module) -> torch.Tensor:
