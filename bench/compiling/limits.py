@@ -91,8 +91,8 @@ KEYS_128 = tuple(
     }.items()
 )
 
-# Storing gradients of scores on sm_80 under 3.6. The conversion of dS to rows of keys takes registers. By scheme and
-# head_dim: spilled bytes, the bytes of them in the tile loops, and accesses in the hot loop.
+# Storing gradients of scores under 3.6. The conversion of dS to rows of keys takes registers. By scheme and head_dim:
+# spilled bytes, the bytes of them in the tile loops, and accesses in the hot loop, of which sm_90 has none.
 STORED_SCORES = (
     *(
         SpillLimit(spill, "attention_grad_kv", 80, 0, head_dim, "", scheme, "3.6.", in_loops, times)
@@ -109,6 +109,18 @@ STORED_SCORES = (
             ("rope seven", 64, 44, 36, 1),
             ("rerope seven", 64, 208, 112, 3),
             ("rerope seven", 128, 60, 0, 0),
+        )
+    ),
+    *(
+        SpillLimit(spill, "attention_grad_kv", 90, 0, head_dim, "", scheme, "3.6.", in_loops)
+        for scheme, head_dim, spill, in_loops in (
+            ("rope", 64, 132, 12),
+            ("rerope", 64, 260, 20),
+            ("self-extend", 64, 100, 16),
+            ("dual-chunk", 64, 128, 36),
+            ("rope", 128, 108, 0),
+            ("rerope", 128, 208, 0),
+            ("rerope seven", 128, 8, 0),
         )
     ),
     SpillLimit(16, "attention_grad_q", 80, head_dim=128, scheme="rerope", triton="3.6."),
@@ -237,14 +249,14 @@ def _by_size(sm80: tuple[float, float], sm90: tuple[float, float]) -> dict[tuple
 INSTRUCTION_LIMITS = {
     ("attention_forward", "rope"): _by_size((5.2, 4.6), (39, 33.5)),
     ("attention_forward", "rerope"): _by_size((5.2, 4.1), (39, 33.5)),
-    ("attention_grad_kv", "rope"): _by_size((4.9, 4.1), (20.5, 19.3)),
-    ("attention_grad_kv", "rerope"): _by_size((4.9, 4.1), (20.5, 19.3)),
+    ("attention_grad_kv", "rope"): _by_size((4.9, 4.1), (24, 19.3)),
+    ("attention_grad_kv", "rerope"): _by_size((4.9, 4.1), (24, 19.3)),
     ("attention_grad_kv", "rope seven"): _by_size((4, 3.4), (20.5, 19.3)),
     ("attention_grad_kv", "rerope seven"): _by_size((4, 3.4), (20.5, 19.3)),
     ("attention_grad_kv", "rope atomic"): _by_size((4.1, 3.5), (16, 16)),
     ("attention_grad_kv", "rerope atomic"): _by_size((4.1, 3.5), (16, 6.6)),
-    ("attention_grad_q", "rope"): _by_size((2.8, 2.5), (24.5, 18.2)),
-    ("attention_grad_q", "rerope"): _by_size((2.8, 2.5), (24.5, 18.2)),
+    ("attention_grad_q", "rope"): _by_size((2.8, 2.5), (24.5, 23.5)),
+    ("attention_grad_q", "rerope"): _by_size((2.8, 2.5), (24.5, 23.5)),
     ("attention_grad_q", "rope seven"): _by_size((4, 2.9), (24.5, 18.2)),
     ("attention_grad_q", "rerope seven"): _by_size((4, 2.9), (24.5, 18.2)),
     ("attention_decode", "rope contiguous"): _by_size((35.5, 28.5), (35.5, 28.5)),

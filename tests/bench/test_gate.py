@@ -198,7 +198,11 @@ SPILLED = {
     ("attention_grad_kv", 80, 64, "rerope seven"): (208, 112, 3),
     ("attention_grad_kv", 80, 128, "rerope seven"): (60, 0),
     ("attention_grad_q", 80, 128, "rerope seven"): (8, 0),
-    ("attention_grad_kv", 90, 128, "rerope"): (16, 0),
+    ("attention_grad_kv", 90, 64, "rope"): (132, 12),
+    ("attention_grad_kv", 90, 64, "rerope"): (260, 20),
+    ("attention_grad_kv", 90, 128, "rope"): (108, 0),
+    ("attention_grad_kv", 90, 128, "rerope seven"): (8, 0),
+    ("attention_grad_kv", 90, 128, "rerope"): (208, 0),
     ("attention_grad_q", 80, 128, "rerope"): (16, 0),
     ("attention_grad_kv", 80, 64, "rope atomic"): (92, 56, 3),
     ("attention_grad_kv", 80, 64, "rerope atomic"): (280, 152, 6),
@@ -220,6 +224,8 @@ if triton.__version__.startswith("3.9"):
     SPILLED[("attention_grad_q", 90, 128, "rerope")] = (64, 0)
     for name in ("rope seven", "rerope seven"):
         SPILLED = {key: spilled for key, spilled in SPILLED.items() if name not in key}
+    for key in ((64, "rope"), (64, "rerope"), (128, "rope")):
+        del SPILLED["attention_grad_kv", 90, *key]
     SPILLED |= {
         ("attention_grad_kv", 80, 64, "rope"): (84, 40, 1),
         ("attention_grad_kv", 80, 64, "rerope"): (228, 112, 4),
