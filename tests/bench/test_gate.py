@@ -222,21 +222,27 @@ SPILLED = {
 if triton.__version__.startswith("3.9"):
     SPILLED[("attention_chunks", 90, 64, "rerope paged chunk")] = (28, 0)
     SPILLED[("attention_grad_q", 90, 128, "rerope")] = (64, 0)
-    for name in ("rope seven", "rerope seven"):
-        SPILLED = {key: spilled for key, spilled in SPILLED.items() if name not in key}
-    for key in ((64, "rope"), (64, "rerope"), (128, "rope")):
-        del SPILLED["attention_grad_kv", 90, *key]
     SPILLED |= {
-        ("attention_grad_kv", 80, 64, "rope"): (84, 40, 1),
-        ("attention_grad_kv", 80, 64, "rerope"): (228, 112, 4),
+        ("attention_grad_kv", 80, 64, "rope"): (176, 96, 1),
+        ("attention_grad_kv", 80, 64, "rerope"): (408, 196, 4),
+        ("attention_grad_kv", 80, 64, "rope seven"): (84, 40, 1),
+        ("attention_grad_kv", 80, 64, "rerope seven"): (228, 104, 4),
+        ("attention_grad_kv", 80, 128, "rope seven"): (32, 0),
+        ("attention_grad_kv", 80, 128, "rerope seven"): (100, 0),
+        ("attention_grad_kv", 90, 64, "rope"): (116, 32),
+        ("attention_grad_kv", 90, 64, "rerope"): (304, 48),
+        ("attention_grad_kv", 90, 128, "rope"): (108, 4),
+        ("attention_grad_kv", 90, 128, "rerope seven"): (40, 0),
+        ("attention_grad_q", 80, 128, "rerope seven"): (16, 0),
+        ("attention_grad_q", 90, 128, "rerope seven"): (64, 0),
         ("attention_grad_kv", 80, 128, "rope atomic"): (52, 4),
         ("attention_grad_kv", 90, 64, "rope atomic"): (128, 0),
         ("attention_grad_kv", 90, 128, "rope atomic"): (128, 0),
         ("attention_grad_kv", 90, 64, "rerope atomic"): (120, 0),
         **{("attention_grad_kv", arch, 128, "rerope atomic"): (328, 88) for arch in (80, 90)},
-        ("attention_grad_kv", 80, 128, "rope"): (32, 0),
-        ("attention_grad_kv", 80, 128, "rerope"): (100, 0),
-        ("attention_grad_kv", 90, 128, "rerope"): (40, 0),
+        ("attention_grad_kv", 80, 128, "rope"): (140, 60),
+        ("attention_grad_kv", 80, 128, "rerope"): (260, 88, 1),
+        ("attention_grad_kv", 90, 128, "rerope"): (340, 16),
         ("attention_grad_q", 80, 128, "rerope"): (16, 0),
     }
 
