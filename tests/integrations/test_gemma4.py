@@ -13,6 +13,7 @@ import released
 from families import BOUND, CALLS, RUNS, SEQLEN, close, logits, padded, schemes, static, tiny, tokens
 from flashrope import Rotary
 from flashrope.integrations.transformers import CodesCache, attention, convert, revert
+from flashrope.integrations.transformers.versions import VERSION
 from released import GEMMAS
 from small_models import vary
 from test_transformers import GENERATE, gradients
@@ -69,6 +70,7 @@ def test_generate(name, how):
     assert torch.equal(run(), stock)
 
 
+@pytest.mark.skipif(VERSION < (5, 18), reason="this transformers computes all rows in layers that share keys")
 @pytest.mark.parametrize("mask", [None, padded()], ids=["plain", "padded"])
 @pytest.mark.parametrize("kept", [0, 1, 3])
 @pytest.mark.parametrize("cache", [None, "dynamic", "static"])
@@ -175,7 +177,7 @@ def test_what_is_refused():
     model = convert(released.released(E2B))
     with pytest.raises(ValueError, match="cache_dtype: .* at most 256 channels for int8, got head_dim 512"):
         CodesCache(model.config, "int8")
-    with pytest.raises(ValueError, match="gemma4_text, which has layers of two head_dims"):
+    with pytest.raises(ValueError, match="gemma4_text, which has layers of two head_dims|expected transformers 5.19"):
         model.generate_batch(inputs=[[3, 4, 5]], generation_config=transformers.GenerationConfig(max_new_tokens=2))
 
 
