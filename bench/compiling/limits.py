@@ -91,65 +91,50 @@ KEYS_128 = tuple(
     }.items()
 )
 
-# Storing gradients of scores under 3.6. The conversion of dS to rows of keys takes registers. By scheme and head_dim:
-# spilled bytes, the bytes of them in the tile loops, and accesses in the hot loop, of which sm_90 has none.
+# Storing gradients of scores: the conversion of dS to rows of keys takes registers. By release of Triton, scheme,
+# architecture and head_dim: spilled bytes, the bytes of them in the tile loops, and accesses in the hot loop. "seven"
+# are the schemes that do not store them.
 STORED_SCORES = (
     *(
-        SpillLimit(spill, "attention_grad_kv", 80, 0, head_dim, "", scheme, "3.6.", in_loops, times)
-        for scheme, head_dim, spill, in_loops, times in (
-            ("rope", 64, 276, 264, 4),
-            ("rerope", 64, 700, 580, 10),
-            ("self-extend", 64, 696, 604, 11),
-            ("dual-chunk", 64, 872, 908, 11),
-            ("rope", 128, 24, 0, 0),
-            ("rerope", 128, 312, 8, 0),
-            ("self-extend", 128, 396, 112, 0),
-            ("dual-chunk", 128, 468, 152, 0),
-            # without storing
-            ("rope seven", 64, 44, 36, 1),
-            ("rerope seven", 64, 208, 112, 3),
-            ("rerope seven", 128, 60, 0, 0),
-        )
-    ),
-    *(
-        SpillLimit(spill, "attention_grad_kv", 90, 0, head_dim, "", scheme, "3.6.", in_loops)
-        for scheme, head_dim, spill, in_loops in (
-            ("rope", 64, 132, 12),
-            ("rerope", 64, 260, 20),
-            ("self-extend", 64, 100, 16),
-            ("dual-chunk", 64, 128, 36),
-            ("rope", 128, 108, 0),
-            ("rerope", 128, 208, 0),
-            ("rerope seven", 128, 8, 0),
+        SpillLimit(spill, "attention_grad_kv", arch, 0, head_dim, "", scheme, release, in_loops, times)
+        for release, scheme, arch, head_dim, spill, in_loops, times in (
+            ("3.6.", "rope", 80, 64, 276, 264, 4),
+            ("3.6.", "rerope", 80, 64, 700, 580, 10),
+            ("3.6.", "self-extend", 80, 64, 696, 604, 11),
+            ("3.6.", "dual-chunk", 80, 64, 872, 908, 11),
+            ("3.6.", "rope", 80, 128, 24, 0, 0),
+            ("3.6.", "rerope", 80, 128, 312, 8, 0),
+            ("3.6.", "self-extend", 80, 128, 396, 112, 0),
+            ("3.6.", "dual-chunk", 80, 128, 468, 152, 0),
+            ("3.6.", "rope seven", 80, 64, 44, 36, 1),
+            ("3.6.", "rerope seven", 80, 64, 208, 112, 3),
+            ("3.6.", "rerope seven", 80, 128, 60, 0, 0),
+            ("3.6.", "rope", 90, 64, 132, 12, 0),
+            ("3.6.", "rerope", 90, 64, 260, 20, 0),
+            ("3.6.", "self-extend", 90, 64, 100, 16, 0),
+            ("3.6.", "dual-chunk", 90, 64, 128, 36, 0),
+            ("3.6.", "rope", 90, 128, 108, 0, 0),
+            ("3.6.", "rerope", 90, 128, 208, 0, 0),
+            ("3.6.", "rerope seven", 90, 128, 8, 0, 0),
+            ("3.9.", "rope", 80, 64, 176, 96, 1),
+            ("3.9.", "rerope", 80, 64, 408, 196, 4),
+            ("3.9.", "rope", 80, 128, 140, 60, 0),
+            ("3.9.", "rerope", 80, 128, 260, 88, 1),
+            ("3.9.", "rope seven", 80, 64, 84, 40, 1),
+            ("3.9.", "rerope seven", 80, 64, 228, 104, 4),
+            ("3.9.", "rope seven", 80, 128, 32, 0, 0),
+            ("3.9.", "rerope seven", 80, 128, 100, 0, 0),
+            ("3.9.", "rope", 90, 64, 116, 32, 0),
+            ("3.9.", "rerope", 90, 64, 304, 48, 0),
+            ("3.9.", "rope", 90, 128, 108, 4, 0),
+            ("3.9.", "rerope", 90, 128, 340, 16, 0),
+            ("3.9.", "rerope seven", 90, 128, 40, 0, 0),
         )
     ),
     SpillLimit(16, "attention_grad_q", 80, head_dim=128, scheme="rerope", triton="3.6."),
     SpillLimit(8, "attention_grad_q", 80, head_dim=128, scheme="rerope seven", triton="3.6."),
-)
-
-# The same under 3.9, whose spills are mostly outside the inner loops too.
-STORED_SCORES += (
-    *(
-        SpillLimit(spill, "attention_grad_kv", arch, 0, head_dim, "", scheme, "3.9.", in_loops, times)
-        for scheme, arch, head_dim, spill, in_loops, times in (
-            ("rope", 80, 64, 176, 96, 1),
-            ("rerope", 80, 64, 408, 196, 4),
-            ("rope", 80, 128, 140, 60, 0),
-            ("rerope", 80, 128, 260, 88, 1),
-            ("rope", 90, 64, 116, 32, 0),
-            ("rerope", 90, 64, 304, 48, 0),
-            ("rope", 90, 128, 108, 4, 0),
-            ("rerope", 90, 128, 340, 16, 0),
-            # without storing gradients of scores
-            ("rope seven", 80, 64, 84, 40, 1),
-            ("rerope seven", 80, 64, 228, 104, 4),
-            ("rope seven", 80, 128, 32, 0, 0),
-            ("rerope seven", 80, 128, 100, 0, 0),
-            ("rerope seven", 90, 128, 40, 0, 0),
-        )
-    ),
-    SpillLimit(16, "attention_grad_q", 80, head_dim=128, scheme="rerope seven", triton="3.9"),
-    SpillLimit(64, "attention_grad_q", 90, head_dim=128, scheme="rerope seven", triton="3.9"),
+    SpillLimit(16, "attention_grad_q", 80, head_dim=128, scheme="rerope seven", triton="3.9."),
+    SpillLimit(64, "attention_grad_q", 90, head_dim=128, scheme="rerope seven", triton="3.9."),
 )
 
 # The tiles were chosen with Triton 3.6. With the same accumulators, 3.9 spills more, outside the inner loops.
