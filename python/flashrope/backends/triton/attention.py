@@ -220,7 +220,7 @@ class AttentionPlan(Plan):
 
     @property
     def _widths(self) -> tuple[int, int]:
-        """block_d and block_dv."""
+        """Returns block_d and block_dv."""
         return 2 * self.table.shape[-1], block_d(self.head_dim_v)
 
     def reproducible_gradients(self, inputs: GradientInputs, grad_k, grad_v, grad_q) -> None:

@@ -304,7 +304,7 @@ class CachePlan(Plan):
     def decode(self, q, layer: CacheLayer, layout: KernelCacheLayout, out, lse) -> None:
         """Fills out and lse, in one launch or, with several splits, two. Packed queries that ``attention_chunks``
         serves are left to it. Most of the others are then a single token each."""
-        v = layer.v if self.first_value < 0 else None  # where v is a view, its address matters to nobody
+        v = layer.v if self.first_value < 0 else None  # no kernel reads a v that is a view of k
         key = (q.stride(), alignment_key(q, layer.k, v, *layer[2:], out))
         if key != self._decode_key:
             self._decode_key, self._decode = key, self._plan_decode(q, layer, layout, lse, key[1])

@@ -69,7 +69,7 @@ class SharedKeysCache(_CacheOfConverted):
     Use it if memory limits the length or the batch. Layers with one projection see all tokens, and here take half the
     bytes that they take in a ``DynamicCache``. All other layers are as in a ``DynamicCache``. Keys are computed as
     cached values times the weight of k_norm. In float16 and bfloat16, keys are therefore rounded once more than the
-    model's own keys. The cache works only on the CPU, because the Triton kernels do not support key_weight yet.
+    model's own keys. Not run on a GPU.
 
     Example:
         from transformers import AutoModelForCausalLM
