@@ -112,14 +112,22 @@ def kernels() -> str:
     return found.path.stem if found else "composed"
 
 
-def ways_of(model, names: Sequence[str], train_length: int, longest: int, window: int | None) -> list[Way]:
-    from flashrope.integrations.transformers import convert, revert
+def as_it_came(model):
+    """Reverts a model if it is converted, and returns it."""
+    from flashrope.integrations.transformers import revert
 
-    def stock():
-        return revert(model) if any(hasattr(module, "_flashrope") for module in model.modules()) else model
+    return revert(model) if any(hasattr(module, "_flashrope") for module in model.modules()) else model
+
+
+def ways_of(model, names: Sequence[str], train_length: int, longest: int, window: int | None) -> list[Way]:
+    from flashrope.integrations.transformers import convert
 
     found = applicable(model, names, train_length, longest, [window] if window else [])[0] if names else []
-    return [Way(BASE, stock), Way(CONVERTED, lambda: convert(model)), *(Way(each.label, each.apply) for each in found)]
+    return [
+        Way(BASE, lambda: as_it_came(model)),
+        Way(CONVERTED, lambda: convert(model)),
+        *(Way(each.label, each.apply) for each in found),
+    ]
 
 
 @torch.no_grad()

@@ -28,13 +28,13 @@ from flashrope.evaluation.schemes import applicable
 from flashrope.small_models.data import unseen_windows
 
 from .real_codes import command_line, parse
+from .real_speed import DTYPES, as_it_came
 
 SUMMARY = "continue a pretrained model's training under HoPE: continue --model FILE --text PATH --out DIR"
 RESULT, JOURNAL = "continued.json", "continued.jsonl"
 BIN = 1024
 TRAINED = 0.8  # share of every text that training reads
 WARMUP = 0.1  # share of the steps
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW
 BETAS, WEIGHT_DECAY, CLIP = (0.9, 0.95), 0.1, 1.0
 
@@ -123,16 +123,17 @@ def read(paths: Sequence[str], tokens, args: argparse.Namespace) -> Texts:
 
 def ways_of(model, train_length: int, longest: int) -> dict[str, list[Stage]]:
     """Returns the schemes that each way trains under, one after another, for equal numbers of steps."""
-    from flashrope.integrations.transformers import convert, revert
-
-    def rope() -> object:
-        return convert(revert(model) if any(hasattr(module, "_flashrope") for module in model.modules()) else model)
+    from flashrope.integrations.transformers import convert
 
     found = {each.name: each for each in applicable(model, ["hope", "cope"], train_length, longest)[0]}
     if missing := {"hope", "cope"} - found.keys():
         raise BadInput(f"--model: expected a model that HoPE and CoPE change, {', '.join(sorted(missing))} does not")
     hope, cope = (Stage(found[name].label, found[name].apply) for name in ("hope", "cope"))
-    return {"RoPE": [Stage("RoPE", rope)], "HoPE": [hope], "CoPE, then HoPE": [cope, hope]}
+    return {
+        "RoPE": [Stage("RoPE", lambda: convert(as_it_came(model)))],
+        "HoPE": [hope],
+        "CoPE, then HoPE": [cope, hope],
+    }
 
 
 def continue_training(

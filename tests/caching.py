@@ -408,3 +408,22 @@ def odd_bytes(codes: torch.Tensor) -> torch.Tensor:
     """Returns the same values in rows that are one byte longer."""
     room = codes.new_zeros(*codes.shape[:-1], codes.shape[-1] + 1)
     return room[..., :-1].copy_(codes)
+
+
+def check_needles(rotary: Rotary, edges: set[int], keys: int, seqlen_q: int = 1, heads_kv: int = 1, group: int = 1):
+    """Checks a CPU cache in float32 in which only one key differs from zero, once for every key beside an edge, and
+    that pages give the same bits."""
+    target = support.Target("cpu", torch.float32, "cpu")
+    needles = sorted({edge + d for edge in edges for d in (-1, 0)} & set(range(keys)))
+    p = support.problem(target, rotary, seqlen_q, keys, batch=len(needles), heads=heads_kv, group=group)
+    for b, j in enumerate(needles):
+        needle = 3 * p.k[b, j]
+        p.k[b] = 0
+        p.k[b, j] = needle
+    options = dict(cache_seqlens=support.int32([keys] * len(needles)), return_lse=True, impl="cpu")
+    out, lse = attention_with_cache(p.q, p.k, p.v, rotary, **options)
+    support.check_budget({"out": out, "lse": lse}, p, torch.float32)
+    pages = (x.view(-1, PAGE, *x.shape[2:]) for x in (p.k, p.v))
+    table = torch.arange(len(needles) * keys // PAGE, dtype=torch.int32).view(len(needles), -1)
+    got = attention_with_cache(p.q, *pages, rotary, block_table=table, **options)
+    assert torch.equal(got[0], out) and torch.equal(got[1], lse)

@@ -27,7 +27,7 @@ from .rotation import (
     store_rotated_back,
     tile_channels,
 )
-from .score_grads import launch_heads, panel_row, score_matrix, tile_in_panels
+from .score_grads import PANEL_KEYS, launch_heads, panel_row, score_matrix, tile_in_panels
 from .softmax import LOG2_E, log2_scale
 from .tiles import (
     HeadView,
@@ -543,10 +543,12 @@ def attention_grad_q(
     BLOCK_M: tl.constexpr = VARIANT.block_m
     D: tl.constexpr = VARIANT.block_d
     acc = tl.zeros((BLOCK_M, D), tl.float32)
-    matrix = None
+    matrix, length_k = None, seq.length_k
     if score_grads is not None:
         packed = None if cu_seqlens.q is None else packed_q
         matrix = score_matrix(score_grads, packed, batch - first_batch, head - first_head)
+        if cu_seqlens.q is not None:  # a sequence may be longer than max_seqlen_k says
+            length_k = tl.minimum(length_k, matrix.width * PANEL_KEYS)
     NUM_BANDS: tl.constexpr = VARIANT.num_bands
     for b in tl.static_range(NUM_BANDS):
         band = load_band(scheme.bands, b)
@@ -559,7 +561,7 @@ def attention_grad_q(
         if NUM_BANDS > 1:
             before = previous_band(scheme.bands, b)
             acc = rotate_tile(acc, table, band.dq_step, before.dq_step, rows, VARIANT)
-        tiles = key_tiles(band, first + seq.ahead, last, seq.length_k, VARIANT.block_n, scheme.maps)
+        tiles = key_tiles(band, first + seq.ahead, last, length_k, VARIANT.block_n, scheme.maps)
         for step in tl.range(0, edge_count(tiles)):
             acc = add_grad_q(acc, queries, keys, edge_tile(tiles, step) * VARIANT.block_n, True, VARIANT)
         for step in tl.range(tiles.inner_begin, tiles.inner_end):

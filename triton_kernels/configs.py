@@ -194,6 +194,7 @@ WIDEST = {
         "forward": Tile(32, 32, 4, 2),
         "forward paged": Tile(32, 16, 4, 3),
         "grad_kv": Tile(32, 16, 8, 2),
+        "grad_kv unaligned": Tile(16, 16, 4, 2),
         "grad_q": Tile(16, 32, 4, 2),
         "decode": Tile(16, 16, 4, 3),
         "decode parts": Tile(16, 32, 4, 2),
@@ -284,6 +285,8 @@ def family(capability: int | str) -> str:
 INSTEAD = {  # if a direction has no tile of its own, the direction whose tile it takes
     "grad_qkv": ["grad_kv"],
     "grad_q scores": ["grad_q"],
+    "grad_kv unaligned": ["grad_kv"],
+    "grad_qkv unaligned": ["grad_kv unaligned", "grad_qkv", "grad_kv"],
     "forward codes": ["forward"],
     "forward unaligned": ["forward"],
     "decode codes": ["decode"],
@@ -307,9 +310,9 @@ def tile(
 
     direction: "forward", "forward codes" (over a quantized cache), "forward unaligned" (some address or stride is not a
     multiple of 16 bytes), "grad_kv", "grad_q", "grad_q scores" (dQ from stored gradients of scores), "grad_qkv" (dQ in
-    the pass of dK and dV), "decode", "decode codes" (a quantized cache or explicit positions), "decode parts"
-    (``Variant.channels``), "decode wide" (many query rows), "decode shared" or "decode shared wide" (heads in parts,
-    whose values are channels of the keys).
+    the pass of dK and dV), "grad_kv unaligned", "grad_qkv unaligned" (beyond 256 channels), "decode", "decode codes" (a
+    quantized cache or explicit positions), "decode parts" (``Variant.channels``), "decode wide" (many query rows),
+    "decode shared" or "decode shared wide" (heads in parts, whose values are channels of the keys).
     block_dv: block_d of v, or 0 if it is the same. If the two differ and OTHER_V has no tile, the larger one counts.
     cache: "paged" prefers the "paged" entries. Any other value ignores them."""
     block_dv = block_dv or block_d

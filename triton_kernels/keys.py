@@ -26,7 +26,7 @@ from .tiles import (
 
 
 class CachedKeys(NamedTuple):
-    """Where a sequence lies in a cache. Without a cache all fields are None.
+    """Says where a sequence lies in a cache. If there is no cache, all fields are None.
 
     layout: CacheLayout.
     scales: KeyScales of a quantized cache, else None.

@@ -96,15 +96,58 @@ KEYS_128 = tuple(
     }.items()
 )
 
+# Storing gradients of scores: the conversion of dS to rows of keys takes registers. By release of Triton, scheme,
+# architecture and head_dim: spilled bytes, the bytes of them in the tile loops, and accesses in the hot loop. "seven"
+# are the schemes that do not store them.
+STORED_SCORES = (
+    *(
+        SpillLimit(spill, "attention_grad_kv", arch, 0, head_dim, "", scheme, release, in_loops, times)
+        for release, scheme, arch, head_dim, spill, in_loops, times in (
+            ("3.6.", "rope", 80, 64, 276, 264, 4),
+            ("3.6.", "rerope", 80, 64, 700, 580, 10),
+            ("3.6.", "self-extend", 80, 64, 696, 604, 11),
+            ("3.6.", "dual-chunk", 80, 64, 872, 908, 11),
+            ("3.6.", "rope", 80, 128, 24, 0, 0),
+            ("3.6.", "rerope", 80, 128, 312, 8, 0),
+            ("3.6.", "self-extend", 80, 128, 396, 112, 0),
+            ("3.6.", "dual-chunk", 80, 128, 468, 152, 0),
+            ("3.6.", "rope seven", 80, 64, 44, 36, 1),
+            ("3.6.", "rerope seven", 80, 64, 208, 112, 3),
+            ("3.6.", "rerope seven", 80, 128, 60, 0, 0),
+            ("3.6.", "rope", 90, 64, 132, 12, 0),
+            ("3.6.", "rerope", 90, 64, 260, 20, 0),
+            ("3.6.", "self-extend", 90, 64, 100, 16, 0),
+            ("3.6.", "dual-chunk", 90, 64, 128, 36, 0),
+            ("3.6.", "rope", 90, 128, 108, 0, 0),
+            ("3.6.", "rerope", 90, 128, 208, 0, 0),
+            ("3.6.", "rerope seven", 90, 128, 8, 0, 0),
+            ("3.9.", "rope", 80, 64, 176, 96, 1),
+            ("3.9.", "rerope", 80, 64, 408, 196, 4),
+            ("3.9.", "rope", 80, 128, 140, 60, 0),
+            ("3.9.", "rerope", 80, 128, 260, 88, 1),
+            ("3.9.", "rope seven", 80, 64, 84, 40, 1),
+            ("3.9.", "rerope seven", 80, 64, 228, 104, 4),
+            ("3.9.", "rope seven", 80, 128, 32, 0, 0),
+            ("3.9.", "rerope seven", 80, 128, 100, 0, 0),
+            ("3.9.", "rope", 90, 64, 116, 32, 0),
+            ("3.9.", "rerope", 90, 64, 304, 48, 0),
+            ("3.9.", "rope", 90, 128, 108, 4, 0),
+            ("3.9.", "rerope", 90, 128, 340, 16, 0),
+            ("3.9.", "rerope seven", 90, 128, 40, 0, 0),
+        )
+    ),
+    SpillLimit(16, "attention_grad_q", 80, head_dim=128, scheme="rerope", triton="3.6."),
+    SpillLimit(8, "attention_grad_q", 80, head_dim=128, scheme="rerope seven", triton="3.6."),
+    SpillLimit(16, "attention_grad_q", 80, head_dim=128, scheme="rerope seven", triton="3.9."),
+    SpillLimit(64, "attention_grad_q", 90, head_dim=128, scheme="rerope seven", triton="3.9."),
+)
+
 # The tiles were chosen with Triton 3.6. With the same accumulators, 3.9 spills more, outside the inner loops.
 NEWEST = (
     SpillLimit(52, "attention_grad_kv", 80, head_dim=128, scheme="rope atomic", triton="3.9", in_loops=4),
     SpillLimit(128, "attention_grad_kv", scheme="rope atomic", triton="3.9"),
     SpillLimit(120, "attention_grad_kv", head_dim=64, scheme="rerope atomic", triton="3.9"),
     SpillLimit(328, "attention_grad_kv", head_dim=128, scheme="rerope atomic", triton="3.9", in_loops=88),
-    SpillLimit(32, "attention_grad_kv", 80, head_dim=128, scheme="rope", triton="3.9"),
-    SpillLimit(100, "attention_grad_kv", 80, head_dim=128, scheme="rerope", triton="3.9"),
-    SpillLimit(40, "attention_grad_kv", 90, head_dim=128, scheme="rerope", triton="3.9"),
     SpillLimit(16, "attention_grad_q", 80, head_dim=128, scheme="rerope", triton="3.9"),
     SpillLimit(28, "attention_decode", 90, head_dim=128, scheme="rerope contiguous", triton="3.9"),
     SpillLimit(20, "attention_decode", 90, head_dim=128, scheme="rerope paged", triton="3.9"),
@@ -199,6 +242,7 @@ SPILL_LIMITS = (
     *(listed(scheme=scheme.name) for scheme in VARIANTS),
     listed(arch=86),
     listed(dtype="fp32"),
+    *STORED_SCORES,
     *KEYS_128,
     *MAP_LIMITS,
     *NEWEST,
@@ -249,12 +293,16 @@ def _by_size(sm80: tuple[float, float], sm90: tuple[float, float]) -> dict[tuple
 INSTRUCTION_LIMITS = {
     ("attention_forward", "rope"): _by_size((5.2, 4.6), (39, 33.5)),
     ("attention_forward", "rerope"): _by_size((5.2, 4.1), (39, 33.5)),
-    ("attention_grad_kv", "rope"): _by_size((4, 3.4), (20.5, 19.3)),
-    ("attention_grad_kv", "rerope"): _by_size((4, 3.4), (20.5, 19.3)),
+    ("attention_grad_kv", "rope"): _by_size((4.9, 4.1), (24, 19.3)),
+    ("attention_grad_kv", "rerope"): _by_size((4.9, 4.1), (24, 19.3)),
+    ("attention_grad_kv", "rope seven"): _by_size((4, 3.4), (20.5, 19.3)),
+    ("attention_grad_kv", "rerope seven"): _by_size((4, 3.4), (20.5, 19.3)),
     ("attention_grad_kv", "rope atomic"): _by_size((4.1, 3.5), (16, 16)),
     ("attention_grad_kv", "rerope atomic"): _by_size((4.1, 3.5), (16, 6.6)),
-    ("attention_grad_q", "rope"): _by_size((4, 2.9), (24.5, 18.2)),
-    ("attention_grad_q", "rerope"): _by_size((4, 2.9), (24.5, 18.2)),
+    ("attention_grad_q", "rope"): _by_size((2.8, 2.5), (24.5, 23.5)),
+    ("attention_grad_q", "rerope"): _by_size((2.8, 2.5), (24.5, 23.5)),
+    ("attention_grad_q", "rope seven"): _by_size((4, 2.9), (24.5, 18.2)),
+    ("attention_grad_q", "rerope seven"): _by_size((4, 2.9), (24.5, 18.2)),
     ("attention_decode", "rope contiguous"): _by_size((35.5, 28.5), (35.5, 28.5)),
     ("attention_decode", "rope paged"): _by_size((39, 31), (39, 31)),
     ("attention_decode", "rerope contiguous"): _by_size((17.5, 12.5), (17.5, 12.5)),
@@ -304,6 +352,10 @@ NEWER = {
     ("attention_chunks", "rerope paged chunk int8"): {(90, 128): 107},
     ("attention_chunks", "rerope paged chunk int4"): {(80, 128): 13.5, (90, 128): 105},
     ("attention_forward", "rerope"): {(80, 64): 6.7, (80, 128): 5.5},
+    ("attention_grad_kv", "rope"): {(90, 64): 24.3},
+    ("attention_grad_kv", "rerope"): {(90, 64): 24.3},
+    ("attention_grad_q", "rope"): {(80, 64): 3.4, (80, 128): 3.4, (90, 128): 24.7},
+    ("attention_grad_q", "rerope"): {(80, 64): 3.4, (80, 128): 3.4, (90, 128): 24.7},
     ("attention_grad_kv", "rope atomic"): _by_size((5.9, 5), (19.3, 8.6)),
     ("attention_grad_kv", "rerope atomic"): _by_size((5.9, 5), (19.3, 8.6)),
 }

@@ -9,6 +9,7 @@ import torch
 from caching import PAGE, Cached
 from flashrope.backends import triton as backend
 from flashrope.backends.calls import AttentionCall, CacheCall
+from flashrope.triton_kernels import configs
 
 BF16 = support.Target("triton", torch.bfloat16, "cpu")
 TOTAL, STARTS = 200, [0, 70, 110, 200]
@@ -72,6 +73,14 @@ def test_cu_seqlens_of_the_atomic_backward(machine):
         rows = slice(0, 70) if n > 1 else slice(110, 200)  # rows of a sequence that the entry does not touch
         for name, x, y in zip(support.NAMES, got, want, strict=True):
             assert name == "grad_q" or torch.equal(x[rows], y[rows])
+
+
+@pytest.mark.parametrize("starts_q", [[0, 20, 130, 200], [0, 0, 0, 2**31 - 1]], ids=str)
+def test_cu_seqlens_of_stored_scores(machine, monkeypatch, starts_q):
+    """The last sequence has more keys than max_seqlen_k, for which the workspace has columns."""
+    monkeypatch.setattr(configs, "storing_is_faster", lambda *args: True)
+    run(starts_q, [0, 0, 0, 200])
+    assert not any(launch.findings for launch in machine.launches)
 
 
 # ---- an engine's batch: pages of keys and values side by side, slots that the engine chose

@@ -32,7 +32,7 @@ def test_combination(machine, case):
     else:
         at_positions(target, rotary, page, cache_dtype, positions, case)
     kernels = [launch.kernel for launch in machine.launches]
-    chunk = case.seqlen_q > 64 and positions is None and head_dim <= 256
+    chunk = case.seqlen_q > 64 and positions is None
     assert ("attention_chunks" if chunk else "attention_decode") in kernels
 
 

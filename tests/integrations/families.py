@@ -201,14 +201,18 @@ def released_width(name: str) -> str:
     return ", ".join(map(str, sorted(fields.values())))
 
 
-def difference_at(model) -> float:
+def difference_at(model, calls=CALLS) -> float:
     """Returns the largest difference of any logit of a model from itself converted, relative to logits of size 3:
-    without a cache, and padded with one."""
-    runs = RUNS["uncached"], RUNS["padded, cached"]
-    stock = [call(model) for call in runs]
+    without a cache, and padded with one, or without one if calls is None. No token stands for an image or a sound."""
+    ids = tokens().clamp(max=50)
+
+    def both() -> list[torch.Tensor]:
+        return [logits(model, ids), logits(model, ids, padded(), calls=calls)]
+
+    stock = both()
     convert(model)
     size = max(1.0, float(stock[0].abs().max()) / 3)
-    return max(float((call(model) - before).abs().max()) for call, before in zip(runs, stock, strict=True)) / size
+    return max(float((found - before).abs().max()) for found, before in zip(both(), stock, strict=True)) / size
 
 
 def table() -> str:

@@ -1,7 +1,7 @@
 """Small models in the shapes of released Gemma 4 and latent-attention models: few layers, channels and experts, but the
 released head widths, key heads, shared layers and rope types."""
 
-from small_models import CAUSAL_LM, tiny
+from small_models import CAUSAL_LM, REFUSED_BY_VERSION, tiny
 
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
 GEMMA4 = dict(
@@ -75,7 +75,7 @@ WHAT = {
 }
 HERE = [name for name, (model_type, _) in SHAPES.items() if model_type in CAUSAL_LM]
 GEMMAS = [name for name in HERE if name.startswith("Gemma")]
-LATENT = [name for name in HERE if not name.startswith("Gemma")]
+LATENT = [name for name in HERE if not name.startswith("Gemma") and SHAPES[name][0] not in REFUSED_BY_VERSION]
 
 
 def released(name: str, **changes):

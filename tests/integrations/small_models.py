@@ -2,7 +2,7 @@
 
 import torch
 import transformers
-from flashrope.configs.families import family
+from flashrope.configs.families import families_with, family
 from flashrope.integrations.transformers.versions import VERSION
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -178,6 +178,7 @@ OLDER = {
     "qwen2_moe": ((4, 57), OWN_MASKS),
     "qwen3_next": ((5, 0), "layers without attention"),
     "stablelm": ((5, 0), OWN_MASKS),
+    **dict.fromkeys(families_with("latent"), ((4, 57), "has latent attention")),
 }
 REFUSED_BY_VERSION = {name: reason for name, (last, reason) in OLDER.items() if last >= VERSION and name in CAUSAL_LM}
 HERE = [name for name in FAMILIES if name in CAUSAL_LM and name not in REFUSED_BY_VERSION]

@@ -10,12 +10,13 @@ import torch
 transformers = pytest.importorskip("transformers", reason="the extra 'transformers' is not installed")
 
 import released
-from families import BOUND, CALLS, RUNS, SEQLEN, close, logits, padded, schemes, static, tiny, tokens
+from families import BOUND, CALLS, SEQLEN, close, logits, padded, schemes, static, tiny, tokens
 from flashrope import Rotary
 from flashrope.integrations.transformers import CodesCache, attention, convert, revert
+from flashrope.integrations.transformers.versions import VERSION
 from released import GEMMAS
 from small_models import vary
-from test_transformers import GENERATE, gradients
+from test_transformers import gradients
 from transformers import DynamicCache
 
 pytestmark = pytest.mark.skipif(not GEMMAS, reason="this transformers has no Gemma 4")
@@ -45,30 +46,7 @@ def test_schemes():
     assert found[1].inv_freq.tolist() == every.inv_freq.tolist()
 
 
-@pytest.mark.parametrize("name", GEMMAS)
-def test_logits(name):
-    model = released.released(name)
-    stock = {run: call(model) for run, call in RUNS.items()}
-    convert(model)
-    size = max(1.0, float(stock["uncached"].abs().max()) / 3)
-    assert all(close(call(model), stock[run], BOUND * size) for run, call in RUNS.items())
-
-
-@pytest.mark.parametrize("how", GENERATE)
-@pytest.mark.parametrize("name", THREE)
-def test_generate(name, how):
-    model, ids = released.released(name), tokens(seqlen=14)
-
-    def run():
-        torch.manual_seed(3)
-        return model.generate(ids, attention_mask=padded(14), max_new_tokens=6, min_new_tokens=6, **GENERATE[how])
-
-    stock = run()
-    assert len(set(stock[:, 14:].flatten().tolist())) > 3
-    convert(model)
-    assert torch.equal(run(), stock)
-
-
+@pytest.mark.skipif(VERSION < (5, 18), reason="this transformers computes all rows in layers that share keys")
 @pytest.mark.parametrize("mask", [None, padded()], ids=["plain", "padded"])
 @pytest.mark.parametrize("kept", [0, 1, 3])
 @pytest.mark.parametrize("cache", [None, "dynamic", "static"])
@@ -175,7 +153,7 @@ def test_what_is_refused():
     model = convert(released.released(E2B))
     with pytest.raises(ValueError, match="cache_dtype: .* at most 256 channels for int8, got head_dim 512"):
         CodesCache(model.config, "int8")
-    with pytest.raises(ValueError, match="gemma4_text, which has layers of two head_dims"):
+    with pytest.raises(ValueError, match="gemma4_text, which has layers of two head_dims|expected transformers 5.19"):
         model.generate_batch(inputs=[[3, 4, 5]], generation_config=transformers.GenerationConfig(max_new_tokens=2))
 
 

@@ -136,7 +136,7 @@ def test_what_is_absorbed(cached):
     found = model(ids[:, 20:24], past_key_values=cache).logits  # with gradients
     assert not cached and close(found.detach(), full[:, 20:24])
     model.model.layers[1].self_attn.kv_b_proj = torch.nn.Sequential(model.model.layers[1].self_attn.kv_b_proj)
-    assert close(logits(model, ids, calls=[4, 5, 140], cache=LatentCache(model.config)), full)
+    assert close(logits(model, ids[:, :100], calls=[4, 5, 100], cache=LatentCache(model.config)), full[:, :100])
     assert [width for width, *_ in cached if width == 24] == [24, 24]
 
 

@@ -15,7 +15,7 @@ from families import CALLS, ROPE_TYPES, RUNS, SEQLEN, close, logits, padded, sch
 from flashrope import Rotary
 from flashrope.integrations.transformers import convert, from_pretrained, plan, revert
 from flashrope.integrations.transformers.attention import attention_forward
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 pytestmark = pytest.mark.filterwarnings("error:.past_key_values. is deprecated")
 
@@ -92,13 +92,16 @@ def test_half_types(unknown):
 def test_reasons_of_refusals():
     """The list of all types gives the right reasons for a few types."""
     found = {name: all_types.outcome(name) for name in ("gpt2", "deepseek_v32", "hunyuan_v1_dense", "falcon", "qwen3")}
-    assert found == {
+    if "deepseek_v32" not in CONFIG_MAPPING:
+        del found["deepseek_v32"]
+    expected = {
         "gpt2": "no rotary embedding, or one per layer",
         "deepseek_v32": "attends to the keys that an indexer selects (sparse attention)",
         "hunyuan_v1_dense": "scales channels after the rotation",
         "falcon": "makes its masks itself" if families.VERSION < (5, 1) else "computes its attention itself",
         "qwen3": all_types.TESTED,
     }
+    assert found == {name: reason for name, reason in expected.items() if name in found}
 
 
 # ---- fields of tested types

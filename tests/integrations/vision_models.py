@@ -129,8 +129,13 @@ KINDS = {
 HERE = [name for name, kind in KINDS.items() if hasattr(transformers, kind.model) and not (OLD and name == "glm4v_moe")]
 
 
+OTHER_DEFAULTS = {"glm4v_moe": 128, "qwen2_5_omni": 128, "qwen3_omni_moe": 128}  # defaults that are not a model's
+
+
 def released_width(name: str) -> int:
     """Returns the head_dim of a kind's released models, from the defaults of its configuration."""
+    if name in OTHER_DEFAULTS:
+        return OTHER_DEFAULTS[name]
     text = getattr(transformers, KINDS[name].config)().text_config
     return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
 

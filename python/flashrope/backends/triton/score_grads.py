@@ -24,9 +24,13 @@ from .launcher import cdiv
 
 
 class ScoreLayout(NamedTuple):
-    """width, growth: of ``score_grads.Matrix``. panels: of a matrix; packed sequences share one. sequences: 1 if they
-    are packed. batch: how many sequences a matrix has. heads_kv, group: of the call. most_sequences, most_heads: that a
-    launch takes."""
+    """Where a call stores gradients of scores.
+
+    width, growth: the fields of ``score_grads.Matrix``. panels: the number of panels of a matrix, which packed
+    sequences share. sequences: the number of matrices per head, 1 if sequences are packed. batch: the number of
+    sequences in a matrix. heads_kv: the key heads of the call. group: query heads per key head. most_sequences,
+    most_heads: the largest numbers of sequences and key heads that a launch takes.
+    """
 
     width: int
     growth: int

@@ -239,7 +239,7 @@ class InnerAttention(VarlenAttention):
             A tensor like q_BLNH.
 
         Raises:
-            TypeError: the mask is of another type, or an argument is unknown.
+            TypeError: the mask has another type, or an argument is unknown.
         """
         if unknown:
             raise TypeError(

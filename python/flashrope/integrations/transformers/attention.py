@@ -28,7 +28,7 @@ from ...operators.functional import attention, attention_varlen, attention_with_
 from ...rotary.rotary import Rotary
 from .caches import COORDINATES, Coordinates, follow_caches, holds_codes, split_rows
 from .continuous_batching import BATCH, attend_paged, prepare_manager
-from .one_tensor import absorb, holds_latents, key_weight_of, latent_scheme, project_values
+from .one_tensor import absorb, holds_latents, holds_unweighted, key_weight_of, latent_scheme, project_values
 from .plan import NAME, NOT_CONVERTED, SAVED, scheme_of
 from .schemes import attending_layers
 from .shared_layers import ROWS
@@ -61,7 +61,7 @@ def attention_forward(
     options = {"softmax_scale": scaling, "sinks": s_aux}
     if holds_latents(module, value):
         return _attend_latents(module, scheme, query, key, value, attention_mask, options), None
-    if key is value:
+    if holds_unweighted(value):
         if _reads_cache(query, key, attention_mask):
             options["key_weight"] = key_weight_of(module)
         else:

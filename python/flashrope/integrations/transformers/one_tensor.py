@@ -31,6 +31,7 @@ from .schemes import layer_type_of
 from .versions import CACHE
 
 ABSORBED_ROWS = 128  # most new tokens for absorbed projections; from about 170 on, expanding latents takes less work
+UNWEIGHTED = "_flashrope_unweighted"  # attribute of values whose products with the weight of k_norm are the keys
 UNEXPANDED = "_flashrope_unexpanded"  # attribute of latents that are not to be expanded: the rows that contain them
 
 
@@ -68,7 +69,7 @@ class SharedKeysCache(_CacheOfConverted):
     Use it if memory limits the length or the batch. Layers with one projection see all tokens, and here take half the
     bytes that they take in a ``DynamicCache``. All other layers are as in a ``DynamicCache``. Keys are computed as
     cached values times the weight of k_norm. In float16 and bfloat16, keys are therefore rounded once more than the
-    model's own keys. The cache works only on the CPU, because the Triton kernels do not support key_weight yet.
+    model's own keys. Not run on a GPU.
 
     Example:
         from transformers import AutoModelForCausalLM
@@ -105,13 +106,15 @@ class SharedKeysCache(_CacheOfConverted):
 
 class _SharedKeys(_OneTensor):
     def update(self, key_states, value_states, *args, **kwargs):
-        if not self.is_initialized and resolve_impl(None, value_states) not in ("cpu", "reference"):
-            raise ValueError(
-                f"{CACHE}: a SharedKeysCache is not supported on {value_states.device} (Triton's kernels do not "
-                "multiply keys by a weight), got keys there; use a DynamicCache"
-            )
         rows = self.append(value_states)
-        return rows, rows
+        values = rows.view_as(rows)
+        setattr(values, UNWEIGHTED, True)
+        return values, values
+
+
+def holds_unweighted(value: torch.Tensor) -> bool:
+    """Whether the values that a layer passes to the attention function are to be multiplied to get its keys."""
+    return hasattr(value, UNWEIGHTED)
 
 
 def key_weight_of(module) -> torch.Tensor:
@@ -184,8 +187,7 @@ def _serves(rows: torch.Tensor, rank: int) -> bool:
     width = rows.shape[-1]
     if rank % 8 or width % 8 or width > MAX_HEAD_DIM and width != MAX_SHARED_HEAD_DIM:
         return False
-    impl = resolve_impl(None, rows)
-    return (impl != "triton" or width <= MAX_HEAD_DIM) and not load_backend(impl).unsupported_reason(rows, cached=True)
+    return not load_backend(resolve_impl(None, rows)).unsupported_reason(rows, cached=True)
 
 
 def expand(module, latents: torch.Tensor, rotary: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -230,6 +230,10 @@ def check_decoder(decoder: PreTrainedModel) -> None:
     model_type, version = decoder.config.model_type, transformers.__version__
     if reason := family(model_type).refused:
         raise ValueError(f"model: not supported, {model_type} {reason}")
+    if family(model_type).latent and VERSION < (5, 0):
+        raise ValueError(
+            f"model: {model_type} has latent attention, which needs transformers 5.0 or newer, got {version}"
+        )
     names = vars(sys.modules[type(decoder).__module__])
     if "create_causal_mask" not in names:
         raise ValueError(

@@ -1,0 +1,41 @@
+"""One load of a tile of keys feeds both products where values are channels of the keys, in GPU IR and in PTX."""
+
+import re
+from collections import Counter
+
+import pytest
+
+from bench.compiling import cases
+
+CASES = {  # head_dim, scheme, raw tiles of keys, how many of them hold values
+    "latent": (576, cases.LATENT[0], 6, 4),
+    "gemma": (512, cases.SHARED[1], 5, 5),
+    "two bands": (128, cases.SHARED_ALL, 2, 2),
+}
+
+
+@pytest.mark.parametrize("case", [x if x == "two bands" else pytest.param(x, marks=pytest.mark.slow) for x in CASES])
+def test_one_copy_and_one_tile(case):
+    head_dim, scheme, tiles, values = CASES[case]
+    launches = cases.Case(80, head_dim, "bf16", scheme).launches()
+    launch = next(x for x in launches if x.kernel.__name__ == "attention_decode")
+    compiled, variant = launch.compile(), launch.kwargs["VARIANT"]
+    tile = rf"{variant.block_n}x(\d+)xbf16"
+    loops = loops_of(compiled.asm["ttgir"])
+    assert len(loops) == variant.num_bands
+    for loop in loops:
+        copied = [int(x) for x in re.findall(rf"async_copy_global_to_local .*-> <{tile}", loop)]
+        assert len(copied) == tiles and sum(copied) == head_dim
+        reads = Counter(name for name, _ in re.findall(rf"local_load (%\w+) token .*memdesc<{tile}.* -> ", loop))
+        assert sorted(reads.values()) == [1] * (tiles - values) + [2] * values
+    # In PTX every loop has its copies once, and once for every tile that is requested before it.
+    needed = variant.block_n * head_dim * 2 // (16 * 32 * compiled.metadata.num_warps)
+    needed *= variant.num_bands * compiled.metadata.num_stages
+    copies = len(re.findall(r"cp\.async\.cg\.shared\.global \[[^\n]*, 0x10,", compiled.asm["ptx"]))
+    assert needed <= copies < 2 * needed  # keys once, and cos and sin of the table
+
+
+def loops_of(ttgir: str) -> list[str]:
+    """Returns the bodies of the loops that have products."""
+    found = re.findall(r"\n    %\S+ = scf\.for [^\n]*\n(.*?)\n    \} loc", ttgir, re.DOTALL)
+    return [body for body in found if "tt.dot" in body]
