@@ -37,5 +37,11 @@ def test_one_copy_and_one_tile(case):
 
 def loops_of(ttgir: str) -> list[str]:
     """Returns the bodies of the loops that have products."""
-    found = re.findall(r"\n    %\S+ = scf\.for [^\n]*\n(.*?)\n    \} loc", ttgir, re.DOTALL)
+    found, lines = [], ttgir.split("\n")
+    for n, line in enumerate(lines):
+        if re.match(r" +%\S+ = scf\.for ", line):
+            end = " " * (len(line) - len(line.lstrip())) + "}"
+            body = lines[n + 1 : next(m for m in range(n + 1, len(lines)) if lines[m].startswith(end))]
+            if not any("scf.for" in x for x in body):
+                found.append("\n".join(body))
     return [body for body in found if "tt.dot" in body]

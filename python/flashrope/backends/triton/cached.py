@@ -26,7 +26,7 @@ from ...triton_kernels.configs import Tile
 from ...triton_kernels.decode import attention_decode
 from ...triton_kernels.placed import ENTRY_FIELDS, TOKEN_FIELDS, place_slots, place_tokens
 from ...triton_kernels.rotate import rotate_cached_rows
-from ...triton_kernels.shares import CUT_FIELDS, PIECE_FIELDS, SHARE_FIELDS, plan_shares
+from ...triton_kernels.shares import plan_shares
 from ..cache_tables import CacheLayer, CachePositions
 from ..calls import MAX_SPLITS, CacheCall, RotateCall, cached_lse_shape, cached_out_shape, multiprocessors
 from ..plans import Queries, append_rotary
@@ -50,6 +50,7 @@ from .device import (
     variant_of,
     with_int32_offsets,
 )
+from .divisions import Decode, Head, combine_launch, share_workspace, shares_fit
 from .launcher import cdiv
 from .plan import Plan
 from .rotated import rotate
@@ -68,20 +69,6 @@ def plan_cache(call: CacheCall, layer: CacheLayer, queries: Queries) -> CachePla
 def attention_with_cache(q: torch.Tensor, layer: CacheLayer, call: CacheCall) -> tuple[torch.Tensor, torch.Tensor]:
     """Attends over one layer's cache; see ``CacheBackend``."""
     return CachePlan(call, layer, Queries.of(q)).attend(q, layer)
-
-
-class Decode(NamedTuple):
-    """The launches of ``attention_decode`` and, if the keys of a sequence can be divided, of the kernel that combines
-    its results. num_splits: 0 for shares. partial: results of several splits. workspace: for shares. rows: of a tile of
-    queries."""
-
-    decode: launcher.Launch
-    q_strides: tuple[int, int, int]
-    num_splits: int
-    partial: Result | None = None
-    workspace: Workspace | None = None
-    combine: launcher.Launch | None = None
-    rows: int = 0
 
 
 class RotatedRows(NamedTuple):
@@ -361,9 +348,9 @@ class CachePlan(Plan):
         else:
             vec, code_vec = vector_of(alignment, q.dtype.itemsize, q.stride(), layer.k.stride(), layer.v.stride()), 0
         fields = (self.num_bands, self.lowered.rotated_bands, self.page_size, tile.block_m, tile.block_n)
-        # With explicit positions, what leads to the next piece of a share would spill in the loop over keys.
-        shares = self.batch > 1 and not self.call.num_splits and layout.entries is None
-        shares = shares and self.capacity > tile.block_n
+        several = self.batch > 1 and self.capacity > tile.block_n and not self.call.num_splits
+        head = Head(self.rotary.head_dim, len(channels) > 0, shared, wide)
+        shares = several and layout.entries is None and shares_fit(head, self.page_size > 0)
         options = {
             "VARIANT": variant_of(
                 self.rotary,
@@ -392,7 +379,7 @@ class CachePlan(Plan):
         if self.cu_seqlens_q is not None:
             partial_rows = (min(self.seqlen_q, self.batch * self.decode_seqlen), self.heads_q)
         lse_rows = lse.shape if self.cu_seqlens_q is None else partial_rows[::-1]
-        combine = self._combine(combine_splits, self.batch * self.decode_seqlen * self.heads_q)
+        combine = combine_launch(combine_splits, self.batch * self.decode_seqlen * self.heads_q, self.head_dim_v)
         partial = Result(
             torch.empty(num_splits, *partial_rows, self.head_dim_v, dtype=torch.float32, device=q.device),
             torch.empty(num_splits, *lse_rows, dtype=torch.float32, device=q.device),
@@ -402,20 +389,10 @@ class CachePlan(Plan):
     def _plan_shares(self, q, layer: CacheLayer, layout, result: Result, segments: int, options) -> Decode:
         """Launches ``plan_shares`` for as many programs as the device holds at once, or as there can be key tiles.
         segments: tiles of query rows of all heads and sequences."""
-        variant, device = options["VARIANT"], q.device
-
-        def numbers(*shape: int, dtype=torch.int32) -> torch.Tensor:
-            return torch.empty(shape, dtype=dtype, device=device)
+        variant = options["VARIANT"]
 
         def workspace(programs: int) -> Workspace:
-            return Workspace(
-                numbers(programs, SHARE_FIELDS.value),
-                numbers(segments + programs, PIECE_FIELDS.value),
-                numbers(programs, CUT_FIELDS.value),
-                numbers(self.batch),
-                numbers(2 * programs, variant.block_m, self.head_dim_v, dtype=torch.float32),
-                numbers(2 * programs, variant.block_m, dtype=torch.float32),
-            )
+            return share_workspace(programs, segments, self.batch, variant.block_m, self.head_dim_v, q.device)
 
         def arguments() -> tuple:
             return self._decode_arguments(q, layer, stride_fields(q), layout, result, 0, workspace(1))
@@ -423,7 +400,9 @@ class CachePlan(Plan):
         resident = self._resident_blocks(q, layer, arguments, options)
         programs = min(resident, segments * cdiv(self.capacity, variant.block_n))
         rows = min(variant.block_m, self.decode_seqlen * (self.heads_q // self.heads_kv))
-        combine = self._combine(combine_shares, (programs - 1) * rows, variant.block_m) if programs > 1 else None
+        combine = None
+        if programs > 1:
+            combine = combine_launch(combine_shares, (programs - 1) * rows, self.head_dim_v, variant.block_m)
         decode = launcher.Launch(attention_decode, (programs,), options)
         plan = Decode(decode, stride_fields(q), 0, workspace=workspace(programs), combine=combine, rows=rows)
         launcher.launch(
@@ -442,11 +421,6 @@ class CachePlan(Plan):
             **configs.options(configs.SHARE_WARPS),
         )
         return plan
-
-    def _combine(self, kernel, programs: int, block_m: int = 0) -> launcher.Launch:
-        variant = Variant(self.head_dim_v, block_d(self.head_dim_v), block_m=block_m)
-        options = {"BLOCK_S": configs.COMBINE_SPLITS, "VARIANT": variant, **configs.options(configs.COMBINE_WARPS)}
-        return launcher.Launch(kernel, (programs,), options)
 
     def _channels(self, layout: KernelCacheLayout) -> tuple[Part, ...]:
         """Returns the parts of the head, or () where the kernel takes all of it as pairs: over a quantized cache, at
