@@ -125,7 +125,7 @@ def test_the_formula():
 
 @targets
 def test_tables_that_say_what_slots_say(target):
-    """Tables with the positions that tokens have anyway give bitwise the call without tables."""
+    """Tables that hold the tokens' default positions give bitwise the same results as a call without tables."""
     sequences = [[*documents(3, {}, 64), Page(192, 5)], [Page(0, 64), Page(64, 9)]]
     c = over(target, "rerope", sequences, page=64)
     bare = c.call(**dict.fromkeys(c.tables))

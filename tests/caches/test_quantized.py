@@ -147,7 +147,8 @@ def test_reference(seqlen_q, cache_dtype):
 
 @bits
 def test_composed(composed, cache_dtype):
-    """Without the compiled kernels, one token, a chunk and packed queries give the right results."""
+    """Calls with one token, with a chunk and with packed queries give the right results without the compiled
+    kernels."""
     target = support.Target("cpu", torch.float32, "cpu")
     for seqlen_q, scheme in ((1, "rope"), (70, "rerope")):
         Cached(target, SCHEMES[scheme](16), (90, 70), seqlen_q, page=PAGE, cache_dtype=cache_dtype).check()

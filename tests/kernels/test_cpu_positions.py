@@ -1,5 +1,5 @@
-"""Compares explicit positions of cached tokens on the CPU with the formula: runs of several blocks and chunks, in any
-tables."""
+"""Compares explicit positions of cached tokens on the CPU with the formula, for runs that span several blocks and
+chunks, given by any of the tables."""
 
 import dataclasses
 

@@ -161,7 +161,8 @@ def test_compile_with_a_backend_that_cannot_serve_the_call():
 
 
 def test_compile_takes_the_scheme_as_an_argument():
-    """A Rotary is a constant of the graph: the same Rotary does not compile again, and another one compiles once."""
+    """A Rotary is a constant of the graph: a call with the same Rotary does not recompile, and another Rotary
+    compiles once."""
     torch.compiler.reset()
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(attention, fullgraph=True, backend=counter)
