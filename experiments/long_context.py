@@ -14,6 +14,7 @@ from typing import NamedTuple
 from flashrope.cli import files
 from flashrope.cli.figure import COLOURS, new_figure, save
 from flashrope.cli.options import BadInput
+from flashrope.evaluation.passkey import Cell, passkey_figure
 from flashrope.evaluation.statistics import half_interval, wilson
 
 from . import real_speed, real_training
@@ -23,6 +24,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results" / "real_model"
 PAGE, TRAINING_PAGE = ROOT / "docs" / "long_context.md", ROOT / "docs" / "training.md"
 PICTURE = ROOT / "docs" / "long_context" / "positions.png"
+RETRIEVAL_PICTURE = ROOT / "docs" / "long_context" / "passkey.png"
 # Tables between <!-- NAME:begin --> and <!-- NAME:end -->
 POSITIONS, FAR, RETRIEVAL, COPIED = "positions", "far", "retrieval", "copied"
 SPEED, CONTINUED = "speed", "continued"
@@ -61,7 +63,8 @@ def run(argv: list[str], program: str) -> None:
         files.write(page, text)
     PICTURE.parent.mkdir(exist_ok=True)
     save(picture(journals), PICTURE)
-    print(f"written: {PAGE}, {TRAINING_PAGE}, {PICTURE}")
+    save(retrieval_picture(RESULTS), RETRIEVAL_PICTURE)
+    print(f"written: {PAGE}, {TRAINING_PAGE}, {PICTURE}, {RETRIEVAL_PICTURE}")
 
 
 def tables_of(folder: Path) -> dict[Path, dict[str, str]]:
@@ -139,16 +142,28 @@ def table(journals: Sequence[Sequence[dict]], columns: Sequence[int]) -> str:
     return "\n".join(lines)
 
 
+def retrieved(folder: Path) -> list[dict]:
+    """Returns the cells of the journals of ``flashrope passkey``, one for each scheme, length and depth."""
+    lines = (path.read_text(encoding="utf-8").splitlines()[1:] for path in sorted(folder.glob("passkey-*.jsonl")))
+    return [json.loads(line) for found in lines for line in found]
+
+
+def retrieval_picture(folder: Path):
+    """Draws the numbers found by length and depth, for every scheme, the model as it is first."""
+    found = sorted(retrieved(folder), key=lambda cell: cell["scheme"] != BASE)
+    labels = {cell["scheme"]: f"{cell['scheme']}, {cell['words']}" for cell in found}
+    cells = [Cell(**{name: cell[name] for name in Cell._fields}) for cell in found]
+    return passkey_figure(cells, TRAIN_LENGTH, "SmolLM2-135M", labels | {BASE: "the model as it is"})
+
+
 def retrieval_table(folder: Path) -> str:
     """Returns a Markdown table from the journals of ``flashrope passkey``: how many numbers every scheme finds at every
     length, over all depths, and the log probability of the right number if it is at the start of the text."""
     found: dict[tuple[str, int], list[dict]] = {}
     words = {}
-    for path in sorted(folder.glob("passkey-*.jsonl")):
-        _, *cells = map(json.loads, path.read_text(encoding="utf-8").splitlines())
-        for cell in cells:
-            found.setdefault((cell["scheme"], cell["length"]), []).append(cell)
-            words[cell["scheme"]] = cell["words"]
+    for cell in retrieved(folder):
+        found.setdefault((cell["scheme"], cell["length"]), []).append(cell)
+        words[cell["scheme"]] = cell["words"]
     lengths = sorted({length for _, length in found})
     heads = [f"{length:,} tokens: {what}" for length in lengths for what in ("found", "log p at the start")]
     lines = ["| scheme | options | " + " | ".join(heads) + " |", "|---|---|" + "---:|" * len(heads)]

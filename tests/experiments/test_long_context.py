@@ -66,7 +66,7 @@ def test_shorter_windows_count_where_they_reach(tmp_path):
 def test_numbers_found_by_scheme_and_length(tmp_path):
     cells = [
         {"scheme": scheme, "length": length, "depth": depth, "trials": 2, "found": found, "log_probability": log_p}
-        | {"words": "w"}
+        | {"words": "w", "chosen": None}
         for scheme, length, depth, found, log_p in (
             ("ReRoPE", 4096, 0.0, 2, -0.5),
             ("ReRoPE", 4096, 1.0, 1, -1.0),
@@ -80,6 +80,9 @@ def test_numbers_found_by_scheme_and_length(tmp_path):
     assert "4,096 tokens: found" in lines[0] and "8,192 tokens: found" in lines[0] and len(lines) == 4
     assert lines[2] == "| the model as it is | w | 0 of 2 (0% to 66%) | -17.00 |  |  |"
     assert lines[3] == "| ReRoPE | w | 3 of 4 (30% to 95%) | -0.50 | 1 of 2 (9% to 91%) | -0.75 |"
+    first, second = long_context.retrieval_picture(tmp_path).axes[:2]
+    assert (first.get_title("left"), second.get_title("left")) == ("the model as it is", "ReRoPE, w")
+    assert second.images[0].get_array().tolist() == [[1.0, 0.5], [0.5, None]]
 
 
 def test_losses_of_the_second_copy_by_scheme_and_length(tmp_path):
