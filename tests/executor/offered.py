@@ -48,14 +48,8 @@ PAGES = (0, 16, 32, 64, 128, 256)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 CACHE_DTYPES = (None, "int8", "int4")
 POSITIONS = (None, "tables", "stored")
-SCHEMES = (
-    "rope",
-    "rope_interleaved",
-    "rope_partial",
-    "rope_behind",
-    "rerope",
-    "none",
-)  # two divide the head into parts
+# two of these divide the head into parts
+SCHEMES = ("rope", "rope_interleaved", "rope_partial", "rope_behind", "rerope", "none")
 SEQLENS = (1, 20, 70)  # the decode kernel with its narrow and its wide tile, and attention_chunks
 PADDED = (False, True)
 AXES = (HEAD_DIMS, PAGES, DTYPES, CACHE_DTYPES, POSITIONS)
