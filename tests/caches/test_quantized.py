@@ -198,7 +198,7 @@ def rows_to_quantize(dtype, head_dim):
     infinities."""
     generator = torch.Generator().manual_seed(2)
     rows = [torch.randn(head_dim, generator=generator) * 10.0**power for power in (-30, -3, 0, 0, 0, 0, 4, 30)]
-    for largest in (127, 7):  # the scale is 1, so that halves are ties
+    for largest in (127, 7):  # the scale is 1, so that multiples of 0.5 are ties
         ties = (torch.arange(head_dim) * 37 % (4 * largest) - 2 * largest) / 2
         ties[-1] = largest
         rows += [ties, -ties, ties * 2.0**-20]

@@ -103,7 +103,7 @@ FAST = (("fractions", "local"), ("fractions", "yarn_leaky_local_log_n"), ("falli
 @pytest.mark.parametrize("scheme", ["rope", "rerope", "yarn_leaky_local_log_n", "hope_rerope_log_n", "local"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_bands(target, kind, scheme):
-    """Bands use the distances between stored positions, including fractions, wherever the band's edge falls."""
+    """Bands use the exact distances between stored positions, including fractions, wherever the band's edge falls."""
     paged = kind in ("runs", "fractions", "falling")
     c = over(target, scheme, [180, 192], page=PAGE * paged, leftpad=[3, 0])
     slots = c.by_slot(KINDS[kind](torch.arange(192.0).repeat(2, 1)))

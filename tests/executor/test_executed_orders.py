@@ -1,4 +1,4 @@
-"""The compiled kernels give the same bits in any order of blocks and warps."""
+"""Tests that the compiled kernels give the same bits in any order of blocks and warps."""
 
 import pytest
 import support

@@ -62,8 +62,8 @@ def stored_cos_and_sin(out, table, positions, base, M: tl.constexpr, VARIANT: tl
 
 @pytest.mark.parametrize("frequency", [1.0, 7.5])
 def test_any_stored_position(frequency):
-    """Stored positions are exact, whole or not, on both sides of 0, below and above what a float32 resolves, and with a
-    page's position added."""
+    """cos and sin of stored positions are exact: for whole and fractional positions, on both sides of 0, below and
+    above the resolution of float32, and with a page's position added."""
     rotary = Rotary.from_inv_freq(frequency * ROTARY.inv_freq, 32)
     table, shape = turn_table(rotary, True, torch.device("cpu")), Variant(32, 32)
     generator = torch.Generator().manual_seed(0)
