@@ -73,6 +73,7 @@ def tables_of(folder: Path) -> dict[Path, dict[str, str]]:
     return {
         PAGE: {
             POSITIONS: table(read(folder), COLUMNS),
+            FAR: table(read(folder, FAR), FAR_COLUMNS),
             RETRIEVAL: retrieval_table(folder),
             SPEED: speed_tables(folder),
         },
