@@ -157,6 +157,12 @@ def test_the_right_calls():
     assert paged(validate=True).shape == varlen_cached(slot_mapping=torch.arange(9), validate=True)[:2, None].shape
 
 
+@pytest.mark.parametrize("width", [8, 512])
+def test_the_narrowest_and_the_widest_values(width):
+    """Values of 8 and of 512 channels are accepted: the first and the last width of the documented range."""
+    assert dense(v=zeros(2, 6, 2, width)).shape == (2, 6, 4, width)
+
+
 # ---- keywords
 
 
@@ -279,7 +285,8 @@ def test_a_transposed_layout_is_suspected(q, k, why):
         (like(1, 8, 4), like(1, 4, 2), {}),
         (like(1, 8, 4), like(1, 0, 4), {}),
         (like(1, 1, 32), like(1, 64, 8), {}),
-        (like(1, 4, 128), like(1, 4, 128), {}),  # DeepSeek-V3 has 128 heads; cannot be told from (batch, heads, seqlen)
+        # DeepSeek-V3 has 128 heads. This shape cannot be distinguished from (batch, heads, seqlen).
+        (like(1, 4, 128), like(1, 4, 128), {}),
         (like(1, 4, 232), like(1, 4, 8), {}),  # Falcon 180B
     ],
 )
