@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from .channels import shared_channels
-from .codes import join_columns
+from .quantized import join_columns
 from .shares import BEGINNING, CUT_FIELDS
 from .softmax import LN_2, LOG2_E, finish_softmax
 from .tiles import sequence_rows, value_channels

@@ -245,11 +245,16 @@ PANEL_ROWS, PANEL_KEYS = 128, 64
 APPEND_ROWS, APPEND_WARPS = 32, 4
 COMBINE_SPLITS, COMBINE_WARPS = 16, 4  # splits that one step of a program combines
 SHARE_WARPS = 1  # a program of plan_shares adds up the lengths of 32 sequences at once
+# Decoding by shares, 16-bit heads of fewer than 256 channels: the sizes that serve, and for the smaller one, under one
+# slope, the most registers of a thread, by the tile's warps. Three blocks then fit on a multiprocessor, as with splits.
+# The other families have shared memory for only two.
+SHARE_DIMS, SHARE_REGISTERS = (64, 128), {4: 168}
+SHARE_FAMILIES = ("sm80", "sm90", "sm100")
 SMALLEST_TILE = 16  # the fewest keys that a product takes, and the rows of the smallest page
-PLACED_ROWS, PLACED_ENTRIES, PLACED_WARPS = 16, 64, 4  # queries, and block-table entries that one step compares
-# Where every key needs its own cos and sin (stored positions, or maps over pages), heads with at least PLACED_PAIRS
-# pairs use tiles of at most PLACED_KEYS keys. Larger tiles would spill.
-PLACED_PAIRS, PLACED_KEYS = 64, 32
+EXPLICIT_ROWS, EXPLICIT_ENTRIES, EXPLICIT_WARPS = 16, 64, 4  # queries, and block-table entries that one step compares
+# Where every key needs its own cos and sin (stored positions, or maps over pages), heads with at least EXPLICIT_PAIRS
+# pairs use tiles of at most EXPLICIT_KEYS keys. Larger tiles would spill.
+EXPLICIT_PAIRS, EXPLICIT_KEYS = 64, 32
 CROWDED_PAIRS = 128  # only heads with at least this many pairs take the tiles "decode codes" and "decode parts"
 
 # With a KV cache.
@@ -262,6 +267,14 @@ WIDE_ROWS = 16  # with more query rows per key head, decoding takes the "decode 
 def options(num_warps: int, **others: int) -> dict[str, int | bool]:
     """Returns options for Triton's compiler. They switch FP fusion on, which is not the default from Triton 3.10 on."""
     return {"num_warps": num_warps, "enable_fp_fusion": True, **others}
+
+
+def share_options(tile: Tile, capability: int | str, head_dim: int, itemsize: int, num_bands: int) -> dict[str, int | bool]:
+    """Returns options of the decode kernel where programs take equal shares of the keys."""
+    limited = (head_dim, itemsize, num_bands) == (SHARE_DIMS[0], 2, 1) and family(capability) in SHARE_FAMILIES
+    if limited and tile.num_warps in SHARE_REGISTERS:
+        return tile.options | {"maxnreg": SHARE_REGISTERS[tile.num_warps]}
+    return tile.options
 
 
 def row_options(num_warps: int, block_d: int) -> dict[str, int | bool]:

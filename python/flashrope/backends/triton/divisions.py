@@ -28,10 +28,13 @@ class Decode(NamedTuple):
 
 
 class Head(NamedTuple):
-    """What decides how many registers the loop over keys needs. channels: whether the kernel takes the head in parts.
-    shared: values are channels of the keys, in such a head. wide: a tile of many query rows."""
+    """What decides how many registers the loop over keys needs. itemsize: of the queries. codes: the cache is
+    quantized. channels: whether the kernel takes the head in parts. shared: values are channels of the keys, in such a
+    head. wide: a tile of many query rows."""
 
     head_dim: int
+    itemsize: int
+    codes: bool
     channels: bool
     shared: bool
     wide: bool
@@ -40,11 +43,15 @@ class Head(NamedTuple):
 def shares_fit(head: Head, paged: bool) -> bool:
     """Returns whether the loop over keys leaves the registers that lead a program to its next piece.
 
-    Otherwise every block of keys would touch 4 to 44 bytes of spilled registers more than with splits. That holds on
-    sm_80 or sm_90 for whole heads of 256 channels or more, for heads of at most 512 channels that hold the values, and
-    for many query rows over contiguous latent caches."""
+    Where it does not, a multiprocessor would hold fewer blocks than with splits, or a block of keys would take longer:
+    for 16-bit heads of fewer than 64 channels, of 64 over quantized caches or with many query rows, and of 65 to 255
+    other than 128; for float32 outside of 32 to 64 channels; from 256 channels on for heads that the kernel takes
+    whole, that hold the values in at most 512 channels, or that have many query rows over contiguous latent caches."""
+    small, usual = configs.SHARE_DIMS
+    if head.itemsize > 2:
+        return small // 2 <= head.head_dim <= small and not head.codes and not head.wide
     if head.head_dim < 2 * configs.CROWDED_PAIRS:
-        return True
+        return head.head_dim == usual or (head.head_dim == small and not head.codes and not head.wide)
     if not head.shared:
         return head.channels
     return head.head_dim > 2 * configs.WIDEST_PAIRS and (paged or not head.wide)
