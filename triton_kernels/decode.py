@@ -88,7 +88,7 @@ from .tiles import (
 
 @triton.jit
 def token_offsets(x, batch, token, head, VARIANT: tl.constexpr):
-    """Offsets [M, 1] of tokens of a TensorView, int64."""
+    """Returns the offsets [M, 1] of tokens of a TensorView, int64."""
     offset = batch.to(tl.int64) * decode_stride(x.stride_batch, VARIANT) + token * decode_stride(x.stride_row, VARIANT)
     return (offset + head * decode_stride(x.stride_head, VARIANT))[:, None]
 
@@ -151,7 +151,8 @@ def append_rows(k_cache, v_cache, k, v, cache, cu_seqlens, seqlen, max_seqlen, h
 
 
 class Program(NamedTuple):
-    """What a program works on: one split of the keys, a tile of query rows, a key head, a sequence of `batches`."""
+    """The part of the work that one program does: a split of the keys, a tile of query rows, a key head and a sequence.
+    batches: the number of sequences."""
 
     split: object
     tile: object
@@ -162,7 +163,7 @@ class Program(NamedTuple):
 
 @triton.jit
 def find_program(tiles, heads_kv, num_splits):
-    """tiles: tiles of query rows of one sequence and key head."""
+    """Returns the Program of this program id. tiles: number of tiles of query rows per sequence and key head."""
     split = tl.program_id(0) % num_splits
     tile = tl.program_id(0) // num_splits % tiles
     head_kv = tl.program_id(0) // num_splits // tiles % heads_kv
@@ -325,9 +326,9 @@ def rotate_queries(
     PARTS: tl.constexpr,
     VARIANT: tl.constexpr,
 ):
-    """The BandQueries of a band. offsets, scale [BM, 1]: offset and query scale of every row. token, column [BM]: the
-    rows' index over all sequences and the last column each sees, for explicit positions, else None. ROTATE_K: whether
-    the band's keys rotate. PARTS: those of load_key_words, or 1 if keys are read as pairs."""
+    """Returns the BandQueries of a band. offsets, scale [BM, 1]: offset and query scale of every row. token, column
+    [BM]: the rows' index over all sequences and the last column each sees, for explicit positions, else None. ROTATE_K:
+    whether the band's keys rotate. PARTS: those of load_key_words, or 1 if keys are read as pairs."""
     if len(VARIANT.channels) > 0:
         tiles = load_query_channels(q, offsets, rows.position + keys.shift, band, keys, scale, ROTATE_K, VARIANT)
     elif column is None:
@@ -480,7 +481,8 @@ def attend_block(
     K_PARTS: tl.constexpr,
     VARIANT: tl.constexpr,
 ):
-    """One step of the online softmax, over the keys from `column` on. pages, entries: theirs, loaded before.
+    """Does one step of the online softmax, over the keys from `column` on. pages, entries: those of these keys, already
+    loaded.
 
     k_map: the TileMap of the band's keys if VARIANT.aligned_maps, else None. K_PARTS: as in rotate_queries."""
     slots = block_slots(keys, column, VARIANT)
@@ -537,8 +539,8 @@ def attend_block(
 
 @triton.jit
 def partial_rows(start_q, total_q, batch, batches, max_seqlen_q):
-    """Returns (a sequence's first row, the number of rows) in the results of one of several splits. Queries are
-    packed. Only sequences of up to max_seqlen_q queries have room there."""
+    """Returns (a sequence's first row, the number of rows) in the results of one of several splits, for packed
+    queries. There is only room for sequences of up to max_seqlen_q queries."""
     return tl.minimum(start_q, batch.to(tl.int64) * max_seqlen_q), tl.minimum(total_q, batches * max_seqlen_q)
 
 
@@ -557,7 +559,7 @@ def store_split(
     num_splits,
     VARIANT: tl.constexpr,
 ):
-    """Stores a split's results of the rows of a tile."""
+    """Stores what a split computed for the rows of a tile."""
     result, log_sum = finish_softmax(state)
     if VARIANT.first_value >= 0:
         channels = shared_channels(VARIANT)
@@ -719,8 +721,8 @@ def combine_splits(
     BLOCK_S: tl.constexpr,
     VARIANT: tl.constexpr,
 ):
-    """One row of out per program; partial and partial_lse as attention_decode writes them, float32. head_dim and
-    block_d of VARIANT are those of the values."""
+    """Combines the splits of one row of out per program. partial, partial_lse: as attention_decode writes them, in
+    float32. head_dim and block_d of VARIANT are those of the values."""
     D: tl.constexpr = VARIANT.block_d
     row = tl.program_id(0).to(tl.int64)
     batch, token, head = row // heads_q // max_seqlen_q, row // heads_q % max_seqlen_q, row % heads_q
