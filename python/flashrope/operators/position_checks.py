@@ -7,7 +7,7 @@ import torch
 from ..backends import addresses
 from ..backends.cache_tables import CachePositions, CacheTables
 from ..backends.registry import check_backend
-from ..backends.shown import shown
+from ..backends.visible import visible_tokens
 from .checks import check_int32, check_no_gradient
 
 TABLES = ("page_positions", "page_first", "page_lengths")
@@ -81,7 +81,7 @@ def validate_positions(tables: CacheTables, k_cache, page_size: int) -> None:
                     f"page_lengths: sequence {b}, entry {n}: expected 0 to {page_size - first}, got {length}"
                 )
     for b, (first, end) in enumerate(addresses.bounds(tables, k_cache)):
-        position = shown(positions, b, first, end, tables.block_table, k_cache).position
+        position = visible_tokens(positions, b, first, end, tables.block_table, k_cache).position
         falls = (position.diff() < 0).nonzero() if position.ndim == 1 else position.new_empty(0)
         if falls.numel():
             n = int(falls[0]) + 1
