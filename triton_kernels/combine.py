@@ -14,8 +14,8 @@ from .tiles import sequence_rows, value_channels
 
 @triton.jit
 def partial_rows(start_q, total_q, batch, batches, max_seqlen_q):
-    """Returns (a sequence's first row, the number of rows) in the results of one of several splits. Queries are
-    packed. Only sequences of up to max_seqlen_q queries have room there."""
+    """Returns (a sequence's first row, the number of rows) in the results of one of several splits, for packed
+    queries. There is only room for sequences of up to max_seqlen_q queries."""
     return tl.minimum(start_q, batch.to(tl.int64) * max_seqlen_q), tl.minimum(total_q, batches * max_seqlen_q)
 
 
@@ -68,7 +68,7 @@ def store_split(
     num_splits,
     VARIANT: tl.constexpr,
 ):
-    """Stores a split's results of the rows of a tile."""
+    """Stores what a split computed for the rows of a tile."""
     split_batch, token = program.split.to(tl.int64) * program.batches + program.batch, rows.token
     if cu_seqlens_q is not None:
         split_batch = program.split.to(tl.int64)
@@ -170,7 +170,8 @@ def combine_splits(
     BLOCK_S: tl.constexpr,
     VARIANT: tl.constexpr,
 ):
-    """One row of out per program; partial and partial_lse as attention_decode writes them, float32."""
+    """Combines the splits of one row of out per program. partial, partial_lse: as attention_decode writes them, in
+    float32."""
     row = tl.program_id(0).to(tl.int64)
     batch, token, head = row // heads_q // max_seqlen_q, row // heads_q % max_seqlen_q, row % heads_q
     if cu_seqlens_q is None:

@@ -269,7 +269,9 @@ def options(num_warps: int, **others: int) -> dict[str, int | bool]:
     return {"num_warps": num_warps, "enable_fp_fusion": True, **others}
 
 
-def share_options(tile: Tile, capability: int | str, head_dim: int, itemsize: int, num_bands: int) -> dict[str, int | bool]:
+def share_options(
+    tile: Tile, capability: int | str, head_dim: int, itemsize: int, num_bands: int
+) -> dict[str, int | bool]:
     """Returns options of the decode kernel where programs take equal shares of the keys."""
     limited = (head_dim, itemsize, num_bands) == (SHARE_DIMS[0], 2, 1) and family(capability) in SHARE_FAMILIES
     if limited and tile.num_warps in SHARE_REGISTERS:

@@ -84,7 +84,7 @@ from .tiles import (
 
 @triton.jit
 def token_offsets(x, batch, token, head, VARIANT: tl.constexpr):
-    """Offsets [M, 1] of tokens of a TensorView, int64."""
+    """Returns the offsets [M, 1] of tokens of a TensorView, int64."""
     offset = batch.to(tl.int64) * decode_stride(x.stride_batch, VARIANT) + token * decode_stride(x.stride_row, VARIANT)
     return (offset + head * decode_stride(x.stride_head, VARIANT))[:, None]
 
@@ -147,7 +147,8 @@ def append_rows(k_cache, v_cache, k, v, cache, cu_seqlens, seqlen, max_seqlen, h
 
 
 class Program(NamedTuple):
-    """What a program works on: one split of the keys, a tile of query rows, a key head, a sequence of `batches`."""
+    """The part of the work that one program does: a split of the keys, a tile of query rows, a key head and a sequence.
+    batches: the number of sequences."""
 
     split: object
     tile: object
@@ -158,7 +159,7 @@ class Program(NamedTuple):
 
 @triton.jit
 def find_program(tiles, heads_kv, num_splits):
-    """tiles: tiles of query rows of one sequence and key head."""
+    """Returns the Program of this program id. tiles: number of tiles of query rows per sequence and key head."""
     split = tl.program_id(0) % num_splits
     tile = tl.program_id(0) // num_splits % tiles
     head_kv = tl.program_id(0) // num_splits // tiles % heads_kv
@@ -329,9 +330,9 @@ def rotate_queries(
     PARTS: tl.constexpr,
     VARIANT: tl.constexpr,
 ):
-    """The BandQueries of a band. offsets, scale [BM, 1]: offset and query scale of every row. token, column [BM]: the
-    rows' index over all sequences and the last column each sees, for explicit positions, else None. ROTATE_K: whether
-    the band's keys rotate. PARTS: those of load_key_words, or 1 if keys are read as pairs."""
+    """Returns the BandQueries of a band. offsets, scale [BM, 1]: offset and query scale of every row. token, column
+    [BM]: the rows' index over all sequences and the last column each sees, for explicit positions, else None. ROTATE_K:
+    whether the band's keys rotate. PARTS: those of load_key_words, or 1 if keys are read as pairs."""
     if len(VARIANT.channels) > 0:
         tiles = load_query_channels(q, offsets, rows.position + keys.shift, band, keys, scale, ROTATE_K, VARIANT)
     elif column is None:
@@ -489,7 +490,8 @@ def attend_block(
     K_PARTS: tl.constexpr,
     VARIANT: tl.constexpr,
 ):
-    """One step of the online softmax, over the keys from `column` on. pages, entries: theirs, loaded before.
+    """Does one step of the online softmax, over the keys from `column` on. pages, entries: those of these keys, already
+    loaded.
 
     k_map: the TileMap of the band's keys if VARIANT.aligned_maps, else None. K_PARTS: as in rotate_queries."""
     slots = block_slots(keys, column, VARIANT)
