@@ -177,14 +177,26 @@ class Case:
             by_position = self.scheme.stored and not self.scheme.rotary(self.head_dim).axis
             return {*SPLIT_KERNELS, "place_tokens", *(["place_slots"] if by_position else [])}
         if self.scheme.cache:
-            if self.scheme.num_splits:
-                return set(SPLIT_KERNELS)
-            return set(
-                CHUNK_KERNELS if self.scheme in (*CHUNKS, *QUANTIZED_CHUNKS, *CACHED_VALUES[1::2]) else DECODE_KERNELS
-            )
+            if self.scheme in (*CHUNKS, *QUANTIZED_CHUNKS, *CACHED_VALUES[1::2]):
+                return set(CHUNK_KERNELS)
+            return set(DECODE_KERNELS if self.takes_shares else SPLIT_KERNELS)
         if not self.scheme.deterministic:
             return set(ATOMIC_KERNELS)
         return set(KERNELS) - ({"rotate_rows"} if self.scheme.name == "nope" else set())
+
+    @property
+    def takes_shares(self) -> bool:
+        """Returns whether decoding must divide the keys into shares, not splits."""
+        scheme, wide = self.scheme, self.scheme in (WIDE, *LATENT[2:])
+        if scheme.num_splits:
+            return False
+        if self.dtype == "fp32":
+            return self.head_dim in (32, 64)
+        if scheme in LATENT:
+            return scheme.cache == "paged" or not wide
+        if self.head_dim >= 256:
+            return scheme in PARTS
+        return self.head_dim == 128 or (self.head_dim == 64 and not wide and not scheme.codes)
 
     def launches(self) -> list[Launch]:
         """Returns the launches of forward and backward, or of one call with a cache."""

@@ -220,8 +220,15 @@ PIECES = (
         for scheme in PARTS
     ),
     *(
-        SpillLimit(spill, "attention_decode", arch, head_dim=128, scheme=DECODE[3].name)
-        for arch, spill in ((100, 12), (120, 88))
+        SpillLimit(spill, "attention_decode", arch, head_dim=128, scheme=scheme.name)
+        for arch, scheme, spill in (
+            (100, DECODE[3], 12),
+            (100, QUANTIZED[2], 24),
+            (120, DECODE[2], 8),
+            (120, DECODE[3], 88),
+            (120, QUANTIZED[2], 28),
+            ("gfx950", QUANTIZED[2], 24),
+        )
     ),
 )
 
