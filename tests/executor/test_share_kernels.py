@@ -30,13 +30,6 @@ CASES = {  # target, scheme, programs, options
     "latent-d576-bf16-paged": (BF16, LATENT, 3, dict(values=slice(0, 512), heads=(2, 1), page=64), ()),
     "latent-d576-bf16-many-heads": (BF16, LATENT, 3, dict(values=slice(0, 512), heads=(40, 1), page=64), slow),
     "inner-d576-fp16-weighted": (FP16, LATENT, 4, dict(values=slice(64, 576), heads=(2, 1), key_weight=WEIGHT), slow),
-    "shared-d512-bf16-weighted": (
-        BF16,
-        Rotary.p_rope(512, 0.25).rectify(60),
-        3,
-        dict(values=slice(None), key_weight=WEIGHT[:512], heads=(2, 1)),
-        slow,
-    ),
     "shared-d128-bf16-weighted": (
         BF16,
         SCHEMES["rerope"](128),
@@ -59,8 +52,6 @@ CASES = {  # target, scheme, programs, options
         dict(lengths=(0, 170, 0, 66), queries=2, new=0, values=slice(8, 48)),
         slow,
     ),
-    "rope-d512-v24-bf16": (BF16, Rotary.rope(512), 3, dict(head_dim_v=24, heads=(2, 1)), slow),
-    "rope-d512-v256-fp32": (FP32, Rotary.rope(512), 3, dict(head_dim_v=256, heads=(2, 1)), slow),
     "sinks-d64-bf16": (BF16, SCHEMES["rope"](64), 3, dict(sinks=torch.tensor([0.5, -1.0, 2.0, 0.0])), slow),
 }
 
