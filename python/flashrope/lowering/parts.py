@@ -11,6 +11,7 @@ from .lowered import lower
 
 SMALLEST_RUN = 16  # channels that one product of tensor cores adds up
 LARGEST_TILE = 512  # channels that the decode kernel takes as pairs
+VECTOR = 8  # channels, the most that one instruction loads
 LARGEST_PART = 128  # channels; tiles of keys with more channels take longer to load
 
 
@@ -54,6 +55,19 @@ def channel_parts(rotary: Rotary, causal: bool) -> tuple[Part, ...]:
     runs = (0, first), (first + pairs, second), (second + pairs, rotary.head_dim)
     others = _joined([part for run in runs for part in _contiguous(*run)])
     return (rotating, *others) if all(part.width >= 2 * SMALLEST_RUN for part in others) else ()
+
+
+@lru_cache(maxsize=1024)
+def copied_parts(rotary: Rotary, causal: bool) -> tuple[Part, ...]:
+    """Returns the part that rotates if rotated copies of keys hold it alone, or () if they hold all channels.
+
+    Kernels load vectors of up to VECTOR channels, and a vector lies in one place. So both runs of the part must start
+    at multiples of VECTOR.
+    """
+    parts = channel_parts(rotary, causal)
+    if not parts or not lower(rotary, causal).k_copies:
+        return ()
+    return () if parts[0].first % VECTOR or parts[0].second % VECTOR else parts[:1]
 
 
 def _contiguous(start: int, stop: int) -> Iterator[Part]:
