@@ -99,14 +99,15 @@ def rotate_rows(
     begin, end = tl.program_id(1) * HEADS_PER_PROGRAM, (tl.program_id(1) + 1) * HEADS_PER_PROGRAM
     for head in range(begin, tl.minimum(end, heads)):
         view = head_view(x, batch, start + first, head, VARIANT)
-        to = head_view(out, copy, packed, head, VARIANT)
         if PART:
             first_x, second_x = operand_tiles(load_part(view.ptr, tile_offsets(loaded, view), 0, VARIANT), 0, VARIANT)
             first_x, second_x = rotate(first_x.to(tl.float32), second_x.to(tl.float32), cos, sin)
+            to = head_view(out, copy, packed, head, VARIANT)
             store_part(to, first_x * log_n, second_x * log_n, rows, VARIANT)
         else:
             first_x, second_x = load_pairs(view.ptr, tile_offsets(loaded, view), 0, COUNT, VARIANT)
             first_x, second_x = rotate(first_x.to(tl.float32), second_x.to(tl.float32), cos, sin)
+            to = head_view(out, copy, packed, head, VARIANT)
             store_pairs(to, first_x * log_n, second_x * log_n, rows, 0, VARIANT)
 
 
