@@ -109,7 +109,7 @@ class LanguageModel(nn.Module):
         for parameter in self.parameters():
             if parameter.ndim == 2:
                 nn.init.normal_(parameter, std=0.02)
-        for block in self.blocks:  # the residual stream's variance does not grow with depth
+        for block in self.blocks:  # so that the residual stream's variance does not grow with depth
             for layer in (block.out, block.down):
                 nn.init.normal_(layer.weight, std=0.02 / (2 * layers) ** 0.5)
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from flashrope.cli import files
 from flashrope.cli.figure import COLOURS, new_figure, save
 from flashrope.cli.options import BadInput
+from flashrope.evaluation.passkey import Cell, passkey_figure
 from flashrope.evaluation.statistics import half_interval, wilson
 
 from . import real_speed, real_training
@@ -23,11 +24,14 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results" / "real_model"
 PAGE, TRAINING_PAGE = ROOT / "docs" / "long_context.md", ROOT / "docs" / "training.md"
 PICTURE = ROOT / "docs" / "long_context" / "positions.png"
+RETRIEVAL_PICTURE = ROOT / "docs" / "long_context" / "passkey.png"
 # Tables between <!-- NAME:begin --> and <!-- NAME:end -->
-POSITIONS, RETRIEVAL, SPEED, CONTINUED = "positions", "retrieval", "speed", "continued"
+POSITIONS, FAR, RETRIEVAL, COPIED = "positions", "far", "retrieval", "copied"
+SPEED, CONTINUED = "speed", "continued"
 TRAIN_LENGTH, BIN = 8192, 1024
 BASE = "stock"
 COLUMNS = (3, 7, 9, 11, 15)  # bins of 1,024 positions
+FAR_COLUMNS = (7, 11, 15, 23, 31)  # of the windows of 32,768 tokens
 GIVEN = {"YaRN4": ("YaRN", "factor 4")}  # names and options of schemes that --rotary gave
 SHOWN = {"stock": "the model as it is", "YaRN": "YaRN, factor 2", "ReRoPE, window 2,048": "ReRoPE, window 2,048, log n"}
 
@@ -35,13 +39,14 @@ SHOWN = {"stock": "the model as it is", "YaRN": "YaRN, factor 2", "ReRoPE, windo
 class Row(NamedTuple):
     """One scheme, over all windows in which both the scheme and the model as it is were measured.
 
-    bins: the mean loss of every bin of positions, in nats per token.
+    windows: how many windows there are, and how many of them have the full length.
+    bins: the mean loss of every bin of positions, in nats per token, over the windows that reach it.
     changes: the change of the loss in every bin below the training length, for every window.
     """
 
     scheme: str
     options: str
-    windows: int
+    windows: tuple[int, int]
     bins: tuple[float, ...]
     changes: tuple[float, ...]
 
@@ -58,7 +63,8 @@ def run(argv: list[str], program: str) -> None:
         files.write(page, text)
     PICTURE.parent.mkdir(exist_ok=True)
     save(picture(journals), PICTURE)
-    print(f"written: {PAGE}, {TRAINING_PAGE}, {PICTURE}")
+    save(retrieval_picture(RESULTS), RETRIEVAL_PICTURE)
+    print(f"written: {PAGE}, {TRAINING_PAGE}, {PICTURE}, {RETRIEVAL_PICTURE}")
 
 
 def tables_of(folder: Path) -> dict[Path, dict[str, str]]:
@@ -66,7 +72,7 @@ def tables_of(folder: Path) -> dict[Path, dict[str, str]]:
     continued = json.loads((folder / real_training.RESULT).read_text(encoding="utf-8"))
     return {
         PAGE: {
-            POSITIONS: table(read(folder)),
+            POSITIONS: table(read(folder), COLUMNS),
             RETRIEVAL: retrieval_table(folder),
             SPEED: speed_tables(folder),
         },
@@ -79,10 +85,10 @@ def markers(name: str) -> tuple[str, str]:
     return f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
 
 
-def read(folder: Path) -> list[list[dict]]:
-    """Returns the rows of every journal in a folder, one for each scheme and window."""
+def read(folder: Path, name: str = POSITIONS) -> list[list[dict]]:
+    """Returns the rows of every journal NAME-*.jsonl in a folder, one row for each scheme and window."""
     found = []
-    for path in sorted(folder.glob("positions-*.jsonl")):
+    for path in sorted(folder.glob(f"{name}-*.jsonl")):
         settings, *rows = map(json.loads, path.read_text(encoding="utf-8").splitlines())
         if settings["bin"] != BIN:
             raise BadInput(f"{path}: expected means over {BIN} positions, got {settings['bin']}")
@@ -91,8 +97,12 @@ def read(folder: Path) -> list[list[dict]]:
 
 
 def rows_of(journals: Sequence[Sequence[dict]]) -> list[Row]:
-    """Returns the model as it is, then the schemes, sorted by the number of windows (most first) and then by the loss
-    at the last positions (lowest first)."""
+    """Returns the model as it is, then the schemes, sorted by the number of windows of the full length (most first) and
+    then by the loss at the last positions (lowest first).
+
+    Some schemes choose their factor by the length of the text. A scheme that was measured in shorter windows only is
+    left out: its factor is not that of the full length.
+    """
     measured: dict[tuple[str, str], list[tuple[list[float], list[float]]]] = {}
     for rows in journals:
         bases = {row["window"]: row["bins"] for row in rows if row["scheme"] == BASE}
@@ -101,30 +111,49 @@ def rows_of(journals: Sequence[Sequence[dict]]) -> list[Row]:
             if row["window"] in bases:
                 pair = row["bins"], bases[row["window"]]
                 measured.setdefault((name, words), []).append(pair)
+    full = max(len(own) for pairs in measured.values() for own, _ in pairs)
     result = []
     for (name, words), pairs in measured.items():
+        reaching = [[own[at] for own, _ in pairs if len(own) > at] for at in range(full)]
+        if not reaching[-1]:
+            continue
         below = TRAIN_LENGTH // BIN
         changes = [a - b for own, base in pairs for a, b in zip(own[:below], base[:below], strict=True)]
-        bins = tuple(sum(x) / len(pairs) for x in zip(*(own for own, _ in pairs), strict=True))
-        result.append(Row(name, words, len(pairs), bins, tuple(changes)))
-    return sorted(result, key=lambda row: (row.scheme != BASE, -row.windows, row.bins[COLUMNS[-1]]))
+        bins = tuple(sum(losses) / len(losses) for losses in reaching)
+        result.append(Row(name, words, (len(pairs), len(reaching[-1])), bins, tuple(changes)))
+    return sorted(result, key=lambda row: (row.scheme != BASE, -row.windows[1], row.bins[-1]))
 
 
-def table(journals: Sequence[Sequence[dict]]) -> str:
+def table(journals: Sequence[Sequence[dict]], columns: Sequence[int]) -> str:
     """Returns a Markdown table: the loss by position, and how much a scheme changes the loss below the training
     length."""
-    heads = [f"{at}-{at + 1}k" for at in COLUMNS]
+    heads = [f"{at}-{at + 1}k" for at in columns]
     lines = [
         "| scheme | options | windows | " + " | ".join(heads) + f" | change below {TRAIN_LENGTH // 1024}k |",
         "|---|---|" + "---:|" * (len(heads) + 2),
     ]
     for row in rows_of(journals):
-        cells = [f"{row.bins[at]:.3f}" for at in COLUMNS]
+        cells = [f"{row.bins[at]:.3f}" for at in columns]
         mean = sum(row.changes) / len(row.changes)
         change = "" if row.scheme == BASE else f"{mean:+.3f} ± {half_interval(row.changes):.3f}"
         name = "the model as it is" if row.scheme == BASE else row.scheme
-        lines.append(f"| {name} | {row.options} | {row.windows} | " + " | ".join(cells) + f" | {change} |")
+        windows = " / ".join(str(n) for n in sorted(set(row.windows), reverse=True))
+        lines.append(f"| {name} | {row.options} | {windows} | " + " | ".join(cells) + f" | {change} |")
     return "\n".join(lines)
+
+
+def retrieved(folder: Path) -> list[dict]:
+    """Returns the cells of the journals of ``flashrope passkey``, one for each scheme, length and depth."""
+    lines = (path.read_text(encoding="utf-8").splitlines()[1:] for path in sorted(folder.glob("passkey-*.jsonl")))
+    return [json.loads(line) for found in lines for line in found]
+
+
+def retrieval_picture(folder: Path):
+    """Draws the numbers found by length and depth, for every scheme, the model as it is first."""
+    found = sorted(retrieved(folder), key=lambda cell: cell["scheme"] != BASE)
+    labels = {cell["scheme"]: f"{cell['scheme']}, {cell['words']}" for cell in found}
+    cells = [Cell(**{name: cell[name] for name in Cell._fields}) for cell in found]
+    return passkey_figure(cells, TRAIN_LENGTH, "SmolLM2-135M", labels | {BASE: "the model as it is"})
 
 
 def retrieval_table(folder: Path) -> str:
@@ -132,11 +161,9 @@ def retrieval_table(folder: Path) -> str:
     length, over all depths, and the log probability of the right number if it is at the start of the text."""
     found: dict[tuple[str, int], list[dict]] = {}
     words = {}
-    for path in sorted(folder.glob("passkey-*.jsonl")):
-        _, *cells = map(json.loads, path.read_text(encoding="utf-8").splitlines())
-        for cell in cells:
-            found.setdefault((cell["scheme"], cell["length"]), []).append(cell)
-            words[cell["scheme"]] = cell["words"]
+    for cell in retrieved(folder):
+        found.setdefault((cell["scheme"], cell["length"]), []).append(cell)
+        words[cell["scheme"]] = cell["words"]
     lengths = sorted({length for _, length in found})
     heads = [f"{length:,} tokens: {what}" for length in lengths for what in ("found", "log p at the start")]
     lines = ["| scheme | options | " + " | ".join(heads) + " |", "|---|---|" + "---:|" * len(heads)]
@@ -151,6 +178,27 @@ def retrieval_table(folder: Path) -> str:
             cells.append(f"{starts[0]:.2f}" if starts else "")
         name = "the model as it is" if scheme == BASE else scheme
         lines.append(f"| {name} | {words[scheme]} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def copied_table(folder: Path) -> str:
+    """Returns a Markdown table from the results of ``flashrope loss --copy``: the loss of the second copy of a passage
+    at every length, with its 95% interval over the windows of all texts."""
+    found: dict[str, dict[int, list[float]]] = {}
+    for path in sorted(folder.glob(f"{COPIED}-*.json")):
+        for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
+            if row["context"] == "copy":
+                found.setdefault(row["scheme"], {}).setdefault(row["length"], []).extend(row["windows"])
+    lengths = sorted({length for losses in found.values() for length in losses})
+    lines = ["| scheme | windows | " + " | ".join(f"{length:,} tokens" for length in lengths) + " |"]
+    lines.append("|---|" + "---:|" * (len(lengths) + 1))
+    for scheme, losses in sorted(found.items(), key=lambda item: (item[0] != BASE, sum(item[1].get(lengths[-1], [])))):
+        cells = [
+            f"{sum(each) / len(each):.3f} ± {half_interval(each):.3f}" if (each := losses.get(length)) else ""
+            for length in lengths
+        ]
+        name = "the model as it is" if scheme == BASE else scheme
+        lines.append(f"| {name} | {max(map(len, losses.values()))} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 

@@ -40,7 +40,8 @@ class Claim:
 
     Attributes:
         pair: the measurements, in the notation of the function ``measurements``.
-        multiples: the lengths to compare them at. The experiment declares these differences with the paper's direction.
+        multiples: the lengths to compare them at. The experiment must declare the differences at these lengths, with
+            the direction that the paper claims.
     """
 
     words: str
@@ -314,7 +315,8 @@ def constant(path: str) -> str:
 
 
 def minutes(cores: str = "1") -> str:
-    """Returns the sum of times.csv. If only part of an experiment was timed, its time is scaled to the whole."""
+    """Returns the total CPU time in times.csv, in minutes divided by `cores`, as text. If only part of an experiment
+    was timed, its time is scaled to the whole."""
     seconds = sum(float(row["cpu_seconds"]) / float(row["share"]) for row in read_csv(FOLDER / "times.csv"))
     return f"{seconds / 60 / int(cores):.0f}"
 

@@ -103,7 +103,7 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Name
 
 
 def command_line(program: str, argv: Sequence[str]) -> str:
-    """Returns the command that a result records: without the folder that it was written to."""
+    """Returns the command as a result records it, without the --out option."""
     words = [word for at, word in enumerate(argv) if "--out" not in (word.partition("=")[0], *argv[at - 1 : at])]
     return shlex.join([*program.split(), *words])
 

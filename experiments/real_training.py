@@ -246,8 +246,8 @@ def moments(state: dict[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
 
 
 def curves(record: dict[str, Any]) -> Iterator[tuple[str, list[int], list[list[float]]]]:
-    """Yields every way: its name, the tokens that it has read, and the mean over windows of every bin at each of
-    them."""
+    """Yields for every way: its name, the token counts at which it was measured, and for each count the loss of every
+    bin, averaged over windows."""
     for way in dict.fromkeys(row["way"] for row in record["rows"]):
         rows = sorted((row for row in record["rows"] if row["way"] == way), key=lambda row: row["step"])
         yield way, [row["tokens"] for row in rows], [[fmean(x) for x in zip(*row["bins"], strict=True)] for row in rows]

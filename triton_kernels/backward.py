@@ -314,7 +314,8 @@ def add_grad_kv(grad, keys, queries, grad_sum, matrix, row, EDGE: tl.constexpr, 
         scores = tl.where(swap_axes(visible, VARIANT), scores, float("-inf"))
     weights = tl.exp2(scores * keys.scale_log2 - over_keys(lse_log2, VARIANT))
     g = load_values(grad_rows.ptr, tile_offsets(loaded, grad_rows), queries.channels, VARIANT)  # [BM, DV]
-    # Triton keeps the order of these products. In the other order it would spill in the loops, for either query_rows.
+    # Triton keeps the order of these products. In the other order the kernel would spill in its loops, whether or not
+    # query_rows is set.
     if VARIANT.query_rows:
         grad_weights = score_products(keys.v, g, VARIANT)
     grad_v = tl.dot(swap_axes(weights.to(g.dtype), VARIANT), g, grad.v, input_precision="ieee")

@@ -115,9 +115,10 @@ def find_slots(cache, batch, token, count, token_slots, VARIANT: tl.constexpr):
 
 @triton.jit(do_not_specialize=["seqlen", "max_seqlen", "heads"])
 def append_rows(k_cache, v_cache, k, v, cache, cu_seqlens, seqlen, max_seqlen, heads, VARIANT: tl.constexpr):
-    """Writes k, v (batch, seqlen, heads), or packed (total, heads), behind cache.seqlens or where cache.slot_mapping
-    says, quantized if the cache is. Drops keys without a slot or a page. k_cache, v_cache, k and v are TensorViews.
-    v_cache and v are None, and VARIANT.head_dim_v is 0, where values are channels of the keys."""
+    """Appends k, v (batch, seqlen, heads), or packed (total, heads), at cache.seqlens, or writes them to the slots in
+    cache.slot_mapping. Quantizes them if the cache is quantized. Drops keys without a slot or a page. k_cache, v_cache,
+    k and v are TensorViews. v_cache and v are None, and VARIANT.head_dim_v is 0, where values are channels of the
+    keys."""
     batch, first = row_program(max_seqlen * heads, VARIANT.block_m)
     start, count = sequence_rows(cu_seqlens, batch, seqlen)
     rows = first + tl.arange(0, VARIANT.block_m)

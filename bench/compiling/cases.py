@@ -55,7 +55,7 @@ class Scheme:
     codes: str = ""  # "int8" or "int4": a quantized cache
     placed: int = 0  # rows of a page in a cache with explicit positions; 0: without
     stored: bool = False  # the cache stores positions
-    shared_values: int = 0  # the number of channels of the keys, from the first on, that are the values
+    shared_values: int = 0  # how many leading channels of the keys serve as the values; 0: v is separate
     weighted: bool = False  # keys have weights
     heads: tuple[int, int] = (40, 8)  # of queries and of keys; neither is a multiple of 16
 

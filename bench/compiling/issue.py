@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 SCHEDULERS = 4
 SCOREBOARDS = 6
 # What happens in a clock of a scheduler: it issues an instruction, or every warp waits. In the second case, what the
-# warp waits for that will issue next.
+# warp that will issue next is waiting for.
 WAITS = ("issue", "tensor", "shared", "fp32", "mufu", "memory", "barrier", "other")
 
 

@@ -45,7 +45,8 @@ class Problem:
 
 
 def seconds(device: Device, lengths: Sequence[float], resident: int, rounds: int) -> float:
-    """Returns the time of `rounds` rounds of blocks that take these lengths, in clocks, and start in this order."""
+    """Returns the time in seconds of `rounds` rounds of blocks. `lengths` are the blocks' durations in clocks, in the
+    order in which the blocks start."""
     slots = [0.0] * (device.multiprocessors * resident)
     for _ in range(rounds):
         for length in lengths:

@@ -101,7 +101,7 @@ class Session:
                 self.run.errors[name] = error
 
     def table(self, table: Table) -> None:
-        """Times the correct contestants alternately, prints the table, and writes the files so far."""
+        """Times the correct contestants alternately, prints the table, and writes the files with the results so far."""
         torch.compiler.reset()  # otherwise the compiler stops specialising after some lengths
         calls = {contestant.name: call for contestant, call in self.calls(table)}
         records = []

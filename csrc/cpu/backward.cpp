@@ -1,5 +1,5 @@
-// The gradients of attention. One thread takes a key head and all queries that read it, so that nothing is added
-// atomically: five matrix products per pair of tiles, and results that are bitwise reproducible.
+// The gradients of attention. One thread takes a key head and all queries that read it, so nothing is added
+// atomically. This takes five matrix products per pair of tiles, and results are bitwise reproducible.
 //
 // Scores are computed transposed, keys by queries. Per query head and band, queries and keys are rotated into
 // workspaces. The gradients are summed in that rotated basis, then rotated back and added to those of the other bands.

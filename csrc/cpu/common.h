@@ -20,7 +20,8 @@
 #include <immintrin.h>
 #endif
 
-// glibc 2.29 has a second version of log, for errno. The first keeps a wheel fit for manylinux_2_28.
+// glibc 2.29 added a second version of log, which handles errno differently. Linking the first version keeps the wheel
+// compatible with manylinux_2_28.
 #if defined(__GLIBC__) && defined(__x86_64__)
 __asm__(".symver log, log@GLIBC_2.2.5");
 #elif defined(__GLIBC__) && defined(__aarch64__)

@@ -495,7 +495,7 @@ struct Chunk {
     rows >= 2 ? add_columns<2>(state, values) : add_columns<1>(state, values);
   }
 
-  // ROWS: the most rows that are added to at a time.
+  // ROWS: the largest number of accumulator rows that one pass updates.
   template <int ROWS, typename V>
   void add_columns(SoftmaxState& state, const V* const* values) {
     constexpr int COLUMNS = ACCUMULATORS / ROWS;

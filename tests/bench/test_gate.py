@@ -169,7 +169,7 @@ def test_violations_name_the_kernel_and_the_limit(compiled):
     fields = [field.name for field in dataclasses.fields(Measured)]
 
     def found(name):
-        # without the figures of its loop: a bare product has another instruction mix than attention
+        # without its loop's figures: a bare product has a different instruction mix from attention
         measured = {field: compiled[name][field] for field in fields} | {"loop": None}
         return row(measured=Measured(**measured)).violations()
 

@@ -29,7 +29,7 @@ def write(step, lists, layers=range(LAYERS)):
 
 
 class Both:
-    """Gives both caches the same set of calls. Sequences are numbered from 0."""
+    """A contiguous or a paged cache, with the same calls for both. Sequences are numbered from 0."""
 
     def __init__(self, kind: str, sequences: int = 3, **options):
         self.contiguous = kind == "contiguous"
@@ -73,7 +73,8 @@ both = pytest.mark.parametrize("kind", ["contiguous", "paged"])
 @pytest.mark.parametrize("impl", [None, "reference"])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_steps_equal_attention(scheme, impl, kind):
-    """Prompts padded on the left, chunks, verification and decoding equal attention. Every layer holds other keys."""
+    """Prompts padded on the left, chunks, verification and decoding equal attention. Every layer holds different
+    keys."""
     cache, generator = Both(kind), random.Random(3)
     pads, tokens = [0, 4, 17], [[], [], []]
     done = 0
@@ -391,7 +392,7 @@ def test_layers_are_views_of_one_tensor(make):
         for view, whole, single in zip(cache.layer(layer), (cache.k, cache.v), one.layer(0), strict=True):
             assert view.data_ptr() == whole[layer].data_ptr() and view.stride() == single.stride()
             if DEVICE == "cpu":
-                assert view.transpose(1, 2).is_contiguous()  # heads come first in memory
+                assert view.transpose(1, 2).is_contiguous()  # in memory the heads come before the rows
     assert f"layers={LAYERS}; " in repr(cache).replace(", max_seqlen=48", "") and "layers" not in repr(one)
 
 

@@ -1,4 +1,5 @@
-"""Cached tokens with explicit positions: every sequence gives the result of its visible tokens at their positions."""
+"""Compares calls over cached tokens with explicit positions with attention over the visible tokens at these
+positions."""
 
 import dataclasses
 import math
@@ -57,8 +58,8 @@ def documents(entries: int, starts: dict[int, int], page=PAGE) -> list[Page]:
 
 
 def holes(batch: int, entries: int, page: int) -> dict[str, torch.Tensor]:
-    """Returns tables of pages whose visible rows begin in the middle, or without visible rows. Their positions
-    decrease."""
+    """Returns tables of pages with decreasing positions. Some pages have visible rows that begin in the middle, others
+    have no visible rows."""
     first, lengths = torch.zeros(batch, entries, dtype=torch.int32), torch.full((batch, entries), page).int()
     first[0, 1], lengths[0, 1], lengths[-1, 2], lengths[-1, 0] = 5, page - 7, 0, 3
     positions = 100 - 30 * torch.arange(batch * entries, dtype=torch.int32).view(batch, entries)
@@ -125,7 +126,7 @@ def test_the_formula():
 
 @targets
 def test_tables_that_say_what_slots_say(target):
-    """Tables with the positions that tokens have anyway give bitwise the call without tables."""
+    """Tables that hold the tokens' default positions give bitwise the same results as a call without tables."""
     sequences = [[*documents(3, {}, 64), Page(192, 5)], [Page(0, 64), Page(64, 9)]]
     c = over(target, "rerope", sequences, page=64)
     bare = c.call(**dict.fromkeys(c.tables))
@@ -224,7 +225,8 @@ HOSTILE = {  # hidden pages, decreasing positions, rows beyond the page, pages o
 
 
 def hostile(target, rotary, seqlen_q: int, **options) -> Cached:
-    """Returns a call with invalid tables. Each sequence gets what its own tables say, as far as the rows exist."""
+    """Returns a call with invalid tables. The expected result of each sequence uses the rows of its own tables that
+    exist."""
     tables = {name: int32(x) for name, x in HOSTILE.items() if name.startswith("page_")}
     options |= dict(
         new=0, heads=(2, 1), page=PAGE, table=torch.tensor(HOSTILE["table"]), tables=tables, layout="poisoned"

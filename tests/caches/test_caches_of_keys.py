@@ -1,4 +1,4 @@
-"""``KVCache`` and ``PagedKVCache`` whose values are channels of their keys."""
+"""Tests ``KVCache`` and ``PagedKVCache`` whose values are channels of their keys."""
 
 import re
 
@@ -116,7 +116,7 @@ def test_capture():
 
 @pytest.mark.parametrize("make", [lambda **x: KVCache(1, 48, **x), lambda **x: PagedKVCache(3, 16, **x)])
 def test_latent_attention(make):
-    """576 channels, of which 512 are the values and 64 rotate."""
+    """Latent attention is right: 512 of 576 channels are the values, and the other 64 rotate."""
     rotary = Rotary.rope(576, rotary_dim=64, first_channel=512)
     cache = make(heads_kv=1, head_dim=576, values=slice(512), dtype=torch.float32, device="cpu", layers=1)
     q, k = torch.randn(1, 40, 4, 576), torch.randn(1, 40, 1, 576)

@@ -1,4 +1,4 @@
-"""``PagedKVCache.capture``: a step over static tables gives the results of ``step``, also for sequences that were
+"""With ``PagedKVCache.capture``, a step over static tables gives the results of ``step``, also for sequences that were
 moved.
 
 Without a GPU, a replay runs the refreshed plan again over the same tensors.
@@ -41,7 +41,7 @@ def test_replays(kind, impl):
     plan = plan_cache(
         step.tables, like=cache.cache_layer(0), rotary=SCHEME, seqlen_q=2, heads_q=HEADS, dtype=torch.float32, impl=impl
     )
-    for n in range(2 if impl == "triton" else 9):  # into further pages
+    for n in range(2 if impl == "triton" else 9):  # the sequence grows into further pages
         q, k, v = random(10 + n, 3, 2)
         step.update()
         plan.refresh()

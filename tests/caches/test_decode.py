@@ -1,7 +1,5 @@
-"""Calls over caches: every sequence gives the last rows of one full call, whatever else the cache holds.
-
-Packed queries: a batch of one-token steps, chunks and whole prompts gives each sequence the same result as a separate
-call.
+"""In calls over caches every sequence gives the last rows of one full call, whatever else the cache holds. A packed
+batch of one-token steps, chunks and whole prompts gives each sequence the same result as a separate call.
 """
 
 import pytest
@@ -92,7 +90,7 @@ def test_chunks_that_see_keys_ahead(exact, page_size, scheme):
 @pytest.mark.interpreted(lambda exact, page_size: page_size)
 @page_sizes
 def test_chunks_longer_than_their_sequences(exact, page_size):
-    """Chunks may have more queries than their sequence has keys: no key, one key, some keys."""
+    """Chunks may have more queries than their sequence has keys. The sequences have no key, one key or some keys."""
     rotary, options = Rotary.rope(16).rectify(7).log_n(20), dict(heads=(2, 1), leftpad=(0, 5, 0), capacity=80)
     Cached(exact, rotary, (0, 1, 40), 66, new=0, page=page_size, **options).check()
 

@@ -46,7 +46,7 @@ def test_no_entry_for_another_token(call, max_seqlen, empty):
     filled, a, b = split(max_seqlen, empty)
     message = f"sequence {a} has 4 of 4 block-table entries: no room for 1"
     filled.refused(message, lambda: NEW[call](filled.cache, a))
-    filled.truncate(a, 44)  # two tokens fewer fit into the last page, or into a copy of it
+    filled.truncate(a, 44)  # the two tokens that follow fit into the last page, or into a copy of it
     filled.write([a], 2)
     filled.look()
     filled.refused(message, lambda: NEW[call](filled.cache, a))

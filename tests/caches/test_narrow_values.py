@@ -1,4 +1,4 @@
-"""Caches whose values are narrower than their keys, such as the expanded cache of multi-head latent attention."""
+"""Tests caches whose values are narrower than their keys, such as the expanded cache of multi-head latent attention."""
 
 import re
 

@@ -111,7 +111,7 @@ SERVED = {  # as in vLLM, where keys and values of a page are adjacent in memory
 
 @pytest.mark.parametrize("change", SERVED.values(), ids=SERVED.keys())
 def test_served(exact, change):
-    """A tensor may lie between the rows of another one: the two do not overlap."""
+    """A tensor may lie between the rows of another tensor, because the two do not overlap."""
     c = call_of(exact)
     c |= change(c)
     names = ("q", "k_cache", "v_cache", "k", "v")

@@ -147,7 +147,8 @@ def test_reference(seqlen_q, cache_dtype):
 
 @bits
 def test_composed(composed, cache_dtype):
-    """Without the compiled kernels, one token, a chunk and packed queries give the right results."""
+    """Calls with one token, with a chunk and with packed queries give the right results without the compiled
+    kernels."""
     target = support.Target("cpu", torch.float32, "cpu")
     for seqlen_q, scheme in ((1, "rope"), (70, "rerope")):
         Cached(target, SCHEMES[scheme](16), (90, 70), seqlen_q, page=PAGE, cache_dtype=cache_dtype).check()
@@ -197,7 +198,7 @@ def rows_to_quantize(dtype, head_dim):
     infinities."""
     generator = torch.Generator().manual_seed(2)
     rows = [torch.randn(head_dim, generator=generator) * 10.0**power for power in (-30, -3, 0, 0, 0, 0, 4, 30)]
-    for largest in (127, 7):  # the scale is 1, so that halves are ties
+    for largest in (127, 7):  # the scale is 1, so that multiples of 0.5 are ties
         ties = (torch.arange(head_dim) * 37 % (4 * largest) - 2 * largest) / 2
         ties[-1] = largest
         rows += [ties, -ties, ties * 2.0**-20]

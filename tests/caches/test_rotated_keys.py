@@ -1,4 +1,4 @@
-"""Caches of rotated keys: every sequence gives the last rows of one full call over raw keys."""
+"""Over caches of rotated keys, every sequence gives the last rows of one full call over raw keys."""
 
 import pytest
 import support
@@ -74,7 +74,7 @@ def test_chunks(exact, page_size, scheme):
 @pytest.mark.interpreted(lambda exact, distance: distance == 21)
 @pytest.mark.parametrize("distance", [0, 1, 20, 21])
 def test_a_needle(exact, distance):
-    """A key that takes nearly all probability of a row is at the right distance. Half of the keys are rotated before
+    """A key that takes nearly all probability of a row is found at its distance. Half of the keys are rotated before
     the call, half by the call."""
     p = needle(exact, Rotary.rope(16), distance)
     room = p.k.new_full((2, 1, 80, *p.k.shape[2:]), torch.nan)
@@ -106,7 +106,7 @@ def test_sinks_and_length_scale(exact):
 
 @pytest.mark.parametrize("seqlen_q", [1, 40])
 def test_composed(composed, seqlen_q):
-    """Without the compiled kernels, one token and a chunk give the right results."""
+    """Calls with one token and with a chunk give the right results without the compiled kernels."""
     target = support.Target("cpu", torch.float32, "cpu")
     cached(target, Rotary.rope(16).local(21), (45, 64), seqlen_q, leftpad=(3, 0), page=PAGE).check()
 
@@ -137,8 +137,8 @@ def test_far_from_the_first_key(exact):
 
 @pytest.mark.parametrize("kind", ["rotated", "raw", "quantized"])
 def test_nothing_outside_the_pages_is_written(exact, kind):
-    """Slots below 0, slots beyond the cache and pages that do not exist get one token each. Only the last token has a
-    valid slot and is written."""
+    """Tokens for slots below 0, slots beyond the cache and pages that do not exist are not written. Only the last token
+    has a valid slot."""
     quantized = kind == "quantized"
     room = torch.zeros(2, 6, 16, 2, 16, device=exact.device).to(torch.int8 if quantized else torch.float32)
     scales = torch.zeros(2, 6, 16, 2, device=exact.device)

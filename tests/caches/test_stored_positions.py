@@ -103,7 +103,7 @@ FAST = (("fractions", "local"), ("fractions", "yarn_leaky_local_log_n"), ("falli
 @pytest.mark.parametrize("scheme", ["rope", "rerope", "yarn_leaky_local_log_n", "hope_rerope_log_n", "local"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_bands(target, kind, scheme):
-    """Bands use the distances between stored positions, including fractions, wherever the band's edge falls."""
+    """Bands use the exact distances between stored positions, including fractions, wherever the band's edge falls."""
     paged = kind in ("runs", "fractions", "falling")
     c = over(target, scheme, [180, 192], page=PAGE * paged, leftpad=[3, 0])
     slots = c.by_slot(KINDS[kind](torch.arange(192.0).repeat(2, 1)))
@@ -135,7 +135,7 @@ def test_keys_at_the_edge_of_a_window(target, distance):
 
 @triton
 def test_bands_that_begin_and_end_with_64_slots(target):
-    """The kernel finds a band from the positions of every 64 slots. Here the deciding slots are one key that is in the
+    """The kernel finds a band from the positions of every 64 slots. Three cases decide here: a key that is in the
     window only because of its fraction, a query far from all keys, and the first slots after padding."""
     c = over(target, "local", [129, 122], 1, 16, page=0, leftpad=[0, 7], capacity=192)
     slots = torch.full((2, 192), 21.25)
@@ -284,8 +284,8 @@ def test_new_keys_leave_their_positions(target, paged):
 
 @targets
 def test_axial(target):
-    """Three coordinates per slot are right, as in the cache of a vision-language model. Causality follows the order of
-    tokens."""
+    """Three coordinates per slot give the right results, as in the cache of a vision-language model. Causality follows
+    the order of tokens."""
     p = support.problem(target, Rotary.axial(24, axes=3), 20, heads=4)
     grid, device = torch.tensor([[3, n // 4, n % 4] for n in range(12)]), target.device
     text = torch.arange(3)[:, None].expand(3, 3), torch.arange(6, 11)[:, None].expand(5, 3)

@@ -1,4 +1,4 @@
-"""Caches whose values are channels of the raw keys, and weights of keys."""
+"""Tests caches whose values are channels of the raw keys, and weights of keys."""
 
 import re
 
@@ -99,7 +99,7 @@ def test_plans(target):
 
 
 def test_the_scheme_may_change_between_calls(target):
-    """One cache serves every scheme: its keys are raw."""
+    """The scheme may change between calls over one cache, because its keys are raw."""
     call = Cached(target, SCHEMES["rope"](64), (40, 30), 1, values=slice(0, 40))
     call.check()
     for scheme in ("rerope", "hope_zeros"):

@@ -26,7 +26,7 @@ FLAGS = [
     "-fPIC",
     "-pthread",
 ]
-MOST_BYTES = 1 << 30  # limit of the cache
+MOST_BYTES = 1 << 30  # limit of the cache's size
 IN_USE_SECONDS = 3600
 
 
@@ -73,7 +73,7 @@ def trim(folder: pathlib.Path, most_bytes: int = MOST_BYTES) -> None:
 
 
 def used(folder: pathlib.Path) -> pathlib.Path:
-    """Makes the folder, or updates its time of last use."""
+    """Makes the folder if it does not exist, updates its time of last use, and returns it."""
     folder.mkdir(parents=True, exist_ok=True)
     os.utime(folder)
     return folder

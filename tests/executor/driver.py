@@ -23,7 +23,7 @@ def prepare() -> None:
     os.environ["TRITON_LIBCUDA_PATH"] = str(folder)
     os.environ.setdefault("TRITON_CACHE_DIR", str(build.cache() / "triton"))
     os.environ["TRITON_INTERPRET"] = "0"
-    ctypes.CDLL(str(folder / "libcuda.so.1"), mode=ctypes.RTLD_GLOBAL)  # dlopen by its name finds it from now on
+    ctypes.CDLL(str(folder / "libcuda.so.1"), mode=ctypes.RTLD_GLOBAL)  # from now on dlopen finds it by its name
 
 
 class Machine:
@@ -41,8 +41,9 @@ class Machine:
         last_blocks: int = 0,
         strict: bool = True,
     ):
-        """Makes a machine. seed: of the random order of warps; 0 runs them one after another. last_blocks: run only
-        this many blocks at the end of the grid; 0 runs all. strict: a launch with findings raises ExecutionError."""
+        """Makes a machine. seed: the seed of the random order of warps; 0 runs warps one after another. last_blocks:
+        how many blocks at the end of the grid to run; 0 runs all. strict: a launch with findings raises
+        ExecutionError."""
         self.arch, self.launches = arch, []
         self.rewrite = None  # (kernel's name, PTX) -> PTX, applied to every launch
         numbers = {"threads": threads, "seed": seed, "step_limit": step_limit, "last_blocks": last_blocks}

@@ -72,7 +72,7 @@ def _compile(folder, arch, compiler, cxx, package, driver) -> None:
     build.run(
         [*host, *version, f"-I{SOURCES}", f"-I{package}/include", "-c", str(SOURCES / "library.cpp"), "-o", library]
     )
-    of_nvcc = ["-ccbin", cxx, "-Xcompiler", ",".join(HOST_FLAGS)]  # it knows where its headers are
+    of_nvcc = ["-ccbin", cxx, "-Xcompiler", ",".join(HOST_FLAGS)]  # nvcc knows where its own headers are
     build.run([compiler, *of_nvcc, "-c", str(RUNTIME), "-o", runtime])
     libraries = [f"-L{package}/lib", "-ltorch_cpu", "-lc10", str(driver)]
     linked = folder / "linked.so"

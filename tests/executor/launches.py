@@ -1,4 +1,4 @@
-"""The records that the executor makes of a launch."""
+"""Defines what the executor records about a launch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Traffic:
     size: int  # from the first element to the end of the last
     read: int  # requested by lanes
     written: int
-    sectors_read: int  # bytes of the 32-byte sectors, each once per warp instruction
+    sectors_read: int  # bytes in 32-byte sectors; a warp instruction counts each sector once
     sectors_written: int
     distinct_read: int  # bytes read at least once
 
@@ -41,8 +41,7 @@ class Launch:
         return cls(**data | {"grid": tuple(data["grid"]), "opcodes": opcodes, "tensors": tensors})
 
     def warps(self, *prefixes: str) -> int:
-        """Returns how many instructions, of the opcodes that start with one of the prefixes, warps executed ("" for
-        all)."""
+        """Returns how many instructions warps executed whose opcode starts with one of the prefixes. "" counts all."""
         return sum(warps for name, (warps, _) in self.opcodes.items() if name.startswith(prefixes or ("",)))
 
     def lanes(self, *prefixes: str) -> int:
@@ -55,7 +54,7 @@ class Launch:
         for name, (warps, _) in self.opcodes.items():
             if name.startswith("wgmma.mma"):
                 columns = int(name.split(".m64n")[1].split("k")[0])
-                flops += warps * 2 * 16 * columns * 16  # a warp has 16 of the 64 rows
+                flops += warps * 2 * 16 * columns * 16  # each warp holds 16 of the 64 rows
         return flops
 
     @property

@@ -98,7 +98,8 @@ class SharedMemory {
   uint32_t size() const { return size_; }
   unsigned char* data(uint32_t offset) { return &bytes_[offset]; }
 
-  // Returns the offset of an access. If it is outside or too misaligned, reports a finding and returns -1.
+  // Returns the offset of an access. If it is out of bounds or not sufficiently aligned, reports a
+  // finding and returns -1.
   int64_t locate(uint32_t address, uint32_t bytes, const Warp& w, const Instruction& i, int lane);
   void read(uint32_t offset, uint32_t bytes, const Warp& w, const Instruction& i, int lane);
   void write(uint32_t offset, const void* data, uint32_t bytes, const Warp& w, const Instruction& i, int lane);

@@ -1,5 +1,5 @@
-"""Lists the calls over caches that the package offers for compiled kernels: the product of the options that the checks
-accept."""
+"""Lists the calls over caches that the package offers for compiled kernels. They are all combinations of options that
+the checks accept."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ CODES = {"int8": torch.int8, "int4": torch.uint8}
 class Offered(NamedTuple):
     """A combination that the checks accept or refuse.
 
-    head_dim: channels. page: slots of a page, or 0 for a contiguous cache. dtype: of the queries. cache_dtype: "int8",
-    "int4" or None. positions: None, "tables" (of pages) or "stored" (of slots).
+    head_dim: channels. page: slots of a page, or 0 for a contiguous cache. dtype: the type of the queries. cache_dtype:
+    "int8", "int4" or None. positions: None, "tables" (of pages) or "stored" (of slots).
     """
 
     head_dim: int
@@ -48,14 +48,16 @@ PAGES = (0, 16, 32, 64, 128, 256)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 CACHE_DTYPES = (None, "int8", "int4")
 POSITIONS = (None, "tables", "stored")
-SCHEMES = ("rope", "rope_interleaved", "rope_partial", "rope_behind", "rerope", "none")  # two of them in parts
+# two of these divide the head into parts
+SCHEMES = ("rope", "rope_interleaved", "rope_partial", "rope_behind", "rerope", "none")
 SEQLENS = (1, 20, 70)  # the decode kernel with its narrow and its wide tile, and attention_chunks
 PADDED = (False, True)
 AXES = (HEAD_DIMS, PAGES, DTYPES, CACHE_DTYPES, POSITIONS)
 
 
 def is_offered(head_dim, page, dtype, cache_dtype, positions) -> bool:
-    """Whether impl="triton" accepts this call. Asks with a batch of no sequences, which launches no kernel."""
+    """Whether impl="triton" accepts this call. It is checked with a call on zero sequences, which launches no
+    kernel."""
 
     def empty(*shape, dtype):
         return torch.empty(*shape, dtype=dtype, device="meta")

@@ -31,8 +31,8 @@ struct Operand {
 
 enum class Control { next, branch, end, barrier };
 
-// What an undefined input makes undefined: the result in the same lane; the result, if this input is selected; the
-// result in the lanes that a shuffle brings it to; or the corresponding half of the result.
+// What an undefined input makes undefined. lane: the result of its lane. select: the result of its lane, if this input
+// is selected. shuffle: the result in the lanes that receive it. halves: the corresponding half of the result.
 enum class Spread { lane, select, shuffle, halves };
 
 // How undefined bits of the inputs reach the result (undefined.cpp). all: any undefined bit makes every bit undefined.

@@ -126,7 +126,7 @@ def test_unaligned(machine, target):
 
 @quick
 def test_the_short_cut_launches_what_triton_does(machine, monkeypatch):
-    """The second call skips Triton's inspection of the arguments. It launches the same kernels with the same
+    """A repeated call skips Triton's inspection of the arguments, launches the same kernels and gives the same
     results."""
     p = support.problem(BF16, SCHEMES["rerope"](64), 150, seed=3)
     monkeypatch.setattr(launcher, "_compiled", {})
@@ -172,7 +172,8 @@ def product(a, b, c, n):
 
 
 def test_triton_fences_no_cp_async_before_wgmma(machine, arch):
-    """If this fails, Triton has changed, and the executor can require the fence."""
+    """Triton puts no fence between cp.async and wgmma. If this test fails, Triton has changed, and the executor can
+    require the fence."""
     if arch != 90:
         pytest.skip("sm_90")
     a, b = (torch.randn(3, 64, 64).bfloat16() for _ in range(2))
@@ -184,7 +185,7 @@ def test_triton_fences_no_cp_async_before_wgmma(machine, arch):
 
 
 def test_the_code_of_its_page_runs(arch, capsys):
-    """The code of docs/executor.md runs. The tests of the other pages leave it out."""
+    """The code of docs/executor.md runs. The tests of the other pages leave this page out."""
     (block,) = re.findall(r"^```py\n(.*?)^```", TEXT.read_text(), re.DOTALL | re.MULTILINE)
     q, k, v = (torch.randn(1, 100, 1, 64).bfloat16() for _ in range(3))
     exec(block.replace("arch=90", f"arch={arch}"), {"q": q, "k": k, "v": v, "rotary": ROPE, "attention": attention})
@@ -247,7 +248,7 @@ def test_decoding(machine, name):
 
 @pytest.mark.parametrize("scheme", MAPS)
 def test_keys_are_requested_ahead_where_maps_align(machine, scheme):
-    """Keys are requested ahead only if a tile of 64 keys holds whole groups: groups of 8 fit, groups of 9 do not."""
+    """Keys are requested ahead only if a tile of 64 keys holds whole groups. Groups of 8 fit and groups of 9 do not."""
     decode(BF16, scheme, 64, page=PAGE, lengths=(300, 1, 87))
     (step,) = (launch for launch in machine.launches if launch.kernel == "attention_decode")
     assert bool(step.warps("cp.async.cg")) == (scheme != "self_extend_odd")

@@ -26,14 +26,15 @@ def test_prefill(machine, arch, rotary, seqlen):
     assert forward.tensor_flops == work.tensor_flops(sum(tiles), tile.block_m, tile.block_n, work.HEAD_DIM)
     tile_bytes = tile.block_n * ROW
     assert forward.tensors["v"].sectors_read == sum(tiles) * tile_bytes
-    # rotated keys inside the window only, raw keys outside it only
+    # rotated keys are read only inside the window, raw keys only outside
     assert forward.tensors["rotated_k"].sectors_read == tiles[0] * tile_bytes
     assert forward.tensors["k"].sectors_read == sum(tiles[1:]) * tile_bytes
     # the pre-pass reads every key once and writes it once
     assert rotate.tensors["x"].sectors_read == rotate.tensors["out"].sectors_written == seqlen * ROW
     assert forward.tensors["result.out"].sectors_written == seqlen * ROW
-    # the queries are read once per band; with one band, each four warps read at most as many bytes of cos and sin as
-    # the tile has: the rows of the table are spread over four warps, and the next four read them again from L1
+    # The queries are read once per band. With one band, every group of four warps reads at most as many bytes of cos
+    # and sin as the tile of queries has. Four warps share the rows of the table, and the next four read these rows
+    # again from L1.
     assert forward.tensors["q"].sectors_read == len(rotary.bands) * seqlen * ROW
     if len(rotary.bands) == 1:
         copies = tile.num_warps // 4
@@ -94,8 +95,8 @@ def test_decode_of_quantized_caches(machine, arch, cache_dtype, share):
 
 @pytest.mark.parametrize("cache_dtype, share", [("int8", 2), ("int4", 4)])
 def test_quantized_keys_that_do_not_rotate_are_read_once(machine, cache_dtype, share):
-    """Quantized keys that do not rotate are read once: one load reads both halves of a key, which in 4 bits lie in one
-    sector."""
+    """Quantized keys that do not rotate are read once: one load reads both halves of a key, and at 4 bits both halves
+    lie in one sector."""
     launches = work.decode(Rotary.rope(64), 512, rotated_keys=True, cache_dtype=cache_dtype)
     tensors = next(launch for launch in launches if launch.kernel == "attention_decode").tensors
     assert tensors["k_cache"].sectors_read == 512 * ROW // share
@@ -103,8 +104,8 @@ def test_quantized_keys_that_do_not_rotate_are_read_once(machine, cache_dtype, s
 
 @pytest.mark.parametrize("paged", [False, True], ids=["contiguous", "paged"])
 def test_instructions_a_byte_of_the_cache(machine, paged):
-    """Counts the instructions per byte of the cache. If every key is rotated, instructions and not memory limit
-    decoding. Blocks of 8 warps would take 0.126 per byte, and a page lookup for every key 0.158."""
+    """Decoding executes few enough instructions per byte of the cache. If every key is rotated, instructions and not
+    memory limit it. Blocks of 8 warps would take 0.126 per byte, and a page lookup for every key 0.158."""
     assert work.instructions_a_byte(Rotary.rope(128), paged, 512) <= (0.12 if paged else 0.117)
 
 
@@ -122,9 +123,9 @@ def gradients(p, **options) -> dict[str, torch.Tensor]:
 @nondeterministic
 @pytest.mark.parametrize(("head_dim", "head_dim_v"), [(64, 64), (128, 128), (64, 128), (128, 64)])
 def test_products_of_the_backward(machine, head_dim, head_dim_v):
-    """The backward has five products if atomics accumulate dQ, or if dQ comes from stored gradients of scores, and
-    values have the width of q. It has seven if dQ has its own pass. Without a mask it visits all tiles. A product
-    is as wide as its operands: scores, dK and dQ as q and k, dV and the weights' gradient as v."""
+    """The backward computes five products if values have the width of q, and either atomics accumulate dQ or dQ comes
+    from stored gradients of scores. It computes seven if dQ has its own pass. Without a mask it visits all tiles.
+    Scores, dK and dQ are as wide as q and k; dV and the gradient of the weights are as wide as v."""
     seqlen = 256
     p = support.problem(BF16, Rotary.rope(head_dim), seqlen, heads=1, group=1, head_dim_v=head_dim_v, causal=False)
     flops = {}
@@ -167,8 +168,8 @@ def test_reproducible_or_atomic(machine, rotary):
     ids=["once", "rows of queries", "copied"],
 )
 def test_dq_is_added_where_it_is_if_it_is_there_once(machine, arch, head_dim, tile, once):
-    """dQ is added from the accumulators only if no two warps hold the same part of it. In the last tile several warps
-    do, so it goes through tl.atomic_add, which drops copies."""
+    """dQ is added straight from the accumulators only if no two warps hold the same part of it. In the last case
+    several warps hold the same part, so tl.atomic_add is used, which drops duplicates."""
     p = support.problem(BF16, Rotary.rope(head_dim).rectify(70), 200, 230, seed=2, deterministic=False)
     with tiles.forced("grad_qkv", Tile(*tile)):
         support.check(BF16, p)

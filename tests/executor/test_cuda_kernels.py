@@ -57,7 +57,7 @@ def random(*shape, dtype, seed):
 
 
 def caching(rotary, dtype, lengths, seqlen_q=1, heads=(2, 2), **options) -> Cached:
-    """Returns a call that appends nothing."""
+    """Returns a call that reads the caches and appends nothing."""
     options = {"new": 0, "heads": heads, "capacity": 160, **options}
     return Cached(support.Target("cuda", dtype, "cpu"), rotary, lengths, seqlen_q, **options)
 
@@ -75,7 +75,8 @@ def tables_of(c: Cached, new=0) -> CacheTables:
 @pytest.mark.parametrize("head_dim", cuda.HEAD_DIMS)
 @pytest.mark.parametrize("dtype", [FP16, BF16], ids=["float16", "bfloat16"])
 def test_follows_the_reference(operators, dtype, head_dim, scheme):
-    """The kernels equal the reference. Query tokens, heads per key head and the cache layout vary over the cases."""
+    """The kernels give the reference's results. Query tokens, heads per key head and the cache layout vary over the
+    cases."""
     case = list(SCHEMES).index(scheme) + cuda.HEAD_DIMS.index(head_dim) + (dtype == BF16)
     seqlen_q, group, page_size = (1, 3, 17)[case % 3], (1, 4)[case // 3 % 2], (0, 16, 64)[case % 5 % 3]
     lengths = [129, max(37, seqlen_q), 0]
@@ -122,7 +123,8 @@ def test_any_number_of_splits(operators, num_splits):
 
 
 def test_long_positions_keep_their_accuracy(operators):
-    """Positions past the fine table's 1024 rows are as accurate, with a window that leaves most blocks unread."""
+    """Positions after the fine table's 1024 rows are as accurate as earlier ones. The window leaves most blocks
+    unread."""
     options = dict(heads=(1, 1), num_splits=5)
     check(Rotary.rope(64).local(200), FP16, [5003], 2, capacity=5120, **options)
     check(Rotary.rope(64, interleaved=True).rectify(64), FP16, [2211], capacity=2304, **options)
@@ -285,7 +287,8 @@ class Changed:
 
 
 def test_more_shared_memory_than_a_block_has_is_refused(operators, machine, monkeypatch, arch):
-    """Three bands at head_dim 256, each given twice, fit into the 163 KB of sm_80 and not into the 99 KB of sm_86."""
+    """A launch that needs more shared memory than a block has is refused. Three bands at head_dim 256, each given
+    twice, fit into the 163 KB of sm_80 but not into the 99 KB of sm_86."""
     if arch in (86, 89, 120):
         pytest.skip("too little shared memory for a call that runs")
     cache = caching(Rotary.rope(256).rectify(11).local(90), BF16, [129], causal=False)
@@ -296,7 +299,7 @@ def test_more_shared_memory_than_a_block_has_is_refused(operators, machine, monk
     with pytest.raises(RuntimeError, match="decode kernels did not start: a kernel cannot have 120320 bytes"):
         cache.call(num_splits=3)
     machine.reset()
-    cache.check(num_splits=3)  # the error is not the next launch's
+    cache.check(num_splits=3)  # the next launch does not report this error
 
 
 def test_bands_that_name_a_missing_rotation_are_noticed(operators, monkeypatch):

@@ -14,7 +14,7 @@ from .test_cuda_kernels import BF16, FP16, SCHEMES, operators, random
 
 __all__ = ["operators"]  # the fixture that every test here uses
 
-# (new tokens, length with them): a chunk, a step, nothing, a prompt, one token, two steps, the longest chunk
+# (new tokens, length including them): a chunk, a step, nothing, a prompt, one token, two steps, the longest chunk
 SIZES = ((17, 60), (1, 45), (0, 7), (5, 5), (1, 1), (2, 90), (64, 100))
 PADS = (10, 3, 0, 0, 0, 1, 0)
 
@@ -54,11 +54,12 @@ def test_rows_outside_every_sequence():
 @pytest.mark.parametrize("hostile", [-1, -(2**31), 2**31 - 1])
 @pytest.mark.parametrize("entry", ["cu_seqlens_q", "cache_seqlens", "block_table", "cache_leftpad", "slot_mapping"])
 def test_hostile_tables(entry, hostile):
-    """The executor watches the bounds. The first sequence and its pages do not change."""
+    """With wrong entries in the tables, no access is out of bounds, and the first sequence and its pages do not
+    change."""
     right = packed("rerope", ((3, 40), (1, 20), (2, 66)), leftpad=(2, 1, 0), mapped=entry == "slot_mapping")
     wrong = right.replace()
     getattr(wrong, entry)[-1] = hostile
-    if entry == "cu_seqlens_q":  # the check of host memory would refuse it
+    if entry == "cu_seqlens_q":  # the check for tables in host memory would refuse it
         new = Packed(wrong.cu_seqlens_q, 3, appends=True)
         tables = CacheTables(wrong.cache_seqlens, wrong.block_table, wrong.cache_leftpad, new)
         layer = CacheLayer(wrong.k_cache, wrong.v_cache)

@@ -1,4 +1,4 @@
-"""The compiled kernels give the same bits in any order of blocks and warps."""
+"""Tests that the compiled kernels give the same bits in any order of blocks and warps."""
 
 import pytest
 import support
@@ -34,7 +34,8 @@ STORED = [(64, 0, 1), (64, 40, 2), (128, 0, 2), (128, 70, 1)]
 
 
 def stored_scores(machine, monkeypatch, head_dim, window, group, orders) -> None:
-    """Gradients of two launches for each kernel: within the budget, and the same bits in every order."""
+    """Checks the gradients when each kernel is launched twice: they are within the budget and have the same bits in
+    every order."""
     rotary = Rotary.rope(head_dim).rectify(window) if window else Rotary.rope(head_dim)
     p = support.problem(BF16, rotary, 150, 170, heads=2 * group, group=group, batch=2, seed=4, deterministic=True)
     monkeypatch.setattr(configs, "SCORE_BYTES", 2**14 * 8 * 2 * group)  # 8 panels of 16 KB, 2 sequences

@@ -113,7 +113,7 @@ LOCAL = Rotary.rope(64).local(21)
 
 
 def cached_tokens(seqlen_q: int, heads: int = 4, head_dim: int = 64, batch: int = 2):
-    """Returns q of the last tokens, and k and v of the last KEYS tokens."""
+    """Returns q of the last tokens of a sequence, and k and v of its last KEYS tokens."""
     shapes = ((seqlen_q, heads), (KEYS + seqlen_q, 2), (KEYS + seqlen_q, 2))
     return [support.random((batch, *shape, head_dim), BF16, 70 + n) for n, shape in enumerate(shapes)]
 
@@ -207,7 +207,7 @@ def test_entries_of_the_block_table(machine):
 
 
 def many_sequences(batch: int, capacity: int, heads: int, head_dim: int):
-    """Returns (q, k_cache, v_cache) with 32 key heads. The last head of the last sequence is that of (q, k, v)."""
+    """Returns (q, k_cache, v_cache) with 32 key heads. The last head of the last sequence holds (q, k, v)."""
     group = heads // 32
     q = support.random((1, 1, group, head_dim), BF16, 80)
     k, v = (support.random((1, capacity, 1, head_dim), BF16, 81 + n) for n in range(2))
@@ -220,7 +220,8 @@ def many_sequences(batch: int, capacity: int, heads: int, head_dim: int):
 
 
 def test_the_buffers_of_256_splits(machine):
-    """The buffers of 256 splits are right with 2,048 sequences of 64 heads and 128 channels: 2^32 partial results."""
+    """The buffers for 256 splits hold the right results with 2,048 sequences of 64 heads and 128 channels: 2^32 partial
+    results."""
     batch, heads, rotary = 2048, 64, Rotary.rope(128).local(700)
     large, small = many_sequences(batch, 64 * 256, heads, 128)
     length = 64 * 250
@@ -242,7 +243,7 @@ def test_the_buffers_of_256_splits(machine):
 def test_many_short_sequences(machine):
     """The last blocks of a grid over 2^23 sequences of 16 rows are right, forward and backward. q has 2^36 elements,
     lse 2^32."""
-    batch, rows, heads, rotary = 2**23, 16, 32, SCHEMES["rope"](16)  # one rotation: last blocks compute it
+    batch, rows, heads, rotary = 2**23, 16, 32, SCHEMES["rope"](16)  # with one rotation, the last blocks compute it
     p = support.problem(BF16, rotary, rows, heads=1, group=1, seed=90)
     want = support.run(p, "triton")
     support.check(BF16, p)

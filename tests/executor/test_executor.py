@@ -51,8 +51,8 @@ ELSEWHERE = ("rotated_keys_are_those_of_the_window", "every_key_of_a_chunk", "no
 )
 @pytest.mark.parametrize("arch", [80, 90])
 def test_the_tests_of_every_backend(arch, file):
-    """Runs about a quarter of the tests that the interpreter runs, and of the tests that are too slow for it. All
-    schemes, layouts and options appear, but not in every combination."""
+    """Runs about a quarter of the tests that the interpreter runs, and a quarter of the tests that are too slow for the
+    interpreter. All schemes, layouts and options appear, but not in every combination."""
     skip_where_nothing_runs(cuda=False)
     deselect = "not " + " and not ".join(ELSEWHERE)
     executed(arch, "--executor-sample", "4", "-m", "slow or not slow", f"tests/{file}.py", "-k", deselect)

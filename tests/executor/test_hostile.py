@@ -1,4 +1,4 @@
-"""Tests packed calls with wrong entries in tables that, as on a device, the host does not read.
+"""Tests packed calls with wrong entries in tables. As on a device, the host does not read these tables.
 
 The executor watches the bounds of every tensor. Sequences with correct entries are bitwise unchanged.
 """
@@ -13,14 +13,14 @@ from flashrope.triton_kernels import configs
 
 BF16 = support.Target("triton", torch.bfloat16, "cpu")
 TOTAL, STARTS = 200, [0, 70, 110, 200]
-# (place, wrong value); the sequences on both sides of the entry are wrong
+# (index of the entry, wrong value); the entry makes the sequences on both sides wrong
 HOSTILE = {
     "largest": (3, 2**31 - 1),
     "within": (2, 150),
     "the first negative": (0, -(2**31)),
     "the last negative": (3, -(2**31)),
 }
-OVERLAPPING = {  # two sequences have the same rows then
+OVERLAPPING = {  # with these values two sequences share rows
     "negative": (2, -5),
     "least": (2, -(2**31)),
     "before its sequence": (2, 69),
@@ -52,7 +52,7 @@ def test_cu_seqlens(machine, entry, which):
 
 @pytest.mark.parametrize("entry", OVERLAPPING.values(), ids=OVERLAPPING.keys())
 def test_cu_seqlens_that_decrease(machine, entry):
-    """Sequences that overlap write to the same rows, and write to no row outside the tensors."""
+    """Decreasing entries make sequences overlap. They write to the same rows, but to no row outside the tensors."""
     n, value = entry
     wrong = list(STARTS)
     wrong[n] = value
@@ -77,7 +77,8 @@ def test_cu_seqlens_of_the_atomic_backward(machine):
 
 @pytest.mark.parametrize("starts_q", [[0, 20, 130, 200], [0, 0, 0, 2**31 - 1]], ids=str)
 def test_cu_seqlens_of_stored_scores(machine, monkeypatch, starts_q):
-    """The last sequence has more keys than max_seqlen_k, for which the workspace has columns."""
+    """A sequence with more keys than max_seqlen_k causes no finding, although the workspace has columns for
+    max_seqlen_k keys only."""
     monkeypatch.setattr(configs, "storing_is_faster", lambda *args: True)
     run(starts_q, [0, 0, 0, 200])
     assert not any(launch.findings for launch in machine.launches)

@@ -1,4 +1,4 @@
-"""Compiled kernels over caches whose values are narrower than the keys."""
+"""Tests the compiled kernels over caches whose values are narrower than the keys."""
 
 import pytest
 import support

@@ -15,7 +15,7 @@ SCHEMES = support.SCHEMES | {
     "rope_behind": lambda d: Rotary.rope(d, rotary_dim=d // 8 * 2, first_channel=d - d // 8 * 2),
 }
 LENGTHS = (90, 71)
-ENTRIES = 3  # that holes() fills
+ENTRIES = 3  # block-table entries that holes() fills
 
 
 def pytest_generate_tests(metafunc):
@@ -37,7 +37,7 @@ def test_combination(machine, case):
 
 
 def behind_padding(target, rotary, page, cache_dtype, case):
-    """New keys are appended, and quantized if the cache is."""
+    """Checks a call on padded sequences that appends new keys, and quantizes the keys if the cache is quantized."""
     capacity = -(-96 // page) * page if page else 96
     options = dict(heads=(2, 1), leftpad=(3, 5) if case.padded else None, capacity=capacity, page=page)
     Cached(target, rotary, LENGTHS, case.seqlen_q, cache_dtype=cache_dtype, **options).check()

@@ -10,7 +10,7 @@ from test_cached_positions import over as over_pages
 from test_stored_positions import coordinates, over
 
 BF16, FP16, FP32 = (support.Target("triton", dtype, "cpu") for dtype in (torch.bfloat16, torch.float16, torch.float32))
-PAGES = [  # pages of 64 rows: a tile of keys lies in one page
+PAGES = [  # pages have 64 rows, so that a tile of keys lies in one page
     [Page(-70, 50, 7), Page(0, 64), Page(64, 0), Page(90, 30, 30), Page((1 << 22) + 3, 20)],
     [Page(5, 9)],
 ]
@@ -78,7 +78,8 @@ STORED = {  # (target, scheme, rows of a page, head_dim)
 
 @pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.quick if "d64" in x else ()) for x in STORED])
 def test_stored_positions(machine, name):
-    """Positions may have fractions, be whole or be far away. Bands find their keys by them."""
+    """Stored positions may be fractions, whole numbers or far from 0, and bands select their keys by these
+    positions."""
     target, scheme, page, head_dim = STORED[name]
     c = over(target, scheme, [3 * page - 5, 2 * page + 1], head_dim=head_dim, page=page, **FULL)
     axial = c.rotary.axis
@@ -99,8 +100,8 @@ CODES = {  # (target, rows of a page, head_dim, type of the cache, left padding)
 
 @pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.quick if "d64" in x else ()) for x in CODES])
 def test_codes(machine, name):
-    """Tests tiles of 16 keys, whose product with the weights adds up 16 terms, and tiles with fewer than four bytes per
-    lane."""
+    """Quantized caches with stored positions are right for tiles of 16 keys, whose product with the weights adds up 16
+    terms, and for tiles with fewer than four bytes per lane."""
     target, page, head_dim, cache_dtype, leftpad = CODES[name]
     lengths, options = [3 * page - 5, 2 * page + 1 - 9 * bool(leftpad)], dict(cache_dtype=cache_dtype, leftpad=leftpad)
     c = over(target, "rope", lengths, 1, head_dim, page, **options, **FULL)
@@ -109,7 +110,8 @@ def test_codes(machine, name):
 
 @pytest.mark.parametrize("scheme", ["rerope", "self_extend"])
 def test_queries_at_fractions(machine, scheme):
-    """Queries at fractional positions are right among keys at whole positions that the cache does not store."""
+    """Queries at fractional positions are right over a cache that stores no positions, whose keys are at whole
+    positions."""
     c = over(BF16, scheme, [43, 33], head_dim=64, **FULL)
     c.at(positions=torch.tensor([[40.25, 71.5], [-3.75, 90.625]]), **holes(2, 3, 16)).check(validate=False)
 

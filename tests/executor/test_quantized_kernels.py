@@ -16,7 +16,7 @@ CASES = {  # (target, scheme, head_dim, cache_dtype), options
     "rope-int4-paged-d64-bf16": ((BF16, "rope", 64, "int4"), dict(page=PAGE)),
     "interleaved-int4-d64-fp16": ((FP16, "rope_interleaved", 64, "int4"), dict(num_splits=2)),
     "leaky-int8-paged-d128-fp16": ((FP16, "leaky", 128, "int8"), dict(page=PAGE, seqlen_q=5)),
-    # products that add up 16 terms: hide_codes
+    # products that add up 16 terms need hide_codes
     "rope-int4-d32-fp16": ((FP16, "rope", 32, "int4"), {}),
     "none-int4-d24-bf16": ((BF16, "none", 24, "int4"), dict(page=PAGE)),
     "rope-int8-d16-bf16": ((BF16, "rope", 16, "int8"), {}),

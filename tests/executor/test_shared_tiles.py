@@ -1,4 +1,5 @@
-"""One load of a tile of keys feeds both products where values are channels of the keys, in GPU IR and in PTX."""
+"""If values are channels of the keys, one load of a tile of keys serves both products. This is checked in Triton's GPU
+IR and in PTX."""
 
 import re
 from collections import Counter
@@ -7,7 +8,7 @@ import pytest
 
 from bench.compiling import cases
 
-CASES = {  # head_dim, scheme, raw tiles of keys, how many of them hold values
+CASES = {  # head_dim, scheme, number of tiles of raw keys, how many of these hold values
     "latent": (576, cases.LATENT[0], 6, 4),
     "gemma": (512, cases.SHARED[1], 5, 5),
     "two bands": (128, cases.SHARED_ALL, 2, 2),
@@ -32,7 +33,7 @@ def test_one_copy_and_one_tile(case):
     needed = variant.block_n * head_dim * 2 // (16 * 32 * compiled.metadata.num_warps)
     needed *= variant.num_bands * compiled.metadata.num_stages
     copies = len(re.findall(r"cp\.async\.cg\.shared\.global \[[^\n]*, 0x10,", compiled.asm["ptx"]))
-    assert needed <= copies < 2 * needed  # keys once, and cos and sin of the table
+    assert needed <= copies < 2 * needed  # the keys once, and cos and sin from the table
 
 
 def loops_of(ttgir: str) -> list[str]:

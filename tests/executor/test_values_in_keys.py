@@ -1,4 +1,4 @@
-"""Compiled kernels over caches whose values are channels of the keys, and with weights of keys."""
+"""Tests the compiled kernels over caches whose values are channels of the keys, with and without weights of keys."""
 
 import pytest
 import support
@@ -13,7 +13,7 @@ MLA = Rotary.rope(576, rotary_dim=64, first_channel=512)  # DeepSeek: 512 latent
 IN_FRONT = Rotary.rope(576, rotary_dim=64, interleaved=True)
 GEMMA = Rotary.p_rope(512, 0.25, base=1e6)
 LATENT, ALL = slice(0, 512), slice(None)
-MANY = dict(heads=(40, 1), page=64)  # query heads of one key head: the tile for many rows
+MANY = dict(heads=(40, 1), page=64)  # query heads of one key head, enough for the tile for many rows
 # Target, scheme, channels that are values, number of tiles that hold them, whether keys are weighted, options.
 CASES = {
     "mla-bf16": (BF16, MLA, LATENT, 4, False, {}),
@@ -77,7 +77,7 @@ def test_case(machine, monkeypatch, case):
 
 
 def value_tiles(variant) -> int:
-    """Returns how many tiles of keys hold values."""
+    """Returns how many of the tiles that a block of keys is divided into hold values."""
     if not variant.channels:
         return variant.parts * (1 if variant.interleaved else 2)
     stop = variant.first_value + variant.head_dim_v

@@ -113,7 +113,7 @@ WRONG_AND_RIGHT = {
         "prmt.b32 %r12, %r10, %r11, 0x3124U;\nst.global.b32 [%rd3], %r12;",
         "prmt.b32 %r12, %r10, %r11, 0xb120U;\nst.global.b32 [%rd3], %r12;",
     ),
-    # One byte of %r11 is written, %r15 is not. The last instruction decides whether a bit of %r15 is stored.
+    # One byte of %r11 is written, and no byte of %r15. The last instruction decides whether a bit of %r15 is stored.
     "unwritten half stored": (
         "register used before it was written",
         BYTES + "mov.b32 %r14, {%rs1, %rs3};\nst.global.b32 [%rd3], %r14;",
@@ -278,8 +278,8 @@ def test_ptx_for_another_device(machine, arch):
 
 
 def test_order_of_warps_follows_the_seed(machine):
-    """The order of warps follows the seed. Every warp writes its number to the same place in global memory, where the
-    last number stays."""
+    """The order of warps follows the seed. Every warp writes its number to the same address in global memory, so the
+    last number stays there."""
     last = set()
     for seed in range(8):
         machine.reset(seed=seed)
@@ -321,7 +321,7 @@ def test_races_of_blocks(machine, first, others, finding):
 
 def test_order_of_blocks_follows_the_seed(machine):
     """The order of blocks follows the seed. Each block adds a number to a float32 sum. The numbers differ so much in
-    size that the order shows."""
+    size that rounding shows the order."""
     body = """
     mov.u32 %r13, %ctaid.x;
     shl.b32 %r13, %r13, 26;
@@ -347,8 +347,8 @@ def test_counters(machine):
 
 
 def test_false_claim_of_alignment(machine, monkeypatch):
-    """A false claim of alignment is noticed: the second row of k has an odd address, but the launch uses the kernel for
-    aligned rows."""
+    """The executor notices a misaligned access: the second row of k has an odd address, but the launch uses the kernel
+    for aligned rows."""
     target = support.Target("triton", torch.float16, "cpu")
     p = support.problem(target, support.SCHEMES["rerope"](64), 150, heads=2, seed=1, softmax_scale=0.02)
     room = torch.zeros(1, 150, 1, 67, dtype=torch.float16)

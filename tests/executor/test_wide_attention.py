@@ -1,4 +1,5 @@
-"""Compiled kernels without a cache for heads of 257 to 512 channels: forward, statistics, dK, dV, dQ, and rotate."""
+"""Tests the compiled kernels without a cache for heads of 257 to 512 channels: forward, statistics, dK, dV, dQ, and
+rotate."""
 
 import pytest
 import support
@@ -10,7 +11,7 @@ from test_rotate import check as check_rotated
 
 BF16, FP16, FP32 = (support.Target("triton", dtype, "cpu") for dtype in (torch.bfloat16, torch.float16, torch.float32))
 GEMMA = Rotary.p_rope(512, 0.25, base=1e6)  # Gemma 4's global layers
-SMALL_SHARED = (86, 89, 120)  # the backward in float32 has five products only
+SMALL_SHARED = (86, 89, 120)  # the backward in float32 is offered with five products only
 slow = pytest.mark.slow
 pytestmark = pytest.mark.filterwarnings("ignore:deterministic:UserWarning")
 CASES = {  # target, scheme, lengths, options

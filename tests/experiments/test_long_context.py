@@ -37,9 +37,10 @@ def test_rows_are_paired_window_by_window(tmp_path):
     journals = long_context.read(tmp_path)
     base, rerope, ntk = long_context.rows_of(journals)
     assert (base.scheme, rerope.scheme, ntk.scheme) == ("stock", "ReRoPE", "NTK")
-    assert base.bins == (1.5,) * 16 and rerope.bins == (1.125,) * 16 and (rerope.windows, ntk.windows) == (2, 1)
+    assert base.bins == (1.5,) * 16 and rerope.bins == (1.125,) * 16
+    assert (rerope.windows, ntk.windows) == ((2, 2), (1, 1))
     assert sorted(rerope.changes) == [-0.5] * 8 + [-0.25] * 8
-    lines = long_context.table(journals).splitlines()
+    lines = long_context.table(journals, long_context.COLUMNS).splitlines()
     assert lines[3].startswith("| ReRoPE | w | 2 | 1.125 |") and "| -0.375 ± 0.0" in lines[3]
     assert lines[2].startswith("| the model as it is |") and lines[2].endswith("|  |")
     for rows in journals:
@@ -51,10 +52,21 @@ def test_rows_are_paired_window_by_window(tmp_path):
         long_context.read(tmp_path)
 
 
+def test_shorter_windows_count_where_they_reach(tmp_path):
+    journal(tmp_path / "positions-a.jsonl", [row("stock", [2.0] * 16), row("ReRoPE", [1.0] * 16)])
+    short = [row("stock", [4.0] * 8), row("ReRoPE", [2.0] * 8), row("Leaky ReRoPE", [0.0] * 8)]
+    journal(tmp_path / "positions-b.jsonl", short)
+    base, rerope = long_context.rows_of(long_context.read(tmp_path))
+    assert base.bins == (3.0,) * 8 + (2.0,) * 8 and rerope.bins == (1.5,) * 8 + (1.0,) * 8
+    assert base.windows == rerope.windows == (2, 1) and sorted(rerope.changes) == [-2.0] * 8 + [-1.0] * 8
+    lines = long_context.table(long_context.read(tmp_path), long_context.COLUMNS).splitlines()
+    assert len(lines) == 4 and lines[2].startswith("| the model as it is |  | 2 / 1 | 3.000 | 3.000 | 2.000 |")
+
+
 def test_numbers_found_by_scheme_and_length(tmp_path):
     cells = [
         {"scheme": scheme, "length": length, "depth": depth, "trials": 2, "found": found, "log_probability": log_p}
-        | {"words": "w"}
+        | {"words": "w", "chosen": None}
         for scheme, length, depth, found, log_p in (
             ("ReRoPE", 4096, 0.0, 2, -0.5),
             ("ReRoPE", 4096, 1.0, 1, -1.0),
@@ -68,6 +80,30 @@ def test_numbers_found_by_scheme_and_length(tmp_path):
     assert "4,096 tokens: found" in lines[0] and "8,192 tokens: found" in lines[0] and len(lines) == 4
     assert lines[2] == "| the model as it is | w | 0 of 2 (0% to 66%) | -17.00 |  |  |"
     assert lines[3] == "| ReRoPE | w | 3 of 4 (30% to 95%) | -0.50 | 1 of 2 (9% to 91%) | -0.75 |"
+    first, second = long_context.retrieval_picture(tmp_path).axes[:2]
+    assert (first.get_title("left"), second.get_title("left")) == ("the model as it is", "ReRoPE, w")
+    assert second.images[0].get_array().tolist() == [[1.0, 0.5], [0.5, None]]
+
+
+def test_losses_of_the_second_copy_by_scheme_and_length(tmp_path):
+    for name, shift in (("a", 0.0), ("b", 1.0)):
+        rows = [
+            {"scheme": scheme, "context": context, "length": length, "windows": [loss + shift, loss + shift]}
+            for scheme, context, length, loss in (
+                ("ReRoPE", "copy", 2048, 1.0),
+                ("ReRoPE", "copy", 4096, 2.0),
+                ("ReRoPE", "text", 4096, 9.0),
+                ("stock", "copy", 2048, 3.0),
+            )
+        ]
+        (tmp_path / f"copied-{name}.json").write_text(json.dumps({"rows": rows}))
+    half = long_context.half_interval([1.0, 1.0, 2.0, 2.0])
+    assert long_context.copied_table(tmp_path).splitlines() == [
+        "| scheme | windows | 2,048 tokens | 4,096 tokens |",
+        "|---|---:|---:|---:|",
+        f"| the model as it is | 4 | 3.500 ± {half:.3f} |  |",
+        f"| ReRoPE | 4 | 1.500 ± {half:.3f} | 2.500 ± {half:.3f} |",
+    ]
 
 
 PAGE = """<html><head><title>T</title><style>p {}</style></head><body><h1>A head</h1><p>One <b>bold</b>

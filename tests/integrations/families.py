@@ -202,8 +202,9 @@ def released_width(name: str) -> str:
 
 
 def difference_at(model, calls=CALLS) -> float:
-    """Returns the largest difference of any logit of a model from itself converted, relative to logits of size 3:
-    without a cache, and padded with one, or without one if calls is None. No token stands for an image or a sound."""
+    """Converts a model and returns the largest change of any logit, relative to logits of size 3. Compares a call
+    without a cache, and padded calls over a cache (calls None: a padded call without a cache). No token stands for an
+    image or a sound."""
     ids = tokens().clamp(max=50)
 
     def both() -> list[torch.Tensor]:
@@ -231,7 +232,7 @@ def table() -> str:
 
 
 def shapes() -> str:
-    """Returns a table of the shapes in released.py, all of them at the released head widths."""
+    """Returns a table of the shapes in released.py, which have the released head widths."""
     from released import HERE, SHAPES, WHAT, released
 
     columns = [column for column in RUNS if column != "padded on the right"]

@@ -94,8 +94,8 @@ def test_undo_finds_layers_whose_names_have_changed():
 
 
 def test_names_of_what_a_conversion_leaves():
-    """Attributes of modules and caches have the project's name. The attention's name cannot, because transformers
-    treats names with "flash" specially."""
+    """Attributes that a conversion leaves on modules and caches contain the project's name. The attention's name
+    cannot, because transformers treats names with "flash" specially."""
     model = tiny("llama")
     before = {key for module in model.modules() for key in vars(module)}
     cache = convert(model, window=6)(tokens(), use_cache=True).past_key_values

@@ -26,7 +26,7 @@ THREE = [E2B, "Gemma 4 12B", SINGLE]  # 31B is 26B-A4B without experts
 
 @pytest.fixture
 def rows(monkeypatch):
-    """The number of queries of every layer's call."""
+    """Records the number of queries of every layer's call."""
     found, attend = [], attention._attend
 
     def watched(scheme, query, *arguments):
@@ -38,7 +38,7 @@ def rows(monkeypatch):
 
 
 def test_schemes():
-    """Global layers have 512 channels, a quarter of whose pairs rotate."""
+    """Global layers have 512 channels, and a quarter of their pairs rotate."""
     local, every = Rotary.rope(256, 10_000.0).local(8), Rotary.p_rope(512, 0.25, base=1e6)
     found = schemes(convert(released.released(E2B)))
     assert found[0] == found[2] == local
@@ -65,7 +65,7 @@ def test_rows_that_sharing_layers_drop(rows, cache, kept, mask):
 
 
 def test_dropped_rows_with_gradients():
-    """The gradients of the rows that are kept."""
+    """The gradients of the kept rows equal those of the stock model."""
     found = {}
     for converted in (False, True):
         model = released.released(E2B).train()
@@ -95,7 +95,7 @@ def test_gradients(name, case):
 
 
 def test_other_schemes():
-    """Global layers may get another scheme. Local ones have a window, which leaves nothing to rectify."""
+    """Global layers may get another scheme. Local layers see only a window, so there is nothing to rectify."""
     model = released.released(E2B)
     with pytest.raises(ValueError, match="window: expected a model whose layers see all keys"):
         convert(model, window=6)
@@ -128,8 +128,9 @@ def wrapped(name: str):
 
 @pytest.mark.parametrize("name", [E2B, SINGLE])
 def test_the_decoder_inside_a_multimodal_model(name, recwarn):
-    """Text is served. The larger models let the tokens of an image see one another: convert warns of it, and a call
-    with an image is refused by name. In E2B and E4B tokens of images are causal, too."""
+    """The decoder inside a multimodal model works for text. In the larger models the tokens of an image see one
+    another: convert warns of this, and a call with an image raises an error about its mask. In E2B and E4B image tokens
+    are causal like text."""
     model, ids = wrapped(name), tokens() % 50
     stock = logits(model, ids, padded()), model.generate(ids, max_new_tokens=4, do_sample=False)
     types = torch.zeros_like(ids)
@@ -159,7 +160,7 @@ def test_what_is_refused():
 
 @pytest.mark.slow
 def test_the_example(tmp_path, monkeypatch, capsys):
-    """examples/train_gemma4.py trains on packed rows, whose losses are those of the stock model."""
+    """examples/train_gemma4.py trains on packed rows. Their losses are those of the stock model."""
     pytest.importorskip("accelerate", reason="accelerate is not installed, which Trainer needs")
     root = Path(__file__).resolve().parents[2]
     monkeypatch.syspath_prepend(str(root / "examples"))

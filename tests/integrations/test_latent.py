@@ -23,7 +23,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, DynamicCache
 pytestmark = pytest.mark.skipif(not LATENT, reason="this transformers has no latent attention")
 V2, V3 = "DeepSeek V2 Lite", "DeepSeek V3, R1, Kimi K2"
 ONE_OF_EACH = [V2, V3]
-SMALL = "deepseek_v3"  # 16 channels and 8 rotary ones behind them
+SMALL = "deepseek_v3"  # 16 channels that do not rotate, then 8 that do
 
 
 @pytest.mark.parametrize("name", ONE_OF_EACH)
@@ -43,7 +43,8 @@ def test_gradients(name, case):
 
 
 def test_the_scheme_of_the_layers_and_of_the_projections():
-    """The layers of DeepSeek V3 reorder interleaved channels into halves before they attend; those of V2 do not."""
+    """The layers of DeepSeek V3 reorder interleaved channels into halves before attention. The layers of V2 keep them
+    interleaved."""
     half = Rotary.rope(192, rotary_dim=64, first_channel=128)
     pairs = Rotary.rope(192, rotary_dim=64, first_channel=128, interleaved=True)
     for name, expected, projected in (("deepseek_v2", pairs, pairs), ("deepseek_v3", half, pairs)):
@@ -58,7 +59,8 @@ def test_the_scheme_of_the_layers_and_of_the_projections():
 
 
 def test_the_scale_of_yarn():
-    """mscale cancels in the table where it equals mscale_all_dim, whose square is in the module's softmax scale."""
+    """If mscale equals mscale_all_dim, the factors cancel in the table. The module's softmax scale contains the square
+    of the factor of mscale_all_dim."""
     layer = convert(released.released(V3)).model.layers[0].self_attn
     assert layer._flashrope.rotary.rotated_scale == 1 and layer._flashrope.rotary.temperature == 1
     assert layer.scaling == pytest.approx(192**-0.5 * (0.1 * math.log(4.0) + 1) ** 2)
@@ -72,7 +74,7 @@ def test_the_scale_of_yarn():
 
 
 def options_of(scheme: str, train: int) -> dict:
-    """Returns options of ``convert`` for a training length."""
+    """Returns the scheme's options of ``convert`` for a training length."""
     if scheme == "p-rope":  # the slowest of four pairs hardly turns in so short a text
         return {"p_rope": 0.25}
     return SCHEMES[scheme].options(Lengths(train, 2 * train))
@@ -81,8 +83,8 @@ def options_of(scheme: str, train: int) -> dict:
 @pytest.mark.parametrize("scheme", [name for name in SCHEMES if name != "stock"])
 @pytest.mark.parametrize("name", ["deepseek_v2", SMALL])
 def test_a_layer_is_the_formula(name, scheme):
-    """Every scheme of the catalogue, for texts of more than the training length: the formula in float64, with and
-    without a cache."""
+    """Under every scheme of the catalogue, a layer equals the formula in float64 on texts that exceed the training
+    length, with and without a cache."""
     train = 136 if scheme.startswith("dual-chunk") else 16  # whose chunks are whole tiles of 128
     ids = tokens(seqlen=300 if train > SEQLEN else SEQLEN)
     model = tiny(name, max_position_embeddings=train, num_hidden_layers=1)
@@ -114,7 +116,7 @@ def test_a_layer_is_the_formula(name, scheme):
 
 @pytest.mark.parametrize("changes", [{}, dict(window=6)], ids=str)
 def test_passages_move(changes):
-    """A cache holds latents without position and raw rotary channels, so passages can be joined."""
+    """Passages can be joined, because a cache holds latents without positions and rotary channels before rotation."""
     model = convert(tiny(SMALL), **changes)
     ids = tokens(1)
     head = prefill_passage(model, ids[:, :9])
@@ -142,7 +144,7 @@ INDEXED = ["axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4"]
 
 @pytest.mark.parametrize("name", [name for name in INDEXED if name in families.CAUSAL_LM])
 def test_sparse_indexers_are_refused(name):
-    """By name, before a forward, with untested=True as well."""
+    """Before a forward, convert raises an error that names the model type, also with untested=True."""
     with torch.device("meta"):
         model = families.causal_lm(AutoConfig.for_model(name, num_hidden_layers=2))
     for untested in (False, True):

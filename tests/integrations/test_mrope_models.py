@@ -17,7 +17,7 @@ SMALL = dict(hidden_size=128, num_attention_heads=4, num_key_value_heads=2)
 
 
 def family_of(model_type: str):
-    """Returns (configuration class, modeling module) of a model type; skips where this transformers lacks it."""
+    """Returns (configuration class, modeling module) of a model type; skips if the installed transformers lacks it."""
     family = model_type
     for suffix in ("_talker_text", "_talker", "_text"):
         family = family.removesuffix(suffix)

@@ -1,4 +1,4 @@
-"""SharedKeysCache and LatentCache: tokens and logits of the library's caches, from one tensor a layer."""
+"""SharedKeysCache and LatentCache give the tokens and logits of the library's caches with one tensor per layer."""
 
 import copy
 import pickle
@@ -23,7 +23,8 @@ ONE_OF_EACH = ["Gemma 4 12B", "DeepSeek V3, R1, Kimi K2"]
 
 @pytest.fixture
 def cached(monkeypatch):
-    """Per call over a cache: (channels of k, channels of v, whether v lies in k, whether keys have weights)."""
+    """Records for every call over a cache: (channels of k, channels of v, whether v lies in k, whether keys have
+    weights)."""
     found, attend = [], attention.attention_with_cache
 
     def watched(q, k, v, *arguments, **options):
@@ -43,7 +44,7 @@ def bytes_of(cache) -> int:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_logits(name, cached):
-    """They are the stock model's, also with padding, and from rows that are read in place."""
+    """The logits are the stock model's, also with padding. The calls read the cache's rows in place."""
     model = released.released(name)
     stock = logits(model, tokens(), calls=CALLS), logits(model, tokens(), padded(), calls=CALLS)
     convert(model)
@@ -60,7 +61,8 @@ def test_logits(name, cached):
 @pytest.mark.parametrize("how", [{}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 3}], ids=str)
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_tokens(name, how):
-    """Greedy decoding, beams, whose search reorders the cache, and guesses, which crop it, give the same tokens."""
+    """Greedy decoding, beam search and prompt lookup give the same tokens. Beam search reorders the cache, and prompt
+    lookup crops it."""
     model = convert(released.released(name))
     batch = 1 if "prompt_lookup_num_tokens" in how else 2
     ids, found = tokens(batch, 14), []
@@ -108,7 +110,8 @@ def test_crop_copy_select_and_repeat(name):
 
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_bytes(name):
-    """Half for layers with one projection. As many as in the library's cache of latents."""
+    """Layers with one projection for keys and values take half the bytes of the library's cache. Latents take as many
+    bytes as in the library's cache of latents."""
     model, sizes = convert(released.released(name)), []
     for cache in (DynamicCache(config=model.config), KINDS[name](model.config)):
         logits(model, tokens(), calls=[SEQLEN], cache=cache)
@@ -118,7 +121,7 @@ def test_bytes(name):
 
 
 def test_what_is_absorbed(cached):
-    """Neither long calls, nor calls with gradients, nor projections that are not plain linear layers."""
+    """The projections are absorbed only in short calls without gradients, and only if they are plain linear layers."""
     model = convert(tiny("deepseek_v3"))
     ids = tokens(1, 140)
     full, cache = logits(model, ids), LatentCache(model.config)

@@ -1,6 +1,6 @@
-"""Every tested family with the head widths of its released models: convert takes them, and logits are the same.
+"""Converts every tested family at the head widths of its released models, and compares logits with the stock model.
 
-The other tests run small heads. A width that a kernel, a check or a rope type does not take would pass them.
+The other tests run small heads. They would not notice a width that a kernel, a check or a rope type does not support.
 """
 
 import pytest
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.mark.parametrize("name", HERE)
 def test_a_family(name):
-    """The docs name the width."""
+    """At released widths, logits are the stock model's, and docs/families.md states the width."""
     model = wide(name)
     assert difference_at(model) <= BOUND and families.widths(model) == released_width(name)
     assert documented()[name][1] == released_width(name)
@@ -28,7 +28,8 @@ def test_a_family(name):
 
 @pytest.mark.parametrize("name", vision_models.HERE)
 def test_the_text_decoder_of_a_vision_language_model(name):
-    """The cache is that of generate: the stock Omni thinkers fail in later calls of several tokens."""
+    """The text decoder gives the stock model's tokens. The comparison over a cache uses generate, because the stock
+    Omni thinkers fail in later calls of several tokens."""
     model, ids = vision_models.wide_vision(name), tokens(1).clamp(max=50)
 
     def generated() -> torch.Tensor:
@@ -40,7 +41,8 @@ def test_the_text_decoder_of_a_vision_language_model(name):
 
 
 def test_widths_that_are_known():
-    """What the model cards say, so that the defaults are not taken on trust."""
+    """The widths of five families are those on their model cards, so the configurations' defaults are checked
+    independently."""
     known = {"gemma3_text": "256", "gemma4_text": "256, 512", "llama": "128", "deepseek_v3": "192", "gpt_oss": "64"}
     assert {name: released_width(name) for name in known if name in HERE} == {
         n: w for n, w in known.items() if n in HERE

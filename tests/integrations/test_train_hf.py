@@ -88,7 +88,7 @@ def test_a_resumed_run_ends_bitwise_where_the_whole_one_does(example, trained, t
     shutil.copytree(trained.parent / "kept" / f"checkpoint-{step}", tmp_path / "run" / f"checkpoint-{step}")
     assert example.main(options(tmp_path / "run")) == 0
     whole, resumed = trained / f"checkpoint-{STEPS}", tmp_path / "run" / f"checkpoint-{STEPS}"
-    assert len(steps) == STEPS - step  # a run from the start would end there, too
+    assert len(steps) == STEPS - step  # a run from the start would reach the same last step
     assert losses(whole) == losses(resumed)
     for name, weight in weights(whole).items():
         assert torch.equal(weight, weights(resumed)[name]), name

@@ -58,7 +58,7 @@ def test_values_of_another_width(widths):
 
 @pytest.mark.parametrize("width", [3, 17, 64])
 def test_needles_at_the_edges_of_a_window(width):
-    """A key that is three times as long as the others is at the right distance, just before or after an edge of a
+    """A key that is three times as long as the others is found at its distance, just before or after an edge of a
     window, a strip, a block or a tile."""
     keys = 200
     needles = sorted(
@@ -127,8 +127,8 @@ def test_what_is_multiplied_in_bfloat16(monkeypatch):
 @pytest.mark.parametrize("which", ["q", "k", "v", "grad_out", "grad_lse"])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf], ids=str)
 def test_gradients_of_what_is_not_finite(monkeypatch, which, value):
-    """Numbers that are not finite use the backward in float32. It keeps a row from affecting the keys that it does not
-    see."""
+    """Numbers that are not finite use the backward in float32. That backward keeps a row from affecting the keys that
+    it does not see."""
     p = support.problem(BRAIN, Rotary.rope(64).local(20), 100, batch=2, heads=2, group=1)
     dirty = getattr(p, which).clone()
     dirty[(0, 50) if which != "grad_lse" else (0, 0, 50)] = value

@@ -133,8 +133,8 @@ def test_neighbors_and_threads_change_nothing():
 @pytest.mark.parametrize("lengths", [(130, 130), (65, 200), (200, 65), (64, 64), (1, 129)], ids=str)
 @targets
 def test_tiles(target, lengths, causal):
-    """Takes more than a tile of queries and a block of keys, complete and incomplete, windows shorter and longer than a
-    block, and channels after the rotated ones."""
+    """Results are right for more than a tile of queries and a block of keys, complete and incomplete, for windows
+    shorter and longer than a block, and for channels after the rotated ones."""
     for rotary in (
         SCHEMES["leaky"],
         Rotary.rope(64).rectify(20),
@@ -146,7 +146,8 @@ def test_tiles(target, lengths, causal):
 
 
 def test_positions_and_batch_tables():
-    """Explicit positions differ between the sequences, and so do the tables of cos and sin."""
+    """Results are right if explicit positions, and therefore the tables of cos and sin, differ between the
+    sequences."""
     positions = torch.rand(2, 70, generator=torch.Generator().manual_seed(2)) * 100
     support.check(FLOAT, support.problem(FLOAT, Rotary.rope(16), 70, batch=2, positions=positions))
 

@@ -1,5 +1,5 @@
-"""Compares explicit positions of cached tokens on the CPU with the formula: runs of several blocks and chunks, in any
-tables."""
+"""Compares explicit positions of cached tokens on the CPU with the formula, for runs that span several blocks and
+chunks, given by any of the tables."""
 
 import dataclasses
 
@@ -29,8 +29,8 @@ def of_documents(target, rotary, seqlen_q, *starts, entries=6, page=PAGE, **opti
 @pytest.mark.parametrize("scheme", LONG)
 @pytest.mark.parametrize("seqlen_q", [1, 3])
 def test_decoding(target, scheme, seqlen_q):
-    """Runs of positions span several blocks and chunks of the kernel, or a part of one. The second sequence is
-    one run."""
+    """Decoding is right if runs of positions span several blocks and chunks of the kernel, or a part of one. The second
+    sequence is a single run."""
     starts = {2: 127, 3: 500, 14: 2000, 15: 2064 + 1}, {0: -700}
     of_documents(target, LONG[scheme](64), seqlen_q, *starts, entries=20, page=64, lengths=[1259, 1280]).check()
 
@@ -73,7 +73,7 @@ def test_stored(target, seqlen_q, paged, kind, monkeypatch):
 
 @pytest.mark.parametrize("seqlen_q", [3, 70])
 def test_masks_with_queries_that_see_no_key(seqlen_q):
-    """Queries come in any order. Some queries precede all keys of a block, and their neighbours do not."""
+    """Queries are right in any order. Some queries precede all keys of a block, and their neighbours do not."""
     positions = torch.randint(-20, 190, (2, seqlen_q), generator=torch.Generator().manual_seed(5))
     positions[:, 1] = -5
     slots = (torch.arange(96.0) * 1.5 + 3).repeat(2, 1)

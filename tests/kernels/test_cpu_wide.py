@@ -36,7 +36,8 @@ SCHEMES = {
 
 @pytest.fixture(autouse=True)
 def only_compiled(compiled, monkeypatch):
-    """Makes what the kernels are composed of raise."""
+    """Replaces the functions that composed calls use by one that raises, so that only compiled kernels can serve a
+    call."""
 
     def refuse(*_, **__):
         raise AssertionError("composed of PyTorch's kernels")
@@ -59,7 +60,8 @@ def reading(target, rotary, seqlen_q=1, **options) -> Cached:
 @pytest.mark.parametrize("head_dim", [264, 320, 384, 512])
 @targets
 def test_decoding(target, head_dim, scheme):
-    """Every width and scheme meets every number of query heads per key head."""
+    """Decoding is right for every width and scheme. The numbers of query heads per key head alternate over the
+    cases."""
     groups = list(GROUPS.values())
     number = (264, 320, 384, 512).index(head_dim) + list(SCHEMES).index(scheme) + TARGETS.index(target)
     rotary = SCHEMES[scheme](head_dim)
@@ -100,7 +102,7 @@ def test_rotary_channels_anywhere_over_quantized_caches(cache_dtype):
 @pytest.mark.parametrize("widths", [(192, 128), (512, 64), (320, 264), (40, 24), (128, 64)], ids=str)
 @targets
 def test_narrow_values(target, widths):
-    """Values are narrower than keys, with and without whole vectors. New rows are written too."""
+    """Values may be narrower than keys, with and without whole vectors. New rows are written too."""
     rotary, options = Rotary.rope(widths[0]).rectify(90), dict(head_dim_v=widths[1])
     for heads, queries in (((1, 1), 1), ((8, 1), 1), ((2, 1), 3)):
         Cached(target, rotary, (600, 3), queries, heads=heads, page=16, **options).check()
@@ -123,7 +125,7 @@ VALUES_IN_KEYS = {  # scheme, channels that are values
 @pytest.mark.parametrize("case", VALUES_IN_KEYS)
 @targets
 def test_values_in_keys(target, case, weighted):
-    """Values are channels of the keys, which may be weighted. New rows are written too."""
+    """Values may be channels of the keys, and the keys may be weighted. New rows are written too."""
     rotary, values = VALUES_IN_KEYS[case]
     weight = torch.rand(rotary.head_dim, generator=torch.Generator().manual_seed(7)) * 2 - 0.5
     options = dict(values=values, key_weight=weight if weighted else None)
@@ -141,7 +143,8 @@ def test_weights_are_read_in_their_order():
 
 @pytest.mark.parametrize(("head_dim", "heads"), [(264, (1, 1)), (264, (4, 1)), (512, (1, 1))], ids=str)
 def test_needles_at_the_edges_of_a_window(head_dim, heads):
-    """Only one key differs from zero. It is beside an edge of a vector of keys, a block, a chunk or a window."""
+    """A single nonzero key is found at its distance, next to an edge of a vector of keys, a block, a chunk or a
+    window."""
     rotary, keys = Rotary.rope(head_dim).rectify(301), 576
     check_needles(rotary, {0, 16, 64, 512, keys - 301, keys}, keys, heads_kv=heads[0], group=heads[0])
 
@@ -177,8 +180,8 @@ def test_layouts_are_bitwise_identical(target, layout, head_dim):
 @pytest.mark.parametrize("head_dim", [264, 384, 512])
 @targets
 def test_tiles(target, head_dim, lengths, causal):
-    """Takes more than a tile of queries and a block of keys, complete and incomplete. At these widths a tile has fewer
-    rows."""
+    """Results are right for more than a tile of queries and a block of keys, complete and incomplete. At these widths a
+    tile has fewer rows."""
     scheme = {264: "interleaved", 384: "behind", 512: "p_rope"}[head_dim]
     rotary = SCHEMES[scheme](head_dim)
     support.check(target, support.problem(target, rotary, *lengths, heads=4, causal=causal, layout="poisoned"))

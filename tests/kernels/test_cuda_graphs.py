@@ -22,7 +22,8 @@ def int32(values):
 
 
 def test_the_first_call_of_a_scheme_lies_in_a_graph_of_the_compiler():
-    """The tables of a scheme outlive the pool of the compiler's CUDA graph in which its first call lies."""
+    """If the first call of a scheme is part of a compiler's CUDA graph, the scheme's tables outlive the memory pool of
+    this graph."""
     rotary = Rotary.rope(64, base=12_347.0).rectify(50)  # no other test builds its tables
     compiled = torch.compile(lambda q, k, v: attention(q, k, v, rotary), mode="reduce-overhead", fullgraph=True)
     with torch.no_grad():
@@ -147,7 +148,7 @@ def test_on_a_device_that_is_not_the_current_one():
 @pytest.mark.parametrize("known_table", [False, True])
 def test_first_use_inside_a_capture_is_refused(known_table):
     rotary, x = Rotary.rope(48, base=12_391.0), torch.zeros(1, 100, 1, 48, dtype=torch.bfloat16, device="cuda")
-    if known_table:  # float32 needs a kernel of its own
+    if known_table:  # float32 needs a separate kernel
         attention(x, x, x, rotary)
         x = x.float()
     with pytest.raises(RuntimeError, match="before the capture"), torch.cuda.graph(torch.cuda.CUDAGraph()):

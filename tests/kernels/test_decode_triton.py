@@ -76,8 +76,8 @@ def products_by_row(monkeypatch):
 @pytest.mark.parametrize(("rotary", "length"), [(RECTIFIED, 131), (Rotary.rope(32).local(4 * BLOCK), 5 * BLOCK + 2)])
 @pytest.mark.parametrize("num_splits", [1, 3])
 def test_chunks_change_no_bit(products_by_row, num_splits, rotary, length):
-    """Compares six queries of one call with calls of one and of three queries, bit for bit. The second scheme's window
-    begins a block later for the last query: a block still belongs to the same split."""
+    """Compares six queries of one call with calls of one and of three queries, bit for bit. For the last
+    query, the second scheme's window begins one block later. Even so, every block must belong to the same split."""
     q, (k, v) = random(1, 6, HEADS_Q, 32, seed=9).float(), random(2, 1, 6 * BLOCK, HEADS_KV, 32).float()
     whole = attend(q, k, v, [length], rotary, num_splits=num_splits)
     for size in (1, 3):
@@ -103,7 +103,7 @@ def test_a_tile_of_keys_that_a_band_reaches_in_part_is_rotated():
     """A tile of keys that a band reaches only in part is rotated. The first query sees its farthest key of the near
     band in the last rows of the tile."""
     window, target = 40, support.Target("triton", torch.float32, DEVICE)
-    ahead = window - 1 + configs.ROTATE_ROWS * 3 // 4  # keys before the first query; the tile before is not needed
+    ahead = window - 1 + configs.ROTATE_ROWS * 3 // 4  # keys before the first query; the tile before them is not needed
     rotary = Rotary.rope(32).rectify(window, 8)
     assert len(set(lower(rotary, True).k_stops)) == 2
     Cached(target, rotary, (ahead + CHUNK, ahead + CHUNK + 3), CHUNK, capacity=160).check()

@@ -100,7 +100,7 @@ class Calls(random.Random):
         (self.dense, self.packed, self.cached)[seed % 3]()
 
     def tensor(self, *shape, grad=False):
-        """Returns a contiguous tensor, a view whose rows or whose first element are not aligned to 16 bytes, or a
+        """Returns a contiguous tensor, a view in which the rows or the first element are not aligned to 16 bytes, or a
         tensor with the heads first."""
         layout, (*rows, heads, head_dim) = (
             self.choice(("contiguous", "contiguous", "heads first", "window", "odd")),
@@ -292,8 +292,8 @@ def test_a_grid_that_triton_would_skip(monkeypatch):
 @pytest.mark.slow
 @without_gpu
 def test_host_work_of_a_call():
-    """Limits the number of functions that Python calls until the kernels are queued to about a tenth more than
-    today."""
+    """Until the kernels of a call are queued, Python calls at most about a tenth more functions than when the limit was
+    set."""
     done = subprocess.run(
         [sys.executable, "-m", "bench", "host", "--blocks", "2", "--calls", "1"],
         capture_output=True,

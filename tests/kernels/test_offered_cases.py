@@ -68,7 +68,7 @@ def test_every_combination_has_a_case():
 
 def test_every_two_values_meet_in_the_sample():
     """The sample covers every pair of values of two axes that are offered together, for example every head_dim with
-    every bit width. Only a contiguous cache with tables of pages does not exist."""
+    every bit width. The only missing pair is a contiguous cache with tables of pages, which does not exist."""
     axes = enumerate((*offered.AXES, offered.SCHEMES, offered.SEQLENS, offered.PADDED))
     expected = {
         ((i, x), (j, y))
@@ -86,7 +86,7 @@ def test_every_two_values_meet_in_the_sample():
 
 @pytest.mark.parametrize("axis, value", [(0, 520), (1, 24), (2, torch.float64), (3, torch.int16), (4, "tables")])
 def test_refused(axis, value):
-    """The probe refuses what the checks refuse. This shows that it can fail."""
+    """is_offered refuses what the checks refuse. This shows that it can return False."""
     combination = [64, 0, torch.float16, None, None]
     assert offered.is_offered(*combination)
     combination[axis] = value

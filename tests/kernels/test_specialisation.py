@@ -91,7 +91,7 @@ def specialisations(script: str) -> dict[str, int]:
 
 LAYOUTS = ("sequence first", "heads first", "packed")
 KERNELS = dict.fromkeys(("rotate_rows", "attention_forward", "attention_statistics", "attention_finish_grad_q"), 1)
-# With gradients of scores stored and not, and with dQ added up.
+# Three backwards run: one that stores gradients of scores, one that does not, and one in which atomics accumulate dQ.
 KERNELS |= {"attention_grad_kv": 3, "attention_grad_q": 2}
 
 

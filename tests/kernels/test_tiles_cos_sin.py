@@ -62,8 +62,8 @@ def stored_cos_and_sin(out, table, positions, base, M: tl.constexpr, VARIANT: tl
 
 @pytest.mark.parametrize("frequency", [1.0, 7.5])
 def test_any_stored_position(frequency):
-    """Stored positions are exact, whole or not, on both sides of 0, below and above what a float32 resolves, and with a
-    page's position added."""
+    """cos and sin of stored positions are exact: for whole and fractional positions, on both sides of 0, below and
+    above the resolution of float32, and with a page's position added."""
     rotary = Rotary.from_inv_freq(frequency * ROTARY.inv_freq, 32)
     table, shape = turn_table(rotary, True, torch.device("cpu")), Variant(32, 32)
     generator = torch.Generator().manual_seed(0)
@@ -92,8 +92,8 @@ def store_cos_and_sin(out, angles, M: tl.constexpr):
 
 
 def test_the_polynomials_serve_an_eighth_of_a_turn_on_both_sides():
-    """The polynomials are accurate within an eighth of a turn on both sides: their error stays far below 4e-6, the size
-    that it has beyond."""
+    """Within an eighth of a turn on both sides, the polynomials' error stays far below 4e-6. Outside that range it
+    reaches 4e-6."""
     ends = (torch.arange(-4, 4).repeat_interleave(3) << 61) + torch.tensor([-1, 0, 1]).repeat(8) * 2**32
     within = torch.randint(-(2**63), 2**63 - 1, (1000,), generator=torch.Generator().manual_seed(0))
     angles = torch.cat([ends, within])

@@ -144,7 +144,7 @@ def test_processes_do_not_lose_each_others_winners(file):
     for worker in workers:
         worker.start()
     while any(worker.is_alive() for worker in workers):
-        store.read(file)  # never half a file
+        store.read(file)  # a reader never sees half a file
     assert [worker.exitcode for worker in workers] == [0, 0]
     assert len(store.read(file)[SETUP]) == 40
 

@@ -125,7 +125,8 @@ def test_layouts(target, layout):
 
 
 def test_packed_projection(exact):
-    """q, k and v may be views of one projection, and the gradient of their sum may have stride 0."""
+    """q, k and v may be views of one projection, and grad_out may be expanded from a scalar (stride 0), as in
+    out.sum().backward()."""
     qkv = support.random((2, 40, 6, 16), exact, 8)
     q, k, v = qkv.split((4, 1, 1), dim=2)
     grad_out = torch.ones((), device=exact.device, dtype=exact.dtype).expand(q.shape)

@@ -279,7 +279,8 @@ def test_a_transposed_layout_is_suspected(q, k, why):
         (like(1, 8, 4), like(1, 4, 2), {}),
         (like(1, 8, 4), like(1, 0, 4), {}),
         (like(1, 1, 32), like(1, 64, 8), {}),
-        (like(1, 4, 128), like(1, 4, 128), {}),  # DeepSeek-V3 has 128 heads; cannot be told from (batch, heads, seqlen)
+        # DeepSeek-V3 has 128 heads. This shape cannot be distinguished from (batch, heads, seqlen).
+        (like(1, 4, 128), like(1, 4, 128), {}),
         (like(1, 4, 232), like(1, 4, 8), {}),  # Falcon 180B
     ],
 )

@@ -99,7 +99,7 @@ def test_heads_and_batch_are_bitwise_independent(target, rotary, one_thread):
 @pytest.mark.interpreted(lambda exact, scheme: scheme == "rerope")
 @pytest.mark.parametrize("scheme", ["rope", "rerope", "local", "log_n_trained"])
 def test_queries_in_chunks(exact, scheme):
-    """Chunked prefill: rows [a, b) computed over keys [0, b) equal rows [a, b) of the full call."""
+    """In a chunked prefill, rows [a, b) computed over keys [0, b) equal rows [a, b) of the full call."""
     p = problem(exact, support.SCHEMES[scheme](D), 64, heads=2, group=1, seed=35)
     whole, whole_lse = attention(p.q, p.k, p.v, p.rotary, return_lse=True, impl=exact.impl)
     _, bound = exact_and_bound(p)
@@ -114,7 +114,8 @@ def test_queries_in_chunks(exact, scheme):
 @pytest.mark.interpreted(lambda exact, scheme: scheme == "leaky")
 @pytest.mark.parametrize("scheme", ["rope", "rerope", "leaky", "local"])
 def test_time_reversed(exact, scheme):
-    """Without a mask, reversing time mirrors every distance; a table with its signs flipped mirrors every angle."""
+    """Without a mask, a reversed sequence with the signs of all frequencies flipped gives the reversed results, because
+    both distances and angles change sign."""
     p = problem(exact, support.SCHEMES[scheme](D), 50, heads=2, group=1, seed=36, causal=False)
     mirrored = dataclasses.replace(p.rotary, frequencies=tuple(-f for f in p.rotary.frequencies))
     reverse = {n: getattr(p, n).flip(1) for n in ("q", "k", "v", "grad_out")}

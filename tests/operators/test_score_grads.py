@@ -1,4 +1,4 @@
-"""The reproducible backward that stores gradients of scores: its numbers, and where its workspace holds them."""
+"""Tests the reproducible backward that stores gradients of scores: its results, and the layout of its workspace."""
 
 import itertools
 
@@ -15,7 +15,7 @@ from flashrope.triton_kernels.arguments import ScoreGrads
 from packing import packing
 from support import SCHEMES
 
-# Rows behind the last query are read as they lie in the workspace. Their sums go nowhere.
+# Rows after the last query are read from the workspace although nothing was written there. Their sums are not used.
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
 PANEL = configs.PANEL_ROWS * configs.PANEL_KEYS  # elements
 
@@ -25,7 +25,7 @@ PANEL = configs.PANEL_ROWS * configs.PANEL_KEYS  # elements
 
 @pytest.fixture
 def target(monkeypatch):
-    """Triton in float32, with stored gradients of scores."""
+    """Returns Triton's target in float32, changed to store gradients of scores."""
     found = [target for target in support.TARGETS if target.impl == "triton" and target.dtype == torch.float32]
     if not found:
         pytest.skip("Triton neither compiles nor interprets here")
@@ -35,7 +35,7 @@ def target(monkeypatch):
 
 @pytest.fixture
 def stored(monkeypatch) -> list[str]:
-    """The names of the kernels that were launched with stored gradients of scores."""
+    """Records the names of the kernels that are launched with stored gradients of scores."""
     names, launch = [], launcher.launch
 
     def watched(kernel, grid, *args, **options):
@@ -82,7 +82,8 @@ def test_several_rows_of_panels(target, stored, lengths):
 
 @pytest.mark.parametrize("tile", [(16, 64, 1, 1), (64, 128, 4, 1)], ids=["64 keys", "128 keys"])
 def test_tiles_within_and_across_panels(target, stored, tile):
-    """A tile of 128 keys lies in two panels. At head_dim 128 the first tile has rows of queries."""
+    """A tile may lie within a panel, or in two panels if it has 128 keys. At head_dim 128 the rows of the first tile
+    are queries."""
     with tiles.forced("grad_kv", configs.Tile(*tile)), tiles.forced("grad_q", configs.Tile(32, 32, 1, 1)):
         support.check(target, support.problem(target, SCHEMES["rerope"](128), 140, 150, seed=7))
     assert stored == PAIR
@@ -93,7 +94,8 @@ def test_tiles_within_and_across_panels(target, stored, tile):
     [(2, 6, 2, 2 * 2, 3), (3, 4, 2, 2 * 2, 4), (3, 1, 1, 2, 2), (2, 3, 1, 100, 1), (3, 2, 1, 1, 6)],
 )
 def test_a_workspace_for_some_heads_at_a_time(target, stored, monkeypatch, batch, heads, group, matrices, pairs):
-    """matrices: that have room in the workspace. pairs: of launches."""
+    """If the workspace holds only some matrices, the heads are computed in several pairs of launches. matrices: how
+    many fit into the workspace. pairs: the number of pairs of launches."""
     panels = 2  # of a matrix of 40 rows and keys
     monkeypatch.setattr(configs, "SCORE_BYTES", 4 * PANEL * panels * matrices)
     p = support.problem(target, Rotary.rope(16), 40, batch=batch, heads=heads, group=group, seed=8)
@@ -114,7 +116,7 @@ def test_a_workspace_without_room_for_one_key_head(target, stored, monkeypatch):
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("scheme", ["rope", "hope_rerope_log_n"])
 def test_packed_sequences(target, stored, scheme, causal):
-    """Rows outside every sequence get 0."""
+    """Packed sequences are right. Rows outside every sequence get 0."""
     p = packing(target, SCHEMES[scheme](16), (13, 0, 137, 5), (13, 4, 150, 0), spare=5, causal=causal)
     p.check(p.run("triton"), target.dtype)
     assert stored == PAIR
@@ -156,7 +158,8 @@ def test_panels_of_a_matrix(causal, size):
 @pytest.mark.parametrize("room", [1, 2, 3, 4, 6, 100])
 @pytest.mark.parametrize(("batch", "heads_kv", "group"), [(1, 1, 1), (5, 3, 2), (2, 8, 4), (7, 1, 1)])
 def test_launches_serve_every_head_once(monkeypatch, room, batch, heads_kv, group):
-    """room: for the matrices of how many key heads of a sequence."""
+    """The launches serve every head exactly once. room: the number of key heads of a sequence whose matrices fit into
+    the workspace."""
     monkeypatch.setattr(configs, "SCORE_BYTES", room * group * 2 * PANEL * 2)
     found = layout(100, 100, batch, heads_kv * group, heads_kv)
     served = []

@@ -59,7 +59,7 @@ def test_varlen(exact):
 @pytest.mark.parametrize("num_splits", [1, 3])
 @pytest.mark.parametrize("queries", [1, 5, (5, 1)], ids=["one", "several", "packed"])
 def test_with_cache(exact, queries, num_splits):
-    """The sink counts once, into however many splits the keys are divided."""
+    """The sink counts once, however many splits the keys are divided into."""
     c = Cached(exact, SCHEMES["rerope"](16), (90, 60), queries, new=0, sinks=SINKS.to(exact.device))
     c.check(num_splits=num_splits)
 

@@ -69,13 +69,13 @@ def public_call(kind, q, k, v):
 @pytest.mark.interpreted(lambda exact, kind: kind not in ("rerope", "packed"))
 @kinds
 def test_opcheck(exact, kind):
-    """opcheck accepts the schemas and the shapes for tracing. On the CPU it also checks autograd and compiling of a
-    dense and of a packed call."""
+    """opcheck accepts the schemas and the shapes for tracing. On the CPU it also checks autograd and compilation of one
+    dense and one packed call."""
     arguments, whole = operator_arguments(kind, exact.impl, exact.device), exact.impl == "cpu" and kind in WHOLE
     tests = {} if whole else {"test_utils": ("test_schema", "test_faketensor")}
     torch.library.opcheck(torch.ops.flashrope.attention, arguments, **tests)
     saved = torch.ops.flashrope.attention(*arguments)
-    if exact.impl == "triton":  # explicit positions: it saves their table
+    if exact.impl == "triton":  # with explicit positions, whose table is saved for backward
         assert (saved[3].numel() > 0) == (arguments[3] is not None)
     tensors = (torch.randn_like(saved[0]), torch.randn_like(saved[1]), *(x.detach() for x in (*arguments[:3], *saved)))
     for grad_out in (tensors[0], None)[: 1 + whole]:
@@ -113,7 +113,7 @@ def test_compiled_in_one_graph(kind):
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 def test_compile(rotary, dynamic):
-    """Compiles into one graph. With dynamic shapes, another length does not compile again."""
+    """Compiles into one graph. With dynamic shapes, a new length causes no recompilation."""
     torch.compiler.reset()
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(
@@ -143,7 +143,7 @@ def test_compile_with_a_backend_by_name(impl):
     out, lse, cached = torch.compile(run, fullgraph=True, backend="aot_eager")(q, k, v)
     expected = run(q, k, v)
     torch.testing.assert_close((out, lse, cached), expected)
-    if impl != "triton":  # its backward is tested elsewhere, and slow in the interpreter
+    if impl != "triton":  # the backward is tested elsewhere, and is slow in the interpreter
         found, grads = (torch.autograd.grad(x.square().sum(), (q, k, v)) for x in (out, expected[0]))
         torch.testing.assert_close(found, grads)
 
@@ -161,7 +161,8 @@ def test_compile_with_a_backend_that_cannot_serve_the_call():
 
 
 def test_compile_takes_the_scheme_as_an_argument():
-    """A Rotary is a constant of the graph: the same Rotary does not compile again, and another one compiles once."""
+    """A Rotary is a constant of the graph: a call with the same Rotary does not recompile, and another Rotary
+    compiles once."""
     torch.compiler.reset()
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(attention, fullgraph=True, backend=counter)

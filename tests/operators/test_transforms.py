@@ -126,7 +126,7 @@ MAPPED += [pytest.param("triton", call, (1, None, 0), marks=TRITON.marks) for ca
 
 @pytest.mark.parametrize(("impl", "call", "mapped"), MAPPED)
 def test_vmap_of_grad_is_a_gradient_per_sample(impl, call, mapped):
-    """Tensors that are not mapped have a gradient per sample as well."""
+    """vmap of grad gives a gradient per sample, also for tensors that are not mapped."""
     dtype, _ = precision(impl)
     count = 2 if impl == "triton" else 3
     samples = list(zip(*(tensors(dtype, seed=seed) for seed in range(count)), strict=True))

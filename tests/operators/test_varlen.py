@@ -1,4 +1,4 @@
-"""Packed sequences: every sequence gets the same result as in a separate call."""
+"""Every packed sequence gets the same result as in a separate call."""
 
 import pytest
 import support

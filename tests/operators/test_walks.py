@@ -2,8 +2,8 @@
 operations.
 
 By default a few hundred cases are drawn from a fixed seed. ``--walk-seconds N`` walks for N seconds per test, and
---walk-seed sets another seed. With -rP the number of cases is shown. A failure is shrunk, and a script that repeats it
-is printed.
+``--walk-seed`` sets another seed. ``-rP`` shows the number of cases. A failing case is made smaller, and a script that
+repeats it is printed.
 """
 
 import time

@@ -180,8 +180,8 @@ def test_another_file_in_the_place_of_a_state(tmp_path, what):
 
 
 def test_what_is_shipped_is_under_one_licence():
-    """All shipped files are under one licence, the one that pyproject.toml names. There is no folder with code of
-    others."""
+    """All shipped files are under one licence, the one that pyproject.toml names. No folder contains third-party
+    code."""
     assert PROJECT["license"] == "Apache-2.0" and PROJECT["license-files"] == ["LICENSE"]
     assert "Apache License" in (ROOT / "LICENSE").read_text()[:200]
     shipped = [path for room in ("python", "triton_kernels", "csrc") for path in (ROOT / room).rglob("*")]

@@ -49,8 +49,7 @@ def flux(q, ids):
 
 
 def flux_2(q, ids):
-    """Rotates as FLUX.2 does: ids are time, row, column and the index of text; axes_dim is (32, 32, 32, 32), theta is
-    2000."""
+    """Rotates as FLUX.2 does: ids are time, row, column and text index; axes_dim is (32, 32, 32, 32), theta is 2000."""
     return by_channels(q, ids, [32, 32, 32, 32], 2000.0)
 
 

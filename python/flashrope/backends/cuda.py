@@ -179,8 +179,8 @@ def _check_packed(tables: CacheTables) -> None:
 
 
 def _token_sequences(cu_seqlens_q, total_q: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns two int64 tensors (total_q,): the sequence of every token, and how many rows of its sequence there are
-    from the token on. A token outside every sequence gets the last sequence and a number below 1."""
+    """Returns two int64 tensors (total_q,): the sequence of every token, and how many rows are left in it, counting
+    the token itself. A token outside every sequence gets the last sequence and a number below 1."""
     ends = cu_seqlens_q[1:].to(torch.int64)
     token = torch.arange(total_q, device=cu_seqlens_q.device)
     sequence = torch.searchsorted(ends, token, right=True).clamp(max=ends.shape[0] - 1)

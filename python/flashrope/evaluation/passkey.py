@@ -12,7 +12,9 @@ import argparse
 import copy
 import hashlib
 import json
+import math
 import random
+import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,6 +50,9 @@ from .streaming import Kept
 
 RESULTS = ("passkey.png", "passkey.svg", "passkey.pdf", "passkey.csv", "passkey.json")
 JOURNAL = "passkey.jsonl"
+
+
+TITLE_WIDTH = 40  # characters in a line above a panel
 
 
 class Cell(NamedTuple):
@@ -305,6 +310,7 @@ def csv_text(cells: Sequence[Cell]) -> str:
 def passkey_figure(cells: Sequence[Cell], train_length: int, model: str, labels: dict[str, str] | None = None):
     """Draws a heat map of depth and length for every scheme, with the training length marked.
 
+    A scheme that was not measured at a length has no color there.
     labels: {scheme name: title}. A title may state the scheme's window and scale.
     """
     schemes = list(dict.fromkeys(cell.scheme for cell in cells))
@@ -319,7 +325,8 @@ def passkey_figure(cells: Sequence[Cell], train_length: int, model: str, labels:
     for axes, scheme in zip(grid.flat, schemes, strict=False):
         values = {(cell.depth, cell.length): cell for cell in cells if cell.scheme == scheme}
         shares = [
-            [values[depth, length].found / values[depth, length].trials for length in lengths] for depth in depths
+            [cell.found / cell.trials if (cell := values.get((depth, length))) else math.nan for length in lengths]
+            for depth in depths
         ]
         image = axes.imshow(shares, vmin=0, vmax=1, cmap="cividis", aspect="auto")
         for (depth, length), cell in values.items():
@@ -333,7 +340,8 @@ def passkey_figure(cells: Sequence[Cell], train_length: int, model: str, labels:
                 color="black" if cell.found > 0.6 * cell.trials else "white",
             )
         _mark_training_length(axes, lengths, train_length)
-        axes.set_title((labels or {}).get(scheme) or scheme, fontsize=9, loc="left")
+        title = textwrap.fill((labels or {}).get(scheme) or scheme, TITLE_WIDTH)
+        axes.set_title(title, fontsize=9, loc="left")
         axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
         axes.set_yticks(range(len(depths)), [f"{100 * depth:.0f}%" for depth in depths])
     figure.colorbar(image, ax=grid, label="numbers found", format=lambda value, _: f"{100 * value:.0f}%")

@@ -64,8 +64,8 @@ def _strategies(packed: bool, kept: Kept, batch: int, heads_kv: int, specs) -> l
 
     kept: for each tensor of ``calls.Kept``, whether it is saved.
 
-    specs: (DTensorSpec or None, its batch dimension, its heads dimension) of every tensor. DTensor only shards along
-    dimensions of the mesh along which an input is sharded.
+    specs: (DTensorSpec or None, its batch dimension, its heads dimension) of every tensor. DTensor shards along a
+    mesh dimension only if some input is already sharded along it.
 
     Strategies that would give ranks unequal parts are left out. They would separate query heads from their key heads,
     or rows of rotated_k from their sequence.

@@ -227,7 +227,7 @@ def compared(
     """Returns the rows of the table, and {name: reason} for the schemes that cannot be fitted to these lengths.
 
     The rows are RoPE, HoPE, and the named schemes on RoPE's model. If ReRoPE is named, it is also run on HoPE's model.
-    Each row comes without and with log n (at least 1).
+    Each row appears twice: without log n, and with log n, which is at least 1.
     """
     rope, hope = Rotary.rope(head_dim, base), Rotary.hope(head_dim, train_length, base)
     lengths = Lengths(train_length, MULTIPLES[-1] * train_length, window, factor)

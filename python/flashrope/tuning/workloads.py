@@ -118,7 +118,8 @@ class Workload:
         return lambda: backend.backward(grad_out, None, q, k, v, out, lse, kept, call)
 
     def exact(self, device: torch.device, window: int = WINDOW) -> Results:
-        """Returns the same results as the function of ``call``, computed by the reference in float64."""
+        """Returns the results that the function returned by ``call`` should give, computed in float64 by the reference
+        backend."""
         tensors = self.tensors(device)
         q, k, v = (x.double() for x in tensors)
         if self.cache:

@@ -204,7 +204,8 @@ def seeded(seed: int) -> torch.Generator:
 
 
 def steps_of(run, steps: int, batches=None) -> list[float]:
-    """Makes steps and returns their losses. batches: inputs and labels; None: the run's own batches."""
+    """Runs training steps and returns their losses. batches: pairs of inputs and labels. None: the run's own
+    batches."""
     found = []
     run.metrics_processor.log = lambda step, loss, *args, **kwargs: found.append(loss)
     run.metrics_processor.should_log = lambda step: True

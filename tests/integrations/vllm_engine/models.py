@@ -78,8 +78,8 @@ class RoundedLayer(DynamicLayer):
 def reference(
     folder: str, options: dict | None, token_ids: list[int], dtype=torch.float32, rounded: Rounded | None = None
 ) -> torch.Tensor:
-    """Returns log probabilities (tokens, vocabulary) of the token after each token, by convert() with the options.
-    None: the stock model."""
+    """Returns log probabilities (tokens, vocabulary) of the next token at each position, from a model converted with
+    these options. None: the stock model."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
     if options is not None:
         convert(model, **options)

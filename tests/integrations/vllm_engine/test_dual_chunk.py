@@ -42,7 +42,8 @@ OTHERS = {
 
 def test_whole_prompts_and_decoding(qwen2):
     """Prompts of one step each, in one batch, and their decoding are right. The last prompt passes three chunks while
-    it decodes. Other schemes give the same results within the first chunk and the length, and different ones beyond."""
+    it decodes. Other schemes give the same results while a sequence is within the first chunk and the original
+    length, and different ones beyond."""
     settings = dict(hf_overrides={"dual_chunk_attention_config": QWEN}, max_num_batched_tokens=4096)
     with engine(qwen2, None, **settings) as llm:
         outputs = generate(llm, [prompt(n) for n in (5, 127, 129, 700)]) + generate(llm, [prompt(250)], tokens=290)
@@ -66,7 +67,8 @@ def test_chunked_prefill_and_prefix_hits(qwen2):
 
 
 def test_the_field_beside_it(qwen2, caplog):
-    """With the field, its other options apply too. false switches the chunks off. A warning names sparse attention."""
+    """If the configuration also has the field "flashrope", its options apply to the chunks too. The value false of its
+    option dual_chunk switches the chunks off. A warning names sparse attention."""
     sparse = {"sparse_attention_config": [{}] * LAYERS}
     asked = (({"log_n": 64}, {}, SCHEME.log_n(64)), ({"dual_chunk": False}, sparse, ROPE))
     vllm_logger, seeds = logging.getLogger("vllm"), set()

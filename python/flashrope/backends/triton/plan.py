@@ -61,8 +61,9 @@ class Plan:
     ) -> None:
         """Launches the forward kernel of ``forward.py`` or of ``chunks.py``.
 
-        tensors: queries, keys, rotated copies of keys, and values. sequences: the kernel's arguments with the bounds of
-        sequences. rows_k: the kernel's argument after seqlen_q."""
+        tensors: queries, keys, rotated copies of keys, and values. sequences: the kernel's arguments that hold the
+        bounds of sequences. rows_k: the argument seqlen_k of ``forward.py``, or rows_copied of ``chunks.py``: the rows
+        per sequence of the copied keys."""
         parts = configs.forward_parts(tile, variant.block_d, variant.block_dv, self.itemsize)
         variant = variant._replace(parts=1 if variant.code_vec else parts)
         launcher.launch(

@@ -6,8 +6,8 @@ The matrices of all heads would take memory that grows with the square of the le
 at a time, and share a workspace of at most ``configs.SCORE_BYTES``.
 
 The alternative is a float32 buffer of dQ for every block that is resident, which the block adds to. It would move eight
-bytes for every channel and pair of a query and a key tile, 16 bytes for a score with 128 channels and 64 keys, because
-the buffers do not fit in the L2 cache. Storing dS moves four bytes for a score.
+bytes per channel for every pair of a query and a key tile, because the buffers do not fit in the L2 cache. With 128
+channels and 64 keys per tile that is 16 bytes per score. Storing dS moves four bytes for a score.
 """
 
 from __future__ import annotations

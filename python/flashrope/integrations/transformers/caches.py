@@ -264,7 +264,8 @@ def _check_batch(cached: torch.Tensor, queries: torch.Tensor) -> None:
 
 
 def follow_caches() -> None:
-    """Makes coordinates follow the methods of ``Cache`` that move sequences. Caches without any are not affected."""
+    """Makes coordinates follow the methods of ``Cache`` that move sequences. Caches that hold no coordinates are not
+    changed."""
     _follow("reorder_cache", lambda x, beam_idx: x.index_select(0, beam_idx.to(x.device)))
     _follow("batch_repeat_interleave", lambda x, repeats: x.repeat_interleave(repeats, dim=0))
     _follow("batch_select_indices", lambda x, indices: x[indices.to(x.device)])
