@@ -157,6 +157,12 @@ def test_the_right_calls():
     assert paged(validate=True).shape == varlen_cached(slot_mapping=torch.arange(9), validate=True)[:2, None].shape
 
 
+@pytest.mark.parametrize("width", [8, 512])
+def test_the_narrowest_and_the_widest_values(width):
+    """Values of 8 and of 512 channels are accepted: the first and the last width of the documented range."""
+    assert dense(v=zeros(2, 6, 2, width)).shape == (2, 6, 4, width)
+
+
 # ---- keywords
 
 
