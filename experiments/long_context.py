@@ -26,7 +26,8 @@ PAGE, TRAINING_PAGE = ROOT / "docs" / "long_context.md", ROOT / "docs" / "traini
 PICTURE = ROOT / "docs" / "long_context" / "positions.png"
 RETRIEVAL_PICTURE = ROOT / "docs" / "long_context" / "passkey.png"
 # Tables between <!-- NAME:begin --> and <!-- NAME:end -->
-POSITIONS, FAR, RETRIEVAL, SPEED, CONTINUED = "positions", "far", "retrieval", "speed", "continued"
+POSITIONS, FAR, RETRIEVAL, COPIED = "positions", "far", "retrieval", "copied"
+SPEED, CONTINUED = "speed", "continued"
 TRAIN_LENGTH, BIN = 8192, 1024
 BASE = "stock"
 COLUMNS = (3, 7, 9, 11, 15)  # bins of 1,024 positions
@@ -143,9 +144,23 @@ def table(journals: Sequence[Sequence[dict]], columns: Sequence[int]) -> str:
 
 
 def retrieved(folder: Path) -> list[dict]:
-    """Returns the cells of the journals of ``flashrope passkey``, one for each scheme, length and depth."""
+    """Returns the cells of the journals of ``flashrope passkey``, one for each scheme, length and depth. Trials that
+    several journals have of a cell are pooled."""
     lines = (path.read_text(encoding="utf-8").splitlines()[1:] for path in sorted(folder.glob("passkey-*.jsonl")))
-    return [json.loads(line) for found in lines for line in found]
+    pooled: dict[tuple, dict] = {}
+    for cell in (json.loads(line) for found in lines for line in found):
+        key = cell["scheme"], cell["length"], cell["depth"]
+        pooled[key] = _pool(pooled[key], cell) if key in pooled else cell
+    return list(pooled.values())
+
+
+def _pool(a: dict, b: dict) -> dict:
+    """Returns a cell with the trials of both cells."""
+    trials = a["trials"] + b["trials"]
+    log_p = (a["log_probability"] * a["trials"] + b["log_probability"] * b["trials"]) / trials
+    chosen = None if None in (a["chosen"], b["chosen"]) else a["chosen"] + b["chosen"]
+    counts = {"trials": trials, "found": a["found"] + b["found"], "chosen": chosen}
+    return a | counts | {"log_probability": log_p}
 
 
 def retrieval_picture(folder: Path):
@@ -178,6 +193,27 @@ def retrieval_table(folder: Path) -> str:
             cells.append(f"{starts[0]:.2f}" if starts else "")
         name = "the model as it is" if scheme == BASE else scheme
         lines.append(f"| {name} | {words[scheme]} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def copied_table(folder: Path) -> str:
+    """Returns a Markdown table from the results of ``flashrope loss --copy``: the loss of the second copy of a passage
+    at every length, with its 95% interval over the windows of all texts."""
+    found: dict[str, dict[int, list[float]]] = {}
+    for path in sorted(folder.glob(f"{COPIED}-*.json")):
+        for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
+            if row["context"] == "copy":
+                found.setdefault(row["scheme"], {}).setdefault(row["length"], []).extend(row["windows"])
+    lengths = sorted({length for losses in found.values() for length in losses})
+    lines = ["| scheme | windows | " + " | ".join(f"{length:,} tokens" for length in lengths) + " |"]
+    lines.append("|---|" + "---:|" * (len(lengths) + 1))
+    for scheme, losses in sorted(found.items(), key=lambda item: (item[0] != BASE, sum(item[1].get(lengths[-1], [])))):
+        cells = [
+            f"{sum(each) / len(each):.3f} ± {half_interval(each):.3f}" if (each := losses.get(length)) else ""
+            for length in lengths
+        ]
+        name = "the model as it is" if scheme == BASE else scheme
+        lines.append(f"| {name} | {max(map(len, losses.values()))} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 

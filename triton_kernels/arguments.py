@@ -105,8 +105,8 @@ class CacheLayout(NamedTuple):
 
     seqlens, block_table, leftpad, slot_mapping: tensors. All but seqlens may be None.
     k_scale, v_scale: scales of a quantized cache, float32, or None.
-    entries, tokens, shown: int32, filled by ``placed.place_tokens`` if the caller gave positions of cached tokens, else
-        None.
+    entries, tokens, visible: int32, filled by ``explicit_positions.place_tokens`` if the caller gave positions of
+        cached tokens, else None.
     slot_positions: float32, contiguous: the position of every slot of the cache, with one number per axis if the scheme
         is axial. None if the cache does not store positions.
     seqlen_new: the keys that this call added to every sequence, or -1 for one per query.
@@ -125,7 +125,7 @@ class CacheLayout(NamedTuple):
     v_scale: object
     entries: object
     tokens: object
-    shown: object
+    visible: object
     slot_positions: object
     seqlen_new: object
     capacity: object
@@ -144,7 +144,7 @@ class PositionTables(NamedTuple):
 
     page_positions, page_first, page_lengths: int32 (batch, max_pages).
     queries: the position of every query, int32, int64 or float32.
-    groups: int32, filled by ``placed.place_slots``.
+    groups: int32, filled by ``explicit_positions.place_slots``.
     """
 
     page_positions: object

@@ -158,8 +158,8 @@ class KeyTile(NamedTuple):
 
 
 class AllQueries(NamedTuple):
-    """The queries of all heads and bands: arguments of attention_grad_kv, the channels to load, and the sequence's
-    packed_row."""
+    """The queries of all heads and bands. channels_q, channels: the channels of q and of grad_out to load. packed: the
+    sequence's packed_row. The other fields are arguments of attention_grad_kv."""
 
     grad_out: object
     channels_q: object
@@ -170,8 +170,8 @@ class AllQueries(NamedTuple):
 
 
 class QueryRows(NamedTuple):
-    """One head's queries in a band. q, grad_out: HeadViews, with the channels to load. statistics: a pointer. The last
-    field is the number of rows."""
+    """One head's queries in a band. q, grad_out: HeadViews. channels_q, channels: the channels of q and of grad_out to
+    load. statistics: a pointer. length: the number of rows."""
 
     q: object
     grad_out: object
@@ -192,9 +192,9 @@ def head_queries(queries, band_q, seq, head, VARIANT: tl.constexpr):
 
 
 # ---- sums in accumulator order
-# dQ is added up in float32 blocks of 16 rows and 8 columns, of which every lane of a warp holds four: what it holds of
-# an accumulator of mma.sync or wgmma. An instruction adds VARIANT.red_floats per lane; the lanes are adjacent in
-# memory.
+# dQ is added up in blocks of 16 rows and 8 columns, in float32. Every lane of a warp holds four numbers of a block, as
+# in an accumulator of mma.sync or wgmma. An instruction adds VARIANT.red_floats per lane, and neighbouring lanes add to
+# neighbouring addresses.
 # The accumulator is dQ [M, D], or its transpose [D, M] where VARIANT.query_rows. In both, the blocks of the first
 # queries come first.
 #
@@ -298,9 +298,9 @@ def grad_q_product(grad_scores, k, VARIANT: tl.constexpr):
 
 @triton.jit
 def add_grad_kv(grad, keys, queries, grad_sum, matrix, row, EDGE: tl.constexpr, VARIANT: tl.constexpr):
-    """Adds the share of the query tile that starts at `row`. EDGE: some pairs are not in the band. grad_sum: pointer to
-    the head's sum of dQ, or None. matrix: the head's
-    Matrix that takes the gradients of scores, or None."""
+    """Adds the contribution of the query tile that starts at `row` to the gradients of a key tile. EDGE: some pairs of
+    a query and a key are not in the band. grad_sum: pointer to the head's sum of dQ, or None. matrix: the head's Matrix
+    that takes the gradients of scores, or None."""
     q_rows, grad_rows = skip_rows(queries.q, row), skip_rows(queries.grad_out, row)
     rows = tl.arange(0, VARIANT.block_m)
     loaded = clamp_rows(rows, queries.length - row) if EDGE else rows
@@ -331,8 +331,8 @@ def add_grad_kv(grad, keys, queries, grad_sum, matrix, row, EDGE: tl.constexpr, 
             tl.store(to, grad_scores, mask=swap_axes(visible, VARIANT))
         else:
             tl.store(to, grad_scores)
-    if grad_sum is not None:  # rows behind the last have room in the sum
-        first = tl.full((), 0, tl.int64) + row  # an int in the interpreter
+    if grad_sum is not None:  # the sum has room for the rows of the tile after the last query
+        first = tl.full((), 0, tl.int64) + row  # `row` is a Python int in the interpreter
         add_to_sum(grad_sum + first * VARIANT.block_d, grad_q_product(grad_scores, keys.k, VARIANT), VARIANT)
     return GradKV(grad_k, grad_v)
 
@@ -362,7 +362,9 @@ def attention_grad_kv(
     heads_kv,
     VARIANT: tl.constexpr,
 ):
-    """q: BandedView of the queries, rotated for each band. rotated_k: TensorView (copy, row, head). grad_k and grad_v
+    """Computes dK and dV of a tile of keys.
+
+    q: BandedView of the queries, rotated for each band. rotated_k: TensorView (copy, row, head). grad_k and grad_v
     are contiguous. grad_sums: None, or float32 zeros (band, head, statistics_rows, D). dQ of each band is added to
     them, in the frame of the band's queries, without the factor of the score, and in accumulator order. score_grads:
     ScoreGrads to fill for attention_grad_q, or None."""
@@ -465,7 +467,8 @@ class KeyRows(NamedTuple):
 
 @triton.jit
 def add_grad_q(grad_q, queries, keys, column, EDGE: tl.constexpr, VARIANT: tl.constexpr):
-    """Adds the contribution of the key tile that starts at `column` to grad_q [BM, D], without the score's scale."""
+    """Returns grad_q [BM, D] plus the contribution of the key tile that starts at `column`, without the score's
+    scale. EDGE: some pairs of a query and a key are not in the band."""
     columns = tl.arange(0, VARIANT.block_n)
     loaded = clamp_rows(columns, keys.length - column) if EDGE else columns
     k_rows, v_rows = skip_band_rows(keys.k, column, VARIANT), skip_rows(keys.v, column)
@@ -512,8 +515,8 @@ def attention_grad_q(
     heads_kv,
     VARIANT: tl.constexpr,
 ):
-    """grad_q is contiguous. score_grads: ScoreGrads that attention_grad_kv has filled, or None. The other arguments are
-    those of attention_grad_kv."""
+    """Computes dQ of a tile of queries. grad_q is contiguous. score_grads: ScoreGrads that attention_grad_kv has
+    filled, or None. The other arguments are those of attention_grad_kv."""
     first_batch, first_head, heads = launch_heads(score_grads, heads_q, heads_q // heads_kv)
     batch, head, first = query_program(max_seqlen_q, heads, VARIANT)
     if score_grads is not None:

@@ -8,9 +8,9 @@ import triton
 import triton.language as tl
 
 from .arguments import decode_int
-from .codes import scale_view
 from .forward import attend_bands, query_tile, store_result
 from .keys import CachedKeys, CopiedKeys, Keys, KeyScales
+from .quantized import scale_view
 from .rotation import key_channels
 from .tiles import (
     copied_keys,

@@ -245,10 +245,10 @@ PANEL_ROWS, PANEL_KEYS = 128, 64
 APPEND_ROWS, APPEND_WARPS = 32, 4
 COMBINE_SPLITS, COMBINE_WARPS = 16, 4  # splits that one step of a program combines
 SMALLEST_TILE = 16  # the fewest keys that a product takes, and the rows of the smallest page
-PLACED_ROWS, PLACED_ENTRIES, PLACED_WARPS = 16, 64, 4  # queries, and block-table entries that one step compares
-# Where every key needs its own cos and sin (stored positions, or maps over pages), heads with at least PLACED_PAIRS
-# pairs use tiles of at most PLACED_KEYS keys. Larger tiles would spill.
-PLACED_PAIRS, PLACED_KEYS = 64, 32
+EXPLICIT_ROWS, EXPLICIT_ENTRIES, EXPLICIT_WARPS = 16, 64, 4  # queries, and block-table entries that one step compares
+# Where every key needs its own cos and sin (stored positions, or maps over pages), heads with at least EXPLICIT_PAIRS
+# pairs use tiles of at most EXPLICIT_KEYS keys. Larger tiles would spill.
+EXPLICIT_PAIRS, EXPLICIT_KEYS = 64, 32
 CROWDED_PAIRS = 128  # only heads with at least this many pairs take the tiles "decode codes" and "decode parts"
 
 # With a KV cache.

@@ -13,7 +13,20 @@ import triton.language as tl
 
 from .arguments import decode_int, decode_int64, decode_stride
 from .channels import load_query_parts, load_raw_parts, load_rotated_parts, shared_channels
-from .codes import (
+from .explicit_positions import (
+    band_columns,
+    explicit_key_cos_sin,
+    explicit_keys,
+    explicit_query_cos_sin,
+    last_visible,
+    load_query_position,
+    load_tile_entries,
+    load_token,
+    sees,
+    tile_places,
+)
+from .kv_cache import clamp, load_page, row_in_page, valid_page
+from .quantized import (
     hide_codes,
     join_columns,
     key_parts,
@@ -24,19 +37,6 @@ from .codes import (
     split_columns,
     store_codes,
     value_parts,
-)
-from .kv_cache import clamp, load_page, row_in_page, valid_page
-from .placed import (
-    band_columns,
-    last_shown,
-    load_query_position,
-    load_tile_entries,
-    load_token,
-    placed_key_cos_sin,
-    placed_keys,
-    placed_query_cos_sin,
-    sees,
-    tile_places,
 )
 from .rotation import (
     CosSinTable,
@@ -65,7 +65,7 @@ from .softmax import (
     online_softmax,
     start_softmax,
 )
-from .stored import as_float
+from .stored_positions import as_float
 from .tiles import (
     TileRows,
     clamp_rows,
@@ -88,7 +88,7 @@ from .tiles import (
 
 @triton.jit
 def token_offsets(x, batch, token, head, VARIANT: tl.constexpr):
-    """Offsets [M, 1] of tokens of a TensorView, int64."""
+    """Returns the offsets [M, 1] of tokens of a TensorView, int64."""
     offset = batch.to(tl.int64) * decode_stride(x.stride_batch, VARIANT) + token * decode_stride(x.stride_row, VARIANT)
     return (offset + head * decode_stride(x.stride_head, VARIANT))[:, None]
 
@@ -151,7 +151,8 @@ def append_rows(k_cache, v_cache, k, v, cache, cu_seqlens, seqlen, max_seqlen, h
 
 
 class Program(NamedTuple):
-    """What a program works on: one split of the keys, a tile of query rows, a key head, a sequence of `batches`."""
+    """The part of the work that one program does: a split of the keys, a tile of query rows, a key head and a sequence.
+    batches: the number of sequences."""
 
     split: object
     tile: object
@@ -162,7 +163,7 @@ class Program(NamedTuple):
 
 @triton.jit
 def find_program(tiles, heads_kv, num_splits):
-    """tiles: tiles of query rows of one sequence and key head."""
+    """Returns the Program of this program id. tiles: number of tiles of query rows per sequence and key head."""
     split = tl.program_id(0) % num_splits
     tile = tl.program_id(0) // num_splits % tiles
     head_kv = tl.program_id(0) // num_splits // tiles % heads_kv
@@ -193,7 +194,7 @@ class BandQueries(NamedTuple):
 class CachedKeys(NamedTuple):
     """A sequence's keys. k, v: HeadViews of the cache. first_slot: slot of the first key. length: how many keys there
     are. shift: added to positions before they are looked up, so that none is negative; 0 if the scheme maps positions
-    or the keys come rotated. k_scale, v_scale: ScaleViews of a quantized cache, else None. last: LastShown where
+    or the keys come rotated. k_scale, v_scale: ScaleViews of a quantized cache, else None. last: LastVisible where
     positions are data, else None. weight: float32 [D], multiplies keys before their rotation, or None."""
 
     k: object
@@ -325,22 +326,22 @@ def rotate_queries(
     PARTS: tl.constexpr,
     VARIANT: tl.constexpr,
 ):
-    """The BandQueries of a band. offsets, scale [BM, 1]: offset and query scale of every row. token, column [BM]: the
-    rows' index over all sequences and the last column each sees, for explicit positions, else None. ROTATE_K: whether
-    the band's keys rotate. PARTS: those of load_key_words, or 1 if keys are read as pairs."""
+    """Returns the BandQueries of a band. offsets, scale [BM, 1]: offset and query scale of every row. token, column
+    [BM]: the rows' index over all sequences and the last column each sees, for explicit positions, else None. ROTATE_K:
+    whether the band's keys rotate. PARTS: those of load_key_words, or 1 if keys are read as pairs."""
     if len(VARIANT.channels) > 0:
         tiles = load_query_channels(q, offsets, rows.position + keys.shift, band, keys, scale, ROTATE_K, VARIANT)
     elif column is None:
         tiles = load_query_halves(q, offsets, rows, band, keys, scale, ROTATE_K, VARIANT)
     else:
         x, y = load_pairs(q.ptr, offsets, 0, VARIANT.block_d // 2, VARIANT)  # [BM, D/2]
-        cos, sin = placed_query_cos_sin(keys.table, band.q_rotation, keys.cache, token, rows.position, VARIANT)
+        cos, sin = explicit_query_cos_sin(keys.table, band.q_rotation, keys.cache, token, rows.position, VARIANT)
         scale_x, scale_y = scale_of_pairs(keys, scale, 0, VARIANT.block_d // 2, ROTATE_K, VARIANT)
         tiles = rotate_pairs(x, y, cos, sin, scale_x, scale_y, q.ptr.dtype.element_ty)
     if column is None:
         visible = visible_keys(rows.position, band, keys.length, scheme.maps)
     else:
-        visible = placed_keys(rows.position, column, band, keys.cache, token, scheme.maps, VARIANT)
+        visible = explicit_keys(rows.position, column, band, keys.cache, token, scheme.maps, VARIANT)
     if PARTS > 1:
         tile = join_hidden(tiles[0], tiles[1], keys.length > 0, VARIANT)
         return BandQueries(split_columns(tile, PARTS), visible, log2_scale(scheme.score_scale))
@@ -456,12 +457,13 @@ def load_key_halves(
 
 @triton.jit
 def rotate_all_pairs(k, keys, band, k_map, column, places, VARIANT: tl.constexpr, dtype: tl.constexpr):
-    """Returns the pairs k, two [BN, D/2], of the keys from `column` on, weighed and rotated. places: as in placed.py,
-    None where positions follow from slots."""
+    """Returns the pairs k, two [BN, D/2], of the keys from `column` on, weighed and rotated.
+
+    places: the keys' explicit positions. None if positions follow from slots."""
     if places is None:
         cos, sin = key_cos_sin(keys, band.k_rotation, k_map, column, 0, VARIANT.block_d // 2, VARIANT)
     else:
-        cos, sin = placed_key_cos_sin(keys.table, band.k_rotation, keys.cache, places, VARIANT)
+        cos, sin = explicit_key_cos_sin(keys.table, band.k_rotation, keys.cache, places, VARIANT)
     x, y = weigh_pairs(k[0], k[1], keys, 0, VARIANT.block_d // 2, VARIANT)
     return rotate_pairs(x, y, cos, sin, 1.0, 1.0, dtype)
 
@@ -480,7 +482,8 @@ def attend_block(
     K_PARTS: tl.constexpr,
     VARIANT: tl.constexpr,
 ):
-    """One step of the online softmax, over the keys from `column` on. pages, entries: theirs, loaded before.
+    """Does one step of the online softmax, over the keys from `column` on. pages, entries: those of these keys, already
+    loaded.
 
     k_map: the TileMap of the band's keys if VARIANT.aligned_maps, else None. K_PARTS: as in rotate_queries."""
     slots = block_slots(keys, column, VARIANT)
@@ -537,8 +540,8 @@ def attend_block(
 
 @triton.jit
 def partial_rows(start_q, total_q, batch, batches, max_seqlen_q):
-    """Returns (a sequence's first row, the number of rows) in the results of one of several splits. Queries are
-    packed. Only sequences of up to max_seqlen_q queries have room there."""
+    """Returns (a sequence's first row, the number of rows) in the results of one of several splits, for packed
+    queries. There is only room for sequences of up to max_seqlen_q queries."""
     return tl.minimum(start_q, batch.to(tl.int64) * max_seqlen_q), tl.minimum(total_q, batches * max_seqlen_q)
 
 
@@ -557,7 +560,7 @@ def store_split(
     num_splits,
     VARIANT: tl.constexpr,
 ):
-    """Stores a split's results of the rows of a tile."""
+    """Stores what a split computed for the rows of a tile."""
     result, log_sum = finish_softmax(state)
     if VARIANT.first_value >= 0:
         channels = shared_channels(VARIANT)
@@ -626,8 +629,8 @@ def attention_decode(
     if cache.tokens is not None:
         token = rows.token + (batch.to(tl.int64) * seqlen_q if cu_seqlens_q is None else seq.start_q)
         position, last_column = load_token(cache, token, 0, VARIANT), load_token(cache, token, 1, VARIANT)
-        rows, length = QueryRows(rows.exists, rows.token, rows.head, position), tl.load(cache.shown + 2 * batch)
-        last = last_shown(cache, batch, VARIANT)
+        rows, length = QueryRows(rows.exists, rows.token, rows.head, position), tl.load(cache.visible + 2 * batch)
+        last = last_visible(cache, batch, VARIANT)
     position = rows.position
     if VARIANT.stored and VARIANT.axes == 0:
         position = as_float(load_query_position(cache, token, 0, VARIANT))
@@ -719,8 +722,8 @@ def combine_splits(
     BLOCK_S: tl.constexpr,
     VARIANT: tl.constexpr,
 ):
-    """One row of out per program; partial and partial_lse as attention_decode writes them, float32. head_dim and
-    block_d of VARIANT are those of the values."""
+    """Combines the splits of one row of out per program. partial, partial_lse: as attention_decode writes them, in
+    float32. head_dim and block_d of VARIANT are those of the values."""
     D: tl.constexpr = VARIANT.block_d
     row = tl.program_id(0).to(tl.int64)
     batch, token, head = row // heads_q // max_seqlen_q, row // heads_q % max_seqlen_q, row % heads_q

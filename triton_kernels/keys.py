@@ -9,9 +9,9 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .codes import load_scales, scale_values
 from .copies import band_rows, load_band_parts, skip_band_rows
 from .kv_cache import load_page, row_in_page, valid_page
+from .quantized import load_scales, scale_values
 from .rotation import load_keys
 from .tiles import (
     band_keys,

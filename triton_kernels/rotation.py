@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from ..lowering import cos_sin
-from .codes import as_type, join_codes, load_packed, load_packed_channels, load_words
+from .quantized import as_type, join_codes, load_packed, load_packed_channels, load_words
 from .tiles import existing_rows, load_parts, load_rows, store_rows, tile_offsets
 
 FINE_ROWS = tl.constexpr(cos_sin.FINE_ROWS)

@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 
 from .arguments import decode_code_stride, decode_int, decode_stride
-from .codes import as_type, has_ptx, join_codes, load_packed
 from .kv_cache import cache_bounds
+from .quantized import as_type, has_ptx, join_codes, load_packed
 
 L2_LINE = tl.constexpr(128)  # bytes
 PREFETCH = tl.constexpr("prefetch.global.L2 [$1]; mov.b32 $0, 0;")

@@ -6,7 +6,7 @@ import torch
 from caching import PAGE, POSITIONED, Cached
 from flashrope import Rotary, attention_varlen_with_cache, attention_with_cache
 from flashrope.backends.cache_tables import CachePositions, CacheTables, Packed
-from flashrope.backends.shown import store_positions
+from flashrope.backends.visible import store_positions
 from support import SCHEMES, int32
 from test_cached_positions import MAPPED, holes, hostile, in_float32, targets
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from flashrope.triton_kernels.codes import hide_codes, join_codes
+from flashrope.triton_kernels.quantized import hide_codes, join_codes
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "kernels.md"
 VERSION = tuple(map(int, triton.__version__.split(".")[:2]))

@@ -83,6 +83,32 @@ def test_numbers_found_by_scheme_and_length(tmp_path):
     first, second = long_context.retrieval_picture(tmp_path).axes[:2]
     assert (first.get_title("left"), second.get_title("left")) == ("the model as it is", "ReRoPE, w")
     assert second.images[0].get_array().tolist() == [[1.0, 0.5], [0.5, None]]
+    journal(tmp_path / "passkey-c.jsonl", [cells[0] | {"trials": 6, "found": 3, "log_probability": -2.5}])
+    lines = long_context.retrieval_table(tmp_path).splitlines()
+    assert lines[3] == "| ReRoPE | w | 6 of 10 (31% to 83%) | -2.00 | 1 of 2 (9% to 91%) | -0.75 |"
+    (pooled,) = (cell for cell in long_context.retrieved(tmp_path) if cell["trials"] == 8)
+    assert pooled["found"] == 5 and pooled["chosen"] is None
+
+
+def test_losses_of_the_second_copy_by_scheme_and_length(tmp_path):
+    for name, shift in (("a", 0.0), ("b", 1.0)):
+        rows = [
+            {"scheme": scheme, "context": context, "length": length, "windows": [loss + shift, loss + shift]}
+            for scheme, context, length, loss in (
+                ("ReRoPE", "copy", 2048, 1.0),
+                ("ReRoPE", "copy", 4096, 2.0),
+                ("ReRoPE", "text", 4096, 9.0),
+                ("stock", "copy", 2048, 3.0),
+            )
+        ]
+        (tmp_path / f"copied-{name}.json").write_text(json.dumps({"rows": rows}))
+    half = long_context.half_interval([1.0, 1.0, 2.0, 2.0])
+    assert long_context.copied_table(tmp_path).splitlines() == [
+        "| scheme | windows | 2,048 tokens | 4,096 tokens |",
+        "|---|---:|---:|---:|",
+        f"| the model as it is | 4 | 3.500 ± {half:.3f} |  |",
+        f"| ReRoPE | 4 | 1.500 ± {half:.3f} | 2.500 ± {half:.3f} |",
+    ]
 
 
 PAGE = """<html><head><title>T</title><style>p {}</style></head><body><h1>A head</h1><p>One <b>bold</b>

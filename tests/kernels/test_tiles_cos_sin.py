@@ -11,7 +11,7 @@ from flashrope.lowering.cos_sin import FINE_ROWS, MAX_POSITION, coarse_rows, cos
 from flashrope.lowering.lowered import lower
 from flashrope.triton_kernels.arguments import Variant
 from flashrope.triton_kernels.rotation import CosSinTable, load_cos_sin, load_cos_sin_by_blocks, mapped_rows
-from flashrope.triton_kernels.stored import cos_sin_of, load_turns, of_pairs, split_position, turned
+from flashrope.triton_kernels.stored_positions import cos_sin_of, load_turns, of_pairs, split_position, turned
 from flashrope.triton_kernels.tiles import TileRows
 
 ROTARY = Rotary.rope(32)

@@ -111,7 +111,7 @@ UNREADABLE |= {
 def test_an_unreadable_file_is_ignored_with_one_warning(file, content):
     file.parent.mkdir(parents=True)
     file.write_bytes(write(content).encode("utf-8", "surrogateescape"))
-    with pytest.warns(UserWarning, match=r"tiles\.json: ignored, the default tiles serve .*--reset") as caught:
+    with pytest.warns(UserWarning, match=r"tiles\.json: ignored, the default tiles are used .*--reset") as caught:
         assert [store.tuned(), store.tuned()] == [{}, {}]
     assert len(caught) == 1
     store.update(SETUP, {FORWARD: WINNER})  # replaces the winner
@@ -400,7 +400,7 @@ def test_without_a_gpu(capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(["tune"]) == 2
     error = capsys.readouterr().err
-    assert error == "flashrope tune: error: no CUDA device was found; tiles are tuned on the GPU that they serve\n"
+    assert error == "flashrope tune: error: no CUDA device was found; tiles are tuned on the GPU that will use them\n"
 
 
 @pytest.mark.parametrize(

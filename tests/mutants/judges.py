@@ -102,9 +102,9 @@ JUDGES = {
     "triton_kernels/decode.py": DECODE,
     "triton_kernels/kv_cache.py": DECODE,
     "triton_kernels/rotate.py": [*ROTATED, *DECODE[:1], *FORWARD[:1]],
-    "triton_kernels/placed.py": PLACED,
-    "triton_kernels/stored.py": PLACED[::-1],
-    "triton_kernels/codes.py": QUANTIZED,
+    "triton_kernels/explicit_positions.py": PLACED,
+    "triton_kernels/stored_positions.py": PLACED[::-1],
+    "triton_kernels/quantized.py": QUANTIZED,
     "triton_kernels/channels.py": [*DECODE, "tests/rotary/test_first_channel.py"],
     "python/flashrope/lowering/*": [*TABLES, *FORWARD[:1], "tests/rotary/test_maps.py tests/rotary/test_resident.py"],
     "python/flashrope/backends/cpu/pieces.py": COMPOSED,
@@ -140,7 +140,7 @@ JUDGES = {
         "tests/rotary/test_query_scales.py tests/operators/test_sinks.py"
         " tests/operators/test_length_scale.py -k reference",
     ],
-    "python/flashrope/backends/shown.py": [
+    "python/flashrope/backends/visible.py": [
         "tests/caches/test_cached_positions.py tests/caches/test_stored_positions.py -k 'not triton'",
     ],
     "python/flashrope/backends/quantized.py": ["tests/caches/test_quantized.py -k 'cpu or reference or composed'"],

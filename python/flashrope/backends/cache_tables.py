@@ -74,7 +74,7 @@ class Packed(NamedTuple):
 
 
 class CachePositions(NamedTuple):
-    """Explicit positions of cached tokens, as defined in backends/shown.py. The tables include the new keys.
+    """Explicit positions of cached tokens, as defined in backends/visible.py. The tables include the new keys.
 
     Attributes:
         page_positions, page_first, page_lengths: (batch, max_pages) int32.

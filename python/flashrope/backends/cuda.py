@@ -74,7 +74,7 @@ def append_to_cache(
     _refuse_layer(layer)
     k_cache, v_cache = layer.k, layer.v
     if rotary is not None:
-        raise ValueError("rotary: expected None, the CUDA kernels write keys as they come")
+        raise ValueError("rotary: expected None, because the CUDA kernels append keys without rotating them")
     _check_aligned(k_cache=k_cache, v_cache=v_cache)
     if tables.cu_seqlens_q is not None:
         k_cache, v_cache, tables = _token_pages(k_cache, v_cache, k.shape[0], tables)

@@ -27,7 +27,7 @@ from .packed import append_packed, attend_packed
 from .plans import EachLayer, Queries
 from .precision import without_autocast
 from .quantized import dequantize, stores
-from .shown import of_queries, shown
+from .visible import of_queries, visible_tokens
 
 
 def unsupported_reason(q: torch.Tensor, cached: bool = False) -> str:
@@ -125,7 +125,7 @@ def attention_with_cache(q: torch.Tensor, layer: CacheLayer, call: CacheCall) ->
     tensors = [x for x in layer[:4] if x is not None]
     positions = tables.positions or CachePositions()
     for b, (first, end) in enumerate(addresses.bounds(tables, layer.k)):
-        keys = shown(positions, b, first, end, tables.block_table, layer.k)
+        keys = visible_tokens(positions, b, first, end, tables.block_table, layer.k)
         k, v, *scales = (x[keys.page, keys.row] for x in tensors)
         if scales:
             k, v = (dequantize(x, scale, accumulation_type(q)) for x, scale in zip((k, v), scales, strict=True))

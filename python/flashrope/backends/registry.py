@@ -74,5 +74,5 @@ def unsupported_positions(impl: str, positions: CachePositions) -> str:
     """Returns why the backend ``impl`` cannot serve explicit positions, with the argument's name, or ""."""
     backend = load_backend(impl)
     if not hasattr(backend, "unsupported_positions"):
-        return "cached tokens stand at their slots there; impl='reference' takes positions"
+        return "there, the position of a cached token is its slot; impl='reference' takes positions"
     return backend.unsupported_positions(positions)

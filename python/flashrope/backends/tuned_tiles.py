@@ -90,7 +90,7 @@ def tuned() -> Mapping[Setup, Winners]:
         return read(path())
     except (OSError, ValueError) as error:
         warnings.warn(
-            f"{path()}: ignored, the default tiles serve ({error}); flashrope tune --reset removes this file",
+            f"{path()}: ignored, the default tiles are used ({error}); flashrope tune --reset removes this file",
             stacklevel=2,
         )
         return {}

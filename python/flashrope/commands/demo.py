@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run_.add_argument(
         "--threads", type=positive, help="CPU threads in total; default: one per model, if there are two cores"
     )
-    run_.add_argument("--seed", type=int, default=0, help="seed of the weights, the batches and the unseen windows")
+    run_.add_argument("--seed", type=int, default=0, help="seed for the weights, the batches and the unseen windows")
     run_.add_argument("--impl", choices=BACKENDS, help="attention backend; default: the one for the device")
     run_.add_argument("--compile", action="store_true", help="torch.compile the training step")
     sizes = parser.add_argument_group("sizes (default: those of the preset)")
@@ -50,7 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         choices=[name for name in SCHEMES if name not in ("stock", "log-n", "hope")],
         default=list(COMPARED),
-        help="schemes to compare with RoPE and HoPE, each without and with log n; rerope on the models of both",
+        help="schemes to compare with RoPE and HoPE, each without and with log n; they run on the model trained with "
+        "RoPE, and rerope also on the model trained with HoPE",
     )
     schemes.add_argument(
         "--window",
@@ -60,7 +61,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "length (ReRoPE's author found a quarter to a half of it best)",
     )
     schemes.add_argument(
-        "--factor", type=float, default=16.0, help="Leaky ReRoPE: distances grow by 1/FACTOR beyond the window"
+        "--factor",
+        type=float,
+        default=16.0,
+        help="Leaky ReRoPE: beyond the window, each further token adds 1/FACTOR to the distance",
     )
     schemes.add_argument("--base", type=float, default=10_000.0, help="base of the rotary frequencies")
 

@@ -42,13 +42,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=positive,
         metavar="N",
         default=256,
-        help="number of tokens to generate; one is a byte for models of flashrope demo",
+        help="number of tokens to generate; a token is a byte for models of flashrope demo",
     )
     run_.add_argument(
         "--temperature", type=float, metavar="T", default=0.8, help="0 always takes the most likely token"
     )
     run_.add_argument("--top-k", type=positive, metavar="K", help="sample from the K most likely tokens only")
-    run_.add_argument("--seed", type=int, default=0, help="seed of the sampling and of the default prompt")
+    run_.add_argument("--seed", type=int, default=0, help="seed for sampling and for the choice of the default prompt")
     run_.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     add_dtype(run_)
     run_.add_argument(
@@ -66,8 +66,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--keep",
         type=first_and_last,
         metavar="FIRST,LAST",
-        help="keep the first and the last bytes alone, in a cache of fixed size: attention sinks and a rolling window. "
-        "They stand at the positions 0, 1, 2, ..., so the text may be of any length. For models of flashrope demo",
+        help="keep only the first and the last bytes, in a cache of fixed size: attention sinks and a rolling window. "
+        "The kept bytes have positions 0, 1, 2, ..., so the text may be of any length. For models of flashrope demo",
     )
     run_.add_argument(
         "--threads",
@@ -79,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--scheme",
         choices=SCHEMES,
         metavar="NAME",
-        help="a scheme by its name, with the numbers that follow from the training length and the length of the text; "
+        help="a scheme by name; its parameters are computed from the training length and the length of the text; "
         f"one of {', '.join(SCHEMES)}",
     )
     scheme.add_argument(
@@ -95,7 +95,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--factor",
         type=float,
         metavar="K",
-        help="Leaky ReRoPE: distances grow by 1/K beyond the window; implies --rectify, unless --scheme is given",
+        help="Leaky ReRoPE: beyond the window, each further token adds 1/K to the distance; implies --rectify, unless "
+        "--scheme is given",
     )
     scheme.add_argument(
         "--log-n", action="store_true", help="scale the query at position i by max(1, ln(i + 1) / ln(training length))"

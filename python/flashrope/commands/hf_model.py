@@ -35,8 +35,8 @@ def add_schemes(parser: argparse.ArgumentParser, default: list[str]) -> None:
         nargs="+",
         metavar="TEXT_OR_PATH",
         default=[],
-        help="also schemes of your own, each as the text of a Rotary, a file with that text, or the folder of a model "
-        "that was saved with a scheme; they replace the model's scheme as a whole",
+        help="also measure schemes of your own: the text of a Rotary, a file with that text, or the folder of a model "
+        "that was saved with a scheme; each replaces the model's scheme as a whole",
     )
 
 
@@ -45,8 +45,8 @@ def add_sinks(parser: argparse.ArgumentParser) -> None:
         "--sinks",
         type=positive,
         metavar="W",
-        help="also a baseline that reads any length and forgets: the cache keeps the first 4 tokens and the last W "
-        "(StreamingLLM)",
+        help="also measure a baseline that reads text of any length: the cache keeps the first 4 tokens and the last "
+        "W, and drops the others (StreamingLLM)",
     )
 
 

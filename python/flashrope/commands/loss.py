@@ -27,9 +27,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const=1024,
         metavar="BIN",
-        help="measure every token of the longest length in one pass, in means over BIN positions (default: 1024); by "
-        "default twice the training length. Results are written after every window, and a run that was interrupted "
-        "goes on",
+        help="measure every token of the longest length (default: twice the training length) in one pass, and report "
+        "means over BIN positions (default: 1024). Results are written after every window. The same command resumes "
+        "an interrupted run",
     )
     parser.add_argument(
         "--axis", choices=("linear", "log"), default="linear", help="the axis of positions in the figure"
@@ -40,7 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="predicted tokens at the end of every window; default: half the shortest length, at most 512",
     )
-    parser.add_argument("--windows", type=positive, metavar="N", default=8, help="pieces of text that do not overlap")
+    parser.add_argument(
+        "--windows", type=positive, metavar="N", default=8, help="number of windows; they do not overlap"
+    )
     parser.add_argument(
         "--repeat",
         action="store_true",
@@ -50,8 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--copy",
         type=positive,
         metavar="N",
-        help="also measure a passage of N tokens that comes again at the end of every length: whether the model reads "
-        "what is far away",
+        help="also measure the loss on a passage of N tokens that is read at the start and again at the end of every "
+        "length: the loss on the second copy is low if the model finds the first",
     )
     parser.add_argument("--batch", type=positive, metavar="N", default=1, help="windows per forward pass")
     parser.add_argument(
@@ -71,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="windows of ReRoPE, Leaky ReRoPE and Self-Extend, a row for each; default: half the training length",
     )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the choice of windows")
+    parser.add_argument("--seed", type=int, default=0, help="seed for the choice of windows")
     hf_model.add_run(parser, "loss")
 
 

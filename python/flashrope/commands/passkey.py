@@ -17,18 +17,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=positive,
         metavar="N",
         help="prompt lengths in tokens, including the answer; default: 1/2, 1, 2 and 4 times the training length, "
-        "at least as many as hold the question",
+        "but long enough for the question",
     )
     parser.add_argument(
         "--depths", type=positive, metavar="N", default=5, help="number of depths, evenly spaced from start to end"
     )
-    parser.add_argument("--trials", type=positive, metavar="N", default=4, help="hidden numbers per length and depth")
+    parser.add_argument("--trials", type=positive, metavar="N", default=4, help="prompts per length and depth")
     parser.add_argument(
         "--text",
         metavar="PATH",
         nargs="+",
         help="hide the numbers in your own text, files or folders; default: a block of filler text, repeated, in which "
-        "the number is the only novelty",
+        "only the hidden number is new",
     )
     parser.add_argument(
         "--keys",
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=range(1, 11),
         metavar="K",
         default=1,
-        help="hidden numbers, 1 to 10; with several the question names one of them",
+        help="hidden numbers per prompt, 1 to 10; if there are several, the question names one of them",
     )
     parser.add_argument(
         "--chat",
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="W",
         help="window of ReRoPE, Leaky ReRoPE and Self-Extend; default: half the training length",
     )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the numbers")
+    parser.add_argument("--seed", type=int, default=0, help="seed for the hidden numbers")
     hf_model.add_run(parser, "passkey")
 
 

@@ -28,7 +28,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="atomic: the backward of deterministic=False; prefill: a chunk of a prompt over a cache (default: forward "
         "backward decode)",
     )
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="they share the tuned tiles")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default="bf16", help="type to measure with; both types use the same tuned tiles"
+    )
     parser.add_argument(
         "--bands",
         nargs="+",
@@ -37,11 +39,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[1, 2],
         help="1: RoPE, HoPE; 2: ReRoPE and other schemes with several bands (default: 1 2)",
     )
-    parser.add_argument("--seconds", type=_positive(float), default=SECONDS, help="for everything")
-    parser.add_argument("--jobs", type=_positive(int), help="compiling threads (default: all processors)")
+    parser.add_argument("--seconds", type=_positive(float), default=SECONDS, help="time limit of the whole run")
+    parser.add_argument("--jobs", type=_positive(int), help="threads that compile (default: one per processor)")
     instead = parser.add_mutually_exclusive_group()
-    instead.add_argument("--show", action="store_true", help="measure nothing, print the winners of the file")
-    instead.add_argument("--reset", action="store_true", help="measure nothing, remove the file")
+    instead.add_argument("--show", action="store_true", help="print the stored winners and measure nothing")
+    instead.add_argument("--reset", action="store_true", help="remove the file of winners and measure nothing")
 
 
 def _positive(kind: type):
@@ -67,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     from ..backends import triton as backend
 
     if not torch.cuda.is_available():
-        return _error("no CUDA device was found; tiles are tuned on the GPU that they serve")
+        return _error("no CUDA device was found; tiles are tuned on the GPU that will use them")
     device = torch.device("cuda", torch.cuda.current_device())
     if reason := backend.unsupported_reason(torch.empty(1, device=device, dtype=torch.bfloat16)):
         return _error(reason)
@@ -115,9 +117,9 @@ def report(examined) -> list[str]:
 
     shape, winner, default = examined.workload.shape_class, examined.winner, examined.default
     if winner is None:
-        lines = [f"{shape}: no candidate could be timed, the default tile serves"]
+        lines = [f"{shape}: no candidate could be timed, so the default tile stays in use"]
     elif winner is default:
-        lines = [f"{shape}: {describe(winner.tile)}, {winner.milliseconds.median:.3f} ms, is the default"]
+        lines = [f"{shape}: {describe(winner.tile)}, {winner.milliseconds.median:.3f} ms (the default tile)"]
     else:
         was = f", default {default.milliseconds.median:.3f} ms" if default.milliseconds else ""
         lines = [f"{shape}: {describe(winner.tile)}, {winner.milliseconds.median:.3f} ms{was}"]

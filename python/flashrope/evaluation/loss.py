@@ -104,7 +104,7 @@ def _measure(args: argparse.Namespace) -> int:
         "measured": f"the loss of the last {targets} tokens of {len(windows)} windows, the same at every length, in "
         f"nats per {tokens.unit}; ± is the 95% interval over the windows"
         + (f"; of the second copy of {args.copy} tokens all but the first" if args.copy else "")
-        + (f"; asked for {args.windows} windows, the text has no more" if len(windows) < args.windows else ""),
+        + (f"; {args.windows} windows were asked for, but the text has no more" if len(windows) < args.windows else ""),
         **cache_facts(args.cache_dtype),
         "machine": f"{hardware(device)}, torch {torch.__version__}",
         "command": args.command_line,

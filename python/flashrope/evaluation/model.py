@@ -180,7 +180,8 @@ def _tokens(name: str, config) -> Tokens:
             else:
                 tokenizer = AutoTokenizer.from_pretrained(name)
         first, second = (tokenizer.encode(text, add_special_tokens=False) for text in (" 12345", " 67890"))
-        reason = "it knows no text" if first == second else ""  # transformers 5.0 returns one without a vocabulary
+        # If a tokenizer's files are missing, transformers 5.0 returns a tokenizer without a vocabulary.
+        reason = "it encodes different texts alike" if first == second else ""
     except Exception as error:  # if there is no tokenizer, transformers raises one of half a dozen exceptions
         lines = [line for line in str(error).splitlines() if line.strip()]  # some begin with an empty line
         reason = lines[0] if lines else type(error).__name__

@@ -10,7 +10,7 @@ from ..backends.cache_tables import CacheLayer, CacheTables, Packed
 from ..backends.calls import CacheCall, cached_out_shape
 from ..backends.plans import Queries
 from ..backends.registry import check_backend, load_backend, resolve_impl
-from ..backends.shown import store_positions
+from ..backends.visible import store_positions
 from ..lowering.lowered import UNBOUNDED
 from ..rotary.rotary import Rotary
 from ..rotary.rotated import over_rotated_keys

@@ -465,7 +465,7 @@ def _attend_with_cache(q, layer: CacheLayer, k, v, tables: CacheTables, rotary, 
     plan.watches, new, causal = False, tables.new, options[0]
     if isinstance(new, Packed):
         if k is None and new.slot_mapping is not None:
-            raise ValueError("slot_mapping: expected k and v to place, got none")
+            raise ValueError("slot_mapping: expected k and v to write, got none")
     elif causal and q.shape[1] > 1 and q.shape[1] > new and not torch.compiler.is_compiling():
         warn_of_short_caches("attention_with_cache", tables, q.shape[1], stacklevel=4)
     if sinks is not None:

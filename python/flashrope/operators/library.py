@@ -22,7 +22,7 @@ from ..backends.calls import (
     out_shape,
 )
 from ..backends.registry import check_backend, load_backend
-from ..backends.shown import store_positions
+from ..backends.visible import store_positions
 from ..rotary.rotary import Rotary
 from ..rotary.rotated import inverted, over_rotated_keys
 from .fields import schema_of, unflatten

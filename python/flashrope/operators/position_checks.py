@@ -7,7 +7,7 @@ import torch
 from ..backends import addresses
 from ..backends.cache_tables import CachePositions, CacheTables
 from ..backends.registry import check_backend
-from ..backends.shown import shown
+from ..backends.visible import visible_tokens
 from .checks import check_int32, check_no_gradient
 
 TABLES = ("page_positions", "page_first", "page_lengths")
@@ -27,7 +27,7 @@ def check_cached_positions(given: CachePositions, q, k, k_cache, rotary, tables:
             raise ValueError(f"{name}: expected None without a block_table, got a table; use slot_positions")
         check_int32(name, table, q, "q", (batch, tables.block_table.shape[1]))
     if rotated_keys:
-        raise ValueError("rotated_keys: expected False, as rotated keys have a position, got True with positions")
+        raise ValueError("rotated_keys: expected False beside positions, because rotated keys have theirs, got True")
     axes = (rotary.axes,) if rotary.axis else ()
     slots, queries = given.slot_positions, given.queries
     if slots is not None:
@@ -81,7 +81,7 @@ def validate_positions(tables: CacheTables, k_cache, page_size: int) -> None:
                     f"page_lengths: sequence {b}, entry {n}: expected 0 to {page_size - first}, got {length}"
                 )
     for b, (first, end) in enumerate(addresses.bounds(tables, k_cache)):
-        position = shown(positions, b, first, end, tables.block_table, k_cache).position
+        position = visible_tokens(positions, b, first, end, tables.block_table, k_cache).position
         falls = (position.diff() < 0).nonzero() if position.ndim == 1 else position.new_empty(0)
         if falls.numel():
             n = int(falls[0]) + 1

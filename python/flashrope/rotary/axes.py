@@ -108,7 +108,7 @@ def section_axes(sections: Sequence[int], pairs: int, interleaved: bool) -> tupl
     counts = [axis_of.count(axis) for axis in range(axes)]
     if counts != list(sections):
         raise ValueError(
-            f"sections: expected the first to be the longest if they are interleaved, got {list(sections)}, which "
-            f"{pairs} pairs can only have as {counts}"
+            f"sections: expected the first to be the longest if they are interleaved, got {list(sections)}; "
+            f"interleaving {pairs} pairs gives {counts}"
         )
     return axis_of

@@ -1,4 +1,4 @@
-"""Divides cached tokens with explicit positions (backends/shown.py) into runs of consecutive slots and positions.
+"""Divides cached tokens with explicit positions (backends/visible.py) into runs of consecutive slots and positions.
 
 Attention of a run of queries to a run of keys is attention between two sequences that begin at different positions. A
 causal mask hides the keys at the shortest distances, so it only raises the start of the bands.
@@ -15,7 +15,7 @@ import torch
 from ...rotary.bands import Band, clipped
 from .. import addresses
 from ..cache_tables import CachePositions, CacheTables
-from ..shown import Shown, of_queries, shown
+from ..visible import VisibleTokens, of_queries, visible_tokens
 
 FARTHEST = 2.0**38  # largest position, to which positions are clamped; for the kernels distances of 2^40 are infinite
 LONG_ENOUGH = 8  # average keys per run. With shorter runs, masks over all keys are faster.
@@ -87,7 +87,7 @@ def find(tables: CacheTables, k_cache: torch.Tensor, seqlen_q: int) -> list[Plac
     found = []
     for b, (first, end) in enumerate(bounds):
         if positions.slot_positions is not None:
-            keys = _stored(_shown(tables, k_cache, b, first, end))
+            keys = _stored(_visible(tables, k_cache, b, first, end))
         else:
             rows = [None if page is None else page[b] for page in pages]
             keys = _joined(_pages(rows, first, end, k_cache.shape[1] if tables.block_table is not None else end))
@@ -108,12 +108,12 @@ def clamped(positions: torch.Tensor) -> torch.Tensor:
 def places(tables: CacheTables, k_cache: torch.Tensor, sequence: int, seqlen_q: int):
     """Returns the visible keys of a sequence, with clamped positions, and the positions of its queries, (seqlen_q,) or
     (seqlen_q, axes)."""
-    keys = _shown(tables, k_cache, sequence, *addresses.bounds(tables, k_cache)[sequence])
+    keys = _visible(tables, k_cache, sequence, *addresses.bounds(tables, k_cache)[sequence])
     return keys, clamped(of_queries(tables.positions or CachePositions(), sequence, seqlen_q, keys.position))
 
 
-def _shown(tables: CacheTables, k_cache: torch.Tensor, sequence: int, first: int, end: int) -> Shown:
-    keys = shown(tables.positions or CachePositions(), sequence, first, end, tables.block_table, k_cache)
+def _visible(tables: CacheTables, k_cache: torch.Tensor, sequence: int, first: int, end: int) -> VisibleTokens:
+    keys = visible_tokens(tables.positions or CachePositions(), sequence, first, end, tables.block_table, k_cache)
     return keys._replace(position=clamped(keys.position))
 
 
@@ -144,7 +144,7 @@ def _joined(spans) -> list[Run]:
     return runs
 
 
-def _stored(keys: Shown) -> list[Run]:
+def _stored(keys: VisibleTokens) -> list[Run]:
     """Returns the runs of keys whose positions the cache stores. In a run, slots and positions increase by 1."""
     if not keys.slot.numel():
         return []

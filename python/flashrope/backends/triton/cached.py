@@ -15,7 +15,7 @@ from ...triton_kernels.arguments import PositionTables, Result, TensorView, Vari
 from ...triton_kernels.chunks import attention_chunks
 from ...triton_kernels.configs import Tile
 from ...triton_kernels.decode import attention_decode, combine_splits
-from ...triton_kernels.placed import ENTRY_FIELDS, TOKEN_FIELDS, place_slots, place_tokens
+from ...triton_kernels.explicit_positions import ENTRY_FIELDS, TOKEN_FIELDS, place_slots, place_tokens
 from ...triton_kernels.rotate import rotate_cached_rows
 from ..cache_tables import CacheLayer, CachePositions
 from ..calls import MAX_SPLITS, CacheCall, RotateCall, cached_lse_shape, cached_out_shape, multiprocessors
@@ -174,7 +174,7 @@ class CachePlan(Plan):
         entries = tables.block_table.shape[1] if tables.block_table is not None else 1
         queries = None if positions.queries is None else positions.queries.contiguous()
         tokens = self.batch * self.seqlen_q if self.cu_seqlens_q is None else self.seqlen_q
-        rows, block_n, axes = configs.PLACED_ROWS, configs.PLACED_ENTRIES, self.axes
+        rows, block_n, axes = configs.EXPLICIT_ROWS, configs.EXPLICIT_ENTRIES, self.axes
         fields = ENTRY_FIELDS + self.stored, TOKEN_FIELDS + 2 * self.num_bands + 2 * (axes or 1) * self.stored
 
         def numbers(*shape: int) -> torch.Tensor:
@@ -183,7 +183,7 @@ class CachePlan(Plan):
         layout = self.layout._replace(
             entries=numbers(self.batch, entries, fields[0]),
             tokens=numbers(tokens, fields[1]),
-            shown=numbers(self.batch, 2),
+            visible=numbers(self.batch, 2),
         )
         variant = Variant(
             0,
@@ -196,7 +196,7 @@ class CachePlan(Plan):
             axes=axes,
         )
         given = PositionTables(positions.page_positions, positions.page_first, positions.page_lengths, queries)
-        options = configs.options(configs.PLACED_WARPS)
+        options = configs.options(configs.EXPLICIT_WARPS)
         if positions.slot_positions is not None:
             layout = layout._replace(slot_positions=positions.slot_positions.contiguous())
         if self.stored and not axes:
@@ -344,7 +344,7 @@ class CachePlan(Plan):
             tile = tile._replace(num_stages=1)
         one_run = False
         if layout.entries is not None:
-            tile, one_run = self._placed_tile(tile)
+            tile, one_run = self._tile_of_explicit_positions(tile)
         programs = cdiv(rows, tile.block_m) * self.heads_kv * self.batch
         usual_programs = cdiv(usual_rows, tile.block_m) * self.heads_kv * self.batch
         if self.quantized:
@@ -407,13 +407,13 @@ class CachePlan(Plan):
         maps = [self.lowered.maps[rotation] for rotation in self.lowered.k_copies]
         return all(x.chunk % block_n == 0 and 0 in (x.group % block_n, block_n % x.group) for x in maps)
 
-    def _placed_tile(self, tile: Tile) -> tuple[Tile, bool]:
+    def _tile_of_explicit_positions(self, tile: Tile) -> tuple[Tile, bool]:
         """Returns the tile for explicit positions, and whether each tile of keys lies in one page, so that its keys
         follow one another. Otherwise every key has its own rows of cos and sin, as with maps that do not align."""
         if self.lowered.maps and not self.stored:
             tile = tile._replace(num_stages=2)  # see decode; tiles are smaller here
-        if (self.stored or self.lowered.maps) and self.table.shape[-1] >= configs.PLACED_PAIRS:
-            tile = tile._replace(block_n=min(tile.block_n, configs.PLACED_KEYS))
+        if (self.stored or self.lowered.maps) and self.table.shape[-1] >= configs.EXPLICIT_PAIRS:
+            tile = tile._replace(block_n=min(tile.block_n, configs.EXPLICIT_KEYS))
         if not self.page_size:
             return tile, True
         tile = tile._replace(block_n=min(tile.block_n, self.page_size))

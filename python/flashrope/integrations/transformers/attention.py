@@ -286,7 +286,7 @@ def _describe_traced(
         batch = torch.arange(batch_size, device=device)[:, None]
         index = q_offset + row
         ahead = torch.as_tensor(mask_function(batch, 0, index, index + 1))
-        torch._assert_async(~ahead.any(), "mask_function: expected a causal mask, got one that shows keys ahead")
+        torch._assert_async(~ahead.any(), "mask_function: expected a causal mask, got one where queries see keys ahead")
         if uncached and attention_mask is None:
             seen = torch.as_tensor(mask_function(batch, 0, row + 1, row)).expand(batch_size, q_length - 1)
             return _packed_traced(~seen)
@@ -311,7 +311,7 @@ def _sequence_of(mask_function) -> torch.Tensor | None:
     """
     causal, sequence = _parts(mask_function)
     if not causal:
-        raise ValueError("mask_function: expected a causal mask, got one that shows keys ahead")
+        raise ValueError("mask_function: expected a causal mask, got one where queries see keys ahead")
     return sequence
 
 

@@ -104,8 +104,8 @@ def plan_conversion(model, given: Mapping[str, Any], untested: bool = False) -> 
     if earlier is not None and options and not asked:
         warnings.insert(
             0,
-            f"convert: the model keeps {describe_options(options)} of its last convert; for its own scheme, call "
-            "revert(model) before",
+            f"convert: the model keeps {describe_options(options)} of its last convert; to get its own scheme, call "
+            "revert(model) first",
         )
     same = earlier is not None and all(
         _same(scheme_of(decoder.get_submodule(name)), scheme) for name, scheme in schemes.items()

@@ -16,7 +16,7 @@ from ..lowering import cos_sin
 from .arguments import decode_int
 from .kv_cache import clamp, load_page, row_in_page, valid_page
 from .rotation import add_angles, load_row_map, table_columns
-from .stored import (
+from .stored_positions import (
     LIMIT,
     NOWHERE,
     Position,
@@ -218,14 +218,14 @@ def place_slots(tables, cache, cu_seqlens_q, seqlen_q, VARIANT: tl.constexpr):
     slot = group * VARIANT.block_n + tl.arange(0, VARIANT.block_n)
     rows = page_rows(cache, VARIANT.page_size)
     entries = read_entries(tables, cache, seq, slot // rows, VARIANT)
-    shown = (slot - entries.slot >= entries.first) & (slot - entries.slot < entries.stop)
+    visible = (slot - entries.slot >= entries.first) & (slot - entries.slot < entries.stop)
     slot = tl.minimum(slot, decode_int(cache.capacity) - 1)
     page = valid_page(cache, load_page(cache, batch, slot, VARIANT.page_size))
     row = row_in_page(cache, slot, VARIANT.page_size)
     whole = load_stored(cache, page, row, entries.position, 0, VARIANT).whole
     to = tables.groups + tl.program_id(0).to(tl.int64) * 2
-    tl.store(to, tl.min(tl.where(shown, whole, NOWHERE), 0))
-    tl.store(to + 1, tl.max(tl.where(shown, whole, -NOWHERE), 0))
+    tl.store(to, tl.min(tl.where(visible, whole, NOWHERE), 0))
+    tl.store(to + 1, tl.max(tl.where(visible, whole, -NOWHERE), 0))
 
 
 @triton.jit
@@ -255,7 +255,7 @@ def place_queries(tables, cache, batch, row, slot, base, exists, VARIANT: tl.con
 def place_tokens(
     tables, cache, cu_seqlens_q, bands, maps, seqlen_q, max_seqlen_q, CAUSAL: tl.constexpr, VARIANT: tl.constexpr
 ):
-    """Fills cache.entries (batch, max_pages, ENTRY_FIELDS), cache.tokens (queries, token_fields) and cache.shown
+    """Fills cache.entries (batch, max_pages, ENTRY_FIELDS), cache.tokens (queries, token_fields) and cache.visible
     (batch, 2): the number of visible keys and the slot of the last one. All are int32. A program has VARIANT.block_m
     queries and takes VARIANT.block_n entries at a time."""
     batch, first = row_program(max_seqlen_q, VARIANT.block_m)
@@ -269,8 +269,8 @@ def place_tokens(
         total += tl.sum(entries.stop - entries.first)
         last = tl.maximum(last, tl.max(tl.where(entries.stop > entries.first, entries.slot + entries.stop - 1, 0)))
     if first == 0:
-        tl.store(cache.shown + 2 * batch, total)
-        tl.store(cache.shown + 2 * batch + 1, last)
+        tl.store(cache.visible + 2 * batch, total)
+        tl.store(cache.visible + 2 * batch + 1, last)
     if first >= seq.length_q:
         return
 
@@ -368,7 +368,7 @@ class Places(NamedTuple):
 
     page, row: where to load the key. A hidden key is replaced by another key of the sequence, which is then masked.
     position: the whole position, which bands compare. For axial schemes, the rank among the visible keys.
-    shown: whether the key is visible.
+    visible: whether the key is visible.
     start: if VARIANT.stored, what is added to stored positions. If not, and if VARIANT.one_run, the position of the
         tile's first key.
     part: the fraction of the position, if slots store positions of one axis.
@@ -377,12 +377,12 @@ class Places(NamedTuple):
     page: object
     row: object
     position: object
-    shown: object
+    visible: object
     start: object
     part: object
 
 
-class LastShown(NamedTuple):
+class LastVisible(NamedTuple):
     """The page and the row of a sequence's last visible key."""
 
     page: object
@@ -412,7 +412,7 @@ def load_query_position(cache, token, axis: tl.constexpr, VARIANT: tl.constexpr)
 
 
 @triton.jit
-def placed_keys(position, column, band, cache, token, maps, VARIANT: tl.constexpr):
+def explicit_keys(position, column, band, cache, token, maps, VARIANT: tl.constexpr):
     """Returns the PlacedKeys of queries [M] in a band. column: the last key that each query sees. token: as in
     load_token."""
     part = position
@@ -426,10 +426,10 @@ def placed_keys(position, column, band, cache, token, maps, VARIANT: tl.constexp
 
 
 @triton.jit
-def last_shown(cache, batch, VARIANT: tl.constexpr):
-    slot = tl.load(cache.shown + 2 * batch + 1)
+def last_visible(cache, batch, VARIANT: tl.constexpr):
+    slot = tl.load(cache.visible + 2 * batch + 1)
     page = valid_page(cache, load_page(cache, batch, slot, VARIANT.page_size))
-    return LastShown(page, row_in_page(cache, slot, VARIANT.page_size))
+    return LastVisible(page, row_in_page(cache, slot, VARIANT.page_size))
 
 
 @triton.jit
@@ -452,7 +452,7 @@ def load_tile_entries(cache, batch, first_slot, slots, VARIANT: tl.constexpr):
 @triton.jit
 def tile_places(cache, entries, page, last, first_slot, slots, VARIANT: tl.constexpr):
     """Returns the Places of a tile with these TileEntries. page: the page of every key, or one page for the tile. last:
-    LastShown."""
+    LastVisible."""
     rows = page_rows(cache, VARIANT.page_size)
     if VARIANT.one_run:
         first_row = first_slot % rows
@@ -464,14 +464,14 @@ def tile_places(cache, entries, page, last, first_slot, slots, VARIANT: tl.const
     some = entries.stop > entries.first
     read = clamp(row, entries.first, entries.stop - 1).to(tl.int64)
     page, read = tl.where(some, page, last.page), tl.where(some, read, last.row)
-    shown = (row >= entries.first) & (row < entries.stop)
+    visible = (row >= entries.first) & (row < entries.stop)
     if not VARIANT.stored:
-        return Places(page, read, entries.position + row, shown, start, row)
+        return Places(page, read, entries.position + row, visible, start, row)
     elif VARIANT.axes > 0:
-        return Places(page, read, entries.number + row, shown, entries.position, row)
+        return Places(page, read, entries.number + row, visible, entries.position, row)
     else:
         stored = load_stored(cache, page, read, entries.position, 0, VARIANT)
-        return Places(page, read, stored.whole, shown, entries.position, stored.part)
+        return Places(page, read, stored.whole, visible, entries.position, stored.part)
 
 
 @triton.jit
@@ -479,7 +479,7 @@ def sees(keys, places, column, maps, VARIANT: tl.constexpr):
     """Returns whether each row of PlacedKeys sees each of the keys from `column` on, [M, BN]. places: the Places of
     these keys."""
     position, columns = places.position[None, :], column + tl.arange(0, VARIANT.block_n)[None, :]
-    exists = places.shown[None, :]
+    exists = places.visible[None, :]
     if VARIANT.stored and VARIANT.axes == 0:  # a key whose fraction exceeds the query's counts as one position higher
         beyond = (places.part[None, :] > keys.part[:, None]).to(tl.int32)
         if maps is not None:
@@ -505,7 +505,7 @@ def load_digits(ptr, position, D: tl.constexpr):
 
 
 @triton.jit
-def placed_cos_sin(table, rotation, position, VARIANT: tl.constexpr):
+def explicit_cos_sin(table, rotation, position, VARIANT: tl.constexpr):
     """Returns cos and sin [M, D/2] of positions [M], which the scheme may map."""
     D: tl.constexpr = VARIANT.block_d
     if table.maps is not None:
@@ -515,7 +515,7 @@ def placed_cos_sin(table, rotation, position, VARIANT: tl.constexpr):
 
 
 @triton.jit
-def placed_query_cos_sin(table, rotation, cache, token, position, VARIANT: tl.constexpr):
+def explicit_query_cos_sin(table, rotation, cache, token, position, VARIANT: tl.constexpr):
     """Returns cos and sin [M, D/2] of queries at positions [M]. token: as in load_token."""
     if VARIANT.stored:
         COORDINATES: tl.constexpr = VARIANT.axes if VARIANT.axes > 0 else 1
@@ -528,11 +528,11 @@ def placed_query_cos_sin(table, rotation, cache, token, position, VARIANT: tl.co
         cos, sin = cos_sin_of(turned(found, turns) + turns.start[None, :])
         return cos * turns.factor[None, :], sin * turns.factor[None, :]
     else:
-        return placed_cos_sin(table, rotation, position, VARIANT)
+        return explicit_cos_sin(table, rotation, position, VARIANT)
 
 
 @triton.jit
-def placed_key_cos_sin(table, rotation, cache, places, VARIANT: tl.constexpr):
+def explicit_key_cos_sin(table, rotation, cache, places, VARIANT: tl.constexpr):
     """Returns cos and sin [N, D/2] of the keys of a tile. If VARIANT.one_run, the angles of the tile's first key are
     joined with table rows that are the same for every tile."""
     if VARIANT.stored:  # no turns.start or turns.factor: rotations of keys have no offset and no factor
@@ -556,4 +556,4 @@ def placed_key_cos_sin(table, rotation, cache, places, VARIANT: tl.constexpr):
         at = ptr[None, :] + tl.arange(0, VARIANT.block_n)[:, None] * D
         return add_angles(tl.load(at), tl.load(at + D // 2), start_cos[None, :], start_sin[None, :])
     else:
-        return placed_cos_sin(table, rotation, places.position, VARIANT)
+        return explicit_cos_sin(table, rotation, places.position, VARIANT)

@@ -25,7 +25,7 @@ from . import addresses
 from .cache_tables import CachePositions, CacheTables
 
 
-class Shown(NamedTuple):
+class VisibleTokens(NamedTuple):
     """The visible tokens of one sequence, in order."""
 
     page: torch.Tensor  # (tokens,) int64. In a contiguous cache, the index of the sequence.
@@ -34,7 +34,9 @@ class Shown(NamedTuple):
     slot: torch.Tensor  # (tokens,) the index of the slot in the sequence
 
 
-def shown(positions: CachePositions, sequence: int, first: int, end: int, block_table, k_cache) -> Shown:
+def visible_tokens(
+    positions: CachePositions, sequence: int, first: int, end: int, block_table, k_cache
+) -> VisibleTokens:
     """Returns the visible tokens of a sequence.
 
     first, end: the slots [first, end) of the sequence, without left padding and clamped to the capacity.
@@ -63,7 +65,7 @@ def shown(positions: CachePositions, sequence: int, first: int, end: int, block_
         if positions.page_positions is not None and entry is not None:
             base = positions.page_positions[sequence, entry].to(torch.float64)
             position = position + (base if position.ndim == 1 else base[:, None])
-    return Shown(page, row, position, slot)
+    return VisibleTokens(page, row, position, slot)
 
 
 def of_queries(positions: CachePositions, sequence: int, seqlen_q: int, keys: torch.Tensor) -> torch.Tensor:
@@ -100,7 +102,7 @@ def store_positions(k_cache, tables: CacheTables, rows: int) -> None:
     if new is None:
         new = torch.stack(
             [
-                _behind(shown(positions, b, first, end, tables.block_table, k_cache).position, rows)
+                _behind(visible_tokens(positions, b, first, end, tables.block_table, k_cache).position, rows)
                 for b, (first, end) in enumerate(addresses.bounds(tables._replace(new=0), k_cache))
             ]
         )
