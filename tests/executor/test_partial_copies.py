@@ -9,10 +9,10 @@ from packing import packing
 
 BF16, FP16, FP32 = (support.Target("triton", dtype, "cpu") for dtype in (torch.bfloat16, torch.float16, torch.float32))
 HALF = Rotary.rope(128, rotary_dim=64)
-slow = pytest.mark.slow
+quick = pytest.mark.quick
 pytestmark = pytest.mark.filterwarnings("ignore:deterministic:UserWarning")
 CASES = {  # target, scheme, lengths, options
-    "half-d128-bf16": (BF16, HALF, (70, 90), {"heads": 4, "group": 2}, ()),
+    "half-d128-bf16": (BF16, HALF, (70, 90), {"heads": 4, "group": 2}, quick),
     "atomic-leaky-d128-fp16": (FP16, HALF.rectify(21, 4.0), (50, 70), {"deterministic": False}, ()),
     "hope-d64-fp32": (FP32, Rotary.hope(64, 512), (50, 70), {}, ()),
     "behind-interleaved-d128-bf16": (
@@ -20,11 +20,11 @@ CASES = {  # target, scheme, lengths, options
         Rotary.rope(128, rotary_dim=32, interleaved=True, first_channel=64).rectify(21),
         (70,),
         {"batch": 2},
-        slow,
+        (),
     ),
-    "self-extend-d128-bf16": (BF16, HALF.self_extend(48, 8), (90,), {}, slow),
-    "quarter-d256-bf16": (BF16, Rotary.rope(256, rotary_dim=64).log_n(20), (50, 70), {}, slow),
-    "quarter-d512-bf16": (BF16, Rotary.rope(512, rotary_dim=128), (50,), {}, slow),
+    "self-extend-d128-bf16": (BF16, HALF.self_extend(48, 8), (90,), {}, ()),
+    "quarter-d256-bf16": (BF16, Rotary.rope(256, rotary_dim=64).log_n(20), (50, 70), {}, ()),
+    "quarter-d512-bf16": (BF16, Rotary.rope(512, rotary_dim=128), (50,), {}, ()),
 }
 
 

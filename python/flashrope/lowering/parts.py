@@ -11,7 +11,6 @@ from .lowered import lower
 
 SMALLEST_RUN = 16  # channels that one product of tensor cores adds up
 LARGEST_TILE = 512  # channels that the decode kernel takes as pairs
-VECTOR = 8  # channels, the most that one instruction loads
 LARGEST_PART = 128  # channels; tiles of keys with more channels take longer to load
 
 
@@ -61,13 +60,10 @@ def channel_parts(rotary: Rotary, causal: bool) -> tuple[Part, ...]:
 def copied_parts(rotary: Rotary, causal: bool) -> tuple[Part, ...]:
     """Returns the part that rotates if rotated copies of keys hold it alone, or () if they hold all channels.
 
-    Kernels load vectors of up to VECTOR channels, and a vector lies in one place. So both runs of the part must start
-    at multiples of VECTOR.
+    Kernels load vectors of up to 16 bytes, and a vector must not lie partly in the copy. Both runs of the part start at
+    multiples of SMALLEST_RUN channels, because all runs between them are divided into parts of such widths.
     """
-    parts = channel_parts(rotary, causal)
-    if not parts or not lower(rotary, causal).k_copies:
-        return ()
-    return () if parts[0].first % VECTOR or parts[0].second % VECTOR else parts[:1]
+    return channel_parts(rotary, causal)[:1] if lower(rotary, causal).k_copies else ()
 
 
 def _contiguous(start: int, stop: int) -> Iterator[Part]:
