@@ -75,17 +75,19 @@ def run(argv: list[str], program: str) -> None:
     parser = argparse.ArgumentParser(prog=program, description=__doc__.partition(": ")[2], allow_abbrev=False)
     parser.add_argument("--model", required=True, help="a checkpoint folder or a .gguf file")
     parser.add_argument("--text", metavar="PATH", nargs="+", required=True, help="text files")
-    parser.add_argument("--lengths", type=positive, nargs="+", default=[2048, 4096], help="in tokens")
+    parser.add_argument("--lengths", type=positive, nargs="+", default=[2048, 4096], help="lengths in tokens")
     parser.add_argument("--windows", type=positive, default=6)
     parser.add_argument(
         "--ways",
         nargs="+",
         default=list(WAYS),
-        help=f"of {', '.join(map(repr, WAYS))}; each also with ', layer N' for that layer only; "
-        "'int4, layers N+M in int8' mixes",
+        help=f"ways to store the cache, of {', '.join(map(repr, WAYS))}; ', layer N' after a way uses it in this layer "
+        "only; 'int4, layers N+M in int8' uses int8 in these layers",
     )
-    parser.add_argument("--each-layer", metavar="WAY", nargs="+", default=[], help="these ways in every layer by turns")
-    parser.add_argument("--agreement", type=positive, metavar="N", help="compare log probabilities of N tokens instead")
+    parser.add_argument(
+        "--each-layer", metavar="WAY", nargs="+", default=[], help="measure these ways in one layer at a time"
+    )
+    parser.add_argument("--agreement", type=positive, metavar="N", help="instead compare log probabilities of N tokens")
     args = parse(parser, argv)
     args.lengths.sort()
     measure(args, command_line(program, argv))
