@@ -23,8 +23,8 @@ COLUMNS = ("warps", "stages", "VGPRs", "AGPRs", "spills", "in loops", "LDS KB", 
 @dataclasses.dataclass(frozen=True)
 class Measured:
     """A compiled kernel. registers: vector registers of a lane, accumulation registers included; agprs: how many of
-    them are accumulation registers. spilled: vector registers in scratch memory. shared: bytes of local data share (LDS).
-    waves: per SIMD, as registers and LDS allow. loop, loop_spills: as in ``offline.Measured``."""
+    them are accumulation registers. spilled: vector registers in scratch memory. shared: bytes of local data share
+    (LDS). waves: per SIMD, as registers and LDS allow. loop, loop_spills: as in ``offline.Measured``."""
 
     registers: int
     agprs: int

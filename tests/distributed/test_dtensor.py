@@ -262,8 +262,8 @@ class SelfAttention(nn.Module):
 @pytest.mark.parametrize("local", [True, False], ids=["local", "dtensor"])
 @on_ranks
 def test_tensor_parallel_and_fully_sharded(local):
-    """Shards 8 query heads and 2 key heads over 2 ranks, and the parameters over 2 more. Activations are local tensors
-    or DTensors."""
+    """Gradients of an attention layer are those of one device if 8 query heads and 2 key heads are sharded over 2
+    ranks, and the parameters over 2 more. Activations are local tensors or DTensors."""
     both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
     torch.manual_seed(0)
     plain, x = SelfAttention(), torch.randn(4, 20, 64, dtype=torch.float64)
