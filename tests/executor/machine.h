@@ -183,8 +183,8 @@ struct Block {
   explicit Block(Launch& launch);
   void run(uint32_t linear);
 
-  // These return the tensor of a global access, or its bytes, and count the access. Outside all tensors, they report a
-  // finding and return null.
+  // The next three return the tensor of a global access, or its bytes, and count the access. Outside all tensors, they
+  // report a finding and return null.
   Buffer* place(uint64_t address, uint32_t bytes, const Warp& w, const Instruction& i, int lane, bool write);
   unsigned char* global(uint64_t address, uint32_t bytes, const Warp& w, const Instruction& i, int lane, bool write);
   unsigned char* global_add(uint64_t address, uint32_t bytes, const Warp& w, const Instruction& i, int lane);
