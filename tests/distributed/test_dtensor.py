@@ -78,7 +78,7 @@ def test_heads_and_batch(count):
 
 @on_ranks
 def test_sinks():
-    """Gradients of q, k, v and of the sinks are right. The sinks are sharded like the heads."""
+    """Gradients of q, k, v and of the sinks are those of plain tensors. The sinks are sharded like the heads."""
     q, k, v, grad_out, _ = inputs()
     leaves = [x.detach().requires_grad_() for x in (q, k, v, torch.linspace(-9, 2, q.shape[2]))]
     rotary = SCHEMES["rerope"](16)
@@ -206,7 +206,8 @@ def test_uneven_parts_are_gathered():
 
 @on_ranks
 def test_mixed_placements():
-    """Queries and keys may have different placements, and gradients may have other placements than the output."""
+    """Results are those of plain tensors if queries and keys have different placements, and gradients other placements
+    than the output."""
     rotary, (q, k, v, grad_out, _) = SCHEMES["rope"](16), inputs()
     want = call_and_gradients(lambda *x: attention(*x, rotary, return_lse=True), (q, k, v), grad_out, None)
     cases = (
