@@ -78,6 +78,9 @@ def run(argv: list[str], program: str) -> None:
     parser.add_argument("--lengths", type=positive, nargs="+", default=[2048, 4096], help="lengths in tokens")
     parser.add_argument("--windows", type=positive, default=6)
     parser.add_argument(
+        "--window", type=positive, help="read under ReRoPE with this window and log n (default: the model's own scheme)"
+    )
+    parser.add_argument(
         "--ways",
         nargs="+",
         default=list(WAYS),
@@ -116,7 +119,7 @@ def measure(args: argparse.Namespace, command: str) -> None:
     from flashrope.integrations.transformers import convert
 
     model, tokens = load(args.model, torch.device("cpu"))
-    model = convert(model)
+    model = convert(model, window=args.window, log_n=True) if args.window else convert(model)
     layers = model.config.get_text_config().num_hidden_layers
     names = [BASE, *args.ways, *(f"{way}, layer {n}" for way in args.each_layer for n in range(layers))]
     ways = {name: ways_of(name, layers) for name in dict.fromkeys(names)}
@@ -130,7 +133,7 @@ def measure(args: argparse.Namespace, command: str) -> None:
         "targets": TARGETS,
         "windows": len(windows),
         "seed": args.seed,
-    }
+    } | ({"window": args.window} if args.window else {})
     facts = settings | {"machine": f"{hardware('cpu')}, torch {torch.__version__}", "command": command}
     if args.agreement:
         return write_agreement(args, model, tokens, windows, facts)
