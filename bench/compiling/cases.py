@@ -31,7 +31,7 @@ ORDER = (
     "place_tokens",
     *DECODE_KERNELS,
 )
-CODES = {"int8": (1, torch.int8), "int4": (2, torch.uint8)}  # codes in a byte, its type
+CODES = {"int8": (1, torch.int8), "int4": (2, torch.uint8)}  # quantized values per byte, dtype
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 BATCH, SEQLEN, HEADS_Q, HEADS_KV, WINDOW, PAGE_SIZE = 2, 4096, 40, 8, 1024, 256  # neither head count a multiple of 16
 
@@ -48,7 +48,7 @@ class Scheme:
     aligned: bool = True  # to 16 bytes
     grad_lse: bool = False
     cache: str = ""  # "contiguous" or "paged": a call of attention_with_cache
-    seqlen_q: int = 1  # with a cache
+    seqlen_q: int = 1  # queries per sequence, with a cache
     deterministic: bool = True
     recomputed: bool = False  # the kernel of dQ computes the gradients of scores again: seven products
     head_dim_v: int = 0  # 0: as wide as q and k
