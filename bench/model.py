@@ -36,7 +36,7 @@ from .report.predicted import DECODING, DEVICE, FOLDER, LOOPS
 
 ARCHS, HEAD_DIMS = tuple(issue.RATES), (64, 96, 128, 256, 512)
 SCHEMES = (cases.ONE_BAND, cases.TWO_BANDS, *cases.SEVEN, *cases.ATOMIC, *cases.DECODE, *cases.MAPS)
-ON_REQUEST = cases.PARTS
+ON_REQUEST = (*cases.PARTS, cases.TRAINED, cases.TRAINED_BANDS)
 NAMES = {
     "attention_forward": "forward",
     "attention_grad_kv": "dK and dV",
@@ -167,9 +167,10 @@ def their_rows(path: Path) -> Iterator[dict[str, str]]:
 
 
 def their_seconds(rows: list[dict[str, str]], problem: waves.Problem, device: waves.Device) -> tuple[float, float]:
-    """Returns (forward, backward). The masked tiles of their forward are unrolled, so they are part of the fixed
-    clocks. Their forward starts the query tiles with the fewest keys first, their backward the key tiles with the most
-    queries. Their backward also reads out and its gradient, zeroes a float32 sum and converts it."""
+    """Returns the seconds of (forward, backward) of FlashAttention-2. The masked tiles of its forward are unrolled, so
+    they are part of the fixed clocks. The forward starts the query tiles with the fewest keys first, the backward the
+    key tiles with the most queries. The backward also reads out and its gradient, zeroes a float32 sum and converts
+    it."""
     of_step = {row["step"]: row for row in rows if int(row["D"]) == problem.head_dim}
     times = {}
     for step, lengths_of in (("forward", waves.query_tile_lengths), ("backward", waves.key_tile_lengths)):
@@ -188,8 +189,8 @@ def their_seconds(rows: list[dict[str, str]], problem: waves.Problem, device: wa
 def our_seconds(
     found: dict[tuple, Kernel], scheme: cases.Scheme, problem: waves.Problem, device: waves.Device
 ) -> tuple[float, float]:
-    """Returns (forward, backward). The forward includes the rotation of keys before it, the backward that of
-    queries."""
+    """Returns the seconds of (forward, backward) of our kernels. The forward includes the rotation of keys before it,
+    and the backward the rotation of queries."""
 
     every_head = problem.batch * problem.heads
 

@@ -127,7 +127,7 @@ def main(argv: list[str]) -> int:
     p.add_argument("--device", default="cuda", help="default: cuda")
     p.add_argument("--dtype", default="bf16", choices=DTYPES, help="default: bf16")
     p.add_argument("--compile", action="store_true", help="only compile the kernels into Triton's cache, in parallel")
-    p.add_argument("--arch", type=int, choices=NVIDIA, help="with --compile (default: that of the GPU)")
+    p.add_argument("--arch", type=int, choices=NVIDIA, help="architecture for --compile (default: the GPU's)")
     p.add_argument("--jobs", type=positive, default=os.cpu_count(), help="compiling processes (default: all cores)")
     options = p.parse_args(argv)
     device, dtype = torch.device(options.device), DTYPES[options.dtype]

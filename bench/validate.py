@@ -1,4 +1,4 @@
-"""How far the predictions of ``bench model`` are from what others measured: forward passes of other people's kernels.
+"""Compares predictions of ``bench model`` with what others measured: forward passes of other people's kernels.
 
     python -m bench validate [--publish]                       # the rows of the last run of the tutorial's kernel
     python -m bench validate --tutorial 06-fused-attention.py --publish

@@ -71,20 +71,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tokens",
         metavar="FILE.bin",
         nargs="+",
-        help="a token file to train on, whose last tenth is unseen; or two, to train on and unseen",
+        help="a token file, whose last tenth is held out; or two: one to train on, one held out",
     )
     path.add_argument(
         "--vocab-size",
         type=positive,
         metavar="N",
-        help="of token files without FILE.json beside them",
+        help="number of tokens in the vocabulary, for token files without FILE.json beside them",
     )
     path.add_argument("--out", metavar="DIR", help="the run directory (default: runs/experiments-PRESET)")
     run_ = parser.add_argument_group("run")
     run_.add_argument("--preset", choices=PRESETS, default="tiny", help="sizes of the run (default: tiny)")
     run_.add_argument("--schemes", metavar="A,B,...", help="schemes to use instead of the experiment's, by name")
     run_.add_argument(
-        "--window", type=positive, metavar="W", help="of schemes without one, in tokens (default: half the length)"
+        "--window",
+        type=positive,
+        metavar="W",
+        help="window in tokens of schemes whose name has none (default: half the training length)",
     )
     run_.add_argument("--seed", type=int, help="the first seed (default: 0)")
     run_.add_argument(

@@ -34,7 +34,7 @@ def own_device(chosen: torch.device) -> torch.device:
 
 @contextlib.contextmanager
 def group(device: torch.device) -> Iterator[None]:
-    """Returns the process group of all ranks."""
+    """Joins the process group of all ranks, until the end of the block."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
@@ -45,7 +45,7 @@ def group(device: torch.device) -> Iterator[None]:
 
 
 def first_says(value):
-    """Returns the value of rank 0, on all ranks of the group; the value itself outside a group."""
+    """Returns the value of rank 0 on all ranks of the group. Outside a group, returns the value itself."""
     if not distributed.is_initialized():
         return value
     holder = [value]

@@ -161,7 +161,8 @@ class RandomPositions(nn.Module):
 
 
 def sinusoidal(seqlen: int, width: int) -> torch.Tensor:
-    """Vaswani et al. 2017: channel 2m is sin(p / 10000^(2m / width)), channel 2m + 1 the cosine."""
+    """Returns the vectors of Vaswani et al. 2017: channel 2m is sin(p / 10000^(2m / width)), channel 2m + 1 the
+    cosine."""
     inv_freq = 10_000.0 ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
     angle = torch.arange(seqlen, dtype=torch.float64)[:, None] * inv_freq
     return torch.stack((angle.sin(), angle.cos()), dim=-1).flatten(1)[:, :width].float()

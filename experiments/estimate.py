@@ -62,11 +62,18 @@ def run(argv: list[str], program: str) -> None:
     )
     parser.add_argument("--preset", choices=PRESETS, required=True)
     parser.add_argument("--vocab-size", type=positive, metavar="N", help="default: the preset's")
-    parser.add_argument("--models", type=positive, metavar="N", default=1, help="encodings times seeds (default: 1)")
     parser.add_argument(
-        "--tflops", type=float, metavar="X", help="10^12 operations a second that a GPU sustains in training, for hours"
+        "--models", type=positive, metavar="N", default=1, help="number of models: encodings times seeds (default: 1)"
     )
-    parser.add_argument("--gpus", type=positive, metavar="N", default=1, help="that share the work (default: 1)")
+    parser.add_argument(
+        "--tflops",
+        type=float,
+        metavar="X",
+        help="10^12 operations per second that a GPU sustains in training; needed to estimate hours",
+    )
+    parser.add_argument(
+        "--gpus", type=positive, metavar="N", default=1, help="number of GPUs that share the work (default: 1)"
+    )
     args = parser.parse_args(argv)
     preset = PRESETS[args.preset]
     if preset.architecture != LLAMA:

@@ -319,7 +319,8 @@ def frequencies(path: Path, panels: dict[str, dict[str, Sequence[float]]], train
 
 
 def matrices(path: Path, seen: dict[str, Sequence[Sequence[float]]], train_length: int) -> None:
-    """For every scheme, the distance at which a query (row) sees a key (column). Untrained distances are orange."""
+    """Draws for every scheme the distance at which a query (row) sees a key (column). Untrained distances are
+    orange."""
     from matplotlib import colormaps
     from matplotlib.colors import ListedColormap
 

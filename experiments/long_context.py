@@ -75,6 +75,7 @@ def tables_of(folder: Path) -> dict[Path, dict[str, str]]:
             POSITIONS: table(read(folder), COLUMNS),
             FAR: table(read(folder, FAR), FAR_COLUMNS),
             RETRIEVAL: retrieval_table(folder),
+            COPIED: copied_table(folder),
             SPEED: speed_tables(folder),
         },
         TRAINING_PAGE: {CONTINUED: f"`{continued['command']}`:\n\n{real_training.table(continued)}"},

@@ -55,7 +55,7 @@ def encoding(name: str, head_dim: int) -> Rotary:
 
 
 def attend_on(rows: int, columns: int, impl: str | None = None) -> Attend:
-    """Computes attention without a causal mask; positions are (row, column) for axial schemes and in row order for
+    """Returns attention without a causal mask. Positions are (row, column) for axial schemes, and in row order for
     others."""
 
     def attend(q, k, v, rotary):
@@ -92,7 +92,7 @@ def train_on_pictures(
 
 @torch.no_grad()
 def measure(model: LanguageModel, name: str, samples: int, seed: int, impl: str | None = None) -> list[Result]:
-    """Yields the percentage of pixels predicted correctly, by shape (task "picture-8x12"), on pictures not used in
+    """Returns the percentage of pixels predicted correctly, by shape (task "picture-8x12"), on pictures not used in
     training."""
     device, results = model.embedding.weight.device, []
     for rows, columns in SHAPES:

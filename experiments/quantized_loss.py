@@ -158,7 +158,7 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[256, 512, 1024, 2048])
     parser.add_argument("--schemes", nargs="+", default=[name for name in SCHEMES if name != "hope"])
     parser.add_argument(
-        "--windows", type=int, default=16, help="of the first table; the second has eight times as many"
+        "--windows", type=int, default=16, help="windows of the first table; the second has eight times as many"
     )
     parser.add_argument("--targets", type=int, default=128)
     parser.add_argument("--batch", type=int, default=8)

@@ -75,17 +75,22 @@ def run(argv: list[str], program: str) -> None:
     parser = argparse.ArgumentParser(prog=program, description=__doc__.partition(": ")[2], allow_abbrev=False)
     parser.add_argument("--model", required=True, help="a checkpoint folder or a .gguf file")
     parser.add_argument("--text", metavar="PATH", nargs="+", required=True, help="text files")
-    parser.add_argument("--lengths", type=positive, nargs="+", default=[2048, 4096], help="in tokens")
+    parser.add_argument("--lengths", type=positive, nargs="+", default=[2048, 4096], help="lengths in tokens")
     parser.add_argument("--windows", type=positive, default=6)
+    parser.add_argument(
+        "--window", type=positive, help="read under ReRoPE with this window and log n (default: the model's own scheme)"
+    )
     parser.add_argument(
         "--ways",
         nargs="+",
         default=list(WAYS),
-        help=f"of {', '.join(map(repr, WAYS))}; each also with ', layer N' for that layer only; "
-        "'int4, layers N+M in int8' mixes",
+        help=f"ways to store the cache, of {', '.join(map(repr, WAYS))}; ', layer N' after a way uses it in this layer "
+        "only; 'int4, layers N+M in int8' uses int8 in these layers",
     )
-    parser.add_argument("--each-layer", metavar="WAY", nargs="+", default=[], help="these ways in every layer by turns")
-    parser.add_argument("--agreement", type=positive, metavar="N", help="compare log probabilities of N tokens instead")
+    parser.add_argument(
+        "--each-layer", metavar="WAY", nargs="+", default=[], help="measure these ways in one layer at a time"
+    )
+    parser.add_argument("--agreement", type=positive, metavar="N", help="instead compare log probabilities of N tokens")
     args = parse(parser, argv)
     args.lengths.sort()
     measure(args, command_line(program, argv))
@@ -114,7 +119,7 @@ def measure(args: argparse.Namespace, command: str) -> None:
     from flashrope.integrations.transformers import convert
 
     model, tokens = load(args.model, torch.device("cpu"))
-    model = convert(model)
+    model = convert(model, window=args.window, log_n=True) if args.window else convert(model)
     layers = model.config.get_text_config().num_hidden_layers
     names = [BASE, *args.ways, *(f"{way}, layer {n}" for way in args.each_layer for n in range(layers))]
     ways = {name: ways_of(name, layers) for name in dict.fromkeys(names)}
@@ -128,7 +133,7 @@ def measure(args: argparse.Namespace, command: str) -> None:
         "targets": TARGETS,
         "windows": len(windows),
         "seed": args.seed,
-    }
+    } | ({"window": args.window} if args.window else {})
     facts = settings | {"machine": f"{hardware('cpu')}, torch {torch.__version__}", "command": command}
     if args.agreement:
         return write_agreement(args, model, tokens, windows, facts)

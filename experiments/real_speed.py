@@ -48,10 +48,14 @@ def run(argv: list[str], program: str) -> None:
     parser.add_argument("--model", required=True, help="folder or GGUF file")
     parser.add_argument("--text", metavar="PATH", required=True, help="a text file")
     parser.add_argument("--length", type=positive, default=8192, help="tokens to read (default 8192)")
-    parser.add_argument("--train-tokens", type=positive, help="time training steps of this many tokens too")
+    parser.add_argument("--train-tokens", type=positive, help="also time training steps of this many tokens")
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=list(DTYPES), help="default: both")
-    parser.add_argument("--schemes", nargs="+", choices=SCHEMES, default=[], help="beside the model's own")
-    parser.add_argument("--window", type=positive, help="of schemes with a window (default: half the training length)")
+    parser.add_argument(
+        "--schemes", nargs="+", choices=SCHEMES, default=[], help="schemes to measure beside the model's own"
+    )
+    parser.add_argument(
+        "--window", type=positive, help="window of schemes with one (default: half the training length)"
+    )
     parser.add_argument("--rounds", type=positive, default=3)
     args = parse(parser, argv)
     measure(args, command_line(program, argv))

@@ -1,9 +1,9 @@
-"""``python -m experiments continue``: continue a pretrained model's training under RoPE, HoPE, and CoPE then HoPE.
+"""``python -m experiments continue``: continues a pretrained model's training under RoPE, HoPE, and CoPE then HoPE.
 
 All three start from the same weights and read the same batches, which are random windows of the first four fifths of
-every text. Before, between and after the steps, the loss by position is measured on windows of the last fifths. The
-row of RoPE at 0 tokens is the model as it came. Weights are float32; under ``--dtype bfloat16`` matrix products run in
-bfloat16 (autocast).
+every text. Before, during and after the training, the loss by position is measured on windows of the last fifths. The
+row of RoPE at 0 tokens is the model before any training. Weights are float32; under ``--dtype bfloat16`` matrix
+products run in bfloat16 (autocast).
 """
 
 from __future__ import annotations
@@ -58,13 +58,17 @@ def run(argv: list[str], program: str) -> None:
     parser.add_argument("--model", required=True, help="folder or GGUF file")
     parser.add_argument("--text", metavar="PATH", nargs="+", required=True, help="text files")
     parser.add_argument("--tokens", type=positive, default=300_000, help="tokens to train on (default 300000)")
-    parser.add_argument("--length", type=positive, default=2048, help="tokens of a sequence (default 2048)")
-    parser.add_argument("--batch", type=positive, default=2, help="sequences of a step (default 2)")
-    parser.add_argument("--learning-rate", type=float, default=3e-4, help="at its highest (default 3e-4)")
-    parser.add_argument("--longest", type=positive, default=12_288, help="tokens of a window to measure")
+    parser.add_argument("--length", type=positive, default=2048, help="tokens per sequence (default 2048)")
+    parser.add_argument("--batch", type=positive, default=2, help="sequences per step (default 2)")
+    parser.add_argument("--learning-rate", type=float, default=3e-4, help="peak learning rate (default 3e-4)")
+    parser.add_argument("--longest", type=positive, default=12_288, help="tokens per window that is measured")
     parser.add_argument("--windows", type=positive, default=4, help="windows to measure (default 4)")
-    parser.add_argument("--measurements", type=positive, default=4, help="after training began (default 4)")
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of matrix products (default bfloat16)")
+    parser.add_argument(
+        "--measurements", type=positive, default=4, help="number of measurements during training (default 4)"
+    )
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default="bfloat16", help="type of matrix products (default bfloat16)"
+    )
     args = parse(parser, argv)
     args.out.mkdir(parents=True, exist_ok=True)
     train(args, command_line(program, argv))
@@ -106,7 +110,8 @@ def train(args: argparse.Namespace, command: str) -> None:
 
 
 def read(paths: Sequence[str], tokens, args: argparse.Namespace) -> Texts:
-    """Raises BadInput if the first part of no text has a sequence, or the last part of none a window to measure."""
+    """Reads the texts and splits each into a part to train on and an unseen part. Raises BadInput if no text is long
+    enough for a sequence, or for a window to measure."""
     trained, unseen = [], []
     for path in paths:
         ids = tokens.encode(Path(path).read_text(encoding="utf-8"))

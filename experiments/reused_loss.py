@@ -214,13 +214,25 @@ def draw(rows: list[list], length: int, out: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", type=Path, nargs="+", help="RoPE models of the experiments or of flashrope demo")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[256, 1024], help="of the first table")
-    parser.add_argument("--chunks", type=int, nargs="+", default=[16, 64], help="bytes of a chunk")
-    parser.add_argument("--again", type=int, nargs="+", default=[0, 1, 4, 8], help="first bytes computed again")
+    parser.add_argument(
+        "--lengths", type=int, nargs="+", default=[256, 1024], help="lengths of the text in the first table"
+    )
+    parser.add_argument("--chunks", type=int, nargs="+", default=[16, 64], help="bytes per chunk")
+    parser.add_argument(
+        "--again",
+        type=int,
+        nargs="+",
+        default=[0, 1, 4, 8],
+        help="number of first bytes of a chunk that are computed again",
+    )
     parser.add_argument("--targets", type=int, default=128)
-    parser.add_argument("--multiple", type=int, default=32, help="training lengths of the figure, a power of two")
-    parser.add_argument("--first", type=int, nargs="+", default=[4], help="first bytes that --keep keeps")
-    parser.add_argument("--windows", type=int, default=16, help="of the figure; the first table has four times as many")
+    parser.add_argument(
+        "--multiple", type=int, default=32, help="length of the figure in training lengths, a power of two"
+    )
+    parser.add_argument("--first", type=int, nargs="+", default=[4], help="number of first bytes that --keep keeps")
+    parser.add_argument(
+        "--windows", type=int, default=16, help="windows of the figure; the first table has four times as many"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=cores())
     parser.add_argument("--parts", nargs="+", choices=("chunks", "positions"), default=["chunks", "positions"])

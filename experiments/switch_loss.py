@@ -91,7 +91,9 @@ def draw(rows: list[list], out: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", type=Path, nargs="+", help="RoPE models of the experiments or of flashrope demo")
-    parser.add_argument("--rate", type=float, default=4e-4, help="the learning rate (default a tenth of the models')")
+    parser.add_argument(
+        "--rate", type=float, default=4e-4, help="learning rate (default: 4e-4, a tenth of the models')"
+    )
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--windows", type=int, default=64)
     parser.add_argument("--threads", type=int, default=cores())

@@ -29,7 +29,9 @@ def run(argv: list[str], program: str) -> None:
     parser = argparse.ArgumentParser(prog=program, description=__doc__.partition(": ")[2], allow_abbrev=False)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--text", metavar="PATH", nargs="+", help="text files, or folders of them")
-    source.add_argument("--dataset", metavar="NAME_OR_PATH", help="of the package datasets; on the hub, or local")
+    source.add_argument(
+        "--dataset", metavar="NAME_OR_PATH", help="a dataset for the package datasets, on the hub or local"
+    )
     parser.add_argument("--subset", metavar="NAME", help="configuration of the dataset")
     parser.add_argument("--split", default="train", help="part of the dataset (default: train)")
     parser.add_argument("--column", default="text", help="column of the dataset with the text (default: text)")
@@ -42,7 +44,7 @@ def run(argv: list[str], program: str) -> None:
         help=f"token between texts (default: the first of {', '.join(SEPARATORS)} in the vocabulary)",
     )
     parser.add_argument(
-        "--out", metavar="FILE.bin", type=Path, required=True, help="the file; FILE.json says what it is"
+        "--out", metavar="FILE.bin", type=Path, required=True, help="the file to write; FILE.json describes it"
     )
     args = parser.parse_args(argv)
     if args.out.suffix != ".bin":

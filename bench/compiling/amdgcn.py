@@ -22,9 +22,9 @@ COLUMNS = ("warps", "stages", "VGPRs", "AGPRs", "spills", "in loops", "LDS KB", 
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """registers: vector registers of a lane, accumulation registers included; agprs: those among them. spilled: vector
-    registers in scratch memory. shared: bytes of local data share (LDS). waves: of a SIMD, as registers and LDS allow.
-    loop, loop_spills: as in ``offline.Measured``."""
+    """A compiled kernel. registers: vector registers of a lane, accumulation registers included; agprs: how many of
+    them are accumulation registers. spilled: vector registers in scratch memory. shared: bytes of local data share
+    (LDS). waves: per SIMD, as registers and LDS allow. loop, loop_spills: as in ``offline.Measured``."""
 
     registers: int
     agprs: int
@@ -90,7 +90,7 @@ def measure(compiled) -> Measured:
 
 
 def listing(text: str) -> sass.Listing:
-    """Assembly as an instruction listing. A wave's instructions take its classes from ``sass.CLASSES``."""
+    """Returns the listing of assembly. ``sass.CLASSES`` has the classes of its instructions too."""
     opcodes, labels, branches = [], {}, []
     for line in text.splitlines():
         if label := _LABEL.match(line):

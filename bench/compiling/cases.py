@@ -33,7 +33,7 @@ ORDER = (
     *DECODE_KERNELS,
     "combine_splits",
 )
-CODES = {"int8": (1, torch.int8), "int4": (2, torch.uint8)}  # codes in a byte, its type
+CODES = {"int8": (1, torch.int8), "int4": (2, torch.uint8)}  # quantized values per byte, dtype
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 BATCH, SEQLEN, HEADS_Q, HEADS_KV, WINDOW, PAGE_SIZE = 2, 4096, 40, 8, 1024, 256  # neither head count a multiple of 16
 
@@ -50,7 +50,7 @@ class Scheme:
     aligned: bool = True  # to 16 bytes
     grad_lse: bool = False
     cache: str = ""  # "contiguous" or "paged": a call of attention_with_cache
-    seqlen_q: int = 1  # with a cache
+    seqlen_q: int = 1  # queries per sequence, with a cache
     deterministic: bool = True
     recomputed: bool = False  # the kernel of dQ computes the gradients of scores again: seven products
     head_dim_v: int = 0  # 0: as wide as q and k
@@ -107,6 +107,7 @@ def few_rotate(head_dim: int) -> Rotary:
 
 
 TRAINED = Scheme("few", few_rotate)  # without a cache
+TRAINED_BANDS = Scheme("few rerope", lambda head_dim: few_rotate(head_dim).rectify(WINDOW))
 PARTS = tuple(Scheme(f"parts {cache}", few_rotate, cache=cache) for cache in ("contiguous", "paged"))
 SHARED = tuple(  # values that are keys without their weights, as in Gemma 4's larger models
     Scheme(f"shared {scheme.name}", scheme.rotary, cache=scheme.cache, shared_values=512, weighted=True)
@@ -282,6 +283,7 @@ def _main_cases(quick: bool) -> list[Case]:
     variants = grid((80,), (128,), "bf16", NOPE, PACKED, POSITIONS) + grid((80,), (64,), "bf16", TWO_SIDED)
     variants += grid((80,), (64, 128), "bf16", UNALIGNED)
     small_shared = grid((86,), (64, 128, 256), "bf16", TWO_BANDS) + grid((86,), (128, 256), "bf16", ONE_BAND)
+    small_shared += grid((86,), (64, 128, 256), "bf16", TRAINED, TRAINED_BANDS)
     cache = grid((80, 90), (64, 128), "bf16", WIDE) + grid((80, 90), (96, 256), "bf16", DECODE[0], DECODE[-1])
     cache += (
         grid((80,), (128,), "bf16", PARTIAL)

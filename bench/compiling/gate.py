@@ -251,22 +251,22 @@ def main(argv: list[str]) -> int:
         type=parse,
         nargs="+",
         metavar="TARGET",
-        help=f"only these: {' '.join(map(name_of, ALL))}, or 80 for sm_80",
+        help=f"compile only for these targets: {' '.join(map(name_of, ALL))}; 80 is short for sm_80",
     )
     parser.add_argument(
         "--targets",
         choices=("short", "all"),
         default="short",
-        help="the cases of sm_89, sm_100, sm_120, gfx942 and gfx950: head_dim 128 with the main schemes (default), or "
-        "all cases of the other targets",
+        help="what to compile for sm_89, sm_100, sm_120, gfx942 and gfx950: head_dim 128 with the main schemes "
+        "(short, the default), or all cases of the other targets",
     )
-    parser.add_argument("--head-dim", type=int, nargs="+", help="only these head_dims")
-    parser.add_argument("--scheme", nargs="+", help="only these schemes, as the table names them")
+    parser.add_argument("--head-dim", type=int, nargs="+", help="compile only these head_dims")
+    parser.add_argument("--scheme", nargs="+", help="compile only these schemes, named as in the table")
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="sm_80 and sm_90, head_dim 64 and 128, bf16, one and two bands; decoding over quantized caches; of the "
-        "other targets head_dim 128, forward, backward and decoding",
+        help="compile fewer cases: for sm_80 and sm_90 head_dim 64 and 128, bf16, one and two bands, and decoding over "
+        "quantized caches; for the other targets head_dim 128, forward, backward and decoding",
     )
     parser.add_argument("--csv", metavar="PATH", help="also write the table and the instruction mix of the hot loops")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="compiling processes (default: all cores)")

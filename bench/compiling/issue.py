@@ -54,9 +54,10 @@ RATES = {
 
 @dataclass(frozen=True)
 class Instruction:
-    """pipe, busy: which pipe takes it, and its clocks there. transfer: clocks of shared memory. latency: from then
-    until the result is there. kind: what a wait for it counts as, of ``WAITS``. write, read: scoreboards that it holds
-    until its result is there, or its operands are read; None for none. waits: scoreboards that must be free."""
+    """A decoded instruction. pipe, busy: the pipe that executes it, and its clocks there. transfer: clocks of shared
+    memory. latency: clocks from then until the result is there. kind: the entry of ``WAITS`` that a wait for it counts
+    as. write: the scoreboard that it holds until its result is there, or None. read: the scoreboard that it holds until
+    its operands are read, or None. waits: scoreboards that must be free before it issues."""
 
     opcode: str
     pipe: str
@@ -77,8 +78,8 @@ class Instruction:
 
 @dataclass
 class Steady:
-    """clocks: in which every resident block passes through the code once, on average. waits: shares of the schedulers'
-    clocks, by ``WAITS``; they add up to 1."""
+    """The steady state of a loop. clocks: the mean time in which every resident block passes through the code once.
+    waits: shares of the schedulers' clocks, by ``WAITS``; they add up to 1."""
 
     clocks: float
     waits: dict[str, float]

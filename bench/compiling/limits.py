@@ -31,7 +31,8 @@ from .cases import (
 @dataclasses.dataclass(frozen=True)
 class SpillLimit:
     """Bytes per thread that a kernel may spill, and that its tile loops may touch, and how often its hot loop may touch
-    spilled registers. A field left at its default matches everything, or allows nothing."""
+    spilled registers. A limit left at its default allows nothing. Any other field left at its default matches every
+    kernel."""
 
     spill: float
     kernel: str = ""
@@ -83,7 +84,7 @@ MAP_LIMITS = tuple(
 )
 
 # A tile of 128 keys at head_dim 64: the model rates it higher than the tiles whose hot loops touch no spilled register.
-# For each scheme: spilled bytes, the bytes of them in the tile loops, and accesses in the hot loop.
+# For each scheme: spilled bytes, the spilled bytes that the tile loops touch, and accesses in the hot loop.
 KEYS_128 = tuple(
     SpillLimit(spill, "attention_grad_kv", 80, head_dim=64, scheme=scheme, in_loops=in_loops, in_hot_loop=times)
     for scheme, (spill, in_loops, times) in {
@@ -96,9 +97,9 @@ KEYS_128 = tuple(
     }.items()
 )
 
-# Storing gradients of scores: the conversion of dS to rows of keys takes registers. By release of Triton, scheme,
-# architecture and head_dim: spilled bytes, the bytes of them in the tile loops, and accesses in the hot loop. "seven"
-# are the schemes that do not store them.
+# Limits of kernels that store gradients of scores: the conversion of dS to rows of keys takes registers. By release of
+# Triton, scheme, architecture and head_dim: spilled bytes, the spilled bytes that the tile loops touch, and accesses in
+# the hot loop. Schemes named "seven" do not store the gradients.
 STORED_SCORES = (
     *(
         SpillLimit(spill, "attention_grad_kv", arch, 0, head_dim, "", scheme, release, in_loops, times)

@@ -71,7 +71,7 @@ class AbsentDevice(OfflineDriver):
 
 @contextlib.contextmanager
 def active(arch: int | str, device: OfflineDriver | None = None) -> Iterator[None]:
-    """In this context Triton compiles for this architecture."""
+    """Makes Triton compile for this architecture within the context."""
     try:
         before = driver.active
     except RuntimeError:  # no device, no driver
@@ -140,8 +140,8 @@ def caught_launches(launcher, arch: int | str) -> Iterator[list[Launch]]:
 class Measured:
     """A compiled kernel. loop: the instruction mix of its hot loop, empty if it has none. loop_spills: bytes of local
     memory that a thread touches in the tile loops. Both are None without nvdisasm. slots: tiles that the smallest
-    cp.async buffer of the loops holds, None if there is no such buffer. model: of the hot loop, None where the issue
-    model does not apply. held_once: whether dQ may be added by red, None without red."""
+    cp.async buffer of the loops holds, None if there is no such buffer. model: the hot loop in the issue model, None
+    if the model does not apply. held_once: whether dQ may be added by red, None without red."""
 
     registers: int
     spill_stores: int  # bytes per thread

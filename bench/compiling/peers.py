@@ -151,7 +151,8 @@ def attention_loop(listing: sass.Listing) -> Counter:
 def figures(
     arch: int, registers: int, warps: int, shared: int, listing: sass.Listing, useful: float | None
 ) -> dict[str, str]:
-    """useful: products that a tile needs, as in ``predict.Loop.tensor_share``."""
+    """Returns the figures of a kernel by column. useful: products that a tile needs, as in
+    ``predict.Loop.tensor_share``."""
     loop = attention_loop(listing)
     products, local = loop["products"], loop.get("local", 0)
     arithmetic = loop.get("mufu", 0) + loop.get("fp32", 0)

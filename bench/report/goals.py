@@ -17,20 +17,20 @@ from .records import Record, Run
 class Goal:
     """A goal for the ratio of the peer's time to ours; without a peer, for the share of the ceiling that ours reaches.
 
-    aim: one figure, or {length: figure from there on}.
+    aim: one figure, or {length: the figure from this length on}.
     """
 
-    device: str  # part of its name
+    device: str  # a part of the device's name
     command: str
     ours: str
     peer: str
     floor: float
     aim: float | Mapping[int, float] | None = None
     backward: bool = False
-    seqlens: Sequence[int] = ()  # only these
+    seqlens: Sequence[int] = ()  # the lengths that the goal covers; empty: all
     min_seqlen: int = 2048
     min_bytes: int = 0  # smallest cache that the goal covers
-    window: int = 0  # only this one
+    window: int = 0  # the window that the goal covers; 0: all
     head_dim: int = 128
     dtype: str = "bfloat16"
 

@@ -31,11 +31,13 @@ class Record:
     low: float
     high: float
     rounds: int
-    tflops: float | None = None  # from Problem.flops, for attention with many queries
+    tflops: float | None = None  # Problem.flops over the time, for attention with many queries
     gbs: float | None = None  # bytes that must be moved, over the time
     ceiling: str = ""  # the measured ceiling that share refers to
     share: float | None = None
-    ratios: dict[str, float] = dataclasses.field(default_factory=dict)  # {one of flashrope's: this time / its time}
+    ratios: dict[str, float] = dataclasses.field(
+        default_factory=dict
+    )  # {contestant of flashrope: this record's time / its time}
     peak_bytes: int | None = None
 
     @property
@@ -55,7 +57,7 @@ class Run:
     records: list[Record] = dataclasses.field(default_factory=list)
     absent: dict[str, str] = dataclasses.field(default_factory=dict)  # {contestant: why it did not run}
     wrong: dict[str, float] = dataclasses.field(default_factory=dict)  # {contestant: its error against float64}
-    errors: dict[str, float] = dataclasses.field(default_factory=dict)  # errors of the correct ones
+    errors: dict[str, float] = dataclasses.field(default_factory=dict)  # errors of the correct contestants
     skipped: list[str] = dataclasses.field(default_factory=list)
     goals: list[dict] = dataclasses.field(default_factory=list)
     exponents: dict[str, float] = dataclasses.field(default_factory=dict)  # {series: fitted power}

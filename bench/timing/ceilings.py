@@ -57,7 +57,7 @@ def text(measured: dict[str, float]) -> str:
 def main(argv: list[str]) -> int:
     p = argparse.ArgumentParser("python -m bench ceilings", description=__doc__.split("\n")[0], allow_abbrev=False)
     add_device_option(p)
-    p.add_argument("--dtype", choices=DTYPES, help="of the product (default: bf16 on a GPU, fp32 on the CPU)")
+    p.add_argument("--dtype", choices=DTYPES, help="type of the product (default: bf16 on a GPU, fp32 on the CPU)")
     options = p.parse_args(argv)
     device = device_of(p, options.device)
     dtype = options.dtype or ("bf16" if device.type == "cuda" else "fp32")

@@ -78,7 +78,8 @@ def positions(problem: Problem) -> torch.Tensor:
 
 
 def eager(problem: Problem, at: torch.Tensor | None = None):
-    """Rotates tensors (batch, seqlen, heads, head_dim) to positions `at`, by default 0, 1, 2, ..., in eager mode."""
+    """Returns a call that rotates tensors (batch, seqlen, heads, head_dim) to positions `at`, by default 0, 1, 2, ...,
+    in eager mode."""
     return partial(_rotated, *full_table(problem.rope(), positions(problem) if at is None else at, problem.dtype))
 
 
@@ -113,7 +114,8 @@ ENCODINGS = {"fused RoPE": fused, "compiled RoPE": compiled, "eager RoPE": eager
 
 
 def best_rope(device: torch.device) -> str:
-    """Returns the rotation before attention without position encoding, unless rotations are compared."""
+    """Returns the name of the rotation that precedes attention without position encoding, unless rotations are
+    compared."""
     return "fused RoPE" if device.type == "cuda" else "compiled RoPE"
 
 
@@ -183,11 +185,11 @@ def flex(problem: Problem):
 
 
 def flex_two_passes(problem: Problem):
-    """Computes ReRoPE as two masked passes, merged by their lse."""
+    """Returns a call that computes ReRoPE as two masked passes, merged by their lse."""
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
     if not problem.causal:
-        raise Unavailable("two passes serve a causal mask; without one three are needed")
+        raise Unavailable("two passes compute a causal mask; without it three are needed")
     if problem.device.type == "cpu":
         raise Unavailable("torch compiles FlexAttention for the CPU without lse")
     window, gqa = problem.window, problem.group > 1
@@ -214,7 +216,8 @@ def flex_two_passes(problem: Problem):
 
 
 def dense(problem: Problem):
-    """Computes ReRoPE as in its author's code: both score matrices in full, then a choice between the two."""
+    """Returns a call that computes ReRoPE as in its author's code: both score matrices in full, then a choice between
+    the two."""
     window = problem.window
     near = eager(problem)
     ahead, behind = (eager(problem, torch.full((1,), float(at), device=problem.device)) for at in (window, -window))

@@ -238,7 +238,7 @@ class Bench:
         self.measure(title, quantized_entries(self.kernels, CHUNK), prefill, share)
 
     def memory(self) -> None:
-        """Returns the largest growth factor of the peak when the length doubles, over three lengths.
+        """Measures the largest growth factor of the peak when the length doubles, over three lengths.
 
         The compiled kernels allocate outside of PyTorch, so for them the peak is that of the process.
         """
@@ -456,12 +456,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
         help="time for the rounds of the tables that are always measured, together; each table of --grid, --lengths "
         "and --busy adds 2%% to 10%% of it, of --training 50%%; every table has at least three rounds (default 30)",
     )
-    parser.add_argument("--target", help="the compiled kernels of this target, for example x86-64-v3")
-    parser.add_argument("--wide", action="store_true", help="only the tables of head_dim 512 and of values in keys")
-    parser.add_argument("--grid", action="store_true", help="ReRoPE's forward for every window and length too")
-    parser.add_argument("--lengths", action="store_true", help="the tables that the chart by length needs too")
-    parser.add_argument("--busy", action="store_true", help="decoding beside another process that computes too")
-    parser.add_argument("--training", action="store_true", help="training steps of the demo's model too")
+    parser.add_argument("--target", help="use the compiled kernels of this target, for example x86-64-v3")
+    parser.add_argument("--wide", action="store_true", help="measure only head_dim 512 and values in keys")
+    parser.add_argument("--grid", action="store_true", help="also measure ReRoPE's forward for every window and length")
+    parser.add_argument("--lengths", action="store_true", help="also measure the tables of the chart by length")
+    parser.add_argument("--busy", action="store_true", help="also measure decoding while another process computes")
+    parser.add_argument("--training", action="store_true", help="also measure training steps of the demo's model")
     parser.add_argument(
         "--check",
         action="store_true",

@@ -40,7 +40,7 @@ def _key_positions(problem: Problem) -> torch.Tensor:
 
 
 def rotate_cache(encoding: str, problem: Problem):
-    """Rotates the whole cache at every step, as the code of ReRoPE's author does."""
+    """Returns a call that rotates the whole cache at every step, as the code of ReRoPE's author does."""
     rotate, attend = ENCODINGS[encoding](problem, _key_positions(problem)), KERNELS["SDPA flash"](problem)
     return lambda q, k, v: attend(q, rotate(k), v)
 

@@ -142,7 +142,9 @@ def main(argv: list[str]) -> int:
     p.add_argument(
         "--calls", type=positive, default=20, help="calls per block (default 20, which fit into a GPU's queue)"
     )
-    p.add_argument("--arch", type=int, choices=NVIDIA, default=80, help="architecture without a GPU (default 80)")
+    p.add_argument(
+        "--arch", type=int, choices=NVIDIA, default=80, help="architecture to compile for without a GPU (default 80)"
+    )
     options = p.parse_args(argv)
     versions, device = machine.versions(), torch.device("cuda" if torch.cuda.is_available() else "cpu")
     print(

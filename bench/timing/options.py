@@ -55,9 +55,9 @@ def parser(command: str, doc: str, cuda: dict, cpu: dict) -> argparse.ArgumentPa
         nargs="+",
         choices=("forward", "both"),
         default=["forward", "both"],
-        help="forward only, forward and backward (default: one after the other)",
+        help="forward: the forward pass only; both: forward and backward (default: one after the other)",
     )
-    p.add_argument("--contestants", nargs="+", metavar="NAME", help="only those whose name contains one of these")
+    p.add_argument("--contestants", nargs="+", metavar="NAME", help="time only contestants whose name contains a NAME")
     seconds = (
         f"time for the rounds of each table, not of the run (default: GPU {SECONDS['cuda']}, CPU {SECONDS['cpu']})"
     )

@@ -254,10 +254,12 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser("python -m bench serving", description=__doc__.strip().split("\n")[0])
     parser.add_argument("--prompts", type=positive, default=8, help="sequences in the batch")
     parser.add_argument("--length", type=positive, default=2048, help="tokens of a prompt")
-    parser.add_argument("--tokens", type=positive, default=64, help="new tokens of a sequence")
+    parser.add_argument("--tokens", type=positive, default=64, help="tokens to generate per sequence")
     parser.add_argument("--rounds", type=positive, default=3)
     parser.add_argument("--csv", type=Path, help="write the rows to this file")
-    parser.add_argument("--memory", action="store_true", help="print how much the caches hold in vLLM, time nothing")
+    parser.add_argument(
+        "--memory", action="store_true", help="print how much the caches hold in vLLM, and time nothing"
+    )
     parser.add_argument("--task", help=argparse.SUPPRESS)  # one contestant, in a process of its own
     options = parser.parse_args(argv)
     if find_spec("vllm") is None:

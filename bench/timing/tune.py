@@ -111,7 +111,7 @@ def main(argv: list[str]) -> int:
         type=int,
         nargs="+",
         choices=NVIDIA,
-        help="compile for these instead of timing (default without a GPU: 80)",
+        help="rank by the code compiled for these architectures instead of timing (default without a GPU: 80)",
     )
     p.add_argument(
         "--seconds", type=float, default=90.0, help="time for a direction, with its compilation (default 90)"
@@ -119,7 +119,7 @@ def main(argv: list[str]) -> int:
     p.add_argument(
         "--jobs", type=positive, default=os.cpu_count(), help="compiling processes or threads (default: all cores)"
     )
-    p.add_argument("--csv", type=Path, metavar="PATH", help="write all rankings there")
+    p.add_argument("--csv", type=Path, metavar="PATH", help="write all rankings to this file")
     options = p.parse_args(argv)
     on_device = torch.cuda.is_available() and not options.arch
     archs = [None] if on_device else options.arch or [80]

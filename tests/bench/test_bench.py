@@ -342,7 +342,7 @@ COMMANDS = ("hope", "rerope", "decode", "rotation", "scaling")
 
 @pytest.fixture
 def small_sizes(monkeypatch):
-    """Options for small problems. Nothing is compiled, which takes half a minute."""
+    """Returns options for small problems. Nothing is compiled, because compiling takes half a minute."""
     from bench.timing import rotation, scaling
 
     monkeypatch.setitem(contestants.ENCODINGS, "compiled RoPE", contestants.eager)

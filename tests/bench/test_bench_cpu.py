@@ -49,7 +49,8 @@ def test_the_expected_time_of_the_cpu_counts_the_chosen_tables(monkeypatch):
 
 
 def test_wide_heads_are_checked_and_timed(capsys, monkeypatch):
-    """Every goal for wide heads gets a figure. One cache whose keys are the values is not taken for two."""
+    """Every goal for wide heads gets a figure. The check fails if the result over one cache, whose keys are
+    the values, is compared with the result over two caches."""
     from bench.timing import cpu, cpu_cases, cpu_wide
 
     if (kernels := cpu_cases.compiled_kernels()) is None:

@@ -154,8 +154,8 @@ def test_rows_of_a_cpu_say_which_kernels(tmp_path, command):
 
 
 def test_the_chart_of_the_cpu(tmp_path, monkeypatch):
-    """The chart has one point per length and series. It shows the usual one of several windows. It shows only float32,
-    measured without a busy process."""
+    """The chart has one point per length and series. If there are several windows, it shows the usual one. It shows
+    only float32, measured without a busy process."""
 
     def of(table, contestant, seqlen, window, milliseconds, **sizes):
         record = record_of(

@@ -23,8 +23,8 @@ RESULTS = Path(__file__).resolve().parents[2] / "bench/results/model"
 
 
 def code(*texts):
-    """Returns instructions. A text is an opcode, then s and a stall count, w or r and a scoreboard to hold, W and a
-    scoreboard to wait for."""
+    """Returns instructions. A text is an opcode, followed by s and a stall count, by w or r and a scoreboard to hold,
+    or by W and a scoreboard to wait for."""
     found = []
     for text in texts:
         opcode, *words = text.split()
@@ -99,7 +99,7 @@ def test_a_scoreboard_holds_the_next_instruction_back():
 
 def test_copies_in_the_background():
     """Copies by cp.async run in the background. A wait that allows no outstanding group takes the whole latency. A wait
-    that allows one takes less."""
+    that allows one outstanding group takes less."""
     arrival = 4 + 4 + RATES.memory_latency
     copy = ["LDGSTS.E.BYPASS.128", "LDGDEPBAR"]
     assert clocks(*copy, "DEPBAR.LE SB0,0x0") == pytest.approx(arrival + 1, abs=1)

@@ -39,7 +39,8 @@ def test_only_the_forward_kernel_of_the_tutorial_is_read(tmp_path):
 
 
 def test_rows_beside_what_was_measured():
-    """At 16,384 keys: 16,384 blocks of 128 queries, 216 at a time, 3,000 clocks a tile of 64 keys."""
+    """The rows hold the time that follows from the clocks. At 16,384 keys, 16,384 blocks of 128 queries run 216 at a
+    time, with 3,000 clocks per tile of 64 keys."""
     rows = list(validate.rows({validate.FLASH: [tile(128)], validate.TRITON: []}))
     assert [row["row"] for row in rows] == ["predicted", "published", "error of the model"]
     prediction, published, error = rows

@@ -126,7 +126,7 @@ REFUSED = {
     "a gradient of packed queries": (lambda: varlen_cached(q=zeros(9, 4, 16, requires_grad=True)), V, "q, k, v",
                                      "no gradient", "torch.no_grad"),
     "slots for nothing": (lambda: varlen_cached(k=None, v=None, slot_mapping=SLOTS), V, "slot_mapping",
-                          "k and v to place", "got none"),
+                          "k and v to write", "got none"),
     "a float as slot": (lambda: varlen_cached(slot_mapping=SLOTS.float()), T, "slot_mapping", "int32 or int64",
                         "got torch.float32"),
     "too few slots": (lambda: varlen_cached(slot_mapping=SLOTS[:2]), V, "slot_mapping", "shape (9,)", "got (2,)"),

@@ -118,8 +118,8 @@ def test_logits_with_the_cache(cache_dtype):
 
 @pytest.mark.parametrize("cache_dtype", [None, "int8"])
 def test_a_cache_of_fixed_size(cache_dtype):
-    """The model has one block, whose keys depend only on their own byte. A byte sees the kept bytes and the bytes of
-    its chunk, at positions 0, 1, 2, ..."""
+    """With a cache of fixed size, a byte sees the kept bytes and the bytes of its chunk, at positions 0, 1, 2, ... The
+    model has one block, so keys depend only on their own byte."""
     torch.manual_seed(1)
     model = LanguageModel(dataclasses.replace(model_of().config, layers=1)).eval()
     rotary, tokens = ROPE.rectify(16, 4.0).log_n(LENGTH), torch.randint(256, (2, 200))

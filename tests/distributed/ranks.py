@@ -26,7 +26,7 @@ class Failed(AssertionError):
 
 
 def on_ranks(body):
-    """Makes a test of a function, which runs on four ranks at once with the test's parameters and fixtures."""
+    """Turns a function into a test that runs it on four ranks at once, with the test's parameters and fixtures."""
 
     @functools.wraps(body)
     def test(ranks, **arguments):

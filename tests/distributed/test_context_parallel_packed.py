@@ -1,5 +1,5 @@
-"""Context parallelism over packed sequences. Every sequence is compared with the float64 reference on that sequence
-alone, within the error budget of one device."""
+"""Compares context parallelism over packed sequences with the float64 reference on each sequence by itself, within the
+error budget of one device."""
 
 import random as chance
 from itertools import accumulate, pairwise

@@ -78,7 +78,7 @@ def test_heads_and_batch(count):
 
 @on_ranks
 def test_sinks():
-    """Gradients of q, k, v and of the sinks are right. The sinks are sharded like the heads."""
+    """Gradients of q, k, v and of the sinks are those of plain tensors. The sinks are sharded like the heads."""
     q, k, v, grad_out, _ = inputs()
     leaves = [x.detach().requires_grad_() for x in (q, k, v, torch.linspace(-9, 2, q.shape[2]))]
     rotary = SCHEMES["rerope"](16)
@@ -206,7 +206,8 @@ def test_uneven_parts_are_gathered():
 
 @on_ranks
 def test_mixed_placements():
-    """Queries and keys may have different placements, and gradients may have other placements than the output."""
+    """Results are those of plain tensors if queries and keys have different placements, and gradients other placements
+    than the output."""
     rotary, (q, k, v, grad_out, _) = SCHEMES["rope"](16), inputs()
     want = call_and_gradients(lambda *x: attention(*x, rotary, return_lse=True), (q, k, v), grad_out, None)
     cases = (
@@ -262,8 +263,8 @@ class SelfAttention(nn.Module):
 @pytest.mark.parametrize("local", [True, False], ids=["local", "dtensor"])
 @on_ranks
 def test_tensor_parallel_and_fully_sharded(local):
-    """Shards 8 query heads and 2 key heads over 2 ranks, and the parameters over 2 more. Activations are local tensors
-    or DTensors."""
+    """Gradients of an attention layer are those of one device if 8 query heads and 2 key heads are sharded over 2
+    ranks, and the parameters over 2 more. Activations are local tensors or DTensors."""
     both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
     torch.manual_seed(0)
     plain, x = SelfAttention(), torch.randn(4, 20, 64, dtype=torch.float64)

@@ -161,7 +161,8 @@ def test_an_interrupted_run_resumes(text, tmp_path):
 
 
 def stopped_by_a_signal(text: str, out: str) -> list[float]:
-    """SIGTERM reaches one rank during a step. All stop after that step with a checkpoint, and resume from it."""
+    """SIGTERM reaches one rank during a step. All ranks stop after that step with a checkpoint, from which they
+    resume."""
     fsdp = example()
     args = fsdp.parse([*TINY, "--text", text, "--steps", "6", "--save-every", "2", "--out", out])
     train_step, done = fsdp.Run.train_step, []

@@ -189,7 +189,7 @@ void define_comparisons() {
   define_comparison<float>("setp.num.f32", [](float a, float b) { return a == a && b == b; });
 }
 
-// The source may also be a wider register, whose low part is converted: "of 8".
+// The opcode with " of 8" converts the low part of a register of 8 bytes.
 template <class D, class A>
 void define_integer_conversion(const std::string& types) {
   define_lanes<D, A>("cvt." + types, [](A a) { return a; });

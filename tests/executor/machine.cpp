@@ -114,7 +114,7 @@ void Block::end_lanes(Warp& w, const Instruction& i, Lanes m) {
   if (w.alive) return;
   bool copying = !w.open_copies.empty();
   for (auto& group : w.copies) copying |= !group.empty();
-  if (copying) report("cp.async not waited for at the end", w, i, -1, "data still on its way");
+  if (copying) report("cp.async not waited for at the end", w, i, -1, "still running");
   if (!w.products.empty() || !w.open_products.empty())
     report("wgmma not waited for at the end", w, i, -1, "still running");
 }
@@ -150,7 +150,7 @@ void Block::advance(Warp& w, uint64_t quantum) {
     if (i.guard >= 0) m &= i.negated ? ~w.predicate(i.guard) : w.predicate(i.guard);
     executed[w.pc]++, lanes[w.pc] += __builtin_popcount(m);
     if (i.collective && m != ALL_LANES)
-      report("lanes apart", w, i, -1, "lanes " + hex(m) + " alone run what all lanes must run together");
+      report("lanes apart", w, i, -1, "all lanes must run it together, only lanes " + hex(m) + " do");
     if (m) check_registers(w, i, m);
     if (m && i.control == Control::next) i.run(w, i, m);
     int next = w.pc + 1;
@@ -186,7 +186,7 @@ bool Block::release_barrier() {
     report(other->alive ? "divergent barrier" : "deadlock", *waiting, *at, -1,
            "warp " + std::to_string(other->index) +
                (other->alive ? " waits at the barrier of line " + std::to_string(other->barrier_line)
-                             : " has ended and never comes"));
+                             : " has ended without reaching it"));
     if (!other->alive) {
       launch.stopped = true;
       return false;

@@ -37,8 +37,8 @@ class Notes {
 struct Buffer {
   std::string name;
   uint64_t base, bytes;
-  // For every two bytes: 1 + the index of the block that wrote them, plus the bit ADDED if it added atomically; only
-  // ADDED if several blocks added. was_read: whether the bytes were read.
+  // Both have an entry for every two bytes. writer: 1 + the index of the block that wrote them, plus the bit ADDED if
+  // it added atomically; only ADDED if several blocks added. was_read: whether the bytes were read.
   Notes<uint32_t> writer;
   Notes<bool> was_read;
   std::atomic<uint64_t> read{0}, written{0};                  // bytes that lanes requested
@@ -51,14 +51,14 @@ struct Buffer {
 struct Options {
   int threads = 1;
   uint64_t seed = 0;                 // 0: blocks and warps in order, each warp up to its next barrier
-  uint64_t step_limit = 50'000'000;  // instructions of a block
+  uint64_t step_limit = 50'000'000;  // the most instructions that a block may run
   uint32_t last_blocks = 0;          // run only this many blocks at the end of the grid; 0: all
 };
 
 struct Launch {
   const Program& program;
   uint32_t grid[3];
-  uint32_t threads;       // of a block
+  uint32_t threads;       // per block
   uint32_t shared_bytes;  // static and dynamic
   std::vector<unsigned char> parameters;
   std::vector<std::unique_ptr<Buffer>> buffers;
@@ -69,7 +69,7 @@ struct Launch {
   std::vector<std::string> findings;
   std::atomic<bool> stopped{false};
   std::atomic<uint32_t> next_block{0};
-  std::vector<std::atomic<uint64_t>> executed, lanes;  // of every instruction
+  std::vector<std::atomic<uint64_t>> executed, lanes;  // per instruction: how often warps ran it, and lanes
 
   explicit Launch(const Program& p) : program(p), executed(p.code.size()), lanes(p.code.size()) {}
   void run();
@@ -77,10 +77,10 @@ struct Launch {
 
 // The state of four bytes of shared memory. A barrier ends an epoch.
 struct Word {
-  uint64_t writers = 0, readers = 0;  // per byte 16 bits: the warps that wrote or read it in these epochs
+  uint64_t writers = 0, readers = 0;  // 16 bits per byte: the warps that wrote or read it in the epochs below
   uint32_t write_epoch = 0, read_epoch = 0;
-  uint32_t write_sync = 0, read_meeting = 0;  // the warp's counters at its last write and its last read
-  Lanes read_lanes = 0;                       // lanes that read since then
+  uint32_t write_sync = 0, read_meeting = 0;  // the warp's syncs at its last write, its meetings at its last read
+  Lanes read_lanes = 0;                       // the lanes of read_warp that have read since that meeting
   int8_t write_lane = -1, read_warp = -1;
   int8_t copying = -1;            // warp whose cp.async has not arrived
   uint8_t initialised = 0;        // one bit per byte
@@ -126,7 +126,8 @@ struct Copy {
   unsigned char data[16];
 };
 
-// A running wgmma. Its descriptors are read when it starts, the matrices that they point to when it is waited for.
+// A running wgmma. Its descriptors are read when it starts. The matrices that they point to are read when the warp
+// waits for it.
 struct Product {
   const Instruction* instruction;
   uint64_t a, b;
@@ -182,7 +183,8 @@ struct Block {
   explicit Block(Launch& launch);
   void run(uint32_t linear);
 
-  // Returns where a global access lies, and counts it. Outside all tensors, reports a finding and returns null.
+  // The next three return the tensor of a global access, or its bytes, and count the access. Outside all tensors, they
+  // report a finding and return null.
   Buffer* place(uint64_t address, uint32_t bytes, const Warp& w, const Instruction& i, int lane, bool write);
   unsigned char* global(uint64_t address, uint32_t bytes, const Warp& w, const Instruction& i, int lane, bool write);
   unsigned char* global_add(uint64_t address, uint32_t bytes, const Warp& w, const Instruction& i, int lane);

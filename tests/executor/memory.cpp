@@ -114,7 +114,8 @@ void define_accesses(std::initializer_list<const char*> types) {
   }
 }
 
-// cp.async [shared], [global], bytes, bytes to read. The bytes that are not read are written as zeros.
+// cp.async [shared], [global], bytes, bytes to read. Reading only a part is not modelled. If no bytes are read, zeros
+// are written.
 void copy_async(Warp& w, const Instruction& i, Lanes m) {
   Block& b = *w.block;
   const Operand &to = i.operands[0], &from = i.operands[1];
@@ -139,7 +140,7 @@ void copy_async(Warp& w, const Instruction& i, Lanes m) {
       if (unsigned char* p = b.global(address, bytes, w, i, l, false)) memcpy(copy.data, p, bytes);
       else memset(copy.data, 0x7F, bytes);
     } else if (read) {
-      throw Error("cp.async of a part, line " + std::to_string(i.line));
+      throw Error("cp.async that reads only a part of its bytes is not modelled, line " + std::to_string(i.line));
     }
     if (at < 0) continue;
     b.shared.begin_copy(copy.to, bytes, w, i, l);

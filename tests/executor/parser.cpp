@@ -149,10 +149,10 @@ class Parser {
     } else if (starts_with(line, ".target")) {
       const size_t name = line.find("sm_");
       const int target = atoi(line.c_str() + name + 3);
-      if (target < 80 || target > 121) throw Error("compiled for another target than sm_80 to sm_121");
+      if (target < 80 || target > 121) throw Error("compiled for a target outside sm_80 to sm_121");
       if (target > arch_) throw Error("compiled for a newer device than sm_" + std::to_string(arch_));
       if (target != arch_ && line.find_first_of("af", name) != std::string::npos)
-        throw Error("compiled for sm_" + std::to_string(target) + " alone, this is sm_" + std::to_string(arch_));
+        throw Error("compiled only for sm_" + std::to_string(target) + ", this is sm_" + std::to_string(arch_));
     } else if (size_t entry = line.find(".entry "); entry != std::string::npos) {
       const std::string name = trim(line.substr(entry + 7, line.find('(') - entry - 7));
       place_ = wanted_.empty() || name == wanted_ ? Place::header : Place::other;
@@ -345,7 +345,7 @@ class Parser {
     }
     const bool narrow = narrows(i.opcode, parts);
     if (narrow) definition = find_definition(i.opcode + " of 8");
-    if (!definition) throw Error("a conversion of a wider register");
+    if (!definition) throw Error("this conversion of a wider register is not modelled");
     fill(i, *definition, parts.operands, narrow || starts_with(i.opcode, "cvt.u32.u64"));
     program_.uses_wgmma |= starts_with(i.opcode, "wgmma.mma");
     program_.code.push_back(std::move(i));
@@ -376,8 +376,8 @@ class Parser {
                : halves                      ? Spread::halves
                                              : Spread::lane;
     i.bits = bits_of(i.opcode);
-    // Instructions may use undefined values, if these do not reach memory, an address, the predicate of a branch or a
-    // matrix.
+    // Instructions may use undefined values if the values do not reach memory, an address, the predicate of a branch or
+    // a matrix.
     const bool uses = starts_with(i.opcode, "st") || starts_with(i.opcode, "mma") || starts_with(i.opcode, "cp.") ||
                       starts_with(i.opcode, "wgmma");
     size_t most = definition.operands.size();

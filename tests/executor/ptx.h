@@ -24,7 +24,7 @@ struct Instruction;
 using Handler = void (*)(Warp&, const Instruction&, Lanes);
 
 struct Operand {
-  int slot = -1;       // -1: no register; a plain integer in `offset`
+  int slot = -1;       // -1: the operand is not a register but the integer in `offset`
   int bytes = 0;       // width of the register: 1 (predicate), 2, 4 or 8
   int64_t offset = 0;  // the offset of an address, or an integer
 };
@@ -43,10 +43,10 @@ struct Instruction {
   Handler run = nullptr;
   Control control = Control::next;
   bool collective = false;  // all lanes of a warp must run it together
-  int guard = -1;           // slot of the predicate, -1 without one
+  int guard = -1;           // slot of the guard predicate, -1 if there is none
   bool negated = false;
   int target = -1;  // target of a branch
-  int line = 0;     // in the PTX
+  int line = 0;     // line in the PTX
   std::string opcode, text, source;
   std::vector<Operand> operands;
   Spread spread = Spread::lane;
@@ -67,22 +67,22 @@ struct Constant {
 
 struct Program {
   std::string name;
-  int threads = 0, max_threads = 0;  // of a block; 0: the kernel neither requires nor limits them
+  int threads = 0, max_threads = 0;  // per block, as the kernel requires or limits them; 0: it does not
   uint32_t static_shared_bytes = 0;  // in front of the dynamic shared memory
   int slots = 0;
   bool uses_wgmma = false;
   std::vector<Instruction> code;
   std::vector<Parameter> parameters;
   std::vector<Constant> constants;
-  std::map<std::string, int> special;  // %tid.x and the like: slot
+  std::map<std::string, int> special;  // slots of special registers such as %tid.x
 };
 
 struct Error : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// Returns the kernel of this name in a PTX module; "" is the first kernel. Throws Error with the line if PTX is
-// unknown.
+// Returns the kernel of this name in a PTX module; "" is the first kernel. Throws Error with the line number if it does
+// not know a statement.
 Program parse(const std::string& text, int arch, const std::string& kernel = "");
 
 // The definition of an opcode. operands has one letter for each:

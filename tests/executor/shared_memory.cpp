@@ -157,7 +157,7 @@ void SharedMemory::end_product_read(uint32_t offset, const Warp& w) {
   x.readers |= warp_bit(w);
 }
 
-// A fence of the writers before the barrier, or of the reader after it.
+// wgmma sees a write after a fence of the writing warp before the barrier, or a fence of the reading warp after it.
 void SharedMemory::fence(const Warp& w) {
   size_t kept = 0;
   for (uint32_t n : unfenced_) {

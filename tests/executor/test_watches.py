@@ -248,8 +248,8 @@ def test_wgmma(machine, arch, changes, finding):
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("sm_80", "sm_130", "line 3: compiled for another target than sm_80 to sm_121"),
-        ("sm_80", "sm_75", "another target"),
+        ("sm_80", "sm_130", "line 3: compiled for a target outside sm_80 to sm_121"),
+        ("sm_80", "sm_75", "a target outside"),
         (".version 8.7", ".version 6.5", "line 2: PTX version outside 7.0 to 9.x"),
         ("\tret;", "\tfoo.bar %r1;\n\tret;", r"unknown instruction: foo.bar \(line 28\)"),
         (
@@ -273,7 +273,7 @@ def test_ptx_for_another_device(machine, arch):
         with pytest.raises(InvalidPtx, match=f"newer device than sm_{arch}"):
             Kernel(machine, HEADER.format(arch="121", threads=64, body=""))
     if arch > 90:
-        with pytest.raises(InvalidPtx, match=f"compiled for sm_90 alone, this is sm_{arch}"):
+        with pytest.raises(InvalidPtx, match=f"compiled only for sm_90, this is sm_{arch}"):
             Kernel(machine, HEADER.format(arch="90a", threads=64, body=""))
 
 

@@ -1,4 +1,5 @@
-"""Models of the experiments as LlamaForCausalLM, and in flashrope generate, loss and passkey."""
+"""Tests models of the experiments that are exported as LlamaForCausalLM, or read by flashrope generate, loss and
+passkey."""
 
 import json
 

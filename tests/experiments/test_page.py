@@ -60,7 +60,7 @@ def test_the_page_is_what_the_template_and_the_results_give():
 
 
 def test_the_tables_are_what_the_results_give(tmp_path):
-    """Compares table.md for every experiment whose figures come only from its results.csv."""
+    """table.md holds what results.csv gives, for every experiment whose figures come only from it."""
     for name in EXPERIMENTS:
         if page.has(name) and EXPERIMENTS[name].measures:
             shown = tmp_path / name

@@ -174,6 +174,17 @@ def test_codes_continue_where_they_stopped(folder, tmp_path, monkeypatch):
         assert abs(result["int4"]["change"] - sum(changes) / 2) < 1e-12
 
 
+def test_codes_under_rerope(folder, tmp_path):
+    """With --window, the text is read under ReRoPE, so the loss is another one, and the result records the window."""
+    found = {}
+    for name, options in {"own": [], "rerope": ["--window", "8"]}.items():
+        words = ["--lengths", "80", "--windows", "1", "--ways", "int8", *options]
+        assert run("codes", folder, tmp_path / name, *words) == 0
+        found[name] = json.loads((tmp_path / name / real_codes.RESULT).read_text())
+    own, rerope = (found[name]["results"]["80"]["float32"]["loss"] for name in found)
+    assert abs(own - rerope) > 1e-6 and found["rerope"]["window"] == 8 and "window" not in found["own"]
+
+
 def test_agreement(folder, tmp_path):
     """In a shallow model, sums in another order give nearly the same quantized values. Rounding rotated keys gives
     different ones."""

@@ -302,7 +302,8 @@ def curve(out):
 
 @pytest.mark.slow
 def test_torchrun_trains_the_same_model(texts, tmp_path):
-    """torchrun trains the same model with five rows over two processes, in micro-batches of two."""
+    """torchrun with two processes trains the same model as one process. The batch has five rows, in micro-batches of
+    two."""
     from experiments.training import load_model
 
     asked = [*SMALL, "--text", str(texts), "--steps", "8", "--schemes", "rope,kerple"]

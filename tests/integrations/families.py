@@ -194,7 +194,8 @@ def widths(model) -> str:
 
 
 def released_width(name: str) -> str:
-    """Returns the head_dim of a family's released models, or both of them, as ``widths`` does."""
+    """Returns the head_dim of a family's released models. If their layers have two, it returns both, as ``widths``
+    does."""
     fields = released_widths(name)
     if family(name).latent:
         return str(fields["qk_nope_head_dim"] + fields["qk_rope_head_dim"])

@@ -16,13 +16,14 @@ HEADS = dict(num_key_value_heads=4, q_lora_rank=24)
 
 
 def yarn(factor: float, mscale: float) -> dict:
-    """Returns the rope parameters of a DeepSeek, whose softmax scale grows by the square of mscale_all_dim's factor."""
+    """Returns the rope parameters of a DeepSeek model. Its softmax scale grows by the square of mscale_all_dim's
+    factor."""
     lengths = dict(original_max_position_embeddings=16, beta_fast=32, beta_slow=1)
     parameters = dict(rope_theta=1e4, rope_type="yarn", factor=factor, mscale=mscale, mscale_all_dim=mscale)
     return {"rope_parameters": parameters | lengths}
 
 
-# by what people call it: (model type, changes)
+# {name of a released model: (model type, changes to its configuration)}
 SHAPES = {
     "Gemma 4 E2B, E4B": (
         "gemma4_text",

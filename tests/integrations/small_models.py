@@ -229,8 +229,8 @@ OTHER_DEFAULTS = {"glm4_moe": {"head_dim": 128}}  # the default, 42, is not that
 
 
 def released_widths(name: str) -> dict[str, int]:
-    """Returns the fields of a family's configuration that set the head widths, with their defaults: those of its first
-    released model."""
+    """Returns the fields of a family's configuration that set the head widths, with their defaults, which are the
+    values of its first released model."""
     default = CONFIG_MAPPING[name]()
     if family(name).latent:
         fields = "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank", "head_dim"

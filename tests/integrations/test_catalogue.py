@@ -1,5 +1,5 @@
-"""Every row of rotary/catalogue.py is a choice of every command and an option of convert, suggest and the vLLM plugin's
-field."""
+"""Tests that every row of rotary/catalogue.py is a choice of every command, and an option of convert, of suggest and of
+the vLLM plugin's field."""
 
 import dataclasses
 

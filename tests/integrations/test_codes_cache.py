@@ -68,7 +68,8 @@ def test_calls_over_codes_are_those_over_what_they_stand_for(family, options, ca
 @pytest.mark.parametrize("search", [{}, {"num_beams": 3}], ids=["greedy", "beams"])
 @torch.no_grad()
 def test_generate(cache_dtype, search):
-    """Greedy and beam search give the right text. Beams select rows of the cache together with their scales."""
+    """Greedy and beam search give the text that a cache of dequantized keys and values gives. Beams select rows of the
+    cache together with their scales."""
     model, ids = converted("llama"), torch.randint(64, (2, 7))
     options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, **search}
     texts = [
@@ -90,8 +91,8 @@ class LosslessLayer(QuantizedLayer):
 
 @torch.no_grad()
 def test_quantized_cache_of_transformers():
-    """transformers' QuantizedCache works: it passes all keys and values, dequantized, to attention. The keys are
-    raw."""
+    """With transformers' QuantizedCache, a lossless one here, a converted model gives the text of a plain cache. The
+    cache passes all keys and values, dequantized, to attention. The keys are raw."""
     model, ids = converted("llama", window=8), torch.randint(64, (2, 7))
     options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "return_dict_in_generate": True}
     layers = [LosslessLayer(residual_length=4) for _ in range(model.config.num_hidden_layers)]

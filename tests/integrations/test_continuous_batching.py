@@ -106,8 +106,8 @@ def calls(monkeypatch):
 @pytest.mark.parametrize("tables", [True, False], ids=["tables", "indices"])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_tokens_equal_generate(scheme, tables, calls):
-    """Serves more requests than fit at once, with chunks of prompts and one-token steps in one batch. Keys are read in
-    place."""
+    """Tokens are those of generate if there are more requests than fit at once, with chunks of prompts and one-token
+    steps in one batch. Keys are read in place."""
     model = convert(model_of(), **SCHEMES[scheme])
     expected = generated(model, MIXED)
     assert len({token for tokens in expected for token in tokens}) > 10  # the model does not repeat one token
@@ -139,7 +139,7 @@ def test_a_stock_model_is_not_affected():
 @supported
 @pytest.mark.parametrize("name", sorted(set(HERE) - {"llama"} - REFUSED - NOT_BATCHED))
 def test_families(name):
-    """Families with sliding layers work too. transformers gathers the keys of these layers."""
+    """Every other family gives the tokens of generate, also with sliding layers, whose keys transformers gathers."""
     model = convert(model_of(name))
     prompts = prompts_of(17, 5, 40, 9)
     assert batched(model, prompts) == generated(model, prompts)
@@ -178,8 +178,8 @@ def test_shared_prefixes(monkeypatch, calls):
 
 @supported
 def test_several_answers_to_a_prompt(calls):
-    """Several answers to a prompt work. transformers forks the request. Every answer takes the most likely token, so
-    the answers are equal."""
+    """Several answers to a prompt, for which transformers forks the request, have the tokens of generate. Every answer
+    takes the most likely token, so the answers are equal."""
     model = convert(model_of(), **SCHEMES["rerope"])
     prompts = prompts_of(20, 33)
     expected = [tokens for tokens in generated(model, prompts) for _ in range(3)]

@@ -71,8 +71,8 @@ def test_a_plan_of_an_untested_type_has_its_own_schemes(monkeypatch):
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text"])
 def test_a_scheme_without_rotation(name):
-    """A scheme without rotation stays without rotation, also beyond the length from which the stock table depends on
-    the length."""
+    """without_rotation gives a scheme that rotates nothing, also at a length at which the stock table depends on the
+    length."""
     scaling = {"type": "dynamic", "factor": 2.0}
     model = tiny(name, rope_scaling=scaling, max_position_embeddings=16) if name == "llama" else tiny(name)
     for scheme in plan.plan_conversion(model, {}).schemes.values():

@@ -128,9 +128,9 @@ def wrapped(name: str):
 
 @pytest.mark.parametrize("name", [E2B, SINGLE])
 def test_the_decoder_inside_a_multimodal_model(name, recwarn):
-    """The decoder inside a multimodal model works for text. In the larger models the tokens of an image see one
-    another: convert warns of this, and a call with an image raises an error about its mask. In E2B and E4B image tokens
-    are causal like text."""
+    """The decoder inside a multimodal model computes text as the stock model does. In the larger models the tokens of
+    an image see one another: convert warns of this, and a call with an image raises an error about its mask. In E2B and
+    E4B image tokens are causal like text."""
     model, ids = wrapped(name), tokens() % 50
     stock = logits(model, ids, padded()), model.generate(ids, max_new_tokens=4, do_sample=False)
     types = torch.zeros_like(ids)

@@ -136,7 +136,8 @@ def test_bad_input_is_one_line(run, options, message):
 
 
 def test_text_of_a_tokenizer_comes_in_whole_characters():
-    """Tokens are bytes, and the first one of a text loses its leading space, as in some tokenizers."""
+    """Text appears in whole characters, although tokens are bytes here. The first token of a text loses its leading
+    space, as in some tokenizers."""
     tokens = Tokens(None, decode=lambda ids: bytes(ids).decode(errors="replace").removeprefix(" "))
     text = "a grün \N{SNOWMAN} and  more"
     add, rest = _decoder(tokens, list(b"say "))

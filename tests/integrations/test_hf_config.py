@@ -349,7 +349,8 @@ def test_partial_rotary_with_yarn_scales_the_rotated_channels():
 
 
 def test_llama_4_scaling():
-    """Ministral 3: 1 + beta ln(1 + floor(i / training length))."""
+    """llama_4_scaling_beta of Ministral 3 scales the query at position i by 1 + beta ln(1 + floor(i / training
+    length))."""
     scaling = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 512, "llama_4_scaling_beta": 0.1}
     found = read(llama(rope_scaling=scaling))
     scaling = {name: value for name, value in scaling.items() if name != "llama_4_scaling_beta"}

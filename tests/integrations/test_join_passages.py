@@ -117,8 +117,8 @@ def test_the_first_tokens_of_every_passage_but_the_first_are_computed_again(reco
 
 
 def test_the_first_passage_is_left_as_it_is():
-    """The first passage is not recomputed, also if it has seen a head, because recomputing it here would remove the
-    head's effect."""
+    """The first passage is not recomputed, even if it was prefilled after a head, because recomputing it here would
+    remove the head's effect."""
     model = llama()
     _, first, second = head_and_passages(model)
     joined = join_passages(model, [first, second], recompute=4)

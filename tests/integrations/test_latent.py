@@ -144,7 +144,7 @@ INDEXED = ["axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4"]
 
 @pytest.mark.parametrize("name", [name for name in INDEXED if name in families.CAUSAL_LM])
 def test_sparse_indexers_are_refused(name):
-    """Before a forward, convert raises an error that names the model type, also with untested=True."""
+    """convert raises an error that names the model type, before any forward and even with untested=True."""
     with torch.device("meta"):
         model = families.causal_lm(AutoConfig.for_model(name, num_hidden_layers=2))
     for untested in (False, True):

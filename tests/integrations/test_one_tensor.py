@@ -110,8 +110,8 @@ def test_crop_copy_select_and_repeat(name):
 
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_bytes(name):
-    """Layers with one projection for keys and values take half the bytes of the library's cache. Latents take as many
-    bytes as in the library's cache of latents."""
+    """Layers with one projection for keys and values take half the bytes that they take in the library's cache. Latents
+    take as many bytes as in the library's cache of latents."""
     model, sizes = convert(released.released(name)), []
     for cache in (DynamicCache(config=model.config), KINDS[name](model.config)):
         logits(model, tokens(), calls=[SEQLEN], cache=cache)

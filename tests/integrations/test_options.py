@@ -1,5 +1,5 @@
-"""The options are read in only one way: convert in memory, a saved model, vLLM's plan and flashrope loss agree on every
-layer."""
+"""Tests that all readers of the options agree on the scheme of every layer: convert in memory, a saved model, vLLM's
+plan and flashrope loss."""
 
 import itertools
 import json

@@ -33,7 +33,7 @@ def test_caches_and_padding_change_nothing(changes):
 
 
 def test_dual_chunk_over_a_cache():
-    """Steps over a cache may end inside a chunk, at its end and after it."""
+    """Steps over a cache that end inside a chunk, at its end and after it give the logits of one call."""
     ids = torch.randint(0, 64, (1, 280), generator=torch.Generator().manual_seed(0))
     model = convert(tiny("llama"), dual_chunk=(160, 32))
     full = logits(model, ids)

@@ -117,8 +117,8 @@ def test_logits_are_those_of_the_formula(model, calls):
 
 
 def test_batches(model):
-    """In a batch, each sequence has the factor for its own number of keys. Left padding and packed neighbours do not
-    count."""
+    """In a batch, each sequence has the factor for its own number of keys. Left padding and packed neighbours are not
+    counted."""
     long, short = tokens(300), tokens(170, seed=1)
     alone = [expected(model, ids) for ids in (long, short)]
     ids = torch.cat((long, F.pad(short, (130, 0))))
@@ -170,7 +170,7 @@ def test_convert_reads_what_vllm_serves(case):
 
 
 def test_one_reader_of_the_field():
-    """The first configuration that asks for chunks decides, also about sparse attention."""
+    """If several configurations ask for chunks, the first of them decides, about sparse attention too."""
     empty, whole = SimpleNamespace(dual_chunk_attention_config={}), SimpleNamespace()
     text = SimpleNamespace(dual_chunk_attention_config={**QWEN, **SPARSE})
     other = SimpleNamespace(dual_chunk_attention_config=SIZES)

@@ -249,7 +249,7 @@ def test_masks_that_the_kernels_cannot_express():
 
 
 def test_packing_that_the_masks_do_not_see():
-    """Packing that the masks do not show is refused. The stock gpt_oss lets packed sequences see one another."""
+    """Packed sequences that the masks do not separate are refused. The stock gpt_oss lets them see one another."""
     model = tiny("gpt_oss")
     alone = logits(model, tokens()[:, 11:23])
     assert not families.close(logits(model, tokens(), position_ids=families.PACKED)[:, 11:23], alone, 0.1)

@@ -59,7 +59,7 @@ def test_from_pretrained_passes_its_arguments_on(saved):
 
 
 def test_other_attentions_than_sdpa(tmp_path):
-    """Saving works with other attentions than sdpa, which gpt_oss does not support."""
+    """A model that does not use sdpa can be saved too. gpt_oss does not support sdpa."""
     model = convert(tiny("gpt_oss"), log_n=12)
     model.save_pretrained(tmp_path)
     loaded = from_pretrained(tmp_path)

@@ -1,5 +1,4 @@
-"""Caches that another model or conversion has filled are refused. Caches of the same model and conversion are
-accepted."""
+"""Tests that caches are refused if another model or conversion has filled them, and accepted otherwise."""
 
 import copy
 
@@ -117,7 +116,7 @@ def test_a_cache_of_unknown_origin():
 
 @pytest.mark.parametrize("name", [OLD_NAME, CACHE, "by position"])
 def test_every_way_to_pass_a_cache_to_the_decoder(name):
-    """The check sees a cache in whichever way it is passed to the decoder. From transformers 5.24 on the argument has
+    """The check finds the cache however it is passed to the decoder. From transformers 5.24 on the argument has
     another name, and the old name is accepted too."""
     model = tiny("llama")
     stale = filled(model, "dynamic")
@@ -163,7 +162,7 @@ def test_a_step_asks_nothing_of_the_device():
 
 @pytest.mark.skipif(VERSION < (5, 1), reason="layers without attention are refused before transformers 5.1")
 def test_layers_without_attention():
-    """The cache of a layer without attention does not say whether it is empty."""
+    """A cache of a layer without attention is checked too, although it does not tell whether it is empty."""
     model = convert(tiny("lfm2"))
     cache = filled(model, "dynamic")
     is_refused(revert(model), cache, BY_CONVERTED)

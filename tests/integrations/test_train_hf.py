@@ -113,8 +113,8 @@ def test_the_folder_is_that_of_the_trained_model(trained, tmp_path, capsys):
 
 
 def test_packed_samples_have_the_loss_and_gradients_of_single_ones(example, monkeypatch):
-    """attention_varlen is told which rows to keep apart, and packed samples have the loss and gradients of single
-    samples."""
+    """attention_varlen gets the boundaries of the samples in a packed row, and packed samples have the loss and
+    gradients of single samples."""
     called = []
     varlen = attention.attention_varlen
     monkeypatch.setattr(attention, "attention_varlen", lambda *a, **k: called.append(a[4].tolist()) or varlen(*a, **k))
@@ -169,7 +169,7 @@ def test_other_settings_do_not_resume(example, trained, capsys):
     ],
 )
 def test_three_lengths(example, tmp_path, more, expected):
-    """The example keeps three lengths apart: that of samples, of the scheme, and of the saved model."""
+    """The example has three separate lengths: of the samples, of the scheme, and of the saved model."""
     args = example.parse([*options(tmp_path, *more), "--scheme", "hope"])
     args.cope_steps = None
     trainer, _ = example.make_trainer(args)

@@ -140,7 +140,8 @@ SLIDING = [] if families.VERSION == (5, 0) else ["gemma3_text", "cohere2"]  # 5.
 
 @pytest.mark.parametrize("name", ["llama", *SLIDING])
 def test_assisted_decoding(name):
-    """Calls have several guessed tokens, and the cache drops the rejected tokens."""
+    """Assisted decoding gives the stock model's tokens, with several guessed tokens in a call and rejected tokens that
+    the cache drops."""
     model, ids = tiny(name), tokens(1, 12)
     stock = model.generate(ids, max_new_tokens=8, do_sample=False)
     convert(model)
@@ -262,7 +263,8 @@ def test_gradient_checkpointing(reentrant):
 
 
 def test_packed_sequences_without_gradients_under_gradient_checkpointing():
-    """From transformers 5.24 on such a forward makes a cache. With a cache, masks do not separate packed sequences."""
+    """Such a forward keeps packed sequences separate if it makes no cache. From transformers 5.24 on it makes one
+    unless use_cache=False. With a cache, masks do not separate packed sequences, so the call is refused."""
     model = convert(tiny("llama"))
     ids, positions = tokens(1), torch.tensor([[*range(7), *range(SEQLEN - 7)]])
     expected = logits(model, ids, position_ids=positions)

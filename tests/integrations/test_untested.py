@@ -41,8 +41,8 @@ def test_a_model_that_agrees(unknown):
 
 @pytest.mark.parametrize("constant", [False, True], ids=["trained", "initialized"])
 def test_a_model_that_differs(unknown, monkeypatch, constant):
-    """A model that differs raises an error. It scales the channels of rotated queries, as hunyuan_v1_dense does, also
-    with the scale's initial value."""
+    """A model whose converted outputs differ raises an error. It scales the channels of rotated queries, as
+    hunyuan_v1_dense does. The error is also raised if the scale has its initial value."""
     model = tiny("llama")
     layer = model.model.layers[1].self_attn
     layer.scale = torch.nn.Parameter(torch.ones(16) if constant else torch.linspace(0.5, 2, 16))
@@ -160,8 +160,8 @@ def test_a_factor_on_rotated_channels():
 
 @pytest.mark.skipif("ministral3" not in families.HERE, reason="this version has no ministral3")
 def test_queries_scaled_by_position():
-    """Queries are scaled by position once. Ministral 3's attention scales them itself; a scheme that is read from its
-    configuration without a model includes the scale."""
+    """Queries are scaled by position only once. Ministral 3's attention scales them itself. A scheme that is read from
+    its configuration without a model includes the scale."""
     model = tiny("ministral3")
     assert Rotary.from_hf_config(model.config).log_steps_scale == (8, 0.5, 0)
     assert schemes(convert(model))[0].log_steps_scale is None

@@ -332,7 +332,7 @@ def test_schemes_over_one_distance_are_refused(options, named):
 
 @pytest.mark.skipif(VERSION < (5, 0), reason="its padded steps need position_ids, which the comparison has not")
 def test_a_type_that_is_not_tested(monkeypatch):
-    """A type that is not tested can be converted with untested=True, which compares it on text, also without its
+    """A type that is not tested can be converted with untested=True, which compares it on text, with and without its
     rotation."""
     monkeypatch.setattr(plan, "FAMILIES", frozenset())
     name = DETAILED[0]
@@ -344,8 +344,8 @@ def test_a_type_that_is_not_tested(monkeypatch):
 
 
 def test_a_table_of_ones_own():
-    """`rotary=` takes a table of one's own, here the model's with half the angles. Positions and caches stay as they
-    are."""
+    """`rotary=` takes the user's own table, here the model's with half the angles. Positions and caches do not
+    change."""
     name = DETAILED[0]
     model = tiny_vision(name)
     stock = uncached(model, name)

@@ -396,7 +396,7 @@ def test_every_architecture_is_in_the_docs():
 
 
 def test_embeddings_are_kept_apart_by_plan(monkeypatch):
-    """Embeddings of different plans are kept apart, because the registry looks at the configuration in use. Without a
+    """Different plans do not share embeddings, because the registry looks at the configuration in use. Without a
     configuration the registry is a plain dict."""
     used = config({"window": 64})
     used.additional_config = {"flashrope": make_plan(used).digest}

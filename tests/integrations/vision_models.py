@@ -129,7 +129,8 @@ KINDS = {
 HERE = [name for name, kind in KINDS.items() if hasattr(transformers, kind.model) and not (OLD and name == "glm4v_moe")]
 
 
-OTHER_DEFAULTS = {"glm4v_moe": 128, "qwen2_5_omni": 128, "qwen3_omni_moe": 128}  # defaults that are not a model's
+# Kinds whose configuration has a default that no released model has.
+OTHER_DEFAULTS = {"glm4v_moe": 128, "qwen2_5_omni": 128, "qwen3_omni_moe": 128}
 
 
 def released_width(name: str) -> int:

@@ -7,9 +7,9 @@ def config(options=None, hf=(), model=(), text=None, **engine):
     """Returns the configuration of a small Llama.
 
     Args:
-        options: of the field "flashrope".
-        hf, model, engine: fields of the text model's configuration, of the model's, and of the engine's.
-        text: the text model's configuration instead.
+        options: the value of the field "flashrope".
+        hf, model, engine: fields of the configurations of the text model, the model and the engine.
+        text: a whole configuration of the text model, instead of hf.
     """
     fields = dict(
         model_type="llama",

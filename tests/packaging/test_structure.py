@@ -81,7 +81,7 @@ IMPORTS = {name: imported(name, path.read_text()) for name, path in MODULES.item
 
 
 def floor(name: str) -> int:
-    """-1 for files beside the rooms of the package: __main__ and _version."""
+    """Returns the layer of a module, or -1 for files beside the rooms of the package: __main__ and _version."""
     package, room, *_ = name.split(".")
     floors = [n for n, rooms in enumerate(FLOORS[package]) if room in rooms.split()]
     assert floors or name in ("flashrope.__main__", "flashrope._version"), f"{name} has no floor"

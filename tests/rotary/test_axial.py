@@ -43,7 +43,7 @@ def rope_angles(position, dim, theta):
 
 
 def flux(q, ids):
-    """Black Forest Labs' FLUX.1: ids are (0, row, column) for patches and (0, 0, 0) for text; axes_dim is (16,
+    """Rotates as FLUX.1 does: ids are (0, row, column) for patches and (0, 0, 0) for text; axes_dim is (16,
     56, 56)."""
     return by_channels(q, ids, [16, 56, 56], 10_000.0)
 
@@ -68,8 +68,8 @@ def pixtral(q, ids):
 
 
 def dinov3(q, centers):
-    """DINOv3: the angle is 2 pi * (center of the patch within -1 to 1) / period, with periods 100 ** (4m / d). The
-    class token and four register tokens in front are not rotated."""
+    """Rotates as DINOv3 does: the angle is 2 pi * (center of the patch within -1 to 1) / period, with periods 100 **
+    (4m / d). The class token and four register tokens in front are not rotated."""
     d = q.shape[-1]
     periods = 100.0 ** torch.arange(0, 1, 4 / d, dtype=torch.float64)
     angles = (2 * math.pi * centers[5:, :, None] / periods).flatten(1)
@@ -77,20 +77,20 @@ def dinov3(q, centers):
 
 
 def qwen2_vl_tower(q, ids):
-    """Qwen2-VL's and Qwen2.5-VL's vision tower: RoPE's table over half of the head is used for rows and again for
-    columns."""
+    """Rotates as the vision tower of Qwen2-VL and Qwen2.5-VL does: RoPE's table over half of the head is used for rows
+    and again for columns."""
     return halves(q, torch.cat([rope_angles(ids[:, a], q.shape[-1] // 2, 10_000.0) for a in (0, 1)], -1))
 
 
 def moonvit(q, ids):
-    """Kimi-VL's encoder: pair 2m rotates by the column and pair 2m + 1 by the row, with theta ** (-4m / d)."""
+    """Rotates as Kimi-VL's encoder does: pair 2m by the column and pair 2m + 1 by the row, with theta ** (-4m / d)."""
     by_axis = [rope_angles(ids[:, a], q.shape[-1] // 2, 10_000.0) for a in (1, 0)]
     return side_by_side(q, torch.stack(by_axis, -1).flatten(1))
 
 
 def qwen3_vl(q, ids):
-    """Qwen3-VL's text model: one table. Pairs rotate by time, except pairs 1, 4, 7, ... (height) and 2, 5, 8, ...
-    (width), 20 of each."""
+    """Rotates as Qwen3-VL's text model does, with one table: pairs rotate by time, except pairs 1, 4, 7, ... (height)
+    and 2, 5, 8, ... (width), 20 of each."""
     angles = rope_angles(ids[:, 0], q.shape[-1], 5e6)
     for axis in (1, 2):
         taken = slice(axis, 3 * 20, 3)

@@ -53,8 +53,8 @@ def test_bands_are_refused(build, bands, error, expected, given):
 
 
 def test_a_mirror_image_that_falls_on_its_band():
-    """At distance 0 both the band and its mirror image would apply, with 3 and -3. Causal attention has no mirror
-    image."""
+    """With causal=False, a band with an offset of 3 at distance 0 raises an error, because its mirror image would give
+    the same distance an offset of -3. Causal attention has no mirror image."""
     rotary = dataclasses.replace(ROPE, bands=(Band(0, INF, 1.0, 3.0),))
     q = torch.randn(1, 6, 2, 16)
     with pytest.raises(ValueError, match=r"bands\[0\].offset: expected 0 .* not causal, got 3"):
@@ -133,7 +133,7 @@ def test_numbers_of_other_kinds_are_numbers():
 
 
 def test_a_text_needs_no_more_than_a_table():
-    """A text needs only a table. Everything that it leaves out has the default."""
+    """The text of a Rotary needs only a table. Fields that it leaves out have their defaults."""
     assert Rotary.from_text('{"head_dim": 16, "frequencies": [1.0]}') == Rotary.from_inv_freq([1.0], 16)
 
 

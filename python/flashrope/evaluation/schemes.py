@@ -66,92 +66,119 @@ def applicable(
     Raises:
         BadInput: the model cannot run under any of the schemes, or cannot run under one of ``given``.
     """
-    from ..integrations.transformers import convert, revert
-
-    found, skipped = [], {}
-    own = read_field(text_config(model))
-    converted = bool(own)
-
-    def stock():
-        if converted:  # revert raises for families that convert does not support
-            revert(model)
-        return convert(model, **own) if own or all_converted else model
-
-    def raw_keys():  # reverts first, because convert would keep the options of the previous scheme
-        return convert(revert(model) if converted else model, **own)
-
-    seen: dict[tuple, str] = {}
-    stock_label = ""
-
-    def add(name: str, asked: str, label: str, apply: Callable[[], object], words: str) -> None:
-        apply()
-        key = _layers(model) or (name,)  # no layers: a stock model that was not converted
-        if key in seen:
-            skipped[asked] = f"the same scheme as {seen[key]}"
-            return
-        seen[key] = label
-        own_layers = next((x for x, of in seen.items() if of == stock_label and isinstance(x[0], tuple)), ())
-        until = 0 if label == stock_label else _same_until(key, own_layers)
-        found.append(Measured(name, label, apply, words, until))
-
+    search = _Search(model, all_converted)
     for name in names:
-        row = SCHEMES[name]
         if name == "stock":
-            stock_label = label = name_options(own) or row.label
-            words = "its own scheme, converted" if all_converted else "the library's own attention"
-            try:
-                add(name, row.label, label, stock, "as it was saved" if own else words)
-            except ValueError as error:
-                raise BadInput(f"--cache-dtype: expected a model that convert takes; {error}") from None
-            if not own:
-                seen |= _stock_layers(model, label)
+            search.add_stock()
             continue
-        chosen = windows if row.reads_window and windows else [None]
+        chosen = windows if SCHEMES[name].reads_window and windows else [None]
         for window in chosen:
-            label = asked = f"{row.label}, window {window:,}" if len(chosen) > 1 else row.label
-            try:
-                options = row.options(Lengths(train_length, longest, window))
-                changes = own | options
-                words = describe_options(options).removeprefix(f"{label} ")
-                if own:
-                    new = {option: value for option, value in options.items() if own.get(option) != value}
-                    on_top = not own.keys() & new.keys()
-                    label = f"{name_options(own)}; + {name_options(new)}" if on_top and new else name_options(changes)
-                convert(model, **changes)
-                converted = True
-                add(name, asked, label, partial(convert, model, **changes), words)
-            except ValueError as error:
-                skipped[asked] = str(error)
+            search.add_named(name, Lengths(train_length, longest, window), several=len(chosen) > 1)
     for each in given:
-        label, changes = _read_given(each, model)
-        if repeated := sum(label == name or name.startswith(f"{label} (") for name in (*seen.values(), *skipped)):
-            label = f"{label} ({repeated + 1})"
+        search.add_given(each)
+    if sinks:
+        search.add_sinks(sinks)
+    search.stock()
+    if not search.found:
+        raise BadInput(f"--schemes: none of {', '.join(names)} fits this model: {'; '.join(search.skipped.values())}")
+    return search.found, search.skipped
+
+
+class _Search:
+    """Applies one scheme after another to a model, and records which of them it can run under."""
+
+    def __init__(self, model, all_converted: bool):
+        self.model, self.all_converted = model, all_converted
+        self.own = read_field(text_config(model))  # the options of an earlier conversion, {} for a stock model
+        self.converted = bool(self.own)
+        self.found: list[Measured] = []
+        self.skipped: dict[str, str] = {}
+        self.seen: dict[tuple, str] = {}  # {layers under a scheme: its label}
+        self.stock_label = ""
+
+    def convert(self, changes: dict[str, Any]):
+        from ..integrations.transformers import convert
+
+        model = convert(self.model, **changes)
+        self.converted = True
+        return model
+
+    def revert(self):
+        from ..integrations.transformers import revert
+
+        return revert(self.model) if self.converted else self.model  # raises for families that convert does not support
+
+    def stock(self):
+        """Puts the model back under its own scheme."""
+        model = self.revert()
+        return self.convert(self.own) if self.own or self.all_converted else model
+
+    def own_scheme(self):
+        """Converts the model under its own scheme. Reverts first, because convert would keep the options of the
+        previous scheme."""
+        self.revert()
+        return self.convert(self.own)
+
+    def _add(self, name: str, asked: str, label: str, apply: Callable[[], object], words: str) -> None:
+        apply()
+        key = _layers(self.model) or (name,)  # no layers: a stock model that was not converted
+        if key in self.seen:
+            self.skipped[asked] = f"the same scheme as {self.seen[key]}"
+            return
+        self.seen[key] = label
+        own_layers = next((x for x, of in self.seen.items() if of == self.stock_label and isinstance(x[0], tuple)), ())
+        until = 0 if label == self.stock_label else _same_until(key, own_layers)
+        self.found.append(Measured(name, label, apply, words, until))
+
+    def add_stock(self) -> None:
+        row = SCHEMES["stock"]
+        self.stock_label = label = name_options(self.own) or row.label
+        words = "its own scheme, converted" if self.all_converted else "the library's own attention"
         try:
-            convert(model, **changes)
+            self._add("stock", row.label, label, self.stock, "as it was saved" if self.own else words)
+        except ValueError as error:
+            raise BadInput(f"--cache-dtype: expected a model that convert takes; {error}") from None
+        if not self.own:
+            self.seen |= _stock_layers(self.model, label)
+
+    def add_named(self, name: str, lengths: Lengths, several: bool) -> None:
+        """Adds a scheme of SCHEMES. several: the scheme is measured with several windows, so its label names one."""
+        row, own = SCHEMES[name], self.own
+        label = asked = f"{row.label}, window {lengths.window:,}" if several else row.label
+        try:
+            options = row.options(lengths)
+            changes = own | options
+            words = describe_options(options).removeprefix(f"{label} ")
+            if own:
+                new = {option: value for option, value in options.items() if own.get(option) != value}
+                on_top = not own.keys() & new.keys()
+                label = f"{name_options(own)}; + {name_options(new)}" if on_top and new else name_options(changes)
+            self._add(name, asked, label, partial(self.convert, changes), words)
+        except ValueError as error:
+            self.skipped[asked] = str(error)
+
+    def add_given(self, each: str) -> None:
+        """Adds a scheme of --rotary."""
+        label, changes = _read_given(each, self.model)
+        names = (*self.seen.values(), *self.skipped)
+        if repeated := sum(label == name or name.startswith(f"{label} (") for name in names):
+            label = f"{label} ({repeated + 1})"
+        words = "a scheme of your own" if "rotary" in changes else each
+        try:
+            self._add("rotary", label, label, partial(self.convert, changes), words)
         except (TypeError, ValueError) as error:
             raise BadInput(f"--rotary: {label}: {error}") from None
-        converted = True
-        add(
-            "rotary",
-            label,
-            label,
-            partial(convert, model, **changes),
-            "a scheme of your own" if "rotary" in changes else each,
-        )
-    if sinks:
+
+    def add_sinks(self, sinks: int) -> None:
+        """Adds the model's own scheme with a cache that keeps the first tokens and the last ``sinks`` tokens."""
         label, kept = f"window {sinks:,} with {SINKS} sinks", Kept(SINKS, sinks)
         try:
-            _check_streams(model)
-            raw_keys()
-            converted = True
+            _check_streams(self.model)
+            self.own_scheme()
             words = f"StreamingLLM: its own scheme, read in pieces of {PIECE} tokens"
-            found.append(Measured("sinks", label, raw_keys, words, SINKS + sinks, kept))
+            self.found.append(Measured("sinks", label, self.own_scheme, words, SINKS + sinks, kept))
         except ValueError as error:
-            skipped[label] = str(error)
-    stock()
-    if not found:
-        raise BadInput(f"--schemes: none of {', '.join(names)} fits this model: {'; '.join(skipped.values())}")
-    return found, skipped
+            self.skipped[label] = str(error)
 
 
 def settings(schemes: Sequence[Measured], skipped: dict[str, str]) -> dict[str, str]:

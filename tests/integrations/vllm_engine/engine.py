@@ -12,7 +12,7 @@ BOUND = 1e-4  # largest difference of a log probability, float32
 
 @contextmanager
 def engine(folder: str, options: dict | None, **settings):
-    """Returns vLLM's LLM in this process. options: of the field "flashrope"; None: without the field."""
+    """Returns vLLM's LLM in this process. options: the value of the field "flashrope"; None: without the field."""
     defaults = dict(
         skip_tokenizer_init=True,
         dtype="float32",

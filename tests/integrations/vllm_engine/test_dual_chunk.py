@@ -41,9 +41,9 @@ OTHERS = {
 
 
 def test_whole_prompts_and_decoding(qwen2):
-    """Prompts of one step each, in one batch, and their decoding are right. The last prompt passes three chunks while
-    it decodes. Other schemes give the same results while a sequence is within the first chunk and the original
-    length, and different ones beyond."""
+    """Prompts that one step reads in one batch, and the tokens decoded after them, have the log probabilities of the
+    float64 model. The last prompt passes three chunks while it decodes. Other schemes give the same results while a
+    sequence is within the first chunk and the original length, and different ones beyond."""
     settings = dict(hf_overrides={"dual_chunk_attention_config": QWEN}, max_num_batched_tokens=4096)
     with engine(qwen2, None, **settings) as llm:
         outputs = generate(llm, [prompt(n) for n in (5, 127, 129, 700)]) + generate(llm, [prompt(250)], tokens=290)
@@ -55,8 +55,8 @@ def test_whole_prompts_and_decoding(qwen2):
 
 
 def test_chunked_prefill_and_prefix_hits(qwen2):
-    """Chunked prefill with steps of 64 tokens is right: each step has the factor for the keys so far. Prefix hits skip
-    steps with the same keys."""
+    """In chunked prefill with steps of 64 tokens, each step has the factor for the keys so far. Prefix hits skip steps
+    with the same keys."""
     settings = dict(hf_overrides={"dual_chunk_attention_config": QWEN}, max_num_batched_tokens=64, max_num_seqs=4)
     with engine(qwen2, None, **settings) as llm:
         (first,) = generate(llm, [prompt(450)], tokens=8)
@@ -89,9 +89,9 @@ def test_the_field_beside_it(qwen2, caplog):
 
 
 def test_the_chunks_are_vllms(monkeypatch):
-    """The chunks are vLLM's. DualChunkRotaryEmbedding, which vLLM still has, rotates queries for the same chunk, the
-    chunk before and earlier chunks. vLLM's former backend computed one softmax over all three, with keys multiplied by
-    the factor by length."""
+    """The chunks are those of vLLM. DualChunkRotaryEmbedding, which vLLM still has, rotates queries for the same chunk,
+    the chunk before and earlier chunks. vLLM's former backend computed one softmax over all three, with keys multiplied
+    by the factor by length."""
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers.rotary_embedding import dual_chunk_rope
 

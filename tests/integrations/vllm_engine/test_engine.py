@@ -41,7 +41,7 @@ def converted(options):
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_log_probabilities(llama, name):
-    """Log probabilities are right for prompts of all lengths in one batch, which then decode."""
+    """Log probabilities are those of convert() for prompts of all lengths in one batch, which then decode."""
     with engine(llama, OPTIONS[name]) as llm:
         outputs = generate(llm, [prompt(n) for n in LENGTHS])
     assert max(differences(llama, converted(OPTIONS[name]), outputs)) <= BOUND
@@ -90,7 +90,8 @@ def test_prefix_cache(llama):
 
 
 def test_forks(llama):
-    """Forks are right: three continuations of one prompt share its pages and diverge in the middle of a page."""
+    """Three continuations of one prompt, which share its pages and diverge in the middle of a page, have the log
+    probabilities of convert()."""
     with engine(llama, REROPE) as llm:
         outputs = generate(llm, [prompt(200), prompt(70)], tokens=40, n=3, temperature=1.0, seed=7, all_prompt=False)
     assert all(len({tuple(c.token_ids) for c in output.outputs}) == 3 for output in outputs)
@@ -98,8 +99,8 @@ def test_forks(llama):
 
 
 def test_preemption(llama):
-    """Preemption is right: with six sequences of 5 pages each and 12 pages, some sequences are preempted and computed
-    again."""
+    """Preempted sequences that are computed again have the log probabilities of convert(). Six sequences of 5 pages
+    each compete for 12 pages."""
     settings = dict(num_gpu_blocks_override=12, max_model_len=160, disable_log_stats=False)
     with engine(llama, REROPE, **settings) as llm:
         outputs = generate(llm, [prompt(64, seed=n) for n in range(6)], tokens=70, all_prompt=False)
@@ -126,8 +127,8 @@ def test_quantized_cache(llama, name):
 
 @pytest.mark.parametrize("cache_dtype, options", [(INT8, REROPE), (INT4, {"raw_keys": True})])
 def test_requests_over_a_quantized_cache(llama, cache_dtype, options):
-    """Over a quantized cache, requests are right with chunked prefill while others decode, a prefix hit, forks, and six
-    sequences of 9 pages each on 40 pages."""
+    """Over a quantized cache, requests have the log probabilities of convert() over rounded keys and values: in chunked
+    prefill while others decode, after a prefix hit, in forks, and in six sequences of 9 pages each on 40 pages."""
     settings = dict(max_num_batched_tokens=64, max_num_seqs=8, block_size=16, max_model_len=600)
     settings |= dict(num_gpu_blocks_override=40, disable_log_stats=False, kv_cache_dtype=cache_dtype)
     with engine(llama, options, **settings) as llm:
@@ -152,9 +153,9 @@ def test_a_request_that_is_too_long_harms_no_other(llama):
 
 
 def test_drafts_from_the_text(llama, monkeypatch):
-    """Drafts from the text are right: several query tokens per sequence verify an n-gram's draft. The engine runs in a
-    separate process, because it imports llvmlite, and vLLM 0.32.0 then fails if a second engine starts in the
-    process."""
+    """Drafts from the text do not change the results. Several query tokens per sequence verify an n-gram's draft. The
+    engine runs in a separate process, because it imports llvmlite, and vLLM 0.32.0 then fails if a second engine starts
+    in the process."""
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     draft = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
     prompts = [prompt(20) * 5, prompt(33) * 3]
@@ -188,7 +189,7 @@ def test_half_precision(llama, dtype, cache_dtype):
 
 @pytest.mark.slow
 def test_two_ranks(llama, monkeypatch):
-    """Tensor parallelism on two ranks is right. Each rank has half of the heads."""
+    """Tensor parallelism on two ranks does not change the results. Each rank has half of the heads."""
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     with engine(llama, REROPE, tensor_parallel_size=2) as llm:
         outputs = generate(llm, [prompt(n) for n in (5, 65, 300)])

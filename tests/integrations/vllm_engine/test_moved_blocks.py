@@ -95,7 +95,7 @@ def ask(llm, *requests):
 
 
 def placed(folder, scheme, parts) -> Float64Model:
-    """Returns a model whose cache has parts that were computed alone, one after another."""
+    """Returns a model whose cache has these parts one after another, each computed without the others."""
     caches = []
     for part in parts:
         model = Float64Model(folder, scheme)
