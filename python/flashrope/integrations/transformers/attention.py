@@ -403,7 +403,7 @@ def check_positions(module, given: Mapping[str, Any]) -> dict[str, Any]:
         restart. Where none are given, a mask says that they do not.
 
     Raises:
-        ValueError: another position, and its row and column.
+        ValueError: position_ids has other positions. The message names one, its row and its column.
     """
     positions = given.get("position_ids")
     if positions is None:
