@@ -36,7 +36,7 @@ from .report.predicted import DECODING, DEVICE, FOLDER, LOOPS
 
 ARCHS, HEAD_DIMS = tuple(issue.RATES), (64, 96, 128, 256, 512)
 SCHEMES = (cases.ONE_BAND, cases.TWO_BANDS, *cases.SEVEN, *cases.ATOMIC, *cases.DECODE, *cases.MAPS)
-ON_REQUEST = cases.PARTS
+ON_REQUEST = (*cases.PARTS, cases.TRAINED, cases.TRAINED_BANDS)
 NAMES = {
     "attention_forward": "forward",
     "attention_grad_kv": "dK and dV",

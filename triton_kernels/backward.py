@@ -16,6 +16,7 @@ import triton.language as tl
 
 from . import configs
 from .arguments import band_view
+from .copies import band_rows, load_band_rows, skip_band_rows
 from .rotation import (
     CosSinTable,
     load_cos_sin,
@@ -33,7 +34,6 @@ from .tiles import (
     HeadView,
     TileRange,
     VisibleRange,
-    band_keys,
     clamp_rows,
     edge_count,
     edge_tile,
@@ -400,8 +400,8 @@ def attention_grad_kv(
     NUM_BANDS: tl.constexpr = VARIANT.num_bands
     for b in tl.static_range(NUM_BANDS):
         band = load_band(scheme.bands, b)
-        view = band_keys(raw, rotated_k, band.k_copy, packed_k, head_kv, False, VARIANT)
-        k_tile = load_rows(view.ptr, tile_offsets(loaded, view), channels_k, VARIANT)  # [BN, D]
+        view = band_rows(raw, rotated_k, band.k_copy, packed_k, head_kv, VARIANT)
+        k_tile = load_band_rows(view, loaded, channels_k, VARIANT)  # [BN, D]
         visible = visible_queries(position, band, seq.ahead, scheme.maps)
         if NUM_BANDS > 1:
             before = previous_band(scheme.bands, b)
@@ -455,7 +455,8 @@ class QueryTile(NamedTuple):
 
 
 class KeyRows(NamedTuple):
-    """The keys of a band. k, v: HeadViews, with the channels to load. length: the number of keys."""
+    """The keys of a band. k: from band_rows. v: HeadView. channels_k, channels: the channels to load.
+    length: the number of keys."""
 
     k: object
     v: object
@@ -470,8 +471,8 @@ def add_grad_q(grad_q, queries, keys, column, EDGE: tl.constexpr, VARIANT: tl.co
     scale. EDGE: some pairs of a query and a key are not in the band."""
     columns = tl.arange(0, VARIANT.block_n)
     loaded = clamp_rows(columns, keys.length - column) if EDGE else columns
-    k_rows, v_rows = skip_rows(keys.k, column), skip_rows(keys.v, column)
-    k = load_rows(k_rows.ptr, tile_offsets(loaded, k_rows), keys.channels_k, VARIANT)  # [BN, D]
+    k_rows, v_rows = skip_band_rows(keys.k, column, VARIANT), skip_rows(keys.v, column)
+    k = load_band_rows(k_rows, loaded, keys.channels_k, VARIANT)  # [BN, D]
     if queries.matrix is not None:
         stored = panel_row(queries.matrix, queries.first, column)
         stored += tile_in_panels(tl.arange(0, VARIANT.block_m)[:, None], columns[None, :])
@@ -556,7 +557,7 @@ def attention_grad_q(
     NUM_BANDS: tl.constexpr = VARIANT.num_bands
     for b in tl.static_range(NUM_BANDS):
         band = load_band(scheme.bands, b)
-        view = band_keys(raw, rotated_k, band.k_copy, packed_k, head_kv, False, VARIANT)
+        view = band_rows(raw, rotated_k, band.k_copy, packed_k, head_kv, VARIANT)
         keys = KeyRows(view, values, channels_k, channels, seq.length_k)
         q_rows = head_view(band_view(q, b, VARIANT), batch, seq.start_q + first, head, VARIANT)
         q_tile = load_rows(q_rows.ptr, tile_offsets(loaded, q_rows), channels_k, VARIANT)  # [BM, D]

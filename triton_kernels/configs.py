@@ -69,7 +69,6 @@ HALF = {
         "forward codes": {128: Tile(128, 32, 8, 3), 256: Tile(64, 32, 4, 1)},
         "forward unaligned": {64: Tile(64, 64, 4, 3), 128: Tile(64, 64, 4, 3)},
         "grad_kv": by_block_d((32, 128, 4, 2), (32, 128, 4, 2), (64, 64, 4, 3), (32, 128, 8, 2), (32, 32, 4, 2)),
-        "grad_kv banded": {128: Tile(32, 128, 8, 3)},
         "grad_q": by_block_d((128, 64, 4, 2), (128, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 2), (64, 32, 4, 1)),
         "grad_q banded": {256: Tile(32, 32, 4, 2)},
         "grad_q scores": {64: Tile(128, 32, 4, 3), 128: Tile(128, 32, 4, 3)},
@@ -95,7 +94,6 @@ HALF = {
 HALF["sm100"] = HALF["sm90"] | {"grad_kv banded": {128: Tile(64, 64, 8, 3)}}
 HALF["sm120"] = HALF["sm86"] | {
     "grad_kv": HALF["sm86"]["grad_kv"] | {128: Tile(64, 64, 8, 2)},
-    "grad_kv banded": {},
     "grad_q banded": HALF["sm86"]["grad_q banded"] | {128: Tile(128, 32, 8, 2)},
 }
 # The tiles of "cdna" spill no vector register and fit in 64 KB of shared memory. They take fewer instructions per

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from .copies import band_rows, load_band_parts, skip_band_rows
 from .kv_cache import load_page, row_in_page, valid_page
 from .quantized import load_scales, scale_values
 from .rotation import load_keys
@@ -48,8 +49,9 @@ class KeyScales(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """A sequence's keys, as a band reads them. k, v: HeadViews. channels_k, channels_v: the channels to load, in
-    parts. first: the first key that k holds, 0 without a cache. length: the number of keys."""
+    """A sequence's keys, as a band reads them. k: HeadView, or SplitView of ``copies.py``. v: HeadView. channels_k,
+    channels_v: the channels to load, in parts. first: the first key that k holds, 0 without a cache. length: the number
+    of keys."""
 
     k: object
     v: object
@@ -82,7 +84,10 @@ def enter_band(raw, copied, band, head, first, last, maps, ROTATED_K: tl.constex
     """Returns (Keys, TileRange) of a band for queries at positions first to last. raw: the sequence's raw Keys. If the
     band rotates its keys, k of the result is its rotated copy."""
     tiles = key_tiles(band, first, last, raw.length, VARIANT.block_n, maps)
-    k = band_keys(raw.k, copied.view, band.k_copy, copied.row, head, ROTATED_K, VARIANT)
+    if len(VARIANT.channels) > 0:
+        k = band_rows(raw.k, copied.view, band.k_copy, copied.row, head, VARIANT)
+    else:
+        k = band_keys(raw.k, copied.view, band.k_copy, copied.row, head, ROTATED_K, VARIANT)
     first_key = tl.where(band.k_copy < 0, 0, copied.first)
     return Keys(k, raw.v, raw.channels_k, raw.channels_v, first_key, raw.length), tiles
 
@@ -116,7 +121,13 @@ def prefetch_tile(keys, cached, tiles, VARIANT: tl.constexpr):
     if tiles.end > tiles.begin:
         column = edge_tile(tiles, 0) * VARIANT.block_n
         rows = key_rows(keys, cached, column, True, VARIANT)
-        prefetch_rows(skip_rows(keys.k, column).ptr, tile_offsets(rows, keys.k), VARIANT.head_dim, VARIANT.block_d)
+        if len(VARIANT.channels) > 0:
+            WIDTH: tl.constexpr = VARIANT.channels[0].width
+            k = skip_band_rows(keys.k, column, VARIANT)
+            prefetch_rows(k.copy.ptr, tile_offsets(rows, k.copy), WIDTH, WIDTH)
+            prefetch_rows(k.raw.ptr, tile_offsets(rows, k.raw), VARIANT.head_dim, VARIANT.block_d)
+        else:
+            prefetch_rows(skip_rows(keys.k, column).ptr, tile_offsets(rows, keys.k), VARIANT.head_dim, VARIANT.block_d)
         prefetch_rows(skip_rows(keys.v, column).ptr, tile_offsets(rows, keys.v), VARIANT.head_dim_v, VARIANT.block_dv)
 
 
@@ -138,7 +149,9 @@ def find_rows(keys, cached, column, pages, EDGE: tl.constexpr, VARIANT: tl.const
 def load_tile_keys(keys, column, at, ROTATED_K: tl.constexpr, VARIANT: tl.constexpr, dtype: tl.constexpr):
     """Returns the tile of keys at KeyRows `at`, [BN, D] in parts. ROTATED_K: the keys are a rotated copy, which has no
     pages."""
-    if VARIANT.page_size > 0 and not ROTATED_K:
+    if len(VARIANT.channels) > 0:
+        return load_band_parts(skip_band_rows(keys.k, column, VARIANT), at.rows, keys.channels_k, VARIANT)
+    elif VARIANT.page_size > 0 and not ROTATED_K:
         return load_keys(keys.k.ptr, page_offsets(at.page, at.row, keys.k), keys.channels_k, VARIANT, dtype)
     else:
         return load_keys(skip_rows(keys.k, column).ptr, tile_offsets(at.rows, keys.k), keys.channels_k, VARIANT, dtype)

@@ -10,8 +10,18 @@ import triton
 import triton.language as tl
 
 from .arguments import decode_int
+from .channels import load_part, operand_tiles
 from .kv_cache import load_page, row_in_page, valid_page
-from .rotation import CosSinTable, load_cos_sin, load_key_pairs, load_pairs, query_scale, rotate, store_pairs
+from .rotation import (
+    CosSinTable,
+    join_pairs,
+    load_cos_sin,
+    load_key_pairs,
+    load_pairs,
+    query_scale,
+    rotate,
+    store_pairs,
+)
 from .tiles import (
     TileRows,
     copied_keys,
@@ -22,9 +32,25 @@ from .tiles import (
     page_offsets,
     row_program,
     sequence_rows,
+    store_channels,
     tile_offsets,
     tile_rows,
 )
+
+
+@triton.jit
+def store_part(view, first, second, rows, VARIANT: tl.constexpr):
+    """Stores the part that rotates, two tiles [M, width / 2], in rows of `width` channels, as ``copies.py`` reads
+    them."""
+    WIDTH: tl.constexpr = VARIANT.channels[0].width
+    if VARIANT.interleaved:
+        dtype = view.ptr.dtype.element_ty
+        pairs = join_pairs(first.to(dtype), second.to(dtype), VARIANT)
+        store_channels(view, pairs, rows, tl.arange(0, WIDTH), WIDTH)
+    else:
+        pair = tl.arange(0, WIDTH // 2)
+        store_channels(view, first, rows, pair, WIDTH)
+        store_channels(view, second, rows, pair + WIDTH // 2, WIDTH)
 
 
 @triton.jit(do_not_specialize=["seqlen", "seqlen_other", "max_seqlen", "table_rows", "heads"])
@@ -46,9 +72,10 @@ def rotate_rows(
 ):
     """Writes one rotated copy of x for every rotation.
 
-    x: TensorView. out: TensorView (copy, row, head). rotations: int32, the rotation of every copy. cu_seqlens_other,
-    seqlen_other: the lengths of k if x holds queries, and of q if x holds keys. cache: if x holds the new keys of a
-    cache, which are the last keys of every sequence, its CacheLayout. Otherwise a CacheLayout of None only."""
+    x: TensorView. out: TensorView (copy, row, head). If VARIANT.channels has parts, it holds only the first part.
+    rotations: int32, the rotation of every copy. cu_seqlens_other, seqlen_other: the lengths of k if x holds queries,
+    and of q if x holds keys. cache: if x holds the new keys of a cache, which are the last keys of every sequence, its
+    CacheLayout. Otherwise a CacheLayout of None only."""
     batch, first = row_program(max_seqlen, VARIANT.block_m)
     if cache.seqlens is None:
         start, length = sequence_rows(cu_seqlens, batch, seqlen)
@@ -63,15 +90,25 @@ def rotate_rows(
     loaded = existing_rows(rows)
     copy = tl.program_id(2)
     table = CosSinTable(scheme.table, table_rows, scheme.positions, scheme.maps)
-    cos, sin = load_cos_sin(table, tl.load(rotations + copy), rows, 0, VARIANT.block_d // 2, VARIANT)  # [BM, D/2]
+    PART: tl.constexpr = len(VARIANT.channels) > 0
+    FIRST: tl.constexpr = VARIANT.channels[0].pair if PART else 0
+    COUNT: tl.constexpr = VARIANT.channels[0].width // 2 if PART else VARIANT.block_d // 2
+    cos, sin = load_cos_sin(table, tl.load(rotations + copy), rows, FIRST, COUNT, VARIANT)  # [BM, D/2]
     log_n = query_scale(scheme, rows.start + loaded, first + rows.index + length_other - length, length_other)[:, None]
     packed += first
     begin, end = tl.program_id(1) * HEADS_PER_PROGRAM, (tl.program_id(1) + 1) * HEADS_PER_PROGRAM
     for head in range(begin, tl.minimum(end, heads)):
         view = head_view(x, batch, start + first, head, VARIANT)
-        first_x, second_x = load_pairs(view.ptr, tile_offsets(loaded, view), 0, VARIANT.block_d // 2, VARIANT)
-        first_x, second_x = rotate(first_x.to(tl.float32), second_x.to(tl.float32), cos, sin)
-        store_pairs(head_view(out, copy, packed, head, VARIANT), first_x * log_n, second_x * log_n, rows, 0, VARIANT)
+        if PART:
+            first_x, second_x = operand_tiles(load_part(view.ptr, tile_offsets(loaded, view), 0, VARIANT), 0, VARIANT)
+            first_x, second_x = rotate(first_x.to(tl.float32), second_x.to(tl.float32), cos, sin)
+            to = head_view(out, copy, packed, head, VARIANT)
+            store_part(to, first_x * log_n, second_x * log_n, rows, VARIANT)
+        else:
+            first_x, second_x = load_pairs(view.ptr, tile_offsets(loaded, view), 0, COUNT, VARIANT)
+            first_x, second_x = rotate(first_x.to(tl.float32), second_x.to(tl.float32), cos, sin)
+            to = head_view(out, copy, packed, head, VARIANT)
+            store_pairs(to, first_x * log_n, second_x * log_n, rows, 0, VARIANT)
 
 
 class KeyRange(NamedTuple):

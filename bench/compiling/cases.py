@@ -96,6 +96,7 @@ def few_rotate(head_dim: int) -> Rotary:
 
 
 TRAINED = Scheme("few", few_rotate)  # without a cache
+TRAINED_BANDS = Scheme("few rerope", lambda head_dim: few_rotate(head_dim).rectify(WINDOW))
 PARTS = tuple(Scheme(f"parts {cache}", few_rotate, cache=cache) for cache in ("contiguous", "paged"))
 SHARED = tuple(  # values that are keys without their weights, as in Gemma 4's larger models
     Scheme(f"shared {scheme.name}", scheme.rotary, cache=scheme.cache, shared_values=512, weighted=True)
@@ -256,6 +257,7 @@ def _main_cases(quick: bool) -> list[Case]:
     variants = grid((80,), (128,), "bf16", NOPE, PACKED, POSITIONS) + grid((80,), (64,), "bf16", TWO_SIDED)
     variants += grid((80,), (64, 128), "bf16", UNALIGNED)
     small_shared = grid((86,), (64, 128, 256), "bf16", TWO_BANDS) + grid((86,), (128, 256), "bf16", ONE_BAND)
+    small_shared += grid((86,), (64, 128, 256), "bf16", TRAINED, TRAINED_BANDS)
     cache = grid((80, 90), (64, 128), "bf16", WIDE) + grid((80, 90), (96, 256), "bf16", DECODE[0], DECODE[-1])
     cache += (
         grid((80,), (128,), "bf16", PARTIAL)

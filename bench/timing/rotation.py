@@ -51,7 +51,7 @@ def keys_by_triton(problem: Problem):
         rotated_k = k.new_empty(kept_shapes(k, call).rotated_k)
         with current_device(k):
             AttentionPlan(q, k, v, call, None).rotate_keys(k, rotated_k)
-        return rotated_k[0].view_as(k)
+        return rotated_k[0].unflatten(0, k.shape[:-2])  # of the channels that rotate, if copies hold only those
 
     return rotate_keys
 

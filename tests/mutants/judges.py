@@ -86,6 +86,10 @@ JUDGES = {
     "triton_kernels/score_grads.py": ["tests/operators/test_score_grads.py", *BACKWARD],
     "python/flashrope/backends/triton/score_grads.py": ["tests/operators/test_score_grads.py", *BACKWARD],
     "triton_kernels/forward.py": [*FORWARD, *QUANTIZED],
+    "triton_kernels/copies.py": [
+        "tests/rotary/test_first_channel.py -k triton",
+        f"{EXECUTED} tests/executor/test_partial_copies.py",
+    ],
     "triton_kernels/keys.py": [*FORWARD, *DECODE[:2]],
     "triton_kernels/chunks.py": DECODE[:2],
     "triton_kernels/softmax.py": FORWARD,

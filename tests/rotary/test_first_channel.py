@@ -7,7 +7,7 @@ import torch
 from caching import PAGE, Cached
 from flashrope import Rotary, attention, rotate
 from flashrope.lowering.lowered import lower
-from flashrope.lowering.parts import channel_parts
+from flashrope.lowering.parts import channel_parts, copied_parts
 
 DOUBLE = support.Target("reference", torch.float64, "cpu")
 FORMS = {
@@ -101,6 +101,14 @@ def test_parts_hold_every_channel_once(head):
     assert rotating.second == rotary.first_channel + (half if rotary.interleaved else rotary.rotary_dim // 2)
 
 
+@pytest.mark.parametrize("head", HEADS)
+def test_copies_hold_the_part_that_rotates(head):
+    """Both runs start at multiples of 16 bytes. Without rotated copies of keys there is nothing to hold."""
+    (part,) = copied_parts(HEADS[head], True)
+    assert part == channel_parts(HEADS[head], True)[0] and not (part.first % 16 or part.second % 16)
+    assert copied_parts(HEADS[head].local(9), True) == (part,)
+
+
 @pytest.mark.parametrize(
     "rotary",
     [
@@ -109,4 +117,4 @@ def test_parts_hold_every_channel_once(head):
     ],
 )  # fmt: skip
 def test_heads_without_parts(rotary):
-    assert channel_parts(rotary, True) == ()
+    assert channel_parts(rotary, True) == () == copied_parts(rotary, True)

@@ -20,7 +20,8 @@ MAX_SPLITS = 256  # csrc/decode.h has the same number
 class Kept(NamedTuple):
     """Tensors that the forward saves for the backward. A tensor that is not saved has the shape (0,).
 
-    rotated_k: rotated keys (copies, rows, heads_kv, head_dim), with k's dtype.
+    rotated_k: rotated keys (copies, rows, heads_kv, channels), with k's dtype. The channels are those of the first of
+        ``lowering.parts.copied_parts`` if it has any, else all.
     table: cos and sin of explicit positions, float32 (rotations, batch, seqlen, 2, pairs).
     """
 

@@ -56,6 +56,16 @@ def channel_parts(rotary: Rotary, causal: bool) -> tuple[Part, ...]:
     return (rotating, *others) if all(part.width >= 2 * SMALLEST_RUN for part in others) else ()
 
 
+@lru_cache(maxsize=1024)
+def copied_parts(rotary: Rotary, causal: bool) -> tuple[Part, ...]:
+    """Returns the part that rotates if rotated copies of keys hold it alone, or () if they hold all channels.
+
+    Kernels load vectors of up to 16 bytes, and a vector must not lie partly in the copy. Both runs of the part start at
+    multiples of SMALLEST_RUN channels, because all runs between them are divided into parts of such widths.
+    """
+    return channel_parts(rotary, causal)[:1] if lower(rotary, causal).k_copies else ()
+
+
 def _contiguous(start: int, stop: int) -> Iterator[Part]:
     """Returns the parts of a run, the widest first."""
     while start < stop:

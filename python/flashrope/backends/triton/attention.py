@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ...lowering.cos_sin import coarse_rows, padded_pairs, position_table, two_level_table
-from ...lowering.lowered import Lowered, lower
+from ...lowering.lowered import lower
+from ...lowering.parts import Part, copied_parts
 from ...rotary.scales import UNSCALED
 from ...triton_kernels import configs
 from ...triton_kernels.arguments import NO_CACHE, CuSeqlens, Result, Variant, banded_view, tensor_view
@@ -33,11 +34,13 @@ from .score_grads import ScoreLayout, layout_of
 def kept_shapes(k: torch.Tensor, call: AttentionCall) -> KeptShapes:
     """rotated_k: one copy for every slope that rotates the keys; table: that of given positions."""
     table = (0,) if call.positions is None else (2, *call.positions.shape[:2], 2, padded_pairs(k.shape[-1]))
-    return KeptShapes(_rotated_shape(k, lower(call.rotary, call.causal)), table)
+    return KeptShapes(_rotated_shape(k, call), table)
 
 
-def _rotated_shape(k: torch.Tensor, lowered: Lowered) -> tuple[int, ...]:
-    return (len(lowered.k_copies), _rows(k), *k.shape[-2:]) if lowered.k_copies else (0,)
+def _rotated_shape(k: torch.Tensor, call: AttentionCall) -> tuple[int, ...]:
+    copies = len(lower(call.rotary, call.causal).k_copies)
+    parts = copied_parts(call.rotary, call.causal)
+    return (copies, _rows(k), k.shape[-2], parts[0].width if parts else k.shape[-1]) if copies else (0,)
 
 
 def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: AttentionCall):
@@ -48,7 +51,7 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: AttentionCa
     table = position_table(call.rotary, call.positions) if call.positions is not None else lse.new_empty(0)
     with current_device(q):
         plan = AttentionPlan(q, k, v, call, table)
-        rotated_k = k.new_empty(_rotated_shape(k, plan.lowered))
+        rotated_k = k.new_empty(_rotated_shape(k, call))
         if call.cu_seqlens_q is not None or plan.is_empty:
             out.zero_()  # rows outside every sequence
             lse.fill_(float("-inf"))
@@ -111,7 +114,7 @@ class AttentionPlan(Plan):
 
     def __init__(self, q, k, v, call: AttentionCall, table, grad_out=None):
         self.seqlen_k, self.head_dim_v, positions = k.shape[-3], v.shape[-1], call.positions
-        self.causal = call.causal
+        self.causal, self.channels = call.causal, copied_parts(call.rotary, call.causal)
         if positions is None:
             rows = coarse_rows(max(q.shape[-3], self.seqlen_k))
             table = two_level_table(call.rotary, call.causal, rows, q.device)
@@ -125,11 +128,12 @@ class AttentionPlan(Plan):
         self.is_empty = q.numel() == 0 or k.numel() == 0 or not self.num_bands
 
     def rotate_keys(self, k, rotated_k) -> None:
-        """Fills rotated_k (copy, row, head, head_dim)."""
+        """Fills rotated_k (copy, row, head, channel) with the channels of ``copied_parts``."""
         lengths = (self.seqlen_k, self.seqlen_q, self.max_seqlen_k)
         scheme = self.scheme._replace(**UNSCALED._asdict())
         cu_seqlens = (self.cu_seqlens.k, self.cu_seqlens.q)
-        self._rotate(k, rotated_k, self.lowered.k_copies, self.device_scheme.k_copies, scheme, cu_seqlens, lengths)
+        rotations = self.device_scheme.k_copies
+        self._rotate(k, rotated_k, self.lowered.k_copies, rotations, scheme, cu_seqlens, lengths, self.channels)
 
     def rotated_queries(self, q) -> torch.Tensor:
         """q as every band rotates it, log n included: (band, *shape of q); q itself where that changes nothing."""
@@ -148,7 +152,7 @@ class AttentionPlan(Plan):
         )
         return rotated_q
 
-    def _rotate(self, x, out, copies, rotations, scheme, cu_seqlens, lengths) -> None:
+    def _rotate(self, x, out, copies, rotations, scheme, cu_seqlens, lengths, channels: tuple[Part, ...] = ()) -> None:
         if not copies:
             return
         heads, seqlen = x.shape[-2], lengths[2]
@@ -157,7 +161,7 @@ class AttentionPlan(Plan):
             cdiv(heads, configs.ROTATE_HEADS),
             len(copies),
         )
-        variant = variant_of(self.rotary, self.vec, 0, 0, 0, configs.ROTATE_ROWS)
+        variant = variant_of(self.rotary, self.vec, 0, 0, 0, configs.ROTATE_ROWS, channels=channels)
         launcher.launch(
             rotate_rows,
             grid,
@@ -319,7 +323,8 @@ class AttentionPlan(Plan):
     def _tile(self, direction: str):
         """Returns the tile and the variant of a kernel."""
         tile = self.tile(direction, block_dv=block_d(self.head_dim_v))
-        return tile, self._variant(self.num_bands, 0, 0, tile.block_m, tile.block_n)
+        variant = self._variant(self.num_bands, 0, 0, tile.block_m, tile.block_n)
+        return tile, variant._replace(channels=self.channels)
 
     def _variant(self, *fields: int) -> Variant:
         return variant_of(self.rotary, self.vec, *fields, head_dim_v=self.head_dim_v)

@@ -1,0 +1,82 @@
+"""Loads the keys of a band, raw or from a rotated copy. A copy may hold only the channels that rotate.
+
+If ``VARIANT.channels`` has parts, a copy holds the first part alone, the one that rotates: the first members of all
+pairs and then the second members, or interleaved pairs. A tile then takes these channels from the copy and the others
+from the raw keys, in one load: every column has an address and a stride of its own. So the tile, and all that is
+computed with it, is the same as with a copy of all channels.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from .tiles import band_keys, head_view, load_rows, skip_rows, tile_offsets
+
+
+class SplitView(NamedTuple):
+    """Rows of one head of the keys. raw: HeadView. copy: HeadView of the channels that rotate. copied: whether the band
+    reads the copy at all."""
+
+    raw: object
+    copy: object
+    copied: object
+
+
+@triton.jit
+def band_rows(raw, rotated_k, k_copy, packed, head, VARIANT: tl.constexpr):
+    """Returns the keys that a band reads, for load_band_rows: a SplitView if copies hold only the channels that rotate,
+    else a HeadView."""
+    if len(VARIANT.channels) > 0:
+        return SplitView(raw, head_view(rotated_k, tl.maximum(k_copy, 0), packed, head, VARIANT), k_copy >= 0)
+    else:
+        return band_keys(raw, rotated_k, k_copy, packed, head, False, VARIANT)
+
+
+@triton.jit
+def skip_band_rows(view, rows, VARIANT: tl.constexpr):
+    """Returns the result of band_rows from row `rows` on."""
+    if len(VARIANT.channels) > 0:
+        return SplitView(skip_rows(view.raw, rows), skip_rows(view.copy, rows), view.copied)
+    else:
+        return skip_rows(view, rows)
+
+
+@triton.jit
+def load_band_rows(view, rows, channels, VARIANT: tl.constexpr):
+    """Loads the channels [N] of rows [M] of the result of band_rows: [M, N]."""
+    if len(VARIANT.channels) > 0:
+        ptr, stride_row = columns_of(view, channels, VARIANT)
+        offsets = rows[:, None] * stride_row.to(tl.int32)[None, :]
+        return load_rows(ptr[None, :], offsets, channels, VARIANT)
+    else:
+        return load_rows(view.ptr, tile_offsets(rows, view), channels, VARIANT)
+
+
+@triton.jit
+def load_band_parts(view, rows, channels, VARIANT: tl.constexpr):
+    """Returns load_band_rows in one or two parts. channels: a tuple with the channels of each part."""
+    if len(channels) == 1:
+        return (load_band_rows(view, rows, channels[0], VARIANT),)
+    else:
+        first = load_band_rows(view, rows, channels[0], VARIANT)
+        return first, load_band_rows(view, rows, channels[1], VARIANT)
+
+
+@triton.jit
+def columns_of(view, channels, VARIANT: tl.constexpr):
+    """Returns where each of the channels [N] of the first row lies, less the channel, and the stride of its rows, two
+    [N]. Whole vectors of VARIANT.vec channels lie in one place, so that the compiler can load those."""
+    VEC: tl.constexpr = VARIANT.vec
+    HALF: tl.constexpr = VARIANT.channels[0].width // 2
+    FIRST: tl.constexpr = VARIANT.channels[0].first
+    SECOND: tl.constexpr = VARIANT.channels[0].second
+    BYTES: tl.constexpr = 16 if VARIANT.vec > 1 else 1
+    # Divided by VEC, channels would not be known to lie in one place in vectors.
+    in_first = (channels >= FIRST) & (channels < FIRST + HALF)
+    in_second = (channels >= SECOND) & (channels < SECOND + HALF)
+    from_copy = (in_first | in_second) & view.copied
+    shift = tl.where(in_first, 0 - FIRST, HALF - SECOND)
+    ptr = tl.where(from_copy, view.copy.ptr + shift, view.raw.ptr)
+    stride_row = tl.where(from_copy, view.copy.stride_row, view.raw.stride_row)
+    return tl.multiple_of(ptr, BYTES), tl.multiple_of(stride_row, VEC)
