@@ -217,7 +217,7 @@ def our_seconds(
         passes = passes[:1]
     if layout is None:
         times.append(sum(seconds(scheme, *each) for each in passes))
-    else:  # gradients of scores are written in the one pass and read in the other, while it computes
+    else:  # one pass writes the gradients of scores and the other reads them, while they compute
         counts = [count for _, count in layout.launches(None)]
         panel = 2 * configs.PANEL_ROWS * configs.PANEL_KEYS
         times.append(

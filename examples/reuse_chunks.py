@@ -136,7 +136,7 @@ def requests(documents: dict[str, Document], retrieved: int, count: int, draw: r
 
 
 def serve(server: Server, asked: Sequence[Request], ways: Sequence[int | None]) -> dict[int | None, list[Reply]]:
-    """Returns the replies to every request, by the way in which the prompt is made."""
+    """Returns {way: the replies to all requests}, for every way to make the prompt."""
     replies: dict[int | None, list[Reply]] = {way: [] for way in ways}
     for way in ways:
         server.reply(asked[0], way)  # the first call of a kind takes longer

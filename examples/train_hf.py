@@ -146,7 +146,7 @@ def cut(documents: list[bytes], tokenizer, length: int) -> list[dict]:
 
 
 def choose_lengths(args: argparse.Namespace, trained: int) -> None:
-    """Fills in the three lengths that are not given. trained: the model's max_position_embeddings."""
+    """Fills in each of the three lengths that is not given. trained: the model's max_position_embeddings."""
     args.length = args.length or trained
     args.train_length = args.train_length or max(trained, args.length)
     args.max_positions = args.max_positions or max(trained, args.length)

@@ -82,8 +82,8 @@ def fetch_novel(path: Path, scratch: Path) -> None:
 
 
 def linked_pages(folder: Path) -> list[str]:
-    """Returns the pages that can be reached from index.html. A page comes before the pages that it is the first to link
-    to."""
+    """Returns the pages that can be reached from index.html, depth first: a page comes before the pages that are
+    reached through it."""
     found, waiting = dict[str, None](), ["index.html"]
     while waiting:
         name = waiting.pop()

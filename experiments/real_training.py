@@ -2,7 +2,7 @@
 
 All three start from the same weights and read the same batches, which are random windows of the first four fifths of
 every text. Before, during and after the training, the loss by position is measured on windows of the last fifths. The
-row of RoPE at 0 tokens is the model before any training. Weights are float32; under ``--dtype bfloat16`` matrix
+row of RoPE at 0 tokens is the pretrained model. Weights are float32; under ``--dtype bfloat16`` matrix
 products run in bfloat16 (autocast).
 """
 

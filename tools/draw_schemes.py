@@ -23,7 +23,7 @@ from experiments.figures import finish
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "schemes"
 TRAIN_LENGTH, LENGTH, HEAD_DIM, BASE = 256, 1024, 64, 10_000.0
 STEP = 4  # every fourth query and key is drawn
-SIZE, DPI, FONT = (6.2, 2.9), 120, 13  # inches and points: letters of 8 pixels where the picture is 390 wide
+SIZE, DPI, FONT = (6.2, 2.9), 120, 13  # inches and points: capitals have 8 pixels if the picture has a width of 390
 TRAINED, BEYOND, PLAIN = "#0072B2", "#D55E00", "0.55"
 AXIS_COLOURS = ("#0072B2", "#E69F00", "#009E73")
 ROPE = Rotary.rope(HEAD_DIM, BASE)

@@ -235,7 +235,7 @@ def add_to_sum(ptr, value, VARIANT: tl.constexpr):
 
 @triton.jit
 def load_sum(ptr, M: tl.constexpr, VARIANT: tl.constexpr):
-    """Returns the sum of M queries, [M, D]."""
+    """Returns dQ of M queries, [M, D], from the sum that add_to_sum has added to."""
     D: tl.constexpr = VARIANT.block_d
     QUERIES: tl.constexpr = M // 8 if VARIANT.query_rows else M // 16  # blocks along each axis
     CHANNELS: tl.constexpr = D // 16 if VARIANT.query_rows else D // 8

@@ -82,7 +82,7 @@ def part_values(tiles, PART: tl.constexpr, VARIANT: tl.constexpr):
 
 @triton.jit
 def load_weights(weight, PART: tl.constexpr, VARIANT: tl.constexpr):
-    """Returns a part of the weights of keys in tiles like those of operand_tiles, [1, width or width / 2]."""
+    """Returns the key weights of a part's channels, in tiles like those of operand_tiles, [1, width or width / 2]."""
     return operand_tiles(load_part(weight, tl.zeros((1, 1), tl.int32), PART, VARIANT), PART, VARIANT)
 
 

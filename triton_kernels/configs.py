@@ -107,8 +107,8 @@ HALF["cdna"] = {
     "decode": by_block_d((16, 64, 4, 2), (16, 64, 4, 2), (16, 64, 4, 2), (16, 64, 4, 2), (16, 32, 4, 1)),
     "decode wide": by_block_d((64, 32, 4, 1), (64, 32, 4, 1), (64, 32, 4, 1), (64, 32, 4, 1), (16, 32, 4, 1)),
 }
-# Tiles for Triton versions after 3.6 (checked: 3.9). They replace tiles of HALF with which newer versions spill and
-# 3.6 does not.
+# Tiles for Triton versions after 3.6 (checked: 3.9). They replace tiles of HALF that spill under newer versions
+# but not under 3.6.
 NEWER_HALF = {
     "sm80": {
         "forward": {64: Tile(128, 32, 4, 3)},

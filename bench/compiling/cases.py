@@ -55,7 +55,7 @@ class Scheme:
     recomputed: bool = False  # the kernel of dQ computes the gradients of scores again: seven products
     head_dim_v: int = 0  # 0: as wide as q and k
     codes: str = ""  # "int8" or "int4": a quantized cache
-    placed: int = 0  # rows of a page in a cache with explicit positions; 0: without
+    placed: int = 0  # rows of a page in a cache with explicit positions; 0: no explicit positions
     stored: bool = False  # the cache stores positions
     shared_values: int = 0  # how many leading channels of the keys serve as the values; 0: v is separate
     weighted: bool = False  # keys have weights

@@ -151,8 +151,8 @@ def attention_loop(listing: sass.Listing) -> Counter:
 def figures(
     arch: int, registers: int, warps: int, shared: int, listing: sass.Listing, useful: float | None
 ) -> dict[str, str]:
-    """Returns the figures of a kernel by column. useful: products that a tile needs, as in
-    ``predict.Loop.tensor_share``."""
+    """Returns the figures of a kernel by column. useful: how many HMMA 16x8x16 a tile of scores needs, from
+    ``predict.useful_products``."""
     loop = attention_loop(listing)
     products, local = loop["products"], loop.get("local", 0)
     arithmetic = loop.get("mufu", 0) + loop.get("fp32", 0)

@@ -205,7 +205,7 @@ def test_a_step_is_the_last_row_of_attention(name):
 
 # ---- packed queries
 
-# (query rows, tokens with them): a chunk, a step, nothing, a long prompt, a short one, two steps, a chunk
+# (query rows, tokens including them): a chunk, a step, nothing, a long prompt, a short one, two steps, a chunk
 MIXED = ((66, 112), (1, 45), (0, 7), (70, 70), (5, 5), (1, 1), (1, 90), (65, 100))
 mappings = pytest.mark.parametrize("mapped", [False, True], ids=["appended", "mapped"])
 

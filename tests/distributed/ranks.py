@@ -120,7 +120,8 @@ def _serve(rank: int, count: int, store: str, connection) -> None:
 
 @functools.cache
 def mesh(ranks: int):
-    """Returns a one-dimensional mesh of 2 ranks or of all. Several meshes of 2 ranks all do the same work."""
+    """Returns a one-dimensional mesh of 2 ranks or of all. If there are several meshes of 2 ranks, each does the same
+    work."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 

@@ -2,8 +2,8 @@
 //
 // Between two barriers (an epoch) a warp may not read bytes that another warp wrote, nor write bytes that another warp
 // read or wrote. Writing the value that is already there is no race: Triton's replicated layouts store equal values
-// from several warps. Within a warp, bar.warp.sync orders the lanes. A shuffle also ends the loads whose values it
-// passes on.
+// from several warps. Within a warp, bar.warp.sync orders the lanes. After a shuffle, too, the warp's
+// earlier loads count as complete, because it passes on loaded values.
 #include "machine.h"
 
 namespace executor {

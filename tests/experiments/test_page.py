@@ -32,7 +32,7 @@ NUMBERS_OF_PAPERS = "|".join(
 
 
 def published(folder, **values):
-    """Writes results of "copying": the letters that are right by length for each scheme, for five seeds."""
+    """Writes results of "copying" for five seeds. values: {length: percentage of right letters} for each scheme."""
     sizes = {"width": 64, "layers": 2, "heads": 2, "mlp_width": 0, "vocab_size": 64, "train_length": 128, "steps": 1500}
     record = {"command": "python -m experiments copying", "settings": sizes, "seeds": [0, 1, 2, 3, 4]}
     record |= {"hardware": "a processor", "revision": "0123456789abcdef"}

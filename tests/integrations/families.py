@@ -143,7 +143,7 @@ def schemes(model) -> list[Rotary]:
 
 
 def state(model) -> dict:
-    """Returns everything in a model that a conversion may change or must not change."""
+    """Returns the parts of a model that tests compare before and after a conversion."""
     modules = list(model.modules())
     return {
         "weights": {name: weight.tolist() for name, weight in model.state_dict().items()},

@@ -28,7 +28,7 @@ def small_pieces(monkeypatch):
 @pytest.fixture
 def one_layer():
     """Returns a model of one layer. Its keys and values depend only on their own tokens, so a text without the dropped
-    tokens gives the same."""
+    tokens gives the same logits."""
     torch.manual_seed(0)
     return convert(tiny("llama", num_hidden_layers=1).eval())
 

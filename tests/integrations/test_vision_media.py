@@ -127,7 +127,8 @@ def after_the_second(model, name) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", TURNS)
 def test_images_and_videos_of_a_second_turn(name):
-    """The second turn continues over the cache of the first. The whole conversation in one call gives the same."""
+    """The second turn continues over the cache of the first. The whole conversation in one call gives the same
+    logits."""
     model = tiny_vision(name)
     stock, whole = after_the_second(model, name), uncached(model, name, turns(name)[2])
     assert close(stock, whole)

@@ -32,7 +32,7 @@ SCHEMES = {
     "hope": Rotary.hope(64, 512),  # half of the pairs rotate
     "self_extend": Rotary.rope(64).self_extend(588, 7),  # blocks begin anywhere in a group
     "self_extend_far": Rotary.rope(64, rotary_dim=32).self_extend(3, 3).log_n(100),
-    "dual_chunk": Rotary.rope(64).dual_chunk(448, 64),  # chunks of keys end anywhere in a chunk of positions
+    "dual_chunk": Rotary.rope(64).dual_chunk(448, 64),  # blocks end anywhere in a chunk
     "gap": dataclasses.replace(Rotary.rope(64), bands=(Band(0, 30, 1.0, 0.0), Band(540, 700, 0.5, 200.0))),
 }
 PARTIAL = Rotary.rope(96, rotary_dim=32).rectify(40)

@@ -98,8 +98,8 @@ def test_the_tables_of_the_pages(table, folder):
 
 
 def layers_words() -> list[str]:
-    """Returns the cost of int4 keys in all layers, the sums over ten layers each of which has int4 keys by itself, and
-    the worst layer."""
+    """Returns the cost of int4 keys in all layers at once, then sums of the costs of int4 keys in one layer only, over
+    ten layers each, then the highest cost of one layer and that layer."""
     found = {way: row["change"] for way, row in read("layers.json")["results"]["512"].items()}
     layers = [found[f"int4 keys, layer {n}"] for n in range(30)]
     tens = [sum(layers[n : n + 10]) for n in (0, 10, 20)]

@@ -212,7 +212,7 @@ def test_cope_of_few_pairs():
 
 
 def test_cope_of_any_table_and_chained():
-    """The order is that of the frequencies. Pairs that do not rotate do not count."""
+    """CoPE orders pairs by their frequencies, in any table. It leaves out pairs that do not rotate."""
     rotary = Rotary.from_inv_freq([0.001, 0.0, 1.0, -0.002, 0.004], 16)
     assert rotary.cope(512).frequencies == pytest.approx((0.0, 0.0, 1.0, -0.001, 0.004))
     chained = Rotary.rope(64).cope(512).rectify(128).log_n(512)

@@ -208,7 +208,7 @@ struct Tile {
     return changed;
   }
 
-  // Returns what is subtracted from scores times their factor; 0 for rows that have seen no key.
+  // Returns the number that is subtracted from scaled scores (score * factor); 0 for rows that have seen no key.
   Vec reference(Vec highest) const { return highest == -INF ? Vec{} : highest * factor; }
 
   void weigh(int s, int key, int from, int until) {

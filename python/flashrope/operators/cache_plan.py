@@ -84,7 +84,7 @@ def plan_cache(
         CachePlan: it may be made before a CUDA graph is captured, and waits for no device unless validate is True.
 
     Raises:
-        TypeError, ValueError: the argument, what was expected and what came.
+        TypeError, ValueError: an argument is invalid. The message names it and says what was expected.
     """
     if not isinstance(tables, CacheTables):
         raise TypeError(f"tables: expected CacheTables, got {type(tables).__name__}")
@@ -209,7 +209,7 @@ class CachePlan:
         self._written.clear()
 
     def append(self, layer: CacheLayer, k: torch.Tensor, v: torch.Tensor | None = None) -> None:
-        """Writes the new keys and values of a layer, which ``attend`` without k and v then sees.
+        """Writes the new keys and values of a layer. ``attend`` without k and v then attends to them, too.
 
         Args:
             layer, k, v: as in ``attend``.
@@ -257,7 +257,8 @@ class CachePlan:
             out; with return_lse (out, lse), as in ``attention_with_cache``.
 
         Raises:
-            TypeError, ValueError: the argument, what the plan expects and what came.
+            TypeError, ValueError: an argument is invalid or does not fit the plan. The message names it and says what
+                was expected.
         """
         q, k, v = autocast(q, k, v)
         return self._attend(q, layer, k, v, sinks, return_lse, out)

@@ -53,7 +53,7 @@ def check_tensors(
         tensors += tuple(new)
         if scales is not None:
             tensors = (tensors[0], *new)
-        elif getattr(k, "dtype", None) == getattr(v, "dtype", None):  # else a cache that differs is named
+        elif getattr(k, "dtype", None) == getattr(v, "dtype", None):  # otherwise the cache that differs from q is named
             tensors, like = (*tensors[1:3], tensors[0], *new), "the cache"
     for name, x in tensors:
         if not isinstance(x, torch.Tensor):

@@ -127,7 +127,7 @@ def refuse_unknown(call: Callable, given: dict[str, Any]) -> None:
         given: the keywords that call does not have, and their values.
 
     Raises:
-        TypeError: the message names the keyword, what is expected instead, and the value.
+        TypeError: such a keyword is given. The message names it, its value, and what is expected instead.
     """
     for name, value in given.items():
         if not any(type(value) is type(default) and value == default for default in NO_OPS.get(name, ())):

@@ -55,8 +55,11 @@ def decode(
     placed: list[Placed] | None = None,
     out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (out of ``cached_out_shape``, lse in float32). placed: the sequences, where positions are explicit. out:
-    where to write out, contiguous and like it."""
+    """Returns (out of ``cached_out_shape``, lse in float32).
+
+    placed: the sequences if positions are explicit, else None.
+    out: a contiguous tensor of the output's shape that receives the output. None: a new tensor.
+    """
     (batch, seqlen_q, heads_q, _), dtype, given = q.shape, q.dtype, out
     if layer.k_scale is not None and q.dtype != torch.float32:
         q, out = q.to(torch.float32), None

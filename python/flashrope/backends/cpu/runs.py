@@ -1,7 +1,7 @@
 """Divides cached tokens with explicit positions (backends/visible.py) into runs of consecutive slots and positions.
 
-Attention of a run of queries to a run of keys is attention between two sequences that begin at different positions. A
-causal mask hides the keys at the shortest distances, so it only raises the start of the bands.
+Attention of a run of queries to a run of keys is attention between two sequences that begin at different positions.
+Later keys of a run are at shorter distances, so a causal mask only raises the start of the bands.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ def layout_of(
     panels_in_row = configs.PANEL_ROWS // configs.PANEL_KEYS  # in as many columns as a row of panels has rows
     width, growth, sequences = cdiv(max_seqlen_k, configs.PANEL_ROWS) * panels_in_row, 0, batch
     panels = rows * width
-    if packed:  # sequence b starts in row start // PANEL_ROWS + b of panels
+    if packed:  # a sequence begins in row of panels (its first query row) // PANEL_ROWS + (its index)
         panels, sequences = (seqlen_q // configs.PANEL_ROWS + batch) * width, 1
     elif causal:
         ahead = cdiv(max(max_seqlen_k - seqlen_q, 0), configs.PANEL_ROWS)

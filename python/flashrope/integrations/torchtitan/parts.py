@@ -49,7 +49,7 @@ def check_attention(config) -> None:
     """Checks that an attention calls ``rope``, then ``inner_attention``, with masks for packed documents.
 
     Raises:
-        ValueError: the attention is of another kind.
+        ValueError: the attention is of another class, which the message names.
     """
     if type(config) is not GQAttention.Config:
         name = f"{type(config).__module__}.{type(config).__qualname__.removesuffix('.Config')}"

@@ -151,7 +151,7 @@ def choose_stock_attention(model: torch.nn.Module, asked: str | None = None, nam
     attention that transformers prefers.
 
     Raises:
-        ValueError, ImportError: from transformers, if the model or the machine does not support this attention.
+        ValueError, ImportError: the model or the machine does not support this attention. transformers raises it.
     """
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and module.config._attn_implementation in names:

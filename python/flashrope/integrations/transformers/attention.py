@@ -399,11 +399,11 @@ def check_positions(module, given: Mapping[str, Any]) -> dict[str, Any]:
         given: the arguments of the decoder's forward, from ``arguments_of``.
 
     Returns:
-        Arguments to add to them. A graph cannot ask whether position_ids, which the forward makes if none are given,
-        restart. Where none are given, a mask says that they do not.
+        Arguments to add to them. A compiled graph cannot test whether position_ids restart. If none are given, the
+        forward makes position_ids that do not restart, and the added mask says so.
 
     Raises:
-        ValueError: another position, and its row and column.
+        ValueError: position_ids has other positions. The message names one, its row and its column.
     """
     positions = given.get("position_ids")
     if positions is None:

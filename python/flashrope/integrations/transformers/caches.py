@@ -69,7 +69,8 @@ def check_cache(decoder, given: Mapping[str, Any]) -> None:
         given: the arguments of the decoder's forward, from ``arguments_of``.
 
     Raises:
-        TypeError, ValueError: names the argument of the cache.
+        TypeError: the decoder is converted and the cache is not a Cache of transformers.
+        ValueError: the cache is refused. The message names its argument.
     """
     cache = given.get(CACHE)
     if cache is None:
@@ -191,7 +192,7 @@ def read_coordinates(decoder, given: Mapping[str, Any]) -> Coordinates:
         given: the arguments of the forward, from ``arguments_of``.
 
     Raises:
-        ValueError: names position_ids or the argument of the cache.
+        ValueError: position_ids or the cache are invalid. The message names the argument.
     """
     cache, steps = given.get(CACHE), given.get("cache_position")
     x = next(x for x in (given.get("inputs_embeds"), given.get("input_ids")) if x is not None)
@@ -313,8 +314,8 @@ class CodesCache(Cache):
         cache_dtype: "int8" or "int4".
 
     Raises:
-        ValueError: cache_dtype, a head_dim that is above 256 or not a multiple of 8, latent attention, or layers
-            without attention.
+        ValueError: another cache_dtype is given, or the model has a head_dim that is above 256 or not a multiple of
+            8, latent attention, or layers without attention.
     """
 
     def __init__(self, config, cache_dtype: str):

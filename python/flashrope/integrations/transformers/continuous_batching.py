@@ -148,7 +148,8 @@ def _check(model, config) -> None:
     """Checks, before any request is taken, that the model and the configuration are supported.
 
     Raises:
-        ValueError: they are not. The message names the argument and says what was expected.
+        ValueError: the model or the configuration is not supported. The message names the argument and says what was
+            expected.
     """
     if not SUPPORTED:
         raise ValueError(

@@ -56,8 +56,8 @@ class Plan:
         mark: the mark of the caches that the converted model fills. A plan of the same schemes keeps it.
         axes: the largest number of coordinates that a layer rotates by.
         warnings: what the caller should be told.
-        own: the plan of the model's own schemes, if the model must be compared with it first. None: the model type is
-            tested.
+        own: the plan of the model's own schemes, if the model must be compared with it first. None: no comparison
+            is needed.
     """
 
     schemes: Mapping[str, LayerScheme]
@@ -78,7 +78,8 @@ def plan_conversion(model, given: Mapping[str, Any], untested: bool = False) -> 
         untested: whether a model type that is not in ``FAMILIES`` is taken. Its plan has ``own``.
 
     Raises:
-        TypeError, ValueError: names the argument, what was expected and what came.
+        TypeError, ValueError: the model or an option is not supported. The message names the argument and says what was
+            expected.
     """
     check_version()
     decoder = find_decoder(model)
@@ -225,7 +226,7 @@ def check_decoder(decoder: PreTrainedModel) -> None:
     another way.
 
     Raises:
-        ValueError: names the class or the model type.
+        ValueError: the decoder is not supported. The message names its class or model type.
     """
     model_type, version = decoder.config.model_type, transformers.__version__
     if reason := family(model_type).refused:
@@ -251,7 +252,8 @@ def attention_modules(decoder: PreTrainedModel) -> list[Any]:
     """Returns the attention module of every layer that attends.
 
     Raises:
-        ValueError: their attention is not causal, or caps its scores.
+        ValueError: the attention is not causal, or caps its scores, or layers without attention need a newer
+            transformers.
     """
     config = decoder.config
     if getattr(config, "attn_logit_softcapping", None) is not None:
@@ -287,7 +289,7 @@ def check_widths(model_type: str, modules: list[Any]) -> None:
     """Refuses models with a layer whose head_dim is more than the kernels of its device take.
 
     Raises:
-        ValueError: names the layer, its head_dim and the model type.
+        ValueError: a head_dim is too large. The message names the layer, its head_dim and the model type.
     """
     for module in modules:
         head_dim = head_dim_of(module)
