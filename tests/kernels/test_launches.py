@@ -49,9 +49,8 @@ KERNELS = {
     "rotate_cached_rows",
     "attention_decode",
     "combine_splits",
-    "plan_shares",
-    "combine_shares",
 }
+SHARES = {"plan_shares", "combine_shares"}  # kernels of heads that take shares, which 16 channels do not
 
 
 class Launcher:
@@ -278,8 +277,8 @@ def test_launches_on_amd():
 
 @without_gpu
 def test_launches_reach_the_kernel_that_triton_would_pick():
-    again = launched(90, range(600), 16, compiling=False)
-    assert again.keys() == KERNELS | PLACED and min(again.values()) > 10, again
+    again = launched(90, range(600), 16, 64, compiling=False)
+    assert again.keys() == KERNELS | SHARES | PLACED and min(again.values()) > 10, again
 
 
 def test_a_grid_that_triton_would_skip(monkeypatch):
