@@ -175,11 +175,18 @@ CODES = (
     *(listed(scheme=scheme.name) for scheme in QUANTIZED + QUANTIZED_CHUNKS),
 )
 
-# The targets other than sm_80, sm_86 and sm_90. On sm_120, gfx942 and gfx950 nothing may spill under 3.6 in the cases
-# that the gate compiles by default. The other cases are only listed. AMD's registers count as four bytes.
+# The targets other than sm_80, sm_86 and sm_90. In the cases that the gate compiles by default, only the kernels named
+# here may spill. The other cases are only listed. AMD's registers count as four bytes.
 OTHERS = (
     SpillLimit(20, "attention_forward", 100, head_dim=128, scheme="rerope", triton="3.6.", in_loops=8),
     SpillLimit(12, "attention_chunks", 100, head_dim=128, scheme="rerope paged chunk", triton="3.6."),
+    # The gradients of scores that dK and dV store take registers.
+    SpillLimit(40, "attention_grad_kv", 100, head_dim=128, scheme="rope", triton="3.6.", in_loops=80),
+    SpillLimit(8, "attention_grad_kv", 100, head_dim=128, scheme="rerope", triton="3.6.", in_loops=32),
+    SpillLimit(76, "attention_grad_kv", 120, head_dim=128, scheme="rerope", triton="3.6."),
+    SpillLimit(4, "attention_grad_kv", 120, head_dim=128, scheme="rerope", triton="3.9."),
+    SpillLimit(8, "attention_grad_q", 120, head_dim=128, scheme="rerope", triton="3.6."),
+    SpillLimit(16, "attention_grad_q", 120, head_dim=128, scheme="rerope", triton="3.9."),
     SpillLimit(20, "attention_grad_q", 100, head_dim=128, scheme="rerope", in_loops=60),
     SpillLimit(28, "attention_forward", 120, head_dim=128, scheme="rerope", triton="3.9."),
     *(

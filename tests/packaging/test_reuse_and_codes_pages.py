@@ -85,12 +85,22 @@ def codes_table() -> list[str]:
     return lines
 
 
+def far_codes_table() -> list[str]:
+    """Returns a row for every way that was measured beyond the training length."""
+    found = read("codes-12288.json")["results"]["12288"]
+    return [
+        in_row([way, words(row["change"], row["interval_95"], 4)]) for way, row in found.items() if way != "float32"
+    ]
+
+
 def agreement_words() -> list[str]:
     found = read("agreement.json")["mean"]
     return [f"{found['other sums']:.2f}", f"{found['rotated keys']:.2f}"]
 
 
-@pytest.mark.parametrize(("table", "folder"), [(reuse_table, "reused"), (codes_table, "quantized")])
+@pytest.mark.parametrize(
+    ("table", "folder"), [(reuse_table, "reused"), (codes_table, "quantized"), (far_codes_table, "quantized")]
+)
 def test_the_tables_of_the_pages(table, folder):
     page = (ROOT / "docs" / folder / "README.md").read_text()
     missing = [line for line in table() if line not in page]
@@ -124,7 +134,9 @@ def test_the_prose_of_reuse():
     assert f"{lost} are found instead of {full['found']}" in page
 
 
-@pytest.mark.parametrize(("name", "folder"), [("reuse.json", "reused"), ("codes.json", "quantized")])
+@pytest.mark.parametrize(
+    ("name", "folder"), [("reuse.json", "reused"), ("codes.json", "quantized"), ("codes-12288.json", "quantized")]
+)
 def test_the_command_and_the_device_stand_beside_the_tables(name, folder):
     page, found = prose(f"{folder}/README"), read(name)
     assert found["command"].replace("python -m", "").strip() in page.replace("\\ ", "").replace("runs/smollm2/", "")
@@ -171,5 +183,5 @@ def test_results_hold_their_rows():
 
 
 if __name__ == "__main__":
-    for each in (reuse_table, reuse_words, codes_table, agreement_words):
+    for each in (reuse_table, reuse_words, codes_table, far_codes_table, agreement_words):
         print("\n".join(each()), end="\n\n")
