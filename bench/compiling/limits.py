@@ -183,6 +183,7 @@ OTHERS = (
     # The gradients of scores that dK and dV store take registers.
     SpillLimit(40, "attention_grad_kv", 100, head_dim=128, scheme="rope", triton="3.6.", in_loops=80),
     SpillLimit(8, "attention_grad_kv", 100, head_dim=128, scheme="rerope", triton="3.6.", in_loops=32),
+    SpillLimit(56, "attention_grad_kv", 100, head_dim=128, scheme="rerope", triton="3.9.", in_loops=240),
     SpillLimit(76, "attention_grad_kv", 120, head_dim=128, scheme="rerope", triton="3.6."),
     SpillLimit(4, "attention_grad_kv", 120, head_dim=128, scheme="rerope", triton="3.9."),
     SpillLimit(8, "attention_grad_q", 120, head_dim=128, scheme="rerope", triton="3.6."),

@@ -5,6 +5,7 @@ import support
 import torch
 from flashrope import Rotary, attention
 from flashrope.backends.triton import tiles
+from flashrope.lowering.parts import copied_parts
 from flashrope.triton_kernels import configs
 from flashrope.triton_kernels.configs import Tile
 
@@ -26,11 +27,12 @@ def test_prefill(machine, arch, rotary, seqlen):
     assert forward.tensor_flops == work.tensor_flops(sum(tiles), tile.block_m, tile.block_n, work.HEAD_DIM)
     tile_bytes = tile.block_n * ROW
     assert forward.tensors["v"].sectors_read == sum(tiles) * tile_bytes
-    # rotated keys are read only inside the window, raw keys only outside
-    assert forward.tensors["rotated_k"].sectors_read == tiles[0] * tile_bytes
-    assert forward.tensors["k"].sectors_read == sum(tiles[1:]) * tile_bytes
-    # the pre-pass reads every key once and writes it once
-    assert rotate.tensors["x"].sectors_read == rotate.tensors["out"].sectors_written == seqlen * ROW
+    # rotated keys are read only inside the window, where the raw keys supply the channels that do not rotate
+    copied = sum(part.width for part in copied_parts(rotary, causal=True)) * work.ITEMSIZE or ROW
+    assert forward.tensors["rotated_k"].sectors_read == tiles[0] * tile.block_n * copied
+    assert forward.tensors["k"].sectors_read == tiles[0] * tile.block_n * (ROW - copied) + sum(tiles[1:]) * tile_bytes
+    # the pre-pass reads every channel that it copies once and writes it once
+    assert rotate.tensors["x"].sectors_read == rotate.tensors["out"].sectors_written == seqlen * copied
     assert forward.tensors["result.out"].sectors_written == seqlen * ROW
     # The queries are read once per band. With one band, every group of four warps reads at most as many bytes of cos
     # and sin as the tile of queries has. Four warps share the rows of the table, and the next four read these rows
