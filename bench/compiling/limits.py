@@ -205,7 +205,7 @@ OTHERS = (
 
 # Decoding by shares: what a program keeps from one piece to the next. All of it is outside the loops over keys, once a
 # piece.
-PARTS_SPILLS = {256: {80: 72, 90: 28, 100: 68}, 512: {80: 84, 86: 24, 89: 24, 90: 32, 100: 12, 120: 24}}
+PARTS_SPILLS = {64: {100: 32}, 256: {80: 72, 90: 28, 100: 68}, 512: {80: 84, 86: 24, 89: 24, 90: 32, 100: 12, 120: 24}}
 PIECES = (
     SpillLimit(20, "attention_decode", 90, head_dim=128, scheme=SPLITS[1].name, triton="3.9"),
     *(SpillLimit(0, scheme=scheme.name) for scheme in SPLITS),
