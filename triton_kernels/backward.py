@@ -400,7 +400,7 @@ def attention_grad_kv(
     NUM_BANDS: tl.constexpr = VARIANT.num_bands
     for b in tl.static_range(NUM_BANDS):
         band = load_band(scheme.bands, b)
-        view = band_rows(raw, rotated_k, band.k_copy, packed_k, head_kv, VARIANT)
+        view = band_rows(raw, rotated_k, band.k_copy, packed_k, head_kv, False, VARIANT)
         k_tile = load_band_rows(view, loaded, channels_k, VARIANT)  # [BN, D]
         visible = visible_queries(position, band, seq.ahead, scheme.maps)
         if NUM_BANDS > 1:
@@ -557,7 +557,7 @@ def attention_grad_q(
     NUM_BANDS: tl.constexpr = VARIANT.num_bands
     for b in tl.static_range(NUM_BANDS):
         band = load_band(scheme.bands, b)
-        view = band_rows(raw, rotated_k, band.k_copy, packed_k, head_kv, VARIANT)
+        view = band_rows(raw, rotated_k, band.k_copy, packed_k, head_kv, False, VARIANT)
         keys = KeyRows(view, values, channels_k, channels, seq.length_k)
         q_rows = head_view(band_view(q, b, VARIANT), batch, seq.start_q + first, head, VARIANT)
         q_tile = load_rows(q_rows.ptr, tile_offsets(loaded, q_rows), channels_k, VARIANT)  # [BM, D]

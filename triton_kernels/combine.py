@@ -111,8 +111,8 @@ def store_nothing(out, lse, batch, rows, VARIANT: tl.constexpr):
 
 
 class Partials(NamedTuple):
-    """Where the partial results of a row lie. row, lse_row: rows of the first one; rows: from one to the next.
-    second: added to those of all but the first."""
+    """Says where the partial results of a row are stored. row, lse_row: the rows of the first result. rows: the
+    distance from one result to the next. second: an offset that all results but the first have in addition."""
 
     row: object
     lse_row: object

@@ -24,13 +24,13 @@ class SplitView(NamedTuple):
 
 
 @triton.jit
-def band_rows(raw, rotated_k, k_copy, packed, head, VARIANT: tl.constexpr):
+def band_rows(raw, rotated_k, k_copy, packed, head, ROTATED_K: tl.constexpr, VARIANT: tl.constexpr):
     """Returns the keys that a band reads, for load_band_rows: a SplitView if copies hold only the channels that rotate,
-    else a HeadView."""
+    else a HeadView. ROTATED_K: as in band_keys."""
     if len(VARIANT.channels) > 0:
         return SplitView(raw, head_view(rotated_k, tl.maximum(k_copy, 0), packed, head, VARIANT), k_copy >= 0)
     else:
-        return band_keys(raw, rotated_k, k_copy, packed, head, False, VARIANT)
+        return band_keys(raw, rotated_k, k_copy, packed, head, ROTATED_K, VARIANT)
 
 
 @triton.jit

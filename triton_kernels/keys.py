@@ -14,7 +14,6 @@ from .kv_cache import load_page, row_in_page, valid_page
 from .quantized import load_scales, scale_values
 from .rotation import load_keys
 from .tiles import (
-    band_keys,
     clamp_rows,
     edge_tile,
     key_tiles,
@@ -84,10 +83,7 @@ def enter_band(raw, copied, band, head, first, last, maps, ROTATED_K: tl.constex
     """Returns (Keys, TileRange) of a band for queries at positions first to last. raw: the sequence's raw Keys. If the
     band rotates its keys, k of the result is its rotated copy."""
     tiles = key_tiles(band, first, last, raw.length, VARIANT.block_n, maps)
-    if len(VARIANT.channels) > 0:
-        k = band_rows(raw.k, copied.view, band.k_copy, copied.row, head, VARIANT)
-    else:
-        k = band_keys(raw.k, copied.view, band.k_copy, copied.row, head, ROTATED_K, VARIANT)
+    k = band_rows(raw.k, copied.view, band.k_copy, copied.row, head, ROTATED_K, VARIANT)
     first_key = tl.where(band.k_copy < 0, 0, copied.first)
     return Keys(k, raw.v, raw.channels_k, raw.channels_v, first_key, raw.length), tiles
 

@@ -78,7 +78,7 @@ DECODE = tuple(
 
 
 def with_splits(scheme: Scheme) -> Scheme:
-    """The same with a given number of splits."""
+    """Returns the same scheme with a call that asks for four splits."""
     return dataclasses.replace(scheme, name=f"{scheme.name} splits", num_splits=4)
 
 
