@@ -190,7 +190,7 @@ build {info}: module {build}/build_info.o
 
 def needed_program(name):
     path = shutil.which(name)
-    beside = Path(sys.executable).with_name(name)  # in a virtual environment that is not activated
+    beside = Path(sys.executable).parent / name  # in a virtual environment that is not activated
     if path is None and beside.exists():
         path = str(beside)
     if path is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 from flashrope.tuning import timer
@@ -36,7 +37,7 @@ class Timer(timer.Timer):
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             call()
-        return graph.replay
+        return partial(_replay, graph, call)
 
     def peak_bytes(self, call: Callable) -> int:
         """Returns the peak memory of PyTorch's allocator during the call, beyond what it held before.
@@ -59,6 +60,11 @@ class Timer(timer.Timer):
             return _available_cpu()
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(self.device)[0]
+
+
+def _replay(graph: torch.cuda.CUDAGraph, call: Callable) -> None:
+    """Replays the graph of a call. The call is an argument because it holds tensors that the graph reads."""
+    graph.replay()
 
 
 def ratio(times: Mapping[str, list[float]], name: str, base: str) -> float:
