@@ -105,6 +105,7 @@ class Cached:
 
     def __post_init__(self):
         batch, device = len(self.lengths), self.target.device
+        self.key_weight = None if self.key_weight is None else self.key_weight.to(device)
         self.tables = {name: x if x is None else x.to(device) for name, x in self.tables.items()}
         self.is_packed = not isinstance(self.queries, int)
         self.sizes = list(self.queries) if self.is_packed else [self.queries] * batch

@@ -69,6 +69,12 @@ def _targets() -> list[Target]:
 
 TARGETS = _targets()
 
+
+def device_of(impl: str) -> str:
+    """Returns the device of the tensors that a backend takes here."""
+    return "cuda" if impl == "triton" and not INTERPRETED else "cpu"
+
+
 SCHEMES = {
     "none": lambda d: Rotary.none(d),
     "rope": lambda d: Rotary.rope(d),

@@ -7,20 +7,22 @@ Without a GPU, a replay runs the refreshed plan again over the same tensors.
 import pytest
 import torch
 from flashrope import OutOfPages, PagedKVCache, Rotary, plan_cache
+from support import device_of
 
 PAGE, HEADS_KV, HEADS, D, LAYERS = 16, 1, 2, 16, 2
 SCHEME = Rotary.rope(D).rectify(21)
 
 
-def random(seed: int, n: int, seqlen: int) -> list[torch.Tensor]:
+def random(seed: int, n: int, seqlen: int, device: str = "cpu") -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(n, seqlen, heads, D, generator=generator) for heads in (HEADS, HEADS_KV, HEADS_KV)]
+    heads = HEADS, HEADS_KV, HEADS_KV
+    return [torch.randn(n, seqlen, each, D, generator=generator).to(device) for each in heads]
 
 
-def filled(kind: str, pages: int = 14) -> tuple[PagedKVCache, list[int]]:
-    cache = PagedKVCache(pages, PAGE, HEADS_KV, D, torch.float32, "cpu", layers=LAYERS)
+def filled(kind: str, pages: int = 14, device: str = "cpu") -> tuple[PagedKVCache, list[int]]:
+    cache = PagedKVCache(pages, PAGE, HEADS_KV, D, torch.float32, device, layers=LAYERS)
     a, b = cache.allocate(), cache.allocate()
-    _, k, v = random(1, 2, 29)
+    _, k, v = random(1, 2, 29, device)
     cache.append(
         [a, b], k.expand(LAYERS, *k.shape), v.expand(LAYERS, *v.shape), leftpad=[3, 0] if kind == "padded" else None
     )
@@ -33,7 +35,8 @@ def filled(kind: str, pages: int = 14) -> tuple[PagedKVCache, list[int]]:
 @pytest.mark.parametrize("impl", ["reference", "cpu", "triton"])
 @pytest.mark.parametrize("kind", ["plain", "padded", "moved"])
 def test_replays(kind, impl):
-    (cache, names), (other, _) = filled(kind), filled(kind)
+    device = device_of(impl)
+    (cache, names), (other, _) = filled(kind, device=device), filled(kind, device=device)
     step = cache.capture(names, 2)
     held = [x for x in (*step.tables[:3], *(step.tables.positions or ())) if x is not None]
     addresses = [x.data_ptr() for x in held]
@@ -42,7 +45,7 @@ def test_replays(kind, impl):
         step.tables, like=cache.cache_layer(0), rotary=SCHEME, seqlen_q=2, heads_q=HEADS, dtype=torch.float32, impl=impl
     )
     for n in range(2 if impl == "triton" else 9):  # the sequence grows into further pages
-        q, k, v = random(10 + n, 3, 2)
+        q, k, v = random(10 + n, 3, 2, device)
         step.update()
         plan.refresh()
         got = [plan.attend(q, cache.cache_layer(layer), k, v * layer) for layer in range(LAYERS)]

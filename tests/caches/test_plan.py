@@ -8,7 +8,7 @@ import torch
 from caching import PAGE, Cached, same
 from flashrope import CacheLayer, CacheTables, Packed, PagedKVCache, Rotary, attention_with_cache, plan_cache
 from flashrope.backends.registry import load_backend
-from support import Target, int32
+from support import Target, device_of, int32
 
 D, LENGTHS = 32, (41, 18, 65)
 SCHEMES = {
@@ -22,7 +22,7 @@ impls = pytest.mark.parametrize("impl", ["reference", "cpu", "triton"])
 
 def layers_of(impl, queries=1, layers=3, scheme="rerope", at=None, **options) -> list[Cached]:
     """Returns the calls of the layers of one step, with the same tables and other tokens."""
-    target, options = Target(impl, torch.float32, "cpu"), {"page": PAGE, **options}
+    target, options = Target(impl, torch.float32, device_of(impl)), {"page": PAGE, **options}
     calls = [Cached(target, SCHEMES[scheme], LENGTHS, queries, seed=n, **options) for n in range(layers)]
     return [c if at is None else c.at(**{name: x.clone() for name, x in at.items()}) for c in calls]
 

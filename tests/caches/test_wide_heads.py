@@ -52,7 +52,7 @@ def test_cache_objects(paged):
 
 def test_sinks(target):
     call = Cached(target, SCHEMES["p_rope"](512), (45, 30), 2, heads=(2, 1))
-    (out, lse), sinks = call.call(), torch.tensor([0.5, -1.0])
+    (out, lse), sinks = call.call(), torch.tensor([0.5, -1.0], device=target.device)
     got, _ = call.replace().call(sinks=sinks)
     share = torch.sigmoid(lse - sinks[:, None]).transpose(1, 2)[..., None]
     torch.testing.assert_close(got.double(), out.double() * share, rtol=0.02, atol=0.01)

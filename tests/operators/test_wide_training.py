@@ -50,13 +50,14 @@ def test_values_of_another_width(target, widths):
 @pytest.mark.parametrize("options", [{"causal": False}, {"positions": True}, {"layout": "poisoned"}], ids=str)
 def test_options(target, options):
     if options.get("positions"):
-        options = {"positions": torch.arange(35.0).flip(0)[None] * 3}
+        options = {"positions": torch.arange(35.0, device=target.device).flip(0)[None] * 3}
     check(target, problem(target, GEMMA, 35, deterministic=False, heads=4, group=4, seed=3, **options))
 
 
 @pytest.mark.interpreted(lambda target: False)
 def test_sinks(target):
-    check(target, problem(target, GEMMA.rectify(21), 30, heads=4, seed=4, sinks=SINKS.to(support.lse_type(target))))
+    sinks = SINKS.to(target.device, support.lse_type(target))
+    check(target, problem(target, GEMMA.rectify(21), 30, heads=4, seed=4, sinks=sinks))
 
 
 @pytest.mark.interpreted(lambda target, scheme: scheme == "p_rope_leaky_log_n" and target.dtype == torch.float16)

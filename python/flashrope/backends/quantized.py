@@ -26,7 +26,8 @@ def quantize(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.T
     (...)."""
     limit = torch.finfo(torch.float32 if x.dtype == torch.float64 else x.dtype).max
     x, largest = x.to(torch.float32).clamp(-limit, limit), LARGEST_CODE[dtype]
-    scale = x.abs().amax(-1) / largest
+    peak = x.abs().amax(-1)
+    scale = peak / torch.full_like(peak, largest)  # on CUDA, PyTorch multiplies by the reciprocal of a Python number
     steps = torch.where(scale > 0, scale, torch.inf)[..., None]  # rows of zeros or with a NaN get the integers 0
     codes = (x / steps).round().nan_to_num(0.0).clamp(-largest, largest)
     if dtype == torch.int8:
