@@ -72,7 +72,7 @@ TARGETS = _targets()
 
 def device_of(impl: str) -> str:
     """Returns the device of the tensors that a backend takes here."""
-    return "cuda" if impl == "triton" and not INTERPRETED else "cpu"
+    return next((target.device for target in TARGETS if target.impl == impl), "cpu")
 
 
 SCHEMES = {

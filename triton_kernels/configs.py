@@ -34,7 +34,8 @@ def by_block_d(*tiles: tuple[int, int, int, int]) -> dict[int, Tile]:
 
 
 # Tiles by block_d, the power of two that holds head_dim. If a scheme has several bands, a "banded" entry replaces the
-# entry of its direction, because rotating between bands takes registers. No tile below has been timed yet.
+# entry of its direction, because rotating between bands takes registers. One tile has been timed: with
+# one band, sm90's "forward" for 128 channels is the fastest of 24 on an H200 beyond 8,192 keys (docs/measured.md).
 # For 64 and more channels, the tiles of "sm80" and "sm86" were ranked by the issue model (python -m bench model). Each
 # is the best of the similar tile sizes. The tiles of "sm90" were ranked by instructions per needed product.
 # Some tiles do spill in the inner loop. For 64 channels, sm80's dK and dV spill up to four registers. With one band
@@ -152,7 +153,8 @@ OTHER_V["sm120"]["grad_kv"] = OTHER_V["sm86"]["grad_kv"] | {(64, 128): Tile(32, 
 # The block_d for which deterministic=None selects the backward with five matrix products, which accumulates dQ by
 # atomics. They hold for 16-bit types if v has the head_dim of q. The issue model predicts that this backward is faster
 # than the one with seven products, at 512 to 128k tokens, with one and two bands. For "sm90" it only takes fewer
-# instructions. Not timed on a GPU yet.
+# instructions, but an H200 was faster with it at head_dim 128: 387 against 315 TFLOP/s, forward and backward
+# (docs/measured.md). The others are not timed on a GPU yet.
 ATOMIC_WIDTHS = {"sm80": (64, 128, 512), "sm86": (64, 128, 512), "sm90": (64, 128, 512), "sm100": (64, 128)}
 ATOMIC_WIDTHS["sm120"] = ATOMIC_WIDTHS["sm86"]
 SCORE_WIDTHS = {name: (64, 128) for name in ("sm80", "sm86", "sm90", "sm100", "sm120")}  # see storing_is_faster

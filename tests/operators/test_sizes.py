@@ -183,8 +183,7 @@ def test_sixteen_million_cached_tokens_away_is_as_exact(target, scheme, small_ta
     right = attention(*wide, return_lse=True, impl="reference")[1]
     errors = {}
     for first in (0, FAR - 80):
-        on_device = partial(torch.zeros, device=exact.device)
-        make = sparse.empty if first and exact.device == "cpu" else on_device
+        make = sparse.empty if first and exact.device == "cpu" else partial(torch.zeros, device=exact.device)
         caches = [make((batch, first + 80, heads, 16), dtype=exact.dtype) for _ in "kv"]
         for to, x in zip(caches, (k, v), strict=True):
             to[:, first:] = x
