@@ -1,12 +1,14 @@
-"""Backward: row statistics, then dK and dV by key tile, then dQ by query tile. No atomics: gradients are bitwise
-reproducible.
+"""Computes the backward in three kernels: row statistics, then dK and dV by key tile, then dQ by query tile. They use
+no atomics, so gradients are bitwise reproducible.
 
-Both passes read rotated queries and keys. The gradient of rotated rows accumulates in the current band's frame and is
-rotated back at the end. (FlashAttention-2, algorithm 2, in two passes of seven products.)
+Both passes read rotated queries and keys. The gradient of rotated rows accumulates in the current band's rotated basis
+and is rotated back at the end. This is algorithm 2 of FlashAttention-2, divided into two passes with seven matrix
+products in total.
 
 If gradients need not be reproducible, the first pass also adds dQ up by atomics, in float32 and separately for every
-band. ``attention_finish_grad_q`` then replaces the second pass. (FlashAttention-2, algorithm 2: five products.) The
-sums lie in the order of the tensor cores' accumulators, so that no layout has to change before they are added.
+band. ``attention_finish_grad_q`` then replaces the second pass, and the backward takes five products, as in
+FlashAttention-2. Each sum is stored in the order of the tensor cores' accumulators, so that no layout has to change
+before the atomics.
 """
 
 from typing import NamedTuple
@@ -70,8 +72,8 @@ STATISTICS_ROWS = tl.constexpr(configs.STATISTICS_ROWS)
 
 @triton.jit
 def statistics_offset(packed, batch, head, rows):
-    """Returns the offset of a sequence's first row in the row statistics, float32 (heads, rows, 2): lse in log2 units
-    and delta.
+    """Returns the offset of a sequence's first row in the row statistics. They are float32 (heads, rows, 2) and hold
+    lse in log2 units and delta.
 
     Sequences start at multiples of STATISTICS_ROWS, so that their tiles load in whole vectors. Sequence b, whose first
     packed row is p, starts at row (p // STATISTICS_ROWS + b) * STATISTICS_ROWS. Sequence b - 1 ends before that row.
@@ -81,13 +83,13 @@ def statistics_offset(packed, batch, head, rows):
 
 @triton.jit
 def statistics_row(packed, batch, head, rows):
-    """Returns ``statistics_offset``, int64, counted in rows."""
+    """Returns the same offset as ``statistics_offset``, counted in rows, int64."""
     return head.to(tl.int64) * rows + (packed // STATISTICS_ROWS + batch) * STATISTICS_ROWS
 
 
 @triton.jit
 def load_statistics(ptr, BLOCK: tl.constexpr):
-    """Returns lse in log2 units and delta of BLOCK rows, two float32 [BLOCK]."""
+    """Returns lse in log2 units and delta of BLOCK rows, two float32 vectors [BLOCK]."""
     return tl.split(tl.reshape(tl.load(ptr + tl.arange(0, 2 * BLOCK)), (BLOCK, 2)))
 
 
@@ -139,16 +141,16 @@ def attention_statistics(
 
 
 class GradKV(NamedTuple):
-    """The accumulated gradients of a tile of keys: k [BN, D] and v [BN, DV], float32. k is in the current band's frame
-    and is not yet multiplied by the score's scale."""
+    """The accumulated gradients of a tile of keys: k [BN, D] and v [BN, DV], float32. k is in the current band's
+    rotated basis and is not yet multiplied by the score scale."""
 
     k: object
     v: object
 
 
 class KeyTile(NamedTuple):
-    """k [BN, D], v [BN, DV]; visible: the query rows that see each key; scale_log2: softmax scale in log2 units;
-    first: the first key."""
+    """One tile of keys. k: [BN, D]. v: [BN, DV]. visible: the query rows that see each key. scale_log2: softmax scale
+    in log2 units. first: the index of the tile's first key."""
 
     k: object
     v: object
@@ -193,14 +195,15 @@ def head_queries(queries, band_q, seq, head, VARIANT: tl.constexpr):
 
 # ---- sums in accumulator order
 # dQ is added up in blocks of 16 rows and 8 columns, in float32. Every lane of a warp holds four numbers of a block, as
-# in an accumulator of mma.sync or wgmma. An instruction adds VARIANT.red_floats per lane, and neighbouring lanes add to
-# neighbouring addresses.
-# The accumulator is dQ [M, D], or its transpose [D, M] where VARIANT.query_rows. In both, the blocks of the first
-# queries come first.
+# in an accumulator of mma.sync or wgmma. An instruction adds VARIANT.red_floats numbers per lane. Neighbouring lanes
+# add to neighbouring addresses.
+# The accumulator is dQ [M, D], or its transpose [D, M] if VARIANT.query_rows is set. In both cases, the blocks of the
+# first queries come first.
 #
-#     lane = row % 8 * 4 + column // 2 % 4                 which of its four: row // 8 % 2, column % 2
-#     one at a time, by half and parity, then lane:        32 lanes add 128 bytes in a row
-#     four at a time, by lane, then half and parity:       a lane adds 16 bytes in a row (sm_90)
+#     lane = row % 8 * 4 + column // 2 % 4
+#     half, parity = row // 8 % 2, column % 2              which of the lane's four numbers it is
+#     red_floats 0, 1: [half, parity, lane] in memory      one instruction adds 128 contiguous bytes per warp
+#     red_floats 4: [lane, half, parity] in memory         one instruction adds 16 contiguous bytes per lane (sm_90)
 
 RED = tl.constexpr("red.relaxed.gpu.global.add.f32 [$1], $2; mov.b32 $0, 0;")
 RED_4 = tl.constexpr(
@@ -223,7 +226,8 @@ def add_to_sum(ptr, value, VARIANT: tl.constexpr):
     lane = row % 8 * 4 + column // 2 % 4
     which = row // 8 % 2 * 2 + column % 2
     # The transpose hides from Triton that these addresses and the operands of other products depend on the same row.
-    # Without it, Triton would give this product of mma.sync their layout, in which several warps compute the same.
+    # Without it, Triton would give this product (mma.sync) the layout of those operands, in which several warps compute
+    # the same elements.
     ptrs = tl.trans(ptr + block * 128 + (lane * 4 + which if VARIANT.red_floats == 4 else which * 32 + lane))
     if VARIANT.red_floats == 0:
         tl.atomic_add(ptrs, value, sem="relaxed")
@@ -254,8 +258,9 @@ def load_sum(ptr, M: tl.constexpr, VARIANT: tl.constexpr):
 
 @triton.jit
 def only_existing_keys(visible, tiles, rows):
-    """Returns the query rows and tiles that see a key tile. Rows of the tile after the last key repeat that key and do
-    not count. If the tile has such rows, all its query tiles are edge tiles."""
+    """Returns the query rows and query tiles that see a key tile. Rows of the key tile beyond the last key load that
+    key again, so the result says that no query sees them. If the key tile has such rows, all its query tiles are edge
+    tiles."""
     full = rows.first + rows.index.shape[0] <= rows.length
     inner_end = tl.where(full, tiles.inner_end, tiles.inner_begin)
     stop = tl.where(row_exists(rows), visible.stop, visible.first)
@@ -263,12 +268,13 @@ def only_existing_keys(visible, tiles, rows):
 
 
 # ---- scores of a tile
-# The scores of a key tile and a query tile are [BN, BM], or [BM, BN] where VARIANT.query_rows (``configs.query_rows``).
+# The scores of a key tile and a query tile are [BN, BM], or [BM, BN] if VARIANT.query_rows is set
+# (``configs.query_rows``).
 
 
 @triton.jit
 def score_products(keys, queries, VARIANT: tl.constexpr):
-    """Returns the products of keys [BN, X] and queries [BM, X], with the axes of the scores."""
+    """Returns the products of keys [BN, X] and queries [BM, X], in the orientation of the scores."""
     if VARIANT.query_rows:
         return tl.dot(queries, tl.trans(keys), input_precision="ieee")
     else:  # after a return without else, Triton would compile this product as well
@@ -283,7 +289,8 @@ def over_keys(x, VARIANT: tl.constexpr):
 
 @triton.jit
 def swap_axes(x, VARIANT: tl.constexpr):
-    """Returns scores as [BN, BM], or a tile [BN, BM] with the axes of the scores."""
+    """Converts a tile from [BN, BM] to the orientation of the scores, or back. It transposes if VARIANT.query_rows is
+    set."""
     return tl.trans(x) if VARIANT.query_rows else x
 
 
@@ -327,11 +334,11 @@ def add_grad_kv(grad, keys, queries, grad_sum, matrix, row, EDGE: tl.constexpr, 
     if matrix is not None:
         elements = tile_in_panels(rows[None, :], tl.arange(0, VARIANT.block_n)[:, None])  # [BN, BM]
         to = panel_row(matrix, row, keys.first) + swap_axes(elements, VARIANT)
-        if EDGE:  # the other elements of this tile may be another band's
+        if EDGE:  # the other elements of this tile may belong to another band
             tl.store(to, grad_scores, mask=swap_axes(visible, VARIANT))
         else:
             tl.store(to, grad_scores)
-    if grad_sum is not None:  # the sum has room for the rows of the tile after the last query
+    if grad_sum is not None:  # the sum has room for the rows of the tile beyond the last query
         first = tl.full((), 0, tl.int64) + row  # `row` is a Python int in the interpreter
         add_to_sum(grad_sum + first * VARIANT.block_d, grad_q_product(grad_scores, keys.k, VARIANT), VARIANT)
     return GradKV(grad_k, grad_v)
@@ -365,8 +372,8 @@ def attention_grad_kv(
     """Computes dK and dV of a tile of keys.
 
     q: BandedView of the queries, rotated for each band. rotated_k: TensorView (copy, row, head). grad_k and grad_v
-    are contiguous. grad_sums: None, or float32 zeros (band, head, statistics_rows, D). dQ of each band is added to
-    them, in the frame of the band's queries, without the factor of the score, and in accumulator order. score_grads:
+    are contiguous. grad_sums: None, or float32 zeros (band, head, statistics_rows, D). Each band's dQ is added there,
+    in accumulator order. It is in the band's rotated basis and is not multiplied by the score scale. score_grads:
     ScoreGrads to fill for attention_grad_q, or None."""
     first_batch, first_head, heads = launch_heads(score_grads, heads_kv, 1)
     batch, head_kv, first = head_program(max_seqlen_k, heads, VARIANT.block_n)
@@ -411,7 +418,8 @@ def attention_grad_kv(
             visible, tiles = only_existing_keys(visible, tiles, rows)
         keys = KeyTile(k_tile, v_tile, visible, scale_log2, first)
         band_q = band_view(q, b, VARIANT)
-        # Hoisted out of these loops, addresses and masks of the epilogue take the registers that the accumulators need.
+        # disable_licm: if the compiler hoisted the epilogue's addresses and masks out of these loops, they would take
+        # registers that the accumulators need.
         for member in tl.range(0, group, disable_licm=True):
             head = head_kv * group + member
             queries = head_queries(all_queries, band_q, seq, head, VARIANT)
@@ -441,8 +449,9 @@ def attention_grad_kv(
 
 
 class QueryTile(NamedTuple):
-    """q [BM, D], grad_out [BM, DV]; lse_log2, delta [BM]; visible: the keys that each row sees; scale_log2: softmax
-    scale in log2 units; first: the first row; matrix: the Matrix that attention_grad_kv filled, or None."""
+    """One tile of queries. q: [BM, D]. grad_out: [BM, DV]. lse_log2, delta: [BM]. visible: the keys that each row sees.
+    scale_log2: softmax scale in log2 units. first: the index of the tile's first row. matrix: the Matrix that
+    attention_grad_kv filled, or None."""
 
     q: object
     grad_out: object
@@ -467,8 +476,8 @@ class KeyRows(NamedTuple):
 
 @triton.jit
 def add_grad_q(grad_q, queries, keys, column, EDGE: tl.constexpr, VARIANT: tl.constexpr):
-    """Returns grad_q [BM, D] plus the contribution of the key tile that starts at `column`, without the score's
-    scale. EDGE: some pairs of a query and a key are not in the band."""
+    """Returns grad_q [BM, D] plus the contribution of the key tile that starts at `column`, without the score scale.
+    EDGE: some pairs of a query and a key are not in the band."""
     columns = tl.arange(0, VARIANT.block_n)
     loaded = clamp_rows(columns, keys.length - column) if EDGE else columns
     k_rows, v_rows = skip_band_rows(keys.k, column, VARIANT), skip_rows(keys.v, column)
@@ -593,8 +602,8 @@ def attention_finish_grad_q(
     HEADS_PER_PROGRAM: tl.constexpr,
     VARIANT: tl.constexpr,
 ):
-    """Computes dQ from the sums of the bands, each of which is rotated back from its frame. grad_sums: as written by
-    attention_grad_kv. grad_q: TensorView."""
+    """Computes dQ. Rotates each band's sum back from the band's rotated basis and adds the results. grad_sums: filled
+    by attention_grad_kv. grad_q: TensorView."""
     batch, first = row_program(max_seqlen_q, VARIANT.block_m)
     seq = find_sequence(cu_seqlens, batch, seqlen_q, seqlen_k)
     if first >= seq.length_q:

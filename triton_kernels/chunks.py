@@ -1,7 +1,7 @@
-"""Computes the forward of long queries over a KV cache, such as the next chunk of a prompt.
+"""Computes the forward of many queries over a KV cache, such as the next chunk of a prompt.
 
-Raw keys and values are read in place, with or without pages. Only keys that a band rotates are copied first, by
-``rotate_cached_rows``. The loops are those of ``forward.py``. Sequences with few queries use ``decode.py``.
+Raw keys and values are read in place, with or without pages. If a band rotates keys, ``rotate_cached_rows`` first
+writes a rotated copy of them. The loops are in ``forward.py``. Sequences with few queries use ``decode.py``.
 """
 
 import triton
@@ -44,7 +44,7 @@ def attention_chunks(
     sequences that the decode kernel serves.
 
     q: TensorView. k_cache, v_cache: TensorViews (batch or page, row, head). rotated_k: TensorView (copy, row, head).
-    rows_copied: the `rows` of copied_keys. result, scheme, cache: see arguments.py."""
+    rows_copied: the argument `rows` of copied_keys. result, scheme, cache: see arguments.py."""
     batch, head, first = query_program(max_seqlen_q, heads_q, VARIANT)
     seq = find_cached_sequence(cache, cu_seqlens_q, batch, seqlen_q)
     skip = first >= seq.length_q

@@ -1,9 +1,9 @@
 """Loads the keys of a band, raw or from a rotated copy. A copy may hold only the channels that rotate.
 
-If ``VARIANT.channels`` has parts, a copy holds the first part alone, the one that rotates: the first members of all
-pairs and then the second members, or interleaved pairs. A tile then takes these channels from the copy and the others
-from the raw keys, in one load: every column has an address and a stride of its own. So the tile, and all that is
-computed with it, is the same as with a copy of all channels.
+If ``VARIANT.channels`` has parts, a copy holds only the first part, which is the part that rotates. Its columns are the
+first members of all pairs and then the second members, or interleaved pairs. A tile takes these channels from the copy
+and the other channels from the raw keys. One load does both, because every column has its own address and row stride.
+So the tile is the same as with a copy of all channels.
 """
 
 from typing import NamedTuple
@@ -65,14 +65,16 @@ def load_band_parts(view, rows, channels, VARIANT: tl.constexpr):
 
 @triton.jit
 def columns_of(view, channels, VARIANT: tl.constexpr):
-    """Returns where each of the channels [N] of the first row lies, less the channel, and the stride of its rows, two
-    [N]. Whole vectors of VARIANT.vec channels lie in one place, so that the compiler can load those."""
+    """Returns (pointers, row strides) of a tile's columns, each [N]. A column's pointer plus its channel is the address
+    of its element in the first row. All channels of an aligned vector of VARIANT.vec channels come from the same view,
+    so the compiler can load whole vectors."""
     VEC: tl.constexpr = VARIANT.vec
     HALF: tl.constexpr = VARIANT.channels[0].width // 2
     FIRST: tl.constexpr = VARIANT.channels[0].first
     SECOND: tl.constexpr = VARIANT.channels[0].second
     BYTES: tl.constexpr = 16 if VARIANT.vec > 1 else 1
-    # Divided by VEC, channels would not be known to lie in one place in vectors.
+    # Compares channels, not channels // VEC. After a division, Triton would not know that the channels of a vector come
+    # from the same view.
     in_first = (channels >= FIRST) & (channels < FIRST + HALF)
     in_second = (channels >= SECOND) & (channels < SECOND + HALF)
     from_copy = (in_first | in_second) & view.copied

@@ -1,13 +1,15 @@
-"""Attention with a KV cache, for few queries: divided along the keys, then combined (``combine.py``). The cache holds
-raw keys, read once.
+"""Computes attention over a KV cache for few queries. The cache holds raw keys. They are divided among programs, and
+``combine.py`` combines the programs' results.
 
 A tile holds the queries of all heads that share a key head: row m is query m // group of the group's head m % group.
-Key blocks are counted from the first valid slot, and nothing on the host waits for a length. There are two divisions:
+Key blocks are counted from the first valid slot, and nothing on the host waits for a length. There are two ways to
+divide the keys:
 
-shares: programs have equal shares of the blocks of all sequences (``shares.py``). No padding or page changes a bit of a
-sequence's result. The lengths of its neighbours do, because they decide where it is cut.
-splits: split s of a sequence takes blocks s, s + num_splits, ... of every band. So the result of a sequence depends
-only on its own keys and on num_splits: no neighbour or way of dividing queries into calls changes a bit either.
+shares: programs have equal shares of the blocks of all sequences (``shares.py``). Padding and pages change no bit of a
+sequence's result. The lengths of the other sequences do, because they decide where a sequence is cut.
+splits: split s of a sequence takes blocks s, s + num_splits, ... of every band. So a sequence's result depends only on
+its own queries and keys and on num_splits. Neither the other sequences nor the division of queries into calls changes a
+bit of it.
 """
 
 from typing import NamedTuple
@@ -93,7 +95,8 @@ def token_offsets(x, batch, token, head, VARIANT: tl.constexpr):
 def find_slots(cache, batch, token, count, token_slots, VARIANT: tl.constexpr):
     """Returns (page, row, whether the slot exists) of a sequence's `count` new tokens, int64.
 
-    token_slots: the slots of the whole cache that the caller chose; None: the slots after cache.seqlens."""
+    token_slots: the caller's slot of every token, counted over the whole cache. If None, tokens follow
+    cache.seqlens."""
     capacity = decode_int(cache.capacity)
     if token_slots is None:
         slot = clamp(tl.load(cache.seqlens + batch), 0, capacity) + token
@@ -113,8 +116,7 @@ def find_slots(cache, batch, token, count, token_slots, VARIANT: tl.constexpr):
 def append_rows(k_cache, v_cache, k, v, cache, cu_seqlens, seqlen, max_seqlen, heads, VARIANT: tl.constexpr):
     """Appends k, v (batch, seqlen, heads), or packed (total, heads), at cache.seqlens, or writes them to the slots in
     cache.slot_mapping. Quantizes them if the cache is quantized. Drops keys without a slot or a page. k_cache, v_cache,
-    k and v are TensorViews. v_cache and v are None, and VARIANT.head_dim_v is 0, where values are channels of the
-    keys."""
+    k and v are TensorViews. If values are channels of the keys, v_cache and v are None, and VARIANT.head_dim_v is 0."""
     batch, first = row_program(max_seqlen * heads, VARIANT.block_m)
     start, count = sequence_rows(cu_seqlens, batch, seqlen)
     rows = first + tl.arange(0, VARIANT.block_m)
@@ -147,8 +149,8 @@ def append_rows(k_cache, v_cache, k, v, cache, cu_seqlens, seqlen, max_seqlen, h
 
 
 class Program(NamedTuple):
-    """The part of the work that one program does: a split of the keys, a tile of query rows, a key head and a sequence.
-    batches: the number of sequences."""
+    """The work of one program: a split of the keys, a tile of query rows, a key head and a sequence. batches: the
+    number of sequences."""
 
     split: object
     tile: object
@@ -169,7 +171,8 @@ def find_program(tiles, heads_kv, num_splits):
 
 
 class Blocks(NamedTuple):
-    """The key blocks [first, stop) of a program, or first, first + step, ... of every band. stop: None for splits."""
+    """Key blocks first, first + step, ..., below stop. If programs take splits, a program's Blocks have stop None and
+    mean the blocks b of every band with b % step == first."""
 
     first: object
     stop: object
@@ -177,8 +180,8 @@ class Blocks(NamedTuple):
 
 
 class QueryRows(NamedTuple):
-    """The query rows of a tile, each with [BM] numbers: whether it exists, its token in the sequence, its head, its
-    position."""
+    """The query rows of a tile, each field [BM]. exists: whether the row exists. token: the index of its token in the
+    sequence. head: its query head. position: its position."""
 
     exists: object
     token: object
@@ -187,8 +190,8 @@ class QueryRows(NamedTuple):
 
 
 class BandQueries(NamedTuple):
-    """parts: the rotated channels as the band reads its keys, the members of the pairs [BM, D/2] or the parts of
-    load_key_words; visible: the keys that each row sees; scale_log2: softmax scale in log2 units."""
+    """The queries of a tile in one band. parts: the rotated queries, in tiles of the same channels as the tiles of the
+    band's keys. visible: the keys that each row sees. scale_log2: softmax scale in log2 units."""
 
     parts: object
     visible: object
@@ -196,10 +199,11 @@ class BandQueries(NamedTuple):
 
 
 class CachedKeys(NamedTuple):
-    """A sequence's keys. k, v: HeadViews of the cache. first_slot: slot of the first key. length: how many keys there
-    are. shift: added to positions before they are looked up, so that none is negative; 0 if the scheme maps positions
-    or the keys come rotated. k_scale, v_scale: ScaleViews of a quantized cache, else None. last: LastVisible where
-    positions are data, else None. weight: float32 [D], multiplies keys before their rotation, or None."""
+    """A sequence's keys. k, v: HeadViews of the cache. first_slot: slot of the first key. length: number of keys.
+    shift: added to positions before they are looked up, so that no position is negative. It is 0 if the scheme maps
+    positions or if the caller's keys are already rotated. k_scale, v_scale: ScaleViews of a quantized cache, else None.
+    last: LastVisible if positions are explicit, else None. weight: factors on the channels of keys before rotation,
+    float32 [D], or None."""
 
     k: object
     v: object
@@ -217,7 +221,7 @@ class CachedKeys(NamedTuple):
 
 @triton.jit
 def part_scores(queries, keys, VARIANT: tl.constexpr):
-    """Returns queries times keys, float32 [BM, BN]. Both are in the same parts of the channels."""
+    """Returns the products of queries and keys, float32 [BM, BN]. Both are tuples of tiles with the same channels."""
     if VARIANT.block_d < 32:  # a tensor core takes at least 16 channels
         q, k = join_pairs(queries[0], queries[1], VARIANT), join_pairs(keys[0], keys[1], VARIANT)
         return tl.dot(q, tl.trans(hide_codes(k) if VARIANT.code_vec > 0 else k), input_precision="ieee")
@@ -230,14 +234,14 @@ def part_scores(queries, keys, VARIANT: tl.constexpr):
 
 @triton.jit
 def rotate_pairs(x, y, cos, sin, scale_x, scale_y, dtype: tl.constexpr):
-    """Returns members of pairs [M, D/2], rotated and scaled in float32, and rounded once."""
+    """Rotates and scales the members of pairs [M, D/2] in float32. Rounds them once, to `dtype`."""
     rotated_x, rotated_y = rotate(x.to(tl.float32), y.to(tl.float32), cos, sin)
     return (rotated_x * scale_x).to(dtype), (rotated_y * scale_y).to(dtype)
 
 
 @triton.jit
 def load_pair_weights(keys, FIRST: tl.constexpr, COUNT: tl.constexpr, VARIANT: tl.constexpr):
-    """Returns the weights of pairs FIRST to FIRST + COUNT - 1 of keys, two [1, COUNT]."""
+    """Returns the key weights of the members of pairs FIRST to FIRST + COUNT - 1, two tiles [1, COUNT]."""
     return load_pairs(keys.weight, tl.zeros((1, 1), tl.int32), FIRST, COUNT, VARIANT)
 
 
@@ -245,8 +249,8 @@ def load_pair_weights(keys, FIRST: tl.constexpr, COUNT: tl.constexpr, VARIANT: t
 def scale_of_pairs(
     keys, scale, FIRST: tl.constexpr, COUNT: tl.constexpr, ROTATE_K: tl.constexpr, VARIANT: tl.constexpr
 ):
-    """Returns what multiplies both members of rotated query pairs: scale [BM, 1], and the weights of keys that do not
-    rotate."""
+    """Returns the factors on the first and on the second members of rotated query pairs. They are `scale` [BM, 1],
+    times the key weights if the keys do not rotate."""
     if keys.weight is None or ROTATE_K:
         return scale, scale
     else:
@@ -256,7 +260,8 @@ def scale_of_pairs(
 
 @triton.jit
 def weigh_pairs(x, y, keys, FIRST: tl.constexpr, COUNT: tl.constexpr, VARIANT: tl.constexpr):
-    """Returns members of key pairs [BN, COUNT] times their weights, in float32, if there are weights."""
+    """Multiplies the members of key pairs [BN, COUNT] by their weights in float32. Returns them unchanged without
+    weights."""
     if keys.weight is None:
         return x, y
     else:
@@ -266,7 +271,7 @@ def weigh_pairs(x, y, keys, FIRST: tl.constexpr, COUNT: tl.constexpr, VARIANT: t
 
 @triton.jit
 def find_rows(program, seq, group, VARIANT: tl.constexpr):
-    """Returns the QueryRows of a tile. group: query heads of a key head."""
+    """Returns the QueryRows of a tile. group: number of query heads per key head."""
     rows = program.tile * VARIANT.block_m + tl.arange(0, VARIANT.block_m)
     exists = rows < seq.length_q * group
     rows = clamp_rows(rows, seq.length_q * group)
@@ -287,7 +292,8 @@ def load_query_pairs(
     ROTATE_K: tl.constexpr,
     VARIANT: tl.constexpr,
 ):
-    """Returns pairs FIRST to FIRST + COUNT - 1 of queries at offsets [BM, 1], rotated and scaled, two [BM, COUNT]."""
+    """Returns pairs FIRST to FIRST + COUNT - 1 of queries at offsets [BM, 1], rotated and scaled: two tiles [BM,
+    COUNT]."""
     x, y = load_pairs(q.ptr, offsets, FIRST, COUNT, VARIANT)
     position = rows.position + keys.shift
     cos, sin = load_cos_sin_at(keys.table, band.q_rotation, position, FIRST, COUNT, VARIANT)
@@ -297,7 +303,7 @@ def load_query_pairs(
 
 @triton.jit
 def load_query_halves(q, offsets, rows, band, keys, scale, ROTATE_K: tl.constexpr, VARIANT: tl.constexpr):
-    """Returns load_query_pairs of all pairs, in VARIANT.parts parts of two tiles each."""
+    """Returns all pairs of queries, rotated and scaled, in two tiles for each of VARIANT.parts parts."""
     PARTS: tl.constexpr = VARIANT.parts
     COUNT: tl.constexpr = VARIANT.block_d // 2 // PARTS
     tiles = ()
@@ -308,7 +314,7 @@ def load_query_halves(q, offsets, rows, band, keys, scale, ROTATE_K: tl.constexp
 
 @triton.jit
 def load_query_channels(q, offsets, position, band, keys, scale, ROTATE_K: tl.constexpr, VARIANT: tl.constexpr):
-    """Returns the tiles of VARIANT.channels of queries at positions [BM] and offsets [BM, 1], rotated and scaled."""
+    """Returns queries at positions [BM] and offsets [BM, 1], rotated and scaled, in the tiles of VARIANT.channels."""
     FIRST: tl.constexpr = VARIANT.channels[0].pair
     COUNT: tl.constexpr = VARIANT.channels[0].width // 2
     cos, sin = load_cos_sin_at(keys.table, band.q_rotation, position, FIRST, COUNT, VARIANT)  # [BM, COUNT]
@@ -330,9 +336,10 @@ def rotate_queries(
     PARTS: tl.constexpr,
     VARIANT: tl.constexpr,
 ):
-    """Returns the BandQueries of a band. offsets, scale [BM, 1]: offset and query scale of every row. token, column
-    [BM]: the rows' index over all sequences and the last column each sees, for explicit positions, else None. ROTATE_K:
-    whether the band's keys rotate. PARTS: those of load_key_words, or 1 if keys are read as pairs."""
+    """Returns the BandQueries of a band. offsets, scale [BM, 1]: offset and query scale of every row. token [BM]: the
+    index of each row's token over all sequences. column [BM]: the last column that each row sees. Both are None without
+    explicit positions. ROTATE_K: whether the band's keys rotate. PARTS: the number of tiles that load_key_words returns
+    for the band's keys, or 1 if the keys are loaded as pairs."""
     if len(VARIANT.channels) > 0:
         tiles = load_query_channels(q, offsets, rows.position + keys.shift, band, keys, scale, ROTATE_K, VARIANT)
     elif column is None:
@@ -355,7 +362,7 @@ def rotate_queries(
 
 @triton.jit
 def start_shared_softmax(VARIANT: tl.constexpr):
-    """Returns start_softmax with an accumulator for every tile of keys that holds values."""
+    """Returns the initial SoftmaxState with one accumulator for every tile of keys that holds values."""
     BLOCK_M: tl.constexpr = VARIANT.block_m
     channels = shared_channels(VARIANT)
     state, acc = start_softmax(BLOCK_M, 16), ()
@@ -366,7 +373,7 @@ def start_shared_softmax(VARIANT: tl.constexpr):
 
 @triton.jit
 def own_blocks(blocks, own):
-    """Returns the Blocks of a band, whose blocks are `blocks`, that a program takes."""
+    """Returns the Blocks of a band that a program takes. blocks: all blocks of the band. own: the program's Blocks."""
     if own.stop is None:
         first = blocks.begin + (own.first - blocks.begin % own.step + own.step) % own.step
         return Blocks(first, blocks.end, own.step)
@@ -376,14 +383,15 @@ def own_blocks(blocks, own):
 
 @triton.jit
 def block_slots(keys, column, VARIANT: tl.constexpr):
-    """Returns the slots [BN] of the keys from `column` on. Beyond the last key they repeat its slot."""
+    """Returns the slots [BN] of the block of keys that starts at `column`. Beyond the last key they repeat its slot."""
     slot = keys.first_slot + column + clamp_rows(tl.arange(0, VARIANT.block_n), keys.length - column)
     return tl.maximum(slot, 0)  # negative if there are no keys
 
 
 @triton.jit
 def load_block_pages(keys, column, VARIANT: tl.constexpr):
-    """Returns the pages of the keys from `column` on, int32 [BN], or one page if a block never crosses pages."""
+    """Returns the pages of the block of keys that starts at `column`, int32 [BN], or one page if every block lies in
+    one page."""
     if keys.cache.leftpad is None and VARIANT.page_size > 0 and VARIANT.page_size % VARIANT.block_n == 0:
         slots = tl.maximum(tl.minimum(column, keys.length - 1), 0)
     else:
@@ -393,15 +401,15 @@ def load_block_pages(keys, column, VARIANT: tl.constexpr):
 
 @triton.jit
 def load_block_entries(keys, column, VARIANT: tl.constexpr):
-    """Returns the TileEntries of the keys from `column` on."""
+    """Returns the TileEntries of the block of keys that starts at `column`."""
     slots = block_slots(keys, column, VARIANT)
     return load_tile_entries(keys.cache, keys.batch, keys.first_slot + column, slots, VARIANT)
 
 
 @triton.jit
 def key_cos_sin(keys, rotation, k_map, column, FIRST: tl.constexpr, COUNT: tl.constexpr, VARIANT: tl.constexpr):
-    """Returns cos and sin [BN, COUNT] of the keys from `column` on, of pairs FIRST to FIRST + COUNT - 1. k_map: as in
-    attend_block."""
+    """Returns cos and sin [BN, COUNT] of pairs FIRST to FIRST + COUNT - 1, for the block of keys that starts at
+    `column`. k_map: the TileMap of the band's keys if VARIANT.aligned_maps, else None."""
     if VARIANT.aligned_maps:
         return load_cos_sin_from(keys.table, rotation, mapped_start(k_map, column), k_map.index, FIRST, COUNT, VARIANT)
     else:
@@ -413,8 +421,8 @@ def key_cos_sin(keys, rotation, k_map, column, FIRST: tl.constexpr, COUNT: tl.co
 def load_key_channels(
     keys, offsets, band, k_map, column, ROTATE_K: tl.constexpr, VARIANT: tl.constexpr, dtype: tl.constexpr
 ):
-    """Returns the operands of VARIANT.channels of the keys from `column` on, at offsets [BN, 1], and the raw tiles of
-    them that hold values."""
+    """Returns a block of keys in the operands of VARIANT.channels, and a tuple of their raw tiles that hold values.
+    column: the block's first key. offsets [BN, 1]: where the keys are."""
     if ROTATE_K:
         FIRST: tl.constexpr = VARIANT.channels[0].pair
         COUNT: tl.constexpr = VARIANT.channels[0].width // 2
@@ -437,8 +445,8 @@ def load_key_range(
     VARIANT: tl.constexpr,
     dtype: tl.constexpr,
 ):
-    """Returns pairs FIRST to FIRST + COUNT - 1 of the keys from `column` on, at offsets [BN, 1], two [BN, COUNT], and
-    their raw tiles."""
+    """Returns (pairs FIRST to FIRST + COUNT - 1 of a block of keys, their raw tiles). The pairs are two tiles [BN,
+    COUNT]. column: the block's first key. offsets [BN, 1]: where the keys are."""
     raw = load_pair_tiles(keys.k.ptr, offsets, FIRST, COUNT, VARIANT)
     pairs = as_pairs(raw, VARIANT)
     if ROTATE_K:
@@ -452,7 +460,8 @@ def load_key_range(
 def load_key_halves(
     keys, offsets, band, k_map, column, ROTATE_K: tl.constexpr, VARIANT: tl.constexpr, dtype: tl.constexpr
 ):
-    """Returns all pairs of the keys from `column` on, in VARIANT.parts parts of two tiles each, and their raw tiles."""
+    """Returns (all pairs of a block of keys, their raw tiles). The pairs are two tiles for each of VARIANT.parts parts.
+    column: the block's first key."""
     PARTS: tl.constexpr = VARIANT.parts
     COUNT: tl.constexpr = VARIANT.block_d // 2 // PARTS
     tiles, values = (), ()
@@ -465,9 +474,10 @@ def load_key_halves(
 
 @triton.jit
 def rotate_all_pairs(k, keys, band, k_map, column, places, VARIANT: tl.constexpr, dtype: tl.constexpr):
-    """Returns the pairs k, two [BN, D/2], of the keys from `column` on, weighed and rotated.
+    """Returns the pairs k of a block of keys, multiplied by the key weights and rotated: two tiles [BN, D/2]. column:
+    the block's first key.
 
-    places: the keys' explicit positions. None if positions follow from slots."""
+    places: the Places of the keys if positions are explicit, else None."""
     if places is None:
         cos, sin = key_cos_sin(keys, band.k_rotation, k_map, column, 0, VARIANT.block_d // 2, VARIANT)
     else:
@@ -490,8 +500,8 @@ def attend_block(
     K_PARTS: tl.constexpr,
     VARIANT: tl.constexpr,
 ):
-    """Does one step of the online softmax, over the keys from `column` on. pages, entries: those of these keys, already
-    loaded.
+    """Does one step of the online softmax, over the block of keys that starts at `column`. pages, entries: the pages
+    and the TileEntries of these keys, already loaded.
 
     k_map: the TileMap of the band's keys if VARIANT.aligned_maps, else None. K_PARTS: as in rotate_queries."""
     slots = block_slots(keys, column, VARIANT)
@@ -516,7 +526,7 @@ def attend_block(
         if ROTATE_K:
             k = rotate_all_pairs(k, keys, band, k_map, column, places, VARIANT, dtype)
     else:
-        # Keys that rotate become float32 anyway.
+        # int8 keys that rotate are converted to float32 at once, because rotate_pairs works in float32.
         k_dtype: tl.constexpr = tl.float32 if ROTATE_K and keys.k.ptr.dtype.element_ty == tl.int8 else dtype
         k = load_key_pairs(keys.k.ptr, page_offsets(page, row, keys.k), VARIANT, k_dtype)  # [BN, D/2]
         if ROTATE_K:
@@ -524,7 +534,8 @@ def attend_block(
     scores = part_scores(queries.parts, k, VARIANT)
     if keys.k_scale is not None:
         scores *= load_scales(keys.k_scale, page, row)[None, :]
-    # Every block is masked, edge or not. A block in which a row sees nothing changes no bit of the row's result.
+    # Every block is masked, not only edge blocks. A block in which a row sees no key changes no bit of the row's
+    # result.
     if places is None:
         visible = is_visible(queries.visible, column, VARIANT.block_n)
     else:
@@ -532,7 +543,7 @@ def attend_block(
     weights, state = online_softmax(state, scores, queries.scale_log2, visible)
     PARTS: tl.constexpr = len(state.acc)
     if VARIANT.first_value >= 0:
-        v = v  # the keys' own tiles
+        v = v  # the raw tiles of the keys
     elif VARIANT.code_vec > 0 and PARTS > 1:
         at = tl.arange(0, VARIANT.block_d // PARTS)
         v = load_words(keys.v, page, row, at, VARIANT.head_dim, PARTS, VARIANT, dtype)
@@ -563,8 +574,8 @@ def attend_blocks(
     own,
     VARIANT: tl.constexpr,
 ):
-    """Returns (the state of the softmax of a tile of query rows over the key blocks `own`, the QueryRows). group: query
-    heads of a key head. The other arguments are those of attention_decode."""
+    """Returns (the SoftmaxState of a tile of query rows after the key blocks `own`, its QueryRows). group: number of
+    query heads per key head. The other arguments are those of attention_decode."""
     tile, head_kv, batch = program.tile, program.head_kv, program.batch
     rows = find_rows(program, seq, group, VARIANT)
     shift = tl.maximum(-seq.ahead, 0) if scheme.maps is None and not VARIANT.rotated_keys else 0
@@ -631,7 +642,7 @@ def attend_blocks(
         if token is not None:
             entries = load_block_entries(keys, begin * VARIANT.block_n, VARIANT)
         for block in tl.range(begin, taken.stop, taken.step):
-            # Pages are loaded a block ahead: K and V can only be requested ahead if their pages are known by then.
+            # Pages are loaded one block ahead. Otherwise the pipeline could not load K and V ahead.
             next_pages = load_block_pages(keys, (block + taken.step) * VARIANT.block_n, VARIANT)
             if token is not None:
                 next_entries = load_block_entries(keys, (block + taken.step) * VARIANT.block_n, VARIANT)
@@ -673,7 +684,8 @@ def decode_share(
     workspace,
     VARIANT: tl.constexpr,
 ):
-    """Computes the pieces of a program's share, and its share of the sequences without keys."""
+    """Computes the pieces of a program's share. If queries are not packed, programs also divide the sequences without
+    keys among themselves and store their results."""
     if cu_seqlens_q is None:
         for batch in tl.range(tl.program_id(0), batches, tl.num_programs(0)):
             if tl.load(workspace.empty + batch) > 0:
@@ -728,10 +740,11 @@ def attention_decode(
     workspace,
     VARIANT: tl.constexpr,
 ):
-    """q, k_cache, v_cache: TensorViews. key_weight: float32 (head_dim,), or None.
+    """Computes attention of few queries over a KV cache. q, k_cache, v_cache: TensorViews. key_weight: float32
+    (head_dim,), or None.
 
     With VARIANT.shares, every program has a share of the work. out (batch, seqlen_q, heads_q, head_dim_v) and lse
-    float32 (batch, heads_q, seqlen_q), packed or not, are contiguous. workspace: a Workspace; None without
+    float32 (batch, heads_q, seqlen_q), packed or not, are contiguous. workspace: a Workspace, or None without
     VARIANT.shares.
 
     Otherwise, num_splits programs divide the keys of a tile of query rows. out is (num_splits, batch, seqlen_q,

@@ -1,4 +1,5 @@
-"""Forward: for every tile of queries and every band, rotates the queries once, then visits the band's key tiles.
+"""Computes the forward. For every tile of queries and every band it rotates the queries once, then visits the band's
+key tiles.
 
 All bands share one online softmax. Tiles inside a band need no mask, and tiles outside it are not visited. If a band
 rotates keys, it reads a rotated copy that ``rotate_rows`` has written before. ``attention_forward`` serves training and
@@ -12,8 +13,8 @@ The score matrix of a causal scheme of two bands, tile by tile. Rows are queries
       v       m A a          B      the far band, the other distances
               B m A a        m      an edge tile of both bands, visited once for each
               B B m A a
-              B B B m A a    small  an edge tile: some of its pairs lie outside the band, which needs a mask
-              B B B B m A a  large  an inner tile: no mask. Tiles above the diagonal are not visited
+              B B B m A a    a, m   edge tiles: some (query, key) pairs lie outside the band, so scores need a mask
+              B B B B m A a  A, B   inner tiles: no mask. Tiles above the diagonal are not visited
 
 One program computes one row of tiles. It visits the edge tiles of a band, then its inner tiles: m, a and A for the near
 band, then m and B for the far band.
@@ -69,8 +70,8 @@ class QueryTile(NamedTuple):
 
 
 class BandQueries(NamedTuple):
-    """The queries of a tile in one band. tile: rotated and scaled queries [BM, D], in parts. visible: the VisibleRange
-    of the queries. scale_log2: from log2_scale."""
+    """The queries of a tile in one band. tile: the rotated queries times their query_scale, a tuple of one or two
+    channel parts [BM, D / parts]. visible: the VisibleRange of the queries. scale_log2: from log2_scale."""
 
     tile: object
     visible: object
@@ -115,7 +116,8 @@ def attention_forward(
 
 @triton.jit
 def query_tile(first, seq, packed_q, scheme, VARIANT: tl.constexpr):
-    """Returns the QueryTile from row `first` of a sequence on. packed_q: the sequence's first row in packed tensors."""
+    """Returns the QueryTile that starts at row `first` of a sequence. packed_q: the sequence's first row in packed
+    tensors."""
     rows = tile_rows(first, seq.length_q, seq.length_k, packed_q, scheme, VARIANT.block_m, VARIANT.rotated_keys)
     position = first + rows.index + seq.ahead
     return QueryTile(rows, position, tl.minimum(first + VARIANT.block_m, seq.length_q) - 1 + seq.ahead)
@@ -126,8 +128,8 @@ def attend_bands(queries, tile, seq, raw, copied, cached, head_kv, scheme, table
     """Returns the SoftmaxState of a tile of queries after all bands. queries: HeadView of the tile's raw rows. tile:
     QueryTile. raw: the sequence's raw Keys. copied: CopiedKeys. cached: CachedKeys."""
     rows = tile.rows
-    # Prefetches the first tile of K and V while q is rotated. With pages that would take two lookups, and with several
-    # bands it would spill registers.
+    # Prefetches the first tile of K and V while q is rotated. With pages, it would have to look up the page numbers
+    # first. With several bands, it would spill registers.
     if VARIANT.page_size == 0 and VARIANT.num_bands == 1:
         band = load_band(scheme.bands, 0)
         ROTATED_K: tl.constexpr = VARIANT.rotated_bands & 1
@@ -183,7 +185,7 @@ def attend_band(state, queries, keys, cached, tiles, ROTATED_K: tl.constexpr, VA
 def attend_tile(
     state, queries, keys, cached, column, pages, ROTATED_K: tl.constexpr, EDGE: tl.constexpr, VARIANT: tl.constexpr
 ):
-    """Returns the SoftmaxState after the tile of keys from `column` on. pages: the pages of these keys, from
+    """Returns the SoftmaxState after the tile of keys that starts at `column`. pages: the pages of these keys, from
     load_tile_pages. EDGE: some (query, key) pairs of the tile are not visible."""
     dtype: tl.constexpr = queries.tile[0].dtype
     at = find_rows(keys, cached, column, pages, EDGE, VARIANT)

@@ -61,8 +61,8 @@ class Keys(NamedTuple):
 
 
 class CopiedKeys(NamedTuple):
-    """The rotated copies of a sequence's keys. view: TensorView (copy, row, head). row: the row of key 0, which may lie
-    before the copy if key 0 was not copied. first: the first key that was copied, 0 without a cache."""
+    """The rotated copies of a sequence's keys. view: TensorView (copy, row, head). row: the row of key 0. If key 0 was
+    not copied, it is before the sequence's first row. first: the first key that was copied, 0 without a cache."""
 
     view: object
     row: object
@@ -90,20 +90,20 @@ def enter_band(raw, copied, band, head, first, last, maps, ROTATED_K: tl.constex
 
 @triton.jit
 def key_rows(keys, cached, column, EDGE: tl.constexpr, VARIANT: tl.constexpr):
-    """Returns the rows [BN] to load for the keys from `column` on, relative to `column`. EDGE: some of these keys may
-    not exist. Existing keys are then loaded instead."""
+    """Returns the rows [BN] to load for the tile of keys that starts at `column`, relative to `column`. EDGE: some of
+    these keys may not exist. Existing keys are then loaded instead."""
     rows = tl.arange(0, VARIANT.block_n)
     if EDGE:
         rows = clamp_rows(rows, keys.length - column)
-        if cached.batch is not None:  # Triton 3.6 cannot test the tuple itself once a field is None
+        if cached.batch is not None:  # Triton 3.6 cannot test the tuple itself if a field is None
             rows = tl.maximum(rows, keys.first - column)
     return rows
 
 
 @triton.jit
 def load_tile_pages(keys, cached, column, VARIANT: tl.constexpr):
-    """Returns the pages of the keys from `column` on, int32 [BN], or 0 without pages. The call is safe even if no tile
-    starts at `column`, because slots are clamped."""
+    """Returns the pages of the tile of keys that starts at `column`, int32 [BN], or 0 without pages. The call is safe
+    even if no tile starts at `column`, because slots are clamped."""
     if VARIANT.page_size == 0:
         return 0
     else:
@@ -129,7 +129,7 @@ def prefetch_tile(keys, cached, tiles, VARIANT: tl.constexpr):
 
 @triton.jit
 def find_rows(keys, cached, column, pages, EDGE: tl.constexpr, VARIANT: tl.constexpr):
-    """Returns the KeyRows of the keys from `column` on. pages: the keys' pages, from load_tile_pages."""
+    """Returns the KeyRows of the tile of keys that starts at `column`. pages: the keys' pages, from load_tile_pages."""
     rows = key_rows(keys, cached, column, EDGE, VARIANT)
     if VARIANT.page_size > 0:
         page = valid_page(cached.layout, pages)
@@ -173,7 +173,7 @@ def scale_scores(scores, cached, at, VARIANT: tl.constexpr):
 
 @triton.jit
 def scale_weights(weights, v, cached, at, VARIANT: tl.constexpr):
-    """Returns (weights [BM, BN], v) with the scales of quantized values in them."""
+    """Returns (weights [BM, BN], v) after multiplying one of them by the scales of quantized values."""
     if VARIANT.code_vec > 0:
         weights, v = scale_values(weights, v, load_scales(cached.scales.v, at.page, at.row))
     return weights, v

@@ -1,7 +1,8 @@
 """Rotates tiles: finds the channels of pairs, loads cos and sin of positions, and applies them.
 
 In a tile the channels of a pair lie D/2 columns apart (half pairing) or side by side (interleaved), for any rotary_dim
-and head_dim. So a reshape separates first from second members. Queries and keys have the same channel order.
+and head_dim. So a reshape separates the first members of the pairs from the second members. Queries and keys have the
+same channel order.
 """
 
 from typing import NamedTuple
@@ -132,7 +133,7 @@ def load_keys(ptr, offsets, channels, VARIANT: tl.constexpr, dtype: tl.constexpr
     UNROTATED: tl.constexpr = VARIANT.rotary_dim == 0 and VARIANT.head_dim == VARIANT.block_d
     NEIGHBOURS: tl.constexpr = (
         VARIANT.rotary_dim % 4 == 0 and VARIANT.head_dim % 4 == 0 and VARIANT.first_channel % 2 == 0
-    )  # the two channels of every byte of 4-bit codes belong to adjacent pairs
+    )  # the two channels in every byte of int4 keys belong to adjacent pairs
     if ptr.dtype.element_ty == tl.int8:
         return (as_type(load_rows(ptr, offsets, channels[0], VARIANT), dtype),)
     elif ptr.dtype.element_ty != tl.uint8:
@@ -181,8 +182,8 @@ def load_key_pairs(ptr, offsets, VARIANT: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def load_key_words(view, page, row, PARTS: tl.constexpr, VARIANT: tl.constexpr, dtype: tl.constexpr):
-    """Loads quantized keys that are not rotated, as words. page, row [M]: the keys' rows. Returns the PARTS tiles that
-    split_columns would make of a tile in the order of tile_channels."""
+    """Loads quantized keys that are not rotated, as 16-bit words (``quantized.py``). page, row [M]: where the keys are.
+    Returns the PARTS tiles that split_columns would make of a tile in the order of tile_channels."""
     FULL: tl.constexpr = VARIANT.rotary_dim == VARIANT.block_d
     UNROTATED: tl.constexpr = VARIANT.rotary_dim == 0 and VARIANT.head_dim == VARIANT.block_d
     at = tl.arange(0, VARIANT.block_d // PARTS)
@@ -196,9 +197,9 @@ def load_key_words(view, page, row, PARTS: tl.constexpr, VARIANT: tl.constexpr, 
 
 @triton.jit
 def load_pair_tiles(ptr, offsets, FIRST: tl.constexpr, COUNT: tl.constexpr, VARIANT: tl.constexpr):
-    """Loads pairs FIRST to FIRST + COUNT - 1 of the rows at offsets [M, 1] in the order of memory. Returns their first
-    and second members, two tiles [M, COUNT], or one tile [M, 2 COUNT] of interleaved pairs. pair_tile_channels has
-    their channels."""
+    """Loads pairs FIRST to FIRST + COUNT - 1 of the rows at offsets [M, 1] in memory order. Returns their first and
+    second members, two tiles [M, COUNT], or one tile [M, 2 COUNT] of interleaved pairs. pair_tile_channels returns the
+    channels of their columns."""
     if VARIANT.interleaved:
         return (load_rows(ptr, offsets, tl.arange(0, 2 * COUNT) + 2 * FIRST, VARIANT),)
     else:
@@ -210,7 +211,7 @@ def load_pair_tiles(ptr, offsets, FIRST: tl.constexpr, COUNT: tl.constexpr, VARI
 
 @triton.jit
 def pair_tile_channels(FIRST: tl.constexpr, COUNT: tl.constexpr, VARIANT: tl.constexpr):
-    """Returns the channels of the columns of load_pair_tiles: two [COUNT], or one [2 COUNT]."""
+    """Returns the channels of the columns that load_pair_tiles loads: two vectors [COUNT], or one vector [2 COUNT]."""
     if VARIANT.interleaved:
         return (tl.arange(0, 2 * COUNT) + 2 * FIRST,)
     else:
@@ -220,7 +221,7 @@ def pair_tile_channels(FIRST: tl.constexpr, COUNT: tl.constexpr, VARIANT: tl.con
 
 @triton.jit
 def as_pairs(tiles, VARIANT: tl.constexpr):
-    """Returns first and second members, two [M, COUNT], of load_pair_tiles."""
+    """Converts the result of load_pair_tiles to the first and second members of its pairs, two tiles [M, COUNT]."""
     if len(tiles) == 1:
         return split_pairs(tiles[0], VARIANT)
     else:
@@ -229,14 +230,14 @@ def as_pairs(tiles, VARIANT: tl.constexpr):
 
 @triton.jit
 def load_pairs(ptr, offsets, FIRST: tl.constexpr, COUNT: tl.constexpr, VARIANT: tl.constexpr):
-    """Returns first and second members of pairs FIRST to FIRST + COUNT - 1 of rows at offsets [M, 1], two
-    [M, COUNT]."""
+    """Returns first and second members of pairs FIRST to FIRST + COUNT - 1 of rows at offsets [M, 1], two tiles [M,
+    COUNT]."""
     return as_pairs(load_pair_tiles(ptr, offsets, FIRST, COUNT, VARIANT), VARIANT)
 
 
 @triton.jit
 def store_pairs(view, first, second, rows, FIRST: tl.constexpr, VARIANT: tl.constexpr):
-    """Stores pairs, from pair FIRST on. first, second: their first and their second members, two tiles [M, COUNT]."""
+    """Stores COUNT pairs of every row, starting at pair FIRST. first, second: their members, two tiles [M, COUNT]."""
     COUNT: tl.constexpr = first.shape[1]
     if VARIANT.interleaved:
         dtype = view.ptr.dtype.element_ty
@@ -262,7 +263,7 @@ class CosSinTable(NamedTuple):
 
 
 class RowMap(NamedTuple):
-    """One row of Scheme.maps; ``flashrope.lowering.lowered.RowMap`` says what the fields mean."""
+    """One row of Scheme.maps. ``flashrope.lowering.lowered.RowMap`` says what the fields mean."""
 
     chunk: object
     group: object
@@ -281,8 +282,8 @@ def load_row_map(maps, rotation):
 
 @triton.jit
 def mapped_positions(row_map, position):
-    """Returns the mapped position of rows at these positions [M]. It is at most the row's own position. Rows at
-    negative positions see no key, and their result is 0."""
+    """Returns the mapped position of rows at these positions [M]. It is at most the row's own position. It is 0 for
+    rows at negative positions, which see no key."""
     position = tl.maximum(position, 0)
     position = tl.where(row_map.chunk > 0, position % tl.maximum(row_map.chunk, 1), position)
     return tl.minimum(position // row_map.group, row_map.last)
@@ -298,7 +299,7 @@ def mapped_rows(maps, rotation, rows):
 
 
 class TileMap(NamedTuple):
-    """A RowMap for tiles of N keys. chunk, group: as in RowMap. index [N]: 0 to N - 1, divided by group."""
+    """A RowMap for tiles of N keys. chunk, group: as in RowMap. index [N]: n // group for key n of the tile."""
 
     chunk: object
     group: object
@@ -365,7 +366,7 @@ def load_cos_sin_from(table, rotation, start, index, FIRST: tl.constexpr, COUNT:
 @triton.jit
 def load_cos_sin_at(table, rotation, position, FIRST: tl.constexpr, COUNT: tl.constexpr, VARIANT: tl.constexpr):
     """Returns cos and sin of positions [M], which the scheme may map. A position gives the same bits in every tile.
-    Positions may be negative only if VARIANT.rotated_keys."""
+    Positions may be negative only if VARIANT.rotated_keys is set."""
     D: tl.constexpr = VARIANT.block_d
     ptr = table_columns(table, rotation, FIRST, COUNT, D)
     if table.maps is not None:
@@ -379,7 +380,7 @@ def load_cos_sin_at(table, rotation, position, FIRST: tl.constexpr, COUNT: tl.co
 
 @triton.jit
 def load_each(ptr, position, D: tl.constexpr):
-    """Returns cos and sin of positions [M], each joined from its own fine and coarse rows. ptr: [COUNT]."""
+    """Returns cos and sin of positions [M], each combined from a fine and a coarse table row. ptr: [COUNT]."""
     fine = ptr[None, :] + (position % FINE_ROWS)[:, None] * D
     coarse = ptr[None, :] + (position // FINE_ROWS + FINE_ROWS)[:, None] * D
     return add_angles(tl.load(fine), tl.load(fine + D // 2), tl.load(coarse), tl.load(coarse + D // 2))
@@ -387,7 +388,7 @@ def load_each(ptr, position, D: tl.constexpr):
 
 @triton.jit
 def load_two_levels(ptr, position, D: tl.constexpr):
-    """Returns cos and sin [COUNT] of one position, joined from its fine and coarse rows. ptr: [COUNT]."""
+    """Returns cos and sin [COUNT] of one position, combined from a fine and a coarse table row. ptr: [COUNT]."""
     fine = ptr + (position % FINE_ROWS) * D
     coarse = ptr + (position // FINE_ROWS + FINE_ROWS) * D
     return add_angles(tl.load(fine), tl.load(fine + D // 2), tl.load(coarse), tl.load(coarse + D // 2))
@@ -395,7 +396,8 @@ def load_two_levels(ptr, position, D: tl.constexpr):
 
 @triton.jit
 def load_start(ptr, position, VARIANT: tl.constexpr):
-    """Returns cos and sin [COUNT] of the position of a tile's first row. It may be negative if VARIANT.rotated_keys."""
+    """Returns cos and sin [COUNT] of a tile's first row. Its position may be negative if VARIANT.rotated_keys is
+    set."""
     if VARIANT.rotated_keys:
         cos, sin = load_two_levels(ptr, tl.abs(position), VARIANT.block_d)
         return cos, tl.where(position < 0, -sin, sin)
@@ -445,7 +447,7 @@ def query_scale(scheme, rows, positions, length):
 
 # ---- rotating
 # A tile is rotated in two chunks of D/4 pairs. One chunk of D/2 pairs would need registers that the accumulator holds.
-# The queries of more than 256 channels are rotated in chunks of CHUNK_PAIRS pairs.
+# Queries of more than 256 channels are rotated in chunks of CHUNK_PAIRS pairs.
 
 CHUNK_PAIRS = tl.constexpr(64)
 
@@ -468,8 +470,8 @@ def load_rotated_chunk(
     ROTATE: tl.constexpr,
     VARIANT: tl.constexpr,
 ):
-    """Loads COUNT pairs of every row, from pair FIRST on. Rotates them if ROTATE and multiplies them by scale [M], in
-    float32, then rounds once."""
+    """Loads COUNT pairs of every row, starting at pair FIRST. Rotates them if ROTATE is set and multiplies them by
+    scale [M], in float32, then rounds once."""
     offsets = tile_offsets(existing_rows(rows), view)
     x, y = load_pairs(view.ptr, offsets, FIRST, COUNT, VARIANT)
     x, y = x.to(tl.float32), y.to(tl.float32)
@@ -487,7 +489,7 @@ def load_rotated_chunk(
 def load_rotated_half(
     view, table, rotation, rows, scale, FIRST: tl.constexpr, ROTATE: tl.constexpr, VARIANT: tl.constexpr
 ):
-    """load_rotated_chunk of D/4 pairs."""
+    """Loads and rotates D/4 pairs of every row, in chunks of at most CHUNK_PAIRS pairs."""
     PAIRS: tl.constexpr = VARIANT.block_d // 4
     if PAIRS <= CHUNK_PAIRS:
         return load_rotated_chunk(view, table, rotation, rows, scale, FIRST, PAIRS, ROTATE, VARIANT)
@@ -500,8 +502,8 @@ def load_rotated_half(
 
 @triton.jit
 def load_rotated(view, table, rotation, rows, scale, ROTATE: tl.constexpr, VARIANT: tl.constexpr):
-    """Loads a tile [M, D], rotates it if ROTATE and multiplies it by scale [M]. Returns VARIANT.parts parts of the
-    channels."""
+    """Loads a tile [M, D], rotates it if ROTATE is set and multiplies it by scale [M]. Returns it in VARIANT.parts
+    channel parts."""
     NEXT: tl.constexpr = VARIANT.block_d // 4
     x, y = load_rotated_half(view, table, rotation, rows, scale, 0, ROTATE, VARIANT)
     next_x, next_y = load_rotated_half(view, table, rotation, rows, scale, NEXT, ROTATE, VARIANT)
@@ -515,8 +517,8 @@ def load_rotated(view, table, rotation, rows, scale, ROTATE: tl.constexpr, VARIA
 
 @triton.jit
 def load_rotated_hidden(view, table, rotation, rows, scale, VARIANT: tl.constexpr):
-    """Returns load_rotated for a rotation number known only at run time. Hides from Triton that the tile was joined
-    from pairs.
+    """Calls load_rotated with a rotation number that is known only at run time. Hides from Triton that the tile was
+    joined from pairs.
 
     Symptom without the branch: Triton looks through the joins and picks a layout that ldmatrix cannot load. So keep the
     branch, although applying rotation 0 (the identity) would give the same tile. The branch also saves that work."""
@@ -541,10 +543,10 @@ def join_hidden(x, y, holds, VARIANT: tl.constexpr):
 
 @triton.jit
 def rotate_step(x, y, table, step, before, rows, FIRST: tl.constexpr, COUNT: tl.constexpr, VARIANT: tl.constexpr):
-    """Rotates pairs [M, COUNT] of a gradient, from pair FIRST on, from the previous band's frame to this band's frame.
+    """Rotates COUNT pairs of a gradient, starting at pair FIRST, from the previous band's rotated basis to this band's.
 
-    Without maps the rotation `step` does that. With maps no single rotation does that, so `before`, the previous band's
-    step, is undone, and then `step` is applied."""
+    Without maps, the rotation `step` does this. With maps, no single rotation can do it. Then `before`, the previous
+    band's step, is undone, and `step` is applied."""
     if table.maps is None:
         cos, sin = load_cos_sin(table, step, rows, FIRST, COUNT, VARIANT)
         return rotate(x, y, cos, sin)
@@ -569,7 +571,7 @@ def rotate_tile(tile, table, step, before, rows, VARIANT: tl.constexpr):
 
 @triton.jit
 def store_chunk_rotated_back(view, x, y, table, rotation, rows, scale, FIRST: tl.constexpr, VARIANT: tl.constexpr):
-    """Rotates D/4 pairs of every row back, from pair FIRST on, multiplies them by scale and stores them."""
+    """Rotates D/4 pairs of every row back, starting at pair FIRST, multiplies them by scale and stores them."""
     cos, sin = load_cos_sin(table, rotation, rows, FIRST, VARIANT.block_d // 4, VARIANT)
     x, y = rotate(x, y, cos, -sin)
     store_pairs(view, x * scale, y * scale, rows, FIRST, VARIANT)
@@ -577,7 +579,7 @@ def store_chunk_rotated_back(view, x, y, table, rotation, rows, scale, FIRST: tl
 
 @triton.jit
 def store_rotated_back(view, tile, table, rotation, rows, scale, VARIANT: tl.constexpr):
-    """Rotates a float32 tile [M, D] back from a rotation's frame, multiplies it by scale and stores it."""
+    """Applies the inverse of a rotation to a float32 tile [M, D], multiplies the tile by scale and stores it."""
     if VARIANT.rotary_dim == 0:
         store_rows(view, tile * scale, rows, tile_channels(VARIANT), VARIANT)
     else:

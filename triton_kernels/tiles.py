@@ -125,7 +125,7 @@ def query_program(max_seqlen_q, heads_q, VARIANT: tl.constexpr):
 
 
 class Band(NamedTuple):
-    """One row of the band table; ``flashrope.lowering.lowered.LoweredBand`` says what the fields mean."""
+    """One row of the band table. ``flashrope.lowering.lowered.LoweredBand`` says what the fields mean."""
 
     start: object
     stop: object
@@ -283,7 +283,7 @@ class TileRows(NamedTuple):
 
 @triton.jit
 def tile_rows(first, length, length_other, packed, scheme, BLOCK: tl.constexpr, ROTATED_KEYS: tl.constexpr = False):
-    """Returns the TileRows of a sequence's queries or keys from row `first` on. length: the number of these rows.
+    """Returns the TileRows that start at row `first` of a sequence's queries or keys. length: the number of these rows.
     length_other: the number of keys if the rows are queries, and of queries if they are keys. packed: the sequence's
     packed_row, which is also its first row in the table of explicit positions.
 
@@ -328,7 +328,7 @@ class HeadView(NamedTuple):
 
 @triton.jit
 def head_view(x, batch, start, head, VARIANT: tl.constexpr):
-    """Returns one head of a TensorView, from row `start` on."""
+    """Returns the HeadView of one head of a TensorView, starting at row `start`."""
     if x.ptr.dtype.element_ty.primitive_bitwidth == 8:
         return code_view(x, batch, start, head, VARIANT)
     else:
@@ -349,7 +349,7 @@ def code_view(x, batch, start, head, VARIANT: tl.constexpr):
 
 @triton.jit
 def skip_rows(view, rows):
-    """Returns the view from row `rows` on."""
+    """Returns the view that starts `rows` rows later."""
     return HeadView(view.ptr + rows * view.stride_row, view.stride_row, view.stride_batch)
 
 
@@ -370,7 +370,8 @@ def choose_view(condition, left, right, VARIANT: tl.constexpr):
 @triton.jit
 def band_keys(raw, rotated_k, k_copy, packed, head, ROTATED_K: tl.constexpr, VARIANT: tl.constexpr):
     """Returns the HeadView of the keys that a band reads: the raw keys if k_copy is -1, else copy k_copy of rotated_k
-    (copy, row, head) from row `packed` on. If the raw keys are quantized, ROTATED_K chooses between them."""
+    (copy, row, head), starting at row `packed`. If the raw keys are quantized, ROTATED_K chooses between raw keys and
+    copy."""
     copy = head_view(rotated_k, tl.maximum(k_copy, 0), packed, head, VARIANT)
     if raw.ptr.dtype == copy.ptr.dtype:
         return choose_view(k_copy < 0, raw, copy, VARIANT)
@@ -380,7 +381,7 @@ def band_keys(raw, rotated_k, k_copy, packed, head, ROTATED_K: tl.constexpr, VAR
 
 @triton.jit
 def tile_offsets(rows, view):
-    """Returns the offsets [M, 1] of a tile's rows from its first row. Within a tile 32 bits suffice."""
+    """Returns the offsets [M, 1] of a tile's rows from its first row, int32, which suffices within a tile."""
     return rows[:, None] * view.stride_row.to(tl.int32)
 
 
@@ -392,7 +393,7 @@ def page_offsets(page, row, view):
 
 @triton.jit
 def load_rows(ptr, offsets, channels, VARIANT: tl.constexpr):
-    """Loads the channels [N] of the rows at offsets [M, 1]: [M, N]. Channels beyond head_dim are 0."""
+    """Loads the channels [N] of the rows at offsets [M, 1], as a tile [M, N]. Channels beyond head_dim are 0."""
     return load_channels(ptr, offsets, channels, VARIANT.head_dim, VARIANT.block_d)
 
 
@@ -423,8 +424,8 @@ def load_parts(ptr, offsets, channels, HEAD_DIM: tl.constexpr, BLOCK_D: tl.const
 
 @triton.constexpr_function
 def float_value_parts(parts, block_dv):
-    """Returns the number of parts of a tile of values or of the result. parts: of VARIANT. The result is 1 if each part
-    would have fewer than 16 channels, the fewest that a tensor core takes."""
+    """Returns the number of parts of a tile of values or of the result. parts: VARIANT.parts. The result is 1 if a part
+    would otherwise have fewer than 16 channels, the minimum of a tensor core."""
     return parts if block_dv >= 32 else 1
 
 
@@ -468,7 +469,7 @@ def prefetch_rows(ptr, offsets, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def store_rows(view, value, rows, channels, VARIANT: tl.constexpr):
-    """Stores value [M, N] where its row (TileRows) and channel exist."""
+    """Stores the elements of value [M, N] whose row and channel exist. rows: TileRows."""
     store_channels(view, value, rows, channels, VARIANT.head_dim)
 
 
