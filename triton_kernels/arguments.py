@@ -78,9 +78,9 @@ class ScoreGrads(NamedTuple):
     """Gradients of scores (``score_grads``) of the heads of a launch, in q's type. Numbers are encoded.
 
     batch, head, heads: the first batch index of the launch, its first key head, and how many key heads it has.
-    width, growth: of ``score_grads.Matrix``.
-    stride_batch, stride_head: panels from sequence to sequence, unless they are packed, and from query head to query
-        head.
+    width, growth: the fields of ``score_grads.Matrix``.
+    stride_batch: panels from one sequence to the next, if sequences are not packed. stride_head: panels from one query
+        head to the next.
     """
 
     ptr: object
@@ -101,12 +101,12 @@ class Result(NamedTuple):
 
 
 class Workspace(NamedTuple):
-    """The work of every program of the decode kernel, int32, which ``shares.plan_shares`` finds, and partial results.
+    """The work of every program of the decode kernel, int32, filled by ``shares.plan_shares``, and partial results.
 
     shares: (programs, SHARE_FIELDS). pieces: (segments + programs, PIECE_FIELDS). cuts: (programs, CUT_FIELDS).
     empty: (batch,), 1 for a sequence without keys or queries, else 0.
-    out: float32 (2 * programs, block_m, head_dim_v). lse: float32 (2 * programs, block_m). Tile 2 n is for the end of a
-        segment that begins before share n, tile 2 n + 1 for the beginning of one that ends after it.
+    out: float32 (2 * programs, block_m, head_dim_v). lse: float32 (2 * programs, block_m). Tile 2 n is for a segment
+        that begins before share n. Tile 2 n + 1 is for a segment that begins in share n and ends after it.
     """
 
     shares: object

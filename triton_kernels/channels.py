@@ -1,9 +1,9 @@
 """Loads queries and keys in the parts of ``VARIANT.channels``, of which only the first rotates.
 
-A part is two runs of width / 2 channels (``flashrope.lowering.parts.Part``). The part that rotates gives two operands
-of the product, the first and the second members of its pairs. Any other part gives one operand. The score is the sum of
-the operands' products. Functions take the index of a part, because a NamedTuple that is passed as an argument would no
-longer be constexpr.
+A part is two contiguous runs of width / 2 channels (``flashrope.lowering.parts.Part``). The part that rotates gives two
+operands of the score product, the first and the second members of its pairs. Any other part gives one operand. The
+score is the sum of the operands' products. Functions take the index of a part, because a NamedTuple that is passed as
+an argument would no longer be constexpr.
 
 If values are channels of the keys, a raw tile of keys is also a tile of values: it is loaded once, and the compiler
 gives both products the same shared memory.
@@ -18,7 +18,7 @@ from .rotation import as_pairs, pair_tile_channels, rotate
 @triton.jit
 def part_channels(PART: tl.constexpr, VARIANT: tl.constexpr):
     """Returns the channels of a part, [width]. They are computed in whole vectors of VARIANT.vec channels, so that the
-    compiler can load those."""
+    compiler can load whole vectors."""
     WIDTH: tl.constexpr = VARIANT.channels[PART].width
     FIRST: tl.constexpr = VARIANT.channels[PART].first
     GAP: tl.constexpr = VARIANT.channels[PART].second - FIRST - WIDTH // 2
@@ -42,8 +42,8 @@ def holds_values(first, second, width, first_value, head_dim_v):
 
 @triton.jit
 def load_part(ptr, offsets, PART: tl.constexpr, VARIANT: tl.constexpr):
-    """Loads a part of the rows at offsets [M, 1] in the order of memory: one tile [M, width], or two [M, width / 2] for
-    the two runs of a part that rotates in half pairing."""
+    """Loads a part of the rows at offsets [M, 1] in memory order: one tile [M, width], or two [M, width / 2] for the
+    two runs of a part that rotates in half pairing."""
     HALF: tl.constexpr = VARIANT.channels[PART].width // 2
     FIRST: tl.constexpr = VARIANT.channels[PART].first
     SECOND: tl.constexpr = VARIANT.channels[PART].second
@@ -57,7 +57,7 @@ def load_part(ptr, offsets, PART: tl.constexpr, VARIANT: tl.constexpr):
 
 @triton.jit
 def part_tile_channels(PART: tl.constexpr, VARIANT: tl.constexpr):
-    """Returns the channels of the columns of load_part."""
+    """Returns the channels of the columns that load_part loads."""
     HALF: tl.constexpr = VARIANT.channels[PART].width // 2
     FIRST: tl.constexpr = VARIANT.channels[PART].first
     SECOND: tl.constexpr = VARIANT.channels[PART].second
@@ -70,7 +70,7 @@ def part_tile_channels(PART: tl.constexpr, VARIANT: tl.constexpr):
 
 @triton.jit
 def part_values(tiles, PART: tl.constexpr, VARIANT: tl.constexpr):
-    """Returns the tiles of load_part, or of part_tile_channels, if they hold values, else ()."""
+    """Returns `tiles` if the part holds values, else (). tiles: from load_part or part_tile_channels."""
     FIRST: tl.constexpr = VARIANT.channels[PART].first
     SECOND: tl.constexpr = VARIANT.channels[PART].second
     WIDTH: tl.constexpr = VARIANT.channels[PART].width
@@ -82,13 +82,14 @@ def part_values(tiles, PART: tl.constexpr, VARIANT: tl.constexpr):
 
 @triton.jit
 def load_weights(weight, PART: tl.constexpr, VARIANT: tl.constexpr):
-    """Returns the key weights of a part's channels, in tiles like those of operand_tiles, [1, width or width / 2]."""
+    """Returns the key weights of a part's channels, in the tiles that operand_tiles makes, [1, width or width / 2]."""
     return operand_tiles(load_part(weight, tl.zeros((1, 1), tl.int32), PART, VARIANT), PART, VARIANT)
 
 
 @triton.jit
 def operand_tiles(tiles, PART: tl.constexpr, VARIANT: tl.constexpr):
-    """Returns the tiles of load_part as products take them: the members of pairs in two tiles, if the part rotates."""
+    """Converts the tiles of load_part to operands of a product: the first and second members of pairs in two tiles if
+    the part rotates, else the tiles themselves."""
     ROTATES: tl.constexpr = VARIANT.channels[PART].rotates
     if ROTATES:
         return as_pairs(tiles, VARIANT)
@@ -98,8 +99,8 @@ def operand_tiles(tiles, PART: tl.constexpr, VARIANT: tl.constexpr):
 
 @triton.jit
 def query_part(tiles, cos, sin, scale, weight, ROTATE_K: tl.constexpr, PART: tl.constexpr, VARIANT: tl.constexpr):
-    """Rotates the operand_tiles of queries, if the part rotates, scales them, in float32, and rounds once. weight: of
-    the keys, or None. Queries carry it for keys that do not rotate."""
+    """Rotates the operands of queries if the part rotates, and scales them. Works in float32 and rounds once. weight:
+    the key weights, or None. They multiply the queries if the keys' part is not rotated."""
     ROTATES: tl.constexpr = VARIANT.channels[PART].rotates
     dtype: tl.constexpr = tiles[0].dtype
     if ROTATES:
@@ -118,8 +119,8 @@ def query_part(tiles, cos, sin, scale, weight, ROTATE_K: tl.constexpr, PART: tl.
 
 @triton.jit
 def key_part(tiles, cos, sin, weight, PART: tl.constexpr, VARIANT: tl.constexpr, dtype: tl.constexpr):
-    """Weighs and rotates the operand_tiles of keys, if the part rotates, in float32, and rounds once. weight: of the
-    keys, or None."""
+    """Multiplies the operands of keys by their weights and rotates them, if the part rotates. Works in float32 and
+    rounds once. weight: the key weights, or None."""
     ROTATES: tl.constexpr = VARIANT.channels[PART].rotates
     if ROTATES:
         x, y = tiles[0].to(tl.float32), tiles[1].to(tl.float32)
@@ -134,8 +135,8 @@ def key_part(tiles, cos, sin, weight, PART: tl.constexpr, VARIANT: tl.constexpr,
 
 @triton.jit
 def load_query_parts(ptr, offsets, cos, sin, scale, weight, ROTATE_K: tl.constexpr, VARIANT: tl.constexpr):
-    """Returns all operands of queries at offsets [M, 1], the rotating part by cos and sin [M, width / 2]. scale [M, 1].
-    weight: of the keys, or None. ROTATE_K: whether the keys of the band rotate."""
+    """Returns all operands of queries at offsets [M, 1]. The first part is rotated by cos and sin [M, width / 2].
+    scale: [M, 1]. weight: the key weights, or None. ROTATE_K: whether the keys of the band rotate."""
     tiles = ()
     for part in tl.static_range(len(VARIANT.channels)):
         raw = operand_tiles(load_part(ptr, offsets, part, VARIANT), part, VARIANT)
@@ -145,8 +146,8 @@ def load_query_parts(ptr, offsets, cos, sin, scale, weight, ROTATE_K: tl.constex
 
 @triton.jit
 def load_raw_parts(ptr, offsets, VARIANT: tl.constexpr):
-    """Loads all parts of the keys at offsets [M, 1]. Returns their operands, unrotated, and the tiles that hold
-    values."""
+    """Loads all parts of the keys at offsets [M, 1]. Returns (their operands without rotation, the tiles that hold
+    values)."""
     tiles, values = (), ()
     for part in tl.static_range(len(VARIANT.channels)):
         raw = load_part(ptr, offsets, part, VARIANT)
@@ -157,8 +158,8 @@ def load_raw_parts(ptr, offsets, VARIANT: tl.constexpr):
 
 @triton.jit
 def load_rotated_parts(ptr, offsets, cos, sin, weight, VARIANT: tl.constexpr, dtype: tl.constexpr):
-    """Loads all parts of the keys at offsets [M, 1]. Returns their operands, the rotating part rotated by cos and sin
-    [M, width / 2], and the raw tiles that hold values. weight: the weights of the keys, or None."""
+    """Loads all parts of the keys at offsets [M, 1]. Returns (their operands, the raw tiles that hold values). The
+    first part is rotated by cos and sin [M, width / 2]. weight: the key weights, or None."""
     tiles, values = (), ()
     for part in tl.static_range(len(VARIANT.channels)):
         raw = load_part(ptr, offsets, part, VARIANT)

@@ -1,4 +1,4 @@
-"""Results of the decode kernel: where they are stored, and how the parts of one are combined."""
+"""Stores the results of the decode kernel, and combines partial results."""
 
 from typing import NamedTuple
 
@@ -14,14 +14,14 @@ from .tiles import sequence_rows, value_channels
 
 @triton.jit
 def partial_rows(start_q, total_q, batch, batches, max_seqlen_q):
-    """Returns (a sequence's first row, the number of rows) in the results of one of several splits, for packed
-    queries. There is only room for sequences of up to max_seqlen_q queries."""
+    """Returns (a sequence's first row, the number of rows) in the partial results of one split, if queries are packed.
+    Sequences with more than max_seqlen_q queries have no rows there."""
     return tl.minimum(start_q, batch.to(tl.int64) * max_seqlen_q), tl.minimum(total_q, batches * max_seqlen_q)
 
 
 @triton.jit
 def result_rows(cu_seqlens_q, batch, start_q, token, head, seqlen_q, heads_q):
-    """Returns the rows of (out, lse) that queries have."""
+    """Returns (row in out, row in lse) of each query."""
     if cu_seqlens_q is None:
         batch = batch.to(tl.int64)
         return (batch * seqlen_q + token) * heads_q + head, (batch * heads_q + head) * seqlen_q + token
@@ -32,7 +32,7 @@ def result_rows(cu_seqlens_q, batch, start_q, token, head, seqlen_q, heads_q):
 
 @triton.jit
 def store_rows(out, lse, state, row, lse_row, exists, written, VARIANT: tl.constexpr):
-    """Stores the results of a tile: those of row m at row[m] of out, if written[m], and at lse_row[m] of lse, if
+    """Stores the results of a tile. Row m goes to row[m] of out if written[m], and to lse_row[m] of lse if
     exists[m]."""
     result, log_sum = finish_softmax(state)
     if VARIANT.first_value >= 0:
@@ -68,7 +68,7 @@ def store_split(
     num_splits,
     VARIANT: tl.constexpr,
 ):
-    """Stores what a split computed for the rows of a tile."""
+    """Stores the results of a split for the rows of a tile."""
     split_batch, token = program.split.to(tl.int64) * program.batches + program.batch, rows.token
     if cu_seqlens_q is not None:
         split_batch = program.split.to(tl.int64)
@@ -90,7 +90,7 @@ def store_segment(out, lse, state, rows, program, seq, cu_seqlens_q, seqlen_q, h
 
 @triton.jit
 def store_piece(workspace, state, rows, part, VARIANT: tl.constexpr):
-    """Stores the results of the rows of a tile over a piece of a segment."""
+    """Stores the partial results of the rows of a tile over a piece of a segment, in the workspace."""
     tile = 2 * tl.program_id(0) + (part == BEGINNING).to(tl.int32)
     row = tile * VARIANT.block_m + tl.arange(0, VARIANT.block_m)
     written = rows.exists & (state.row_sum != 0)
@@ -99,7 +99,7 @@ def store_piece(workspace, state, rows, part, VARIANT: tl.constexpr):
 
 @triton.jit
 def store_nothing(out, lse, batch, rows, VARIANT: tl.constexpr):
-    """Stores the results of a sequence without keys, of `rows` rows."""
+    """Stores out 0 and lse -inf for the `rows` rows of a sequence without keys."""
     channels = tl.arange(0, VARIANT.block_dv)
     for first in tl.range(0, rows, VARIANT.block_m):
         row = first + tl.arange(0, VARIANT.block_m)
@@ -112,7 +112,7 @@ def store_nothing(out, lse, batch, rows, VARIANT: tl.constexpr):
 
 class Partials(NamedTuple):
     """Says where the partial results of a row are stored. row, lse_row: the rows of the first result. rows: the
-    distance from one result to the next. second: an offset that all results but the first have in addition."""
+    distance from one result to the next. second: an additional offset of all results after the first."""
 
     row: object
     lse_row: object
@@ -124,8 +124,8 @@ class Partials(NamedTuple):
 def merge_partials(
     partial, partial_lse, out, lse, at, count, to_row, to_lse, BLOCK_S: tl.constexpr, VARIANT: tl.constexpr
 ):
-    """Combines `count` partial results of a row, BLOCK_S at once, and stores the result in rows of out and lse.
-    head_dim and block_d of VARIANT are those of the values."""
+    """Combines `count` partial results of a row, BLOCK_S at a time, and stores the result in out and lse. head_dim and
+    block_d of VARIANT are those of the values."""
     D: tl.constexpr = VARIANT.block_d
     channels = tl.arange(0, VARIANT.block_d)
     has_channel = channels < VARIANT.head_dim
@@ -204,8 +204,9 @@ def combine_shares(
     BLOCK_S: tl.constexpr,
     VARIANT: tl.constexpr,
 ):
-    """Combines one row of a segment that is cut. Program n serves row n % rows of the segment whose beginning ends
-    share n // rows, if there is one. rows: the most that a tile of queries has."""
+    """Combines the partial results of one row of a segment that is cut. Program n serves row n % rows of the segment
+    that begins in share n // rows and ends after it, if there is one. rows: the largest number of query rows of a
+    tile."""
     share, row = tl.program_id(0) // rows, tl.program_id(0) % rows
     cut = workspace.cuts + share * CUT_FIELDS
     pieces = tl.load(cut)

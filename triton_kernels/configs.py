@@ -37,17 +37,17 @@ def by_block_d(*tiles: tuple[int, int, int, int]) -> dict[int, Tile]:
 # entry of its direction, because rotating between bands takes registers. One tile has been timed: with
 # one band, sm90's "forward" for 128 channels is the fastest of 24 on an H200 beyond 8,192 keys (docs/measured.md).
 # For 64 and more channels, the tiles of "sm80" and "sm86" were ranked by the issue model (python -m bench model). Each
-# is the best of the similar tile sizes. The tiles of "sm90" were ranked by instructions per needed product.
-# Some tiles do spill in the inner loop. For 64 channels, sm80's dK and dV spill up to four registers. With one band
-# they reach 75% of the tensor cores' peak in the model; the best tile without such spills reaches 69%. For 256
-# channels, sm80's forward tiles spill up to a seventh of the accumulator. With one band they reach 64%; the best tile
-# without spills reaches 48%. sm86's dQ tile for 256 channels spills two registers.
+# is the best among tiles of similar sizes. The tiles of "sm90" were ranked by instructions per needed product. Some
+# tiles do spill in the inner loop. For 64 channels, sm80's dK and dV spill up to four registers. With one band they
+# reach 75% of the tensor cores' peak in the model; the best tile without such spills reaches 69%. For 256 channels,
+# sm80's forward tiles spill up to a seventh of the accumulator. With one band they reach 64%; the best tile without
+# spills reaches 48%. sm86's dQ tile for 256 channels spills two registers.
 # sm80's "decode" tile for 256 channels has one pipeline buffer for keys and values. Two blocks then fit on a
 # multiprocessor, and one computes while the other waits. On the other targets it has two buffers, for 2% more
 # instructions. With quantized caches or explicit positions, 4 warps would spill in their loops, so "decode codes" has 8
-# warps. "decode parts" is for heads of which at most half rotates. Then the registers hold a tile of 64 keys.
-# With other "grad_qkv" tile shapes, several warps may hold copies of the same dQ fragment, so the reduction straight
-# from the accumulator's layout would add it more than once.
+# warps. "decode parts" is for heads of which at most half of the channels rotate. They leave registers for a tile of 64
+# keys. With other "grad_qkv" tile shapes, several warps may hold copies of the same dQ fragment, so the reduction
+# straight from the accumulator's layout would add it more than once.
 # fmt: off
 HALF = {
     "sm80": {
@@ -151,14 +151,14 @@ OTHER_V = {
 OTHER_V |= {"sm100": OTHER_V["sm90"], "sm120": dict(OTHER_V["sm86"]), "cdna": {}}
 OTHER_V["sm120"]["grad_kv"] = OTHER_V["sm86"]["grad_kv"] | {(64, 128): Tile(32, 128, 8, 2)}
 # The block_d for which deterministic=None selects the backward with five matrix products, which accumulates dQ by
-# atomics. They hold for 16-bit types if v has the head_dim of q. The issue model predicts that this backward is faster
-# than the one with seven products, at 512 to 128k tokens, with one and two bands. For "sm90" it only takes fewer
-# instructions, but an H200 was faster with it at head_dim 128: 387 against 315 TFLOP/s, forward and backward
-# (docs/measured.md). The others are not timed on a GPU yet.
+# atomics. The entries hold for 16-bit types if v has the head_dim of q. The issue model predicts that this backward is
+# faster than the one with seven products, at 512 to 128k tokens, with one and two bands. For "sm90" the model only
+# shows fewer instructions. An H200 was faster with five products at head_dim 128: 387 against 315 TFLOP/s, forward and
+# backward (docs/measured.md). The other entries are not timed on a GPU yet.
 ATOMIC_WIDTHS = {"sm80": (64, 128, 512), "sm86": (64, 128, 512), "sm90": (64, 128, 512), "sm100": (64, 128)}
 ATOMIC_WIDTHS["sm120"] = ATOMIC_WIDTHS["sm86"]
 SCORE_WIDTHS = {name: (64, 128) for name in ("sm80", "sm86", "sm90", "sm100", "sm120")}  # see storing_is_faster
-LARGE_SHARED = ("sm80", "sm90", "sm100", "cdna")  # families whose blocks have the shared memory of has_grad_q
+LARGE_SHARED = ("sm80", "sm90", "sm100", "cdna")  # families with enough shared memory for has_grad_q
 # Tiles for float32, whose products run without tensor cores (input_precision "ieee"). Their speed was not optimized.
 FLOAT = {
     "forward": by_block_d((32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1)),
@@ -168,11 +168,11 @@ FLOAT = {
     "decode wide": by_block_d((32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1), (32, 16, 4, 1), (16, 16, 4, 1)),
 }
 # Tiles for heads of 257 to 576 channels; more than 512 only in decoding. Forward and gradients wait for shared memory
-# most of the time. Where the issue model applies, their tiles are the best in it, and elsewhere the best by
-# instructions per needed product, among tiles whose loops access at most 172 bytes of local memory. In sm_90's
-# gradients every tile for wgmma, which has 64 rows, spills more. "decode shared" is for heads in parts whose values are
-# channels of the keys. "decode parts" does not spill. The decode tiles of heads without parts need 64 or more registers
-# for cos and sin of their keys. On sm_90, sm_100 and sm_120 their loops access up to 24 bytes of local memory.
+# most of the time. Their tiles were chosen among tiles whose loops access at most 172 bytes of local memory. They were
+# ranked by the issue model where it applies, else by instructions per needed product. In sm_90's gradients, every tile
+# for wgmma, which needs 64 rows, spills more. "decode shared" is for heads in parts whose values are channels of the
+# keys. "decode parts" does not spill. The decode tiles of heads without parts need 64 or more registers for cos and sin
+# of their keys. On sm_90, sm_100 and sm_120 their loops access up to 24 bytes of local memory.
 WIDEST = {
     "sm80": {
         "forward": Tile(32, 32, 4, 2),
@@ -245,13 +245,13 @@ PANEL_ROWS, PANEL_KEYS = 128, 64
 APPEND_ROWS, APPEND_WARPS = 32, 4
 COMBINE_SPLITS, COMBINE_WARPS = 16, 4  # splits that one step of a program combines
 SHARE_WARPS = 1  # a program of plan_shares adds up the lengths of 32 sequences at once
-# Decoding by shares, 16-bit heads of fewer than 256 channels: the sizes that serve, and for the smaller one, under one
-# slope, the most registers of a thread, by the tile's warps. Three blocks then fit on a multiprocessor, as with splits.
-# The other families have shared memory for only two.
+# Decoding by shares, for 16-bit types. SHARE_DIMS: head_dims. SHARE_REGISTERS: with the first of them and one band, the
+# maximum number of registers per thread, by the tile's warps. It lets three blocks fit on a multiprocessor, as with
+# splits. The families that are not in SHARE_FAMILIES have shared memory for only two blocks.
 SHARE_DIMS, SHARE_REGISTERS = (64, 128), {4: 168}
 SHARE_FAMILIES = ("sm80", "sm90", "sm100")
-SMALLEST_TILE = 16  # the fewest keys that a product takes, and the rows of the smallest page
-EXPLICIT_ROWS, EXPLICIT_ENTRIES, EXPLICIT_WARPS = 16, 64, 4  # queries, and block-table entries that one step compares
+SMALLEST_TILE = 16  # the smallest number of keys in a product, and of rows in a page
+EXPLICIT_ROWS, EXPLICIT_ENTRIES, EXPLICIT_WARPS = 16, 64, 4  # queries of a program, block-table entries per step, warps
 # Where every key needs its own cos and sin (stored positions, or maps over pages), heads with at least EXPLICIT_PAIRS
 # pairs use tiles of at most EXPLICIT_KEYS keys. Larger tiles would spill.
 EXPLICIT_PAIRS, EXPLICIT_KEYS = 64, 32

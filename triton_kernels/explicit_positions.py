@@ -42,7 +42,7 @@ TOKEN_FIELDS = tl.constexpr(2)  # position, last column that the token sees; the
 
 @triton.jit
 def floor_div(x, n):
-    """Returns x / n, rounded down on both sides of 0."""
+    """Returns x / n, rounded down, also for negative x."""
     quotient = tl.where(x < 0, -1 - x, x) // n
     return tl.where(x < 0, -1 - quotient, quotient)
 
@@ -73,7 +73,7 @@ def mapped_keys(position, band, maps):
 
 class Entries(NamedTuple):
     """Block-table entries, each field [E]: slot and position of row 0, and the visible rows [first, stop). If slots
-    store positions, `position` is what is added to those."""
+    store positions, `position` is added to the stored positions."""
 
     slot: object
     position: object
@@ -413,8 +413,8 @@ def load_query_position(cache, token, axis: tl.constexpr, VARIANT: tl.constexpr)
 
 @triton.jit
 def explicit_keys(position, column, band, cache, token, maps, VARIANT: tl.constexpr):
-    """Returns the PlacedKeys of queries [M] in a band. column: the last key that each query sees. token: as in
-    load_token."""
+    """Returns the PlacedKeys of queries [M] in a band. column: the last column that each query sees. token: the
+    queries' indices over all sequences."""
     part = position
     if VARIANT.stored and VARIANT.axes == 0:
         part = load_query_position(cache, token, 0, VARIANT).part
@@ -434,8 +434,8 @@ def last_visible(cache, batch, VARIANT: tl.constexpr):
 
 @triton.jit
 def load_tile_entries(cache, batch, first_slot, slots, VARIANT: tl.constexpr):
-    """Returns the TileEntries of the keys in the slots from first_slot on, which may lie beyond the sequence. slots
-    [N]: slots of existing keys; beyond the last key they repeat its slot."""
+    """Returns the TileEntries of the keys in the slots that start at first_slot, which may be beyond the sequence.
+    slots [N]: slots of existing keys; beyond the last key they repeat its slot."""
     rows = page_rows(cache, VARIANT.page_size)
     entries = decode_int(cache.capacity) // rows
     if VARIANT.one_run:
@@ -476,8 +476,8 @@ def tile_places(cache, entries, page, last, first_slot, slots, VARIANT: tl.const
 
 @triton.jit
 def sees(keys, places, column, maps, VARIANT: tl.constexpr):
-    """Returns whether each row of PlacedKeys sees each of the keys from `column` on, [M, BN]. places: the Places of
-    these keys."""
+    """Returns whether each row of PlacedKeys sees each key of the tile that starts at `column`, [M, BN]. places: the
+    Places of these keys."""
     position, columns = places.position[None, :], column + tl.arange(0, VARIANT.block_n)[None, :]
     exists = places.visible[None, :]
     if VARIANT.stored and VARIANT.axes == 0:  # a key whose fraction exceeds the query's counts as one position higher
@@ -492,7 +492,7 @@ def sees(keys, places, column, maps, VARIANT: tl.constexpr):
 
 @triton.jit
 def load_digits(ptr, position, D: tl.constexpr):
-    """Returns cos and sin of one position or of positions [M, 1], joined from the table rows of a position's three
+    """Returns cos and sin of one position or of positions [M, 1], combined from the table rows of a position's three
     digits.
 
     ptr: [COUNT] or [1, COUNT], into the table of ``flashrope.lowering.cos_sin.three_level_table``."""
@@ -516,7 +516,7 @@ def explicit_cos_sin(table, rotation, position, VARIANT: tl.constexpr):
 
 @triton.jit
 def explicit_query_cos_sin(table, rotation, cache, token, position, VARIANT: tl.constexpr):
-    """Returns cos and sin [M, D/2] of queries at positions [M]. token: as in load_token."""
+    """Returns cos and sin [M, D/2] of queries at positions [M]. token: the queries' indices over all sequences."""
     if VARIANT.stored:
         COORDINATES: tl.constexpr = VARIANT.axes if VARIANT.axes > 0 else 1
         turns, found = load_turns(table, rotation, VARIANT), None
@@ -534,7 +534,7 @@ def explicit_query_cos_sin(table, rotation, cache, token, position, VARIANT: tl.
 @triton.jit
 def explicit_key_cos_sin(table, rotation, cache, places, VARIANT: tl.constexpr):
     """Returns cos and sin [N, D/2] of the keys of a tile. If VARIANT.one_run, the angles of the tile's first key are
-    joined with table rows that are the same for every tile."""
+    combined with table rows that are the same for every tile."""
     if VARIANT.stored:  # no turns.start or turns.factor: rotations of keys have no offset and no factor
         turns = load_turns(table, rotation, VARIANT)
         if VARIANT.axes == 0:

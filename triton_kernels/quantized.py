@@ -1,9 +1,10 @@
-"""Reads and writes quantized keys and values: their codes, which are small integers, and their scales.
+"""Reads and writes quantized keys and values. Every element is stored as a small integer, its code. Every row has a
+scale.
 
 ``flashrope.backends.quantized`` has the formula. An int8 cache holds one code per byte. A uint8 cache holds two codes
 of 4 bits per byte, each plus 8: channel 2 c in the low half, channel 2 c + 1 in the high half. All codes are exact in
 float16 and bfloat16. Rotation does not change a key's scale, so kernels rotate codes and multiply the key's column of
-the scores by its scale. A value's scale multiplies the value's column of the weights.
+the scores by the key's scale. A value's scale multiplies the value's column of the weights.
 """
 
 from typing import NamedTuple
@@ -319,7 +320,7 @@ def load_packed_channels(ptr, offsets, channels, HEAD_DIM: tl.constexpr, BLOCK_D
 
 @triton.jit
 def interleave(low, high):
-    """Joins two tiles [M, N] to one tile [M, 2 N], with columns taken from them in turn."""
+    """Joins two tiles [M, N] to one tile [M, 2 N] that alternates their columns."""
     return tl.reshape(tl.join(low, high), (low.shape[0], 2 * low.shape[1]))
 
 

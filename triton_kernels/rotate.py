@@ -75,7 +75,7 @@ def rotate_rows(
     x: TensorView. out: TensorView (copy, row, head). If VARIANT.channels has parts, it holds only the first part.
     rotations: int32, the rotation of every copy. cu_seqlens_other, seqlen_other: the lengths of k if x holds queries,
     and of q if x holds keys. cache: if x holds the new keys of a cache, which are the last keys of every sequence, its
-    CacheLayout. Otherwise a CacheLayout of None only."""
+    CacheLayout. Otherwise a CacheLayout whose fields are all None."""
     batch, first = row_program(max_seqlen, VARIANT.block_m)
     if cache.seqlens is None:
         start, length = sequence_rows(cu_seqlens, batch, seqlen)
@@ -147,8 +147,9 @@ def rotate_cached_rows(
     """Writes rotated copies of the last keys of every sequence of a cache. ``tiles.copied_keys`` says which keys.
 
     k_cache: TensorView (batch or page, row, head). out: TensorView (copy, row, head). key_ranges: int32 (copies, 2),
-    rows of KeyRange. A tile is skipped if all its keys are farther than `stop` from all queries. table, maps: as in
-    Scheme. rows_out: the `rows` of copied_keys. max_rows: the most keys that a sequence has in a copy."""
+    rows of KeyRange. A tile is skipped if all its keys are at a distance of `stop` or more from all queries. table,
+    maps: as in Scheme. rows_out: the argument `rows` of copied_keys. max_rows: the largest number of keys of a sequence
+    in a copy."""
     batch, row_out = row_program(max_rows, VARIANT.block_m)
     seq = find_cached_sequence(cache, cu_seqlens_q, batch, seqlen_q)
     packed, first = copied_keys(cache, cu_seqlens_q, seq, rows_out)

@@ -1,9 +1,10 @@
-"""Gradients of scores in memory: ``attention_grad_kv`` stores them, ``attention_grad_q`` multiplies them with the keys.
+"""Lays out gradients of scores in memory. ``attention_grad_kv`` stores them, and ``attention_grad_q`` multiplies them
+with the keys.
 
 A head of a sequence has a matrix with a row for every query and a column for every key. It lies in memory as contiguous
-panels of PANEL_ROWS x PANEL_KEYS. A row of panels has as many panels as its last query needs. Under a causal mask this
-is `width` panels in the first row and `growth` more in each further one, so that a matrix takes half of the memory of a
-rectangle. Otherwise every row has `width` panels.
+panels of PANEL_ROWS x PANEL_KEYS. A row of panels has as many panels as its last query needs. Under a causal mask the
+first row has `width` panels, and each further row has `growth` panels more than the row before it. So a matrix takes
+about half of the memory of a rectangle. Otherwise every row has `width` panels.
 """
 
 from typing import NamedTuple
@@ -20,7 +21,7 @@ PANEL = tl.constexpr(configs.PANEL_ROWS * configs.PANEL_KEYS)  # elements
 
 
 class Matrix(NamedTuple):
-    """A matrix of panels. ptr: to its first panel."""
+    """The gradients of one head's scores. ptr: pointer to the first panel. width, growth: as above."""
 
     ptr: object
     width: object
@@ -29,8 +30,8 @@ class Matrix(NamedTuple):
 
 @triton.jit
 def launch_heads(score_grads, heads, group):
-    """Returns (first batch index, first head, how many heads) of a launch. group: how many of these heads a key head
-    has. score_grads: ScoreGrads, or None where a launch has all `heads`."""
+    """Returns (first batch index, first head, how many heads) of a launch. group: number of these heads per key head.
+    score_grads: ScoreGrads, or None if the launch has all `heads`."""
     if score_grads is None:
         return 0, 0, heads
     else:
@@ -53,7 +54,8 @@ def score_matrix(score_grads, packed, batch, head):
 
 @triton.jit
 def panel_row(matrix, row, column):
-    """Returns the pointer to an element that is the first of a tile. The rows of the tile lie in one row of panels."""
+    """Returns the pointer to a tile's first element. row, column: that element. All rows of the tile must lie in one
+    row of panels."""
     row, column = tl.full((), 0, tl.int32) + row, tl.full((), 0, tl.int32) + column  # ints in the interpreter
     tl.assume(row >= 0)  # so that divisions are shifts
     tl.assume(column >= 0)

@@ -1,9 +1,9 @@
 """Divides the key tiles of all sequences evenly among the programs of the decode kernel, whatever the lengths are.
 
 A segment is a tile of query rows of one sequence and key head. It has as many units as there are key tiles that these
-rows can see. The units of all segments lie one behind the other, sequence by sequence, and share n of N has the units
-from n / N to (n + 1) / N of them. Where a share ends within a segment, the segment is cut. The decode kernel computes
-the pieces of its share one by one, and ``combine_shares`` merges those of a segment that is cut.
+rows can see. The units of all segments are numbered, sequence by sequence. Of U units, share n of N has units n * U //
+N to (n + 1) * U // N - 1. If a share ends within a segment, the segment is cut into pieces. Each program computes the
+pieces of its share one by one. ``combine_shares`` merges the results of a segment that is cut.
 
 Two sequences of 5 and 2 key tiles, two key heads, four shares, six pieces (a to f):
 
@@ -24,13 +24,15 @@ from .arguments import decode_int
 from .tiles import find_cached_sequence, key_tiles, load_band
 
 SCAN = tl.constexpr(32)  # sequences whose lengths a program adds up at once: a scan within a warp
-# Key tiles in whose time a program can begin a second segment. Shares that are uneven by no more may end where segments
-# end.
+# The time that a program takes to begin a second segment, in key tiles. A division in which all segments are cut alike
+# may make shares longer by this much.
 SETUP = tl.constexpr(2)
 SHARE_FIELDS = tl.constexpr(2)  # the first piece of a share, the number of its pieces
-PIECE_FIELDS = tl.constexpr(6)  # sequence, key head, tile of query rows, first key tile, last + 1, which piece
+PIECE_FIELDS = tl.constexpr(6)  # sequence, key head, tile of query rows, first key tile, last + 1, piece
 WHOLE, BEGINNING, REST = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # which piece of its segment
-CUT_FIELDS = tl.constexpr(4)  # pieces of the segment whose beginning ends a share, else 0; its first three fields
+# The number of pieces of the segment that begins in a share and ends after it, or 0. Then its sequence, key head and tile
+# of query rows.
+CUT_FIELDS = tl.constexpr(4)
 
 
 class Queue(NamedTuple):
@@ -49,8 +51,8 @@ class Queue(NamedTuple):
 
 
 class Segments(NamedTuple):
-    """The segments of a sequence, or of several [N]. count: how many. first, tiles: the key tiles of each. If there are
-    no tiles, count is 0."""
+    """The segments of a sequence, or of several [N]. count: number of segments. first: the first key tile of each
+    segment. tiles: number of its key tiles. If it has no tiles, count is 0."""
 
     count: object
     first: object
@@ -84,7 +86,7 @@ def next_segments(queue, first_batch, VARIANT: tl.constexpr):
 
 
 class Shares(NamedTuple):
-    """units: of all segments, int64. count: shares, at most as many as programs."""
+    """units: number of units of all segments, int64. count: number of shares, at most the number of programs."""
 
     units: object
     count: object
@@ -92,8 +94,8 @@ class Shares(NamedTuple):
 
 @triton.jit
 def count_shares(queue, programs, VARIANT: tl.constexpr):
-    """Returns the Shares. Cuts that divide equally long segments alike are preferred where they make no share longer by
-    more than SETUP units."""
+    """Returns the Shares. Prefers a division that cuts all segments into the same number of pieces, if it makes no
+    share longer by more than SETUP units."""
     units, segments = tl.zeros((SCAN,), tl.int64), tl.zeros((SCAN,), tl.int64)
     for first in tl.range(0, queue.batches, SCAN):
         found = next_segments(queue, first, VARIANT)
@@ -119,7 +121,7 @@ def share_of(shares, unit):
 
 
 class Place(NamedTuple):
-    """A sequence, its first unit, and the number of segments before it."""
+    """A sequence (batch), its first unit (start), and the number of segments before it (segments)."""
 
     batch: object
     start: object
@@ -183,8 +185,8 @@ def store_cut(to, pieces, place, segment, heads_kv):
 def plan_shares(
     workspace, cache, cu_seqlens_q, bands, maps, seqlen_q, heads_q, heads_kv, batches, VARIANT: tl.constexpr
 ):
-    """Fills the first four tensors of the Workspace. Program n finds the pieces of share n. Pieces lie at the number of
-    their segment plus that of their share, so those of a share follow one another."""
+    """Fills the first four tensors of the Workspace. Program n finds the pieces of share n. The index of a piece is the
+    number of its segment plus the number of its share, so the pieces of a share are contiguous."""
     share, programs = tl.program_id(0), tl.num_programs(0)
     max_seqlen_q = seqlen_q if cu_seqlens_q is None else decode_int(cache.decode_seqlen)
     queue = Queue(cache, cu_seqlens_q, bands, maps, batches, seqlen_q, max_seqlen_q, heads_kv, heads_q // heads_kv)

@@ -37,7 +37,8 @@ def start_softmax(BLOCK_M: tl.constexpr, DV: tl.constexpr, PARTS: tl.constexpr =
 
 @triton.jit
 def log2_scale(score_scale):
-    """Returns scale_log2 of online_softmax: the softmax scale (>= 0) for weights that are powers of 2."""
+    """Returns the argument scale_log2 of online_softmax: the score scale (>= 0) times log2(e), and at least
+    MIN_SCALE."""
     return tl.maximum(score_scale * LOG2_E, MIN_SCALE)
 
 

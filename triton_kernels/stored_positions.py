@@ -1,5 +1,5 @@
-"""Computes cos and sin of positions that a cache stores: for every slot one float32 number, or one for each axis of an
-axial scheme.
+"""Computes cos and sin of positions that a cache stores. Every slot has one float32 position, or one for each axis of
+an axial scheme.
 
 The host does not know these positions. They may have fractions, and positions of adjacent slots need not be
 consecutive. So kernels cannot read cos and sin from a table. They compute an angle as a product of integers, in units
@@ -102,7 +102,7 @@ def of_pairs(found, position, turns, axis: tl.constexpr):
 
 @triton.jit
 def turned(position, turns):
-    """Returns the angles [M, D/2] of every pair's Position, in units of 2^-64 turn."""
+    """Returns the angle of every pair at its Position, [M, D/2], in units of 2^-64 turn."""
     return position.whole.to(tl.int64) * turns.step[None, :] + position.part.to(tl.int64) * turns.part[None, :]
 
 
