@@ -30,8 +30,8 @@ SETUP = tl.constexpr(2)
 SHARE_FIELDS = tl.constexpr(2)  # the first piece of a share, the number of its pieces
 PIECE_FIELDS = tl.constexpr(6)  # sequence, key head, tile of query rows, first key tile, last + 1, piece
 WHOLE, BEGINNING, REST = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # which piece of its segment
-# The number of pieces of the segment that begins in a share and ends after it, or 0. Then its sequence, key head and tile
-# of query rows.
+# The number of pieces of the segment that begins in a share and ends after it, or 0. Then its sequence, key head and
+# tile of query rows.
 CUT_FIELDS = tl.constexpr(4)
 
 
