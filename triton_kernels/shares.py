@@ -1,8 +1,9 @@
 """Divides the key tiles of all sequences evenly among the programs of the decode kernel, whatever the lengths are.
 
 A segment is a tile of query rows of one sequence and key head. It has as many units as there are key tiles that these
-rows can see. The units of all segments are numbered, sequence by sequence. With U units in all, share n of N has units n * U // N to (n + 1) * U // N - 1. If a share ends within a segment, the segment is cut into pieces. Each program computes the
-pieces of its share one by one. ``combine_shares`` merges the results of a segment that is cut.
+rows can see. The units of all segments are numbered, sequence by sequence. With U units in all, share n of N has units
+n * U // N to (n + 1) * U // N - 1. If a share ends within a segment, the segment is cut into pieces. Each program
+computes the pieces of its share one by one. ``combine_shares`` merges the results of a segment that is cut.
 
 Two sequences of 5 and 2 key tiles, two key heads, four shares, six pieces (a to f):
 
