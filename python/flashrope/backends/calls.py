@@ -159,7 +159,7 @@ def accumulation_type(x: torch.Tensor) -> torch.dtype:
 def aligned(*tensors: torch.Tensor) -> bool:
     """Whether every row (head_dim elements) of these tensors starts at a multiple of 16 bytes. All tensors must have
     the same dtype."""
-    # Strides of dimensions of size 1 count, too: kernels also compute addresses of rows that do not exist.
+    # The strides of dimensions of size 1 count, too, because kernels also compute addresses of rows that do not exist.
     addresses, strides = 0, 0
     for x in tensors:
         addresses |= x.data_ptr()

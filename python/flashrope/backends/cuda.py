@@ -20,7 +20,7 @@ from .splits import choose_splits
 
 LIBRARY = Path(__file__).resolve().parents[1] / "_cuda.abi3.so"
 HEAD_DIMS = (64, 96, 128, 256)
-MAX_SEQLEN_Q = 64  # csrc/decode.h has the same values of both constants
+MAX_SEQLEN_Q = 64  # csrc/decode.h has the same MAX_SEQLEN_Q and TILE_ROWS
 TILE_ROWS = 16
 OWN_VALUES = "its kernels write values of their own, here they are channels of the keys (v_cache is a view of k_cache)"
 

@@ -84,7 +84,7 @@ class CacheBackend(Protocol):
     ) -> None:
         """Writes k, v (batch, seqlen_new, heads_kv, head_dim), or packed (total_q, heads_kv, head_dim), after the slots
         in use (tables.seqlens), or to tables.slot_mapping if it is given. Drops tokens without a slot or page. v: None
-        if values are channels of the keys; the layer's v may then be None, too. rotary: a scheme from
+        if values are channels of the keys. The layer's v may then be None, too. rotary: a scheme from
         ``over_rotated_keys``, by which k is rotated first. With the CUDA backend the caller rotates k."""
 
     def attention_with_cache(
@@ -92,8 +92,8 @@ class CacheBackend(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns (out, lse). Packed rows outside every sequence have out 0 and lse -inf.
 
-        out: of ``cached_out_shape``, contiguous. lse: (batch, heads_q, seqlen_q), or packed (heads_q, total_q), of the
-            dtype as in ``AttentionBackend.forward``. call: the result of ``CacheCall.for_backend``."""
+        out: a contiguous tensor of ``cached_out_shape``. lse: (batch, heads_q, seqlen_q), or packed (heads_q, total_q),
+            in float32, or float64 for float64 inputs. call: the result of ``CacheCall.for_backend``."""
 
     def plan_cache(self, call: CacheCall, layer: CacheLayer, queries: Queries) -> CachePlan:
         """Plans the layers of a step. The host reads no table before ``append`` or ``attend``. call: the caller's call,

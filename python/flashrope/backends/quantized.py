@@ -5,7 +5,7 @@ A row x of K or V is stored as a scale s and a row c of integers, and is read as
     s = max(abs(x)) / m        c = round(x / s), ties to even, in [-m, m]        x' = s * c
 
 A row of zeros has s = 0 and c = 0. If x holds a NaN, s is NaN and c = 0. Infinities count as the largest finite number
-of x's dtype (float64: of float32). Everything is computed in float32; divisions round to nearest.
+of x's dtype (float64: of float32). Everything is computed in float32. Divisions round to nearest.
 
     int8:   m = 127, one integer per byte.
     uint8:  m = 7, two integers per byte: channel 2 i in the low half, channel 2 i + 1 in the high half, each plus 8.

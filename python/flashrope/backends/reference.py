@@ -165,9 +165,10 @@ def dense_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns (out, lse) of a batch of sequences of equal length. Shapes are as in ``flashrope.attention``.
 
-    sinks: (heads_q,), as in ``flashrope.attention``. There they are added after the backend, here in the softmax.
+    sinks: (heads_q,), as in ``flashrope.attention``, which applies them to the results of a backend. Here they are part
+        of the softmax.
     places: float64 positions of queries and of keys, (seqlen,) or (seqlen, axes), from which distances are computed.
-        The causal mask compares indices. Cannot be combined with call.positions, with which bands compare indices, too.
+        The causal mask compares indices. Cannot be combined with call.positions, because bands then compare indices.
     """
     rotary, dtype, device = call.rotary, q.dtype, q.device
     seqlen_q, seqlen_k, group = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
@@ -202,7 +203,7 @@ def dense_attention(
         scores = torch.where(in_band, band_scores, scores)
         visible = visible | in_band
 
-    if sinks is not None:  # one more column of the scores, without a value
+    if sinks is not None:  # sinks are one more column of the scores, without a value
         column = sinks.to(scores)[:, None, None].expand(*scores.shape[:3], 1)
         scores = torch.cat((scores.masked_fill(~visible, float("-inf")), column), dim=-1)
         out = torch.einsum("bhij,bjhd->bihd", scores.softmax(dim=-1)[..., :-1], v).to(dtype).contiguous()

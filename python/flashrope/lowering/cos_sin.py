@@ -1,8 +1,8 @@
 """Builds tables of cos and sin in float64 and stores them in float32.
 
 The product position * inv_freq in float32 is off by 6e-2 rad at position one million. The errors of the tables do not
-grow with the position. With one table row per position, cos and sin are off by 3e-8. Two rows joined by angle addition
-are off by two to three float32 roundings.
+grow with the position. With one table row per position, cos and sin are off by 3e-8. Two rows combined by angle
+addition are off by two to three float32 roundings.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def two_level_table(rotary: Rotary, causal: bool, coarse: int, device: torch.dev
     causal)``.
 
     Fine row r < FINE_ROWS holds cos and sin of slope * r. Coarse row c holds cos and sin of
-    slope * FINE_ROWS * c + offset. Kernels join a fine and a coarse row by angle addition. The coarse rows of a
+    slope * FINE_ROWS * c + offset. Kernels combine a fine and a coarse row by angle addition. The coarse rows of a
     rotation are multiplied by its factor in ``Lowered.scales``.
     """
     return _two_levels(rotary, causal, coarse).to(device)
@@ -71,8 +71,8 @@ def three_level_table(rotary: Rotary, causal: bool, device: torch.device) -> tor
     """Returns float32 (rotations, 2 * FINE_ROWS + TOP_ROWS, 2, padded pairs), for positions from -MAX_POSITION to
     MAX_POSITION.
 
-    A position is written with three digits to the base FINE_ROWS, the highest of which has a sign. Kernels join one row
-    for each digit by angle addition. The rows of the highest digit also contain the scheme's offsets and factors.
+    A position is written with three digits to the base FINE_ROWS, the highest of which has a sign. Kernels combine one
+    row for each digit by angle addition. The rows of the highest digit also contain the scheme's offsets and factors.
     """
     middle = torch.arange(FINE_ROWS, dtype=torch.float64) * FINE_ROWS
     top = torch.arange(-TOP_ROWS // 2, TOP_ROWS // 2, dtype=torch.float64) * FINE_ROWS**2
@@ -129,7 +129,7 @@ def _two_levels(rotary: Rotary, causal: bool, coarse: int) -> torch.Tensor:
 
 def _levels(rotary: Rotary, causal: bool, *coarser: torch.Tensor) -> torch.Tensor:
     """Returns the rows of the fine positions, then the rows of each coarser level. Only the last level contains offsets
-    and factors, because kernels join many rows of the other levels with one row of the last."""
+    and factors, because kernels combine many rows of the other levels with one row of the last."""
     *levels, last = torch.arange(FINE_ROWS, dtype=torch.float64), *coarser
     lowered = lower(rotary, causal)
     rows = torch.stack(

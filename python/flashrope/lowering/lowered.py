@@ -21,7 +21,7 @@ class LoweredBand(NamedTuple):
 
     start, stop: distances, or differences of chunks if the bands count chunks.
     q_rotation, k_rotation: rotation numbers.
-    k_copy: index into ``Lowered.k_copies``; -1 if the band reads raw keys.
+    k_copy: index into ``Lowered.k_copies``, or -1 if the band reads raw keys.
     dq_step, dk_step: the rotations that re-express the accumulated dQ and dK in this band's rotated basis after the
         previous band's tiles, so that one accumulator serves all bands. If the scheme maps positions, no single
         rotation can do this. In that case dq_step is q_rotation without its scale factor, and dk_step is k_rotation.
@@ -61,8 +61,8 @@ class Lowered(NamedTuple):
     rotated_bands: bit b is set if band b rotates its keys.
     rotated_pairs: number of pairs up to the last pair that rotates or is scaled.
     reach: an upper bound of the number of distances that the bands cover.
-    maps: one RowMap for every rotation if the scheme maps positions, else empty. If the bands count chunks, the first
-        RowMap's ``chunk`` is the chunk length; if they count distances, it is 0.
+    maps: one RowMap for every rotation if the scheme maps positions, else empty. The first RowMap's ``chunk`` is the
+        chunk length if the bands count chunks, and 0 if they count distances.
     """
 
     rotations: tuple[tuple[float, float], ...]
@@ -137,6 +137,6 @@ def _step(rotation: PositionMap, before: PositionMap) -> PositionMap:
 
 
 def _bound(distance: float, chunk: int = 0) -> int:
-    """Clamps a distance, or a number of chunks of this length, to the range of distances that kernels can compute."""
+    """Clamps a distance, or a difference of chunks of this length, to the range that kernels can compute."""
     limit = UNBOUNDED // max(chunk, 1)
     return int(max(-limit, min(limit, distance)))

@@ -1,4 +1,4 @@
-"""Divides the channels of a head into parts: one that rotates, and others that a kernel need not hold as pairs."""
+"""Divides the channels of a head into parts. One part rotates. Kernels need not hold the other parts as pairs."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from ..rotary.rotary import Rotary
 from .lowered import lower
 
 SMALLEST_RUN = 16  # channels that one product of tensor cores adds up
-LARGEST_TILE = 512  # channels that the decode kernel takes as pairs
+LARGEST_TILE = 512  # most channels that the decode kernel can hold as pairs
 LARGEST_PART = 128  # channels; tiles of keys with more channels take longer to load
 
 
 class Part(NamedTuple):
-    """Two runs of width / 2 channels.
+    """Two contiguous runs of width / 2 channels.
 
     first: the first channel of the first run. If the part rotates, the first run holds the first members of its pairs,
-        and the second run the second members. Interleaved pairs lie side by side in either run.
+        and the second run the second members. If pairs are interleaved, both members of a pair are side by side in one
+        run.
     second: the first channel of the second run. It is first + width // 2 if the part is contiguous.
     width: the channels of both runs, a power of two, at least 32.
     rotates: whether the channels are pairs that rotate.
@@ -45,7 +46,7 @@ def channel_parts(rotary: Rotary, causal: bool) -> tuple[Part, ...]:
         return ()
     pairs = max(1 << max(pairs - 1, 0).bit_length(), SMALLEST_RUN)
     first, half = rotary.first_channel, len(rotary.frequencies) or pairs
-    # The part may be wider than the table. With interleaved pairs, the pairs after those of the table do not rotate.
+    # The part may be wider than the table. With interleaved pairs, the pairs beyond the table do not rotate.
     room = (rotary.head_dim - first) // 2 if rotary.interleaved else half
     if 4 * pairs > rotary.head_dim or pairs > room:
         return ()
@@ -58,7 +59,8 @@ def channel_parts(rotary: Rotary, causal: bool) -> tuple[Part, ...]:
 
 @lru_cache(maxsize=1024)
 def copied_parts(rotary: Rotary, causal: bool) -> tuple[Part, ...]:
-    """Returns the part that rotates if rotated copies of keys hold it alone, or () if they hold all channels.
+    """Returns a tuple with the part that rotates if rotated copies of keys hold only this part, or () if they hold all
+    channels.
 
     Kernels load vectors of up to 16 bytes, and a vector must not lie partly in the copy. Both runs of the part start at
     multiples of SMALLEST_RUN channels, because all runs between them are divided into parts of such widths.

@@ -1,4 +1,4 @@
-"""Measures tiles on the user's GPU. ``flashrope tune`` finds them, and the Triton backend uses them.
+"""Measures tiles on the user's GPU. ``flashrope tune`` finds the fastest tiles, and the Triton backend uses them.
 
 ``candidates`` lists the tiles to try, and ``workloads`` defines the calls with which they are checked and timed.
 ``measure`` checks and times them with the clock in ``timer``. ``commands/tune.py`` is the command line.

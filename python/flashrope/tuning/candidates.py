@@ -77,7 +77,7 @@ ORDER: dict[tuple[str, str, int, bool], str] = {
 }
 
 
-LIKE = {"sm120": "sm86"}  # tables without an order of their own: the table whose order they use
+LIKE = {"sm120": "sm86"}  # for tables that are not in ORDER: the table whose order they use
 
 
 def tiles(direction: str) -> list[Tile]:

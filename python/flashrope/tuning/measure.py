@@ -164,8 +164,8 @@ def compile_ahead(
 
 @contextlib.contextmanager
 def _cancelled_by_errors(futures: Iterable[Future]) -> Iterator[None]:
-    """Cancels futures that have not started if the block raises, for example at Ctrl-C. Otherwise the end of the pool
-    would wait for them."""
+    """Cancels futures that have not started if the block raises, for example at Ctrl-C. Otherwise the pool would wait
+    for them when it closes."""
     try:
         yield
     except BaseException:

@@ -171,8 +171,8 @@ def _like(x: torch.Tensor) -> torch.Tensor:
 
 # ---- what to tune
 
-TOKENS = 16384  # tokens of a batch, whose size is TOKENS / seqlen
-SEQLENS, CAPACITIES = (1024, 4096, 16384), (4096, 65536)  # one length for each class of lengths; two for caches
+TOKENS = 16384  # tokens per batch; the batch has TOKENS / seqlen sequences
+SEQLENS, CAPACITIES = (1024, 4096, 16384), (4096, 65536)  # one length per class of lengths; two capacities of caches
 HEADS, HEADS_KV, HEAD_DIM = 32, 8, 128
 CACHE_BATCH = 4
 

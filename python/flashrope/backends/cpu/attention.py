@@ -7,7 +7,7 @@ describes. The pieces of a row are merged by their lse, as in ring attention.
 Torch's kernel requires the same head_dim for q, k and v. If v has a different head_dim than q and k, the tensors with
 the smaller head_dim are padded with zero channels.
 
-Half-precision inputs are computed in float32, and only the results are rounded. That is at least as fast as torch's
+Half-precision inputs are computed in float32, and only the results are rounded. This is at least as fast as torch's
 half-precision kernels, whose float16 backward is about twenty times slower.
 
 If the compiled kernels are loaded, they serve all dtypes except float64 (tiles.py).

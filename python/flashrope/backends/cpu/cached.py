@@ -1,8 +1,9 @@
 """Computes ``attention_with_cache`` on the CPU with torch's own flash kernel. The cache is read in place.
 
 A sequence is read in blocks of slots, counted from its first slot. A block of a contiguous cache is a view. Pages are
-gathered one block at a time, with the heads first. They are not gathered if they are consecutive in memory and have the
-rows first. The results of a sequence that is computed on its own are bitwise identical in both layouts.
+gathered one block at a time, in a layout with the heads before the rows. They are not gathered if they are consecutive
+in memory and have the rows before the heads. The results of a sequence that is computed on its own are bitwise
+identical in both layouts.
 
 If the compiled kernels are loaded, they serve a few queries per sequence (decode.py) and long chunks (tiles.py).
 
@@ -42,11 +43,11 @@ MIN_BLOCK, MAX_BLOCK = 256, 16384  # slots of a block
 # Number of elements of a block of k. A gathered or rotated copy of such a block stays in the processor's caches. For
 # larger copies, the system would allocate new pages of memory in every call.
 BLOCK_ELEMENTS = 2**20
-COMPILED_ROWS = 64  # from this number of queries on, packing the keys for the compiled kernel is worthwhile
+COMPILED_ROWS = 64  # with at least this many queries, packing the keys for the compiled kernel is worthwhile
 
 
 def _block_size(row: int) -> int:
-    """Returns the number of slots of a block. row: the elements of k in one slot, of all sequences that are read
+    """Returns the number of slots of a block. row: number of elements of k in one slot, in all sequences that are read
     together."""
     return min(max(BLOCK_ELEMENTS // max(row, 1), MIN_BLOCK), MAX_BLOCK)
 
@@ -58,7 +59,7 @@ def attend(
     tensor of this shape, to which the compiled kernels may write the result."""
     call, tables, k_cache = part.call, part.call.tables, layer.k
     if layer.key_weight is not None:
-        layer = layer._replace(key_weight=layer.key_weight.contiguous())  # as the kernels read it
+        layer = layer._replace(key_weight=layer.key_weight.contiguous())  # required by the kernels
     if tables.positions is not None:
         return _attend_placed(q, layer, part)
     if (compiled := loader.load()) and decode.serves(q, layer, call):
@@ -209,7 +210,7 @@ def _paged_blocks(caches, table: torch.Tensor, first: int, end: int, size: int) 
         rows = (
             cache[pages[0] : pages[-1] + 1].flatten(0, 1)
             if follow and cache.stride(0) == page_size * cache.stride(1)
-            # Indexing with a list of pages would copy single elements, or the whole cache first.
+            # Indexing with a list of pages would copy element by element, or would first copy the whole cache.
             else torch.cat([cache[page].transpose(0, 1) for page in pages], 1).transpose(0, 1)
             for cache in caches
         )

@@ -1,4 +1,4 @@
-"""``attention_with_cache`` for a few queries, with the compiled kernel of csrc/cpu/decode.cpp."""
+"""Computes ``attention_with_cache`` for a few queries, with the compiled kernel of csrc/cpu/decode.cpp."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from .library import (
 from .part import Part
 from .runs import Placed
 
-BLOCK = 64  # keys; csrc/cpu/decode.h has the same two
+BLOCK = 64  # keys; csrc/cpu/decode.h has the same BLOCK and MAX_ROWS
 MAX_ROWS = 16  # queries of one key head
 MIN_TABLE = 8  # rows
 
 
 class Template(NamedTuple):
-    """What depends only on the scheme, and the tensors that it points to."""
+    """A DecodeCall with the fields that depend only on the scheme, and the tensors that these fields point to."""
 
     call: bytes
     tensors: list[torch.Tensor]
@@ -102,7 +102,7 @@ def _fill(library: Library, q, layer: CacheLayer, out, lse, part: Part, placed: 
 def _describe(
     library: Library, q: torch.Tensor, layer: CacheLayer, part: Part, placed: list[Placed] | None
 ) -> tuple[bytes, tuple]:
-    """Returns a DecodeCall without the tensors of a layer, and what it points to, which must stay alive."""
+    """Returns a DecodeCall without the tensors of a layer, and the objects that it points to. They must stay alive."""
     positions, call, k_cache = None, part.call, layer.k
     if placed is None:
         runs, rows = _bounds(part.bounds(k_cache))
@@ -128,14 +128,14 @@ def _describe(
 
 
 def _bounds(pairs: list[tuple[int, int]]) -> tuple[ctypes.Array, int]:
-    """Returns DecodeCall.bounds, and the rows of the coarse table."""
+    """Returns DecodeCall.bounds, and the number of rows of the coarse table."""
     slots = [slot for pair in pairs for slot in pair]
     longest = max((end - first for first, end in pairs), default=0)
     return (ctypes.c_int64 * len(slots))(*slots), _coarse_rows(longest)
 
 
 def _runs(placed: list[Placed], causal: bool, seqlen_q: int) -> tuple[ctypes.Array, ctypes.Array, int]:
-    """Returns DecodeCall.runs and DecodeCall.positions, and the rows of the coarse table."""
+    """Returns DecodeCall.runs, DecodeCall.positions, and the number of rows of the coarse table."""
     found, longest = [], 0
     for b, (keys, _, seqlen) in enumerate(placed):
         for run in keys:
@@ -164,7 +164,7 @@ def _template(rotary: Rotary, causal: bool, rows: int) -> Template:
 
     @cache
     def tables(slope: float) -> tuple[int, int, int]:
-        """Returns the addresses of fine, middle and coarse of a DecodeBand."""
+        """Returns the fields fine, middle and coarse of a DecodeBand: the addresses of its tables."""
         positions = slope * torch.arange(max(BLOCK, rows), dtype=torch.float64)
         fine = torch.stack(cos_sin(rotary, positions[:BLOCK])).to(torch.float32)
         middle, coarse = (

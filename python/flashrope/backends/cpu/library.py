@@ -1,4 +1,4 @@
-"""The C structs that describe a call to the compiled kernels of csrc/cpu, and the library that runs them."""
+"""Defines the C structs that describe a call to the compiled kernels of csrc/cpu, and the library that runs it."""
 
 from __future__ import annotations
 
@@ -173,7 +173,8 @@ class Library:
         self.parallel_for = ctypes.cast(torch_cpu.torch_parallel_for, ctypes.c_void_p)
 
     def multiplies(self, dtype: torch.dtype, seqlen_q: int) -> bool:
-        """Whether the kernels multiply with queries of this dtype. Otherwise queries are first converted to float32."""
+        """Whether the kernels compute products in the dtype of the queries. Otherwise queries are first converted to
+        float32."""
         return self._bfloat16 is not None and dtype == torch.bfloat16 and seqlen_q > FEW_QUERIES
 
     def forward(self, call: ForwardCall, dtype: torch.dtype) -> int:

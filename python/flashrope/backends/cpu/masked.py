@@ -1,4 +1,4 @@
-"""``attention_with_cache`` over keys at any positions, with torch's flash kernel and masks.
+"""Computes ``attention_with_cache`` over keys at any positions, with torch's flash kernel and masks.
 
 This path is used if runs.py finds no long runs: for stored positions that are not consecutive, axial positions, and
 schemes that map positions. Each block of visible keys is gathered and rotated by the positions of its keys. For each
@@ -67,8 +67,8 @@ def attend(
 def _rows(
     layer: CacheLayer, page: torch.Tensor, row: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns k, times ``key_weight`` if the layer has it, and v, each (1, rows, heads_kv, head_dim). Quantized k and v
-    are converted to dtype."""
+    """Returns (k, v), each (1, rows, heads_kv, head_dim). k is multiplied by ``key_weight`` if the layer has it.
+    Quantized k and v are converted to dtype."""
     k, v, *scales = (x[page, row][None] for x in layer[:4] if x is not None)
     if scales:
         k, v = dequantize(k, scales[0], dtype), dequantize(v, scales[1], dtype)

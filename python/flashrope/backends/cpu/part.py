@@ -1,4 +1,5 @@
-"""``Part``: a batch of sequences over a cache. It keeps what the host has read from their tables for all layers."""
+"""Defines ``Part``, a batch of sequences over a cache. It keeps what the host has read from the tables for all
+layers."""
 
 from __future__ import annotations
 

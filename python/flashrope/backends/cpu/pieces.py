@@ -23,10 +23,11 @@ MIN_CHUNK = 64  # rows; a narrower band is divided into chunks of this many rows
 
 
 class Piece(NamedTuple):
-    """Rows [row, row + rows) against keys [key, key + keys), ``repeat`` times, each ``stride`` rows and keys later.
+    """Attention of rows [row, row + rows) to keys [key, key + keys). It is repeated ``repeat`` times. Each repetition
+    starts ``stride`` rows and keys after the one before it.
 
-    causal: local row a sees the local keys b <= a. If width is not 0, it sees only keys with a - b < width. False:
-        every row sees every key.
+    causal: if True, local row a sees the local keys b <= a, and if width is not 0, only keys with a - b < width. If
+        False, every row sees every key.
     reversed: a and b count from the end of their range.
     """
 
@@ -67,7 +68,7 @@ def plan(
 ) -> tuple[RotationPieces, ...]:
     """Returns the pieces of all bands, grouped by rotation. Together they hold every visible (row, key) exactly once.
 
-    shift: query row r is at position shift + r; key j is at position j. Both are counted from position `first`.
+    shift: query row r is at position shift + r, and key j is at position j. Both are counted from position `first`.
     """
     rotations: dict[tuple[PositionMap, PositionMap], list[Piece]] = {}
     for band in bands:
@@ -81,7 +82,7 @@ def plan(
             continue
         if stop > 0:
             pieces += _past_pieces(max(start, 0), stop, seqlen_q, seqlen_k, shift)
-        if start < 0:  # later keys; they become earlier keys if the order of rows and keys is reversed
+        if start < 0:  # keys after the query: they become earlier keys if the order of rows and keys is reversed
             ahead = seqlen_k - seqlen_q - shift
             pieces += (
                 piece.mirrored(seqlen_q, seqlen_k)
@@ -110,7 +111,7 @@ def _past_pieces(start: float, stop: float, seqlen_q: int, seqlen_k: int, shift:
         return Piece(x + to_row, rows, key, min(keys, seqlen_k - key), **kind)
 
     pieces = []
-    if first < width:  # rows that see all keys from 0 on
+    if first < width:  # rows that see all earlier keys
         pieces += [
             clipped(first, width - first, 0, first),
             clipped(first, width - first, first, width - first, causal=True),

@@ -1,4 +1,4 @@
-"""``CachePlan``: computes attention over a cache on the CPU for all layers of a step. It reads the tables once."""
+"""Computes attention over a cache on the CPU for all layers of a step. ``CachePlan`` reads the tables once."""
 
 from __future__ import annotations
 

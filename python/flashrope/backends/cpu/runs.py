@@ -17,7 +17,7 @@ from .. import addresses
 from ..cache_tables import CachePositions, CacheTables
 from ..visible import VisibleTokens, of_queries, visible_tokens
 
-FARTHEST = 2.0**38  # largest position, to which positions are clamped; for the kernels distances of 2^40 are infinite
+FARTHEST = 2.0**38  # positions are clamped to [-FARTHEST, FARTHEST]; to the kernels, distances of 2^40 are infinite
 LONG_ENOUGH = 8  # average keys per run. With shorter runs, masks over all keys are faster.
 
 
@@ -67,8 +67,8 @@ class Placed(NamedTuple):
 
 
 def bands_between(bands: tuple[Band, ...], causal: bool, rows: Rows, position: float, order: int):
-    """Returns (bands, shift) between a run of queries and a run of keys. Row r of the queries is at the distance
-    shift + r from the first key.
+    """Returns (bands, shift) between a run of queries and a run of keys. Row r of the queries is at distance shift + r
+    from the first key.
 
     rows: the run of queries. position, order: position and rank of the run's first key.
     """

@@ -29,7 +29,7 @@ class Place(NamedTuple):
     """The positions of queries and keys that are only a part of a sequence, and the bands between them."""
 
     bands: tuple[Band, ...]
-    shift: int  # query row r is at the distance shift + r from the first key
+    shift: int  # query row r is at distance shift + r from the first key
     position_q: float  # position of the first query row
     position_k: float  # position of the first key
     seqlen: int  # number of keys of the whole sequence
@@ -127,7 +127,8 @@ def _describe(library, q, k, v, out, lse, call, place: Place | None = None) -> t
 
 
 def table_of(rotation: Rotation | None) -> Table:
-    """Returns the addresses of cos and sin, of shape ([batch,] rows, 1, channels). Dimensions of size 1 broadcast."""
+    """Returns a Table with the addresses of cos and sin, which are ([batch,] rows, 1, channels). Dimensions of size 1
+    broadcast."""
     table = Table()
     for name, x in zip(("cos", "sin"), rotation or (), strict=False):
         if x is not None:

@@ -1,4 +1,4 @@
-"""The Triton backend: ``attention`` and ``cached`` plan the launches, ``launcher`` starts them.
+"""The Triton backend. ``attention`` and ``cached`` plan the launches, and ``launcher`` starts them.
 
 CPU tensors run in Triton's interpreter if TRITON_INTERPRET=1 was set before the process started.
 """

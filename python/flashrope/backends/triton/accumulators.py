@@ -1,10 +1,9 @@
 """Checks whether a compiled kernel may add its accumulators to memory with ``red``, directly from their layout.
 
 The layout that Triton chooses must have two properties. They are checked, because a later version may choose another
-layout.
-First, no element may be in two threads. If a tile is too small for its warps, Triton copies it, and all copies would be
-added. Second, four consecutive elements of a thread must be the elements that one lane has in a 16 x 8 block. This
-holds for mma.sync and wgmma. Otherwise the kernel uses ``tl.atomic_add``, which converts the layout first.
+layout. First, no element may be in two threads. If a tile is too small for its warps, Triton copies it, and all copies
+would be added. Second, four consecutive elements of a thread must be the elements that one lane has in a 16 x 8 block.
+This holds for mma.sync and wgmma. Otherwise the kernel uses ``tl.atomic_add``, which converts the layout first.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ def held_once(ttgir: str) -> bool:
 
 
 def _covers(layout: str, rows: int, columns: int) -> bool:
-    """Whether all warps of a layout fit into the tile, so that none holds a copy."""
+    """Whether all warps of a layout fit into the tile, so that no warp holds a copy."""
     found = _ACCUMULATOR.match(layout)
     if not found:
         return False

@@ -1,4 +1,4 @@
-"""attention and attention_varlen: one plan per call."""
+"""Launches the kernels of ``attention`` and ``attention_varlen``, with one plan per call."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ from .score_grads import ScoreLayout, layout_of
 
 
 def kept_shapes(k: torch.Tensor, call: AttentionCall) -> KeptShapes:
-    """rotated_k: one copy for every slope that rotates the keys; table: that of given positions."""
+    """Returns the shapes of ``Kept``. rotated_k has one copy of the keys for every distinct rotation. table is empty
+    unless the caller gave positions."""
     table = (0,) if call.positions is None else (2, *call.positions.shape[:2], 2, padded_pairs(k.shape[-1]))
     return KeptShapes(_rotated_shape(k, call), table)
 
@@ -44,7 +45,7 @@ def _rotated_shape(k: torch.Tensor, call: AttentionCall) -> tuple[int, ...]:
 
 
 def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: AttentionCall):
-    """Returns (out, lse, kept); see ``AttentionBackend``."""
+    """Returns (out, lse, kept), as ``AttentionBackend`` describes."""
     q, k, v = map(with_int32_offsets, (q, k, v))
     out = q.new_empty(out_shape(q, v))
     lse = torch.empty(call.lse_shape(q), dtype=torch.float32, device=q.device)
@@ -62,7 +63,7 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: AttentionCa
 
 
 def backward(grad_out, grad_lse, q, k, v, out, lse, kept: Kept, call: AttentionCall):
-    """Returns the gradients of raw q, k and v; see ``AttentionBackend``."""
+    """Returns the gradients of raw q, k and v, as ``AttentionBackend`` describes."""
     if call.deterministic is False:
         _alert_not_deterministic()
     q, k, v = map(with_int32_offsets, (q, k, v))
@@ -86,7 +87,7 @@ def backward(grad_out, grad_lse, q, k, v, out, lse, kept: Kept, call: AttentionC
 
 
 def _alert_not_deterministic() -> None:
-    """As torch does for its own operators."""
+    """Raises or warns if torch requests deterministic algorithms, as torch does for its own operators."""
     if not torch.are_deterministic_algorithms_enabled():
         return
     message = (
@@ -99,7 +100,7 @@ def _alert_not_deterministic() -> None:
 
 
 class GradientInputs(NamedTuple):
-    """What both gradient kernels read. rotated_q (band, *shape of q); statistics (heads, rows, 2)."""
+    """The tensors that both gradient kernels read. rotated_q: (band, *shape of q). statistics: (heads, rows, 2)."""
 
     rotated_q: torch.Tensor
     k: torch.Tensor
@@ -110,7 +111,7 @@ class GradientInputs(NamedTuple):
 
 
 class AttentionPlan(Plan):
-    """table: ``Kept.table``."""
+    """The launches of one call of attention, forward or backward. table: ``Kept.table``."""
 
     def __init__(self, q, k, v, call: AttentionCall, table, grad_out=None):
         self.seqlen_k, self.head_dim_v, positions = k.shape[-3], v.shape[-1], call.positions
@@ -136,7 +137,8 @@ class AttentionPlan(Plan):
         self._rotate(k, rotated_k, self.lowered.k_copies, rotations, scheme, cu_seqlens, lengths, self.channels)
 
     def rotated_queries(self, q) -> torch.Tensor:
-        """q as every band rotates it, log n included: (band, *shape of q); q itself where that changes nothing."""
+        """Returns q rotated for every band and multiplied by its query scale, (band, *shape of q). Expands q without a
+        copy if that changes nothing."""
         if not any(self.lowered.q_rotations) and self.rotary.query_scale == UNSCALED:
             return q.expand(self.num_bands, *q.shape)
         rotated_q = q.new_empty(self.num_bands, *q.shape)
@@ -186,7 +188,8 @@ class AttentionPlan(Plan):
         self.launch_forward(attention_forward, tensors, result, sequences, self.seqlen_k, variant, tile)
 
     def statistics(self, out, grad_out, lse, grad_lse) -> torch.Tensor:
-        """float32 (heads, rows, 2): lse in log2 units and delta; sequences start at multiples of STATISTICS_ROWS."""
+        """Returns lse in log2 units and delta, float32 (heads, rows, 2). Sequences start at multiples of
+        STATISTICS_ROWS."""
         rows = (_rows(out) // configs.STATISTICS_ROWS + self.batch) * configs.STATISTICS_ROWS
         statistics = lse.new_empty(self.heads_q, rows, 2)
         launcher.launch(
@@ -208,7 +211,7 @@ class AttentionPlan(Plan):
         return statistics
 
     def is_reproducible(self, deterministic: bool | None) -> bool:
-        """deterministic: as in ``AttentionCall``."""
+        """Whether the backward computes dQ without atomics. deterministic: as in ``AttentionCall``."""
         has_grad_q = configs.has_grad_q(self.capability, self.itemsize, *self._widths)
         if deterministic is not None or torch.are_deterministic_algorithms_enabled():
             if deterministic is not False and not has_grad_q:
@@ -251,8 +254,8 @@ class AttentionPlan(Plan):
         return layout_of(*sizes, causal=self.causal, packed=self.cu_seqlens.q is not None)
 
     def grad_kv_and_sums(self, inputs: GradientInputs, grad_k, grad_v) -> tuple[torch.Tensor, Variant]:
-        """Returns (dQ of every band, float32 (band, head, row of the statistics, channel) in accumulator order, the
-        variant that says which order this is)."""
+        """Fills dK and dV. Returns (the sums of dQ, the variant that says in which order they are stored). The sums are
+        float32 (band, head, row of the statistics, channel)."""
         tile, variant = self._grad_kv_tile("grad_qkv")
         rows = inputs.statistics.shape[1]
         sums = inputs.statistics.new_zeros(self.num_bands, self.heads_q, rows, variant.block_d)
@@ -267,13 +270,13 @@ class AttentionPlan(Plan):
 
     def _grad_kv_tile(self, direction: str):
         """Returns the tile and the variant of the kernel for dK and dV."""
-        if self.vec == 1 and max(self._widths) > 256:  # where the usual tile may take more shared memory than there is
+        if self.vec == 1 and max(self._widths) > 256:  # the usual tile may then take more shared memory than there is
             direction += " unaligned"
         tile, variant = self._tile(direction)
         return tile, variant._replace(query_rows=configs.query_rows(self.capability, tile, variant.block_d))
 
     def finish_grad_q(self, sums: torch.Tensor, summed: Variant, grad_q) -> None:
-        """sums, summed: what ``grad_kv_and_sums`` returns."""
+        """Fills dQ from its sums. sums, summed: the results of ``grad_kv_and_sums``."""
         rows, heads = configs.ROTATE_ROWS, configs.ROTATE_HEADS
         variant = variant_of(self.rotary, self.vec, self.num_bands, 0, 0, rows)
         launcher.launch(
@@ -335,5 +338,6 @@ def _rows(x: torch.Tensor) -> int:
 
 
 def scalar_positions(positions: torch.Tensor) -> torch.Tensor:
-    """float32 (batch, seqlen) for log n. An axial scheme has no log n and passes its first axis, which is not read."""
+    """Returns the positions for log n, float32 (batch, seqlen). Axial schemes have no log n, so their result is not
+    read."""
     return (positions if positions.ndim == 2 else positions[..., 0]).to(torch.float32).contiguous()

@@ -1,5 +1,5 @@
-"""Attention over a cache: one plan for the layers of a step. Few queries take the decode kernel, long chunks that of
-``chunks.py``."""
+"""Launches the kernels of attention over a cache, with one plan for the layers of a step. Few queries take the decode
+kernel, and many queries take the kernel of ``chunks.py``."""
 
 from __future__ import annotations
 
@@ -57,23 +57,23 @@ from .rotated import rotate
 
 
 def unsupported_positions(positions: CachePositions) -> str:
-    """Always "": these kernels take all tables."""
+    """Returns "", because these kernels take all tables."""
     return ""
 
 
 def plan_cache(call: CacheCall, layer: CacheLayer, queries: Queries) -> CachePlan:
-    """Plans the layers of a step; see ``CacheBackend``."""
+    """Plans the layers of a step, as ``CacheBackend`` describes."""
     return CachePlan(call, layer, queries)
 
 
 def attention_with_cache(q: torch.Tensor, layer: CacheLayer, call: CacheCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attends over one layer's cache; see ``CacheBackend``."""
+    """Attends over one layer's cache, as ``CacheBackend`` describes."""
     return CachePlan(call, layer, Queries.of(q)).attend(q, layer)
 
 
 class RotatedRows(NamedTuple):
-    """Rows of the workspace for rotated keys. per_sequence: `rows` of copied_keys in triton_kernels/tiles.py; longest:
-    the most rows that one sequence has."""
+    """The size of the workspace for rotated keys, in rows. per_sequence: the argument `rows` of copied_keys in
+    triton_kernels/tiles.py. longest: the largest number of rows of a sequence. total: the rows of all sequences."""
 
     per_sequence: int
     longest: int
@@ -83,10 +83,10 @@ class RotatedRows(NamedTuple):
 class CachePlan(Plan):
     """Attention over a cache for the layers of a step, as ``protocol.CachePlan`` describes it.
 
-    ``attention_decode`` serves short sequences of queries, ``attention_chunks`` longer ones.
+    ``attention_decode`` serves sequences with few queries, and ``attention_chunks`` serves sequences with many.
 
-    What depends on the values of the tables is launched for the first layer. The layers share one workspace, so they
-    run on one stream.
+    Kernels whose results depend only on the tables run once, for the first layer. The layers share one workspace, so
+    they must run on one stream.
     """
 
     def __init__(self, call: CacheCall, layer: CacheLayer, queries: Queries):
@@ -114,7 +114,7 @@ class CachePlan(Plan):
         self.quantized = layer.k_scale is not None
         self.lse_shape, self.out_shape = cached_lse_shape(queries), cached_out_shape(queries, layer)
         self.head_dim_v = self.out_shape[-1]
-        self.first_value = -1  # see Variant; a product takes at least SMALLEST_TILE channels of a tile
+        self.first_value = -1  # see Variant; a product needs at least SMALLEST_TILE channels of a tile
         if layer.first_value is not None and self.table.shape[-1] >= configs.SMALLEST_TILE:
             self.first_value = layer.first_value
         self.empty = not (0 not in queries.shape and layer.k.numel() and self.capacity and self.call.bands)
@@ -167,8 +167,8 @@ class CachePlan(Plan):
         return self.layout._replace(**scale_fields(layer))
 
     def _place_tokens(self, positions: CachePositions | None) -> None:
-        """Adds what ``place_tokens`` finds to the layout: one launch, or two if the bands use one-dimensional stored
-        positions."""
+        """Launches ``place_tokens`` and adds the tensors that it fills to the layout. If positions may have fractions
+        and the scheme is not axial, ``place_slots`` is launched first."""
         assert positions is not None
         device, tables = self.queries.device, self.call.tables
         entries = tables.block_table.shape[1] if tables.block_table is not None else 1
@@ -223,11 +223,12 @@ class CachePlan(Plan):
     # ---- many queries
 
     def _can_prefill(self, layer: CacheLayer) -> bool:
-        """Whether ``attention_chunks`` serves long queries: it rotates keys once, decoding once per query tile.
+        """Whether ``attention_chunks`` serves sequences with many queries. It rotates keys once, while the decode
+        kernel rotates them once per query tile.
 
-        Its workspace, one copy for each slope that rotates keys, must not exceed the cache. num_splits asks for the
-        decode kernel, whose results do not depend on how tokens are divided into calls. Only the decode kernel takes
-        key weights and heads of more than 512 channels.
+        Its workspace holds one copy for each rotation of keys, and must not have more rows than the cache. num_splits
+        requests the decode kernel, whose results do not depend on how tokens are divided into calls. Only the decode
+        kernel takes key weights and heads of more than 512 channels.
         """
         too_wide = self.rotary.head_dim > 2 * configs.WIDEST_PAIRS
         if self.call.num_splits or layer.key_weight is not None or too_wide:
@@ -239,7 +240,8 @@ class CachePlan(Plan):
         return self._rotated_rows().total <= slots and offsets_fit
 
     def _rotated_rows(self) -> RotatedRows:
-        """Returns the size of the buffer for each sequence's last keys, as far back as bands that rotate keys reach."""
+        """Returns the size of the workspace. It holds each sequence's last keys, as far back as the bands that rotate
+        keys reach."""
         if not self.lowered.k_stops:
             return RotatedRows(0, 0, 0)
         beyond = max(self.lowered.k_stops) - 1  # keys before the first query's own
@@ -250,7 +252,7 @@ class CachePlan(Plan):
         return RotatedRows(beyond, longest, self.seqlen_q + self.seqlen_q // (configs.DECODE_SEQLEN + 1) * beyond)
 
     def prefill(self, q, layer: CacheLayer, layout: KernelCacheLayout, out, lse) -> None:
-        """Fills the rows of out and lse that the decode kernel leaves, in two launches."""
+        """Fills the rows of out and lse that the decode kernel does not fill, in at most two launches."""
         q, k_cache, v_cache = with_int32_offsets(q), layer.k, layer.v
         copies, rows = len(self.lowered.k_copies), self._rotated_rows()
         vec, code_vec = cached_vector_sizes(k_cache, v_cache, q)
@@ -283,7 +285,7 @@ class CachePlan(Plan):
             )
         direction = "forward codes" if self.quantized else "forward" if vec > 1 else "forward unaligned"
         tile = self.tile(direction, self.cache, block_d(self.head_dim_v))
-        # Only paged keys and codes are read in another way than copies.
+        # Only paged and quantized keys are loaded in a different way than rotated copies.
         rotated_bands = self.lowered.rotated_bands if self.page_size or self.quantized else 0
         variant = variant_of(
             self.rotary,
@@ -302,9 +304,8 @@ class CachePlan(Plan):
     # ---- few queries
 
     def decode(self, q, layer: CacheLayer, layout: KernelCacheLayout, out, lse) -> None:
-        """Fills out and lse, in one launch, or two if the keys of a sequence can be divided. For several sequences, the
-        first layer divides the keys. Packed queries that ``attention_chunks`` serves are left to it. Most of the others
-        are then a single token each."""
+        """Fills out and lse in one launch, or in two if the keys of a sequence can be divided. With shares, the first
+        layer also launches ``plan_shares``. Skips sequences that ``attention_chunks`` serves."""
         v = layer.v if self.first_value < 0 else None  # no kernel reads a v that is a view of k
         key = (q.stride(), alignment_key(q, layer.k, v, *layer[2:], out))
         if key != self._decode_key:
@@ -336,7 +337,7 @@ class CachePlan(Plan):
         tile = self.tile(direction, self.cache, block_d(self.head_dim_v))
         aligned_maps = bool(self.lowered.maps) and layout.entries is None and self._maps_align(tile.block_n)
         if self.lowered.maps and not aligned_maps:
-            # Every key has its own row of cos and sin. Requested ahead, they would fill shared memory.
+            # Every key has its own row of cos and sin. If these rows were loaded ahead, they would fill shared memory.
             tile = tile._replace(num_stages=1)
         one_run = False
         if layout.entries is not None:
@@ -389,8 +390,8 @@ class CachePlan(Plan):
         return Decode(decode, stride_fields(q), num_splits, partial, None, combine)
 
     def _plan_shares(self, q, layer: CacheLayer, layout, result: Result, segments: int, options) -> Decode:
-        """Launches ``plan_shares`` for as many programs as the device holds at once, or as there can be key tiles.
-        segments: tiles of query rows of all heads and sequences."""
+        """Launches ``plan_shares``. The number of programs is what the device holds at once, and at most the number of
+        key tiles. segments: number of tiles of query rows of all heads and sequences."""
         variant = options["VARIANT"]
 
         def workspace(programs: int) -> Workspace:
@@ -425,22 +426,22 @@ class CachePlan(Plan):
         return plan
 
     def _channels(self, layout: KernelCacheLayout) -> tuple[Part, ...]:
-        """Returns the parts of the head, or () where the kernel takes all of it as pairs: over a quantized cache, at
-        explicit positions, and in a tile that the head does not fill."""
+        """Returns the parts of the head, or () if the kernel holds all channels as pairs. It does so for quantized
+        caches, for explicit positions, and if a head of up to 512 channels does not fill its tile."""
         parts = channel_parts(self.rotary, self.call.causal)
         padded = self.rotary.head_dim != 2 * self.table.shape[-1] and self.rotary.head_dim <= 2 * configs.WIDEST_PAIRS
         return () if self.quantized or layout.entries is not None or padded else parts
 
     def _maps_align(self, block_n: int) -> bool:
-        """Whether every tile of block_n keys lies in one chunk, and in one group or over whole groups."""
+        """Whether every tile of block_n keys lies in one chunk, and either lies in one group or holds whole groups."""
         maps = [self.lowered.maps[rotation] for rotation in self.lowered.k_copies]
         return all(x.chunk % block_n == 0 and 0 in (x.group % block_n, block_n % x.group) for x in maps)
 
     def _tile_of_explicit_positions(self, tile: Tile) -> tuple[Tile, bool]:
-        """Returns the tile for explicit positions, and whether each tile of keys lies in one page, so that its keys
-        follow one another. Otherwise every key has its own rows of cos and sin, as with maps that do not align."""
+        """Returns (the tile for explicit positions, whether each tile of keys lies in one page). In one page,
+        consecutive keys have consecutive positions. Otherwise every key needs its own rows of cos and sin."""
         if self.lowered.maps and not self.stored:
-            tile = tile._replace(num_stages=2)  # see decode; tiles are smaller here
+            tile = tile._replace(num_stages=2)  # as in _plan_decode; these tiles are smaller
         if (self.stored or self.lowered.maps) and self.table.shape[-1] >= configs.EXPLICIT_PAIRS:
             tile = tile._replace(block_n=min(tile.block_n, configs.EXPLICIT_KEYS))
         if not self.page_size:
@@ -473,7 +474,8 @@ class CachePlan(Plan):
         )
 
     def _num_splits(self, segments: int, q, layer: CacheLayer, layout: KernelCacheLayout, lse, options) -> int:
-        """Returns the number that the call asks for, or one that fills the device. segments: blocks of one split."""
+        """Returns the number of splits that the call requests, or else a number that fills the device. segments: blocks
+        of one split."""
         block_n = options["VARIANT"].block_n
         if self.call.num_splits:
             return min(self.call.num_splits, MAX_SPLITS, cdiv(self.capacity, block_n))
@@ -495,7 +497,7 @@ class CachePlan(Plan):
         return _resident[key] * multiprocessors(q.device)
 
 
-_resident: dict[tuple, int] = {}  # blocks of attention_decode that one multiprocessor holds
+_resident: dict[tuple, int] = {}  # number of blocks of attention_decode that one multiprocessor holds
 
 
 def _have_parts(positions: CachePositions) -> bool:

@@ -1,4 +1,4 @@
-"""How the decode kernel divides the keys of a batch: which heads take shares, and what both divisions store."""
+"""Decides for which heads the decode kernel divides keys into shares, and allocates what shares and splits store."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from .device import block_d
 
 class Decode(NamedTuple):
     """The launches of ``attention_decode`` and, if the keys of a sequence can be divided, of the kernel that combines
-    its results. num_splits: 0 for shares. partial: results of several splits. workspace: for shares. rows: of a tile of
-    queries."""
+    its results. num_splits: 0 for shares. partial: the results of several splits. workspace: the Workspace of shares.
+    rows: the number of query rows of a tile, for shares."""
 
     decode: launcher.Launch
     q_strides: tuple[int, int, int]
@@ -28,9 +28,9 @@ class Decode(NamedTuple):
 
 
 class Head(NamedTuple):
-    """What decides how many registers the loop over keys needs. itemsize: of the queries. codes: the cache is
-    quantized. channels: whether the kernel takes the head in parts. shared: values are channels of the keys, in such a
-    head. wide: a tile of many query rows."""
+    """Properties of a head and a call that decide how many registers the loop over keys needs. itemsize: bytes of an
+    element of q. codes: whether the cache is quantized. channels: whether the kernel divides the head into parts.
+    shared: whether it does and values are channels of the keys. wide: whether a tile has many query rows."""
 
     head_dim: int
     itemsize: int
@@ -41,12 +41,16 @@ class Head(NamedTuple):
 
 
 def shares_fit(head: Head, paged: bool) -> bool:
-    """Returns whether the loop over keys leaves the registers that lead a program to its next piece.
+    """Whether the decode kernel divides keys into shares.
 
-    Where it does not, a multiprocessor would hold fewer blocks than with splits, or a block of keys would take longer:
-    for 16-bit heads of fewer than 64 channels, of 64 over quantized caches or with many query rows, and of 65 to 255
-    other than 128; for float32 outside of 32 to 64 channels; from 256 channels on for heads that the kernel takes
-    whole, that hold the values in at most 512 channels, or that have many query rows over contiguous latent caches."""
+    A program needs some registers to go on to its next piece. If the loop over keys leaves too few, a multiprocessor
+    would hold fewer blocks than with splits, or a block of keys would take longer. The loop leaves enough for:
+
+    - float32: 32 to 64 channels, unless the cache is quantized or the tile is wide.
+    - 16 bits, fewer than 256 channels: 128 channels, and 64 unless the cache is quantized or the tile is wide.
+    - 16 bits, 256 channels or more: heads in parts. If values are channels of the keys, the head must also have more
+      than 512 channels, and if the tile is wide, the cache must be paged.
+    """
     small, usual = configs.SHARE_DIMS
     if head.itemsize > 2:
         return small // 2 <= head.head_dim <= small and not head.codes and not head.wide
@@ -60,7 +64,7 @@ def shares_fit(head: Head, paged: bool) -> bool:
 def share_workspace(
     programs: int, segments: int, batch: int, block_m: int, head_dim_v: int, device: torch.device
 ) -> Workspace:
-    """Allocates what ``plan_shares`` fills, and the results of segments that are cut."""
+    """Allocates the tensors that ``plan_shares`` fills, and the partial results of segments that are cut."""
 
     def numbers(*shape: int, dtype=torch.int32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
@@ -76,7 +80,7 @@ def share_workspace(
 
 
 def combine_launch(kernel, programs: int, head_dim_v: int, block_m: int = 0) -> launcher.Launch:
-    """Returns the launch of a kernel that combines results. block_m: the rows of a tile of queries, for shares."""
+    """Returns the launch of a kernel that combines results. block_m: number of query rows of a tile, for shares."""
     variant = Variant(head_dim_v, block_d(head_dim_v), block_m=block_m)
     options = {"BLOCK_S": configs.COMBINE_SPLITS, "VARIANT": variant, **configs.options(configs.COMBINE_WARPS)}
     return launcher.Launch(kernel, (programs,), options)

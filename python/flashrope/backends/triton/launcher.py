@@ -1,7 +1,7 @@
 """Launches kernels. If a kernel has run before, Triton's own inspection of arguments is bypassed.
 
-Triton inspects every argument of every launch to find the kernel that it compiled for such arguments. That is several
-times the work of the launch itself. In decoding, where kernels are short, it takes most of the time.
+Triton inspects every argument of every launch to find the kernel that it compiled for such arguments. This takes
+several times as long as the launch itself. In decoding, where kernels are short, it takes most of the time.
 
 Triton's key of a compiled kernel contains the target device, the compiler options, and the traits of each argument. The
 traits of a tensor are its dtype and whether its address is a multiple of 16. The traits of an integer are whether it is

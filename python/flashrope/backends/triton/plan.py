@@ -1,5 +1,5 @@
-"""``Plan``: what all launches of a call share. It holds the scheme on the device, chooses tiles and launches the
-forward."""
+"""Defines ``Plan``, the part that all launches of a call share. It holds the scheme on the device, chooses tiles and
+launches the forward."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .launcher import cdiv
 
 
 class Plan:
-    """Has a method for each launch of a call.
+    """The base of ``AttentionPlan`` and ``CachePlan``, which have a method for each launch of a call.
 
     q: the queries, or ``Queries``. The plan keeps no reference to it.
     keys: the length of the longest sequence of keys, or the capacity of the cache.

@@ -51,7 +51,7 @@ class ScoreLayout(NamedTuple):
     def launches(self, workspace: torch.Tensor) -> Iterator[tuple[ScoreGrads, int]]:
         """Yields the argument of each pair of launches, and how many pairs of a sequence and a key head it serves.
 
-        workspace: of ``elements``, in q's type."""
+        workspace: a tensor of ``elements`` elements, in q's type."""
         strides = self.width, self.growth, self.panels, self.most_sequences * self.panels
         for first in range(0, self.sequences, self.most_sequences):
             for head in range(0, self.heads_kv, self.most_heads):
@@ -64,14 +64,14 @@ class ScoreLayout(NamedTuple):
 def layout_of(
     seqlen_q: int, max_seqlen_k: int, batch: int, heads_q: int, heads_kv: int, itemsize: int, causal: bool, packed: bool
 ) -> ScoreLayout | None:
-    """Returns the layout of a call. None if the matrices of one key head need more than ``configs.SCORE_BYTES``.
+    """Returns the layout of a call, or None if the matrices of one key head need more than ``configs.SCORE_BYTES``.
 
     seqlen_q: the rows of one sequence, or of all if they are packed.
     """
     if not _storing:
         return None
     rows, group = cdiv(seqlen_q, configs.PANEL_ROWS), heads_q // heads_kv
-    panels_in_row = configs.PANEL_ROWS // configs.PANEL_KEYS  # in as many columns as a row of panels has rows
+    panels_in_row = configs.PANEL_ROWS // configs.PANEL_KEYS  # panels that hold PANEL_ROWS keys
     width, growth, sequences = cdiv(max_seqlen_k, configs.PANEL_ROWS) * panels_in_row, 0, batch
     panels = rows * width
     if packed:  # a sequence begins in row of panels (its first query row) // PANEL_ROWS + (its index)
