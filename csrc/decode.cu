@@ -1,9 +1,9 @@
-// Split-key attention over a cache of raw keys, for a few query rows per sequence.
+// Computes attention over a cache of raw keys for a few query rows per sequence. The keys are divided into splits.
 //
 // The keys of a sequence are divided into blocks of warps * SLICE, counted from its first key, and split s takes the
 // blocks s, s + num_splits, ... So the grid follows from shapes alone, and lengths are read on the device. A warp owns
 // one slice of every block. It copies K and V into its own part of shared memory, one or two slices ahead, multiplies
-// on tensor cores and keeps its own running softmax; there is no barrier in the loop. The results of the warps are
+// on tensor cores and keeps its own running softmax. There is no barrier in the loop. The results of the warps are
 // merged at the end, and the results of the splits in the combine kernel. The result of a query row does not depend on
 // the other rows or sequences of the call.
 //
@@ -22,7 +22,7 @@ constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 
 // ---- queries
 
-// rotated_q: (num_bands, TILE_ROWS, pitch), the rotated queries of the tile for every band.
+// Writes the tile's queries, rotated for every band, to rotated_q (num_bands, TILE_ROWS, pitch).
 template <typename T, int D, bool INTERLEAVED>
 __device__ void rotate_queries(const DecodeParams& p, const Work& w, int shift, uint16_t* rotated_q) {
   constexpr int PITCH = pitch_for(D);
@@ -91,7 +91,7 @@ __device__ void score_unrotated(float (&score)[2][4], const uint16_t* q, const u
   }
 }
 
-// A pair is channels 2m and 2m + 1, which lie in one register. rotated: channels from here on do not rotate.
+// A pair is channels 2m and 2m + 1, which lie in one register. Channels from `rotated` on do not rotate.
 template <typename T, int D>
 __device__ void score_interleaved(float (&score)[2][4], const uint16_t* q, const uint16_t* k, const KeyCosSin& angles,
                                   int rotated) {
@@ -112,7 +112,7 @@ __device__ void score_interleaved(float (&score)[2][4], const uint16_t* q, const
 }
 
 // A pair is channels m and m + paired. paired is a multiple of 16, so one lane holds both, in two tiles.
-// rotated_pairs: pairs from here on do not rotate.
+// Pairs from rotated_pairs on do not rotate.
 template <typename T, int D>
 __device__ void score_halves(float (&score)[2][4], const uint16_t* q, const uint16_t* k, const KeyCosSin& angles,
                              int paired, int rotated_pairs) {

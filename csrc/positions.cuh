@@ -72,7 +72,7 @@ __device__ Work find_work(const DecodeParams& p) {
 
 // ---- rotation
 
-// An angle.
+// The cos and sin of an angle.
 struct CosSin {
   float cos, sin;
 };
@@ -89,13 +89,13 @@ __device__ inline CosSin load_cos_sin(const DecodeParams& p, const float* row, i
   return {row[pair], row[p.table_pairs + pair]};
 }
 
-// The angle of a pair at a position: a coarse row of the table plus a fine row.
+// Returns the angle of a pair at a position: a coarse row of the table plus a fine row.
 __device__ inline CosSin cos_sin_at(const DecodeParams& p, int rotation, int position, int pair) {
   return add_angles(load_cos_sin(p, table_row(p, rotation, FINE_ROWS + position / FINE_ROWS), pair),
                     load_cos_sin(p, table_row(p, rotation, position % FINE_ROWS), pair));
 }
 
-// The two channels (x, y) of a pair, rotated.
+// Rotates the two channels (x, y) of a pair.
 __device__ inline float2 rotate(float x, float y, CosSin t) {
   return make_float2(x * t.cos - y * t.sin, y * t.cos + x * t.sin);
 }
@@ -119,7 +119,7 @@ struct KeyCosSin {
     return add_angles(CosSin{base[pair], base[half + pair]}, CosSin{fine[key][pair], fine[key][pairs + pair]});
   }
 
-  // cos and sin of an even pair and of the next one.
+  // Finds cos and sin of an even pair and of the next one.
   __device__ void two_at(CosSin (&t)[2], int key, int pair) const {
     const float2 cos = load_two(base + pair), sin = load_two(base + half + pair);
     const float2 fine_cos = load_two(fine[key] + pair), fine_sin = load_two(fine[key] + pairs + pair);

@@ -15,16 +15,16 @@ struct KeyHead {
   const BackwardCall& backward;
   const ForwardCall& call;
   const int64_t b, head_kv, group, shift;
-  const int head_dim, head_dim_v, width, width_v;  // widths: head_dims in whole steps of the products
-  const int64_t rows, keys;   // in whole tiles
-  // (rows or keys, width; of v and grad_out width_v), and transposed in panels (rows / GEMM_COLUMNS, head_dim,
-  // GEMM_COLUMNS)
+  const int head_dim, head_dim_v, width, width_v;  // widths: rounded up to GEMM_COLUMNS
+  const int64_t rows, keys;   // rounded up to whole tiles
+  // (rows or keys, width), or width_v for v and grad_out. Transposed: panels (rows / GEMM_COLUMNS, head_dim,
+  // GEMM_COLUMNS).
   Floats v, grad_v, grad_k, k, grad_rotated_k;
   Floats q, q_transposed, grad_out, grad_out_transposed, grad_q, grad_rotated_q;
   Floats lse, delta;  // (rows,)
-  Floats poisoned;    // (rows,), 1 where q, grad_out, lse or delta is not finite
+  Floats poisoned;    // (rows,), 1 for a row whose q, grad_out, lse or delta is not finite
   alignas(64) float weights[BLOCK_N * BLOCK_M], grad_scores[BLOCK_N * BLOCK_M], transposed[BLOCK_M * BLOCK_N];
-  Floats finite_q, finite_grad_out;  // (BLOCK_M, width) and width_v: a tile without its poisoned rows
+  Floats finite_q, finite_grad_out;  // (BLOCK_M, width or width_v): a tile whose poisoned rows are 0
 
   KeyHead(const BackwardCall& backward, int64_t head)
       : backward(backward), call(backward.forward), b(head / call.heads_kv), head_kv(head % call.heads_kv),
@@ -84,10 +84,10 @@ struct KeyHead {
     return all;
   }
 
-  // Writes x (rows, stride) transposed in panels, a few channels at a time: what they are written to fits into the first
-  // cache.
+  // Writes x (rows, stride) transposed, in panels. Takes a few channels at a time, so that the part of `to` that is
+  // being written fits into the L1 cache.
   void transpose(const float* x, int stride, int channels, float* to) const {
-    constexpr int COLUMNS = 8;  // head_dim is a multiple of it
+    constexpr int COLUMNS = 8;  // divides head_dim
     for (int64_t panel = 0; panel < rows; panel += GEMM_COLUMNS)
       for (int first = 0; first < channels; first += COLUMNS)
         for (int r = 0; r < GEMM_COLUMNS; ++r)
@@ -97,7 +97,7 @@ struct KeyHead {
 
   void load_head(int64_t head) {
     std::fill_n(grad_q.get(), rows * width, 0.0f);
-    std::fill_n(lse.get(), rows, INF);  // rows that see no key: their weights are exp(-inf)
+    std::fill_n(lse.get(), rows, INF);  // rows that see no key keep this: their weights are exp(-inf) = 0
     for (int64_t row = 0; row < call.seqlen_q; ++row) {
       const T* out = call.out.row<const T>(b, row, head);
       const T* grad = backward.grad_out.row<const T>(b, row, head);
@@ -148,7 +148,7 @@ struct KeyHead {
       std::fill(w + end, w + BLOCK_M, 0.0f);
       for (int r = 0; r < BLOCK_M; r += LANES)
         store(g + r, load(w + r) * (load(g + r) - load(delta.get() + row + r)));
-      std::fill_n(g, first, 0.0f);  // where grad_scores or delta is NaN
+      std::fill_n(g, first, 0.0f);  // because 0 * NaN is NaN
       std::fill(g + end, g + BLOCK_M, 0.0f);
       for (int r = 0; r < BLOCK_M; ++r) transposed[r * BLOCK_N + t] = g[r];
     }

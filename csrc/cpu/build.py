@@ -184,7 +184,7 @@ def cache_folder() -> Path | None:
         folder = Path(home) if os.path.isabs(home) else Path.home() / ".cache"
         folder = Path(chosen) if chosen else folder / "flashrope" / "cpu-kernels"
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        own = folder.stat().st_uid == os.getuid()  # not so under sudo: what another user wrote would run as root
+        own = folder.stat().st_uid == os.getuid()  # false under sudo, where root would run what another user wrote
     except (OSError, RuntimeError):
         return None
     return folder if own and os.access(folder, os.W_OK) else None

@@ -54,7 +54,7 @@ inline IntVec lane_numbers() {
   for (int i = 0; i < LANES; ++i) v[i] = i;
   return v;
 }
-inline Vec broadcast(float x) { return x - Vec{}; }  // unlike x + 0, no instruction for it
+inline Vec broadcast(float x) { return x - Vec{}; }  // costs no instruction, unlike x + 0
 
 // Divides a and b into blocks of 2 HALF lanes and adds the two halves of every block. In each block of the result, the
 // first HALF lanes hold the sums of a, the others the sums of b.
@@ -95,7 +95,8 @@ inline float maximum(Vec v) {
   return v[0];
 }
 
-// exp(x) for x <= 0, within 2 units in the last place; 0 below the smallest normal number. NaN stays NaN.
+// Returns exp(x) for x <= 0, within 2 units in the last place. Results below the smallest normal number are 0. NaN
+// stays NaN.
 inline Vec exp(Vec x) {
   const Vec lowest = broadcast(-87.3f);
   const Vec clamped = x < lowest ? lowest : x;
@@ -235,7 +236,7 @@ inline void convert(const T* x, float* y, int count) {
 }
 
 template <typename T>
-constexpr float LARGEST = std::numeric_limits<float>::max();  // finite number
+constexpr float LARGEST = std::numeric_limits<float>::max();  // the largest finite number
 template <>
 inline constexpr float LARGEST<Float16> = 65504.0f;
 template <>
@@ -314,7 +315,7 @@ struct Band {
     if (chunk && position >= 0) end = std::min((position / chunk - start + 1) * chunk, position + 1);
     return std::clamp<int64_t>(end, 0, keys);
   }
-  // Rows at the positions [first_position, end_position) see a key.
+  // Rows at the positions [first_position, end_position) see the key.
   int64_t first_position(int64_t key) const {
     return chunk ? std::max((key / chunk + start) * chunk, key) : key + start;
   }

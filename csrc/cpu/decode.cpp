@@ -1,5 +1,5 @@
-// attention_with_cache for a few queries per sequence. The keys of a sequence are divided into chunks, which the
-// threads share. The thread that finishes the last chunk of a head combines the results of all its chunks in order.
+// Computes attention_with_cache for a few queries per sequence. The keys of a sequence are divided into chunks, which
+// the threads share. The thread that finishes the last chunk of a head combines the results of all its chunks in order.
 //
 // Chunks are counted from a sequence's first key and every row of the cache is read in place, so the results do not
 // depend on the batch, the layout of the cache or the number of threads. Chunks and blocks that no query sees are not
@@ -21,31 +21,31 @@ struct Span {  // keys of a block
   int first, end;
 };
 
-// Computes one chunk of keys against the queries of one key head. D: head_dim of keys and values, which are not weighted
-// and whose pairs begin at channel 0; or 0 if all that is only known at run time. T: type of the cache; Q: type of
-// queries and results.
+// Computes attention of the queries of one key head to one chunk of keys. D: head_dim of keys and values, if it is
+// known at compile time. There are then no key weights, and pairs begin at channel 0. Otherwise D is 0. T: type of the
+// cache; Q: type of queries and results.
 template <typename T, typename Q, int D>
 struct Chunk {
   const DecodeCall& call;
   const QueryAngles& query_angles;
   int64_t run_number;
   Run run;
-  int64_t sequence, head_kv, first_key, end_key;  // keys count from the run's first
+  int64_t sequence, head_kv, first_key, end_key;  // counted from the run's first key
   const int64_t group = call.heads_q / call.heads_kv;
   const int rows = int(group * call.seqlen_q);  // row r: query r % seqlen_q of query head head_kv * group + r / seqlen_q
   const Pairs pairs{int(call.pairs), call.interleaved != 0, D ? 0 : int(call.first_channel)};
-  // Rows of the cache can be read as vectors.
+  // Whether rows of the cache can be read in whole vectors.
   const bool whole_vectors = head_dim() == padded_dim(), whole_vectors_v = head_dim_v() == padded_dim_v();
-  // Pairs that rotate as whole vectors.
+  // Number of vectors that hold the first members of all pairs that rotate.
   const int rotating_vectors = int((call.rotating_pairs + LANES - 1) / LANES);
   const bool vector_pairs =
       whole_vectors && !pairs.interleaved && pairs.count % LANES == 0 && pairs.first % LANES == 0;
-  // Values are channels of the keys, which are already in the processor's caches.
+  // Whether values are channels of the keys. They are then already in the processor's caches.
   const bool shared = call.v.stride_row == call.k.stride_row && call.v.stride_head == call.k.stride_head &&
                       call.v.stride_batch == call.k.stride_batch &&
                       uintptr_t(call.v.data) - uintptr_t(call.k.data) < row_bytes();
 
-  alignas(64) float q[MAX_ROWS * MAX_HEAD_DIM];  // times the scale; the next ones per band
+  alignas(64) float q[MAX_ROWS * MAX_HEAD_DIM];  // times the scale; rotated_q: per band
   alignas(64) float rotated_q[MAX_BANDS][MAX_ROWS * MAX_HEAD_DIM];
   struct Block {
     Rows<T> k, v;
@@ -53,7 +53,7 @@ struct Chunk {
   alignas(64) float k_scale[BLOCK], v_scale[BLOCK];  // of the block's quantized rows
   alignas(64) float copies[BLOCK * MAX_HEAD_DIM];    // LANES rotated or converted keys, or a block's values
   alignas(64) float scores[MAX_ROWS][BLOCK];
-  Span spans[MAX_BANDS][MAX_ROWS];  // per row
+  Span spans[MAX_BANDS][MAX_ROWS];  // per band and row
 
   Chunk(const DecodeCall& call, const QueryAngles& query_angles, int64_t run_number, int64_t head_kv, int64_t first_key)
       : call(call), query_angles(query_angles), run_number(run_number), run(call.run(run_number)),
@@ -176,11 +176,11 @@ struct Chunk {
     if (!D && call.key_weight) weigh_queries(b, band.fine != nullptr);
   }
 
-  // Pairs of which the weights multiply the keys. All other weights multiply the queries instead, because their channels
-  // of a key do not rotate.
+  // Returns the number of pairs whose weights multiply the keys. All other weights multiply the queries instead,
+  // because keys do not rotate in these channels.
   int weighted_pairs() const { return vector_pairs ? std::min(rotating_vectors * LANES, pairs.count) : pairs.count; }
 
-  // keys_rotate: whether the keys of the band do.
+  // Multiplies rotated queries by the weights that do not multiply keys. keys_rotate: whether the band's keys rotate.
   void weigh_queries(int b, bool keys_rotate) {
     const int weighted = keys_rotate ? weighted_pairs() : 0, first = pairs.first;
     auto weigh = [&](int from, int until) {
@@ -287,7 +287,7 @@ struct Chunk {
     store_scores(b, 0, begin, products);
   }
 
-  // keys: from key begin on.
+  // keys: pointers to the block's keys, starting at key `begin`.
   template <typename K>
   void multiply_group(int b, int begin, int from, int until, const K* const* keys) {
     for (int r = 0; r < rows;) {
@@ -372,7 +372,8 @@ struct Chunk {
   }
 
   // Also prefetches the lines FIRST, FIRST + STEP, ... of the next block's keys, one key between two products. If lines
-  // were prefetched all at once, they would wait for one another, and the computation for them. STEP 0: no prefetch.
+  // were prefetched all at once, they would wait for one another, and the computation would wait for them. STEP 0: no
+  // prefetch.
   template <int FIRST, int STEP, typename Product>
   void add_products(int b, int r, int begin, int from, int until, const Product& product_of) {
     const float* x = rotated_q[b] + r * padded_dim();
@@ -391,7 +392,8 @@ struct Chunk {
     store_scores(b, r, begin, products);
   }
 
-  // Stores the sums of the products with the keys from begin on, where row r sees the keys. Overwrites the products.
+  // Stores the scores of row r and LANES keys, starting at key `begin`, where the row sees the key. A score is the sum
+  // of the lanes of a product. Overwrites the products.
   void store_scores(int b, int r, int begin, Vec* products) {
     const Span span = spans[b][r];
     const IntVec t = lane_numbers() + begin;
@@ -408,8 +410,8 @@ struct Chunk {
     return total;
   }
 
-  // Returns the product with a key that is rotated in registers. HALF: vectors per half of the channels; 0: known at run
-  // time.
+  // Returns the product with a key that is rotated in registers. HALF: vectors per half of the channels, or 0 if they
+  // are known only at run time.
   template <int HALF = 0>
   Vec rotated_product(const Vec* query, const T* x, const float* cos) const {
     const int half = HALF ? HALF : pairs.count / LANES;
@@ -552,7 +554,8 @@ struct Chunk {
   }
 };
 
-// Partial results of the chunks of one (sequence, key head): per chunk and row head_dim_v values, row_max and row_sum.
+// Combines the results of all chunks of a sequence and key head. partials: head_dim_v values, row_max and row_sum for
+// every chunk and row.
 template <typename T>
 void combine(const DecodeCall& call, int64_t sequence, int64_t head_kv, const float* partials, int64_t chunks) {
   const int64_t head_dim = call.head_dim_v, group = call.heads_q / call.heads_kv, rows = group * call.seqlen_q;
@@ -565,7 +568,7 @@ void combine(const DecodeCall& call, int64_t sequence, int64_t head_kv, const fl
     }
     for (int64_t n = 0; n < chunks; ++n) {
       const float* partial = partials + (n * rows + r) * width;
-      if (partial[head_dim + 1] == 0) continue;  // it sees no key
+      if (partial[head_dim + 1] == 0) continue;  // the row sees no key of this chunk
       const float weight = exp(partial[head_dim] - row_max);
       row_sum += weight * partial[head_dim + 1];
       for (int c = 0; c < head_dim; ++c) acc[c] += weight * partial[c];
@@ -595,7 +598,7 @@ int decode(const DecodeCall& call) {
     const int64_t chunks = first_key < run.keys ? (run.keys + CHUNK - 1) / CHUNK - first_chunks[n] : 0;
     const bool alone = n + 1 == call.num_runs || call.run(n + 1).sequence != run.sequence;  // the sequence's last run
     starts[n + 1] = starts[n] + chunks;
-    if (alone && starts[n + 1] == sequence_starts[run.sequence]) ++starts[n + 1];  // without keys: still one task
+    if (alone && starts[n + 1] == sequence_starts[run.sequence]) ++starts[n + 1];  // no keys: still one task
     if (alone) sequence_starts[run.sequence + 1] = starts[n + 1];
   }
   const int64_t chunks = starts[call.num_runs];

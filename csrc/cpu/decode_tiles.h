@@ -1,7 +1,8 @@
-// Products of decoding for head_dims that are only known at run time: tiles of a few queries and keys, held in registers.
+// Computes the products of decoding for head_dims that are only known at run time, in tiles of a few queries and keys
+// that are held in registers.
 //
-// The next block's rows are prefetched beside the computation, a cache line per line that is read. Lines that are fetched
-// all at once wait for one another, and the computation waits for them.
+// While a cache line of this block is read, a line of the next block is prefetched. If lines were prefetched all at
+// once, they would wait for one another, and the computation would wait for them.
 
 #pragma once
 
@@ -9,10 +10,10 @@
 
 namespace flashrope {
 
-// 16 sums in registers, with 16 registers only 8. A vector of a key serves TILE_ROWS queries.
+// Half of the registers hold sums. A vector of a key serves TILE_ROWS queries.
 constexpr int ACCUMULATORS = REGISTERS / 2, TILE_ROWS = 4, TILE_KEYS = ACCUMULATORS / TILE_ROWS;
 
-// Prefetches rows; nullptr: none.
+// Prefetches rows of the next block, or nothing if row is nullptr.
 template <typename T>
 struct Ahead {
   const T* const* row;
@@ -24,12 +25,12 @@ struct Ahead {
   }
 };
 
-// Which channels of a key rotate as whole vectors. In vectors: pair n is first + n and first + half + n.
+// Says which vectors of a key rotate. All fields count vectors. Pair n is the vectors first + n and first + half + n.
 struct RotatingVectors {
   int first, half, rotating;  // the pairs from rotating on do not rotate
 };
 
-// products (ROWS, LANES): of ROWS queries, `stride` apart, and KEYS keys.
+// Computes the products of ROWS queries, which are `stride` apart, and KEYS keys. products: (ROWS, LANES).
 template <int ROWS, int KEYS, typename K, typename T>
 inline void multiply_tile(const float* queries, int stride, const K* const* keys, int vectors, Vec* products,
                           const Ahead<T>& ahead) {
@@ -47,8 +48,8 @@ inline void multiply_tile(const float* queries, int stride, const K* const* keys
     for (int t = 0; t < KEYS; ++t) products[r * LANES + t] = total[r][t];
 }
 
-// products (LANES,): of one query and KEYS keys, which are weighted (weight nullptr: not) and rotated in registers.
-// cos: per key; sin is sin_offset behind.
+// Computes the products of one query and KEYS keys, which are weighted and rotated in registers. products: (LANES,).
+// weight: nullptr if keys are not weighted. cos: one pointer per key. sin is at cos + sin_offset.
 template <int KEYS, typename T>
 inline void multiply_rotated(const float* query, const T* const* keys, const float* const* cos, int64_t sin_offset,
                              const float* weight, const RotatingVectors& rotates, int vectors, Vec* products,

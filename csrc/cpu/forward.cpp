@@ -1,15 +1,15 @@
-// attention: tiles of query rows against blocks of keys, with one online softmax over all bands.
-//
-// First all keys are rotated and transposed into blocks, once per slope, and the values are padded to whole vectors.
-// Then every tile of queries visits the blocks of each band. Only blocks that straddle an edge of the band are masked.
-// In a masked block only the rows that see a key are computed.
+// Computes attention, by tiles of query rows and blocks of keys, with one online softmax over all bands.
+// First all keys are rotated and transposed into blocks, once per distinct rotation, and the values are padded to whole
+// vectors. Then every tile of queries visits the blocks of each band. Only blocks that straddle an edge of the band are
+// masked. In a masked block only the rows that see a key are computed.
 
 #include "forward.h"
 
 namespace flashrope {
 
-// k: blocks of panels (BLOCK_N / GEMM_COLUMNS, head_dim, GEMM_COLUMNS); v: of (padded_dim / GEMM_COLUMNS, BLOCK_N,
-// GEMM_COLUMNS). A panel is read once per few query rows, and stays in the first cache because it is contiguous.
+// A block of k has the panels (BLOCK_N / GEMM_COLUMNS, head_dim, GEMM_COLUMNS). A block of v has the panels (padded_dim
+// / GEMM_COLUMNS, BLOCK_N, GEMM_COLUMNS). A panel is read once for every few query rows, and stays in the L1 cache
+// because it is contiguous.
 struct Workspace : PackedBlocks<Floats> {
   int64_t padded_dim;
   int block_m;  // query rows of a tile
@@ -20,7 +20,7 @@ struct Workspace : PackedBlocks<Floats> {
         block_m(tile_rows(std::max(call.head_dim, padded_dim), GEMM_ROWS)) {}
 };
 
-// Quantized values are multiplied by their scales here, keys after their rotation.
+// Packs a block of keys and values. Quantized values are multiplied by their scales, and so are keys after rotation.
 template <typename T>
 void pack_block(const ForwardCall& call, const Workspace& workspace, int64_t head, int64_t block) {
   const int64_t b = head / call.heads_kv, first = block * BLOCK_N;
@@ -61,7 +61,7 @@ struct Tile {
   const int64_t b, head_q, first_row;
   const int rows, head_dim, head_dim_v, padded_dim;
   const int padded_rows = int(padded(rows, GEMM_ROWS));
-  const int64_t shift, head_kv;  // head_kv: as Workspace counts them
+  const int64_t shift, head_kv;  // head_kv: index over all sequences
   alignas(64) float q[TILE_SIZE], scores[MAX_BLOCK_M * BLOCK_N], acc[TILE_SIZE];
   alignas(64) float row_sums[MAX_BLOCK_M * LANES];  // to be added over the lanes; 0: no key seen
   float row_max[MAX_BLOCK_M];
@@ -91,7 +91,7 @@ struct Tile {
     const int64_t first_key = band.band.first_key(position), end_key = band.band.end_key(last, call.seqlen_k);
     if (first_key >= end_key) return;
     load_queries(band.q);
-    // blocks in [full_from, full_until) are seen by every row in full
+    // every row sees all keys in [full_from, full_until)
     const int64_t full_from = band.band.first_key(last), full_until = band.band.end_key(position, call.seqlen_k);
     for (int64_t block = first_key / BLOCK_N; block * BLOCK_N < end_key; ++block) {
       const int64_t key = block * BLOCK_N, last_key = std::min<int64_t>(key + BLOCK_N, call.seqlen_k) - 1;

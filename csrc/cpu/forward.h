@@ -6,7 +6,8 @@
 
 namespace flashrope {
 
-// Keys, rotated once per slope, and values, packed in blocks of BLOCK_N keys. Buffer: Floats, or words of two bfloat16.
+// Keys, rotated once per distinct rotation, and values, packed in blocks of BLOCK_N keys. Buffer: Floats, or words of
+// two bfloat16.
 template <typename Buffer>
 struct PackedBlocks {
   int64_t heads, blocks, k_block_size, v_block_size;  // heads: of all sequences; sizes: elements of Buffer
@@ -35,11 +36,11 @@ struct PackedBlocks {
   }
 };
 
-// Query rows of a tile: at most MAX_BLOCK_M, and as many rows of `width` channels as TILE_SIZE numbers hold. The
-// more, the fewer times keys are read from memory.
+// A tile has at most MAX_BLOCK_M query rows, and at most TILE_SIZE numbers. With more rows, keys are read from memory
+// fewer times.
 constexpr int MAX_BLOCK_M = 128, TILE_SIZE = MAX_BLOCK_M * 256;
 
-// step: the rows are a multiple of it.
+// Returns the number of query rows of a tile with `width` channels. It is a multiple of step, or MAX_BLOCK_M.
 inline int tile_rows(int64_t width, int step) {
   return int(std::min<int64_t>(MAX_BLOCK_M, TILE_SIZE / width / step * step));
 }

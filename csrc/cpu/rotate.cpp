@@ -10,7 +10,7 @@ constexpr int64_t RUN_BLOCK = 32;  // rows that a thread takes at a time
 // Consecutive rows of x that belong to one sequence and have consecutive positions.
 struct Run {
   int64_t batch, row, rows;  // of x
-  int64_t position;          // of the first row: its row in the table. Negative in padding, which reads row 0
+  int64_t position;          // of the first row, its row in the table; if negative (padding), row 0 is read
   int64_t sequence, slot;    // of the first row, in the cache
 };
 
@@ -22,9 +22,9 @@ struct RotateCall {  // mirrored in backends/cpu/library.py
   const Run* runs;
   int64_t num_runs, heads, head_dim, head_dim_v, pairs, interleaved, first_channel;
   int64_t to_cache;            // 0: row r of x goes to row r of out, which has x's shape
-  const int64_t* slots;        // (rows of x,) in the whole cache; nullptr: the slots from the first one of each run on
+  const int64_t* slots;        // (rows of x,) in the whole cache; nullptr: a run fills its slot and the next ones
   const int32_t* block_table;  // (sequences, max_pages), or nullptr
-  int64_t max_pages, pages, page_size;  // without a block_table: 1, number of sequences, slots of each
+  int64_t max_pages, pages, page_size;  // without a block_table: 1, number of sequences, slots per sequence
   int64_t dtype, codes, threads;  // dtype: 0 float32, 1 float16, 2 bfloat16; codes: 3 Int8, 4 Int4, 0 not quantized
   ParallelFor parallel_for;
 };
@@ -60,7 +60,7 @@ void write(const T* x, const TensorView& cache, const TensorView& scales, Place 
 // T: type of the new rows; C: type of the destination.
 template <typename T, typename C = T>
 void rotate(const RotateCall& call) {
-  ForwardCall shape{};  // what rotate_row reads of it
+  ForwardCall shape{};  // with the fields that rotate_row reads
   shape.head_dim = call.head_dim, shape.pairs = call.pairs;
   shape.interleaved = call.interleaved, shape.first_channel = call.first_channel;
   auto starts = std::make_unique<int64_t[]>(call.num_runs + 1);

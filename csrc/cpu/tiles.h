@@ -43,8 +43,8 @@ struct ForwardCall {  // mirrored in backends/cpu/library.py
   ParallelFor parallel_for;
 };
 
-// c (m, n) = a (m, k) b (k, n); with ADD, c += a b. m is a multiple of GEMM_ROWS, n of GEMM_COLUMNS. panel: how far the
-// first numbers of neighboring panels of GEMM_COLUMNS columns of b are apart.
+// c (m, n) = a (m, k) b (k, n); with ADD, c += a b. m is a multiple of GEMM_ROWS, n of GEMM_COLUMNS. panel: distance
+// between neighboring panels of b, each of which has GEMM_COLUMNS columns.
 template <bool ADD, int ROWS = BEST_ROWS>
 void multiply(const float* a, int lda, const float* b, int ldb, float* c, int ldc, int m, int n, int k,
               int panel = GEMM_COLUMNS) {

@@ -19,17 +19,18 @@ struct KeyHead {
   const BackwardCall& backward;
   const ForwardCall& call;
   const int64_t b, head_kv, group, shift;
-  const int head_dim, head_dim_v, width, width_v;  // widths: head_dims in whole strips
-  const int pairs, pairs_v;                        // of channels
-  const int64_t rows, keys;                        // in whole tiles
-  const float factor;                              // of scores, in powers of two
-  // Per tile, by pairs of channels: queries in strips, (STRIPS, pairs, STRIP), and keys in panels; and by pairs of
-  // rows or keys: strips of channels, (width / STRIP, BLOCK_M or BLOCK_N / 2, STRIP).
+  const int head_dim, head_dim_v, width, width_v;  // widths: rounded up to STRIP
+  const int pairs, pairs_v;                        // number of channel pairs
+  const int64_t rows, keys;                        // rounded up to whole tiles
+  const float factor;                              // on scores, for weights that are powers of 2
+  // The layouts of a tile. q, grad_out, k and v have a word per channel pair: queries in strips (STRIPS, pairs, STRIP),
+  // keys in panels. q_rows, grad_out_rows and k_rows have a word per pair of rows, in strips of channels (width /
+  // STRIP, BLOCK_M / 2 or BLOCK_N / 2, STRIP).
   Words q, grad_out, k, v, q_rows, grad_out_rows, k_rows;
   Floats grad_v, grad_k, grad_rotated_k, grad_q, grad_rotated_q;  // (keys or rows, width)
-  Floats lse, delta;                                              // (rows,); lse in powers of two
+  Floats lse, delta;                                              // (rows,); lse is to the base 2
   Words seen_first, seen_end;                                     // (rows,), the keys that a row sees in a band
-  // What a tile stores: (BLOCK_N, BLOCK_M / 2) with a word per pair of queries, and (STRIPS, BLOCK_N / 2, STRIP) with a
+  // Results of a tile: (BLOCK_N, BLOCK_M / 2) with a word per pair of queries, and (STRIPS, BLOCK_N / 2, STRIP) with a
   // word per pair of keys.
   alignas(64) int32_t weights[BLOCK_N * BLOCK_M / 2], grad_scores[BLOCK_N * BLOCK_M / 2];
   alignas(64) int32_t grad_scores_of_keys[BLOCK_N / 2 * BLOCK_M];
@@ -55,7 +56,7 @@ struct KeyHead {
     return true;
   }
 
-  // Returns 0, or NOT_FINITE before all is written.
+  // Writes all gradients and returns 0. If a row is not finite, returns NOT_FINITE before all are written.
   int run() {
     std::fill_n(grad_v.get(), keys * width_v, 0.0f);
     std::fill_n(grad_k.get(), keys * width, 0.0f);
@@ -85,7 +86,7 @@ struct KeyHead {
   }
 
   // Rounds the rows of a tile, STRIP rows at a time: fill(r, x) writes row r to x, and write(rounded, first) stores the
-  // STRIP rows from row `first` on.
+  // STRIP rows that start at row `first`.
   template <int ROWS, typename Fill, typename Write>
   static void pack(int64_t count, int channels, const Fill& fill, const Write& write) {
     alignas(64) float row[MAX_HEAD_DIM];
@@ -103,7 +104,7 @@ struct KeyHead {
     }
   }
 
-  // Also computes lse and delta. Returns whether all rows of the head are finite numbers.
+  // Loads grad_out and lse of a head, and computes delta. Returns whether all rows of the head are finite.
   bool load_head(int64_t head) {
     bool all = true;
     alignas(64) float of_q[MAX_HEAD_DIM] = {}, of_out[MAX_HEAD_DIM] = {}, of_grad[MAX_HEAD_DIM] = {};
@@ -137,7 +138,7 @@ struct KeyHead {
     return all;
   }
 
-  // Stores rounded rows in a tile of ROWS rows, from row `first` on.
+  // Stores rounded rows in a tile of ROWS rows, starting at row `first`.
   template <int ROWS>
   static void write_row_pairs(const RoundedRows& rounded, int32_t* tile, int channels, int first) {
     rounded.write_row_pairs(channels, tile + first / 2 * STRIP, ROWS / 2 * STRIP);
@@ -191,7 +192,7 @@ struct KeyHead {
                               grad_rotated_q.get() + (row + r) * width + c, width);
   }
 
-  // Adds to the gradients of the tile's keys the sum over its queries. of_keys: (BLOCK_N, BLOCK_M / 2) words.
+  // Adds the sum over the tile's queries to the gradients of its keys. of_keys: (BLOCK_N, BLOCK_M / 2) words.
   static void add_of_keys(const int32_t* of_keys, const int32_t* of_rows, int width, float* to) {
     for (int t = 0; t < BLOCK_N; t += PANEL)
       for (int c = 0; c < width; c += STRIP)

@@ -1,9 +1,9 @@
-// attention in bfloat16: tiles of query rows against blocks of keys, with one online softmax over all bands.
+// Computes attention in bfloat16, by tiles of query rows and blocks of keys, with one online softmax over all bands.
 //
-// First all keys are rotated, rounded and packed into panels, once per slope, and the values are packed in pairs of
-// keys. Then every tile of queries visits the blocks of each band. Scores are computed transposed, keys by queries, so
-// that a lane is a query: maxima and sums need no exchange between lanes, and weights are already in the layout that the
-// product with values needs.
+// First all keys are rotated, rounded and packed into panels, once per distinct rotation, and the values are packed in
+// pairs of keys. Then every tile of queries visits the blocks of each band. Scores are computed transposed, keys by
+// queries, so that a lane is a query: maxima and sums need no exchange between lanes, and weights are already in the
+// layout that the product with values needs.
 
 #include "products.h"
 
@@ -14,7 +14,7 @@ namespace {
 
 constexpr int MAX_STRIPS = MAX_BLOCK_M / STRIP;
 
-// k: blocks of (key / PANEL, pair of channels, PANEL); v: of (channel / PANEL, pair of keys, PANEL).
+// A block of k is (key / PANEL, pair of channels, PANEL). A block of v is (channel / PANEL, pair of keys, PANEL).
 struct Workspace : PackedBlocks<Words> {
   int64_t pairs, padded_dim_v;
   int block_m;  // query rows of a tile
@@ -83,18 +83,19 @@ struct Tile {
   const Workspace& workspace;
   const int64_t b, head_q, first_row;
   const int rows, head_dim_v, pairs, padded_dim;
-  const int64_t head_kv;  // numbered as in Workspace
-  const float factor;     // of scores, in powers of two
+  const int64_t head_kv;  // index over all sequences
+  const float factor;     // on scores, for weights that are powers of 2
   // (strips, pairs or padded_dim, STRIP)
   alignas(64) int32_t q[TILE_SIZE / 2];
   alignas(64) float acc[TILE_SIZE];
   alignas(64) float scores[BLOCK_N * STRIP];
   alignas(64) int32_t weights[BLOCK_N / 2 * STRIP];
-  // Per row; row_max is of scores without their factor. seen_first and seen_end: the keys that a row sees in a band.
+  // One number per row. row_max: the largest score, before scores are multiplied by factor. [seen_first, seen_end): the
+  // keys that a row sees in a band.
   alignas(64) float row_max[MAX_BLOCK_M], row_sum[MAX_BLOCK_M], decay[STRIP];
   alignas(64) int32_t seen_first[MAX_BLOCK_M], seen_end[MAX_BLOCK_M];
   struct {
-    int first, end, full_first, full_end;  // keys that a row sees, and that all rows see
+    int first, end, full_first, full_end;  // keys that some row sees, and keys that all rows see
   } strips[MAX_STRIPS];
 
   Tile(const ForwardCall& call, const Workspace& workspace, int64_t b, int64_t head_q, int64_t first_row)
@@ -136,7 +137,7 @@ struct Tile {
     }
   }
 
-  // Also finds the first and the end of the keys that any row sees.
+  // Finds the keys that each row and each strip sees. Sets [first, end) to the keys that some row sees.
   void find_seen(const Band& band, int count, int& first, int& end) {
     first = int(call.seqlen_k);
     for (int s = 0; s < count; ++s) {
@@ -173,7 +174,7 @@ struct Tile {
     rounded.write_strip(pairs, q + s * pairs * STRIP);
   }
 
-  // Computes the scores of the keys [from, until) of a block, and the maxima of rows. Returns whether a maximum grew.
+  // Computes the scores of the keys [from, until) of a block, and updates the maxima of rows. Returns whether one grew.
   template <bool MASKED>
   bool add_scores(int s, const int32_t* k, int key, int from, int until) {
     Vec highest[STRIP_VECTORS];
@@ -208,7 +209,7 @@ struct Tile {
     return changed;
   }
 
-  // Returns the number that is subtracted from scaled scores (score * factor); 0 for rows that have seen no key.
+  // Returns the number that is subtracted from scaled scores (score * factor). It is 0 for rows that have seen no key.
   Vec reference(Vec highest) const { return highest == -INF ? Vec{} : highest * factor; }
 
   void weigh(int s, int key, int from, int until) {

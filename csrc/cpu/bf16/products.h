@@ -18,7 +18,8 @@ namespace flashrope {
 constexpr int PANEL = 8, STRIP_VECTORS = 2, STRIP = STRIP_VECTORS * LANES;
 constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 
-// The factor of scores, in powers of two. It is above 0, so that a masked score stays -infinity.
+// Returns the factor on scores, for weights that are powers of 2. It is above 0, so that a masked score stays
+// -infinity.
 inline float score_factor(const ForwardCall& call) { return std::max(float(call.scale), 1e-30f) * LOG2_E; }
 
 using Words = std::unique_ptr<int32_t[], Free>;
@@ -34,7 +35,8 @@ inline IntVec load(const int32_t* x) {
 }
 inline void store(int32_t* x, IntVec v) { std::memcpy(x, &v, sizeof v); }
 
-// Adds a b to a tile of PANEL rows and a strip of columns. k: pairs. Word p of row r is a[r * ROW_STEP + p * STEP].
+// Adds the product a b to a tile of PANEL rows and a strip of columns. k: number of pairs. Word p of row r is a[r *
+// ROW_STEP + p * STEP].
 template <int ROW_STEP = 1, int STEP = PANEL>
 inline void add_product(const int32_t* a, const int32_t* strip, int k, Vec (&acc)[PANEL][STRIP_VECTORS]) {
   for (int p = 0; p < k; ++p) {
@@ -48,7 +50,7 @@ inline void add_product(const int32_t* a, const int32_t* strip, int k, Vec (&acc
   }
 }
 
-// Adds a b to a tile in memory. Rows of the tile are `stride` apart.
+// Adds the product a b to a tile in memory. Rows of the tile are `stride` apart.
 template <int ROW_STEP = 1, int STEP = PANEL>
 inline void add_product(const int32_t* a, const int32_t* strip, int k, float* to, int stride) {
   Vec tile[PANEL][STRIP_VECTORS];
@@ -61,7 +63,7 @@ inline void add_product(const int32_t* a, const int32_t* strip, int k, float* to
     for (int h = 0; h < STRIP_VECTORS; ++h) store(to + r * stride + h * LANES, tile[r][h]);
 }
 
-// Returns 2^x with a relative error of at most 2^-18. Exact at 0; 0 for -infinity. NaN stays NaN.
+// Returns 2^x with a relative error of at most 2^-18. It is exact at x = 0, and 0 for -infinity. NaN stays NaN.
 inline Vec exp2(Vec x) {
   const Vec r = _mm512_reduce_ps(x, 9);  // x - floor(x)
   Vec p = broadcast(0.013426685f);
