@@ -36,12 +36,13 @@ from .report.predicted import DECODING, DEVICE, FOLDER, LOOPS
 
 ARCHS, HEAD_DIMS = tuple(issue.RATES), (64, 96, 128, 256, 512)
 SCHEMES = (cases.ONE_BAND, cases.TWO_BANDS, *cases.SEVEN, *cases.ATOMIC, *cases.DECODE, *cases.MAPS)
-ON_REQUEST = (*cases.PARTS, cases.TRAINED, cases.TRAINED_BANDS)
+ON_REQUEST = (*cases.PARTS, cases.TRAINED, cases.TRAINED_BANDS, *cases.CHUNKS, *cases.FEW_CHUNKS)
 NAMES = {
     "attention_forward": "forward",
     "attention_grad_kv": "dK and dV",
     "attention_grad_q": "dQ",
     "attention_decode": "decoding",
+    "attention_chunks": "prefill",
 }
 THEIRS, ORDER, WIDE = "flash-attention-2.csv", "candidates.csv", "a100-wide.csv"
 LOOP_COLUMNS = (

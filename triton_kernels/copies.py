@@ -4,6 +4,9 @@ If ``VARIANT.channels`` has parts, a copy holds only the first part, which is th
 first members of all pairs and then the second members, or interleaved pairs. A tile takes these channels from the copy
 and the other channels from the raw keys. One load does both, because every column has its own address and row stride.
 So the tile is the same as with a copy of all channels.
+
+The raw keys of a cache may have pages. A copy has none. Every column then takes the offsets of its rows either from the
+copy or from the pages.
 """
 
 from typing import NamedTuple
@@ -23,11 +26,18 @@ class SplitView(NamedTuple):
     copied: object
 
 
+@triton.constexpr_function
+def is_split(rotated_k, variant):
+    """Whether tiles of a band may have channels of a copy and channels of the raw keys. Without pages this also holds
+    for bands that read only raw keys."""
+    return len(variant.channels) > 0 and (rotated_k or variant.page_size == 0)
+
+
 @triton.jit
 def band_rows(raw, rotated_k, k_copy, packed, head, ROTATED_K: tl.constexpr, VARIANT: tl.constexpr):
-    """Returns the keys that a band reads, for load_band_rows: a SplitView if copies hold only the channels that rotate,
-    else a HeadView. ROTATED_K: as in band_keys."""
-    if len(VARIANT.channels) > 0:
+    """Returns the keys that a band reads: a SplitView for load_band_rows if is_split, else a HeadView. ROTATED_K: as in
+    band_keys, and with pages whether the band reads a copy."""
+    if is_split(ROTATED_K, VARIANT):
         return SplitView(raw, head_view(rotated_k, tl.maximum(k_copy, 0), packed, head, VARIANT), k_copy >= 0)
     else:
         return band_keys(raw, rotated_k, k_copy, packed, head, ROTATED_K, VARIANT)
@@ -46,11 +56,30 @@ def skip_band_rows(view, rows, VARIANT: tl.constexpr):
 def load_band_rows(view, rows, channels, VARIANT: tl.constexpr):
     """Loads the channels [N] of rows [M] of the result of band_rows: [M, N]."""
     if len(VARIANT.channels) > 0:
-        ptr, stride_row = columns_of(view, channels, VARIANT)
+        ptr, stride_row, _ = columns_of(view, channels, VARIANT)
         offsets = rows[:, None] * stride_row.to(tl.int32)[None, :]
         return load_rows(ptr[None, :], offsets, channels, VARIANT)
     else:
         return load_rows(view.ptr, tile_offsets(rows, view), channels, VARIANT)
+
+
+@triton.jit
+def load_paged_rows(view, copied, raw, channels, VARIANT: tl.constexpr):
+    """Loads the channels [N] of rows of a SplitView over pages: [M, N]. copied, raw: the offsets [M, 1] of these rows
+    in the copy and in the raw keys."""
+    ptr, _, from_copy = columns_of(view, channels, VARIANT)
+    offsets = tl.where(from_copy[None, :], copied.to(tl.int64), raw)
+    return load_rows(ptr[None, :], offsets, channels, VARIANT)
+
+
+@triton.jit
+def load_paged_parts(view, copied, raw, channels, VARIANT: tl.constexpr):
+    """Returns load_paged_rows in one or two parts. channels: a tuple with the channels of each part."""
+    if len(channels) == 1:
+        return (load_paged_rows(view, copied, raw, channels[0], VARIANT),)
+    else:
+        first = load_paged_rows(view, copied, raw, channels[0], VARIANT)
+        return first, load_paged_rows(view, copied, raw, channels[1], VARIANT)
 
 
 @triton.jit
@@ -65,9 +94,9 @@ def load_band_parts(view, rows, channels, VARIANT: tl.constexpr):
 
 @triton.jit
 def columns_of(view, channels, VARIANT: tl.constexpr):
-    """Returns (pointers, row strides) of a tile's columns, each [N]. A column's pointer plus its channel is the address
-    of its element in the first row. All channels of an aligned vector of VARIANT.vec channels come from the same view,
-    so the compiler can load whole vectors."""
+    """Returns (pointers, row strides, whether it lies in the copy) of a tile's columns, each [N]. A column's pointer
+    plus its channel is the address of its element in the first row. All channels of an aligned vector of VARIANT.vec
+    channels come from the same view, so the compiler can load whole vectors."""
     VEC: tl.constexpr = VARIANT.vec
     HALF: tl.constexpr = VARIANT.channels[0].width // 2
     FIRST: tl.constexpr = VARIANT.channels[0].first
@@ -81,4 +110,4 @@ def columns_of(view, channels, VARIANT: tl.constexpr):
     shift = tl.where(in_first, 0 - FIRST, HALF - SECOND)
     ptr = tl.where(from_copy, view.copy.ptr + shift, view.raw.ptr)
     stride_row = tl.where(from_copy, view.copy.stride_row, view.raw.stride_row)
-    return tl.multiple_of(ptr, BYTES), tl.multiple_of(stride_row, VEC)
+    return tl.multiple_of(ptr, BYTES), tl.multiple_of(stride_row, VEC), from_copy

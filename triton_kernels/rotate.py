@@ -17,7 +17,6 @@ from .rotation import (
     join_pairs,
     load_cos_sin,
     load_key_pairs,
-    load_pairs,
     query_scale,
     rotate,
     store_pairs,
@@ -36,6 +35,39 @@ from .tiles import (
     tile_offsets,
     tile_rows,
 )
+
+
+@triton.constexpr_function
+def first_copied_pair(variant):
+    """Returns the column of the cos/sin table for the first pair that a copy holds."""
+    return variant.channels[0].pair if variant.channels else 0
+
+
+@triton.constexpr_function
+def copied_pair_count(variant):
+    """Returns how many pairs a copy holds."""
+    return variant.channels[0].width // 2 if variant.channels else variant.block_d // 2
+
+
+@triton.jit
+def load_copied_pairs(view, offsets, VARIANT: tl.constexpr):
+    """Loads what a copy holds of the rows at offsets [M, 1]: the pairs of the first of VARIANT.channels, or all pairs
+    if there are no parts. Returns first and second members, two float32 tiles [M, N]."""
+    if len(VARIANT.channels) > 0:
+        x, y = operand_tiles(load_part(view.ptr, offsets, 0, VARIANT), 0, VARIANT)
+    else:
+        x, y = load_key_pairs(view.ptr, offsets, VARIANT, tl.float32)
+    return x.to(tl.float32), y.to(tl.float32)
+
+
+@triton.jit
+def store_copied_pairs(view, first, second, rows, VARIANT: tl.constexpr):
+    """Stores what a copy holds, two tiles [M, N]. If VARIANT.channels has parts, rows have the channels of the first
+    part alone, in the order that ``copies.py`` reads."""
+    if len(VARIANT.channels) > 0:
+        store_part(view, first, second, rows, VARIANT)
+    else:
+        store_pairs(view, first, second, rows, 0, VARIANT)
 
 
 @triton.jit
@@ -90,25 +122,18 @@ def rotate_rows(
     loaded = existing_rows(rows)
     copy = tl.program_id(2)
     table = CosSinTable(scheme.table, table_rows, scheme.positions, scheme.maps)
-    PART: tl.constexpr = len(VARIANT.channels) > 0
-    FIRST: tl.constexpr = VARIANT.channels[0].pair if PART else 0
-    COUNT: tl.constexpr = VARIANT.channels[0].width // 2 if PART else VARIANT.block_d // 2
-    cos, sin = load_cos_sin(table, tl.load(rotations + copy), rows, FIRST, COUNT, VARIANT)  # [BM, D/2]
+    FIRST: tl.constexpr = first_copied_pair(VARIANT)
+    COUNT: tl.constexpr = copied_pair_count(VARIANT)
+    cos, sin = load_cos_sin(table, tl.load(rotations + copy), rows, FIRST, COUNT, VARIANT)  # [BM, COUNT]
     log_n = query_scale(scheme, rows.start + loaded, first + rows.index + length_other - length, length_other)[:, None]
     packed += first
     begin, end = tl.program_id(1) * HEADS_PER_PROGRAM, (tl.program_id(1) + 1) * HEADS_PER_PROGRAM
     for head in range(begin, tl.minimum(end, heads)):
         view = head_view(x, batch, start + first, head, VARIANT)
-        if PART:
-            first_x, second_x = operand_tiles(load_part(view.ptr, tile_offsets(loaded, view), 0, VARIANT), 0, VARIANT)
-            first_x, second_x = rotate(first_x.to(tl.float32), second_x.to(tl.float32), cos, sin)
-            to = head_view(out, copy, packed, head, VARIANT)
-            store_part(to, first_x * log_n, second_x * log_n, rows, VARIANT)
-        else:
-            first_x, second_x = load_pairs(view.ptr, tile_offsets(loaded, view), 0, COUNT, VARIANT)
-            first_x, second_x = rotate(first_x.to(tl.float32), second_x.to(tl.float32), cos, sin)
-            to = head_view(out, copy, packed, head, VARIANT)
-            store_pairs(to, first_x * log_n, second_x * log_n, rows, 0, VARIANT)
+        first_x, second_x = load_copied_pairs(view, tile_offsets(loaded, view), VARIANT)
+        first_x, second_x = rotate(first_x, second_x, cos, sin)
+        to = head_view(out, copy, packed, head, VARIANT)
+        store_copied_pairs(to, first_x * log_n, second_x * log_n, rows, VARIANT)
 
 
 class KeyRange(NamedTuple):
@@ -146,10 +171,10 @@ def rotate_cached_rows(
 ):
     """Writes rotated copies of the last keys of every sequence of a cache. ``tiles.copied_keys`` says which keys.
 
-    k_cache: TensorView (batch or page, row, head). out: TensorView (copy, row, head). key_ranges: int32 (copies, 2),
-    rows of KeyRange. A tile is skipped if all its keys are at a distance of `stop` or more from all queries. table,
-    maps: as in Scheme. rows_out: the argument `rows` of copied_keys. max_rows: the largest number of keys of a sequence
-    in a copy."""
+    k_cache: TensorView (batch or page, row, head). out: TensorView (copy, row, head). If VARIANT.channels has parts,
+    it holds only the first part. key_ranges: int32 (copies, 2), rows of KeyRange. A tile is skipped if all its keys are
+    at a distance of `stop` or more from all queries. table, maps: as in Scheme. rows_out: the argument `rows` of
+    copied_keys. max_rows: the largest number of keys of a sequence in a copy."""
     batch, row_out = row_program(max_rows, VARIANT.block_m)
     seq = find_cached_sequence(cache, cu_seqlens_q, batch, seqlen_q)
     packed, first = copied_keys(cache, cu_seqlens_q, seq, rows_out)
@@ -164,7 +189,9 @@ def rotate_cached_rows(
     shift = tl.maximum(-seq.ahead, 0)  # avoids negative positions, as in tile_rows
     rows = TileRows(tl.arange(0, VARIANT.block_m), first + shift, first, seq.length_k)
     cos_sin_table = CosSinTable(table, table_rows, None, maps)
-    cos, sin = load_cos_sin(cos_sin_table, copied.rotation, rows, 0, VARIANT.block_d // 2, VARIANT)  # [BM, D/2]
+    FIRST: tl.constexpr = first_copied_pair(VARIANT)
+    COUNT: tl.constexpr = copied_pair_count(VARIANT)
+    cos, sin = load_cos_sin(cos_sin_table, copied.rotation, rows, FIRST, COUNT, VARIANT)  # [BM, COUNT]
     slot = seq.start_k + first + existing_rows(rows)
     page = valid_page(cache, load_page(cache, batch, slot, VARIANT.page_size))
     row = row_in_page(cache, slot, VARIANT.page_size)
@@ -172,6 +199,6 @@ def rotate_cached_rows(
     begin, end = tl.program_id(1) * HEADS_PER_PROGRAM, (tl.program_id(1) + 1) * HEADS_PER_PROGRAM
     for head in range(begin, tl.minimum(end, heads)):
         view = head_view(k_cache, 0, 0, head, VARIANT)
-        x, y = load_key_pairs(view.ptr, page_offsets(page, row, view), VARIANT, tl.float32)
-        x, y = rotate(x.to(tl.float32), y.to(tl.float32), cos, sin)
-        store_pairs(head_view(out, copy, packed, head, VARIANT), x, y, rows, 0, VARIANT)
+        x, y = load_copied_pairs(view, page_offsets(page, row, view), VARIANT)
+        x, y = rotate(x, y, cos, sin)
+        store_copied_pairs(head_view(out, copy, packed, head, VARIANT), x, y, rows, VARIANT)

@@ -109,6 +109,11 @@ def few_rotate(head_dim: int) -> Rotary:
 TRAINED = Scheme("few", few_rotate)  # without a cache
 TRAINED_BANDS = Scheme("few rerope", lambda head_dim: few_rotate(head_dim).rectify(WINDOW))
 PARTS = tuple(Scheme(f"parts {cache}", few_rotate, cache=cache) for cache in ("contiguous", "paged"))
+FEW_CHUNKS = tuple(
+    Scheme(f"{scheme.name} {cache} chunk", scheme.rotary, cache=cache, seqlen_q=512)
+    for cache in ("contiguous", "paged")
+    for scheme in (TRAINED, TRAINED_BANDS)
+)
 SHARED = tuple(  # values that are keys without their weights, as in Gemma 4's larger models
     Scheme(f"shared {scheme.name}", scheme.rotary, cache=scheme.cache, shared_values=512, weighted=True)
     for scheme in (*PARTS, Scheme("rerope paged", lambda head_dim: few_rotate(head_dim).rectify(WINDOW), cache="paged"))
@@ -178,7 +183,7 @@ class Case:
             by_position = self.scheme.stored and not self.scheme.rotary(self.head_dim).axis
             return {*SPLIT_KERNELS, "place_tokens", *(["place_slots"] if by_position else [])}
         if self.scheme.cache:
-            if self.scheme in (*CHUNKS, *QUANTIZED_CHUNKS, *CACHED_VALUES[1::2]):
+            if self.scheme in (*CHUNKS, *FEW_CHUNKS, *QUANTIZED_CHUNKS, *CACHED_VALUES[1::2]):
                 return set(CHUNK_KERNELS)
             return set(DECODE_KERNELS if self.takes_shares else SPLIT_KERNELS)
         if not self.scheme.deterministic:
@@ -299,6 +304,8 @@ def _main_cases(quick: bool) -> list[Case]:
         + grid((80, 86, 89, 90, 100, 120, "gfx942"), (576,), "bf16", *LATENT)
         + grid((80, 90), (128,), "bf16", SHARED_ALL)
         + grid((80, 86, 90, 120), (512,), "bf16", CHUNKS[0], *CHUNKS[2:])
+        + grid((80, 90), (64, 128), "bf16", *FEW_CHUNKS)
+        + grid((80, 86, 90, 120), (256, 512), "bf16", *FEW_CHUNKS)
     )
     codes = grid((80, 90), (128,), "bf16", *QUANTIZED, *QUANTIZED_CHUNKS) + grid((80,), (64,), "bf16", QUANTIZED[-1])
     codes += grid((80,), (128,), "fp16", QUANTIZED[1])

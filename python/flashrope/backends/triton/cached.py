@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from ...lowering.cos_sin import coarse_rows, three_level_table, turn_table, two_level_table
-from ...lowering.parts import Part, channel_parts
+from ...lowering.parts import Part, channel_parts, copied_parts
 from ...triton_kernels import configs
 from ...triton_kernels.arguments import CacheLayout as KernelCacheLayout
 from ...triton_kernels.arguments import (
@@ -256,14 +256,16 @@ class CachePlan(Plan):
         q, k_cache, v_cache = with_int32_offsets(q), layer.k, layer.v
         copies, rows = len(self.lowered.k_copies), self._rotated_rows()
         vec, code_vec = cached_vector_sizes(k_cache, v_cache, q)
-        rotated_k = k_cache
+        channels, rotated_k = self._copied_channels(), k_cache
         if rows.total:
-            rotated_k = q.new_empty(copies, rows.total, k_cache.shape[2], q.shape[-1])
+            width = channels[0].width if channels else q.shape[-1]
+            rotated_k = q.new_empty(copies, rows.total, k_cache.shape[2], width)
             grid = (
                 cdiv(rows.longest, configs.ROTATE_ROWS) * self.batch,
                 cdiv(self.heads_kv, configs.ROTATE_HEADS),
                 copies,
             )
+            sizes = 0, 0, self.page_size, configs.ROTATE_ROWS
             launcher.launch(
                 rotate_cached_rows,
                 grid,
@@ -280,7 +282,7 @@ class CachePlan(Plan):
                 self.table_rows,
                 self.heads_kv,
                 HEADS_PER_PROGRAM=configs.ROTATE_HEADS,
-                VARIANT=variant_of(self.rotary, vec, 0, 0, self.page_size, configs.ROTATE_ROWS, code_vec=code_vec),
+                VARIANT=variant_of(self.rotary, vec, *sizes, code_vec=code_vec, channels=channels),
                 **configs.row_options(configs.ROTATE_WARPS, 2 * self.table.shape[-1]),
             )
         direction = "forward codes" if self.quantized else "forward" if vec > 1 else "forward unaligned"
@@ -297,9 +299,15 @@ class CachePlan(Plan):
             tile.block_n,
             head_dim_v=self.head_dim_v,
             code_vec=code_vec,
+            channels=channels,
         )
         tensors, result, sequences = (q, k_cache, rotated_k, v_cache), Result(out, lse), (self.cu_seqlens_q, layout)
         self.launch_forward(attention_chunks, tensors, result, sequences, rows.per_sequence, variant, tile)
+
+    def _copied_channels(self) -> tuple[Part, ...]:
+        """Returns the part of the head that rotated copies hold, or () if they hold all channels. Copies of quantized
+        keys do, because a load takes values of one type."""
+        return () if self.quantized else copied_parts(self.rotary, self.call.causal)
 
     # ---- few queries
 
