@@ -2,6 +2,7 @@
 
     python -m bench model [--arch 80 86 89] [--head-dim 64 128] [--publish]
     python -m bench model --peers torch-2.14.1-cp311-cp311-manylinux_2_28_x86_64.whl --publish   # with validation
+    python -m bench model --decoding --publish         # what memory bounds in decoding, and what not
     python -m bench model --candidates --publish       # the order in which flashrope tune tries tiles
 
 The first table has the inner loop over tiles of every kernel: clocks of a pass, the share of the time in which the
@@ -28,7 +29,7 @@ from flashrope.cli.files import replacing, write
 from flashrope.triton_kernels import configs
 
 from . import machine
-from .compiling import candidates, cases, issue, offline, peers, predict, sass, waves
+from .compiling import bounds, candidates, cases, issue, offline, peers, predict, sass, waves
 from .compiling.table import print_table
 from .report import predicted
 from .report.output import RESULTS
@@ -119,7 +120,7 @@ class Kernel:
             "regs": str(m.registers),
             "local": str(m.loop.get("local", 0)),
             "blocks/SM": str(m.model.blocks),
-            **loop_figures(m.model, products, predict.cache_bytes(self.variant) if decoding else 0),
+            **loop_figures(m.model, products, predict.cache_bytes(self.variant, self.scheme.bits) if decoding else 0),
         }
 
 
@@ -189,25 +190,13 @@ def their_seconds(rows: list[dict[str, str]], problem: waves.Problem, device: wa
 
 def our_seconds(
     found: dict[tuple, Kernel], scheme: cases.Scheme, problem: waves.Problem, device: waves.Device
-) -> tuple[float, float]:
-    """Returns the seconds of (forward, backward) of our kernels. The forward includes the rotation of keys before it,
-    and the backward the rotation of queries."""
-
+) -> tuple[float, float] | None:
+    """Returns the seconds of (forward, backward) of our kernels, or None if one of them is not in `found`. The forward
+    includes the rotation of keys before it, and the backward the rotation of queries."""
     every_head = problem.batch * problem.heads
-
-    def seconds(scheme: cases.Scheme, name: str, lengths_of, heads: int = every_head) -> float:
-        kernel = found[80, problem.head_dim, scheme.name, name]
-        variant = kernel.variant
-        lengths = lengths_of(kernel.block, problem, variant.block_m, variant.block_n)
-        return waves.seconds(device, sorted(lengths, reverse=True), kernel.block.resident, heads)
-
     bands = len(scheme.rotary(problem.head_dim).bands_for(True))
-    forward = SCHEMES[bands - 1]  # the scheme with the same kernel
-    times = [seconds(forward, "attention_forward", waves.query_tile_lengths)]
-    times[0] += waves.copy_seconds(device, 2 * problem.tensor_bytes)
-    copies = 1 + bands + 2  # q rotated for every band; out and its gradient for the row statistics
-    passes = ("attention_grad_kv", waves.key_tile_lengths), ("attention_grad_q", waves.query_tile_lengths)
-    layout = None
+    passes = [("attention_grad_kv", waves.key_tile_lengths), ("attention_grad_q", waves.query_tile_lengths)]
+    copies, layout = 1 + bands + 2, None  # q rotated for every band; out and its gradient for the row statistics
     if scheme.deterministic and not scheme.recomputed:
         sizes = problem.seqlen, problem.seqlen, problem.batch, problem.heads, problem.heads, 2
         layout = score_grads.layout_of(*sizes, causal=True, packed=False)
@@ -216,6 +205,19 @@ def our_seconds(
     if not scheme.deterministic:
         copies += 4 * bands + 1  # a float32 sum of every band is zeroed and read
         passes = passes[:1]
+    forward = SCHEMES[bands - 1]  # the scheme with the same kernel
+    launched = [(forward, "attention_forward"), *((scheme, name) for name, _ in passes)]
+    if any((80, problem.head_dim, each.name, name) not in found for each, name in launched):
+        return None
+
+    def seconds(scheme: cases.Scheme, name: str, lengths_of, heads: int = every_head) -> float:
+        kernel = found[80, problem.head_dim, scheme.name, name]
+        variant = kernel.variant
+        lengths = lengths_of(kernel.block, problem, variant.block_m, variant.block_n)
+        return waves.seconds(device, sorted(lengths, reverse=True), kernel.block.resident, heads)
+
+    times = [seconds(forward, "attention_forward", waves.query_tile_lengths)]
+    times[0] += waves.copy_seconds(device, 2 * problem.tensor_bytes)
     if layout is None:
         times.append(sum(seconds(scheme, *each) for each in passes))
     else:  # one pass writes the gradients of scores and the other reads them, while they compute
@@ -238,7 +240,8 @@ def problem(seqlen: int, head_dim: int, scheme: cases.Scheme | None = None) -> w
 
 
 def device_rows(found: dict[tuple, Kernel], theirs: list[dict[str, str]]) -> Iterator[dict[str, str]]:
-    """Returns TFLOP/s by length: FlashAttention-2 as predicted and as published, and our schemes."""
+    """Returns TFLOP/s by length: FlashAttention-2 as predicted and as published, and our schemes. A length for which a
+    kernel was not compiled, because --scheme names few, has no figure."""
     passes = (("forward", 1.0, slice(0, 1)), ("backward", 2.5, slice(1, 2)), ("both", 3.5, slice(0, 2)))
     for head_dim in sorted({*PUBLISHED, *(head_dim for arch, head_dim, *_ in found if arch == 80)}):
         ours = [scheme for scheme in SCHEMES[:6] if (80, head_dim, scheme.name, "attention_grad_kv") in found]
@@ -246,10 +249,13 @@ def device_rows(found: dict[tuple, Kernel], theirs: list[dict[str, str]]) -> Ite
             times = {}
             for seqlen in SEQLENS:
                 sizes = problem(seqlen, head_dim, scheme)
-                if scheme:
-                    times[seqlen] = our_seconds(found, scheme, sizes, waves.A100)
-                else:
+                seconds = our_seconds(found, scheme, sizes, waves.A100) if scheme else None
+                if not scheme:
                     times[seqlen] = their_seconds(theirs, sizes, waves.A100)
+                elif seconds:
+                    times[seqlen] = seconds
+            if not times:
+                continue
             for name, factor, part in passes:
                 speeds = {
                     seqlen: waves.tflops(problem(seqlen, head_dim), factor, each[part])
@@ -328,21 +334,31 @@ def order_candidates(folder: Path, options: argparse.Namespace) -> None:
 def main(argv: list[str]) -> int:
     p = argparse.ArgumentParser("python -m bench model", description=__doc__.split("\n")[0], allow_abbrev=False)
     p.add_argument("--arch", type=int, nargs="+", choices=ARCHS, default=[80, 86], help="default: 80 86")
-    p.add_argument("--head-dim", type=int, nargs="+", choices=HEAD_DIMS, default=[64, 128], help="default: 64 128")
+    p.add_argument(
+        "--head-dim", type=int, nargs="+", choices=HEAD_DIMS, help="default: 64 128; with --decoding also 256 512"
+    )
     p.add_argument(
         "--scheme", nargs="+", choices=[each.name for each in SCHEMES + ON_REQUEST], help="only these schemes"
     )
     p.add_argument("--peers", type=Path, metavar="PATH", help="also read FlashAttention-2, as bench peers does")
+    p.add_argument("--decoding", action="store_true", help="instead list what limits decoding, on sm_80 and sm_90")
     p.add_argument("--candidates", action="store_true", help="instead rank the candidates of flashrope tune")
     p.add_argument("--direction", nargs="+", choices=candidates.KERNELS, help="only these candidates")
     p.add_argument("--publish", action="store_true", help=f"write the tables to bench/results/{FOLDER}")
     p.add_argument("--jobs", type=int, default=os.cpu_count(), help="compiling processes (default: all cores)")
     options = p.parse_args(argv)
+    options.head_dim = options.head_dim or (bounds.HEAD_DIMS if options.decoding else (64, 128))
     if offline.missing_tools():
         p.error(f"missing: {' '.join(offline.missing_tools())}, which are part of Triton's package")
     folder = RESULTS / FOLDER
     if options.candidates:
         order_candidates(folder, options)
+        return 0
+    if options.decoding:
+        rows = list(bounds.table([d for d in bounds.HEAD_DIMS if d in options.head_dim], options.jobs))
+        print_table(bounds.COLUMNS, rows, left=1)
+        if options.publish:
+            write_csv(folder / predicted.BOUNDS, bounds.COLUMNS, rows)
         return 0
     theirs = list(their_rows(options.peers)) if options.peers else read_csv(folder / THEIRS)
     chosen = [each for each in SCHEMES + ON_REQUEST if each.name in (options.scheme or [x.name for x in SCHEMES])]

@@ -62,6 +62,11 @@ class Scheme:
     heads: tuple[int, int] = (40, 8)  # of queries and of keys; neither is a multiple of 16
     num_splits: int = 0  # 0: shares
 
+    @property
+    def bits(self) -> int:
+        """Returns the bits of a number in the cache, for a 16-bit dtype."""
+        return 8 // CODES[self.codes][0] if self.codes else 16
+
 
 ONE_BAND = Scheme("rope", Rotary.rope)
 TWO_BANDS = Scheme("rerope", lambda head_dim: Rotary.rope(head_dim).rectify(WINDOW))

@@ -129,8 +129,10 @@ def useful_products(kernel: str, variant, atomic: bool = False, stored: bool = F
     return variant.block_m * variant.block_n * widths / MULTIPLY_ADDS
 
 
-def cache_bytes(variant) -> int:
-    """Returns the bytes of a tile's keys and values in 16-bit types."""
-    if variant.first_value >= 0:  # values are channels of the keys
-        return 2 * variant.block_n * variant.head_dim
-    return 2 * variant.block_n * (variant.head_dim + (variant.head_dim_v or variant.head_dim))
+def cache_bytes(variant, bits: int = 16) -> int:
+    """Returns the bytes of a tile's keys and values. bits: of a number in the cache. Fewer than 16 are quantized, and
+    every key and value of a head then has a float32 scale."""
+    width = variant.head_dim  # values may be channels of the keys
+    if variant.first_value < 0:
+        width += variant.head_dim_v or variant.head_dim
+    return variant.block_n * (width * bits // 8 + (2 * 4 if bits < 16 else 0))

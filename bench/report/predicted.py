@@ -10,7 +10,7 @@ from flashrope.cli.figure import COLOURS, MARKERS, new_figure, save
 
 FOLDER, DEVICE, DECODING, LOOPS, CHART = "model", "a100.csv", "a100-decoding.csv", "loops.csv", "a100.png"
 TUTORIAL, VALIDATION = "triton-tutorial.csv", "validation.csv"
-RAGGED = "a100-ragged.csv"
+RAGGED, BOUNDS = "a100-ragged.csv", "decoding.csv"
 MARK = "predicted, nothing was run on a GPU"
 WHO = {
     "rope": "flashrope, RoPE, deterministic=True",
@@ -43,6 +43,19 @@ the tiles that the tutorial tries, and was published with the Triton of that mon
 two compilers. Other simulators report mean
 errors of 5.7% (Sim-FA, arXiv 2605.00555: FlashAttention-3 on an H800, at most 12.7%) and of 14.0% (arXiv 2503.20481, a
 model of control bits: general programs on an RTX A6000)."""
+
+LIMITED = """\
+Decoding reads every key and value once. The column sm_80 has the bytes of the cache that the inner loop takes per clock
+on one multiprocessor of an A100, whose DRAM delivers 13.4 (2.04 TB/s, 108 multiprocessors, 1.41 GHz). Rows with at
+least as many are limited by memory. In the others the loop is too slow, so their caches are read at a lower rate.
+Scales of quantized caches count as bytes. Where a key head has more query heads than the tile has rows, several blocks
+read the same keys, which count once. The column sm_90 has the warp instructions of the inner loop per byte. A
+multiprocessor issues at most 4 per clock, and an H200 delivers 18.4 bytes per clock to each (4.8 TB/s, 132
+multiprocessors, 1.98 GHz). At 0.22 instructions per byte it would issue in every clock, and no kernel does. In the
+rows "partial", at most half of the channels rotate: HoPE with a training length of 512 at head_dim 64, the last 64
+channels at 128 and 256, p-RoPE with a quarter of the pairs at 512. Under ReRoPE the loop is that of the keys beyond the
+window, which do not rotate. The rows "latent attention" have 512 channels that are also the values. Quantized caches
+are not supported beyond head_dim 256."""
 
 
 def read(path: Path) -> list[dict[str, str]]:
@@ -125,6 +138,7 @@ def section(folder: Path, table) -> list[str]:
     ]
     cells = [[row["scheme"], row["D"], *(row[name] for name in keys)] for row in cached]
     lines += [*table(heading, cells, 1), ""]
+    lines += [*bounds(folder, table), ""]
     lines += [*ragged(folder, table), ""]
     shares = [name for name in loops[0] if name.startswith("% ")]
     heading = ["inner loop", "scheme", "architecture", "head_dim", "tile, warps, stages", "blocks per SM", "clocks"]
@@ -143,6 +157,27 @@ def section(folder: Path, table) -> list[str]:
     ]
     what = "What the clocks of the schedulers go to: an instruction is issued, or the next one to issue waits for this."
     return [*lines, f"Inner loops over tiles of one multiprocessor. {what}", "", *table(heading, cells, 3)]
+
+
+def bounds(folder: Path, table) -> list[str]:
+    """Returns lines of Markdown on what limits decoding."""
+    rows = read(folder / FOLDER / BOUNDS)
+    cells = [
+        [
+            *(row[name] for name in ("scheme", "cache", "type", "D", "rotates", "heads", "tile", "blocks/SM", "B/clk")),
+            row["limited by"],
+            row["sm_90 instr/B"],
+        ]
+        for row in rows
+    ]
+    heading = ["decoding: what limits it", "cache", "type", "head_dim", "channels that rotate", "query / key heads"]
+    heading += ["tile", "blocks per SM", "sm_80: bytes per clock", "limited by", "sm_90: instructions per byte"]
+    return [
+        f"`python -m bench model --decoding --publish`, revision {rows[0]['revision']}, Triton {rows[0]['triton']}. "
+        f"{LIMITED}",
+        "",
+        *table(heading, cells, 3),
+    ]
 
 
 def ragged(folder: Path, table) -> list[str]:

@@ -15,7 +15,7 @@ from flashrope.tuning import candidates as tuning
 
 from bench import model
 from bench import results_page as page
-from bench.compiling import candidates, issue, predict, sass, waves
+from bench.compiling import bounds, candidates, cases, issue, predict, sass, waves
 from bench.report import predicted
 
 RATES = issue.RATES[80]
@@ -193,6 +193,7 @@ def test_products_that_are_needed():
     assert predict.useful_products("attention_grad_q", narrow) == 2 * 192 + 128
     assert predict.useful_products("attention_decode", shape) is None
     assert predict.cache_bytes(shape) == 32 * 96 * 2 * 2
+    assert predict.cache_bytes(shape, 4) == 32 * (96 + 2 * 4)  # half a byte of each number, and two scales
 
 
 # ---- waves
@@ -236,6 +237,55 @@ def test_flash_attention_2_is_predicted_within_15_percent():
             assert kept["FlashAttention-2", "both", str(head_dim)][str(seqlen)] == predicted
             assert kept["published", "both", str(head_dim)][str(seqlen)] == str(speed)
             assert abs(float(predicted) / speed - 1) < 0.15
+
+
+def compiled(scheme, *names, head_dim=128):
+    """Returns {key: kernel} as device_rows takes them, for kernels of sm_80 whose loops take 10 clocks."""
+    variant = SimpleNamespace(block_m=64, block_n=64)
+    kernel = SimpleNamespace(block=predict.Block(100, 10, 10, 1), variant=variant)
+    return {(80, head_dim, scheme, name): kernel for name in names}
+
+
+def test_calls_have_no_figures_where_a_kernel_was_not_compiled():
+    """Without the workspace, for which long sequences have no room, RoPE takes kernels of another scheme."""
+    found = compiled("rope", "attention_forward", "attention_grad_kv", "attention_grad_q")
+    rows = list(model.device_rows(found, []))
+    assert {(row["who"], row["pass"]) for row in rows} == {("rope", each) for each in ("forward", "backward", "both")}
+    assert all("512" in row and "131072" not in row for row in rows)
+    seven = found | compiled("rope seven", "attention_grad_kv", "attention_grad_q")
+    assert all("131072" in row for row in model.device_rows(seven, []))
+    backward = compiled("rerope", "attention_grad_kv", "attention_grad_q")
+    assert list(model.device_rows(found | backward, [])) == rows
+
+
+# ---- what limits decoding
+
+
+def test_rows_of_the_table_of_decoding():
+    """Every head has every type of cache that the calls accept, contiguous and in pages."""
+    rows = bounds.rows_of()
+    assert {row.head_dim for row in rows} == {64, 128, 256, 512, 576}
+    assert {row.type for row in rows if row.head_dim <= 256} == {"bf16", "int8", "int4"}
+    assert {row.type for row in rows if row.head_dim > 256} == {"bf16"}
+    assert {row.scheme.heads for row in rows if row.head_dim == 576} == {(16, 1), (64, 1), (128, 1)}
+    assert len(rows) == 2 * (3 * 3 * 3 + 3 + 3) == len(set(rows))
+    assert {row.head_dim for row in bounds.rows_of([64])} == {64}
+
+
+@pytest.mark.parametrize(("heads", "blocks"), [((40, 8), 1), ((64, 1), 4), ((128, 1), 8)])
+def test_a_row_of_the_table_of_decoding(heads, blocks):
+    """Two blocks of 1,000 clocks take 13.4 bytes per clock if a pass accounts for 6,700 bytes. Keys that several blocks
+    read count once."""
+    scheme = cases.Scheme("some", cases.ONE_BAND.rotary, cache="paged", heads=heads, codes="int8")
+    row = bounds.Decoding("RoPE", 128, scheme)
+    variant = SimpleNamespace(block_m=16, block_n=32, head_dim=128, head_dim_v=0, first_value=-1)
+    sm80 = SimpleNamespace(model=predict.Loop(80, 1000, 2, 4, {}), warps=4, stages=3)
+    sm90 = SimpleNamespace(loop={"total": 500}, warps=4)
+    nbytes = 32 * (2 * 128 + 8) / blocks
+    cells = bounds.figures(row, (variant, variant), (sm80, sm90))
+    assert cells["B/clk"] == f"{2 * nbytes / 1000:.1f}" and cells["sm_90 instr/B"] == f"{4 * 500 / nbytes:.3f}"
+    assert cells["limited by"] == ("memory" if blocks == 1 else "the loop") and cells["type"] == "int8"
+    assert list(cells) == list(bounds.COLUMNS) and pytest.approx(13.39, abs=0.01) == bounds.DRAM
 
 
 def test_the_page_marks_every_figure_as_predicted(tmp_path):
