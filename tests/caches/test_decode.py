@@ -87,6 +87,30 @@ def test_chunks_that_see_keys_ahead(exact, page_size, scheme):
     Cached(exact, SCHEMES[scheme](16), (112, 70), 66, **options).check()
 
 
+HALF = Rotary.rope(64, rotary_dim=32)
+PARTS = {  # heads of which at most half of the channels rotate: rotated copies hold only these channels
+    "half_rectified": HALF.rectify(21),
+    "hope": Rotary.hope(64, 512),
+    "behind_interleaved_leaky": Rotary.rope(64, rotary_dim=32, interleaved=True, first_channel=32).rectify(21, 4.0),
+    "self_extend": HALF.self_extend(24, 4),
+    "between_local": Rotary.rope(96, rotary_dim=32, first_channel=32).local(21),
+}
+
+
+@pytest.mark.interpreted(
+    lambda exact, page_size, scheme: (
+        exact.impl == "triton" and bool(page_size) == (scheme not in ("hope", "between_local"))
+    )
+)
+@page_sizes
+@pytest.mark.parametrize("scheme", PARTS)
+def test_chunks_of_heads_of_which_a_part_rotates(exact, page_size, scheme):
+    options = dict(heads=(2, 1), leftpad=(0, 9), page=page_size)
+    Cached(exact, PARTS[scheme], (90, 70), 66, **options).check()
+    if scheme != "self_extend":  # maps need a causal mask
+        Cached(exact, PARTS[scheme], (90, 70), 66, causal=False, **options).check()
+
+
 @pytest.mark.interpreted(lambda exact, page_size: page_size)
 @page_sizes
 def test_chunks_longer_than_their_sequences(exact, page_size):
