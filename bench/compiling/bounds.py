@@ -21,9 +21,10 @@ TYPES = ("bf16", *cases.CODES)
 QUANTIZED_DIM = 256  # the most channels of a quantized cache that the calls accept
 KINDS = {"RoPE": cases.ONE_BAND, "ReRoPE": cases.TWO_BANDS, "partial": cases.TRAINED}
 ARCHS = (80, 90)
+# keys: in 1,000 clocks, at the rate that the loop and DRAM allow.
 COLUMNS = (
     *("scheme", "D", "rotates", "heads", "cache", "type", "tile", "warps", "stages", "blocks/SM", "clocks", "B/clk"),
-    *("of DRAM", "limited by", "sm_90 tile", "sm_90 warps", "sm_90 instr/B"),
+    *("of DRAM", "limited by", "keys", "sm_90 tile", "sm_90 warps", "sm_90 instr/B"),
 )
 # Bytes per clock and multiprocessor that DRAM delivers.
 DRAM = waves.A100.bandwidth / waves.A100.multiprocessors / waves.A100.clock
@@ -90,7 +91,7 @@ def figures(row: Decoding, variants, measured) -> dict[str, str]:
     """Returns the cells of a row. variants, measured: of the kernels for ``ARCHS``."""
     (sm80, sm90), (variant, variant_90) = measured, variants
     nbytes, nbytes_90 = (row.cache_bytes(each) for each in variants)
-    taken = sm80.model.bytes_per_clock(nbytes)
+    taken, per_key = sm80.model.bytes_per_clock(nbytes), predict.cache_bytes(variant, row.scheme.bits) / variant.block_n
     rotary, heads = row.scheme.rotary(row.head_dim), row.scheme.heads
     return {
         "scheme": row.name,
@@ -107,6 +108,7 @@ def figures(row: Decoding, variants, measured) -> dict[str, str]:
         "B/clk": f"{taken:.1f}",
         "of DRAM": f"{taken / DRAM:.2f}",
         "limited by": "memory" if taken >= DRAM else "the loop",
+        "keys": f"{1000 * min(taken, DRAM) / per_key:.0f}",
         "sm_90 tile": f"{variant_90.block_m} x {variant_90.block_n}",
         "sm_90 warps": str(sm90.warps),
         "sm_90 instr/B": f"{sm90.loop['total'] * sm90.warps / nbytes_90:.3f}",

@@ -49,7 +49,8 @@ Decoding reads every key and value once. The column sm_80 has the bytes of the c
 on one multiprocessor of an A100, whose DRAM delivers 13.4 (2.04 TB/s, 108 multiprocessors, 1.41 GHz). Rows with at
 least as many are limited by memory. In the others the loop is too slow, so their caches are read at a lower rate.
 Scales of quantized caches count as bytes. Where a key head has more query heads than the tile has rows, several blocks
-read the same keys, which count once. The column sm_90 has the warp instructions of the inner loop per byte. A
+read the same keys, which count once. Keys in 1,000 clocks are those of one key head, at the lower of the two rates, so
+rows with other bytes per key can be compared. The column sm_90 has the warp instructions of the inner loop per byte. A
 multiprocessor issues at most 4 per clock, and an H200 delivers 18.4 bytes per clock to each (4.8 TB/s, 132
 multiprocessors, 1.98 GHz). At 0.22 instructions per byte it would issue in every clock, and no kernel does. In the
 rows "partial", at most half of the channels rotate: HoPE with a training length of 512 at head_dim 64, the last 64
@@ -165,13 +166,13 @@ def bounds(folder: Path, table) -> list[str]:
     cells = [
         [
             *(row[name] for name in ("scheme", "cache", "type", "D", "rotates", "heads", "tile", "blocks/SM", "B/clk")),
-            row["limited by"],
-            row["sm_90 instr/B"],
+            *(row[name] for name in ("limited by", "keys", "sm_90 instr/B")),
         ]
         for row in rows
     ]
     heading = ["decoding: what limits it", "cache", "type", "head_dim", "channels that rotate", "query / key heads"]
-    heading += ["tile", "blocks per SM", "sm_80: bytes per clock", "limited by", "sm_90: instructions per byte"]
+    heading += ["tile", "blocks per SM", "sm_80: bytes per clock", "limited by", "keys in 1,000 clocks"]
+    heading += ["sm_90: instructions per byte"]
     return [
         f"`python -m bench model --decoding --publish`, revision {rows[0]['revision']}, Triton {rows[0]['triton']}. "
         f"{LIMITED}",

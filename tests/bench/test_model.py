@@ -284,6 +284,7 @@ def test_a_row_of_the_table_of_decoding(heads, blocks):
     nbytes = 32 * (2 * 128 + 8) / blocks
     cells = bounds.figures(row, (variant, variant), (sm80, sm90))
     assert cells["B/clk"] == f"{2 * nbytes / 1000:.1f}" and cells["sm_90 instr/B"] == f"{4 * 500 / nbytes:.3f}"
+    assert cells["keys"] == ("51" if blocks == 1 else f"{64 / blocks:.0f}")  # of 64 in a pass of both blocks
     assert cells["limited by"] == ("memory" if blocks == 1 else "the loop") and cells["type"] == "int8"
     assert list(cells) == list(bounds.COLUMNS) and pytest.approx(13.39, abs=0.01) == bounds.DRAM
 
