@@ -281,6 +281,8 @@ SPILL_LIMITS = (
     SpillLimit(8, "attention_chunks", arch=80, head_dim=64, scheme="rope paged chunk"),
     SpillLimit(112, "attention_chunks", arch=80, head_dim=64, scheme="rerope paged chunk"),
     SpillLimit(56, "attention_chunks", arch=80, head_dim=128, scheme="rerope paged chunk"),
+    SpillLimit(112, "attention_chunks", arch=80, head_dim=64, scheme="few rerope paged chunk"),
+    SpillLimit(4, "attention_chunks", arch=80, head_dim=128, scheme="few rerope paged chunk"),
     SpillLimit(4, "attention_decode", arch=80, head_dim=64, scheme="rerope wide"),
     SpillLimit(8, "attention_decode", arch=90, head_dim=128, scheme="rerope paged placed 256"),
     SpillLimit(28, "attention_chunks", arch=90, head_dim=64, scheme="rerope paged chunk", triton="3.9"),
@@ -288,6 +290,7 @@ SPILL_LIMITS = (
     # The next spills are in the loops over edge tiles, which run once or twice per band. In return, the inner loop has
     # a quarter fewer instructions.
     SpillLimit(68, "attention_chunks", arch=90, head_dim=128, scheme="rope paged chunk", in_loops=56),
+    SpillLimit(44, "attention_chunks", arch=90, head_dim=128, scheme="few rerope paged chunk", in_loops=88),
     SpillLimit(28, "attention_forward", arch=90, head_dim=128, in_loops=56),
     SpillLimit(28, "attention_chunks", arch=90, head_dim=128, in_loops=56),
     SpillLimit(0),
