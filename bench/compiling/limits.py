@@ -286,6 +286,7 @@ SPILL_LIMITS = (
     SpillLimit(4, "attention_decode", arch=80, head_dim=64, scheme="rerope wide"),
     SpillLimit(8, "attention_decode", arch=90, head_dim=128, scheme="rerope paged placed 256"),
     SpillLimit(28, "attention_chunks", arch=90, head_dim=64, scheme="rerope paged chunk", triton="3.9"),
+    SpillLimit(20, "attention_chunks", arch=90, head_dim=64, scheme="few rerope paged chunk", triton="3.9"),
     SpillLimit(64, "attention_grad_q", arch=90, head_dim=128, scheme="rerope", triton="3.9"),
     # The next spills are in the loops over edge tiles, which run once or twice per band. In return, the inner loop has
     # a quarter fewer instructions.

@@ -161,8 +161,11 @@ def section(folder: Path, table) -> list[str]:
 
 
 def bounds(folder: Path, table) -> list[str]:
-    """Returns lines of Markdown on what limits decoding."""
-    rows = read(folder / FOLDER / BOUNDS)
+    """Returns lines of Markdown on what limits decoding, if there are results."""
+    path = folder / FOLDER / BOUNDS
+    if not path.exists():
+        return []
+    rows = read(path)
     cells = [
         [
             *(row[name] for name in ("scheme", "cache", "type", "D", "rotates", "heads", "tile", "blocks/SM", "B/clk")),

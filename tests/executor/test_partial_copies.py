@@ -74,7 +74,7 @@ CHUNKS = {  # target, scheme, options of a call over a cache
 
 @pytest.mark.parametrize("case", [pytest.param(case[:3], id=name, marks=case[3]) for name, case in CHUNKS.items()])
 def test_chunk_over_a_cache(machine, case):
-    """A chunk of queries gives the right results, and its workspace holds the channels of the rotating part alone."""
+    """A chunk of queries gives the right results, and its workspace holds only the channels that rotate."""
     target, rotary, options = case
     call = Cached(target, rotary, (90, 71), 70, heads=(2, 1), **options)
     call.check()

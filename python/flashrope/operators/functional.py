@@ -219,7 +219,7 @@ def rotate(
         impl: as in ``attention``.
 
     Returns:
-        A new contiguous tensor of x's shape and dtype. It holds all channels, also those that do not rotate.
+        A new contiguous tensor of x's shape and dtype. It holds all channels, rotated or not.
 
     Raises:
         TypeError, ValueError: an argument is invalid. The message names it and says what was expected. ReRoPE, Leaky
