@@ -139,7 +139,7 @@ def section(folder: Path, table) -> list[str]:
     ]
     cells = [[row["scheme"], row["D"], *(row[name] for name in keys)] for row in cached]
     lines += [*table(heading, cells, 1), ""]
-    lines += [*bounds(folder, table), ""]
+    lines += bounds(folder, table)
     lines += [*ragged(folder, table), ""]
     shares = [name for name in loops[0] if name.startswith("% ")]
     heading = ["inner loop", "scheme", "architecture", "head_dim", "tile, warps, stages", "blocks per SM", "clocks"]
@@ -181,6 +181,7 @@ def bounds(folder: Path, table) -> list[str]:
         f"{LIMITED}",
         "",
         *table(heading, cells, 3),
+        "",
     ]
 
 
