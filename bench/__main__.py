@@ -1,6 +1,7 @@
 """python -m bench SUBCOMMAND [OPTIONS]
 
-SUBCOMMAND -h shows its options. Results are printed; --out and --publish also write them to files."""
+``python -m bench SUBCOMMAND -h`` shows the options of a subcommand. Every subcommand prints its results. With --out or
+--publish it also writes them to files."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from importlib import import_module
 
 from flashrope.cli.program import guarded
 
-SUBCOMMANDS = {  # {name: (module or module:function, what it does)}; without a function, main
+SUBCOMMANDS = {  # {name: (module or module:function, what it does)}; a module without a function runs its main
     "hope": (
         "timing.prefill:hope",
         "prefill and training with RoPE and HoPE, against rotation and attention as separate steps",
@@ -63,7 +64,7 @@ def main(argv: list[str]) -> int:
 
 
 def run(name: str, *words: str) -> int:
-    """Runs a subcommand; with --publish, then regenerates bench/results/README.md. Returns the exit code."""
+    """Runs a subcommand and returns the exit code. With --publish it then regenerates bench/results/README.md."""
     if "--publish" in words and (revision := _revision()).endswith("-dirty"):
         print(
             f"--publish: expected a tree without changes, got {revision}; commit first, or use --out", file=sys.stderr

@@ -15,13 +15,13 @@ from flashrope.backends.cpu import loader
 from flashrope.cli.hardware import hardware
 
 ROOT = Path(__file__).resolve().parent.parent
-REVISION_FILE = ROOT / "runs" / "REVISION"  # bench/on_gpu.sh -r writes it
+REVISION_FILE = ROOT / "runs" / "REVISION"  # written by bench/on_gpu.sh -r
 PEERS, MISSING = ("flash-attn", "flash-attn-3", "flashinfer-python"), "not installed"
 MEASURED = ("bench", "csrc", "python", "triton_kernels")  # the code that results depend on
 
 
 def describe(device: torch.device) -> dict:
-    """Returns the device's name and the properties that affect time."""
+    """Returns the device's name and those of its properties that affect time."""
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         return {
@@ -42,7 +42,7 @@ def describe(device: torch.device) -> dict:
 
 
 def slug(name: str) -> str:
-    """Returns a folder name: "NVIDIA A100-SXM4-80GB" is nvidia-a100-sxm4-80gb."""
+    """Turns a device's name into a folder name: "NVIDIA A100-SXM4-80GB" becomes nvidia-a100-sxm4-80gb."""
     return re.sub(r"[^a-z0-9]+", "-", re.sub(r"\((?:r|tm)\)", "", name.lower())).strip("-")
 
 
@@ -81,7 +81,7 @@ def _git(*words: str) -> str:
 
 
 def load_average() -> list[float] | None:
-    """Returns the number of processes ready to run, averaged over 1, 5 and 15 minutes: the machine's load."""
+    """Returns the machine's load: the number of processes ready to run, averaged over 1, 5 and 15 minutes."""
     try:
         return [round(x, 2) for x in os.getloadavg()]
     except OSError:

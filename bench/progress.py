@@ -1,8 +1,8 @@
-"""Prints what a command is about to do, item by item. Finds in a log what an interrupted command did not reach.
+"""Prints what a command is about to do, item by item, and finds in a log what an interrupted command did not reach.
 
     python -m bench.progress LOG
 
-Prints one line for every unfinished command of the log, such as "hope: 7 of 12 done, not reached: ...".
+prints one line for every unfinished command of the log, such as "hope: 7 of 12 done, not reached: ...".
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def _print(line: str) -> None:
 
 
 def unfinished(log: Iterable[str]) -> list[str]:
-    """Returns one line for every plan of ``steps`` in a log that did not end, and one for a pytest run that did not."""
+    """Returns one line for every plan printed by ``steps`` that the log does not finish, and one for an unfinished
+    pytest run."""
     plans: list[list] = []  # [command, names, how many were started, finished]
     tests = compiled = None
     for line in log:

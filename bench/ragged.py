@@ -1,12 +1,14 @@
-"""Decoding batches of unequal lengths: predicted time over the time that the memory needs, by how the keys are divided.
+"""Predicts how long decoding of batches of unequal lengths takes, by how the keys are divided among blocks.
 
     python -m bench ragged [--scheme "rope contiguous" ...] [--publish]
 
-One token of every sequence, 32 query heads, 8 key heads, head_dim 128, bf16, on an A100. A block first takes the clocks
-outside of its loop, then those of a pass for every tile of keys. Both come from the issue model and depend on how many
-blocks the multiprocessor holds at that moment. When all blocks together ask for more than the bandwidth, their passes
-slow down alike. A block that serves several pieces takes the clocks outside of the loop for each. Partial results are
-written and read once at the bandwidth. Left out are launches and the latency of the kernel that combines.
+The table gives the predicted time as a multiple of the time in which the memory can deliver the keys and values. The
+batch decodes one token of every sequence with 32 query heads, 8 key heads, head_dim 128 and bf16 on an A100. A block
+first takes the clocks of the code outside its loop, then the clocks of one pass for every tile of keys. The issue model
+supplies both. They depend on how many blocks the multiprocessor holds at that moment. When all blocks together ask for
+more than the bandwidth, the passes of all blocks slow down by the same factor. A block that serves several pieces takes
+the clocks outside its loop once per piece. Partial results are written and read once at the bandwidth. The prediction
+leaves out launches and the latency of the kernel that combines partial results.
 """
 
 from __future__ import annotations
@@ -39,18 +41,23 @@ BATCHES = {
 }
 SCHEMES = ("rope contiguous", "rerope contiguous")
 MANY_SPLITS = 32
-ITEMS = (512, 1024)  # keys
+ITEMS = (512, 1024)  # how many keys an item has
 COLUMNS = ("scheme", "lengths", "memory, us", "splits by shape", f"{MANY_SPLITS} splits") + tuple(
     f"items of {keys}" for keys in ITEMS
 )
 COLUMNS += ("shares",)
-Division = list[list[int]]  # for every block, or every place of a block, the key tiles of each of its pieces
+# How keys are divided. For every block, or for every place where a multiprocessor can hold a block, the list has the
+# number of key tiles of each piece.
+Division = list[list[int]]
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """Clocks of a kernel, by how many blocks the multiprocessor holds, from 1 on. outside: of everything but the loop
-    over keys. passes: of a pass through it. tile_bytes: what a pass reads."""
+    """Holds the clocks of a decode kernel.
+
+    outside: clocks of the code outside the loop over keys. passes: clocks of a pass through the loop. Both have one
+    entry for every number of blocks that the multiprocessor may hold, from 1 on. tile_bytes: bytes that a pass reads.
+    """
 
     outside: tuple[float, ...]
     passes: tuple[float, ...]
@@ -82,8 +89,11 @@ def measured(scheme: cases.Scheme) -> Kernel:
 
 
 def clocks(device: waves.Device, kernel: Kernel, blocks: Division, places: bool = False) -> float:
-    """Returns the clocks until all blocks are over. blocks: in the order of launch. places: they are all resident, one
-    at every place of the device."""
+    """Returns the clocks until all blocks are done.
+
+    blocks: the blocks in the order of launch. places: whether the blocks are all resident from the start, one at every
+    place of the device.
+    """
     count, bandwidth = device.multiprocessors * kernel.resident, device.bandwidth / device.clock
     waiting = iter([] if places else blocks)
     own = [list(reversed(block)) for block in blocks] if places else []
@@ -92,7 +102,7 @@ def clocks(device: waves.Device, kernel: Kernel, blocks: Division, places: bool 
     active = [0] * device.multiprocessors
 
     def begin(place: int) -> bool:
-        """Begins the next piece of a place."""
+        """Begins the next piece at a place. Returns False if no piece is left for it."""
         if not own[place]:
             own[place] = list(reversed(next(waiting, [])))
         if not own[place]:
@@ -133,18 +143,19 @@ def clocks(device: waves.Device, kernel: Kernel, blocks: Division, places: bool 
 
 
 def splits(segments: Sequence[int], count: int) -> Division:
-    """Returns the blocks of a given number of splits. segments: key tiles of every sequence and key head."""
+    """Divides every segment into `count` splits. segments: the number of key tiles of every sequence and key head."""
     return [[len(range(split, tiles, count))] for tiles in segments for split in range(count)]
 
 
 def items(segments: Sequence[int], tiles_of_item: int, places: int) -> Division:
-    """Returns the items of a fixed number of tiles, of which every place takes one after the other."""
+    """Divides the segments into items of at most `tiles_of_item` tiles. Every place works on its items one after the
+    other."""
     found = [min(tiles_of_item, tiles - first) for tiles in segments for first in range(0, tiles, tiles_of_item)]
     return [found[place::places] for place in range(places)]
 
 
 def shares(segments: Sequence[int], places: int) -> Division:
-    """Returns the pieces that ``flashrope.triton_kernels.shares.plan_shares`` finds."""
+    """Divides the segments into shares as ``flashrope.triton_kernels.shares.plan_shares`` does."""
     segments = [tiles for tiles in segments if tiles]
     units, count = sum(segments), places
     if len(segments) <= places:
@@ -162,14 +173,15 @@ def shares(segments: Sequence[int], places: int) -> Division:
 
 
 def partial_bytes(pieces: int) -> float:
-    """Bytes that partial results of a tile of query rows write and read."""
+    """Returns the bytes that are written and read for the partial results of a number of pieces."""
     return 2 * 4 * pieces * HEADS_Q // HEADS_KV * HEAD_DIM
 
 
 def row(
     name: str, by_splits: Kernel, by_shares: Kernel, lengths: Sequence[int], device: waves.Device
 ) -> dict[str, str]:
-    """Returns the times of a batch over the time that the memory needs for keys and values."""
+    """Returns one row of the table: for each way to divide the keys, the predicted time divided by the time in which
+    the memory can deliver keys and values."""
     segments = [-(-keys // by_splits.block_n) for keys in lengths for _ in range(HEADS_KV)]
     places = device.multiprocessors * by_splits.resident
     memory = sum(lengths) * HEADS_KV * by_splits.tile_bytes / by_splits.block_n / device.bandwidth
@@ -217,7 +229,7 @@ def main(argv: list[str]) -> int:
     if offline.missing_tools():
         p.error(f"missing: {' '.join(offline.missing_tools())}, which are part of Triton's package")
     found = list(rows(options.scheme))
-    print("time over that of the memory, A100, predicted, nothing was run on a GPU")
+    print("predicted time / time that the memory needs, on an A100; nothing was run on a GPU")
     print_table(COLUMNS, found, left=2)
     if options.publish:
         versions = machine.versions()

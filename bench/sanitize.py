@@ -4,7 +4,7 @@
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python -m bench sanitize
 
 The first command compiles the kernels into Triton's cache, in parallel and without running them. The second command
-finds them there; compiling them under compute-sanitizer would take many times as long.
+loads them from there, because compiling under compute-sanitizer would take many times as long.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def available(chosen: list[Case], device: torch.device, dtype: torch.dtype) -> l
 
 
 def launches(arch: int, dtype: torch.dtype) -> list:
-    """Returns the distinct launches of all cases but the baselines, on meta tensors."""
+    """Returns the distinct launches of all cases except the baselines. The cases run on meta tensors."""
     from .compiling.offline import caught_launches
 
     found = {}

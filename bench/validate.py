@@ -1,14 +1,15 @@
-"""Compares predictions of ``bench model`` with what others measured: forward passes of other people's kernels.
+"""Compares predictions of the issue model with published times of other people's forward kernels.
 
-    python -m bench validate [--publish]                       # the rows of the last run of the tutorial's kernel
+    python -m bench validate [--publish]                       # reuses the stored rows of the tutorial's kernel
     python -m bench validate --tutorial 06-fused-attention.py --publish
 
-FlashAttention-2's forward and that of Triton's tutorial run through the model at the shapes of a published table:
-batch 4, 32 heads, causal, fp16 (flash-attention, issue 307, comment of 2024-09-28). That table does not name its GPU;
-its speeds fit an A100 and no other. FlashAttention-2's loops come from ``bench model --peers``. The tutorial is a file
-of Triton's repository, python/tutorials/06-fused-attention.py, in a version whose ``_attn_fwd`` takes block pointers
-(3.0 to 3.3). It is compiled by the installed Triton in every tile that it would try, of which the fastest counts; the
-published times are those of the Triton of that month.
+The kernels are the forward of FlashAttention-2 and the forward of Triton's tutorial on attention. The model predicts
+their times at the shapes of a published table: batch 4, 32 heads, causal, fp16 (flash-attention, issue 307, comment of
+2024-09-28). The table does not name its GPU, but its speeds fit an A100 and no other. The loops of FlashAttention-2
+come from ``bench model --peers``. The tutorial is the file python/tutorials/06-fused-attention.py of Triton's
+repository, in a version whose ``_attn_fwd`` takes block pointers (3.0 to 3.3). The installed Triton compiles it with
+every tile that the tutorial would try, and the fastest tile counts. The published times were measured with the Triton
+of that month.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from .report.predicted import FOLDER, TUTORIAL, VALIDATION
 ARCH, BATCH, HEADS = 80, 4, 32
 KERNELS = ("_attn_fwd_inner", "_attn_fwd")
 TILES = tuple(itertools.product((64, 128), (32, 64), (3, 4)))  # block_m, block_n, stages; 4 warps
-CAUSAL = 3  # STAGE of the tutorial
+CAUSAL = 3  # the tutorial's argument STAGE for a causal mask
 SEQLENS = (1024, 2048, 4096, 8192, 16384)
 FLASH, TRITON = "FlashAttention-2", "Triton's tutorial"
 PUBLISHED = {  # milliseconds by seqlen, in the order of SEQLENS
@@ -51,7 +52,8 @@ COLUMNS = ("kernel", "D", "row", *map(str, SEQLENS))
 
 
 def tutorial(path: Path, folder: Path):
-    """Returns the forward kernel of the tutorial. Only its functions are read: the rest of the file needs a GPU."""
+    """Returns the forward kernel of the tutorial. Only the functions of the file are run, because the rest needs a
+    GPU."""
     text = path.read_text(encoding="utf-8")
     found = {node.name: node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)}
     if missing := [name for name in KERNELS if name not in found]:
@@ -132,16 +134,17 @@ def problem(head_dim: int, seqlen: int) -> waves.Problem:
 
 
 def seconds(row: dict[str, str], problem: waves.Problem) -> float:
-    """Returns the time of a forward pass. The programs with the fewest keys start first, in both peers."""
+    """Returns the time of a forward pass in seconds. In both kernels the programs with the fewest keys start first."""
     block_m, block_n, resident = (int(row[name]) for name in ("block_m", "block_n", "blocks/SM"))
-    # FlashAttention-2 has no clocks of edges: its masked tiles are unrolled, so they are among the fixed ones
+    # FlashAttention-2's rows have no column "edge": its masked tiles are unrolled, so "fixed" includes their clocks.
     block = predict.Block(float(row["fixed"]), float(row["inner"]), float(row.get("edge") or 0), resident)
     lengths = waves.query_tile_lengths(block, problem, block_m, block_n)
     return waves.seconds(waves.A100, lengths, resident, problem.batch * problem.heads)
 
 
 def rows(of: dict[str, list[dict[str, str]]]) -> Iterator[dict[str, str]]:
-    """Yields TFLOP/s as predicted and as published, and the difference. of: rows of tiles for each kernel."""
+    """Yields table rows with predicted TFLOP/s, published TFLOP/s, and the relative error of the model. of: {kernel:
+    rows with the clocks of its tiles}."""
     for (name, head_dim), milliseconds in PUBLISHED.items():
         tile = next((row for row in of[name] if row["step"] == "forward" and int(row["D"]) == head_dim), None)
         if not tile:
@@ -159,7 +162,9 @@ def rows(of: dict[str, list[dict[str, str]]]) -> Iterator[dict[str, str]]:
 
 def main(argv: list[str]) -> int:
     p = argparse.ArgumentParser("python -m bench validate", description=__doc__.split("\n")[0], allow_abbrev=False)
-    p.add_argument("--tutorial", type=Path, metavar="PATH", help="compile the kernel of this file; default: last run's")
+    p.add_argument(
+        "--tutorial", type=Path, metavar="PATH", help="file to compile the kernel from (default: use stored rows)"
+    )
     p.add_argument("--publish", action="store_true", help=f"write the tables to bench/results/{FOLDER}")
     p.add_argument("--jobs", type=int, default=os.cpu_count(), help="compiling processes (default: all cores)")
     options = p.parse_args(argv)

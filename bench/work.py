@@ -2,8 +2,8 @@
 
 python -m bench work [--arch 90] [--seqlens 1024 4096] [--window 512] [--decode-only]
 
-Needs a C++ compiler and no GPU. Tensor-core work and bytes of global memory are exact counts over the executed
-instructions. They say nothing about time.
+The command needs a C++ compiler but no GPU. Tensor-core work and bytes of global memory are exact counts over the
+executed instructions. They say nothing about time.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ SCALES = "cache.k_scale", "cache.v_scale"
 
 
 def visited_tiles(bands, seqlen: int, block_m: int, block_n: int) -> list[int]:
-    """Returns the tiles of keys that the forward kernel visits in every band.
+    """Returns how many tiles of keys the forward kernel visits in every band.
 
-    A query row x sees keys x - stop < k <= x - start. In bands over chunks, a row in chunk n sees the keys of chunks n
-    - stop < c <= n - start.
+    In the band [start, stop), query row x sees the keys with x - stop < k <= x - start. In a band over chunks, a row in
+    chunk n sees the keys of the chunks with n - stop < c <= n - start.
     """
     counts = []
     for band in bands:
@@ -37,7 +37,8 @@ def visited_tiles(bands, seqlen: int, block_m: int, block_n: int) -> list[int]:
 
 
 def tensor_flops(tiles: int, block_m: int, block_n: int, block_d: int, block_dv: int | None = None) -> int:
-    """Returns the operations of Q K^T and P V over ``tiles`` tiles. block_dv: channels of V; None: as many as Q has."""
+    """Returns the floating-point operations of Q K^T and P V over ``tiles`` tiles. block_dv: channels of V; None: V has
+    as many channels as Q."""
     return tiles * 2 * block_m * block_n * (block_d + (block_d if block_dv is None else block_dv))
 
 
@@ -58,8 +59,8 @@ def decode(
     paged: bool = False,
     cache_dtype: str | None = None,
 ) -> list:
-    """Returns the launches of one decoding step whose new token is the seqlen-th key. cache_dtype: of a quantized
-    cache; None: bfloat16."""
+    """Returns the launches of one decoding step whose new token is the seqlen-th key. cache_dtype: the dtype of a
+    quantized cache; None: the cache is bfloat16."""
     import torch
     from flashrope import attention_with_cache
     from flashrope.backends.quantized import quantize
@@ -91,8 +92,8 @@ def rotate(rotary, seqlen: int, heads: int = 8):
 
 
 def instructions_a_byte(rotary, paged: bool, seqlen: int = 2048) -> float:
-    """Returns the decode kernel's warp instructions per byte of keys and values: the increase when the cache grows by
-    `seqlen` keys."""
+    """Returns the decode kernel's warp instructions per byte of keys and values. It divides the additional instructions
+    by the additional bytes when the cache grows by `seqlen` keys."""
 
     def executed(keys: int) -> int:
         launches = decode(rotary, keys, num_splits=1, paged=paged)
@@ -161,7 +162,7 @@ def report_prefill(arch: int, seqlens: list[int], window: int, schemes: dict) ->
 
 
 def report_decode(seqlens: list[int], schemes: dict) -> None:
-    print(f"\ndecoding, one token, {HEADS_Q} query heads to one key head, 2 splits, bytes read")
+    print(f"\ndecoding, one token, {HEADS_Q} query heads per key head, 2 splits, bytes read")
     print("| keys | scheme, cache | K | V | scales | bytes of K | warp instr. |\n|---|---|---|---|---|---|---|")
     cases = [(name, rotary, False, None) for name, rotary in schemes.items()]
     cases += [(name, schemes[name], True, None) for name in ("RoPE", "HoPE")]
@@ -185,7 +186,7 @@ def report_decode(seqlens: list[int], schemes: dict) -> None:
 def report_bytes(window: int) -> None:
     from flashrope import Rotary
 
-    print(f"\ndecoding, warp instructions a byte of keys and values, {HEADS_Q} query heads to one key head")
+    print(f"\ndecoding, warp instructions per byte of keys and values, {HEADS_Q} query heads per key head")
     print("| head_dim | scheme | contiguous | paged |\n|---|---|---|---|")
     for head_dim in (64, 128):
         rope = Rotary.rope(head_dim)
@@ -195,10 +196,11 @@ def report_bytes(window: int) -> None:
 
 
 def report_rotate(seqlen: int) -> None:
-    """Prints the counts per element. An element needs two bytes read and two written."""
+    """Prints the counts of ``flashrope.rotate`` per element of q. An element needs at least two bytes read and two
+    written."""
     from flashrope import Rotary
 
-    print(f"\nflashrope.rotate, 8 heads of 128, {seqlen} tokens, bytes and warp instructions an element")
+    print(f"\nflashrope.rotate, 8 heads of 128, {seqlen} tokens, bytes and warp instructions per element")
     print("| scheme | read | written | cos and sin read | warp instr. |\n|---|---|---|---|---|")
     rotaries = {
         "RoPE": Rotary.rope(128),
@@ -218,7 +220,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--arch", type=int, default=90, choices=(80, 86, 89, 90, 120))
     parser.add_argument("--seqlens", type=int, nargs="+", default=[1024, 2048, 4096])
     parser.add_argument("--window", type=int, default=512)
-    parser.add_argument("--decode-only", action="store_true", help="without prefill, which takes long at long contexts")
+    parser.add_argument("--decode-only", action="store_true", help="leave out prefill, which is slow at long contexts")
     options = parser.parse_args(argv)
     sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "tests"))
     from executor import build, driver

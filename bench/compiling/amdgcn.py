@@ -1,7 +1,7 @@
 """Reads registers, spills and tile loops of a compiled kernel from the AMD backend's assembly.
 
-No ROCm is needed: Triton's package has the assembler, and the figures are in the assembly text (``.vgpr_count`` and
-others, in the metadata after the code).
+No ROCm is needed, because Triton's package contains the assembler. The figures, such as ``.vgpr_count``, are in the
+metadata after the code of the assembly text.
 """
 
 from __future__ import annotations
@@ -22,14 +22,18 @@ COLUMNS = ("warps", "stages", "VGPRs", "AGPRs", "spills", "in loops", "LDS KB", 
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """A compiled kernel. registers: vector registers of a lane, accumulation registers included; agprs: how many of
-    them are accumulation registers. spilled: vector registers in scratch memory. shared: bytes of local data share
-    (LDS). waves: per SIMD, as registers and LDS allow. loop, loop_spills: as in ``offline.Measured``."""
+    """Holds the figures of a compiled kernel.
+
+    registers: vector registers per lane, including accumulation registers. agprs: accumulation registers per lane.
+    spilled: how many vector registers are spilled to scratch memory. shared: bytes of local data share (LDS). waves:
+    how many waves fit on a SIMD, given the registers and the LDS. loop: the instruction mix of the hot loop, empty if
+    there is none. loop_spills: bytes of scratch memory that a lane touches in the tile loops.
+    """
 
     registers: int
     agprs: int
     spilled: int
-    spilled_scalars: int  # to lanes of vector registers, not to memory
+    spilled_scalars: int  # scalar registers that are spilled to lanes of vector registers, not to memory
     shared: int
     waves: float
     warps: int
@@ -38,8 +42,8 @@ class Measured:
     loop_spills: int
 
     def figures(self) -> dict[str, str]:
-        """Returns the figures, keyed by ``COLUMNS``. spills: vector registers; in loops: bytes that a lane spills in
-        loops."""
+        """Returns the figures as text, keyed by ``COLUMNS``. The column "spills" counts vector registers. The column
+        "in loops" counts the spilled bytes that a lane touches in the tile loops."""
         found = {
             "warps": self.warps,
             "stages": self.stages,
@@ -90,7 +94,7 @@ def measure(compiled) -> Measured:
 
 
 def listing(text: str) -> sass.Listing:
-    """Returns the listing of assembly. ``sass.CLASSES`` has the classes of its instructions too."""
+    """Parses assembly text into a listing. ``sass.CLASSES`` classifies AMD's instructions too."""
     opcodes, labels, branches = [], {}, []
     for line in text.splitlines():
         if label := _LABEL.match(line):

@@ -1,7 +1,7 @@
 """Ranks the candidates of ``flashrope tune`` by their machine code. No GPU is needed.
 
-``bench model --candidates`` writes the order into flashrope/tuning/candidates.py, and the figures into the results'
-folder.
+``bench model --candidates`` writes the order into flashrope/tuning/candidates.py, and the figures into
+bench/results/model/candidates.csv.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from .offline import Launch, Measured, compile_all
 
 @dataclass
 class Candidate:
-    """A tile, the figures to print, and its rank: the smallest is the best, None means dropped."""
+    """Holds a tile, the figures to print, and its rank. The smallest rank is the best; None means that the tile was
+    dropped."""
 
     tile: Tile
     figures: dict[str, str]
@@ -49,8 +50,8 @@ def ranked_by_machine_code(direction: str, arch: int, head_dim: int, bands: int,
 
 
 def ranked(choices: list[tuple[str, int, int, int]], jobs: int) -> list[list[Candidate]]:
-    """Returns the candidates of every (direction, architecture, head_dim, bands). All launches are caught before the
-    first kernel is compiled."""
+    """Returns the ranked candidates for every given (direction, architecture, head_dim, bands). All launches are caught
+    before the first kernel is compiled."""
     caught = [(at, direction, tile) for at, (direction, *_) in enumerate(choices) for tile in tiles(direction)]
     launches = []
     for at, direction, tile in caught:
@@ -115,14 +116,14 @@ def judged(direction: str, tile: Tile, launch: Launch, result: Measured | str) -
 
 FAMILIES = {"sm80": 80, "sm86": 86}  # families in configs.py, each with the architecture to compile for
 HEAD_DIMS, BANDS = (64, 128), (1, 2)
-KEPT = 6  # ranked candidates in an order; the others follow in the order of the grid
+KEPT = 6  # how many ranked candidates ORDER lists; the remaining tiles follow in the order of the grid
 COLUMNS = ("family", "direction", "D", "bands", "tile", "figure", "value", "dropped")
 _ORDER = re.compile(r"^(ORDER\b.*?= )\{\n.*?^\}\n", re.MULTILINE | re.DOTALL)
 
 
 def ranking_rows(choices: list[tuple[str, str, int, int]], jobs: int) -> list[dict[str, str]]:
-    """Returns the candidates of every (family, direction, head_dim, bands) as rows of a table: the best first, the
-    dropped ones last."""
+    """Returns table rows with the candidates for every given (family, direction, head_dim, bands). The best candidate
+    comes first, and dropped candidates come last."""
     every = ranked([(direction, FAMILIES[family], *sizes) for family, direction, *sizes in choices], jobs)
     return [
         {
@@ -141,8 +142,8 @@ def ranking_rows(choices: list[tuple[str, str, int, int]], jobs: int) -> list[di
 
 
 def merged(before: list[dict[str, str]], after: list[dict[str, str]]) -> list[dict[str, str]]:
-    """Returns the rows of an older table, in which newer rows replace those with the same key, in the order of a
-    complete table."""
+    """Returns the rows of an older table after newer rows have replaced the rows with the same key. The rows are in the
+    order of a complete table."""
 
     def key(row: dict[str, str]) -> tuple[str, ...]:
         return tuple(row[name] for name in COLUMNS[:4])
@@ -171,7 +172,7 @@ def order_text(rows: Iterable[Mapping[str, str]]) -> str:
 
 
 def with_order(source: str, rows: Iterable[Mapping[str, str]]) -> str:
-    """Returns the source of flashrope/tuning/candidates.py with this order."""
+    """Returns the source of flashrope/tuning/candidates.py with its table ``ORDER`` replaced by the given rows."""
     text, count = _ORDER.subn(lambda found: found[1] + order_text(rows), source)
     if count != 1:
         raise ValueError(f"expected one table ORDER in candidates.py, got {count}")

@@ -35,36 +35,36 @@ ORDER = (
 )
 CODES = {"int8": (1, torch.int8), "int4": (2, torch.uint8)}  # quantized values per byte, dtype
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-BATCH, SEQLEN, HEADS_Q, HEADS_KV, WINDOW, PAGE_SIZE = 2, 4096, 40, 8, 1024, 256  # neither head count a multiple of 16
+BATCH, SEQLEN, HEADS_Q, HEADS_KV, WINDOW, PAGE_SIZE = 2, 4096, 40, 8, 1024, 256  # no head count is a multiple of 16
 
 
 @dataclasses.dataclass(frozen=True)
 class Scheme:
-    """What selects another specialisation of a kernel, besides sizes and dtype."""
+    """Holds everything that selects a specialisation of a kernel, except sizes and dtype."""
 
     name: str
     rotary: Callable[[int], Rotary]
     causal: bool = True
-    packed: bool = False  # cu_seqlens
+    packed: bool = False  # sequences are packed, with cu_seqlens
     positions: bool = False
-    aligned: bool = True  # to 16 bytes
+    aligned: bool = True  # tensors are aligned to 16 bytes
     grad_lse: bool = False
-    cache: str = ""  # "contiguous" or "paged": a call of attention_with_cache
-    seqlen_q: int = 1  # queries per sequence, with a cache
+    cache: str = ""  # "contiguous" or "paged": the call is attention_with_cache; "": it is attention
+    seqlen_q: int = 1  # queries per sequence in a call with a cache
     deterministic: bool = True
-    recomputed: bool = False  # the kernel of dQ computes the gradients of scores again: seven products
-    head_dim_v: int = 0  # 0: as wide as q and k
-    codes: str = ""  # "int8" or "int4": a quantized cache
+    recomputed: bool = False  # the dQ kernel recomputes the gradients of scores; backward then has seven products
+    head_dim_v: int = 0  # head_dim of v; 0: the same as that of q and k
+    codes: str = ""  # "int8" or "int4": the cache is quantized
     placed: int = 0  # rows of a page in a cache with explicit positions; 0: no explicit positions
     stored: bool = False  # the cache stores positions
     shared_values: int = 0  # how many leading channels of the keys serve as the values; 0: v is separate
     weighted: bool = False  # keys have weights
-    heads: tuple[int, int] = (40, 8)  # of queries and of keys; neither is a multiple of 16
-    num_splits: int = 0  # 0: shares
+    heads: tuple[int, int] = (40, 8)  # heads_q, heads_kv; neither is a multiple of 16
+    num_splits: int = 0  # into how many splits decoding divides the keys; 0: it divides them into shares
 
     @property
     def bits(self) -> int:
-        """Returns the bits of a number in the cache, for a 16-bit dtype."""
+        """Returns how many bits a number in the cache has. A cache that is not quantized has a 16-bit dtype."""
         return 8 // CODES[self.codes][0] if self.codes else 16
 
 
@@ -83,12 +83,12 @@ DECODE = tuple(
 
 
 def with_splits(scheme: Scheme) -> Scheme:
-    """Returns the same scheme with a call that asks for four splits."""
+    """Returns the same scheme, but its call asks for four splits."""
     return dataclasses.replace(scheme, name=f"{scheme.name} splits", num_splits=4)
 
 
 SPLITS = tuple(with_splits(DECODE[n]) for n in (0, 3))
-WIDE = Scheme("rerope wide", TWO_BANDS.rotary, cache="paged", seqlen_q=16)  # speculative decoding
+WIDE = Scheme("rerope wide", TWO_BANDS.rotary, cache="paged", seqlen_q=16)  # 16 queries, as in speculative decoding
 CHUNKS = tuple(
     Scheme(f"{scheme.name} {cache} chunk", scheme.rotary, cache=cache, seqlen_q=512)
     for cache in ("contiguous", "paged")
@@ -102,8 +102,11 @@ PARTIAL = Scheme(
 
 
 def few_rotate(head_dim: int) -> Rotary:
-    """Returns a scheme that rotates at most half of the channels: the last 64, at head_dim 64 the first half of HoPE's
-    pairs, and at 512 the first quarter, as in Gemma 4's global layers."""
+    """Returns a scheme that rotates at most half of the channels.
+
+    At head_dim 64 it is HoPE, which rotates the first half of the pairs. At head_dim 512 it rotates the first quarter
+    of the pairs, like Gemma 4's global layers. At any other head_dim it rotates the last 64 channels.
+    """
     if head_dim == 64:
         return Rotary.hope(64, 512)
     if head_dim == 512:
@@ -183,7 +186,7 @@ class Case:
 
     @property
     def kernels(self) -> set[str]:
-        """Returns the kernels it must launch."""
+        """Returns the names of the kernels that the case must launch."""
         if self.scheme.placed:
             by_position = self.scheme.stored and not self.scheme.rotary(self.head_dim).axis
             return {*SPLIT_KERNELS, "place_tokens", *(["place_slots"] if by_position else [])}
@@ -197,7 +200,7 @@ class Case:
 
     @property
     def takes_shares(self) -> bool:
-        """Returns whether decoding must divide the keys into shares, not splits."""
+        """Whether decoding must divide the keys into shares rather than splits."""
         scheme, wide = self.scheme, self.scheme in (WIDE, *LATENT[2:])
         if scheme.num_splits:
             return False
@@ -266,9 +269,14 @@ class Case:
 
 
 def cases(quick: bool, every_target: bool = False) -> list[Case]:
-    """Returns the cases: bf16 with one and two bands on the main architectures, and every other choice once, mostly for
-    the kernel in which registers are scarcest. fp16 compiles to the same figures as bf16. The other targets have
-    forward, backward and decoding at head_dim 128, or with every_target all cases of sm_80, sm_86 or sm_90."""
+    """Returns the cases to compile.
+
+    The main architectures are covered in bf16 with one and two bands. Every other choice occurs once, mostly for the
+    kernel in which registers are scarcest. fp16 is left out because it compiles to the same figures as bf16. The other
+    targets get forward, backward and decoding at head_dim 128.
+
+    quick: return fewer cases. every_target: give the other targets all cases of sm_80, sm_86 or sm_90.
+    """
     others, main = (*NEWER, *AMD), _main_cases(quick)
     if every_target:
         return main + list(dict.fromkeys(dataclasses.replace(case, arch=arch) for arch in others for case in main))

@@ -3,22 +3,23 @@
     python -m bench gate [--target sm_80 gfx942] [--targets all] [--head-dim 64 128] [--scheme NAME] [--quick]
                          [--csv PATH] [--jobs N]
 
-For every case the backend runs on meta tensors: forward and backward, or one call with a KV cache. Launches that need
-the same machine code are compiled once. Prints one row per compiled kernel. Exits with 1 if a kernel
+For every case the backend runs on meta tensors: either forward and backward, or one call with a KV cache. Launches that
+need the same machine code are compiled once. The command prints one row per compiled kernel. It exits with 1 if a
+kernel
 
 - does not compile,
-- spills more than ``limits.SPILL_LIMITS`` allows, in its tile loops or altogether,
+- spills more than ``limits.SPILL_LIMITS`` allows in its tile loops or in total,
 - needs more shared memory than a block of its architecture can have,
 - takes more instructions per tensor-core instruction than ``limits.INSTRUCTION_LIMITS`` allows,
 - reads keys and values in pieces of less than 16 bytes,
-- accumulates dQ by red although several threads hold the same element, or
-- reads keys and values of a paged cache into fewer than two slots, so that nothing is prefetched. One slot is allowed
-  if two blocks with a two-stage tile fit on a multiprocessor.
+- accumulates dQ with the PTX instruction ``red`` although several threads hold the same element, or
+- reads keys and values of a paged cache into fewer than two slots of shared memory, so that nothing is prefetched. One
+  slot is enough if two blocks with a two-stage tile fit on a multiprocessor.
 
-The first, second and fourth condition hold for AMD's GPUs as well, whose kernels have their own table.
+For AMD's GPUs only the first three conditions are checked. Their kernels are printed in a table of their own.
 
-The column "model" is the share of the time in which the tensor cores work on needed products, in the inner loop on
-sm_80, sm_86 and sm_89, as the issue model predicts it (``issue``, ``python -m bench model``).
+The column "model" says in which share of the time the tensor cores work on needed products in the inner loop. The issue
+model predicts it for sm_80, sm_86 and sm_89 (module ``issue``, ``python -m bench model``).
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from .table import print_table
 
 @dataclasses.dataclass
 class Row:
-    """A compiled kernel and the cases that run it."""
+    """Holds a compiled kernel and the cases that run it."""
 
     launch: Launch
     cases: list[Case]
@@ -110,7 +111,7 @@ class Row:
 
     @property
     def rotates_no_keys(self) -> bool:
-        """Whether its hot loop reads only keys, values and page numbers, and neither cos and sin nor positions."""
+        """Whether the kernel's hot loop must read keys, values and page numbers only: no cos, no sin, no positions."""
         first = self.cases[0]
         forward = self.kernel in ("attention_forward", "attention_chunks") and first.scheme.aligned
         decode = self.kernel == "attention_decode" and "rerope" in first.scheme.name
@@ -119,19 +120,21 @@ class Row:
 
     @property
     def prefetches_pages(self) -> bool:
-        """Whether it reads keys and values of a paged cache, in half precision (float32 tiles have one stage)."""
+        """Whether the kernel must prefetch pages. It must if it reads a paged cache in a 16-bit type. float32 is exempt
+        because its tiles have one stage."""
         first = self.cases[0]
         return (
             self.kernel in ("attention_chunks", "attention_decode")
             and first.scheme.cache == "paged"
             and first.dtype != "fp32"
-            and first.scheme not in PLACED_MAPS  # cos and sin of every key leave shared memory for only one slot
+            and first.scheme not in PLACED_MAPS  # cos and sin of every key fill shared memory, so only one slot fits
         )
 
     @property
     def needed_slots(self) -> int:
-        """Returns how many slots for keys and values a paged cache needs: 2, or 1 for a two-stage tile if two blocks
-        fit on a multiprocessor, because one block then computes while the other waits."""
+        """Returns how many slots for keys and values a kernel over a paged cache needs. It needs 2. For a two-stage
+        tile 1 is enough if two blocks fit on a multiprocessor, because one block then computes while the other
+        waits."""
         m = self.result
         resident = MULTIPROCESSORS[self.launch.arch].resident_blocks(m.registers, m.shared, m.warps)
         return 1 if m.stages == 2 and resident > 1 else 2
@@ -182,7 +185,7 @@ class Row:
                 f"{ratio:.2f} instructions per tensor-core instruction in the hot loop, the limit is {allowed}"
             )
         if self.rotates_no_keys and first.dtype != "fp32":
-            tiles = 1 if first.scheme.shared_values else 2  # values that are channels of the keys come with them
+            tiles = 1 if first.scheme.shared_values else 2  # values that are channels of the keys need no load
             needed = tiles * self.launch.kwargs["VARIANT"].block_n * first.head_dim * 2 // (16 * 32 * self.result.warps)
             wide = loop.get("global 16 B", 0)
             narrow = loop.get("global", 0) - wide
@@ -257,16 +260,16 @@ def main(argv: list[str]) -> int:
         "--targets",
         choices=("short", "all"),
         default="short",
-        help="what to compile for sm_89, sm_100, sm_120, gfx942 and gfx950: head_dim 128 with the main schemes "
-        "(short, the default), or all cases of the other targets",
+        help="what to compile for sm_89, sm_100, sm_120, gfx942 and gfx950. short (default): head_dim 128 with the "
+        "main schemes; all: every case that is compiled for sm_80, sm_86 or sm_90",
     )
     parser.add_argument("--head-dim", type=int, nargs="+", help="compile only these head_dims")
     parser.add_argument("--scheme", nargs="+", help="compile only these schemes, named as in the table")
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="compile fewer cases: for sm_80 and sm_90 head_dim 64 and 128, bf16, one and two bands, and decoding over "
-        "quantized caches; for the other targets head_dim 128, forward, backward and decoding",
+        help="compile fewer cases. sm_80 and sm_90: bf16 at head_dim 64 and 128 with one and two bands, and decoding "
+        "over quantized caches; the other targets: forward, backward and decoding at head_dim 128",
     )
     parser.add_argument("--csv", metavar="PATH", help="also write the table and the instruction mix of the hot loops")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="compiling processes (default: all cores)")
@@ -287,8 +290,8 @@ def main(argv: list[str]) -> int:
     print(f"Triton {triton.__version__}: {len(rows)} kernels for {len(chosen)} cases", flush=True)
     if any(row.launch.arch not in AMD for row in rows) and (missing := missing_tools()):
         print(
-            f"{' and '.join(missing)} not in this Triton package: registers and spills come from ptxas -v, loops are "
-            "not counted"
+            f"this Triton package lacks {' and '.join(missing)}: registers and spills come from ptxas -v, and loops "
+            "are not counted"
         )
     compiled = compile_all([row.launch for row in rows], options.jobs)
     for done, (index, result, seconds) in enumerate(compiled, 1):

@@ -1,7 +1,8 @@
 """Compiles csrc/decode.cu with nvcc, without a GPU, and checks spills, shared memory and the width of copies.
 
-Prints one line per kernel. Exits with 1 if a kernel of head_dim up to 128 spills, needs more shared memory for two
-bands than a block can have, or copies K and V in less than 16 bytes. Without nvcc it says so and exits with 0.
+The command prints one line per kernel. It exits with 1 if a kernel for head_dim up to 128 spills, or needs more shared
+memory for two bands than a block can have, or copies K and V in pieces of less than 16 bytes. Without nvcc it prints
+that nothing was checked and exits with 0.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from .table import print_table
 
 SOURCE = Path(__file__).resolve().parents[2] / "csrc"
 FLAGS = ("-std=c++17", "-O3", "--expt-relaxed-constexpr", f"-I{SOURCE}")  # the flags of setup.py
-NO_SPILL_UP_TO = 128  # head_dim; 256 holds 128 accumulators per thread and is listed only
+NO_SPILL_UP_TO = 128  # head_dim. At 256 a thread holds 128 accumulators, so spills are only listed.
 MAX_BANDS = 4
 LAUNCH = """
 #include <cstdio>
@@ -44,7 +45,7 @@ _SPLIT = re.compile(r"split_kernelINS_\d+(B?)Float16ELi(\d+)ELb([01])E")
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """The values that decode.h computes for a head_dim. shared: bytes for 1, 2, ... bands."""
+    """Holds the values that decode.h computes for one head_dim. shared: bytes of shared memory for 1, 2, ... bands."""
 
     warps: int
     shared: tuple[int, ...]
@@ -55,9 +56,9 @@ class Kernel:
     arch: int
     name: str  # mangled
     registers: int
-    spill: int  # bytes per thread, stored and loaded
+    spill: int  # spilled bytes per thread, stores and loads added
     copies: tuple[int, ...] = ()  # bytes of every asynchronous copy instruction
-    shape: Shape | None = None  # for the split kernel
+    shape: Shape | None = None  # only for the split kernel
 
     @property
     def label(self) -> dict[str, str]:
@@ -116,7 +117,8 @@ COLUMNS = (
 
 
 def ptxas_report(text: str) -> dict[str, tuple[int, int]]:
-    """Returns (registers, spilled bytes stored and loaded) of every kernel in the output of ``nvcc -Xptxas -v``."""
+    """Returns {kernel: (registers, spilled bytes)} from the output of ``nvcc -Xptxas -v``. Spilled bytes are those
+    stored plus those loaded."""
     found, name, spill = {}, "", 0
     for line in text.splitlines():
         if match := re.search(r"Compiling entry function '(\w+)'", line):
@@ -135,7 +137,7 @@ def functions(disassembly: str) -> dict[str, sass.Listing]:
 
 
 def copy_bytes(opcodes) -> tuple[int, ...]:
-    """Returns the bytes per thread of every cp.async: LDGSTS.E.BYPASS.128 moves 16, LDGSTS.E moves 4."""
+    """Returns how many bytes every cp.async copies per thread: LDGSTS.E.BYPASS.128 copies 16, LDGSTS.E copies 4."""
     sizes = []
     for opcode in opcodes:
         if opcode.startswith("LDGSTS"):
@@ -177,7 +179,7 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     nvcc = shutil.which("nvcc")
     if nvcc is None:
-        print("gate-cuda: nvcc is not on PATH; the CUDA kernels were not compiled, nothing was checked")
+        print("gate-cuda: nvcc is not on PATH; the CUDA kernels were not compiled, and nothing was checked")
         return 0
     cxx, nvdisasm = shutil.which(os.environ.get("CXX", "c++")), shutil.which("nvdisasm") or tool("nvdisasm")
     if cxx is None or nvdisasm is None:

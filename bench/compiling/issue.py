@@ -1,11 +1,12 @@
-"""Simulates how one multiprocessor issues a piece of machine code, clock by clock. No constant was fitted to anything.
+"""Simulates how one multiprocessor issues a piece of machine code, clock by clock. No constant was fitted to measured
+times.
 
-Each of the four schedulers issues one instruction per clock, in order within a warp. It takes the warp that it issued
-from last, or else the first warp that is ready. An instruction waits for the stall count of the preceding instruction,
-for the scoreboards that its control bits name (Jia et al. 2018, arXiv 1804.06826), for its pipe, for a place in the
-queue of memory instructions, and at a barrier for the other warps of its block. Memory instructions share 128 bytes per
-clock. Bank conflicts, cache misses of instructions, contention in L2, and HGMMA are not modelled, so sm_90 is not
-simulated.
+Each of the four schedulers issues one instruction per clock. The instructions of a warp issue in order. A scheduler
+takes the warp that it issued from last if that warp is ready, and otherwise the first warp that is ready. An
+instruction waits for five things: the stall count of the preceding instruction, the scoreboards that its control bits
+name (Jia et al. 2018, arXiv 1804.06826), its pipe, a place in the queue of memory instructions, and, at a barrier, the
+other warps of its block. All memory instructions together move 128 bytes per clock. Bank conflicts, misses in the
+instruction cache, contention in L2, and HGMMA are not modelled. sm_90 is not simulated because its kernels use HGMMA.
 """
 
 from __future__ import annotations
@@ -17,19 +18,22 @@ from dataclasses import dataclass, field, replace
 
 SCHEDULERS = 4
 SCOREBOARDS = 6
-# What happens in a clock of a scheduler: it issues an instruction, or every warp waits. In the second case, what the
-# warp that will issue next is waiting for.
+# What a clock of a scheduler counts as. "issue": an instruction was issued. Otherwise every warp waited, and the clock
+# counts as what the next warp to issue was waiting for.
 WAITS = ("issue", "tensor", "shared", "fp32", "mufu", "memory", "barrier", "other")
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Clocks of a scheduler's pipe per warp instruction (CUDA C++ Programming Guide, "Arithmetic Instructions", and the
-    peak of the data sheet for HMMA), and latencies in clocks (microbenchmarks such as Abdelkhalik et al. 2022, arXiv
-    2208.11174). The memory queue's depth, its issue interval and a barrier's clocks are assumed: no source publishes
-    them. Tile rankings hold for depths of 4 to 16 and latencies of 350 to 700."""
+    """Holds the clocks that a scheduler's pipe needs per warp instruction, and latencies in clocks.
 
-    hmma: float = 8  # 16x8x16
+    The pipe's clocks come from the CUDA C++ Programming Guide ("Arithmetic Instructions"), and for HMMA from the peak
+    in the data sheet. The latencies come from microbenchmarks such as Abdelkhalik et al. 2022 (arXiv 2208.11174). The
+    memory queue's depth, its issue interval and a barrier's clocks are assumptions, because no source publishes them.
+    The ranking of tiles stays the same for queue depths of 4 to 16 and memory latencies of 350 to 700.
+    """
+
+    hmma: float = 8  # for a product 16x8x16
     fp32: float = 2
     integer: float = 2
     mufu: float = 8
@@ -54,10 +58,14 @@ RATES = {
 
 @dataclass(frozen=True)
 class Instruction:
-    """A decoded instruction. pipe, busy: the pipe that executes it, and its clocks there. transfer: clocks of shared
-    memory. latency: clocks from then until the result is there. kind: the entry of ``WAITS`` that a wait for it counts
-    as. write: the scoreboard that it holds until its result is there, or None. read: the scoreboard that it holds until
-    its operands are read, or None. waits: scoreboards that must be free before it issues."""
+    """Holds a decoded instruction.
+
+    pipe: the pipe that executes the instruction. busy: for how many clocks it occupies the pipe. transfer: for how many
+    clocks it then moves data. latency: clocks from the end of the transfer until the result is available. kind: the
+    entry of ``WAITS`` that a wait for this instruction counts as. write: the scoreboard that it holds until its result
+    is available, or None. read: the scoreboard that it holds until its operands are read, or None. waits: the
+    scoreboards that must be free before it issues.
+    """
 
     opcode: str
     pipe: str
@@ -69,7 +77,7 @@ class Instruction:
     write: int | None = None
     read: int | None = None
     waits: tuple[int, ...] = ()
-    groups: int | None = None  # cp.async groups that may be outstanding
+    groups: int | None = None  # how many cp.async groups may be outstanding; None: it does not wait for groups
 
     @property
     def copies(self) -> bool:
@@ -78,8 +86,8 @@ class Instruction:
 
 @dataclass
 class Steady:
-    """The steady state of a loop. clocks: the mean time in which every resident block passes through the code once.
-    waits: shares of the schedulers' clocks, by ``WAITS``; they add up to 1."""
+    """Describes the steady state of a loop. clocks: the mean time in which every resident block passes through the code
+    once. waits: {entry of ``WAITS``: its share of the schedulers' clocks}. The shares add up to 1."""
 
     clocks: float
     waits: dict[str, float]
@@ -101,7 +109,8 @@ _PIPES = (
 
 
 def instruction(opcode: str, operands: str = "", control: int = 1 << 41, rates: Rates = RATES[80]) -> Instruction:
-    """Decodes one instruction. control: the upper half of its encoding; without one, nothing but a stall of 1."""
+    """Decodes one instruction. control: the upper half of its encoding. The default encodes a stall of 1 and no
+    scoreboards."""
     pipe, kind = next((pipe, kind) for pattern, pipe, kind in _PIPES if re.match(pattern, opcode))
     write, read = control >> 46 & 7, control >> 49 & 7
     found = Instruction(
@@ -134,7 +143,7 @@ def decoded(
 
 
 def _transfer(opcode: str) -> float:
-    """Returns the clocks, of 128 bytes each, in which 32 threads transfer their data."""
+    """Returns in how many clocks the 32 threads of a warp move their data, at 128 bytes per clock."""
     if opcode.startswith("LDSM"):
         return int(opcode[-1]) if opcode[-1] in "124" else 1
     size = re.search(r"\.[US]?(8|16|64|128)\b", opcode)
@@ -143,7 +152,7 @@ def _transfer(opcode: str) -> float:
 
 def _latency(opcode: str, rates: Rates) -> int:
     if opcode.startswith(("LDS", "STS", "SHFL", "ATOMS", "RED", "STG", "ST.", "CCTL")):
-        return rates.shared_latency  # a store is over when it has left
+        return rates.shared_latency  # a store is done when its data have left the multiprocessor
     return rates.memory_latency if opcode.startswith(("LDGSTS", "ATOM")) else rates.l1_latency
 
 
@@ -151,20 +160,20 @@ def _latency(opcode: str, rates: Rates) -> int:
 class _Warp:
     block: int
     scheduler: int
-    ready: float  # when its next instruction may issue, as far as this depends on this warp
-    reason: str = "other"  # what that time waits for
+    ready: float  # the clock at which its next instruction may issue, as far as that depends on this warp only
+    reason: str = "other"  # the entry of WAITS that the wait until `ready` counts as
     at: int = 0
     boards: list[tuple[float, str]] = field(default_factory=lambda: [(0.0, "other")] * SCOREBOARDS)
-    copied: float = 0  # when all copies so far have arrived
+    copied: float = 0  # the clock at which all copies so far have arrived
     groups: deque = field(default_factory=lambda: deque(maxlen=8))
-    waiting: bool = False  # at a barrier
+    waiting: bool = False  # whether the warp waits at a barrier
     over: bool = False
 
 
 class Multiprocessor:
     """Simulates `blocks` blocks of `warps` warps. Each warp runs through `code`, once or repeatedly.
 
-    offset: clocks by which each block starts after the one before; blocks do not run in step.
+    offset: how many clocks each block starts after the preceding block. Real blocks do not run in step either.
     """
 
     def __init__(self, code: Sequence[Instruction], warps: int, blocks: int, rates: Rates, offset: float = 0):
@@ -180,7 +189,7 @@ class Multiprocessor:
         self.last: list[_Warp | None] = [None] * SCHEDULERS
         self.issued = [-1.0] * SCHEDULERS  # clock of the last instruction
         self.wake = [0.0] * SCHEDULERS
-        self.now, self.count = 0.0, 0  # clock, instructions so far
+        self.now, self.count = 0.0, 0  # the current clock, the number of instructions issued so far
         self.spent = dict.fromkeys(WAITS, 0.0)
 
     def run_once(self) -> float:
@@ -190,8 +199,11 @@ class Multiprocessor:
         return self.now + 1
 
     def run(self, warm_up: int, passes: int) -> Steady:
-        """Measures `passes` passes, after `warm_up` passes that are not counted. A pass ends when as many instructions
-        were issued as all warps together have in the code. It does not matter which warps issued them."""
+        """Measures `passes` passes, after `warm_up` passes that are not counted.
+
+        A pass ends when the number of issued instructions is the length of the code times the number of warps. It does
+        not matter which warps issued them.
+        """
         every = len(self.code) * len(self.warps)
         self._run(warm_up * every)
         begin, self.spent = self.now, dict.fromkeys(WAITS, 0.0)
@@ -287,7 +299,8 @@ WARM_UP, PASSES, OFFSETS = 2, 4, 5
 def steady(code: Sequence[Instruction], warps: int, blocks: int, rates: Rates) -> Steady:
     """Returns the steady state of a loop that all blocks of a multiprocessor run repeatedly.
 
-    It is the mean over start offsets that divide a pass evenly, because nothing synchronizes the blocks.
+    The result is the mean over several offsets between the blocks' starts, evenly spread over a pass, because nothing
+    synchronizes the blocks.
     """
     alone = Multiprocessor(code, warps, 1, rates).run(WARM_UP, PASSES)
     if blocks == 1:

@@ -1,4 +1,4 @@
-"""The limits of the gate: spilled bytes, and instructions per tensor-core instruction in the hot loop."""
+"""Holds the limits of the gate: spilled bytes, and instructions per tensor-core instruction in the hot loop."""
 
 from __future__ import annotations
 
@@ -30,9 +30,12 @@ from .cases import (
 
 @dataclasses.dataclass(frozen=True)
 class SpillLimit:
-    """Bytes per thread that a kernel may spill, and that its tile loops may touch, and how often its hot loop may touch
-    spilled registers. A limit left at its default allows nothing. Any other field left at its default matches every
-    kernel."""
+    """Limits the spills of the kernels that match its other fields.
+
+    spill: how many bytes per thread a kernel may spill. in_loops: how many spilled bytes per thread its tile loops may
+    touch; default: none. in_hot_loop: how often its hot loop may touch spilled registers; default: never. The other
+    fields say which kernels the limits are for. A field left at its default matches every kernel.
+    """
 
     spill: float
     kernel: str = ""
@@ -57,7 +60,7 @@ class SpillLimit:
         )
 
 
-LISTED = float("inf")  # printed, not limited
+LISTED = float("inf")  # a limit for spills that the gate prints but does not limit
 
 
 def listed(**covered) -> SpillLimit:
@@ -66,7 +69,8 @@ def listed(**covered) -> SpillLimit:
 
 # Spill limits of schemes with position maps, Self-Extend and dual chunk attention, by kernel and architecture, for
 # head_dim 64 and 128. Between two bands these kernels hold cos and sin of two rotations for every row, besides the
-# accumulators. All spills are outside the hot loop. Only MAP_SPILLS_IN_LOOPS are in tile loops (edge tiles).
+# accumulators. All these spills are outside the hot loop. Only those in MAP_SPILLS_IN_LOOPS are in tile loops, which
+# then go over edge tiles.
 MAP_SPILLS = {
     ("attention_forward", 80): ((36, 0), (60, 0)),
     ("attention_forward", 90): ((0, 80), (0, 44)),
@@ -83,8 +87,9 @@ MAP_LIMITS = tuple(
     for head_dim, spill in zip((64, 128), spills, strict=True)
 )
 
-# A tile of 128 keys at head_dim 64: the model rates it higher than the tiles whose hot loops touch no spilled register.
-# For each scheme: spilled bytes, the spilled bytes that the tile loops touch, and accesses in the hot loop.
+# Limits for the tile of 128 keys at head_dim 64. It is used although it spills, because the issue model rates it higher
+# than the tiles whose hot loops touch no spilled register. For each scheme the table gives spilled bytes, the spilled
+# bytes that the tile loops touch, and accesses to spilled registers in the hot loop.
 KEYS_128 = tuple(
     SpillLimit(spill, "attention_grad_kv", 80, head_dim=64, scheme=scheme, in_loops=in_loops, in_hot_loop=times)
     for scheme, (spill, in_loops, times) in {
@@ -97,9 +102,10 @@ KEYS_128 = tuple(
     }.items()
 )
 
-# Limits of kernels that store gradients of scores: the conversion of dS to rows of keys takes registers. By release of
-# Triton, scheme, architecture and head_dim: spilled bytes, the spilled bytes that the tile loops touch, and accesses in
-# the hot loop. Schemes named "seven" do not store the gradients.
+# Limits of kernels that store gradients of scores. They spill because the conversion of dS to rows of keys takes
+# registers. A row gives the release of Triton, scheme, architecture, head_dim, spilled bytes, the spilled bytes that
+# the tile loops touch, and accesses to spilled registers in the hot loop. Schemes named "seven" do not store the
+# gradients.
 STORED_SCORES = (
     *(
         SpillLimit(spill, "attention_grad_kv", arch, 0, head_dim, "", scheme, release, in_loops, times)
@@ -175,8 +181,9 @@ CODES = (
     *(listed(scheme=scheme.name) for scheme in QUANTIZED + QUANTIZED_CHUNKS),
 )
 
-# The targets other than sm_80, sm_86 and sm_90. In the cases that the gate compiles by default, only the kernels named
-# here may spill. The other cases are only listed. AMD's registers count as four bytes.
+# Limits for the targets other than sm_80, sm_86 and sm_90. In the cases that the gate compiles by default, only the
+# kernels named here may spill. The spills of all other cases are printed but not limited. A register of an AMD GPU
+# counts as four bytes.
 OTHERS = (
     SpillLimit(20, "attention_forward", 100, head_dim=128, scheme="rerope", triton="3.6.", in_loops=8),
     SpillLimit(12, "attention_chunks", 100, head_dim=128, scheme="rerope paged chunk", triton="3.6."),
@@ -203,8 +210,8 @@ OTHERS = (
     *(listed(arch=arch) for arch in (*NEWER_TARGETS, *AMD)),
 )
 
-# Decoding by shares: what a program keeps from one piece to the next. All of it is outside the loops over keys, once a
-# piece.
+# Limits for decoding by shares. A program spills what it keeps from one piece to the next. It touches these registers
+# once per piece, outside the loops over keys.
 PARTS_SPILLS = {64: {100: 32}, 256: {80: 72, 90: 28, 100: 68}, 512: {80: 84, 86: 24, 89: 24, 90: 32, 100: 12, 120: 24}}
 PIECES = (
     SpillLimit(20, "attention_decode", 90, head_dim=128, scheme=SPLITS[1].name, triton="3.9"),
@@ -241,7 +248,8 @@ PIECES = (
     ),
 )
 
-# The first match decides. One and two bands in 16-bit types, at head_dim 64 and 128 on sm_80 and sm_90, are limited.
+# The first match decides. Kernels with one and two bands in 16-bit types, at head_dim 64 and 128 on sm_80 and sm_90,
+# are always limited, never only listed.
 SPILL_LIMITS = (
     *PIECES,
     listed(head_dim=512, triton="3.9."),  # up to 36 bytes in the loops of sm_90 to sm_120
@@ -276,8 +284,8 @@ SPILL_LIMITS = (
         SpillLimit(16, "attention_decode", arch=80, head_dim=128, scheme=scheme)
         for scheme in ("rerope contiguous", "rerope partial", "dual-chunk paged")
     ),
-    # The next spills are outside the tile loops: page numbers and the queries' rotation are held besides an
-    # accumulator.
+    # The kernels below spill outside the tile loops, because they hold page numbers and the queries' rotation besides
+    # an accumulator.
     SpillLimit(8, "attention_chunks", arch=80, head_dim=64, scheme="rope paged chunk"),
     SpillLimit(112, "attention_chunks", arch=80, head_dim=64, scheme="rerope paged chunk"),
     SpillLimit(56, "attention_chunks", arch=80, head_dim=128, scheme="rerope paged chunk"),
@@ -288,8 +296,8 @@ SPILL_LIMITS = (
     SpillLimit(28, "attention_chunks", arch=90, head_dim=64, scheme="rerope paged chunk", triton="3.9"),
     SpillLimit(20, "attention_chunks", arch=90, head_dim=64, scheme="few rerope paged chunk", triton="3.9"),
     SpillLimit(64, "attention_grad_q", arch=90, head_dim=128, scheme="rerope", triton="3.9"),
-    # The next spills are in the loops over edge tiles, which run once or twice per band. In return, the inner loop has
-    # a quarter fewer instructions.
+    # The kernels below spill in the loops over edge tiles, which run once or twice per band. In return, the inner loop
+    # has a quarter fewer instructions.
     SpillLimit(68, "attention_chunks", arch=90, head_dim=128, scheme="rope paged chunk", in_loops=56),
     SpillLimit(44, "attention_chunks", arch=90, head_dim=128, scheme="few rerope paged chunk", in_loops=88),
     SpillLimit(28, "attention_forward", arch=90, head_dim=128, in_loops=56),
@@ -308,8 +316,8 @@ def _by_size(sm80: tuple[float, float], sm90: tuple[float, float]) -> dict[tuple
 
 
 # Instructions per HMMA (sm_80) or HGMMA (sm_90; its size follows from the tile) in bf16, by kernel and scheme. Kernels
-# that are not listed have no limit. Each limit is a little above the figure of today's compilers. So a compiler that
-# schedules differently passes, but a lost vector load, a mask or a rotation in the inner loop does not.
+# that are not listed have no limit. Each limit is a little above the figure of today's compilers. A compiler that only
+# schedules differently therefore passes, but a lost vector load, a mask or a rotation in the inner loop fails.
 INSTRUCTION_LIMITS = {
     ("attention_forward", "rope"): _by_size((5.2, 4.6), (39, 33.5)),
     ("attention_forward", "rerope"): _by_size((5.2, 4.1), (39, 33.5)),
@@ -366,7 +374,8 @@ CODE_INSTRUCTIONS = {
     ("attention_decode", "rerope contiguous int4"): {(80, 128): 17.5, (90, 128): 18},
     ("attention_decode", "rerope paged int4"): {(80, 64): 34, (80, 128): 19.5, (90, 128): 19.5},
 }
-# Newer compilers (seen: 3.9) have their own tiles in configs.py, because those of 3.6 would spill.
+# Limits under newer versions of Triton, measured with 3.9. configs.py has other tiles for them, because the tiles for
+# 3.6 would spill.
 NEWER = {
     ("attention_forward", "rope"): {(80, 64): 6.7},
     ("attention_chunks", "rerope paged chunk int8"): {(90, 128): 107},
@@ -382,7 +391,8 @@ NEWER = {
 
 
 def max_instructions(kernel: str, case: Case) -> float | None:
-    """Returns the limit of a kernel under this Triton version; None if it has none."""
+    """Returns the most instructions per tensor-core instruction that a kernel may have under the installed Triton
+    version, or None if it has no limit."""
     if case.dtype != "bf16":
         return None
     newer = tuple(map(int, triton.__version__.split(".")[:2])) > (3, 6)

@@ -1,7 +1,7 @@
 """Compiles Triton kernels without a GPU, from the launches that the backend makes.
 
-The backend runs on meta tensors. Every launch is caught with its arguments, so a kernel is specialised (divisibility by
-16, integers equal to 1, None) exactly as on the device.
+The backend runs on meta tensors. Every launch is caught with its arguments. So a kernel is specialised exactly as on
+the device: for arguments that are divisible by 16, integers equal to 1, and None.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class OfflineDriver:
         return self.target
 
     def get_current_device(self) -> int | str:
-        return self.target.arch  # Triton remembers the target of a device: one device per architecture
+        return self.target.arch  # Triton remembers a device's target, so every architecture is a device of its own
 
     def get_current_stream(self, device=None) -> int:
         return 0
@@ -52,8 +52,8 @@ class OfflineDriver:
 
 
 class AbsentDevice(OfflineDriver):
-    """Implements the driver, and its utils, of a device that is not present. Triton checks the device's limits, and
-    launches go to launcher_cls(source, metadata)."""
+    """Implements the driver of a device that is not present, together with the driver's ``utils``. Triton checks this
+    device's limits, and launches kernels by launcher_cls(source, metadata)."""
 
     def __init__(self, arch: int | str, launcher_cls: Callable):
         super().__init__(arch)
@@ -85,7 +85,7 @@ def active(arch: int | str, device: OfflineDriver | None = None) -> Iterator[Non
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """A caught launch. Launches with equal ``key`` run the same compiled kernel."""
+    """Holds a caught launch. Launches with equal ``key`` run the same compiled kernel."""
 
     arch: int | str
     kernel: triton.JITFunction
@@ -123,7 +123,8 @@ def catch(arch: int | str, kernel: triton.JITFunction, *args, **kwargs) -> Launc
 
 @contextlib.contextmanager
 def caught_launches(launcher, arch: int | str) -> Iterator[list[Launch]]:
-    """Replaces ``launcher.launch``: launches are appended to the list, and no kernel is compiled or runs."""
+    """Replaces ``launcher.launch`` within the context. Launches are appended to the yielded list, and no kernel is
+    compiled or runs."""
     launches = []
     before = launcher.launch, launcher.resident_blocks, launcher.ir_allows
     launcher.resident_blocks = lambda *args, **kwargs: 1
@@ -138,10 +139,14 @@ def caught_launches(launcher, arch: int | str) -> Iterator[list[Launch]]:
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """A compiled kernel. loop: the instruction mix of its hot loop, empty if it has none. loop_spills: bytes of local
-    memory that a thread touches in the tile loops. Both are None without nvdisasm. slots: tiles that the smallest
-    cp.async buffer of the loops holds, None if there is no such buffer. model: the hot loop in the issue model, None
-    if the model does not apply. held_once: whether dQ may be added by red, None without red."""
+    """Holds the figures of a compiled kernel.
+
+    loop: the instruction mix of its hot loop, empty if it has none, None without nvdisasm. loop_spills: bytes of local
+    memory that a thread touches in the tile loops, None without nvdisasm. slots: how many tiles the smallest cp.async
+    buffer of the loops holds, None if there is no such buffer. model: the hot loop as the issue model simulates it,
+    None if the model does not apply. held_once: whether one thread holds each element of dQ, as the PTX instruction
+    ``red`` requires; None if the kernel does not use ``red``.
+    """
 
     registers: int
     spill_stores: int  # bytes per thread
@@ -171,8 +176,8 @@ def missing_tools() -> list[str]:
 def measure(compiled) -> Measured | amdgcn.Measured:
     """Returns registers, spills and the hot loop of a kernel that Triton's ``warmup`` returned.
 
-    Registers come from cuobjdump. Spills come from the disassembly: the summed widths of its local-memory instructions
-    are the number that ``ptxas -v`` prints. If cuobjdump or nvdisasm is missing, both figures come from ptxas.
+    Registers come from cuobjdump. Spills come from the disassembly: the widths of its local-memory instructions add up
+    to the number that ``ptxas -v`` prints. If cuobjdump or nvdisasm is missing, both figures come from ptxas.
     """
     if "amdgcn" in compiled.asm:
         return amdgcn.measure(compiled)
@@ -182,7 +187,7 @@ def measure(compiled) -> Measured | amdgcn.Measured:
     else:
         registers, stack = cubin_usage(compiled.asm["cubin"])
         stores, loads, loop, loop_spills = 0, 0, {}, 0
-        if stack or "mma" in compiled.asm["ptx"]:  # otherwise nothing to count; nvdisasm takes half a second
+        if stack or "mma" in compiled.asm["ptx"]:  # otherwise nvdisasm, which takes half a second, has nothing to count
             listing = sass.disassemble(compiled.asm["cubin"], tool("nvdisasm"))
             stores, loads = sass.local_bytes(listing)
             loop, loop_spills = dict(sass.hot_loop(listing) or {}), sass.local_bytes_in_loops(listing)
@@ -203,8 +208,8 @@ def measure(compiled) -> Measured | amdgcn.Measured:
 
 
 def slots(ttgir: str) -> int | None:
-    """Returns how many tiles [M, N] the smallest buffer of a tile loop holds; None without such buffers. In Triton's
-    GPU IR it is an allocation (slots, M, N) without a value."""
+    """Returns how many tiles [M, N] the smallest buffer of a tile loop holds, or None if there are no such buffers. In
+    Triton's GPU IR such a buffer is an allocation of shape (slots, M, N) without an initial value."""
     return min(map(int, re.findall(r"local_alloc\s*: \(\) -> !ttg\.memdesc<(\d+)x\d+x\d+x", ttgir)), default=None)
 
 
@@ -221,8 +226,8 @@ def cubin_usage(cubin: bytes) -> tuple[int, int]:
 
 
 def ptxas_usage(compiled) -> tuple[int, int, int]:
-    """Returns (registers, spill bytes stored, loaded) from ``ptxas -v``. Triton assembles the PTX again, with its own
-    flags."""
+    """Returns (registers, spill bytes stored, spill bytes loaded) from ``ptxas -v``. For that, Triton assembles the PTX
+    again with its own flags."""
     metadata = compiled.metadata
     backend = make_backend(metadata.target)
     log = io.StringIO()
@@ -253,7 +258,7 @@ def compile_all(
     if jobs == 1:
         yield from map(_compile_one, range(len(launches)))
         return
-    # fork: a launch holds functions and tensors, which are shared, not pickled
+    # The processes are forked because a launch holds functions and tensors that cannot be pickled.
     with multiprocessing.get_context("fork").Pool(jobs) as pool:
         yield from pool.imap_unordered(_compile_one, range(len(launches)))
 
@@ -266,7 +271,7 @@ def _compile_one(index: int) -> tuple[int, Any, float]:
     launches, inspect = _work
     try:
         result = inspect(launches[index].compile())
-    except Exception as error:  # a failure in any stage of a compiler is a result; the other kernels still compile
+    except Exception as error:  # a compiler's failure is a result too, and the other kernels still compile
         result = f"{type(error).__name__}: {error}"
     return index, result, _processor_seconds() - started
 

@@ -3,11 +3,12 @@
     pip download --no-deps torch==2.14.1      # a wheel with CUDA
     python -m bench peers torch-2.14.1-cp311-cp311-manylinux_2_28_x86_64.whl [--csv PATH]
 
-Keeps only figures of their code. Also reads a libtorch_cuda.so, or the .so of the flash-attn package. FlashAttention's
-launch templates choose the kernels, for bf16, causal, no dropout, and lengths that are multiples of the tile. The host
-requests their shared memory; it is computed from the tile as in their kernel_traits.h. Our kernels are those for RoPE,
-causal, bf16. The figures are for the tile loop with the fewest instructions per product. A product is 16x8x16 of one
-warp: one HMMA, or N / 8 for HGMMA.64xNx16.
+The command also reads a libtorch_cuda.so, or the .so of the flash-attn package. It keeps figures of the machine code,
+not the code. FlashAttention-2 is represented by the kernels that its launch templates choose for bf16, causal, no
+dropout, and lengths that are multiples of the tile. Their shared memory is not in the binary, because the host requests
+it. It is computed from the tile in the way of FlashAttention's kernel_traits.h. Our kernels are those for RoPE, causal,
+bf16. The figures are for the tile loop with the fewest instructions per product. A product is 16x8x16, computed by one
+warp. One HMMA is one product, and HGMMA.64xNx16 counts as N / 8 products per warp.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ COLUMNS = (
 
 
 class Peer(NamedTuple):
-    """A kernel of FlashAttention-2: its tile, its symbol as a pattern, and its shared memory in bytes."""
+    """Describes a kernel of FlashAttention-2: its tile, a pattern for its symbol, and its shared memory in bytes."""
 
     step: str
     head_dim: int
@@ -82,8 +83,8 @@ def peers() -> list[Peer]:
 
 
 def _flags(causal: int, even: int, count: int) -> str:
-    """Returns the mangled boolean template arguments: true for is_causal, is_even_MN and is_even_K, false for the
-    others."""
+    """Returns `count` mangled boolean template arguments. causal, even: the indices of is_causal and of is_even_MN,
+    which is_even_K follows. The three named arguments are true, and all others are false."""
     return "".join(f"Lb{int(at in (causal, even, even + 1))}E" for at in range(count)) + "E"
 
 
@@ -91,7 +92,8 @@ def _flags(causal: int, even: int, count: int) -> str:
 
 
 def library(path: Path, folder: Path) -> tuple[Path, str]:
-    """Returns (the shared library, its name in the tables). The library of a wheel is extracted to the folder."""
+    """Returns (path of the shared library, its name in the tables). If path is a wheel, its library is extracted to the
+    folder."""
     if path.suffix != ".whl":
         return path, path.stem
     name, version = path.name.split("-")[:2]
@@ -103,7 +105,7 @@ def library(path: Path, folder: Path) -> tuple[Path, str]:
 
 
 def cubins(path: Path, arch: int, folder: Path) -> Iterator[bytes]:
-    """Returns the cubins of one architecture that have FlashAttention-2 kernels."""
+    """Yields the cubins of one architecture that contain kernels of FlashAttention-2."""
     if path.suffix == ".cubin":
         yield path.read_bytes()
         return
@@ -118,7 +120,7 @@ def cubins(path: Path, arch: int, folder: Path) -> Iterator[bytes]:
 
 
 def sections(text: str) -> dict[str, str]:
-    """Returns {symbol: its section} for an output of ``nvdisasm -c``."""
+    """Returns {symbol: text of its section} from an output of ``nvdisasm -c``."""
     parts = re.split(r"^//-+ \.text\.(\S+) -+\n", text, flags=re.MULTILINE)
     return dict(zip(parts[1::2], parts[2::2], strict=True))
 
@@ -141,8 +143,8 @@ def functions(cubin: bytes) -> dict[str, tuple[int, sass.Listing]]:
 
 
 def attention_loop(listing: sass.Listing) -> Counter:
-    """Returns the loop over tiles with the fewest instructions per product. One pass of it has products and
-    exponentials, unlike loops inside or across a product."""
+    """Returns the instruction mix of the loop over tiles with the fewest instructions per product. A loop over tiles is
+    recognised by having both products and exponentials; loops inside a product have no exponentials."""
     mixes = [sass.mix(listing.opcodes[first : last + 1]) for first, last in listing.loops]
     whole = [counts for counts in mixes if counts["products"] and counts["mufu"]]
     return min(whole, key=lambda counts: counts["total"] / counts["products"])
@@ -151,7 +153,7 @@ def attention_loop(listing: sass.Listing) -> Counter:
 def figures(
     arch: int, registers: int, warps: int, shared: int, listing: sass.Listing, useful: float | None
 ) -> dict[str, str]:
-    """Returns the figures of a kernel by column. useful: how many HMMA 16x8x16 a tile of scores needs, from
+    """Returns {column: figure} for a kernel. useful: how many HMMA 16x8x16 a tile of scores needs, from
     ``predict.useful_products``."""
     loop = attention_loop(listing)
     products, local = loop["products"], loop.get("local", 0)
@@ -172,7 +174,7 @@ def figures(
 
 
 def found_in(path: Path, arch: int) -> Iterator[tuple[Peer, int, sass.Listing]]:
-    """Returns (kernel, registers, listing) of FlashAttention-2's kernels in a library. Exits if a kernel is absent."""
+    """Yields (kernel, registers, listing) for every kernel of FlashAttention-2 in a library. Exits if one is absent."""
     wanted, seen = peers(), 0
     with tempfile.TemporaryDirectory() as folder:
         for cubin in cubins(path, arch, Path(folder)):

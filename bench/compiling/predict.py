@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from . import issue, sass
 from .architectures import MULTIPROCESSORS
 
-# The matrix products over a tile of scores that a kernel needs: how many as wide as q and k, and how many as wide as v.
+# {kernel: (n, m)}: for a tile of scores the kernel needs n matrix products over the channels of q and k, and m over the
+# channels of v.
 PRODUCTS = {
     "attention_forward": (1, 1),
     "attention_chunks": (1, 1),
@@ -16,14 +17,14 @@ PRODUCTS = {
     "attention_grad_q": (2, 1),
 }
 ATOMIC_PRODUCTS = (3, 2)
-STORED_PRODUCTS = (1, 0)  # of dQ, from stored gradients of scores
-MULTIPLY_ADDS = 16 * 8 * 16  # in one HMMA
+STORED_PRODUCTS = (1, 0)  # the same for the dQ kernel if the gradients of scores were stored
+MULTIPLY_ADDS = 16 * 8 * 16  # multiply-adds of one HMMA
 
 
 @dataclass(frozen=True)
 class Loop:
-    """The inner loop over tiles on one multiprocessor. clocks: for one pass of all resident blocks. waits: as in
-    ``issue.Steady``."""
+    """Describes the inner loop over tiles on one multiprocessor. clocks: the time in which all resident blocks make one
+    pass. waits: {entry of ``issue.WAITS``: its share of the schedulers' clocks}."""
 
     arch: int
     clocks: float
@@ -32,9 +33,11 @@ class Loop:
     waits: dict[str, float]
 
     def tensor_share(self, products: float) -> float:
-        """Returns the share of the time in which the tensor cores work on needed products, 0 to 1. products: the needed
-        HMMA 16x8x16 of one block in one pass. Padding does not count, and a product that several warps compute counts
-        once."""
+        """Returns the share of the time, 0 to 1, in which the tensor cores work on needed products.
+
+        products: how many HMMA 16x8x16 one block needs in one pass. Padding does not count, and a product that several
+        warps compute counts once.
+        """
         return products * self.blocks * issue.RATES[self.arch].hmma / issue.SCHEDULERS / self.clocks
 
     def bytes_per_clock(self, tile_bytes: float) -> float:
@@ -45,8 +48,11 @@ class Loop:
 
 @dataclass(frozen=True)
 class Block:
-    """Clocks of a block when the multiprocessor has as many blocks as fit. fixed: everything outside of tile loops,
-    once. inner, edge: a pass through the inner loop, and through the slowest other tile loop."""
+    """Holds the clocks of one block on a multiprocessor that runs as many blocks as fit.
+
+    fixed: clocks of everything outside the tile loops, which runs once. inner: clocks of a pass through the inner loop.
+    edge: clocks of a pass through the slowest other tile loop.
+    """
 
     fixed: float
     inner: float
@@ -65,9 +71,11 @@ def code_of(listing: sass.Listing, arch: int, parts: Sequence[tuple[int, int]]) 
 
 
 def bounds_of_loops(listing: sass.Listing, whole_tiles: bool = False) -> list[tuple[int, int]]:
-    """Returns (first, last) of the tile loops, sorted by instructions per product, fewest first. whole_tiles: a loop
-    over tiles may contain other loops. It is recognised by its exponentials, which loops across one product do not
-    have."""
+    """Returns (first, last) of every tile loop, sorted by instructions per product, fewest first.
+
+    whole_tiles: a loop over tiles may contain other loops. It is then recognised by its exponentials, because the loops
+    inside a product have none. Default: a tile loop is an innermost loop with tensor-core instructions.
+    """
 
     def cost(bounds: tuple[int, int]) -> float:
         counts = mix(bounds)
@@ -88,8 +96,8 @@ def resident(arch: int, registers: int, shared: int, warps: int) -> int:
 def inner_loop(
     listing: sass.Listing, arch: int, registers: int, shared: int, warps: int, whole_tiles: bool = False
 ) -> Loop | None:
-    """Returns the inner loop, or None if the model does not apply: there is no loop with tensor-core instructions, the
-    architecture is not simulated, or a block does not fit."""
+    """Simulates the inner loop of a kernel. Returns None if there is no loop with tensor-core instructions, if the
+    architecture is not simulated, or if a block does not fit on a multiprocessor."""
     if arch not in issue.RATES or not listing.controls:
         return None
     found, blocks = bounds_of_loops(listing, whole_tiles), resident(arch, registers, shared, warps)
@@ -100,9 +108,9 @@ def inner_loop(
 
 
 def block(listing: sass.Listing, loop: Loop, whole_tiles: bool = False) -> Block:
-    """Returns the whole block around an inner loop."""
+    """Returns the clocks of a whole block. loop: its inner loop."""
     found, rates = bounds_of_loops(listing, whole_tiles), issue.RATES[loop.arch]
-    if whole_tiles:  # the other loops contain this one
+    if whole_tiles:  # the other loops over tiles contain the inner loop, so they have no clocks of their own
         found = found[:1]
     edges = [
         issue.Multiprocessor(code_of(listing, loop.arch, [each]), loop.warps, loop.blocks, rates).run(1, 2).clocks
@@ -115,10 +123,11 @@ def block(listing: sass.Listing, loop: Loop, whole_tiles: bool = False) -> Block
 
 
 def useful_products(kernel: str, variant, atomic: bool = False, stored: bool = False) -> float | None:
-    """Returns how many HMMA 16x8x16 of a block a tile of scores needs, or None for kernels that products do not limit.
+    """Returns how many HMMA 16x8x16 a block needs for one tile of scores, or None for kernels whose speed products do
+    not limit.
 
-    variant: a ``Variant`` of the kernels. atomic: dQ is computed with dK and dV. stored: gradients of scores are
-    stored.
+    variant: the kernel's ``Variant``. atomic: whether dQ is computed together with dK and dV. stored: whether the
+    gradients of scores are stored.
     """
     if kernel not in PRODUCTS:
         return None
@@ -130,8 +139,11 @@ def useful_products(kernel: str, variant, atomic: bool = False, stored: bool = F
 
 
 def cache_bytes(variant, bits: int = 16) -> int:
-    """Returns the bytes of a tile's keys and values. bits: of a number in the cache. Fewer than 16 are quantized, and
-    every key and value of a head then has a float32 scale."""
+    """Returns the bytes of a tile's keys and values.
+
+    bits: how many bits a number in the cache has. Fewer than 16 mean a quantized cache, in which every key and every
+    value of a head also has a float32 scale.
+    """
     width = variant.head_dim  # values may be channels of the keys
     if variant.first_value < 0:
         width += variant.head_dim_v or variant.head_dim

@@ -1,4 +1,4 @@
-"""Counts machine instructions of a compiled kernel: its local memory, and the instruction mix of every tile loop.
+"""Counts machine instructions of a compiled kernel: accesses to local memory, and the instruction mix of tile loops.
 
 A tile loop is an innermost loop that issues tensor-core instructions. The disassembler, ``nvdisasm``, is part of
 Triton's package, so this needs neither a CUDA toolkit nor a GPU.
@@ -13,8 +13,9 @@ import tempfile
 from collections import Counter
 from collections.abc import Sequence
 
-# The first match decides. HMMA is a 16x8x16 product of one warp, HGMMA a 64xNx16 product of one warp group, UTCHMMA
-# (sm_100) a product of a whole block. The patterns in lower case are for AMD's assembly (``amdgcn``).
+# {class: pattern of its instructions}. The first match decides. HMMA is a 16x8x16 product of one warp, HGMMA is a
+# 64xNx16 product of one warp group, and UTCHMMA (sm_100) is a product of a whole block. Patterns in lower case are for
+# AMD's assembly (module ``amdgcn``).
 CLASSES = {
     "mma": r"HMMA|HGMMA|UTCHMMA|v_mfma",
     "mufu": r"MUFU|v_(?:exp|log|rcp|rsq|sqrt|sin|cos)_",
@@ -34,9 +35,13 @@ _TARGET = re.compile(r"`\((\.L_\w+)\)")
 
 @dataclasses.dataclass(frozen=True)
 class Listing:
-    """opcodes: in address order. loops: (first, last) indices into them; last is the branch back to first. operands: of
-    each instruction, as text. controls: the upper half of each instruction's encoding, which holds its control bits;
-    empty in a listing without encodings."""
+    """Holds the instructions of a kernel.
+
+    opcodes: the opcode of every instruction, in address order. loops: (first, last) of every loop, as indices into
+    opcodes; the instruction at last branches back to first. operands: the operands of every instruction, as text.
+    controls: the upper half of every instruction's encoding, which holds its control bits. It is empty in a listing
+    without encodings.
+    """
 
     opcodes: tuple[str, ...]
     loops: tuple[tuple[int, int], ...]
@@ -77,9 +82,11 @@ def classify(opcode: str) -> str:
 
 
 def mix(opcodes: Sequence[str]) -> Counter:
-    """Returns the instructions per class of CLASSES, and three more counts. "global 16 B": those of "global" that move
-    16 bytes per thread. "products": the tensor-core work, in products 16x8x16 of one warp. "total": all without
-    NOPs."""
+    """Returns how many instructions belong to each class of CLASSES, and three more counts.
+
+    "global 16 B" counts the instructions of the class "global" that move 16 bytes per thread. "products" is the
+    tensor-core work, in products 16x8x16 of one warp. "total" counts all instructions except NOPs.
+    """
     counts = Counter(classify(opcode) for opcode in opcodes)
     counts += Counter("global 16 B" for opcode in opcodes if classify(opcode) == "global" and _width(opcode) == 16)
     counts["products"] = sum(map(_products, opcodes))
@@ -107,7 +114,8 @@ def tile_loops(listing: Listing) -> list[Counter]:
 
 
 def hot_loop(listing: Listing) -> Counter | None:
-    """Returns the tile loop with the fewest instructions per product: the loop over inner tiles, which need no mask."""
+    """Returns the mix of the tile loop with the fewest instructions per product. It is the loop over inner tiles,
+    because they need no mask."""
     return min(tile_loops(listing), key=lambda counts: counts["total"] / counts["mma"], default=None)
 
 
@@ -120,8 +128,8 @@ def local_bytes(listing: Listing) -> tuple[int, int]:
 
 
 def local_bytes_in_loops(listing: Listing) -> int:
-    """Returns the bytes of local memory that a thread stores and loads in one pass through each tile loop. Only these
-    cost time in every pass."""
+    """Returns how many bytes of local memory a thread stores and loads in the tile loops, one pass through each. Spills
+    outside the tile loops cost time only once."""
     return sum(
         _local_bytes(listing.opcodes[first : last + 1], "STL", "LDL", "scratch_")
         for first, last in tile_bounds(listing)
@@ -133,16 +141,16 @@ def _local_bytes(opcodes: Sequence[str], *names: str) -> int:
 
 
 def _products(opcode: str) -> float:
-    """Returns the products in one instruction: HMMA.16816 is 1, HMMA.1688 is 1/2, and a warp's quarter of HGMMA.64xNx16
-    is N / 8."""
+    """Returns how many products 16x8x16 one instruction computes per warp: 1 for HMMA.16816, 1/2 for HMMA.1688, and N /
+    8 for HGMMA.64xNx16, of which each of four warps computes a quarter."""
     if wide := re.match(r"HGMMA\.64x(\d+)x16\b", opcode):
         return int(wide[1]) / 8
     return {"16816": 1.0, "1688": 0.5}.get(opcode.split(".")[1], 0.0) if opcode.startswith("HMMA.") else 0.0
 
 
 def _width(opcode: str) -> int:
-    """Returns the bytes that one thread moves: STL is 4, STL.64 is 8, LDL.LU.128 is 16, STL.U8 is 1, and
-    global_load_dwordx4 is 16."""
+    """Returns how many bytes an instruction moves per thread: 4 for STL, 8 for STL.64, 16 for LDL.LU.128, 1 for STL.U8,
+    and 16 for global_load_dwordx4."""
     if amd := re.search(r"_(dword|short|byte|ushort|ubyte|sbyte)(?:x(\d))?(?:_d16\w*)?$", opcode):
         return {"dword": 4, "short": 2, "ushort": 2}.get(amd[1], 1) * int(amd[2] or 1)
     size = re.search(r"\.[US]?(8|16|64|128)\b", opcode)

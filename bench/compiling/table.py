@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Mapping[str, str]], left: int) -> None:
-    """Prints one line per row under a heading, "-" for a missing value. The first `left` columns are left-aligned."""
+    """Prints a heading and one line per row. A missing value is printed as "-". The first `left` columns are
+    left-aligned, the others right-aligned."""
     lines = [tuple(columns), *(tuple(row.get(column, "-") for column in columns) for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:

@@ -11,7 +11,7 @@ from .predict import Block
 
 @dataclass(frozen=True)
 class Device:
-    """A device by its data sheet. clock: boost clock in Hz. bandwidth: bytes per second."""
+    """Describes a device by its data sheet. clock: boost clock in Hz. bandwidth: bytes per second."""
 
     name: str
     multiprocessors: int
@@ -24,7 +24,7 @@ A100 = Device("A100-SXM4-80GB", 108, 1.41e9, 2.039e12)
 
 @dataclass(frozen=True)
 class Problem:
-    """Causal self-attention. window: beyond it ReRoPE changes the rotation, 0 for one band."""
+    """Describes a causal self-attention. window: ReRoPE's window, or 0 for a scheme with one band."""
 
     batch: int
     heads: int
@@ -34,8 +34,8 @@ class Problem:
 
     @property
     def flops(self) -> float:
-        """Returns the operations of the forward, as FlashAttention's authors count them. The backward has 2.5 times as
-        many."""
+        """Returns the floating-point operations of the forward, counted as FlashAttention's authors count them. The
+        backward has 2.5 times as many."""
         return 2 * self.batch * self.heads * self.seqlen**2 * self.head_dim
 
     @property
@@ -45,8 +45,11 @@ class Problem:
 
 
 def seconds(device: Device, lengths: Sequence[float], resident: int, rounds: int) -> float:
-    """Returns the time in seconds of `rounds` rounds of blocks. `lengths` are the blocks' durations in clocks, in the
-    order in which the blocks start."""
+    """Returns the time in seconds in which a device runs all blocks of `rounds` rounds.
+
+    lengths: the durations of one round's blocks in clocks, in the order in which the blocks start. resident: how many
+    blocks a multiprocessor runs at once.
+    """
     slots = [0.0] * (device.multiprocessors * resident)
     for _ in range(rounds):
         for length in lengths:
@@ -55,19 +58,19 @@ def seconds(device: Device, lengths: Sequence[float], resident: int, rounds: int
 
 
 def copy_seconds(device: Device, nbytes: float) -> float:
-    """Returns the time of a pass that only reads and writes."""
+    """Returns the time in seconds that the device's bandwidth allows for reading and writing `nbytes` in total."""
     return nbytes / device.bandwidth
 
 
 def _edges(block_m: int, block_n: int, window: int) -> int:
-    """Returns how many tiles of a row of tiles lie on the diagonal, and how many on the window's edge."""
+    """Returns how many tiles in a row of tiles lie on the diagonal or on the window's edge."""
     diagonal = max(1, -(-block_m // block_n))
     return diagonal + (diagonal + 1 if window else 0)
 
 
 def query_tile_lengths(block: Block, problem: Problem, block_m: int, block_n: int) -> list[float]:
-    """Returns the clocks of blocks with a tile of queries each, the shortest first. They visit all keys before their
-    queries."""
+    """Returns the clocks of every block that handles a tile of queries, the shortest first. Such a block visits all
+    keys up to its own queries."""
     lengths = []
     for first in range(0, problem.seqlen, block_m):
         tiles = -(-min(first + block_m, problem.seqlen) // block_n)
@@ -77,8 +80,8 @@ def query_tile_lengths(block: Block, problem: Problem, block_m: int, block_n: in
 
 
 def key_tile_lengths(block: Block, problem: Problem, block_m: int, block_n: int) -> list[float]:
-    """Returns the clocks of blocks with a tile of keys each, the longest first. They visit all queries after their
-    keys."""
+    """Returns the clocks of every block that handles a tile of keys, the longest first. Such a block visits all queries
+    from its own keys on."""
     lengths = []
     for first in range(0, problem.seqlen, block_n):
         tiles = -(-problem.seqlen // block_m) - first // block_m

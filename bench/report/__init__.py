@@ -1,1 +1,1 @@
-"""The records of a run, and the figures drawn from them."""
+"""Reads and writes the records of a run, judges the goals, and draws figures."""

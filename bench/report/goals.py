@@ -1,8 +1,9 @@
-"""Performance goals on GPUs: ratios of times in one run, or a share of a measured ceiling.
+"""Judges the performance goals on GPUs.
 
-A ratio above 1 means that flashrope is faster; its time includes the rotation. Goals are for bf16, head_dim 128,
-causal, seqlen 2048 and above, unless they say otherwise. The figure of a goal is the worst over the lengths that it
-covers. Its aim may depend on the length. A goal without a measurement is listed as not run.
+The figure of a goal is a ratio of two times in one run, or a share of a measured ceiling. A ratio above 1 means that
+flashrope is faster. flashrope's time includes the rotation. Goals are for bf16, head_dim 128, causal, seqlen 2048 and
+above, unless they say otherwise. The worst figure over the lengths that a goal covers decides. The aim of a goal may
+depend on the length. A goal without a measurement is listed as not run.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from .records import Record, Run
 
 @dataclasses.dataclass(frozen=True)
 class Goal:
-    """A goal for the ratio of the peer's time to ours; without a peer, for the share of the ceiling that ours reaches.
+    """Describes a goal for the ratio of a peer's time to flashrope's time. Without a peer, it is a goal for the share
+    of a ceiling that flashrope reaches.
 
-    aim: one figure, or {length: the figure from this length on}.
+    aim: one figure, or {length: the figure that is aimed at from this length on}.
     """
 
     device: str  # a part of the device's name
@@ -68,7 +70,7 @@ class Goal:
         )
 
     def figure(self, record: Record) -> float | None:
-        """Returns the figure in a record of the peer, or of ours if there is no peer."""
+        """Returns the goal's figure from a record of the peer. Without a peer, record is flashrope's."""
         if not self.peer:
             return record.share if record.contestant == self.ours else None
         return record.ratios.get(self.ours) if record.contestant == self.peer else None
@@ -101,7 +103,7 @@ GOALS = (
 
 
 def evaluate(run: Run, goals: Sequence[Goal] = GOALS) -> list[dict]:
-    """Returns for every goal its name, floor and aim, the measured {seqlen: figure}, the worst figure, and a
+    """Returns a dict for every goal: its name, floor and aim, the measured {seqlen: figure}, the worst figure, and a
     verdict."""
     return [
         _judge(
@@ -151,7 +153,7 @@ def text(judged: Sequence[dict]) -> str:
 
 
 def aim_text(goal: Mapping) -> str:
-    """Returns the aim of a judged goal as text; empty if it has none."""
+    """Returns the aim of a judged goal as text, which is empty if it has no aim."""
     if isinstance(aim := goal["aim"], Mapping):
         return ", ".join(f"{figure:g} from {seqlen}" for seqlen, figure in aim.items())
     return "" if aim is None else f"{aim:g}"

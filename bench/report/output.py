@@ -1,4 +1,4 @@
-"""Decides where the results of a run go. They are printed; files are written only with --out or --publish."""
+"""Decides where the results of a run go. They are always printed, but written to files only with --out or --publish."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ def add_output_options(p: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--publish", action="store_true", help="write them to bench/results/<device> and regenerate its README.md"
     )
-    p.add_argument("--note", default="", help="kept with the results, such as other load on the machine")
+    p.add_argument("--note", default="", help="text to keep with the results, for example what else the machine ran")
 
 
 def output_folder(options: argparse.Namespace) -> Path | None:
-    """Returns the folder that will contain the device's folder, or None if nothing is written."""
+    """Returns the folder in which the device's folder lies or will be made, or None if no files are written."""
     return RESULTS if options.publish else options.out
 
 
 def without_output_options(words: list[str]) -> list[str]:
-    """Returns a command line without the options that say where its results go."""
+    """Returns a command line without the options that say where to write results."""
     kept, words = [], list(words)
     while words:
         word = words.pop(0)

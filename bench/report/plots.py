@@ -63,7 +63,7 @@ def draw(run: Run, path: Path) -> bool:
     return True
 
 
-CPU_SERIES = {  # {contestant: (words, look)} for ``draw_cpu``; each panel has some of them
+CPU_SERIES = {  # {contestant: (words in the legend, look of the line)} for draw_cpu; no panel shows all of them
     "HoPE, compiled": ("flashrope HoPE", {"color": "#0072B2", "marker": "s", "linewidth": 2.4}),
     "ReRoPE, compiled": ("flashrope ReRoPE", {"color": "#009E73", "marker": "^", "linewidth": 2.4}),
     "compiled RoPE + SDPA": ("compiled RoPE + SDPA", {"color": "#000000", "marker": "o", "linewidth": 1.3}),
@@ -82,7 +82,7 @@ CPU_PANELS = {"forward, ": "forward", "forward + backward, ": "forward + backwar
 def draw_cpu(run: Run, path: Path) -> bool:
     """Writes a PNG of ``python -m bench cpu``: time by length for prefill, training and decoding, in float32.
 
-    If a length was measured with several windows, the one nearest to min(1,024, length / 4) is shown.
+    If a length was measured with several windows, the chart shows the window nearest to min(1,024, length / 4).
     Returns False if there is nothing to draw.
     """
     panels = {
@@ -120,7 +120,7 @@ def of_panel(record: Record, start: str) -> bool:
 
 
 def _by_window(records: Sequence[Record]) -> dict[int, float]:
-    """Returns {length: milliseconds} in order of length, for the chosen window of each."""
+    """Returns {length: milliseconds} in order of length. For each length it takes the window that the chart shows."""
     chosen: dict[int, Record] = {}
     for record in records:
         wanted = min(1024, record.seqlen // 4)
@@ -131,7 +131,8 @@ def _by_window(records: Sequence[Record]) -> dict[int, float]:
 
 
 def draw_scaling(run: Run, path: Path, panels: Sequence[tuple[str, str, str, dict[str, dict[float, float]]]]) -> bool:
-    """Writes a PNG of panels (title, x label, y label, {series: {x: y}}), two per row, with logarithmic axes."""
+    """Writes a PNG with two panels per row and logarithmic axes. A panel is (title, x label, y label, {series: {x:
+    y}}). Returns False if there is nothing to draw."""
     panels = [panel for panel in panels if any(panel[3].values())]
     if not panels:
         return False
@@ -196,7 +197,7 @@ def _lines(axes, records: Sequence[Record], styles: dict[str, dict], value: Call
 
 
 def _ceiling(axes, run: Run, name: str) -> None:
-    """Draws a line at the measured ceiling that shares in the tables refer to."""
+    """Draws a line at the measured ceiling of this name. The shares in the tables refer to this ceiling."""
     axes.axhline(run.ceilings[name], color="0.6", linewidth=1, linestyle=":")
     axes.annotate(
         CEILINGS[name],
@@ -221,7 +222,7 @@ def _length_axis(axes, lengths: Sequence[float], x_label: str = "seqlen") -> Non
 
 
 def _ratio_axis(axes) -> None:
-    """Makes the axis logarithmic, and at least an octave high, so that noise does not fill it."""
+    """Makes the y axis logarithmic. It spans at least a factor of 2, so that noise does not fill it."""
     from matplotlib.ticker import NullLocator
 
     axes.set_yscale("log", base=2)

@@ -1,4 +1,4 @@
-"""The files of a run: a JSON file with everything, and a CSV file of the records.
+"""Reads and writes the files of a run: a JSON file with everything, and a CSV file of the records.
 
 Runs of different versions are never combined.
 """
@@ -15,12 +15,13 @@ from flashrope.cli import files
 
 from .output import without_output_options
 
-SAME = ("revision", "torch", "triton", "cuda")  # versions that combined runs share, as well as the device
+SAME = ("revision", "torch", "triton", "cuda")  # runs are combined only if they agree in these versions and the device
 
 
 @dataclasses.dataclass
 class Record:
-    """One contestant on one problem. milliseconds: the median over the rounds. low, high: the quartiles."""
+    """Holds the measurement of one contestant on one problem. milliseconds: the median over the rounds. low, high: the
+    quartiles, in milliseconds."""
 
     table: str
     contestant: str
@@ -31,9 +32,9 @@ class Record:
     low: float
     high: float
     rounds: int
-    tflops: float | None = None  # Problem.flops over the time, for attention with many queries
-    gbs: float | None = None  # bytes that must be moved, over the time
-    ceiling: str = ""  # the measured ceiling that share refers to
+    tflops: float | None = None  # Problem.flops divided by the time, for attention with many queries
+    gbs: float | None = None  # bytes that must be moved, divided by the time
+    ceiling: str = ""  # name of the measured ceiling that `share` refers to
     share: float | None = None
     ratios: dict[str, float] = dataclasses.field(
         default_factory=dict
@@ -47,7 +48,7 @@ class Record:
 
 @dataclasses.dataclass
 class Run:
-    """Everything that one command measured on one device."""
+    """Holds everything that one command measured on one device."""
 
     command: str
     argv: str
@@ -60,7 +61,7 @@ class Run:
     errors: dict[str, float] = dataclasses.field(default_factory=dict)  # errors of the correct contestants
     skipped: list[str] = dataclasses.field(default_factory=list)
     goals: list[dict] = dataclasses.field(default_factory=list)
-    exponents: dict[str, float] = dataclasses.field(default_factory=dict)  # {series: fitted power}
+    exponents: dict[str, float] = dataclasses.field(default_factory=dict)  # {series: exponent of the fitted power law}
     load_average: dict[str, list[float] | None] = dataclasses.field(default_factory=dict)
     note: str = ""
 
@@ -83,12 +84,12 @@ class Run:
 
 
 def command_line(command: str, argv: Sequence[str]) -> str:
-    """Returns the command as it is recorded: without the folder of its results."""
+    """Returns the command as it is recorded, which leaves out the folder of its results."""
     return shlex.join(["python", "-m", "bench", command, *without_output_options(list(argv))])
 
 
 def read(path: Path) -> Run:
-    """Returns the run in a JSON file. Raises ValueError with the file's name if it is not one."""
+    """Reads a run from a JSON file. Raises ValueError with the file's name if the file does not hold a run."""
     try:
         fields = json.loads(path.read_text())
         return Run(**(fields | {"records": [Record(**record) for record in fields["records"]]}))

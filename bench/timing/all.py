@@ -33,7 +33,7 @@ def main(argv: list[str]) -> int:
     add_device_option(p)
     p.add_argument("--only", nargs="+", choices=[command for command, _ in MAIN], help="only these subcommands")
     p.add_argument("--part", choices=("main", "more"), help="default: both on a GPU, main on the CPU")
-    p.add_argument("--seconds", type=float, help="time for the rounds of each table, not of the run")
+    p.add_argument("--seconds", type=float, help="time for the rounds of each table, not for the whole run")
     p.add_argument("--threads", type=positive, help="CPU threads")
     add_output_options(p)
     options = p.parse_args(argv)

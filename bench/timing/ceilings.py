@@ -1,4 +1,4 @@
-"""Measures ceilings of the device: a large matrix product, a copy, and a read. Results are shown as shares of them.
+"""Measures the ceilings that results are shown as shares of: a large matrix product, a copy, and a read.
 
 python -m bench ceilings [--device cuda] [--dtype bf16]
 """
@@ -17,11 +17,11 @@ from .timer import Spread, Timer, rounds
 
 @lru_cache(maxsize=8)
 def ceilings(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
-    """Measures the ceilings, once per process.
+    """Measures the ceilings. A process measures them only once.
 
     Returns:
         product_tflops: TFLOP/s of a large matrix product of random numbers. copy_gbs: GB/s that a copy reads and
-            writes. read_gbs: GB/s of a kernel that reads and writes next to nothing.
+            writes. read_gbs: GB/s of a kernel that reads, and writes next to nothing.
     """
     gpu, timer = device.type == "cuda", Timer(device)
     size = 8192 if gpu else 2048

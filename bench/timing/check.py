@@ -1,4 +1,4 @@
-"""Checks a contestant before it is timed: its results on a small case against the reference in float64."""
+"""Checks a contestant before it is timed, by comparing its results on a small case with the float64 reference."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from flashrope import attention
 from .contestants import Contestant
 from .problem import Problem
 
-# Bound of |result - exact| / |exact|, in Euclidean norms. Correct contestants reach about a tenth of the bound, even if
-# they round after every operator.
+# {dtype: the largest allowed |result - exact| / |exact|, in Euclidean norms}. Correct contestants stay at about a tenth
+# of it, even if they round after every operator.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}
-SEQLEN, WINDOW = 320, 96  # neither a multiple of a tile's 128 rows
-TRAIN_LENGTH = 64  # HoPE's: it leaves pairs unrotated whose angle is noticeable within SEQLEN
+SEQLEN, WINDOW = 320, 96  # neither is a multiple of a tile's 128 rows
+TRAIN_LENGTH = 64  # HoPE's. HoPE then drops pairs whose angles are noticeable within SEQLEN.
 
 
 def small(problem: Problem) -> Problem:
@@ -24,8 +24,8 @@ def small(problem: Problem) -> Problem:
 
 
 def error(contestant: Contestant, problem: Problem, backward: bool) -> float:
-    """Returns the largest relative error of out and, with backward, of the gradients of q, k and v. inf if a result is
-    nan."""
+    """Returns the largest relative error of the output and, with backward, of the gradients of q, k and v. The error is
+    inf if a result is nan."""
     case = small(problem)
     tensors = case.tensors(grad=backward)
     grad_out = case.replace(heads_kv=case.heads).tensors(seed=1)[0]
@@ -34,7 +34,7 @@ def error(contestant: Contestant, problem: Problem, backward: bool) -> float:
         if contestant.exact
         else partial(attention, rotary=contestant.rotary(case), causal=case.causal, impl="reference")
     )
-    # copied first: the contestant may rotate in place
+    # Copy the tensors first, because the contestant may rotate in place.
     wide = [x.detach().double().requires_grad_(backward) for x in tensors]
     exact = results(reference, wide, grad_out.double(), backward)
     got = results(contestant.prepare(case), tensors, grad_out, backward)

@@ -1,8 +1,8 @@
-"""The ways to compute attention that are compared.
+"""Makes the contestants: the ways to compute attention that the benchmarks compare.
 
 A contestant names the scheme that it computes, so that its result can be checked against the float64 reference. It
-prepares a call (q, k, v) -> out for one problem. The measured time includes the rotation, but not tables, masks and
-compilation.
+prepares a call (q, k, v) -> out for one problem. The measured time includes the rotation. It does not include building
+tables and masks, nor compilation.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SDPA = {
 
 
 class Unavailable(Exception):
-    """The reason why a contestant cannot run here."""
+    """Says why a contestant cannot run here."""
 
 
 def _no_scratch(problem: Problem) -> int:
@@ -38,13 +38,13 @@ def _no_scratch(problem: Problem) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Contestant:
-    """A way to compute attention, or a rotation.
+    """Describes a way to compute attention, or a rotation.
 
-    rotary: the scheme that it must compute. prepare: returns a call (q, k, v) -> out for a problem; prepare and the
-    call may raise Unavailable. scratch: bytes of score matrices or rotated caches, from which it is decided whether the
-    contestant fits into memory. moved: the bytes that it must move, if bandwidth is measured. ceiling: the entry of
-    ``ceilings`` that its speed is a share of. exact: returns the float64 reference (q, k, v) -> result for a problem,
-    if the result is not that of attention.
+    All arguments that are functions take a problem. rotary: returns the scheme that the contestant must compute.
+    prepare: returns a call (q, k, v) -> out. prepare and the call may raise Unavailable. scratch: returns the bytes of
+    its score matrices or rotated caches. They decide whether the contestant fits into memory. moved: returns the bytes
+    that it must move, if bandwidth is measured. ceiling: the entry of ``ceilings`` that its speed is a share of. exact:
+    returns the float64 reference (q, k, v) -> result, if the result is not the output of attention.
     """
 
     name: str
@@ -114,8 +114,8 @@ ENCODINGS = {"fused RoPE": fused, "compiled RoPE": compiled, "eager RoPE": eager
 
 
 def best_rope(device: torch.device) -> str:
-    """Returns the name of the rotation that precedes attention without position encoding, unless rotations are
-    compared."""
+    """Returns the name of the fastest separate rotation on this device. It precedes attention without position
+    encoding, except where the benchmark compares rotations."""
     return "fused RoPE" if device.type == "cuda" else "compiled RoPE"
 
 
@@ -123,7 +123,7 @@ def best_rope(device: torch.device) -> str:
 def sdpa(which: str, problem: Problem):
     if problem.device.type == "cpu" and which != "flash":
         raise Unavailable("needs a CUDA device")
-    repeat = problem.group if which == "efficient" else 1  # it has no GQA; models repeat keys and values
+    repeat = problem.group if which == "efficient" else 1  # this kernel has no GQA, so models repeat keys and values
 
     def attend(q, k, v):
         if repeat > 1:
@@ -140,7 +140,8 @@ def sdpa(which: str, problem: Problem):
 
 
 def upstream(module: str, problem: Problem):
-    """Returns the call of flash-attn from its own package: version 2 (flash_attn) or 3 (flash_attn_interface)."""
+    """Returns the call of flash-attn's own package. module: flash_attn for version 2, flash_attn_interface for version
+    3."""
     try:
         function = import_module(module).flash_attn_func
     except ImportError as error:
@@ -160,7 +161,8 @@ def _block_mask(problem: Problem, mask):
 
 
 def _distance_mask(problem: Problem, inside: Callable):
-    """Returns the mask of the pairs with inside(i - j), and with j <= i if the problem is causal."""
+    """Returns a mask of the pairs of query i and key j for which inside(i - j) holds. If the problem is causal, j <= i
+    must hold as well."""
 
     def mask(b, h, i, j):
         return (i >= j) & inside(i - j) if problem.causal else inside(i - j)
@@ -185,7 +187,7 @@ def flex(problem: Problem):
 
 
 def flex_two_passes(problem: Problem):
-    """Returns a call that computes ReRoPE as two masked passes, merged by their lse."""
+    """Returns a call that computes ReRoPE as two masked passes and merges their outputs by the lse of each."""
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
     if not problem.causal:
@@ -216,8 +218,8 @@ def flex_two_passes(problem: Problem):
 
 
 def dense(problem: Problem):
-    """Returns a call that computes ReRoPE as in its author's code: both score matrices in full, then a choice between
-    the two."""
+    """Returns a call that computes ReRoPE as its author's code does: it computes both score matrices in full and then
+    chooses between them element by element."""
     window = problem.window
     near = eager(problem)
     ahead, behind = (eager(problem, torch.full((1,), float(at), device=problem.device)) for at in (window, -window))
@@ -262,7 +264,7 @@ KERNELS = {
 
 
 def prefill_hope(device: torch.device) -> list[Contestant]:
-    """Returns the contestants: attention without position encoding, the same after RoPE, and flashrope."""
+    """Returns the contestants: attention without position encoding, attention after a separate RoPE, and flashrope."""
     chosen = [Contestant(name, Problem.none, attend) for name, attend in KERNELS.items()]
     for encoding in (best_rope(device), "eager RoPE"):
         chosen += [
@@ -292,8 +294,8 @@ def prefill_rerope(device: torch.device) -> list[Contestant]:
 
 
 def dense_bytes(problem: Problem) -> int:
-    """Returns the bytes of two score matrices, the choice between them, its softmax in float32, and one more for the
-    backward."""
+    """Returns the bytes of the five matrices that ``dense`` holds: two of scores, the choice between them, its softmax
+    in float32, and one more for the backward."""
     return problem.batch * problem.heads * problem.seqlen**2 * (4 * problem.dtype.itemsize + 4)
 
 

@@ -4,15 +4,18 @@
                         [--target TARGET] [--wide] [--grid] [--lengths] [--busy] [--training] [--check]
                         [--out DIR] [--publish] [--note TEXT]
 
-SDPA gets the tensors in its own best layout, heads first in memory. flashrope is timed twice: composed of PyTorch's
-kernels, and with the compiled kernels, if the installation has them. A round times every contestant once, so that all
-contestants see the same state of the machine. A row shows the median and the quartiles over the rounds, and the median
-of (its time) / (time of its base in the same round). The speed of the forward pass in bfloat16 is also shown as a
-fraction of the speed of PyTorch's product of two 1024 x 1024 matrices. --check exits with 1 if a goal is missed. --grid
-adds every window and length. --lengths adds the tables that the chart by length needs. --busy adds decoding while
-another process computes. --training adds training steps of a small model. --wide measures only head_dim 512. --target
-uses the compiled kernels of another target. For x86-64-v3, set ATEN_CPU_CAPABILITY=avx2 and
-MKL_ENABLE_INSTRUCTIONS=AVX2 in the environment, so that SDPA uses only AVX2 too.
+SDPA gets the tensors in the layout that suits it best, with the heads first in memory. flashrope is timed twice:
+composed of PyTorch's kernels, and with the compiled kernels if the installation has them. A round times every
+contestant once, so that all contestants see the same state of the machine. A row of a table shows the median and the
+quartiles of a contestant's time over the rounds. It also shows the median of the ratio of this time to the time of its
+base in the same round. The base is the contestant that it is compared with. The speed of the forward pass in bfloat16
+is also shown as a fraction of the speed at which PyTorch multiplies two 1024 x 1024 matrices.
+
+--check exits with 1 if a goal is missed. --grid adds ReRoPE's forward for every window and length. --lengths adds the
+tables that the chart by length needs. --busy adds decoding while another process computes. --training adds training
+steps of a small model. --wide measures only head_dim 512. --target uses the compiled kernels of another target. For
+x86-64-v3, set ATEN_CPU_CAPABILITY=avx2 and MKL_ENABLE_INSTRUCTIONS=AVX2 in the environment, so that SDPA uses only AVX2
+too.
 """
 
 from __future__ import annotations
@@ -58,33 +61,38 @@ from .timer import Spread, Timer, ratio, rounds
 from .training import SIZES, tokens_per_second, training_problem, training_steps
 
 CPU = torch.device("cpu")
-SHORT = ((512, 64), (2048, 128), (2048, 512))  # (seqlen, window) of ReRoPE's forward; the last against dense matrices
+# (seqlen, window) of ReRoPE's forward. The last one is also compared with dense score matrices.
+SHORT = ((512, 64), (2048, 128), (2048, 512))
 GRID_SEQLENS, GRID_WINDOWS = (2048, 4096, 8192, 16384), (128, 256, 512, 1024, 2048, 4096)
 CACHE_SEQLENS = (32768, 2048)
-CHUNK = 512  # queries of a chunk of prefill over a quantized cache
-BACKWARD_SEQLEN = 4096  # at most
-# For the expected time: the cost of a multiply-add relative to one in a forward pass of SDPA.
-BACKWARD_COST = 3.6  # forward and backward together
-DECODING_COST = 40  # a step reads the whole cache for one query
-LENGTHS, DENSE_SEQLEN = (512, 1024, 2048, 4096, 8192, 16384, 32768), 2048  # two dense matrices up to this one
+CHUNK = 512  # how many queries a chunk of prefill over a quantized cache has
+BACKWARD_SEQLEN = 4096  # the longest seqlen of the backward
+# The expected time of a run uses the cost of a multiply-add relative to a multiply-add in SDPA's forward pass.
+BACKWARD_COST = 3.6  # in forward and backward together
+DECODING_COST = 40  # in decoding, where a step reads the whole cache for one query
+# DENSE_SEQLEN: the longest seqlen at which two dense score matrices are measured.
+LENGTHS, DENSE_SEQLEN = (512, 1024, 2048, 4096, 8192, 16384, 32768), 2048
 BUSY = ", beside a busy process"
-BFLOAT16_TARGET = "x86-64-v4-bf16"  # its kernels multiply in bfloat16
-SLACK = 1.5  # for --check: the same commit took 0.59 of SDPA on one EPYC with AVX-512 and 0.90 on another
-ATTEMPTS = 3  # for --check: another process can slow a run down, but cannot make it look good
+BFLOAT16_TARGET = "x86-64-v4-bf16"  # the target whose kernels multiply in bfloat16
+# --check allows a figure to exceed its goal by this factor, because ratios depend on the processor: the same commit
+# took 0.59 of SDPA's time on one EPYC with AVX-512 and 0.90 on another.
+SLACK = 1.5
+ATTEMPTS = 3  # --check passes if one attempt passes: another process can only make a run look worse
 
 
 class Goal(NamedTuple):
-    """The largest allowed value of a figure.
+    """Describes the largest allowed value of a figure.
 
-    Not checked: microseconds, which depend on the machine; resident memory, of which malloc keeps some; and SDPA in
-    bfloat16 where the compiled kernels convert it to float32, or where SDPA multiplies with AMX.
+    Three kinds of figures have a goal but are not checked. Microseconds depend on the machine. Resident memory depends
+    on how much malloc keeps. Ratios to SDPA in bfloat16 are not checked where the compiled kernels convert bfloat16 to
+    float32, or where SDPA multiplies with AMX.
     """
 
     figure: str
     limit: float
-    without_avx512: float | None = None  # limit for kernels below x86-64-v4. None: the same
+    without_avx512: float | None = None  # limit for kernels of targets below x86-64-v4. None: the same limit
     checked: bool = True
-    multiplied: float | None = None  # limit for kernels that multiply in bfloat16. None: the same
+    multiplied: float | None = None  # limit for kernels that multiply in bfloat16. None: the same limit
 
     def limit_of(self, target: str) -> float:
         if self.multiplied is not None and target == BFLOAT16_TARGET:
@@ -166,7 +174,7 @@ class Bench:
         return Problem(*sizes, window=window, train_length=512).replace(**changes)
 
     def measure(self, title: str, chosen: list[Entry], p: Problem, share: float, backward: bool = False) -> None:
-        """Measures a table, unless it was measured before. share: of the time that the user gives to all tables."""
+        """Measures a table, unless it was measured before. share: which fraction of --seconds it gets."""
         if any(record.table == title for record in self.run.records):
             return
         problems = [p.replace(dtype=each.dtype or p.dtype) for each in chosen]
@@ -227,7 +235,8 @@ class Bench:
         self.measure(f"decoding, {keys} keys, maps", map_entries(self.kernels, True), decoding, share)
 
     def cache_types(self, keys: int, seqlen: int, share: float) -> None:
-        """Measures quantized and other caches, in decoding and in a chunk of prefill. Only with compiled kernels."""
+        """Measures quantized and other caches, in decoding and in a chunk of prefill. Does nothing without compiled
+        kernels."""
         if self.kernels is None:
             return
         window = min(self.options.window, keys // 4)
@@ -238,9 +247,10 @@ class Bench:
         self.measure(title, quantized_entries(self.kernels, CHUNK), prefill, share)
 
     def memory(self) -> None:
-        """Measures the largest growth factor of the peak when the length doubles, over three lengths.
+        """Measures by which factor the peak memory grows when the length doubles. The figure is the largest factor over
+        three lengths.
 
-        The compiled kernels allocate outside of PyTorch, so for them the peak is that of the process.
+        The compiled kernels allocate outside of PyTorch, so their peak is the resident memory of the process.
         """
         print("\npeak memory of ReRoPE, forward + backward, beyond its inputs")
         options, timer = self.options, Timer(CPU)
@@ -280,7 +290,8 @@ class Bench:
             )
 
     def busy(self) -> None:
-        """Measures decoding while another process computes: how much each contestant's ratio to SDPA grows."""
+        """Measures decoding while another process computes, and prints how much each contestant's ratio to SDPA
+        grows."""
         neighbor = multiprocessing.get_context("spawn").Process(target=compute_forever, daemon=True)
         neighbor.start()
         try:
@@ -296,7 +307,7 @@ class Bench:
                 print(f"{keys} keys, {kind:<10}{loud:>8.2f} / {quiet:.2f} = {loud / quiet:.2f}")
 
     def training(self) -> None:
-        """Measures training steps of the model of ``flashrope demo``, with and without this package."""
+        """Measures training steps of the model that ``flashrope demo`` trains, with and without this package."""
         for batch, seqlen in SIZES:
             p = training_problem(batch, seqlen)
             chosen, title = training_entries(self.kernels), f"training steps, batch {batch}, seqlen {seqlen}"
@@ -306,7 +317,7 @@ class Bench:
             print(f"tokens per second: {tokens_per_second(times, p)}")
 
     def lengths(self) -> None:
-        """Measures the same contestants at every length, for the chart."""
+        """Measures the same contestants at every length, for the chart by length."""
         schemes = "HoPE", "ReRoPE"
         for seqlen in LENGTHS:
             window, peers = min(seqlen // 4, 1024), 3 if seqlen <= DENSE_SEQLEN else 2
@@ -361,7 +372,7 @@ class Bench:
         self.memory()  # last: the profiler slows down every later operator of the process
 
     def goals(self) -> list[str]:
-        """Prints every goal that was measured. Returns the checked ones that are missed by more than the slack."""
+        """Prints every goal that was measured. Returns the goals that are checked and missed by more than the slack."""
         print("\ngoals")
         failed, target = [], self.kernels.path.stem if self.kernels else ""
         for goal in GOALS:
@@ -378,7 +389,7 @@ class Bench:
 
 
 class Plan(Bench):
-    """Collects the tables that a Bench with the same options measures, and measures nothing."""
+    """Collects the tables that a Bench with the same options would measure, but measures nothing."""
 
     def __init__(self, options, kernels):
         super().__init__(options, Run("cpu", "", {}, {}, {}), kernels)
@@ -394,8 +405,8 @@ class Plan(Bench):
         self.planned.setdefault(title, (share, products * len(chosen)))
 
     def seconds(self, rate: float) -> float:
-        """Estimates the time of all rounds and of the call before each table's first. rate: SDPA's products per
-        second."""
+        """Estimates the time of all rounds, and of the one call that precedes the first round of each table. rate: how
+        many multiply-adds SDPA computes per second."""
         rounds_of = ((self.options.seconds * share, products / rate) for share, products in self.planned.values())
         return sum(max(time, MIN_ROUNDS["cpu"] * each) + each for time, each in rounds_of)
 
@@ -409,8 +420,8 @@ def sdpa_rate(heads: int, head_dim: int, seqlen: int) -> float:
 
 
 def expected_time(plan: Plan, rate: float) -> str:
-    """Returns a lower bound on the time of a run: the time of its rounds. The times of compiling, of checks and of
-    memory measurements are not known in advance."""
+    """Returns the expected time of a run's rounds as text. It is a lower bound on the time of the run, because the
+    times of compiling, of checks and of memory measurements are not known in advance."""
     return (
         f"expected time: {duration(plan.seconds(rate))} for {len(plan.planned)} tables; "
         "checks, compiling and memory take about as long again"
@@ -418,14 +429,15 @@ def expected_time(plan: Plan, rate: float) -> str:
 
 
 def peak_resident_bytes(call: Callable) -> int:
-    """Returns the peak resident memory of this process during the call, beyond what it held before; Linux only."""
+    """Returns the peak resident memory of this process during the call, beyond what it held before. Works only on
+    Linux."""
 
     def of_process(name: str) -> int:
         with open("/proc/self/status") as lines:
             return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
 
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # memory that is free but kept would hide what the call allocates
+    ctypes.CDLL(None).malloc_trim(0)  # memory that malloc keeps would hide what the call allocates
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")  # resets the peak
     before = of_process("VmRSS")
@@ -453,8 +465,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--seconds",
         type=float,
         default=30.0,
-        help="time for the rounds of the tables that are always measured, together; each table of --grid, --lengths "
-        "and --busy adds 2%% to 10%% of it, of --training 50%%; every table has at least three rounds (default 30)",
+        help="time for the rounds of all tables that are always measured (default 30). Each table of --grid, --lengths "
+        "and --busy adds 2%% to 10%% to it, each table of --training 50%%. Every table has at least three rounds",
     )
     parser.add_argument("--target", help="use the compiled kernels of this target, for example x86-64-v3")
     parser.add_argument("--wide", action="store_true", help="measure only head_dim 512 and values in keys")

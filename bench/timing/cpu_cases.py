@@ -1,8 +1,8 @@
-"""The contestants of ``python -m bench cpu``: SDPA, the CPU backend composed of PyTorch's kernels, and its compiled
-kernels.
+"""Makes the contestants of ``python -m bench cpu``: SDPA, the CPU backend composed of PyTorch's kernels, and the CPU
+backend with its compiled kernels.
 
 Each contestant gets its tensors in the layout that suits it best. SDPA reads tensors whose heads come first in memory,
-the layout of ``KVCache``. attention reads q, k and v in the layout that a model's projections produce.
+as in a ``KVCache``. ``attention`` reads q, k and v in the layout that a model's projections produce.
 """
 
 from __future__ import annotations
@@ -22,20 +22,21 @@ from .contestants import KERNELS, Contestant, dense, own, with_rope
 from .decode import own_with_cache, rotate_cache
 from .problem import Problem
 
-PAGE_SIZES = (256, 64)  # the first that divides the length; the check before the timing has 320 keys
+PAGE_SIZES = (256, 64)  # the first one that divides the length is used: the check before the timing has 320 keys
 SDPA, COMPOSED, COMPILED = "SDPA", "composed", "compiled"
 
 
 class Entry(NamedTuple):
     name: str
-    base: str  # the entry that its ratio refers to
+    base: str  # the entry that its time is compared with
     contestant: Contestant
-    arrange: Callable[[torch.Tensor], torch.Tensor]  # from rows first in memory to the layout that it reads
-    dtype: torch.dtype | None = None  # of its tensors; None: the table's
+    arrange: Callable[[torch.Tensor], torch.Tensor]  # turns a tensor with rows first into the layout that it reads
+    dtype: torch.dtype | None = None  # dtype of its tensors; None: that of the table
 
 
 def compiled_kernels(target: str | None = None) -> library.Library | None:
-    """Returns the compiled kernels of the installation, if it has them: for this processor, or of a target by name."""
+    """Returns the installation's compiled kernels for this processor, or for a target by name. Returns None if it has
+    none."""
     if target:
         return loader.open_target(target)
     found = loader.find()
@@ -48,12 +49,13 @@ def rows_first(x: torch.Tensor) -> torch.Tensor:
 
 
 def heads_first(x: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor with the same shape and values whose heads come first in memory."""
+    """Returns a tensor with the same shape and values, but with the heads first in memory."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def with_kernels(kernels: library.Library | None, prepare: Callable, problem: Problem) -> Callable:
-    """Returns the call that `prepare` makes. It runs with these compiled kernels, or without compiled kernels."""
+    """Returns the call that `prepare` makes. The call runs with the given compiled kernels, or without compiled kernels
+    if kernels is None."""
     call = prepare(problem)
 
     def run(*tensors):
@@ -64,7 +66,8 @@ def with_kernels(kernels: library.Library | None, prepare: Callable, problem: Pr
 
 
 class Stored(NamedTuple):
-    """How a cache stores keys and values: heads first in memory, contiguous or in pages in random order."""
+    """Says how a cache stores keys and values. The heads come first in memory, and the rows are contiguous or in pages
+    in random order."""
 
     scheme: Callable[[Problem], Rotary]
     paged: bool = False
@@ -73,7 +76,8 @@ class Stored(NamedTuple):
     queries: int = 1  # how many of the problem's last queries attend
 
     def rows(self, k: torch.Tensor, v: torch.Tensor, rotary: Rotary) -> list[torch.Tensor]:
-        """Returns the contents of the cache, rows first: k and v, or their quantized values and their scales."""
+        """Returns the contents of the cache with the rows first: k and v, or their quantized values and their
+        scales."""
         k = rotate(k, rotary) if self.rotated_keys else k
         if self.cache_dtype is None:
             return [k, v]
@@ -109,7 +113,7 @@ def over_cache(stored: Stored, problem: Problem) -> Callable:
 
 
 def over_stored_rows(stored: Stored, problem: Problem) -> Callable:
-    """Returns the float64 reference over what the cache holds."""
+    """Returns the float64 reference over the keys and values that the cache stores."""
     rotary = stored.scheme(problem)
     seqlens = torch.full((problem.batch,), problem.seqlen, dtype=torch.int32)
 
@@ -129,7 +133,7 @@ def self_extend(problem: Problem) -> Rotary:
 
 
 def dual_chunk(problem: Problem) -> Rotary:
-    """Returns dual chunk attention with chunks of about a window, in whole tiles."""
+    """Returns dual chunk attention. Its chunks are about as long as the window, rounded to whole tiles."""
     chunk = max(problem.window // 128, 1) * 128
     return problem.rope().dual_chunk(chunk + 64, 64)
 
@@ -164,7 +168,8 @@ def entry(
 
 
 def forward_entries(kernels, schemes: tuple[str, ...] = ("ReRoPE",), half: bool = False) -> list[Entry]:
-    """Returns SDPA and the schemes. half: a 16-bit type; the compiled kernels then also run in float32."""
+    """Returns SDPA and the schemes. half: whether the table is in a 16-bit type. The compiled kernels are then also
+    measured in float32."""
     found = [entry(SDPA, SDPA, Problem.none, KERNELS["SDPA flash"], arrange=heads_first)]
     for scheme in schemes:
         prepare = partial(own, SCHEMES[scheme])
@@ -198,7 +203,7 @@ def peer_entries() -> list[Entry]:
 
 
 def training_entries(kernels) -> list[Entry]:
-    """Returns the schemes, and RoPE without this package, in PyTorch."""
+    """Returns the schemes, and RoPE in PyTorch without this package."""
     without = f"eager RoPE + {SDPA}"
     found = [entry(without, without, Problem.rope, partial(with_rope, "eager RoPE", KERNELS["SDPA flash"]))]
     for scheme in ("RoPE", "HoPE", "ReRoPE"):
@@ -207,10 +212,12 @@ def training_entries(kernels) -> list[Entry]:
 
 
 def decoding_entries(kernels, half: bool = False) -> list[Entry]:
-    """Returns contestants that decode one token over a cache of raw keys, and the code of ReRoPE's author, which
-    rotates the cache at every step, in eager PyTorch and compiled.
+    """Returns contestants that decode one token.
 
-    half: as in ``forward_entries``.
+    flashrope decodes over a cache of raw keys. The code of ReRoPE's author rotates the cache at every step. It is
+    measured in eager PyTorch and compiled.
+
+    half: whether the table is in a 16-bit type. The compiled kernels are then also measured in float32.
     """
     found = [entry(SDPA, SDPA, Problem.none, KERNELS["SDPA flash"], arrange=heads_first)]
     for kind, library_ in of_kernels(kernels).items():
@@ -258,7 +265,8 @@ def quantized_entries(kernels, queries: int = 1) -> list[Entry]:
 
 
 def for_check(each: Entry) -> Contestant:
-    """Returns the contestant with a call that arranges its tensors, because ``check`` passes them rows first."""
+    """Returns the contestant with a call that first brings the tensors into its layout, because ``check`` passes
+    tensors with the rows first."""
 
     def prepare(problem: Problem) -> Callable:
         call = each.contestant.prepare(problem)

@@ -1,4 +1,5 @@
-"""Measures the host time of short calls on the CPU: how much longer flashrope takes than PyTorch's operators."""
+"""Measures how much longer a short call of flashrope takes on the CPU than the PyTorch operators that it consists
+of."""
 
 from __future__ import annotations
 
@@ -10,13 +11,14 @@ import torch
 from flashrope import Rotary, attention, attention_with_cache
 from torch.nn.functional import scaled_dot_product_attention
 
-FLASH = torch._scaled_dot_product_flash_attention_for_cpu  # the backend calls it this way; torch.ops takes longer
+# The backend calls this name as well, because the same operator takes longer when called through torch.ops.
+FLASH = torch._scaled_dot_product_flash_attention_for_cpu
 WARM_UP_BLOCKS = 5
 
 
 def host_calls(heads: int, head_dim: int) -> dict[str, Callable]:
-    """Returns calls with one query, at seqlen 1 and over 16 keys in a cache: PyTorch's operators, SDPA and
-    flashrope."""
+    """Returns {name: call}, where every call has one query, at seqlen 1 or over 16 keys in a cache. The calls run
+    PyTorch's operators, SDPA or flashrope."""
     q, k, v = (torch.randn(1, 1, heads, head_dim) for _ in range(3))
     leaf = q.clone().requires_grad_()
     hope = Rotary.hope(head_dim, 512)
@@ -53,8 +55,8 @@ def host_times(heads: int, head_dim: int, blocks: int = 60, repeats: int = 50) -
     """Prints the time of each call on one thread.
 
     Returns:
-        How many microseconds longer flashrope takes than PyTorch's operators, at seqlen 1 and with 16 cached keys.
-        Medians over the blocks.
+        By how many microseconds flashrope takes longer than PyTorch's operators, at seqlen 1 and with 16 cached keys.
+        Both are medians over the blocks.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # waking other threads would dominate

@@ -1,8 +1,9 @@
-"""Decoding batches of unequal lengths on the CPU: time over that of as many keys in equal lengths.
+"""Measures how much slower the CPU decodes a batch of unequal lengths than a batch of equal lengths with as many keys.
 
     python -m bench cpu-ragged [--threads 2] [--rounds 15]
 
-One token of every sequence, over pages of 256. Both batches are timed in turn, and the ratio is that of the medians.
+A step decodes one token of every sequence over a cache with pages of 256 rows. The two batches are timed alternately.
+The ratio is the median time of the first divided by the median time of the second.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ from ..machine import describe
 PAGE_SIZE, WINDOW = 256, 512
 RAGGED = [32768] + [1024] * 15
 EQUAL = [sum(RAGGED) // len(RAGGED)] * len(RAGGED)
-SIZES = ((8, 8, 64, torch.float32), (8, 2, 128, torch.bfloat16))  # query heads, key heads, head_dim, type
+SIZES = ((8, 8, 64, torch.float32), (8, 2, 128, torch.bfloat16))  # heads_q, heads_kv, head_dim, dtype
 
 
 def step(lengths: Sequence[int], heads: int, heads_kv: int, head_dim: int, dtype) -> Callable[[Rotary], object]:
-    """Returns a function that attends with a scheme to keys of these lengths."""
+    """Returns a function that takes a scheme and decodes one token of every sequence. lengths: keys of each
+    sequence."""
     pages = [-(-keys // PAGE_SIZE) for keys in lengths]
     cache = torch.randn(2, sum(pages), PAGE_SIZE, heads_kv, head_dim).to(dtype)
     table, first = torch.zeros(len(lengths), max(pages), dtype=torch.int32), 0
@@ -37,7 +39,8 @@ def step(lengths: Sequence[int], heads: int, heads_kv: int, head_dim: int, dtype
 
 
 def seconds(calls: Sequence[Callable[[], object]], rounds: int) -> list[float]:
-    """Returns the median time of each call. They run in turn; the first two rounds do not count."""
+    """Returns the median time of each call in seconds. A round runs all calls once. The first two rounds do not
+    count."""
     times: list[list[float]] = [[] for _ in calls]
     for _ in range(rounds + 2):
         for call, own in zip(calls, times, strict=True):

@@ -1,6 +1,7 @@
-"""What ``python -m bench cpu`` measures of wide heads: training and decoding at head_dim 512, and values in keys.
+"""Measures wide heads for ``python -m bench cpu``: training and decoding at head_dim 512, and values in keys.
 
-Compiled kernels only. SDPA and two caches of keys and values are what their figures are compared with.
+Only compiled kernels are measured. Training and decoding are compared with SDPA. A cache whose values are channels of
+its keys is compared with separate caches of keys and values.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from .cpu_cases import COMPILED, SCHEMES, SDPA, Entry, entry, forward_entries, h
 from .decode import own_with_cache
 from .problem import Problem
 
-HEAD_DIM, HEADS, SEQLEN, KEYS, GROUPED = 512, 2, 2048, 32768, 16  # GROUPED: query heads of HEADS key heads
+HEAD_DIM, HEADS, SEQLEN, KEYS, GROUPED = 512, 2, 2048, 32768, 16  # GROUPED: query heads that share HEADS key heads
 TRAINING = f"forward + backward, seqlen {SEQLEN}, window {SEQLEN // 4}, head_dim {HEAD_DIM}"
 DECODING = f"decoding, {KEYS} keys, head_dim {HEAD_DIM}"
 SHARED = f"{DECODING}, {GROUPED} heads to {HEADS}, values in keys"
 WIDE = ("RoPE", "ReRoPE")
-GOALS = (  # figure, limit
+GOALS = (  # (name of the figure, largest allowed value)
     *((f"{DECODING}: {name}, {COMPILED} / {SDPA}", 1.0) for name in WIDE),
     *((f"{TRAINING}: {name}, {COMPILED} / {SDPA}", 0.85) for name in WIDE),
     *((f"{SHARED}: one cache, {kind} / two caches, {kind}", 0.6) for kind in ("float32", "bfloat16")),
@@ -29,7 +30,8 @@ GOALS = (  # figure, limit
 
 
 def over_cache(shared: bool, impl: str, problem: Problem) -> Callable:
-    """Returns ReRoPE's decoding over a cache of keys and values, or of keys that are the values."""
+    """Returns a call that decodes with ReRoPE. shared: whether the values are channels of the keys in one cache,
+    instead of a cache of their own."""
     rotary, seqlens = problem.rerope(), torch.full((problem.batch,), problem.seqlen, dtype=torch.int32)
 
     def attend(q, k, v):
@@ -39,7 +41,8 @@ def over_cache(shared: bool, impl: str, problem: Problem) -> Callable:
 
 
 def shared_entries(kernels) -> list[Entry]:
-    """Returns ReRoPE over two caches, and over one whose keys are the values."""
+    """Returns ReRoPE over separate caches of keys and values, and over one cache whose values are channels of its
+    keys."""
     found = []
     for dtype in (torch.float32, torch.bfloat16):
         kind = str(dtype).removeprefix("torch.")
@@ -66,7 +69,7 @@ def training_entries(kernels) -> list[Entry]:
 
 
 def measure(bench) -> None:
-    """Measures the tables of a ``cpu.Bench``."""
+    """Measures the tables of wide heads with a ``cpu.Bench``."""
     if bench.kernels is None:
         return
     sizes = dict(heads=HEADS, heads_kv=HEADS, head_dim=HEAD_DIM)

@@ -2,8 +2,8 @@
 
     python -m bench decode [--heads 32] [--heads-kv 8] [--head-dim 128] [--seqlens 8192 131072] [--window 512]
 
-The bandwidth ceiling is measured by a kernel that only reads. By default the batch shrinks as the context grows, so
-that the cache always has the same size. On a GPU every contestant is replayed as a CUDA graph.
+A kernel that only reads measures the bandwidth ceiling. By default the batch shrinks as the context grows, so that the
+cache always has the same size. On a GPU every contestant is replayed as a CUDA graph.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ CUDA = {
     "window": 512,
 }
 CPU = {"heads": 8, "heads_kv": 8, "head_dim": 64, "seqlens": [4096, 8192, 16384, 32768], "tokens": 32768, "window": 512}
-PAGE_SIZE, OWN_PAGE_SIZE = 16, 256  # FlashInfer's, flashrope's
+PAGE_SIZE, OWN_PAGE_SIZE = 16, 256  # PAGE_SIZE is for FlashInfer, OWN_PAGE_SIZE for flashrope
 
 
 def _key_positions(problem: Problem) -> torch.Tensor:
-    """Returns the position that every key is rotated to under ReRoPE if the query is not rotated: minus its rectified
-    distance."""
+    """Returns the position that every key is rotated to under ReRoPE if the query is not rotated. It is minus the
+    rectified distance between query and key."""
     slots = torch.arange(problem.seqlen, device=problem.device)
     return -(problem.seqlen - 1 - slots).clamp(max=problem.window)
 
@@ -46,7 +46,7 @@ def rotate_cache(encoding: str, problem: Problem):
 
 
 def upstream_flash_attn(problem: Problem):
-    """Returns the call of flash-attn's split-key kernel, without rotation."""
+    """Returns a call of the flash-attn kernel that splits the keys. It does not rotate."""
     try:
         from flash_attn import flash_attn_with_kvcache
     except ImportError as error:
@@ -55,8 +55,8 @@ def upstream_flash_attn(problem: Problem):
 
 
 def flashinfer_rope(problem: Problem):
-    """Returns the call of FlashInfer with pages of raw keys, all rotated inside the kernel. The measured time does not
-    include planning."""
+    """Returns a call of FlashInfer over pages of raw keys, in which the kernel rotates all keys. The measured time does
+    not include planning."""
     try:
         from flashinfer import BatchDecodeWithPagedKVCacheWrapper
     except ImportError as error:
@@ -118,7 +118,8 @@ def own_with_cache(scheme, impl: str | None, problem: Problem, paged: bool = Fal
 
 
 def contestants(device: torch.device) -> list[Contestant]:
-    """Returns peers without position encoding, peers that rotate, and flashrope ("CUDA" is the extension)."""
+    """Returns peers without position encoding, peers that rotate, and flashrope. "CUDA" in a name of flashrope means
+    its CUDA C++ extension."""
 
     def rotated_cache(problem: Problem) -> int:
         return problem.bytes_of_cache() * (2 if device.type == "cuda" else 4)

@@ -1,7 +1,7 @@
-"""RoPE in a good separate kernel. Attention without position encoding is timed after this rotation.
+"""Implements RoPE as a good separate kernel. Attention without position encoding is timed after this rotation.
 
-One launch rotates q and k, forward or backward, in place or not. A program takes some rows and a group of heads that
-share one load of cos and sin. Every access to q and k moves 16 bytes.
+One launch rotates q and k, forward or backward, in place or not. A program handles some rows and a group of heads, and
+loads cos and sin once for the group. Every access to q and k moves 16 bytes per thread.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def rotate_rows(
     q, k, out_q, out_k, cos, sin, seqlen, heads_q, heads_k, INVERSE: tl.constexpr, HALF: tl.constexpr,
     ROWS: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Rotates q and k. q, k, out_q, out_k: (batch, seqlen, heads, 2 * HALF); cos, sin: float32 (seqlen, HALF); all
-    contiguous.
+    """Rotates q and k.
 
-    The grid is (tiles of rows * batch, groups of heads). Groups of q's heads come before groups of k's.
+    q, k, out_q, out_k: (batch, seqlen, heads, 2 * HALF), contiguous. cos, sin: (seqlen, HALF), float32, contiguous. The
+    grid is (tiles of rows * batch, groups of heads). The groups of q's heads come before the groups of k's heads.
     """
     tiles = tl.cdiv(seqlen, ROWS)
     position = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
@@ -88,7 +88,7 @@ def rotate(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tenso
         q, k: (batch, seqlen, heads_q, head_dim) and (batch, seqlen, heads_kv, head_dim), contiguous. head_dim / 2 is a
             power of two.
         cos, sin: (seqlen, head_dim / 2), float32, contiguous.
-        in_place: overwrites q and k, and in the backward pass the gradients of the results.
+        in_place: whether to overwrite q and k, and in the backward pass the gradients of the results.
 
     Returns:
         q and k, rotated.

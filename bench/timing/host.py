@@ -1,11 +1,12 @@
-"""Measures the host time until a call has queued its Triton kernels. Outside CUDA graphs, short kernels wait for it.
+"""Measures the host time until a call has queued its Triton kernels. Outside CUDA graphs this time limits short
+kernels.
 
     python -m bench host [--blocks 100] [--calls 20] [--arch 80]
 
-Without a GPU the tensors are on the CPU, and the kernels, compiled for --arch, are not launched: everything is timed
-except the CUDA driver. On a GPU, attention without position encoding is timed too. Calls alternate, block by block. The
-column "functions" counts the Python and C functions that a call runs in this thread; it does not depend on the machine.
-A step has 32 layers; its figures are divided by 32.
+Without a GPU the tensors are on the CPU. The kernels are then compiled for --arch but not launched, so everything is
+timed except the CUDA driver. On a GPU, attention without position encoding is timed too. A block repeats one call, and
+the blocks of the calls alternate. The column "functions" counts the Python and C functions that a call runs in this
+thread. This count does not depend on the machine. A decoding step has 32 layers, and its figures are divided by 32.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ class Measured(NamedTuple):
 
 
 def calls_on(device: torch.device, capacity: int) -> dict[str, Callable]:
-    """Returns the calls to time. On a GPU impl is None, the usual case, because naming a backend takes a little
-    longer."""
+    """Returns {name: call} of the calls to time. On a GPU they use impl=None, as most users do: naming a backend takes
+    a little longer."""
     impl = None if device.type == "cuda" else "triton"
 
     def tensor(seqlen, heads, grad=False):
@@ -84,7 +85,8 @@ def calls_on(device: torch.device, capacity: int) -> dict[str, Callable]:
 
 
 def steps_of(cache, q, k, v, impl: str | None, *sequences) -> Callable:
-    """Returns a step of one token through all layers. The step is undone at its end, so that the cache never fills."""
+    """Returns a function that decodes one token in all layers. It undoes the step at its end, so that the cache never
+    fills."""
 
     def run() -> None:
         with contextlib.suppress(Undo), cache.step(*sequences, 1) as step:
@@ -114,13 +116,13 @@ def functions_of(call: Callable) -> tuple[int, int]:
         call()
     finally:
         sys.setprofile(None)
-    return seen.count(launch) + seen.count(planned), len(seen) - 1  # without setprofile
+    return seen.count(launch) + seen.count(planned), len(seen) - 1  # - 1: setprofile itself does not count
 
 
 def measure(device: torch.device, blocks: int, calls: int) -> dict[str, Measured]:
     chosen, counted, times = calls_on(device, max(MIN_CAPACITY, blocks * calls + 2)), {}, {}
     for name in steps("host", list(chosen), say=partial(print, file=sys.stderr, flush=True)):
-        chosen[name]()  # compiles
+        chosen[name]()  # the first call compiles
         counted[name], times[name] = functions_of(chosen[name]), []
     layers = {name: LAYERS if name in STEPS else 1 for name in chosen}
     for _ in range(blocks):
@@ -138,9 +140,9 @@ def measure(device: torch.device, blocks: int, calls: int) -> dict[str, Measured
 
 def main(argv: list[str]) -> int:
     p = argparse.ArgumentParser("python -m bench host", description=__doc__.split("\n")[0], allow_abbrev=False)
-    p.add_argument("--blocks", type=positive, default=100, help="blocks of each call, alternating (default 100)")
+    p.add_argument("--blocks", type=positive, default=100, help="number of blocks for each call (default 100)")
     p.add_argument(
-        "--calls", type=positive, default=20, help="calls per block (default 20, which fit into a GPU's queue)"
+        "--calls", type=positive, default=20, help="calls per block (default 20; a GPU's queue has room for 20)"
     )
     p.add_argument(
         "--arch", type=int, choices=NVIDIA, default=80, help="architecture to compile for without a GPU (default 80)"

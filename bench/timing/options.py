@@ -1,4 +1,4 @@
-"""The options that the subcommands share, and the problems and tables that are made from the options."""
+"""Defines the options that the subcommands share, and makes problems and tables from them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SECONDS = {"cuda": 1.0, "cpu": 4.0}
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Contestants on one problem. recorded: whether they are replayed as CUDA graphs."""
+    """Holds the contestants that are compared on one problem. recorded: whether they are replayed as CUDA graphs."""
 
     title: str
     contestants: Sequence[Contestant]
@@ -29,8 +29,8 @@ class Table:
 
 
 def parser(command: str, doc: str, cuda: dict, cpu: dict) -> argparse.ArgumentParser:
-    """Returns the parser. cuda, cpu: the defaults of heads, heads_kv, head_dim, seqlens, tokens and window on each
-    device."""
+    """Returns a parser for the shared options. cuda, cpu: the defaults of heads, heads_kv, head_dim, seqlens, tokens
+    and window on a GPU and on the CPU."""
     p = argparse.ArgumentParser(
         f"python -m bench {command}", description=doc.strip().split("\n")[0], allow_abbrev=False
     )
@@ -41,7 +41,7 @@ def parser(command: str, doc: str, cuda: dict, cpu: dict) -> argparse.ArgumentPa
         ("heads-kv", "key heads"),
         ("head-dim", "channels of a head"),
         ("window", "ReRoPE's window"),
-        ("tokens", "tokens of a batch: its size is tokens / seqlen"),
+        ("tokens", "tokens of a batch: the batch size is tokens / seqlen"),
     ):
         key = name.replace("-", "_")
         p.add_argument(f"--{name}", type=positive, help=f"{what} (default: GPU {cuda.get(key)}, CPU {cpu.get(key)})")
@@ -55,9 +55,10 @@ def parser(command: str, doc: str, cuda: dict, cpu: dict) -> argparse.ArgumentPa
         nargs="+",
         choices=("forward", "both"),
         default=["forward", "both"],
-        help="forward: the forward pass only; both: forward and backward (default: one after the other)",
+        help="forward: measure the forward pass only; both: measure forward and backward together (default: measure "
+        "the forward first, then both)",
     )
-    p.add_argument("--contestants", nargs="+", metavar="NAME", help="time only contestants whose name contains a NAME")
+    p.add_argument("--contestants", nargs="+", metavar="NAME", help="time contestants whose name contains a NAME")
     seconds = (
         f"time for the rounds of each table, not of the run (default: GPU {SECONDS['cuda']}, CPU {SECONDS['cpu']})"
     )
@@ -87,7 +88,7 @@ def device_of(p: argparse.ArgumentParser, name: str, needs_device: bool = True) 
 
 
 def parse(p: argparse.ArgumentParser, argv: list[str], needs_device: bool = True) -> argparse.Namespace:
-    """Returns the options, with the defaults of the device."""
+    """Parses the options and fills in the defaults of the device."""
     options = p.parse_args(argv)
     options.device = device_of(p, options.device, needs_device)
     kind = options.device.type
@@ -129,12 +130,12 @@ def prefill_tables(options: argparse.Namespace, contestants: Sequence[Contestant
 
 
 def backwards(options: argparse.Namespace) -> list[bool]:
-    """Returns --passes as booleans: whether to include the backward pass."""
+    """Returns one bool for every pass that --passes selects: whether the pass includes the backward."""
     return [passes == "both" for passes in ("forward", "both") if passes in options.passes]
 
 
 def stem(command: str, options: argparse.Namespace) -> str:
-    """Returns the name of the files. A run with the same sizes replaces them."""
+    """Returns the name of a run's files without suffix. A run with the same sizes replaces these files."""
     dtype = next(name for name, dtype in DTYPES.items() if dtype == options.dtype)
     full = "" if options.causal else "-full"
     return f"{command}-d{options.head_dim}-h{options.heads}x{options.heads_kv}-{dtype}{full}"

@@ -38,7 +38,8 @@ def rerope(argv: list[str]) -> int:
 
 
 def _run(command: str, what: str, cuda: dict, cpu: dict, contestants: Callable, argv: list[str]) -> int:
-    """Times contestants(device) for every pass and length."""
+    """Times the contestants for every pass and length. contestants: returns the contestants for a device. cuda, cpu:
+    the default sizes on a GPU and on the CPU."""
     options = parse(parser(command, what, cuda, cpu), argv)
     session = Session(command, argv, options)
     session.measure(prefill_tables(options, contestants(options.device)))

@@ -1,4 +1,4 @@
-"""A kernel that only reads. Its bandwidth is the ceiling of decoding."""
+"""Implements a kernel that only reads. Its bandwidth is the ceiling of decoding."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-BLOCK, STEPS, WARPS = 4096, 8, 8  # 16 numbers, four vectors of 16 bytes, per thread and step
+BLOCK, STEPS, WARPS = 4096, 8, 8  # a thread reads 16 numbers per step, as four vectors of 16 bytes
 
 
 @triton.jit

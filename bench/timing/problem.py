@@ -9,13 +9,13 @@ from collections.abc import Mapping
 import torch
 from flashrope import Rotary
 
-BACKWARD_FACTOR = 2.5  # five matrix products instead of two
+BACKWARD_FACTOR = 2.5  # the backward has five matrix products, the forward has two
 THETA_BASE = 10_000.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """One call: q (batch, seqlen_q, heads, head_dim), k and v (batch, seqlen, heads_kv, head_dim)."""
+    """Describes one call with q (batch, seqlen_q, heads, head_dim) and k, v (batch, seqlen, heads_kv, head_dim)."""
 
     batch: int
     seqlen: int
@@ -25,9 +25,9 @@ class Problem:
     dtype: torch.dtype
     device: torch.device
     causal: bool = True
-    window: int = 512  # ReRoPE's
-    train_length: int = 8192  # HoPE's
-    decoding: bool = False  # one query token, with seqlen keys in the cache
+    window: int = 512  # ReRoPE's window
+    train_length: int = 8192  # HoPE's training length
+    decoding: bool = False  # whether the call has one query token and seqlen keys in a cache
 
     def __post_init__(self):
         if self.heads % self.heads_kv:
@@ -45,7 +45,8 @@ class Problem:
         return dataclasses.replace(self, **changes)
 
     def tensors(self, grad: bool = False, seed: int = 0) -> list[torch.Tensor]:
-        """Returns q, k, v of normal random numbers (zeros run faster). On the meta device: shapes only."""
+        """Returns q, k and v with normally distributed random numbers, because zeros would run faster. On the meta
+        device the tensors have shapes only."""
         shapes = ((self.seqlen_q, self.heads), (self.seqlen, self.heads_kv), (self.seqlen, self.heads_kv))
         if self.device.type == "meta":
             return [
@@ -67,10 +68,11 @@ class Problem:
         return 2 * self.batch * self.seqlen * self.heads_kv * self.head_dim * self.dtype.itemsize
 
     def flops(self, backward: bool) -> float:
-        """Returns the operations of a forward, or of a forward and a backward, counted as in the literature.
+        """Returns the floating-point operations of a forward, or of a forward and a backward, counted as in the
+        literature.
 
-        Forward: 4 batch heads seqlen^2 head_dim, half of that with a causal mask. Backward: 2.5 times the forward. The
-            count is the same for every scheme and contestant.
+        A forward counts 4 batch heads seqlen^2 head_dim, or half of that with a causal mask. A backward counts 2.5
+        times as much. The count is the same for every scheme and contestant.
         """
         forward = 4 * self.batch * self.heads * self.seqlen_q * self.seqlen * self.head_dim
         if self.causal and not self.decoding:
@@ -90,7 +92,7 @@ class Problem:
         return self.rope().rectify(self.window)
 
     def sizes(self) -> dict:
-        """Returns the sizes as records keep them."""
+        """Returns the sizes as a dict, in the form that records store."""
         fields = {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)
@@ -100,8 +102,7 @@ class Problem:
 
 
 def exponent(series: Mapping[float, float]) -> float:
-    """Returns the exponent p of the best fit y = c x^p, by least squares over the logarithms. Needs at least two
-    points."""
+    """Fits y = c x^p to the points by least squares over the logarithms, and returns p. Needs at least two points."""
     if len(series) < 2:
         raise ValueError(f"series: expected at least two points, got {len(series)}")
     points = [(math.log(x), math.log(y)) for x, y in series.items()]

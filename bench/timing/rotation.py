@@ -21,7 +21,7 @@ from .session import Session
 
 
 def keys_only(problem: Problem):
-    """Returns the rotation of the keys in a HoPE forward, without the attention."""
+    """Returns a call that only rotates the keys, as a HoPE forward does before the attention."""
     return (keys_on_cpu if problem.device.type == "cpu" else keys_by_triton)(problem)
 
 
@@ -51,7 +51,7 @@ def keys_by_triton(problem: Problem):
         rotated_k = k.new_empty(kept_shapes(k, call).rotated_k)
         with current_device(k):
             AttentionPlan(q, k, v, call, None).rotate_keys(k, rotated_k)
-        return rotated_k[0].unflatten(0, k.shape[:-2])  # of the channels that rotate, if copies hold only those
+        return rotated_k[0].unflatten(0, k.shape[:-2])  # a rotated copy may hold only the channels that rotate
 
     return rotate_keys
 
@@ -73,13 +73,13 @@ def exact_keys(scheme, problem: Problem):
 
 
 def moved(with_queries: bool, problem: Problem) -> int:
-    """Returns the bytes read and written."""
+    """Returns how many bytes a rotation of the keys reads and writes. with_queries: whether it rotates q as well."""
     return problem.bytes_of_cache() + 2 * problem.bytes_of_q() * with_queries
 
 
 def contestants(device: torch.device) -> list[Contestant]:
-    """Returns rotations without attention, which are compared with a copy, and whole forwards, which include a
-    rotation."""
+    """Returns two kinds of contestants: rotations without attention, whose speed is a share of a copy's, and whole
+    forwards, which include a rotation."""
 
     def rotation(name, scheme, prepare, with_queries=True, ours=False):
         return Contestant(

@@ -2,8 +2,8 @@
 
     python -m bench scaling [--seqlens 512 1024 ... 131072] [--heads 16] [--head-dim 128] [--passes forward]
 
-Prints the exponent of the best power-law fit to the upper half of every series. By length, the exponent should be 2 for
-the time of attention and 1 for its memory.
+The command fits a power law to the upper half of every series and prints its exponent. When the length grows, the
+exponent should be 2 for the time of attention and 1 for its memory.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ HEADS = {"cuda": (4, 8, 16, 32, 64), "cpu": (1, 2, 4, 8)}
 BATCHES = {"cuda": (1, 2, 4, 8, 16), "cpu": (1, 2, 4, 8)}
 CONTEXTS = {"cuda": [2**n for n in range(12, 18)], "cpu": [2**n for n in range(11, 16)]}
 DECODE_HEADS = {"cuda": {"heads": 32, "heads_kv": 8}, "cpu": {"heads": 8, "heads_kv": 8}}
-WINDOWS = (128, 512, 2048, 8192, 32768, 131072)  # those up to the longest context
-MAX_MEMORY_EXPONENT = 1.1  # a little above 1: the cos/sin tables grow in steps
+WINDOWS = (128, 512, 2048, 8192, 32768, 131072)  # windows beyond the longest context are left out
+MAX_MEMORY_EXPONENT = 1.1  # a little above 1, because the cos/sin tables grow in steps
 
 
 @dataclasses.dataclass(frozen=True)
 class Sweep:
-    """A sweep over one quantity. tables: {value of the quantity: its table}."""
+    """Describes a sweep over one quantity. tables: {value of the quantity: table of the measurements there}."""
 
     name: str
     x_label: str
@@ -51,7 +51,8 @@ class Sweep:
     def series(
         self, records: Sequence[Record], value: Callable[[Record], float | None]
     ) -> dict[str, dict[float, float]]:
-        """Returns {contestant: {x: value}}."""
+        """Returns {contestant: {x: value}}, where x is the quantity that the sweep varies. value: takes a record;
+        returns None if the record has no such value."""
         of_title = {table.title: x for x, table in self.tables.items()}
         found: dict[str, dict[float, float]] = {}
         for record in records:
@@ -137,7 +138,8 @@ def options_of(argv: list[str], needs_device: bool = True):
 
 
 def upper_half(points: dict[float, float]) -> dict[float, float]:
-    """Returns the larger half of a series, at least three points: constant overheads affect the smaller ones."""
+    """Returns the half of a series with the larger x, or at least three points. The points with smaller x are left out
+    because constant overheads affect them."""
     return dict(sorted(points.items())[-max(3, -(-len(points) // 2)) :])
 
 

@@ -1,6 +1,6 @@
 """Measures tokens per second and bytes of cache on the CPU, in vLLM and in transformers' continuous batching.
 
-Both engines run stock and with flashrope, on the same prompts.
+Both engines run the same prompts, once without flashrope ("stock") and once with it.
 
     python -m bench serving [--prompts 8] [--length 2048] [--tokens 64] [--rounds 3] [--csv FILE]
     python -m bench serving --memory
@@ -49,10 +49,10 @@ INT8, INT4 = "int8_per_token_head", "int4_per_token_head"
 
 
 class Served(NamedTuple):
-    """What a contestant serves."""
+    """Says which scheme a contestant serves with, and in which type it caches."""
 
-    options: dict | None  # for the field "flashrope"; None: without the field
-    cache_dtype: str = "auto"  # vLLM's name
+    options: dict | None  # the field "flashrope" of the model's configuration; None: the field is absent
+    cache_dtype: str = "auto"  # in vLLM's words
 
 
 SCHEMES = {
@@ -61,7 +61,7 @@ SCHEMES = {
     f" + flashrope, HoPE {TRAIN_LENGTH}": Served({"hope_train_length": TRAIN_LENGTH}),
     f" + flashrope, ReRoPE {WINDOW}, log n": Served(REROPE),
 }
-QUANTIZED = {  # vLLM alone: transformers' continuous batching has no such cache
+QUANTIZED = {  # only for vLLM, because transformers' continuous batching has no quantized cache
     " + flashrope, RoPE, int8": Served({}, INT8),
     " + flashrope, RoPE, int4": Served({}, INT4),
     f" + flashrope, ReRoPE {WINDOW}, log n, int8": Served(REROPE, INT8),
@@ -96,7 +96,7 @@ def prompt_ids(prompts: int, length: int) -> list[list[int]]:
 
 
 def with_transformers(folder: str, served: Served, prompts: int, length: int, tokens: int) -> tuple[float, ...]:
-    """Returns all columns except the first, measured in this process with continuous batching."""
+    """Serves the prompts with continuous batching, in this process. Returns all columns except the first."""
     import torch
     from flashrope.integrations.transformers import convert
     from transformers import AutoModelForCausalLM, GenerationConfig
@@ -126,7 +126,7 @@ def with_transformers(folder: str, served: Served, prompts: int, length: int, to
         model.destroy_cached_continuous_batching_manager()
         return taken
 
-    seconds(2)  # the first call builds tables and pools of memory
+    seconds(2)  # the first call builds tables and memory pools
     first, all_tokens = seconds(1), seconds(tokens)
     return prompts * length / first, prompts * (tokens - 1) / max(all_tokens - first, 1e-9), held
 
@@ -148,7 +148,7 @@ def start_vllm(folder: str, served: Served, context: int, **settings):
 
 
 def held_by_vllm(llm) -> tuple[float, int, int]:
-    """Returns bytes per token, blocks and tokens of the tensors that the engine has allocated, scales included."""
+    """Returns what the cache tensors of the engine hold: bytes per token including scales, blocks, and tokens."""
     runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
     blocks, _, block_size, _ = runner.kv_caches[0].shape  # (blocks, heads_kv, block_size, columns)
     held = sum(cache.numel() * cache.element_size() for cache in runner.kv_caches)
@@ -156,15 +156,15 @@ def held_by_vllm(llm) -> tuple[float, int, int]:
 
 
 def with_vllm(folder: str, served: Served, prompts: int, length: int, tokens: int) -> tuple[float, ...]:
-    """Returns all columns except the first, measured in vLLM."""
+    """Serves the prompts with vLLM, in this process. Returns all columns except the first."""
     from vllm import SamplingParams
 
     llm = start_vllm(folder, served, length + tokens, max_num_seqs=prompts)
     ids, engine = prompt_ids(prompts, length), llm.llm_engine
 
     def serve(new: int) -> tuple[float, list[float]]:
-        """Returns the seconds until every prompt is read, and the seconds of each later step, which decodes one token
-        of every prompt."""
+        """Returns the seconds until every prompt is read, and a list with the seconds of each later step. A later step
+        decodes one token of every prompt."""
         sampling = SamplingParams(max_tokens=new, temperature=0.0, detokenize=False, ignore_eos=True)
         for n, row in enumerate(ids):
             engine.add_request(str(n), {"prompt_token_ids": row}, sampling)
@@ -179,7 +179,7 @@ def with_vllm(folder: str, served: Served, prompts: int, length: int, tokens: in
                 prefill += taken
         return prefill, steps
 
-    serve(2)  # the first call builds tables and pools of memory
+    serve(2)  # the first call builds tables and memory pools
     prefill, steps = serve(tokens)
     return prompts * length / prefill, prompts / statistics.median(steps), held_by_vllm(llm)[0]
 

@@ -1,4 +1,4 @@
-"""Runs tables of contestants: checks each one, times them alternately, prints results, and may write files.
+"""Runs tables of contestants: checks every contestant, times them alternately, prints results, and may write files.
 
 session = Session("hope", argv, options)
 session.measure(tables)
@@ -28,7 +28,7 @@ MEMORY_SHARE = 0.8  # largest share of the free memory that a contestant may nee
 
 
 class Session:
-    """One command on one device: its measurements, and the files that they are written to, if any."""
+    """Runs one command on one device. It holds the measurements and, if wanted, writes them to files."""
 
     def __init__(self, command: str, argv: list[str], options: argparse.Namespace):
         self.options, self.device, self.timer = options, options.device, Timer(options.device)
@@ -79,7 +79,8 @@ class Session:
         return [each for each in contestants if any(part in each.name for part in self.options.contestants)]
 
     def check(self, table: Table) -> None:
-        """Finds out which contestants can run and are correct, once for the forward and once with the backward."""
+        """Finds out which contestants can run and are correct. The forward and the forward with backward are checked
+        separately, each once."""
         for contestant in table.contestants:
             name = label(contestant, table.backward)
             self.step(f"checking {name}")
@@ -90,7 +91,7 @@ class Session:
                 error = check.error(contestant, table.problem, table.backward)
             except Unavailable as unavailable:
                 reason = str(unavailable)
-            except Exception as failure:  # a peer or a compiler does not support it: the others still run
+            except Exception as failure:  # a peer or compiler may not support the table; others still run
                 reason = f"failed: {brief(failure)}"
             if reason is not None:
                 self.run.absent[name] = reason
@@ -102,7 +103,7 @@ class Session:
 
     def table(self, table: Table) -> None:
         """Times the correct contestants alternately, prints the table, and writes the files with the results so far."""
-        torch.compiler.reset()  # otherwise the compiler stops specialising after some lengths
+        torch.compiler.reset()  # without a reset, the compiler stops specialising after some lengths
         calls = {contestant.name: call for contestant, call in self.calls(table)}
         records = []
         if calls:
@@ -136,7 +137,7 @@ class Session:
                 yield contestant, self.timer.record(call) if table.recorded else call
             except MemoryError as short:
                 self.skip(f"{table.title}: {name}: {short}")
-            except Exception as failure:  # as in check; out-of-memory errors have several types
+            except Exception as failure:  # the other contestants still run; out-of-memory errors have several types
                 self.skip(f"{table.title}: {name}: {brief(failure)}")
 
     def expect_room(self, table: Table, contestant: Contestant) -> None:
@@ -205,7 +206,7 @@ class Session:
                     call = bound(contestant.prepare(table.problem), *inputs, table.backward)
                     call()  # cos/sin tables and compiled code are kept between calls
                     record.peak_bytes = self.timer.peak_bytes(call)
-                except Exception as failure:  # as in calls; another process may hold the memory now
+                except Exception as failure:  # another process may hold the memory now
                     self.skip(f"memory, {table.title}: {contestant.name}: {brief(failure)}")
 
     def finish(self, draw: bool = True) -> int:
@@ -244,8 +245,8 @@ class Session:
 
 
 def expected_time(tables: int, seconds: float) -> str:
-    """Returns a lower bound on the time of a run: the time of its rounds. The times of compiling, of checks and of
-    memory measurements are not known in advance."""
+    """Returns the expected time of a run's rounds as text. It is a lower bound on the time of the run, because the
+    times of compiling, of checks and of memory measurements are not known in advance."""
     each = f"{tables} table{'s' if tables != 1 else ''} of {seconds:g} s each (--seconds)"
     return (
         f"expected time: {duration(tables * seconds)} for {each}; checks, compiling and memory take about as long again"
@@ -253,7 +254,7 @@ def expected_time(tables: int, seconds: float) -> str:
 
 
 def inputs_of(table: Table) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Returns q, k and v, and a gradient of out."""
+    """Returns [q, k, v] and a gradient of the output."""
     tensors = table.problem.tensors(grad=table.backward)
     return tensors, torch.randn_like(tensors[0], requires_grad=False)
 

@@ -18,16 +18,17 @@ class Timer(timer.Timer):
 
     def __init__(self, device: torch.device):
         super().__init__(device)
-        self.memory_is_cheap = device.type == "cuda"  # whether peak_bytes does not slow down the process
+        self.memory_is_cheap = device.type == "cuda"  # on a GPU peak_bytes does not slow down the process
 
     def record(self, call: Callable) -> Callable:
-        """Returns the call as a CUDA graph, for work so short that launches would dominate; on the CPU the call itself.
+        """Records the call as a CUDA graph and returns its replay. It is for work so short that launches would
+        dominate. On the CPU it returns the call itself.
 
         Raises an exception if the call synchronises with the host.
         """
         if self.flush is None:
             return call
-        stream = torch.cuda.Stream(self.device)  # capture needs a warm-up on another stream than the default one
+        stream = torch.cuda.Stream(self.device)  # a capture must be preceded by a warm-up outside the default stream
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
             for _ in range(WARM_UP["cuda"]):
@@ -42,7 +43,7 @@ class Timer(timer.Timer):
     def peak_bytes(self, call: Callable) -> int:
         """Returns the peak memory of PyTorch's allocator during the call, beyond what it held before.
 
-        On the CPU this uses the profiler, which slows down every later operator of the process: measure time first.
+        On the CPU this uses the profiler, which slows down every later operator of the process. So measure time first.
         """
         if self.flush is None:
             return _peak_bytes_cpu(call)

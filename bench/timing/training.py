@@ -1,4 +1,4 @@
-"""Makes training steps of the model of ``flashrope demo``: forward, loss, backward, clipping and AdamW."""
+"""Makes training steps for the model of ``flashrope demo``: forward, loss, backward, clipping and AdamW."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ SIZES = ((PRESET.batch, PRESET.train_length), (1, 4096))  # (batch, seqlen)
 
 
 def training_problem(batch: int, seqlen: int) -> Problem:
-    """Returns the attention of a layer. HoPE's train_length is seqlen, ReRoPE's window a quarter of it."""
+    """Returns the problem that one layer's attention solves. HoPE's train_length is seqlen, and ReRoPE's window is
+    seqlen / 4."""
     head_dim, cpu = PRESET.width // PRESET.heads, torch.device("cpu")
     sizes = (batch, seqlen, PRESET.heads, PRESET.heads, head_dim, torch.float32, cpu)
     return Problem(*sizes, window=seqlen // 4, train_length=seqlen)
 
 
 def training_steps(chosen: list[Entry], p: Problem) -> dict[str, Callable[[], float]]:
-    """Returns {name: step}, where the step runs with the attention of that entry. All steps start from the same weights
-    and use the same tokens. A step returns the loss before the step."""
+    """Returns {name of an entry: training step with the attention of that entry}. All entries start from the same
+    weights and use the same tokens. A step returns the loss before its update."""
     model = LanguageModel(ModelConfig(PRESET.width, PRESET.layers, PRESET.heads))
     tokens = torch.randint(model.config.vocab_size, (p.batch, p.seqlen + 1))
     return {each.name: partial(_step, *_trained(model), each.contestant.prepare(p), tokens) for each in chosen}

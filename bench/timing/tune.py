@@ -2,11 +2,11 @@
 
     python -m bench tune [--direction forward grad_kv] [--head-dim 128] [--bands 1 2] [--arch 80] [--csv PATH]
 
-On a GPU this is ``flashrope tune`` with other output: it runs the same candidates, checks and timings, prints one table
-for each workload, and stores nothing. Without a GPU, or with --arch, the candidates are compiled. Tiles that spill or
-need too much shared memory are dropped. The rest are ranked by the issue model (``python -m bench model``) on sm_80,
-sm_86 and sm_89, and on other architectures by instructions per multiply-add. The best candidate is printed as an entry
-of configs.py.
+On a GPU the command does the same as ``flashrope tune``, with the same candidates, checks and timings. But it prints
+one table for each workload and stores nothing. Without a GPU, or with --arch, it only compiles the candidates. It drops
+tiles that spill or need too much shared memory. It ranks the remaining tiles by the issue model (``python -m bench
+model``) on sm_80, sm_86 and sm_89, and by instructions per multiply-add on other architectures. It prints the best
+candidate as an entry of configs.py.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ def write_csv(path: Path, rows: list[dict[str, str]]) -> None:
 
 
 def workloads(direction: str, head_dim: int, bands: int) -> list[Workload]:
-    """Returns the workloads that are timed on a GPU: every class of length, and for decoding both kinds of cache."""
+    """Returns the workloads that are timed on a GPU: one for every class of length, and in decoding one for each kind
+    of cache."""
     [name] = [name for name, (directions, caches) in PASSES.items() if direction in directions and name != "prefill"]
     return [
         Workload(direction, *shape[:-1], head_dim, torch.bfloat16, bands, cache)
@@ -76,7 +77,7 @@ def workloads(direction: str, head_dim: int, bands: int) -> list[Workload]:
 
 
 def timed(direction: str, head_dim: int, bands: int, seconds: float, jobs: int) -> Iterator[tuple]:
-    """Yields (heading, default tile, candidates) of every workload."""
+    """Times the candidates of every workload on a GPU. Yields (heading, default tile, candidates)."""
     device = torch.device("cuda", torch.cuda.current_device())
     chosen = workloads(direction, head_dim, bands)
     bar = Bar(measure.steps(chosen, device))
@@ -95,7 +96,7 @@ def candidate(outcome: measure.Outcome) -> Candidate:
 
 
 def compiled(direction: str, head_dim: int, bands: int, arch: int, jobs: int) -> Iterator[tuple]:
-    """Yields (heading, tile in use, candidates)."""
+    """Compiles and ranks the candidates. Yields (heading, tile in use, candidates)."""
     candidates = ranked_by_machine_code(direction, arch, head_dim, bands, jobs)
     heading = f"{title((direction, head_dim, bands, None))}, sm_{arch}, compiled only"
     yield heading, configs.tile(direction, arch, head_dim, 2, bands), candidates
@@ -114,7 +115,7 @@ def main(argv: list[str]) -> int:
         help="rank by the code compiled for these architectures instead of timing (default without a GPU: 80)",
     )
     p.add_argument(
-        "--seconds", type=float, default=90.0, help="time for a direction, with its compilation (default 90)"
+        "--seconds", type=float, default=90.0, help="time for a direction, including compilation (default 90)"
     )
     p.add_argument(
         "--jobs", type=positive, default=os.cpu_count(), help="compiling processes or threads (default: all cores)"
