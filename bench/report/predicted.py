@@ -52,11 +52,11 @@ Scales of quantized caches count as bytes. Where a key head has more query heads
 read the same keys, which count once. Keys in 1,000 clocks are those of one key head, at the lower of the two rates, so
 rows with other bytes per key can be compared. The column sm_90 has the warp instructions of the inner loop per byte. A
 multiprocessor issues at most 4 per clock, and an H200 delivers 18.4 bytes per clock to each (4.8 TB/s, 132
-multiprocessors, 1.98 GHz). At 0.22 instructions per byte it would issue in every clock, and no kernel does. In the
-rows "partial", at most half of the channels rotate: HoPE with a training length of 512 at head_dim 64, the last 64
-channels at 128 and 256, p-RoPE with a quarter of the pairs at 512. Under ReRoPE the loop is that of the keys beyond the
-window, which do not rotate. The rows "latent attention" have 512 channels that are also the values. Quantized caches
-are not supported beyond head_dim 256."""
+multiprocessors, 1.98 GHz). To keep up with that memory, a loop of 0.22 instructions per byte would have to issue in
+every clock, which no kernel achieves. In the rows "partial", at most half of the channels rotate: HoPE with a training
+length of 512 at head_dim 64, the last 64 channels at 128 and 256, p-RoPE with a quarter of the pairs at 512. Under
+ReRoPE the loop is that of the keys beyond the window, which do not rotate. The rows "latent attention" have 512
+channels that are also the values. Quantized caches are not supported beyond head_dim 256."""
 
 
 def read(path: Path) -> list[dict[str, str]]:
