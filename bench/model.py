@@ -2,6 +2,7 @@
 
     python -m bench model [--arch 80 86 89] [--head-dim 64 128] [--publish]
     python -m bench model --peers torch-2.14.1-cp311-cp311-manylinux_2_28_x86_64.whl --publish   # with validation
+    python -m bench model --head-dim 512 --scheme rope rerope "rope atomic" "rerope atomic" --publish   # a100-wide.csv
     python -m bench model --decoding --publish         # what memory bounds in decoding, and what not
     python -m bench model --candidates --publish       # the order in which flashrope tune tries tiles
 
@@ -197,7 +198,8 @@ def our_seconds(
     bands = len(scheme.rotary(problem.head_dim).bands_for(True))
     passes = [("attention_grad_kv", waves.key_tile_lengths), ("attention_grad_q", waves.query_tile_lengths)]
     copies, layout = 1 + bands + 2, None  # q rotated for every band; out and its gradient for the row statistics
-    if scheme.deterministic and not scheme.recomputed:
+    stores = scheme.deterministic and not scheme.recomputed
+    if stores and configs.storing_is_faster(80, 2, problem.head_dim, problem.head_dim):
         sizes = problem.seqlen, problem.seqlen, problem.batch, problem.heads, problem.heads, 2
         layout = score_grads.layout_of(*sizes, causal=True, packed=False)
         if layout is None:  # no room
@@ -351,6 +353,10 @@ def main(argv: list[str]) -> int:
     if offline.missing_tools():
         p.error(f"missing: {' '.join(offline.missing_tools())}, which are part of Triton's package")
     folder = RESULTS / FOLDER
+    complete = not options.scheme and {80, 86} <= set(options.arch) and set(PUBLISHED) <= set(options.head_dim)
+    only_wide = min(options.head_dim) > 256 and 80 in options.arch
+    if options.publish and not (options.candidates or options.decoding or complete or only_wide):
+        p.error("--publish: expected every scheme at head_dim 64 and 128 on sm_80 and sm_86, or only head_dim 512")
     if options.candidates:
         order_candidates(folder, options)
         return 0
@@ -377,12 +383,13 @@ def main(argv: list[str]) -> int:
             print(f"\n{title}")
             print_table(columns, rows, left)
     if options.publish:
-        write_csv(folder / LOOPS, LOOP_COLUMNS, loops)
-        write_csv(folder / DEVICE, DEVICE_COLUMNS, [row for row in whole if int(row["D"]) in PUBLISHED])
         if wide := [row for row in whole if int(row["D"]) > 256]:
             write_csv(folder / WIDE, DEVICE_COLUMNS, wide)
-        write_csv(folder / DECODING, CACHE_COLUMNS, cached)
-        predicted.draw(folder / predicted.CHART, read_csv(folder / DEVICE))
+        if complete:
+            write_csv(folder / LOOPS, LOOP_COLUMNS, loops)
+            write_csv(folder / DEVICE, DEVICE_COLUMNS, [row for row in whole if int(row["D"]) in PUBLISHED])
+            write_csv(folder / DECODING, CACHE_COLUMNS, cached)
+            predicted.draw(folder / predicted.CHART, read_csv(folder / DEVICE))
         if options.peers:
             write_csv(folder / THEIRS, THEIR_COLUMNS, theirs)
     return 0

@@ -258,6 +258,36 @@ def test_calls_have_no_figures_where_a_kernel_was_not_compiled():
     assert list(model.device_rows(found | backward, [])) == rows
 
 
+def test_only_calls_that_store_gradients_of_scores_run_for_few_heads():
+    """At 128 channels, where gradients of scores are stored, a launch at 32,768 tokens serves one head. At 512 channels
+    nothing is stored, so a launch serves all heads, and sequences of every length have figures."""
+    calls = {}
+
+    def seconds(device, lengths, resident, rounds):
+        calls.setdefault(head_dim, []).append(rounds)
+        return 1.0
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model.waves, "seconds", seconds)
+        for head_dim in (128, 512):
+            found = compiled("rope", *("attention_forward", "attention_grad_kv", "attention_grad_q"), head_dim=head_dim)
+            problem = model.problem(32768, head_dim)
+            assert model.our_seconds(found, cases.ONE_BAND, problem, waves.A100)
+            rows = [row for row in model.device_rows(found, []) if row["pass"] == "both"]
+            assert ["131072" in row for row in rows] == [head_dim == 512]
+    assert set(calls[128][:33]) == {16, 1} and set(calls[512][:3]) == {4}
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["--scheme rope", "--head-dim 64", "--arch 80", "--head-dim 128 512 --scheme rope", "--head-dim 512 --arch 86"],
+)
+def test_tables_are_not_published_with_fewer_rows(words, capsys):
+    with pytest.raises(SystemExit):
+        model.main([*words.split(), "--publish"])
+    assert "--publish: expected every scheme" in capsys.readouterr().err
+
+
 # ---- what limits decoding
 
 
@@ -297,6 +327,8 @@ def test_the_page_marks_every_figure_as_predicted(tmp_path):
     [shown, _] = [line for line in lines if line.startswith("| flashrope, RoPE, deterministic=True | backward")]
     assert shown.endswith(f"| {row['131072']} |")
     assert sum(line.startswith("| error of the model") for line in lines) == len(model.PUBLISHED)
+    charted = {row["who"] for row in predicted.charted(rows)}
+    assert charted == {who for who in predicted.WHO if "seven" not in who} and len(charted) <= len(predicted.COLOURS)
     predicted.draw(tmp_path / "chart.png", rows)
     assert (tmp_path / "chart.png").stat().st_size > 10_000
 
@@ -325,12 +357,16 @@ def test_candidates_have_the_order_that_the_model_wrote():
 
 
 def test_atomics_are_chosen_where_they_are_predicted_to_be_faster():
+    """The backward with atomics is faster than seven products at every length. It is faster than the one that stores
+    gradients of scores from 8,192 tokens on."""
     found = model.read_csv(RESULTS / model.DEVICE) + model.read_csv(RESULTS / model.WIDE)
     rows = {(row["who"], row["D"]): row for row in found if row["pass"] == "backward"}
     for width in configs.ATOMIC_WIDTHS["sm80"]:
         for scheme in ("rope", "rerope"):
-            seven, five = rows[scheme, str(width)], rows[f"{scheme} atomic", str(width)]
+            stored, five = rows[scheme, str(width)], rows[f"{scheme} atomic", str(width)]
+            seven = rows.get((f"{scheme} seven", str(width)), stored)  # at 512 channels nothing is stored
             assert all(float(five[str(n)]) > float(seven[str(n)]) for n in model.SEQLENS)
+            assert all(float(five[str(n)]) > float(stored[str(n)]) for n in model.SEQLENS if n >= 8192)
 
 
 def test_a_part_of_the_candidates_replaces_its_rows():
