@@ -6,6 +6,7 @@ import torch
 
 pytest.importorskip("transformers", reason="the extra 'transformers' is not installed")
 
+import released
 import transformers
 from families import HERE, ROPE_TYPES, VERSION, tiny
 from flashrope import CachePlan
@@ -143,6 +144,45 @@ def test_families(name):
     model = convert(model_of(name))
     prompts = prompts_of(17, 5, 40, 9)
     assert batched(model, prompts) == generated(model, prompts)
+
+
+def allocators_of(monkeypatch) -> dict:
+    """Returns a dict that the next engine fills with its allocators of pages, by layer type."""
+    from transformers.generation.continuous_batching.cache import PagedAttentionCache
+
+    found, stock = {}, PagedAttentionCache.__init__
+
+    def watched(self, *arguments, **options):
+        stock(self, *arguments, **options)
+        found.update(self.cache_allocators)
+
+    monkeypatch.setattr(PagedAttentionCache, "__init__", watched)
+    return found
+
+
+@supported
+@pytest.mark.parametrize("changes", [{}, {"log_n": 12}], ids=str)
+@pytest.mark.parametrize("name", released.GEMMAS)
+def test_gemma_4(name, changes, monkeypatch):
+    """Pages are as wide as the layers of their type, 512 or 256 channels. Layers that share keys have no pages. The
+    stock model fails here, because its layers differ."""
+    model = released.released(name, eos_token_id=None, max_position_embeddings=256)
+    with pytest.raises(RuntimeError, match="is a per-layer attribute"):
+        batched(model, MIXED)
+    allocators = allocators_of(monkeypatch)
+    convert(model, **changes)
+    expected = generated(model, MIXED)
+    assert len({token for tokens in expected for token in tokens}) > 10
+    assert batched(model, MIXED) == expected
+    assert {each: allocator.head_dim for each, allocator in allocators.items()} == {
+        "full_attention": 512,
+        "sliding_attention": 256,
+    }
+    layers = model.config.num_hidden_layers - model.config.num_kv_shared_layers
+    assert sorted(sum((list(each.layer_indices) for each in allocators.values()), [])) == list(range(layers))
+    for allocator in allocators.values():
+        own = model.config.per_layer_config[allocator.layer_indices[0]]
+        assert allocator.num_key_value_heads == own.num_key_value_heads
 
 
 @supported

@@ -55,7 +55,6 @@ SCALES_AFTER = "scales every channel of queries and keys after their rotation"
 PASSES_NOTHING = "does not pass them on"
 SELECTS_KEYS = "attends only to the keys that its indexer selects (sparse attention), which the kernels cannot express"
 KEEPS_LATENTS = "keeps latents, which transformers' pages have no room for"
-OF_TWO_WIDTHS = "has layers of two head_dims, and transformers' pages have one"
 LATENT = Family(tested=True, latent=True, reorders=True, not_batched=KEEPS_LATENTS)
 FAMILIES: dict[str, Family] = {
     "afmoe": Family(tested=True, sliding_only=True, packs=False),
@@ -98,8 +97,8 @@ FAMILIES: dict[str, Family] = {
     "gemma2": Family(tested=True, vllm="Gemma2ForCausalLM"),
     "gemma3_text": Family(tested=True, vllm="Gemma3ForCausalLM"),
     "gemma3n_text": TESTED,
-    "gemma4_text": Family(tested=True, not_batched=OF_TWO_WIDTHS, vllm="Gemma4ForCausalLM"),
-    "gemma4_unified_text": Family(tested=True, not_batched=OF_TWO_WIDTHS),
+    "gemma4_text": Family(tested=True, vllm="Gemma4ForCausalLM"),
+    "gemma4_unified_text": Family(tested=True),
     "glm": Family(tested=True, interleaved=True, partial=True),
     "glm4": Family(tested=True, interleaved=True, partial=True, vllm="Glm4ForCausalLM"),
     "glm4_moe": Family(tested=True, partial=True),

@@ -2,7 +2,10 @@
 
 transformers packs the new tokens of all requests in one row and keeps keys and values in pages. Layers that see all
 keys read those pages in place. Sliding layers have a ring of slots instead, from which transformers gathers the keys.
-Versions before 5.19 pass other arguments and are not supported.
+transformers gives all layers the head_dim and the number of key heads of the configuration. For a converted model whose
+layers differ in them (Gemma 4), the pages of each layer type get the widths of that type. Layers that share the keys of
+an earlier layer (Gemma 4, Gemma 3n) read that layer's pages and have none of their own. Versions before 5.19 pass other
+arguments and are not supported.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -53,10 +57,12 @@ class Batch(NamedTuple):
     Attributes:
         cache: transformers' ``PagedAttentionCache``.
         pages: {layer type: Pages}, without the layer types for which transformers gathers the keys.
+        gathered: {layer: (keys, values)}, the keys and values of sliding layers, (1, heads_kv, keys, head_dim).
     """
 
     cache: Any
     pages: dict[str, Pages]
+    gathered: dict[int, tuple[torch.Tensor, torch.Tensor]]
 
 
 class NewKeys:
@@ -82,7 +88,7 @@ def with_pages(kwargs: dict[str, Any]) -> dict[str, Any]:
         for allocator in cache.cache_allocators.values()
         if allocator.supports_block_table
     }
-    batch = Batch(cache, pages)
+    batch = Batch(cache, pages, {})
     return kwargs | {CACHE: NewKeys(), BATCH: batch, "attention_mask": positions.new_zeros(1, 1, 1, 1)}
 
 
@@ -110,16 +116,21 @@ def attend_paged(module, query, key, value, options, kwargs) -> torch.Tensor:
         (1, tokens, heads_q, head_dim).
     """
     batch: Batch = kwargs[BATCH]
-    cache, rotary, layer = batch.cache, getattr(module, ATTRIBUTE).rotary, module.layer_idx
-    allocator = cache.layer_to_allocator[layer]
+    cache, rotary = batch.cache, getattr(module, ATTRIBUTE).rotary
+    allocator = cache.layer_to_allocator[module.layer_idx]
+    # A layer without pages shares those of the last layer of its type that has some.
+    layer = min(module.layer_idx, allocator.layer_indices[-1])
     starts, longest = kwargs["cu_seq_lens_q"].to(torch.int32), kwargs["max_length_q"]
     pages = batch.pages.get(allocator.layer_type)
     if pages is None:
-        key, value = cache.update(key_states=key, value_states=value, layer_idx=layer, kwargs=kwargs)
-        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-        starts_k, longest_k = kwargs["cu_seq_lens_k"], kwargs["max_length_k"]
+        starts_k = kwargs["cu_seq_lens_k"][allocator.layer_type].to(torch.int32)
+        longest_k = kwargs["max_length_k"][allocator.layer_type]
+        if layer == module.layer_idx:
+            batch.gathered[layer] = cache.update(key_states=key, value_states=value, layer_idx=layer, kwargs=kwargs)
+        q, k, v = (x[0].transpose(0, 1) for x in (query, *batch.gathered[layer]))
         return attention_varlen(q, k, v, rotary, starts, starts_k, longest, longest_k, **options)[None]
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    q = query[0].transpose(0, 1)
+    k, v = (x[0].transpose(0, 1) if layer == module.layer_idx else None for x in (key, value))
     k_pages, v_pages = allocator.get_cache_for_block_table(layer)
     packed = Packed(starts, longest, pages.slots, appends=pages.slots is None)
     tables = CacheTables(pages.seqlens, pages.block_table, new=packed)
@@ -216,6 +227,56 @@ def prepare_manager() -> None:
 
     ContinuousBatchingManager.switch_to_cb_friendly_attn = switch_to_cb_friendly_attn
     _offer_block_tables()
+    _fit_pages_to_layers()
+
+
+def _fit_pages_to_layers() -> None:
+    """Makes transformers' pages of a converted model fit the layers that use them.
+
+    transformers has one allocator of pages for each layer type, which gives every layer pages of one head_dim and
+    number of key heads. It reads both from the configuration and fails if they differ between layers. For a converted
+    model, an allocator gets the values of its first layer, because all layers of a type have the same ones. Memory is
+    planned with the largest values. Layers that share an earlier layer's keys get no pages.
+    """
+    from transformers.generation.continuous_batching import cache
+    from transformers.generation.continuous_batching.cache_allocators import FullAttentionCacheAllocator
+
+    def largest(name: str, stock):
+        @functools.wraps(stock)
+        def find(config):
+            layers = _layers_that_differ(config)
+            return max(getattr(layer, name) for layer in layers) if layers else stock(config)
+
+        return find
+
+    cache.find_head_dim = largest("head_dim", cache.find_head_dim)
+    cache.find_num_key_value_heads = largest("num_key_value_heads", cache.find_num_key_value_heads)
+    stock_init = FullAttentionCacheAllocator.__init__  # the one of sliding layers calls it, too
+
+    @functools.wraps(stock_init)
+    def __init__(self, *args, config, num_key_value_heads, layer_indices, **kwargs):
+        if config._attn_implementation == NAME:
+            first_shared = config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", None) or 0)
+            layer_indices = [each for each in layer_indices if each < first_shared]
+        if layers := _layers_that_differ(config):
+            if num_key_value_heads != cache.find_num_key_value_heads(config):
+                raise ValueError(
+                    "tp_plan: tensor parallelism is not supported for layers of several head_dims in continuous "
+                    f"batching, got {num_key_value_heads} key heads per rank"
+                )
+            config = layers[layer_indices[0]]
+            num_key_value_heads = config.num_key_value_heads
+        given = {"config": config, "num_key_value_heads": num_key_value_heads, "layer_indices": layer_indices}
+        stock_init(self, *args, **given, **kwargs)
+
+    FullAttentionCacheAllocator.__init__ = __init__
+
+
+def _layers_that_differ(config) -> Sequence[Any]:
+    """Returns the layers' configurations for a converted model whose layers differ, and () for other models."""
+    if config._attn_implementation != NAME or not getattr(config, "is_heterogeneous", False):
+        return ()
+    return list(config.per_layer_config)
 
 
 def _offer_block_tables() -> None:
