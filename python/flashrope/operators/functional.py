@@ -87,9 +87,9 @@ def attention(
             in a workspace of q's size (head_dim rounded up to a power of two) for every band. False raises an error
             under ``torch.use_deterministic_algorithms(True)``. None: gradients are reproducible under that setting,
             which is read when the backward runs. Without the setting, the backward runs that is predicted to be faster
-            for the shape (with atomics for head_dim 33 to 128 and beyond 256 in 16 bits). In float32 beyond 256, sm_86,
-            sm_89 and sm_120 have only the backward with atomics. The other backends are always reproducible. Default:
-            None.
+            for long sequences (with atomics for head_dim 33 to 128 and beyond 256 in 16 bits). In float32 beyond 256,
+            sm_86, sm_89 and sm_120 have only the backward with atomics. The other backends are always reproducible.
+            Default: None.
 
     Returns:
         out, like q but with the head_dim of v, contiguous. With return_lse: (out, lse). lse is (batch, heads_q,
