@@ -1,5 +1,5 @@
-"""The experiments of the HoPE and ReRoPE papers, repeated with small byte-level models: ``python -m experiments NAME``.
+"""Repeats the experiments of the HoPE and ReRoPE papers with small byte-level models: ``python -m experiments NAME``.
 
-Run it from a checkout. It uses the installed ``flashrope`` package (with the extra ``demo``); nothing in ``flashrope``
-or ``bench`` uses it.
+Run the command from a checkout. It uses the installed ``flashrope`` package with the extra ``demo``. Nothing in
+``flashrope`` or ``bench`` uses this package.
 """

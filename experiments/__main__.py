@@ -1,8 +1,8 @@
 """``python -m experiments NAME``: trains byte-level models, measures them, and writes CSV, JSON and PNG to a run
 directory.
 
-All experiments of a run directory share one configuration (a preset on a text) and its trained models. Existing results
-are not computed again, so an interrupted run resumes where it stopped.
+All experiments of a run directory share one configuration, which is a preset on a text, and its trained models.
+Existing results are not computed again, so an interrupted run resumes where it stopped.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PROGRAM = "python -m experiments"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs experiments; returns the exit code: 0 done, 2 bad input, 130 interrupted."""
+    """Runs experiments and returns the exit code: 0 for done, 2 for bad input, 130 for interrupted."""
     argv = sys.argv[1:] if argv is None else argv
     return guarded(PROGRAM, lambda: _run(argv))
 
@@ -105,7 +105,7 @@ def _open(args: argparse.Namespace, run: Run) -> None:
 
 
 def _with_ranks(args: argparse.Namespace, run: Run, cells: dict[str, list[Cell]]) -> None:
-    """Trains the models one after another, on all ranks together. Then the first rank measures them."""
+    """Trains the models one after another, each on all ranks together. Then the first rank measures them."""
     first = run.ranks.rank == 0
     if first:
         _open(args, run)

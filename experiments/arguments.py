@@ -1,4 +1,4 @@
-"""The arguments of ``python -m experiments``, and the run that they describe."""
+"""Parses the arguments of ``python -m experiments`` and makes the run that they describe."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from .registry import EXPERIMENTS, Experiment
 from .runs import LONGEST, Run
 from .zoo import ARCHITECTURES, Defaults, Scheme, scheme
 
-TOOLS = {  # commands with arguments of their own
+TOOLS = {  # {command with its own arguments: its module}
     "tokenize": tokenizing,
     "export": export,
     "estimate": estimate,
@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tokens",
         metavar="FILE.bin",
         nargs="+",
-        help="a token file, whose last tenth is held out; or two: one to train on, one held out",
+        help="one token file, whose last tenth is held out, or two: the first to train on, the second held out",
     )
     path.add_argument(
         "--vocab-size",
@@ -82,23 +82,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     path.add_argument("--out", metavar="DIR", help="the run directory (default: runs/experiments-PRESET)")
     run_ = parser.add_argument_group("run")
     run_.add_argument("--preset", choices=PRESETS, default="tiny", help="sizes of the run (default: tiny)")
-    run_.add_argument("--schemes", metavar="A,B,...", help="schemes to use instead of the experiment's, by name")
+    run_.add_argument("--schemes", metavar="A,B,...", help="names of the schemes to use (default: the experiment's)")
     run_.add_argument(
         "--window",
         type=positive,
         metavar="W",
-        help="window in tokens of schemes whose name has none (default: half the training length)",
+        help="window, in tokens, of schemes whose name specifies none (default: half the training length)",
     )
     run_.add_argument("--seed", type=int, help="the first seed (default: 0)")
     run_.add_argument(
         "--device",
         default="auto",
-        help="auto, cpu, cuda or cuda:N (default: auto); auto and cuda use every GPU, with a process for each",
+        help="auto, cpu, cuda or cuda:N (default: auto). auto and cuda use every GPU, each with its own process",
     )
     run_.add_argument(
         "--threads",
         type=positive,
-        help=f"CPU threads in total, one per worker process; default: the cores available, at most {MAX_THREADS}",
+        help=f"CPU threads, one per worker process (default: the available cores, at most {MAX_THREADS})",
     )
     run_.add_argument("--impl", choices=BACKENDS, help="attention backend; default: the one for the device")
     run_.add_argument("--compile", action="store_true", help="train under torch.compile")
@@ -158,7 +158,7 @@ def _reads_tokens(experiment: Experiment) -> bool:
 
 
 def resolve(args: argparse.Namespace, out: Path) -> Run:
-    """Returns the run for these options. Raises BadInput."""
+    """Returns the run that these options describe. Raises BadInput."""
     device, ranks = options.device(args.device), distributed.ranks()
     if ranks.world > 1:
         device = distributed.own_device(device)
@@ -206,7 +206,7 @@ def resolve(args: argparse.Namespace, out: Path) -> Run:
 
 
 def _devices(device: torch.device, ranks: Ranks) -> tuple[torch.device, ...]:
-    """Returns a GPU for each worker process. Empty: all processes use the device of the run."""
+    """Returns one GPU for each worker process, or nothing if all processes use the device of the run."""
     count = torch.cuda.device_count() if device.type == "cuda" else 0
     if device.index is not None or count < 2 or ranks.world > 1:
         return ()
@@ -214,7 +214,7 @@ def _devices(device: torch.device, ranks: Ranks) -> tuple[torch.device, ...]:
 
 
 def _check(preset: Preset, args: argparse.Namespace) -> None:
-    """Raises BadInput for sizes that cannot be used."""
+    """Raises BadInput for sizes with which nothing can be trained."""
     if args.vocab_size and not args.tokens:
         raise BadInput("--vocab-size: expected only with --tokens; without, a token is a byte")
     if preset.train_length < 64 or preset.train_length % 8:
@@ -227,8 +227,8 @@ def _check(preset: Preset, args: argparse.Namespace) -> None:
         raise BadInput(f"--base: expected a number of more than 1, got {preset.base}")
     if args.window and args.window > preset.train_length:
         raise BadInput(
-            f"--window: expected at most the training length of {preset.train_length}, beyond which distances are not "
-            f"trained, got {args.window}"
+            f"--window: expected at most the training length of {preset.train_length}, because larger distances are "
+            f"not trained, got {args.window}"
         )
     try:
         preset.config  # noqa: B018  checks
@@ -262,7 +262,7 @@ def cells_of(name: str, run: Run, chosen: Sequence[str] = ()) -> list[Cell]:
 
 
 def check_effects(args: argparse.Namespace, run: Run, cells: dict[str, list[Cell]]) -> None:
-    """Raises BadInput, with the name of the option, for options that change nothing in these experiments."""
+    """Raises BadInput for an option that changes nothing in these experiments. The error names the option."""
     names = ", ".join(cells)
     if set(cells) <= set(OWN_TRAINING):
         for option in ("compile", "tensorboard"):

@@ -1,8 +1,8 @@
-"""Measures the loss by length of Hugging Face checkpoints. The models are trained here on text only, exported, and
-measured with ``flashrope loss``.
+"""Measures the loss of Hugging Face checkpoints by length. The checkpoints come from models that the experiment trains
+on text only and exports. ``flashrope loss`` measures them.
 
-Windows of unseen text are measured as they are ("loss"), and with their last tokens repeated up to the length
-("loss-repeat"). If the repetition lowers the loss, the model uses distant context (ReRoPE, kexue.fm/archives/9708).
+The task "loss" measures windows of unseen text as they are. The task "loss-repeat" fills the window with repetitions of
+its last tokens. If repetition lowers the loss, the model uses distant context (ReRoPE, kexue.fm/archives/9708).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .tasks import MULTIPLES
 from .training import train_models
 
 TRAINED = "rope"
-COMMANDS = {  # a scheme of ``flashrope loss``: its name here, for contexts of {growth} training lengths
+COMMANDS = {  # {scheme of ``flashrope loss``: its name in this package, for contexts of {growth} training lengths}
     "stock": "rope",
     "log-n": "rope+dagger",
     "ntk": "ntk-aware-s{growth}",
@@ -50,8 +50,9 @@ TEXT, REPEATED = "loss", "loss-repeat"
 
 
 def compares() -> Iterator[Comparison]:
-    """Returns the comparisons that are judged: losses below RoPE's beyond the training length, a loss at the longest
-    length below RoPE's at the training length, and the use of distant context."""
+    """Yields the comparisons that are judged. They ask three things: whether a scheme's loss beyond the training length
+    is below RoPE's, whether its loss at the longest length is below RoPE's loss at the training length, and whether it
+    uses distant context."""
     rope, _, ntk, yarn, rerope, rerope_log_n, leaky, cope, *mapped = MEASURED
     self_extend, self_extend_log_n, dual_chunk, dual_chunk_log_n = mapped
     for name in (ntk, yarn, rerope, rerope_log_n, leaky, cope, *mapped):
@@ -93,7 +94,7 @@ def measured(folder: Path, seed: int) -> list[Path]:
 
 
 def unmeasured(folder: Path, seed: int) -> list[str]:
-    """Returns the COMMANDS without a result for this model, neither measured nor refused."""
+    """Returns the schemes in COMMANDS that were neither measured nor refused for this model."""
     seen: set[str] = set()
     for path in measured(folder, seed):
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -102,9 +103,9 @@ def unmeasured(folder: Path, seed: int) -> list[str]:
 
 
 def measure_job(run: Run, seed: int, folder: str, commands: Sequence[str], progress: Callable) -> None:
-    """Runs ``flashrope loss`` with these schemes on one model, in a separate process."""
+    """Runs ``flashrope loss`` with the schemes in ``commands`` on one model, in a separate process."""
     checkpoint = Path(folder, "checkpoints", f"s{seed}")
-    shutil.rmtree(checkpoint, ignore_errors=True)  # left by an interrupted run
+    shutil.rmtree(checkpoint, ignore_errors=True)  # an interrupted run may have left it
     checkpoint.parent.mkdir(exist_ok=True)
     export(run.model_path(TRAINED, run.unit, seed), checkpoint)
     lengths = [str(multiple * run.unit) for multiple in MULTIPLES]
@@ -125,7 +126,7 @@ def measure_job(run: Run, seed: int, folder: str, commands: Sequence[str], progr
 
 
 def rows_of(path: Path, seed: int) -> list[list]:
-    """Returns the rows (COLUMNS) of one loss.json."""
+    """Returns the rows of one loss.json. A row has the columns COLUMNS."""
     found = json.loads(path.read_text(encoding="utf-8"))
     length = found["train_length"]
     names = {

@@ -1,4 +1,4 @@
-"""Draws the picture of the page's claims: one row for each claim and length, from the declared differences."""
+"""Draws the claims of the page from the declared differences, with one row for each claim and length."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from pathlib import Path
 from .figures import SMALL, canvas, finish
 from .statistics import AGAINST, SHOWN, UNJUDGED, UNSHOWN, Interval
 
-LOOKS = {  # colour, marker and filling, which differ in grey too
+LOOKS = {  # {outcome: colour, marker and filling}; they differ in greyscale too
     SHOWN: ("#0072B2", "o", True),
     UNSHOWN: ("0.45", "o", False),
     AGAINST: ("#D55E00", "X", True),
     UNJUDGED: ("0.45", "x", False),
 }
-FURTHEST = 6.0  # half intervals; what lies beyond is drawn there, as an arrow
+FURTHEST = 6.0  # in halves of the interval; a difference beyond it is drawn as an arrow at this place
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A difference of a claim. ``expected``: its sign by the paper."""
+    """Holds a difference that a claim is about. ``expected``: the sign that the paper claims."""
 
     words: str
     multiple: float
@@ -30,8 +30,9 @@ class Row:
 
 
 def draw(path: Path, groups: dict[str, Sequence[Row]]) -> None:
-    """Draws every difference in units of half its 95% interval. Positive numbers agree with the paper. A bar that does
-    not reach zero shows a difference. The difference in its own units is written next to the bar."""
+    """Draws every difference in units of half its 95% interval. Positive numbers agree with the paper. If the bar of an
+    interval does not reach zero, the measurement shows a difference. The number next to the bar is the difference in
+    its own unit."""
     count = sum(1 + len(rows) for rows in groups.values())
     figure, (axes,) = canvas(0.235 * count + 1.5)
     y, named = 0, set()
@@ -73,5 +74,5 @@ def draw(path: Path, groups: dict[str, Sequence[Row]]) -> None:
 
 
 def _beside(axes):
-    """Returns x in widths of the axes, y in rows."""
+    """Returns a transform whose x is in widths of the axes and whose y is in rows."""
     return axes.get_yaxis_transform()

@@ -1,9 +1,9 @@
-"""In-context copying (HoPE, section 4.2.1): several sequences of random letters, then the start of one of them. The
-model predicts the last letters of this sequence.
+"""Makes and measures in-context copying (HoPE, section 4.2.1). A prompt has several sequences of random letters and
+then the start of one of them. The model predicts the last letters of this sequence.
 
-The paper's sequences have 12 letters. Here each has 9 to 15, so that no fixed distance leads from the query to the
-answer: with sequences of one length, a model can answer by looking back a multiple of that length. The control puts 2
-to 10 random letters between the sequences and the query. The random letters make no difference to a model that copies.
+The paper's sequences have 12 letters. Here each sequence has 9 to 15, so that no fixed distance leads from the query to
+the answer. If all sequences had one length, a model could answer by looking back a multiple of that length. The control
+puts 2 to 10 random letters between the sequences and the query. They make no difference to a model that copies.
 
 Samples are drawn from a seed. With 64 letters and at least 9 per sequence, two samples practically never share a
 sequence.
@@ -20,11 +20,11 @@ import torch
 from .tasks import IGNORED, MULTIPLES, PAPER_LENGTH, Result, Subject, percentage
 
 LETTERS = 64  # tokens 0 to 63
-SHORTEST, LONGEST = 9, 15  # letters of a sequence; 12 on average, as in the paper
-SUFFIX = 4  # letters asked for
-BETWEEN = (2, 10)  # random letters before the query, in the control
-LAYOUTS = 20  # different layouts in one measurement; samples with the same layout differ by their letters
-PAPER_COUNTS = (30, 40, 50, 60, 70, 80)  # sequences, at the paper's training length
+SHORTEST, LONGEST = 9, 15  # letters of a sequence; the mean is 12, as in the paper
+SUFFIX = 4  # how many letters the model must predict
+BETWEEN = (2, 10)  # how many random letters the control puts before the query: at least, at most
+LAYOUTS = 20  # different layouts in one measurement; samples with the same layout differ in their letters
+PAPER_COUNTS = (30, 40, 50, 60, 70, 80)  # the paper's numbers of sequences, for its training length
 SHORTEST_PRACTICE = 3 * LONGEST
 
 
@@ -61,8 +61,8 @@ def practice(count: int, length: int, generator: torch.Generator) -> tuple[torch
     """Returns (inputs, targets), int64 (count, length). A sample is a list of sequences, followed by repetitions of
     whole sequences in random order.
 
-    The targets are the letters that the text determines: in a repeated sequence, the letters after its first. The
-    sequences to repeat fill from about a quarter of the sample to all but the room for one repetition.
+    The targets are the letters that the preceding text determines: in a repeated sequence, all letters after the first.
+    The sequences to repeat fill at least about a quarter of the sample, and at most leave room for one repetition.
     """
     size = length + 1
     lengths = layout(integer(size // 4, size - LONGEST, generator), generator)
@@ -81,7 +81,7 @@ def practice(count: int, length: int, generator: torch.Generator) -> tuple[torch
 def batches(
     tokens: int, length: int, seed: int, steps: int, device: torch.device | str = "cpu", start: int = 0
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yields batches of about ``tokens`` letters and four layouts each, without end, starting with step ``start``.
+    """Yields batches without end, starting with step ``start``. A batch has about ``tokens`` letters and four layouts.
 
     Samples grow from SHORTEST_PRACTICE to ``length`` letters in the first half of the steps. The batch of step n
     depends only on the seed and n.
@@ -103,9 +103,11 @@ def batches(
 def prompt(
     lengths: Sequence[int], samples: int, generator: torch.Generator, between: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (prompts, answers), int64 (samples, seqlen) and (samples, SUFFIX). A prompt is sequences of these
-    lengths, ``between`` random letters, and the middle sequence again without its last SUFFIX letters, which are the
-    answer."""
+    """Returns (prompts, answers), int64 (samples, seqlen) and (samples, SUFFIX).
+
+    A prompt consists of sequences of the given lengths, ``between`` random letters, and the middle sequence again
+    without its last SUFFIX letters. The removed letters are the answer.
+    """
     middle = len(lengths) // 2
     start = starts_of(lengths)[middle]
     context = letters((samples, sum(lengths)), generator)
@@ -117,8 +119,9 @@ def prompt(
 def prompts(
     samples: int, seed: int, count: int | None = None, length: int | None = None, control: bool = False
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Returns prompts and answers, with several samples for each of LAYOUTS layouts. A prompt has ``count`` sequences,
-    or as many as fit into ``length`` letters together with the query and the whole answer."""
+    """Yields (prompts, answers) for each of LAYOUTS layouts, with several samples per layout. A prompt has ``count``
+    sequences. Without ``count``, it has the number of sequences that fit into ``length`` letters together with the
+    query and the whole answer."""
     for n in range(LAYOUTS):
         if not (some := (samples + LAYOUTS - 1 - n) // LAYOUTS):
             continue
@@ -133,8 +136,8 @@ def prompts(
 
 
 def right(subject: Subject, samples: Iterator[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor | None:
-    """Returns bool (samples, SUFFIX): whether each letter is the most likely one after those before it. None if the
-    model cannot read that far."""
+    """Returns bool (samples, SUFFIX): whether the model rates each letter of the answer as the most likely one after
+    the correct letters before it. Returns None if the model cannot read prompts of this length."""
     found = []
     for asked, answer in samples:
         tokens = torch.cat((asked, answer), 1).to(subject.device)
@@ -145,9 +148,12 @@ def right(subject: Subject, samples: Iterator[tuple[torch.Tensor, torch.Tensor]]
 
 
 def measure(subject: Subject, multiples: Sequence[float] = (0.5, *MULTIPLES)) -> list[Result]:
-    """Returns percentages of right answers. At the paper's numbers of sequences: whole suffixes ("copying") and their
-    letters ("copying-letters"). By multiples of the training length: letters ("copying-by-length"), and letters with
-    random letters before the query ("copying-control")."""
+    """Returns percentages of right answers for four tasks.
+
+    At the paper's numbers of sequences, "copying" counts whole suffixes and "copying-letters" counts their letters. At
+    multiples of the training length, "copying-by-length" counts letters, and "copying-control" counts letters in
+    prompts with random letters before the query.
+    """
     results = []
 
     for count in PAPER_COUNTS:

@@ -1,14 +1,14 @@
-"""RoPE as a base-beta encoding (Su 2023, kexue.fm/archives/9675): how a model that reads the digits of numbers behaves
-when the numbers grow beyond the training range.
+"""Shows how a model that reads the digits of numbers behaves when the numbers grow beyond the training range. Su 2023
+(kexue.fm/archives/9675) explains extensions of RoPE in this way: RoPE writes a position in a base beta.
 
 A small network reads the decimal digits of two numbers and says which number is larger. It is trained on numbers below
-1000, so the digit for thousands is always 0. Numbers below 2000 are then written in four ways:
+1000, so the digit for thousands is always 0. It is then measured on numbers below 2000 that are written in these ways:
 
-    trained             in decimal, below 1000, as in training
-    extrapolation       in decimal: the digit for thousands is 1 for the first time (RoPE as it is)
-    interpolation       half the number, in decimal: the last digit has halves (PI)
-    base 16, base 13    in a larger base, three digits still: each may be larger than 9 (NTK). 13 is the smallest base
-                        that suffices.
+    trained             in decimal and below 1000, as in training
+    extrapolation       in decimal, where the digit for thousands is 1 for the first time (RoPE as it is)
+    interpolation       half the number in decimal, where the last digit can be a half (PI)
+    base 16, base 13    in a larger base with only three digits, which may be larger than 9 (NTK). 13 is the smallest
+                        base that suffices.
 
 The experiment trains its own networks in seconds. It needs no language models.
 """
@@ -36,8 +36,8 @@ TRAINED, LIMIT, DIGITS = 1000, 2000, 4
 CONVERSIONS = ("trained", "extrapolation", "interpolation", "base-16", "base-13")
 GAPS = (1, 2, 5, 10, 100)  # differences between the two numbers
 STEPS, BATCH, WIDTH, SAMPLES, SEEDS = 2000, 512, 64, 4000, 5
-EXAMPLE = 1749  # the paper's
-COMPARED = (  # the blog's expectations
+EXAMPLE = 1749  # the example of the blog post
+COMPARED = (  # the differences that the blog post leads one to expect
     ("extrapolation", "trained", LOWER),
     ("base-13", "extrapolation", HIGHER),
     ("base-16", "extrapolation", HIGHER),
@@ -48,7 +48,8 @@ COMPARED = (  # the blog's expectations
 
 
 def digits(numbers: torch.Tensor, conversion: str) -> torch.Tensor:
-    """Returns float32 (.., DIGITS): the digits of numbers (..), the highest first, under one of CONVERSIONS."""
+    """Returns the digits of numbers (..) as float32 (.., DIGITS), the highest first. conversion: a way to write them,
+    one of CONVERSIONS."""
     base = int(conversion.removeprefix("base-")) if conversion.startswith("base-") else 10
     values = numbers.double() * (TRAINED / LIMIT if conversion == "interpolation" else 1)
     powers = base ** torch.arange(DIGITS - 1, -1, -1, dtype=torch.float64)
@@ -58,9 +59,12 @@ def digits(numbers: torch.Tensor, conversion: str) -> torch.Tensor:
 
 
 def pairs(count: int, limit: int, gap: int | None, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns numbers, int64 (count, 2), below ``limit`` that differ by ``gap``, and whether the first is larger, bool
-    (count,). gap None: differences are uniform in their logarithm. For limits above TRAINED the larger number is at
-    least TRAINED."""
+    """Returns pairs of numbers below ``limit``, int64 (count, 2), and whether the first number is larger, bool
+    (count,).
+
+    gap: the difference of the two numbers. None: differences are drawn uniformly in their logarithm. For limits above
+    TRAINED the larger number is at least TRAINED.
+    """
     larger_at = torch.randint(2, (count,), generator=generator)
     if gap is None:
         gaps = torch.floor((limit - 1) ** torch.rand(count, generator=generator, dtype=torch.float64)).long()
@@ -73,7 +77,8 @@ def pairs(count: int, limit: int, gap: int | None, generator: torch.Generator) -
 
 
 def train_network(seed: int) -> nn.Module:
-    """Returns a network from digits (.., 2 * DIGITS) to a logit (.., 1) that the first number is larger."""
+    """Trains a network that maps the digits of two numbers (.., 2 * DIGITS) to a logit (.., 1): positive if the first
+    number is larger."""
     torch.manual_seed(seed)
     network = nn.Sequential(
         nn.Linear(2 * DIGITS, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 1)
@@ -98,8 +103,8 @@ def logit(network: nn.Module, numbers: torch.Tensor, conversion: str) -> torch.T
 
 @torch.no_grad()
 def accuracy(network: nn.Module, conversion: str, gap: int, seed: int) -> float:
-    """Returns the percent of pairs put in the right order. For "trained" the numbers are below TRAINED; for the
-    others the larger one is at least TRAINED."""
+    """Returns the percentage of pairs that the network puts in the right order. Under the conversion "trained" both
+    numbers are below TRAINED. Under all others the larger number is at least TRAINED."""
     generator = torch.Generator().manual_seed(1_000_003 * (seed + 1) + gap)
     numbers, larger = pairs(SAMPLES, TRAINED if conversion == "trained" else LIMIT, gap, generator)
     return 100 * ((logit(network, numbers, conversion) > 0) == larger).double().mean().item()
@@ -123,7 +128,7 @@ def draw_digits(run: Run, workers: Workers, folder: Path) -> None:
 
 
 def table(rows: Sequence[dict[str, str]], example: dict[str, list[float]]) -> str:
-    """Returns a table of percentages by conversion and difference, and the differences that are judged."""
+    """Returns the text of table.md: percentages by conversion and gap, and the comparisons that are judged."""
     levels, differences = [], []
     for name in CONVERSIONS:
         written = " ".join(f"{digit:g}" for digit in example[name]) if name in example else ""

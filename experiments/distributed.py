@@ -13,14 +13,16 @@ from torch import distributed
 
 
 def ranks() -> Ranks:
-    """Returns the number of ranks in the environment, 1 without torchrun."""
+    """Returns this process's rank and the number of ranks from torchrun's environment. Without torchrun there is one
+    rank."""
     if "LOCAL_RANK" not in os.environ:
         return Ranks()
     return Ranks(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
 
 
 def own_device(chosen: torch.device) -> torch.device:
-    """Returns the device of this rank: of several GPUs, the one with its local number. Raises BadInput."""
+    """Returns the device of this rank. If there are several GPUs, it is the GPU with the rank's local number. Raises
+    BadInput if there are too few GPUs."""
     if chosen.type != "cuda":
         return chosen
     local, count = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
@@ -34,7 +36,7 @@ def own_device(chosen: torch.device) -> torch.device:
 
 @contextlib.contextmanager
 def group(device: torch.device) -> Iterator[None]:
-    """Joins the process group of all ranks, until the end of the block."""
+    """Joins the process group of all ranks within the context."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")

@@ -1,4 +1,4 @@
-"""The experiments that draw special figures: patterns, positions, frequencies."""
+"""Runs the experiments that draw special figures: patterns, positions and frequencies."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .tables import resolve
 from .training import OBSERVED, load_model, observed, train_models
 from .zoo import scheme
 
-WINDOWS_PER_SAMPLE = 10  # windows of unseen text for a pattern, for each of the preset's samples
+WINDOWS_PER_SAMPLE = 10  # a pattern is measured on this many windows of unseen text per sample of the preset
 FREQUENCY_PANELS = {
     "trained with": ("rope", "hope", "hope-ab1", "hope-ab2", "hope-ab3"),
     "changed after training, for 8 times the training length": (
@@ -54,8 +54,8 @@ def draw_frequencies(run: Run, workers: Workers, folder: Path) -> None:
 
 
 def seen_distances(rotary: Rotary, queries: torch.Tensor, keys: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-    """Returns the distance at which each query sees each key, (queries, keys) in float64; NaN for future keys and
-    outside all bands. ``scale``: the factor that the frequencies were divided by."""
+    """Returns the distance at which each query sees each key, (queries, keys) in float64. It is NaN for future keys and
+    outside all bands. ``scale``: the factor by which the scheme divides the frequencies."""
     i, j = queries.double()[:, None], keys.double()[None]
     seen = torch.full((len(queries), len(keys)), math.nan, dtype=torch.float64)
     for band in rotary.bands:
@@ -78,9 +78,10 @@ def draw_positions(run: Run, workers: Workers, folder: Path) -> None:
 
 
 # ---- patterns
-SEVERAL = ("rope", "hope", "kerple")  # measured with all seeds; other encodings only with the first
+SEVERAL = ("rope", "hope", "kerple")  # encodings measured with all seeds; others are measured with the first seed only
 PATTERN_NAMES = {"learned": "learned", "rope": "RoPE", "kerple": "KERPLE", "hope": "HoPE"}
-# The paper calls HoPE's fluctuation milder, within the training length and beyond it. It does not mention the ripple.
+# The paper says that HoPE fluctuates less than RoPE, within the training length and beyond it. So the swing has an
+# expected sign. The paper does not mention the ripple.
 PATTERN_COMPARES = tuple(
     comparison
     for measure, expected in (("swing", LOWER), ("ripple", 0))
@@ -91,9 +92,11 @@ Found = dict[tuple[str, int, int, str, int], Pattern]  # key: encoding, training
 
 
 def draw_patterns(run: Run, workers: Workers, folder: Path) -> None:
-    """Draws figures 1, 2, 5, 6 and 7 of the HoPE paper. The training length is the preset's, and twice that for figures
-    6 and 7. Curves are drawn for the first seed. table.md compares swing and ripple over the seeds; results.csv has
-    them."""
+    """Draws figures 1, 2, 5, 6 and 7 of the HoPE paper.
+
+    The training length is the preset's, or twice the preset's for figures 6 and 7. The curves are from the first seed.
+    results.csv has the swing and ripple of all seeds, and table.md compares them.
+    """
     unit, double = run.unit, 2 * run.unit
     wanted = [("learned", unit), ("rope", unit), ("kerple", unit), ("hope", unit), ("rope", double)]
     train_models(run, workers, [(trained, unit) for trained in SEVERAL])
@@ -162,7 +165,8 @@ def draw_patterns(run: Run, workers: Workers, folder: Path) -> None:
 
 
 def _measure_patterns(run: Run, wanted: list[tuple[str, int]], known: Sequence[int]) -> Found:
-    """Returns patterns within and, where possible, beyond the training length, on both kinds of inputs."""
+    """Returns the patterns on both kinds of inputs, within the training length and, where the encoding allows it,
+    beyond it."""
     found, attend = {}, functools.partial(attention, impl=run.impl)
     windows = {
         context: as_tokens(
@@ -182,8 +186,8 @@ def _measure_patterns(run: Run, wanted: list[tuple[str, int]], known: Sequence[i
 
 
 def _pattern_rows(run: Run, found: Found, pairs: int) -> list[list]:
-    """Returns the curves of the first seed, a row per distance. Contributions of the pairs are those of REPEATED
-    inputs, for the encodings in OBSERVED."""
+    """Returns the curves of the first seed, with one row per distance. The contributions of the pairs are included only
+    for REPEATED inputs and the encodings in OBSERVED."""
     rows = []
     for (trained, length, context, inputs, seed), measured in found.items():
         if seed != run.first_seed:
@@ -200,8 +204,8 @@ def _pattern_rows(run: Run, found: Found, pairs: int) -> list[list]:
 
 
 def _swing_rows(run: Run, found: Found) -> list[list]:
-    """Returns swing, ripple and the ripple's period of the patterns of models trained at the preset's length
-    (COLUMNS)."""
+    """Returns rows (COLUMNS) with the swing, the ripple and the ripple's period of the patterns. They are from models
+    that were trained at the preset's training length."""
     rows = []
     for (trained, length, context, inputs, seed), measured in found.items():
         if length != run.unit:

@@ -1,6 +1,8 @@
-"""Baseline position encodings: biases on the scores, vectors added to the embedding, and random positions for RoPE.
+"""Implements baseline position encodings: biases on the scores, vectors added to the embedding, and random positions
+for RoPE.
 
-Biases use ``scaled_dot_product_attention``, not flashrope's kernels. Positions i and j count from 0; d = i - j.
+Encodings with a bias use ``scaled_dot_product_attention``, not flashrope's kernels. Positions i of queries and j of
+keys count from 0, and d = i - j.
 """
 
 from __future__ import annotations
@@ -13,20 +15,20 @@ from torch import nn
 
 
 class Alibi(nn.Module):
-    """Press et al. 2021: the bias is -m_h * d, with the fixed slopes m_h of ``alibi_slopes``."""
+    """Computes the bias of Press et al. 2021: -m_h * d, with the fixed slopes m_h of ``alibi_slopes``."""
 
     def __init__(self, heads: int, train_length: int):
         super().__init__()
         self.register_buffer("slopes", torch.tensor(alibi_slopes(heads)), persistent=False)
 
     def forward(self, distance: torch.Tensor) -> torch.Tensor:
-        """Returns the bias (heads, seqlen, seqlen) for a distance (seqlen, seqlen). Future keys may have any distance
-        >= 0."""
+        """Returns the bias (heads, seqlen, seqlen) for distances (seqlen, seqlen). The distance of a future key may be
+        any number >= 0, because the key is masked."""
         return -self.slopes[:, None, None] * distance
 
 
 class Kerple(nn.Module):
-    """Chi et al. 2022, the logarithmic kernel: -r1 * ln(1 + r2 * d) with r1, r2 > 0 learned per head."""
+    """Computes the logarithmic bias of Chi et al. 2022: -r1 * ln(1 + r2 * d), with r1, r2 > 0 learned per head."""
 
     def __init__(self, heads: int, train_length: int):
         super().__init__()
@@ -39,12 +41,13 @@ class Kerple(nn.Module):
 
 
 class Fire(nn.Module):
-    """Li et al. 2024: an MLP of ln(c d + 1) / ln(c max(i, L') + 1); c > 0, the threshold L' and the MLP are learned."""
+    """Computes the bias of Li et al. 2024: an MLP of ln(c d + 1) / ln(c max(i, L') + 1). The factor c > 0, the
+    threshold L' and the MLP are learned."""
 
     def __init__(self, heads: int, train_length: int, width: int = 32):
         super().__init__()
         self.log_c = nn.Parameter(torch.tensor(math.log(0.1)))
-        self.threshold = nn.Parameter(torch.tensor(1.0))  # L' in training lengths
+        self.threshold = nn.Parameter(torch.tensor(1.0))  # L' as a multiple of the training length
         self.train_length = train_length
         self.mlp = nn.Sequential(nn.Linear(1, width), nn.ReLU(), nn.Linear(width, heads))
 
@@ -57,10 +60,12 @@ class Fire(nn.Module):
 
 
 class T5(nn.Module):
-    """Raffel et al. 2020, section 2.1: one learned scalar per head and bucket of distances (``t5_buckets``).
+    """Computes the bias of Raffel et al. 2020, section 2.1: one learned scalar per head and bucket of distances
+    (``t5_buckets``).
 
-    The weights are shared by all layers, as in the paper. Its 32 buckets end at 128, a quarter of its training length;
-    here they end at a quarter of ``train_length``, at least at 32, so that training reaches the last bucket.
+    All layers share the weights, as in the paper. The paper's 32 buckets end at distance 128, a quarter of its training
+    length. Here they end at a quarter of ``train_length``, but at least at 32, so that training reaches the last
+    bucket.
     """
 
     shared = True
@@ -75,16 +80,17 @@ class T5(nn.Module):
 
 
 def t5_buckets(distance: torch.Tensor, buckets: int, farthest: int) -> torch.Tensor:
-    """Returns the bucket of every distance >= 0, causal: half of the buckets hold one distance each, the others grow
-    logarithmically up to ``farthest``, and the last one holds all larger distances."""
+    """Returns the bucket of every distance >= 0, as for a causal mask. Half of the buckets hold one distance each. The
+    other buckets grow logarithmically up to ``farthest``, and the last bucket also holds all larger distances."""
     exact = buckets // 2
     far = torch.log(distance.double().clamp(min=exact) / exact) / math.log(farthest / exact) * (buckets - exact)
     return torch.where(distance < exact, distance.double(), exact + far).long().clamp(max=buckets - 1)
 
 
 class Sandwich(nn.Module):
-    """Chi et al. 2023: the inner product of two sinusoidal encodings, sum over m of cos(d / 10000^(2m / 128)), divided
-    by 8 h / heads for h = 1 .. heads. Nothing is learned; 128 is the paper's width."""
+    """Computes the bias of Chi et al. 2023: the inner product of two sinusoidal encodings, divided by 8 h / heads for
+    heads h = 1 .. heads. The inner product is the sum over m of cos(d / 10000^(2m / 128)), where 128 is the paper's
+    width. Nothing is learned."""
 
     def __init__(self, heads: int, train_length: int, width: int = 128):
         super().__init__()
@@ -99,8 +105,9 @@ class Sandwich(nn.Module):
 
 
 def alibi_slopes(heads: int) -> list[float]:
-    """Returns 2 ** (-8 h / heads) for h = 1 .. heads if heads is a power of two. Otherwise the slopes of the next
-    lower power, then every other slope of the next higher power, as in ALiBi's code."""
+    """Returns one slope per head. If heads is a power of two, they are 2 ** (-8 h / heads) for h = 1 .. heads.
+    Otherwise they are the slopes for the next lower power of two, followed by every other slope for the next higher
+    one, as in ALiBi's code."""
     power = 1 << (heads.bit_length() - 1)
     slopes = [2 ** (-8 * h / power) for h in range(1, power + 1)]
     between = [2 ** (-8 * h / (2 * power)) for h in range(1, 2 * power + 1, 2)]
@@ -108,7 +115,7 @@ def alibi_slopes(heads: int) -> list[float]:
 
 
 class Learned(nn.Module):
-    """One trained vector per position, up to the training length."""
+    """Learns one vector for each position up to the training length."""
 
     def __init__(self, width: int, train_length: int):
         super().__init__()
@@ -121,7 +128,8 @@ class Learned(nn.Module):
 
 
 class Formula(nn.Module):
-    """A fixed function (seqlen, width) -> float32 (seqlen, width) from ``ABSOLUTE``."""
+    """Wraps one of the functions in ``ABSOLUTE``, which returns fixed vectors float32 (seqlen, width) for (seqlen,
+    width)."""
 
     def __init__(self, function, width: int):
         super().__init__()
@@ -133,11 +141,11 @@ class Formula(nn.Module):
 
 
 class RandomPositions(nn.Module):
-    """Ruoss et al. 2023: positions are drawn from 0 .. range - 1 without repetition and sorted, in training and in
-    evaluation, one draw for all sequences of a batch and all layers.
+    """Draws random positions as Ruoss et al. 2023 do, in training and in evaluation. Positions are drawn from
+    0 .. range - 1 without repetition and sorted. All sequences of a batch and all layers share one draw.
 
-    In training mode every call draws anew. The number of calls is part of the weights, so a resumed run makes the same
-    draws as an uninterrupted one. In evaluation mode the draw depends only on the model and the length.
+    In training mode every call draws anew. The number of calls is stored with the weights, so a resumed run makes the
+    same draws as an uninterrupted run. In evaluation mode the draw depends only on the model and the length.
     """
 
     def __init__(self, range_: int):
@@ -147,10 +155,11 @@ class RandomPositions(nn.Module):
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
 
     def forward(self, batch: int, seqlen: int) -> torch.Tensor:
-        """Returns int64 (batch, seqlen). Raises ValueError if the range has fewer positions."""
+        """Returns the positions, int64 (batch, seqlen). Raises ValueError if the range has fewer than seqlen
+        positions."""
         if seqlen > self.range:
             raise ValueError(
-                f"seqlen: expected at most {self.range}, which random positions are drawn from, got {seqlen}"
+                f"seqlen: expected at most {self.range}, the size of the range of random positions, got {seqlen}"
             )
         if self.training:
             self.calls += 1
@@ -161,8 +170,8 @@ class RandomPositions(nn.Module):
 
 
 def sinusoidal(seqlen: int, width: int) -> torch.Tensor:
-    """Returns the vectors of Vaswani et al. 2017: channel 2m is sin(p / 10000^(2m / width)), channel 2m + 1 the
-    cosine."""
+    """Returns the vectors of Vaswani et al. 2017, float32 (seqlen, width). At position p, channel 2m is
+    sin(p / 10000^(2m / width)), and channel 2m + 1 is the cosine of the same angle."""
     inv_freq = 10_000.0 ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
     angle = torch.arange(seqlen, dtype=torch.float64)[:, None] * inv_freq
     return torch.stack((angle.sin(), angle.cos()), dim=-1).flatten(1)[:, :width].float()
@@ -184,14 +193,14 @@ ABSOLUTE = {"sinusoidal": sinusoidal, "integer": integer, "binary": binary}
 
 
 def distances(seqlen: int, device: torch.device | str = "cpu") -> torch.Tensor:
-    """Returns float32 (seqlen, seqlen): i - j, and 0 for future keys."""
+    """Returns the distances i - j as float32 (seqlen, seqlen), with 0 for future keys."""
     i = torch.arange(seqlen, device=device, dtype=torch.float32)
     return (i[:, None] - i).clamp(min=0)
 
 
 def attend_with_bias(bias: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rotary) -> torch.Tensor:
-    """Computes causal attention with a bias on the scores. q, k, v and the result are (batch, seqlen, heads,
-    head_dim); ``rotary`` is ignored."""
+    """Computes causal attention with a bias on the scores. q, k, v and the result have the shape (batch, seqlen, heads,
+    head_dim). ``rotary`` is ignored."""
     seqlen = q.shape[1]
     future = torch.ones(seqlen, seqlen, dtype=torch.bool, device=q.device).triu(1)
     mask = bias(distances(seqlen, q.device)).to(q.dtype).masked_fill(future, -torch.inf)

@@ -1,13 +1,13 @@
-"""``python -m experiments estimate``: estimates the operations, time and memory that training a preset's models takes.
+"""``python -m experiments estimate``: estimates the operations, time and memory for training a preset's models.
 
-The estimate follows from the sizes only; nothing is run. A training token takes
+The estimate follows from the sizes only, and nothing is run. A training token takes
 
     6 (N + vocab_size * width) + 6 * layers * width * train_length    floating-point operations
 
-where N is the number of weights in the layers. A weight takes two operations forward and four backward. The second term
-is the causal half of attention's two matrix products. Memory is needed for float32 weights, gradients and AdamW's two
-moments. In addition every token of a micro-batch takes 20 * width + 8 * mlp_width bytes of activations per layer and 12
-* vocab_size bytes of logits.
+where N is the number of weights in the layers. A weight takes two operations in the forward and four in the backward.
+The second term is the causal half of attention's two matrix products. Memory holds the weights in float32, their
+gradients and AdamW's two moments. In addition, every token of a micro-batch takes 20 * width + 8 * mlp_width bytes of
+activations per layer and 12 * vocab_size bytes of logits.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SUMMARY = "tokens, FLOPs, hours and memory of a preset's training, estimated: es
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """The cost of training one model. ``weights`` is the number of weights; ``memory`` is in bytes."""
+    """Holds the cost of training one model. ``weights`` is the number of weights, and ``memory`` is in bytes."""
 
     weights: int
     tokens_per_step: int
@@ -43,7 +43,7 @@ def estimate(preset: Preset, vocab_size: int) -> Estimate:
     a_step = preset.batch * preset.train_length
     a_token = 6 * (config.layers * layer + embedding) + 6 * config.layers * config.width * preset.train_length
     at_once = (preset.micro_batch or preset.batch) * preset.train_length
-    activations = config.layers * (20 * config.width + 8 * config.hidden) + 12 * vocab_size  # bytes a token
+    activations = config.layers * (20 * config.width + 8 * config.hidden) + 12 * vocab_size  # bytes per token
     return Estimate(
         weights,
         a_step,

@@ -1,8 +1,8 @@
 """``python -m experiments export MODEL.safetensors DIR``: exports a trained model as a ``LlamaForCausalLM`` of
 transformers.
 
-Plain RoPE gives a stock model. Any other rotary scheme is in config.json as "flashrope", and
-``flashrope.integrations.transformers.from_pretrained`` loads it.
+A model with plain RoPE becomes a stock Llama. Any other rotary scheme is written to config.json as the field
+"flashrope", and ``flashrope.integrations.transformers.from_pretrained`` loads such a model.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .training import load_model, rotary_of
 from .zoo import Defaults
 
 SUMMARY = "write a trained model as a LlamaForCausalLM: export MODEL.safetensors DIR"
-TOKENIZER = "tokenizer.json"  # in the folder of the models, if they read tokens
+TOKENIZER = "tokenizer.json"  # the file is in the folder of the models, if they read tokens
 BYTES = 256
 
 
@@ -60,7 +60,7 @@ def export(path: Path, out: Path) -> Path:
 
 
 def byte_tokenizer() -> dict:
-    """Returns a tokenizer.json whose tokens are the 256 bytes, token n for byte n."""
+    """Returns the contents of a tokenizer.json whose tokens are the 256 bytes. Token n is byte n."""
     shown = [n for n in range(256) if 33 <= n <= 126 or 161 <= n <= 172 or n >= 174]  # GPT-2 keeps these bytes
     others = [n for n in range(256) if n not in shown]
     letters = {n: chr(n) for n in shown} | {n: chr(256 + at) for at, n in enumerate(others)}
@@ -82,7 +82,8 @@ def _metadata(path: Path) -> dict[str, str]:
 
 
 def _base(path: Path, metadata: dict[str, str]) -> float:
-    """Returns the base of the rotary frequencies. Models of older revisions do not record it, but their run does."""
+    """Returns the base of the rotary frequencies. It is in the model's metadata, or for older models in settings.json
+    of their run directory."""
     if "base" in metadata:
         return float(metadata["base"])
     settings = path.parent.parent / "settings.json"

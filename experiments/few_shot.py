@@ -1,12 +1,12 @@
-"""Few-shot following (HoPE, section 4.2.2): examples "text:label", filler, then a text without its label. An answer
-counts if it is one of the two labels of the examples, right or wrong.
+"""Makes and measures few-shot following (HoPE, section 4.2.2). A prompt has examples "text:label", filler, and then a
+text without its label. An answer counts if it is one of the two labels of the examples, whether right or wrong.
 
 There are three kinds of examples, like the paper's three tasks: a sentence, a question with an answer, and a pair of
 sentences. Texts are lines of the corpus, cut to 8 to 10 bytes. The two labels are capital letters, which occur in the
 texts too. They change from prompt to prompt, so that a model can know them only from the examples. Filler before and
 after the examples varies their position and distance. The control scores answers against the labels of another prompt.
 
-No text and no pair of labels of the evaluation occurs in training; both are asserted.
+No text and no pair of labels of the evaluation occurs in training. The code asserts both.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from .tasks import Result, Subject, growing_batches, lengths_of, need_disjoint, 
 
 SEPARATORS = {"sentence": b"", "question": b"?", "pair": b"|"}  # between the two texts of an example, if it has two
 SHOTS = 5
-NARROWEST, WIDEST = 8, 10  # bytes of a text
-MARK = b":"  # only before a label
+NARROWEST, WIDEST = 8, 10  # a text has at least and at most this many bytes
+MARK = b":"  # occurs only before a label
 FILLER = b"Nothing is said here, these words only take up room.\n"
 LETTERS = b"ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-MULTIPLES = (0.5, 1, 1.5, 2, 2.5)  # lengths / training length; 256 to 1280 at 512
+MULTIPLES = (0.5, 1, 1.5, 2, 2.5)  # lengths / training length: for the paper's 512 these are 256 to 1280
 SHORTEST_PRACTICE = 72
 
 LABELS = [bytes(pair) for pair in itertools.combinations(LETTERS, 2)]
-ASKED_LABELS = LABELS[::4]  # evaluation
+ASKED_LABELS = LABELS[::4]  # the labels used in the evaluation only
 PRACTICE_LABELS = sorted(set(LABELS) - set(ASKED_LABELS))
 need_disjoint(PRACTICE_LABELS, ASKED_LABELS, "labels")
 
@@ -40,8 +40,8 @@ need_disjoint(PRACTICE_LABELS, ASKED_LABELS, "labels")
 
 
 def texts_of(pieces: Sequence[bytes]) -> list[bytes]:
-    """Returns distinct lines of printable ASCII without marks and separators, stripped and cut to WIDEST bytes,
-    sorted."""
+    """Returns distinct lines of printable ASCII without marks and separators. The lines are stripped, cut to WIDEST
+    bytes and sorted."""
     found, forbidden = set(), MARK + b"".join(SEPARATORS.values())
     for piece in pieces:
         for line in piece.splitlines():
@@ -100,10 +100,10 @@ def filler(size: int) -> bytes:
 def prompt(
     kind: str, texts: Sequence[bytes], labels: bytes, length: int, shots: int, most_before: int, rng: random.Random
 ) -> bytes:
-    """Returns exactly ``length`` bytes: filler of at most ``most_before`` bytes, examples, filler, a query up to its
-    mark.
+    """Returns a prompt of exactly ``length`` bytes: filler of at most ``most_before`` bytes, examples, filler, and a
+    query up to its mark.
 
-    Both labels occur. Raises TextError if the examples may not fit.
+    Both labels occur in the examples. Raises TextError if the examples might not fit.
     """
     if length < width(kind, shots):
         raise TextError(
@@ -131,8 +131,8 @@ def prompt(
 
 
 def practice(texts: Sequence[bytes], length: int, rng: random.Random) -> tuple[bytes, list[int]]:
-    """Returns a sample of ``length`` + 1 bytes that ends with a label, and the places of the labels to predict: those
-    with both labels before them. The sample has at least SHOTS examples, if they fit."""
+    """Returns a sample of ``length`` + 1 bytes that ends with a label, and the indices of the labels to predict. A
+    label is to be predicted if both labels occur before it. The sample has at least SHOTS examples, if they fit."""
     kind, labels = rng.choice(list(SEPARATORS)), rng.choice(PRACTICE_LABELS)
     fitting = min((length - width(kind, 0)) // (width(kind, 1) - width(kind, 0)), len(texts) // 2 - 1)
     shots = rng.randint(min(SHOTS, fitting), fitting)
@@ -147,8 +147,8 @@ def batches(
     """Yields ``growing_batches`` from SHORTEST_PRACTICE bytes on, with labels as targets. Raises TextError."""
     if length * MULTIPLES[0] < (needed := max(width(kind, SHOTS) for kind in SEPARATORS)):
         raise TextError(
-            f"few-shot: expected a training length of at least {round(needed / MULTIPLES[0])} bytes, since prompts of "
-            f"{MULTIPLES[0]:g} times as many must hold {SHOTS} examples, got {length}"
+            f"few-shot: expected a training length of at least {round(needed / MULTIPLES[0])} bytes, because prompts "
+            f"of {MULTIPLES[0]:g} times this length must hold {SHOTS} examples, got {length}"
         )
     sample = functools.partial(practice, practice_texts(corpus.train))
     yield from growing_batches("few-shot", sample, tokens, SHORTEST_PRACTICE, length, seed, steps, device, start)
@@ -158,7 +158,7 @@ def batches(
 
 
 def prompts(texts: Sequence[bytes], kind: str, length: int, samples: int, seed: int) -> tuple[list[bytes], list[bytes]]:
-    """Returns prompts, and the two labels of each. Neighbouring prompts have no label in common."""
+    """Returns prompts, and for each prompt its two labels. Neighbouring prompts have no label in common."""
     found: list[bytes] = []
     chosen: list[bytes] = []
     for sample in range(samples):
@@ -170,8 +170,9 @@ def prompts(texts: Sequence[bytes], kind: str, length: int, samples: int, seed: 
 
 
 def measure(subject: Subject, multiples: Sequence[float] = MULTIPLES) -> list[Result]:
-    """Returns percentages by length: answers that are a label of the prompt, for each kind ("few-shot-sentence" etc.)
-    and all kinds ("few-shot"), and answers that are a label of another prompt of the same kind ("few-shot-control")."""
+    """Returns percentages of answers by length. "few-shot" counts answers that are a label of the prompt, and
+    "few-shot-sentence" etc. count them for one kind of examples. "few-shot-control" counts answers that are a label of
+    another prompt of the same kind."""
     texts, results = asked_texts(subject.train, tuple(subject.unseen)), []
     for length in lengths_of(subject, multiples):
         follows, control = [], []

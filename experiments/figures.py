@@ -17,7 +17,7 @@ from .looks import label, look, scheme_of
 from .statistics import Interval, interval, values_at
 
 MAX_LINES, MAX_TICKS = 8, 7
-WIDTH, DPI = 8.3, 150  # a page shows 830 pixels, 100 an inch; the file has 150 an inch
+WIDTH, DPI = 8.3, 150  # in inches; a page shows 100 pixels per inch, and the file has 150
 COLOURS_OF_A_FILE = 64
 DASHED, DOTTED = (0, (4, 2)), (0, (1, 1.2))
 SMALL, NORMAL = 11, 12.5  # points
@@ -29,8 +29,8 @@ Rows = Sequence[dict[str, str]]
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """One measurement by length. ``name``: replaces the scheme's own name. ``train_length``: the model's, if the rows
-    have models of several training lengths."""
+    """Describes a line: one measurement by length. ``name``: replaces the scheme's own name. ``train_length``: the
+    training length of the line's model, if the rows contain models of several training lengths."""
 
     scheme: str
     task: str
@@ -41,7 +41,7 @@ class Line:
 
 @dataclasses.dataclass(frozen=True)
 class Panel:
-    """A title, and the lines to draw. ``level``: the line whose value at the training length is marked."""
+    """Describes a panel by its title and its lines. ``level``: a line whose value at the training length is marked."""
 
     title: str
     lines: Sequence[Line]
@@ -69,8 +69,8 @@ def heading(figure, title: str, note: str) -> None:
 
 
 def finish(figure, path: Path, colours: int = COLOURS_OF_A_FILE) -> None:
-    """Writes the figure as PNG with a palette, which takes a quarter of the bytes. Colour scales need more
-    ``colours``."""
+    """Writes the figure as a PNG with a palette, which makes the file four times smaller. Figures with a colour scale
+    need more ``colours``."""
     from PIL import Image  # comes with matplotlib
 
     whole = io.BytesIO()
@@ -89,10 +89,10 @@ def draw(
     log: bool = False,
     x_label: str = "length / training length",
 ) -> None:
-    """Draws means over seeds by length in bytes, with their 95% intervals, two panels in a row.
+    """Draws means over seeds with their 95% intervals by length in bytes, with two panels in a row.
 
-    The axis shows percentages from 0 to 100; with ``log`` it is logarithmic. Dotted lines mark the training length and
-    ``Panel.level``. Raises ValueError for more than MAX_LINES lines in a panel.
+    The y axis shows percentages from 0 to 100. With ``log`` it is logarithmic instead. Dotted lines mark the training
+    length and ``Panel.level``. Raises ValueError for more than MAX_LINES lines in a panel.
     """
     panels = [
         dataclasses.replace(panel, lines=[line for line in panel.lines if _places(rows, line)]) for panel in panels
@@ -111,7 +111,7 @@ def draw(
     columns = min(len(panels), 2)
     stacked = -(-len(panels) // columns)
     figure, all_axes = canvas(4.4 * stacked + 0.2, stacked, columns, sharey="row")
-    if len(panels) < len(all_axes):  # the last one takes its whole row
+    if len(panels) < len(all_axes):  # the last panel takes its whole row
         wide = all_axes[len(panels) - 1]
         wide.set_subplotspec(wide.get_gridspec()[stacked - 1, :])
         for empty in all_axes[len(panels) :]:
@@ -146,7 +146,7 @@ def _places(rows: Rows, line: Line) -> list[float]:
 
 
 def _panel(axes, panel: Panel, rows: Rows, train_length: int, log: bool, x_label: str) -> list[tuple]:
-    """Draws the lines; returns their ends: (value, length, name, colour)."""
+    """Draws the lines of a panel. Returns the right end of every line: (value, length, name, colour)."""
     ends = []
     for line in panel.lines:
         own, at = _own(rows, line), _places(rows, line)
@@ -196,9 +196,10 @@ def _log_axis(axes) -> None:
 
 
 def name_ends(axes, ends: list[tuple[float, float, str, str]], log: bool, offset: float | None = None) -> None:
-    """Writes names beyond the right ends of the lines, moved apart where they would overlap.
+    """Writes the names of lines beyond their right ends. Names that would overlap are moved apart.
 
-    ``ends``: (value, x, name, colour). ``offset``: from the longest line's end; by default 13% of its length.
+    ``ends``: (value, x, name, colour) of every line. ``offset``: how far the names are from the end of the longest
+    line. Default: 13% of its x.
     """
     low, high = axes.get_ylim()
     place, back = (math.log, math.exp) if log else (float, float)
@@ -242,8 +243,8 @@ def points(
     x_label: str,
     levels: dict[str, float] | None = None,
 ) -> None:
-    """Draws a panel per group and a row per scheme, with its mean, also as a number, and its 95% interval. ``levels``:
-    a value to mark in a panel, such as the value at the training length."""
+    """Draws one panel per group and one row per scheme. A row shows the mean, its 95% interval, and the mean as a
+    number. ``levels``: {group: a value to mark in its panel, such as the value at the training length}."""
     names = list(dict.fromkeys(name for group in groups.values() for name in group))
     columns = min(len(groups), 2)
     stacked = -(-len(groups) // columns)
@@ -287,7 +288,7 @@ def frequencies(path: Path, panels: dict[str, dict[str, Sequence[float]]], train
     floor = min(f for table in tables for f in table if f > 0) / 4
     for axes, (title, panel) in zip(all_axes, panels.items(), strict=True):
         ends = []
-        for at, (name, table) in enumerate(panel.items()):  # later lines are thinner, so that those below stay visible
+        for at, (name, table) in enumerate(panel.items()):  # later lines are thinner: all stay visible
             thinner, (colour, marker) = at / len(panel), look(name)
             style = {
                 "color": colour,
@@ -356,8 +357,8 @@ def patterns(
     panels: Sequence[tuple[str, dict[str, Sequence[float]]]],
     marks: Sequence[float] = (),
 ) -> None:
-    """Draws panels of curves by the distance between query and key. ``panels``: (title, {a scheme or other name: its
-    curve}). Dotted lines mark the distances ``marks``."""
+    """Draws panels of curves by the distance between query and key. ``panels``: (title, {name of a scheme, or another
+    name: curve}) for each panel. ``marks``: distances to mark with dotted lines."""
     figure, all_axes = canvas(2.9 * len(panels) + 0.3, len(panels), sharey=True)
     for axes, (name_of_panel, curves) in zip(all_axes, panels, strict=False):
         ends = []
@@ -388,8 +389,8 @@ def components(
     frequencies: Sequence[float],
     train_length: int,
 ) -> None:
-    """Draws the contribution of every pair by distance at the top, and at the bottom the sums of all pairs and of the
-    activated pairs."""
+    """Draws two plots by distance: at the top the contribution of every pair, and at the bottom the sum of all pairs
+    and the sum of the activated pairs."""
     figure, (above, below) = canvas(6.6, 2)
     named = set()
     for part, kind in zip(parts, kinds, strict=False):
@@ -435,8 +436,8 @@ def vaf_over_training(
     kinds: Sequence[str],
     note: str,
 ) -> None:
-    """Draws the variance accounted for (percent) by every pair, one row per recorded step, with activated pairs
-    framed."""
+    """Draws the variance that every pair accounts for, in percent, with one row per recorded step. Activated pairs have
+    a frame."""
     figure, (axes,) = canvas(4.4)
     shown = [[max(min(v, 100.0), -100.0) for v in row] for row in values]
     image = axes.imshow(shown, aspect="auto", cmap="RdBu_r", vmin=-100, vmax=100, interpolation="nearest")

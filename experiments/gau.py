@@ -1,15 +1,15 @@
-"""A language model of gated attention units (Hua et al. 2022), the architecture of ReRoPE's first tables.
+"""Implements a language model of gated attention units (Hua et al. 2022), the architecture in ReRoPE's first tables.
 
-A layer is attention and MLP in one. With e twice the width and s = head_dim:
+A layer does the work of attention and MLP. With e = 2 * width and s = head_dim, it computes
 
     z = silu(x W_z)                     (.., s), shared by q and k
     q, k = g_q z + b_q, g_k z + b_k     one head, raw; the rotary scheme rotates them
     u, v = silu(x W_u), silu(x W_v)     (.., e)
     x' = norm(x + W_o (u * attention(q, k, v)))
 
-The attention is a causal softmax of q k / sqrt(s) through flashrope, as in Su's GAU-alpha (kexue.fm/archives/9052);
-with the +logn schemes it is that model's scaled softmax. RMS norms without weights follow the residual sums, and no
-layer has a bias, as in GAU-alpha.
+The attention is a causal softmax of q k / sqrt(s), computed by flashrope, as in Su's GAU-alpha
+(kexue.fm/archives/9052). With the +logn schemes it is GAU-alpha's scaled softmax. An RMS norm without weights follows
+every residual sum, and no layer has a bias, as in GAU-alpha.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from flashrope.small_models.model import Attend, ModelConfig
 from torch import nn
 
 GAU = "gau"
-EXPANSION = 2  # width of u and v in model widths
-MAX_WIDTH = 256  # widest v of one attention call
+EXPANSION = 2  # width of u and v / width of the model
+MAX_WIDTH = 256  # the largest head_dim of v in one attention call
 
 
 class Unit(nn.Module):
-    """One gated attention unit with its residual connection and norm."""
+    """Implements one gated attention unit with its residual connection and norm."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -51,9 +51,9 @@ class Unit(nn.Module):
 
 
 class GauModel(nn.Module):
-    """A decoder like ``LanguageModel``, of ``config.layers`` gated attention units. q and k are one head of
-    ``config.head_dim`` channels whatever ``config.heads``; ``config.mlp_width`` is not used. Two units have about as
-    many weights as one layer of a ``LanguageModel``."""
+    """Implements a decoder like ``LanguageModel``, but with ``config.layers`` gated attention units. q and k always
+    have one head of ``config.head_dim`` channels. ``config.heads`` and ``config.mlp_width`` are not used. Two units
+    have about as many weights as one layer of a ``LanguageModel``."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -64,7 +64,7 @@ class GauModel(nn.Module):
         for block in self.blocks:
             nn.init.normal_(block.scale, mean=1.0, std=0.02)
             nn.init.normal_(block.offset, std=0.02)
-            for layer in (block.uvz, block.out):  # keeps the size of inputs; 0.02 is too small for a product of three
+            for layer in (block.uvz, block.out):  # 0.02 would be too small for a product of three
                 nn.init.normal_(layer.weight, std=layer.in_features**-0.5)
 
     def forward(

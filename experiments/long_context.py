@@ -1,6 +1,6 @@
-"""``python -m experiments long-context``: writes the tables and the picture of docs/long_context.md. They are made from
-the journals of ``flashrope loss --by-position`` and ``passkey`` and from the results of ``python -m experiments
-speed``, all in bench/results/real_model.
+"""``python -m experiments long-context``: writes the tables and the pictures of docs/long_context.md. It makes them
+from the journals of ``flashrope loss --by-position`` and ``flashrope passkey``, and from the results of ``python -m
+experiments speed``. All of these files are in bench/results/real_model.
 """
 
 from __future__ import annotations
@@ -25,22 +25,23 @@ RESULTS = ROOT / "bench" / "results" / "real_model"
 PAGE, TRAINING_PAGE = ROOT / "docs" / "long_context.md", ROOT / "docs" / "training.md"
 PICTURE = ROOT / "docs" / "long_context" / "positions.png"
 RETRIEVAL_PICTURE = ROOT / "docs" / "long_context" / "passkey.png"
-# Tables between <!-- NAME:begin --> and <!-- NAME:end -->
+# The names of tables. A page has each between <!-- NAME:begin --> and <!-- NAME:end -->.
 POSITIONS, FAR, RETRIEVAL, COPIED = "positions", "far", "retrieval", "copied"
 SPEED, CONTINUED = "speed", "continued"
 TRAIN_LENGTH, BIN = 8192, 1024
 BASE = "stock"
-COLUMNS = (3, 7, 9, 11, 15)  # bins of 1,024 positions
-FAR_COLUMNS = (7, 11, 15, 23, 31)  # of the windows of 32,768 tokens
-GIVEN = {"YaRN4": ("YaRN", "factor 4")}  # names and options of schemes that --rotary gave
+COLUMNS = (3, 7, 9, 11, 15)  # indices of the bins of 1,024 positions that the table shows
+FAR_COLUMNS = (7, 11, 15, 23, 31)  # the same for windows of 32,768 tokens
+GIVEN = {"YaRN4": ("YaRN", "factor 4")}  # {name given with --rotary: name and options of the scheme in the table}
 SHOWN = {"stock": "the model as it is", "YaRN": "YaRN, factor 2", "ReRoPE, window 2,048": "ReRoPE, window 2,048, log n"}
 
 
 class Row(NamedTuple):
-    """One scheme, over all windows in which both the scheme and the model as it is were measured.
+    """Holds the results of one scheme over all windows in which both the scheme and the unconverted model were
+    measured.
 
     windows: how many windows there are, and how many of them have the full length.
-    bins: the mean loss of every bin of positions, in nats per token, over the windows that reach it.
+    bins: the mean loss of every bin of positions, in nats per token, over the windows that reach the bin.
     changes: the change of the loss in every bin below the training length, for every window.
     """
 
@@ -68,7 +69,7 @@ def run(argv: list[str], program: str) -> None:
 
 
 def tables_of(folder: Path) -> dict[Path, dict[str, str]]:
-    """Returns the tables of every page, by name, from the results in a folder."""
+    """Returns {page: {name of a table: its text}}, made from the results in a folder."""
     continued = json.loads((folder / real_training.RESULT).read_text(encoding="utf-8"))
     return {
         PAGE: {
@@ -83,7 +84,7 @@ def tables_of(folder: Path) -> dict[Path, dict[str, str]]:
 
 
 def markers(name: str) -> tuple[str, str]:
-    """Returns the lines of the page before and after a table."""
+    """Returns the two lines of a page that enclose the table of this name."""
     return f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
 
 
@@ -99,11 +100,11 @@ def read(folder: Path, name: str = POSITIONS) -> list[list[dict]]:
 
 
 def rows_of(journals: Sequence[Sequence[dict]]) -> list[Row]:
-    """Returns the model as it is, then the schemes, sorted by the number of windows of the full length (most first) and
-    then by the loss at the last positions (lowest first).
+    """Returns a row for the unconverted model, then the rows of the schemes. The schemes are sorted by the number of
+    windows of the full length (most first), then by the loss at the last positions (lowest first).
 
-    Some schemes choose their factor by the length of the text. A scheme that was measured in shorter windows only is
-    left out: its factor is not that of the full length.
+    Some schemes choose their factor by the length of the text. A scheme that was measured only in shorter windows is
+    left out, because its factor is not the factor for the full length.
     """
     measured: dict[tuple[str, str], list[tuple[list[float], list[float]]]] = {}
     for rows in journals:
@@ -127,8 +128,8 @@ def rows_of(journals: Sequence[Sequence[dict]]) -> list[Row]:
 
 
 def table(journals: Sequence[Sequence[dict]], columns: Sequence[int]) -> str:
-    """Returns a Markdown table: the loss by position, and how much a scheme changes the loss below the training
-    length."""
+    """Returns a Markdown table with the loss by position, and with the change of the loss that a scheme makes below the
+    training length."""
     heads = [f"{at}-{at + 1}k" for at in columns]
     lines = [
         "| scheme | options | windows | " + " | ".join(heads) + f" | change below {TRAIN_LENGTH // 1024}k |",
@@ -145,8 +146,8 @@ def table(journals: Sequence[Sequence[dict]], columns: Sequence[int]) -> str:
 
 
 def retrieved(folder: Path) -> list[dict]:
-    """Returns the cells of the journals of ``flashrope passkey``, one for each scheme, length and depth. Trials that
-    several journals have of a cell are pooled."""
+    """Returns the cells of the journals of ``flashrope passkey``, one for each scheme, length and depth. If several
+    journals have the same cell, their trials are pooled."""
     lines = (path.read_text(encoding="utf-8").splitlines()[1:] for path in sorted(folder.glob("passkey-*.jsonl")))
     pooled: dict[tuple, dict] = {}
     for cell in (json.loads(line) for found in lines for line in found):
@@ -165,7 +166,7 @@ def _pool(a: dict, b: dict) -> dict:
 
 
 def retrieval_picture(folder: Path):
-    """Draws the numbers found by length and depth, for every scheme, the model as it is first."""
+    """Draws how many numbers each scheme finds by length and depth. The unconverted model comes first."""
     found = sorted(retrieved(folder), key=lambda cell: cell["scheme"] != BASE)
     labels = {cell["scheme"]: f"{cell['scheme']}, {cell['words']}" for cell in found}
     cells = [Cell(**{name: cell[name] for name in Cell._fields}) for cell in found]
@@ -173,8 +174,9 @@ def retrieval_picture(folder: Path):
 
 
 def retrieval_table(folder: Path) -> str:
-    """Returns a Markdown table from the journals of ``flashrope passkey``: how many numbers every scheme finds at every
-    length, over all depths, and the log probability of the right number if it is at the start of the text."""
+    """Returns a Markdown table from the journals of ``flashrope passkey``. It says how many numbers every scheme finds
+    at every length over all depths, and which log probability the right number has when it is at the start of the
+    text."""
     found: dict[tuple[str, int], list[dict]] = {}
     words = {}
     for cell in retrieved(folder):
@@ -198,8 +200,8 @@ def retrieval_table(folder: Path) -> str:
 
 
 def copied_table(folder: Path) -> str:
-    """Returns a Markdown table from the results of ``flashrope loss --copy``: the loss of the second copy of a passage
-    at every length, with its 95% interval over the windows of all texts."""
+    """Returns a Markdown table from the results of ``flashrope loss --copy``. It has the loss of the second copy of a
+    passage at every length, with its 95% interval over the windows of all texts."""
     found: dict[str, dict[int, list[float]]] = {}
     for path in sorted(folder.glob(f"{COPIED}-*.json")):
         for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
@@ -219,7 +221,7 @@ def copied_table(folder: Path) -> str:
 
 
 def speed_tables(folder: Path) -> str:
-    """Returns Markdown: for every run of ``python -m experiments speed`` its command and a table, shorter texts
+    """Returns Markdown with the command and a table for every run of ``python -m experiments speed``, shorter texts
     first."""
     runs = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("speed-*.json")]
     return "\n\n".join(
@@ -228,7 +230,7 @@ def speed_tables(folder: Path) -> str:
 
 
 def picture(journals: Sequence[Sequence[dict]]):
-    """Draws the loss by position of the model as it is, YaRN and ReRoPE, over the windows that were measured for all
+    """Draws the loss by position of the unconverted model, YaRN and ReRoPE, over the windows that were measured for all
     three."""
     shown = [found for found in journals if {row["scheme"] for row in found} >= SHOWN.keys()]
     drawn = new_figure((7.2, 3.0))

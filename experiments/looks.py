@@ -1,4 +1,4 @@
-"""The names, colours and markers of the schemes, the same in all figures and tables."""
+"""Defines the names, colours and markers of the schemes. They are the same in all figures and tables."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ NAMES = {
     "logn": "log n",
     "dagger": "log n†",
 }
-# Windows and factors do not change the look. A scheme with log n that is not listed looks like the scheme without it.
+# {family: (colour, marker)}. Windows and factors do not change the look. A scheme with log n that is not listed looks
+# like the same scheme without log n.
 LOOKS = {
     "rope": (BLACK, "o"),
     "rope+dagger": (GREY, "o"),
@@ -92,12 +93,12 @@ LOOKS = {
 
 
 def family(scheme: str) -> str:
-    """Returns the name without windows and factors, for example rerope+dagger for rerope-w64+dagger."""
+    """Returns the scheme's name without windows and factors, for example rerope+dagger for rerope-w64+dagger."""
     return "+".join(re.sub(r"(-[wkspg]\d+(\.\d+)?)+$", "", part) for part in scheme.split("+"))
 
 
 def label(scheme: str, numbers: bool = False) -> str:
-    """Returns the name for readers. numbers: include windows and factors."""
+    """Returns the scheme's name for readers. numbers: whether to include windows and factors."""
     parts = []
     for part in scheme.split("+"):
         name, found = family(part), re.findall(r"-([wkspg])(\d+(?:\.\d+)?)", part)
@@ -108,7 +109,7 @@ def label(scheme: str, numbers: bool = False) -> str:
 
 
 def scheme_of(name: str) -> str | None:
-    """Returns the scheme with this name or label; None for other words."""
+    """Returns the scheme that has this name or label, or None if no scheme has it."""
     if family(name) in LOOKS:
         return name
     return next((scheme for scheme in LOOKS if label(scheme) == name), None)

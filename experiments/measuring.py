@@ -1,4 +1,4 @@
-"""Measures trained models, in one job per scheme, training length and seed."""
+"""Measures trained models, with one job per scheme, training length and seed."""
 
 from __future__ import annotations
 
@@ -31,8 +31,9 @@ MEASURES: dict[str, Callable[..., list[Result]]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """One measuring job: a scheme on the model of one training length and seed. ``measures`` are pairs of a task and
-    the multiples of the preset's training length at which to measure it. None: the task's own multiples."""
+    """Describes one measuring job: a scheme on the model of one training length and seed. ``measures``: pairs of a task
+    and the multiples of the preset's training length at which to measure it. None instead of multiples: the task's own
+    multiples."""
 
     scheme: str
     length: int
@@ -45,7 +46,8 @@ class Cell:
 
 
 def measure_cells(run: Run, workers: Workers, folder: Path, cells: Sequence[Cell]) -> list[list]:
-    """Measures the missing cells. Returns the rows (COLUMNS) of all cells, in their order."""
+    """Measures the cells that have no results yet. Returns the rows (COLUMNS) of all cells, in the order of the
+    cells."""
     store = folder / "cells"
     store.mkdir(parents=True, exist_ok=True)
     missing = [cell for cell in cells if not (store / cell.name).exists()]

@@ -1,4 +1,4 @@
-"""The experiment positions-over-length, which measures the loss by position of the main schemes."""
+"""Runs the experiment positions-over-length, which measures the loss of the main schemes by position."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COMPARES = (
     *schemes("hope", "rope", TASK, 2, 4, 8, expected=LOWER),
     *schemes("rerope{w256}", "rope", TASK, 2, 4, 8, expected=LOWER),
     *schemes("rerope{w256}+dagger", "rerope{w256}", TASK, 2, 4, 8, expected=LOWER),
-    # longer context, higher or lower loss
+    # whether the loss rises or falls with the context
     *(Comparison((name, TASK), (name, TASK), 8, HIGHER, second_multiple=1) for name in SCHEMES[:2]),
     *(Comparison((name, TASK), (name, TASK), 8, LOWER, second_multiple=1) for name in SCHEMES[2:]),
 )

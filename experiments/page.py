@@ -27,7 +27,8 @@ from .statistics import AGAINST, SHOWN, UNJUDGED, UNSHOWN, Comparison, Interval,
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "docs" / "experiments"
-# The points of the figures have several megabytes. They are not published, because the commands write them again.
+# Files with the points of figures. They have several megabytes and are not published, because the commands can write
+# them again.
 LEFT_OUT = ("curves.csv", "training.csv")
 TRAINING = "training.png"
 CLAIMS_FIGURE = "claims.png"
@@ -36,12 +37,12 @@ REBUILD = "python tools/experiments_page.py"
 
 @dataclasses.dataclass(frozen=True)
 class Claim:
-    """What a paper claims about two measurements.
+    """Describes what a paper claims about two measurements.
 
     Attributes:
         pair: the measurements, in the notation of the function ``measurements``.
-        multiples: the lengths to compare them at. The experiment must declare the differences at these lengths, with
-            the direction that the paper claims.
+        multiples: the lengths at which to compare the measurements, as multiples of the training length. The experiment
+            must declare the differences at these lengths, with the direction that the paper claims.
     """
 
     words: str
@@ -110,7 +111,7 @@ CLAIMS = {
 
 VERDICTS = (SHOWN, UNSHOWN, AGAINST, UNJUDGED)
 STATUSES = {SHOWN: "supported", UNSHOWN: "not shown", AGAINST: "contradicted", UNJUDGED: "not judged"}
-SAID = {  # how one declared difference turned out, and how several did
+SAID = {  # {outcome: the words for one declared difference, and for several}
     SHOWN: ("came out so", "came out so"),
     UNSHOWN: ("shows no difference", "show no difference"),
     AGAINST: ("came out the other way", "came out the other way"),
@@ -124,7 +125,7 @@ HEADS = ("supported", "supported in part", "not shown", "contradicted", "not jud
 
 @functools.cache
 def results(name: str) -> tuple[list[dict[str, str]], dict]:
-    """Returns (rows, results.json) of an experiment."""
+    """Returns (rows of results.csv, contents of results.json) of an experiment."""
     return read_csv(FOLDER / name / "results.csv"), json.loads((FOLDER / name / "results.json").read_text())
 
 
@@ -145,7 +146,8 @@ def measured(name: str, scheme: str, task: str, multiple: str) -> Interval:
 
 
 def measurements(pair: str) -> tuple[tuple[str, str], tuple[str, str]]:
-    """Returns two (scheme, task), of task:first/second or task/task:first/second."""
+    """Returns the two (scheme, task) that a pair names. A pair is written as "task:scheme/scheme", or as
+    "task/task:scheme/scheme" if the tasks differ."""
     tasks, _, schemes = pair.partition(":")
     (task, _, other), (first, _, second) = tasks.partition("/"), schemes.partition("/")
     return (first, task), (second, other or task)
@@ -157,7 +159,8 @@ def is_of(pair: str, second_multiple: float | None = None) -> Callable[[Comparis
 
 
 def declared(name: str, pair: str, second_multiple: float | None = None) -> dict[float, tuple[Comparison, Interval]]:
-    """Returns the declared differences of two measurements, by length. Raises KeyError if there are none."""
+    """Returns {multiple: (comparison, difference)} of the declared differences between two measurements. Raises
+    KeyError if there are none."""
     wanted = list(filter(is_of(pair, second_multiple), EXPERIMENTS[name].compares))
     if not wanted:
         raise KeyError(f"{name}: no declared difference {pair}")
@@ -177,7 +180,7 @@ def level(name: str, scheme: str, task: str, multiple: str) -> str:
 
 
 def levels(name: str, task: str, *schemes: str) -> str:
-    """Returns a table of means and intervals by length, for these schemes."""
+    """Returns a table of means and intervals by length, with one row per scheme."""
     rows, length = results(name)[0], unit(name)
     names = [tables.resolve(scheme, length)[0] for scheme in schemes]
     places = sorted({float(row["at"]) for row in rows if row["task"] == task and row["scheme"] in names})
@@ -189,8 +192,8 @@ def levels(name: str, task: str, *schemes: str) -> str:
 
 
 def differences(name: str, *pairs: str) -> str:
-    """Returns a table of declared differences by length. A difference is bold if its interval excludes zero; empty
-    cells are not declared."""
+    """Returns a table of declared differences by length. A difference is bold if its interval excludes zero. A cell is
+    empty if no difference is declared there."""
     found = {}
     for pair in pairs:
         (first, _), (second, _) = measurements(pair)
@@ -221,7 +224,7 @@ def _name(name: str, scheme: str, numbers: bool = False) -> str:
 
 
 def summary(name: str) -> str:
-    """Returns how many declared differences had each outcome, and a list of the differences against expectation."""
+    """Returns sentences that say how many declared differences had each outcome, and which went against expectation."""
     found = tables.judge(EXPERIMENTS[name].compares, results(name)[0], unit(name), name)
     parts = []
     expected = [(each, outcome(value, each.expected)) for each, value in found if each.expected]
@@ -246,8 +249,8 @@ def _said(outcomes: Counter[str]) -> list[str]:
 
 
 def _listed(name: str, compares: Sequence[Comparison]) -> str:
-    """Returns a list, for example "HoPE and RoPE (copying) at 2 and 4". Windows and factors are named if schemes
-    differ in nothing else."""
+    """Returns the comparisons as a list in words, for example "HoPE and RoPE (copying) at 2 and 4". Windows and factors
+    are named only if the schemes differ in nothing else."""
     for numbers in (False, True):
         found: dict[str, dict[tuple, str]] = {}
         for each in compares:
@@ -284,8 +287,8 @@ def made(name: str) -> str:
 
 
 def sizes() -> str:
-    """Returns the models of all claims, such as "110,000 to 450,000 parameters, trained on samples of 64 to 256
-    bytes"."""
+    """Describes the models of all claims, such as "110,000 to 450,000 parameters, trained on samples of 64 to 256 bytes
+    or letters"."""
     names = {claim.experiment for every in CLAIMS.values() for claim in every if has(claim.experiment)}
     counts, lengths = [parameters(name) for name in names], [unit(name) for name in names]
     return f"{_span(counts)} parameters, trained on samples of {_span(lengths)} bytes or letters"
@@ -297,7 +300,7 @@ def _span(values: Sequence[int]) -> str:
 
 
 def parameters(name: str) -> int:
-    """Returns the number of parameters of a RoPE model, to two digits."""
+    """Returns how many parameters the experiment's RoPE model has, rounded to two digits."""
     settings = results(name)[1]["settings"]
     config = ModelConfig(*(settings[field] for field in ("width", "layers", "heads", "mlp_width", "vocab_size")))
     with torch.device("meta"):
@@ -315,19 +318,19 @@ def constant(path: str) -> str:
 
 
 def minutes(cores: str = "1") -> str:
-    """Returns the total CPU time in times.csv, in minutes divided by `cores`, as text. If only part of an experiment
-    was timed, its time is scaled to the whole."""
+    """Returns the total CPU time in times.csv, in minutes and divided by `cores`, as text. If only part of an
+    experiment was timed, its time is scaled up to the whole experiment."""
     seconds = sum(float(row["cpu_seconds"]) / float(row["share"]) for row in read_csv(FOLDER / "times.csv"))
     return f"{seconds / 60 / int(cores):.0f}"
 
 
 def claims() -> str:
-    """Returns which claims are supported, in one list per paper's method."""
+    """Returns text that says which claims are supported, with one list per method."""
     return "\n\n".join(_claims_of(method, every) for method, every in CLAIMS.items())
 
 
 def claims_rows() -> dict[str, list[claims_figure.Row]]:
-    """Returns the measured differences of every method's claims."""
+    """Returns {method: the measured differences of its claims}."""
     groups = {}
     for method, every in CLAIMS.items():
         groups[method] = [
@@ -352,7 +355,8 @@ def _claims_of(method: str, every: Sequence[Claim]) -> str:
 
 
 def judged_claim(claim: Claim) -> tuple[str, str]:
-    """Returns ("supported", "copies more than RoPE (copying: as expected at 2 and 4)"), for example."""
+    """Returns the verdict on a claim and the words for it, for example ("supported", "copies more than RoPE (copying:
+    as expected at 2 and 4)")."""
     if not has(claim.experiment):
         return "not measured", f"{claim.words} ({claim.experiment})"
     by_outcome: dict[str, list[str]] = {}
@@ -390,7 +394,7 @@ def render() -> str:
 
 
 def publish(run: Path) -> list[str]:
-    """Copies the results of a run directory to the page's folder; returns the names of its experiments."""
+    """Copies the results of a run directory to the page's folder, and returns the names of the experiments in it."""
     found = [name for name in EXPERIMENTS if (run / name / "results.json").exists()]
     for name in found:
         target = FOLDER / name

@@ -1,10 +1,11 @@
-"""Passkey retrieval: text with a key somewhere in it, then the question for the key.
+"""Makes and measures passkey retrieval: a prompt is text with a key somewhere in it, and then the question for the key.
 
-The text comes from the corpus, digits included. Where the corpus has the mark that precedes a key, the text has a
-space. No digit occurs twice in a key. In training the key is at a random place, so that no distance and no position
-leads to it. The control asks the same questions after text without a key.
+The text comes from the corpus and may contain digits. The mark that precedes a key is replaced by a space wherever the
+corpus has it. No digit occurs twice in a key. In training the key is at a random place, so that no distance and no
+position leads to it. The control asks the same questions after text without a key.
 
-No key of the evaluation occurs in training, which is asserted. The texts come from different files.
+No key of the evaluation occurs in training, and the code asserts this. Training and evaluation take their texts from
+different files.
 """
 
 from __future__ import annotations
@@ -19,20 +20,21 @@ from flashrope.small_models.data import Corpus, TextError, as_tokens
 
 from .tasks import MULTIPLES, Result, Subject, growing_batches, lengths_of, need_disjoint, percentage
 
-MARK = b"#"  # only before a key
+MARK = b"#"  # occurs only before a key
 NEEDLE, QUESTION, DIGITS = b"\nkey #%s.\n", b"\nkey #", 5
 NEEDLE_SIZE = len(NEEDLE) - len(b"%s") + DIGITS
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 SHORTEST_PRACTICE = 32
 
-KEYS = [bytes(key) for key in itertools.permutations(b"0123456789", DIGITS)]  # no digit twice
+KEYS = [bytes(key) for key in itertools.permutations(b"0123456789", DIGITS)]  # no key has a digit twice
 random.Random("keys").shuffle(KEYS)
 ASKED_KEYS, PRACTICE_KEYS = KEYS[: len(KEYS) // 4], KEYS[len(KEYS) // 4 :]
 need_disjoint(PRACTICE_KEYS, ASKED_KEYS, "keys")
 
 
 def room(length: int) -> int:
-    """Returns how many bytes of text a prompt has. Raises TextError."""
+    """Returns how many bytes of text a prompt of ``length`` bytes has beside key and question. Raises TextError if the
+    prompt is too short for them."""
     if length < NEEDLE_SIZE + len(QUESTION):
         raise TextError(f"passkey: expected a prompt of at least {NEEDLE_SIZE + len(QUESTION)} bytes, got {length}")
     return length - NEEDLE_SIZE - len(QUESTION)
@@ -45,7 +47,7 @@ def prompt(text: bytes, at: int, key: bytes) -> bytes:
 
 @functools.lru_cache(2)
 def without_marks(pieces: tuple[bytes, ...]) -> list[bytes]:
-    """Returns the pieces with spaces in place of marks."""
+    """Returns the pieces after replacing marks by spaces."""
     return [piece.replace(MARK, b" ") for piece in pieces]
 
 
@@ -53,7 +55,7 @@ def without_marks(pieces: tuple[bytes, ...]) -> list[bytes]:
 
 
 def practice(train: bytes, length: int, rng: random.Random) -> tuple[bytes, list[int]]:
-    """Returns a sample of ``length`` + 1 bytes that ends with a key, and the places of the digits to predict.
+    """Returns a sample of ``length`` + 1 bytes that ends with a key, and the indices of the digits to predict.
 
     The key is at random places of the text, twice in half of the samples and at least twice in the others. Its last
     occurrence ends the sample. The digits of the second and every later occurrence are to be predicted.
@@ -83,8 +85,8 @@ def batches(
 def prompts(
     pieces: Sequence[bytes], length: int, depth: float, samples: int, seed: int, control: bool = False
 ) -> tuple[list[bytes], list[bytes]]:
-    """Returns prompts of exactly ``length`` bytes with a key at ``depth`` of the text, and the keys. Raises
-    TextError."""
+    """Returns prompts of exactly ``length`` bytes, and their keys. depth: where in the text the key is, from 0 (start)
+    to 1 (end). control: whether the text has no key. Raises TextError if no file is long enough."""
     size = room(length)
     whole = size + NEEDLE_SIZE * control
     fitting = [piece for piece in pieces if len(piece) >= whole]
@@ -102,15 +104,15 @@ def prompts(
 
 
 def right(subject: Subject, asked: Sequence[bytes], keys: Sequence[bytes]) -> torch.Tensor:
-    """Returns bool (samples, DIGITS): whether each digit is the most likely byte after those before it. If a whole row
-    is true, greedy decoding would have written the key."""
+    """Returns bool (samples, DIGITS): whether the model rates each digit of the key as the most likely byte after the
+    correct digits before it. If a whole row is true, greedy decoding would have written the key."""
     tokens = as_tokens([prompt_ + key for prompt_, key in zip(asked, keys, strict=True)], subject.device)
     return subject.last_logits(tokens[:, :-1], DIGITS).argmax(-1) == tokens[:, -DIGITS:]
 
 
 def measure(subject: Subject, multiples: Sequence[float] = MULTIPLES) -> list[Result]:
-    """Returns percentages of right answers by length, over five depths: whole keys ("passkey"), their digits
-    ("passkey-digits"), and digits when the text has no key ("passkey-control")."""
+    """Returns percentages of right answers by length, over five depths. "passkey" counts whole keys, "passkey-digits"
+    counts their digits, and "passkey-control" counts digits when the text has no key."""
     results, pieces, samples = [], without_marks(tuple(subject.unseen)), max(subject.samples // len(DEPTHS), 1)
 
     def found(length: int, control: bool) -> torch.Tensor:

@@ -1,16 +1,17 @@
-"""Attention patterns: how the scores depend on positions when the content is held fixed (HoPE paper, section 3).
+"""Measures attention patterns: how the scores depend on positions when the content is fixed (HoPE paper, section 3).
 
-The scores are the last query's, before the softmax. They are split into the contributions of the channel pairs
+The scores are those of the last query, before the softmax. They are split into the contributions of the channel pairs
 
     C_m = (q0 k0 + q1 k1) cos(d theta_m) + (q0 k1 - q1 k0) sin(d theta_m)
 
-They are measured on two kinds of inputs:
+The patterns are measured on two kinds of inputs:
 
     REPEATED    a first byte 0 followed by one byte at all other positions, as in the paper, so that keys differ only
                 by position. There is one sample for every byte that makes up at least ``FREQUENT`` of the training
                 text. The paper draws from all tokens, but most of the 256 bytes hardly occur in the training text.
-    TEXT        windows of unseen text. q and k are averaged over the windows before they are multiplied, which gives
-                the mean score of a query with the keys of other windows: the content averages out, the position stays.
+    TEXT        windows of unseen text. q and k are averaged over the windows before they are multiplied. The product is
+                the mean score of a query with the keys of other windows. So the content averages out, but the position
+                does not.
 """
 
 from __future__ import annotations
@@ -28,19 +29,20 @@ from .encodings import distances
 from .zoo import Rotaries, ZooModel
 
 FIRST_BYTE = 0
-FREQUENT = 1e-3  # smallest share of the training text
+FREQUENT = 1e-3  # a byte is frequent if it makes up at least this share of the training text
 REPEATED, TEXT = "repeated", "text"
 
 
 def frequent(text: bytes, share: float = FREQUENT) -> dict[int, float]:
-    """Returns the bytes that make up at least this share of a text, with their shares. Without FIRST_BYTE."""
+    """Returns {byte: its share of the text} for all bytes except FIRST_BYTE whose share is at least ``share``."""
     counts = torch.bincount(torch.frombuffer(bytearray(text), dtype=torch.uint8), minlength=256)
     shares = (counts.double() / len(text)).tolist()
     return {byte: found for byte, found in enumerate(shares) if found >= share and byte != FIRST_BYTE}
 
 
 def repeated(known: Sequence[int], length: int) -> torch.Tensor:
-    """Returns int64 (len(known), length): FIRST_BYTE, then one byte at all other positions."""
+    """Returns the REPEATED inputs, int64 (len(known), length). A row has FIRST_BYTE and then one of the known bytes at
+    all other positions."""
     tokens = torch.tensor(list(known))[:, None].repeat(1, length)
     tokens[:, 0] = FIRST_BYTE
     return tokens
@@ -48,12 +50,12 @@ def repeated(known: Sequence[int], length: int) -> torch.Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class Pattern:
-    """Scores of the last query by distance, averaged over heads and samples.
+    """Holds the scores of the last query by distance, averaged over heads and samples.
 
     The first byte is excluded, so a context of n bytes has the distances 0 to n - 2.
     """
 
-    # (layers, pairs, distance); the last component holds the channels without rotation, if any
+    # (layers, pairs, distance). If some channels do not rotate, the last component along the second axis is theirs.
     components: torch.Tensor
     overall: torch.Tensor  # (layers, distance), including biases
 
@@ -75,8 +77,8 @@ def pattern(
     batch_tokens: int = 16384,
     average_first: bool = False,
 ) -> Pattern:
-    """Returns the model's pattern on tokens, int64 (samples, length), for schemes with one band. ``average_first``: q
-    and k are averaged over the samples before they are multiplied, as for TEXT."""
+    """Returns the model's pattern on tokens, int64 (samples, length). The scheme must have one band. ``average_first``:
+    whether q and k are averaged over the samples before they are multiplied, as for TEXT."""
     device = model.language.embedding.weight.device
     samples, length = tokens.shape
     attends = model.attends(rotary, attend)
@@ -111,11 +113,11 @@ def pattern(
 
 
 def components(q: torch.Tensor, k: torch.Tensor, rotary: Rotary, softmax_scale: float | None = None) -> torch.Tensor:
-    """Returns the contributions (batch, components, seqlen_k) to the scores of the last query, by key, summed over
-    heads.
+    """Returns what every channel pair contributes to the score of the last query with every key, summed over heads:
+    (batch, components, seqlen_k).
 
-    q and k are (batch, seqlen, heads, head_dim), not rotated. Raises ValueError unless ``rotary`` has one band of slope
-    1. Its query scale (log n) is not applied.
+    q, k: (batch, seqlen, heads, head_dim), not rotated. Raises ValueError unless ``rotary`` has one band of slope 1.
+    The query scale (log n) of ``rotary`` is not applied.
     """
     if any((band.slope, band.offset) != (1, 0) for band in rotary.bands):
         raise ValueError(f"rotary: expected one band of slope 1, got {rotary}")
@@ -134,14 +136,14 @@ def components(q: torch.Tensor, k: torch.Tensor, rotary: Rotary, softmax_scale: 
 
 
 def vaf(parts: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    """Returns the variance accounted for in percent: 100 * (1 - sum((y - part)^2) / sum(y^2)) over the last axis
-    (HoPE, eq. 5)."""
+    """Returns how much of the variance of ``whole`` each part accounts for, in percent. With y = whole it is
+    100 * (1 - sum((y - part)^2) / sum(y^2)) over the last axis (HoPE, eq. 5)."""
     return 100 * (1 - (whole - parts).square().sum(-1) / whole.square().sum(-1))
 
 
 def kinds(frequencies: Sequence[float], train_length: int) -> list[str]:
-    """Returns the kind of every pair: "high" from 2 pi / L up, "activated" between pi / L and 2 pi / L, "low" up to pi
-    / L."""
+    """Returns the kind of every pair by its frequency: "high" from 2 pi / L on, "activated" between pi / L and 2 pi /
+    L, "low" up to pi / L. L is the training length."""
     return [
         "high" if f >= 2 * math.pi / train_length else "activated" if f > math.pi / train_length else "low"
         for f in frequencies
@@ -149,21 +151,21 @@ def kinds(frequencies: Sequence[float], train_length: int) -> list[str]:
 
 
 def swing(curve: torch.Tensor) -> float:
-    """Returns the largest score minus the smallest, over the distances."""
+    """Returns the largest score of a curve minus its smallest score."""
     return (curve.max() - curve.min()).item()
 
 
 def ripple(curve: torch.Tensor, span: int = 25) -> tuple[float, float]:
     """Returns (size, period) of a curve's movement around its running mean over ``span`` distances, an odd number.
 
-    The size is the root mean square of the difference. The period, in bytes, is the strongest one of the difference. It
-    is NaN if it is longer than the span, because the mean contains such periods. Distances within half a span of the
-    ends are left out.
+    The size is the root mean square of the difference between curve and mean. The period, in bytes, is the strongest
+    period of this difference. It is NaN if it is longer than the span, because the mean contains such periods.
+    Distances within half a span of the ends are left out.
     """
     inside = slice(span // 2, len(curve) - span // 2)
     rest = curve[inside] - curve.unfold(0, span, 1).mean(-1)
     rest = rest - rest.mean()
-    padded = 16 * len(rest)  # zeros, for finer steps of the period
+    padded = 16 * len(rest)  # padding with zeros makes the steps of the period finer
     strength = torch.fft.rfft(rest * torch.hann_window(len(rest), periodic=False, dtype=rest.dtype), padded).abs()
     period = padded / (strength[1:].argmax().item() + 1)
     return rest.square().mean().sqrt().item(), period if period <= span else math.nan

@@ -1,9 +1,9 @@
-"""n-dimensional RoPE on small pictures: predict, for every pixel, the colour of one of its four neighbours.
+"""Measures n-dimensional RoPE on small pictures. A model predicts for every pixel the colour of one of its neighbours.
 
-The pixel's own colour says which neighbour: 0 above, 1 right, 2 below, 3 left. If there is no such neighbour at an
-edge, the pixel itself counts. Models are trained on square pictures and measured on other shapes too. With
-two-dimensional positions a neighbour has the same relative position in every picture; with positions in row order,
-"above" depends on the width of the picture.
+The pixel's own colour says which neighbour it is: 0 for above, 1 for right, 2 for below, 3 for left. If the pixel is at
+an edge and has no such neighbour, its own colour is to be predicted. Models are trained on square pictures and measured
+on other shapes too. With two-dimensional positions a neighbour has the same relative position in every picture. With
+positions in row order, the relative position of the pixel above depends on the width of the picture.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .statistics import interval
 from .tasks import Result
 
 COLOURS = 4
-NEIGHBOURS = ((-1, 0), (0, 1), (1, 0), (0, -1))  # row, column, by colour
+NEIGHBOURS = ((-1, 0), (0, 1), (1, 0), (0, -1))  # (rows, columns) to the neighbour, for each colour
 SIDE = 8
 SHAPES = ((8, 8), (8, 12), (12, 8), (12, 12))  # rows, columns
 ENCODINGS = ("axial", "raster", "nope")
@@ -36,7 +36,7 @@ MAX_STEPS, BATCH, SAMPLES = 2000, 16, 64  # a preset with fewer steps uses its o
 
 
 def pictures(count: int, rows: int, columns: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns colours and target colours, int64 (count, rows * columns), row by row."""
+    """Returns (colours, target colours) of random pictures, each int64 (count, rows * columns) in row order."""
     colours = torch.randint(COLOURS, (count, rows, columns), generator=generator)
     row, column = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
     targets = colours.clone()
@@ -55,8 +55,8 @@ def encoding(name: str, head_dim: int) -> Rotary:
 
 
 def attend_on(rows: int, columns: int, impl: str | None = None) -> Attend:
-    """Returns attention without a causal mask. Positions are (row, column) for axial schemes, and in row order for
-    others."""
+    """Returns an attention function without a causal mask. Positions are (row, column) for axial schemes. For other
+    schemes they count the pixels in row order."""
 
     def attend(q, k, v, rotary):
         positions = None

@@ -1,4 +1,4 @@
-"""The named sizes of a run."""
+"""Defines the presets: named sizes of a run."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from flashrope.small_models.train import TrainConfig
 
 from . import copying
 
-# The data that models are trained on: only text, or only one task.
+# Kinds of data to train models on. A model is trained either on text only or on one task only.
 TEXT, COPYING, FEW_SHOT, PASSKEY = "text", "copying", "few-shot", "passkey"
 WITHOUT_TEXT = (COPYING,)  # all other data needs text files
 
 
 @dataclasses.dataclass(frozen=True)
 class Preset:
-    """Sizes of one run. Lengths are in bytes.
+    """Holds the sizes of one run. Lengths are in bytes.
 
     Attributes:
         batch: windows of ``train_length`` per step.
-        samples: number of unseen samples of every measurement.
+        samples: number of unseen samples in every measurement.
         seeds: number of models per encoding.
         data: what the models are trained on: TEXT, COPYING, FEW_SHOT or PASSKEY, never a mixture.
-        base: of the rotary frequencies.
-        vocab_size: 256, bytes, for models that read text.
+        base: base of the rotary frequencies.
+        vocab_size: size of the vocabulary. Models that read text byte by byte have 256.
         architecture: "llama" or "gau" (gau.py).
-        schemes: what the experiment perplexity measures. Empty: the experiment's default schemes.
+        schemes: the schemes that the experiment perplexity measures. Empty: the experiment's default schemes.
     """
 
     width: int
@@ -57,7 +57,8 @@ class Preset:
         return ModelConfig(self.width, self.layers, self.heads, self.mlp_width, self.vocab_size)
 
     def training(self, length: int, seed: int) -> TrainConfig:
-        """Returns the training of a model at this length, with as many bytes per step as at the preset's."""
+        """Returns the settings for training a model at this length. A step has as many bytes as at the preset's
+        training length."""
         batch = max(self.batch * self.train_length // length, 1)
         micro = max(self.micro_batch * self.train_length // length, 1) if self.micro_batch else 0
         return TrainConfig(
@@ -84,11 +85,11 @@ CPU = Preset(
     samples=200,
     seeds=5,
 )
-# The base of a task's models: the slowest pair turns once in about 7 training lengths.
+# Models of a task have a smaller base: their slowest pair makes one turn in about 7 training lengths.
 PRESETS = {
     "tiny": dataclasses.replace(CPU, steps=500, samples=32, seeds=1),
     "cpu": CPU,
-    # the architecture of ReRoPE's tables; two gated attention units are about as large as one Llama layer
+    # This is the architecture in ReRoPE's tables. Two gated attention units are about as large as one Llama layer.
     "gau": dataclasses.replace(CPU, layers=4, steps=1600, architecture="gau"),
     "copying": Preset(
         width=64,
@@ -149,7 +150,7 @@ PRESETS = {
         data=PASSKEY,
         base=100.0,
     ),
-    # 100 million bytes a model; six encodings are trained: rope, rope+logn, hope, alibi, kerple and nope
+    # Every model reads 100 million bytes. Six encodings are trained: rope, rope+logn, hope, alibi, kerple and nope.
     "small": Preset(
         width=256,
         layers=4,
@@ -174,7 +175,7 @@ PRESETS = {
             "nope",
         ),
     ),
-    # HoPE's appendix A; bytes instead of its 32,000 tokens, bfloat16 instead of float16
+    # The sizes are those of HoPE's appendix A, with bytes instead of 32,000 tokens and bfloat16 instead of float16.
     "125m": Preset(
         width=768,
         layers=12,

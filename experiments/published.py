@@ -1,11 +1,11 @@
-"""The figures that the papers published, with their places in the papers. This file has only data.
+"""Holds the figures that the papers published, with their places in the papers. This file has only data.
 
     hope      Chen et al. 2025, HoPE (arXiv 2410.21216); hope-v1 is its first version (arXiv 2410.21216v1)
     rerope    Su 2023, ReRoPE (kexue.fm/archives/9708)
 
-A row is (the paper's name, the scheme's name here, figures). In a scheme's name, {w64} is a window of 64 at the paper's
-training length of 512, and {L2} is a model trained at twice that length. The factor of PI and NTK in the ReRoPE tables
-is 8: 4096 / 512.
+A row is (the paper's name of the scheme, the scheme's name in this package, figures). In a scheme's name, {w64} is a
+window of 64 at the paper's training length of 512, and {L2} is a model trained at twice that length. The factor of PI
+and NTK in the ReRoPE tables is 4096 / 512 = 8.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from .statistics import HIGHER, LOWER
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """A task at one multiple of the training length, or at a number of sequences (``multiple`` False)."""
+    """Describes a column: a task at one multiple of the training length, or at a number of sequences if ``multiple`` is
+    False."""
 
     label: str
     task: str
@@ -27,12 +28,12 @@ class Column:
 
 @dataclasses.dataclass(frozen=True)
 class Published:
-    """One table of a paper.
+    """Holds one table of a paper.
 
     Attributes:
-        better: HIGHER or LOWER.
-        average: whether there is a last column, the mean of the others as the paper states it.
-        orders: the columns whose ordering is compared with ours.
+        better: which figures are better, HIGHER or LOWER.
+        average: whether the table has a last column with the mean of the other columns, as the paper states it.
+        orders: the columns by which the paper's ordering of the rows is compared with the ordering measured here.
     """
 
     title: str
@@ -49,7 +50,7 @@ COUNTS = tuple(Column(str(count), "copying", count, multiple=False) for count in
 
 
 def _inputs(task: str) -> tuple[Column, ...]:
-    """Returns the paper's input lengths."""
+    """Returns one column of the task for each of the paper's input lengths."""
     return tuple(Column(str(length), task, length / 512) for length in (256, 512, 768, 1024, 1280))
 
 

@@ -4,10 +4,10 @@
     python -m experiments.quantized_loss runs/experiments-loss/models/rope-*.safetensors --out docs/quantized
 
 The first measurement is the change of the loss with int8 and int4 caches by scheme and length, as in ``flashrope loss
---cache-dtype``: every model reads every window of unseen text through the cache, in chunks. The second one rounds only
-keys, to 8, 4 and 3 bits with a scale for each token and key head, before or after their rotation, at the training
-length. Every change is the difference of two losses of one model on one window. Intervals are Student's 95% intervals
-of the mean over the models. The tables also have intervals over the windows.
+--cache-dtype``. Every model reads every window of unseen text in chunks through the cache. The second measurement
+rounds only keys, at the training length, to 8, 4 and 3 bits with a scale for each token and key head. It rounds them
+before or after their rotation. Every change is the difference of two losses of one model on one window. Intervals are
+Student's 95% intervals of the mean over the models. The tables also have intervals over the windows.
 """
 
 import argparse
@@ -32,12 +32,12 @@ from torch.nn.functional import cross_entropy
 BITS = (8, 4, 3)
 CHUNK = 512  # tokens that the model reads at once
 
-Table = list[list[float]]  # losses [model][window]
+Table = list[list[float]]  # losses, indexed by [model][window]
 
 
 class Change(NamedTuple):
-    """The change of the loss in nats per byte: its mean, the half widths of its intervals over models and over windows,
-    and the largest mean of one model."""
+    """Holds the change of the loss in nats per byte: its mean, the half widths of its intervals over models and over
+    windows, and the largest mean of a single model."""
 
     mean: float
     over_models: float
@@ -69,7 +69,7 @@ def by_length(path: Path, windows: list[bytes], lengths: list[int], names: list[
 
 
 def rounded(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Returns x (..., head_dim) as multiples of a scale for each row."""
+    """Returns x (..., head_dim) after rounding to multiples of a scale. Each row has its own scale."""
     largest = 2 ** (bits - 1) - 1
     scale = x.abs().amax(-1, keepdim=True) / largest
     return (x / scale).round() * scale
@@ -77,7 +77,8 @@ def rounded(x: torch.Tensor, bits: int) -> torch.Tensor:
 
 @torch.no_grad()
 def by_bits(path: Path, windows: list[bytes], targets: int):
-    """Yields (bits, {"raw" or "rotated": losses of the windows}); bits None: nothing is rounded."""
+    """Yields (bits, {"raw" or "rotated": losses of the windows}). "raw" rounds keys before their rotation, "rotated"
+    after it. bits None means that nothing is rounded."""
     model, rotary = load_checkpoint(path)
     tokens = data.as_tokens([window[-trained_length(path) - 1 :] for window in windows])
 

@@ -1,13 +1,13 @@
 """``python -m experiments codes``: measures how much 8-bit and 4-bit caches raise the loss of a pretrained model, and
 which keys, values and layers cause the increase at 4 bits.
 
-Every window of text is read once for each way to store keys and values. The loss of the last TARGETS tokens up to each
-length is compared with the loss over a float32 cache, for every window. "int8" and "int4" use ``CodesCache``. All other
-ways round keys or values by the same formula and store them in float32, so they show what a format would cost before
-any kernel supports it.
+The model reads every window of text once for each way to store keys and values. For each window and length, the loss of
+the last TARGETS tokens before the length is compared with the loss over a float32 cache. The ways "int8" and "int4" use
+``CodesCache``. All other ways round keys or values by the same formula and store them in float32. So they show how much
+a format would raise the loss before any kernel supports it.
 
-``--agreement N`` runs other ways to round to int8 on the first N tokens of every window. It compares their log
-probabilities with those of int8, by the root mean square difference, as a share of the change that int8 makes.
+``--agreement N`` runs other ways to round to int8 on the first N tokens of every window. It measures the root mean
+square difference between their log probabilities and those of int8, as a share of the change that int8 makes.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ from flashrope.evaluation.statistics import half_interval
 from flashrope.operators.functional import rotate
 
 SUMMARY = "what int8 and int4 caches cost a pretrained model: codes --model FILE --text PATH --out DIR"
-TARGETS = 1024  # tokens before each length whose loss is measured
+TARGETS = 1024  # the loss is measured on this many tokens before each length
 BASE = "float32"
 RESULT, JOURNAL = "codes.json", "codes.jsonl"
 LAYERS = re.compile(r"(?P<base>.+), layer (?P<layer>\d+)|(?P<mixed>.+), layers (?P<layers>[\d+]+) in int8")
 
 
 class Format(NamedTuple):
-    """How numbers are rounded: "int8" or "int4", with a scale for every ``group`` channels. None: one scale for all
-    channels."""
+    """Says how numbers are rounded: to "int8" or "int4", with one scale for every ``group`` channels. group None: one
+    scale for all channels of a row."""
 
     dtype: str
     group: int | None = None
 
 
 class Way(NamedTuple):
-    """The formats of keys and values. None: float32."""
+    """Holds the formats of keys and values. None: they stay in float32."""
 
     keys: Format | None
     values: Format | None
@@ -108,14 +108,14 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Name
 
 
 def command_line(program: str, argv: Sequence[str]) -> str:
-    """Returns the command as a result records it, without the --out option."""
+    """Returns the command in the form that results record, which leaves out --out."""
     words = [word for at, word in enumerate(argv) if "--out" not in (word.partition("=")[0], *argv[at - 1 : at])]
     return shlex.join([*program.split(), *words])
 
 
 @torch.no_grad()
 def measure(args: argparse.Namespace, command: str) -> None:
-    """Writes codes.json after every window."""
+    """Measures all ways on all windows. Writes codes.json after every window."""
     from flashrope.integrations.transformers import convert
 
     model, tokens = load(args.model, torch.device("cpu"))
@@ -153,10 +153,10 @@ def measure(args: argparse.Namespace, command: str) -> None:
 
 
 def ways_of(name: str, layers: int) -> list[Way]:
-    """Returns the way of every layer.
+    """Returns the way of every layer. name: a way, which may be limited to some layers, as --ways takes it.
 
     Raises:
-        BadInput: an unknown name.
+        BadInput: the name is unknown, or the model has too few layers for it.
     """
     if name in WAYS:
         return [WAYS[name]] * layers
@@ -172,7 +172,7 @@ def ways_of(name: str, layers: int) -> list[Way]:
 
 
 def cache_of(model, name: str, ways: Sequence[Way]):
-    """Returns an empty cache that stores keys and values in this way."""
+    """Returns an empty cache that stores keys and values in the way of this name. ways: the way of every layer."""
     from transformers import Cache
     from transformers.cache_utils import DynamicLayer
 
@@ -191,7 +191,7 @@ def cache_of(model, name: str, ways: Sequence[Way]):
 
 
 def rounded(x: torch.Tensor, form: Format | None) -> torch.Tensor:
-    """Returns x (..., head_dim) after rounding: quantized and converted back."""
+    """Returns x (..., head_dim) after quantizing it and converting it back."""
     if form is None:
         return x
     groups = x.unflatten(-1, (-1, form.group or x.shape[-1]))
@@ -232,12 +232,12 @@ def write_agreement(args: argparse.Namespace, model, tokens, windows, facts: dic
 
 
 def agreement(model, row: torch.Tensor) -> dict[str, float]:
-    """Returns the losses on a row of tokens, and the root mean square differences of log probabilities from int8, as
-    shares of the change that int8 makes.
+    """Returns the losses on a row of tokens, and how much the log probabilities differ from those of int8: the root
+    mean square differences as shares of the change that int8 makes.
 
-    other sums: the same rounding over a float32 cache, which attention reads in another order. rotated keys: keys are
-    rotated, rounded, and rotated back. The vLLM plugin stores such keys under a scheme that rotates a key in only one
-    way.
+    The result has two other ways to round. "other sums" rounds in the same way but stores float32, which attention adds
+    in another order. "rotated keys" rotates keys, rounds them, and rotates them back. The vLLM plugin stores such keys
+    under a scheme that rotates all keys by the same rotation.
     """
     from flashrope.integrations.transformers.plan import find_decoder, plan_of
     from flashrope.integrations.transformers.versions import CACHE
@@ -271,7 +271,8 @@ def agreement(model, row: torch.Tensor) -> dict[str, float]:
 
 
 def summary(rows: Iterable[dict[str, Any]], at: int) -> dict[str, dict[str, float]]:
-    """Returns the loss of every way at one of the lengths, and its change from the float32 cache, over the windows."""
+    """Returns {way: results at one of the lengths}. The results are the loss and its change from the float32 cache,
+    both averaged over the windows."""
     of = {(row["way"], row["window"]): row["losses"][at] for row in rows}
     found = {}
     for way in dict.fromkeys(way for way, _ in of):

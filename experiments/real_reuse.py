@@ -1,12 +1,12 @@
 """``python -m experiments reuse``: measures how well a pretrained model answers from reused passages.
 
 A prompt is a head, two documents and a question. Half of the questions ask for the number of a city, which is hidden in
-a document. In the other half the answer begins to quote a document, and the next words are judged. Each prompt is made
-in several ways, in both orders of its documents: by one prefill, or from passages that were prefilled alone or after
-("behind") the head, with some of the first tokens of each passage computed again.
+a document. In the other half the answer begins to quote a document, and its next words are judged. Each prompt is made
+in several ways, with its documents in both orders. One way is a single prefill. In the other ways the passages were
+prefilled alone or after ("behind") the head, and some of the first tokens of each passage are computed again.
 
-The log probability of the right answer, over all its tokens, is compared with that after the full prefill of the same
-prompt. An answer is found if greedy decoding would write it.
+For every way, the log probability of the whole right answer is compared with its log probability after a full prefill
+of the same prompt. An answer counts as found if greedy decoding would write it.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ DOCUMENT = "\nDocument:\n"
 KINDS = ("number", "quote")
 QUOTE_QUESTION = "\nQuote a sentence from one of the documents."
 QUOTE_ANSWER = 'One of the documents says: "'
-QUOTED, CONTINUED = 16, 5  # tokens of a quote, and of the words after it
-DOCUMENTS, SIZE = 2, 352  # and tokens of each; both documents are rows of one batch
+QUOTED, CONTINUED = 16, 5  # tokens of a quote, tokens of its continuation that are judged
+DOCUMENTS, SIZE = 2, 352  # number of documents, tokens of each; both documents are rows of one batch
 FULL = "full prefill"
 RECOMPUTED = (0, 4, 16, 64)
 ALONE, BEHIND = "alone", "behind the head"
@@ -47,7 +47,7 @@ ORDERS = ("the document asked for first", "the document asked for last")
 
 
 class Question(NamedTuple):
-    """Token lists of a question. The documents are in the order of the prompt, and the question is about the first."""
+    """Holds the token lists of a question. The question is about the first document."""
 
     kind: str
     head: list[int]
@@ -66,7 +66,7 @@ def run(argv: list[str], program: str) -> None:
 
 
 def measure(args: argparse.Namespace, command: str) -> None:
-    """Writes reuse.json after every question."""
+    """Measures all questions. Writes reuse.json after every question."""
     from flashrope.integrations.transformers import convert
 
     model, tokens = load(args.model, torch.device("cpu"))
@@ -100,7 +100,7 @@ def measure(args: argparse.Namespace, command: str) -> None:
 
 
 def ask(kind: str, tokens: Tokens, texts: Sequence[list[int]], draw: random.Random) -> Question:
-    """Returns a question about passages of the texts."""
+    """Returns a random question about passages of the texts. kind: what it asks for."""
     names = draw.sample(prompts.NAMES, DOCUMENTS)
     numbers = [f" {n}" for n in draw.sample(range(10_000, 100_000), DOCUMENTS)]
     before, behind = tokens.chat or ("", "\n")
@@ -122,7 +122,7 @@ def ask(kind: str, tokens: Tokens, texts: Sequence[list[int]], draw: random.Rand
 
 
 def passage(texts: Sequence[list[int]], size: int, draw: random.Random) -> list[int]:
-    """Returns tokens of one of the texts."""
+    """Returns ``size`` consecutive tokens from a random place of one of the texts."""
     text = draw.choice(texts)
     at = draw.randrange(len(text) - size)
     return text[at : at + size]
@@ -132,9 +132,9 @@ def passage(texts: Sequence[list[int]], size: int, draw: random.Random) -> list[
 
 
 def answers(model, question: Question) -> list[dict[str, Any]]:
-    """Returns, for every way and order, the log probability of the right answer and whether it is found.
+    """Returns, for every way and order, the log probability of the right answer and whether the model finds it.
 
-    Prompts of equal length are rows of a batch: both orders, made of passages of both kinds.
+    Prompts of equal length are rows of one batch: both orders of the documents, made from both kinds of passages.
     """
     from flashrope.integrations.transformers import join_passages, prefill_passage
 
@@ -143,7 +143,7 @@ def answers(model, question: Question) -> list[dict[str, Any]]:
     head = prefill_passage(model, torch.tensor([question.head]))
     heads = select_rows(model, [(head, 0)] * 2)
     whole = prefill_passage(model, torch.stack([texts[list(order)].flatten() for order in orders]), heads)
-    scores = score(model, join_passages(model, [heads, whole]), question)  # exact: one passage after a head
+    scores = score(model, join_passages(model, [heads, whole]), question)  # exact: one passage follows a head
     found = [{"way": FULL, "order": order} | each for order, each in zip(ORDERS, scores, strict=True)]
     read = {ALONE: prefill_passage(model, texts), BEHIND: prefill_passage(model, texts, heads)}
     rows = [(way, order) for way in read for order in range(len(orders))]
@@ -157,7 +157,7 @@ def answers(model, question: Question) -> list[dict[str, Any]]:
 
 
 def select_rows(model, rows: Sequence[tuple[Any, int]]):
-    """Returns a batch made of these rows of the passages."""
+    """Returns a batch made of rows of passages. rows: a (passage, index of its row) for each row of the batch."""
     from flashrope.integrations.transformers import Passage, accept_cache
     from transformers import DynamicCache
 
@@ -171,8 +171,8 @@ def select_rows(model, rows: Sequence[tuple[Any, int]]):
 
 @torch.no_grad()
 def score(model, prompt, question: Question) -> list[dict[str, Any]]:
-    """Returns, for every prompt of a batch, the log probability of the answer after it, in nats, and whether greedy
-    decoding writes the answer."""
+    """Returns, for every prompt of a batch, the log probability of the answer in nats, and whether greedy decoding
+    writes the answer."""
     from flashrope.integrations.transformers.versions import CACHE
 
     answer, batch = torch.tensor(question.answer), prompt.input_ids.shape[0]
@@ -187,8 +187,8 @@ def score(model, prompt, question: Question) -> list[dict[str, Any]]:
 
 
 def summary(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the mean results of every way to prefill: for each order and for both, and for each kind of question and
-    for all."""
+    """Returns the mean results of every way to prefill. There is one result for each order and one for both orders, for
+    each kind of question and for all questions."""
     rows, found = list(rows), []
     for kind in ("all", *KINDS):
         for order in ("both", *ORDERS):

@@ -1,9 +1,10 @@
 """``python -m experiments speed``: measures how fast a pretrained model reads, decodes and trains, as it is and
 converted.
 
-Every round measures every way once, so that all ways see the same state of the machine. Reading is one pass over
-``--length`` tokens that computes the logits of the last one; decoding continues it one token at a time; a training step
-is forward, backward and AdamW over ``--train-tokens`` tokens. Times are on the CPU.
+A "way" is the model as it is, or converted to a scheme. Every round measures every way once, so that all ways see the
+same state of the machine. Reading is one pass over ``--length`` tokens that computes the logits of the last token.
+Decoding continues the text one token at a time. A training step is forward, backward and AdamW over ``--train-tokens``
+tokens. Times are on the CPU.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ from .real_codes import command_line, parse
 SUMMARY = "how fast a pretrained model reads, decodes and trains: speed --model FILE --text PATH --out DIR"
 BASE, CONVERTED = "the model as it is", "converted"
 RESULT = "speed.json"
-DECODED = 16  # tokens
+DECODED = 16  # how many tokens are decoded
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Way(NamedTuple):
-    """A scheme to measure the model under. apply: converts the model to it."""
+    """Describes a scheme to measure the model under. apply: converts the model to this scheme."""
 
     label: str
     apply: Callable[[], object]
@@ -51,10 +52,10 @@ def run(argv: list[str], program: str) -> None:
     parser.add_argument("--train-tokens", type=positive, help="also time training steps of this many tokens")
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=list(DTYPES), help="default: both")
     parser.add_argument(
-        "--schemes", nargs="+", choices=SCHEMES, default=[], help="schemes to measure beside the model's own"
+        "--schemes", nargs="+", choices=SCHEMES, default=[], help="schemes to measure besides the model's own"
     )
     parser.add_argument(
-        "--window", type=positive, help="window of schemes with one (default: half the training length)"
+        "--window", type=positive, help="window of the schemes that have one (default: half the training length)"
     )
     parser.add_argument("--rounds", type=positive, default=3)
     args = parse(parser, argv)
@@ -62,7 +63,7 @@ def run(argv: list[str], program: str) -> None:
 
 
 def measure(args: argparse.Namespace, command: str) -> None:
-    """Writes speed.json and prints its table."""
+    """Measures all ways, writes speed.json and prints its table."""
     model, tokens = load(args.model, torch.device("cpu"))
     train_length = training_length(model, args.model, None)
     longest = max(args.length + DECODED, args.train_tokens or 0)
@@ -111,13 +112,13 @@ def measure(args: argparse.Namespace, command: str) -> None:
 
 
 def kernels() -> str:
-    """Returns the target of the compiled kernels, or "composed" without them."""
+    """Returns the target of the compiled kernels, or "composed" if there are no compiled kernels."""
     found = loader.load()
     return found.path.stem if found else "composed"
 
 
 def as_it_came(model):
-    """Reverts a model if it is converted, and returns it."""
+    """Returns the model after reverting its conversion, if it was converted."""
     from flashrope.integrations.transformers import revert
 
     return revert(model) if any(hasattr(module, "_flashrope") for module in model.modules()) else model
@@ -166,8 +167,8 @@ def training_step(model, row: torch.Tensor) -> float:
 
 
 def table(record: dict[str, Any]) -> str:
-    """Returns a Markdown table of medians over the rounds. Each has its ratio to the unconverted model's in the same
-    dtype."""
+    """Returns a Markdown table of medians over the rounds. Next to each median is its ratio to the median of the
+    unconverted model in the same dtype."""
     found = {(row["dtype"], row["way"], row["task"]): row["median"] for row in record["rows"]}
     sizes = {(each["dtype"], each["way"]): each["bytes"] for each in record["cache_bytes_per_token"]}
     length, train = record["length"], record["train_tokens"]

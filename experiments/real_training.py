@@ -1,8 +1,9 @@
-"""``python -m experiments continue``: continues a pretrained model's training under RoPE, HoPE, and CoPE then HoPE.
+"""``python -m experiments continue``: continues a pretrained model's training in three ways: under RoPE, under HoPE,
+and under CoPE followed by HoPE.
 
-All three start from the same weights and read the same batches, which are random windows of the first four fifths of
-every text. Before, during and after the training, the loss by position is measured on windows of the last fifths. The
-row of RoPE at 0 tokens is the pretrained model. Weights are float32; under ``--dtype bfloat16`` matrix
+All three ways start from the same weights and read the same batches. Batches are random windows of the first four
+fifths of every text. Before, during and after the training, the loss by position is measured on windows of the last
+fifths. The row of RoPE at 0 tokens shows the pretrained model. Weights are float32. Under ``--dtype bfloat16`` matrix
 products run in bfloat16 (autocast).
 """
 
@@ -34,20 +35,21 @@ SUMMARY = "continue a pretrained model's training under HoPE: continue --model F
 RESULT, JOURNAL = "continued.json", "continued.jsonl"
 BIN = 1024
 TRAINED = 0.8  # share of every text that training reads
-WARMUP = 0.1  # share of the steps
-MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW
+WARMUP = 0.1  # share of the steps in which the learning rate rises
+MOMENTS = ("exp_avg", "exp_avg_sq")  # names of the moments in AdamW's state
 BETAS, WEIGHT_DECAY, CLIP = (0.9, 0.95), 0.1, 1.0
 
 
 class Stage(NamedTuple):
-    """A scheme to train under. apply: converts the model to it."""
+    """Describes a scheme to train under. apply: converts the model to this scheme."""
 
     scheme: str
     apply: Callable[[], object]
 
 
 class Texts(NamedTuple):
-    """Token ids. trained: what batches are drawn from, a tensor for each file. unseen: int64 (windows, longest + 1)."""
+    """Holds token ids. trained: one tensor per file, from which batches are drawn. unseen: the windows to measure,
+    int64 (windows, longest + 1)."""
 
     trained: list[torch.Tensor]
     unseen: torch.Tensor
@@ -75,7 +77,7 @@ def run(argv: list[str], program: str) -> None:
 
 
 def train(args: argparse.Namespace, command: str) -> None:
-    """Trains all ways, or what is left of an interrupted run. Writes continued.json and prints its table."""
+    """Trains all ways, or finishes an interrupted run. Writes continued.json and prints its table."""
     model, tokens = load(args.model, torch.device("cpu"))
     train_length = training_length(model, args.model, None)
     texts = read(args.text, tokens, args)
@@ -127,7 +129,8 @@ def read(paths: Sequence[str], tokens, args: argparse.Namespace) -> Texts:
 
 
 def ways_of(model, train_length: int, longest: int) -> dict[str, list[Stage]]:
-    """Returns the schemes that each way trains under, one after another, for equal numbers of steps."""
+    """Returns {way: its stages}. A way trains under the schemes of its stages one after another, for equal numbers of
+    steps."""
     from flashrope.integrations.transformers import convert
 
     found = {each.name: each for each in applicable(model, ["hope", "cope"], train_length, longest)[0]}
@@ -151,7 +154,7 @@ def continue_training(
     args: argparse.Namespace,
     bar: Bar,
 ) -> None:
-    """Trains one way from the step that was saved last, and measures it at the steps ``measured``."""
+    """Trains one way, starting from the step that was saved last. Measures the model at the steps ``measured``."""
     steps, path = measured[-1], args.out / f"{way.replace(',', '').replace(' ', '-')}.safetensors"
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, betas=BETAS, weight_decay=WEIGHT_DECAY)
     done = {row["step"] for row in journal.rows if row["way"] == way}
@@ -178,14 +181,15 @@ def continue_training(
 
 
 def rate(step: int, steps: int) -> float:
-    """Returns the share of the highest learning rate: a linear rise, then a linear fall to 0."""
+    """Returns the learning rate of a step as a share of the highest one. It rises linearly, then falls linearly to
+    0."""
     rise = max(int(WARMUP * steps), 1)
     return min((step + 1) / rise, (steps - step) / max(steps - rise, 1), 1.0)
 
 
 def batch(texts: Sequence[torch.Tensor], step: int, args: argparse.Namespace) -> torch.Tensor:
-    """Returns the sequences of a step, int64 (batch, length + 1): the same in every way, drawn from all positions of
-    all texts with equal probability."""
+    """Returns the sequences of a step, int64 (batch, length + 1). They are the same in every way. All positions of all
+    texts are equally likely as their start."""
     generator = torch.Generator().manual_seed(args.seed * 1_000_003 + step)
     starts = torch.tensor([len(ids) - args.length for ids in texts])
     ends = starts.cumsum(0)
@@ -198,10 +202,10 @@ def batch(texts: Sequence[torch.Tensor], step: int, args: argparse.Namespace) ->
 
 
 def train_step(model, optimizer, rows: torch.Tensor, dtype: str) -> float:
-    """Returns the loss of rows, int64 (batch, length + 1), before the step."""
+    """Makes a training step on rows, int64 (batch, length + 1), and returns the loss before the step."""
     model.train()
     total = 0.0
-    for row in rows:  # one sequence at a time: the logits of a batch are large
+    for row in rows:  # one sequence at a time, because the logits of a batch are large
         with torch.autocast("cpu", DTYPES[dtype], enabled=dtype != "float32"):
             logits = model(row[None, :-1], use_cache=False).logits[0]
         loss = F.cross_entropy(logits.float(), row[1:]) / len(rows)
@@ -214,14 +218,15 @@ def train_step(model, optimizer, rows: torch.Tensor, dtype: str) -> float:
 
 
 def measure(model, windows: torch.Tensor, dtype: str) -> list[list[float]]:
-    """Returns the mean loss of every BIN positions, window by window."""
+    """Returns, for every window, the mean loss in each bin of BIN positions."""
     model.eval()
     with torch.autocast("cpu", DTYPES[dtype], enabled=dtype != "float32"):
         return [list(bins_of(position_losses(model, window), BIN)) for window in windows]
 
 
 def save(model, optimizer, step: int, losses: Sequence[float], path: Path) -> None:
-    """Writes weights, the optimizer's state and the losses so far, completely or not at all."""
+    """Writes the weights, the optimizer's state and the losses so far to ``path``. The file is written completely or
+    not at all."""
     from safetensors.torch import save_file
 
     tensors = {}
@@ -251,15 +256,16 @@ def moments(state: dict[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
 
 
 def curves(record: dict[str, Any]) -> Iterator[tuple[str, list[int], list[list[float]]]]:
-    """Yields for every way: its name, the token counts at which it was measured, and for each count the loss of every
-    bin, averaged over windows."""
+    """Yields (name, token counts, losses) for every way. token counts: how many tokens it was trained on when it was
+    measured. losses: for each count the loss in every bin, averaged over windows."""
     for way in dict.fromkeys(row["way"] for row in record["rows"]):
         rows = sorted((row for row in record["rows"] if row["way"] == way), key=lambda row: row["step"])
         yield way, [row["tokens"] for row in rows], [[fmean(x) for x in zip(*row["bins"], strict=True)] for row in rows]
 
 
 def table(record: dict[str, Any]) -> str:
-    """Returns a Markdown table: the loss of the second and of the last bin by tokens trained on."""
+    """Returns a Markdown table of the loss in the second bin and in the last bin, by the number of tokens trained
+    on."""
     found = list(curves(record))
     last = len(found[0][2][0]) - 1
     lines = [

@@ -1,4 +1,4 @@
-"""The experiments and their names: which schemes they compare and what they measure."""
+"""Lists the experiments by name: which schemes they compare and what they measure."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ Measures = tuple[tuple[str, tuple[float, ...] | None], ...]
 
 @dataclasses.dataclass(frozen=True)
 class Experiment:
-    """Either schemes and what to measure on them, or a function that runs the whole experiment.
+    """Describes an experiment: either by schemes and what to measure on them, or by a function that runs it.
 
-    Schemes may contain {w256} and {L2} as in ``published``. ``measures`` maps a task to multiples of the training
-    length; None: the task's own multiples. ``data``: the data that a preset must train on. ``architecture``: the
-    architecture that its models must have; None: any. ``compares``: the differences that are judged, which were chosen
-    before the runs.
+    schemes: names of schemes, which may contain {w256} and {L2} as in ``published``. measures: pairs of a task and the
+    multiples of the training length at which to measure it. None instead of multiples: the task's own multiples. data:
+    the data that a preset must train on. architecture: the architecture that its models must have. None: any. compares:
+    the differences that are judged. They were chosen before the runs.
     """
 
     summary: str
@@ -49,8 +49,8 @@ def _published(name: str) -> tuple[str, ...]:
 
 
 def _beyond(first: str, second: str, expected: int = 0) -> tuple[Comparison, ...]:
-    """Returns comparisons of the accuracy of two schemes at 8 times the training length, with repeating and with other
-    text."""
+    """Returns the comparisons of two schemes by their accuracy at 8 times the training length, one for repeated text
+    and one for other text."""
     tasks = ("accuracy-repeat", "accuracy-non-repeat")
     return tuple(c for task in tasks for c in schemes(first, second, task, 8, expected=expected))
 

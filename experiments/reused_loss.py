@@ -5,13 +5,13 @@ docs/reused/README.md.
     python -m experiments.reused_loss runs/experiments-loss/models/rope-L256-s[0-4].safetensors --out docs/reused \\
         --threads 1
 
-First a text is read in chunks that do not attend to each other. ``PagedKVCache.extend`` joins them, and the model
-predicts the bytes after them. The loss is compared with one prefill of the whole text, with and without the first bytes
-of every chunk computed again after what precedes them.
+In the first measurement a text is read in chunks that do not attend to each other. ``PagedKVCache.extend`` joins the
+chunks, and the model predicts the bytes after them. Optionally the first bytes of every chunk are computed again with
+attention to all preceding text. The loss is compared with the loss after one prefill of the whole text.
 
-Then the loss by position over 32 training lengths is measured in four ways. ``flashrope generate --keep`` keeps the
-first and the last bytes. Truncation reads the last bytes again for every byte. ReRoPE with log n, and RoPE, keep all
-bytes. The window of ReRoPE is half the training length.
+The second measurement is the loss by position over 32 training lengths, in four ways. The cache of ``flashrope generate
+--keep`` keeps the first and the last bytes. Truncation reads the last bytes again for every byte. ReRoPE with log n
+keeps all bytes, and so does RoPE. The window of ReRoPE is half the training length.
 
 Every change is the difference of two losses of one model on one window. Intervals are Student's 95% intervals of the
 mean over the models.
@@ -35,19 +35,19 @@ from torch.nn.functional import cross_entropy
 
 PAGE_SIZE = 16
 FULL, NOTHING, LAST = "full prefill", "nothing before", "only the last chunk"
-EVERY = 16  # one in this many positions is measured
+EVERY = 16  # every EVERY-th position is measured
 TRUNCATED, REROPE, ROPE = "truncation", "ReRoPE, log n", "RoPE"
 
-Losses = dict[tuple, list[float]]  # key -> one loss per model
+Losses = dict[tuple, list[float]]  # {what was measured: one loss per model}
 
 
 def in_bytes(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Returns the loss of every byte, float64 (windows, seqlen)."""
+    """Returns the loss of every byte, in float64 and with the shape (windows, seqlen)."""
     return cross_entropy(logits.transpose(1, 2), tokens, reduction="none").double()
 
 
 def text(number: float) -> str:
-    return f"{round(number, 6) + 0.0:.6f}"  # no -0.000000
+    return f"{round(number, 6) + 0.0:.6f}"  # + 0.0 avoids the text -0.000000
 
 
 # ---- chunks
@@ -56,10 +56,10 @@ def text(number: float) -> str:
 def reused(
     model: LanguageModel, rotary: Rotary, tokens: torch.Tensor, chunk: int, targets: int, again: int | None
 ) -> float:
-    """Returns the loss of the last ``targets`` bytes, after chunks that were read one by one.
+    """Returns the loss of the last ``targets`` bytes after the text before them was read in chunks.
 
-    again: how many of the first bytes of every chunk but the first are computed again, after what precedes them. None:
-    one prefill of the whole text.
+    again: how many of its first bytes every chunk computes again with attention to all preceding text. The first chunk
+    computes none again. None: the whole text is read by one prefill.
     """
     count, before, sizes = len(tokens), tokens.shape[1] - 1 - targets, model.config
     if again is None:
@@ -118,8 +118,8 @@ def measure_chunks(args: argparse.Namespace, unseen: tuple[bytes, ...]) -> None:
 
 
 def rolling(model: LanguageModel, rotary: Rotary, tokens: torch.Tensor, keep: tuple[int, int]) -> torch.Tensor:
-    """Returns the losses (windows, measured) of every EVERY-th byte, if bytes are read one by one through a cache of
-    fixed size."""
+    """Returns the losses (windows, measured) of every EVERY-th byte when bytes are read one by one through a cache of
+    fixed size. keep: how many of the first and of the last bytes the cache keeps."""
     decoder, found = RollingDecoder(model, rotary, keep, 1, batch=len(tokens)), []
     for at in range(tokens.shape[1] - 1):
         logits = decoder.read(tokens[:, at : at + 1])
@@ -129,7 +129,7 @@ def rolling(model: LanguageModel, rotary: Rotary, tokens: torch.Tensor, keep: tu
 
 
 def truncated(model: LanguageModel, rotary: Rotary, tokens: torch.Tensor, length: int) -> torch.Tensor:
-    """Returns the losses of every EVERY-th byte if the last ``length`` bytes before it are read again for each byte."""
+    """Returns the losses of every EVERY-th byte when the model reads only the last ``length`` bytes before it."""
     found = []
     for at in range(EVERY - 1, tokens.shape[1] - 1, EVERY):
         logits = model(tokens[:, max(at + 1 - length, 0) : at + 1], rotary)[:, -1:]
@@ -138,13 +138,13 @@ def truncated(model: LanguageModel, rotary: Rotary, tokens: torch.Tensor, length
 
 
 def whole(model: LanguageModel, rotary: Rotary, tokens: torch.Tensor) -> torch.Tensor:
-    """Returns the losses of every EVERY-th byte if the cache keeps all bytes."""
+    """Returns the losses of every EVERY-th byte when the cache keeps all bytes."""
     rows = (in_bytes(model(row[:, :-1], rotary), row[:, 1:]) for row in tokens.split(1))
     return torch.cat([row[:, EVERY - 1 :: EVERY] for row in rows])
 
 
 def ways(args: argparse.Namespace, path: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (name, losses (windows, measured)) of one model."""
+    """Measures one model in every way. Yields (name of the way, losses (windows, measured))."""
     model, rotary, length = *load_checkpoint(path), trained_length(path)
     model.eval()
     longest = args.multiple * length
@@ -158,7 +158,7 @@ def ways(args: argparse.Namespace, path: Path) -> Iterator[tuple[str, torch.Tens
 
 
 def measure_positions(args: argparse.Namespace) -> None:
-    """Writes positions.csv and draws it."""
+    """Measures the loss by position, writes positions.csv and draws it."""
     losses: Losses = {}
     length = trained_length(args.models[0])
     edges = [0, *(length * 2**n // 2 for n in range((args.multiple).bit_length() + 1))]
@@ -183,7 +183,7 @@ def write_positions(losses: Losses, length: int, out: Path) -> None:
 
 
 def draw(rows: list[list], length: int, out: Path) -> None:
-    """Draws the loss by position, and the change against truncation."""
+    """Draws the loss by position, and the difference from truncation."""
     figure = new_figure((7.2, 3.0))
     for axes, column, title in zip(
         figure.subplots(1, 2), (4, 6), ("loss, nats per byte", f"change against {TRUNCATED}"), strict=True

@@ -1,9 +1,10 @@
-"""A run directory: one configuration, its trained models, and the measurements on them. Existing files are kept.
+"""Manages a run directory: one configuration, its trained models, and the measurements on them. Existing files are
+kept.
 
 settings.json                       the configuration of everything in the directory
 split.json                          which files were trained on and which were not
 models/<encoding>-L<length>-s<seed>.safetensors     and .losses.csv; .state during training
-models/tokenizer.json               of models that read tokens
+models/tokenizer.json               the tokenizer, if the models read tokens
 tensorboard/<encoding>-L<length>-s<seed>/           with --tensorboard
 <experiment>/training.csv, training.png             the training curves of its models
 <experiment>/cells/*.json           one per scheme, training length and seed
@@ -39,7 +40,7 @@ LONGEST = 32  # longest window in training lengths of the preset; one value, so 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A preset on a text, in a directory."""
+    """Describes a run: a preset on a text, in a directory."""
 
     out: Path
     preset: Preset
@@ -48,14 +49,14 @@ class Run:
     device: torch.device
     impl: str | None
     processes: int  # 0: jobs run in this process, one after the other
-    threads: int  # of each process
+    threads: int  # number of CPU threads of each process
     first_seed: int = 0
-    listed: tuple[int, ...] = ()  # seeds that were named one by one, first_seed included
+    listed: tuple[int, ...] = ()  # all seeds, first_seed included, if they were named one by one
     window: int | None = None  # window of schemes that name no window; None: half the training length
     compile: bool = False
     tensorboard: bool = False
-    devices: tuple[torch.device, ...] = ()  # one for each process; none: all use ``device``
-    ranks: Ranks = Ranks()  # processes that train one model together
+    devices: tuple[torch.device, ...] = ()  # one for each process; empty: all processes use ``device``
+    ranks: Ranks = Ranks()  # the processes that train one model together
 
     @property
     def defaults(self) -> Defaults:
@@ -165,7 +166,7 @@ def revision() -> str:
 
 
 def in_units(text: str, folder: Path) -> str:
-    """Returns the text, with "token" in place of "byte" if the run of the experiment in ``folder`` read tokens."""
+    """Returns the text. If the run of the experiment in ``folder`` read tokens, "byte" is replaced by "token"."""
     settings = folder.parent / "settings.json"
     read = json.loads(settings.read_text(encoding="utf-8")).get("text") if settings.exists() else None
     return text.replace("byte", "token") if read and "vocab_size" in read else text

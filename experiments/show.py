@@ -1,4 +1,4 @@
-"""Makes the figures and tables of an experiment, only from its results.csv."""
+"""Makes the figures and tables of an experiment. It reads nothing but the experiment's results.csv."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PERCENT = {
     "copying-by-length": "letters right (%)",
 }
 FINER = {"passkey": "passkey-digits"}  # the second measure of a task, which gives credit for partly correct answers
-# The lines of a panel, by family. Schemes that were not measured are left out.
+# The families of schemes whose lines a panel shows. Schemes that were not measured are left out.
 AFTER_TRAINING = ("rope", "pi", "ntk-aware", "yarn", "rerope", "rerope+dagger", "rerope+logn", "leaky-rerope")
 TRAINED_WITH = ("rope", "hope", "hope+pi", "hope+yarn", "alibi", "kerple", "fire", "nope")
 ROTARY = ("rope", "hope", "p-rope", "randomized", "hfwa", "inv-leaky", "rerope", "leaky-rerope")
@@ -51,7 +51,7 @@ def _draw_by_length(folder: Path, name: str, task: str, rows: Rows, train_length
 
 
 def _by_training_length(rows: Rows, task: str) -> list[Panel]:
-    """Returns one panel of all models if they have several training lengths, otherwise no panel."""
+    """Returns one panel with all models if the models have several training lengths. Otherwise returns no panel."""
     found = sorted({(int(row["train_length"]), row["scheme"]) for row in rows})
     if len({length for length, _ in found}) < 2:
         return []
@@ -90,7 +90,7 @@ def _panels(name: str, rows: Rows, task: str) -> list[Panel]:
     if len(others) > 1:
         panels.append(panel("others", others))
     kept = [each for each in panels if [line for line in each.lines if line.scheme != measured.get("rope")]]
-    return kept or [Panel("", [Line(scheme, task) for scheme in measured.values()])]  # only RoPE
+    return kept or [Panel("", [Line(scheme, task) for scheme in measured.values()])]  # only RoPE was measured
 
 
 def _draw_copying(folder: Path, name: str, task: str, rows: Rows, train_length: int) -> None:

@@ -1,4 +1,4 @@
-"""Computes paired differences over seeds with their 95% intervals, and says in words what they show."""
+"""Computes paired differences over seeds and their 95% intervals, and says in words what the differences show."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ HIGHER, LOWER = 1, -1
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """Two measurements, (scheme, task) each, at a multiple of the training length. Their difference, first minus
-    second, is judged. Schemes may contain {w256} as in ``published``.
+    """Describes a comparison of two measurements at a multiple of the training length. A measurement is a (scheme,
+    task). The difference, first minus second, is judged. Schemes may contain {w256} as in ``published``.
 
     Attributes:
         expected: the sign of the difference according to the papers, HIGHER or LOWER; 0 if they say nothing.
-        second_multiple: the multiple of the second measurement, if it differs from the first one's.
+        second_multiple: the multiple of the second measurement, if it differs from the multiple of the first.
     """
 
     first: tuple[str, str]
@@ -37,7 +37,7 @@ def schemes(first: str, second: str, task: str, *multiples: float, expected: int
 
 @dataclasses.dataclass(frozen=True)
 class Interval:
-    """The mean over seeds and the half width of its 95% interval, which is None for one seed."""
+    """Holds a mean over seeds and the half width of its 95% interval, which is None for one seed."""
 
     mean: float
     half: float | None
@@ -67,7 +67,7 @@ class Interval:
 
 
 def decimals(size: float) -> int:
-    """Returns how many decimals are needed for two significant digits of a number of this size, at most three."""
+    """Returns how many decimals show two significant digits of a number of this size, but at most three."""
     return min(max(1 - math.floor(math.log10(abs(size))), 0), 3) if size else 1
 
 
@@ -81,7 +81,7 @@ def interval(values: Sequence[float]) -> Interval:
 
 
 def values_at(rows: Sequence[dict[str, str]], scheme: str, task: str, at: float) -> dict[int, float]:
-    """Returns the values of a measurement, by seed."""
+    """Returns {seed: value} of a measurement. at: its length, or its number of sequences."""
     return {
         int(row["seed"]): float(row["value"])
         for row in rows
@@ -92,12 +92,13 @@ def values_at(rows: Sequence[dict[str, str]], scheme: str, task: str, at: float)
 def difference(
     rows: Sequence[dict[str, str]], first: tuple, second: tuple, at: float, second_at: float | None = None
 ) -> Interval | None:
-    """Returns first minus second, seed by seed. None if no seed has both. first, second: (scheme, task)."""
+    """Returns the mean and interval of first minus second, paired by seed, or None if no seed has both. first, second:
+    (scheme, task). at: the length. second_at: the length for second, if it differs."""
     return paired(values_at(rows, *first, at), values_at(rows, *second, at if second_at is None else second_at))
 
 
 def paired(one: dict[int, float], other: dict[int, float]) -> Interval | None:
-    """Returns one minus the other, by seed. None if no seed has both."""
+    """Returns the mean and interval of one minus other, paired by seed, or None if no seed has both."""
     both = sorted(one.keys() & other.keys())
     return interval([one[seed] - other[seed] for seed in both]) if both else None
 
@@ -106,7 +107,8 @@ SHOWN, AGAINST, UNSHOWN, UNJUDGED = "as expected", "against expectation", "no di
 
 
 def outcome(found: Interval, expected: int) -> str:
-    """Returns SHOWN or AGAINST if the interval of enough seeds excludes zero, otherwise UNSHOWN or UNJUDGED."""
+    """Returns SHOWN or AGAINST if there are enough seeds and the interval excludes zero. Returns UNSHOWN if it includes
+    zero, and UNJUDGED if there are too few seeds."""
     if found.seeds < MIN_SEEDS:
         return UNJUDGED
     if not found.excludes_zero:

@@ -1,12 +1,13 @@
-r"""Measures the loss in the first steps after a RoPE model is switched to HoPE, at once or after CoPE, for the figure
-of docs/training.md.
+r"""Measures the loss in the first steps after a RoPE model is switched to HoPE, for the figure of docs/training.md. The
+switch is made at once, or after some steps under CoPE.
 
     python -m experiments loss --preset loss --device cpu --threads 1
     python -m experiments.switch_loss runs/experiments-loss/models/rope-L256-s[0-2].safetensors --out docs/training \
         --threads 1
 
-Every model is continued under each scheme, with the same batches and a constant learning rate. The loss is measured on
-unseen windows of the training length. Its change is the difference from the loss on the same windows before the switch.
+The training of every model is continued under each scheme, with the same batches and a constant learning rate. The loss
+is measured on unseen windows of the training length. Its change is the difference from the loss on the same windows
+before the switch.
 """
 
 import argparse
@@ -25,7 +26,7 @@ from flashrope.small_models import data
 from flashrope.small_models.model import LanguageModel, load_checkpoint, trained_length
 from torch.nn.functional import cross_entropy
 
-AFTER = (0, 1, 2, 4, 8, 15, 30, 45, 60)  # steps after each switch
+AFTER = (0, 1, 2, 4, 8, 15, 30, 45, 60)  # the loss is measured this many steps after each switch
 ROPE, HOPE, COPE, BOTH = "RoPE", "HoPE at once", "CoPE", "CoPE, then HoPE"
 
 
@@ -45,8 +46,8 @@ def continued(
     windows: torch.Tensor,
     rate: float,
 ) -> dict[int, float]:
-    """Returns {n: the loss before step n}. The second scheme replaces the first in the middle. From there on, the loss
-    is measured under the second scheme."""
+    """Returns {n: the loss before step n}. The second scheme replaces the first in the middle of the training. From
+    then on, the loss is measured under the second scheme."""
     model = copy.deepcopy(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.98), weight_decay=0.1)
     switch, found = len(batches) // 2, {}
@@ -92,7 +93,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", type=Path, nargs="+", help="RoPE models of the experiments or of flashrope demo")
     parser.add_argument(
-        "--rate", type=float, default=4e-4, help="learning rate (default: 4e-4, a tenth of the models')"
+        "--rate", type=float, default=4e-4, help="learning rate (default: 4e-4, a tenth of the rate in training)"
     )
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--windows", type=int, default=64)

@@ -1,5 +1,5 @@
-"""Makes tables only from an experiment's results.csv: the declared differences, our figures next to the papers', and
-all measurements. Every figure is a mean over seeds with its 95% interval."""
+"""Makes the tables of an experiment from its results.csv: the declared differences, our figures next to the papers'
+figures, and all measurements. Every figure is a mean over seeds with its 95% interval."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ BY_COUNT = ("copying", "copying-letters")  # tasks whose ``at`` is not a length
 
 @dataclasses.dataclass(frozen=True)
 class Ordering:
-    """The pairs of rows that the paper orders strictly, counted by the outcome of their paired difference here."""
+    """Counts the pairs of rows that the paper orders strictly, by the outcome of their paired difference in our
+    runs."""
 
     column: str
     counts: dict[str, int]  # keys: SHOWN, AGAINST, UNSHOWN, UNJUDGED
@@ -75,7 +76,7 @@ class Ordering:
 
 
 def resolve(template: str, train_length: int) -> tuple[str, int]:
-    """Returns our (scheme, training length) for the scheme of a published row."""
+    """Returns (scheme, training length) in our runs for the scheme of a published row."""
     length = train_length
     name = template
     if match := re.search(r"\{L(\d+)\}", template):
@@ -84,7 +85,7 @@ def resolve(template: str, train_length: int) -> tuple[str, int]:
 
 
 def ordering(column: str, published: Sequence[float], ours: Sequence[dict[int, float]]) -> Ordering:
-    """Compares all pairs of rows, each given by its published figure and our values by seed."""
+    """Compares all pairs of rows. published: the paper's figure of every row. ours: {seed: our value} of every row."""
     counts = dict.fromkeys((SHOWN, AGAINST, UNSHOWN, UNJUDGED), 0)
     for one in range(len(published)):
         for other in range(one):
@@ -95,7 +96,7 @@ def ordering(column: str, published: Sequence[float], ours: Sequence[dict[int, f
 
 
 def measured(table: Published, rows: Rows, train_length: int) -> list[list[dict[int, float]]]:
-    """Returns our figures by seed in the rows and columns of the table."""
+    """Returns [row of the table][column of the table] -> {seed: our value}."""
     seeds = sorted({int(row["seed"]) for row in rows})
     found = []
     for _, template, _ in table.rows:
@@ -115,8 +116,8 @@ def measured(table: Published, rows: Rows, train_length: int) -> list[list[dict[
 
 
 def markdown(table: Published, rows: Rows, train_length: int) -> str:
-    """Returns the table in the paper's row order, with each figure next to the paper's, and how much of the paper's
-    ordering is confirmed."""
+    """Returns the table in the paper's row order. Each of our figures is next to the paper's figure. Below, the text
+    says how much of the paper's ordering our runs confirm."""
     ours = measured(table, rows, train_length)
     labels = [column.label for column in table.columns] + (["Avg."] if table.average else [])
     theirs = [values for _, _, values in table.rows]
@@ -154,7 +155,8 @@ def markdown(table: Published, rows: Rows, train_length: int) -> str:
 def judge(
     compares: Sequence[Comparison], rows: Rows, train_length: int, name: str = ""
 ) -> list[tuple[Comparison, Interval]]:
-    """Returns the measured ones of an experiment's declared differences, each with the sign that the papers expect."""
+    """Returns (comparison, difference) for those declared differences of an experiment that were measured. The
+    comparison has the sign that the papers expect."""
     found = []
     for each in compares:
         first, second = ((resolve(scheme, train_length)[0], task) for scheme, task in (each.first, each.second))
@@ -183,8 +185,8 @@ def in_the_papers(name: str, asked: Comparison) -> int:
 
 
 def judged(compares: Sequence[Comparison], rows: Rows, train_length: int, name: str = "") -> str:
-    """Returns the declared differences with their paired intervals, and what they show. Differences against expectation
-    are bold. name: the experiment; the papers' tables for it say what is expected."""
+    """Returns a table of the declared differences with their paired intervals, and what they show. Differences against
+    expectation are bold. name: the experiment, for which the papers' tables may say what is expected."""
     found_rows = []
     for each, found in judge(compares, rows, train_length, name):
         (first, task), (second, other) = (
@@ -199,8 +201,8 @@ def judged(compares: Sequence[Comparison], rows: Rows, train_length: int, name: 
 
 
 def listed(rows: Rows, task: str, train_length: int) -> str:
-    """Returns a table of every measurement of a task: a row per scheme (and per training length, if there are several),
-    a column per length."""
+    """Returns a table of every measurement of a task, with one column per length. It has one row per scheme, or one row
+    per scheme and training length if there are several training lengths."""
     chosen = [row for row in rows if row["task"] == task]
     lengths = {int(row["train_length"]) for row in chosen}
     places = sorted({float(row["at"]) for row in chosen})
@@ -219,7 +221,7 @@ def listed(rows: Rows, task: str, train_length: int) -> str:
 
 
 def write(folder: Path, name: str, train_length: int, compares: Sequence[Comparison] = ()) -> str:
-    """Writes table.md of an experiment's folder from its results.csv. Returns its text."""
+    """Writes table.md in an experiment's folder, from the results.csv there. Returns the text of the table."""
     rows = read_csv(folder / "results.csv")
     published = TABLES.get(name, ())
     shown = {column.task for table in published for column in table.columns}

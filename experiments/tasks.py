@@ -1,4 +1,5 @@
-"""Code that all measures share, and the measures of models that are trained only on text. A token is a byte."""
+"""Provides the code that all measures share, and the measures of models that are trained only on text. A token is a
+byte."""
 
 from __future__ import annotations
 
@@ -21,15 +22,15 @@ from .zoo import Scheme, ZooModel
 
 PAPER_LENGTH = 512  # tokens; the training length in both papers
 MULTIPLES = (1, 2, 4, 8)  # lengths / training length
-IGNORED = -100  # a target that does not count
+IGNORED = -100  # this target does not count in the loss
 BY_POSITION = "loss-by-position"
-PART_ENDS = (0.5, 1, 1.5, 2, 3, 4, 6, 8)  # ends of the parts of a window in measure_by_position, in training lengths
-WINDOWS_PER_SAMPLE = 5  # the loss of a few positions varies more than that of a window
+PART_ENDS = (0.5, 1, 1.5, 2, 3, 4, 6, 8)  # in training lengths: measure_by_position divides a window at these positions
+WINDOWS_PER_SAMPLE = 5  # more windows, because the loss of a few positions varies more than the loss of a window
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """One measurement. ``at`` is a length, or a number of sequences."""
+    """Holds one measurement. ``at`` is a length, or a number of sequences."""
 
     task: str
     at: float
@@ -39,7 +40,7 @@ class Result:
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """A trained model under one scheme, and the data to measure it on."""
+    """Holds a trained model, the scheme to use it with, and the data to measure it on."""
 
     model: ZooModel
     scheme: Scheme
@@ -57,8 +58,8 @@ class Subject:
 
     @torch.no_grad()
     def last_logits(self, tokens: torch.Tensor, count: int, as_trained: bool = False) -> torch.Tensor:
-        """Returns the last ``count`` logits, float32 (samples, count, vocab_size), of tokens, int64 (samples,
-        seqlen)."""
+        """Returns the logits of the last ``count`` tokens, float32 (samples, count, vocab_size). tokens: int64
+        (samples, seqlen)."""
         rotary = self.scheme.training if as_trained else self.scheme.rotary
         found = []
         for part in tokens.split(max(self.batch_tokens // tokens.shape[1], 1)):
@@ -91,10 +92,10 @@ def growing_batches(
     device: torch.device | str,
     start: int,
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yields batches (inputs, targets) of about ``tokens`` bytes, without end, starting with step ``start``.
+    """Yields batches (inputs, targets) without end, starting with step ``start``. A batch has about ``tokens`` bytes.
 
-    ``practice(length, rng)`` returns a sample for ``asked_for``. Samples grow from ``shortest`` to ``length`` bytes in
-    the first half of the steps. The batch of step n depends only on the seed and n.
+    ``practice(length, rng)`` returns one sample in the form that ``asked_for`` takes. Samples grow from ``shortest`` to
+    ``length`` bytes in the first half of the steps. The batch of step n depends only on the seed and n.
     """
     for step in itertools.count(start):
         rng = random.Random(f"{name} practice {seed} {step}")
@@ -104,8 +105,8 @@ def growing_batches(
 
 
 def asked_for(samples: Sequence[tuple[bytes, Sequence[int]]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (inputs, targets), int64 (count, n) each, for samples of n + 1 bytes with the indices of the bytes to
-    predict."""
+    """Returns (inputs, targets), int64 (count, n) each. samples: count pairs of n + 1 bytes and the indices of the
+    bytes to predict. All other targets are IGNORED."""
     whole = as_tokens([sample for sample, _ in samples])
     targets = torch.full_like(whole, IGNORED)
     for row, (_, places) in enumerate(samples):
@@ -135,8 +136,9 @@ def measure_perplexity(subject: Subject, multiples: Sequence[float] = MULTIPLES)
 
 
 def measure_accuracy(subject: Subject) -> list[Result]:
-    """Returns the next-token accuracy over all tokens of a window: for the model as trained, at the training length
-    ("accuracy"), and under the scheme at MULTIPLES[-1] times that length, with repeating and with other text."""
+    """Returns the next-token accuracy over all tokens of a window. The task "accuracy" measures the model as trained at
+    the training length. Two more tasks measure it under the scheme at MULTIPLES[-1] times that length, on repeated text
+    and on other text."""
     short, long = subject.unit, MULTIPLES[-1] * subject.unit
     windows = windows_of(subject, long)
     cases = [
@@ -177,7 +179,7 @@ def windows_of(subject: Subject, length: int) -> list[bytes]:
 
 
 def reader(text: bytes | TokenFile) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Returns a function from int64 places in the text to the bytes or tokens there."""
+    """Returns a function that takes int64 indices into the text and returns the bytes or tokens there."""
     if isinstance(text, TokenFile):
         return text.at
     return torch.frombuffer(bytearray(text), dtype=torch.uint8).__getitem__
@@ -191,8 +193,8 @@ def batches(
     device: torch.device | str = "cpu",
     start: int = 0,
 ) -> Iterator[torch.Tensor]:
-    """Yields batches, int64 (batch_size, length + 1), of windows of the training text, without end, starting with step
-    ``start``.
+    """Yields batches of windows of the training text without end, starting with step ``start``. A batch is int64
+    (batch_size, length + 1).
 
     The batch of step n depends only on the seed and n.
     """
@@ -205,7 +207,7 @@ def batches(
 
 @torch.no_grad()
 def measure_by_position(subject: Subject) -> list[Result]:
-    """Returns the mean loss in nats per byte over the positions of each part of the windows; ``at`` is the part's end.
+    """Returns the mean loss, in nats per byte, of each part of the windows. ``at`` is the end of the part.
 
     If a scheme uses a longer context, the loss falls with the position (Su 2023, ReRoPE: "longer context, lower loss").
     If it merely tolerates a longer context, the loss stays level. If it fails, the loss rises.

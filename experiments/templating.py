@@ -1,4 +1,4 @@
-"""Fills the jinja2 templates of the pages, in templates/."""
+"""Fills the jinja2 templates in templates/, from which pages are made."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ FOLDER = Path(__file__).with_name("templates")
 
 
 def render(template: str, **values: Any) -> str:
-    """Returns the text of a template of the folder with these values. A name without a value is an error."""
+    """Returns the text of a template after filling in the values. A name in the template without a value is an
+    error."""
     templates = jinja2.Environment(
         loader=jinja2.FileSystemLoader(FOLDER),
         undefined=jinja2.StrictUndefined,

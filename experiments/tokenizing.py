@@ -1,7 +1,7 @@
 """``python -m experiments tokenize``: writes text files or a dataset as a token file, for ``--tokens``.
 
-Texts are separated by a token of the tokenizer, as in nanoGPT's files. Long texts are tokenized in pieces of up to a
-million characters that end with a line.
+A token of the tokenizer separates the texts, as in nanoGPT's files. Long texts are tokenized in pieces of up to a
+million characters. A piece ends at the end of a line.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from flashrope.small_models.data import TextError, read_texts
 from .tokens import SMALL_VOCABULARY, description_path, width
 
 SUMMARY = "write a token file: tokenize --text PATH --tokenizer FILE_OR_NAME --out FILE.bin"
-SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>")  # looked for in this order
-PIECE = 1_000_000  # characters
+SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>")  # the first one in the vocabulary is used
+PIECE = 1_000_000  # largest number of characters in a piece
 EXTRA = "experiments"
 
 
@@ -64,7 +64,7 @@ def run(argv: list[str], program: str) -> None:
         raise BadInput(f"--out: cannot write to {args.out} ({error.strerror})") from None
     print(
         f"written to {args.out}: {record['tokens']:,} tokens of {record['texts']:,} texts, a vocabulary of "
-        f"{record['vocab_size']:,}, {record['bytes_per_token']} bytes of text a token"
+        f"{record['vocab_size']:,}, {record['bytes_per_token']} bytes of text per token"
     )
 
 
@@ -79,7 +79,8 @@ def load(name: str):
 
 
 def separator_of(tokenizer, asked: str | None) -> int | None:
-    """Returns the token between texts, or None if the tokenizer has none of SEPARATORS. Raises BadInput."""
+    """Returns the token that separates texts, or None if the tokenizer has none of SEPARATORS. asked: the separator
+    that the user named. Raises BadInput if the tokenizer does not have it."""
     for name in [asked] if asked else SEPARATORS:
         if (found := tokenizer.token_to_id(name)) is not None:
             return found
@@ -119,7 +120,8 @@ def write(out: Path, texts: Iterable[str], tokenizer, separator: int | None, sou
 
 
 def pieces(text: str, most: int = PIECE) -> Iterator[str]:
-    """Yields parts of at most ``most`` characters. A part ends at the end of a line, if it contains one."""
+    """Yields parts of the text with at most ``most`` characters. A part ends at the end of a line, if it contains
+    one."""
     start = 0
     while len(text) - start > most:
         cut = text.rfind("\n", start, start + most) + 1

@@ -1,10 +1,11 @@
-"""Token files: text that was tokenized beforehand, read through a memory map.
+"""Reads token files, which hold text that was tokenized beforehand, through a memory map.
 
-FILE.bin has only token ids, without a header. Each is an unsigned little-endian integer, of 16 bits if the vocabulary
-has at most 65,536 tokens, otherwise of 32 bits. nanoGPT's train.bin and val.bin are such files.
+FILE.bin has only token ids, without a header. Each id is an unsigned little-endian integer. It has 16 bits if the
+vocabulary has at most 65,536 tokens, and 32 bits otherwise. nanoGPT's train.bin and val.bin are such files.
 
-FILE.json in the same folder, which ``python -m experiments tokenize`` writes, describes the ids:
-{"vocab_size": 50257, "tokens": 1234, "tokenizer": "FILE.tokenizer.json", ...}. Without it, --vocab-size is needed.
+FILE.json in the same folder describes the ids:
+{"vocab_size": 50257, "tokens": 1234, "tokenizer": "FILE.tokenizer.json", ...}. ``python -m experiments tokenize``
+writes it. Without it, --vocab-size is needed.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ import torch
 from flashrope.cli.options import BadInput
 from flashrope.small_models.data import MIN_WINDOWS, UNSEEN, TextError
 
-SMALL_VOCABULARY = 1 << 16  # the largest with 16 bits a token
-BLOCKS, BLOCK = 64, 1 << 16  # for the fingerprint: number of blocks, bytes of a block
+SMALL_VOCABULARY = 1 << 16  # the largest vocabulary whose ids have 16 bits
+BLOCKS, BLOCK = 64, 1 << 16  # number of blocks that the fingerprint reads, bytes of a block
 
 
 def width(vocab_size: int) -> int:
@@ -31,7 +32,8 @@ def width(vocab_size: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class TokenFile:
-    """The tokens ``start`` to ``stop`` of a file, read from disk on access. A slice is a list of ints."""
+    """Represents the tokens ``start`` to ``stop`` of a file. They are read from disk on access. A slice is a list of
+    ints."""
 
     path: Path
     width: int  # bytes of a token
@@ -46,21 +48,22 @@ class TokenFile:
         return self.at(torch.arange(start, stop, step)).tolist()
 
     def at(self, places: torch.Tensor) -> torch.Tensor:
-        """Returns the tokens at int64 places, counted from ``start``; int64 of the same shape."""
+        """Returns the tokens at the indices ``places``, int64 of the same shape. places: int64, counted from
+        ``start``."""
         mapped = _mapped(self.path, self.width)
-        return mapped[places + self.start].long() & ((1 << 8 * self.width) - 1)  # the map is signed
+        return mapped[places + self.start].long() & ((1 << 8 * self.width) - 1)  # the map is signed, ids are not
 
 
 @functools.lru_cache(8)
 def _mapped(path: Path, width: int) -> torch.Tensor:
-    """Returns the whole file as a memory map, signed: torch indexes few unsigned types."""
+    """Returns the whole file as a memory map of a signed type, because torch cannot index most unsigned types."""
     dtype = torch.int16 if width == 2 else torch.int32
     return torch.from_file(str(path), shared=False, size=path.stat().st_size // width, dtype=dtype)
 
 
 @dataclasses.dataclass(frozen=True)
 class TokenCorpus:
-    """The training and unseen parts of token files, as ``data.Corpus`` holds those of texts."""
+    """Holds the training part and the unseen part of token files. It corresponds to ``data.Corpus`` for texts."""
 
     name: str
     train: TokenFile
@@ -86,16 +89,16 @@ class TokenCorpus:
 
 
 def from_files(paths: list[str], vocab_size: int | None, window: int) -> TokenCorpus:
-    """Returns the corpus of one token file, whose last tenth is held out, or of two files: one to train on, one held
-    out.
+    """Returns the corpus of one or two token files. The last tenth of a single file is held out. If there are two
+    files, the first is for training and the second is held out.
 
-    ``window`` is the longest context + 1, in tokens. ``vocab_size``: for files without FILE.json. Raises BadInput,
-    TextError.
+    vocab_size: the size of the vocabulary, for files without FILE.json. window: the longest context + 1, in tokens.
+    Raises BadInput, TextError.
     """
     if len(paths) > 2:
         raise BadInput(f"--tokens: expected a file, or two (to train on, and unseen), got {len(paths)}")
     if sys.byteorder != "little":
-        raise BadInput("--tokens: expected a little-endian machine, as the files are")
+        raise BadInput("--tokens: expected a little-endian machine, because the files are little-endian")
     files = [Path(path) for path in paths]
     known = [_description(path) for path in files]
     sizes = {each["vocab_size"] for each in known if each} | ({vocab_size} if vocab_size else set())
@@ -157,5 +160,5 @@ def _description(path: Path) -> dict | None:
 def _whole(path: Path, vocab_size: int) -> TokenFile:
     size = path.stat().st_size
     if size % width(vocab_size):
-        raise BadInput(f"--tokens: expected {width(vocab_size)} bytes a token, got {path} of {size:,} bytes")
+        raise BadInput(f"--tokens: expected {width(vocab_size)} bytes per token, got {path} of {size:,} bytes")
     return TokenFile(path.resolve(), width(vocab_size), 0, size // width(vocab_size))

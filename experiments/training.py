@@ -26,13 +26,14 @@ from .tokens import TokenCorpus
 from .training_curves import log_of
 from .zoo import LLAMA, Defaults, ZooModel, scheme
 
-STATES = 20  # number of times that a training run saves its state
-CURVE = 100  # points of a training curve
-OBSERVED = ("rope", "hope")  # encodings whose variance accounted for is recorded during training
+STATES = 20  # how often a training run saves its state
+CURVE = 100  # number of points of a training curve
+OBSERVED = ("rope", "hope")  # encodings for which training records the variance that each pair accounts for
 
 
 def batches_of(run: Run, rows: int, length: int, seed: int) -> Callable:
-    """Returns a function (start=step) that returns the batches of the preset's text or task."""
+    """Returns a function that takes start=step and yields the batches of the preset's text or task from that step
+    on."""
     if run.preset.data == TEXT:
         return functools.partial(tasks.batches, run.corpus, rows, length, seed, run.device)
     sizes = rows * length, length, seed, run.preset.steps, run.device
@@ -43,7 +44,8 @@ def batches_of(run: Run, rows: int, length: int, seed: int) -> Callable:
 
 
 def train_models(run: Run, workers: Workers, wanted: Sequence[tuple[str, int]]) -> None:
-    """Trains the missing ones of the models (encoding, training length), for every seed."""
+    """Trains those of the wanted models that do not exist yet, for every seed. wanted: (encoding, training length) of
+    each model."""
     missing = first_says(
         [
             (trained, length, seed)
@@ -65,8 +67,8 @@ def train_models(run: Run, workers: Workers, wanted: Sequence[tuple[str, int]]) 
 
 
 def train_job(run: Run, trained: str, length: int, seed: int, progress: Callable) -> None:
-    """Trains one model, with weights and batches from the seed. Resumes an interrupted training. With several ranks all
-    call this function, and the first writes the files."""
+    """Trains one model, with initial weights and batches from the seed. Resumes an interrupted training. With several
+    ranks, all ranks call this function, and the first rank writes the files."""
     path, preset = run.model_path(trained, length, seed), run.preset
     model, rotary = untrained(run, trained, length, seed), scheme(trained, preset.config, length, run.defaults).training
     training = dataclasses.replace(preset.training(length, seed), compile=run.compile)
@@ -108,8 +110,8 @@ def curve(losses: Sequence[float]) -> list[tuple[int, float]]:
 
 
 def observer(run: Run, trained: str, length: int, seed: int, model: ZooModel) -> Callable[[int, float], None]:
-    """Returns a function of (step, loss) that saves the variance accounted for next to the model, at about ten
-    steps."""
+    """Returns a function of (step, loss) that measures the variance that each pair accounts for at about ten steps, and
+    saves it next to the model."""
     if trained not in OBSERVED or run.preset.data != TEXT or isinstance(run.corpus, TokenCorpus) or run.ranks.rank:
         return lambda step, loss: None
     path = _observed_path(run, trained, length, seed)
@@ -128,7 +130,7 @@ def observer(run: Run, trained: str, length: int, seed: int, model: ZooModel) ->
 
 
 def observed(run: Run, trained: str, length: int) -> dict[int, list[float]]:
-    """Returns the variance accounted for by every component, by training step, for the model of the first seed."""
+    """Returns {training step: the variance that every component accounts for}, for the model of the first seed."""
     found = json.loads(_observed_path(run, trained, length, run.first_seed).read_text(encoding="utf-8"))
     return {int(step): found[step] for step in sorted(found, key=int)}
 
@@ -164,8 +166,8 @@ def save_model(path: Path, model: ZooModel, trained: str, length: int, defaults:
 
 
 def rotary_of(model: ZooModel, trained: str, length: int, defaults: Defaults) -> Rotary | None:
-    """Returns the scheme to use a Llama model with. None for other architectures, for encodings other than rotation,
-    and if layers have different schemes."""
+    """Returns the scheme to use a Llama model with. Returns None for other architectures, for encodings that do not
+    rotate, and if layers have different schemes."""
     rotary = scheme(trained, model.config, length, defaults).rotary
     only = model.absolute is model.biases is model.positions is None and model.architecture == LLAMA
     return rotary if only and isinstance(rotary, Rotary) else None

@@ -1,4 +1,4 @@
-"""Writes the training curves of an experiment's models: training.csv, training.png, and tensorboard."""
+"""Writes the training curves of an experiment's models to training.csv, training.png and tensorboard."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ COLUMNS = ("trained_with", "train_length", "seed", "step", "loss")
 
 
 def collect(run: Run, folder: Path, models: Iterable[tuple[str, int]]) -> None:
-    """Writes training.csv and training.png of these models (encoding, training length), for the seeds of the run.
-    Models that were trained before curves were saved are left out."""
+    """Writes training.csv and training.png for all seeds of the run. models: (encoding, training length) of each model.
+    Models without saved losses are left out."""
     rows = []
     for trained, length in dict.fromkeys(models):
         for seed in run.seeds:
@@ -64,8 +64,8 @@ def draw(path: Path, rows: Rows) -> None:
 
 
 class Log:
-    """Logs loss, learning rate and speed of one model in training for tensorboard. A resumed training replaces the
-    interrupted training's log from that step on."""
+    """Logs loss, learning rate and speed of one model's training for tensorboard. A resumed training replaces the log
+    of the interrupted training from the step at which it resumes."""
 
     def __init__(self, folder: Path, training: TrainConfig):
         self._folder, self._training = folder, training
@@ -90,5 +90,5 @@ class Log:
 
 
 def log_of(run: Run, path: Path, training: TrainConfig) -> Log | None:
-    """Returns the log of the model in ``path``; None without --tensorboard, and on all ranks but the first."""
+    """Returns the log for the model in ``path``, or None without --tensorboard and on every rank except the first."""
     return Log(run.out / "tensorboard" / path.stem, training) if run.tensorboard and not run.ranks.rank else None

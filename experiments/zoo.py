@@ -1,13 +1,14 @@
-"""A byte-level language model whose position encoding is chosen by name.
+"""Implements a byte-level language model whose position encoding is chosen by name.
 
-A name is the encoding that the model is trained with, followed after plus signs by changes for its use:
+A name starts with the encoding that the model is trained with. After plus signs it has the changes that are made when
+the model is used:
 
     rope   hope+yarn   rerope-w256   leaky-rerope-w128-k16+logn   ntk-mixed-s8+dagger
 
--w is a window, -k the factor of Leaky ReRoPE, -s the factor by which the context grows, -p the share of pairs that
-p-RoPE rotates. ``randomized-s16`` draws positions from 16 times the training length. ``pi``, ``yarn``, ``rerope`` etc.
-are short for ``rope+pi`` and so on. ``+logn`` models are trained with log n; ``+dagger`` adds it, clipped, to a
-model trained without.
+-w is a window, -k is the factor of Leaky ReRoPE, -s is the factor by which the context grows, and -p is the share of
+pairs that p-RoPE rotates. ``randomized-s16`` draws positions from 16 times the training length. ``pi``, ``yarn``,
+``rerope`` etc. are short for ``rope+pi`` and so on. Models with ``+logn`` are trained with log n. ``+dagger`` adds log
+n, clipped to at least 1, to a model that was trained without it.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ UNCHANGED = ("hfwa", "randomized")  # rotary encodings that cannot be changed
 LOG_N = ("logn", "dagger")
 CHANGES = ("pi", "ntk-old", "ntk-aware", "ntk-fixed", "ntk-mixed", "yarn", "rerope", "leaky-rerope", *LOG_N)
 ENCODINGS = (*ROTARY, *BIASES, *ABSOLUTE, "learned")
-KNOWN = (*ENCODINGS, *CHANGES[: -len(LOG_N)])  # what a name may start with
+KNOWN = (*ENCODINGS, *CHANGES[: -len(LOG_N)])  # the words that a name may start with
 FIELDS = {"window": "w", "leak": "k", "growth": "s", "share": "p"}
 TAKES = {
     "pi": "s",
@@ -49,15 +50,15 @@ TAKES = {
     "p-rope": "p",
     "randomized": "s",
 }
-SHARE = 0.75  # default share of pairs that p-RoPE rotates; its paper trains 0.25 and 0.75
-RANDOM_RANGE = 16.0  # training lengths; the longest contexts measured have 8
+SHARE = 0.75  # default share of pairs that p-RoPE rotates; the paper of p-RoPE trains 0.25 and 0.75
+RANDOM_RANGE = 16.0  # default range of random positions, in training lengths; the longest measured context has 8
 
 Rotaries = Rotary | tuple[Rotary, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Defaults:
-    """Values for what a name does not specify. A window of None means half the training length."""
+    """Holds values that are used where a name specifies none. A window of None means half the training length."""
 
     window: int | None = None
     leak: float = 16.0
@@ -67,15 +68,15 @@ class Defaults:
 
 @dataclasses.dataclass(frozen=True)
 class Scheme:
-    """One encoding in use.
+    """Describes an encoding in use.
 
     Attributes:
         name: the full name.
-        trained: name of the encoding the model is trained with. Schemes that are trained with the same encoding share
-        the model.
-        rotary: the scheme of the attention calls, or one per layer.
-        training: the same during training.
-        longest: the longest context it supports, None for any.
+        trained: name of the encoding that the model is trained with. Schemes that are trained with the same encoding
+            share the model.
+        rotary: the scheme of the attention calls, or one scheme per layer.
+        training: the scheme or schemes of the attention calls during training.
+        longest: the longest context that the encoding supports. None: any.
     """
 
     name: str
@@ -130,14 +131,14 @@ def random_range(trained: str, train_length: int) -> int:
 
 
 def hfwa_window(train_length: int, layers: int) -> int:
-    """Returns the window w of all layers except the last: the largest with (w - 1)(layers - 1) + 1 <= 3/4 of the
-    training length, which keeps the combined reach of these layers within it."""
+    """Returns the window w of all layers except the last. It is the largest w with (w - 1)(layers - 1) + 1 <= 3/4 of
+    the training length. The left side is how far these layers reach together."""
     return max((3 * train_length // 4 - 1) // max(layers - 1, 1) + 1, 1)
 
 
 def p_rope(head_dim: int, share: float, base: float = 10_000.0) -> Rotary:
-    """Returns p-RoPE (Barbero et al. 2025): only the floor(p * head_dim / 2) pairs of RoPE with the highest frequencies
-    rotate. p = 0 is NoPE, p = 1 is RoPE. Raises ValueError for other shares."""
+    """Returns p-RoPE (Barbero et al. 2025) for a share p. Only the floor(p * head_dim / 2) pairs of RoPE with the
+    highest frequencies rotate. p = 0 is NoPE, and p = 1 is RoPE. Raises ValueError if p is not from 0 to 1."""
     if not 0 <= share <= 1:
         raise ValueError(f"p: expected a share from 0 to 1, got {share:g}")
     rope = Rotary.rope(head_dim, base)
@@ -148,8 +149,8 @@ def p_rope(head_dim: int, share: float, base: float = 10_000.0) -> Rotary:
 def hope_ablation(head_dim: int, train_length: int, which: str, base: float = 10_000.0) -> Rotary:
     """Returns one of the ablations of the HoPE paper (section 5), with L = train_length.
 
-    "ab1": pairs with pi / L < inv_freq < 2 pi / L do not rotate. "ab2": those with inv_freq <= pi / L do not. "ab3":
-    all pairs rotate, with frequencies in geometric steps from 1 to 2 pi / L.
+    "ab1": pairs with pi / L < inv_freq < 2 pi / L do not rotate. "ab2": pairs with inv_freq <= pi / L do not rotate.
+    "ab3": all pairs rotate, with frequencies in geometric steps from 1 to 2 pi / L.
     """
     rope, edge = Rotary.rope(head_dim, base), math.pi / train_length
     last = max(head_dim // 2 - 1, 1)
@@ -162,9 +163,11 @@ def hope_ablation(head_dim: int, train_length: int, which: str, base: float = 10
 
 
 class ZooModel(nn.Module):
-    """A language model of one of ``ARCHITECTURES`` plus the parameters of its encoding. A rotary encoding has none.
-    Others have a bias per layer (one for all layers if the encoding shares it), vectors per position, or the state of
-    random positions."""
+    """Implements a language model of one of ``ARCHITECTURES``, together with the parameters of its encoding.
+
+    A rotary encoding has no parameters. Other encodings have a bias per layer or one bias for all layers, vectors per
+    position, or the state of random positions.
+    """
 
     def __init__(self, config: ModelConfig, trained: str, train_length: int, architecture: str = LLAMA):
         super().__init__()
@@ -215,7 +218,7 @@ def _attend_under(attend: Attend, own: Rotary, q, k, v, rotary) -> torch.Tensor:
 
 
 def _numbers(part: str, name: str) -> tuple[str, dict[str, float]]:
-    """Returns ("leaky-rerope", {"window": 32, "leak": 16.0}) of "leaky-rerope-w32-k16"."""
+    """Splits a part of a name: "leaky-rerope-w32-k16" becomes ("leaky-rerope", {"window": 32, "leak": 16.0})."""
     text, numbers = part, {}
     while match := re.fullmatch(r"(.+)-([wksp])(\d+(?:\.\d+)?)", text):
         field = next(field for field, letter in FIELDS.items() if letter == match[2])

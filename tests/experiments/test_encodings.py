@@ -97,7 +97,7 @@ def test_random_positions():
     module.eval()
     assert torch.equal(module(1, 20), module(5, 20)[:1]) and not torch.equal(module(1, 20)[:, :10], module(1, 10))
     assert module(1, 50).tolist() == [list(range(50))]
-    with pytest.raises(ValueError, match="at most 50, which random positions are drawn from, got 51"):
+    with pytest.raises(ValueError, match="at most 50, the size of the range of random positions, got 51"):
         module(1, 51)
     every = torch.stack([module.train()(1, 20)[0] for _ in range(200)])
     assert 24 < every.double().mean() < 25  # uniform over 0 .. 49

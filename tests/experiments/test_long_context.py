@@ -133,7 +133,7 @@ def test_what_cannot_be_fetched_is_one_line(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(fetch.shutil, "which", lambda name: None)
     assert main(["fetch", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
-    assert shown.count("kept") == 3 and "emma.txt: left out, it needs Rscript" in shown
+    assert shown.count("kept") == 3 and "emma.txt: left out, because it needs Rscript" in shown
     (tmp_path / "handbook.txt").unlink()
     assert main(["fetch", str(tmp_path)]) == 2
     assert "fetch: apt-get was not found; the texts come from Debian packages" in capsys.readouterr().err

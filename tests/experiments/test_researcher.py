@@ -98,7 +98,7 @@ def test_windows_and_batches_are_of_the_file(tmp_path):
         (range(900), {"vocab_size": 900}, 901, "--vocab-size: expected one size for all files, got 900, 901"),
         (range(900), {"vocab_size": "x"}, None, "expected vocab_size in"),
         (range(900), {"vocab_size": 899}, None, "--vocab-size: expected more than 899, a token of"),
-        (range(901), {"vocab_size": 2**17}, None, "--tokens: expected 4 bytes a token, got"),
+        (range(901), {"vocab_size": 2**17}, None, "--tokens: expected 4 bytes per token, got"),
         (range(700), {"vocab_size": 900}, None, "at least 400 tokens to train on, for windows of 50 tokens, got 300"),
     ],
 )

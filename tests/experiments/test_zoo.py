@@ -118,7 +118,7 @@ def test_random_positions_reach_the_attention_calls():
     tokens = torch.randint(256, (1, 40))
     again = model(tokens, ROPE)
     assert torch.equal(again, model(tokens, ROPE))
-    with pytest.raises(ValueError, match="at most 256, which random positions"):
+    with pytest.raises(ValueError, match="at most 256, the size of the range of random positions"):
         model(torch.randint(256, (1, 257)), ROPE)
 
 
