@@ -87,8 +87,8 @@ def test_rounds_alternate_between_calls():
 
 
 def test_a_call_that_the_host_queues_late_is_timed_again(monkeypatch):
-    """A call that the host queues late is timed again with a longer sleep, which later calls keep. A call that waits
-    for the device is not repeated forever."""
+    """If the host queues a call too late, the call is timed again after a longer sleep of the device, and later calls
+    keep this sleep. A call that waits for the device is not repeated forever."""
     late, slept, calls = [True, True, False, False], [], []
 
     class Event:
@@ -123,7 +123,7 @@ def test_peak_memory_of_a_call():
 )
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "both"])
 def test_contestants_are_correct(p, backward):
-    """Contestants that need no compiler are correct. The others say why they cannot run."""
+    """All contestants that need no compiler are correct or say why they cannot run."""
     reasons = {}
     for contestant in {c.name: c for c in prefill_hope(CPU) + prefill_rerope(CPU)}.values():
         if "compiled" in contestant.name:
@@ -342,7 +342,8 @@ COMMANDS = ("hope", "rerope", "decode", "rotation", "scaling")
 
 @pytest.fixture
 def small_sizes(monkeypatch):
-    """Returns options for small problems. Nothing is compiled, because compiling takes half a minute."""
+    """Returns options for small problems, with contestants that need no compiling. Compiling would take half a
+    minute."""
     from bench.timing import rotation, scaling
 
     monkeypatch.setitem(contestants.ENCODINGS, "compiled RoPE", contestants.eager)
@@ -373,7 +374,7 @@ def test_out_writes_the_files(tmp_path, small_sizes, command):
 
 
 def snapshot(folder: Path) -> dict[Path, tuple[int, int]]:
-    """Returns {file: (size, time of the last change)}."""
+    """Returns {file: (size, time of the last change)} for all files in a folder."""
     files = (path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
     return {path: (path.stat().st_size, path.stat().st_mtime_ns) for path in files}
 
@@ -449,8 +450,8 @@ def test_a_subcommand_gets_its_options(monkeypatch):
 
 # ---- the structure
 def private_uses(path: Path) -> list[str]:
-    """Returns the imports of private names of flashrope, and the private attributes of modules and names imported from
-    it."""
+    """Returns where the source uses private names of flashrope: it imports them, or takes them as attributes of what it
+    imported from flashrope."""
     tree, known, found = ast.parse(path.read_text()), set(), []
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").split(".")[0] == "flashrope":

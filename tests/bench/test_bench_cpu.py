@@ -1,4 +1,4 @@
-"""Tests bench cpu: its goals, its expected time, and that the timed calls are correct. Speed is not tested."""
+"""Tests bench cpu: its goals, its expected time, and whether the timed calls are correct. Speed is not tested."""
 
 import argparse
 import dataclasses
@@ -49,8 +49,8 @@ def test_the_expected_time_of_the_cpu_counts_the_chosen_tables(monkeypatch):
 
 
 def test_wide_heads_are_checked_and_timed(capsys, monkeypatch):
-    """Every goal for wide heads gets a figure. The check fails if the result over one cache, whose keys are
-    the values, is compared with the result over two caches."""
+    """Every goal for wide heads gets a figure. The check before the timing fails if it compares the result over one
+    cache for keys and values with the result over two caches."""
     from bench.timing import cpu, cpu_cases, cpu_wide
 
     if (kernels := cpu_cases.compiled_kernels()) is None:

@@ -1,4 +1,4 @@
-"""Tests the records of the benchmark, and the files, figures, page and goals that are made from them."""
+"""Tests the records of a benchmark, and the files, figures, goals and the page that are made from records."""
 
 import dataclasses
 import json
@@ -154,8 +154,8 @@ def test_rows_of_a_cpu_say_which_kernels(tmp_path, command):
 
 
 def test_the_chart_of_the_cpu(tmp_path, monkeypatch):
-    """The chart has one point per length and series. If there are several windows, it shows the usual one. It shows
-    only float32, measured without a busy process."""
+    """The chart has one point per length and series. If a length has several windows, the chart shows the one nearest
+    to the usual window. It shows only float32, measured without a busy process."""
 
     def of(table, contestant, seqlen, window, milliseconds, **sizes):
         record = record_of(
@@ -276,7 +276,7 @@ RATIO = goals.Goal("H200", "hope", "flashrope HoPE", "SDPA flash", 1.0, {2048: 1
         ({2048: 1.5, 8192: 1.2}, "met", 1.2),
         ({2048: 1.4, 8192: 1.2}, "floor met", 1.2),
         ({2048: 1.5, 8192: 0.99}, "MISSED", 0.99),
-        ({2048: 1.6, 4096: 1.4}, "floor met", 1.4),  # between the two lengths the aim of the shorter one holds
+        ({2048: 1.6, 4096: 1.4}, "floor met", 1.4),  # between two lengths, the aim of the shorter length holds
         ({1024: 9.0}, "not run", None),
         ({}, "not run", None),
     ],

@@ -1,4 +1,5 @@
-"""Tests the compile gate on small kernels of known size: its counts, and that every limit can be exceeded."""
+"""Tests the compile gate on small kernels of known size: whether it counts right, and whether it reports every kind of
+limit that is exceeded."""
 
 import dataclasses
 import json
@@ -17,8 +18,8 @@ slow = pytest.mark.slow  # compiles
 from bench.compiling import cases, gate, sass
 from bench.compiling.offline import Measured
 
-# A tiled product: 64x64 tiles, K in steps of 32, 4 warps. A step has 64*64*32 / (16*8*16) = 64 HMMA, 16 per warp. On
-# sm_90 it has two HGMMA with K = 16, by the only warp group.
+# The program has a tiled product with 64x64 tiles, K in steps of 32, and 4 warps. A step has 64*64*32 / (16*8*16) = 64
+# HMMA, which is 16 per warp. On sm_90 the only warp group issues two HGMMA with K = 16 per step.
 PROGRAM = """
 import dataclasses, json, sys
 import torch, triton, triton.language as tl
@@ -136,8 +137,8 @@ def test_the_first_keys_and_values_are_requested_before_the_queries_are_read(com
 
 @slow
 def test_slots(compiled):
-    """mma.sync reads a tile from registers, so only one of two stages is in shared memory. wgmma reads from shared
-    memory, so both stages are there."""
+    """mma.sync reads tiles from registers, so shared memory holds only one of two stages. wgmma reads tiles from shared
+    memory, so shared memory holds both stages."""
     assert [compiled[name]["slots"] for name in ("sm_80", "three stages", "large", "sm_90")] == [1, 2, 3, 2]
 
 
@@ -186,8 +187,8 @@ def test_violations_name_the_kernel_and_the_limit(compiled):
     assert "does not compile: PTXASError: out of luck" in failed
 
 
-# Spilled bytes, how many of them the tile loops touch, and how often the hot loop does (0 where it is left out). The
-# scheme is left open where it does not matter.
+# A case has spilled bytes, how many of them the tile loops touch, and how often the hot loop touches spilled registers,
+# which is 0 if it is left out. The scheme is left out where it does not matter.
 SPILLED = {
     ("attention_grad_kv", 80, 128): (8, 0),
     ("attention_grad_kv", 80, 64, "rope"): (276, 264, 4),
@@ -431,8 +432,8 @@ def test_classes(opcode, expected):
 
 @slow
 def test_every_pass_of_a_case_is_caught(compiled):
-    """All launches of a case are found. Cases with one and two bands share the kernels that do not depend on bands:
-    rotation (of queries and keys) and delta."""
+    """The plan has all launches of a case. Cases with one and with two bands share the kernels that do not depend on
+    bands, which are the rotations of queries and of keys and delta."""
     alone = [(kernel, 1) for kernel in ("attention_forward", "attention_grad_kv", "attention_grad_q")] * 2
     shared = [("attention_statistics", 2), ("rotate_rows", 2)]
     assert sorted(map(tuple, compiled["planned"])) == sorted(alone + shared)

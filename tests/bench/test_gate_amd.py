@@ -1,4 +1,4 @@
-"""Tests what the gate reads from AMD's assembly, and how calls reach AMD's GPUs. No GPU is needed."""
+"""Tests what the gate reads from AMD's assembly, and how calls are dispatched on AMD's GPUs. No GPU is needed."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -88,8 +88,8 @@ def test_every_limit_can_be_exceeded():
     [
         ("gfx942", 128, 8, 4, 4),
         ("gfx942", 168, 8, 4, 3),
-        ("gfx942", 169, 8, 4, 2),  # allocated in units of 8
-        ("gfx942", 24, 1, 4, 8),  # 8 waves a SIMD
+        ("gfx942", 169, 8, 4, 2),  # registers are allocated in units of 8
+        ("gfx942", 24, 1, 4, 8),  # at most 8 waves per SIMD
         ("gfx942", 24, 1, 1, 16),
         ("gfx942", 128, 33, 4, 1),
         ("gfx950", 128, 33, 4, 4),
@@ -134,7 +134,7 @@ def test_a_row_has_the_columns_of_its_vendor():
 
 @pytest.fixture
 def on_amd(monkeypatch):
-    """Makes torch look as under ROCm, with a GPU of this name."""
+    """Makes torch look as if it ran under ROCm with a GPU of this name."""
 
     def be(name: str):
         monkeypatch.setattr(torch.version, "hip", "7.0")

@@ -1,5 +1,5 @@
-"""Tests the issue model: small loops, blocks and waves whose clocks can be counted by hand, and the tables that the
-model writes."""
+"""Tests the issue model on small loops, blocks and waves whose clocks can be counted by hand. Also tests the tables
+that ``bench model`` writes."""
 
 import csv
 from pathlib import Path
@@ -23,8 +23,8 @@ RESULTS = Path(__file__).resolve().parents[2] / "bench/results/model"
 
 
 def code(*texts):
-    """Returns instructions. A text is an opcode, followed by s and a stall count, by w or r and a scoreboard to hold,
-    or by W and a scoreboard to wait for."""
+    """Returns the instructions that the texts describe. A text is an opcode and then words: s with a stall count, w or
+    r with a scoreboard to hold, or W with a scoreboard to wait for."""
     found = []
     for text in texts:
         opcode, *words = text.split()
@@ -45,14 +45,14 @@ def clocks(*texts, warps=1, blocks=1):
 
 def test_one_instruction_a_clock():
     assert clocks(*["S2R"] * 10) == 10  # an instruction without a pipe
-    assert clocks(*["S2R"] * 10, warps=4) == 10  # a scheduler each
+    assert clocks(*["S2R"] * 10, warps=4) == 10  # every warp has its own scheduler
     assert clocks(*["S2R"] * 10, warps=8) == 20
 
 
 def test_stall_counts_of_one_warp_are_filled_by_another():
     assert clocks("S2R s8", "S2R s2") == 10
     assert clocks("S2R s8", "S2R s2", warps=8) == 10
-    assert clocks(*["S2R s2"] * 5, warps=16) == 20  # four warps a scheduler
+    assert clocks(*["S2R s2"] * 5, warps=16) == 20  # four warps per scheduler
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_stall_counts_of_one_warp_are_filled_by_another():
 )
 def test_a_pipe_takes_an_instruction_every_few_clocks(opcode, busy):
     assert clocks(*[opcode] * 6) == 6 * busy
-    assert clocks(*[opcode] * 6, warps=8) == 12 * busy  # two warps share it
+    assert clocks(*[opcode] * 6, warps=8) == 12 * busy  # two warps share the pipe
 
 
 def test_pipes_overlap():
@@ -78,22 +78,22 @@ def test_pipes_overlap():
 
 
 def test_shared_memory_is_of_all_schedulers():
-    """All schedulers share the shared memory. An LDSM.x4 moves 512 bytes in 4 clocks. Each of four warps loads 8 of
-    them, so the queue never empties."""
+    """All schedulers share the bandwidth of shared memory. An LDSM.x4 moves 512 bytes in 4 clocks. Each of four warps
+    issues 8 of these loads, so the queue never empties."""
     assert clocks(*["LDSM.16.M88.4"] * 8, warps=4) == pytest.approx(4 * 8 * 4, abs=1)
     assert clocks(*["LDSM.16.M88.4"] * 8, warps=8) == pytest.approx(8 * 8 * 4, abs=2)
     assert clocks(*["LDS.128"] * 8, warps=4) == pytest.approx(4 * 8 * 4, abs=1)
-    assert clocks(*["LDS"] * 8, warps=4) == pytest.approx(4 * 8, abs=1)  # 128 bytes, a clock
+    assert clocks(*["LDS"] * 8, warps=4) == pytest.approx(4 * 8, abs=1)  # 128 bytes take one clock
 
 
 def test_a_scoreboard_holds_the_next_instruction_back():
-    """A scoreboard holds the next instruction back. A load leaves the queue after 4 clocks, transfers for 4 clocks and
-    has its latency. Only then the addition issues, and after it the next load."""
+    """An instruction waits for its scoreboard. A load leaves the queue after 4 clocks, transfers for 4 clocks, and its
+    result is there after its latency. Only then does the addition issue, and after it the next load."""
     wait = 4 + 4 + RATES.shared_latency
     assert clocks("LDSM.16.M88.4 w0", "FADD W0 s1") == wait + 1
     assert clocks("LDSM.16.M88.4 w0", "FADD W1 s1") < wait  # another scoreboard
     assert clocks("MUFU.EX2 w2", "FADD W2") == RATES.mufu_latency + 1
-    # a store reads its operands when it leaves the queue; only then may their registers be written
+    # A store reads its operands when it leaves the queue. Only then may the operands' registers be overwritten.
     assert clocks("STS.128 r3", "FADD W3") == 4 + 4 + 1
 
 
@@ -113,7 +113,7 @@ def test_a_barrier_waits_for_the_warps_of_its_block():
     body = [*["S2R"] * 20, "BAR.SYNC"]
     assert clocks(*body, warps=1) == 20 + RATES.barrier
     assert clocks(*body, warps=8) == 2 * 20 + 1 + RATES.barrier
-    # the other block works meanwhile: the time of both is the time to issue all their instructions
+    # While one block waits, the other works. So both together take the time to issue all their instructions.
     both = issue.Multiprocessor(code(*body), 4, 2, RATES, 21).run(2, 6)
     assert both.clocks == pytest.approx(2 * 21, abs=1)
 
@@ -224,7 +224,7 @@ def test_causal_lengths():
 
 
 def test_flash_attention_2_is_predicted_within_15_percent():
-    """The stored figures of FlashAttention-2's kernels give the table of the page. The predictions are within 15% of
+    """The page's table follows from the stored figures of FlashAttention-2's kernels. Its predictions are within 15% of
     the published measurements."""
     rows = {
         (row["who"], row["pass"], row["D"]): row
@@ -247,7 +247,8 @@ def compiled(scheme, *names, head_dim=128):
 
 
 def test_calls_have_no_figures_where_a_kernel_was_not_compiled():
-    """Without the workspace, for which long sequences have no room, RoPE takes kernels of another scheme."""
+    """Long sequences have no room for the workspace of gradients of scores. Without it, RoPE's predictions use the
+    kernels of the scheme that stores no such gradients."""
     found = compiled("rope", "attention_forward", "attention_grad_kv", "attention_grad_q")
     rows = list(model.device_rows(found, []))
     assert {(row["who"], row["pass"]) for row in rows} == {("rope", each) for each in ("forward", "backward", "both")}
@@ -304,8 +305,8 @@ def test_rows_of_the_table_of_decoding():
 
 @pytest.mark.parametrize(("heads", "blocks"), [((40, 8), 1), ((64, 1), 4), ((128, 1), 8)])
 def test_a_row_of_the_table_of_decoding(heads, blocks):
-    """Two blocks of 1,000 clocks take 13.4 bytes per clock if a pass accounts for 6,700 bytes. Keys that several blocks
-    read count once."""
+    """If a pass of 1,000 clocks reads 6,700 bytes, two blocks read 13.4 bytes per clock. Keys that several blocks read
+    count once."""
     scheme = cases.Scheme("some", cases.ONE_BAND.rotary, cache="paged", heads=heads, codes="int8")
     row = bounds.Decoding("RoPE", 128, scheme)
     variant = SimpleNamespace(block_m=16, block_n=32, head_dim=128, head_dim_v=0, first_value=-1)

@@ -1,5 +1,5 @@
-"""Runs bench/on_gpu.sh with a python3 that only pretends to have a GPU, and tests the progress lines that it reads from
-logs."""
+"""Runs bench/on_gpu.sh with a replacement for python3 that pretends to have a GPU. Also tests the progress lines that
+the script reads from logs."""
 
 import os
 import re
@@ -19,7 +19,8 @@ SCRIPT = ROOT / "bench" / "on_gpu.sh"
 needs_bash = pytest.mark.skipif(
     not all(map(shutil.which, ("bash", "timeout", "tar", "awk"))), reason="needs bash and coreutils"
 )
-# Answers every question of the script with a device; steps print what the real ones print. The step "tests" never ends.
+# A replacement for python3. It answers all questions of the script about the device, and prints what real steps print.
+# The step "tests" never ends.
 STUB = """#!/usr/bin/env bash
 case "$*" in
   "-m bench.progress"*) exec {python} "$@" ;;
@@ -42,7 +43,7 @@ def run(folder: Path, *words: str, stub: str = STUB) -> subprocess.CompletedProc
 
 
 def packed(folder: Path) -> dict[str, str]:
-    """Returns {path within the packed file: text}."""
+    """Returns {path: text} of all files in the packed results."""
     [path] = folder.glob("*.tgz")
     assert re.fullmatch(r"flashrope-gpu-nvidia-test-r-gpu-\d{4}-\d\d-\d\d\.tgz", path.name)
     with tarfile.open(path) as archive:

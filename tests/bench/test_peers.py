@@ -48,7 +48,7 @@ def test_one_kernel_is_picked(symbol, shared_kb):
     [peer] = picked(symbol)
     assert peer.shared == 1024 * shared_kb and peer.head_dim == 128
     flags = re.search(r"EE((?:Lb\dE){7,8})E", symbol)[1]
-    for at in range(0, len(flags), 4):  # "Lb0E" each; a changed flag is another kernel
+    for at in range(0, len(flags), 4):  # every flag is "Lb0E" or "Lb1E"; a changed flag means another kernel
         other = flags[: at + 2] + str(1 - int(flags[at + 2])) + flags[at + 3 :]
         assert not picked(symbol.replace(flags, other)), other
     assert not picked(symbol.replace("10bfloat16_t", "6half_t"))
@@ -61,7 +61,7 @@ def test_the_loop_over_tiles_is_the_one_with_exponentials():
     listing = sass.parse(parts["first"])
     loop = peers.attention_loop(listing)
     assert (loop["total"], loop["products"], loop["ldsm"]) == (6, 1.5, 1)
-    assert sass.hot_loop(listing)["products"] == 2  # the loop of only a product
+    assert sass.hot_loop(listing)["products"] == 2  # hot_loop takes the loop that has only a product
     row = peers.figures(80, 255, 4, 64 * 1024, listing, 1.5)
     assert row == {
         "warps": "4",

@@ -22,9 +22,9 @@ KERNEL = ragged.Kernel(outside=(10.0, 14.0), passes=(5.0, 8.0), block_n=64, tile
         ([[3]], 10 + 3 * 5),
         ([[0]], 10),  # a split without keys
         ([[3, 2]], 10 + 15 + 10 + 10),  # two pieces, one after the other
-        ([[3], [3]], 25),  # on two multiprocessors
-        ([[3], [3], [3]], 14 + 3 * 8),  # two beside each other
-        ([[3]] * 5, 38 + 25),  # the fifth waits
+        ([[3], [3]], 25),  # each block has its own multiprocessor
+        ([[3], [3], [3]], 14 + 3 * 8),  # two blocks share a multiprocessor
+        ([[3]] * 5, 38 + 25),  # the fifth block waits for a place
     ],
 )
 def test_clocks(blocks, clocks):
@@ -36,7 +36,7 @@ def test_places_are_fixed():
 
 
 def test_bandwidth_is_shared():
-    narrow = waves.Device("narrow", 2, 1.0, 0.2)  # two blocks ask for 0.4 bytes a clock
+    narrow = waves.Device("narrow", 2, 1.0, 0.2)  # two blocks ask for 0.4 bytes per clock
     assert ragged.clocks(narrow, KERNEL, [[3], [3]]) == pytest.approx(10 + 3 * 10)
 
 
@@ -51,7 +51,8 @@ def test_divisions():
 
 
 def test_the_goal_is_reached():
-    """Batches of unequal lengths take at most 1.15 of the time of the memory."""
+    """With shares, batches of unequal lengths take at most 1.15 times the time in which the memory delivers the
+    keys."""
     with open(RESULTS / ragged.RAGGED, newline="") as lines:
         rows = list(csv.DictReader(lines))
     goals = list(ragged.BATCHES)[:5]

@@ -1,4 +1,4 @@
-"""Tests the predictions for other people's kernels: how the tutorial is read, and the rows beside what was measured."""
+"""Tests bench validate: how it reads the tutorial's kernel, and the rows that compare predictions with measurements."""
 
 import pytest
 
@@ -39,13 +39,13 @@ def test_only_the_forward_kernel_of_the_tutorial_is_read(tmp_path):
 
 
 def test_rows_beside_what_was_measured():
-    """The rows hold the time that follows from the clocks. At 16,384 keys, 16,384 blocks of 128 queries run 216 at a
-    time, with 3,000 clocks per tile of 64 keys."""
+    """The predicted time follows from the clocks. At 16,384 keys there are 16,384 blocks of 128 queries. 216 of them
+    run at a time, and each takes 3,000 clocks per tile of 64 keys."""
     rows = list(validate.rows({validate.FLASH: [tile(128)], validate.TRITON: []}))
     assert [row["row"] for row in rows] == ["predicted", "published", "error of the model"]
     prediction, published, error = rows
     assert [published[n] for n in ("1024", "16384")] == ["142", "210"]
-    tiles = sum(2 * (at + 1) for at in range(128))  # of 64 keys, for the blocks of one head
+    tiles = sum(2 * (at + 1) for at in range(128))  # tiles of 64 keys that all blocks of one head visit
     seconds = 128 * tiles * 3000 / (108 * 2) / 1.41e9
     expected = 2 * 128 * 16384**2 * 128 / seconds / 1e12
     assert float(prediction["16384"]) == pytest.approx(expected, rel=0.01)

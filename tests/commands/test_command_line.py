@@ -1,4 +1,4 @@
-"""The command line starts without torch, and every command ends cleanly at Ctrl-C."""
+"""Tests that the command line starts without torch, and that every command ends cleanly at Ctrl-C."""
 
 import json
 import os
@@ -30,7 +30,7 @@ def python(*arguments, **options):
 
 
 def loaded(code: str) -> set[str]:
-    """Returns the top-level modules that a new process has loaded after this code."""
+    """Returns the top-level modules that a new process has loaded after running the code."""
     ran = python("-c", f"{code}\nimport sys; print('\\n' + ' '.join({{name.split('.')[0] for name in sys.modules}}))")
     assert ran.returncode == 0, ran.stderr
     return set(ran.stdout.splitlines()[-1].split())
@@ -74,8 +74,8 @@ def test_the_package_is_imported_on_first_use():
 
 
 def test_where_torch_is_loaded_the_operators_are_there_after_the_import():
-    """In a process that has imported torch, importing flashrope registers its operators. torch.export.load needs this
-    to find the operators of a saved program."""
+    """In a process that has already imported torch, importing flashrope registers its operators. torch.export.load
+    needs them for a saved program."""
     ran = python("-c", "import torch, flashrope; print(torch.ops.flashrope.attention.default)")
     assert ran.returncode == 0, ran.stderr
 
@@ -144,7 +144,8 @@ def test_the_steps_of_several_jobs_are_counted_together():
 
 
 def test_a_bar_on_a_terminal_without_a_width():
-    """The bar works on a terminal without a width, such as that of script(1) with another stdin."""
+    """The progress bar works on a terminal that reports no width, such as the terminal of script(1) whose stdin is not
+    a terminal."""
     code = "from flashrope.cli.progress import Bar\nbar = Bar(4).start('measuring')\nbar.step(4)\n"
     ours, theirs = pty.openpty()
     assert os.get_terminal_size(theirs).columns == 0
@@ -203,8 +204,8 @@ def test_what_a_library_makes_of_an_interrupt_is_one(capsys):
     + ["flashrope.backends\n"],
 )
 def test_an_interrupt_while_torch_is_loaded(module):
-    """Ctrl-C ends the command cleanly while torch is loaded. -X importtime names a module on stderr as soon as it is
-    loaded."""
+    """Ctrl-C ends the command cleanly even while it loads torch. The test waits for a module that Python names on
+    stderr as soon as it is loaded (-X importtime)."""
     command = [sys.executable, "-X", "importtime", "-m", "flashrope", "info"]
     code, lines = interrupted_at(command, module)
     said = [line for line in lines if not line.startswith("import time:") and line.strip()]
@@ -212,8 +213,8 @@ def test_an_interrupt_while_torch_is_loaded(module):
 
 
 def test_tuning_cancels_what_is_not_compiled_yet():
-    """Tuning cancels kernels that are not compiled yet. Without this, the end of a thread pool would wait for minutes
-    of compiling."""
+    """At Ctrl-C, tuning cancels the kernels that are not compiled yet. Otherwise the thread pool would wait for minutes
+    until all are compiled."""
     running, go = threading.Event(), threading.Event()
 
     def compile_one():

@@ -81,8 +81,8 @@ def test_writes_every_result(finished):
 
 
 def test_a_training_that_says_nothing_of_speed_names_none():
-    """Short trainings, and trainings whose speeds are not comparable, report no speed. Start-up time or other processes
-    would make a model look slower."""
+    """The command reports no speed for short trainings and for trainings whose speeds are not comparable. In these,
+    start-up time or other processes would make a model look slower."""
     from flashrope.small_models.demo import trained_text
     from flashrope.small_models.train import Trained
 
@@ -139,7 +139,7 @@ def test_the_figure_has_at_most_six_curves(finished):
     made = [Row(name, "rope", "log n" in name, tuple(losses)) for name, losses in of.items()]
     (axes,) = losses_figure(made, 32).axes
     drawn = [text.get_text() for text in axes.texts]
-    assert len(made) > 6 and len(axes.lines) == 6 + 1  # and the training length
+    assert len(made) > 6 and len(axes.lines) == 6 + 1  # the last line marks the training length
     assert [name for name in of if any(text.startswith(f"{name}  ") for text in drawn)] == list(of)[:6]
     assert f"all {len(made)} rows: losses.md" in " ".join(drawn)
 

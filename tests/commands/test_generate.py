@@ -52,8 +52,8 @@ def run(checkpoint, capsys):
 
 
 def by_full_passes(model, rotary, prompt, tokens):
-    """Decodes greedily without a cache. Also returns the smallest margin between the two most likely bytes, to show
-    that rounding did not decide a byte."""
+    """Decodes greedily without a cache. Also returns the smallest margin between the two most likely bytes, which shows
+    that rounding decided no byte."""
     text, margin = list(prompt), float("inf")
     with torch.inference_mode():
         for _ in range(tokens):
@@ -66,7 +66,7 @@ def by_full_passes(model, rotary, prompt, tokens):
 
 # ---- decoding
 def test_one_cache_for_all_blocks():
-    """A read that is interrupted in the last block leaves nothing in the caches of the other blocks."""
+    """If reading a prompt is interrupted in the last block of the model, the caches of the other blocks stay empty."""
     model, tokens = model_of(), data.as_tokens([PROMPT], "cpu")
     decoder = Decoder(model, ROPE, 60)
     assert decoder.cache.layers == len(model.blocks)
@@ -100,8 +100,8 @@ def test_decoding_with_the_cache_is_decoding_by_full_passes(rotary, impl, monkey
 
 @pytest.mark.parametrize("cache_dtype", [None, "int8", "int4"])
 def test_logits_with_the_cache(cache_dtype):
-    """Logits are the same with the prompt in one piece and in several. The error of quantization does not depend on the
-    pieces."""
+    """Logits are the same whether the prompt is read in one piece or in several. The error that quantization makes does
+    not depend on the pieces."""
     model, rotary, tokens = model_of(), ROPE.rectify(16, 4.0).log_n(LENGTH), torch.randint(256, (1, 100))
     with torch.inference_mode():
         expected, found = model(tokens, rotary), []
@@ -118,8 +118,8 @@ def test_logits_with_the_cache(cache_dtype):
 
 @pytest.mark.parametrize("cache_dtype", [None, "int8"])
 def test_a_cache_of_fixed_size(cache_dtype):
-    """With a cache of fixed size, a byte sees the kept bytes and the bytes of its chunk, at positions 0, 1, 2, ... The
-    model has one block, so keys depend only on their own byte."""
+    """With a cache of fixed size, a byte sees the bytes that the cache keeps and the bytes of its own chunk, at
+    positions 0, 1, 2, ... The model has one block, so keys depend only on their own byte."""
     torch.manual_seed(1)
     model = LanguageModel(dataclasses.replace(model_of().config, layers=1)).eval()
     rotary, tokens = ROPE.rectify(16, 4.0).log_n(LENGTH), torch.randint(256, (2, 200))

@@ -1,4 +1,4 @@
-"""Ranks for the tests: gloo processes that stay alive between tests and run the functions that they are sent.
+"""Provides ranks for the tests: gloo processes that stay alive between tests and run the functions that they are sent.
 
 The ranks find one another through a file, so no port is used. After a function that fails or takes too long, the
 processes are replaced.
@@ -18,7 +18,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 
 RANKS = 4
-SECONDS = 240  # for one function; longer means a hang, not a slow machine
+SECONDS = 240  # time limit for one function: even a slow machine needs less, so the function hangs
 
 
 class Failed(AssertionError):
@@ -109,7 +109,7 @@ def _serve(rank: int, count: int, store: str, connection) -> None:
     while True:
         try:
             function, args = connection.recv()
-        except EOFError:  # the tests are over
+        except EOFError:  # all tests have ended
             return
         try:
             answer = True, function(*args)
@@ -120,8 +120,8 @@ def _serve(rank: int, count: int, store: str, connection) -> None:
 
 @functools.cache
 def mesh(ranks: int):
-    """Returns a one-dimensional mesh of 2 ranks or of all. If there are several meshes of 2 ranks, each does the same
-    work."""
+    """Returns a one-dimensional mesh of 2 ranks or of all ranks. If there are several meshes of 2 ranks, all of them do
+    the same work."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 

@@ -27,7 +27,8 @@ interpreted = pytest.mark.skipif(
 
 
 def sharded(group, p: Problem, dim: int = 1, **options) -> dict[str, torch.Tensor]:
-    """Returns the results of a call over the ranks of group, gathered. p: a Problem, or packed sequences with dim 0."""
+    """Returns the results of a call over the ranks of a group, gathered from all ranks. p: a Problem, or packed
+    sequences if dim is 0."""
     leaves = [shard_sequence(x, group, dim).detach().requires_grad_() for x in (p.q, p.k, p.v)]
     if p.sinks is not None:
         leaves.append(p.sinks.detach().requires_grad_())
@@ -76,7 +77,8 @@ def test_forward_and_gradients(count, causal, dtype):
 @both_ways
 @on_ranks
 def test_sinks(causal):
-    """With three key heads on two ranks, calls that are not causal pad the heads and the sinks."""
+    """With three key heads on two ranks, calls that are not causal give the right results. They pad the heads and the
+    sinks."""
     holds(2, "rerope", torch.float64, sinks=True, causal=causal, heads=3, group=1)
 
 
@@ -116,7 +118,7 @@ def test_order_of_the_parts(count):
     assert torch.equal(sequence_positions(8 * count, group), part[0].long())
     full = unshard_sequence(part, group)
     assert torch.equal(full, x)
-    # every rank passes the same gradient, so the gradient of this rank's part is count times as large
+    # Every rank passes the same gradient, so the gradient of this rank's part is `count` times as large.
     (grad,) = torch.autograd.grad(full, x, x.detach())
     want = torch.zeros_like(x).index_copy(1, sequence_positions(8 * count, group), count * part.detach())
     assert torch.equal(grad, want)
@@ -138,7 +140,7 @@ def test_one_rank_is_plain_attention():
 
 
 def check_compiled(loss, tensors, **options) -> None:
-    """Checks that the gradients of a loss under torch.compile are the same as without it."""
+    """Checks that a loss has the same gradients under torch.compile as without it."""
     eager, graph = ([x.clone().requires_grad_() for x in tensors] for _ in range(2))
     want = torch.autograd.grad(loss(*eager), eager)
     got = torch.autograd.grad(torch.compile(loss, backend="aot_eager", **options)(*graph), graph)
@@ -205,8 +207,8 @@ def test_refusals(count):
 @pytest.mark.parametrize("count", [2, 4])
 @on_ranks
 def test_inside_pytorchs_context_parallel(count):
-    """Inside PyTorch's context parallelism, which replaces SDPA, a call raises an error, because the CPU backend calls
-    SDPA."""
+    """Inside PyTorch's own context parallelism, a call raises an error. That context replaces SDPA, which the CPU
+    backend calls."""
     from torch.distributed.tensor.experimental import context_parallel
 
     rope, qkv, group = Rotary.rope(16), local_inputs(), mesh(count)

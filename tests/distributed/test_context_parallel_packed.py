@@ -16,17 +16,17 @@ from small_calls import check_refused
 from support import SCHEMES, Target, int32
 from test_context_parallel import CHOSEN, both_ways, check_compiled, interpreted, sharded
 
-# (queries, keys) of every sequence; both totals divide into 2 * 2 and 2 * 3 chunks
+# {case: (numbers of queries, numbers of keys) of the sequences}. Both totals divide into 2 * 2 and into 2 * 3 chunks.
 LENGTHS = {
     # one sequence crosses all ranks; sequences of 3, 5 and 13 rows have no rows on some ranks
     "packed": ((5, 0, 26, 3, 1, 13), (5, 0, 26, 3, 1, 13)),
     "one": ((48,), (48,)),
     "short": ((4,) * 12, (4,) * 12),
-    "more_keys": ((5, 0, 26, 3, 1, 13), (9, 4, 30, 10, 0, 7)),  # also fewer keys than queries: some rows see no key
+    "more_keys": ((5, 0, 26, 3, 1, 13), (9, 4, 30, 10, 0, 7)),  # with fewer keys than queries, some rows see none
     "rank_without_keys": ((12, 24, 12), (20, 0, 28)),
     "long": ((30, 300, 6), (30, 300, 6)),
 }
-# Schemes that depend on the position itself, not only on distances: keys must have their position in the sequence.
+# The schemes depend on positions, not only on distances. So every key must have its position in its sequence.
 MAPS = {
     "self_extend": lambda d: Rotary.rope(d).self_extend(8, 4),
     "dual_chunk": lambda d: Rotary.rope(d).dual_chunk(160, 32),
@@ -94,7 +94,7 @@ def test_triton():
 
 
 def seen(lengths, row: int) -> list[int]:
-    """Returns the packed keys that a packed row sees according to the definition."""
+    """Returns which packed keys a packed row must see by the definition of the call."""
     starts_q, starts_k = ([0, *accumulate(counts)] for counts in lengths)
     n = max(n for n in range(len(lengths[0])) if starts_q[n] <= row and lengths[0][n])
     visible = row - starts_q[n] + lengths[1][n] - lengths[0][n] + 1
@@ -127,7 +127,8 @@ def test_a_rank_computes_on_the_keys_that_its_rows_see(seed):
 
 @on_ranks
 def test_what_is_called():
-    """The option `deterministic` is passed on. Both chunks of a rank are one call over the keys of their sequences."""
+    """A rank makes one call for both of its chunks, over the keys of their sequences. The option `deterministic` is
+    passed on to it."""
     if not (group := first(3)):
         return
     p = packed("short", Rotary.rope(16))

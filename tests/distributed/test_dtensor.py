@@ -1,4 +1,4 @@
-"""Tests DTensor inputs: compares the sharding rules with the plain call, and counts the collectives."""
+"""Tests DTensor inputs: compares results with those of plain tensors, and counts the collectives."""
 
 import copy
 import itertools
@@ -27,7 +27,7 @@ HEADS, BATCH = Shard(2), Shard(0)
 
 
 def inputs(batch=4, seqlen=20, heads=8, heads_kv=4):
-    """Returns q, k, v, and gradients of out and lse, float32."""
+    """Returns q, k, v, and gradients of the output and of lse, all float32."""
     generator = torch.Generator().manual_seed(0)
     shapes = [*((batch, seqlen, h, 16) for h in (heads, heads_kv, heads_kv, heads)), (batch, heads, seqlen)]
     return [torch.randn(shape, generator=generator) for shape in shapes]
@@ -41,7 +41,8 @@ def call_and_gradients(call, tensors, grad_out, grad_lse):
 
 
 def compare(device_mesh, placements, call, tensors, lse_placements=None, grad_lse=True, collectives=0, bits=True):
-    """Checks that a call on DTensors gives the results of plain tensors, with the placements of its inputs."""
+    """Checks that a call on DTensors gives the results of plain tensors, and that the results have the placements of
+    the inputs."""
     *tensors, grad_out, of_lse = tensors
     of_lse = of_lse if grad_lse else None
     want = call_and_gradients(call, tensors, grad_out, of_lse)
@@ -94,8 +95,8 @@ def test_sinks():
 
 
 class _Keeping:
-    """The CPU backend, changed to save rotated keys for the backward as Triton's backend does. The backward checks
-    them."""
+    """Changes the CPU backend so that it saves rotated keys for the backward, as Triton's backend does. The backward
+    checks these keys."""
 
     unsupported_reason = staticmethod(cpu.unsupported_reason)
 
@@ -127,7 +128,8 @@ class _Keeping:
 
 @on_ranks
 def test_rotated_keys():
-    """Two schemes with equal shapes are not mixed up if only one of them saves rotated keys for backward."""
+    """Two schemes with inputs of equal shapes are not confused if only one of them saves rotated keys for the
+    backward."""
     sys.modules["flashrope.backends.keeping"] = _Keeping
     both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     cases = (
@@ -155,7 +157,7 @@ def test_rotated_keys():
     odd = [distribute_tensor(x, mesh(2), [BATCH]) for x in inputs(batch=3)[:3]]
     arguments = (None, None, None, 20, 20, rotary.text, True, 0.25, True, "keeping")
     out, _, rotated_k, _ = OPERATORS.attention(*odd, *arguments)
-    # 3 sequences do not divide by 2 ranks, and the rows of rotated_k would not be divided where the batch is
+    # 2 ranks cannot share 3 sequences equally, and rotated_k would not be divided at the same rows as the batch.
     assert out.placements == rotated_k.placements == (Replicate(),)
     whole = [distribute_tensor(x, mesh(2), [Replicate()]) for x in inputs(batch=3)[:3]]
     positions = distribute_tensor(given[:3], mesh(2), [BATCH])  # the only tensor that is sharded over the batch
@@ -188,7 +190,8 @@ def test_mesh_of_two_dimensions():
 
 @on_ranks
 def test_uneven_parts_are_gathered():
-    """Fewer key heads than ranks, an odd batch and a sharded sequence are gathered first."""
+    """The inputs are gathered first if there are fewer key heads than ranks, if the batch is odd, or if the sequence is
+    sharded."""
     rotary = SCHEMES["rerope"](16)
 
     def call(q, k, v):
@@ -206,8 +209,8 @@ def test_uneven_parts_are_gathered():
 
 @on_ranks
 def test_mixed_placements():
-    """Results are those of plain tensors if queries and keys have different placements, and gradients other placements
-    than the output."""
+    """Results are those of plain tensors even if queries and keys have different placements, and if the gradient has
+    other placements than the output."""
     rotary, (q, k, v, grad_out, _) = SCHEMES["rope"](16), inputs()
     want = call_and_gradients(lambda *x: attention(*x, rotary, return_lse=True), (q, k, v), grad_out, None)
     cases = (
@@ -263,8 +266,8 @@ class SelfAttention(nn.Module):
 @pytest.mark.parametrize("local", [True, False], ids=["local", "dtensor"])
 @on_ranks
 def test_tensor_parallel_and_fully_sharded(local):
-    """Gradients of an attention layer are those of one device if 8 query heads and 2 key heads are sharded over 2
-    ranks, and the parameters over 2 more. Activations are local tensors or DTensors."""
+    """An attention layer has the gradients of one device if 8 query heads and 2 key heads are sharded over 2 ranks and
+    the parameters over 2 more. Activations are local tensors or DTensors."""
     both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
     torch.manual_seed(0)
     plain, x = SelfAttention(), torch.randn(4, 20, 64, dtype=torch.float64)
@@ -283,7 +286,7 @@ def test_tensor_parallel_and_fully_sharded(local):
 
 @on_ranks
 def test_gradient_of_a_collective():
-    """The gradient of plain tensors may be a pending result of a collective."""
+    """The backward of plain tensors accepts a gradient that is the pending result of a collective."""
     q, k, v, grad_out, _ = inputs()
     seen = []
 

@@ -24,7 +24,8 @@ from ranks import on_ranks
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "train_fsdp.py"
 TINY = ["--preset", "tiny", "--device", "cpu", "--dtype", "float64", "--log-every", "1"]
 TINY += ["--width", "32", "--mlp-width", "48"]
-# float64, relative. Only the order of sums over ranks differs; the largest error seen was 2e-14, in a gradient.
+# The relative bound in float64. Only the order of sums over ranks differs. The largest error seen was 2e-14, in a
+# gradient.
 ROUNDING = 1e-12
 
 
@@ -61,8 +62,8 @@ def make_run(arguments, out):
 
 
 def whole(run, of_gradients: bool = False) -> dict[str, torch.Tensor]:
-    """Returns all parameters, or their gradients, gathered, with q, k and v joined as in flashrope.small_models's
-    model."""
+    """Gathers all parameters, or their gradients, and returns them with q, k and v joined, as in the model of
+    flashrope.small_models."""
     tensors = {name: (p.grad if of_gradients else p.detach()).full_tensor() for name, p in run.model.named_parameters()}
     return joined(tensors, run.args.layers)
 
@@ -74,8 +75,8 @@ def joined(tensors: dict[str, torch.Tensor], layers: int) -> dict[str, torch.Ten
 
 
 def on_one_device(text: str, steps: int):
-    """Returns losses, gradients of the first step and weights after the last step. The model comes from
-    flashrope.small_models instead of the example, and no parallel code of the example runs."""
+    """Returns losses, gradients of the first step and weights after the last step, all from one device. The model comes
+    from flashrope.small_models, and no parallel code of the example runs."""
     fsdp = example()
     args = fsdp.parse([*TINY, "--text", text, "--steps", str(steps)])
     torch.manual_seed(args.seed)
@@ -147,7 +148,7 @@ def test_an_interrupted_run_resumes(text, tmp_path):
     for _ in range(3):
         run.train_step()
     run.save()
-    run.train_step()  # lost
+    run.train_step()  # not saved, so the resumed run repeats it
     for layout in (("--tp", "2"), ("--cp", "4"), ()):
         run = make_run((*arguments, *layout), tmp_path)
         run.resume()
@@ -207,7 +208,7 @@ def logged(out: Path) -> list[float]:
 
 
 def test_can_be_copied_out_of_the_repository():
-    """The example imports only the public names of flashrope. (The slow tests run a copy.)"""
+    """The example imports only public names of flashrope. The slow tests run a copy of it."""
     imports = [node for node in ast.walk(ast.parse(EXAMPLE.read_text())) if isinstance(node, ast.ImportFrom)]
     ours = {node.module: {name.name for name in node.names} for node in imports if node.module.startswith("flashrope")}
     assert ours == {

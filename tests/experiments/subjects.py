@@ -1,4 +1,4 @@
-"""Replacements for models, which predict by a rule, and code that the tests of the tasks share."""
+"""Provides replacements for models that predict by a rule, and code that the tests of the tasks share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CORPUS = data.Corpus("text", b"\0".join(PIECES[:2]), PIECES[2:], ("a", "b"), ("c
 
 
 class Oracle(torch.nn.Module):
-    """Predicts the byte ``rule(bytes so far)`` at every position."""
+    """Replaces a model. At every position it predicts the byte ``rule(bytes so far)``."""
 
     def __init__(self, rule):
         super().__init__()
@@ -32,7 +32,7 @@ class Oracle(torch.nn.Module):
 
 
 def subject(rule, unit=64, samples=10, unseen=PIECES[2:], **options) -> Subject:
-    """Returns the argument of a measure, with a rule instead of a model."""
+    """Returns the Subject that a measure takes, with a rule instead of a model."""
     return Subject(Oracle(rule), scheme("rope", ModelConfig(64, 2, 2), unit), unseen, unit, samples, 0, **options)
 
 
@@ -41,7 +41,7 @@ def by_place(results):
 
 
 def sharpen(module):
-    """Makes weights ten times larger: with initial weights attention hardly matters."""
+    """Makes weights ten times larger, because attention hardly matters with initial weights."""
     with torch.no_grad():
         for parameter in module.parameters():
             if parameter.ndim == 2:
@@ -49,8 +49,8 @@ def sharpen(module):
 
 
 def check_growth(batches, length, shortest):
-    """Checks the first 20 batches of a task, batches(seed, start) over 20 steps. Samples start below ``shortest`` and
-    have ``length`` from the middle on. A batch depends only on the seed and its step."""
+    """Checks the 20 batches of a task. batches(seed, start) yields them from step `start` on. Samples start below
+    ``shortest`` and have ``length`` from the middle on. A batch depends only on the seed and its step."""
 
     def first(count, seed=0, start=0):
         stream = batches(seed, start)

@@ -1,4 +1,5 @@
-"""Tests the loss by length of checkpoints: what is read from the files of ``flashrope loss``, and what is judged."""
+"""Tests the experiment on the loss of checkpoints by length: what it reads from the files of ``flashrope loss``, and
+what it judges."""
 
 import json
 

@@ -19,15 +19,15 @@ def measured(rule, multiples, samples=40):
 
 
 def copier(text):
-    """Predicts the letter that followed an earlier occurrence of the last four letters, or a letter that never occurs
-    if there is none."""
+    """Copies: predicts the letter that followed an earlier occurrence of the last four letters. If they did not occur
+    before, it predicts a letter that is never right."""
     at = text[:-1].rfind(text[-4:])
     return text[at + 4] if at >= 0 and at + 4 < len(text) else 99
 
 
 def grid(text):
-    """Predicts the letter at that multiple of 12 letters back which best agrees with the last letters. This is not
-    copying."""
+    """Looks back by multiples of 12 letters, which is not copying. It takes the multiple at which the letters agree
+    best with the last letters, and predicts the letter that followed there."""
     steps = range(12, len(text) - 8, 12)
     best = max(steps, key=lambda d: sum(text[-n] == text[-n - d] for n in range(1, 9)), default=0)
     return text[-best] if best else 99
@@ -50,7 +50,7 @@ def test_practice_asks_for_the_letters_that_follow():
 
 
 def test_practice_covers_what_is_asked_at_its_length():
-    """Practice covers the prompts of the training length: it has as many sequences, and the letters to copy are as far
+    """Practice covers what prompts of the training length need: as many sequences, and letters to copy that are as far
     back."""
     practised, asked = set(), set()
     for seed in range(200):

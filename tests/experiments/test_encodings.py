@@ -26,7 +26,7 @@ def assert_everywhere(bias, formula):
 def test_alibi():
     _, bias = bias_of("alibi", heads=8)
     assert_everywhere(bias, lambda h, i, j: -(2 ** -(h + 1)) * (i - j))
-    # ALiBi's slopes for 12 heads: those of 8 heads, then every other one of 16
+    # ALiBi's slopes for 12 heads are the slopes for 8 heads, then every other slope for 16 heads.
     expected = [2**-n for n in (1, 2, 3, 4, 5, 6, 7, 8)] + [2**-n for n in (0.5, 1.5, 2.5, 3.5)]
     assert encodings.alibi_slopes(12) == pytest.approx(expected)
 
@@ -61,8 +61,8 @@ def test_t5():
     table = module.table.tolist()
 
     def bucket(d):
-        """Returns the bucket of a distance. Each distance below 16 has its own; then 16 buckets divide the logarithm
-        evenly up to 128."""
+        """Returns the bucket of a distance. Every distance below 16 has its own bucket. From there to 128, 16 buckets
+        are spaced evenly in the logarithm."""
         if d < 16:
             return d
         edges = [16 * 8 ** (step / 16) for step in range(17)]

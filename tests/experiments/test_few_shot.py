@@ -30,7 +30,7 @@ def follower(text):
 
 
 def parts(prompt):
-    """Returns (filler, examples as (asked, label), filler, query) of a prompt. The texts contain no line ends."""
+    """Splits a prompt into (filler, examples as (text, label), filler, query). Texts contain no line ends."""
     *lines, query = prompt.split(b"\n")
     filler = [n for n, line in enumerate(lines) if MARK not in line]
     examples = [line for line in lines if MARK in line]
@@ -117,7 +117,7 @@ def test_practice_asks_for_labels_that_can_be_known():
 
 
 def test_practice_covers_what_is_asked_at_its_length():
-    """In practice, labels are as far back as in the prompts of the training length."""
+    """In practice samples, labels are as far back as in prompts of the training length."""
     texts, asked = few_shot.practice_texts(TRAIN), few_shot.asked_texts(TRAIN, UNSEEN)
     practised = [few_shot.practice(texts, 288, random.Random(n))[0] for n in range(300)]
     prompts = [prompt for kind in SEPARATORS for prompt in few_shot.prompts(asked, kind, 288, 50, 0)[0]]

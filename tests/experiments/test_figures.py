@@ -1,4 +1,5 @@
-"""Tests the figures: one look for a scheme, at most eight lines in a panel, names that do not overlap, small files."""
+"""Tests the figures: a scheme always looks the same, a panel has at most eight lines, names do not overlap, and files
+are small."""
 
 import pytest
 from matplotlib.image import imread
@@ -87,7 +88,8 @@ def test_points(tmp_path):
 
 @pytest.mark.parametrize("name", ["zoo", "copying", "lengths", "passkey", "rerope-schemes"])
 def test_every_experiment_is_drawn_and_tabled(name, tmp_path):
-    """Every experiment is drawn and tabulated from made-up numbers. Each of its schemes is in at least one figure."""
+    """Figures and tables of every experiment can be made, here from made-up numbers. Each scheme of an experiment is in
+    at least one of its figures."""
     experiment, unit = EXPERIMENTS[name], 64
     tasks = {
         "copying": ("copying-by-length", "copying-control"),

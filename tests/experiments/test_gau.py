@@ -26,7 +26,7 @@ def model_of(config=CONFIG):
 
 
 def rotated(x, base=10_000.0):
-    """Returns x (seqlen, head_dim) with pairs m and m + head_dim / 2 rotated by the position."""
+    """Returns x (seqlen, head_dim) after rotating channels m and m + head_dim / 2 by the position."""
     seqlen, size = x.shape
     half = size // 2
     out = torch.empty_like(x)
@@ -39,7 +39,7 @@ def rotated(x, base=10_000.0):
 
 
 def formula(model, tokens, log_n=None):
-    """Returns the logits of one sequence, unit by unit as in the paper."""
+    """Returns the logits of one sequence, computed unit by unit with the paper's formula."""
 
     def silu(x):
         return x / (1 + (-x).exp())

@@ -1,4 +1,4 @@
-"""Tests the table of docs/long_context.md, and how its texts are made from packages."""
+"""Tests the tables of docs/long_context.md, and how ``experiments fetch`` makes its texts from packages."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Tests the page of the experiments: it is written from results, is small, and has no other numbers."""
+"""Tests the page of the experiments: it is small, it is written from results, and all its numbers come from results."""
 
 import json
 import re
@@ -32,7 +32,8 @@ NUMBERS_OF_PAPERS = "|".join(
 
 
 def published(folder, **values):
-    """Writes results of "copying" for five seeds. values: {length: percentage of right letters} for each scheme."""
+    """Writes results of the experiment "copying" for five seeds. values: {scheme: {length: percentage of right
+    letters}}."""
     sizes = {"width": 64, "layers": 2, "heads": 2, "mlp_width": 0, "vocab_size": 64, "train_length": 128, "steps": 1500}
     record = {"command": "python -m experiments copying", "settings": sizes, "seeds": [0, 1, 2, 3, 4]}
     record |= {"hardware": "a processor", "revision": "0123456789abcdef"}
@@ -60,7 +61,7 @@ def test_the_page_is_what_the_template_and_the_results_give():
 
 
 def test_the_tables_are_what_the_results_give(tmp_path):
-    """table.md holds what results.csv gives, for every experiment whose figures come only from it."""
+    """For every experiment whose figures come only from results.csv, table.md equals the table made from this file."""
     for name in EXPERIMENTS:
         if page.has(name) and EXPERIMENTS[name].measures:
             shown = tmp_path / name
@@ -126,8 +127,8 @@ def test_claims(folder, hope, status, words):
 
 
 def test_the_figure_of_the_claims(tmp_path, monkeypatch):
-    """The figure has a row for each difference, towards the paper's direction and in halves of its interval, with its
-    name and its number."""
+    """The figure has a row for each difference, with its name and its number. The difference is drawn in halves of its
+    interval, and to the right if it agrees with the paper."""
     from experiments import claims_figure
     from experiments.statistics import Interval
 

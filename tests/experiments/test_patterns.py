@@ -25,7 +25,7 @@ def model_of(name, length=64):
 
 
 def scores_of_last(q, k, rotary):
-    """Computes scores by a plain formula: rotate q and k by their positions, then multiply."""
+    """Computes scores by a plain formula: it rotates q and k by their positions and then multiplies them."""
 
     def rotate(x, position):
         half = rotary.rotary_dim // 2
@@ -70,8 +70,8 @@ def test_components_add_up_to_the_scores(rotary):
 
 
 def test_pattern_of_the_first_layer_by_hand():
-    """The pattern of the first layer equals a computation by hand, in which all queries and keys except the first are
-    equal."""
+    """The pattern of the first layer equals a computation by hand. On these inputs all queries and keys except the
+    first are equal before their rotation."""
     model, rotary = model_of("rope"), Rotary.rope(32)
     bytes_ = torch.tensor([10, 32, 97, 101, 116, 255])
     found = pattern(model, rotary, repeated(bytes_, 40))
@@ -100,7 +100,7 @@ def test_pattern_of_a_bias_contains_the_bias():
 
 
 def test_pattern_is_of_what_the_model_computes():
-    """Recording a pattern does not change the attention calls."""
+    """Recording a pattern does not change the results of the attention calls."""
     model = model_of("hope")
     rotary = scheme("hope", CONFIG, 64).rotary
     calls = []
@@ -127,8 +127,8 @@ def test_inputs_are_bytes_that_training_knew():
 
 
 def test_pattern_of_text_is_the_score_between_independent_windows():
-    """If q and k are averaged first, the score is the mean over all pairs of windows, with the query from one and the
-    keys from another."""
+    """If q and k are averaged before they are multiplied, the score is the mean over all pairs of windows, where the
+    query comes from one window and the key from the other."""
     model, rotary = model_of("rope"), Rotary.rope(32)
     tokens = torch.randint(256, (4, 20), generator=torch.Generator().manual_seed(5))
     block = model.language.blocks[0]
@@ -204,7 +204,8 @@ def test_pictures_by_hand():
 
 
 def test_axial_attention_knows_rows_from_columns():
-    """The relative weight of the pixel below is the same at every width, unlike with positions in row order."""
+    """With two-dimensional positions, the relative weight of the pixel below is the same at every width of the picture.
+    With positions in row order it is not."""
     torch.manual_seed(0)
     q, k = (3 * torch.randn(1, 1, 2, 16).expand(1, 24, 2, 16) for _ in range(2))
 

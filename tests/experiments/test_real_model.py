@@ -1,4 +1,5 @@
-"""Tests the tools that measure a pretrained model, on a small random one: reuse, quantized values and speed."""
+"""Tests the tools that measure a pretrained model: reuse, quantized values, speed and continued training. The tests use
+a small random model."""
 
 import json
 import random
@@ -46,7 +47,8 @@ def test_a_recorded_command_does_not_name_the_output_folder(out):
 
 @pytest.mark.parametrize("kind", real_reuse.KINDS)
 def test_answers_are_those_of_a_model_without_a_cache(folder, kind):
-    """The full prefill gives the answers of a model without a cache. So do prompts that were computed again in full."""
+    """A full prefill gives the answers of a model without a cache. Prompts whose passages are computed again in full
+    give them too."""
     model, tokens = load(str(folder), torch.device("cpu"))
     question = real_reuse.ask(kind, tokens, [tokens.encode(TEXT)], random.Random(0))
     assert {len(text) for text in question.documents} == {real_reuse.SIZE}
@@ -95,7 +97,7 @@ def test_reuse_continues_where_it_stopped(folder, tmp_path, monkeypatch):
 
 
 def test_means_of_ways():
-    """Means are over questions: the two orders of a question are not two samples."""
+    """Means and intervals are over questions, so the two orders of a question do not count as two samples."""
     orders = real_reuse.ORDERS
 
     def row(number, kind, full, alone):
@@ -175,7 +177,7 @@ def test_codes_continue_where_they_stopped(folder, tmp_path, monkeypatch):
 
 
 def test_codes_under_rerope(folder, tmp_path):
-    """With --window, the text is read under ReRoPE, so the loss is another one, and the result records the window."""
+    """With --window, the text is read under ReRoPE. So the loss differs, and the result records the window."""
     found = {}
     for name, options in {"own": [], "rerope": ["--window", "8"]}.items():
         words = ["--lengths", "80", "--windows", "1", "--ways", "int8", *options]
@@ -186,8 +188,8 @@ def test_codes_under_rerope(folder, tmp_path):
 
 
 def test_agreement(folder, tmp_path):
-    """In a shallow model, sums in another order give nearly the same quantized values. Rounding rotated keys gives
-    different ones."""
+    """In a shallow model, adding in another order gives nearly the same quantized values. Rounding rotated keys gives
+    different values."""
     options = ["--lengths", "80", "--windows", "1", "--agreement", "79"]
     assert run("codes", folder, tmp_path, *options) == 0
     found = json.loads((tmp_path / "agreement.json").read_text())["mean"]
@@ -255,7 +257,7 @@ def test_continued_training_measures_every_way(folder, tmp_path, bins, capsys):
 
 
 def test_continued_training_resumes(folder, tmp_path, bins, monkeypatch):
-    """A run that stops after a step that was saved ends with the numbers of a run that did not stop."""
+    """A run that stops after a saved step and then resumes ends with the same numbers as an uninterrupted run."""
     assert run("continue", folder, tmp_path / "whole", *CONTINUE) == 0
     steps, train_step = [], real_training.train_step
 

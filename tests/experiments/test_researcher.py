@@ -1,4 +1,4 @@
-"""Tests custom models with python -m experiments: text, token files and settings."""
+"""Tests python -m experiments on the user's own text, token files and settings."""
 
 import array
 import json
@@ -116,7 +116,7 @@ def test_pieces_to_tokenize_are_the_text():
 
 @pytest.fixture(scope="module")
 def tokenized(tmp_path_factory, texts):
-    """Returns a token file of the texts, made by a tokenizer that is trained on them."""
+    """Returns a token file of the texts. Its tokenizer was trained on these texts."""
     package = pytest.importorskip("tokenizers", reason="the extra 'experiments' is not installed")
     folder = tmp_path_factory.mktemp("tokens")
     tokenizer = package.Tokenizer(package.models.BPE())

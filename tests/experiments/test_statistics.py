@@ -1,4 +1,4 @@
-"""Compares intervals with figures worked out by hand, and tests what a table may say."""
+"""Compares intervals with figures worked out by hand, and tests which conclusions a table may state."""
 
 import pytest
 from test_figures import row

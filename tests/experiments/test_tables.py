@@ -1,4 +1,5 @@
-"""Tests the tables: rows and columns from the CSV, our figures next to the papers', and whether an ordering holds."""
+"""Tests the tables: their rows and columns come from results.csv, our figures are next to the papers' figures, and the
+text says how much of a paper's ordering holds."""
 
 import re
 

@@ -42,7 +42,8 @@ def test_what_is_in_training_and_in_evaluation_is_named():
 
 # ---- measures
 def copier(text):
-    """Predicts what followed an earlier occurrence of the last seven bytes; "z" if there is none."""
+    """Predicts the byte that followed an earlier occurrence of the last seven bytes. If they did not occur before, it
+    predicts "z"."""
     at = text[:-1].rfind(text[-7:])
     return text[at + 7] if at >= 0 and at + 7 < len(text) else ord("z")
 

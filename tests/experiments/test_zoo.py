@@ -1,4 +1,5 @@
-"""Tests which scheme the name of an encoding means, which model it runs on, and that every encoding trains."""
+"""Tests which scheme the name of an encoding stands for, which model it is used with, and that every encoding
+trains."""
 
 import itertools
 import math

@@ -1,5 +1,5 @@
-"""Sorts every causal language model type of the installed transformers: tested, passes the comparison of
-``convert(model, untested=True)``, or refused for a reason.
+"""Sorts all causal language model types of the installed transformers by outcome: the type is tested, it passes the
+comparison of ``convert(model, untested=True)``, or it is refused for a reason.
 
 python tests/integrations/all_types.py [TYPE ...]
 """
@@ -21,7 +21,7 @@ from transformers import CONFIG_MAPPING
 TESTED, PASSED = "tested", "passes the comparison"
 COMPOSITE = "several models in one: converted if the type of its text decoder is"
 NOT_BUILT = "no small model of it was built"
-REASONS = {  # a part of the message: what to say
+REASONS = {  # {part of an error message: the reason in the table}
     "found 0 in": "no rotary embedding, or one per layer",
     "decoder with a rotary embedding, found": "several decoders",
     "AttentionMaskInterface": "makes its masks itself",
@@ -45,7 +45,7 @@ REASONS = {  # a part of the message: what to say
 
 
 def outcome(name: str) -> str:
-    """Returns TESTED, PASSED, or why a model of this type is refused."""
+    """Returns TESTED, PASSED, or the reason why a model of this type is refused."""
     if name in HERE:
         return TESTED
     try:
@@ -98,7 +98,7 @@ def _refusal(build) -> str:
 
 
 def outcomes(names=None) -> dict[str, list[str]]:
-    """Returns model types by outcome."""
+    """Returns {outcome: the model types that have it}."""
     found: dict[str, list[str]] = {}
     for name in names or sorted(CAUSAL_LM):
         found.setdefault(outcome(name), []).append(name)
@@ -106,7 +106,7 @@ def outcomes(names=None) -> dict[str, list[str]]:
 
 
 def summary() -> str:
-    """Returns one line per outcome, in Markdown."""
+    """Returns a Markdown list with one line per outcome."""
     found = outcomes()
     tested = found.pop(TESTED)
     first = f"transformers {transformers.__version__} has {len(CAUSAL_LM)} causal language model types, of which "

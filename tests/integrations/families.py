@@ -1,7 +1,9 @@
 """Makes small random models of every tested family, and measures the differences between converted and stock logits.
 
-python tests/integrations/families.py [PAGE.md]      prints the table, and writes it to the page, docs/families.md, with
-                                                    the list of all other types (all_types.py)
+python tests/integrations/families.py [PAGE.md]
+
+prints the table. With a page, which is docs/families.md, it also writes the table and the list of all other types
+(all_types.py) to the page.
 """
 
 import sys
@@ -100,8 +102,8 @@ BYTES = "<!-- bytes:begin -->", "<!-- bytes:end -->"
 RELEASED = "<!-- released:begin -->", "<!-- released:end -->"
 BOUND = 1e-5  # for float32 logits scaled to a maximum of 3
 SEQLEN, PADDING = 28, 3
-# the tokens at which calls with a cache end: after a prompt, then after single tokens beyond the window, then after
-# several tokens
+# The numbers of tokens at which calls with a cache end. The first call reads a prompt, the next calls read single
+# tokens and go beyond the window, and the last calls read several tokens each.
 CALLS = [5, 6, 7, 8, 9, 20, 21, SEQLEN]
 
 
@@ -119,8 +121,8 @@ def padded(seqlen: int = SEQLEN, left: int = PADDING, right: int = 0) -> torch.T
 
 @torch.no_grad()
 def logits(model, ids, mask=None, cache=None, calls=None, **kwargs) -> torch.Tensor:
-    """Returns logits (batch, seqlen, vocabulary), from one call without a cache or several calls with a cache. Rows of
-    padding are 0."""
+    """Returns logits (batch, seqlen, vocabulary). They come from one call without a cache, or from several calls with a
+    cache that end at ``calls``. Rows of padding are 0."""
     if calls is None:
         out = model(ids, attention_mask=mask, use_cache=False, **kwargs).logits
     else:
@@ -178,8 +180,8 @@ RUNS = {
 
 
 def difference(name: str, untested: bool = False) -> tuple[dict[str, float], dict[str, torch.Tensor], torch.nn.Module]:
-    """Returns ({run: the largest difference of any logit from the stock model's, for logits scaled to a maximum of 3},
-    the stock model's logits, the converted model)."""
+    """Returns ({run: largest difference}, the stock model's logits, the converted model). A difference is the largest
+    one between the converted and the stock model in any logit, after scaling logits to a maximum of 3."""
     model = tiny(name)
     runs = {run: call for run, call in RUNS.items() if run != "packed" or family(name).packs}
     stock = {run: call(model) for run, call in runs.items()}
@@ -189,13 +191,12 @@ def difference(name: str, untested: bool = False) -> tuple[dict[str, float], dic
 
 
 def widths(model) -> str:
-    """Returns the head_dim of a converted model's layers, or all of them if they differ."""
+    """Returns the head_dim of a converted model's layers as text. If layers differ, it names all values."""
     return ", ".join(map(str, sorted({head_dim_of(module) for module in converted(model)})))
 
 
 def released_width(name: str) -> str:
-    """Returns the head_dim of a family's released models. If their layers have two, it returns both, as ``widths``
-    does."""
+    """Returns the head_dim of a family's released models as text. If their layers have two values, it names both."""
     fields = released_widths(name)
     if family(name).latent:
         return str(fields["qk_nope_head_dim"] + fields["qk_rope_head_dim"])
@@ -203,9 +204,9 @@ def released_width(name: str) -> str:
 
 
 def difference_at(model, calls=CALLS) -> float:
-    """Converts a model and returns the largest change of any logit, relative to logits of size 3. Compares a call
-    without a cache, and padded calls over a cache (calls None: a padded call without a cache). No token stands for an
-    image or a sound."""
+    """Converts a model and returns the largest change of any logit, after scaling logits to a maximum of 3. It compares
+    a call without a cache, and padded calls over a cache that end at ``calls``. calls None: the padded call has no
+    cache either. None of the tokens stands for an image or a sound."""
     ids = tokens().clamp(max=50)
 
     def both() -> list[torch.Tensor]:
@@ -233,7 +234,7 @@ def table() -> str:
 
 
 def shapes() -> str:
-    """Returns a table of the shapes in released.py, which have the released head widths."""
+    """Returns a table of the models in released.py, which have the head widths of released models."""
     from released import HERE, SHAPES, WHAT, released
 
     columns = [column for column in RUNS if column != "padded on the right"]
@@ -252,7 +253,7 @@ def shapes() -> str:
 
 
 def bytes_table() -> str:
-    """Returns a table of the bytes that a token takes in a layer."""
+    """Returns a table of how many bytes a cache takes per token and layer."""
     from flashrope.integrations.transformers import LatentCache, SharedKeysCache
     from transformers import CONFIG_MAPPING, DynamicCache
 

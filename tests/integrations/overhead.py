@@ -1,5 +1,5 @@
-"""Measures the host time that the integration adds to decoding one token on the CPU, without the attention call
-itself."""
+"""Measures the host time that the integration adds to decoding one token on the CPU. The time of the attention call
+itself is left out."""
 
 import inspect
 import time
@@ -16,8 +16,8 @@ ROUNDS, CALLS = 2000, 5
 
 
 def best(*functions) -> list[float]:
-    """Returns the microseconds of CPU time of one call of each function. Takes the minimum over interleaved rounds,
-    because other load only adds time."""
+    """Returns how many microseconds of CPU time one call of each function takes. It is the minimum over interleaved
+    rounds, because other load on the machine only adds time."""
     times = [float("inf")] * len(functions)
     for _ in range(ROUNDS):
         for at, function in enumerate(functions):

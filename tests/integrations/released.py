@@ -1,12 +1,12 @@
-"""Small models in the shapes of released Gemma 4 and latent-attention models: few layers, channels and experts, but the
-released head widths, key heads, shared layers and rope types."""
+"""Makes small models in the shapes of released Gemma 4 and latent-attention models. They have few layers, channels and
+experts, but the released head widths, key heads, shared layers and rope types."""
 
 from small_models import CAUSAL_LM, REFUSED_BY_VERSION, tiny
 
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
 GEMMA4 = dict(
     head_dim=256, global_head_dim=512, sliding_window=8, tie_word_embeddings=False
-)  # tied ones repeat a token
+)  # models with tied embeddings would repeat one token
 PER_LAYER = dict(hidden_size_per_layer_input=16, vocab_size_per_layer_input=64)
 ONE_PROJECTION = dict(attention_k_eq_v=True, num_global_key_value_heads=1, layer_types=[LOCAL, LOCAL, GLOBAL])
 EXPERTS = dict(enable_moe_block=True, num_experts=4, top_k_experts=2, moe_intermediate_size=32)
@@ -16,8 +16,8 @@ HEADS = dict(num_key_value_heads=4, q_lora_rank=24)
 
 
 def yarn(factor: float, mscale: float) -> dict:
-    """Returns the rope parameters of a DeepSeek model. Its softmax scale grows by the square of mscale_all_dim's
-    factor."""
+    """Returns the rope parameters of a DeepSeek model. mscale_all_dim gives a factor, by whose square the softmax scale
+    grows."""
     lengths = dict(original_max_position_embeddings=16, beta_fast=32, beta_slow=1)
     parameters = dict(rope_theta=1e4, rope_type="yarn", factor=factor, mscale=mscale, mscale_all_dim=mscale)
     return {"rope_parameters": parameters | lengths}
@@ -80,6 +80,6 @@ LATENT = [name for name in HERE if not name.startswith("Gemma") and SHAPES[name]
 
 
 def released(name: str, **changes):
-    """Returns a small model of the shape of this name in float32, the same in every call."""
+    """Returns the small model of this name in float32. It is the same in every call."""
     model_type, shape = SHAPES[name]
     return tiny(model_type, **shape | changes)

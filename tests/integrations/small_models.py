@@ -23,8 +23,8 @@ COMMON = dict(
     bos_token_id=1,
     eos_token_id=2,
     initializer_range=0.1,
-)  # such attention is sharp: a wrong rotation moves logits by 0.4 to 3
-# Fields that are set in every configuration that has them.
+)  # makes attention so sharp that a wrong rotation moves logits by 0.4 to 3
+# Values of fields. Every configuration that has such a field gets its value.
 SMALL = dict(
     head_dim=16,
     num_experts=4,
@@ -68,10 +68,11 @@ LATENT = dict(
     qk_nope_head_dim=16,
     qk_rope_head_dim=8,
     v_head_dim=16,
-    head_dim=8,  # of the rotary embedding
+    head_dim=8,  # for the rotary embedding
 )
 DENSE_FIRST = dict(first_k_dense_replace=1, n_routed_experts=4, num_experts_per_tok=2, n_shared_experts=1)
-# GEMMA4 holds the released shapes of Gemma 4 in small: their layers that share keys, and their single projections.
+# GEMMA4 makes small models like the released ones of Gemma 4: some layers share keys, and some have one projection for
+# keys and values.
 GEMMA4 = dict(head_dim=16, global_head_dim=32, **SHARED)
 FAMILIES = {
     "afmoe": HYBRID,
@@ -162,7 +163,7 @@ FAMILIES = {
 }
 OWN_MASKS = "asks AttentionMaskInterface for its masks"
 OWN_ATTENTION = "asks AttentionInterface for its attention"
-# Families that convert refuses in older versions: the newest version that is refused, and why.
+# {family that convert refuses in older versions of transformers: the newest version in which it does, and why}
 OLDER = {
     "diffllama": ((5, 0), OWN_ATTENTION),
     "falcon_h1": ((5, 0), OWN_MASKS),
@@ -193,8 +194,9 @@ def small_config(name: str, **changes):
 
 
 def vary(model):
-    """Gives vectors (scales of norms, biases, sinks) random values, the same in every call. With their initial values,
-    ones and zeros, a norm after the rotation would give the same result as a norm before it."""
+    """Adds random numbers to all vectors (scales of norms, biases, sinks), the same in every call. Initially vectors
+    are ones and zeros. Then a norm after the rotation would give the same result as a norm before it, and hide an
+    error."""
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -202,7 +204,7 @@ def vary(model):
                 parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
         for module in model.modules():
             if getattr(module, "scaling", None) == 1.0 and hasattr(module, "q_norm"):  # gemma3n, gemma4
-                module.q_norm.weight *= 2 * module.head_dim**-0.5  # as trained ones: other scores amplify rounding
+                module.q_norm.weight *= 2 * module.head_dim**-0.5  # as trained models have it
     return model
 
 
@@ -212,7 +214,7 @@ def tiny(name: str, **changes):
     torch.manual_seed(0)
     try:
         model = causal_lm(config, attn_implementation="sdpa")
-    except ValueError:  # the library has no sdpa for it
+    except ValueError:  # transformers has no sdpa for this family
         torch.manual_seed(0)
         model = causal_lm(config, attn_implementation="eager")
     return vary(model.float().eval())
@@ -225,12 +227,12 @@ def causal_lm(config, **options):
     return AutoModelForCausalLM.from_config(config, **options)
 
 
-OTHER_DEFAULTS = {"glm4_moe": {"head_dim": 128}}  # the default, 42, is not that of any model
+OTHER_DEFAULTS = {"glm4_moe": {"head_dim": 128}}  # no released model has the default, 42
 
 
 def released_widths(name: str) -> dict[str, int]:
-    """Returns the fields of a family's configuration that set the head widths, with their defaults, which are the
-    values of its first released model."""
+    """Returns {field of a family's configuration that sets a head width: its default}. The defaults are the values of
+    the family's first released model."""
     default = CONFIG_MAPPING[name]()
     if family(name).latent:
         fields = "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank", "head_dim"
@@ -247,8 +249,8 @@ def released_widths(name: str) -> dict[str, int]:
 
 
 def wide(name: str):
-    """Returns a small model with the head widths of released ones. Weights are scaled so that its scores are as large
-    as with 16 channels: larger ones would amplify rounding."""
+    """Returns a small model with the head widths of released models. Its weights are scaled so that scores are as large
+    as with 16 channels, because larger scores would amplify rounding."""
     changes = released_widths(name)
     width = changes.get("head_dim") or changes.get("kv_channels") or changes["hidden_size"]
     if "hidden_size" in changes or name == "helium":  # whose heads are its hidden channels

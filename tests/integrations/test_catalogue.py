@@ -1,5 +1,5 @@
 """Tests that every row of rotary/catalogue.py is a choice of every command, and an option of convert, of suggest and of
-the vLLM plugin's field."""
+the field that the vLLM plugin reads."""
 
 import dataclasses
 

@@ -1,5 +1,5 @@
-"""CodesCache: converted models attend to quantized keys and values. When transformers reorders or crops the cache,
-scales stay with their quantized values."""
+"""Tests CodesCache, in which converted models attend to quantized keys and values. When transformers reorders or crops
+the cache, scales stay with their quantized values."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ bits = pytest.mark.parametrize("cache_dtype", CACHE_DTYPES)
 
 
 class RoundedLayer(DynamicLayer):
-    """A layer that stores dequantized keys and values in float32."""
+    """Rounds keys and values as quantization does, but stores them in float32."""
 
     def __init__(self, dtype):
         super().__init__()
@@ -80,7 +80,7 @@ def test_generate(cache_dtype, search):
 
 
 class LosslessLayer(QuantizedLayer):
-    """A layer of transformers' QuantizedCache whose quantization changes nothing."""
+    """Implements a layer of transformers' QuantizedCache whose quantization changes nothing."""
 
     def _quantize(self, tensor, axis):
         return tensor.clone()
@@ -91,8 +91,8 @@ class LosslessLayer(QuantizedLayer):
 
 @torch.no_grad()
 def test_quantized_cache_of_transformers():
-    """With transformers' QuantizedCache, a lossless one here, a converted model gives the text of a plain cache. The
-    cache passes all keys and values, dequantized, to attention. The keys are raw."""
+    """With transformers' QuantizedCache, whose quantization is lossless here, a converted model gives the same text as
+    with a plain cache. The QuantizedCache dequantizes all keys and values for attention. The keys are raw."""
     model, ids = converted("llama", window=8), torch.randint(64, (2, 7))
     options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "return_dict_in_generate": True}
     layers = [LosslessLayer(residual_length=4) for _ in range(model.config.num_hidden_layers)]

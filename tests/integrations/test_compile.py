@@ -41,7 +41,7 @@ def test_without_a_cache(name, call):
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text"])
 def test_one_graph_for_every_packing(name):
-    """The starts of the sequences are inputs of the graph, so that one graph serves every packing."""
+    """One graph serves every packing, because the starts of the sequences are inputs of the graph."""
     model = MODELS[name]()
     graph = compiled(model)
     for lengths in ((11, 12, 5), (28,), (1, 1, 26)):
@@ -54,8 +54,9 @@ def test_one_graph_for_every_packing(name):
 @pytest.mark.parametrize("name", [name for name in MODELS if name == "gemma3_text" or families.VERSION >= (5, 0)])
 @pytest.mark.parametrize("mask", [None, padded()], ids=["whole", "padded"])
 def test_steps_with_a_static_cache(name, mask):
-    """Steps compile as ``generate`` compiles them. In transformers 4.57, a stock model whose layers are all of one kind
-    does not compile to one graph either."""
+    """Steps with a static cache compile to one graph when compiled as ``generate`` does it. In transformers 4.57 the
+    test leaves out models whose layers are all of one kind, because the stock model does not compile to one graph
+    either."""
     model, ids = MODELS[name](), tokens()
     expected = logits(model, ids, mask)[:, 20:23]
     cache, found = static(model), []

@@ -36,9 +36,9 @@ supported = pytest.mark.skipif(not SUPPORTED, reason=f"transformers {transformer
 
 
 def model_of(name="llama", **changes):
-    """Returns a model with four query heads for two key heads. No token ends a text."""
+    """Returns a model with four query heads and two key heads. It has no token that ends a text."""
     if name in ("gpt_neox", "persimmon"):
-        changes = {"num_key_value_heads": 4, **changes}  # read by the engine, not by the model
+        changes = {"num_key_value_heads": 4, **changes}  # the engine reads this field, the model does not
     return tiny(name, **{"eos_token_id": None, "max_position_embeddings": 256, **changes})
 
 
@@ -80,7 +80,7 @@ def batched(model, prompts, persistent=False, **options):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Records the calls of the kernels: (queries of the longest request, whether slots were given, first bytes of the
+    """Records every call of the kernels as (queries of the longest request, whether slots were given, address of the
     cache). Raises an error if transformers copies the keys itself."""
     from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
@@ -107,13 +107,13 @@ def calls(monkeypatch):
 @pytest.mark.parametrize("tables", [True, False], ids=["tables", "indices"])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_tokens_equal_generate(scheme, tables, calls):
-    """Tokens are those of generate if there are more requests than fit at once, with chunks of prompts and one-token
-    steps in one batch. Keys are read in place."""
+    """The tokens equal those of generate when there are more requests than fit at once. Batches then mix chunks of
+    prompts with one-token steps. The kernels read keys in place."""
     model = convert(model_of(), **SCHEMES[scheme])
     expected = generated(model, MIXED)
     assert len({token for tokens in expected for token in tokens}) > 10  # the model does not repeat one token
     assert batched(model, MIXED, max_blocks_per_request=None if tables else 0) == expected
-    assert len({where for *_, where in calls}) == 1  # one tensor, the engine's
+    assert len({where for *_, where in calls}) == 1  # all calls read one tensor, that of the engine
     assert {slots for _, slots, _ in calls} == ({True, False} if tables else {True})
     assert any(1 < longest < 48 for longest, *_ in calls)
 
@@ -140,7 +140,8 @@ def test_a_stock_model_is_not_affected():
 @supported
 @pytest.mark.parametrize("name", sorted(set(HERE) - {"llama"} - REFUSED - NOT_BATCHED))
 def test_families(name):
-    """Every other family gives the tokens of generate, also with sliding layers, whose keys transformers gathers."""
+    """Every other family gives the tokens of generate. In layers with a sliding window, transformers gathers the
+    keys."""
     model = convert(model_of(name))
     prompts = prompts_of(17, 5, 40, 9)
     assert batched(model, prompts) == generated(model, prompts)
@@ -195,7 +196,7 @@ def test_rope_types(kind):
 
 @supported
 def test_shared_prefixes(monkeypatch, calls):
-    """A later request finds the pages of an earlier request, and does not compute them again."""
+    """A later request finds the pages of an earlier request with the same prefix, and does not compute them again."""
     from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
     found, stock = [], PagedAttentionCache.search_prefix_match
@@ -218,8 +219,8 @@ def test_shared_prefixes(monkeypatch, calls):
 
 @supported
 def test_several_answers_to_a_prompt(calls):
-    """Several answers to a prompt, for which transformers forks the request, have the tokens of generate. Every answer
-    takes the most likely token, so the answers are equal."""
+    """Several answers to one prompt, for which transformers forks the request, have the tokens of generate. All answers
+    are equal, because every step takes the most likely token."""
     model = convert(model_of(), **SCHEMES["rerope"])
     prompts = prompts_of(20, 33)
     expected = [tokens for tokens in generated(model, prompts) for _ in range(3)]

@@ -71,8 +71,8 @@ def test_a_plan_of_an_untested_type_has_its_own_schemes(monkeypatch):
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text"])
 def test_a_scheme_without_rotation(name):
-    """without_rotation gives a scheme that rotates nothing, also at a length at which the stock table depends on the
-    length."""
+    """without_rotation returns a scheme that rotates nothing, even at a length for which the stock model changes its
+    table."""
     scaling = {"type": "dynamic", "factor": 2.0}
     model = tiny(name, rope_scaling=scaling, max_position_embeddings=16) if name == "llama" else tiny(name)
     for scheme in plan.plan_conversion(model, {}).schemes.values():
@@ -94,8 +94,8 @@ def test_undo_finds_layers_whose_names_have_changed():
 
 
 def test_names_of_what_a_conversion_leaves():
-    """Attributes that a conversion leaves on modules and caches contain the project's name. The attention's name
-    cannot, because transformers treats names with "flash" specially."""
+    """All attributes that a conversion leaves on modules and caches have the project's name in their names. The name
+    under which the attention is registered does not, because transformers treats names with "flash" specially."""
     model = tiny("llama")
     before = {key for module in model.modules() for key in vars(module)}
     cache = convert(model, window=6)(tokens(), use_cache=True).past_key_values

@@ -1,4 +1,4 @@
-"""Gemma 4 in the shapes that were released: what ``convert`` serves, and what it refuses before a forward."""
+"""Tests Gemma 4 in the released shapes: what ``convert`` serves, and what it refuses before a forward."""
 
 import importlib
 import re
@@ -21,12 +21,12 @@ from transformers import DynamicCache
 
 pytestmark = pytest.mark.skipif(not GEMMAS, reason="this transformers has no Gemma 4")
 E2B, SINGLE = "Gemma 4 E2B, E4B", "Gemma 4 26B-A4B"
-THREE = [E2B, "Gemma 4 12B", SINGLE]  # 31B is 26B-A4B without experts
+THREE = [E2B, "Gemma 4 12B", SINGLE]  # 31B is left out because it is 26B-A4B without experts
 
 
 @pytest.fixture
 def rows(monkeypatch):
-    """Records the number of queries of every layer's call."""
+    """Records the number of query rows in every layer's call."""
     found, attend = [], attention._attend
 
     def watched(scheme, query, *arguments):
@@ -51,7 +51,7 @@ def test_schemes():
 @pytest.mark.parametrize("kept", [0, 1, 3])
 @pytest.mark.parametrize("cache", [None, "dynamic", "static"])
 def test_rows_that_sharing_layers_drop(rows, cache, kept, mask):
-    """Layers that read an earlier layer's keys compute only the rows whose logits are asked for, as in the stock
+    """Layers that read an earlier layer's keys compute only the rows whose logits were requested, as in the stock
     model."""
     model = released.released(E2B)
     expected = logits(model, tokens(), mask)[:, -kept:]
@@ -95,7 +95,8 @@ def test_gradients(name, case):
 
 
 def test_other_schemes():
-    """Global layers may get another scheme. Local layers see only a window, so there is nothing to rectify."""
+    """Global layers may get another scheme. Local layers keep theirs, because they see only a window and no distance
+    beyond it."""
     model = released.released(E2B)
     with pytest.raises(ValueError, match="window: expected a model whose layers see all keys"):
         convert(model, window=6)
@@ -129,7 +130,7 @@ def wrapped(name: str):
 @pytest.mark.parametrize("name", [E2B, SINGLE])
 def test_the_decoder_inside_a_multimodal_model(name, recwarn):
     """The decoder inside a multimodal model computes text as the stock model does. In the larger models the tokens of
-    an image see one another: convert warns of this, and a call with an image raises an error about its mask. In E2B and
+    an image see one another. convert warns of this, and a call with an image raises an error about its mask. In E2B and
     E4B image tokens are causal like text."""
     model, ids = wrapped(name), tokens() % 50
     stock = logits(model, ids, padded()), model.generate(ids, max_new_tokens=4, do_sample=False)
@@ -158,7 +159,7 @@ def test_what_is_refused():
 
 @pytest.mark.slow
 def test_the_example(tmp_path, monkeypatch, capsys):
-    """examples/train_gemma4.py trains on packed rows. Their losses are those of the stock model."""
+    """examples/train_gemma4.py trains on packed rows, and its losses equal those of the stock model."""
     pytest.importorskip("accelerate", reason="accelerate is not installed, which Trainer needs")
     root = Path(__file__).resolve().parents[2]
     monkeypatch.syspath_prepend(str(root / "examples"))

@@ -1,5 +1,5 @@
-"""flashrope generate with a Hugging Face checkpoint writes the text of transformers' generate, under the requested
-scheme."""
+"""Tests flashrope generate with a Hugging Face checkpoint: it writes the text that transformers' generate gives under
+the requested scheme."""
 
 import pytest
 import torch
@@ -102,7 +102,8 @@ def test_what_is_said(run):
 
 
 def test_a_family_that_convert_refuses(run, tmp_path):
-    """A refused family generates with transformers' own attention, up to its last position."""
+    """If convert refuses a model, the command generates with transformers' own attention, up to the model's last
+    position."""
     sizes = dict(vocab_size=256, n_embd=16, n_layer=1, n_head=2, n_positions=120, bos_token_id=None, eos_token_id=None)
     transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).save_pretrained(tmp_path)
     assert "the library's own attention; convert refuses the model" in " ".join(run(model=tmp_path).err.split())
@@ -136,8 +137,8 @@ def test_bad_input_is_one_line(run, options, message):
 
 
 def test_text_of_a_tokenizer_comes_in_whole_characters():
-    """Text appears in whole characters, although tokens are bytes here. The first token of a text loses its leading
-    space, as in some tokenizers."""
+    """The command prints whole characters, although each token of this tokenizer is a byte. The tokenizer drops the
+    leading space of a text's first token, as some tokenizers do."""
     tokens = Tokens(None, decode=lambda ids: bytes(ids).decode(errors="replace").removeprefix(" "))
     text = "a grün \N{SNOWMAN} and  more"
     add, rest = _decoder(tokens, list(b"say "))
@@ -147,7 +148,7 @@ def test_text_of_a_tokenizer_comes_in_whole_characters():
 
 @pytest.mark.parametrize("adds_start", [True, False])
 def test_a_model_with_a_tokenizer_ends_its_text(run, tmp_path, adds_start):
-    """Token 0 begins a text if the tokenizer puts it there, token 1 ends it, and neither is shown."""
+    """Token 0 begins a text if the tokenizer adds it, and token 1 ends a text. The command prints neither."""
     import tokenizers
 
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=120, special_tokens=["<s>", "</s>"])

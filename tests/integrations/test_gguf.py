@@ -1,5 +1,5 @@
-"""Models in GGUF files give the logits and text of the checkpoint that they were made from. A bad file gives one line
-of error."""
+"""Tests models in GGUF files: they give the logits and the text of the checkpoint that they were made from, and a bad
+file gives an error of one line."""
 
 import json
 import re
@@ -72,7 +72,7 @@ def write(path, architecture="llama"):
 
 
 def unpermuted(x, heads):
-    """Returns the rows in the usual order. llama.cpp stores q and k for interleaved pairs."""
+    """Returns the rows in the order for half pairing. llama.cpp stores q and k in the order for interleaved pairs."""
     return x.view(heads, x.shape[0] // heads // 2, 2, -1).transpose(1, 2).reshape(x.shape)
 
 

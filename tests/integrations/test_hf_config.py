@@ -126,7 +126,7 @@ def test_yarn_fields():
     assert yarn(attention_factor=1.5).temperature == 2.25
     assert yarn(mscale=0.707, mscale_all_dim=0.707).temperature == 1
     assert yarn(mscale=1.0, mscale_all_dim=0.5).temperature == pytest.approx(((1 + t) / (1 + 0.5 * t)) ** 2, rel=1e-14)
-    assert yarn(mscale=2.0).temperature == pytest.approx((1 + t) ** 2, rel=1e-14)  # either one on its own is not read
+    assert yarn(mscale=2.0).temperature == pytest.approx((1 + t) ** 2, rel=1e-14)  # alone it is ignored
     assert yarn(factor=None, original_max_position_embeddings=1024) == plain.yarn(4.0, 1024)
 
 
@@ -349,8 +349,8 @@ def test_partial_rotary_with_yarn_scales_the_rotated_channels():
 
 
 def test_llama_4_scaling():
-    """llama_4_scaling_beta of Ministral 3 scales the query at position i by 1 + beta ln(1 + floor(i / training
-    length))."""
+    """With llama_4_scaling_beta, as in Ministral 3, the query at position i is scaled by 1 + beta ln(1 + floor(i /
+    training length))."""
     scaling = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 512, "llama_4_scaling_beta": 0.1}
     found = read(llama(rope_scaling=scaling))
     scaling = {name: value for name, value in scaling.items() if name != "llama_4_scaling_beta"}

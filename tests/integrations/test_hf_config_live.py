@@ -57,7 +57,7 @@ def test_llama_of_transformers(name, base):
         embedding = LlamaRotaryEmbedding(config)
         positions = torch.linspace(0, seqlen - 1, 24).long()[None]
         cos, sin = embedding(torch.zeros(1), positions)
-        # base ** x in float32 has the error of x's rounding times ln(base), plus one rounding for each later step
+        # In float32, base ** x has an error of ln(base) times the rounding of x, plus one rounding for each later step.
         torch.testing.assert_close(
             embedding.inv_freq.double(), rotary.inv_freq, rtol=1.2e-7 * (2 + math.log(base)) / 2, atol=0
         )
@@ -148,8 +148,8 @@ WHOLE = ["llama", "mistral", "qwen2", "qwen3", "granite", "olmo2", "cohere", "st
 
 @pytest.mark.parametrize("family", WHOLE)
 def test_families_of_transformers_that_rotate_whole_heads(family):
-    """Families that rotate whole heads ignore partial_rotary_factor in transformers 5. In older versions their
-    attention fails with it."""
+    """from_hf_config refuses partial_rotary_factor for families that rotate whole heads. transformers 5 ignores the
+    field for them, and their attention fails with it in older versions."""
     _, whole = configured(family, head_dim=64)
     config, table = configured(family, head_dim=64, partial_rotary_factor=0.5)
     if int(transformers.__version__.split(".")[0]) >= 5:
@@ -178,13 +178,13 @@ def test_alpha_of_transformers():
 
 
 def compare_scores(rotary, positions, rotate, seqlen):
-    """Compares scores of random q and k that transformers rotates in float32 with those of the reference in float64."""
+    """Compares scores of random q and k: transformers rotates them in float32, and the reference in float64."""
     generator = torch.Generator().manual_seed(0)
     q, k = torch.randn(2, 1, 2, positions.shape[1], rotary.head_dim, generator=generator)
     theirs = torch.einsum("bhid,bhjd->bhij", *(x.double() for x in rotate(q, k)))
     q, k = (rotate_reference(x.transpose(1, 2).double(), rotary, positions[0].double()) for x in (q, k))
     ours = rotary.temperature * torch.einsum("bihd,bjhd->bhij", q, k)
-    # rounding p radians to float32 gives an error of p * 6e-8, the frequency's error one of p * 1e-6; the error of a
-    # score over D products is the norm of theirs
+    # At position p, rounding the angle to float32 gives an error of p * 6e-8 radians, and the error of the frequency
+    # gives p * 1e-6. A score is a sum of D products, so its error is the norm of their errors.
     atol = (1e-5 + 2e-6 * seqlen) * rotary.temperature * math.sqrt(rotary.head_dim)
     torch.testing.assert_close(theirs, ours, rtol=0, atol=atol)

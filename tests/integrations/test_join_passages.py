@@ -1,5 +1,5 @@
-"""Tests passages that are prefilled once and joined into prompts: when the result equals one prefill, and what is
-refused."""
+"""Tests passages that are prefilled once and then joined into prompts: in which cases the result equals one prefill,
+and what is refused."""
 
 import copy
 import re
@@ -117,8 +117,8 @@ def test_the_first_tokens_of_every_passage_but_the_first_are_computed_again(reco
 
 
 def test_the_first_passage_is_left_as_it_is():
-    """The first passage is not recomputed, even if it was prefilled after a head, because recomputing it here would
-    remove the head's effect."""
+    """The first passage of a call is not recomputed. It may have been prefilled after a head, and recomputing it
+    without the head would remove the head's effect."""
     model = llama()
     _, first, second = head_and_passages(model)
     joined = join_passages(model, [first, second], recompute=4)
@@ -130,7 +130,7 @@ def test_joining_joined_passages():
     model = llama()
     head, first, second = head_and_passages(model)
     nested = join_passages(model, [join_passages(model, [head, first]), second], recompute=2)
-    # the first passage of a call is not computed again: here the head and the first one
+    # A call does not compute its first passage again. In the second call this is the joined head and first passage.
     plain = join_passages(model, [head, first, second])
     assert torch.equal(nested.input_ids, plain.input_ids)
     start = sum(LENGTHS[:2])

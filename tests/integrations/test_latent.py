@@ -1,4 +1,5 @@
-"""Multi-head latent attention (DeepSeek, GLM Flash, MiniCPM3 and relatives): what ``convert`` serves and refuses."""
+"""Tests what ``convert`` serves and refuses in models with multi-head latent attention: DeepSeek, GLM Flash, MiniCPM3
+and others."""
 
 import math
 
@@ -59,8 +60,8 @@ def test_the_scheme_of_the_layers_and_of_the_projections():
 
 
 def test_the_scale_of_yarn():
-    """If mscale equals mscale_all_dim, the factors cancel in the table. The module's softmax scale contains the square
-    of the factor of mscale_all_dim."""
+    """If mscale equals mscale_all_dim, their factors cancel in the rotary table. The module's softmax scale contains
+    the square of the factor that belongs to mscale_all_dim."""
     layer = convert(released.released(V3)).model.layers[0].self_attn
     assert layer._flashrope.rotary.rotated_scale == 1 and layer._flashrope.rotary.temperature == 1
     assert layer.scaling == pytest.approx(192**-0.5 * (0.1 * math.log(4.0) + 1) ** 2)
@@ -74,7 +75,7 @@ def test_the_scale_of_yarn():
 
 
 def options_of(scheme: str, train: int) -> dict:
-    """Returns the scheme's options of ``convert`` for a training length."""
+    """Returns the options of ``convert`` that ask for a scheme with a training length."""
     if scheme == "p-rope":  # the slowest of four pairs hardly turns in so short a text
         return {"p_rope": 0.25}
     return SCHEMES[scheme].options(Lengths(train, 2 * train))
@@ -85,7 +86,7 @@ def options_of(scheme: str, train: int) -> dict:
 def test_a_layer_is_the_formula(name, scheme):
     """Under every scheme of the catalogue, a layer equals the formula in float64 on texts that exceed the training
     length, with and without a cache."""
-    train = 136 if scheme.startswith("dual-chunk") else 16  # whose chunks are whole tiles of 128
+    train = 136 if scheme.startswith("dual-chunk") else 16  # chunks of dual-chunk are whole tiles of 128
     ids = tokens(seqlen=300 if train > SEQLEN else SEQLEN)
     model = tiny(name, max_position_embeddings=train, num_hidden_layers=1)
     stock = logits(model, ids)
@@ -116,7 +117,8 @@ def test_a_layer_is_the_formula(name, scheme):
 
 @pytest.mark.parametrize("changes", [{}, dict(window=6)], ids=str)
 def test_passages_move(changes):
-    """Passages can be joined, because a cache holds latents without positions and rotary channels before rotation."""
+    """Passages can be joined, because a cache holds latents, which have no positions, and rotary channels before their
+    rotation."""
     model = convert(tiny(SMALL), **changes)
     ids = tokens(1)
     head = prefill_passage(model, ids[:, :9])

@@ -1,4 +1,4 @@
-"""Tests flashrope loss: which tokens are measured, the loss compared with a computation by hand, and the whole
+"""Tests flashrope loss: which tokens it measures, whether the loss equals a computation by hand, and the whole
 command."""
 
 import csv
@@ -78,7 +78,8 @@ def test_a_text_of_exactly_one_window_and_one_token_less():
 
 
 def by_hand(model, inputs, targets):
-    """Returns each token's probability from a full pass over the tokens before it, one row and one token at a time."""
+    """Returns the mean loss of the last `targets` tokens of every row. Every token takes a full pass over the tokens
+    before it."""
     found = []
     for row in inputs:
         total = 0.0
@@ -110,7 +111,7 @@ def test_the_loss_is_that_of_a_computation_by_hand(family, changes):
 @pytest.mark.parametrize("cache_dtype", ["int8", "int4"])
 @pytest.mark.parametrize("changes", [{}, {"window": 8, "log_n": 16}], ids=["rope", "rerope"])
 def test_the_loss_over_a_quantized_cache(changes, cache_dtype):
-    """The size of the chunks changes the loss only where a number then rounds to another quantized value."""
+    """The size of the chunks hardly changes the loss: only where a number rounds to another quantized value."""
     torch.manual_seed(0)
     model = convert(tiny("llama").eval(), **changes)
     inputs = of_length(torch.randint(64, (3, 41)).tolist(), (), 40)
@@ -237,7 +238,8 @@ def test_the_command(checkpoint, text, tmp_path, capsys):
 
 
 def figure_rows(schemes, contexts=("text", "repeated"), lengths=(16, 32, 64)):
-    """Returns rows in which windows differ by 5, and schemes by a tenth of their number in every window."""
+    """Returns made-up rows. The losses of two successive windows differ by 5. In each window, the loss of the n-th
+    scheme is higher by n / 10."""
     return [
         Row(scheme, context, length, tuple(window + 0.1 * at + 0.01 * at * (window % 2) for window in (1.0, 6.0, 11.0)))
         for at, scheme in enumerate(schemes)
@@ -261,7 +263,7 @@ def test_the_figure_shows_paired_changes():
         assert list(rerope.lines[0].get_ydata()) == pytest.approx([0.2 + 0.02 * 2 / 3] * 3)
         (bars,) = rerope.lines[2]
         low, high = bars.get_segments()[0][:, 1]
-        assert (high - low) / 2 == pytest.approx(half) and half < 0.1  # the interval of the loss is 12
+        assert (high - low) / 2 == pytest.approx(half) and half < 0.1  # the interval of the loss itself is 12
         apart = [container.lines[0].get_xdata() for container in axes.containers]
         assert all(abs(a / b - 1) > 0.01 for a, b in zip(*apart, strict=True))  # bars do not hide one another
     other = loss.loss_figure(figure_rows(["NTK", "stock"]), 32, "a model", base="stock").axes[2]
@@ -276,12 +278,12 @@ def test_the_figure_shows_paired_changes():
 
 def test_the_figure_has_at_most_eight_series():
     figure = loss.loss_figure(figure_rows([f"scheme {n}" for n in range(12)], ["text"]), 32, "a model")
-    shown = len(figure.axes[0].lines) - 1  # and the training length
+    shown = len(figure.axes[0].lines) - 1  # one line marks the training length
     assert shown <= 8 and f"; {12 - shown} more schemes in loss.csv" in figure.get_supxlabel()
     colours = {line.get_color() for line in figure.axes[0].lines[:shown]}
     assert len(colours) == shown
     looks = [(line.get_linestyle(), line.get_markerfacecolor()) for line in figure.axes[0].lines[:shown]]
-    assert all(a[0] != b[0] for a, b in zip(looks, looks[1:], strict=False))  # equal curves are both seen
+    assert all(a[0] != b[0] for a, b in zip(looks, looks[1:], strict=False))  # so two equal curves are both visible
     assert [face == "none" for _, face in looks] == [at % 2 == 1 for at in range(shown)]
 
 

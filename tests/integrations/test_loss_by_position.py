@@ -1,5 +1,5 @@
-"""Tests flashrope loss --by-position: the loss of every token compared with whole logits, and runs that are interrupted
-and resumed."""
+"""Tests flashrope loss --by-position. Its losses equal those computed from all logits at once, and interrupted runs
+resume."""
 
 import csv
 import json
@@ -40,7 +40,8 @@ def whole(model, row, **options):
 @pytest.mark.parametrize("changes", [None, {"cope": 48}], ids=["stock", "converted"])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "cohere", "granite", "gpt_neox"])
 def test_logits_in_pieces_are_the_models_own(family, changes, monkeypatch):
-    """Logits in pieces are the model's own, also if it caps them (Gemma 2) or scales them (Cohere, Granite)."""
+    """Logits that are computed in pieces equal the model's own logits, even if the model caps them (Gemma 2) or scales
+    them (Cohere, Granite)."""
     torch.manual_seed(0)
     model = tiny(family).eval()
     if changes:

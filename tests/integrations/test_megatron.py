@@ -1,5 +1,6 @@
-"""Tests Megatron core's GPTModel under with_scheme: losses and gradients of the stock model, packed sequences,
-refusals. The stock attention needs CUDA's random states and device, which these tests replace by the CPU's.
+"""Tests Megatron core's GPTModel under with_scheme. Losses and gradients equal those of the stock model, packed
+sequences are separate, and unsupported calls are refused. The stock attention needs the random states and the device of
+CUDA, which these tests replace by those of the CPU.
 """
 
 import contextlib

@@ -81,7 +81,7 @@ def test_any_attention_that_a_model_was_loaded_with(implementation):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_types(dtype):
-    """Half types are as close to the float32 model as with transformers' own attention."""
+    """In 16-bit types, a converted model is as close to the float32 model as transformers' own attention."""
     exact = logits(tiny("llama"), tokens(), padded(), calls=CALLS)
 
     def error(model):
@@ -93,7 +93,7 @@ def test_half_types(dtype):
 
 
 def test_the_decoder_inside_a_larger_model():
-    """gemma3 attends to image tokens in both directions, which is refused; text is served."""
+    """A converted gemma3 serves text. It refuses images, because gemma3 attends to image tokens in both directions."""
     vision = dict(
         hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14
     )
@@ -122,7 +122,7 @@ def test_quantized_linears():
     stock = logits(model, tokens(), padded(), calls=CALLS)
     convert(model)
     assert "quantized" in type(model.model.layers[0].self_attn.q_proj).__module__
-    # a change of 1e-7 can move a rounding to int8 by one step
+    # The bound is large because a change of 1e-7 can move a rounding to int8 by one step.
     assert close(logits(model, tokens(), padded(), calls=CALLS), stock, 0.1)
     assert torch.equal(logits(revert(model), tokens(), padded(), calls=CALLS), stock)
 

@@ -1,4 +1,5 @@
-"""Compares configurations with mrope_section with the rotary embeddings of transformers' vision-language models."""
+"""Compares the schemes read from configurations with mrope_section with the rotary embeddings of transformers'
+vision-language models."""
 
 import inspect
 
@@ -17,7 +18,8 @@ SMALL = dict(hidden_size=128, num_attention_heads=4, num_key_value_heads=2)
 
 
 def family_of(model_type: str):
-    """Returns (configuration class, modeling module) of a model type; skips if the installed transformers lacks it."""
+    """Returns (configuration class, modeling module) of a model type. Skips the test if the installed transformers
+    lacks the type."""
     family = model_type
     for suffix in ("_talker_text", "_talker", "_text"):
         family = family.removesuffix(suffix)
@@ -41,7 +43,7 @@ def config_of(cls, sections):
 
 
 def embedding_of(modeling, config):
-    """Returns the module's rotary embedding that joins the sections."""
+    """Returns the rotary embedding of the module that joins the sections of the coordinates."""
     for name, cls in inspect.getmembers(modeling, inspect.isclass):
         if name.endswith("RotaryEmbedding") and "Vision" not in name and cls.__module__ == modeling.__name__:
             if hasattr(cls, "recomposition_frequencies") and hasattr(embedding := cls(config), "mrope_section"):
@@ -50,7 +52,7 @@ def embedding_of(modeling, config):
 
 
 def position_ids(seqlen: int = 40) -> torch.Tensor:
-    """Returns (3, 1, seqlen), all three different."""
+    """Returns position ids (3, 1, seqlen) whose three coordinates all differ."""
     return torch.randint(0, 50, (3, 1, seqlen), generator=torch.Generator().manual_seed(0))
 
 

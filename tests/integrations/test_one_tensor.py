@@ -1,4 +1,5 @@
-"""SharedKeysCache and LatentCache give the tokens and logits of the library's caches with one tensor per layer."""
+"""Tests SharedKeysCache and LatentCache, which store one tensor per layer. They give the same tokens and logits as the
+caches of transformers."""
 
 import copy
 import pickle
@@ -53,7 +54,7 @@ def test_logits(name, cached):
     cached.clear()
     assert close(logits(model, tokens(), padded(), calls=CALLS, cache=KINDS[name](model.config)), stock[1], bound)
     wide = [call for call in cached if call[0] > 256]
-    steps = len(CALLS) - (0 if name.startswith("Gemma") else 1)  # latents of a prefill are expanded
+    steps = len(CALLS) - (0 if name.startswith("Gemma") else 1)  # a prefill expands latents and reads no cache
     layers = sum(module._flashrope.window is None for module in converted(model))
     assert wide == [(512, 512, True, True) if name.startswith("Gemma") else (576, 512, True, False)] * steps * layers
 
@@ -110,13 +111,13 @@ def test_crop_copy_select_and_repeat(name):
 
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_bytes(name):
-    """Layers with one projection for keys and values take half the bytes that they take in the library's cache. Latents
-    take as many bytes as in the library's cache of latents."""
+    """Layers with one projection for keys and values take half as many bytes as in transformers' cache. Latents take as
+    many bytes as in transformers' cache of latents."""
     model, sizes = convert(released.released(name)), []
     for cache in (DynamicCache(config=model.config), KINDS[name](model.config)):
         logits(model, tokens(), calls=[SEQLEN], cache=cache)
         sizes.append(bytes_of(cache))
-    every = 2 * 1 * SEQLEN * 512 * 4  # of two sequences, one key head, float32
+    every = 2 * 1 * SEQLEN * 512 * 4  # bytes for two sequences, one key head, 512 channels in float32
     assert sizes[0] - sizes[1] == (every if name.startswith("Gemma") else 0)
 
 

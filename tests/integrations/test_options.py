@@ -1,5 +1,5 @@
-"""Tests that all readers of the options agree on the scheme of every layer: convert in memory, a saved model, vLLM's
-plan and flashrope loss."""
+"""Tests that all readers of the options agree on the scheme of every layer. The readers are convert, a saved model,
+the vLLM plugin and flashrope loss."""
 
 import itertools
 import json
@@ -22,7 +22,7 @@ from flashrope.rotary.catalogue import SCHEMES, known_options
 from transformers import AutoConfig
 
 ROPE = Rotary.rope(16)
-VALUES = {  # {stage: values of its options}; {}: no option
+VALUES = {  # {stage: the options to choose from}; {} means that none is given
     "rotary": [{}, {"rotary": ROPE.interpolate(2.0)}],
     "table": [{}, {"ntk": 2.0}, {"yarn": (4.0, 16)}],
     "cut": [
@@ -76,11 +76,11 @@ def test_what_is_read_reads_as_itself():
         assert read_options(read, SimpleNamespace()) == read, options
 
 
-# nine parts: the numbers of values are no multiples of 3, so every part has all of them
+# Every part takes each ninth combination. It contains every value, because no number of values is a multiple of 3.
 @pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, 9))])
 def test_every_reader_makes_the_same_schemes(part, tmp_path):
-    """Every reader makes the same schemes. The weights are saved once, together with the configuration of each
-    combination of options."""
+    """Every reader makes the same schemes from each combination of options. The weights are saved only once, and the
+    configuration for each combination."""
     model = tiny("llama", vocab_size=256)  # bytes: flashrope loss needs no tokenizer
     model.save_pretrained(tmp_path)
     seen = {}

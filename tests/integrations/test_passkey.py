@@ -1,5 +1,5 @@
-"""Tests flashrope passkey: measurements on readers of known reach, and the whole command on a random model over
-bytes."""
+"""Tests flashrope passkey: what it measures on replacement models that see a known distance, and the whole command on a
+random model that reads bytes."""
 
 import csv
 import json
@@ -193,7 +193,7 @@ def test_a_scheme_is_skipped_where_it_is_the_models_own(checkpoint, tmp_path, mo
 
 
 def test_a_quantized_cache(checkpoint, tmp_path):
-    """With --cache-dtype, everything that the model reads goes through the quantized cache, and its answers change."""
+    """With --cache-dtype, the model reads everything through the quantized cache, and its answers change."""
     sizes = ["--lengths", "380", "--schemes", "stock", "rerope", "--depths", "2", "--trials", "2"]
     sizes += ["--device", "cpu", "--threads", "1"]
     cells = {}
@@ -210,7 +210,7 @@ def test_a_quantized_cache(checkpoint, tmp_path):
 
 
 def test_the_type_of_the_computation(checkpoint, tmp_path):
-    """Shorter types change every answer a little, and the results name them."""
+    """A 16-bit type changes every answer a little, and the results name the type."""
     sizes = ["--lengths", "380", "--schemes", "stock", "--depths", "2", "--trials", "2", "--threads", "1"]
     found = {}
     for name in (None, "float32", "bfloat16", "float16"):

@@ -43,7 +43,8 @@ def test_dual_chunk_over_a_cache():
 
 
 def test_the_scale_by_length():
-    """The scale changes nothing up to length_scale tokens. A step over a longer cache counts all of its keys."""
+    """The scale by length changes nothing up to length_scale tokens. In a step over a longer cache, the length is the
+    number of all keys."""
     model, plain = convert(tiny("llama"), dual_chunk=(160, 32, 12)), convert(tiny("llama"), dual_chunk=(160, 32))
     ids = tokens()[:, :12]
     assert close(logits(model, ids), logits(plain, ids), 0)

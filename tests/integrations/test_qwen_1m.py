@@ -32,10 +32,11 @@ def qwen(chunks=QWEN, **options):
 
 
 class Float64Model:
-    """Qwen2 with the weights of a model, in float64. The scores of a call are scaled by its number of keys.
+    """Computes Qwen2 in float64 with the weights of a model. A factor that depends on a call's number of keys scales
+    its scores.
 
-    With n the chunks between a query and a key: the key at j rotates by j mod 128, and the query at i by i mod 128 for
-    n = 0, by min(i mod 128 + 128, 160) for n = 1, and by 160 for more.
+    The key at j rotates by j mod 128. Let n be the number of chunk boundaries between a query and a key. The query at i
+    rotates by i mod 128 if n = 0, by min(i mod 128 + 128, 160) if n = 1, and by 160 if n is larger.
     """
 
     def __init__(self, model, length: float | None = 100):
@@ -106,7 +107,8 @@ CALLS = {
 
 @pytest.mark.parametrize("calls", CALLS)
 def test_logits_are_those_of_the_formula(model, calls):
-    """Over a cache, each call counts the keys so far. Without the factor, and without chunks, the logits differ."""
+    """Over a cache, the factor of each call depends on the number of keys so far. Without the factor, or without
+    chunks, the logits are different."""
     ids, ends = tokens(300), CALLS[calls]
     found = logits(model, ids, calls=ends)
     assert difference(found, expected(model, ids, ends)) <= BOUND
@@ -117,8 +119,8 @@ def test_logits_are_those_of_the_formula(model, calls):
 
 
 def test_batches(model):
-    """In a batch, each sequence has the factor for its own number of keys. Left padding and packed neighbours are not
-    counted."""
+    """In a batch, each sequence has the factor for its own number of keys. Left padding and other sequences in the same
+    packed row do not count."""
     long, short = tokens(300), tokens(170, seed=1)
     alone = [expected(model, ids) for ids in (long, short)]
     ids = torch.cat((long, F.pad(short, (130, 0))))
@@ -170,7 +172,7 @@ def test_convert_reads_what_vllm_serves(case):
 
 
 def test_one_reader_of_the_field():
-    """If several configurations ask for chunks, the first of them decides, about sparse attention too."""
+    """If several configurations ask for chunks, the first one decides, also on sparse attention."""
     empty, whole = SimpleNamespace(dual_chunk_attention_config={}), SimpleNamespace()
     text = SimpleNamespace(dual_chunk_attention_config={**QWEN, **SPARSE})
     other = SimpleNamespace(dual_chunk_attention_config=SIZES)

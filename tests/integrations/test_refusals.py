@@ -66,7 +66,8 @@ def test_widths_that_the_kernels_do_not_take(name, changes, width, layer, untest
 
 
 def test_widths_that_the_kernels_of_the_device_do_not_take(monkeypatch):
-    """A model on a GPU is refused before its first forward where Triton's kernels are narrower than the CPU's."""
+    """convert refuses a model on a GPU if its head_dim is too large for the Triton kernels, even if the CPU's kernels
+    take it."""
     from flashrope.backends import registry
 
     backend = registry.load_backend("cpu")

@@ -1,4 +1,5 @@
-"""Small models of released shapes, Gemma 4 and latent attention, compute after conversion what the stock models do."""
+"""Tests small models in the released shapes of Gemma 4 and of latent attention. After conversion they give the results
+of the stock models."""
 
 import pytest
 import torch

@@ -20,7 +20,8 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.mark.parametrize("name", HERE)
 def test_a_family(name):
-    """At released widths, logits are the stock model's, and docs/families.md states the width."""
+    """At the head widths of released models, converted and stock logits are equal. docs/families.md states the
+    widths."""
     model = wide(name)
     assert difference_at(model) <= BOUND and families.widths(model) == released_width(name)
     assert documented()[name][1] == released_width(name)
@@ -28,8 +29,8 @@ def test_a_family(name):
 
 @pytest.mark.parametrize("name", vision_models.HERE)
 def test_the_text_decoder_of_a_vision_language_model(name):
-    """The text decoder gives the stock model's tokens. The comparison over a cache uses generate, because the stock
-    Omni thinkers fail in later calls of several tokens."""
+    """The text decoder gives the stock model's tokens. Over a cache the test compares the results of generate, because
+    the thinkers of stock Omni models fail if a later call has several tokens."""
     model, ids = vision_models.wide_vision(name), tokens(1).clamp(max=50)
 
     def generated() -> torch.Tensor:
@@ -41,7 +42,7 @@ def test_the_text_decoder_of_a_vision_language_model(name):
 
 
 def test_widths_that_are_known():
-    """The widths of five families are those on their model cards, so the configurations' defaults are checked
+    """The widths of five families equal those on their model cards. This checks the defaults of the configurations
     independently."""
     known = {"gemma3_text": "256", "gemma4_text": "256, 512", "llama": "128", "deepseek_v3": "192", "gpt_oss": "64"}
     assert {name: released_width(name) for name in known if name in HERE} == {

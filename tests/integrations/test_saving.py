@@ -30,7 +30,7 @@ CHANGES = dict(window=6, factor=4.0, log_n=12, hope_train_length=48)
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Returns the folder of a changed model, and its logits."""
+    """Returns (folder of a model that was saved under another scheme, its logits)."""
     folder = tmp_path_factory.mktemp("changed")
     model = convert(tiny("llama"), **CHANGES)
     model.save_pretrained(folder)
@@ -59,7 +59,7 @@ def test_from_pretrained_passes_its_arguments_on(saved):
 
 
 def test_other_attentions_than_sdpa(tmp_path):
-    """A model that does not use sdpa can be saved too. gpt_oss does not support sdpa."""
+    """A model that does not use sdpa can be saved too. The test uses gpt_oss, which does not support sdpa."""
     model = convert(tiny("gpt_oss"), log_n=12)
     model.save_pretrained(tmp_path)
     loaded = from_pretrained(tmp_path)
@@ -109,7 +109,8 @@ def alone(folder) -> list[str]:
 
 
 def test_transformers_alone_refuses_a_changed_model(saved):
-    """transformers alone refuses a changed model. The error says what to do, and both ways work."""
+    """Without this package, transformers refuses a model that was saved under another scheme. The error names two ways
+    to load it, and both work."""
     lines = alone(saved[0])
     words = "Flashrope converted this model: load it with from_pretrained of Flashrope.integrations.transformers"
     assert lines and all(words in line and 'or delete "_attn_implementation"' in line for line in lines)
@@ -119,7 +120,8 @@ def test_transformers_alone_refuses_a_changed_model(saved):
 
 
 def test_transformers_alone_loads_a_model_with_its_own_scheme(tmp_path):
-    """After a conversion without options, or a conversion and a revert, the configuration is the stock model's."""
+    """After a conversion without options, or after a conversion and a revert, the saved configuration is that of the
+    stock model."""
     model = tiny("llama")
     model.save_pretrained(tmp_path / "stock")
     convert(model).save_pretrained(tmp_path / "same")
@@ -133,7 +135,8 @@ def test_transformers_alone_loads_a_model_with_its_own_scheme(tmp_path):
 
 
 def test_loaded_without_convert(saved):
-    """With this package imported transformers loads the model, and its first forward is refused."""
+    """If this package is imported, transformers loads the model without converting it. The first forward then raises an
+    error."""
     folder, expected = saved
     for load in (AutoModelForCausalLM.from_pretrained, LlamaForCausalLM.from_pretrained):
         model = load(folder)
@@ -166,7 +169,7 @@ def test_a_model_made_from_a_converted_models_configuration(build, options):
     assert torch.equal(logits(revert(converted), tokens()), stock)
 
 
-# transformers 5.1 to 5.18 ignores classes that are registered for its own configurations
+# transformers 5.1 to 5.18 ignores classes that are registered for a configuration class of transformers itself.
 REGISTERS = not (5, 1) <= VERSION < (5, 19)
 
 

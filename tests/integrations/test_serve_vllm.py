@@ -17,7 +17,7 @@ EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "serve_vllm.py"
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """Returns a folder with a model of 8,192 positions, and a tokenizer of words."""
+    """Returns a folder with a model of 8,192 positions and a tokenizer whose tokens are words."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import Whitespace
@@ -32,7 +32,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def serve(monkeypatch):
-    """Runs the example; returns the arguments of the engine, or None if it was not started."""
+    """Returns a function that runs the example. It returns the engine's arguments, or None if no engine was started."""
     started = []
 
     class Engine:

@@ -1,4 +1,4 @@
-"""Tests that caches are refused if another model or conversion has filled them, and accepted otherwise."""
+"""Tests that a model refuses a cache if another model or another conversion has filled it, and accepts it otherwise."""
 
 import copy
 
@@ -50,7 +50,7 @@ def test_from_before_convert_or_revert(name, kind):
         with pytest.raises(ValueError, match="expected a cache that the stock model filled, got 10 tokens"):
             step(model, each, 10)
     cache = filled(model, kind)
-    step(model, cache)  # the stock model's own
+    step(model, cache)  # the stock model filled this cache itself
     convert(model)
     with pytest.raises(ValueError, match="got 10 tokens that were written by another model, or before convert"):
         step(model, cache, 10)
@@ -116,8 +116,8 @@ def test_a_cache_of_unknown_origin():
 
 @pytest.mark.parametrize("name", [OLD_NAME, CACHE, "by position"])
 def test_every_way_to_pass_a_cache_to_the_decoder(name):
-    """The check finds the cache however it is passed to the decoder. From transformers 5.24 on the argument has
-    another name, and the old name is accepted too."""
+    """The check finds the cache in every way in which it can be passed to the decoder. From transformers 5.24 on the
+    argument has a new name, and the decoder accepts both names."""
     model = tiny("llama")
     stale = filled(model, "dynamic")
     decoder, ids = convert(model, window=6).model, tokens()
@@ -149,11 +149,11 @@ def test_compiled(kind):
     model.forward = torch.compile(model.forward, backend="eager")
     assert close(logits(model, tokens(), calls=[9, 10, 11], cache=MAKE[kind](model)), expected)
     with pytest.raises((ValueError, RuntimeError), match=f"{CACHE}.* by another model, or before convert"):
-        step(model, stale)  # the graph asserts it where only the device knows the length
+        step(model, stale)  # an assertion in the graph raises it if only the device knows the length
 
 
 def test_a_step_asks_nothing_of_the_device():
-    """A step does not wait for the device. A static cache knows its length only on the device."""
+    """A step does not wait for the device, although the length of a static cache is known only on the device."""
     model = convert(tiny("llama"))
     cache = filled(model, "static")
     cache.get_seq_length = None  # would be called
@@ -162,7 +162,8 @@ def test_a_step_asks_nothing_of_the_device():
 
 @pytest.mark.skipif(VERSION < (5, 1), reason="layers without attention are refused before transformers 5.1")
 def test_layers_without_attention():
-    """A cache of a layer without attention is checked too, although it does not tell whether it is empty."""
+    """The check also covers the cache of a layer without attention, although such a cache does not say whether it is
+    empty."""
     model = convert(tiny("lfm2"))
     cache = filled(model, "dynamic")
     is_refused(revert(model), cache, BY_CONVERTED)

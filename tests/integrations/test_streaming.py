@@ -1,4 +1,5 @@
-"""Tests the commands' window with sinks: what it reads, what it has forgotten, and what it refuses."""
+"""Tests the commands' option for a window with sinks: which tokens attention sees, which tokens the cache drops, and
+what is refused."""
 
 import json
 
@@ -27,8 +28,8 @@ def small_pieces(monkeypatch):
 
 @pytest.fixture
 def one_layer():
-    """Returns a model of one layer. Its keys and values depend only on their own tokens, so a text without the dropped
-    tokens gives the same logits."""
+    """Returns a model of one layer. Its keys and values depend only on their own tokens, so the same text without the
+    dropped tokens gives the same logits."""
     torch.manual_seed(0)
     return convert(tiny("llama", num_hidden_layers=1).eval())
 
@@ -52,7 +53,7 @@ def test_losses_are_those_of_a_text_without_the_dropped_tokens(small_pieces, one
         expected.append(position_losses(one_layer, without_the_dropped(row, begin))[-read:])
     torch.testing.assert_close(found, torch.cat(expected), rtol=1e-5, atol=1e-6)
     whole = position_losses(one_layer, row)
-    same = FIRST + LAST + PIECE - (FIRST + LAST) % PIECE  # the cache is cut after the piece that exceeds it
+    same = FIRST + LAST + PIECE - (FIRST + LAST) % PIECE  # the cache is cut after the piece that overfills it
     torch.testing.assert_close(found[:same], whole[:same], rtol=1e-5, atol=1e-6)
     assert (found[same:] - whole[same:]).abs().min() > 1e-6
 

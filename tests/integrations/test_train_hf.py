@@ -42,7 +42,8 @@ def options(out: Path, *more: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def trained(example, tmp_path_factory) -> Path:
-    """Returns the folder of a whole run. Its checkpoints are also in "kept", because only the newest two remain."""
+    """Returns the folder of a whole run. All its checkpoints are copied to "kept", because the run deletes all but the
+    newest two."""
     out = tmp_path_factory.mktemp("train_hf") / "run"
     copy = shutil.copytree
     original = example.Schemes.on_step_begin
@@ -88,7 +89,7 @@ def test_a_resumed_run_ends_bitwise_where_the_whole_one_does(example, trained, t
     shutil.copytree(trained.parent / "kept" / f"checkpoint-{step}", tmp_path / "run" / f"checkpoint-{step}")
     assert example.main(options(tmp_path / "run")) == 0
     whole, resumed = trained / f"checkpoint-{STEPS}", tmp_path / "run" / f"checkpoint-{STEPS}"
-    assert len(steps) == STEPS - step  # a run from the start would reach the same last step
+    assert len(steps) == STEPS - step  # a run that starts anew would reach the same last step, but with more steps
     assert losses(whole) == losses(resumed)
     for name, weight in weights(whole).items():
         assert torch.equal(weight, weights(resumed)[name]), name
@@ -113,8 +114,8 @@ def test_the_folder_is_that_of_the_trained_model(trained, tmp_path, capsys):
 
 
 def test_packed_samples_have_the_loss_and_gradients_of_single_ones(example, monkeypatch):
-    """attention_varlen gets the boundaries of the samples in a packed row, and packed samples have the loss and
-    gradients of single samples."""
+    """attention_varlen gets the boundaries of the samples in a packed row. Packed samples have the same loss and
+    gradients as single samples."""
     called = []
     varlen = attention.attention_varlen
     monkeypatch.setattr(attention, "attention_varlen", lambda *a, **k: called.append(a[4].tolist()) or varlen(*a, **k))
@@ -169,7 +170,8 @@ def test_other_settings_do_not_resume(example, trained, capsys):
     ],
 )
 def test_three_lengths(example, tmp_path, more, expected):
-    """The example has three separate lengths: of the samples, of the scheme, and of the saved model."""
+    """The example has separate options for three lengths: that of the samples, that of the scheme, and that of the
+    saved model."""
     args = example.parse([*options(tmp_path, *more), "--scheme", "hope"])
     args.cope_steps = None
     trainer, _ = example.make_trainer(args)

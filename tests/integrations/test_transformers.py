@@ -44,7 +44,7 @@ def test_every_family_is_tested():
 
 
 def documented() -> dict[str, tuple[str, str]]:
-    """Returns the columns "head_dim" and "as released" of the table in docs/families.md, by family."""
+    """Returns {family: its columns "head_dim" and "as released" in the table of docs/families.md}."""
     page = (Path(__file__).resolve().parents[2] / "docs" / "families.md").read_text()
     rows = page.split(families.BEGIN)[1].split("\n\n")[0].splitlines()[3:]
     cells = [[cell.strip() for cell in row.split("|")[1:-1]] for row in rows]
@@ -53,8 +53,8 @@ def documented() -> dict[str, tuple[str, str]]:
 
 @pytest.mark.parametrize("name", HERE)
 def test_logits_are_the_stock_models(name):
-    """A converted model has the stock model's logits. Without rotation, or without the mask, logits change by far more
-    than the bound. For each family, the docs list the head_dims of the tested models."""
+    """A converted model has the stock model's logits. Without rotation, or without the mask, they would differ by far
+    more than the bound. docs/families.md lists the head_dims of the tested models for each family."""
     found, stock, model = families.difference(name)
     assert documented()[name][0] == families.widths(model)
     assert max(found.values()) <= families.BOUND, found
@@ -67,7 +67,8 @@ def test_logits_are_the_stock_models(name):
 
 
 def scaled(kind: str, **changes):
-    """Returns a llama with the rope type. The training length is in the fields from which 4.57 and 5 read it."""
+    """Returns a Llama with the given rope type. It states the training length in the field that transformers 4.57 reads
+    and in the field that transformers 5 reads."""
     scaling, lengths = dict(ROPE_TYPES[kind]), {"max_position_embeddings": 16 if kind == "dynamic" else 64}
     if kind == "longrope":
         lengths["original_max_position_embeddings"] = 16
@@ -83,7 +84,8 @@ def test_rope_types(kind):
         return (
             logits(model, within),
             logits(model, within, calls=[9, 10, 13, 14]),
-            # another table; lengths ascend, because the stock model keeps the table of the longest sequence
+            # Lengths beyond the training length need other tables. They ascend, because the stock model keeps the table
+            # of the longest sequence.
             logits(model, beyond[:, :20]),
             logits(model, beyond),
             logits(model, beyond, padded()),
@@ -97,9 +99,9 @@ def test_rope_types(kind):
 
 @pytest.mark.parametrize("which", ["dynamic", "longrope", "phi3"])
 def test_tables_that_grow_over_a_cache(which):
-    """Over a cache, tables that grow rotate all keys by the newest table, because keys are raw. The model has only one
-    layer, since keys of a second layer would depend on older tables."""
-    if which == "phi3":  # with sliding windows
+    """If a table grows with the length, all cached keys are rotated by the newest table, because caches hold raw keys.
+    The model has only one layer: in a second layer, keys would depend on older tables."""
+    if which == "phi3":  # this case also has sliding windows
         scaling = {"type": "longrope"} | {key: ROPE_TYPES["longrope"][key] for key in ("short_factor", "long_factor")}
         model = tiny(which, rope_scaling=scaling, original_max_position_embeddings=16, num_hidden_layers=1)
     else:
@@ -140,8 +142,8 @@ SLIDING = [] if families.VERSION == (5, 0) else ["gemma3_text", "cohere2"]  # 5.
 
 @pytest.mark.parametrize("name", ["llama", *SLIDING])
 def test_assisted_decoding(name):
-    """Assisted decoding gives the stock model's tokens, with several guessed tokens in a call and rejected tokens that
-    the cache drops."""
+    """Assisted decoding gives the stock model's tokens. A call then has several guessed tokens, and the cache drops the
+    rejected tokens."""
     model, ids = tiny(name), tokens(1, 12)
     stock = model.generate(ids, max_new_tokens=8, do_sample=False)
     convert(model)
@@ -263,8 +265,9 @@ def test_gradient_checkpointing(reentrant):
 
 
 def test_packed_sequences_without_gradients_under_gradient_checkpointing():
-    """Such a forward keeps packed sequences separate if it makes no cache. From transformers 5.24 on it makes one
-    unless use_cache=False. With a cache, masks do not separate packed sequences, so the call is refused."""
+    """A forward without gradients, in a model with gradient checkpointing, keeps packed sequences separate if it makes
+    no cache. From transformers 5.24 on it makes a cache unless use_cache=False. With a cache, masks do not separate
+    packed sequences, so the call is refused."""
     model = convert(tiny("llama"))
     ids, positions = tokens(1), torch.tensor([[*range(7), *range(SEQLEN - 7)]])
     expected = logits(model, ids, position_ids=positions)

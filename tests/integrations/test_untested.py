@@ -1,5 +1,5 @@
-"""Tests convert(model, untested=True), which compares model types that are not in FAMILIES with their own outputs
-first. Also tests fields of tested types that the small configurations do not cover.
+"""Tests convert(model, untested=True). For model types that are not in FAMILIES, it first compares converted outputs
+with stock outputs. Also tests fields of tested types that the small configurations do not cover.
 """
 
 import sys
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings("error:.past_key_values. is deprecated")
 
 @pytest.fixture
 def unknown(monkeypatch):
-    """Removes Llama from the tested model types."""
+    """Removes Llama from the tested model types within a test."""
     monkeypatch.setattr(plan, "FAMILIES", plan.FAMILIES - {"llama"})
 
 
@@ -41,8 +41,8 @@ def test_a_model_that_agrees(unknown):
 
 @pytest.mark.parametrize("constant", [False, True], ids=["trained", "initialized"])
 def test_a_model_that_differs(unknown, monkeypatch, constant):
-    """A model whose converted outputs differ raises an error. It scales the channels of rotated queries, as
-    hunyuan_v1_dense does. The error is also raised if the scale has its initial value."""
+    """convert raises an error if the converted model gives other outputs. The model here scales the channels of rotated
+    queries, as hunyuan_v1_dense does. The error is also raised if the scale still has its initial value."""
     model = tiny("llama")
     layer = model.model.layers[1].self_attn
     layer.scale = torch.nn.Parameter(torch.ones(16) if constant else torch.linspace(0.5, 2, 16))
@@ -127,7 +127,7 @@ def test_head_dims_that_are_not_multiples_of_8(head_dim, interleaved):
 
 
 def test_the_scale_of_padded_channels():
-    """If the model passes no scale, it follows from the number of channels without padding."""
+    """If the model passes no softmax scale, the scale follows from the number of channels without padding."""
     layer = convert(tiny("llama", head_dim=20)).model.layers[0].self_attn
     q, k, v = torch.randn(3, 1, 2, 9, 20, generator=torch.Generator().manual_seed(0)).unbind()
     found = attention_forward(layer, q, k, v, None)[0]
@@ -136,8 +136,8 @@ def test_the_scale_of_padded_channels():
 
 
 def test_a_factor_on_rotated_channels():
-    """A factor on rotated channels is right, as in Phi-4-mini: longrope rotates a part of the channels, and its
-    attention_factor does not scale the others."""
+    """A factor that scales only rotated channels gives the stock model's results. Phi-4-mini has such a factor:
+    longrope rotates a part of the channels, and its attention_factor does not scale the other channels."""
     scaling = {"type": "longrope"} | {
         name: ROPE_TYPES["longrope"][name][:6] for name in ("short_factor", "long_factor")
     }
@@ -160,8 +160,8 @@ def test_a_factor_on_rotated_channels():
 
 @pytest.mark.skipif("ministral3" not in families.HERE, reason="this version has no ministral3")
 def test_queries_scaled_by_position():
-    """Queries are scaled by position only once. Ministral 3's attention scales them itself. A scheme that is read from
-    its configuration without a model includes the scale."""
+    """Queries are scaled by position only once. The attention of Ministral 3 scales them itself, so a converted model's
+    scheme does not. A scheme that is read from the configuration without a model includes the scale."""
     model = tiny("ministral3")
     assert Rotary.from_hf_config(model.config).log_steps_scale == (8, 0.5, 0)
     assert schemes(convert(model))[0].log_steps_scale is None

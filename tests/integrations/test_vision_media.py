@@ -1,4 +1,4 @@
-"""Compares converted models with stock models on videos, sounds, and images of a later turn."""
+"""Compares converted models with stock models on videos, on sounds, and on images in a later turn of a conversation."""
 
 import copy
 
@@ -28,7 +28,7 @@ from vision_models import (
     uncached,
 )
 
-CLIP = (3, 4, 6)  # frames of a video, rows and columns of its patches
+CLIP = (3, 4, 6)  # number of a video's frames, of patch rows and of patch columns
 # The stock qwen3_omni_moe of 4.57 and 5.0 fails where an image and a video come in one call.
 VIDEOS = [name for name in HERE if name.startswith("qwen") and not (VERSION < (5, 1) and name == "qwen3_omni_moe")]
 SOUNDS = [name for name in VIDEOS if "omni" in name]
@@ -36,17 +36,19 @@ TURNS = [name for name in VIDEOS if name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl
 
 
 def with_video(name, **more):
-    """Returns an image and a video."""
+    """Returns a prompt with an image and a video."""
     return prompt(name, seed=3, grids=[(1, 4, 4)], videos=[CLIP], **more)
 
 
 def padded(name):
-    """Returns two prompts with an image and videos of other sizes, the shorter one padded on the left."""
+    """Returns a batch of two prompts with an image and videos of different sizes. The shorter prompt is padded on the
+    left."""
     return joined(with_video(name), prompt(name, seed=4, left=3, grids=[(1, 4, 4)], videos=[(2, 4, 4)]))
 
 
 def ends(given) -> tuple[int, ...]:
-    """Returns where calls with a cache end. Everything that is not text is in the first call."""
+    """Returns the numbers of tokens at which calls with a cache end. The first call contains everything that is not
+    text."""
     length = given["input_ids"].shape[1]
     return length - 5, length - 4, length - 1
 
@@ -62,8 +64,8 @@ def test_videos(name):
 
 @pytest.mark.parametrize("name", VIDEOS)
 def test_the_coordinates_of_a_video_count(name):
-    """Every coordinate of a video matters: the time between frames, the row and the column within a frame. In models
-    with timestamps, frames are separate."""
+    """Every coordinate of a video changes the results: the time between frames, and the row and the column within a
+    frame. Models with timestamps treat frames as separate images."""
     model, given = convert(tiny_vision(name)), with_video(name)
     where, stays = positions(model, name, given), uncached(convert(tiny_vision(name)), name, given)
     of_video = given["input_ids"][0] == VIDEO
@@ -90,7 +92,7 @@ def test_sounds(name):
 
 
 def turns(name):
-    """Returns (first turn, its continuation with another image and a video, the whole)."""
+    """Returns (first turn, its continuation with another image and a video, the whole conversation)."""
     first, second = prompt(name, seed=6, grids=[(1, 6, 4)]), prompt(name, seed=7, grids=[(1, 4, 8)], videos=[CLIP])
     whole = {
         key: torch.cat((first[key], x), 1 if key in TOKENWISE else 0) if key in first else x
@@ -127,8 +129,8 @@ def after_the_second(model, name) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", TURNS)
 def test_images_and_videos_of_a_second_turn(name):
-    """The second turn continues over the cache of the first. The whole conversation in one call gives the same
-    logits."""
+    """A second turn that continues over the cache of the first gives the same logits as the whole conversation in one
+    call."""
     model = tiny_vision(name)
     stock, whole = after_the_second(model, name), uncached(model, name, turns(name)[2])
     assert close(stock, whole)
@@ -173,8 +175,8 @@ def test_a_first_turn_that_answers_twice(name):
 
 @pytest.mark.skipif("qwen2_5_omni" not in HERE, reason="this version has no such model")
 def test_talkers_are_refused():
-    """Talkers are refused with an error that names them. So is a model with a thinker and a talker, of which only the
-    thinker can be converted."""
+    """convert refuses the talker of an Omni model with an error that names it. It also refuses a model with a thinker
+    and a talker, of which only the thinker can be converted."""
     name = "qwen2_5_omni"
     rope = {"rope_type": "default", "mrope_section": KINDS[name].sections}
     config = transformers.models.qwen2_5_omni.configuration_qwen2_5_omni.Qwen2_5OmniTalkerConfig(

@@ -88,7 +88,7 @@ def test_packed_rows():
 
 
 def after_images(model, name, given):
-    """Returns a cache that holds all tokens of a batch but the last four."""
+    """Returns a cache that holds all tokens of a batch except the last four."""
     end = given["input_ids"].shape[1] - 4
     where = positions(model, name, given)
     call = {
@@ -163,8 +163,8 @@ def test_a_static_cache(name):
 
 
 def test_sequences_of_one_length_with_other_images():
-    """Sequences of one length with different images are right. There is no padding, so the positions of the two
-    sequences differ only by the images."""
+    """Two sequences of equal length with different images give the stock model's results. There is no padding, so their
+    positions differ only because of the images."""
     name = DETAILED[0]
     one, two = prompt(name, seed=1), prompt(name, seed=2, grids=[(1, 4, 6), (1, 8, 4)])
     model, given = tiny_vision(name), joined(one, two)
@@ -192,8 +192,8 @@ def test_a_second_turn_with_the_same_cache(name):
 
 @pytest.mark.parametrize("name", DETAILED)
 def test_the_text_model_alone(name):
-    """The text model alone works without position_ids, and with the position_ids of text, in calls that continue a
-    cache."""
+    """The text model by itself gives the stock results without position_ids and with the position_ids of text, also in
+    calls that continue a cache."""
     model = tiny_vision(name).model.language_model
     ids = torch.arange(3, 23).view(2, 10)
 
@@ -228,7 +228,7 @@ def test_quantized_keys():
 
 
 def test_layers_of_a_step_share_their_table(monkeypatch):
-    """In every step the keys' cos and sin are computed once for a sequence, not in each layer."""
+    """A step computes the keys' cos and sin once for all layers."""
     name = DETAILED[0]
     model, given, calls = convert(tiny_vision(name)), prompt(name), []
     made = masked.rotation_at
@@ -246,8 +246,8 @@ def test_layers_of_a_step_share_their_table(monkeypatch):
 
 
 def test_compiled():
-    """Compiled models are one graph: without a cache, and in steps with a static cache, which the stock model in 5.0
-    does not support."""
+    """Models compile to one graph, without a cache and in steps with a static cache. The stock model of transformers
+    5.0 does not support the latter."""
     name = DETAILED[0]
     model, given = tiny_vision(name, num_hidden_layers=1), prompt(name)
     text, where = model.model.language_model, positions(model, name, given)
@@ -332,8 +332,8 @@ def test_schemes_over_one_distance_are_refused(options, named):
 
 @pytest.mark.skipif(VERSION < (5, 0), reason="its padded steps need position_ids, which the comparison has not")
 def test_a_type_that_is_not_tested(monkeypatch):
-    """A type that is not tested can be converted with untested=True, which compares it on text, with and without its
-    rotation."""
+    """A model type that is not tested can be converted with untested=True. convert then compares the model with itself
+    on text, with and without its rotation."""
     monkeypatch.setattr(plan, "FAMILIES", frozenset())
     name = DETAILED[0]
     model = tiny_vision(name)
@@ -344,8 +344,8 @@ def test_a_type_that_is_not_tested(monkeypatch):
 
 
 def test_a_table_of_ones_own():
-    """`rotary=` takes the user's own table, here the model's with half the angles. Positions and caches do not
-    change."""
+    """`rotary=` takes the user's own table, which here has half the angles of the model's table. Positions and caches
+    do not change."""
     name = DETAILED[0]
     model = tiny_vision(name)
     stock = uncached(model, name)

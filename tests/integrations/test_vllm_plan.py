@@ -1,7 +1,8 @@
-"""Tests the plugin's options, the schemes of a served model's layers, and what is refused, without vLLM.
+"""Tests the options of the vLLM plugin, the schemes of a served model's layers, and what is refused. vLLM is not
+needed.
 
-The options are read as convert reads them: test_options.py. Errors of single options: test_refusals.py and
-test_position_maps.py.
+test_options.py tests that the plugin reads options as convert does. test_refusals.py and test_position_maps.py test the
+errors of single options.
 """
 
 import subprocess
@@ -118,7 +119,7 @@ def gemma4(**engine):
 
 
 def test_layers_of_two_widths():
-    """Keys of more than 256 channels are stored raw, because no kernel reads rotated ones."""
+    """Keys of more than 256 channels are stored raw, because no kernel reads rotated keys of this width."""
     local, wide = make_plan(gemma4()).layers
     assert local == (Rotary.rope(256).local(64), 64, True)
     assert wide == (Rotary.p_rope(512, 0.25, base=1e6), None, False)
@@ -166,8 +167,8 @@ def test_a_configuration_with_dual_chunks(chunks, options, expected, sparse, of_
 
 
 def test_dual_chunks_of_a_model_of_several_parts():
-    """In a model of several parts, the dual chunk field and the flashrope field may be in the configuration of the text
-    model or of the whole model."""
+    """In a model of several parts, dual_chunk_attention_config and "flashrope" may be fields of the text model's
+    configuration or of the whole model's."""
     asking = config()
     text, whole = asking.model_config.hf_text_config, SimpleNamespace(flashrope={"log_n": 64})
     asking.model_config.hf_config = whole
@@ -230,8 +231,8 @@ def test_the_digest_is_that_of_the_schemes():
 
 
 def test_the_digest_has_the_windows_of_the_layers():
-    """The digest includes the windows of the layers, because the keys of a layer depend on which keys the layers before
-    it saw."""
+    """The digest includes the windows of the layers. The keys of a layer depend on them, because the earlier layers see
+    other keys with another window."""
     plans = [Plan((Layer(Rotary.rope(32), window),) * 2, frozenset()) for window in (None, 64, 65)]
     assert len({plan.digest for plan in plans}) == 3
 
@@ -368,8 +369,9 @@ LAID_OUT = {
 @pytest.mark.parametrize("cache_dtype", [None, *BITS])
 @pytest.mark.parametrize(("impl", "heads_first"), LAID_OUT)
 def test_pages_as_vllm_lays_them_out(impl, heads_first, cache_dtype):
-    """Pages in vLLM's layout work: keys and values adjacent in blocks of (heads_kv, block_size, columns), in either
-    order in memory. The test makes the call that the backend makes on a GPU and on the CPU."""
+    """Pages in vLLM's layout give the right results. A block is (heads_kv, block_size, columns) in either order in
+    memory, and its rows hold keys and values side by side. The test makes the same call as the backend on a GPU and on
+    the CPU."""
     target, head_dim = Target(impl, torch.float32, "cpu"), 32
     rotary, sizes = LAID_OUT[impl, heads_first](Rotary.rope(head_dim)), ((1, 40), (17, 17), (5, 64))
     c = Cached.packed(target, rotary, sizes, page=PAGE, mapped=True, cache_dtype=cache_dtype)

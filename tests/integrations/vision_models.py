@@ -39,8 +39,8 @@ class Kind(NamedTuple):
     config: str
     text: dict[str, Any]
     vision: dict[str, Any]
-    sections: list[int]  # pairs of the three coordinates
-    partial: float = 1.0  # share of the channels that rotate
+    sections: list[int]  # number of pairs for each of the three coordinates
+    partial: float = 1.0  # which share of the channels rotates
     sound: dict[str, Any] | None = None  # the tower for sounds
 
 
@@ -142,7 +142,8 @@ def released_width(name: str) -> int:
 
 
 def wide_vision(name: str):
-    """Returns a small model with the head_dim of released ones, and as many pairs for every coordinate."""
+    """Returns a small model with the head_dim of released models, and with as many pairs for every coordinate as they
+    have."""
     width, kind = released_width(name), KINDS[name]
     small = kind.text.get("head_dim", 16)
     changes = {"head_dim": width} if "head_dim" in kind.text else {"hidden_size": 4 * width}
@@ -152,7 +153,8 @@ def wide_vision(name: str):
 
 
 def tiny_vision(name: str, sections: list[int] | None = None, **changes):
-    """Returns a small model in float32, the same in every call. sections: None: those of its kind."""
+    """Returns a small model in float32, the same in every call. sections: pairs of each coordinate. Default: those of
+    the model's kind."""
     kind = KINDS[name]
     rope = {"rope_type": "default", "mrope_section": sections or kind.sections}
     base = {"rope_theta": 100.0} | ({"partial_rotary_factor": kind.partial} if kind.partial < 1 else {})
@@ -164,7 +166,7 @@ def tiny_vision(name: str, sections: list[int] | None = None, **changes):
     return vary(getattr(transformers, kind.model)(config).float().eval())
 
 
-GRIDS = [(1, 6, 4), (1, 4, 8)]  # patches of an image in time, rows and columns; four are one token
+GRIDS = [(1, 6, 4), (1, 4, 8)]  # for every image: its patches in time, rows and columns; four patches are one token
 FRAMES = {"qwen2_5_omni": 8, "qwen3_omni_moe": 4}  # tokens of a sound of 32 frames
 SECONDS = {"qwen2_5_vl": "second_per_grid_ts", "qwen2_5_omni": "video_second_per_grid"}
 SECONDS["qwen3_omni_moe"] = SECONDS["qwen2_5_omni"]  # the argument with the seconds between two frames of a video
@@ -174,7 +176,8 @@ FRAME_BY_FRAME = ("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe")  # a tim
 def prompt(
     name: str, seed: int = 0, left: int = 5, between: int = 4, right: int = 6, grids=GRIDS, videos=(), sounds: int = 0
 ) -> dict[str, torch.Tensor]:
-    """Returns the arguments of a forward with images of these sizes, then videos, then sounds, batch 1."""
+    """Returns the arguments of a forward with one sequence: images, then videos, then sounds. grids, videos: the
+    patches of each in time, rows and columns. left, between, right: numbers of text tokens."""
     generator = torch.Generator().manual_seed(seed)
 
     def words(count):
@@ -216,7 +219,7 @@ TOKENWISE = ("input_ids", "attention_mask", "mm_token_type_ids")
 
 
 def batch(name: str) -> dict[str, torch.Tensor]:
-    """Returns two prompts with different images, the shorter one padded on the left."""
+    """Returns a batch of two prompts with different images. The shorter prompt is padded on the left."""
     return joined(prompt(name, seed=1), prompt(name, seed=2, left=3, right=8, grids=[(1, 4, 4)]))
 
 
@@ -230,7 +233,7 @@ def joined(one, two) -> dict[str, torch.Tensor]:
 
 
 def positions(model, name: str, given) -> torch.Tensor:
-    """Returns (3, batch, seqlen), as the stock model computes them for its images, videos and sounds."""
+    """Returns the position ids (3, batch, seqlen) that the stock model computes for images, videos and sounds."""
     owner = model.model if hasattr(model.model, "get_rope_index") else model
     asked = inspect.signature(owner.get_rope_index).parameters
     given = given | {"second_per_grids": given.get("video_second_per_grid")}
@@ -247,7 +250,7 @@ def towers(model) -> list[torch.nn.Module]:
 # ---- what a model gives
 
 BOUND = 1e-5  # for float32 logits scaled to a maximum of 3, as for text
-CALLS = (26, 27, 30, 31)  # the tokens at which calls with a cache end, after the images; then one token at a time
+CALLS = (26, 27, 30, 31)  # numbers of tokens at which calls with a cache end; the first call contains the images
 
 
 def close(a, b, bound=BOUND) -> bool:
@@ -262,7 +265,8 @@ def uncached(model, name, given=None) -> torch.Tensor:
 
 @torch.no_grad()
 def cached(model, name, cache=None, given=None, where=None, calls=CALLS) -> torch.Tensor:
-    """Returns the logits of a prompt, in calls that continue a cache: images, videos and sounds first, then text."""
+    """Returns the logits of a prompt from calls that continue a cache. The first call has the images, videos and
+    sounds, and later calls have text."""
     given = given or prompt(name)
     ids, mask, where = given["input_ids"], given["attention_mask"], positions(model, name, given)
     parts, start, images = [], 0, {key: x for key, x in given.items() if key not in TOKENWISE[:2]}
@@ -278,7 +282,7 @@ def cached(model, name, cache=None, given=None, where=None, calls=CALLS) -> torc
 
 @torch.no_grad()
 def generated(model, name, given=None, **options):
-    """Returns (tokens, logits of every new token)."""
+    """Generates greedily and returns (tokens, logits of every new token)."""
     given = given or prompt(name)
     made = model.generate(
         **given, max_new_tokens=6, do_sample=False, return_dict_in_generate=True, output_logits=True, **options
@@ -287,7 +291,8 @@ def generated(model, name, given=None, **options):
 
 
 def runs(name: str, alone, both, calls=(CALLS, CALLS)) -> dict:
-    """Returns calls of a model with one prompt and with a padded batch. calls: where those with a cache end."""
+    """Returns {name: call of a model} with one prompt and with a padded batch. calls: for each of the two, the numbers
+    of tokens at which calls with a cache end."""
     return {
         "uncached": lambda model: uncached(model, name, alone),
         "cached": lambda model: cached(model, name, given=alone, calls=calls[0]),
@@ -299,7 +304,7 @@ def runs(name: str, alone, both, calls=(CALLS, CALLS)) -> dict:
 
 
 def compare(model, calls: dict) -> dict[str, torch.Tensor]:
-    """Converts the model, and compares every call with the stock model's. Returns the results."""
+    """Converts the model and compares every call with the same call of the stock model. Returns the results."""
     stock = {run: call(model) for run, call in calls.items()}
     convert(model)
     for run, call in calls.items():

@@ -1,4 +1,4 @@
-"""Replaces vLLM's VllmConfig in tests without vLLM. It has the fields that the plugin reads."""
+"""Replaces vLLM's VllmConfig in tests without vLLM. The replacement has the fields that the plugin reads."""
 
 from types import SimpleNamespace
 
@@ -8,8 +8,8 @@ def config(options=None, hf=(), model=(), text=None, **engine):
 
     Args:
         options: the value of the field "flashrope".
-        hf, model, engine: fields of the configurations of the text model, the model and the engine.
-        text: a whole configuration of the text model, instead of hf.
+        hf, model, engine: fields to set in the configurations of the text model, the model and the engine.
+        text: the whole configuration of the text model, which replaces the one with the fields hf.
     """
     fields = dict(
         model_type="llama",

@@ -1,5 +1,5 @@
-"""csrc/cpu/build.py caches compiled libraries. A cached library has the bytes of a new one, and is never used for other
-sources, flags or compilers."""
+"""Tests that csrc/cpu/build.py caches compiled libraries. A cached library has the same bytes as a new one, and is
+never used for other sources, flags or compilers."""
 
 import os
 import re
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(
 
 
 class Checkout:
-    """A folder with two small sources, a copy of build.py, and a compiler that logs its calls."""
+    """Makes a folder with two small sources, a copy of build.py, and a compiler that logs its calls."""
 
     def __init__(self, folder: Path):
         self.folder, self.count = folder, 0
@@ -55,7 +55,7 @@ exec {shutil.which("c++")} -isystem "{folder}/system" "$@"''',
         (self.folder / name).write_text(text.replace(old, new))
 
     def build(self, **environment: str) -> tuple[bytes, bool]:
-        """Returns the library and whether it was compiled."""
+        """Builds the library. Returns its bytes, and whether the compiler ran."""
         self.count += 1
         out, log = self.folder / f"out{self.count}", self.folder / "log"
         log.unlink(missing_ok=True)

@@ -1,5 +1,5 @@
-"""The pages match the source. Their Python blocks run unchanged, one after another in one namespace per page, and print
-what their comments show. Links and paths exist. The API reference equals the docstrings."""
+"""Tests that the pages match the source. The Python blocks of a page run unchanged, one after another in one namespace,
+and print what their comments show. Links and paths exist. The API reference equals the docstrings."""
 
 import ast
 import builtins
@@ -44,7 +44,8 @@ def blocks(page: Path) -> list[str]:
 
 
 def needs(block: str) -> list[str]:
-    """Returns the optional packages that a block imports, itself or through the integration of that name."""
+    """Returns the optional packages that a block imports, either directly or by importing the integration of the same
+    name."""
     return [
         name
         for name in OPTIONAL
@@ -63,8 +64,8 @@ WITH_SHAPES = {  # start of a checkpoint's name: (model type, what its configura
 
 
 def stand_in_for_checkpoints(block: str) -> None:
-    """Saves a small random model as the folder "owner/name", where transformers looks first. Its kind follows the
-    name."""
+    """Saves a small random model as the folder "owner/name", where transformers looks first. The name decides which
+    kind of model it is."""
     for name in re.findall(r'from_pretrained\("([\w.-]+/[\w.-]+)"', block):
         from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -174,7 +175,8 @@ def test_the_api_reference_is_that_of_the_docstrings():
 
 
 def test_every_argument_of_the_api_reference_is_one():
-    """Every argument of the API reference is an argument. A word before a colon in the prose of a docstring is not."""
+    """Every name that the API reference lists as an argument is one. It could also be a word before a colon in a
+    docstring."""
     options = known_options().values()
     of_convert = {option.name for option in options} | {option.beside.name for option in options if option.beside}
     page = (ROOT / "docs" / "api.md").read_text().split("\n## Commands")[0]
@@ -245,7 +247,7 @@ def test_one_file_says_where_the_repository_is():
     """The address is a placeholder. To publish the repository, only pyproject.toml has to be changed."""
     pyproject = (ROOT / "pyproject.toml").read_text()
     address = tomllib.loads(pyproject)["project"]["urls"]["Repository"]
-    assert pyproject.count(address) == 2  # itself, and its issues
+    assert pyproject.count(address) == 2  # the address of the repository and that of its issues
     searched = [*PAGES, ROOT / "SECURITY.md", *(ROOT / "bench").rglob("*.sh"), *(ROOT / "python").rglob("*.py")]
     assert not [path for path in searched if address in path.read_text()]
     for name in ("CONTRIBUTING.md", "SECURITY.md", "docs/kernels.md"):

@@ -1,5 +1,5 @@
-"""The two scripts of examples/migration, on flash-attn's call and on flashrope, do the same. docs/migration.md shows
-their difference."""
+"""Tests that the two scripts of examples/migration give the same results. One calls flash-attn, the other flashrope.
+docs/migration.md shows the difference between them."""
 
 import runpy
 from pathlib import Path
@@ -34,7 +34,8 @@ def test_both_write_the_same_text(results):
 
 
 def test_weights_move_and_the_cache_is_right():
-    """With the same weights, the decoding loop of each script gives the tokens of full passes of the other."""
+    """With the same weights, the decoding loop of each script gives the tokens that full passes of the other script
+    give."""
     before, after = script("before"), script("after")
     torch.manual_seed(2)
     models = before["LanguageModel"](), after["LanguageModel"]()

@@ -1,4 +1,4 @@
-"""Tests examples/packed_vit.py: the pictures, the packing, a short training. With -m slow the whole example runs."""
+"""Tests examples/packed_vit.py: its pictures, its packing and a short training. With -m slow the whole example runs."""
 
 import runpy
 from pathlib import Path
@@ -31,8 +31,8 @@ def test_the_label_is_where_the_ring_is():
 
 
 def test_packed_as_alone(pictures):
-    """Packed pictures have the logits of each picture by itself. Class tokens are at (0, 0), patches at their row and
-    column."""
+    """Packed pictures have the logits of each picture by itself. A class token is at (0, 0), and a patch is at its row
+    and column."""
     torch.manual_seed(0)
     model = vit["VisionTransformer"](vit["scheme"]("axial")).double()
     batch = vit["pack"](pictures)

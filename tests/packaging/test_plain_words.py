@@ -1,4 +1,4 @@
-"""tools/plain_words.py finds the wordings that it is for, and the project has none of them."""
+"""Tests that tools/plain_words.py finds the wordings that it looks for, and that the project has none of them."""
 
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""docs/reused and docs/quantized show the results in bench/results/real_model on reuse and on quantized caches.
+"""Tests that docs/reused and docs/quantized show the results in bench/results/real_model on reuse and quantized caches.
 
 python tests/packaging/test_reuse_and_codes_pages.py     prints the tables
 """
@@ -12,7 +12,8 @@ from flashrope.evaluation.statistics import half_interval
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "bench" / "results" / "real_model"
-SIZES = {  # bits of a number at head_dim 64, scales of 32 bits included: keys and values on average
+# {way to store: bits per number at head_dim 64, including scales of 32 bits, on average over keys and values}
+SIZES = {
     "int8": "8.5",
     "int4": "4.5",
     "int4 keys": "",
@@ -41,7 +42,8 @@ def in_row(cells: list[str]) -> str:
 
 
 def reuse_table() -> list[str]:
-    """Returns a row for every way to make a prompt: both orders, then the changes of each, and the answers found."""
+    """Returns a row for every way to make a prompt. A row has the results over both orders of the documents, the
+    changes in each order, and the answers found."""
     results = [row for row in read("reuse.json")["results"] if row["kind"] == "all"]
     of = {(row["order"], row["way"], row.get("recomputed")): row for row in results}
     first, last = dict.fromkeys(row["order"] for row in results if row["order"] != "both")
@@ -59,7 +61,8 @@ def reuse_table() -> list[str]:
 
 
 def reuse_words() -> list[str]:
-    """Returns the figures for what computing first tokens again improves. Differences are paired over the questions."""
+    """Returns figures that say how much it helps to compute first tokens again. Differences are paired over the
+    questions."""
 
     def mean(row: dict, way: str, again: int) -> float:
         return fmean(
@@ -108,8 +111,9 @@ def test_the_tables_of_the_pages(table, folder):
 
 
 def layers_words() -> list[str]:
-    """Returns the cost of int4 keys in all layers at once, then sums of the costs of int4 keys in one layer only, over
-    ten layers each, then the highest cost of one layer and that layer."""
+    """Returns the cost of int4 keys by layer. The first figure is the cost in all layers at once. Then come costs of
+    int4 keys in a single layer, summed over ten layers each. The last two are the highest cost of a single layer, and
+    this layer."""
     found = {way: row["change"] for way, row in read("layers.json")["results"]["512"].items()}
     layers = [found[f"int4 keys, layer {n}"] for n in range(30)]
     tens = [sum(layers[n : n + 10]) for n in (0, 10, 20)]
@@ -166,7 +170,7 @@ def test_what_is_said_of_codes_that_are_written_in_two_ways():
 
 
 def test_results_hold_their_rows():
-    """The means follow from the rows, and there are enough questions and windows."""
+    """The means in the files follow from their rows, and the rows have enough questions and windows."""
     reuse, codes = read("reuse.json"), read("codes.json")
     assert len(reuse["rows"]) >= 24 and codes["windows"] >= 3
     for at, length in enumerate(codes["lengths"]):

@@ -1,5 +1,5 @@
-"""Tests examples/reuse_chunks.py: prompts from documents that were read alone, compared with prefills and with passes
-without a cache."""
+"""Tests examples/reuse_chunks.py, which makes prompts from documents that were read one by one. The tests compare them
+with prefills and with passes without a cache."""
 
 import random
 import runpy
@@ -37,8 +37,8 @@ def loss_without_a_cache(server, request) -> float:
 
 @pytest.mark.parametrize("again", [None, 100, 0, 3])
 def test_losses_of_one_layer_and_of_whole_documents_are_those_of_a_prefill(again):
-    """Losses equal those of a prefill in models of one layer, whose keys do not depend on the text before them, and if
-    whole documents are computed again."""
+    """Losses equal those of a prefill in two cases: if the model has one layer, so that keys do not depend on preceding
+    text, and if whole documents are computed again."""
     for layers in (1, 2):
         server, asked = server_of(layers)
         for request in asked:

@@ -1,5 +1,5 @@
-"""Tests examples/reuse_documents.py: prompts from documents that a Hugging Face model read once, compared with one
-prefill."""
+"""Tests examples/reuse_documents.py, which makes prompts from documents that a Hugging Face model read once. The tests
+compare them with one prefill."""
 
 import random
 import runpy

@@ -1,4 +1,4 @@
-"""The parts of the package ("rooms") are layers: imports only run downward, and never in a circle.
+"""Tests that the parts of the package ("rooms") form layers: imports go only to lower layers, and never in a circle.
 
 Imports inside functions count, and so do those by ``import_module("name", __package__)``.
 """
@@ -48,8 +48,8 @@ FOLDERS |= {"bench": "bench", "experiments": "experiments"}
 
 
 def modules() -> dict[str, Path]:
-    """Returns every module by its dotted name. The __init__ of a package, which only lists public names, is left
-    out."""
+    """Returns {dotted name: module}. The __init__ files of packages are left out, because they only list public
+    names."""
     return {
         ".".join((package, *path.relative_to(ROOT / folder).with_suffix("").parts)): path
         for package, folder in FOLDERS.items()
@@ -81,7 +81,7 @@ IMPORTS = {name: imported(name, path.read_text()) for name, path in MODULES.item
 
 
 def floor(name: str) -> int:
-    """Returns the layer of a module, or -1 for files beside the rooms of the package: __main__ and _version."""
+    """Returns the layer of a module, or -1 for __main__ and _version, which belong to no room."""
     package, room, *_ = name.split(".")
     floors = [n for n, rooms in enumerate(FLOORS[package]) if room in rooms.split()]
     assert floors or name in ("flashrope.__main__", "flashrope._version"), f"{name} has no floor"
@@ -138,7 +138,8 @@ def test_every_module_is_imported_by_its_dotted_name(name):
 
 
 def test_the_training_kernel_is_the_entrance():
-    """The training kernel, where readers who know FlashAttention-2 start, is short and has no arguments for a cache."""
+    """The training kernel is short and has no arguments for a cache, because readers who know FlashAttention-2 start
+    there."""
     [kernel] = (
         node
         for node in ast.parse(MODULES["flashrope.triton_kernels.forward"].read_text()).body

@@ -1,4 +1,5 @@
-"""Checks what the project depends on, reads and writes: bounds of versions, no pickle, whole files, licences."""
+"""Checks the bounds of dependencies, that no file is read with pickle, that files are written as a whole, and the
+licences."""
 
 import ast
 import re
@@ -66,7 +67,7 @@ def imported(tree: ast.AST) -> list[str]:
 
 
 def unsafe(tree: ast.AST) -> list[str]:
-    """Returns imports and calls that read objects or code from data."""
+    """Returns the imports and calls in a source that read objects or code from data, such as pickle."""
     found = [f"import {name}" for name in imported(tree) if name.split(".")[0] in CODE_IN_DATA]
     for node in ast.walk(tree):
         if isinstance(node, ast.keyword) and node.arg in ("allow_pickle", "trust_remote_code"):

@@ -1,4 +1,4 @@
-"""The platform of a wheel follows from its libraries. (.ci/run builds and runs the wheels.)"""
+"""Tests that the platform tag of a wheel follows from its libraries. .ci/run builds and runs the wheels."""
 
 import os
 import runpy

@@ -1,4 +1,4 @@
-"""The hosted CI runs the steps of .ci/run, with time limits. The step lint checks the workflow files themselves."""
+"""Tests that the hosted CI runs the steps of .ci/run, with time limits. The step lint checks the workflow files."""
 
 import re
 import subprocess
@@ -21,7 +21,7 @@ def listed(option: str) -> list[str]:
 
 
 def hosted(workflow: Path) -> Counter:
-    """Returns the steps of .ci/run that the jobs of a workflow name."""
+    """Returns the steps of .ci/run that the jobs of a workflow run."""
     groups = re.findall(r"^ +(?:- )?steps: ([\[a-z].*)$", workflow.read_text(), re.MULTILINE)
     return Counter(name for group in groups for name in re.findall(r"[^\s,\[\]]+", group))
 

@@ -1,5 +1,5 @@
-"""Tests axial tables: compares the rotary positions of published image and video models with their descriptions written
-out, and tests packed pictures of different sizes."""
+"""Tests axial tables. Compares the schemes of published image and video models with code that follows the models'
+descriptions, and tests packed pictures of different sizes."""
 
 import math
 
@@ -11,7 +11,7 @@ from support import check, problem
 
 
 def grid(*sizes: int) -> torch.Tensor:
-    """Returns the coordinates of every patch, last axis fastest: (patches, axes)."""
+    """Returns the coordinates of every patch, (patches, axes). The last axis changes fastest."""
     return torch.stack(torch.meshgrid(*map(torch.arange, sizes), indexing="ij"), -1).flatten(0, -2)
 
 
@@ -19,21 +19,21 @@ def grid(*sizes: int) -> torch.Tensor:
 
 
 def side_by_side(q, angles):
-    """Returns q with channels 2m and 2m + 1 as a complex number, rotated by angles (seqlen, pairs)."""
+    """Returns q after rotating channels 2m and 2m + 1, taken as a complex number, by angles (seqlen, pairs)."""
     turned = torch.view_as_complex(q.unflatten(-1, (-1, 2))) * torch.exp(1j * angles)
     return torch.view_as_real(turned).flatten(-2)
 
 
 def halves(q, angles):
-    """Returns q with channels m and m + head_dim / 2 rotated by angles (seqlen, pairs)."""
+    """Returns q after rotating channels m and m + head_dim / 2 by angles (seqlen, pairs)."""
     first, second = q.chunk(2, -1)
     cos, sin = angles.cos(), angles.sin()
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
 
 
 def by_channels(q, ids, channels, theta):
-    """Returns q rotated with separate channels for every axis, with adjacent channels as pairs and RoPE's table over
-    the channels of the axis."""
+    """Returns q after a rotation in which every axis has its own channels. Adjacent channels are pairs, and each axis
+    uses RoPE's table for its number of channels."""
     parts = q.split(channels, -1)
     return torch.cat([side_by_side(x, rope_angles(ids[:, a], x.shape[-1], theta)) for a, x in enumerate(parts)], -1)
 
@@ -43,33 +43,34 @@ def rope_angles(position, dim, theta):
 
 
 def flux(q, ids):
-    """Rotates as FLUX.1 does: ids are (0, row, column) for patches and (0, 0, 0) for text; axes_dim is (16,
-    56, 56)."""
+    """Rotates as FLUX.1 does. Its ids are (0, row, column) for patches and (0, 0, 0) for text, and axes_dim is (16, 56,
+    56)."""
     return by_channels(q, ids, [16, 56, 56], 10_000.0)
 
 
 def flux_2(q, ids):
-    """Rotates as FLUX.2 does: ids are time, row, column and text index; axes_dim is (32, 32, 32, 32), theta is 2000."""
+    """Rotates as FLUX.2 does. Its ids are time, row, column and text index, axes_dim is (32, 32, 32, 32), and theta is
+    2000."""
     return by_channels(q, ids, [32, 32, 32, 32], 2000.0)
 
 
 def wan(q, ids):
-    """Rotates as Wan 2.1 does: frame, row and column have d - 4 (d // 6), 2 (d // 6) and 2 (d // 6) channels, with d =
-    128."""
+    """Rotates as Wan 2.1 does. With d = 128, it gives d - 4 (d // 6) channels to the frame and 2 (d // 6) channels each
+    to row and column."""
     d = q.shape[-1]
     return by_channels(q, ids, [d - 4 * (d // 6), 2 * (d // 6), 2 * (d // 6)], 10_000.0)
 
 
 def pixtral(q, ids):
-    """Rotates as Pixtral's encoder does: RoPE's table covers the whole head. Rows use its even entries, columns its odd
-    entries."""
+    """Rotates as Pixtral's encoder does. RoPE's table covers the whole head. Rows use its even entries, and columns use
+    its odd entries."""
     table = 10_000.0 ** -(torch.arange(0, q.shape[-1], 2, dtype=torch.float64) / q.shape[-1])
     return halves(q, torch.cat((ids[:, :1] * table[::2], ids[:, 1:] * table[1::2]), -1))
 
 
 def dinov3(q, centers):
-    """Rotates as DINOv3 does: the angle is 2 pi * (center of the patch within -1 to 1) / period, with periods 100 **
-    (4m / d). The class token and four register tokens in front are not rotated."""
+    """Rotates as DINOv3 does. The angle is 2 pi * (center of the patch, from -1 to 1) / period, with periods 100 **
+    (4m / d). The class token and the four register tokens in front are not rotated."""
     d = q.shape[-1]
     periods = 100.0 ** torch.arange(0, 1, 4 / d, dtype=torch.float64)
     angles = (2 * math.pi * centers[5:, :, None] / periods).flatten(1)
@@ -77,20 +78,21 @@ def dinov3(q, centers):
 
 
 def qwen2_vl_tower(q, ids):
-    """Rotates as the vision tower of Qwen2-VL and Qwen2.5-VL does: RoPE's table over half of the head is used for rows
-    and again for columns."""
+    """Rotates as the vision tower of Qwen2-VL and Qwen2.5-VL does. RoPE's table for half of the head is used twice, for
+    rows and for columns."""
     return halves(q, torch.cat([rope_angles(ids[:, a], q.shape[-1] // 2, 10_000.0) for a in (0, 1)], -1))
 
 
 def moonvit(q, ids):
-    """Rotates as Kimi-VL's encoder does: pair 2m by the column and pair 2m + 1 by the row, with theta ** (-4m / d)."""
+    """Rotates as Kimi-VL's encoder does. Pair 2m rotates by the column and pair 2m + 1 by the row, both with frequency
+    theta ** (-4m / d)."""
     by_axis = [rope_angles(ids[:, a], q.shape[-1] // 2, 10_000.0) for a in (1, 0)]
     return side_by_side(q, torch.stack(by_axis, -1).flatten(1))
 
 
 def qwen3_vl(q, ids):
-    """Rotates as Qwen3-VL's text model does, with one table: pairs rotate by time, except pairs 1, 4, 7, ... (height)
-    and 2, 5, 8, ... (width), 20 of each."""
+    """Rotates as Qwen3-VL's text model does, with one table for all axes. Pairs rotate by time, except 20 pairs 1, 4,
+    7, ... that rotate by height and 20 pairs 2, 5, 8, ... that rotate by width."""
     angles = rope_angles(ids[:, 0], q.shape[-1], 5e6)
     for axis in (1, 2):
         taken = slice(axis, 3 * 20, 3)
@@ -101,7 +103,9 @@ def qwen3_vl(q, ids):
 TABLE = Rotary.rope(64).inv_freq
 CENTERS = torch.cat((torch.zeros(5, 2), (2 * grid(3, 4) + 1) / torch.tensor([3, 4]) - 1)).double()
 TEXT, PATCHES = torch.zeros(6, 3), torch.nn.functional.pad(grid(4, 5), (1, 0))
-MODELS = {  # the scheme, its description, the positions that the description takes, the factor from these to ours
+# {model: (scheme, code that follows its description, positions that this code takes, factor from these positions to
+# those of the scheme)}
+MODELS = {
     "FLUX.1": (Rotary.axial(128, [8, 28, 28], 10_000.0, interleaved=True), flux, torch.cat((TEXT, PATCHES)), 1.0),
     "FLUX.2": (Rotary.axial(128, 4, 2000.0, interleaved=True), flux_2, torch.nn.functional.pad(PATCHES, (0, 1)), 1.0),
     "Wan 2.1": (Rotary.axial(128, [22, 21, 21], 10_000.0, interleaved=True), wan, grid(2, 3, 4), 1.0),
@@ -182,8 +186,8 @@ def test_accuracy(target, form):
 
 
 def pictures(sizes, registers: int = 3) -> tuple[list[int], torch.Tensor]:
-    """Returns the lengths and the positions of pictures of these sizes, each after register tokens that do not
-    rotate."""
+    """Returns the lengths and the positions of packed pictures of these sizes. Every picture follows its register
+    tokens, which do not rotate."""
     parts = [torch.cat((torch.zeros(registers, 2), grid(*size) + 1)) for size in sizes]
     return [len(part) for part in parts], torch.cat(parts)
 
@@ -203,7 +207,7 @@ def test_packed_pictures(exact, causal):
 
 
 def test_packed_pictures_in_the_reference():
-    """In the reference, packed pictures give the results of attention over each picture in float64."""
+    """In the reference backend, packed pictures give the results of float64 attention over each picture by itself."""
     torch.manual_seed(0)
     rotary, (lengths, positions) = Rotary.axial(24, [4, 8], base=30.0), pictures(SIZES)
     q, k, v = (torch.randn(sum(lengths), 2, 24, dtype=torch.float64, requires_grad=True) for _ in range(3))
@@ -222,8 +226,8 @@ def test_packed_pictures_in_the_reference():
 
 
 def test_a_picture_may_lie_anywhere():
-    """A picture may be moved: among patches, only differences of positions count. A register token sees where the
-    patches are."""
+    """Moving a picture does not change attention among its patches, because only differences of positions count. It
+    does change attention between a register token and the patches."""
     torch.manual_seed(0)
     rotary = Rotary.axial(24, [4, 8], base=30.0)
     q, k, v = (torch.randn(1, 20, 2, 24, dtype=torch.float64) for _ in range(3))

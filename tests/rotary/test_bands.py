@@ -1,4 +1,4 @@
-"""Tests bands that the user gives: what is refused, and that all backends compute the same for the rest."""
+"""Tests bands that the user gives: which bands are refused, and that all backends give equal results for the others."""
 
 import dataclasses
 import math
@@ -53,8 +53,8 @@ def test_bands_are_refused(build, bands, error, expected, given):
 
 
 def test_a_mirror_image_that_falls_on_its_band():
-    """With causal=False, a band with an offset of 3 at distance 0 raises an error, because its mirror image would give
-    the same distance an offset of -3. Causal attention has no mirror image."""
+    """With causal=False, a band with offset 3 that contains distance 0 raises an error, because its mirror image would
+    give this distance the offset -3. Causal attention has no mirror image."""
     rotary = dataclasses.replace(ROPE, bands=(Band(0, INF, 1.0, 3.0),))
     q = torch.randn(1, 6, 2, 16)
     with pytest.raises(ValueError, match=r"bands\[0\].offset: expected 0 .* not causal, got 3"):
@@ -125,7 +125,8 @@ def test_gradients_over_bands_given_by_hand():
 
 
 def test_numbers_of_other_kinds_are_numbers():
-    """A scheme is text in graphs and checkpoints. Therefore numpy's numbers and whole floats become Python's."""
+    """Numpy's numbers and whole floats in bands become Python's numbers, because graphs and checkpoints store a scheme
+    as text."""
     bands = (Band(np.int64(0), np.float32(5), np.float32(1), 0), Band(5.0, INF, 0, np.int32(5)))
     rotary = dataclasses.replace(ROPE, bands=bands, frequencies=[np.float64(f) for f in ROPE.frequencies])
     assert rotary == ROPE.rectify(5) and Rotary.from_text(rotary.text) == rotary

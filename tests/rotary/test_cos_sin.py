@@ -1,4 +1,4 @@
-"""Compares the tables of cos and sin with arithmetic of many digits, at positions up to 2 ** 24."""
+"""Compares the tables of cos and sin with arithmetic of 60 digits, at positions up to 2 ** 24."""
 
 import functools
 import itertools
@@ -14,8 +14,9 @@ mpmath = pytest.importorskip("mpmath", reason="the oracle of the tables needs mp
 
 CPU = torch.device("cpu")
 LIMIT = 1 << 24
-HALF_ULP = 2.0**-25  # the rounding of a number just below 1 to float32
-PRODUCT = 4 * LIMIT * 2.0**-53  # roundings to float64: the slope, slope * position, the sum with the offset, the angle
+HALF_ULP = 2.0**-25  # largest error from rounding a number just below 1 to float32
+# Largest error from four roundings to float64: of the slope, slope * position, the sum with the offset, and the angle.
+PRODUCT = 4 * LIMIT * 2.0**-53
 POSITIONS = sorted(
     {
         0,
@@ -53,8 +54,9 @@ def exact(inv_freq, position):
 
 @functools.cache
 def oracle(name, slope, offset):
-    """Returns float64 (positions, 2, pairs) at slope * position + offset. For Leaky ReRoPE 1 / k and w - w / k are
-    exact, so that each rotation, and each difference of two, is a small multiple of 1, of 1 / k and of the offset."""
+    """Returns cos and sin at slope * position + offset, float64 (positions, 2, pairs). For Leaky ReRoPE, 1 / k and
+    w - w / k are computed exactly. Every rotation, and every difference of two rotations, is a sum of small multiples
+    of 1, of 1 / k and of the offset."""
     with mpmath.workdps(60):
         if name in LEAKS:
             w, k = map(mpmath.mpf, LEAKS[name])
@@ -73,8 +75,8 @@ def unrotated(table):
 
 
 def joined(table, pairs):
-    """Returns cos and sin of every position (positions, 2, pairs), from the two levels by angle addition in float32, as
-    in a kernel."""
+    """Returns cos and sin of every position, (positions, 2, pairs). As in a kernel, they come from the two levels of
+    the table by angle addition in float32."""
     positions = torch.tensor(POSITIONS)
     fine, coarse = table[positions % FINE_ROWS, :, :pairs], table[FINE_ROWS + positions // FINE_ROWS, :, :pairs]
     (ca, sa), (cb, sb) = coarse.unbind(1), fine.unbind(1)
@@ -139,7 +141,7 @@ def test_two_levels(name, causal):
     assert unrotated(table[0]) and unrotated(table[..., pairs:])
     for rotation, (slope, offset) in enumerate(rotations):
         error = (joined(table[rotation], pairs).double() - oracle(name, slope, offset)).abs()
-        # four rounded entries, weighted by a cos and a sin: 2 sqrt(2) roundings. Two products and their sum: two more.
+        # Four rounded entries, each times a cos or a sin, give 2 sqrt(2) roundings. Two products and their sum add two.
         assert error.max() <= (2 * math.sqrt(2) + 2) * HALF_ULP + PRODUCT * max(slope, 1)
         near, far = (
             error[[at(p) for p in POSITIONS]].square().mean().sqrt() for at in (lambda p: p < 4096, lambda p: p >= 4096)

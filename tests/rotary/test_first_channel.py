@@ -1,5 +1,5 @@
-"""Rotary channels that do not begin at 0 give the same scores as if these channels were moved to the front of the
-head."""
+"""Tests rotary channels that do not begin at channel 0. Scores are the same as if these channels were moved to the
+front of the head."""
 
 import pytest
 import support
@@ -103,7 +103,8 @@ def test_parts_hold_every_channel_once(head):
 
 @pytest.mark.parametrize("head", HEADS)
 def test_copies_hold_the_part_that_rotates(head):
-    """Both runs start at multiples of 16 bytes. Without rotated copies of keys there is nothing to hold."""
+    """In a rotated copy, both runs of channels start at multiples of 16 bytes. A scheme without rotated copies of keys
+    needs no channels in them."""
     (part,) = copied_parts(HEADS[head], True)
     assert part == channel_parts(HEADS[head], True)[0] and not (part.first % 16 or part.second % 16)
     assert copied_parts(HEADS[head].local(9), True) == (part,)

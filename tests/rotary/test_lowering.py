@@ -50,8 +50,8 @@ def test_rectified_by_hand():
 
 
 def test_not_causal():
-    """The mirror image of ReRoPE's far band needs no rotation of the keys. The mirror image of Leaky's shares the
-    rotated copy of the far band."""
+    """The mirror image of ReRoPE's far band needs no rotation of the keys. With Leaky ReRoPE, the mirror image shares
+    the rotated copy of keys with the far band."""
     rerope, leaky = (lower(Rotary.rope(32).rectify(8, factor), False) for factor in (None, 4.0))
     assert [band.k_copy for band in rerope.bands] == [0, -1, -1] and rerope.rotated_bands == 0b001
     assert [band.k_copy for band in leaky.bands] == [0, 1, 1] and leaky.k_stops == (8, UNBOUNDED)
@@ -71,7 +71,8 @@ def test_rotated_pairs():
 
 
 def test_unbounded_numbers_of_chunks_stay_countable():
-    """The numbers of chunks stay small enough for kernels to multiply them by the length of a chunk in int32."""
+    """The start and stop of bands over chunks stay so small that kernels can multiply them by the chunk length in
+    int32."""
     lowered = lower(Rotary.rope(32).dual_chunk(160, 32), True)
     chunk = lowered.maps[0].chunk
     assert chunk == 128 and max(band.stop for band in lowered.bands) == UNBOUNDED // chunk

@@ -1,5 +1,5 @@
-"""Compares the position maps, Self-Extend and dual chunk attention, with their formulas, pair by pair, on every
-backend."""
+"""Compares the schemes with position maps, Self-Extend and dual chunk attention, with their formulas. The comparison
+goes pair by pair on every backend."""
 
 import math
 
@@ -19,14 +19,15 @@ ROPE = Rotary.rope(16)
 
 
 def self_extend(i, j, window, group):
-    """Returns (position of the query, of the key) as in LongLM's paper."""
+    """Returns (mapped position of the query, mapped position of the key) by the formula of LongLM's paper."""
     if i - j < window:
         return i, j
     return i // group + window - window // group, j // group
 
 
 def dual_chunk(i, j, chunk_size, local_size):
-    """Returns (position of the query, of the key) as in arXiv 2402.17463 and Qwen2.5-1M's engine."""
+    """Returns (mapped position of the query, mapped position of the key) as in arXiv 2402.17463 and in Qwen2.5-1M's
+    engine."""
     s = chunk_size - local_size
     n = i // s - j // s
     if n == 0:
@@ -34,7 +35,7 @@ def dual_chunk(i, j, chunk_size, local_size):
     return (min(i % s + s, chunk_size) if n == 1 else min(2 * s - 1, chunk_size)), j % s
 
 
-CASES = {  # the scheme without and with the map, and the formula. The lengths reach every band and edge.
+CASES = {  # {name: (scheme without the map, scheme with the map, formula)}. The lengths reach every band and edge.
     "self_extend": (ROPE, lambda r: r.self_extend(20, 4), lambda i, j: self_extend(i, j, 20, 4)),
     "self_extend_odd": (ROPE, lambda r: r.self_extend(21, 7), lambda i, j: self_extend(i, j, 21, 7)),
     "self_extend_all": (ROPE, lambda r: r.self_extend(0, 3), lambda i, j: self_extend(i, j, 0, 3)),
@@ -76,7 +77,8 @@ FAST = ("self_extend", "dual_chunk")
 @pytest.mark.interpreted(lambda target, name: target.dtype == torch.float32 and name in FAST)
 @pytest.mark.parametrize("name", CASES)
 def test_forward_and_backward(target, name):
-    """Shapes are no multiples of a tile, some rows are before position 0, and some tiles cross the end of a chunk."""
+    """Every backend equals the formula, even if shapes are no multiples of a tile, rows are before position 0, or tiles
+    cross the end of a chunk."""
     check(target, problem(target, scheme(name), *((40, 280) if "dual" in name else (50, 75)), seed=1))
     if not target.slow:
         for lengths, options in (((300, 300), {}), ((90, 430), {"batch": 2}), ((60, 45), {"heads": 3, "group": 3})):
@@ -93,7 +95,7 @@ def test_more_shapes(exact, name):
 # ---- keys at the edges
 
 
-EDGES = {  # a query row, and the last key of one band and the first key of the next
+EDGES = {  # {name: a query row, and two neighbouring keys that belong to different bands}
     "self_extend": [(60, 41), (60, 40), (63, 43), (67, 47)],
     "dual_chunk": [
         (127, 0),
@@ -112,7 +114,8 @@ EDGES = {  # a query row, and the last key of one band and the first key of the 
 @pytest.mark.interpreted(lambda exact, name: name == "self_extend")
 @pytest.mark.parametrize("name", EDGES)
 def test_needles(exact, name):
-    """Every row has one key that matches it after both are rotated by the formula, with a score near 12."""
+    """Makes q and k so that each row has one matching key: after both are rotated by the formula, their score is near
+    12."""
     rotary, positions = scheme(name), CASES[name][2]
     seqlen = max(i for i, _ in EDGES[name]) + 1
     p = problem(exact, rotary, seqlen, heads=1, group=1, seed=20)
@@ -129,7 +132,7 @@ def test_needles(exact, name):
 
 
 def test_pairs_of_every_band_are_counted_once():
-    """The bands hold every pair of the causal triangle once, at a distance that belongs to the band."""
+    """Every pair of the causal triangle lies in exactly one band, at a distance that belongs to the band."""
     i, j = torch.arange(600.0)[:, None], torch.arange(600.0)[None]
     for name in CASES:
         held = [band.holds(i, j) for band in scheme(name).bands]
@@ -145,7 +148,8 @@ def test_pairs_of_every_band_are_counted_once():
 @pytest.mark.interpreted(lambda exact, name: False)
 @pytest.mark.parametrize("name", CASES)
 def test_packed_sequences(exact, name):
-    """Every sequence gets the results of a separate call, with equal lengths, more keys than queries, or fewer."""
+    """Every packed sequence gets the results of a separate call, whether it has as many keys as queries, more or
+    fewer."""
     p = packing(exact, scheme(name), [40, 150, 20], [40, 290, 9], seed=6)
     p.check(p.run(exact.impl), exact.dtype)
 
@@ -202,8 +206,8 @@ def test_bands():
 
 
 def test_what_kernels_get():
-    """One rotated copy of the keys serves all bands of DCA. Each of Self-Extend's two bands has its own copy, as with
-    Leaky ReRoPE."""
+    """One rotated copy of the keys serves all bands of dual chunk attention. Self-Extend needs one copy for each of its
+    two bands, like Leaky ReRoPE."""
     dual = lower(ROPE.dual_chunk(160, 32), True)
     assert len(dual.k_copies) == 1 and dual.k_stops == (UNBOUNDED,) and dual.maps[0].chunk == 128
     assert [(band.start, band.stop) for band in dual.bands] == [(0, 1), (1, 2), (2, UNBOUNDED // 128)]

@@ -8,8 +8,8 @@ from support import SCHEMES, check, problem
 
 
 def grid(seqlen: int, batch: int = 2) -> torch.Tensor:
-    """Returns the positions (batch, seqlen, 3) of text, an image of 4 x 5 patches, and text, numbered as in
-    Qwen2-VL."""
+    """Returns the positions (batch, seqlen, 3) of text, then an image of 4 x 5 patches, then text, numbered as Qwen2-VL
+    does."""
     before = 7
     text = torch.arange(before)[:, None].expand(-1, 3)
     patch = torch.arange(20)
@@ -70,7 +70,8 @@ def test_equal_coordinates_are_plain_rope(exact, form):
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("form", ["sections", "local", "one coordinate"])
 def test_packed(exact, form, deterministic):
-    """Every sequence gets the results of a separate call, with its own positions. Rows outside every sequence get 0."""
+    """Every packed sequence has its own positions and gets the results of a separate call. Rows outside all sequences
+    get 0."""
     rotary = {"local": SCHEMES["local"](24), "one coordinate": Rotary.rope(24).log_n(20)}.get(form) or FORMS[form](24)
     lengths = (36, 0, 1, 29)
     positions = torch.cat((grid(36, 1)[0], grid(30, 1)[0], torch.zeros(4, 3)))

@@ -43,7 +43,8 @@ def test_string_sees_far_keys_nearer():
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_string_is_attention_over_the_formula(exact, causal):
-    """Compares attention with scores of pairs (q, k) that are rotated by the paper's distance."""
+    """Attention equals a softmax over scores in which each pair (q, k) is rotated by the distance that the paper
+    defines."""
     start, window, seqlen, d = 21, 5, 70, 16
     generator = torch.Generator().manual_seed(3)
     q, k, v = (torch.randn(1, seqlen, 2, d, generator=generator, dtype=torch.float64) for _ in range(3))

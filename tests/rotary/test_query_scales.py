@@ -30,7 +30,7 @@ def given(rotary, seqlen_q=30, seqlen_k=30, seed=0):
     ]
 
 
-FACTORS = {  # factors of the query at position i
+FACTORS = {  # {name: (scheme, the factor that it gives the query at position i)}
     "Llama 4, from 0": (Rotary.rope(16).log_steps(7, 0.5, 0), lambda i: 1 + 0.5 * math.log(1 + math.floor(i / 7))),
     "Llama 4, from 1": (
         Rotary.rope(16).log_steps(7, 0.5, 1),
@@ -52,7 +52,7 @@ def test_queries_have_the_factor_of_their_position(name):
 
 
 def test_the_factor_is_hugging_faces_attention_factor():
-    """If cos and sin of queries and keys are multiplied by a, the rotated channels contribute a ** 2 times as much."""
+    """A factor a on cos and sin acts on queries and keys, so the rotated channels contribute a ** 2 times as much."""
     q, k, v = given(None)
     rotary, a = Rotary.rope(16, rotary_dim=8), 1.2
 
@@ -105,7 +105,8 @@ EVERY = [REFERENCE, *(t for t in support.TARGETS if t.dtype == torch.float32)]
 
 @pytest.mark.parametrize("target, name", [case(target, name, target.slow) for target in EVERY for name in SCHEMES])
 def test_decoding_and_packed(target, name):
-    """A prompt, steps of one and of several tokens, and packed sequences give the results of the formula."""
+    """Over a cache, a prompt, steps of one and of several tokens, and packed sequences give the results of the
+    formula."""
     for queries in (17, 1, 3):
         Cached(target, SCHEMES[name], (24, 17), queries, heads=(2, 1)).check()
     p = packing(target, SCHEMES[name], (24, 5))
@@ -113,7 +114,7 @@ def test_decoding_and_packed(target, name):
 
 
 def test_keys_and_other_schemes_pay_nothing():
-    """Only queries have the factor. Without a factor, the rotations are the same as before."""
+    """The lowered scheme applies the factor to queries only. Without a factor, its rotations do not change."""
     plain, scaled = Rotary.rope(16).rectify(9), Rotary.rope(16).rectify(9).scale_rotated(1.5)
     assert set(lower(plain, True).scales) == {1.0}
     lowered = lower(scaled, True)

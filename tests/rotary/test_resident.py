@@ -1,4 +1,4 @@
-"""Tests tensors that stay on a GPU. The meta device replaces the GPU."""
+"""Tests the tensors of a scheme that stay on a GPU. The meta device replaces the GPU."""
 
 import subprocess
 import sys
@@ -18,7 +18,7 @@ BASES = range(10_000, 10_000 + 300)  # more bases than any bounded cache could h
 
 @pytest.fixture
 def capturing(monkeypatch):
-    """Returns a function that begins a capture."""
+    """Returns a function that makes torch behave as within the capture of a CUDA graph."""
     return lambda: monkeypatch.setattr(resident, "is_capturing", lambda: True)
 
 
@@ -74,8 +74,8 @@ def test_threads_share_one_copy():
 
 
 def test_another_thread_makes_it():
-    """Another thread makes the tensor, because this thread may allocate from a CUDA graph's pool, or make tensors of
-    inference mode."""
+    """A resident tensor is made in another thread. The calling thread may allocate from the pool of a CUDA graph, or
+    make inference tensors."""
     build = kept_on_device("numbers")(lambda device: (threading.get_ident(), torch.is_inference_mode_enabled()))
     with torch.inference_mode():
         thread, inference = build(META)

@@ -24,8 +24,8 @@ def same_table(rotary, expected):
 
 
 def relative(rotary, size, causal=True):
-    """Returns (size, size) relative positions that a scheme sees: slope * (i - j) + offset in the band of i - j, or nan
-    outside of all bands."""
+    """Returns the relative positions (size, size) that a scheme sees. An entry is slope * (i - j) + offset of the band
+    that holds i - j, or nan outside all bands."""
     i, j = np.arange(size)[:, None], np.arange(size)[None, :]
     seen = np.full((size, size), np.nan)
     for start, stop, slope, offset, *_ in rotary.bands_for(causal):
@@ -36,7 +36,7 @@ def relative(rotary, size, causal=True):
 
 
 def mirrored(causal_rows):
-    """Returns the two-sided matrix of a causal one: the upper triangle is minus the lower."""
+    """Extends a causal matrix to both sides: the upper triangle becomes minus the transposed lower triangle."""
     lower = np.tril(causal_rows)
     return lower - lower.T
 
@@ -124,16 +124,16 @@ def test_ntk_ends():
     assert aware[0] == old[0] == 1
     np.testing.assert_allclose([aware[-1], fixed[-1], mixed[-1]], 1 / s, rtol=1e-13)
     assert old[-1] > aware[-1]
-    assert mixed[0] < fixed[0] < 1  # mixed slows even the fastest pair down
-    # lambda_m is the ratio of neighbours. mixed starts above fixed's constant lambda and decreases. In both, all
-    # lambdas multiply to s.
+    assert mixed[0] < fixed[0] < 1  # mixed slows down even the fastest pair
+    # lambda_m is the ratio between the changes of neighbouring pairs. It is constant for fixed. For mixed it starts
+    # above this constant and decreases. For both, the product of all lambda_m is s.
     ratios = np.concatenate([[1 / mixed[0]], mixed[:-1] / mixed[1:]])
     assert (np.diff(ratios) < 0).all() and np.prod(ratios) == pytest.approx(s, rel=1e-12)
 
 
 def yarn_oracle(dim, base, factor, length, beta_fast=32, beta_slow=1, truncate=True):
-    """Returns YaRN's frequencies (Peng et al. 2023, section 3.2) as in the authors' code. The ends of the ramp follow
-    from the number of turns over `length`."""
+    """Returns YaRN's frequencies (Peng et al. 2023, section 3.2) as the authors' code computes them. The ramp begins
+    and ends at pairs that make given numbers of turns over `length`."""
     full = geometric(dim, base)
     ends = []
     for turns in (beta_fast, beta_slow):
@@ -190,8 +190,8 @@ def test_ntk_by_parts_is_yarn_without_its_temperature():
 @pytest.mark.parametrize("base", [1e4, 5e5])
 @pytest.mark.parametrize("length", [64, 512, 4096])
 def test_cope(length, base):
-    """Pairs below HoPE's cut are tapered by half a cosine, in order of falling frequency (section 7 of the
-    formulas)."""
+    """CoPE multiplies the frequencies below HoPE's cut by (1 + cos(pi r / (n - 1))) / 2, where r counts the n pairs
+    from the fastest one."""
     rope = Rotary.rope(64, base)
     kept = sum(f >= 2 * math.pi / length for f in rope.frequencies)
     factors = np.ones(32)
@@ -206,13 +206,14 @@ def test_cope_of_few_pairs():
     rope = Rotary.rope(64)
     assert rope.cope(1 << 20) == rope.cope(512, pairs=0) == rope  # no pair is below the cut
     assert rope.cope(512, pairs=1).frequencies == (*rope.frequencies[:-1], 0.0)
-    assert rope.cope(512, pairs=2).frequencies == rope.cope(512, pairs=1).frequencies  # the first keeps its frequency
+    assert rope.cope(512, pairs=2).frequencies == rope.cope(512, pairs=1).frequencies  # the first one stays
     three = rope.cope(512, pairs=3).frequencies
     assert three[-3] == rope.frequencies[-3] and three[-2] == pytest.approx(rope.frequencies[-2] / 2) and three[-1] == 0
 
 
 def test_cope_of_any_table_and_chained():
-    """CoPE orders pairs by their frequencies, in any table. It leaves out pairs that do not rotate."""
+    """CoPE tapers pairs in the order of their frequencies, whatever their order in the table. Pairs that do not rotate
+    do not count."""
     rotary = Rotary.from_inv_freq([0.001, 0.0, 1.0, -0.002, 0.004], 16)
     assert rotary.cope(512).frequencies == pytest.approx((0.0, 0.0, 1.0, -0.001, 0.004))
     chained = Rotary.rope(64).cope(512).rectify(128).log_n(512)

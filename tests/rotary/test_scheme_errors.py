@@ -22,7 +22,7 @@ def banded(*bands):
     return dataclasses.replace(SMALL, bands=tuple(Band(*band) for band in bands))
 
 
-# case: (call, error, the argument, what is expected, what was given)
+# {case: (call, type of the error, argument that it names, what it says was expected, what it says was given)}
 REFUSED = {
     "an odd head_dim": (lambda: Rotary.rope(15), V, "head_dim", "an even integer of at least 2", "got 15"),
     "a factor as rotary_dim": (lambda: Rotary.rope(64, rotary_dim=0.5), V, "rotary_dim", "an even integer", "0.5"),

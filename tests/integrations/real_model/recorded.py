@@ -1,4 +1,5 @@
-"""The losses of SmolLM2-135M on text.txt that test_smollm2.py expects. After a change that is meant to change them, run
+"""Records the losses of SmolLM2-135M on text.txt that test_smollm2.py expects. After a change that is meant to change
+the losses, run
 
 FLASHROPE_REAL_MODEL=FILE.gguf python tests/integrations/real_model/recorded.py
 """
@@ -16,7 +17,8 @@ from flashrope.rotary.catalogue import SCHEMES
 HERE = Path(__file__).parent
 FILE = HERE / "losses.json"
 LENGTH = 1024
-TRAIN_LENGTH, WINDOW = 512, 128  # far below the model's own, so that every scheme changes something within 1,024 tokens
+# The model's own training length is much larger. With this one, every scheme changes something within 1,024 tokens.
+TRAIN_LENGTH, WINDOW = 512, 128
 
 
 def row(tokens) -> torch.Tensor:
@@ -25,7 +27,7 @@ def row(tokens) -> torch.Tensor:
 
 
 def losses(model, tokens) -> dict[str, float]:
-    """Returns the mean loss of the last half under every scheme of the catalogue, in nats per token."""
+    """Returns {scheme of the catalogue: mean loss of the last half of the tokens, in nats per token}."""
     found = {}
     schemes, skipped = applicable(model, list(SCHEMES), TRAIN_LENGTH, LENGTH, [WINDOW])
     for scheme in schemes:

@@ -15,7 +15,7 @@ NEW = 40
 
 @pytest.fixture(scope="module")
 def padded(tokens):
-    """Returns ids and mask of prompts of three lengths, padded on the left."""
+    """Returns (ids, mask) of a batch of prompts with three lengths, padded on the left."""
     prompts = [tokens.encode(text) for text in QUESTIONS]
     width = max(map(len, prompts))
     ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
@@ -56,7 +56,7 @@ def test_every_scheme_of_the_catalogue_has_the_recorded_loss(model, tokens):
 
 @pytest.mark.slow
 def test_rerope_reads_a_novel_beyond_the_training_length(model, tokens, tmp_path):
-    """ReRoPE keeps its loss on a novel beyond the training length: Emma, 12,288 tokens."""
+    """Under ReRoPE the loss does not rise beyond the training length. The text is 12,288 tokens of the novel Emma."""
     from experiments.fetch import fetch_novel
 
     fetch_novel(tmp_path / "emma.txt", tmp_path)

@@ -1,4 +1,5 @@
-"""A run resumes from torchtitan's checkpoints, and its export runs with the same scheme in transformers."""
+"""Tests torchtitan's checkpoints and exports. A run resumes from a checkpoint, and an exported model has the same
+scheme in transformers."""
 
 import dataclasses
 import json
@@ -44,7 +45,7 @@ def test_a_run_resumes(tmp_path):
 
 @pytest.fixture(params=EXPORTS, ids="-".join)
 def exported(request, tmp_path):
-    """Returns the folder of an export after a step, and the trainer."""
+    """Returns (folder of the model that was exported after one step, trainer)."""
     from flashrope.integrations.torchtitan import save_config
 
     family, scheme = request.param

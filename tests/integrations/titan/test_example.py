@@ -1,4 +1,5 @@
-"""examples/train_fsdp.py and torchtitan with the override give the same losses from the same weights and batches."""
+"""Tests that examples/train_fsdp.py and torchtitan with the override give the same losses from the same weights and
+batches."""
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ STEPS = 50
 
 
 def in_torchtitan(names, scheme):
-    """Returns a Trainer of the preset's sizes. names: the example's arguments."""
+    """Returns a torchtitan Trainer with the sizes of the example's preset. names: the arguments of the example."""
     from torchtitan.components.loss import CrossEntropyLoss
     from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
     from torchtitan.models.common import CosSinRoPE

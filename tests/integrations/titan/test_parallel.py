@@ -1,11 +1,12 @@
-"""In two processes, under FSDP and tensor parallelism, the override gives the results of stock torchtitan."""
+"""Tests that the override gives the results of stock torchtitan in two processes, under FSDP and under tensor
+parallelism."""
 
 import pytest
 import torch
 import trainings
 
-# torchtitan's other backends, spmd_types (the default) and full_dtensor, need a newer torch than 2.13 here: their
-# fully_shard refuses the parameters.
+# torchtitan's other backends, spmd_types (the default) and full_dtensor, need a newer torch: under torch 2.13
+# their fully_shard refuses the parameters.
 DTENSOR = {"spmd_backend": "partial_dtensor"}
 TP = DTENSOR | {"tensor_parallel_degree": 2, "data_parallel_shard_degree": 1}
 LAYOUTS = {

@@ -1,4 +1,4 @@
-"""Bad input raises an error when torchtitan applies the override, before it builds a model."""
+"""Tests that bad input raises an error when torchtitan applies the override, before it builds a model."""
 
 import warnings
 from importlib import import_module
@@ -8,7 +8,7 @@ import trainings
 
 
 def apply(config) -> list:
-    """Returns the attention layers after the override."""
+    """Applies the override and returns the configurations of the attention layers."""
     from torchtitan.config.override import apply_overrides
 
     model = config.model_spec.model

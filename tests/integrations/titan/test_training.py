@@ -1,4 +1,5 @@
-"""The override in torchtitan's llama3 and qwen3 changes nothing under their own RoPE, and the loss falls under HoPE."""
+"""Tests the override in torchtitan's llama3 and qwen3. It changes nothing under their own RoPE, and under HoPE the loss
+falls."""
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ def yarn(config):
 
 
 def check_first_step(got, stock, exact) -> None:
-    """Checks that the largest errors against float64 are at most twice those of stock torchtitan plus a few
+    """Checks that the largest error against float64 is at most twice the largest error of stock torchtitan plus a few
     roundings."""
     eps = torch.finfo(torch.float32).eps
     assert abs(got[0] - exact[0]) <= 2 * abs(stock[0] - exact[0]) + 4 * eps * abs(exact[0])

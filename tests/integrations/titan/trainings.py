@@ -1,6 +1,6 @@
-"""Makes torchtitan 0.3.0 run on the CPU, which it does not by itself, and runs short trainings with it. torchtitan
-looks for an accelerator when it is imported, so call ``start`` first. FlexAttention, its own attention, has no backward
-on the CPU. scaled_dot_product_attention replaces it, with the mask that FlexAttention would get.
+"""Makes torchtitan 0.3.0 run on the CPU, which it does not support, and runs short trainings with it. torchtitan looks
+for an accelerator when it is imported, so call ``start`` first. torchtitan's own attention, FlexAttention, has no
+backward on the CPU. scaled_dot_product_attention replaces it here, with the mask that FlexAttention would get.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SEQLEN, BATCH = 32, 2
 
 
 class _CPU:
-    """torch.cpu with the functions of an accelerator that torchtitan uses."""
+    """Extends torch.cpu by the functions of an accelerator that torchtitan calls."""
 
     def __getattr__(self, name):
         return getattr(torch.cpu, name)
@@ -38,13 +38,13 @@ class _CPU:
 
 
 FLOAT64 = {"dtype": "float64", "mixed_precision_param": "float64", "mixed_precision_reduce": "float64"}
-SHARPEN = 12.0  # without it attention is nearly uniform, which would hide a wrong rotation
+SHARPEN = 12.0  # without this factor attention is nearly uniform, which would hide a wrong rotation
 
 
 @contextlib.contextmanager
 def all_in_float64():
-    """Makes torchtitan compute tables, rotations and losses in float64. On its own it uses float32 whatever the model's
-    type."""
+    """Makes torchtitan compute tables, rotations and losses in float64. Without this it uses float32 for models of
+    every type."""
     single = torch.Tensor.float
     torch.Tensor.float = torch.Tensor.double
     try:
@@ -55,7 +55,7 @@ def all_in_float64():
 
 @functools.cache
 def start() -> None:
-    """Joins the process group, or makes one of only this process. Call it before torchtitan is imported."""
+    """Joins the process group, or makes a group that has only this process. Call this before torchtitan is imported."""
     os.environ.setdefault("LOCAL_RANK", "0")
     if not dist.is_initialized():
         path = tempfile.mkdtemp(prefix="flashrope-titan-")
@@ -116,10 +116,10 @@ def _tokenizer() -> str:
 
 
 def settings(family: str = "llama3", given: dict | None = None, layers: int = 2, *, seqlen: int = SEQLEN, **fields):
-    """Returns a Trainer.Config of a debug model with fewer layers. given: options of the override; None: torchtitan's
-    own.
+    """Returns a Trainer.Config of a debug model with fewer layers.
 
-    fields: parts of the configuration to replace fields of, such as parallelism={"tensor_parallel_degree": 2}.
+    given: the options of the override. None: no override, torchtitan's own attention. fields: fields to replace in
+    parts of the configuration, such as parallelism={"tensor_parallel_degree": 2}.
     """
     start()
     from importlib import import_module
@@ -157,7 +157,8 @@ def trainer(config):
 
 @torch.no_grad()
 def _draw_weights(run) -> None:
-    """Draws the same weights for every type and layout. torchtitan itself draws different weights for each."""
+    """Draws weights that are the same for every type and layout. torchtitan itself draws other weights for each of
+    them."""
     for name, parameter in run.model_parts[0].named_parameters():
         name = WRAPPED.sub("", name)
         draw = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
@@ -173,7 +174,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def first_step(config) -> tuple[float, dict[str, torch.Tensor]]:
-    """Returns the loss of all ranks and the gradients of the first batch."""
+    """Returns the loss over all ranks and the gradients, both of the first batch."""
     with all_in_float64() if config.training.dtype == "float64" else contextlib.nullcontext():
         run = trainer(config)
         loss = _loss(run, iter(run.dataloader))

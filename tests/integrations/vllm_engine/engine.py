@@ -7,12 +7,13 @@ import torch
 from models import VOCABULARY, Rounded, reference
 from vllm import LLM, SamplingParams
 
-BOUND = 1e-4  # largest difference of a log probability, float32
+BOUND = 1e-4  # the largest allowed difference of a log probability in float32
 
 
 @contextmanager
 def engine(folder: str, options: dict | None, **settings):
-    """Returns vLLM's LLM in this process. options: the value of the field "flashrope"; None: without the field."""
+    """Starts vLLM's LLM in this process and returns it. options: the value of the field "flashrope". None: the field is
+    absent."""
     defaults = dict(
         skip_tokenizer_init=True,
         dtype="float32",
@@ -45,12 +46,14 @@ def generate(llm, prompts: list[list[int]], tokens: int = 4, all_prompt: bool = 
 
 
 def differences(folder: str, options: dict | None, outputs, rounded: Rounded | None = None) -> list[float]:
-    """Returns, per completion, the largest difference of any log probability from that of convert()."""
+    """Returns, for each completion, the largest difference of any log probability from that of the model converted by
+    convert()."""
     return [float(x.abs().max()) for x in compared(folder, options, outputs, rounded)]
 
 
 def compared(folder: str, options: dict | None, outputs, rounded: Rounded | None = None) -> list[torch.Tensor]:
-    """Returns, per completion, the differences of all log probabilities from those of convert()."""
+    """Returns, for each completion, the differences of all log probabilities from those of the model converted by
+    convert()."""
     found = []
     for output in outputs:
         ids = output.prompt_token_ids
@@ -69,9 +72,10 @@ def compared(folder: str, options: dict | None, outputs, rounded: Rounded | None
 
 
 def check_rounded(folder: str, options: dict | None, outputs, rounded: Rounded) -> None:
-    """Checks that every output is at least ten times closer (RMS) to convert() over rounded keys and values than to
-    convert() over exact ones. A number halfway between two quantized values may be rounded either way. At least one
-    output must agree within BOUND."""
+    """Checks the outputs over a quantized cache. In root mean square, every output must be at least ten times closer to
+    convert() over rounded keys and values than to convert() over exact keys and values. It need not be equal, because a
+    number halfway between two quantized values may be rounded either way. At least one output must agree within
+    BOUND."""
     from_rounded = compared(folder, options, outputs, rounded)
     costs = compared(folder, options, outputs)
     ratios = [

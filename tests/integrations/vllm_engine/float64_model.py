@@ -1,5 +1,6 @@
-"""A forward pass of Qwen2 in float64 over ``attention(impl="reference")``, step by step. Unlike convert(), it has
-factors that follow the length of each step, and keys of documents that were computed without the text before them."""
+"""Computes Qwen2 in float64 with ``attention(impl="reference")``, step by step. It does two things that convert()
+cannot: its query factors follow the length of each step, and keys of a document can be computed without the text before
+it."""
 
 from pathlib import Path
 
@@ -13,8 +14,8 @@ HEAD_DIM, LAYERS = COMMON["head_dim"], COMMON["num_hidden_layers"]
 
 
 class Float64Model:
-    """Qwen2 in float64 with keys and values of the steps so far. The factor by length of a step follows the number of
-    keys in that step."""
+    """Computes Qwen2 in float64 and holds the keys and values of the steps so far. The number of keys in a step
+    determines the step's factor by length."""
 
     def __init__(self, folder: str, scheme: Rotary):
         self.weights = {name: x.double() for name, x in load_file(Path(folder) / "model.safetensors").items()}
@@ -46,8 +47,10 @@ class Float64Model:
 
 
 def differences_by_step(model: Float64Model, output, steps: list[list[int]]) -> float:
-    """Returns the largest difference of any log probability of one output, including its prompt. model: has the keys
-    and values that the cache holds before these steps. The steps end with the prompt; then the model decodes.
+    """Returns the largest difference of any log probability of one output, including its prompt.
+
+    model: a model with the keys and values that the cache holds before these steps. steps: the tokens of each step of
+    the prompt. After the last step the model decodes.
     """
     prompt_ids, (completion,) = output.prompt_token_ids, output.outputs
     expected = torch.cat([model.step(ids) for ids in [*steps, *([t] for t in completion.token_ids[:-1])]])

@@ -1,6 +1,7 @@
 """Makes small random models on disk, and computes the log probabilities of a converted Hugging Face model.
-initializer_range is 0.12. With the library's default such a model repeats one token, and a wrong rotation would not
-show.
+
+The initializer_range is 0.12. With the default of transformers such a model repeats one token, so that a wrong rotation
+would change nothing.
 """
 
 from typing import NamedTuple
@@ -49,15 +50,16 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 
 class Rounded(NamedTuple):
-    """A quantized cache, by vLLM's name."""
+    """Describes a quantized cache, whose dtype has vLLM's name."""
 
     cache_dtype: str
     stored_as: Rotary | None = None  # the scheme that rotates keys before they are rounded
-    layers: tuple[int, ...] = (0, 1, 2)  # layers that are quantized
+    layers: tuple[int, ...] = (0, 1, 2)  # the layers whose caches are quantized
 
 
 class RoundedLayer(DynamicLayer):
-    """A layer that stores dequantized keys and values, with keys rotated back."""
+    """Stores keys and values after quantizing and dequantizing them. Keys may be rotated before and rotated back after
+    it."""
 
     def __init__(self, rounded: Rounded):
         super().__init__()
@@ -78,8 +80,8 @@ class RoundedLayer(DynamicLayer):
 def reference(
     folder: str, options: dict | None, token_ids: list[int], dtype=torch.float32, rounded: Rounded | None = None
 ) -> torch.Tensor:
-    """Returns log probabilities (tokens, vocabulary) of the next token at each position, from a model converted with
-    these options. None: the stock model."""
+    """Returns the log probabilities (tokens, vocabulary) of the next token at each position. options: the options with
+    which the model is converted. None: the model is not converted."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
     if options is not None:
         convert(model, **options)

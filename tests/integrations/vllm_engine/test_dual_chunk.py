@@ -1,5 +1,6 @@
-"""Compares a configuration with ``dual_chunk_attention_config`` (Qwen2.5-1M) with a float64 forward pass over
-``attention(impl="reference")``, and the chunks with the rotary embedding that vLLM still has."""
+"""Tests vLLM with a configuration that has ``dual_chunk_attention_config`` (Qwen2.5-1M). Its results are compared with
+a float64 forward pass with ``attention(impl="reference")``. Its chunks are compared with the rotary embedding that vLLM
+still has."""
 
 import logging
 
@@ -14,7 +15,7 @@ from float64_model import HEAD_DIM, LAYERS, Float64Model, differences_by_step
 from models import prompt, save_model
 from vllm.v1.core import kv_cache_utils
 
-LENGTH = 100  # length_scale
+LENGTH = 100  # the original length, beyond which the factor by length exceeds 1
 QWEN = {"chunk_size": 160, "local_size": 32, "original_max_position_embeddings": LENGTH}  # chunks of 128
 ROPE = Rotary.rope(HEAD_DIM)
 SCHEME = ROPE.dual_chunk(160, 32, length_scale=LENGTH)
@@ -26,7 +27,8 @@ def qwen2(tmp_path_factory):
 
 
 def largest_difference(folder: str, output, chunk: int = 10**6, scheme: Rotary = SCHEME) -> float:
-    """Returns the largest difference from the float64 model. chunk: how many tokens of the prompt one step has."""
+    """Returns the largest difference of any log probability from the float64 model. chunk: how many tokens of the
+    prompt one step reads."""
     ids = output.prompt_token_ids
     steps = [ids[n : n + chunk] for n in range(0, len(ids), chunk)]
     return differences_by_step(Float64Model(folder, scheme), output, steps)
@@ -41,9 +43,9 @@ OTHERS = {
 
 
 def test_whole_prompts_and_decoding(qwen2):
-    """Prompts that one step reads in one batch, and the tokens decoded after them, have the log probabilities of the
-    float64 model. The last prompt passes three chunks while it decodes. Other schemes give the same results while a
-    sequence is within the first chunk and the original length, and different ones beyond."""
+    """Prompts that one step reads in one batch have the log probabilities of the float64 model, and so have the tokens
+    decoded after them. The last prompt enters a further chunk while it decodes. Other schemes give the same results
+    only while a sequence is within the first chunk and the original length."""
     settings = dict(hf_overrides={"dual_chunk_attention_config": QWEN}, max_num_batched_tokens=4096)
     with engine(qwen2, None, **settings) as llm:
         outputs = generate(llm, [prompt(n) for n in (5, 127, 129, 700)]) + generate(llm, [prompt(250)], tokens=290)
@@ -55,8 +57,8 @@ def test_whole_prompts_and_decoding(qwen2):
 
 
 def test_chunked_prefill_and_prefix_hits(qwen2):
-    """In chunked prefill with steps of 64 tokens, each step has the factor for the keys so far. Prefix hits skip steps
-    with the same keys."""
+    """In chunked prefill with steps of 64 tokens, each step has the factor for the number of keys so far. Prefix hits
+    skip steps that had the same keys."""
     settings = dict(hf_overrides={"dual_chunk_attention_config": QWEN}, max_num_batched_tokens=64, max_num_seqs=4)
     with engine(qwen2, None, **settings) as llm:
         (first,) = generate(llm, [prompt(450)], tokens=8)
@@ -67,8 +69,8 @@ def test_chunked_prefill_and_prefix_hits(qwen2):
 
 
 def test_the_field_beside_it(qwen2, caplog):
-    """If the configuration also has the field "flashrope", its options apply to the chunks too. The value false of its
-    option dual_chunk switches the chunks off. A warning names sparse attention."""
+    """If the configuration also has the field "flashrope", the options of the field apply together with the chunks. Its
+    option dual_chunk = false switches the chunks off. A warning names the sparse attention that is ignored."""
     sparse = {"sparse_attention_config": [{}] * LAYERS}
     asked = (({"log_n": 64}, {}, SCHEME.log_n(64)), ({"dual_chunk": False}, sparse, ROPE))
     vllm_logger, seeds = logging.getLogger("vllm"), set()
@@ -89,9 +91,9 @@ def test_the_field_beside_it(qwen2, caplog):
 
 
 def test_the_chunks_are_vllms(monkeypatch):
-    """The chunks are those of vLLM. DualChunkRotaryEmbedding, which vLLM still has, rotates queries for the same chunk,
-    the chunk before and earlier chunks. vLLM's former backend computed one softmax over all three, with keys multiplied
-    by the factor by length."""
+    """The scheme gives the scores of vLLM's dual chunk attention. vLLM still has its DualChunkRotaryEmbedding, which
+    rotates queries in three ways: for the same chunk, for the chunk before and for earlier chunks. vLLM's former
+    backend computed one softmax over all three, with keys multiplied by the factor by length."""
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers.rotary_embedding import dual_chunk_rope
 
@@ -108,7 +110,7 @@ def test_the_chunks_are_vllms(monkeypatch):
     q, k, v = torch.randn(3, n, 2, HEAD_DIM)
     positions = torch.arange(n)
     queries, keys = theirs.forward_native(positions, q.flatten(1), k.flatten(1))
-    queries = queries.view(n, 5, 2, HEAD_DIM)[:, :3]  # the other two only select the keys of sparse attention
+    queries = queries.view(n, 5, 2, HEAD_DIM)[:, :3]  # the last two of the five only select keys for sparse attention
     keys = keys.view(n, 2, HEAD_DIM) * max(1.0, 0.1 * torch.tensor(n / LENGTH).log().item() + 1)
     scores = torch.einsum("nahd,mhd->ahnm", queries, keys) * HEAD_DIM**-0.5
     before = (positions[:, None] // 128 - positions // 128).clamp(0, 2)  # chunks between query and key

@@ -1,5 +1,5 @@
-"""vLLM's engine with the plugin gives the log probabilities of convert() on the same weights, within 1e-4 in
-float32."""
+"""Tests that vLLM's engine with the plugin gives the log probabilities of a model converted by convert(), within 1e-4
+in float32."""
 
 import pytest
 
@@ -41,7 +41,8 @@ def converted(options):
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_log_probabilities(llama, name):
-    """Log probabilities are those of convert() for prompts of all lengths in one batch, which then decode."""
+    """Prompts of several lengths in one batch, and the tokens decoded after them, have the log probabilities of
+    convert()."""
     with engine(llama, OPTIONS[name]) as llm:
         outputs = generate(llm, [prompt(n) for n in LENGTHS])
     assert max(differences(llama, converted(OPTIONS[name]), outputs)) <= BOUND
@@ -73,8 +74,8 @@ def test_a_model_that_does_not_ask_is_stock(llama):
 
 
 def test_chunked_prefill_beside_decoding(llama):
-    """Chunked prefill works while others decode. With at most 64 tokens per step, batches have chunks of several
-    prompts and tokens of the others."""
+    """Chunked prefill gives the right results while other requests decode. With at most 64 tokens per step, a batch has
+    chunks of some prompts and single tokens of other requests."""
     with engine(llama, REROPE, max_num_batched_tokens=64, max_num_seqs=8, block_size=16) as llm:
         outputs = generate(llm, [prompt(n) for n in (5, 300, 16, 129, 500)], tokens=12)
     assert max(differences(llama, REROPE, outputs)) <= BOUND
@@ -127,8 +128,9 @@ def test_quantized_cache(llama, name):
 
 @pytest.mark.parametrize("cache_dtype, options", [(INT8, REROPE), (INT4, {"raw_keys": True})])
 def test_requests_over_a_quantized_cache(llama, cache_dtype, options):
-    """Over a quantized cache, requests have the log probabilities of convert() over rounded keys and values: in chunked
-    prefill while others decode, after a prefix hit, in forks, and in six sequences of 9 pages each on 40 pages."""
+    """Over a quantized cache, requests have the log probabilities of convert() over rounded keys and values. This holds
+    in chunked prefill while other requests decode, after a prefix hit, in forks, and after preemption: six sequences of
+    9 pages each compete for 40 pages."""
     settings = dict(max_num_batched_tokens=64, max_num_seqs=8, block_size=16, max_model_len=600)
     settings |= dict(num_gpu_blocks_override=40, disable_log_stats=False, kv_cache_dtype=cache_dtype)
     with engine(llama, options, **settings) as llm:
@@ -153,9 +155,9 @@ def test_a_request_that_is_too_long_harms_no_other(llama):
 
 
 def test_drafts_from_the_text(llama, monkeypatch):
-    """Drafts from the text do not change the results. Several query tokens per sequence verify an n-gram's draft. The
-    engine runs in a separate process, because it imports llvmlite, and vLLM 0.32.0 then fails if a second engine starts
-    in the process."""
+    """Drafts that vLLM takes from the text (n-grams) do not change the results. A step that verifies a draft has
+    several query tokens per sequence. The engine runs in a separate process, because it imports llvmlite, and vLLM
+    0.32.0 then fails if a second engine starts in the same process."""
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     draft = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
     prompts = [prompt(20) * 5, prompt(33) * 3]
@@ -165,7 +167,8 @@ def test_drafts_from_the_text(llama, monkeypatch):
 
 
 def test_compiled(llama):
-    """torch.compile compiles the model with the attention as one operator. The rotation is not in the graph."""
+    """torch.compile compiles the model with the attention as one operator. The graph contains no rotation, because the
+    operator rotates."""
     with engine(llama, REROPE, enforce_eager=False) as llm:
         outputs = generate(llm, [prompt(n) for n in (5, 64, 300)], tokens=8)
     assert max(differences(llama, REROPE, outputs)) <= BOUND
@@ -173,8 +176,7 @@ def test_compiled(llama):
 
 @pytest.mark.parametrize("dtype, cache_dtype", [("bfloat16", None), ("float16", None), ("bfloat16", INT8)])
 def test_half_precision(llama, dtype, cache_dtype):
-    """In 16-bit types, results are no further from float32 than convert() in the same type: only weights and
-    activations are rounded, not the scheme."""
+    """In 16-bit types, results are no further from float32 than those of convert() in the same type."""
     ids, codes = prompt(300), None if cache_dtype is None else Rounded(cache_dtype)
     with engine(llama, REROPE, dtype=dtype, kv_cache_dtype=cache_dtype or "auto") as llm:
         (output,) = generate(llm, [ids], tokens=1)

@@ -1,4 +1,4 @@
-"""Every architecture that the plugin accepts gives the results of convert() on the same weights."""
+"""Tests that every architecture that the plugin accepts gives the results of convert() with the same weights."""
 
 import pytest
 
@@ -10,7 +10,7 @@ from models import VOCABULARY, Rounded, prompt, save_model
 
 REROPE, LOG_N = {"window": 24, "log_n": 64}, {"log_n": 64}
 HYBRID = dict(sliding_window=48, layer_types=["sliding_attention", "sliding_attention", "full_attention"])
-GEMMA4 = dict(  # the widths of the released models
+GEMMA4 = dict(  # the head widths are those of the released models
     num_hidden_layers=4,
     num_attention_heads=2,
     num_key_value_heads=1,
@@ -47,7 +47,7 @@ FAMILIES = {  # architecture: (model_type, changes, options)
     "Qwen3ForCausalLM": ("qwen3", {}, REROPE),
     "StableLmForCausalLM": ("stablelm", dict(partial_rotary_factor=0.25), REROPE),
 }
-QUICK = {"Gemma3ForCausalLM", "Qwen3ForCausalLM"}  # vLLM takes 8 s to look at an architecture for the first time
+QUICK = {"Gemma3ForCausalLM", "Qwen3ForCausalLM"}  # vLLM takes 8 s to inspect an architecture first
 
 
 def compare(folder, *all_options):
@@ -79,12 +79,14 @@ def test_sliding_window(tmp_path):
 
 
 def test_gemma4_with_one_projection_for_keys_and_values(tmp_path):
-    """vLLM loads the projection twice and stores both, so its pages hold the values beside the keys."""
+    """A model with one projection for keys and values gives the results of convert(). vLLM loads the projection twice,
+    so its pages hold keys and values separately."""
     compare(save_model(tmp_path, "gemma4_text", **GEMMA4, attention_k_eq_v=True, num_global_key_value_heads=1), {})
 
 
 def test_gemma4_over_pages_that_are_reused(tmp_path):
-    """A prefix hit skips the shared tokens in the layers that store keys and in the layers that read them."""
+    """After a prefix hit, neither the layers that store keys nor the layers that read these keys compute the shared
+    tokens again."""
     folder = save_model(tmp_path, "gemma4_text", **GEMMA4)
     with engine(folder, {}, max_model_len=512, max_num_batched_tokens=64, max_num_seqs=4) as llm:
         outputs = generate(llm, [prompt(150)])
@@ -94,7 +96,8 @@ def test_gemma4_over_pages_that_are_reused(tmp_path):
 
 
 def test_sliding_windows_over_a_quantized_cache(tmp_path):
-    """Sliding windows over a quantized cache are right. The two kinds of layers have separate groups of pages."""
+    """A model with sliding windows in some layers gives the right results over a quantized cache. The layers with and
+    without a window have separate groups of pages."""
     model_type, changes, options = FAMILIES["Gemma3ForCausalLM"]
     folder = save_model(tmp_path, model_type, **changes)
     with engine(folder, {**options, "raw_keys": True}, kv_cache_dtype="int8_per_token_head", max_model_len=512) as llm:

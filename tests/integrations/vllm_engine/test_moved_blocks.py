@@ -1,7 +1,7 @@
-"""Blocks of raw keys are reused at other positions by a subclass of vLLM's scheduler that finds documents anywhere in a
-prompt.
+"""Tests that blocks of raw keys can be reused at other positions. A subclass of vLLM's scheduler finds documents
+anywhere in a prompt.
 
-docs/serving.md says what such a class can do, and what it cannot.
+docs/serving.md says what such a subclass can and cannot do.
 """
 
 import time
@@ -25,12 +25,14 @@ REROPE = Rotary.rope(HEAD_DIM).rectify(64)
 
 
 class DocumentScheduler(Scheduler):
-    """Finds a request's documents at any block. A request lists its documents as (start, stop) in tokens. Only
-    documents that begin at the start of a block are found. A step computes tokens up to the next document. The request
-    is then preempted, and when vLLM admits it again, it looks the blocks up again.
+    """Finds the documents of a request in the cache, in any block of the prompt.
+
+    A request lists its documents as (start, stop) in tokens. Only documents that begin at the start of a block can be
+    found. A step computes tokens up to the next document in the cache. The scheduler then preempts the request. When
+    vLLM admits the request again, vLLM looks up its blocks again.
     """
 
-    steps: list[list[int]] = []  # tokens by request
+    steps: list[list[int]] = []  # for every step, the number of tokens that each request computes
 
     def add_request(self, request):
         request._block_hasher = self._hashes
@@ -56,8 +58,8 @@ class DocumentScheduler(Scheduler):
         return [self._hash(request, n) for n in range(len(request.block_hashes), request.num_tokens // PAGE)]
 
     def _hash(self, request, block: int) -> bytes:
-        """Hashes a document's tokens so far in a block of a document. Elsewhere it hashes all tokens so far, and which
-        documents are among them."""
+        """Returns the hash of a block. In a document it covers the document's tokens up to the end of the block.
+        Elsewhere it covers all tokens so far, and which documents are among them."""
         start, stop = block * PAGE, (block + 1) * PAGE
         documents = (request.sampling_params.extra_args or {}).get("documents", ())
         for first, last in documents:
@@ -87,7 +89,8 @@ def qwen2(tmp_path_factory):
 
 
 def ask(llm, *requests):
-    """Returns the outputs for (tokens, documents). DocumentScheduler.steps then has the steps of these requests."""
+    """Returns the outputs for requests (tokens, documents). Afterwards DocumentScheduler.steps has the steps of these
+    requests."""
     DocumentScheduler.steps.clear()
     common = dict(max_tokens=6, temperature=0.0, logprobs=VOCABULARY, detokenize=False, ignore_eos=True)
     params = [SamplingParams(**common, extra_args={"documents": documents}) for _, documents in requests]
@@ -95,7 +98,8 @@ def ask(llm, *requests):
 
 
 def placed(folder, scheme, parts) -> Float64Model:
-    """Returns a model whose cache has these parts one after another, each computed without the others."""
+    """Returns a model whose cache holds these parts one after another. Each part was computed without the other
+    parts."""
     caches = []
     for part in parts:
         model = Float64Model(folder, scheme)
@@ -111,8 +115,8 @@ SETTINGS = dict(block_size=PAGE, scheduler_cls=DocumentScheduler, max_num_seqs=4
 
 def test_documents_at_other_positions(qwen2):
     """Documents are found in another order, after tokens that are not in the cache, and while a request without
-    documents runs. A document that begins inside a block is not found. The same tokens without documents find none of
-    its blocks."""
+    documents runs. A document that begins inside a block is not found. A request with the same tokens that lists no
+    documents finds none of their blocks."""
     system, other, short = prompt(32, seed=4), prompt(45, seed=6), X[:50]
     with engine(qwen2, {"window": 64}, **SETTINGS) as llm:
         ask(llm, (X + QUESTION, [(0, 64)]), (Y + QUESTION, [(0, 96)]))
@@ -131,8 +135,8 @@ def test_documents_at_other_positions(qwen2):
 
 
 def test_rotated_keys_stay_where_they_were(qwen2):
-    """Rotated keys cannot be moved. Without raw_keys, RoPE's keys in the cache have the positions of the request that
-    computed them."""
+    """Rotated keys cannot be moved. Without raw_keys, the cache holds keys that were rotated to the positions of the
+    request that computed them."""
     with engine(qwen2, {}, **SETTINGS) as llm:
         ask(llm, (X + QUESTION, [(0, 64)]), (Y + QUESTION, [(0, 96)]))
         (output,) = ask(llm, (Y + X + QUESTION, [(0, 96), (96, 160)]))

@@ -1,4 +1,5 @@
-"""vLLM with the plugin writes the same text as a converted pretrained model. .ci/run vllm passes the model's file."""
+"""Tests that vLLM with the plugin writes the same text as a converted pretrained model. .ci/run vllm passes the model's
+file."""
 
 import os
 

@@ -1,4 +1,5 @@
-"""Tests the OpenAI server over HTTP, with its engine in separate processes: concurrent clients, kill and restart."""
+"""Tests the OpenAI server over HTTP with its engine in separate processes: it serves concurrent clients, and serves
+again after a kill and a restart."""
 
 import json
 import os
@@ -52,7 +53,7 @@ def server(folder: str, log, *arguments: str):
 
 
 def complete(url: str, token_ids: list[int], **options) -> dict:
-    """Returns the choice of a completion. Prompts are token ids, because the model has no tokenizer."""
+    """Requests a completion and returns its only choice. Prompts are token ids, because the model has no tokenizer."""
     body = dict(prompt=token_ids, max_tokens=TOKENS, temperature=0.0, logprobs=1, ignore_eos=True, **options)
     body |= dict(return_token_ids=True, return_tokens_as_token_ids=True, detokenize=False)
     request = urllib.request.Request(

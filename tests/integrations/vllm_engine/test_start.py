@@ -1,5 +1,5 @@
-"""Tests what vLLM's engine refuses when it starts, with the plugin's message. test_vllm_plan.py tests the checks
-themselves."""
+"""Tests that vLLM's engine refuses bad configurations when it starts, with the plugin's message. test_vllm_plan.py
+tests the checks themselves."""
 
 from types import SimpleNamespace
 
@@ -48,8 +48,8 @@ def test_the_plugin_is_an_entry_point():
 
 
 def test_a_table_that_vllm_reads_differently(tmp_path, monkeypatch):
-    """A table that vLLM reads differently raises an error. The plugin compares vLLM's table with the configuration's
-    before it turns the rotation off."""
+    """If vLLM reads the rotary table differently from the plugin, an error is raised. The plugin compares vLLM's table
+    with the table of the configuration before it turns vLLM's rotation off."""
     from engine import engine
     from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 
@@ -96,8 +96,8 @@ def test_rotation_outside_get_rope(tmp_path, monkeypatch):
 
 
 def test_another_plugins_backend(tmp_path, monkeypatch):
-    """With another plugin's backend, models with a scheme raise an error, because raw keys must not reach an attention
-    that expects rotated keys. Stock models run."""
+    """With another plugin's attention backend, models with a scheme raise an error, because that backend expects
+    rotated keys and would get raw keys. Stock models run."""
     from engine import engine
     from vllm.v1.attention.backends import registry
 

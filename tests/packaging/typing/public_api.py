@@ -1,4 +1,4 @@
-"""The public calls, for a type checker: `mypy` reads this file, and nothing runs it."""
+"""Contains public calls for a type checker. `mypy` reads this file, and nothing runs it."""
 # mypy: warn-unused-ignores
 
 from __future__ import annotations
