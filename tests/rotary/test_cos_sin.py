@@ -75,8 +75,8 @@ def unrotated(table):
 
 
 def joined(table, pairs):
-    """Returns cos and sin of every position, (positions, 2, pairs). As in a kernel, they come from the two levels of
-    the table by angle addition in float32."""
+    """Returns cos and sin of every position, (positions, 2, pairs). Like a kernel, it computes them from the two
+    levels of the table by angle addition in float32."""
     positions = torch.tensor(POSITIONS)
     fine, coarse = table[positions % FINE_ROWS, :, :pairs], table[FINE_ROWS + positions // FINE_ROWS, :, :pairs]
     (ca, sa), (cb, sb) = coarse.unbind(1), fine.unbind(1)

@@ -25,7 +25,7 @@ def _as_a_single_process():
 
 @pytest.fixture(scope="package")
 def two_ranks():
-    """Runs a function of a module, with arguments, on two ranks at once."""
+    """Provides two ranks, on which a test runs a function at once."""
     from ranks import Ranks
 
     ranks = Ranks(2)
