@@ -3,15 +3,15 @@
     python -m bench model [--arch 80 86 89] [--head-dim 64 128] [--publish]
     python -m bench model --peers torch-2.14.1-cp311-cp311-manylinux_2_28_x86_64.whl --publish   # with validation
     python -m bench model --head-dim 512 --scheme rope rerope "rope atomic" "rerope atomic" --publish   # a100-wide.csv
-    python -m bench model --decoding --publish         # what memory bounds in decoding, and what not
+    python -m bench model --decoding --publish         # whether memory or the loop limits decoding
     python -m bench model --candidates --publish       # the order in which flashrope tune tries tiles
 
 The first table has the inner loop over tiles of every kernel: clocks of a pass, the share of the time in which the
 tensor cores work on needed products, and how the schedulers spend their clocks. The second table has TFLOP/s of causal
-attention on an A100. Blocks run in the order of launch, and the time of a block is the clocks of its loops and of its
-code outside the loops. The time of kernels that only move data follows from the bandwidth. FlashAttention-2's kernels
-run through the same model and are compared with their authors' published figures. --peers reads their machine code;
-only figures of it are kept. HGMMA, the products of sm_90, are not simulated.
+attention on an A100. Blocks run in the order of launch. The time of a block is the clocks of its loops and of its code
+outside the loops. The time of kernels that only move data follows from the bandwidth. The model also predicts
+FlashAttention-2's kernels, and the result is compared with the figures that their authors published. --peers reads
+their machine code and keeps only figures of it. HGMMA, the tensor-core instruction of sm_90, is not simulated.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ LOOP_COLUMNS = (
 )
 THEIR_COLUMNS = ("step", "D", "block_m", "block_n", "regs", "blocks/SM", "fixed", "inner", *LOOP_COLUMNS[10:])
 SEQLENS = (512, 2048, 8192, 16384, 32768, 131072)
-TOKENS, WIDTH = 16384, 2048  # tokens per batch, heads * head_dim; as in FlashAttention-2's paper
+TOKENS, WIDTH = 16384, 2048  # tokens per batch and heads * head_dim, as in FlashAttention-2's paper
 DEVICE_COLUMNS = ("who", "pass", "D", *map(str, SEQLENS))
 # TFLOP/s of FlashAttention-2, forward and backward, causal, A100 80 GB SXM4, bf16 or fp16, 16k tokens, 2048 channels:
 # Dao 2023 (arXiv 2307.08691, July 2023), figure 4, the two panels with a causal mask.
@@ -61,7 +61,7 @@ PUBLISHED = {
     64: {512: 88, 2048: 140, 8192: 165, 16384: 171},
     128: {512: 99, 2048: 155, 8192: 182, 16384: 189},
 }
-CACHES = (4096, 16384, 65536, 131072)  # keys, for 8 key heads of batch 1
+CACHES = (4096, 16384, 65536, 131072)  # numbers of cached keys, for batch 1 and 8 key heads
 CACHE_COLUMNS = ("scheme", "D", *map(str, CACHES))
 HEADS_KV = 8
 
@@ -96,7 +96,7 @@ def loop_figures(loop: predict.Loop, products: float | None, tile_bytes: float =
 
 
 class Kernel:
-    """A compiled kernel of a scheme, with its block."""
+    """Holds a compiled kernel of a scheme and the clocks of its block."""
 
     def __init__(self, scheme: cases.Scheme, launch: offline.Launch, measured: offline.Measured, block: predict.Block):
         self.scheme, self.launch, self.measured, self.block = scheme, launch, measured, block
@@ -126,7 +126,7 @@ class Kernel:
 
 
 def kernels(archs, head_dims, schemes, jobs: int) -> list[Kernel]:
-    """Compiles and simulates the kernels, and returns them. Kernels that the model does not apply to are left out."""
+    """Compiles and simulates the kernels, and returns them. Leaves out kernels to which the model does not apply."""
     chosen = [
         (scheme, launch)
         for arch in archs
@@ -170,10 +170,12 @@ def their_rows(path: Path) -> Iterator[dict[str, str]]:
 
 
 def their_seconds(rows: list[dict[str, str]], problem: waves.Problem, device: waves.Device) -> tuple[float, float]:
-    """Returns the seconds of (forward, backward) of FlashAttention-2. The masked tiles of its forward are unrolled, so
-    they are part of the fixed clocks. The forward starts the query tiles with the fewest keys first, the backward the
-    key tiles with the most queries. The backward also reads out and its gradient, zeroes a float32 sum and converts
-    it."""
+    """Returns FlashAttention-2's seconds for (forward, backward).
+
+    The masked tiles of its forward are unrolled, so they are part of the fixed clocks. The forward first starts the
+    query tiles with the fewest keys, and the backward first starts the key tiles with the most queries. The backward
+    also reads the output and its gradient, zeroes a float32 sum and converts it.
+    """
     of_step = {row["step"]: row for row in rows if int(row["D"]) == problem.head_dim}
     times = {}
     for step, lengths_of in (("forward", waves.query_tile_lengths), ("backward", waves.key_tile_lengths)):
@@ -192,17 +194,18 @@ def their_seconds(rows: list[dict[str, str]], problem: waves.Problem, device: wa
 def our_seconds(
     found: dict[tuple, Kernel], scheme: cases.Scheme, problem: waves.Problem, device: waves.Device
 ) -> tuple[float, float] | None:
-    """Returns the seconds of (forward, backward) of our kernels, or None if one of them is not in `found`. The forward
-    includes the rotation of keys before it, and the backward the rotation of queries."""
+    """Returns our kernels' seconds for (forward, backward), or None if `found` lacks a kernel. The forward includes the
+    rotation of keys that precedes it, and the backward includes the rotation of queries."""
     every_head = problem.batch * problem.heads
     bands = len(scheme.rotary(problem.head_dim).bands_for(True))
     passes = [("attention_grad_kv", waves.key_tile_lengths), ("attention_grad_q", waves.query_tile_lengths)]
-    copies, layout = 1 + bands + 2, None  # q rotated for every band; out and its gradient for the row statistics
+    # Moved once: q, its rotated copy for every band, and for the row statistics the output and its gradient.
+    copies, layout = 1 + bands + 2, None
     stores = scheme.deterministic and not scheme.recomputed
     if stores and configs.storing_is_faster(80, 2, problem.head_dim, problem.head_dim):
         sizes = problem.seqlen, problem.seqlen, problem.batch, problem.heads, problem.heads, 2
         layout = score_grads.layout_of(*sizes, causal=True, packed=False)
-        if layout is None:  # no room
+        if layout is None:  # there is no room for the workspace
             scheme = cases.SEVEN[SCHEMES.index(scheme)]
     if not scheme.deterministic:
         copies += 4 * bands + 1  # a float32 sum of every band is zeroed and read
@@ -222,7 +225,7 @@ def our_seconds(
     times[0] += waves.copy_seconds(device, 2 * problem.tensor_bytes)
     if layout is None:
         times.append(sum(seconds(scheme, *each) for each in passes))
-    else:  # one pass writes the gradients of scores and the other reads them, while they compute
+    else:  # while they compute, one pass writes the gradients of scores and the other reads them
         counts = [count for _, count in layout.launches(None)]
         panel = 2 * configs.PANEL_ROWS * configs.PANEL_KEYS
         times.append(
@@ -242,8 +245,8 @@ def problem(seqlen: int, head_dim: int, scheme: cases.Scheme | None = None) -> w
 
 
 def device_rows(found: dict[tuple, Kernel], theirs: list[dict[str, str]]) -> Iterator[dict[str, str]]:
-    """Returns TFLOP/s by length: FlashAttention-2 as predicted and as published, and our schemes. A length for which a
-    kernel was not compiled, because --scheme names few, has no figure."""
+    """Yields rows of TFLOP/s by length: FlashAttention-2 as predicted and as published, and our schemes. A length has
+    no figure if --scheme leaves out a scheme whose kernel it needs."""
     passes = (("forward", 1.0, slice(0, 1)), ("backward", 2.5, slice(1, 2)), ("both", 3.5, slice(0, 2)))
     for head_dim in sorted({*PUBLISHED, *(head_dim for arch, head_dim, *_ in found if arch == 80)}):
         ours = [scheme for scheme in SCHEMES[:6] if (80, head_dim, scheme.name, "attention_grad_kv") in found]
@@ -273,8 +276,8 @@ def device_rows(found: dict[tuple, Kernel], theirs: list[dict[str, str]]) -> Ite
 
 
 def decode_seconds(kernel: Kernel, keys: int, device: waves.Device) -> float:
-    """Returns the time of one token for batch 1 and HEADS_KV key heads: the time of the blocks or of the memory,
-    whichever is longer."""
+    """Returns the seconds to decode one token for batch 1 and HEADS_KV key heads. It is the time of the blocks or the
+    time of the memory, whichever is longer."""
     block, tiles = kernel.block, -(-keys // kernel.variant.block_n)
     count = splits.choose_splits(HEADS_KV, tiles, device.multiprocessors * block.resident)
     length = block.clocks(-(-tiles // count), 0)
@@ -284,7 +287,7 @@ def decode_seconds(kernel: Kernel, keys: int, device: waves.Device) -> float:
 
 
 def cache_rows(found: dict[tuple, Kernel]) -> Iterator[dict[str, str]]:
-    """Returns GB/s of decoding by cache length."""
+    """Yields rows of the GB/s that decoding reads, by the number of cached keys."""
     for kernel in found.values():
         if kernel.name == "attention_decode" and kernel.launch.arch == 80 and kernel.variant.head_dim in PUBLISHED:
             per_key = HEADS_KV * predict.cache_bytes(kernel.variant) / kernel.variant.block_n
@@ -314,7 +317,8 @@ def read_csv(path: Path) -> list[dict[str, str]]:
 
 
 def order_candidates(folder: Path, options: argparse.Namespace) -> None:
-    """Ranks the candidates that the options name, and publishes them together with the rest of the table."""
+    """Ranks the candidates that the options select. With --publish, writes them into the stored table of all
+    candidates."""
     chosen = [
         (family, direction, head_dim, bands)
         for family, arch in candidates.FAMILIES.items()

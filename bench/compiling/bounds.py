@@ -1,8 +1,7 @@
-"""Says what limits decoding: for every kind of head and cache, the bytes of the cache that the machine code can take.
+"""Says for every kind of head and cache whether memory or the inner loop limits decoding.
 
-On sm_80 these are the bytes per clock that the inner loop takes in the issue model. If they are fewer than DRAM
-delivers, the loop limits decoding, and otherwise memory does. On sm_90 they are instructions per byte, counted in the
-loop.
+On sm_80 the issue model gives the bytes of the cache that the inner loop takes per clock. If DRAM delivers more, the
+loop limits decoding, and otherwise memory does. On sm_90 the table has the instructions of the loop per byte.
 """
 
 from __future__ import annotations
@@ -21,18 +20,18 @@ TYPES = ("bf16", *cases.CODES)
 QUANTIZED_DIM = 256  # the most channels of a quantized cache that the calls accept
 KINDS = {"RoPE": cases.ONE_BAND, "ReRoPE": cases.TWO_BANDS, "partial": cases.TRAINED}
 ARCHS = (80, 90)
-# keys: in 1,000 clocks, at the rate that the loop and DRAM allow.
+# The column "keys" is the number of keys in 1,000 clocks, at the rate that both the loop and DRAM allow.
 COLUMNS = (
     *("scheme", "D", "rotates", "heads", "cache", "type", "tile", "warps", "stages", "blocks/SM", "clocks", "B/clk"),
     *("of DRAM", "limited by", "keys", "sm_90 tile", "sm_90 warps", "sm_90 instr/B"),
 )
-# Bytes per clock and multiprocessor that DRAM delivers.
+# The bytes that DRAM delivers per clock and multiprocessor.
 DRAM = waves.A100.bandwidth / waves.A100.multiprocessors / waves.A100.clock
 
 
 @dataclasses.dataclass(frozen=True)
 class Decoding:
-    """A row of the table: a scheme over a cache of a type."""
+    """Describes a row of the table: a scheme over a type of cache."""
 
     name: str
     head_dim: int
@@ -43,20 +42,20 @@ class Decoding:
         return self.scheme.codes or "bf16"
 
     def cache_bytes(self, variant) -> float:
-        """Returns the bytes of the cache that a pass of a block accounts for. If a key head has more query heads than a
-        tile has rows, several blocks read the same keys, and each accounts for its share."""
+        """Returns the bytes of the cache that count for one pass of a block. If a key head has more query heads than a
+        tile has rows, several blocks read the same keys, and each block counts its share of them."""
         blocks = -(-self.scheme.heads[0] // self.scheme.heads[1] // variant.block_m)
         return predict.cache_bytes(variant, self.scheme.bits) / blocks
 
     def launch(self, arch: int) -> offline.Launch:
-        """Returns the launch of the decode kernel."""
+        """Returns the launch of the row's decode kernel for an architecture."""
         launches = cases.Case(arch, self.head_dim, "bf16", self.scheme).launches()
         return next(launch for launch in launches if launch.kernel.__name__ == "attention_decode")
 
 
 def rows_of(head_dims=HEAD_DIMS) -> list[Decoding]:
-    """Returns the rows of heads of these head_dims, and those of latent attention if 512 is one of them. Quantized
-    caches of more than QUANTIZED_DIM channels, which the calls refuse, have none."""
+    """Returns the rows for heads of these head_dims, and the rows for latent attention if 512 is among them. There are
+    no rows for quantized caches with more than QUANTIZED_DIM channels, because the calls refuse them."""
     found = []
     for head_dim in head_dims:
         for name, scheme in KINDS.items():
@@ -73,7 +72,7 @@ def rows_of(head_dims=HEAD_DIMS) -> list[Decoding]:
 
 
 def table(head_dims, jobs: int) -> Iterator[dict[str, str]]:
-    """Compiles the kernels of the rows for ``ARCHS`` and yields the rows."""
+    """Compiles the kernels of all rows for ``ARCHS`` and yields the cells of every row."""
     chosen = rows_of(head_dims)
     launches = [row.launch(arch) for row in chosen for arch in ARCHS]
     measured: list = [None] * len(launches)
@@ -88,7 +87,8 @@ def table(head_dims, jobs: int) -> Iterator[dict[str, str]]:
 
 
 def figures(row: Decoding, variants, measured) -> dict[str, str]:
-    """Returns the cells of a row. variants, measured: of the kernels for ``ARCHS``."""
+    """Returns the cells of a row. variants: the ``Variant`` of the kernel for each of ``ARCHS``. measured: the figures
+    of each of these kernels."""
     (sm80, sm90), (variant, variant_90) = measured, variants
     nbytes, nbytes_90 = (row.cache_bytes(each) for each in variants)
     taken, per_key = sm80.model.bytes_per_clock(nbytes), predict.cache_bytes(variant, row.scheme.bits) / variant.block_n

@@ -1,5 +1,5 @@
-"""Writes the section of the page on the predictions of ``python -m bench model``, and draws its chart, from its
-tables."""
+"""Writes the section on predictions of the page of results and draws its chart, both from the tables of ``python -m
+bench model``."""
 
 from __future__ import annotations
 
@@ -23,40 +23,43 @@ WHO = {
     "published": "FlashAttention-2, published",
 }
 TEXT = """\
-No GPU was at hand for the figures of this section. The model decodes the control bits of the machine code and simulates
-how one multiprocessor issues it (`bench/compiling/issue.py`): stall counts, scoreboards, pipes, shared memory, copies
-in the background, barriers. Nothing was fitted. Blocks then run in the order of launch on 108 multiprocessors at 1.41
-GHz. Passes that only move data take the time of 2.04 TB/s, which is also the least that the passes take which store and
-read gradients of scores. Long sequences store them for few heads at a time (for one at 32,768 tokens), and so few
-blocks do not fill the device. Left out are launch times, contention in L2, conflicts of banks and instruction fetch, so
-the model is too fast, most at short lengths. HGMMA is not simulated: there is no prediction for sm_90.
+The figures of this section were predicted, because no GPU was available. The model decodes the control bits of the
+machine code and simulates how one multiprocessor issues it (`bench/compiling/issue.py`): stall counts, scoreboards,
+pipes, shared memory, copies in the background and barriers. No constant was fitted to measured times. Blocks then run
+in the order of launch on 108 multiprocessors at 1.41 GHz. Passes that only move data take the time that 2.04 TB/s
+allow. Passes that store and read gradients of scores take at least this time. Long sequences store the gradients for
+only a few heads at a time (for one head at 32,768 tokens), and the blocks of so few heads do not fill the device. The
+model leaves out launch times, contention in L2, bank conflicts and instruction fetch. So its predictions are too fast,
+most of all at short lengths. HGMMA is not simulated, so there is no prediction for sm_90.
 
-How far to trust it: FlashAttention-2's own kernels (PyTorch 2.13.0's wheel) run through the same model, beside what
-their authors measured (Dao 2023, arXiv 2307.08691, figure 4, July 2023: A100 80 GB SXM4, 16k tokens, 2048 channels,
-causal). The row "error of the model" is the difference. Where two tiles are nearer than 5% of each other, their order
-means nothing. `bench/on_gpu.sh hope rerope decode` measures what is predicted here."""
+To show how far to trust the model, it also predicts FlashAttention-2's own kernels (PyTorch 2.13.0's wheel). The table
+compares the predictions with what the authors measured (Dao 2023, arXiv 2307.08691, figure 4, July 2023: A100 80 GB
+SXM4, 16k tokens, 2048 channels, causal). The row "error of the model" is the difference. If the predictions for two
+tiles differ by less than 5%, their order means nothing. `bench/on_gpu.sh hope rerope decode` measures what is
+predicted here."""
 VALIDATED = """\
-Two more kernels of other people run through the model: FlashAttention-2's forward and that of Triton's tutorial, at
-the shapes of a table in flash-attention's issue 307 (batch 4, 32 heads, causal, fp16, September 2024). That table does
-not name its GPU; its speeds fit an A100. The tutorial's kernel is compiled by the installed Triton, in the fastest of
-the tiles that the tutorial tries, and was published with the Triton of that month, so its difference has a share of
-two compilers. Other simulators report mean
-errors of 5.7% (Sim-FA, arXiv 2605.00555: FlashAttention-3 on an H800, at most 12.7%) and of 14.0% (arXiv 2503.20481, a
-model of control bits: general programs on an RTX A6000)."""
+The model also predicts two kernels at the shapes of a table in flash-attention's issue 307 (batch 4, 32 heads, causal,
+fp16, September 2024): the forward of FlashAttention-2 and the forward of Triton's tutorial. The table does not name
+its GPU, but its speeds fit an A100. The installed Triton compiles the tutorial's kernel, and the fastest of the
+tutorial's tiles counts. The published speeds were measured with the Triton of that month. So part of the difference
+comes from two different compilers. Other simulators report mean errors of 5.7% (Sim-FA, arXiv 2605.00555:
+FlashAttention-3 on an H800, at most 12.7%) and of 14.0% (arXiv 2503.20481, a model of control bits: general programs
+on an RTX A6000)."""
 
 LIMITED = """\
-Decoding reads every key and value once. The column sm_80 has the bytes of the cache that the inner loop takes per clock
-on one multiprocessor of an A100, whose DRAM delivers 13.4 (2.04 TB/s, 108 multiprocessors, 1.41 GHz). Rows with at
-least as many are limited by memory. In the others the loop is too slow, so their caches are read at a lower rate.
-Scales of quantized caches count as bytes. Where a key head has more query heads than the tile has rows, several blocks
-read the same keys, which count once. Keys in 1,000 clocks are those of one key head, at the lower of the two rates, so
-rows with other bytes per key can be compared. The column sm_90 has the warp instructions of the inner loop per byte. A
-multiprocessor issues at most 4 per clock, and an H200 delivers 18.4 bytes per clock to each (4.8 TB/s, 132
-multiprocessors, 1.98 GHz). To keep up with that memory, a loop of 0.22 instructions per byte would have to issue in
+Decoding reads every key and value once. The column sm_80 says how many bytes of the cache the inner loop takes per
+clock on one multiprocessor of an A100. The DRAM of an A100 delivers 13.4 bytes per clock to each multiprocessor (2.04
+TB/s, 108 multiprocessors, 1.41 GHz). Memory limits the rows whose loop takes at least as many bytes. In all other rows
+the loop is too slow, so the cache is read at a lower rate. Scales of quantized caches count as bytes. If a key head
+has more query heads than the tile has rows, several blocks read the same keys, and these keys count once. "Keys in
+1,000 clocks" counts keys of one key head at the lower of the two rates, so that rows with different bytes per key can
+be compared. The column sm_90 has the warp instructions of the inner loop per byte. A multiprocessor issues at most 4
+instructions per clock, and an H200 delivers 18.4 bytes per clock to each multiprocessor (4.8 TB/s, 132
+multiprocessors, 1.98 GHz). To keep up with this memory, a loop with 0.22 instructions per byte would have to issue in
 every clock, which no kernel achieves. In the rows "partial", at most half of the channels rotate: HoPE with a training
-length of 512 at head_dim 64, the last 64 channels at 128 and 256, p-RoPE with a quarter of the pairs at 512. Under
-ReRoPE the loop is that of the keys beyond the window, which do not rotate. The rows "latent attention" have 512
-channels that are also the values. Quantized caches are not supported beyond head_dim 256."""
+length of 512 at head_dim 64, the last 64 channels at 128 and 256, and p-RoPE with a quarter of the pairs at 512. Under
+ReRoPE the loop goes over the keys beyond the window, which do not rotate. In the rows "latent attention", 512 channels
+of the keys are also the values. Quantized caches are not supported beyond head_dim 256."""
 
 
 def read(path: Path) -> list[dict[str, str]]:
@@ -69,12 +72,12 @@ def _seqlens(row: dict[str, str]) -> list[str]:
 
 
 def charted(rows: list[dict[str, str]]) -> list[dict[str, str]]:
-    """Returns the rows that the chart draws. Calls without a workspace are only in the table."""
+    """Returns the rows that the chart draws. It leaves out calls without a workspace, which only the table has."""
     return [row for row in rows if row["pass"] == "both" and row["who"] in WHO and not row["who"].endswith("seven")]
 
 
 def draw(path: Path, rows: list[dict[str, str]]) -> None:
-    """Draws forward and backward by length, a panel for each head_dim."""
+    """Draws the speed of forward and backward by length, with one panel for each head_dim."""
     head_dims = sorted({row["D"] for row in rows}, key=int)
     figure, highest = new_figure((9.5, 3.6)), []
     all_axes = figure.subplots(1, len(head_dims), sharey=True, squeeze=False)[0]
@@ -111,8 +114,8 @@ def _validated(folder: Path, table) -> list[str]:
 
 
 def section(folder: Path, table) -> list[str]:
-    """Returns the lines of Markdown. table: a function that returns the lines of a table, given a heading, the rows and
-    the number of left-aligned columns."""
+    """Returns the section's lines of Markdown. table: a function of (heading, rows, number of left-aligned columns)
+    that returns the lines of a table."""
     rows, loops = read(folder / FOLDER / DEVICE), read(folder / FOLDER / LOOPS)
     cached = read(folder / FOLDER / DECODING)
     versions = f"revision {rows[0]['revision']}, Triton {rows[0]['triton']}"
@@ -161,8 +164,8 @@ def section(folder: Path, table) -> list[str]:
         ]
         for row in loops
     ]
-    what = "What the clocks of the schedulers go to: an instruction is issued, or the next one to issue waits for this."
-    return [*lines, f"Inner loops over tiles of one multiprocessor. {what}", "", *table(heading, cells, 3)]
+    what = "The last columns say how schedulers spend clocks: they issue, or the next instruction waits for this."
+    return [*lines, f"Inner loops over tiles on one multiprocessor. {what}", "", *table(heading, cells, 3)]
 
 
 def bounds(folder: Path, table) -> list[str]:
@@ -191,14 +194,16 @@ def bounds(folder: Path, table) -> list[str]:
 
 
 def ragged(folder: Path, table) -> list[str]:
-    """Lines of Markdown on batches of unequal lengths."""
+    """Returns lines of Markdown on decoding batches of unequal lengths, if there are results."""
     rows = read(folder / FOLDER / RAGGED)
     columns = [name for name in rows[0] if name not in ("revision", "triton", "scheme", "lengths")]
-    heading = ["decoding, time over that of the memory", "lengths", *columns]
+    heading = ["decoding, time / time that the memory needs", "lengths", *columns]
     return [
-        f"`python -m bench ragged --publish`, revision {rows[0]['revision']}, Triton {rows[0]['triton']}. One token of "
-        "every sequence, 32 query and 8 key heads of 128 channels, bf16. Shares are the default for several sequences, "
-        "splits by shape for one. `num_splits=32` gives 32 splits. Items of a fixed number of keys are only simulated.",
+        f"`python -m bench ragged --publish`, revision {rows[0]['revision']}, Triton {rows[0]['triton']}. A step "
+        "decodes one token of every sequence with 32 query and 8 key heads of 128 channels in bf16. By default, calls "
+        "divide several sequences into shares, and one sequence into splits by its shape. `num_splits=32` gives 32 "
+        "splits. Items of a fixed number of keys exist only in this simulation. All figures are predicted times as a "
+        "multiple of the time in which the memory delivers keys and values.",
         "",
         *table(heading, [[row["scheme"], row["lengths"], *(row[name] for name in columns)] for row in rows], 2),
     ]
