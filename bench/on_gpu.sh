@@ -10,8 +10,8 @@ Tests and measures flashrope on a GPU, in steps, and leaves one file to attach t
   bench/on_gpu.sh [-t MINUTES] [-o FOLDER] [-r REVISION] [STEP ...]
 
 Without arguments it runs all steps, the most important first, in at most 70 minutes. Every step has a time limit and a
-log. A step that fails or runs out of time does not stop the others; the summary says what it did not reach. At the end
-(and after every step, in case the machine is taken away) logs, results, versions and the summary are packed into
+log. If a step fails or runs out of time, the next steps still run, and the summary says what the step did not reach. At
+the end, and after every step in case the machine is taken away, logs, results, versions and the summary are packed into
 
   FOLDER/flashrope-gpu-<device>-<date>.tgz
 
@@ -32,19 +32,19 @@ Steps:
   more           hope, rerope and decode with head_dim 64 and with grouped heads
   racecheck      every kernel under compute-sanitizer, which looks for races in shared memory
 
-The step "experiments" runs only where it is named: it trains 18 models, which is expected to take 20 minutes (python -m
-experiments perplexity --preset small). It continues where an earlier one stopped.
+The step "experiments" runs only if it is named. It trains 18 models, which is expected to take 20 minutes (python -m
+experiments perplexity --preset small). It continues where an earlier run of this step stopped.
 
 Options:
   -t MINUTES   time for everything (default: only the limits of the steps)
   -o FOLDER    where the file and the unpacked logs go (default: runs/gpu)
-  -r REVISION  the git revision, where this folder is not a git checkout
+  -r REVISION  the git revision to record if this folder is not a git checkout
   -h           this text
 
-Use a Python environment in which PyTorch finds the GPU, NVIDIA's or, under ROCm, AMD's (gfx942, gfx950), where memcheck
-and racecheck are left out. The tests need pytest (pytest-xdist makes them faster). Nothing
-is installed, and no network is needed. If flashrope is not installed from this folder, its files are used as they are.
-Steps that are run one by one on the same day are packed together:
+Use a Python environment in which PyTorch finds the GPU. It may be NVIDIA's, or AMD's under ROCm (gfx942, gfx950). On
+AMD's GPUs memcheck and racecheck are left out. The tests need pytest (pytest-xdist makes them faster). Nothing is
+installed, and no network is needed. If flashrope is not installed from this folder, the files of this folder are used
+as they are. Steps that are run one by one on the same day are packed together:
 
   bench/on_gpu.sh smoke tests
   bench/on_gpu.sh -t 10 hope decode
@@ -56,7 +56,7 @@ order=(smoke tests ceilings hope decode rerope rotation memcheck tune-forward ho
 declare -A limits=([smoke]=110 [tests]=460 [ceilings]=60 [hope]=400 [decode]=130 [rerope]=230 [rotation]=90
   [memcheck]=300 [tune-forward]=190 [host]=60 [tune-decode]=190 [tune-backward]=300 [scaling]=300 [more]=590
   [racecheck]=590) # seconds
-limits[experiments]=2400 # not in order, which has 70 minutes
+limits[experiments]=2400 # not in `order`, whose limits must fit into 70 minutes
 kernel_tests=(kernels/test_{launches,cuda_graphs,decode_triton,cuda_extension} operators/test_{accuracy,identities,varlen}
   operators/test_{torch,errors} caches/test_{decode,cache} bench/test_bench)
 grace=15    # seconds between the signal to stop and the one that kills
@@ -110,7 +110,7 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"; [ -n "$revision" ] && rm -f runs/REVISION' EXIT
 [ -n "$revision" ] && mkdir -p runs && echo "$revision" >runs/REVISION
 
-# Uses this folder's files unless flashrope is installed from it.
+# Uses the files of this folder unless flashrope is installed from this folder.
 if ! "$python" -c '
 import sys
 from pathlib import Path
@@ -125,10 +125,10 @@ fi
 
 bench() { "$python" -m bench "$@"; }
 
-# Compiles in parallel first: compilation under compute-sanitizer takes many times as long.
+# Compiles in parallel first, because compilation under compute-sanitizer takes many times as long.
 sanitize() {
   if ! command -v compute-sanitizer; then
-    echo "compute-sanitizer is not on PATH; it is part of the CUDA toolkit and knows NVIDIA's GPUs alone"
+    echo "compute-sanitizer is not on PATH; it is part of the CUDA toolkit and supports only NVIDIA's GPUs"
     return "$skipped"
   fi
   bench sanitize --compile || return
@@ -155,7 +155,7 @@ hope() {
   return "$failed"
 }
 
-# What is packed are results and curves, not the models.
+# Results and curves are packed, models are not.
 experiments() {
   local out=$folder/experiments-small status
   "$python" -m experiments perplexity --preset small --device cuda --out "$out"
