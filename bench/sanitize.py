@@ -25,7 +25,7 @@ from flashrope.cli.options import positive
 from .compiling.architectures import NVIDIA
 from .progress import steps
 
-HEADS, HEADS_KV, SEQLEN = 4, 2, 197  # not a multiple of any tile
+HEADS, HEADS_KV, SEQLEN = 4, 2, 197  # SEQLEN is not a multiple of any tile
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 

@@ -32,7 +32,7 @@ NEIGHBOURS = ((-1, 0), (0, 1), (1, 0), (0, -1))  # (rows, columns) to the neighb
 SIDE = 8
 SHAPES = ((8, 8), (8, 12), (12, 8), (12, 12))  # rows, columns
 ENCODINGS = ("axial", "raster", "nope")
-MAX_STEPS, BATCH, SAMPLES = 2000, 16, 64  # a preset with fewer steps uses its own number
+MAX_STEPS, BATCH, SAMPLES = 2000, 16, 64  # a preset with fewer steps keeps its number of steps
 
 
 def pictures(count: int, rows: int, columns: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""The architectures that the gate compiles for, and the limits of their multiprocessors."""
+"""Lists the architectures that the gate compiles for, and the limits of their multiprocessors."""
 
 from __future__ import annotations
 

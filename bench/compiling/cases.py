@@ -1,4 +1,4 @@
-"""The cases of the gate: which kernels are compiled, for which architectures, sizes, types and schemes."""
+"""Lists the cases of the gate: which kernels it compiles, for which architectures, sizes, types and schemes."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def few_rotate(head_dim: int) -> Rotary:
     return Rotary.rope(head_dim, rotary_dim=64, first_channel=head_dim - 64)
 
 
-TRAINED = Scheme("few", few_rotate)  # without a cache
+TRAINED = Scheme("few", few_rotate)  # these calls have no cache
 TRAINED_BANDS = Scheme("few rerope", lambda head_dim: few_rotate(head_dim).rectify(WINDOW))
 PARTS = tuple(Scheme(f"parts {cache}", few_rotate, cache=cache) for cache in ("contiguous", "paged"))
 FEW_CHUNKS = tuple(

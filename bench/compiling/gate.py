@@ -1,4 +1,5 @@
-"""The compile gate: compiles every Triton kernel that configs.py can select and checks the machine code, without a GPU.
+"""Runs the compile gate: compiles every Triton kernel that configs.py can select and checks the machine code, without a
+GPU.
 
     python -m bench gate [--target sm_80 gfx942] [--targets all] [--head-dim 64 128] [--scheme NAME] [--quick]
                          [--csv PATH] [--jobs N]

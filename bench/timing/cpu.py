@@ -107,7 +107,7 @@ class Goal(NamedTuple):
 
 
 GOALS = (
-    # the compiled kernels
+    # goals of the compiled kernels
     Goal("decoding, 32768 keys: ReRoPE, compiled / SDPA", 1.0, 1.2),
     Goal("decoding, 32768 keys: ReRoPE, compiled, paged / ReRoPE, compiled", 1.15),
     Goal("decoding, 32768 keys: HoPE, compiled / SDPA", 1.2),
@@ -138,7 +138,7 @@ GOALS = (
     Goal("forward, seqlen 8192, window 1024: HoPE, compiled / SDPA", 1.0, 1.2),
     Goal("forward + backward, seqlen 4096, window 1024: ReRoPE, compiled / SDPA", 0.85, 1.0),
     Goal("memory when seqlen doubles, forward + backward: ReRoPE, compiled", 2.2, checked=False),
-    # the compiled kernels over a quantized cache
+    # goals of the compiled kernels over a quantized cache
     *(
         Goal(f"decoding, 32768 keys, cache types: {cache}, int8 / {cache}, {other}", *limits)
         for cache in ("ReRoPE", "ReRoPE, paged", "HoPE", "HoPE, paged", "HoPE, rotated")
@@ -150,7 +150,7 @@ GOALS = (
         for kind in ("int8", "int4")
     ),
     *(Goal(figure, limit) for figure, limit in cpu_wide.GOALS),
-    # composed of PyTorch's kernels
+    # goals of the backend composed of PyTorch's kernels
     Goal("decoding, 32768 keys: ReRoPE, composed / SDPA", 1.35),
     Goal("decoding, 32768 keys: ReRoPE, composed / rotate the cache, then SDPA", 0.2),
     Goal("forward, seqlen 8192, window 1024: ReRoPE, composed / SDPA", 1.35),

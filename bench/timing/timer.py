@@ -14,7 +14,7 @@ __all__ = ["Spread", "Timer", "ratio", "rounds"]
 
 
 class Timer(timer.Timer):
-    """A timer that also replays CUDA graphs and measures memory."""
+    """Extends the timer of flashrope: it also replays CUDA graphs and measures memory."""
 
     def __init__(self, device: torch.device):
         super().__init__(device)

@@ -49,7 +49,7 @@ def test_operations_are_counted_as_the_literature_does():
     assert p.flops(False) == full / 2 and p.flops(True) == full / 2 * 3.5
     assert p.replace(causal=False).flops(False) == full
     assert p.replace(decoding=True).flops(False) == 4 * 2 * 16 * 1024 * 128  # one query sees every key
-    assert p.replace(window=64).flops(False) == p.flops(False)  # the same for every scheme
+    assert p.replace(window=64).flops(False) == p.flops(False)  # the count is the same for every scheme
 
 
 def test_bytes_of_a_cache_are_keys_and_values_of_the_key_heads():
@@ -350,7 +350,7 @@ def small_sizes(monkeypatch):
     monkeypatch.setattr(contestants, "flex", partial(_raise, Unavailable("left out")))
     monkeypatch.setattr(scaling, "AT", {"cpu": 64})
     monkeypatch.setattr(scaling, "CONTEXTS", {"cpu": (128, 256)})
-    monkeypatch.setattr(scaling, "MAX_MEMORY_EXPONENT", 2.0)  # at these lengths the steps of the tables show
+    monkeypatch.setattr(scaling, "MAX_MEMORY_EXPONENT", 2.0)  # at such short lengths the tables grow in visible steps
     monkeypatch.setattr(rotation, "best_rope", lambda device: "eager RoPE")
     words = "--device cpu --seqlens 128 256 --tokens 256 --head-dim 32 --window 64 --seconds 0 --heads 2 --heads-kv 1"
     return words.split()
@@ -368,7 +368,7 @@ def test_out_writes_the_files(tmp_path, small_sizes, command):
     assert {goal["verdict"] for goal in run.goals} == {"not run"}
     if command == "scaling":
         path.with_suffix(".png").unlink()
-        page.draw([(path, run)])  # from the file
+        page.draw([(path, run)])  # draws the figure from the file
         assert path.with_suffix(".png").exists()
         assert any(name.startswith("peak memory") for name in run.exponents)
 
@@ -421,7 +421,7 @@ def test_all_runs_its_parts(monkeypatch, tmp_path, capsys):
 
     monkeypatch.setattr(subprocess, "run", run)
     common = ["--device", "cuda", "--out", str(tmp_path), "--seconds", "0.0"]
-    assert every.main(["--only", "hope", "decode", *common]) == 4  # the worst of their exit codes
+    assert every.main(["--only", "hope", "decode", *common]) == 4  # the exit code is the worst one of the subcommands
     assert ran == [
         [command, *words, *common] for command, words in every.MAIN + every.MORE if command in ("hope", "decode")
     ]

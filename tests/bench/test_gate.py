@@ -13,7 +13,7 @@ import pytest
 
 triton = pytest.importorskip("triton", reason="the gate compiles Triton kernels")
 ROOT = Path(__file__).resolve().parents[2]
-slow = pytest.mark.slow  # compiles
+slow = pytest.mark.slow  # these tests compile kernels
 
 from bench.compiling import cases, gate, sass
 from bench.compiling.offline import Measured
@@ -388,8 +388,8 @@ def test_listing():
     assert listing.loops == ((2, 13), (3, 6), (7, 10), (15, 15))
     assert sass.local_bytes(listing) == (24, 4)
     assert sass.local_bytes_in_loops(listing) == 0  # the load and the stores are in the loop around the two
-    assert sass.mix(listing.opcodes)["total"] == 16  # without the NOP
-    first, second = sass.tile_loops(listing)  # not the outer loop, nor the endless one
+    assert sass.mix(listing.opcodes)["total"] == 16  # the NOP does not count
+    first, second = sass.tile_loops(listing)  # leaves out the outer loop and the endless loop
     assert first == {"mma": 1, "products": 1, "fp32": 1, "other": 2, "total": 4}
     assert second == {"ldsm": 1, "mma": 1, "products": 1, "other": 2, "total": 4}
     assert sass.hot_loop(sass.parse("")) is None

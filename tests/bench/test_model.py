@@ -44,7 +44,7 @@ def clocks(*texts, warps=1, blocks=1):
 
 
 def test_one_instruction_a_clock():
-    assert clocks(*["S2R"] * 10) == 10  # an instruction without a pipe
+    assert clocks(*["S2R"] * 10) == 10  # this instruction has no pipe
     assert clocks(*["S2R"] * 10, warps=4) == 10  # every warp has its own scheduler
     assert clocks(*["S2R"] * 10, warps=8) == 20
 
@@ -91,7 +91,7 @@ def test_a_scoreboard_holds_the_next_instruction_back():
     result is there after its latency. Only then does the addition issue, and after it the next load."""
     wait = 4 + 4 + RATES.shared_latency
     assert clocks("LDSM.16.M88.4 w0", "FADD W0 s1") == wait + 1
-    assert clocks("LDSM.16.M88.4 w0", "FADD W1 s1") < wait  # another scoreboard
+    assert clocks("LDSM.16.M88.4 w0", "FADD W1 s1") < wait  # the addition waits for another scoreboard
     assert clocks("MUFU.EX2 w2", "FADD W2") == RATES.mufu_latency + 1
     # A store reads its operands when it leaves the queue. Only then may the operands' registers be overwritten.
     assert clocks("STS.128 r3", "FADD W3") == 4 + 4 + 1
@@ -178,7 +178,7 @@ def test_inner_loop_and_the_block_around_it():
     assert 0 < block.fixed < 40
     assert block.clocks(10, 2) == pytest.approx(block.fixed + 12 * loop.clocks)
     assert predict.inner_loop(listing, 90, 128, 40_000, 4) is None  # HGMMA is not simulated
-    assert predict.inner_loop(listing, 80, 128, 200_000, 4) is None  # does not fit
+    assert predict.inner_loop(listing, 80, 128, 200_000, 4) is None  # a block does not fit on the multiprocessor
 
 
 def test_products_that_are_needed():
@@ -315,7 +315,7 @@ def test_a_row_of_the_table_of_decoding(heads, blocks):
     nbytes = 32 * (2 * 128 + 8) / blocks
     cells = bounds.figures(row, (variant, variant), (sm80, sm90))
     assert cells["B/clk"] == f"{2 * nbytes / 1000:.1f}" and cells["sm_90 instr/B"] == f"{4 * 500 / nbytes:.3f}"
-    assert cells["keys"] == ("51" if blocks == 1 else f"{64 / blocks:.0f}")  # of 64 in a pass of both blocks
+    assert cells["keys"] == ("51" if blocks == 1 else f"{64 / blocks:.0f}")  # a pass of both blocks reads 64 keys
     assert cells["limited by"] == ("memory" if blocks == 1 else "the loop") and cells["type"] == "int8"
     assert list(cells) == list(bounds.COLUMNS) and pytest.approx(13.39, abs=0.01) == bounds.DRAM
 

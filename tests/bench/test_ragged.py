@@ -20,8 +20,8 @@ KERNEL = ragged.Kernel(outside=(10.0, 14.0), passes=(5.0, 8.0), block_n=64, tile
     [
         ([], 0),
         ([[3]], 10 + 3 * 5),
-        ([[0]], 10),  # a split without keys
-        ([[3, 2]], 10 + 15 + 10 + 10),  # two pieces, one after the other
+        ([[0]], 10),  # this split has no keys
+        ([[3, 2]], 10 + 15 + 10 + 10),  # the block has two pieces, one after the other
         ([[3], [3]], 25),  # each block has its own multiprocessor
         ([[3], [3], [3]], 14 + 3 * 8),  # two blocks share a multiprocessor
         ([[3]] * 5, 38 + 25),  # the fifth block waits for a place
@@ -45,7 +45,7 @@ def test_divisions():
     assert ragged.splits(segments, 2) == [[3], [2], [3], [2], [0], [0], [1], [1]]
     assert ragged.items(segments, 2, 3) == [[2, 2, 2], [2, 2], [1, 1]]
     assert ragged.shares([25, 5, 0, 12], 4) == [[10], [11], [4, 5, 1], [11]]
-    assert ragged.shares(segments, 4) == [[4], [1, 3], [2, 2]]  # a tile more, which costs less than other segments
+    assert ragged.shares(segments, 4) == [[4], [1, 3], [2, 2]]  # one tile more costs less than a second segment
     assert ragged.shares([4] * 3, 7) == [[2]] * 6  # all segments are cut alike
     assert ragged.shares([1], 7) == [[1]]
 

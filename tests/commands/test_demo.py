@@ -206,7 +206,7 @@ def test_interrupt_ends_cleanly(tmp_path, text, moment, stream, wait):
     assert "Written to" in errors and "split.json. Not written: rope.safetensors" in errors
     assert [path.name for path in tmp_path.iterdir()] == ["split.json"]
     deadline = time.monotonic() + 10
-    while True:  # no worker is left
+    while True:  # waits until no worker is left
         try:
             os.killpg(process.pid, 0)
         except ProcessLookupError:
@@ -241,7 +241,7 @@ def test_an_earlier_run_is_replaced_only_when_asked(of_text, tmp_path, text, cap
     shutil.copytree(of_text[0], out)
     before = {path.name: path.read_bytes() for path in out.iterdir()}
     again = [*FEW, "--text", str(text), "--steps", "2", "--out", str(out)]
-    assert main([*again, "--preset", "cpu"]) == 2  # other sizes are refused, too
+    assert main([*again, "--preset", "cpu"]) == 2  # other sizes are refused as well
     assert main(again) == 2
     errors = capsys.readouterr().err
     assert errors.count("\n") == 2 and "--out: expected a folder without results, got" in errors

@@ -27,7 +27,7 @@ from test_small_models import model_of
 
 LENGTH = 32  # the training length that the checkpoint states
 ROPE = Rotary.rope(16)
-PROMPT = bytes(range(65, 65 + 26)) * 2  # past the training length
+PROMPT = bytes(range(65, 65 + 26)) * 2  # the prompt is longer than the training length
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +90,7 @@ def test_one_cache_for_all_blocks():
     ids=["rope", "hope", "rerope", "leaky, log n"],
 )
 def test_decoding_with_the_cache_is_decoding_by_full_passes(rotary, impl, monkeypatch):
-    monkeypatch.setattr("flashrope.small_models.generate.CHUNK", 20)  # three pieces of the prompt
+    monkeypatch.setattr("flashrope.small_models.generate.CHUNK", 20)  # the prompt has three pieces
     model = model_of()
     expected, margin = by_full_passes(model, rotary, PROMPT, 60)
     assert margin > 1e-4 and len(set(expected)) > 5
@@ -400,7 +400,7 @@ def test_every_byte_is_out_before_the_next_is_decoded(run, monkeypatch):
         "abcaü\nb\ufffd",
         "abcaü\nb\ufffd",
     ]
-    assert out.getvalue() == "abcaü\nb\ufffd\ufffd".encode()  # the incomplete character at the end
+    assert out.getvalue() == "abcaü\nb\ufffd\ufffd".encode()  # the character at the end is incomplete
 
 
 def test_a_terminal_without_utf_8(run, monkeypatch):
@@ -433,7 +433,7 @@ def start(checkpoint, tokens):
 
 
 def test_streams_and_stops_at_an_interrupt(checkpoint):
-    process = start(checkpoint, 200_000)  # would take minutes
+    process = start(checkpoint, 200_000)  # the whole text would take minutes
     try:
         seen = b""
         while len(seen) < 40:
@@ -448,7 +448,7 @@ def test_streams_and_stops_at_an_interrupt(checkpoint):
     errors = " ".join(errors.decode().split())
     assert process.returncode == 130 and "Traceback" not in errors
     assert "of 200,000, interrupted" in errors and "tokens/s" in errors and "context: reached" in errors
-    assert (seen + rest).decode()  # whole characters
+    assert (seen + rest).decode()  # raises an error unless all characters are whole
 
 
 def test_closed_stdout_gives_no_traceback(checkpoint):

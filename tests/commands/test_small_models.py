@@ -44,7 +44,7 @@ def test_the_scheme_is_an_argument_and_the_model_is_causal():
     }
     first, *others = logits.values()
     assert all((first - other).abs().max() > 1e-2 for other in others)
-    inside = [logits[rotary][:, :8] for rotary in (Rotary.rope(16), Rotary.rope(16).rectify(8))]  # the window
+    inside = [logits[rotary][:, :8] for rotary in (Rotary.rope(16), Rotary.rope(16).rectify(8))]  # within the window
     assert torch.allclose(*inside, atol=1e-4)
     changed = tokens.clone()
     changed[0, 20] += 1

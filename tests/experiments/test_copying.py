@@ -39,7 +39,7 @@ def test_practice_asks_for_the_letters_that_follow():
         assert inputs.shape == targets.shape == (3, 128)
         assert inputs.min() >= 0 and inputs.max() < copying.LETTERS
         asked = targets[0] != copying.IGNORED
-        assert torch.equal(asked, targets[1] != copying.IGNORED)  # one layout
+        assert torch.equal(asked, targets[1] != copying.IGNORED)  # all samples of the batch have one layout
         first = asked.nonzero()[0].item()
         assert 128 // 4 - copying.LONGEST <= first <= 128
         for row, wanted in zip(inputs.tolist(), targets.tolist(), strict=True):
@@ -55,7 +55,7 @@ def test_practice_covers_what_is_asked_at_its_length():
     practised, asked = set(), set()
     for seed in range(200):
         targets = copying.practice(1, 128, generator(seed))[1][0]
-        practised.add((targets != copying.IGNORED).nonzero()[0].item())  # the last letter of the context but one
+        practised.add((targets != copying.IGNORED).nonzero()[0].item())  # where the first letter to copy is
     for tokens, answer in copying.prompts(200, 0, length=128):
         assert tokens.shape[1] + answer.shape[1] <= 128
         asked.add(tokens.shape[1] - copying.LONGEST + copying.SUFFIX)
@@ -85,7 +85,7 @@ def test_prompts_letter_by_letter():
         torch.equal(a, b) for one, other in zip(found, again, strict=True) for a, b in zip(one, other, strict=True)
     )
     ways_back = {t.shape[1] - a.shape[1] for t, a in copying.prompts(40, 0, count=8)}
-    assert len(ways_back) > 5  # not always the same distance
+    assert len(ways_back) > 5  # the answers are at different distances
 
 
 def test_a_model_that_copies_is_right_and_one_that_looks_back_a_fixed_distance_is_not():

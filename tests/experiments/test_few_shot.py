@@ -65,7 +65,7 @@ def test_prompts_to_the_byte(kind, length):
     assert (prompts, chosen) == few_shot.prompts(texts, kind, length, 30, seed=0)
     assert prompts != few_shot.prompts(texts, kind, length, 30, seed=1)[0]
     last = {length - (prompt.rfind(MARK, 0, -1) + 1) for prompt in prompts}
-    assert len(last) > 8  # not always the same distance back to a label
+    assert len(last) > 8  # labels are not always the same distance back
 
 
 def test_the_paper_sizes_always_fit():
@@ -149,11 +149,11 @@ def test_an_answer_that_is_a_label_counts_correct_or_not():
 @pytest.mark.parametrize(
     "cheat",
     [
-        lambda text: ord("E"),  # always the same label
-        lambda text: text[-130] if len(text) > 130 else 0,  # a fixed distance
-        lambda text: text[30] if len(text) > 30 else 0,  # a fixed position
-        lambda text: max(few_shot.LETTERS, key=text.count),  # the most frequent letter
-        lambda text: text[-2] if len(text) > 2 else 0,  # a letter nearby
+        lambda text: ord("E"),  # predicts always the same label
+        lambda text: text[-130] if len(text) > 130 else 0,  # copies from a fixed distance
+        lambda text: text[30] if len(text) > 30 else 0,  # copies from a fixed position
+        lambda text: max(few_shot.LETTERS, key=text.count),  # predicts the most frequent letter
+        lambda text: text[-2] if len(text) > 2 else 0,  # repeats a letter nearby
     ],
 )
 def test_a_model_that_does_not_read_the_examples_does_not_follow(cheat):

@@ -100,10 +100,10 @@ def test_counts_complete_keys_and_digits():
 @pytest.mark.parametrize(
     "cheat",
     [
-        lambda text: ord("7"),  # always the same digit
-        lambda text: text[-50] if len(text) > 50 else 0,  # a fixed distance
-        lambda text: text[40] if len(text) > 40 else 0,  # a fixed position
-        lambda text: next((byte for byte in reversed(text[:-6]) if chr(byte).isdigit()), 0),  # the last digit
+        lambda text: ord("7"),  # predicts always the same digit
+        lambda text: text[-50] if len(text) > 50 else 0,  # copies from a fixed distance
+        lambda text: text[40] if len(text) > 40 else 0,  # copies from a fixed position
+        lambda text: next((byte for byte in reversed(text[:-6]) if chr(byte).isdigit()), 0),  # repeats the last digit
     ],
 )
 def test_a_model_that_does_not_read_the_key_does_not_find_it(cheat):

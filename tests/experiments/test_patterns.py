@@ -149,7 +149,7 @@ def test_swing_and_ripple():
     for period in (6.3, 11.2, 12.0):
         wave = slope + 0.5 * torch.sin(2 * math.pi * d / period)
         size, found = ripple(wave)
-        left = 1 - math.sin(25 * math.pi / period) / (25 * math.sin(math.pi / period))  # by the running mean
+        left = 1 - math.sin(25 * math.pi / period) / (25 * math.sin(math.pi / period))  # the running mean's effect
         assert found == pytest.approx(period, rel=0.015) and size == pytest.approx(0.5 * left / 2**0.5, rel=0.03)
     assert math.isnan(ripple(torch.sin(2 * math.pi * d / 60))[1])  # it moves with the running mean
 
@@ -221,4 +221,4 @@ def test_axial_attention_knows_rows_from_columns():
     assert below_to_itself(axial, 4, 6) == pytest.approx(below_to_itself(axial, 6, 4), rel=1e-4)
     assert below_to_itself(raster, 4, 6) != pytest.approx(below_to_itself(raster, 6, 4), rel=1e-2)
     assert weight(axial, 4, 6, 1) != pytest.approx(weight(axial, 4, 6, 6), rel=1e-2)
-    assert weight(axial, 4, 6, 23) > 0  # not causal
+    assert weight(axial, 4, 6, 23) > 0  # attention is not causal

@@ -93,7 +93,7 @@ def test_reuse_continues_where_it_stopped(folder, tmp_path, monkeypatch):
     assert run("reuse", folder, tmp_path, "--questions", "3") == 0
     found = json.loads((tmp_path / real_reuse.RESULT).read_text())
     assert len(asked) == 1 and found["rows"][:2] == first["rows"] and len(found["rows"]) == 3
-    assert run("reuse", folder, tmp_path, "--seed", "1") == 2  # the rows of another run
+    assert run("reuse", folder, tmp_path, "--seed", "1") == 2  # the folder holds rows of another run
 
 
 def test_means_of_ways():

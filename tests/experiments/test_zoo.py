@@ -114,7 +114,7 @@ def test_random_positions_reach_the_attention_calls():
 
     model(torch.randint(256, (3, 40)), ROPE, attend)
     assert len(seen) == CONFIG.layers and torch.equal(seen[0], seen[1]) and seen[0].shape == (3, 40)
-    assert seen[0].max() > 64  # beyond the training length
+    assert seen[0].max() > 64  # positions go beyond the training length
     model.eval()
     tokens = torch.randint(256, (1, 40))
     again = model(tokens, ROPE)
@@ -188,7 +188,7 @@ def test_every_encoding_trains_and_is_causal(name):
     changed = tokens.clone()
     changed[0, 20] = (changed[0, 20] + 1) % 256
     difference = (model(changed, used.rotary) - logits).abs().amax(-1)[0]
-    assert difference[:20].max() < 1e-4 < difference[20]  # causal
+    assert difference[:20].max() < 1e-4 < difference[20]  # attention is causal
 
 
 def test_encodings_differ_from_one_another():
@@ -196,7 +196,7 @@ def test_encodings_differ_from_one_another():
     tokens = torch.randint(256, (1, 48), generator=torch.Generator().manual_seed(3))
     seen = []
     for name in ENCODINGS:
-        if name == "inv-leaky":  # used like rope
+        if name == "inv-leaky":  # it is used like rope
             continue
         torch.manual_seed(0)
         model = ZooModel(config, name, LENGTH)

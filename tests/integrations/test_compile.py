@@ -1,5 +1,5 @@
-"""Converted models compile to one graph, with torch.compile(fullgraph=True) and torch.export, wherever the stock model
-does."""
+"""Tests that converted models compile to one graph, with torch.compile(fullgraph=True) and torch.export, wherever the
+stock model does."""
 
 import pytest
 import torch

@@ -1,5 +1,5 @@
-"""Under transformers' continuous batching, converted models give the tokens of ``generate`` and read the engine's own
-pages."""
+"""Tests that converted models under transformers' continuous batching give the tokens of ``generate`` and read the
+engine's own pages."""
 
 import pytest
 import torch

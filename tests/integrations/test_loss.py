@@ -469,7 +469,7 @@ def test_rows_of_a_saved_model_are_named_in_full():
         "Leaky ReRoPE w 8, log n",
     ]
     assert skipped == {
-        "ReRoPE without log n": "the same scheme as ReRoPE w 8, log n",  # on top of the model's log n
+        "ReRoPE without log n": "the same scheme as ReRoPE w 8, log n",  # the model has log n already
         "log n": "the same scheme as ReRoPE w 16, log n",
     }
 
@@ -477,7 +477,7 @@ def test_rows_of_a_saved_model_are_named_in_full():
 def test_rows_that_are_the_same_are_dropped():
     found, skipped = labels(tiny("llama", max_position_embeddings=128), ["stock", "ntk", "yarn", "rerope"])
     assert "NTK" in found
-    found, skipped = applicable(tiny("llama"), ["stock", "ntk", "rerope"], 64, 64)  # a factor of 1
+    found, skipped = applicable(tiny("llama"), ["stock", "ntk", "rerope"], 64, 64)  # NTK's factor is 1 here
     assert [scheme.label for scheme in found] == ["stock", "ReRoPE"]
     assert skipped == {"NTK": "the same scheme as stock"}
 

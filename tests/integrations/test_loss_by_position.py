@@ -140,7 +140,7 @@ def test_a_run_that_was_interrupted_goes_on(checkpoint, text, tmp_path, monkeypa
     assert main(run) == 130
     assert len(json.loads((out / "positions.json").read_text())["rows"]) == 2, "one window is finished"
     with (out / by_position.JOURNAL).open("a") as file:
-        file.write('{"scheme": "ReRo')  # a line that a crash cut off
+        file.write('{"scheme": "ReRo')  # a crash has cut this line off
     calls.clear()
     assert main(run) == 0
     assert calls.count(65) == 3 and "3 passes" in capsys.readouterr().out

@@ -137,7 +137,7 @@ def test_what_is_absorbed(cached):
     cached.clear()
     cache = LatentCache(model.config)
     logits(model, ids[:, :20], calls=[20], cache=cache)
-    found = model(ids[:, 20:24], past_key_values=cache).logits  # with gradients
+    found = model(ids[:, 20:24], past_key_values=cache).logits  # this call has gradients
     assert not cached and close(found.detach(), full[:, 20:24])
     model.model.layers[1].self_attn.kv_b_proj = torch.nn.Sequential(model.model.layers[1].self_attn.kv_b_proj)
     assert close(logits(model, ids[:, :100], calls=[4, 5, 100], cache=LatentCache(model.config)), full[:, :100])

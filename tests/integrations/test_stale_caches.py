@@ -63,7 +63,7 @@ def test_from_another_scheme_or_model(kind):
     is_refused(convert(tiny("llama"), window=6), cache, BY_ANOTHER)
     is_refused(convert(model, window=7), cache, BY_ANOTHER)
     cache = filled(model, kind)
-    step(convert(model, window=7), cache)  # the same scheme
+    step(convert(model, window=7), cache)  # the second conversion has the same scheme
 
 
 def test_a_cache_that_was_reset_is_anyones():

@@ -239,7 +239,7 @@ def test_sft_trainer_packs_a_converted_model(example, tmp_path, monkeypatch):
 
     from experiments.export import byte_tokenizer
 
-    end = chr(256)  # the tokenizer's character for byte 0
+    end = chr(256)  # the tokenizer writes byte 0 as this character
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(json.dumps(byte_tokenizer())), eos_token=end, pad_token=end
     )

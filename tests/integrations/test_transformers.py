@@ -94,7 +94,7 @@ def test_rope_types(kind):
     stock = run()
     convert(model)
     assert all(map(close, run(), stock))
-    assert close(logits(model, within), stock[0])  # the table of the training length again
+    assert close(logits(model, within), stock[0])  # the model is back at the table of the training length
 
 
 @pytest.mark.parametrize("which", ["dynamic", "longrope", "phi3"])

@@ -156,7 +156,7 @@ SPARSE = {"sparse_attention_config": [{"0": ["vertical_and_slash", 1000, 6096, 1
 def test_a_configuration_with_dual_chunks(chunks, options, expected, sparse, of_text):
     asking = config(options)
     model, given = asking.model_config, dict(chunks)
-    model.hf_config = SimpleNamespace()  # as in a model of several parts
+    model.hf_config = SimpleNamespace()  # a model of several parts has such a configuration
     (model.hf_text_config if of_text else model.hf_config).dual_chunk_attention_config = given
     assert adopt_chunks(model) is sparse
     assert not adopt_chunks(model)  # a copy of the configuration is checked again

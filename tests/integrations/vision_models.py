@@ -41,7 +41,7 @@ class Kind(NamedTuple):
     vision: dict[str, Any]
     sections: list[int]  # number of pairs for each of the three coordinates
     partial: float = 1.0  # which share of the channels rotates
-    sound: dict[str, Any] | None = None  # the tower for sounds
+    sound: dict[str, Any] | None = None  # configuration of the tower for sounds
 
 
 SAME = dict(depth=1, hidden_size=32, intermediate_size=48, num_heads=2, out_hidden_size=64, **PATCHES)
@@ -170,7 +170,7 @@ GRIDS = [(1, 6, 4), (1, 4, 8)]  # for every image: its patches in time, rows and
 FRAMES = {"qwen2_5_omni": 8, "qwen3_omni_moe": 4}  # tokens of a sound of 32 frames
 SECONDS = {"qwen2_5_vl": "second_per_grid_ts", "qwen2_5_omni": "video_second_per_grid"}
 SECONDS["qwen3_omni_moe"] = SECONDS["qwen2_5_omni"]  # the argument with the seconds between two frames of a video
-FRAME_BY_FRAME = ("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe")  # a timestamp before each frame of a video
+FRAME_BY_FRAME = ("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe")  # they put a timestamp before each frame
 
 
 def prompt(

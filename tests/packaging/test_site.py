@@ -26,7 +26,7 @@ def rules() -> dict[str, dict[str, str]]:
         (
             ".md-typeset .drawing pre > code",
             {"white-space": "pre", "overflow-wrap": "normal"},
-        ),  # a drawing scrolls
+        ),  # a wide drawing scrolls
     ],
 )
 def test_code_on_the_site_is_readable(selector, wanted):

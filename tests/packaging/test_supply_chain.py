@@ -110,12 +110,12 @@ IN_PLACE = {
     "bench/timing/cpu.py",  # /proc
     "bench/validate.py",  # in a temporary folder
     "experiments/export.py",  # in a new folder
-    "experiments/figures.py",  # to memory
+    "experiments/figures.py",  # writes to memory
     "tools/api_reference.py",
     "tools/hub_kernel.py",  # in a new folder
     "tools/migration_diff.py",
     "tools/loss_model.py",
-    "examples/train_fsdp.py",  # a log, line by line
+    "examples/train_fsdp.py",  # writes a log line by line
 }
 WRITERS = {"write_text", "write_bytes", "savefig", "save_file", "to_csv", "tofile"}
 
@@ -186,7 +186,7 @@ def test_what_is_shipped_is_under_one_licence():
     assert PROJECT["license"] == "Apache-2.0" and PROJECT["license-files"] == ["LICENSE"]
     assert "Apache License" in (ROOT / "LICENSE").read_text()[:200]
     shipped = [path for room in ("python", "triton_kernels", "csrc") for path in (ROOT / room).rglob("*")]
-    shipped = [path for path in shipped if path.name != "build.json"]  # the installation writes it
+    shipped = [path for path in shipped if path.name != "build.json"]  # the installation writes build.json
     kinds = {path.suffix for path in shipped if path.is_file() and "__pycache__" not in path.parts}
     assert kinds - {".pyc"} <= {".py", ".typed", ".cpp", ".cu", ".h", ".cuh", ".so"} | {""}
     foreign = re.compile(r"SPDX-License-Identifier: (?!Apache-2\.0)|Copyright (\(c\)|©) |All rights reserved", re.I)

@@ -1,5 +1,5 @@
-"""A converted pretrained model gives the stock model's results under its own scheme, and the recorded losses under
-other schemes."""
+"""Tests that a converted pretrained model gives the stock model's results under its own scheme, and the recorded losses
+under other schemes."""
 
 import json
 

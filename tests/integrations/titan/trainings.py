@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 OVERRIDE = "flashrope.integrations.torchtitan.attention"
 SAVE = "flashrope.integrations.torchtitan.save_attention"
-WRAPPED = re.compile(r"_checkpoint_wrapped_module\.|_orig_mod\.")  # in the names of parameters
+WRAPPED = re.compile(r"_checkpoint_wrapped_module\.|_orig_mod\.")  # wrappers add this to the names of parameters
 SEQLEN, BATCH = 32, 2
 
 

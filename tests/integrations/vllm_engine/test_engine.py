@@ -67,7 +67,7 @@ def test_a_model_that_does_not_ask_is_stock(llama):
     """A model without the field is the stock model, before, between and after engines with schemes in one process."""
     for options in (None, REROPE, None, {}, None):
         with engine(llama, options) as llm:
-            outputs = generate(llm, [prompt(n) for n in (16, 250)])  # the stock table ends at 256
+            outputs = generate(llm, [prompt(n) for n in (16, 250)])  # vLLM's stock table ends at position 256
             chosen = llm.llm_engine.vllm_config.attention_config.backend
         assert (chosen is None) == (options is None)
         assert max(differences(llama, options, outputs)) <= BOUND

@@ -24,7 +24,7 @@ def test_greedy_tokens(options, tmp_path):
     model, tokens = load(PATH, torch.device("cpu"))
     model.save_pretrained(tmp_path)
     prompts = [tokens.encode(text) for text in QUESTIONS]
-    prompts.append(tokens.encode(" ".join(QUESTIONS) * 12))  # beyond the window
+    prompts.append(tokens.encode(" ".join(QUESTIONS) * 12))  # this prompt is longer than the window
     assert len(prompts[-1]) > 128
     convert(model, **options)
     given = dict(max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False, pad_token_id=0)

@@ -81,7 +81,7 @@ def test_concurrent_clients_kill_and_restart(tmp_path):
             assert refused.value.code == 400 and "1024" in refused.value.read().decode()
             again = complete(url, prompts[-1])
             running = [clients.submit(complete, url, ids, min_tokens=TOKENS) for ids in prompts]
-            os.killpg(process.pid, signal.SIGKILL)  # in the middle of requests
+            os.killpg(process.pid, signal.SIGKILL)  # kills the server while it answers requests
             for request in running:
                 request.exception(timeout=120)
         with server(folder, log) as (_, url):
