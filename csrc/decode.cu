@@ -3,13 +3,13 @@
 // The keys of a sequence are divided into blocks of warps * SLICE, counted from its first key, and split s takes the
 // blocks s, s + num_splits, ... So the grid follows from shapes alone, and lengths are read on the device. A warp owns
 // one slice of every block. It copies K and V into its own part of shared memory, one or two slices ahead, multiplies
-// on tensor cores and keeps its own running softmax. There is no barrier in the loop. The results of the warps are
-// merged at the end, and the results of the splits in the combine kernel. The result of a query row does not depend on
+// on tensor cores and keeps its own running softmax. There is no barrier in the loop. At the end, the results of the
+// warps are merged. The combine kernel merges the results of the splits. The result of a query row does not depend on
 // the other rows or sequences of the call.
 //
-// Queries are rotated once per band, in float32, rounded once and stored in shared memory. Keys are rotated in
-// registers, only in bands whose keys rotate. The angle of key j0 + r is the sum of the angle of key j0, looked up once
-// per slice, and the angle of r < SLICE. The table rows of r stay in L1.
+// Queries are rotated once per band in float32, rounded once and stored in shared memory. Keys are rotated in
+// registers, and only in bands that rotate keys. The angle of key j0 + r is the sum of the angle of key j0, looked up
+// once per slice, and the angle of r < SLICE. The table rows of r stay in L1.
 
 #include "decode.h"
 #include "positions.cuh"
@@ -51,7 +51,7 @@ __device__ void rotate_queries(const DecodeParams& p, const Work& w, int shift, 
 // cache may hold NaN there.
 template <int D>
 __device__ void copy_slice(const DecodeParams& p, const Work& w, int key0, uint16_t* k, uint16_t* v) {
-  constexpr int CHUNKS = D / 8, PITCH = pitch_for(D);  // of 16 bytes
+  constexpr int CHUNKS = D / 8, PITCH = pitch_for(D);  // CHUNKS: copies of 16 bytes per row
   const int lane = threadIdx.x % 32;
   Place place = place_of(p.layout, w.b, w.first + min(key0 + lane % SLICE, w.keys - 1));
   place.page = clamp(place.page, 0, p.layout.pages - 1);
@@ -65,8 +65,8 @@ __device__ void copy_slice(const DecodeParams& p, const Work& w, int key0, uint1
 }
 
 // Loads 16 columns of tile (16, pitch), starting at column. x[0] holds rows 0-7 and x[1] rows 8-15 of the first eight
-// columns; x[2] and x[3] hold the same rows of the other eight. In each 8x8 part a lane holds row lane / 4, columns
-// 2 * (lane % 4) and the next.
+// columns; x[2] and x[3] hold the same rows of the other eight. In each 8x8 part a lane holds row lane / 4 and columns
+// 2 * (lane % 4) and 2 * (lane % 4) + 1.
 template <int D>
 __device__ inline void load_tile(uint32_t (&x)[4], const uint16_t* tile, int column) {
   const int lane = threadIdx.x % 32;
@@ -91,7 +91,8 @@ __device__ void score_unrotated(float (&score)[2][4], const uint16_t* q, const u
   }
 }
 
-// A pair is channels 2m and 2m + 1, which lie in one register. Channels from `rotated` on do not rotate.
+// Computes the scores for interleaved pairs. The channels 2m and 2m + 1 of a pair lie in one register. Channels from
+// `rotated` on do not rotate.
 template <typename T, int D>
 __device__ void score_interleaved(float (&score)[2][4], const uint16_t* q, const uint16_t* k, const KeyCosSin& angles,
                                   int rotated) {
@@ -111,8 +112,8 @@ __device__ void score_interleaved(float (&score)[2][4], const uint16_t* q, const
   score_unrotated<T, D>(score, q, k, rotated);
 }
 
-// A pair is channels m and m + paired. paired is a multiple of 16, so one lane holds both, in two tiles.
-// Pairs from rotated_pairs on do not rotate.
+// Computes the scores if a pair is channels m and m + paired, and paired is a multiple of 16. One lane then holds both
+// channels, in two tiles. Pairs from rotated_pairs on do not rotate.
 template <typename T, int D>
 __device__ void score_halves(float (&score)[2][4], const uint16_t* q, const uint16_t* k, const KeyCosSin& angles,
                              int paired, int rotated_pairs) {
@@ -139,7 +140,8 @@ __device__ void score_halves(float (&score)[2][4], const uint16_t* q, const uint
   score_unrotated<T, D>(score, q, k, 2 * paired);
 }
 
-// A pair is channels m and m + paired, for any paired: the other channel is read from shared memory.
+// Computes the scores if a pair is channels m and m + paired, for any `paired`. A lane reads the other channel of a
+// pair from shared memory.
 template <typename T, int D>
 __device__ void score_any_halves(float (&score)[2][4], const uint16_t* q, const uint16_t* k, const KeyCosSin& angles,
                                  int paired) {
@@ -171,20 +173,20 @@ __device__ void score_any_halves(float (&score)[2][4], const uint16_t* q, const 
 // ---- the online softmax of one warp
 
 // A lane holds tile rows lane / 4 and lane / 4 + 8. In a tile of 8 keys or channels it holds columns 2 * (lane % 4) and
-// the next.
+// 2 * (lane % 4) + 1.
 struct Queries {
   int position[2];
-  float scale[2];  // of the scores, including LOG2_E
+  float scale[2];  // the scale of the scores, times LOG2_E
 };
 
 template <int D>
 struct SoftmaxState {
   float acc[D / 8][4];
-  float row_max[2];  // base 2
+  float row_max[2];  // in log2 units
   float row_sum[2];  // of this lane's keys only
 };
 
-// Computes the scores of the slice that starts at key0, in base 2. If no band holds a key, its score stays -inf.
+// Computes the scores of the slice that starts at key0, in log2 units. If no band holds a key, its score stays -inf.
 template <typename T, int D, bool INTERLEAVED>
 __device__ void score_slice(float (&score)[2][4], const DecodeParams& p, const Work& w, const Queries& queries,
                             int key0, int shift, const uint16_t* rotated_q, const uint16_t* k, float* base) {
@@ -198,7 +200,7 @@ __device__ void score_slice(float (&score)[2][4], const DecodeParams& p, const W
     if (!rotation) {
       score_unrotated<T, D>(band_score, q, k, 0);
     } else {
-      __syncwarp();  // no lane still reads base for the previous band
+      __syncwarp();  // no lane still reads `base` of the previous band
       for (int pair = lane; pair < paired; pair += 32) {
         const CosSin t = cos_sin_at(p, rotation, key0 + shift, pair);
         base[pair] = t.cos, base[D / 2 + pair] = t.sin;
@@ -236,7 +238,7 @@ __device__ void add_slice(SoftmaxState<D>& state, float (&score)[2][4], const ui
     float top = fmaxf(fmaxf(score[0][2 * r], score[0][2 * r + 1]), fmaxf(score[1][2 * r], score[1][2 * r + 1]));
     top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, 1));
     top = fmaxf(state.row_max[r], fmaxf(top, __shfl_xor_sync(0xffffffff, top, 2)));
-    const float finite = top == -INFINITY ? 0 : top;  // no key yet: every weight below is 0
+    const float finite = top == -INFINITY ? 0 : top;  // if no key was seen, every weight below is 0
     const float kept = exp2_approx(state.row_max[r] - finite);
     state.row_max[r] = top;
     state.row_sum[r] *= kept;
@@ -265,8 +267,8 @@ __device__ void add_slice(SoftmaxState<D>& state, float (&score)[2][4], const ui
 
 // ---- kernels
 
-// Merges the results of the warps and writes the result of the split. In shared memory, out: (WARPS, TILE_ROWS, PITCH),
-// stats: (2, WARPS, TILE_ROWS), row_max and row_sum.
+// Merges the results of the warps and writes the result of the split. In shared memory, out is (WARPS, TILE_ROWS,
+// PITCH), and stats (2, WARPS, TILE_ROWS) holds row_max and row_sum.
 template <int D>
 __device__ void write_partial(const DecodeParams& p, const Work& w, const SoftmaxState<D>& state, float* out,
                               float* stats) {
@@ -306,7 +308,7 @@ __device__ void write_partial(const DecodeParams& p, const Work& w, const Softma
   }
 }
 
-// Grid (batch * heads_kv, num_splits, query tiles).
+// Computes one split of the keys for a tile of query rows. The grid is (batch * heads_kv, num_splits, query tiles).
 template <typename T, int D, bool INTERLEAVED>
 __global__ void __launch_bounds__(32 * warps_for(D), blocks_for(D))
     split_kernel(const __grid_constant__ DecodeParams p) {
@@ -369,8 +371,8 @@ __global__ void __launch_bounds__(32 * warps_for(D), blocks_for(D))
   write_partial<D>(p, w, state, out, out + WARPS * TILE_ROWS * (D + 8));
 }
 
-// One warp per query row and head: out = sum over splits s of 2^(lse_s - lse) partial_out_s. Splits without keys are
-// skipped.
+// Combines the splits, with one warp per query row and head. out is the sum over splits s of 2^(lse_s - lse)
+// partial_out_s, without splits that have no keys.
 template <typename T>
 __global__ void combine_kernel(const __grid_constant__ DecodeParams p) {
   const int64_t row = int64_t(blockIdx.x) * (blockDim.x / 32) + threadIdx.x / 32;
@@ -402,7 +404,8 @@ __global__ void combine_kernel(const __grid_constant__ DecodeParams p) {
   }
 }
 
-// One thread per 16 bytes of k and of v. Keys without a slot or a page are dropped.
+// Writes new keys and values to the cache. A thread copies 16 bytes of k and of v. Keys without a slot or a page are
+// dropped.
 __global__ void append_kernel(const __grid_constant__ AppendParams p) {
   const int chunks = p.head_dim / 8;
   const int64_t index = int64_t(blockIdx.x) * blockDim.x + threadIdx.x, row = index / chunks;

@@ -1,5 +1,5 @@
-// Decoding with a cache of raw keys: the parameters of the kernels. Strides and counts are in elements unless a comment
-// says bytes.
+// Defines the parameters of the kernels that decode over a cache of raw keys. Strides and counts are in elements unless
+// a comment says bytes.
 #pragma once
 
 #include <cstddef>
@@ -23,16 +23,16 @@ struct TensorView {
 // Where the sequences are stored in a cache. Corresponds to CacheTables of flashrope/backends/cache_tables.py and
 // CacheLayout of triton_kernels/arguments.py.
 //
-// Sequence b holds slots leftpad[b] up to seqlens[b] + seqlen_new. Slot s is row s of the cache, or row s % page_size of
-// page block_table[b, s / page_size]. Positions count from leftpad.
+// Sequence b holds the slots from leftpad[b] up to seqlens[b] + seqlen_new. Slot s is row s of the cache, or row s %
+// page_size of page block_table[b, s / page_size]. Positions count from leftpad.
 struct CacheLayout {
   const int* seqlens;      // (batch,), without the seqlen_new keys that this call adds
   const int* leftpad;      // (batch,) or null
   const int* block_table;  // (batch, max_pages) or null
   int batch;
-  int capacity;            // slots that a sequence can have
+  int capacity;            // the largest number of slots of a sequence
   int seqlen_new;
-  int pages;               // of the cache; without a block_table, its batch size
+  int pages;               // number of pages of the cache; without a block_table, the batch size
   int page_bits;           // page_size is 1 << page_bits
   int max_pages;
 };
@@ -55,7 +55,7 @@ struct DecodeParams {
   int num_splits;
   float score_scale;         // softmax_scale * temperature
   float log_n_factor, log_n_floor;  // the query at position i is scaled by max(floor, factor * ln(i + 1))
-  float length_scale;               // for n keys also scaled by max(1, 0.1 * ln(n / length_scale) + 1); 0: not
+  float length_scale;               // for n keys also by max(1, 0.1 * ln(n / length_scale) + 1); 0: not scaled
   bool bfloat16, interleaved;
 };
 
@@ -71,13 +71,14 @@ struct AppendParams {
 // A block of 4 warps at head_dim 256 would not fit into the 99 KB of sm_86 and sm_89.
 constexpr int warps_for(int head_dim) { return head_dim > 128 ? 2 : 4; }
 constexpr int stages_for(int head_dim) { return head_dim > 64 ? 2 : 3; }
-// Blocks per multiprocessor that shared memory allows. Using fewer registers would not allow more blocks.
+// Returns how many blocks fit into a multiprocessor's shared memory. With fewer registers per thread no more blocks
+// would fit.
 constexpr int blocks_for(int head_dim) { return head_dim > 96 ? 2 : 3; }
 // A row in shared memory is 16 bytes longer than its channels, which puts eight consecutive rows into different banks.
 constexpr int pitch_for(int head_dim) { return head_dim + 8; }
 
-// Bytes of shared memory of the split kernel: slices of K and V, the rotated queries, and per warp the cos and sin of
-// the first key of its slice.
+// Returns the bytes of shared memory of the split kernel. It holds slices of K and V, the rotated queries, and for
+// every warp cos and sin of the first key of its slice.
 constexpr size_t shared_bytes(int head_dim, int num_bands) {
   size_t slices = size_t(warps_for(head_dim)) * stages_for(head_dim) * 2 * SLICE * pitch_for(head_dim) * 2;
   size_t queries = size_t(num_bands) * TILE_ROWS * pitch_for(head_dim) * 2;

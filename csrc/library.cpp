@@ -1,5 +1,5 @@
-// The operators of namespace flashrope_cuda. Each checks its arguments, fills a plain struct and calls one launcher.
-// flashrope/backends/cuda.py allocates the outputs and calls the operators.
+// Defines the operators of namespace flashrope_cuda. Each operator checks its arguments, fills a plain struct and calls
+// one launcher. flashrope/backends/cuda.py allocates the outputs and calls the operators.
 //
 // The operators are registered through torch's stable ABI, so one library works with TORCH_TARGET_VERSION and later
 // versions.
@@ -32,7 +32,8 @@ void* current_stream(const Tensor& x) {
   return stream;
 }
 
-// A view of (batch or pages, tokens or slots, heads, head_dim) that copies of 16 bytes can read.
+// Checks x (batch or pages, tokens or slots, heads, head_dim) and returns its view. Copies of 16 bytes can read its
+// rows.
 TensorView check_rows(const Tensor& x, const char* name, const Tensor& like) {
   STD_TORCH_CHECK(x.dim() == 4, name, ": expected 4 dimensions, got ", x.dim());
   STD_TORCH_CHECK(x.scalar_type() == like.scalar_type(), name, ": expected one type for all of q, k and v");
@@ -108,7 +109,8 @@ void decode(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const
   STD_TORCH_CHECK(q.size(1) <= MAX_SEQLEN_Q, "q: expected at most ", MAX_SEQLEN_Q, " tokens, got ", q.size(1));
   STD_TORCH_CHECK(p.heads_q % p.heads_kv == 0,
                   "q: expected heads_q to be a multiple of ", p.heads_kv, ", got ", p.heads_q);
-  STD_TORCH_CHECK(seqlen_new >= 0 && seqlen_new < MAX_COUNT, "seqlen_new: got ", seqlen_new);
+  STD_TORCH_CHECK(seqlen_new >= 0 && seqlen_new < MAX_COUNT,
+                  "seqlen_new: expected 0 to ", MAX_COUNT - 1, ", got ", seqlen_new);
   STD_TORCH_CHECK(num_splits >= 1 && num_splits <= MAX_SPLITS,
                   "num_splits: expected 1 to ", MAX_SPLITS, ", got ", num_splits);
   STD_TORCH_CHECK(q.size(0) * k_cache.size(2) < MAX_COUNT, "q: too many sequences");
@@ -128,8 +130,10 @@ void decode(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const
   const int64_t positions = p.layout.capacity > p.seqlen_q ? p.layout.capacity : p.seqlen_q;
   STD_TORCH_CHECK((table.size(1) - FINE_ROWS) * FINE_ROWS >= positions,
                   "table: expected rows for ", positions, " positions");
-  STD_TORCH_CHECK(rotary_dim >= 0 && rotary_dim <= p.head_dim && rotary_dim % 2 == 0, "rotary_dim: got ", rotary_dim);
-  STD_TORCH_CHECK(rotated_pairs >= 0 && rotated_pairs <= rotary_dim / 2, "rotated_pairs: got ", rotated_pairs);
+  STD_TORCH_CHECK(rotary_dim >= 0 && rotary_dim <= p.head_dim && rotary_dim % 2 == 0,
+                  "rotary_dim: expected an even number from 0 to ", p.head_dim, ", got ", rotary_dim);
+  STD_TORCH_CHECK(rotated_pairs >= 0 && rotated_pairs <= rotary_dim / 2,
+                  "rotated_pairs: expected 0 to ", rotary_dim / 2, ", got ", rotated_pairs);
   p.rotary_dim = rotary_dim, p.rotated_pairs = rotated_pairs, p.interleaved = interleaved;
   p.score_scale = score_scale, p.log_n_factor = log_n_factor, p.log_n_floor = log_n_floor;
   p.length_scale = length_scale;

@@ -12,7 +12,7 @@ __device__ inline int clamp(int x, int low, int high) { return max(low, min(x, h
 // ---- the cache
 
 struct Place {
-  int page, row;  // without a block_table, page is the sequence
+  int page, row;  // without a block_table, page is the index of the sequence
 };
 
 // Returns the page and row of a slot < capacity of sequence b. The page is not checked.
@@ -33,14 +33,14 @@ __device__ inline int seqlen_of(const CacheLayout& layout, int b) {
 
 // ---- the work of one block of threads
 
-// The keys of one sequence and one tile of its query rows. Row m is query m / group, and head m % group of the query
+// The keys of one sequence and one tile of its query rows. Row m is query m / group of head m % group among the query
 // heads that share head_kv. Positions count from the sequence's first key.
 struct Work {
   int b, head_kv, split, group;
   int first, keys;                    // slots first, ..., first + keys - 1
-  int row0, rows;                     // the tile's first row, and all rows: seqlen_q * group
+  int row0, rows;                     // the tile's first row; the number of all rows, seqlen_q * group
   int first_position, last_position;  // of the tile's rows
-  int block, end_block;               // this split's first block of keys; the tile sees no key of end_block or later
+  int block, end_block;               // this split's first block of keys; the tile sees no key from end_block on
 
   __device__ int row(int m) const { return min(row0 + m, rows - 1); }
   __device__ int query(int m) const { return row(m) / group; }
@@ -89,7 +89,7 @@ __device__ inline CosSin load_cos_sin(const DecodeParams& p, const float* row, i
   return {row[pair], row[p.table_pairs + pair]};
 }
 
-// Returns the angle of a pair at a position: a coarse row of the table plus a fine row.
+// Returns cos and sin of a pair at a position, combined from a coarse and a fine row of the table.
 __device__ inline CosSin cos_sin_at(const DecodeParams& p, int rotation, int position, int pair) {
   return add_angles(load_cos_sin(p, table_row(p, rotation, FINE_ROWS + position / FINE_ROWS), pair),
                     load_cos_sin(p, table_row(p, rotation, position % FINE_ROWS), pair));
@@ -101,15 +101,16 @@ __device__ inline float2 rotate(float x, float y, CosSin t) {
 }
 
 // Returns what to add to all positions of the tile before they are looked up, so that no position is negative. Rows
-// before the first key have negative positions. They only see keys if a band holds keys after the query. A common shift
-// changes no score.
+// before the first key have negative positions. They see keys only if a band holds keys after the query. If all
+// positions are shifted alike, no score changes.
 __device__ inline int position_shift(const DecodeParams& p, const Work& w) {
   bool sees_ahead = false;
   for (int band = 0; band < p.num_bands; ++band) sees_ahead |= p.bands[4 * band] < 0;
   return sees_ahead ? max(0, p.seqlen_q - w.keys) : 0;
 }
 
-// The angles of the keys of a slice: the angle of its first key plus the angle of the row within the slice.
+// Finds cos and sin of a slice's keys. A key's angle is the angle of the slice's first key plus the angle of the key's
+// row within the slice.
 struct KeyCosSin {
   const float* base;     // (2, D / 2) in shared memory: cos and sin of the slice's first key
   const float* fine[2];  // table rows of this lane's keys, lane / 4 and lane / 4 + 8

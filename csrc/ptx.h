@@ -1,5 +1,5 @@
-// The device features that decode.cu uses beyond plain CUDA C++: tensor-core and copy instructions, the two-byte types,
-// dynamic shared memory, the launch.
+// Wraps what decode.cu uses beyond plain CUDA C++: tensor-core and copy instructions, the two-byte types, dynamic
+// shared memory, and the launch.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -56,7 +56,7 @@ __device__ inline void load_matrices_transposed(uint32_t (&x)[4], const void* ro
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(shared_address(row)) : "memory");
 }
 
-// c (16x8, float32) += a (16x16) b (16x8)
+// Computes c (16x8, float32) += a (16x16) b (16x8).
 template <typename T>
 __device__ inline void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
 template <>
@@ -80,7 +80,7 @@ __device__ inline float exp2_approx(float x) {
   return y;
 }
 
-// Returns null, or CUDA's error message.
+// Launches a kernel. Returns null, or CUDA's error message.
 template <typename Params>
 const char* launch(void (*kernel)(Params), dim3 grid, int threads, size_t shared, void* stream, const Params& params) {
   const bool ready = shared <= 48 * 1024 ||
@@ -89,7 +89,7 @@ const char* launch(void (*kernel)(Params), dim3 grid, int threads, size_t shared
   void* arguments[] = {const_cast<Params*>(&params)};
   if (ready && cudaLaunchKernel(reinterpret_cast<const void*>(kernel), grid, dim3(threads), arguments, shared,
                                 static_cast<cudaStream_t>(stream)) == cudaSuccess) {
-    return nullptr;  // an earlier error of other code stays for that code to read
+    return nullptr;  // leaves an earlier error of other code for that code to read
   }
   return cudaGetErrorString(cudaGetLastError());  // clears the error, so that other code does not find it
 }

@@ -1,8 +1,9 @@
-// The gradients of attention. One thread takes a key head and all queries that read it, so nothing is added
-// atomically. This takes five matrix products per pair of tiles, and results are bitwise reproducible.
+// Computes the gradients of attention. One thread takes a key head and all queries that read it, so no additions need
+// to be atomic. This takes five matrix products per pair of tiles, and results are bitwise reproducible.
 //
 // Scores are computed transposed, keys by queries. Per query head and band, queries and keys are rotated into
-// workspaces. The gradients are summed in that rotated basis, then rotated back and added to those of the other bands.
+// workspaces. Each band's gradients are summed in its rotated basis, then rotated back and added to the gradients of
+// the other bands.
 
 #include "backward.h"
 
@@ -17,8 +18,8 @@ struct KeyHead {
   const int64_t b, head_kv, group, shift;
   const int head_dim, head_dim_v, width, width_v;  // widths: rounded up to GEMM_COLUMNS
   const int64_t rows, keys;   // rounded up to whole tiles
-  // (rows or keys, width), or width_v for v and grad_out. Transposed: panels (rows / GEMM_COLUMNS, head_dim,
-  // GEMM_COLUMNS).
+  // The shape is (rows or keys, width), with width_v for v and grad_out. Transposed tensors are in panels (rows /
+  // GEMM_COLUMNS, head_dim or head_dim_v, GEMM_COLUMNS).
   Floats v, grad_v, grad_k, k, grad_rotated_k;
   Floats q, q_transposed, grad_out, grad_out_transposed, grad_q, grad_rotated_q;
   Floats lse, delta;  // (rows,)
@@ -97,7 +98,7 @@ struct KeyHead {
 
   void load_head(int64_t head) {
     std::fill_n(grad_q.get(), rows * width, 0.0f);
-    std::fill_n(lse.get(), rows, INF);  // rows that see no key keep this: their weights are exp(-inf) = 0
+    std::fill_n(lse.get(), rows, INF);  // rows that see no key keep INF, so their weights are exp(-INF) = 0
     for (int64_t row = 0; row < call.seqlen_q; ++row) {
       const T* out = call.out.row<const T>(b, row, head);
       const T* grad = backward.grad_out.row<const T>(b, row, head);

@@ -7,12 +7,13 @@
 namespace flashrope {
 
 struct BackwardCall {  // mirrored in backends/cpu/library.py
-  ForwardCall forward;  // with the out and lse that it computed
+  ForwardCall forward;  // holds the out and lse that the forward computed
   TensorView grad_out, grad_q, grad_k, grad_v;
   const float* grad_lse;  // (batch, heads_q, seqlen_q), or nullptr
 };
 
-// Calls add(key, row) for all tiles of BLOCK_N keys and of `rows` queries in which a pair may be in the band.
+// Calls add(first key, first row) for every tile of BLOCK_N keys and `rows` queries in which some (query, key) pair may
+// be in the band.
 template <typename Add>
 void for_tiles_of_band(const ForwardCall& call, const Band& band, int64_t rows, const Add& add) {
   for (int64_t key = 0; key < call.seqlen_k; key += BLOCK_N) {
@@ -23,7 +24,7 @@ void for_tiles_of_band(const ForwardCall& call, const Band& band, int64_t rows, 
   }
 }
 
-// Rotates `count` rows of gradients back, in place, and adds them to others. Rows are `width` apart.
+// Rotates the `count` rows of `from` back, in place, and adds them to the rows of `to`. Rows are `width` numbers apart.
 inline void add_unrotated(float* from, float* to, int64_t count, int width, const Table& table, int64_t b,
                           const ForwardCall& call) {
   for (int64_t row = 0; row < count; ++row) {

@@ -2,8 +2,8 @@
 
 Every target becomes one library FOLDER/TARGET.so, for processors that have the target's instructions.
 python/flashrope/backends/cpu/loader.py chooses among the libraries. x86-64-v4-bf16 is an exception: its library has
-only the functions for bfloat16, and extends the library of x86-64-v4. FOLDER/build.json names the compiler, and says
-why a library is missing. The build needs only a C++ compiler, neither torch nor Python's headers.
+only the functions for bfloat16, and extends the library of x86-64-v4. FOLDER/build.json names the compiler and gives
+the reason for every missing library. The build needs only a C++ compiler, neither torch nor Python's headers.
 
 CXX names the compiler, with options: ``CXX="python -m ziglang c++ -target aarch64-linux-gnu.2.28"`` compiles for ARM
 on any machine. The targets are those of the machine that the compiler compiles for.
@@ -58,7 +58,7 @@ SYSTEM_LIBRARIES = {"ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1", "libc.so.6"
 }
 CACHE_SWITCH = "FLASHROPE_BUILD_CACHE"
 CACHE_ENTRIES = 16  # the most recently used entries are kept, up to 1.6 MB each
-# Environment variables that compilers read.
+# Environment variables that change what a compiler does.
 COMPILER_VARIABLES = (
     *("CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH", "LIBRARY_PATH", "COMPILER_PATH", "GCC_EXEC_PREFIX"),
     *("LD_RUN_PATH", "LDEMULATION", "ZIG_LIB_DIR", "CCC_OVERRIDE_OPTIONS"),
@@ -69,7 +69,7 @@ ELF_MACHINES = {62: "x86_64", 183: "aarch64"}
 def build(folder: Path, targets: list[str] | None = None, machine: str = "") -> dict[str, str]:
     """Compiles the targets, by default all targets of the compiler's machine.
 
-    Returns a dict from the name of each missing target to the reason.
+    Returns {target: why it has no library} for the targets that could not be compiled.
     """
     folder.mkdir(parents=True, exist_ok=True)
     compiler = command()

@@ -1,8 +1,8 @@
 // Code that the CPU kernels share: vectors, types, tensors, the rotation of a row, exp, and a parallel loop.
 //
 // Everything is computed in float32. A vector is as wide as the processor's registers. Plain loops over head_dim are
-// vectorised by the compiler. The library depends only on libc: Python passes torch's parallel_for, so that the threads
-// are torch's own.
+// vectorised by the compiler. The library depends only on libc. Python passes torch's parallel_for to it, so the
+// kernels run on torch's own threads.
 
 #pragma once
 
@@ -54,17 +54,18 @@ inline IntVec lane_numbers() {
   for (int i = 0; i < LANES; ++i) v[i] = i;
   return v;
 }
-inline Vec broadcast(float x) { return x - Vec{}; }  // costs no instruction, unlike x + 0
+inline Vec broadcast(float x) { return x - Vec{}; }  // the compiler drops - 0, but not + 0, which turns -0 into 0
 
 // Divides a and b into blocks of 2 HALF lanes and adds the two halves of every block. In each block of the result, the
-// first HALF lanes hold the sums of a, the others the sums of b.
+// first HALF lanes hold the sums of a, and the other HALF lanes hold the sums of b.
 template <int HALF, int... LANE>
 inline Vec add_halves(Vec a, Vec b, std::integer_sequence<int, LANE...>) {
   return __builtin_shufflevector(a, b, (LANE % (2 * HALF) < HALF ? LANE : LANE - HALF + LANES)...) +
          __builtin_shufflevector(a, b, (LANE % (2 * HALF) < HALF ? LANE + HALF : LANE + LANES)...);
 }
 
-// Returns the sums of 2 HALF vectors: at HALF = LANES / 2, one sum per lane. Overwrites the vectors.
+// Adds up the lanes of LANES vectors. Lane i of the result is the sum of v[i]. Overwrites the vectors. HALF: smaller
+// values are for the recursion.
 template <int HALF = LANES / 2>
 inline Vec sums(Vec* v) {
   for (int i = 0; i < HALF; ++i) v[i] = add_halves<HALF>(v[i], v[i + HALF], std::make_integer_sequence<int, LANES>());
@@ -137,7 +138,8 @@ inline float to_float(BFloat16 x) {
   return y;
 }
 
-// GCC 12 turns __builtin_convertvector into scalar code for half precision, and into twice the instructions for uint16_t.
+// For half precision GCC 12 compiles __builtin_convertvector to scalar code, and for uint16_t to twice the
+// instructions.
 inline Vec load(const BFloat16* x) {
 #if defined(__AVX512F__)
   return (Vec)((IntVec)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)x)) << 16);
@@ -205,7 +207,7 @@ inline Vec load(const Int8* x) {
 #endif
 }
 
-// Reads LANES quantized values, beginning at an even channel. Every lane moves its own value to the lowest bits.
+// Reads LANES quantized values, beginning at an even channel. Every lane shifts its own 4 bits to the lowest bits.
 inline Vec load(const Int4* x) {
 #ifdef __AVX2__
   int32_t words[LANES / 8];
@@ -214,7 +216,7 @@ inline Vec load(const Int4* x) {
   const Vec numbers{-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
   const __m512i both = _mm512_mask_set1_epi32(_mm512_set1_epi32(words[0]), 0xff00, words[1]);
   const __m512i shifts = (__m512i)(lane_numbers() % 8 * 4);
-  return _mm512_permutexvar_ps(_mm512_srlv_epi32(both, shifts), numbers);  // the table's index has 4 bits
+  return _mm512_permutexvar_ps(_mm512_srlv_epi32(both, shifts), numbers);  // the index is the lowest 4 bits
 #else
   const IntVec shifts = 28 - lane_numbers() * 4;
   const IntVec high = (IntVec)_mm256_sllv_epi32(_mm256_set1_epi32(words[0] ^ int32_t(0x88888888)), (__m256i)shifts);
@@ -291,7 +293,7 @@ inline void from_float(float x, BFloat16* y) {  // to nearest, ties to even
 
 // ---- tensors
 
-struct TensorView {  // strides in elements; channels are contiguous
+struct TensorView {  // strides are in elements; channels are contiguous
   void* data;
   int64_t stride_batch, stride_row, stride_head;
 
@@ -303,8 +305,8 @@ struct TensorView {  // strides in elements; channels are contiguous
 
 // Query row r is at position shift + r and sees, in this band, the keys [first_key, end_key).
 struct Band {
-  int64_t start, stop;  // distances, or with a chunk differences of chunks; +-2^40 stands for infinity
-  int64_t chunk;        // 0: distances
+  int64_t start, stop;  // distances, or differences of chunks if chunk is set; +-2^40 stands for infinity
+  int64_t chunk;        // chunk length; 0: start and stop are distances
 
   int64_t first_key(int64_t position) const {
     const int64_t first = chunk ? (position / chunk - stop + 1) * chunk : position - stop + 1;
@@ -324,11 +326,11 @@ struct Band {
 
 struct Pairs {
   int count;
-  bool interleaved;  // pair m is channels first + 2 m and first + 2 m + 1; otherwise first + m and first + m + count
+  bool interleaved;  // true: pair m is channels first + 2 m and first + 2 m + 1; false: first + m and first + m + count
   int first = 0;
 };
 
-// Rotates x by angles whose cos and sin are given per pair.
+// Rotates x by one angle per pair. cos, sin: one number per pair.
 template <typename T>
 inline void rotate(const T* x, float* y, const float* cos, const float* sin, Pairs pairs, int head_dim) {
   for (int c = 0; c < pairs.first; ++c) y[c] = to_float(x[c]);
@@ -354,7 +356,8 @@ inline void rotate(const T* x, float* y, const float* cos, const float* sin, Pai
 
 using ParallelFor = int32_t (*)(int64_t, int64_t, int64_t, void (*)(int64_t, int64_t, void*), void*);
 
-// Calls work(n) once for every n < count. A thread takes the next n when it is free, so a delayed thread does less.
+// Calls work(n) once for every n < count. A thread takes the next n when it is free, so a slow thread does not hold up
+// the others.
 template <typename Work>
 void parallel(ParallelFor parallel_for, int64_t threads, int64_t count, const Work& work) {
   struct Shared {

@@ -3,8 +3,9 @@
 //
 // Chunks are counted from a sequence's first key and every row of the cache is read in place, so the results do not
 // depend on the batch, the layout of the cache or the number of threads. Chunks and blocks that no query sees are not
-// read. Within a block, key t is rotated by its distance t from the block's first key. The query is rotated by its
-// position relative to that key, computed in float64. So the keys only need a table with as many rows as a block.
+// read. Within a block, a key is rotated by its distance from the block's first key. The query is rotated by its
+// position relative to the block's first key, computed in float64. So the table for keys needs only as many rows as a
+// block has keys.
 
 #include "decode_tiles.h"
 
@@ -14,15 +15,15 @@ namespace flashrope {
 
 struct SoftmaxState {  // for the query rows of one key head
   alignas(64) float acc[MAX_ROWS * MAX_HEAD_DIM];  // (rows, padded_dim_v)
-  float row_max[MAX_ROWS], row_sum[MAX_ROWS];      // row_sum 0: no key seen
+  float row_max[MAX_ROWS], row_sum[MAX_ROWS];      // row_sum is 0 if the row has seen no key
 };
 
 struct Span {  // keys of a block
   int first, end;
 };
 
-// Computes attention of the queries of one key head to one chunk of keys. D: head_dim of keys and values, if it is
-// known at compile time. There are then no key weights, and pairs begin at channel 0. Otherwise D is 0. T: type of the
+// Computes attention of the queries of one key head to one chunk of keys. D: head_dim of keys and values if the kernel
+// is compiled for it, else 0. If D is not 0, there are no key weights, and pairs begin at channel 0. T: type of the
 // cache; Q: type of queries and results.
 template <typename T, typename Q, int D>
 struct Chunk {
@@ -32,7 +33,7 @@ struct Chunk {
   Run run;
   int64_t sequence, head_kv, first_key, end_key;  // counted from the run's first key
   const int64_t group = call.heads_q / call.heads_kv;
-  const int rows = int(group * call.seqlen_q);  // row r: query r % seqlen_q of query head head_kv * group + r / seqlen_q
+  const int rows = int(group * call.seqlen_q);  // row r is query r % seqlen_q of head head_kv * group + r / seqlen_q
   const Pairs pairs{int(call.pairs), call.interleaved != 0, D ? 0 : int(call.first_channel)};
   // Whether rows of the cache can be read in whole vectors.
   const bool whole_vectors = head_dim() == padded_dim(), whole_vectors_v = head_dim_v() == padded_dim_v();
@@ -45,13 +46,13 @@ struct Chunk {
                       call.v.stride_batch == call.k.stride_batch &&
                       uintptr_t(call.v.data) - uintptr_t(call.k.data) < row_bytes();
 
-  alignas(64) float q[MAX_ROWS * MAX_HEAD_DIM];  // times the scale; rotated_q: per band
+  alignas(64) float q[MAX_ROWS * MAX_HEAD_DIM];  // already multiplied by the scale
   alignas(64) float rotated_q[MAX_BANDS][MAX_ROWS * MAX_HEAD_DIM];
   struct Block {
     Rows<T> k, v;
   } blocks[2], *block = &blocks[0], *next = &blocks[1];
-  alignas(64) float k_scale[BLOCK], v_scale[BLOCK];  // of the block's quantized rows
-  alignas(64) float copies[BLOCK * MAX_HEAD_DIM];    // LANES rotated or converted keys, or a block's values
+  alignas(64) float k_scale[BLOCK], v_scale[BLOCK];  // the scales of the block's quantized rows
+  alignas(64) float copies[BLOCK * MAX_HEAD_DIM];    // holds LANES rotated or converted keys, or a block's values
   alignas(64) float scores[MAX_ROWS][BLOCK];
   Span spans[MAX_BANDS][MAX_ROWS];  // per band and row
 
@@ -128,8 +129,8 @@ struct Chunk {
     return any;
   }
 
-  // Finds the addresses of a block of keys that starts at key. Beyond the chunk's last key, it writes other addresses
-  // that are safe to prefetch. Page numbers outside the cache are clamped.
+  // Finds the addresses of the block of keys that starts at `key`. For keys beyond the chunk's last key, it sets
+  // addresses of other keys, which are safe to prefetch. Page numbers outside the cache are clamped.
   void find_rows(int64_t key, Block& found) const {
     const int keys = int(std::clamp<int64_t>(end_key - key, 0, BLOCK));
     for (int t = 0, end; t < keys; t = end) {
@@ -155,7 +156,7 @@ struct Chunk {
     rows.set(first, end, x.row<const T>(page, slot, head_kv), x.stride_row, scales, scale.stride_row);
   }
 
-  // Rotates the queries by their positions relative to the mapped position of a block's first key.
+  // Rotates the queries by their positions relative to a block's first key. key: the mapped position of that key.
   void rotate_queries(int b, int64_t key) {
     const DecodeBand& band = call.bands[b];
     const int64_t count = pairs.count;
@@ -176,8 +177,8 @@ struct Chunk {
     if (!D && call.key_weight) weigh_queries(b, band.fine != nullptr);
   }
 
-  // Returns the number of pairs whose weights multiply the keys. All other weights multiply the queries instead,
-  // because keys do not rotate in these channels.
+  // Returns the number of pairs whose weights multiply the keys. The weights of all other channels multiply the queries
+  // instead, which is the same because keys do not rotate in these channels.
   int weighted_pairs() const { return vector_pairs ? std::min(rotating_vectors * LANES, pairs.count) : pairs.count; }
 
   // Multiplies rotated queries by the weights that do not multiply keys. keys_rotate: whether the band's keys rotate.
@@ -217,7 +218,7 @@ struct Chunk {
     if (band.fine) rotate_queries(b, mapped);
     // Returns the row of the table by which key t rotates.
     auto angles = [&](int t) { return band.fine + (band.group == 1 ? t : (skipped + t) / band.group) * pairs.count; };
-    const bool in_place = rows == 1 || std::is_same_v<T, float>;  // otherwise one copy serves all rows
+    const bool in_place = rows == 1 || std::is_same_v<T, float>;  // otherwise keys are converted once for all rows
     for (int begin = first / LANES * LANES; begin < end; begin += LANES) {
       const int from = std::max(begin, first), until = std::min(begin + LANES, end);
       if constexpr (D == 0) {
@@ -247,8 +248,8 @@ struct Chunk {
     }
   }
 
-  // Computes the scores of the keys [from, until), a part of [begin, begin + LANES), for all queries. angles(t): the row
-  // of the table by which key t rotates.
+  // Computes the scores of the keys [from, until), which lie in [begin, begin + LANES), for all queries. angles(t): the
+  // table row by which key t rotates.
   template <typename Angles>
   void add_group(int b, int begin, int from, int until, const Angles& angles) {
     const bool keys_rotate = call.bands[b].fine != nullptr;
@@ -361,8 +362,8 @@ struct Chunk {
     }
   }
 
-  // Computes the scores of the keys [from, until), a part of [begin, begin + LANES). product_of(query, t): the product
-  // with key t.
+  // Computes the scores of the keys [from, until), which lie in [begin, begin + LANES). product_of(query, t): the
+  // product of a query with key t, not yet summed over lanes.
   template <typename Product>
   void add_products(int b, int begin, int from, int until, const Product& product_of) {
     if (rows == 1) return add_products<0, 1>(b, 0, begin, from, until, product_of);
@@ -371,9 +372,9 @@ struct Chunk {
     for (int r = 2; r < rows; ++r) add_products<0, 0>(b, r, begin, from, until, product_of);
   }
 
-  // Also prefetches the lines FIRST, FIRST + STEP, ... of the next block's keys, one key between two products. If lines
-  // were prefetched all at once, they would wait for one another, and the computation would wait for them. STEP 0: no
-  // prefetch.
+  // Computes the scores of row r. Also prefetches the cache lines FIRST, FIRST + STEP, ... of the next block's keys,
+  // one key between two products. If lines were prefetched all at once, they would wait for one another, and the
+  // computation would wait for them. STEP 0: no prefetch.
   template <int FIRST, int STEP, typename Product>
   void add_products(int b, int r, int begin, int from, int until, const Product& product_of) {
     const float* x = rotated_q[b] + r * padded_dim();
@@ -392,8 +393,8 @@ struct Chunk {
     store_scores(b, r, begin, products);
   }
 
-  // Stores the scores of row r and LANES keys, starting at key `begin`, where the row sees the key. A score is the sum
-  // of the lanes of a product. Overwrites the products.
+  // Stores the scores of row r with the LANES keys from `begin` on, if the row sees the key. A score is the sum of the
+  // lanes of a product. Overwrites the products.
   void store_scores(int b, int r, int begin, Vec* products) {
     const Span span = spans[b][r];
     const IntVec t = lane_numbers() + begin;
@@ -410,8 +411,8 @@ struct Chunk {
     return total;
   }
 
-  // Returns the product with a key that is rotated in registers. HALF: vectors per half of the channels, or 0 if they
-  // are known only at run time.
+  // Returns the product of a query with a key that is rotated in registers. HALF: number of vectors that hold the first
+  // members of all pairs, or 0 if it is known only at run time.
   template <int HALF = 0>
   Vec rotated_product(const Vec* query, const T* x, const float* cos) const {
     const int half = HALF ? HALF : pairs.count / LANES;
@@ -447,8 +448,9 @@ struct Chunk {
       for_rows_of_a_span(4, [&](int r, int count, Span span) { return add_rows(state, r, count, block->v.row, span); });
   }
 
-  // Calls add(r, count, span) for at most `most` rows from r on that see the same keys. add returns how many rows it took.
-  // Values of keys that a query does not see are not read, because they may be NaN.
+  // For every band, divides the rows into groups of at most `most` consecutive rows that see the same keys, and calls
+  // add(first row, count, span) for each group. add returns how many of these rows it has processed. The next group
+  // starts after them. Values of keys that a query does not see are not read, because they may be NaN.
   template <typename Add>
   void for_rows_of_a_span(int most, const Add& add) {
     for (int b = 0; b < call.num_bands; ++b)
@@ -520,13 +522,14 @@ struct Chunk {
     });
   }
 
-  // Adds the values to at most count rows, starting at row r, that see the same keys. Returns how many rows it added to.
+  // Adds the values to at most `count` rows from row r on, which see the same keys. Returns how many rows it has added
+  // to.
   template <typename U>
   int add_rows(SoftmaxState& state, int r, int count, const U* const* tile, Span span) {
     return r == 0 ? add_rows<true>(state, r, count, tile, span) : add_rows<false>(state, r, count, tile, span);
   }
 
-  // FETCH: also fetches the next block's values.
+  // FETCH: whether to prefetch the next block's values, too.
   template <bool FETCH, typename U>
   int add_rows(SoftmaxState& state, int r, int count, const U* const* tile, Span span) {
     if (ACCUMULATORS >= 16 && count >= 4) return add_rows<FETCH, 4>(state, r, tile, span);
@@ -554,8 +557,8 @@ struct Chunk {
   }
 };
 
-// Combines the results of all chunks of a sequence and key head. partials: head_dim_v values, row_max and row_sum for
-// every chunk and row.
+// Combines the results of all chunks of a sequence and key head. partials: for every chunk and row, head_dim_v values,
+// row_max and row_sum.
 template <typename T>
 void combine(const DecodeCall& call, int64_t sequence, int64_t head_kv, const float* partials, int64_t chunks) {
   const int64_t head_dim = call.head_dim_v, group = call.heads_q / call.heads_kv, rows = group * call.seqlen_q;
@@ -584,8 +587,8 @@ void combine(const DecodeCall& call, int64_t sequence, int64_t head_kv, const fl
 template <typename T, typename Q, int D>
 int decode(const DecodeCall& call) {
   const int64_t rows = call.heads_q / call.heads_kv * call.seqlen_q, width = call.head_dim_v + 2;
-  // Task n computes chunk first_chunks[run] + n / heads_kv - starts[run] of its run, for key head n % heads_kv. The chunks
-  // of sequence b are numbered from sequence_starts[b] on.
+  // Task n computes chunk first_chunks[run] + n / heads_kv - starts[run] of its run, for key head n % heads_kv. The
+  // chunks of sequence b have the numbers from sequence_starts[b] on.
   auto starts = std::make_unique<int64_t[]>(call.num_runs + 1), first_chunks = std::make_unique<int64_t[]>(call.num_runs);
   auto sequence_starts = std::make_unique<int64_t[]>(call.batch + 1);
   for (int64_t n = 0; n < call.num_runs; ++n) {
@@ -598,7 +601,7 @@ int decode(const DecodeCall& call) {
     const int64_t chunks = first_key < run.keys ? (run.keys + CHUNK - 1) / CHUNK - first_chunks[n] : 0;
     const bool alone = n + 1 == call.num_runs || call.run(n + 1).sequence != run.sequence;  // the sequence's last run
     starts[n + 1] = starts[n] + chunks;
-    if (alone && starts[n + 1] == sequence_starts[run.sequence]) ++starts[n + 1];  // no keys: still one task
+    if (alone && starts[n + 1] == sequence_starts[run.sequence]) ++starts[n + 1];  // without keys: one task
     if (alone) sequence_starts[run.sequence + 1] = starts[n + 1];
   }
   const int64_t chunks = starts[call.num_runs];

@@ -15,8 +15,8 @@ struct DecodeBand {
   Band band;
   int64_t group, last;  // the query at position p rotates by slope * min(p mod chunk / group, last) + offset
   double slope, offset;
-  // cos and sin of slope * n (2, BLOCK, pairs), of slope * BLOCK * n (BLOCK, 2, pairs), and of slope * BLOCK * BLOCK * n
-  // (up to the longest sequence, 2, pairs); nullptr: keys do not rotate.
+  // Tables of cos and sin. fine: of slope * n, (2, BLOCK, pairs). middle: of slope * BLOCK * n, (BLOCK, 2, pairs).
+  // coarse: of slope * BLOCK * BLOCK * n, (rows for the longest sequence, 2, pairs). nullptr: keys do not rotate.
   const float* fine;
   const double *middle, *coarse;
 
@@ -27,31 +27,31 @@ struct DecodeBand {
 struct Run {
   int64_t sequence, first_slot, keys;
   int64_t order;    // the query row r sees at most the first order + r + 1 keys of the run
-  int64_t seqlen;   // keys of all runs of the sequence
-  double position;  // of the first key
+  int64_t seqlen;   // number of keys of all runs of the sequence
+  double position;  // position of the run's first key
 };
 
 struct DecodeCall {  // mirrored in backends/cpu/library.py
   TensorView q, k, v, out;
   TensorView k_scale, v_scale;  // float32 (batch or pages, rows, heads), of a quantized cache
   float* lse;                  // (batch, heads_q, seqlen_q)
-  const int64_t* bounds;       // (batch, 2): slots; nullptr if runs are given
+  const int64_t* bounds;       // (batch, 2): first slot and end of every sequence; nullptr if runs are given
   const int32_t* block_table;  // (batch, max_pages), or nullptr
   int64_t max_pages, pages, page_size;
   int64_t batch, seqlen_q, heads_q, heads_kv, head_dim, head_dim_v;
   const float* key_weight;  // (head_dim,), multiplies keys before their rotation; nullptr: 1
   const double* inv_freq;  // (pairs,)
   int64_t pairs, rotating_pairs, interleaved;  // the pairs from rotating_pairs on have a frequency of 0
-  int64_t first_channel;                       // of the first pair
+  int64_t first_channel;                       // the first channel of the first pair
   DecodeBand bands[MAX_BANDS];
   int64_t num_bands;
   const Run* runs;          // (num_runs,), in order, at least one per sequence; nullptr: each sequence is one run
   const double* positions;  // of the queries, (batch, seqlen_q); only with runs
   int64_t num_runs;         // the batch size if runs is nullptr
   double scale, log_n_factor, log_n_floor;
-  double log_n_every, log_n_first;  // log_n_every 0: log n grows with every position, not in steps
-  double length_scale;              // 0: no scale by the length of the sequence
-  double rotated_scale;             // factor of the query channels that are in pairs
+  double log_n_every, log_n_first;  // log_n_every is 0 if log n grows with every position, not in steps
+  double length_scale;              // 0: queries are not scaled by the length of the sequence
+  double rotated_scale;             // the factor on the query channels that are in pairs
   int64_t dtype, threads;  // dtype: 0 float32, 1 float16, 2 bfloat16; 3, 4: cache Int8, Int4, queries float32
   ParallelFor parallel_for;
 
@@ -67,7 +67,8 @@ struct DecodeCall {  // mirrored in backends/cpu/library.py
   int64_t distance(const Run& run, int64_t row) const { return int64_t(std::floor(position(run, row) - run.position)); }
 };
 
-// cos and sin (runs, bands, seqlen_q, 2, pairs) of the angles of the queries, relative to the first key of each run.
+// cos and sin of the queries' angles, (runs, bands, seqlen_q, 2, pairs). Positions are relative to the first key of
+// each run.
 struct QueryAngles {
   const DecodeCall& call;
   std::unique_ptr<double[]> angles{new double[call.num_runs * call.num_bands * call.seqlen_q * 2 * call.pairs + 1]};
@@ -97,7 +98,7 @@ struct QueryAngles {
 template <typename T>
 struct Rows {
   const T* row[BLOCK];
-  const float* scale[BLOCK];  // of quantized rows
+  const float* scale[BLOCK];  // the scales of quantized rows
   bool adjacent;              // whether all scales are adjacent in memory
 
   // Sets the rows [first, end), which are consecutive in the cache.
@@ -115,8 +116,8 @@ struct Rows {
       for (int t = 0; t < BLOCK; ++t) to[t] = *scale[t];
   }
 
-  // Prefetches the cache lines FIRST, FIRST + STEP, ... of row t. Adjacent scales share lines, so only every LANES-th row
-  // prefetches its scale.
+  // Prefetches the cache lines FIRST, FIRST + STEP, ... of row t. Adjacent scales share cache lines, so only every
+  // LANES-th row prefetches its scale.
   template <int FIRST = 0, int STEP = 1>
   void prefetch(int t, size_t bytes) const {
     const char* first = reinterpret_cast<const char*>(row[t]);

@@ -1,7 +1,7 @@
-// Computes the products of decoding for head_dims that are only known at run time, in tiles of a few queries and keys
-// that are held in registers.
+// Computes the products of decoding for a head_dim that is known only at run time. A tile of a few queries and keys is
+// held in registers.
 //
-// While a cache line of this block is read, a line of the next block is prefetched. If lines were prefetched all at
+// While a cache line of this block is read, a line of the next block is prefetched. If all lines were prefetched at
 // once, they would wait for one another, and the computation would wait for them.
 
 #pragma once
@@ -10,7 +10,7 @@
 
 namespace flashrope {
 
-// Half of the registers hold sums. A vector of a key serves TILE_ROWS queries.
+// Half of the registers hold sums. A vector of a key is loaded once for TILE_ROWS queries.
 constexpr int ACCUMULATORS = REGISTERS / 2, TILE_ROWS = 4, TILE_KEYS = ACCUMULATORS / TILE_ROWS;
 
 // Prefetches rows of the next block, or nothing if row is nullptr.

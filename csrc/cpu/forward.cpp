@@ -1,5 +1,5 @@
 // Computes attention, by tiles of query rows and blocks of keys, with one online softmax over all bands.
-// First all keys are rotated and transposed into blocks, once per distinct rotation, and the values are padded to whole
+// First all keys are rotated and transposed into blocks, once per distinct rotation. The values are padded to whole
 // vectors. Then every tile of queries visits the blocks of each band. Only blocks that straddle an edge of the band are
 // masked. In a masked block only the rows that see a key are computed.
 
@@ -8,8 +8,8 @@
 namespace flashrope {
 
 // A block of k has the panels (BLOCK_N / GEMM_COLUMNS, head_dim, GEMM_COLUMNS). A block of v has the panels (padded_dim
-// / GEMM_COLUMNS, BLOCK_N, GEMM_COLUMNS). A panel is read once for every few query rows, and stays in the L1 cache
-// because it is contiguous.
+// / GEMM_COLUMNS, BLOCK_N, GEMM_COLUMNS). The kernel reads a panel again for every few query rows. A panel stays in the
+// L1 cache, because it is contiguous.
 struct Workspace : PackedBlocks<Floats> {
   int64_t padded_dim;
   int block_m;  // query rows of a tile
@@ -61,9 +61,9 @@ struct Tile {
   const int64_t b, head_q, first_row;
   const int rows, head_dim, head_dim_v, padded_dim;
   const int padded_rows = int(padded(rows, GEMM_ROWS));
-  const int64_t shift, head_kv;  // head_kv: index over all sequences
+  const int64_t shift, head_kv;  // head_kv: batch index * heads_kv + key head
   alignas(64) float q[TILE_SIZE], scores[MAX_BLOCK_M * BLOCK_N], acc[TILE_SIZE];
-  alignas(64) float row_sums[MAX_BLOCK_M * LANES];  // to be added over the lanes; 0: no key seen
+  alignas(64) float row_sums[MAX_BLOCK_M * LANES];  // LANES partial sums per row; they are 0 if the row has seen no key
   float row_max[MAX_BLOCK_M];
 
   Tile(const ForwardCall& call, const Workspace& workspace, int64_t b, int64_t head_q, int64_t first_row)
@@ -95,7 +95,7 @@ struct Tile {
     const int64_t full_from = band.band.first_key(last), full_until = band.band.end_key(position, call.seqlen_k);
     for (int64_t block = first_key / BLOCK_N; block * BLOCK_N < end_key; ++block) {
       const int64_t key = block * BLOCK_N, last_key = std::min<int64_t>(key + BLOCK_N, call.seqlen_k) - 1;
-      // rows [first, end) see a key
+      // rows [first_row, end_row) see some key of the block
       const int64_t first_row = std::clamp<int64_t>(band.band.first_position(key) - position, 0, rows);
       const int64_t end_row = std::clamp<int64_t>(band.band.end_position(last_key) - position, first_row, rows);
       const int first = int(first_row / GEMM_ROWS * GEMM_ROWS), count = int(padded(end_row, GEMM_ROWS)) - first;

@@ -10,8 +10,8 @@ constexpr int64_t RUN_BLOCK = 32;  // rows that a thread takes at a time
 // Consecutive rows of x that belong to one sequence and have consecutive positions.
 struct Run {
   int64_t batch, row, rows;  // of x
-  int64_t position;          // of the first row, its row in the table; if negative (padding), row 0 is read
-  int64_t sequence, slot;    // of the first row, in the cache
+  int64_t position;          // position of the first row, which is its table row; if negative (padding), row 0 is read
+  int64_t sequence, slot;    // the first row's sequence, and its slot in that sequence
 };
 
 struct RotateCall {  // mirrored in backends/cpu/library.py
@@ -22,18 +22,18 @@ struct RotateCall {  // mirrored in backends/cpu/library.py
   const Run* runs;
   int64_t num_runs, heads, head_dim, head_dim_v, pairs, interleaved, first_channel;
   int64_t to_cache;            // 0: row r of x goes to row r of out, which has x's shape
-  const int64_t* slots;        // (rows of x,) in the whole cache; nullptr: a run fills its slot and the next ones
+  const int64_t* slots;        // (rows of x,), slots of the whole cache; nullptr: a run fills slots from `slot` on
   const int32_t* block_table;  // (sequences, max_pages), or nullptr
-  int64_t max_pages, pages, page_size;  // without a block_table: 1, number of sequences, slots per sequence
+  int64_t max_pages, pages, page_size;  // without a block_table: 1, the number of sequences, the slots per sequence
   int64_t dtype, codes, threads;  // dtype: 0 float32, 1 float16, 2 bfloat16; codes: 3 Int8, 4 Int4, 0 not quantized
   ParallelFor parallel_for;
 };
 
 struct Place {
-  int64_t page, row;  // page -1: there is none
+  int64_t page, row;  // page is -1 if the row has no place
 };
 
-// Returns where row `row` of a run, counted from its first row, is written.
+// Returns where row `row` of a run is written. row: counted from the run's first row.
 inline Place find_place(const RotateCall& call, const Run& run, int64_t row) {
   if (!call.to_cache) return {run.batch, run.row + row};
   const int64_t slot = call.slots ? call.slots[run.row + row] : run.slot + row;
@@ -60,7 +60,7 @@ void write(const T* x, const TensorView& cache, const TensorView& scales, Place 
 // T: type of the new rows; C: type of the destination.
 template <typename T, typename C = T>
 void rotate(const RotateCall& call) {
-  ForwardCall shape{};  // with the fields that rotate_row reads
+  ForwardCall shape{};  // only the fields that rotate_row reads are set
   shape.head_dim = call.head_dim, shape.pairs = call.pairs;
   shape.interleaved = call.interleaved, shape.first_channel = call.first_channel;
   auto starts = std::make_unique<int64_t[]>(call.num_runs + 1);

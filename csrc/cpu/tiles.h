@@ -9,22 +9,22 @@
 namespace flashrope {
 
 constexpr int BLOCK_N = 64;  // keys of a block
-// A product is held in registers, two vectors per row. The number of rows is a multiple of GEMM_ROWS; the last group may
-// have fewer than BEST_ROWS.
+// multiply holds BEST_ROWS rows of a product in registers at a time, two vectors per row. The number of rows must be a
+// multiple of GEMM_ROWS. The last rows may be fewer than BEST_ROWS.
 constexpr int BEST_ROWS = REGISTERS == 32 ? 8 : 6, GEMM_ROWS = REGISTERS == 32 ? 8 : 2;
 constexpr int GEMM_COLUMNS = 2 * LANES;
 constexpr int MAX_BANDS = 4;
 
 // cos and sin of every row: y[c] = x[c] * cos[c] + x[the other channel of its pair] * sin[c - first_channel].
 struct Table {
-  const float *cos, *sin;  // (rows, head_dim) and (rows, 2 pairs); nullptr: 1, or 0
+  const float *cos, *sin;  // (rows, head_dim) and (rows, 2 pairs); nullptr: cos is 1, or sin is 0
   int64_t cos_batch, cos_row, sin_batch, sin_row;  // strides
 };
 
 struct ForwardBand {
   Band band;
   Table q;
-  int64_t k_copy;  // of the keys
+  int64_t k_copy;  // index into ForwardCall::k_copies
 };
 
 struct ForwardCall {  // mirrored in backends/cpu/library.py
@@ -38,13 +38,13 @@ struct ForwardCall {  // mirrored in backends/cpu/library.py
   int64_t num_bands, num_copies;
   int64_t shift;  // the query row r is at position shift + r, counted from the first key
   double scale;
-  int64_t dtype;  // 0 float32, 1 float16, 2 bfloat16; 3, 4: keys Int8, Int4, queries float32 (bf16/: bfloat16)
+  int64_t dtype;  // 0 float32, 1 float16, 2 bfloat16; 3, 4: keys Int8, Int4, queries float32 (in bf16/ bfloat16)
   int64_t float32_out, threads;  // float32_out: only bf16/ reads it; other targets write out in the type of the queries
   ParallelFor parallel_for;
 };
 
-// c (m, n) = a (m, k) b (k, n); with ADD, c += a b. m is a multiple of GEMM_ROWS, n of GEMM_COLUMNS. panel: distance
-// between neighboring panels of b, each of which has GEMM_COLUMNS columns.
+// Computes c (m, n) = a (m, k) b (k, n), or with ADD c += a b. m must be a multiple of GEMM_ROWS, and n a multiple of
+// GEMM_COLUMNS. panel: distance between neighboring panels of b, each of which has GEMM_COLUMNS columns.
 template <bool ADD, int ROWS = BEST_ROWS>
 void multiply(const float* a, int lda, const float* b, int ldb, float* c, int ldc, int m, int n, int k,
               int panel = GEMM_COLUMNS) {
@@ -113,7 +113,7 @@ void rotate_row(const T* x, float* y, const Table& table, int64_t b, int64_t row
   }
 }
 
-// Writes a key, weighted and rotated, to y.
+// Multiplies a key by key_weight, if there are weights, rotates it and writes it to y.
 template <typename T>
 void rotate_key(const T* x, float* y, const Table& table, int64_t b, int64_t row, const ForwardCall& call) {
   if (!call.key_weight) return rotate_row(x, y, table, b, row, call);

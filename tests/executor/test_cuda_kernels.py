@@ -264,8 +264,8 @@ def test_misaligned_caches_are_refused_and_misaligned_queries_copied(operators):
         (dict(cache_seqlens=lambda x: x.long()), "cache_seqlens: expected a contiguous int32"),
         (dict(num_splits=lambda x: 257), "num_splits: expected 1 to 256"),
         (dict(partial_out=lambda x: x[1:]), "partial_out: expected"),
-        (dict(rotary_dim=lambda x: 66), "rotary_dim: got 66"),
-        (dict(rotated_pairs=lambda x: 33), "rotated_pairs: got 33"),
+        (dict(rotary_dim=lambda x: 66), "rotary_dim: expected an even number from 0 to 64, got 66"),
+        (dict(rotated_pairs=lambda x: 33), "rotated_pairs: expected 0 to 32, got 33"),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )

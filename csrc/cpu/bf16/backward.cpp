@@ -1,9 +1,9 @@
-// The gradients of attention in bfloat16. One thread takes a key head and all queries that read it, as in
-// ../backward.cpp: nothing is added atomically, and results are bitwise reproducible.
+// Computes the gradients of attention in bfloat16. One thread takes a key head and all queries that read it, as in
+// ../backward.cpp, so no additions need to be atomic, and results are bitwise reproducible.
 //
-// Scores are computed transposed, keys by queries, so that a lane is a query. Weights and the gradients of scores are
-// rounded and stored in the layouts of the three products that sum over queries or keys. Gradients are summed in
-// float32.
+// Scores are computed transposed, keys by queries, so that every lane of a vector belongs to one query. Weights and the
+// gradients of scores are rounded and stored in the layouts of the three products that sum over queries or keys.
+// Gradients are summed in float32.
 
 #include "products.h"
 
@@ -22,16 +22,16 @@ struct KeyHead {
   const int head_dim, head_dim_v, width, width_v;  // widths: rounded up to STRIP
   const int pairs, pairs_v;                        // number of channel pairs
   const int64_t rows, keys;                        // rounded up to whole tiles
-  const float factor;                              // on scores, for weights that are powers of 2
-  // The layouts of a tile. q, grad_out, k and v have a word per channel pair: queries in strips (STRIPS, pairs, STRIP),
-  // keys in panels. q_rows, grad_out_rows and k_rows have a word per pair of rows, in strips of channels (width /
-  // STRIP, BLOCK_M / 2 or BLOCK_N / 2, STRIP).
+  const float factor;                              // a score times factor is an exponent of 2
+  // The layouts of a tile. A word of q, grad_out, k and v holds two adjacent channels of a row. q and grad_out are in
+  // strips (STRIPS, pairs, STRIP), k and v in panels. A word of q_rows, grad_out_rows and k_rows holds one channel of
+  // two adjacent rows. They are in strips of channels (width / STRIP, BLOCK_M / 2 or BLOCK_N / 2, STRIP).
   Words q, grad_out, k, v, q_rows, grad_out_rows, k_rows;
   Floats grad_v, grad_k, grad_rotated_k, grad_q, grad_rotated_q;  // (keys or rows, width)
   Floats lse, delta;                                              // (rows,); lse is to the base 2
   Words seen_first, seen_end;                                     // (rows,), the keys that a row sees in a band
-  // Results of a tile: (BLOCK_N, BLOCK_M / 2) with a word per pair of queries, and (STRIPS, BLOCK_N / 2, STRIP) with a
-  // word per pair of keys.
+  // The results of a tile. weights and grad_scores are (BLOCK_N, BLOCK_M / 2), with a word per pair of queries.
+  // grad_scores_of_keys is (STRIPS, BLOCK_N / 2, STRIP), with a word per pair of keys.
   alignas(64) int32_t weights[BLOCK_N * BLOCK_M / 2], grad_scores[BLOCK_N * BLOCK_M / 2];
   alignas(64) int32_t grad_scores_of_keys[BLOCK_N / 2 * BLOCK_M];
 
@@ -56,7 +56,8 @@ struct KeyHead {
     return true;
   }
 
-  // Writes all gradients and returns 0. If a row is not finite, returns NOT_FINITE before all are written.
+  // Writes all gradients and returns 0. If a row is not finite, stops and returns NOT_FINITE. Some gradients are then
+  // not written.
   int run() {
     std::fill_n(grad_v.get(), keys * width_v, 0.0f);
     std::fill_n(grad_k.get(), keys * width, 0.0f);
@@ -108,13 +109,13 @@ struct KeyHead {
   bool load_head(int64_t head) {
     bool all = true;
     alignas(64) float of_q[MAX_HEAD_DIM] = {}, of_out[MAX_HEAD_DIM] = {}, of_grad[MAX_HEAD_DIM] = {};
-    std::fill_n(lse.get(), rows, INF);  // rows that see no key: their weights are exp(-inf)
+    std::fill_n(lse.get(), rows, INF);  // rows that see no key keep INF, so their weights are 0
     std::fill_n(delta.get(), rows, 0.0f);
     for (int64_t row = 0; row < call.seqlen_q; ++row) {
       convert(call.q.row<const BFloat16>(b, row, head), of_q, head_dim);
       convert(call.out.row<const BFloat16>(b, row, head), of_out, head_dim_v);
       convert(backward.grad_out.row<const BFloat16>(b, row, head), of_grad, head_dim_v);
-      Vec products{}, zeros{};  // zeros: NaN where a number is not finite
+      Vec products{}, zeros{};  // zeros becomes NaN if a number is not finite
       for (int c = 0; c < head_dim; c += LANES) zeros += load(of_q + c) * 0.0f;
       for (int c = 0; c < head_dim_v; c += LANES) {
         products += load(of_out + c) * load(of_grad + c);
@@ -192,7 +193,8 @@ struct KeyHead {
                               grad_rotated_q.get() + (row + r) * width + c, width);
   }
 
-  // Adds the sum over the tile's queries to the gradients of its keys. of_keys: (BLOCK_N, BLOCK_M / 2) words.
+  // Adds a product that sums over the tile's queries to the gradients of its keys or values. of_keys: weights or
+  // grad_scores, (BLOCK_N, BLOCK_M / 2) words. of_rows: grad_out_rows or q_rows of the tile.
   static void add_of_keys(const int32_t* of_keys, const int32_t* of_rows, int width, float* to) {
     for (int t = 0; t < BLOCK_N; t += PANEL)
       for (int c = 0; c < width; c += STRIP)
@@ -220,7 +222,7 @@ struct KeyHead {
       const Vec row_delta = load(delta.get() + first_row + h * LANES);
 #pragma GCC unroll 8
       for (int r = 0; r < PANEL; ++r) grads[r][h] = tile[r][h] * (grads[r][h] - row_delta);
-      if (MASKED) mask(grads, key + t, first_row, h);  // masked grads may be NaN
+      if (MASKED) mask(grads, key + t, first_row, h);  // grads may be NaN where the weight is masked
     }
 #pragma GCC unroll 8
     for (int r = 0; r < PANEL; ++r) {

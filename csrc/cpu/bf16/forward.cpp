@@ -1,9 +1,9 @@
 // Computes attention in bfloat16, by tiles of query rows and blocks of keys, with one online softmax over all bands.
 //
-// First all keys are rotated, rounded and packed into panels, once per distinct rotation, and the values are packed in
-// pairs of keys. Then every tile of queries visits the blocks of each band. Scores are computed transposed, keys by
-// queries, so that a lane is a query: maxima and sums need no exchange between lanes, and weights are already in the
-// layout that the product with values needs.
+// First all keys are rotated, rounded and packed into panels, once per distinct rotation, and the values of two
+// adjacent keys are packed into words. Then every tile of queries visits the blocks of each band. Scores are computed
+// transposed, keys by queries, so that every lane of a vector belongs to one query. So maxima and sums need no exchange
+// between lanes, and weights are already in the layout that the product with values needs.
 
 #include "products.h"
 
@@ -83,19 +83,19 @@ struct Tile {
   const Workspace& workspace;
   const int64_t b, head_q, first_row;
   const int rows, head_dim_v, pairs, padded_dim;
-  const int64_t head_kv;  // index over all sequences
-  const float factor;     // on scores, for weights that are powers of 2
-  // (strips, pairs or padded_dim, STRIP)
+  const int64_t head_kv;  // batch index * heads_kv + key head
+  const float factor;     // a score times factor is an exponent of 2
+  // q is (strips, pairs, STRIP), and acc is (strips, padded_dim, STRIP).
   alignas(64) int32_t q[TILE_SIZE / 2];
   alignas(64) float acc[TILE_SIZE];
   alignas(64) float scores[BLOCK_N * STRIP];
   alignas(64) int32_t weights[BLOCK_N / 2 * STRIP];
-  // One number per row. row_max: the largest score, before scores are multiplied by factor. [seen_first, seen_end): the
-  // keys that a row sees in a band.
+  // Each array has one number per row. row_max: the largest score, before it is multiplied by factor. [seen_first,
+  // seen_end): the keys that a row sees in a band.
   alignas(64) float row_max[MAX_BLOCK_M], row_sum[MAX_BLOCK_M], decay[STRIP];
   alignas(64) int32_t seen_first[MAX_BLOCK_M], seen_end[MAX_BLOCK_M];
   struct {
-    int first, end, full_first, full_end;  // keys that some row sees, and keys that all rows see
+    int first, end, full_first, full_end;  // [first, end): keys that some row sees; full_: that all rows see
   } strips[MAX_STRIPS];
 
   Tile(const ForwardCall& call, const Workspace& workspace, int64_t b, int64_t head_q, int64_t first_row)
@@ -174,7 +174,8 @@ struct Tile {
     rounded.write_strip(pairs, q + s * pairs * STRIP);
   }
 
-  // Computes the scores of the keys [from, until) of a block, and updates the maxima of rows. Returns whether one grew.
+  // Computes the scores of the keys [from, until) of a block, and updates row_max. Returns whether the maximum of some
+  // row grew.
   template <bool MASKED>
   bool add_scores(int s, const int32_t* k, int key, int from, int until) {
     Vec highest[STRIP_VECTORS];

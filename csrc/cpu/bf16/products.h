@@ -1,9 +1,9 @@
 // Products of bfloat16 matrices with vdpbf16ps, which multiplies pairs of bfloat16 and adds both to a float32.
 //
-// A word is two bfloat16 that are neighbors along the dimension that a product sums over, the first in the low half.
-// c (m, n) = a (m, k) b (k, n): b is stored in strips of STRIP columns, with a word of every column per pair of k. a is
-// stored in panels of PANEL rows, with a word of every row per pair of k. Each lane holds one column of b. A word of a
-// is broadcast to all lanes.
+// A word is two bfloat16 numbers that are neighbors along the dimension that a product sums over. The first is in the
+// low half. For a product c (m, n) = a (m, k) b (k, n), b is stored in strips of STRIP columns and a in panels of PANEL
+// rows. A strip has a word of every column for each pair of neighbors along k. A panel has a word of every row for each
+// such pair. Each lane holds one column of b. A word of a is broadcast to all lanes.
 
 #pragma once
 
@@ -18,8 +18,7 @@ namespace flashrope {
 constexpr int PANEL = 8, STRIP_VECTORS = 2, STRIP = STRIP_VECTORS * LANES;
 constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 
-// Returns the factor on scores, for weights that are powers of 2. It is above 0, so that a masked score stays
-// -infinity.
+// Returns the factor that converts scores to exponents of 2. It is above 0, so that a masked score stays -infinity.
 inline float score_factor(const ForwardCall& call) { return std::max(float(call.scale), 1e-30f) * LOG2_E; }
 
 using Words = std::unique_ptr<int32_t[], Free>;
@@ -35,8 +34,8 @@ inline IntVec load(const int32_t* x) {
 }
 inline void store(int32_t* x, IntVec v) { std::memcpy(x, &v, sizeof v); }
 
-// Adds the product a b to a tile of PANEL rows and a strip of columns. k: number of pairs. Word p of row r is a[r *
-// ROW_STEP + p * STEP].
+// Adds the product of a and a strip to a tile of PANEL rows and STRIP columns. k: number of words along the dimension
+// that is summed over. Word p of row r is a[r * ROW_STEP + p * STEP].
 template <int ROW_STEP = 1, int STEP = PANEL>
 inline void add_product(const int32_t* a, const int32_t* strip, int k, Vec (&acc)[PANEL][STRIP_VECTORS]) {
   for (int p = 0; p < k; ++p) {
@@ -50,7 +49,7 @@ inline void add_product(const int32_t* a, const int32_t* strip, int k, Vec (&acc
   }
 }
 
-// Adds the product a b to a tile in memory. Rows of the tile are `stride` apart.
+// Adds the same product to a tile in memory, whose rows are `stride` numbers apart.
 template <int ROW_STEP = 1, int STEP = PANEL>
 inline void add_product(const int32_t* a, const int32_t* strip, int k, float* to, int stride) {
   Vec tile[PANEL][STRIP_VECTORS];
@@ -74,8 +73,7 @@ inline Vec exp2(Vec x) {
   return _mm512_scalef_ps(p, x);
 }
 
-// Rounds two vectors to nearest. Word n holds the lanes 2 n and 2 n + 1 of first; from n = LANES / 2 on, the lanes of
-// second follow in the same way.
+// Rounds two vectors to nearest. Word n holds lanes 2 n and 2 n + 1 of first, followed by second.
 inline IntVec rounded(Vec first, Vec second) { return (IntVec)_mm512_cvtne2ps_pbh(second, first); }
 
 // Rounds two vectors to nearest. Word n holds lane n of first and lane n of second.
@@ -97,7 +95,7 @@ inline void transpose(IntVec (&x)[LANES]) {
       b[i + 2 * n] = _mm512_unpacklo_epi64(a[i + n], a[i + n + 2]);
       b[i + 2 * n + 1] = _mm512_unpackhi_epi64(a[i + n], a[i + n + 2]);
     }
-  // b[4 i + n]: in its block m of 4 words, column 4 m + n of the rows 4 i to 4 i + 3
+  // Block m of four words in b[4 i + n] holds column 4 m + n of the rows 4 i to 4 i + 3.
   for (int n = 0; n < 4; ++n) {
     const __m512i low = _mm512_shuffle_i32x4(b[n], b[n + 4], 0x88), high = _mm512_shuffle_i32x4(b[n], b[n + 4], 0xdd);
     const __m512i low_2 = _mm512_shuffle_i32x4(b[n + 8], b[n + 12], 0x88);
@@ -109,12 +107,12 @@ inline void transpose(IntVec (&x)[LANES]) {
   }
 }
 
-// STRIP rows, rounded to nearest, to be stored in one of the layouts. `pairs`: number of channel pairs.
+// Holds STRIP rows, rounded to bfloat16, and stores them in one of the layouts. pairs: number of words of a row.
 struct RoundedRows {
   static constexpr int WIDTH = MAX_HEAD_DIM / 2;
   alignas(64) int32_t words[STRIP * WIDTH];
 
-  // Sets row r to x. Overwrites the channels of x from head_dim up to a whole strip.
+  // Sets row r to x. Sets the channels of x from head_dim up to a multiple of STRIP to 0.
   void set(int r, float* x, int head_dim) {
     const int whole = int(padded(head_dim, STRIP));
     std::fill(x + head_dim, x + whole, 0.0f);
@@ -156,7 +154,7 @@ struct RoundedRows {
   }
 
  private:
-  // Calls write(p, word p of the LANES rows from `first` on).
+  // Calls write(p, words) for every p. words: word p of each of the LANES rows from `first` on.
   template <typename Write>
   void for_words(int first, int pairs, const Write& write) const {
     for (int w = 0; w < pairs; w += LANES) {
