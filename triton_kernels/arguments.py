@@ -75,12 +75,12 @@ class CuSeqlens(NamedTuple):
 
 
 class ScoreGrads(NamedTuple):
-    """Gradients of scores (``score_grads``) of the heads of a launch, in q's type. Numbers are encoded.
+    """The stored gradients of the scores of a launch's heads (``score_grads.py``), in q's type. Numbers are encoded.
 
     batch, head, heads: the first batch index of the launch, its first key head, and how many key heads it has.
     width, growth: the fields of ``score_grads.Matrix``.
-    stride_batch: panels from one sequence to the next, if sequences are not packed. stride_head: panels from one query
-        head to the next.
+    stride_batch: the number of panels from one sequence to the next, if sequences are not packed. stride_head: the
+        number of panels from one query head to the next.
     """
 
     ptr: object
@@ -101,12 +101,14 @@ class Result(NamedTuple):
 
 
 class Workspace(NamedTuple):
-    """The work of every program of the decode kernel, int32, filled by ``shares.plan_shares``, and partial results.
+    """The work of every program of the decode kernel, and its partial results. ``shares.plan_shares`` fills the int32
+    tensors.
 
     shares: (programs, SHARE_FIELDS). pieces: (segments + programs, PIECE_FIELDS). cuts: (programs, CUT_FIELDS).
     empty: (batch,), 1 for a sequence without keys or queries, else 0.
-    out: float32 (2 * programs, block_m, head_dim_v). lse: float32 (2 * programs, block_m). Tile 2 n is for a segment
-        that begins before share n. Tile 2 n + 1 is for a segment that begins in share n and ends after it.
+    out: float32 (2 * programs, block_m, head_dim_v). lse: float32 (2 * programs, block_m). Tile 2 n holds the partial
+        result of a segment that begins before share n. Tile 2 n + 1 holds the partial result of a segment that begins
+        in share n and ends after it.
     """
 
     shares: object
@@ -126,7 +128,7 @@ class CacheLayout(NamedTuple):
         cached tokens, else None.
     slot_positions: float32, contiguous: the position of every slot of the cache, with one number per axis if the scheme
         is axial. None if the cache does not store positions.
-    seqlen_new: the keys that this call added to every sequence, or -1 for one per query.
+    seqlen_new: the number of keys that this call added to every sequence, or -1 if it added one key per query.
     capacity: the largest number of slots of a sequence.
     pages: the number of pages of the cache.
     decode_seqlen: the decode kernel serves sequences with at most this many packed queries. ``attention_chunks`` serves
@@ -198,9 +200,9 @@ class Variant(NamedTuple):
         group or holds whole groups.
     rotated_keys: the caller's keys are already rotated by their positions. Queries then rotate by their own positions,
         which may be negative.
-    parts: the number of parts, 1 or 2, into which the channels of q, k, v and out are divided. Two parts leave more
-        registers to the accumulators. The decode kernel has two parts beyond 256 channels. Quantized keys and values
-        have one part.
+    parts: the number of parts, 1 or 2, into which the channels of q, k, v and out are divided. With two parts, the
+        accumulators can use more registers. The decode kernel uses two parts beyond 256 channels. Quantized keys and
+        values always form one part.
     red_floats: how dQ is accumulated. 0: tl.atomic_add. 1 or 4: one PTX `red` per 1 or 4 floats, straight from the
         accumulator's layout, in which every element must belong to one thread.
     query_rows: in the pass that computes dK and dV, the rows of a score tile are queries, not keys.
@@ -241,8 +243,8 @@ class Variant(NamedTuple):
 
 
 NO_CACHE = CacheLayout(*(None,) * 14)
-# For every tuple: the number of its leading fields that are pointers, and the index of its first number that may be
-# None (0 if no number may be None).
+# Maps every tuple to (the number of its leading fields that are pointers, the index of its first number that may be
+# None). The index is 0 if no number may be None.
 FIELDS = {
     TensorView: (1, 0),
     BandedView: (1, 0),
@@ -262,7 +264,7 @@ def encode_int(number: int) -> int:
 
 
 def encode_ints(*numbers: int) -> list[int]:
-    """Returns encode_int of each number, with fewer function calls."""
+    """Encodes each number as encode_int does, but with fewer function calls."""
     return [(number << 4) + _TAG for number in numbers]
 
 

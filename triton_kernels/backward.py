@@ -173,7 +173,7 @@ class AllQueries(NamedTuple):
 
 class QueryRows(NamedTuple):
     """One head's queries in a band. q, grad_out: HeadViews. channels_q, channels: the channels of q and of grad_out to
-    load. statistics: a pointer. length: the number of rows."""
+    load. statistics: pointer to the head's row statistics. length: the number of rows."""
 
     q: object
     grad_out: object
@@ -225,7 +225,7 @@ def add_to_sum(ptr, value, VARIANT: tl.constexpr):
         block = row // 16 * (COLUMNS // 8) + column // 8
     lane = row % 8 * 4 + column // 2 % 4
     which = row // 8 % 2 * 2 + column % 2
-    # The transpose hides from Triton that these addresses and the operands of other products depend on the same row.
+    # The transpose hides from Triton that these addresses and the operands of other products depend on the same `row`.
     # Without it, Triton would give this product (mma.sync) the layout of those operands, in which several warps compute
     # the same elements.
     ptrs = tl.trans(ptr + block * 128 + (lane * 4 + which if VARIANT.red_floats == 4 else which * 32 + lane))
@@ -244,11 +244,12 @@ def load_sum(ptr, M: tl.constexpr, VARIANT: tl.constexpr):
     QUERIES: tl.constexpr = M // 8 if VARIANT.query_rows else M // 16  # blocks along each axis
     CHANNELS: tl.constexpr = D // 16 if VARIANT.query_rows else D // 8
     flat = tl.load(ptr + tl.arange(0, M * D))
-    if VARIANT.red_floats == 4:  # in a block: row % 8, column // 2 % 4, half, parity
+    if VARIANT.red_floats == 4:  # a block has the axes row % 8, column // 2 % 4, half, parity
         blocks = tl.permute(tl.reshape(flat, (QUERIES, CHANNELS, 8, 4, 2, 2)), (0, 1, 4, 2, 3, 5))
     else:
         blocks = tl.permute(tl.reshape(flat, (QUERIES, CHANNELS, 2, 2, 8, 4)), (0, 1, 2, 4, 5, 3))
-    # The order in a block is now half and row % 8, which make a row, then column // 2 % 4 and parity, a column.
+    # A block now has the axes half and row % 8, which make up its rows, then column // 2 % 4 and parity, which make up
+    # its columns.
     if VARIANT.query_rows:
         blocks = tl.permute(blocks, (0, 4, 5, 1, 2, 3))
     else:
@@ -296,7 +297,8 @@ def swap_axes(x, VARIANT: tl.constexpr):
 
 @triton.jit
 def grad_q_product(grad_scores, k, VARIANT: tl.constexpr):
-    """Returns what a key tile adds to dQ, for ``add_to_sum``: [BM, D], or [D, BM] if VARIANT.query_rows."""
+    """Returns the contribution of a key tile to dQ, which ``add_to_sum`` then adds: [BM, D], or [D, BM] if
+    VARIANT.query_rows is set."""
     if VARIANT.query_rows:
         return tl.dot(tl.trans(k), tl.trans(grad_scores), input_precision="ieee")
     else:
@@ -338,7 +340,7 @@ def add_grad_kv(grad, keys, queries, grad_sum, matrix, row, EDGE: tl.constexpr, 
             tl.store(to, grad_scores, mask=swap_axes(visible, VARIANT))
         else:
             tl.store(to, grad_scores)
-    if grad_sum is not None:  # the sum has room for the rows of the tile beyond the last query
+    if grad_sum is not None:  # the sum also has rows for the tile's rows beyond the last query
         first = tl.full((), 0, tl.int64) + row  # `row` is a Python int in the interpreter
         add_to_sum(grad_sum + first * VARIANT.block_d, grad_q_product(grad_scores, keys.k, VARIANT), VARIANT)
     return GradKV(grad_k, grad_v)
@@ -561,7 +563,7 @@ def attention_grad_q(
     if score_grads is not None:
         packed = None if cu_seqlens.q is None else packed_q
         matrix = score_matrix(score_grads, packed, batch - first_batch, head - first_head)
-        if cu_seqlens.q is not None:  # a sequence may be longer than max_seqlen_k says
+        if cu_seqlens.q is not None:  # a packed sequence may be longer than the caller's max_seqlen_k
             length_k = tl.minimum(length_k, matrix.width * PANEL_KEYS)
     NUM_BANDS: tl.constexpr = VARIANT.num_bands
     for b in tl.static_range(NUM_BANDS):

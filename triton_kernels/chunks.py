@@ -44,7 +44,8 @@ def attention_chunks(
     sequences that the decode kernel serves.
 
     q: TensorView. k_cache, v_cache: TensorViews (batch or page, row, head). rotated_k: TensorView (copy, row, head).
-    rows_copied: the argument `rows` of copied_keys. result, scheme, cache: see arguments.py."""
+    rows_copied: how many of a sequence's last keys rotated_k holds, the argument `rows` of copied_keys. result, scheme,
+    cache: see arguments.py."""
     batch, head, first = query_program(max_seqlen_q, heads_q, VARIANT)
     seq = find_cached_sequence(cache, cu_seqlens_q, batch, seqlen_q)
     skip = first >= seq.length_q

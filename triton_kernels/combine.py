@@ -14,8 +14,8 @@ from .tiles import sequence_rows, value_channels
 
 @triton.jit
 def partial_rows(start_q, total_q, batch, batches, max_seqlen_q):
-    """Returns (a sequence's first row, the number of rows) in the partial results of one split, if queries are packed.
-    Sequences with more than max_seqlen_q queries have no rows there."""
+    """Returns (a sequence's first row, the number of rows) in the partial results of one split. Called if queries are
+    packed. Sequences with more than max_seqlen_q queries have no rows in these results."""
     return tl.minimum(start_q, batch.to(tl.int64) * max_seqlen_q), tl.minimum(total_q, batches * max_seqlen_q)
 
 

@@ -37,17 +37,18 @@ def by_block_d(*tiles: tuple[int, int, int, int]) -> dict[int, Tile]:
 # entry of its direction, because rotating between bands takes registers. One tile has been timed: with
 # one band, sm90's "forward" for 128 channels is the fastest of 24 on an H200 beyond 8,192 keys (docs/measured.md).
 # For 64 and more channels, the tiles of "sm80" and "sm86" were ranked by the issue model (python -m bench model). Each
-# is the best among tiles of similar sizes. The tiles of "sm90" were ranked by instructions per needed product. Some
-# tiles do spill in the inner loop. For 64 channels, sm80's dK and dV spill up to four registers. With one band they
-# reach 75% of the tensor cores' peak in the model; the best tile without such spills reaches 69%. For 256 channels,
-# sm80's forward tiles spill up to a seventh of the accumulator. With one band they reach 64%; the best tile without
-# spills reaches 48%. sm86's dQ tile for 256 channels spills two registers.
+# is the best among tiles of similar sizes. The tiles of "sm90" were ranked by instructions per needed product. Needed
+# products are the products of tensor cores, without those of padding and without repetitions in other warps. Some tiles
+# do spill in the inner loop. For 64 channels, sm80's dK and dV spill up to four registers. With one band they reach 75%
+# of the tensor cores' peak in the model; the best tile without such spills reaches 69%. For 256 channels, sm80's
+# forward tiles spill up to a seventh of the accumulator. With one band they reach 64%; the best tile without spills
+# reaches 48%. sm86's dQ tile for 256 channels spills two registers.
 # sm80's "decode" tile for 256 channels has one pipeline buffer for keys and values. Two blocks then fit on a
 # multiprocessor, and one computes while the other waits. On the other targets it has two buffers, for 2% more
 # instructions. With quantized caches or explicit positions, 4 warps would spill in their loops, so "decode codes" has 8
-# warps. "decode parts" is for heads of which at most half of the channels rotate. They leave registers for a tile of 64
-# keys. With other "grad_qkv" tile shapes, several warps may hold copies of the same dQ fragment, so the reduction
-# straight from the accumulator's layout would add it more than once.
+# warps. "decode parts" is for heads of which at most half of the channels rotate. Rotating so few channels leaves
+# registers for a tile of 64 keys. With other "grad_qkv" tile shapes, several warps may hold copies of the same dQ
+# fragment, so the reduction straight from the accumulator's layout would add it more than once.
 # fmt: off
 HALF = {
     "sm80": {
@@ -234,8 +235,8 @@ WIDEST["sm90"] = WIDEST["sm80"] | {
 }
 WIDEST |= {"sm100": WIDEST["sm90"], "sm120": WIDEST["sm86"]}
 # fmt: on
-# For the elementwise passes, in any type: rows per program, warps, and heads per program (which share one load of cos
-# and sin).
+# The elementwise passes use these rows per program, warps, and heads per program for every type. The heads of a program
+# share one load of cos and sin.
 ROTATE_ROWS, ROTATE_WARPS, ROTATE_HEADS = 32, 4, 4
 STATISTICS_ROWS, STATISTICS_WARPS = 64, 4  # every grad_kv tile's block_m divides STATISTICS_ROWS
 # Gradients of scores that a reproducible backward stores (score_grads.py): bytes of the workspace, and rows and keys of
@@ -245,9 +246,9 @@ PANEL_ROWS, PANEL_KEYS = 128, 64
 APPEND_ROWS, APPEND_WARPS = 32, 4
 COMBINE_SPLITS, COMBINE_WARPS = 16, 4  # splits that one step of a program combines
 SHARE_WARPS = 1  # a program of plan_shares adds up the lengths of 32 sequences at once
-# Decoding by shares, for 16-bit types. SHARE_DIMS: head_dims. SHARE_REGISTERS: with the first of them and one band, the
-# maximum number of registers per thread, by the tile's warps. It lets three blocks fit on a multiprocessor, as with
-# splits. The families that are not in SHARE_FAMILIES have shared memory for only two blocks.
+# Decoding by shares, for 16-bit types. SHARE_DIMS: head_dims. SHARE_REGISTERS: the maximum number of registers per
+# thread for the first of SHARE_DIMS and one band, by the tile's warps. It lets three blocks fit on a multiprocessor, as
+# with splits. The families that are not in SHARE_FAMILIES have shared memory for only two blocks.
 SHARE_DIMS, SHARE_REGISTERS = (64, 128), {4: 168}
 SHARE_FAMILIES = ("sm80", "sm90", "sm100")
 SMALLEST_TILE = 16  # the smallest number of keys in a product, and of rows in a page
@@ -257,10 +258,10 @@ EXPLICIT_ROWS, EXPLICIT_ENTRIES, EXPLICIT_WARPS = 16, 64, 4  # queries of a prog
 EXPLICIT_PAIRS, EXPLICIT_KEYS = 64, 32
 CROWDED_PAIRS = 128  # only heads with at least this many pairs take the tiles "decode codes" and "decode parts"
 
-# With a KV cache.
-WHOLE_PAIRS = 128  # most pairs of a head that the decode kernel takes at once; it takes larger heads in two parts
-WIDEST_PAIRS = 256  # most pairs of a head that the decode kernel takes without ``Variant.channels``
-DECODE_SEQLEN = 64  # most query tokens of a sequence that the decode kernel serves; chunks.py serves longer sequences
+# The numbers below are for calls over a KV cache.
+WHOLE_PAIRS = 128  # the decode kernel loads at most this many pairs of a head at once, and larger heads in two parts
+WIDEST_PAIRS = 256  # a head with more pairs needs ``Variant.channels`` in the decode kernel
+DECODE_SEQLEN = 64  # sequences with more query tokens than this are served by chunks.py, not by the decode kernel
 WIDE_ROWS = 16  # with more query rows per key head, decoding takes the "decode wide" tile
 
 

@@ -35,8 +35,9 @@ def is_split(rotated_k, variant):
 
 @triton.jit
 def band_rows(raw, rotated_k, k_copy, packed, head, ROTATED_K: tl.constexpr, VARIANT: tl.constexpr):
-    """Returns the keys that a band reads: a SplitView for load_band_rows if is_split, else a HeadView. ROTATED_K: as in
-    band_keys, and with pages whether the band reads a copy."""
+    """Returns the keys that a band reads: a SplitView for load_band_rows if is_split, else a HeadView. ROTATED_K:
+    whether the band reads a copy. It is used only with pages or quantized keys, because raw keys are then loaded
+    differently from a copy."""
     if is_split(ROTATED_K, VARIANT):
         return SplitView(raw, head_view(rotated_k, tl.maximum(k_copy, 0), packed, head, VARIANT), k_copy >= 0)
     else:
@@ -45,7 +46,7 @@ def band_rows(raw, rotated_k, k_copy, packed, head, ROTATED_K: tl.constexpr, VAR
 
 @triton.jit
 def skip_band_rows(view, rows, VARIANT: tl.constexpr):
-    """Returns the result of band_rows from row `rows` on."""
+    """Returns the view of band_rows, moved on by `rows` rows."""
     if len(VARIANT.channels) > 0:
         return SplitView(skip_rows(view.raw, rows), skip_rows(view.copy, rows), view.copied)
     else:

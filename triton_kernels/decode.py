@@ -6,7 +6,8 @@ Key blocks are counted from the first valid slot, and nothing on the host waits 
 divide the keys:
 
 shares: programs have equal shares of the blocks of all sequences (``shares.py``). Padding and pages change no bit of a
-sequence's result. The lengths of the other sequences do, because they decide where a sequence is cut.
+sequence's result. The lengths of the other sequences can change its last bits, because they decide where a sequence is
+cut.
 splits: split s of a sequence takes blocks s, s + num_splits, ... of every band. So a sequence's result depends only on
 its own queries and keys and on num_splits. Neither the other sequences nor the division of queries into calls changes a
 bit of it.
@@ -171,8 +172,8 @@ def find_program(tiles, heads_kv, num_splits):
 
 
 class Blocks(NamedTuple):
-    """Key blocks first, first + step, ..., below stop. If programs take splits, a program's Blocks have stop None and
-    mean the blocks b of every band with b % step == first."""
+    """Key blocks first, first + step, ..., below stop. If the keys are divided into splits, stop is None in a program's
+    own Blocks. They are then the blocks b of every band with b % step == first."""
 
     first: object
     stop: object
@@ -543,7 +544,7 @@ def attend_block(
     weights, state = online_softmax(state, scores, queries.scale_log2, visible)
     PARTS: tl.constexpr = len(state.acc)
     if VARIANT.first_value >= 0:
-        v = v  # the raw tiles of the keys
+        v = v  # these are the raw tiles of the keys
     elif VARIANT.code_vec > 0 and PARTS > 1:
         at = tl.arange(0, VARIANT.block_d // PARTS)
         v = load_words(keys.v, page, row, at, VARIANT.head_dim, PARTS, VARIANT, dtype)

@@ -325,8 +325,8 @@ def place_tokens(
 
 
 class PlacedKeys(NamedTuple):
-    """The keys that each row of a tile of queries [M] sees: those at positions first to stop - 1, in columns up to
-    `column`. part: the fraction of the row's own position, if slots store positions of one axis."""
+    """The keys that each row of a tile of queries [M] sees. They are at positions first to stop - 1 and in columns up
+    to `column`. part: the fraction of the row's own position, if slots store positions of one axis."""
 
     first: object
     stop: object
@@ -434,8 +434,8 @@ def last_visible(cache, batch, VARIANT: tl.constexpr):
 
 @triton.jit
 def load_tile_entries(cache, batch, first_slot, slots, VARIANT: tl.constexpr):
-    """Returns the TileEntries of the keys in the slots that start at first_slot, which may be beyond the sequence.
-    slots [N]: slots of existing keys; beyond the last key they repeat its slot."""
+    """Returns the TileEntries of the keys in a tile of slots. first_slot: the tile's first slot, which may be beyond
+    the sequence's end. slots [N]: slots of existing keys; beyond the last key they repeat its slot."""
     rows = page_rows(cache, VARIANT.page_size)
     entries = decode_int(cache.capacity) // rows
     if VARIANT.one_run:
@@ -535,7 +535,7 @@ def explicit_query_cos_sin(table, rotation, cache, token, position, VARIANT: tl.
 def explicit_key_cos_sin(table, rotation, cache, places, VARIANT: tl.constexpr):
     """Returns cos and sin [N, D/2] of the keys of a tile. If VARIANT.one_run, the angles of the tile's first key are
     combined with table rows that are the same for every tile."""
-    if VARIANT.stored:  # no turns.start or turns.factor: rotations of keys have no offset and no factor
+    if VARIANT.stored:  # rotations of keys have no offset and no factor, so turns.start and turns.factor are not read
         turns = load_turns(table, rotation, VARIANT)
         if VARIANT.axes == 0:
             place = Position(places.position, places.part)

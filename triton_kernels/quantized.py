@@ -138,8 +138,8 @@ def unpack(packed, dtype: tl.constexpr):
 
 # ---- words
 # A word is 16 bits of a row: two codes of 8 bits or four codes of 4 bits. ldmatrix loads words from shared memory into
-# the registers of a tensor-core operand, transposed or not. It cannot do this with bytes. Code p of every word goes to
-# part p of a tile.
+# the registers of a tensor-core operand, and can transpose them. It cannot transpose single bytes. Code p of every word
+# goes to part p of a tile.
 # lop3 with 0xea is (a & b) | c. With 0x6a it is (a & b) ^ c. The PTX below reads its input for the last time before it
 # writes an output.
 

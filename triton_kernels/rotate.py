@@ -51,8 +51,8 @@ def copied_pair_count(variant):
 
 @triton.jit
 def load_copied_pairs(view, offsets, VARIANT: tl.constexpr):
-    """Loads what a copy holds of the rows at offsets [M, 1]: the pairs of the first of VARIANT.channels, or all pairs
-    if there are no parts. Returns first and second members, two float32 tiles [M, N]."""
+    """Loads the pairs that a copy holds from the rows at offsets [M, 1]: the pairs of the first of VARIANT.channels, or
+    all pairs if there are no parts. Returns first and second members, two float32 tiles [M, N]."""
     if len(VARIANT.channels) > 0:
         x, y = operand_tiles(load_part(view.ptr, offsets, 0, VARIANT), 0, VARIANT)
     else:
@@ -62,8 +62,8 @@ def load_copied_pairs(view, offsets, VARIANT: tl.constexpr):
 
 @triton.jit
 def store_copied_pairs(view, first, second, rows, VARIANT: tl.constexpr):
-    """Stores what a copy holds, two tiles [M, N]. If VARIANT.channels has parts, rows have the channels of the first
-    part alone, in the order that ``copies.py`` reads."""
+    """Stores the pairs that a copy holds. first, second: their members, two tiles [M, N]. If VARIANT.channels has
+    parts, a row of the copy has only the channels of the first part, in the order that ``copies.py`` reads."""
     if len(VARIANT.channels) > 0:
         store_part(view, first, second, rows, VARIANT)
     else:
@@ -106,8 +106,8 @@ def rotate_rows(
 
     x: TensorView. out: TensorView (copy, row, head). If VARIANT.channels has parts, it holds only the first part.
     rotations: int32, the rotation of every copy. cu_seqlens_other, seqlen_other: the lengths of k if x holds queries,
-    and of q if x holds keys. cache: if x holds the new keys of a cache, which are the last keys of every sequence, its
-    CacheLayout. Otherwise a CacheLayout whose fields are all None."""
+    and of q if x holds keys. cache: the CacheLayout if x holds the new keys of a cache, which are the last keys of
+    every sequence. Otherwise a CacheLayout whose fields are all None."""
     batch, first = row_program(max_seqlen, VARIANT.block_m)
     if cache.seqlens is None:
         start, length = sequence_rows(cu_seqlens, batch, seqlen)
@@ -173,8 +173,9 @@ def rotate_cached_rows(
 
     k_cache: TensorView (batch or page, row, head). out: TensorView (copy, row, head). If VARIANT.channels has parts,
     it holds only the first part. key_ranges: int32 (copies, 2), rows of KeyRange. A tile is skipped if all its keys are
-    at a distance of `stop` or more from all queries. table, maps: as in Scheme. rows_out: the argument `rows` of
-    copied_keys. max_rows: the largest number of keys of a sequence in a copy."""
+    at a distance of `stop` or more from all queries. table, maps: as in Scheme. rows_out: how many of a sequence's last
+    keys are copied, the argument `rows` of copied_keys. max_rows: the largest number of keys of a sequence in a
+    copy."""
     batch, row_out = row_program(max_rows, VARIANT.block_m)
     seq = find_cached_sequence(cache, cu_seqlens_q, batch, seqlen_q)
     packed, first = copied_keys(cache, cu_seqlens_q, seq, rows_out)

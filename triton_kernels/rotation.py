@@ -22,10 +22,11 @@ BLOCK_ROWS = tl.constexpr(16)  # rows of a block in load_cos_sin_by_blocks
 
 @triton.jit
 def pair_channels(pair, second, VARIANT: tl.constexpr):
-    """Returns the channel of every pair's first member (second = 0) or second member (second = 1), for half pairing. A
-    pair of padding gets a channel of head_dim or more. With second = None, `pair` counts all first members, then all
-    second members. Channels before first_channel and after the rotary channels form pairs that do not rotate. The
-    result is computed in whole vectors of up to 16 bytes, so that the compiler can load those."""
+    """Returns the channel of every pair's first member (second = 0) or second member (second = 1), for half pairing.
+    Padding pairs, from head_dim / 2 on, get channels of at least head_dim. If `second` is None, `pair` numbers all
+    first members, then all second members. Channels before first_channel and after the rotary channels form pairs that
+    do not rotate. The result is computed in whole vectors of up to 16 bytes, so that the compiler can load whole
+    vectors."""
     FIRST: tl.constexpr = VARIANT.first_channel
     return pair_places(pair, second, VARIANT.rotary_dim, VARIANT.head_dim, VARIANT.block_d, FIRST, VARIANT.vec)
 

@@ -4,7 +4,7 @@ with the keys.
 A head of a sequence has a matrix with a row for every query and a column for every key. It lies in memory as contiguous
 panels of PANEL_ROWS x PANEL_KEYS. A row of panels has as many panels as its last query needs. Under a causal mask the
 first row has `width` panels, and each further row has `growth` panels more than the row before it. So a matrix takes
-about half of the memory of a rectangle. Otherwise every row has `width` panels.
+about half of the memory of a rectangle. Without a causal mask, every row has `width` panels.
 """
 
 from typing import NamedTuple
@@ -56,8 +56,8 @@ def score_matrix(score_grads, packed, batch, head):
 def panel_row(matrix, row, column):
     """Returns the pointer to a tile's first element. row, column: that element. All rows of the tile must lie in one
     row of panels."""
-    row, column = tl.full((), 0, tl.int32) + row, tl.full((), 0, tl.int32) + column  # ints in the interpreter
-    tl.assume(row >= 0)  # so that divisions are shifts
+    row, column = tl.full((), 0, tl.int32) + row, tl.full((), 0, tl.int32) + column  # Python ints in the interpreter
+    tl.assume(row >= 0)  # lets the compiler divide by shifting
     tl.assume(column >= 0)
     at = row // PANEL_ROWS
     panels = at * matrix.width + at * (at - 1) // 2 * matrix.growth + column // PANEL_KEYS

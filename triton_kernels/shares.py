@@ -29,15 +29,15 @@ SCAN = tl.constexpr(32)  # sequences whose lengths a program adds up at once: a 
 SETUP = tl.constexpr(2)
 SHARE_FIELDS = tl.constexpr(2)  # the first piece of a share, the number of its pieces
 PIECE_FIELDS = tl.constexpr(6)  # sequence, key head, tile of query rows, first key tile, last + 1, piece
-WHOLE, BEGINNING, REST = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # which piece of its segment
+WHOLE, BEGINNING, REST = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # says which piece of its segment a piece is
 # The number of pieces of the segment that begins in a share and ends after it, or 0. Then its sequence, key head and
 # tile of query rows.
 CUT_FIELDS = tl.constexpr(4)
 
 
 class Queue(NamedTuple):
-    """What the segments depend on. group: query heads of a key head. max_seqlen_q: longer sequences have no
-    segments."""
+    """The numbers that determine the segments. group: query heads of a key head. max_seqlen_q: sequences with more
+    queries have no segments."""
 
     cache: object
     cu_seqlens_q: object

@@ -28,7 +28,7 @@ COS_0, COS_1, COS_2 = tl.constexpr(0.0416666456), tl.constexpr(-0.00138873677), 
 
 
 class Position(NamedTuple):
-    """A position as two int32 numbers. whole: the position rounded down. part: the fractional rest, in units of
+    """A position as two int32 numbers. whole: the position rounded down. part: the fraction above it, in units of
     2^-31."""
 
     whole: object
