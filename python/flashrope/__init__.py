@@ -2,8 +2,8 @@
 pass.
 
 The names below are imported on first use, so that the command line can print its help without loading torch. If torch
-is already loaded, importing this package also registers its operators, which torch.export.load needs. Otherwise
-``import flashrope.operators.functional`` registers them.
+is already loaded, importing this package also registers its operators, which torch.export.load needs. If torch is
+loaded later, ``import flashrope.operators.functional`` registers them.
 """
 
 import sys

@@ -186,7 +186,7 @@ ROWS = [  # (call of the cache, q and k, error, message)
     (lambda c, q, k: c.attend(q, Rotary.rope(16), k, k), V, "rotary: expected head_dim 8 as in q, got 16"),
     (lambda c, q, k: c.truncate(1, 6), V, "length of sequence 1: expected at least 0 and at most 5, got 6"),
     (lambda c, q, k: c.truncate(None, [5, 5, -1]), V, "length of sequence 2: expected at least 0 and at most 5"),
-    (lambda c, q, k: c.truncate(None, [5, 5]), V, "length: expected a number or 3 of them, got [5, 5]"),
+    (lambda c, q, k: c.truncate(None, [5, 5]), V, "length: expected a number or a list of 3 numbers, got [5, 5]"),
     (lambda c, q, k: c.reset(3), V, "sequence: expected at least 0 and at most 2, got 3"),
 ]
 
@@ -241,7 +241,7 @@ LAYERED = [
     (lambda c: c.attend(queries(1, 3), ROTARY), T, "layer: expected an integer, got None"),
     (lambda c: c.attend(queries(1, 3), ROTARY, layer=3), V, "layer: expected at least 0 and at most 2, got 3"),
     (lambda c: c.attend(queries(1, 3), ROTARY, K, K, layer=0), V,
-     "k: expected None, a cache of 3 layers takes k and v in a step"),
+     "k: expected None, because a cache of 3 layers takes k and v in a step"),
     (lambda c: c.append(K, K), V, "k: expected shape (3, sequences, seqlen_new, heads_kv, head_dim), got (3, 4, 1, 8)"),
     (lambda c: c.append(None, K), T, "k: expected a tensor, got NoneType"),
     (lambda c: c.step(4, leftpad=[1, 2]), V, ONE_EACH),

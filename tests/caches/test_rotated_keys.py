@@ -286,7 +286,7 @@ def test_what_a_cache_of_rotated_keys_refuses(make):
             ValueError, match="^rotary: expected .* by which the keys of layer 0 are rotated, got .* raw"
         ):
             attend(q, other, k, v)
-    with pytest.raises(ValueError, match="tables that depend on the length, as those of dynamic NTK and longrope"):
+    with pytest.raises(ValueError, match="tables that depend on the length, such as those of dynamic NTK and longrope"):
         attend(q, ROPE.ntk(2.0), k, v)
     with pytest.raises(ValueError, match="^cache_leftpad: expected None, because it moves positions"):
         attend(q[:, :1], ROPE, cache_leftpad=support.int32([1, 0]))

@@ -1,4 +1,4 @@
-"""Caches of raw keys and values for decoding.
+"""Caches of keys and values for decoding.
 
 ``KVCache`` has one row of slots per sequence. ``PagedKVCache`` has pages that sequences share. The host knows lengths,
 page tables and reference counts, so a full cache raises an error, and no call waits for the device. A cache holds one

@@ -30,8 +30,8 @@ class KVCache(Cache):
     Args:
         batch: number of sequences.
         capacity: slots per sequence.
-        heads_kv, head_dim: of k and v. head_dim is a multiple of 8 up to 512, or up to 256 with cache_dtype or
-            rotated_keys.
+        heads_kv, head_dim: the number of key heads, and the channels per head of k and v. head_dim is a multiple of 8
+            up to 512, or up to 256 with cache_dtype or rotated_keys.
         dtype: float16, bfloat16, float32 or float64.
         device: None: torch's default device.
         layers: number of layers. They share the lengths and the left padding.
@@ -40,8 +40,8 @@ class KVCache(Cache):
             queries. The scheme must be one that ``rotate`` takes. Calls with another scheme raise an error, and so does
             ``cache_leftpad``, which would move positions.
         cache_dtype: None: the cache has the type dtype. "int8" or "int4": it holds quantized values of 8 or 4 bits with
-            a scale per token and key head, about a half or a quarter of bfloat16's bytes. q, k, v and out keep dtype.
-            ``attend`` and ``append`` quantize what they write. See k_scale in ``attention_with_cache``.
+            a scale per token and key head. They take about a half or a quarter of bfloat16's bytes. q, k, v and out
+            keep dtype. ``attend`` and ``append`` quantize what they write. See k_scale in ``attention_with_cache``.
         head_dim_v: head_dim of v, a multiple of 8 up to head_dim. Default: head_dim, which a quantized cache needs.
         values: a slice: these channels of the stored keys are the values. Their number is a multiple of 8 up to 512.
             Calls then pass k without v, and the cache needs no memory for v. Use it for latent attention, and for
@@ -50,11 +50,11 @@ class KVCache(Cache):
             head_dim_v. None: v has its own memory.
 
     Attributes:
-        k, v: (batch, capacity, heads_kv, head_dim or head_dim_v), with several layers (layers, batch, ...),
-            uninitialized beyond the lengths. On the CPU a view of heads-first storage, which is faster to read there.
-            ``layer(i)`` returns k and v of one layer.
+        k, v: (batch, capacity, heads_kv, head_dim or head_dim_v), with several layers (layers, batch, ...). Slots
+            beyond the lengths are uninitialized. On the CPU, k and v are views of heads-first storage, which is faster
+            to read there. ``layer(i)`` returns k and v of one layer.
         seqlens: (batch,) int32 on the device, the slots in use, left padding included. It is always the same tensor.
-        leftpad: (batch,) int32 on the device, the padding on the left. It is always the same tensor.
+        leftpad: (batch,) int32 on the device, the number of padding slots on the left. It is always the same tensor.
         k_scale, v_scale: the scales of a quantized cache, float32, k's shape without its last dimension, else None.
             ``scales(i)`` returns the scales of one layer.
         rotated_keys: the Rotary of every layer, or None.
@@ -66,8 +66,8 @@ class KVCache(Cache):
         out = cache.attend(q, Rotary.rope(64), x, key_weight=weight)  # keys are weight * x, values x
 
     With several layers new tokens are written in steps. ``with cache.step(seqlen_new) as step`` checks once that there
-    is room, and every layer calls ``step.attend(q, rotary, k, v, layer=i)``. The end of the block counts the tokens, in
-    all layers or none.
+    is room, and every layer calls ``step.attend(q, rotary, k, v, layer=i)``. When the block ends, the new tokens are
+    counted in all layers. If it raises, they are counted in none.
 
     Prompts of different lengths are padded on the left. ``leftpad`` of the first step gives the number of padding
     tokens of every sequence. The cache remembers the padding until the sequence is truncated below it. Positions count
@@ -227,7 +227,7 @@ class KVCache(Cache):
         elif isinstance(length, numbers.Integral):
             lengths = [length] * self.batch
         if not isinstance(lengths, Sequence) or len(lengths) != self.batch:
-            raise ValueError(f"length: expected a number or {self.batch} of them, got {length!r}")
+            raise ValueError(f"length: expected a number or a list of {self.batch} numbers, got {length!r}")
         self._lengths = [
             check_integer(f"length of sequence {b}", new, 0, self._lengths[b]) for b, new in enumerate(lengths)
         ]

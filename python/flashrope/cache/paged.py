@@ -46,14 +46,14 @@ class PagedKVCache(Cache):
     Args:
         pages: number of pages.
         page_size: tokens per page: 16, 32, 64, 128 or 256.
-        heads_kv, head_dim: of k and v. head_dim is a multiple of 8 up to 512, or up to 256 with cache_dtype or
-            rotated_keys.
+        heads_kv, head_dim: the number of key heads, and the channels per head of k and v. head_dim is a multiple of 8
+            up to 512, or up to 256 with cache_dtype or rotated_keys.
         dtype: float16, bfloat16, float32 or float64.
         device: None: torch's default device.
         max_seqlen: largest number of tokens of a sequence. The block table has ceil(max_seqlen / page_size) entries for
             each sequence. ``extend``, ``remove`` and ``keep`` leave pages that are not full, and each of these pages
-            takes an entry. So sequences that use these calls need a larger max_seqlen. None: as many tokens and entries
-            as the pool has.
+            takes an entry. So sequences that use these calls need a larger max_seqlen. None: a sequence may hold as
+            many tokens as the pool has slots, and as many block-table entries as the pool has pages.
         layers: number of layers. All layers share one block table: page n exists in every layer.
         rotated_keys: as in ``KVCache``. Forks can share rotated keys, because forking does not move positions.
         cache_dtype: as in ``KVCache``: None, "int8" or "int4".
@@ -61,9 +61,9 @@ class PagedKVCache(Cache):
         values: the channels of stored keys that are the values, as in ``KVCache``.
 
     Attributes:
-        k, v: (pages, page_size, heads_kv, head_dim or head_dim_v), with several layers (layers, pages, ...),
-            uninitialized where there is no token. On the CPU a view of heads-first storage, which is faster
-            to read there. ``layer(i)`` returns k and v of one layer.
+        k, v: (pages, page_size, heads_kv, head_dim or head_dim_v), with several layers (layers, pages, ...). Slots
+            without a token are uninitialized. On the CPU, k and v are views of heads-first storage, which is faster to
+            read there. ``layer(i)`` returns k and v of one layer.
         k_scale, v_scale: as in ``KVCache``.
         rotated_keys: the Rotary of every layer, or None.
         nbytes: bytes of k and v, and of their scales.
@@ -212,8 +212,8 @@ class PagedKVCache(Cache):
     def fork(self, sequence: int) -> int:
         """Returns a new sequence with the same tokens and left padding, in all layers.
 
-        Both sequences share their pages. When the first of them appends a token, the page of that token is copied for
-        it.
+        Both sequences share their pages. The first of the two that appends a token gets its own copy of the page that
+        the token goes to.
         """
         self.refuse_in_step("fork")
         return self._add(self._pool.fork(self._get(sequence)))
@@ -382,13 +382,14 @@ class PagedKVCache(Cache):
     def extend(self, sequence: int, other: int) -> None:
         """Appends the tokens of another sequence, in all layers, by reference: no key is copied or computed again.
 
-        Their positions follow the last token of ``sequence``. The distances between them do not change. ``other`` does
-        not change, and its padding is not appended. A page that is not full is shared, too. It is copied when tokens
-        are appended to one of its sequences. Pages reserved for ``sequence`` are given back.
+        The positions of the appended tokens continue after the last token of ``sequence``. The distances between the
+        appended tokens do not change. ``other`` does not change, and its padding is not appended. A page that is not
+        full is shared, too. It is copied when tokens are appended to one of its sequences. Pages reserved for
+        ``sequence`` are given back.
 
         Keys and values of ``other`` were computed without the tokens that now come before them. In all layers but the
         first this approximates one prefill of both, unless ``sequence`` was empty. docs/decoding.md shows how to
-        compute the first tokens of ``other`` again, and docs/reused/README.md what the approximation costs.
+        compute the first tokens of ``other`` again, and docs/reused/README.md says what the approximation costs.
 
         Raises:
             ValueError: both sequences together exceed max_seqlen or the width of the block table, or the cache holds
@@ -408,10 +409,10 @@ class PagedKVCache(Cache):
         """Removes the tokens start to stop - 1, in all layers. Pages that lose all their tokens are given back.
 
         Args:
-            start, stop: counted from the first token after the padding. start is at most stop. If a token is removed,
-                the padding is removed, too.
-            close: True: the tokens from stop on move down by stop - start positions. False: they keep their positions,
-                and distances across the gap do not change.
+            start, stop: token numbers, counted from the first token after the padding. start is at most stop. If a
+                token is removed, the padding is removed, too.
+            close: True: the tokens from stop on move down by stop - start positions. False: the tokens from stop on
+                keep their positions, so distances across the gap do not change.
 
         Raises:
             TypeError, ValueError: an argument is invalid; or the cache holds rotated keys; or a page has to be split
@@ -456,7 +457,7 @@ class PagedKVCache(Cache):
 
     def _refuse_rotated(self, call: str) -> None:
         if self.rotated_keys is not None:
-            raise ValueError(f"{call}: expected a cache of raw keys, got rotated_keys, which have their positions")
+            raise ValueError(f"{call}: expected a cache of raw keys, got rotated_keys, whose positions cannot change")
 
     def _show(self, sequence: pool.Sequence, kept: entries.Kept) -> None:
         """Makes only the tokens of ``kept`` visible."""

@@ -104,7 +104,7 @@ class PagePool:
         self.rows.append(sequence.row)
 
     def hold(self, sequence: Sequence, pages: list[int]) -> None:
-        """Replaces the sequence's pages by these."""
+        """Replaces the sequence's pages by ``pages``."""
         for page in pages:
             self.references[page] += 1
         self.give_back(sequence, 0)
@@ -121,7 +121,7 @@ class PagePool:
             self._set(sequence, len(sequence.pages), UNUSED)
 
     def show(self, sequence: Sequence, pages: list[int], shown: list[Entry]) -> None:
-        """Replaces the sequence's pages by these, and its block-table entries by ``shown``."""
+        """Replaces the sequence's pages by ``pages``, and its block-table entries by ``shown``."""
         self.hold(sequence, pages)
         sequence.entries, sequence.leftpad = shown or None, 0
         sequence.length = entries.slots(shown, self.page_size)
@@ -206,16 +206,17 @@ class PagePool:
         return changes
 
     def reserve(self, selected: Iterable[Sequence], seqlen_new: int) -> list[Change]:
-        """Gives every sequence the pages for seqlen_new more tokens, and a copy of the page that it shares."""
+        """Gives every sequence the pages for seqlen_new more tokens, and a copy of the last page with tokens if another
+        sequence shares it."""
         if not seqlen_new:
             return []
         # Sorted by the rows that a sequence has in its last page. If all holders of that page are in this call, the
-        # sequence with the most rows keeps the page, and writes after the rows of the others. So a call that fails
-        # after writing can still be undone.
+        # sequence with the most rows keeps the page, and writes after the rows of the other holders. So a call that
+        # fails after writing can still be undone.
         order = sorted(selected, key=lambda sequence: sequence.length % self.page_size)
         changes = self._changes(order, seqlen_new, self.references)
         if len(changes) > len(self.free):
-            # The references of pages if the cache had no other sequences.
+            # How many sequences would hold each page if the cache had no sequences but the selected ones.
             alone = Counter(page for sequence in order for page in sequence.pages)
             never = len(alone) + len(self._changes(order, seqlen_new, alone)) > self.pages
             self.check(len(changes), never)

@@ -51,7 +51,7 @@ class OpenStep(Protocol):
 class Cache:
     """Holds the storage of all layers, and the step that is open.
 
-    A step first calls ``_begin``, which returns its tables, and at its end ``_commit`` or ``_undo``.
+    A step first calls ``_begin``, which returns the tables of the step. At its end it calls ``_commit`` or ``_undo``.
     """
 
     k: torch.Tensor
@@ -146,7 +146,7 @@ class Cache:
             raise RuntimeError(f"{call}: expected k and v through the step that is open")
         if self.layers > 1:
             raise ValueError(
-                f"k: expected None, a cache of {self.layers} layers takes k and v in a step: "
+                f"k: expected None, because a cache of {self.layers} layers takes k and v in a step: "
                 "with cache.step(...) as step, step.attend(..., layer=...)"
             )
 
@@ -198,7 +198,7 @@ class Cache:
         if leftpad is not None:
             why = "the cache remembers its left padding" if tables.leftpad is not None else ""
             if self.rotated_keys is not None and not why:
-                why = "it moves positions and the keys in this cache are rotated by theirs (use leftpad= of a step)"
+                why = "it would move keys that are already rotated (use leftpad= of a step)"
             if why:
                 raise ValueError(f"cache_leftpad: expected None, because {why}, got a tensor")
             tables = tables._replace(leftpad=leftpad)
@@ -353,7 +353,7 @@ def check_scheme(rotary, own: Rotary, layer: int | None) -> None:
         return
     hint = ""
     if isinstance(rotary, Rotary) and rotary.frequencies != own.frequencies:
-        hint = ", and tables that depend on the length, as those of dynamic NTK and longrope"
+        hint = ", and tables that depend on the length, such as those of dynamic NTK and longrope"
     raise ValueError(
         f"rotary: expected {own!r}, by which the keys of layer {layer or 0} are rotated, got {rotary!r}; a cache of "
         f"raw keys (rotated_keys=None) takes other schemes{hint}"

@@ -72,16 +72,18 @@ def plan_cache(
         plan.refresh()  # the plan now serves the next step
 
     Args:
-        tables: where the sequences lie, the same in all layers.
-        like: any layer. All layers have its shapes, strides, dtype and device.
+        tables: the lengths, block table and positions of the sequences, the same in all layers.
+        like: any layer. All layers must have its shapes, strides, dtype and device.
         rotary: the scheme. Layers of other schemes need plans of their own.
         seqlen_q: rows of q per sequence. With ``Packed`` queries the rows of all sequences.
         heads_q: heads of q, a multiple of heads_kv.
-        dtype: the type of q, k, v and out. Default: the cache's, which must be given for a quantized cache.
+        dtype: the type of q, k, v and out. Default: the dtype of the cache. A quantized cache has no such default, so
+            dtype must be given.
         causal, softmax_scale, num_splits, rotated_keys, impl, validate: as in ``attention_with_cache``.
 
     Returns:
-        CachePlan: it may be made before a CUDA graph is captured, and waits for no device unless validate is True.
+        The plan, which may be made before a CUDA graph is captured. Making it waits for the device only if validate is
+        True.
 
     Raises:
         TypeError, ValueError: an argument is invalid. The message names it and says what was expected.
@@ -96,7 +98,7 @@ def plan_cache(
     if not isinstance(rotary, Rotary):
         raise TypeError(f"rotary: expected a flashrope.Rotary, got {type(rotary).__name__}")
     batch = () if tables.packed else (tables.seqlens.shape[0],)
-    # A row that is expanded replaces q: only its shape, dtype and device matter.
+    # An expanded row takes the place of q, because only q's shape, dtype and device matter.
     row = torch.zeros(rotary.head_dim, dtype=dtype, device=like.k.device)
     q = row.expand(*batch, seqlen_q, heads_q, rotary.head_dim)
     return plan_checked(
@@ -194,7 +196,7 @@ class CachePlan:
         self._written: set[int] = set()  # addresses of the keys of layers that hold the new tokens
         self._stored = False  # slot_positions holds the positions of the new tokens
         self._check_memory = AppendCheck()
-        self.watches = True  # whether a write to a table is noticed; a plan of one call needs no notice
+        self.watches = True  # whether to check that no table was written; a plan for one call skips the check
         self._watched: list[torch.Tensor] = []
         self._versions: list[int] = []
 
@@ -203,8 +205,8 @@ class CachePlan:
         return self._tables
 
     def refresh(self) -> None:
-        """Makes the plan valid after its tables were written: what follows from their values is computed again by the
-        next layer, and every layer may bring new keys again."""
+        """Makes the plan valid after its tables were written. The next call computes again what depends on their
+        values, and every layer may bring new keys again."""
         self._backend, self._stored = None, False
         self._written.clear()
 
@@ -250,8 +252,8 @@ class CachePlan:
                 holds the new tokens already, from ``append`` or an earlier ``attend``. v is None also where the
                 layer's v is a view of channels of its k.
             sinks, return_lse: as in ``attention_with_cache``.
-            out: where to write the result: contiguous, of q's type, like q but as wide as the values. None: a new
-                tensor.
+            out: a contiguous tensor to write the result to, with q's dtype and shape but the head_dim of the values.
+                None: the result is a new tensor.
 
         Returns:
             out; with return_lse (out, lse), as in ``attention_with_cache``.
@@ -320,7 +322,7 @@ class CachePlan:
         OPERATORS.append_to_cache(*leaves, rotary, self._impl)
 
     def _write(self, plan, layer: CacheLayer, k, v) -> None:
-        """Writes new keys and values by the backend's plan."""
+        """Writes new keys and values with the backend's plan."""
         tables, call = self._tables, self._call
         self._check_memory(layer, k, v, tables)
         address = layer.k.data_ptr()
@@ -332,7 +334,7 @@ class CachePlan:
         if tables.positions is not None and tables.positions.slot_positions is not None and not self._stored:
             store_positions(layer.k, tables, k.shape[-3])
             self._stored = True
-        if self._impl == "cuda" and call.rotated_keys:  # its kernels append raw keys
+        if self._impl == "cuda" and call.rotated_keys:  # the CUDA kernels append keys without rotating them
             k = library.rotated_by_triton(layer, k, tables, over_rotated_keys(call.rotary))
         plan.append(layer, k, v)
         self._written.add(address)

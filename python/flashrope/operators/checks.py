@@ -23,7 +23,7 @@ CACHES = ("k_cache", "v_cache")
 MAX_HEAD_DIM = 512
 MAX_NARROW_HEAD_DIM = 256  # beyond: no quantized caches, no rotated keys, no explicit positions of cached tokens
 MAX_SHARED_HEAD_DIM = 576  # of keys whose channels are the values: latent attention's 512, and 64 that rotate
-MANY_HEADS = 128  # more heads than any known model has with as many key heads; with fewer key heads some have 256
+MANY_HEADS = 128  # no known model with as many key heads as query heads has more; with fewer key heads some have 256
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -34,7 +34,7 @@ def check_outside_context_parallel() -> None:
     if module is not None and F.scaled_dot_product_attention in module._replaced_functions:
         raise RuntimeError(
             "flashrope: expected to be called outside torch's context_parallel, which shards the sequence and "
-            "replaces scaled_dot_product_attention alone; use shard_sequence and context_parallel_attention of "
+            "replaces only scaled_dot_product_attention; use shard_sequence and context_parallel_attention of "
             "flashrope.integrations.distributed"
         )
 
@@ -44,8 +44,9 @@ def check_tensors(
 ) -> tuple[torch.Size | tuple[int, ...], torch.Size | tuple[int, ...]]:
     """Checks the tensors and returns the shapes of q and k.
 
-    rank: that of q and new. names: labels k and v in errors; caches have four dimensions. new: (name, tensor) of the
-    keys and values that go to a cache. scales: (k_scale, v_scale) if that cache is quantized, else None.
+    rank: the number of dimensions of q and of the tensors in ``new``. names: the names of k and v in errors. With
+    CACHES, k and v are caches, which have four dimensions. new: (name, tensor) of the keys and values that go to a
+    cache. scales: (k_scale, v_scale) if the cache is quantized, else None.
     """
     dtype = device = None
     tensors, like = (("q", q), (names[0], k), (names[1], v)), "in q"
@@ -76,7 +77,7 @@ def check_tensors(
     head_dim, heads_q, heads_kv = shape_q[-1], shape_q[-2], shape_k[-2]
     if shape_k[-1] != head_dim:
         raise ValueError(f"{names[0]}: expected head_dim {head_dim} as in q, got {shape_k[-1]}")
-    shared = names is CACHES and head_dim == MAX_SHARED_HEAD_DIM  # check_cache asks for values in the keys
+    shared = names is CACHES and head_dim == MAX_SHARED_HEAD_DIM  # check_cache checks the values
     if not shared and (head_dim % 8 or not 8 <= head_dim <= MAX_HEAD_DIM):
         raise ValueError(f"q: expected head_dim to be a multiple of 8 up to {MAX_HEAD_DIM}, got {head_dim}")
     if v.shape != shape_k and scales is None:
@@ -155,7 +156,7 @@ def _layout(rank: int) -> str:
     return "; shapes are (batch, seqlen, heads, head_dim)" if rank == 4 else ""
 
 
-_warned_calls: set[str] = set()  # that warned of rows without keys in this process
+_warned_calls: set[str] = set()  # names of the calls that have warned of rows without keys in this process
 
 
 def warn_of_rows_without_keys(call: str, rows: int, queries: int, keys: int, stacklevel: int = 3) -> None:
@@ -173,7 +174,7 @@ def warn_of_rows_without_keys(call: str, rows: int, queries: int, keys: int, sta
     warnings.warn(
         f"{call}: {rows} {'row sees' if rows == 1 else 'rows see'} no key, because causal queries align bottom-right "
         f"(the last query sees all keys), got {queries} queries and {keys} keys. Such rows get out 0, and lse -inf or "
-        "the sink. Expected as many keys as queries at least, or causal=False. Later calls do not warn.",
+        "the sink. Expected at least as many keys as queries, or causal=False. Later calls do not warn.",
         stacklevel=stacklevel,
     )
 
@@ -196,9 +197,9 @@ def warn_of_short_caches(call: str, tables: CacheTables, seqlen_q: int, stacklev
 def warn_of_layout(shape_q, shape_k) -> bool:
     """Warns of shapes that are allowed but look like (batch, heads, seqlen, head_dim), and says whether it did.
 
-    For calls with more queries than keys, and for calls with more than ``MANY_HEADS`` heads. A sequence of
-    at most that many tokens, with as many key heads as query heads, cannot be told from (batch, seqlen, heads,
-    head_dim).
+    It warns for calls with more queries than keys, and for calls with more than ``MANY_HEADS`` heads. A tensor (batch,
+    heads, seqlen, head_dim) cannot be recognized if it has at most ``MANY_HEADS`` tokens and as many key heads as query
+    heads.
     """
     (_, seqlen_q, heads_q, _), (_, seqlen_k, heads_kv, _) = shape_q, shape_k
     if heads_q > MANY_HEADS:
@@ -231,8 +232,8 @@ def check_cache(
 ) -> tuple[int, int]:
     """Checks the tensors of a cached call. Returns the slots of a sequence or page, and the new keys of a sequence.
 
-    packed: (cu_seqlens_q, max_seqlen_q) of packed q, k and v. scales: (k_scale, v_scale). positions: the cache has
-    those of its slots.
+    packed: (cu_seqlens_q, max_seqlen_q) of packed q, k and v. scales: (k_scale, v_scale). positions: whether the cache
+    stores the positions of its slots.
     """
     shared = _shared_values(k_cache, v_cache, k is not None and v is None)
     if k is None and v is not None:
@@ -295,7 +296,7 @@ def check_cache(
 
 
 def _shared_values(k_cache, v_cache, only_keys: bool) -> int | None:
-    """Returns ``first_value`` of the caches, or None for what is not two tensors of four dimensions.
+    """Returns ``first_value`` of the caches, or None if they are not two tensors of four dimensions.
 
     only_keys: the call brings k without v. A compiler then takes v_cache for a view of k_cache where both are views of
         one tensor with equal strides.
@@ -310,7 +311,7 @@ def _shared_values(k_cache, v_cache, only_keys: bool) -> int | None:
 
 
 def refuse_beside_wide_heads(head_dim: int, quantized: bool, rotated_keys: bool, positions: bool) -> None:
-    """Raises for what no kernel does beyond MAX_NARROW_HEAD_DIM channels yet."""
+    """Raises ValueError for features that no kernel has beyond MAX_NARROW_HEAD_DIM channels yet."""
     for name, given in (
         ("quantized caches", quantized),
         ("rotated_keys", rotated_keys),
@@ -547,7 +548,7 @@ def check_cu_seqlens(name, cu_seqlens, x, x_name, max_seqlen) -> None:
     maximum = name.replace("cu_seqlens", "max_seqlen")
     if not isinstance(max_seqlen, (int, torch.SymInt)) or isinstance(max_seqlen, bool) or max_seqlen < 0:
         raise ValueError(f"{maximum}: expected a non-negative integer, got {max_seqlen!r}")
-    # Host memory: reading it waits for nothing. A tensor subclass (DTensor) has no list of its own.
+    # Reading host memory waits for no device. A tensor subclass (DTensor) has no list of its own.
     if cu_seqlens.device.type == "cpu" and type(cu_seqlens) is torch.Tensor and not torch.compiler.is_compiling():
         values = cu_seqlens.tolist()
         if values[0] != 0:

@@ -56,7 +56,7 @@ def schema_of(cls, written: tuple[str, ...] = (), optional: bool = False, absent
 
 
 def flatten(cls, value) -> list:
-    """Returns the leaves of a NamedTuple of this class, or as many leaves if value is None."""
+    """Returns the leaves of a NamedTuple of this class. If value is None, the leaves are None, 0 or False."""
     leaves: list = []
     for field in FIELDS[cls]:
         own = None if value is None else getattr(value, field.name)

@@ -1,9 +1,9 @@
-"""Translates keyword arguments of flash-attn, scaled_dot_product_attention and Hugging Face that calls do not have.
+"""Says what replaces keyword arguments of flash-attn, scaled_dot_product_attention and Hugging Face.
 
 ``refuse_unknown(call, given)`` raises an error that names the argument to use instead. It accepts a keyword whose value
-is the other library's default and has no effect, such as ``dropout_p=0.0``. The calls collect unknown keywords in
-``**unknown``. That costs nothing if there are no unknown keywords. A type checker reports unknown keywords, because the
-type of ``**unknown`` is Never.
+is the other library's default and has no effect, such as ``dropout_p=0.0``. The public calls collect keywords that they
+do not have in ``**unknown``. That costs nothing if there are no unknown keywords. A type checker reports unknown
+keywords, because the type of ``**unknown`` is Never.
 """
 
 from __future__ import annotations

@@ -83,13 +83,13 @@ def attention(
         impl: the backend, "triton", "cpu" or "reference". None: chosen by the device.
         deterministic: True: gradients are bitwise reproducible. For head_dim 33 to 128 in 16 bits, the Triton backend
             then stores the gradients of the scores for some heads at a time, in a workspace of up to 1.25 GiB. False:
-            its gradient of q may differ from run to run by rounding. It accumulates that gradient with float32 atomics,
-            in a workspace of q's size (head_dim rounded up to a power of two) for every band. False raises an error
-            under ``torch.use_deterministic_algorithms(True)``. None: gradients are reproducible under that setting,
-            which is read when the backward runs. Without the setting, the backward runs that is predicted to be faster
-            for long sequences (with atomics for head_dim 33 to 128 and beyond 256 in 16 bits). In float32 beyond 256,
-            sm_86, sm_89 and sm_120 have only the backward with atomics. The other backends are always reproducible.
-            Default: None.
+            the Triton backend's gradient of q may differ from run to run by rounding. The backend accumulates it with
+            float32 atomics, in a workspace of q's size (head_dim rounded up to a power of two) for every band. False
+            raises an error under ``torch.use_deterministic_algorithms(True)``. None: gradients are reproducible under
+            that setting, which is read when the backward runs. Without the setting, the Triton backend runs the
+            backward that is predicted to be faster for long sequences. In 16 bits this is the one with atomics for
+            head_dim 33 to 128 and beyond 256. In float32 beyond 256, sm_86, sm_89 and sm_120 have only the backward
+            with atomics. The other backends are always reproducible. Default: None.
 
     Returns:
         out, like q but with the head_dim of v, contiguous. With return_lse: (out, lse). lse is (batch, heads_q,
@@ -160,8 +160,8 @@ def attention_varlen(
         rotary, causal, softmax_scale, sinks, return_lse, impl, deterministic: as in ``attention``.
 
     Returns:
-        out, like q but with the head_dim of v. With return_lse: (out, lse). lse is (heads_q, total_q), of the dtype as
-        in ``attention``. Rows outside every sequence have out 0 and lse -inf, or with sinks the sink.
+        out, like q but with the head_dim of v. With return_lse: (out, lse). lse is (heads_q, total_q), with the dtype
+        that ``attention`` gives it. Rows outside every sequence have out 0 and lse -inf, or with sinks the sink.
 
     Raises:
         TypeError, ValueError: as in ``attention``.
@@ -316,7 +316,8 @@ def attention_with_cache(
         k, v: (batch, seqlen_new, heads_kv, head_dim), with the head_dim of their caches, or both None if the cache is
             complete. v is None if v_cache is a view of k_cache.
         key_weight: (head_dim,) float32, factors of the channels of keys before their rotation. Values are not
-            multiplied, so a cache of x alone serves keys g * x and values x. Not supported with gradients.
+            multiplied, so a cache that stores only x serves keys g * x and values x, with g as key_weight. Not
+            supported with rotated_keys or with gradients.
         block_table: (batch, max_pages) int32, the page of every page_size slots of a sequence. Entries beyond a
             sequence's length may hold anything. page_size is a power of two, at least 16.
         cache_leftpad: (batch,) int32, the first valid slot of each sequence. Positions count from it.
@@ -331,7 +332,7 @@ def attention_with_cache(
         rotated_keys: the cache holds rotated keys, as ``rotate`` returns them. k is rotated once, when it is written,
             and a step rotates only queries. The scheme must be one that ``rotate`` takes. All calls over a cache need
             the same scheme and the same cache_leftpad. This call cannot check that; ``KVCache`` and ``PagedKVCache``
-            do. "cuda" supports only causal calls, or one query token, and the Triton kernel rotates k.
+            do. With "cuda", calls must be causal or have one query token, and the Triton kernel rotates k.
         k_scale, v_scale: float32, the caches' shape without its last dimension, any strides; written in place. With
             them the caches are quantized: int8, or uint8 (..., head_dim / 2) with two 4-bit codes per byte. q, k, v and
             out keep their float type. A new row x of k or v is written as codes ``c = round(x / s)``, ties to even,
@@ -349,7 +350,7 @@ def attention_with_cache(
             Distances, windows and log n follow from positions.
         slot_positions: the position of every slot, float32 (pages, page_size) or (batch, capacity). Axial schemes need
             it, with one more dimension, axes. page_positions is added to it. The call writes the positions of new keys
-            to it in place. A contiguous cache takes only this one of the four tables.
+            to it in place. It is the only one of the four tables that a contiguous cache takes.
         positions: (batch, seqlen_q), int32, int64 or float32, or (batch, seqlen_q, axes) for axial schemes. Positions
             of the queries and of the new keys. None: they follow the last key.
         rotary, causal, softmax_scale, sinks, return_lse: as in ``attention``. With any of the five position arguments
@@ -359,7 +360,7 @@ def attention_with_cache(
 
     Returns:
         out, like q but with the head_dim of v_cache, contiguous. With return_lse: (out, lse). lse is (batch, heads_q,
-        seqlen_q), of the dtype as in ``attention``.
+        seqlen_q), with the dtype that ``attention`` gives it.
 
     Raises:
         TypeError, ValueError: as in ``attention``. With validate, the message also names the sequence and the entry.
@@ -406,7 +407,7 @@ def attention_varlen_with_cache(
     positions: torch.Tensor | None = None,
     **unknown: Never,
 ):
-    """Writes new raw keys and values to a cache, then attends. Packed queries, any number of them per sequence.
+    """Writes new raw keys and values to a cache, then attends with packed queries, any number of them per sequence.
 
     Use it in a server, whose batches mix one-token steps, drafts, chunks and whole prompts. If every sequence has the
     same number of queries, ``attention_with_cache`` is simpler. The host reads no length, so a captured CUDA graph
@@ -424,8 +425,8 @@ def attention_varlen_with_cache(
         k_cache, v_cache: (sequences, capacity, heads_kv, head_dim), or with block_table (pages, page_size, heads_kv,
             head_dim). Written in place. Widths are as in ``attention_with_cache``.
         cu_seqlens_q: (sequences + 1,) int32, non-decreasing from 0. A sequence may have no rows.
-        cache_seqlens: (sequences,) int32, slots in use, left padding included. If this call appends k and v, the slots
-            in use before the call. Without k, or with slot_mapping, the new tokens are included.
+        cache_seqlens: (sequences,) int32, slots in use, left padding included. If this call appends k and v, the count
+            is from before the call. Without k, or with slot_mapping, the count includes the new tokens.
         max_seqlen_q: upper bound of the sequences' rows. Rows beyond it are not computed.
         k, v: (total_q, heads_kv, head_dim), the new raw keys and values of q's tokens, or both None. v is None if
             v_cache is a view of k_cache.

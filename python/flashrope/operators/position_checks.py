@@ -27,7 +27,7 @@ def check_cached_positions(given: CachePositions, q, k, k_cache, rotary, tables:
             raise ValueError(f"{name}: expected None without a block_table, got a table; use slot_positions")
         check_int32(name, table, q, "q", (batch, tables.block_table.shape[1]))
     if rotated_keys:
-        raise ValueError("rotated_keys: expected False beside positions, because rotated keys have theirs, got True")
+        raise ValueError("rotated_keys: expected False beside positions, because rotated keys cannot move, got True")
     axes = (rotary.axes,) if rotary.axis else ()
     slots, queries = given.slot_positions, given.queries
     if slots is not None:
