@@ -1,4 +1,4 @@
-"""Writes files atomically, and CSV."""
+"""Writes files atomically, checks output folders, and formats CSV."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from .options import BadInput
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yields a temporary path to write to. It replaces ``path`` when the block ends, unless the block raised."""
+    """Yields a temporary path to write to. When the block ends without an error, the temporary file replaces
+    ``path``."""
     partial = path.with_name(path.name + ".partial")
     try:
         yield partial

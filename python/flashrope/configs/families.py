@@ -1,4 +1,4 @@
-"""Lists what the code of each Hugging Face family does that no field of its configuration says.
+"""Lists the properties of each Hugging Face model family that are in its code but not in its configuration.
 
 The facts were read from the code of transformers 4.57.6 to 5.24.0: rotate_half, apply_rotary_pos_emb, complex products
 and the attention classes. This file imports only the standard library.
@@ -14,22 +14,24 @@ class Family(NamedTuple):
 
     Attributes:
         tested: whether the tests compare converted models with the library's own attention.
-        refused: why ``convert`` does not support it, even if a comparison passes. A text that follows the model_type.
-        interleaved: whether it pairs channels 2m and 2m + 1.
-        reversed: whether it rotates by the negative angle.
-        sliding_only: whether it rotates only in sliding-window layers.
+        refused: why ``convert`` does not support the family, even if a comparison passes. The text follows the
+            model_type in errors.
+        interleaved: whether its code pairs channels 2m and 2m + 1.
+        reversed: whether its code rotates by the negative angle.
+        sliding_only: whether only its sliding-window layers rotate.
         partial: whether its code reads partial_rotary_factor, or rotary_dim. With these fields, other families rotate
             whole heads in transformers 5, and fail in 4.57.
         base: the base of a family whose configuration does not contain it.
         alpha: whether its code reads alpha under the rope type "dynamic".
-        latent: whether it has multi-head latent attention. The first qk_nope_head_dim channels of a head do not rotate,
-            and the other qk_rope_head_dim channels do. Values have v_head_dim channels.
+        latent: whether the family has multi-head latent attention. The first qk_nope_head_dim channels of a head do not
+            rotate, and the other qk_rope_head_dim channels do. Values have v_head_dim channels.
         reorders: whether its attention pairs channels 2m and 2m + 1 if rope_interleave is set or missing, and moves
             them qk_rope_head_dim / 2 channels apart. A converted model gets q and k in the new order.
-        mrope: "sections" or "interleaved", the order in which pairs get a coordinate of the position. Other families
-            with mrope_section have other orders. The order of cohere_compass_text differs between 5.17 and 5.23.
-        packs: False: its forward makes masks without position_ids, so the stock model mixes up packed sequences.
-        not_batched: why continuous batching does not support it. A text that follows the model_type.
+        mrope: "sections" or "interleaved": how pairs are assigned to the coordinates of the position. Other families
+            with mrope_section assign pairs in other ways. The order of cohere_compass_text differs between 5.17 and
+            5.23.
+        packs: False if its forward makes masks without position_ids, so the stock model mixes up packed sequences.
+        not_batched: why continuous batching does not support the family. The text follows the model_type in errors.
         vllm: the vLLM architecture that rotates only through get_rope and is compared with ``convert``. Other
             architectures may rotate in a fused kernel, whose rotation cannot be turned off.
     """

@@ -1,6 +1,6 @@
 """Reads the rotary scheme of a Hugging Face model configuration, as steps that build it.
 
-Nothing here imports transformers: fields are read by attribute. ``rotary.build`` follows the steps.
+Nothing here imports transformers: fields are read by attribute. ``rotary.build`` makes the scheme from the steps.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def config_steps(config, layer_type: str | None = None, seqlen: int | None = Non
     steps = model_steps(config, layer_type, seqlen)
     model_type = getattr(config, "model_type", "") or ""
     params = _parameters(config, model_type, layer_type)
-    if family(model_type).reorders and getattr(config, "rope_interleave", True):  # before it reorders q and k
+    if family(model_type).reorders and getattr(config, "rope_interleave", True):  # of q and k before the reordering
         steps[0] = Step("rope", {**steps[0].arguments, "interleaved": True})
     if params and params.get("llama_4_scaling_beta"):
         length, beta = _training_length(params, config), params["llama_4_scaling_beta"]
@@ -77,8 +77,8 @@ def model_steps(config, layer_type: str | None = None, seqlen: int | None = None
     """Returns the steps that build the scheme for the attention of a transformers model.
 
     The model's own module scales queries by their positions (``llama_4_scaling_beta``), so no step scales them. The
-    modules of latent attention reorder interleaved channels before the attention function sees them, so their pairs are
-    halves. The other arguments are those of ``Rotary.from_hf_config``.
+    modules of latent attention reorder interleaved channels before the attention function sees them, so these channels
+    have half pairing in the scheme. The other arguments are those of ``Rotary.from_hf_config``.
 
     Args:
         chunked: False ignores ``dual_chunk_attention_config``.
@@ -237,7 +237,8 @@ def _parameters(config, model_type: str, layer_type: str | None) -> dict[str, An
 
 
 def _older_parameters_by_layer(config, model_type: str, scaling: dict[str, Any]) -> dict[str, Any]:
-    """Returns {layer type: parameters} of families that had two tables before rope_parameters had one dict per type."""
+    """Returns {layer type: parameters} for families whose configurations had two sets of fields before rope_parameters
+    had one dict per layer type."""
     if getattr(config, "rope_local_base_freq", None) is not None:  # gemma3, gemma3n
         return {"full_attention": scaling, "sliding_attention": {"rope_theta": config.rope_local_base_freq}}
     if getattr(config, "global_rope_theta", None) is not None:  # modernbert

@@ -26,7 +26,7 @@ class Lengths(NamedTuple):
     Attributes:
         train: the training length, in tokens.
         longest: the length of the longest text, in tokens.
-        window: in positions. None: half the training length.
+        window: the window of the scheme, in positions. None: half the training length.
         factor: the factor of Leaky ReRoPE. None: chosen so that the distance that scores see grows at most to halfway
             between the window and the training length.
     """
@@ -127,7 +127,7 @@ def apply_options(rotary: Rotary, options: Mapping[str, Any], scaled: bool = Tru
     """Returns the scheme after applying options. If no pair rotates, only options of the stage SCALE are applied.
 
     Args:
-        options: from ``Scheme.options``, or values that ``Option.read`` has returned.
+        options: a dict from ``Scheme.options``, or of values that ``Option.read`` has returned.
         scaled: False leaves out options of the stage SCALE, for layers that see a fixed number of keys.
     """
     for name, option in known_options().items():

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import TypeGuard, TypeVar, cast
 
-TILE = 128  # rows of the kernels' largest tile; chunks are whole tiles
+TILE = 128  # rows of the kernels' largest tile; a chunk is a whole number of tiles
 
 Method = TypeVar("Method", bound=Callable[..., object])
 

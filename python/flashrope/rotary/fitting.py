@@ -13,8 +13,8 @@ def self_extend_for(train_length: int, longest: int, window: int | None = None) 
     floor((longest - 1) / group) + window - window / group. The group is chosen so that this is less than train_length.
 
     Args:
-        train_length, longest: in tokens.
-        window: in positions; None: half the training length.
+        train_length, longest: the training length and the longest length to read, in tokens.
+        window: in positions. None: half the training length.
 
     Raises:
         ValueError: no divisor of the window is large enough to be the group.
@@ -36,8 +36,8 @@ def _farthest(longest: int, window: int, group: int) -> int:
 def dual_chunk_for(train_length: int) -> tuple[int, int]:
     """Returns (chunk_size, local_size) of ``Rotary.dual_chunk``.
 
-    chunk_size is the training length. local_size is chosen so that chunk_size - local_size is about three quarters of
-    it, as in the experiments of the DCA paper, and a multiple of 128.
+    chunk_size is the training length. local_size is chosen so that chunk_size - local_size is a multiple of 128 and
+    about three quarters of the training length, as in the experiments of the DCA paper.
 
     Raises:
         ValueError: the training length has no room for a chunk and a local part.

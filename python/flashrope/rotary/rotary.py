@@ -6,9 +6,9 @@ key position), and a scale on the query:
     score(i, j) = softmax_scale * t * logn(i) * (R(slope*i + offset) q_i) . (R(slope*j) k_j)   in the band that holds d
 
 R(p) rotates pair m by the angle p * inv_freq[m]. A pair with inv_freq[m] = 0 does not rotate. ``log_steps_scale``
-replaces logn(i) by another function. ``rotated_scale`` multiplies only what the table's channels contribute to the
-score. A band may rotate by mapped positions instead of i and j (``bands.Band``). Kernels get these numbers only and do
-not know the name of the scheme.
+replaces logn(i) by another function. ``rotated_scale`` multiplies only the part of the score that comes from the
+channels that form pairs. A band may rotate by mapped positions instead of i and j (``bands.Band``). Kernels get only
+these numbers. They do not know the name of the scheme.
 """
 
 from __future__ import annotations
@@ -86,10 +86,11 @@ class Rotary:
 
     Attributes:
         head_dim: channels per head.
-        frequencies: inv_freq as a tuple, radians per position, one per channel pair; 0: the pair does not rotate.
+        frequencies: inv_freq as a tuple, one number per channel pair, in radians per position. 0: the pair does not
+            rotate.
         interleaved: True pairs channels 2m and 2m + 1; False pairs m and m + rotary_dim / 2. Both count from
             first_channel.
-        bands: the bands over d >= 0, for causal attention; ``two_sided_bands`` adds their mirror images. Keys at
+        bands: the bands over d >= 0, for causal attention. ``two_sided_bands`` adds their mirror images. Keys at
             distances between two bands are not attended to.
         temperature: t of the formula.
         log_n_scale: (train_length, clip) or None. logn(i) is ln(i + 1) / ln(train_length), and at least 1 if clip.
@@ -99,7 +100,8 @@ class Rotary:
             to the scores.
         length_scale: None, or a length: scores of a sequence of n keys are scaled by max(1, 0.1 ln(n / length) + 1).
         first_channel: the first channel that belongs to a pair, even.
-        axis: for every pair, the axis of the position by whose coordinate it rotates; () for one-dimensional positions.
+        axis: for every pair, the number of an axis. The pair rotates by the coordinate on that axis. () for
+            one-dimensional positions.
         base, exponent_dim: inv_freq[m] was base ** (-2m / exponent_dim) before any change. base is None if the table
             was not of this form.
         scaled_by: the interpolation that has changed the table, or "". base, exponent_dim and scaled_by decide which
@@ -212,7 +214,7 @@ class Rotary:
     ) -> Rotary:
         """Builds RoPE (Su et al. 2021, eq. 15): inv_freq[m] = base ** (-2m / rotary_dim).
 
-        Use it for models that were trained with it, and as the start of a chain.
+        Use it for models that were trained with RoPE, and as the start of a chain of changes.
 
         Example:
             Rotary.rope(head_dim=128, base=500_000.0)  # Llama 3
@@ -222,11 +224,11 @@ class Rotary:
         Args:
             head_dim: channels per head, even.
             base: above 1; Hugging Face's rope_theta.
-            rotary_dim: number of channels that rotate, even; None: all from first_channel on. It is also the
-                denominator of the exponent, as in Hugging Face's partial rotary.
+            rotary_dim: number of channels that rotate, even. None: all channels from first_channel on. rotary_dim is
+                also the denominator of the exponent, as in Hugging Face's partial rotary.
             interleaved: True pairs channels 2m and 2m + 1 (GPT-J); False pairs m and m + rotary_dim / 2 (Llama).
             first_channel: the first channel that rotates, even. It is 512 for the keys of DeepSeek's latent attention,
-                whose 64 rotary channels come after 512 others.
+                whose 64 rotary channels come after 512 latent channels.
         """
         rotary_dim = checked_rotary_dim(head_dim, rotary_dim, first_channel)
         table = geometric_table(base, rotary_dim)
@@ -243,8 +245,8 @@ class Rotary:
     ) -> Rotary:
         """Builds HoPE (Chen et al. 2025, section 4): only RoPE's pairs with inv_freq >= 2 pi / train_length rotate.
 
-        Use it to train from scratch, or to continue the training of a RoPE model. For a model that is not trained
-        further, ``rectify`` or ``self_extend`` keep what it has learned.
+        Use HoPE to train from scratch, or to continue the training of a RoPE model. For a model that is not trained
+        further, use ``rectify`` or ``self_extend``, which keep what the model has learned.
 
         The first a pairs, which make a full turn within the training length, rotate. The other pairs carry no position.
         interleaved and compact choose between three layouts. In all three the denominator of the exponent is head_dim.
@@ -282,7 +284,7 @@ class Rotary:
     def p_rope(cls, head_dim: int, fraction: float, base: float = 10_000.0, interleaved: bool = False) -> Rotary:
         """Builds p-RoPE (Barbero et al. 2024, arXiv 2410.06205, section 6): the first fraction of RoPE's pairs rotates.
 
-        Like HoPE it rotates the fast pairs and leaves the slow pairs without position. HoPE cuts the table at the
+        Like HoPE, p-RoPE rotates the fast pairs and leaves the slow pairs without position. HoPE cuts the table at the
         frequency 2 pi / train_length, and p-RoPE after a fraction of the pairs. Hugging Face calls it "proportional".
         The global layers of Gemma 4 use it.
 
@@ -317,7 +319,7 @@ class Rotary:
             Rotary.from_inv_freq(torch.logspace(0, -3, 32), head_dim=64)
 
         Args:
-            inv_freq: tensor, array or list (pairs,), in radians per position; 0: the pair does not rotate. Must not
+            inv_freq: tensor, array or list (pairs,), in radians per position. 0: the pair does not rotate. Must not
                 require grad: the table is copied as constants, so no gradient would flow into it.
             head_dim: channels per head, at least 2 * pairs.
             interleaved: True pairs channels 2m and 2m + 1; False pairs m and m + pairs.
@@ -399,7 +401,7 @@ class Rotary:
 
         Args:
             head_dim: channels per head.
-            axes: the number of axes, which then have equally many pairs, or a list with an entry per axis. An entry is
+            axes: the number of axes, all with the same number of pairs, or a list with an entry per axis. An entry is
                 the axis's number of pairs (configurations often give channels, twice as many), or its table: inv_freq
                 of its pairs in radians per position. Default: the number of distinct axes in ``axis``, or 2 without it.
             base: above 1. If axes gives no table for an axis of n pairs, inv_freq of its pair m is base ** (-m / n).
@@ -416,7 +418,8 @@ class Rotary:
     def interpolate(self, factor: float) -> Rotary:
         """Applies position interpolation (Chen et al. 2023): every frequency is divided by factor, a positive number.
 
-        Models need some training with it. ``ntk`` and ``yarn`` keep the fast pairs and need less.
+        Models need some training with interpolated positions. ``ntk`` and ``yarn`` keep the fast pairs and need less
+        training.
 
         Example:
             Rotary.rope(128).interpolate(4.0)  # for a context four times as long
@@ -428,8 +431,8 @@ class Rotary:
     def ntk(self, factor: float, variant: str = "aware", exponent: float = 0.625) -> Rotary:
         """Applies NTK-aware interpolation, with s = factor, a positive number, and D the denominator of the exponent.
 
-        Use it on a trained model, without further training. It raises the loss a little at every length, see
-        docs/long_context.md.
+        Use it on a trained model, without further training. It raises the loss a little at every length
+        (docs/long_context.md).
 
         Example:
             Rotary.rope(128).ntk(4.0)  # for a context four times as long
@@ -457,13 +460,14 @@ class Rotary:
         """Applies YaRN (Peng et al. 2023, section 3.2).
 
         Use it if your server supports no other scheme, or if you can train a little on longer sequences. It raises the
-        loss a little at every length, see docs/long_context.md. ``ntk_by_parts`` is YaRN without the temperature.
+        loss a little at every length (docs/long_context.md). ``ntk_by_parts`` is YaRN without the temperature.
 
         Example:
             Rotary.rope(128).yarn(factor=4.0, train_length=8192)
 
         Pairs that make more than beta_fast turns over train_length keep their frequency. The frequency of pairs that
-        make fewer than beta_slow turns is divided by factor. A linear ramp over the pair index connects the two.
+        make fewer than beta_slow turns is divided by factor. Between these pairs, a linear ramp over the pair index
+        interpolates.
 
         Args:
             factor: the factor by which the context grows, a positive number.
@@ -585,8 +589,8 @@ class Rotary:
     def self_extend(self, window: int, group: int) -> Rotary:
         """Applies Self-Extend (Jin et al. 2024, section 3): grouped positions beyond a window, for trained models.
 
-        Like ``rectify`` it reads beyond the training length without training. Unlike ReRoPE's, its distances keep
-        growing, by one per group.
+        Like ``rectify``, it lets a model read beyond its training length without training. Unlike ReRoPE's distances,
+        the distances beyond the window keep growing, by one per group.
 
         Example:
             Rotary.rope(128).self_extend(window=2048, group=4)
@@ -597,7 +601,7 @@ class Rotary:
 
         Args:
             window: in positions, a multiple of group.
-            group: positions that share one rotation beyond the window.
+            group: the number of positions that share one rotation beyond the window.
         """
         check_self_extend(window, group)
         self._check_unbanded("self_extend")
@@ -608,7 +612,7 @@ class Rotary:
     def dual_chunk(self, chunk_size: int, local_size: int, length_scale: float | None = None) -> Rotary:
         """Applies dual chunk attention (An et al. 2024, arXiv 2402.17463; Qwen2.5-1M), for trained models.
 
-        Like ``rectify`` it reads beyond the training length without training.
+        Like ``rectify``, it lets a model read beyond its training length without training.
 
         Example:
             Rotary.rope(128).dual_chunk(chunk_size=8192, local_size=2048)
@@ -683,13 +687,13 @@ class Rotary:
         return dataclasses.replace(self, log_steps_scale=(floor_scale, attn_scale, first))
 
     def scale_rotated(self, factor: float) -> Rotary:
-        """Scales what the table's channels contribute to the scores. The other channels are not scaled.
+        """Scales the part of the scores that comes from the channels that form pairs. Other channels are not scaled.
 
         Example:
             Rotary.rope(128, rotary_dim=64).scale_rotated(1.2**2)  # Hugging Face's attention_factor of 1.2
 
-        Hugging Face multiplies cos and sin of q and k by attention_factor: factor is its square. If all channels are in
-        the table, factor is a temperature. It also applies to pairs of the table that do not rotate.
+        Hugging Face multiplies cos and sin of q and k by attention_factor. factor is the square of attention_factor. If
+        all channels form pairs, factor is a temperature. It also applies to pairs that do not rotate.
 
         Args:
             factor: a positive number.
@@ -784,4 +788,4 @@ def _unpickle(text: str) -> Rotary:
     return Rotary.from_text(text)
 
 
-torch.serialization.add_safe_globals([_unpickle])  # builds from plain text; for torch.load(weights_only=True)
+torch.serialization.add_safe_globals([_unpickle])  # for torch.load(weights_only=True); safe, as it only parses text

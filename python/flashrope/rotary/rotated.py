@@ -28,7 +28,7 @@ def one_rotation(rotary: Rotary, why: str) -> PositionMap:
 
 
 def _name(rotary: Rotary) -> str:
-    """Returns the name of the kind of scheme that has such bands."""
+    """Returns a name for the kind of scheme, judged by its bands."""
     if any(band.keys_rotated for band in rotary.bands):
         return "a scheme over rotated keys"
     if any(band.chunk for band in rotary.bands):
@@ -53,7 +53,8 @@ def rotation_scale(rotary: Rotary) -> float:
 def over_rotated_keys(rotary: Rotary) -> Rotary:
     """Returns the scheme for keys that ``flashrope.rotate`` has rotated: its bands rotate only the queries.
 
-    The keys already carry the square root of ``rotated_scale``. The queries are multiplied by the other square root.
+    The keys are already multiplied by the square root of ``rotated_scale``. The scheme multiplies the queries by it,
+    too.
 
     Raises:
         ValueError: queries or keys rotate in several ways.
