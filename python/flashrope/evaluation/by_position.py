@@ -1,8 +1,8 @@
-"""``flashrope loss --by-position``: the loss at every position of one pass over the longest length.
+"""Measures ``flashrope loss --by-position``: the loss at every position of one pass over the longest length.
 
 A window of n tokens gives n losses in one forward pass: at position i the model predicts token i + 1 from the i + 1
 tokens before it. Means over bins of positions show where a scheme begins to fail, for the cost of measuring one length.
-Schemes are compared window by window, so that hard passages count for both schemes.
+Two schemes are compared window by window, so that a hard passage affects both of them alike.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PIECE_OF_LOGITS = 1 << 25  # number of logits that are computed at a time
 class Losses(NamedTuple):
     """The losses of one scheme on one window.
 
-    how: "by position" (one pass), or "by length" (one pass for every bin).
+    how: how the window was measured: "by position" (in one pass) or "by length" (in one pass for every bin).
     bins: the mean loss of every bin of positions, in nats per token.
     """
 
@@ -54,8 +54,8 @@ class Run(NamedTuple):
 
     fingerprint: the fingerprint of the model as it was loaded.
     windows: int64 (windows, longest + 1), the tokens that the model reads, and the token after them.
-    base: the scheme with which the others are compared.
-    bin: the number of positions of a bin.
+    base: the scheme with which all other schemes are compared.
+    bin: the number of positions in a bin.
     axis: the figure's axis of positions, "linear" or "log".
     """
 
@@ -81,7 +81,7 @@ def position_losses(model, row: torch.Tensor, cache_dtype: str | None = None, ke
 
     row: int64 (longest + 1,), the tokens that the model reads and the token after them. The hidden states are computed
     in one pass. The model's own head computes logits from them in pieces, so memory does not grow with vocabulary x
-    length. kept: if given, the row is read in pieces, and the cache is cut to the kept tokens between them.
+    length. kept: if given, the row is read in pieces, and after each piece the cache is cut to the kept tokens.
     """
     from ..integrations.transformers.versions import CACHE, cache_of
 
@@ -98,8 +98,8 @@ def position_losses(model, row: torch.Tensor, cache_dtype: str | None = None, ke
 
 
 def losses_by_length(model, row: torch.Tensor, cache_dtype: str | None, bin: int) -> torch.Tensor:
-    """Returns the losses of ``position_losses`` for a scheme whose frequencies depend on the length. Makes one pass up
-    to the end of every bin, and takes only the losses in that bin."""
+    """Returns what ``position_losses`` returns, for a scheme whose frequencies depend on the length. It makes one pass
+    per bin, from the start to the end of the bin, and takes only the losses in the bin."""
     longest = len(row) - 1
     ends = range(bin, longest + bin, bin)
     parts = [position_losses(model, row[: min(end, longest) + 1], cache_dtype)[end - bin :] for end in ends]
@@ -224,7 +224,7 @@ def measure(run: Run, out: Path, facts: dict[str, str], overwrite: bool) -> list
 
 
 def found(journal: Journal, run: Run) -> list[Losses]:
-    """Returns the journal's rows of this run's schemes, in the order of the schemes."""
+    """Returns the journal's rows for the schemes of this run, in the order of the schemes."""
     order = {scheme.label: n for n, scheme in enumerate(run.schemes)}
     rows = [row for row in journal.rows if row["scheme"] in order]
     rows.sort(key=lambda row: (order[row["scheme"]], row["window"]))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 def seconds_by_length(read: Callable[[int], object], longest: int) -> Callable[[int], float]:
-    """Returns the estimated seconds of a pass over n tokens, a n + b n^2, for n up to ``longest``.
+    """Returns a function that estimates the seconds of a pass over n tokens as a n + b n^2, for n up to ``longest``.
 
     read: a function that makes a pass over n tokens. It is called three times, with at most an eighth of ``longest``.
     """

@@ -1,4 +1,4 @@
-"""``flashrope generate`` for a Hugging Face model: continues a text under the model's own scheme or another scheme.
+"""Runs ``flashrope generate`` for a Hugging Face model: continues a text under its own scheme or another scheme.
 
 The model is converted, so its cache holds raw keys, and any scheme can be chosen when the model is loaded. If
 ``convert`` does not support the model's family, the library's own attention is used, and no other scheme is possible.

@@ -40,7 +40,7 @@ class Journal:
         self._rewrite([wanted, *self.rows])
 
     def check_schemes(self, schemes: Iterable[Measured]) -> None:
-        """Checks that the rows of these schemes were measured with the options that they have now.
+        """Checks that the rows of these schemes were measured with the options that the schemes have now.
 
         Raises:
             BadInput: a scheme's options have changed since then. The message names the first such scheme.

@@ -1,5 +1,5 @@
 """``flashrope loss``: measures the loss of a Hugging Face model on the user's text by length of the context, under its
-own scheme and others.
+own scheme and other schemes.
 
 The text is cut into windows that do not overlap, each within one file. At length c the model reads c tokens, including
 the start token of its tokenizer, and predicts the token after each of them. The loss is the mean over the last N
@@ -62,11 +62,11 @@ class Row(NamedTuple):
 
     @property
     def interval(self) -> float:
-        """Returns half the width of the 95% interval of the mean over windows."""
+        """Returns half the width of the 95% interval of the mean loss over windows."""
         return half_interval(self.windows)
 
     def change_from(self, shortest: Row) -> tuple[float, ...]:
-        """Returns, for every window, by how much the loss differs from the shortest context's loss."""
+        """Returns, for every window, the loss minus the loss at the shortest context."""
         return tuple(a - b for a, b in zip(self.windows, shortest.windows, strict=False))
 
 
@@ -228,8 +228,8 @@ def of_length(
 ) -> torch.Tensor:
     """Returns int64 (windows, length + 1): the tokens that the model reads, and the token after them.
 
-    A row is the start tokens and the end of a window. ``repeated``: a shorter length. The row is then filled with
-    copies of the text that the model reads at that length.
+    A row is the start tokens and the end of a window. ``repeated``: None, or a shorter length. If it is given, the row
+    is filled with copies of the text that the model reads at that shorter length.
     """
     size = length - len(start) + 1
     rows = []
@@ -338,7 +338,8 @@ def _cell(values: Sequence[float]) -> str:
 
 def csv_text(rows: Sequence[Row]) -> str:
     """Returns CSV with a line per scheme, context and length. The column ``change`` is the mean over windows of the
-    difference from the shortest length. Its interval does not contain the differences between windows."""
+    difference from the shortest length. The interval of this mean is not widened by differences between windows that
+    are the same at both lengths."""
     columns = ["scheme", "context", "length", "loss", "interval_95", "change", "change_interval_95", "windows"]
     lines = []
     for row in rows:
@@ -353,9 +354,9 @@ def loss_figure(rows: Sequence[Row], train_length: int, model: str, unit: str = 
     """Draws the loss by length, and the mean over windows of its change against the scheme ``base``, by default the
     first scheme.
 
-    There is a column for the text, and a column for repeated context. Both panels show the intervals of the changes.
-    They are narrower than those of the losses, because the difficulty of a window is in both losses. At most as many
-    schemes are drawn as there are colours.
+    There is a column for the text, and a column for repeated context. Both panels show the 95% intervals of the
+    changes. The intervals of the changes are narrower than the intervals of the losses, because a hard window raises
+    both losses of a change. At most as many schemes are drawn as there are colours.
     """
     schemes = list(dict.fromkeys(row.scheme for row in rows))
     shown, first = schemes[: len(COLOURS)], base or schemes[0]

@@ -44,8 +44,8 @@ def load(name: str, device: torch.device, dtype: str | None = None):
     to 512 entries.
 
     Args:
-        name: a name or folder for transformers, which may hold a model that was saved after ``convert``; or a .gguf
-            file; or a .safetensors file of ``flashrope demo`` or the experiments.
+        name: one of three: a name or folder for transformers, where the folder may hold a model that was saved after
+            ``convert``; a .gguf file; a .safetensors file of ``flashrope demo`` or the experiments.
         dtype: the dtype of the weights, such as "float16". Default: bfloat16 on a GPU, float32 elsewhere.
 
     Raises:
@@ -170,7 +170,7 @@ def _errors_alone() -> Iterator[None]:
 def _tokens(name: str, config) -> Tokens:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    beside = Path(name).with_name("tokenizer.json")  # models of the experiments have one beside them
+    beside = Path(name).with_name("tokenizer.json")  # models of the experiments have a tokenizer beside them
     try:
         with _errors_alone():
             if gguf_file.is_gguf(name):
@@ -183,7 +183,7 @@ def _tokens(name: str, config) -> Tokens:
         # If a tokenizer's files are missing, transformers 5.0 returns a tokenizer without a vocabulary.
         reason = "it encodes different texts alike" if first == second else ""
     except Exception as error:  # if there is no tokenizer, transformers raises one of half a dozen exceptions
-        lines = [line for line in str(error).splitlines() if line.strip()]  # some begin with an empty line
+        lines = [line for line in str(error).splitlines() if line.strip()]  # some messages begin with an empty line
         reason = lines[0] if lines else type(error).__name__
     if not reason:
         start = _start(tokenizer)

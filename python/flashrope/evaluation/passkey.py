@@ -1,5 +1,5 @@
 """``flashrope passkey``: measures how often a Hugging Face model finds a number that is hidden in a text, by length and
-depth, under its own scheme and others.
+depth, under its own scheme and other schemes.
 
 A number counts as found if greedy decoding would write it, that is, if each of its tokens is the most likely token. It
 counts as chosen if it is the most likely of ten numbers. Both are measured with one pass over the prompt and a few
@@ -153,8 +153,8 @@ class Sizes(NamedTuple):
 
 
 def _measured(model, task: Haystack, schemes: Sequence[Measured], sizes: Sizes, journal: Journal) -> Iterator[Cell]:
-    """Yields all cells, including those of an earlier run. At lengths at which a scheme equals the model's own scheme,
-    it gets the model's cells."""
+    """Yields all cells, including the cells of an earlier run. At lengths at which a scheme equals the model's own
+    scheme, the cells of the own scheme are yielded for it, too."""
     done = {(row["scheme"], row["length"], row["depth"]): _cell(row) for row in journal.rows}
     base = next((scheme for scheme in schemes if scheme.name == "stock"), None)
 
@@ -241,8 +241,8 @@ def scores(
     """Reads prompts of equal length once, and then every candidate after them.
 
     candidates: the number of candidates. With 1, the prompt and the right answer are read in one pass, without the
-    model's own cache. A model whose frequencies depend on the length needs 1, because its cached keys would be rotated
-    for a shorter text.
+    model's own cache. A model whose frequencies depend on the length needs 1, because its cache would hold keys that
+    were rotated for a shorter text.
     kept: the tokens that stay in the cache while the prompt is read.
     """
     from ..integrations.transformers.versions import CACHE, cache_of
@@ -276,8 +276,8 @@ def scores(
 
 # ---- output
 def table(cells: Sequence[Cell]) -> str:
-    """Returns text columns: the numbers found by scheme and length, over all depths, with their 95% interval. The line
-    below it has the share of numbers that are the most likely of ten."""
+    """Returns text columns: the share of numbers found, by scheme and length, over all depths, with its 95% interval.
+    The line below each scheme has the share of numbers that are the most likely of ten."""
     lengths = sorted({cell.length for cell in cells})
     rows = [["length, tokens", *(f"{length:,}" for length in lengths)]]
     for scheme in dict.fromkeys(cell.scheme for cell in cells):
@@ -353,6 +353,6 @@ def passkey_figure(cells: Sequence[Cell], train_length: int, model: str, labels:
 
 def _mark_training_length(axes, lengths: Sequence[int], train_length: int) -> None:
     """Draws a dotted line after the last length that is within the training length. If all lengths are on one side of
-    it, the line is at an edge."""
+    the training length, the line is at an edge."""
     within = sum(length <= train_length for length in lengths)
     axes.axvline(within - 0.5, color="black", linewidth=1.2, linestyle=":", clip_on=False)

@@ -32,7 +32,8 @@ CANDIDATES = 10
 
 
 class Prompt(NamedTuple):
-    """ids: the tokens that the model reads. candidates: the tokens of ten answers, of which the first is right."""
+    """A prompt and its possible answers. ids: the tokens that the model reads. candidates: the tokens of ten answers,
+    of which the first is right."""
 
     ids: list[int]
     candidates: list[list[int]]
@@ -57,8 +58,8 @@ class Haystack(NamedTuple):
     def prompt(self, length: int, depth: float, draw: random.Random) -> Prompt:
         """Returns a prompt whose ids and right answer have exactly ``length`` tokens.
 
-        depth: where the number is hidden that the question asks for. 0: right after the instruction. 1: right before
-        the question. Other numbers are hidden at random places.
+        depth: where to hide the number that the question asks for. 0: right after the instruction. 1: right before the
+        question. All other numbers are hidden at random places.
 
         Raises:
             ValueError: ``length`` is too short for the numbers and the question.

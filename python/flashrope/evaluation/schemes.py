@@ -48,10 +48,10 @@ def applicable(
     all_converted: bool = False,
     sinks: int | None = None,
 ) -> tuple[list[Measured], dict[str, str]]:
-    """Returns the schemes that this model can run under, and {label: reason} for the others.
+    """Returns the schemes that this model can run under, and {label: reason} for the schemes that it cannot run under.
 
-    The model is unchanged afterwards. If it was converted before, "stock" is the scheme that it had, the other schemes
-    are applied on top of that scheme, and all schemes get full names. Equal schemes are listed once, under the first
+    The model is unchanged afterwards. If it was converted before, "stock" is the scheme that it had, every other scheme
+    is applied on top of that scheme, and all schemes get full names. Equal schemes are listed once, under the first
     name.
 
     Args:
@@ -85,7 +85,7 @@ def applicable(
 
 
 class _Search:
-    """Applies one scheme after another to a model, and records which of them it can run under."""
+    """Applies one scheme after another to a model, and records under which schemes the model can run."""
 
     def __init__(self, model, all_converted: bool):
         self.model, self.all_converted = model, all_converted
@@ -190,7 +190,7 @@ def settings(schemes: Sequence[Measured], skipped: dict[str, str]) -> dict[str, 
 
 
 def _check_streams(model) -> None:
-    """Checks that a model can read text in pieces, with a cache that is cut between them.
+    """Checks that a model can read text in pieces, with a cache that is cut between two pieces.
 
     Raises:
         ValueError: the model cannot be read in this way.
@@ -233,7 +233,8 @@ def _same_until(layers: tuple, own: tuple) -> int:
 def same_length(first: Rotary, second: Rotary) -> float:
     """Returns the number of tokens up to which two schemes give the same scores, or inf if they are the same.
 
-    Bands count up to the first distance at which they differ. log n that is at least 1 has no effect up to its length.
+    Schemes with different bands agree up to the first distance at which the bands differ. log n with a floor of 1 has
+    no effect up to its training length.
     """
     table = ("head_dim", "frequencies", "interleaved", "axis", "temperature", "rotated_scale", "length_scale")
     if any(getattr(first, name) != getattr(second, name) for name in (*table, "log_steps_scale")):

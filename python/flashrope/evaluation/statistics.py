@@ -9,8 +9,8 @@ import torch
 
 
 def half_interval(values: Sequence[float]) -> float:
-    """Returns half the width of the 95% interval of the mean of a normal variable, by Student's t. Returns nan for
-    fewer than two values."""
+    """Returns half the width of the 95% interval of the mean of a normal variable, by Student's t, or nan for fewer
+    than two values."""
     if len(values) < 2:
         return math.nan
     deviation = torch.tensor(values, dtype=torch.float64).std().item()

@@ -16,8 +16,8 @@ from ..cli.options import BadInput
 
 UNSEEN = 0.1  # share of the bytes that is unseen in training
 MIN_WINDOWS = 8  # fewest windows of the longest context in each part
-MAX_BYTES = 1 << 29  # of a text, which is held in memory
-SEPARATOR = b"\0"  # between files of the training part
+MAX_BYTES = 1 << 29  # the largest text in bytes; a text is held in memory
+SEPARATOR = b"\0"  # stands between two files of the training part
 
 # Folders that are not installed on every machine (tests, packages), or that hold tables.
 SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "encodings", "pydoc_data"}
@@ -94,7 +94,7 @@ def read_texts(paths: Sequence[str | os.PathLike]) -> dict[str, str]:
 
 
 def split_one(name: str, text: bytes, window: int) -> Corpus:
-    """Splits one text. The unseen part is its last tenth, or MIN_WINDOWS windows if these are more. Raises
+    """Splits one text. The unseen part is the last tenth of the text, or MIN_WINDOWS windows if they are longer. Raises
     TextError."""
     needed = MIN_WINDOWS * window
     if len(text) < 2 * needed:
@@ -108,9 +108,9 @@ def split_one(name: str, text: bytes, window: int) -> Corpus:
 
 
 def split_by_file(name: str, files: dict[str, bytes], window: int) -> Corpus:
-    """Splits a text by file. Files are added to the unseen part in the order of their names' SHA-256, until the part
-    has a tenth of the bytes and MIN_WINDOWS windows. A file that would make it larger than half of the text is skipped.
-    Raises TextError."""
+    """Splits a text by file. Files are added to the unseen part in the order of their names' SHA-256, until the unseen
+    part has a tenth of the bytes and MIN_WINDOWS windows. A file that would make the unseen part larger than half of
+    the text is skipped. Raises TextError."""
     total = sum(map(len, files.values()))
     unseen, size, windows = set(), 0, 0
     for file in sorted(files, key=lambda file: hashlib.sha256(file.encode()).digest()):

@@ -159,7 +159,8 @@ def next_commands(out: Path, known: bool) -> list[str]:
 def trained_text(trained: Sequence[Trained], comparable: bool) -> str:
     """Returns the loss at the end of each training, and the speeds if both trainings took long enough for a comparison.
 
-    comparable: whether other processes slow down both trainings alike. On a CPU they must run at the same time.
+    comparable: whether other processes slow down both trainings alike. On a CPU this needs trainings that run at the
+        same time.
     """
     timed = comparable and min(each.seconds for each in trained) >= TIMED
     return "; ".join(
@@ -213,7 +214,7 @@ def preset_name(args: argparse.Namespace, device: torch.device) -> str:
 
 
 def expected_time(args: argparse.Namespace, settings: Settings) -> str:
-    """Returns a text about how long the run takes, if that is known in advance."""
+    """Returns a text that says how long the run takes, if the time is known in advance."""
     name = preset_name(args, settings.device)
     changed = [field.name for field in dataclasses.fields(Preset) if hasattr(args, field.name)]
     if changed:

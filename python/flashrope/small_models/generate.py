@@ -1,7 +1,7 @@
 """``flashrope generate``: continues a text with a model trained by ``flashrope demo``, past its training length.
 
 One cache holds the raw keys of all blocks, so any scheme can be chosen when the model is loaded. Only the attention
-call depends on it. The text is streamed to stdout. Everything else is printed on stderr.
+call depends on the scheme. The text is streamed to stdout. Everything else is printed on stderr.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def guarded(command: Callable[[], int]) -> int:
-    """Runs the command and returns its exit code: 2 for BadInput, and 1 for weights that are not finite. Either is
-    printed as one line on stderr."""
+    """Runs the command and returns its exit code: 2 for BadInput, and 1 for weights that are not finite. Each of these
+    errors is printed as one line on stderr."""
     try:
         return command()
     except BadInput as error:
@@ -78,7 +78,7 @@ def guarded(command: Callable[[], int]) -> int:
 
 def _generate(settings: Settings, args: argparse.Namespace) -> int:
     capacity = _longest(args, settings.prompt)
-    dtype = torch.bfloat16 if settings.device.type == "cuda" else torch.float32  # what autocast passes to attention
+    dtype = torch.bfloat16 if settings.device.type == "cuda" else torch.float32  # autocast casts q, k and v to it
     try:
         options = dtype, settings.impl, args.cache_dtype
         decoder: Decoder | RollingDecoder
@@ -119,7 +119,8 @@ def stream(
 ) -> tuple[list[float], int]:
     """Writes the prompt and the text of the tokens to stdout as they come.
 
-    tokens: a function that yields the tokens. Its argument is a function that takes the number of tokens read.
+    tokens: a function that yields the tokens. It calls its argument with the number of tokens of each piece of the
+        prompt that it has read.
     decode: a function that returns the text that a token completes.
     rest: a function that returns the text after the last token.
     counts: the number of tokens of the prompt, and the number to generate.
@@ -383,8 +384,8 @@ def given_prompt(args: argparse.Namespace) -> bytes | None:
 
 def _unseen_piece(split: Path, length: int, seed: int) -> bytes:
     """Returns ``length`` bytes of an unseen file, if possible from the start of a line. The split next to the
-    checkpoint says which files are unseen. This works only for the standard library, because for other texts the split
-    records the files' names but not their folder."""
+    checkpoint says which files are unseen. It works only for the standard library, because for other texts the split
+    records the names of the files but not their folder."""
     try:
         record = json.loads(split.read_text())
         text, files = record["text"], record["unseen"]["files"]
@@ -456,8 +457,9 @@ def outcome(
 ) -> dict[str, str]:
     """Returns what was generated, and how fast.
 
-    prompt: its number of tokens. tokens: how many were asked for. times: when each generated token came. The first
-    ends the prefill. The second includes compiling kernels and building tables. ended: the model ended the text.
+    prompt: the number of tokens of the prompt. tokens: the number of tokens that were asked for. times: when each
+    generated token came. The first token ends the prefill. The time of the second token includes compiling kernels and
+    building tables. ended: whether the model ended the text.
     """
     if not times:
         return {"prompt": "interrupted during the prefill", "device": device}

@@ -134,8 +134,9 @@ class RollingDecoder:
     """A ``Decoder`` with a cache of fixed size: after every read, only the first and the last tokens stay, at
     consecutive positions.
 
-    keep: (first, last), the numbers of tokens that stay. longest: the most tokens of one read. batch: the number of
-    sequences that are read in parallel.
+    keep: (first, last), how many of the first and of the last tokens stay. longest: the largest number of tokens that
+        one ``read`` gets.
+    batch: the number of sequences that are read in parallel.
     """
 
     PAGE_SIZE = 16

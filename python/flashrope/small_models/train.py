@@ -38,8 +38,8 @@ class TrainConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Ranks:
-    """The processes that train one model together, in the default group of torch.distributed, and this process's
-    rank."""
+    """The number of processes that train one model together, in the default group of torch.distributed, and the rank of
+    this process."""
 
     rank: int = 0
     world: int = 1

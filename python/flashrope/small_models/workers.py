@@ -35,8 +35,8 @@ class Workers:
     ``devices``: one device for each process, such as cuda:0 and cuda:1. In a worker, "cuda" means its own GPU, and
     ``device()`` returns that GPU.
 
-    Only this process handles Ctrl-C. The workers ignore it. They end with the ``with`` block, or if this process dies
-    and their pipe closes.
+    Only this process handles Ctrl-C. The workers ignore it. They end with the ``with`` block, or when this process
+    dies, which closes their pipes.
     """
 
     def __init__(self, count: int, threads: int, devices: Sequence[torch.device] = ()):
