@@ -41,7 +41,7 @@ from ..rotary.rotary import Rotary
 
 __all__ = ["context_parallel_attention", "sequence_positions", "shard_sequence", "unshard_sequence"]
 
-# torch before 2.13 only has the second function.
+# torch before 2.13 has only all_gather_tensor_autograd.
 _all_gather = getattr(collectives, "all_gather_single_autograd", None) or collectives.all_gather_tensor_autograd
 
 Group = dist.ProcessGroup | DeviceMesh | None
@@ -67,8 +67,8 @@ def _strategies(packed: bool, kept: Kept, batch: int, heads_kv: int, specs) -> l
     specs: (DTensorSpec or None, its batch dimension, its heads dimension) of every tensor. DTensor shards along a
     mesh dimension only if some input is already sharded along it.
 
-    Strategies that would give ranks unequal parts are left out. They would separate query heads from their key heads,
-    or rows of rotated_k from their sequence.
+    Strategies that would give ranks unequal parts are left out, because unequal parts separate query heads from their
+    key heads, or rows of rotated_k from their sequence.
     """
     strategies = [_Strategy(*(Replicate(),) * 5)]
     if not packed and (not kept.rotated_k or batch % _shards((spec, dim) for spec, dim, _ in specs) == 0):
@@ -179,8 +179,8 @@ def context_parallel_attention(
     the full sequences for its share of the heads.
 
     If packed and causal, both chunks are computed in one call of ``attention_varlen``. For each sequence in a chunk,
-    the queries are its rows in that chunk, and the keys are all its keys up to the last of those rows. The rank
-    computes with no other keys.
+    the queries are the rows of the sequence in that chunk, and the keys are all keys of the sequence up to the last of
+    those rows. The rank computes with no other keys.
 
     Args:
         q: (batch, seqlen / n, heads_q, head_dim), this rank's part in the order of ``shard_sequence``. It has the same
@@ -190,10 +190,11 @@ def context_parallel_attention(
         rotary: any scheme that is not axial.
         group: the ranks that share a sequence: a process group, a one-dimensional DeviceMesh, or None for all ranks.
         causal, softmax_scale, impl, sinks, deterministic: as in ``attention``, the same on all ranks.
-        cu_seqlens_q, cu_seqlens_k: (sequences + 1,) int32, on q's device or on the CPU: the first rows of sequences in
-            the packed tokens of all ranks. They are the same on all ranks. They begin at 0 and end at n times the rows
-            of q and of k on this rank. Padding must be a separate sequence at the end. The host reads the values: on a
-            GPU every call therefore waits for the device. Inside ``torch.compile`` a packed call breaks the graph.
+        cu_seqlens_q, cu_seqlens_k: (sequences + 1,) int32, on q's device or on the CPU: the first row of every sequence
+            in the packed tokens of all ranks. They must be the same on all ranks. They begin at 0 and end at n times
+            the rows of q and of k on this rank. Padding must be a separate sequence at the end. The host reads the
+            values: on a GPU every call therefore waits for the device. Inside ``torch.compile`` a packed call breaks
+            the graph.
 
     Returns:
         This rank's part of out, like q but with the head_dim of v. The gradients of k and v are summed over the ranks,
@@ -227,7 +228,7 @@ def context_parallel_attention(
     k, v = (torch.cat(chunks, 1) for chunks in _gather_keys(k, v, group))
     outs = []
     for rows, chunk in zip(q.chunk(2, 1), _chunks_of(group), strict=True):
-        end = (chunk + 1) * rows.shape[1]  # keys up to the chunk's end: queries keep their global positions
+        end = (chunk + 1) * rows.shape[1]  # keys end where the chunk ends, so its queries keep their positions
         outs.append(attention(rows, k[:, :end], v[:, :end], **options))
     return torch.cat(outs, 1)
 
@@ -278,7 +279,8 @@ def _over_heads(q, k, v, options: dict, group: dist.ProcessGroup, lengths: _Leng
 
 
 def _rows_and_keys(lengths: _Lengths, chunks: Iterable[tuple[int, int]]) -> tuple[_Lengths, list[tuple[int, int]]]:
-    """Plans the packed call for the query rows in some chunks. chunks: (first row, row after the last one) of each.
+    """Plans the packed call for the query rows in some chunks. chunks: (first row, row after the last row) of each
+    chunk.
 
     Returns cu_seqlens of the call, and the ranges of packed keys that form its keys. A chunk's part of a sequence gets
     the keys that its last row sees. So its last row is aligned with its last key, as the causal mask requires.
@@ -291,7 +293,7 @@ def _rows_and_keys(lengths: _Lengths, chunks: Iterable[tuple[int, int]]) -> tupl
             rows = stop - max(lengths.q[sequence], first)
             if rows:
                 start_k, stop_k = lengths.k[sequence : sequence + 2]
-                end = max(stop_k - (lengths.q[sequence + 1] - stop), start_k)  # rows before the first key see none
+                end = max(stop_k - (lengths.q[sequence + 1] - stop), start_k)  # rows before the first key see no key
                 count_q.append(rows)
                 count_k.append(end - start_k)
                 ranges.append((start_k, end))
@@ -306,7 +308,8 @@ def _join(chunks: Sequence[torch.Tensor], ranges: Iterable[tuple[int, int]]) -> 
     for start, stop in _joined(ranges):
         for n in range(start // size, -(-stop // size)):
             parts.append(chunks[n][:, max(start - n * size, 0) : stop - n * size])
-    return torch.cat(parts or [chunks[0][:, :0]], 1)  # never without chunks: every rank must join their backward
+    # Even an empty result depends on the chunks, because every rank must join their backward.
+    return torch.cat(parts or [chunks[0][:, :0]], 1)
 
 
 def _joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -323,10 +326,11 @@ def _joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def shard_sequence(x: torch.Tensor, group: Group = None, dim: int = 1) -> torch.Tensor:
-    """Returns this rank's part of a sequence that all ranks hold: chunks r and 2n - 1 - r of 2n.
+    """Returns this rank's part of a sequence that all n ranks hold: chunks r and 2n - 1 - r of 2n chunks, for rank r.
 
-    Queries in early chunks see few keys, and queries in late chunks see many. With one chunk of each kind, all ranks
-    have the same work.
+    Use it for the inputs of a model that calls ``context_parallel_attention``. Queries in early chunks see few keys,
+    and queries in late chunks see many keys. Each rank gets one early and one late chunk, so all ranks have the same
+    work.
 
     Example:
         import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""Supports Megatron core with a layer specification whose self-attention calls flashrope.
+"""Supports Megatron core: makes a layer specification whose self-attention calls flashrope.
 
     spec = with_scheme(get_gpt_layer_local_spec(), Rotary.hope(head_dim, train_length=8192))
     model = GPTModel(config, spec, ..., position_embedding_type="none")
@@ -33,9 +33,9 @@ def with_scheme(spec: ModuleSpec, rotary: Rotary) -> ModuleSpec:
             ``Rotary.rope(head_dim)`` does, or with rotary_interleaved as ``Rotary.rope(head_dim, interleaved=True)``.
 
     Raises:
-        ValueError: the specification's attention is not Megatron's SelfAttention, as for multi-latent attention.
-            Building the model raises ValueError if the configuration needs a feature that flashrope does not support.
-            The model's first step raises ValueError if the model itself rotates q and k.
+        ValueError: the specification's attention is not Megatron's SelfAttention, for example because it is
+            multi-latent attention. Building the model raises ValueError if the configuration needs a feature that
+            flashrope does not support. The model's first step raises ValueError if the model itself rotates q and k.
     """
     spec = copy.deepcopy(spec)
     layer = getattr(spec.submodules, "self_attention", None)
@@ -97,7 +97,8 @@ class FusedAttention(DotProductAttention):
 
         Args:
             query, key, value: (seqlen, batch, heads, head_dim), or packed (total, heads, head_dim), not rotated.
-            attention_mask: not read. attn_mask_type, of the call or of the layer, says which keys a query sees.
+            attention_mask: not read. The attn_mask_type of the call, or else of the layer, says which keys a query
+                sees.
             packed_seq_params: must have the format "thd", without padded offsets.
 
         Returns:

@@ -17,7 +17,7 @@ from ..rotary.catalogue import known_options
 FIELD = "flashrope"
 DUAL_CHUNK = "dual_chunk"
 LOG_N_CLIP = "log_n_clip"  # an option that is switched on by False
-RAW_KEYS = "raw_keys"  # only in the field, for engines: the cache then holds raw keys under every scheme
+RAW_KEYS = "raw_keys"  # an option of the field for engines: their cache then holds raw keys under every scheme
 
 
 def training_length(config, name: str) -> int:
@@ -31,8 +31,7 @@ def training_length(config, name: str) -> int:
 
 def read_options(given: Mapping[str, Any], config, length=training_length) -> dict[str, Any]:
     """Checks options and returns the options that have an effect. window=0 has an effect. None, False and default
-    values have none. The exception is dual_chunk=False, which switches off a configuration's
-    dual_chunk_attention_config.
+    values have no effect, except dual_chunk=False, which switches off a configuration's dual_chunk_attention_config.
 
     Args:
         given: the options, by name. rotary is a Rotary, its text, or a dict with a Rotary or text per layer type.

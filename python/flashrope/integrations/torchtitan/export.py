@@ -42,7 +42,8 @@ def save_config(model, folder, **fields: Any) -> dict[str, Any]:
         The content of config.json.
 
     Raises:
-        ValueError: the model is of another family, has experts, lacks the override, or has layers that differ.
+        ValueError: the model is not llama3 or qwen3, has experts, lacks the override, or has layers with different
+            schemes.
     """
     found = config_of(model) | fields
     write(Path(folder, "config.json"), json.dumps(found, indent=2) + "\n")

@@ -31,8 +31,8 @@ from ..options import read_options, to_json
 class AnyAttention(Configurable.Config, metaclass=ABCMeta):
     """Matches the configuration of every class whose name ends in "Attention".
 
-    If the override matched only ``GQAttention.Config``, the attention of other models (MLA, Flux) would stay unchanged.
-    torchtitan would only warn that nothing was replaced.
+    If the override matched only ``GQAttention.Config``, the attention of other models (MLA, Flux) would stay unchanged,
+    and torchtitan would only warn that nothing was replaced.
     """
 
     @classmethod
@@ -126,7 +126,7 @@ class NoRotation(RoPE):
         original: RoPE.Config
 
     def __init__(self, config: Config):
-        super(RoPE, self).__init__()  # no table
+        super(RoPE, self).__init__()  # without making a table
         self.config = config
 
     def forward(
@@ -151,7 +151,7 @@ def read_scheme(given: Mapping[str, Any], attention) -> tuple[Rotary, dict[str, 
         TypeError, ValueError: an option is invalid. The message names it and says what was expected.
     """
     head_dim = head_dim_of(attention)
-    seqlen = attention.rope.max_seq_len  # torchtitan has set it to training.seq_len
+    seqlen = attention.rope.max_seq_len  # torchtitan has set max_seq_len to training.seq_len
     own = rotary_of(attention.rope, head_dim)
     options = _read(given, seqlen)
     for name in LENGTHS:
@@ -195,8 +195,8 @@ def _read(given: Mapping[str, Any], seqlen: int) -> dict[str, Any]:
 class InnerAttention(VarlenAttention):
     """Causal attention within documents.
 
-    It is a ``VarlenAttention``, because torchtitan chooses a model's masks by that class. It then gets the documents as
-    ``VarlenMetadata``.
+    It is a subclass of ``VarlenAttention``, because torchtitan chooses a model's masks by that class. So the module
+    gets the documents as ``VarlenMetadata``.
     """
 
     @dataclass(kw_only=True, slots=True)

@@ -1,6 +1,7 @@
 """The attention function and the mask function that transformers calls in converted models.
 
-A model asks for its masks once per forward pass and passes the answer to every layer. The answer is one of
+A model asks for its masks once per forward pass, and passes the result of ``describe_mask`` to every layer. The result
+is one of
 
     None             row r sees keys 0 to r: no cache yet, no padding on the left
     Packed           several sequences in every row of the batch, known from position_ids; no cache
@@ -34,7 +35,7 @@ from .schemes import attending_layers
 from .shared_layers import ROWS
 from .versions import CACHE, CACHES_WITHOUT_GRADIENTS
 
-# Arguments of an attention function that this one cannot serve.
+# Arguments of attention functions that ``attention_forward`` does not support, and the reason for each.
 UNSUPPORTED = {
     "softcap": "caps its scores",
     "position_bias": "adds a bias to its scores",
@@ -49,9 +50,11 @@ def attention_forward(
 ) -> tuple[torch.Tensor, None]:
     """Computes the attention of one layer, with the signature of transformers' attention functions.
 
-    query: raw, (batch, heads_q, seqlen_q, head_dim). key, value: raw, (batch, heads_kv, seqlen_k, head_dim), which the
-    library's cache returns; rows of bytes from a ``CodesCache``. attention_mask: what ``describe_mask`` returned.
-    s_aux: attention sinks, (heads_q,). kwargs: with ``Coordinates``, where positions have several numbers.
+    query: raw, (batch, heads_q, seqlen_q, head_dim). key, value: raw, (batch, heads_kv, seqlen_k, head_dim), as the
+    library's cache returns them. A ``CodesCache`` returns rows of bytes instead. attention_mask: what ``describe_mask``
+    returned.
+    s_aux: attention sinks, (heads_q,). kwargs: other arguments of the layer. They hold ``Coordinates`` if a position
+        has several coordinates.
     """
     scheme = scheme_of(module)
     paged = BATCH in kwargs
@@ -69,7 +72,7 @@ def attention_forward(
     if paged:
         return attend_paged(module, query, key, value, options, kwargs), None
     head_dim, width = query.shape[-1], value.shape[-1]
-    if head_dim % 8:  # the kernels have tiles of multiples of 8 channels
+    if head_dim % 8:  # the kernels need a multiple of 8 channels
         query, key = (torch.nn.functional.pad(x, (0, -head_dim % 8)) for x in (query, key))
         options["softmax_scale"] = head_dim**-0.5 if scaling is None else scaling
     if holds_codes(value):
@@ -82,7 +85,7 @@ def attention_forward(
 
 def _attend(scheme, query, key, value, attention_mask, options: dict, kwargs) -> torch.Tensor:
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    seqlen, places = kwargs.get(ROWS, q.shape[1]), _places(scheme.rotary, kwargs)  # of all rows, dropped ones too
+    seqlen, places = kwargs.get(ROWS, q.shape[1]), _places(scheme.rotary, kwargs)  # including dropped rows
     cu_seqlens_q = kwargs.get("cu_seq_lens_q")
     if cu_seqlens_q is not None and cu_seqlens_q.shape[0] > 2 and not isinstance(attention_mask, Packed):
         raise ValueError(
@@ -121,7 +124,7 @@ def _attend(scheme, query, key, value, attention_mask, options: dict, kwargs) ->
 
 
 def _reads_cache(query, key, attention_mask) -> bool:
-    """Whether ``_attend`` reads keys and values in place, without gradients and padded channels."""
+    """Whether keys and values can be read in place, because nothing needs gradients or padded channels."""
     masked = attention_mask is not None and not isinstance(attention_mask, Packed) and attention_mask.shape[0] != 0
     return (
         masked
@@ -131,7 +134,7 @@ def _reads_cache(query, key, attention_mask) -> bool:
 
 
 def _attend_latents(module, scheme, query, rows, latents, attention_mask, options: dict) -> torch.Tensor:
-    """Computes the attention of one layer over rows of latents, see ``LatentCache``.
+    """Computes the attention of one layer over rows of latents (see ``LatentCache``).
 
     query: (batch, heads, seqlen_q, head_dim). rows, latents: (batch, 1, seqlen_k, ...).
     """
@@ -182,8 +185,8 @@ def _attend_varlen(q, k, v, rotary, starts_q, starts_k, longest: int, options: d
 def _attend_with_gradients(q, k, v, rotary, first, end, options: dict) -> torch.Tensor:
     """Attends to the keys [first, end) of every sequence with gradients, which attention_with_cache does not have.
 
-    The sequences are packed. Without a cache, the left padding of each becomes a sequence of keys without queries. With
-    one, the keys are selected.
+    The sequences are packed. Without a cache, the left padding of each sequence becomes a sequence of its own, with
+    keys but no queries. With a cache, the visible keys are selected.
     """
     (batch, seqlen_q), seqlen_k = q.shape[:2], k.shape[1]
     rows = torch.arange(0, batch * seqlen_q + 1, seqlen_q, dtype=torch.int32, device=q.device)
@@ -199,7 +202,7 @@ def _attend_with_gradients(q, k, v, rotary, first, end, options: dict) -> torch.
 
 
 def _places(rotary: Rotary, kwargs) -> Coordinates | None:
-    """Returns the coordinates of the tokens, for a layer that rotates by them."""
+    """Returns the coordinates of the tokens if the layer rotates by coordinates, else None."""
     if not rotary.axis:
         return None
     if kwargs.get(COORDINATES) is None:
@@ -279,8 +282,8 @@ def _describe(batch_size, q_length, q_offset, kv_offset, mask_function, attentio
 def _describe_traced(
     batch_size, q_length, q_offset, kv_offset, mask_function, attention_mask, device, uncached: bool
 ) -> Packed | torch.Tensor:
-    """Does what ``_describe`` does, inside a graph. It reads no values and only asserts them. It cannot look into
-    closures, but it can ask the mask function which keys next to the diagonal a row sees."""
+    """Does what ``_describe`` does, inside a graph. A graph cannot branch on values, so it only asserts them. It
+    cannot look into closures either, but it can ask the mask function which keys next to the diagonal a row sees."""
     if mask_function is not causal_mask_function:
         row = torch.arange(q_length - 1, device=device)
         batch = torch.arange(batch_size, device=device)[:, None]
@@ -305,9 +308,10 @@ def _ranges(batch_size, q_length, q_offset, kv_offset, first, device) -> torch.T
 
 
 def _sequence_of(mask_function) -> torch.Tensor | None:
-    """Returns the sequence number of every token in a packed causal mask, or None; refuses masks that are not causal.
+    """Returns the sequence number of every token in a packed causal mask, or None without packing. Raises for other
+    masks.
 
-    transformers composes a mask function of closures, which only their names tell apart.
+    transformers composes a mask function of closures, which can be told apart only by their names.
     """
     causal, sequence = _parts(mask_function)
     if not causal:
@@ -328,7 +332,7 @@ def _parts(function) -> tuple[bool, torch.Tensor | None]:
         return any(causal for causal, _ in parts), next(
             (sequence for _, sequence in parts if sequence is not None), None
         )
-    if name == "sliding_window_overlay":  # the layer has its window
+    if name == "sliding_window_overlay":  # the layer knows its window
         return False, None
     if name == "packed_sequence_mask_function":
         return False, closed["packed_sequence_mask"].cell_contents
@@ -362,7 +366,8 @@ def _packed_traced(new: torch.Tensor) -> Packed:
 
 
 def _first_key(attention_mask: torch.Tensor, q_length: int, q_offset) -> torch.Tensor:
-    """Returns the length of the left padding, (batch,) int32. Padding on the right is computed too, and not used."""
+    """Returns the length of the left padding, (batch,) int32. Rows of padding on the right are computed, too, but their
+    results are not used."""
     if attention_mask.ndim != 2:
         raise ValueError(
             f"attention_mask: expected (batch, keys) of zeros and ones, got shape {tuple(attention_mask.shape)}"
@@ -392,18 +397,18 @@ def _first_key(attention_mask: torch.Tensor, q_length: int, q_offset) -> torch.T
 
 
 def check_positions(module, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Checks that position_ids are what the kernels count: the token's slot in the cache, with or without its left
-    padding.
+    """Checks that position_ids are the positions that the kernels count: the slot of each token in the cache, either
+    including or excluding the left padding.
 
     Args:
         given: the arguments of the decoder's forward, from ``arguments_of``.
 
     Returns:
-        Arguments to add to them. A compiled graph cannot test whether position_ids restart. If none are given, the
-        forward makes position_ids that do not restart, and the added mask says so.
+        Arguments to add to ``given``. A compiled graph cannot test whether position_ids restart. If no position_ids are
+        given, the forward makes position_ids that do not restart, and an added mask says that they do not.
 
     Raises:
-        ValueError: position_ids has other positions. The message names one, its row and its column.
+        ValueError: position_ids has other positions. The message names one of them with its row and column.
     """
     positions = given.get("position_ids")
     if positions is None:

@@ -1,14 +1,15 @@
 """transformers' caches under converted models: who filled them, the coordinates of their tokens, and quantized ones.
 
-Raw keys under one scheme are not valid under another, or for the stock model. So a cache is marked with the conversion
-from its first call on. Reading the mark costs no device synchronisation.
+Keys and values that were computed under one scheme are not valid under another scheme or for the stock model. So a
+cache is marked with the conversion from its first call on. Reading the mark costs no device synchronisation.
 
 Coordinates are for models whose tokens have a time, a row and a column (M-RoPE). Raw keys have no position. So the
 decoder's hook takes the coordinates of the new tokens from ``position_ids``, appends them to the coordinates that the
-cache carries, and passes both to the layers. After the forward the cache carries all of them. They follow the cache: a
-crop leaves fewer keys, and the next call reads only the coordinates of the remaining keys. A reorder, a repeat or a
-selection of sequences moves them with the rows of the cache (``follow_caches``). A copy of the cache has them, too. The
-layers of a step share one table of their cos and sin, 8 bytes per key and channel, which is freed after the step.
+cache carries, and passes both to the layers. After the forward the cache carries the coordinates of all tokens. The
+coordinates follow the cache. A crop leaves fewer keys, and the next call reads only the coordinates of the remaining
+keys. Reordering, repeating or selecting sequences moves the coordinates with the rows of the cache (``follow_caches``).
+A copy of the cache has the coordinates, too. The layers of a step share one table of cos and sin, of 8 bytes per key
+and channel, which is freed after the step.
 
 A layer of ``CodesCache`` keeps rows of bytes: the quantized values of a key or value (backends/quantized.py), then the
 four bytes of their scale. So whatever transformers does with rows (cropping, selecting sequences, offloading) moves a
@@ -38,14 +39,14 @@ from .versions import CACHE, cache_of
 
 # ---- which conversion filled a cache
 
-MARK = "_flashrope"  # attribute of a cache, and copied with it
+MARK = "_flashrope"  # attribute of a cache, which is copied with the cache
 
 
 def accept_cache(model, cache):
     """Tells a model to trust a cache whose origin is not known, such as one that was read from a file. Returns cache.
 
-    The caller answers for its contents: raw keys of the same scheme and weights for a converted model, the library's
-    rotated keys for a stock one.
+    Use it if the cache holds what the model would have written: for a converted model, raw keys computed with the same
+    scheme and weights; for a stock model, keys that the library rotated. Nothing checks this.
 
     Example:
         from transformers import AutoModelForCausalLM, DynamicCache
@@ -63,7 +64,7 @@ def accept_cache(model, cache):
 
 
 def check_cache(decoder, given: Mapping[str, Any]) -> None:
-    """Marks an empty cache, and refuses one that was filled by another model or before ``convert`` or ``revert``.
+    """Marks an empty cache. Refuses a cache that was filled by another model, or before ``convert`` or ``revert``.
 
     Args:
         given: the arguments of the decoder's forward, from ``arguments_of``.
@@ -78,7 +79,7 @@ def check_cache(decoder, given: Mapping[str, Any]) -> None:
     mark = _mark_of(decoder)
     if not isinstance(cache, Cache):
         if mark is None:
-            return  # for the stock model to judge
+            return  # the stock model decides whether it accepts this cache
         raise TypeError(f"{CACHE}: expected a Cache of transformers, got {type(cache).__name__}")
     if (
         getattr(cache, MARK, None) == mark or torch.compiler.is_exporting()
@@ -92,8 +93,8 @@ def check_cache(decoder, given: Mapping[str, Any]) -> None:
 
 
 def mark_returned(decoder, args, kwargs, output) -> None:
-    """Marks the cache that a call without one has made, and stores the coordinates of the tokens in it. The decoder's
-    forward hook."""
+    """Marks the cache that a call without a cache has made, and stores the coordinates of the tokens in it. It is the
+    decoder's forward hook."""
     cache = cache_of(output)
     if cache is None and isinstance(output, tuple):
         cache = next((each for each in output if isinstance(each, Cache)), None)
@@ -110,7 +111,7 @@ def _mark_of(decoder) -> str | None:
 
 def _check_unfilled(cache: Cache, mark: str | None) -> None:
     layers = getattr(cache, "layers", None)
-    # linear attention's layers do not say
+    # layers of linear attention do not have is_initialized
     if layers is not None and not any(getattr(layer, "is_initialized", True) for layer in layers):
         return
     length = cache.get_seq_length()
@@ -136,8 +137,8 @@ class Coordinates:
 
     Attributes:
         queries: (batch, seqlen_q, axes) float32, for the new tokens.
-        keys: (batch, slots, axes) float32, for cached and new tokens. Slots without a token hold anything.
-        plans: the plans that the layers of this call share, by what layers may differ in.
+        keys: (batch, slots, axes) float32, for cached and new tokens. Slots without a token hold arbitrary numbers.
+        plans: the plans that the layers of this call share, by the properties in which layers may differ.
     """
 
     def __init__(self, queries: torch.Tensor, keys: torch.Tensor):
@@ -148,7 +149,7 @@ class Coordinates:
         """Returns the coordinates of all ``count`` slots of a cache, (batch, count, axes).
 
         Raises:
-            ValueError: the cache has another number of slots.
+            ValueError: the cache does not have ``count`` slots.
         """
         if count != self.keys.shape[1]:
             raise ValueError(
@@ -163,7 +164,8 @@ class Coordinates:
         Args:
             q: (batch, seqlen_q, heads_q, head_dim).
             layer: k and v (batch, slots, heads_kv, head_dim), with scales if they are quantized.
-            end, first: (batch,) int32, the slots of every sequence. first may be None.
+            end, first: (batch,) int32: tokens of a sequence are in the slots first to end - 1. first may be None, for
+                0.
             softmax_scale, sinks: as in ``attention_with_cache``.
 
         Raises:
@@ -228,7 +230,7 @@ def _read(position_ids, x, start, axes: int) -> torch.Tensor:
 
 
 def _with_cached(cache: Cache, queries: torch.Tensor, length) -> torch.Tensor:
-    """Returns the coordinates of the ``length`` tokens of a cache, followed by the coordinates of the new ones."""
+    """Returns the coordinates of the ``length`` tokens of a cache, followed by the coordinates of the new tokens."""
     cached, seqlen = getattr(cache, COORDINATES, None), queries.shape[1]
     layer = next((each for each in getattr(cache, "layers", ()) if hasattr(each, "max_cache_len")), None)
     if layer is not None:  # a static cache: only the device knows its length
@@ -297,9 +299,9 @@ SCALE_BYTES = 4
 class CodesCache(Cache):
     """Holds quantized keys and values, which a converted model reads in place.
 
-    Use it where memory limits the length or the batch. docs/quantized/README.md has what int8 and int4 cost. Pass it as
-    the model's cache: ``past_key_values``, or ``cache`` from transformers 5.24 on. All layers keep all tokens, also the
-    layers with a sliding window.
+    Use it where memory limits the length or the batch. docs/quantized/README.md shows how much int8 and int4 change the
+    loss. Pass it as the model's cache: ``past_key_values``, or ``cache`` from transformers 5.24 on. All layers keep all
+    tokens, even layers with a sliding window.
 
     Example:
         from transformers import AutoModelForCausalLM
@@ -310,12 +312,12 @@ class CodesCache(Cache):
         text = model.generate(prompt, past_key_values=CodesCache(model.config, "int8"), max_new_tokens=4)
 
     Args:
-        config: the model's.
+        config: the configuration of the model.
         cache_dtype: "int8" or "int4".
 
     Raises:
-        ValueError: another cache_dtype is given, or the model has a head_dim that is above 256 or not a multiple of
-            8, latent attention, or layers without attention.
+        ValueError: cache_dtype is invalid, or the model is not supported: it has a head_dim that is above 256 or not a
+            multiple of 8, latent attention, or layers without attention.
     """
 
     def __init__(self, config, cache_dtype: str):
@@ -366,7 +368,7 @@ def _head_dims(config) -> set[int]:
 
 
 class CodesLayer(DynamicLayer):
-    """The keys and values of a layer, (batch, heads_kv, seqlen, bytes of the codes and the scale)."""
+    """Holds the keys and values of a layer as bytes: (batch, heads_kv, seqlen, bytes of the codes and the scale)."""
 
     def __init__(self, code_dtype: torch.dtype):
         super().__init__()
@@ -385,5 +387,5 @@ def holds_codes(rows: torch.Tensor) -> bool:
 
 
 def split_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (codes, scales) of a layer's keys or values, views."""
+    """Returns (codes, scales) of a layer's keys or values, as views."""
     return rows[..., :-SCALE_BYTES], rows.view(torch.float32)[..., -1]

@@ -1,7 +1,7 @@
 """Runs converted models under transformers' continuous batching (``generate_batch``), from version 5.19 on.
 
 transformers packs the new tokens of all requests in one row and keeps keys and values in pages. Layers that see all
-keys read those pages in place. Sliding layers have a ring of slots instead, from which transformers gathers the keys.
+keys read the pages in place. Sliding layers have a ring of slots instead, from which transformers gathers the keys.
 transformers gives all layers the head_dim and the number of key heads of the configuration. For a converted model whose
 layers differ in them (Gemma 4), the pages of each layer type get the widths of that type. Layers that share the keys of
 an earlier layer (Gemma 4, Gemma 3n) read that layer's pages and have none of their own. Versions before 5.19 pass other
@@ -156,7 +156,7 @@ def conversion_of(model) -> Any:
 
 
 def _check(model, config) -> None:
-    """Checks, before any request is taken, that the model and the configuration are supported.
+    """Checks that the model and the configuration are supported. It is called before any request is accepted.
 
     Raises:
         ValueError: the model or the configuration is not supported. The message names the argument and says what was

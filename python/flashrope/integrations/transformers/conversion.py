@@ -40,27 +40,28 @@ def convert(model, rotary: Rotary | dict[str, Rotary] | None = None, *, untested
     that was filled before ``convert`` or ``revert`` raises an error.
 
     Every call describes the whole scheme: its options replace the options of an earlier call. Without options, the
-    options in the configuration are used. They come from an earlier ``convert`` (then there is a warning), or from the
-    folder from which the model was loaded. To get the model's own scheme, call ``revert(model)`` first.
+    options in the configuration are used. The options come from an earlier ``convert``, which gives a warning, or from
+    the folder from which the model was loaded. To get the model's own scheme, call ``revert(model)`` first.
 
     Args:
         model: a transformers model of a type in ``FAMILIES``, or a module that holds one (PEFT, DDP).
         rotary: a scheme to use instead of the model's own in all layers that rotate. A dict {layer type: Rotary} if the
             layers differ.
         untested: also accept a model type that is not in ``FAMILIES``, if the converted model has the outputs of the
-            stock model. They are compared on random tokens, with and without a cache and padding on the left. The tests
-            of types in ``FAMILIES`` cover more.
+            stock model. The outputs are compared on random tokens, with and without a cache and padding on the left.
+            The tests of types in ``FAMILIES`` cover more.
         ntk: the factor of ``Rotary.ntk``.
         yarn: (factor, train_length) of ``Rotary.yarn``. Cannot be combined with ntk.
         hope_train_length: HoPE: pairs that make less than one turn over this number of tokens do not rotate.
-        cope: CoPE with this training length (``Rotary.cope``): pairs that make less than one turn over it rotate less.
+        cope: CoPE with this training length (``Rotary.cope``): pairs that make less than one turn over this length
+            rotate more slowly.
             True: the model's training length. A dict gives the arguments of ``Rotary.cope``, for example
             {"pairs": 10, "taper": False}. Cannot be combined with hope_train_length.
         window: ReRoPE with this window, in positions. A quarter to a half of the training length was best in its
             author's ablation. A window of 0, or of the training length or more, gives a warning.
         factor: Leaky ReRoPE, together with window: distances grow by 1 / factor beyond the window.
-        p_rope: the fraction of the pairs that rotates, the fast pairs (``Rotary.p_rope``). Cannot be combined with
-            hope_train_length or cope.
+        p_rope: the fraction of the pairs that rotates, counted from the fastest pair (``Rotary.p_rope``). Cannot be
+            combined with hope_train_length or cope.
         string: (start, window) of ``Rotary.string``: a distance d >= start becomes d - start + window. Cannot be
             combined with window.
         self_extend: (window, group) of ``Rotary.self_extend``: grouped positions beyond the window. Cannot be combined
@@ -178,11 +179,12 @@ def register_auto_classes(*model_types: str) -> None:
         register_auto_classes("llama", "qwen3")  # before AutoModelForCausalLM.from_pretrained(...)
 
     Models without options stay stock models, and other classes (``LlamaForCausalLM.from_pretrained``) are not affected.
-    The registration lasts for this process. It uses ``register`` of the auto classes. ``revert`` gives such a model the
-    attention that transformers prefers, and ignores the attn_implementation with which it was loaded.
+    The registration lasts for this process. It uses ``register`` of the auto classes. ``revert`` gives a model that was
+    loaded in this way the attention that transformers prefers, and ignores the attn_implementation with which it was
+    loaded.
 
     Args:
-        model_types: names from ``FAMILIES``. Without any, all of them are registered, which imports their modules.
+        model_types: names from ``FAMILIES``. Without names, all families are registered, which imports their modules.
 
     Raises:
         ValueError: a model type is not in ``FAMILIES``, or this version of transformers (5.17) ignores the registration

@@ -1,15 +1,16 @@
 """Caches of one tensor per layer, for layers whose values are channels of their keys.
 
 ``SharedKeysCache`` serves Gemma 4's layers with one projection: k = k_norm(p) and v = v_norm(p), where v_norm has no
-weight. So k is v times the weight of k_norm, channel by channel. The cache holds v, and the kernels multiply keys.
+weight. So k is v times the weight of k_norm, channel by channel. The cache holds only v, and the kernels compute k by
+multiplying v with the weight.
 
-``LatentCache`` serves latent attention. A row holds a latent, then the rotary channels that all heads share, before
-their rotation. If a call has few new tokens, latents are not expanded to keys and values. Instead, the projection of
-latents to keys is applied to the queries (absorbed), and the projection of latents to values is applied to the output.
-All heads then read the rows as keys, and the latents in them as values.
+``LatentCache`` serves latent attention. A row of this cache holds a latent, followed by the rotary channels that all
+heads share, not yet rotated. If a call has few new tokens, latents are not expanded to keys and values. Instead, the
+projection of latents to keys is applied to the queries (absorbed), and the projection of latents to values is applied
+to the output. All heads then read the rows as keys, and the latents in them as values.
 
 A layer stores its tensor as keys, and a tensor without channels as values. So the operations of transformers on rows
-(cropping, selecting sequences, copying) work as for other caches.
+(cropping, selecting sequences, copying) work as they do for other caches.
 """
 
 from __future__ import annotations
@@ -66,10 +67,10 @@ class _OneTensor(DynamicLayer):
 class SharedKeysCache(_CacheOfConverted):
     """Holds one tensor for each layer of Gemma 4 whose keys and values come from one projection.
 
-    Use it if memory limits the length or the batch. Layers with one projection see all tokens, and here take half the
-    bytes that they take in a ``DynamicCache``. All other layers are as in a ``DynamicCache``. Keys are computed as
-    cached values times the weight of k_norm. In float16 and bfloat16, keys are therefore rounded once more than the
-    model's own keys. Not run on a GPU.
+    Use it if memory limits the length or the batch. Layers with one projection see all tokens. In this cache they take
+    half the bytes that they take in a ``DynamicCache``. All other layers are stored as in a ``DynamicCache``. Keys are
+    computed as cached values times the weight of k_norm. In float16 and bfloat16, keys are therefore rounded once more
+    than the model's own keys. Not run on a GPU.
 
     Example:
         from transformers import AutoModelForCausalLM
@@ -113,7 +114,8 @@ class _SharedKeys(_OneTensor):
 
 
 def holds_unweighted(value: torch.Tensor) -> bool:
-    """Whether the values that a layer passes to the attention function are to be multiplied to get its keys."""
+    """Whether the layer's keys are these values times the weight of k_norm. value: the values that the layer passes to
+    the attention function."""
     return hasattr(value, UNWEIGHTED)
 
 
@@ -130,9 +132,9 @@ class LatentCache(_CacheOfConverted):
     """Holds the latents of a model with latent attention, which a converted model reads without expanding them.
 
     Use it for decoding. With transformers' own caches, every step computes the keys and values of all heads for all
-    cached tokens. With this cache it does not. Latents are still expanded in prefills, in calls with gradients or with
-    more than 128 new tokens, if a projection is not a plain linear layer, and on devices whose kernels do not support
-    keys of this head_dim.
+    cached tokens. With this cache, a step reads the latents directly. Latents are still expanded in prefills, in calls
+    with gradients or with more than 128 new tokens, if a projection is not a plain linear layer, and on devices whose
+    kernels do not support keys of this head_dim.
 
     Example:
         from transformers import AutoModelForCausalLM
@@ -208,8 +210,8 @@ def holds_latents(module, value: torch.Tensor) -> bool:
 
 
 def absorb(module, query: torch.Tensor) -> torch.Tensor:
-    """Returns queries whose products with rows are the scores, (batch, heads, seqlen, rank + rotary channels). The
-    projection of latents to keys is applied to them."""
+    """Returns queries whose products with rows are the scores, (batch, heads, seqlen, rank + rotary channels). They are
+    the queries after the projection of latents to keys was applied to them."""
     nope, (keys, _) = module.qk_nope_head_dim, _projections(module)
     latent = torch.einsum("bhnd,hdr->bhnr", query[..., :nope], keys.to(query.dtype))
     return torch.cat((latent, query[..., nope:]), dim=-1)

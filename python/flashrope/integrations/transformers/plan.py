@@ -27,7 +27,7 @@ from .versions import VERSION, check_version
 
 # model_type of the decoders that the tests compare with the library's own attention.
 FAMILIES = frozenset(families_with("tested"))
-NAME = "rotary_bands"  # of the attention. transformers gives names with "flash", "/" or "|" a meaning of its own
+NAME = "rotary_bands"  # the attention's name; transformers gives names with "flash", "/" or "|" a meaning of its own
 ATTRIBUTE = "_flashrope"  # what a conversion leaves: its ``Plan`` on the decoder, a ``LayerScheme`` on every layer
 
 KEY = "_attn_implementation"  # 4.57 and 5.0 do not read "attn_implementation"
@@ -47,15 +47,16 @@ NOT_CONVERTED = (
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """What a conversion does to a model. It names modules and holds none, so the model can keep it.
+    """What a conversion does to a model. It holds the names of modules, not the modules, so the model can store it.
 
     Attributes:
         schemes: the scheme of every attention module, by the module's name in the decoder.
-        options: the options that the schemes were made with. Without any they are the model's own.
-        field: what the configuration's field gets. Empty: the configuration stays as it is.
-        mark: the mark of the caches that the converted model fills. A plan of the same schemes keeps it.
-        axes: the largest number of coordinates that a layer rotates by.
-        warnings: what the caller should be told.
+        options: the options from which the schemes were made. {}: the schemes are the model's own.
+        field: the content of the configuration's field "flashrope". Empty: the configuration stays as it is.
+        mark: the mark of the caches that the converted model fills. A later plan with the same schemes has the same
+            mark.
+        axes: the largest number of coordinates by which a layer rotates.
+        warnings: texts with which ``convert`` warns the caller.
         own: the plan of the model's own schemes, if the model must be compared with it first. None: no comparison
             is needed.
     """
@@ -74,8 +75,8 @@ def plan_conversion(model, given: Mapping[str, Any], untested: bool = False) -> 
 
     Args:
         model: a transformers model, converted or not.
-        given: the options of ``convert``, rotary among them. Without any, those in the configuration.
-        untested: whether a model type that is not in ``FAMILIES`` is taken. Its plan has ``own``.
+        given: the options of ``convert``, including rotary. {}: the options in the configuration are used.
+        untested: whether a model type that is not in ``FAMILIES`` is accepted. The plan of such a model has ``own``.
 
     Raises:
         TypeError, ValueError: the model or an option is not supported. The message names the argument and says what was
@@ -116,22 +117,23 @@ def plan_conversion(model, given: Mapping[str, Any], untested: bool = False) -> 
 
 
 def plan_of(decoder: torch.nn.Module) -> Plan | None:
-    """Returns the plan that a decoder was converted by. None: it is not converted."""
+    """Returns the plan by which a decoder was converted, or None if it is not converted."""
     return getattr(getattr(decoder, ATTRIBUTE, None), "plan", None)
 
 
 def scheme_of(module: torch.nn.Module) -> LayerScheme | None:
-    """Returns the scheme of an attention module. None: it is not converted."""
+    """Returns the scheme of an attention module, or None if it is not converted."""
     return getattr(module, ATTRIBUTE, None)
 
 
 def describe_options(options: Mapping[str, Any]) -> str:
-    """Returns options as a call would give them."""
+    """Returns options in the form of keyword arguments."""
     return ", ".join(f"{name}={value!r}" for name, value in options.items())
 
 
 def _plan_layers(decoder, modules: list[Any], options: dict[str, Any]) -> dict[str, LayerScheme]:
-    """Returns the scheme of every attention module, by name. Layers that are alike share one."""
+    """Returns the scheme of every attention module, by name. Layers with the same type, window and use of rotation
+    share one ``LayerScheme``."""
     config = decoder.config
     names = {module: name for name, module in decoder.named_modules()}
     alike: dict[tuple, LayerScheme] = {}
@@ -158,7 +160,7 @@ def _axes(schemes: Mapping[str, LayerScheme]) -> int:
 
 
 def _same(one: LayerScheme | None, other: LayerScheme) -> bool:
-    """Whether caches of one are valid under the other."""
+    """Whether a cache that was filled under one scheme is valid under the other scheme."""
     return (
         one is not None
         and (one.window, one.rotary) == (other.window, other.rotary)
@@ -167,7 +169,8 @@ def _same(one: LayerScheme | None, other: LayerScheme) -> bool:
 
 
 def _warnings_of_window(options: Mapping[str, Any], config) -> list[str]:
-    """Returns warnings where ReRoPE's window leaves no position, or distances that the model was not trained with."""
+    """Returns a warning if ReRoPE's window is 0, or if it lets the model see distances with which it was not
+    trained."""
     window, length = options.get("window"), getattr(config, "max_position_embeddings", None)
     if window == 0 and "factor" not in options:
         return ["window: expected more than 0, got 0; every distance is seen as 0, as in Rotary.none"]
@@ -181,7 +184,7 @@ def _warnings_of_window(options: Mapping[str, Any], config) -> list[str]:
 
 
 def _warnings_of_images(model, config) -> list[str]:
-    """Returns a warning where a model that has a vision tower lets the tokens of an image see one another."""
+    """Returns a warning if the model has a vision tower and lets the tokens of an image see one another."""
     if getattr(config, "use_bidirectional_attention", None) != IMAGES_ONLY or model is find_decoder(model):
         return []
     if not any(
@@ -201,7 +204,7 @@ def find_decoder(model) -> PreTrainedModel:
     """Returns the module that holds the layers and the rotary embedding.
 
     Raises:
-        TypeError, ValueError: model is not a module, or has not exactly one such decoder.
+        TypeError, ValueError: model is not a module, or does not have exactly one such decoder.
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model: expected a torch module, got {type(model).__name__}")
@@ -286,7 +289,7 @@ def head_dim_of(module: Any) -> int:
 
 
 def check_widths(model_type: str, modules: list[Any]) -> None:
-    """Refuses models with a layer whose head_dim is more than the kernels of its device take.
+    """Refuses models with a layer whose head_dim the kernels of its device do not support.
 
     Raises:
         ValueError: a head_dim is too large. The message names the layer, its head_dim and the model type.
@@ -312,10 +315,10 @@ def rotates(module: torch.nn.Module) -> bool:
 
 
 def check_tables(decoder: PreTrainedModel, layer_types) -> None:
-    """Compares the model's own tables with those of its configuration.
+    """Compares the frequency tables of the model with the tables that follow from its configuration.
 
     Raises:
-        ValueError: they differ, because this version of transformers reads a field differently.
+        ValueError: the tables differ, because this version of transformers reads a field differently.
     """
     tables = [
         (getattr(embedding, name), getattr(embedding, name.replace("original_inv_freq", "attention_scaling")))

@@ -1,9 +1,10 @@
 """Position-independent caching: prefills passages once and joins them into prompts, in any order.
 
 A converted model caches raw keys, which have no position. So the keys and values of a passage can be used at any
-position in a prompt. But they do not depend on the text that precedes the passage in the prompt. Two calls reduce that
-error: ``prefill_passage`` can prefill a passage after the head of the prompt, and ``join_passages`` can recompute its
-first tokens after everything that precedes it (EPIC, arXiv 2410.15332). docs/reused/README.md measures both.
+position in a prompt. But the stored keys and values do not depend on the text that precedes the passage in the prompt.
+Two options reduce the error from this: ``prefill_passage`` can prefill a passage after the head of the prompt, and
+``join_passages`` can recompute its first tokens after everything that precedes it (EPIC, arXiv 2410.15332).
+docs/reused/README.md measures both.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ class Passage(NamedTuple):
 def prefill_passage(model, input_ids: torch.Tensor, behind: Passage | None = None) -> Passage:
     """Computes the keys and values of a passage, for ``join_passages``.
 
-    Use it for texts that many prompts contain, such as retrieved documents. Prefill them after the head that all
-    prompts share. docs/reused/README.md measures what that gains.
+    Use it for texts that many prompts contain, such as retrieved documents. Prefill such texts after the head that all
+    prompts share. docs/reused/README.md measures the gain.
 
     Example:
         from transformers import AutoModelForCausalLM
@@ -95,15 +96,15 @@ def join_passages(model, passages: Sequence[Passage], recompute: int = 0) -> Pas
         ids = torch.cat([prompt.input_ids, torch.randint(3, 60, (1, 5))], 1)  # and a question
         answer = model.generate(ids, past_key_values=prompt.cache, max_new_tokens=4)
 
-    The result equals that of one prefill in three cases: there is one passage; or there is a head, prefilled with
-    nothing before it, and one passage that was prefilled after the head; or there is such a head, and ``recompute`` is
-    at least the length of every other passage. In all other cases the result is an approximation.
+    The result equals the result of one prefill of the whole prompt in three cases: there is one passage; or there is a
+    head, prefilled with nothing before it, and one passage that was prefilled after the head; or there is such a head,
+    and ``recompute`` is at least the length of every other passage. In all other cases the result is an approximation.
 
     Args:
         model: the transformers model that prefilled the passages, under the same scheme.
         passages: the passages in the order of the prompt. They are not changed.
         recompute: in every passage but the first, this many first tokens are computed again, after everything that
-            precedes them. Each of these passages costs a forward pass over these tokens. Default: 0.
+            precedes them. Each of these passages costs a forward pass over its recomputed tokens. Default: 0.
 
     Returns:
         The tokens of all passages and their keys and values, in a new ``DynamicCache``.

@@ -22,7 +22,7 @@ class LayerScheme:
 
     Attributes:
         window: the sliding window of these layers, or None.
-        rotary: the scheme for sequences up to the length grows_from.
+        rotary: the scheme for sequences of at most grows_from tokens.
         grows_from: beyond this number of tokens the scheme depends on the length. inf: it never does.
     """
 
@@ -148,7 +148,8 @@ def _grows_from(config, layer_type) -> float:
 
 
 class Suggestion(NamedTuple):
-    """changes: keyword arguments for ``convert``. reason: what the arguments mean, and why they are suggested."""
+    """A suggestion of ``suggest``. changes: keyword arguments for ``convert``. reason: what the arguments mean, and why
+    they are suggested."""
 
     changes: dict
     reason: str
@@ -172,11 +173,11 @@ def suggest(model_or_config, target_length: int, scheme: str = "rerope") -> Sugg
 
     Args:
         model_or_config: a transformers model or its configuration.
-        target_length: in tokens.
+        target_length: the number of tokens that the model should read.
         scheme: "rerope", or any other scheme of ``flashrope loss --schemes``. "cope": the pairs with less than one turn
-            over the training length rotate less. "self-extend": a window of half the training length, and the smallest
-            group that keeps distances below the training length. "dual-chunk": chunks of about three quarters of the
-            training length. The last three are without log n, as in their papers.
+            over the training length rotate more slowly. "self-extend": a window of half the training length, and the
+            smallest group that keeps distances below the training length. "dual-chunk": chunks of about three quarters
+            of the training length. The last three are without log n, as in their papers.
 
     Raises:
         ValueError: the model has no rotary embedding; or it has sliding windows and the scheme changes distances; or

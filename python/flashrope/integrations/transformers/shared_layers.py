@@ -1,4 +1,4 @@
-"""Decoders whose last layers read the keys and values of earlier layers (Gemma 4 E2B and E4B).
+"""Supports decoders whose last layers read the keys and values of earlier layers (Gemma 4 E2B and E4B).
 
 The last layers append nothing to the cache, so they only need the rows whose logits are requested, which are the last
 rows of the call. The decoders therefore drop the other rows before the first layer that reads an earlier layer's keys.
@@ -24,7 +24,7 @@ def drops_rows(decoder) -> bool:
 
 
 def count_rows(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arguments to add to those of a decoder that drops rows.
+    """Returns the arguments to add to the arguments of a decoder that drops rows.
 
     Args:
         given: the arguments of the decoder's forward, from ``arguments_of``.

@@ -20,11 +20,12 @@ TOLERANCE = {
     torch.float16: 1e-2,
     torch.bfloat16: 5e-2,
 }  # allowed differences, relative to the largest output
-SENSITIVITY = 5  # how many times the tolerance the outputs must change without rotation
+SENSITIVITY = 5  # without rotation the outputs must change by more than this multiple of the tolerance
 
 
 def accept(model, own: Plan) -> None:
-    """Compares a stock model with its conversion under two plans: its own schemes, and the same without rotation.
+    """Compares a stock model with its conversion under two plans: its own schemes, and its own schemes without
+    rotation.
 
     The outputs under the first plan must equal the stock model's, and the outputs under the second must differ. They
     are compared on random tokens, with and without a cache, with and without padding. The model is unchanged

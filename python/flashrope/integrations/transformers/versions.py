@@ -1,7 +1,7 @@
 """Handles differences between the supported versions of transformers.
 
-Decoders take and return a cache as "past_key_values", and from transformers 5.24 on as "cache". Until 5.40 they also
-accept the old name, so the hooks of a decoder may get either name.
+Decoders take and return a cache as "past_key_values", and from transformers 5.24 on as "cache". Decoders before 5.40
+also accept the old name, so the hooks of a decoder may get either name.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 The cache holds rotated keys if the scheme has one rotation, otherwise raw keys.
 
-vLLM loads ``register`` through the entry point group ``vllm.general_plugins``. It changes nothing for a model whose
-configuration has neither a field "flashrope" nor ``dual_chunk_attention_config``.
+vLLM loads ``register`` through the entry point group ``vllm.general_plugins``. The plugin changes nothing for a model
+whose configuration has neither a field "flashrope" nor ``dual_chunk_attention_config``.
 
 Where to look:
 
@@ -13,7 +13,7 @@ Where to look:
 
 Importing plan and plugin does not import vLLM.
 
-docs/serving.md says how to use it.
+docs/serving.md says how to use the plugin.
 """
 
 __all__ = ["register"]

@@ -65,8 +65,8 @@ class FlashropeBackend(AttentionBackend):
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...] | None:
-        """Returns the layouts in order of preference, or None if all are equal. On the CPU the layout in which a head's
-        rows of a page are contiguous comes first, because the CPU kernels read it faster."""
+        """Returns the layouts in order of preference, or None if all are equal. On the CPU the first is the layout in
+        which the rows of one head in a page are contiguous, because the CPU kernels read this layout faster."""
         if not current_platform.is_cpu():
             return None
         return (KVCacheLayout.LBHNC, *(each for each in KVCacheLayout if each is not KVCacheLayout.LBHNC))
@@ -167,7 +167,7 @@ class FlashropeImpl(AttentionImpl):
         self,
         layer,
         query: torch.Tensor,  # (tokens, heads_q, head_dim), raw; there may be rows of padding
-        key: torch.Tensor | None,  # None: another layer has written it
+        key: torch.Tensor | None,  # None: the layer reads the keys of another layer
         value: torch.Tensor | None,
         kv_cache: torch.Tensor,  # as in split_pages
         attn_metadata: FlashropeMetadata | None,

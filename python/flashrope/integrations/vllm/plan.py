@@ -33,7 +33,7 @@ SPECULATION = ("ngram", "suffix")  # methods that draft from the text, without a
 
 
 class Layer(NamedTuple):
-    """One layer's attention."""
+    """Describes the attention of one layer."""
 
     rotary: Rotary
     window: int | None  # the model's own sliding window, in keys
@@ -46,7 +46,7 @@ class Plan:
 
     Attributes:
         layers: {layer index: Layer}.
-        stock: the model's own schemes. Their rotary embeddings are turned off.
+        stock: the model's own schemes, whose rotary embeddings are turned off.
     """
 
     layers: tuple[Layer, ...]
@@ -106,8 +106,8 @@ def _check_head_dim(head_dim: int, cache_dtype: str) -> None:
 
 
 def _asking(config):
-    """Returns the configuration that has the field, which is that of the text model or of the whole model. Returns None
-    if neither has it."""
+    """Returns the configuration that has the field: the configuration of the text model or of the whole model. Returns
+    None if neither has the field."""
     model = config.model_config
     configs = getattr(model, "hf_text_config", None), getattr(model, "hf_config", None)
     return next((each for each in configs if getattr(each, FIELD, None) is not None), None)
@@ -311,7 +311,8 @@ def split_pages(kv_cache: torch.Tensor, head_size: int) -> Pages:
     """Returns the keys, values and scales in vLLM's cache, as views.
 
     kv_cache: (blocks, heads_kv, block_size, columns), with any strides of the first three dimensions. The columns of
-    one slot and head are K | V, 2 * head_size columns. In int8 and uint8 they are K | scale of K | V | scale of V.
+    one slot and head are K | V, 2 * head_size columns. In a quantized cache (int8, uint8) they are K | scale of K | V |
+    scale of V.
     """
     rows = kv_cache.transpose(1, 2)
     if kv_cache.dtype not in PER_BYTE:

@@ -4,7 +4,7 @@ The hook in the platform's ``check_and_update_config`` gets every VllmConfig bef
 model has a field "flashrope" or dual chunk attention, the hook makes the plan, or raises an error, and selects this
 package's attention backend. Three more hooks read the configuration in use: the registry of ``get_rope``, the CPU
 platform's choice of a backend, and the seed of the prefix cache's block hashes. For other models all hooks do what vLLM
-does.
+does without them.
 
 The registry of ``get_rope`` turns off the rotary embedding of a model that vLLM builds, after comparing its table with
 the plan's. Importing this file does not import vLLM.
@@ -162,7 +162,7 @@ def _hook_block_hashes() -> None:
 # ---- the model's own rotary embedding
 
 
-RELATIVE_ERROR = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}  # of frequencies read from a table
+RELATIVE_ERROR = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}  # of frequencies in a table
 
 
 class RopeRegistry(dict):
