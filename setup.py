@@ -9,7 +9,7 @@ FLASHROPE_BUILD_CUDA=1 builds the CUDA extension of csrc/ too. The build environ
 then needs nvcc, a C++ compiler, ninja, pybind11, and the headers of torch: any torch from 2.11 on, with or without
 CUDA. The build needs no GPU, and reads TORCH_CUDA_ARCH_LIST (default "8.0;9.0+PTX") and MAX_JOBS. It makes two modules.
 _cuda.abi3.so has the kernels and works with every Python version and every torch from 2.11 on. _build_info says which
-versions they were built with. It works with one Python version only, which the wheel's tag names.
+versions the kernels were built with. _build_info works only with the Python version that the wheel's tag names.
 
 The sdist and the wheel without CUDA have the same bytes wherever they are built with the same setuptools and compiler.
 """
@@ -88,7 +88,8 @@ class Build(build_ext):
             self.build_cuda()
 
     def build_cpu(self, folder):
-        """Builds the libraries. One that cannot be built is left out, and build.json in the same folder says why."""
+        """Builds the libraries of CPU kernels. A library that cannot be built is left out, and build.json in the folder
+        says why."""
         try:
             missing = CPU_BUILD["build"](folder)
         except OSError as error:  # a folder that cannot be written to
@@ -150,7 +151,7 @@ class Wheel(bdist_wheel):
         python, abi, platform = super().get_tag()
         if CUDA or self.root_is_pure:
             return python, abi, platform
-        folder = getattr(self.distribution, "cpu_kernels", None)  # none in an editable installation
+        folder = getattr(self.distribution, "cpu_kernels", None)  # an editable installation has no such folder
         return "py3", "none", folder and CPU_BUILD["platform_tag"](folder) or platform
 
 

@@ -6,14 +6,14 @@ change it.
     python -m experiments copying --preset copying --schemes rope --seeds 1 --threads 1
     python examples/reuse_chunks.py runs/experiments-copying/models/rope-L128-s0.safetensors
 
-The second line trains a model on a CPU in a minute and a half, the third takes a quarter of a minute. A document is
-random letters. A question is eight letters of one document, and its answer is the four letters that follow them in the
-document. The model was trained to copy in this way, on 128 letters.
+The second command trains a model on a CPU in a minute and a half. The third command takes a quarter of a minute. A
+document is random letters. A question is eight letters of one document, and its answer is the four letters that follow
+them in the document. The model was trained to copy in this way, on 128 letters.
 
-Such a document has not seen the documents that now come before it, so its keys and values differ from those of one
-prefill of the whole prompt. The table shows the effect: the loss of the answers against the full prefill of the same
-prompt. Recomputing the first letters of every document after everything that precedes it in the prompt can reduce this
-effect (EPIC, arXiv 2410.15332).
+A document that was read alone has not seen the documents that a prompt puts before it, so its keys and values differ
+from those of one prefill of the whole prompt. The table shows the effect: the loss of the answers against the full
+prefill of the same prompt. Recomputing the first letters of every document after everything that precedes it in the
+prompt can reduce this effect (EPIC, arXiv 2410.15332).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ LETTERS = string.ascii_letters + string.digits + "+-"  # one letter for each of 
 
 class Document(NamedTuple):
     tokens: torch.Tensor  # (length,)
-    sequence: int  # of the cache; it has the document's keys and values
+    sequence: int  # number of the cache's sequence that holds the document's keys and values
 
 
 class Request(NamedTuple):
@@ -53,9 +53,9 @@ class Request(NamedTuple):
 class Reply(NamedTuple):
     answer: list[int]
     computed: int  # tokens of the prompt that went through the model
-    seconds: float  # to the first token of the answer
-    loss: float  # of the right answer, in nats per letter
-    right: float  # share of its letters that are the most likely ones, given the right letters before them
+    seconds: float  # time to the first token of the answer
+    loss: float  # loss of the right answer, in nats per letter
+    right: float  # share of its letters that are predicted, given the right letters before them
 
 
 class Server:
@@ -77,7 +77,7 @@ class Server:
 
     @torch.inference_mode()
     def prefetch(self, name: str, tokens: torch.Tensor) -> None:
-        """Reads a document alone, once."""
+        """Reads a document once, with nothing before it."""
         sequence = self.cache.allocate()
         self.read(sequence, tokens)
         self.documents[name] = Document(tokens, sequence)
@@ -85,8 +85,8 @@ class Server:
     def place(self, prompt: int, name: str, again: int) -> int:
         """Appends a document to a prompt by reference. Returns how many of its tokens were computed.
 
-        The first `again` tokens are computed again, after the tokens of the prompt, and the others follow by reference.
-        If the prompt is empty, nothing comes before the document, and all of it is exact.
+        The first `again` tokens are computed again, after the tokens of the prompt. All later tokens follow by
+        reference. If the prompt is empty, nothing comes before the document, and all of it is exact.
         """
         tokens, sequence = self.documents[name]
         again = min(again, len(tokens)) if self.cache.lengths[prompt] else 0
@@ -102,7 +102,7 @@ class Server:
 
     @torch.inference_mode()
     def reply(self, request: Request, again: int | None) -> Reply:
-        """Returns the model's answer. again: as in ``place``; None reads all documents again, in one prefill."""
+        """Returns the model's answer. again: as in ``place``. None: all documents are read again, in one prefill."""
         start = time.perf_counter()
         prompt, computed, asked = self.cache.allocate(), 0, request.question
         if again is None:
@@ -126,7 +126,7 @@ class Server:
 
 
 def requests(documents: dict[str, Document], retrieved: int, count: int, draw: random.Random) -> Iterator[Request]:
-    """Returns questions. Each is about one of several documents, which are in random order."""
+    """Yields ``count`` requests. Each has several documents in random order and a question about one of them."""
     for _ in range(count):
         names = draw.sample(sorted(documents), retrieved)
         tokens = documents[draw.choice(names)].tokens
@@ -182,7 +182,8 @@ def report(of_models: Sequence[dict[int | None, list[Reply]]]) -> None:
 
 
 def read(path: Path, device: torch.device) -> tuple[LanguageModel, Rotary, int]:
-    """Returns the model, its scheme and its training length. Raises OSError or ValueError for any other file."""
+    """Returns the model, its scheme and its training length. Raises OSError or ValueError for a file that holds no such
+    model."""
     model, rotary = load_checkpoint(path, device)
     trained = trained_length(path)
     if model.config.vocab_size != len(LETTERS) or trained is None:

@@ -5,8 +5,8 @@ head that all prompts share, and joined into any prompt. This file is self-conta
     python -m experiments fetch runs/smollm2
     python examples/reuse_documents.py runs/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf --text runs/smollm2/handbook.txt
 
-The second line fetches a small model and texts. A model may also be a checkpoint folder. A document is a passage of the
-text with the number of a city hidden in it, and a question asks for one of the numbers.
+The second command fetches a small model and texts. A model may also be a checkpoint folder. A document is a passage of
+the text with the number of a city hidden in it, and a question asks for one of the numbers.
 
 A document does not see the documents that a prompt puts before it, so its keys and values differ from those of one
 prefill of the prompt. The table shows the effect: the log probability of the right answer against the full prefill of
@@ -40,15 +40,15 @@ NAMES = "Oslo", "Lima", "Cairo", "Paris", "Tokyo", "Delhi", "Rome", "Quito", "Pe
 
 class Request(NamedTuple):
     documents: list[str]  # names, in the order of the prompt
-    asked: str  # one of them
-    answer: str  # the right one
+    asked: str  # name of the document that the question is about
+    answer: str  # the right answer
 
 
 class Reply(NamedTuple):
     answer: str
     computed: int  # tokens of the prompt that went through the model
-    seconds: float  # to the first token of the answer
-    log_probability: float  # of the right answer, in nats
+    seconds: float  # time to the first token of the answer
+    log_probability: float  # log probability of the right answer, in nats
 
 
 class Server:
@@ -57,7 +57,7 @@ class Server:
     def __init__(self, model, tokens: Tokens):
         self.model, self.tokens = convert(model), tokens
         before, self.behind = tokens.chat or ("", "\n")
-        start = () if tokens.chat else tokens.start  # a chat template has its own
+        start = () if tokens.chat else tokens.start  # a chat template adds its own start token
         self.head = prefill_passage(model, self.ids(before + HEAD, start))
         self.documents: dict[str, Passage] = {}
 
@@ -65,7 +65,7 @@ class Server:
         return torch.tensor([[*start, *self.tokens.encode(text)]], device=self.model.device)
 
     def prefetch(self, name: str, text: str) -> None:
-        """Reads a document once. It sees the head before it."""
+        """Reads a document once. The document sees the head before it."""
         self.documents[name] = prefill_passage(self.model, self.ids(text), behind=self.head)
 
     def prompt(self, names: Sequence[str], recompute: int | None) -> tuple[Passage, int]:
@@ -102,7 +102,7 @@ class Server:
 
 
 def write_documents(text: str, size: int, draw: random.Random) -> dict[str, tuple[str, str]]:
-    """Returns a document for every name: a passage of ``size`` characters with a number in it, and the number."""
+    """Returns {name: (document, number)}. A document is a passage of ``size`` characters with the number in it."""
     found = {}
     for name in NAMES:
         at, number = draw.randrange(len(text) - size), str(draw.randrange(10_000, 100_000))
@@ -113,7 +113,7 @@ def write_documents(text: str, size: int, draw: random.Random) -> dict[str, tupl
 
 
 def draw_requests(answers: dict[str, str], retrieved: int, count: int, draw: random.Random) -> list[Request]:
-    """Returns questions. Each is about one of several documents, which are in random order."""
+    """Returns ``count`` requests. Each has several documents in random order and a question about one of them."""
     requests = []
     for _ in range(count):
         names = draw.sample(sorted(answers), retrieved)

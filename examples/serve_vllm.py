@@ -1,11 +1,11 @@
 """Serves a RoPE model beyond its training length in vLLM, with ReRoPE and log n. This file is self-contained.
 
     python serve_vllm.py Qwen/Qwen3-0.6B --context 65536 --text book.txt
-    python serve_vllm.py                       # a small random model, to see it run; its tokens mean nothing
+    python serve_vllm.py                       # a small random model, only to see the script run
 
 Distances of --window and more are treated as --window, a distance that the model knows. Queries are scaled by max(1,
-ln(i + 1) / ln(training length)), so that attention stays as sharp. The cache holds raw keys. The OpenAI server does the
-same with this command:
+ln(i + 1) / ln(training length)), so that attention stays as sharp as within the training length. The cache holds raw
+keys. The OpenAI server does the same with this command:
 
     VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 vllm serve Qwen/Qwen3-0.6B --max-model-len 65536 \
         --hf-overrides '{"flashrope": {"window": 2048, "log_n": true}}'
@@ -35,9 +35,11 @@ def write_random_model(folder: str) -> str:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("model", nargs="?", help="a folder or a name on the Hugging Face Hub; default: a random model")
-    parser.add_argument("--context", type=int, default=1024, help="tokens that a request may have")
+    parser.add_argument("--context", type=int, default=1024, help="tokens of a request, prompt and output together")
     parser.add_argument(
-        "--window", type=int, help="default: a quarter of the training length, at most half of --context"
+        "--window",
+        type=int,
+        help="ReRoPE's window; default: a quarter of the training length, at most half of --context",
     )
     parser.add_argument("--text", type=Path, help="the prompt; default: some tokens")
     parser.add_argument("--tokens", type=int, default=16, help="new tokens")
@@ -52,7 +54,8 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def check(options, model: str) -> tuple[int, int, str | dict]:
-    """Returns the training length, the window and the prompt, before the engine starts, which takes a minute.
+    """Checks the options before the engine starts, which takes a minute. Returns the training length, window and
+    prompt.
 
     Raises OSError or ValueError if the engine would refuse the options, or if the text does not fit into --context.
     """

@@ -6,8 +6,8 @@ resume from. This file is self-contained: copy it and change it.
 
 The default is the 125M configuration of the HoPE paper (Chen et al. 2025, appendix A) over bytes instead of its 32,000
 tokens: 103M parameters. The order of the data depends only on --seed, so the losses of a run are the same up to
-rounding on any number of devices and in any layout. Running the same command again resumes from the last checkpoint;
-Ctrl-C and SIGTERM write one. The script needs flashrope and safetensors.
+rounding on any number of devices and in any layout. Running the same command again resumes from the last checkpoint.
+Ctrl-C and SIGTERM write a checkpoint. The script needs flashrope and safetensors.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 IMPLS = ("triton", "cuda", "cpu", "reference")
-MAX_CHECKPOINTS = 2  # older ones are deleted
+MAX_CHECKPOINTS = 2  # older checkpoints are deleted
 BETAS, WEIGHT_DECAY, CLIP = (0.9, 0.999), 0.1, 1.0  # AdamW's betas and decay, gradient-norm clip: as in the paper
 FINAL_FRACTION = 0.05  # learning rate at the last step, as a fraction of the peak
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)  # by parameter, not by group: groups differ with --tp
@@ -55,7 +55,7 @@ FLAT = StateDictOptions(flatten_optimizer_state_dict=True)  # by parameter, not 
 
 @dataclasses.dataclass(frozen=True)
 class Preset:
-    """Sizes of one run. ``batch`` is the number of sequences over all devices; ``seqlen`` is in bytes."""
+    """Sizes of one run. ``batch`` is the number of sequences over all devices. ``seqlen`` is in bytes."""
 
     width: int
     layers: int
@@ -75,7 +75,7 @@ PRESETS = {
 
 
 class BadInput(ValueError):
-    """An option with a value that cannot be used. The message names the option."""
+    """Raised for an option with a value that cannot be used. The message names the option."""
 
 
 class Block(nn.Module):
@@ -99,7 +99,7 @@ class Block(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """A decoder over bytes without biases; the output projection is tied to the embedding."""
+    """A decoder over bytes, without biases. The output projection is tied to the embedding."""
 
     def __init__(self, width: int, layers: int, heads: int, mlp_width: int):
         super().__init__()
@@ -123,7 +123,8 @@ class LanguageModel(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class Devices:
-    """The place of this process: ranks are arranged as data x context x tensor parallelism, tensor varying fastest."""
+    """The place of this process among all ranks. They are arranged as data x context x tensor parallelism, and the
+    tensor rank varies fastest."""
 
     device: torch.device
     mesh: DeviceMesh  # ("fsdp", "tp"); fsdp is data and context ranks together
@@ -161,7 +162,7 @@ class Devices:
         return functools.partial(context_parallel_attention, group=self.cp, impl=impl)
 
     def part(self, batch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the inputs and targets of this rank: its part of its sequences."""
+        """Returns this rank's inputs and targets: its part of every sequence that it shares in."""
         mine = batch.chunk(self.data_ranks)[self.data_rank].to(self.device)
         return shard_sequence(mine[:, :-1], self.cp), shard_sequence(mine[:, 1:], self.cp)
 
@@ -192,7 +193,7 @@ class Windows:
 def gradients(
     model, rotary: Rotary, attend, tokens: torch.Tensor, targets: torch.Tensor, micro_batch: int
 ) -> torch.Tensor:
-    """Accumulates the gradients of the mean loss over all targets; returns the mean loss of this rank. All ranks have
+    """Accumulates the gradients of the mean loss over all targets. Returns the mean loss of this rank. All ranks have
     the same number of targets, and FSDP averages the gradients over ranks."""
     total = torch.zeros((), device=tokens.device, dtype=torch.float64)
     starts = range(0, len(tokens), micro_batch)
@@ -208,7 +209,7 @@ def gradients(
 
 
 def clip_gradients(model: nn.Module, max_norm: float) -> torch.Tensor:
-    """Scales all gradients to a norm of at most ``max_norm``; returns the norm before. Parameters under tensor
+    """Scales all gradients to a norm of at most ``max_norm``. Returns the norm before scaling. Parameters under tensor
     parallelism are on a different mesh, and torch handles one mesh at a time."""
     meshes: dict[DeviceMesh, list[nn.Parameter]] = {}
     for parameter in model.parameters():
@@ -333,9 +334,9 @@ class Run:
 
 
 class Stop:
-    """Handles Ctrl-C and SIGTERM, which may not reach every rank: all ranks agree between two steps. torchrun sends
-    the signal more than once, so a repeated signal does not end the process. torchrun kills a process that still runs
-    after 30 s."""
+    """Handles Ctrl-C and SIGTERM. A signal may not reach every rank, so all ranks agree between two steps whether to
+    stop. torchrun sends the signal more than once, so a repeated signal does not end the process. torchrun kills a
+    process that still runs after 30 s."""
 
     def __init__(self):
         self._received = 0
@@ -439,7 +440,7 @@ def read_text(path: str | None, seqlen: int) -> tuple[str, bytes]:
 
 def check(args: argparse.Namespace, data_ranks: int) -> None:
     """Raises BadInput for options that do not fit together."""
-    if importlib.util.find_spec("safetensors") is None:  # better an error now than after the last step
+    if importlib.util.find_spec("safetensors") is None:  # raised here, not after the last step
         raise BadInput("safetensors: needed for the file at the end; pip install safetensors")
     if args.width % args.heads or (args.width // args.heads) % 8:
         raise BadInput(f"--width: expected --heads = {args.heads} times a multiple of 8, got {args.width}")
@@ -469,9 +470,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--save-every", type=positive, default=1000, help="steps between checkpoints; the newest two are kept"
     )
     parser.add_argument("--log-every", type=positive, default=10)
-    parser.add_argument("--seed", type=functools.partial(_at_least, 0), default=0, help="of weights and batches")
+    parser.add_argument("--seed", type=functools.partial(_at_least, 0), default=0, help="seed for weights and batches")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--dtype", choices=DTYPES, help="default: bfloat16 on a GPU, float32 on a CPU")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, help="computation type; default: bfloat16 on a GPU, float32 on a CPU"
+    )
     parser.add_argument("--impl", choices=IMPLS, help="attention backend; default: the one for the device")
     sizes = parser.add_argument_group("sizes (default: those of the preset)")
     for field in dataclasses.fields(Preset):
@@ -502,7 +505,7 @@ def main() -> int:
     device = torch.device(args.device, local if args.device == "cuda" else None)
     if args.device == "cuda":
         torch.cuda.set_device(device)
-    single = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # no torchrun
+    single = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # not torchrun
     dist.init_process_group("cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo", **single)
     try:
         return train(args, device)

@@ -1,13 +1,13 @@
-"""Fine-tunes a small random Gemma 4 by train_hf.py, which it needs beside it: packed documents, gradient checkpointing,
-the model's own scheme. Its heads are as wide as the released ones, 512 channels in global layers and 256 in local ones,
-and its last layers read the keys of earlier ones, as in E2B and E4B.
+"""Fine-tunes a small random Gemma 4 with train_hf.py, which must be in the same folder. The training uses packed
+documents, gradient checkpointing and the model's own scheme. Its heads have 512 channels in global layers and 256 in
+local layers, like the released models. Its last layers read the keys of earlier layers, like E2B and E4B.
 
     python train_gemma4.py --device cpu --dtype float32 --steps 20 --batch 2
     python train_gemma4.py --model MY_GEMMA4 --text my_texts/ --length 8192  # a folder saved by Gemma4ForCausalLM
 
-All options are those of train_hf.py. The attention of every layer is one fused kernel with its own backward, whose
-gradients PyTorch's deterministic mode makes repeatable. On the CPU the layers of 512 channels are composed of PyTorch's
-kernels. Nothing of it was run on a GPU.
+The options are the same as in train_hf.py. The attention of every layer is one fused kernel with its own backward,
+whose gradients PyTorch's deterministic mode makes repeatable. On the CPU, attention with heads of 512 channels is
+composed of PyTorch's operators. The script was not run on a GPU.
 """
 
 import sys

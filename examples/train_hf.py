@@ -6,7 +6,7 @@ self-contained: copy it and change it.
     accelerate launch --config_file train_hf_fsdp2.yaml train_hf.py --model meta-llama/Llama-3.2-1B --text my_texts/
     python train_hf.py --device cpu --steps 20  # a random byte-level model of two layers, to try the script
 
-Not only Llama works, but every family with a number in the column "packed" of docs/families.md. Running the same
+It works for Llama and for every other family with a number in the column "packed" of docs/families.md. Running the same
 command again resumes from the last checkpoint. DIR/model has the weights, the tokenizer and the scheme:
 ``from_pretrained`` of ``flashrope.integrations.transformers`` and ``flashrope loss --model DIR/model`` read it, and
 ``hf upload NAME DIR/model`` pushes it. The script needs flashrope, transformers and accelerate.
@@ -52,11 +52,11 @@ TINY = LlamaConfig(
 
 
 class BadInput(ValueError):
-    """An option with a value that cannot be used. The message names the option."""
+    """Raised for an option with a value that cannot be used. The message names the option."""
 
 
 class Schemes(TrainerCallback, ExportableState):
-    """Gives the model the scheme of the step that begins, so that a resumed run has the right one too.
+    """Gives the model the scheme of the step that begins, so that a resumed run has the right scheme, too.
 
     Checkpoints hold the settings in trainer_state.json, among the states of callbacks.
     """
@@ -142,7 +142,7 @@ def cut(documents: list[bytes], tokenizer, length: int) -> list[dict]:
             if tokenizer.eos_token_id is not None and tokens[-1:] != [tokenizer.eos_token_id]:
                 tokens.append(tokenizer.eos_token_id)
         samples += [{"input_ids": tokens[at : at + length]} for at in range(0, len(tokens), length)]
-    return [sample for sample in samples if len(sample["input_ids"]) > 1]  # one token has no target
+    return [sample for sample in samples if len(sample["input_ids"]) > 1]  # a sample of one token has no target
 
 
 def choose_lengths(args: argparse.Namespace, trained: int) -> None:
@@ -184,7 +184,7 @@ def make_trainer(args: argparse.Namespace) -> tuple[Trainer, Path | None]:
     settings = {name: getattr(args, name) for name in names} | {"cope_steps": cope_steps}
     settings["text"] = hashlib.sha256(b"\0".join(documents)).hexdigest()
     checkpoint = last_checkpoint(Path(args.out), settings)
-    model.config.use_cache = False  # packed sequences need it
+    model.config.use_cache = False  # transformers only sees packed sequences without a cache
     arguments = TrainingArguments(
         args.out,
         max_steps=args.steps,
@@ -217,7 +217,7 @@ def make_trainer(args: argparse.Namespace) -> tuple[Trainer, Path | None]:
 
 
 def export(trainer: Trainer, folder: Path) -> None:
-    """Writes the whole model on rank 0, also of a sharded one."""
+    """Writes the whole model on rank 0, even if the model is sharded."""
     weights = trainer.accelerator.get_state_dict(trainer.model_wrapped)
     if trainer.is_world_process_zero():
         model = trainer.accelerator.unwrap_model(trainer.model)
@@ -243,7 +243,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", help="a checkpoint, by folder or name; default: a tiny random model over bytes")
     parser.add_argument("--text", metavar="PATH", help="a file, or a folder with one document per file")
     parser.add_argument("--out", metavar="DIR", default="runs/hf", help="checkpoints, and the model in DIR/model")
-    parser.add_argument("--scheme", choices=("hope", "cope-hope", "cope", "own"), default="hope", help="own: as it is")
+    parser.add_argument("--scheme", choices=("hope", "cope-hope", "cope", "own"), default="hope", help="own: unchanged")
     parser.add_argument("--cope-steps", type=positive, help="steps under CoPE before HoPE; default: half of --steps")
     of_model = "default: the model's max_position_embeddings"
     parser.add_argument("--length", type=positive, help=f"longest sample, in tokens; {of_model}")
@@ -258,7 +258,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--accumulate", type=positive, default=1, help="packed rows per step and device")
     parser.add_argument("--learning-rate", type=float, default=1e-4)
     parser.add_argument("--warmup", type=positive, default=10, help="steps")
-    parser.add_argument("--save-every", type=positive, default=500, help="steps; the newest two checkpoints are kept")
+    parser.add_argument(
+        "--save-every", type=positive, default=500, help="steps between checkpoints; the newest two are kept"
+    )
     parser.add_argument("--log-every", type=positive, default=10)
     parser.add_argument("--seed", type=functools.partial(_at_least, 0), default=0)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the computation")

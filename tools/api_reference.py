@@ -1,4 +1,5 @@
-"""Writes docs/api.md from the signatures and docstrings of the public names. A test compares the page with them.
+"""Writes docs/api.md from the signatures and docstrings of the public names. A test compares the page with the
+docstrings.
 
 python tools/api_reference.py
 """
@@ -93,7 +94,7 @@ def _entry(name: str, node: ast.stmt) -> list[str]:
     if isinstance(node, ast.FunctionDef):
         return [f"### {name}\n\n{_signature(name, node)}\n\n{_markdown(ast.get_docstring(node))}\n"]
     if isinstance(node, ast.Assign):
-        values = import_module("flashrope.configs.families").families_with("tested")  # for FAMILIES, the only constant
+        values = import_module("flashrope.configs.families").families_with("tested")  # FAMILIES is the only constant
         return [f"### {name}\n\n{', '.join(f'`{value}`' for value in values)}.\n"]
     methods = [x for x in node.body if isinstance(x, ast.FunctionDef)]
     fields = [ast.unparse(x) for x in node.body if isinstance(x, ast.AnnAssign)]
@@ -123,7 +124,7 @@ def _signature(name: str, node: ast.FunctionDef) -> str:
         each.append("*" + (ast.unparse(node.args.vararg) if node.args.vararg else ""))
     for argument, default in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True):
         each.append(ast.unparse(argument) + (f" = {ast.unparse(default)}" if default else ""))
-    if node.args.kwarg and ast.unparse(node.args.kwarg.annotation or ast.Constant(None)) != "Never":  # refused
+    if node.args.kwarg and ast.unparse(node.args.kwarg.annotation or ast.Constant(None)) != "Never":  # not **unknown
         each.append(f"**{node.args.kwarg.arg}")
     returns = f" -> {ast.unparse(node.returns)}" if node.returns and node.name != "__init__" else ""
     line = f"{name}({', '.join(each)}){returns}"

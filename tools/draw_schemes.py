@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/schemes.md: one for each scheme, and one with the tables of several.
+"""Draws the pictures of docs/schemes.md: one for each scheme, and one with the frequency tables of several schemes.
 
 python tools/draw_schemes.py
 """
@@ -60,8 +60,9 @@ def panels(columns: int, title: str, **share):
 
 
 def draw_distances(path: Path, title: str, rotary: Rotary, scale: float) -> None:
-    """Draws the distance that queries see keys at. Left: shades by query (row) and key (column), and one colour for
-    distances that are not below the training length. Right: the distance for the last query, over the true distance."""
+    """Draws the distance at which queries see keys. The left panel shades it by query (row) and key (column), with one
+    colour for distances that are not below the training length. The right panel plots the distance that the last query
+    sees over the true distance."""
     from matplotlib.colors import ListedColormap
 
     figure, (left, right) = panels(2, title, width_ratios=(1, 1.25))

@@ -24,7 +24,7 @@ LEFT_OUT = {"__main__.py", "cli", "commands", "evaluation", "small_models"}
 
 
 def lay_out(target: Path) -> Path:
-    """Writes the project to target, which must not exist; returns the package's folder."""
+    """Writes the project to target, which must not exist. Returns the folder of the package."""
     package = target / "torch-ext" / "flashrope"
     package.mkdir(parents=True)
     for name, source in SOURCES.items():

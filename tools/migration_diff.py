@@ -1,4 +1,4 @@
-"""Writes the difference of examples/migration/before.py and after.py to docs/migration.md.
+"""Writes the difference between examples/migration/before.py and after.py to docs/migration.md.
 
 python tools/migration_diff.py
 """

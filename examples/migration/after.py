@@ -1,4 +1,4 @@
-"""A small language model over bytes with RoPE and grouped-query attention: it is trained on a text, then continues it.
+"""Trains a small language model over bytes, with RoPE and grouped-query attention, on a text, and continues the text.
 
     python examples/migration/after.py [FILE] [--steps 300] [--tokens 60]
 
@@ -57,7 +57,7 @@ class LanguageModel(nn.Module):
 
 
 def train(model, text, steps):
-    """Returns losses of every step, in nats per byte."""
+    """Trains the model. Returns the loss of every step, in nats per byte."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     generator, losses = torch.Generator().manual_seed(0), []
     for _ in range(steps):

@@ -1,4 +1,4 @@
-"""A small language model over bytes with RoPE and grouped-query attention: it is trained on a text, then continues it.
+"""Trains a small language model over bytes, with RoPE and grouped-query attention, on a text, and continues the text.
 
     python examples/migration/before.py [FILE] [--steps 300] [--tokens 60]
 
@@ -17,7 +17,7 @@ SEQLEN, BATCH = 96, 8
 
 
 def flash_attn_func(q, k, v, causal=False):
-    """Does what flash-attn's call does, on PyTorch's kernel: it runs on the CPU too, and in float32."""
+    """Does what flash-attn's call does, with PyTorch's kernel, which also runs on the CPU and in float32."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True).transpose(1, 2)
 
@@ -78,7 +78,7 @@ class LanguageModel(nn.Module):
 
 
 class Cache:
-    """Rotated keys and values of one layer."""
+    """Holds the rotated keys and the values of one layer."""
 
     def __init__(self, capacity):
         self.k, self.v = (torch.zeros(1, capacity, HEADS_KV, HEAD_DIM) for _ in range(2))
@@ -92,7 +92,7 @@ class Cache:
 
 
 def train(model, text, steps):
-    """Returns losses of every step, in nats per byte."""
+    """Trains the model. Returns the loss of every step, in nats per byte."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     generator, losses = torch.Generator().manual_seed(0), []
     for _ in range(steps):

@@ -1,4 +1,4 @@
-"""Partial RoPE of queries: `kernels benchmark REPO`."""
+"""Times partial RoPE of queries. Run it with `kernels benchmark REPO`."""
 
 import torch
 from kernels.benchmark import Benchmark

@@ -1,4 +1,4 @@
-"""Run by the hub's builder, which sets LOCAL_KERNELS."""
+"""Tests the built kernel. The hub's builder runs this file and sets LOCAL_KERNELS."""
 
 import kernels
 import pytest
