@@ -288,7 +288,7 @@ def test_what_a_cache_of_rotated_keys_refuses(make):
             attend(q, other, k, v)
     with pytest.raises(ValueError, match="tables that depend on the length, such as those of dynamic NTK and longrope"):
         attend(q, ROPE.ntk(2.0), k, v)
-    with pytest.raises(ValueError, match="^cache_leftpad: expected None, because it moves positions"):
+    with pytest.raises(ValueError, match="^cache_leftpad: expected None, because it would move keys"):
         attend(q[:, :1], ROPE, cache_leftpad=support.int32([1, 0]))
     with pytest.raises(TypeError, match=r"^rotated_keys: not accepted by attend\(\); the cache tracks it"):
         attend(q[:, :1], ROPE, rotated_keys=True)
