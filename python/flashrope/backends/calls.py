@@ -20,8 +20,8 @@ MAX_SPLITS = 256  # csrc/decode.h has the same number
 class Kept(NamedTuple):
     """Tensors that the forward saves for the backward. A tensor that is not saved has the shape (0,).
 
-    rotated_k: rotated keys (copies, rows, heads_kv, channels), with k's dtype. The channels are those of the first of
-        ``lowering.parts.copied_parts`` if it has any, else all.
+    rotated_k: rotated keys (copies, rows, heads_kv, channels), with k's dtype. If ``lowering.parts.copied_parts``
+        returns a part, only this part's channels are saved.
     table: cos and sin of explicit positions, float32 (rotations, batch, seqlen, 2, pairs).
     """
 
@@ -106,7 +106,8 @@ class CacheCall(_Scheme):
     positions = None  # positions count from tables.leftpad
 
     def for_backend(self) -> CacheCall:
-        """Returns the call that backends take if keys are stored rotated. Its bands rotate only the queries."""
+        """Returns the call that backends take if the cache holds rotated keys. The bands of this call rotate only the
+        queries."""
         scheme = over_rotated_keys(self.rotary), self.causal, self.softmax_scale
         return CacheCall(*scheme, self.tables, self.num_splits, self.rotated_keys)
 
@@ -159,7 +160,8 @@ def accumulation_type(x: torch.Tensor) -> torch.dtype:
 def aligned(*tensors: torch.Tensor) -> bool:
     """Whether every row (head_dim elements) of these tensors starts at a multiple of 16 bytes. All tensors must have
     the same dtype."""
-    # The strides of dimensions of size 1 count, too, because kernels also compute addresses of rows that do not exist.
+    # The strides of dimensions of size 1 are checked, too, because kernels also compute addresses of rows that do not
+    # exist.
     addresses, strides = 0, 0
     for x in tensors:
         addresses |= x.data_ptr()

@@ -84,7 +84,8 @@ def append_to_cache(
 
 
 def attention_with_cache(q: torch.Tensor, layer: CacheLayer, call: CacheCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (out, lse), with two launches. out is like q and contiguous. lse is float32 (batch, heads_q, seqlen_q).
+    """Returns (out, lse), with two launches. out has q's shape and dtype and is contiguous. lse is float32 (batch,
+    heads_q, seqlen_q).
 
     Raises:
         ValueError: the cache is quantized; or the scheme has a first_channel, maps positions or has log_steps; or

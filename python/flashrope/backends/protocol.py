@@ -18,7 +18,8 @@ class AttentionBackend(Protocol):
     """Serves ``attention`` and ``attention_varlen``."""
 
     def unsupported_reason(self, q: torch.Tensor, cached: bool = False) -> str:
-        """Returns why this backend cannot serve tensors like q, or "". cached: for ``attention_with_cache``."""
+        """Returns why this backend cannot serve tensors like q, or "". cached: whether the call is
+        ``attention_with_cache``."""
 
     def kept_shapes(self, k: torch.Tensor, call: AttentionCall) -> KeptShapes:
         """Returns the shapes of the tensors that ``forward`` saves for ``backward``."""

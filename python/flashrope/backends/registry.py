@@ -13,13 +13,13 @@ from .names import BACKENDS
 
 # Backends whose forward is plain PyTorch. Autograd differentiates it to any order, and compilers trace it.
 DIFFERENTIABLE = ("reference",)
-WEIGHTED = ("triton", "cpu", "reference")  # multiply the keys of a cache by key_weight
+WEIGHTED = ("triton", "cpu", "reference")  # these backends multiply the keys of a cache by key_weight
 
 
 @cache
 def load_backend(impl: str) -> Any:
     """Returns the module of the backend ``impl``. The package's own backends are imported by statements, because
-    torch.compile traces only these."""
+    torch.compile traces only import statements."""
     if impl == "triton":
         from . import triton as backend
     elif impl == "cuda":
@@ -36,7 +36,7 @@ def load_backend(impl: str) -> Any:
 def resolve_impl(impl: str | None, q: torch.Tensor, cached: bool = False) -> str:
     """Returns the name of the backend that serves tensors like q. impl None: chosen by device and dtype.
 
-    cached: for ``attention_with_cache``.
+    cached: whether the call is ``attention_with_cache``.
 
     Raises:
         ValueError: the name is unknown, or the backend cannot serve the call. The message says why.
@@ -74,5 +74,5 @@ def unsupported_positions(impl: str, positions: CachePositions) -> str:
     """Returns why the backend ``impl`` cannot serve explicit positions, with the argument's name, or ""."""
     backend = load_backend(impl)
     if not hasattr(backend, "unsupported_positions"):
-        return "there, the position of a cached token is its slot; impl='reference' takes positions"
+        return "it counts positions from a sequence's first valid slot; use impl='reference' for explicit positions"
     return backend.unsupported_positions(positions)

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from .calls import MAX_SPLITS
 
-FULL = 0.85  # share of the device's resident blocks that the splits must keep busy, if there are enough keys
+FULL = 0.85  # the splits must keep this share of the device's resident blocks busy, if there are enough keys
 # Both costs are in units of the time of a key tile. They are estimates, not measured.
 SPLIT_COST = 2  # per block: starting it and storing a partial result
 COMBINE_COST = 4  # the launch that combines the partial results
@@ -85,7 +85,7 @@ def busy_share(programs: int, splits: int, resident: int) -> float:
 @lru_cache(maxsize=4096)
 def choose_splits(programs: int, tiles: int, resident: int) -> int:
     """Returns the fastest number of splits among the numbers that keep the share ``FULL`` of the device busy. If no
-    number does, it is the fastest of all numbers.
+    number keeps it busy, returns the fastest of all numbers.
 
     programs: blocks of one split. tiles: key tiles of a sequence. resident: blocks that the device holds at once.
     """

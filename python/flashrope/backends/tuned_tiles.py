@@ -1,7 +1,7 @@
-"""Reads and writes the file of tuned tiles, one file for all devices of a user. A process reads it once.
+"""Reads and writes the file of tuned tiles. A user has one file for all devices. A process reads it once.
 
 The file is ``flashrope/tiles.json`` in the user's cache folder ($XDG_CACHE_HOME, or ~/.cache). It is replaced
-atomically. A winner is used only with the setup with which it was measured: the device and the versions of Triton and
+atomically. A winner is used only under the setup under which it was measured: the device and the versions of Triton and
 flashrope. A file that cannot be read is ignored with one warning.
 """
 
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 FORMAT = "flashrope tiles 2"
-MAX_KEYS = (1024, 8192)  # three classes of length: up to 1024 keys, up to 8192, more
+MAX_KEYS = (1024, 8192)  # three classes of length: up to 1024 keys, up to 8192 keys, and more keys
 CACHES = ("", "contiguous", "paged")
 
 
@@ -84,8 +84,8 @@ def path() -> Path:
 
 @cache
 def tuned() -> Mapping[Setup, Winners]:
-    """Returns the winners in the file. The first call reads it. Returns an empty mapping if there is no file, and also,
-    with a warning, if the file is unreadable."""
+    """Returns the winners in the file. The first call reads the file. Returns an empty mapping if there is no file.
+    Warns and returns an empty mapping if the file cannot be read."""
     try:
         return read(path())
     except (OSError, ValueError) as error:
@@ -97,7 +97,7 @@ def tuned() -> Mapping[Setup, Winners]:
 
 
 def read(file: Path) -> dict[Setup, Winners]:
-    """Returns the winners of every setup in a file. Empty if the file does not exist.
+    """Returns the winners of every setup in a file, or an empty dict if the file does not exist.
 
     Raises:
         ValueError: the file is not one that ``update`` wrote.

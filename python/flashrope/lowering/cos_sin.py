@@ -49,8 +49,8 @@ def padded_pairs(head_dim: int) -> int:
 
 
 def coarse_rows(positions: int) -> int:
-    """Returns the number of coarse rows that this many positions need. It is rounded up to a power of two, so that few
-    tables are built."""
+    """Returns the number of coarse rows that this many positions need. The number is rounded up to a power of two, so
+    that few tables are built."""
     return 1 << max(-(-positions // FINE_ROWS) - 1, 0).bit_length()
 
 

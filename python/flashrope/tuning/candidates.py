@@ -31,8 +31,8 @@ GRIDS = {
     "grad_qkv": ((32, 64), (64, 128), (4, 8), (2, 3)),
     "decode": ((16,), (32, 64, 128), (4, 8), (2, 3, 4)),
 }
-# The tiles to try first, by the table of configs.py, the direction, block_d, and whether the scheme has several bands.
-# They are printed by python -m bench model --candidates, which predicts them from the machine code. The best is first.
+# Maps (table of configs.py, direction, block_d, whether the scheme has several bands) to the tiles to try first, the
+# best one first. ``python -m bench model --candidates`` prints this order, which it predicts from the machine code.
 ORDER: dict[tuple[str, str, int, bool], str] = {
     ("sm80", "forward", 64, False): "128 64 4 3, 64 128 4 3, 128 32 4 3, 128 128 8 3, 128 64 4 2, 128 128 4 3",
     ("sm80", "forward", 64, True): "128 64 4 3, 128 128 8 3, 128 64 4 2, 128 32 4 3, 128 128 4 3, 64 128 4 3",

@@ -1,7 +1,7 @@
 """Compiles the candidates of a workload, checks each against the reference, and times the correct ones.
 
-All candidates of a race alternate, round by round, so that they see the same state of the device. The default tile
-stays unless another tile is faster by more than ``MIN_GAIN``.
+All candidates of a race alternate, round by round, so that they see the same state of the device. The default tile wins
+unless another tile is faster by more than ``MIN_GAIN``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .workloads import CHECK_WINDOW, Results, Workload
 # Largest error of a row against float64, relative to the sum of its norm and the mean norm of all rows. For lse it is
 # absolute.
 TOLERANCE = {torch.float16: 2.5e-3, torch.bfloat16: 2e-2}
-CHECKS = 2  # runs of each check: if warps race, a single run may be correct by chance
+CHECKS = 2  # number of runs of a check: if warps race, a single run may be correct by chance
 MIN_GAIN = 0.02
 FIRST_ROUNDS, FINALISTS, NEAR = 3, 4, 1.15  # finalists are within a factor NEAR of the fastest after a short race
 MAX_SECONDS = 4.0  # longest time of one long race

@@ -189,7 +189,8 @@ def parse_shape(text: str) -> tuple[int, ...]:
 
 
 def sensible_shapes(run: str) -> list[tuple[int, ...]]:
-    """Returns the shapes with which a pass is timed by default: grouped heads, one shape for every class of lengths."""
+    """Returns the shapes with which a pass is timed by default: heads are grouped, and every class of lengths has one
+    shape."""
     if run in ("decode", "prefill"):
         return [(CACHE_BATCH, capacity, HEADS, HEADS_KV, HEAD_DIM) for capacity in CAPACITIES]
     return [(TOKENS // seqlen, seqlen, HEADS, HEADS_KV, HEAD_DIM) for seqlen in SEQLENS]

@@ -1,9 +1,9 @@
 """Computes ``attention_with_cache`` on the CPU with torch's own flash kernel. The cache is read in place.
 
 A sequence is read in blocks of slots, counted from its first slot. A block of a contiguous cache is a view. Pages are
-gathered one block at a time, in a layout with the heads before the rows. They are not gathered if they are consecutive
-in memory and have the rows before the heads. The results of a sequence that is computed on its own are bitwise
-identical in both layouts.
+gathered one block at a time, in a layout with the heads before the rows. Pages are not gathered if they are consecutive
+in memory and have the rows before the heads. If a sequence is computed on its own, its results are bitwise identical
+for a contiguous and for a paged cache.
 
 If the compiled kernels are loaded, they serve a few queries per sequence (decode.py) and long chunks (tiles.py).
 
@@ -40,8 +40,8 @@ from .pieces import (
 from .rotation import rotate, rotation_for, upcast
 
 MIN_BLOCK, MAX_BLOCK = 256, 16384  # slots of a block
-# Number of elements of a block of k. A gathered or rotated copy of such a block stays in the processor's caches. For
-# larger copies, the system would allocate new pages of memory in every call.
+# Number of elements of a block of k. A gathered or rotated copy of a block of this size stays in the processor's
+# caches. For larger copies, the system would allocate new pages of memory in every call.
 BLOCK_ELEMENTS = 2**20
 COMPILED_ROWS = 64  # with at least this many queries, packing the keys for the compiled kernel is worthwhile
 
@@ -95,7 +95,8 @@ def attend(
 def _attend_single(
     q: torch.Tensor, layer: CacheLayer, first: int, end: int, call: CacheCall
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Returns the result of ``_attend`` for one block, without its bookkeeping, if one piece covers all rows and keys.
+    """Computes the result of ``_attend`` in one kernel call, without the bookkeeping of ``_attend``. One piece must
+    cover all rows and keys, and one block must hold all keys.
 
     Returns None otherwise, and also if keys do not rotate, because ``_attend`` does not upcast such keys.
     """

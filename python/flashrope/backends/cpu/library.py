@@ -14,8 +14,8 @@ MAX_HEAD_DIM = 576  # csrc/cpu/common.h has the same number
 MAX_BANDS = 4
 INFINITE = 2**40  # the value that means an infinite distance
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-CODES = {torch.int8: 3, torch.uint8: 4}  # dtypes of quantized caches, which the kernels read with float32 queries
-FEW_QUERIES = 8  # up to 8 queries float32 is faster: it works on 8 rows at once, bfloat16 on strips of 32 rows
+CODES = {torch.int8: 3, torch.uint8: 4}  # dtypes of quantized caches; queries are then float32
+FEW_QUERIES = 8  # for up to 8 queries float32 is faster: it works on 8 rows at once, and bfloat16 on 32 rows
 NOT_FINITE = 2  # the return value of the backward in bfloat16 if a row is not finite
 
 

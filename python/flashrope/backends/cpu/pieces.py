@@ -19,7 +19,7 @@ from .rotation import KEY_FACTORS, QueryFactors, Rotation, rotation_of_rows
 
 flash = torch._scaled_dot_product_flash_attention_for_cpu
 MIN_SCALE = 1e-30  # lower bound of the scale: 0 would turn a masked -inf into NaN
-MIN_CHUNK = 64  # rows; a narrower band is divided into chunks of this many rows, which then need a mask
+MIN_CHUNK = 64  # a band narrower than this is divided into chunks of this many rows, which then need a mask
 
 
 class Piece(NamedTuple):
@@ -68,7 +68,8 @@ def plan(
 ) -> tuple[RotationPieces, ...]:
     """Returns the pieces of all bands, grouped by rotation. Together they hold every visible (row, key) exactly once.
 
-    shift: query row r is at position shift + r, and key j is at position j. Both are counted from position `first`.
+    shift: query row r is at position shift + r, and key j is at position j. Both positions are counted from position
+    `first`.
     """
     rotations: dict[tuple[PositionMap, PositionMap], list[Piece]] = {}
     for band in bands:

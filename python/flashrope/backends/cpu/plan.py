@@ -78,7 +78,7 @@ def _append(
         length = max(lengths[0], 0) if batch else 0
         if lengths == lengths[:1] * batch and length + seqlen_new <= layer.k.shape[1]:
             for cache, x in new:
-                cache.narrow(1, length, seqlen_new).copy_(x)  # takes half the time of slicing
+                cache.narrow(1, length, seqlen_new).copy_(x)  # takes half the time of assigning to a slice
             return
     page, row, fits = addresses.new_places(tables, layer.k)
     places = page[fits], row[fits]

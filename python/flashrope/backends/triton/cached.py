@@ -287,7 +287,7 @@ class CachePlan(Plan):
             )
         direction = "forward codes" if self.quantized else "forward" if vec > 1 else "forward unaligned"
         tile = self.tile(direction, self.cache, block_d(self.head_dim_v))
-        # Only paged and quantized keys are loaded in a different way than rotated copies.
+        # Only paged and quantized keys are loaded differently from rotated copies.
         rotated_bands = self.lowered.rotated_bands if self.page_size or self.quantized else 0
         variant = variant_of(
             self.rotary,
@@ -306,7 +306,7 @@ class CachePlan(Plan):
 
     def _copied_channels(self) -> tuple[Part, ...]:
         """Returns the part of the head that rotated copies hold, or () if they hold all channels. Copies of quantized
-        keys do, because a load takes values of one type."""
+        keys hold all channels, because one load cannot read both rotated values and codes."""
         return () if self.quantized else copied_parts(self.rotary, self.call.causal)
 
     # ---- few queries
@@ -434,8 +434,9 @@ class CachePlan(Plan):
         return plan
 
     def _channels(self, layout: KernelCacheLayout) -> tuple[Part, ...]:
-        """Returns the parts of the head, or () if the kernel holds all channels as pairs. It does so for quantized
-        caches, for explicit positions, and if a head of up to 512 channels does not fill its tile."""
+        """Returns the parts of the head, or () if the kernel holds all channels as pairs. It holds all channels as
+        pairs for quantized caches, for explicit positions, and if a head of up to 512 channels does not fill its
+        tile."""
         parts = channel_parts(self.rotary, self.call.causal)
         padded = self.rotary.head_dim != 2 * self.table.shape[-1] and self.rotary.head_dim <= 2 * configs.WIDEST_PAIRS
         return () if self.quantized or layout.entries is not None or padded else parts
@@ -449,7 +450,7 @@ class CachePlan(Plan):
         """Returns (the tile for explicit positions, whether each tile of keys lies in one page). In one page,
         consecutive keys have consecutive positions. Otherwise every key needs its own rows of cos and sin."""
         if self.lowered.maps and not self.stored:
-            tile = tile._replace(num_stages=2)  # as in _plan_decode; these tiles are smaller
+            tile = tile._replace(num_stages=2)  # with more stages, cos and sin of the keys would fill shared memory
         if (self.stored or self.lowered.maps) and self.table.shape[-1] >= configs.EXPLICIT_PAIRS:
             tile = tile._replace(block_n=min(tile.block_n, configs.EXPLICIT_KEYS))
         if not self.page_size:

@@ -6,8 +6,8 @@ several times as long as the launch itself. In decoding, where kernels are short
 Triton's key of a compiled kernel contains the target device, the compiler options, and the traits of each argument. The
 traits of a tensor are its dtype and whether its address is a multiple of 16. The traits of an integer are whether it is
 1, whether it is a multiple of 16, and whether it has 32 or 64 bits. None and constexprs are part of the key by value. A
-tuple has the traits of its fields. For integers of this package only the width matters: outside tuples they are
-``do_not_specialize``, and inside tuples they are encoded so that all have the same traits
+tuple has the traits of its fields. Only the width of this package's integers matters. Integers outside tuples are
+``do_not_specialize``. Integers inside tuples are encoded so that all have the same traits
 (``triton_kernels/arguments.py``). So ``_traits`` below, with the kernel, the device and the options, distinguishes at
 least as many kernels as Triton's key. tests/kernels/test_launches.py makes random calls and compares the kernel found
 here with the kernel that Triton finds.
@@ -95,7 +95,7 @@ class Launch:
             return
         launch(self._kernel, self._grid, *args, **self._options)
         self._launches += 1
-        if self._launches == 2 and not interpreted():  # not at the first launch: a plan of one layer has no second one
+        if self._launches == 2 and not interpreted():  # not at the first: a plan of one layer launches only once
             if known := _compiled.get(_key(self._kernel, args, self._options)):
                 compiled, self._constants = known
                 self._run = compiled[(*self._grid, 1, 1)[:3]]

@@ -5,9 +5,9 @@ Every element is written once, and each kernel sums in a fixed order, so the bit
 The matrices of all heads would take memory that grows with the square of the length. So both kernels run for some heads
 at a time, and share a workspace of at most ``configs.SCORE_BYTES``.
 
-The alternative is a float32 buffer of dQ for every block that is resident, which the block adds to. It would move eight
-bytes per channel for every pair of a query and a key tile, because the buffers do not fit in the L2 cache. With 128
-channels and 64 keys per tile that is 16 bytes per score. Storing dS moves four bytes for a score.
+The alternative is a float32 buffer of dQ for every resident block, to which the block adds its part of dQ. The buffers
+do not fit in the L2 cache. So a block would read and write four bytes per channel for every query row and key tile.
+With 128 channels and 64 keys per tile, this moves 16 bytes per score. Storing dS moves four bytes per score.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def layout_of(
     room = configs.SCORE_BYTES // (group * panels * configs.PANEL_ROWS * configs.PANEL_KEYS * itemsize)
     if not room:
         return None
-    # As few launches as the memory allows, with about as much work in each.
+    # Makes as few launches as the memory allows, and gives all launches about the same amount of work.
     heads = cdiv(heads_kv, cdiv(heads_kv, max(1, min(heads_kv, room // sequences))))
     most = cdiv(sequences, cdiv(sequences, min(sequences, room // heads)))
     return ScoreLayout(width, growth, panels, sequences, batch // sequences, heads_kv, group, most, heads)

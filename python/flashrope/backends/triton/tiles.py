@@ -15,8 +15,8 @@ from ...triton_kernels import configs
 from ...triton_kernels.configs import Tile
 from .. import tuned_tiles as store
 
-# Directions that are tuned and forced under the name of another direction. A call has one of the two, depending on its
-# sizes.
+# Directions that are tuned and forced under the name of another direction. A call launches the kernel of only one of
+# the two directions, depending on its sizes.
 TUNED_AS = {"grad_q scores": "grad_q"}
 
 
