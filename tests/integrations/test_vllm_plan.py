@@ -84,6 +84,18 @@ def test_layers_of_two_kinds():
     assert "layers 0 " in str(plan) and "layers 1 " in str(plan)
 
 
+def test_layers_without_attention():
+    """The recurrent layers of Qwen3-Next have no scheme, and a quarter of the channels of the others rotate."""
+    kinds = ["linear_attention", "full_attention"]
+    parameters = rope_parameters("default", partial_rotary_factor=0.25)
+    hf = dict(model_type="qwen3_next", layer_types=kinds, head_dim=256, **parameters)
+    given = dict(hf=hf, model={"architecture": "Qwen3NextForCausalLM"})
+    plan = make_plan(config({"window": 64}, **given))
+    assert plan.layers == (None, (Rotary.rope(256, rotary_dim=64).rectify(64), None, False))
+    assert plan.attending == [(1, plan.layers[1])] and str(plan).startswith("layers 1 Rotary(head_dim=256, ")
+    assert plan.digest != make_plan(config({"window": 32}, **given)).digest
+
+
 @pytest.mark.parametrize(
     "options, rotated",
     [

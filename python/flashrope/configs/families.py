@@ -182,7 +182,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3_5_moe_text": Family(tested=True, partial=True, mrope="interleaved"),
     "qwen3_5_text": Family(tested=True, partial=True, mrope="interleaved"),
     "qwen3_moe": TESTED,
-    "qwen3_next": Family(tested=True, partial=True),
+    "qwen3_next": Family(tested=True, partial=True, vllm="Qwen3NextForCausalLM"),
     "qwen3_omni_moe_talker_text": Family(mrope="interleaved"),
     "qwen3_omni_moe_text": Family(tested=True, mrope="interleaved"),
     "qwen3_vl_moe_text": Family(tested=True, mrope="interleaved"),

@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed; .ci/run tests it in an environment of its own")
 
-from engine import BOUND, check_rounded, differences, engine, generate
+from engine import BOUND, check_rounded, compared, differences, engine, generate
 from flashrope.integrations.vllm.plan import ARCHITECTURES
 from models import VOCABULARY, Rounded, prompt, save_model
 
@@ -47,6 +47,18 @@ FAMILIES = {  # architecture: (model_type, changes, options)
     "Qwen3ForCausalLM": ("qwen3", {}, REROPE),
     "StableLmForCausalLM": ("stablelm", dict(partial_rotary_factor=0.25), REROPE),
 }
+QWEN3_NEXT = dict(  # the widths of the released models, which vLLM's recurrent layers on the CPU ask for
+    num_hidden_layers=4,
+    head_dim=256,
+    partial_rotary_factor=0.25,
+    layer_types=["linear_attention"] * 3 + ["full_attention"],
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=128,
+    linear_value_head_dim=128,
+    num_experts=4,
+    mlp_only_layers=[0, 1, 2, 3],  # rounding would change which experts a token gets
+)
 QUICK = {"Gemma3ForCausalLM", "Qwen3ForCausalLM"}  # vLLM takes 8 s to inspect an architecture first
 
 
@@ -59,7 +71,20 @@ def compare(folder, *all_options):
 
 
 def test_all_architectures_are_here():
-    assert sorted(FAMILIES) == sorted(ARCHITECTURES)
+    assert sorted([*FAMILIES, "Qwen3NextForCausalLM"]) == sorted(ARCHITECTURES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options, other", [({}, REROPE), (REROPE, {})], ids=["rope", "rerope"])
+def test_qwen3_next(options, other, tmp_path):
+    """vLLM's recurrent layers run in bfloat16 only on the CPU, so outputs are compared with convert() in float32 under
+    the served scheme and under another one."""
+    folder = save_model(tmp_path, "qwen3_next", **QWEN3_NEXT)
+    with engine(folder, options, max_model_len=512, dtype="bfloat16") as llm:
+        outputs = generate(llm, [prompt(200)])
+    del llm
+    own, wrong = (compared(folder, each, outputs)[0].square().mean().sqrt() for each in (options, other))
+    assert own < 0.8 * wrong, (own, wrong)
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in FAMILIES])

@@ -213,7 +213,10 @@ class FlashropeImpl(AttentionImpl):
 
     def _find_scheme(self, layer_name: str) -> tuple[Rotary, bool]:
         index = extract_layer_index(layer_name)
-        rotary, window, rotated_keys = self.plan.layers[index]
+        planned = self.plan.layers[index]
+        if planned is None:
+            raise ValueError(f"layer_types: expected no attention in layer {index}, got some from vLLM")
+        rotary, window, rotated_keys = planned
         if self.sliding_window != window:
             raise ValueError(
                 f"sliding_window: expected {window} in layer {index}, as the model's configuration says, got "

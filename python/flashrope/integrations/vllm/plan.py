@@ -21,7 +21,7 @@ from ...operators.checks import MAX_HEAD_DIM, MAX_NARROW_HEAD_DIM
 from ...rotary.bands import shared_map
 from ...rotary.rotary import Rotary
 from ..options import FIELD, keeps_raw_keys, read_field, training_length
-from ..transformers.schemes import LayerScheme, layer_type_of, sliding_window_of
+from ..transformers.schemes import LayerScheme, attending_layers, layer_type_of, sliding_window_of
 
 ARCHITECTURES = tuple(sorted(each.vllm for each in FAMILIES.values() if each.vllm))
 BACKEND = "CUSTOM"  # vLLM's name for a backend of a plugin
@@ -45,26 +45,31 @@ class Plan:
     """The schemes under which a model is served.
 
     Attributes:
-        layers: {layer index: Layer}.
+        layers: the layers in order. None: a layer without attention, such as the recurrent ones of Qwen3-Next.
         stock: the model's own schemes, whose rotary embeddings are turned off.
     """
 
-    layers: tuple[Layer, ...]
+    layers: tuple[Layer | None, ...]
     stock: frozenset[Rotary]
+
+    @property
+    def attending(self) -> list[tuple[int, Layer]]:
+        """Returns the layers that have attention, with their indices."""
+        return [(index, layer) for index, layer in enumerate(self.layers) if layer is not None]
 
     @property
     def digest(self) -> str:
         """Returns 32 hexadecimal digits. Caches are only interchangeable between plans with the same digits."""
-        layers = [[layer.rotary.text, layer.window, layer.rotated_keys] for layer in self.layers]
+        layers = [layer and [layer.rotary.text, layer.window, layer.rotated_keys] for layer in self.layers]
         return hashlib.sha256(json.dumps(layers).encode()).hexdigest()[:32]
 
     def __str__(self) -> str:
         """Returns a description of every scheme and its layers."""
         layers_of: dict[Layer, list[int]] = {}
-        for index, layer in enumerate(self.layers):
+        for index, layer in self.attending:
             layers_of.setdefault(layer, []).append(index)
-        if len(layers_of) == 1:
-            return f"all {len(self.layers)} layers {_describe(self.layers[0])}"
+        if len(layers_of) == 1 and len(self.attending) == len(self.layers):
+            return f"all {len(self.layers)} layers {_describe(*layers_of)}"
         return "; ".join(f"layers {', '.join(map(str, n))} {_describe(layer)}" for layer, n in layers_of.items())
 
 
@@ -90,7 +95,7 @@ def make_plan(config) -> Plan:
     _check_model(model, hf_config)
     _check_windows(model.max_model_len, options)
     plan = Plan(*_layers(hf_config, options, model.max_model_len, raw_keys))
-    widths = {layer.rotary.head_dim for layer in plan.layers}
+    widths = {layer.rotary.head_dim for _, layer in plan.attending}
     _check_engine(config, CHOSEN_FOR_TWO_WIDTHS if len(widths) > 1 else ())
     for head_dim in widths:
         _check_head_dim(head_dim, config.cache_config.cache_dtype)
@@ -127,16 +132,16 @@ def _training_length(model, config, name: str) -> int:
 
 
 def _layers(hf_config, options: dict, max_model_len: int, raw_keys: bool):
-    layers: list[Layer] = []
+    layers: list[Layer | None] = [None] * hf_config.num_hidden_layers
     schemes: dict[tuple, Layer] = {}
     stock = set()
-    for index in range(hf_config.num_hidden_layers):
+    for index in attending_layers(hf_config):
         key = layer_type_of(hf_config, index), sliding_window_of(hf_config, index)
         if key not in schemes:
             schemes[key] = _layer(hf_config, key, options, max_model_len, raw_keys)
             stock.add(Rotary.from_hf_config(hf_config, key[0]))
-        layers.append(schemes[key])
-    if "log_n" in options and all(layer.window for layer in layers):
+        layers[index] = schemes[key]
+    if "log_n" in options and all(layer.window for layer in schemes.values()):
         raise ValueError("log_n: expected a layer that sees all keys, got a sliding window in every layer")
     return tuple(layers), frozenset(stock)
 

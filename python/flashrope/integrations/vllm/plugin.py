@@ -230,6 +230,7 @@ def _turn_off(embedding: nn.Module, plan: Plan) -> None:
             "which reads the rope parameters differently"
         )
     embedding.__class__ = RawRotaryEmbedding
+    embedding.is_neox_style = False  # or Qwen3-Next rotates in a fused kernel on CUDA, without the embedding
     del embedding.cos_sin_cache
 
 
