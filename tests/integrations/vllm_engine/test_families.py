@@ -56,8 +56,10 @@ QWEN3_NEXT = dict(  # the widths of the released models, which vLLM's recurrent 
     linear_num_value_heads=4,
     linear_key_head_dim=128,
     linear_value_head_dim=128,
+    moe_intermediate_size=32,
+    shared_expert_intermediate_size=32,
     num_experts=4,
-    mlp_only_layers=[0, 1, 2, 3],  # rounding would change which experts a token gets
+    num_experts_per_tok=4,  # with fewer, rounding changes which experts a token gets
 )
 QUICK = {"Gemma3ForCausalLM", "Qwen3ForCausalLM"}  # vLLM takes 8 s to inspect an architecture first
 
