@@ -242,7 +242,8 @@ class Cached:
         return dataclasses.replace(self, tables=tables)
 
     def by_slot(self, values: torch.Tensor) -> torch.Tensor:
-        """Rearranges values (batch, slots, ...) of the sequences' slots into slot_positions of this cache."""
+        """Returns slot_positions for this cache. values: (batch, slots, ...), the positions of every sequence's slots
+        in order."""
         if not self.page:
             return values
         pages = values.new_zeros(self.pages, self.page, *values.shape[2:])

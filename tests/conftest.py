@@ -63,7 +63,7 @@ def pytest_configure(config):
     )
     config.addinivalue_line(
         "filterwarnings", "ignore:Conversion of an array with ndim:DeprecationWarning"
-    )  # the interpreter's
+    )  # the interpreter causes this warning
 
 
 def pytest_xdist_auto_num_workers(config):
@@ -73,7 +73,7 @@ def pytest_xdist_auto_num_workers(config):
     return min(cores, 16, max(torch.cuda.mem_get_info()[0] >> 31, 1)) if torch.cuda.is_available() else min(cores, 8)
 
 
-@pytest.hookimpl(tryfirst=True)  # before the markers choose
+@pytest.hookimpl(tryfirst=True)  # must run before -m selects tests by their markers
 def pytest_collection_modifyitems(items):
     for item in items:
         marker, values = item.get_closest_marker("interpreted"), getattr(item, "callspec", None)

@@ -23,15 +23,15 @@ class Tokens:
     positions: list[int]
     k: torch.Tensor  # (layers, tokens, heads_kv, head_dim)
     v: torch.Tensor
-    moved: bool = False  # by extend, remove or keep
+    moved: bool = False  # whether extend, remove or keep changed the sequence
 
     def parts(self, *parts: slice) -> Tokens:
         k, v = (torch.cat([x[..., part, :, :] for part in parts], -3) for x in (self.k, self.v))
         return Tokens([place for part in parts for place in self.positions[part]], k, v, self.moved)
 
     def followed_by(self, k: torch.Tensor, v: torch.Tensor, positions: Sequence[int], moved: bool = False) -> Tokens:
-        """Returns these tokens followed by new ones. positions: of the new tokens. They are shifted to follow the last
-        token, and keep their distances."""
+        """Returns these tokens followed by new tokens. positions: the positions of the new tokens. All of them are
+        shifted by the same number, so that the first follows the last old token."""
         by = self.positions[-1] + 1 - positions[0] if self.positions and positions else 0
         k, v = torch.cat((self.k, k), -3), torch.cat((self.v, v), -3)
         return Tokens(self.positions + [x + by for x in positions], k, v, self.moved or moved)

@@ -1,8 +1,8 @@
 """The backends, inputs and schemes of the accuracy tests, and their error budget against float64.
 
 The budget is per element. Let u be the type's unit roundoff and kappa = scale * max |q||k|. Rounding changes a score by
-about u * kappa, and thereby every weight by a relative error of u * kappa. So, with P the attention weights and c a
-constant per type,
+about u * kappa, and thereby every weight by a relative error of u * kappa. Let P be the attention weights and c a
+constant of the type. Then
 
     |out - exact| <= c * u * (1 + kappa) * (P |V|)          |lse - exact| <= c * u * (1 + kappa)
     |dV - exact|  <= c * u * (P (1 + kappa))^T |dO|
@@ -11,7 +11,8 @@ constant per type,
 
 With sinks of weight p, |dsink - exact| <= c * u * sum(p (1 + kappa) * (rowsum(P * |dO| |V|^T) + |dlse|)).
 
-Above, |K| and |Q| are, for a pair that rotates, the length of the pair: rotation mixes its two channels.
+In these bounds, both channels of a rotating pair count with the length of the pair in |K| and |Q|, because rotation
+mixes the two channels.
 """
 
 from __future__ import annotations

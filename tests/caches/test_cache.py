@@ -63,7 +63,7 @@ def check(cache: PagedKVCache, model: dict[int, list[int]], reserved=()) -> None
     unheld = [page for page in range(cache.pages) if page not in used]
     for layer in range(cache.layers):
         for pool in cache.layer(layer):
-            pool[unheld] = torch.nan  # a later read of these pages shows
+            pool[unheld] = torch.nan  # a later read of these pages would give NaN
 
 
 def expected(scheme, q, tokens, layer=0, dtype=torch.float64):

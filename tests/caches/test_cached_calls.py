@@ -26,7 +26,7 @@ HOSTILE = {
     "pad beyond": ("cache_leftpad", 1 << 30),
     "huge slot": ("slot_mapping", 2**40),
 }
-KINDS = {  # the queries of every sequence, and the lengths of the sequences with them
+KINDS = {  # queries: how many each sequence has; lengths: tokens, with those of the queries
     "contiguous": dict(lengths=(30, 20, 40), queries=2, page=0),
     "paged": dict(lengths=(30, 20, 40), queries=2, page=PAGE),
     "packed": dict(lengths=(30, 20, 80), queries=(1, 4, 66), page=PAGE),
@@ -148,7 +148,7 @@ print("done")
 guard_pages = pytest.mark.skipif(not hasattr(os, "fork"), reason="guard pages need mprotect")
 
 
-GUARDED_CALLS = [("reference", 2, 16), ("cpu", 2, 16), ("cpu", 2, 24)]  # 24: no whole vector
+GUARDED_CALLS = [("reference", 2, 16), ("cpu", 2, 16), ("cpu", 2, 24)]  # 24 channels do not fill whole vectors
 if support.INTERPRETED:
     GUARDED_CALLS += [("triton", 2, 16), pytest.param("triton", 66, 16, marks=pytest.mark.slow)]
 
@@ -156,8 +156,8 @@ if support.INTERPRETED:
 @guard_pages
 @pytest.mark.parametrize(("impl", "seqlen_q", "head_dim"), GUARDED_CALLS)
 def test_nothing_outside_the_buffers_is_touched(impl, seqlen_q, head_dim):
-    """With guard pages around every buffer, of a contiguous and of a paged cache, a process that touches a guard page
-    dies."""
+    """A call touches no memory outside the buffers, with a contiguous and with a paged cache. Guard pages surround
+    every buffer, and a process that touches one dies."""
     run = guarded_run(impl, seqlen_q, head_dim)
     assert run.returncode == 0 and "done\n" in run.stdout, (run.stdout, run.stderr[-2000:])
 

@@ -86,8 +86,8 @@ def caches_of(make):
 
 
 def same_new_rows(c):
-    """Returns new keys and values that are one tensor and part of the projection of q. This is allowed, because they
-    are only read."""
+    """Returns new keys and values that are the same memory, inside the projection that also holds q. This overlap is
+    allowed, because the call only reads these tensors."""
     rows = torch.randn(B, NEW, 2 * HEADS_KV, D).to(c["q"])
     return {"q": rows, "k": rows[:, :, :HEADS_KV], "v": rows[:, :, :HEADS_KV]}
 

@@ -56,8 +56,8 @@ def test_axes(target, scheme):
 @exact_targets
 @pytest.mark.parametrize("scheme", ["axial", "mrope_local"])
 def test_axes_where_the_last_rows_of_a_page_are_visible(target, scheme):
-    """Queries are right where their ranks among the visible keys are lower than the page rows of the keys that they
-    see."""
+    """Only the last rows of a page are visible. Queries are right, although their ranks among the visible keys are
+    lower than the row numbers of the keys that they see."""
     c = over(target, scheme, [16, 16])
     tables = dict(page_first=int32([[10], [9]]), page_lengths=int32([[6], [5]]))
     c.at(slot_positions=coordinates(c, c.rotary.axes), **tables).check()
@@ -123,7 +123,7 @@ def test_keys_at_the_edge_of_a_window(target, distance):
     p = support.problem(target, SCHEMES["rope"](32), 1, 64)
     p.k *= 0.1
     p.k[0, 35] = p.q[0, 0, :1] * 4
-    query = 10.9 if distance == 21.8 else 40.25  # the key is then on the other side of 0
+    query = 10.9 if distance == 21.8 else 40.25  # the key's position is then -10.9
     slots = torch.arange(64.0) / 8 - 20
     slots[35:] = query
     slots[35] = query - distance
@@ -338,7 +338,8 @@ def test_new_keys_without_a_place_leave_no_position(placed, axes):
 
 
 def test_the_host_reads_no_position_of_new_keys():
-    """A fake tensor has no values: reading one raises."""
+    """The host reads no position of new keys. The tensors are fake, and reading a value of a fake tensor raises an
+    error."""
     with torch._subclasses.FakeTensorMode():
         cache, slots, given = torch.zeros(4, 16, 2, 8), torch.zeros(4, 16, 3), torch.zeros(2, 1, 3)
         table, seqlens = torch.zeros(2, 2, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)

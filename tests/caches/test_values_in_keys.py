@@ -109,8 +109,9 @@ def test_the_scheme_may_change_between_calls(target):
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compiled(backend):
-    """The view is made inside the compiled function. As a second input beside k_cache, torch 2.13 reads it at the
-    offset of the call that was compiled."""
+    """A compiled call gives the eager results if the view of the values is made inside the compiled function. If the
+    view were an input beside k_cache, torch 2.13 would read it at the offset that it had when the function was
+    compiled."""
     rotary, g = Rotary.rope(24), weight(24)
     q, k = torch.randn(1, 1, 2, 24), torch.randn(1, 1, 1, 24)
 

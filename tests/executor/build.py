@@ -50,18 +50,19 @@ def digest(files: Iterable[pathlib.Path], *others) -> str:
 
 
 def cache() -> pathlib.Path:
-    """Returns the folder of the executor's versions, the CUDA extension and the kernels that Triton compiles for the
-    executor."""
+    """Returns the folder with all builds of the executor and of the CUDA extension, and the kernels that Triton
+    compiles for the executor."""
     return pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache") / "flashrope"
 
 
 def trim(folder: pathlib.Path, most_bytes: int = MOST_BYTES) -> None:
-    """Removes the oldest entries until the rest has at most ``most_bytes``. Entries of the last hour stay."""
+    """Removes the oldest entries until the folder holds at most ``most_bytes``. Entries that were used in the last hour
+    stay."""
     triton = folder / "triton"
     entries = [path for place in (folder, triton) if place.exists() for path in place.iterdir() if path != triton]
     sized = []
     for path in entries:
-        with contextlib.suppress(FileNotFoundError):  # another process trims too
+        with contextlib.suppress(FileNotFoundError):  # another process may have removed the entry
             files = [path, *path.rglob("*")]
             sized.append((path.stat().st_mtime, sum(file.stat().st_size for file in files), path))
     total = sum(size for _, size, _ in sized)
@@ -90,7 +91,8 @@ def own_folder() -> pathlib.Path:
 
 
 def library(jobs: int | None = None) -> pathlib.Path:
-    """Returns the path of libcuda.so.1, the executor under the name by which Triton asks for the driver."""
+    """Returns the path of the compiled executor. The file is named libcuda.so.1, because Triton loads the driver by
+    this name."""
     folder = own_folder()
     built = folder / "libcuda.so.1"
     if built.exists():
@@ -101,7 +103,7 @@ def library(jobs: int | None = None) -> pathlib.Path:
     with concurrent.futures.ThreadPoolExecutor(jobs or os.cpu_count() or 1) as pool:
         objects = list(pool.map(lambda source: _compile(source, work), sources))
     run([compiler(), "-shared", "-pthread", "-Wl,-soname,libcuda.so.1", *map(str, objects), "-o", str(work / "built")])
-    (work / "built").replace(built)  # another process may have been quicker
+    (work / "built").replace(built)  # another process may already have built the library
     shutil.rmtree(work, ignore_errors=True)
     return built
 

@@ -23,14 +23,14 @@ def prepare() -> None:
     os.environ["TRITON_LIBCUDA_PATH"] = str(folder)
     os.environ.setdefault("TRITON_CACHE_DIR", str(build.cache() / "triton"))
     os.environ["TRITON_INTERPRET"] = "0"
-    ctypes.CDLL(str(folder / "libcuda.so.1"), mode=ctypes.RTLD_GLOBAL)  # from now on dlopen finds it by its name
+    ctypes.CDLL(str(folder / "libcuda.so.1"), mode=ctypes.RTLD_GLOBAL)  # from here on, dlopen finds the library by name
 
 
 class Machine:
     """The device, with its options and the launches that it ran."""
 
-    current: Machine | None = None  # kernels outlive a machine
-    modules: dict[int, tuple] = {}  # what Triton loaded, by function: (name, PTX, what else it passed)
+    current: Machine | None = None  # not kept in kernels, because kernels outlive a machine
+    modules: dict[int, tuple] = {}  # function: the (name, PTX, further arguments) with which Triton loaded it
 
     def __init__(
         self,
@@ -185,11 +185,11 @@ def executed(arch: int, **options) -> Iterator[Machine]:
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     fill = torch.utils.deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True, warn_only=True)  # deterministic=False runs too
+    torch.use_deterministic_algorithms(True, warn_only=True)  # warn_only: calls with deterministic=False run too
     torch.utils.deterministic.fill_uninitialized_memory = True
     try:
         before = triton.runtime.driver.active
-    except RuntimeError:  # no device
+    except RuntimeError:  # Triton found no device
         before = None
     triton.runtime.driver.set_active(_device(machine))
     try:

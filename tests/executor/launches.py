@@ -14,11 +14,11 @@ class Traffic:
     """The bytes of one tensor in one launch."""
 
     size: int  # from the first element to the end of the last
-    read: int  # requested by lanes
+    read: int  # bytes that lanes requested
     written: int
     sectors_read: int  # bytes in 32-byte sectors; a warp instruction counts each sector once
     sectors_written: int
-    distinct_read: int  # bytes read at least once
+    distinct_read: int  # bytes that were read at least once, each counted once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,9 +30,9 @@ class Launch:
     shared_bytes: int
     seconds: float
     findings: list[str]
-    opcodes: dict[str, tuple[int, int]]  # executed by warps, by lanes
+    opcodes: dict[str, tuple[int, int]]  # how often warps and lanes executed the instruction
     executed_lines: list[int]  # lines of the PTX that at least one lane executed
-    tensors: dict[str, Traffic]  # {the kernel's argument: ...}
+    tensors: dict[str, Traffic]  # by the name of the kernel's argument
 
     @classmethod
     def from_json(cls, data: dict) -> Launch:

@@ -10,7 +10,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 from . import driver
 
-driver.prepare()  # before anything imports triton
+driver.prepare()  # must run before anything imports triton
 
 import pytest
 import support
@@ -38,7 +38,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_configure(config):
-    support.INTERPRETED = True  # so that tests do not need other properties of a GPU
+    support.INTERPRETED = True  # tests then use the sizes and settings that they use without a GPU
     config.addinivalue_line("markers", "quick: part of the tests' default run")
     options = {"seed": config.getoption("executor_seed")}
     config.stash[MACHINE] = context = driver.executed(config.getoption("executor"), **options)

@@ -125,9 +125,10 @@ def gradients(p, **options) -> dict[str, torch.Tensor]:
 @nondeterministic
 @pytest.mark.parametrize(("head_dim", "head_dim_v"), [(64, 64), (128, 128), (64, 128), (128, 64)])
 def test_products_of_the_backward(machine, head_dim, head_dim_v):
-    """The backward computes five products if values have the width of q, and either atomics accumulate dQ or dQ comes
-    from stored gradients of scores. It computes seven if dQ has its own pass. Without a mask it visits all tiles.
-    Scores, dK and dQ are as wide as q and k; dV and the gradient of the weights are as wide as v."""
+    """The backward computes five products if atomics accumulate dQ. Without atomics it computes five if values have the
+    width of q, because dQ then comes from stored gradients of scores, and seven otherwise, because dQ has its own pass.
+    Without a mask it visits all tiles. Scores, dK and dQ are as wide as q and k; dV and the gradient of the weights are
+    as wide as v."""
     seqlen = 256
     p = support.problem(BF16, Rotary.rope(head_dim), seqlen, heads=1, group=1, head_dim_v=head_dim_v, causal=False)
     flops = {}
@@ -145,8 +146,8 @@ def test_products_of_the_backward(machine, head_dim, head_dim_v):
 @nondeterministic
 @pytest.mark.parametrize("rotary", [ROPE, ROPE.rectify(70)], ids=["rope", "rerope"])
 def test_reproducible_or_atomic(machine, rotary):
-    """Results are bitwise the same in any order of blocks and warps, except dQ if atomics accumulate it. That dQ is
-    within the error budget in every order."""
+    """Results are bitwise the same in any order of blocks and warps, except dQ if atomics accumulate it. With atomics,
+    dQ is within the error budget in every order."""
     p = support.problem(BF16, rotary, 200, 230, seed=1)
     budget = support.exact_and_bound(p)
     for deterministic in (True, False):

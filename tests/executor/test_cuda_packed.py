@@ -76,7 +76,7 @@ def test_hostile_tables(entry, hostile):
 def test_a_full_cache_drops_what_has_no_slot(page_size):
     """New tokens without a slot are dropped, as in the reference."""
     batch = packed("rope", ((3, 40), (4, 20)), capacity=48, page=page_size)
-    batch.cache_seqlens[0] = 46  # two of three fit
+    batch.cache_seqlens[0] = 46  # two of the three new tokens fit
     new = [random(7, 2, 64, dtype=BF16, seed=i) for i in (7, 8)]
     got, expected = ([x.clone() for x in (batch.k_cache, batch.v_cache)] for _ in range(2))
     tables = CacheTables(batch.cache_seqlens, batch.block_table, new=Packed(batch.cu_seqlens_q, 4, appends=True))

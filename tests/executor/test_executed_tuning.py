@@ -48,7 +48,7 @@ def tune(*words) -> int:
 
 def test_the_winner_serves_and_wrong_candidates_are_dropped(machine, arch, monkeypatch, capsys, file):
     """The winner is used, and a wrong candidate is dropped and named. The wrong candidate's kernel leaves the
-    exponential out. SMALL is made the fastest of the others."""
+    exponential out. Among the other candidates, SMALL is made the fastest."""
 
     def rewrite(name, text):
         if name != "attention_forward" or tiles._forced.get("forward") != OTHER:
@@ -73,7 +73,7 @@ def test_the_winner_serves_and_wrong_candidates_are_dropped(machine, arch, monke
     machine.launches.clear()
     support.check(BF16, support.problem(BF16, support.SCHEMES["rerope"](64), 150, seed=1))
     forward = next(launch for launch in machine.launches if launch.kernel == "attention_forward")
-    assert forward.grid[0] == 3 * 2  # tiles of 64 rows, two heads
+    assert forward.grid[0] == 3 * 2  # 3 tiles of 64 rows for each of 2 heads
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ def test_what_is_missing_is_named(monkeypatch, missing):
 
 def test_old_entries_of_the_cache_are_removed(tmp_path):
     now, names = time.time(), ["executor-1", "extension-1", "triton/a", "triton/b", "executor-2"]
-    for age, name in enumerate(reversed(names)):  # the last one is in use
+    for age, name in enumerate(reversed(names)):  # the last entry is in use
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "file").write_bytes(bytes(100_000))
         os.utime(tmp_path / name, (now - 5000 * age,) * 2)

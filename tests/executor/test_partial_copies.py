@@ -1,4 +1,4 @@
-"""Compiled kernels of schemes whose rotated copies of keys hold only the channels that rotate."""
+"""Tests the compiled kernels of schemes whose rotated copies of keys hold only the channels that rotate."""
 
 import pytest
 import support

@@ -80,7 +80,8 @@ def test_case(machine, limit, name):
 
 @pytest.mark.parametrize("programs", [2, 5])
 def test_packed(machine, limit, programs):
-    """Steps, a draft, a chunk for another kernel and a sequence without queries."""
+    """One call gives the right results for steps, a draft, a chunk that another kernel serves, and a sequence without
+    queries."""
     limit(programs)
     sizes = ((1, 45), (66, 70), (5, 300), (0, 9), (1, 130))
     Cached.packed(BF16, SCHEMES["rerope"](64), sizes, heads=(2, 1), page=PAGE, mapped=True).check()
@@ -89,7 +90,8 @@ def test_packed(machine, limit, programs):
 
 @pytest.mark.parametrize("seed", range(2))
 def test_random_lengths(machine, limit, seed):
-    """More sequences than are added up at once. The bits are the same in every order of blocks and warps."""
+    """Random lengths give the right results for more sequences than plan_shares adds up at once. The bits are the same
+    in every order of blocks and warps."""
     limit(9)
     lengths = torch.randint(0, 90, (37,), generator=torch.Generator().manual_seed(seed)).tolist()
     call = Cached(BF16, SCHEMES["rope"](16), lengths, heads=(1, 1), capacity=128, new=0)
@@ -102,7 +104,8 @@ def test_random_lengths(machine, limit, seed):
 
 
 def test_a_captured_step_follows_the_lengths(machine, limit):
-    """One plan, refreshed, serves lengths that are written in place: the launches of a CUDA graph's replay."""
+    """A refreshed plan serves lengths that were written in place. It launches the same kernels as the replay of a CUDA
+    graph."""
     limit(4)
     call = Cached(BF16, SCHEMES["rerope"](64), (150, 190, 170), new=0, heads=(2, 1))
     tables, layer = call.parts()

@@ -33,7 +33,7 @@ def test_one_copy_and_one_tile(case):
     needed = variant.block_n * head_dim * 2 // (16 * 32 * compiled.metadata.num_warps)
     needed *= variant.num_bands * compiled.metadata.num_stages
     copies = len(re.findall(r"cp\.async\.cg\.shared\.global \[[^\n]*, 0x10,", compiled.asm["ptx"]))
-    assert needed <= copies < 2 * needed  # the keys once, and cos and sin from the table
+    assert needed <= copies < 2 * needed  # the keys are copied once; the other copies are of cos and sin
 
 
 def loops_of(ttgir: str) -> list[str]:

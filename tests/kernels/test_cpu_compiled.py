@@ -49,8 +49,8 @@ def test_chunks_of_keys(target, scheme, seqlen_q):
 @pytest.mark.parametrize("seqlen_q", [1, 3])
 @pytest.mark.parametrize("scheme", ["self_extend", "self_extend_far", "dual_chunk"])
 def test_needles_at_the_edges_of_maps(scheme, seqlen_q):
-    """A single nonzero key is found at its distance, next to an edge of a block, a group, a chunk of positions or of
-    keys, or a window."""
+    """A single nonzero key is found at its distance if it is next to an edge of a window, a block, a group of
+    positions, or a chunk of positions or of keys."""
     keys = 896
     edges = {0, 7, 63, 64, 70, 301, 308, 384, 512, 518, 768, keys - 588, keys - 3, keys}
     check_needles(SCHEMES[scheme], edges, keys, seqlen_q)

@@ -221,7 +221,8 @@ def _scales() -> dict[str, torch.Tensor]:
 
 
 def _append_and_decode(q, caches, new, rotary, scales, impl: str) -> list[torch.Tensor]:
-    """Returns out of a step and the caches after 90 new keys. The last new key belongs to q."""
+    """Returns the output of a step, and the caches after 90 new keys were written. The last of these keys came with
+    q."""
     options = dict(rotary=rotary, cache_seqlens=torch.zeros(2, dtype=torch.int32), impl=impl, **scales)
     queries = torch.cat((torch.zeros_like(q).expand(-1, 89, -1, -1), q), 1)
     attention_with_cache(queries, *caches, k=new[0], v=new[1], **options)

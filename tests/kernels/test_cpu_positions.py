@@ -39,8 +39,8 @@ def test_decoding(target, scheme, seqlen_q):
 @pytest.mark.parametrize("scheme", LONG)
 @pytest.mark.parametrize("target", [FLOAT32, CPU[1], FLOAT64], ids=str)
 def test_chunks(target, scheme, causal):
-    """Chunks are right if their queries form two runs of positions. The queries follow other runs that are only partly
-    visible, with hidden rows in between."""
+    """Chunks are right if the positions of their queries form two runs. The runs of keys before them are only partly
+    visible, because rows between them are hidden."""
     starts = {2: 100, 5: 196, 10: 360}, {1: 32, 4: 800}
     c = of_documents(target, LONG[scheme](32), 90, *starts, entries=12, page=32, lengths=[370, 384], causal=causal)
     c.tables["page_first"][0, 3], c.tables["page_lengths"][0, 3], c.tables["page_lengths"][1, 3] = 5, 17, 0
@@ -60,7 +60,8 @@ def test_score_scales_at_negative_positions(rotary, seqlen_q):
 @pytest.mark.parametrize("target", [FLOAT32, FLOAT64], ids=str)
 @pytest.mark.parametrize("kind", ["runs", "runs at halves", "scattered", "fractions", "equal"])
 def test_stored(target, seqlen_q, paged, kind, monkeypatch):
-    """Stored positions are right if they form a few runs, and if every key is a run of its own, which takes masks."""
+    """Stored positions are right if they form a few runs. They are also right if every key is a run of its own, for
+    which the backend uses masks."""
     monkeypatch.setattr(cached, "MAX_BLOCK", 40)
     monkeypatch.setattr(cached, "MIN_BLOCK", 40)
     slots = KINDS[kind](torch.arange(192.0).view(2, 96))

@@ -28,7 +28,7 @@ SCHEMES = {
     "front": lambda d: Rotary.rope(d, rotary_dim=64).rectify(100),
     "middle": lambda d: Rotary.rope(d, rotary_dim=64, first_channel=64).rectify(100),
     "behind": lambda d: Rotary.rope(d, rotary_dim=64, first_channel=d - 64).rectify(100),
-    "within": lambda d: Rotary.rope(d, rotary_dim=32, first_channel=24).local(600).log_n(20),  # not at a whole vector
+    "within": lambda d: Rotary.rope(d, rotary_dim=32, first_channel=24).local(600).log_n(20),  # begins within a vector
     "interleaved_behind": lambda d: Rotary.rope(d, rotary_dim=64, interleaved=True, first_channel=d - 64),
     "none": lambda d: Rotary.none(d),
 }

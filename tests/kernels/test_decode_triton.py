@@ -103,7 +103,7 @@ def test_a_tile_of_keys_that_a_band_reaches_in_part_is_rotated():
     """A tile of keys that a band reaches only in part is rotated. The first query sees its farthest key of the near
     band in the last rows of the tile."""
     window, target = 40, support.Target("triton", torch.float32, DEVICE)
-    ahead = window - 1 + configs.ROTATE_ROWS * 3 // 4  # keys before the first query; the tile before them is not needed
+    ahead = window - 1 + configs.ROTATE_ROWS * 3 // 4  # keys before the first query; no earlier tile is needed
     rotary = Rotary.rope(32).rectify(window, 8)
     assert len(set(lower(rotary, True).k_stops)) == 2
     Cached(target, rotary, (ahead + CHUNK, ahead + CHUNK + 3), CHUNK, capacity=160).check()
@@ -167,7 +167,8 @@ def number(x) -> int:
 @pytest.mark.skipif(DEVICE == "cuda", reason="counts calls that only the interpreter makes one by one")
 @pytest.mark.parametrize("length", [30, 64, 65, 120, 192])
 def test_rotated_keys_are_those_of_the_window(length, monkeypatch):
-    """ReRoPE rotates at most a window of keys and a block's edge per step and sequence, however long the sequence."""
+    """In a step, ReRoPE rotates at most the keys of the window and one more block per sequence, for sequences of any
+    length."""
     rotated, original = [], decode.key_cos_sin
 
     def counted(keys, rotation, k_map, column, *rest):

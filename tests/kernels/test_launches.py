@@ -50,7 +50,7 @@ KERNELS = {
     "attention_decode",
     "combine_splits",
 }
-SHARES = {"plan_shares", "combine_shares"}  # kernels of heads that take shares, which 16 channels do not
+SHARES = {"plan_shares", "combine_shares"}  # kernels of decoding by shares, which heads of 16 channels do not use
 
 
 class Launcher:
@@ -266,7 +266,7 @@ without_gpu = pytest.mark.skipif(
 @pytest.mark.slow  # CI runs such launches in tests/executor/test_cases.py, compiled for sm_80
 @without_gpu
 def test_launches():
-    assert launched(90, (58, 8, 3), 16).keys() - PLACED == KERNELS  # 58 has one head, 3 no deterministic backward
+    assert launched(90, (58, 8, 3), 16).keys() - PLACED == KERNELS  # seed 58 draws one head, seed 3 deterministic=False
 
 
 @pytest.mark.slow

@@ -38,7 +38,7 @@ def limit(monkeypatch):
 
 @pytest.fixture
 def launches(monkeypatch):
-    """The arguments of every launch, by kernel."""
+    """Records the arguments of every launch, by kernel."""
     found, launch = defaultdict(list), launcher.launch
 
     def record(kernel, grid, *args, **options):
@@ -58,7 +58,8 @@ def divided(launches) -> tuple[list[list[list[int]]], list[list[int]], list[int]
 
 
 def check_division(call: Cached, launches, tiles: list[range], rows: list[int]) -> None:
-    """tiles: the key tiles that each sequence sees. rows: its tiles of query rows."""
+    """Checks that the shares cover every tile once and in order, and that their sizes, pieces and cuts are right.
+    tiles: for each sequence, the key tiles that it sees. rows: for each sequence, the number of tiles of query rows."""
     shares, cuts, empty = divided(launches)
     heads_kv = call.heads[1]
     wanted = [
@@ -85,15 +86,15 @@ def check_division(call: Cached, launches, tiles: list[range], rows: list[int]) 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_every_tile_of_keys_lies_in_one_share(limit, launches, monkeypatch, seed):
-    """Shares are even to within the price of a second segment, pieces of a share follow one another, and cuts name all
-    pieces of a segment."""
+    """The shares hold every tile of keys once. No share exceeds the mean by more than the price of a second segment.
+    The cuts name all pieces of a segment."""
     draw = random.Random(seed)
     batch = draw.choice((2, 3, 31, 32, 33, 70))
     longest = draw.choice((16, 64, 65, 700))
     lengths = [draw.choice((0, 1, longest, draw.randrange(longest + 1))) for _ in range(batch)]
     lengths[0] = max(lengths[0], 1)
     limit(draw.choice((1, 2, 5, 64, 216)))
-    monkeypatch.setattr(launcher.Launch, "__call__", lambda *_: None)  # the kernels that would use the shares
+    monkeypatch.setattr(launcher.Launch, "__call__", lambda *_: None)  # the kernels that use the shares do not run
     window = draw.choice((None, 100))
     rotary = Rotary.rope(32) if window is None else Rotary.rope(32).local(window)
     call = Cached(FP32, rotary, lengths, heads=(2, draw.choice((1, 2))), new=0, capacity=704)
@@ -107,9 +108,9 @@ def test_every_tile_of_keys_lies_in_one_share(limit, launches, monkeypatch, seed
 @pytest.mark.parametrize(
     ("lengths", "programs", "sizes"),
     [
-        ([700] * 3, 5, [13, 13, 13, 13, 14]),  # whole segments would be 22 tiles
+        ([700] * 3, 5, [13, 13, 13, 13, 14]),  # shares of whole segments would have 22 tiles
         ([700] * 3, 4, [16, 17, 16, 17]),
-        ([192] * 3, 4, [6, 6, 6]),  # no more than 2 tiles longer
+        ([192] * 3, 4, [6, 6, 6]),  # whole segments make shares at most 2 tiles longer
         ([192] * 3, 7, [3, 3, 3, 3, 3, 3]),
     ],
 )
@@ -123,7 +124,8 @@ def test_segments_are_cut_alike_where_that_is_cheap(limit, launches, monkeypatch
 
 @few_programs
 def test_packed_queries(limit, launches, programs):
-    """Sequences have as many tiles of query rows as they need; those of the kernel of long chunks have none."""
+    """A sequence has as many tiles of query rows as it needs. A sequence that the kernel for long chunks serves has
+    none."""
     limit(programs)
     sizes = ((1, 45), (70, 80), (20, 20), (0, 9), (3, 130))
     call = Cached.packed(FP32, SCHEMES["rerope"](32), sizes, heads=(2, 1), page=PAGE)
@@ -158,13 +160,13 @@ def test_results(limit, launches, case, programs):
     limit(programs)
     rotary, options = SCHEME_CASES[case]
     lengths = tuple(max(n, options.get("queries", 1) if options.get("new") is None else 0) for n in LENGTHS)
-    target = FP32 if rotary.head_dim <= 64 else FP16  # of larger heads, only those of 16 bits take shares
+    target = FP32 if rotary.head_dim <= 64 else FP16  # heads of more than 64 channels use shares only in 16-bit types
     Cached(target, rotary, lengths, **{"capacity": 192, **options}).check()
     assert launches["plan_shares"]
 
 
 def test_a_captured_step_follows_the_lengths(limit):
-    """Lengths that are written in place count after ``refresh``, as in the replay of a CUDA graph."""
+    """After ``refresh``, a plan uses the lengths that were written in place, as in the replay of a CUDA graph."""
     limit(5)
     call = Cached(FP32, SCHEMES["rerope"](32), (150, 190, 170), new=0)
     tables, layer = call.parts()
@@ -199,7 +201,7 @@ def test_padding_pages_and_what_neighbours_hold_change_no_bit(limit):
 
 
 def test_one_sequence_is_divided_by_shape(launches):
-    """It has no neighbours, so splits divide it evenly without another launch."""
+    """A batch of one sequence is divided evenly by splits, which need no launch of plan_shares."""
     Cached(FP32, SCHEMES["rope"](32), (190,), heads=(1, 1)).check()
     assert set(launches) == {"append_rows", "attention_decode", "combine_splits"}
 

@@ -17,9 +17,9 @@ from flashrope.triton_kernels.tiles import TileRows
 ROTARY = Rotary.rope(32)
 LIMIT = 1 << 24
 HALF_ULP = 2.0**-25
-# Bounds on the errors of cos and sin. A level adds the rounding of its two entries (a vector: sqrt 2) and of two
-# products and their sum (2). It passes on the error of the levels before (at most sqrt 2 times): 2 levels 4.8, 3 levels
-# 10.2, 4 levels 18.
+# Bounds on the errors of cos and sin, in units of HALF_ULP. A level adds sqrt 2 for the rounding of its two entries,
+# which are a vector, and 2 for the rounding of two products and their sum. It multiplies the error of earlier levels by
+# at most sqrt 2. The bound is 4.8 for 2 levels, 10.2 for 3 levels and 18 for 4 levels.
 BOUND = {"rows": 10.3 * HALF_ULP, "blocks": 18 * HALF_ULP}
 
 
@@ -112,8 +112,8 @@ def store_mapped_rows(out, maps, rotation, start, first, length, M: tl.constexpr
 
 @pytest.mark.parametrize("rotary", [ROTARY.self_extend(20, 4), ROTARY.dual_chunk(160, 32)], ids=["groups", "chunks"])
 def test_rows_that_a_map_gives(rotary):
-    """Each rotation reads the row that the formula gives, and row 0 before position 0. Rows of queries count from
-    start, rows of keys from first."""
+    """Each rotation reads the row that the formula gives, and row 0 for negative positions. The first query of a tile
+    is at position start, the first key at position first."""
     maps = lower(rotary, True).maps
     table = torch.tensor(maps, dtype=torch.int32)
     for rotation, (chunk, group, last, is_query) in enumerate(maps):

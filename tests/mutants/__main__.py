@@ -1,8 +1,9 @@
 """``python -m tests.mutants``: breaks the source one place at a time and reports which test notices.
 
-The places follow from the syntax, and a sample is drawn from --seed. Every mutant is applied to a copy of the checkout,
-which runs the test that noticed it last time, then the tests of its file (judges.py), up to the first that fails. That
-test must pass without the mutant. A crash of the interpreter counts as noticed.
+The places are found in the syntax, and --seed draws a sample of them. Every mutant is applied to a copy of the
+checkout. The test that noticed the mutant last time runs first, then the tests of the mutant's file (judges.py). The
+run ends at the first test that fails, and this test must pass without the mutant. A crash of the interpreter counts as
+noticed.
 
     python -m tests.mutants --rooms kernels,cache --count 100 --csv mutants.csv   (skips what is in the file)
     python -m tests.mutants --site "triton_kernels/decode.py attend_block constant 3"

@@ -15,8 +15,8 @@ KILLED, SURVIVED, INVALID = "killed", "survived", "does not compile"
 class Row(NamedTuple):
     """The result of a mutant. mutant: its address. digest: of the code that it changes, so that a row is not used if
     this code has changed since. by: the test that noticed. how: how the run ended, unless the test just failed.
-    seconds: including the run of that test without the mutant. why: for a survivor, why no test notices; it begins with
-    "equivalent" if no result can change."""
+    seconds: the time of the run, including a run of the test `by` without the mutant. why: for a survivor, why no test
+    notices; it begins with "equivalent" if no result can change."""
 
     mutant: str
     digest: str

@@ -20,8 +20,8 @@ from .native_build import NativeBuild
 from .python_sites import compiles
 from .sites import ROOT, Mutant
 
-STALLED, STALLED_SLOWLY = 90, 300  # seconds without a new test; then the mutant hangs, which counts as noticed
-EXECUTOR = "executor.plugin"  # must be loaded before Triton is
+STALLED, STALLED_SLOWLY = 90, 300  # seconds without a new test after which the mutant counts as noticed
+EXECUTOR = "executor.plugin"  # must be loaded before Triton
 EXECUTED = ("-p", EXECUTOR, "--executor", "80")  # first arguments of tests that run compiled kernels on the CPU
 FAILED, RUNNING = "failed ", "running "
 KERNELS = "python/flashrope/backends/cpu/kernels"

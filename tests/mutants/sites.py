@@ -59,7 +59,7 @@ class Mutant(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """ "comparison shifted" of "a.py f comparison shifted 3" """
+        """Returns the kind of mutation: "comparison shifted" for "a.py f comparison shifted 3"."""
         words = self.address.removeprefix(f"{self.file} ").split(" ")
         return "by hand" if self.by_hand else " ".join(words[1:-1])
 

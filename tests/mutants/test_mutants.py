@@ -14,7 +14,7 @@ from tests.mutants.runs import Copy, Ended, Watch
 
 
 def made(text, changes) -> dict[str, list[str]]:
-    """Returns, by kind, the lines that a finder's changes make of the only line that they touch."""
+    """Returns, for every kind of mutation, the lines that differ from the text after each of its changes."""
     found: dict[str, list[str]] = {}
     for change in sorted(changes, key=lambda change: change.start):
         new = text[: change.start] + change.new + text[change.end :]

@@ -1,5 +1,5 @@
-"""The same call gives the same bits when it is repeated and in another process. Where docs/numerics.md says so, it also
-does with other numbers of threads and at other addresses."""
+"""The same call gives the same bits when it is repeated and in another process. Where docs/numerics.md says so, the
+bits are also the same with other numbers of threads and at other addresses."""
 
 import hashlib
 import os

@@ -43,7 +43,8 @@ def test_sinks_added_to_the_results_are_those_of_the_formula(scheme, causal):
 @pytest.mark.interpreted(lambda target, scheme: scheme == "rerope" and target.dtype == torch.float32)
 @pytest.mark.parametrize("scheme", ["rope", "rerope"])
 def test_within_the_budget(target, scheme):
-    """Sinks are added to what the kernels return. Therefore a small call is enough in the interpreter."""
+    """Out, lse and gradients with sinks are within the budget. Sinks are added to the results of the kernels, so a
+    small call is enough in the interpreter."""
     rows, batch = (20, 1) if target.slow else (target.size(70, 400), 2)
     p = problem(target, SCHEMES[scheme](16), rows, heads=4, batch=batch, seed=1)
     check(target, with_sinks(p))

@@ -11,8 +11,7 @@ widths = pytest.mark.parametrize(("head_dim", "head_dim_v"), WIDTHS, ids=lambda 
 
 
 def small(target, head_dim, head_dim_v):
-    """Returns smaller widths for Triton's interpreter. If one of the original widths is a power of two, so is one of
-    the smaller ones; otherwise neither is."""
+    """Returns smaller widths for Triton's interpreter. A smaller width is a power of two if the original width is."""
     return (head_dim // 4, head_dim_v // 4) if target.slow and head_dim != 80 else (head_dim, head_dim_v)
 
 

@@ -39,7 +39,8 @@ class Case:
 
 
 def random_positions(target: support.Target, axes: int, rows: int, seed: int) -> torch.Tensor:
-    """Returns (rows, axes): whole numbers and fractions on both sides of 0. One row in four does not rotate."""
+    """Returns (rows, axes): whole numbers and fractions on both sides of 0. Every fourth row is at position 0, where
+    nothing rotates."""
     positions = torch.randint(-40, 120, (rows, axes), generator=torch.Generator().manual_seed(seed)) / 2
     positions[::4] = 0
     return positions.to(target.device)
