@@ -36,7 +36,7 @@ from .report import predicted
 from .report.output import RESULTS
 from .report.predicted import DECODING, DEVICE, FOLDER, LOOPS
 
-ARCHS, HEAD_DIMS = tuple(issue.RATES), (64, 96, 128, 256, 512)
+ARCHS, HEAD_DIMS = tuple(issue.RATES), (64, 96, 128, 256, 320, 384, 512)
 SCHEMES = (cases.ONE_BAND, cases.TWO_BANDS, *cases.SEVEN, *cases.ATOMIC, *cases.DECODE, *cases.MAPS)
 ON_REQUEST = (*cases.PARTS, cases.TRAINED, cases.TRAINED_BANDS, *cases.CHUNKS, *cases.FEW_CHUNKS)
 NAMES = {
