@@ -1,9 +1,10 @@
 """Compiles the CPU kernels: ``python csrc/cpu/build.py FOLDER [TARGET ...]``, as setup.py does at installation.
 
 Every target becomes one library FOLDER/TARGET.so, for processors that have the target's instructions.
-python/flashrope/backends/cpu/loader.py chooses among the libraries. x86-64-v4-bf16 is an exception: its library has
-only the functions for bfloat16, and extends the library of x86-64-v4. FOLDER/build.json names the compiler and gives
-the reason for every missing library. The build needs only a C++ compiler, neither torch nor Python's headers.
+python/flashrope/backends/cpu/loader.py chooses among the libraries. x86-64-v4-bf16 and x86-64-v4-amx are exceptions:
+their libraries have only the functions for bfloat16, and extend the library of x86-64-v4. FOLDER/build.json names the
+compiler and gives the reason for every missing library. The build needs only a C++ compiler, neither torch nor
+Python's headers.
 
 CXX names the compiler, with options: ``CXX="python -m ziglang c++ -target aarch64-linux-gnu.2.28"`` compiles for ARM
 on any machine. The targets are those of the machine that the compiler compiles for.
@@ -35,15 +36,17 @@ TARGETS = {
         "x86-64-v3": ["-march=x86-64-v3"],
         "x86-64-v4": ["-march=x86-64-v4"],
         "x86-64-v4-bf16": ["-march=x86-64-v4", "-mavx512bf16"],
+        "x86-64-v4-amx": ["-march=x86-64-v4", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"],
     },
     "aarch64": {"armv8-a": ["-march=armv8-a"], "armv8.2-a": ["-march=armv8.2-a+fp16"]},
 }
 # Targets whose sources are in a subfolder. Their library extends the library of another target (loader.py).
-PARTS = {"x86-64-v4-bf16": "bf16"}
+PARTS = {"x86-64-v4-bf16": "bf16", "x86-64-v4-amx": "bf16"}
 ZIG_TARGETS = {  # zig c++ has its own names for targets
     "x86-64-v3": ["-mcpu=x86_64_v3"],
     "x86-64-v4": ["-mcpu=x86_64_v4"],
     "x86-64-v4-bf16": ["-mcpu=x86_64_v4+avx512bf16"],
+    "x86-64-v4-amx": ["-mcpu=x86_64_v4+avx512bf16+amx_tile+amx_bf16"],
     "armv8-a": ["-mcpu=generic"],
     "armv8.2-a": ["-mcpu=generic+v8_2a+fullfp16"],
 }
@@ -58,7 +61,7 @@ SYSTEM_LIBRARIES = {"ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1", "libc.so.6"
 }
 CACHE_SWITCH = "FLASHROPE_BUILD_CACHE"
 CACHE_ENTRIES = 16  # the most recently used entries are kept, up to 1.6 MB each
-# Environment variables that change what a compiler does.
+# Environment variables that compilers read.
 COMPILER_VARIABLES = (
     *("CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH", "LIBRARY_PATH", "COMPILER_PATH", "GCC_EXEC_PREFIX"),
     *("LD_RUN_PATH", "LDEMULATION", "ZIG_LIB_DIR", "CCC_OVERRIDE_OPTIONS"),
@@ -69,7 +72,7 @@ ELF_MACHINES = {62: "x86_64", 183: "aarch64"}
 def build(folder: Path, targets: list[str] | None = None, machine: str = "") -> dict[str, str]:
     """Compiles the targets, by default all targets of the compiler's machine.
 
-    Returns {target: why it has no library} for the targets that could not be compiled.
+    Returns a dict from the name of each missing target to the reason.
     """
     folder.mkdir(parents=True, exist_ok=True)
     compiler = command()

@@ -12,14 +12,15 @@ from bench.timing import check
 
 
 def test_goals_of_the_cpu_depend_on_the_instruction_set():
-    from bench.timing.cpu import GOALS, Goal
+    from bench.timing.cpu import BFLOAT16_TARGETS, GOALS, Goal
 
     goal = Goal("a / b", 1.0, 1.2)
     assert [goal.limit_of(target) for target in ("x86-64-v4", "x86-64-v3", "armv8-a", "")] == [1.0, 1.2, 1.2, 1.2]
     assert Goal("a / b", 0.7).limit_of("x86-64-v3") == 0.7
-    assert Goal("a / b", 1.0, 1.2).limit_of("x86-64-v4-bf16") == 1.0
+    for target in BFLOAT16_TARGETS:
+        assert Goal("a / b", 1.0, 1.2).limit_of(target) == 1.0
     goal = Goal("a / b", 1.0, 1.2, checked=False, multiplied=0.6)
-    assert [goal.limit_of(f"x86-64-{name}") for name in ("v4-bf16", "v4", "v3")] == [0.6, 1.0, 1.2]
+    assert [goal.limit_of(f"x86-64-{name}") for name in ("v4-amx", "v4-bf16", "v4", "v3")] == [0.6, 0.6, 1.0, 1.2]
     assert goal.is_checked("x86-64-v4-bf16", frozenset()) and not goal.is_checked("x86-64-v4", frozenset())
     assert not goal.is_checked("x86-64-v4-bf16", frozenset({"amx_bf16"}))  # here SDPA multiplies with AMX
     assert len({goal.figure for goal in GOALS}) == len(GOALS)

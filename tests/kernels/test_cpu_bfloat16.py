@@ -1,5 +1,5 @@
-"""Tests matrix products in bfloat16 on the CPU: the kernels of csrc/cpu/bf16, which need AVX512-BF16. If the processor
-has it, all tests of the CPU backend in bfloat16 run these kernels too."""
+"""Tests matrix products in bfloat16 on the CPU: the kernels of csrc/cpu/bf16, which need AVX512-BF16 and use AMX if the
+processor has it. There, all tests of the CPU backend in bfloat16 run these kernels too."""
 
 import pytest
 import support
@@ -79,6 +79,19 @@ def test_chunks_over_a_cache(head_dim, page, cache_dtype):
     pay off."""
     options = dict(new=0, capacity=416, page=page, cache_dtype=cache_dtype)
     Cached(BRAIN, Rotary.rope(head_dim).rectify(90), (400, 300, 71), 70, **options).check()
+
+
+def test_tiles_are_left_to_other_libraries():
+    """PyTorch's own attention and products, which may use AMX too, give the same results after a call."""
+    q, k, v = torch.randn(3, 1, 2, 150, 64).bfloat16().unbind()
+
+    def others() -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True), q @ k.mT
+
+    before = others()
+    for _ in range(2):
+        attention(*(x.transpose(1, 2) for x in (q, k, v)), Rotary.rope(64), impl="cpu")
+        assert all(map(torch.equal, others(), before))
 
 
 def test_runs_are_merged_in_float32(multiplied, monkeypatch):

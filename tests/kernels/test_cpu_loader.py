@@ -17,7 +17,7 @@ from flashrope.commands.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "csrc/cpu/build.py"
-V3, V4, BF16 = (loader.INSTRUCTIONS[f"x86-64-{name}"] for name in ("v3", "v4", "v4-bf16"))
+V3, V4, BF16, AMX = (loader.INSTRUCTIONS[f"x86-64-{name}"] for name in ("v3", "v4", "v4-bf16", "v4-amx"))
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the compiled CPU kernels are for Linux")
 
 
@@ -79,6 +79,23 @@ def test_bfloat16_extends_the_library_of_avx512(installation, monkeypatch):
     write(installation, x86_64_v4_bf16="bf16")
     (installation / "x86-64-v4.so").unlink()
     assert loader.find().target == "x86-64-v3"
+
+
+def test_amx_needs_permission(installation, monkeypatch):
+    """The target for AMX is chosen only if the processor has its instructions and Linux permits their use. A refused
+    library cannot be opened by name either: its first instruction would end the process."""
+    write(installation, x86_64_v4="4", x86_64_v4_bf16="bf16", x86_64_v4_amx="amx")
+    monkeypatch.setattr(loader, "instructions", lambda: AMX)
+    monkeypatch.setattr(loader, "permitted", lambda target: True)
+    assert loader.find()[1:] == ("x86-64-v4-amx", "")
+    for missing in sorted(AMX - BF16):
+        monkeypatch.setattr(loader, "instructions", lambda missing=missing: AMX - {missing})
+        assert loader.find().target == "x86-64-v4-bf16"
+    monkeypatch.setattr(loader, "instructions", lambda: AMX)
+    monkeypatch.setattr(loader, "permitted", lambda target: target != "x86-64-v4-amx")
+    assert loader.find()[1:] == ("x86-64-v4-bf16", "")
+    with pytest.raises(OSError, match="Linux does not permit this process to use the registers of x86-64-v4-amx"):
+        loader.open_target("x86-64-v4-amx")
 
 
 def test_every_target_of_the_build_is_known():
@@ -193,7 +210,7 @@ def test_every_library_of_this_processor_is_right(compiled, monkeypatch, tmp_pat
         subprocess.run([sys.executable, loader.SOURCES / "build.py", tmp_path, *loader.parts(target)], check=True)
         monkeypatch.setattr(loader, "FOLDER", tmp_path)
     library = loader.open_target(target)
-    assert library.multiplies(torch.bfloat16, 64) == target.endswith("bf16"), missing
+    assert library.multiplies(torch.bfloat16, 64) == (target in loader.EXTENDED), missing
     monkeypatch.setattr(loader, "load", lambda: library)
     for dtype in (torch.float16, torch.bfloat16):
         of_type = support.Target("cpu", dtype, "cpu")

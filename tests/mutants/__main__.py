@@ -30,7 +30,7 @@ from pathlib import Path
 
 from . import by_hand, page
 from .judges import judges
-from .native_build import multiplies_bfloat16
+from .native_build import has_instruction
 from .results import INVALID, KILLED, RESULTS, SURVIVED, Row, add, read, write
 from .runs import EXECUTED, EXECUTOR, Copy, Ended, Run, preload
 from .sites import ROOMS, ROOT, Mutant, files, mutants_of
@@ -39,7 +39,8 @@ Tests = tuple[str, ...]
 NEEDED = {
     "integrations": ("transformers", find_spec("transformers")),
     "cuda": ("nvcc", shutil.which("nvcc")),
-    "bfloat16": ("AVX512-BF16", multiplies_bfloat16()),
+    "amx": ("AMX", has_instruction("amx_bf16")),
+    "bfloat16": ("AVX512-BF16", has_instruction("avx512_bf16")),
 }
 
 

@@ -14,14 +14,16 @@ from .sites import ROOT
 SOURCES = ROOT / "csrc/cpu"
 TARGETS = {"x86_64": ("x86-64-v3", "-march=x86-64-v3"), "aarch64": ("armv8-a", "-march=armv8-a")}
 BFLOAT16 = "bf16"  # the folder of the kernels that multiply in bfloat16
-BFLOAT16_TARGETS = {"": ("x86-64-v4", "-march=x86-64-v4"), BFLOAT16: ("x86-64-v4-bf16", "-mavx512bf16")}
+EXTENDED = ("x86-64-v4", "-march=x86-64-v4")  # the target that the kernels of this folder extend
+BFLOAT16_TARGET = ("x86-64-v4-bf16", "-mavx512bf16")
+AMX, AMX_TARGET = "amx.h", ("x86-64-v4-amx", "-mavx512bf16", "-mamx-tile", "-mamx-bf16")
 FLAGS = ("-std=c++17", "-O0", "-fno-math-errno", "-fPIC")
 
 
-def multiplies_bfloat16() -> bool:
-    """Whether this processor can run the kernels in csrc/cpu/bf16."""
+def has_instruction(name: str) -> bool:
+    """Whether this processor has an instruction set, by Linux's name for it."""
     path = Path("/proc/cpuinfo")
-    return path.exists() and "avx512_bf16" in path.read_text().split()
+    return path.exists() and name in path.read_text().split()
 
 
 class NativeBuild:
@@ -42,9 +44,9 @@ class NativeBuild:
         """
         if sources.name != BFLOAT16:
             return self._library(SOURCES, sources, changed, to, *TARGETS[platform.machine()])
-        extended, own = BFLOAT16_TARGETS[""], BFLOAT16_TARGETS[BFLOAT16]
-        return self._library(SOURCES, SOURCES, "", to, *extended) and self._library(
-            SOURCES / BFLOAT16, sources, changed, to, own[0], extended[1], own[1]
+        target, *options = AMX_TARGET if changed == AMX else BFLOAT16_TARGET
+        return self._library(SOURCES, SOURCES, "", to, *EXTENDED) and self._library(
+            SOURCES / BFLOAT16, sources, changed, to, target, EXTENDED[1], *options
         )
 
     def _library(self, sound: Path, sources: Path, changed: str, to: Path, target: str, *options: str) -> bool:

@@ -39,7 +39,8 @@ struct KeyHead {
       : backward(backward), call(backward.forward), b(head / call.heads_kv), head_kv(head % call.heads_kv),
         group(call.heads_q / call.heads_kv), shift(call.shift), head_dim(int(call.head_dim)),
         head_dim_v(int(call.head_dim_v)), width(int(padded(head_dim, STRIP))),
-        width_v(int(padded(head_dim_v, STRIP))), pairs((head_dim + 1) / 2), pairs_v((head_dim_v + 1) / 2),
+        width_v(int(padded(head_dim_v, STRIP))), pairs(int(padded((head_dim + 1) / 2, PAIR_STEP))),
+        pairs_v(int(padded((head_dim_v + 1) / 2, PAIR_STEP))),
         rows(padded(call.seqlen_q, BLOCK_M)), keys(padded(call.seqlen_k, BLOCK_N)),
         factor(score_factor(call)), q(words(rows * pairs)),
         grad_out(words(rows * pairs_v)), k(words(keys * pairs)), v(words(keys * pairs_v)),
@@ -59,6 +60,7 @@ struct KeyHead {
   // Writes all gradients and returns 0. If a row is not finite, stops and returns NOT_FINITE. Some gradients are then
   // not written.
   int run() {
+    const ProductsOfThread products;
     std::fill_n(grad_v.get(), keys * width_v, 0.0f);
     std::fill_n(grad_k.get(), keys * width, 0.0f);
     for (int64_t tile = 0; tile < keys; tile += BLOCK_N)
@@ -186,11 +188,12 @@ struct KeyHead {
         masked ? add_scores<true>(key, row, s, t) : add_scores<false>(key, row, s, t);
     add_of_keys(weights, grad_out_rows.get() + row / 2 * width_v, width_v, grad_v.get() + key * width_v);
     add_of_keys(grad_scores, q_rows.get() + row / 2 * width, width, grad_rotated_k.get() + key * width);
-    for (int r = 0; r < BLOCK_M; r += PANEL)
+    for (int r = 0; r < BLOCK_M; r += PANEL) {
+      const StripRows<BLOCK_N / 2> a(grad_scores_of_keys + r / STRIP * (BLOCK_N / 2 * STRIP) + r % STRIP);
       for (int c = 0; c < width; c += STRIP)
-        add_product<1, STRIP>(grad_scores_of_keys + r / STRIP * (BLOCK_N / 2 * STRIP) + r % STRIP,
-                              k_rows.get() + key / 2 * width + c * (BLOCK_N / 2), BLOCK_N / 2,
-                              grad_rotated_q.get() + (row + r) * width + c, width);
+        add_product(a, k_rows.get() + key / 2 * width + c * (BLOCK_N / 2), BLOCK_N / 2,
+                    grad_rotated_q.get() + (row + r) * width + c, width);
+    }
   }
 
   // Adds a product that sums over the tile's queries to the gradients of its keys or values. of_keys: weights or
@@ -198,16 +201,16 @@ struct KeyHead {
   static void add_of_keys(const int32_t* of_keys, const int32_t* of_rows, int width, float* to) {
     for (int t = 0; t < BLOCK_N; t += PANEL)
       for (int c = 0; c < width; c += STRIP)
-        add_product<BLOCK_M / 2, 1>(of_keys + t * (BLOCK_M / 2), of_rows + c * (BLOCK_M / 2), BLOCK_M / 2,
-                                    to + t * width + c, width);
+        add_product(stored_rows<BLOCK_M / 2>(of_keys + t * (BLOCK_M / 2)), of_rows + c * (BLOCK_M / 2), BLOCK_M / 2,
+                    to + t * width + c, width);
   }
 
   // Computes the weights and the gradients of the scores for a panel of keys and a strip of queries.
   template <bool MASKED>
   void add_scores(int64_t key, int64_t row, int s, int t) {
-    Vec tile[PANEL][STRIP_VECTORS] = {}, grads[PANEL][STRIP_VECTORS];
+    Vec tile[PANEL][STRIP_VECTORS], grads[PANEL][STRIP_VECTORS];
     const int64_t first_row = row + s * STRIP;
-    add_product(k.get() + (key + t) * pairs, q.get() + first_row * pairs, pairs, tile);
+    set_product(packed_rows(k.get() + (key + t) * pairs, pairs), q.get() + first_row * pairs, pairs, tile);
     for (int h = 0; h < STRIP_VECTORS; ++h) {
       const Vec row_lse = load(lse.get() + first_row + h * LANES);
 #pragma GCC unroll 8
@@ -216,8 +219,8 @@ struct KeyHead {
     }
     for (int r = 0; r < PANEL; ++r)
       store(weights + (t + r) * (BLOCK_M / 2) + s * LANES, rounded(tile[r][0], tile[r][1]));
-    for (auto& each : grads) each[0] = each[1] = Vec{};
-    add_product(v.get() + (key + t) * pairs_v, grad_out.get() + first_row * pairs_v, pairs_v, grads);
+    set_product(packed_rows(v.get() + (key + t) * pairs_v, pairs_v), grad_out.get() + first_row * pairs_v, pairs_v,
+                grads);
     for (int h = 0; h < STRIP_VECTORS; ++h) {
       const Vec row_delta = load(delta.get() + first_row + h * LANES);
 #pragma GCC unroll 8

@@ -14,13 +14,16 @@ namespace {
 
 constexpr int MAX_STRIPS = MAX_BLOCK_M / STRIP;
 
-// A block of k is (key / PANEL, pair of channels, PANEL). A block of v is (channel / PANEL, pair of keys, PANEL).
+constexpr int KEY_STEP = std::max(PANEL, 2 * PAIR_STEP);  // a strip of queries visits a multiple of KEY_STEP keys
+
+// A block of k has panels of keys, with a word per pair of channels. A block of v has panels of channels, with a word
+// per pair of keys.
 struct Workspace : PackedBlocks<Words> {
   int64_t pairs, padded_dim_v;
   int block_m;  // query rows of a tile
 
   explicit Workspace(const ForwardCall& call)
-      : Workspace(call, (call.head_dim + 1) / 2, padded(call.head_dim_v, LANES)) {}
+      : Workspace(call, padded((call.head_dim + 1) / 2, PAIR_STEP), padded(call.head_dim_v, std::max(LANES, PANEL))) {}
   Workspace(const ForwardCall& call, int64_t pairs, int64_t padded_dim_v)
       : PackedBlocks(call, pairs * BLOCK_N, padded_dim_v * BLOCK_N / 2, words),
         pairs(pairs), padded_dim_v(padded_dim_v),
@@ -57,22 +60,18 @@ template <typename T>
 void pack_values(const ForwardCall& call, const Workspace& workspace, int64_t head, int64_t block) {
   const int64_t b = head / call.heads_kv, first = block * BLOCK_N;
   const int keys = int(std::min<int64_t>(BLOCK_N, call.seqlen_k - first)), padded_dim = int(workspace.padded_dim_v);
-  int32_t* v = workspace.v_block(head, block);
-  alignas(64) float row[2][MAX_HEAD_DIM] = {};
-  for (int t = 0; t < BLOCK_N; t += 2) {
-    for (int n = 0; n < 2; ++n) {
-      if (t + n < keys)
-        convert(call.v.row<const T>(b, first + t + n, head % call.heads_kv), row[n], int(call.head_dim_v));
-      else
-        std::fill_n(row[n], padded_dim, 0.0f);
+  alignas(64) float row[MAX_HEAD_DIM];
+  RoundedRows rows;
+  for (int t = 0; t < BLOCK_N; t += STRIP) {
+    for (int r = 0; r < STRIP; ++r) {
+      if (t + r >= keys) {
+        rows.clear(r);
+        continue;
+      }
+      convert(call.v.row<const T>(b, first + t + r, head % call.heads_kv), row, int(call.head_dim_v));
+      rows.set(r, row, int(call.head_dim_v));
     }
-    for (int c = 0; c < padded_dim; c += LANES) {
-      const IntVec low = ((IntVec)load(row[0] + c) >> 16) & 0xffff, high = (IntVec)load(row[1] + c) & ~0xffff;
-      const IntVec pair = low | high;
-      for (int half = 0; half < LANES / PANEL; ++half)
-        std::memcpy(v + ((c / PANEL + half) * (BLOCK_N / 2) + t / 2) * PANEL, (const int32_t*)&pair + half * PANEL,
-                    PANEL * 4);
-    }
+    rows.write_channel_panels(padded_dim, BLOCK_N / 2, t / 2, workspace.v_block(head, block));
   }
 }
 
@@ -106,6 +105,7 @@ struct Tile {
         factor(score_factor(call)) {}
 
   void run() {
+    const ProductsOfThread products;
     const int count = (rows + STRIP - 1) / STRIP;
     std::fill_n(acc, count * padded_dim * STRIP, 0.0f);
     std::fill_n(row_max, MAX_BLOCK_M, -INF);
@@ -125,8 +125,8 @@ struct Tile {
       const int32_t* v = workspace.v_block(head_kv, block);
       for (int s = 0; s < count; ++s) {
         const auto& seen = strips[s];
-        const int from = std::max(seen.first - key, 0) / PANEL * PANEL;
-        const int until = std::min(int(padded(std::max(seen.end - key, 0), PANEL)), BLOCK_N);
+        const int from = std::max(seen.first - key, 0) / KEY_STEP * KEY_STEP;
+        const int until = std::min(int(padded(std::max(seen.end - key, 0), KEY_STEP)), BLOCK_N);
         if (from >= until) continue;
         const bool changed = seen.full_first <= key + from && key + until <= seen.full_end
                                  ? add_scores<false>(s, k, key, from, until)
@@ -186,8 +186,8 @@ struct Tile {
       end[h] = load(seen_end + s * STRIP + h * LANES) - key;
     }
     for (int t = from; t < until; t += PANEL) {
-      Vec tile[PANEL][STRIP_VECTORS] = {};
-      add_product(k + t * pairs, q + s * pairs * STRIP, pairs, tile);
+      Vec tile[PANEL][STRIP_VECTORS];
+      set_product(packed_rows(k + t * pairs, pairs), q + s * pairs * STRIP, pairs, tile);
 #pragma GCC unroll 8
       for (int r = 0; r < PANEL; ++r)
         for (int h = 0; h < STRIP_VECTORS; ++h) {
@@ -239,21 +239,9 @@ struct Tile {
   }
 
   void add_values(int s, const int32_t* v, int from, int until, bool changed) {
-    for (int c = 0; c < head_dim_v; c += PANEL) {
-      float* to = acc + (s * padded_dim + c) * STRIP;
-      Vec tile[PANEL][STRIP_VECTORS];
-#pragma GCC unroll 8
-      for (int r = 0; r < PANEL; ++r)
-        for (int h = 0; h < STRIP_VECTORS; ++h) tile[r][h] = load(to + r * STRIP + h * LANES);
-      if (changed)
-#pragma GCC unroll 8
-        for (int r = 0; r < PANEL; ++r)
-          for (int h = 0; h < STRIP_VECTORS; ++h) tile[r][h] *= load(decay + h * LANES);
-      add_product(v + (c * (BLOCK_N / 2) + from / 2 * PANEL), weights + from / 2 * STRIP, (until - from) / 2, tile);
-#pragma GCC unroll 8
-      for (int r = 0; r < PANEL; ++r)
-        for (int h = 0; h < STRIP_VECTORS; ++h) store(to + r * STRIP + h * LANES, tile[r][h]);
-    }
+    for (int c = 0; c < head_dim_v; c += PANEL)
+      add_product(packed_rows(v + c * (BLOCK_N / 2), BLOCK_N / 2, from / 2), weights + from / 2 * STRIP,
+                  (until - from) / 2, acc + (s * padded_dim + c) * STRIP, STRIP, changed ? decay : nullptr);
   }
 
   void write(int s) {

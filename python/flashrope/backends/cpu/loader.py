@@ -5,6 +5,7 @@ setup.py compiles the libraries (csrc/cpu/build.py). If none can run, the CPU ba
 
 from __future__ import annotations
 
+import ctypes
 import json
 import sys
 import warnings
@@ -25,8 +26,12 @@ INSTRUCTIONS = {
     "x86-64-v3": X86_64_V3,
     "x86-64-v4": X86_64_V4,
     "x86-64-v4-bf16": X86_64_V4 | {"avx512_bf16"},
+    "x86-64-v4-amx": X86_64_V4 | {"avx512_bf16", "amx_tile", "amx_bf16"},
 }
-EXTENDED = {"x86-64-v4-bf16": "x86-64-v4"}  # {target whose library lacks functions: target whose library has them}
+EXTENDED = {
+    "x86-64-v4-bf16": "x86-64-v4",
+    "x86-64-v4-amx": "x86-64-v4",
+}  # {target whose library lacks functions: target whose library has them}
 
 
 class Found(NamedTuple):
@@ -47,10 +52,20 @@ def instructions() -> frozenset[str]:
     return frozenset(flags.partition(":")[2].split())
 
 
+@cache
+def permitted(target: str) -> bool:
+    """Returns whether Linux lets this process use the registers of a target. It must be asked for those of AMX, once
+    for all threads (https://docs.kernel.org/arch/x86/xstate.html)."""
+    if "amx_tile" not in INSTRUCTIONS[target]:
+        return True
+    arch_prctl, request_permission, tile_data = 158, 0x1023, 18
+    return ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0
+
+
 def runnable() -> list[str]:
     """Returns the targets whose libraries this processor can run, the best first."""
     present = instructions()
-    return [target for target, needed in reversed(INSTRUCTIONS.items()) if needed <= present]
+    return [target for target, needed in reversed(INSTRUCTIONS.items()) if needed <= present and permitted(target)]
 
 
 @cache
@@ -78,6 +93,8 @@ def parts(target: str) -> list[str]:
 
 def open_target(target: str) -> Library:
     """Opens the library of a target, whatever the processor can run. Raises OSError or AttributeError."""
+    if not permitted(target):
+        raise OSError(f"Linux does not permit this process to use the registers of {target}")
     own, *extended = (FOLDER / f"{part}.so" for part in parts(target))
     return Library(extended[0], own) if extended else Library(own)
 

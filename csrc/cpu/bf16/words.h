@@ -1,0 +1,65 @@
+// Vectors of words, and how float32 is rounded to words.
+//
+// A word is two bfloat16 numbers that are neighbors along the dimension that a product sums over. The first is in the
+// low half.
+
+#pragma once
+
+#include "../tiles.h"
+
+#ifndef __AVX512BF16__
+#error "these sources need AVX512-BF16"
+#endif
+
+namespace flashrope {
+
+constexpr int STRIP_VECTORS = 2, STRIP = STRIP_VECTORS * LANES;
+
+using Words = std::unique_ptr<int32_t[], Free>;
+
+inline Words words(int64_t count) {  // nullptr if memory runs out
+  return Words(static_cast<int32_t*>(std::aligned_alloc(64, (count * 4 / 64 + 1) * 64)));
+}
+
+inline IntVec load(const int32_t* x) {
+  IntVec v;
+  std::memcpy(&v, x, sizeof v);
+  return v;
+}
+inline void store(int32_t* x, IntVec v) { std::memcpy(x, &v, sizeof v); }
+
+// Rounds two vectors to nearest. Word n holds lanes 2 n and 2 n + 1 of first, followed by second.
+inline IntVec rounded(Vec first, Vec second) { return (IntVec)_mm512_cvtne2ps_pbh(second, first); }
+
+// Rounds two vectors to nearest. Word n holds lane n of first and lane n of second.
+inline IntVec rounded_pairs(Vec first, Vec second) {
+  alignas(64) constexpr uint16_t ORDER[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                                              8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+  return (IntVec)_mm512_permutexvar_epi16(_mm512_load_si512(ORDER), (__m512i)rounded(first, second));
+}
+
+// Transposes 16 vectors of 16 words.
+inline void transpose(IntVec (&x)[LANES]) {
+  __m512i a[LANES], b[LANES];
+  for (int i = 0; i < LANES; i += 2) {
+    a[i] = _mm512_unpacklo_epi32((__m512i)x[i], (__m512i)x[i + 1]);
+    a[i + 1] = _mm512_unpackhi_epi32((__m512i)x[i], (__m512i)x[i + 1]);
+  }
+  for (int i = 0; i < LANES; i += 4)
+    for (int n = 0; n < 2; ++n) {
+      b[i + 2 * n] = _mm512_unpacklo_epi64(a[i + n], a[i + n + 2]);
+      b[i + 2 * n + 1] = _mm512_unpackhi_epi64(a[i + n], a[i + n + 2]);
+    }
+  // Block m of four words in b[4 i + n] holds column 4 m + n of the rows 4 i to 4 i + 3.
+  for (int n = 0; n < 4; ++n) {
+    const __m512i low = _mm512_shuffle_i32x4(b[n], b[n + 4], 0x88), high = _mm512_shuffle_i32x4(b[n], b[n + 4], 0xdd);
+    const __m512i low_2 = _mm512_shuffle_i32x4(b[n + 8], b[n + 12], 0x88);
+    const __m512i high_2 = _mm512_shuffle_i32x4(b[n + 8], b[n + 12], 0xdd);
+    x[n] = (IntVec)_mm512_shuffle_i32x4(low, low_2, 0x88);
+    x[n + 8] = (IntVec)_mm512_shuffle_i32x4(low, low_2, 0xdd);
+    x[n + 4] = (IntVec)_mm512_shuffle_i32x4(high, high_2, 0x88);
+    x[n + 12] = (IntVec)_mm512_shuffle_i32x4(high, high_2, 0xdd);
+  }
+}
+
+}  // namespace flashrope
