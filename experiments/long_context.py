@@ -221,11 +221,12 @@ def copied_table(folder: Path) -> str:
 
 
 def speed_tables(folder: Path) -> str:
-    """Returns Markdown with the command and a table for every run of ``python -m experiments speed``, shorter texts
-    first."""
+    """Returns Markdown with the command, the machine and a table for every run of ``python -m experiments speed``,
+    shorter texts first, then by machine."""
     runs = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("speed-*.json")]
     return "\n\n".join(
-        f"`{run['command']}`:\n\n{real_speed.table(run)}" for run in sorted(runs, key=lambda r: r["length"])
+        f"`{run['command']}`, {run['machine']}:\n\n{real_speed.table(run)}"
+        for run in sorted(runs, key=lambda run: (run["length"], run["machine"]))
     )
 
 
