@@ -13,6 +13,7 @@ NAMES = {
     "kernels": "Triton kernels",
     "cpu": "C++ kernels of the CPU backend",
     "bfloat16": "C++ kernels of the CPU backend, in bfloat16",
+    "amx": "C++ kernels of the CPU backend, in bfloat16 with AMX",
     "cuda": "CUDA C++ kernels, in the PTX executor",
     "rotary": "schemes",
 }
