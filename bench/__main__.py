@@ -31,7 +31,10 @@ SUBCOMMANDS = {  # {name: (module or module:function, what it does)}; a module w
     "serving": ("timing.serving", "vLLM on the CPU, stock and with flashrope's plugin: tokens per second, cache bytes"),
     "tune": ("timing.tune", "tiles for configs.py: timed on a GPU, or ranked by their machine code without one"),
     "gate": ("compiling.gate", "compile every Triton kernel without a GPU; check spills, shared memory, instructions"),
-    "gate-cuda": ("compiling.gate_cuda", "the same for the CUDA C++ kernels, where nvcc is installed"),
+    "gate-cuda": (
+        "compiling.gate_cuda",
+        "compile the CUDA C++ kernels with nvcc, without a GPU; check spills, shared memory, copies",
+    ),
     "model": (
         "model",
         "predict from the machine code what the inner loops wait for, and speeds on an A100; no GPU is needed",

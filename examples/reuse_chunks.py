@@ -11,9 +11,9 @@ document is random letters. A question is eight letters of one document, and its
 them in the document. The model was trained to copy in this way, on 128 letters.
 
 A document that was read alone has not seen the documents that a prompt puts before it, so its keys and values differ
-from those of one prefill of the whole prompt. The table shows the effect: the loss of the answers against the full
-prefill of the same prompt. Recomputing the first letters of every document after everything that precedes it in the
-prompt can reduce this effect (EPIC, arXiv 2410.15332).
+from those of one prefill of the whole prompt. The table shows the effect: how much the loss of the answers differs
+from their loss after a full prefill of the same prompt. Recomputing the first letters of every document after
+everything that precedes it in the prompt can reduce this effect (EPIC, arXiv 2410.15332).
 """
 
 from __future__ import annotations

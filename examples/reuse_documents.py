@@ -9,9 +9,9 @@ The second command fetches a small model and texts. A model may also be a checkp
 the text with the number of a city hidden in it, and a question asks for one of the numbers.
 
 A document does not see the documents that a prompt puts before it, so its keys and values differ from those of one
-prefill of the prompt. The table shows the effect: the log probability of the right answer against the full prefill of
-the same prompt. Recomputing the first tokens of every document after everything that precedes it in the prompt reduces
-this effect (EPIC, arXiv 2410.15332).
+prefill of the prompt. The table shows the effect: how much the log probability of the right answer differs from its
+log probability after a full prefill of the same prompt. Recomputing the first tokens of every document after everything
+that precedes it in the prompt reduces this effect (EPIC, arXiv 2410.15332).
 """
 
 from __future__ import annotations

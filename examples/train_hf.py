@@ -110,8 +110,8 @@ def load(name: str | None) -> tuple[torch.nn.Module, AutoTokenizer | None]:
     except (OSError, ValueError):
         if model.config.vocab_size != BYTES:
             raise BadInput(
-                f"--model: {name}: expected a tokenizer, or a vocabulary of {BYTES} bytes, got none and "
-                f"{model.config.vocab_size} tokens"
+                f"--model: {name}: expected a tokenizer, or a vocabulary of {BYTES} bytes, got no tokenizer "
+                f"and a vocabulary of {model.config.vocab_size}"
             ) from None
         return model, None
 

@@ -243,7 +243,7 @@ def _corpus(args: argparse.Namespace, preset: Preset) -> data.Corpus | tokens.To
     if preset.reads_text:
         return data.from_paths(args.text, window) if args.text else data.standard_library(window)
     if args.text:
-        raise BadInput(f"--text: expected none with the preset {args.preset}, whose models read no text")
+        raise BadInput(f"--text: not used by the preset {args.preset}, whose models read no text")
     return None
 
 

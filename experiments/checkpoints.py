@@ -37,9 +37,9 @@ COMMANDS = {  # {scheme of ``flashrope loss``: its name in this package, for con
     "yarn": "yarn-s{growth}",
     "rerope-plain": "rerope{{w256}}",
     "rerope": "rerope{{w256}}+dagger",
-    "leaky": "leaky-rerope{{w256}}-k30+dagger",  # the factor that the command chooses for 8 times the length
+    "leaky": "leaky-rerope{{w256}}-k30+dagger",  # the factor that ``flashrope loss`` chooses for 8 training lengths
     "cope": "cope",
-    "self-extend": "self-extend{{w256}}-g16",  # the group that the command chooses for 8 times the length
+    "self-extend": "self-extend{{w256}}-g16",  # the group that ``flashrope loss`` chooses for 8 training lengths
     "self-extend-log-n": "self-extend{{w256}}-g16+dagger",
     "dual-chunk": "dual-chunk",
     "dual-chunk-log-n": "dual-chunk+dagger",

@@ -84,8 +84,8 @@ def run(argv: list[str], program: str) -> None:
         "--ways",
         nargs="+",
         default=list(WAYS),
-        help=f"ways to store the cache, of {', '.join(map(repr, WAYS))}; ', layer N' after a way uses it in this layer "
-        "only; 'int4, layers N+M in int8' uses int8 in these layers",
+        help=f"ways to store the cache: {', '.join(map(repr, WAYS))}; 'WAY, layer N' stores only layer N in this way; "
+        "'int4, layers N+M in int8' stores layers N and M in int8 and the others in int4",
     )
     parser.add_argument(
         "--each-layer", metavar="WAY", nargs="+", default=[], help="measure these ways in one layer at a time"

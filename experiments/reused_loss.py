@@ -58,8 +58,8 @@ def reused(
 ) -> float:
     """Returns the loss of the last ``targets`` bytes after the text before them was read in chunks.
 
-    again: how many of its first bytes every chunk computes again with attention to all preceding text. The first chunk
-    computes none again. None: the whole text is read by one prefill.
+    again: how many of the first bytes of every chunk are recomputed with attention to all preceding text. In the
+    first chunk nothing is recomputed. None: the whole text is read by one prefill.
     """
     count, before, sizes = len(tokens), tokens.shape[1] - 1 - targets, model.config
     if again is None:

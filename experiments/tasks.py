@@ -71,9 +71,7 @@ class Subject:
 def need_disjoint(training: Iterable, evaluation: Iterable, what: str) -> None:
     """Raises AssertionError if training and evaluation have an element in common."""
     if shared := set(training) & set(evaluation):
-        raise AssertionError(
-            f"{what}: expected none in both training and evaluation, got {len(shared)}, such as {min(shared)!r}"
-        )
+        raise AssertionError(f"{what}: {len(shared)} are in both training and evaluation, such as {min(shared)!r}")
 
 
 def percentage(task: str, at: float, found: torch.Tensor) -> Result:

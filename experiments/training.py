@@ -110,8 +110,8 @@ def curve(losses: Sequence[float]) -> list[tuple[int, float]]:
 
 
 def observer(run: Run, trained: str, length: int, seed: int, model: ZooModel) -> Callable[[int, float], None]:
-    """Returns a function of (step, loss) that measures the variance that each pair accounts for at about ten steps, and
-    saves it next to the model."""
+    """Returns a function of (step, loss), to be called after every step. At about ten of the steps it measures the
+    variance that each pair accounts for, and saves it next to the model."""
     if trained not in OBSERVED or run.preset.data != TEXT or isinstance(run.corpus, TokenCorpus) or run.ranks.rank:
         return lambda step, loss: None
     path = _observed_path(run, trained, length, seed)

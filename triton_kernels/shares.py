@@ -28,7 +28,7 @@ SCAN = tl.constexpr(32)  # sequences whose lengths a program adds up at once: a 
 # may make shares longer by this much.
 SETUP = tl.constexpr(2)
 SHARE_FIELDS = tl.constexpr(2)  # the first piece of a share, the number of its pieces
-PIECE_FIELDS = tl.constexpr(6)  # sequence, key head, tile of query rows, first key tile, last + 1, piece
+PIECE_FIELDS = tl.constexpr(6)  # sequence, key head, query tile, first key tile, last key tile + 1, which piece (below)
 WHOLE, BEGINNING, REST = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # says which piece of its segment a piece is
 # The number of pieces of the segment that begins in a share and ends after it, or 0. Then its sequence, key head and
 # tile of query rows.

@@ -191,7 +191,10 @@ class Row:
             wide = loop.get("global 16 B", 0)
             narrow = loop.get("global", 0) - wide
             if wide != needed or (narrow and first.scheme.cache != "paged"):
-                found.append(f"{wide} loads of 16 bytes and {narrow} narrower, keys and values need {needed} and none")
+                found.append(
+                    f"{wide} loads of 16 bytes and {narrow} narrower loads of keys and values, expected {needed} loads "
+                    "of 16 bytes and no others"
+                )
         return found
 
 

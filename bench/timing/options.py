@@ -60,7 +60,8 @@ def parser(command: str, doc: str, cuda: dict, cpu: dict) -> argparse.ArgumentPa
     )
     p.add_argument("--contestants", nargs="+", metavar="NAME", help="time contestants whose name contains a NAME")
     seconds = (
-        f"time for the rounds of each table, not of the run (default: GPU {SECONDS['cuda']}, CPU {SECONDS['cpu']})"
+        f"seconds for the rounds of each table; the whole run takes longer (default: GPU {SECONDS['cuda']}, CPU "
+        f"{SECONDS['cpu']})"
     )
     p.add_argument("--seconds", type=float, help=seconds)
     p.add_argument("--threads", type=positive, help="CPU threads (default: PyTorch's)")

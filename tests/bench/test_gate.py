@@ -187,8 +187,8 @@ def test_violations_name_the_kernel_and_the_limit(compiled):
     assert "does not compile: PTXASError: out of luck" in failed
 
 
-# A case has spilled bytes, how many of them the tile loops touch, and how often the hot loop touches spilled registers,
-# which is 0 if it is left out. The scheme is left out where it does not matter.
+# Maps a case to (spilled bytes, spilled bytes that the tile loops touch, how often the hot loop touches spilled
+# registers). The third number is 0 if it is left out. The scheme is left out where it does not matter.
 SPILLED = {
     ("attention_grad_kv", 80, 128): (8, 0),
     ("attention_grad_kv", 80, 64, "rope"): (276, 264, 4),

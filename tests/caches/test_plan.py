@@ -180,7 +180,8 @@ REFUSED = {
                      f"k: expected shape (3, 1, 2, 32) {AS_PLANNED} (3, 2, 2, 32)"),
     "new keys twice": (lambda p, x: (p.attend(Q, x, K, V), p.attend(Q, x, K, V)),
                        "k: expected new keys once for every layer, got them again"),
-    "gradients": (lambda p, x: p.attend(Q.clone().requires_grad_(), x), "q: expected no gradient to be asked for"),
+    "gradients": (lambda p, x: p.attend(Q.clone().requires_grad_(), x),
+                  "q: expected a tensor that does not require grad"),
     "another output": (lambda p, x: p.attend(Q, x, out=Q[:2]), "out: expected a contiguous tensor of shape (3, 1"),
 }  # fmt: skip
 

@@ -154,7 +154,7 @@ REFUSED = {
     ),
     "other slots": (
         attend(K[:, :12], K[:, 4:], k=NEW, v=NEW),
-        "v_cache: expected no memory of k_cache, or a view of its channels and no v (both are written), got "
+        "v_cache: expected memory apart from k_cache, or a view of its channels and no v (both are written), got "
         "tensors that overlap",
     ),
     "other slots without values": (
@@ -163,7 +163,7 @@ REFUSED = {
     ),
     "channels beyond the keys": (
         attend(K[..., :16], K[..., 8:], q=Q[..., :16], rotary=Rotary.rope(16), k=NEW[..., 8:], v=NEW[..., 8:]),
-        "v_cache: expected no memory of k_cache, or a view of its channels and no v (both are written), got "
+        "v_cache: expected memory apart from k_cache, or a view of its channels and no v (both are written), got "
         "tensors that overlap",
     ),
     "quantized": (
@@ -199,7 +199,7 @@ REFUSED = {
     ),
     "weight's gradient": (
         attend(K, K, key_weight=torch.ones(24, requires_grad=True)),
-        "key_weight: expected no gradient to be asked for; use torch.no_grad(), or attention in training",
+        "key_weight: expected a tensor that does not require grad; use torch.no_grad(), or attention in training",
     ),
     "cuda": (
         lambda: cuda.append_to_cache(CacheLayer(K, K), NEW, None, CacheTables(LENGTHS)),

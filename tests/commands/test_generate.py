@@ -182,7 +182,7 @@ def test_scheme_options_are_the_schemes(run):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["rerope", "--log-n"], "--scheme: expected no --log-n beside it, got both"),
+        (["rerope", "--log-n"], "--scheme: cannot be combined with --log-n"),
         (["cope", "--window", "8"], "--window: expected a scheme with a window, got cope"),
         (["rerope", "--factor", "2"], "--factor: expected a scheme with a factor, got rerope"),
         (["dual-chunk"], "--scheme: dual_chunk: expected a training length above 128"),

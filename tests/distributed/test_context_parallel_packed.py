@@ -185,7 +185,7 @@ def test_refusals(count):
     def call(q=q, k=k, v=v, cu_q=cu, cu_k=cu, rotary=rope, **options):
         return context_parallel_attention(q, k, v, rotary, group, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, **options)
 
-    ends, of_q = f"to end at {total},", f"which is {count} times the 4 rows of q on this one, got {{}}"
+    ends, of_q = f"to end at {total},", f"which is {count} times the 4 rows of q on this rank, got {{}}"
     chunks = f"two chunks of equal length, of a sequence that divides into 2 * {count} = {2 * count}"
     packed_q, scaled = "(total, heads, head_dim)", rope.dual_chunk(160, 32, length_scale=100)
     for row in (

@@ -244,7 +244,7 @@ def test_the_buffers_of_256_splits(machine):
 def test_many_short_sequences(machine):
     """The last blocks of a grid over 2^23 sequences of 16 rows are right, forward and backward. q has 2^36 elements,
     lse 2^32."""
-    batch, rows, heads, rotary = 2**23, 16, 32, SCHEMES["rope"](16)  # the last blocks compute its one rotation
+    batch, rows, heads, rotary = 2**23, 16, 32, SCHEMES["rope"](16)  # the last blocks compute the one rotation of RoPE
     p = support.problem(BF16, rotary, rows, heads=1, group=1, seed=90)
     want = support.run(p, "triton")
     support.check(BF16, p)

@@ -231,7 +231,7 @@ def test_partly_correct_answers_have_their_own_figure(tmp_path):
         ("few-shot", [], "--preset: few-shot needs one of few-shot, got tiny"),
         ("passkey", ["--preset", "few-shot"], "--preset: passkey needs one of passkey, got few-shot"),
         ("perplexity", ["--preset", "copying"], "--preset: perplexity needs one of tiny, cpu, gau, loss, small, 125m"),
-        ("copying", ["--preset", "copying"], "--text: expected none with the preset copying"),
+        ("copying", ["--preset", "copying"], "--text: not used by the preset copying"),
         ("perplexity", ["--device", "abacus"], "--device: expected auto, cpu, cuda or cuda:N, got abacus"),
     ],
 )

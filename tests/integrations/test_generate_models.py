@@ -119,7 +119,7 @@ def test_a_family_that_convert_refuses(run, tmp_path):
         (["--keep", "4,8"], "--keep: expected a checkpoint of flashrope demo beside it"),
         (["--window", "33"], "--window: expected at most the training length of 32 bytes"),
         (["--rectify", "--factor", "-1"], "--rectify: factor: expected a positive number"),
-        (["--scheme", "rerope", "--log-n"], "--scheme: expected no --log-n beside it"),
+        (["--scheme", "rerope", "--log-n"], "--scheme: cannot be combined with --log-n"),
         (["--temperature", "-1"], "--temperature: expected a number of at least 0"),
         (["--top-k", "300"], "--top-k: expected at most 256, the number of different bytes"),
         (["--prompt-file", "nowhere"], "--prompt-file: cannot read nowhere"),

@@ -198,5 +198,5 @@ def test_calls_are_refused_by_name():
     ends = torch.tensor([0, 4], dtype=torch.int32)
     with pytest.raises(ValueError, match="packed_seq_params: expected the format thd, got sbhd"):
         core(q[:, 0], k[:, 0], v[:, 0], None, packed_seq_params=PackedSeqParams("sbhd", ends, ends))
-    with pytest.raises(ValueError, match="packed_seq_params: expected no padded offsets"):
+    with pytest.raises(ValueError, match="packed_seq_params: offsets of padded sequences"):
         core(q[:, 0], k[:, 0], v[:, 0], None, packed_seq_params=PackedSeqParams("thd", ends, ends, ends, ends, 4, 4))

@@ -160,7 +160,7 @@ def test_a_model_made_from_a_converted_models_configuration(build, options):
     if build == "dict":
         config, build = LlamaConfig(**config.to_dict()), LlamaForCausalLM
     model = vary(build(copy.deepcopy(config)).float().eval())
-    if model.config._attn_implementation != "sdpa":  # to_dict leaves the attention of the unchanged scheme out
+    if model.config._attn_implementation != "sdpa":  # to_dict omits the attention if the scheme is unchanged
         with pytest.raises(ValueError, match=NOT_CONVERTED):
             model(tokens())
     stock = logits(revert(copy.deepcopy(model)), tokens())

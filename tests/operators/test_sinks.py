@@ -105,7 +105,7 @@ def test_a_cache_has_no_gradient():
     q = torch.randn(1, 5, 2, 16)
     sinks = torch.zeros(2, requires_grad=True)
     lengths = torch.tensor([5], dtype=torch.int32)
-    with pytest.raises(ValueError, match="sinks: expected no gradient to be asked for"):
+    with pytest.raises(ValueError, match="sinks: expected a tensor that does not require grad"):
         attention_with_cache(q, q, q, Rotary.rope(16), lengths, sinks=sinks)
     with torch.no_grad():
         attention_with_cache(q, q, q, Rotary.rope(16), lengths, sinks=sinks)

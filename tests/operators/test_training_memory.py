@@ -37,7 +37,7 @@ def number(cell: str) -> int:
 
 
 def rows() -> dict[str, tuple[int, int]]:
-    """Returns the stated bytes on the CPU and under Triton for each scheme."""
+    """Returns the bytes that docs/training.md states for each scheme, on the CPU and under Triton."""
     found = {}
     for names, cpu, triton in re.findall(r"^\| (.+?) \| ([\d,]+) \| ([\d,]+) \|$", PAGE, re.MULTILINE):
         for name in re.findall(r"`(\w+)`", names) or ["eager"]:

@@ -293,7 +293,7 @@ def test_a_compiled_gradient_over_a_cache_is_refused():
     tensors do not say that they require a gradient."""
     q, k, v = tensors()
     # torch 2.13 gives the first message, 2.15 repeats ours
-    with pytest.raises(Exception, match="functorch transforms|expected no gradient to be asked for"):
+    with pytest.raises(Exception, match="functorch transforms|expected .* not require grad"):
         compiled(grad(cached(k, v)))(q)
 
 

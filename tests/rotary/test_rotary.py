@@ -125,8 +125,8 @@ def test_ntk_ends():
     np.testing.assert_allclose([aware[-1], fixed[-1], mixed[-1]], 1 / s, rtol=1e-13)
     assert old[-1] > aware[-1]
     assert mixed[0] < fixed[0] < 1  # mixed slows down even the fastest pair
-    # lambda_m is the ratio between the changes of neighbouring pairs. It is constant for fixed. For mixed it starts
-    # above this constant and decreases. For both, the product of all lambda_m is s.
+    # lambda_m is the factor by which pair m is slowed down, divided by that of pair m - 1 (by 1 for m = 0). For fixed,
+    # all lambda_m are equal. For mixed they start above this constant and decrease. For both, their product is s.
     ratios = np.concatenate([[1 / mixed[0]], mixed[:-1] / mixed[1:]])
     assert (np.diff(ratios) < 0).all() and np.prod(ratios) == pytest.approx(s, rel=1e-12)
 

@@ -157,7 +157,7 @@ def _refuse_layer(layer: CacheLayer) -> None:
     """Raises for caches that the kernels do not read."""
     if layer.k_scale is not None:
         raise ValueError(
-            f"impl='cuda' cannot serve this call: its kernels read caches of q's type, k_cache is quantized, of "
+            f"impl='cuda' cannot serve this call: its kernels do not read quantized caches, got k_cache of type "
             f"{layer.k.dtype}; use impl='triton'"
         )
     if layer.v.shape != layer.k.shape:

@@ -41,7 +41,8 @@ class KVCache(Cache):
             ``cache_leftpad``, which would move positions.
         cache_dtype: None: the cache has the type dtype. "int8" or "int4": it holds quantized values of 8 or 4 bits with
             a scale per token and key head. They take about a half or a quarter of bfloat16's bytes. q, k, v and out
-            keep dtype. ``attend`` and ``append`` quantize what they write. See k_scale in ``attention_with_cache``.
+            have the type dtype. ``attend`` and ``append`` quantize what they write. See k_scale in
+            ``attention_with_cache``.
         head_dim_v: head_dim of v, a multiple of 8 up to head_dim. Default: head_dim, which a quantized cache needs.
         values: a slice: these channels of the stored keys are the values. Their number is a multiple of 8 up to 512.
             Calls then pass k without v, and the cache needs no memory for v. Use it for latent attention, and for
@@ -251,7 +252,7 @@ class KVCache(Cache):
         self._pad(step.padding)
 
     def _undo(self, step: OpenStep) -> None:
-        pass  # keys and values that were written lie beyond the lengths, so they do not count
+        pass  # keys and values that the step wrote lie beyond the lengths, so they do not count
 
     def _pad(self, padding: list[int]) -> None:
         if padding != self._padding:

@@ -294,7 +294,7 @@ def allocate_storage(
 
 
 def check_values(values, head_dim, head_dim_v, rotated_keys, cache_dtype) -> slice | None:
-    """Returns the argument values as a slice with a start and a stop.
+    """Returns the argument ``values`` as a slice with a start and a stop.
 
     Raises:
         TypeError, ValueError: the argument is invalid. The message says what was expected.

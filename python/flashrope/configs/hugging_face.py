@@ -260,7 +260,7 @@ def _rope_type(params: dict[str, Any]) -> str:
         )
         if scaling:
             raise ValueError(
-                f"config: rope parameters {', '.join(scaling)} come without a rope_type, which gives them a meaning"
+                f"config: rope parameters {', '.join(scaling)} come without a rope_type, so their meaning is unknown"
             )
         return "default"
     return "longrope" if rope_type == "su" else rope_type

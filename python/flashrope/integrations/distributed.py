@@ -169,7 +169,7 @@ def context_parallel_attention(
         import torch.distributed as dist
         from flashrope.integrations.distributed import context_parallel_attention
 
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # torchrun sets all but the first
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # under torchrun: only "gloo"
         q, k, v = (torch.randn(2, 64, heads, 64) for heads in (8, 2, 2))  # this rank's part of both sequences
         out = context_parallel_attention(q, k, v, Rotary.rope(64))
         dist.destroy_process_group()
@@ -494,7 +494,7 @@ def _check_lengths(q, k, group: dist.ProcessGroup, cu_seqlens_q, cu_seqlens_k) -
         if values[-1] != rows * ranks:
             raise ValueError(
                 f"{name}: expected to end at {rows * ranks}, the packed tokens of all ranks, which is {ranks} times "
-                f"the {rows} rows of {name[-1]} on this one, got {values[-1]}"
+                f"the {rows} rows of {name[-1]} on this rank, got {values[-1]}"
             )
         lengths.append(values)
     if len(lengths[0]) != len(lengths[1]):
@@ -508,7 +508,7 @@ def _check_sequence(name, x, dim) -> None:
     if not isinstance(x, torch.Tensor) or isinstance(x, DTensor):
         raise TypeError(f"{name}: expected a plain tensor, got {type(x).__name__}")
     if not -x.ndim <= dim < x.ndim:
-        raise ValueError(f"dim: expected a dimension of {name}, which has {x.ndim}, got {dim}")
+        raise ValueError(f"dim: expected a dimension of {name}, which has {x.ndim} dimensions, got {dim}")
 
 
 def _check_divides(name, seqlen: int, ranks: int) -> None:

@@ -122,6 +122,6 @@ class FusedAttention(DotProductAttention):
         if packed.qkv_format != "thd":
             raise ValueError(f"packed_seq_params: expected the format thd, got {packed.qkv_format}")
         if packed.cu_seqlens_q_padded is not None or packed.cu_seqlens_kv_padded is not None:
-            raise ValueError("packed_seq_params: expected no padded offsets")
+            raise ValueError("packed_seq_params: offsets of padded sequences (cu_seqlens_q_padded) are not supported")
         lengths = (packed.cu_seqlens_q, packed.cu_seqlens_kv, packed.max_seqlen_q, packed.max_seqlen_kv)
         return attention_varlen(query, key, value, self.rotary, *lengths, **options).flatten(1)

@@ -115,8 +115,8 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def jvp(ctx, *tangents):
         raise NotImplementedError(
-            "flashrope: expected no forward-mode derivative (jvp, jacfwd, linearize, dual tensors) of attention, got "
-            "tangents; use impl='reference', which PyTorch differentiates freely"
+            "flashrope: attention has no forward-mode derivative (jvp, jacfwd, linearize, dual tensors), got tangents; "
+            "use impl='reference', whose forward PyTorch differentiates"
         )
 
     @staticmethod
@@ -258,6 +258,6 @@ class _WithoutTangents(torch.autograd.Function):
     @staticmethod
     def jvp(ctx, *tangents):
         raise NotImplementedError(
-            "flashrope: expected no forward-mode derivative of attention over a cache, got tangents; use attention "
-            "with impl='reference'"
+            "flashrope: attention over a cache has no forward-mode derivative, got tangents; use attention with "
+            "impl='reference'"
         )

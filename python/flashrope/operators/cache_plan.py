@@ -75,7 +75,7 @@ def plan_cache(
         tables: the lengths, block table and positions of the sequences, the same in all layers.
         like: any layer. All layers must have its shapes, strides, dtype and device.
         rotary: the scheme. Layers of other schemes need plans of their own.
-        seqlen_q: rows of q per sequence. With ``Packed`` queries the rows of all sequences.
+        seqlen_q: rows of q per sequence. With ``Packed`` queries: rows of all sequences together.
         heads_q: heads of q, a multiple of heads_kv.
         dtype: the type of q, k, v and out. Default: the dtype of the cache. A quantized cache has no such default, so
             dtype must be given.

@@ -291,7 +291,9 @@ def check_cache(
     if torch.is_grad_enabled() and (
         q.requires_grad or k_cache.requires_grad or v_cache.requires_grad or new_requires_grad
     ):
-        raise ValueError("q, k, v: expected no gradient to be asked for; use torch.no_grad(), or attention in training")
+        raise ValueError(
+            "q, k, v: expected tensors that do not require grad; use torch.no_grad(), or attention in training"
+        )
     return capacity, seqlen_new
 
 
@@ -334,7 +336,9 @@ def check_sinks(sinks, q) -> None:
 
 def check_no_gradient(name: str, x: torch.Tensor) -> None:
     if torch.is_grad_enabled() and x.requires_grad:
-        raise ValueError(f"{name}: expected no gradient to be asked for; use torch.no_grad(), or attention in training")
+        raise ValueError(
+            f"{name}: expected a tensor that does not require grad; use torch.no_grad(), or attention in training"
+        )
 
 
 def check_differentiable_positions(positions: torch.Tensor, impl: str) -> None:
@@ -469,7 +473,7 @@ def check_packed_positions(positions, q, k, rotary, cu_seqlens_q, cu_seqlens_k) 
     """Checks positions of packed tokens and returns them as (1, total) or (1, total, axes)."""
     _check_position_values(positions, q, rotary)
     if q.shape[0] != k.shape[0]:
-        raise ValueError(f"positions: expected as many keys as queries, {q.shape[0]}, got {k.shape[0]}")
+        raise ValueError(f"positions: expected as many keys as queries, got {q.shape[0]} queries and {k.shape[0]} keys")
     on_host = cu_seqlens_q.device.type == "cpu" and not torch.compiler.is_compiling()
     if cu_seqlens_q is not cu_seqlens_k and on_host and not torch.equal(cu_seqlens_q, cu_seqlens_k):
         raise ValueError(

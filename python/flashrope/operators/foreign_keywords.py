@@ -15,8 +15,8 @@ from typing import Any, NoReturn
 
 import torch
 
-_NONE = "nothing, these kernels have no {}; leave it out"
-_NOT_THE_SAME = "nothing, these kernels have no {}, and the model is another one without it; see {}"
+_NONE = "no such argument, because these kernels have no {}"
+_NOT_THE_SAME = "no such argument, because these kernels have no {}, and the model is not the same without it; see {}"
 _OTHER_SCORES = "docs/extending.md, 'A scheme outside the formula', for what computes it"
 _VARLEN = "attention_varlen for packed sequences"
 _CACHE = "attention_with_cache or attention_varlen_with_cache"
@@ -27,8 +27,8 @@ INSTEAD = {  # keyword: what is expected instead
     "window_size": "rotary.local(w + 1) for flash-attn's (w, 0) or, with causal=False, (w, w); no window for (-1, -1)",
     "sliding_window": "rotary.local(window)",
     "attention_chunk": _NOT_THE_SAME.format("chunked attention", "rotary.local for windows"),
-    "dropout_p": "0.0, these kernels have no dropout",
-    "dropout": "0.0, these kernels have no dropout",
+    "dropout_p": "0.0, because these kernels have no dropout",
+    "dropout": "0.0, because these kernels have no dropout",
     "softcap": _NOT_THE_SAME.format("soft cap", _OTHER_SCORES),
     "alibi_slopes": _NOT_THE_SAME.format("ALiBi", _OTHER_SCORES),
     "is_causal": "causal, which is True by default",
@@ -38,8 +38,8 @@ INSTEAD = {  # keyword: what is expected instead
     "return_softmax_lse": "return_lse",
     "scale": "softmax_scale",
     "scaling": "softmax_scale",
-    "enable_gqa": "nothing, fewer key heads are seen from the shapes; leave it out",
-    "deterministic": "nothing, decoding with a KV cache has no backward; leave it out",
+    "enable_gqa": "no such argument, because the shapes say how many key heads there are",
+    "deterministic": "no such argument, because decoding with a KV cache has no backward",
     "s_aux": "sinks",
     "learnable_sink": "sinks",
     "position_ids": "positions",
@@ -56,7 +56,7 @@ INSTEAD = {  # keyword: what is expected instead
     "seqused_k": "cache_seqlens, of " + _CACHE,
     "block_tables": "block_table",
     "page_table": "block_table",
-    "block_size": "nothing, the page size is that of the cache's shape; leave it out",
+    "block_size": "no such argument, because the shape of the cache gives the page size",
     "context_lens": "cache_seqlens",
     "seq_lens": "cache_seqlens",
     "cache_lens": "cache_seqlens",
@@ -69,8 +69,8 @@ INSTEAD = {  # keyword: what is expected instead
     "k_descale": _SCALES.format("k_scale"),
     "v_descale": _SCALES.format("v_scale"),
     "qv": _NONE.format("second query"),
-    "pack_gqa": "nothing, the kernels choose; leave it out",
-    "sm_margin": "nothing, the kernels choose; leave it out",
+    "pack_gqa": "no such argument, because the kernels make this choice themselves",
+    "sm_margin": "no such argument, because the kernels make this choice themselves",
 }
 INSTEAD |= {
     "attention_mask": INSTEAD["attn_mask"],

@@ -321,13 +321,13 @@ def attention_with_cache(
         block_table: (batch, max_pages) int32, the page of every page_size slots of a sequence. Entries beyond a
             sequence's length may hold anything. page_size is a power of two, at least 16.
         cache_leftpad: (batch,) int32, the first valid slot of each sequence. Positions count from it.
-        num_splits: number of splits along the keys (flash-decoding). None: the fastest division. An explicit number
-            also fixes the tile sizes, which makes results batch-invariant (Triton and CUDA): bitwise identical for any
-            other sequences in the batch and any division of a sequence's tokens into calls.
+        num_splits: number of splits along the keys (flash-decoding). None: the backend divides the keys for
+            speed. An explicit number also fixes the tile sizes, which makes results batch-invariant (Triton and CUDA):
+            bitwise identical for any other sequences in the batch and any division of a sequence's tokens into calls.
         validate: check the tables first, which synchronises with the device. Without it, lengths are clamped to the
             capacity and page numbers to the cache, and new keys without a slot are dropped. So a wrong entry touches
-            nothing outside the buffers, and the results of other sequences stay right. Its own sequence has no valid
-            result.
+            nothing outside the buffers, and the results of other sequences stay right. The result of the sequence with
+            the wrong entry is undefined.
         impl: as in ``attention``, and "cuda" if the extension was built (float16, bfloat16, seqlen_q up to 64).
         rotated_keys: the cache holds rotated keys, as ``rotate`` returns them. k is rotated once, when it is written,
             and a step rotates only queries. The scheme must be one that ``rotate`` takes. All calls over a cache need
@@ -421,7 +421,7 @@ def attention_varlen_with_cache(
         out = attention_varlen_with_cache(q, k_pages, v_pages, Rotary.rope(64), starts, lengths, 20, k=k, v=v, **tables)
 
     Args:
-        q: (total_q, heads_q, head_dim). Sequence b holds rows cu_seqlens_q[b] to cu_seqlens_q[b + 1], its last tokens.
+        q: (total_q, heads_q, head_dim). Rows [cu_seqlens_q[b], cu_seqlens_q[b + 1]) are the last tokens of sequence b.
         k_cache, v_cache: (sequences, capacity, heads_kv, head_dim), or with block_table (pages, page_size, heads_kv,
             head_dim). Written in place. Widths are as in ``attention_with_cache``.
         cu_seqlens_q: (sequences + 1,) int32, non-decreasing from 0. A sequence may have no rows.

@@ -190,7 +190,7 @@ class Rotary:
 
     @cached_property
     def query_scale(self) -> QueryScale:
-        """Returns the factor on queries by their position and by the length of their sequence."""
+        """Returns the factor of a query, as a function of its position and of the length of its sequence."""
         scale = UNSCALED
         if self.log_n_scale is not None:
             scale = QueryScale.log_n(*self.log_n_scale)

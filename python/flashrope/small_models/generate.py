@@ -296,7 +296,7 @@ def named_options(args: argparse.Namespace, train_length: int | None, longest: i
     """Returns the options of ``convert`` for the scheme that --scheme names. Raises BadInput."""
     scheme = SCHEMES[args.scheme]
     if args.rectify or args.log_n:
-        raise BadInput(f"--scheme: expected no {'--rectify' if args.rectify else '--log-n'} beside it, got both")
+        raise BadInput(f"--scheme: cannot be combined with {'--rectify' if args.rectify else '--log-n'}")
     if args.window and not scheme.reads_window:
         raise BadInput(f"--window: expected a scheme with a window, got {scheme.name}")
     if train_length is None:
@@ -384,8 +384,8 @@ def given_prompt(args: argparse.Namespace) -> bytes | None:
 
 def _unseen_piece(split: Path, length: int, seed: int) -> bytes:
     """Returns ``length`` bytes of an unseen file, if possible from the start of a line. The split next to the
-    checkpoint says which files are unseen. It works only for the standard library, because for other texts the split
-    records the names of the files but not their folder."""
+    checkpoint says which files are unseen. The text must be the standard library, because for other texts the
+    split records the names of the files but not their folder."""
     try:
         record = json.loads(split.read_text())
         text, files = record["text"], record["unseen"]["files"]

@@ -53,7 +53,7 @@ def markdown(rows: Sequence[Row], facts: dict[str, str]) -> str:
     )
     text += section(
         "All bytes of every window",
-        "Nats per byte. Longer contexts add other target bytes, so only rows of one column are strictly comparable.",
+        "Nats per byte. Longer contexts add other target bytes, so only numbers of one column are strictly comparable.",
         lambda loss: loss.mean,
     )
     text += [

@@ -115,8 +115,8 @@ SETTINGS = dict(block_size=PAGE, scheduler_cls=DocumentScheduler, max_num_seqs=4
 
 def test_documents_at_other_positions(qwen2):
     """Documents are found in another order, after tokens that are not in the cache, and while a request without
-    documents runs. A document that begins inside a block is not found. A request with the same tokens that lists no
-    documents finds none of their blocks."""
+    documents runs. A document that begins inside a block is not found. If a request has the same tokens but lists
+    no documents, it does not hit the blocks of the documents."""
     system, other, short = prompt(32, seed=4), prompt(45, seed=6), X[:50]
     with engine(qwen2, {"window": 64}, **SETTINGS) as llm:
         ask(llm, (X + QUESTION, [(0, 64)]), (Y + QUESTION, [(0, 96)]))

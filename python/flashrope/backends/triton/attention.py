@@ -137,8 +137,8 @@ class AttentionPlan(Plan):
         self._rotate(k, rotated_k, self.lowered.k_copies, rotations, scheme, cu_seqlens, lengths, self.channels)
 
     def rotated_queries(self, q) -> torch.Tensor:
-        """Returns q rotated for every band and multiplied by its query scale, (band, *shape of q). Expands q without a
-        copy if that changes nothing."""
+        """Returns q rotated for every band and multiplied by its query scale, (band, *shape of q). If no
+        query is rotated or scaled, q is expanded without a copy."""
         if not any(self.lowered.q_rotations) and self.rotary.query_scale == UNSCALED:
             return q.expand(self.num_bands, *q.shape)
         rotated_q = q.new_empty(self.num_bands, *q.shape)

@@ -118,7 +118,7 @@ def attend_paged(module, query, key, value, options, kwargs) -> torch.Tensor:
     batch: Batch = kwargs[BATCH]
     cache, rotary = batch.cache, getattr(module, ATTRIBUTE).rotary
     allocator = cache.layer_to_allocator[module.layer_idx]
-    # A layer without pages shares those of the last layer of its type that has some.
+    # A layer without pages reads the pages of the last layer of its type that has pages.
     layer = min(module.layer_idx, allocator.layer_indices[-1])
     starts, longest = kwargs["cu_seq_lens_q"].to(torch.int32), kwargs["max_length_q"]
     pages = batch.pages.get(allocator.layer_type)

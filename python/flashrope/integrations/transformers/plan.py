@@ -225,8 +225,8 @@ def find_decoder(model) -> PreTrainedModel:
 
 
 def check_decoder(decoder: PreTrainedModel) -> None:
-    """Refuses decoders that do not go through transformers' registered attention and mask functions, or that rotate in
-    another way.
+    """Refuses decoders that do not go through transformers' registered attention and mask functions, and families whose
+    attention or rotation is not supported.
 
     Raises:
         ValueError: the decoder is not supported. The message names its class or model type.

@@ -43,7 +43,7 @@ def arguments_of(decoder, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, A
     if args:
         named = dict(zip(inspect.signature(decoder.forward).parameters, args, strict=False)) | named
     if OLD_NAME in named:
-        named.setdefault(CACHE, named[OLD_NAME])  # with both names transformers reads the new one
+        named.setdefault(CACHE, named[OLD_NAME])  # if both names are given, transformers reads the new one
     return named
 
 

@@ -215,7 +215,9 @@ class FlashropeImpl(AttentionImpl):
         index = extract_layer_index(layer_name)
         planned = self.plan.layers[index]
         if planned is None:
-            raise ValueError(f"layer_types: expected no attention in layer {index}, got some from vLLM")
+            raise ValueError(
+                f"layer_types: the configuration has no attention in layer {index}, but vLLM runs attention there"
+            )
         rotary, window, rotated_keys = planned
         if self.sliding_window != window:
             raise ValueError(
