@@ -5,8 +5,8 @@ first members of all pairs and then the second members, or interleaved pairs. A 
 and the other channels from the raw keys. One load does both, because every column has its own address and row stride.
 So the tile is the same as with a copy of all channels.
 
-The raw keys of a cache may have pages. A copy has none. Every column then takes the offsets of its rows either from the
-copy or from the pages.
+The raw keys of a cache may have pages. A copy has no pages. Every column then takes the offsets of its rows either from
+the copy or from the pages.
 """
 
 from typing import NamedTuple

@@ -67,5 +67,8 @@ def panel_row(matrix, row, column):
 
 @triton.jit
 def tile_in_panels(rows, keys):
-    """Returns the offsets of a tile's elements from its first one. rows, keys: indices in the tile, broadcastable."""
+    """Returns the offsets of a tile's elements from its first element.
+
+    rows, keys: indices in the tile, broadcastable.
+    """
     return rows * PANEL_KEYS + keys // PANEL_KEYS * PANEL + keys % PANEL_KEYS

@@ -79,7 +79,8 @@ def sequence_segments(queue, batch, VARIANT: tl.constexpr):
 
 @triton.jit
 def next_segments(queue, first_batch, VARIANT: tl.constexpr):
-    """Returns the Segments [SCAN] of the sequences from `first_batch` on. Beyond the last sequence there are none."""
+    """Returns the Segments [SCAN] of the sequences from `first_batch` on. Indices beyond the last sequence have
+    no segments."""
     batch = first_batch + tl.arange(0, SCAN)
     segments = sequence_segments(queue, tl.minimum(batch, queue.batches - 1), VARIANT)
     return Segments(tl.where(batch < queue.batches, segments.count, 0), segments.first, segments.tiles)

@@ -187,7 +187,7 @@ def test_from_hf_config():
     assert read == ROPE.dual_chunk(160, 32, 100)
     for chunks, message in (
         ({"chunk_size": 160}, "expected chunk_size and local_size, got none of local_size"),
-        ({**QWEN, "chunks": 3}, "expected some of chunk_size, .*, got 'chunks'"),
+        ({**QWEN, "chunks": 3}, "expected names among chunk_size, .*, got 'chunks'"),
     ):
         with pytest.raises(ValueError, match=f"^dual_chunk_attention_config: {message}"):
             Rotary.from_hf_config(SimpleNamespace(**fields, dual_chunk_attention_config=chunks))

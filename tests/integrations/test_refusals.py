@@ -99,7 +99,7 @@ T, V = TypeError, ValueError
 @pytest.mark.parametrize(
     "name, asked, error, message",
     [
-        ("llama", dict(windw=6), T, "options: expected some of rotary, .* got 'windw'; did you mean window"),
+        ("llama", dict(windw=6), T, "options: expected names among rotary, .* got 'windw'; did you mean window"),
         ("llama", dict(temperature=2), T, "got 'temperature'$"),
         ("llama", dict(factor=4.0), V, "factor: expected window beside it, got 4.0"),
         ("llama", dict(window=-1), V, "window: expected a non-negative integer, got -1"),

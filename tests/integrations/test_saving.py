@@ -72,7 +72,7 @@ def test_saved_options_that_are_not_known(saved, tmp_path):
     config = json.loads((folder / "config.json").read_text())
     AutoModelForCausalLM.from_pretrained(folder).save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(config | {"flashrope": {"window": 6, "clipp": False}}))
-    with pytest.raises(TypeError, match="options: expected some of rotary, .* got 'clipp'"):
+    with pytest.raises(TypeError, match="options: expected names among rotary, .* got 'clipp'"):
         from_pretrained(tmp_path)
 
 
@@ -201,7 +201,7 @@ def test_auto_classes(registered, saved, tmp_path):
     tiny("llama").save_pretrained(tmp_path)
     assert not schemes(AutoModelForCausalLM.from_pretrained(tmp_path))  # no options: a stock model
     assert type(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))) is LlamaForCausalLM
-    with pytest.raises(ValueError, match="model_types: expected some of .*; got 'gpt2'"):
+    with pytest.raises(ValueError, match="model_types: expected names among .*; got 'gpt2'"):
         register_auto_classes("gpt2")
 
 

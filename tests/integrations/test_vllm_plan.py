@@ -208,7 +208,11 @@ def test_no_dual_chunks(chunks):
             None,
             "dual_chunk_attention_config: expected chunk_size and local_size, got none of local_",
         ),
-        ({**SIZES, "chunks": 3}, None, "dual_chunk_attention_config: expected some of chunk_size, .*, got 'chunks'"),
+        (
+            {**SIZES, "chunks": 3},
+            None,
+            "dual_chunk_attention_config: expected names among chunk_size, .*, got 'chunks'",
+        ),
         ({**SIZES, "chunk_size": 200}, None, "chunk_size: expected .* multiple of 128, .* got 200 - 32 = 168"),
         ({**SIZES, "original_max_position_embeddings": -1}, None, "length_scale: expected a positive finite number"),
         (
@@ -257,7 +261,7 @@ def test_lengths_up_to_the_one_that_changes_the_frequencies():
 
 
 REFUSED = {
-    "unknown key": (dict(options={"windw": 8}), "options: expected some of rotary, .*, factor, .* got 'windw'"),
+    "unknown key": (dict(options={"windw": 8}), "options: expected names among rotary, .*, factor, .* got 'windw'"),
     "no dict": (dict(options=True), "flashrope: expected a dict with some of .* got True"),
     "raw_keys of text": (dict(options={"raw_keys": "yes"}), "raw_keys: expected true or false, got 'yes'"),
     "window true": (dict(options={"window": True}), "window: expected a non-negative integer, got True"),

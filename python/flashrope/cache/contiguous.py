@@ -68,7 +68,7 @@ class KVCache(Cache):
 
     With several layers new tokens are written in steps. ``with cache.step(seqlen_new) as step`` checks once that there
     is room, and every layer calls ``step.attend(q, rotary, k, v, layer=i)``. When the block ends, the new tokens are
-    counted in all layers. If it raises, they are counted in none.
+    counted in all layers. If the block raises, no layer counts them.
 
     Prompts of different lengths are padded on the left. ``leftpad`` of the first step gives the number of padding
     tokens of every sequence. The cache remembers the padding until the sequence is truncated below it. Positions count

@@ -69,8 +69,8 @@ class PagedKVCache(Cache):
         nbytes: bytes of k and v, and of their scales.
 
     With several layers new tokens are written in steps. ``with cache.step(sequences, seqlen_new) as step`` takes the
-    pages once, and every layer calls ``step.attend(q, rotary, k, v, layer=i)``. When the block ends, the new tokens
-    are counted in all layers. If it raises, they are counted in none. ``allocate``, ``fork``, ``truncate`` and ``free``
+    pages once, and every layer calls ``step.attend(q, rotary, k, v, layer=i)``. When the block ends, the new tokens are
+    counted in all layers. If the block raises, no layer counts them. ``allocate``, ``fork``, ``truncate`` and ``free``
     apply to all layers at once.
 
     Prompts of different lengths are padded on the left. ``leftpad`` of the first step gives the number of padding

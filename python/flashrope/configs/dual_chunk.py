@@ -52,7 +52,7 @@ def read_chunks(*configs) -> Chunks | None:
     if missing := [name for name in SIZES if chunks.get(name) is None]:
         raise ValueError(f"{CHUNKS}: expected {' and '.join(SIZES)}, got none of {missing[0]} in {chunks!r}")
     if unknown := sorted(set(chunks) - {*SIZES, LENGTH, *SPARSE}):
-        raise ValueError(f"{CHUNKS}: expected some of {', '.join((*SIZES, LENGTH, *SPARSE))}, got {unknown[0]!r}")
+        raise ValueError(f"{CHUNKS}: expected names among {', '.join((*SIZES, LENGTH, *SPARSE))}, got {unknown[0]!r}")
     length = chunks.get(LENGTH)
     arguments = [*(chunks[name] for name in SIZES), *([length] if length else [])]
     return Chunks(arguments, bool(chunks.get("sparse_attention_enabled", chunks.get("sparse_attention_config"))))

@@ -48,7 +48,7 @@ def read_options(given: Mapping[str, Any], config, length=training_length) -> di
     if unknown := sorted(set(given) - set(_names())):
         close = difflib.get_close_matches(unknown[0], _names(), n=1)
         raise TypeError(
-            f"options: expected some of {', '.join(_names())}, got {unknown[0]!r}"
+            f"options: expected names among {', '.join(_names())}, got {unknown[0]!r}"
             + (f"; did you mean {close[0]}?" if close else "")
         )
     asked = {

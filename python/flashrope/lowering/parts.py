@@ -62,7 +62,7 @@ def copied_parts(rotary: Rotary, causal: bool) -> tuple[Part, ...]:
     """Returns a tuple with the part that rotates if rotated copies of keys hold only this part, or () if they hold all
     channels.
 
-    Kernels load vectors of up to 16 bytes, and a vector must not lie partly in the copy. No vector does, because both
+    Kernels load vectors of up to 16 bytes, and a vector must not lie partly in the copy. This holds, because both
     runs of the rotating part start at multiples of SMALLEST_RUN channels: the channels before and between them are
     divided into runs of at least SMALLEST_RUN channels, whose widths are powers of two.
     """

@@ -342,7 +342,7 @@ def check_no_gradient(name: str, x: torch.Tensor) -> None:
 
 
 def check_differentiable_positions(positions: torch.Tensor, impl: str) -> None:
-    """Checks that positions do not require a gradient where the backend would return none."""
+    """Checks that positions do not require a gradient if the backend returns no gradient for them."""
     if impl not in DIFFERENTIABLE and torch.is_grad_enabled() and positions.requires_grad:
         raise ValueError(
             f"positions: no gradient from impl={impl!r} (its kernels read positions as constants), got a tensor that "

@@ -111,7 +111,7 @@ _CALL = (
     "str rotary, bool causal, float softmax_scale, bool? deterministic, str impl"
 )
 
-# rotated_k, table: tensors that the forward saves for the backward (calls.Kept). They are empty if it saves none.
+# rotated_k, table: tensors that the forward saves for the backward (calls.Kept). A tensor is empty if it is not saved.
 LIBRARY.define(
     f"attention(Tensor q, Tensor k, Tensor v, {_CALL}) -> (Tensor out, Tensor lse, Tensor rotated_k, Tensor table)"
 )

@@ -14,7 +14,7 @@ COMMON = dict(skip_tokenizer_init=True, dtype="float32", max_model_len=1024)
 INT4 = "int4_per_token_head"
 HYBRID = dict(sliding_window=48, layer_types=["sliding_attention", "sliding_attention", "full_attention"])
 REFUSED = {  # model, its changes, options, settings, message
-    "key": ("llama", {}, {"windw": 64}, {}, "options: expected some of rotary, .* got 'windw'"),
+    "key": ("llama", {}, {"windw": 64}, {}, "options: expected names among rotary, .* got 'windw'"),
     "window": ("llama", {}, {"window": 1024}, {}, "window: expected a window of less than max_model_len = 1024"),
     "block_size": ("llama", {}, {}, {"block_size": 48}, "block_size: expected 16, 32, 64, 128, ..., got 48"),
     "cache dtype": ("llama", {}, {}, {"kv_cache_dtype": "fp8"}, "kv_cache_dtype: .* got fp8, .* convert in software"),

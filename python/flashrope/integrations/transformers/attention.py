@@ -207,8 +207,8 @@ def _places(rotary: Rotary, kwargs) -> Coordinates | None:
         return None
     if kwargs.get(COORDINATES) is None:
         raise ValueError(
-            "kwargs: expected a decoder whose layers pass them on to the attention function, got none, so the "
-            "coordinates of the tokens are missing"
+            "kwargs: expected a decoder whose layers pass them on to the attention function, got no coordinates of "
+            "the tokens"
         )
     return kwargs[COORDINATES]
 

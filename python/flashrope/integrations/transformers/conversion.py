@@ -192,7 +192,7 @@ def register_auto_classes(*model_types: str) -> None:
     """
     unknown = sorted(set(model_types) - FAMILIES)
     if unknown:
-        raise ValueError(f"model_types: expected some of {', '.join(sorted(FAMILIES))}; got {unknown[0]!r}")
+        raise ValueError(f"model_types: expected names among {', '.join(sorted(FAMILIES))}; got {unknown[0]!r}")
     for model_type in model_types or sorted(FAMILIES):
         if model_type not in CONFIG_MAPPING:  # this version of transformers does not have the model type yet
             continue

@@ -123,7 +123,7 @@ def _training_length(model, config, name: str) -> int:
     if isinstance(overrides, dict) and "max_position_embeddings" in overrides:
         raise ValueError(
             f"{name}: expected the training length in tokens where hf_overrides replaces max_position_embeddings, got "
-            "true, which would read the replaced one"
+            "true, which stands for the replaced max_position_embeddings"
         )
     return training_length(config, name)
 
