@@ -27,10 +27,10 @@ class SplitView(NamedTuple):
 
 
 @triton.constexpr_function
-def is_split(rotated_k, variant):
+def is_split(rotated_k, parts, page_size):
     """Whether tiles of a band may have channels of a copy and channels of the raw keys. Without pages this also holds
-    for bands that read only raw keys."""
-    return len(variant.channels) > 0 and (rotated_k or variant.page_size == 0)
+    for bands that read only raw keys. parts: the number of VARIANT.channels."""
+    return parts > 0 and (rotated_k or page_size == 0)
 
 
 @triton.jit
@@ -38,7 +38,7 @@ def band_rows(raw, rotated_k, k_copy, packed, head, ROTATED_K: tl.constexpr, VAR
     """Returns the keys that a band reads: a SplitView for load_band_rows if is_split, else a HeadView. ROTATED_K:
     whether the band reads a copy. It is used only with pages or quantized keys, because raw keys are then loaded
     differently from a copy."""
-    if is_split(ROTATED_K, VARIANT):
+    if is_split(ROTATED_K, len(VARIANT.channels), VARIANT.page_size):
         return SplitView(raw, head_view(rotated_k, tl.maximum(k_copy, 0), packed, head, VARIANT), k_copy >= 0)
     else:
         return band_keys(raw, rotated_k, k_copy, packed, head, ROTATED_K, VARIANT)

@@ -145,11 +145,11 @@ def find_rows(keys, cached, column, pages, EDGE: tl.constexpr, VARIANT: tl.const
 def load_tile_keys(keys, column, at, ROTATED_K: tl.constexpr, VARIANT: tl.constexpr, dtype: tl.constexpr):
     """Returns the tile of keys at KeyRows `at`, [BN, D] in parts. ROTATED_K: the band reads a rotated copy, which has
     no pages."""
-    if is_split(ROTATED_K, VARIANT) and VARIANT.page_size > 0:
+    if is_split(ROTATED_K, len(VARIANT.channels), VARIANT.page_size) and VARIANT.page_size > 0:
         view = SplitView(keys.k.raw, skip_rows(keys.k.copy, column), keys.k.copied)
         copied, raw = tile_offsets(at.rows, view.copy), page_offsets(at.page, at.row, view.raw)
         return load_paged_parts(view, copied, raw, keys.channels_k, VARIANT)
-    elif is_split(ROTATED_K, VARIANT):
+    elif is_split(ROTATED_K, len(VARIANT.channels), VARIANT.page_size):
         return load_band_parts(skip_band_rows(keys.k, column, VARIANT), at.rows, keys.channels_k, VARIANT)
     elif VARIANT.page_size > 0 and not ROTATED_K:
         return load_keys(keys.k.ptr, page_offsets(at.page, at.row, keys.k), keys.channels_k, VARIANT, dtype)

@@ -37,18 +37,6 @@ from .tiles import (
 )
 
 
-@triton.constexpr_function
-def first_copied_pair(variant):
-    """Returns the column of the cos/sin table for the first pair that a copy holds."""
-    return variant.channels[0].pair if variant.channels else 0
-
-
-@triton.constexpr_function
-def copied_pair_count(variant):
-    """Returns how many pairs a copy holds."""
-    return variant.channels[0].width // 2 if variant.channels else variant.block_d // 2
-
-
 @triton.jit
 def load_copied_pairs(view, offsets, VARIANT: tl.constexpr):
     """Loads the pairs that a copy holds from the rows at offsets [M, 1]: the pairs of the first of VARIANT.channels, or
@@ -122,8 +110,9 @@ def rotate_rows(
     loaded = existing_rows(rows)
     copy = tl.program_id(2)
     table = CosSinTable(scheme.table, table_rows, scheme.positions, scheme.maps)
-    FIRST: tl.constexpr = first_copied_pair(VARIANT)
-    COUNT: tl.constexpr = copied_pair_count(VARIANT)
+    PART: tl.constexpr = len(VARIANT.channels) > 0
+    FIRST: tl.constexpr = VARIANT.channels[0].pair if PART else 0
+    COUNT: tl.constexpr = VARIANT.channels[0].width // 2 if PART else VARIANT.block_d // 2
     cos, sin = load_cos_sin(table, tl.load(rotations + copy), rows, FIRST, COUNT, VARIANT)  # [BM, COUNT]
     log_n = query_scale(scheme, rows.start + loaded, first + rows.index + length_other - length, length_other)[:, None]
     packed += first
@@ -190,8 +179,9 @@ def rotate_cached_rows(
     shift = tl.maximum(-seq.ahead, 0)  # avoids negative positions, as in tile_rows
     rows = TileRows(tl.arange(0, VARIANT.block_m), first + shift, first, seq.length_k)
     cos_sin_table = CosSinTable(table, table_rows, None, maps)
-    FIRST: tl.constexpr = first_copied_pair(VARIANT)
-    COUNT: tl.constexpr = copied_pair_count(VARIANT)
+    PART: tl.constexpr = len(VARIANT.channels) > 0
+    FIRST: tl.constexpr = VARIANT.channels[0].pair if PART else 0
+    COUNT: tl.constexpr = VARIANT.channels[0].width // 2 if PART else VARIANT.block_d // 2
     cos, sin = load_cos_sin(cos_sin_table, copied.rotation, rows, FIRST, COUNT, VARIANT)  # [BM, COUNT]
     slot = seq.start_k + first + existing_rows(rows)
     page = valid_page(cache, load_page(cache, batch, slot, VARIANT.page_size))
