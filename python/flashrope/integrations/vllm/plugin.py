@@ -213,7 +213,7 @@ def _by_plan(key):
     return key if plan is None else (plan.digest, key)
 
 
-def _turn_off(embedding: nn.Module, plan: Plan) -> None:
+def _turn_off(embedding, plan: Plan) -> None:
     """Compares a rotary embedding's table with the plan's, and then makes the embedding return q and k unchanged.
 
     Raises:
