@@ -38,9 +38,19 @@ from .tiles import (
 
 
 @triton.jit
+def load_copied_cos_sin(table, rotation, rows, VARIANT: tl.constexpr):
+    """Loads cos and sin of a rotation for the pairs that a copy holds: the pairs of the first of VARIANT.channels, or
+    all pairs if there are no parts. Returns two tiles [M, N]."""
+    PART: tl.constexpr = len(VARIANT.channels) > 0
+    FIRST: tl.constexpr = VARIANT.channels[0].pair if PART else 0
+    COUNT: tl.constexpr = VARIANT.channels[0].width // 2 if PART else VARIANT.block_d // 2
+    return load_cos_sin(table, rotation, rows, FIRST, COUNT, VARIANT)
+
+
+@triton.jit
 def load_copied_pairs(view, offsets, VARIANT: tl.constexpr):
-    """Loads the pairs that a copy holds from the rows at offsets [M, 1]: the pairs of the first of VARIANT.channels, or
-    all pairs if there are no parts. Returns first and second members, two float32 tiles [M, N]."""
+    """Loads the pairs that a copy holds from the rows at offsets [M, 1]. Returns first and second members, two float32
+    tiles [M, N]."""
     if len(VARIANT.channels) > 0:
         x, y = operand_tiles(load_part(view.ptr, offsets, 0, VARIANT), 0, VARIANT)
     else:
@@ -110,10 +120,7 @@ def rotate_rows(
     loaded = existing_rows(rows)
     copy = tl.program_id(2)
     table = CosSinTable(scheme.table, table_rows, scheme.positions, scheme.maps)
-    PART: tl.constexpr = len(VARIANT.channels) > 0
-    FIRST: tl.constexpr = VARIANT.channels[0].pair if PART else 0
-    COUNT: tl.constexpr = VARIANT.channels[0].width // 2 if PART else VARIANT.block_d // 2
-    cos, sin = load_cos_sin(table, tl.load(rotations + copy), rows, FIRST, COUNT, VARIANT)  # [BM, COUNT]
+    cos, sin = load_copied_cos_sin(table, tl.load(rotations + copy), rows, VARIANT)
     log_n = query_scale(scheme, rows.start + loaded, first + rows.index + length_other - length, length_other)[:, None]
     packed += first
     begin, end = tl.program_id(1) * HEADS_PER_PROGRAM, (tl.program_id(1) + 1) * HEADS_PER_PROGRAM
@@ -179,10 +186,7 @@ def rotate_cached_rows(
     shift = tl.maximum(-seq.ahead, 0)  # avoids negative positions, as in tile_rows
     rows = TileRows(tl.arange(0, VARIANT.block_m), first + shift, first, seq.length_k)
     cos_sin_table = CosSinTable(table, table_rows, None, maps)
-    PART: tl.constexpr = len(VARIANT.channels) > 0
-    FIRST: tl.constexpr = VARIANT.channels[0].pair if PART else 0
-    COUNT: tl.constexpr = VARIANT.channels[0].width // 2 if PART else VARIANT.block_d // 2
-    cos, sin = load_cos_sin(cos_sin_table, copied.rotation, rows, FIRST, COUNT, VARIANT)  # [BM, COUNT]
+    cos, sin = load_copied_cos_sin(cos_sin_table, copied.rotation, rows, VARIANT)
     slot = seq.start_k + first + existing_rows(rows)
     page = valid_page(cache, load_page(cache, batch, slot, VARIANT.page_size))
     row = row_in_page(cache, slot, VARIANT.page_size)
