@@ -73,7 +73,7 @@ DECODING_COST = 40  # in decoding, where a step reads the whole cache for one qu
 # DENSE_SEQLEN: the longest seqlen at which two dense score matrices are measured.
 LENGTHS, DENSE_SEQLEN = (512, 1024, 2048, 4096, 8192, 16384, 32768), 2048
 BUSY = ", beside a busy process"
-BFLOAT16_TARGETS = ("x86-64-v4-bf16", "x86-64-v4-amx")  # the targets whose kernels multiply in bfloat16
+BFLOAT16_TARGETS = tuple(loader.EXTENDED)  # the targets whose kernels multiply in bfloat16
 # --check allows a figure to exceed its goal by this factor, because ratios depend on the processor: the same commit
 # took 0.59 of SDPA's time on one EPYC with AVX-512 and 0.90 on another.
 SLACK = 1.5

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import platform
+import runpy
 import shlex
 import subprocess
 from pathlib import Path
@@ -12,11 +13,11 @@ from pathlib import Path
 from .sites import ROOT
 
 SOURCES = ROOT / "csrc/cpu"
-TARGETS = {"x86_64": ("x86-64-v3", "-march=x86-64-v3"), "aarch64": ("armv8-a", "-march=armv8-a")}
+OPTIONS = runpy.run_path(str(SOURCES / "build.py"))["TARGETS"]  # {machine: {target: the compiler's options}}
+TARGETS = {"x86_64": "x86-64-v3", "aarch64": "armv8-a"}
 BFLOAT16 = "bf16"  # the folder of the kernels that multiply in bfloat16
-EXTENDED = ("x86-64-v4", "-march=x86-64-v4")  # the target that the kernels of this folder extend
-BFLOAT16_TARGET = ("x86-64-v4-bf16", "-mavx512bf16")
-AMX, AMX_TARGET = "amx.h", ("x86-64-v4-amx", "-mavx512bf16", "-mamx-tile", "-mamx-bf16")
+EXTENDED, BFLOAT16_TARGET = "x86-64-v4", "x86-64-v4-bf16"  # the kernels of this folder extend the first target
+AMX, AMX_TARGET = "amx.h", "x86-64-v4-amx"
 FLAGS = ("-std=c++17", "-O0", "-fno-math-errno", "-fPIC")
 
 
@@ -43,13 +44,14 @@ class NativeBuild:
         Returns False if the copy does not compile.
         """
         if sources.name != BFLOAT16:
-            return self._library(SOURCES, sources, changed, to, *TARGETS[platform.machine()])
-        target, *options = AMX_TARGET if changed == AMX else BFLOAT16_TARGET
-        return self._library(SOURCES, SOURCES, "", to, *EXTENDED) and self._library(
-            SOURCES / BFLOAT16, sources, changed, to, target, EXTENDED[1], *options
+            return self._library(SOURCES, sources, changed, to, TARGETS[platform.machine()])
+        target = AMX_TARGET if changed == AMX else BFLOAT16_TARGET
+        return self._library(SOURCES, SOURCES, "", to, EXTENDED) and self._library(
+            SOURCES / BFLOAT16, sources, changed, to, target
         )
 
-    def _library(self, sound: Path, sources: Path, changed: str, to: Path, target: str, *options: str) -> bool:
+    def _library(self, sound: Path, sources: Path, changed: str, to: Path, target: str) -> bool:
+        options = OPTIONS[platform.machine()][target]
         kept = self.objects / target
         for folder in (kept, to):
             folder.mkdir(parents=True, exist_ok=True)

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
-ROOMS = {
+ROOMS = {  # a file is in the first room that has a pattern of it
     "kernels": ("triton_kernels/*.py",),
     "lowering": ("python/flashrope/lowering/*.py",),
     "backends": ("python/flashrope/backends/*.py",),
     "amx": ("csrc/cpu/bf16/amx.h",),
-    "bfloat16": ("csrc/cpu/bf16/*.cpp", "csrc/cpu/bf16/[!a]*.h"),
+    "bfloat16": ("csrc/cpu/bf16/*.cpp", "csrc/cpu/bf16/*.h"),
     "cpu": ("csrc/cpu/*.cpp", "csrc/cpu/*.h"),
     "cuda": ("csrc/decode.cu", "csrc/positions.cuh", "csrc/decode.h"),
     "cache": ("python/flashrope/cache/*.py",),
@@ -86,7 +86,8 @@ def room_of(file: str) -> str:
 def files(rooms: tuple[str, ...] = tuple(ROOMS)) -> list[str]:
     paths = [path for room in rooms for pattern in ROOMS[room] for path in sorted(ROOT.glob(_deep(pattern)))]
     names = [path.relative_to(ROOT).as_posix() for path in paths]
-    return list(dict.fromkeys(x for x in names if not any(fnmatch(x, pattern) for pattern in WITHOUT)))
+    names = [x for x in names if room_of(x) in rooms and not any(fnmatch(x, pattern) for pattern in WITHOUT)]
+    return list(dict.fromkeys(names))
 
 
 def _deep(pattern: str) -> str:
