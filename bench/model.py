@@ -205,8 +205,10 @@ def our_seconds(
     if stores and configs.storing_is_faster(80, 2, problem.head_dim, problem.head_dim):
         sizes = problem.seqlen, problem.seqlen, problem.batch, problem.heads, problem.heads, 2
         layout = score_grads.layout_of(*sizes, causal=True, packed=False)
-        if layout is None:  # there is no room for the workspace
-            scheme = cases.SEVEN[SCHEMES.index(scheme)]
+        kernel = found.get((80, problem.head_dim, scheme.name, "attention_grad_kv"))
+        key_tiles = -(-problem.seqlen // kernel.variant.block_n) if kernel else 0
+        if layout is None or not layout.is_busy(key_tiles, device.multiprocessors):
+            scheme, layout = cases.SEVEN[SCHEMES.index(scheme)], None
     if not scheme.deterministic:
         copies += 4 * bands + 1  # a float32 sum of every band is zeroed and read
         passes = passes[:1]

@@ -240,8 +240,9 @@ WIDEST |= {"sm100": WIDEST["sm90"], "sm120": WIDEST["sm86"]}
 ROTATE_ROWS, ROTATE_WARPS, ROTATE_HEADS = 32, 4, 4
 STATISTICS_ROWS, STATISTICS_WARPS = 64, 4  # every grad_kv tile's block_m divides STATISTICS_ROWS
 # Gradients of scores that a reproducible backward stores (score_grads.py): bytes of the workspace, and rows and keys of
-# a panel. Every block_m of the gradients divides PANEL_ROWS.
-SCORE_BYTES = 5 << 28
+# a panel. Every block_m of the gradients divides PANEL_ROWS. If the workspace holds only some of the heads, each launch
+# must have this many blocks of dK and dV per multiprocessor. With fewer blocks, the longest ones run alone at the end.
+SCORE_BYTES, SCORE_BLOCKS = 5 << 28, 3.5
 PANEL_ROWS, PANEL_KEYS = 128, 64
 APPEND_ROWS, APPEND_WARPS = 32, 4
 COMBINE_SPLITS, COMBINE_WARPS = 16, 4  # splits that one step of a program combines

@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 
 from flashrope import Rotary
-from flashrope.backends.triton import launcher, score_grads, tiles
+from flashrope.backends.triton import attention, launcher, score_grads, tiles
 from flashrope.triton_kernels import configs
 from flashrope.triton_kernels.arguments import ScoreGrads
 from packing import packing
@@ -30,6 +30,7 @@ def target(monkeypatch):
     if not found:
         pytest.skip("Triton neither compiles nor interprets here")
     monkeypatch.setattr(configs, "storing_is_faster", lambda *args: True)
+    monkeypatch.setattr(configs, "SCORE_BLOCKS", 0)  # small problems have few blocks
     return found[0]
 
 
@@ -128,6 +129,31 @@ def test_packed_sequences_in_several_launches(target, stored, monkeypatch):
     monkeypatch.setattr(configs, "SCORE_BYTES", 4 * PANEL * 2 * (total // configs.PANEL_ROWS + 2) * columns)
     p.check(p.run("triton"), target.dtype)
     assert stored == PAIR * 2
+
+
+@pytest.mark.parametrize(("blocks", "stores"), [(4 / 108, True), (5 / 108, False)])
+def test_few_blocks_in_a_launch(target, stored, monkeypatch, blocks, stores):
+    """If the workspace holds two of four heads, a launch has four blocks. It is too short if it must have five."""
+    monkeypatch.setattr(attention, "multiprocessors", lambda device: 108)
+    monkeypatch.setattr(configs, "SCORE_BYTES", 4 * PANEL * 2 * 2)
+    monkeypatch.setattr(configs, "SCORE_BLOCKS", blocks)
+    with tiles.forced("grad_kv", configs.Tile(32, 32, 1, 1)):
+        support.check(target, support.problem(target, Rotary.rope(16), 40, batch=1, heads=4, group=1, seed=8))
+    assert stored == PAIR * 2 * stores
+
+
+def test_few_blocks_of_packed_sequences(target, stored, monkeypatch):
+    """Four sequences of 5 tokens and one of 137 have 9 blocks of 32 keys. They count as at most 10, and not as five
+    times the blocks of the longest sequence."""
+    monkeypatch.setattr(attention, "multiprocessors", lambda device: 108)
+    p = packing(target, Rotary.rope(16), (5, 5, 5, 5, 137), (5, 5, 5, 5, 137), heads=2, heads_kv=2)
+    monkeypatch.setattr(configs, "SCORE_BYTES", 4 * PANEL * (157 // configs.PANEL_ROWS + 5) * 4)
+    with tiles.forced("grad_kv", configs.Tile(32, 32, 1, 1)):
+        for blocks, stores in ((10, True), (11, False)):
+            stored.clear()
+            monkeypatch.setattr(configs, "SCORE_BLOCKS", blocks / 108)
+            p.check(p.run("triton"), target.dtype)
+            assert bool(stored) is stores
 
 
 # ---- where the workspace holds them

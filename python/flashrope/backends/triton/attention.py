@@ -22,7 +22,7 @@ from ...triton_kernels.backward import (
 )
 from ...triton_kernels.forward import attention_forward
 from ...triton_kernels.rotate import rotate_rows
-from ..calls import AttentionCall, Kept, KeptShapes, out_shape
+from ..calls import AttentionCall, Kept, KeptShapes, multiprocessors, out_shape
 from . import launcher
 from .accumulators import held_once
 from .device import block_d, current_device, variant_of, vector_size, with_int32_offsets
@@ -233,8 +233,8 @@ class AttentionPlan(Plan):
     def reproducible_gradients(self, inputs: GradientInputs, grad_k, grad_v, grad_q) -> None:
         """Fills dK and dV, then dQ. If there is a ``score_layout``, both kernels run for some sequences and heads at a
         time, and the first one stores gradients of scores for the second."""
-        layout = self.score_layout()
         kv_tile, kv_variant = self._grad_kv_tile("grad_kv")
+        layout = self.score_layout(kv_tile.block_n, inputs.k.device)
         q_tile, q_variant = self._tile("grad_q" if layout is None else "grad_q scores")
         kv_programs = cdiv(self.max_seqlen_k, kv_tile.block_n)
         q_programs = cdiv(self.max_seqlen_q, q_tile.block_m) * (self.heads_q // self.heads_kv)
@@ -246,12 +246,18 @@ class AttentionPlan(Plan):
             self._gradient(attention_grad_kv, kv_programs * pairs, inputs, kv, self.max_seqlen_k, kv_variant, kv_tile)
             self._gradient(attention_grad_q, q_programs * pairs, inputs, q, self.max_seqlen_q, q_variant, q_tile)
 
-    def score_layout(self) -> ScoreLayout | None:
-        """Returns how to store the gradients of scores. None: the kernel of dQ computes them again."""
+    def score_layout(self, block_n: int, device: torch.device) -> ScoreLayout | None:
+        """Returns how to store the gradients of scores. None: the kernel of dQ computes them again.
+
+        block_n: the number of keys of a block of dK and dV."""
         if not configs.storing_is_faster(self.capability, self.itemsize, *self._widths):
             return None
+        packed, key_tiles = self.cu_seqlens.q is not None, cdiv(self.max_seqlen_k, block_n)
+        if packed:  # blocks behind the end of a shorter sequence have no work
+            key_tiles = min(key_tiles * self.batch, cdiv(self.seqlen_k, block_n) + self.batch)
         sizes = self.seqlen_q, self.max_seqlen_k, self.batch, self.heads_q, self.heads_kv, self.itemsize
-        return layout_of(*sizes, causal=self.causal, packed=self.cu_seqlens.q is not None)
+        layout = layout_of(*sizes, causal=self.causal, packed=packed)
+        return layout if layout and layout.is_busy(key_tiles, multiprocessors(device)) else None
 
     def grad_kv_and_sums(self, inputs: GradientInputs, grad_k, grad_v) -> tuple[torch.Tensor, Variant]:
         """Fills dK and dV. Returns (the sums of dQ, the variant that says in which order they are stored). The sums are

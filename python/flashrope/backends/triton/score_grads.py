@@ -3,7 +3,9 @@
 The kernel of dK and dV computes four matrix products and stores dS, from which the kernel of dQ computes the fifth.
 Every element is written once, and each kernel sums in a fixed order, so the bits do not depend on the order of blocks.
 The matrices of all heads would take memory that grows with the square of the length. So both kernels run for some heads
-at a time, and share a workspace of at most ``configs.SCORE_BYTES``.
+at a time, and share a workspace of at most ``configs.SCORE_BYTES``. Every launch ends with a few long blocks that leave
+the rest of the GPU idle. Launches with few blocks lose more by this than stored gradients save. Then the kernel of dQ
+computes the gradients of scores again.
 
 The alternative is a float32 buffer of dQ for every resident block, to which the block adds its part of dQ. The buffers
 do not fit in the L2 cache. So a block would read and write four bytes per channel for every query row and key tile.
@@ -41,6 +43,16 @@ class ScoreLayout(NamedTuple):
     group: int
     most_sequences: int
     most_heads: int
+
+    def is_busy(self, key_tiles: int, multiprocessors: int) -> bool:
+        """Whether the blocks of each launch keep a GPU busy. A layout with one pair of launches has as many blocks as a
+        backward that stores nothing, so it always does.
+
+        key_tiles: the number of blocks of dK and dV for one key head of one matrix."""
+        if (self.most_sequences, self.most_heads) == (self.sequences, self.heads_kv):
+            return True
+        blocks = key_tiles * self.most_sequences * self.most_heads
+        return blocks >= configs.SCORE_BLOCKS * multiprocessors
 
     @property
     def elements(self) -> int:
