@@ -100,6 +100,19 @@ def test_steps_equal_attention(scheme, impl, kind):
 
 
 @both
+def test_sinks_of_every_layer(kind):
+    """The first layer of a step makes its plan, and takes its own sinks like every other layer."""
+    cache, tokens = Both(kind), [[1, 2, 3]] * 3
+    q = queries(3, 3, 3)
+    sinks = [torch.full((q.shape[-2],), float(layer), device=DEVICE) for layer in range(LAYERS)]
+    with cache.step(3) as step:
+        for layer in range(LAYERS):
+            out = step.attend(q, SCHEMES["rope"], *rows(tokens, layer), layer=layer, impl=IMPL, sinks=sinks[layer])
+            every = rows(tokens, layer)
+            torch.testing.assert_close(out, attention(q, *every, SCHEMES["rope"], impl=IMPL, sinks=sinks[layer]))
+
+
+@both
 @pytest.mark.parametrize("writes", range(LAYERS + 1))
 def test_a_failed_step_leaves_nothing(kind, writes):
     """A step that raises an error after `writes` layers have written leaves the cache as it was."""

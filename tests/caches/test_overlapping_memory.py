@@ -220,6 +220,40 @@ def test_geometry():
     assert len(seen) == 4
 
 
+@pytest.mark.parametrize("one", range(4))
+@pytest.mark.parametrize("other", range(4))
+def test_later_layers_of_a_plan(monkeypatch, one, other):
+    """After the first layers, a plan compares addresses only. It checks everything if a tensor ends one element behind
+    the start of another, and nothing if it ends there."""
+    checked, check = [], memory.check_append
+    monkeypatch.setattr(memory, "check_append", lambda *args: checked.append(args) or check(*args))
+    shapes = (B, SLOTS, HEADS_KV, D), (B, SLOTS, HEADS_KV, D), (B, NEW, HEADS_KV, D), (B, NEW, HEADS_KV, D)
+    sizes = [torch.Size(shape).numel() for shape in shapes]
+    room, tables = torch.zeros(2 * sum(sizes)), CacheTables(torch.zeros(B, dtype=torch.int32))
+
+    def layer(*starts):
+        k_cache, v_cache, k, v = (
+            room[start : start + size].view(shape)
+            for start, size, shape in zip(starts, sizes, shapes, strict=True)
+        )
+        return CacheLayer(k_cache, v_cache), k, v, tables
+
+    apart = [sum(sizes[:n]) for n in range(4)]
+    plan = memory.AppendCheck()
+    for _ in range(3):
+        plan(*layer(*apart))
+    assert len(checked) == 1
+    if one == other or min(one, other) >= 2:  # new keys and values are only read
+        return
+    side_by_side = [start + sum(sizes) for start in apart]
+    side_by_side[one], side_by_side[other] = 0, sizes[one]
+    plan(*layer(*side_by_side))
+    assert len(checked) == 1
+    side_by_side[other] -= 1
+    with pytest.raises(ValueError, match="expected memory apart from"):
+        plan(*layer(*side_by_side))
+
+
 def test_tensors_without_memory_overlap_nothing():
     """Tensors on the meta device overlap nothing, although every address is 0 there. Kernels are compiled from such
     calls."""

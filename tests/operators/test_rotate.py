@@ -165,6 +165,7 @@ def test_nothing_to_rotate(exact):
         for rotary in (Rotary.none(16), Rotary.rope(16), Rotary.rope(16).rectify(0)):
             got = rotate(each, rotary, impl=exact.impl)
             assert got.shape == each.shape and got.data_ptr() != each.data_ptr() or not each.numel()
+    assert rotate(x.transpose(1, 2), Rotary.none(16), impl=exact.impl).is_contiguous()
     assert torch.equal(rotate(x, Rotary.none(16), impl=exact.impl), x)
     assert torch.equal(rotate(x, Rotary.rope(16).rectify(0), impl=exact.impl), x)
 
@@ -255,7 +256,7 @@ REFUSED = [  # (call, error, the argument, what is expected, what was given)
     (lambda: rotate(X, Rotary.rope(32)), ValueError, "rotary", "head_dim 16 as in x", "got 32"),
     (lambda: rotate(X, Rotary.axial(16, 2)), ValueError, "positions", "shape (2, 5, 2) for an axial", "None"),
     (lambda: rotate(X[0], ROPE), ValueError, "positions", "shape (5,) for packed x", "got None"),
-    (lambda: rotate(X, ROPE, torch.arange(4)), ValueError, "positions", "shape (2, 5) or (5,)", "got (4,)"),
+    (lambda: rotate(X, ROPE, torch.arange(4)), ValueError, "positions", "shape (2, 5) or (5,),", "got (4,)"),
     (lambda: rotate(X, ROPE, X[0, :, 0, 0] > 0), TypeError, "positions", "numbers", "got torch.bool"),
     (lambda: rotate(X, ROPE, 3), TypeError, "positions", "a tensor", "got int"),
     (lambda: rotate(X, ROPE, impl="cuda"), ValueError, "impl='cuda'", "cannot serve", ""),
