@@ -54,18 +54,19 @@ PEER_COLUMNS = [name for name in HEADINGS if name not in ("bands", "instr/MMA")]
 INTRODUCTION = """\
 # Benchmarks
 
-`python -m bench report` generates this page from the JSON files in this folder. They hold every figure with its
+`python -m bench report` generates this page from the JSON files in this folder. The files contain every figure with its
 quartiles, the command, the versions and the git revision. The page lists only devices on which someone ran the
-benchmark. It leaves out runs that were made with uncommitted changes. GPUs come first, then machine code, which needs
-no GPU, then CPUs. In the tables of CPUs, "compiled" means this package's own kernels, and "composed" means a
-composition of PyTorch's operators. `bench/on_gpu.sh` runs everything on a GPU and packs the results into one file. To
-add them, unpack the file's folder `results` here and run the command above.
+benchmark. It leaves out runs that were made with uncommitted changes. GPUs come first, then figures from machine code,
+for which no GPU is needed, then CPUs. In the tables of CPUs, "compiled" means this package's own kernels, and
+"composed" means a composition of PyTorch's operators. `bench/on_gpu.sh` runs everything on a GPU and packs the results
+into one file. To add these results to the page, unpack the folder `results` of that file into this folder and run
+`python -m bench report`.
 
 ## Goals
 
 A ratio is the time of a peer divided by the time of flashrope: above 1 flashrope is faster. flashrope's time includes
-the rotation. Goals are for bf16, head_dim 128, causal, seqlen 2048 and above, unless they say otherwise. The figure is
-the worst over the lengths.
+the rotation. Unless a goal says otherwise, it is for causal attention in bf16 with head_dim 128 and a seqlen of at
+least 2048. The figure is the worst ratio over all lengths.
 """
 
 ROTATED_CACHE = "rotate the cache, then SDPA"  # a key of plots.CPU_SERIES
@@ -76,9 +77,9 @@ before. Returned memory costs a page fault per 4 KiB at the next step. This run 
 run did: the same contestants at revision e1f5b9f, with `getrusage` around each call, on two shared cores of an AMD EPYC
 without AVX-512. Over 4,096, 8,192 and 16,384 keys a step took 6,656, 10,240 and 32,772 page faults and 15, 27 and
 78 ms. The settings `MALLOC_MMAP_THRESHOLD_=4294967296 MALLOC_TRIM_THRESHOLD_=17179869184` make glibc keep the memory.
-With them a step took no page faults and 4.4, 10 and 22 ms. With glibc's defaults and only this contestant in the
-process, the page faults were 0, 4,064 and 32,772. Two repeats with other work on the machine counted about as many page
-faults, but not all of their times showed the difference.\
+With these settings a step took no page faults and 4.4, 10 and 22 ms. With glibc's defaults and only this contestant in
+the process, a step took 0, 4,064 and 32,772 page faults. Two repeats with other work on the machine counted about as
+many page faults, but not all of their times showed the difference.\
 """
 
 Runs = list[tuple[Path, Run]]  # (JSON file, its run)
@@ -301,8 +302,9 @@ def _compiled(path: Path) -> list[str]:
     return [
         f"## Kernels of prefill and training, compiled by Triton {every[0]['triton']}, bf16",
         "",
-        f"`python -m bench gate --quick --csv PATH`, revision {every[0]['revision']}. This needs no GPU. The decoding "
-        f"kernels are in [{file}]({file}). On sm_90 these kernels load by cp.async and multiply by wgmma, without TMA.",
+        f"`python -m bench gate --quick --csv PATH`, revision {every[0]['revision']}. The command needs no GPU. The "
+        f"decoding kernels are in [{file}]({file}). On sm_90 these kernels load by cp.async and multiply by wgmma, "
+        "without TMA.",
         "",
         *_kernels(shown, COLUMNS, left=2),
     ]
@@ -317,8 +319,9 @@ def _peers(path: Path) -> list[str]:
         "",
         f"`pip download --no-deps {path.stem.replace('-', '==', 1)}`, then `python -m bench peers {path.stem}-*.whl "
         f"--csv PATH`, revision {rows[0]['revision']}, Triton {rows[0]['triton']}. The kernels are for bf16 and causal "
-        "masks, and flashrope's rotate by RoPE. Nothing was timed. An HMMA is a product 16x8x16 of one warp. On sm_90 "
-        "flashrope's kernels use HGMMA, whose product 64xNx16 counts as N / 8. The loop visits tiles without a mask.",
+        "masks. flashrope's kernels rotate by RoPE. Nothing was timed. An HMMA is a product 16x8x16 of one warp. On "
+        "sm_90 flashrope's kernels use HGMMA, whose product 64xNx16 counts as N / 8. The figures are for the loop over "
+        "tiles without a mask.",
         "",
         *_kernels(rows, PEER_COLUMNS, left=3),
         *(["", notes.read_text().rstrip()] if notes.exists() else []),

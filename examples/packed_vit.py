@@ -5,9 +5,9 @@ file is self-contained: copy it and change it.
     python packed_vit.py --positions none    # the same model without positions gets about 1 in 4 right
 
 Every picture shows a cross and a ring on noise, and the model says on which side of the cross the ring is: above,
-right, below or left. It is trained on pictures of 4 to 8 patches a side, and measured on larger pictures, too. A batch
-is one row of tokens with ``cu_seqlens``. Every picture starts with a class token at position (0, 0), which does not
-rotate. The script needs only flashrope.
+right, below or left. The model is trained on pictures of 4 to 8 patches a side, and measured on larger ones, too.
+A batch is one row of tokens with ``cu_seqlens``. Every picture starts with a class token at position (0, 0), which does
+not rotate. The script needs only flashrope.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A small server that answers questions over documents. It reads each document once, with nothing before it. The keys
-have no positions, so every prompt can use them by reference, at any place. This file is self-contained: copy it and
-change it.
+"""A small server that answers questions over documents. It reads each document once, with nothing before it. Cached
+keys have no positions, so every prompt can use the keys of a document by reference, at any place. This file is
+self-contained: copy it and change it.
 
     pip install -e '.[demo]'
     python -m experiments copying --preset copying --schemes rope --seeds 1 --threads 1
@@ -77,7 +77,7 @@ class Server:
 
     @torch.inference_mode()
     def prefetch(self, name: str, tokens: torch.Tensor) -> None:
-        """Reads a document once, with nothing before it."""
+        """Appends a document to a new sequence of the cache, with no other document before it."""
         sequence = self.cache.allocate()
         self.read(sequence, tokens)
         self.documents[name] = Document(tokens, sequence)

@@ -3,9 +3,9 @@
     python serve_vllm.py Qwen/Qwen3-0.6B --context 65536 --text book.txt
     python serve_vllm.py                       # a small random model, only to see the script run
 
-Distances of --window and more are treated as --window, a distance that the model knows. Queries are scaled by max(1,
-ln(i + 1) / ln(training length)), so that attention stays as sharp as within the training length. The cache holds raw
-keys. The OpenAI server does the same with this command:
+Distances of --window and more are treated as --window, a distance that occurred in training. Queries are scaled by
+max(1, ln(i + 1) / ln(training length)), so that attention stays as sharp as within the training length. The cache holds
+raw keys. The OpenAI server does the same with this command:
 
     VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 vllm serve Qwen/Qwen3-0.6B --max-model-len 65536 \
         --hf-overrides '{"flashrope": {"window": 2048, "log_n": true}}'
@@ -24,7 +24,7 @@ os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"  # vLLM refuses contexts beyon
 
 
 def write_random_model(folder: str) -> str:
-    """Writes a Llama that knows nothing and has no tokenizer, with a training length of 256 tokens."""
+    """Writes an untrained Llama without a tokenizer. Its training length is 256 tokens."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = dict(vocab_size=256, hidden_size=128, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4)

@@ -5,9 +5,9 @@ local layers, like the released models. Its last layers read the keys of earlier
     python train_gemma4.py --device cpu --dtype float32 --steps 20 --batch 2
     python train_gemma4.py --model MY_GEMMA4 --text my_texts/ --length 8192  # a folder saved by Gemma4ForCausalLM
 
-The options are the same as in train_hf.py. The attention of every layer is one fused kernel with its own backward,
-whose gradients PyTorch's deterministic mode makes repeatable. On the CPU, attention with heads of 512 channels is
-composed of PyTorch's operators. The script was not run on a GPU.
+The options are the same as in train_hf.py. The attention of every layer runs in fused kernels, forward and backward, on
+the CPU too. Under torch.use_deterministic_algorithms(True) the gradients are bitwise reproducible. The script was not
+run on a GPU.
 """
 
 import sys

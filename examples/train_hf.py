@@ -6,10 +6,10 @@ self-contained: copy it and change it.
     accelerate launch --config_file train_hf_fsdp2.yaml train_hf.py --model meta-llama/Llama-3.2-1B --text my_texts/
     python train_hf.py --device cpu --steps 20  # a random byte-level model of two layers, to try the script
 
-It works for Llama and for every other family with a number in the column "packed" of docs/families.md. Running the same
-command again resumes from the last checkpoint. DIR/model has the weights, the tokenizer and the scheme:
-``from_pretrained`` of ``flashrope.integrations.transformers`` and ``flashrope loss --model DIR/model`` read it, and
-``hf upload NAME DIR/model`` pushes it. The script needs flashrope, transformers and accelerate.
+The script works for Llama and for every other family with a number in the column "packed" of docs/families.md.
+Running the same command again resumes from the last checkpoint. DIR/model has the weights, the tokenizer and the
+scheme: ``from_pretrained`` of ``flashrope.integrations.transformers`` and ``flashrope loss --model DIR/model`` read
+this folder, and ``hf upload NAME DIR/model`` uploads it. The script needs flashrope, transformers and accelerate.
 """
 
 from __future__ import annotations

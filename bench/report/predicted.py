@@ -164,8 +164,16 @@ def section(folder: Path, table) -> list[str]:
         ]
         for row in loops
     ]
-    what = "The last columns say how schedulers spend clocks: they issue, or the next instruction waits for this."
-    return [*lines, f"Inner loops over tiles on one multiprocessor. {what}", "", *table(heading, cells, 3)]
+    what = (
+        "The last columns say how schedulers spend clocks: they issue an instruction, or the next instruction waits "
+        "for the resource that the column names."
+    )
+    return [
+        *lines,
+        f"The table has inner loops over tiles on one multiprocessor. {what}",
+        "",
+        *table(heading, cells, 3),
+    ]
 
 
 def bounds(folder: Path, table) -> list[str]:

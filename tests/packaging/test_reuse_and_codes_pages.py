@@ -130,8 +130,8 @@ def test_the_layers_that_int4_keys_lose_in():
 def test_the_prose_of_reuse():
     page = prose("reused/README")
     won = reuse_words()
-    assert f"first 4 tokens computed again win back {won[0]}" in page
-    assert f"16 tokens computed again win {won[1]}, and 64 tokens {won[2]}" in page
+    assert f"If the first 4 tokens of each passage are computed again, the loss shrinks by {won[0]}" in page
+    assert f"computing 16 tokens again gains {won[1]}, and computing 64 tokens again gains {won[2]}" in page
     both = [row for row in read("reuse.json")["results"] if (row["kind"], row["order"]) == ("all", "both")]
     full, alone = both[0], next(row for row in both if row["way"] == "alone")
     lost = f"prefilled alone lose {-alone['change']:.2f} nats, and {alone['found']} of {alone['asked']} answers"
