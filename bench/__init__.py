@@ -8,4 +8,4 @@ results_page.py writes bench/results/README.md from the records (imports report/
 
 import os
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # set before torch is imported: its memory profiler prints USDT lines
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # before torch is imported, whose memory profiler prints USDT lines

@@ -8,10 +8,10 @@
 
 The first table has the inner loop over tiles of every kernel: clocks of a pass, the share of the time in which the
 tensor cores work on needed products, and how the schedulers spend their clocks. The second table has TFLOP/s of causal
-attention on an A100. Blocks run in the order of launch. The time of a block is the clocks of its loops and of its code
+attention on an A100. Blocks start in the order of launch. A block takes the clocks of its loops and of its code
 outside the loops. The time of kernels that only move data follows from the bandwidth. The model also predicts
 FlashAttention-2's kernels, and the result is compared with the figures that their authors published. --peers reads
-their machine code and keeps only figures of it. HGMMA, the tensor-core instruction of sm_90, is not simulated.
+their machine code, and stores only figures of the code. HGMMA, the tensor-core instruction of sm_90, is not simulated.
 """
 
 from __future__ import annotations
@@ -210,7 +210,7 @@ def our_seconds(
         if layout is None or not layout.is_busy(key_tiles, device.multiprocessors):
             scheme, layout = cases.SEVEN[SCHEMES.index(scheme)], None
     if not scheme.deterministic:
-        copies += 4 * bands + 1  # a float32 sum of every band is zeroed and read
+        copies += 4 * bands + 1  # the float32 sum of dQ of every band is zeroed and read
         passes = passes[:1]
     forward = SCHEMES[bands - 1]  # the scheme with the same kernel
     launched = [(forward, "attention_forward"), *((scheme, name) for name, _ in passes)]
@@ -227,7 +227,7 @@ def our_seconds(
     times[0] += waves.copy_seconds(device, 2 * problem.tensor_bytes)
     if layout is None:
         times.append(sum(seconds(scheme, *each) for each in passes))
-    else:  # while they compute, one pass writes the gradients of scores and the other reads them
+    else:  # while they compute, the pass of dK and dV writes the gradients of scores and the pass of dQ reads them
         counts = [count for _, count in layout.launches(None)]
         panel = 2 * configs.PANEL_ROWS * configs.PANEL_KEYS
         times.append(

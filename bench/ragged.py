@@ -5,10 +5,10 @@
 The table gives the predicted time as a multiple of the time in which the memory can deliver the keys and values. The
 batch decodes one token of every sequence with 32 query heads, 8 key heads, head_dim 128 and bf16 on an A100. A block
 first takes the clocks of the code outside its loop, then the clocks of one pass for every tile of keys. The issue model
-supplies both. They depend on how many blocks the multiprocessor holds at that moment. When all blocks together ask for
-more than the bandwidth, the passes of all blocks slow down by the same factor. A block that serves several pieces takes
-the clocks outside its loop once per piece. Partial results are written and read once at the bandwidth. The prediction
-leaves out launches and the latency of the kernel that combines partial results.
+supplies both figures. Both depend on how many blocks run on the multiprocessor at that moment. When all blocks together
+ask for more than the bandwidth, the passes of all blocks slow down by the same factor. A block that serves several
+pieces takes the clocks outside its loop once per piece. Partial results are written and read once at the bandwidth. The
+prediction leaves out launches and the latency of the kernel that combines partial results.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ COMPILED = "compiled"  # the folder of tables from python -m bench gate --csv
 PEERS = "flash-attention-2"  # the folder of tables from python -m bench peers --csv, and of notes.md
 REAL_MODEL = "real_model"  # the folder of what experiments measure on pretrained models: quality, not a device's times
 MAIN_KERNELS = ("attention_forward", "attention_grad_kv", "attention_grad_q")
-HEADINGS = {  # {column of those tables: its heading on the page}
+HEADINGS = {  # {column of the tables in COMPILED and PEERS: its heading on the page}
     "pass": "pass",
     "kernel": "kernel",
     "arch": "architecture",

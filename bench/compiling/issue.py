@@ -30,7 +30,7 @@ class Rates:
     The pipe's clocks come from the CUDA C++ Programming Guide ("Arithmetic Instructions"), and for HMMA from the peak
     in the data sheet. The latencies come from microbenchmarks such as Abdelkhalik et al. 2022 (arXiv 2208.11174). The
     memory queue's depth, its issue interval and a barrier's clocks are assumptions, because no source publishes them.
-    The ranking of tiles stays the same for queue depths of 4 to 16 and memory latencies of 350 to 700.
+    The ranking of tiles is the same for all queue depths of 4 to 16 and all memory latencies of 350 to 700 clocks.
     """
 
     hmma: float = 8  # for a product 16x8x16

@@ -1,9 +1,9 @@
-"""Compares the machine code of FlashAttention-2's kernels with that of ours, without a GPU.
+"""Compares the machine code of FlashAttention-2's kernels with the machine code of ours, without a GPU.
 
     pip download --no-deps torch==2.14.1      # a wheel with CUDA
     python -m bench peers torch-2.14.1-cp311-cp311-manylinux_2_28_x86_64.whl [--csv PATH]
 
-The command also reads a libtorch_cuda.so, or the .so of the flash-attn package. It keeps figures of the machine code,
+The command also reads a libtorch_cuda.so, or the .so of the flash-attn package. It stores figures of the machine code,
 not the code. FlashAttention-2 is represented by the kernels that its launch templates choose for bf16, causal, no
 dropout, and lengths that are multiples of the tile. Their shared memory is not in the binary, because the host requests
 it. It is computed from the tile in the way of FlashAttention's kernel_traits.h. Our kernels are those for RoPE, causal,
@@ -76,7 +76,7 @@ def peers() -> list[Peer]:
         traits = rf"23Flash_bwd_kernel_traitsI{tile}(?:Li\dE){{3}}Lb0ELb0EN7cutlass10bfloat16_tE"
         kernel = "44flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel"
         symbol = rf"_ZN\w+{kernel}I{traits}\w*EE" + _flags(causal=1, even=4, count=7)
-        # two tiles of Q, one of dO; K, V; P, dS
+        # two tiles of Q, one tile of dO, and one tile each of K, V, P and dS
         shared = 2 * (3 * block_m * head_dim + 2 * block_n * head_dim + 2 * block_m * block_n)
         found.append(Peer("backward", head_dim, block_m, block_n, 8, symbol, shared))
     return found

@@ -15,7 +15,7 @@ from .problem import Problem
 # of it, even if they round after every operator.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 SEQLEN, WINDOW = 320, 96  # neither is a multiple of a tile's 128 rows
-TRAIN_LENGTH = 64  # HoPE's. HoPE then drops pairs whose angles are noticeable within SEQLEN.
+TRAIN_LENGTH = 64  # the train_length of HoPE. HoPE then drops pairs whose angles are noticeable within SEQLEN.
 
 
 def small(problem: Problem) -> Problem:

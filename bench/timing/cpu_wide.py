@@ -30,8 +30,8 @@ GOALS = (  # (name of the figure, largest allowed value)
 
 
 def over_cache(shared: bool, impl: str, problem: Problem) -> Callable:
-    """Returns a call that decodes with ReRoPE. shared: whether the values are channels of the keys in one cache,
-    instead of a cache of their own."""
+    """Returns a call that decodes with ReRoPE. shared: whether one cache holds the keys, whose channels are
+    also the values. False: keys and values have separate caches."""
     rotary, seqlens = problem.rerope(), torch.full((problem.batch,), problem.seqlen, dtype=torch.int32)
 
     def attend(q, k, v):

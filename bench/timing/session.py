@@ -1,4 +1,5 @@
-"""Runs tables of contestants: checks every contestant, times them alternately, prints results, and may write files.
+"""Runs tables of contestants: checks every contestant, times the contestants alternately, prints results, and may write
+files.
 
 session = Session("hope", argv, options)
 session.measure(tables)

@@ -233,8 +233,7 @@ def test_later_layers_of_a_plan(monkeypatch, one, other):
 
     def layer(*starts):
         k_cache, v_cache, k, v = (
-            room[start : start + size].view(shape)
-            for start, size, shape in zip(starts, sizes, shapes, strict=True)
+            room[start : start + size].view(shape) for start, size, shape in zip(starts, sizes, shapes, strict=True)
         )
         return CacheLayer(k_cache, v_cache), k, v, tables
 
