@@ -61,7 +61,7 @@ class Serving:
         self.cache = self.held.cache
         self.running: list[Request] = []
         self.counts = dict.fromkeys(KINDS, 0)
-        for _ in range(10):  # these sequences stay empty, so that the others have the last rows of the block table
+        for _ in range(10):  # these sequences stay empty, so that the requests get the last rows of the block table
             self.held.allocate()
 
     def length(self, request: Request) -> int:

@@ -63,7 +63,7 @@ def check(cache: PagedKVCache, model: dict[int, list[int]], reserved=()) -> None
     unheld = [page for page in range(cache.pages) if page not in used]
     for layer in range(cache.layers):
         for pool in cache.layer(layer):
-            pool[unheld] = torch.nan  # a later read of these pages would give NaN
+            pool[unheld] = torch.nan  # if a later call reads these pages, its result is NaN
 
 
 def expected(scheme, q, tokens, layer=0, dtype=torch.float64):
@@ -247,8 +247,8 @@ class TestPagedKVCache:
         assert len(cache._pool.table) == 128 and not cache._pool.changed  # rows are reused, changes are sent once
 
     def test_reserve_and_advance(self):
-        """Pages can be reserved before the tokens are counted, as for a CUDA graph, which writes with tables that were
-        made before."""
+        """Pages can be reserved before the tokens are counted. A CUDA graph needs this, because it writes with tables
+        that were made before the replay."""
         cache = paged(4)
         name = cache.allocate(20)
         assert cache.free_pages == 2 and cache.lengths[name] == 0

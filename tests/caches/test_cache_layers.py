@@ -101,7 +101,7 @@ def test_steps_equal_attention(scheme, impl, kind):
 
 @both
 def test_sinks_of_every_layer(kind):
-    """The first layer of a step makes its plan, and takes its own sinks like every other layer."""
+    """The first layer of a step makes the step's plan. Every layer, including the first, uses its own sinks."""
     cache, tokens = Both(kind), [[1, 2, 3]] * 3
     q = queries(3, 3, 3)
     sinks = [torch.full((q.shape[-2],), float(layer), device=DEVICE) for layer in range(LAYERS)]

@@ -26,7 +26,7 @@ HOSTILE = {
     "pad beyond": ("cache_leftpad", 1 << 30),
     "huge slot": ("slot_mapping", 2**40),
 }
-KINDS = {  # queries: how many each sequence has; lengths: tokens, with those of the queries
+KINDS = {  # queries: the number of queries of each sequence; lengths: the number of its tokens, including the queries
     "contiguous": dict(lengths=(30, 20, 40), queries=2, page=0),
     "paged": dict(lengths=(30, 20, 40), queries=2, page=PAGE),
     "packed": dict(lengths=(30, 20, 80), queries=(1, 4, 66), page=PAGE),
@@ -71,8 +71,8 @@ def test_two_sequences_on_one_page(exact):
 
 
 def test_negative_slots_are_left_out(exact):
-    """A slot of -1 writes nothing. Used as an index, -1 would be the slot before the cache, and here the cache is the
-    end of a larger tensor."""
+    """A slot of -1 writes nothing. If -1 were used as an index, the call would write before the cache. The cache is the
+    end of a larger tensor, so the test can see such a write."""
     c = Cached(exact, Rotary.rope(16), (4, 10), (1, 2), capacity=32, mapped=True)
     whole = torch.zeros(4, *c.k_cache.shape[1:]).to(c.k_cache)
     before, slots = whole.clone(), torch.tensor([3, -1, 42], device=exact.device)
@@ -241,7 +241,7 @@ def test_decoding_needs_no_rotated_copy_of_the_cache(composed, monkeypatch):
 
 def test_the_cuda_kernels_refuse_maps(monkeypatch):
     """The CUDA kernels raise an error that names the position maps, for one sequence per row and for packed queries.
-    Without a map the same call gets as far as loading their library."""
+    Without a map the same call passes the checks and tries to load the kernels' library."""
     from flashrope.backends import cuda
 
     class Reached(Exception):

@@ -51,7 +51,7 @@ def test_rows_before_the_first_key_that_see_keys_ahead(exact, scheme):
 @pytest.mark.parametrize("seqlen_q", [1, 5])
 @pytest.mark.parametrize("scheme", ["none", "rope_interleaved", "hope_zeros", "rerope", "local", "log_n_trained"])
 def test_equal_lengths(target, scheme, seqlen_q):
-    """A batch of equal lengths gives the right results. It is computed in one piece if no splits have to be merged."""
+    """A batch of equal lengths gives the right results. If no splits have to be merged, it is computed in one piece."""
     Cached(target, SCHEMES[scheme](16), (20, 20), seqlen_q, leftpad=(3, 3), capacity=64).check()
 
 
@@ -292,8 +292,8 @@ def test_given_splits_are_bitwise_identical_to_each_sequence_alone(exact, num_sp
 
 @pytest.mark.interpreted(lambda exact: True)
 def test_steps_are_split_beside_prompts(exact):
-    """With this capacity Triton splits the keys of the short sequences. The buffer of partial results has only as many
-    rows as the short sequences can have."""
+    """With this capacity Triton splits the keys of sequences with few queries. The buffer of partial results only has
+    as many rows as the queries of such sequences."""
     sizes = ((64, 300), (1, 500), (70, 90), (66, 66), (1, 9), (2, 400))
     Cached.packed(exact, Rotary.rope(16).rectify(21), sizes, heads=(2, 1), capacity=512, page=PAGE).check()
 

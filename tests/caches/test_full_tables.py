@@ -124,8 +124,8 @@ def test_a_sequence_that_holds_its_pages_twice():
 
 
 def test_a_moved_sequence_without_repeated_pages_runs_out_of_pages():
-    """A moved sequence without repeated pages raises OutOfPages like one that was not moved. Only a larger pool would
-    help."""
+    """A moved sequence without repeated pages raises OutOfPages, as a sequence that was not moved does. Only a larger
+    pool would help."""
     filled = filled_with(3)
     a = filled.sequence(40)
     filled.remove(a, 0, 3)

@@ -86,7 +86,8 @@ def test_sinks_and_a_rolling_window(moved):
 def test_left_padding_goes(target):
     held = held_by(target)
     names = [held.allocate() for _ in range(3)]
-    held.write(names, 75, leftpad=[3, 17, 0])  # beyond 40 tokens, from where log n depends on the position
+    # more than 40 tokens, because log n depends on the position only from there on
+    held.write(names, 75, leftpad=[3, 17, 0])
     held.extend(names[2], names[1])
     held.remove(names[0], 2, 5, True)
     assert held.cache.padding == {names[0]: 0, names[1]: 17, names[2]: 0}
@@ -122,8 +123,8 @@ def test_a_step_that_ends_in_an_error(moved):
 
 
 def test_both_holders_of_a_page_in_one_call(moved):
-    """Two sequences see different numbers of a page's rows, and the one that sees fewer has more slots. A step that
-    fails leaves both unchanged."""
+    """In two sequences, different numbers of rows of a page are visible. The sequence with fewer visible rows has more
+    slots. A step that fails leaves both sequences unchanged."""
     held = held_by(moved)
     short, long = held.allocate(), held.allocate()
     held.write([short], 9)

@@ -39,7 +39,7 @@ def copy(c: Cached) -> Cached:
 
 
 def check(layers: list[Cached]) -> None:
-    """Compares a plan in all layers with the public call, both the results and what they write."""
+    """Compares a plan in all layers with the public call: the results, and the contents of the caches afterwards."""
     plan = plan_of(layers[0])
     for c in layers:
         (_, layer), alone, out = c.parts(), copy(c), torch.empty_like(c.q)

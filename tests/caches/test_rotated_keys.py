@@ -37,8 +37,8 @@ def test_one_token(target, page_size, scheme):
 
 
 def test_new_keys_in_the_padding_are_rotated_by_an_angle(exact):
-    """New keys in the padding get negative positions and are rotated by their angles. No cos or sin is read from before
-    the table."""
+    """New keys in the padding get negative positions and are rotated by the angles of these positions. No cos or sin is
+    read from before the table."""
     q, k, v = (support.random((1, 1, 2, 16), exact, seed) for seed in (1, 2, 3))
     caches = [torch.zeros(1, 60, 2, 16, device=exact.device) for _ in range(2)]
     seqlens, leftpad = (torch.tensor([n], dtype=torch.int32, device=exact.device) for n in (2, 50))
@@ -165,7 +165,8 @@ def test_reference(seqlen_q):
 
 
 def test_padding_reads_no_table(compiled):
-    """Padding has negative positions. It is written as if at position 0 and reads nothing before the table."""
+    """Padding has negative positions. Keys in the padding are written as if at position 0, and the kernel reads nothing
+    before the table."""
     cache, _, append = contiguous(rotated_keys=ROPE)
     _, k, v = tokens(20)
     append(k, v, leftpad=[7, 0])

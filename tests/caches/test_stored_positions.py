@@ -159,8 +159,8 @@ def test_many_pages(target, scheme):
 @triton
 @pytest.mark.parametrize("scheme", ["mrope", "leaky"])
 def test_far_positions(target, scheme):
-    """Positions from 2^23 on are right, where float32 holds only whole numbers. Page positions are added to the stored
-    ones."""
+    """Positions from 2^23 on are right, where float32 holds only whole numbers. Page positions are added to the
+    stored positions."""
     c = over(target, scheme, [64], table=torch.arange(4)[None])
     slots = torch.tensor([-(2.0**27), -4097.5, 0.375, 2.0**23])[:, None] + torch.arange(16.0)
     slots = slots[..., None] + torch.arange(3.0) * 1000 if scheme == "mrope" else slots
@@ -186,7 +186,7 @@ def test_hostile_tables(target, seqlen_q, scheme):
 @pytest.mark.parametrize("seqlen_q", [1, 2, 70])
 @pytest.mark.parametrize("slot", [torch.nan, torch.inf, -torch.inf, 3e38])
 def test_numbers_that_are_no_positions(target, slot, seqlen_q):
-    """Stored numbers that are not valid positions affect only their own sequence."""
+    """Stored numbers that are not valid positions affect only the sequence that stores them."""
     for scheme, axes in (("rerope", 0), ("mrope", 3)):
         c, results = over(target, scheme, [96, 96], seqlen_q, page=0), []
         slots = coordinates(c, axes)
@@ -261,7 +261,7 @@ def test_new_keys_leave_their_positions(target, paged):
     slots = torch.full(shape, torch.nan, device=device)
     caches = [torch.full((*shape, 2, 16), torch.nan).to(p.q) for _ in range(2)]
     options = dict(slot_positions=slots, impl=target.impl, return_lse=True, validate=True)
-    if paged:  # slots store positions relative to their page's position
+    if paged:  # a slot stores its position relative to the position of its page
         options["block_table"] = int32([[2, 1], [3, 0]], device)
         options["page_positions"] = int32([[3, 20], [-5, 11]], device)
     given = torch.tensor([[0, 1, 2, 7, 7.5], [3, 4, 5, 6, 9]], device=device)

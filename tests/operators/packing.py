@@ -19,7 +19,8 @@ def cu_seqlens(lengths: Sequence[int], device: str | None = None) -> torch.Tenso
 
 @dataclasses.dataclass
 class Packing:
-    """Inputs of one call over packed sequences and of its backward: (total, heads, width), and grad_lse (heads, total).
+    """Holds the inputs of one call over packed sequences and of its backward: (total, heads, width), and grad_lse
+    (heads, total).
 
     lengths: the number of queries and the number of keys of every sequence. Rows after the last sequence belong to no
     sequence.

@@ -20,7 +20,7 @@ ROUNDS = 12
 
 
 def together(*jobs):
-    """Runs the jobs in threads that start at once. Returns what they return, or raises what one of them raises."""
+    """Runs the jobs in threads that start at once. Returns the jobs' results, or raises the exception of one job."""
     start, results = threading.Barrier(len(jobs)), [None] * len(jobs)
 
     def run(n, job):

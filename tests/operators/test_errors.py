@@ -152,7 +152,7 @@ def test_axial_and_packed_without_positions():
 
 
 def test_the_right_calls():
-    """The calls that the cases above change in one argument are valid without the change."""
+    """Each case of REFUSED changes one argument of a call. Without the change, the call is valid."""
     for call in (dense, varlen, cached, paged, varlen_cached):
         assert call().shape[-2:] == (4, 16)
     assert paged(validate=True).shape == varlen_cached(slot_mapping=torch.arange(9), validate=True)[:2, None].shape
@@ -323,8 +323,8 @@ def test_fewer_keys_than_queries_warn_once(nothing_warned):
 
 
 def test_a_cache_with_fewer_keys_than_queries_warns_once(nothing_warned):
-    """Sequences with 5 and 4 keys for 6 queries cause a warning, once. A sequence without keys causes none, because it
-    pads the batch."""
+    """Sequences with 5 and 4 keys for 6 queries cause a warning, once. A sequence without keys causes no warning,
+    because it pads the batch."""
     q, k_cache, v_cache = torch.randn(2, 6, 4, 16), *torch.randn(2, 2, 16, 2, 16)
     call = lambda *lengths: attention_with_cache(q, k_cache, v_cache, ROPE, int32(*lengths))  # noqa: E731
     with silent():

@@ -99,7 +99,7 @@ def test_heads_and_batch_are_bitwise_independent(target, rotary, one_thread):
 @pytest.mark.interpreted(lambda exact, scheme: scheme == "rerope")
 @pytest.mark.parametrize("scheme", ["rope", "rerope", "local", "log_n_trained"])
 def test_queries_in_chunks(exact, scheme):
-    """In a chunked prefill, rows [a, b) computed over keys [0, b) equal rows [a, b) of the full call."""
+    """In a chunked prefill, query rows [a, b) over keys [0, b) give rows [a, b) of the full call."""
     p = problem(exact, support.SCHEMES[scheme](D), 64, heads=2, group=1, seed=35)
     whole, whole_lse = attention(p.q, p.k, p.v, p.rotary, return_lse=True, impl=exact.impl)
     _, bound = exact_and_bound(p)

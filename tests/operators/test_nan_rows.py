@@ -61,7 +61,7 @@ def test_attention(exact, one_thread, scheme, which, value):
         elif which == "k" and exact.impl == "triton":
             assert not rows[:WHERE].any(), name
     reached = after["out"][1, :, 0]
-    if value != value:  # not for infinity: an infinite score may give a weight of 0, which leaves no trace
+    if value != value:  # not checked for infinity: an infinite score may give a weight of 0, which changes no result
         sees = [WHERE] if which == "q" else range(WHERE, min(ROWS, WHERE + 21 if scheme == "local" else ROWS))
         assert all(reached[row].isnan().any() for row in sees)
         grads = {"q": ("grad_q",), "k": ("grad_q", "grad_k"), "v": ("grad_q", "grad_k")}[which]
@@ -91,8 +91,9 @@ def test_keys_that_a_row_does_not_see(compiled, one_thread, scheme, value):
 @pytest.mark.parametrize("scheme", ["rope", "rerope", "leaky"])
 @pytest.mark.parametrize("channel", [0, D // 2 + 1])
 def test_infinite_keys_on_the_cpu_as_in_the_reference(one_thread, scheme, value, channel):
-    """Keys that a band does not rotate keep their infinity, which a rotation by an angle of 0 would turn into NaN. Only
-    the compiled kernels do so. PyTorch's kernels add a mask to the scores, and a masked infinity becomes NaN."""
+    """An infinity in a key that a band does not rotate stays an infinity. A rotation by an angle of 0 would turn it
+    into NaN. Only the compiled kernels keep the infinity. PyTorch's kernels add a mask to the scores, and a masked
+    infinity becomes NaN."""
     if loader.load() is None:
         pytest.skip("a masked infinity is NaN in PyTorch's kernels")
     target = support.Target("cpu", torch.float32, "cpu")
@@ -141,7 +142,8 @@ def test_packed_neighbours(exact, one_thread, which, value):
     others = torch.tensor([*range(30), *range(31, 64)])
     assert sum(lengths) == 64 and all(torch.equal(x[others], y[others]) for x, y in zip(after, before, strict=True))
     if exact.impl != "cpu" or value != value and which == "v":
-        assert not after[0][30].isfinite().all()  # torch's kernel gives 0 to a row that sees only one key, a NaN
+        # torch's kernel returns 0 for a row that sees only one key, if this key is NaN
+        assert not after[0][30].isfinite().all()
 
 
 @INTERPRETED

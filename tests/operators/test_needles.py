@@ -25,7 +25,8 @@ def needle(target, rotary, distance, causal=True, seqlen=70):
     far = [b for b in rotary.bands_for(causal) if b.start <= distance < b.stop]
     k = (p.k * 0.1).float().cpu()
     for i in range(max(distance, 0), min(seqlen, seqlen + distance), 3):
-        # the key has the angle that the scheme gives this distance, or that of its true distance if no band sees it
+        # the key has the angle that the scheme gives this distance, or the angle of the true distance if no band
+        # contains it
         slope, offset = (far[0].slope, far[0].offset) if far else (1.0, 0.0)
         k[0, i - distance, 0] = match(p, i, slope * distance + offset)
     return p.replace(k=k.to(p.k))

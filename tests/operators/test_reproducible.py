@@ -82,7 +82,7 @@ def test_with_other_threads(target):
         torch.set_num_threads(before)
 
 
-# --cpu-target may ask for other kernels than a process takes by itself.
+# --cpu-target may select other kernels than a new process loads by default.
 SAME_KERNELS = """
 from flashrope.backends.cpu import loader
 library = loader.open_target("{}")
@@ -121,7 +121,7 @@ def test_in_another_process(compiled, one_thread):
 @pytest.mark.slow
 @pytest.mark.parametrize("first", [support.COMPOSED, ""], ids=["composed", "compiled"])
 def test_a_thousand_times(first):
-    """Five processes with 200 repeats each give the same digests. For the compiled kernels they have different numbers
-    of threads."""
+    """Five processes with 200 repeats each give the same digests. With the compiled kernels, the processes have
+    different numbers of threads."""
     found = [digests(1 if first else threads, 200, first) for threads in (1, 1, 2, 3, 4)]
     assert all(x == found[0] for x in found) and not any(" " in line for line in found[0]), found

@@ -133,7 +133,8 @@ def test_packed_sequences_in_several_launches(target, stored, monkeypatch):
 
 @pytest.mark.parametrize(("blocks", "stores"), [(4 / 108, True), (5 / 108, False)])
 def test_few_blocks_in_a_launch(target, stored, monkeypatch, blocks, stores):
-    """If the workspace holds two of four heads, a launch has four blocks. It is too short if it must have five."""
+    """If the workspace holds two of four heads, a launch has four blocks. The launch is too short if five are
+    required."""
     monkeypatch.setattr(attention, "multiprocessors", lambda device: 108)
     monkeypatch.setattr(configs, "SCORE_BYTES", 4 * PANEL * 2 * 2)
     monkeypatch.setattr(configs, "SCORE_BLOCKS", blocks)
@@ -143,8 +144,8 @@ def test_few_blocks_in_a_launch(target, stored, monkeypatch, blocks, stores):
 
 
 def test_few_blocks_of_packed_sequences(target, stored, monkeypatch):
-    """Four sequences of 5 tokens and one of 137 have 9 blocks of 32 keys. They count as at most 10, and not as five
-    times the blocks of the longest sequence."""
+    """Four sequences of 5 tokens and one of 137 have 9 blocks of 32 keys. The estimate is at most 10 blocks, and not
+    five times the blocks of the longest sequence."""
     monkeypatch.setattr(attention, "multiprocessors", lambda device: 108)
     p = packing(target, Rotary.rope(16), (5, 5, 5, 5, 137), (5, 5, 5, 5, 137), heads=2, heads_kv=2)
     monkeypatch.setattr(configs, "SCORE_BYTES", 4 * PANEL * (157 // configs.PANEL_ROWS + 5) * 4)

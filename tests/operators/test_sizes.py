@@ -124,7 +124,7 @@ def test_a_cache_of_more_slots_than_positions_is_refused():
 
 @pytest.fixture
 def small_tables(monkeypatch):
-    """Fails the test if the CPU backend makes a table of all positions up to the largest that it needs."""
+    """Fails the test if the CPU backend makes a table of all positions from 0 to the largest position of the call."""
     table = rotation.rotations_between
 
     def made(*arguments):

@@ -1,4 +1,4 @@
-"""The memory that docs/training.md states equals what attention saves between the forward and the backward."""
+"""Attention saves as many bytes between the forward and the backward as docs/training.md states."""
 
 import re
 from importlib.util import find_spec

@@ -2,8 +2,8 @@
 operations.
 
 By default a few hundred cases are drawn from a fixed seed. ``--walk-seconds N`` walks for N seconds per test, and
-``--walk-seed`` sets another seed. ``-rP`` shows the number of cases. A failing case is made smaller, and a script that
-repeats it is printed.
+``--walk-seed`` sets another seed. ``-rP`` shows the number of cases. A failing case is made smaller, and the test
+prints a script that repeats the case.
 """
 
 import time

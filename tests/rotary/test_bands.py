@@ -1,4 +1,5 @@
-"""Tests bands that the user gives: which bands are refused, and that all backends give equal results for the others."""
+"""Tests bands that the user gives: which bands are refused, and that all backends give equal results for valid
+bands."""
 
 import dataclasses
 import math

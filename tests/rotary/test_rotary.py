@@ -125,8 +125,9 @@ def test_ntk_ends():
     np.testing.assert_allclose([aware[-1], fixed[-1], mixed[-1]], 1 / s, rtol=1e-13)
     assert old[-1] > aware[-1]
     assert mixed[0] < fixed[0] < 1  # mixed slows down even the fastest pair
-    # lambda_m is the factor by which pair m is slowed down, divided by that of pair m - 1 (by 1 for m = 0). For fixed,
-    # all lambda_m are equal. For mixed they start above this constant and decrease. For both, their product is s.
+    # lambda_m is the factor by which pair m is slowed down, divided by the factor of pair m - 1 (by 1 for m = 0). For
+    # fixed, all lambda_m are equal. For mixed they start above this constant and decrease. For both, their product is
+    # s.
     ratios = np.concatenate([[1 / mixed[0]], mixed[:-1] / mixed[1:]])
     assert (np.diff(ratios) < 0).all() and np.prod(ratios) == pytest.approx(s, rel=1e-12)
 
@@ -417,7 +418,7 @@ def test_a_pickle_holds_no_hash():
     """A pickle contains no hash, because hashes of strings differ between processes."""
     rotary = Rotary.rope(64).rectify(8)
     assert hash(rotary) and "_hash" in vars(rotary) and b"_hash" not in pickle.dumps(rotary)
-    _from_text.cache_clear()  # like a process that has not parsed this text
+    _from_text.cache_clear()  # as in a process that has not parsed this text
     assert "_hash" not in vars(pickle.loads(pickle.dumps(rotary)))
 
 
