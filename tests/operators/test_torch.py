@@ -57,10 +57,10 @@ def operator_arguments(kind, impl="cpu", device="cpu"):
     return q, k, v, positions, *lengths, rotary.text, True, 0.25, False, impl
 
 
-def public_call(kind, q, k, v):
+def public_call(kind, q, k, v, impl="cpu"):
     """Returns the result of the public call that corresponds to the operator's arguments."""
     rotary, _, packed, positions = KINDS[kind]
-    options = dict(positions=positions, softmax_scale=0.25, deterministic=False, impl="cpu")
+    options = dict(positions=positions, softmax_scale=0.25, deterministic=False, impl=impl)
     if packed:
         return attention_varlen(q, k, v, rotary, CU, CU, 24, 24, **options)
     return attention(q, k, v, rotary, **options)
@@ -82,10 +82,12 @@ def test_opcheck(exact, kind):
         torch.library.opcheck(torch.ops.flashrope.attention_backward, (grad_out, *tensors[1:], *arguments[3:]), **tests)
 
 
+@pytest.mark.parametrize("impl", ["cpu", "reference"])
 @kinds
-def test_the_operator_and_the_eager_call_agree_to_the_bit(kind):
-    arguments = operator_arguments(kind)
-    out, through = public_call(kind, *arguments[:3]), torch.ops.flashrope.attention(*arguments)[0]
+def test_the_operator_and_the_eager_call_agree_to_the_bit(kind, impl):
+    """Eager calls of the reference are differentiated by autograd, and its operator by ``reference.backward``."""
+    arguments = operator_arguments(kind, impl)
+    out, through = public_call(kind, *arguments[:3], impl), torch.ops.flashrope.attention(*arguments)[0]
     assert torch.equal(out, through)
     grads = (torch.autograd.grad(x.square().sum(), arguments[:3]) for x in (out, through))
     assert all(map(torch.equal, *grads))
