@@ -22,10 +22,11 @@ BACKWARD = [
 ]
 DECODE = [
     "tests/caches/test_decode.py::test_rows_before_the_first_key_that_see_keys_ahead"
-    " tests/kernels/test_decode_triton.py tests/kernels/test_shares.py tests/caches/test_decode.py -k triton",
+    " tests/kernels/test_decode_triton.py tests/caches/test_decode.py -k triton",
     "tests/caches/test_decode.py tests/caches/test_quantized.py -k triton",
     "tests/caches/test_cached_positions.py tests/caches/test_rotated_keys.py -k triton",
 ]
+SHARES = ["tests/kernels/test_shares.py"]
 PLACED = [
     "tests/caches/test_cached_positions.py -k triton",
     "tests/caches/test_stored_positions.py tests/kernels/test_tiles_cos_sin.py -k 'triton or stored'",
@@ -101,11 +102,17 @@ JUDGES = {
         *BACKWARD,
         *DECODE[:2],
     ],
-    "triton_kernels/rotation.py": [*FORWARD[:1], "tests/rotary/test_maps.py -k triton", *BACKWARD[:1], *DECODE[:2]],
+    "triton_kernels/rotation.py": [
+        *FORWARD[:1],
+        "tests/rotary/test_maps.py tests/rotary/test_first_channel.py -k triton",
+        *BACKWARD[:1],
+        *QUANTIZED,
+        *DECODE[:2],
+    ],
     "triton_kernels/arguments.py": [*FORWARD[:1], *DECODE[:2]],
-    "triton_kernels/decode.py": DECODE,
-    "triton_kernels/combine.py": DECODE,
-    "triton_kernels/shares.py": DECODE,
+    "triton_kernels/decode.py": [*DECODE[:1], *SHARES, *DECODE[1:]],
+    "triton_kernels/combine.py": [*SHARES, *DECODE],
+    "triton_kernels/shares.py": [*SHARES, *DECODE],
     "triton_kernels/kv_cache.py": DECODE,
     "triton_kernels/rotate.py": [*ROTATED, *DECODE[:1], *FORWARD[:1]],
     "triton_kernels/explicit_positions.py": PLACED,
@@ -137,7 +144,14 @@ JUDGES = {
     "python/flashrope/backends/cpu/*": ["tests/kernels/test_cpu_loader.py tests/kernels/test_cpu.py", *COMPILED],
     "python/flashrope/backends/triton/device.py": ["tests/rotary/test_first_channel.py -k triton", LAUNCHES, *FORWARD],
     "python/flashrope/backends/triton/attention.py": [*FORWARD[:1], *BACKWARD[:1], LAUNCHES],
-    "python/flashrope/backends/triton/cached.py": [*DECODE[:2], *ROTATED, LAUNCHES],
+    "python/flashrope/backends/triton/cached.py": [
+        *SHARES,
+        LAUNCHES,
+        "tests/caches/test_plan.py -k triton",
+        "tests/kernels/test_tuning.py",
+        *DECODE[:2],
+        *ROTATED,
+    ],
     "python/flashrope/backends/triton/rotated.py": ROTATED,
     "python/flashrope/backends/triton/*": [LAUNCHES, *FORWARD[:2], *DECODE[:1], "tests/kernels/test_tuning.py"],
     "python/flashrope/backends/splits.py": ["tests/kernels/test_splits.py", LAUNCHES],
