@@ -60,9 +60,10 @@ void define_wide(const std::string& t) {
   });
 }
 
-uint32_t bit_field(uint32_t a, uint32_t at, uint32_t length) {
+template <class T> T bit_field(T a, uint32_t at, uint32_t length) {
   at &= 255, length &= 255;
-  return at > 31 || !length ? 0 : length > 31 ? a >> at : (a >> at) & ((1u << length) - 1);
+  const uint32_t last = 8 * sizeof(T) - 1;
+  return at > last || !length ? 0 : length > last ? a >> at : (a >> at) & ((T(1) << length) - 1);
 }
 int32_t signed_bit_field(int32_t a, uint32_t at, uint32_t length) {
   at &= 255, length &= 255;
@@ -137,6 +138,8 @@ void define_integers() {
                                           [](int32_t a, int32_t b) { return std::max(std::max(a, b), 0); });
   define_lanes<uint32_t, uint32_t, uint32_t, uint32_t>(
       "bfe.u32", [](uint32_t a, uint32_t b, uint32_t c) { return bit_field(a, b, c); });
+  define_lanes<uint64_t, uint64_t, uint32_t, uint32_t>(
+      "bfe.u64", [](uint64_t a, uint32_t b, uint32_t c) { return bit_field(a, b, c); });
   define_lanes<int32_t, int32_t, uint32_t, uint32_t>(
       "bfe.s32", [](int32_t a, uint32_t b, uint32_t c) { return signed_bit_field(a, b, c); });
   define_lanes<uint32_t, uint32_t, uint32_t, uint32_t, uint32_t>(

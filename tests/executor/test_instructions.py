@@ -212,6 +212,15 @@ def test_lop3():
     assert row[8:] == [(a & b) | c, (a & b) ^ c]
 
 
+@pytest.mark.parametrize(("at", "length"), [(0, 64), (20, 30), (40, 40), (63, 1), (64, 8), (5, 0)])
+def test_bit_field_of_64_bits(at, length):
+    number = 0x9ABCDEF012345678
+    words = [number & 0xFFFFFFFF, number >> 32]
+    body = f"mov.b64 %rd5, {{%x0, %x1}}; bfe.u64 %rd5, %rd5, {at}, {length}; mov.b64 {{%y0, %y1}}, %rd5;"
+    low, high = (n & 0xFFFFFFFF for n in run(body, torch.tensor([words] * 32).to(torch.int32), 2)[0].tolist())
+    assert high << 32 | low == number >> at & ((1 << length) - 1)
+
+
 def test_fma_of_two_halves():
     x = torch.tensor([[1024 + 16 * 5, 1024 + 16 * 15, 0.0625, 0.0625, -72, -72]] * 32).half().view(torch.int32)
     got = run("fma.rn.f16x2 %y0, %x0, %x1, %x2;", x, 1).view(torch.float16)
