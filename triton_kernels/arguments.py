@@ -173,6 +173,16 @@ class PositionTables(NamedTuple):
     groups: object = None
 
 
+class PairRange(NamedTuple):
+    """Consecutive pairs of a head that have a tile of their own, [M, 2 count]. The tiles of q and k hold the channels
+    of these pairs. The tiles of v and out hold channels 2 first to 2 (first + count) - 1.
+
+    first: the first pair. count: the number of pairs, a power of two, at least 16."""
+
+    first: int
+    count: int
+
+
 class Variant(NamedTuple):
     """What a kernel is compiled for: sizes, and which features of the scheme and of the cache are present.
 
@@ -180,7 +190,9 @@ class Variant(NamedTuple):
 
     Sizes:
 
-    block_d: the smallest power of two that is at least head_dim.
+    block_d: the smallest power of two that is at least head_dim. A row of the cos/sin table holds block_d numbers.
+    padded_d: the number of channels of the tiles that hold a head: block_d, or the channels of all pair_ranges.
+        Channels beyond head_dim are masked.
     head_dim_v, block_dv: head_dim and block_d of v and out.
     rotary_dim: the number of channels that rotate.
     first_channel: the first channel that rotates. It is 0 if pairs are interleaved, because their table starts at
@@ -210,6 +222,8 @@ class Variant(NamedTuple):
     stored: the cache stores positions, or the positions of queries may have fractions.
     channels: the Parts of ``flashrope.lowering.parts`` that make up a head. The decode kernel rotates only the first
         part. Empty: all pairs are rotated.
+    pair_ranges: the PairRanges into which forward and backward without a cache divide q, k, v and out, which then have
+        the same head_dim. Empty: a head has one tile, or VARIANT.parts tiles.
     first_value: the first channel of the keys that is a value, if values are channels of the keys and the decode kernel
         takes them from the tile of keys. -1: values are loaded.
     shares: programs of the decode kernel take equal shares of the keys of all sequences, not splits of each sequence.
@@ -240,6 +254,13 @@ class Variant(NamedTuple):
     channels: tuple = ()
     first_value: int = -1
     shares: bool = False
+    padded_d: int = 0
+    pair_ranges: tuple = ()
+
+
+def pair_ranges(widths: tuple[int, ...]) -> tuple[PairRange, ...]:
+    """Returns consecutive PairRanges whose tiles have these widths."""
+    return tuple(PairRange(sum(widths[:part]) // 2, width // 2) for part, width in enumerate(widths))
 
 
 NO_CACHE = CacheLayout(*(None,) * 14)

@@ -18,17 +18,17 @@ import triton.language as tl
 
 from . import configs
 from .arguments import band_view
-from .copies import band_rows, load_band_rows, skip_band_rows
+from .copies import band_rows, load_band_parts, skip_band_rows
 from .rotation import (
     CosSinTable,
+    key_channels,
     load_cos_sin,
     query_scale,
     rotate,
-    rotate_tile,
+    rotate_tiles,
     split_pairs,
     store_pairs,
-    store_rotated_back,
-    tile_channels,
+    store_tiles_rotated_back,
 )
 from .score_grads import PANEL_KEYS, launch_heads, panel_row, score_matrix, tile_in_panels
 from .softmax import LOG2_E, log2_scale
@@ -46,7 +46,8 @@ from .tiles import (
     is_visible,
     key_tiles,
     load_band,
-    load_rows,
+    load_parts,
+    load_value_parts,
     load_values,
     lse_offset,
     packed_row,
@@ -60,8 +61,10 @@ from .tiles import (
     store_values,
     tile_offsets,
     tile_rows,
+    value_channels,
     visible_keys,
     visible_queries,
+    zero_parts,
 )
 
 # ---- row statistics
@@ -138,6 +141,7 @@ def attention_statistics(
 
 
 # ---- dK and dV
+# Tiles of rows, such as [BN, D], are tuples: of one tile, or of one tile for each of VARIANT.pair_ranges.
 
 
 class GradKV(NamedTuple):
@@ -213,16 +217,23 @@ RED_4 = tl.constexpr(
 RED_4_OPERANDS = tl.constexpr("=r,=r,=r,=r,l,l,l,l,f,f,f,f")
 
 
+#
+# If the head has VARIANT.pair_ranges, each of them has consecutive blocks in every 16 rows of the sum.
+
+
 @triton.jit
-def add_to_sum(ptr, value, VARIANT: tl.constexpr):
-    """Adds value, [M, D] or [D, M], to a sum in global memory, in the order described above."""
+def add_to_sum(ptr, value, PART: tl.constexpr, VARIANT: tl.constexpr):
+    """Adds value, [M, D] or [D, M], to a sum in global memory, in the order described above. PART: the index of its
+    channels in VARIANT.pair_ranges, if there are any."""
+    START: tl.constexpr = 2 * VARIANT.pair_ranges[PART].first if len(VARIANT.pair_ranges) > 0 else 0
     ROWS: tl.constexpr = value.shape[0]
     COLUMNS: tl.constexpr = value.shape[1]
     row, column = tl.arange(0, ROWS)[None, :], tl.arange(0, COLUMNS)[:, None]
     if VARIANT.query_rows:
         block = column // 8 * (ROWS // 16) + row // 16
     else:
-        block = row // 16 * (COLUMNS // 8) + column // 8
+        BLOCKS: tl.constexpr = VARIANT.padded_d // 8
+        block = row // 16 * BLOCKS + column // 8 + START // 8
     lane = row % 8 * 4 + column // 2 % 4
     which = row // 8 % 2 * 2 + column % 2
     # The transpose hides from Triton that these addresses and the operands of other products depend on the same `row`.
@@ -238,12 +249,17 @@ def add_to_sum(ptr, value, VARIANT: tl.constexpr):
 
 
 @triton.jit
-def load_sum(ptr, M: tl.constexpr, VARIANT: tl.constexpr):
-    """Returns dQ of M queries, [M, D], from the sum that add_to_sum has added to."""
-    D: tl.constexpr = VARIANT.block_d
+def load_sum(ptr, M: tl.constexpr, PART: tl.constexpr, VARIANT: tl.constexpr):
+    """Returns dQ of M queries, [M, D], from the sum that add_to_sum has added to. PART: as in add_to_sum."""
+    START: tl.constexpr = 2 * VARIANT.pair_ranges[PART].first if len(VARIANT.pair_ranges) > 0 else 0
+    D: tl.constexpr = 2 * VARIANT.pair_ranges[PART].count if len(VARIANT.pair_ranges) > 0 else VARIANT.block_d
+    STEP: tl.constexpr = 16 * VARIANT.padded_d  # numbers of 16 rows
     QUERIES: tl.constexpr = M // 8 if VARIANT.query_rows else M // 16  # blocks along each axis
     CHANNELS: tl.constexpr = D // 16 if VARIANT.query_rows else D // 8
-    flat = tl.load(ptr + tl.arange(0, M * D))
+    flat = tl.arange(0, M * D)
+    if len(VARIANT.pair_ranges) > 0:
+        flat = flat // (16 * D) * STEP + flat % (16 * D) + 16 * START
+    flat = tl.load(ptr + flat)
     if VARIANT.red_floats == 4:  # a block has the axes row % 8, column // 2 % 4, half, parity
         blocks = tl.permute(tl.reshape(flat, (QUERIES, CHANNELS, 8, 4, 2, 2)), (0, 1, 4, 2, 3, 5))
     else:
@@ -277,9 +293,27 @@ def only_existing_keys(visible, tiles, rows):
 def score_products(keys, queries, VARIANT: tl.constexpr):
     """Returns the products of keys [BN, X] and queries [BM, X], in the orientation of the scores."""
     if VARIANT.query_rows:
-        return tl.dot(queries, tl.trans(keys), input_precision="ieee")
+        return row_products(queries, keys)
     else:  # after a return without else, Triton would compile this product as well
-        return tl.dot(keys, tl.trans(queries), input_precision="ieee")
+        return row_products(keys, queries)
+
+
+@triton.jit
+def row_products(left, right):
+    """Returns the products of all rows of left [M, X] with all rows of right [N, X], [M, N]."""
+    products = tl.dot(left[0], tl.trans(right[0]), input_precision="ieee")
+    for part in tl.static_range(1, len(left)):
+        products = tl.dot(left[part], tl.trans(right[part]), products, input_precision="ieee")
+    return products
+
+
+@triton.jit
+def add_weighted_rows(acc, weights, rows):
+    """Returns acc [M, X] plus weights [M, N] times rows [N, X]."""
+    added = ()
+    for part in tl.static_range(len(rows)):
+        added += (tl.dot(weights, rows[part], acc[part], input_precision="ieee"),)
+    return added
 
 
 @triton.jit
@@ -313,7 +347,8 @@ def add_grad_kv(grad, keys, queries, grad_sum, matrix, row, EDGE: tl.constexpr, 
     q_rows, grad_rows = skip_rows(queries.q, row), skip_rows(queries.grad_out, row)
     rows = tl.arange(0, VARIANT.block_m)
     loaded = clamp_rows(rows, queries.length - row) if EDGE else rows
-    q = load_rows(q_rows.ptr, tile_offsets(loaded, q_rows), queries.channels_q, VARIANT)  # [BM, D]
+    dims = VARIANT.head_dim, VARIANT.padded_d
+    q = load_parts(q_rows.ptr, tile_offsets(loaded, q_rows), queries.channels_q, dims[0], dims[1])  # [BM, D]
     lse_log2, delta = load_statistics(
         queries.statistics + tl.multiple_of(2 * row, 2 * VARIANT.block_m), VARIANT.block_m
     )
@@ -322,17 +357,17 @@ def add_grad_kv(grad, keys, queries, grad_sum, matrix, row, EDGE: tl.constexpr, 
         visible = is_visible(keys.visible, row, VARIANT.block_m)  # [BN, BM]
         scores = tl.where(swap_axes(visible, VARIANT), scores, float("-inf"))
     weights = tl.exp2(scores * keys.scale_log2 - over_keys(lse_log2, VARIANT))
-    g = load_values(grad_rows.ptr, tile_offsets(loaded, grad_rows), queries.channels, VARIANT)  # [BM, DV]
+    g = load_value_parts(grad_rows.ptr, tile_offsets(loaded, grad_rows), queries.channels, VARIANT)  # [BM, DV]
     # Triton keeps the order of these products. In the other order the kernel would spill in its loops, whether or not
     # query_rows is set.
     if VARIANT.query_rows:
         grad_weights = score_products(keys.v, g, VARIANT)
-    grad_v = tl.dot(swap_axes(weights.to(g.dtype), VARIANT), g, grad.v, input_precision="ieee")
+    grad_v = add_weighted_rows(grad.v, swap_axes(weights.to(g[0].dtype), VARIANT), g)
     if not VARIANT.query_rows:
         grad_weights = score_products(keys.v, g, VARIANT)
     grad_scores = weights * (grad_weights - over_keys(delta, VARIANT))
-    grad_scores = grad_scores.to(q.dtype)
-    grad_k = tl.dot(swap_axes(grad_scores, VARIANT), q, grad.k, input_precision="ieee")
+    grad_scores = grad_scores.to(q[0].dtype)
+    grad_k = add_weighted_rows(grad.k, swap_axes(grad_scores, VARIANT), q)
     if matrix is not None:
         elements = tile_in_panels(rows[None, :], tl.arange(0, VARIANT.block_n)[:, None])  # [BN, BM]
         to = panel_row(matrix, row, keys.first) + swap_axes(elements, VARIANT)
@@ -342,7 +377,9 @@ def add_grad_kv(grad, keys, queries, grad_sum, matrix, row, EDGE: tl.constexpr, 
             tl.store(to, grad_scores)
     if grad_sum is not None:  # the sum also has rows for the tile's rows beyond the last query
         first = tl.full((), 0, tl.int64) + row  # `row` is a Python int in the interpreter
-        add_to_sum(grad_sum + first * VARIANT.block_d, grad_q_product(grad_scores, keys.k, VARIANT), VARIANT)
+        to_sum = grad_sum + first * VARIANT.padded_d
+        for part in tl.static_range(len(q)):
+            add_to_sum(to_sum, grad_q_product(grad_scores, keys.k[part], VARIANT), part, VARIANT)
     return GradKV(grad_k, grad_v)
 
 
@@ -374,9 +411,9 @@ def attention_grad_kv(
     """Computes dK and dV of a tile of keys.
 
     q: BandedView of the queries, rotated for each band. rotated_k: TensorView (copy, row, head). grad_k and grad_v
-    are contiguous. grad_sums: None, or float32 zeros (band, head, statistics_rows, D). Each band's dQ is added there,
-    in accumulator order. It is in the band's rotated basis and is not multiplied by the score scale. score_grads:
-    ScoreGrads to fill for attention_grad_q, or None."""
+    are contiguous. grad_sums: None, or float32 zeros (band, head, statistics_rows, padded_d). Each band's dQ is added
+    there, in accumulator order. It is in the band's rotated basis and is not multiplied by the score scale.
+    score_grads: ScoreGrads to fill for attention_grad_q, or None."""
     first_batch, first_head, heads = launch_heads(score_grads, heads_kv, 1)
     batch, head_kv, first = head_program(max_seqlen_k, heads, VARIANT.block_n)
     if score_grads is not None:
@@ -394,27 +431,25 @@ def attention_grad_kv(
     packed_q = packed_row(cu_seqlens.q, batch, seq.start_q, seqlen_q)
     packed_k += first
     table = CosSinTable(scheme.table, table_rows, scheme.positions, scheme.maps)
-    channels_k, channels = tile_channels(VARIANT), tl.arange(0, VARIANT.block_dv)
+    channels_k, channels = key_channels(VARIANT), value_channels(VARIANT)
     group = heads_q // heads_kv
     all_queries = AllQueries(grad_out, channels_k, channels, statistics, statistics_rows, packed_q)
 
     scale_log2 = log2_scale(scheme.score_scale)
     values = head_view(v, batch, seq.start_k + first, head_kv, VARIANT)
     raw = head_view(k, batch, seq.start_k + first, head_kv, VARIANT)
-    v_tile = load_values(values.ptr, tile_offsets(loaded, values), channels, VARIANT)  # [BN, DV]
-    BLOCK_N: tl.constexpr = VARIANT.block_n
-    D: tl.constexpr = VARIANT.block_d
-    DV: tl.constexpr = VARIANT.block_dv
-    grad = GradKV(tl.zeros((BLOCK_N, D), tl.float32), tl.zeros((BLOCK_N, DV), tl.float32))
+    v_tile = load_value_parts(values.ptr, tile_offsets(loaded, values), channels, VARIANT)  # [BN, DV]
+    grad_k_zeros = zero_parts(VARIANT.block_n, VARIANT.block_d, VARIANT)
+    grad = GradKV(grad_k_zeros, zero_parts(VARIANT.block_n, VARIANT.block_dv, VARIANT))
     NUM_BANDS: tl.constexpr = VARIANT.num_bands
     for b in tl.static_range(NUM_BANDS):
         band = load_band(scheme.bands, b)
         view = band_rows(raw, rotated_k, band.k_copy, packed_k, head_kv, False, VARIANT)
-        k_tile = load_band_rows(view, loaded, channels_k, VARIANT)  # [BN, D]
+        k_tile = load_band_parts(view, loaded, channels_k, VARIANT)  # [BN, D]
         visible = visible_queries(position, band, seq.ahead, scheme.maps)
         if NUM_BANDS > 1:
             before = previous_band(scheme.bands, b)
-            grad = GradKV(rotate_tile(grad.k, table, band.dk_step, before.dk_step, rows, VARIANT), grad.v)
+            grad = GradKV(rotate_tiles(grad.k, table, band.dk_step, before.dk_step, rows, VARIANT), grad.v)
         tiles = query_tiles(band, first, last, seq.ahead, seq.length_q, VARIANT.block_m, scheme.maps)
         if grad_sums is not None:
             visible, tiles = only_existing_keys(visible, tiles, rows)
@@ -431,7 +466,7 @@ def attention_grad_kv(
                 matrix = score_matrix(score_grads, packed, batch - first_batch, head - first_head * group)
             grad_sum = grad_sums
             if grad_sums is not None:
-                grad_sum += statistics_row(packed_q, batch, b * heads_q + head, statistics_rows) * VARIANT.block_d
+                grad_sum += statistics_row(packed_q, batch, b * heads_q + head, statistics_rows) * VARIANT.padded_d
             for step in tl.range(0, edge_count(tiles), disable_licm=True):
                 row = edge_tile(tiles, step) * VARIANT.block_m
                 grad = add_grad_kv(grad, keys, queries, grad_sum, matrix, row, True, VARIANT)
@@ -441,10 +476,11 @@ def attention_grad_kv(
 
     head_row = packed_k * heads_kv + head_kv
     to_v = HeadView(grad_v + head_row * VARIANT.head_dim_v, heads_kv * VARIANT.head_dim_v, None)
-    store_values(to_v, grad.v, rows, channels, VARIANT)
+    for part in tl.static_range(len(grad.v)):
+        store_values(to_v, grad.v[part], rows, channels[part], VARIANT)
     to_k = HeadView(grad_k + head_row * VARIANT.head_dim, heads_kv * VARIANT.head_dim, None)
     last_band = load_band(scheme.bands, NUM_BANDS - 1)
-    store_rotated_back(to_k, grad.k, table, last_band.k_rotation, rows, scheme.score_scale, VARIANT)
+    store_tiles_rotated_back(to_k, grad.k, table, last_band.k_rotation, rows, scheme.score_scale, VARIANT)
 
 
 # ---- dQ
@@ -483,7 +519,7 @@ def add_grad_q(grad_q, queries, keys, column, EDGE: tl.constexpr, VARIANT: tl.co
     columns = tl.arange(0, VARIANT.block_n)
     loaded = clamp_rows(columns, keys.length - column) if EDGE else columns
     k_rows, v_rows = skip_band_rows(keys.k, column, VARIANT), skip_rows(keys.v, column)
-    k = load_band_rows(k_rows, loaded, keys.channels_k, VARIANT)  # [BN, D]
+    k = load_band_parts(k_rows, loaded, keys.channels_k, VARIANT)  # [BN, D]
     if queries.matrix is not None:
         stored = panel_row(queries.matrix, queries.first, column)
         stored += tile_in_panels(tl.arange(0, VARIANT.block_m)[:, None], columns[None, :])
@@ -492,15 +528,15 @@ def add_grad_q(grad_q, queries, keys, column, EDGE: tl.constexpr, VARIANT: tl.co
             grad_scores = tl.load(stored, mask=visible, other=0.0)
         else:
             grad_scores = tl.load(stored)
-        return tl.dot(grad_scores, k, grad_q, input_precision="ieee")
-    v = load_values(v_rows.ptr, tile_offsets(loaded, v_rows), keys.channels, VARIANT)  # [BN, DV]
-    scores = tl.dot(queries.q, tl.trans(k), input_precision="ieee")  # [BM, BN]
+        return add_weighted_rows(grad_q, grad_scores, k)
+    v = load_value_parts(v_rows.ptr, tile_offsets(loaded, v_rows), keys.channels, VARIANT)  # [BN, DV]
+    scores = row_products(queries.q, k)  # [BM, BN]
     if EDGE:
         scores = tl.where(is_visible(queries.visible, column, VARIANT.block_n), scores, float("-inf"))
     weights = tl.exp2(scores * queries.scale_log2 - queries.lse_log2[:, None])
-    grad_weights = tl.dot(queries.grad_out, tl.trans(v), input_precision="ieee")  # [BM, BN]
+    grad_weights = row_products(queries.grad_out, v)  # [BM, BN]
     grad_scores = weights * (grad_weights - queries.delta[:, None])
-    return tl.dot(grad_scores.to(k.dtype), k, grad_q, input_precision="ieee")
+    return add_weighted_rows(grad_q, grad_scores.to(k[0].dtype), k)
 
 
 @triton.jit(
@@ -546,19 +582,18 @@ def attention_grad_q(
     out_row = packed_q + first
     packed_k = packed_row(cu_seqlens.k, batch, seq.start_k, seqlen_k)
     table = CosSinTable(scheme.table, table_rows, scheme.positions, scheme.maps)
-    channels_k, channels = tile_channels(VARIANT), tl.arange(0, VARIANT.block_dv)
+    channels_k, channels = key_channels(VARIANT), value_channels(VARIANT)
     raw = head_view(k, batch, seq.start_k, head_kv, VARIANT)
     values = head_view(v, batch, seq.start_k, head_kv, VARIANT)
 
     grad_rows = head_view(grad_out, batch, seq.start_q + first, head, VARIANT)
-    g = load_values(grad_rows.ptr, tile_offsets(loaded, grad_rows), channels, VARIANT)  # [BM, DV]
+    g = load_value_parts(grad_rows.ptr, tile_offsets(loaded, grad_rows), channels, VARIANT)  # [BM, DV]
     row_statistics = statistics + statistics_offset(packed_q, batch, head, statistics_rows)
     row_statistics += 2 * (first + loaded)
     lse_log2, delta = tl.load(row_statistics), tl.load(row_statistics + 1)
     scale_log2 = log2_scale(scheme.score_scale)
-    BLOCK_M: tl.constexpr = VARIANT.block_m
-    D: tl.constexpr = VARIANT.block_d
-    acc = tl.zeros((BLOCK_M, D), tl.float32)
+    dims = VARIANT.head_dim, VARIANT.padded_d
+    acc = zero_parts(VARIANT.block_m, VARIANT.block_d, VARIANT)
     matrix, length_k = None, seq.length_k
     if score_grads is not None:
         packed = None if cu_seqlens.q is None else packed_q
@@ -571,12 +606,12 @@ def attention_grad_q(
         view = band_rows(raw, rotated_k, band.k_copy, packed_k, head_kv, False, VARIANT)
         keys = KeyRows(view, values, channels_k, channels, seq.length_k)
         q_rows = head_view(band_view(q, b, VARIANT), batch, seq.start_q + first, head, VARIANT)
-        q_tile = load_rows(q_rows.ptr, tile_offsets(loaded, q_rows), channels_k, VARIANT)  # [BM, D]
+        q_tile = load_parts(q_rows.ptr, tile_offsets(loaded, q_rows), channels_k, dims[0], dims[1])  # [BM, D]
         visible = visible_keys(position, band, seq.length_k, scheme.maps)
         queries = QueryTile(q_tile, g, lse_log2, delta, visible, scale_log2, first, matrix)
         if NUM_BANDS > 1:
             before = previous_band(scheme.bands, b)
-            acc = rotate_tile(acc, table, band.dq_step, before.dq_step, rows, VARIANT)
+            acc = rotate_tiles(acc, table, band.dq_step, before.dq_step, rows, VARIANT)
         tiles = key_tiles(band, first + seq.ahead, last, length_k, VARIANT.block_n, scheme.maps)
         for step in tl.range(0, edge_count(tiles)):
             acc = add_grad_q(acc, queries, keys, edge_tile(tiles, step) * VARIANT.block_n, True, VARIANT)
@@ -586,7 +621,33 @@ def attention_grad_q(
     last_band = load_band(scheme.bands, NUM_BANDS - 1)
     scale = query_scale(scheme, rows.start + loaded, position, seq.length_k) * scheme.score_scale
     to_q = HeadView(grad_q + (out_row * heads_q + head) * VARIANT.head_dim, heads_q * VARIANT.head_dim, None)
-    store_rotated_back(to_q, acc, table, last_band.q_rotation, rows, scale[:, None], VARIANT)
+    store_tiles_rotated_back(to_q, acc, table, last_band.q_rotation, rows, scale[:, None], VARIANT)
+
+
+@triton.jit
+def finish_part(
+    grad_q, grad_sums, statistics_rows, scheme, table, seq, rows, packed_q, head, heads, scale, PART: tl.constexpr,
+    VARIANT: tl.constexpr,
+):  # fmt: skip
+    """Rotates the sums of all bands of a head back, adds them, multiplies the result by scale [BM] and stores it. PART:
+    an index of VARIANT.pair_ranges, whose pairs are handled. Handles all pairs if there are no pair_ranges."""
+    FIRST: tl.constexpr = VARIANT.pair_ranges[PART].first if len(VARIANT.pair_ranges) > 0 else 0
+    PAIRS: tl.constexpr = VARIANT.pair_ranges[PART].count if len(VARIANT.pair_ranges) > 0 else VARIANT.block_d // 2
+    BLOCK_M: tl.constexpr = VARIANT.block_m
+    NUM_BANDS: tl.constexpr = VARIANT.num_bands
+    x, y = tl.zeros((BLOCK_M, PAIRS), tl.float32), tl.zeros((BLOCK_M, PAIRS), tl.float32)
+    for b in tl.static_range(NUM_BANDS):
+        row = statistics_row(packed_q, seq.batch, b * heads + head, statistics_rows) + rows.first
+        band_sum = load_sum(grad_sums + row * VARIANT.padded_d, BLOCK_M, PART, VARIANT)
+        band_x, band_y = split_pairs(band_sum, VARIANT)  # [BM, PAIRS]
+        if VARIANT.rotary_dim:
+            rotation = load_band(scheme.bands, b).q_rotation
+            cos, sin = load_cos_sin(table, rotation, rows, FIRST, PAIRS, VARIANT)
+            band_x, band_y = rotate(band_x, band_y, cos, -sin)
+        x += band_x
+        y += band_y
+    to = head_view(grad_q, seq.batch, seq.start_q + rows.first, head, VARIANT)
+    store_pairs(to, x * scale[:, None], y * scale[:, None], rows, FIRST, VARIANT)
 
 
 @triton.jit(do_not_specialize=["statistics_rows", "seqlen_q", "seqlen_k", "max_seqlen_q", "table_rows", "heads"])
@@ -616,22 +677,22 @@ def attention_finish_grad_q(
     table = CosSinTable(scheme.table, table_rows, scheme.positions, scheme.maps)
     position = first + rows.index + seq.ahead
     scale = query_scale(scheme, rows.start + loaded, position, seq.length_k) * scheme.score_scale  # [BM]
-    PAIRS: tl.constexpr = VARIANT.block_d // 2
-    BLOCK_M: tl.constexpr = VARIANT.block_m
-    NUM_BANDS: tl.constexpr = VARIANT.num_bands
+    PARTS: tl.constexpr = len(VARIANT.pair_ranges) if len(VARIANT.pair_ranges) > 0 else 1
     begin, end = tl.program_id(1) * HEADS_PER_PROGRAM, (tl.program_id(1) + 1) * HEADS_PER_PROGRAM
     for head in range(begin, tl.minimum(end, heads)):
-        x, y = tl.zeros((BLOCK_M, PAIRS), tl.float32), tl.zeros((BLOCK_M, PAIRS), tl.float32)
-        for b in tl.static_range(NUM_BANDS):
-            row = statistics_row(packed_q, batch, b * heads + head, statistics_rows) + first
-            band_x, band_y = split_pairs(
-                load_sum(grad_sums + row * VARIANT.block_d, BLOCK_M, VARIANT), VARIANT
-            )  # [BM, D/2]
-            if VARIANT.rotary_dim:
-                rotation = load_band(scheme.bands, b).q_rotation
-                cos, sin = load_cos_sin(table, rotation, rows, 0, PAIRS, VARIANT)
-                band_x, band_y = rotate(band_x, band_y, cos, -sin)
-            x += band_x
-            y += band_y
-        to = head_view(grad_q, batch, seq.start_q + first, head, VARIANT)
-        store_pairs(to, x * scale[:, None], y * scale[:, None], rows, 0, VARIANT)
+        for part in tl.static_range(PARTS):
+            finish_part(
+                grad_q,
+                grad_sums,
+                statistics_rows,
+                scheme,
+                table,
+                seq,
+                rows,
+                packed_q,
+                head,
+                heads,
+                scale,
+                part,
+                VARIANT,
+            )

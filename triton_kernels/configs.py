@@ -234,6 +234,11 @@ WIDEST["sm90"] = WIDEST["sm80"] | {
     "decode shared wide paged": Tile(64, 32, 8, 3),
 }
 WIDEST |= {"sm100": WIDEST["sm90"], "sm120": WIDEST["sm86"]}
+# Tiles of heads that training divides into tiles of ``training_widths``, by the channels of these tiles. They replace
+# those of WIDEST.
+DIVIDED: dict[str, dict[str, dict[int, Tile]]] = {
+    "sm80": {"forward banded": {320: Tile(32, 32, 4, 2), 384: Tile(32, 32, 4, 2)}},
+}
 # fmt: on
 # The elementwise passes use these rows per program, warps, and heads per program for every type. The heads of a program
 # share one load of cos and sin.
@@ -338,8 +343,13 @@ def tile(
         directions.insert(0, f"{direction} paged")
     names = [name for d in directions for name in ([f"{d} banded", d] if num_bands > 1 else [d])]
     if max(block_d, block_dv) > 256:
-        widest = WIDEST[family(capability) if itemsize == 2 else "float"]
-        return next(widest[name] for name in names if name in widest)
+        table = family(capability) if itemsize == 2 else "float"
+        widest, divided = WIDEST[table], DIVIDED.get(table, {})
+        return next(
+            divided.get(name, {}).get(block_d) or widest[name]
+            for name in names
+            if name in widest or block_d in divided.get(name, {})
+        )
     widths = (block_d, max(block_dv, 128) if block_d == 256 else block_dv)
     block_d = max(block_d, block_dv)
     tables = [FLOAT]
@@ -352,6 +362,17 @@ def tile(
         if found := next((of_widths[x][widths] for x in own if widths in of_widths.get(x, {})), None):
             return found
     return next(table[name][block_d] for table in tables for name in names if block_d in table.get(name, {}))
+
+
+def training_widths(capability: int | str, head_dim: int, head_dim_v: int) -> tuple[int, ...]:
+    """Returns the widths of the tiles into which training divides a head, or () if a head is one tile of block_d.
+
+    Heads of 257 to 384 channels would be padded to 512. The last tile is padded instead. Values of another head_dim
+    are not divided, nor are heads on sm_100 and on AMD's GPUs, where the PTX executor runs no such kernel.
+    """
+    if head_dim != head_dim_v or not 256 < head_dim <= 384 or family(capability) in ("sm100", "cdna"):
+        return ()
+    return (256, 64) if head_dim <= 320 else (256, 128)
 
 
 def forward_parts(tile: Tile, block_d: int, block_dv: int, itemsize: int) -> int:

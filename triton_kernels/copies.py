@@ -75,22 +75,20 @@ def load_paged_rows(view, copied, raw, channels, VARIANT: tl.constexpr):
 
 @triton.jit
 def load_paged_parts(view, copied, raw, channels, VARIANT: tl.constexpr):
-    """Returns load_paged_rows in one or two parts. channels: a tuple with the channels of each part."""
-    if len(channels) == 1:
-        return (load_paged_rows(view, copied, raw, channels[0], VARIANT),)
-    else:
-        first = load_paged_rows(view, copied, raw, channels[0], VARIANT)
-        return first, load_paged_rows(view, copied, raw, channels[1], VARIANT)
+    """Returns load_paged_rows in parts. channels: a tuple with the channels of each part."""
+    tiles = ()
+    for part in tl.static_range(len(channels)):
+        tiles += (load_paged_rows(view, copied, raw, channels[part], VARIANT),)
+    return tiles
 
 
 @triton.jit
 def load_band_parts(view, rows, channels, VARIANT: tl.constexpr):
-    """Returns load_band_rows in one or two parts. channels: a tuple with the channels of each part."""
-    if len(channels) == 1:
-        return (load_band_rows(view, rows, channels[0], VARIANT),)
-    else:
-        first = load_band_rows(view, rows, channels[0], VARIANT)
-        return first, load_band_rows(view, rows, channels[1], VARIANT)
+    """Returns load_band_rows in parts. channels: a tuple with the channels of each part."""
+    tiles = ()
+    for part in tl.static_range(len(channels)):
+        tiles += (load_band_rows(view, rows, channels[part], VARIANT),)
+    return tiles
 
 
 @triton.jit

@@ -39,7 +39,7 @@ from .keys import (
     scale_weights,
 )
 from .rotation import CosSinTable, key_channels, load_rotated_hidden, query_scale
-from .softmax import add_values, finish_softmax, log2_scale, online_softmax, start_softmax
+from .softmax import SoftmaxState, add_values, finish_softmax, log2_scale, online_softmax, start_softmax
 from .tiles import (
     HeadView,
     edge_count,
@@ -57,6 +57,7 @@ from .tiles import (
     tile_rows,
     value_channels,
     visible_keys,
+    zero_parts,
 )
 
 
@@ -70,8 +71,8 @@ class QueryTile(NamedTuple):
 
 
 class BandQueries(NamedTuple):
-    """The queries of a tile in one band. tile: the rotated queries times their query_scale, a tuple of one or two
-    channel parts [BM, D / parts]. visible: the VisibleRange of the queries. scale_log2: from log2_scale."""
+    """The queries of a tile in one band. tile: the rotated queries times their query_scale, a tuple of one or more
+    channel parts. visible: the VisibleRange of the queries. scale_log2: from log2_scale."""
 
     tile: object
     visible: object
@@ -142,6 +143,9 @@ def attend_bands(queries, tile, seq, raw, copied, cached, head_kv, scheme, table
     scale_log2 = log2_scale(scheme.score_scale)
 
     state = start_softmax(VARIANT.block_m, VARIANT.block_dv, VARIANT.parts)
+    if len(VARIANT.pair_ranges) > 0:
+        acc = zero_parts(VARIANT.block_m, VARIANT.block_dv, VARIANT)
+        state = SoftmaxState(acc, state.row_max, state.row_sum)
     NUM_BANDS: tl.constexpr = VARIANT.num_bands
     for b in tl.static_range(NUM_BANDS):
         band = load_band(scheme.bands, b)
@@ -191,8 +195,8 @@ def attend_tile(
     at = find_rows(keys, cached, column, pages, EDGE, VARIANT)
     k = load_tile_keys(keys, column, at, ROTATED_K, VARIANT, dtype)  # [BN, D]
     scores = tl.dot(queries.tile[0], tl.trans(k[0]), input_precision="ieee")  # [BM, BN]
-    if VARIANT.parts == 2:
-        scores = tl.dot(queries.tile[1], tl.trans(k[1]), scores, input_precision="ieee")
+    for part in tl.static_range(1, len(k)):
+        scores = tl.dot(queries.tile[part], tl.trans(k[part]), scores, input_precision="ieee")
     scores = scale_scores(scores, cached, at, VARIANT)
     visible = is_visible(queries.visible, column, VARIANT.block_n) if EDGE else None
     weights, state = online_softmax(state, scores, queries.scale_log2, visible)
@@ -208,8 +212,7 @@ def store_result(state, result, cu_seqlens_q, seq, rows, head, heads_q, seqlen_q
     out_row = packed_row(cu_seqlens_q, seq.batch, seq.start_q, seqlen_q) + rows.first
     ptr = result.out + (out_row * heads_q + head) * VARIANT.head_dim_v
     view = HeadView(ptr, heads_q * VARIANT.head_dim_v, None)
-    store_values(view, out[0], rows, channels_v[0], VARIANT)
-    if VARIANT.parts == 2:
-        store_values(view, out[1], rows, channels_v[1], VARIANT)
+    for part in tl.static_range(len(out)):
+        store_values(view, out[part], rows, channels_v[part], VARIANT)
     lse_row = lse_offset(cu_seqlens_q, seq.batch, head, heads_q, seq.start_q, seqlen_q) + rows.first
     tl.store(result.lse + lse_row + rows.index, log_sum, mask=row_exists(rows))

@@ -28,7 +28,21 @@ def pair_channels(pair, second, VARIANT: tl.constexpr):
     do not rotate. The result is computed in whole vectors of up to 16 bytes, so that the compiler can load whole
     vectors."""
     FIRST: tl.constexpr = VARIANT.first_channel
-    return pair_places(pair, second, VARIANT.rotary_dim, VARIANT.head_dim, VARIANT.block_d, FIRST, VARIANT.vec)
+    return pair_places(pair, second, VARIANT.rotary_dim, VARIANT.head_dim, VARIANT.padded_d, FIRST, VARIANT.vec)
+
+
+@triton.jit
+def range_channels(PART: tl.constexpr, VARIANT: tl.constexpr):
+    """Returns the channel of every column of the tile of one of VARIANT.pair_ranges, [2 count]."""
+    START: tl.constexpr = VARIANT.pair_ranges[PART].first
+    COUNT: tl.constexpr = VARIANT.pair_ranges[PART].count
+    columns = tl.arange(0, 2 * COUNT)
+    if VARIANT.interleaved:
+        return columns + 2 * START
+    else:
+        FIRST: tl.constexpr = VARIANT.first_channel
+        DIMS: tl.constexpr = (VARIANT.rotary_dim, VARIANT.head_dim, VARIANT.padded_d)
+        return pair_places(columns, None, DIMS[0], DIMS[1], DIMS[2], FIRST, VARIANT.vec, START, COUNT)
 
 
 @triton.jit
@@ -49,6 +63,8 @@ def pair_places(
     BLOCK_D: tl.constexpr,
     FIRST: tl.constexpr,
     ALIGNED: tl.constexpr,
+    START: tl.constexpr = 0,
+    COUNT: tl.constexpr = 0,
 ):
     HALF: tl.constexpr = ROTARY_DIM // 2
     REST: tl.constexpr = HEAD_DIM // 2 - HALF
@@ -59,8 +75,13 @@ def pair_places(
     else:
         vector = pair // VEC
         if second is None:
-            second = vector // (BLOCK_D // 2 // VEC)
-            vector = vector % (BLOCK_D // 2 // VEC)
+            PAIRS: tl.constexpr = COUNT if COUNT > 0 else BLOCK_D // 2
+            second = vector // (PAIRS // VEC)
+            vector = vector % (PAIRS // VEC)
+        if START > 0:
+            vector += START // VEC
+        if ROTARY_DIM == BLOCK_D:
+            return (vector + second * (HALF // VEC)) * VEC + pair % VEC
         if FIRST == 0:
             rotated = vector + second * (HALF // VEC)
             unrotated = vector + HALF // VEC + second * (REST // VEC)
@@ -90,7 +111,12 @@ def tile_channels(VARIANT: tl.constexpr, PARTS: tl.constexpr = 1, PART: tl.const
 @triton.jit
 def key_channels(VARIANT: tl.constexpr):
     """Returns a tuple with the tile_channels of each part of a tile of queries or keys."""
-    if VARIANT.parts == 1:
+    if len(VARIANT.pair_ranges) > 0:
+        channels = ()
+        for part in tl.static_range(len(VARIANT.pair_ranges)):
+            channels += (range_channels(part, VARIANT),)
+        return channels
+    elif VARIANT.parts == 1:
         return (tile_channels(VARIANT),)
     else:
         return tile_channels(VARIANT, 2, 0), tile_channels(VARIANT, 2, 1)
@@ -138,7 +164,7 @@ def load_keys(ptr, offsets, channels, VARIANT: tl.constexpr, dtype: tl.constexpr
     if ptr.dtype.element_ty == tl.int8:
         return (as_type(load_rows(ptr, offsets, channels[0], VARIANT), dtype),)
     elif ptr.dtype.element_ty != tl.uint8:
-        return load_parts(ptr, offsets, channels, VARIANT.head_dim, VARIANT.block_d)
+        return load_parts(ptr, offsets, channels, VARIANT.head_dim, VARIANT.padded_d)
     elif VARIANT.interleaved or FULL or UNROTATED:
         low, high = load_packed(
             ptr, offsets, tl.arange(0, VARIANT.block_d // 2), VARIANT.head_dim, VARIANT.block_d, dtype
@@ -502,9 +528,44 @@ def load_rotated_half(
 
 
 @triton.jit
+def load_rotated_range(
+    view, table, rotation, rows, scale, PART: tl.constexpr, ROTATE: tl.constexpr, VARIANT: tl.constexpr
+):
+    """Loads and rotates the tile of one of VARIANT.pair_ranges, in chunks of at most CHUNK_PAIRS pairs."""
+    FIRST: tl.constexpr = VARIANT.pair_ranges[PART].first
+    COUNT: tl.constexpr = VARIANT.pair_ranges[PART].count
+    if COUNT <= CHUNK_PAIRS:
+        x, y = load_rotated_chunk(view, table, rotation, rows, scale, FIRST, COUNT, ROTATE, VARIANT)
+        return join_pairs(x, y, VARIANT)
+    else:
+        HALF: tl.constexpr = COUNT // 2
+        x, y = load_rotated_chunk(view, table, rotation, rows, scale, FIRST, HALF, ROTATE, VARIANT)
+        more_x, more_y = load_rotated_chunk(view, table, rotation, rows, scale, FIRST + HALF, HALF, ROTATE, VARIANT)
+        return join_pairs(concatenate(x, more_x), concatenate(y, more_y), VARIANT)
+
+
+@triton.jit
+def load_rotated_ranges(view, table, rotation, rows, scale, ROTATE: tl.constexpr, VARIANT: tl.constexpr):
+    """Returns load_rotated_range of all VARIANT.pair_ranges."""
+    tiles = ()
+    for part in tl.static_range(len(VARIANT.pair_ranges)):
+        tiles += (load_rotated_range(view, table, rotation, rows, scale, part, ROTATE, VARIANT),)
+    return tiles
+
+
+@triton.jit
 def load_rotated(view, table, rotation, rows, scale, ROTATE: tl.constexpr, VARIANT: tl.constexpr):
     """Loads a tile [M, D], rotates it if ROTATE is set and multiplies it by scale [M]. Returns it in VARIANT.parts
-    channel parts."""
+    channel parts, or in a tile for each of VARIANT.pair_ranges."""
+    if len(VARIANT.pair_ranges) > 0:
+        return load_rotated_ranges(view, table, rotation, rows, scale, ROTATE, VARIANT)
+    else:
+        return load_rotated_head(view, table, rotation, rows, scale, ROTATE, VARIANT)
+
+
+@triton.jit
+def load_rotated_head(view, table, rotation, rows, scale, ROTATE: tl.constexpr, VARIANT: tl.constexpr):
+    """Does what load_rotated does if there are no pair_ranges."""
     NEXT: tl.constexpr = VARIANT.block_d // 4
     x, y = load_rotated_half(view, table, rotation, rows, scale, 0, ROTATE, VARIANT)
     next_x, next_y = load_rotated_half(view, table, rotation, rows, scale, NEXT, ROTATE, VARIANT)
@@ -559,34 +620,56 @@ def rotate_step(x, y, table, step, before, rows, FIRST: tl.constexpr, COUNT: tl.
 
 
 @triton.jit
-def rotate_tile(tile, table, step, before, rows, VARIANT: tl.constexpr):
-    """Applies rotate_step to a float32 tile [M, D] in registers."""
-    CHUNK: tl.constexpr = VARIANT.block_d // 4
+def rotate_tile(tile, table, step, before, rows, PART: tl.constexpr, VARIANT: tl.constexpr):
+    """Applies rotate_step to a float32 tile in registers. PART: the tile's index in VARIANT.pair_ranges, if there are
+    any."""
+    FIRST: tl.constexpr = VARIANT.pair_ranges[PART].first if len(VARIANT.pair_ranges) > 0 else 0
+    CHUNK: tl.constexpr = tile.shape[1] // 4
     x, y = split_pairs(tile, VARIANT)
     x, next_x = halves(x)
     y, next_y = halves(y)
-    x, y = rotate_step(x, y, table, step, before, rows, 0, CHUNK, VARIANT)
-    next_x, next_y = rotate_step(next_x, next_y, table, step, before, rows, CHUNK, CHUNK, VARIANT)
+    x, y = rotate_step(x, y, table, step, before, rows, FIRST, CHUNK, VARIANT)
+    next_x, next_y = rotate_step(next_x, next_y, table, step, before, rows, FIRST + CHUNK, CHUNK, VARIANT)
     return join_pairs(concatenate(x, next_x), concatenate(y, next_y), VARIANT)
 
 
 @triton.jit
+def rotate_tiles(tiles, table, step, before, rows, VARIANT: tl.constexpr):
+    """Applies rotate_tile to the tiles of a head."""
+    rotated = ()
+    for part in tl.static_range(len(tiles)):
+        rotated += (rotate_tile(tiles[part], table, step, before, rows, part, VARIANT),)
+    return rotated
+
+
+@triton.jit
 def store_chunk_rotated_back(view, x, y, table, rotation, rows, scale, FIRST: tl.constexpr, VARIANT: tl.constexpr):
-    """Rotates D/4 pairs of every row back, starting at pair FIRST, multiplies them by scale and stores them."""
-    cos, sin = load_cos_sin(table, rotation, rows, FIRST, VARIANT.block_d // 4, VARIANT)
+    """Rotates pairs of every row back, starting at pair FIRST, multiplies them by scale and stores them. x, y: the
+    members of the pairs."""
+    cos, sin = load_cos_sin(table, rotation, rows, FIRST, x.shape[1], VARIANT)
     x, y = rotate(x, y, cos, -sin)
     store_pairs(view, x * scale, y * scale, rows, FIRST, VARIANT)
 
 
 @triton.jit
-def store_rotated_back(view, tile, table, rotation, rows, scale, VARIANT: tl.constexpr):
-    """Applies the inverse of a rotation to a float32 tile [M, D], multiplies the tile by scale and stores it."""
+def store_rotated_back(view, tile, channels, table, rotation, rows, scale, PART: tl.constexpr, VARIANT: tl.constexpr):
+    """Applies the inverse of a rotation to a float32 tile, multiplies the tile by scale and stores it. channels: those
+    of the tile's columns. PART: the tile's index in VARIANT.pair_ranges, if there are any."""
     if VARIANT.rotary_dim == 0:
-        store_rows(view, tile * scale, rows, tile_channels(VARIANT), VARIANT)
+        store_rows(view, tile * scale, rows, channels, VARIANT)
     else:
-        NEXT: tl.constexpr = VARIANT.block_d // 4
+        FIRST: tl.constexpr = VARIANT.pair_ranges[PART].first if len(VARIANT.pair_ranges) > 0 else 0
+        NEXT: tl.constexpr = FIRST + tile.shape[1] // 4
         x, y = split_pairs(tile, VARIANT)
         x, next_x = halves(x)
         y, next_y = halves(y)
-        store_chunk_rotated_back(view, x, y, table, rotation, rows, scale, 0, VARIANT)
+        store_chunk_rotated_back(view, x, y, table, rotation, rows, scale, FIRST, VARIANT)
         store_chunk_rotated_back(view, next_x, next_y, table, rotation, rows, scale, NEXT, VARIANT)
+
+
+@triton.jit
+def store_tiles_rotated_back(view, tiles, table, rotation, rows, scale, VARIANT: tl.constexpr):
+    """Applies store_rotated_back to the tiles of a head."""
+    channels = key_channels(VARIANT)
+    for part in tl.static_range(len(tiles)):
+        store_rotated_back(view, tiles[part], channels[part], table, rotation, rows, scale, part, VARIANT)

@@ -394,7 +394,7 @@ def page_offsets(page, row, view):
 @triton.jit
 def load_rows(ptr, offsets, channels, VARIANT: tl.constexpr):
     """Loads the channels [N] of the rows at offsets [M, 1], as a tile [M, N]. Channels beyond head_dim are 0."""
-    return load_channels(ptr, offsets, channels, VARIANT.head_dim, VARIANT.block_d)
+    return load_channels(ptr, offsets, channels, VARIANT.head_dim, VARIANT.padded_d)
 
 
 @triton.jit
@@ -404,22 +404,46 @@ def load_values(ptr, offsets, channels, VARIANT: tl.constexpr):
 
 
 @triton.jit
-def load_channels(ptr, offsets, channels, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+def load_channels(ptr, offsets, channels, HEAD_DIM: tl.constexpr, PADDED_D: tl.constexpr):
     ptrs = ptr + offsets + channels[None, :]
-    if BLOCK_D == HEAD_DIM:
+    if PADDED_D == HEAD_DIM:
         return tl.load(ptrs)
     else:
         return tl.load(ptrs, mask=(channels < HEAD_DIM)[None, :], other=0.0)
 
 
 @triton.jit
-def load_parts(ptr, offsets, channels, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Loads the rows at offsets [M, 1] in one or two parts. channels: a tuple with the channels of each part."""
-    if len(channels) == 1:
-        return (load_channels(ptr, offsets, channels[0], HEAD_DIM, BLOCK_D),)
+def load_parts(ptr, offsets, channels, HEAD_DIM: tl.constexpr, PADDED_D: tl.constexpr):
+    """Loads the rows at offsets [M, 1] in parts. channels: a tuple with the channels of each part."""
+    tiles = ()
+    for part in tl.static_range(len(channels)):
+        tiles += (load_channels(ptr, offsets, channels[part], HEAD_DIM, PADDED_D),)
+    return tiles
+
+
+@triton.jit
+def load_value_parts(ptr, offsets, channels, VARIANT: tl.constexpr):
+    """Loads rows of v or of the gradient of out in parts. channels: a tuple with the channels of each part."""
+    PADDED_D: tl.constexpr = VARIANT.padded_d if len(VARIANT.pair_ranges) > 0 else VARIANT.block_dv
+    return load_parts(ptr, offsets, channels, VARIANT.head_dim_v, PADDED_D)
+
+
+@triton.jit
+def zero_parts(M: tl.constexpr, WIDTH: tl.constexpr, VARIANT: tl.constexpr):
+    """Returns float32 zeros [M, WIDTH], or a tile of zeros for each of VARIANT.pair_ranges."""
+    if len(VARIANT.pair_ranges) > 0:
+        tiles = ()
+        for part in tl.static_range(len(VARIANT.pair_ranges)):
+            tiles += (zero_part(M, part, VARIANT),)
+        return tiles
     else:
-        first = load_channels(ptr, offsets, channels[0], HEAD_DIM, BLOCK_D)
-        return first, load_channels(ptr, offsets, channels[1], HEAD_DIM, BLOCK_D)
+        return (tl.zeros((M, WIDTH), tl.float32),)
+
+
+@triton.jit
+def zero_part(M: tl.constexpr, PART: tl.constexpr, VARIANT: tl.constexpr):
+    WIDTH: tl.constexpr = 2 * VARIANT.pair_ranges[PART].count
+    return tl.zeros((M, WIDTH), tl.float32)
 
 
 @triton.constexpr_function
@@ -432,11 +456,24 @@ def float_value_parts(parts, block_dv):
 @triton.jit
 def value_channels(VARIANT: tl.constexpr):
     """Returns a tuple with the channels of each part of a tile of v or of out."""
-    if float_value_parts(VARIANT.parts, VARIANT.block_dv) == 1:
+    if len(VARIANT.pair_ranges) > 0:
+        channels = ()
+        for part in tl.static_range(len(VARIANT.pair_ranges)):
+            channels += (part_value_channels(part, VARIANT),)
+        return channels
+    elif float_value_parts(VARIANT.parts, VARIANT.block_dv) == 1:
         return (tl.arange(0, VARIANT.block_dv),)
     else:
         HALF: tl.constexpr = VARIANT.block_dv // 2
         return tl.arange(0, HALF), tl.arange(0, HALF) + HALF
+
+
+@triton.jit
+def part_value_channels(PART: tl.constexpr, VARIANT: tl.constexpr):
+    """Returns the channels of the tile of v of one of VARIANT.pair_ranges."""
+    FIRST: tl.constexpr = 2 * VARIANT.pair_ranges[PART].first
+    WIDTH: tl.constexpr = 2 * VARIANT.pair_ranges[PART].count
+    return tl.arange(0, WIDTH) + FIRST
 
 
 @triton.jit
@@ -451,7 +488,7 @@ def load_cached_values(ptr, offsets, channels, VARIANT: tl.constexpr, dtype: tl.
     elif ptr.dtype.element_ty == tl.int8:
         return (as_type(load_values(ptr, offsets, channels[0], VARIANT), dtype),)
     else:
-        return load_parts(ptr, offsets, channels, VARIANT.head_dim_v, VARIANT.block_dv)
+        return load_value_parts(ptr, offsets, channels, VARIANT)
 
 
 @triton.jit

@@ -36,11 +36,32 @@ CASES = {  # target, scheme, lengths, options
         {},
         slow,
     ),
+    "rope-d320-bf16": (BF16, Rotary.rope(320), (50, 70), {}, ()),
+    "rerope-log-n-d384-fp16": (FP16, SCHEMES["rerope"](384).log_n(20), (70, 50), {"batch": 2}, ()),
+    "leaky-interleaved-d320-bf16": (BF16, Rotary.rope(320, interleaved=True).rectify(21, 4.0), (50, 70), {}, slow),
+    "hope-window-d384-bf16": (BF16, Rotary.hope(384, 100).local(30), (90,), {}, slow),
+    "none-two-sided-d320-bf16": (BF16, Rotary.none(320), (50, 70), {"causal": False}, slow),
+    "partial-behind-d320-fp16": (
+        FP16,
+        Rotary.rope(320, rotary_dim=64, first_channel=256).rectify(21),
+        (50,),
+        {"heads": 4},
+        slow,
+    ),
+    "self-extend-d384-bf16": (BF16, Rotary.rope(384).self_extend(48, 8), (90,), {}, slow),
+    "dual-chunk-d320-bf16": (BF16, Rotary.p_rope(320, 0.25).dual_chunk(160, 32), (40, 200), {}, slow),
+    "poisoned-d320-bf16": (BF16, Rotary.rope(320), (45,), {"layout": "poisoned", "heads": 4}, slow),
+    "rope-d320-fp32": (FP32, Rotary.rope(320), (40, 50), {}, slow),
+    "rerope-d328-bf16": (BF16, SCHEMES["rerope"](328), (50,), {}, slow),
     "d512-v64-bf16": (BF16, GEMMA.rectify(21), (50,), {"head_dim_v": 64}, slow),
     "d64-v512-fp16": (FP16, SCHEMES["rerope"](64), (50,), {"head_dim_v": 512}, slow),
     "d320-v264-bf16": (BF16, Rotary.rope(320), (50,), {"head_dim_v": 264}, slow),
     "atomic-p-rope-d512-bf16": (BF16, GEMMA, (50, 70), {"deterministic": False}, ()),
     "atomic-rerope-d264-fp16": (FP16, SCHEMES["rerope"](264), (50,), {"deterministic": False}, slow),
+    "atomic-rope-d320-bf16": (BF16, Rotary.rope(320), (50, 70), {"deterministic": False}, ()),
+    "atomic-leaky-d384-fp16": (FP16, SCHEMES["leaky"](384), (50,), {"deterministic": False, "heads": 4}, slow),
+    "atomic-interleaved-d328-bf16": (BF16, SCHEMES["rope_interleaved"](328), (70,), {"deterministic": False}, slow),
+    "atomic-rerope-d320-fp32": (FP32, SCHEMES["rerope"](320), (40,), {"deterministic": False}, slow),
     "atomic-rope-d512-fp32": (FP32, Rotary.rope(512), (40,), {"deterministic": False}, slow),
 }
 
@@ -65,22 +86,24 @@ def test_attention(machine, arch, case):
     assert machine.launches[-1].kernel == last
 
 
-@pytest.mark.parametrize("head_dim", [264, pytest.param(512, marks=slow)])
+@pytest.mark.parametrize("head_dim", [264, *(pytest.param(head_dim, marks=slow) for head_dim in (320, 384, 512))])
 def test_unaligned(machine, head_dim):
     """Rows at addresses that are only multiples of 2 bytes give the right results."""
     p = support.problem(BF16, SCHEMES["leaky"](head_dim), 50, seed=2)
     support.check(BF16, p.replace(**{name: odd(getattr(p, name)) for name in ("q", "k", "v", "grad_out")}))
 
 
-def test_packed(machine):
-    p = packing(BF16, GEMMA.rectify(21), [17, 0, 40], [17, 3, 52], seed=5)
+@pytest.mark.parametrize("head_dim", [320, 512])
+def test_packed(machine, head_dim):
+    p = packing(BF16, Rotary.p_rope(head_dim, 0.25, base=1e6).rectify(21), [17, 0, 40], [17, 3, 52], seed=5)
     p.check(p.run("triton"), torch.bfloat16)
 
 
 @slow
-def test_positions_and_sinks(machine):
+@pytest.mark.parametrize("rotary", [GEMMA, Rotary.rope(384)], ids=["d512", "d384"])
+def test_positions_and_sinks(machine, rotary):
     options = {"positions": torch.arange(45.0).flip(0)[None] * 3, "sinks": torch.tensor([0.5, -1.0])}
-    support.check(BF16, support.problem(BF16, GEMMA.log_n(20), 45, seed=6, **options))
+    support.check(BF16, support.problem(BF16, rotary.log_n(20), 45, seed=6, **options))
 
 
 @pytest.mark.parametrize("target", [BF16, pytest.param(FP32, marks=slow)], ids=str)

@@ -21,13 +21,14 @@ NAMED = SCHEMES | {
 WIDTHS = {  # schemes by width, so that every width and every scheme has a case
     264: ("rope_interleaved", "leaky"),
     320: ("p_rope", "hope_rerope_log_n"),
-    384: ("rope", "local", "behind"),
+    328: ("rerope", "none"),
+    384: ("rope", "local", "behind", "leaky", "rope_interleaved", "self_extend", "dual_chunk"),
     448: ("none", "string"),
     512: ("rope", "rerope", "p_rope", "p_rope_leaky_log_n", "hope_paper", "self_extend", "dual_chunk"),
 }
 INTERPRETED = {
-    torch.float32: ((320, "hope_rerope_log_n"), (512, "self_extend")),
-    torch.float16: ((264, "leaky"), (512, "rerope")),
+    torch.float32: ((320, "hope_rerope_log_n"), (328, "rerope"), (384, "rope_interleaved"), (512, "self_extend")),
+    torch.float16: ((264, "leaky"), (384, "behind"), (512, "rerope")),
 }
 CASES = [pytest.param(d, scheme, id=f"d{d}-{scheme}") for d, schemes in WIDTHS.items() for scheme in schemes]
 
@@ -52,6 +53,26 @@ def test_options(target, options):
     if options.get("positions"):
         options = {"positions": torch.arange(35.0, device=target.device).flip(0)[None] * 3}
     check(target, problem(target, GEMMA, 35, deterministic=False, heads=4, group=4, seed=3, **options))
+
+
+@pytest.mark.interpreted(lambda target, head_dim, scheme: head_dim == 320 and target.dtype == torch.float32)
+@pytest.mark.parametrize(("head_dim", "scheme"), [(320, "rerope"), (328, "rope_interleaved"), (384, "p_rope")])
+def test_atomic_gradients(target, head_dim, scheme):
+    """Sums of dQ of several tiles of a head stay apart."""
+    check(target, problem(target, NAMED[scheme](head_dim), 37, 53, batch=2, heads=4, deterministic=False, seed=7))
+
+
+@pytest.mark.parametrize("arch", [80, 86, 89, 90, 100, 120, "gfx942"])
+def test_tiles_of_a_head(arch):
+    """Heads of 257 to 384 channels have two tiles, except on targets where no such kernel was executed, and if v has
+    another head_dim."""
+    configs = pytest.importorskip("flashrope.triton_kernels.configs")
+    divided = arch not in (100, "gfx942")
+    for head_dim, widths in {264: (256, 64), 320: (256, 64), 328: (256, 128), 384: (256, 128)}.items():
+        assert configs.training_widths(arch, head_dim, head_dim) == (widths if divided else ())
+        assert head_dim <= sum(widths) < 512
+        assert configs.training_widths(arch, head_dim, 512) == configs.training_widths(arch, 512, head_dim) == ()
+    assert not any(configs.training_widths(arch, head_dim, head_dim) for head_dim in (64, 128, 256, 392, 448, 512))
 
 
 @pytest.mark.interpreted(lambda target: False)

@@ -68,6 +68,7 @@ class AppendLaunch:
             block_m=configs.APPEND_ROWS,
             head_dim_v=head_dim_v,
             block_dv=block_d(head_dim_v) if head_dim_v else 0,
+            padded_d=block_d(head_dim),
         )
         # The kernel addresses rows by slots and ignores leftpad. With leftpad, Triton would compile a second kernel.
         self._layout = layout if tables.leftpad is None else layout._replace(leftpad=None)

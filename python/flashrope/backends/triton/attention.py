@@ -13,7 +13,15 @@ from ...lowering.lowered import lower
 from ...lowering.parts import Part, copied_parts
 from ...rotary.scales import UNSCALED
 from ...triton_kernels import configs
-from ...triton_kernels.arguments import NO_CACHE, CuSeqlens, Result, Variant, banded_view, tensor_view
+from ...triton_kernels.arguments import (
+    NO_CACHE,
+    CuSeqlens,
+    Result,
+    Variant,
+    banded_view,
+    pair_ranges,
+    tensor_view,
+)
 from ...triton_kernels.backward import (
     attention_finish_grad_q,
     attention_grad_kv,
@@ -126,6 +134,7 @@ class AttentionPlan(Plan):
         super().__init__(q, call, call.cu_seqlens_q, *lengths, table, positions)
         self.cu_seqlens = CuSeqlens(call.cu_seqlens_q, call.cu_seqlens_k)
         self.vec = vector_size(q, k, v) if grad_out is None else vector_size(q, k, v, grad_out)
+        self.widths = configs.training_widths(self.capability, self.rotary.head_dim, self.head_dim_v)
         self.is_empty = q.numel() == 0 or k.numel() == 0 or not self.num_bands
 
     def rotate_keys(self, k, rotated_k) -> None:
@@ -264,7 +273,7 @@ class AttentionPlan(Plan):
         float32 (band, head, row of the statistics, channel)."""
         tile, variant = self._grad_kv_tile("grad_qkv")
         rows = inputs.statistics.shape[1]
-        sums = inputs.statistics.new_zeros(self.num_bands, self.heads_q, rows, variant.block_d)
+        sums = inputs.statistics.new_zeros(self.num_bands, self.heads_q, rows, variant.padded_d)
         grads = (grad_k, grad_v, sums, None)
         if floats := configs.red_floats(self.capability, self.itemsize):
             with_red, arguments = variant._replace(red_floats=floats), self._arguments(inputs, grads, self.max_seqlen_k)
@@ -284,7 +293,7 @@ class AttentionPlan(Plan):
     def finish_grad_q(self, sums: torch.Tensor, summed: Variant, grad_q) -> None:
         """Fills dQ from its sums. sums, summed: the results of ``grad_kv_and_sums``."""
         rows, heads = configs.ROTATE_ROWS, configs.ROTATE_HEADS
-        variant = variant_of(self.rotary, self.vec, self.num_bands, 0, 0, rows)
+        variant = self._in_ranges(variant_of(self.rotary, self.vec, self.num_bands, 0, 0, rows))
         launcher.launch(
             attention_finish_grad_q,
             (cdiv(self.max_seqlen_q, rows) * self.batch, cdiv(self.heads_q, heads)),
@@ -331,9 +340,15 @@ class AttentionPlan(Plan):
 
     def _tile(self, direction: str):
         """Returns the tile and the variant of a kernel."""
-        tile = self.tile(direction, block_dv=block_d(self.head_dim_v))
-        variant = self._variant(self.num_bands, 0, 0, tile.block_m, tile.block_n)
+        tile = self.tile(direction, block_dv=block_d(self.head_dim_v), widths=self.widths)
+        variant = self._in_ranges(self._variant(self.num_bands, 0, 0, tile.block_m, tile.block_n))
         return tile, variant._replace(channels=self.channels)
+
+    def _in_ranges(self, variant: Variant) -> Variant:
+        """Returns the variant of a kernel that divides the head into tiles of ``configs.training_widths``."""
+        if not self.widths:
+            return variant
+        return variant._replace(padded_d=sum(self.widths), pair_ranges=pair_ranges(self.widths))
 
     def _variant(self, *fields: int) -> Variant:
         return variant_of(self.rotary, self.vec, *fields, head_dim_v=self.head_dim_v)

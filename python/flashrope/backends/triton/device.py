@@ -66,6 +66,7 @@ def variant_of(
     return variant._replace(
         head_dim_v=head_dim_v,
         block_dv=block_d(head_dim_v),
+        padded_d=variant.block_d,
         aligned_maps=aligned_maps,
         rotated_keys=rotated_keys,
         code_vec=code_vec,

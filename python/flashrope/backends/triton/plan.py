@@ -43,9 +43,11 @@ class Plan:
         self.max_seqlen_q, self.heads_kv, self.keys = max_seqlen_q, heads_kv, keys
         self.capability, self.itemsize = compute_capability(q.device), q.dtype.itemsize
 
-    def tile(self, direction: str, cache: str = "", block_dv: int = 0) -> Tile:
-        """Returns the tile of a launch, from ``tiles.choose``."""
+    def tile(self, direction: str, cache: str = "", block_dv: int = 0, widths: tuple[int, ...] = ()) -> Tile:
+        """Returns the tile of a launch, from ``tiles.choose``. widths: from ``configs.training_widths``."""
         device, block_d, grouped = self.table.device, 2 * self.table.shape[-1], self.heads_q > self.heads_kv
+        if widths:
+            block_d = block_dv = sum(widths)
         fields = (block_d, self.itemsize, self.num_bands, self.keys, grouped, cache, block_dv)
         return tiles.choose(direction, device, self.capability, *fields)
 
@@ -65,7 +67,7 @@ class Plan:
         bounds of sequences. rows_k: the argument seqlen_k of ``forward.py``, or rows_copied of ``chunks.py``: the rows
         per sequence of the copied keys."""
         parts = configs.forward_parts(tile, variant.block_d, variant.block_dv, self.itemsize)
-        variant = variant._replace(parts=1 if variant.code_vec else parts)
+        variant = variant._replace(parts=1 if variant.code_vec or variant.pair_ranges else parts)
         launcher.launch(
             kernel,
             (cdiv(self.max_seqlen_q, tile.block_m) * self.batch * self.heads_q,),
