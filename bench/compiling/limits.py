@@ -248,6 +248,27 @@ PIECES = (
     ),
 )
 
+# Spill limits of training with 257 to 384 channels, whose heads have two tiles. All spills are outside the tile loops.
+# {(scheme, architecture, head_dim): spilled bytes of forward, dK and dV, dQ}. The default's pass of dK, dV and dQ is in
+# the column of dK and dV.
+TILES_OF_A_HEAD = tuple(
+    SpillLimit(spill, kernel, arch, head_dim=head_dim, scheme=scheme, triton="3.6.")
+    for (scheme, arch, head_dim), spills in {
+        ("rope", 80, 320): (0, 0, 0),
+        ("rope", 80, 384): (0, 40, 0),
+        ("rerope", 80, 320): (0, 140, 0),
+        ("rerope", 80, 384): (108, 300, 112),
+        ("rope atomic", 80, 320): (0, 0, 0),
+        ("rope atomic", 80, 384): (0, 0, 0),
+        ("rerope atomic", 80, 320): (0, 168, 0),
+        ("rerope atomic", 80, 384): (108, 224, 0),
+        ("rope", 86, 320): (0, 0, 0),
+        ("rerope", 86, 384): (88, 32, 0),
+        ("rope atomic", 86, 384): (0, 12, 0),
+    }.items()
+    for kernel, spill in zip(("attention_forward", "attention_grad_kv", "attention_grad_q"), spills, strict=True)
+)
+
 # The first match decides. Kernels with one and two bands in 16-bit types, at head_dim 64 and 128 on sm_80 and sm_90,
 # are always limited, never only listed.
 SPILL_LIMITS = (
@@ -261,6 +282,7 @@ SPILL_LIMITS = (
     *(SpillLimit(0, scheme=scheme.name, triton="3.6.") for scheme in VALUES),
     SpillLimit(0, "attention_forward", 90, head_dim=256, scheme="rope", triton="3.6."),
     SpillLimit(0, "attention_forward", scheme=UNALIGNED.name, triton="3.6."),
+    *TILES_OF_A_HEAD,
     listed(above=128),  # the accumulators of most tiles of 256 channels do not fit in 255 registers
     *(listed(head_dim=head_dim) for head_dim in (32, 96)),
     *(listed(scheme=scheme.name) for scheme in VARIANTS),
@@ -360,6 +382,18 @@ for _scheme, _limits in zip(PARTS, ((30, 22, 15, 14), (34, 24, 17, 15)), strict=
         for arch in (80, 90)
         for head_dim, limit in zip((64, 128, 256, 512), _limits, strict=True)
     }
+# Heads of 257 to 384 channels, sm_80.
+for _kernel, _scheme, _limits in (
+    ("attention_forward", "rope", (5.9, 5.5)),
+    ("attention_forward", "rerope", (5.7, 5.3)),
+    ("attention_grad_kv", "rope", (4.2, 4)),
+    ("attention_grad_kv", "rerope", (4.2, 4)),
+    ("attention_grad_kv", "rope atomic", (4.9, 4.5)),
+    ("attention_grad_kv", "rerope atomic", (4.8, 4.4)),
+    ("attention_grad_q", "rope", (3.1, 3)),
+    ("attention_grad_q", "rerope", (3.1, 3)),
+):
+    INSTRUCTION_LIMITS[_kernel, _scheme] |= dict(zip(((80, 320), (80, 384)), _limits, strict=True))
 # Instruction limits for quantized caches under Triton 3.6. Later versions stay below them, except the rows in NEWER.
 CODE_INSTRUCTIONS = {
     ("attention_chunks", "rope contiguous chunk int8"): {(80, 128): 16.6, (90, 128): 83},
