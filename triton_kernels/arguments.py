@@ -227,6 +227,8 @@ class Variant(NamedTuple):
     first_value: the first channel of the keys that is a value, if values are channels of the keys and the decode kernel
         takes them from the tile of keys. -1: values are loaded.
     shares: programs of the decode kernel take equal shares of the keys of all sequences, not splits of each sequence.
+    key_groups: the number of groups into which the decode kernel divides the keys of a tile. Each group has a softmax
+        of its own. With as many groups as warps, warps do not wait for each other between their products.
     """
 
     head_dim: int
@@ -256,6 +258,7 @@ class Variant(NamedTuple):
     shares: bool = False
     padded_d: int = 0
     pair_ranges: tuple = ()
+    key_groups: int = 1
 
 
 def pair_ranges(widths: tuple[int, ...]) -> tuple[PairRange, ...]:

@@ -257,6 +257,8 @@ SHARE_WARPS = 1  # a program of plan_shares adds up the lengths of 32 sequences 
 # with splits. The families that are not in SHARE_FAMILIES have shared memory for only two blocks.
 SHARE_DIMS, SHARE_REGISTERS = (64, 128), {4: 168}
 SHARE_FAMILIES = ("sm80", "sm90", "sm100")
+# Decoding with groups of keys (key_groups below), for schemes with several bands. GROUPED: (block_d, shares).
+GROUPED_FAMILY, GROUPED = "sm80", ((64, True), (64, False), (128, False))
 SMALLEST_TILE = 16  # the smallest number of keys in a product, and of rows in a page
 EXPLICIT_ROWS, EXPLICIT_ENTRIES, EXPLICIT_WARPS = 16, 64, 4  # queries of a program, block-table entries per step, warps
 # Where every key needs its own cos and sin (stored positions, or maps over pages), heads with at least EXPLICIT_PAIRS
@@ -284,6 +286,18 @@ def share_options(
     if limited and tile.num_warps in SHARE_REGISTERS:
         return tile.options | {"maxnreg": SHARE_REGISTERS[tile.num_warps]}
     return tile.options
+
+
+def key_groups(tile: Tile, capability: int | str, block_d: int, itemsize: int, num_bands: int, shares: bool) -> int:
+    """Returns ``Variant.key_groups`` for keys that the decode kernel loads in 16 bits and as whole heads.
+
+    With one group, all warps of a block share the softmax of a tile, so they wait for each other several times per
+    tile. With as many groups as warps they do not. Every warp then takes the smallest tile of keys. docs/tuning.md says
+    what groups gain, and why other calls have one group. block_d: the larger one of keys and values.
+    """
+    fits = tile.block_m == SMALLEST_TILE and tile.block_n == SMALLEST_TILE * tile.num_warps
+    gains = family(capability) == GROUPED_FAMILY and num_bands > 1 and (block_d, shares) in GROUPED
+    return tile.num_warps if itemsize == 2 and fits and gains else 1
 
 
 def row_options(num_warps: int, block_d: int) -> dict[str, int | bool]:

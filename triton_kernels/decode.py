@@ -63,7 +63,15 @@ from .rotation import (
     rotate,
 )
 from .shares import PIECE_FIELDS, SHARE_FIELDS, WHOLE
-from .softmax import SoftmaxState, add_values, log2_scale, online_softmax, start_softmax
+from .softmax import (
+    SoftmaxState,
+    add_values,
+    log2_scale,
+    merge_groups,
+    online_softmax,
+    start_group_softmax,
+    start_softmax,
+)
 from .stored_positions import as_float
 from .tiles import (
     TileRows,
@@ -71,7 +79,6 @@ from .tiles import (
     find_cached_sequence,
     float_value_parts,
     head_view,
-    is_visible,
     key_tiles,
     load_band,
     load_cached_values,
@@ -79,6 +86,7 @@ from .tiles import (
     load_values,
     page_offsets,
     row_program,
+    sees_columns,
     sequence_rows,
     value_channels,
     visible_keys,
@@ -222,7 +230,8 @@ class CachedKeys(NamedTuple):
 
 @triton.jit
 def part_scores(queries, keys, VARIANT: tl.constexpr):
-    """Returns the products of queries and keys, float32 [BM, BN]. Both are tuples of tiles with the same channels."""
+    """Returns the products of queries and keys, float32 [BM, BN], or [G, BM, BN / G] with G groups of keys. Both are
+    tuples of tiles with the same channels."""
     if VARIANT.block_d < 32:  # a tensor core takes at least 16 channels
         q, k = join_pairs(queries[0], queries[1], VARIANT), join_pairs(keys[0], keys[1], VARIANT)
         return tl.dot(q, tl.trans(hide_codes(k) if VARIANT.code_vec > 0 else k), input_precision="ieee")
@@ -323,6 +332,24 @@ def load_query_channels(q, offsets, position, band, keys, scale, ROTATE_K: tl.co
 
 
 @triton.jit
+def repeat_queries(tiles, VARIANT: tl.constexpr):
+    """Returns tiles of queries [BM, N] once for every group of keys, [G, BM, N]."""
+    repeated = ()
+    for part in tl.static_range(len(tiles)):
+        repeated += (repeat_tile(tiles[part], VARIANT),)
+    return repeated
+
+
+@triton.jit
+def repeat_tile(tile, VARIANT: tl.constexpr):
+    """Returns a tile [M, N] once for every group of keys, [G, M, N]."""
+    GROUPS: tl.constexpr = VARIANT.key_groups
+    M: tl.constexpr = tile.shape[0]
+    N: tl.constexpr = tile.shape[1]
+    return tl.broadcast_to(tile[None, :, :], (GROUPS, M, N))
+
+
+@triton.jit
 def rotate_queries(
     q,
     offsets,
@@ -354,6 +381,8 @@ def rotate_queries(
         visible = visible_keys(rows.position, band, keys.length, scheme.maps)
     else:
         visible = explicit_keys(rows.position, column, band, keys.cache, token, scheme.maps, VARIANT)
+    if VARIANT.key_groups > 1:
+        tiles = repeat_queries(tiles, VARIANT)
     if PARTS > 1:
         tile = join_hidden(tiles[0], tiles[1], keys.length > 0, VARIANT)
         return BandQueries(split_columns(tile, PARTS), visible, log2_scale(scheme.score_scale))
@@ -383,16 +412,28 @@ def own_blocks(blocks, own):
 
 
 @triton.jit
+def block_keys(VARIANT: tl.constexpr):
+    """Returns the numbers 0 to BN - 1 of the keys of a block in the shape of the block's keys, [BN]. With G groups of
+    keys the shape is [G, BN / G], and group g has BN / G consecutive keys."""
+    if VARIANT.key_groups == 1:
+        return tl.arange(0, VARIANT.block_n)
+    else:
+        GROUP: tl.constexpr = VARIANT.block_n // VARIANT.key_groups
+        return tl.arange(0, VARIANT.key_groups)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+
+
+@triton.jit
 def block_slots(keys, column, VARIANT: tl.constexpr):
-    """Returns the slots [BN] of the block of keys that starts at `column`. Beyond the last key they repeat its slot."""
-    slot = keys.first_slot + column + clamp_rows(tl.arange(0, VARIANT.block_n), keys.length - column)
+    """Returns the slots of the block of keys that starts at `column`, in the shape of block_keys. Beyond the last key
+    they repeat its slot."""
+    slot = keys.first_slot + column + clamp_rows(block_keys(VARIANT), keys.length - column)
     return tl.maximum(slot, 0)  # negative if there are no keys
 
 
 @triton.jit
 def load_block_pages(keys, column, VARIANT: tl.constexpr):
-    """Returns the pages of the block of keys that starts at `column`, int32 [BN], or one page if every block lies in
-    one page."""
+    """Returns the pages of the block of keys that starts at `column`, int32 in the shape of block_keys, or one page if
+    every block lies in one page."""
     if keys.cache.leftpad is None and VARIANT.page_size > 0 and VARIANT.page_size % VARIANT.block_n == 0:
         slots = tl.maximum(tl.minimum(column, keys.length - 1), 0)
     else:
@@ -409,12 +450,12 @@ def load_block_entries(keys, column, VARIANT: tl.constexpr):
 
 @triton.jit
 def key_cos_sin(keys, rotation, k_map, column, FIRST: tl.constexpr, COUNT: tl.constexpr, VARIANT: tl.constexpr):
-    """Returns cos and sin [BN, COUNT] of pairs FIRST to FIRST + COUNT - 1, for the block of keys that starts at
+    """Returns cos and sin [..., COUNT] of pairs FIRST to FIRST + COUNT - 1, for the block of keys that starts at
     `column`. k_map: the TileMap of the band's keys if VARIANT.aligned_maps, else None."""
     if VARIANT.aligned_maps:
         return load_cos_sin_from(keys.table, rotation, mapped_start(k_map, column), k_map.index, FIRST, COUNT, VARIANT)
     else:
-        rows = TileRows(tl.arange(0, VARIANT.block_n), column + keys.shift, column, keys.length)
+        rows = TileRows(block_keys(VARIANT), column + keys.shift, column, keys.length)
         return load_cos_sin(keys.table, rotation, rows, FIRST, COUNT, VARIANT)
 
 
@@ -538,7 +579,7 @@ def attend_block(
     # Every block is masked, not only edge blocks. A block in which a row sees no key changes no bit of the row's
     # result.
     if places is None:
-        visible = is_visible(queries.visible, column, VARIANT.block_n)
+        visible = sees_columns(queries.visible, column, tl.expand_dims(block_keys(VARIANT), -2))
     else:
         visible = sees(queries.visible, places, column, keys.table.maps, VARIANT)
     weights, state = online_softmax(state, scores, queries.scale_log2, visible)
@@ -611,6 +652,8 @@ def attend_blocks(
     )
     if VARIANT.first_value >= 0:
         state = start_shared_softmax(VARIANT)
+    elif VARIANT.key_groups > 1:
+        state = start_group_softmax(VARIANT.key_groups, VARIANT.block_m, VARIANT.block_dv)
     else:
         state = start_softmax(VARIANT.block_m, VARIANT.block_dv, V_PARTS)
     NUM_BANDS: tl.constexpr = VARIANT.num_bands
@@ -631,7 +674,7 @@ def attend_blocks(
             1 if (VARIANT.rotated_bands >> b) & 1 else K_PARTS,
             VARIANT,
         )
-        k_map = load_tile_map(scheme.maps, band.k_rotation, VARIANT.block_n) if VARIANT.aligned_maps else None
+        k_map = load_tile_map(scheme.maps, band.k_rotation, block_keys(VARIANT)) if VARIANT.aligned_maps else None
         if token is None:
             blocks = key_tiles(band, first_q, last_q, seq.length_k, VARIANT.block_n, scheme.maps)
         else:
@@ -663,6 +706,8 @@ def attend_blocks(
             pages = next_pages
             if token is not None:
                 entries = next_entries
+    if VARIANT.key_groups > 1:
+        state = merge_groups(state)
     return state, rows
 
 

@@ -326,7 +326,8 @@ def mapped_rows(maps, rotation, rows):
 
 
 class TileMap(NamedTuple):
-    """A RowMap for tiles of N keys. chunk, group: as in RowMap. index [N]: n // group for key n of the tile."""
+    """A RowMap for tiles of keys. chunk, group: as in RowMap. index: n // group for key n of the tile, in the shape of
+    the tile's keys."""
 
     chunk: object
     group: object
@@ -334,11 +335,12 @@ class TileMap(NamedTuple):
 
 
 @triton.jit
-def load_tile_map(maps, rotation, N: tl.constexpr):
-    """Returns the TileMap of a rotation. VARIANT.aligned_maps must hold. Call it before the loop over tiles: the
+def load_tile_map(maps, rotation, keys):
+    """Returns the TileMap of a rotation for the `keys` of a tile, numbered from 0. VARIANT.aligned_maps must hold. Call
+    it before the loop over tiles: the
     division is then outside the loop, and the compiler can also load the cos and sin of `index` there."""
     group = tl.load(maps + ROW_MAP_FIELDS * rotation + 1)
-    return TileMap(tl.load(maps + ROW_MAP_FIELDS * rotation), group, tl.arange(0, N) // group)
+    return TileMap(tl.load(maps + ROW_MAP_FIELDS * rotation), group, keys // group)
 
 
 @triton.jit
@@ -386,7 +388,7 @@ def load_cos_sin_from(table, rotation, start, index, FIRST: tl.constexpr, COUNT:
     D: tl.constexpr = VARIANT.block_d
     ptr = table_columns(table, rotation, FIRST, COUNT, D)
     start_cos, start_sin = load_start(ptr, start, VARIANT)
-    at = ptr[None, :] + index[:, None] * D
+    at = ptr[None, :] + tl.expand_dims(index, -1) * D
     return add_angles(tl.load(at), tl.load(at + D // 2), start_cos[None, :], start_sin[None, :])
 
 

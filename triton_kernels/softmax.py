@@ -19,6 +19,8 @@ class SoftmaxState(NamedTuple):
     acc: the sum of weights @ V, in one, two or four parts of the channels. Each part is float32 [BM, DV / parts].
     row_max: the largest score so far [BM], in log2 units.
     row_sum: the sum of the weights [BM].
+
+    In the decode kernel every field has a first dimension of VARIANT.key_groups if there are several groups of keys.
     """
 
     acc: object
@@ -28,6 +30,7 @@ class SoftmaxState(NamedTuple):
 
 @triton.jit
 def start_softmax(BLOCK_M: tl.constexpr, DV: tl.constexpr, PARTS: tl.constexpr = 1):
+    """Returns the SoftmaxState before the first tile of keys."""
     part = tl.zeros((BLOCK_M, DV // PARTS), tl.float32)
     acc = (part,) * PARTS
     row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
@@ -44,10 +47,10 @@ def log2_scale(score_scale):
 
 @triton.jit
 def scale_rows(parts, factor):
-    """Multiplies every part [BM, D] by factor [BM]."""
+    """Multiplies every part [..., BM, D] by factor [..., BM]."""
     scaled = ()
     for part in tl.static_range(len(parts)):
-        scaled += (parts[part] * factor[:, None],)
+        scaled += (parts[part] * tl.expand_dims(factor, -1),)
     return scaled
 
 
@@ -57,17 +60,17 @@ def online_softmax(state, scores, scale_log2, visible):
     state's acc, with add_values.
 
     scores: products q @ k [BM, BN], not yet scaled. visible: [BM, BN], or None if all keys are visible. scale_log2 > 0:
-    from log2_scale.
+    from log2_scale. With groups of keys, tiles are [G, BM, BN / G].
     """
     if visible is not None:
         scores = tl.where(visible, scores, float("-inf"))
-    new_max = tl.maximum(state.row_max, tl.max(scores, 1) * scale_log2)
+    new_max = tl.maximum(state.row_max, tl.max(scores, len(scores.shape) - 1) * scale_log2)
     finite_max = new_max
     if visible is not None:
         finite_max = tl.where(new_max == float("-inf"), 0.0, new_max)  # a row that has seen no key yet
-    weights = tl.exp2(scores * scale_log2 - finite_max[:, None])
+    weights = tl.exp2(scores * scale_log2 - tl.expand_dims(finite_max, -1))
     rescale = tl.exp2(state.row_max - finite_max)
-    row_sum = state.row_sum * rescale + tl.sum(weights, 1)
+    row_sum = state.row_sum * rescale + tl.sum(weights, len(weights.shape) - 1)
     return weights, SoftmaxState(scale_rows(state.acc, rescale), new_max, row_sum)
 
 
@@ -79,6 +82,26 @@ def add_values(state, weights, v):
     for part in tl.static_range(len(v)):
         acc += (tl.dot(weights, v[part], state.acc[part], input_precision="ieee"),)
     return SoftmaxState(acc, state.row_max, state.row_sum)
+
+
+@triton.jit
+def start_group_softmax(GROUPS: tl.constexpr, BLOCK_M: tl.constexpr, DV: tl.constexpr):
+    """Returns the SoftmaxState of GROUPS groups of keys before their first keys."""
+    acc = (tl.zeros((GROUPS, BLOCK_M, DV), tl.float32),)
+    row_max = tl.full((GROUPS, BLOCK_M), float("-inf"), tl.float32)
+    return SoftmaxState(acc, row_max, tl.zeros((GROUPS, BLOCK_M), tl.float32))
+
+
+@triton.jit
+def merge_groups(state):
+    """Merges the states of groups of keys, whose first dimension numbers the groups, into one SoftmaxState."""
+    row_max = tl.max(state.row_max, 0)
+    finite_max = tl.where(row_max == float("-inf"), 0.0, row_max)  # a row that has seen no key
+    rescale = tl.exp2(state.row_max - finite_max[None, :])  # [G, BM]
+    acc = ()
+    for part in tl.static_range(len(state.acc)):
+        acc += (tl.sum(state.acc[part] * rescale[:, :, None], 0),)
+    return SoftmaxState(acc, row_max, tl.sum(state.row_sum * rescale, 0))
 
 
 @triton.jit

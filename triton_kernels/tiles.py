@@ -199,7 +199,13 @@ def band_unit(maps):
 def is_visible(visible, first, BLOCK: tl.constexpr):
     """Returns whether each of M rows sees each of the columns `first` to `first` + BLOCK - 1 of the other side,
     [M, BLOCK]."""
-    columns = tl.arange(0, BLOCK)[None, :]
+    return sees_columns(visible, first, tl.arange(0, BLOCK)[None, :])
+
+
+@triton.jit
+def sees_columns(visible, first, columns):
+    """Returns whether each of M rows sees each of the columns first + columns of the other side. columns: [1, N], or
+    [G, 1, N] for G groups."""
     return (columns >= (visible.first - first)[:, None]) & (columns < (visible.stop - first)[:, None])
 
 
@@ -387,8 +393,8 @@ def tile_offsets(rows, view):
 
 @triton.jit
 def page_offsets(page, row, view):
-    """Returns the offsets [M, 1] of rows in a cache, int64."""
-    return (page * view.stride_batch + row * view.stride_row)[:, None]
+    """Returns the offsets [..., 1] of rows [...] in a cache, int64."""
+    return tl.expand_dims(page * view.stride_batch + row * view.stride_row, -1)
 
 
 @triton.jit

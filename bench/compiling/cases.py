@@ -87,7 +87,7 @@ def with_splits(scheme: Scheme) -> Scheme:
     return dataclasses.replace(scheme, name=f"{scheme.name} splits", num_splits=4)
 
 
-SPLITS = tuple(with_splits(DECODE[n]) for n in (0, 3))
+SPLITS = tuple(with_splits(DECODE[n]) for n in (0, 3, 1))
 WIDE = Scheme("rerope wide", TWO_BANDS.rotary, cache="paged", seqlen_q=16)  # 16 queries, as in speculative decoding
 CHUNKS = tuple(
     Scheme(f"{scheme.name} {cache} chunk", scheme.rotary, cache=cache, seqlen_q=512)
@@ -289,7 +289,7 @@ def _main_cases(quick: bool) -> list[Case]:
         return [Case(arch, head_dim, dtype, scheme) for arch in archs for head_dim in head_dims for scheme in schemes]
 
     main = grid((80, 90), (64, 128), "bf16", ONE_BAND, TWO_BANDS, *SEVEN, *ATOMIC, *DECODE, *CHUNKS)
-    main += grid((80, 90), (128,), "bf16", *SPLITS)
+    main += grid((80, 90), (128,), "bf16", *SPLITS[:2])
     if quick:
         return main + grid((80, 90), (128,), "bf16", *QUANTIZED)
     wide = grid((80, 90), (256,), "bf16", ONE_BAND) + grid((80,), (256,), "bf16", TWO_BANDS)
@@ -306,7 +306,8 @@ def _main_cases(quick: bool) -> list[Case]:
     small_shared += grid((86,), (64, 128, 256), "bf16", TRAINED, TRAINED_BANDS)
     cache = grid((80, 90), (64, 128), "bf16", WIDE) + grid((80, 90), (96, 256), "bf16", DECODE[0], DECODE[-1])
     cache += (
-        grid((80,), (128,), "bf16", PARTIAL)
+        grid((80,), (128,), "bf16", PARTIAL, SPLITS[2])
+        + grid((80,), (64,), "bf16", *SPLITS[1:])
         + grid((80,), (128,), "fp32", DECODE[-1])
         + grid((86,), (64, 128), "bf16", DECODE[-1], CHUNKS[-1])
         + grid((80, 86, 90), (256,), "bf16", *CHUNKS[2:])

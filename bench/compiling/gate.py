@@ -12,6 +12,7 @@ kernel
 - spills more than ``limits.SPILL_LIMITS`` allows in its tile loops or in total,
 - needs more shared memory than a block of its architecture can have,
 - takes more instructions per tensor-core instruction than ``limits.INSTRUCTION_LIMITS`` allows,
+- has more barriers in the hot loop than ``limits.GROUP_BARRIERS`` allows, if each warp has keys of its own,
 - reads keys and values in pieces of less than 16 bytes,
 - accumulates dQ with the PTX instruction ``red`` although several threads hold the same element, or
 - reads keys and values of a paged cache into fewer than two slots of shared memory, so that nothing is prefetched. One
@@ -40,7 +41,7 @@ from .. import machine
 from . import amdgcn, predict
 from .architectures import ALL, AMD, MULTIPROCESSORS, SHARED, name_of, parse
 from .cases import DTYPES, ORDER, PLACED_MAPS, Case, cases
-from .limits import max_instructions, spill_limit
+from .limits import GROUP_BARRIERS, max_instructions, spill_limit
 from .offline import Launch, Measured, compile_all, missing_tools
 from .table import print_table
 
@@ -179,6 +180,10 @@ class Row:
         slots = self.result.slots or 0
         if self.prefetches_pages and slots < self.needed_slots:
             found.append(f"{slots} slots for keys and values of a paged cache, at least {self.needed_slots} needed")
+        if self.kernel == "attention_decode" and self.launch.kwargs["VARIANT"].key_groups > 1:
+            barriers, most = loop.get("barrier", 0), GROUP_BARRIERS[not self.rotates_no_keys]
+            if barriers > most:
+                found.append(f"{barriers} barriers in the hot loop with groups of keys, the limit is {most}")
         allowed = max_instructions(self.kernel, first)
         if allowed is not None and loop["total"] > allowed * loop["mma"]:
             ratio = loop["total"] / loop["mma"]

@@ -215,6 +215,13 @@ OTHERS = (
 PARTS_SPILLS = {64: {100: 32}, 256: {80: 72, 90: 28, 100: 68}, 512: {80: 84, 86: 24, 89: 24, 90: 32, 100: 12, 120: 24}}
 PIECES = (
     SpillLimit(20, "attention_decode", 90, head_dim=128, scheme=SPLITS[1].name, triton="3.9"),
+    # With groups of keys, a program spills what it needs outside its loops. Under 3.9 one case also spills in its
+    # loops.
+    SpillLimit(
+        124, "attention_decode", 80, head_dim=128, scheme=SPLITS[2].name, triton="3.9", in_loops=32, in_hot_loop=1
+    ),
+    SpillLimit(100, "attention_decode", 80, head_dim=128, scheme=SPLITS[2].name),
+    SpillLimit(56, "attention_decode", 80, head_dim=128, scheme=SPLITS[1].name),
     *(SpillLimit(0, scheme=scheme.name) for scheme in SPLITS),
     *(
         SpillLimit(spill, "attention_decode", arch, head_dim=head_dim, scheme=scheme.name)
@@ -394,6 +401,9 @@ for _kernel, _scheme, _limits in (
     ("attention_grad_q", "rerope", (3.1, 3)),
 ):
     INSTRUCTION_LIMITS[_kernel, _scheme] |= dict(zip(((80, 320), (80, 384)), _limits, strict=True))
+# Barriers in the hot loop of a decode kernel in which each warp has a group of keys, by whether the loop rotates keys.
+# Without groups the loop has 9 or 13.
+GROUP_BARRIERS = {False: 2, True: 5}
 # Instruction limits for quantized caches under Triton 3.6. Later versions stay below them, except the rows in NEWER.
 CODE_INSTRUCTIONS = {
     ("attention_chunks", "rope contiguous chunk int8"): {(80, 128): 16.6, (90, 128): 83},

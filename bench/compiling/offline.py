@@ -208,9 +208,11 @@ def measure(compiled) -> Measured | amdgcn.Measured:
 
 
 def slots(ttgir: str) -> int | None:
-    """Returns how many tiles [M, N] the smallest buffer of a tile loop holds, or None if there are no such buffers. In
-    Triton's GPU IR such a buffer is an allocation of shape (slots, M, N) without an initial value."""
-    return min(map(int, re.findall(r"local_alloc\s*: \(\) -> !ttg\.memdesc<(\d+)x\d+x\d+x", ttgir)), default=None)
+    """Returns how many tiles [M, N] or [G, M, N] the smallest buffer of a tile loop holds, or None if there are no such
+    buffers. In Triton's GPU IR such a buffer is an allocation of shape (slots, M, N) or (slots, G, M, N) without an
+    initial value."""
+    buffers = re.findall(r"local_alloc\s*: \(\) -> !ttg\.memdesc<(\d+)(?:x\d+){2,3}x[a-z]", ttgir)
+    return min(map(int, buffers), default=None)
 
 
 def cubin_usage(cubin: bytes) -> tuple[int, int]:

@@ -152,14 +152,14 @@ def test_launches_with_equal_specialisation_share_a_key(compiled):
 CASE = cases.Case(80, 128, "bf16", cases.ONE_BAND)
 
 
-def row(kernel="attention_forward", case=CASE, measured=None, **figures):
+def row(kernel="attention_forward", case=CASE, measured=None, groups=1, **figures):
     if measured is None:
         defaults = {"registers": 128, "spill_stores": 0, "spill_loads": 0, "shared": 0, "warps": 4, "stages": 2}
         measured = Measured(**(defaults | {"loop": None} | figures))
     launch = SimpleNamespace(
         kernel=SimpleNamespace(__name__=kernel),
         arch=case.arch,
-        kwargs={"VARIANT": SimpleNamespace(block_n=64)},
+        kwargs={"VARIANT": SimpleNamespace(block_n=64, key_groups=groups)},
         stores_scores=False,
     )
     return gate.Row(launch, [case], measured)
@@ -336,6 +336,20 @@ def test_keys_and_values_are_read_once_in_vectors(cache, wide, narrow, passes):
         reading = row(kernel, cases.Case(80, 128, "bf16", scheme), warps=8, loop=loop, slots=2)
         assert reading.figures()["16 B loads"] == str(wide)
         assert (reading.violations() == []) == passes
+
+
+@pytest.mark.parametrize(
+    ("scheme", "most"), [("rerope contiguous", 2), ("rerope contiguous splits", 2), ("self-extend paged", 5)]
+)
+def test_groups_of_keys_do_not_wait_for_each_other(scheme, most):
+    every = (*cases.DECODE, *cases.SPLITS, *cases.MAPS_DECODE)
+    case = cases.Case(80, 128, "bf16", next(each for each in every if each.name == scheme))
+    loop = {"mma": 16, "total": 200, "global": 16, "global 16 B": 16, "barrier": most}
+    assert not row("attention_decode", case, warps=4, loop=loop, slots=2, groups=4).violations()
+    loop["barrier"] += 1
+    assert not row("attention_decode", case, warps=4, loop=loop, slots=2).violations()
+    (found,) = row("attention_decode", case, warps=4, loop=loop, slots=2, groups=4).violations()
+    assert found.endswith(f"{most + 1} barriers in the hot loop with groups of keys, the limit is {most}")
 
 
 @pytest.mark.parametrize("kernel", ["attention_decode", "attention_chunks"])

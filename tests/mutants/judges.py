@@ -22,7 +22,7 @@ BACKWARD = [
 ]
 DECODE = [
     "tests/caches/test_decode.py::test_rows_before_the_first_key_that_see_keys_ahead"
-    " tests/kernels/test_decode_triton.py tests/caches/test_decode.py -k triton",
+    " tests/caches/test_key_groups.py tests/kernels/test_decode_triton.py tests/caches/test_decode.py -k triton",
     "tests/caches/test_decode.py tests/caches/test_quantized.py -k triton",
     "tests/caches/test_cached_positions.py tests/caches/test_rotated_keys.py -k triton",
 ]

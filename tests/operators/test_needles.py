@@ -15,7 +15,8 @@ def match(p, i, distance):
     cos, sin = (x.float() for x in cos_sin(p.rotary, torch.tensor(float(distance))))
     q = p.q[0, i, 0].float().cpu()
     first, second = q.chunk(2)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin)) * (48 / q.square().sum())
+    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin))
+    return rotated * (12 * len(q) ** 0.5 / q.square().sum())
 
 
 def needle(target, rotary, distance, causal=True, seqlen=70):

@@ -360,6 +360,12 @@ class CachePlan(Plan):
         several = self.batch > 1 and self.capacity > tile.block_n and not self.call.num_splits
         head = Head(self.rotary.head_dim, self.itemsize, self.quantized, len(channels) > 0, shared, wide)
         shares = several and layout.entries is None and shares_fit(head, self.page_size > 0)
+        parts = 1 if self.table.shape[-1] <= configs.WHOLE_PAIRS else 2
+        key_groups = 1
+        if self._loads_plain_pairs(layout, channels, aligned_maps):
+            width = max(2 * self.table.shape[-1], block_d(self.head_dim_v))
+            size = width, self.itemsize, self.num_bands
+            key_groups = configs.key_groups(tile, self.capability, *size, shares)
         options = {
             "VARIANT": variant_of(
                 self.rotary,
@@ -371,10 +377,11 @@ class CachePlan(Plan):
                 one_run=one_run,
                 stored=self.stored,
                 axes=self.axes,
-                parts=1 if self.table.shape[-1] <= configs.WHOLE_PAIRS else 2,
+                parts=parts,
                 channels=channels,
                 first_value=self.first_value,
                 shares=shares,
+                key_groups=key_groups,
             ),
             **tile.options,
         }
@@ -440,6 +447,12 @@ class CachePlan(Plan):
         parts = channel_parts(self.rotary, self.call.causal)
         padded = self.rotary.head_dim != 2 * self.table.shape[-1] and self.rotary.head_dim <= 2 * configs.WIDEST_PAIRS
         return () if self.quantized or layout.entries is not None or padded else parts
+
+    def _loads_plain_pairs(self, layout: KernelCacheLayout, channels: tuple[Part, ...], aligned_maps: bool) -> bool:
+        """Whether the decode kernel loads the first and the second members of all pairs, and the values, as three tiles
+        of 16 bits or more, and needs no table row of its own for each key."""
+        plain = not self.quantized and layout.entries is None and self.first_value < 0 and not channels
+        return plain and not self.rotary.interleaved and (aligned_maps or not self.lowered.maps)
 
     def _maps_align(self, block_n: int) -> bool:
         """Whether every tile of block_n keys lies in one chunk, and either lies in one group or holds whole groups."""

@@ -57,6 +57,7 @@ def variant_of(
     channels: tuple[Part, ...] = (),
     first_value: int = -1,
     shares: bool = False,
+    key_groups: int = 1,
 ) -> Variant:
     """Returns the VARIANT of a kernel. fields: the fields of Variant from num_bands to block_n. head_dim_v: 0 means
     that v has the head_dim of q."""
@@ -78,6 +79,7 @@ def variant_of(
         channels=channels,
         first_value=first_value,
         shares=shares,
+        key_groups=key_groups,
     )
 
 
