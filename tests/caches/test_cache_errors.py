@@ -102,6 +102,8 @@ REFUSED = {
     # contents of lengths and tables
     "a page too far": (lambda: paged(block_table=int32(0, 1, 9, 9).view(2, 2), validate=True), V,
                        "block_table: sequence 1, entry 0", "a page of the cache, 0 to 7", "got 9"),
+    "the first page behind the cache": (lambda: paged(block_table=int32(8, 0, 1, 2).view(2, 2), validate=True), V,
+                                        "block_table: sequence 0, entry 0", "a page of the cache, 0 to 7", "got 8"),
     "a page for two": (lambda: paged(block_table=int32(0, 1, 0, 1).view(2, 2), validate=True), V,
                        "block_table: sequence 1, entry 0", "no other entry writes to", "got 0"),
     "a full cache": (lambda: cached(cache_seqlens=int32(3, 32), validate=True), V, "cache_seqlens: sequence 1",
@@ -245,6 +247,7 @@ LAYERED = [
      "k: expected None, because a cache of 3 layers takes k and v in a step"),
     (lambda c: c.append(K, K), V, "k: expected shape (3, sequences, seqlen_new, heads_kv, head_dim), got (3, 4, 1, 8)"),
     (lambda c: c.append(None, K), T, "k: expected a tensor, got NoneType"),
+    (lambda c: c.attend(torch.zeros(3, 4, 8, dtype=torch.float64), ROTARY, layer=0), V, "q: expected shape (3, seq"),
     (lambda c: c.step(4, leftpad=[1, 2]), V, ONE_EACH),
     (lambda c: c.step(4, leftpad=3), V, f"{ONE_EACH}, got 3"),
     (lambda c: c.step(4, leftpad=[2, 1, 0]), V, "leftpad of entry 0: expected at least 1 and at most 1, got 2"),
@@ -265,6 +268,12 @@ def test_a_filled_cache_of_layers(kind, call, error, message):
     with pytest.raises(error, match=re.escape(message)):
         call(cache)
     assert cache.lengths == [5] * 3 and cache.padding == [1, 1, 5]
+
+
+def test_padding_without_keys():
+    cache = contiguous(layers=1)
+    with pytest.raises(TypeError, match="^k: expected a tensor, got NoneType"):
+        cache.attend(queries(1, 3), ROTARY, leftpad=[1, 1, 5])
 
 
 IN_A_STEP = [

@@ -316,6 +316,9 @@ class TestOutOfPages:
         with pytest.raises(OutOfPages) as caught:
             cache.allocate(2 * PAGE)
         assert not caught.value.never and str(caught.value) == "needs 2 more pages, 1 are free of 4: 1 missing"
+        with pytest.raises(OutOfPages) as caught:
+            cache.allocate(4 * PAGE)
+        assert not caught.value.never  # enough once the other sequence is freed
         assert cache.free_pages == 1 and cache.sequences == [other]
 
     def test_all_sequences_of_a_call_together(self):

@@ -182,6 +182,12 @@ REFUSED = {
                        "k: expected new keys once for every layer, got them again"),
     "gradients": (lambda p, x: p.attend(Q.clone().requires_grad_(), x),
                   "q: expected a tensor that does not require grad"),
+    "a layer with gradients": (lambda p, x: p.attend(Q, x._replace(k=x.k.clone().requires_grad_())),
+                               "layer.k: expected a tensor that does not require grad"),
+    "a layer with other fields": (lambda p, x: p.attend(Q, x._replace(key_weight=torch.ones(D))),
+                                  "layer.key_weight: expected None as in the plan, got Tensor"),
+    "a layer without values": (lambda p, x: p.attend(Q, x._replace(v=None)),
+                               "layer.v: expected a tensor as in the plan, got NoneType"),
     "another output": (lambda p, x: p.attend(Q, x, out=Q[:2]), "out: expected a contiguous tensor of shape (3, 1"),
 }  # fmt: skip
 

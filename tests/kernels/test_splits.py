@@ -58,6 +58,16 @@ def test_resident_blocks():
     assert multiprocessor(90).resident_blocks(registers=64, shared=110 * 1024, warps=4) == 2
 
 
+def test_waves_of_a_compute_unit():
+    """A SIMD of an AMD GPU has 512 registers per lane, in units of 8, for at most 8 waves."""
+    gpu = multiprocessor("gfx942")
+    waves = {registers: gpu.waves(registers) for registers in (1, 64, 65, 72, 73, 128, 129, 256, 512)}
+    assert waves == {1: 8, 64: 8, 65: 7, 72: 7, 73: 6, 128: 4, 129: 3, 256: 2, 512: 1}
+    assert gpu.resident_blocks(registers=128, shared=16 * 1024, warps=4) == 4
+    assert gpu.resident_blocks(registers=129, shared=16 * 1024, warps=4) == 3
+    assert gpu.resident_blocks(registers=16, shared=17 * 1024, warps=4) == 3
+
+
 def test_newer_architectures_take_the_limits_of_the_nearest_older_one():
     assert multiprocessor(87) is MULTIPROCESSORS[86] and multiprocessor(103) is MULTIPROCESSORS[100]
     assert multiprocessor(121) is MULTIPROCESSORS[120]

@@ -6,7 +6,9 @@ import pytest
 import support
 import torch
 from flashrope import Rotary, attention, attention_varlen, attention_with_cache, rotate
+from flashrope.operators import autograd
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 ROTARIES = {"hope": Rotary.hope(16, 100), "rerope": Rotary.rope(16).rectify(7).log_n(10)}
@@ -91,6 +93,33 @@ def test_the_operator_and_the_eager_call_agree_to_the_bit(kind, impl):
     assert torch.equal(out, through)
     grads = (torch.autograd.grad(x.square().sum(), arguments[:3]) for x in (out, through))
     assert all(map(torch.equal, *grads))
+
+
+class Seen(TorchDispatchMode):
+    """Records the operators of flashrope that run in the mode."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "flashrope":
+            self.names.append(function._schema.name)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_a_mode_sees_the_operators(requires_grad, monkeypatch):
+    """Dispatch modes such as profilers see the operator. Without a mode the backend is called directly."""
+    q, k, v = inputs(requires_grad=requires_grad)
+    direct = attention(q, k, v, ROTARIES["rerope"], impl="cpu")
+    with Seen() as seen:
+        out = attention(q, k, v, ROTARIES["rerope"], impl="cpu")
+    assert seen.names == ["flashrope::attention"]
+    assert torch.equal(out, direct) and out.requires_grad == requires_grad
+    if not requires_grad:
+        monkeypatch.setattr(autograd, "OPERATORS", None)
+        assert torch.equal(attention(q, k, v, ROTARIES["rerope"], impl="cpu"), direct)
 
 
 ROPE, SCALED, LATER = Rotary.rope(16), Rotary.rope(16, rotary_dim=8).scale_rotated(2.0), torch.arange(20) + 5
