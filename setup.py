@@ -7,9 +7,10 @@ compiler the installation succeeds without the kernels, and the wheel serves eve
 
 FLASHROPE_BUILD_CUDA=1 builds the CUDA extension of csrc/ too. The build environment (pip install --no-build-isolation)
 then needs nvcc, a C++ compiler, ninja, pybind11, and the headers of torch: any torch from 2.11 on, with or without
-CUDA. The build needs no GPU, and reads TORCH_CUDA_ARCH_LIST (default "8.0;9.0+PTX") and MAX_JOBS. It makes two modules.
-_cuda.abi3.so has the kernels and works with every Python version and every torch from 2.11 on. _build_info says which
-versions the kernels were built with. _build_info works only with the Python version that the wheel's tag names.
+CUDA. The build needs no GPU, and reads TORCH_CUDA_ARCH_LIST (default "8.0;9.0+PTX") and MAX_JOBS. The build makes two
+modules. _cuda.abi3.so has the kernels and works with every Python version and every torch from 2.11 on. _build_info
+says which versions the kernels were built with. _build_info works only with the Python version that the wheel's tag
+names.
 
 The sdist and the wheel without CUDA have the same bytes wherever they are built with the same setuptools and compiler.
 """

@@ -54,8 +54,8 @@ SECTIONS = {  # section: {file below python/flashrope: public names}
 }
 HEAD = """# API reference
 
-Generated from the docstrings by `python tools/api_reference.py`. A test compares the two, and another one runs the
-examples. Everything in the first three sections is imported from `flashrope`:
+Generated from the docstrings by `python tools/api_reference.py`. A test compares this page with the docstrings, and
+another test runs the examples. Everything in the first three sections is imported from `flashrope`:
 
 ```python
 import torch
@@ -160,7 +160,7 @@ def _markdown(doc: str | None) -> str:
 
 
 def _options(module: str) -> str:
-    """Returns the options of a command. Defaults that its help does not describe are added."""
+    """Returns the options of a command. A default is added if the option's help does not describe it."""
     parser = argparse.ArgumentParser(add_help=False)
     import_module(module).add_arguments(parser)
     rows = []

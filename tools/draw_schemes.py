@@ -28,7 +28,7 @@ TRAINED, BEYOND, PLAIN = "#0072B2", "#D55E00", "0.55"
 AXIS_COLOURS = ("#0072B2", "#E69F00", "#009E73")
 ROPE = Rotary.rope(HEAD_DIM, BASE)
 
-DISTANCES = {  # file: (title, scheme, what its frequencies were divided by)
+DISTANCES = {  # file: (title, scheme, the number by which its frequencies were divided)
     "rope": ("RoPE", ROPE, 1.0),
     "interpolate": ("PI, factor 4", ROPE, 4.0),
     "rectify": ("ReRoPE, window 128", ROPE.rectify(128), 1.0),
@@ -60,9 +60,9 @@ def panels(columns: int, title: str, **share):
 
 
 def draw_distances(path: Path, title: str, rotary: Rotary, scale: float) -> None:
-    """Draws the distance at which queries see keys. The left panel shades it by query (row) and key (column), with one
-    colour for distances that are not below the training length. The right panel plots the distance that the last query
-    sees over the true distance."""
+    """Draws the distance at which queries see keys. The left panel shades this distance by query (row) and key
+    (column). Distances of at least the training length have one colour of their own. The right panel plots the distance
+    that the last query sees over the true distance."""
     from matplotlib.colors import ListedColormap
 
     figure, (left, right) = panels(2, title, width_ratios=(1, 1.25))

@@ -1,4 +1,4 @@
-"""Lays the project out as Hugging Face's kernel-builder expects a kernel.
+"""Writes the project in the layout that Hugging Face's kernel-builder expects.
 
     python tools/hub_kernel.py DIR
 

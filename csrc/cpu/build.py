@@ -194,7 +194,8 @@ def cache_folder() -> Path | None:
 
 
 def cache_key(arguments: list[str], names: list[str]) -> str | None:
-    """Returns a hash of everything that determines the library's bytes, or None if the compiler does not reveal it.
+    """Returns a hash of everything that determines the library's bytes, or None if the compiler cannot run or cannot
+    preprocess the sources.
 
     arguments: the compiler with its options. names: the sources. The hash covers the sources and all headers, and also
     the preprocessor's output for the sources.
@@ -230,7 +231,7 @@ def said(command: list[str], given: bytes = b"") -> subprocess.CompletedProcess[
 
 
 def read_cached(folder: Path, key: str) -> bytes | None:
-    """Returns the library of this key, or None if there is none or its file is damaged."""
+    """Returns the library of this key, or None if the cache does not have the library or its file is damaged."""
     path = folder / key
     try:
         content = path.read_bytes()
@@ -243,7 +244,7 @@ def read_cached(folder: Path, key: str) -> bytes | None:
 
 
 def write_cached(folder: Path, key: str, library: bytes) -> None:
-    """Stores a library atomically, and deletes the least recently used ones. A full disk is not an error."""
+    """Stores a library atomically, and deletes the least recently used libraries. A full disk is not an error."""
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".", delete=False) as file:
             try:

@@ -214,14 +214,14 @@ class TestPagedKVCache:
         cache = paged()
         first, second = cache.allocate(), cache.allocate()
         cache.append([first], *rows([[1] * 90]))
-        with pytest.raises(OutOfPages, match=r"^needs 5 more pages, 2 are free of 8: 3 missing$"):
+        with pytest.raises(OutOfPages, match=r"^needs 5 more pages, 2 of 8 are free: 3 missing$"):
             cache.append([second], *rows([[2] * 70]))
-        with pytest.raises(OutOfPages, match="^needs 3 more pages, 2 are free of 8: 1 missing$"):
+        with pytest.raises(OutOfPages, match="^needs 3 more pages, 2 of 8 are free: 1 missing$"):
             cache.allocate(33)
         check(cache, {first: [1] * 90, second: []})
         third = cache.fork(first)
         cache.append([second], *rows([[2] * 32]))
-        with pytest.raises(OutOfPages, match="^needs 1 more page, 0 are free of 8: 1 missing$"):
+        with pytest.raises(OutOfPages, match="^needs 1 more page, 0 of 8 are free: 1 missing$"):
             cache.append([third], *rows([[3]]))
         check(cache, {first: [1] * 90, second: [2] * 32, third: [1] * 90})
         cache.free(first)

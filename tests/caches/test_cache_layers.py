@@ -315,7 +315,7 @@ class TestOutOfPages:
             assert caught.value.never
         with pytest.raises(OutOfPages) as caught:
             cache.allocate(2 * PAGE)
-        assert not caught.value.never and str(caught.value) == "needs 2 more pages, 1 are free of 4: 1 missing"
+        assert not caught.value.never and str(caught.value) == "needs 2 more pages, 1 of 4 are free: 1 missing"
         with pytest.raises(OutOfPages) as caught:
             cache.allocate(4 * PAGE)
         assert not caught.value.never  # enough once the other sequence is freed

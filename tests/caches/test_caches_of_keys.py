@@ -155,15 +155,15 @@ REFUSED = {
     ),
     "rotated keys": (
         lambda c: KVCache(1, 16, rotated_keys=ROPE, **OPTIONS),
-        f"rotated_keys: not supported beside values, which are channels of the raw keys, got {ROPE!r}",
+        f"rotated_keys: not supported with values (they are channels of the raw keys), got {ROPE!r}",
     ),
     "codes": (
         lambda c: KVCache(1, 16, cache_dtype="int8", **OPTIONS),
-        "cache_dtype: not supported beside values, which are channels of the raw keys, got 'int8'",
+        "cache_dtype: not supported with values (they are channels of the raw keys), got 'int8'",
     ),
     "a width": (
         lambda c: KVCache(1, 16, head_dim_v=48, **OPTIONS),
-        "head_dim_v: not supported beside values, which are channels of the raw keys, got 48",
+        "head_dim_v: not supported with values (they are channels of the raw keys), got 48",
     ),
     "576 with values of their own": (
         lambda c: KVCache(1, 16, 1, 576),

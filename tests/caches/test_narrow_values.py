@@ -106,15 +106,15 @@ def attend(v_cache, **options):
 REFUSED = {
     "wider": (
         lambda: attend(torch.zeros(1, 16, 1, 32)),
-        "v_cache: expected head_dim to be a multiple of 8 up to 24, the width of k_cache, got 32",
+        "v_cache: expected head_dim to be a multiple of 8 up to 24, the head_dim of k_cache, got 32",
     ),
     "12": (
         lambda: attend(torch.zeros(1, 16, 1, 12)),
-        "v_cache: expected head_dim to be a multiple of 8 up to 24, the width of k_cache, got 12",
+        "v_cache: expected head_dim to be a multiple of 8 up to 24, the head_dim of k_cache, got 12",
     ),
     "slots": (
         lambda: attend(torch.zeros(1, 17, 1, 16)),
-        "v_cache: expected shape (1, 16, 1, 16) as k_cache except for its width, got (1, 17, 1, 16)",
+        "v_cache: expected shape (1, 16, 1, 16) as k_cache except for head_dim, got (1, 17, 1, 16)",
     ),
     "new values": (lambda: attend(V, k=NEW, v=NEW), "v: expected shape (1, 1, 1, 16), got (1, 1, 1, 24)"),
     "quantized": (
@@ -125,11 +125,11 @@ REFUSED = {
                 Q, K.char(), V.char(), ROPE, LENGTHS, k_scale=torch.ones(1, 16, 1), v_scale=torch.ones(1, 16, 1)
             )
         ),
-        "v_cache: expected 24 bytes a row, one 8-bit code each, as head_dim of q is 24, got 16",
+        "v_cache: expected 24 bytes per row, one 8-bit value in each byte, because head_dim of q is 24, got 16",
     ),
     "quantized cache": (
         lambda: KVCache(1, 16, 1, 24, torch.float32, "cpu", head_dim_v=16, cache_dtype="int8"),
-        "head_dim_v: expected head_dim 24 in a cache of int8 (quantized values are as wide as the keys), got 16",
+        "head_dim_v: expected head_dim 24 in a cache of int8 (quantized values need the head_dim of the keys), got 16",
     ),
     "wider cache": (
         lambda: KVCache(1, 16, 1, 24, torch.float32, "cpu", head_dim_v=32),
@@ -137,7 +137,7 @@ REFUSED = {
     ),
     "cuda": (
         lambda: cuda.attention_with_cache(Q.half(), CacheLayer(K, V), CacheCall(ROPE, True, 1.0, CacheTables(LENGTHS))),
-        "impl='cuda' cannot serve this call: its kernels read values as wide as the keys, 24 channels, v_cache has 16; "
+        "impl='cuda' cannot serve this call: its kernels need a v_cache with the head_dim of k_cache, 24, got 16; "
         "use impl='triton'",
     ),
 }

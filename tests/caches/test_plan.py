@@ -103,7 +103,7 @@ def test_a_plan_after_its_tables_were_written():
     (plan, (_, layer)), (k, v) = (plan_of(c), c.parts()), c.new_keys()
     plan.attend(c.q, layer, k, v)
     c.cache_seqlens.add_(1)
-    with pytest.raises(ValueError, match="^tables: expected unchanged since the plan was made"):
+    with pytest.raises(ValueError, match="^tables: expected tables that are unchanged since the plan was made"):
         plan.attend(c.q, layer)
     plan.refresh()
     caches = c.k_cache.clone(), c.v_cache.clone()
@@ -179,7 +179,7 @@ REFUSED = {
     "two new keys": (lambda p, x: p.attend(Q, x, *TWO.new_keys()),
                      f"k: expected shape (3, 1, 2, 32) {AS_PLANNED} (3, 2, 2, 32)"),
     "new keys twice": (lambda p, x: (p.attend(Q, x, K, V), p.attend(Q, x, K, V)),
-                       "k: expected new keys once for every layer, got them again"),
+                       "k: expected new keys once for every layer, got new keys of this layer again"),
     "gradients": (lambda p, x: p.attend(Q.clone().requires_grad_(), x),
                   "q: expected a tensor that does not require grad"),
     "a layer with gradients": (lambda p, x: p.attend(Q, x._replace(k=x.k.clone().requires_grad_())),
@@ -221,7 +221,9 @@ def test_refused_by_plan_cache(call, message):
 
 def test_packed_queries_without_a_place_for_keys():
     plan, layer = planned(tables={"new": Packed(int32([0, 1, 2, 3]), 1)}, seqlen_q=3)
-    with pytest.raises(ValueError, match=r"^k: expected None, since tables.new neither appends nor has a slot_mapping"):
+    with pytest.raises(
+        ValueError, match=r"^k: expected None, because tables.new neither appends keys nor has a slot_mapping"
+    ):
         plan.attend(Q[:, 0], layer, K[:, 0], V[:, 0])
 
 

@@ -289,7 +289,7 @@ def test_what_a_cache_of_rotated_keys_refuses(make):
             attend(q, other, k, v)
     with pytest.raises(ValueError, match="tables that depend on the length, such as those of dynamic NTK and longrope"):
         attend(q, ROPE.ntk(2.0), k, v)
-    with pytest.raises(ValueError, match="^cache_leftpad: expected None, because it would move keys"):
+    with pytest.raises(ValueError, match="^cache_leftpad: expected None, because padding would move keys"):
         attend(q[:, :1], ROPE, cache_leftpad=support.int32([1, 0]))
     with pytest.raises(TypeError, match=r"^rotated_keys: not accepted by attend\(\); the cache tracks it"):
         attend(q[:, :1], ROPE, rotated_keys=True)
@@ -310,7 +310,7 @@ def test_what_a_cache_of_rotated_keys_refuses(make):
         (TypeError, "expected a Rotary, or a list of 2, one per layer, or None .* got", [ROPE], 2),
         (TypeError, "expected a Rotary for layer 1, got NoneType", [ROPE, None], 2),
         (ValueError, "^rotated_keys: expected head_dim 16 as the cache, got 32", Rotary.rope(32), 1),
-        (ValueError, "^rotated_keys: an axial scheme needs positions", Rotary.axial(16, 2), 1),
+        (ValueError, "^rotated_keys: axial schemes are not supported", Rotary.axial(16, 2), 1),
     ],
 )
 def test_arguments(error, match, given, layers):

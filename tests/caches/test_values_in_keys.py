@@ -140,13 +140,13 @@ def attend(k_cache, v_cache, q=Q, rotary=ROPE, **options):
 REFUSED = {
     "values beside a view": (
         attend(K, K[..., 8:], k=NEW, v=NEW[..., 8:]),
-        "v: expected None, because v_cache is a view of k_cache from channel 8 on, so that keys bring the values, "
-        "got a tensor",
+        "v: expected None, because v_cache is a view of k_cache from channel 8 on, and the values are part of the "
+        "keys, got a tensor",
     ),
     "one tensor with values": (
         attend(K, K, k=NEW, v=NEW),
-        "v: expected None, because v_cache is a view of k_cache from channel 0 on, so that keys bring the values, "
-        "got a tensor",
+        "v: expected None, because v_cache is a view of k_cache from channel 0 on, and the values are part of the "
+        "keys, got a tensor",
     ),
     "no values for a tensor": (
         attend(K, K.clone(), k=NEW),
@@ -154,7 +154,7 @@ REFUSED = {
     ),
     "other slots": (
         attend(K[:, :12], K[:, 4:], k=NEW, v=NEW),
-        "v_cache: expected memory apart from k_cache, or a view of its channels and no v (both are written), got "
+        "v_cache: expected memory apart from k_cache, or a view of its channels and v=None (both are written), got "
         "tensors that overlap",
     ),
     "other slots without values": (
@@ -163,17 +163,17 @@ REFUSED = {
     ),
     "channels beyond the keys": (
         attend(K[..., :16], K[..., 8:], q=Q[..., :16], rotary=Rotary.rope(16), k=NEW[..., 8:], v=NEW[..., 8:]),
-        "v_cache: expected memory apart from k_cache, or a view of its channels and no v (both are written), got "
+        "v_cache: expected memory apart from k_cache, or a view of its channels and v=None (both are written), got "
         "tensors that overlap",
     ),
     "quantized": (
         attend(CODES, CODES, **SCALES),
         "v_cache: a view of k_cache is not supported in quantized caches, got a view from channel 0 on; give quantized "
-        "values memory of their own",
+        "values separate memory",
     ),
     "rotated keys": (
         attend(K, K, rotated_keys=True),
-        "rotated_keys: expected False where v_cache is a view of k_cache, because values are channels of raw keys, got "
+        "rotated_keys: expected False, because v_cache is a view of k_cache and values are channels of raw keys, got "
         "True",
     ),
     "rotated keys with weights": (
@@ -203,8 +203,8 @@ REFUSED = {
     ),
     "cuda": (
         lambda: cuda.append_to_cache(CacheLayer(K, K), NEW, None, CacheTables(LENGTHS)),
-        "impl='cuda' cannot serve this call: its kernels write values of their own, here they are channels of the keys "
-        "(v_cache is a view of k_cache); use impl='triton'",
+        "impl='cuda' cannot serve this call: its kernels need values in separate memory, but v_cache is a view of "
+        "k_cache; use impl='triton'",
     ),
 }
 

@@ -200,7 +200,7 @@ def test_refusals(count):
     ):
         check_refused(*row)
     if dist.get_rank() > 1:
-        check_refused(lambda: call(group=pair), ValueError, "group", "one that includes this rank", "not")
+        check_refused(lambda: call(group=pair), ValueError, "group", "a group that includes this rank", "without it")
     call()
 
 

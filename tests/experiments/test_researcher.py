@@ -257,7 +257,7 @@ def test_each_worker_has_a_device_of_its_own():
     with Workers(2, 1, devices) as some:
         found = [some.map(where, [()] * 6) for _ in range(2)]
     assert set(found[0]) <= {"meta", "cpu"} and set(sum(found, [])) == {"meta", "cpu"}
-    with pytest.raises(ValueError, match="devices: expected one for each of 2 processes, got 1"):
+    with pytest.raises(ValueError, match="devices: expected one device for each of 2 processes, got 1"):
         Workers(2, 1, devices[:1])
 
 

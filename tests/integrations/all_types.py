@@ -26,7 +26,7 @@ REASONS = {  # {part of an error message: the reason in the table}
     "decoder with a rotary embedding, found": "several decoders",
     "AttentionMaskInterface": "makes its masks itself",
     "AttentionInterface": "computes its attention itself",
-    "keys ahead": "its attention is not causal, or says so",
+    "later keys": "its attention is not causal, or says so",
     "attention modules, found": "layers of other kinds",
     "only be called on Attention layers": "layers of other kinds",
     "depend on its rotary embedding": "a small model shows no rotation",
@@ -38,7 +38,7 @@ REASONS = {  # {part of an error message: the reason in the table}
     "kernels cannot express": "masks that the kernels cannot express",
     "same outputs": "gives other outputs when converted",
     "rotates nothing": "rotates nothing",
-    "base each": "a base per layer",
+    "its own base": "a base per layer",
     "the kernels take a head_dim up to": "a head_dim that the kernels do not take",
     "even integer": "rotates an odd number of channels",
 }

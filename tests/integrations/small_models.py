@@ -161,8 +161,8 @@ FAMILIES = {
     "vaultgemma": dict(attn_logit_softcapping=None, **HYBRID),
     "youtu": dict(LATENT),
 }
-OWN_MASKS = "asks AttentionMaskInterface for its masks"
-OWN_ATTENTION = "asks AttentionInterface for its attention"
+OWN_MASKS = "gets its masks from AttentionMaskInterface"
+OWN_ATTENTION = "gets its attention from AttentionInterface"
 # {family that convert refuses in older versions of transformers: the newest version in which it does, and why}
 OLDER = {
     "diffllama": ((5, 0), OWN_ATTENTION),

@@ -144,7 +144,7 @@ def test_the_decoder_inside_a_multimodal_model(name, recwarn):
     if name == E2B:
         assert not said and close(model(ids, mm_token_type_ids=types).logits, pictured, 2 * BOUND)
     else:
-        assert len(said) == 1 and said[0].startswith("model: text alone is supported (gemma4_text lets the tokens of")
+        assert len(said) == 1 and said[0].startswith("model: only text is supported (gemma4_text lets the tokens of")
         with pytest.raises(ValueError, match="mask_function: .* got or_masks"):
             model(ids, mm_token_type_ids=types)
 

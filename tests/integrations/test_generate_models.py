@@ -106,7 +106,9 @@ def test_a_family_that_convert_refuses(run, tmp_path):
     position."""
     sizes = dict(vocab_size=256, n_embd=16, n_layer=1, n_head=2, n_positions=120, bos_token_id=None, eos_token_id=None)
     transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).save_pretrained(tmp_path)
-    assert "the library's own attention; convert refuses the model" in " ".join(run(model=tmp_path).err.split())
+    assert "the library's own attention; convert does not support the model" in " ".join(
+        run(model=tmp_path).err.split()
+    )
     assert "--scheme rerope: model: expected" in run("--scheme", "rerope", model=tmp_path, code=2).err
     assert "--cache-dtype: model: expected" in run("--cache-dtype", "int8", model=tmp_path, code=2).err
     assert "--tokens: expected at most 120" in run("--tokens", "80", model=tmp_path, code=2).err
@@ -115,8 +117,8 @@ def test_a_family_that_convert_refuses(run, tmp_path):
 @pytest.mark.parametrize(
     "options, message",
     [
-        (["--impl", "cpu"], "--impl: expected a checkpoint of flashrope demo beside it"),
-        (["--keep", "4,8"], "--keep: expected a checkpoint of flashrope demo beside it"),
+        (["--impl", "cpu"], "--impl: supported only for a checkpoint of flashrope demo"),
+        (["--keep", "4,8"], "--keep: supported only for a checkpoint of flashrope demo"),
         (["--window", "33"], "--window: expected at most the training length of 32 bytes"),
         (["--rectify", "--factor", "-1"], "--rectify: factor: expected a positive number"),
         (["--scheme", "rerope", "--log-n"], "--scheme: cannot be combined with --log-n"),

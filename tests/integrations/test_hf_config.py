@@ -281,7 +281,7 @@ def test_head_dim_of_the_full_layers():
     [
         (
             scaling("yarnn", factor=2.0),
-            "rope type 'yarnn' is not known; the known ones are default, linear, dynamic, yarn, llama3, longrope, "
+            "rope type 'yarnn' is not known; known types are default, linear, dynamic, yarn, llama3, longrope, "
             "proportional, mrope$",
         ),
         ({"rope_scaling": {"factor": 2.0}}, "rope parameters factor come without a rope_type"),
@@ -312,13 +312,16 @@ def test_head_dim_of_the_full_layers():
             "partial_rotary_factor = 0.5 is not read by the code of 'llama' .*head_dim=128, base, rotary_dim=64",
         ),
         ({"qk_rope_head_dim": 64}, "qk_rope_head_dim means multi-head latent attention"),
-        ({"rope_theta": None}, "neither rope_theta nor rope_parameters"),
-        ({"rope_theta": None, "rope_parameters": {"rope_type": "default"}}, "neither rope_theta nor rope_parameters"),
+        ({"rope_theta": None}, "expected rope_theta, on the configuration or in rope_parameters"),
+        (
+            {"rope_theta": None, "rope_parameters": {"rope_type": "default"}},
+            "expected rope_theta, on the configuration or in rope_parameters",
+        ),
         ({"alibi": True}, "alibi is set"),
         ({"position_embedding_type": "absolute"}, "position_embedding_type is 'absolute'"),
         ({"image_size": 224, "patch_size": 16}, "image_size and patch_size mean an image encoder"),
         ({"num_attention_heads": None, "text_config": llama()}, "holds a text_config"),
-        ({"num_attention_heads": None}, "neither head_dim nor hidden_size and num_attention_heads$"),
+        ({"num_attention_heads": None}, "expected head_dim, or hidden_size and num_attention_heads, got neither$"),
         (
             {"max_position_embeddings": None, "rope_scaling": {"rope_type": "yarn", "factor": 8.0}},
             "max_position_embeddings is missing$",

@@ -222,7 +222,7 @@ def test_passages():
     ):
         with pytest.raises(TypeError, match=f"^{name}: expected a Passage, which prefill_passage returns, got Tensor"):
             call(ids)
-        with pytest.raises(ValueError, match=f"^{name}: expected a batch of 1, as the other passages, got 2"):
+        with pytest.raises(ValueError, match=f"^{name}: expected a batch of 1, as in the other passages, got 2"):
             call(other)
         longer = Passage(ids, copy.deepcopy(passage.cache))
         model(ids[:, :1], **{CACHE: longer.cache})

@@ -351,7 +351,7 @@ def test_a_family_that_cannot_be_converted_is_measured_as_it_is(text, tmp_path, 
     assert [row["scheme"] for row in rows_of(out)] == ["stock"] * 2
     run.insert(1, "--overwrite")
     assert main([*run, "16", "33"]) == 2
-    assert "--lengths: expected at most 32, as this model has a learned embedding" in capsys.readouterr().err
+    assert "--lengths: expected at most 32, because this model has a learned embedding" in capsys.readouterr().err
     run[run.index("stock")] = "yarn"
     assert main([*run, "16"]) == 2
     assert "--schemes: none of yarn, rerope fits this model" in capsys.readouterr().err
@@ -384,7 +384,7 @@ REFUSED = {
         lambda: tiny("llama", **BYTES_OF, hidden_size=48, num_attention_heads=4, head_dim=12),
         ["--cache-dtype", "int4"], "head_dim is a multiple of 8 for int4, got 12",
     ),
-    "int4 of GPT-2": (gpt2, ["--cache-dtype", "int4"], "expected a model that convert takes"),
+    "int4 of GPT-2": (gpt2, ["--cache-dtype", "int4"], "expected a model that convert supports"),
 }  # fmt: skip
 
 
@@ -554,7 +554,7 @@ def test_the_numbers_of_self_extend_and_dual_chunk_attention():
     assert model.config.flashrope == {"dual_chunk": (256, 128), "log_n": 256}
     _, skipped = applicable(model, ["stock", *names], 16, 2048, [7, 8])
     assert skipped["Self-Extend, window 7"] == (
-        "self_extend: no group that divides window 7 brings 2048 tokens within the training length 16; the largest, 7, "
-        "leaves a distance of 298"
+        "self_extend: no group that divides window 7 brings 2048 tokens within the training length 16; the largest "
+        "group, 7, leaves a distance of 298"
     )
     assert set(skipped) == {"Self-Extend, window 7", "Self-Extend, window 8", "DCA", "DCA with log n"}

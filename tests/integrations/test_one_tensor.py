@@ -166,7 +166,7 @@ def test_refusals():
     ):
         SharedKeysCache(released.released("Gemma 4 E2B, E4B").config)
     with pytest.raises(
-        ValueError, match="config: num_kv_shared_layers is not supported beside attention_k_eq_v .* got 2"
+        ValueError, match="config: num_kv_shared_layers is not supported with attention_k_eq_v .* got 2"
     ):
         SharedKeysCache(released.released("Gemma 4 E2B, E4B", attention_k_eq_v=True).config)
     with pytest.raises(ValueError, match="config: expected a model with latent attention, one of axk1, .* got 'llama'"):

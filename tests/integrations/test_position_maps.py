@@ -139,14 +139,14 @@ def test_the_chunks_of_dual_chunk_attention():
         (
             dict(dual_chunk=(128, 128)),
             ValueError,
-            "local_size: .* less than chunk_size = 128, got 128; no chunk is left",
+            "local_size: .* less than chunk_size = 128, got 128; chunks would be empty",
         ),
         (dict(dual_chunk=(160, 32), window=8), ValueError, "dual_chunk: expected one of window, string, self_ext"),
-        (dict(self_extend=(8, 4), dual_chunk=(160, 32)), ValueError, "expected one of .* got also self_extend"),
+        (dict(self_extend=(8, 4), dual_chunk=(160, 32)), ValueError, "expected at most one of .* got also self_extend"),
         (
             dict(cope=48, hope_train_length=48),
             ValueError,
-            "cope: expected one of hope_train_length, p_rope, cope, got also hope",
+            "cope: expected at most one of hope_train_length, p_rope, cope, got also hope",
         ),
         (dict(cope={"length": 48}), ValueError, "cope: expected True, a length or a dict .* taper, got 'length'"),
         (dict(cope={"pairs": 9}), ValueError, "pairs: expected None or an integer from 0 to 8, the pairs that rotate"),

@@ -206,5 +206,5 @@ def test_saved_and_loaded(tmp_path, options):
 def test_a_window_beside_the_chunks_is_refused():
     with pytest.raises(ValueError, match="^rectify: this scheme has self_extend or dual_chunk already"):
         qwen(window=64)
-    with pytest.raises(ValueError, match="dual_chunk: expected one of window, .* got also window"):
+    with pytest.raises(ValueError, match="dual_chunk: expected at most one of window, .* got also window"):
         qwen(window=64, dual_chunk=(160, 32))

@@ -101,7 +101,7 @@ T, V = TypeError, ValueError
     [
         ("llama", dict(windw=6), T, "options: expected names among rotary, .* got 'windw'; did you mean window"),
         ("llama", dict(temperature=2), T, "got 'temperature'$"),
-        ("llama", dict(factor=4.0), V, "factor: expected window beside it, got 4.0"),
+        ("llama", dict(factor=4.0), V, "factor: not supported without window, got 4.0"),
         ("llama", dict(window=-1), V, "window: expected a non-negative integer, got -1"),
         ("llama", dict(log_n=1), V, "log_n: expected True or a length of more than 1, got 1"),
         ("llama", dict(log_n="64"), T, "log_n: expected True or a length of more than 1, got '64'"),
@@ -109,7 +109,12 @@ T, V = TypeError, ValueError
         ("llama", dict(hope_train_length=True), T, "hope_train_length: expected a number, got True"),
         ("llama", dict(window=6, factor=0), V, "factor: expected a positive number, got 0"),
         ("llama", dict(rotary="rope"), V, "rotary: expected the text of a Rotary, got 'rope'"),
-        ("llama", dict(rotary=3), T, "rotary: expected a Rotary, its text, or a dict of one per layer type, got int"),
+        (
+            "llama",
+            dict(rotary=3),
+            T,
+            "rotary: expected a Rotary, its text, or a dict with one for each layer type, got int",
+        ),
         ("llama", dict(rotary=Rotary.rope(64)), V, "rotary: expected head_dim 16 of layer 0, got 64"),
         (
             "llama",
@@ -163,7 +168,7 @@ def test_bad_arguments(name, asked, error, message):
         (dict(window=0), "window: expected more than 0, got 0; every distance is seen as 0, as in Rotary.none"),
         (
             dict(window=64, factor=4.0),
-            "window: expected less than the training length 64, got 64; .* 7.1% .* where half of it has 82.4%",
+            "window: expected less than the training length 64, got 64; .* 7.1% .* half the training length has 82.4%",
         ),
         (dict(window=100, log_n=True), "window: expected less than the training length 64, got 100"),
         (dict(window=63), None),
@@ -227,7 +232,7 @@ def test_positions_over_a_cache():
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
         model(tokens()[:, :9], past_key_values=cache)
-        with pytest.raises(ValueError, match="position_ids: expected the token's place in the cache, 9, .* got 4"):
+        with pytest.raises(ValueError, match="position_ids: expected the token's slot in the cache, 9, .* got 4"):
             model(tokens()[:, 9:10], past_key_values=cache, position_ids=torch.tensor([[4]]))
         with pytest.raises(ValueError, match="zeros between ones in row 1"):  # it continues a right-padded prompt
             mask = torch.ones(2, 10, dtype=torch.long)
@@ -254,7 +259,7 @@ def test_packing_that_the_masks_do_not_see():
     model = tiny("gpt_oss")
     alone = logits(model, tokens()[:, 11:23])
     assert not families.close(logits(model, tokens(), position_ids=families.PACKED)[:, 11:23], alone, 0.1)
-    with pytest.raises(ValueError, match="row 0, column 11; this model packs no sequences"):
+    with pytest.raises(ValueError, match="row 0, column 11; this model does not support packed"):
         logits(convert(model), tokens(), position_ids=families.PACKED)
 
 

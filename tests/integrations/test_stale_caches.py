@@ -15,7 +15,7 @@ from transformers import DynamicCache
 
 REFUSED = f"{CACHE}: expected a cache that {{}} filled, got 9 tokens that were written {{}}"
 BY_ANOTHER = REFUSED.format("this conversion", "by another model, or before convert")
-BY_CONVERTED = REFUSED.format("the stock model", "by a converted one, before revert")
+BY_CONVERTED = REFUSED.format("the stock model", "by a converted model, before revert")
 MAKE = {"dynamic": lambda model: DynamicCache(config=model.config), "static": static, "none": lambda model: None}
 
 
@@ -109,7 +109,7 @@ def test_a_cache_of_unknown_origin():
     is_refused(model, rebuilt, BY_ANOTHER)
     assert torch.equal(step(model, accept_cache(model, rebuilt)), expected)
     revert(model)
-    with pytest.raises(ValueError, match="by a converted one, before revert"):
+    with pytest.raises(ValueError, match="by a converted model, before revert"):
         step(model, rebuilt, 10)
     step(model, accept_cache(model, rebuilt), 10)
 

@@ -282,7 +282,7 @@ REFUSED = {
         dict(options={"cope": {"pairs": 3}}, model={"hf_overrides": {"max_position_embeddings": 32768}}),
         "cope: expected the training length in tokens .* got true",
     ),
-    "only log_n_clip": (dict(options={"log_n_clip": False}), "log_n_clip: expected log_n beside it, got False"),
+    "only log_n_clip": (dict(options={"log_n_clip": False}), "log_n_clip: not supported without log_n, got False"),
     "log_n_clip of text": (
         dict(options={"log_n": 64, "log_n_clip": "no"}),
         "log_n_clip: expected True or False, got 'no'",
@@ -297,7 +297,7 @@ REFUSED = {
     ),
     "another architecture": (
         dict(model={"architecture": "DeepseekV2ForCausalLM"}),
-        "architecture: expected one of .*LlamaForCausalLM.*; got DeepseekV2ForCausalLM",
+        "architecture: expected a tested architecture.*LlamaForCausalLM.*; got DeepseekV2ForCausalLM",
     ),
     "pooling": (dict(model={"runner_type": "pooling"}), "runner: expected 'generate', got 'pooling'"),
     "soft cap": (

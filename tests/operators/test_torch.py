@@ -184,7 +184,7 @@ def test_compile_with_a_backend_that_cannot_serve_the_call():
     q, k, v = inputs(requires_grad=False)
     run = torch.compile(lambda: attention(q, k, v, ROTARIES["hope"], impl="cuda"), fullgraph=True, backend="eager")
     with pytest.raises(
-        Exception, match="impl='cuda' cannot serve this call: the CUDA kernels serve attention_with_cache"
+        Exception, match="impl='cuda' cannot serve this call: the CUDA kernels support only attention_with_cache"
     ):
         run()
     with pytest.raises(Exception, match="impl: expected None or one of .* got 'fast'"):

@@ -70,7 +70,9 @@ def test_caches_name_what_they_expect():
     rotary, seqlens = Rotary.rope(64), torch.zeros(1, dtype=torch.int32)
     q, k, v = (torch.randn(1, 1, 2, width) for width in (64, 64, 32))
     k_cache, v_cache = torch.zeros(1, 16, 2, 64), torch.zeros(1, 16, 2, 32)
-    with pytest.raises(ValueError, match="v_cache: expected head_dim to be a multiple of 8 up to 32, the width of k_c"):
+    with pytest.raises(
+        ValueError, match="v_cache: expected head_dim to be a multiple of 8 up to 32, the head_dim of k_c"
+    ):
         attention_with_cache(q[..., :32], v_cache, k_cache, Rotary.rope(32), seqlens, k=v, v=k)
     cache = KVCache(batch=1, capacity=16, heads_kv=2, head_dim=64, dtype=torch.float32, device="cpu")
     with pytest.raises(ValueError, match=r"v: expected shape \(1, 1, 2, 64\), got \(1, 1, 2, 32\)"):

@@ -73,7 +73,7 @@ def test_a_mirror_image_that_falls_on_its_band():
         ("axis", 2, TypeError, "axis: expected a tuple of integers", "got 2"),
         ("axis", (0, 1, 0, 1, 0, 1, 0, -1), ValueError, "axis[7]: expected a non-negative integer", "got -1"),
         ("axis", (0, 1.0, 0, 1, 0, 1, 0, 1), ValueError, "axis[1]: expected a non-negative integer", "got 1.0"),
-        ("axis", (0, 1), ValueError, "axis: expected one for each of the 8 pairs", "got 2"),
+        ("axis", (0, 1), ValueError, "axis: expected one integer for each of the 8 pairs", "got 2"),
         ("log_n_scale", 512, TypeError, "log_n_scale: expected None or (train_length, clip)", "got 512"),
         ("log_n_scale", (1, True), ValueError, "train_length: expected more than 1", "got 1.0"),
         ("log_n_scale", (512, 1), TypeError, "clip: expected True or False", "got 1"),

@@ -14,7 +14,7 @@ class NewRows(NamedTuple):
     """Consecutive new keys of one sequence.
 
     batch, row, rows: the keys are k[batch, row : row + rows]. batch is 0 if queries are packed.
-    position: position of the first key. It is negative in padding.
+    position: position of the first key, negative if this key is padding.
     sequence: index of the sequence.
     slot: the first key's slot in the sequence.
     """
@@ -62,7 +62,8 @@ def new_rows(tables: CacheTables, capacity: int, rows: int) -> list[NewRows]:
 
 
 def new_positions(tables: CacheTables, capacity: int, batch: int, rows: int) -> torch.Tensor:
-    """Returns the positions of ``new_rows``, int64 (batch, rows). All other rows get 0. batch is 1 if packed."""
+    """Returns the positions of ``new_rows``, int64 (batch, rows). Rows that hold no new key get position 0. batch is 1
+    if k is packed."""
     positions = torch.zeros(batch, rows, dtype=torch.int64, device=tables.seqlens.device)
     for each in new_rows(tables, capacity, rows):
         place = positions[each.batch, each.row : each.row + each.rows]
@@ -137,7 +138,7 @@ def _tables_of(tables: CacheTables, sequences: slice, rows: slice, seqlen_q: int
 
 
 def _positions_of(tables: CachePositions, sequences: slice, rows: slice, paged: bool) -> CachePositions:
-    """Returns the position tables of a batch from ``runs``, in batch form. rows: its query rows."""
+    """Returns the position tables of one batch that ``runs`` yields. rows: the query rows of this batch."""
     *of_pages, slot_positions, queries = tables
     if slot_positions is not None and not paged:
         slot_positions = slot_positions[sequences]

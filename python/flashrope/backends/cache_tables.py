@@ -15,9 +15,10 @@ class CacheLayer(NamedTuple):
     Attributes:
         k: (batch, capacity, heads_kv, head_dim), or with a block table (pages, page_size, heads_kv, head_dim). int8 or
             uint8 if the cache is quantized.
-        v: like k. If the cache is not quantized, its head_dim may be smaller. It may be a view of channels of k, such
-            as k[..., :512]. The values are then channels of the keys, and new tokens have no v.
-        k_scale, v_scale: float32, the shapes of k and v without their last dimension, if the cache is quantized.
+        v: like k. If the cache is not quantized, the head_dim of v may be smaller. v may be a view of channels of k,
+            such as k[..., :512]. The values are then channels of the keys, and new tokens have no v.
+        k_scale, v_scale: float32, with the shapes of k and v without the last dimension. None if the cache is not
+            quantized.
         key_weight: float32 (head_dim,), factors of keys before their rotation. Values are not multiplied.
     """
 
@@ -46,7 +47,7 @@ def first_value(k: torch.Tensor, v: torch.Tensor) -> int | None:
     if v is k:
         return 0
     try:
-        if k.is_meta or not k.numel() or type(k) is not torch.Tensor:  # without addresses
+        if k.is_meta or not k.numel() or type(k) is not torch.Tensor:  # such tensors have no addresses
             same = k.untyped_storage()._cdata == v.untyped_storage()._cdata
             first, rest = v.storage_offset() - k.storage_offset(), 0 if same else 1
         else:
@@ -57,13 +58,13 @@ def first_value(k: torch.Tensor, v: torch.Tensor) -> int | None:
 
 
 class Packed(NamedTuple):
-    """Packed queries: the queries of all sequences, one sequence after another. It is a value of ``CacheTables.new``.
+    """Packed queries: the queries of all sequences, one sequence after another. Pass it as ``CacheTables.new``.
 
     Attributes:
         cu_seqlens_q: (batch + 1,) int32. Sequence b has the query rows cu_seqlens_q[b] to cu_seqlens_q[b + 1].
         max_seqlen_q: upper bound of the number of query rows of a sequence.
-        slot_mapping: (total_q,) int32 or int64, the slot of each query's new key in the whole cache, page * page_size +
-            row. If it is given, seqlens already counts the new keys.
+        slot_mapping: (total_q,) int32 or int64, the slot of each query's new key. Slots are counted over the whole
+            cache: page * page_size + row. If it is given, seqlens already counts the new keys.
         appends: whether each query brings a new key that is written after the first seqlens slots.
     """
 
@@ -74,13 +75,15 @@ class Packed(NamedTuple):
 
 
 class CachePositions(NamedTuple):
-    """Explicit positions of cached tokens, as defined in backends/visible.py. The tables include the new keys.
+    """Explicit positions of cached tokens, for ``CacheTables.positions``. The tables include the new keys.
 
     Attributes:
-        page_positions, page_first, page_lengths: (batch, max_pages) int32.
-        slot_positions: float32 (pages, page_size) or (batch, capacity), with one more dimension for axes.
-        queries: (batch, seqlen_q) or packed (total_q,), with one more dimension for axes. None: each query has the
-            position of its key.
+        page_positions, page_first, page_lengths: (batch, max_pages) int32, the visible rows of every page and their
+            positions, as in ``attention_with_cache``.
+        slot_positions: the position of every slot, float32 (pages, page_size) or (batch, capacity). Axial schemes need
+            one more dimension, axes.
+        queries: the positions of queries, (batch, seqlen_q) or packed (total_q,). Axial schemes need one more
+            dimension, axes. None: each query has the position of its key.
     """
 
     page_positions: torch.Tensor | None = None
@@ -99,14 +102,16 @@ class CachePositions(NamedTuple):
 
 
 class CacheTables(NamedTuple):
-    """Says where a step finds its sequences in a cache. All layers share these tables; ``plan_cache`` takes them.
+    """The tables that say where the sequences of a step are in a cache. All layers share them. Pass them to
+    ``plan_cache``.
 
-    Sequence b holds the slots from leftpad[b] up to seqlens[b] plus its new keys. Slot s is row s of the cache, or row
-    s % page_size of page block_table[b, s // page_size]. Positions count from leftpad.
+    Sequence b consists of the slots from leftpad[b] to seqlens[b] - 1 and, after these, its new keys. Slot s is row s
+    of the cache, or row s % page_size of page block_table[b, s // page_size]. Positions count from leftpad.
 
     Attributes:
         seqlens: (batch,) int32, the slots in use before the step's new keys, left padding included.
-        block_table: (batch, max_pages) int32, the page of every page_size slots. None: the cache is contiguous.
+        block_table: (batch, max_pages) int32, the pages of every sequence in the order of its slots. None: the cache is
+            contiguous.
         leftpad: (batch,) int32, the first valid slot of every sequence. None: 0.
         new: the number of new keys per sequence, or ``Packed`` queries.
         positions: explicit positions. None: positions follow from slots.

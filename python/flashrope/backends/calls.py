@@ -14,7 +14,7 @@ from ..rotary.rotary import Rotary
 from ..rotary.rotated import over_rotated_keys
 from .cache_tables import CacheLayer, CacheTables
 
-MAX_SPLITS = 256  # csrc/decode.h has the same number
+MAX_SPLITS = 256  # csrc/decode.h defines the same number
 
 
 class Kept(NamedTuple):
@@ -71,13 +71,13 @@ class AttentionCall(_Scheme):
     max_seqlen_q: int = 0
     max_seqlen_k: int = 0
     # True: gradients are bitwise reproducible. False: a backend that has a faster nondeterministic backward uses it,
-    # and gradients may differ from run to run by rounding. None: like False if that backward is predicted to be faster
-    # and torch does not request deterministic algorithms, else like True.
+    # and gradients may differ from run to run by rounding. None: like False if the nondeterministic backward is
+    # predicted to be faster and torch does not request deterministic algorithms, else like True.
     deterministic: bool | None = None
 
     def packed_sequences(self) -> Iterator[tuple[slice, slice, AttentionCall]]:
-        """Yields (query rows, key rows, call) of every packed sequence. The call has the positions of that sequence.
-        The host reads cu_seqlens."""
+        """Yields (query rows, key rows, call) of every packed sequence. The call contains the positions of that
+        sequence. The host reads cu_seqlens."""
         starts_q, starts_k = self.cu_seqlens_q.tolist(), self.cu_seqlens_k.tolist()
         for q0, q1, k0, k1 in zip(starts_q, starts_q[1:], starts_k, starts_k[1:], strict=False):
             rows, given = slice(q0, q1), self.positions
@@ -106,7 +106,7 @@ class CacheCall(_Scheme):
     positions = None  # positions count from tables.leftpad
 
     def for_backend(self) -> CacheCall:
-        """Returns the call that backends take if the cache holds rotated keys. The bands of this call rotate only the
+        """Returns the call that backends expect if the cache holds rotated keys. The bands of this call rotate only the
         queries."""
         scheme = over_rotated_keys(self.rotary), self.causal, self.softmax_scale
         return CacheCall(*scheme, self.tables, self.num_splits, self.rotated_keys)

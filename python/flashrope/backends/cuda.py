@@ -1,4 +1,4 @@
-"""The CUDA backend: launches the C++ decode kernels of csrc/. It needs the compiled extension."""
+"""The CUDA backend: launches the C++ decode kernels of csrc/. The backend needs the compiled extension."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from .splits import choose_splits
 
 LIBRARY = Path(__file__).resolve().parents[1] / "_cuda.abi3.so"
 HEAD_DIMS = (64, 96, 128, 256)
-MAX_SEQLEN_Q = 64  # csrc/decode.h has the same MAX_SEQLEN_Q and TILE_ROWS
+MAX_SEQLEN_Q = 64  # csrc/decode.h defines the same MAX_SEQLEN_Q and TILE_ROWS
 TILE_ROWS = 16
-OWN_VALUES = "its kernels write values of their own, here they are channels of the keys (v_cache is a view of k_cache)"
+OWN_VALUES = "its kernels need values in separate memory, but v_cache is a view of k_cache"
 
 
 def unsupported_reason(q: torch.Tensor, cached: bool = False) -> str:
     if not cached:
-        return "the CUDA kernels serve attention_with_cache only; use impl='triton'"
+        return "the CUDA kernels support only attention_with_cache; use impl='triton'"
     if not LIBRARY.exists():
         return "the CUDA extension is not built (FLASHROPE_BUILD_CUDA=1 pip install --no-build-isolation .)"
     if not q.is_cuda:
@@ -108,7 +108,7 @@ def attention_with_cache(q: torch.Tensor, layer: CacheLayer, call: CacheCall) ->
     rows = q.shape[1] if q.ndim == 4 else call.tables.max_seqlen_q
     if not call.causal and rows > 1 and any(band.keys_rotated for band in call.bands):
         raise ValueError(
-            "impl='cuda' cannot serve this call: over rotated keys its kernels have causal=True, or one query token; "
+            "impl='cuda' cannot serve this call: over rotated keys its kernels need causal=True, or one query token; "
             "use impl='triton'"
         )
     if call.tables.cu_seqlens_q is not None:
@@ -154,7 +154,7 @@ def attention_with_cache(q: torch.Tensor, layer: CacheLayer, call: CacheCall) ->
 
 
 def _refuse_layer(layer: CacheLayer) -> None:
-    """Raises for caches that the kernels do not read."""
+    """Raises ValueError for a layer that the kernels do not support."""
     if layer.k_scale is not None:
         raise ValueError(
             f"impl='cuda' cannot serve this call: its kernels do not read quantized caches, got k_cache of type "
@@ -162,13 +162,14 @@ def _refuse_layer(layer: CacheLayer) -> None:
         )
     if layer.v.shape != layer.k.shape:
         raise ValueError(
-            f"impl='cuda' cannot serve this call: its kernels read values as wide as the keys, {layer.k.shape[-1]} "
-            f"channels, v_cache has {layer.v.shape[-1]}; use impl='triton'"
+            f"impl='cuda' cannot serve this call: its kernels need a v_cache with the head_dim of k_cache, "
+            f"{layer.k.shape[-1]}, got {layer.v.shape[-1]}; use impl='triton'"
         )
 
 
 # ---- packed queries
-# The index arithmetic runs on the device, so that the host reads no length. The kernels are the same as for batches.
+# The index arithmetic runs on the device, so that the host reads no length. Packed queries run on the kernels for
+# batches.
 
 
 def _check_packed(tables: CacheTables) -> None:
@@ -180,8 +181,8 @@ def _check_packed(tables: CacheTables) -> None:
 
 
 def _token_sequences(cu_seqlens_q, total_q: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns two int64 tensors (total_q,): the sequence of every token, and how many rows are left in it, counting
-    the token itself. A token outside every sequence gets the last sequence and a number below 1."""
+    """Returns two int64 tensors (total_q,): the sequence of every token, and the number of rows of this sequence from
+    the token on, the token included. A token outside every sequence gets the last sequence and a number below 1."""
     ends = cu_seqlens_q[1:].to(torch.int64)
     token = torch.arange(total_q, device=cu_seqlens_q.device)
     sequence = torch.searchsorted(ends, token, right=True).clamp(max=ends.shape[0] - 1)
@@ -225,7 +226,7 @@ def _as_pages(name: str, x: torch.Tensor, rows: int) -> torch.Tensor:
 
 def _attend_packed(q, layer: CacheLayer, call: CacheCall) -> tuple[torch.Tensor, torch.Tensor]:
     """Attends with packed queries as a batch with max_seqlen_q rows for every sequence. A sequence's queries are the
-    last of these rows, so they keep their positions. The results of the other rows are dropped."""
+    last of these rows, so they keep their positions. The results of rows without a query are dropped."""
     tables, total_q = call.tables, q.shape[0]
     _check_packed(tables)
     cu_seqlens_q, longest = tables.cu_seqlens_q.to(torch.int64), tables.max_seqlen_q
@@ -272,7 +273,7 @@ def _default_splits(groups: int, rows: int, capacity: int, head_dim: int, multip
 
     groups: number of (sequence, key head) pairs. rows: query rows of each pair.
     """
-    tile_keys = 32 if head_dim > 128 else 64  # warps_for and blocks_for of csrc/decode.h
+    tile_keys = 32 if head_dim > 128 else 64  # as in warps_for and blocks_for of csrc/decode.h
     resident = 2 if head_dim > 96 else 3
     return choose_splits(groups * -(-rows // TILE_ROWS), -(-capacity // tile_keys), resident * multiprocessors)
 

@@ -1,4 +1,4 @@
-"""Serves packed queries over a cache with functions of a backend that take batches."""
+"""Computes calls with packed queries over a cache with a backend's functions for batches."""
 
 from __future__ import annotations
 

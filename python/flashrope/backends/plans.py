@@ -32,7 +32,7 @@ def append_rotary(call: CacheCall) -> Rotary | None:
 
 
 class EachLayer:
-    """A plan that prepares nothing. It calls a backend's ``append_to_cache`` and ``attention_with_cache`` for every
+    """A plan that prepares nothing, and calls a backend's ``append_to_cache`` and ``attention_with_cache`` for every
     layer."""
 
     def __init__(self, append: Callable, attend: Callable, call: CacheCall):

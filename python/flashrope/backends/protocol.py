@@ -59,8 +59,8 @@ class CachePlan(Protocol):
     strides."""
 
     def append(self, layer: CacheLayer, k: torch.Tensor, v: torch.Tensor | None) -> None:
-        """Writes new k and v as ``CacheBackend.append_to_cache`` does, rotated first if the cache holds rotated
-        keys."""
+        """Writes new k and v as ``CacheBackend.append_to_cache`` does. If the cache holds rotated keys, k is rotated
+        first."""
 
     def attend(
         self, q: torch.Tensor, layer: CacheLayer, out: torch.Tensor | None = None
@@ -98,12 +98,12 @@ class CacheBackend(Protocol):
 
     def plan_cache(self, call: CacheCall, layer: CacheLayer, queries: Queries) -> CachePlan:
         """Plans the layers of a step. The host reads no table before ``append`` or ``attend``. call: the caller's call,
-        before ``for_backend``. layer: any of the layers. All layers have its shapes and dtypes."""
+        before ``for_backend``. layer: any layer. All layers have the shapes and dtypes of this layer."""
 
 
 class PlacingBackend(Protocol):
-    """Serves, on top of ``CacheBackend``, calls whose tables have explicit positions."""
+    """A ``CacheBackend`` that also supports tables with explicit positions."""
 
     def unsupported_positions(self, positions: CachePositions) -> str:
-        """Returns why this backend cannot serve these tables, with the argument's name, or "". Reads no values of the
-        tables."""
+        """Returns why this backend cannot serve these tables, or "". The reason names the argument. Reads no values of
+        the tables."""

@@ -36,7 +36,7 @@ def unsupported_reason(q: torch.Tensor, cached: bool = False) -> str:
 
 
 def unsupported_positions(positions: CachePositions) -> str:
-    """Returns "", because this backend serves all tables."""
+    """Returns "", because this backend supports all tables."""
     return ""
 
 
@@ -165,10 +165,10 @@ def dense_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns (out, lse) of a batch of sequences of equal length. Shapes are as in ``flashrope.attention``.
 
-    sinks: (heads_q,), as in ``flashrope.attention``, which applies them to the results of a backend. Here they are part
-        of the softmax.
+    sinks: (heads_q,), as in ``flashrope.attention``. Here the softmax itself counts the sinks, while
+        ``flashrope.attention`` adds them to the results of a backend.
     places: float64 positions of queries and of keys, (seqlen,) or (seqlen, axes), from which distances are computed.
-        The causal mask compares indices. Cannot be combined with call.positions, because bands then compare indices.
+        The causal mask compares indices. Cannot be combined with call.positions, with which bands compare indices.
     """
     rotary, dtype, device = call.rotary, q.dtype, q.device
     seqlen_q, seqlen_k, group = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
@@ -235,12 +235,13 @@ def rotate_by(x: torch.Tensor, rotary: Rotary, position: torch.Tensor) -> torch.
 
 
 def scale_rotated(x: torch.Tensor, rotary: Rotary) -> torch.Tensor:
-    """Returns x (..., head_dim) with the channels of the table multiplied by rotated_scale."""
+    """Returns x (..., head_dim) with the channels that form pairs multiplied by rotated_scale."""
     before, paired, rest = table_channels(x, rotary)
     return torch.cat((before, paired * rotary.rotated_scale, rest), dim=-1)
 
 
 def table_channels(x: torch.Tensor, rotary: Rotary) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns three slices of x (..., head_dim): the channels before the table's, the table's, and those after them."""
+    """Returns three slices of x (..., head_dim): the channels before the pairs, the channels that form pairs, and the
+    channels after the pairs."""
     first, stop = rotary.first_channel, rotary.first_channel + rotary.rotary_dim
     return x[..., :first], x[..., first:stop], x[..., stop:]

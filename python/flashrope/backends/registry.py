@@ -34,7 +34,8 @@ def load_backend(impl: str) -> Any:
 
 
 def resolve_impl(impl: str | None, q: torch.Tensor, cached: bool = False) -> str:
-    """Returns the name of the backend that serves tensors like q. impl None: chosen by device and dtype.
+    """Returns the name of the backend that serves tensors like q. impl: if None, the backend is chosen by device and
+    dtype.
 
     cached: whether the call is ``attention_with_cache``.
 
@@ -71,8 +72,8 @@ def check_backend(
 
 
 def unsupported_positions(impl: str, positions: CachePositions) -> str:
-    """Returns why the backend ``impl`` cannot serve explicit positions, with the argument's name, or ""."""
+    """Returns why the backend ``impl`` cannot serve explicit positions, or "". The reason names the argument."""
     backend = load_backend(impl)
     if not hasattr(backend, "unsupported_positions"):
-        return "it counts positions from a sequence's first valid slot; use impl='reference' for explicit positions"
+        return "its kernels do not support explicit positions of cached tokens; use impl='triton' or 'reference'"
     return backend.unsupported_positions(positions)

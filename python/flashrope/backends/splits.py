@@ -8,7 +8,7 @@ from functools import lru_cache
 from .calls import MAX_SPLITS
 
 FULL = 0.85  # the splits must keep this share of the device's resident blocks busy, if there are enough keys
-# Both costs are in units of the time of a key tile. They are estimates, not measured.
+# SPLIT_COST and COMBINE_COST are in units of the time of a key tile. Both are estimates, not measurements.
 SPLIT_COST = 2  # per block: starting it and storing a partial result
 COMBINE_COST = 4  # the launch that combines the partial results
 
@@ -39,7 +39,7 @@ class Multiprocessor:
 @dataclasses.dataclass(frozen=True)
 class ComputeUnit:
     """Limits of one AMD compute unit of CDNA 3 or 4 (LLVM, "User Guide for AMDGPU Backend", and getMaxWorkGroupsPerCU).
-    shared_per_block, shared: bytes of local data share (LDS). A compute unit has four SIMDs. Each has 512 vector
+    shared_per_block, shared: bytes of local data share (LDS). A compute unit has four SIMDs. Each SIMD has 512 vector
     registers per lane for at most 8 waves."""
 
     shared_per_block: int

@@ -1,8 +1,8 @@
 """Reads and writes the file of tuned tiles. A user has one file for all devices. A process reads it once.
 
 The file is ``flashrope/tiles.json`` in the user's cache folder ($XDG_CACHE_HOME, or ~/.cache). It is replaced
-atomically. A winner is used only under the setup under which it was measured: the device and the versions of Triton and
-flashrope. A file that cannot be read is ignored with one warning.
+atomically. A tile is used only in the setup in which it was measured: on the same device, and with the same versions of
+Triton and flashrope. A file that cannot be read is ignored with one warning.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class ShapeClass(NamedTuple):
     """A class of calls that share a tile.
 
     block_d: head_dim rounded up to a power of two. banded: the scheme has several bands. grouped: there are fewer key
-    heads than query heads. max_keys: one of ``MAX_KEYS``, or 0 for longer sequences. With a cache, its capacity counts.
+    heads than query heads. max_keys: one of ``MAX_KEYS``, or 0 for longer sequences. With a cache, the capacity of the
+    cache decides.
     """
 
     direction: str
@@ -117,7 +118,7 @@ def read(file: Path) -> dict[Setup, Winners]:
 
 
 def update(setup: Setup, winners: Winners) -> Path:
-    """Merges winners into the file. They replace earlier winners of the same class. The write is atomic.
+    """Merges winners into the file. New winners replace earlier winners of the same class. The write is atomic.
 
     Raises OSError if the cache folder cannot be written.
     """

@@ -85,8 +85,8 @@ def store_positions(k_cache, tables: CacheTables, rows: int) -> None:
     """Writes the positions of new keys to slot_positions. The host reads the tables if the positions continue from the
     last key's position, or if the keys are packed without a slot_mapping.
 
-    tables: must have slot_positions. Their seqlens do not count the new keys yet. rows: rows of k, per sequence or in
-        all if packed.
+    tables: tables with slot_positions. seqlens does not count the new keys yet. rows: the number of rows of k per
+        sequence, or of all sequences together if k is packed.
     """
     positions = tables.positions
     assert positions is not None

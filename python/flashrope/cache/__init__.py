@@ -1,6 +1,6 @@
 """Caches of keys and values for decoding.
 
-``KVCache`` has one row of slots per sequence. ``PagedKVCache`` has pages that sequences share. The host knows lengths,
+``KVCache`` has one row of slots per sequence. ``PagedKVCache`` has pages that sequences share. The host keeps lengths,
 page tables and reference counts, so a full cache raises an error, and no call waits for the device. A cache holds one
 layer or all layers of a model. A ``Step`` writes to all layers.
 """

@@ -35,7 +35,9 @@ class CapturedStep:
             ("leftpad", now.leftpad, own.leftpad),
         ):
             if table is not None and captured is None:
-                raise ValueError(f"{name}: expected None, as when the step was captured, got tables; capture again")
+                raise ValueError(
+                    f"{name}: expected None, because the captured step had none, got tables; capture again"
+                )
         own.seqlens.copy_(now.seqlens)
         assert own.block_table is not None and now.block_table is not None
         own.block_table.copy_(now.block_table)

@@ -34,15 +34,15 @@ class KVCache(Cache):
             up to 512, or up to 256 with cache_dtype or rotated_keys.
         dtype: float16, bfloat16, float32 or float64.
         device: None: torch's default device.
-        layers: number of layers. They share the lengths and the left padding.
+        layers: number of layers. All layers share the lengths and the left padding.
         rotated_keys: None: keys are stored raw, and every call may use another scheme. A Rotary, or a list with one
             Rotary per layer: keys are rotated once, when they are written, as ``rotate`` does, and steps rotate only
-            queries. The scheme must be one that ``rotate`` takes. Calls with another scheme raise an error, and so does
-            ``cache_leftpad``, which would move positions.
+            queries. The scheme must be one that ``rotate`` accepts. Calls with another scheme raise an error. The
+            option ``cache_leftpad`` also raises an error, because it would move positions.
         cache_dtype: None: the cache has the type dtype. "int8" or "int4": it holds quantized values of 8 or 4 bits with
-            a scale per token and key head. They take about a half or a quarter of bfloat16's bytes. q, k, v and out
-            have the type dtype. ``attend`` and ``append`` quantize what they write. See k_scale in
-            ``attention_with_cache``.
+            a scale per token and key head. The cache then takes about a half or a quarter of the bytes of bfloat16. q,
+            k, v and out have the type dtype. ``attend`` and ``append`` quantize k and v. The argument k_scale of
+            ``attention_with_cache`` describes the format.
         head_dim_v: head_dim of v, a multiple of 8 up to head_dim. Default: head_dim, which a quantized cache needs.
         values: a slice: these channels of the stored keys are the values. Their number is a multiple of 8 up to 512.
             Calls then pass k without v, and the cache needs no memory for v. Use it for latent attention, and for
@@ -54,10 +54,12 @@ class KVCache(Cache):
         k, v: (batch, capacity, heads_kv, head_dim or head_dim_v), with several layers (layers, batch, ...). Slots
             beyond the lengths are uninitialized. On the CPU, k and v are views of heads-first storage, which is faster
             to read there. ``layer(i)`` returns k and v of one layer.
-        seqlens: (batch,) int32 on the device, the slots in use, left padding included. It is always the same tensor.
-        leftpad: (batch,) int32 on the device, the number of padding slots on the left. It is always the same tensor.
-        k_scale, v_scale: the scales of a quantized cache, float32, k's shape without its last dimension, else None.
-            ``scales(i)`` returns the scales of one layer.
+        seqlens: (batch,) int32 on the device, the slots in use, left padding included. The attribute is always the same
+            tensor.
+        leftpad: (batch,) int32 on the device, the number of padding slots on the left. The attribute is always the same
+            tensor.
+        k_scale, v_scale: the scales of a quantized cache, float32, with k's shape without the last dimension. None if
+            the cache is not quantized. ``scales(i)`` returns the scales of one layer.
         rotated_keys: the Rotary of every layer, or None.
         nbytes: bytes of k and v, and of their scales.
 
@@ -71,15 +73,16 @@ class KVCache(Cache):
     counted in all layers. If the block raises, no layer counts them.
 
     Prompts of different lengths are padded on the left. ``leftpad`` of the first step gives the number of padding
-    tokens of every sequence. The cache remembers the padding until the sequence is truncated below it. Positions count
-    from the first token after the padding.
+    tokens of every sequence. The cache remembers the padding until the sequence is truncated to fewer slots than the
+    padding. Positions count from the first token after the padding.
 
     A full cache raises ValueError. A call that raises leaves the cache unchanged. Under torch.autocast float32 q, k
     and v become the autocast type, as in ``attention``, so make the cache in that type.
 
     A CUDA graph does not replay what the host does. Capture ``attention_with_cache(q, *cache.layer(i), rotary,
     cache.seqlens, k=k, v=v)`` of every layer and call ``cache.advance(k.shape[1])`` after every replay. Before every
-    replay check ``lengths``, because the kernels drop keys that have no slot. Do the same for compiled models.
+    replay check ``lengths``, because the kernels drop keys that have no slot. Compiled models need the same calls and
+    checks.
     """
 
     def __init__(
@@ -178,9 +181,9 @@ class KVCache(Cache):
 
         Args:
             q: (batch, seqlen_q, heads_q, head_dim).
-            k, v: (batch, seqlen_new, heads_kv, head_dim), or both None. They must be None if the cache has several
+            k, v: (batch, seqlen_new, heads_kv, head_dim), or both None. k and v must be None if the cache has several
                 layers, whose new keys and values are written in a ``step``.
-            layer: 0 to layers - 1, the layer whose keys are read. It may be None if the cache has one layer.
+            layer: 0 to layers - 1, the layer whose keys are read. None is allowed if the cache has one layer.
             leftpad: as in ``step``.
             rotary, options: as in ``attention_with_cache``: cache_leftpad, causal, softmax_scale, return_lse, impl,
                 num_splits, validate, key_weight (of the layer).

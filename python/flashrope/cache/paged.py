@@ -290,9 +290,9 @@ class PagedKVCache(Cache):
         Args:
             sequences: the numbers of n sequences, as returned by ``allocate`` and ``fork``.
             q: (n, seqlen_q, heads_q, head_dim).
-            k, v: (n, seqlen_new, heads_kv, head_dim), or both None. They must be None if the cache has several layers,
-                whose new keys and values are written in a ``step``.
-            layer: 0 to layers - 1, the layer whose keys are read. It may be None if the cache has one layer.
+            k, v: (n, seqlen_new, heads_kv, head_dim), or both None. k and v must be None if the cache has several
+                layers, whose new keys and values are written in a ``step``.
+            layer: 0 to layers - 1, the layer whose keys are read. None is allowed if the cache has one layer.
             leftpad: as in ``step``.
             rotary, options: as in ``KVCache.attend``.
 
@@ -332,7 +332,7 @@ class PagedKVCache(Cache):
     def capture(self, sequences: Sequence[int], seqlen_new: int) -> CapturedStep:
         """Returns a step over static tables, for a CUDA graph of all layers that is replayed for every token.
 
-        Unlike ``seqlens`` and ``block_table``, it also serves sequences that ``extend``, ``remove`` or ``keep``
+        Unlike ``seqlens`` and ``block_table``, it also supports sequences that ``extend``, ``remove`` or ``keep``
         changed. For every token call the step's ``update``, replay the graph, and call the step's ``advance``.
 
         Example:
@@ -387,9 +387,10 @@ class PagedKVCache(Cache):
         full is shared, too. It is copied when tokens are appended to one of its sequences. Pages reserved for
         ``sequence`` are given back.
 
-        Keys and values of ``other`` were computed without the tokens that now come before them. In all layers but the
-        first this approximates one prefill of both, unless ``sequence`` was empty. docs/decoding.md shows how to
-        compute the first tokens of ``other`` again, and docs/reused/README.md says what the approximation costs.
+        Keys and values of ``other`` were computed without the tokens that now come before them. Except in the first
+        layer, the result therefore only approximates one prefill of both sequences, unless ``sequence`` was empty.
+        docs/decoding.md shows how to compute the first tokens of ``other`` again, and docs/reused/README.md says what
+        the approximation costs.
 
         Raises:
             ValueError: both sequences together exceed max_seqlen or the width of the block table, or the cache holds
@@ -416,7 +417,7 @@ class PagedKVCache(Cache):
 
         Raises:
             TypeError, ValueError: an argument is invalid; or the cache holds rotated keys; or a page has to be split
-                into two block-table entries, and the sequence can have no further entry.
+                into two block-table entries, and the sequence has no free entry.
         """
         self.refuse_in_step("remove")
         self._refuse_rotated("remove")
@@ -457,7 +458,7 @@ class PagedKVCache(Cache):
 
     def _refuse_rotated(self, call: str) -> None:
         if self.rotated_keys is not None:
-            raise ValueError(f"{call}: expected a cache of raw keys, got rotated_keys, whose positions cannot change")
+            raise ValueError(f"{call}: not supported with rotated_keys (the positions of rotated keys cannot change)")
 
     def _show(self, sequence: pool.Sequence, kept: entries.Kept) -> None:
         """Makes only the tokens of ``kept`` visible."""
@@ -479,7 +480,7 @@ class PagedKVCache(Cache):
         selected = {sequence: self._get(sequence) for sequence in sequences}
         if len(selected) != len(sequences):
             repeated, times = Counter(sequences).most_common(1)[0]
-            raise ValueError(f"sequences: expected each once, got sequence {repeated} {times} times")
+            raise ValueError(f"sequences: expected each sequence once, got sequence {repeated} {times} times")
         return selected
 
     def _select_unmoved(self, call: str, sequences: Sequence[int]) -> list[pool.Sequence]:
@@ -489,7 +490,7 @@ class PagedKVCache(Cache):
             if sequence.entries is not None:
                 raise ValueError(
                     f"{call}: not supported for sequences that extend, remove or keep changed (their positions do not "
-                    f"follow from the slots), got sequence {name}; attend and step know the positions"
+                    f"follow from the slots), got sequence {name}; use attend, step or capture"
                 )
         return list(selected.values())
 

@@ -172,20 +172,20 @@ class PagePool:
         self.check_fits(f"sequence {name}", (sequence.tokens, seqlen_new), (now, end - now))
 
     def check(self, needed: int, never: bool) -> None:
-        """Raises OutOfPages if fewer than ``needed`` pages are free. never: OutOfPages.never."""
+        """Raises OutOfPages if fewer than ``needed`` pages are free. never: the value of ``OutOfPages.never``."""
         missing = needed - len(self.free)
         if missing > 0:
             pages = "page" if needed == 1 else "pages"
             error = OutOfPages(
-                f"needs {needed} more {pages}, {len(self.free)} are free of {self.pages}: {missing} missing"
+                f"needs {needed} more {pages}, {len(self.free)} of {self.pages} are free: {missing} missing"
                 + ("; the whole pool is too small for this call" if never else "")
             )
             error.never = never
             raise error
 
     def shared_page(self, sequence: Sequence) -> int | None:
-        """Returns the page that the next token goes to if another sequence also holds it, so that it must be copied
-        first, else None. Later pages are never shared."""
+        """Returns the page that the next token goes to, if this page must be copied first because another sequence also
+        holds it. Otherwise returns None. Later pages are never shared."""
         pages = sequence.pages[sequence.length // self.page_size :]
         return pages[0] if pages and self.references[pages[0]] > 1 else None
 

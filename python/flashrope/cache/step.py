@@ -1,4 +1,4 @@
-"""``Step``: adds new tokens to a cache. They count only if every layer has written its keys and values."""
+"""``Step``: adds new tokens to a cache. The tokens count only if every layer has written its keys and values."""
 
 from __future__ import annotations
 
@@ -97,9 +97,9 @@ class Step:
 
         Args:
             q: (n, seqlen_q, heads_q, head_dim).
-            k, v: (n, seqlen_new, heads_kv, head_dim). Both None: nothing is written, and q attends to the layer's keys.
-                They include keys that were written earlier in this step.
-            layer: 0 to layers - 1. It may be None if the cache has one layer.
+            k, v: (n, seqlen_new, heads_kv, head_dim). Both None: nothing is written, and q attends to the layer's keys,
+                including keys that were written earlier in this step.
+            layer: 0 to layers - 1. None is allowed if the cache has one layer.
             rotary, options: as in ``KVCache.attend``.
 
         Returns:
@@ -124,10 +124,10 @@ class Step:
 
     def _check_open(self) -> None:
         if self._cache._open is not self:
-            raise RuntimeError("step: expected a call inside the with statement that opened it")
+            raise RuntimeError("step: expected a call inside the with statement that opened the step")
 
     def _check_new(self, seqlen_new: int, layer: int | None) -> None:
         if seqlen_new != self.seqlen_new:
-            raise ValueError(f"k: expected seqlen_new {self.seqlen_new} of this step, got {seqlen_new}")
+            raise ValueError(f"k: expected seqlen_new {self.seqlen_new}, as in the call of step(), got {seqlen_new}")
         if self._written >> (layer or 0) & 1:
-            raise ValueError(f"layer {layer or 0}: expected k and v once in a step, got them again")
+            raise ValueError(f"layer {layer or 0}: expected k and v once in a step, got k and v again")

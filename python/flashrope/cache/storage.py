@@ -190,7 +190,7 @@ class Cache:
 
     def _with_options(self, tables: CacheTables, options: dict) -> CacheTables:
         """Returns the tables with cache_leftpad from the options. Raises an error for options that attend does not
-        take."""
+        accept."""
         for name in TRACKED:
             if name in options:
                 raise TypeError(f"{name}: not accepted by attend(); the cache tracks it")
@@ -198,7 +198,7 @@ class Cache:
         if leftpad is not None:
             why = "the cache remembers its left padding" if tables.leftpad is not None else ""
             if self.rotated_keys is not None and not why:
-                why = "it would move keys that are already rotated (use leftpad= of a step)"
+                why = "padding would move keys that are already rotated (use the argument leftpad of a step)"
             if why:
                 raise ValueError(f"cache_leftpad: expected None, because {why}, got a tensor")
             tables = tables._replace(leftpad=leftpad)
@@ -266,8 +266,8 @@ def allocate_storage(
         raise ValueError(f"head_dim_v: expected a multiple of 8 up to {head_dim}, the head_dim, got {head_dim_v}")
     if cache_dtype is not None and head_dim_v != head_dim:
         raise ValueError(
-            f"head_dim_v: expected head_dim {head_dim} in a cache of {cache_dtype} (quantized values are as wide as "
-            f"the keys), got {head_dim_v}"
+            f"head_dim_v: expected head_dim {head_dim} in a cache of {cache_dtype} (quantized values need the head_dim "
+            f"of the keys), got {head_dim_v}"
         )
     if dtype not in DTYPES:
         raise TypeError(f"dtype: expected float16, bfloat16, float32 or float64, got {dtype}")
@@ -312,7 +312,7 @@ def check_values(values, head_dim, head_dim_v, rotated_keys, cache_dtype) -> sli
         )
     for name, given in (("head_dim_v", head_dim_v), ("rotated_keys", rotated_keys), ("cache_dtype", cache_dtype)):
         if given is not None:
-            raise ValueError(f"{name}: not supported beside values, which are channels of the raw keys, got {given!r}")
+            raise ValueError(f"{name}: not supported with values (they are channels of the raw keys), got {given!r}")
     return slice(start, stop)
 
 
@@ -342,7 +342,7 @@ def check_schemes(rotated_keys, head_dim: int, layers: int) -> tuple[Rotary, ...
         if head_dim > MAX_NARROW_HEAD_DIM:
             raise ValueError(f"rotated_keys: not supported beyond head_dim {MAX_NARROW_HEAD_DIM} yet, got {head_dim}")
         if rotary.axis:
-            raise ValueError("rotated_keys: an axial scheme needs positions, which a cache does not carry")
+            raise ValueError("rotated_keys: axial schemes are not supported (this cache does not store positions)")
         one_rotation(rotary, "so that its keys can be stored rotated")
     return tuple(schemes)
 
@@ -356,7 +356,7 @@ def check_scheme(rotary, own: Rotary, layer: int | None) -> None:
         hint = ", and tables that depend on the length, such as those of dynamic NTK and longrope"
     raise ValueError(
         f"rotary: expected {own!r}, by which the keys of layer {layer or 0} are rotated, got {rotary!r}; a cache of "
-        f"raw keys (rotated_keys=None) takes other schemes{hint}"
+        f"raw keys (rotated_keys=None) accepts other schemes{hint}"
     )
 
 
@@ -374,7 +374,7 @@ def describe(cache: Cache) -> str:
 
 
 def upload(values: Sequence, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Returns a tensor of the values on the device. They are copied from pinned memory, so that the host does not
+    """Returns a tensor of the values on the device. The values are copied from pinned memory, so that the host does not
     wait."""
     return torch.tensor(values, dtype=dtype, device="cpu", pin_memory=device.type == "cuda").to(
         device, non_blocking=True

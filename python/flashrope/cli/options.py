@@ -1,4 +1,4 @@
-"""Code for options that several commands share: types, checks, and error messages. It loads torch only to find a
+"""Code for options that several commands share: types, checks, and error messages. This file loads torch only to find a
 device."""
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ def columns() -> int:
 
 
 class Bar:
-    """A progress bar that counts steps up to total. It is written to stderr, so that stdout only has results.
+    """A progress bar that counts steps up to total. It is written to stderr, so that stdout contains only results.
 
     As a context manager, it is cleared at the end.
 

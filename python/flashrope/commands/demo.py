@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--threads", type=positive, help="CPU threads in total; default: one per model, if there are two cores"
     )
     run_.add_argument("--seed", type=int, default=0, help="seed for the weights, the batches and the unseen windows")
-    run_.add_argument("--impl", choices=BACKENDS, help="attention backend; default: the one for the device")
+    run_.add_argument("--impl", choices=BACKENDS, help="attention backend; default: chosen by the device")
     run_.add_argument("--compile", action="store_true", help="torch.compile the training step")
     sizes = parser.add_argument_group("sizes (default: those of the preset)")
     for field in dataclasses.fields(Preset):
@@ -50,8 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         choices=[name for name in SCHEMES if name not in ("stock", "log-n", "hope")],
         default=list(COMPARED),
-        help="schemes to compare with RoPE and HoPE, each without and with log n; they run on the model trained with "
-        "RoPE, and rerope also on the model trained with HoPE",
+        help="schemes to compare with RoPE and HoPE; every scheme runs without and with log n, on the model trained "
+        "with RoPE, and rerope also on the model trained with HoPE",
     )
     schemes.add_argument(
         "--window",

@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run_.add_argument(
         "--impl",
         choices=BACKENDS,
-        help="attention backend, for models of flashrope demo; default: the one for the device",
+        help="attention backend, for models of flashrope demo; default: chosen by the device",
     )
     run_.add_argument(
         "--cache-dtype",
@@ -83,7 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"one of {', '.join(SCHEMES)}",
     )
     scheme.add_argument(
-        "--rectify", action="store_true", help="ReRoPE: distances beyond the window are treated as the window"
+        "--rectify", action="store_true", help="ReRoPE: distances beyond the window count as the window"
     )
     scheme.add_argument(
         "--window",

@@ -27,8 +27,8 @@ def add_schemes(parser: argparse.ArgumentParser, default: list[str]) -> None:
         nargs="+",
         choices=SCHEMES,
         default=default,
-        help="schemes to run the model under; rerope and leaky with log n, rerope-plain without; dual-chunk: DCA, for "
-        "training lengths above 128 tokens",
+        help="schemes to run the model under; rerope and leaky include log n, rerope-plain does not; dual-chunk: DCA, "
+        "for training lengths above 128 tokens",
     )
     parser.add_argument(
         "--rotary",
@@ -54,7 +54,7 @@ def add_cache_dtype(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cache-dtype",
         choices=CACHE_DTYPES,
-        help="read everything through a cache that holds keys and values in this type, with a scale for each token and "
+        help="read all text through a cache that holds keys and values in this type, with a scale for each token and "
         "key head; the stock scheme then runs on flashrope's kernels too",
     )
 

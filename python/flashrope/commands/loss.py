@@ -11,7 +11,11 @@ from . import hf_model
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     hf_model.add_model(parser)
     parser.add_argument(
-        "--text", metavar="PATH", nargs="+", required=True, help="text files or folders of them, unseen in training"
+        "--text",
+        metavar="PATH",
+        nargs="+",
+        required=True,
+        help="text files, or folders with text files, that the model was not trained on",
     )
     hf_model.add_schemes(parser, ["stock", "log-n", "ntk", "yarn", "rerope", "leaky"])
     parser.add_argument(
@@ -71,7 +75,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=positive,
         metavar="W",
         default=[],
-        help="windows of ReRoPE, Leaky ReRoPE and Self-Extend, a row for each; default: half the training length",
+        help="windows of ReRoPE, Leaky ReRoPE and Self-Extend, with a row of results for each window; "
+        "default: half the training length",
     )
     parser.add_argument("--seed", type=int, default=0, help="seed for the choice of windows")
     hf_model.add_run(parser, "loss")

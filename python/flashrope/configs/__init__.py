@@ -1,1 +1,1 @@
-"""Reads the rotary embedding of model configurations as plain data. It does not import ``Rotary``."""
+"""Reads the rotary embedding of model configurations as plain data. This package does not import ``Rotary``."""

@@ -1,5 +1,5 @@
-"""Reads ``dual_chunk_attention_config`` (Qwen2.5-1M), which neither transformers nor vLLM supports. It imports only the
-standard library."""
+"""Reads ``dual_chunk_attention_config`` (Qwen2.5-1M), which neither transformers nor vLLM supports. This file imports
+only the standard library."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Chunks(NamedTuple):
 
     Attributes:
         arguments: the arguments of ``Rotary.dual_chunk``: chunk_size, local_size, and length_scale if it is given.
-        sparse: whether sparse attention is requested, too. It approximates dense attention for speed, and is not
-            supported here.
+        sparse: whether sparse attention is requested, too. Sparse attention approximates dense attention for speed, and
+            is not supported here.
     """
 
     arguments: list[Any]

@@ -19,8 +19,8 @@ class Family(NamedTuple):
         interleaved: whether its code pairs channels 2m and 2m + 1.
         reversed: whether its code rotates by the negative angle.
         sliding_only: whether only its sliding-window layers rotate.
-        partial: whether its code reads partial_rotary_factor, or rotary_dim. With these fields, other families rotate
-            whole heads in transformers 5, and fail in 4.57.
+        partial: whether its code reads partial_rotary_factor, or rotary_dim. Other families ignore these fields and
+            rotate whole heads in transformers 5, and fail in 4.57.
         base: the base of a family whose configuration does not contain it.
         alpha: whether its code reads alpha under the rope type "dynamic".
         latent: whether the family has multi-head latent attention. The first qk_nope_head_dim channels of a head do not
@@ -32,8 +32,8 @@ class Family(NamedTuple):
             5.23.
         packs: False if its forward makes masks without position_ids, so the stock model mixes up packed sequences.
         not_batched: why continuous batching does not support the family. The text follows the model_type in errors.
-        vllm: the vLLM architecture that rotates only through get_rope and is compared with ``convert``. Other
-            architectures may rotate in a fused kernel, whose rotation cannot be turned off.
+        vllm: the family's vLLM architecture, if it rotates only through get_rope and tests compare it with a converted
+            model. Other architectures may rotate in a fused kernel, whose rotation cannot be turned off.
     """
 
     tested: bool = False
@@ -54,7 +54,7 @@ class Family(NamedTuple):
 
 TESTED = Family(tested=True)
 SCALES_AFTER = "scales every channel of queries and keys after their rotation"
-PASSES_NOTHING = "does not pass them on"
+PASSES_NOTHING = "does not pass the arguments of continuous batching to its attention"
 SELECTS_KEYS = "attends only to the keys that its indexer selects (sparse attention), which the kernels cannot express"
 KEEPS_LATENTS = "keeps latents, which transformers' pages have no room for"
 LATENT = Family(tested=True, latent=True, reorders=True, not_batched=KEEPS_LATENTS)

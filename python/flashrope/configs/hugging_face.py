@@ -34,10 +34,10 @@ KEYS = frozenset(
         "long_factor",
         "short_mscale",
         "long_mscale",
-        "llama_4_scaling_beta",  # read by config_steps; model_steps leaves it to the model
+        "llama_4_scaling_beta",  # read by config_steps; model_steps leaves this scale to the model's code
         "alpha",
         "finetuned",
-        "max_position_embeddings",  # no version of transformers reads this key and "finetuned"
+        "max_position_embeddings",  # no version of transformers reads this key or "finetuned"
         "mrope_section",
         "mrope_interleaved",
         "interleaved",  # in qwen3_omni_moe, next to mrope_interleaved; no code reads it
@@ -61,11 +61,12 @@ class Step(NamedTuple):
 
 
 def config_steps(config, layer_type: str | None = None, seqlen: int | None = None) -> list[Step]:
-    """Returns the steps for ``Rotary.from_hf_config``. Arguments and errors are the same."""
+    """Returns the steps for ``Rotary.from_hf_config``, with the same arguments and errors."""
     steps = model_steps(config, layer_type, seqlen)
     model_type = getattr(config, "model_type", "") or ""
     params = _parameters(config, model_type, layer_type)
-    if family(model_type).reorders and getattr(config, "rope_interleave", True):  # of q and k before the reordering
+    # In this scheme q and k have the channel order from before the model reorders them.
+    if family(model_type).reorders and getattr(config, "rope_interleave", True):
         steps[0] = Step("rope", {**steps[0].arguments, "interleaved": True})
     if params and params.get("llama_4_scaling_beta"):
         length, beta = _training_length(params, config), params["llama_4_scaling_beta"]
@@ -99,12 +100,12 @@ def model_steps(config, layer_type: str | None = None, seqlen: int | None = None
                 raise ValueError(f"config: {REFUSED_KEYS[key]}")
         elif key not in KEYS:
             raise ValueError(
-                f"config: rope parameter {key!r} is not known; the known ones are {', '.join(sorted(KEYS))}"
+                f"config: rope parameter {key!r} is not known; known parameters are {', '.join(sorted(KEYS))}"
             )
 
     rope_type = _rope_type(params)
     if rope_type not in RULES:
-        raise ValueError(f"config: rope type {rope_type!r} is not known; the known ones are {', '.join(RULES)}")
+        raise ValueError(f"config: rope type {rope_type!r} is not known; known types are {', '.join(RULES)}")
     rotary_dim = _rotary_dim(config, params, of_family, head_dim)
     if rope_type == "proportional":
         rotary_dim = head_dim
@@ -144,13 +145,13 @@ def _check_latent(config, params: dict[str, Any], rotary_dim: int) -> None:
     if rotary_dim != config.qk_rope_head_dim:
         raise ValueError(
             f"config: partial_rotary_factor = {params.get('partial_rotary_factor')} would rotate {rotary_dim} of "
-            f"qk_rope_head_dim = {config.qk_rope_head_dim} channels, which the code of {config.model_type!r} in "
-            "transformers does not"
+            f"qk_rope_head_dim = {config.qk_rope_head_dim} channels, which is not what the code of "
+            f"{config.model_type!r} in transformers does"
         )
 
 
 def _mrope_is_interleaved(model_type: str, params: dict[str, Any]) -> bool:
-    """Whether mrope is interleaved. The family's code decides this, or without a model_type the parameters."""
+    """Whether mrope is interleaved. The family's code decides this. Without a model_type, the parameters decide."""
     if order := family(model_type).mrope:
         return order == "interleaved"
     if not model_type and len(params["mrope_section"]) == 3:
@@ -167,14 +168,16 @@ def _mrope_is_interleaved(model_type: str, params: dict[str, Any]) -> bool:
 def _refuse_by_field(config) -> None:
     if getattr(config, "qk_rope_head_dim", None) and not family(getattr(config, "model_type", None) or "").latent:
         raise ValueError(
-            "config: qk_rope_head_dim means multi-head latent attention, whose layout of channels is known for "
-            f"model_type {', '.join(families_with('latent'))} alone, got {getattr(config, 'model_type', None)!r}; "
+            "config: qk_rope_head_dim means multi-head latent attention, whose layout of channels is known only "
+            f"for model_type {', '.join(families_with('latent'))}, got {getattr(config, 'model_type', None)!r}; "
             "build the scheme with Rotary.rope(head_dim, base, rotary_dim, interleaved, first_channel)"
         )
     if getattr(config, "alibi", False):
         raise ValueError("config: alibi is set: this model adds a bias to its scores and rotates nothing")
     if len(set(getattr(config, "layer_rope_theta", None) or ())) > 1:
-        raise ValueError("config: layer_rope_theta gives layers a base each; build their schemes with Rotary.rope")
+        raise ValueError(
+            "config: layer_rope_theta gives every layer its own base; build their schemes with Rotary.rope"
+        )
     kind = getattr(config, "position_embedding_type", None)
     if kind not in (None, "rope", "rotary"):
         raise ValueError(f"config: position_embedding_type is {kind!r}, this model rotates nothing")
@@ -184,7 +187,9 @@ def _refuse_by_field(config) -> None:
             "build it with Rotary.axial or Rotary.from_inv_freq"
         )
     if getattr(config, "num_attention_heads", None) is None and getattr(config, "text_config", None) is not None:
-        raise ValueError("config: holds a text_config; pass config.get_text_config()")
+        raise ValueError(
+            "config: expected a text model's, got one that holds a text_config; pass config.get_text_config()"
+        )
 
 
 def _refuse_ignored(params, model_type: str, rope_type: str, rotary_dim: int, head_dim: int) -> None:
@@ -193,14 +198,14 @@ def _refuse_ignored(params, model_type: str, rope_type: str, rotary_dim: int, he
     if rope_type == "dynamic" and params.get("alpha") and model_type and not family(model_type).alpha:
         raise ValueError(
             f"config: alpha = {params['alpha']} is read by {', '.join(families_with('alpha'))} and not by "
-            f"{model_type!r}, whose base grows with the length; remove alpha for that, or chain .ntk(alpha) to "
+            f"{model_type!r}, whose base grows with the length; remove alpha to get that base, or chain .ntk(alpha) to "
             "Rotary.rope"
         )
     if rotary_dim != head_dim and model_type and not family(model_type).partial:
         raise ValueError(
             f"config: partial_rotary_factor = {params.get('partial_rotary_factor')} is not read by the code of "
-            f"{model_type!r} in transformers, which rotates whole heads; remove it for that, or build the scheme with "
-            f"Rotary.rope(head_dim={head_dim}, base, rotary_dim={rotary_dim})"
+            f"{model_type!r} in transformers, which rotates whole heads; remove the field to do the same, or build the "
+            f"scheme with Rotary.rope(head_dim={head_dim}, base, rotary_dim={rotary_dim})"
         )
 
 
@@ -228,8 +233,8 @@ def _parameters(config, model_type: str, layer_type: str | None) -> dict[str, An
         params["rope_theta"] = getattr(config, "rope_theta", None) or family(model_type).base
     if params["rope_theta"] is None:
         raise ValueError(
-            "config: neither rope_theta nor rope_parameters with one in it; this model has no rotary embedding, or "
-            "its base is not in its configuration"
+            "config: expected rope_theta, on the configuration or in rope_parameters, got none; this model has no "
+            "rotary embedding, or its base is not in its configuration"
         )
     if params.get("partial_rotary_factor") is None:
         params["partial_rotary_factor"] = getattr(config, "partial_rotary_factor", None)
@@ -279,7 +284,7 @@ def _head_dim(config, layer_type: str | None) -> int:
         try:
             head_dim = config.hidden_size // config.num_attention_heads
         except (AttributeError, TypeError):
-            raise ValueError("config: neither head_dim nor hidden_size and num_attention_heads") from None
+            raise ValueError("config: expected head_dim, or hidden_size and num_attention_heads, got neither") from None
     return head_dim
 
 
@@ -295,7 +300,7 @@ def _training_length(params: dict[str, Any], config) -> int:
     if of_rope is not None and of_config is not None and of_rope != of_config:
         raise ValueError(
             f"config: original_max_position_embeddings is {of_config} on the configuration and {of_rope} among the "
-            "rope parameters, and versions of transformers differ in which they use"
+            "rope parameters, and versions of transformers differ in which of the two they use"
         )
     return of_rope or of_config or _max_length(config)
 
@@ -375,7 +380,8 @@ def _longrope(pairs, params, config, seqlen):
     divisors = _field(params, f"{which}_factor")
     if len(divisors) != pairs:
         raise ValueError(f"config: {which}_factor has {len(divisors)} numbers for {pairs} pairs")
-    attention_factor = params.get(f"{which}_mscale") or params.get("attention_factor")  # phimoe has one for each table
+    # phimoe has one attention factor for each table.
+    attention_factor = params.get(f"{which}_mscale") or params.get("attention_factor")
     if attention_factor is None:
         factor = params.get("factor") or _max_length(config) / length
         attention_factor = math.sqrt(1 + math.log(factor) / math.log(length)) if factor > 1 else 1.0

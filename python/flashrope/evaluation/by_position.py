@@ -2,7 +2,7 @@
 
 A window of n tokens gives n losses in one forward pass: at position i the model predicts token i + 1 from the i + 1
 tokens before it. Means over bins of positions show where a scheme begins to fail, for the cost of measuring one length.
-Two schemes are compared window by window, so that a hard passage affects both of them alike.
+Two schemes are compared window by window, so that a hard passage affects both schemes alike.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ def position_losses(model, row: torch.Tensor, cache_dtype: str | None = None, ke
 
 
 def losses_by_length(model, row: torch.Tensor, cache_dtype: str | None, bin: int) -> torch.Tensor:
-    """Returns what ``position_losses`` returns, for a scheme whose frequencies depend on the length. It makes one pass
-    per bin, from the start to the end of the bin, and takes only the losses in the bin."""
+    """Returns what ``position_losses`` returns, for a scheme whose frequencies depend on the length. This takes one
+    pass per bin, from the start of the text to the end of the bin, and keeps only the losses in the bin."""
     longest = len(row) - 1
     ends = range(bin, longest + bin, bin)
     parts = [position_losses(model, row[: min(end, longest) + 1], cache_dtype)[end - bin :] for end in ends]

@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
 def _generate(args: argparse.Namespace) -> int:
     for option, given in {"--impl": args.impl, "--keep": args.keep}.items():
         if given:
-            raise BadInput(f"{option}: expected a checkpoint of flashrope demo beside it, got {args.model}")
+            raise BadInput(f"{option}: supported only for a checkpoint of flashrope demo, got {args.model}")
     prompt = given_prompt(args)
     if prompt is None:
         raise BadInput("--prompt: expected a text to continue, here or in --prompt-file, for a transformers model")
@@ -114,7 +114,7 @@ def continued(model, ids: list[int], args: argparse.Namespace, read: Callable[[i
 
 
 def _choose_scheme(model, args: argparse.Namespace, train_length: int, longest: int, unit: str) -> str:
-    """Converts the model to the scheme that the options name. Returns a description of it. Raises BadInput."""
+    """Converts the model to the scheme that the options name. Returns a description of the scheme. Raises BadInput."""
     from ..integrations.transformers import convert
 
     own = read_field(text_config(model))
@@ -131,7 +131,7 @@ def _choose_scheme(model, args: argparse.Namespace, train_length: int, longest: 
         convert(model, **(own | asked))
     except (TypeError, ValueError) as error:
         if option is None and args.cache_dtype is None:
-            return f"the library's own attention; convert refuses the model: {error}"
+            return f"the library's own attention; convert does not support the model: {error}"
         raise BadInput(f"{option or '--cache-dtype'}: {error}") from None
     used = own | asked
     numbers = describe_options({name: value for name, value in used.items() if name != "rotary"})

@@ -25,7 +25,7 @@ def read(path: Path, dtype: torch.dtype):
     from transformers import AutoModelForCausalLM
 
     try:
-        # In any other dtype, newer versions warn that they could compute with packed weights.
+        # In any other dtype, newer versions of transformers warn that they could compute with packed weights.
         loaded = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
     except Exception as error:  # transformers' reader has no exception class of its own
         raise BadInput(f"--model: {path.name}: {_first_line(error)}") from None
@@ -57,7 +57,7 @@ def weights(path: Path) -> str:
 def _check(path: Path) -> None:
     need("gguf", "accelerate", extra="gguf")
     if not path.is_file():
-        raise BadInput(f"--model: expected a GGUF file, got {path}, which is not one")
+        raise BadInput(f"--model: expected a GGUF file, got {path}, which is not a file")
     from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
 
     reader = _reader(path)
@@ -65,7 +65,7 @@ def _check(path: Path) -> None:
     architecture = bytes(field.parts[field.data[0]]).decode() if field else "none"
     if architecture not in GGUF_SUPPORTED_ARCHITECTURES:
         raise BadInput(
-            f"--model: {path.name}: the architecture {architecture} is not one that transformers reads from GGUF "
+            f"--model: {path.name}: transformers does not read the architecture {architecture} from GGUF files "
             f"({', '.join(sorted(GGUF_SUPPORTED_ARCHITECTURES))})"
         )
 
@@ -75,7 +75,7 @@ def _reader(path: Path):
 
     try:
         return GGUFReader(path)
-    except Exception as error:  # passes on what numpy raises for a truncated file
+    except Exception as error:  # GGUFReader passes on what numpy raises for a truncated file
         raise BadInput(f"--model: {path.name}: not a whole GGUF file ({_first_line(error)})") from None
 
 

@@ -2,7 +2,7 @@
 own scheme and other schemes.
 
 The text is cut into windows that do not overlap, each within one file. At length c the model reads c tokens, including
-the start token of its tokenizer, and predicts the token after each of them. The loss is the mean over the last N
+the start token of the tokenizer, and predicts the token after each of them. The loss is the mean over the last N
 predictions. Every length and scheme predicts the same N tokens of a window: a longer length only adds text before them.
 With repeated context, the added text is copies of the tokens that the shortest length reads.
 """
@@ -103,7 +103,7 @@ def _measure(args: argparse.Namespace) -> int:
         "text": f"{', '.join(args.text)}, {len(texts)} files",
         "measured": f"the loss of the last {targets} tokens of {len(windows)} windows, the same at every length, in "
         f"nats per {tokens.unit}; ± is the 95% interval over the windows"
-        + (f"; of the second copy of {args.copy} tokens all but the first" if args.copy else "")
+        + (f"; of a copied passage of {args.copy} tokens, of all but the first of the second copy" if args.copy else "")
         + (f"; {args.windows} windows were asked for, but the text has no more" if len(windows) < args.windows else ""),
         **cache_facts(args.cache_dtype),
         "machine": f"{hardware(device)}, torch {torch.__version__}",
@@ -145,7 +145,7 @@ def _measure(args: argparse.Namespace) -> int:
     if len(lengths) > 1:
         print(f"{changes_table(rows)}\n")
     if missing := [row for row in rows if not row.windows]:
-        print(f"-: out of memory, in {len(missing)} of {len(rows)} cells; --chunk or a smaller --batch takes less\n")
+        print(f"-: out of memory, in {len(missing)} of {len(rows)} cells; use --chunk or a smaller --batch\n")
     print(f"written to {out}/: {', '.join(RESULTS)}")
     return 0
 
@@ -217,8 +217,8 @@ def text_windows(texts: dict[str, str], tokens: Tokens, longest: int, count: int
     windows = data.unseen_windows(pieces, size, count, seed)
     if not windows:
         raise BadInput(
-            f"--text: expected a file of at least {size:,} {tokens.unit}s for a length of {longest:,}, the longest has "
-            f"{max(map(len, pieces)):,}; give other files or shorter --lengths"
+            f"--text: expected a file of at least {size:,} {tokens.unit}s for a length of {longest:,}, the longest "
+            f"file has {max(map(len, pieces)):,}; give other files or shorter --lengths"
         )
     return windows
 
@@ -228,8 +228,8 @@ def of_length(
 ) -> torch.Tensor:
     """Returns int64 (windows, length + 1): the tokens that the model reads, and the token after them.
 
-    A row is the start tokens and the end of a window. ``repeated``: None, or a shorter length. If it is given, the row
-    is filled with copies of the text that the model reads at that shorter length.
+    A row is the start tokens and the end of a window. ``repeated``: None, or a shorter length. With a shorter length,
+    the row is filled with copies of the text that the model reads at that length.
     """
     size = length - len(start) + 1
     rows = []
@@ -338,8 +338,8 @@ def _cell(values: Sequence[float]) -> str:
 
 def csv_text(rows: Sequence[Row]) -> str:
     """Returns CSV with a line per scheme, context and length. The column ``change`` is the mean over windows of the
-    difference from the shortest length. The interval of this mean is not widened by differences between windows that
-    are the same at both lengths."""
+    difference from the shortest length. Differences between windows that are the same at both lengths do not widen the
+    interval of this mean."""
     columns = ["scheme", "context", "length", "loss", "interval_95", "change", "change_interval_95", "windows"]
     lines = []
     for row in rows:

@@ -54,7 +54,9 @@ def load(name: str, device: torch.device, dtype: str | None = None):
     from transformers import AutoModelForCausalLM
 
     from ..integrations.transformers import convert
-    from ..integrations.transformers.applying import choose_stock_attention  # transformers then loads saved options
+
+    # With this import, transformers loads models that were saved with options.
+    from ..integrations.transformers.applying import choose_stock_attention
     from . import llama
 
     weights = getattr(torch, dtype or ("bfloat16" if device.type == "cuda" else "float32"))
@@ -116,7 +118,7 @@ def check_positions(model, longest: int, option: str) -> None:
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Embedding) and module is not words and 0 <= module.num_embeddings - limit <= 2:
             raise BadInput(
-                f"{option}: expected at most {limit:,}, as this model has a learned embedding for each position "
+                f"{option}: expected at most {limit:,}, because this model has a learned embedding for each position "
                 f"({name}), got {longest:,}"
             )
 
@@ -238,7 +240,7 @@ def new_cache(model, cache_dtype: str | None):
 
 
 def keep_logits(model, count: int) -> dict[str, int]:
-    """Returns the argument that limits a forward pass to the last ``count`` logits, for models that take it."""
+    """Returns the argument that limits a forward pass to the last ``count`` logits, for models that support it."""
     return {"logits_to_keep": count} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
 
 
@@ -253,7 +255,7 @@ def last_logits(
 ) -> torch.Tensor:
     """Returns the logits at the last ``count`` of the tokens ids, (batch, count, vocab_size) in float32.
 
-    A model that takes ``logits_to_keep`` computes no other logits.
+    A model that supports ``logits_to_keep`` computes no other logits.
 
     chunk: read this many tokens per forward pass, with a KV cache, to save memory for activations.
     cache_dtype: all keys and values go through a cache of this type. The model must be converted.

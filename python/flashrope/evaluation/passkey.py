@@ -1,9 +1,9 @@
 """``flashrope passkey``: measures how often a Hugging Face model finds a number that is hidden in a text, by length and
 depth, under its own scheme and other schemes.
 
-A number counts as found if greedy decoding would write it, that is, if each of its tokens is the most likely token. It
-counts as chosen if it is the most likely of ten numbers. Both are measured with one pass over the prompt and a few
-tokens for every candidate.
+A number counts as found if greedy decoding would write it, that is, if each of its tokens is the most likely token. A
+number counts as chosen if it is the most likely of ten numbers. Both measurements take one pass over the prompt and a
+few tokens for every candidate.
 """
 
 from __future__ import annotations
@@ -89,7 +89,9 @@ def _measure(args: argparse.Namespace) -> int:
         lengths = sorted({max(length, needed) for length in lengths})
     depths = [at / max(args.depths - 1, 1) for at in range(args.depths)]
     if lengths[0] < needed:
-        raise BadInput(f"--lengths: expected at least {needed} tokens, for the question alone, got {lengths[0]}")
+        raise BadInput(
+            f"--lengths: expected at least {needed} tokens, the length of a prompt without text, got {lengths[0]}"
+        )
     task.check_texts(lengths[-1])
     windows = [args.window] if args.window else []
     new_cache(model, args.cache_dtype)
@@ -154,7 +156,7 @@ class Sizes(NamedTuple):
 
 def _measured(model, task: Haystack, schemes: Sequence[Measured], sizes: Sizes, journal: Journal) -> Iterator[Cell]:
     """Yields all cells, including the cells of an earlier run. At lengths at which a scheme equals the model's own
-    scheme, the cells of the own scheme are yielded for it, too."""
+    scheme, the cells of the own scheme are also yielded for this scheme."""
     done = {(row["scheme"], row["length"], row["depth"]): _cell(row) for row in journal.rows}
     base = next((scheme for scheme in schemes if scheme.name == "stock"), None)
 
@@ -238,7 +240,7 @@ def scores(
     candidates: int = CANDIDATES,
     kept: Kept | None = None,
 ) -> list[Trial]:
-    """Reads prompts of equal length once, and then every candidate after them.
+    """Reads prompts of equal length once, and then reads every candidate after the prompts.
 
     candidates: the number of candidates. With 1, the prompt and the right answer are read in one pass, without the
     model's own cache. A model whose frequencies depend on the length needs 1, because its cache would hold keys that

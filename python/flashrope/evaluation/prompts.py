@@ -67,7 +67,9 @@ class Haystack(NamedTuple):
         head, tail, needles, candidates = parts = self._parts(draw)
         room = length - _size(*parts)
         if room < 0:
-            raise ValueError(f"expected at least {length - room} tokens, for the question alone, got {length}")
+            raise ValueError(
+                f"expected at least {length - room} tokens, the length of a prompt without text, got {length}"
+            )
         places = [round(depth * room), *(draw.randint(0, room) for _ in needles[1:])]
         hay, at, body = self._hay(room, draw), 0, []
         for place, _, needle in sorted(zip(places, range(len(needles)), needles, strict=True)):
@@ -85,7 +87,7 @@ class Haystack(NamedTuple):
         if have < longest:
             raise BadInput(
                 f"--text: expected a file of at least {longest:,} {self.tokens.unit}s for the longest prompt, the "
-                f"longest has {have:,}; give other files or shorter --lengths"
+                f"longest file has {have:,}; give other files or shorter --lengths"
             )
 
     def _parts(self, draw: random.Random) -> tuple[list[int], list[int], list[list[int]], list[list[int]]]:

@@ -60,8 +60,9 @@ def applicable(
         windows: every scheme with a window is listed once for each of these windows. Default: half the training length.
         given: schemes that replace the model's scheme: the text of a Rotary, a file with that text, or the folder of a
             saved model.
-        all_converted: the stock model also runs on this package's attention, under its own scheme.
-        sinks: also list the model's own scheme with a cache that keeps the first 4 tokens and this many last tokens.
+        all_converted: whether the model's own scheme also runs on this package's attention.
+        sinks: if given, also list the model's own scheme with a cache that keeps the first 4 tokens and this many last
+            tokens.
 
     Raises:
         BadInput: the model cannot run under any of the schemes, or cannot run under one of ``given``.
@@ -137,12 +138,13 @@ class _Search:
         try:
             self._add("stock", row.label, label, self.stock, "as it was saved" if self.own else words)
         except ValueError as error:
-            raise BadInput(f"--cache-dtype: expected a model that convert takes; {error}") from None
+            raise BadInput(f"--cache-dtype: expected a model that convert supports; {error}") from None
         if not self.own:
             self.seen |= _stock_layers(self.model, label)
 
     def add_named(self, name: str, lengths: Lengths, several: bool) -> None:
-        """Adds a scheme of SCHEMES. several: the scheme is measured with several windows, so its label names one."""
+        """Adds a scheme of SCHEMES. several: whether the scheme is measured with several windows. Its label then names
+        the window."""
         row, own = SCHEMES[name], self.own
         label = asked = f"{row.label}, window {lengths.window:,}" if several else row.label
         try:

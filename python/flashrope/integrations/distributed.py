@@ -162,8 +162,8 @@ def context_parallel_attention(
 ) -> torch.Tensor:
     """Computes ``attention``, or with cu_seqlens ``attention_varlen``, for sequences sharded over the ranks of a group.
 
-    Use it for sequences that are too long for one device. It is exact and has gradients. Every query keeps its position
-    in the full sequence, so bands and log n are computed as in the full sequence.
+    Use it for sequences that are too long for one device. The result is exact and differentiable. Every query keeps its
+    position in the full sequence, so bands and log n are computed as in the full sequence.
 
     Example:
         import torch.distributed as dist
@@ -183,7 +183,7 @@ def context_parallel_attention(
     those rows. The rank computes with no other keys.
 
     Args:
-        q: (batch, seqlen / n, heads_q, head_dim), this rank's part in the order of ``shard_sequence``. It has the same
+        q: (batch, seqlen / n, heads_q, head_dim), this rank's part in the order of ``shard_sequence``. q has the same
             shape on all n ranks. Packed: (total_q / n, heads_q, head_dim).
         k, v: (batch, seqlen / n, heads_kv, head_dim), this rank's part. Packed: (total_k / n, heads_kv, head_dim). v
             may have a different head_dim, as in ``attention``.
@@ -191,10 +191,10 @@ def context_parallel_attention(
         group: the ranks that share a sequence: a process group, a one-dimensional DeviceMesh, or None for all ranks.
         causal, softmax_scale, impl, sinks, deterministic: as in ``attention``, the same on all ranks.
         cu_seqlens_q, cu_seqlens_k: (sequences + 1,) int32, on q's device or on the CPU: the first row of every sequence
-            in the packed tokens of all ranks. They must be the same on all ranks. They begin at 0 and end at n times
-            the rows of q and of k on this rank. Padding must be a separate sequence at the end. The host reads the
-            values: on a GPU every call therefore waits for the device. Inside ``torch.compile`` a packed call breaks
-            the graph.
+            in the packed tokens of all ranks. Both tensors must be the same on all ranks. They begin at 0 and end at n
+            times the rows of q and of k on this rank. Padding must be a separate sequence at the end. The host reads
+            the values: on a GPU every call therefore waits for the device. Inside ``torch.compile`` a packed call
+            breaks the graph.
 
     Returns:
         This rank's part of out, like q but with the head_dim of v. The gradients of k and v are summed over the ranks,
@@ -266,7 +266,7 @@ def _attend_packed(q, k, v, lengths: _Lengths, **options) -> torch.Tensor:
 def _over_heads(q, k, v, options: dict, group: dist.ProcessGroup, lengths: _Lengths | None = None) -> torch.Tensor:
     """Attends over full sequences on every rank, for the rank's share of the heads.
 
-    lengths: the lengths of packed sequences. The tensors then are a batch of one.
+    lengths: the lengths of packed sequences. With lengths, the tensors have a batch size of 1.
     """
     heads_q, sinks = q.shape[2], options["sinks"]
     q, k, v = _even_heads(q, k, v, group.size())
@@ -308,7 +308,7 @@ def _join(chunks: Sequence[torch.Tensor], ranges: Iterable[tuple[int, int]]) -> 
     for start, stop in _joined(ranges):
         for n in range(start // size, -(-stop // size)):
             parts.append(chunks[n][:, max(start - n * size, 0) : stop - n * size])
-    # Even an empty result depends on the chunks, because every rank must join their backward.
+    # Even an empty result depends on the chunks, because every rank must take part in the collective of their backward.
     return torch.cat(parts or [chunks[0][:, :0]], 1)
 
 
@@ -367,7 +367,7 @@ def sequence_positions(seqlen: int, group: Group = None, device: torch.device | 
     """Returns the position of every row of this rank's part in a sequence of seqlen positions, int64 (seqlen / n,).
 
     Use it for code outside the attention, such as a learned position embedding. ``context_parallel_attention`` does not
-    need it.
+    need these positions.
     """
     return shard_sequence(torch.arange(seqlen, device=device), group, 0)
 
@@ -441,12 +441,10 @@ def _process_group(group: Group) -> dist.ProcessGroup:
         return dist.group.WORLD  # type: ignore[return-value]  # None only before the initialisation
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
-            raise ValueError(
-                f"group: expected a mesh of one dimension, got {group.ndim}; name one of them, as in mesh['cp']"
-            )
+            raise ValueError(f"group: expected a mesh of one dimension, got {group.ndim}; select one, as in mesh['cp']")
         return group.get_group()
     if group == dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError("group: expected one that includes this rank, got one that does not")
+        raise ValueError("group: expected a group that includes this rank, got one without it")
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(f"group: expected a ProcessGroup, a DeviceMesh or None, got {type(group).__name__}")
     return group
@@ -469,7 +467,8 @@ def _check_context_parallel(q, k, v, rotary, group, packed: bool) -> None:
             )
     if rotary.axis:
         raise ValueError(
-            "rotary: expected one-dimensional positions, which the ranks count automatically; this one is axial"
+            "rotary: axial schemes are not supported with context parallelism (ranks count one-dimensional positions), "
+            f"got {rotary.axes} axes"
         )
     if rotary.length_scale is not None:
         raise ValueError(
@@ -483,7 +482,7 @@ def _check_lengths(q, k, group: dist.ProcessGroup, cu_seqlens_q, cu_seqlens_k) -
     lengths = []
     for name, (cu_seqlens, x) in named.items():
         if cu_seqlens is None:
-            raise ValueError(f"{name}: expected a tensor, as the other cu_seqlens is one, got None")
+            raise ValueError(f"{name}: expected a tensor, because the other cu_seqlens is given, got None")
         on_host = isinstance(cu_seqlens, torch.Tensor) and cu_seqlens.device.type == "cpu"
         check_int32(name, cu_seqlens, cu_seqlens if on_host else q, "q", ("sequences + 1",))
         values, rows, ranks = cu_seqlens.tolist(), x.shape[0], group.size()

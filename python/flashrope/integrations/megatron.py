@@ -72,7 +72,7 @@ class FusedAttention(DotProductAttention):
             ("context_parallel_size", config.context_parallel_size, 1),
         ):
             if came != expected:
-                hint = "; Rotary.local(window) is a window" if name == "window_size" else ""
+                hint = "; for a window use Rotary.local(window)" if name == "window_size" else ""
                 raise ValueError(f"{name}: expected {expected}, got {came}{hint}")
         if attn_mask_type not in CAUSAL:
             raise ValueError(f"attn_mask_type: expected causal or no_mask, got {attn_mask_type.name}")

@@ -17,12 +17,12 @@ from ..rotary.catalogue import known_options
 FIELD = "flashrope"
 DUAL_CHUNK = "dual_chunk"
 LOG_N_CLIP = "log_n_clip"  # an option that is switched on by False
-RAW_KEYS = "raw_keys"  # an option of the field for engines: their cache then holds raw keys under every scheme
+RAW_KEYS = "raw_keys"  # an option of the field, for engines: the engine's cache then holds raw keys under every scheme
 
 
 def training_length(config, name: str) -> int:
-    """Returns the configuration's max_position_embeddings, in tokens. name: the option that the error names if it is
-    missing."""
+    """Returns the configuration's max_position_embeddings, in tokens. name: the option, for the error if the
+    configuration does not have this length."""
     length = getattr(config, "max_position_embeddings", None)
     if not isinstance(length, int):
         raise ValueError(f"{name}: expected a length, as the configuration's max_position_embeddings is {length!r}")
@@ -63,14 +63,16 @@ def read_options(given: Mapping[str, Any], config, length=training_length) -> di
         if name in asked:
             if option.stage in of_stage:
                 names = [each.name for each in options.values() if each.stage == option.stage]
-                raise ValueError(f"{name}: expected one of {', '.join(names)}, got also {of_stage[option.stage]}")
+                raise ValueError(
+                    f"{name}: expected at most one of {', '.join(names)}, got also {of_stage[option.stage]}"
+                )
             of_stage[option.stage] = name
             found[name] = option.read(name, asked[name], partial(length, config))
         beside = option.beside
         if beside and beside.name in asked:
             value = beside.read(beside.name, asked[beside.name])
             if name not in asked:
-                raise ValueError(f"{beside.name}: expected {name} beside it, got {value!r}")
+                raise ValueError(f"{beside.name}: not supported without {name}, got {value!r}")
             if value != beside.default:
                 found[beside.name] = value
     found = {name: found[name] for name in asked if name in found}
@@ -147,7 +149,7 @@ def _read_one(value):
         return value
     if not isinstance(value, str):
         raise TypeError(
-            f"rotary: expected a Rotary, its text, or a dict of one per layer type, got {type(value).__name__}"
+            f"rotary: expected a Rotary, its text, or a dict with one for each layer type, got {type(value).__name__}"
         )
     try:
         return Rotary.from_text(value)

@@ -16,9 +16,9 @@ from ..rotary.rotary import Rotary
 from .lowered import lower
 from .resident import kept_on_device
 
-# Positions per coarse row. Both levels of a table for 128k positions fit in L2. csrc/decode.h has the same number.
+# Positions per coarse row. Both levels of a table for 128k positions fit in L2. csrc/decode.h defines the same number.
 FINE_ROWS = 1024
-# For three_level_table, which serves positions that the host does not know.
+# The next two constants are for three_level_table, which covers positions that the host does not know.
 TOP_ROWS = 2048  # rows of the highest digit; half of them are for negative positions
 MAX_POSITION = (1 << 29) - 1  # so that the difference of two positions is below lowered.UNBOUNDED
 
@@ -144,7 +144,8 @@ def _levels(rotary: Rotary, causal: bool, *coarser: torch.Tensor) -> torch.Tenso
 
 @kept_on_device("frequencies")
 def _resident_frequencies(rotary: Rotary, device: torch.device) -> tuple[torch.Tensor | None, ...]:
-    """Returns the results of ``_frequencies`` on a device. They stay there, so that later calls wait for no copy."""
+    """Returns the results of ``_frequencies`` on a device. The tensors stay on the device, so that later calls wait for
+    no copy."""
     return tuple(x if x is None else x.to(device) for x in _frequencies(rotary, "cpu"))
 
 
@@ -168,8 +169,8 @@ def _padded(rotary: Rotary, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 
 def _missing_pairs(rotary: Rotary) -> tuple[int, int]:
-    """Returns (before, after): how many pairs of the padded table come before and after those of the scheme. With
+    """Returns (before, after): how many pairs of the padded table come before and after the scheme's pairs. With
     interleaved pairs, column m of the table always belongs to channels 2m and 2m + 1, so first_channel // 2 columns
-    come before those of the scheme."""
+    come before the scheme's pairs."""
     before = rotary.first_channel // 2 if rotary.interleaved else 0
     return before, padded_pairs(rotary.head_dim) - before - len(rotary.frequencies)

@@ -2,7 +2,7 @@
 
 Rotations are numbered. Rotation 0 changes nothing. Rotation n > 0 rotates position p by the angle
 ``(slope * p + offset) * inv_freq``. The cos/sin tables (``cos_sin``) have one entry per rotation. If a scheme maps
-positions, each rotation has a map from the position of a query or key to its p.
+positions, each rotation has a map from the position of a query or key to p.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class RowMap(NamedTuple):
     0, there is no mod.
 
     chunk, group, last: the fields of ``bands.PositionMap``.
-    is_query: 1 for rotations of queries, 0 for those of keys.
+    is_query: 1 for rotations of queries, 0 for rotations of keys.
     """
 
     chunk: int
@@ -54,8 +54,8 @@ class Lowered(NamedTuple):
     """A scheme, lowered for one value of ``causal``.
 
     rotations: (slope, offset) of every rotation. The first is (0, 0), the identity.
-    scales: the factor of every rotation on the channels of the table. It is the scheme's ``rotated_scale`` for
-        rotations of queries, else 1.
+    scales: for every rotation, the factor by which it multiplies the channels that form pairs. The factor is the
+        scheme's ``rotated_scale`` for rotations of queries, else 1.
     k_copies: the rotation of each rotated copy of k that the bands read. Equal rotations share a copy.
     k_stops: for each of k_copies, the distance at which the last band that reads it stops.
     rotated_bands: bit b is set if band b rotates its keys.

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from ..rotary.rotary import Rotary
 from .lowered import lower
 
-SMALLEST_RUN = 16  # channels that one product of tensor cores adds up
+SMALLEST_RUN = 16  # channels that one tensor-core instruction sums over
 LARGEST_TILE = 512  # the decode kernel can hold at most this many channels as pairs
 LARGEST_PART = 128  # channels; tiles of keys with more channels take longer to load
 
@@ -62,9 +62,9 @@ def copied_parts(rotary: Rotary, causal: bool) -> tuple[Part, ...]:
     """Returns a tuple with the part that rotates if rotated copies of keys hold only this part, or () if they hold all
     channels.
 
-    Kernels load vectors of up to 16 bytes, and a vector must not lie partly in the copy. This holds, because both
-    runs of the rotating part start at multiples of SMALLEST_RUN channels: the channels before and between them are
-    divided into runs of at least SMALLEST_RUN channels, whose widths are powers of two.
+    Kernels load vectors of up to 16 bytes. A vector must lie either inside or outside the copied channels. Every vector
+    does, because both runs of the rotating part start at multiples of SMALLEST_RUN channels: the channels before and
+    between them are divided into runs of at least SMALLEST_RUN channels, whose widths are powers of two.
     """
     return channel_parts(rotary, causal)[:1] if lower(rotary, causal).k_copies else ()
 

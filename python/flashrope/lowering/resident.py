@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
-MANY = 1000  # entries after which a function warns that they stay in memory
+MANY = 1000  # number of results at which a function warns that they stay in memory
 F = TypeVar("F", bound=Callable)
 _building = threading.Lock()
 

@@ -1,4 +1,4 @@
-"""Supports torch.autocast: casts float32 inputs to its dtype, as scaled_dot_product_attention does."""
+"""Supports torch.autocast: casts float32 inputs to the autocast dtype, as scaled_dot_product_attention does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs the public calls: directly in the backend, or through the operator. Both ways have the same gradients.
+"""Runs the public calls: directly in the backend, or through the operator. The gradients are the same in both cases.
 
 grad, vjp, jacrev and vmap of torch.func work, and can be nested in any order. A jvp or a second derivative raises an
 error that recommends impl="reference", whose forward is plain PyTorch.
@@ -15,7 +15,8 @@ from ..rotary.rotary import Rotary
 from . import library
 from .library import LIBRARY, OPERATORS, AttentionArguments, add_op_namespace_prefix
 
-INPUTS, SAVED = 3, 7  # numbers of tensors: q, k, v; and what backward needs: q, k, v, out, lse, rotated_k, table
+INPUTS = 3  # the number of inputs: q, k, v
+SAVED = 7  # the number of tensors that backward needs: q, k, v, out, lse, rotated_k, table
 TENSORS = 3  # the number of tensors at the start of AttentionArguments
 
 
@@ -44,7 +45,8 @@ def attention(q, k, v, call: AttentionCall, impl: str) -> tuple[torch.Tensor, to
 
 
 def rotate(x, positions, rotary: Rotary, impl: str) -> torch.Tensor:
-    """Rotates x. Goes through the operator only if gradients, a transform or a tracer need the operator."""
+    """Rotates x. Calls the operator instead of the backend only if gradients, a transform or a tracer need the
+    operator."""
     plain = is_plain(x)
     if impl in DIFFERENTIABLE or (plain and not (torch.is_grad_enabled() and x.requires_grad)):
         return library.rotate(x, positions, rotary, False, impl)
@@ -71,8 +73,8 @@ def is_plain(*tensors: torch.Tensor | None) -> bool:
 
 
 def transforming() -> bool:
-    """Whether this call runs under forward-mode differentiation, or outside of a compiler under any transform of
-    torch.func."""
+    """Whether forward-mode differentiation is active, or any transform of torch.func while nothing is being
+    compiled."""
     if forward_ad._current_level >= 0:
         return True
     return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
@@ -82,8 +84,8 @@ def transforming() -> bool:
 
 
 class Attention(torch.autograd.Function):
-    """The operator ``flashrope::attention`` with gradients. It takes q, k, v and the AttentionArguments. It returns
-    out, lse, rotated_k and table."""
+    """The operator ``flashrope::attention`` with gradients. Its arguments are q, k, v and the AttentionArguments, and
+    its results are out, lse, rotated_k and table."""
 
     @staticmethod
     def forward(*arguments):
@@ -149,7 +151,8 @@ class AttentionBackward(torch.autograd.Function):
 
 
 class Rotate(torch.autograd.Function):
-    """The operator ``flashrope::rotate`` with gradients. It is linear in x, so its derivatives are rotations, too."""
+    """The operator ``flashrope::rotate`` with gradients. A rotation is linear in x, so its derivatives are rotations,
+    too."""
 
     @staticmethod
     def forward(x, positions, rotary, inverse, impl):

@@ -58,9 +58,9 @@ def plan_cache(
     """Plans attention over a cache once for all layers of a step.
 
     Use it where several layers share lengths, block table and scheme: a plan checks the tables, chooses tiles and
-    builds cos and sin once, and ``attend`` does what differs by layer. For one layer, ``attention_with_cache`` does the
-    same in one call. ``KVCache.step`` and ``PagedKVCache.step`` make plans themselves. FlashInfer's plan and run divide
-    the work in the same way.
+    builds cos and sin once, and ``attend`` does what differs by layer. For one layer, ``attention_with_cache`` plans
+    and attends in one call. ``KVCache.step`` and ``PagedKVCache.step`` make plans themselves. The division into a plan
+    and its calls is that of FlashInfer's plan and run.
 
     Example:
         layers = [CacheLayer(*(torch.zeros(2, 512, 2, 64) for _ in "kv")) for _ in range(4)]
@@ -69,12 +69,12 @@ def plan_cache(
         q, k, v = (torch.randn(2, 1, heads, 64) for heads in (8, 2, 2))  # in a model they differ by layer
         outs = [plan.attend(q, layer, k, v) for layer in layers]
         tables.seqlens.add_(1)
-        plan.refresh()  # the plan now serves the next step
+        plan.refresh()  # now the plan is valid for the next step
 
     Args:
         tables: the lengths, block table and positions of the sequences, the same in all layers.
-        like: any layer. All layers must have its shapes, strides, dtype and device.
-        rotary: the scheme. Layers of other schemes need plans of their own.
+        like: any layer. All layers must have the shapes, strides, dtypes and device of this layer.
+        rotary: the scheme. Layers with a different scheme need a separate plan.
         seqlen_q: rows of q per sequence. With ``Packed`` queries: rows of all sequences together.
         heads_q: heads of q, a multiple of heads_kv.
         dtype: the type of q, k, v and out. Default: the dtype of the cache. A quantized cache has no such default, so
@@ -120,7 +120,7 @@ def plan_checked(
     validate: bool = False,
     rotated_keys: bool = False,
 ) -> CachePlan:
-    """Checks all tensors of a call and returns its plan. k, v: None where they are not known yet."""
+    """Checks all tensors of a call and returns its plan. k, v: None if they are not known yet."""
     new, positions = tables.new, tables.positions
     packed = new if isinstance(new, Packed) else None
     lengths = () if packed is None else (packed.cu_seqlens_q, packed.max_seqlen_q)
@@ -132,7 +132,7 @@ def plan_checked(
         check_rotated_keys(rotated_keys, rotary)
         if rotated_keys and layer.first_value is not None:
             raise ValueError(
-                "rotated_keys: expected False where v_cache is a view of k_cache, because values are channels of raw "
+                "rotated_keys: expected False, because v_cache is a view of k_cache and values are channels of raw "
                 "keys, got True"
             )
         if rotated_keys and layer.key_weight is not None:
@@ -165,12 +165,12 @@ def plan_checked(
 
 
 class CachePlan:
-    """Attention over a cache for the layers of a step, from ``plan_cache``.
+    """Attention over a cache for the layers of a step, made by ``plan_cache``.
 
-    A plan is valid until one of its tables is written. ``refresh`` makes it valid again. It holds a workspace that all
-    layers share, so its calls belong to one thread and one stream, and it must live as long as a CUDA graph that
-    captured them. In a CUDA graph, call ``refresh`` first inside the capture, then ``attend`` for every layer. A replay
-    then reads what the tables hold at that time.
+    A plan is valid until one of its tables is written. ``refresh`` makes it valid again. A plan holds a workspace that
+    all layers share. So all calls of a plan must run in one thread and on one stream, and the plan must live as long as
+    any CUDA graph that captured its calls. In a CUDA graph, call ``refresh`` first inside the capture, then ``attend``
+    for every layer. A replay then reads what the tables hold at that time.
     """
 
     __slots__ = (
@@ -194,7 +194,7 @@ class CachePlan:
         self._layer, self._first_value = like, like.first_value
         self._backend: Any = None  # the backend's plan, made by the first plain call
         self._written: set[int] = set()  # addresses of the keys of layers that hold the new tokens
-        self._stored = False  # slot_positions holds the positions of the new tokens
+        self._stored = False  # whether slot_positions holds the positions of the new tokens
         self._check_memory = AppendCheck()
         self.watches = True  # whether to check that no table was written; a plan for one call skips the check
         self._watched: list[torch.Tensor] = []
@@ -211,7 +211,7 @@ class CachePlan:
         self._written.clear()
 
     def append(self, layer: CacheLayer, k: torch.Tensor, v: torch.Tensor | None = None) -> None:
-        """Writes the new keys and values of a layer. ``attend`` without k and v then attends to them, too.
+        """Writes the new keys and values of a layer. ``attend`` without k and v then attends to these keys, too.
 
         Args:
             layer, k, v: as in ``attend``.
@@ -249,8 +249,8 @@ class CachePlan:
             q: (batch, seqlen_q, heads_q, head_dim), or packed (total_q, heads_q, head_dim), of the plan's shape.
             layer: the caches of the layer.
             k, v: (batch, seqlen_new, heads_kv, head_dim), or packed (total_q, heads_kv, head_dim). None: the layer
-                holds the new tokens already, from ``append`` or an earlier ``attend``. v is None also where the
-                layer's v is a view of channels of its k.
+                holds the new tokens already, from ``append`` or an earlier ``attend``. v is also None if the layer's v
+                is a view of channels of its k.
             sinks, return_lse: as in ``attention_with_cache``.
             out: a contiguous tensor to write the result to, with q's dtype and shape but the head_dim of the values.
                 None: the result is a new tensor.
@@ -328,8 +328,8 @@ class CachePlan:
         address = layer.k.data_ptr()
         if address in self._written and 0 not in layer.k.shape:
             raise ValueError(
-                "k: expected new keys once for every layer, got them again; pass None, or make another plan or refresh "
-                "this one for the next tokens"
+                "k: expected new keys once for every layer, got new keys of this layer again; pass None, or for the "
+                "next tokens call refresh() or make another plan"
             )
         if tables.positions is not None and tables.positions.slot_positions is not None and not self._stored:
             store_positions(layer.k, tables, k.shape[-3])
@@ -347,12 +347,13 @@ class CachePlan:
             self._versions = [x._version for x in self._watched]
         elif self._versions != [x._version for x in self._watched]:
             raise ValueError(
-                "tables: expected unchanged since the plan was made, got a table that was written; call refresh()"
+                "tables: expected tables that are unchanged since the plan was made, got a table that was written; "
+                "call refresh()"
             )
         return self._backend
 
     def _check_layer(self, layer: CacheLayer) -> None:
-        """Raises if the layer differs from the plan's in more than its addresses."""
+        """Raises if the layer differs from the plan's layer in anything except its addresses."""
         if layer is self._layer:
             return
         if not isinstance(layer, CacheLayer):
@@ -381,7 +382,9 @@ class CachePlan:
         if not isinstance(new, Packed):
             rows = (*rows, new)
         elif not new.appends and new.slot_mapping is None:
-            raise ValueError("k: expected None, since tables.new neither appends nor has a slot_mapping, got a tensor")
+            raise ValueError(
+                "k: expected None, because tables.new neither appends keys nor has a slot_mapping, got a tensor"
+            )
         widths: tuple[int, ...] = queries.shape[-1], cached_out_shape(queries, self._layer)[-1]
         if v is None and (self._first_value is not None or torch.compiler.is_compiling()):
             widths = widths[:1]
@@ -416,7 +419,7 @@ def _watched(tables: CacheTables) -> list[torch.Tensor]:
 
 
 def _refuse(name: str, x: torch.Tensor, shape, dtype, device) -> None:
-    """Raises for a tensor that is not like the plan's."""
+    """Raises an error that says how a tensor differs from what the plan expects."""
     if x.dtype != dtype:
         raise TypeError(f"{name}: expected {dtype} as in the plan, got {x.dtype}{autocast_hint(x)}")
     if x.device != device:
@@ -425,7 +428,7 @@ def _refuse(name: str, x: torch.Tensor, shape, dtype, device) -> None:
 
 
 def check_key_weight(key_weight, q, impl: str) -> None:
-    """Checks the key_weight of a layer, and that the backend computes it."""
+    """Checks the key_weight of a layer, and that the backend supports key_weight."""
     shape = (q.shape[-1],)
     if not isinstance(key_weight, torch.Tensor) or key_weight.dtype != torch.float32:
         got = key_weight.dtype if isinstance(key_weight, torch.Tensor) else type(key_weight).__name__

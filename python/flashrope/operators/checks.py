@@ -1,4 +1,5 @@
-"""Argument checks of the public calls. Every message reads "name: expected X, got Y"; none waits for a device."""
+"""Argument checks of the public calls. Most messages read "name: expected X, got Y". Only ``validate_tables`` waits for
+the device."""
 
 from __future__ import annotations
 
@@ -22,14 +23,16 @@ from .autocast import autocast_hint
 CACHES = ("k_cache", "v_cache")
 MAX_HEAD_DIM = 512
 MAX_NARROW_HEAD_DIM = 256  # beyond: no quantized caches, no rotated keys, no explicit positions of cached tokens
-MAX_SHARED_HEAD_DIM = 576  # of keys whose channels are the values: latent attention's 512, and 64 that rotate
-MANY_HEADS = 128  # no known model with as many key heads as query heads has more; with fewer key heads some have 256
+# head_dim of keys whose channels are also the values: latent attention has 512 such channels, and 64 that rotate.
+MAX_SHARED_HEAD_DIM = 576
+# No known model with heads_kv == heads_q has more heads. With fewer key heads, some models have 256 query heads.
+MANY_HEADS = 128
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def check_outside_context_parallel() -> None:
-    """Raises inside torch's context_parallel. It shards the sequence and replaces only scaled_dot_product_attention, so
-    any other attention would silently see only this rank's keys."""
+    """Raises inside torch's context_parallel. context_parallel shards the sequence and replaces only
+    scaled_dot_product_attention, so any other attention would silently see only this rank's keys."""
     module = sys.modules.get("torch.distributed.tensor.experimental._context_parallel._attention")
     if module is not None and F.scaled_dot_product_attention in module._replaced_functions:
         raise RuntimeError(
@@ -54,7 +57,8 @@ def check_tensors(
         tensors += tuple(new)
         if scales is not None:
             tensors = (tensors[0], *new)
-        elif getattr(k, "dtype", None) == getattr(v, "dtype", None):  # otherwise the cache that differs from q is named
+        # If the types of the caches differ from each other, the error names the cache that differs from q.
+        elif getattr(k, "dtype", None) == getattr(v, "dtype", None):
             tensors, like = (*tensors[1:3], tensors[0], *new), "the cache"
     for name, x in tensors:
         if not isinstance(x, torch.Tensor):
@@ -104,7 +108,7 @@ def _check_codes(q, k_cache, v_cache, k_scale, v_scale) -> tuple[int, ...]:
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
         if x.dtype not in PER_BYTE:
-            codes = "int8, or uint8 with two 4-bit codes a byte, beside k_scale and v_scale"
+            codes = "int8, or uint8 with two 4-bit values per byte, because k_scale or v_scale is given"
             raise ValueError(f"{name}: expected {codes}, got {x.dtype}")
         if x.dtype != k_cache.dtype:
             raise ValueError(f"{name}: expected {k_cache.dtype} as k_cache, got {x.dtype}")
@@ -112,15 +116,15 @@ def _check_codes(q, k_cache, v_cache, k_scale, v_scale) -> tuple[int, ...]:
             raise ValueError(f"{name}: expected (batch, seqlen, heads, head_dim), got shape {tuple(x.shape)}")
         columns = q.shape[-1] // PER_BYTE[x.dtype]
         if x.shape[-1] != columns:
-            codes = "one 8-bit code" if x.dtype == torch.int8 else "two 4-bit codes"
+            codes = "one 8-bit value" if x.dtype == torch.int8 else "two 4-bit values"
             raise ValueError(
-                f"{name}: expected {columns} bytes a row, {codes} each, as head_dim of q is "
+                f"{name}: expected {columns} bytes per row, {codes} in each byte, because head_dim of q is "
                 f"{q.shape[-1]}, got {x.shape[-1]}"
             )
         if x.shape != k_cache.shape:
             raise ValueError(
-                f"{name}: expected shape {tuple(k_cache.shape)} as k_cache (quantized values are as wide as the keys), "
-                f"got {tuple(x.shape)}"
+                f"{name}: expected shape {tuple(k_cache.shape)} as k_cache (quantized values need the head_dim of the "
+                f"keys), got {tuple(x.shape)}"
             )
         if x.device != q.device:
             raise ValueError(f"{name}: expected device {q.device} as in q, got {x.device}")
@@ -128,7 +132,7 @@ def _check_codes(q, k_cache, v_cache, k_scale, v_scale) -> tuple[int, ...]:
             raise ValueError(f"{name}: expected a contiguous last dimension, got stride {x.stride(-1)}")
     shape = tuple(k_cache.shape[:-1])
     for name, x in (("k_scale", k_scale), ("v_scale", v_scale)):
-        expected = f"{name}: expected a float32 tensor of shape {shape} beside a cache of {k_cache.dtype}"
+        expected = f"{name}: expected a float32 tensor of shape {shape} for a cache of {k_cache.dtype}"
         if not isinstance(x, torch.Tensor):
             raise ValueError(f"{expected}, got {x if x is None else type(x).__name__}")
         if x.dtype != torch.float32:
@@ -145,9 +149,9 @@ def _check_values(names, shape_v, shape_k) -> None:
     """Checks a v whose shape differs from k's. A different head_dim is allowed, but in a cache only a smaller one."""
     expected = (*shape_k[:-1], shape_v[-1])
     if shape_v != expected:
-        hint = " except for its width" if expected != shape_k else ""
+        hint = " except for head_dim" if expected != shape_k else ""
         raise ValueError(f"{names[1]}: expected shape {expected} as {names[0]}{hint}, got {tuple(shape_v)}")
-    largest, why = (shape_k[-1], f", the width of {names[0]}") if names is CACHES else (MAX_HEAD_DIM, "")
+    largest, why = (shape_k[-1], f", the head_dim of {names[0]}") if names is CACHES else (MAX_HEAD_DIM, "")
     if shape_v[-1] % 8 or not 8 <= shape_v[-1] <= largest:
         raise ValueError(f"{names[1]}: expected head_dim to be a multiple of 8 up to {largest}{why}, got {shape_v[-1]}")
 
@@ -164,9 +168,9 @@ def warn_of_rows_without_keys(call: str, rows: int, queries: int, keys: int, sta
 
     Args:
         call: the name of the public call.
-        rows: how many rows of q see no key, over all sequences where the call has lengths per sequence.
+        rows: the number of rows of q that see no key, summed over the sequences if the call has a length per sequence.
         queries, keys: lengths of the sequence with the fewest keys.
-        stacklevel: of ``warnings.warn``, so that the warning shows the caller's line.
+        stacklevel: the argument of ``warnings.warn``, chosen so that the warning shows the caller's line.
     """
     if call in _warned_calls:
         return
@@ -180,7 +184,7 @@ def warn_of_rows_without_keys(call: str, rows: int, queries: int, keys: int, sta
 
 
 def warn_of_short_caches(call: str, tables: CacheTables, seqlen_q: int, stacklevel: int) -> None:
-    """Warns of sequences with fewer keys than queries where the host can read the lengths without waiting.
+    """Warns of sequences with fewer keys than queries, if the host can read the lengths without waiting.
 
     Sequences without any key are padding of the batch and are left out.
     """
@@ -195,11 +199,11 @@ def warn_of_short_caches(call: str, tables: CacheTables, seqlen_q: int, stacklev
 
 
 def warn_of_layout(shape_q, shape_k) -> bool:
-    """Warns of shapes that are allowed but look like (batch, heads, seqlen, head_dim), and says whether it did.
+    """Warns of shapes that are allowed but look like (batch, heads, seqlen, head_dim). Returns whether it has warned.
 
-    It warns for calls with more queries than keys, and for calls with more than ``MANY_HEADS`` heads. A tensor (batch,
-    heads, seqlen, head_dim) cannot be recognized if it has at most ``MANY_HEADS`` tokens and as many key heads as query
-    heads.
+    The function warns for calls with more queries than keys, and for calls with more than ``MANY_HEADS`` heads. A
+    tensor (batch, heads, seqlen, head_dim) cannot be recognized if it has at most ``MANY_HEADS`` tokens and as many key
+    heads as query heads.
     """
     (_, seqlen_q, heads_q, _), (_, seqlen_k, heads_kv, _) = shape_q, shape_k
     if heads_q > MANY_HEADS:
@@ -212,7 +216,7 @@ def warn_of_layout(shape_q, shape_k) -> bool:
         return False
     warnings.warn(
         f"q: expected (batch, seqlen, heads, head_dim), got shape {tuple(shape_q)} with k {tuple(shape_k)}, which is "
-        f"{why}. If it is (batch, heads, seqlen, head_dim), as scaled_dot_product_attention has it, transpose(1, 2).",
+        f"{why}. If q is (batch, heads, seqlen, head_dim), as for scaled_dot_product_attention, use transpose(1, 2).",
         stacklevel=3,
     )
     return True
@@ -230,7 +234,8 @@ def check_cache(
     scales: tuple = (None, None),
     positions: bool = False,
 ) -> tuple[int, int]:
-    """Checks the tensors of a cached call. Returns the slots of a sequence or page, and the new keys of a sequence.
+    """Checks the tensors of a cached call. Returns the number of slots of a sequence or page, and the number of new
+    keys of a sequence.
 
     packed: (cu_seqlens_q, max_seqlen_q) of packed q, k and v. scales: (k_scale, v_scale). positions: whether the cache
     stores the positions of its slots.
@@ -244,8 +249,8 @@ def check_cache(
         )
     if isinstance(v, torch.Tensor) and v.numel() and shared is not None:
         raise ValueError(
-            f"v: expected None, because v_cache is a view of k_cache from channel {shared} on, so that keys bring the "
-            "values, got a tensor"
+            f"v: expected None, because v_cache is a view of k_cache from channel {shared} on, and the values are part "
+            "of the keys, got a tensor"
         )
     new = [(name, x) for name, x in (("k", k), ("v", v)) if x is not None]
     rank = 3 if packed else 4
@@ -255,7 +260,7 @@ def check_cache(
     if quantized and shared is not None:
         raise ValueError(
             "v_cache: a view of k_cache is not supported in quantized caches, got a view from channel "
-            f"{shared} on; give quantized values memory of their own"
+            f"{shared} on; give quantized values separate memory"
         )
     shape_q, shape_cache = check_tensors(q, k_cache, v_cache, rotary, rank, CACHES, new, scales if quantized else None)
     if shape_q[-1] == MAX_SHARED_HEAD_DIM:
@@ -300,8 +305,8 @@ def check_cache(
 def _shared_values(k_cache, v_cache, only_keys: bool) -> int | None:
     """Returns ``first_value`` of the caches, or None if they are not two tensors of four dimensions.
 
-    only_keys: the call brings k without v. A compiler then takes v_cache for a view of k_cache where both are views of
-        one tensor with equal strides.
+    only_keys: whether the call has k without v. While compiling, v_cache then counts as a view of k_cache if both are
+        views of one tensor with equal strides.
     """
     tensors = isinstance(k_cache, torch.Tensor) and isinstance(v_cache, torch.Tensor)
     if not tensors or k_cache.ndim != 4 or v_cache.ndim != 4:
@@ -313,7 +318,7 @@ def _shared_values(k_cache, v_cache, only_keys: bool) -> int | None:
 
 
 def refuse_beside_wide_heads(head_dim: int, quantized: bool, rotated_keys: bool, positions: bool) -> None:
-    """Raises ValueError for features that no kernel has beyond MAX_NARROW_HEAD_DIM channels yet."""
+    """Raises ValueError for features that no kernel supports beyond MAX_NARROW_HEAD_DIM channels yet."""
     for name, given in (
         ("quantized caches", quantized),
         ("rotated_keys", rotated_keys),
@@ -346,7 +351,7 @@ def check_differentiable_positions(positions: torch.Tensor, impl: str) -> None:
     if impl not in DIFFERENTIABLE and torch.is_grad_enabled() and positions.requires_grad:
         raise ValueError(
             f"positions: no gradient from impl={impl!r} (its kernels read positions as constants), got a tensor that "
-            "requires one; use positions.detach(), or impl='reference', which differentiates them"
+            "requires grad; use positions.detach(), or impl='reference', which differentiates them"
         )
 
 
@@ -386,7 +391,7 @@ def check_int32(name, x, like, like_name, shape: tuple) -> None:
 
 
 def validate_tables(tables: CacheTables, capacity: int, k_cache) -> None:
-    """Reads the tables on the host. Raises ValueError with the sequence and the entry that is wrong."""
+    """Reads the tables on the host. Raises a ValueError that names the wrong entry and its sequence."""
     if tables.slot_mapping is not None:
         _validate_slots(tables.slot_mapping.tolist(), k_cache.shape[0] * k_cache.shape[1])
     cu_seqlens_q = tables.cu_seqlens_q if tables.seqlen_new == ONE_PER_QUERY else None
@@ -431,7 +436,7 @@ def _validate_slots(slots: list[int], count: int) -> None:
             raise ValueError(f"slot_mapping: token {token}: expected a slot below {count}, got {slot}")
         if slot >= 0 and seen.setdefault(slot, token) != token:
             raise ValueError(
-                f"slot_mapping: token {token}: expected a slot of its own, got {slot}, as token {seen[slot]}"
+                f"slot_mapping: token {token}: expected a slot of its own, got {slot}, the slot of token {seen[slot]}"
             )
 
 
@@ -552,7 +557,7 @@ def check_cu_seqlens(name, cu_seqlens, x, x_name, max_seqlen) -> None:
     maximum = name.replace("cu_seqlens", "max_seqlen")
     if not isinstance(max_seqlen, (int, torch.SymInt)) or isinstance(max_seqlen, bool) or max_seqlen < 0:
         raise ValueError(f"{maximum}: expected a non-negative integer, got {max_seqlen!r}")
-    # Reading host memory waits for no device. A tensor subclass (DTensor) has no list of its own.
+    # Reading host memory does not wait for a device. Tensor subclasses such as DTensor may not support tolist.
     if cu_seqlens.device.type == "cpu" and type(cu_seqlens) is torch.Tensor and not torch.compiler.is_compiling():
         values = cu_seqlens.tolist()
         if values[0] != 0:

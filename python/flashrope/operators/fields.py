@@ -40,7 +40,7 @@ FIELDS = {cls: _fields_of(cls) for cls in (CacheLayer, CacheTables, CachePositio
 
 def schema_of(cls, written: tuple[str, ...] = (), optional: bool = False, absent: tuple[str, ...] = ()) -> str:
     """Returns the part of an operator's schema for this NamedTuple. written: names of tensors that the operator writes
-    to. optional: whether all tensors may be None. absent: names of other tensors that may be None."""
+    to. optional: whether all tensors may be None. absent: names of further tensors that may be None."""
     parts = []
     for field in FIELDS[cls]:
         mark = "?" if optional or field.optional or field.name in absent else ""

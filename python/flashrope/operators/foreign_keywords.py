@@ -1,9 +1,9 @@
 """Says what replaces keyword arguments of flash-attn, scaled_dot_product_attention and Hugging Face.
 
-``refuse_unknown(call, given)`` raises an error that names the argument to use instead. It accepts a keyword whose value
-is the other library's default and has no effect, such as ``dropout_p=0.0``. The public calls collect keywords that they
-do not have in ``**unknown``. That costs nothing if there are no unknown keywords. A type checker reports unknown
-keywords, because the type of ``**unknown`` is Never.
+``refuse_unknown(call, given)`` raises an error that names the argument to use instead. No error is raised for a keyword
+whose value is the other library's default and has no effect, such as ``dropout_p=0.0``. The public calls collect
+keywords that they do not have in ``**unknown``. That costs nothing if there are no unknown keywords. A type checker
+reports unknown keywords, because the type of ``**unknown`` is Never.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import torch
 
 _NONE = "no such argument, because these kernels have no {}"
 _NOT_THE_SAME = "no such argument, because these kernels have no {}, and the model is not the same without it; see {}"
-_OTHER_SCORES = "docs/extending.md, 'A scheme outside the formula', for what computes it"
+_OTHER_SCORES = "docs/extending.md, 'A scheme outside the formula', for another way to compute it"
 _VARLEN = "attention_varlen for packed sequences"
 _CACHE = "attention_with_cache or attention_varlen_with_cache"
 _SCALES = "{}, a scale per token and key head of an int8 or int4 cache; these kernels have no float8"
-_ROTARY = "rotary, a Rotary; q and k go in raw and are rotated inside the call"
+_ROTARY = "rotary, a Rotary; pass raw q and k, which the call itself rotates"
 
 INSTEAD = {  # keyword: what is expected instead
     "window_size": "rotary.local(w + 1) for flash-attn's (w, 0) or, with causal=False, (w, w); no window for (-1, -1)",
@@ -53,7 +53,7 @@ INSTEAD = {  # keyword: what is expected instead
     "cu_seq_lens_k": "cu_seqlens_k",
     "max_length_q": "max_seqlen_q",
     "max_length_k": "max_seqlen_k",
-    "seqused_k": "cache_seqlens, of " + _CACHE,
+    "seqused_k": "cache_seqlens of " + _CACHE,
     "block_tables": "block_table",
     "page_table": "block_table",
     "block_size": "no such argument, because the shape of the cache gives the page size",
@@ -63,7 +63,7 @@ INSTEAD = {  # keyword: what is expected instead
     "cache_batch_idx": "the sequences' own rows of the cache, or pages with block_table",
     "rotary_cos": _ROTARY,
     "rotary_sin": _ROTARY,
-    "rotary_interleaved": "interleaved, of the Rotary",
+    "rotary_interleaved": "the argument interleaved of the Rotary's class method",
     "rotary_seqlens": "cache_seqlens; positions follow from it",
     "q_descale": _NONE.format("float8"),
     "k_descale": _SCALES.format("k_scale"),
@@ -86,9 +86,9 @@ INSTEAD |= {
 ELSEWHERE = {  # arguments that only some of the public calls have
     "num_splits": f"an argument of {_CACHE}; without a cache keys are not split",
     "max_seqlen_q": _VARLEN,
-    "max_seqlen_k": f"{_VARLEN}; over a cache the lengths of the keys are cache_seqlens",
+    "max_seqlen_k": f"{_VARLEN}; with a cache, cache_seqlens gives the lengths of the keys",
     "cu_seqlens_q": _VARLEN + ", or attention_varlen_with_cache",
-    "cu_seqlens_k": f"{_VARLEN}; over a cache the lengths of the keys are cache_seqlens",
+    "cu_seqlens_k": f"{_VARLEN}; with a cache, cache_seqlens gives the lengths of the keys",
     "slot_mapping": "an argument of attention_varlen_with_cache",
 }
 ELSEWHERE |= dict.fromkeys(
@@ -127,7 +127,8 @@ def refuse_unknown(call: Callable, given: dict[str, Any]) -> None:
         given: the keywords that call does not have, and their values.
 
     Raises:
-        TypeError: such a keyword is given. The message names it, its value, and what is expected instead.
+        TypeError: an unknown keyword has an effect. The message gives its name, its value, and what is expected
+            instead.
     """
     for name, value in given.items():
         if not any(type(value) is type(default) and value == default for default in NO_OPS.get(name, ())):

@@ -1,4 +1,4 @@
-"""Defines the public calls. They check their arguments and then run the operators."""
+"""Defines the public calls, which check their arguments and then run the operators."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ def attention(
 
     Use it in training, and for a prefill without a cache. For packed sequences of different lengths, use
     ``attention_varlen``. To keep the keys for later tokens, use ``KVCache`` or ``attention_with_cache``. Gradients are
-    with respect to raw q, k and v. Shapes and most names are flash-attn's, but causal is True by default.
+    with respect to raw q, k and v. Shapes and most argument names are the same as in flash-attn, but causal is True by
+    default.
 
     Example:
         q, k, v = (torch.randn(2, 300, heads, 64, requires_grad=True) for heads in (8, 2, 2))  # raw
@@ -66,8 +67,8 @@ def attention(
         out.sum().backward()
 
     Args:
-        q: (batch, seqlen_q, heads_q, head_dim), float16, bfloat16 or float32; float64 if the backend supports it. A
-            shape that can only be (batch, heads, seqlen, head_dim) gives a warning. Such a shape cannot be recognized
+        q: (batch, seqlen_q, heads_q, head_dim), float16, bfloat16 or float32; float64 if the backend supports it. If
+            the shapes look like (batch, heads, seqlen, head_dim), the call warns. The call cannot recognize this order
             if heads_kv equals heads_q and there are at most 128 tokens.
         k, v: (batch, seqlen_k, heads_kv, head_dim), same dtype and device as q. heads_q is a multiple of heads_kv. v
             may have a different head_dim, as in multi-head latent attention: a multiple of 8 up to 512.
@@ -78,23 +79,23 @@ def attention(
         positions: (batch, seqlen) or (batch, seqlen, axes), used as positions instead of 0, 1, 2, .... The scheme must
             have one band, and seqlen_q must equal seqlen_k. The causal mask and windows still compare indices.
         sinks: (heads_q,), any float type, attention sinks as in gpt-oss: a learned logit per head that joins every
-            row's softmax and has no value. It is neither scaled nor rotated, and gets a gradient.
+            row's softmax and has no value. The logit is neither scaled nor rotated. sinks gets a gradient.
         return_lse: also return the log-sum-exp of the scores.
         impl: the backend, "triton", "cpu" or "reference". None: chosen by the device.
         deterministic: True: gradients are bitwise reproducible. For head_dim 33 to 128 in 16 bits, the Triton backend
             then stores the gradients of the scores for some heads at a time, in a workspace of up to 1.25 GiB. False:
             the Triton backend's gradient of q may differ from run to run by rounding. The backend accumulates it with
             float32 atomics, in a workspace of q's size (head_dim rounded up to a power of two) for every band. False
-            raises an error under ``torch.use_deterministic_algorithms(True)``. None: gradients are reproducible under
-            that setting, which is read when the backward runs. Without the setting, the Triton backend runs the
-            backward that is predicted to be faster for long sequences. In 16 bits this is the one with atomics for
-            head_dim 33 to 128 and beyond 256. In float32 beyond 256, sm_86, sm_89 and sm_120 have only the backward
-            with atomics. The other backends are always reproducible. Default: None.
+            raises an error under ``torch.use_deterministic_algorithms(True)``. None, the default: gradients are
+            reproducible under that setting, which is read when the backward runs. Without the setting, the Triton
+            backend runs the backward that is predicted to be faster for long sequences. In 16 bits with head_dim 33 to
+            128 or above 256, this is the backward with atomics. In float32 with head_dim above 256, sm_86, sm_89 and
+            sm_120 have only the backward with atomics. The other backends are always reproducible.
 
     Returns:
         out, like q but with the head_dim of v, contiguous. With return_lse: (out, lse). lse is (batch, heads_q,
         seqlen_q), a natural log, float32, or float64 for float64 inputs. A row that sees no key has out 0 and lse -inf.
-        lse includes the sinks: with them, such a row's lse is its head's sink.
+        lse includes the sinks. With sinks, the lse of a row that sees no key is the sink of its head.
 
     Raises:
         TypeError, ValueError: an argument is invalid. The message names it and says what was expected. No check
@@ -142,7 +143,7 @@ def attention_varlen(
 
     Use it in training and for prompts if padding would waste time. Sequences follow one another in the first dimension,
     and tokens attend within their own sequence. Positions start at 0 in each sequence. The name, the shapes and the
-    order of the arguments after rotary are flash-attn's.
+    order of the arguments after rotary are the same as in flash-attn.
 
     Example:
         q, k, v = (torch.randn(40, heads, 64) for heads in (8, 2, 2))  # sequences of 12 and 28 tokens
@@ -156,12 +157,14 @@ def attention_varlen(
             not read them. The kernels clamp them to the buffers.
         max_seqlen_q, max_seqlen_k: upper bounds of the lengths. Rows beyond them are not computed.
         positions: (total_q,) or (total_q, axes), the positions of the packed tokens, as in ``attention``. total_q must
-            equal total_k, and cu_seqlens_q must equal cu_seqlens_k. On a GPU the latter is not checked.
+            equal total_k, and cu_seqlens_q must equal cu_seqlens_k. On a GPU the call does not check that these two are
+            equal.
         rotary, causal, softmax_scale, sinks, return_lse, impl, deterministic: as in ``attention``.
 
     Returns:
         out, like q but with the head_dim of v. With return_lse: (out, lse). lse is (heads_q, total_q), with the dtype
-        that ``attention`` gives it. Rows outside every sequence have out 0 and lse -inf, or with sinks the sink.
+        that ``attention`` gives it. Rows outside every sequence have out 0 and lse -inf. With sinks, the lse of such a
+        row is the sink of its head.
 
     Raises:
         TypeError, ValueError: as in ``attention``.
@@ -179,7 +182,7 @@ def attention_varlen(
     if positions is not None:
         positions = check_packed_positions(positions, q, k, rotary, cu_seqlens_q, cu_seqlens_k)
     elif rotary.axis:
-        raise ValueError(f"positions: an axial scheme needs them, shape (total, {rotary.axes})")
+        raise ValueError(f"positions: expected shape (total, {rotary.axes}) for an axial scheme, got None")
     softmax_scale, lengths = check_options(causal, softmax_scale, q, deterministic), (max_seqlen_q, max_seqlen_k)
     call = AttentionCall(rotary, causal, softmax_scale, positions, cu_seqlens_q, cu_seqlens_k, *lengths, deterministic)
     return _attend(q, k, v, call, sinks, return_lse, impl)
@@ -193,7 +196,8 @@ def rotate(
     impl: str | None = None,
     **unknown: Never,
 ) -> torch.Tensor:
-    """Rotates queries or keys by their positions, as ``attention`` does inside. The result has a gradient in x.
+    """Rotates queries or keys by their positions, as ``attention`` does inside its kernel. The result is differentiable
+    in x.
 
     Use it to fill a cache that ``attention_with_cache`` reads with ``rotated_keys=True``, and for kernels that take
     rotated q and k. The other calls of this package take raw q and k and rotate them themselves.
@@ -205,21 +209,22 @@ def rotate(
 
     The dot product of a rotated query and key is the scheme's score, before everything that acts on scores:
     softmax_scale, temperature, log n and the other scales of queries, and masking. If the scheme has a
-    ``rotated_scale``, x is multiplied by its square root, so that the product carries the full factor. That root is
-    Hugging Face's attention_factor. The rotation is computed in float32 (float64 for float64 inputs) and rounded once.
+    ``rotated_scale``, x is multiplied by the square root of this factor, so that the dot product carries the full
+    factor. The square root is Hugging Face's attention_factor. The rotation is computed in float32 (float64 for float64
+    inputs) and rounded once.
 
     Args:
-        x: (batch, seqlen, heads, head_dim) or packed (total, heads, head_dim), of a dtype that ``attention`` takes.
+        x: (batch, seqlen, heads, head_dim) or packed (total, heads, head_dim), of a dtype that ``attention`` accepts.
         rotary: a scheme in which queries and keys have one rotation each: RoPE, HoPE, NoPE, PI, NTK, YaRN, CoPE, axial
             schemes and mrope, with or without a sliding window.
         positions: (batch, seqlen) or (seqlen,), or (total,) if x is packed, of any real type. Axial schemes need
-            positions with one more dimension, axes. None: rows of a sequence are at 0, 1, 2, .... Packed rows need
-            positions. For new keys of a cache they are
-            ``cache_seqlens[:, None] - cache_leftpad[:, None] + torch.arange(seqlen_new)``.
+            positions with one more dimension, axes. None: the rows of a sequence have the positions 0, 1, 2, .... A
+            packed x needs positions. The positions of new keys of a cache are ``cache_seqlens[:, None] -
+            cache_leftpad[:, None] + torch.arange(seqlen_new)``.
         impl: as in ``attention``.
 
     Returns:
-        A new contiguous tensor of x's shape and dtype. It holds all channels, rotated or not.
+        A new contiguous tensor of x's shape and dtype, with all channels, rotated or not.
 
     Raises:
         TypeError, ValueError: an argument is invalid. The message names it and says what was expected. ReRoPE, Leaky
@@ -288,7 +293,7 @@ def attention_with_cache(
     ``KVCache`` and ``PagedKVCache`` count tokens and pages for you. If several layers share lengths and block table,
     ``plan_cache`` does once per step what this call repeats in every layer. If the number of queries differs between
     sequences, use ``attention_varlen_with_cache``. There are no gradients: in training use ``attention``. Shapes and
-    most names are those of flash-attn's flash_attn_with_kvcache.
+    most argument names are the same as in flash-attn's flash_attn_with_kvcache.
 
     The cache holds each raw key once, whatever the scheme. Kernels rotate keys after loading them, and only where the
     scheme needs it (with ReRoPE, the last ``window`` keys).
@@ -307,10 +312,10 @@ def attention_with_cache(
             head_dim). The call writes to them in place. In memory they must not overlap each other, k or v, and no two
             of their elements may share an address. head_dim is a multiple of 8 up to 512. Beyond 256, quantized
             caches, rotated_keys and explicit positions are not supported. v_cache may have a smaller head_dim than
-            k_cache, except in quantized caches and with impl="cuda". It may also be a view of channels of k_cache, such
-            as ``k_cache[..., :512]``: the values are then channels of the raw keys, v is None, and memory holds each
-            row once. head_dim may then be 576, with at most 512 of its channels as values. Such a view is not supported
-            in quantized caches or with rotated_keys.
+            k_cache, except in quantized caches and with impl="cuda". v_cache may also be a view of channels of k_cache,
+            such as ``k_cache[..., :512]``: the values are then channels of the raw keys, v is None, and memory holds
+            each row once. head_dim may then be 576, with at most 512 of its channels as values. Such a view is not
+            supported in quantized caches or with rotated_keys.
         cache_seqlens: (batch,) int32, the slots in use before this call, left padding included. The call does not
             change them.
         k, v: (batch, seqlen_new, heads_kv, head_dim), with the head_dim of their caches, or both None if the cache is
@@ -318,28 +323,31 @@ def attention_with_cache(
         key_weight: (head_dim,) float32, factors of the channels of keys before their rotation. Values are not
             multiplied, so a cache that stores only x serves keys g * x and values x, with g as key_weight. Not
             supported with rotated_keys or with gradients.
-        block_table: (batch, max_pages) int32, the page of every page_size slots of a sequence. Entries beyond a
-            sequence's length may hold anything. page_size is a power of two, at least 16.
-        cache_leftpad: (batch,) int32, the first valid slot of each sequence. Positions count from it.
-        num_splits: number of splits along the keys (flash-decoding). None: the backend divides the keys for
-            speed. An explicit number also fixes the tile sizes, which makes results batch-invariant (Triton and CUDA):
-            bitwise identical for any other sequences in the batch and any division of a sequence's tokens into calls.
+        block_table: (batch, max_pages) int32. Entry n of a sequence is the page that holds its slots n * page_size to
+            (n + 1) * page_size - 1. Entries beyond a sequence's length may hold anything. page_size is a power of two,
+            at least 16.
+        cache_leftpad: (batch,) int32, the first valid slot of each sequence. Without explicit
+            positions, the token in this slot has position 0.
+        num_splits: number of splits along the keys (flash-decoding). None: the backend chooses the number for speed. An
+            explicit number also fixes the tile sizes, which makes results batch-invariant (Triton and CUDA): bitwise
+            identical for any other sequences in the batch and any division of a sequence's tokens into calls.
         validate: check the tables first, which synchronises with the device. Without it, lengths are clamped to the
-            capacity and page numbers to the cache, and new keys without a slot are dropped. So a wrong entry touches
-            nothing outside the buffers, and the results of other sequences stay right. The result of the sequence with
+            capacity and page numbers to the cache, and new keys without a slot are dropped. So a wrong entry causes no
+            access outside the buffers, and the results of other sequences stay right. The result of the sequence with
             the wrong entry is undefined.
         impl: as in ``attention``, and "cuda" if the extension was built (float16, bfloat16, seqlen_q up to 64).
         rotated_keys: the cache holds rotated keys, as ``rotate`` returns them. k is rotated once, when it is written,
-            and a step rotates only queries. The scheme must be one that ``rotate`` takes. All calls over a cache need
-            the same scheme and the same cache_leftpad. This call cannot check that; ``KVCache`` and ``PagedKVCache``
-            do. With "cuda", calls must be causal or have one query token, and the Triton kernel rotates k.
+            and a step rotates only queries. The scheme must be one that ``rotate`` accepts. All calls over a cache need
+            the same scheme and the same cache_leftpad. This call cannot check the scheme and the padding of earlier
+            calls. ``KVCache`` and ``PagedKVCache`` check them. With impl="cuda", calls must be causal or have one query
+            token, and k is rotated by the Triton kernel.
         k_scale, v_scale: float32, the caches' shape without its last dimension, any strides; written in place. With
             them the caches are quantized: int8, or uint8 (..., head_dim / 2) with two 4-bit codes per byte. q, k, v and
             out keep their float type. A new row x of k or v is written as codes ``c = round(x / s)``, ties to even,
             with the scale ``s = max(abs(x)) / 127`` (4 bits: / 7). 4-bit codes are stored plus 8, channel 2 i in the
             low half of byte i and channel 2 i + 1 in the high half. Attention is computed over ``s * c``. A row of
             zeros has s = 0. A NaN makes s NaN. Infinities count as the largest finite number of k's dtype. With
-            rotated_keys, keys are rotated before they are quantized. Not supported by "cuda".
+            rotated_keys, keys are rotated before they are quantized. Quantized caches are not supported by impl="cuda".
         page_positions, page_first, page_lengths: (batch, max_pages) int32, one value per block-table entry. Rows
             [page_first, page_first + page_lengths) of the entry's page are visible, and row r has position
             page_positions + r. Because keys are stored unrotated, a page can be reused at any position. The tables
@@ -350,9 +358,10 @@ def attention_with_cache(
             Distances, windows and log n follow from positions.
         slot_positions: the position of every slot, float32 (pages, page_size) or (batch, capacity). Axial schemes need
             it, with one more dimension, axes. page_positions is added to it. The call writes the positions of new keys
-            to it in place. It is the only one of the four tables that a contiguous cache takes.
+            to it in place. A contiguous cache accepts slot_positions, but not page_positions, page_first and
+            page_lengths.
         positions: (batch, seqlen_q), int32, int64 or float32, or (batch, seqlen_q, axes) for axial schemes. Positions
-            of the queries and of the new keys. None: they follow the last key.
+            of the queries and of the new keys. None: the positions continue after the last cached key.
         rotary, causal, softmax_scale, sinks, return_lse: as in ``attention``. With any of the five position arguments
             (page_positions, page_first, page_lengths, slot_positions, positions), rotated_keys is not supported, and
             impl must be "cpu", "triton" or "reference". "triton" takes positions from -(2**29 - 1) to 2**29 - 1, with a
@@ -407,7 +416,7 @@ def attention_varlen_with_cache(
     positions: torch.Tensor | None = None,
     **unknown: Never,
 ):
-    """Writes new raw keys and values to a cache, then attends with packed queries, any number of them per sequence.
+    """Writes new raw keys and values to a cache, then attends with packed queries, any number of queries per sequence.
 
     Use it in a server, whose batches mix one-token steps, drafts, chunks and whole prompts. If every sequence has the
     same number of queries, ``attention_with_cache`` is simpler. The host reads no length, so a captured CUDA graph
@@ -423,16 +432,16 @@ def attention_varlen_with_cache(
     Args:
         q: (total_q, heads_q, head_dim). Rows [cu_seqlens_q[b], cu_seqlens_q[b + 1]) are the last tokens of sequence b.
         k_cache, v_cache: (sequences, capacity, heads_kv, head_dim), or with block_table (pages, page_size, heads_kv,
-            head_dim). Written in place. Widths are as in ``attention_with_cache``.
+            head_dim). The call writes to them in place. The limits of head_dim are those of ``attention_with_cache``.
         cu_seqlens_q: (sequences + 1,) int32, non-decreasing from 0. A sequence may have no rows.
         cache_seqlens: (sequences,) int32, slots in use, left padding included. If this call appends k and v, the count
             is from before the call. Without k, or with slot_mapping, the count includes the new tokens.
         max_seqlen_q: upper bound of the sequences' rows. Rows beyond it are not computed.
         k, v: (total_q, heads_kv, head_dim), the new raw keys and values of q's tokens, or both None. v is None if
             v_cache is a view of k_cache.
-        slot_mapping: (total_q,) int32 or int64, the slot of the whole cache, page * page_size + row, to which each new
-            key and value is written, for engines that assign slots. Negative: the token is not written. None: new
-            tokens are written after cache_seqlens.
+        slot_mapping: (total_q,) int32 or int64, for engines that assign slots: the slot to which each new key and value
+            is written. Slots are counted over the whole cache: page * page_size + row. Negative: the token is not
+            written. None: new tokens are written after cache_seqlens.
         block_table, cache_leftpad, num_splits, validate: as in ``attention_with_cache``.
         rotary, causal, softmax_scale, sinks, return_lse: as in ``attention``.
         k_scale, v_scale, key_weight, page_positions, page_first, page_lengths, slot_positions: as in
@@ -445,8 +454,9 @@ def attention_varlen_with_cache(
             contiguous cache whose capacity is a multiple of 16.
 
     Returns:
-        out, like q but with the head_dim of v_cache. With return_lse: (out, lse). lse is (heads_q, total_q), as in
-        ``attention``. Rows outside every sequence have out 0 and lse -inf, or with sinks the sink.
+        out, like q but with the head_dim of v_cache. With return_lse: (out, lse). lse is (heads_q, total_q), with the
+        dtype that ``attention`` gives it. Rows outside every sequence have out 0 and lse -inf. With sinks, the lse of
+        such a row is the sink of its head.
 
     Raises:
         TypeError, ValueError: as in ``attention_with_cache``.
@@ -467,7 +477,7 @@ def _attend_with_cache(q, layer: CacheLayer, k, v, tables: CacheTables, rotary, 
     plan.watches, new, causal = False, tables.new, options[0]
     if isinstance(new, Packed):
         if k is None and new.slot_mapping is not None:
-            raise ValueError("slot_mapping: expected k and v to write, got none")
+            raise ValueError("k: expected the new keys that slot_mapping assigns slots to, got None")
     elif causal and q.shape[1] > 1 and q.shape[1] > new and not torch.compiler.is_compiling():
         warn_of_short_caches("attention_with_cache", tables, q.shape[1], stacklevel=4)
     if sinks is not None:

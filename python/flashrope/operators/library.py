@@ -1,7 +1,7 @@
 """Defines the torch.library operators: their schemas, their implementations, and result shapes for tracing.
 
 torch.compile and torch.export do not look into the operators. An operator takes the scheme as the text of its Rotary,
-which is one constant in a graph and can be read in an exported program. ``autograd.py`` has the gradients.
+which is one constant in a graph and can be read in an exported program. ``autograd.py`` defines the gradients.
 """
 
 from __future__ import annotations
@@ -121,9 +121,9 @@ LIBRARY.define(
 )
 
 
-# A call over a cache takes two operators: the first writes to the cache, and the second only reads it.
-# If values are channels of the keys, v and new_v are None, because an operator must not get the same memory in two
-# arguments that it writes.
+# A call over a cache uses two operators: the first writes to the cache, and the second only reads it. If values are
+# channels of the keys, v and new_v are None, because an operator must not get the same memory in two arguments that it
+# writes.
 LIBRARY.define(
     f"append_to_cache({schema_of(CacheLayer, written=('k', 'v', 'k_scale', 'v_scale'), absent=('v',))}, "
     "Tensor new_k, Tensor? new_v, "

@@ -49,7 +49,7 @@ def check_append(layer: CacheLayer, k, v, tables: CacheTables) -> None:
             same_page = is_written and tables.block_table is not None
             if start < end and low < start + size and _meet(start - low, _layout(y), _layout(x), same_page):
                 why = "both are written" if is_written else f"{other} is written while {name} is read"
-                view = ", or a view of its channels and no v" if name == "v_cache" and other == "k_cache" else ""
+                view = ", or a view of its channels and v=None" if name == "v_cache" and other == "k_cache" else ""
                 raise ValueError(f"{name}: expected memory apart from {other}{view} ({why}), got tensors that overlap")
         if is_written:
             found.append((name, x, start, start + size))
@@ -58,8 +58,8 @@ def check_append(layer: CacheLayer, k, v, tables: CacheTables) -> None:
 class AppendCheck:
     """Runs ``check_append`` for the layers of a plan, whose caches have equal shapes and strides.
 
-    It skips the check for a layer if k and v have the strides of the previous layer's, and if the address ranges of
-    both caches overlap no other tensor's.
+    The check is skipped for a layer if k and v have the same strides as in the previous call, and if the address range
+    of neither cache overlaps that of another tensor.
     """
 
     __slots__ = ("_strides", "_sizes")

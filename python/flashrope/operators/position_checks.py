@@ -27,7 +27,7 @@ def check_cached_positions(given: CachePositions, q, k, k_cache, rotary, tables:
             raise ValueError(f"{name}: expected None without a block_table, got a table; use slot_positions")
         check_int32(name, table, q, "q", (batch, tables.block_table.shape[1]))
     if rotated_keys:
-        raise ValueError("rotated_keys: expected False beside positions, because rotated keys cannot move, got True")
+        raise ValueError("rotated_keys: not supported with explicit positions (rotated keys cannot move), got True")
     axes = (rotary.axes,) if rotary.axis else ()
     slots, queries = given.slot_positions, given.queries
     if slots is not None:
@@ -87,5 +87,5 @@ def validate_positions(tables: CacheTables, k_cache, page_size: int) -> None:
             n = int(falls[0]) + 1
             raise ValueError(
                 f"positions: sequence {b}: expected positions that do not decrease, got {float(position[n]):g} after "
-                f"{float(position[n - 1]):g}, at its token {n}"
+                f"{float(position[n - 1]):g}, at token {n}"
             )

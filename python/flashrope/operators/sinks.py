@@ -8,8 +8,8 @@ import torch
 def add_sinks(
     out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor, gradients: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns out and lse of attention whose softmax also counts the sinks. They have gradients with respect to all
-    three tensors.
+    """Returns out and lse of attention whose softmax also counts the sinks. The results have gradients with respect to
+    out, lse and sinks.
 
     With the sum of a row's exponentials Z = exp(lse) and a sink s, the weights shrink by the factor
     Z / (Z + exp(s)) = sigmoid(lse - s), and the new lse is ln(Z + exp(s)). This is exact for any kernel's out and lse.

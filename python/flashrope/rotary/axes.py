@@ -26,7 +26,7 @@ def axial_pairs(
     tables = [_table_of(f"axes[{n}]", entry, base) for n, entry in enumerate(entries)]
     counts = [len(table) for table in tables]
     if sum(counts) != pairs:
-        hint = "; these are channels, give half of each" if sum(counts) == 2 * pairs else ""
+        hint = "; these are channels, but axes counts pairs, so give half" if sum(counts) == 2 * pairs else ""
         raise ValueError(
             f"axes: expected pairs that add up to {pairs}, half the channels, got {counts}, which add up to "
             f"{sum(counts)}{hint}"
@@ -34,7 +34,7 @@ def axial_pairs(
     order = order or tuple(a for a, count in enumerate(counts) for _ in range(count))
     found = [order.count(a) for a in range(max(len(counts), max(order) + 1))]
     if found != counts:
-        raise ValueError(f"axis: expected {counts} pairs of the axes, as axes says, got {found}")
+        raise ValueError(f"axis: expected {counts} pairs per axis, as given by axes, got {found}")
     remaining = [iter(table) for table in tables]
     return tuple(next(remaining[a]) for a in order), order
 
@@ -45,13 +45,17 @@ def _entries(axes: int | Iterable[Any], order: tuple[int, ...], pairs: int) -> l
         check_positive_int("axes", axes)
         if order:
             if axes != max(order) + 1:
-                raise ValueError(f"axes: expected the {max(order) + 1} that axis has, got {axes}")
+                raise ValueError(f"axes: expected {max(order) + 1}, the number of axes in axis, got {axes}")
             return [order.count(a) for a in range(axes)]
         if pairs % axes:
-            raise ValueError(f"axes: expected a divisor of the {pairs} pairs, got {axes}; or give the pairs of each")
+            raise ValueError(
+                f"axes: expected a divisor of the {pairs} pairs, got {axes}; or give a list with the pairs of each axis"
+            )
         return [pairs // axes] * axes
     if isinstance(axes, (str, bytes, dict)) or not isinstance(axes, Iterable):
-        raise TypeError(f"axes: expected a number of axes, or a list with the pairs or the table of each, got {axes!r}")
+        raise TypeError(
+            f"axes: expected a number of axes, or a list with the pairs or the table of each axis, got {axes!r}"
+        )
     entries = list(axes)
     if not entries:
         raise ValueError("axes: expected the pairs or the table of at least one axis, got none")
@@ -65,7 +69,7 @@ def _checked_order(axis, pairs: int) -> tuple[int, ...]:
         if not is_integer(each, 0):
             raise ValueError(f"axis[{m}]: expected a non-negative integer, got {each!r}")
     if len(axis) != pairs:
-        raise ValueError(f"axis: expected one for each of the {pairs} pairs, got {len(axis)}")
+        raise ValueError(f"axis: expected one integer for each of the {pairs} pairs, got {len(axis)}")
     if missing := sorted(set(range(max(axis))) - set(axis)):
         raise ValueError(f"axis: expected pairs of every axis up to {max(axis)}, got none of axis {missing[0]}")
     return tuple(axis)
@@ -95,7 +99,9 @@ def section_axes(sections: Sequence[int], pairs: int, interleaved: bool) -> tupl
     if isinstance(sections, str) or not isinstance(sections, Sequence):
         raise TypeError(f"sections: expected a list of integers, got {sections!r}")
     if len(sections) < 2 or any(not isinstance(n, int) or isinstance(n, bool) or n < 1 for n in sections):
-        raise ValueError(f"sections: expected the pairs of two or more axes, positive integers, got {list(sections)}")
+        raise ValueError(
+            f"sections: expected the numbers of pairs of two or more axes, positive integers, got {list(sections)}"
+        )
     if sum(sections) != pairs:
         raise ValueError(
             f"sections: expected numbers that add up to the {pairs} pairs of the table, got {list(sections)}, which "
@@ -108,7 +114,7 @@ def section_axes(sections: Sequence[int], pairs: int, interleaved: bool) -> tupl
     counts = [axis_of.count(axis) for axis in range(axes)]
     if counts != list(sections):
         raise ValueError(
-            f"sections: expected the first to be the longest if they are interleaved, got {list(sections)}; "
+            f"sections: expected the first to be the longest, because interleaved=True, got {list(sections)}; "
             f"interleaving {pairs} pairs gives {counts}"
         )
     return axis_of

@@ -37,15 +37,15 @@ STILL = PositionMap(0.0, 0.0)
 
 
 class Band(NamedTuple):
-    """Distances start <= d < stop, in which q_i rotates by slope * i + offset and k_j by slope * j.
+    """A range of distances, start <= d < stop, in which q_i rotates by slope * i + offset and k_j by slope * j.
 
     start is an integer of at least 0. stop is a larger integer or inf. A scheme's bands are in order of distance and do
     not overlap. Keys at distances between two bands are not attended to.
 
-    group, chunk and last map positions. A band with them is for causal attention. q_i rotates by slope * min(floor(i
-    mod chunk / group), last) + offset, and k_j by slope * floor(j mod chunk / group). If chunk is 0, there is no mod.
-    If it is not 0, start and stop count chunks: the band holds the keys j <= i with start <= floor(i / chunk) - floor(j
-    / chunk) < stop.
+    group, chunk and last map positions. A band that sets any of them is for causal attention. q_i rotates by slope *
+    min(floor(i mod chunk / group), last) + offset, and k_j by slope * floor(j mod chunk / group). If chunk is 0, there
+    is no mod. If chunk is not 0, start and stop count chunks: the band holds the keys j <= i with start <= floor(i /
+    chunk) - floor(j / chunk) < stop.
 
     keys_rotated: the caller's keys are already rotated, so only queries rotate.
     """
@@ -84,7 +84,7 @@ class Band(NamedTuple):
         return max((self.start - 1) * self.chunk + 1, 0), self.stop * self.chunk
 
     def holds(self, position_q, position_k):
-        """Whether each pair (position_q, position_k) is in the band. Both are float tensors that broadcast."""
+        """Whether each pair (position_q, position_k) is in the band. The positions are float tensors that broadcast."""
         if not self.chunk:
             distance = position_q - position_k
             return (distance >= self.start) & (distance < self.stop)
@@ -147,7 +147,7 @@ def _checked(name: str, band) -> Band:
     if not (start >= 0 and start != math.inf and start == math.floor(start)):
         raise ValueError(
             f"{name}.start: expected a whole number of at least 0, got {start!r}; bands hold the distances to earlier "
-            "keys; without causality their mirror images hold the distances to later ones"
+            "keys; if attention is not causal, their mirror images hold the distances to later keys"
         )
     if not (stop > start and (stop == math.inf or stop == math.floor(stop))):
         raise ValueError(f"{name}.stop: expected a whole number above start = {start:g}, or inf, got {stop!r}")
@@ -175,13 +175,13 @@ def two_sided(bands: tuple[Band, ...]) -> tuple[Band, ...]:
     """Returns the bands over all d: each band and its mirror image (d -> -d, offset -> -offset), merged at d = 0.
 
     Raises:
-        ValueError: a band maps positions, or d = 0 is in a band and in its mirror image and they rotate by different
+        ValueError: a band maps positions, or d = 0 is in a band and in its mirror image, which rotate by different
             positions.
     """
     if have_maps(bands):
         raise ValueError(
-            "causal: expected True for a scheme that maps positions (self_extend, dual_chunk), got False; its maps are "
-            "defined for keys at or before the query"
+            "causal: expected True for a scheme that maps positions (self_extend, dual_chunk), got False; these maps "
+            "are defined only for keys at or before the query"
         )
     mirrored = []
     for n, band in enumerate(bands):

@@ -17,7 +17,8 @@ from .fitting import dual_chunk_for, self_extend_for
 if TYPE_CHECKING:
     from .rotary import Rotary
 
-TABLE, CUT, BANDS, SCALE = range(4)  # stages, in the order of applying options; at most one option of each stage
+# Stages, in the order in which options are applied. A scheme has at most one option of each stage.
+TABLE, CUT, BANDS, SCALE = range(4)
 
 
 class Lengths(NamedTuple):
@@ -27,7 +28,7 @@ class Lengths(NamedTuple):
         train: the training length, in tokens.
         longest: the length of the longest text, in tokens.
         window: the window of the scheme, in positions. None: half the training length.
-        factor: the factor of Leaky ReRoPE. None: chosen so that the distance that scores see grows at most to halfway
+        factor: the factor of Leaky ReRoPE. None: the factor is chosen so that scores see no distance beyond the middle
             between the window and the training length.
     """
 
@@ -66,9 +67,11 @@ class Option(NamedTuple):
 
     Attributes:
         stage: TABLE, CUT, BANDS or SCALE.
-        read: a function (name, value, length) that returns the value as ``apply`` and JSON take it, or raises TypeError
-            or ValueError. If the value stands for the training length, it calls length(name).
-        apply: a function (rotary, value) that returns a Rotary. The value of ``beside``, if given, is a keyword.
+        read: a function (name, value, length) that returns the value in the form that ``apply`` and JSON accept, or
+            raises TypeError or ValueError. If the value stands for the training length, ``read`` gets that length from
+            length(name).
+        apply: a function (rotary, value) that returns a Rotary. If the user gives the option ``beside``, its value is
+            passed as a keyword argument.
         words: a format string of the value, for lists of settings.
         beside: an option that can only be given together with this one.
     """
@@ -82,15 +85,15 @@ class Option(NamedTuple):
 
 
 class Scheme(NamedTuple):
-    """A scheme that commands take by its name.
+    """A scheme that commands accept by its name.
 
     Attributes:
         name: the name on the command line.
         method: the name in tables and figures, without ``note``.
         fit: a function that computes the options of ``convert`` from ``Lengths``.
-        option: the option of ``convert`` that this row defines. Other rows may use it, too.
+        option: the option of ``convert`` that this row defines. ``fit`` of other rows may use the option, too.
         log_n: whether the scheme also scales queries by log n of the training length.
-        note: what the name in tables and figures says about log n.
+        note: a remark about log n, which is added to ``method`` in tables and figures.
         reads_window: whether ``fit`` depends on the window.
         why: the sentence that ``suggest`` prints, a format string of train and longest.
     """
@@ -148,8 +151,8 @@ def describe_options(options: Mapping[str, Any]) -> str:
 
 
 def name_options(options: Mapping[str, Any]) -> str:
-    """Returns a short name for the scheme of options, such as "ReRoPE w 16, log n". ``describe_options`` also gives
-    lengths and factors."""
+    """Returns a short name for the scheme that options give, such as "ReRoPE w 16, log n". Unlike ``describe_options``,
+    it leaves out lengths and factors."""
     methods = {scheme.option.name: scheme.method for scheme in SCHEMES.values() if scheme.option}
     parts = ["own Rotary"] if "rotary" in options else []
     for name in known_options():
@@ -325,9 +328,9 @@ SCHEMES: dict[str, Scheme] = {
             ),
             log_n=True,
             reads_window=True,
-            why="the window is half of the training length {train}, and no distance beyond it is ever seen; windows of "
-            "a quarter to a half of the training length are best in ReRoPE's ablation; log n, at least 1, keeps "
-            "attention sharp over {longest} keys and changes nothing within the training length",
+            why="the window is half of the training length {train}, and scores see no distance beyond the window; "
+            "windows of a quarter to a half of the training length are best in ReRoPE's ablation; log n, at least 1, "
+            "keeps attention sharp over {longest} keys and changes nothing within the training length",
         ),
         Scheme("rerope-plain", "ReRoPE", _rerope, note=" without log n", reads_window=True),
         Scheme("leaky", "Leaky ReRoPE", _leaky, log_n=True, reads_window=True),
@@ -348,8 +351,7 @@ SCHEMES: dict[str, Scheme] = {
             "CoPE",
             lambda lengths: {"cope": lengths.train},
             Option("cope", CUT, _cope_arguments, _cope, f"{SLOW_PAIRS} rotate less"),
-            why="the angles of these pairs beyond the training length are new to the model; distances stay the true "
-            "ones",
+            why="the angles of these pairs beyond the training length are new to the model; distances do not change",
         ),
         Scheme(
             "string",
@@ -362,8 +364,8 @@ SCHEMES: dict[str, Scheme] = {
                 lambda rotary, given: rotary.string(*given),
                 "distances from {:,} on begin at {:,}",
             ),
-            why="from a third of the training length {train} on, distances seldom occur in training; frequent ones "
-            "replace them, but the longest distance still grows with the text",
+            why="from a third of the training length {train} on, distances seldom occur in training; frequent "
+            "distances replace them, but the longest distance still grows with the text",
         ),
         Scheme(
             "self-extend",
@@ -378,7 +380,7 @@ SCHEMES: dict[str, Scheme] = {
             ),
             reads_window=True,
             why="the window is half of the training length {train}; the group is the smallest that keeps the distances "
-            "of {longest} tokens below it",
+            "of {longest} tokens below the training length",
         ),
         Scheme("self-extend-log-n", "Self-Extend", _self_extend, log_n=True, note=" with log n", reads_window=True),
         Scheme(
@@ -392,8 +394,8 @@ SCHEMES: dict[str, Scheme] = {
                 lambda rotary, given: rotary.dual_chunk(*given),
                 "chunk size {:,}, local size {:,}",
             ),
-            why="no distance exceeds the training length {train}; the local size is left for neighbours across the "
-            "edge of a chunk",
+            why="no distance exceeds the training length {train}; within the local size, queries see the true "
+            "distances to the chunk before",
         ),
         Scheme("dual-chunk-log-n", "DCA", _dual_chunk, log_n=True, note=" with log n"),
     )

@@ -118,7 +118,7 @@ def checked_chunk(chunk_size, local_size) -> int:
         raise ValueError(f"local_size: expected a non-negative integer, got {local_size!r}")
     if local_size >= chunk_size:
         raise ValueError(
-            f"local_size: expected less than chunk_size = {chunk_size}, got {local_size}; no chunk is left"
+            f"local_size: expected less than chunk_size = {chunk_size}, got {local_size}; chunks would be empty"
         )
     chunk = chunk_size - local_size
     if chunk % TILE:
@@ -136,7 +136,7 @@ def checked_frequencies(frequencies, head_dim: int) -> tuple[float, ...]:
         raise TypeError(f"inv_freq: expected a tuple of numbers, got {type(frequencies).__name__}; use from_inv_freq")
     pairs = len(frequencies)
     if 2 * pairs > head_dim:
-        raise ValueError(f"inv_freq: {pairs} pairs need {2 * pairs} channels, head_dim has {head_dim}")
+        raise ValueError(f"inv_freq: {pairs} pairs need {2 * pairs} channels, got head_dim {head_dim}")
     for m, frequency in enumerate(frequencies):
         if not isinstance(frequency, numbers.Real) or isinstance(frequency, bool):
             raise TypeError(f"inv_freq[{m}]: expected a number, got {frequency!r}")
@@ -149,7 +149,7 @@ def checked_axis(axis, pairs: int) -> tuple[int, ...]:
     if not isinstance(axis, (tuple, list)):
         raise TypeError(f"axis: expected a tuple of integers, one per pair, got {axis!r}")
     if axis and len(axis) != pairs:
-        raise ValueError(f"axis: expected one for each of the {pairs} pairs, got {len(axis)}")
+        raise ValueError(f"axis: expected one integer for each of the {pairs} pairs, got {len(axis)}")
     for m, each in enumerate(axis):
         if not is_integer(each, 0):
             raise ValueError(f"axis[{m}]: expected a non-negative integer, got {each!r}")

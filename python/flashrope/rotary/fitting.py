@@ -25,7 +25,7 @@ def self_extend_for(train_length: int, longest: int, window: int | None = None) 
             return window, group
     raise ValueError(
         f"self_extend: no group that divides window {window} brings {longest} tokens within the training length "
-        f"{train_length}; the largest, {window}, leaves a distance of {_farthest(longest, window, window)}"
+        f"{train_length}; the largest group, {window}, leaves a distance of {_farthest(longest, window, window)}"
     )
 
 
@@ -40,12 +40,12 @@ def dual_chunk_for(train_length: int) -> tuple[int, int]:
     about three quarters of the training length, as in the experiments of the DCA paper.
 
     Raises:
-        ValueError: the training length has no room for a chunk and a local part.
+        ValueError: the training length is at most 128, too short for a chunk and a local size of at least 1.
     """
     chunk = max(3 * train_length // 4 // TILE, 1) * TILE
     if chunk >= train_length:
         raise ValueError(
             f"dual_chunk: expected a training length above {TILE}, the rows of a tile and the shortest chunk, got "
-            f"{train_length}, which leaves no local part beside it"
+            f"{train_length}, which leaves no positions for local_size"
         )
     return train_length, train_length - chunk

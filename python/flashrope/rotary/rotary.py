@@ -8,7 +8,7 @@ key position), and a scale on the query:
 R(p) rotates pair m by the angle p * inv_freq[m]. A pair with inv_freq[m] = 0 does not rotate. ``log_steps_scale``
 replaces logn(i) by another function. ``rotated_scale`` multiplies only the part of the score that comes from the
 channels that form pairs. A band may rotate by mapped positions instead of i and j (``bands.Band``). Kernels get only
-these numbers. They do not know the name of the scheme.
+these numbers, and not the name of the scheme.
 """
 
 from __future__ import annotations
@@ -88,24 +88,25 @@ class Rotary:
         head_dim: channels per head.
         frequencies: inv_freq as a tuple, one number per channel pair, in radians per position. 0: the pair does not
             rotate.
-        interleaved: True pairs channels 2m and 2m + 1; False pairs m and m + rotary_dim / 2. Both count from
+        interleaved: True pairs channels 2m and 2m + 1; False pairs m and m + rotary_dim / 2. Channels count from
             first_channel.
         bands: the bands over d >= 0, for causal attention. ``two_sided_bands`` adds their mirror images. Keys at
             distances between two bands are not attended to.
-        temperature: t of the formula.
+        temperature: the factor t on all scores.
         log_n_scale: (train_length, clip) or None. logn(i) is ln(i + 1) / ln(train_length), and at least 1 if clip.
-        log_steps_scale: (floor_scale, attn_scale, first), set by ``log_steps``, or None. It cannot be combined with
-            log_n_scale.
+        log_steps_scale: (floor_scale, attn_scale, first), set by ``log_steps``, or None. A scheme has at most one of
+            log_n_scale and log_steps_scale.
         rotated_scale: factor on what the channels of the table (rotary_dim channels from first_channel on) contribute
             to the scores.
-        length_scale: None, or a length: scores of a sequence of n keys are scaled by max(1, 0.1 ln(n / length) + 1).
+        length_scale: a length in tokens, or None. With a length, scores of a sequence of n keys are scaled by max(1,
+            0.1 ln(n / length) + 1).
         first_channel: the first channel that belongs to a pair, even.
         axis: for every pair, the number of an axis. The pair rotates by the coordinate on that axis. () for
             one-dimensional positions.
         base, exponent_dim: inv_freq[m] was base ** (-2m / exponent_dim) before any change. base is None if the table
             was not of this form.
         scaled_by: the interpolation that has changed the table, or "". base, exponent_dim and scaled_by decide which
-            changes may still be chained. Comparisons of schemes ignore them.
+            changes may still be chained. Comparisons of schemes ignore these three attributes.
     """
 
     head_dim: int
@@ -138,7 +139,10 @@ class Rotary:
         positive("temperature", self.temperature)
         positive("rotated_scale", self.rotated_scale)
         if self.log_n_scale and self.log_steps_scale:
-            raise ValueError("log_steps_scale: expected None beside log_n_scale; a query has one scale by its position")
+            raise ValueError(
+                "log_steps_scale: not supported together with log_n_scale (only one of the two can scale queries by "
+                f"position), got {self.log_steps_scale}"
+            )
         if self.length_scale is not None:
             object.__setattr__(self, "length_scale", positive("length_scale", self.length_scale))
         self.text, self.query_scale  # noqa: B018  cached now: torch.compile cannot trace a cached_property's first call
@@ -265,7 +269,8 @@ class Rotary:
         positive("train_length", train_length)
         if interleaved and compact:
             raise ValueError(
-                "compact: pairs m with m + a, interleaved=True pairs 2m with 2m + 1; choose one of the two"
+                "compact: expected False with interleaved=True, got True (compact pairs channels m and m + a, "
+                "interleaved pairs 2m and 2m + 1)"
             )
         check_flag("compact", compact)
         rope = cls.rope(head_dim, base, interleaved=interleaved)
@@ -347,29 +352,29 @@ class Rotary:
         differently, version 5 decides. Rope types: default, linear, dynamic, yarn, llama3, longrope (formerly "su") and
         proportional.
 
-        Parameters that the family's code does not read (alpha, partial_rotary_factor) raise an error.
-        ``dual_chunk_attention_config`` (Qwen2.5-1M), which transformers itself does not read, gives ``dual_chunk``.
-        Its length_scale is ``original_max_position_embeddings``. Qwen's sparse attention is left out.
+        Parameters that the transformers code of the model does not read (alpha, partial_rotary_factor) raise an error.
+        ``dual_chunk_attention_config`` (Qwen2.5-1M), which transformers itself does not read, gives ``dual_chunk`` with
+        ``original_max_position_embeddings`` as length_scale. Qwen's sparse attention is not applied.
 
         Hugging Face multiplies cos and sin by ``attention_factor``. Here the square of this factor scales the scores.
-        If not all channels rotate, it scales only what the rotated channels contribute to the scores.
+        If not all channels rotate, this factor scales only what the rotated channels contribute to the scores.
         ``llama_4_scaling_beta`` gives ``log_steps``.
 
         With ``mrope_section`` the scheme needs positions of three coordinates: transformers' position_ids as
-        (batch, seqlen, 3). The code of some families implies sections that the configuration does not give. Their
-        scheme is for text only, where the three coordinates are equal.
+        (batch, seqlen, 3). For some model families only the transformers code gives the sections, and the configuration
+        does not. The scheme of these families is for text only, where the three coordinates are equal.
 
         Args:
-            config: a text model's configuration (``config.get_text_config()`` of a composite one), or any object with
-                its fields.
+            config: the configuration of a text model, or any object with the same fields. For a multimodal model, pass
+                ``config.get_text_config()``.
             layer_type: one of the ``layer_types``, for models whose layers differ. A type that does not rotate gives
                 ``Rotary.none``. ``no_rope_layers`` is not read: the caller decides which layers do not rotate.
-            seqlen: tokens of the longest sequence. It matters for "dynamic", whose base grows with it, and for
-                "longrope", which has one table up to the training length and one beyond. None: the longest sequence is
-                within the training length, as for short prompts in transformers.
+            seqlen: tokens of the longest sequence. The length matters for "dynamic", whose base grows with the length,
+                and for "longrope", which has one table up to the training length and another table beyond. None: the
+                longest sequence is within the training length, as for short prompts in transformers.
 
         Raises:
-            ValueError: a field has no exact counterpart. The message names the field and gives the reason.
+            ValueError: a field has no exact counterpart in flashrope. The message names the field and gives the reason.
         """
         if config is None or isinstance(config, (str, bytes, dict, os.PathLike)):
             raise TypeError(
@@ -403,12 +408,14 @@ class Rotary:
             head_dim: channels per head.
             axes: the number of axes, all with the same number of pairs, or a list with an entry per axis. An entry is
                 the axis's number of pairs (configurations often give channels, twice as many), or its table: inv_freq
-                of its pairs in radians per position. Default: the number of distinct axes in ``axis``, or 2 without it.
+                of its pairs in radians per position. Default: the number of distinct axes in ``axis``, or 2 if ``axis``
+                is None.
             base: above 1. If axes gives no table for an axis of n pairs, inv_freq of its pair m is base ** (-m / n).
             interleaved: as in ``rope``.
             axis: the axis of every pair. The pairs of an axis take the entries of its table in order. None: all pairs
                 of axis 0 come first, then those of axis 1, and so on.
-            rotary_dim: number of leading channels that rotate, as in ``rope``; the pairs add up to half of it.
+            rotary_dim: number of leading channels that rotate, as in ``rope``. The pairs of all axes add up to
+                rotary_dim / 2.
         """
         pairs = checked_rotary_dim(head_dim, rotary_dim) // 2
         frequencies, order = axial_pairs(axes, base, axis, pairs)
@@ -429,21 +436,21 @@ class Rotary:
         return self._with_table("interpolate", [f / factor for f in self.frequencies])
 
     def ntk(self, factor: float, variant: str = "aware", exponent: float = 0.625) -> Rotary:
-        """Applies NTK-aware interpolation, with s = factor, a positive number, and D the denominator of the exponent.
+        """Applies NTK-aware interpolation. The formulas below use s = factor and D, the denominator of the exponent.
 
-        Use it on a trained model, without further training. It raises the loss a little at every length
-        (docs/long_context.md).
+        Use it on a trained model, without further training. NTK-aware interpolation raises the loss a little at every
+        length (docs/long_context.md).
 
         Example:
             Rotary.rope(128).ntk(4.0)  # for a context four times as long
 
         Args:
-            factor: the factor by which the context grows.
+            factor: the factor by which the context grows, a positive number.
             variant: "aware": the base is multiplied by s ** (D / (D - 2)), as in Hugging Face's dynamic NTK.
                 "old": the base is multiplied by s.
                 "fixed": inv_freq[m] is multiplied by s ** (-2 (m + 1) / D).
                 "mixed": inv_freq[m] is multiplied by exp(-a (m + 1) ** b), a = ln(s) / (D / 2) ** b.
-            exponent: b of "mixed"; ReRoPE's author gives 0.625 in the text and 0.75 in the code.
+            exponent: b in "mixed". The author of ReRoPE uses 0.625 in the article and 0.75 in the code.
         """
         self._check_unscaled("ntk")
         return self._with_table("ntk", ntk_table(self.frequencies, self.exponent_dim, factor, variant, exponent))
@@ -459,8 +466,8 @@ class Rotary:
     ) -> Rotary:
         """Applies YaRN (Peng et al. 2023, section 3.2).
 
-        Use it if your server supports no other scheme, or if you can train a little on longer sequences. It raises the
-        loss a little at every length (docs/long_context.md). ``ntk_by_parts`` is YaRN without the temperature.
+        Use it if your server supports no other scheme, or if you can train a little on longer sequences. YaRN raises
+        the loss a little at every length (docs/long_context.md). ``ntk_by_parts`` is YaRN without the temperature.
 
         Example:
             Rotary.rope(128).yarn(factor=4.0, train_length=8192)
@@ -492,7 +499,7 @@ class Rotary:
         Example:
             Rotary.rope(128).ntk_by_parts(factor=4.0, train_length=8192)
 
-        Args: as in ``yarn``.
+        The arguments have the same meaning as in ``yarn``.
         """
         self._check_unscaled("ntk_by_parts")
         yarn = self.yarn(factor, train_length, beta_fast, beta_slow, temperature=1.0, truncate=truncate)
@@ -504,7 +511,7 @@ class Rotary:
         Example:
             Rotary.rope(128).cope(train_length=8192)
 
-        It changes the n pairs with inv_freq < 2 pi / train_length, which HoPE does not rotate. In order of decreasing
+        CoPE changes the n pairs with inv_freq < 2 pi / train_length, which HoPE does not rotate. In order of decreasing
         inv_freq, the frequency of pair r = 0 ... n - 1 is multiplied by (1 + cos(pi r / (n - 1))) / 2. The first pair
         keeps its frequency, and the last pair does not rotate.
 
@@ -523,12 +530,12 @@ class Rotary:
             Rotary.rope(128, base=1_000_000.0).mrope([16, 24, 24])  # Qwen2-VL
 
         ``attention`` then needs ``positions`` of shape (batch, seqlen, axes), in Hugging Face's order: time, height,
-        width. If all coordinates of every position are equal, as for text, it gives the results of the scheme without
+        width. If all coordinates of every position are equal, as for text, the results are those of the scheme without
         ``mrope``.
 
         Args:
-            sections: the number of pairs of each axis, Hugging Face's mrope_section. They add up to the number of pairs
-                of the table.
+            sections: the number of pairs of each axis, Hugging Face's mrope_section. The sections add up to the number
+                of pairs of the table.
             interleaved: False: one axis after the other (Qwen2-VL, Qwen2.5-VL, GLM-4V). True: pair m belongs to axis m
                 modulo the number of axes while that axis has pairs left, otherwise to axis 0 (Qwen3-VL).
         """
@@ -538,7 +545,7 @@ class Rotary:
         if len(self.bands) != 1 or not self.bands[0].is_plain or self.log_n_scale or self.log_steps_scale:
             raise ValueError(
                 "mrope: expected a scheme without rectify, self_extend, dual_chunk and log_n, which need "
-                "one-dimensional positions; local may come before it and goes by index"
+                "one-dimensional positions; local may be called before mrope, and its window counts token indices"
             )
         return dataclasses.replace(self, axis=section_axes(sections, len(self.frequencies), interleaved))
 
@@ -548,8 +555,8 @@ class Rotary:
         """Applies ReRoPE (Su 2023), or with a factor Leaky ReRoPE: beyond a window, distances stop or grow slower.
 
         Use it to read beyond the training length with a trained RoPE model, without training. Windows of a quarter to a
-        half of the training length are best. ``self_extend`` and ``dual_chunk`` serve the same purpose. With
-        ``local``, queries see no keys beyond a window.
+        half of the training length are best. ``self_extend`` and ``dual_chunk`` have the same purpose. With ``local``,
+        queries see no keys beyond a window.
 
         Example:
             Rotary.rope(128).rectify(window=2048).log_n(train_length=8192)  # ReRoPE
@@ -580,7 +587,7 @@ class Rotary:
         Args:
             start: S of the paper, in positions; a third to a half of the training length.
             window: W of the paper, in positions, at least 0 and less than start. A key at the distance start is seen at
-                this distance.
+                the distance window.
         """
         check_string(start, window)
         self._check_unbanded("string")
@@ -646,7 +653,7 @@ class Rotary:
         """
         check_window(window)
         if chunk_of(self.bands):
-            raise ValueError("local: expected bands over the distance, got those of dual_chunk, over chunks")
+            raise ValueError("local: not supported after dual_chunk (its bands count chunks instead of distances)")
         if self.axis:
             raise ValueError("local: a window over the distance needs one-dimensional positions; this table is axial")
         return self._with_bands([clipped(band, 0, window) for band in self.bands])
@@ -692,8 +699,9 @@ class Rotary:
         Example:
             Rotary.rope(128, rotary_dim=64).scale_rotated(1.2**2)  # Hugging Face's attention_factor of 1.2
 
-        Hugging Face multiplies cos and sin of q and k by attention_factor. factor is the square of attention_factor. If
-        all channels form pairs, factor is a temperature. It also applies to pairs that do not rotate.
+        Hugging Face multiplies cos and sin of q and k by attention_factor. The argument factor is the square of
+        attention_factor. If all channels form pairs, factor acts like a temperature. Pairs that do not rotate are
+        scaled, too.
 
         Args:
             factor: a positive number.
@@ -705,7 +713,7 @@ class Rotary:
     # ---- text
     @cached_property
     def text(self) -> str:
-        """Returns the scheme as JSON without rounding, for ``from_text``. Operators and checkpoints carry it."""
+        """Returns the scheme as JSON without rounding, for ``from_text``. Operators and checkpoints store this text."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         fields["bands"] = [band if band.maps_positions or band.keys_rotated else band[:4] for band in self.bands]
         return json.dumps(fields)
@@ -745,18 +753,18 @@ class Rotary:
         if self.axis:
             raise ValueError(f"{name}: bands over the distance need one-dimensional positions; this table is axial")
         if not all(band.is_plain for band in self.bands):
-            already = "is rectified"
+            already, exclusive = "is rectified", "rectify, string, self_extend and dual_chunk"
             if have_maps(self.bands):
                 already = "has self_extend or dual_chunk"
             elif any(band.slope == 1 and band.offset for band in self.bands):
                 already = "has string"
-            raise ValueError(f"{name}: this scheme {already} already; the formula has one window")
+            raise ValueError(f"{name}: this scheme {already} already; a scheme can have only one of {exclusive}")
 
     def _with(self, **fields: Any) -> Rotary:
         return dataclasses.replace(self, **fields)
 
     def _divide_table(self, divisors: Sequence[float], scaled_by: str | None = None) -> Rotary:
-        """Divides the frequency of every pair by its divisor, inf for pairs that no longer rotate."""
+        """Divides the frequency of every pair by its divisor. The divisor is inf for pairs that no longer rotate."""
         frequencies = [f / divisor for f, divisor in zip(self.frequencies, divisors, strict=True)]
         return self._with_table(self.scaled_by if scaled_by is None else scaled_by, frequencies)
 

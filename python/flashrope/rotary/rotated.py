@@ -1,4 +1,5 @@
-"""Supports keys that are rotated outside of attention: checks that a scheme allows it, and derives their scheme."""
+"""Checks that a scheme's keys can be rotated outside of attention, and derives the scheme of attention over such
+keys."""
 
 from __future__ import annotations
 
@@ -53,8 +54,8 @@ def rotation_scale(rotary: Rotary) -> float:
 def over_rotated_keys(rotary: Rotary) -> Rotary:
     """Returns the scheme for keys that ``flashrope.rotate`` has rotated: its bands rotate only the queries.
 
-    The keys are already multiplied by the square root of ``rotated_scale``. The scheme multiplies the queries by it,
-    too.
+    ``flashrope.rotate`` has multiplied the keys by the square root of ``rotated_scale``. The scheme multiplies the
+    queries by this root, too.
 
     Raises:
         ValueError: queries or keys rotate in several ways.

@@ -31,8 +31,8 @@ def given_table(name: str, inv_freq) -> tuple[float, ...]:
         raise TypeError(f"{name}: expected a tensor, array or list of real numbers, got {given}") from None
     if table.requires_grad:
         raise ValueError(
-            f"{name}: expected a table without gradients, got one that requires them; a Rotary holds numbers, and no "
-            f"gradient reaches the table; pass {name}.detach() for its values as they are now. docs/extending.md, 'A "
+            f"{name}: expected a table without gradients, got one that requires them; a Rotary copies the numbers, so "
+            f"no gradient would reach the table; pass {name}.detach() to use its present values. docs/extending.md, 'A "
             "scheme outside the formula', trains a table"
         )
     table = torch.as_tensor(inv_freq, dtype=torch.float64).cpu()

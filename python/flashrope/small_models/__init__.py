@@ -1,1 +1,2 @@
-"""Byte-level language models, which ``flashrope demo`` and the experiments train. They need the extra ``demo``."""
+"""Byte-level language models, which ``flashrope demo`` and the experiments train. The models need the extra
+``demo``."""

@@ -145,8 +145,8 @@ def _demo(args: argparse.Namespace, out: Path, start: float) -> None:
 
 
 def next_commands(out: Path, known: bool) -> list[str]:
-    """Returns commands to run next with the models. known: whether ``generate`` finds a prompt in the text on which
-    they were trained."""
+    """Returns commands to run next with the models. known: whether ``generate`` finds a prompt in the text on which the
+    models were trained."""
     rope, hope = (shlex.quote(str(out / name)) for name in CHECKPOINTS.values())
     prompt = "" if known else " --prompt TEXT"
     return [
@@ -228,7 +228,7 @@ def compared(
     """Returns the rows of the table, and {name: reason} for the schemes that cannot be fitted to these lengths.
 
     The rows are RoPE, HoPE, and the named schemes on RoPE's model. If ReRoPE is named, it is also run on HoPE's model.
-    Each row appears twice: without log n, and with log n, which is at least 1.
+    Each row appears twice: without log n, and with log n scaling, whose factor is at least 1.
     """
     rope, hope = Rotary.rope(head_dim, base), Rotary.hope(head_dim, train_length, base)
     lengths = Lengths(train_length, MULTIPLES[-1] * train_length, window, factor)
@@ -304,8 +304,8 @@ def _facts(args: argparse.Namespace, settings: Settings, corpus: data.Corpus) ->
         f"{sum(map(len, corpus.unseen)):,} unseen ({len(corpus.unseen_files)} files)",
         "models": f"{parameters:,} parameters, layers {config.layers}, width {config.width}, heads {config.heads} of "
         f"{config.head_dim} channels; both start from the same weights and see the same batches",
-        "schemes": f"HoPE rotates {rotated} of {config.head_dim // 2} pairs; rows without it in their name run on the "
-        "model that was trained with RoPE: "
+        "schemes": f"HoPE rotates {rotated} of {config.head_dim // 2} pairs; rows without HoPE in their name run on "
+        "the model that was trained with RoPE: "
         + "".join(f"{scheme.name}: {scheme.words}; " for scheme in settings.schemes if scheme.words)
         + f"log n scales the query by max(1, ln(i + 1) / ln({training.train_length})) at evaluation only",
         **({"left out": "; ".join(map(": ".join, settings.left_out.items()))} if settings.left_out else {}),

@@ -35,7 +35,8 @@ from .model import Decoder, LanguageModel, RollingDecoder, load_checkpoint, trai
 from .train import autocast
 
 CHUNK = 1024  # bytes of the prompt per call
-KEPT_CHUNK = 64  # bytes of the prompt per call with --keep; they attend to one another and to the kept bytes
+# Bytes of the prompt per call with --keep. The bytes of one call attend to one another and to the kept bytes.
+KEPT_CHUNK = 64
 DEFAULT_PROMPT = 128  # bytes of the default prompt if the training length is unknown
 VOCABULARY = 256
 SMALL_MODEL = 4_000_000  # parameters; for smaller models, starting threads takes longer than a decoding step
@@ -119,8 +120,8 @@ def stream(
 ) -> tuple[list[float], int]:
     """Writes the prompt and the text of the tokens to stdout as they come.
 
-    tokens: a function that yields the tokens. It calls its argument with the number of tokens of each piece of the
-        prompt that it has read.
+    tokens: a function that yields the tokens. The function calls its argument with the number of tokens of each piece
+        of the prompt after reading the piece.
     decode: a function that returns the text that a token completes.
     rest: a function that returns the text after the last token.
     counts: the number of tokens of the prompt, and the number to generate.
@@ -225,7 +226,7 @@ def resolve(args: argparse.Namespace) -> Settings:
     need("safetensors")
     check_sampling(args, VOCABULARY, "bytes")
     if args.dtype:
-        raise BadInput(f"--dtype: expected a transformers model or a .gguf file beside it, got {args.model}")
+        raise BadInput(f"--dtype: supported only for a transformers model or a .gguf file, got {args.model}")
     device = options.device(args.device)
     model, trained, train_length = _load(args, device)
     prompt = _prompt(args, train_length)
@@ -234,7 +235,7 @@ def resolve(args: argparse.Namespace) -> Settings:
     else:
         rotary, scheme = _scheme(args, trained, train_length)
     if args.cache_dtype and args.impl == "cuda":
-        raise BadInput(f"--cache-dtype: expected a backend that reads {args.cache_dtype}, got --impl cuda; give triton")
+        raise BadInput(f"--cache-dtype: expected a backend that reads {args.cache_dtype}, got --impl cuda; use triton")
     try:
         impl = resolve_impl(args.impl, torch.empty(1, 1, 1, model.config.head_dim, device=device), cached=True)
     except ValueError as error:
@@ -243,7 +244,7 @@ def resolve(args: argparse.Namespace) -> Settings:
         *(torch.zeros(1, 1, dtype=torch.int32) for _ in range(3))
     )  # the position tables of the cache of --keep
     if args.keep and (reason := unsupported_positions(impl, tables)):
-        raise BadInput(f"--keep: {impl} cannot serve it: {reason}")
+        raise BadInput(f"--keep: not supported by the backend {impl} ({reason})")
     return Settings(model, rotary, scheme, train_length, prompt, device, impl)
 
 
@@ -326,7 +327,7 @@ def _scheme(args: argparse.Namespace, trained: Rotary, train_length: int | None)
         except ValueError as error:
             raise BadInput(f"--{error}" if str(error).startswith("factor: ") else f"{option}: {error}") from None
         leaky = args.factor is not None and math.isfinite(args.factor)
-        far = f"beyond it grow by 1/{args.factor:g}" if leaky else f"beyond it are treated as {window:,}"
+        far = f"beyond it grow by 1/{args.factor:g}" if leaky else f"beyond it count as {window:,}"
         words.append(f"{'Leaky ReRoPE' if leaky else 'ReRoPE'}, window {window:,} bytes: distances {far}")
     else:
         words.append("distances unchanged")
@@ -383,9 +384,9 @@ def given_prompt(args: argparse.Namespace) -> bytes | None:
 
 
 def _unseen_piece(split: Path, length: int, seed: int) -> bytes:
-    """Returns ``length`` bytes of an unseen file, if possible from the start of a line. The split next to the
-    checkpoint says which files are unseen. The text must be the standard library, because for other texts the
-    split records the names of the files but not their folder."""
+    """Returns ``length`` bytes of an unseen file, if possible from the start of a line. The file split.json next to the
+    checkpoint says which files are unseen. The text must be the standard library, because for other texts the split
+    records the names of the files but not their folder."""
     try:
         record = json.loads(split.read_text())
         text, files = record["text"], record["unseen"]["files"]

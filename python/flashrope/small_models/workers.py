@@ -35,13 +35,13 @@ class Workers:
     ``devices``: one device for each process, such as cuda:0 and cuda:1. In a worker, "cuda" means its own GPU, and
     ``device()`` returns that GPU.
 
-    Only this process handles Ctrl-C. The workers ignore it. They end with the ``with`` block, or when this process
-    dies, which closes their pipes.
+    Only this process handles Ctrl-C. The workers ignore it. The workers end with the ``with`` block, or when this
+    process dies, which closes their pipes.
     """
 
     def __init__(self, count: int, threads: int, devices: Sequence[torch.device] = ()):
         if devices and len(devices) != count:
-            raise ValueError(f"devices: expected one for each of {count} processes, got {len(devices)}")
+            raise ValueError(f"devices: expected one device for each of {count} processes, got {len(devices)}")
         self.threads = threads
         self._here = count == 0
         self._connections, self._processes = [], []
@@ -123,7 +123,8 @@ _device: torch.device | None = None
 
 
 def steps_of_jobs(bar: Bar) -> Progress:
-    """Returns a callback of ``Workers.map`` for jobs that send (step, loss). It counts the steps of all jobs."""
+    """Returns a callback of ``Workers.map`` for jobs that send (step, loss). The callback counts the steps of all
+    jobs."""
     done: Counter[int] = Counter()
 
     def progress(job: int, message: tuple[int, float]) -> None:

@@ -8,7 +8,7 @@ from ..backends import tuned_tiles as store
 from ..triton_kernels import configs
 from ..triton_kernels.configs import Tile
 
-# The kernels that take the tile of a direction.
+# The kernels that use the tile of a direction.
 KERNELS = {
     "forward": "attention_forward",
     "grad_kv": "attention_grad_kv",
@@ -19,7 +19,7 @@ KERNELS = {
 
 
 def kernel_of(direction: str, cache: str) -> str:
-    """Returns the kernel that takes the tile of a direction. Chunks over a cache have a separate forward kernel."""
+    """Returns the kernel that uses the tile of a direction. Chunks over a cache have a separate forward kernel."""
     return "attention_chunks" if direction == "forward" and cache else KERNELS[direction]
 
 

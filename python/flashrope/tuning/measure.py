@@ -29,8 +29,8 @@ from .candidates import candidates_of, kernel_of
 from .timer import Spread, Timer, rounds
 from .workloads import CHECK_WINDOW, Results, Workload
 
-# Largest error of a row against float64, relative to the sum of its norm and the mean norm of all rows. For lse it is
-# absolute.
+# Largest error of a row against float64, relative to the sum of its norm and the mean norm of all rows. For lse, the
+# error is absolute.
 TOLERANCE = {torch.float16: 2.5e-3, torch.bfloat16: 2e-2}
 CHECKS = 2  # number of runs of a check: if warps race, a single run may be correct by chance
 MIN_GAIN = 0.02
@@ -226,7 +226,7 @@ def _new_tensors_are_nan() -> Iterator[None]:
 
 
 def error(got: torch.Tensor, exact: torch.Tensor) -> float:
-    """Returns the largest error of a row, relative to its norm plus the mean norm. For lse it is the largest
+    """Returns the largest error of a row, relative to the row's norm plus the mean norm. For lse, returns the largest
     difference.
 
     Returns inf if a result is nan.

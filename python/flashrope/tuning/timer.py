@@ -18,11 +18,10 @@ import torch
 MIN_ROUNDS = {"cpu": 3, "cuda": 10}
 MAX_ROUNDS = 200
 WARM_UP = {"cpu": 1, "cuda": 3}
-FLUSH_BYTES = 256 * 2**20  # the least number of bytes, several times the L2 cache of an H200 (60 MB)
+FLUSH_BYTES = 256 * 2**20  # at least this much is read to flush the L2 cache: several times the 60 MB of an H200
 SLEEP_CYCLES = 1_000_000  # about half a millisecond, and doubled if the host takes longer to queue a call
-MAX_SLEEP_CYCLES = (
-    32 * SLEEP_CYCLES
-)  # about 16 ms; if the host takes longer to queue a call, the measured time includes host time
+# About 16 ms. If the host takes longer to queue a call, the measured time includes host time.
+MAX_SLEEP_CYCLES = 32 * SLEEP_CYCLES
 
 
 class Spread(NamedTuple):
@@ -68,7 +67,8 @@ class Timer:
 
 
 def rounds(calls: Mapping[str, Callable], timer: Timer, seconds: float, min_rounds: int = 0) -> dict[str, list[float]]:
-    """Returns the milliseconds of every call, per round. A round runs each call once, so that all see the same state.
+    """Returns the milliseconds of every call, per round. A round runs each call once, so that all calls see the same
+    state of the device.
 
     Runs at least min_rounds rounds (0: the device's default), then continues until `seconds` have passed.
     """

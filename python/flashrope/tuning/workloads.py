@@ -36,8 +36,8 @@ Results = tuple[torch.Tensor, ...]
 class Workload:
     """A call in one direction: q (batch, seqlen, heads, head_dim), k and v (batch, seqlen, heads_kv, head_dim).
 
-    cache: "contiguous" or "paged" for a call over a KV cache of seqlen keys. In the direction "decode" it has one query
-    for each sequence, and in the direction "forward" a chunk of queries.
+    cache: "contiguous" or "paged" for a call over a KV cache of seqlen keys. In the direction "decode" the call has one
+    query for each sequence, and in the direction "forward" a chunk of queries.
     """
 
     direction: str
@@ -76,8 +76,8 @@ class Workload:
         return dataclasses.replace(self, **changes)
 
     def check(self) -> Workload:
-        """Returns the same kind of call, small enough for the dense reference. It has two splits, because several
-        splits have their own kernel."""
+        """Returns the same kind of call, small enough for the dense reference. In the direction "decode" the keys are
+        split in two, because another kernel combines the results of several splits."""
         sizes = {"batch": 2, "seqlen": CHECK_SEQLEN, "heads": 2, "heads_kv": 1 if self.heads > self.heads_kv else 2}
         splits = 2 if self.direction == "decode" else 0
         return self.replace(**sizes, chunk=CHECK_CHUNK, num_splits=splits)

@@ -29,7 +29,7 @@ def scheme_of(given: dict, family: str = "llama3", seqlen: int = trainings.SEQLE
     [
         ({"scheme": "hoppe"}, ValueError, "scheme: expected one of stock, .*got 'hoppe'; did you mean hope"),
         ({"windwo": 8}, TypeError, "options: expected names among .*got 'windwo'; did you mean window"),
-        ({"window": 8, "self_extend": [8, 2]}, ValueError, "self_extend: expected one of .*got also window"),
+        ({"window": 8, "self_extend": [8, 2]}, ValueError, "self_extend: expected at most one of .*got also window"),
         ({"hope_train_length": -1}, ValueError, "hope_train_length: expected"),
         ({"rotary": "no text"}, ValueError, "rotary: expected the text of a Rotary, got 'no text'"),
     ],

@@ -27,7 +27,7 @@ REFUSED = {  # model, its changes, options, settings, message
     ),
     "backend": ("llama", {}, {}, {"attention_backend": "CPU_ATTN"}, "attention_backend: expected None or CUSTOM"),
     "soft cap": ("gemma2", HYBRID, {}, {}, "attn_logit_softcapping: not supported by flashrope, got 50.0"),
-    "alibi": ("bloom", {}, {}, {}, "architecture: expected one of .* got BloomForCausalLM"),
+    "alibi": ("bloom", {}, {}, {}, "architecture: expected a tested .* got BloomForCausalLM"),
     "sliding": ("mistral", {"sliding_window": 48}, {"window": 8}, {}, "window: expected a model whose layers see all"),
 }
 

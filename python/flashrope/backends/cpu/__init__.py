@@ -1,6 +1,6 @@
 """The CPU backend.
 
-If the installation has the compiled kernels of csrc/cpu, they serve most calls (loader.py, tiles.py, decode.py).
+If the installation has the compiled kernels of csrc/cpu, they compute most calls (loader.py, tiles.py, decode.py).
 Otherwise the backend calls torch's own flash-attention kernel for the CPU on parts of every band.
 """
 

@@ -10,7 +10,7 @@ the smaller head_dim are padded with zero channels.
 Half-precision inputs are computed in float32, and only the results are rounded. This is at least as fast as torch's
 half-precision kernels, whose float16 backward is about twenty times slower.
 
-If the compiled kernels are loaded, they serve all dtypes except float64 (tiles.py).
+If the compiled kernels are loaded, they compute all dtypes except float64 (tiles.py).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_back
 
 
 def unsupported_reason(q: torch.Tensor, cached: bool = False) -> str:
-    return "" if q.device.type == "cpu" else f"its tensors must lie on the CPU, q is on {q.device}"
+    return "" if q.device.type == "cpu" else f"it needs tensors on the CPU, q is on {q.device}"
 
 
 def kept_shapes(k: torch.Tensor, call: AttentionCall) -> KeptShapes:

@@ -5,7 +5,8 @@ gathered one block at a time, in a layout with the heads before the rows. Pages 
 in memory and have the rows before the heads. If a sequence is computed on its own, its results are bitwise identical
 for a contiguous and for a paged cache.
 
-If the compiled kernels are loaded, they serve a few queries per sequence (decode.py) and long chunks (tiles.py).
+If the compiled kernels are loaded, they compute calls with a few queries per sequence (decode.py) and long chunks
+(tiles.py).
 
 With explicit positions, runs.py divides a sequence into runs, and each run is read like a sequence. Positions without
 long runs, and axial positions, are computed with masks (masked.py).
@@ -95,10 +96,11 @@ def attend(
 def _attend_single(
     q: torch.Tensor, layer: CacheLayer, first: int, end: int, call: CacheCall
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Computes the result of ``_attend`` in one kernel call, without the bookkeeping of ``_attend``. One piece must
-    cover all rows and keys, and one block must hold all keys.
+    """Computes the result of ``_attend`` in one kernel call, without the bookkeeping of ``_attend``. A single piece
+    must cover all rows and keys, and a single block must hold all keys.
 
-    Returns None otherwise, and also if keys do not rotate, because ``_attend`` does not upcast such keys.
+    Returns None if there is no such piece or block. Also returns None if keys do not rotate, because ``_attend`` does
+    not upcast such keys.
     """
     seqlen, rotary = end - first, call.rotary
     single = single_piece(rotary, call.causal, q.shape[1], seqlen, accumulation_type(q)) if q.numel() else None
@@ -158,7 +160,7 @@ def _blocks_of_runs(caches, block_table, b: int, keys: list[runs.Run], q, compil
 def _groups(bounds: list[tuple[int, int]], together: bool) -> list[tuple[int, int, int, int]]:
     """Returns (b0, b1, first, end): sequences [b0, b1) hold the slots [first, end).
 
-    together: neighbors with the same bounds form one group. Otherwise every sequence is its own group.
+    together: whether neighbors with the same bounds form one group. If False, every sequence is its own group.
     """
     starts = [b for b in range(len(bounds)) if b == 0 or not together or bounds[b] != bounds[b - 1]]
     return [(b0, b1, *bounds[b0]) for b0, b1 in zip(starts, [*starts, len(bounds)][1:], strict=True)]
@@ -228,7 +230,8 @@ def _attend(
     queries: list[runs.Rows] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns out, like q but with the head_dim of the values, and lse (batch, heads_q, seqlen_q). All sequences have
-    seqlen keys. layer: the layer from which the blocks come. It gives the head_dim of values and the key weights.
+    seqlen keys. layer: the layer from which the blocks come. The layer gives the head_dim of values and the key
+    weights.
 
     queries: the positions of the query rows. None: the last positions. If they are given, the compiled path takes one
     block per contiguous run of keys, and the fallback takes a single block with all keys.

@@ -28,7 +28,7 @@ from .library import (
 from .part import Part
 from .runs import Placed
 
-BLOCK = 64  # keys; csrc/cpu/decode.h has the same BLOCK and MAX_ROWS
+BLOCK = 64  # keys; csrc/cpu/decode.h defines the same BLOCK and MAX_ROWS
 MAX_ROWS = 16  # queries of one key head
 MIN_TABLE = 8  # rows
 
@@ -102,7 +102,8 @@ def _fill(library: Library, q, layer: CacheLayer, out, lse, part: Part, placed: 
 def _describe(
     library: Library, q: torch.Tensor, layer: CacheLayer, part: Part, placed: list[Placed] | None
 ) -> tuple[bytes, tuple]:
-    """Returns a DecodeCall without the tensors of a layer, and the objects that it points to. They must stay alive."""
+    """Returns a DecodeCall without the tensors of a layer, and the objects that it points to. The objects must stay
+    alive."""
     positions, call, k_cache = None, part.call, layer.k
     if placed is None:
         runs, rows = _bounds(part.bounds(k_cache))

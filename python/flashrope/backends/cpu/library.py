@@ -10,7 +10,7 @@ import torch
 
 from ...rotary.bands import Band
 
-MAX_HEAD_DIM = 576  # csrc/cpu/common.h has the same number
+MAX_HEAD_DIM = 576  # csrc/cpu/common.h defines the same number
 MAX_BANDS = 4
 INFINITE = 2**40  # the value that means an infinite distance
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
@@ -20,7 +20,7 @@ NOT_FINITE = 2  # the return value of the backward in bfloat16 if a row is not f
 
 
 class TensorView(ctypes.Structure):
-    """A tensor's address and strides, in elements. Its channels are contiguous."""
+    """The address of a tensor, and its strides in elements. The channels are contiguous."""
 
     _fields_ = [("data", ctypes.c_void_p)] + [(f"stride_{name}", ctypes.c_int64) for name in ("batch", "row", "head")]
 

@@ -54,8 +54,8 @@ def instructions() -> frozenset[str]:
 
 @cache
 def permitted(target: str) -> bool:
-    """Returns whether Linux lets this process use the registers of a target. It must be asked for those of AMX, once
-    for all threads (https://docs.kernel.org/arch/x86/xstate.html)."""
+    """Returns whether Linux lets this process use the registers of a target. A process must request the registers of
+    AMX, once for all threads (https://docs.kernel.org/arch/x86/xstate.html)."""
     if "amx_tile" not in INSTRUCTIONS[target]:
         return True
     arch_prctl, request_permission, tile_data = 158, 0x1023, 18
@@ -87,12 +87,12 @@ def find() -> Found:
 
 
 def parts(target: str) -> list[str]:
-    """Returns the target and the target that it extends, if any. The libraries of both together serve the target."""
+    """Returns the target and the target that it extends, if any. If there are two, both libraries are needed."""
     return [target, *([EXTENDED[target]] if target in EXTENDED else [])]
 
 
 def open_target(target: str) -> Library:
-    """Opens the library of a target, whatever the processor can run. Raises OSError or AttributeError."""
+    """Opens the library of a target, even if this processor cannot run it. Raises OSError or AttributeError."""
     if not permitted(target):
         raise OSError(f"Linux does not permit this process to use the registers of {target}")
     own, *extended = (FOLDER / f"{part}.so" for part in parts(target))

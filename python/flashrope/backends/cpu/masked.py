@@ -1,9 +1,9 @@
 """Computes ``attention_with_cache`` over keys at any positions, with torch's flash kernel and masks.
 
-This path is used if runs.py finds no long runs: for stored positions that are not consecutive, axial positions, and
-schemes that map positions. Each block of visible keys is gathered and rotated by the positions of its keys. For each
-band, the block is cut to the range of keys that at least one query attends to. A ``Part`` keeps the cos and sin of the
-keys for the layers of a step.
+The CPU backend uses masks if runs.py finds no long runs: for stored positions that are not consecutive, axial
+positions, and schemes that map positions. Each block of visible keys is gathered and rotated by the positions of its
+keys. For each band, the block is cut to the range of keys that at least one query attends to. A ``Part`` keeps the cos
+and sin of the keys for the layers of a step.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Defines ``Part``, a batch of sequences over a cache. It keeps what the host has read from the tables for all
-layers."""
+"""Defines ``Part``, a batch of sequences over a cache. A ``Part`` keeps, for all layers, what the host has read from
+the tables."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from .runs import Placed
 
 
 class Part:
-    """Sequences with equally many queries. Layers differ only in their tensors, so the tables are read once.
+    """Sequences with the same number of queries each. The tables are read once, because layers differ only in their
+    tensors.
 
     Attributes:
         call: the call that the backend computes, from ``for_backend``. Its queries are not packed.

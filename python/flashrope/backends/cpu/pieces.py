@@ -23,8 +23,8 @@ MIN_CHUNK = 64  # a band narrower than this is divided into chunks of this many 
 
 
 class Piece(NamedTuple):
-    """Attention of rows [row, row + rows) to keys [key, key + keys). It is repeated ``repeat`` times. Each repetition
-    starts ``stride`` rows and keys after the one before it.
+    """Attention of rows [row, row + rows) to keys [key, key + keys). The piece is repeated ``repeat`` times. Each
+    repetition starts ``stride`` rows and keys after the previous repetition.
 
     causal: if True, local row a sees the local keys b <= a, and if width is not 0, only keys with a - b < width. If
         False, every row sees every key.
@@ -156,7 +156,8 @@ def _chunk_pieces(band: Band, seqlen_q: int, seqlen_k: int, shift: int, first: i
 
 
 class SinglePiece(NamedTuple):
-    """A single kernel call without a mask that computes everything, and the rotations of its queries and keys."""
+    """A single kernel call without a mask that computes the whole attention, and the rotations of its queries and
+    keys."""
 
     piece: Piece
     q_rotation: Rotation | None

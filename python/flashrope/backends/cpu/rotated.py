@@ -73,7 +73,7 @@ def _plan(x: torch.Tensor, call: RotateCall) -> tuple[Rotation | None, list[NewR
 
 
 class Kept(NamedTuple):
-    """The objects that a compiled call points to. They must live until it has run."""
+    """The objects that a compiled call points to. The objects must live until the call has run."""
 
     table: Rotation | None
     runs: ctypes.Array
@@ -82,7 +82,8 @@ class Kept(NamedTuple):
 def _describe(
     compiled: Library, x: torch.Tensor, out: torch.Tensor, rotary: Rotary | None, table: Rotation | None, runs
 ) -> tuple[CompiledCall, Kept]:
-    """Returns the call, and the objects that must live until it has run. x, out: (batch, seqlen, heads, head_dim)."""
+    """Returns the call, and the objects that must live until the call has run. x, out: (batch, seqlen, heads,
+    head_dim)."""
     array = (Run * len(runs))(*runs)
     c = CompiledCall(
         x=TensorView.of(x), out=TensorView.of(out), table=table_of(table), runs=ctypes.addressof(array), page_size=1

@@ -21,8 +21,8 @@ MIN_SURROUNDINGS = 4096
 class QueryFactors(NamedTuple):
     """The factors that queries are multiplied by.
 
-    by_position: depends on the query's position. rotated: applies only to the table's channels. The factor that depends
-    on the sequence length is applied to the scores instead (``flash_scale``).
+    by_position: the factor that depends on the query's position. rotated: the factor on the channels that form pairs. A
+    further factor, which depends on the sequence length, is applied to the scores instead (``flash_scale``).
     """
 
     by_position: QueryScale = UNSCALED
@@ -123,7 +123,7 @@ def rotation_for(
 def rotate(x: torch.Tensor, rotation: Rotation | None, rotary: Rotary, inverse: bool = False) -> torch.Tensor:
     """Rotates x (batch, seqlen, heads, head_dim), in float32 or float64.
 
-    inverse: rotate by the negative angle. It turns gradients of rotated rows into gradients of raw rows.
+    inverse: rotate by the negative angle, which turns gradients of rotated rows into gradients of raw rows.
     """
     if rotation is None:
         return upcast(x)

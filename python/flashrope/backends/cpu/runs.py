@@ -22,7 +22,7 @@ LONG_ENOUGH = 8  # average keys per run. With shorter runs, masks over all keys 
 
 
 def unsupported_positions(positions: CachePositions) -> str:
-    """Returns "", because this backend takes all tables."""
+    """Returns "", because this backend supports all tables."""
     return ""
 
 

@@ -36,7 +36,7 @@ class Place(NamedTuple):
 
 
 def serves(q: torch.Tensor, k: torch.Tensor, head_dim_v: int, call: AttentionCall | CacheCall) -> bool:
-    """Whether the compiled kernels serve a call. head_dim_v: the head_dim of the values."""
+    """Whether the compiled kernels support a call. head_dim_v: the head_dim of the values."""
     served = q.dtype in DTYPES and len(call.bands) <= MAX_BANDS
     return served and max(q.shape[-1], head_dim_v) <= MAX_HEAD_DIM and q.numel() > 0 and k.numel() > 0
 
@@ -54,8 +54,8 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns (out of ``out_shape``, lse in float32).
 
-    scales: (batch, seqlen_k, heads_kv, 1) each. If given, k and v are quantized. out_type: float32 or q's dtype.
-        Default: q's dtype. key_weight: that of ``CacheLayer``.
+    scales: (k_scale, v_scale), each (batch, seqlen_k, heads_kv, 1), if k and v are quantized. out_type: float32 or q's
+        dtype. None: q's dtype. key_weight: as in ``CacheLayer``.
     """
     (batch, seqlen_q, heads_q, _), dtype = q.shape, out_type or q.dtype
     multiplied = library.multiplies(q.dtype, seqlen_q)

@@ -50,8 +50,8 @@ def unsupported_reason(q: torch.Tensor, cached: bool = False) -> str:
         return ""
     if not q.is_cuda:
         return (
-            f"the Triton kernels need a CUDA device, q is on {q.device} (on the CPU set TRITON_INTERPRET=1 before the "
-            "start)"
+            f"the Triton kernels need a CUDA device, q is on {q.device} (on the CPU set TRITON_INTERPRET=1 before "
+            "Python starts)"
         )
     try:
         family(compute_capability(q.device))

@@ -1,9 +1,10 @@
 """Checks whether a compiled kernel may add its accumulators to memory with ``red``, directly from their layout.
 
-The layout that Triton chooses must have two properties. They are checked, because a later version may choose another
-layout. First, no element may be in two threads. If a tile is too small for its warps, Triton copies it, and all copies
-would be added. Second, four consecutive elements of a thread must be the elements that one lane has in a 16 x 8 block.
-This holds for mma.sync and wgmma. Otherwise the kernel uses ``tl.atomic_add``, which converts the layout first.
+The layout that Triton chooses must have two properties. This file checks both, because a later version of Triton may
+choose another layout. First, no element may be in two threads. If a tile is too small for its warps, Triton gives
+several warps a copy of the same elements, and all copies would be added. Second, four consecutive elements of a thread
+must be the elements that one lane has in a 16 x 8 block. The layouts of mma.sync and wgmma have the second property. If
+a property is missing, the kernel uses ``tl.atomic_add``, which converts the layout first.
 """
 
 from __future__ import annotations

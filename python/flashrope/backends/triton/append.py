@@ -19,7 +19,8 @@ from .rotated import rotate
 def append_to_cache(
     layer: CacheLayer, k: torch.Tensor, v: torch.Tensor | None, tables: CacheTables, rotary: Rotary | None = None
 ) -> None:
-    """Writes new keys and values, as ``CacheBackend`` describes. It takes one launch, or two if k is rotated first."""
+    """Writes new keys and values, as ``CacheBackend`` describes. The call takes one launch, or two if k is rotated
+    first."""
     if not k.numel() or not layer.k.numel() or not tables.capacity(layer.k):
         return
     if rotary is not None and rotary.changes_channels:

@@ -99,8 +99,8 @@ def _alert_not_deterministic() -> None:
     if not torch.are_deterministic_algorithms_enabled():
         return
     message = (
-        "deterministic: expected True under torch.use_deterministic_algorithms(True), got False: the backward of the "
-        "Triton kernels then adds the gradient of q up by atomics"
+        "deterministic: expected True under torch.use_deterministic_algorithms(True), got False; the backward of the "
+        "Triton kernels would add up the gradient of q with atomics"
     )
     if not torch.is_deterministic_algorithms_warn_only_enabled():
         raise RuntimeError(message)

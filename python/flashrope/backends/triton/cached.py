@@ -1,5 +1,5 @@
-"""Launches the kernels of attention over a cache, with one plan for the layers of a step. Few queries take the decode
-kernel, and many queries take the kernel of ``chunks.py``."""
+"""Launches the kernels of attention over a cache, with one plan for the layers of a step. Sequences with few queries
+use the decode kernel, and sequences with many queries use the kernel of ``chunks.py``."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ from .rotated import rotate
 
 
 def unsupported_positions(positions: CachePositions) -> str:
-    """Returns "", because these kernels take all tables."""
+    """Returns "", because these kernels support all tables."""
     return ""
 
 
@@ -83,7 +83,8 @@ class RotatedRows(NamedTuple):
 class CachePlan(Plan):
     """Attention over a cache for the layers of a step, as ``protocol.CachePlan`` describes it.
 
-    ``attention_decode`` serves sequences with few queries, and ``attention_chunks`` serves sequences with many.
+    ``attention_decode`` computes sequences with few queries, and ``attention_chunks`` computes sequences with many
+    queries.
 
     Kernels whose results depend only on the tables run once, for the first layer. The layers share one workspace, so
     they must run on one stream.
@@ -95,8 +96,9 @@ class CachePlan(Plan):
         widest, head_dim = 2 * configs.WIDEST_PAIRS, queries.shape[-1]
         if head_dim > widest and not channel_parts(call.rotary, call.causal):
             raise ValueError(
-                f"impl='triton' cannot serve this call: its kernels take head_dim {head_dim} where 32, 64, 128 or 256 "
-                f"channels rotate and the others divide into runs of 32, got {call.rotary!r}; use impl='reference'"
+                f"impl='triton' cannot serve this call: its kernels support head_dim {head_dim} only if 32, 64, 128 or "
+                f"256 channels rotate and the other channels divide into runs of 32, got {call.rotary!r}; use "
+                "impl='reference'"
             )
         self.cu_seqlens_q, self.capacity = tables.cu_seqlens_q, tables.capacity(layer.k)
         seqlen_q, device = queries.shape[-3], queries.device
@@ -223,12 +225,12 @@ class CachePlan(Plan):
     # ---- many queries
 
     def _can_prefill(self, layer: CacheLayer) -> bool:
-        """Whether ``attention_chunks`` serves sequences with many queries. It rotates keys once, while the decode
-        kernel rotates them once per query tile.
+        """Whether ``attention_chunks`` computes the sequences with many queries. ``attention_chunks`` rotates keys
+        once, while the decode kernel rotates keys once per query tile.
 
-        Its workspace holds one copy for each rotation of keys, and must not have more rows than the cache. num_splits
-        requests the decode kernel, whose results do not depend on how tokens are divided into calls. Only the decode
-        kernel takes key weights and heads of more than 512 channels.
+        The workspace of ``attention_chunks`` holds one copy for each rotation of keys, and must not have more rows than
+        the cache. num_splits requests the decode kernel, whose results do not depend on how tokens are divided into
+        calls. Only the decode kernel supports key weights and heads of more than 512 channels.
         """
         too_wide = self.rotary.head_dim > 2 * configs.WIDEST_PAIRS
         if self.call.num_splits or layer.key_weight is not None or too_wide:
@@ -240,11 +242,11 @@ class CachePlan(Plan):
         return self._rotated_rows().total <= slots and offsets_fit
 
     def _rotated_rows(self) -> RotatedRows:
-        """Returns the size of the workspace. It holds each sequence's last keys, as far back as the bands that rotate
-        keys reach."""
+        """Returns the size of the workspace for rotated keys. The workspace holds each sequence's last keys, as far
+        back as the bands that rotate keys reach."""
         if not self.lowered.k_stops:
             return RotatedRows(0, 0, 0)
-        beyond = max(self.lowered.k_stops) - 1  # keys before the first query's own
+        beyond = max(self.lowered.k_stops) - 1  # number of keys before the first query's own key
         longest = max(min(self.capacity, self.max_seqlen_q + beyond), 0)
         if self.cu_seqlens_q is None:
             return RotatedRows(longest, longest, self.batch * longest)
@@ -306,14 +308,15 @@ class CachePlan(Plan):
 
     def _copied_channels(self) -> tuple[Part, ...]:
         """Returns the part of the head that rotated copies hold, or () if they hold all channels. Copies of quantized
-        keys hold all channels, because one load cannot read both rotated values and codes."""
+        keys hold all channels, because one load cannot read both rotated and quantized values."""
         return () if self.quantized else copied_parts(self.rotary, self.call.causal)
 
     # ---- few queries
 
     def decode(self, q, layer: CacheLayer, layout: KernelCacheLayout, out, lse) -> None:
-        """Fills out and lse in one launch, or in two if the keys of a sequence can be divided. With shares, the first
-        layer also launches ``plan_shares``. Skips sequences that ``attention_chunks`` serves."""
+        """Fills out and lse in one launch, or in two if the keys of a sequence can be divided. If keys are divided into
+        shares (triton_kernels/shares.py), the first layer also launches ``plan_shares``. Skips sequences that
+        ``attention_chunks`` computes."""
         v = layer.v if self.first_value < 0 else None  # no kernel reads a v that is a view of k
         key = (q.stride(), alignment_key(q, layer.k, v, *layer[2:], out))
         if key != self._decode_key:
@@ -405,8 +408,8 @@ class CachePlan(Plan):
         return Decode(decode, stride_fields(q), num_splits, partial, None, combine)
 
     def _plan_shares(self, q, layer: CacheLayer, layout, result: Result, segments: int, options) -> Decode:
-        """Launches ``plan_shares``. The number of programs is what the device holds at once, and at most the number of
-        key tiles. segments: number of tiles of query rows of all heads and sequences."""
+        """Launches ``plan_shares``. The number of programs is the number of blocks that the device holds at once, but
+        at most the number of key tiles. segments: number of tiles of query rows of all heads and sequences."""
         variant = options["VARIANT"]
 
         def workspace(programs: int) -> Workspace:
@@ -441,8 +444,8 @@ class CachePlan(Plan):
         return plan
 
     def _channels(self, layout: KernelCacheLayout) -> tuple[Part, ...]:
-        """Returns the parts of the head, or () if the kernel holds all channels as pairs. It holds all channels as
-        pairs for quantized caches, for explicit positions, and if a head of up to 512 channels does not fill its
+        """Returns the parts of the head, or () if the kernel holds all channels as pairs. The kernel holds all channels
+        as pairs for quantized caches, for explicit positions, and if a head of up to 512 channels does not fill its
         tile."""
         parts = channel_parts(self.rotary, self.call.causal)
         padded = self.rotary.head_dim != 2 * self.table.shape[-1] and self.rotary.head_dim <= 2 * configs.WIDEST_PAIRS

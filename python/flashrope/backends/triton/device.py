@@ -90,8 +90,8 @@ def block_d(head_dim: int) -> int:
 
 
 def vector_size(*tensors: torch.Tensor) -> int:
-    """Returns the alignment of all addresses and strides, in elements: 16 bytes' worth of elements if all are multiples
-    of 16 bytes, else 1."""
+    """Returns the alignment of all addresses and strides, in elements: 16 // itemsize if every address and stride is a
+    multiple of 16 bytes, else 1."""
     return 16 // tensors[0].element_size() if aligned(*tensors) else 1
 
 

@@ -30,7 +30,8 @@ class Decode(NamedTuple):
 class Head(NamedTuple):
     """Properties of a head and a call that decide how many registers the loop over keys needs. itemsize: bytes of an
     element of q. codes: whether the cache is quantized. channels: whether the kernel divides the head into parts.
-    shared: whether it does and values are channels of the keys. wide: whether a tile has many query rows."""
+    shared: whether the kernel divides the head into parts and the values are channels of the keys. wide: whether a tile
+        has many query rows."""
 
     head_dim: int
     itemsize: int

@@ -1,7 +1,7 @@
 """Launches kernels. If a kernel has run before, Triton's own inspection of arguments is bypassed.
 
-Triton inspects every argument of every launch to find the kernel that it compiled for such arguments. This takes
-several times as long as the launch itself. In decoding, where kernels are short, it takes most of the time.
+Triton inspects every argument of every launch to find the kernel that it compiled for such arguments. This inspection
+takes several times as long as the launch itself. In decoding, where kernels are short, it takes most of the time.
 
 Triton's key of a compiled kernel contains the target device, the compiler options, and the traits of each argument. The
 traits of a tensor are its dtype and whether its address is a multiple of 16. The traits of an integer are whether it is
@@ -114,7 +114,7 @@ def resident_blocks(capability: int | str, kernel, *args, **options) -> int:
     refuse_capture(f"kernel {kernel.__name__} for these arguments")
     with compiling():
         compiled = kernel.warmup(*args, grid=(1,), **options)
-    if not isinstance(compiled, CompiledKernel):  # as in launch
+    if not isinstance(compiled, CompiledKernel):  # a hook took over, or a thread is still compiling
         return 1
     compiled.run  # noqa: B018  loads the kernel, which sets n_regs
     shared, num_warps = compiled.metadata.shared, compiled.metadata.num_warps
@@ -134,7 +134,7 @@ def ir_allows(allows: Callable[[str], bool], kernel, *args, **options) -> bool:
         refuse_capture(f"kernel {kernel.__name__} for these arguments")
         with compiling():
             compiled = kernel.warmup(*args, grid=(1,), **options)
-        if not isinstance(compiled, CompiledKernel):  # as in launch
+        if not isinstance(compiled, CompiledKernel):  # a hook took over, or a thread is still compiling
             return False
         _allowed[key] = allows(compiled.asm.get("ttgir", ""))
     return _allowed[key]

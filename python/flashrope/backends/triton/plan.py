@@ -1,5 +1,5 @@
-"""Defines ``Plan``, the part that all launches of a call share. It holds the scheme on the device, chooses tiles and
-launches the forward."""
+"""Defines ``Plan``, the part that all launches of a call share. A plan holds the scheme on the device, chooses tiles
+and launches the forward."""
 
 from __future__ import annotations
 

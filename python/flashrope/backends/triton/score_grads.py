@@ -31,7 +31,7 @@ class ScoreLayout(NamedTuple):
     width, growth: the fields of ``score_grads.Matrix``. panels: the number of panels of a matrix, which packed
     sequences share. sequences: the number of matrices per head, 1 if sequences are packed. batch: the number of
     sequences in a matrix. heads_kv: the key heads of the call. group: query heads per key head. most_sequences,
-    most_heads: the largest numbers of sequences and key heads that a launch takes.
+    most_heads: the largest numbers of sequences and key heads of one launch.
     """
 
     width: int
@@ -61,7 +61,8 @@ class ScoreLayout(NamedTuple):
         return matrices * self.panels * configs.PANEL_ROWS * configs.PANEL_KEYS
 
     def launches(self, workspace: torch.Tensor) -> Iterator[tuple[ScoreGrads, int]]:
-        """Yields the argument of each pair of launches, and how many pairs of a sequence and a key head it serves.
+        """Yields, for each pair of launches, their argument and the number of (sequence, key head) pairs that they
+        compute.
 
         workspace: a tensor of ``elements`` elements, in q's type."""
         strides = self.width, self.growth, self.panels, self.most_sequences * self.panels
@@ -78,7 +79,7 @@ def layout_of(
 ) -> ScoreLayout | None:
     """Returns the layout of a call, or None if the matrices of one key head need more than ``configs.SCORE_BYTES``.
 
-    seqlen_q: the rows of one sequence, or of all if they are packed.
+    seqlen_q: the query rows of one sequence, or of all sequences if they are packed.
     """
     if not _storing:
         return None
@@ -108,7 +109,8 @@ _storing = True
 
 @contextlib.contextmanager
 def recomputed() -> Iterator[None]:
-    """Within the context, the kernel of dQ computes the gradients of scores again. Used to compile and test it."""
+    """Within the context, the kernel of dQ computes the gradients of scores again. Tests use it, and code that compiles
+    this variant of the kernel."""
     global _storing
     before, _storing = _storing, False
     try:

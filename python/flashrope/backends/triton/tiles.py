@@ -54,7 +54,7 @@ _forced: dict[str, Tile] = {}
 
 @contextlib.contextmanager
 def forced(direction: str, tile: Tile) -> Iterator[None]:
-    """Makes every launch of this direction take this tile within the context. It is used to measure candidates."""
+    """Makes every launch of this direction use this tile within the context. Tuning uses it to measure candidates."""
     before = dict(_forced)
     _forced[direction] = tile
     choose.cache_clear()
@@ -68,6 +68,6 @@ def forced(direction: str, tile: Tile) -> Iterator[None]:
 
 @cache
 def setup_of(device: torch.device, capability: int | str) -> store.Setup:
-    """Returns the setup of this device. Only tiles that were tuned under the same setup are used."""
+    """Returns the setup of this device. A tile is used only in the setup in which it was tuned."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return store.Setup(name, capability, triton.__version__, __version__)

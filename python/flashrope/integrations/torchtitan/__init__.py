@@ -29,7 +29,7 @@ def attention(config, **given) -> GQAttention.Config:
             varlen).
         scheme: the name of a scheme of ``flashrope loss --schemes``. Its training length is the sequence length.
             "stock" is the model's own RoPE. Default: "hope" if there are no other options, otherwise "stock".
-        given: options of ``flashrope.integrations.transformers.convert``. They override the options of the scheme.
+        given: options of ``flashrope.integrations.transformers.convert``, which override the options of the scheme.
 
     Raises:
         TypeError, ValueError: an option or a part of the model is not supported. The message names it.

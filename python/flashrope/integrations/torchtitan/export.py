@@ -30,7 +30,7 @@ FAMILIES = {
 
 
 def save_config(model, folder, **fields: Any) -> dict[str, Any]:
-    """Writes config.json beside weights that torchtitan has exported, for ``from_pretrained`` of
+    """Writes config.json next to weights that torchtitan has exported, for ``from_pretrained`` of
     ``flashrope.integrations.transformers`` and for ``flashrope loss``.
 
     Args:

@@ -57,8 +57,8 @@ def check_attention(config) -> None:
     inner = config.inner_attention
     if not isinstance(inner, (FlexAttention.Config, VarlenAttention.Config)):
         raise ValueError(
-            "inner_attention: expected torchtitan's FlexAttention or VarlenAttention, whose masks are those of packed "
-            f"documents, got {type(inner).__qualname__.removesuffix('.Config')}"
+            "inner_attention: expected torchtitan's FlexAttention or VarlenAttention, which mask by packed documents, "
+            f"got {type(inner).__qualname__.removesuffix('.Config')}"
         )
     if isinstance(inner, VarlenAttention.Config) and tuple(inner.window_size) != (-1, 0):
         raise ValueError(f"inner_attention: expected window_size (-1, 0), causal, got {tuple(inner.window_size)}")
@@ -159,8 +159,8 @@ def read_scheme(given: Mapping[str, Any], attention) -> tuple[Rotary, dict[str, 
         length = length.get("train_length", seqlen) if isinstance(length, dict) else length
         if length != seqlen:
             warnings.warn(
-                f"{name}: expected the training's seq_len {seqlen}, got {length}; the model would be trained with "
-                "one length and its scheme computed from another",
+                f"{name}: expected the training's seq_len {seqlen}, got {length}; the scheme would be computed from "
+                "a length with which the model is not trained",
                 stacklevel=2,
             )
     rotary = options.get("rotary", own)
@@ -195,7 +195,7 @@ def _read(given: Mapping[str, Any], seqlen: int) -> dict[str, Any]:
 class InnerAttention(VarlenAttention):
     """Causal attention within documents.
 
-    It is a subclass of ``VarlenAttention``, because torchtitan chooses a model's masks by that class. So the module
+    It is a subclass of ``VarlenAttention``, because torchtitan chooses a model's masks by this class. So the module
     gets the documents as ``VarlenMetadata``.
     """
 
@@ -257,7 +257,7 @@ class InnerAttention(VarlenAttention):
             return attention(q, k, v, self.rotary, softmax_scale=scale)
         if q.is_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
-                "training.disable_cuda_graphs: expected True, as the number of documents differs from batch to batch, "
+                "training.disable_cuda_graphs: expected True, because the number of documents differs by batch, "
                 "got False"
             )
         out = attention_varlen(

@@ -6,8 +6,8 @@ and sin = 0, so raw queries and keys reach the attention function, and the libra
 
 A saved model cannot be mistaken for a stock model. ``"flashrope"`` in its configuration holds the options of
 ``convert``. ``"_attn_implementation"`` names an attention that only this package registers. Without this package,
-transformers 4.57 to 5.24 raise an error with that name when they load the model. If this package is imported, the model
-loads, but its forward raises an error until the model is converted.
+transformers 4.57 to 5.24 raise an error that quotes this name when they load the model. If this package is imported,
+the model loads, but its forward raises an error until the model is converted.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def _describe_layer(stock: str, scheme: LayerScheme) -> str:
 
 def write_options(model: torch.nn.Module, config, options: dict[str, Any]) -> None:
     """Writes options, which must not be empty, to the decoder's configuration. Writes the name of the attention to the
-    configurations of the decoder and of all models around it."""
+    configurations of the decoder and of all models that contain it."""
     setattr(config, FIELD, options)
     for each in _configurations(model, config):
         vars(each)[KEY] = SAVED  # hidden by a property of the class, so only to_dict and save_pretrained read it
@@ -159,7 +159,8 @@ def choose_stock_attention(model: torch.nn.Module, asked: str | None = None, nam
 
 
 def _configurations(model: torch.nn.Module, config) -> list:
-    """Returns the configurations of the decoder and of the models around it. Saving writes the outermost one."""
+    """Returns the configurations of the decoder and of the models that contain it. Saving writes the configuration of
+    the outermost model."""
     around = [
         module.config
         for module in model.modules()

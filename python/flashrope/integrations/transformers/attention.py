@@ -5,10 +5,10 @@ is one of
 
     None             row r sees keys 0 to r: no cache yet, no padding on the left
     Packed           several sequences in every row of the batch, known from position_ids; no cache
-    empty tensor     int32 (0, 1, 1, 1): as None. Compiled models pass it in, see ``check_positions``
+    empty tensor     int32 (0, 1, 1, 1), with the same meaning as None. Compiled models pass it, see ``check_positions``
     int32 tensor     (3, 1, 1, batch): for every sequence its first key, the end of its keys, and the position of its
-                     first query. It has four dimensions because generate passes masks to the model along with a static
-                     cache, and the model passes on only masks of four dimensions.
+                     first query. The tensor has four dimensions because generate passes masks to the model along with a
+                     static cache, and the model passes on only masks of four dimensions.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ UNSUPPORTED = {
     "position_bias": "adds a bias to its scores",
     "head_mask": "masks heads",
     "block_indices": "attends to selected blocks of keys",
-    "cache": "is served from the pages of a continuous batching that this package does not know",
+    "cache": "reads the pages of a kind of continuous batching that this package does not support",
 }
 
 
@@ -53,7 +53,7 @@ def attention_forward(
     query: raw, (batch, heads_q, seqlen_q, head_dim). key, value: raw, (batch, heads_kv, seqlen_k, head_dim), as the
     library's cache returns them. A ``CodesCache`` returns rows of bytes instead. attention_mask: what ``describe_mask``
     returned.
-    s_aux: attention sinks, (heads_q,). kwargs: other arguments of the layer. They hold ``Coordinates`` if a position
+    s_aux: attention sinks, (heads_q,). kwargs: other arguments of the layer, including ``Coordinates`` if a position
         has several coordinates.
     """
     scheme = scheme_of(module)
@@ -85,7 +85,7 @@ def attention_forward(
 
 def _attend(scheme, query, key, value, attention_mask, options: dict, kwargs) -> torch.Tensor:
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    seqlen, places = kwargs.get(ROWS, q.shape[1]), _places(scheme.rotary, kwargs)  # including dropped rows
+    seqlen, places = kwargs.get(ROWS, q.shape[1]), _places(scheme.rotary, kwargs)  # seqlen includes dropped rows
     cu_seqlens_q = kwargs.get("cu_seq_lens_q")
     if cu_seqlens_q is not None and cu_seqlens_q.shape[0] > 2 and not isinstance(attention_mask, Packed):
         raise ValueError(
@@ -155,14 +155,15 @@ def _attend_cached(q, k, v, rotary, end, first, options: dict, places: Coordinat
 
 
 def _rotated(q, k, rotary: Rotary, places: Coordinates, options: dict):
-    """Returns q and k rotated by their coordinates, a scheme that does not rotate, and its options."""
+    """Returns q and k rotated by their coordinates, a scheme that does not rotate, and the options for attention with
+    this scheme."""
     scale = q.shape[-1] ** -0.5 if options["softmax_scale"] is None else options["softmax_scale"]
     q, k = rotate(q, rotary, places.queries), rotate(k, rotary, places.slots(k.shape[1]))
     return q, k, Rotary.none(rotary.head_dim), options | {"softmax_scale": scale * rotary.temperature}
 
 
 def _sized(rotary: Rotary, q: torch.Tensor) -> Rotary:
-    """Returns the scheme for padded channels, which do not rotate."""
+    """Returns the scheme for the head_dim of q. Channels that were added as padding do not rotate."""
     return rotary if rotary.head_dim == q.shape[-1] else _widened(rotary, q.shape[-1])
 
 
@@ -183,7 +184,7 @@ def _attend_varlen(q, k, v, rotary, starts_q, starts_k, longest: int, options: d
 
 
 def _attend_with_gradients(q, k, v, rotary, first, end, options: dict) -> torch.Tensor:
-    """Attends to the keys [first, end) of every sequence with gradients, which attention_with_cache does not have.
+    """Attends to the keys [first, end) of every sequence, with gradients. attention_with_cache has no gradients.
 
     The sequences are packed. Without a cache, the left padding of each sequence becomes a sequence of its own, with
     keys but no queries. With a cache, the visible keys are selected.
@@ -207,8 +208,8 @@ def _places(rotary: Rotary, kwargs) -> Coordinates | None:
         return None
     if kwargs.get(COORDINATES) is None:
         raise ValueError(
-            "kwargs: expected a decoder whose layers pass them on to the attention function, got no coordinates of "
-            "the tokens"
+            "kwargs: expected a decoder whose layers pass keyword arguments on to the attention function, got no "
+            "coordinates of the tokens"
         )
     return kwargs[COORDINATES]
 
@@ -255,7 +256,7 @@ def describe_mask(
     device=None,
     **_,
 ) -> Packed | torch.Tensor | None:
-    """Describes a mask. It takes the arguments of transformers 4.57 (cache_position) and of 5 (q_length, q_offset)."""
+    """Describes a mask. The arguments are those of transformers 4.57 (cache_position) and of 5 (q_length, q_offset)."""
     if cache_position is not None:
         q_length, q_offset, device = cache_position.shape[0], cache_position[0], cache_position.device
     if mask_function is causal_mask_function and attention_mask is None and isinstance(q_offset, int) and q_offset == 0:
@@ -282,14 +283,15 @@ def _describe(batch_size, q_length, q_offset, kv_offset, mask_function, attentio
 def _describe_traced(
     batch_size, q_length, q_offset, kv_offset, mask_function, attention_mask, device, uncached: bool
 ) -> Packed | torch.Tensor:
-    """Does what ``_describe`` does, inside a graph. A graph cannot branch on values, so it only asserts them. It
-    cannot look into closures either, but it can ask the mask function which keys next to the diagonal a row sees."""
+    """Does what ``_describe`` does, inside a graph. A graph cannot branch on values, so this function only asserts
+    them. A graph cannot look into closures either, so this function calls the mask function to find which keys next to
+    the diagonal a row sees."""
     if mask_function is not causal_mask_function:
         row = torch.arange(q_length - 1, device=device)
         batch = torch.arange(batch_size, device=device)[:, None]
         index = q_offset + row
         ahead = torch.as_tensor(mask_function(batch, 0, index, index + 1))
-        torch._assert_async(~ahead.any(), "mask_function: expected a causal mask, got one where queries see keys ahead")
+        torch._assert_async(~ahead.any(), "mask_function: expected a causal mask, got one where queries see later keys")
         if uncached and attention_mask is None:
             seen = torch.as_tensor(mask_function(batch, 0, row + 1, row)).expand(batch_size, q_length - 1)
             return _packed_traced(~seen)
@@ -315,12 +317,12 @@ def _sequence_of(mask_function) -> torch.Tensor | None:
     """
     causal, sequence = _parts(mask_function)
     if not causal:
-        raise ValueError("mask_function: expected a causal mask, got one where queries see keys ahead")
+        raise ValueError("mask_function: expected a causal mask, got one where queries see later keys")
     return sequence
 
 
 def _parts(function) -> tuple[bool, torch.Tensor | None]:
-    """Returns (whether the mask is causal, sequence numbers or None)"""
+    """Returns (whether the mask is causal, sequence numbers or None)."""
     if function is causal_mask_function:
         return True, None
     name = getattr(function, "__qualname__", repr(function)).split(".")[0]
@@ -332,7 +334,7 @@ def _parts(function) -> tuple[bool, torch.Tensor | None]:
         return any(causal for causal, _ in parts), next(
             (sequence for _, sequence in parts if sequence is not None), None
         )
-    if name == "sliding_window_overlay":  # the layer knows its window
+    if name == "sliding_window_overlay":  # attention_forward gets the window from the layer
         return False, None
     if name == "packed_sequence_mask_function":
         return False, closed["packed_sequence_mask"].cell_contents
@@ -340,7 +342,7 @@ def _parts(function) -> tuple[bool, torch.Tensor | None]:
         return _parts(closed["mask_function"].cell_contents)
     raise ValueError(
         f"mask_function: expected causal, sliding windows, padding or packed sequences, got {name}, which the "
-        "kernels cannot express (prefix-LM, bidirectional or chunked attention); revert(model) runs it"
+        "kernels cannot express (prefix-LM, bidirectional or chunked attention); use revert(model) for such masks"
     )
 
 
@@ -408,7 +410,7 @@ def check_positions(module, given: Mapping[str, Any]) -> dict[str, Any]:
         given, the forward makes position_ids that do not restart, and an added mask says that they do not.
 
     Raises:
-        ValueError: position_ids has other positions. The message names one of them with its row and column.
+        ValueError: position_ids has other positions. The message names one wrong position with its row and column.
     """
     positions = given.get("position_ids")
     if positions is None:
@@ -426,7 +428,7 @@ def check_positions(module, given: Mapping[str, Any]) -> dict[str, Any]:
     mask, past, steps = given.get("attention_mask"), given.get(CACHE), given.get("cache_position")
     masks_see_packing = family(module.config.model_type).packs
     if mask is None and past is None and masks_see_packing and not _caches(module, given):
-        return {}  # packed sequences, which the mask function sees
+        return {}  # sequences may be packed, which the mask function finds out
     if isinstance(mask, dict):
         mask = next((m for m in mask.values() if m is not None), None)
     start = steps[0] if steps is not None else 0 if past is None else past.get_seq_length()
@@ -442,7 +444,7 @@ def check_positions(module, given: Mapping[str, Any]) -> dict[str, Any]:
             padding = mask.to(torch.uint8).argmax(-1)
             real = mask.bool().gather(1, index.expand(len(mask), -1).clamp(max=mask.shape[1] - 1))
         else:
-            return {}  # the layers refuse it
+            return {}  # the layers raise an error for such a mask
         off, wrong = real & (positions != index), real & (positions != index - padding[:, None])
         wrong = wrong & off.any(-1, keepdim=True)
     if torch.compiler.is_compiling():
@@ -450,15 +452,19 @@ def check_positions(module, given: Mapping[str, Any]) -> dict[str, Any]:
     elif bool(wrong.any()):
         at = wrong.nonzero()[0].tolist()
         raise ValueError(
-            f"position_ids: expected the token's place in the cache, {int(index[at[1]])}, or that less its padding "
-            f"on the left, got {int(positions.expand(wrong.shape)[*at])} in row {at[0]}, column {at[1]}; "
-            + ("packed sequences need use_cache=False" if masks_see_packing else "this model packs no sequences")
+            f"position_ids: expected the token's slot in the cache, {int(index[at[1]])}, or this slot minus the "
+            f"left padding, got {int(positions.expand(wrong.shape)[*at])} in row {at[0]}, column {at[1]}; "
+            + (
+                "packed sequences need use_cache=False"
+                if masks_see_packing
+                else "this model does not support packed sequences"
+            )
         )
     return {}
 
 
 def _caches(module, given: Mapping[str, Any]) -> bool:
-    """Whether a forward without a cache makes one."""
+    """Whether a forward without a cache creates a cache."""
     replays = torch.is_grad_enabled() or not CACHES_WITHOUT_GRADIENTS
     if module.training and getattr(module, "gradient_checkpointing", False) and replays:
         return False

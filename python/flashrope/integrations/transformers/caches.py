@@ -1,4 +1,4 @@
-"""transformers' caches under converted models: who filled them, the coordinates of their tokens, and quantized ones.
+"""transformers' caches under converted models: who filled them, the coordinates of their tokens, and quantized caches.
 
 Keys and values that were computed under one scheme are not valid under another scheme or for the stock model. So a
 cache is marked with the conversion from its first call on. Reading the mark costs no device synchronisation.
@@ -120,10 +120,10 @@ def _check_unfilled(cache: Cache, mark: str | None) -> None:
     elif int(length):
         wanted, got = ("this conversion", "by another model, or before convert")
         if mark is None:
-            wanted, got = ("the stock model", "by a converted one, before revert")
+            wanted, got = ("the stock model", "by a converted model, before revert")
         raise ValueError(
             f"{CACHE}: expected a cache that {wanted} filled, got {int(length)} tokens that were written "
-            f"{got}; start a new cache (accept_cache takes one that was read from a file)"
+            f"{got}; start a new cache (for a cache that was read from a file, call accept_cache)"
         )
 
 
@@ -164,12 +164,11 @@ class Coordinates:
         Args:
             q: (batch, seqlen_q, heads_q, head_dim).
             layer: k and v (batch, slots, heads_kv, head_dim), with scales if they are quantized.
-            end, first: (batch,) int32: tokens of a sequence are in the slots first to end - 1. first may be None, for
-                0.
+            end, first: (batch,) int32: tokens of a sequence are in the slots first to end - 1. first=None means 0.
             softmax_scale, sinks: as in ``attention_with_cache``.
 
         Raises:
-            ValueError: the backend takes no explicit positions.
+            ValueError: the backend does not support explicit positions.
         """
         positions = CachePositions(slot_positions=self.slots(layer.k.shape[1]), queries=self.queries)
         tables = CacheTables(end, None, first, 0, positions)
@@ -368,7 +367,8 @@ def _head_dims(config) -> set[int]:
 
 
 class CodesLayer(DynamicLayer):
-    """Holds the keys and values of a layer as bytes: (batch, heads_kv, seqlen, bytes of the codes and the scale)."""
+    """Holds the keys and values of a layer as bytes: (batch, heads_kv, seqlen, bytes of the quantized values and the
+    scale)."""
 
     def __init__(self, code_dtype: torch.dtype):
         super().__init__()
@@ -387,5 +387,5 @@ def holds_codes(rows: torch.Tensor) -> bool:
 
 
 def split_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (codes, scales) of a layer's keys or values, as views."""
+    """Returns (quantized values, scales) of a layer's keys or values, as views."""
     return rows[..., :-SCALE_BYTES], rows.view(torch.float32)[..., -1]

@@ -3,9 +3,9 @@
 transformers packs the new tokens of all requests in one row and keeps keys and values in pages. Layers that see all
 keys read the pages in place. Sliding layers have a ring of slots instead, from which transformers gathers the keys.
 transformers gives all layers the head_dim and the number of key heads of the configuration. For a converted model whose
-layers differ in them (Gemma 4), the pages of each layer type get the widths of that type. Layers that share the keys of
-an earlier layer (Gemma 4, Gemma 3n) read that layer's pages and have none of their own. Versions before 5.19 pass other
-arguments and are not supported.
+layers differ in these two numbers (Gemma 4), the pages of each layer type get the numbers of that type. Layers that
+share the keys of an earlier layer (Gemma 4, Gemma 3n) read that layer's pages and have no pages of their own. Versions
+before 5.19 pass other arguments and are not supported.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def with_pages(kwargs: dict[str, Any]) -> dict[str, Any]:
     """Returns the arguments of a decoder's forward, with a ``Batch`` for all its layers.
 
     The mask is replaced by an unused tensor, which transformers passes on unchanged. Nothing reads the mask, and making
-    it would wait for the device.
+    a real mask would wait for the device.
     """
     positions, cache = kwargs["position_ids"], kwargs[CACHE]
     pages = {
@@ -172,8 +172,7 @@ def _check(model, config) -> None:
         model_type = getattr(getattr(module, "config", None), "model_type", None)
         if reason := family(model_type or "").not_batched:
             raise ValueError(
-                "model: expected one whose layers see the arguments of continuous batching once, got "
-                f"{model_type}, which {reason}; use generate"
+                f"model: not supported in continuous batching ({model_type} {reason}), got {model_type!r}; use generate"
             )
     page_size = getattr(config, "page_size", 256)
     if page_size < 16 or page_size & (page_size - 1):
@@ -181,8 +180,8 @@ def _check(model, config) -> None:
     for module in model.modules():
         if (axes := axes_of(module)) > 1:
             raise ValueError(
-                "model: expected one number for a position in continuous batching, whose pages keep no coordinates of "
-                f"their keys, got a model with {axes}; use generate"
+                "model: positions of several coordinates are not supported in continuous batching (its pages keep no "
+                f"coordinates of keys), got {axes} coordinates; use generate"
             )
         if (grows_from := getattr(scheme_of(module), "grows_from", math.inf)) < math.inf:
             raise ValueError(
@@ -219,8 +218,8 @@ def prepare_manager() -> None:
         conversion = conversion_of(model)
         if conversion is not self._flashrope:
             raise ValueError(
-                "persistent_manager: expected one that was made after the last convert or revert, whose pages hold "
-                "keys of this scheme; call model.destroy_cached_continuous_batching_manager()"
+                "persistent_manager: expected a manager that was made after the last convert or revert, so that its "
+                "pages hold keys of this scheme; call model.destroy_cached_continuous_batching_manager()"
             )
         if conversion is None:
             stock_switch(self, model, *args, **kwargs)
@@ -234,9 +233,10 @@ def _fit_pages_to_layers() -> None:
     """Makes transformers' pages of a converted model fit the layers that use them.
 
     transformers has one allocator of pages for each layer type, which gives every layer pages of one head_dim and
-    number of key heads. It reads both from the configuration and fails if they differ between layers. For a converted
-    model, an allocator gets the values of its first layer, because all layers of a type have the same ones. Memory is
-    planned with the largest values. Layers that share an earlier layer's keys get no pages.
+    number of key heads. The allocator reads both numbers from the configuration and fails if they differ between
+    layers. For a converted model, an allocator gets the numbers of its first layer, because all layers of a type have
+    the same numbers. Memory is planned with the largest numbers. Layers that share an earlier layer's keys get no
+    pages.
     """
     from transformers.generation.continuous_batching import cache
     from transformers.generation.continuous_batching.cache_allocators import FullAttentionCacheAllocator
@@ -251,7 +251,7 @@ def _fit_pages_to_layers() -> None:
 
     cache.find_head_dim = largest("head_dim", cache.find_head_dim)
     cache.find_num_key_value_heads = largest("num_key_value_heads", cache.find_num_key_value_heads)
-    stock_init = FullAttentionCacheAllocator.__init__  # the one of sliding layers calls it, too
+    stock_init = FullAttentionCacheAllocator.__init__  # the allocator of sliding layers calls it, too
 
     @functools.wraps(stock_init)
     def __init__(self, *args, config, num_key_value_heads, layer_indices, **kwargs):

@@ -54,11 +54,10 @@ def convert(model, rotary: Rotary | dict[str, Rotary] | None = None, *, untested
         yarn: (factor, train_length) of ``Rotary.yarn``. Cannot be combined with ntk.
         hope_train_length: HoPE: pairs that make less than one turn over this number of tokens do not rotate.
         cope: CoPE with this training length (``Rotary.cope``): pairs that make less than one turn over this length
-            rotate more slowly.
-            True: the model's training length. A dict gives the arguments of ``Rotary.cope``, for example
-            {"pairs": 10, "taper": False}. Cannot be combined with hope_train_length.
-        window: ReRoPE with this window, in positions. A quarter to a half of the training length was best in its
-            author's ablation. A window of 0, or of the training length or more, gives a warning.
+            rotate more slowly. True: the model's training length. A dict gives the arguments of ``Rotary.cope``, for
+            example {"pairs": 10, "taper": False}. Cannot be combined with hope_train_length.
+        window: ReRoPE with this window, in positions. A quarter to a half of the training length was best in the
+            ablation of ReRoPE's author. A window of 0, or of the training length or more, gives a warning.
         factor: Leaky ReRoPE, together with window: distances grow by 1 / factor beyond the window.
         p_rope: the fraction of the pairs that rotates, counted from the fastest pair (``Rotary.p_rope``). Cannot be
             combined with hope_train_length or cope.
@@ -68,8 +67,8 @@ def convert(model, rotary: Rotary | dict[str, Rotary] | None = None, *, untested
             with window.
         dual_chunk: (chunk_size, local_size) of ``Rotary.dual_chunk``, or (chunk_size, local_size, length_scale). Cannot
             be combined with window or self_extend. Without this option, a configuration's dual_chunk_attention_config
-            (Qwen2.5-1M) is used, with its length_scale and without its sparse attention. The option replaces that
-            setting. False switches it off.
+            (Qwen2.5-1M) is used, with its length_scale and without its sparse attention. The option replaces
+            dual_chunk_attention_config. False switches dual_chunk_attention_config off.
         log_n: scales queries by max(1, ln(i + 1) / ln(log_n)). True: the model's training length. Layers with a sliding
             window see a fixed number of keys and are not scaled.
         log_n_clip: False, together with log_n, for models that were trained with log n: the factor may be below 1.
@@ -179,7 +178,7 @@ def register_auto_classes(*model_types: str) -> None:
         register_auto_classes("llama", "qwen3")  # before AutoModelForCausalLM.from_pretrained(...)
 
     Models without options stay stock models, and other classes (``LlamaForCausalLM.from_pretrained``) are not affected.
-    The registration lasts for this process. It uses ``register`` of the auto classes. ``revert`` gives a model that was
+    The registration uses ``register`` of the auto classes and lasts for this process. ``revert`` gives a model that was
     loaded in this way the attention that transformers prefers, and ignores the attn_implementation with which it was
     loaded.
 
@@ -187,8 +186,8 @@ def register_auto_classes(*model_types: str) -> None:
         model_types: names from ``FAMILIES``. Without names, all families are registered, which imports their modules.
 
     Raises:
-        ValueError: a model type is not in ``FAMILIES``, or this version of transformers (5.17) ignores the registration
-            of its own model types.
+        ValueError: a model type is not in ``FAMILIES``, or the installed version of transformers ignores the
+            registration of its own model types, as 5.17 does.
     """
     unknown = sorted(set(model_types) - FAMILIES)
     if unknown:
@@ -208,8 +207,8 @@ def register_auto_classes(*model_types: str) -> None:
 def _check_registered(auto_class, config_class) -> None:
     if not hasattr(auto_class._model_mapping[config_class], LOADS):
         raise ValueError(
-            f"transformers: expected a version whose {auto_class.__name__}.register takes {config_class.__name__}, got "
-            f"{transformers.__version__}, which ignores it; use flashrope.integrations.transformers.from_pretrained"
+            f"transformers: expected a version whose {auto_class.__name__}.register accepts {config_class.__name__}, "
+            f"got {transformers.__version__}, which ignores it; use flashrope.integrations.transformers.from_pretrained"
         )
 
 
@@ -217,8 +216,8 @@ LOADS = "_converts_saved_models"
 
 
 def _loader(stock: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """Returns a subclass of ``stock`` for the auto classes. It builds and loads models of the class ``stock``, and
-    converts a loaded model that has options."""
+    """Returns a subclass of ``stock`` for the auto classes. The subclass builds and loads models of the class
+    ``stock``, and converts a loaded model that has options."""
 
     def load(cls, *args, **kwargs):
         loaded = stock.from_pretrained(*args, **kwargs)

@@ -1,10 +1,10 @@
 """Caches of one tensor per layer, for layers whose values are channels of their keys.
 
-``SharedKeysCache`` serves Gemma 4's layers with one projection: k = k_norm(p) and v = v_norm(p), where v_norm has no
-weight. So k is v times the weight of k_norm, channel by channel. The cache holds only v, and the kernels compute k by
-multiplying v with the weight.
+``SharedKeysCache`` is for Gemma 4's layers with one projection for keys and values: k = k_norm(p) and v = v_norm(p),
+where v_norm has no weight. So k is v times the weight of k_norm, channel by channel. The cache holds only v, and the
+kernels compute k by multiplying v with the weight.
 
-``LatentCache`` serves latent attention. A row of this cache holds a latent, followed by the rotary channels that all
+``LatentCache`` is for latent attention. A row of this cache holds a latent, followed by the rotary channels that all
 heads share, not yet rotated. If a call has few new tokens, latents are not expanded to keys and values. Instead, the
 projection of latents to keys is applied to the queries (absorbed), and the projection of latents to values is applied
 to the output. All heads then read the rows as keys, and the latents in them as values.
@@ -31,9 +31,11 @@ from .caches import MARK
 from .schemes import layer_type_of
 from .versions import CACHE
 
-ABSORBED_ROWS = 128  # most new tokens for absorbed projections; from about 170 on, expanding latents takes less work
+# Projections are absorbed for at most this many new tokens. From about 170 on, expanding latents takes less work.
+ABSORBED_ROWS = 128
 UNWEIGHTED = "_flashrope_unweighted"  # attribute of values whose products with the weight of k_norm are the keys
-UNEXPANDED = "_flashrope_unexpanded"  # attribute of latents that are not to be expanded: the rows that contain them
+# Attribute of latents that ``expand`` leaves as they are. Its value is the rows that contain the latents.
+UNEXPANDED = "_flashrope_unexpanded"
 
 
 class _CacheOfConverted(DynamicCache):
@@ -96,7 +98,7 @@ class SharedKeysCache(_CacheOfConverted):
             )
         if config.num_kv_shared_layers:
             raise ValueError(
-                "config: num_kv_shared_layers is not supported beside attention_k_eq_v (a layer that reads another "
+                "config: num_kv_shared_layers is not supported with attention_k_eq_v (a layer that reads another "
                 f"layer's keys does not have the weight of its k_norm), got {config.num_kv_shared_layers}"
             )
         super().__init__(config=config)
@@ -168,8 +170,8 @@ class _Latents(_OneTensor):
     def update(self, key_states, value_states, *args, **kwargs):
         if key_states.shape[1] != 1 or value_states.shape[1] != 1:
             raise ValueError(
-                f"{CACHE}: expected latents, one head for all, got {key_states.shape[1]} heads; this version of "
-                "transformers caches the keys and values of all heads, for which use a DynamicCache"
+                f"{CACHE}: expected latents in one head that all heads share, got {key_states.shape[1]} heads; "
+                "this version of transformers caches the keys and values of all heads, for which use a DynamicCache"
             )
         old, new, rank = self.get_seq_length(), key_states.shape[-2], key_states.shape[-1]
         rows = self.append(torch.cat((key_states, value_states), dim=-1))
@@ -195,7 +197,7 @@ def _serves(rows: torch.Tensor, rank: int) -> bool:
 def expand(module, latents: torch.Tensor, rotary: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the keys and values of all heads, or (rows, latents) if the attention function reads them unexpanded.
 
-    It replaces expand_kv of an attention module.
+    This function replaces expand_kv of an attention module.
     """
     rows = getattr(latents, UNEXPANDED, None)
     if rows is None or type(module.kv_b_proj) is not torch.nn.Linear or module.kv_b_proj.bias is not None:
@@ -210,8 +212,8 @@ def holds_latents(module, value: torch.Tensor) -> bool:
 
 
 def absorb(module, query: torch.Tensor) -> torch.Tensor:
-    """Returns queries whose products with rows are the scores, (batch, heads, seqlen, rank + rotary channels). They are
-    the queries after the projection of latents to keys was applied to them."""
+    """Returns queries whose products with rows are the scores, (batch, heads, seqlen, rank + rotary channels). The
+    returned queries are ``query`` after the projection of latents to keys was applied."""
     nope, (keys, _) = module.qk_nope_head_dim, _projections(module)
     latent = torch.einsum("bhnd,hdr->bhnr", query[..., :nope], keys.to(query.dtype))
     return torch.cat((latent, query[..., nope:]), dim=-1)

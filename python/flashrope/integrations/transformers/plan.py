@@ -27,10 +27,11 @@ from .versions import VERSION, check_version
 
 # model_type of the decoders that the tests compare with the library's own attention.
 FAMILIES = frozenset(families_with("tested"))
-NAME = "rotary_bands"  # the attention's name; transformers gives names with "flash", "/" or "|" a meaning of its own
-ATTRIBUTE = "_flashrope"  # what a conversion leaves: its ``Plan`` on the decoder, a ``LayerScheme`` on every layer
+NAME = "rotary_bands"  # the attention's name; transformers handles names with "flash", "/" or "|" in a special way
+# A conversion sets this attribute to its ``Applied`` record on the decoder, and to a ``LayerScheme`` on every layer.
+ATTRIBUTE = "_flashrope"
 
-KEY = "_attn_implementation"  # 4.57 and 5.0 do not read "attn_implementation"
+KEY = "_attn_implementation"  # transformers 4.57 and 5.0 do not read "attn_implementation"
 # The attention's name in a saved configuration, which only this package registers.
 SAVED = (
     "Flashrope converted this model: load it with from_pretrained of Flashrope.integrations.transformers (in lower "
@@ -39,7 +40,7 @@ SAVED = (
 
 IMAGES_ONLY = "vision"  # use_bidirectional_attention of a decoder that is causal without images
 NOT_CONVERTED = (
-    "model: expected a converted model, got one that was loaded or built from the configuration of a converted one; "
+    "model: expected a converted model, got one that was loaded or built from the configuration of a converted model; "
     "call convert(model), load it with flashrope.integrations.transformers.from_pretrained, or call revert(model) for "
     "the stock model"
 )
@@ -47,7 +48,7 @@ NOT_CONVERTED = (
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """What a conversion does to a model. It holds the names of modules, not the modules, so the model can store it.
+    """What a conversion does to a model. The plan holds names of modules, not modules, so the model can store the plan.
 
     Attributes:
         schemes: the scheme of every attention module, by the module's name in the decoder.
@@ -178,7 +179,7 @@ def _warnings_of_window(options: Mapping[str, Any], config) -> list[str]:
         return [
             f"window: expected less than the training length {length}, got {window}; the model would see distances "
             "that it was not trained with. In the ablation of ReRoPE's author a window of the training length has "
-            "7.1% accuracy at eight times that length, where half of it has 82.4%"
+            "7.1% accuracy at eight times that length, and a window of half the training length has 82.4%"
         ]
     return []
 
@@ -192,8 +193,8 @@ def _warnings_of_images(model, config) -> list[str]:
     ):
         return []
     return [
-        f"model: text alone is supported ({config.model_type} lets the tokens of an image see one another, which the "
-        "kernels cannot express), got a model with images; a call with images raises, and revert(model) runs it"
+        f"model: only text is supported ({config.model_type} lets the tokens of an image see one another, which the "
+        "kernels cannot express), got a model for images; a call with images raises an error until revert(model)"
     ]
 
 
@@ -241,13 +242,13 @@ def check_decoder(decoder: PreTrainedModel) -> None:
     names = vars(sys.modules[type(decoder).__module__])
     if "create_causal_mask" not in names:
         raise ValueError(
-            f"model: expected one that asks AttentionMaskInterface for its masks, got {type(decoder).__name__}, which "
-            f"makes them itself in transformers {version}"
+            f"model: expected a decoder that gets its masks from AttentionMaskInterface, got "
+            f"{type(decoder).__name__}, which makes its masks itself in transformers {version}"
         )
     if "ALL_ATTENTION_FUNCTIONS" not in names:
         raise ValueError(
-            f"model: expected one that asks AttentionInterface for its attention, got {type(decoder).__name__}, which "
-            f"computes it itself in transformers {version}"
+            f"model: expected a decoder that gets its attention from AttentionInterface, got "
+            f"{type(decoder).__name__}, which computes attention itself in transformers {version}"
         )
 
 
@@ -278,7 +279,7 @@ def attention_modules(decoder: PreTrainedModel) -> list[Any]:
         raise ValueError(f"model: expected {len(attending)} attention modules, found {len(modules)}")
     bidirectional = getattr(config, "use_bidirectional_attention", None) or None
     if bidirectional not in (None, IMAGES_ONLY) or not all(getattr(module, "is_causal", False) for module in modules):
-        raise ValueError("model: expected causal attention in every layer, got layers that see keys ahead")
+        raise ValueError("model: expected causal attention in every layer, got layers that see later keys")
     return modules
 
 
@@ -331,7 +332,7 @@ def check_tables(decoder: PreTrainedModel, layer_types) -> None:
         if any(rotary.frequencies) and not any(_same_table(rotary, *table) for table in tables):
             raise ValueError(
                 "model: expected a rotary embedding of the frequencies that its configuration gives, "
-                f"{rotary!r}; got other ones in transformers {transformers.__version__}, which reads the rope "
+                f"{rotary!r}; got other frequencies in transformers {transformers.__version__}, which reads the rope "
                 "parameters differently"
             )
 
@@ -351,7 +352,7 @@ def rotary_embeddings(decoder: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def is_rotary_embedding(module: torch.nn.Module) -> bool:
-    """Whether a module is a rotary embedding of text. A vision tower keeps its own attention, and the names of its
-    embeddings tell them apart."""
+    """Whether a module is a rotary embedding of text. The rotary embeddings of a vision tower, which have "Vision" in
+    their class names, are not converted."""
     name = type(module).__name__
     return name.endswith("RotaryEmbedding") and "Vision" not in name

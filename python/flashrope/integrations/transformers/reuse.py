@@ -3,8 +3,8 @@
 A converted model caches raw keys, which have no position. So the keys and values of a passage can be used at any
 position in a prompt. But the stored keys and values do not depend on the text that precedes the passage in the prompt.
 Two options reduce the error from this: ``prefill_passage`` can prefill a passage after the head of the prompt, and
-``join_passages`` can recompute its first tokens after everything that precedes it (EPIC, arXiv 2410.15332).
-docs/reused/README.md measures both.
+``join_passages`` can recompute the first tokens of a passage after everything that precedes it (EPIC, arXiv
+2410.15332). docs/reused/README.md measures both options.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def prefill_passage(model, input_ids: torch.Tensor, behind: Passage | None = Non
         model: a transformers model after ``convert``.
         input_ids: (batch, seqlen), the tokens of the passage, without padding. All passages of a batch must have the
             same length.
-        behind: the text after which the passage is prefilled, such as the head that all prompts share. It is not
-            changed. None: the passage is prefilled as if nothing preceded it.
+        behind: the text after which the passage is prefilled, such as the head that all prompts share. ``behind`` is
+            not changed. None: the passage is prefilled as if nothing preceded it.
 
     Returns:
         The passage, without the text of ``behind``.
@@ -84,7 +84,7 @@ def prefill_passage(model, input_ids: torch.Tensor, behind: Passage | None = Non
 
 @torch.no_grad()
 def join_passages(model, passages: Sequence[Passage], recompute: int = 0) -> Passage:
-    """Joins passages into one prompt, whose cache ``generate`` continues.
+    """Joins passages into one prompt, from whose cache ``generate`` can continue.
 
     Example:
         from transformers import AutoModelForCausalLM
@@ -102,7 +102,7 @@ def join_passages(model, passages: Sequence[Passage], recompute: int = 0) -> Pas
 
     Args:
         model: the transformers model that prefilled the passages, under the same scheme.
-        passages: the passages in the order of the prompt. They are not changed.
+        passages: the passages in the order of the prompt. The call does not change the passages.
         recompute: in every passage but the first, this many first tokens are computed again, after everything that
             precedes them. Each of these passages costs a forward pass over its recomputed tokens. Default: 0.
 
@@ -215,7 +215,7 @@ def _check_passage(name: str, passage: Passage, decoder, plan: Plan) -> None:
     if getattr(cache, MARK, None) != plan.mark:
         raise ValueError(
             f"{name}.cache: expected a cache that this conversion filled, got one that another model or scheme filled, "
-            "or one of unknown origin (accept_cache takes one that was read from a file)"
+            "or one of unknown origin (for a cache that was read from a file, call accept_cache)"
         )
     if len(layers) != decoder.config.num_hidden_layers:
         raise ValueError(
@@ -233,7 +233,7 @@ def _check_passage(name: str, passage: Passage, decoder, plan: Plan) -> None:
 def _check_batch(name: str, passage: Passage, batch: int) -> None:
     if passage.input_ids.shape[0] != batch:
         raise ValueError(
-            f"{name}: expected a batch of {batch}, as the other passages, got {passage.input_ids.shape[0]}"
+            f"{name}: expected a batch of {batch}, as in the other passages, got {passage.input_ids.shape[0]}"
         )
 
 

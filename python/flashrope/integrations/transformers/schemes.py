@@ -1,6 +1,6 @@
 """Computes the scheme of every layer of a model from its configuration and options, and suggests options.
 
-Nothing here needs transformers, except longrope's tables, which depend on its version.
+Nothing here needs transformers, except longrope's tables, which depend on the version of transformers.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class LayerScheme:
 
 
 def _scheme(config, layer_type, window, rotates, options, seqlen) -> Rotary:
-    chunked = DUAL_CHUNK not in options  # if it is given, the option replaces the configuration's setting
+    chunked = DUAL_CHUNK not in options  # the option replaces the configuration's dual_chunk_attention_config
     options = {name: value for name, value in options.items() if name != DUAL_CHUNK or value}
     rotary = build(model_steps(config, layer_type, seqlen, chunked)) if rotates else Rotary.none(_head_dim(config))
     given = options.get("rotary")
@@ -74,7 +74,7 @@ def _scheme(config, layer_type, window, rotates, options, seqlen) -> Rotary:
     if not all(band.is_plain for band in rotary.bands):
         raise ValueError(
             "window: expected a model whose layers see all keys, got layers with a sliding window of "
-            f"{window}, which see nothing beyond it to rectify"
+            f"{window}, which see no keys beyond it"
         )
     return rotary.local(window)
 
@@ -86,12 +86,12 @@ def _check_axial(rotary: Rotary, options: dict, window: int | None) -> None:
         asked = ["sliding_window", *asked]
     if asked:
         raise ValueError(
-            f"{asked[0]}: not supported in a model with mrope_section (its tokens have {rotary.axes} coordinates, and "
-            f"two of them {rotary.axes} distances), got {options.get(asked[0], window)!r}"
+            f"{asked[0]}: not supported in a model with mrope_section (its tokens have {rotary.axes} coordinates, so "
+            f"two tokens have {rotary.axes} distances), got {options.get(asked[0], window)!r}"
         )
     if given is not None and (isinstance(given, dict) or given.axes != rotary.axes):
         raise ValueError(
-            f"rotary: expected a scheme of {rotary.axes} axes, as the positions of this model, got {given!r}"
+            f"rotary: expected a scheme of {rotary.axes} axes, as positions of this model have, got {given!r}"
         )
 
 
@@ -166,10 +166,10 @@ def suggest(model_or_config, target_length: int, scheme: str = "rerope") -> Sugg
         suggestion = suggest(model, target_length=131_072)
         convert(model, **suggestion.changes)
 
-    It suggests ReRoPE with a window of half the training length, and log n scaling by the training length, clipped at
-    1. In the ablation of the ReRoPE blog post (training length 512, tested at 4096, not trained with log n), windows of
-    a quarter and a half of the training length give 82.3% and 82.4%, an eighth 78.6%, three quarters 76.4%, and the
-    training length itself 7.1%.
+    By default it suggests ReRoPE with a window of half the training length, and log n scaling by the training length,
+    clipped at 1. In the ablation of the ReRoPE blog post (training length 512, tested at 4096, not trained with log n),
+    windows of a quarter and a half of the training length give 82.3% and 82.4%, an eighth 78.6%, three quarters 76.4%,
+    and the training length itself 7.1%.
 
     Args:
         model_or_config: a transformers model or its configuration.
@@ -177,7 +177,7 @@ def suggest(model_or_config, target_length: int, scheme: str = "rerope") -> Sugg
         scheme: "rerope", or any other scheme of ``flashrope loss --schemes``. "cope": the pairs with less than one turn
             over the training length rotate more slowly. "self-extend": a window of half the training length, and the
             smallest group that keeps distances below the training length. "dual-chunk": chunks of about three quarters
-            of the training length. The last three are without log n, as in their papers.
+            of the training length. ``suggest`` gives these three without log n, as in their papers.
 
     Raises:
         ValueError: the model has no rotary embedding; or it has sliding windows and the scheme changes distances; or

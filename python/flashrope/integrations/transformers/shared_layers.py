@@ -3,7 +3,7 @@
 The last layers append nothing to the cache, so they only need the rows whose logits are requested, which are the last
 rows of the call. The decoders therefore drop the other rows before the first layer that reads an earlier layer's keys.
 The mask still describes all rows. The decoder's hook passes every layer the number of rows with which the call began.
-If a layer gets fewer queries than that, its queries are the last rows.
+If a layer gets fewer queries than this number, its queries are the last rows.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from .plan import SAVED, Plan, find_decoder
 from .versions import CACHE, cache_of
 
 SEQLEN, PADDING = 24, 3
-CALLS = (9, 10, 11, SEQLEN)  # tokens read after each call with a cache
+CALLS = (9, 10, 11, SEQLEN)  # with a cache: how many tokens have been read after each call
 TOLERANCE = {
     torch.float64: 1e-4,
     torch.float32: 1e-4,
@@ -27,8 +27,8 @@ def accept(model, own: Plan) -> None:
     """Compares a stock model with its conversion under two plans: its own schemes, and its own schemes without
     rotation.
 
-    The outputs under the first plan must equal the stock model's, and the outputs under the second must differ. They
-    are compared on random tokens, with and without a cache, with and without padding. The model is unchanged
+    The outputs under the first plan must equal the stock model's, and the outputs under the second must differ. The
+    outputs are compared on random tokens, with and without a cache, with and without padding. The model is unchanged
     afterwards.
 
     Raises:

@@ -19,7 +19,7 @@ UNTESTED = (5, 25)  # the first untested version; later versions are untested, t
 OLD_NAME = "past_key_values"
 # The name of a cache in the arguments and the outputs of decoders and their layers.
 CACHE = "cache" if "cache" in inspect.signature(create_causal_mask).parameters else OLD_NAME
-# A training forward with gradient checkpointing and without gradients returns a cache.
+# Whether a training forward with gradient checkpointing and without gradients returns a cache.
 CACHES_WITHOUT_GRADIENTS = VERSION >= (5, 24)
 
 

@@ -65,8 +65,9 @@ class FlashropeBackend(AttentionBackend):
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...] | None:
-        """Returns the layouts in order of preference, or None if all are equal. On the CPU the first is the layout in
-        which the rows of one head in a page are contiguous, because the CPU kernels read this layout faster."""
+        """Returns the layouts in order of preference, or None if all are equally good. On the CPU the first is the
+        layout in which the rows of one head in a page are contiguous, because the CPU kernels read this layout
+        faster."""
         if not current_platform.is_cpu():
             return None
         return (KVCacheLayout.LBHNC, *(each for each in KVCacheLayout if each is not KVCacheLayout.LBHNC))
@@ -101,7 +102,7 @@ class FlashropeMetadataBuilder(AttentionMetadataBuilder[FlashropeMetadata]):
     def build(self, common_prefix_len, common_attn_metadata, fast_build=False) -> FlashropeMetadata:
         common = common_attn_metadata
         if common.causal is not True:
-            raise ValueError("causal: expected causal attention for every request, got a request that sees keys ahead")
+            raise ValueError("causal: expected causal attention for every request, got a request that sees later keys")
         requests, tokens = common.num_reqs, common.num_actual_tokens
         packed = Packed(
             common.query_start_loc[: requests + 1], common.max_query_len, slot_mapping=common.slot_mapping[:tokens]

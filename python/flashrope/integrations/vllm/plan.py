@@ -1,7 +1,7 @@
 """Plans the scheme of every layer of a served model, checks its configuration, and keeps the plans of this process.
 
-It also turns ``dual_chunk_attention_config`` (Qwen2.5-1M) into the option dual_chunk of the field "flashrope", and
-makes views of vLLM's pages for the cache calls. Importing this file does not import vLLM.
+This file also turns ``dual_chunk_attention_config`` (Qwen2.5-1M) into the option dual_chunk of the field "flashrope",
+and makes views of vLLM's pages for the cache calls. Importing this file does not import vLLM.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Plan:
     """The schemes under which a model is served.
 
     Attributes:
-        layers: the layers in order. None: a layer without attention, such as the recurrent ones of Qwen3-Next.
+        layers: the layers in order. None: a layer without attention, such as a recurrent layer of Qwen3-Next.
         stock: the model's own schemes, whose rotary embeddings are turned off.
     """
 
@@ -122,8 +122,8 @@ def _training_length(model, config, name: str) -> int:
     overrides = getattr(model, "hf_overrides", None)
     if isinstance(overrides, dict) and "max_position_embeddings" in overrides:
         raise ValueError(
-            f"{name}: expected the training length in tokens where hf_overrides replaces max_position_embeddings, got "
-            "true, which stands for the replaced max_position_embeddings"
+            f"{name}: expected the training length in tokens, because hf_overrides replaces max_position_embeddings, "
+            "got true, which stands for the replaced max_position_embeddings"
         )
     return training_length(config, name)
 
@@ -170,7 +170,7 @@ def _layer(hf_config, key: tuple, options: dict, max_model_len: int, raw_keys: b
 def _check_model(model, hf_config) -> None:
     if model.architecture not in ARCHITECTURES:
         raise ValueError(
-            "architecture: expected one of the tested ones, which rotate only through vLLM's get_rope: "
+            "architecture: expected a tested architecture, which rotates only through vLLM's get_rope: "
             f"{', '.join(ARCHITECTURES)}; got {model.architecture}"
         )
     if model.runner_type != "generate":
@@ -248,8 +248,8 @@ def _check_windows(max_model_len: int, options: dict) -> None:
     for name, window in windows.items():
         if isinstance(window, int) and window >= max_model_len:
             raise ValueError(
-                f"{name}: expected a window of less than max_model_len = {max_model_len}, since no distance lies "
-                f"beyond it, got {window}"
+                f"{name}: expected a window of less than max_model_len = {max_model_len} (no distance would lie "
+                f"beyond it), got {window}"
             )
 
 
@@ -257,13 +257,14 @@ def _check_windows(max_model_len: int, options: dict) -> None:
 
 
 def adopt_chunks(model) -> bool:
-    """Moves dual_chunk_attention_config of a ModelConfig into the field "flashrope", which vLLM's workers get, too.
+    """Moves dual_chunk_attention_config of a ModelConfig into the field "flashrope", which vLLM also sends to its
+    workers.
 
     vLLM's layers must not see dual_chunk_attention_config, because they would need an attention for which vLLM has no
     backend. If the field already has dual_chunk (even false) or rotary, it is not changed.
 
     Returns:
-        Whether the configuration also requests sparse attention. The attention here is dense.
+        Whether the configuration also requests sparse attention. This package's attention is dense.
 
     Raises:
         TypeError, ValueError: dual_chunk_attention_config is invalid. The message names the key.
@@ -298,7 +299,7 @@ SCALE_BYTES = 4  # a float32 scale after the quantized values of a row
 
 
 class Pages(NamedTuple):
-    """The cache of one layer: vLLM's tensor and views of it, as ``attention_varlen_with_cache`` takes them."""
+    """The cache of one layer: vLLM's tensor and views of it, as ``attention_varlen_with_cache`` expects them."""
 
     kv_cache: torch.Tensor
     k: torch.Tensor  # (blocks, block_size, heads_kv, head_dim), or quantized values
@@ -341,7 +342,7 @@ def remember(plan: Plan) -> None:
 
 def active_plan(config) -> Plan | None:
     """Returns the plan of a VllmConfig that was checked in this process, or in the process that sent it. Returns None
-    for a model without the field, which stock vLLM serves."""
+    for a model without the field, which runs on stock vLLM."""
     if config is None or config.model_config is None or not asked(config):
         return None
     digest = digest_of(config)

@@ -80,7 +80,7 @@ def _configure(platform, vllm_config) -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     if _problem is not None:
-        raise RuntimeError(f"vllm: expected {TESTED}, got {vllm.__version__}, which has no {_problem}") from _problem
+        raise RuntimeError(f"vllm: expected {TESTED}, got {vllm.__version__} ({_problem})") from _problem
     if platform.device_type not in ("cpu", "cuda") or platform._enum.name == "ROCM":
         raise ValueError(f"device: expected a CPU or an NVIDIA GPU, got {platform._enum.name}")
     if not isinstance(vllm_config.additional_config, dict):
@@ -94,7 +94,7 @@ def _configure(platform, vllm_config) -> None:
     vllm_config.attention_config.backend = AttentionBackendEnum[BACKEND]
     remember(plan)
     _logger().info(
-        "flashrope: %s, context %d, block hashes of their own (%s): %s",
+        "flashrope: %s, context %d, separate block hashes (%s): %s",
         vllm_config.model_config.architecture,
         vllm_config.model_config.max_model_len,
         plan.digest[:8],
@@ -122,7 +122,9 @@ def _hook_backend(platform, is_cpu: bool) -> None:
             return stock(cls, selected_backend, attn_selector_config, num_heads)
         reasons = custom.get_class().validate_configuration(device_capability=None, **attn_selector_config._asdict())
         if reasons:
-            raise ValueError(f"flashrope: expected an attention layer that it serves, got {', '.join(reasons)}")
+            raise ValueError(
+                f"flashrope: expected an attention layer that flashrope supports, got {', '.join(reasons)}"
+            )
         return BACKEND_PATH
 
     platform.get_attn_backend_cls = classmethod(get_attn_backend_cls)
@@ -217,7 +219,7 @@ def _turn_off(embedding, plan: Plan) -> None:
     """Compares a rotary embedding's table with the plan's, and then makes the embedding return q and k unchanged.
 
     Raises:
-        ValueError: the embedding has no table by position, or its table differs from the model's configuration.
+        ValueError: the embedding has no table of cos and sin, or its table differs from the model's configuration.
     """
     name = type(embedding).__name__
     table = getattr(embedding, "cos_sin_cache", None)
