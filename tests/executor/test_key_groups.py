@@ -35,6 +35,9 @@ CASES = {  # target, scheme, programs or None for splits, options of Cached, mar
     "splits-d64-fp16-drafts": (FP16, LEAKY, None, dict(queries=3), slow),
     "splits-d128-bf16": (BF16, Rotary.rope(128).rectify(70), None, dict(leftpad=PADS), ()),
     "splits-d128-fp16-page16": (FP16, Rotary.rope(128).rectify(21, 4.0), None, dict(queries=3, page=PAGE), ()),
+    "splits-d64-self-extend-bf16": (BF16, Rotary.rope(64).self_extend(48, 8), None, dict(page=PAGE), slow),
+    "splits-d128-self-extend-bf16": (BF16, Rotary.rope(128).self_extend(48, 8), None, dict(page=PAGE), ()),
+    "splits-d128-dual-chunk-fp16": (FP16, Rotary.rope(128).dual_chunk(512, 128), None, dict(leftpad=PADS), ()),
     "splits-d72-bf16-page64": (BF16, Rotary.rope(72).rectify(70), None, dict(page=64), slow),
 }  # fmt: skip
 
