@@ -97,9 +97,10 @@ def test_the_layout_of_vllm(exact, seqlen_q, head_dim, cache_dtype):
         Rotary.none,
         lambda d: Rotary.rope(d, rotary_dim=d // 2).rectify(11),
         lambda d: Rotary.rope(d, rotary_dim=d // 2 + 2).rectify(11),  # both channels of a pair share words
+        lambda d: Rotary.rope(d, rotary_dim=10).rectify(11),  # a byte of int4 keys holds channels of two halves
         SCHEMES["hope_rerope_log_n"],
     ],
-    ids=["none", "partial", "sharing", "interleaved"],
+    ids=["none", "partial", "sharing", "ten", "interleaved"],
 )
 def test_keys_that_do_not_rotate(target, scheme, head_dim, cache_dtype):
     """Keys that do not rotate are right in heads that are wide enough for 16-bit words."""

@@ -7,6 +7,7 @@ import torch
 from flashrope import KVCache, PagedKVCache, Rotary, attention_with_cache
 from flashrope.backends.cpu import cached
 from flashrope.backends.cpu.pieces import plan
+from flashrope.backends.cpu.rotation import KEY_FACTORS, rotation_of_rows
 
 pytestmark = pytest.mark.usefixtures("composed")
 ROPE = Rotary.rope(8)
@@ -15,6 +16,17 @@ SCHEMES += [
     scheme(window) for window in (0, 1, 2, 3, 16, 63, 64, 65, 100, 1000) for scheme in (ROPE.rectify, ROPE.local)
 ]
 LENGTHS = [(1, 1), (5, 5), (3, 7), (7, 3), (1, 9), (9, 1), (40, 40), (70, 200), (200, 70), (300, 300), (33, 64)]
+
+
+@pytest.mark.parametrize("rows", [1, 4000, 5000, 10_000])
+@pytest.mark.parametrize("first", [0, 2**20 - 3, 2**20 + 4090, 3 * 2**20 + 1])
+def test_tables_of_rows_far_from_the_start(first, rows):
+    """A table of the rows around `first` holds all of them."""
+    (band,) = ROPE.bands_for(True)
+    found = rotation_of_rows(ROPE, band.keys, KEY_FACTORS, first, rows, torch.float64)
+    frequencies = torch.tensor(ROPE.frequencies, dtype=torch.float64)
+    angle = torch.outer(torch.arange(first, first + rows, dtype=torch.float64), frequencies)
+    torch.testing.assert_close(found.cos[:, 0], angle.cos().tile(2), rtol=0, atol=1e-8)
 
 
 @pytest.mark.parametrize("ahead", [0, 3, 130, -2, -90], ids=lambda ahead: f"ahead{ahead}")

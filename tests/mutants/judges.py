@@ -44,6 +44,7 @@ COMPILED = [
     'tests/caches/test_cached_positions.py tests/caches/test_quantized.py tests/caches/test_rotated_keys.py -k "cpu"',
 ]
 COMPILED_DECODE = [
+    "tests/caches/test_values_in_keys.py -k cpu",
     'tests/kernels/test_cpu_compiled.py -k "chunks_of_keys or layouts or neighbors or more_keys or unseen"',
     "tests/kernels/test_cpu_positions.py tests/caches/test_decode.py tests/caches/test_cached_positions.py -k cpu",
     'tests/caches/test_quantized.py tests/operators/test_length_scale.py tests/operators/test_sinks.py -k "cpu"',
@@ -98,6 +99,7 @@ JUDGES = {
         "tests/kernels/test_tiles.py tests/operators/test_varlen.py tests/operators/test_needles.py"
         ' -k "triton or test_tiles"',
         "tests/caches/test_decode.py tests/kernels/test_decode_triton.py -k triton",
+        "tests/rotary/test_maps.py -k triton",
         *FORWARD[1:2],
         *BACKWARD,
         *DECODE[:2],
@@ -118,9 +120,16 @@ JUDGES = {
     "triton_kernels/explicit_positions.py": PLACED,
     "triton_kernels/stored_positions.py": PLACED[::-1],
     "triton_kernels/quantized.py": QUANTIZED,
-    "triton_kernels/channels.py": ["tests/rotary/test_first_channel.py -k triton", *DECODE],
+    "triton_kernels/channels.py": [
+        "tests/rotary/test_first_channel.py tests/caches/test_values_in_keys.py -k triton",
+        *DECODE,
+    ],
     "python/flashrope/lowering/parts.py": ["tests/rotary/test_first_channel.py"],
     "python/flashrope/lowering/resident.py": ["tests/rotary/test_resident.py", *TABLES[:1]],
+    "python/flashrope/lowering/cos_sin.py": [
+        *TABLES,
+        "tests/rotary/test_first_channel.py tests/caches/test_stored_positions.py -k triton",
+    ],
     "python/flashrope/lowering/*": [*TABLES, *FORWARD[:1], "tests/rotary/test_maps.py tests/rotary/test_resident.py"],
     "python/flashrope/backends/cpu/pieces.py": COMPOSED,
     "python/flashrope/backends/cpu/attention.py": COMPOSED,
@@ -187,6 +196,7 @@ JUDGES = {
     "csrc/cpu/forward.cpp": [*COMPILED[:1], "tests/operators/test_accuracy.py tests/caches/test_quantized.py -k cpu"],
     "csrc/cpu/backward.cpp": [
         *COMPILED[:1],
+        "tests/operators/test_nan_rows.py -k cpu",
         "tests/operators/test_accuracy.py tests/operators/test_backward.py -k cpu",
     ],
     "csrc/cpu/*": [COMPILED[0], COMPILED_DECODE[0], *COMPILED[1:]],

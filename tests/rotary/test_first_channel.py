@@ -101,6 +101,12 @@ def test_parts_hold_every_channel_once(head):
     assert rotating.second == rotary.first_channel + (half if rotary.interleaved else rotary.rotary_dim // 2)
 
 
+def test_a_head_wider_than_a_tile_has_parts():
+    """Kernels cannot hold 576 channels as pairs, so such a head has parts even if nothing rotates."""
+    rotating, *others = channel_parts(Rotary.none(576), True)
+    assert rotating.rotates and rotating.width + sum(part.width for part in others) == 576
+
+
 @pytest.mark.parametrize("head", HEADS)
 def test_copies_hold_the_part_that_rotates(head):
     """In a rotated copy, both runs of channels start at multiples of 16 bytes. A scheme without rotated copies of keys
