@@ -184,6 +184,7 @@ def test_rows_of_one_value(exact, cache_dtype, value):
     if value != value:
         assert scale.isnan() and not written.any() and out[1, 0, 2:].isnan().all()
     elif abs(value) < 1e-42:
+        assert value < 1e-43 or (written == largest).all()
         assert scale <= value and written.abs().max() <= largest and (value or not (scale or written.any()))
     else:
         limit = min(abs(value), torch.finfo(torch.float32).max)
@@ -213,23 +214,38 @@ def rows_to_quantize(dtype, head_dim):
     return torch.stack(rows).to(dtype)
 
 
+def appended(impl, rows, cache_dtype, device="cpu") -> list[torch.Tensor]:
+    """Returns the caches and scales after the rows were appended to a cache with room for 40."""
+    head_dim = rows.shape[-1]
+    k = torch.stack((rows, rows.roll(5, 0)), 1)[None].to(device)  # two heads
+    tables = CacheTables(torch.zeros(1, dtype=torch.int32, device=device), new=len(rows))
+    packed = [pack(torch.full((1, 40, 2, head_dim), 5.0, device=device), cache_dtype) for _ in range(2)]
+    scales = [torch.full((1, 40, 2), 3.0, device=device) for _ in range(2)]
+    load_backend(impl).append_to_cache(CacheLayer(*packed, *scales), k, k.roll(3, 1), tables)
+    return [x.cpu() for x in (*packed, *scales)]
+
+
+def equal_to_the_composed(found, rows, cache_dtype, monkeypatch) -> None:
+    monkeypatch.setattr(loader, "load", lambda: None)
+    for x, composed in zip(found, appended("cpu", rows, cache_dtype), strict=True):
+        torch.testing.assert_close(x, composed, rtol=0, atol=0, equal_nan=True)
+    assert found[2].isnan().sum() == 2 * 3 and (found[2][0, len(rows) :] == 3).all()
+
+
 @pytest.mark.skipif(loader.load() is None, reason="no compiled kernels")
 @bits
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("head_dim", [8, 24, 64, 200, 256])
 def test_the_compiled_append_writes_what_the_composed_one_does(monkeypatch, head_dim, dtype, cache_dtype):
     rows = rows_to_quantize(dtype, head_dim)
-    k = torch.stack((rows, rows.roll(5, 0)), 1)[None]  # two heads
-    v, tables, results = k.roll(3, 1), CacheTables(torch.zeros(1, dtype=torch.int32), new=len(rows)), []
-    for find in (loader.load, lambda: None):
-        monkeypatch.setattr(loader, "load", find)
-        packed = [pack(torch.full((1, 40, 2, head_dim), 5.0), cache_dtype) for _ in range(2)]
-        scales = [torch.full((1, 40, 2), 3.0) for _ in range(2)]
-        load_backend("cpu").append_to_cache(CacheLayer(*packed, *scales), k, v, tables)
-        results.append((*packed, *scales))
-    for compiled, composed in zip(*results, strict=True):
-        torch.testing.assert_close(compiled, composed, rtol=0, atol=0, equal_nan=True)
-    assert results[0][2].isnan().sum() == 2 * 3 and (results[0][2][0, len(rows) :] == 3).all()
+    equal_to_the_composed(appended("cpu", rows, cache_dtype), rows, cache_dtype, monkeypatch)
+
+
+@bits
+@pytest.mark.parametrize("target", [t for t in support.TARGETS if t.impl == "triton"], ids=str)
+def test_the_triton_append_writes_what_the_composed_one_does(monkeypatch, target, cache_dtype):
+    rows = rows_to_quantize(target.dtype, 24)
+    equal_to_the_composed(appended("triton", rows, cache_dtype, target.device), rows, cache_dtype, monkeypatch)
 
 
 def test_what_quantization_costs(exact):

@@ -23,7 +23,7 @@ BF16 = torch.bfloat16
 
 def test_unsupported_reasons(monkeypatch, tmp_path):
     q = torch.empty(1, 1, 1, 64, dtype=BF16)
-    assert "attention_with_cache only" in cuda.unsupported_reason(q)
+    assert "only attention_with_cache" in cuda.unsupported_reason(q)
     monkeypatch.setattr(cuda, "LIBRARY", tmp_path / "absent.so")
     assert "not built" in cuda.unsupported_reason(q, cached=True) and cuda.build_info() == "not built"
     monkeypatch.setattr(cuda, "LIBRARY", Path(__file__))
