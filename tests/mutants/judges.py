@@ -98,8 +98,8 @@ JUDGES = {
     "triton_kernels/tiles.py": [
         "tests/kernels/test_tiles.py tests/operators/test_varlen.py tests/operators/test_needles.py"
         ' -k "triton or test_tiles"',
-        "tests/caches/test_decode.py tests/kernels/test_decode_triton.py -k triton",
         "tests/rotary/test_maps.py -k triton",
+        "tests/caches/test_decode.py tests/kernels/test_decode_triton.py -k triton",
         *FORWARD[1:2],
         *BACKWARD,
         *DECODE[:2],
@@ -128,7 +128,7 @@ JUDGES = {
     "python/flashrope/lowering/resident.py": ["tests/rotary/test_resident.py", *TABLES[:1]],
     "python/flashrope/lowering/cos_sin.py": [
         *TABLES,
-        "tests/rotary/test_first_channel.py tests/caches/test_stored_positions.py -k triton",
+        "tests/rotary/test_first_channel.py tests/caches/test_cached_positions.py -k triton",
     ],
     "python/flashrope/lowering/*": [*TABLES, *FORWARD[:1], "tests/rotary/test_maps.py tests/rotary/test_resident.py"],
     "python/flashrope/backends/cpu/pieces.py": COMPOSED,
