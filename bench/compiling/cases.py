@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable
 
@@ -231,8 +230,7 @@ class Case:
         positions = tensor(BATCH, SEQLEN, dtype=torch.float32) if scheme.positions else None
         given = (positions, cu_seqlens, cu_seqlens, SEQLEN, SEQLEN, scheme.deterministic)
         call = AttentionCall(rotary, scheme.causal, self.head_dim**-0.5, *given)
-        dq = score_grads.recomputed() if scheme.recomputed else contextlib.nullcontext()
-        with caught_launches(launcher, self.arch) as launches, dq:
+        with caught_launches(launcher, self.arch) as launches, score_grads.forced(not scheme.recomputed):
             out, lse, kept = backend.forward(q, k, v, call)
             grad_lse = torch.empty_like(lse) if scheme.grad_lse else None
             backend.backward(torch.empty_like(out), grad_lse, q, k, v, out, lse, kept, call)

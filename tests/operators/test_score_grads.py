@@ -138,6 +138,9 @@ def test_few_blocks_in_a_launch(target, stored, monkeypatch, blocks, stores):
     monkeypatch.setattr(attention, "multiprocessors", lambda device: 108)
     monkeypatch.setattr(configs, "SCORE_BYTES", 4 * PANEL * 2 * 2)
     monkeypatch.setattr(configs, "SCORE_BLOCKS", blocks)
+    assert score_grads.layout_of(40, 40, 1, 4, 4, 4, True, False).is_busy(2, 108) is stores
+    with score_grads.forced(True):
+        assert score_grads.layout_of(40, 40, 1, 4, 4, 4, True, False).is_busy(2, 108)
     with tiles.forced("grad_kv", configs.Tile(32, 32, 1, 1)):
         support.check(target, support.problem(target, Rotary.rope(16), 40, batch=1, heads=4, group=1, seed=8))
     assert stored == PAIR * 2 * stores
@@ -205,7 +208,7 @@ def test_a_causal_matrix_takes_half_of_the_memory():
 
 def test_no_room():
     assert layout(2**17, 2**17, 1, 1, 1) is None and layout(2**15, 2**15, 1, 1, 1)
-    with score_grads.recomputed():
+    with score_grads.forced(False):
         assert layout(128, 128) is None
     assert layout(128, 128)
 

@@ -49,7 +49,7 @@ class ScoreLayout(NamedTuple):
         backward that stores nothing, so it always does.
 
         key_tiles: the number of blocks of dK and dV for one key head of one matrix."""
-        if (self.most_sequences, self.most_heads) == (self.sequences, self.heads_kv):
+        if _forced or (self.most_sequences, self.most_heads) == (self.sequences, self.heads_kv):
             return True
         blocks = key_tiles * self.most_sequences * self.most_heads
         return blocks >= configs.SCORE_BLOCKS * multiprocessors
@@ -81,7 +81,7 @@ def layout_of(
 
     seqlen_q: the query rows of one sequence, or of all sequences if they are packed.
     """
-    if not _storing:
+    if _forced is False:
         return None
     rows, group = cdiv(seqlen_q, configs.PANEL_ROWS), heads_q // heads_kv
     panels_in_row = configs.PANEL_ROWS // configs.PANEL_KEYS  # panels that hold PANEL_ROWS keys
@@ -104,16 +104,16 @@ def layout_of(
     return ScoreLayout(width, growth, panels, sequences, batch // sequences, heads_kv, group, most, heads)
 
 
-_storing = True
+_forced: bool | None = None
 
 
 @contextlib.contextmanager
-def recomputed() -> Iterator[None]:
-    """Within the context, the kernel of dQ computes the gradients of scores again. Tests use it, and code that compiles
-    this variant of the kernel."""
-    global _storing
-    before, _storing = _storing, False
+def forced(stores: bool) -> Iterator[None]:
+    """Within the context, backwards store the gradients of scores wherever the workspace has room, or never. Used to
+    compile and test both ways."""
+    global _forced
+    before, _forced = _forced, stores
     try:
         yield
     finally:
-        _storing = before
+        _forced = before
