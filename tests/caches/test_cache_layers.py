@@ -113,6 +113,16 @@ def test_sinks_of_every_layer(kind):
 
 
 @both
+def test_a_default_device_changes_nothing(kind):
+    """A server may make models under torch.device("meta"). The tables of a cache are on the cache's device."""
+    cache, new = Both(kind), [rows([[1, 2, 3]] * 3, layer) for layer in range(LAYERS)]
+    with torch.device("meta"), cache.step(3, leftpad=[0, 1, 2]) as step:
+        for layer in range(LAYERS):
+            step.append(*new[layer], layer=layer)
+    assert cache.on_device() == ([3] * 3, [0, 1, 2])
+
+
+@both
 @pytest.mark.parametrize("writes", range(LAYERS + 1))
 def test_a_failed_step_leaves_nothing(kind, writes):
     """A step that raises an error after `writes` layers have written leaves the cache as it was."""

@@ -127,7 +127,7 @@ BAD = {
     "nothing": (lambda path: path.unlink(), "expected a GGUF file, got .*, which is not a file"),
     "text": (lambda path: path.write_text("hello"), "bad.gguf: not a whole GGUF file"),
     "truncated": (cut, "bad.gguf: not a whole GGUF file"),
-    "architecture": (lambda path: write(path, "no-such-net"), "transformers does not read the architecture no-such-net"),
+    "architecture": (lambda path: write(path, "no-such-net"), "does not read the architecture no-such-net"),
 }
 
 

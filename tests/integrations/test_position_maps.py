@@ -141,7 +141,7 @@ def test_the_chunks_of_dual_chunk_attention():
             ValueError,
             "local_size: .* less than chunk_size = 128, got 128; chunks would be empty",
         ),
-        (dict(dual_chunk=(160, 32), window=8), ValueError, "dual_chunk: expected at most one of window, string, self_ext"),
+        (dict(dual_chunk=(160, 32), window=8), ValueError, "dual_chunk: expected at most one of window, string, self"),
         (dict(self_extend=(8, 4), dual_chunk=(160, 32)), ValueError, "expected at most one of .* got also self_extend"),
         (
             dict(cope=48, hope_train_length=48),

@@ -202,7 +202,7 @@ JUDGES = {
     "csrc/cpu/*": [COMPILED[0], COMPILED_DECODE[0], *COMPILED[1:]],
     "csrc/*": [f"{EXECUTED} tests/executor/test_cuda_kernels.py"],
     "python/flashrope/cache/*": [
-        "tests/caches/test_plan.py tests/caches/test_cache_layers.py -k 'not triton'",
+        "tests/caches/test_plan.py tests/caches/test_cache_layers.py tests/caches/test_capture.py -k 'not triton'",
         *CACHES,
     ],
     "python/flashrope/operators/memory.py": ["tests/caches/test_overlapping_memory.py -k 'not triton'", *CALLS],
