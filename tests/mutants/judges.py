@@ -205,6 +205,7 @@ JUDGES = {
         "tests/caches/test_plan.py tests/caches/test_cache_layers.py tests/caches/test_capture.py -k 'not triton'",
         *CACHES,
     ],
+    "python/flashrope/operators/cache_plan.py": ["tests/caches/test_plan.py -k 'not triton'", *CALLS],
     "python/flashrope/operators/memory.py": ["tests/caches/test_overlapping_memory.py -k 'not triton'", *CALLS],
     "python/flashrope/operators/sinks.py": ["tests/operators/test_sinks.py -k 'not triton'"],
     "python/flashrope/operators/autograd.py": [
