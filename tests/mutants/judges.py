@@ -195,8 +195,8 @@ JUDGES = {
     "csrc/cpu/rotate.cpp": ["tests/caches/test_rotated_keys.py tests/operators/test_rotate.py -k cpu", *COMPILED[1:]],
     "csrc/cpu/forward.cpp": [*COMPILED[:1], "tests/operators/test_accuracy.py tests/caches/test_quantized.py -k cpu"],
     "csrc/cpu/backward.cpp": [
-        *COMPILED[:1],
         "tests/operators/test_nan_rows.py -k 'cpu or does_not_see'",
+        *COMPILED[:1],
         "tests/operators/test_accuracy.py tests/operators/test_backward.py -k cpu",
     ],
     "csrc/cpu/*": [COMPILED[0], COMPILED_DECODE[0], *COMPILED[1:]],
