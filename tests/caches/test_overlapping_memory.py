@@ -135,9 +135,11 @@ def test_pages_that_alternate(exact):
     continuous batching. Page n of both caches may not overlap."""
     c = call_of(exact)
     pages = torch.randn(9, 16, HEADS_KV, D).to(c["q"])
-    c |= {"block_table": int32([[0, 4], [6, 2]], exact.device), "k_cache": pages[:-1], "v_cache": pages[1:]}
-    apart = c | {"k_cache": pages[:-1].clone(), "v_cache": pages[1:].clone()}
-    torch.testing.assert_close(attention_with_cache(**c), attention_with_cache(**apart))
+    c["block_table"] = int32([[0, 4], [6, 2]], exact.device)
+    for k_cache, v_cache in ((pages[:-1], pages[1:]), (pages[1:], pages[:-1])):
+        apart = c | {"k_cache": k_cache.clone(), "v_cache": v_cache.clone()}
+        c |= {"k_cache": k_cache, "v_cache": v_cache}
+        torch.testing.assert_close(attention_with_cache(**c), attention_with_cache(**apart))
     for shift in (0, 1, 15):
         rows = pages.flatten(0, 1)
         caches = (rows[n : n + 128].unflatten(0, (8, 16)) for n in (0, shift))
