@@ -231,7 +231,7 @@ def _named(run: Run, record: Record) -> Record:
 
 
 def _times(chosen: Sequence[Record], what: str) -> list[str]:
-    """Returns a table of milliseconds. The number in brackets is the ratio to flashrope's last contestant."""
+    """Returns a table of milliseconds. The number in brackets is the ratio to the last row of flashrope."""
     ours = [record.contestant for record in chosen if record.ours][-1:]
     heading = f"{what}, ms" + "".join(f" (ratio to {name})" for name in ours)
 

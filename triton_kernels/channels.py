@@ -170,7 +170,8 @@ def load_rotated_parts(ptr, offsets, cos, sin, weight, VARIANT: tl.constexpr, dt
 
 @triton.jit
 def shared_channels(VARIANT: tl.constexpr):
-    """Returns the channels of the tiles of keys that hold values, in the order of the decode kernel's loads."""
+    """Returns the channel numbers of the key tiles that are also value tiles, in the order in which the decode kernel
+    loads them."""
     channels = ()
     if len(VARIANT.channels) > 0:
         for part in tl.static_range(len(VARIANT.channels)):

@@ -159,7 +159,8 @@ OTHER_V["sm120"]["grad_kv"] = OTHER_V["sm86"]["grad_kv"] | {(64, 128): Tile(32, 
 ATOMIC_WIDTHS = {"sm80": (64, 128, 512), "sm86": (64, 128, 512), "sm90": (64, 128, 512), "sm100": (64, 128)}
 ATOMIC_WIDTHS["sm120"] = ATOMIC_WIDTHS["sm86"]
 SCORE_WIDTHS = {name: (64, 128) for name in ("sm80", "sm86", "sm90", "sm100", "sm120")}  # see storing_is_faster
-LARGE_SHARED = ("sm80", "sm90", "sm100", "cdna")  # families with enough shared memory for has_grad_q
+# families whose shared memory fits a float32 dQ kernel beyond 256 channels (has_grad_q)
+LARGE_SHARED = ("sm80", "sm90", "sm100", "cdna")
 # Tiles for float32, whose products run without tensor cores (input_precision "ieee"). Their speed was not optimized.
 FLOAT = {
     "forward": by_block_d((32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1)),

@@ -102,7 +102,7 @@ def rotate_rows(
 ):
     """Writes one rotated copy of x for every rotation.
 
-    x: TensorView. out: TensorView (copy, row, head). If VARIANT.channels has parts, it holds only the first part.
+    x: TensorView. out: TensorView (copy, row, head). If VARIANT.channels has parts, out holds only the first part.
     rotations: int32, the rotation of every copy. cu_seqlens_other, seqlen_other: the lengths of k if x holds queries,
     and of q if x holds keys. cache: the CacheLayout if x holds the new keys of a cache, which are the last keys of
     every sequence. Otherwise a CacheLayout whose fields are all None."""

@@ -113,7 +113,7 @@ def test_a_barrier_waits_for_the_warps_of_its_block():
     body = [*["S2R"] * 20, "BAR.SYNC"]
     assert clocks(*body, warps=1) == 20 + RATES.barrier
     assert clocks(*body, warps=8) == 2 * 20 + 1 + RATES.barrier
-    # While one block waits, the other works. So both together take the time to issue all their instructions.
+    # While one block waits, the other works. So the total is the time needed to issue the instructions of both blocks.
     both = issue.Multiprocessor(code(*body), 4, 2, RATES, 21).run(2, 6)
     assert both.clocks == pytest.approx(2 * 21, abs=1)
 

@@ -93,7 +93,7 @@ def test_extend_beyond_max_seqlen(tokens):
 
 
 def test_max_seqlen_counts_tokens():
-    """max_seqlen counts tokens up to the last one. Hidden rows of a page do not count."""
+    """max_seqlen limits tokens, not slots. Hidden rows of a page do not count."""
     filled = filled_with(6, 20)
     a, b = filled.sequence(9), filled.sequence(9)
     filled.extend(a, b)

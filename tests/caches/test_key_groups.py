@@ -21,7 +21,8 @@ def target(request):
 
 @pytest.fixture
 def forced(monkeypatch):
-    """Divides every tile of at least two smallest tiles of keys into groups. Returns the numbers of groups of the
+    """Forces groups: every tile with the fewest query rows is divided into groups of the fewest keys. Returns the
+    numbers of groups of the
     launches."""
     found = []
 

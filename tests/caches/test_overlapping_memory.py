@@ -86,7 +86,7 @@ def caches_of(make):
 
 
 def same_new_rows(c):
-    """Returns new keys and values that are the same memory, inside the projection that also holds q. This overlap is
+    """Returns new keys and values that are one slice of the tensor that also holds q. This overlap is
     allowed, because the call only reads these tensors."""
     rows = torch.randn(B, NEW, 2 * HEADS_KV, D).to(c["q"])
     return {"q": rows, "k": rows[:, :, :HEADS_KV], "v": rows[:, :, :HEADS_KV]}

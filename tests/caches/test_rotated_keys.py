@@ -126,7 +126,7 @@ def test_a_prompt_with_padding(exact):
 
 
 def test_far_from_the_first_key(exact):
-    """One new key lies beyond the first coarse row of the table, and is rotated correctly."""
+    """A new key beyond the first coarse row of the cos/sin table (1,024 positions per row) is rotated correctly."""
     cache = KVCache(1, 3000, 2, 16, torch.float32, exact.device, rotated_keys=ROPE)
     cache.advance(2500)
     k, v = torch.randn(2, 1, 1, 2, 16).to(exact.device)

@@ -31,7 +31,7 @@ def test_prefill(machine, arch, rotary, seqlen):
     copied = sum(part.width for part in copied_parts(rotary, causal=True)) * work.ITEMSIZE or ROW
     assert forward.tensors["rotated_k"].sectors_read == tiles[0] * tile.block_n * copied
     assert forward.tensors["k"].sectors_read == tiles[0] * tile.block_n * (ROW - copied) + sum(tiles[1:]) * tile_bytes
-    # the pre-pass reads every channel that it copies once and writes it once
+    # the pre-pass reads and writes each copied channel exactly once
     assert rotate.tensors["x"].sectors_read == rotate.tensors["out"].sectors_written == seqlen * copied
     assert forward.tensors["result.out"].sectors_written == seqlen * ROW
     # The queries are read once per band. With one band, every group of four warps reads at most as many bytes of cos

@@ -140,7 +140,8 @@ def test_a_stock_model_is_not_affected():
 @supported
 @pytest.mark.parametrize("name", sorted(set(HERE) - {"llama"} - REFUSED - NOT_BATCHED))
 def test_families(name):
-    """Every other family gives the tokens of generate. In layers with a sliding window, transformers gathers the
+    """For each remaining family, generate_batch gives the same tokens as generate. In layers with a sliding window,
+    transformers gathers the
     keys."""
     model = convert(model_of(name))
     prompts = prompts_of(17, 5, 40, 9)
@@ -219,7 +220,8 @@ def test_shared_prefixes(monkeypatch, calls):
 
 @supported
 def test_several_answers_to_a_prompt(calls):
-    """Several answers to one prompt, for which transformers forks the request, have the tokens of generate. All answers
+    """With several answers per prompt, transformers forks the request. Each answer has the same tokens as generate's.
+    All answers
     are equal, because every step takes the most likely token."""
     model = convert(model_of(), **SCHEMES["rerope"])
     prompts = prompts_of(20, 33)

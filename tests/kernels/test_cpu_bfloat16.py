@@ -45,8 +45,8 @@ def test_accuracy(head_dim, lengths, causal):
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 def test_equal_scores(causal):
-    """The results are right if all weights of a row are equal, so that their rounding errors are equal too. The results
-    are rounded once more."""
+    """The results are right if all weights of a row are equal, so that their rounding errors are equal too. Besides the
+    weights, the results are rounded."""
     p = support.problem(BRAIN, Rotary.none(64), 150, batch=2, heads=4, causal=causal, softmax_scale=0.0)
     support.check(BRAIN, p, roundings=2)
 

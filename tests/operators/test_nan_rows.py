@@ -22,10 +22,10 @@ whiches = pytest.mark.parametrize("which", ["q", "k", "v"])
 schemes = pytest.mark.parametrize("scheme", ["rope", "rerope", "local"])
 
 
-def poisoned(p: support.Problem, which: str, value: float, channels=slice(0, 1)) -> support.Problem:
-    """Returns the problem with `value` in batch 1, row WHERE, head 0 of the tensor `which`."""
+def poisoned(p: support.Problem, which: str, value: float, channels=slice(0, 1), row=WHERE) -> support.Problem:
+    """Returns the problem with `value` in batch 1, this row, head 0 of the tensor `which`."""
     x = getattr(p, which).clone()
-    x[1, WHERE, 0, channels] = value
+    x[1, row, 0, channels] = value
     return p.replace(**{which: x})
 
 
@@ -70,17 +70,18 @@ def test_attention(exact, one_thread, scheme, which, value):
 
 @poisons
 @schemes
-def test_keys_that_a_row_does_not_see(compiled, one_thread, scheme, value):
+@pytest.mark.parametrize("row", [WHERE, ROWS - 3], ids=["first tile", "second tile"])
+def test_keys_that_a_row_does_not_see(compiled, one_thread, row, scheme, value):
     """In the compiled CPU kernels a NaN or infinity in a row of q reaches only the gradients of the keys that the row
     sees."""
     target = support.Target("cpu", torch.float32, "cpu")
     p = support.problem(target, SCHEMES[scheme](D), ROWS, batch=2, heads=4, group=2, seed=1)
-    before, after = support.run(p, "cpu"), support.run(poisoned(p, "q", value), "cpu")
-    first = WHERE - 20 if scheme == "local" else 0
+    before, after = support.run(p, "cpu"), support.run(poisoned(p, "q", value, row=row), "cpu")
+    first = row - 20 if scheme == "local" else 0
     for name in ("grad_k", "grad_v"):
         got, want = after[name][1, :, 0], before[name][1, :, 0]
         seen = torch.zeros(ROWS, dtype=torch.bool)
-        seen[first : WHERE + 1] = True
+        seen[first : row + 1] = True
         assert torch.isfinite(got[~seen]).all()
         assert torch.equal(got[~seen], want[~seen]), name
         if value != value:

@@ -61,7 +61,8 @@ def reuse_table() -> list[str]:
 
 
 def reuse_words() -> list[str]:
-    """Returns figures that say how much it helps to compute first tokens again. Differences are paired over the
+    """Returns how much the log probability improves if the first tokens of each passage are computed again. Differences
+    are paired over the
     questions."""
 
     def mean(row: dict, way: str, again: int) -> float:

@@ -87,7 +87,8 @@ def choose_splits(programs: int, tiles: int, resident: int) -> int:
     """Returns the fastest number of splits among the numbers that keep the share ``FULL`` of the device busy. If no
     number keeps it busy, returns the fastest of all numbers.
 
-    programs: blocks of one split. tiles: key tiles of a sequence. resident: blocks that the device holds at once.
+    programs: the number of blocks of one split. tiles: key tiles of a sequence. resident: blocks that the device holds
+    at once.
     """
 
     def time(splits: int) -> int:

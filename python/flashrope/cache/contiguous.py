@@ -131,8 +131,8 @@ class KVCache(Cache):
 
         Args:
             seqlen_new: number of new tokens of every sequence.
-            leftpad: the number of padding slots at the start of each sequence, for sequences that hold nothing but
-                padding. None: the padding does not change.
+            leftpad: the number of padding slots at the start of each sequence. It may grow only while a sequence holds
+                no tokens. Otherwise pass the present number. None: the padding does not change.
 
         Raises:
             TypeError, ValueError: an argument is invalid, or a sequence has no room. The message names it.

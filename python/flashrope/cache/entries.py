@@ -22,7 +22,7 @@ class Entry(NamedTuple):
         return self.first + self.length
 
     def part(self, start: int, stop: int) -> Entry:
-        """Returns the entry for only its tokens start to stop - 1, counted from its first token."""
+        """Returns this entry restricted to its tokens start to stop - 1. Token 0 is its first visible row."""
         return self._replace(first=self.first + start, length=stop - start)
 
     def moved(self, by: int) -> Entry:

@@ -198,7 +198,8 @@ def context_parallel_attention(
 
     Returns:
         This rank's part of out, like q but with the head_dim of v. The gradients of k and v are summed over the ranks,
-        in the dtype of k and v. The gradient of sinks is this rank's share, as for a replicated parameter.
+        in the dtype of k and v. The gradient of sinks is only this rank's contribution. Reduce it over the ranks, like
+        the gradient of any replicated parameter.
 
     Raises:
         TypeError, ValueError: an argument is invalid. The message names it and says what was expected. The shapes and

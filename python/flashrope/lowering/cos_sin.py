@@ -83,8 +83,8 @@ class TurnRow(NamedTuple):
     """The rows of ``turn_table``, int64, from which a kernel computes the phase of every pair.
 
     step: phase per unit position, modulo one turn, in units of 2^-64 turn.
-    part: phase per unit position, in units of 2^-33 turn. Multiplied by the fractional position in units of 2^-31 this
-        gives units of 2^-64 turn, like ``step``.
+    part: phase per unit position, in units of 2^-33 turn. The product of ``part`` and the fractional position, in units
+    of 2^-31, is a phase in units of 2^-64 turn, as for ``step``.
     start: phase of the rotation's offset, in units of 2^-64 turn.
     factor: the bits of the float32 number by which cos and sin are multiplied.
     axis: the axis by whose coordinate the pair rotates.

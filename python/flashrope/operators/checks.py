@@ -210,7 +210,8 @@ def warn_of_layout(shape_q, shape_k) -> bool:
         if heads_q <= seqlen_q or heads_q != heads_kv and heads_q <= 2 * MANY_HEADS:
             return False
         why = f"{heads_q} heads and only {seqlen_q} queries"
-    elif seqlen_k and heads_q == heads_kv and not seqlen_q % seqlen_k:  # as heads_q is a multiple of heads_kv
+    # in swapped tensors the lengths are numbers of heads, and heads_q is a multiple of heads_kv
+    elif seqlen_k and heads_q == heads_kv and not seqlen_q % seqlen_k:
         why = f"{seqlen_q} queries and only {seqlen_k} keys, so that the first {seqlen_q - seqlen_k} rows have no key"
     else:
         return False

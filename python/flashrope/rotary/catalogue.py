@@ -68,8 +68,8 @@ class Option(NamedTuple):
     Attributes:
         stage: TABLE, CUT, BANDS or SCALE.
         read: a function (name, value, length) that returns the value in the form that ``apply`` and JSON accept, or
-            raises TypeError or ValueError. If the value stands for the training length, ``read`` gets that length from
-            length(name).
+            raises TypeError or ValueError. If the user gave True for the model's training length, ``read`` gets that
+            length from length(name).
         apply: a function (rotary, value) that returns a Rotary. If the user gives the option ``beside``, its value is
             passed as a keyword argument.
         words: a format string of the value, for lists of settings.

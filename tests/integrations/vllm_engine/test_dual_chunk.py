@@ -58,7 +58,7 @@ def test_whole_prompts_and_decoding(qwen2):
 
 def test_chunked_prefill_and_prefix_hits(qwen2):
     """In chunked prefill with steps of 64 tokens, each step scales its scores by the factor for the number of keys so
-    far. Prefix hits skip steps that had the same keys."""
+    far. A prefix hit reuses the results of earlier steps, which had the same number of keys and so the same factor."""
     settings = dict(hf_overrides={"dual_chunk_attention_config": QWEN}, max_num_batched_tokens=64, max_num_seqs=4)
     with engine(qwen2, None, **settings) as llm:
         (first,) = generate(llm, [prompt(450)], tokens=8)

@@ -120,7 +120,8 @@ def _attend_placed(q: torch.Tensor, layer: CacheLayer, part: Part) -> tuple[torc
     """Does the same as ``attend``, for tables with explicit positions."""
     (batch, seqlen_q, heads_q, _), call, k_cache = q.shape, part.call, layer.k
     placed: list[runs.Placed] = []
-    if not call.rotary.axis and not have_maps(call.bands):  # maps need positions, but runs count from their first key
+    # position maps need absolute positions, but positions in a run are relative to its first key
+    if not call.rotary.axis and not have_maps(call.bands):
         placed = part.placed(k_cache, seqlen_q)
     in_runs = [each.long_runs for each in placed] if placed else [False] * batch
     if (compiled := loader.load()) and any(in_runs) and decode.serves(q, layer, call):

@@ -90,8 +90,8 @@ def _append(
 def _attend(q: torch.Tensor, layer: CacheLayer, call: CacheCall, parts: list, out: torch.Tensor | None):
     """Attends over one layer.
 
-    parts: a list that the plan's layers share. The first layer fills it with a ``Part``, or for packed queries with one
-    (sequences, rows, tables, ``Part``) per run of ``addresses.runs``.
+    parts: a list that the plan's layers share. The first layer fills it. Without packed queries it gets one ``Part``.
+    With packed queries it gets a tuple (sequences, rows, tables, ``Part``) for each run of ``addresses.runs``.
     """
     if call.tables.packed is None:
         if not parts:

@@ -50,7 +50,7 @@ def serves(rotary: Rotary | None) -> bool:
 
 
 def appends(k: torch.Tensor, rotary: Rotary | None) -> bool:
-    """Whether ``Append`` can write new rows like k to a layer."""
+    """Whether ``Append`` supports new rows of k's dtype and head_dim, rotated by this scheme."""
     return k.dtype in DTYPES and serves(rotary) and k.shape[-1] <= MAX_HEAD_DIM
 
 

@@ -48,7 +48,8 @@ def shares_fit(head: Head, paged: bool) -> bool:
     would hold fewer blocks than with splits, or a block of keys would take longer. The loop leaves enough for:
 
     - float32: 32 to 64 channels, unless the cache is quantized or the tile is wide.
-    - 16 bits, fewer than 256 channels: 128 channels, and 64 unless the cache is quantized or the tile is wide.
+    - 16 bits, below 256 channels: heads of 128 channels always, and heads of 64 if the cache is not quantized and the
+    tile is not wide.
     - 16 bits, 256 channels or more: heads in parts. If values are channels of the keys, the head must also have more
       than 512 channels, and if the tile is wide, the cache must be paged.
     """

@@ -4,8 +4,8 @@ The kernel of dK and dV computes four matrix products and stores dS, from which 
 Every element is written once, and each kernel sums in a fixed order, so the bits do not depend on the order of blocks.
 The matrices of all heads would take memory that grows with the square of the length. So both kernels run for some heads
 at a time, and share a workspace of at most ``configs.SCORE_BYTES``. Every launch ends with a few long blocks that leave
-the rest of the GPU idle. Launches with few blocks lose more by this than stored gradients save. Then the kernel of dQ
-computes the gradients of scores again.
+the rest of the GPU idle. Launches with few blocks lose more by this than stored gradients save. Such calls store
+nothing, and the kernel of dQ computes the gradients of scores again.
 
 The alternative is a float32 buffer of dQ for every resident block, to which the block adds its part of dQ. The buffers
 do not fit in the L2 cache. So a block would read and write four bytes per channel for every query row and key tile.
@@ -61,8 +61,8 @@ class ScoreLayout(NamedTuple):
         return matrices * self.panels * configs.PANEL_ROWS * configs.PANEL_KEYS
 
     def launches(self, workspace: torch.Tensor) -> Iterator[tuple[ScoreGrads, int]]:
-        """Yields, for each pair of launches, their argument and the number of (sequence, key head) pairs that they
-        compute.
+        """Yields (ScoreGrads, count) for each launch of dK and dV and the launch of dQ that follows it. count: how many
+        combinations of a sequence and a key head both launches compute.
 
         workspace: a tensor of ``elements`` elements, in q's type."""
         strides = self.width, self.growth, self.panels, self.most_sequences * self.panels

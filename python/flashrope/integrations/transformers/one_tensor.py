@@ -231,7 +231,8 @@ def _projections(module) -> Any:
 
 
 def latent_scheme(module, rotary: Rotary) -> Rotary:
-    """Returns the layer's scheme for rows as keys: the rotary channels, which follow the latent, rotate as before."""
+    """Returns the layer's scheme for cached rows (the latent, then rotary channels) that are used as keys. Only the
+    rotary channels rotate."""
     return _behind(rotary, module.kv_lora_rank, module.kv_lora_rank + module.qk_rope_head_dim)
 
 
