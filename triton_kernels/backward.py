@@ -36,17 +36,19 @@ from .tiles import (
     HeadView,
     TileRange,
     VisibleRange,
+    add_weighted_rows,
     clamp_rows,
     edge_count,
     edge_tile,
     existing_rows,
     find_sequence,
+    first_pair,
     head_program,
     head_view,
     is_visible,
     key_tiles,
     load_band,
-    load_parts,
+    load_row_parts,
     load_value_parts,
     load_values,
     lse_offset,
@@ -55,6 +57,7 @@ from .tiles import (
     query_program,
     query_tiles,
     row_exists,
+    row_products,
     row_program,
     sequence_rows,
     skip_rows,
@@ -208,6 +211,8 @@ def head_queries(queries, band_q, seq, head, VARIANT: tl.constexpr):
 #     half, parity = row // 8 % 2, column % 2              which of the lane's four numbers it is
 #     red_floats 0, 1: [half, parity, lane] in memory      one instruction adds 128 contiguous bytes per warp
 #     red_floats 4: [lane, half, parity] in memory         one instruction adds 16 contiguous bytes per lane (sm_90)
+#
+# If the head has VARIANT.pair_ranges, each of them has consecutive blocks in every 16 rows of the sum.
 
 RED = tl.constexpr("red.relaxed.gpu.global.add.f32 [$1], $2; mov.b32 $0, 0;")
 RED_4 = tl.constexpr(
@@ -217,15 +222,11 @@ RED_4 = tl.constexpr(
 RED_4_OPERANDS = tl.constexpr("=r,=r,=r,=r,l,l,l,l,f,f,f,f")
 
 
-#
-# If the head has VARIANT.pair_ranges, each of them has consecutive blocks in every 16 rows of the sum.
-
-
 @triton.jit
 def add_to_sum(ptr, value, PART: tl.constexpr, VARIANT: tl.constexpr):
     """Adds value, [M, D] or [D, M], to a sum in global memory, in the order described above. PART: the index of its
     channels in VARIANT.pair_ranges, if there are any."""
-    START: tl.constexpr = 2 * VARIANT.pair_ranges[PART].first if len(VARIANT.pair_ranges) > 0 else 0
+    START: tl.constexpr = 2 * first_pair(VARIANT.pair_ranges, PART)
     ROWS: tl.constexpr = value.shape[0]
     COLUMNS: tl.constexpr = value.shape[1]
     row, column = tl.arange(0, ROWS)[None, :], tl.arange(0, COLUMNS)[:, None]
@@ -251,7 +252,7 @@ def add_to_sum(ptr, value, PART: tl.constexpr, VARIANT: tl.constexpr):
 @triton.jit
 def load_sum(ptr, M: tl.constexpr, PART: tl.constexpr, VARIANT: tl.constexpr):
     """Returns dQ of M queries, [M, D], from the sum that add_to_sum has added to. PART: as in add_to_sum."""
-    START: tl.constexpr = 2 * VARIANT.pair_ranges[PART].first if len(VARIANT.pair_ranges) > 0 else 0
+    START: tl.constexpr = 2 * first_pair(VARIANT.pair_ranges, PART)
     D: tl.constexpr = 2 * VARIANT.pair_ranges[PART].count if len(VARIANT.pair_ranges) > 0 else VARIANT.block_d
     STEP: tl.constexpr = 16 * VARIANT.padded_d  # numbers of 16 rows
     QUERIES: tl.constexpr = M // 8 if VARIANT.query_rows else M // 16  # blocks along each axis
@@ -299,24 +300,6 @@ def score_products(keys, queries, VARIANT: tl.constexpr):
 
 
 @triton.jit
-def row_products(left, right):
-    """Returns the products of all rows of left [M, X] with all rows of right [N, X], [M, N]."""
-    products = tl.dot(left[0], tl.trans(right[0]), input_precision="ieee")
-    for part in tl.static_range(1, len(left)):
-        products = tl.dot(left[part], tl.trans(right[part]), products, input_precision="ieee")
-    return products
-
-
-@triton.jit
-def add_weighted_rows(acc, weights, rows):
-    """Returns acc [M, X] plus weights [M, N] times rows [N, X]."""
-    added = ()
-    for part in tl.static_range(len(rows)):
-        added += (tl.dot(weights, rows[part], acc[part], input_precision="ieee"),)
-    return added
-
-
-@triton.jit
 def over_keys(x, VARIANT: tl.constexpr):
     """Broadcasts x [BM], one number per query, over the keys of a tile of scores."""
     return x[:, None] if VARIANT.query_rows else x[None, :]
@@ -347,8 +330,7 @@ def add_grad_kv(grad, keys, queries, grad_sum, matrix, row, EDGE: tl.constexpr, 
     q_rows, grad_rows = skip_rows(queries.q, row), skip_rows(queries.grad_out, row)
     rows = tl.arange(0, VARIANT.block_m)
     loaded = clamp_rows(rows, queries.length - row) if EDGE else rows
-    dims = VARIANT.head_dim, VARIANT.padded_d
-    q = load_parts(q_rows.ptr, tile_offsets(loaded, q_rows), queries.channels_q, dims[0], dims[1])  # [BM, D]
+    q = load_row_parts(q_rows.ptr, tile_offsets(loaded, q_rows), queries.channels_q, VARIANT)  # [BM, D]
     lse_log2, delta = load_statistics(
         queries.statistics + tl.multiple_of(2 * row, 2 * VARIANT.block_m), VARIANT.block_m
     )
@@ -592,7 +574,6 @@ def attention_grad_q(
     row_statistics += 2 * (first + loaded)
     lse_log2, delta = tl.load(row_statistics), tl.load(row_statistics + 1)
     scale_log2 = log2_scale(scheme.score_scale)
-    dims = VARIANT.head_dim, VARIANT.padded_d
     acc = zero_parts(VARIANT.block_m, VARIANT.block_d, VARIANT)
     matrix, length_k = None, seq.length_k
     if score_grads is not None:
@@ -606,7 +587,7 @@ def attention_grad_q(
         view = band_rows(raw, rotated_k, band.k_copy, packed_k, head_kv, False, VARIANT)
         keys = KeyRows(view, values, channels_k, channels, seq.length_k)
         q_rows = head_view(band_view(q, b, VARIANT), batch, seq.start_q + first, head, VARIANT)
-        q_tile = load_parts(q_rows.ptr, tile_offsets(loaded, q_rows), channels_k, dims[0], dims[1])  # [BM, D]
+        q_tile = load_row_parts(q_rows.ptr, tile_offsets(loaded, q_rows), channels_k, VARIANT)  # [BM, D]
         visible = visible_keys(position, band, seq.length_k, scheme.maps)
         queries = QueryTile(q_tile, g, lse_log2, delta, visible, scale_log2, first, matrix)
         if NUM_BANDS > 1:
@@ -631,7 +612,7 @@ def finish_part(
 ):  # fmt: skip
     """Rotates the sums of all bands of a head back, adds them, multiplies the result by scale [BM] and stores it. PART:
     an index of VARIANT.pair_ranges, whose pairs are handled. Handles all pairs if there are no pair_ranges."""
-    FIRST: tl.constexpr = VARIANT.pair_ranges[PART].first if len(VARIANT.pair_ranges) > 0 else 0
+    FIRST: tl.constexpr = first_pair(VARIANT.pair_ranges, PART)
     PAIRS: tl.constexpr = VARIANT.pair_ranges[PART].count if len(VARIANT.pair_ranges) > 0 else VARIANT.block_d // 2
     BLOCK_M: tl.constexpr = VARIANT.block_m
     NUM_BANDS: tl.constexpr = VARIANT.num_bands

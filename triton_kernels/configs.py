@@ -159,7 +159,7 @@ OTHER_V["sm120"]["grad_kv"] = OTHER_V["sm86"]["grad_kv"] | {(64, 128): Tile(32, 
 ATOMIC_WIDTHS = {"sm80": (64, 128, 512), "sm86": (64, 128, 512), "sm90": (64, 128, 512), "sm100": (64, 128)}
 ATOMIC_WIDTHS["sm120"] = ATOMIC_WIDTHS["sm86"]
 SCORE_WIDTHS = {name: (64, 128) for name in ("sm80", "sm86", "sm90", "sm100", "sm120")}  # see storing_is_faster
-# families whose shared memory fits a float32 dQ kernel beyond 256 channels (has_grad_q)
+# Families whose shared memory fits a float32 dQ kernel beyond 256 channels (has_grad_q)
 LARGE_SHARED = ("sm80", "sm90", "sm100", "cdna")
 # Tiles for float32, whose products run without tensor cores (input_precision "ieee"). Their speed was not optimized.
 FLOAT = {
@@ -235,11 +235,8 @@ WIDEST["sm90"] = WIDEST["sm80"] | {
     "decode shared wide paged": Tile(64, 32, 8, 3),
 }
 WIDEST |= {"sm100": WIDEST["sm90"], "sm120": WIDEST["sm86"]}
-# Tiles of heads that training divides into tiles of ``training_widths``, by the channels of these tiles. They replace
-# those of WIDEST.
-DIVIDED: dict[str, dict[str, dict[int, Tile]]] = {
-    "sm80": {"forward banded": {320: Tile(32, 32, 4, 2), 384: Tile(32, 32, 4, 2)}},
-}
+# Tiles for heads that training divides (training_widths), by family and sum of the widths. They replace WIDEST's.
+DIVIDED = {("sm80", width): {"forward banded": Tile(32, 32, 4, 2)} for width in (320, 384)}
 # fmt: on
 # The elementwise passes use these rows per program, warps, and heads per program for every type. The heads of a program
 # share one load of cos and sin.
@@ -359,12 +356,8 @@ def tile(
     names = [name for d in directions for name in ([f"{d} banded", d] if num_bands > 1 else [d])]
     if max(block_d, block_dv) > 256:
         table = family(capability) if itemsize == 2 else "float"
-        widest, divided = WIDEST[table], DIVIDED.get(table, {})
-        return next(
-            divided.get(name, {}).get(block_d) or widest[name]
-            for name in names
-            if name in widest or block_d in divided.get(name, {})
-        )
+        widest = WIDEST[table] | DIVIDED.get((table, block_d), {})
+        return next(widest[name] for name in names if name in widest)
     widths = (block_d, max(block_dv, 128) if block_d == 256 else block_dv)
     block_d = max(block_d, block_dv)
     tables = [FLOAT]

@@ -85,6 +85,7 @@ from .tiles import (
     load_rows,
     load_values,
     page_offsets,
+    row_products,
     row_program,
     sees_columns,
     sequence_rows,
@@ -236,10 +237,7 @@ def part_scores(queries, keys, VARIANT: tl.constexpr):
         q, k = join_pairs(queries[0], queries[1], VARIANT), join_pairs(keys[0], keys[1], VARIANT)
         return tl.dot(q, tl.trans(hide_codes(k) if VARIANT.code_vec > 0 else k), input_precision="ieee")
     else:
-        scores = tl.dot(queries[0], tl.trans(keys[0]), input_precision="ieee")
-        for part in tl.static_range(1, len(keys)):
-            scores = tl.dot(queries[part], tl.trans(keys[part]), scores, input_precision="ieee")
-        return scores
+        return row_products(queries, keys)
 
 
 @triton.jit

@@ -53,6 +53,7 @@ from .tiles import (
     packed_row,
     query_program,
     row_exists,
+    row_products,
     store_values,
     tile_rows,
     value_channels,
@@ -194,9 +195,7 @@ def attend_tile(
     dtype: tl.constexpr = queries.tile[0].dtype
     at = find_rows(keys, cached, column, pages, EDGE, VARIANT)
     k = load_tile_keys(keys, column, at, ROTATED_K, VARIANT, dtype)  # [BN, D]
-    scores = tl.dot(queries.tile[0], tl.trans(k[0]), input_precision="ieee")  # [BM, BN]
-    for part in tl.static_range(1, len(k)):
-        scores = tl.dot(queries.tile[part], tl.trans(k[part]), scores, input_precision="ieee")
+    scores = row_products(queries.tile, k)  # [BM, BN]
     scores = scale_scores(scores, cached, at, VARIANT)
     visible = is_visible(queries.visible, column, VARIANT.block_n) if EDGE else None
     weights, state = online_softmax(state, scores, queries.scale_log2, visible)

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from ..lowering import cos_sin
 from .quantized import as_type, join_codes, load_packed, load_packed_channels, load_words
-from .tiles import existing_rows, load_parts, load_rows, store_rows, tile_offsets
+from .tiles import existing_rows, first_pair, load_row_parts, load_rows, store_rows, tile_offsets
 
 FINE_ROWS = tl.constexpr(cos_sin.FINE_ROWS)
 BLOCK_ROWS = tl.constexpr(16)  # rows of a block in load_cos_sin_by_blocks
@@ -164,7 +164,7 @@ def load_keys(ptr, offsets, channels, VARIANT: tl.constexpr, dtype: tl.constexpr
     if ptr.dtype.element_ty == tl.int8:
         return (as_type(load_rows(ptr, offsets, channels[0], VARIANT), dtype),)
     elif ptr.dtype.element_ty != tl.uint8:
-        return load_parts(ptr, offsets, channels, VARIANT.head_dim, VARIANT.padded_d)
+        return load_row_parts(ptr, offsets, channels, VARIANT)
     elif VARIANT.interleaved or FULL or UNROTATED:
         low, high = load_packed(
             ptr, offsets, tl.arange(0, VARIANT.block_d // 2), VARIANT.head_dim, VARIANT.block_d, dtype
@@ -337,8 +337,8 @@ class TileMap(NamedTuple):
 @triton.jit
 def load_tile_map(maps, rotation, keys):
     """Returns the TileMap of a rotation for the `keys` of a tile, numbered from 0. VARIANT.aligned_maps must hold. Call
-    it before the loop over tiles: the
-    division is then outside the loop, and the compiler can also load the cos and sin of `index` there."""
+    it before the loop over tiles: the division is then outside the loop, and the compiler can also load the cos and sin
+    of `index` there."""
     group = tl.load(maps + ROW_MAP_FIELDS * rotation + 1)
     return TileMap(tl.load(maps + ROW_MAP_FIELDS * rotation), group, keys // group)
 
@@ -515,15 +515,22 @@ def load_rotated_chunk(
 
 
 @triton.jit
-def load_rotated_half(
-    view, table, rotation, rows, scale, FIRST: tl.constexpr, ROTATE: tl.constexpr, VARIANT: tl.constexpr
+def load_rotated_pairs(
+    view,
+    table,
+    rotation,
+    rows,
+    scale,
+    FIRST: tl.constexpr,
+    COUNT: tl.constexpr,
+    ROTATE: tl.constexpr,
+    VARIANT: tl.constexpr,
 ):
-    """Loads and rotates D/4 pairs of every row, in chunks of at most CHUNK_PAIRS pairs."""
-    PAIRS: tl.constexpr = VARIANT.block_d // 4
-    if PAIRS <= CHUNK_PAIRS:
-        return load_rotated_chunk(view, table, rotation, rows, scale, FIRST, PAIRS, ROTATE, VARIANT)
+    """Does what load_rotated_chunk does, in chunks of at most CHUNK_PAIRS pairs."""
+    if COUNT <= CHUNK_PAIRS:
+        return load_rotated_chunk(view, table, rotation, rows, scale, FIRST, COUNT, ROTATE, VARIANT)
     else:
-        HALF: tl.constexpr = PAIRS // 2
+        HALF: tl.constexpr = COUNT // 2
         x, y = load_rotated_chunk(view, table, rotation, rows, scale, FIRST, HALF, ROTATE, VARIANT)
         more_x, more_y = load_rotated_chunk(view, table, rotation, rows, scale, FIRST + HALF, HALF, ROTATE, VARIANT)
         return concatenate(x, more_x), concatenate(y, more_y)
@@ -533,17 +540,11 @@ def load_rotated_half(
 def load_rotated_range(
     view, table, rotation, rows, scale, PART: tl.constexpr, ROTATE: tl.constexpr, VARIANT: tl.constexpr
 ):
-    """Loads and rotates the tile of one of VARIANT.pair_ranges, in chunks of at most CHUNK_PAIRS pairs."""
+    """Loads and rotates the tile of one of VARIANT.pair_ranges."""
     FIRST: tl.constexpr = VARIANT.pair_ranges[PART].first
     COUNT: tl.constexpr = VARIANT.pair_ranges[PART].count
-    if COUNT <= CHUNK_PAIRS:
-        x, y = load_rotated_chunk(view, table, rotation, rows, scale, FIRST, COUNT, ROTATE, VARIANT)
-        return join_pairs(x, y, VARIANT)
-    else:
-        HALF: tl.constexpr = COUNT // 2
-        x, y = load_rotated_chunk(view, table, rotation, rows, scale, FIRST, HALF, ROTATE, VARIANT)
-        more_x, more_y = load_rotated_chunk(view, table, rotation, rows, scale, FIRST + HALF, HALF, ROTATE, VARIANT)
-        return join_pairs(concatenate(x, more_x), concatenate(y, more_y), VARIANT)
+    x, y = load_rotated_pairs(view, table, rotation, rows, scale, FIRST, COUNT, ROTATE, VARIANT)
+    return join_pairs(x, y, VARIANT)
 
 
 @triton.jit
@@ -569,8 +570,8 @@ def load_rotated(view, table, rotation, rows, scale, ROTATE: tl.constexpr, VARIA
 def load_rotated_head(view, table, rotation, rows, scale, ROTATE: tl.constexpr, VARIANT: tl.constexpr):
     """Does what load_rotated does if there are no pair_ranges."""
     NEXT: tl.constexpr = VARIANT.block_d // 4
-    x, y = load_rotated_half(view, table, rotation, rows, scale, 0, ROTATE, VARIANT)
-    next_x, next_y = load_rotated_half(view, table, rotation, rows, scale, NEXT, ROTATE, VARIANT)
+    x, y = load_rotated_pairs(view, table, rotation, rows, scale, 0, NEXT, ROTATE, VARIANT)
+    next_x, next_y = load_rotated_pairs(view, table, rotation, rows, scale, NEXT, NEXT, ROTATE, VARIANT)
     if VARIANT.parts == 1:
         return (join_pairs(concatenate(x, next_x), concatenate(y, next_y), VARIANT),)
     elif VARIANT.interleaved:
@@ -625,7 +626,7 @@ def rotate_step(x, y, table, step, before, rows, FIRST: tl.constexpr, COUNT: tl.
 def rotate_tile(tile, table, step, before, rows, PART: tl.constexpr, VARIANT: tl.constexpr):
     """Applies rotate_step to a float32 tile in registers. PART: the tile's index in VARIANT.pair_ranges, if there are
     any."""
-    FIRST: tl.constexpr = VARIANT.pair_ranges[PART].first if len(VARIANT.pair_ranges) > 0 else 0
+    FIRST: tl.constexpr = first_pair(VARIANT.pair_ranges, PART)
     CHUNK: tl.constexpr = tile.shape[1] // 4
     x, y = split_pairs(tile, VARIANT)
     x, next_x = halves(x)
@@ -660,7 +661,7 @@ def store_rotated_back(view, tile, channels, table, rotation, rows, scale, PART:
     if VARIANT.rotary_dim == 0:
         store_rows(view, tile * scale, rows, channels, VARIANT)
     else:
-        FIRST: tl.constexpr = VARIANT.pair_ranges[PART].first if len(VARIANT.pair_ranges) > 0 else 0
+        FIRST: tl.constexpr = first_pair(VARIANT.pair_ranges, PART)
         NEXT: tl.constexpr = FIRST + tile.shape[1] // 4
         x, y = split_pairs(tile, VARIANT)
         x, next_x = halves(x)

@@ -5,6 +5,8 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from .tiles import add_weighted_rows
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
@@ -78,10 +80,7 @@ def online_softmax(state, scores, scale_log2, visible):
 def add_values(state, weights, v):
     """Returns the state with weights [BM, BN] @ v [BN, DV] added to acc. v has as many parts as acc."""
     weights = weights.to(v[0].dtype)
-    acc = ()
-    for part in tl.static_range(len(v)):
-        acc += (tl.dot(weights, v[part], state.acc[part], input_precision="ieee"),)
-    return SoftmaxState(acc, state.row_max, state.row_sum)
+    return SoftmaxState(add_weighted_rows(state.acc, weights, v), state.row_max, state.row_sum)
 
 
 @triton.jit

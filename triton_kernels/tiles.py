@@ -428,6 +428,12 @@ def load_parts(ptr, offsets, channels, HEAD_DIM: tl.constexpr, PADDED_D: tl.cons
 
 
 @triton.jit
+def load_row_parts(ptr, offsets, channels, VARIANT: tl.constexpr):
+    """Loads rows of q or k as load_rows does, in parts. channels: a tuple with the channels of each part."""
+    return load_parts(ptr, offsets, channels, VARIANT.head_dim, VARIANT.padded_d)
+
+
+@triton.jit
 def load_value_parts(ptr, offsets, channels, VARIANT: tl.constexpr):
     """Loads rows of v or of the gradient of out in parts. channels: a tuple with the channels of each part."""
     PADDED_D: tl.constexpr = VARIANT.padded_d if len(VARIANT.pair_ranges) > 0 else VARIANT.block_dv
@@ -450,6 +456,33 @@ def zero_parts(M: tl.constexpr, WIDTH: tl.constexpr, VARIANT: tl.constexpr):
 def zero_part(M: tl.constexpr, PART: tl.constexpr, VARIANT: tl.constexpr):
     WIDTH: tl.constexpr = 2 * VARIANT.pair_ranges[PART].count
     return tl.zeros((M, WIDTH), tl.float32)
+
+
+@triton.jit
+def row_products(left, right):
+    """Returns the products of all rows of left [..., M, X] with all rows of right [..., N, X], [..., M, N]. Both are
+    tuples of tiles with the same channels."""
+    products = tl.dot(left[0], tl.trans(right[0]), input_precision="ieee")
+    for part in tl.static_range(1, len(right)):
+        products = tl.dot(left[part], tl.trans(right[part]), products, input_precision="ieee")
+    return products
+
+
+@triton.jit
+def add_weighted_rows(acc, weights, rows):
+    """Returns acc [..., M, X] plus weights [..., M, N] times rows [..., N, X]. acc, rows: tuples of tiles with the same
+    channels."""
+    added = ()
+    for part in tl.static_range(len(rows)):
+        added += (tl.dot(weights, rows[part], acc[part], input_precision="ieee"),)
+    return added
+
+
+@triton.constexpr_function
+def first_pair(pair_ranges, part):
+    """Returns the first pair of a tile of a head. It is 0 if there are no VARIANT.pair_ranges, so that a head has one
+    tile."""
+    return pair_ranges[part][0] if len(pair_ranges) > 0 else 0
 
 
 @triton.constexpr_function

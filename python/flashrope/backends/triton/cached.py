@@ -363,7 +363,6 @@ class CachePlan(Plan):
         several = self.batch > 1 and self.capacity > tile.block_n and not self.call.num_splits
         head = Head(self.rotary.head_dim, self.itemsize, self.quantized, len(channels) > 0, shared, wide)
         shares = several and layout.entries is None and shares_fit(head, self.page_size > 0)
-        parts = 1 if self.table.shape[-1] <= configs.WHOLE_PAIRS else 2
         key_groups = 1
         if self._loads_plain_pairs(layout, channels, aligned_maps):
             width = max(2 * self.table.shape[-1], block_d(self.head_dim_v))
@@ -380,7 +379,7 @@ class CachePlan(Plan):
                 one_run=one_run,
                 stored=self.stored,
                 axes=self.axes,
-                parts=parts,
+                parts=1 if self.table.shape[-1] <= configs.WHOLE_PAIRS else 2,
                 channels=channels,
                 first_value=self.first_value,
                 shares=shares,
