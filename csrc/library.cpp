@@ -66,11 +66,12 @@ CacheLayout check_cache(const Tensor& k_cache, const Tensor& v_cache, const Tens
   CacheLayout layout = {};
   const int64_t batch = like.size(0), slots = k_cache.size(1);
   STD_TORCH_CHECK(like.scalar_type() == ScalarType::Half || like.scalar_type() == ScalarType::BFloat16,
-                  "expected float16 or bfloat16");
+                  "q or k: expected float16 or bfloat16");
   for (int i = 0; i < 4; ++i) {
     STD_TORCH_CHECK(k_cache.size(i) == v_cache.size(i), "v_cache: expected k_cache's shape");
-    STD_TORCH_CHECK(k_cache.size(i) > 0 && k_cache.size(i) < MAX_COUNT && like.size(i) > 0,
-                    "expected tensors that are not empty");
+    STD_TORCH_CHECK(k_cache.size(i) > 0 && k_cache.size(i) < MAX_COUNT, "k_cache: expected size 1 to ", MAX_COUNT - 1,
+                    " in dimension ", i, ", got ", k_cache.size(i));
+    STD_TORCH_CHECK(like.size(i) > 0, "q or k: expected at least one element, got size 0 in dimension ", i);
   }
   layout.seqlens = check_int32(cache_seqlens, "cache_seqlens", 1, like);
   STD_TORCH_CHECK(cache_seqlens.size(0) == batch, "cache_seqlens: expected ", batch, " lengths");

@@ -230,7 +230,7 @@ def export(trainer: Trainer, folder: Path) -> None:
 def check(args: argparse.Namespace) -> None:
     """Raises BadInput for options that do not fit together."""
     if args.cope_steps is not None and args.scheme != "cope-hope":
-        raise BadInput(f"--cope-steps: expected --scheme cope-hope beside it, got {args.scheme}")
+        raise BadInput(f"--cope-steps: supported only with --scheme cope-hope, got --scheme {args.scheme}")
     if args.cope_steps is not None and args.cope_steps >= args.steps:
         raise BadInput(f"--cope-steps: expected less than --steps = {args.steps}, got {args.cope_steps}")
     if args.device == "cpu" and os.environ.get("ACCELERATE_USE_FSDP") == "true":

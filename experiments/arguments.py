@@ -216,7 +216,7 @@ def _devices(device: torch.device, ranks: Ranks) -> tuple[torch.device, ...]:
 def _check(preset: Preset, args: argparse.Namespace) -> None:
     """Raises BadInput for sizes with which nothing can be trained."""
     if args.vocab_size and not args.tokens:
-        raise BadInput("--vocab-size: expected only with --tokens; without, a token is a byte")
+        raise BadInput("--vocab-size: supported only with --tokens; without --tokens, a token is a byte")
     if preset.train_length < 64 or preset.train_length % 8:
         raise BadInput(f"--train-length: expected a multiple of 8 of at least 64, got {preset.train_length}")
     for name, value, maximum in (("learning-rate", preset.learning_rate, None), ("warmup", preset.warmup, 1)):
@@ -267,7 +267,7 @@ def check_effects(args: argparse.Namespace, run: Run, cells: dict[str, list[Cell
     if set(cells) <= set(OWN_TRAINING):
         for option in ("compile", "tensorboard"):
             if getattr(args, option):
-                raise BadInput(f"--{option}: expected only with experiments that train language models, got {names}")
+                raise BadInput(f"--{option}: supported only by experiments that train language models, got {names}")
     if run.ranks.world > 1 and any(EXPERIMENTS[name].function for name in cells):
         raise BadInput(f"torchrun: expected an experiment that measures schemes, got {names}; run it without torchrun")
     measured = {(cell.scheme, cell.length) for some in cells.values() for cell in some}

@@ -135,7 +135,10 @@ def ways_of(model, train_length: int, longest: int) -> dict[str, list[Stage]]:
 
     found = {each.name: each for each in applicable(model, ["hope", "cope"], train_length, longest)[0]}
     if missing := {"hope", "cope"} - found.keys():
-        raise BadInput(f"--model: expected a model that HoPE and CoPE change, {', '.join(sorted(missing))} does not")
+        raise BadInput(
+            f"--model: expected a model to which HoPE and CoPE apply, got one to which {' and '.join(sorted(missing))} "
+            f"{'do' if len(missing) > 1 else 'does'} not apply"
+        )
     hope, cope = (Stage(found[name].label, found[name].apply) for name in ("hope", "cope"))
     return {
         "RoPE": [Stage("RoPE", lambda: convert(as_it_came(model)))],

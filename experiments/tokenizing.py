@@ -52,7 +52,7 @@ def run(argv: list[str], program: str) -> None:
     if args.text:
         for option in ("subset", "split", "column"):
             if getattr(args, option) != parser.get_default(option):
-                raise BadInput(f"--{option}: expected only with --dataset, got it with --text")
+                raise BadInput(f"--{option}: supported only with --dataset, got --text")
     need("tokenizers", *(["datasets"] if args.dataset else []), extra=EXTRA)
     tokenizer = load(args.tokenizer)
     texts = _dataset(args) if args.dataset else read_texts(args.text).values()

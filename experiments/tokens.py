@@ -103,7 +103,9 @@ def from_files(paths: list[str], vocab_size: int | None, window: int) -> TokenCo
     known = [_description(path) for path in files]
     sizes = {each["vocab_size"] for each in known if each} | ({vocab_size} if vocab_size else set())
     if not sizes:
-        raise BadInput(f"--vocab-size: expected the number of tokens in the vocabulary, as {paths[0]} has no .json")
+        raise BadInput(
+            f"--vocab-size: expected the number of tokens in the vocabulary, because {paths[0]} has no .json"
+        )
     if len(sizes) > 1:
         raise BadInput(f"--vocab-size: expected one size for all files, got {', '.join(map(str, sorted(sizes)))}")
     (size,) = sizes

@@ -69,9 +69,9 @@ REFUSED = {
     "int8 of half rows": (lambda: cached(**codes(width=8)), V, "k_cache", "16 bytes per row, one 8-bit value in each",
                           "got 8"),
     "int8 and int4": (lambda: cached(**codes(v_cache=zeros(2, 32, 2, 8).byte())), V, "v_cache",
-                      "torch.int8 as k_cache", "got torch.uint8"),
+                      "torch.int8, the dtype of k_cache", "got torch.uint8"),
     "codes of three": (lambda: cached(**codes(v_cache=zeros(3, 32, 2, 16).char())), V, "v_cache",
-                       "shape (2, 32, 2, 16) as k_cache", "got (3, 32, 2, 16)"),
+                       "shape (2, 32, 2, 16), the shape of k_cache", "got (3, 32, 2, 16)"),
     "a quantized k_cache": (lambda: cached(k_cache=zeros(2, 32, 2, 16).char()), V, "v_cache", "int8, or uint8",
                             "got torch.float32"),
     "a quantized v_cache": (lambda: cached(v_cache=zeros(2, 32, 2, 16).char()), V, "v_cache", "float16, bfloat16",
@@ -144,7 +144,8 @@ REFUSED = {
     "rotary forgotten": (lambda: rows().attend(ONE, NEW, NEW), T, "v", "a tensor", "NoneType"),
     "window_size": (lambda: rows().attend(ONE, ROPE, NEW, NEW, window_size=3), T, "window_size", "rotary.local",
                     "window_size=3"),
-    "half-precision q": (lambda: rows().attend(ONE.half(), ROPE, NEW, NEW), T, "q", "torch.float32 as", "float16"),
+    "half-precision q": (lambda: rows().attend(ONE.half(), ROPE, NEW, NEW), T, "q",
+                         "torch.float32, the dtype of the cache", "float16"),
     "no such layer": (lambda: rows().layer(2), V, "layer", "at least 0 and at most 0", "got 2"),
     "no pages": (lambda: pages(pages=0), V, "pages", "at least 1", "got 0"),
     "page_size 8": (lambda: pages(page_size=8), V, "page_size", "at least 16 and at most 256", "got 8"),
@@ -176,7 +177,7 @@ ROTARY = SCHEMES["rope"]
 ROWS = [  # (call of the cache, q and k, error, message)
     (lambda c, q, k: c.append(k[:2], k[:2]), V, "k: expected shape (3, seqlen_new, 1, 8), got (2, 4, 1, 8)"),
     (lambda c, q, k: c.append(k, k[:, :3]), V, "v: expected shape (3, 4, 1, 8), got (3, 3, 1, 8)"),
-    (lambda c, q, k: c.append(k.float(), k), T, "k: expected torch.float64 as the cache, got torch.float32"),
+    (lambda c, q, k: c.append(k.float(), k), T, "k: expected torch.float64, the dtype of the cache, got torch.float32"),
     (lambda c, q, k: c.append(k, k.to("meta")), V, "v: expected device"),
     (lambda c, q, k: c.append(None, None), T, "k: expected a tensor, got NoneType"),
     (lambda c, q, k: c.append(k.requires_grad_(), k), V, "k: expected a tensor that does not require grad"),
@@ -277,11 +278,11 @@ def test_padding_without_keys():
 
 
 IN_A_STEP = [
-    (lambda s: s.append(K, K, layer=0), V, "layer 0: expected k and v once in a step"),
+    (lambda s: s.append(K, K, layer=0), V, "layer 0: expected k and v once per step"),
     (lambda s: s.append(K[:, :3], K[:, :3], layer=1), V, "k: expected seqlen_new 4, as in the call of step(), got 3"),
     (lambda s: s.append(K, K), T, "layer: expected an integer, got None"),
     (lambda s: s.append(K, K[:, :3], layer=1), V, "v: expected shape (3, 4, 1, 8), got (3, 3, 1, 8)"),
-    (lambda s: s.append(K.float(), K, layer=1), T, "k: expected torch.float64 as the cache"),
+    (lambda s: s.append(K.float(), K, layer=1), T, "k: expected torch.float64, the dtype of the cache"),
     (lambda s: s.attend(queries(1, 2), ROTARY, K, K, layer=1), V, "q: expected shape (3, seqlen_q, heads_q"),
     (lambda s: s.attend(queries(1, 3), ROTARY, v=K, layer=1), T, "k: expected a tensor"),
     (

@@ -141,17 +141,15 @@ REFUSED = {
     ),
     "no slice": (
         lambda c: KVCache(1, 16, **OPTIONS | {"values": 48}),
-        "values: expected a slice of the channels of the keys, or None, got 48",
+        "values: expected None, or a slice of the channels of the keys, got 48",
     ),
     "steps": (
         lambda c: KVCache(1, 16, **OPTIONS | {"values": slice(0, 64, 2)}),
-        "values: expected a slice of consecutive channels, a multiple of 8 up to 512 of them, got slice(0, 64, 2) of "
-        "head_dim 64",
+        "values: expected a slice of 8, 16, ..., 512 consecutive channels of head_dim 64, got slice(0, 64, 2)",
     ),
     "12 channels": (
         lambda c: KVCache(1, 16, **OPTIONS | {"values": slice(0, 12)}),
-        "values: expected a slice of consecutive channels, a multiple of 8 up to 512 of them, got slice(0, 12, None) "
-        "of head_dim 64",
+        "values: expected a slice of 8, 16, ..., 512 consecutive channels of head_dim 64, got slice(0, 12, None)",
     ),
     "rotated keys": (
         lambda c: KVCache(1, 16, rotated_keys=ROPE, **OPTIONS),

@@ -61,14 +61,14 @@ def test_tables_that_the_graph_does_not_read():
     cache, names = filled("plain")
     step = cache.capture(names, 1)
     cache.remove(names[0], 4, 9)
-    with pytest.raises(ValueError, match="^positions: expected None, because the captured step had none, got tables"):
+    with pytest.raises(ValueError, match="^positions: expected None, because the captured step had no positions"):
         step.update()
     cache, names = filled("plain")
     empty = cache.allocate()
     step = cache.capture([empty], 1)
     _, k, v = random(1, 1, 5)
     cache.append([empty], k.expand(LAYERS, *k.shape), v.expand(LAYERS, *v.shape), leftpad=[2])
-    with pytest.raises(ValueError, match="^leftpad: expected None, because the captured step had none, got tables"):
+    with pytest.raises(ValueError, match="^leftpad: expected None, because the captured step had no leftpad"):
         step.update()
 
 

@@ -114,7 +114,7 @@ REFUSED = {
     ),
     "slots": (
         lambda: attend(torch.zeros(1, 17, 1, 16)),
-        "v_cache: expected shape (1, 16, 1, 16) as k_cache except for head_dim, got (1, 17, 1, 16)",
+        "v_cache: expected shape (1, 16, 1, 16), the shape of k_cache except for head_dim, got (1, 17, 1, 16)",
     ),
     "new values": (lambda: attend(V, k=NEW, v=NEW), "v: expected shape (1, 1, 1, 16), got (1, 1, 1, 24)"),
     "quantized": (
@@ -129,11 +129,12 @@ REFUSED = {
     ),
     "quantized cache": (
         lambda: KVCache(1, 16, 1, 24, torch.float32, "cpu", head_dim_v=16, cache_dtype="int8"),
-        "head_dim_v: expected head_dim 24 in a cache of int8 (quantized values need the head_dim of the keys), got 16",
+        "head_dim_v: expected head_dim = 24 in a cache of int8 (quantized values need the head_dim of the keys), got "
+        "16",
     ),
     "wider cache": (
         lambda: KVCache(1, 16, 1, 24, torch.float32, "cpu", head_dim_v=32),
-        "head_dim_v: expected a multiple of 8 up to 24, the head_dim, got 32",
+        "head_dim_v: expected a multiple of 8 up to head_dim = 24, got 32",
     ),
     "cuda": (
         lambda: cuda.attention_with_cache(Q.half(), CacheLayer(K, V), CacheCall(ROPE, True, 1.0, CacheTables(LENGTHS))),

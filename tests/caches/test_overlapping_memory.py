@@ -145,7 +145,7 @@ def test_pages_that_alternate(exact):
         caches = (rows[n : n + 128].unflatten(0, (8, 16)) for n in (0, shift))
         c |= dict(zip(("k_cache", "v_cache"), caches, strict=True))
         with pytest.raises(
-            ValueError, match="^v_cache: expected memory apart from k_cache" if shift else f"^v: {VIEW}"
+            ValueError, match="^v_cache: expected memory that does not overlap k_cache" if shift else f"^v: {VIEW}"
         ):
             attention_with_cache(**c)
 
@@ -176,7 +176,7 @@ def test_the_other_calls(exact):
     cache = PagedKVCache(2, 16, HEADS_KV, D, exact.dtype, exact.device)
     name, (k, v) = cache.allocate(), (x[None, :NEW] for x in c.new_keys())
     cache.append([name], k, v, impl=exact.impl)
-    with pytest.raises(ValueError, match="^k: expected memory apart from k_cache"):
+    with pytest.raises(ValueError, match="^k: expected memory that does not overlap k_cache"):
         cache.append([name], cache.k[:1, :NEW], v, impl=exact.impl)
     assert cache.lengths == {name: NEW}
 
@@ -186,7 +186,7 @@ def test_operator(exact):
     c = Cached(exact, SCHEME, (8, 12), NEW, capacity=SLOTS)
     tables, layer = c.parts()
     layer = layer._replace(v=layer.k)
-    with pytest.raises(ValueError, match="^v_cache: expected memory apart from k_cache"):
+    with pytest.raises(ValueError, match="^v_cache: expected memory that does not overlap k_cache"):
         arguments = *flatten(CacheLayer, layer), *c.new_keys(), *flatten(CacheTables, tables)
         OPERATORS.append_to_cache(*arguments, None, exact.impl)
 
@@ -251,7 +251,7 @@ def test_later_layers_of_a_plan(monkeypatch, one, other):
     plan(*layer(*side_by_side))
     assert len(checked) == 1
     side_by_side[other] -= 1
-    with pytest.raises(ValueError, match="expected memory apart from"):
+    with pytest.raises(ValueError, match="expected memory that does not overlap"):
         plan(*layer(*side_by_side))
 
 

@@ -209,7 +209,10 @@ PLANS = {
     "lengths of another type": (lambda: planned(tables={"seqlens": torch.tensor(LENGTHS)}),
                                 "cache_seqlens: expected int32, got torch.int64"),
     "quantized without a type": (lambda: plan_cache(BARE.parts()[0], like=CODES.parts()[1], **ONE),
-        "dtype: expected float16, bfloat16, float32 or float64 beside a cache of torch.int8, got None"),
+        "dtype: expected float16, bfloat16, float32 or float64 (a cache of torch.int8 does not say the type of q), "
+        "got None"),
+    "an integer type": (lambda: planned(dtype=torch.int8),
+        "dtype: expected float16, bfloat16, float32 or float64, got torch.int8"),
 }  # fmt: skip
 
 
@@ -222,7 +225,7 @@ def test_refused_by_plan_cache(call, message):
 def test_packed_queries_without_a_place_for_keys():
     plan, layer = planned(tables={"new": Packed(int32([0, 1, 2, 3]), 1)}, seqlen_q=3)
     with pytest.raises(
-        ValueError, match=r"^k: expected None, because tables.new neither appends keys nor has a slot_mapping"
+        ValueError, match=r"^k: expected None \(tables.new neither appends keys nor has a slot_mapping\)"
     ):
         plan.attend(Q[:, 0], layer, K[:, 0], V[:, 0])
 

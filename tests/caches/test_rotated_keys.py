@@ -309,7 +309,7 @@ def test_what_a_cache_of_rotated_keys_refuses(make):
         (TypeError, "^rotated_keys: expected a Rotary, or None for raw keys, got True", True, 1),
         (TypeError, "expected a Rotary, or a list of 2, one per layer, or None .* got", [ROPE], 2),
         (TypeError, "expected a Rotary for layer 1, got NoneType", [ROPE, None], 2),
-        (ValueError, "^rotated_keys: expected head_dim 16 as the cache, got 32", Rotary.rope(32), 1),
+        (ValueError, "^rotated_keys: expected head_dim 16, the head_dim of the cache, got 32", Rotary.rope(32), 1),
         (ValueError, "^rotated_keys: axial schemes are not supported", Rotary.axial(16, 2), 1),
     ],
 )

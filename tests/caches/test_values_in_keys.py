@@ -154,8 +154,8 @@ REFUSED = {
     ),
     "other slots": (
         attend(K[:, :12], K[:, 4:], k=NEW, v=NEW),
-        "v_cache: expected memory apart from k_cache, or a view of its channels and v=None (both are written), got "
-        "tensors that overlap",
+        "v_cache: expected memory that does not overlap k_cache, or a view of its channels and v=None (both are "
+        "written), got tensors that overlap",
     ),
     "other slots without values": (
         attend(K[:, :12], K[:, 4:], k=NEW),
@@ -163,8 +163,8 @@ REFUSED = {
     ),
     "channels beyond the keys": (
         attend(K[..., :16], K[..., 8:], q=Q[..., :16], rotary=Rotary.rope(16), k=NEW[..., 8:], v=NEW[..., 8:]),
-        "v_cache: expected memory apart from k_cache, or a view of its channels and v=None (both are written), got "
-        "tensors that overlap",
+        "v_cache: expected memory that does not overlap k_cache, or a view of its channels and v=None (both are "
+        "written), got tensors that overlap",
     ),
     "quantized": (
         attend(CODES, CODES, **SCALES),

@@ -167,7 +167,7 @@ def test_packed_sequences_are_sequences():
     [
         ({"attention_dropout": 0.1}, "attention_dropout: expected 0, got 0.1"),
         ({"window_size": (8, 0)}, r"window_size: expected None, got \(8, 0\); for a window use Rotary.local"),
-        ({"kv_channels": 32}, "rotary: expected head_dim 32, as kv_channels, got 16"),
+        ({"kv_channels": 32}, "rotary: expected head_dim 32, the config's kv_channels, got 16"),
     ],
 )
 def test_configurations_are_refused_when_the_model_is_built(options, message):

@@ -90,7 +90,7 @@ def test_no_sink_and_a_row_without_keys():
         ([0.0, 0.0], TypeError, "sinks: expected a tensor, got list"),
         (torch.zeros(2, dtype=torch.int32), TypeError, "sinks: expected a float type, got torch.int32"),
         (torch.zeros(1), ValueError, r"sinks: expected shape \(2,\), one number per head of q, got \(1,\)"),
-        (torch.zeros(2, device="meta"), ValueError, "sinks: expected device cpu as q, got meta"),
+        (torch.zeros(2, device="meta"), ValueError, "sinks: expected device cpu, the device of q, got meta"),
     ],
 )
 def test_refusals(sinks, error, message):

@@ -255,7 +255,7 @@ def test_autocast_leaves_other_types(rotary):
     q, k, v = inputs(requires_grad=False)
     with torch.autocast("cpu", torch.bfloat16):
         assert attention(*(x.half() for x in (q, k, v)), rotary).dtype == torch.float16
-        with pytest.raises(TypeError, match="k: expected torch.float16 as in q, got torch.bfloat16"):
+        with pytest.raises(TypeError, match="k: expected torch.float16, the dtype of q, got torch.bfloat16"):
             attention(q.half(), k, v, rotary)
 
 

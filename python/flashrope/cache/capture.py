@@ -36,7 +36,7 @@ class CapturedStep:
         ):
             if table is not None and captured is None:
                 raise ValueError(
-                    f"{name}: expected None, because the captured step had none, got tables; capture again"
+                    f"{name}: expected None, because the captured step had no {name}, got tables; capture again"
                 )
         own.seqlens.copy_(now.seqlens)
         assert own.block_table is not None and now.block_table is not None

@@ -135,7 +135,8 @@ class KVCache(Cache):
                 no tokens. Otherwise pass the present number. None: the padding does not change.
 
         Raises:
-            TypeError, ValueError: an argument is invalid, or a sequence has no room. The message names it.
+            TypeError, ValueError: an argument is invalid, or a sequence has no room. The message names the argument or
+                the sequence.
             RuntimeError: a step of this cache is open.
         """
         return self._step(check_integer("seqlen_new", seqlen_new), leftpad)
@@ -159,7 +160,8 @@ class KVCache(Cache):
         different numbers of tokens, append the largest number to all of them and ``truncate`` the shorter ones.
 
         Raises:
-            TypeError, ValueError: an argument is invalid, or a sequence has no room. The message names it.
+            TypeError, ValueError: an argument is invalid, or a sequence has no room. The message names the argument or
+                the sequence.
         """
         if self.layers > 1:
             return self._append_layers(self.step(self._new_of_layers(k, v), leftpad), k, v, impl)
@@ -192,7 +194,8 @@ class KVCache(Cache):
             out, like q. With return_lse: (out, lse). lse is (batch, heads_q, seqlen_q).
 
         Raises:
-            TypeError, ValueError: an argument is invalid, or a sequence has no room. The message names it.
+            TypeError, ValueError: an argument is invalid, or a sequence has no room. The message names the argument or
+                the sequence.
         """
         if k is None and v is None and leftpad is None:
             check_queries(q, self.batch)

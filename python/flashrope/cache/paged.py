@@ -242,7 +242,8 @@ class PagedKVCache(Cache):
 
         Raises:
             OutOfPages: too few pages are free when the step is entered. The message says how many are missing.
-            TypeError, ValueError: an argument is invalid, or a sequence would exceed max_seqlen. The message names it.
+            TypeError, ValueError: an argument is invalid, or a sequence would exceed max_seqlen. The message names the
+                argument or the sequence.
             RuntimeError: a step of this cache is open.
         """
         return self._step(self._select(sequences), check_integer("seqlen_new", seqlen_new), leftpad)
@@ -301,7 +302,8 @@ class PagedKVCache(Cache):
 
         Raises:
             OutOfPages: too few pages are free. The message says how many are missing.
-            TypeError, ValueError: an argument is invalid, or a sequence would exceed max_seqlen. The message names it.
+            TypeError, ValueError: an argument is invalid, or a sequence would exceed max_seqlen. The message names the
+                argument or the sequence.
         """
         selected = self._select(sequences)
         if k is None and v is None and leftpad is None:

@@ -106,7 +106,7 @@ class Step:
             out, like q. With return_lse: (out, lse). lse is (n, heads_q, seqlen_q).
 
         Raises:
-            TypeError, ValueError: an argument is invalid. The message names it and says what was expected.
+            TypeError, ValueError: an argument is invalid. The message names the argument and says what was expected.
         """
         self._check_open()
         check_queries(q, self.batch)
@@ -124,10 +124,10 @@ class Step:
 
     def _check_open(self) -> None:
         if self._cache._open is not self:
-            raise RuntimeError("step: expected a call inside the with statement that opened the step")
+            raise RuntimeError("step: not open; call it inside the with statement that opened it")
 
     def _check_new(self, seqlen_new: int, layer: int | None) -> None:
         if seqlen_new != self.seqlen_new:
             raise ValueError(f"k: expected seqlen_new {self.seqlen_new}, as in the call of step(), got {seqlen_new}")
         if self._written >> (layer or 0) & 1:
-            raise ValueError(f"layer {layer or 0}: expected k and v once in a step, got k and v again")
+            raise ValueError(f"layer {layer or 0}: expected k and v once per step, got them a second time")

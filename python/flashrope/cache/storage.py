@@ -138,12 +138,12 @@ class Cache:
 
     def refuse_in_step(self, call: str) -> None:
         if self._open is not None:
-            raise RuntimeError(f"{call}: expected no open step of this cache; leave its with statement first")
+            raise RuntimeError(f"{call}: not supported while a step is open; leave its with statement first")
 
     def refuse_new(self, call: str) -> None:
         """Raises if a call may not write to one layer: in an open step, or in a cache of several layers."""
         if self._open is not None:
-            raise RuntimeError(f"{call}: expected k and v through the step that is open")
+            raise RuntimeError(f"{call}: not supported while a step is open; pass k and v to the methods of the step")
         if self.layers > 1:
             raise ValueError(
                 f"k: expected None, because a cache of {self.layers} layers takes k and v in a step: "
@@ -263,11 +263,11 @@ def allocate_storage(
         raise ValueError(f"head_dim: expected a multiple of 8 up to {largest}{why}, got {head_dim}")
     head_dim_v = head_dim if head_dim_v is None else check_integer("head_dim_v", head_dim_v, 8)
     if head_dim_v % 8 or head_dim_v > head_dim:
-        raise ValueError(f"head_dim_v: expected a multiple of 8 up to {head_dim}, the head_dim, got {head_dim_v}")
+        raise ValueError(f"head_dim_v: expected a multiple of 8 up to head_dim = {head_dim}, got {head_dim_v}")
     if cache_dtype is not None and head_dim_v != head_dim:
         raise ValueError(
-            f"head_dim_v: expected head_dim {head_dim} in a cache of {cache_dtype} (quantized values need the head_dim "
-            f"of the keys), got {head_dim_v}"
+            f"head_dim_v: expected head_dim = {head_dim} in a cache of {cache_dtype} (quantized values need the "
+            f"head_dim of the keys), got {head_dim_v}"
         )
     if dtype not in DTYPES:
         raise TypeError(f"dtype: expected float16, bfloat16, float32 or float64, got {dtype}")
@@ -302,13 +302,13 @@ def check_values(values, head_dim, head_dim_v, rotated_keys, cache_dtype) -> sli
     if values is None:
         return None
     if not isinstance(values, slice):
-        raise TypeError(f"values: expected a slice of the channels of the keys, or None, got {values!r}")
+        raise TypeError(f"values: expected None, or a slice of the channels of the keys, got {values!r}")
     start, stop, step = values.indices(check_integer("head_dim", head_dim, 8))
     width = stop - start
     if step != 1 or width % 8 or not 8 <= width <= MAX_HEAD_DIM:
         raise ValueError(
-            f"values: expected a slice of consecutive channels, a multiple of 8 up to {MAX_HEAD_DIM} of them, "
-            f"got {values!r} of head_dim {head_dim}"
+            f"values: expected a slice of 8, 16, ..., {MAX_HEAD_DIM} consecutive channels of head_dim {head_dim}, "
+            f"got {values!r}"
         )
     for name, given in (("head_dim_v", head_dim_v), ("rotated_keys", rotated_keys), ("cache_dtype", cache_dtype)):
         if given is not None:
@@ -338,7 +338,9 @@ def check_schemes(rotated_keys, head_dim: int, layers: int) -> tuple[Rotary, ...
         if not isinstance(rotary, Rotary):
             raise TypeError(f"rotated_keys: expected a Rotary for layer {layer}, got {type(rotary).__name__}")
         if rotary.head_dim != head_dim:
-            raise ValueError(f"rotated_keys: expected head_dim {head_dim} as the cache, got {rotary.head_dim}")
+            raise ValueError(
+                f"rotated_keys: expected head_dim {head_dim}, the head_dim of the cache, got {rotary.head_dim}"
+            )
         if head_dim > MAX_NARROW_HEAD_DIM:
             raise ValueError(f"rotated_keys: not supported beyond head_dim {MAX_NARROW_HEAD_DIM} yet, got {head_dim}")
         if rotary.axis:
@@ -436,9 +438,9 @@ def check_new(k, v, cache: Cache, batch: int) -> int:
         if x.shape != expected:
             raise ValueError(f"{name}: expected shape {expected}, got {tuple(x.shape)}")
         if x.dtype != cache.dtype:
-            raise TypeError(f"{name}: expected {cache.dtype} as the cache, got {x.dtype}{autocast_hint(x)}")
+            raise TypeError(f"{name}: expected {cache.dtype}, the dtype of the cache, got {x.dtype}{autocast_hint(x)}")
         if x.device != cache.k.device:
-            raise ValueError(f"{name}: expected device {cache.k.device} as the cache, got {x.device}")
+            raise ValueError(f"{name}: expected device {cache.k.device}, the device of the cache, got {x.device}")
         if x.stride(-1) != 1:
             raise ValueError(f"{name}: expected a contiguous last dimension, got stride {x.stride(-1)}")
         check_no_gradient(name, x)

@@ -41,7 +41,7 @@ def read_chunks(*configs) -> Chunks | None:
         Its content, or None if no configuration has one.
 
     Raises:
-        TypeError, ValueError: a key is invalid. The message names it and says what was expected.
+        TypeError, ValueError: a key is invalid. The message names the key and says what was expected.
     """
     config = next(filter(asks_for_chunks, configs), None)
     if config is None:

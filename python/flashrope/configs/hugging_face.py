@@ -44,7 +44,7 @@ KEYS = frozenset(
     }
 )
 REFUSED_KEYS = {
-    "xdrope_section": "xdrope_section gives each pair its own coordinate of a multi-dimensional position",
+    "xdrope_section": "xdrope_section is not supported (it gives each pair its own coordinate of a position)",
 }
 
 
@@ -188,7 +188,8 @@ def _refuse_by_field(config) -> None:
         )
     if getattr(config, "num_attention_heads", None) is None and getattr(config, "text_config", None) is not None:
         raise ValueError(
-            "config: expected a text model's, got one that holds a text_config; pass config.get_text_config()"
+            "config: expected the configuration of a text model, got one that holds a text_config; pass "
+            "config.get_text_config()"
         )
 
 

@@ -157,7 +157,7 @@ def _measure_by_position(args: argparse.Namespace) -> int:
                 f"--{name}: not supported with --by-position, which measures every token of a window at once"
             )
     if args.batch > 1:
-        raise BadInput(f"--batch: expected 1 with --by-position, a window per pass, got {args.batch}")
+        raise BadInput(f"--batch: expected 1 with --by-position, which reads one window per pass, got {args.batch}")
     device = options.device(args.device)
     texts = data.read_texts(args.text)
     model, tokens = load(args.model, device, args.dtype)

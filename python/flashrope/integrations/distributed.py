@@ -202,8 +202,8 @@ def context_parallel_attention(
         the gradient of any replicated parameter.
 
     Raises:
-        TypeError, ValueError: an argument is invalid. The message names it and says what was expected. The shapes and
-            cu_seqlens on other ranks are not checked.
+        TypeError, ValueError: an argument is invalid. The message names the argument and says what was expected. The
+            shapes and cu_seqlens on other ranks are not checked.
         RuntimeError: the call is inside ``torch.distributed.tensor.experimental.context_parallel``.
     """
     group = _process_group(group)
@@ -499,7 +499,8 @@ def _check_lengths(q, k, group: dist.ProcessGroup, cu_seqlens_q, cu_seqlens_k) -
         lengths.append(values)
     if len(lengths[0]) != len(lengths[1]):
         raise ValueError(
-            f"cu_seqlens_k: expected shape {tuple(cu_seqlens_q.shape)} as cu_seqlens_q, got {tuple(cu_seqlens_k.shape)}"
+            f"cu_seqlens_k: expected shape {tuple(cu_seqlens_q.shape)}, the shape of cu_seqlens_q, got "
+            f"{tuple(cu_seqlens_k.shape)}"
         )
     return _Lengths(*lengths)
 

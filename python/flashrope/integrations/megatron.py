@@ -77,7 +77,9 @@ class FusedAttention(DotProductAttention):
         if attn_mask_type not in CAUSAL:
             raise ValueError(f"attn_mask_type: expected causal or no_mask, got {attn_mask_type.name}")
         if rotary.head_dim != config.kv_channels:
-            raise ValueError(f"rotary: expected head_dim {config.kv_channels}, as kv_channels, got {rotary.head_dim}")
+            raise ValueError(
+                f"rotary: expected head_dim {config.kv_channels}, the config's kv_channels, got {rotary.head_dim}"
+            )
         super().__init__(config, layer_number, attn_mask_type, attention_type, *args, **others)
         self.rotary = rotary
         # Megatron divides the scale by the layer's number and multiplies the scores by it again.

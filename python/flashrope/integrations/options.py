@@ -25,7 +25,9 @@ def training_length(config, name: str) -> int:
     configuration does not have this length."""
     length = getattr(config, "max_position_embeddings", None)
     if not isinstance(length, int):
-        raise ValueError(f"{name}: expected a length, as the configuration's max_position_embeddings is {length!r}")
+        raise ValueError(
+            f"{name}: expected a length, because the configuration's max_position_embeddings is {length!r}"
+        )
     return length
 
 
@@ -43,7 +45,7 @@ def read_options(given: Mapping[str, Any], config, length=training_length) -> di
         Values as rotary/catalogue.py applies them. A True that stands for a training length is replaced by the length.
 
     Raises:
-        TypeError, ValueError: an option is invalid. The message names it and says what was expected.
+        TypeError, ValueError: an option is invalid. The message names the option and says what was expected.
     """
     if unknown := sorted(set(given) - set(_names())):
         close = difflib.get_close_matches(unknown[0], _names(), n=1)
@@ -135,7 +137,8 @@ def _read_rotary(value, config):
     layer_types = sorted(set(getattr(config, "layer_types", None) or ()))
     if len(layer_types) < 2 and (not value or sorted(value) != layer_types):
         raise ValueError(
-            f"rotary: expected one Rotary, as all layers of this model are of one type, got a dict with {sorted(value)}"
+            "rotary: expected one Rotary, because all layers of this model are of one type, got a dict with "
+            f"{sorted(value)}"
         )
     if sorted(value) != layer_types:
         raise ValueError(f"rotary: expected the layer types {layer_types}, got {sorted(value)}")

@@ -86,15 +86,16 @@ def plan_cache(
         True.
 
     Raises:
-        TypeError, ValueError: an argument is invalid. The message names it and says what was expected.
+        TypeError, ValueError: an argument is invalid. The message names the argument and says what was expected.
     """
     if not isinstance(tables, CacheTables):
         raise TypeError(f"tables: expected CacheTables, got {type(tables).__name__}")
     if not isinstance(like, CacheLayer):
         raise TypeError(f"like: expected a CacheLayer, got {type(like).__name__}")
-    dtype = dtype or (like.k.dtype if isinstance(like.k, torch.Tensor) else None)
+    asked, dtype = dtype, dtype or (like.k.dtype if isinstance(like.k, torch.Tensor) else None)
     if dtype not in DTYPES:
-        raise TypeError(f"dtype: expected float16, bfloat16, float32 or float64 beside a cache of {dtype}, got None")
+        needed = f" (a cache of {dtype} does not say the type of q)" if asked is None else ""
+        raise TypeError(f"dtype: expected float16, bfloat16, float32 or float64{needed}, got {asked}")
     if not isinstance(rotary, Rotary):
         raise TypeError(f"rotary: expected a flashrope.Rotary, got {type(rotary).__name__}")
     batch = () if tables.packed else (tables.seqlens.shape[0],)
@@ -259,8 +260,8 @@ class CachePlan:
             out; with return_lse (out, lse), as in ``attention_with_cache``.
 
         Raises:
-            TypeError, ValueError: an argument is invalid or does not fit the plan. The message names it and says what
-                was expected.
+            TypeError, ValueError: an argument is invalid or does not fit the plan. The message names the argument and
+                says what was expected.
         """
         q, k, v = autocast(q, k, v)
         return self._attend(q, layer, k, v, sinks, return_lse, out)
@@ -382,9 +383,7 @@ class CachePlan:
         if not isinstance(new, Packed):
             rows = (*rows, new)
         elif not new.appends and new.slot_mapping is None:
-            raise ValueError(
-                "k: expected None, because tables.new neither appends keys nor has a slot_mapping, got a tensor"
-            )
+            raise ValueError("k: expected None (tables.new neither appends keys nor has a slot_mapping), got a tensor")
         widths: tuple[int, ...] = queries.shape[-1], cached_out_shape(queries, self._layer)[-1]
         if v is None and (self._first_value is not None or torch.compiler.is_compiling()):
             widths = widths[:1]

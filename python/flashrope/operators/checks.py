@@ -52,7 +52,7 @@ def check_tensors(
     cache. scales: (k_scale, v_scale) if the cache is quantized, else None.
     """
     dtype = device = None
-    tensors, like = (("q", q), (names[0], k), (names[1], v)), "in q"
+    tensors, like = (("q", q), (names[0], k), (names[1], v)), "q"
     if names is CACHES:
         tensors += tuple(new)
         if scales is not None:
@@ -71,10 +71,10 @@ def check_tensors(
             if x.dtype not in DTYPES:
                 _refuse_dtype(name, x.dtype)
             if dtype is not None:
-                raise TypeError(f"{name}: expected {dtype} as {like}, got {x.dtype}{autocast_hint(x)}")
+                raise TypeError(f"{name}: expected {dtype}, the dtype of {like}, got {x.dtype}{autocast_hint(x)}")
             dtype, device = x.dtype, x.device
         if x.device != device:
-            raise ValueError(f"{name}: expected device {device} as {like}, got {x.device}")
+            raise ValueError(f"{name}: expected device {device}, the device of {like}, got {x.device}")
         if not x.is_contiguous() and x.stride(-1) != 1 and x.shape[-1] > 1:
             raise ValueError(f"{name}: expected a contiguous last dimension, got stride {x.stride(-1)}")
     shape_q, shape_k = q.shape, (k.shape if scales is None else _check_codes(q, k, v, *scales))
@@ -111,7 +111,7 @@ def _check_codes(q, k_cache, v_cache, k_scale, v_scale) -> tuple[int, ...]:
             codes = "int8, or uint8 with two 4-bit values per byte, because k_scale or v_scale is given"
             raise ValueError(f"{name}: expected {codes}, got {x.dtype}")
         if x.dtype != k_cache.dtype:
-            raise ValueError(f"{name}: expected {k_cache.dtype} as k_cache, got {x.dtype}")
+            raise ValueError(f"{name}: expected {k_cache.dtype}, the dtype of k_cache, got {x.dtype}")
         if x.ndim != 4:
             raise ValueError(f"{name}: expected (batch, seqlen, heads, head_dim), got shape {tuple(x.shape)}")
         columns = q.shape[-1] // PER_BYTE[x.dtype]
@@ -123,11 +123,11 @@ def _check_codes(q, k_cache, v_cache, k_scale, v_scale) -> tuple[int, ...]:
             )
         if x.shape != k_cache.shape:
             raise ValueError(
-                f"{name}: expected shape {tuple(k_cache.shape)} as k_cache (quantized values need the head_dim of the "
-                f"keys), got {tuple(x.shape)}"
+                f"{name}: expected shape {tuple(k_cache.shape)}, the shape of k_cache (quantized values need the "
+                f"head_dim of the keys), got {tuple(x.shape)}"
             )
         if x.device != q.device:
-            raise ValueError(f"{name}: expected device {q.device} as in q, got {x.device}")
+            raise ValueError(f"{name}: expected device {q.device}, the device of q, got {x.device}")
         if not x.is_contiguous() and x.stride(-1) != 1 and x.shape[-1] > 1:
             raise ValueError(f"{name}: expected a contiguous last dimension, got stride {x.stride(-1)}")
     shape = tuple(k_cache.shape[:-1])
@@ -140,7 +140,7 @@ def _check_codes(q, k_cache, v_cache, k_scale, v_scale) -> tuple[int, ...]:
         if x.shape != shape:
             raise ValueError(f"{expected}, got shape {tuple(x.shape)}")
         if x.device != q.device:
-            raise ValueError(f"{name}: expected device {q.device} as q, got {x.device}")
+            raise ValueError(f"{name}: expected device {q.device}, the device of q, got {x.device}")
         check_no_gradient(name, x)
     return *shape, q.shape[-1]
 
@@ -150,7 +150,7 @@ def _check_values(names, shape_v, shape_k) -> None:
     expected = (*shape_k[:-1], shape_v[-1])
     if shape_v != expected:
         hint = " except for head_dim" if expected != shape_k else ""
-        raise ValueError(f"{names[1]}: expected shape {expected} as {names[0]}{hint}, got {tuple(shape_v)}")
+        raise ValueError(f"{names[1]}: expected shape {expected}, the shape of {names[0]}{hint}, got {tuple(shape_v)}")
     largest, why = (shape_k[-1], f", the head_dim of {names[0]}") if names is CACHES else (MAX_HEAD_DIM, "")
     if shape_v[-1] % 8 or not 8 <= shape_v[-1] <= largest:
         raise ValueError(f"{names[1]}: expected head_dim to be a multiple of 8 up to {largest}{why}, got {shape_v[-1]}")
@@ -337,7 +337,7 @@ def check_sinks(sinks, q) -> None:
     if sinks.shape != q.shape[-2:-1]:
         raise ValueError(f"sinks: expected shape ({q.shape[-2]},), one number per head of q, got {tuple(sinks.shape)}")
     if sinks.device != q.device:
-        raise ValueError(f"sinks: expected device {q.device} as q, got {sinks.device}")
+        raise ValueError(f"sinks: expected device {q.device}, the device of q, got {sinks.device}")
 
 
 def check_no_gradient(name: str, x: torch.Tensor) -> None:
@@ -364,7 +364,7 @@ def check_slot_mapping(slot_mapping, q) -> None:
     if slot_mapping.shape != q.shape[:1]:
         raise ValueError(f"slot_mapping: expected shape ({q.shape[0]},), got {tuple(slot_mapping.shape)}")
     if slot_mapping.device != q.device:
-        raise ValueError(f"slot_mapping: expected device {q.device} as q, got {slot_mapping.device}")
+        raise ValueError(f"slot_mapping: expected device {q.device}, the device of q, got {slot_mapping.device}")
     if not slot_mapping.is_contiguous():
         raise ValueError(f"slot_mapping: expected a contiguous tensor, got stride {slot_mapping.stride()}")
 
@@ -386,7 +386,7 @@ def check_int32(name, x, like, like_name, shape: tuple) -> None:
             f"{name}: expected shape ({', '.join(map(str, shape))}{',' * (len(shape) == 1)}), got {tuple(x.shape)}"
         )
     if x.device != like.device:
-        raise ValueError(f"{name}: expected device {like.device} as {like_name}, got {x.device}")
+        raise ValueError(f"{name}: expected device {like.device}, the device of {like_name}, got {x.device}")
     if not x.is_contiguous():
         raise ValueError(f"{name}: expected a contiguous tensor, got stride {x.stride()}")
 
@@ -507,7 +507,7 @@ def _check_numbers(positions, like, like_name: str) -> None:
     if not isinstance(positions, torch.Tensor):
         raise TypeError(f"positions: expected a tensor, got {type(positions).__name__}")
     if positions.device != like.device:
-        raise ValueError(f"positions: expected device {like.device} as {like_name}, got {positions.device}")
+        raise ValueError(f"positions: expected device {like.device}, the device of {like_name}, got {positions.device}")
     if positions.dtype == torch.bool or positions.is_complex():
         raise TypeError(f"positions: expected numbers, got {positions.dtype}")
 

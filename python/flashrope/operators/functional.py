@@ -98,8 +98,8 @@ def attention(
         lse includes the sinks. With sinks, the lse of a row that sees no key is the sink of its head.
 
     Raises:
-        TypeError, ValueError: an argument is invalid. The message names it and says what was expected. No check
-            synchronises with the device.
+        TypeError, ValueError: an argument is invalid. The message names the argument and says what was expected. No
+            check synchronises with the device.
     """
     if unknown:
         refuse_unknown(attention, unknown)
@@ -177,7 +177,8 @@ def attention_varlen(
     check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, k, "k", max_seqlen_k)
     if cu_seqlens_k.shape != cu_seqlens_q.shape:
         raise ValueError(
-            f"cu_seqlens_k: expected shape {tuple(cu_seqlens_q.shape)} as cu_seqlens_q, got {tuple(cu_seqlens_k.shape)}"
+            f"cu_seqlens_k: expected shape {tuple(cu_seqlens_q.shape)}, the shape of cu_seqlens_q, got "
+            f"{tuple(cu_seqlens_k.shape)}"
         )
     if positions is not None:
         positions = check_packed_positions(positions, q, k, rotary, cu_seqlens_q, cu_seqlens_k)
@@ -227,9 +228,9 @@ def rotate(
         A new contiguous tensor of x's shape and dtype, with all channels, rotated or not.
 
     Raises:
-        TypeError, ValueError: an argument is invalid. The message names it and says what was expected. ReRoPE, Leaky
-            ReRoPE, Self-Extend and dual chunk attention are not accepted, because they rotate a query or a key in
-            several ways.
+        TypeError, ValueError: an argument is invalid. The message names the argument and says what was expected.
+            ReRoPE, Leaky ReRoPE, Self-Extend and dual chunk attention are not accepted, because they rotate a query or
+            a key in several ways.
     """
     if unknown:
         refuse_unknown(rotate, unknown)

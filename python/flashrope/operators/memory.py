@@ -50,7 +50,9 @@ def check_append(layer: CacheLayer, k, v, tables: CacheTables) -> None:
             if start < end and low < start + size and _meet(start - low, _layout(y), _layout(x), same_page):
                 why = "both are written" if is_written else f"{other} is written while {name} is read"
                 view = ", or a view of its channels and v=None" if name == "v_cache" and other == "k_cache" else ""
-                raise ValueError(f"{name}: expected memory apart from {other}{view} ({why}), got tensors that overlap")
+                raise ValueError(
+                    f"{name}: expected memory that does not overlap {other}{view} ({why}), got tensors that overlap"
+                )
         if is_written:
             found.append((name, x, start, start + size))
 

@@ -60,7 +60,7 @@ def _check_numbers(name: str, x, dtypes: tuple[torch.dtype, ...], like, shape: t
     if tuple(x.shape) != shape:
         raise ValueError(f"{name}: expected shape {shape}, got {tuple(x.shape)}")
     if x.device != like.device:
-        raise ValueError(f"{name}: expected device {like.device} as q, got {x.device}")
+        raise ValueError(f"{name}: expected device {like.device}, the device of q, got {x.device}")
     check_no_gradient(name, x)
 
 

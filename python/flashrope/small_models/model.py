@@ -206,8 +206,8 @@ def load_checkpoint(path: str | os.PathLike, device: torch.device | str = "cpu")
         metadata = file.metadata() or {}
         if "trained" in metadata and "rotary" not in metadata:
             raise ValueError(
-                f"{path}: expected a model with one rotary scheme, got one of the experiments trained with "
-                f"{metadata['trained']!r}, which only python -m experiments reads"
+                f"{path}: expected a model with one rotary scheme, got a model that python -m experiments trained "
+                f"with {metadata['trained']!r}; only python -m experiments reads it"
             )
         if not {"config", "rotary"} <= metadata.keys():
             raise ValueError(f"{path}: not a flashrope checkpoint, its metadata has no config and rotary")

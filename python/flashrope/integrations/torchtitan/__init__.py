@@ -32,7 +32,8 @@ def attention(config, **given) -> GQAttention.Config:
         given: options of ``flashrope.integrations.transformers.convert``, which override the options of the scheme.
 
     Raises:
-        TypeError, ValueError: an option or a part of the model is not supported. The message names it.
+        TypeError, ValueError: an option or a part of the model is not supported. The message names the option or the
+            part.
     """
     check_attention(config)
     rotary, options = read_scheme(given, config)

@@ -148,7 +148,7 @@ def read_scheme(given: Mapping[str, Any], attention) -> tuple[Rotary, dict[str, 
     """Returns the scheme of an attention layer, and the options of ``convert`` for this scheme, as JSON values.
 
     Raises:
-        TypeError, ValueError: an option is invalid. The message names it and says what was expected.
+        TypeError, ValueError: an option is invalid. The message names the option and says what was expected.
     """
     head_dim = head_dim_of(attention)
     seqlen = attention.rope.max_seq_len  # torchtitan has set max_seq_len to training.seq_len

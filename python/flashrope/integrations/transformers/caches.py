@@ -71,7 +71,7 @@ def check_cache(decoder, given: Mapping[str, Any]) -> None:
 
     Raises:
         TypeError: the decoder is converted and the cache is not a Cache of transformers.
-        ValueError: the cache is refused. The message names its argument.
+        ValueError: the cache is refused. The message names the argument of the cache.
     """
     cache = given.get(CACHE)
     if cache is None:
@@ -260,8 +260,8 @@ def _check_empty(cache: Cache, known: int, queries: torch.Tensor) -> None:
 def _check_batch(cached: torch.Tensor, queries: torch.Tensor) -> None:
     if cached.shape[0] != queries.shape[0]:
         raise ValueError(
-            f"{CACHE}: expected a cache of {queries.shape[0]} sequences, as the new tokens, got the "
-            f"coordinates of {cached.shape[0]}"
+            f"{CACHE}: expected a cache of {queries.shape[0]} sequences, the number of sequences of the new tokens, "
+            f"got coordinates of {cached.shape[0]} sequences"
         )
 
 

@@ -261,8 +261,8 @@ def _fit_pages_to_layers() -> None:
         if layers := _layers_that_differ(config):
             if num_key_value_heads != cache.find_num_key_value_heads(config):
                 raise ValueError(
-                    "tp_plan: tensor parallelism is not supported for layers of several head_dims in continuous "
-                    f"batching, got {num_key_value_heads} key heads per rank"
+                    "tp_plan: tensor parallelism is not supported in continuous batching of a model whose layers "
+                    f"differ in head_dim or key heads, got {num_key_value_heads} key heads per rank"
                 )
             config = layers[layer_indices[0]]
             num_key_value_heads = config.num_key_value_heads

@@ -81,8 +81,8 @@ def convert(model, rotary: Rotary | dict[str, Rotary] | None = None, *, untested
         model.
 
     Raises:
-        TypeError, ValueError: an argument is invalid. The message names it and says what was expected. The model does
-            not change.
+        TypeError, ValueError: an argument is invalid. The message names the argument and says what was expected. The
+            model does not change.
     """
     plan = plan_conversion(model, {"rotary": rotary, **options}, untested)
     if plan.own is not None:

@@ -63,8 +63,8 @@ def prefill_passage(model, input_ids: torch.Tensor, behind: Passage | None = Non
         The passage, without the text of ``behind``.
 
     Raises:
-        TypeError, ValueError: an argument is invalid. The message names it. ``model`` must be converted. None of its
-            layers may have a sliding window, lack attention, have a scheme that depends on the length, or have
+        TypeError, ValueError: an argument is invalid. The message names the argument. ``model`` must be converted. None
+            of its layers may have a sliding window, lack attention, have a scheme that depends on the length, or have
             positions of several coordinates.
     """
     decoder, plan = _converted(model)

@@ -64,8 +64,8 @@ def _scheme(config, layer_type, window, rotates, options, seqlen) -> Rotary:
         given = given[layer_type] if isinstance(given, dict) else given
         if any(given.frequencies) and any(rotary.frequencies) and given.interleaved != rotary.interleaved:
             raise ValueError(
-                f"rotary: expected interleaved={rotary.interleaved}, as the model pairs its channels, got "
-                f"{given.interleaved}"
+                f"rotary: expected interleaved={rotary.interleaved}, because the model pairs its channels this way, "
+                f"got {given.interleaved}"
             )
         rotary = given
     rotary = apply_options(rotary, options, scaled=window is None)
@@ -73,8 +73,8 @@ def _scheme(config, layer_type, window, rotates, options, seqlen) -> Rotary:
         return rotary
     if not all(band.is_plain for band in rotary.bands):
         raise ValueError(
-            "window: expected a model whose layers see all keys, got layers with a sliding window of "
-            f"{window}, which see no keys beyond it"
+            "window: expected a model whose layers see all keys, got layers that see only a sliding window of "
+            f"{window} keys"
         )
     return rotary.local(window)
 
@@ -91,7 +91,7 @@ def _check_axial(rotary: Rotary, options: dict, window: int | None) -> None:
         )
     if given is not None and (isinstance(given, dict) or given.axes != rotary.axes):
         raise ValueError(
-            f"rotary: expected a scheme of {rotary.axes} axes, as positions of this model have, got {given!r}"
+            f"rotary: expected a scheme of {rotary.axes} axes, one per coordinate of a position, got {given!r}"
         )
 
 

@@ -27,7 +27,7 @@ def check_version() -> None:
     """Checks that the tests ran with this version of transformers.
 
     Raises:
-        ValueError: the tests did not run with this version. The message names it.
+        ValueError: the tests did not run with this version. The message names the version.
     """
     if VERSION >= UNTESTED:
         newest = ".".join(map(str, UNTESTED))

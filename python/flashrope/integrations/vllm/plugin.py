@@ -228,8 +228,8 @@ def _turn_off(embedding, plan: Plan) -> None:
     if not any(_same(embedding, table, rotary) for rotary in plan.stock):
         schemes = " or ".join(map(repr, plan.stock))
         raise ValueError(
-            f"rope: expected the table of the model's configuration, {schemes}; got another one in vLLM's {name}, "
-            "which reads the rope parameters differently"
+            f"rope: expected the cos and sin of the model's configuration, {schemes}, got a different table from "
+            f"vLLM's {name}, which reads the rope parameters differently"
         )
     embedding.__class__ = RawRotaryEmbedding
     embedding.is_neox_style = False  # or Qwen3-Next rotates in a fused kernel on CUDA, without the embedding
