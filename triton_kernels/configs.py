@@ -171,10 +171,11 @@ FLOAT = {
 }
 # Tiles for heads of 257 to 576 channels; more than 512 only in decoding. Forward and gradients wait for shared memory
 # most of the time. Their tiles were chosen among tiles whose loops access at most 172 bytes of local memory. They were
-# ranked by the issue model where it applies, else by instructions per needed product. In sm_90's gradients, every tile
-# for wgmma, which needs 64 rows, spills more. "decode shared" is for heads in parts whose values are channels of the
-# keys. "decode parts" does not spill. The decode tiles of heads without parts need 64 or more registers for cos and sin
-# of their keys. On sm_90, sm_100 and sm_120 their loops access up to 24 bytes of local memory.
+# ranked by the issue model where it applies. The others were ranked by instructions per needed product: a product of
+# tensor cores that is neither padding nor repeated in another warp. In sm_90's gradients, every tile for wgmma, which
+# needs 64 rows, spills more. "decode shared" is for heads in parts whose values are channels of the keys. "decode
+# parts" does not spill. The decode tiles of heads without parts need 64 or more registers for cos and sin of their
+# keys. On sm_90, sm_100 and sm_120 their loops access up to 24 bytes of local memory.
 WIDEST = {
     "sm80": {
         "forward": Tile(32, 32, 4, 2),

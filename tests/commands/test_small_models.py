@@ -204,8 +204,8 @@ def test_workers():
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_rerope_keeps_the_loss_that_rope_loses(seed):
-    """Beyond the training length, the loss rises under RoPE but not under ReRoPE. A comment gives the worst figure of
-    15 runs: 5 seeds, each run once as it is and twice with perturbed weights."""
+    """Beyond the training length, the loss rises under RoPE but not under ReRoPE. The comments give the worst figures
+    of 15 runs with 5 seeds: for each seed, one run with the weights as drawn and two with perturbed weights."""
     length = 32
     corpus = data.standard_library(8 * length + 1)
     windows = data.as_tokens(data.unseen_windows(corpus.unseen, 8 * length + 1, 64, seed=0))

@@ -54,7 +54,7 @@ def test_rows_outside_every_sequence():
 @pytest.mark.parametrize("hostile", [-1, -(2**31), 2**31 - 1])
 @pytest.mark.parametrize("entry", ["cu_seqlens_q", "cache_seqlens", "block_table", "cache_leftpad", "slot_mapping"])
 def test_hostile_tables(entry, hostile):
-    """With wrong entries in the tables, no access is out of bounds, and the first sequence and its pages do not
+    """A wrong entry in a table causes no access out of bounds. The results and pages of the first sequence do not
     change."""
     right = packed("rerope", ((3, 40), (1, 20), (2, 66)), leftpad=(2, 1, 0), mapped=entry == "slot_mapping")
     wrong = right.replace()

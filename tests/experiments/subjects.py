@@ -49,8 +49,9 @@ def sharpen(module):
 
 
 def check_growth(batches, length, shortest):
-    """Checks the 20 batches of a task. batches(seed, start) yields them from step `start` on. Samples start below
-    ``shortest`` and have ``length`` from the middle on. A batch depends only on the seed and its step."""
+    """Checks that samples of a task grow, and that a batch depends only on the seed and the step. Samples of the first
+    batch are shorter than ``shortest``. Samples of the second half of the 20 batches have ``length`` tokens.
+    batches(seed, start) yields the batches from step `start` on."""
 
     def first(count, seed=0, start=0):
         stream = batches(seed, start)

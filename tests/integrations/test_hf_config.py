@@ -295,7 +295,7 @@ def test_head_dim_of_the_full_layers():
             "expected 0 < low_freq_factor < high_freq_factor, got 4.0 and 1.0$",
         ),
         (scaling("yarn", factor=8.0, beta_fsat=32), "rope parameter 'beta_fsat' is not known"),
-        (scaling("default", mrope_section=[16, 24, 24]), "mrope_section gives each pair its own"),
+        (scaling("default", mrope_section=[16, 24, 24]), "mrope_section assigns a coordinate"),
         (
             {
                 "rope_scaling": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 1024},

@@ -102,8 +102,8 @@ class CachePositions(NamedTuple):
 
 
 class CacheTables(NamedTuple):
-    """The tables that say where the sequences of a step are in a cache. All layers share them. Pass them to
-    ``plan_cache``.
+    """The tables that say where the sequences of a step are in a cache. The tables are the same for all layers. Pass
+    them to ``plan_cache``.
 
     Sequence b consists of the slots from leftpad[b] to seqlens[b] - 1 and, after these, its new keys. Slot s is row s
     of the cache, or row s % page_size of page block_table[b, s // page_size]. Positions count from leftpad.

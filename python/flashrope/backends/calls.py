@@ -92,8 +92,8 @@ class AttentionCall(_Scheme):
 class CacheCall(_Scheme):
     """One call of attention_with_cache, without q (batch, seqlen_q, heads_q, head_dim) and the caches.
 
-    With packed queries it is a call of attention_varlen_with_cache: q (total_q, heads_q, head_dim), lse (heads_q,
-    total_q).
+    If queries are packed, it is a call of attention_varlen_with_cache. Then q is (total_q, heads_q, head_dim), and lse
+    is (heads_q, total_q).
     """
 
     rotary: Rotary

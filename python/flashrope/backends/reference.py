@@ -197,7 +197,7 @@ def dense_attention(
     for band in call.bands:
         in_band = band.holds(i[:, None], j[None, :]) & allowed
         rotated_q = rotate_by(q, rotary, band.queries.of(q_position))
-        # Keys that do not rotate stay unchanged. Rotating them by angle 0 would turn infinities into NaN.
+        # Keys that do not rotate are used as they are, because rotating an infinity by angle 0 would give NaN.
         rotated_k = k if band.keys == STILL else rotate_by(k, rotary, band.keys.of(k_position))
         band_scores = call.score_scale * torch.einsum("bihd,bjhd->bhij", rotated_q, rotated_k)
         scores = torch.where(in_band, band_scores, scores)

@@ -1,8 +1,9 @@
-"""Reads and writes the file of tuned tiles. A user has one file for all devices. A process reads it once.
+"""Reads and writes the file of tuned tiles. The file holds the tiles of all of a user's devices. A process reads the
+file once.
 
-The file is ``flashrope/tiles.json`` in the user's cache folder ($XDG_CACHE_HOME, or ~/.cache). It is replaced
-atomically. A tile is used only in the setup in which it was measured: on the same device, and with the same versions of
-Triton and flashrope. A file that cannot be read is ignored with one warning.
+The file is ``flashrope/tiles.json`` in the user's cache folder ($XDG_CACHE_HOME, or ~/.cache). Writing replaces the
+file atomically. A tile is used only on the device, and with the versions of Triton and flashrope, with which it was
+measured. A file that cannot be read is ignored with one warning.
 """
 
 from __future__ import annotations

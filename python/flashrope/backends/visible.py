@@ -9,10 +9,10 @@ Their positions are
 
     page_positions[b, n] + (slot_positions[page, row] if the cache stores positions, else row).
 
-By default page_first is 0 and page_lengths is the page size. Without page_positions, the position of a slot is its
-stored position. If the cache stores no positions, it is slot - leftpad. Visible tokens are ordered by block-table
-entry, then by row. The last visible tokens are the queries, and each query sees the tokens up to its own. Distances,
-bands and the scale of a query follow from positions.
+By default page_first is 0 and page_lengths is the page size. Without page_positions, a slot has its stored position, or
+position slot - leftpad if the cache stores no positions. Visible tokens are ordered by block-table entry, then by row.
+The last visible tokens are the queries, and each query sees the tokens up to its own. Distances, bands and the scale of
+a query follow from positions.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from ..backends.cache_tables import CachePositions, CacheTables
 
 
 class CapturedStep:
-    """A step that a CUDA graph replays. Its tables keep their addresses. Get it from ``PagedKVCache.capture``.
+    """A step that a CUDA graph replays. Its tables keep their addresses. ``PagedKVCache.capture`` returns one.
 
     Attributes:
         tables: the tables for ``plan_cache``, the same tensors at every replay.

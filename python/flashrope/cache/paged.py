@@ -1,4 +1,5 @@
-"""``PagedKVCache``: stores sequences in pages of one pool. Forks share pages until they write to them."""
+"""``PagedKVCache``: stores sequences in pages of one pool. A forked sequence shares a page with its origin until one of
+the two writes to the page."""
 
 from __future__ import annotations
 
@@ -221,8 +222,9 @@ class PagedKVCache(Cache):
     def reserve(self, sequences: Sequence[int], seqlen_new: int) -> None:
         """Reserves pages for seqlen_new more tokens of every sequence, so that appending them cannot fail.
 
-        Reserved pages stay with their sequence until it is truncated or freed. A fork does not share them. Forking ends
-        the reservation in the last page that holds tokens, because that page is then shared.
+        Reserved pages stay with their sequence until the sequence is truncated or freed. A fork does not share reserved
+        pages. After a fork, free slots in the last page with tokens are no longer reserved, because that page is then
+        shared.
 
         Raises:
             OutOfPages: too few pages are free. The message says how many are missing.
@@ -334,8 +336,9 @@ class PagedKVCache(Cache):
     def capture(self, sequences: Sequence[int], seqlen_new: int) -> CapturedStep:
         """Returns a step over static tables, for a CUDA graph of all layers that is replayed for every token.
 
-        Unlike ``seqlens`` and ``block_table``, it also supports sequences that ``extend``, ``remove`` or ``keep``
-        changed. For every token call the step's ``update``, replay the graph, and call the step's ``advance``.
+        Unlike the methods ``seqlens`` and ``block_table``, the step also supports sequences that ``extend``, ``remove``
+        or ``keep`` changed. For every token call the step's ``update``, replay the graph, and call the step's
+        ``advance``.
 
         Example:
             cache = PagedKVCache(64, 16, heads_kv=2, head_dim=64, dtype=torch.float32, device="cpu", layers=4)

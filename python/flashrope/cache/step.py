@@ -1,4 +1,4 @@
-"""``Step``: adds new tokens to a cache. The tokens count only if every layer has written its keys and values."""
+"""``Step``: adds new tokens to a cache, if every layer has written their keys and values."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from .storage import Cache, check_new, check_queries, count_new
 class Step:
     """One step of a cache: seqlen_new new tokens for every sequence.
 
-    Get it from ``cache.step`` and use it in a ``with`` statement. Entering the statement makes room for the tokens, in
-    all layers. Every layer then writes its keys and values once, in any order. Leaving the statement counts the tokens.
-    If the block raises, or if a layer has written nothing, no token counts, and pages and left padding are as before
-    the step.
+    ``cache.step`` returns one, for use in a ``with`` statement. Entering the statement makes room for the tokens, in
+    all layers. Every layer then writes its keys and values once, in any order. Leaving the statement adds the tokens to
+    the sequences. If the block raises, or if a layer has written nothing, no token is added, and pages and left padding
+    are as before the step.
 
     Example:
         cache = KVCache(1, 512, heads_kv=2, head_dim=64, dtype=torch.float32, device="cpu", layers=4)

@@ -49,9 +49,10 @@ class OpenStep(Protocol):
 
 
 class Cache:
-    """Holds the storage of all layers, and the step that is open.
+    """Holds the storage of all layers, and the open step if there is one.
 
-    A step first calls ``_begin``, which returns the tables of the step. At its end it calls ``_commit`` or ``_undo``.
+    Opening a step calls ``_begin``, which returns the tables of the step. Leaving the step calls ``_commit``, or
+    ``_undo`` if the step failed.
     """
 
     k: torch.Tensor
@@ -248,8 +249,9 @@ class Cache:
 def allocate_storage(
     shape: tuple[int, ...], heads_kv, head_dim, dtype, device, cache_dtype=None, head_dim_v=None, values=None
 ) -> list[torch.Tensor]:
-    """Checks the arguments and returns k and v (*shape, heads_kv, head_dim or head_dim_v), and for a cache_dtype also
-    k_scale and v_scale (*shape, heads_kv). values: the channels of k that v is a view of. None: v has its own memory.
+    """Checks the arguments and returns k and v, (*shape, heads_kv, head_dim) and (*shape, heads_kv, head_dim_v). If
+    cache_dtype is given, k_scale and v_scale follow, (*shape, heads_kv). values: the channels of k that v is a view of.
+    None: v has its own memory.
 
     On the CPU the memory layout is heads-first, so that the keys of a head are contiguous: decoding reads them in half
     the time. On a GPU it is rows-first, except for the scales.

@@ -151,14 +151,15 @@ def _check_latent(config, params: dict[str, Any], rotary_dim: int) -> None:
 
 
 def _mrope_is_interleaved(model_type: str, params: dict[str, Any]) -> bool:
-    """Whether mrope is interleaved. The family's code decides this. Without a model_type, the parameters decide."""
+    """Whether mrope interleaves its axes. The model type decides. The parameters decide only if there is no
+    model_type."""
     if order := family(model_type).mrope:
         return order == "interleaved"
     if not model_type and len(params["mrope_section"]) == 3:
         return bool(params.get("mrope_interleaved"))
     raise ValueError(
-        f"config: mrope_section gives each pair its own coordinate of a position, in an order that is not known for "
-        f"model_type {model_type!r}; for text only, where the coordinates are equal, remove the key"
+        f"config: mrope_section assigns a coordinate of the position to each pair, and the order of the pairs is not "
+        f"known for model_type {model_type!r}; for text only, where the coordinates are equal, remove the key"
     )
 
 

@@ -35,19 +35,22 @@ class Part:
         self._places: dict[int, tuple] = {}
 
     def bounds(self, k_cache: torch.Tensor) -> list[tuple[int, int]]:
-        """Returns ``addresses.bounds`` of the part's tables. The first call reads the tables."""
+        """Returns the slots [first, end) of every sequence, from ``addresses.bounds``. Only the first call reads the
+        tables."""
         if self._bounds is None:
             self._bounds = addresses.bounds(self.call.tables, k_cache)
         return self._bounds
 
     def placed(self, k_cache: torch.Tensor, seqlen_q: int) -> list[Placed]:
-        """Returns ``runs.find`` of the part's tables. The first call computes it."""
+        """Returns the runs of visible keys and of queries of every sequence, from ``runs.find``. Only the first call
+        computes the runs."""
         if self._placed is None:
             self._placed = runs.find(self.call.tables, k_cache, seqlen_q)
         return self._placed
 
     def places(self, k_cache: torch.Tensor, sequence: int, seqlen_q: int) -> tuple:
-        """Returns ``runs.places`` of a sequence. The first call computes it."""
+        """Returns the visible keys of a sequence and the positions of its queries, from ``runs.places``. Only the first
+        call for a sequence computes this."""
         if sequence not in self._places:
             self._places[sequence] = runs.places(self.call.tables, k_cache, sequence, seqlen_q)
         return self._places[sequence]

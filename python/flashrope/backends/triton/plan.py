@@ -16,7 +16,7 @@ from .launcher import cdiv
 
 
 class Plan:
-    """The base of ``AttentionPlan`` and ``CachePlan``, which have a method for each launch of a call.
+    """The base of ``AttentionPlan`` and ``CachePlan``. It holds what the launches of one call have in common.
 
     q: the queries, or ``Queries``. The plan keeps no reference to it.
     keys: the length of the longest sequence of keys, or the capacity of the cache.
