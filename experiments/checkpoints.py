@@ -30,7 +30,7 @@ from .tasks import MULTIPLES
 from .training import train_models
 
 TRAINED = "rope"
-COMMANDS = {  # {scheme of ``flashrope loss``: its name in this package}. growth: the longest context in training lengths
+COMMANDS = {  # {scheme of ``flashrope loss``: its name here}. growth: the longest context in training lengths
     "stock": "rope",
     "log-n": "rope+dagger",
     "ntk": "ntk-aware-s{growth}",

@@ -413,8 +413,8 @@ def odd_bytes(codes: torch.Tensor) -> torch.Tensor:
 
 
 def check_needles(rotary: Rotary, edges: set[int], keys: int, seqlen_q: int = 1, heads_kv: int = 1, group: int = 1):
-    """Checks a CPU cache in float32 in which only one key differs from zero, once for every key beside an edge, and
-    that pages give the same bits."""
+    """Checks the CPU backend in float32 over caches in which only one key differs from zero: one sequence for every key
+    next to an edge. Also checks that pages give the same bits as a contiguous cache."""
     target = support.Target("cpu", torch.float32, "cpu")
     needles = sorted({edge + d for edge in edges for d in (-1, 0)} & set(range(keys)))
     p = support.problem(target, rotary, seqlen_q, keys, batch=len(needles), heads=heads_kv, group=group)

@@ -54,8 +54,8 @@ class Tokens:
 
 
 def look(cache: PagedKVCache, held: Mapping[int, Tokens]) -> None:
-    """Checks positions, keys and values of all sequences bit by bit. Then it checks the block table and who holds which
-    page."""
+    """Checks positions, keys and values of all sequences bit by bit. Then checks the block table and the reference
+    counts of all pages."""
     assert set(cache.lengths) == set(held)
     places = visible(cache, list(held))
     several = cache.layers > 1

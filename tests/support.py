@@ -1,4 +1,4 @@
-"""The backends, inputs and schemes of the accuracy tests, and their error budget against float64.
+"""Defines the backends, inputs and schemes of the accuracy tests, and their error budget against float64.
 
 The budget is per element. Let u be the type's unit roundoff and kappa = scale * max |q||k|. Rounding changes a score by
 about u * kappa, and thereby every weight by a relative error of u * kappa. Let P be the attention weights and c a

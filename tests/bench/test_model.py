@@ -247,8 +247,8 @@ def compiled(scheme, *names, head_dim=128):
 
 
 def test_calls_have_no_figures_where_a_kernel_was_not_compiled():
-    """Long sequences have no room for the workspace of gradients of scores. Without it, RoPE's predictions use the
-    kernels of the scheme that stores no such gradients."""
+    """For long sequences the workspace of score gradients does not fit. RoPE's predictions then use the kernels of the
+    scheme that stores no score gradients."""
     found = compiled("rope", "attention_forward", "attention_grad_kv", "attention_grad_q")
     rows = list(model.device_rows(found, []))
     assert {(row["who"], row["pass"]) for row in rows} == {("rope", each) for each in ("forward", "backward", "both")}
@@ -358,8 +358,8 @@ def test_candidates_have_the_order_that_the_model_wrote():
 
 
 def test_atomics_are_chosen_where_they_are_predicted_to_be_faster():
-    """The backward with atomics is faster than seven products at every length. It is faster than the one that stores
-    gradients of scores from 8,192 tokens on."""
+    """The backward with atomics is faster than seven products at every length. From 8,192 tokens on it is also faster
+    than the backward that stores gradients of scores."""
     found = model.read_csv(RESULTS / model.DEVICE) + model.read_csv(RESULTS / model.WIDE)
     rows = {(row["who"], row["D"]): row for row in found if row["pass"] == "backward"}
     for width in configs.ATOMIC_WIDTHS["sm80"]:

@@ -1,14 +1,15 @@
 """Runs a serving loop over a paged cache for any length of time, and checks every answer.
 
-The loop has random arrivals, prompts in chunks, forks, drafts, cancelled requests, removed tokens, and prompts that
-are composed of others and of themselves.
+The loop has random arrivals, prompts in chunks, forks, drafts, cancelled requests, removed tokens, and prompts to which
+a copy of another prompt or of themselves is appended.
 
     python -m tests.caches.soak --minutes 60
 
 Every answer is compared with the reference in float64, within the error budget of support.py. After every step,
 including refused ones, the tables and pages of all sequences are compared bit by bit with what they should hold. Once a
-minute, and at the end, it prints the number of requests, steps and tokens so far, the pages in use and the memory of
-the process. It fails if an answer is wrong, if a page is lost, or if memory grows after the first fifth of the run.
+minute, and at the end, the script prints the number of requests, steps and tokens so far, the pages in use and the
+memory of the process. The run fails if an answer is wrong, if a page is lost, or if memory grows after the first fifth
+of the run.
 """
 
 from __future__ import annotations
@@ -165,7 +166,7 @@ class Serving:
                 self.end(request)
 
     def look(self) -> int:
-        """Checks every sequence. Returns the number of pages that they hold."""
+        """Checks every sequence. Returns the number of pages in use."""
         self.held.look()
         return self.pages_in_use()
 

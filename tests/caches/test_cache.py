@@ -198,7 +198,8 @@ class TestPagedKVCache:
         assert len({pages_of(cache, name)[0] for name in cache.sequences}) == 1
 
     def test_all_holders_of_a_page_in_one_call(self):
-        """If all holders of a page append in one call, one of them writes in place, for any order and lengths."""
+        """If all sequences that share a page append in one call, one of them writes in place. This holds for any order
+        and lengths."""
         for order in (0, 1):
             cache = paged(3)
             long = cache.allocate()

@@ -154,8 +154,8 @@ def test_failed_steps_forget_their_left_padding(kind):
 
 
 def test_a_kernel_that_fails_in_the_last_layer(monkeypatch):
-    """A step that fails in the last layer leaves the cache as it was, as if memory for the output had run out after the
-    kernel has written. Forks share the page that is written."""
+    """A step leaves the cache as it was if its last layer fails after the kernel has written, for example for lack of
+    memory. The page that is written is shared by forks."""
     cache = paged(4)
     parent = cache.allocate()
     with cache.step([parent], 10) as step:
@@ -344,8 +344,8 @@ class TestOutOfPages:
 
     @pytest.mark.parametrize("outside", [False, True])
     def test_shared_pages(self, outside):
-        """Two forks that write need one copy of their last page. If a third sequence outside the call also holds it,
-        they need two."""
+        """Two forks that write need one copy of their last page. If a third sequence outside the call also holds the
+        page, the forks need two copies."""
         cache = paged(2)
         parent = cache.allocate()
         with cache.step([parent], 4) as step:

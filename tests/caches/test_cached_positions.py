@@ -262,8 +262,8 @@ def test_hostile_tables(target, scheme, seqlen_q):
 )
 @targets
 def test_chunk(target, scheme, causal):
-    """Chunks with more queries than the decode kernel takes work over pages with gaps. The queries form two runs of
-    consecutive positions, after other runs."""
+    """Chunks with more queries than the decode kernel takes work over pages with gaps. The queries are in two runs of
+    consecutive positions, and runs of earlier keys come before these."""
     pages = [Page(30 * n - 90 * (scheme in MAPPED), 14, 1) for n in range(9)]
     sequences = [pages, [*documents(8, {2: 60, 5: 156}), Page(300, 9)]][: 1 if target.slow else 2]
     over(target, scheme, sequences, 70, heads=(2, 1), causal=causal).check()

@@ -42,8 +42,8 @@ def test_several_tokens(exact, page_size, scheme, causal):
 @pytest.mark.interpreted(lambda exact, scheme: scheme == "leaky")
 @pytest.mark.parametrize("scheme", ["rope", "leaky"])
 def test_rows_before_the_first_key_that_see_keys_ahead(exact, scheme):
-    """Rows before the first key that see keys ahead get the right results, although the tables have no negative
-    positions."""
+    """Queries before the first key get the right results without a causal mask. Their positions are negative, and the
+    tables of cos and sin have no rows for negative positions."""
     Cached(exact, SCHEMES[scheme](16), (3, 45), 9, new=0, heads=(2, 1), causal=False).check()
 
 
@@ -51,7 +51,8 @@ def test_rows_before_the_first_key_that_see_keys_ahead(exact, scheme):
 @pytest.mark.parametrize("seqlen_q", [1, 5])
 @pytest.mark.parametrize("scheme", ["none", "rope_interleaved", "hope_zeros", "rerope", "local", "log_n_trained"])
 def test_equal_lengths(target, scheme, seqlen_q):
-    """A batch of equal lengths gives the right results. If no splits have to be merged, it is computed in one piece."""
+    """A batch of equal lengths gives the right results. If no splits have to be merged, the batch is computed in one
+    piece."""
     Cached(target, SCHEMES[scheme](16), (20, 20), seqlen_q, leftpad=(3, 3), capacity=64).check()
 
 

@@ -21,9 +21,8 @@ def target(request):
 
 @pytest.fixture
 def forced(monkeypatch):
-    """Forces groups: every tile with the fewest query rows is divided into groups of the fewest keys. Returns the
-    numbers of groups of the
-    launches."""
+    """Forces groups: every tile with the fewest query rows is divided into groups of the fewest keys. Returns a list to
+    which every launch adds its number of groups."""
     found = []
 
     def groups(tile, *_):
@@ -80,7 +79,8 @@ def test_calls_that_have_one_group(target, options, forced):
 
 
 def test_the_rule():
-    """Every warp has a group on sm_80, with several bands, 16 bits, and at head_dim 128 with splits."""
+    """Every warp has a group of its own only on sm_80, in 16-bit types, with several bands, and at head_dim 64, or at
+    head_dim 128 if splits divide the keys."""
 
     def groups(capability=80, block_d=64, itemsize=2, bands=2, shares=True, direction="decode"):
         chosen = tile(direction, capability, block_d, itemsize, bands)

@@ -123,8 +123,8 @@ def test_a_step_that_ends_in_an_error(moved):
 
 
 def test_both_holders_of_a_page_in_one_call(moved):
-    """In two sequences, different numbers of rows of a page are visible. The sequence with fewer visible rows has more
-    slots. A step that fails leaves both sequences unchanged."""
+    """Two sequences share a page but see different numbers of its rows. The sequence that sees fewer rows is the longer
+    one. A step that fails leaves both sequences unchanged."""
     held = held_by(moved)
     short, long = held.allocate(), held.allocate()
     held.write([short], 9)
@@ -141,8 +141,8 @@ KINDS += ["extend", "remove", "remove", "keep", "fork", "free", "truncate"] * 2
 
 
 class Walk:
-    """Random calls of a cache. empty: the number of sequences that stay empty, so that the others have the last rows of
-    the table."""
+    """Makes random calls of a cache. empty: the number of sequences that stay empty, so that the others have the last
+    rows of the table."""
 
     def __init__(self, target, pages: int, max_seqlen: int | None, empty: int):
         self.choose = random.Random(pages + empty)

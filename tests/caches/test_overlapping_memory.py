@@ -225,8 +225,8 @@ def test_geometry():
 @pytest.mark.parametrize("one", range(4))
 @pytest.mark.parametrize("other", range(4))
 def test_later_layers_of_a_plan(monkeypatch, one, other):
-    """After the first layers, a plan compares addresses only. If a tensor ends one element behind the start of
-    another tensor, the plan checks everything. If it ends at this start, the plan checks nothing."""
+    """After the first layers, a plan compares only addresses. If two tensors overlap by one element, the plan checks
+    everything again. If they only touch, it does not."""
     checked, check = [], memory.check_append
     monkeypatch.setattr(memory, "check_append", lambda *args: checked.append(args) or check(*args))
     shapes = (B, SLOTS, HEADS_KV, D), (B, SLOTS, HEADS_KV, D), (B, NEW, HEADS_KV, D), (B, NEW, HEADS_KV, D)

@@ -21,7 +21,7 @@ impls = pytest.mark.parametrize("impl", ["reference", "cpu", "triton"])
 
 
 def layers_of(impl, queries=1, layers=3, scheme="rerope", at=None, **options) -> list[Cached]:
-    """Returns the calls of the layers of one step, with the same tables and other tokens."""
+    """Returns the calls of the layers of one step. The layers have the same tables and different tokens."""
     target, options = Target(impl, torch.float32, device_of(impl)), {"page": PAGE, **options}
     calls = [Cached(target, SCHEMES[scheme], LENGTHS, queries, seed=n, **options) for n in range(layers)]
     return [c if at is None else c.at(**{name: x.clone() for name, x in at.items()}) for c in calls]
@@ -113,7 +113,8 @@ def test_a_plan_after_its_tables_were_written():
 
 @pytest.mark.usefixtures("compiled")
 def test_what_the_first_layer_held_lives_on():
-    """Compiled calls keep pointers to tensors of the plan, not to the tensors of the first call."""
+    """A plan works after the tensors of the first layer are freed, because its compiled calls point only to tensors
+    that the plan itself holds."""
     layers = layers_of("cpu", layers=2)
     plan = plan_of(layers[0])
     plan.attend(layers[0].q, layers[0].parts()[1], *layers[0].new_keys())

@@ -37,8 +37,8 @@ def test_one_token(target, page_size, scheme):
 
 
 def test_new_keys_in_the_padding_are_rotated_by_an_angle(exact):
-    """New keys in the padding get negative positions and are rotated by the angles of these positions. No cos or sin is
-    read from before the table."""
+    """New keys in the padding have negative positions. Rotation keeps the length of each of their pairs, as it would
+    not if cos and sin were read from before the table."""
     q, k, v = (support.random((1, 1, 2, 16), exact, seed) for seed in (1, 2, 3))
     caches = [torch.zeros(1, 60, 2, 16, device=exact.device) for _ in range(2)]
     seqlens, leftpad = (torch.tensor([n], dtype=torch.int32, device=exact.device) for n in (2, 50))
@@ -60,7 +60,7 @@ def test_several_tokens(exact, page_size, scheme, causal):
 @causalities
 @pytest.mark.parametrize("seqlen_q", [9, 70])
 def test_more_queries_than_keys(exact, seqlen_q, causal):
-    """Rows before the first key are at negative positions. Without a causal mask they see keys."""
+    """Queries before the first key are at negative positions. Without a causal mask they see keys."""
     cached(exact, Rotary.rope(16), (5, 64, 2), seqlen_q, new=2, capacity=80, causal=causal).check()
 
 
@@ -165,8 +165,8 @@ def test_reference(seqlen_q):
 
 
 def test_padding_reads_no_table(compiled):
-    """Padding has negative positions. Keys in the padding are written as if at position 0, and the kernel reads nothing
-    before the table."""
+    """The compiled CPU kernel writes keys in the padding, whose positions are negative, as if they were at position 0.
+    It reads nothing before the table."""
     cache, _, append = contiguous(rotated_keys=ROPE)
     _, k, v = tokens(20)
     append(k, v, leftpad=[7, 0])

@@ -77,8 +77,7 @@ def test_forward_and_gradients(count, causal, dtype):
 @both_ways
 @on_ranks
 def test_sinks(causal):
-    """With three key heads on two ranks, calls that are not causal give the right results. They pad the heads and the
-    sinks."""
+    """Three key heads on two ranks give the right results. Calls that are not causal pad the heads and the sinks."""
     holds(2, "rerope", torch.float64, sinks=True, causal=causal, heads=3, group=1)
 
 

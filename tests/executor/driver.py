@@ -1,7 +1,7 @@
 """Runs the package's Triton kernels on CPU tensors, through Triton's own compiler and launcher.
 
-Triton compiles for the architecture as usual, but stops at PTX. Its C launcher passes the PTX, where the cubin would
-be, and the parameters to libcuda, which is the executor (``library.cpp``).
+Triton compiles for the architecture as usual, but stops at PTX. Its C launcher passes the PTX, instead of a cubin, and
+the parameters to libcuda. The executor (``library.cpp``) takes the place of libcuda.
 """
 
 from __future__ import annotations

@@ -41,7 +41,8 @@ class Launch:
         return cls(**data | {"grid": tuple(data["grid"]), "opcodes": opcodes, "tensors": tensors})
 
     def warps(self, *prefixes: str) -> int:
-        """Returns how many instructions warps executed whose opcode starts with one of the prefixes. "" counts all."""
+        """Returns how many instructions with an opcode that starts with one of the prefixes were executed by warps. ""
+        counts all instructions."""
         return sum(warps for name, (warps, _) in self.opcodes.items() if name.startswith(prefixes or ("",)))
 
     def lanes(self, *prefixes: str) -> int:

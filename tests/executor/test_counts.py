@@ -170,9 +170,9 @@ def test_reproducible_or_atomic(machine, rotary):
     [(64, (64, 64, 4, 3), True), (128, (32, 64, 4, 3), True), (16, (32, 64, 8, 2), False)],
     ids=["once", "rows of queries", "copied"],
 )
-def test_dq_is_added_where_it_is_if_it_is_there_once(machine, arch, head_dim, tile, once):
-    """dQ is added straight from the accumulators only if no two warps hold the same part of it. In the last case
-    several warps hold the same part, so tl.atomic_add is used, which drops duplicates."""
+def test_dq_is_added_from_accumulators_unless_warps_share_it(machine, arch, head_dim, tile, once):
+    """dQ is added straight from the accumulators only if no two warps hold the same elements of dQ. In the last case
+    several warps hold the same elements, so tl.atomic_add is used, which drops duplicates."""
     p = support.problem(BF16, Rotary.rope(head_dim).rectify(70), 200, 230, seed=2, deterministic=False)
     with tiles.forced("grad_qkv", Tile(*tile)):
         support.check(BF16, p)

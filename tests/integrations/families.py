@@ -180,8 +180,8 @@ RUNS = {
 
 
 def difference(name: str, untested: bool = False) -> tuple[dict[str, float], dict[str, torch.Tensor], torch.nn.Module]:
-    """Returns ({run: largest difference}, the stock model's logits, the converted model). A difference is the largest
-    one between the converted and the stock model in any logit, after scaling logits to a maximum of 3."""
+    """Returns ({run: largest difference}, the stock model's logits, the converted model). Both models' logits are
+    scaled to a maximum of 3, and a difference is the largest one of any logit."""
     model = tiny(name)
     runs = {run: call for run, call in RUNS.items() if run != "packed" or family(name).packs}
     stock = {run: call(model) for run, call in runs.items()}

@@ -16,8 +16,8 @@ HEADS = dict(num_key_value_heads=4, q_lora_rank=24)
 
 
 def yarn(factor: float, mscale: float) -> dict:
-    """Returns the rope parameters of a DeepSeek model. mscale_all_dim gives a factor, by whose square the softmax scale
-    grows."""
+    """Returns the rope parameters of a DeepSeek model. The model multiplies its softmax scale by the square of a factor
+    that follows from mscale_all_dim."""
     lengths = dict(original_max_position_embeddings=16, beta_fast=32, beta_slow=1)
     parameters = dict(rope_theta=1e4, rope_type="yarn", factor=factor, mscale=mscale, mscale_all_dim=mscale)
     return {"rope_parameters": parameters | lengths}

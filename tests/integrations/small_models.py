@@ -195,8 +195,8 @@ def small_config(name: str, **changes):
 
 def vary(model):
     """Adds random numbers to all vectors (scales of norms, biases, sinks), the same in every call. Initially vectors
-    are ones and zeros. Then a norm after the rotation would give the same result as a norm before it, and hide an
-    error."""
+    are ones and zeros. With these, a norm after the rotation would give the same result as a norm before the rotation,
+    and an error in their order would not show."""
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for parameter in model.parameters():

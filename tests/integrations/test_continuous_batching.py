@@ -141,8 +141,7 @@ def test_a_stock_model_is_not_affected():
 @pytest.mark.parametrize("name", sorted(set(HERE) - {"llama"} - REFUSED - NOT_BATCHED))
 def test_families(name):
     """For each remaining family, generate_batch gives the same tokens as generate. In layers with a sliding window,
-    transformers gathers the
-    keys."""
+    transformers gathers the keys into one tensor."""
     model = convert(model_of(name))
     prompts = prompts_of(17, 5, 40, 9)
     assert batched(model, prompts) == generated(model, prompts)
@@ -220,9 +219,8 @@ def test_shared_prefixes(monkeypatch, calls):
 
 @supported
 def test_several_answers_to_a_prompt(calls):
-    """With several answers per prompt, transformers forks the request. Each answer has the same tokens as generate's.
-    All answers
-    are equal, because every step takes the most likely token."""
+    """With several answers per prompt, transformers forks the request. Each answer has the tokens that generate gives.
+    All answers are equal, because every step takes the most likely token."""
     model = convert(model_of(), **SCHEMES["rerope"])
     prompts = prompts_of(20, 33)
     expected = [tokens for tokens in generated(model, prompts) for _ in range(3)]

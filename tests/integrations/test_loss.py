@@ -111,7 +111,8 @@ def test_the_loss_is_that_of_a_computation_by_hand(family, changes):
 @pytest.mark.parametrize("cache_dtype", ["int8", "int4"])
 @pytest.mark.parametrize("changes", [{}, {"window": 8, "log_n": 16}], ids=["rope", "rerope"])
 def test_the_loss_over_a_quantized_cache(changes, cache_dtype):
-    """The size of the chunks hardly changes the loss: only where a number rounds to another quantized value."""
+    """Over a quantized cache, the size of the chunks hardly changes the loss. It changes the loss only where a number
+    rounds to another quantized value."""
     torch.manual_seed(0)
     model = convert(tiny("llama").eval(), **changes)
     inputs = of_length(torch.randint(64, (3, 41)).tolist(), (), 40)

@@ -76,7 +76,7 @@ def test_what_is_read_reads_as_itself():
         assert read_options(read, SimpleNamespace()) == read, options
 
 
-# Every part takes each ninth combination. It contains every value, because no number of values is a multiple of 3.
+# A part takes every ninth combination. Every part contains every value, because no option has a multiple of 3 values.
 @pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, 9))])
 def test_every_reader_makes_the_same_schemes(part, tmp_path):
     """Every reader makes the same schemes from each combination of options. The weights are saved only once, and the

@@ -1,5 +1,5 @@
-"""A captured step works for other lengths, because the launches that the driver gets do not depend on the contents of
-the tables.
+"""Tests that launches do not depend on the contents of the tables. A captured step can therefore be replayed for other
+lengths.
 
 Because of this, vLLM's backend declares ``AttentionCGSupport.UNIFORM_BATCH``.
 """

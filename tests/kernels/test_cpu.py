@@ -21,7 +21,7 @@ LENGTHS = [(1, 1), (5, 5), (3, 7), (7, 3), (1, 9), (9, 1), (40, 40), (70, 200), 
 @pytest.mark.parametrize("rows", [1, 4000, 5000, 10_000])
 @pytest.mark.parametrize("first", [0, 2**20 - 3, 2**20 + 4090, 3 * 2**20 + 1])
 def test_tables_of_rows_far_from_the_start(first, rows):
-    """A table of the rows around `first` holds all of them."""
+    """The table of cos and sin for positions `first` to `first + rows - 1` is right, also far from position 0."""
     (band,) = ROPE.bands_for(True)
     found = rotation_of_rows(ROPE, band.keys, KEY_FACTORS, first, rows, torch.float64)
     frequencies = torch.tensor(ROPE.frequencies, dtype=torch.float64)
@@ -33,8 +33,8 @@ def test_tables_of_rows_far_from_the_start(first, rows):
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize("lengths", LENGTHS, ids=lambda pair: f"{pair[0]}x{pair[1]}")
 def test_pieces_hold_every_visible_pair_once(lengths, causal, ahead):
-    """The pieces hold every visible pair once, also if the keys are one block of a longer sequence and the queries are
-    not at its end."""
+    """Every visible pair of a query and a key is in exactly one piece. ahead: how many positions the last query is
+    after the last key, which may be the end of one block of a longer sequence."""
     seqlen_q, seqlen_k = lengths
     shift = seqlen_k - seqlen_q + ahead
     distance = torch.arange(seqlen_q)[:, None] + shift - torch.arange(seqlen_k)

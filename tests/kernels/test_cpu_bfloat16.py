@@ -1,5 +1,5 @@
 """Tests matrix products in bfloat16 on the CPU: the kernels of csrc/cpu/bf16, which need AVX512-BF16 and use AMX if the
-processor has it. There, all tests of the CPU backend in bfloat16 run these kernels too."""
+processor has it. On such processors, all bfloat16 tests of the CPU backend run these kernels too."""
 
 import pytest
 import support
@@ -45,8 +45,8 @@ def test_accuracy(head_dim, lengths, causal):
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 def test_equal_scores(causal):
-    """The results are right if all weights of a row are equal, so that their rounding errors are equal too. Besides the
-    weights, the results are rounded."""
+    """The results are right if all weights of a row are equal. Their rounding errors are then equal too and do not
+    cancel. The budget has a second rounding for the results."""
     p = support.problem(BRAIN, Rotary.none(64), 150, batch=2, heads=4, causal=causal, softmax_scale=0.0)
     support.check(BRAIN, p, roundings=2)
 
@@ -141,8 +141,8 @@ def test_what_is_multiplied_in_bfloat16(monkeypatch):
 @pytest.mark.parametrize("which", ["q", "k", "v", "grad_out", "grad_lse"])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf], ids=str)
 def test_gradients_of_what_is_not_finite(monkeypatch, which, value):
-    """Numbers that are not finite use the backward in float32. That backward keeps a row from affecting the keys that
-    it does not see."""
+    """Calls whose inputs have NaN or infinity use the float32 backward. In this backward, a row does not affect the
+    gradients of keys that are not visible to the row."""
     p = support.problem(BRAIN, Rotary.rope(64).local(20), 100, batch=2, heads=2, group=1)
     dirty = getattr(p, which).clone()
     dirty[(0, 50) if which != "grad_lse" else (0, 0, 50)] = value

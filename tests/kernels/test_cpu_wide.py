@@ -196,7 +196,7 @@ def test_tiles_of_values_of_another_width(target, widths):
 
 @targets
 def test_a_small_stack(target):
-    """The kernels need less than 512 KiB of a thread's stack beside what Python takes."""
+    """The kernels run in a thread with a stack of 1 MiB, which also holds Python's own frames."""
     p, failed = support.problem(target, Rotary.rope(512).rectify(50), 70, heads=2), []
     call = reading(target, Rotary.rope(512), heads=(16, 1))
 

@@ -1,6 +1,6 @@
 """Tests launches as a GPU would get them, without a GPU. Random calls run up to the driver, through Triton's own
 specialisation of their arguments, and every kernel is compiled for the architecture. Only loading and running are
-left out. The interpreter shows none of this, because it treats constants and runtime numbers alike."""
+left out. The interpreter cannot test launches, because it treats constants and runtime numbers alike."""
 
 import collections
 import dataclasses
@@ -89,7 +89,7 @@ class Uncompiled(CompiledKernel):
 
 
 class Calls(random.Random):
-    """One random call per seed. seed % 3 selects the public function. The tensors are not initialised."""
+    """Makes one random call per seed. seed % 3 selects the public function. The tensors are not initialised."""
 
     def __init__(self, seed: int, head_dims):
         super().__init__(seed)
@@ -244,9 +244,9 @@ def compiling_environment() -> dict[str, str]:
 
 
 def launched(arch: int | str, seeds, *head_dims, compiling=True) -> dict[str, int]:
-    """Returns the kernels that a separate process, in which Triton compiles, launches for these calls. compiling=False:
-    counts for every kernel the launches that bypassed Triton's specialisation, after checking that each used the
-    kernel that Triton would have chosen."""
+    """Makes these calls in a separate process in which Triton compiles. Returns {kernel: number of launches}.
+    compiling=False: only launches that bypassed Triton's specialisation count, and each is checked to use the kernel
+    that Triton would have chosen."""
     done = subprocess.run(
         [sys.executable, __file__, json.dumps([arch, list(seeds), head_dims, compiling])],
         capture_output=True,

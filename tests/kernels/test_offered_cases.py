@@ -36,7 +36,7 @@ def dtypes() -> list[torch.dtype]:
 
 
 def accepted(values, axis: int) -> list:
-    """Returns the values of one axis that are accepted with a common choice of the others."""
+    """Returns the values of one axis that are accepted if the other axes have common values."""
     usual = [64, 16, torch.float16, None, None]
     return [x for x in values if offered.is_offered(*usual[:axis], x, *usual[axis + 1 :])]
 

@@ -1,4 +1,5 @@
-"""Tests how decoding divides the keys of a batch: the shares of programs, and results that do not depend on them."""
+"""Tests how decoding divides the keys of a batch into shares, one per program, and that results do not depend on the
+shares."""
 
 import random
 from collections import defaultdict
@@ -28,7 +29,7 @@ few_programs = pytest.mark.parametrize("programs", [1, 3, 7])
 
 @pytest.fixture
 def limit(monkeypatch):
-    """Limits the programs that the device holds."""
+    """Sets how many programs the device can run at a time."""
 
     def limit(programs: int) -> None:
         monkeypatch.setattr(cached.CachePlan, "_resident_blocks", lambda *_: programs)
@@ -86,8 +87,8 @@ def check_division(call: Cached, launches, tiles: list[range], rows: list[int]) 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_every_tile_of_keys_lies_in_one_share(limit, launches, monkeypatch, seed):
-    """The shares hold every tile of keys once. No share exceeds the mean by more than the price of a second segment.
-    The cuts name all pieces of a segment."""
+    """The shares hold every tile of keys once. No share exceeds the mean by more than ``SETUP``, the cost of a second
+    segment in tiles. The cuts name all pieces of a segment."""
     draw = random.Random(seed)
     batch = draw.choice((2, 3, 31, 32, 33, 70))
     longest = draw.choice((16, 64, 65, 700))

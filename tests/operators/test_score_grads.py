@@ -133,8 +133,8 @@ def test_packed_sequences_in_several_launches(target, stored, monkeypatch):
 
 @pytest.mark.parametrize(("blocks", "stores"), [(4 / 108, True), (5 / 108, False)])
 def test_few_blocks_in_a_launch(target, stored, monkeypatch, blocks, stores):
-    """If the workspace holds two of four heads, a launch has four blocks. The launch is too short if five are
-    required."""
+    """If the workspace holds two of four heads, a launch has four blocks. If five blocks are required, the launch is
+    too small and gradients of scores are not stored."""
     monkeypatch.setattr(attention, "multiprocessors", lambda device: 108)
     monkeypatch.setattr(configs, "SCORE_BYTES", 4 * PANEL * 2 * 2)
     monkeypatch.setattr(configs, "SCORE_BLOCKS", blocks)

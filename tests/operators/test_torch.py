@@ -87,7 +87,7 @@ def test_opcheck(exact, kind):
 @pytest.mark.parametrize("impl", ["cpu", "reference"])
 @kinds
 def test_the_operator_and_the_eager_call_agree_to_the_bit(kind, impl):
-    """Eager calls of the reference are differentiated by autograd, and its operator by ``reference.backward``."""
+    """Autograd differentiates an eager call of the reference. The reference's operator uses ``reference.backward``."""
     arguments = operator_arguments(kind, impl)
     out, through = public_call(kind, *arguments[:3], impl), torch.ops.flashrope.attention(*arguments)[0]
     assert torch.equal(out, through)

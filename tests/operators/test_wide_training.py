@@ -58,14 +58,14 @@ def test_options(target, options):
 @pytest.mark.interpreted(lambda target, head_dim, scheme: head_dim == 320 and target.dtype == torch.float32)
 @pytest.mark.parametrize(("head_dim", "scheme"), [(320, "rerope"), (328, "rope_interleaved"), (384, "p_rope")])
 def test_atomic_gradients(target, head_dim, scheme):
-    """Sums of dQ of several tiles of a head stay apart."""
+    """If a head has several tiles, atomics add the dQ of each tile to that tile's own channels."""
     check(target, problem(target, NAMED[scheme](head_dim), 37, 53, batch=2, heads=4, deterministic=False, seed=7))
 
 
 @pytest.mark.parametrize("arch", [80, 86, 89, 90, 100, 120, "gfx942"])
 def test_tiles_of_a_head(arch):
-    """Heads of 257 to 384 channels have two tiles, except on targets where no such kernel was executed, and if v has
-    another head_dim."""
+    """Heads of 257 to 384 channels have two tiles. They do not if v has a different head_dim, or on targets for which
+    no such kernel was executed."""
     configs = pytest.importorskip("flashrope.triton_kernels.configs")
     divided = arch not in (100, "gfx942")
     for head_dim, widths in {264: (256, 64), 320: (256, 64), 328: (256, 128), 384: (256, 128)}.items():

@@ -62,8 +62,7 @@ def reuse_table() -> list[str]:
 
 def reuse_words() -> list[str]:
     """Returns how much the log probability improves if the first tokens of each passage are computed again. Differences
-    are paired over the
-    questions."""
+    are paired by question."""
 
     def mean(row: dict, way: str, again: int) -> float:
         return fmean(

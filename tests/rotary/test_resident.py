@@ -74,8 +74,8 @@ def test_threads_share_one_copy():
 
 
 def test_another_thread_makes_it():
-    """A resident tensor is made in another thread. The calling thread may allocate from the pool of a CUDA graph, or
-    make inference tensors."""
+    """A resident tensor is made in another thread, because the calling thread may allocate from the pool of a CUDA
+    graph, or make inference tensors."""
     build = kept_on_device("numbers")(lambda device: (threading.get_ident(), torch.is_inference_mode_enabled()))
     with torch.inference_mode():
         thread, inference = build(META)

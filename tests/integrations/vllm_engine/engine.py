@@ -73,9 +73,9 @@ def compared(folder: str, options: dict | None, outputs, rounded: Rounded | None
 
 def check_rounded(folder: str, options: dict | None, outputs, rounded: Rounded) -> None:
     """Checks the outputs over a quantized cache. In root mean square, every output must be at least ten times closer to
-    convert() over rounded keys and values than to convert() over exact keys and values. It need not be equal, because a
-    number halfway between two quantized values may be rounded either way. At least one output must agree within
-    BOUND."""
+    convert() over rounded keys and values than to convert() over exact keys and values. The outputs need not be equal,
+    because a number halfway between two quantized values may be rounded either way. At least one output must agree
+    within BOUND."""
     from_rounded = compared(folder, options, outputs, rounded)
     costs = compared(folder, options, outputs)
     ratios = [

@@ -58,8 +58,8 @@ class Rounded(NamedTuple):
 
 
 class RoundedLayer(DynamicLayer):
-    """Stores keys and values after quantizing and dequantizing them. Keys may be rotated before and rotated back after
-    it."""
+    """Stores keys and values after quantizing and dequantizing them. Keys may be rotated before they are quantized and
+    rotated back afterwards."""
 
     def __init__(self, rounded: Rounded):
         super().__init__()

@@ -1,6 +1,6 @@
-"""Tests vLLM with a configuration that has ``dual_chunk_attention_config`` (Qwen2.5-1M). Its results are compared with
-a float64 forward pass with ``attention(impl="reference")``. Its chunks are compared with the rotary embedding that vLLM
-still has."""
+"""Tests vLLM with a configuration that has ``dual_chunk_attention_config`` (Qwen2.5-1M). Results of the engine are
+compared with a float64 forward pass with ``attention(impl="reference")``. The chunks are compared with vLLM's own
+rotary embedding for chunks, which it still has."""
 
 import logging
 
@@ -69,7 +69,7 @@ def test_chunked_prefill_and_prefix_hits(qwen2):
 
 
 def test_the_field_beside_it(qwen2, caplog):
-    """If the configuration also has the field "flashrope", the options of the field apply together with the chunks. Its
+    """If the configuration also has the field "flashrope", the options of the field apply together with the chunks. The
     option dual_chunk = false switches the chunks off. A warning names the sparse attention that is ignored."""
     sparse = {"sparse_attention_config": [{}] * LAYERS}
     asked = (({"log_n": 64}, {}, SCHEME.log_n(64)), ({"dual_chunk": False}, sparse, ROPE))
