@@ -1,8 +1,8 @@
 """``python -m experiments NAME``: trains byte-level models, measures them, and writes CSV, JSON and PNG to a run
 directory.
 
-All experiments of a run directory share one configuration, which is a preset on a text, and its trained models.
-Existing results are not computed again, so an interrupted run resumes where it stopped.
+All experiments of a run directory share one configuration (a preset on a text) and the models that were trained with
+it. Existing results are not computed again, so an interrupted run resumes where it stopped.
 """
 
 from __future__ import annotations

@@ -89,8 +89,8 @@ def t5_buckets(distance: torch.Tensor, buckets: int, farthest: int) -> torch.Ten
 
 class Sandwich(nn.Module):
     """Computes the bias of Chi et al. 2023: the inner product of two sinusoidal encodings, divided by 8 h / heads for
-    heads h = 1 .. heads. The inner product is the sum over m of cos(d / 10000^(2m / 128)), where 128 is the paper's
-    width. Nothing is learned."""
+    heads h = 1 .. heads. The inner product is the sum over m of cos(d / 10000^(2m / 128)). 128 is the paper's width.
+    Nothing is learned."""
 
     def __init__(self, heads: int, train_length: int, width: int = 128):
         super().__init__()
@@ -128,8 +128,8 @@ class Learned(nn.Module):
 
 
 class Formula(nn.Module):
-    """Wraps one of the functions in ``ABSOLUTE``, which returns fixed vectors float32 (seqlen, width) for (seqlen,
-    width)."""
+    """Wraps one of the functions in ``ABSOLUTE``: a function that maps (seqlen, width) to fixed vectors, float32
+    (seqlen, width)."""
 
     def __init__(self, function, width: int):
         super().__init__()

@@ -108,7 +108,7 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Name
 
 
 def command_line(program: str, argv: Sequence[str]) -> str:
-    """Returns the command in the form that results record, which leaves out --out."""
+    """Returns the command as results record it, without --out."""
     words = [word for at, word in enumerate(argv) if "--out" not in (word.partition("=")[0], *argv[at - 1 : at])]
     return shlex.join([*program.split(), *words])
 
@@ -235,9 +235,9 @@ def agreement(model, row: torch.Tensor) -> dict[str, float]:
     """Returns the losses on a row of tokens, and how much the log probabilities differ from those of int8: the root
     mean square differences as shares of the change that int8 makes.
 
-    The result has two other ways to round. "other sums" rounds in the same way but stores float32, which attention adds
-    in another order. "rotated keys" rotates keys, rounds them, and rotates them back. The vLLM plugin stores such keys
-    under a scheme that rotates all keys by the same rotation.
+    The result has two other ways to round. "other sums" rounds in the same way but stores float32, and attention then
+    adds in another order. "rotated keys" rotates keys, rounds them, and rotates them back. The vLLM plugin stores such
+    keys under a scheme that rotates all keys by the same rotation.
     """
     from flashrope.integrations.transformers.plan import find_decoder, plan_of
     from flashrope.integrations.transformers.versions import CACHE

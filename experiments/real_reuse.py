@@ -1,9 +1,10 @@
 """``python -m experiments reuse``: measures how well a pretrained model answers from reused passages.
 
-A prompt is a head, two documents and a question. Half of the questions ask for the number of a city, which is hidden in
-a document. In the other half the answer begins to quote a document, and its next words are judged. Each prompt is made
-in several ways, with its documents in both orders. One way is a single prefill. In the other ways the passages were
-prefilled alone or after ("behind") the head, and some of the first tokens of each passage are computed again.
+A prompt is a head, two documents and a question. Half of the questions ask for the number of a city. The number is
+hidden in a document. In the other half the answer begins to quote a document, and its next words are judged. Each
+prompt is made in several ways, with its documents in both orders. One way is a single prefill. In the other ways the
+passages were prefilled alone or after ("behind") the head, and some of the first tokens of each passage are computed
+again.
 
 For every way, the log probability of the whole right answer is compared with its log probability after a full prefill
 of the same prompt. An answer counts as found if greedy decoding would write it.

@@ -26,7 +26,7 @@ Measures = tuple[tuple[str, tuple[float, ...] | None], ...]
 class Experiment:
     """Describes an experiment: either by schemes and what to measure on them, or by a function that runs it.
 
-    schemes: names of schemes, which may contain {w256} and {L2} as in ``published``. measures: pairs of a task and the
+    schemes: names of schemes. A name may contain {w256} and {L2} as in ``published``. measures: pairs of a task and the
     multiples of the training length at which to measure it. None instead of multiples: the task's own multiples. data:
     the data that a preset must train on. architecture: the architecture that its models must have. None: any. compares:
     the differences that are judged. They were chosen before the runs.

@@ -1,4 +1,4 @@
-"""Reads token files, which hold text that was tokenized beforehand, through a memory map.
+"""Reads token files through a memory map. A token file holds text that was tokenized beforehand.
 
 FILE.bin has only token ids, without a header. Each id is an unsigned little-endian integer. It has 16 bits if the
 vocabulary has at most 65,536 tokens, and 32 bits otherwise. nanoGPT's train.bin and val.bin are such files.

@@ -1,8 +1,8 @@
 """Builds calls over caches and compares their results with float64.
 
-``Cached`` writes sequences into a cache, which is contiguous or has pages in shuffled order. All memory that the call
-must not read is NaN: free slots, padding, hidden rows, and the slots of keys that come with the call. ``call`` runs the
-public call, ``expected`` gives one problem of ``support`` for each sequence, and ``check`` compares the two.
+``Cached`` writes sequences into a contiguous cache, or into pages in shuffled order. All memory that the call must not
+read is NaN: free slots, padding, hidden rows, and the slots of keys that come with the call. ``call`` runs the public
+call, ``expected`` gives one problem of ``support`` for each sequence, and ``check`` compares the two.
 """
 
 from __future__ import annotations
@@ -47,16 +47,17 @@ class Cached:
     """A call over a cache.
 
     lengths: the tokens of each sequence after its padding, including the new ones. queries: the number of query rows of
-    every sequence, or a list with one number per sequence, which packs the queries. new: the number of keys of every
-    sequence that come with the call. None: every query brings one key. mapped: packed keys come with a slot_mapping.
+    every sequence, or a list with one number per sequence. With a list, the queries are packed. new: the number of keys
+    of every sequence that come with the call. None: every query brings one key. mapped: packed keys come with a
+    slot_mapping.
     page: the page size in rows, or 0 for a contiguous cache. capacity: the slots of a sequence. table: the block table;
     the default is a shuffled one. tables: explicit positions, {name of the call's argument: tensor}. stored: maps the
     keys (1, tokens, heads_kv, head_dim) to what the cache stores of them. None: the keys themselves. layout:
     contiguous, poisoned (a window of a larger buffer of NaN), heads first, shared (K and V in one buffer), or for
     quantized caches vllm or odd bytes. sequences: problems that hold the tokens. None: random ones, drawn from the
     seed. sinks: one per query head. head_dim_v: the width of the values. None: the width of the keys. values: the
-    channels of the keys that are the values, which then have no memory of their own. key_weight: multiplies the keys of
-    the call.
+    channels of the keys that are the values. Values then have no memory of their own. key_weight: multiplies the keys
+    of the call.
     """
 
     target: support.Target
@@ -291,7 +292,7 @@ class Cached:
         return attention_varlen_with_cache, given | packed
 
     def call(self, **options):
-        """Returns (out, lse) of the public call, which writes the new keys to the caches."""
+        """Runs the public call and returns its (out, lse). The call writes the new keys to the caches."""
         call, arguments = self.arguments()
         return call(**arguments | {"return_lse": True, "impl": self.target.impl, "validate": True} | options)
 

@@ -1,5 +1,4 @@
-"""Defines fixtures and options. Without a GPU, switches Triton's interpreter on, which must happen before triton is
-imported.
+"""Defines fixtures and options. Without a GPU, switches Triton's interpreter on before triton is imported.
 
 The CPU backend uses its compiled kernels by default, as in users' programs. --composed-cpu tests without them, and
 --cpu-target selects the kernels of another instruction set. --threads N sets the CPU threads of the tests and of the

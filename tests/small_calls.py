@@ -1,4 +1,4 @@
-"""Gives one small valid call of every kind, of which a test changes some arguments, and checks errors."""
+"""Gives one small valid call of every kind, and checks errors. A test changes some arguments of such a call."""
 
 import re
 

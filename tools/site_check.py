@@ -1,6 +1,6 @@
 """Checks three properties of the built site. Every local link leads to a file of the site, and to an anchor in it. A
-page loads nothing from other sites. The sidebar of a page in `nav` has the page's title. A violation is a warning,
-which `mkdocs build --strict` turns into an error.
+page loads nothing from other sites. The sidebar of a page in `nav` has the page's title. A violation is a warning.
+`mkdocs build --strict` turns warnings into errors.
 """
 
 from __future__ import annotations

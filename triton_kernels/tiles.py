@@ -191,7 +191,7 @@ def visible_queries(position_k, band, ahead, maps=None):
 
 @triton.jit
 def band_unit(maps):
-    """Returns how many positions a band's start and stop count as 1: the chunk length if bands count chunks, else 1."""
+    """Returns the unit of a band's start and stop, in positions: the chunk length if bands count chunks, else 1."""
     return tl.maximum(tl.load(maps), 1)
 
 

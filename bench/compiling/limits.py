@@ -60,7 +60,7 @@ class SpillLimit:
         )
 
 
-LISTED = float("inf")  # a limit for spills that the gate prints but does not limit
+LISTED = float("inf")  # means no limit: the gate only prints such spills
 
 
 def listed(**covered) -> SpillLimit:

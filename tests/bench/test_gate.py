@@ -19,7 +19,7 @@ from bench.compiling import cases, gate, sass
 from bench.compiling.offline import Measured
 
 # The program has a tiled product with 64x64 tiles, K in steps of 32, and 4 warps. A step has 64*64*32 / (16*8*16) = 64
-# HMMA, which is 16 per warp. On sm_90 the only warp group issues two HGMMA with K = 16 per step.
+# HMMA. That is 16 per warp. On sm_90 the only warp group issues two HGMMA with K = 16 per step.
 PROGRAM = """
 import dataclasses, json, sys
 import torch, triton, triton.language as tl
@@ -446,8 +446,8 @@ def test_classes(opcode, expected):
 
 @slow
 def test_every_pass_of_a_case_is_caught(compiled):
-    """The plan has all launches of a case. Cases with one and with two bands share the kernels that do not depend on
-    bands, which are the rotations of queries and of keys and delta."""
+    """The plan has all launches of a case. Cases with one and with two bands share three kernels that do not depend on
+    bands: the rotation of queries, the rotation of keys, and delta."""
     alone = [(kernel, 1) for kernel in ("attention_forward", "attention_grad_kv", "attention_grad_q")] * 2
     shared = [("attention_statistics", 2), ("rotate_rows", 2)]
     assert sorted(map(tuple, compiled["planned"])) == sorted(alone + shared)

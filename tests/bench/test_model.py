@@ -305,8 +305,8 @@ def test_rows_of_the_table_of_decoding():
 
 @pytest.mark.parametrize(("heads", "blocks"), [((40, 8), 1), ((64, 1), 4), ((128, 1), 8)])
 def test_a_row_of_the_table_of_decoding(heads, blocks):
-    """If a pass of 1,000 clocks reads 6,700 bytes, two blocks read 13.4 bytes per clock, which is the bandwidth of
-    DRAM. Keys that several blocks read count once."""
+    """If a pass of 1,000 clocks reads 6,700 bytes, two blocks read 13.4 bytes per clock. DRAM delivers as much. Keys
+    that several blocks read count once."""
     scheme = cases.Scheme("some", cases.ONE_BAND.rotary, cache="paged", heads=heads, codes="int8")
     row = bounds.Decoding("RoPE", 128, scheme)
     variant = SimpleNamespace(block_m=16, block_n=32, head_dim=128, head_dim_v=0, first_value=-1)

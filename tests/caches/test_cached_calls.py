@@ -211,7 +211,7 @@ def test_opcheck(kind):
 
 @pytest.mark.parametrize("kind", CALLS)
 def test_compile_keeps_the_write(kind):
-    """A compiled call is one graph, which writes to the caches and scales as in eager mode."""
+    """A call compiles to one graph. The graph writes to the caches and scales as the eager call does."""
     torch._dynamo.reset()
     public, call = arguments_of(kind)
 

@@ -27,8 +27,8 @@ SEQUENCES = (
     [Page(-40, 16), Page(100, 11), Page(108, 3, 2)],
     [Page(1000, 2)],
 )
-# Sequences for maps, whose groups and chunks begin anywhere in a page: gaps within a group and across chunks, and
-# negative positions.
+# Sequences for position maps. Groups and chunks begin anywhere in a page, gaps lie within a group and across chunks,
+# and some positions are negative.
 FOR_MAPS = (
     [Page(-131, 9, 5), Page(-100), Page(-3), Page(120), Page(0, 0), Page(250, 13, 1), Page(270, 6)],
     [Page(7, 12), Page(1000), Page(1022, 11, 3), Page((1 << 22) + 1, 5)],

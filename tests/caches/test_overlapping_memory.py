@@ -182,7 +182,7 @@ def test_the_other_calls(exact):
 
 
 def test_operator(exact):
-    """Compiled models call the operator, which checks the memory that it gets when it runs."""
+    """Compiled models call the operator. At run time it checks the memory of its arguments."""
     c = Cached(exact, SCHEME, (8, 12), NEW, capacity=SLOTS)
     tables, layer = c.parts()
     layer = layer._replace(v=layer.k)

@@ -159,8 +159,8 @@ def test_many_pages(target, scheme):
 @triton
 @pytest.mark.parametrize("scheme", ["mrope", "leaky"])
 def test_far_positions(target, scheme):
-    """Positions from 2^23 on are right, where float32 holds only whole numbers. Page positions are added to the
-    stored positions."""
+    """Positions from 2^23 on are right. There float32 holds only whole numbers. Page positions are added to the stored
+    positions."""
     c = over(target, scheme, [64], table=torch.arange(4)[None])
     slots = torch.tensor([-(2.0**27), -4097.5, 0.375, 2.0**23])[:, None] + torch.arange(16.0)
     slots = slots[..., None] + torch.arange(3.0) * 1000 if scheme == "mrope" else slots

@@ -206,8 +206,8 @@ def test_refusals(count):
 @pytest.mark.parametrize("count", [2, 4])
 @on_ranks
 def test_inside_pytorchs_context_parallel(count):
-    """Inside PyTorch's own context parallelism, a call raises an error. That context replaces SDPA, which the CPU
-    backend calls."""
+    """Inside PyTorch's own context parallelism, a call raises an error. PyTorch's context replaces SDPA, and the CPU
+    backend calls SDPA."""
     from torch.distributed.tensor.experimental import context_parallel
 
     rope, qkv, group = Rotary.rope(16), local_inputs(), mesh(count)

@@ -56,8 +56,8 @@ AXES = (HEAD_DIMS, PAGES, DTYPES, CACHE_DTYPES, POSITIONS)
 
 
 def is_offered(head_dim, page, dtype, cache_dtype, positions) -> bool:
-    """Whether impl="triton" accepts this call. It is checked with a call on zero sequences, which launches no
-    kernel."""
+    """Whether impl="triton" accepts this call. The function makes the call with zero sequences, so that no kernel is
+    launched."""
 
     def empty(*shape, dtype):
         return torch.empty(*shape, dtype=dtype, device="meta")

@@ -46,7 +46,7 @@ def test_prefill(machine, arch, rotary, seqlen):
 @pytest.mark.parametrize("rotary_dim", [128, 32])
 def test_rotate(machine, rotary_dim):
     """Every element is read once and written once. Four heads share a load of cos and sin from the two levels of the
-    table, which stay in the GPU's caches."""
+    table. Both levels stay in the GPU's caches."""
     launch = work.rotate(Rotary.rope(128, rotary_dim=rotary_dim), 96)
     elements = 96 * 8 * 128
     assert launch.tensors["x"].sectors_read == launch.tensors["out"].sectors_written == 2 * elements

@@ -1,7 +1,7 @@
 """Tests offsets beyond 2^31 elements and 2^32 bytes in every tensor of the compiled kernels.
 
 The memory is sparse, so few programs at huge strides cost little. The results must be bitwise those of the same numbers
-in small tensors, which are checked against the error budget.
+in small tensors. The results in small tensors are checked against the error budget.
 """
 
 import math

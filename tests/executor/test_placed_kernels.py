@@ -100,8 +100,8 @@ CODES = {  # (target, rows of a page, head_dim, type of the cache, left padding)
 
 @pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.quick if "d64" in x else ()) for x in CODES])
 def test_codes(machine, name):
-    """Quantized caches with stored positions are right for tiles of 16 keys, whose product with the weights adds up 16
-    terms, and for tiles with fewer than four bytes per lane."""
+    """Quantized caches with stored positions are right for tiles of 16 keys and for tiles with fewer than four bytes
+    per lane. With 16 keys, the product with the weights adds up 16 terms."""
     target, page, head_dim, cache_dtype, leftpad = CODES[name]
     lengths, options = [3 * page - 5, 2 * page + 1 - 9 * bool(leftpad)], dict(cache_dtype=cache_dtype, leftpad=leftpad)
     c = over(target, "rope", lengths, 1, head_dim, page, **options, **FULL)
@@ -110,7 +110,7 @@ def test_codes(machine, name):
 
 @pytest.mark.parametrize("scheme", ["rerope", "self_extend"])
 def test_queries_at_fractions(machine, scheme):
-    """Queries at fractional positions are right over a cache that stores no positions, whose keys are at whole
+    """Queries at fractional positions are right over a cache without stored positions. Its keys are at whole
     positions."""
     c = over(BF16, scheme, [43, 33], head_dim=64, **FULL)
     c.at(positions=torch.tensor([[40.25, 71.5], [-3.75, 90.625]]), **holes(2, 3, 16)).check(validate=False)

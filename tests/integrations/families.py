@@ -2,7 +2,7 @@
 
 python tests/integrations/families.py [PAGE.md]
 
-prints the table. With a page, which is docs/families.md, it also writes the table and the list of all other types
+prints the table. If PAGE.md (docs/families.md) is given, it also writes the table and the list of all other types
 (all_types.py) to the page.
 """
 

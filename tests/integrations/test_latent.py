@@ -117,8 +117,8 @@ def test_a_layer_is_the_formula(name, scheme):
 
 @pytest.mark.parametrize("changes", [{}, dict(window=6)], ids=str)
 def test_passages_move(changes):
-    """Passages can be joined, because a cache holds latents, which have no positions, and rotary channels before their
-    rotation."""
+    """Passages can be joined, because nothing in a cache depends on positions: it holds latents, and rotary channels
+    before their rotation."""
     model = convert(tiny(SMALL), **changes)
     ids = tokens(1)
     head = prefill_passage(model, ids[:, :9])

@@ -140,7 +140,7 @@ def test_images_and_videos_of_a_second_turn(name):
 
 @pytest.mark.parametrize("name", TURNS)
 def test_a_first_turn_that_answers_twice(name):
-    """The second turn runs over a cropped copy of the cache, which no longer has the answer to the first turn."""
+    """The second turn runs over a copy of the cache from which the answer to the first turn was cropped."""
     first, second, whole = turns(name)
     split, where = first["input_ids"].shape[1], positions(tiny_vision(name), name, whole)
 

@@ -34,7 +34,7 @@ def test_tables_of_rows_far_from_the_start(first, rows):
 @pytest.mark.parametrize("lengths", LENGTHS, ids=lambda pair: f"{pair[0]}x{pair[1]}")
 def test_pieces_hold_every_visible_pair_once(lengths, causal, ahead):
     """Every visible pair of a query and a key is in exactly one piece. ahead: how many positions the last query is
-    after the last key, which may be the end of one block of a longer sequence."""
+    after the last key. The keys may be one block of a longer sequence."""
     seqlen_q, seqlen_k = lengths
     shift = seqlen_k - seqlen_q + ahead
     distance = torch.arange(seqlen_q)[:, None] + shift - torch.arange(seqlen_k)

@@ -1,5 +1,6 @@
-"""Tests matrix products in bfloat16 on the CPU: the kernels of csrc/cpu/bf16, which need AVX512-BF16 and use AMX if the
-processor has it. On such processors, all bfloat16 tests of the CPU backend run these kernels too."""
+"""Tests matrix products in bfloat16 on the CPU, which the kernels of csrc/cpu/bf16 compute. The kernels need
+AVX512-BF16, and use AMX if the processor has it. On such processors, all bfloat16 tests of the CPU backend run these
+kernels too."""
 
 import pytest
 import support
@@ -82,7 +83,7 @@ def test_chunks_over_a_cache(head_dim, page, cache_dtype):
 
 
 def test_tiles_are_left_to_other_libraries():
-    """PyTorch's own attention and products, which may use AMX too, give the same results after a call."""
+    """PyTorch's own attention and products give the same results before and after a call. They may use AMX too."""
     q, k, v = torch.randn(3, 1, 2, 150, 64).bfloat16().unbind()
 
     def others() -> tuple[torch.Tensor, torch.Tensor]:

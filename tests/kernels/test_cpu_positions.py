@@ -60,8 +60,8 @@ def test_score_scales_at_negative_positions(rotary, seqlen_q):
 @pytest.mark.parametrize("target", [FLOAT32, FLOAT64], ids=str)
 @pytest.mark.parametrize("kind", ["runs", "runs at halves", "scattered", "fractions", "equal"])
 def test_stored(target, seqlen_q, paged, kind, monkeypatch):
-    """Stored positions are right if they form a few runs. They are also right if every key is a run of its own, for
-    which the backend uses masks."""
+    """Stored positions are right if they form a few runs. They are also right if every key is a run of its own. The
+    backend then uses masks."""
     monkeypatch.setattr(cached, "MAX_BLOCK", 40)
     monkeypatch.setattr(cached, "MIN_BLOCK", 40)
     slots = KINDS[kind](torch.arange(192.0).view(2, 96))

@@ -202,7 +202,7 @@ def test_padding_pages_and_what_neighbours_hold_change_no_bit(limit):
 
 
 def test_one_sequence_is_divided_by_shape(launches):
-    """A batch of one sequence is divided evenly by splits, which need no launch of plan_shares."""
+    """A batch of one sequence is divided evenly by splits, without a launch of plan_shares."""
     Cached(FP32, SCHEMES["rope"](32), (190,), heads=(1, 1)).check()
     assert set(launches) == {"append_rows", "attention_decode", "combine_splits"}
 

@@ -18,7 +18,7 @@ ROTARY = Rotary.rope(32)
 LIMIT = 1 << 24
 HALF_ULP = 2.0**-25
 # Bounds on the errors of cos and sin, in units of HALF_ULP. A level adds sqrt 2 for the rounding of its two entries,
-# which are a vector, and 2 for the rounding of two products and their sum. It multiplies the error of earlier levels by
+# taken as a vector, and 2 for the rounding of two products and their sum. It multiplies the error of earlier levels by
 # at most sqrt 2. The bound is 4.8 for 2 levels, 10.2 for 3 levels and 18 for 4 levels.
 BOUND = {"rows": 10.3 * HALF_ULP, "blocks": 18 * HALF_ULP}
 

@@ -1,5 +1,5 @@
-"""Runs pytest on copies of the checkout. Each run is a fork of this process, which has already imported what all runs
-need."""
+"""Runs pytest on copies of the checkout. Each run is a fork of this process. The process has already imported what all
+runs need."""
 
 from __future__ import annotations
 

@@ -80,8 +80,8 @@ def test_long(scheme):
 
 
 def test_second_coarse_row(exact):
-    """Positions past the first 1024, where the two levels of the table meet, give the same results: only relative
-    rotations matter."""
+    """Positions beyond the first coarse row of the table (1,024 positions) give the same results as positions before
+    it: only relative rotations matter."""
     check(
         exact, problem(exact, Rotary.rope(16, base=100.0).rectify(20, 3.0).local(60), 9, 1060, heads=1, group=1, seed=6)
     )

@@ -175,8 +175,8 @@ def test_the_interpreter_ends_during_calls(what, first):
     """After the main thread has ended, other threads finish their calls. Then functions registered with atexit make
     calls.
 
-    Daemon threads are not tested. Python stops them at any point, and torch, which is then inside noexcept functions,
-    aborts.
+    Daemon threads are not tested. Python stops them at any point. If torch is then inside a noexcept function, the
+    process aborts.
     """
     done = run(first, ENDS, "cpu", what)
     assert done.returncode == (what == "error"), (done.returncode, done.stderr[-2000:])

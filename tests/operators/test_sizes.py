@@ -148,8 +148,8 @@ def test_a_rotation_far_away_is_exact(first, small_tables):
 
 
 def test_sixteen_million_positions_away_is_as_exact(exact):
-    """Positions up to 16 million are as exact as early ones. The test compares the root mean square errors of 4096 lse,
-    which are known to about 1%. In the interpreter it compares 256 lse."""
+    """Positions up to 16 million are as exact as early ones. The test compares root mean square errors over 4096 lse,
+    or 256 in the interpreter. With 4096, the error is known to about 1%."""
     rotary, rows, heads = Rotary.rope(64, base=500_000.0), 64, 4 if exact.slow else 64
     p = support.problem(exact, rotary, rows, heads=heads, group=1, seed=53)
     errors = {}

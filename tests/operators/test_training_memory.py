@@ -123,8 +123,8 @@ class Layer(nn.Module):
 
 
 def test_a_checkpointed_layer_allocates_its_output_alone():
-    """Only the output of a checkpointed layer, which is the next layer's input, stays allocated. Counts allocations
-    minus frees, as the allocator reports them."""
+    """Only the output of a checkpointed layer stays allocated. It is the next layer's input. Counts allocations minus
+    frees, as the allocator reports them."""
     layer, x = Layer(), torch.randn(1, SEQLEN, WIDTH, dtype=torch.bfloat16, requires_grad=True)
     layer(x)
     runs = layer, lambda x: checkpoint(layer, x, use_reentrant=False, preserve_rng_state=False)

@@ -303,8 +303,8 @@ def cached(k, v):
 
 
 def test_new_keys_are_appended_under_a_mode():
-    """New keys are appended under a torch function mode. The mode sees the operators, which the call bypasses
-    otherwise."""
+    """New keys are appended under a torch function mode. The mode sees the operators. Without a mode the call bypasses
+    them."""
     q, k, v = (torch.randn(1, 1, 2, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
     results = []
     for mode in (contextlib.nullcontext(), BaseTorchFunctionMode()):

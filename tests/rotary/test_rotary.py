@@ -191,8 +191,8 @@ def test_ntk_by_parts_is_yarn_without_its_temperature():
 @pytest.mark.parametrize("base", [1e4, 5e5])
 @pytest.mark.parametrize("length", [64, 512, 4096])
 def test_cope(length, base):
-    """CoPE multiplies the frequencies below HoPE's cut by (1 + cos(pi r / (n - 1))) / 2, where r counts the n pairs
-    from the fastest one."""
+    """CoPE multiplies the frequencies of the n pairs below HoPE's cut by (1 + cos(pi r / (n - 1))) / 2. r counts these
+    pairs from the fastest one."""
     rope = Rotary.rope(64, base)
     kept = sum(f >= 2 * math.pi / length for f in rope.frequencies)
     factors = np.ones(32)

@@ -2,8 +2,8 @@
 file once.
 
 The file is ``flashrope/tiles.json`` in the user's cache folder ($XDG_CACHE_HOME, or ~/.cache). Writing replaces the
-file atomically. A tile is used only on the device, and with the versions of Triton and flashrope, with which it was
-measured. A file that cannot be read is ignored with one warning.
+file atomically. A tile is used only on the device on which it was measured, and with the same versions of Triton and
+flashrope. A file that cannot be read is ignored with one warning.
 """
 
 from __future__ import annotations

@@ -43,7 +43,8 @@ class Journal:
         """Checks that the rows of these schemes were measured with the options that the schemes have now.
 
         Raises:
-            BadInput: a scheme's options have changed since then. The message names the first such scheme.
+            BadInput: a scheme's options have changed since its rows were written. The message names the first such
+                scheme.
         """
         words = {scheme.label: scheme.words for scheme in schemes}
         for row in self.rows:

@@ -169,7 +169,7 @@ def context_parallel_attention(
         import torch.distributed as dist
         from flashrope.integrations.distributed import context_parallel_attention
 
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # under torchrun: only "gloo"
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # under torchrun pass only "gloo"
         q, k, v = (torch.randn(2, 64, heads, 64) for heads in (8, 2, 2))  # this rank's part of both sequences
         out = context_parallel_attention(q, k, v, Rotary.rope(64))
         dist.destroy_process_group()
@@ -283,8 +283,9 @@ def _rows_and_keys(lengths: _Lengths, chunks: Iterable[tuple[int, int]]) -> tupl
     """Plans the packed call for the query rows in some chunks. chunks: (first row, row after the last row) of each
     chunk.
 
-    Returns cu_seqlens of the call, and the ranges of packed keys that form its keys. A chunk's part of a sequence gets
-    the keys that its last row sees. So its last row is aligned with its last key, as the causal mask requires.
+    Returns cu_seqlens of the call, and the ranges of packed keys that form its keys. If a chunk holds a part of a
+    sequence, the keys of this part end with the last key that the part's last row sees. The last row is then aligned
+    with the last key, as the causal mask requires.
     """
     count_q, count_k, ranges = [], [], []
     for first, last in chunks:

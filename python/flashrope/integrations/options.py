@@ -42,7 +42,8 @@ def read_options(given: Mapping[str, Any], config, length=training_length) -> di
             value stands for the training length.
 
     Returns:
-        Values as rotary/catalogue.py applies them. A True that stands for a training length is replaced by the length.
+        The options, in the form in which rotary/catalogue.py applies them. A True that stands for a training length is
+        replaced by the length.
 
     Raises:
         TypeError, ValueError: an option is invalid. The message names the option and says what was expected.

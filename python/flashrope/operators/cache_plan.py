@@ -59,8 +59,8 @@ def plan_cache(
 
     Use it where several layers share lengths, block table and scheme: a plan checks the tables, chooses tiles and
     builds cos and sin once, and ``attend`` does what differs by layer. For one layer, ``attention_with_cache`` plans
-    and attends in one call. ``KVCache.step`` and ``PagedKVCache.step`` make plans themselves. The division into a plan
-    and its calls is that of FlashInfer's plan and run.
+    and attends in one call. ``KVCache.step`` and ``PagedKVCache.step`` make plans themselves. FlashInfer's plan and run
+    divide the work in the same way.
 
     Example:
         layers = [CacheLayer(*(torch.zeros(2, 512, 2, 64) for _ in "kv")) for _ in range(4)]

@@ -1,6 +1,7 @@
-"""Makes torchtitan 0.3.0 run on the CPU, which it does not support, and runs short trainings with it. torchtitan looks
-for an accelerator when it is imported, so call ``start`` first. torchtitan's own attention, FlexAttention, has no
-backward on the CPU. scaled_dot_product_attention replaces it here, with the mask that FlexAttention would get.
+"""Makes torchtitan 0.3.0 run on the CPU, and runs short trainings with it. torchtitan itself does not support the CPU.
+torchtitan looks for an accelerator when it is imported, so call ``start`` first. torchtitan's own attention,
+FlexAttention, has no backward on the CPU. scaled_dot_product_attention replaces it here, with the mask that
+FlexAttention would get.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Tests vLLM with a configuration that has ``dual_chunk_attention_config`` (Qwen2.5-1M). Results of the engine are
 compared with a float64 forward pass with ``attention(impl="reference")``. The chunks are compared with vLLM's own
-rotary embedding for chunks, which it still has."""
+rotary embedding for chunks."""
 
 import logging
 

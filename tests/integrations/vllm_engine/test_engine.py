@@ -91,8 +91,8 @@ def test_prefix_cache(llama):
 
 
 def test_forks(llama):
-    """Three continuations of one prompt, which share its pages and diverge in the middle of a page, have the log
-    probabilities of convert()."""
+    """Three continuations of one prompt have the log probabilities of convert(). They share the prompt's pages and
+    diverge in the middle of a page."""
     with engine(llama, REROPE) as llm:
         outputs = generate(llm, [prompt(200), prompt(70)], tokens=40, n=3, temperature=1.0, seed=7, all_prompt=False)
     assert all(len({tuple(c.token_ids) for c in output.outputs}) == 3 for output in outputs)
