@@ -64,7 +64,7 @@ class GauModel(nn.Module):
         for block in self.blocks:
             nn.init.normal_(block.scale, mean=1.0, std=0.02)
             nn.init.normal_(block.offset, std=0.02)
-            for layer in (block.uvz, block.out):  # 0.02 would be too small for a product of three
+            for layer in (block.uvz, block.out):  # 0.02 would be too small: an output is a product of three factors
                 nn.init.normal_(layer.weight, std=layer.in_features**-0.5)
 
     def forward(

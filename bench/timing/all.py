@@ -47,7 +47,7 @@ def main(argv: list[str]) -> int:
     chosen = parts[options.part] if options.part else MAIN if options.device == "cpu" else MAIN + MORE
     chosen = [(command, arguments) for command, arguments in chosen if not options.only or command in options.only]
     if not chosen:
-        p.error(f"--only: none of these is in --part {options.part}")
+        p.error(f"--only: expected subcommands of --part {options.part}, got {' '.join(options.only)}")
     path = os.pathsep.join(filter(None, (str(machine.ROOT), os.environ.get("PYTHONPATH"))))
     codes = []
     for command, arguments in steps("all", chosen, lambda item: " ".join((item[0], *item[1]))):

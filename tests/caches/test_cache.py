@@ -67,7 +67,7 @@ def check(cache: PagedKVCache, model: dict[int, list[int]], reserved=()) -> None
 
 
 def expected(scheme, q, tokens, layer=0, dtype=torch.float64):
-    """Returns the attention of every sequence computed separately. Rows of q before its first token are 0."""
+    """Returns the attention of every sequence computed separately. Rows of q before a sequence's first token are 0."""
     outs = []
     for b, sequence in enumerate(tokens):
         none = max(q.shape[1] - len(sequence), 0)
@@ -257,10 +257,10 @@ class TestPagedKVCache:
         cache.k[pages], cache.v[pages] = rows([list(range(32))]).view(2, 2, PAGE, HEADS_KV, HEAD_DIM)
         cache.advance([name], 18)
         check(cache, {name: list(range(18))}, [name])
-        with pytest.raises(ValueError, match=f"at most 14, reserved for sequence {name}, got 15"):
+        with pytest.raises(ValueError, match=f"at most 14, the tokens reserved for sequence {name}, got 15"):
             cache.advance([name], 15)
         child = cache.fork(name)
-        with pytest.raises(ValueError, match=f"at most 0, reserved for sequence {name}, got 1"):
+        with pytest.raises(ValueError, match=f"at most 0, the tokens reserved for sequence {name}, got 1"):
             cache.advance([name], 1)  # the page is now shared
         cache.reserve([name], 1)
         cache.advance([name], 0)

@@ -100,7 +100,7 @@ def test_max_seqlen_counts_tokens():
     assert filled.cache.lengths[a] == 18  # they take 25 slots
     filled.refused("sequence 0 has 18 of 20 tokens: no room for 3", lambda: filled.write([a], 3))
     filled.cache.reserve([a], 2)
-    message = f"seqlen_new: expected at most 2, reserved for sequence {a}, got 3"
+    message = f"seqlen_new: expected at most 2, the tokens reserved for sequence {a}, got 3"
     filled.refused(message, lambda: filled.cache.advance([a], 3))
     filled.write([a], 2)
     filled.look()

@@ -149,8 +149,8 @@ struct Warp {
   bool diverged = false, at_barrier = false;
   int barrier_line = 0;
   Lanes alive = ALL_LANES;
-  // syncs counts bar.warp.sync, which orders memory. meetings also counts shuffles, after which earlier loads have
-  // ended.
+  // syncs counts bar.warp.sync instructions, which order memory. meetings also counts shuffles: after a shuffle, earlier
+  // loads have ended.
   uint32_t syncs = 0, meetings = 0;
   std::vector<Copy> open_copies;
   std::deque<std::vector<Copy>> copies;

@@ -151,7 +151,7 @@ def test_swing_and_ripple():
         size, found = ripple(wave)
         left = 1 - math.sin(25 * math.pi / period) / (25 * math.sin(math.pi / period))  # the running mean's effect
         assert found == pytest.approx(period, rel=0.015) and size == pytest.approx(0.5 * left / 2**0.5, rel=0.03)
-    assert math.isnan(ripple(torch.sin(2 * math.pi * d / 60))[1])  # it moves with the running mean
+    assert math.isnan(ripple(torch.sin(2 * math.pi * d / 60))[1])  # the running mean follows so long a period
 
 
 def test_vaf():

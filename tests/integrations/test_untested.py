@@ -29,7 +29,7 @@ def unknown(monkeypatch):
 def test_a_model_that_agrees(unknown):
     model = tiny("llama").train()
     before, stock = state(model), logits(model, tokens())
-    with pytest.raises(ValueError, match=r"got 'llama'; convert\(model, untested=True\) compares it first"):
+    with pytest.raises(ValueError, match=r"got 'llama'; convert\(model, untested=True\) compares the"):
         convert(model)
     convert(model, untested=True, window=6)
     assert schemes(model) == [Rotary.rope(16).rectify(6)] * 3 and not close(logits(model, tokens()), stock, 0.1)

@@ -1,4 +1,4 @@
-"""Tests the compiled kernels of the CPU backend. Their accuracy is also tested wherever a target is ``cpu``."""
+"""Tests the compiled kernels of the CPU backend. All tests with the target ``cpu`` also test their accuracy."""
 
 import dataclasses
 

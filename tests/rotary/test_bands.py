@@ -140,7 +140,7 @@ def test_a_text_needs_no_more_than_a_table():
 
 
 def test_a_scheme_that_rotates_nothing_warns():
-    with pytest.warns(UserWarning, match=r"train_length: expected at least 7 .* got 6; no pair rotates"):
+    with pytest.warns(UserWarning, match=r"train_length: expected at least 7 .* got 6; no pair of this scheme rotates"):
         assert Rotary.hope(64, 6).rotary_dim == 64
     with pytest.warns(UserWarning, match="train_length"):
         Rotary.hope(64, 6.28, interleaved=True)

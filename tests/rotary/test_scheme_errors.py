@@ -128,7 +128,7 @@ REASONS = [
     (lambda: ROPE.self_extend(0, 4).mrope([2, 3, 3]), "mrope: expected a scheme without rectify, self_extend"),
     (lambda: ROPE.self_extend(20, 4).bands_for(False), "causal: expected True for a scheme that maps pos"),
     (lambda: banded((0, 9, 1, -3, 2)), r"bands\[0\].offset: expected at least 0 in a band that maps .*, got -3"),
-    (lambda: banded((0, 1, 1, 0), (1, 9, 1, 0, 1, 128)), r"bands\[1\].chunk: expected 0 as in bands\[0\], got 128"),
+    (lambda: banded((0, 1, 1, 0), (1, 9, 1, 0, 1, 128)), r"bands\[1\].chunk: expected 0, the chunk of bands\[0\], got"),
     (lambda: banded((0, 9, 1, 0, 1, 100)), r"bands\[0\].chunk: expected 0 or a multiple of 128, .* got 100"),
     # axes
     (lambda: dataclasses.replace(Rotary.axial(64), frequencies=(1.0,)), "axis: expected one integer for each of"),

@@ -329,7 +329,9 @@ class PagedKVCache(Cache):
             if self._pool.shared_page(sequence) is not None:
                 room = 0
             if seqlen_new > room:
-                raise ValueError(f"seqlen_new: expected at most {room}, reserved for sequence {name}, got {seqlen_new}")
+                raise ValueError(
+                    f"seqlen_new: expected at most {room}, the tokens reserved for sequence {name}, got {seqlen_new}"
+                )
         for sequence in selected.values():
             self._pool.grow(sequence, seqlen_new)
 

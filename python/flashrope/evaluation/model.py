@@ -70,7 +70,7 @@ def load(name: str, device: torch.device, dtype: str | None = None):
             if getattr(text_config(model), FIELD, None):
                 choose_stock_attention(model)
                 convert(model)
-    except BadInput:  # names its option already
+    except BadInput:  # the message already names its option
         raise
     except (OSError, TypeError, ValueError) as error:
         raise BadInput(f"--model: {str(error).splitlines()[0]}") from None

@@ -71,8 +71,8 @@ def three_level_table(rotary: Rotary, causal: bool, device: torch.device) -> tor
     """Returns float32 (rotations, 2 * FINE_ROWS + TOP_ROWS, 2, padded pairs), for positions from -MAX_POSITION to
     MAX_POSITION.
 
-    A position is written with three digits to the base FINE_ROWS, the highest of which has a sign. Kernels combine one
-    row for each digit by angle addition. The rows of the highest digit also contain the scheme's offsets and factors.
+    A position is written with three digits in base FINE_ROWS. The highest digit has a sign. Kernels combine one row for
+    each digit by angle addition. The rows of the highest digit also contain the scheme's offsets and factors.
     """
     middle = torch.arange(FINE_ROWS, dtype=torch.float64) * FINE_ROWS
     top = torch.arange(-TOP_ROWS // 2, TOP_ROWS // 2, dtype=torch.float64) * FINE_ROWS**2

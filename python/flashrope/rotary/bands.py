@@ -130,7 +130,7 @@ def checked_bands(bands) -> tuple[Band, ...]:
             )
         if (chunk := checked[-1].chunk) != checked[0].chunk:
             raise ValueError(
-                f"bands[{n}].chunk: expected {checked[0].chunk} as in bands[0], got {chunk}; all bands of a "
+                f"bands[{n}].chunk: expected {checked[0].chunk}, the chunk of bands[0], got {chunk}; all bands of a "
                 "scheme count distances, or differences of the same chunks"
             )
     return tuple(checked)
@@ -192,7 +192,7 @@ def two_sided(bands: tuple[Band, ...]) -> tuple[Band, ...]:
         else:
             raise ValueError(
                 f"bands[{n}].offset: expected 0 in a band that starts at distance 0, for attention that is not causal, "
-                f"got {band.offset:g}; distance 0 would be in the band and in its mirror image, with {-band.offset:g}"
+                f"got {band.offset:g}; distance 0 would also be in the mirror image, whose offset is {-band.offset:g}"
             )
     return tuple(mirrored)
 

@@ -277,8 +277,8 @@ class Rotary:
         frequencies = hope_table(rope.frequencies, train_length)
         if not frequencies:
             warnings.warn(
-                f"train_length: expected at least 7 tokens, in which the first pair makes a full turn, got "
-                f"{train_length!r}; no pair rotates, as in Rotary.none",
+                "train_length: expected at least 7 tokens, because the first pair takes that long for a full turn, "
+                f"got {train_length!r}; no pair of this scheme rotates",
                 stacklevel=2,
             )
         if not (interleaved or compact):

@@ -93,7 +93,8 @@ def plan_conversion(model, given: Mapping[str, Any], untested: bool = False) -> 
     if not tested and not untested:
         raise ValueError(
             "model: expected one of the types that are tested against the library's own attention, "
-            f"{', '.join(sorted(FAMILIES))}; got {config.model_type!r}; convert(model, untested=True) compares it first"
+            f"{', '.join(sorted(FAMILIES))}; got {config.model_type!r}; convert(model, untested=True) compares the "
+            "converted model with the stock model first"
         )
     asked = read_options(given, config)
     options, raw_keys = asked or read_field(config), keeps_raw_keys(config)

@@ -58,8 +58,8 @@ def accept(model, own: Plan) -> None:
     moved = float((without - stock["uncached"]).abs().max())
     if not moved >= SENSITIVITY * tolerance:
         raise ValueError(
-            f"model: expected outputs of {model_type!r} that depend on its rotary embedding, got a change of "
-            f"{moved:.2g} without it, which a comparison cannot tell from rounding; load trained weights"
+            f"model: expected outputs of {model_type!r} that depend on its rotary embedding, got outputs that change "
+            f"by {moved:.2g} without rotation, not more than by rounding; load trained weights"
         )
 
 
