@@ -2,7 +2,7 @@
 
     python -m bench model [--arch 80 86 89] [--head-dim 64 128] [--publish]
     python -m bench model --peers torch-2.14.1-cp311-cp311-manylinux_2_28_x86_64.whl --publish   # with validation
-    python -m bench model --head-dim 512 --scheme rope rerope "rope atomic" "rerope atomic" --publish   # a100-wide.csv
+    python -m bench model --head-dim 320 384 512 --scheme rope rerope "rope atomic" "rerope atomic" --publish   # wide
     python -m bench model --decoding --publish         # whether memory or the loop limits decoding
     python -m bench model --candidates --publish       # the order in which flashrope tune tries tiles
 
@@ -362,7 +362,7 @@ def main(argv: list[str]) -> int:
     complete = not options.scheme and {80, 86} <= set(options.arch) and set(PUBLISHED) <= set(options.head_dim)
     only_wide = min(options.head_dim) > 256 and 80 in options.arch
     if options.publish and not (options.candidates or options.decoding or complete or only_wide):
-        p.error("--publish: expected every scheme at head_dim 64 and 128 on sm_80 and sm_86, or only head_dim 512")
+        p.error("--publish: expected every scheme at head_dim 64 and 128 on sm_80 and sm_86, or only head_dim > 256")
     if options.candidates:
         order_candidates(folder, options)
         return 0

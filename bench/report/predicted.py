@@ -28,9 +28,11 @@ machine code and simulates how one multiprocessor issues it (`bench/compiling/is
 pipes, shared memory, copies in the background and barriers. No constant was fitted to measured times. Blocks then run
 in the order of launch on 108 multiprocessors at 1.41 GHz. Passes that only move data take the time that 2.04 TB/s
 allow. Passes that store and read gradients of scores take at least this time. Long sequences store the gradients for
-only a few heads at a time (for one head at 32,768 tokens), and the blocks of so few heads do not fill the device. The
-model leaves out launch times, contention in L2, bank conflicts and instruction fetch. So its predictions are too fast,
-most of all at short lengths. HGMMA is not simulated, so there is no prediction for sm_90.
+only a few heads at a time (for one head at 32,768 tokens and head_dim 128), and the blocks of so few heads do not fill
+the device. If the launches would be too small (head_dim 64 at 32,768 tokens) or the gradients of one head do not fit in
+the workspace (131,072 tokens), the backward recomputes them in seven products. The model leaves out launch times,
+contention in L2, bank conflicts and instruction fetch. So its predictions are too fast, most of all at short lengths.
+HGMMA is not simulated, so there is no prediction for sm_90.
 
 To show how far to trust the model, it also predicts FlashAttention-2's own kernels (PyTorch 2.13.0's wheel). The table
 compares the predictions with what the authors measured (Dao 2023, arXiv 2307.08691, figure 4, July 2023: A100 80 GB
