@@ -90,7 +90,7 @@ class Recipe:
 @pytest.mark.interpreted(lambda kind, **_: False)
 @pytest.mark.parametrize("kind", OPTIONS)
 def test_as_written(exact, kind):
-    """Steps of two tokens are right, through a shared page and across the end of a page."""
+    """Steps of two tokens give the right results, also where they write to a shared page or cross the end of a page."""
     recipe = Recipe(exact, kind)
     for _ in range(2 if exact.slow else 8):
         recipe.run(recipe.step)

@@ -51,8 +51,8 @@ struct Instruction {
   std::vector<Operand> operands;
   Spread spread = Spread::lane;
   Bits bits = Bits::all;
-  // checked: slots that must be defined. reads: slots whose definedness decides that of the result. writes: results. A
-  // 64-bit register is listed with both slots.
+  // checked: slots that must be defined. reads: if one of these slots is undefined, the result may be undefined. writes:
+  // results. A 64-bit register is listed with both slots.
   std::vector<int> checked, reads, writes;
 };
 

@@ -119,7 +119,7 @@ def cached_tokens(seqlen_q: int, heads: int = 4, head_dim: int = 64, batch: int 
 
 
 def check_far(got, q, k, v, rotary) -> None:
-    """Checks against the budget. A scheme with a window gives the same results far from the first key as
+    """Checks results against the error budget. A scheme with a window gives the same results far from the first key as
     near it."""
     p = support.Problem(q, k, v, rotary, grad_out=torch.zeros_like(q), grad_lse=torch.zeros_like(got[1]))
     support.check_budget(dict(zip(("out", "lse"), got, strict=True)), p, torch.bfloat16)

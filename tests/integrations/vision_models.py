@@ -153,8 +153,8 @@ def wide_vision(name: str):
 
 
 def tiny_vision(name: str, sections: list[int] | None = None, **changes):
-    """Returns a small model in float32, the same in every call. sections: pairs of each coordinate. Default: those of
-    the model's kind."""
+    """Returns a small model in float32, the same in every call. sections: the number of pairs of each coordinate,
+    by default the numbers of the model's kind."""
     kind = KINDS[name]
     rope = {"rope_type": "default", "mrope_section": sections or kind.sections}
     base = {"rope_theta": 100.0} | ({"partial_rotary_factor": kind.partial} if kind.partial < 1 else {})
@@ -247,7 +247,7 @@ def towers(model) -> list[torch.nn.Module]:
     return [module for path, module in model.named_modules() if path.split(".")[-1] in ("visual", "audio_tower")]
 
 
-# ---- what a model gives
+# ---- the outputs of a model
 
 BOUND = 1e-5  # for float32 logits scaled to a maximum of 3, as for text
 CALLS = (26, 27, 30, 31)  # numbers of tokens at which calls with a cache end; the first call contains the images

@@ -102,7 +102,7 @@ def test_lengths_share_kernels():
 
 
 def test_lengths_share_kernels_over_caches():
-    # A single split writes its half-precision result itself, several splits write float32. Shares are a third kernel.
+    # A single split writes its result in half precision. Several splits write float32. Shares are a third kernel.
     kernels = ["append_rows", "combine_splits", "rotate_cached_rows", "attention_chunks"]
     splits = dict.fromkeys(kernels, 1) | {"attention_decode": 2}
     shares = splits | {"plan_shares": 1, "combine_shares": 1, "attention_decode": 3}

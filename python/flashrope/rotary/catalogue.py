@@ -130,7 +130,7 @@ def apply_options(rotary: Rotary, options: Mapping[str, Any], scaled: bool = Tru
     """Returns the scheme after applying options. If no pair rotates, only options of the stage SCALE are applied.
 
     Args:
-        options: a dict from ``Scheme.options``, or of values that ``Option.read`` has returned.
+        options: {name of the option: value}, from ``Scheme.options`` or ``Option.read``.
         scaled: False leaves out options of the stage SCALE, for layers that see a fixed number of keys.
     """
     for name, option in known_options().items():

@@ -93,7 +93,8 @@ def test_the_field_beside_it(qwen2, caplog):
 def test_the_chunks_are_vllms(monkeypatch):
     """The scheme gives the scores of vLLM's dual chunk attention. vLLM still has its DualChunkRotaryEmbedding, which
     rotates queries in three ways: for the same chunk, for the chunk before and for earlier chunks. vLLM's former
-    backend computed one softmax over all three, with keys multiplied by the factor by length."""
+    backend multiplied keys by the factor that depends on the length, and computed one softmax over the scores of all
+    three rotations."""
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers.rotary_embedding import dual_chunk_rope
 

@@ -64,7 +64,8 @@ def test_a_model_that_was_saved_after_convert(llama, tmp_path):
 
 
 def test_a_model_that_does_not_ask_is_stock(llama):
-    """A model without the field is the stock model, before, between and after engines with schemes in one process."""
+    """A model without the field gives the stock model's results, also if engines with schemes ran earlier in the same
+    process."""
     for options in (None, REROPE, None, {}, None):
         with engine(llama, options) as llm:
             outputs = generate(llm, [prompt(n) for n in (16, 250)])  # vLLM's stock table ends at position 256

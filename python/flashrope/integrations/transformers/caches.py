@@ -93,8 +93,8 @@ def check_cache(decoder, given: Mapping[str, Any]) -> None:
 
 
 def mark_returned(decoder, args, kwargs, output) -> None:
-    """Marks the cache that a call without a cache has made, and stores the coordinates of the tokens in it. It is the
-    decoder's forward hook."""
+    """Marks the cache that a forward returns, if it is not marked, and stores the coordinates of the tokens in it. This
+    is the decoder's forward hook: a forward that was given no cache makes one."""
     cache = cache_of(output)
     if cache is None and isinstance(output, tuple):
         cache = next((each for each in output if isinstance(each, Cache)), None)
