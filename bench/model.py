@@ -199,7 +199,8 @@ def our_seconds(
     every_head = problem.batch * problem.heads
     bands = len(scheme.rotary(problem.head_dim).bands_for(True))
     passes = [("attention_grad_kv", waves.key_tile_lengths), ("attention_grad_q", waves.query_tile_lengths)]
-    # Moved once: q, its rotated copy for every band, and for the row statistics the output and its gradient.
+    # Four kinds of tensors are moved once: q, its rotated copy for every band, the output and its gradient. The row
+    # statistics read the last two.
     copies, layout = 1 + bands + 2, None
     stores = scheme.deterministic and not scheme.recomputed
     if stores and configs.storing_is_faster(80, 2, problem.head_dim, problem.head_dim):

@@ -162,7 +162,7 @@ class Devices:
         return functools.partial(context_parallel_attention, group=self.cp, impl=impl)
 
     def part(self, batch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns this rank's inputs and targets: its part of every sequence that it shares in."""
+        """Returns this rank's inputs and targets: its part of every sequence that its context group shares."""
         mine = batch.chunk(self.data_ranks)[self.data_rank].to(self.device)
         return shard_sequence(mine[:, :-1], self.cp), shard_sequence(mine[:, 1:], self.cp)
 

@@ -326,7 +326,7 @@ def place_tokens(
 
 class PlacedKeys(NamedTuple):
     """The keys that each row of a tile of queries [M] sees. They are at positions first to stop - 1 and in columns up
-    to `column`. part: the fraction of the row's own position, if slots store positions of one axis."""
+    to `column`. part: the fractional part of the row's own position, if slots store positions of one axis."""
 
     first: object
     stop: object
@@ -371,7 +371,7 @@ class Places(NamedTuple):
     visible: whether the key is visible.
     start: if VARIANT.stored, what is added to stored positions. If not, and if VARIANT.one_run, the position of the
         tile's first key.
-    part: the fraction of the position, if slots store positions of one axis.
+    part: the fractional part of the position, if slots store positions of one axis.
     """
 
     page: object

@@ -226,7 +226,7 @@ def test_compile_keeps_the_write(kind):
 
 
 def test_decoding_needs_no_rotated_copy_of_the_cache(composed, monkeypatch):
-    """ReRoPE rotates only the last keys, as many as its window has, for any length. The cache itself is never
+    """For any length, ReRoPE rotates only the last keys, which are as many as its window has. The cache itself is never
     copied."""
     from flashrope.backends.cpu import cached
 

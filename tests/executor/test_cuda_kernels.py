@@ -287,8 +287,8 @@ class Changed:
 
 
 def test_more_shared_memory_than_a_block_has_is_refused(operators, machine, monkeypatch, arch):
-    """A launch that needs more shared memory than a block has is refused. The table of three bands at head_dim 256 is
-    passed twice over. The launch then fits into the 163 KB of sm_80 but not into the 99 KB of sm_86."""
+    """A launch that needs more shared memory than a block has is refused. The table of three bands is passed as
+    six bands, at head_dim 256. The launch then fits into the 163 KB of sm_80 but not into the 99 KB of sm_86."""
     if arch in (86, 89, 120):
         pytest.skip("too little shared memory for a call that runs")
     cache = caching(Rotary.rope(256).rectify(11).local(90), BF16, [129], causal=False)

@@ -50,8 +50,8 @@ def test_practice_asks_for_the_letters_that_follow():
 
 
 def test_practice_covers_what_is_asked_at_its_length():
-    """Practice covers what prompts of the training length need: as many sequences, and letters to copy that are as far
-    back."""
+    """Practice has as many sequences as prompts of the training length, and its letters to copy are as far back as in
+    these prompts."""
     practised, asked = set(), set()
     for seed in range(200):
         targets = copying.practice(1, 128, generator(seed))[1][0]

@@ -302,8 +302,9 @@ def test_runs_as_a_module_from_a_checkout():
 
 # ---- slow: effects over several seeds, and every experiment
 
-# Rounding alone changes these ratios of one model by up to 0.5, as much as another seed does. The thresholds are beyond
-# the worst of 18 runs (6 seeds, each also twice with perturbed weights), given in the comments, and apply to the mean.
+# Rounding alone changes these ratios of one model by up to 0.5, as much as another seed does. Each threshold applies to
+# the mean over seeds, and lies beyond the worst of 18 runs, which its comment gives (6 seeds, each with the usual
+# weights and twice with perturbed weights).
 SEEDS = range(5)
 
 

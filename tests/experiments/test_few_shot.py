@@ -12,7 +12,7 @@ from experiments.few_shot import MARK, SEPARATORS, SHOTS
 from experiments.tasks import IGNORED
 
 LINES = [bytes(random.Random(n).choices(b"abcdefgABCDEFG (.)_=", k=12)) for n in range(300)]
-TRAIN, UNSEEN = b"\n".join(LINES[:200]), (b"\n".join(LINES[150:]),)  # 50 lines in both
+TRAIN, UNSEEN = b"\n".join(LINES[:200]), (b"\n".join(LINES[150:]),)  # 50 lines are in both
 LETTERS_OF_TRAIN = data.Corpus("letters", TRAIN, UNSEEN, ("a",), ("b",))
 
 
@@ -35,7 +35,7 @@ def parts(prompt):
     filler = [n for n, line in enumerate(lines) if MARK not in line]
     examples = [line for line in lines if MARK in line]
     first = lines.index(examples[0])
-    assert lines[first : first + len(examples)] == examples  # all in one place
+    assert lines[first : first + len(examples)] == examples  # the examples are not interrupted by filler
     before, behind = (b"".join(lines[n] + b"\n" for n in filler if (n < first) == part) for part in (True, False))
     return before, [(line[:-2], line[-1:]) for line in examples if line[-2:-1] == MARK], behind, query
 
@@ -89,7 +89,7 @@ def test_evaluation_shares_no_text_and_no_labels_with_training(monkeypatch):
     assert not {text[:8] for text in practised} & {text[:8] for text in asked}
     assert not set(few_shot.PRACTICE_LABELS) & set(few_shot.ASKED_LABELS)
     for labels in (few_shot.PRACTICE_LABELS, few_shot.ASKED_LABELS):
-        assert set(b"".join(labels)) == set(few_shot.LETTERS)  # every letter is a label in both
+        assert set(b"".join(labels)) == set(few_shot.LETTERS)  # each of the two sets uses every letter
     with pytest.raises(data.TextError, match="at least 12 different lines of 10 bytes or more, got 1"):
         few_shot.asked_texts(TRAIN, (b"only one line here\n",))
     few_shot.asked_texts.cache_clear()

@@ -32,7 +32,7 @@ def test_keys_are_disjoint_and_all_there():
     assert not ASKED & PRACTISED and len(ASKED | PRACTISED) == 30_240 and len(ASKED) == 7560
     for place in range(5):
         counts = [sum(key[place : place + 1] == b"%d" % digit for key in ASKED) for digit in range(10)]
-        assert min(counts) > 650 and max(counts) < 860  # the digits do not tell practice and evaluation apart
+        assert min(counts) > 650 and max(counts) < 860  # digits are as frequent in evaluation as in practice
 
 
 def test_the_mark_stands_before_keys_only():

@@ -26,7 +26,7 @@ REASONS = {  # {part of an error message: the reason in the table}
     "decoder with a rotary embedding, found": "several decoders",
     "AttentionMaskInterface": "makes its masks itself",
     "AttentionInterface": "computes its attention itself",
-    "later keys": "its attention is not causal, or says so",
+    "later keys": "its attention is not causal, or its configuration says so",
     "attention modules, found": "layers of other kinds",
     "only be called on Attention layers": "layers of other kinds",
     "depend on its rotary embedding": "a small model shows no rotation",

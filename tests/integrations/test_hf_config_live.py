@@ -149,7 +149,7 @@ WHOLE = ["llama", "mistral", "qwen2", "qwen3", "granite", "olmo2", "cohere", "st
 @pytest.mark.parametrize("family", WHOLE)
 def test_families_of_transformers_that_rotate_whole_heads(family):
     """from_hf_config refuses partial_rotary_factor for families that rotate whole heads. transformers 5 ignores the
-    field for them, and their attention fails with it in older versions."""
+    field in these families. In older versions, the field makes their attention fail."""
     _, whole = configured(family, head_dim=64)
     config, table = configured(family, head_dim=64, partial_rotary_factor=0.5)
     if int(transformers.__version__.split(".")[0]) >= 5:

@@ -117,7 +117,7 @@ def test_the_decoder_inside_a_larger_model():
 def test_quantized_linears():
     model = tiny("llama")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch announces the move of its quantization
+        warnings.simplefilter("ignore")  # torch warns that quantization will move to another package
         model = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8)
     stock = logits(model, tokens(), padded(), calls=CALLS)
     convert(model)

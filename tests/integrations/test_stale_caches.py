@@ -116,8 +116,8 @@ def test_a_cache_of_unknown_origin():
 
 @pytest.mark.parametrize("name", [OLD_NAME, CACHE, "by position"])
 def test_every_way_to_pass_a_cache_to_the_decoder(name):
-    """The check finds the cache in every way in which it can be passed to the decoder. From transformers 5.24 on the
-    argument has a new name, and the decoder accepts both names."""
+    """The check finds the cache however it is passed to the decoder. From transformers 5.24 on the argument has a new
+    name, and the decoder accepts both names."""
     model = tiny("llama")
     stale = filled(model, "dynamic")
     decoder, ids = convert(model, window=6).model, tokens()

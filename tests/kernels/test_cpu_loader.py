@@ -82,8 +82,8 @@ def test_bfloat16_extends_the_library_of_avx512(installation, monkeypatch):
 
 
 def test_amx_needs_permission(installation, monkeypatch):
-    """The target for AMX is chosen only if the processor has its instructions and Linux permits their use. A refused
-    library cannot be opened by name either: its first instruction would end the process."""
+    """The target for AMX is chosen only if the processor has its instructions and Linux permits their use. If Linux
+    refuses, the library cannot be opened by name either, because its first instruction would end the process."""
     write(installation, x86_64_v4="4", x86_64_v4_bf16="bf16", x86_64_v4_amx="amx")
     monkeypatch.setattr(loader, "instructions", lambda: AMX)
     monkeypatch.setattr(loader, "permitted", lambda target: True)

@@ -294,7 +294,7 @@ WORKLOAD = Workload("forward", 1, 4096, 2, 1, 64, torch.float16)
 
 
 def examined(monkeypatch, call, seconds=60.0, group=(WORKLOAD,)):
-    """Returns what examine yields with ``call`` as the backend's call, and ones as the exact result."""
+    """Returns what examine yields if ``call`` is the backend's call and the exact result is all ones."""
     monkeypatch.setattr(Workload, "call", lambda self, device, window=0: call)
     monkeypatch.setattr(Workload, "exact", lambda self, device, window=0: (torch.ones(1, 2, 1, 4).double(),))
     return list(measure.examine(list(group), CPU, seconds, Bar(1), 1))

@@ -35,7 +35,7 @@ class NativeBuild:
         self.compiler = shlex.split(os.environ.get("CXX") or "c++")
 
     def libraries(self, sources: Path, changed: str, to: Path) -> bool:
-        """Builds the libraries that a copy's sources belong to: one, or for csrc/cpu/bf16 also the one that it extends.
+        """Builds the library that a copy's sources belong to, and for csrc/cpu/bf16 also the library that it extends.
 
         Args:
             sources: the folder in the copy.

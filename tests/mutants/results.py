@@ -13,8 +13,9 @@ KILLED, SURVIVED, INVALID = "killed", "survived", "does not compile"
 
 
 class Row(NamedTuple):
-    """The result of a mutant. mutant: its address. digest: of the code that it changes, so that a row is not used if
-    this code has changed since. by: the test that noticed. how: how the run ended, unless the test just failed.
+    """The result of a mutant. mutant: its address. digest: a digest of the change. If the code has changed since then,
+    the digest differs, and the row is not used. by: the test that noticed. how: how the run ended, unless the test just
+    failed.
     seconds: the time of the run, including a run of the test `by` without the mutant. why: for a survivor, why no test
     notices; it begins with "equivalent" if no result can change."""
 

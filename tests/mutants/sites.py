@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
-ROOMS = {  # a file is in the first room that has a pattern of it
+ROOMS = {  # a file belongs to the first room with a pattern that matches it
     "kernels": ("triton_kernels/*.py",),
     "lowering": ("python/flashrope/lowering/*.py",),
     "backends": ("python/flashrope/backends/*.py",),

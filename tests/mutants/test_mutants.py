@@ -162,7 +162,7 @@ def test_patience(copy, tmp_path, monkeypatch):
 
 
 def test_a_sample_of_known_mutants(monkeypatch):
-    """The sample has only mutants that were noticed and change today what they changed then."""
+    """The sample has only mutants that were noticed and that still make the same change."""
     first, second, third = sites.mutants_of("triton_kernels/softmax.py")[:3]
     rows = [Row(m.address, m.digest, KILLED, "t", "", "5") for m in (first, second)]
     rows = [rows[0], rows[1]._replace(digest="other"), Row(third.address, third.digest, SURVIVED, "", "", "9")]

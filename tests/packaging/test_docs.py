@@ -175,7 +175,7 @@ def test_the_api_reference_is_that_of_the_docstrings():
 
 
 def test_every_argument_of_the_api_reference_is_one():
-    """Every name that the API reference lists as an argument is one. It could also be a word before a colon in a
+    """Every name that the API reference lists as an argument is an argument, and not just a word before a colon in a
     docstring."""
     options = known_options().values()
     of_convert = {option.name for option in options} | {option.beside.name for option in options if option.beside}

@@ -162,7 +162,7 @@ def test_the_numbers_that_decoding_and_answers_repeat():
 def test_what_is_said_of_codes_that_are_written_in_two_ways():
     page = prose("quantized/README")
     same, rotated = agreement_words()
-    assert f"in another order, by {same} of the change that rounding makes" in page
+    assert f"from those over `CodesCache`: by {same} of the change that rounding makes" in page
     assert f"differ by {rotated} of the change that rounding makes" in page
     found = read("agreement.json")["mean"]
     losses = [value for name, value in found.items() if name.startswith("loss")]

@@ -77,8 +77,8 @@ inline void set_product(Rows a, const int32_t* strip, int k, Vec (&tile)[PANEL][
   finish_product(a, strip, k, reinterpret_cast<float*>(tile), STRIP);
 }
 
-// Adds the product of a and a strip to a tile in memory, whose rows are `stride` numbers apart. decay: numbers that
-// multiply the columns of the tile before that, or nullptr.
+// Adds the product of a and a strip to a tile in memory, whose rows are `stride` numbers apart. decay: numbers
+// by which the columns of the tile are multiplied first, or nullptr.
 inline void add_product(Rows a, const int32_t* strip, int k, float* to, int stride, const float* decay = nullptr) {
   if (decay)
     for (int r = 0; r < PANEL; ++r)

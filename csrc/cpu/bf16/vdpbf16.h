@@ -55,8 +55,8 @@ inline void set_product(A a, const int32_t* strip, int k, Vec (&tile)[PANEL][STR
   add_product(a, strip, k, tile);
 }
 
-// Adds the product of a and a strip to a tile in memory, whose rows are `stride` numbers apart. decay: numbers that
-// multiply the columns of the tile before that, or nullptr.
+// Adds the product of a and a strip to a tile in memory, whose rows are `stride` numbers apart. decay: numbers
+// by which the columns of the tile are multiplied first, or nullptr.
 template <typename A>
 inline void add_product(A a, const int32_t* strip, int k, float* to, int stride, const float* decay = nullptr) {
   Vec tile[PANEL][STRIP_VECTORS];

@@ -28,7 +28,7 @@ inline IntVec load(const int32_t* x) {
 }
 inline void store(int32_t* x, IntVec v) { std::memcpy(x, &v, sizeof v); }
 
-// Rounds two vectors to nearest. Word n holds lanes 2 n and 2 n + 1 of first, followed by second.
+// Rounds two vectors to nearest. The words of first come before the words of second, and each holds two adjacent lanes.
 inline IntVec rounded(Vec first, Vec second) { return (IntVec)_mm512_cvtne2ps_pbh(second, first); }
 
 // Rounds two vectors to nearest. Word n holds lane n of first and lane n of second.

@@ -338,8 +338,8 @@ def _cell(values: Sequence[float]) -> str:
 
 def csv_text(rows: Sequence[Row]) -> str:
     """Returns CSV with a line per scheme, context and length. The column ``change`` is the mean over windows of the
-    difference from the shortest length. Differences between windows that are the same at both lengths do not widen the
-    interval of this mean."""
+    difference from the shortest length. The interval of this mean is not widened by windows that are hard at both
+    lengths."""
     columns = ["scheme", "context", "length", "loss", "interval_95", "change", "change_interval_95", "windows"]
     lines = []
     for row in rows:

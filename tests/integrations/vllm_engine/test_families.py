@@ -47,7 +47,7 @@ FAMILIES = {  # architecture: (model_type, changes, options)
     "Qwen3ForCausalLM": ("qwen3", {}, REROPE),
     "StableLmForCausalLM": ("stablelm", dict(partial_rotary_factor=0.25), REROPE),
 }
-QWEN3_NEXT = dict(  # the widths of the released models, which vLLM's recurrent layers on the CPU ask for
+QWEN3_NEXT = dict(  # vLLM's recurrent layers on the CPU need the widths of the released models
     num_hidden_layers=4,
     head_dim=256,
     partial_rotary_factor=0.25,

@@ -22,7 +22,7 @@ from walks.{module} import {name}
 
 
 # In 16-bit types the weights of a row are rounded for the product with V, and then the result is rounded: each costs u
-# * P |V|. Chosen cases stay within one rounding. Among thousands of random cases a few do not.
+# * P |V|. Chosen cases stay within one rounding. Among thousands of random cases a few exceed one.
 ROUNDINGS = {torch.float64: 1, torch.float32: 1, torch.float16: 2, torch.bfloat16: 2}
 
 

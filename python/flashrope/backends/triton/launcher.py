@@ -162,6 +162,6 @@ def _traits(args: tuple) -> list:
 
 
 def cdiv(a: int, b: int) -> int:
-    """Returns a / b, rounded up. Replaces triton.cdiv, which kernels can call, too, and which therefore takes several
-    microseconds per call on the host."""
+    """Returns a / b, rounded up. Replaces triton.cdiv, which takes several microseconds per call on the host, because
+    kernels can call it, too."""
     return -(-a // b)

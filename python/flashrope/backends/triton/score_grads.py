@@ -45,8 +45,8 @@ class ScoreLayout(NamedTuple):
     most_heads: int
 
     def is_busy(self, key_tiles: int, multiprocessors: int) -> bool:
-        """Whether the blocks of each launch keep a GPU busy. A layout with one pair of launches has as many blocks as a
-        backward that stores nothing, so it always does.
+        """Whether the blocks of each launch keep a GPU busy. The result is True for a layout with one pair of launches,
+        because it has as many blocks as a backward that stores nothing.
 
         key_tiles: the number of blocks of dK and dV for one key head of one matrix."""
         if _forced or (self.most_sequences, self.most_heads) == (self.sequences, self.heads_kv):
