@@ -91,8 +91,8 @@ def measured(scheme: cases.Scheme) -> Kernel:
 def clocks(device: waves.Device, kernel: Kernel, blocks: Division, places: bool = False) -> float:
     """Returns the clocks until all blocks are done.
 
-    blocks: the blocks in the order of launch. places: whether the blocks are all resident from the start, one at every
-    place of the device.
+    blocks: the blocks in the order of launch. places: whether all blocks run from the start, one at every place of the
+    device.
     """
     count, bandwidth = device.multiprocessors * kernel.resident, device.bandwidth / device.clock
     waiting = iter([] if places else blocks)

@@ -88,5 +88,8 @@ def _base(path: Path, metadata: dict[str, str]) -> float:
         return float(metadata["base"])
     settings = path.parent.parent / "settings.json"
     if not settings.exists():
-        raise BadInput(f"export: {path} does not record the base of its frequencies; leave it in its run directory")
+        raise BadInput(
+            f"export: {path} does not record the base of its frequencies, and {settings} does not exist; move the file "
+            "back to its run directory"
+        )
     return float(json.loads(settings.read_text(encoding="utf-8")).get("base", Defaults().base))

@@ -73,8 +73,8 @@ both = pytest.mark.parametrize("kind", ["contiguous", "paged"])
 @pytest.mark.parametrize("impl", [None, "reference"])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_steps_equal_attention(scheme, impl, kind):
-    """Prompts padded on the left, chunks, verification and decoding equal attention. Every layer holds different
-    keys."""
+    """Steps give the results of attention: prompts padded on the left, chunks, verification of drafts, and decoding.
+    Every layer holds different keys."""
     cache, generator = Both(kind), random.Random(3)
     pads, tokens = [0, 4, 17], [[], [], []]
     done = 0

@@ -127,8 +127,8 @@ def test_claims(folder, hope, status, words):
 
 
 def test_the_figure_of_the_claims(tmp_path, monkeypatch):
-    """The figure has a row for each difference, with its name and its number. The difference is drawn in halves of its
-    interval, and to the right if it agrees with the paper."""
+    """The figure has a row for each difference, with its name and its number. A difference is drawn in units of half
+    its interval, to the right if it agrees with the paper."""
     from experiments import claims_figure
     from experiments.statistics import Interval
 

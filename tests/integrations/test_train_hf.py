@@ -143,7 +143,7 @@ def test_packed_samples_have_the_loss_and_gradients_of_single_ones(example, monk
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--scheme", "hope"], "--cope-steps: expected --scheme cope-hope"),
+        (["--scheme", "hope"], "--cope-steps: supported only with --scheme cope-hope, got --scheme hope"),
         (["--cope-steps", "30"], "--cope-steps: expected less than --steps = 30, got 30"),
         (["--text", "nowhere"], "--text: nowhere: no such file"),
     ],

@@ -353,7 +353,7 @@ REFUSED = {
     ),
     "window in sliding layers": (
         dict(options={"window": 32}, hf={"sliding_window": 64}),
-        "window: expected a model whose layers see all keys, got layers with a sliding window of 64",
+        "window: expected a model whose layers see all keys, got layers that see only a sliding window of 64",
     ),
     "log_n in sliding layers": (
         dict(options={"log_n": 4096}, hf={"sliding_window": 64}),
@@ -435,7 +435,7 @@ def test_embeddings_are_kept_apart_by_plan(monkeypatch):
     assert registry.raw == {make_plan(used).digest} and not hasattr(served, "cos_sin_cache")
     other = torch.nn.Identity()
     other.cos_sin_cache, other.rotary_dim, other.is_neox_style = 2 * table, 32, True
-    with pytest.raises(ValueError, match="rope: expected the table of the model's configuration"):
+    with pytest.raises(ValueError, match="rope: expected the cos and sin of the model's configuration"):
         registry["other"] = other
     in_use[0] = None
     assert registry["key"] is stock

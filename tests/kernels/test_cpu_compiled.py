@@ -68,8 +68,8 @@ def test_more_keys_than_a_table_has_rows():
 @pytest.mark.parametrize("scheme", ["partial_local", "gap"])
 @targets
 def test_unseen_keys_are_not_read(target, scheme, seqlen_q, page_size):
-    """A query's result is bitwise the same whatever the keys and values that it does not see hold, also those in its
-    own block."""
+    """The keys and values that a query does not see change no bit of its result, even if they are in the query's own
+    block."""
     rotary, keys = SCHEMES[scheme], LENGTHS[0]
     expected = reading(target, rotary, seqlen_q, page=page_size).call()
     distances = (keys - seqlen_q + torch.arange(seqlen_q))[:, None] - torch.arange(keys)

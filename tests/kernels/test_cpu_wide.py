@@ -153,7 +153,7 @@ def test_needles_at_the_edges_of_a_window(head_dim, heads):
 @pytest.mark.parametrize("seqlen_q", [1, 4])
 @targets
 def test_unseen_keys_are_not_read(target, seqlen_q, heads):
-    """A query's result is bitwise the same whatever the keys and values that it does not see hold."""
+    """The keys and values that a query does not see change no bit of its result."""
     rotary, keys, heads = Rotary.rope(320, rotary_dim=64).local(600), LENGTHS[0], heads if seqlen_q == 1 else (4, 2)
     expected = reading(target, rotary, seqlen_q, heads=heads).call()
     distances = (keys - seqlen_q + torch.arange(seqlen_q))[:, None] - torch.arange(keys)

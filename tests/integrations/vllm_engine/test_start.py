@@ -55,7 +55,7 @@ def test_a_table_that_vllm_reads_differently(tmp_path, monkeypatch):
 
     stock = RotaryEmbedding._compute_inv_freq
     monkeypatch.setattr(RotaryEmbedding, "_compute_inv_freq", lambda self, base: stock(self, 1.01 * base))
-    with pytest.raises(ValueError, match="rope: expected the table of the model's configuration"):
+    with pytest.raises(ValueError, match="rope: expected the cos and sin of the model's configuration"):
         with engine(save_model(tmp_path, "llama"), {}):
             pass
 
