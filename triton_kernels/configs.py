@@ -176,14 +176,17 @@ FLOAT = {
 # needs 64 rows, spills more. "decode shared" is for heads in parts whose values are channels of the keys. "decode
 # parts" does not spill. The decode tiles of heads without parts need 64 or more registers for cos and sin of their
 # keys. On sm_90, sm_100 and sm_120 their loops access up to 24 bytes of local memory.
+# Loads that are not aligned take more registers, so the "unaligned" tiles are smaller.
 WIDEST = {
     "sm80": {
         "forward": Tile(32, 32, 4, 2),
         "forward banded": Tile(32, 64, 8, 1),
         "forward paged": Tile(32, 32, 4, 3),
         "grad_kv": Tile(16, 16, 4, 2),
+        "grad_kv unaligned": Tile(16, 16, 4, 2),
         "grad_q": Tile(32, 32, 4, 2),
         "grad_qkv": Tile(32, 16, 8, 2),
+        "grad_qkv unaligned": Tile(32, 16, 8, 2),
         "decode": Tile(16, 16, 4, 2),
         "decode parts": Tile(16, 32, 4, 2),
         "decode parts paged": Tile(16, 32, 4, 3),
@@ -230,6 +233,7 @@ WIDEST["sm90"] = WIDEST["sm80"] | {
     "forward banded": Tile(64, 32, 8, 2),
     "forward paged": Tile(64, 32, 8, 2),
     "grad_kv": Tile(32, 16, 8, 2),
+    "grad_kv unaligned": Tile(32, 16, 8, 2),
     "decode parts paged": Tile(16, 32, 4, 2),
     "decode shared": Tile(16, 32, 4, 3),
     "decode shared wide": Tile(64, 64, 8, 2),
@@ -237,7 +241,21 @@ WIDEST["sm90"] = WIDEST["sm80"] | {
 }
 WIDEST |= {"sm100": WIDEST["sm90"], "sm120": WIDEST["sm86"]}
 # Tiles for heads that training divides (training_widths), by family and sum of the widths. They replace WIDEST's.
-DIVIDED = {("sm80", width): {"forward banded": Tile(32, 32, 4, 2)} for width in (320, 384)}
+DIVIDED = {
+    ("sm80", 320): {
+        "forward banded": Tile(32, 32, 4, 2),
+        "grad_kv": Tile(64, 32, 8, 1),
+        "grad_qkv": Tile(64, 32, 8, 1),
+        "grad_qkv banded": Tile(64, 16, 8, 2),
+    },
+    ("sm80", 384): {
+        "forward banded": Tile(32, 32, 4, 2),
+        "grad_kv": Tile(64, 16, 8, 2),
+        "grad_qkv": Tile(64, 16, 8, 1),
+    },
+    ("sm86", 320): {"grad_kv": Tile(32, 32, 8, 2)},
+}
+DIVIDED["sm120", 320] = DIVIDED["sm86", 320]
 # fmt: on
 # The elementwise passes use these rows per program, warps, and heads per program for every type. The heads of a program
 # share one load of cos and sin.
