@@ -305,8 +305,11 @@ class Cached:
             return problems
         return [p.replace(k=p.k.double() * self.key_weight.double()) for p in problems]
 
-    def judge(self, out: torch.Tensor, lse: torch.Tensor, sequences: Sequence[int] | None = None) -> None:
-        """Checks every sequence, or only the given ones, against the error budget."""
+    def judge(
+        self, out: torch.Tensor, lse: torch.Tensor, sequences: Sequence[int] | None = None, roundings: int = 1
+    ) -> None:
+        """Checks every sequence, or only the given ones, against the error budget. roundings: as in
+        support.check_budget."""
         assert out.dtype == self.target.dtype and lse.dtype == support.lse_type(self.target)
         for b, p in enumerate(self.expected()):
             if not self.sizes[b] or sequences is not None and b not in sequences:
@@ -316,14 +319,14 @@ class Cached:
             else:
                 got = {"out": out[b : b + 1], "lse": lse[b : b + 1]}
             if p.k.shape[1]:
-                support.check_budget(got, p, self.target.dtype, f"sequence {b}: ")
+                support.check_budget(got, p, self.target.dtype, f"sequence {b}: ", roundings)
             else:
                 assert not got["out"].any() and (got["lse"] == -torch.inf).all()
 
-    def check(self, **options) -> None:
+    def check(self, roundings: int = 1, **options) -> None:
         """Runs the call, checks every sequence, and checks what was written to the cache."""
         lengths = self.cache_seqlens.clone()
-        self.judge(*self.call(**options))
+        self.judge(*self.call(**options), roundings=roundings)
         assert torch.equal(lengths, self.cache_seqlens)
         if self.cache_dtype:
             self._check_codes()

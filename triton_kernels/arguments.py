@@ -334,3 +334,10 @@ def decode_stride(encoded, VARIANT: tl.constexpr):
 def band_view(x, band, VARIANT: tl.constexpr):
     """Returns one band of a BandedView."""
     return TensorView(x.ptr + band * decode_stride(x.stride_band, VARIANT), x.stride_batch, x.stride_row, x.stride_head)
+
+
+@triton.jit
+def token_offsets(x, batch, token, head, VARIANT: tl.constexpr):
+    """Returns the offsets [M, 1] of tokens of a TensorView, int64."""
+    offset = batch.to(tl.int64) * decode_stride(x.stride_batch, VARIANT) + token * decode_stride(x.stride_row, VARIANT)
+    return (offset + head * decode_stride(x.stride_head, VARIANT))[:, None]

@@ -216,12 +216,13 @@ def word_parts(dtype, code_vec, block_d, least):
 
 
 @triton.constexpr_function
-def key_parts(dtype, code_vec, block_d, head_dim, rotary_dim, first_channel):
-    """Returns word_parts for keys that are not rotated. A part has at least the 16 columns that a tensor core takes.
+def key_parts(dtype, rotates, code_vec, block_d, head_dim, rotary_dim, first_channel):
+    """Returns word_parts for keys, or 1 if they rotate. A part has at least the 16 columns that a tensor core takes.
     The first members of the pairs must fill whole words, and so must the second members and the channels before the
     pairs. Otherwise the result is 1."""
     parts = word_parts(dtype, code_vec, block_d, 16)
-    return parts if (head_dim | rotary_dim) % (2 * parts) == first_channel % parts == 0 else 1
+    whole = (head_dim | rotary_dim) % (2 * parts) == first_channel % parts == 0
+    return parts if whole and not rotates else 1
 
 
 @triton.constexpr_function

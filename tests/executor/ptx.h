@@ -36,7 +36,7 @@ enum class Control { next, branch, end, barrier };
 enum class Spread { lane, select, shuffle, halves };
 
 // How undefined bits of the inputs reach the result (undefined.cpp). all: any undefined bit makes every bit undefined.
-enum class Bits { all, both, either, copy, left, right, permute, pack, unpack, halves };
+enum class Bits { all, both, either, copy, left, right, permute, insert, pack, unpack, halves };
 Bits bits_of(const std::string& opcode);
 
 struct Instruction {

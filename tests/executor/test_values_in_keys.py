@@ -25,6 +25,8 @@ CASES = {
     "mla-bf16-packed": (BF16, MLA, LATENT, 4, False, dict(queries=[1, 70], page=PAGE)),
     "mla-fp32-paged": (FP32, MLA.log_n(20), LATENT, 4, False, dict(page=64)),
     "mla-interleaved-in-front-bf16": (BF16, IN_FRONT, slice(64, 576), 4, True, dict(page=64)),
+    "mla-in-front-bf16-many-heads": (BF16, Rotary.rope(576, rotary_dim=64), LATENT, 6, False, MANY),
+    "mla-rotating-values-bf16-many-heads": (BF16, MLA, slice(64, 576), 6, True, MANY),
     "mla-none-fp16": (FP16, Rotary.none(576), LATENT, 6, False, {}),
     "mla-self-extend-bf16": (BF16, MLA.self_extend(64, 8), LATENT, 4, False, dict(page=64)),
     "mla-rotating-values-bf16": (BF16, MLA, slice(64, 576), 6, False, {}),
@@ -45,6 +47,7 @@ CASES = {
     "behind-d256-bf16-paged-weighted": (
         BF16, Rotary.rope(256, rotary_dim=64, first_channel=192), slice(0, 192), 2, True, dict(page=64),
     ),
+    "partial-d256-bf16-many-heads": (BF16, Rotary.rope(256, rotary_dim=64), ALL, 4, False, MANY),
     "rerope-d128-bf16-paged-weighted": (BF16, SCHEMES["rerope"](128), ALL, 2, True, dict(page=PAGE)),
     "rope-d128-fp16-interleaved-first": (FP16, Rotary.rope(128, interleaved=True), slice(0, 64), 1, False, {}),
     "leaky-d64-bf16-middle": (BF16, SCHEMES["leaky"](64), slice(8, 48), 2, True, dict(leftpad=(3, 5))),
@@ -55,7 +58,13 @@ CASES = {
     "rope-d16-bf16": (BF16, SCHEMES["rope"](16), slice(0, 8), 0, True, {}),
     "rope-d24-bf16-odd": (BF16, SCHEMES["rope"](24), ALL, 2, True, dict(layout="poisoned")),
 }  # fmt: skip
-QUICK = ("mla-bf16-rectified-paged", "gemma-bf16-weighted", "rerope-d128-bf16-paged-weighted", "rope-d16-bf16")
+QUICK = (
+    "mla-bf16-rectified-paged",
+    "mla-in-front-bf16-many-heads",
+    "gemma-bf16-weighted",
+    "rerope-d128-bf16-paged-weighted",
+    "rope-d16-bf16",
+)
 
 
 def weight(head_dim):

@@ -134,6 +134,16 @@ WRONG_AND_RIGHT = {
         BYTES + "xor.b32 %r14, %r12, %r12;\nst.global.b32 [%rd3], %r14;",
         BYTES + "shl.b32 %r14, %r12, 24;\nor.b32 %r14, %r14, 7;\nst.global.b32 [%rd3], %r14;",
     ),
+    "unwritten bits replaced": (
+        "register used before it was written",
+        BYTES + "bfi.b32 %r14, 5, %r12, 8, 16;\nst.global.b32 [%rd3], %r14;",
+        BYTES + "bfi.b32 %r14, 5, %r12, 8, 24;\nst.global.b32 [%rd3], %r14;",
+    ),
+    "unwritten bits inserted": (
+        "register used before it was written",
+        BYTES + "bfi.b32 %r14, %r12, 7, 16, 16;\nst.global.b32 [%rd3], %r14;",
+        BYTES + "bfi.b32 %r14, %r12, 7, 24, 9;\nst.global.b32 [%rd3], %r14;",
+    ),
     "copy not waited for": (
         "shared memory read before cp.async was waited for",
         COPY.format(wait="", late="cp.async.wait_group 0;"),

@@ -45,6 +45,12 @@ uint32_t result_bits(Warp& w, const Instruction& i, size_t n, int lane) {
     case Bits::left:
     case Bits::right: return of(2) ? ~0u : shifted(of(1), value(w, x[2], lane), i.bits == Bits::left);
     case Bits::permute: return of(3) ? ~0u : permuted(of(1), of(2), value(w, x[3], lane));
+    case Bits::insert: {
+      if (of(3) || of(4)) return ~0u;
+      const uint32_t at = value(w, x[3], lane) & 255, length = value(w, x[4], lane) & 255;
+      const uint32_t field = shifted(length > 31 ? ~0u : (1u << length) - 1, at, true);
+      return (shifted(of(1), at, true) & field) | (of(2) & ~field);
+    }
     case Bits::pack: return (of(1) & 0xFFFF) | of(2) << 16;
     case Bits::unpack: return n ? of(2) >> 16 : of(2) & 0xFFFF;
     case Bits::halves: {
@@ -67,6 +73,7 @@ Bits bits_of(const std::string& opcode) {
   if (opcode == "shl.b32") return Bits::left;
   if (opcode == "shr.u32" || opcode == "shr.b32") return Bits::right;
   if (opcode == "prmt.b32") return Bits::permute;
+  if (opcode == "bfi.b32") return Bits::insert;
   if (opcode == "mov.b32 pack") return Bits::pack;
   if (opcode == "mov.b32 unpack") return Bits::unpack;
   if (!starts("cvt") && opcode.ends_with("f16x2")) return Bits::halves;

@@ -55,7 +55,8 @@ def test_the_commands_read_the_same_model(tmp_path, name):
 def test_other_encodings_are_refused_with_the_reason(tmp_path, capsys):
     path = saved(tmp_path, "alibi")
     assert flashrope(["generate", "--model", str(path), "--prompt", "x"]) == 2
-    assert "a model that python -m experiments trained with 'alibi'; only python -m experiments reads it" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "got a model that python -m experiments trained with 'alibi'; only python -m experiments reads it" in error
 
 
 def test_generate(tmp_path, capsys):

@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 from flashrope import Rotary, attention_with_cache
 from flashrope.backends.triton import launcher
 from flashrope.lowering.lowered import lower
-from flashrope.triton_kernels import configs, decode, rotate
+from flashrope.triton_kernels import configs, decode_keys, rotate
 from support import int32
 
 pytestmark = pytest.mark.skipif(
@@ -169,13 +169,13 @@ def number(x) -> int:
 def test_rotated_keys_are_those_of_the_window(length, monkeypatch):
     """In a step, ReRoPE rotates at most the keys of the window and one more block per sequence, for sequences of any
     length."""
-    rotated, original = [], decode.key_cos_sin
+    rotated, original = [], decode_keys.key_cos_sin
 
-    def counted(keys, rotation, k_map, column, *rest):
-        rotated.append(min(number(keys.length) - number(column), BLOCK))
-        return original(keys, rotation, k_map, column, *rest)
+    def counted(source, column, *rest):
+        rotated.append(min(number(source.keys.length) - number(column), BLOCK))
+        return original(source, column, *rest)
 
-    monkeypatch.setattr(decode, "key_cos_sin", counted)
+    monkeypatch.setattr(decode_keys, "key_cos_sin", counted)
     reading((length,)).call(num_splits=2)
     per_head = sum(rotated) / HEADS_KV
     window = int(RECTIFIED.bands[0].stop)
@@ -199,7 +199,7 @@ def test_every_key_of_a_chunk_is_rotated_once(page_size, monkeypatch):
         pytest.fail("keys rotated in the loop over tiles")
 
     monkeypatch.setattr(rotate, "store_pairs", counted)
-    monkeypatch.setattr(decode, "key_cos_sin", queries_only)
+    monkeypatch.setattr(decode_keys, "key_cos_sin", queries_only)
     lengths, window = (150, 70), int(RECTIFIED.bands[0].stop)
     seqlen_q = configs.tile("forward", 80, 32, 2, 2).block_m + 1
     reading(lengths, seqlen_q, page=page_size, heads=(1, 1)).call()

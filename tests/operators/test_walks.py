@@ -1,5 +1,5 @@
-"""Compares random walks with float64: chains of all builders, shapes, strides, types, packed sequences, cache
-operations.
+"""Compares random walks with float64: chains of all builders, shapes, strides, types, packed sequences, calls over a
+cache, cache operations.
 
 By default a few hundred cases are drawn from a fixed seed. ``--walk-seconds N`` walks for N seconds per test, and
 ``--walk-seed`` sets another seed. ``-rP`` shows the number of cases. A failing case is made smaller, and the test
@@ -12,11 +12,12 @@ import pytest
 import support
 import torch
 from hypothesis import HealthCheck, given, note, seed, settings
+from walks.cached_calls import cached_calls
 from walks.caches import walks
 from walks.calls import calls, packed
 
 ROUND = 10  # cases per round if a time is given
-TARGETS = [t for t in support.TARGETS if not t.slow or t.dtype == torch.float32]
+TARGETS = [t for t in support.TARGETS if not t.slow or t.dtype != torch.float16]
 
 
 def walk(request, cases, target, least: int) -> None:
@@ -47,12 +48,18 @@ def walk(request, cases, target, least: int) -> None:
 WALKS = {
     "calls": (calls, (300, 40), (70, 10)),
     "packed_sequences": (packed, (100, 25), (40, 6)),
+    "cached_calls": (cached_calls, (200, 60), (30, 6)),
     "caches": (walks, (24, 25), (12, 6)),
 }
 
 
-@pytest.mark.parametrize("target", [pytest.param(t, marks=[pytest.mark.slow] * t.slow) for t in TARGETS], ids=str)
-@pytest.mark.parametrize("kind", WALKS)
+CASES = [(kind, target) for target in TARGETS for kind in WALKS]
+CASES.append(("cached_calls", support.Target("reference", torch.float64, "cpu")))
+
+
+@pytest.mark.parametrize(
+    "kind, target", [pytest.param(kind, t, marks=[pytest.mark.slow] * t.slow) for kind, t in CASES], ids=str
+)
 def test_walk(request, kind, target):
     cases, *sizes = WALKS[kind]
     longest, least = sizes[target.slow]

@@ -23,7 +23,8 @@ def tables(draw, head_dim: int) -> str:
     kind = draw(st.sampled_from(("rope", "rope", "partial", "hope", "none", "given")))
     if kind == "partial":
         rotary_dim = 2 * draw(st.integers(0, head_dim // 2))
-        return f"Rotary.rope({head_dim}, {base}, {rotary_dim}, {interleaved})"
+        first_channel = 2 * draw(st.one_of(st.just(0), st.integers(0, (head_dim - rotary_dim) // 2)))
+        return f"Rotary.rope({head_dim}, {base}, {rotary_dim}, {interleaved}, first_channel={first_channel})"
     if kind == "hope":
         compact = draw(st.booleans()) and not interleaved
         return f"Rotary.hope({head_dim}, {draw(st.integers(7, 300))}, {base}, {interleaved}, {compact})"
@@ -82,9 +83,10 @@ def axial_schemes(draw) -> str:
 
 
 @st.composite
-def schemes(draw) -> str:
-    """Returns the expression of a scheme. A step of the chain that the builders refuse is left out."""
-    expression = draw(tables(draw(st.sampled_from(HEAD_DIMS))))
+def schemes(draw, head_dim: int | None = None) -> str:
+    """Returns the expression of a scheme. A step of the chain that the builders refuse is left out. head_dim: None
+    draws one of HEAD_DIMS."""
+    expression = draw(tables(head_dim or draw(st.sampled_from(HEAD_DIMS))))
     for change in draw(st.lists(changes(), max_size=4)):
         try:
             make(expression + change)

@@ -6,9 +6,9 @@ import torch
 
 from ...rotary.rotary import Rotary
 from ...triton_kernels import configs
+from ...triton_kernels.append import append_rows
 from ...triton_kernels.arguments import _TAG as TAG
 from ...triton_kernels.arguments import CacheLayout, TensorView, Variant, encode_ints
-from ...triton_kernels.decode import append_rows
 from ..cache_tables import CacheLayer, CacheTables, Packed
 from ..calls import RotateCall
 from .device import block_d, cached_vector_sizes, current_device

@@ -20,6 +20,7 @@ from ...triton_kernels.arguments import (
     Workspace,
     tensor_view,
 )
+from ...triton_kernels.channels import holds_values
 from ...triton_kernels.chunks import attention_chunks
 from ...triton_kernels.combine import combine_shares, combine_splits
 from ...triton_kernels.configs import Tile
@@ -335,15 +336,19 @@ class CachePlan(Plan):
     def _plan_decode(self, q, layer: CacheLayer, layout: KernelCacheLayout, out, lse, alignment) -> Decode:
         group, rows = self.heads_q // self.heads_kv, self.decode_seqlen * (self.heads_q // self.heads_kv)
         usual_rows = group if self.prefills else rows
-        wide = not self.call.num_splits and usual_rows > configs.WIDE_ROWS
         channels, direction = self._channels(layout), "decode"
         shared = self.first_value >= 0 and len(channels) > 0
+        latent = shared and self.rotary.head_dim > 2 * configs.WIDEST_PAIRS
+        wide = not self.call.num_splits and usual_rows > configs.WIDE_ROWS
+        if latent and self._rotates_values(channels[0]):
+            # The tile for many rows takes 64 rows on sm_90, where products with values run on into the next block of
+            # keys. A part that rotates has one slot of shared memory, which that block would overwrite too early.
+            wide = False
         if self.table.shape[-1] >= configs.CROWDED_PAIRS:
             crowded = self.quantized or layout.entries is not None
             direction = "decode codes" if crowded else "decode parts" if channels else "decode"
             direction = "decode shared" if shared else direction
         if wide:
-            latent = shared and self.rotary.head_dim > 2 * configs.WIDEST_PAIRS
             direction = "decode shared wide" if latent else "decode wide"
         tile = self.tile(direction, self.cache, block_d(self.head_dim_v))
         aligned_maps = bool(self.lowered.maps) and layout.entries is None and self._maps_align(tile.block_n)
@@ -449,6 +454,10 @@ class CachePlan(Plan):
         parts = channel_parts(self.rotary, self.call.causal)
         padded = self.rotary.head_dim != 2 * self.table.shape[-1] and self.rotary.head_dim <= 2 * configs.WIDEST_PAIRS
         return () if self.quantized or layout.entries is not None or padded else parts
+
+    def _rotates_values(self, part: Part) -> bool:
+        """Whether channels of the part that rotates are values."""
+        return holds_values(part.first, part.second, part.width, self.first_value, self.head_dim_v)
 
     def _loads_plain_pairs(self, layout: KernelCacheLayout, channels: tuple[Part, ...], aligned_maps: bool) -> bool:
         """Whether the decode kernel loads the first and the second members of all pairs, and the values, as three tiles
