@@ -172,7 +172,8 @@ def ways_of(name: str, layers: int) -> list[Way]:
 
 
 def cache_of(model, name: str, ways: Sequence[Way]):
-    """Returns an empty cache that stores keys and values in the way of this name. ways: the way of every layer."""
+    """Returns an empty cache. If `name` is in CACHE_DTYPES, the cache has that type; otherwise layer i rounds keys and
+    values as ways[i] says."""
     from transformers import Cache
     from transformers.cache_utils import DynamicLayer
 

@@ -75,7 +75,8 @@ def need_disjoint(training: Iterable, evaluation: Iterable, what: str) -> None:
 
 
 def percentage(task: str, at: float, found: torch.Tensor) -> Result:
-    """Returns the percentage of true values in `found`, bool (samples, ...), as a result of the task at `at`."""
+    """Returns a `Result` of this task at `at`, whose value is the percentage of true values in `found`, bool
+    (samples, ...)."""
     return Result(task, at, 100 * found.float().mean().item(), len(found))
 
 
@@ -118,7 +119,7 @@ def repeated(windows: Sequence[bytes], unit: int, length: int) -> list[bytes]:
 
 
 def measure_perplexity(subject: Subject, multiples: Sequence[float] = MULTIPLES) -> list[Result]:
-    """Returns the perplexity of the last unit / 2 bytes of unseen windows, by context length."""
+    """Returns the perplexity of the last `subject.unit // 2` bytes of every unseen window, by context length."""
     lengths = lengths_of(subject, multiples)
     windows = windows_of(subject, round(max(multiples) * subject.unit))
     losses = loss_by_context(

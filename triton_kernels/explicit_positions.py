@@ -335,8 +335,8 @@ class PlacedKeys(NamedTuple):
 
 
 class MappedKeys(NamedTuple):
-    """PlacedKeys of a scheme with maps. position: the whole position of each row. by_chunk: whether first and stop are
-    chunk boundaries, which are compared with whole positions."""
+    """PlacedKeys of a scheme with maps. position: the position of each row, rounded down (``Position.whole``).
+    by_chunk: whether first and stop are chunk boundaries, which are compared with positions that are rounded down."""
 
     first: object
     stop: object

@@ -96,7 +96,8 @@ def prompt_ids(prompts: int, length: int) -> list[list[int]]:
 
 
 def with_transformers(folder: str, served: Served, prompts: int, length: int, tokens: int) -> tuple[float, ...]:
-    """Serves the prompts with continuous batching, in this process. Returns all columns except the first."""
+    """Serves the prompts with continuous batching, in this process. Returns the values of COLUMNS except the
+    contestant's name."""
     import torch
     from flashrope.integrations.transformers import convert
     from transformers import AutoModelForCausalLM, GenerationConfig
@@ -156,7 +157,8 @@ def held_by_vllm(llm) -> tuple[float, int, int]:
 
 
 def with_vllm(folder: str, served: Served, prompts: int, length: int, tokens: int) -> tuple[float, ...]:
-    """Serves the prompts with vLLM, in this process. Returns all columns except the first."""
+    """Serves the prompts with vLLM, in this process. Returns the values of COLUMNS except the
+    contestant's name."""
     from vllm import SamplingParams
 
     llm = start_vllm(folder, served, length + tokens, max_num_seqs=prompts)

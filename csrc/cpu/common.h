@@ -64,8 +64,8 @@ inline Vec add_halves(Vec a, Vec b, std::integer_sequence<int, LANE...>) {
          __builtin_shufflevector(a, b, (LANE % (2 * HALF) < HALF ? LANE + HALF : LANE + LANES)...);
 }
 
-// Adds up the lanes of LANES vectors. Lane i of the result is the sum of v[i]. Overwrites the vectors. HALF: smaller
-// values are for the recursion.
+// Adds up the lanes of LANES vectors. Lane i of the result is the sum of v[i]. Overwrites the vectors. HALF: leave the
+// default; the function calls itself with HALF / 2 down to 1.
 template <int HALF = LANES / 2>
 inline Vec sums(Vec* v) {
   for (int i = 0; i < HALF; ++i) v[i] = add_halves<HALF>(v[i], v[i + HALF], std::make_integer_sequence<int, LANES>());

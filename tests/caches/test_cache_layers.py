@@ -1,4 +1,5 @@
-"""Tests one cache for all layers of a model: steps that count in every layer or in none, left padding, autocast."""
+"""Tests one cache for all layers of a model: steps, whose tokens are kept in all layers or, after an error, in none;
+left padding; autocast."""
 
 import random
 import re

@@ -79,7 +79,7 @@ def test_padded_sequences_and_queries_of_their_own(target, paged):
 @pytest.mark.interpreted(lambda target: False)
 @exact_targets
 def test_chunks(target):
-    """Chunks with more queries than the decode kernel takes are right, such as a prompt with an image."""
+    """Chunks with more queries than the decode kernel takes, such as a prompt with an image, give right results."""
     c = over(target, "mrope", [93], 80)
     c.at(slot_positions=coordinates(c, 3)).check()
     c = over(target, "rerope", [93], 80)

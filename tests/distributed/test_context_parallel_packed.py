@@ -119,7 +119,8 @@ def test_a_rank_computes_on_the_keys_that_its_rows_see(seed):
     counts = [[stop - start for start, stop in pairwise(values)] for values in call]
     assert all(counts[0]), "a sequence without a row"
     assert [[held[key] for key in seen(counts, n)] for n in range(len(rows))] == [seen(lengths, row) for row in rows]
-    for stop, end in zip(call.q[1:], call.k[1:], strict=True):  # no key after the last one that the last row sees
+    # The keys of a sequence end with the last key that its last row sees.
+    for stop, end in zip(call.q[1:], call.k[1:], strict=True):
         assert not counts[1][call.q.index(stop) - 1] or seen(counts, stop - 1)[-1] == end - 1
     keys = torch.arange(sum(lengths[1]) or 4)[None]
     assert distributed._join(keys.chunk(4, 1), ranges)[0].tolist() == held

@@ -24,7 +24,7 @@ COMMON = dict(
     eos_token_id=2,
     initializer_range=0.1,
 )  # makes attention so sharp that a wrong rotation moves logits by 0.4 to 3
-# Values of fields. Every configuration that has such a field gets its value.
+# Values of fields. A configuration that has one of these fields gets the value listed here.
 SMALL = dict(
     head_dim=16,
     num_experts=4,

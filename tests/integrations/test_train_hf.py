@@ -89,7 +89,8 @@ def test_a_resumed_run_ends_bitwise_where_the_whole_one_does(example, trained, t
     shutil.copytree(trained.parent / "kept" / f"checkpoint-{step}", tmp_path / "run" / f"checkpoint-{step}")
     assert example.main(options(tmp_path / "run")) == 0
     whole, resumed = trained / f"checkpoint-{STEPS}", tmp_path / "run" / f"checkpoint-{STEPS}"
-    assert len(steps) == STEPS - step  # a run that starts anew would reach the same last step, but with more steps
+    # A run that started anew would also end at step STEPS, but would take all STEPS steps.
+    assert len(steps) == STEPS - step
     assert losses(whole) == losses(resumed)
     for name, weight in weights(whole).items():
         assert torch.equal(weight, weights(resumed)[name]), name

@@ -19,7 +19,7 @@ from support import SCHEMES
 
 @pytest.fixture
 def target():
-    """Returns the Triton target in float32."""
+    """Returns the test target with impl "triton" and dtype float32, or skips the test if there is none."""
     found = [target for target in support.TARGETS if target.impl == "triton" and target.dtype == torch.float32]
     return found[0] if found else pytest.skip("Triton neither compiles nor interprets here")
 

@@ -104,7 +104,7 @@ REFUSED = {
     "axial without": (lambda: dense(rotary=Rotary.axial(16)), V, "positions",
                       "shape (batch, seqlen, 2) for an axial scheme", "got None"),
     "positions of ReRoPE": (lambda: dense(rotary=ROPE.rectify(4), positions=zeros(6)), V, "positions",
-                            "None, or a scheme whose distance is d everywhere",
+                            "None, or a scheme that leaves every distance d as it is",
                             "got one whose distance is d for 0 <= d < 4; 4 for d >= 4"),
     "positions by axis first": (lambda: dense(positions=zeros(3, 2, 6)), V, "positions", "shape (2, 6) or (6,)",
                                 "got (3, 2, 6)"),

@@ -26,7 +26,7 @@ Rows<PAIRS, 1> stored_rows(const int32_t* words) {
   return {words};
 }
 
-// Returns rows that are the columns of a strip: (PAIRS, STRIP).
+// The operand `a` of `add_product` for a strip (PAIRS, STRIP): row r of the operand is column r of the strip.
 template <int PAIRS>
 struct StripRows : Rows<1, STRIP> {
   explicit StripRows(const int32_t* words) : Rows<1, STRIP>{words} {}

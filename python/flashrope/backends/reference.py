@@ -168,7 +168,8 @@ def dense_attention(
     sinks: (heads_q,), as in ``flashrope.attention``. Here the softmax itself counts the sinks, while
         ``flashrope.attention`` adds them to the results of a backend.
     places: float64 positions of queries and of keys, (seqlen,) or (seqlen, axes), from which distances are computed.
-        The causal mask compares indices. Cannot be combined with call.positions, with which bands compare indices.
+        The causal mask compares indices. Cannot be combined with call.positions: if that is set, bands compare indices,
+        not positions.
     """
     rotary, dtype, device = call.rotary, q.dtype, q.device
     seqlen_q, seqlen_k, group = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]

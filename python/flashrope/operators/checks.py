@@ -210,7 +210,7 @@ def warn_of_layout(shape_q, shape_k) -> bool:
         if heads_q <= seqlen_q or heads_q != heads_kv and heads_q <= 2 * MANY_HEADS:
             return False
         why = f"{heads_q} heads and only {seqlen_q} queries"
-    # in swapped tensors the lengths are numbers of heads, and heads_q is a multiple of heads_kv
+    # if the axes are swapped, seqlen_q and seqlen_k are the numbers of heads, so seqlen_q is a multiple of seqlen_k
     elif seqlen_k and heads_q == heads_kv and not seqlen_q % seqlen_k:
         why = f"{seqlen_q} queries and only {seqlen_k} keys, so that the first {seqlen_q - seqlen_k} rows have no key"
     else:
@@ -497,7 +497,7 @@ def _check_position_values(positions, q, rotary) -> None:
         raise TypeError(f"positions: expected a tensor, got {type(positions).__name__}")
     if len(rotary.bands) != 1 or not rotary.bands[0].is_plain:
         raise ValueError(
-            "positions: expected None, or a scheme whose distance is d everywhere, got one whose distance is "
+            "positions: expected None, or a scheme that leaves every distance d as it is, got one whose distance is "
             + bands_text(rotary.bands)
         )
     _check_numbers(positions, q, "q")

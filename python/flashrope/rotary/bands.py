@@ -42,10 +42,10 @@ class Band(NamedTuple):
     start is an integer of at least 0. stop is a larger integer or inf. A scheme's bands are in order of distance and do
     not overlap. Keys at distances between two bands are not attended to.
 
-    group, chunk and last map positions. A band that sets any of them is for causal attention. q_i rotates by slope *
-    min(floor(i mod chunk / group), last) + offset, and k_j by slope * floor(j mod chunk / group). If chunk is 0, there
-    is no mod. If chunk is not 0, start and stop count chunks: the band holds the keys j <= i with start <= floor(i /
-    chunk) - floor(j / chunk) < stop.
+    The fields `group`, `chunk` and `last` define a map of positions. A band that sets any of them is for causal
+    attention. q_i rotates by slope * min(floor(i mod chunk / group), last) + offset, and k_j by slope *
+    floor(j mod chunk / group). If chunk is 0, there is no mod. If chunk is not 0, start and stop count chunks: the band
+    holds the keys j <= i with start <= floor(i / chunk) - floor(j / chunk) < stop.
 
     keys_rotated: the caller's keys are already rotated, so only queries rotate.
     """

@@ -422,7 +422,7 @@ def _facts(settings: Settings, args: argparse.Namespace) -> dict[str, str]:
 
 
 def context(prompt: int, tokens: int, train_length: int | None, unit: str, seen: str | None = None) -> str:
-    """Returns the line about the context: how much is read and written, and where the training length is passed.
+    """Returns the line about the context: how much is read and written, and where the text exceeds the training length.
 
     seen: a text to print instead of the part about the training length.
     """

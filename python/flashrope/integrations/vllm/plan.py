@@ -348,7 +348,8 @@ def active_plan(config) -> Plan | None:
     digest = digest_of(config)
     if digest is None:
         raise RuntimeError(
-            "flashrope: expected a configuration that was checked when it was made, got one that was not"
+            "flashrope: expected a VllmConfig that the flashrope plugin has checked, got one without the plugin's entry "
+            "in additional_config"
         )
     if digest not in _plans:
         plan = make_plan(config)
