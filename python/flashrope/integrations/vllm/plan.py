@@ -348,8 +348,8 @@ def active_plan(config) -> Plan | None:
     digest = digest_of(config)
     if digest is None:
         raise RuntimeError(
-            "flashrope: expected a VllmConfig that the flashrope plugin has checked, got one without the plugin's entry "
-            "in additional_config"
+            "flashrope: expected a VllmConfig that the flashrope plugin has checked, got one without the plugin's "
+            "entry in additional_config"
         )
     if digest not in _plans:
         plan = make_plan(config)
