@@ -50,8 +50,7 @@ from .tiles import find_cached_sequence, float_value_parts, head_view, key_tiles
 
 
 class DecodeInputs(NamedTuple):
-    """The arguments of attention_decode that every part of the computation reads. group: number of query heads per key
-    head."""
+    """The arguments of attention_decode that every part of the computation reads."""
 
     q: object
     k_cache: object
@@ -62,7 +61,8 @@ class DecodeInputs(NamedTuple):
     cache: object
     seqlen_q: object
     table_rows: object
-    group: object
+    heads_q: object
+    heads_kv: object
 
 
 class Program(NamedTuple):
@@ -107,15 +107,12 @@ def own_blocks(blocks, own):
 
 
 @triton.jit
-def band_blocks(queries, keys, band, inputs, program, seq, BAND: tl.constexpr, VARIANT: tl.constexpr):
+def band_blocks(queries, keys, band, cache, BAND: tl.constexpr, VARIANT: tl.constexpr):
     """Returns all blocks of keys that the queries of a tile see in band BAND, from block `begin` to before `end`."""
     if queries.entry is None:
-        first = program.tile * VARIANT.block_m // inputs.group + seq.ahead
-        last = (program.tile * VARIANT.block_m + VARIANT.block_m - 1) // inputs.group
-        last = tl.minimum(last, seq.length_q - 1) + seq.ahead
-        return key_tiles(band, first, last, seq.length_k, VARIANT.block_n, keys.table.maps)
+        return key_tiles(band, queries.first, queries.last, keys.length, VARIANT.block_n, keys.table.maps)
     else:
-        return band_columns(inputs.cache, queries.entry, BAND, VARIANT)
+        return band_columns(cache, queries.entry, BAND, VARIANT)
 
 
 # ---- the attention of a tile of queries
@@ -175,14 +172,14 @@ def attend_block(state, queries, source, block, ROTATE_K: tl.constexpr, VARIANT:
 
 
 @triton.jit
-def attend_band(state, queries, keys, inputs, program, seq, own, BAND: tl.constexpr, VARIANT: tl.constexpr):
+def attend_band(state, queries, keys, inputs, own, BAND: tl.constexpr, VARIANT: tl.constexpr):
     """Returns the SoftmaxState after the blocks of band BAND that a program takes. own: the program's Blocks."""
     ROTATE_K: tl.constexpr = (VARIANT.rotated_bands >> BAND) & 1
     band = load_band(inputs.scheme.bands, BAND)
     rotated = rotate_queries(queries, keys, band, ROTATE_K, VARIANT)
     tile_map = load_tile_map(keys.table.maps, band.k_rotation, block_keys(VARIANT)) if VARIANT.aligned_maps else None
     source = KeySource(keys, band.k_rotation, tile_map)
-    taken = own_blocks(band_blocks(queries, keys, band, inputs, program, seq, BAND, VARIANT), own)
+    taken = own_blocks(band_blocks(queries, keys, band, inputs.cache, BAND, VARIANT), own)
     begin = taken.first
     # Pages are loaded one block ahead. Otherwise the pipeline could not load K and V ahead.
     found = look_up(keys, begin * VARIANT.block_n, VARIANT)
@@ -199,18 +196,20 @@ def attend_blocks(inputs, program, seq, own, VARIANT: tl.constexpr):
     """Returns (the SoftmaxState of a tile of queries after the key blocks `own`, its QueryRows)."""
     # Tuples in which a field may be None are made here, because a function cannot return them in Triton 3.6.
     cache, scheme, head_kv = inputs.cache, inputs.scheme, program.head_kv
-    rows = find_rows(inputs, program, seq, VARIANT)
+    group = inputs.heads_q // inputs.heads_kv
+    rows = find_rows(inputs, program, seq, group, VARIANT)
+    shift = tl.maximum(-seq.ahead, 0) if scheme.maps is None and not VARIANT.rotated_keys else 0
+    first_row = program.tile * VARIANT.block_m
+    last_token = tl.minimum((first_row + VARIANT.block_m - 1) // group, seq.length_q - 1)
     entry, column, last, scales = None, None, None, None
     if cache.tokens is not None:
         entry = token_entries(inputs, seq, rows.token)
         column = load_token(cache, entry, 1, VARIANT)
         last = last_visible(cache, program.batch, VARIANT)
-    if cache.k_scale is not None:
-        k_scale = scale_view(cache.k_scale, cache.k_batch, cache.k_row, cache.k_head, head_kv)
-        v_scale = scale_view(cache.v_scale, cache.v_batch, cache.v_row, cache.v_head, head_kv)
-        scales = KeyScales(k_scale, v_scale)
     queries = Queries(
         rows=rows,
+        first=first_row // group + seq.ahead,
+        last=last_token + seq.ahead,
         entry=entry,
         column=column,
         ptr=inputs.q.ptr,
@@ -218,20 +217,18 @@ def attend_blocks(inputs, program, seq, own, VARIANT: tl.constexpr):
         scale=scale_rows(inputs, seq, rows, VARIANT),
         scale_log2=log2_scale(scheme.score_scale),
     )
-    keys = SequenceKeys(
-        k=head_view(inputs.k_cache, 0, 0, head_kv, VARIANT),
-        v=head_view(inputs.v_cache, 0, 0, head_kv, VARIANT),
-        cached=CachedKeys(cache, scales, program.batch, seq.start_k),
-        length=seq.length_k,
-        table=CosSinTable(scheme.table, inputs.table_rows, None, scheme.maps),
-        shift=tl.maximum(-seq.ahead, 0) if scheme.maps is None and not VARIANT.rotated_keys else 0,
-        last=last,
-        weight=inputs.key_weight,
-    )
+    k, v = head_view(inputs.k_cache, 0, 0, head_kv, VARIANT), head_view(inputs.v_cache, 0, 0, head_kv, VARIANT)
+    if cache.k_scale is not None:
+        k_scale = scale_view(cache.k_scale, cache.k_batch, cache.k_row, cache.k_head, head_kv)
+        v_scale = scale_view(cache.v_scale, cache.v_batch, cache.v_row, cache.v_head, head_kv)
+        scales = KeyScales(k_scale, v_scale)
+    table = CosSinTable(scheme.table, inputs.table_rows, None, scheme.maps)
+    cached = CachedKeys(cache, scales, program.batch, seq.start_k)
+    keys = SequenceKeys(k, v, cached, seq.length_k, table, shift, last, inputs.key_weight)
     state = start_state(inputs.k_cache.ptr.dtype.element_ty, VARIANT)
     NUM_BANDS: tl.constexpr = VARIANT.num_bands
     for b in tl.static_range(NUM_BANDS):
-        state = attend_band(state, queries, keys, inputs, program, seq, own, b, VARIANT)
+        state = attend_band(state, queries, keys, inputs, own, b, VARIANT)
     if VARIANT.key_groups > 1:
         state = merge_groups(state)
     return state, rows
@@ -241,10 +238,10 @@ def attend_blocks(inputs, program, seq, own, VARIANT: tl.constexpr):
 
 
 @triton.jit
-def decode_share(inputs, out, lse, workspace, heads_q, batches, VARIANT: tl.constexpr):
+def decode_share(inputs, out, lse, workspace, batches, VARIANT: tl.constexpr):
     """Computes the pieces of a program's share. If queries are not packed, programs also divide the sequences without
     keys among themselves and store their results."""
-    cu_seqlens_q, seqlen_q = inputs.cu_seqlens_q, inputs.seqlen_q
+    cu_seqlens_q, seqlen_q, heads_q = inputs.cu_seqlens_q, inputs.seqlen_q, inputs.heads_q
     if cu_seqlens_q is None:
         for batch in tl.range(tl.program_id(0), batches, tl.num_programs(0)):
             if tl.load(workspace.empty + batch) > 0:
@@ -294,11 +291,13 @@ def attention_decode(
     Otherwise, num_splits programs divide the keys of a tile of query rows. out is (num_splits, batch, seqlen_q,
     heads_q, head_dim_v) and lse (num_splits, batch, heads_q, seqlen_q). With packed queries they have the rows of
     ``partial_rows``. With several splits, rows of out whose lse is -inf are not written."""
-    group = heads_q // heads_kv
-    inputs = DecodeInputs(q, k_cache, v_cache, key_weight, scheme, cu_seqlens_q, cache, seqlen_q, table_rows, group)
+    inputs = DecodeInputs(
+        q, k_cache, v_cache, key_weight, scheme, cu_seqlens_q, cache, seqlen_q, table_rows, heads_q, heads_kv
+    )
     if VARIANT.shares:
-        decode_share(inputs, out, lse, workspace, heads_q, batches, VARIANT)
+        decode_share(inputs, out, lse, workspace, batches, VARIANT)
         return
+    group = heads_q // heads_kv
     max_seqlen_q = seqlen_q if cu_seqlens_q is None else decode_int(cache.decode_seqlen)
     program = find_program(tl.cdiv(max_seqlen_q * group, VARIANT.block_m), heads_kv, num_splits)
     seq = find_cached_sequence(cache, cu_seqlens_q, program.batch, seqlen_q)

@@ -28,6 +28,7 @@ class Queries(NamedTuple):
     """The raw queries of a tile.
 
     rows: QueryRows.
+    first, last: the positions of the first and of the last row, counted without explicit positions.
     entry [BM]: the index of each row's token over all sequences. column [BM]: the last column that the row sees. Both
         are None without explicit positions.
     ptr, offsets [BM, 1]: where the queries are.
@@ -35,6 +36,8 @@ class Queries(NamedTuple):
     """
 
     rows: object
+    first: object
+    last: object
     entry: object
     column: object
     ptr: object
@@ -53,12 +56,12 @@ class BandQueries(NamedTuple):
 
 
 @triton.jit
-def find_rows(inputs, program, seq, VARIANT: tl.constexpr):
-    """Returns the QueryRows of a program's tile. inputs: DecodeInputs."""
+def find_rows(inputs, program, seq, group, VARIANT: tl.constexpr):
+    """Returns the QueryRows of a program's tile. inputs: DecodeInputs. group: number of query heads per key head."""
     rows = program.tile * VARIANT.block_m + tl.arange(0, VARIANT.block_m)
-    exists = rows < seq.length_q * inputs.group
-    rows = clamp_rows(rows, seq.length_q * inputs.group)
-    token, head = rows // inputs.group, program.head_kv * inputs.group + rows % inputs.group
+    exists = rows < seq.length_q * group
+    rows = clamp_rows(rows, seq.length_q * group)
+    token, head = rows // group, program.head_kv * group + rows % group
     position = token + seq.ahead
     if inputs.cache.tokens is not None:
         position = load_token(inputs.cache, token_entries(inputs, seq, token), 0, VARIANT)
