@@ -41,7 +41,7 @@ LETTERS = string.ascii_letters + string.digits + "+-"  # one letter for each of 
 
 class Document(NamedTuple):
     tokens: torch.Tensor  # (length,)
-    sequence: int  # number of the cache's sequence that holds the document's keys and values
+    sequence: int  # the sequence of the cache that holds the document's keys and values
 
 
 class Request(NamedTuple):
@@ -55,7 +55,7 @@ class Reply(NamedTuple):
     computed: int  # tokens of the prompt that went through the model
     seconds: float  # time to the first token of the answer
     loss: float  # loss of the right answer, in nats per letter
-    right: float  # share of its letters that are predicted, given the right letters before them
+    right: float  # share of the right answer's letters that are predicted, given the right letters before them
 
 
 class Server:
@@ -102,7 +102,8 @@ class Server:
 
     @torch.inference_mode()
     def reply(self, request: Request, again: int | None) -> Reply:
-        """Returns the model's answer. again: as in ``place``. None: all documents are read again, in one prefill."""
+        """Returns the model's answer. again: how many of the first tokens of each document are computed again. None:
+        all documents are read again, in one prefill."""
         start = time.perf_counter()
         prompt, computed, asked = self.cache.allocate(), 0, request.question
         if again is None:

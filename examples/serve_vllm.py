@@ -54,8 +54,8 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def check(options, model: str) -> tuple[int, int, str | dict]:
-    """Checks the options before the engine starts, which takes a minute. Returns the training length, window and
-    prompt.
+    """Checks the options before the engine starts, because a start takes a minute. Returns the training length, window
+    and prompt.
 
     Raises OSError or ValueError if the engine would refuse the options, or if the text does not fit into --context.
     """

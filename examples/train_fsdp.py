@@ -50,7 +50,7 @@ IMPLS = ("triton", "cuda", "cpu", "reference")
 MAX_CHECKPOINTS = 2  # older checkpoints are deleted
 BETAS, WEIGHT_DECAY, CLIP = (0.9, 0.999), 0.1, 1.0  # AdamW's betas and decay, gradient-norm clip: as in the paper
 FINAL_FRACTION = 0.05  # learning rate at the last step, as a fraction of the peak
-FLAT = StateDictOptions(flatten_optimizer_state_dict=True)  # by parameter, not by group: groups differ with --tp
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)  # keys by parameter, not by group: groups differ with --tp
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +123,7 @@ class LanguageModel(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class Devices:
-    """The place of this process among all ranks. They are arranged as data x context x tensor parallelism, and the
+    """The place of this process among all ranks. The ranks are arranged as data x context x tensor parallelism, and the
     tensor rank varies fastest."""
 
     device: torch.device
@@ -222,8 +222,8 @@ def clip_gradients(model: nn.Module, max_norm: float) -> torch.Tensor:
 
 
 def make_optimizer(model: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
-    """Returns AdamW without decay of vectors. There is one group per mesh and decay, because the fused step handles one
-    mesh at a time."""
+    """Returns AdamW, without weight decay for vectors. Parameters on different meshes are in different groups, because
+    the fused step handles one mesh at a time."""
     groups: dict[tuple, list[nn.Parameter]] = {}
     for parameter in model.parameters():
         decay = WEIGHT_DECAY if parameter.ndim >= 2 else 0.0
@@ -272,7 +272,8 @@ class Run:
         return loss, norm
 
     def checkpoints(self) -> list[Path]:
-        """Returns the complete checkpoints, oldest first. Their .metadata is written last."""
+        """Returns the complete checkpoints, oldest first. A checkpoint with .metadata is complete, because this file is
+        written last."""
         return sorted(path.parent for path in self.folder.glob("step-*/.metadata"))
 
     def save(self) -> None:

@@ -1,6 +1,6 @@
 """Fine-tunes a small random Gemma 4 with train_hf.py, which must be in the same folder. The training uses packed
-documents, gradient checkpointing and the model's own scheme. Its heads have 512 channels in global layers and 256 in
-local layers, like the released models. Its last layers read the keys of earlier layers, like E2B and E4B.
+documents, gradient checkpointing and the model's own scheme. The model has heads of 512 channels in global layers and
+of 256 in local layers, like the released models. Its last layers read the keys of earlier layers, like E2B and E4B.
 
     python train_gemma4.py --device cpu --dtype float32 --steps 20 --batch 2
     python train_gemma4.py --model MY_GEMMA4 --text my_texts/ --length 8192  # a folder saved by Gemma4ForCausalLM

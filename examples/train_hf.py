@@ -7,9 +7,10 @@ self-contained: copy it and change it.
     python train_hf.py --device cpu --steps 20  # a random byte-level model of two layers, to try the script
 
 The script works for Llama and for every other family with a number in the column "packed" of docs/families.md.
-Running the same command again resumes from the last checkpoint. DIR/model has the weights, the tokenizer and the
-scheme: ``from_pretrained`` of ``flashrope.integrations.transformers`` and ``flashrope loss --model DIR/model`` read
-this folder, and ``hf upload NAME DIR/model`` uploads it. The script needs flashrope, transformers and accelerate.
+Running the same command again resumes from the last checkpoint. With --out DIR, the folder DIR/model has the weights,
+the tokenizer and the scheme: ``from_pretrained`` of ``flashrope.integrations.transformers`` and ``flashrope loss
+--model DIR/model`` read this folder, and ``hf upload NAME DIR/model`` uploads it. The script needs flashrope,
+transformers and accelerate.
 """
 
 from __future__ import annotations
@@ -85,8 +86,8 @@ class Schemes(TrainerCallback, ExportableState):
 
 
 def last_checkpoint(out: Path, settings: dict) -> Path | None:
-    """Returns the newest complete checkpoint. Its trainer_state.json is written last. Raises BadInput if other settings
-    made it."""
+    """Returns the newest complete checkpoint, or None. A checkpoint with trainer_state.json is complete, because this
+    file is written last. Raises BadInput if the checkpoint was made with other settings."""
     found = sorted(out.glob("checkpoint-*/trainer_state.json"), key=lambda path: int(path.parent.name.split("-")[1]))
     if not found:
         return None
@@ -101,10 +102,11 @@ def last_checkpoint(out: Path, settings: dict) -> Path | None:
 
 
 def load(name: str | None) -> tuple[torch.nn.Module, AutoTokenizer | None]:
-    """Returns (model in float32, tokenizer, or None for a model over bytes). Raises BadInput."""
+    """Returns (model, tokenizer). The model is in float32. A model over bytes has None as its tokenizer. Raises
+    BadInput."""
     if name is None:
         return AutoModelForCausalLM.from_config(copy.deepcopy(TINY)), None
-    model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)  # bf16 is the type of computation only
+    model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)  # bf16 is only the type of the computation
     try:
         return model, AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError):
@@ -159,7 +161,7 @@ def choose_lengths(args: argparse.Namespace, trained: int) -> None:
 
 def make_trainer(args: argparse.Namespace) -> tuple[Trainer, Path | None]:
     """Returns (trainer, checkpoint to resume from or None). Raises BadInput."""
-    torch.manual_seed(args.seed)  # the weights of the tiny model
+    torch.manual_seed(args.seed)  # for the weights of the tiny model
     model, tokenizer = load(args.model)
     documents = read_documents(args.text)
     choose_lengths(args, model.config.max_position_embeddings)
@@ -184,7 +186,7 @@ def make_trainer(args: argparse.Namespace) -> tuple[Trainer, Path | None]:
     settings = {name: getattr(args, name) for name in names} | {"cope_steps": cope_steps}
     settings["text"] = hashlib.sha256(b"\0".join(documents)).hexdigest()
     checkpoint = last_checkpoint(Path(args.out), settings)
-    model.config.use_cache = False  # transformers only sees packed sequences without a cache
+    model.config.use_cache = False  # transformers recognizes packed sequences only without a cache
     arguments = TrainingArguments(
         args.out,
         max_steps=args.steps,
