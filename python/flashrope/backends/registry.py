@@ -48,7 +48,7 @@ def resolve_impl(impl: str | None, q: torch.Tensor, cached: bool = False) -> str
         return "cpu" if q.is_cpu else "reference"
     if impl not in BACKENDS:
         raise ValueError(f"impl: expected None or one of {', '.join(BACKENDS)}, got {impl!r}")
-    if not torch.compiler.is_compiling():  # a graph cannot load modules; the operators check when they are traced
+    if not torch.compiler.is_compiling():  # a graph cannot import modules; the operators do this check at tracing
         check_backend(impl, q, cached)
     return impl
 

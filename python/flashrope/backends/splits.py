@@ -84,8 +84,8 @@ def busy_share(programs: int, splits: int, resident: int) -> float:
 
 @lru_cache(maxsize=4096)
 def choose_splits(programs: int, tiles: int, resident: int) -> int:
-    """Returns the fastest number of splits among the numbers that keep the share ``FULL`` of the device busy. If no
-    number keeps it busy, returns the fastest of all numbers.
+    """Returns the fastest number of splits among the numbers that keep the share ``FULL`` of the device busy. If
+    there is no such number, returns the fastest of all numbers.
 
     programs: the number of blocks of one split. tiles: key tiles of a sequence. resident: blocks that the device holds
     at once.

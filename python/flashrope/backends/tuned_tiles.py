@@ -36,8 +36,8 @@ class ShapeClass(NamedTuple):
     """A class of calls that share a tile.
 
     block_d: head_dim rounded up to a power of two. banded: the scheme has several bands. grouped: there are fewer key
-    heads than query heads. max_keys: one of ``MAX_KEYS``, or 0 for longer sequences. With a cache, the capacity of the
-    cache decides.
+    heads than query heads. max_keys: one of ``MAX_KEYS``, or 0 for longer sequences. For calls over a cache, the
+    capacity of the cache counts as the length.
     """
 
     direction: str

@@ -124,8 +124,8 @@ def _behind(keys: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def _put(slot_positions, page, row, fits, values) -> None:
-    """Sets slot_positions[page, row] = values where ``fits``, without a device sync. Entries that do not fit write the
-    first entry that fits once more."""
+    """Sets slot_positions[page, row] = values where ``fits``, without a device sync. Where ``fits`` is False, the first
+    entry that fits is written again."""
     if not fits.numel() or not slot_positions.numel():
         return
     first = fits.flatten().to(torch.int8).argmax()[None]

@@ -43,7 +43,8 @@ class KVCache(Cache):
             a scale per token and key head. The cache then takes about a half or a quarter of the bytes of bfloat16. q,
             k, v and out have the type dtype. ``attend`` and ``append`` quantize k and v. The argument k_scale of
             ``attention_with_cache`` describes the format.
-        head_dim_v: head_dim of v, a multiple of 8 up to head_dim. Default: head_dim, which a quantized cache needs.
+        head_dim_v: head_dim of v, a multiple of 8 up to head_dim. Default: head_dim. A quantized cache supports only
+            the default.
         values: a slice: these channels of the stored keys are the values. Their number is a multiple of 8 up to 512.
             Calls then pass k without v, and the cache needs no memory for v. Use it for latent attention, and for
             models whose keys are the values times a weight per channel, then rotated (see key_weight in

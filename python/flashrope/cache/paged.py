@@ -223,8 +223,8 @@ class PagedKVCache(Cache):
         """Reserves pages for seqlen_new more tokens of every sequence, so that appending them cannot fail.
 
         Reserved pages stay with their sequence until the sequence is truncated or freed. A fork does not share reserved
-        pages. After a fork, free slots in the last page with tokens are no longer reserved, because that page is then
-        shared.
+        pages. After a fork, free slots in the last page that holds tokens are no longer reserved, because that page is
+        then shared.
 
         Raises:
             OutOfPages: too few pages are free. The message says how many are missing.

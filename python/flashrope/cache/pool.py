@@ -55,7 +55,8 @@ class Change(NamedTuple):
 class PagePool:
     """Counts how many sequences hold each page, and keeps the block table.
 
-    max_seqlen: the largest number of tokens of a sequence. None: as many as its block-table entries hold.
+    max_seqlen: the largest number of tokens of a sequence. None: as many as the block-table entries of a
+        sequence hold.
     copy_pages: a function (source, target) that copies pages to other pages in all layers. Its arguments are page
         numbers, int64 on the device.
     """
@@ -206,8 +207,8 @@ class PagePool:
         return changes
 
     def reserve(self, selected: Iterable[Sequence], seqlen_new: int) -> list[Change]:
-        """Gives every sequence the pages for seqlen_new more tokens, and a copy of the last page with tokens if another
-        sequence shares it."""
+        """Gives every sequence the pages for seqlen_new more tokens. Also gives it a copy of the last page that holds
+        tokens, if another sequence shares this page."""
         if not seqlen_new:
             return []
         # Sorted by the rows that a sequence has in its last page. If all holders of that page are in this call, the

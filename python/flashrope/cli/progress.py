@@ -13,7 +13,7 @@ SETTLED = 1.0  # seconds of work after which the time left can be estimated
 
 
 def duration(seconds: float) -> str:
-    """Returns a time such as "45 s", "2 min 10 s" or "3 h 05 min". It is rounded up, so "0 s" appears only at the
+    """Returns a time such as "45 s", "2 min 10 s" or "3 h 05 min". The time is rounded up, so "0 s" appears only at the
     end."""
     seconds = math.ceil(seconds)
     if seconds < 60:
@@ -36,7 +36,7 @@ def columns() -> int:
 class Bar:
     """A progress bar that counts steps up to total. It is written to stderr, so that stdout contains only results.
 
-    As a context manager, it is cleared at the end.
+    When it is used as a context manager, the bar is cleared at the end of the block.
 
     Args:
         total: the number of steps.

@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def tune(device, args: argparse.Namespace) -> int:
-    """Examines the workloads that the options name, and stores the winners of each as soon as it is done."""
+    """Examines the workloads that the options name, and stores the winner of each workload as soon as it is known."""
     import torch
 
     from ..backends.triton.device import compute_capability

@@ -28,8 +28,8 @@ class Family(NamedTuple):
         reorders: whether its attention pairs channels 2m and 2m + 1 if rope_interleave is set or missing, and moves
             them qk_rope_head_dim / 2 channels apart. A converted model gets q and k in the new order.
         mrope: "sections" or "interleaved": how pairs are assigned to the coordinates of the position. Other families
-            with mrope_section assign pairs in other ways. The order of cohere_compass_text differs between 5.17 and
-            5.23.
+            with mrope_section assign pairs in other ways. The order of cohere_compass_text differs between
+            transformers 5.17 and 5.23.
         packs: False if its forward makes masks without position_ids, so the stock model mixes up packed sequences.
         not_batched: why continuous batching does not support the family. The text follows the model_type in errors.
         vllm: the family's vLLM architecture, if it rotates only through get_rope and tests compare it with a converted

@@ -295,7 +295,7 @@ def check_chunks(model) -> None:
 
 
 def _labels(rows: Sequence[Row]) -> list[tuple[str, str]]:
-    """Returns (scheme, context) of the table's rows: for each scheme first the text, then the repeated context."""
+    """Returns (scheme, context) of the table's rows: for each scheme its contexts in the order of CONTEXTS."""
     schemes = list(dict.fromkeys(row.scheme for row in rows))
     contexts = [context for context in CONTEXTS if any(row.context == context for row in rows)]
     return [(scheme, context) for scheme in schemes for context in contexts]
@@ -354,9 +354,10 @@ def loss_figure(rows: Sequence[Row], train_length: int, model: str, unit: str = 
     """Draws the loss by length, and the mean over windows of its change against the scheme ``base``, by default the
     first scheme.
 
-    There is a column for the text, and a column for repeated context. Both panels show the 95% intervals of the
-    changes. The intervals of the changes are narrower than the intervals of the losses, because a hard window raises
-    both losses of a change. At most as many schemes are drawn as there are colours.
+    There is a column for each measured context. The upper panel of a column shows the losses, and the lower panel shows
+    the changes. The error bars of both panels are the 95% intervals of the changes, which are narrower than the
+    intervals of the losses, because a hard window raises both losses of a change. At most as many schemes are drawn as
+    there are colours.
     """
     schemes = list(dict.fromkeys(row.scheme for row in rows))
     shown, first = schemes[: len(COLOURS)], base or schemes[0]

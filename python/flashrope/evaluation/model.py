@@ -106,8 +106,7 @@ def training_length(model, name: str, given: int | None) -> int:
 
 
 def measured_lengths(asked: list[int] | None, train_length: int) -> list[int]:
-    """Returns the lengths of --lengths, sorted. By default: half the training length, the training length, twice and
-    four times the training length."""
+    """Returns the lengths of --lengths, sorted. By default: a half, one, two and four times the training length."""
     return sorted(set(asked or [train_length // 2, train_length, 2 * train_length, 4 * train_length]))
 
 
@@ -160,7 +159,8 @@ def check_causal(model, name: str) -> None:
 
 @contextlib.contextmanager
 def _errors_alone() -> Iterator[None]:
-    """Hides transformers' warnings. Version 4.57 explains a setting of Llama's tokenizer even if the model has none."""
+    """Hides transformers' warnings. Version 4.57 warns about a setting of Llama's tokenizer even if the model has no
+    tokenizer."""
     from transformers import logging
 
     before = logging.get_verbosity()

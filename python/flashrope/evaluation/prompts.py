@@ -42,7 +42,8 @@ class Prompt(NamedTuple):
 class Haystack(NamedTuple):
     """Builds prompts of an exact number of tokens.
 
-    The parts of a prompt are tokenized separately, so another depth only moves the numbers and changes no other token.
+    The parts of a prompt are tokenized separately, so a different depth only moves the numbers and changes
+    no other token.
 
     tokens: the model's Tokens.
     texts: the tokens of the texts in which numbers are hidden. Empty: a block of filler text is repeated.

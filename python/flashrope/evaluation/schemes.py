@@ -51,8 +51,8 @@ def applicable(
     """Returns the schemes that this model can run under, and {label: reason} for the schemes that it cannot run under.
 
     The model is unchanged afterwards. If it was converted before, "stock" is the scheme that it had, every other scheme
-    is applied on top of that scheme, and all schemes get full names. Equal schemes are listed once, under the first
-    name.
+    is applied on top of that scheme, and a label names all options of its scheme. Equal schemes are listed once, under
+    the first name.
 
     Args:
         names: names in SCHEMES.
@@ -115,7 +115,7 @@ class _Search:
         return self.convert(self.own) if self.own or self.all_converted else model
 
     def own_scheme(self):
-        """Converts the model under its own scheme. Reverts first, because convert would keep the options of the
+        """Converts the model and keeps its own scheme. Reverts first, because convert would keep the options of the
         previous scheme."""
         self.revert()
         return self.convert(self.own)

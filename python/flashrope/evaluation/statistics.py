@@ -21,8 +21,8 @@ def student_t(freedom: int, level: float = 0.95) -> float:
     """Returns the two-sided quantile of Student's t with ``freedom`` degrees of freedom: |t| is below the quantile with
     probability ``level``.
 
-    It is found by bisection. The distribution function is a finite sum, because ``freedom`` is an integer (Abramowitz
-    and Stegun, 26.7.3 and 26.7.4).
+    The quantile is found by bisection. The distribution function is a finite sum, because ``freedom`` is an integer
+    (Abramowitz and Stegun, 26.7.3 and 26.7.4).
     """
 
     def within(t: float) -> float:

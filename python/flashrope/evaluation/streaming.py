@@ -1,4 +1,5 @@
-"""Reads text of any length with a window and attention sinks (StreamingLLM, arXiv 2309.17453, section 3.2), a baseline.
+"""Reads text of any length with a window and attention sinks, as a baseline (StreamingLLM, arXiv 2309.17453,
+section 3.2).
 
 The text is read in pieces. After each piece the cache keeps its first tokens, which are the sinks, and its last tokens.
 Positions count the tokens in the cache, so they stay below the training length. Dropped tokens cannot be found again.

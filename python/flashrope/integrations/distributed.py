@@ -310,7 +310,8 @@ def _join(chunks: Sequence[torch.Tensor], ranges: Iterable[tuple[int, int]]) -> 
     for start, stop in _joined(ranges):
         for n in range(start // size, -(-stop // size)):
             parts.append(chunks[n][:, max(start - n * size, 0) : stop - n * size])
-    # Even an empty result depends on the chunks, because every rank must take part in the collective of their backward.
+    # Even an empty result depends on the chunks, because every rank must take part in the collective that the backward
+    # of the chunks calls.
     return torch.cat(parts or [chunks[0][:, :0]], 1)
 
 

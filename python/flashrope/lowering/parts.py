@@ -38,7 +38,7 @@ def channel_parts(rotary: Rotary, causal: bool) -> tuple[Part, ...]:
     """Returns the parts of a head, the rotating part first, or () if kernels should rotate all channels as pairs.
 
     A head has parts if at most half of its channels rotate and the others can be divided into parts of at least 32
-    channels. If more channels rotate, it takes fewer instructions to rotate all of them in one tile. A head of more
+    channels. If more channels rotate, rotating the whole head in one tile takes fewer instructions. A head of more
     than LARGEST_TILE channels always has parts: if nothing rotates, its first pairs have cos 1 and sin 0.
     """
     pairs = lower(rotary, causal).rotated_pairs

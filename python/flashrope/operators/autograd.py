@@ -73,8 +73,8 @@ def is_plain(*tensors: torch.Tensor | None) -> bool:
 
 
 def transforming() -> bool:
-    """Whether forward-mode differentiation is active, or any transform of torch.func while nothing is being
-    compiled."""
+    """Whether forward-mode differentiation is active, or a transform of torch.func is active outside of a
+    compilation."""
     if forward_ad._current_level >= 0:
         return True
     return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None

@@ -2,8 +2,8 @@
 
 ``refuse_unknown(call, given)`` raises an error that names the argument to use instead. No error is raised for a keyword
 whose value is the other library's default and has no effect, such as ``dropout_p=0.0``. The public calls collect
-keywords that they do not have in ``**unknown``. That costs nothing if there are no unknown keywords. A type checker
-reports unknown keywords, because the type of ``**unknown`` is Never.
+unknown keywords in ``**unknown``. That costs nothing if there are none. A type checker reports unknown keywords,
+because the type of ``**unknown`` is Never.
 """
 
 from __future__ import annotations

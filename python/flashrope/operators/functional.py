@@ -84,13 +84,13 @@ def attention(
         impl: the backend, "triton", "cpu" or "reference". None: chosen by the device.
         deterministic: True: gradients are bitwise reproducible. For head_dim 33 to 128 in 16 bits, the Triton backend
             then stores the gradients of the scores for some heads at a time, in a workspace of up to 1.25 GiB. False:
-            the Triton backend's gradient of q may differ from run to run by rounding. The backend accumulates it with
-            float32 atomics, in a workspace of q's size (head_dim rounded up to a power of two) for every band. False
-            raises an error under ``torch.use_deterministic_algorithms(True)``. None, the default: gradients are
-            reproducible under that setting, which is read when the backward runs. Without the setting, the Triton
-            backend runs the backward that is predicted to be faster for long sequences. In 16 bits with head_dim 33 to
-            128 or above 256, this is the backward with atomics. In float32 with head_dim above 256, sm_86, sm_89 and
-            sm_120 have only the backward with atomics. The other backends are always reproducible.
+            the Triton backend's gradient of q may differ from run to run by rounding. The backend accumulates this
+            gradient with float32 atomics. For every band it takes a workspace of q's size, with head_dim rounded up to
+            a power of two. False raises an error under ``torch.use_deterministic_algorithms(True)``. None, the default:
+            gradients are reproducible under that setting, which is read when the backward runs. Without the setting,
+            the Triton backend runs the backward that is predicted to be faster for long sequences. In 16 bits with
+            head_dim 33 to 128 or above 256, this is the backward with atomics. In float32 with head_dim above 256,
+            sm_86, sm_89 and sm_120 have only the backward with atomics. The other backends are always reproducible.
 
     Returns:
         out, like q but with the head_dim of v, contiguous. With return_lse: (out, lse). lse is (batch, heads_q,
@@ -327,8 +327,8 @@ def attention_with_cache(
         block_table: (batch, max_pages) int32. Entry n of a sequence is the page that holds its slots n * page_size to
             (n + 1) * page_size - 1. Entries beyond a sequence's length may hold anything. page_size is a power of two,
             at least 16.
-        cache_leftpad: (batch,) int32, the first valid slot of each sequence. Without explicit
-            positions, the token in this slot has position 0.
+        cache_leftpad: (batch,) int32, the first valid slot of each sequence. Without explicit positions, the token in
+            this slot has position 0.
         num_splits: number of splits along the keys (flash-decoding). None: the backend chooses the number for speed. An
             explicit number also fixes the tile sizes, which makes results batch-invariant (Triton and CUDA): bitwise
             identical for any other sequences in the batch and any division of a sequence's tokens into calls.
@@ -437,7 +437,7 @@ def attention_varlen_with_cache(
         cu_seqlens_q: (sequences + 1,) int32, non-decreasing from 0. A sequence may have no rows.
         cache_seqlens: (sequences,) int32, slots in use, left padding included. If this call appends k and v, the count
             is from before the call. Without k, or with slot_mapping, the count includes the new tokens.
-        max_seqlen_q: upper bound of the sequences' rows. Rows beyond it are not computed.
+        max_seqlen_q: upper bound of the number of q rows of a sequence. Rows beyond it are not computed.
         k, v: (total_q, heads_kv, head_dim), the new raw keys and values of q's tokens, or both None. v is None if
             v_cache is a view of k_cache.
         slot_mapping: (total_q,) int32 or int64, for engines that assign slots: the slot to which each new key and value

@@ -21,7 +21,8 @@ def check_append(layer: CacheLayer, k, v, tables: CacheTables) -> None:
 
     With a block table, different pages of two caches may share memory, because the block table decides which pages are
     used. For example, both caches may be views of one tensor and use alternate pages of it. Page n of all caches is
-    written together, so only equal page numbers are compared. Tensors on the meta device have no memory and pass.
+    written together, so only equal page numbers are compared. Tensors on the meta device have no memory and are not
+    checked.
 
     Raises:
         ValueError: memory would be written twice, or written before it is read. The message names the tensors.

@@ -47,7 +47,7 @@ def check_cached_positions(given: CachePositions, q, k, k_cache, rotary, tables:
 
 def check_positions_served(impl: str, q, given: CachePositions) -> None:
     """Raises ValueError if the backend has no kernels for these tables."""
-    if not torch.compiler.is_compiling():  # a graph cannot load modules; the operators check when they are traced
+    if not torch.compiler.is_compiling():  # a graph cannot import modules; the operators do this check at tracing
         check_backend(impl, q, cached=True, positions=given)
 
 

@@ -95,7 +95,7 @@ class Scheme(NamedTuple):
         log_n: whether the scheme also scales queries by log n of the training length.
         note: a remark about log n, which is added to ``method`` in tables and figures.
         reads_window: whether ``fit`` depends on the window.
-        why: the sentence that ``suggest`` prints, a format string of train and longest.
+        why: why ``suggest`` suggests this scheme, as a format string of train and longest.
     """
 
     name: str

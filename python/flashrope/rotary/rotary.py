@@ -357,7 +357,7 @@ class Rotary:
         ``original_max_position_embeddings`` as length_scale. Qwen's sparse attention is not applied.
 
         Hugging Face multiplies cos and sin by ``attention_factor``. Here the square of this factor scales the scores.
-        If not all channels rotate, this factor scales only what the rotated channels contribute to the scores.
+        If not all channels rotate, the square scales only what the rotated channels contribute to the scores.
         ``llama_4_scaling_beta`` gives ``log_steps``.
 
         With ``mrope_section`` the scheme needs positions of three coordinates: transformers' position_ids as

@@ -37,7 +37,7 @@ from .presets import CHECKPOINTS, COMPARED, PRESETS, TIMES, Preset
 from .train import TrainConfig, Trained, train
 from .workers import Workers, steps_of_jobs
 
-TIMED = 20.0  # seconds; in a shorter training, the speed depends more on the start than on the scheme
+TIMED = 20.0  # seconds; in a shorter training, start-up affects the speed more than the scheme does
 MULTIPLES = (1, 2, 4, 8)  # context lengths, as multiples of the training length
 OUTPUTS = ("split.json", *CHECKPOINTS.values(), "losses.csv", "losses.md", "losses.png")
 
@@ -107,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _demo(args: argparse.Namespace, out: Path, start: float) -> None:
-    files.check_folder(args.out, OUTPUTS[1:], args.overwrite)  # an interrupted run leaves only the first
+    files.check_folder(args.out, OUTPUTS[1:], args.overwrite)  # an interrupted run leaves only the first of OUTPUTS
     settings = resolve(args)
     window = settings.context_lengths[-1] + 1
     corpus = data.from_path(args.text, window) if args.text else data.standard_library(window)

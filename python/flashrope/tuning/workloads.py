@@ -19,9 +19,10 @@ from ..rotary.rotary import Rotary
 PAGE_SIZE = 256
 WINDOW = 512  # ReRoPE's window in timed calls
 CHUNK = 512  # tokens of a prompt that are prefilled at once over a cache
-# Sizes for the check. CHECK_SEQLEN is several tiles long, but no multiple of a tile's rows. The window ends in a tile.
+# Sizes for the check. CHECK_SEQLEN is several tiles long, but no multiple of a tile's rows. The window ends inside a
+# tile.
 CHECK_SEQLEN, CHECK_WINDOW, CHECK_CHUNK = 323, 96, 150
-# The kernels' directions that make up a pass, and the cache layouts it is timed with.
+# For each pass: the directions of its kernels, and the cache layouts with which it is timed.
 PASSES = {
     "forward": (("forward",), ("",)),
     "backward": (("grad_kv", "grad_q"), ("",)),

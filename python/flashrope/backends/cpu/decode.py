@@ -75,8 +75,8 @@ def decode(
 
 
 def _fill(library: Library, q, layer: CacheLayer, out, lse, part: Part, placed: list[Placed] | None) -> DecodeCall:
-    """Returns the filled-in struct of the compiled call. For layers of a step with equal strides only the addresses are
-    written again."""
+    """Returns the filled-in struct of the compiled call. If the tensors have the same strides as in the previous layer
+    of the step, only the addresses are written again."""
     k, v, k_scale, v_scale, key_weight = layer
     strides: tuple = (q.stride(), k.stride(), v.stride(), out.stride())
     if k_scale is not None and v_scale is not None:
@@ -150,8 +150,8 @@ def _runs(placed: list[Placed], causal: bool, seqlen_q: int) -> tuple[ctypes.Arr
 
 
 def _coarse_rows(keys: int) -> int:
-    """Returns how many rows the coarse table needs for ``keys`` keys, as a power of two, so that a growing sequence
-    builds few tables."""
+    """Returns how many rows the coarse table needs for ``keys`` keys. The number is rounded up to a power of two, so
+    that a growing sequence builds few tables."""
     return max(1 << (max(keys - 1, 0) // BLOCK**2).bit_length(), MIN_TABLE)
 
 

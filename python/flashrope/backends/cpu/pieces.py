@@ -249,7 +249,7 @@ def flash_piece(q, k, v, piece: Piece, scale: float) -> tuple[torch.Tensor, torc
 def flash_folded(q, k, v, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Attends for a piece in which every row sees every key. The query heads of a key head become rows, so that its
     keys are read once."""
-    # torch's half-precision kernels are three times slower with a single row.
+    # torch's half-precision kernels are three times slower with a single row, so a single row is repeated.
     batch, heads_q, rows, head_dim = q.shape
     heads_kv, half = k.shape[1], q.dtype in (torch.float16, torch.bfloat16)
     if heads_q == heads_kv and not (half and rows == 1):

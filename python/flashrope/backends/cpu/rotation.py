@@ -14,7 +14,7 @@ from ...rotary.scales import UNSCALED, QueryScale
 from ..calls import AttentionCall, CacheCall, accumulation_type
 
 MIN_TABLE = 256  # positions
-LARGEST_TABLE = 2**20  # positions, 1 GiB at head_dim 128; rows beyond it get a table of nearby positions
+LARGEST_TABLE = 2**20  # positions, 1 GiB at head_dim 128; farther positions get a table of positions near them
 MIN_SURROUNDINGS = 4096
 
 

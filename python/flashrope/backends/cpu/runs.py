@@ -70,7 +70,7 @@ def bands_between(bands: tuple[Band, ...], causal: bool, rows: Rows, position: f
     """Returns (bands, shift) between a run of queries and a run of keys. Row r of the queries is at distance shift + r
     from the first key.
 
-    rows: the run of queries. position, order: position and rank of the run's first key.
+    rows: the run of queries. position, order: position and rank of the first key in the run of keys.
     """
     shift = math.floor(rows.position - position)
     nearest = shift - (rows.order - order)  # distance of the last key that the first row may see under a causal mask

@@ -23,8 +23,8 @@ _RED = re.compile(r'elementwise_inline_asm "red\..* : tensor<[^>]*>, tensor<(\d+
 def held_once(ttgir: str) -> bool:
     """Whether every element of the accumulators that a kernel adds with ``red`` is in one thread only.
 
-    ttgir: Triton's GPU IR of the kernel. Returns False also if the kernel has no ``red``, or if its layout is not
-    recognized here.
+    ttgir: Triton's GPU IR of the kernel. Returns False also if the kernel has no ``red``, or if this file does
+    not recognize its layout.
     """
     layouts, adds = dict(_LAYOUT.findall(ttgir)), _RED.findall(ttgir)
     return bool(adds) and all(_covers(layouts.get(name, ""), int(rows), int(columns)) for rows, columns, name in adds)

@@ -98,8 +98,8 @@ def append_key(layer: CacheLayer, k: torch.Tensor, v: torch.Tensor | None) -> tu
 
 
 def alignment_key(*tensors: torch.Tensor | None):
-    """Returns 0 if all addresses are multiples of 16, else each address modulo 16. Triton compiles kernels by whether
-    addresses are multiples of 16."""
+    """Returns 0 if all addresses are multiples of 16, else each address modulo 16. Triton compiles a separate
+    kernel for addresses that are multiples of 16."""
     addresses = [x.data_ptr() & 15 for x in tensors if x is not None]
     return addresses if any(addresses) else 0
 

@@ -262,7 +262,7 @@ class AttentionPlan(Plan):
         if not configs.storing_is_faster(self.capability, self.itemsize, *self._widths):
             return None
         packed, key_tiles = self.cu_seqlens.q is not None, cdiv(self.max_seqlen_k, block_n)
-        if packed:  # blocks behind the end of a shorter sequence have no work
+        if packed:  # blocks beyond the end of a shorter sequence have no work
             key_tiles = min(key_tiles * self.batch, cdiv(self.seqlen_k, block_n) + self.batch)
         sizes = self.seqlen_q, self.max_seqlen_k, self.batch, self.heads_q, self.heads_kv, self.itemsize
         layout = layout_of(*sizes, causal=self.causal, packed=packed)
@@ -285,7 +285,7 @@ class AttentionPlan(Plan):
 
     def _grad_kv_tile(self, direction: str):
         """Returns the tile and the variant of the kernel for dK and dV."""
-        if self.vec == 1 and max(self._widths) > 256:  # the usual tile may then take more shared memory than there is
+        if self.vec == 1 and max(self._widths) > 256:  # the usual tile may then exceed the shared memory
             direction += " unaligned"
         tile, variant = self._tile(direction)
         return tile, variant._replace(query_rows=configs.query_rows(self.capability, tile, variant.block_d))

@@ -341,8 +341,9 @@ class CachePlan(Plan):
         latent = shared and self.rotary.head_dim > 2 * configs.WIDEST_PAIRS
         wide = not self.call.num_splits and usual_rows > configs.WIDE_ROWS
         if latent and self._rotates_values(channels[0]):
-            # The tile for many rows takes 64 rows on sm_90, where products with values run on into the next block of
-            # keys. A part that rotates has one slot of shared memory, which that block would overwrite too early.
+            # The tile for many rows has 64 rows on sm_90. There, products with values still run when the next block of
+            # keys is loaded. A part that rotates has one slot of shared memory, so the next block would overwrite
+            # values that these products still read.
             wide = False
         if self.table.shape[-1] >= configs.CROWDED_PAIRS:
             crowded = self.quantized or layout.entries is not None
@@ -514,7 +515,7 @@ class CachePlan(Plan):
             return min(self.call.num_splits, MAX_SPLITS, cdiv(self.capacity, block_n))
 
         def arguments() -> tuple:
-            # Several splits store float32. lse stands in for their results, which are not allocated yet.
+            # Several splits store their results in float32. lse stands in for these tensors, which do not exist yet.
             return self._decode_arguments(q, layer, stride_fields(q), layout, Result(lse, lse), 2, None)
 
         resident = self._resident_blocks(q, layer, arguments, options)

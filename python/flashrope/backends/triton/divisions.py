@@ -31,7 +31,7 @@ class Head(NamedTuple):
     """Properties of a head and a call that decide how many registers the loop over keys needs. itemsize: bytes of an
     element of q. codes: whether the cache is quantized. channels: whether the kernel divides the head into parts.
     shared: whether the kernel divides the head into parts and the values are channels of the keys. wide: whether a tile
-        has many query rows."""
+    has many query rows."""
 
     head_dim: int
     itemsize: int
@@ -49,7 +49,7 @@ def shares_fit(head: Head, paged: bool) -> bool:
 
     - float32: 32 to 64 channels, unless the cache is quantized or the tile is wide.
     - 16 bits, below 256 channels: heads of 128 channels always, and heads of 64 if the cache is not quantized and the
-    tile is not wide.
+      tile is not wide.
     - 16 bits, 256 channels or more: heads in parts. If values are channels of the keys, the head must also have more
       than 512 channels, and if the tile is wide, the cache must be paged.
     """

@@ -141,8 +141,8 @@ def ir_allows(allows: Callable[[str], bool], kernel, *args, **options) -> bool:
 
 
 def _traits(args: tuple) -> list:
-    """Returns the traits of arguments by which Triton compiles these kernels: dtypes, alignment of pointers, whether an
-    integer needs 64 bits, and which arguments are None."""
+    """Returns the traits of arguments by which Triton distinguishes compiled kernels: dtypes, alignment of pointers,
+    whether an integer needs 64 bits, and which arguments are None."""
     traits = []
     for arg in args:
         kind = type(arg)
@@ -162,6 +162,6 @@ def _traits(args: tuple) -> list:
 
 
 def cdiv(a: int, b: int) -> int:
-    """Returns a / b, rounded up. Replaces triton.cdiv, which takes several microseconds per call on the host, because
-    kernels can call it, too."""
+    """Returns a / b, rounded up. Replaces triton.cdiv. Kernels can call triton.cdiv, too, which makes a call on the
+    host take several microseconds."""
     return -(-a // b)

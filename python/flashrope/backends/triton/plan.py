@@ -64,8 +64,8 @@ class Plan:
         """Launches the forward kernel of ``forward.py`` or of ``chunks.py``.
 
         tensors: queries, keys, rotated copies of keys, and values. sequences: the kernel's arguments that hold the
-        bounds of sequences. rows_k: the argument seqlen_k of ``forward.py``, or rows_copied of ``chunks.py``: the rows
-        per sequence of the copied keys."""
+        bounds of sequences. rows_k: the argument seqlen_k of the kernel in ``forward.py``, or the argument rows_copied
+        of the kernel in ``chunks.py``."""
         parts = configs.forward_parts(tile, variant.block_d, variant.block_dv, self.itemsize)
         variant = variant._replace(parts=1 if variant.code_vec or variant.pair_ranges else parts)
         launcher.launch(

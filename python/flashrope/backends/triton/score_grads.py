@@ -4,12 +4,13 @@ The kernel of dK and dV computes four matrix products and stores dS, from which 
 Every element is written once, and each kernel sums in a fixed order, so the bits do not depend on the order of blocks.
 The matrices of all heads would take memory that grows with the square of the length. So both kernels run for some heads
 at a time, and share a workspace of at most ``configs.SCORE_BYTES``. Every launch ends with a few long blocks that leave
-the rest of the GPU idle. Launches with few blocks lose more by this than stored gradients save. Such calls store
-nothing, and the kernel of dQ computes the gradients of scores again.
+the rest of the GPU idle. Launches with few blocks lose more by this than stored gradients save. So calls with such
+launches store nothing, and the kernel of dQ computes the gradients of scores again.
 
-The alternative is a float32 buffer of dQ for every resident block, to which the block adds its part of dQ. The buffers
-do not fit in the L2 cache. So a block would read and write four bytes per channel for every query row and key tile.
-With 128 channels and 64 keys per tile, this moves 16 bytes per score. Storing dS moves four bytes per score.
+An alternative that was not taken is a float32 buffer of dQ for every resident block, to which the block adds its part
+of dQ. The buffers do not fit in the L2 cache. So a block would read and write four bytes per channel for every query
+row and key tile. With 128 channels and 64 keys per tile, this moves 16 bytes per score. Storing dS moves four bytes per
+score.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from .launcher import cdiv
 class ScoreLayout(NamedTuple):
     """Where a call stores gradients of scores.
 
-    width, growth: the fields of ``score_grads.Matrix``. panels: the number of panels of a matrix, which packed
-    sequences share. sequences: the number of matrices per head, 1 if sequences are packed. batch: the number of
+    width, growth: the fields of ``score_grads.Matrix``. panels: the number of panels of a matrix. Packed sequences
+    share one matrix. sequences: the number of matrices per head, 1 if sequences are packed. batch: the number of
     sequences in a matrix. heads_kv: the key heads of the call. group: query heads per key head. most_sequences,
     most_heads: the largest numbers of sequences and key heads of one launch.
     """
@@ -46,7 +47,7 @@ class ScoreLayout(NamedTuple):
 
     def is_busy(self, key_tiles: int, multiprocessors: int) -> bool:
         """Whether the blocks of each launch keep a GPU busy. The result is True for a layout with one pair of launches,
-        because it has as many blocks as a backward that stores nothing.
+        because these launches have as many blocks as the launches of a backward that stores nothing.
 
         key_tiles: the number of blocks of dK and dV for one key head of one matrix."""
         if _forced or (self.most_sequences, self.most_heads) == (self.sequences, self.heads_kv):
@@ -109,8 +110,11 @@ _forced: bool | None = None
 
 @contextlib.contextmanager
 def forced(stores: bool) -> Iterator[None]:
-    """Within the context, backwards store the gradients of scores wherever the workspace has room, or never. Used to
-    compile and test both ways."""
+    """Overrides within the context whether a backward stores the gradients of scores. Used to compile and test both
+    variants.
+
+    stores: True: calls with few blocks store them, too. False: no call stores them.
+    """
     global _forced
     before, _forced = _forced, stores
     try:

@@ -36,7 +36,7 @@ def choose(
     """Returns the tile of a launch. All launches that have a tile get it from this function.
 
     keys: the length of the longest sequence of keys, or the capacity of the cache. cache: as in ``store.ShapeClass``.
-    block_dv: 0 means that v has block_d. The other arguments are those of ``configs.tile``. If v has a different
+    block_dv: 0 means that it equals block_d. The other arguments are those of ``configs.tile``. If v has a different
     head_dim than k, the default tile is used, because such calls are not tuned.
     """
     tuned_as = TUNED_AS.get(direction, direction)

@@ -1,7 +1,7 @@
 """Defines the modules that replace parts of a torchtitan model, and reads the scheme from the model's configuration.
 
 ``InnerAttention`` takes raw q, k and v and rotates them inside. ``NoRotation`` replaces the model's own rotation.
-``SavesAttention`` is a selective activation checkpointing that keeps the results of this package's attention.
+``SavesAttention`` makes selective activation checkpointing keep the results of this package's attention.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class AnyAttention(Configurable.Config, metaclass=ABCMeta):
 
 
 def head_dim_of(attention) -> int:
-    """Returns the head_dim of a GQAttention's configuration: its field, or the width divided by the heads."""
+    """Returns the head_dim of a GQAttention's configuration: its field head_dim, or dim / n_heads if it is None."""
     return attention.dim // attention.n_heads if attention.head_dim is None else attention.head_dim
 
 

@@ -283,9 +283,9 @@ def _describe(batch_size, q_length, q_offset, kv_offset, mask_function, attentio
 def _describe_traced(
     batch_size, q_length, q_offset, kv_offset, mask_function, attention_mask, device, uncached: bool
 ) -> Packed | torch.Tensor:
-    """Does what ``_describe`` does, inside a graph. A graph cannot branch on values, so this function only asserts
-    them. A graph cannot look into closures either, so this function calls the mask function to find which keys next to
-    the diagonal a row sees."""
+    """Does what ``_describe`` does, inside a graph. A graph cannot branch on values, so an assertion in the graph
+    checks that the mask is causal. A graph cannot look into closures either, so this function calls the mask function
+    to find which keys next to the diagonal a row sees."""
     if mask_function is not causal_mask_function:
         row = torch.arange(q_length - 1, device=device)
         batch = torch.arange(batch_size, device=device)[:, None]
@@ -406,8 +406,8 @@ def check_positions(module, given: Mapping[str, Any]) -> dict[str, Any]:
         given: the arguments of the decoder's forward, from ``arguments_of``.
 
     Returns:
-        Arguments to add to ``given``. A compiled graph cannot test whether position_ids restart. If no position_ids are
-        given, the forward makes position_ids that do not restart, and an added mask says that they do not.
+        Arguments to add to ``given``, or {}. If no position_ids are given, the forward makes position_ids that do not
+        restart. A compiled graph cannot test this, so an added mask says it.
 
     Raises:
         ValueError: position_ids has other positions. The message names one wrong position with its row and column.
@@ -428,7 +428,7 @@ def check_positions(module, given: Mapping[str, Any]) -> dict[str, Any]:
     mask, past, steps = given.get("attention_mask"), given.get(CACHE), given.get("cache_position")
     masks_see_packing = family(module.config.model_type).packs
     if mask is None and past is None and masks_see_packing and not _caches(module, given):
-        return {}  # sequences may be packed, which the mask function finds out
+        return {}  # sequences may be packed; the mask function shows whether they are
     if isinstance(mask, dict):
         mask = next((m for m in mask.values() if m is not None), None)
     start = steps[0] if steps is not None else 0 if past is None else past.get_seq_length()

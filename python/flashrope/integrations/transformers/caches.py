@@ -1,15 +1,15 @@
 """transformers' caches under converted models: who filled them, the coordinates of their tokens, and quantized caches.
 
-Keys and values that were computed under one scheme are not valid under another scheme or for the stock model. So a
-cache is marked with the conversion from its first call on. Reading the mark costs no device synchronisation.
+Keys and values that were computed under one scheme are not valid under another scheme or for the stock model. So the
+first call that uses a cache marks it with the conversion. Reading the mark costs no device synchronisation.
 
 Coordinates are for models whose tokens have a time, a row and a column (M-RoPE). Raw keys have no position. So the
 decoder's hook takes the coordinates of the new tokens from ``position_ids``, appends them to the coordinates that the
 cache carries, and passes both to the layers. After the forward the cache carries the coordinates of all tokens. The
 coordinates follow the cache. A crop leaves fewer keys, and the next call reads only the coordinates of the remaining
 keys. Reordering, repeating or selecting sequences moves the coordinates with the rows of the cache (``follow_caches``).
-A copy of the cache has the coordinates, too. The layers of a step share one table of cos and sin, of 8 bytes per key
-and channel, which is freed after the step.
+A copy of the cache has the coordinates, too. On the CPU, the layers of a step share one table of cos and sin, which has
+8 bytes per key and channel and is freed after the step. Triton's kernels compute cos and sin from the coordinates.
 
 A layer of ``CodesCache`` keeps rows of bytes: the quantized values of a key or value (backends/quantized.py), then the
 four bytes of their scale. So whatever transformers does with rows (cropping, selecting sequences, offloading) moves a

@@ -40,8 +40,9 @@ def convert(model, rotary: Rotary | dict[str, Rotary] | None = None, *, untested
     that was filled before ``convert`` or ``revert`` raises an error.
 
     Every call describes the whole scheme: its options replace the options of an earlier call. Without options, the
-    options in the configuration are used. The options come from an earlier ``convert``, which gives a warning, or from
-    the folder from which the model was loaded. To get the model's own scheme, call ``revert(model)`` first.
+    options in the configuration are used. They come from the folder from which the model was loaded, or from an earlier
+    ``convert``. If the model is still converted, the call warns that it keeps them. To get the model's own scheme, call
+    ``revert(model)`` first.
 
     Args:
         model: a transformers model of a type in ``FAMILIES``, or a module that holds one (PEFT, DDP).
@@ -71,7 +72,7 @@ def convert(model, rotary: Rotary | dict[str, Rotary] | None = None, *, untested
             dual_chunk_attention_config. False switches dual_chunk_attention_config off.
         log_n: scales queries by max(1, ln(i + 1) / ln(log_n)). True: the model's training length. Layers with a sliding
             window see a fixed number of keys and are not scaled.
-        log_n_clip: False, together with log_n, for models that were trained with log n: the factor may be below 1.
+        log_n_clip: False: the factor of log_n may be below 1, as in models that were trained with log n. Needs log_n.
 
     ``print(model)`` shows the scheme of every layer. The configuration keeps the options, save_pretrained writes them,
     and ``revert`` deletes them. To load a model that was saved with options, use ``from_pretrained`` of this package.
@@ -137,8 +138,8 @@ AUTO_CLASSES = (
 def from_pretrained(
     pretrained_model_name_or_path, *args, auto_class=AutoModelForCausalLM, untested: bool = False, **kwargs
 ):
-    """Loads a model with transformers and converts it, with the options with which it was saved, or with its own
-    scheme.
+    """Loads a model with transformers and converts it with the options with which it was saved. A model that was saved
+    without options keeps its own scheme.
 
     Use it for models that were saved after ``convert`` with options, which transformers does not load.
     ``register_auto_classes`` lets ``AutoModel`` classes and ``pipeline`` load them.

@@ -72,7 +72,7 @@ class SharedKeysCache(_CacheOfConverted):
     Use it if memory limits the length or the batch. Layers with one projection see all tokens. In this cache they take
     half the bytes that they take in a ``DynamicCache``. All other layers are stored as in a ``DynamicCache``. Keys are
     computed as cached values times the weight of k_norm. In float16 and bfloat16, keys are therefore rounded once more
-    than the model's own keys. Not run on a GPU.
+    than the model's own keys. This cache has not been run on a GPU.
 
     Example:
         from transformers import AutoModelForCausalLM

@@ -2,12 +2,12 @@
 
 The hook in the platform's ``check_and_update_config`` gets every VllmConfig before anything is built from it. If the
 model has a field "flashrope" or dual chunk attention, the hook makes the plan, or raises an error, and selects this
-package's attention backend. Three more hooks read the configuration in use: the registry of ``get_rope``, the CPU
-platform's choice of a backend, and the seed of the prefix cache's block hashes. For other models all hooks do what vLLM
-does without them.
+package's attention backend. Three more hooks read the configuration in use. They replace the registry of ``get_rope``,
+the CPU platform's choice of a backend, and the seed of the prefix cache's block hashes. For other models all hooks do
+what vLLM does without them.
 
-The registry of ``get_rope`` turns off the rotary embedding of a model that vLLM builds, after comparing its table with
-the plan's. Importing this file does not import vLLM.
+The registry compares the cos/sin table of every rotary embedding that vLLM makes with the plan's frequencies, and then
+turns the embedding off. Importing this file does not import vLLM.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ class RopeRegistry(dict):
     then turned off.
 
     Attributes:
-        raw: digests of the plans for which an embedding was turned off. It is separate from the dict, because vLLM
+        raw: digests of the plans for which an embedding was turned off. They are not stored in the dict, because vLLM
             clears the dict when an engine ends, possibly while another engine starts.
     """
 
@@ -216,7 +216,7 @@ def _by_plan(key):
 
 
 def _turn_off(embedding, plan: Plan) -> None:
-    """Compares a rotary embedding's table with the plan's, and then makes the embedding return q and k unchanged.
+    """Compares a rotary embedding's table with the plan's schemes. Then makes the embedding return q and k unchanged.
 
     Raises:
         ValueError: the embedding has no table of cos and sin, or its table differs from the model's configuration.
@@ -232,7 +232,7 @@ def _turn_off(embedding, plan: Plan) -> None:
             f"vLLM's {name}, which reads the rope parameters differently"
         )
     embedding.__class__ = RawRotaryEmbedding
-    embedding.is_neox_style = False  # or Qwen3-Next rotates in a fused kernel on CUDA, without the embedding
+    embedding.is_neox_style = False  # otherwise Qwen3-Next rotates in a fused kernel on CUDA, without the embedding
     del embedding.cos_sin_cache
 
 
