@@ -11,7 +11,7 @@ from .tiles import load_rows, load_values, row_program, sequence_rows
 
 @triton.jit
 def find_slots(cache, batch, token, count, token_slots, VARIANT: tl.constexpr):
-    """Returns (page, row, whether the slot exists) of a sequence's `count` new tokens, int64.
+    """Returns (page, row, whether the slot exists) of a sequence's `count` new tokens. Pages and rows are int64.
 
     token_slots: the caller's slot of every token, counted over the whole cache. If None, tokens follow
     cache.seqlens."""

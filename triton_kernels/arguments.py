@@ -67,8 +67,8 @@ class Scheme(NamedTuple):
 
 
 class CuSeqlens(NamedTuple):
-    """The first row of each packed sequence, then the total, int32 (sequences + 1,). Both are None if tensors are not
-    packed."""
+    """The first row of each packed sequence, then the total number of rows, int32 (sequences + 1,), for q and for k.
+    Both fields are None if tensors are not packed."""
 
     q: object
     k: object

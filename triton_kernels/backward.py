@@ -1,12 +1,13 @@
 """Computes the backward in three kernels: row statistics, then dK and dV by key tile, then dQ by query tile. They use
 no atomics, so gradients are bitwise reproducible.
 
-Both passes read rotated queries and keys. The gradient of rotated rows accumulates in the current band's rotated basis
-and is rotated back at the end. This is algorithm 2 of FlashAttention-2, divided into two passes with seven matrix
-products in total.
+The pass for dK and dV and the pass for dQ read rotated queries and keys. The gradient of rotated rows accumulates in
+the current band's rotated basis and is rotated back at the end. This is algorithm 2 of FlashAttention-2, divided into
+two passes with seven matrix products in total. If the first pass stores the gradients of scores for the second pass
+(``score_grads.py``), five products are enough.
 
-If gradients need not be reproducible, the first pass also adds dQ up by atomics, in float32 and separately for every
-band. ``attention_finish_grad_q`` then replaces the second pass, and the backward takes five products, as in
+If gradients need not be reproducible, the pass for dK and dV also adds dQ up by atomics, in float32 and separately for
+every band. ``attention_finish_grad_q`` then replaces the pass for dQ, and the backward takes five products, as in
 FlashAttention-2. Each sum is stored in the order of the tensor cores' accumulators, so that no layout has to change
 before the atomics.
 """
@@ -144,7 +145,7 @@ def attention_statistics(
 
 
 # ---- dK and dV
-# Tiles of rows, such as [BN, D], are tuples: of one tile, or of one tile for each of VARIANT.pair_ranges.
+# A tile of rows, such as [BN, D], is a tuple that holds one tile, or one tile for each of VARIANT.pair_ranges.
 
 
 class GradKV(NamedTuple):
@@ -340,8 +341,8 @@ def add_grad_kv(grad, keys, queries, grad_sum, matrix, row, EDGE: tl.constexpr, 
         scores = tl.where(swap_axes(visible, VARIANT), scores, float("-inf"))
     weights = tl.exp2(scores * keys.scale_log2 - over_keys(lse_log2, VARIANT))
     g = load_value_parts(grad_rows.ptr, tile_offsets(loaded, grad_rows), queries.channels, VARIANT)  # [BM, DV]
-    # Triton keeps the order of these products. In the other order the kernel would spill in its loops, whether or not
-    # query_rows is set.
+    # Triton keeps the order of the products for dV and grad_weights. Each value of query_rows has its own order. With
+    # the opposite order, the kernel would spill in its loops.
     if VARIANT.query_rows:
         grad_weights = score_products(keys.v, g, VARIANT)
     grad_v = add_weighted_rows(grad.v, swap_axes(weights.to(g[0].dtype), VARIANT), g)

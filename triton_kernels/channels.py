@@ -100,7 +100,7 @@ def operand_tiles(tiles, PART: tl.constexpr, VARIANT: tl.constexpr):
 @triton.jit
 def query_part(tiles, cos, sin, scale, weight, ROTATE_K: tl.constexpr, PART: tl.constexpr, VARIANT: tl.constexpr):
     """Rotates the operands of queries if the part rotates, and scales them. Works in float32 and rounds once. weight:
-    the key weights, or None. They multiply the queries if the keys' part is not rotated."""
+    the key weights, or None. They multiply the queries if this part of the keys is not rotated."""
     ROTATES: tl.constexpr = VARIANT.channels[PART].rotates
     dtype: tl.constexpr = tiles[0].dtype
     if ROTATES:
@@ -119,8 +119,8 @@ def query_part(tiles, cos, sin, scale, weight, ROTATE_K: tl.constexpr, PART: tl.
 
 @triton.jit
 def key_part(tiles, cos, sin, weight, PART: tl.constexpr, VARIANT: tl.constexpr, dtype: tl.constexpr):
-    """Multiplies the operands of keys by their weights and rotates them, if the part rotates. Works in float32 and
-    rounds once. weight: the key weights, or None."""
+    """If the part rotates, multiplies the operands of keys by their weights and rotates them, in float32 and with one
+    rounding. Returns the operands of any other part unchanged. weight: the key weights, or None."""
     ROTATES: tl.constexpr = VARIANT.channels[PART].rotates
     if ROTATES:
         x, y = tiles[0].to(tl.float32), tiles[1].to(tl.float32)

@@ -257,21 +257,22 @@ DIVIDED = {
 }
 DIVIDED["sm120", 320] = DIVIDED["sm86", 320]
 # fmt: on
-# The elementwise passes use these rows per program, warps, and heads per program for every type. The heads of a program
-# share one load of cos and sin.
+# Rows per program, warps, and heads per program of the elementwise passes, for every type. The heads of a program share
+# one load of cos and sin.
 ROTATE_ROWS, ROTATE_WARPS, ROTATE_HEADS = 32, 4, 4
 STATISTICS_ROWS, STATISTICS_WARPS = 64, 4  # every grad_kv tile's block_m divides STATISTICS_ROWS
 # Gradients of scores that a reproducible backward stores (score_grads.py): bytes of the workspace, and rows and keys of
 # a panel. Every block_m of the gradients divides PANEL_ROWS. If the workspace holds only some of the heads, each launch
-# must have this many blocks of dK and dV per multiprocessor. With fewer blocks, the longest ones run alone at the end.
+# must have at least SCORE_BLOCKS blocks of dK and dV per multiprocessor. With fewer blocks, the longest ones run alone
+# at the end.
 SCORE_BYTES, SCORE_BLOCKS = 5 << 28, 3.5
 PANEL_ROWS, PANEL_KEYS = 128, 64
 APPEND_ROWS, APPEND_WARPS = 32, 4
 COMBINE_SPLITS, COMBINE_WARPS = 16, 4  # splits that one step of a program combines
 SHARE_WARPS = 1  # a program of plan_shares adds up the lengths of 32 sequences at once
 # Decoding by shares, for 16-bit types. SHARE_DIMS: head_dims. SHARE_REGISTERS: the maximum number of registers per
-# thread for the first of SHARE_DIMS and one band, by the tile's warps. It lets three blocks fit on a multiprocessor, as
-# with splits. The families that are not in SHARE_FAMILIES have shared memory for only two blocks.
+# thread for the first of SHARE_DIMS and one band, by the tile's warps. With this limit, three blocks fit on a
+# multiprocessor, as with splits. The families that are not in SHARE_FAMILIES have shared memory for only two blocks.
 SHARE_DIMS, SHARE_REGISTERS = (64, 128), {4: 168}
 SHARE_FAMILIES = ("sm80", "sm90", "sm100")
 # Decoding with groups of keys (key_groups below), for schemes with several bands. GROUPED: (block_d, shares).
@@ -411,9 +412,9 @@ def forward_parts(tile: Tile, block_d: int, block_dv: int, itemsize: int) -> int
 
 
 def query_rows(capability: int | str, tile: Tile, block_d: int) -> bool:
-    """Returns ``Variant.query_rows``. At 128 channels the issue model predicts that rows of queries are faster if a
-    tile has 64 keys and fewer queries (dK and dV on sm_80: 65% of the tensor cores' peak instead of 55%). On sm_90,
-    rows of keys take fewer instructions, and wgmma needs 64 rows."""
+    """Returns ``Variant.query_rows``. At 128 channels the issue model predicts that score tiles whose rows are queries
+    are faster if a tile has 64 keys and fewer queries (dK and dV on sm_80: 65% of the tensor cores' peak instead of
+    55%). On sm_90, score tiles whose rows are keys take fewer instructions, and wgmma needs 64 rows."""
     has_mma_sync = family(capability) in ("sm80", "sm86", "sm120")
     return has_mma_sync and block_d == 128 and tile.block_m < tile.block_n == 64
 

@@ -145,8 +145,8 @@ def start_state(dtype: tl.constexpr, VARIANT: tl.constexpr):
 
 @triton.jit
 def part_scores(queries, keys, VARIANT: tl.constexpr):
-    """Returns the products of queries and keys, float32 [BM, BN], or [G, BM, BN / G] with G groups of keys. Both are
-    tuples of tiles with the same channels."""
+    """Returns the products of queries and keys, float32 [BM, BN], or [G, BM, BN / G] with G groups of keys. queries,
+    keys: tuples of tiles with the same channels."""
     if VARIANT.block_d < 32:  # a tensor core takes at least 16 channels
         q, k = join_pairs(queries[0], queries[1], VARIANT), join_pairs(keys[0], keys[1], VARIANT)
         return tl.dot(q, tl.trans(hide_codes(k) if VARIANT.code_vec > 0 else k), input_precision="ieee")

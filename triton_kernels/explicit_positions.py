@@ -169,7 +169,7 @@ class Columns(NamedTuple):
 @triton.jit
 def columns_by_entries(tables, cache, seq, lowest, highest, VARIANT: tl.constexpr):
     """Returns the Columns (begin, end [BM]) that hold all keys at positions lowest to highest [BM]. Bands of axial
-    schemes compare ranks, so for these lowest and highest are ranks among the visible keys."""
+    schemes compare ranks. For such schemes, lowest and highest are ranks among the visible keys."""
     entries_in_all = decode_int(cache.capacity) // page_rows(cache, VARIANT.page_size)
     begin = tl.zeros_like(lowest) + seq.length_k
     end = tl.zeros_like(lowest)

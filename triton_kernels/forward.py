@@ -130,8 +130,8 @@ def attend_bands(queries, tile, seq, raw, copied, cached, head_kv, scheme, table
     """Returns the SoftmaxState of a tile of queries after all bands. queries: HeadView of the tile's raw rows. tile:
     QueryTile. raw: the sequence's raw Keys. copied: CopiedKeys. cached: CachedKeys."""
     rows = tile.rows
-    # Prefetches the first tile of K and V while q is rotated. With pages, it would have to look up the page numbers
-    # first. With several bands, it would spill registers.
+    # Prefetches the first tile of K and V while q is rotated. With pages, a prefetch would first have to look up the
+    # page numbers. With several bands, a prefetch would spill registers.
     if VARIANT.page_size == 0 and VARIANT.num_bands == 1:
         band = load_band(scheme.bands, 0)
         ROTATED_K: tl.constexpr = VARIANT.rotated_bands & 1

@@ -61,8 +61,8 @@ class Keys(NamedTuple):
 
 
 class CopiedKeys(NamedTuple):
-    """The rotated copies of a sequence's keys. view: TensorView (copy, row, head). row: the row of key 0. If key 0 was
-    not copied, it is before the sequence's first row. first: the first key that was copied, 0 without a cache."""
+    """The rotated copies of a sequence's keys. view: TensorView (copy, row, head). row: key n is in row `row` + n of
+    the view, if it was copied. first: the first key that was copied, 0 without a cache."""
 
     view: object
     row: object

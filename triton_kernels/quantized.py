@@ -338,7 +338,7 @@ def hide_codes(x):
 
     Triton chooses how many adjacent elements along the reduction a lane holds (kWidth in the TTGIR). It derives kWidth
     from the narrowest load of the operand, and a join halves that width. For joined codes kWidth is 8. Four lanes share
-    a row, so a row needs 32 elements. If it has 16, two of the lanes hold copies, and the product adds them, too.
+    a row, so a row needs 32 elements. If a row has 16, two of the lanes hold copies, and the product adds these, too.
 
     The branch is always taken. It hides the loads, because Triton does not search for loads beyond the result of a
     branch. The cast keeps the compiler from replacing the branch by a select."""

@@ -167,7 +167,8 @@ def store_pieces(workspace, share, queue, place, own, first_segment, unit, stop)
 
 @triton.jit
 def find_segment(queue, unit, VARIANT: tl.constexpr):
-    """Returns (the Place of the sequence that a unit belongs to, its Segments, the segment's number among them)."""
+    """Returns (the Place of the sequence that a unit belongs to, the sequence's Segments, the number of the unit's
+    segment among them)."""
     place = find_unit(queue, unit, VARIANT)
     own = sequence_segments(queue, place.batch, VARIANT)
     return place, own, ((unit - place.start) // tl.maximum(own.tiles, 1)).to(tl.int32)

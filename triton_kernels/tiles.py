@@ -229,7 +229,7 @@ def tile_range(first, last, reach_first, reach_last, length, BLOCK: tl.constexpr
 @triton.jit
 def visible_tiles(first_row, last_row, length, BLOCK: tl.constexpr):
     """Returns the tiles of BLOCK columns, within [0, length), that a run of rows sees. first_row, last_row: the
-    VisibleRange of its first and of its last row. Both bounds must not decrease from the first row to the last."""
+    VisibleRange of its first and of its last row. Neither bound may decrease from the first row to the last."""
     begin = tl.maximum(first_row.first, 0) // BLOCK
     end = tl.cdiv(tl.maximum(tl.minimum(last_row.stop, length), 0), BLOCK)
     end = tl.maximum(end, begin)
@@ -277,9 +277,9 @@ def edge_tile(tiles, step):
 
 
 class TileRows(NamedTuple):
-    """The rows of a tile. index [M]: 0 to M - 1. start: the first row's row in the cos/sin table. first: the first
-    row's index in its sequence. length: the sequence's number of rows. Kernels use first and length separately, so a
-    field for length - first would take one more register."""
+    """The rows of a tile. index [M]: 0 to M - 1. start: the row of the cos/sin table for the tile's first row. first:
+    the first row's index in its sequence. length: the sequence's number of rows. Kernels use first and length
+    separately, so a field for length - first would take one more register."""
 
     index: object
     start: object
@@ -460,8 +460,8 @@ def zero_part(M: tl.constexpr, PART: tl.constexpr, VARIANT: tl.constexpr):
 
 @triton.jit
 def row_products(left, right):
-    """Returns the products of all rows of left [..., M, X] with all rows of right [..., N, X], [..., M, N]. Both are
-    tuples of tiles with the same channels."""
+    """Returns the products of all rows of left [..., M, X] with all rows of right [..., N, X], [..., M, N]. left,
+    right: tuples of tiles with the same channels."""
     products = tl.dot(left[0], tl.trans(right[0]), input_precision="ieee")
     for part in tl.static_range(1, len(right)):
         products = tl.dot(left[part], tl.trans(right[part]), products, input_precision="ieee")
