@@ -32,8 +32,8 @@ void* current_stream(const Tensor& x) {
   return stream;
 }
 
-// Checks x (batch or pages, tokens or slots, heads, head_dim) and returns its view. Copies of 16 bytes can read its
-// rows.
+// Checks x (batch or pages, tokens or slots, heads, head_dim) and returns its view. Also checks that rows of x can be
+// copied 16 bytes at a time.
 TensorView check_rows(const Tensor& x, const char* name, const Tensor& like) {
   STD_TORCH_CHECK(x.dim() == 4, name, ": expected 4 dimensions, got ", x.dim());
   STD_TORCH_CHECK(x.scalar_type() == like.scalar_type(), name, ": expected one type for all of q, k and v");

@@ -149,7 +149,7 @@ struct KeyHead {
       std::fill(w + end, w + BLOCK_M, 0.0f);
       for (int r = 0; r < BLOCK_M; r += LANES)
         store(g + r, load(w + r) * (load(g + r) - load(delta.get() + row + r)));
-      std::fill_n(g, first, 0.0f);  // because 0 * NaN is NaN
+      std::fill_n(g, first, 0.0f);  // the weights are 0 there, but 0 * NaN is NaN
       std::fill(g + end, g + BLOCK_M, 0.0f);
       for (int r = 0; r < BLOCK_M; ++r) transposed[r * BLOCK_N + t] = g[r];
     }

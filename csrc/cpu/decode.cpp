@@ -373,8 +373,8 @@ struct Chunk {
   }
 
   // Computes the scores of row r. Also prefetches the cache lines FIRST, FIRST + STEP, ... of the next block's keys,
-  // one key between two products. If lines were prefetched all at once, they would wait for one another, and the
-  // computation would wait for them. STEP 0: no prefetch.
+  // the lines of one key before each product. If all lines were prefetched at once, they would wait for one another,
+  // and the computation would wait for them. STEP 0: no prefetch.
   template <int FIRST, int STEP, typename Product>
   void add_products(int b, int r, int begin, int from, int until, const Product& product_of) {
     const float* x = rotated_q[b] + r * padded_dim();

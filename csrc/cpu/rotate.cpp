@@ -10,7 +10,7 @@ constexpr int64_t RUN_BLOCK = 32;  // rows that a thread takes at a time
 // Consecutive rows of x that belong to one sequence and have consecutive positions.
 struct Run {
   int64_t batch, row, rows;  // of x
-  int64_t position;          // position of the first row, which is its table row; if negative (padding), row 0 is read
+  int64_t position;          // of the first row; the table row of a row is its position, or 0 if that is negative
   int64_t sequence, slot;    // the first row's sequence, and its slot in that sequence
 };
 

@@ -38,7 +38,7 @@ struct Buffer {
   std::string name;
   uint64_t base, bytes;
   // Both have an entry for every two bytes. writer: 1 + the index of the block that wrote them, plus the bit ADDED if
-  // it added atomically; only ADDED if several blocks added. was_read: whether the bytes were read.
+  // that block added atomically; only ADDED if several blocks added. was_read: whether the bytes were read.
   Notes<uint32_t> writer;
   Notes<bool> was_read;
   std::atomic<uint64_t> read{0}, written{0};                  // bytes that lanes requested
@@ -69,7 +69,7 @@ struct Launch {
   std::vector<std::string> findings;
   std::atomic<bool> stopped{false};
   std::atomic<uint32_t> next_block{0};
-  std::vector<std::atomic<uint64_t>> executed, lanes;  // per instruction: how often warps ran it, and lanes
+  std::vector<std::atomic<uint64_t>> executed, lanes;  // per instruction: how often warps and lanes ran it
 
   explicit Launch(const Program& p) : program(p), executed(p.code.size()), lanes(p.code.size()) {}
   void run();

@@ -2,8 +2,8 @@
 //
 // Between two barriers (an epoch) a warp may not read bytes that another warp wrote, nor write bytes that another warp
 // read or wrote. Writing the value that is already there is no race: Triton's replicated layouts store equal values
-// from several warps. Within a warp, bar.warp.sync orders the lanes. After a shuffle, too, the warp's
-// earlier loads count as complete, because it passes on loaded values.
+// from several warps. Within a warp, bar.warp.sync orders the lanes. A shuffle passes on loaded values, so after a
+// shuffle the warp's earlier loads count as complete, too.
 #include "machine.h"
 
 namespace executor {

@@ -2,7 +2,7 @@
 // products to 16 by 16 float32 numbers.
 //
 // A panel has PANEL rows, which are stored one after the other. Operands have zeros up to a multiple of PAIR_STEP words
-// along k. Four tiles of sums share two tiles of a and two of b, so a sum need not wait for the one before it.
+// along k. Four tiles of sums share two tiles of `a` and two of `b`, so a sum need not wait for the one before it.
 
 #pragma once
 
@@ -12,7 +12,7 @@ namespace flashrope {
 
 constexpr int TILE_ROWS = 16, PANEL = 2 * TILE_ROWS, PAIR_STEP = LANES;
 
-// The rows of a in one product: row r starts at words + r * row_words.
+// The rows of the operand `a` of one product: row r starts at words + r * row_words.
 struct Rows {
   const int32_t* words;
   int row_words;
@@ -27,7 +27,8 @@ Rows stored_rows(const int32_t* words) {
   return {words, PAIRS};
 }
 
-// Rows that are the columns of a strip, (PAIRS, STRIP). AMX reads rows, so they are transposed.
+// The operand `a` of `add_product` for a strip (PAIRS, STRIP): row r of the operand is column r of the strip. AMX reads
+// rows, so the strip is transposed.
 template <int PAIRS>
 struct StripRows {
   alignas(64) int32_t words[PANEL * PAIRS];
@@ -44,8 +45,8 @@ struct StripRows {
   operator Rows() const { return {words, PAIRS}; }
 };
 
-// Adds the product of a and a strip to the tiles 0 to 3, and stores these. k: number of words along the dimension that
-// is summed over. Rows of the result are `stride` numbers apart.
+// Adds the product of `a` and a strip to the tiles 0 to 3, and stores these tiles. k: number of words along the
+// dimension that is summed over. Rows of the result are `stride` numbers apart.
 inline void finish_product(Rows a, const int32_t* strip, int k, float* to, int stride) {
   const int64_t a_bytes = a.row_words * 4, b_bytes = STRIP * 4, bytes = int64_t(stride) * 4;
   for (int p = 0; p < k; p += PAIR_STEP) {
@@ -64,10 +65,10 @@ inline void finish_product(Rows a, const int32_t* strip, int k, float* to, int s
   _tile_stored(3, to + TILE_ROWS * stride + LANES, bytes);
 }
 
-// Keeps the compiler from moving stores behind loads of tiles, because it does not know that these read memory.
+// Keeps the compiler from moving stores behind loads of tiles. It does not know that loads of tiles read memory.
 inline void finish_stores() { std::atomic_signal_fence(std::memory_order_seq_cst); }
 
-// Sets a tile to the product of a and a strip.
+// Sets a tile to the product of `a` and a strip.
 inline void set_product(Rows a, const int32_t* strip, int k, Vec (&tile)[PANEL][STRIP_VECTORS]) {
   finish_stores();
   _tile_zero(0);
@@ -77,7 +78,7 @@ inline void set_product(Rows a, const int32_t* strip, int k, Vec (&tile)[PANEL][
   finish_product(a, strip, k, reinterpret_cast<float*>(tile), STRIP);
 }
 
-// Adds the product of a and a strip to a tile in memory, whose rows are `stride` numbers apart. decay: numbers
+// Adds the product of `a` and a strip to a tile in memory, whose rows are `stride` numbers apart. decay: numbers
 // by which the columns of the tile are multiplied first, or nullptr.
 inline void add_product(Rows a, const int32_t* strip, int k, float* to, int stride, const float* decay = nullptr) {
   if (decay)

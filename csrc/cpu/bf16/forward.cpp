@@ -94,7 +94,7 @@ struct Tile {
   alignas(64) float row_max[MAX_BLOCK_M], row_sum[MAX_BLOCK_M], decay[STRIP];
   alignas(64) int32_t seen_first[MAX_BLOCK_M], seen_end[MAX_BLOCK_M];
   struct {
-    int first, end, full_first, full_end;  // [first, end): keys that some row sees; full_: that all rows see
+    int first, end, full_first, full_end;  // keys [first, end) are seen by some row, [full_first, full_end) by all
   } strips[MAX_STRIPS];
 
   Tile(const ForwardCall& call, const Workspace& workspace, int64_t b, int64_t head_q, int64_t first_row)

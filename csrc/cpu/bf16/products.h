@@ -1,7 +1,7 @@
 // Products of bfloat16 matrices, and the layouts of their operands.
 //
-// For a product c (m, n) = a (m, k) b (k, n), b is stored in strips of STRIP columns and a in panels of PANEL rows. A
-// strip has a word of every column for each pair of neighbors along k. amx.h and vdpbf16.h describe panels.
+// For a product c (m, n) = a (m, k) b (k, n), `b` is stored in strips of STRIP columns and `a` in panels of PANEL rows.
+// A strip has a word of every column for each pair of neighbors along k. amx.h and vdpbf16.h describe panels.
 
 #pragma once
 
@@ -70,8 +70,8 @@ struct RoundedRows {
         store(to + c / STRIP * step + n * STRIP + c % STRIP, row_pair(n, c));
   }
 
-  // Stores the channels as the rows of panels, with a word per pair of rows: the pairs from `first` on of panels that
-  // have `pairs`, (channels / PANEL, pairs, PANEL), or (channels, pairs) for AMX.
+  // Stores the channels as the rows of panels, with a word per pair of rows: (channels / PANEL, pairs, PANEL), or
+  // (channels, pairs) for AMX. Writes STRIP / 2 of the panels' `pairs` words per channel, from word `first` on.
   void write_channel_panels(int channels, int pairs, int first, int32_t* to) const {
     for (int c = 0; c < channels; c += LANES) {
 #ifdef __AMX_BF16__

@@ -1,7 +1,7 @@
-// Products with vdpbf16ps, which multiplies pairs of bfloat16 and adds both to a float32.
+// Products with vdpbf16ps, which multiplies two pairs of bfloat16 elementwise and adds both products to a float32.
 //
-// A panel has a word of every row for each pair of neighbors along k. Each lane holds one column of b. A word of a is
-// broadcast to all lanes.
+// A panel has a word of every row for each pair of neighbors along k. Each lane holds one column of `b`. A word of `a`
+// is broadcast to all lanes.
 
 #pragma once
 
@@ -11,7 +11,7 @@ namespace flashrope {
 
 constexpr int PANEL = 8, PAIR_STEP = 1;  // a product sums over a multiple of PAIR_STEP words
 
-// The rows of a in one product. Word p of row r is words[r * ROW_STEP + p * STEP].
+// The rows of the operand `a` of one product. Word p of row r is words[r * ROW_STEP + p * STEP].
 template <int ROW_STEP, int STEP>
 struct Rows {
   const int32_t* words;
@@ -32,7 +32,7 @@ struct StripRows : Rows<1, STRIP> {
   explicit StripRows(const int32_t* words) : Rows<1, STRIP>{words} {}
 };
 
-// Adds the product of a and a strip to a tile of PANEL rows and STRIP columns. k: number of words along the dimension
+// Adds the product of `a` and a strip to a tile of PANEL rows and STRIP columns. k: number of words along the dimension
 // that is summed over.
 template <int ROW_STEP, int STEP>
 inline void add_product(Rows<ROW_STEP, STEP> a, const int32_t* strip, int k, Vec (&acc)[PANEL][STRIP_VECTORS]) {
@@ -47,7 +47,7 @@ inline void add_product(Rows<ROW_STEP, STEP> a, const int32_t* strip, int k, Vec
   }
 }
 
-// Sets a tile to the product of a and a strip.
+// Sets a tile to the product of `a` and a strip.
 template <typename A>
 inline void set_product(A a, const int32_t* strip, int k, Vec (&tile)[PANEL][STRIP_VECTORS]) {
   for (auto& row : tile)
@@ -55,7 +55,7 @@ inline void set_product(A a, const int32_t* strip, int k, Vec (&tile)[PANEL][STR
   add_product(a, strip, k, tile);
 }
 
-// Adds the product of a and a strip to a tile in memory, whose rows are `stride` numbers apart. decay: numbers
+// Adds the product of `a` and a strip to a tile in memory, whose rows are `stride` numbers apart. decay: numbers
 // by which the columns of the tile are multiplied first, or nullptr.
 template <typename A>
 inline void add_product(A a, const int32_t* strip, int k, float* to, int stride, const float* decay = nullptr) {

@@ -28,10 +28,10 @@ inline IntVec load(const int32_t* x) {
 }
 inline void store(int32_t* x, IntVec v) { std::memcpy(x, &v, sizeof v); }
 
-// Rounds two vectors to nearest. The words of first come before the words of second, and each holds two adjacent lanes.
+// Rounds two vectors to nearest. The words of `first` come before those of `second`. A word holds two adjacent lanes.
 inline IntVec rounded(Vec first, Vec second) { return (IntVec)_mm512_cvtne2ps_pbh(second, first); }
 
-// Rounds two vectors to nearest. Word n holds lane n of first and lane n of second.
+// Rounds two vectors to nearest. Word n holds lane n of `first` and lane n of `second`.
 inline IntVec rounded_pairs(Vec first, Vec second) {
   alignas(64) constexpr uint16_t ORDER[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
                                               8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
