@@ -346,7 +346,7 @@ class Cached:
 
 
 def same(*pairs: torch.Tensor) -> bool:
-    """Whether consecutive tensors (x, y), (z, w), ... have equal values. NaN equals NaN."""
+    """Whether both tensors of each consecutive pair (x, y), (z, w), ... have equal values. NaN equals NaN."""
     return all(torch.equal(x.nan_to_num(7), y.nan_to_num(7)) for x, y in zip(pairs[::2], pairs[1::2], strict=True))
 
 

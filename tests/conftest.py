@@ -1,6 +1,6 @@
 """Defines fixtures and options. Without a GPU, switches Triton's interpreter on before triton is imported.
 
-The CPU backend uses its compiled kernels by default, as in users' programs. --composed-cpu tests without them, and
+The CPU backend uses its compiled kernels by default, as in users' programs. --composed-cpu switches them off, and
 --cpu-target selects the kernels of another instruction set. --threads N sets the CPU threads of the tests and of the
 processes that they start (default 1). --perturb-training SEED changes the result of every training by rounding errors
 only. No test may pass or fail because of it.
@@ -97,8 +97,8 @@ def exact(request):
 
 
 def _build_cpu_kernels(target):
-    """Builds the kernels of a target, by default the best for this processor, if the checkout lacks them or their
-    sources have changed."""
+    """Builds the kernels of a target, by default the best target for this processor, if the checkout lacks them or
+    their sources have changed."""
     from flashrope.backends.cpu import loader
 
     if not (target or loader.runnable()) or not (loader.SOURCES / "build.py").exists():

@@ -15,7 +15,7 @@ def patch_language_once_per_launch():
 
     def once(fn):
         variables = fn.__globals__
-        if id(variables) not in names:  # kept alive, so that no other object gets the id
+        if id(variables) not in names:  # `names` keeps variables alive, so that no other object gets the id
             languages = frozenset(name for name, x in variables.items() if x is tl or x is tl.core)
             names[id(variables)] = languages, variables
         languages = names[id(variables)][0]

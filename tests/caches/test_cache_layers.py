@@ -115,7 +115,8 @@ def test_sinks_of_every_layer(kind):
 
 @both
 def test_a_default_device_changes_nothing(kind):
-    """A server may make models under torch.device("meta"). The tables of a cache are on the cache's device."""
+    """The tables of a cache are on the cache's device, even under torch.device("meta"), which servers use to make
+    models."""
     cache, new = Both(kind), [rows([[1, 2, 3]] * 3, layer) for layer in range(LAYERS)]
     with torch.device("meta"), cache.step(3, leftpad=[0, 1, 2]) as step:
         for layer in range(LAYERS):

@@ -226,8 +226,8 @@ def test_compile_keeps_the_write(kind):
 
 
 def test_decoding_needs_no_rotated_copy_of_the_cache(composed, monkeypatch):
-    """For any length, ReRoPE rotates only the last keys, which are as many as its window has. The cache itself is never
-    copied."""
+    """For any length, ReRoPE rotates at most as many keys as its window has. No rotated copy of the whole cache is
+    made."""
     from flashrope.backends.cpu import cached
 
     rotated, plain = [], cached.rotate

@@ -20,7 +20,7 @@ MAPPED = {
 EVERY = SCHEMES | MAPPED
 EVERY["by_length"] = lambda d: dataclasses.replace(SCHEMES["rerope"](d).scale_rotated(1.5), length_scale=9.0)
 # Sequences as documents, prompts and answers produce them: consecutive pages, gaps, equal positions at a border,
-# and pages whose visible rows begin in the middle, or without visible rows.
+# pages whose visible rows begin in the middle, and pages without visible rows.
 SEQUENCES = (
     [Page(0), Page(16), Page(32, 9)],
     [Page(5, 4, 3), Page(12), Page(60, 0), Page(60, 7, 9), Page(75, 12)],

@@ -293,8 +293,8 @@ def test_given_splits_are_bitwise_identical_to_each_sequence_alone(exact, num_sp
 
 @pytest.mark.interpreted(lambda exact: True)
 def test_steps_are_split_beside_prompts(exact):
-    """With this capacity Triton splits the keys of sequences with few queries. The buffer of partial results only has
-    as many rows as the queries of such sequences."""
+    """With this capacity Triton splits the keys of sequences with few queries. The buffer of partial results has rows
+    only for the queries of such sequences."""
     sizes = ((64, 300), (1, 500), (70, 90), (66, 66), (1, 9), (2, 400))
     Cached.packed(exact, Rotary.rope(16).rectify(21), sizes, heads=(2, 1), capacity=512, page=PAGE).check()
 

@@ -79,8 +79,8 @@ def test_calls_that_have_one_group(target, options, forced):
 
 
 def test_the_rule():
-    """Every warp has a group of its own only on sm_80, in 16-bit types, with several bands, and at head_dim 64, or at
-    head_dim 128 if splits divide the keys."""
+    """Every warp has a group of its own only on sm_80, in 16-bit types and with several bands. Shares have groups at
+    head_dim 64, and splits at head_dim 64 and 128."""
 
     def groups(capability=80, block_d=64, itemsize=2, bands=2, shares=True, direction="decode"):
         chosen = tile(direction, capability, block_d, itemsize, bands)

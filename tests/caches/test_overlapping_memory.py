@@ -98,7 +98,8 @@ def free_rows_of_the_cache(c):
     return {"k_cache": rows[:, :SLOTS], "k": rows[:, SLOTS:]}
 
 
-SERVED = {  # as in vLLM, where keys and values of a page are adjacent in memory
+SERVED = {
+    # as in vLLM, where keys and values of a page are adjacent in memory
     "interleaved pages": caches_of(lambda x: x(B, 2, SLOTS, HEADS_KV, D).unbind(1)),
     "interleaved channels": caches_of(lambda x: x(B, SLOTS, HEADS_KV, 2 * D).chunk(2, -1)),
     "heads first": caches_of(lambda x: x(2, B, HEADS_KV, SLOTS, D).transpose(2, 3)),

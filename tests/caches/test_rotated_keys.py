@@ -37,8 +37,8 @@ def test_one_token(target, page_size, scheme):
 
 
 def test_new_keys_in_the_padding_are_rotated_by_an_angle(exact):
-    """New keys in the padding have negative positions. Rotation keeps the length of each of their pairs, as it would
-    not if cos and sin were read from before the table."""
+    """New keys in the padding have negative positions. Rotation keeps the length of each of their pairs. If cos and sin
+    were read from before the table, the lengths would change."""
     q, k, v = (support.random((1, 1, 2, 16), exact, seed) for seed in (1, 2, 3))
     caches = [torch.zeros(1, 60, 2, 16, device=exact.device) for _ in range(2)]
     seqlens, leftpad = (torch.tensor([n], dtype=torch.int32, device=exact.device) for n in (2, 50))

@@ -135,8 +135,9 @@ def test_keys_at_the_edge_of_a_window(target, distance):
 
 @triton
 def test_bands_that_begin_and_end_with_64_slots(target):
-    """The kernel finds a band from the positions of every 64 slots. The test has three hard cases: a key that is in the
-    window only because of its fraction, a query far from all keys, and the first slots after padding."""
+    """The kernel finds a band from the lowest and the highest position in every 64 slots. The test has three hard
+    cases: a key that is in the window only because of its fraction, a query far from all keys, and the first slots
+    after padding."""
     c = over(target, "local", [129, 122], 1, 16, page=0, leftpad=[0, 7], capacity=192)
     slots = torch.full((2, 192), 21.25)
     slots[0, :64], slots[1, :64], slots[:, 128:] = torch.arange(-62.25, 1.75), torch.arange(-1000.0, -936.0), 21.5

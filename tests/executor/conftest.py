@@ -1,8 +1,8 @@
 """Runs each file of cases in a separate process, in which the executor is the tests' "triton" target. The process of
 this conftest.py cannot run the cases, because Triton's interpreter is switched on in it. All items are slow tests,
 because CI has separate steps for these cases. The item "quick" of test_cases.py runs the cases of all files that are
-marked quick, for sm_80. The other items of a file run all of its cases, with one item per architecture. The option ``-p
-executor.plugin`` collects the cases as usual instead.
+marked quick, for sm_80. The other items of a file run all of its cases, with one item per architecture. With the option
+``-p executor.plugin``, pytest collects the cases as usual instead.
 """
 
 import importlib.util

@@ -29,7 +29,8 @@ def test_one_copy_and_one_tile(case):
         assert len(copied) == tiles and sum(copied) == head_dim
         reads = Counter(name for name, _ in re.findall(rf"local_load (%\w+) token .*memdesc<{tile}.* -> ", loop))
         assert sorted(reads.values()) == [1] * (tiles - values) + [2] * values
-    # In PTX every loop has its copies once, and once for every tile that is requested before it.
+    # In PTX, the copies of a tile appear num_stages times per loop: once in the loop, and before the loop once for
+    # every tile that is requested ahead.
     needed = variant.block_n * head_dim * 2 // (16 * 32 * compiled.metadata.num_warps)
     needed *= variant.num_bands * compiled.metadata.num_stages
     copies = len(re.findall(r"cp\.async\.cg\.shared\.global \[[^\n]*, 0x10,", compiled.asm["ptx"]))

@@ -12,7 +12,7 @@ from support import Target
 pytestmark = pytest.mark.usefixtures("compiled")
 FLOAT, BRAIN = (Target("cpu", dtype, "cpu") for dtype in (torch.float32, torch.bfloat16))
 targets = pytest.mark.parametrize("target", [FLOAT, BRAIN], ids=str)
-LENGTHS = (1300, 513, 1, 0)  # three chunks, one key in the second, one key, none
+LENGTHS = (1300, 513, 1, 0)  # three chunks; two chunks, of which the second has one key; one key; no key
 PADS = (15, 0, 0, 40)  # the first sequence begins in the last slot of a page
 
 

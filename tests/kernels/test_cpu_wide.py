@@ -18,7 +18,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TARGETS = [Target("cpu", dtype, "cpu") for dtype in DTYPES]
 FLOAT, BRAIN, _ = TARGETS
 targets = pytest.mark.parametrize("target", TARGETS, ids=str)
-LENGTHS, PADS = (1060, 513, 1, 0), (15, 0, 0, 40)  # three chunks, one key in the second, one key, none
+LENGTHS, PADS = (1060, 513, 1, 0), (15, 0, 0, 40)  # three chunks; one chunk and one key; one key; no key
 GROUPS = {"mha": (2, 2), "pair": (2, 1), "odd": (6, 2), "many": (16, 2), "most": (14, 1)}  # query heads, key heads
 SCHEMES = {
     "rope": lambda d: Rotary.rope(d),
@@ -114,7 +114,7 @@ VALUES_IN_KEYS = {  # scheme, channels that are values
     "latent": (Rotary.rope(576, rotary_dim=64, first_channel=512).rectify(90), slice(0, 512)),
     "latent_interleaved": (Rotary.rope(576, rotary_dim=64, interleaved=True, first_channel=512), slice(0, 512)),
     "middle": (Rotary.rope(96, rotary_dim=32, first_channel=24).local(500), slice(8, 88)),
-    "hope": (Rotary.hope(128, 64).rectify(90), slice(0, 128)),  # 21 pairs rotate
+    "hope": (Rotary.hope(128, 64).rectify(90), slice(0, 128)),  # 17 pairs rotate
     "interleaved": (SCHEMES["interleaved"](72), slice(0, 40)),
     "none": (Rotary.none(64), slice(0, 64)),
     "self_extend": (Rotary.rope(64).self_extend(84, 7), slice(0, 64)),

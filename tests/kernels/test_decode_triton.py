@@ -76,8 +76,8 @@ def products_by_row(monkeypatch):
 @pytest.mark.parametrize(("rotary", "length"), [(RECTIFIED, 131), (Rotary.rope(32).local(4 * BLOCK), 5 * BLOCK + 2)])
 @pytest.mark.parametrize("num_splits", [1, 3])
 def test_chunks_change_no_bit(products_by_row, num_splits, rotary, length):
-    """Compares six queries of one call with calls of one and of three queries, bit for bit. For the last
-    query, the second scheme's window begins one block later. Even so, every block must belong to the same split."""
+    """Compares six queries of one call with calls of one and of three queries, bit for bit. A block must belong to the
+    same split in all of these calls, although the second scheme's window begins one block later for the last query."""
     q, (k, v) = random(1, 6, HEADS_Q, 32, seed=9).float(), random(2, 1, 6 * BLOCK, HEADS_KV, 32).float()
     whole = attend(q, k, v, [length], rotary, num_splits=num_splits)
     for size in (1, 3):

@@ -20,7 +20,8 @@ def kind_of_head(head_dim: int) -> tuple[int, bool]:
 
 
 def kind_of_page(page: int) -> int:
-    """Returns the page size, limited to that of the largest tile. All pages that hold whole tiles of keys are alike."""
+    """Returns the page size, but at most the number of keys of the largest tile. All pages that hold whole tiles of
+    keys are alike."""
     largest = max(tile.block_n for table in FAMILIES for kinds in table.values() for tile in tiles_of(kinds))
     return min(page, largest)
 

@@ -1,5 +1,5 @@
-"""cos and sin of a tile's rows are the same at any position, whether they come from every row of the table or from few
-rows."""
+"""Kernels load the right cos and sin of a tile's rows at any position, whether they read one table row for each row of
+the tile or only a few table rows."""
 
 import pytest
 import torch

@@ -69,8 +69,8 @@ def examine(
     """Yields the tests to run in the copy, and receives how each run ended. Returns how the last run ended, or None if
     the mutant does not compile.
 
-    sound: tests that pass without a mutant. Tests that are found to pass are added. Raises RuntimeError if the tests do
-    not pass. patience: CPU seconds after which no further tests run.
+    sound: tests that pass without a mutant. Tests that are found to pass are added. patience: CPU seconds after which
+    no further tests run. Raises RuntimeError if the failed test also fails without the mutant, or if no test ran.
     """
     spent = 0.0
     for tests in stages:

@@ -1,4 +1,5 @@
-"""Reads the mutants of by_hand.txt: bugs that happened, and changes that no operator makes. They quote the source.
+"""Reads the mutants of by_hand.txt: bugs that happened, and changes that no mutation operator makes. They quote the
+source.
 
 Blocks are separated by an empty line. `file` and `tests` apply to all mutants that follow.
 

@@ -39,7 +39,7 @@ class Ended(NamedTuple):
 
 class Watch:
     """Records the running test, so that a crash can be attributed to it, and the first failed test. When the process
-    has used this much processor time, ends it as if all tests had passed."""
+    has used `seconds` of processor time, ends it as if all tests had passed."""
 
     def __init__(self, path: Path, seconds: float = math.inf):
         self.path, self.failed, self.seconds = path, False, seconds

@@ -14,7 +14,7 @@ from tests.mutants.runs import Copy, Ended, Watch
 
 
 def made(text, changes) -> dict[str, list[str]]:
-    """Returns, for every kind of mutation, the lines that differ from the text after each of its changes."""
+    """Returns, for every kind of mutation, the lines that its changes write into the text."""
     found: dict[str, list[str]] = {}
     for change in sorted(changes, key=lambda change: change.start):
         new = text[: change.start] + change.new + text[change.end :]

@@ -137,8 +137,8 @@ def test_packed_projection(exact):
 @pytest.mark.interpreted(lambda exact, heads, group: heads < 6)
 @pytest.mark.parametrize(("heads", "group"), [(5, 1), (4, 2), (3, 3), (6, 3)])
 def test_grouped_heads(exact, heads, group):
-    """Results are right for grouped heads, whether or not the number of heads is a multiple of 4. One program rotates 4
-    heads."""
+    """Results are right for grouped heads, whether or not the number of heads is a multiple of 4, the number of heads
+    that one program rotates."""
     for rotary in (Rotary.rope(16), Rotary.rope(16).rectify(21)):
         check(exact, problem(exact, rotary, 25 if exact.slow else 45, batch=2, heads=heads, group=group, seed=9))
 

@@ -119,7 +119,7 @@ def test_constants_of_the_cuda_kernels():
 
 
 def test_alignment_goes_by_every_stride():
-    """Strides of dimensions of size 1, which is_contiguous ignores, count as well."""
+    """Tensors are aligned only if all strides are, even those of dimensions of size 1, which is_contiguous ignores."""
     room = torch.empty(1, 2, 2, 264, dtype=torch.bfloat16)
     assert calls.aligned(room) and calls.aligned(room[..., :256]) and calls.aligned(room[:, 1:, 1:, 8:])
     assert not calls.aligned(room[..., 4:260])

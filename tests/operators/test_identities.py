@@ -114,8 +114,8 @@ def test_queries_in_chunks(exact, scheme):
 @pytest.mark.interpreted(lambda exact, scheme: scheme == "leaky")
 @pytest.mark.parametrize("scheme", ["rope", "rerope", "leaky", "local"])
 def test_time_reversed(exact, scheme):
-    """Without a mask, a reversed sequence with the signs of all frequencies flipped gives the reversed results, because
-    both distances and angles change sign."""
+    """Without a mask, a reversed sequence with the signs of all frequencies flipped gives the reversed results:
+    distances and frequencies both change sign, so the angles stay the same."""
     p = problem(exact, support.SCHEMES[scheme](D), 50, heads=2, group=1, seed=36, causal=False)
     mirrored = dataclasses.replace(p.rotary, frequencies=tuple(-f for f in p.rotary.frequencies))
     reverse = {n: getattr(p, n).flip(1) for n in ("q", "k", "v", "grad_out")}

@@ -1,8 +1,8 @@
 """Tests which results NaN and infinity in q, k and v reach, in every call.
 
-Other sequences, and the heads of other key heads, keep their bits in the forward and in the backward. In the forward, a
-NaN or infinity in q reaches only its own row, and one in k or v reaches every row that attends to it. It may also reach
-masked rows whose products share a tile with such a key (docs/numerics.md).
+Other sequences, and the query heads of other key heads, keep their bits in the forward and in the backward. In the
+forward, a NaN or infinity in q reaches only its own row, and one in k or v reaches every row that attends to it. A NaN
+or infinity in k or v may also reach masked rows whose products share a tile with that key (docs/numerics.md).
 """
 
 import pytest

@@ -62,8 +62,8 @@ COMPILED = pytest.mark.parametrize("target", [t for t in CPU if t.dtype != torch
 @COMPILED
 @pytest.mark.usefixtures("compiled")
 def test_at_other_addresses(target):
-    """Results are the same if inputs start 1 to 15 elements after a multiple of 64 bytes. Torch's products depend on
-    the address."""
+    """With the compiled kernels, results are the same if inputs start 1 to 15 elements after a multiple of 64 bytes.
+    Torch's products would depend on the address."""
     want = results(target)
     assert all(same(results(target, elements), want) for elements in (1, 2, 3, 8, 15))
 
@@ -71,8 +71,8 @@ def test_at_other_addresses(target):
 @COMPILED
 @pytest.mark.usefixtures("compiled")
 def test_with_other_threads(target):
-    """The results are the same for other numbers of threads. Torch's products depend on how the work is divided among
-    threads."""
+    """With the compiled kernels, results are the same for other numbers of threads. Torch's products would depend on
+    how the work is divided among threads."""
     want, before = results(target), torch.get_num_threads()
     try:
         for threads in (1, 2, 3, 7):

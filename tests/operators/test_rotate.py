@@ -189,7 +189,7 @@ def test_gradients(exact, given):
 
 
 def test_the_gradient_of_a_sum(exact):
-    """The gradient of a sum has strides of 0."""
+    """A gradient whose strides are 0, such as the gradient of a sum, is rotated back correctly."""
     leaf = support.random((2, 7, 3, 16), exact, 14).requires_grad_()
     (got,) = torch.autograd.grad(rotate(leaf, SCHEME, impl=exact.impl).sum(), leaf)
     want = by_complex_numbers(torch.ones_like(leaf), SCHEME, -torch.arange(7))

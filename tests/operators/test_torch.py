@@ -296,7 +296,7 @@ def test_checkpointing(rotary, use_reentrant):
     grads = torch.autograd.grad(out.square().sum(), (q, k, v)) if not use_reentrant else None
     want, want_grads = eager(q, k, v, rotary)
     assert torch.equal(out, want)
-    if use_reentrant:  # it does not work with autograd.grad
+    if use_reentrant:  # reentrant checkpointing does not work with autograd.grad
         out.square().sum().backward()
         grads = tuple(x.grad for x in (q, k, v))
     for a, b in zip(grads, want_grads, strict=True):

@@ -109,8 +109,8 @@ def test_a_head_wider_than_a_tile_has_parts():
 
 @pytest.mark.parametrize("head", HEADS)
 def test_copies_hold_the_part_that_rotates(head):
-    """In a rotated copy, both runs of channels start at multiples of 16 bytes. With a local window, the same part is
-    copied."""
+    """Rotated copies hold only the part that rotates. Both of its runs start at multiples of 16 channels of the head.
+    With a local window, the same part is copied."""
     (part,) = copied_parts(HEADS[head], True)
     assert part == channel_parts(HEADS[head], True)[0] and not (part.first % 16 or part.second % 16)
     assert copied_parts(HEADS[head].local(9), True) == (part,)

@@ -95,7 +95,7 @@ def test_more_shapes(exact, name):
 # ---- keys at the edges
 
 
-EDGES = {  # {name: a query row, and two neighbouring keys that belong to different bands}
+EDGES = {  # {name: [(query row, key)]}, with keys next to an edge between two bands
     "self_extend": [(60, 41), (60, 40), (63, 43), (67, 47)],
     "dual_chunk": [
         (127, 0),

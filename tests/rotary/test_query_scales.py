@@ -19,7 +19,7 @@ SCHEMES = {
     "rotated": Rotary.rope(16, rotary_dim=8).scale_rotated(1.4),
     "rotated_rerope": Rotary.rope(16, rotary_dim=12, interleaved=True).scale_rotated(0.7).rectify(11).log_n(20),
     "rotated_maps": Rotary.rope(16, rotary_dim=8).yarn(4.0, 64).scale_rotated(1.3).self_extend(12, 4).log_steps(10),
-    "rotated_zeros": Rotary.hope(16, 40).rectify(0).scale_rotated(1.5),  # no key rotates, and half of the pairs do not
+    "rotated_zeros": Rotary.hope(16, 40).rectify(0).scale_rotated(1.5),  # no key rotates; 6 of 8 frequencies are 0
 }
 
 
