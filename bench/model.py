@@ -70,7 +70,8 @@ HEADS_KV = 8
 
 
 def launches(arch: int, head_dim: int, scheme: cases.Scheme) -> list[offline.Launch]:
-    """Returns the case's launches that the model can predict. The forward is listed only with the default backward."""
+    """Returns the scheme's launches that the model can predict. The forward is left out for schemes that differ from
+    another scheme only in their backward ("seven", "atomic")."""
     found = cases.Case(arch, head_dim, "bf16", scheme).launches()
     names = set(NAMES)
     if not scheme.deterministic or scheme.recomputed:
@@ -228,7 +229,7 @@ def our_seconds(
     times[0] += waves.copy_seconds(device, 2 * problem.tensor_bytes)
     if layout is None:
         times.append(sum(seconds(scheme, *each) for each in passes))
-    else:  # while they compute, the pass of dK and dV writes the gradients of scores and the pass of dQ reads them
+    else:  # the pass of dK and dV writes the gradients of scores while it computes, and the pass of dQ reads them
         counts = [count for _, count in layout.launches(None)]
         panel = 2 * configs.PANEL_ROWS * configs.PANEL_KEYS
         times.append(

@@ -203,7 +203,7 @@ def row(
         pieces = sum(-(-tiles // of_item) for tiles in segments if tiles > of_item)
         cells[column] = ratio(by_shares, items(segments, of_item, places), pieces, True)
     if len(lengths) == 1:
-        return cells | {COLUMNS[-1]: cells[COLUMNS[3]]}  # one sequence is divided by shape
+        return cells | {COLUMNS[-1]: cells[COLUMNS[3]]}  # with one sequence, decoding uses the splits by shape
     found = shares(segments, places)
     cut = sum(map(len, found)) - len(segments)
     return cells | {COLUMNS[-1]: ratio(by_shares, found, 2 * cut, True)}

@@ -28,7 +28,7 @@ TITLES = {
 }
 COMPILED = "compiled"  # the folder of tables from python -m bench gate --csv
 PEERS = "flash-attention-2"  # the folder of tables from python -m bench peers --csv, and of notes.md
-REAL_MODEL = "real_model"  # the folder of what experiments measure on pretrained models: quality, not a device's times
+REAL_MODEL = "real_model"  # the folder of measurements on pretrained models, which are not runs of python -m bench
 MAIN_KERNELS = ("attention_forward", "attention_grad_kv", "attention_grad_q")
 HEADINGS = {  # {column of the tables in COMPILED and PEERS: its heading on the page}
     "pass": "pass",

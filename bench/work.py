@@ -92,8 +92,8 @@ def rotate(rotary, seqlen: int, heads: int = 8):
 
 
 def instructions_a_byte(rotary, paged: bool, seqlen: int = 2048) -> float:
-    """Returns the decode kernel's warp instructions per byte of keys and values. It divides the additional instructions
-    by the additional bytes when the cache grows by `seqlen` keys."""
+    """Returns the decode kernel's warp instructions per byte of keys and values. This is the number of additional
+    instructions divided by the number of additional bytes when the cache grows by `seqlen` keys."""
 
     def executed(keys: int) -> int:
         launches = decode(rotary, keys, num_splits=1, paged=paged)

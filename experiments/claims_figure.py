@@ -15,7 +15,7 @@ LOOKS = {  # {outcome: colour, marker and filling}; they differ in greyscale too
     AGAINST: ("#D55E00", "X", True),
     UNJUDGED: ("0.45", "x", False),
 }
-FURTHEST = 6.0  # in halves of the interval; a difference beyond it is drawn as an arrow at this place
+FURTHEST = 6.0  # in half widths of the interval; a larger difference is drawn as an arrow at this value
 
 
 @dataclasses.dataclass(frozen=True)

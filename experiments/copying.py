@@ -62,7 +62,7 @@ def practice(count: int, length: int, generator: torch.Generator) -> tuple[torch
     whole sequences in random order.
 
     The targets are the letters that the preceding text determines: in a repeated sequence, all letters after the first.
-    The sequences to repeat fill at least about a quarter of the sample, and at most leave room for one repetition.
+    The list fills at least about a quarter of the sample, and leaves room for at least one repetition.
     """
     size = length + 1
     lengths = layout(integer(size // 4, size - LONGEST, generator), generator)

@@ -171,7 +171,7 @@ def _panel(axes, panel: Panel, rows: Rows, train_length: int, log: bool, x_label
     if not several:
         axes.axvline(train_length, color="0.6", linewidth=1, linestyle=":", zorder=0)
     if panel.level and (of := values_at(_own(rows, panel.level), panel.level.scheme, panel.level.task, train_length)):
-        until = max(x for line in panel.lines for x in _places(rows, line))  # so that it does not cross the names
+        until = max(x for line in panel.lines for x in _places(rows, line))  # the level ends before the names
         axes.hlines(interval(list(of.values())).mean, 0, until, color="0.6", linewidth=1, linestyle=":", zorder=0)
     axes.set_xscale("log", base=2)
     places = sorted({x for line in panel.lines for x in _places(rows, line)})

@@ -25,7 +25,7 @@ RESULTS = ROOT / "bench" / "results" / "real_model"
 PAGE, TRAINING_PAGE = ROOT / "docs" / "long_context.md", ROOT / "docs" / "training.md"
 PICTURE = ROOT / "docs" / "long_context" / "positions.png"
 RETRIEVAL_PICTURE = ROOT / "docs" / "long_context" / "passkey.png"
-# The names of tables. A page has each between <!-- NAME:begin --> and <!-- NAME:end -->.
+# The names of tables. A page has each table between <!-- NAME:begin --> and <!-- NAME:end -->.
 POSITIONS, FAR, RETRIEVAL, COPIED = "positions", "far", "retrieval", "copied"
 SPEED, CONTINUED = "speed", "continued"
 TRAIN_LENGTH, BIN = 8192, 1024
@@ -174,9 +174,9 @@ def retrieval_picture(folder: Path):
 
 
 def retrieval_table(folder: Path) -> str:
-    """Returns a Markdown table from the journals of ``flashrope passkey``. It says how many numbers every scheme finds
-    at every length over all depths, and which log probability the right number has when it is at the start of the
-    text."""
+    """Returns a Markdown table from the journals of ``flashrope passkey``. For every scheme and length it says how many
+    numbers the scheme finds over all depths, and the log probability of the right number when the number is at the
+    start of the text."""
     found: dict[tuple[str, int], list[dict]] = {}
     words = {}
     for cell in retrieved(folder):

@@ -1,10 +1,10 @@
 """``python -m experiments reuse``: measures how well a pretrained model answers from reused passages.
 
 A prompt is a head, two documents and a question. Half of the questions ask for the number of a city. The number is
-hidden in a document. In the other half the answer begins to quote a document, and its next words are judged. Each
-prompt is made in several ways, with its documents in both orders. One way is a single prefill. In the other ways the
-passages were prefilled alone or after ("behind") the head, and some of the first tokens of each passage are computed
-again.
+hidden in a document. In the other half, the prompt ends with the beginning of a quote from a document, and the answer
+is the continuation of the quote. Each prompt is made in several ways, with its documents in both orders. One way is a
+single prefill. In the other ways the passages were prefilled alone or after ("behind") the head, and some of the first
+tokens of each passage are computed again.
 
 For every way, the log probability of the whole right answer is compared with its log probability after a full prefill
 of the same prompt. An answer counts as found if greedy decoding would write it.
@@ -188,8 +188,8 @@ def score(model, prompt, question: Question) -> list[dict[str, Any]]:
 
 
 def summary(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the mean results of every way to prefill. There is one result for each order and one for both orders, for
-    each kind of question and for all questions."""
+    """Returns the mean results of every way to prefill: for all questions and for each kind of question, over both
+    orders and in each order."""
     rows, found = list(rows), []
     for kind in ("all", *KINDS):
         for order in ("both", *ORDERS):

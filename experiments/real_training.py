@@ -3,8 +3,8 @@ and under CoPE followed by HoPE.
 
 All three ways start from the same weights and read the same batches. Batches are random windows of the first four
 fifths of every text. Before, during and after the training, the loss by position is measured on windows of the last
-fifths. The row of RoPE at 0 tokens shows the pretrained model. Weights are float32. Under ``--dtype bfloat16`` matrix
-products run in bfloat16 (autocast).
+fifth of every text. The row of RoPE at 0 tokens shows the pretrained model. Weights are float32. Under ``--dtype
+bfloat16`` matrix products run in bfloat16 (autocast).
 """
 
 from __future__ import annotations

@@ -186,7 +186,8 @@ def in_the_papers(name: str, asked: Comparison) -> int:
 
 def judged(compares: Sequence[Comparison], rows: Rows, train_length: int, name: str = "") -> str:
     """Returns a table of the declared differences with their paired intervals, and what they show. Differences against
-    expectation are bold. name: the name of the experiment. The papers' tables may say what is expected of it."""
+    expectation are bold. name: the name of the experiment. If a comparison states no sign, the sign is taken from the
+    papers' tables for this experiment."""
     found_rows = []
     for each, found in judge(compares, rows, train_length, name):
         (first, task), (second, other) = (

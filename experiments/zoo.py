@@ -114,7 +114,7 @@ def scheme(name: str, config: ModelConfig, train_length: int, defaults: Defaults
             rotary = _changed(rotary, change, its_numbers, train_length, defaults)
         if "logn" in changes:
             training = training.log_n(train_length, clip=False)
-        if encoding == "inv-leaky":  # trained with larger distances beyond the window than it is used with
+        if encoding == "inv-leaky":  # only training enlarges the distances beyond the window
             leak = numbers.get("leak", defaults.leak)
             training = training.rectify(_window(numbers, train_length, defaults), 1 / leak)
     except ValueError as error:

@@ -124,7 +124,7 @@ def _signature(name: str, node: ast.FunctionDef) -> str:
         each.append("*" + (ast.unparse(node.args.vararg) if node.args.vararg else ""))
     for argument, default in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True):
         each.append(ast.unparse(argument) + (f" = {ast.unparse(default)}" if default else ""))
-    if node.args.kwarg and ast.unparse(node.args.kwarg.annotation or ast.Constant(None)) != "Never":  # not **unknown
+    if node.args.kwarg and ast.unparse(node.args.kwarg.annotation or ast.Constant(None)) != "Never":  # omits **unknown
         each.append(f"**{node.args.kwarg.arg}")
     returns = f" -> {ast.unparse(node.returns)}" if node.returns and node.name != "__init__" else ""
     line = f"{name}({', '.join(each)}){returns}"

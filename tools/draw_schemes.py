@@ -23,7 +23,7 @@ from experiments.figures import finish
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "schemes"
 TRAIN_LENGTH, LENGTH, HEAD_DIM, BASE = 256, 1024, 64, 10_000.0
 STEP = 4  # every fourth query and key is drawn
-SIZE, DPI, FONT = (6.2, 2.9), 120, 13  # inches and points: capitals have 8 pixels if the picture has a width of 390
+SIZE, DPI, FONT = (6.2, 2.9), 120, 13  # inches, points; capitals are 8 pixels high if the picture is 390 wide
 TRAINED, BEYOND, PLAIN = "#0072B2", "#D55E00", "0.55"
 AXIS_COLOURS = ("#0072B2", "#E69F00", "#009E73")
 ROPE = Rotary.rope(HEAD_DIM, BASE)
@@ -62,7 +62,7 @@ def panels(columns: int, title: str, **share):
 def draw_distances(path: Path, title: str, rotary: Rotary, scale: float) -> None:
     """Draws the distance at which queries see keys. The left panel shades this distance by query (row) and key
     (column). Distances of at least the training length have one colour of their own. The right panel plots the distance
-    that the last query sees over the true distance."""
+    that the last query sees against the true distance."""
     from matplotlib.colors import ListedColormap
 
     figure, (left, right) = panels(2, title, width_ratios=(1, 1.25))

@@ -20,8 +20,8 @@ kernel
 
 For AMD's GPUs only the first three conditions are checked. Their kernels are printed in a table of their own.
 
-The column "model" says in which share of the time the tensor cores work on needed products in the inner loop. The issue
-model predicts it for sm_80, sm_86 and sm_89 (module ``issue``, ``python -m bench model``).
+The column "model" gives the share of the inner loop's time in which the tensor cores work on needed products. The issue
+model predicts this share for sm_80, sm_86 and sm_89 (module ``issue``, ``python -m bench model``).
 """
 
 from __future__ import annotations

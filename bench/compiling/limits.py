@@ -69,8 +69,8 @@ def listed(**covered) -> SpillLimit:
 
 # Spill limits of schemes with position maps, Self-Extend and dual chunk attention, by kernel and architecture, for
 # head_dim 64 and 128. Between two bands these kernels hold cos and sin of two rotations for every row, besides the
-# accumulators. All these spills are outside the hot loop. Only those in MAP_SPILLS_IN_LOOPS are in tile loops, which
-# then go over edge tiles.
+# accumulators. All these spills are outside the hot loop. Only the spills in MAP_SPILLS_IN_LOOPS are in tile loops,
+# namely in loops over edge tiles.
 MAP_SPILLS = {
     ("attention_forward", 80): ((36, 0), (60, 0)),
     ("attention_forward", 90): ((0, 80), (0, 44)),
@@ -187,7 +187,7 @@ CODES = (
 OTHERS = (
     SpillLimit(20, "attention_forward", 100, head_dim=128, scheme="rerope", triton="3.6.", in_loops=8),
     SpillLimit(12, "attention_chunks", 100, head_dim=128, scheme="rerope paged chunk", triton="3.6."),
-    # The gradients of scores that dK and dV store take registers.
+    # The pass of dK and dV also stores the gradients of scores, which takes registers.
     SpillLimit(40, "attention_grad_kv", 100, head_dim=128, scheme="rope", triton="3.6.", in_loops=80),
     SpillLimit(8, "attention_grad_kv", 100, head_dim=128, scheme="rerope", triton="3.6.", in_loops=32),
     SpillLimit(56, "attention_grad_kv", 100, head_dim=128, scheme="rerope", triton="3.9.", in_loops=240),
@@ -256,8 +256,8 @@ PIECES = (
 )
 
 # Spill limits of training with 257 to 384 channels, whose heads have two tiles. All spills are outside the tile loops.
-# {(scheme, architecture, head_dim): spilled bytes of forward, dK and dV, dQ}. The default's pass of dK, dV and dQ is in
-# the column of dK and dV.
+# {(scheme, architecture, head_dim): spilled bytes of forward, dK and dV, dQ}. The backward with atomics, which is the
+# default at these widths, computes dK, dV and dQ in one pass. Its spills are in the column of dK and dV.
 TILES_OF_A_HEAD = tuple(
     SpillLimit(spill, kernel, arch, head_dim=head_dim, scheme=scheme, triton="3.6.")
     for (scheme, arch, head_dim), spills in {
@@ -402,7 +402,7 @@ for _kernel, _scheme, _limits in (
 ):
     INSTRUCTION_LIMITS[_kernel, _scheme] |= dict(zip(((80, 320), (80, 384)), _limits, strict=True))
 # Barriers in the hot loop of a decode kernel in which each warp has a group of keys, by whether the loop rotates keys.
-# Without groups the loop has 9 or 13.
+# Without groups the loop has 9 or 13 barriers.
 GROUP_BARRIERS = {False: 2, True: 5}
 # Instruction limits for quantized caches under Triton 3.6. Later versions stay below them, except the rows in NEWER.
 CODE_INSTRUCTIONS = {

@@ -124,7 +124,7 @@ def catch(arch: int | str, kernel: triton.JITFunction, *args, **kwargs) -> Launc
 @contextlib.contextmanager
 def caught_launches(launcher, arch: int | str) -> Iterator[list[Launch]]:
     """Replaces ``launcher.launch`` within the context. Launches are appended to the yielded list, and no kernel is
-    compiled or runs."""
+    compiled or run."""
     launches = []
     before = launcher.launch, launcher.resident_blocks, launcher.ir_allows
     launcher.resident_blocks = lambda *args, **kwargs: 1

@@ -6,7 +6,7 @@
 The command also reads a libtorch_cuda.so, or the .so of the flash-attn package. It stores figures of the machine code,
 not the code. FlashAttention-2 is represented by the kernels that its launch templates choose for bf16, causal, no
 dropout, and lengths that are multiples of the tile. Their shared memory is not in the binary, because the host requests
-it. It is computed from the tile in the way of FlashAttention's kernel_traits.h. Our kernels are those for RoPE, causal,
+it. It is computed from the tile as in FlashAttention's kernel_traits.h. Our kernels are those for RoPE, causal,
 bf16. The figures are for the tile loop with the fewest instructions per product. A product is 16x8x16, computed by one
 warp. One HMMA is one product, and HGMMA.64xNx16 counts as N / 8 products per warp.
 """

@@ -123,8 +123,8 @@ def block(listing: sass.Listing, loop: Loop, whole_tiles: bool = False) -> Block
 
 
 def useful_products(kernel: str, variant, atomic: bool = False, stored: bool = False) -> float | None:
-    """Returns how many HMMA 16x8x16 a block needs for one tile of scores, or None for kernels whose speed products do
-    not limit.
+    """Returns how many HMMA 16x8x16 a block needs for one tile of scores, or None for kernels whose speed is not
+    limited by products.
 
     variant: the kernel's ``Variant``. atomic: whether dQ is computed together with dK and dV. stored: whether the
     gradients of scores are stored.

@@ -11,8 +11,8 @@ from flashrope.cli.figure import new_figure, save
 
 from .records import Record, Run
 
-# The peers have the colours of Okabe and Ito. flashrope's lines are black and thick, so they stand out in greyscale
-# too.
+# The first six colours are from the palette of Okabe and Ito. flashrope's lines are black and thick, so they stand out
+# in greyscale too.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#888888", "#8C510A", "#5E3C99", "#01665E")
 MARKERS = "os^Dv<>pPX"
 CEILINGS = {"product_tflops": "large product", "copy_gbs": "copy, read and written", "read_gbs": "read-only probe"}

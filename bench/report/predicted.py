@@ -1,5 +1,5 @@
-"""Writes the section on predictions of the page of results and draws its chart, both from the tables of ``python -m
-bench model``."""
+"""Writes the section on predictions for the page of results, and draws the section's chart. Both are made from the
+tables of ``python -m bench model``."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _seqlens(row: dict[str, str]) -> list[str]:
 
 
 def charted(rows: list[dict[str, str]]) -> list[dict[str, str]]:
-    """Returns the rows that the chart draws. It leaves out calls without a workspace, which only the table has."""
+    """Returns the rows that the chart draws. Calls without a workspace are left out: only the table has them."""
     return [row for row in rows if row["pass"] == "both" and row["who"] in WHO and not row["who"].endswith("seven")]
 
 

@@ -7,9 +7,10 @@
 SDPA gets the tensors in the layout that suits it best, with the heads first in memory. flashrope is timed twice:
 composed of PyTorch's kernels, and with the compiled kernels if the installation has them. A round times every
 contestant once, so that all contestants see the same state of the machine. A row of a table shows the median and the
-quartiles of a contestant's time over the rounds. It also shows the median of the ratio of this time to the time of its
-base in the same round. The base is the contestant that it is compared with. The speed of the forward pass in bfloat16
-is also shown as a fraction of the speed at which PyTorch multiplies two 1024 x 1024 matrices.
+quartiles of a contestant's time over the rounds. Every contestant has a base, the contestant that it is compared with.
+The row also shows the ratio of the contestant's time to its base's time in the same round, as the median over the
+rounds. The speed of the forward pass in bfloat16 is also shown as a fraction of the speed at which PyTorch multiplies
+two 1024 x 1024 matrices.
 
 --check exits with 1 if a goal is missed. --grid adds ReRoPE's forward for every window and length. --lengths adds the
 tables that the chart by length needs. --busy adds decoding while another process computes. --training adds training

@@ -43,7 +43,7 @@ MODEL = dict(
     tie_word_embeddings=False,
 )
 WINDOW, TRAIN_LENGTH = 512, 1024
-PAGE_SIZE = 128  # for transformers' cache: vLLM's default on the CPU
+PAGE_SIZE = 128  # rows of a page in transformers' cache, as many as vLLM's default on the CPU
 REROPE = {"window": WINDOW, "log_n": TRAIN_LENGTH}
 INT8, INT4 = "int8_per_token_head", "int4_per_token_head"
 

@@ -21,8 +21,8 @@ class Timer(timer.Timer):
         self.memory_is_cheap = device.type == "cuda"  # on a GPU peak_bytes does not slow down the process
 
     def record(self, call: Callable) -> Callable:
-        """Records the call as a CUDA graph and returns its replay. It is for work so short that launches would
-        dominate. On the CPU it returns the call itself.
+        """Records the call as a CUDA graph and returns its replay. Use this for calls so short that the launches would
+        dominate their time. On the CPU it returns the call itself.
 
         Raises an exception if the call synchronises with the host.
         """
