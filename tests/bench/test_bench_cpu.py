@@ -50,8 +50,8 @@ def test_the_expected_time_of_the_cpu_counts_the_chosen_tables(monkeypatch):
 
 
 def test_wide_heads_are_checked_and_timed(capsys, monkeypatch):
-    """Every goal for wide heads gets a figure. The check before the timing fails if it compares the result over one
-    cache for keys and values with the result over two caches."""
+    """Every goal for wide heads gets a figure. The result over one cache for keys and values matches the reference over
+    this cache, and not the reference over two separate caches."""
     from bench.timing import cpu, cpu_cases, cpu_wide
 
     if (kernels := cpu_cases.compiled_kernels()) is None:

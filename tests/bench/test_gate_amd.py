@@ -95,8 +95,8 @@ def test_every_limit_can_be_exceeded():
         ("gfx950", 128, 33, 4, 4),
         ("gfx942", 512, 8, 8, 0),  # does not fit
         (80, 255, 0, 8, 1),  # 8 warps of 256 registers fill all 65536
-        (80, 168, 0, 4, 3),  # 12 warps of 5376
-        (80, 100, 0, 1, 19),  # 3200 registers are given out as 3328
+        (80, 168, 0, 4, 3),  # 12 warps of 5376 registers
+        (80, 100, 0, 1, 19),  # 3200 registers are rounded up to 3328
         (80, 32, 54, 4, 2),  # 2 * (54 + 1) KB of 164
         (80, 32, 53, 4, 3),
         (80, 16, 0, 1, 32),

@@ -211,7 +211,8 @@ def test_blocks_go_where_there_is_room():
 
 def test_causal_lengths():
     block, sizes = predict.Block(100, 10, 1000, 1), waves.Problem(1, 1, 256, 64)
-    # tiles of 128 queries and 64 keys: the first sees 2 tiles, both on the diagonal, the second 4
+    # Tiles have 128 queries and 64 keys. The first tile of queries visits 2 tiles of keys, both on the diagonal. The
+    # second visits 4.
     assert waves.query_tile_lengths(block, sizes, 128, 64) == [2100, 2120]
     assert waves.key_tile_lengths(block, sizes, 64, 128) == [2120, 2100]
     windowed = waves.Problem(1, 1, 1024, 64, window=128)
@@ -293,7 +294,7 @@ def test_tables_are_not_published_with_fewer_rows(words, capsys):
 
 
 def test_rows_of_the_table_of_decoding():
-    """Every head has every type of cache that the calls accept, contiguous and in pages."""
+    """The table has rows for every head_dim and every type of cache that the calls accept, contiguous and in pages."""
     rows = bounds.rows_of()
     assert {row.head_dim for row in rows} == {64, 128, 256, 512, 576}
     assert {row.type for row in rows if row.head_dim <= 256} == {"bf16", "int8", "int4"}
@@ -305,8 +306,8 @@ def test_rows_of_the_table_of_decoding():
 
 @pytest.mark.parametrize(("heads", "blocks"), [((40, 8), 1), ((64, 1), 4), ((128, 1), 8)])
 def test_a_row_of_the_table_of_decoding(heads, blocks):
-    """If a pass of 1,000 clocks reads 6,700 bytes, two blocks read 13.4 bytes per clock. DRAM delivers as much. Keys
-    that several blocks read count once."""
+    """If a pass of 1,000 clocks reads 6,700 bytes, two blocks read 13.4 bytes per clock, as much as DRAM delivers.
+    Keys that several blocks read count once."""
     scheme = cases.Scheme("some", cases.ONE_BAND.rotary, cache="paged", heads=heads, codes="int8")
     row = bounds.Decoding("RoPE", 128, scheme)
     variant = SimpleNamespace(block_m=16, block_n=32, head_dim=128, head_dim_v=0, first_value=-1)

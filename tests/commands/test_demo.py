@@ -81,8 +81,8 @@ def test_writes_every_result(finished):
 
 
 def test_a_training_that_says_nothing_of_speed_names_none():
-    """The command reports no speed for short trainings and for trainings whose speeds are not comparable. In these,
-    start-up time or other processes would make a model look slower."""
+    """The command reports no speed for short trainings and for trainings whose speeds are not comparable. In such
+    trainings, start-up time or other processes would make a model look slower."""
     from flashrope.small_models.demo import trained_text
     from flashrope.small_models.train import Trained
 

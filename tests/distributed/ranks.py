@@ -18,7 +18,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 
 RANKS = 4
-SECONDS = 240  # time limit for one function: even a slow machine needs less, so the function hangs
+SECONDS = 240  # time limit of a function: a longer run means that it hangs, even on a slow machine
 
 
 class Failed(AssertionError):
@@ -26,7 +26,8 @@ class Failed(AssertionError):
 
 
 def on_ranks(body):
-    """Turns a function into a test that runs it on four ranks at once, with the test's parameters and fixtures."""
+    """Turns a function into a test that runs it on four ranks at the same time, with the test's parameters and
+    fixtures."""
 
     @functools.wraps(body)
     def test(ranks, **arguments):

@@ -22,7 +22,7 @@ LENGTHS = {
     "packed": ((5, 0, 26, 3, 1, 13), (5, 0, 26, 3, 1, 13)),
     "one": ((48,), (48,)),
     "short": ((4,) * 12, (4,) * 12),
-    "more_keys": ((5, 0, 26, 3, 1, 13), (9, 4, 30, 10, 0, 7)),  # with fewer keys than queries, some rows see none
+    "more_keys": ((5, 0, 26, 3, 1, 13), (9, 4, 30, 10, 0, 7)),  # with fewer keys than queries, some rows see no key
     "rank_without_keys": ((12, 24, 12), (20, 0, 28)),
     "long": ((30, 300, 6), (30, 300, 6)),
 }

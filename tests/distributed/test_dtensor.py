@@ -209,8 +209,8 @@ def test_uneven_parts_are_gathered():
 
 @on_ranks
 def test_mixed_placements():
-    """Results are those of plain tensors even if queries and keys have different placements, and if the gradient has
-    other placements than the output."""
+    """Results are those of plain tensors even if queries and keys have different placements, and even if the gradient
+    has other placements than the output."""
     rotary, (q, k, v, grad_out, _) = SCHEMES["rope"](16), inputs()
     want = call_and_gradients(lambda *x: attention(*x, rotary, return_lse=True), (q, k, v), grad_out, None)
     cases = (

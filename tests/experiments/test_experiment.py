@@ -303,8 +303,8 @@ def test_runs_as_a_module_from_a_checkout():
 # ---- slow: effects over several seeds, and every experiment
 
 # Rounding alone changes these ratios of one model by up to 0.5, as much as another seed does. Each threshold applies to
-# the mean over seeds, and lies beyond the worst of 18 runs, which its comment gives (6 seeds, each with the usual
-# weights and twice with perturbed weights).
+# the mean over seeds, and lies beyond the worst figure of 18 runs (6 seeds, each with the usual weights and twice with
+# perturbed weights). The comment behind a threshold gives this figure.
 SEEDS = range(5)
 
 

@@ -149,7 +149,7 @@ def test_an_answer_that_is_a_label_counts_correct_or_not():
 @pytest.mark.parametrize(
     "cheat",
     [
-        lambda text: ord("E"),  # predicts always the same label
+        lambda text: ord("E"),  # always predicts the same label
         lambda text: text[-130] if len(text) > 130 else 0,  # copies from a fixed distance
         lambda text: text[30] if len(text) > 30 else 0,  # copies from a fixed position
         lambda text: max(few_shot.LETTERS, key=text.count),  # predicts the most frequent letter

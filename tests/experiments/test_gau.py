@@ -26,7 +26,8 @@ def model_of(config=CONFIG):
 
 
 def rotated(x, base=10_000.0):
-    """Returns x (seqlen, head_dim) after rotating channels m and m + head_dim / 2 by the position."""
+    """Returns x (seqlen, head_dim) after RoPE: channels m and m + head_dim / 2 of row p rotate by the angle
+    p * base ** (-2 m / head_dim)."""
     seqlen, size = x.shape
     half = size // 2
     out = torch.empty_like(x)

@@ -21,7 +21,7 @@ def asked_of(rule, samples=10):
 
 
 def reader(text):
-    """Predicts the byte that followed at the same place of an earlier needle."""
+    """Predicts the byte at the same offset from the first occurrence of the question."""
     at = text.rfind(passkey.QUESTION)
     so_far = text[at:]
     earlier = text.find(so_far[: len(passkey.QUESTION)])
@@ -100,7 +100,7 @@ def test_counts_complete_keys_and_digits():
 @pytest.mark.parametrize(
     "cheat",
     [
-        lambda text: ord("7"),  # predicts always the same digit
+        lambda text: ord("7"),  # always predicts the same digit
         lambda text: text[-50] if len(text) > 50 else 0,  # copies from a fixed distance
         lambda text: text[40] if len(text) > 40 else 0,  # copies from a fixed position
         lambda text: next((byte for byte in reversed(text[:-6]) if chr(byte).isdigit()), 0),  # repeats the last digit

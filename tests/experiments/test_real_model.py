@@ -47,8 +47,8 @@ def test_a_recorded_command_does_not_name_the_output_folder(out):
 
 @pytest.mark.parametrize("kind", real_reuse.KINDS)
 def test_answers_are_those_of_a_model_without_a_cache(folder, kind):
-    """A full prefill gives the answers of a model without a cache. Prompts whose passages are computed again in full
-    give them too."""
+    """A full prefill gives the answers of a model without a cache, and so do prompts whose passages are computed again
+    in full."""
     model, tokens = load(str(folder), torch.device("cpu"))
     question = real_reuse.ask(kind, tokens, [tokens.encode(TEXT)], random.Random(0))
     assert {len(text) for text in question.documents} == {real_reuse.SIZE}

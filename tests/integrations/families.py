@@ -180,8 +180,8 @@ RUNS = {
 
 
 def difference(name: str, untested: bool = False) -> tuple[dict[str, float], dict[str, torch.Tensor], torch.nn.Module]:
-    """Returns ({run: largest difference}, the stock model's logits, the converted model). Both models' logits are
-    scaled to a maximum of 3, and a difference is the largest one of any logit."""
+    """Returns ({run: largest difference}, the stock model's logits, the converted model). A run's difference is the
+    largest change of any logit, after scaling logits to a maximum of 3."""
     model = tiny(name)
     runs = {run: call for run, call in RUNS.items() if run != "packed" or family(name).packs}
     stock = {run: call(model) for run, call in runs.items()}

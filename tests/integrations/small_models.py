@@ -163,7 +163,7 @@ FAMILIES = {
 }
 OWN_MASKS = "gets its masks from AttentionMaskInterface"
 OWN_ATTENTION = "gets its attention from AttentionInterface"
-# {family that convert refuses in older versions of transformers: the newest version in which it does, and why}
+# {family that convert refuses in older versions of transformers: (newest version that it is refused in, reason)}
 OLDER = {
     "diffllama": ((5, 0), OWN_ATTENTION),
     "falcon_h1": ((5, 0), OWN_MASKS),
@@ -253,7 +253,7 @@ def wide(name: str):
     as with 16 channels, because larger scores would amplify rounding."""
     changes = released_widths(name)
     width = changes.get("head_dim") or changes.get("kv_channels") or changes["hidden_size"]
-    if "hidden_size" in changes or name == "helium":  # whose heads are its hidden channels
+    if "hidden_size" in changes or name == "helium":  # in helium, hidden_size is heads * head_dim
         changes["hidden_size"] = hidden = COMMON["num_attention_heads"] * width
         changes["initializer_range"] = COMMON["initializer_range"] * (COMMON["hidden_size"] / hidden) ** 0.5
     if "attention_multiplier" in FAMILIES[name]:

@@ -111,7 +111,7 @@ def test_a_model_that_is_not_converted(state):
         revert(model)
     used.reset()
     caches = [CodesCache(model.config, "int8")]
-    if used.get_seq_length():  # reset of transformers 4 keeps the length: the cache is refused like another model's
+    if used.get_seq_length():  # in transformers 4, reset keeps the length, so the cache is refused
         with pytest.raises(ValueError, match=f"^{CACHE}: expected a cache that the stock model filled, got 7"):
             model(ids, past_key_values=used)
     else:

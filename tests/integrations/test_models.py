@@ -29,7 +29,7 @@ def test_revert_gives_back_the_stock_model(name):
     assert model.config._attn_implementation == "sdpa" and model.config.to_json_string() == text
     for module in model.modules():
         assert not (module._forward_hooks or hasattr(module, "_flashrope"))
-        assert len(module._forward_pre_hooks) == (module is model.model)  # refuses caches of raw keys
+        assert len(module._forward_pre_hooks) == (module is model.model)  # the one hook refuses caches of raw keys
     revert(model)  # nothing to do
     revert(convert(model))
     assert len(model.model._forward_pre_hooks) == 1

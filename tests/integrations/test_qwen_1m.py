@@ -172,7 +172,7 @@ def test_convert_reads_what_vllm_serves(case):
 
 
 def test_one_reader_of_the_field():
-    """If several configurations ask for chunks, the first one decides, also on sparse attention."""
+    """If several configurations ask for chunks, the first of them decides on the chunks and on sparse attention."""
     empty, whole = SimpleNamespace(dual_chunk_attention_config={}), SimpleNamespace()
     text = SimpleNamespace(dual_chunk_attention_config={**QWEN, **SPARSE})
     other = SimpleNamespace(dual_chunk_attention_config=SIZES)

@@ -16,7 +16,7 @@ from flashrope import Rotary, attention
 from test_supply_chain import imported
 
 ROOT = Path(__file__).resolve().parents[2]
-# The builder's documented keys (edition 5; anything else it refuses).
+# The builder's documented keys of edition 5. It refuses all other keys.
 GENERAL = {"name", "version", "edition", "license", "backends", "upstream", "source", "minver", "cuda", "hub"}
 GENERAL |= {"kernel-depends", "python-depends"}
 NOARCH = {"pyext", "cuda_capabilities", "rocm_archs"}

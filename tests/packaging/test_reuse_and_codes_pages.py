@@ -113,7 +113,7 @@ def test_the_tables_of_the_pages(table, folder):
 def layers_words() -> list[str]:
     """Returns the cost of int4 keys by layer. The first figure is the cost in all layers at once. Then come costs of
     int4 keys in a single layer, summed over ten layers each. The last two are the highest cost of a single layer, and
-    this layer."""
+    the index of that layer."""
     found = {way: row["change"] for way, row in read("layers.json")["results"]["512"].items()}
     layers = [found[f"int4 keys, layer {n}"] for n in range(30)]
     tens = [sum(layers[n : n + 10]) for n in (0, 10, 20)]

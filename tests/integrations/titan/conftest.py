@@ -25,7 +25,7 @@ def _as_a_single_process():
 
 @pytest.fixture(scope="package")
 def two_ranks():
-    """Provides two ranks, on which a test runs a function at once."""
+    """Provides two ranks, on both of which a test runs a function at the same time."""
     from ranks import Ranks
 
     ranks = Ranks(2)
