@@ -175,7 +175,7 @@ class PositionTables(NamedTuple):
 
 class PairRange(NamedTuple):
     """Consecutive pairs of a head that have a tile of their own, [M, 2 count]. The tiles of q and k hold the channels
-    of these pairs. The tiles of v and out hold channels 2 first to 2 (first + count) - 1.
+    of these pairs. The tiles of v and out hold channels ``2 * first`` to ``2 * (first + count) - 1``.
 
     first: the first pair. count: the number of pairs, a power of two, at least 16."""
 

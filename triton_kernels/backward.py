@@ -341,8 +341,8 @@ def add_grad_kv(grad, keys, queries, grad_sum, matrix, row, EDGE: tl.constexpr, 
         scores = tl.where(swap_axes(visible, VARIANT), scores, float("-inf"))
     weights = tl.exp2(scores * keys.scale_log2 - over_keys(lse_log2, VARIANT))
     g = load_value_parts(grad_rows.ptr, tile_offsets(loaded, grad_rows), queries.channels, VARIANT)  # [BM, DV]
-    # Triton keeps the order of the products for dV and grad_weights. Each value of query_rows has its own order. With
-    # the opposite order, the kernel would spill in its loops.
+    # The products for dV and grad_weights are written in a different order for each value of query_rows, and Triton
+    # keeps the order as written. With the opposite order, the kernel would spill in its loops.
     if VARIANT.query_rows:
         grad_weights = score_products(keys.v, g, VARIANT)
     grad_v = add_weighted_rows(grad.v, swap_axes(weights.to(g[0].dtype), VARIANT), g)

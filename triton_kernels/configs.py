@@ -44,9 +44,9 @@ def by_block_d(*tiles: tuple[int, int, int, int]) -> dict[int, Tile]:
 # forward tiles spill up to a seventh of the accumulator. With one band they reach 64%; the best tile without spills
 # reaches 48%. sm86's dQ tile for 256 channels spills two registers.
 # sm80's "decode" tile for 256 channels has one pipeline buffer for keys and values. Two blocks then fit on a
-# multiprocessor, and one computes while the other waits. On the other targets it has two buffers, for 2% more
-# instructions. With quantized caches or explicit positions, 4 warps would spill in their loops, so "decode codes" has 8
-# warps. "decode parts" is for heads of which at most half of the channels rotate. Rotating so few channels leaves
+# multiprocessor, and one computes while the other waits. On the other targets this tile has two buffers, which cost 2%
+# more instructions. With quantized caches or explicit positions, 4 warps would spill in their loops, so "decode codes"
+# has 8 warps. "decode parts" is for heads of which at most half of the channels rotate. Rotating so few channels leaves
 # registers for a tile of 64 keys. With other "grad_qkv" tile shapes, several warps may hold copies of the same dQ
 # fragment, so the reduction straight from the accumulator's layout would add it more than once.
 # fmt: off

@@ -36,7 +36,7 @@ def is_split(rotated_k, parts, page_size):
 @triton.jit
 def band_rows(raw, rotated_k, k_copy, packed, head, ROTATED_K: tl.constexpr, VARIANT: tl.constexpr):
     """Returns the keys that a band reads: a SplitView for load_band_rows if is_split, else a HeadView. ROTATED_K:
-    whether the band reads a copy. It is used only with pages or quantized keys, because raw keys are then loaded
+    whether the band reads a copy. ROTATED_K is read only with pages or quantized keys, because raw keys are then loaded
     differently from a copy."""
     if is_split(ROTATED_K, len(VARIANT.channels), VARIANT.page_size):
         return SplitView(raw, head_view(rotated_k, tl.maximum(k_copy, 0), packed, head, VARIANT), k_copy >= 0)
@@ -93,9 +93,9 @@ def load_band_parts(view, rows, channels, VARIANT: tl.constexpr):
 
 @triton.jit
 def columns_of(view, channels, VARIANT: tl.constexpr):
-    """Returns (pointers, row strides, whether it lies in the copy) of a tile's columns, each [N]. A column's pointer
-    plus its channel is the address of its element in the first row. All channels of an aligned vector of VARIANT.vec
-    channels come from the same view, so the compiler can load whole vectors."""
+    """Returns (pointers, row strides, whether each column lies in the copy) of a tile's columns, each [N]. A column's
+    pointer plus its channel is the address of its element in the first row. All channels of an aligned vector of
+    VARIANT.vec channels come from the same view, so the compiler can load whole vectors."""
     VEC: tl.constexpr = VARIANT.vec
     HALF: tl.constexpr = VARIANT.channels[0].width // 2
     FIRST: tl.constexpr = VARIANT.channels[0].first

@@ -194,7 +194,7 @@ def attend_band(state, queries, keys, inputs, own, BAND: tl.constexpr, VARIANT: 
 @triton.jit
 def attend_blocks(inputs, program, seq, own, VARIANT: tl.constexpr):
     """Returns (the SoftmaxState of a tile of queries after the key blocks `own`, its QueryRows)."""
-    # Tuples in which a field may be None are made here, because a function cannot return them in Triton 3.6.
+    # This function makes the tuples in which a field may be None, because no function can return them in Triton 3.6.
     cache, scheme, head_kv = inputs.cache, inputs.scheme, program.head_kv
     group = inputs.heads_q // inputs.heads_kv
     rows = find_rows(inputs, program, seq, group, VARIANT)

@@ -480,7 +480,7 @@ def sees(keys, places, column, maps, VARIANT: tl.constexpr):
     Places of these keys."""
     position, columns = places.position[None, :], column + tl.arange(0, VARIANT.block_n)[None, :]
     exists = places.visible[None, :]
-    if VARIANT.stored and VARIANT.axes == 0:  # a key whose fraction exceeds the query's counts as one position higher
+    if VARIANT.stored and VARIANT.axes == 0:  # keys with a larger fraction than the query count as one position higher
         beyond = (places.part[None, :] > keys.part[:, None]).to(tl.int32)
         if maps is not None:
             exists = exists & (position + beyond <= keys.position[:, None])

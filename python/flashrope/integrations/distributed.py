@@ -64,8 +64,8 @@ def _strategies(packed: bool, kept: Kept, batch: int, heads_kv: int, specs) -> l
 
     kept: for each tensor of ``calls.Kept``, whether it is saved.
 
-    specs: (DTensorSpec or None, its batch dimension, its heads dimension) of every tensor. DTensor shards along a
-    mesh dimension only if some input is already sharded along it.
+    specs: for every tensor, (its DTensorSpec or None, its batch dimension, its heads dimension). DTensor shards along
+    a mesh dimension only if some input is already sharded along it.
 
     Strategies that would give ranks unequal parts are left out, because unequal parts separate query heads from their
     key heads, or rows of rotated_k from their sequence.
@@ -81,8 +81,8 @@ def _strategies(packed: bool, kept: Kept, batch: int, heads_kv: int, specs) -> l
 
 
 def _shards(specs) -> int:
-    """Returns into how many parts a tensor dimension is split: the product of the sizes of all mesh dimensions along
-    which any (spec, dim) is sharded."""
+    """Returns the number of parts into which a tensor dimension is split: the product of the sizes of all mesh
+    dimensions along which any (spec, dim) is sharded."""
     parts = {}
     for spec, dim in specs:
         if spec is not None and dim is not None:
@@ -310,8 +310,8 @@ def _join(chunks: Sequence[torch.Tensor], ranges: Iterable[tuple[int, int]]) -> 
     for start, stop in _joined(ranges):
         for n in range(start // size, -(-stop // size)):
             parts.append(chunks[n][:, max(start - n * size, 0) : stop - n * size])
-    # Even an empty result depends on the chunks, because every rank must take part in the collective that the backward
-    # of the chunks calls.
+    # Even an empty result is a slice of a chunk, so that autograd runs the backward of the chunks on this rank, too.
+    # That backward calls a collective in which every rank must take part.
     return torch.cat(parts or [chunks[0][:, :0]], 1)
 
 

@@ -30,7 +30,7 @@ def with_scheme(spec: ModuleSpec, rotary: Rotary) -> ModuleSpec:
         spec: the specification of a TransformerLayer, as returned by ``get_gpt_layer_local_spec`` or
             ``get_gpt_layer_with_transformer_engine_spec``.
         rotary: the scheme. Its head_dim must be the configuration's kv_channels. Stock models rotate as
-            ``Rotary.rope(head_dim)`` does, or with rotary_interleaved as ``Rotary.rope(head_dim, interleaved=True)``.
+            ``Rotary.rope(head_dim)`` does, or, with rotary_interleaved, as ``Rotary.rope(head_dim, interleaved=True)``.
 
     Raises:
         ValueError: the specification's attention is not Megatron's SelfAttention, for example because it is

@@ -16,7 +16,7 @@ from ..rotary.catalogue import known_options
 
 FIELD = "flashrope"
 DUAL_CHUNK = "dual_chunk"
-LOG_N_CLIP = "log_n_clip"  # an option that is switched on by False
+LOG_N_CLIP = "log_n_clip"  # an option whose default is True: False has an effect
 RAW_KEYS = "raw_keys"  # an option of the field, for engines: the engine's cache then holds raw keys under every scheme
 
 
@@ -33,7 +33,8 @@ def training_length(config, name: str) -> int:
 
 def read_options(given: Mapping[str, Any], config, length=training_length) -> dict[str, Any]:
     """Checks options and returns the options that have an effect. window=0 has an effect. None, False and default
-    values have no effect, except dual_chunk=False, which switches off a configuration's dual_chunk_attention_config.
+    values have no effect, with two exceptions: log_n_clip=False, and dual_chunk=False, which switches off a
+    configuration's dual_chunk_attention_config.
 
     Args:
         given: the options, by name. rotary is a Rotary, its text, or a dict with a Rotary or text per layer type.

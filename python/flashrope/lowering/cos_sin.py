@@ -129,7 +129,8 @@ def _two_levels(rotary: Rotary, causal: bool, coarse: int) -> torch.Tensor:
 
 def _levels(rotary: Rotary, causal: bool, *coarser: torch.Tensor) -> torch.Tensor:
     """Returns the rows of the fine positions, then the rows of each coarser level. Only the last level contains offsets
-    and factors, because kernels combine many rows of the other levels with one row of the last."""
+    and factors: every result takes exactly one row of the last level, but may take several fine rows
+    (``load_cos_sin_by_blocks``)."""
     *levels, last = torch.arange(FINE_ROWS, dtype=torch.float64), *coarser
     lowered = lower(rotary, causal)
     rows = torch.stack(

@@ -51,6 +51,6 @@ def save_attention(config) -> SavesAttention.Config:
 def __getattr__(name: str):
     if name != "save_config":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from .export import save_config  # here, because ``python -m`` runs that module
+    from .export import save_config  # imported on first use, because ``python -m`` runs that module
 
     return save_config

@@ -313,7 +313,7 @@ def _sequence_of(mask_function) -> torch.Tensor | None:
     """Returns the sequence number of every token in a packed causal mask, or None without packing. Raises for other
     masks.
 
-    transformers composes a mask function of closures, which can be told apart only by their names.
+    transformers builds a mask function from closures, and closures can be told apart only by their names.
     """
     causal, sequence = _parts(mask_function)
     if not causal:
@@ -407,7 +407,8 @@ def check_positions(module, given: Mapping[str, Any]) -> dict[str, Any]:
 
     Returns:
         Arguments to add to ``given``, or {}. If no position_ids are given, the forward makes position_ids that do not
-        restart. A compiled graph cannot test this, so an added mask says it.
+        restart, so no sequences are packed. A compiled graph cannot read the values of position_ids, so an added empty
+        mask tells the layers that nothing is packed.
 
     Raises:
         ValueError: position_ids has other positions. The message names one wrong position with its row and column.

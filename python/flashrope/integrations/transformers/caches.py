@@ -93,8 +93,8 @@ def check_cache(decoder, given: Mapping[str, Any]) -> None:
 
 
 def mark_returned(decoder, args, kwargs, output) -> None:
-    """Marks the cache that a forward returns, if it is not marked, and stores the coordinates of the tokens in it. This
-    is the decoder's forward hook: a forward that was given no cache makes one."""
+    """Marks the cache that a forward returns, if the cache has no mark yet, and stores the coordinates of the tokens as
+    an attribute of the cache. This is the decoder's forward hook: a forward that was given no cache makes one."""
     cache = cache_of(output)
     if cache is None and isinstance(output, tuple):
         cache = next((each for each in output if isinstance(each, Cache)), None)
@@ -173,7 +173,7 @@ class Coordinates:
         positions = CachePositions(slot_positions=self.slots(layer.k.shape[1]), queries=self.queries)
         tables = CacheTables(end, None, first, 0, positions)
         options = {"like": layer, "rotary": rotary, "seqlen_q": q.shape[1], "heads_q": q.shape[2], "dtype": q.dtype}
-        if torch.compiler.is_compiling():  # the operator of each layer gets the tables
+        if torch.compiler.is_compiling():  # in a graph, every layer passes the tables to its operator
             return plan_cache(tables, softmax_scale=softmax_scale, **options).attend(q, layer, sinks=sinks)
         alike = rotary, softmax_scale, q.shape, q.dtype, *((x.shape, x.stride()) for x in layer if x is not None)
         if alike not in self.plans:
@@ -266,8 +266,8 @@ def _check_batch(cached: torch.Tensor, queries: torch.Tensor) -> None:
 
 
 def follow_caches() -> None:
-    """Makes coordinates follow the methods of ``Cache`` that move sequences. Caches that hold no coordinates are not
-    changed."""
+    """Makes the methods of ``Cache`` that reorder, repeat or select sequences do the same to the coordinates in the
+    cache. Caches that hold no coordinates are not changed."""
     _follow("reorder_cache", lambda x, beam_idx: x.index_select(0, beam_idx.to(x.device)))
     _follow("batch_repeat_interleave", lambda x, repeats: x.repeat_interleave(repeats, dim=0))
     _follow("batch_select_indices", lambda x, indices: x[indices.to(x.device)])

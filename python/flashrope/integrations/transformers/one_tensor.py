@@ -34,7 +34,7 @@ from .versions import CACHE
 # Projections are absorbed for at most this many new tokens. From about 170 on, expanding latents takes less work.
 ABSORBED_ROWS = 128
 UNWEIGHTED = "_flashrope_unweighted"  # attribute of values whose products with the weight of k_norm are the keys
-# Attribute of latents that ``expand`` leaves as they are. Its value is the rows that contain the latents.
+# Attribute of latents that ``expand`` has not expanded. Its value: the rows that contain the latents.
 UNEXPANDED = "_flashrope_unexpanded"
 
 

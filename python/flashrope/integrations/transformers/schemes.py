@@ -97,7 +97,7 @@ def _check_axial(rotary: Rotary, options: dict, window: int | None) -> None:
 
 # ---- fields of a configuration
 
-# Types of layers without attention, in configurations of models that have both.
+# Types of layers without attention, in configurations of models that have layers with and without attention.
 WITHOUT_ATTENTION = frozenset({"conv", "linear_attention", "mamba", "mlp", "moe", "recurrent"})
 
 
