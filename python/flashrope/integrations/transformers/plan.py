@@ -38,7 +38,7 @@ SAVED = (
     f'case), or delete "{KEY}" from its config.json for the stock model'
 )
 
-IMAGES_ONLY = "vision"  # use_bidirectional_attention of a decoder that is causal without images
+IMAGES_ONLY = "vision"  # the value of use_bidirectional_attention of a decoder that is causal without images
 NOT_CONVERTED = (
     "model: expected a converted model, got one that was loaded or built from the configuration of a converted model; "
     "call convert(model), load it with flashrope.integrations.transformers.from_pretrained, or call revert(model) for "
