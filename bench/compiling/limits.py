@@ -30,11 +30,11 @@ from .cases import (
 
 @dataclasses.dataclass(frozen=True)
 class SpillLimit:
-    """Limits the spills of the kernels that match its other fields.
+    """Holds the spill limits of some kernels.
 
     spill: how many bytes per thread a kernel may spill. in_loops: how many spilled bytes per thread its tile loops may
     touch; default: none. in_hot_loop: how often its hot loop may touch spilled registers; default: never. The other
-    fields say which kernels the limits are for. A field left at its default matches every kernel.
+    fields say which kernels the limits are for. One of these fields matches every kernel if it is left at its default.
     """
 
     spill: float
@@ -67,10 +67,10 @@ def listed(**covered) -> SpillLimit:
     return SpillLimit(LISTED, in_loops=LISTED, in_hot_loop=LISTED, **covered)
 
 
-# Spill limits of schemes with position maps, Self-Extend and dual chunk attention, by kernel and architecture, for
-# head_dim 64 and 128. Between two bands these kernels hold cos and sin of two rotations for every row, besides the
-# accumulators. All these spills are outside the hot loop. Only the spills in MAP_SPILLS_IN_LOOPS are in tile loops,
-# namely in loops over edge tiles.
+# Spill limits of the schemes with position maps (Self-Extend and dual chunk attention), by kernel and architecture, for
+# head_dim 64 and 128. The kernels spill because, while they change from one band to the next, they hold cos and sin of
+# two rotations for every row, besides the accumulators. All these spills are outside the hot loop. Only the spills in
+# MAP_SPILLS_IN_LOOPS are in tile loops, namely in loops over edge tiles.
 MAP_SPILLS = {
     ("attention_forward", 80): ((36, 0), (60, 0)),
     ("attention_forward", 90): ((0, 80), (0, 44)),
@@ -87,9 +87,9 @@ MAP_LIMITS = tuple(
     for head_dim, spill in zip((64, 128), spills, strict=True)
 )
 
-# Limits for the tile of 128 keys at head_dim 64. It is used although it spills, because the issue model rates it higher
-# than the tiles whose hot loops touch no spilled register. For each scheme the table gives spilled bytes, the spilled
-# bytes that the tile loops touch, and accesses to spilled registers in the hot loop.
+# Limits for the tile of 128 keys at head_dim 64. The tile is used although its kernels spill, because the issue model
+# rates it higher than the tiles whose hot loops touch no spilled register. For each scheme the table gives spilled
+# bytes, the spilled bytes that the tile loops touch, and accesses to spilled registers in the hot loop.
 KEYS_128 = tuple(
     SpillLimit(spill, "attention_grad_kv", 80, head_dim=64, scheme=scheme, in_loops=in_loops, in_hot_loop=times)
     for scheme, (spill, in_loops, times) in {
@@ -102,10 +102,10 @@ KEYS_128 = tuple(
     }.items()
 )
 
-# Limits of kernels that store gradients of scores. They spill because the conversion of dS to rows of keys takes
-# registers. A row gives the release of Triton, scheme, architecture, head_dim, spilled bytes, the spilled bytes that
-# the tile loops touch, and accesses to spilled registers in the hot loop. Schemes named "seven" do not store the
-# gradients.
+# Limits of the reproducible backward, which stores dS, the gradients of scores. attention_grad_kv spills because
+# converting dS to the layout in which it is stored takes registers. The schemes named "seven" do not store dS. A row
+# gives the release of Triton, scheme, architecture, head_dim, spilled bytes, the spilled bytes that the tile loops
+# touch, and accesses to spilled registers in the hot loop.
 STORED_SCORES = (
     *(
         SpillLimit(spill, "attention_grad_kv", arch, 0, head_dim, "", scheme, release, in_loops, times)
@@ -149,7 +149,8 @@ STORED_SCORES = (
     SpillLimit(64, "attention_grad_q", 90, head_dim=128, scheme="rerope seven", triton="3.9."),
 )
 
-# The tiles were chosen with Triton 3.6. With the same accumulators, 3.9 spills more, outside the inner loops.
+# The tiles were chosen with Triton 3.6. With the same accumulators, Triton 3.9 spills more. The additional spills are
+# outside the inner loops.
 NEWEST = (
     SpillLimit(52, "attention_grad_kv", 80, head_dim=128, scheme="rope atomic", triton="3.9", in_loops=4),
     SpillLimit(128, "attention_grad_kv", scheme="rope atomic", triton="3.9"),
@@ -187,7 +188,7 @@ CODES = (
 OTHERS = (
     SpillLimit(20, "attention_forward", 100, head_dim=128, scheme="rerope", triton="3.6.", in_loops=8),
     SpillLimit(12, "attention_chunks", 100, head_dim=128, scheme="rerope paged chunk", triton="3.6."),
-    # The pass of dK and dV also stores the gradients of scores, which takes registers.
+    # The pass of dK and dV also stores the gradients of scores. Storing them takes registers.
     SpillLimit(40, "attention_grad_kv", 100, head_dim=128, scheme="rope", triton="3.6.", in_loops=80),
     SpillLimit(8, "attention_grad_kv", 100, head_dim=128, scheme="rerope", triton="3.6.", in_loops=32),
     SpillLimit(56, "attention_grad_kv", 100, head_dim=128, scheme="rerope", triton="3.9.", in_loops=240),
@@ -299,8 +300,8 @@ SPILL_LIMITS = (
     *KEYS_128,
     *MAP_LIMITS,
     *NEWEST,
-    # The kernels below spill because they hold the accumulators of three products and, with several bands, change their
-    # rotated basis. All spills are outside the hot loop.
+    # The gradient kernels below spill because they hold the accumulators of at least three products and, with several
+    # bands, rotate a gradient's sum from one band's basis to the next one's. All spills are outside the hot loop.
     SpillLimit(136, "attention_grad_kv", arch=90, head_dim=128, scheme="rope atomic", in_loops=16),
     SpillLimit(12, "attention_grad_kv", scheme="rope atomic"),
     SpillLimit(76, "attention_grad_kv", head_dim=64, scheme="rerope atomic"),
@@ -309,6 +310,7 @@ SPILL_LIMITS = (
     SpillLimit(8, "attention_grad_kv", arch=80, above=64),
     SpillLimit(8, "attention_grad_q", arch=80, head_dim=128, scheme="rerope"),
     SpillLimit(16, "attention_grad_kv", arch=90, head_dim=128, scheme="rerope"),
+    # The decode kernels below spill outside the loops over keys.
     *(
         SpillLimit(16, "attention_decode", arch=80, head_dim=128, scheme=scheme)
         for scheme in ("rerope contiguous", "rerope partial", "dual-chunk paged")
@@ -404,7 +406,8 @@ for _kernel, _scheme, _limits in (
 # Barriers in the hot loop of a decode kernel in which each warp has a group of keys, by whether the loop rotates keys.
 # Without groups the loop has 9 or 13 barriers.
 GROUP_BARRIERS = {False: 2, True: 5}
-# Instruction limits for quantized caches under Triton 3.6. Later versions stay below them, except the rows in NEWER.
+# Instruction limits for quantized caches under Triton 3.6. Later versions stay below these limits too, except in the
+# cases that NEWER lists.
 CODE_INSTRUCTIONS = {
     ("attention_chunks", "rope contiguous chunk int8"): {(80, 128): 16.6, (90, 128): 83},
     ("attention_chunks", "rerope paged chunk int8"): {(80, 128): 21, (90, 128): 100},
@@ -418,8 +421,8 @@ CODE_INSTRUCTIONS = {
     ("attention_decode", "rerope contiguous int4"): {(80, 128): 17.5, (90, 128): 18},
     ("attention_decode", "rerope paged int4"): {(80, 64): 34, (80, 128): 19.5, (90, 128): 19.5},
 }
-# Limits under newer versions of Triton, measured with 3.9. configs.py has other tiles for them, because the tiles for
-# 3.6 would spill.
+# Instruction limits under versions of Triton after 3.6, measured with 3.9. For these versions configs.py has other
+# tiles, because the tiles for 3.6 would spill.
 NEWER = {
     ("attention_forward", "rope"): {(80, 64): 6.7},
     ("attention_chunks", "rerope paged chunk int8"): {(90, 128): 107},
