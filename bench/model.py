@@ -200,8 +200,8 @@ def our_seconds(
     every_head = problem.batch * problem.heads
     bands = len(scheme.rotary(problem.head_dim).bands_for(True))
     passes = [("attention_grad_kv", waves.key_tile_lengths), ("attention_grad_q", waves.query_tile_lengths)]
-    # Four kinds of tensors are moved once: q, its rotated copy for every band, the output and its gradient. The row
-    # statistics read the last two.
+    # Four kinds of tensors are moved once: q, its rotated copy for every band, the output and the gradient of the
+    # output. The kernel of the row statistics reads the output and its gradient.
     copies, layout = 1 + bands + 2, None
     stores = scheme.deterministic and not scheme.recomputed
     if stores and configs.storing_is_faster(80, 2, problem.head_dim, problem.head_dim):
@@ -214,7 +214,7 @@ def our_seconds(
     if not scheme.deterministic:
         copies += 4 * bands + 1  # the float32 sum of dQ of every band is zeroed and read
         passes = passes[:1]
-    forward = SCHEMES[bands - 1]  # the scheme with the same kernel
+    forward = SCHEMES[bands - 1]  # the scheme with the same forward kernel
     launched = [(forward, "attention_forward"), *((scheme, name) for name, _ in passes)]
     if any((80, problem.head_dim, each.name, name) not in found for each, name in launched):
         return None

@@ -46,8 +46,8 @@ COLUMNS = ("scheme", "lengths", "memory, us", "splits by shape", f"{MANY_SPLITS}
     f"items of {keys}" for keys in ITEMS
 )
 COLUMNS += ("shares",)
-# How keys are divided. For every block, or for every place where a multiprocessor can hold a block, the list has the
-# number of key tiles of each piece.
+# How keys are divided. The outer list has an entry for every block, or for every place where a multiprocessor can hold
+# a block. The entry lists the number of key tiles of each piece.
 Division = list[list[int]]
 
 

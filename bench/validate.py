@@ -5,7 +5,7 @@
 
 The kernels are the forward of FlashAttention-2 and the forward of Triton's tutorial on attention. The model predicts
 their times at the shapes of a published table: batch 4, 32 heads, causal, fp16 (flash-attention, issue 307, comment of
-2024-09-28). The table does not name its GPU, but its speeds fit an A100 and no other. The loops of FlashAttention-2
+2024-09-28). The table does not name its GPU, but its speeds fit an A100 and no other GPU. The loops of FlashAttention-2
 come from ``bench model --peers``. The tutorial is the file python/tutorials/06-fused-attention.py of Triton's
 repository, in a version whose ``_attn_fwd`` takes block pointers (3.0 to 3.3). The installed Triton compiles it with
 every tile that the tutorial would try, and the fastest tile counts. The published times were measured with the Triton

@@ -24,7 +24,7 @@ def name_of(arch: int | str) -> str:
 
 
 def parse(name: str) -> int | str:
-    """Reads an architecture of the command line: 120, sm_120 or gfx942. Raises ValueError for any other."""
+    """Parses an architecture given as 120, sm_120 or gfx942. Raises ValueError for any other text."""
     for arch in ALL:
         if name in (str(arch), name_of(arch)):
             return arch

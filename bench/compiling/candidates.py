@@ -1,6 +1,6 @@
 """Ranks the candidates of ``flashrope tune`` by their machine code. No GPU is needed.
 
-``bench model --candidates`` writes the order into flashrope/tuning/candidates.py, and the figures into
+``bench model --candidates`` writes the ranking into flashrope/tuning/candidates.py, and the figures into
 bench/results/model/candidates.csv.
 """
 

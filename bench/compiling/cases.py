@@ -82,7 +82,7 @@ DECODE = tuple(
 
 
 def with_splits(scheme: Scheme) -> Scheme:
-    """Returns the same scheme, but its call asks for four splits."""
+    """Returns a copy of the scheme whose call asks for four splits."""
     return dataclasses.replace(scheme, name=f"{scheme.name} splits", num_splits=4)
 
 
@@ -126,13 +126,13 @@ SHARED = tuple(  # values that are keys without their weights, as in Gemma 4's l
     for scheme in (*PARTS, Scheme("rerope paged", lambda head_dim: few_rotate(head_dim).rectify(WINDOW), cache="paged"))
 )
 SHARED_ALL = Scheme("shared rerope paged", TWO_BANDS.rotary, cache="paged", shared_values=128, weighted=True)
-LATENT = tuple(  # multi-head latent attention over its latent cache, of 16 and of 128 query heads
+LATENT = tuple(  # multi-head latent attention over its latent cache, with 16 and with 128 query heads
     Scheme(f"latent {cache}{kind}", lambda d: Rotary.rope(d, rotary_dim=64, first_channel=512), cache=cache,
            shared_values=512, heads=(heads, 1))
     for kind, heads in (("", 16), (" many heads", 128))
     for cache in ("contiguous", "paged")
 )  # fmt: skip
-MAPS = (  # position maps per band: two bands, and three over chunks of 1024
+MAPS = (  # position maps per band: the first scheme has two bands, the second has three over chunks of 1024
     Scheme("self-extend", lambda head_dim: Rotary.rope(head_dim).self_extend(WINDOW, 8)),
     Scheme("dual-chunk", lambda head_dim: Rotary.rope(head_dim).dual_chunk(WINDOW + 256, 256)),
 )

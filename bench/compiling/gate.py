@@ -11,7 +11,7 @@ kernel
 - does not compile,
 - spills more than ``limits.SPILL_LIMITS`` allows in its tile loops or in total,
 - needs more shared memory than a block of its architecture can have,
-- takes more instructions per tensor-core instruction than ``limits.INSTRUCTION_LIMITS`` allows,
+- has more instructions per tensor-core instruction than ``limits.INSTRUCTION_LIMITS`` allows,
 - has more barriers in the hot loop than ``limits.GROUP_BARRIERS`` allows, if each warp has keys of its own,
 - reads keys and values in pieces of less than 16 bytes,
 - accumulates dQ with the PTX instruction ``red`` although several threads hold the same element, or

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field, replace
 
 SCHEDULERS = 4
 SCOREBOARDS = 6
-# What a clock of a scheduler counts as. "issue": an instruction was issued. Otherwise every warp waited, and the clock
-# counts as what the next warp to issue was waiting for.
+# The kinds of a scheduler's clocks. In a clock of the kind "issue" it issued an instruction. In any other clock all its
+# warps waited, and the kind is what the warp that issued next was waiting for.
 WAITS = ("issue", "tensor", "shared", "fp32", "mufu", "memory", "barrier", "other")
 
 

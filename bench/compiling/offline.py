@@ -112,7 +112,8 @@ def catch(arch: int | str, kernel: triton.JITFunction, *args, **kwargs) -> Launc
         return True
 
     before, knobs.runtime.jit_cache_hook = knobs.runtime.jit_cache_hook, skip_compilation
-    compiled, kernel.device_caches = kernel.device_caches, defaultdict(kernel.create_binder)  # Triton asks the hook
+    # The cache of compiled kernels is empty, so that Triton calls the hook.
+    compiled, kernel.device_caches = kernel.device_caches, defaultdict(kernel.create_binder)
     try:
         with active(arch), compiling():
             kernel.warmup(*args, grid=(1,), **kwargs)

@@ -5,10 +5,11 @@
 
 The command also reads a libtorch_cuda.so, or the .so of the flash-attn package. It stores figures of the machine code,
 not the code. FlashAttention-2 is represented by the kernels that its launch templates choose for bf16, causal, no
-dropout, and lengths that are multiples of the tile. Their shared memory is not in the binary, because the host requests
-it. It is computed from the tile as in FlashAttention's kernel_traits.h. Our kernels are those for RoPE, causal,
-bf16. The figures are for the tile loop with the fewest instructions per product. A product is 16x8x16, computed by one
-warp. One HMMA is one product, and HGMMA.64xNx16 counts as N / 8 products per warp.
+dropout, and lengths that are multiples of the tile. The size of their shared memory is not in the binary, because the
+host requests it at the launch. The command computes this size from the tile as FlashAttention's kernel_traits.h does.
+Our kernels are those for RoPE, causal, bf16. The figures are for the tile loop with the fewest instructions per
+product. A product is 16x8x16, computed by one warp. One HMMA is one product, and HGMMA.64xNx16 counts as N / 8 products
+per warp.
 """
 
 from __future__ import annotations

@@ -114,8 +114,8 @@ ENCODINGS = {"fused RoPE": fused, "compiled RoPE": compiled, "eager RoPE": eager
 
 
 def best_rope(device: torch.device) -> str:
-    """Returns the name of the fastest separate rotation on this device. It precedes attention without position
-    encoding, except where the benchmark compares rotations."""
+    """Returns the name of the fastest separate rotation on this device. This rotation precedes attention without
+    position encoding, except where the benchmark compares rotations."""
     return "fused RoPE" if device.type == "cuda" else "compiled RoPE"
 
 

@@ -68,7 +68,7 @@ GRID_SEQLENS, GRID_WINDOWS = (2048, 4096, 8192, 16384), (128, 256, 512, 1024, 20
 CACHE_SEQLENS = (32768, 2048)
 CHUNK = 512  # how many queries a chunk of prefill over a quantized cache has
 BACKWARD_SEQLEN = 4096  # the longest seqlen of the backward
-# The expected time of a run uses the cost of a multiply-add relative to a multiply-add in SDPA's forward pass.
+# For the expected time of a run: how many times as long one multiply-add takes as one in SDPA's forward pass.
 BACKWARD_COST = 3.6  # in forward and backward together
 DECODING_COST = 40  # in decoding, where a step reads the whole cache for one query
 # DENSE_SEQLEN: the longest seqlen at which two dense score matrices are measured.

@@ -22,7 +22,7 @@ from .contestants import KERNELS, Contestant, dense, own, with_rope
 from .decode import own_with_cache, rotate_cache
 from .problem import Problem
 
-PAGE_SIZES = (256, 64)  # the first one that divides the length is used: the check before the timing has 320 keys
+PAGE_SIZES = (256, 64)  # the first that divides the length is used; 64 is for the check, which has 320 keys
 SDPA, COMPOSED, COMPILED = "SDPA", "composed", "compiled"
 
 

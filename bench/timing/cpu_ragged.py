@@ -3,7 +3,7 @@
     python -m bench cpu-ragged [--threads 2] [--rounds 15]
 
 A step decodes one token of every sequence over a cache with pages of 256 rows. The two batches are timed alternately.
-The ratio is the median time of the first divided by the median time of the second.
+The ratio is the median time with unequal lengths divided by the median time with equal lengths.
 """
 
 from __future__ import annotations

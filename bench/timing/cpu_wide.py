@@ -1,4 +1,5 @@
-"""Measures wide heads for ``python -m bench cpu``: training and decoding at head_dim 512, and values in keys.
+"""Measures wide heads for ``python -m bench cpu``: training and decoding at head_dim 512, and values that are
+channels of the keys.
 
 Only compiled kernels are measured. Training and decoding are compared with SDPA. A cache whose values are channels of
 its keys is compared with separate caches of keys and values.
@@ -30,8 +31,8 @@ GOALS = (  # (name of the figure, largest allowed value)
 
 
 def over_cache(shared: bool, impl: str, problem: Problem) -> Callable:
-    """Returns a call that decodes with ReRoPE. shared: whether one cache holds the keys, whose channels are
-    also the values. False: keys and values have separate caches."""
+    """Returns a call that decodes with ReRoPE. shared: whether there is only a cache of keys, whose channels are also
+    the values. False: keys and values have separate caches."""
     rotary, seqlens = problem.rerope(), torch.full((problem.batch,), problem.seqlen, dtype=torch.int32)
 
     def attend(q, k, v):
