@@ -1,5 +1,5 @@
-"""Measures the loss of Hugging Face checkpoints by length. The checkpoints come from models that the experiment trains
-on text only and exports. ``flashrope loss`` measures them.
+"""Measures the loss of Hugging Face checkpoints by length. The experiment trains models on text only and exports them
+as checkpoints, which ``flashrope loss`` then measures.
 
 The task "loss" measures windows of unseen text as they are. The task "loss-repeat" fills the window with repetitions of
 its last tokens. If repetition lowers the loss, the model uses distant context (ReRoPE, kexue.fm/archives/9708).

@@ -1,4 +1,5 @@
-"""Draws the claims of the page from the declared differences, with one row for each claim and length."""
+"""Draws the figure of docs/experiments/README.md that shows which of the papers' claims hold: one row for each claim
+and length, with the measured difference and its interval."""
 
 from __future__ import annotations
 

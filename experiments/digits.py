@@ -62,8 +62,8 @@ def pairs(count: int, limit: int, gap: int | None, generator: torch.Generator) -
     """Returns pairs of numbers below ``limit``, int64 (count, 2), and whether the first number is larger, bool
     (count,).
 
-    gap: the difference of the two numbers. None: differences are drawn uniformly in their logarithm. For limits above
-    TRAINED the larger number is at least TRAINED.
+    gap: the difference of the two numbers. None: the logarithm of the difference is uniformly distributed. For limits
+    above TRAINED the larger number is at least TRAINED.
     """
     larger_at = torch.randint(2, (count,), generator=generator)
     if gap is None:

@@ -80,8 +80,8 @@ def draw_positions(run: Run, workers: Workers, folder: Path) -> None:
 # ---- patterns
 SEVERAL = ("rope", "hope", "kerple")  # encodings measured with all seeds; others are measured with the first seed only
 PATTERN_NAMES = {"learned": "learned", "rope": "RoPE", "kerple": "KERPLE", "hope": "HoPE"}
-# The paper says that HoPE fluctuates less than RoPE, within the training length and beyond it. So the swing has an
-# expected sign. The paper does not mention the ripple.
+# The paper says that HoPE fluctuates less than RoPE, within the training length and beyond it. So HoPE's swing is
+# expected to be lower than RoPE's. The paper does not mention the ripple.
 PATTERN_COMPARES = tuple(
     comparison
     for measure, expected in (("swing", LOWER), ("ripple", 0))

@@ -57,7 +57,7 @@ def texts_of(pieces: Sequence[bytes]) -> list[bytes]:
 
 
 def beginnings(texts: Sequence[bytes]) -> set[bytes]:
-    """Returns the first NARROWEST bytes of the texts, which every prompt keeps."""
+    """Returns the first NARROWEST bytes of every text. Prompts may cut texts, but never shorter than this."""
     return {text[:NARROWEST] for text in texts}
 
 

@@ -153,7 +153,7 @@ def measure(args: argparse.Namespace, command: str) -> None:
 
 
 def ways_of(name: str, layers: int) -> list[Way]:
-    """Returns the way of every layer. name: a value of --ways, a way that may be limited to some layers.
+    """Returns the way of every layer. name: a value of --ways, which can limit a way to some layers.
 
     Raises:
         BadInput: the name is unknown, or the model has too few layers for it.

@@ -2,9 +2,9 @@
 
 A prompt is a head, two documents and a question. Half of the questions ask for the number of a city. The number is
 hidden in a document. In the other half, the prompt ends with the beginning of a quote from a document, and the answer
-is the continuation of the quote. Each prompt is made in several ways, with its documents in both orders. One way is a
-single prefill. In the other ways the passages were prefilled alone or after ("behind") the head, and some of the first
-tokens of each passage are computed again.
+is the continuation of the quote. Each prompt is prefilled in several ways, with its documents in both orders. One way
+is a single prefill. In the other ways the passages were prefilled alone or after ("behind") the head, and some of the
+first tokens of each passage are computed again.
 
 For every way, the log probability of the whole right answer is compared with its log probability after a full prefill
 of the same prompt. An answer counts as found if greedy decoding would write it.
@@ -144,7 +144,8 @@ def answers(model, question: Question) -> list[dict[str, Any]]:
     head = prefill_passage(model, torch.tensor([question.head]))
     heads = select_rows(model, [(head, 0)] * 2)
     whole = prefill_passage(model, torch.stack([texts[list(order)].flatten() for order in orders]), heads)
-    scores = score(model, join_passages(model, [heads, whole]), question)  # exact: one passage follows a head
+    # Full prefill: the scores are exact, because only one passage follows the head and was prefilled behind the head.
+    scores = score(model, join_passages(model, [heads, whole]), question)
     found = [{"way": FULL, "order": order} | each for order, each in zip(ORDERS, scores, strict=True)]
     read = {ALONE: prefill_passage(model, texts), BEHIND: prefill_passage(model, texts, heads)}
     rows = [(way, order) for way in read for order in range(len(orders))]

@@ -116,8 +116,8 @@ def measured(table: Published, rows: Rows, train_length: int) -> list[list[dict[
 
 
 def markdown(table: Published, rows: Rows, train_length: int) -> str:
-    """Returns the table in the paper's row order. Each of our figures is next to the paper's figure. Below, the text
-    says how much of the paper's ordering our runs confirm."""
+    """Returns the table in the paper's row order. Each of our figures is next to the paper's figure. Text below the
+    table says how much of the paper's ordering our runs confirm."""
     ours = measured(table, rows, train_length)
     labels = [column.label for column in table.columns] + (["Avg."] if table.average else [])
     theirs = [values for _, _, values in table.rows]

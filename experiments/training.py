@@ -103,7 +103,8 @@ def train_job(run: Run, trained: str, length: int, seed: int, progress: Callable
 
 
 def curve(losses: Sequence[float]) -> list[tuple[int, float]]:
-    """Returns at most CURVE points of a training curve: the last step of each part, and the mean loss of the part."""
+    """Returns the training curve as at most CURVE points (step, loss). The steps are divided into equal parts. Each
+    point has the last step of a part and the mean loss of the part."""
     size = -(-len(losses) // CURVE)
     parts = [losses[start : start + size] for start in range(0, len(losses), size)]
     return [(min((at + 1) * size, len(losses)), sum(part) / len(part)) for at, part in enumerate(parts)]

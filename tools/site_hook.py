@@ -56,7 +56,8 @@ def linked_sources(page: Path) -> list[Path]:
 
 
 def linked_source(folder: Path, target: str) -> Path | None:
-    """Returns the file or folder of the repository that a link names, unless it is itself part of the site."""
+    """Returns the file or folder of the repository that a link names. Returns None for any other link, and for a file
+    that is part of the site anyway."""
     path = Path(os.path.normpath(folder / target))
     if "://" in target or not path.exists() or not path.is_relative_to(ROOT):
         return None
