@@ -52,7 +52,7 @@ class Cached:
     slot_mapping.
     page: the page size in rows, or 0 for a contiguous cache. capacity: the slots of a sequence. table: the block table;
     the default is a shuffled one. tables: explicit positions, {name of the call's argument: tensor}. stored: maps the
-    keys (1, tokens, heads_kv, head_dim) to what the cache stores of them. None: the keys themselves. layout:
+    keys (1, tokens, heads_kv, head_dim) to what the cache stores. None: it stores the keys. layout:
     contiguous, poisoned (a window of a larger buffer of NaN), heads first, shared (K and V in one buffer), or for
     quantized caches vllm or odd bytes. sequences: problems that hold the tokens. None: random ones, drawn from the
     seed. sinks: one per query head. head_dim_v: the width of the values. None: the width of the keys. values: the
@@ -417,8 +417,8 @@ def odd_bytes(codes: torch.Tensor) -> torch.Tensor:
 
 
 def check_needles(rotary: Rotary, edges: set[int], keys: int, seqlen_q: int = 1, heads_kv: int = 1, group: int = 1):
-    """Checks the CPU backend in float32 over caches in which only one key differs from zero: one sequence for every key
-    next to an edge. Also checks that pages give the same bits as a contiguous cache."""
+    """Checks the CPU backend in float32 over sequences in which only one key differs from zero. Each key next to an
+    edge has a sequence of its own. Also checks that pages give the same bits as a contiguous cache."""
     target = support.Target("cpu", torch.float32, "cpu")
     needles = sorted({edge + d for edge in edges for d in (-1, 0)} & set(range(keys)))
     p = support.problem(target, rotary, seqlen_q, keys, batch=len(needles), heads=heads_kv, group=group)

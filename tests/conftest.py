@@ -16,7 +16,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # numpy reads the variable at import
 import pytest
 import torch
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background job; some tests send SIGINT
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background jobs ignore SIGINT; tests send it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if not torch.cuda.is_available():

@@ -115,8 +115,8 @@ def visible(cache: PagedKVCache, names: list[int]) -> dict[int, list[tuple[int, 
 class Held:
     """A ``PagedKVCache`` with a scheme for every layer, and the tokens that each of its sequences should hold.
 
-    The cache is filled with NaN at first. queries: the largest number of new tokens that attend. roundings: see
-    ``support.check_budget``.
+    The cache is filled with NaN at first. queries: how many of a sequence's new tokens attend, at most.
+    roundings: see ``support.check_budget``.
     """
 
     def __init__(self, target, pages, page_size, heads, schemes, seed=0, queries=2, roundings=1, **options):

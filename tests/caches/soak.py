@@ -39,7 +39,7 @@ SCHEMES = (  # (layer 0, layer 1)
 )
 KINDS = ("requests", "steps", "tokens", "forks", "cancelled", "aborted", "out of pages", "removed", "composed", "full")
 MAX_SEQLEN = 176  # more than a prompt and its answer, less than composed prompts
-MOST_GROWTH = 48 << 20  # bytes of memory, after the first fifth of the run
+MOST_GROWTH = 48 << 20  # bytes by which memory may grow after the first fifth of the run
 
 
 @dataclasses.dataclass
@@ -104,8 +104,8 @@ class Serving:
         return True
 
     def edit(self, request: Request) -> None:
-        """Removes tokens of a request, or appends the tokens of another request or its own. If the block table has no
-        room, the request ends."""
+        """Removes tokens of a request, or appends a copy of another request's tokens or of its own. If the block table
+        has no room, the request ends."""
         choose = self.choose
         try:
             if choose.random() < 0.5:

@@ -245,7 +245,8 @@ class TestPagedKVCache:
             assert cache.allocate() == name
             model[name] = []
         check(cache, model)
-        assert len(cache._pool.table) == 128 and not cache._pool.changed  # rows are reused, changes are sent once
+        # Rows were reused, and no change is left to send.
+        assert len(cache._pool.table) == 128 and not cache._pool.changed
 
     def test_reserve_and_advance(self):
         """Pages can be reserved before the tokens are counted. A CUDA graph needs this, because it writes with tables

@@ -39,8 +39,8 @@ KINDS = {  # queries: the number of queries of each sequence; lengths: the numbe
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("entry", HOSTILE.values(), ids=HOSTILE.keys())
 def test_wrong_entries_affect_only_their_sequence(exact, entry, kind):
-    """With validate, the error names the wrong entries. Without it, the caches and results of other sequences stay
-    bitwise identical."""
+    """With validate=True, the error names the wrong entry. With validate=False, the caches and results of the other
+    sequences stay bitwise identical."""
     name, value = entry
     if name == "block_table" and kind == "contiguous" or name == "slot_mapping" and kind != "packed":
         pytest.skip("the call has no such table")

@@ -262,8 +262,8 @@ def test_hostile_tables(target, scheme, seqlen_q):
 )
 @targets
 def test_chunk(target, scheme, causal):
-    """Chunks with more queries than the decode kernel takes work over pages with gaps. The queries are in two runs of
-    consecutive positions, and runs of earlier keys come before these."""
+    """Chunks with more queries than the decode kernel takes work over pages with gaps. The positions of the
+    queries form several consecutive runs, and the positions of the earlier keys form further runs."""
     pages = [Page(30 * n - 90 * (scheme in MAPPED), 14, 1) for n in range(9)]
     sequences = [pages, [*documents(8, {2: 60, 5: 156}), Page(300, 9)]][: 1 if target.slow else 2]
     over(target, scheme, sequences, 70, heads=(2, 1), causal=causal).check()
@@ -273,8 +273,8 @@ def test_chunk(target, scheme, causal):
 @pytest.mark.parametrize("scheme", ["rerope", "by_length"])
 @targets
 def test_many_pages(target, scheme):
-    """Sequences may have more block-table entries than a kernel reads in one step. The scheme's scale counts the
-    visible keys."""
+    """Sequences may have more block-table entries than a kernel reads in one step. The scheme's scale depends on
+    the number of visible keys."""
     sequences = [[Page(5 * n, 3 - n % 2, n % 2) for n in range(150)], [Page(2, 4)]]
     if not target.slow:
         sequences.append([Page(3 * n, n % 4) for n in range(130)])

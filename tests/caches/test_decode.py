@@ -148,7 +148,8 @@ def test_lengths_from_nothing_to_full(exact, page_size):
 
 @pytest.mark.parametrize("leftpad", [None, (0, 0, 70, 1)], ids=["", "leftpad"])
 def test_pages_of_whole_blocks(exact, leftpad):
-    """If pages are whole blocks, the keys of a block lie in one page, unless left padding shifts them."""
+    """Results are right if a page is exactly one block. The keys of a block then lie in one page, unless left padding
+    shifts them."""
     lengths = (0, 64, 100, 190)
     Cached(exact, Rotary.rope(16).rectify(7), lengths, new=0, capacity=192, page=64, leftpad=leftpad).check()
 

@@ -97,7 +97,7 @@ def test_max_seqlen_counts_tokens():
     filled = filled_with(6, 20)
     a, b = filled.sequence(9), filled.sequence(9)
     filled.extend(a, b)
-    assert filled.cache.lengths[a] == 18  # they take 25 slots
+    assert filled.cache.lengths[a] == 18  # the 18 tokens take 25 slots
     filled.refused("sequence 0 has 18 of 20 tokens: no room for 3", lambda: filled.write([a], 3))
     filled.cache.reserve([a], 2)
     message = f"seqlen_new: expected at most 2, the tokens reserved for sequence {a}, got 3"

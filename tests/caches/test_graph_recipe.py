@@ -1,7 +1,8 @@
 """Runs the recipe for CUDA graphs exactly as the docstring of ``PagedKVCache`` has it.
 
-Without a GPU, a replay runs the captured call again over the same tensors. Like a graph it sees only what these tensors
-hold. ``tests/kernels/test_cuda_graphs.py`` captures the recipe on a GPU.
+Without a GPU, a replay runs the captured call again over the same tensors. Like the replay of a
+graph, such a call sees only what these tensors hold. ``tests/kernels/test_cuda_graphs.py`` captures the recipe on a
+GPU.
 """
 
 import re

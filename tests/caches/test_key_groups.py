@@ -21,8 +21,8 @@ def target(request):
 
 @pytest.fixture
 def forced(monkeypatch):
-    """Forces groups: every tile with the fewest query rows is divided into groups of the fewest keys. Returns a list to
-    which every launch adds its number of groups."""
+    """Forces groups: every tile of ``SMALLEST_TILE`` query rows is divided into groups of ``SMALLEST_TILE`` keys.
+    Returns a list to which every launch adds its number of groups."""
     found = []
 
     def groups(tile, *_):

@@ -97,7 +97,7 @@ def test_the_layout_of_vllm(exact, seqlen_q, head_dim, cache_dtype):
         Rotary.none,
         lambda d: Rotary.rope(d, rotary_dim=d // 2).rectify(11),
         lambda d: Rotary.rope(d, rotary_dim=d // 2 + 2).rectify(11),  # both channels of a pair share words
-        lambda d: Rotary.rope(d, rotary_dim=10).rectify(11),  # a byte of int4 keys holds channels of two halves
+        lambda d: Rotary.rope(d, rotary_dim=10).rectify(11),  # a byte of int4 keys holds a first and a second member
         SCHEMES["hope_rerope_log_n"],
     ],
     ids=["none", "partial", "sharing", "ten", "interleaved"],

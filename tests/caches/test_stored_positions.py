@@ -56,8 +56,8 @@ def test_axes(target, scheme):
 @exact_targets
 @pytest.mark.parametrize("scheme", ["axial", "mrope_local"])
 def test_axes_where_the_last_rows_of_a_page_are_visible(target, scheme):
-    """Only the last rows of a page are visible. Queries are right, although their ranks among the visible keys are
-    lower than the row numbers of the keys that they see."""
+    """Only the last rows of a page are visible. Queries are right, although a query's rank among the visible
+    keys is lower than the row numbers of the keys that the query sees."""
     c = over(target, scheme, [16, 16])
     tables = dict(page_first=int32([[10], [9]]), page_lengths=int32([[6], [5]]))
     c.at(slot_positions=coordinates(c, c.rotary.axes), **tables).check()
@@ -160,7 +160,7 @@ def test_many_pages(target, scheme):
 @triton
 @pytest.mark.parametrize("scheme", ["mrope", "leaky"])
 def test_far_positions(target, scheme):
-    """Positions from 2^23 on are right. There float32 holds only whole numbers. Page positions are added to the stored
+    """Positions from 2^23 on, where float32 holds only whole numbers, are right. Page positions are added to the stored
     positions."""
     c = over(target, scheme, [64], table=torch.arange(4)[None])
     slots = torch.tensor([-(2.0**27), -4097.5, 0.375, 2.0**23])[:, None] + torch.arange(16.0)
@@ -211,7 +211,7 @@ def test_quantized(target, cache_dtype, scheme):
 @targets
 @pytest.mark.parametrize("scheme", MAPPED)
 def test_fractions(target, scheme):
-    """Positions just before and just after a key, a group and a chunk are right."""
+    """Fractional positions are right just before and just after a key and the edges of a group and of a chunk."""
     c = over(target, scheme, [75, 80], 3, heads=(2, 1))
     slots = c.by_slot(torch.arange(160.0).view(2, 80) * 1.375 - 20)
     queries = torch.tensor([[88.0, 126.875, 128.125], [127.75, 195.5, 300.25]])

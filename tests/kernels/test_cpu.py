@@ -33,8 +33,8 @@ def test_tables_of_rows_far_from_the_start(first, rows):
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize("lengths", LENGTHS, ids=lambda pair: f"{pair[0]}x{pair[1]}")
 def test_pieces_hold_every_visible_pair_once(lengths, causal, ahead):
-    """Every visible pair of a query and a key is in exactly one piece. ahead: how many positions the last query is
-    after the last key. The keys may be one block of a longer sequence."""
+    """Every visible pair of a query and a key is in exactly one piece. ahead: by how many positions the last
+    query follows the last key. The keys may be one block of a longer sequence."""
     seqlen_q, seqlen_k = lengths
     shift = seqlen_k - seqlen_q + ahead
     distance = torch.arange(seqlen_q)[:, None] + shift - torch.arange(seqlen_k)
@@ -93,7 +93,7 @@ def test_caches_lie_heads_first_on_the_cpu(make):
     cache = make(dtype=torch.float32, device="cpu")
     assert cache.k.shape[2:] == cache.v.shape[2:] == (2, 16)
     assert cache.k.transpose(1, 2).is_contiguous() and cache.v.transpose(1, 2).is_contiguous()
-    with torch.device("meta"):  # on any other device rows come first
+    with torch.device("meta"):  # on any other device the rows come before the heads
         assert make(dtype=torch.float32).k.is_contiguous()
 
 

@@ -46,8 +46,8 @@ def test_accuracy(head_dim, lengths, causal):
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 def test_equal_scores(causal):
-    """The results are right if all weights of a row are equal. Their rounding errors are then equal too and do not
-    cancel. The budget has a second rounding for the results."""
+    """The results are right if all weights of a row are equal. The rounding errors of the weights are then equal too
+    and do not cancel. The budget therefore allows one rounding for the weights and another one for the results."""
     p = support.problem(BRAIN, Rotary.none(64), 150, batch=2, heads=4, causal=causal, softmax_scale=0.0)
     support.check(BRAIN, p, roundings=2)
 
@@ -76,8 +76,8 @@ def test_needles_at_the_edges_of_a_window(width):
 @pytest.mark.parametrize("page", [0, 16])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_chunks_over_a_cache(head_dim, page, cache_dtype):
-    """A chunk of queries reads keys of every cache type, contiguous and in pages. It has enough queries for packing to
-    pay off."""
+    """A chunk of queries reads keys of every cache type, contiguous and in pages. The chunk has enough queries for
+    packing the keys to pay off."""
     options = dict(new=0, capacity=416, page=page, cache_dtype=cache_dtype)
     Cached(BRAIN, Rotary.rope(head_dim).rectify(90), (400, 300, 71), 70, **options).check()
 

@@ -167,7 +167,8 @@ def test_nan_reaches_the_rows_that_see_it():
 
 
 def test_other_calls_are_composed(compiled, monkeypatch):
-    """Calls in float64, and with more queries than the decoding kernel takes, are composed of PyTorch's kernels."""
+    """Calls in float64 are composed of PyTorch's kernels. So are calls over caches with more queries than the decoding
+    kernel takes but fewer than COMPILED_ROWS."""
     monkeypatch.setattr(compiled, "decode", None)
     monkeypatch.setattr(compiled, "forward", None)
     q, k, v = torch.randn(3, 1, 20, 2, 16, dtype=torch.float64)

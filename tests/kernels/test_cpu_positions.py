@@ -29,8 +29,8 @@ def of_documents(target, rotary, seqlen_q, *starts, entries=6, page=PAGE, **opti
 @pytest.mark.parametrize("scheme", LONG)
 @pytest.mark.parametrize("seqlen_q", [1, 3])
 def test_decoding(target, scheme, seqlen_q):
-    """Decoding is right if runs of positions span several blocks and chunks of the kernel, or a part of one. The second
-    sequence is a single run."""
+    """Decoding is right if a run of positions spans several blocks and chunks of the kernel, or only a part of one. The
+    second sequence is a single run."""
     starts = {2: 127, 3: 500, 14: 2000, 15: 2064 + 1}, {0: -700}
     of_documents(target, LONG[scheme](64), seqlen_q, *starts, entries=20, page=64, lengths=[1259, 1280]).check()
 
@@ -39,8 +39,8 @@ def test_decoding(target, scheme, seqlen_q):
 @pytest.mark.parametrize("scheme", LONG)
 @pytest.mark.parametrize("target", [FLOAT32, CPU[1], FLOAT64], ids=str)
 def test_chunks(target, scheme, causal):
-    """Chunks are right if the positions of their queries form two runs. The runs of keys before them are only partly
-    visible, because rows between them are hidden."""
+    """Chunks are right if the positions of their queries form two runs. Some rows in the earlier runs of keys are
+    hidden."""
     starts = {2: 100, 5: 196, 10: 360}, {1: 32, 4: 800}
     c = of_documents(target, LONG[scheme](32), 90, *starts, entries=12, page=32, lengths=[370, 384], causal=causal)
     c.tables["page_first"][0, 3], c.tables["page_lengths"][0, 3], c.tables["page_lengths"][1, 3] = 5, 17, 0
@@ -84,7 +84,7 @@ def test_masks_with_queries_that_see_no_key(seqlen_q):
 
 @queries
 def test_factor_by_length(seqlen_q):
-    """The factor counts the visible keys of all runs."""
+    """The factor depends on the number of visible keys in all runs together."""
     c = over(FLOAT32, dataclasses.replace(Rotary.rope(32), length_scale=10.0), [96, 90], seqlen_q)
     lengths = torch.full((2, 6), 16, dtype=torch.int32)
     lengths[:, 2] = 5

@@ -80,7 +80,8 @@ def test_narrow_heads_take_the_same_code(target, head_dim, scheme):
 @pytest.mark.parametrize("scheme", ["behind", "within", "interleaved_behind"])
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 200])
 def test_rotary_channels_anywhere(head_dim, scheme):
-    """Rotary channels of heads of all widths are served in decoding, over tiles with gradients, and in rotate."""
+    """The rotary channels may lie anywhere in the head, at every width: in decoding, in the forward and backward over
+    tiles, and in rotate."""
     rotary = SCHEMES[scheme](head_dim)
     for target in (FLOAT, BRAIN):
         for heads in ((2, 2), (8, 2)):

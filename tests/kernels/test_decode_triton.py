@@ -103,7 +103,7 @@ def test_a_tile_of_keys_that_a_band_reaches_in_part_is_rotated():
     """A tile of keys that a band reaches only in part is rotated. The first query sees its farthest key of the near
     band in the last rows of the tile."""
     window, target = 40, support.Target("triton", torch.float32, DEVICE)
-    ahead = window - 1 + configs.ROTATE_ROWS * 3 // 4  # keys before the first query; its near band begins in tile 0
+    ahead = window - 1 + configs.ROTATE_ROWS * 3 // 4  # keys before the first query, whose near band begins in tile 0
     rotary = Rotary.rope(32).rectify(window, 8)
     assert len(set(lower(rotary, True).k_stops)) == 2
     Cached(target, rotary, (ahead + CHUNK, ahead + CHUNK + 3), CHUNK, capacity=160).check()

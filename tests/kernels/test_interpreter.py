@@ -27,7 +27,8 @@ CALLS = {
 
 @pytest.mark.parametrize("name", CALLS)
 def test_bfloat16_is_refused(name):
-    """bfloat16 is refused, because the interpreter computes with its bit patterns."""
+    """bfloat16 is refused, because the interpreter would compute with the bit patterns of the numbers instead of their
+    values."""
     assert launcher.interpreted()
     with pytest.raises(ValueError, match=r"impl='triton' cannot serve .*interpreter.*bfloat16.*got torch\.bfloat16"):
         CALLS[name](BRAIN)

@@ -87,8 +87,8 @@ def check_division(call: Cached, launches, tiles: list[range], rows: list[int]) 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_every_tile_of_keys_lies_in_one_share(limit, launches, monkeypatch, seed):
-    """The shares hold every tile of keys once. No share exceeds the mean by more than ``SETUP``, the cost of a second
-    segment in tiles. The cuts name all pieces of a segment."""
+    """The shares hold every tile of keys once. No share exceeds the mean by more than ``SETUP``, which is the cost of
+    a second segment, in tiles. The cuts name all pieces of a segment."""
     draw = random.Random(seed)
     batch = draw.choice((2, 3, 31, 32, 33, 70))
     longest = draw.choice((16, 64, 65, 700))

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 
-# It runs in a separate process, because Triton's interpreter, which the tests use without a GPU, has no
+# This program runs in a separate process, because Triton's interpreter, which the tests use without a GPU, has no
 # specialisations.
 DENSE = """
 import collections, itertools, json, torch

@@ -35,7 +35,7 @@ def test_the_device_is_busy(multiprocessors, blocks):
     [
         (1, 16, 108, 16),  # too few keys to fill the device: one tile per split
         (8, 2048, 132, 16),  # 128 blocks on 132 multiprocessors, instead of more in two waves
-        (128, 2048, 108, 16),  # 2048 blocks in 19 waves; one split would leave 88 multiprocessors idle in the second
+        (128, 2048, 108, 16),  # 2048 blocks in 19 waves; one split would leave 88 SMs idle in the second wave
         (2048, 2048, 108, 1),
         (1, 3, 108, 1),  # not worth a second launch
         (1, 0, 108, 1),
@@ -59,7 +59,8 @@ def test_resident_blocks():
 
 
 def test_waves_of_a_compute_unit():
-    """A SIMD of an AMD GPU has 512 registers per lane, in units of 8, for at most 8 waves."""
+    """A SIMD of an AMD GPU has 512 registers per lane and runs at most 8 waves. Registers are allocated in units
+    of 8."""
     gpu = multiprocessor("gfx942")
     waves = {registers: gpu.waves(registers) for registers in (1, 64, 65, 72, 73, 128, 129, 256, 512)}
     assert waves == {1: 8, 64: 8, 65: 7, 72: 7, 73: 6, 128: 4, 129: 3, 256: 2, 512: 1}

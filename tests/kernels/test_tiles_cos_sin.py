@@ -112,8 +112,8 @@ def store_mapped_rows(out, maps, rotation, start, first, length, M: tl.constexpr
 
 @pytest.mark.parametrize("rotary", [ROTARY.self_extend(20, 4), ROTARY.dual_chunk(160, 32)], ids=["groups", "chunks"])
 def test_rows_that_a_map_gives(rotary):
-    """Each rotation reads the row that the formula gives, and row 0 for negative positions. The first query of a tile
-    is at position start, the first key at position first."""
+    """Each rotation reads the row that the formula gives, and row 0 for negative positions. A tile of queries
+    begins at position `start`, and a tile of keys at position `first`."""
     maps = lower(rotary, True).maps
     table = torch.tensor(maps, dtype=torch.int32)
     for rotation, (chunk, group, last, is_query) in enumerate(maps):
