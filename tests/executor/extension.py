@@ -54,7 +54,7 @@ def built(arch: int) -> Built:
     folder = build.used(build.cache() / f"extension-{key}")
     result = Built(folder / "operators.so", folder / "decode.ptx")
     with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # pytest-xdist asks from several processes
+        fcntl.flock(lock, fcntl.LOCK_EX)  # several processes of pytest-xdist may build at once
         if not result.operators.exists():
             _compile(folder, arch, compiler, cxx, package, driver)
     return result
@@ -96,7 +96,7 @@ class Operators:
         self.use(self.ptx)
 
     def use(self, ptx: str) -> None:
-        """Sets the PTX of the kernels of later calls. Raises ValueError if it is refused."""
+        """Sets the PTX of the kernels of later calls. Raises ValueError if the executor refuses the PTX."""
         if error := self.library.runtime_use_ptx(ptx.encode()):
             raise ValueError(error.decode())
 

@@ -27,7 +27,7 @@ def test_prefill(machine, arch, rotary, seqlen):
     assert forward.tensor_flops == work.tensor_flops(sum(tiles), tile.block_m, tile.block_n, work.HEAD_DIM)
     tile_bytes = tile.block_n * ROW
     assert forward.tensors["v"].sectors_read == sum(tiles) * tile_bytes
-    # rotated keys are read only inside the window, where the raw keys supply the channels that do not rotate
+    # Rotated keys are read only in the first band. There, the channels that do not rotate are read from the raw keys.
     copied = sum(part.width for part in copied_parts(rotary, causal=True)) * work.ITEMSIZE or ROW
     assert forward.tensors["rotated_k"].sectors_read == tiles[0] * tile.block_n * copied
     assert forward.tensors["k"].sectors_read == tiles[0] * tile.block_n * (ROW - copied) + sum(tiles[1:]) * tile_bytes
@@ -106,8 +106,9 @@ def test_quantized_keys_that_do_not_rotate_are_read_once(machine, cache_dtype, s
 
 @pytest.mark.parametrize("paged", [False, True], ids=["contiguous", "paged"])
 def test_instructions_a_byte_of_the_cache(machine, paged):
-    """Decoding executes few enough instructions per byte of the cache. If every key is rotated, instructions and not
-    memory limit it. Blocks of 8 warps would take 0.126 per byte, and a page lookup for every key 0.158."""
+    """Decoding executes few enough instructions per byte of the cache. If every key is rotated, decoding is limited
+    by instructions, not by memory. Blocks of 8 warps would take 0.126 instructions per byte, and a page lookup for
+    every key 0.158."""
     assert work.instructions_a_byte(Rotary.rope(128), paged, 512) <= (0.12 if paged else 0.117)
 
 

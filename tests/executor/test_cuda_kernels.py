@@ -110,8 +110,8 @@ def test_more_queries_than_one_tile_and_than_keys(operators, causal):
 
 @pytest.mark.parametrize("length_scale", [30.0, 0.5])
 def test_the_factor_by_length_counts_the_keys_of_each_sequence(operators, length_scale):
-    """The factor by length counts the keys of each sequence. One key more or less changes the factor of the two short
-    sequences by several percent."""
+    """The factor by length depends on the number of keys of each sequence. One key more or less changes the factor of
+    the two short sequences by several percent."""
     rotary = dataclasses.replace(Rotary.rope(64), length_scale=length_scale)
     for leftpad in (None, [0, 30, 0, 9]):
         check(rotary, FP16, [150, 60, 2, 1], heads=(4, 1), leftpad=leftpad)

@@ -1,7 +1,7 @@
 """Tests offsets beyond 2^31 elements and 2^32 bytes in every tensor of the compiled kernels.
 
-The memory is sparse, so few programs at huge strides cost little. The results must be bitwise those of the same numbers
-in small tensors. The results in small tensors are checked against the error budget.
+The memory is sparse, so huge strides need little memory. A test runs only a few programs. The results must be bitwise
+those of the same numbers in small tensors. The results in small tensors are checked against the error budget.
 """
 
 import math
@@ -244,7 +244,7 @@ def test_the_buffers_of_256_splits(machine):
 def test_many_short_sequences(machine):
     """The last blocks of a grid over 2^23 sequences of 16 rows are right, forward and backward. q has 2^36 elements,
     lse 2^32."""
-    batch, rows, heads, rotary = 2**23, 16, 32, SCHEMES["rope"](16)  # the last blocks compute the one rotation of RoPE
+    batch, rows, heads, rotary = 2**23, 16, 32, SCHEMES["rope"](16)  # the last blocks compute RoPE's only rotation
     p = support.problem(BF16, rotary, rows, heads=1, group=1, seed=90)
     want = support.run(p, "triton")
     support.check(BF16, p)

@@ -45,8 +45,8 @@ PTX = """
 
 
 def run(body: str, x: torch.Tensor, outputs: int, shared_bytes: int = 0) -> torch.Tensor:
-    """Returns int32 (rows, outputs) that the body computes from x (rows, inputs), with 32 rows per block. It reads %x0,
-    %x1, ... and writes %y0, %y1, ..."""
+    """Returns int32 (rows, outputs) that the body computes from x (rows, inputs), with 32 rows per block. The body
+    reads %x0, %x1, ... and writes %y0, %y1, ..."""
     inputs, out = x.shape[1], torch.zeros(len(x), outputs, dtype=torch.int32)
     text = PTX.format(
         inputs=inputs,

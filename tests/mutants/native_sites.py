@@ -126,7 +126,8 @@ PRIMARY = re.compile(r"[-!~*&]?(?:[A-Za-z_][\w:]*(?:<[\w:, ]+>(?=\())?|(?:\d+\.?
 
 
 def _operand(code: str, at: int, end: int, products: bool) -> int:
-    """Returns the end of the operand that begins here, or 0. products: factors that follow belong to the operand."""
+    """Returns the end of the operand that begins here, or 0. products: whether factors that follow belong to the
+    operand."""
     match = PRIMARY.match(code, at)
     here = match.end()
     while here < end:

@@ -27,7 +27,7 @@ ROOMS = {  # a file belongs to the first room with a pattern that matches it
         "python/flashrope/integrations/vllm/*.py",
     ),
 }
-# The numbers in configs.py only change the time. Tests of megatron and options need additional packages or models.
+# The numbers in configs.py change only how long kernels run. The tests of megatron.py need an additional package.
 WITHOUT = ("*/__init__.py", "triton_kernels/configs.py", "*/integrations/megatron.py")
 
 

@@ -79,7 +79,7 @@ FIVE += [(name, False, name in ("rope", "leaky", "hope_rerope_log_n")) for name 
 
 
 def rows(cases):
-    """Returns (arguments, whether the interpreter runs them too by default) as parameters."""
+    """Returns pytest's parameters. cases: (arguments..., whether the interpreter runs the case by default)."""
     slow = () if torch.cuda.is_available() else pytest.mark.slow
     return [pytest.param(*arguments, marks=() if quick else slow) for *arguments, quick in cases]
 
@@ -213,8 +213,8 @@ def test_torch_is_asked_for_deterministic_algorithms(target, deterministic):
 )
 @pytest.mark.parametrize("compiled", [False, True])
 def test_none_follows_torch(launched, target, deterministic, compiled, head_dim, dtype, enabled, atomics):
-    """deterministic=None follows torch's setting when the backward runs. Without the setting, it uses atomics if they
-    are predicted to be faster for the shape."""
+    """deterministic=None follows torch's setting when the backward runs. Without the setting, the backward uses
+    atomics if they are predicted to be faster for the shape."""
     rotary = Rotary.rope(head_dim)
     run = compiled_operator(rotary, None) if compiled else partial(attention, rotary=rotary, impl="triton")
     options = {"dtype": dtype, "device": target.device, "requires_grad": True}

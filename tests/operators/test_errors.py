@@ -200,8 +200,8 @@ def test_every_foreign_keyword_names_ours(call):
 
 @pytest.mark.parametrize("call", [dense, varlen, cached, paged, varlen_cached])
 def test_defaults_of_other_libraries_change_nothing(call):
-    """Calls of flash-attn, SDPA and Hugging Face with all their defaults written out give the same results as without
-    them."""
+    """The calls also accept arguments of flash-attn, SDPA and Hugging Face that have their defaults there. Such
+    arguments change no result."""
     own = {name for each in CALLS for name in inspect.signature(each).parameters}
     given = {name: value for name, values in NO_OPS.items() if name not in own for value in values[:1]}
     assert {"dropout_p", "softcap", "window_size", "attn_mask"} <= given.keys()

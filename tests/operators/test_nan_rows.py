@@ -107,8 +107,8 @@ def test_infinite_keys_on_the_cpu_as_in_the_reference(one_thread, scheme, value,
 @whiches
 @pytest.mark.parametrize("value", [torch.nan, torch.inf], ids=str)
 def test_rows_that_a_number_may_reach(exact, which, value):
-    """A number in q reaches only its own row. Under the causal mask, a number in k or v reaches no row that precedes it
-    by a tile or more."""
+    """A NaN or infinity in q reaches only its own row. Under the causal mask, a NaN or infinity in k or v reaches no
+    row that precedes it by more than a tile."""
     tile, seqlen, at = (512, 1200, 900) if exact.impl == "cpu" else (128, exact.size(160, 300), 150)
     p = support.problem(exact, SCHEMES["rerope"](D), seqlen, heads=1, group=1, seed=15)
     dirty = getattr(p, which).clone()

@@ -10,8 +10,8 @@ WINDOW = 21
 
 
 def match(p, i, distance):
-    """Returns a key that matches query i: after the rotation for this distance, it has the query's direction. Their
-    score is near 12."""
+    """Returns a key that matches query i: after the rotation for this distance, the key has the query's direction. The
+    score of the query and the key is near 12."""
     cos, sin = (x.float() for x in cos_sin(p.rotary, torch.tensor(float(distance))))
     q = p.q[0, i, 0].float().cpu()
     first, second = q.chunk(2)

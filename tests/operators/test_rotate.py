@@ -129,8 +129,8 @@ def test_packed(exact):
 
 @pytest.mark.parametrize("scheme", ["rope_partial", "hope_yarn", "log_n_clipped", "rotated_scale"])
 def test_the_scores_of_rotated_queries_and_keys(exact, scheme):
-    """Attention without rotation over rotated q and k gives the scheme's results, if it has the scheme's scales of
-    scores."""
+    """Over rotated q and k, a scheme that rotates nothing gives the original scheme's results, if it scales the scores
+    as the original scheme does."""
     rotary = ROTATIONS[scheme](16)
     p = support.problem(exact, rotary, 23, batch=2)
     q, k = (rotate(x, rotary, impl=exact.impl) for x in (p.q, p.k))

@@ -15,7 +15,8 @@ from flashrope.triton_kernels.arguments import ScoreGrads
 from packing import packing
 from support import SCHEMES
 
-# Rows after the last query are read from the workspace although nothing was written there. Their sums are not used.
+# Rows after the last query are read from the workspace although nothing was written to them. Their sums may overflow,
+# but are not used.
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
 PANEL = configs.PANEL_ROWS * configs.PANEL_KEYS  # elements
 
@@ -83,8 +84,8 @@ def test_several_rows_of_panels(target, stored, lengths):
 
 @pytest.mark.parametrize("tile", [(16, 64, 1, 1), (64, 128, 4, 1)], ids=["64 keys", "128 keys"])
 def test_tiles_within_and_across_panels(target, stored, tile):
-    """A tile may lie within a panel, or in two panels if it has 128 keys. At head_dim 128 the rows of the first tile
-    are queries."""
+    """A tile may lie within a panel, or in two panels if it has 128 keys. In the first case, the rows of a
+    score tile are queries if ``configs.query_rows`` allows it for the architecture."""
     with tiles.forced("grad_kv", configs.Tile(*tile)), tiles.forced("grad_q", configs.Tile(32, 32, 1, 1)):
         support.check(target, support.problem(target, SCHEMES["rerope"](128), 140, 150, seed=7))
     assert stored == PAIR
@@ -97,7 +98,7 @@ def test_tiles_within_and_across_panels(target, stored, tile):
 def test_a_workspace_for_some_heads_at_a_time(target, stored, monkeypatch, batch, heads, group, matrices, pairs):
     """If the workspace holds only some matrices, the heads are computed in several pairs of launches. matrices: how
     many fit into the workspace. pairs: the number of pairs of launches."""
-    panels = 2  # of a matrix of 40 rows and keys
+    panels = 2  # panels of one matrix, for 40 queries and 40 keys
     monkeypatch.setattr(configs, "SCORE_BYTES", 4 * PANEL * panels * matrices)
     p = support.problem(target, Rotary.rope(16), 40, batch=batch, heads=heads, group=group, seed=8)
     support.check(target, p)

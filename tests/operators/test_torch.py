@@ -87,7 +87,8 @@ def test_opcheck(exact, kind):
 @pytest.mark.parametrize("impl", ["cpu", "reference"])
 @kinds
 def test_the_operator_and_the_eager_call_agree_to_the_bit(kind, impl):
-    """Autograd differentiates an eager call of the reference. The reference's operator uses ``reference.backward``."""
+    """The operator and the eager call give the same bits. In the reference, autograd differentiates the eager call, and
+    the operator uses ``reference.backward``."""
     arguments = operator_arguments(kind, impl)
     out, through = public_call(kind, *arguments[:3], impl), torch.ops.flashrope.attention(*arguments)[0]
     assert torch.equal(out, through)
@@ -144,7 +145,7 @@ def test_compiled_in_one_graph(kind):
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 def test_compile(rotary, dynamic):
-    """Compiles into one graph. With dynamic shapes, a new length causes no recompilation."""
+    """The call compiles into one graph. With dynamic shapes, a new length causes no recompilation."""
     torch.compiler.reset()
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(
@@ -251,7 +252,7 @@ def test_autocast(rotary, dtype):
 
 
 def test_autocast_leaves_other_types(rotary):
-    """Autocast does not cast a float16 or float64 tensor. The call then refuses the mixed types."""
+    """Autocast does not cast float16 or float64 tensors. A call that mixes them with cast tensors raises an error."""
     q, k, v = inputs(requires_grad=False)
     with torch.autocast("cpu", torch.bfloat16):
         assert attention(*(x.half() for x in (q, k, v)), rotary).dtype == torch.float16

@@ -46,7 +46,7 @@ def rows() -> dict[str, tuple[int, int]]:
 
 
 def inputs(device: str, dtype: torch.dtype = torch.bfloat16, part: int = 1) -> tuple[torch.Tensor, ...]:
-    """Returns q, k and v with the number of heads divided by part."""
+    """Returns q, k and v with the number of heads divided by `part`."""
     options = {"dtype": dtype, "device": device, "requires_grad": True}
     return tuple(torch.randn(1, SEQLEN, heads // part, HEAD_DIM, **options) for heads in (HEADS, HEADS_KV, HEADS_KV))
 

@@ -54,9 +54,9 @@ def exact(inv_freq, position):
 
 @functools.cache
 def oracle(name, slope, offset):
-    """Returns cos and sin at slope * position + offset, float64 (positions, 2, pairs). For Leaky ReRoPE, 1 / k and
-    w - w / k are computed exactly. Every rotation, and every difference of two rotations, is a sum of small multiples
-    of 1, of 1 / k and of the offset."""
+    """Returns cos and sin at slope * position + offset, float64 (positions, 2, pairs). For Leaky ReRoPE, slope and
+    offset are computed again, exactly: the slope of every rotation, and of every difference of two rotations, is
+    a + b / k with a and b in (-1, 0, 1), and the offset is a multiple of w - w / k."""
     with mpmath.workdps(60):
         if name in LEAKS:
             w, k = map(mpmath.mpf, LEAKS[name])

@@ -114,7 +114,7 @@ def test_decoding_and_packed(target, name):
 
 
 def test_keys_and_other_schemes_pay_nothing():
-    """The lowered scheme applies the factor to queries only. Without a factor, its rotations do not change."""
+    """The lowered scheme applies the factor to queries only. Without a factor, all rotations have a scale of 1."""
     plain, scaled = Rotary.rope(16).rectify(9), Rotary.rope(16).rectify(9).scale_rotated(1.5)
     assert set(lower(plain, True).scales) == {1.0}
     lowered = lower(scaled, True)
