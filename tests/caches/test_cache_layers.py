@@ -1,5 +1,5 @@
-"""Tests one cache for all layers of a model: steps, whose tokens are kept in all layers or, after an error, in none;
-left padding; autocast."""
+"""Tests one cache for all layers of a model: its steps, left padding and autocast. The tokens of a step are kept in all
+layers or, after an error, in none."""
 
 import random
 import re

@@ -1,5 +1,5 @@
-"""In calls over caches every sequence gives the last rows of one full call, whatever else the cache holds. A packed
-batch of one-token steps, chunks and whole prompts gives each sequence the same result as a separate call.
+"""A call over a cache computes the last rows of full attention over each sequence, whatever else the cache holds. A
+packed batch of one-token steps, chunks and whole prompts gives each sequence the same result as a separate call.
 """
 
 import pytest
@@ -170,7 +170,7 @@ def test_needles_on_the_edge(exact, kind, distance):
 
 @page_sizes
 def test_token_by_token_is_one_full_call(exact, page_size):
-    """A sequence that grows in chunks of several sizes gives the rows of one full call."""
+    """Chunks of several sizes, appended one after another, give the same rows as one call over all tokens."""
     chunks = (13, 1, 1, 7, 66, 1, 1, 3)
     p = support.problem(exact, Rotary.rope(16).rectify(9).log_n(10), sum(chunks))
     full, bound = support.exact_and_bound(p)
@@ -218,7 +218,8 @@ def test_blocks_that_begin_within_a_chunk(name, composed, monkeypatch):
 
 @pytest.mark.parametrize("name", MAPS)
 def test_a_step_is_the_last_row_of_attention(name):
-    """A growing cache gives the rows of attention across the ends of chunks, on the default backend."""
+    """Steps over a growing cache give the rows of one attention call, also across the ends of a position map's chunks.
+    The test uses the default backend."""
     q, k, v = (support.random((1, 290, 1, 16), support.Target("cpu", torch.float32, "cpu"), seed) for seed in range(3))
     cache = KVCache(1, 300, 1, 16, dtype=torch.float32, device="cpu")
     whole = attention(q, k, v, MAPS[name])

@@ -1,4 +1,5 @@
-"""Quantized caches give attention over the dequantized keys and values, whatever code writes and reads them."""
+"""A call over a quantized cache computes attention over the dequantized keys and values, whichever backend and kernel
+writes or reads them."""
 
 import pytest
 import support

@@ -1,4 +1,4 @@
-"""Over caches of rotated keys, every sequence gives the last rows of one full call over raw keys."""
+"""A call over a cache of rotated keys computes the last rows of full attention over each sequence's raw keys."""
 
 import pytest
 import support

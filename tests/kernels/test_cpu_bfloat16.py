@@ -186,8 +186,8 @@ def test_results_are_rounded_to_nearest():
 
 
 def test_weights_are_rounded_to_nearest():
-    """With values of 1, the results are the sums of rounded weights over the sums of weights. Truncated weights would
-    make them smaller."""
+    """With values of 1, the results are the sums of rounded weights divided by the sums of weights. Truncated
+    weights would make the results smaller than 1."""
     q, k, _ = torch.randn(3, 1, 400, 4, 64, generator=torch.Generator().manual_seed(6)).bfloat16()
     out = attention(q, k, torch.ones_like(k), Rotary.rope(64), causal=False, impl="cpu")
     assert torch.equal(out, torch.ones_like(out))

@@ -133,8 +133,8 @@ def test_neighbors_and_threads_change_nothing():
 @pytest.mark.parametrize("lengths", [(130, 130), (65, 200), (200, 65), (64, 64), (1, 129)], ids=str)
 @targets
 def test_tiles(target, lengths, causal):
-    """Results are right for more than a tile of queries and a block of keys, complete and incomplete, for windows
-    shorter and longer than a block, and for channels after the rotated ones."""
+    """Results are right for several tiles of queries and blocks of keys, whether or not the last ones are complete.
+    They are right for windows shorter and longer than a block, and for channels after the rotated ones."""
     for rotary in (
         SCHEMES["leaky"],
         Rotary.rope(64).rectify(20),

@@ -181,8 +181,8 @@ def test_layouts_are_bitwise_identical(target, layout, head_dim):
 @pytest.mark.parametrize("head_dim", [264, 384, 512])
 @targets
 def test_tiles(target, head_dim, lengths, causal):
-    """Results are right for more than a tile of queries and a block of keys, complete and incomplete. At these widths a
-    tile has fewer rows."""
+    """Results are right for several tiles of queries and blocks of keys, whether or not the last ones are complete. At
+    these widths a tile has fewer rows."""
     scheme = {264: "interleaved", 384: "behind", 512: "p_rope"}[head_dim]
     rotary = SCHEMES[scheme](head_dim)
     support.check(target, support.problem(target, rotary, *lengths, heads=4, causal=causal, layout="poisoned"))

@@ -1,4 +1,4 @@
-"""Tests needles: one key that takes nearly all of a row's probability, at the edge of a band."""
+"""Tests needles at the edges of bands. A needle is a key that takes nearly all of a row's probability."""
 
 import pytest
 import support

@@ -105,8 +105,8 @@ EVERY = [REFERENCE, *(t for t in support.TARGETS if t.dtype == torch.float32)]
 
 @pytest.mark.parametrize("target, name", [case(target, name, target.slow) for target in EVERY for name in SCHEMES])
 def test_decoding_and_packed(target, name):
-    """Over a cache, a prompt, steps of one and of several tokens, and packed sequences give the results of the
-    formula."""
+    """Over a cache, a prompt and steps of one and of several tokens give the results of the formula. So do packed
+    sequences without a cache."""
     for queries in (17, 1, 3):
         Cached(target, SCHEMES[name], (24, 17), queries, heads=(2, 1)).check()
     p = packing(target, SCHEMES[name], (24, 5))
