@@ -170,7 +170,7 @@ def test_violations_name_the_kernel_and_the_limit(compiled):
     fields = [field.name for field in dataclasses.fields(Measured)]
 
     def found(name):
-        # without its loop's figures: a bare product has a different instruction mix from attention
+        # The figures of the loop are left out, because a bare product has a different instruction mix from attention.
         measured = {field: compiled[name][field] for field in fields} | {"loop": None}
         return row(measured=Measured(**measured)).violations()
 
@@ -327,8 +327,8 @@ def test_shared_memory_limit(arch, limit):
     ],
 )
 def test_keys_and_values_are_read_once_in_vectors(cache, wide, narrow, passes):
-    """Keys and values are read once, in 16-byte loads. 64 keys and values of 128 two-byte channels take 8 such loads
-    per thread of 8 warps."""
+    """Keys and values are read once, in 16-byte loads. 64 keys and 64 values of 128 two-byte channels take 8 such loads
+    in each thread of 8 warps."""
     decode = next(scheme for scheme in cases.DECODE if scheme.name == f"rerope {cache}")
     loop = {"mma": 16, "total": 200, "global": wide + narrow, "global 16 B": wide}
     chunk = next(scheme for scheme in cases.CHUNKS if scheme.name == f"rope {cache} chunk")
@@ -401,7 +401,7 @@ def test_listing():
     assert len(listing.opcodes) == 17 and listing.opcodes[10] == "BRA.U"
     assert listing.loops == ((2, 13), (3, 6), (7, 10), (15, 15))
     assert sass.local_bytes(listing) == (24, 4)
-    assert sass.local_bytes_in_loops(listing) == 0  # the load and the stores are in the loop around the two
+    assert sass.local_bytes_in_loops(listing) == 0  # local memory is accessed only in the outer loop
     assert sass.mix(listing.opcodes)["total"] == 16  # the NOP does not count
     first, second = sass.tile_loops(listing)  # leaves out the outer loop and the endless loop
     assert first == {"mma": 1, "products": 1, "fp32": 1, "other": 2, "total": 4}

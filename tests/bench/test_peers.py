@@ -61,7 +61,7 @@ def test_the_loop_over_tiles_is_the_one_with_exponentials():
     listing = sass.parse(parts["first"])
     loop = peers.attention_loop(listing)
     assert (loop["total"], loop["products"], loop["ldsm"]) == (6, 1.5, 1)
-    assert sass.hot_loop(listing)["products"] == 2  # hot_loop takes the loop that has only a product
+    assert sass.hot_loop(listing)["products"] == 2  # hot_loop takes the loop that has products but no exponentials
     row = peers.figures(80, 255, 4, 64 * 1024, listing, 1.5)
     assert row == {
         "warps": "4",

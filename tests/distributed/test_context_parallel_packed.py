@@ -143,7 +143,7 @@ def test_what_is_called():
             (call,) = called.call_args_list
             assert call.kwargs["deterministic"] is deterministic
             if causal:
-                assert [x.shape[0] for x in call.args] == [16] * 3  # chunks of whole sequences
+                assert [x.shape[0] for x in call.args] == [16] * 3  # no sequence begins before its chunk
                 assert call.kwargs["max_seqlen_q"] == call.kwargs["max_seqlen_k"] == 4
             with mock.patch.object(distributed, "attention", wraps=distributed.attention) as dense:
                 context_parallel_attention(q[None], k[None], v[None], p.rotary, group, **options)

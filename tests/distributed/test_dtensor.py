@@ -157,7 +157,8 @@ def test_rotated_keys():
     odd = [distribute_tensor(x, mesh(2), [BATCH]) for x in inputs(batch=3)[:3]]
     arguments = (None, None, None, 20, 20, rotary.text, True, 0.25, True, "keeping")
     out, _, rotated_k, _ = OPERATORS.attention(*odd, *arguments)
-    # 2 ranks cannot share 3 sequences equally, and rotated_k would not be divided at the same rows as the batch.
+    # 2 ranks cannot share 3 sequences equally. rotated_k, which holds the rows of all sequences, would be divided
+    # inside the second sequence.
     assert out.placements == rotated_k.placements == (Replicate(),)
     whole = [distribute_tensor(x, mesh(2), [Replicate()]) for x in inputs(batch=3)[:3]]
     positions = distribute_tensor(given[:3], mesh(2), [BATCH])  # the only tensor that is sharded over the batch

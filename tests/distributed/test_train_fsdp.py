@@ -62,8 +62,8 @@ def make_run(arguments, out):
 
 
 def whole(run, of_gradients: bool = False) -> dict[str, torch.Tensor]:
-    """Gathers all parameters, or their gradients, and returns them with q, k and v joined, as in the model of
-    flashrope.small_models."""
+    """Gathers all parameters, or their gradients. Returns them with the projections of q, k and v joined, as in the
+    model of flashrope.small_models."""
     tensors = {name: (p.grad if of_gradients else p.detach()).full_tensor() for name, p in run.model.named_parameters()}
     return joined(tensors, run.args.layers)
 

@@ -34,7 +34,7 @@ def test_pairs():
         if gap:
             assert (high - low).unique().tolist() == [gap]
         else:
-            assert (high - low).min() == 1 and 200 < ((high - low) < 32).sum() < 300  # half are below the root of 1000
+            assert (high - low).min() == 1 and 200 < ((high - low) < 32).sum() < 300  # half are below sqrt(1000)
 
 
 def test_a_network_that_compares_digits_is_right():

@@ -168,7 +168,7 @@ def test_micro_batches_add_up():
     (whole, one), (parts, other) = weights(0), weights(4)
     assert parts == pytest.approx(whole, rel=1e-5) and (one - other).abs().max() < 1e-4
     half_a_batch = torch.randint(256, (3, 16)), torch.full((3, 16), -100)
-    half_a_batch[1][:, -1] = 7  # one target a row
+    half_a_batch[1][:, -1] = 7  # only the last token of each row is a target
     torch.manual_seed(0)
     first = train(LanguageModel(ModelConfig(32, 1, 2)), Rotary.rope(16), [half_a_batch], TrainConfig(1, 3, 16)).loss
     assert first == pytest.approx(math.log(256), abs=0.2)

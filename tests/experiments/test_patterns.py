@@ -57,7 +57,7 @@ def test_components_add_up_to_the_scores(rotary):
     found = components(q, k, rotary)
     assert torch.allclose(found.sum(1), scores_of_last(q, k, rotary), atol=1e-12)
     assert found.shape[1] == len(rotary.frequencies) + (rotary.rotary_dim < 16)
-    # one pair only, all others zero
+    # All pairs except the first are zero.
     only = torch.zeros_like(q)
     channels = (0, 1) if rotary.interleaved else (0, rotary.rotary_dim // 2)
     only[..., channels] = q[..., channels]

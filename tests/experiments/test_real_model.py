@@ -263,7 +263,7 @@ def test_continued_training_resumes(folder, tmp_path, bins, monkeypatch):
 
     def interrupted(*given):
         steps.append(1)
-        if len(steps) == 7:  # the third step of the second way, whose second step was saved
+        if len(steps) == 7:  # in the third step of the second way; its second step was saved
             raise KeyboardInterrupt
         return train_step(*given)
 

@@ -65,7 +65,7 @@ def _small(name: str):
     try:
         return _smaller(name)
     except Exception:
-        return _smaller(name, head_dim=16)  # a few configurations have None
+        return _smaller(name, head_dim=16)  # in a few configurations head_dim is None
 
 
 def _smaller(name: str, **changes):

@@ -121,8 +121,8 @@ def padded(seqlen: int = SEQLEN, left: int = PADDING, right: int = 0) -> torch.T
 
 @torch.no_grad()
 def logits(model, ids, mask=None, cache=None, calls=None, **kwargs) -> torch.Tensor:
-    """Returns logits (batch, seqlen, vocabulary). They come from one call without a cache, or from several calls with a
-    cache that end at ``calls``. Rows of padding are 0."""
+    """Returns logits (batch, seqlen, vocabulary). They come from one call without a cache, or from several calls over a
+    cache, which end at the numbers of tokens in ``calls``. The logits of padding are 0."""
     if calls is None:
         out = model(ids, attention_mask=mask, use_cache=False, **kwargs).logits
     else:
@@ -205,8 +205,8 @@ def released_width(name: str) -> str:
 
 def difference_at(model, calls=CALLS) -> float:
     """Converts a model and returns the largest change of any logit, after scaling logits to a maximum of 3. It compares
-    a call without a cache, and padded calls over a cache that end at ``calls``. calls None: the padded call has no
-    cache either. None of the tokens stands for an image or a sound."""
+    a call without a cache, and calls with padding over a cache, which end at the numbers of tokens in ``calls``. calls
+    None: the padded call has no cache either. None of the tokens stands for an image or a sound."""
     ids = tokens().clamp(max=50)
 
     def both() -> list[torch.Tensor]:

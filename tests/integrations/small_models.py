@@ -71,8 +71,8 @@ LATENT = dict(
     head_dim=8,  # for the rotary embedding
 )
 DENSE_FIRST = dict(first_k_dense_replace=1, n_routed_experts=4, num_experts_per_tok=2, n_shared_experts=1)
-# GEMMA4 makes small models like the released ones of Gemma 4: some layers share keys, and some have one projection for
-# keys and values.
+# GEMMA4 gives small models what the released Gemma 4 models have: layers that share keys, and layers with one
+# projection for keys and values.
 GEMMA4 = dict(head_dim=16, global_head_dim=32, **SHARED)
 FAMILIES = {
     "afmoe": HYBRID,
@@ -163,7 +163,7 @@ FAMILIES = {
 }
 OWN_MASKS = "gets its masks from AttentionMaskInterface"
 OWN_ATTENTION = "gets its attention from AttentionInterface"
-# {family that convert refuses in older versions of transformers: (newest version that it is refused in, reason)}
+# {family that convert refuses in older versions of transformers: (newest version in which it is refused, reason)}
 OLDER = {
     "diffllama": ((5, 0), OWN_ATTENTION),
     "falcon_h1": ((5, 0), OWN_MASKS),
@@ -194,9 +194,9 @@ def small_config(name: str, **changes):
 
 
 def vary(model):
-    """Adds random numbers to all vectors (scales of norms, biases, sinks), the same in every call. Initially vectors
-    are ones and zeros. With these, a norm after the rotation would give the same result as a norm before the rotation,
-    and an error in their order would not show."""
+    """Adds random numbers to all vectors (scales of norms, biases, sinks), the same in every call. Initially these
+    vectors are ones or zeros. A norm after the rotation would then give the same result as a norm before the rotation,
+    so the wrong order would go unnoticed."""
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -204,7 +204,7 @@ def vary(model):
                 parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
         for module in model.modules():
             if getattr(module, "scaling", None) == 1.0 and hasattr(module, "q_norm"):  # gemma3n, gemma4
-                module.q_norm.weight *= 2 * module.head_dim**-0.5  # as trained models have it
+                module.q_norm.weight *= 2 * module.head_dim**-0.5  # the usual size in trained models
     return model
 
 

@@ -68,8 +68,8 @@ def test_calls_over_codes_are_those_over_what_they_stand_for(family, options, ca
 @pytest.mark.parametrize("search", [{}, {"num_beams": 3}], ids=["greedy", "beams"])
 @torch.no_grad()
 def test_generate(cache_dtype, search):
-    """Greedy and beam search give the text that a cache of dequantized keys and values gives. Beams select rows of the
-    cache together with their scales."""
+    """Greedy and beam search give the text that a cache of dequantized keys and values gives. Beam search selects rows
+    of the cache together with their scales."""
     model, ids = converted("llama"), torch.randint(64, (2, 7))
     options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, **search}
     texts = [

@@ -54,9 +54,9 @@ def test_one_graph_for_every_packing(name):
 @pytest.mark.parametrize("name", [name for name in MODELS if name == "gemma3_text" or families.VERSION >= (5, 0)])
 @pytest.mark.parametrize("mask", [None, padded()], ids=["whole", "padded"])
 def test_steps_with_a_static_cache(name, mask):
-    """Steps with a static cache compile to one graph when compiled as ``generate`` does it. In transformers 4.57 the
-    test leaves out models whose layers are all of one kind, because the stock model does not compile to one graph
-    either."""
+    """Steps with a static cache compile to one graph if they are compiled as ``generate`` compiles them. In
+    transformers 4.57 the test leaves out models whose layers are all of one kind, because the stock model does not
+    compile to one graph either."""
     model, ids = MODELS[name](), tokens()
     expected = logits(model, ids, mask)[:, 20:23]
     cache, found = static(model), []

@@ -165,8 +165,8 @@ def allocators_of(monkeypatch) -> dict:
 @pytest.mark.parametrize("changes", [{}, {"log_n": 12}], ids=str)
 @pytest.mark.parametrize("name", released.GEMMAS)
 def test_gemma_4(name, changes, monkeypatch):
-    """Pages are as wide as the layers of their type, 512 or 256 channels. Layers that share keys have no pages. The
-    stock model fails here, because its layers differ."""
+    """Pages have the head_dim of the layers of their type, 512 or 256. Layers that share keys have no pages. The stock
+    model fails under continuous batching, because its layers have different head_dims."""
     model = released.released(name, eos_token_id=None, max_position_embeddings=256)
     with pytest.raises(RuntimeError, match="is a per-layer attribute"):
         batched(model, MIXED)

@@ -72,7 +72,8 @@ def write(path, architecture="llama"):
 
 
 def unpermuted(x, heads):
-    """Returns the rows in the order for half pairing. llama.cpp stores q and k in the order for interleaved pairs."""
+    """Returns the rows of the weights x of a q or k projection in the order for half pairing. llama.cpp stores them in
+    the order for interleaved pairs."""
     return x.view(heads, x.shape[0] // heads // 2, 2, -1).transpose(1, 2).reshape(x.shape)
 
 

@@ -126,7 +126,7 @@ def test_yarn_fields():
     assert yarn(attention_factor=1.5).temperature == 2.25
     assert yarn(mscale=0.707, mscale_all_dim=0.707).temperature == 1
     assert yarn(mscale=1.0, mscale_all_dim=0.5).temperature == pytest.approx(((1 + t) / (1 + 0.5 * t)) ** 2, rel=1e-14)
-    assert yarn(mscale=2.0).temperature == pytest.approx((1 + t) ** 2, rel=1e-14)  # alone it is ignored
+    assert yarn(mscale=2.0).temperature == pytest.approx((1 + t) ** 2, rel=1e-14)  # mscale needs mscale_all_dim
     assert yarn(factor=None, original_max_position_embeddings=1024) == plain.yarn(4.0, 1024)
 
 

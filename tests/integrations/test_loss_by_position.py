@@ -114,7 +114,7 @@ def test_the_command(checkpoint, text, tmp_path, capsys):
     assert all(len(row["bins"]) == 4 for row in saved["rows"])  # 64 tokens: twice the training length
     rows = list(csv.DictReader((out / "positions.csv").open()))
     assert [row["from"] for row in rows] == ["0", "16", "32", "48"] * 2
-    assert float(rows[4]["change"]) == 0 != float(rows[7]["change"])  # no distance reaches the window of 16
+    assert float(rows[4]["change"]) == 0 != float(rows[7]["change"])  # in the first bin, no distance reaches 16
     model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint).eval()
     from flashrope.evaluation.loss import of_length, text_windows
     from flashrope.evaluation.model import Tokens

@@ -122,7 +122,7 @@ def test_quantized_linears():
     stock = logits(model, tokens(), padded(), calls=CALLS)
     convert(model)
     assert "quantized" in type(model.model.layers[0].self_attn.q_proj).__module__
-    # The bound is large because a change of 1e-7 can move a rounding to int8 by one step.
+    # The bound is large because a change of 1e-7 can round to the next int8 value.
     assert close(logits(model, tokens(), padded(), calls=CALLS), stock, 0.1)
     assert torch.equal(logits(revert(model), tokens(), padded(), calls=CALLS), stock)
 

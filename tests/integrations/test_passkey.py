@@ -240,7 +240,7 @@ def test_the_command(checkpoint, tmp_path, capsys):
     assert saved["train_length"] == 400 and len(saved["cells"]) == len(rows)
     assert saved["facts"]["command"].startswith("flashrope passkey --model")
     assert (tmp_path / "passkey.png").read_bytes()[:4] == b"\x89PNG"
-    # The results of all schemes differ, so each scheme was applied, and applied to the stock model.
+    # No two schemes have the same results, so every scheme took effect.
     by_scheme = {
         scheme: [row["log_probability"] for row in rows if row["scheme"] == scheme]
         for scheme in ("stock", "ReRoPE", "Leaky ReRoPE", "YaRN")

@@ -119,8 +119,8 @@ def test_logits_are_those_of_the_formula(model, calls):
 
 
 def test_batches(model):
-    """In a batch, each sequence has the factor for its own number of keys. Left padding and other sequences in the same
-    packed row do not count."""
+    """In a batch, each sequence has the factor for its own number of keys. Left padding and the keys of other sequences
+    in a packed row are not counted."""
     long, short = tokens(300), tokens(170, seed=1)
     alone = [expected(model, ids) for ids in (long, short)]
     ids = torch.cat((long, F.pad(short, (130, 0))))

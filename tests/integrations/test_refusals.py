@@ -234,7 +234,7 @@ def test_positions_over_a_cache():
         model(tokens()[:, :9], past_key_values=cache)
         with pytest.raises(ValueError, match="position_ids: expected the token's slot in the cache, 9, .* got 4"):
             model(tokens()[:, 9:10], past_key_values=cache, position_ids=torch.tensor([[4]]))
-        with pytest.raises(ValueError, match="zeros between ones in row 1"):  # it continues a right-padded prompt
+        with pytest.raises(ValueError, match="zeros between ones in row 1"):  # the call continues a right-padded prompt
             mask = torch.ones(2, 10, dtype=torch.long)
             mask[1, 6:9] = 0
             model(tokens()[:, 9:10], past_key_values=cache, attention_mask=mask)

@@ -156,7 +156,7 @@ def test_a_step_asks_nothing_of_the_device():
     """A step does not wait for the device, although the length of a static cache is known only on the device."""
     model = convert(tiny("llama"))
     cache = filled(model, "static")
-    cache.get_seq_length = None  # would be called
+    cache.get_seq_length = None  # a call would raise TypeError
     check_cache(model.model, {CACHE: cache})
 
 

@@ -105,7 +105,7 @@ def test_the_folder_is_that_of_the_trained_model(trained, tmp_path, capsys):
     assert model.config.use_cache and model.config.max_position_embeddings == LENGTH
     last = weights(trained / f"checkpoint-{STEPS}")
     assert all(torch.equal(weight, last[name]) for name, weight in weights(folder).items())
-    with pytest.raises(ValueError, match="from_pretrained"):  # never taken for a stock model
+    with pytest.raises(ValueError, match="from_pretrained"):  # the folder is never loaded as a stock model
         AutoModelForCausalLM.from_pretrained(folder)(torch.zeros(1, 4, dtype=torch.long))
     pytest.importorskip("matplotlib", reason="the extra 'demo' is not installed")
     arguments = ["--model", str(folder), "--text", str(ROOT / "docs" / "schemes.md"), "--lengths", "32", "64"]

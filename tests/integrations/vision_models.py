@@ -142,8 +142,8 @@ def released_width(name: str) -> int:
 
 
 def wide_vision(name: str):
-    """Returns a small model with the head_dim of released models, and with as many pairs for every coordinate as they
-    have."""
+    """Returns a small model with the head_dim of released models, and with their number of pairs for every
+    coordinate."""
     width, kind = released_width(name), KINDS[name]
     small = kind.text.get("head_dim", 16)
     changes = {"head_dim": width} if "head_dim" in kind.text else {"hidden_size": 4 * width}
@@ -249,7 +249,7 @@ def towers(model) -> list[torch.nn.Module]:
 
 # ---- the outputs of a model
 
-BOUND = 1e-5  # for float32 logits scaled to a maximum of 3, as for text
+BOUND = 1e-5  # the same bound as in families.py, for float32 logits scaled to a maximum of 3
 CALLS = (26, 27, 30, 31)  # numbers of tokens at which calls with a cache end; the first call contains the images
 
 

@@ -22,8 +22,8 @@ def yarn(config):
 
 
 def check_first_step(got, stock, exact) -> None:
-    """Checks that the largest error against float64 is at most twice the largest error of stock torchtitan plus a few
-    roundings."""
+    """Checks errors against float64: the largest error may exceed twice the largest error of stock torchtitan by at
+    most a few roundings."""
     eps = torch.finfo(torch.float32).eps
     assert abs(got[0] - exact[0]) <= 2 * abs(stock[0] - exact[0]) + 4 * eps * abs(exact[0])
     assert got[1].keys() == exact[1].keys()

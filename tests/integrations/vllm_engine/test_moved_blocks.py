@@ -25,7 +25,7 @@ REROPE = Rotary.rope(HEAD_DIM).rectify(64)
 
 
 class DocumentScheduler(Scheduler):
-    """Finds the documents of a request in the cache, in any block of the prompt.
+    """Finds the documents of a request in the cache, wherever they are in the prompt.
 
     A request lists its documents as (start, stop) in tokens. Only documents that begin at the start of a block can be
     found. A step computes tokens up to the next document in the cache. The scheduler then preempts the request. When
@@ -58,8 +58,9 @@ class DocumentScheduler(Scheduler):
         return [self._hash(request, n) for n in range(len(request.block_hashes), request.num_tokens // PAGE)]
 
     def _hash(self, request, block: int) -> bytes:
-        """Returns the hash of a block. In a document it covers the document's tokens up to the end of the block.
-        Elsewhere it covers all tokens so far, and which documents are among them."""
+        """Returns the hash of a block. If the block lies in a document, the hash covers the document's tokens up to the
+        end of the block. Otherwise the hash covers all tokens up to the end of the block, and the bounds of the
+        documents among them."""
         start, stop = block * PAGE, (block + 1) * PAGE
         documents = (request.sampling_params.extra_args or {}).get("documents", ())
         for first, last in documents:
