@@ -172,6 +172,6 @@ def aligned(*tensors: torch.Tensor) -> bool:
 
 @cache
 def multiprocessors(device: torch.device) -> int:
-    """Returns the number of multiprocessors of a GPU. Without a GPU (kernels are interpreted or compiled offline)
+    """Returns the number of multiprocessors of a GPU. Without a GPU, when kernels are interpreted or compiled offline,
     returns 108, the number of an A100."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 108

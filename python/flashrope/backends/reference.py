@@ -165,7 +165,7 @@ def dense_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns (out, lse) of a batch of sequences of equal length. Shapes are as in ``flashrope.attention``.
 
-    sinks: (heads_q,), as in ``flashrope.attention``. Here the softmax itself counts the sinks, while
+    sinks: (heads_q,), as in ``flashrope.attention``. In this function the softmax itself counts the sinks, while
         ``flashrope.attention`` adds them to the results of a backend.
     places: float64 positions of queries and of keys, (seqlen,) or (seqlen, axes), from which distances are computed.
         The causal mask compares indices. Cannot be combined with call.positions: if that is set, bands compare indices,

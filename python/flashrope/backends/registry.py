@@ -18,8 +18,8 @@ WEIGHTED = ("triton", "cpu", "reference")  # these backends multiply the keys of
 
 @cache
 def load_backend(impl: str) -> Any:
-    """Returns the module of the backend ``impl``. The package's own backends are imported by statements, because
-    torch.compile traces only import statements."""
+    """Returns the module of the backend ``impl``. The package's own backends are imported with import statements,
+    because torch.compile cannot trace import_module."""
     if impl == "triton":
         from . import triton as backend
     elif impl == "cuda":

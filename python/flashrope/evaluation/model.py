@@ -17,7 +17,7 @@ from ..integrations.options import FIELD
 from . import gguf_file
 from .streaming import PIECE, Kept
 
-MESSAGE = "MESSAGE"  # marks a place in a chat template
+MESSAGE = "MESSAGE"  # stands for the user's message when a chat template is applied
 MAX_BYTE_VOCABULARY = 512  # bytes and special tokens; with a larger vocabulary, the tokenizer's files are missing
 
 

@@ -242,7 +242,7 @@ def resolve(args: argparse.Namespace) -> Settings:
         raise BadInput(f"--impl: {error}") from None
     tables = CachePositions(
         *(torch.zeros(1, 1, dtype=torch.int32) for _ in range(3))
-    )  # with --keep, the cache has these tables of positions
+    )  # with --keep, calls over the cache have these three tables of positions
     if args.keep and (reason := unsupported_positions(impl, tables)):
         raise BadInput(f"--keep: not supported by the backend {impl} ({reason})")
     return Settings(model, rotary, scheme, train_length, prompt, device, impl)

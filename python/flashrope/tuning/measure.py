@@ -36,7 +36,7 @@ CHECKS = 2  # number of runs of a check: if warps race, a single run may be corr
 MIN_GAIN = 0.02
 FIRST_ROUNDS, FINALISTS, NEAR = 3, 4, 1.15  # finalists are within a factor NEAR of the fastest after a short race
 MAX_SECONDS = 4.0  # longest time of one long race
-COMPILING_SHARE = 0.6  # share of the time for workloads with the same kernels that is spent on compiling
+COMPILING_SHARE = 0.6  # compiling may take this share of the time for workloads with the same kernels
 
 
 class Outcome(NamedTuple):

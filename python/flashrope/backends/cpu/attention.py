@@ -48,8 +48,8 @@ def unsupported_reason(q: torch.Tensor, cached: bool = False) -> str:
 
 
 def kept_shapes(k: torch.Tensor, call: AttentionCall) -> KeptShapes:
-    """Returns empty shapes, because nothing is saved. The backward rotates the keys again in one pass over k, which
-    saves memory."""
+    """Returns empty shapes, because nothing is saved. To save memory, the backward rotates the keys again, in one pass
+    over k."""
     return KeptShapes()
 
 

@@ -8,8 +8,8 @@ for a contiguous and for a paged cache.
 If the compiled kernels are loaded, they compute calls with a few queries per sequence (decode.py) and long chunks
 (tiles.py).
 
-With explicit positions, runs.py divides a sequence into runs, and each run is read like a sequence. Positions without
-long runs, and axial positions, are computed with masks (masked.py).
+With explicit positions, runs.py divides a sequence into runs, and each run is read like a sequence. Sequences whose
+positions have no long runs, or have several axes, are computed with masks (masked.py).
 """
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ def _attend_single(
     """Computes the result of ``_attend`` in one kernel call, without the bookkeeping of ``_attend``. A single piece
     must cover all rows and keys, and a single block must hold all keys.
 
-    Returns None if there is no such piece or block. Also returns None if keys do not rotate, because ``_attend`` does
-    not upcast such keys.
+    Returns None if there is no such piece or block. Also returns None if keys do not rotate: ``_attend`` then leaves k
+    and v in their dtype, while this function would upcast v.
     """
     seqlen, rotary = end - first, call.rotary
     single = single_piece(rotary, call.causal, q.shape[1], seqlen, accumulation_type(q)) if q.numel() else None

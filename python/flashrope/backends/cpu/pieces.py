@@ -52,7 +52,7 @@ class Piece(NamedTuple):
 
 
 class RotationPieces(NamedTuple):
-    """The pieces whose queries and keys rotate by the same maps of their positions."""
+    """The pieces that share one map for the positions of their queries, and one map for the positions of their keys."""
 
     queries: PositionMap
     keys: PositionMap

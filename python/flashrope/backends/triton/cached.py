@@ -117,7 +117,7 @@ class CachePlan(Plan):
         self.quantized = layer.k_scale is not None
         self.lse_shape, self.out_shape = cached_lse_shape(queries), cached_out_shape(queries, layer)
         self.head_dim_v = self.out_shape[-1]
-        self.first_value = -1  # see Variant; a product needs at least SMALLEST_TILE channels of a tile
+        self.first_value = -1  # see Variant; a matrix product needs at least SMALLEST_TILE channels
         if layer.first_value is not None and self.table.shape[-1] >= configs.SMALLEST_TILE:
             self.first_value = layer.first_value
         self.empty = not (0 not in queries.shape and layer.k.numel() and self.capacity and self.call.bands)
@@ -290,7 +290,7 @@ class CachePlan(Plan):
             )
         direction = "forward codes" if self.quantized else "forward" if vec > 1 else "forward unaligned"
         tile = self.tile(direction, self.cache, block_d(self.head_dim_v))
-        # Only paged and quantized keys are loaded differently from rotated copies.
+        # Contiguous keys that are not quantized are loaded in the same way as rotated copies.
         rotated_bands = self.lowered.rotated_bands if self.page_size or self.quantized else 0
         variant = variant_of(
             self.rotary,
@@ -461,8 +461,8 @@ class CachePlan(Plan):
         return holds_values(part.first, part.second, part.width, self.first_value, self.head_dim_v)
 
     def _loads_plain_pairs(self, layout: KernelCacheLayout, channels: tuple[Part, ...], aligned_maps: bool) -> bool:
-        """Whether the decode kernel loads the first and the second members of all pairs, and the values, as three tiles
-        of 16 bits or more, and needs no table row of its own for each key."""
+        """Whether the decode kernel loads three tiles (the first members of all pairs, the second members, and the
+        values) with elements of 16 bits or more, and no key needs its own row of cos and sin."""
         plain = not self.quantized and layout.entries is None and self.first_value < 0 and not channels
         return plain and not self.rotary.interleaved and (aligned_maps or not self.lowered.maps)
 
