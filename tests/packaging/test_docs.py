@@ -90,8 +90,8 @@ def stand_in_for_checkpoints(block: str) -> None:
 def shown_outputs(block: str) -> list[tuple[ast.stmt, str | None]]:
     """Returns the statements of a block, each with the output that its comments show, or None.
 
-    A comment "# -> text" shows a line of output. The comment is on the line of its statement,
-    below the statement, or inside it.
+    A comment "# -> text" shows a line of output. The comment is on the line of its statement, below the statement, or
+    inside it.
     """
     statements = ast.parse(block).body
     lines = block.splitlines()

@@ -53,7 +53,8 @@ def slots(entries: Sequence[Entry], page_size: int) -> int:
 
 
 def joined(entries: Sequence[Entry], others: Sequence[Entry]) -> list[Entry]:
-    """Returns ``entries`` followed by ``others``. The positions of others are moved to follow the last token."""
+    """Returns ``entries`` followed by ``others``. The positions of ``others`` are moved to continue after the last
+    token of ``entries``."""
     if not entries or not others:
         return [*entries, *others]
     by = entries[-1].position + entries[-1].end - (others[0].position + others[0].first)

@@ -356,8 +356,8 @@ def loss_figure(rows: Sequence[Row], train_length: int, model: str, unit: str = 
 
     There is a column for each measured context. The upper panel of a column shows the losses, and the lower panel shows
     the changes. The error bars of both panels are the 95% intervals of the changes, which are narrower than the
-    intervals of the losses, because a hard window raises both losses of a change. At most as many schemes are drawn as
-    there are colours.
+    intervals of the losses, because a hard window raises the losses of both schemes. At most as many schemes are drawn
+    as there are colours.
     """
     schemes = list(dict.fromkeys(row.scheme for row in rows))
     shown, first = schemes[: len(COLOURS)], base or schemes[0]

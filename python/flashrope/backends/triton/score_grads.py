@@ -62,8 +62,8 @@ class ScoreLayout(NamedTuple):
         return matrices * self.panels * configs.PANEL_ROWS * configs.PANEL_KEYS
 
     def launches(self, workspace: torch.Tensor) -> Iterator[tuple[ScoreGrads, int]]:
-        """Yields (ScoreGrads, count) for each launch of dK and dV and the launch of dQ that follows it. count: how many
-        combinations of a sequence and a key head both launches compute.
+        """Yields (ScoreGrads, count) for each pair of launches: the kernel of dK and dV, then the kernel of dQ. count:
+        the number of combinations of a sequence and a key head that both launches compute.
 
         workspace: a tensor of ``elements`` elements, in q's type."""
         strides = self.width, self.growth, self.panels, self.most_sequences * self.panels
@@ -88,7 +88,7 @@ def layout_of(
     panels_in_row = configs.PANEL_ROWS // configs.PANEL_KEYS  # panels that hold PANEL_ROWS keys
     width, growth, sequences = cdiv(max_seqlen_k, configs.PANEL_ROWS) * panels_in_row, 0, batch
     panels = rows * width
-    if packed:  # a sequence begins in row of panels (its first query row) // PANEL_ROWS + (its index)
+    if packed:  # sequence n begins in row (its first query row) // PANEL_ROWS + n of the panels
         panels, sequences = (seqlen_q // configs.PANEL_ROWS + batch) * width, 1
     elif causal:
         ahead = cdiv(max(max_seqlen_k - seqlen_q, 0), configs.PANEL_ROWS)
