@@ -49,7 +49,7 @@ TOOLS = {  # {command with its own arguments: its module}
     "continue": real_training,
 }
 DERIVED = {"tables": "write the tables and figures of a run directory again, from its CSV files"}
-UNTRAINED = ("positions", "frequencies")  # experiments that train and read nothing
+UNTRAINED = ("positions", "frequencies")  # experiments that neither train nor read anything
 SIZES = [field.name for field in dataclasses.fields(Preset) if field.name not in ("data", "vocab_size", "schemes")]
 OWN_TRAINING = (*UNTRAINED, "picture", "digits")  # experiments without language models
 

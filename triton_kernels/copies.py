@@ -28,8 +28,8 @@ class SplitView(NamedTuple):
 
 @triton.constexpr_function
 def is_split(rotated_k, parts, page_size):
-    """Whether tiles of a band may have channels of a copy and channels of the raw keys. Without pages this also holds
-    for bands that read only raw keys. parts: the number of VARIANT.channels."""
+    """Whether a band's keys are loaded through a SplitView. If VARIANT.channels has parts, this is so for bands that
+    read a copy, and without pages also for bands that read only raw keys. parts: the number of VARIANT.channels."""
     return parts > 0 and (rotated_k or page_size == 0)
 
 

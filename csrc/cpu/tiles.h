@@ -38,7 +38,9 @@ struct ForwardCall {  // mirrored in backends/cpu/library.py
   int64_t num_bands, num_copies;
   int64_t shift;  // the query row r is at position shift + r, counted from the first key
   double scale;
-  int64_t dtype;  // 0 float32, 1 float16, 2 bfloat16; 3, 4: keys Int8, Int4, queries float32, or bfloat16 in bf16/
+  // 0 float32, 1 float16, 2 bfloat16. With 3 the keys are Int8, with 4 they are Int4; the queries are then float32, and
+  // in bf16/ bfloat16.
+  int64_t dtype;
   int64_t float32_out, threads;  // float32_out: only bf16/ reads it; other targets write out in the type of the queries
   ParallelFor parallel_for;
 };

@@ -50,8 +50,8 @@ def test_practice_asks_for_the_letters_that_follow():
 
 
 def test_practice_covers_what_is_asked_at_its_length():
-    """Practice has as many sequences as prompts of the training length, and its letters to copy are as far back as in
-    these prompts."""
+    """In some practice samples at least as many letters precede the first letter to copy as in any prompt of the
+    training length. In others it lies in the first third."""
     practised, asked = set(), set()
     for seed in range(200):
         targets = copying.practice(1, 128, generator(seed))[1][0]

@@ -1,7 +1,8 @@
 // Products with vdpbf16ps, which multiplies two pairs of bfloat16 elementwise and adds both products to a float32.
 //
-// A panel has a word of every row for each pair of neighbors along k. Each lane holds one column of `b`. A word of `a`
-// is broadcast to all lanes.
+// A panel holds PANEL rows of the operand `a`. For each pair of neighbors along k, the dimension that the product sums
+// over, it holds one word of each row, side by side. Each lane holds one column of `b`. A word of `a` is broadcast to
+// all lanes.
 
 #pragma once
 

@@ -74,8 +74,8 @@ class Settings:
 
     @property
     def targets(self) -> int:
-        """Returns the number of bytes at the end of every window whose loss is compared: half the training length, as
-        in the HoPE paper."""
+        """Returns how many bytes of every window are compared by their loss, counted from its end: half the training
+        length, as in the HoPE paper."""
         return self.training.train_length // 2
 
 

@@ -27,8 +27,9 @@ def aligned(rows: Sequence[Row]) -> str:
 
 
 def markdown(rows: Sequence[Row], facts: dict[str, str]) -> str:
-    """Returns Markdown: the losses on the same target bytes and on all bytes, by context length, and how they were
-    measured."""
+    """Returns Markdown with two tables by context length, and a list of how the losses were measured. The first table
+    has the losses on the target bytes, which are the same at every length, and the second has the losses on all bytes.
+    """
     train_length = rows[0].losses[0].context_length
     lengths = [f"{loss.context_length:,} ({loss.context_length // train_length}x)" for loss in rows[0].losses]
 

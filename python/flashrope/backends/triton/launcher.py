@@ -6,9 +6,9 @@ takes several times as long as the launch itself. In decoding, where kernels are
 Triton's key of a compiled kernel contains the target device, the compiler options, and the traits of each argument. The
 traits of a tensor are its dtype and whether its address is a multiple of 16. The traits of an integer are whether it is
 1, whether it is a multiple of 16, and whether it has 32 or 64 bits. None and constexprs are part of the key by value. A
-tuple has the traits of its fields. The integers that this package passes differ only in whether they have 32 or 64
-bits. Integers outside tuples are ``do_not_specialize``. Integers inside tuples are encoded so that all have the same
-traits (``triton_kernels/arguments.py``). So ``_traits`` below, with the kernel, the device and the options,
+tuple has the traits of its fields. In this package's launches, only the number of bits of an integer varies: integers
+outside tuples are ``do_not_specialize``, and integers inside tuples are encoded so that all have the same traits
+(``triton_kernels/arguments.py``). So ``_traits`` below, with the kernel, the device and the options,
 distinguishes at least as many kernels as Triton's key. tests/kernels/test_launches.py makes random calls and compares
 the kernel found here with the kernel that Triton finds.
 """

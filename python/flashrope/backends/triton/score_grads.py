@@ -46,8 +46,8 @@ class ScoreLayout(NamedTuple):
     most_heads: int
 
     def is_busy(self, key_tiles: int, multiprocessors: int) -> bool:
-        """Whether the blocks of each launch keep a GPU busy. The result is True for a layout with one pair of launches,
-        because these launches have as many blocks as the launches of a backward that stores nothing.
+        """Whether the blocks of each launch keep a GPU busy. A layout with one pair of launches always counts as busy:
+        it has as many blocks per launch as a backward that does not store gradients of scores.
 
         key_tiles: the number of blocks of dK and dV for one key head of one matrix."""
         if _forced or (self.most_sequences, self.most_heads) == (self.sequences, self.heads_kv):
