@@ -123,14 +123,14 @@ def layers_words() -> list[str]:
 def test_the_layers_that_int4_keys_lose_in():
     page = prose("quantized/README")
     whole, first, second, third, most, worst = layers_words()
-    assert f"int4 keys cost {whole}, and rounding the keys of one layer at a time costs {first} in" in page
-    assert f"together, {second} in 10 to 19 and {third} in 20 to 29. The worst layer, {worst}, costs {most}" in page
+    assert f"int4 keys cost {whole}. If" in page and f"the costs add up to {first} for layers 0 to 9" in page
+    assert f"to {second} for 10 to 19 and to {third} for 20 to 29. The worst layer, {worst}, costs {most}" in page
 
 
 def test_the_prose_of_reuse():
     page = prose("reused/README")
     won = reuse_words()
-    assert f"If the first 4 tokens of each passage are computed again, the loss shrinks by {won[0]}" in page
+    assert f"If the first 4 tokens of each passage are computed again, this loss shrinks by {won[0]}" in page
     assert f"computing 16 tokens again gains {won[1]}, and computing 64 tokens again gains {won[2]}" in page
     both = [row for row in read("reuse.json")["results"] if (row["kind"], row["order"]) == ("all", "both")]
     full, alone = both[0], next(row for row in both if row["way"] == "alone")
