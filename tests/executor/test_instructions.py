@@ -183,6 +183,10 @@ def test_reductions():
     got, blocks = run(body, x, 3).view(2, 32, 3), x.view(2, 32)
     for n, want in enumerate((blocks.sum(1), blocks.amin(1), blocks.amax(1))):
         assert torch.equal(got[..., n], want.int()[:, None].expand(2, 32))
+    unsigned = run(body.replace(".s32", ".u32"), x, 3).view(2, 32, 3).long() % 2**32
+    blocks = blocks.long() % 2**32  # a negative number is large
+    for n, want in enumerate((blocks.sum(1) % 2**32, blocks.amin(1), blocks.amax(1))):
+        assert torch.equal(unsigned[..., n], want[:, None].expand(2, 32))
 
 
 def test_integers():

@@ -53,12 +53,12 @@ void define_shuffle(const std::string& opcode) {
 }
 
 // PTX ISA, "redux.sync". Every lane gets the result over all lanes.
-template <class F>
+template <class T, class F>
 void reduce(Warp& w, const Instruction& i, Lanes) {
   const Operand &to = i.operands[0], &from = i.operands[1], &members = i.operands[2];
   w.meetings++;
-  const int32_t* values = w.at<int32_t>(from);
-  int32_t result = values[0];
+  const T* values = w.at<T>(from);
+  T result = values[0];
   for (int l = 1; l < LANES; l++) result = F{}(result, values[l]);
   for (int l = 0; l < LANES; l++) {
     if (w.at<uint32_t>(members)[l] != ALL_LANES)
@@ -66,12 +66,12 @@ void reduce(Warp& w, const Instruction& i, Lanes) {
   }
   w.defined[to.slot] = from.slot < 0 || w.defined[from.slot] == ALL_LANES ? ALL_LANES : 0;
   std::fill_n(w.unknown + LANES * to.slot, LANES, ~0u);
-  std::fill_n(w.at<int32_t>(to), LANES, result);
+  std::fill_n(w.at<T>(to), LANES, result);
 }
 
-template <class F>
+template <class T, class F>
 void define_reduction(const std::string& name, F) {
-  define("redux.sync." + name + ".s32", {reduce<F>, "444", 1, Control::next, true});
+  define("redux.sync." + name, {reduce<T, F>, "444", 1, Control::next, true});
 }
 
 void synchronise_lanes(Warp& w, const Instruction&, Lanes) { w.syncs++, w.meetings++; }
@@ -98,9 +98,12 @@ const Definition* find_definition(const std::string& opcode) {
 void define_warp() {
   define_shuffle<butterfly>("shfl.sync.bfly.b32"), define_shuffle<indexed>("shfl.sync.idx.b32");
   define_shuffle<above>("shfl.sync.up.b32"), define_shuffle<below>("shfl.sync.down.b32");
-  define_reduction("add", [](int32_t a, int32_t b) { return int32_t(uint32_t(a) + uint32_t(b)); });
-  define_reduction("min", [](int32_t a, int32_t b) { return std::min(a, b); });
-  define_reduction("max", [](int32_t a, int32_t b) { return std::max(a, b); });
+  define_reduction<uint32_t>("add.s32", [](uint32_t a, uint32_t b) { return a + b; });  // sums wrap
+  define_reduction<uint32_t>("add.u32", [](uint32_t a, uint32_t b) { return a + b; });
+  define_reduction<int32_t>("min.s32", [](int32_t a, int32_t b) { return std::min(a, b); });
+  define_reduction<int32_t>("max.s32", [](int32_t a, int32_t b) { return std::max(a, b); });
+  define_reduction<uint32_t>("min.u32", [](uint32_t a, uint32_t b) { return std::min(a, b); });
+  define_reduction<uint32_t>("max.u32", [](uint32_t a, uint32_t b) { return std::max(a, b); });
   define("bar.warp.sync", {synchronise_lanes, "i", 0, Control::next, true});
   for (const char* opcode : {"bar.sync", "barrier.sync"}) define(opcode, {nullptr, "i", 0, Control::barrier, true});
   for (const char* opcode : {"bra", "bra.uni"}) define(opcode, {nullptr, "L", 0, Control::branch});
