@@ -176,7 +176,8 @@ FLOAT = {
 # needs 64 rows, spills more. "decode shared" is for heads in parts whose values are channels of the keys. "decode
 # parts" does not spill. The decode tiles of heads without parts need 64 or more registers for cos and sin of their
 # keys. On sm_90, sm_100 and sm_120 their loops access up to 24 bytes of local memory.
-# Loads that are not aligned take more registers, so the "unaligned" tiles are smaller.
+# Loads that are not aligned take more registers. So unaligned calls keep the "unaligned" tiles of this table where
+# DIVIDED has larger tiles.
 WIDEST = {
     "sm80": {
         "forward": Tile(32, 32, 4, 2),

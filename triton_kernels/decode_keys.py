@@ -66,8 +66,11 @@ class KeySource(NamedTuple):
 
 
 class KeyBlock(NamedTuple):
-    """Where a block of keys lies. column: its first key. page, row: the page and the row of each key, in the shape of
-    block_keys."""
+    """The place of a block of keys in the cache.
+
+    column: the first key of the block.
+    page, row: the page and the row of each key, in the shape of block_keys.
+    """
 
     column: object
     page: object

@@ -52,8 +52,10 @@ class CachedCall(Case):
     def call(self, target: support.Target) -> Cached:
         rotary, lengths = make(self.scheme), [length for _, length in self.sizes]
         queries = [rows for rows, _ in self.sizes] if self.packed else self.sizes[0][0]
-        # Values that are channels of the keys, and weights of keys, are not supported in quantized caches.
-        plain = target.dtype == torch.float64 or self.values is not None or self.weighted
+        # No cache is quantized in float64, with value slices, with weights of keys, or beyond 256 channels. A quantized
+        # cache here is contiguous in memory, and its values are as wide as its keys.
+        plain = target.dtype == torch.float64 or self.values is not None or self.weighted or rotary.head_dim > 256
+        cache_dtype = None if plain else self.cache_dtype
         weight = torch.rand(rotary.head_dim, generator=torch.Generator().manual_seed(self.seed)) * 2 - 0.5
         return Cached(
             target,
@@ -64,9 +66,9 @@ class CachedCall(Case):
             page=self.page,
             leftpad=[(7 * b + self.seed) % 23 for b in range(len(lengths))] if self.leftpad else None,
             causal=self.causal,
-            layout=self.layout if plain else "contiguous",
-            cache_dtype=None if plain or rotary.head_dim > 256 else self.cache_dtype,
-            head_dim_v=self.head_dim_v if plain or rotary.head_dim > 256 else None,
+            layout="contiguous" if cache_dtype else self.layout,
+            cache_dtype=cache_dtype,
+            head_dim_v=None if cache_dtype else self.head_dim_v,
             values=None if self.values is None else slice(*self.values),
             key_weight=weight if self.weighted else None,
             seed=self.seed,
@@ -93,17 +95,16 @@ def cached_calls(draw, longest: int) -> CachedCall:
         values = first, first + width
     elif draw(st.booleans()):
         head_dim_v = 8 * draw(st.integers(1, head_dim // 8))
-    packed = draw(st.booleans())
-    rows = (
-        st.sampled_from((1, 1, 1, 2, 5, 17, 70)) if packed else st.just(draw(st.sampled_from((1, 1, 1, 2, 5, 17, 70))))
-    )
+    packed, rows = draw(st.booleans()), st.sampled_from((1, 1, 1, 2, 5, 17, 70))
+    if not packed:
+        rows = st.just(draw(rows))
     before = st.one_of(st.integers(0, longest), st.sampled_from((0, 15, 16, 31, 63, 64, 127)))
     sizes = []
     for _ in range(draw(st.integers(1, 3))):
         n = draw(rows)
         sizes.append((n, n + draw(before)))
     heads_kv = draw(st.integers(1, 2))
-    group = draw(st.sampled_from((1, 2, 3, 8))) if heads_kv > 1 else draw(st.sampled_from((1, 2, 3, 8, MANY)))
+    group = draw(st.sampled_from((1, 2, 3, 8) if heads_kv > 1 else (1, 2, 3, 8, MANY)))
     return CachedCall(
         scheme,
         tuple(sizes),
