@@ -9,8 +9,7 @@ import triton.language as tl
 
 from .arguments import decode_int
 from .forward import attend_bands, query_tile, store_result
-from .keys import CachedKeys, CopiedKeys, Keys, KeyScales
-from .quantized import scale_view
+from .keys import CachedKeys, CopiedKeys, Keys, key_scales
 from .rotation import key_channels
 from .tiles import (
     copied_keys,
@@ -66,9 +65,7 @@ def attention_chunks(
     raw = Keys(k_rows, v_rows, key_channels(VARIANT), value_channels(VARIANT), 0, seq.length_k)
     scales = None
     if VARIANT.code_vec > 0:
-        k_scale = scale_view(cache.k_scale, cache.k_batch, cache.k_row, cache.k_head, head_kv)
-        v_scale = scale_view(cache.v_scale, cache.v_batch, cache.v_row, cache.v_head, head_kv)
-        scales = KeyScales(k_scale, v_scale)
+        scales = key_scales(cache, head_kv)
     cached = CachedKeys(cache, scales, batch, seq.start_k)
     state = attend_bands(queries, tile, seq, raw, copied, cached, head_kv, scheme, table_rows, VARIANT)
     store_result(state, result, cu_seqlens_q, seq, tile.rows, head, heads_q, seqlen_q, raw.channels_v, VARIANT)

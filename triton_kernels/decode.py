@@ -33,8 +33,8 @@ from .decode_keys import (
 )
 from .decode_queries import Queries, find_rows, rotate_queries, scale_rows, token_entries
 from .explicit_positions import band_columns, last_visible, load_token
-from .keys import CachedKeys, KeyScales, scale_scores, scale_weights
-from .quantized import hide_codes, scale_view, value_parts
+from .keys import CachedKeys, key_scales, scale_scores, scale_weights
+from .quantized import hide_codes, value_parts
 from .rotation import CosSinTable, join_pairs, load_tile_map
 from .shares import PIECE_FIELDS, SHARE_FIELDS, WHOLE
 from .softmax import (
@@ -219,9 +219,7 @@ def attend_blocks(inputs, program, seq, own, VARIANT: tl.constexpr):
     )
     k, v = head_view(inputs.k_cache, 0, 0, head_kv, VARIANT), head_view(inputs.v_cache, 0, 0, head_kv, VARIANT)
     if cache.k_scale is not None:
-        k_scale = scale_view(cache.k_scale, cache.k_batch, cache.k_row, cache.k_head, head_kv)
-        v_scale = scale_view(cache.v_scale, cache.v_batch, cache.v_row, cache.v_head, head_kv)
-        scales = KeyScales(k_scale, v_scale)
+        scales = key_scales(cache, head_kv)
     table = CosSinTable(scheme.table, inputs.table_rows, None, scheme.maps)
     cached = CachedKeys(cache, scales, program.batch, seq.start_k)
     keys = SequenceKeys(k, v, cached, seq.length_k, table, shift, last, inputs.key_weight)

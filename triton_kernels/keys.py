@@ -11,7 +11,7 @@ import triton.language as tl
 
 from .copies import SplitView, band_rows, is_split, load_band_parts, load_paged_parts, skip_band_rows
 from .kv_cache import load_page, row_in_page, valid_page
-from .quantized import load_scales, scale_values
+from .quantized import load_scales, scale_values, scale_view
 from .rotation import load_keys
 from .tiles import (
     clamp_rows,
@@ -76,6 +76,13 @@ class KeyRows(NamedTuple):
     rows: object
     page: object
     row: object
+
+
+@triton.jit
+def key_scales(cache, head):
+    """Returns the KeyScales of a key head of a quantized cache. cache: CacheLayout."""
+    k = scale_view(cache.k_scale, cache.k_batch, cache.k_row, cache.k_head, head)
+    return KeyScales(k, scale_view(cache.v_scale, cache.v_batch, cache.v_row, cache.v_head, head))
 
 
 @triton.jit
