@@ -183,7 +183,7 @@ class Run:
             if time.time() - self.copy.seen.stat().st_mtime < limit:
                 return None
             self.stop()
-            return Ended(test or "no test", f"more than {limit} s")
+            return Ended(test, f"more than {limit} s" if test else f"no test began within {limit} s")
         code = os.waitstatus_to_exitcode(status)
         if code == 0:
             return Ended(seconds=usage.ru_utime + usage.ru_stime)

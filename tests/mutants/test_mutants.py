@@ -1,6 +1,7 @@
 """Tests the tool of tests/mutants: what it finds in small sources, and that its lists fit the checkout. ``python -m
 tests.mutants`` runs the mutants."""
 
+import subprocess
 from argparse import Namespace
 
 import pytest
@@ -10,7 +11,7 @@ from tests.mutants import by_hand, native_sites, page, python_sites, sites
 from tests.mutants.__main__ import drawn, everything, examine
 from tests.mutants.judges import JUDGES, judges
 from tests.mutants.results import KILLED, RESULTS, SURVIVED, Row, add, read
-from tests.mutants.runs import Copy, Ended, Watch
+from tests.mutants.runs import Copy, Ended, Run, Watch
 
 
 def made(text, changes) -> dict[str, list[str]]:
@@ -159,6 +160,24 @@ def test_patience(copy, tmp_path, monkeypatch):
     for seconds in (1e9, 0):
         Watch(tmp_path / "seen", seconds).pytest_runtest_logfinish("a::t", None)
     assert left == [0]
+
+
+@pytest.mark.parametrize(
+    "seen, ended", [("", ("", "no test began within 0 s")), ("running a::t", ("a::t", "more than 0 s"))]
+)
+def test_only_a_test_that_stalls_notices_a_mutant(copy, monkeypatch, seen, ended):
+    """A machine can be so slow that no test begins before the limit. This says nothing about the mutant."""
+    copy, mutant = copy
+    monkeypatch.setattr("tests.mutants.runs.STALLED", 0)
+    monkeypatch.setattr(Run, "_start", lambda run: subprocess.Popen(["sleep", "60"], start_new_session=True).pid)
+    run = Run(copy, ("a",))
+    copy.seen.write_text(seen, encoding="utf-8")
+    assert run.ended() == Ended(*ended)
+    if not ended[0]:
+        steps = examine(mutant, copy, [("a",), ("b",)], set())
+        next(steps), steps.send(Ended())
+        with pytest.raises(RuntimeError, match="no test ran: no test began"):
+            steps.send(Ended(*ended))
 
 
 def test_a_sample_of_known_mutants(monkeypatch):
