@@ -393,15 +393,17 @@ def tile(
     return next(table[name][block_d] for table in tables for name in names if block_d in table.get(name, {}))
 
 
-def training_widths(capability: int | str, head_dim: int, head_dim_v: int) -> tuple[int, ...]:
+def training_widths(capability: int | str, head_dim: int, head_dim_v: int, itemsize: int) -> tuple[int, ...]:
     """Returns the widths of the tiles into which training divides a head, or () if a head is one tile of block_d.
 
     Heads of 257 to 448 channels would be padded to 512. The last tile is padded instead. Values of another head_dim
-    are not divided, nor are heads on sm_100 and on AMD's GPUs, where the PTX executor runs no such kernel.
+    are not divided, nor are heads on sm_100 and on AMD's GPUs, where the PTX executor runs no such kernel. In float32,
+    three tiles need more shared memory than a block has on sm_86, sm_89 and sm_120.
     """
     if head_dim != head_dim_v or not 256 < head_dim <= 448 or family(capability) in ("sm100", "cdna"):
         return ()
-    return next(widths for widths in ((256, 64), (256, 128), (256, 128, 64)) if head_dim <= sum(widths))
+    widths = next(widths for widths in ((256, 64), (256, 128), (256, 128, 64)) if head_dim <= sum(widths))
+    return widths if len(widths) == 2 or itemsize == 2 or family(capability) in LARGE_SHARED else ()
 
 
 def forward_parts(tile: Tile, block_d: int, block_dv: int, itemsize: int) -> int:

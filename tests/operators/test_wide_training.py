@@ -80,10 +80,12 @@ def test_tiles_of_a_head(arch):
     divided = arch not in (100, "gfx942")
     three = {392: (256, 128, 64), 448: (256, 128, 64)}
     for head_dim, widths in ({264: (256, 64), 320: (256, 64), 328: (256, 128), 384: (256, 128)} | three).items():
-        assert configs.training_widths(arch, head_dim, head_dim) == (widths if divided else ())
+        assert configs.training_widths(arch, head_dim, head_dim, 2) == (widths if divided else ())
         assert head_dim <= sum(widths) < 512
-        assert configs.training_widths(arch, head_dim, 512) == configs.training_widths(arch, 512, head_dim) == ()
-    assert not any(configs.training_widths(arch, head_dim, head_dim) for head_dim in (64, 128, 256, 456, 512))
+        assert configs.training_widths(arch, head_dim, 512, 2) == configs.training_widths(arch, 512, head_dim, 2) == ()
+        small = arch in (86, 89, 120) and head_dim in three
+        assert configs.training_widths(arch, head_dim, head_dim, 4) == (widths if divided and not small else ())
+    assert not any(configs.training_widths(arch, head_dim, head_dim, 2) for head_dim in (64, 128, 256, 456, 512))
 
 
 @pytest.mark.interpreted(lambda target: False)
