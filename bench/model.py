@@ -2,7 +2,7 @@
 
     python -m bench model [--arch 80 86 89] [--head-dim 64 128] [--publish]
     python -m bench model --peers torch-2.14.1-cp311-cp311-manylinux_2_28_x86_64.whl --publish   # with validation
-    python -m bench model --head-dim 320 384 512 --scheme rope rerope "rope atomic" "rerope atomic" --publish   # wide
+    python -m bench model --head-dim 320 384 448 512 --scheme rope rerope "rope atomic" "rerope atomic" --publish
     python -m bench model --decoding --publish         # whether memory or the loop limits decoding
     python -m bench model --candidates --publish       # the order in which flashrope tune tries tiles
 
@@ -36,7 +36,7 @@ from .report import predicted
 from .report.output import RESULTS
 from .report.predicted import DECODING, DEVICE, FOLDER, LOOPS
 
-ARCHS, HEAD_DIMS = tuple(issue.RATES), (64, 96, 128, 256, 320, 384, 512)
+ARCHS, HEAD_DIMS = tuple(issue.RATES), (64, 96, 128, 256, 320, 384, 448, 512)
 SCHEMES = (cases.ONE_BAND, cases.TWO_BANDS, *cases.SEVEN, *cases.ATOMIC, *cases.DECODE, *cases.MAPS)
 ON_REQUEST = (*cases.PARTS, cases.TRAINED, cases.TRAINED_BANDS, *cases.CHUNKS, *cases.FEW_CHUNKS)
 NAMES = {

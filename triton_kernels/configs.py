@@ -180,13 +180,12 @@ FLOAT = {
 # DIVIDED has larger tiles.
 WIDEST = {
     "sm80": {
-        "forward": Tile(32, 32, 4, 2),
-        "forward banded": Tile(32, 64, 8, 1),
+        "forward": Tile(32, 64, 8, 1),
         "forward paged": Tile(32, 32, 4, 3),
-        "grad_kv": Tile(16, 16, 4, 2),
+        "grad_kv": Tile(64, 16, 8, 2),
         "grad_kv unaligned": Tile(16, 16, 4, 2),
         "grad_q": Tile(32, 32, 4, 2),
-        "grad_qkv": Tile(32, 16, 8, 2),
+        "grad_qkv": Tile(64, 16, 8, 2),
         "grad_qkv unaligned": Tile(32, 16, 8, 2),
         "decode": Tile(16, 16, 4, 2),
         "decode parts": Tile(16, 32, 4, 2),
@@ -231,10 +230,10 @@ WIDEST = {
 }
 WIDEST["sm90"] = WIDEST["sm80"] | {
     "forward": Tile(64, 32, 8, 2),
-    "forward banded": Tile(64, 32, 8, 2),
     "forward paged": Tile(64, 32, 8, 2),
     "grad_kv": Tile(32, 16, 8, 2),
     "grad_kv unaligned": Tile(32, 16, 8, 2),
+    "grad_qkv": Tile(32, 16, 8, 2),
     "decode parts paged": Tile(16, 32, 4, 2),
     "decode shared": Tile(16, 32, 4, 3),
     "decode shared wide": Tile(64, 64, 8, 2),
@@ -244,19 +243,20 @@ WIDEST |= {"sm100": WIDEST["sm90"], "sm120": WIDEST["sm86"]}
 # Tiles for heads that training divides (training_widths), by family and sum of the widths. They replace WIDEST's.
 DIVIDED = {
     ("sm80", 320): {
-        "forward banded": Tile(32, 32, 4, 2),
+        "forward": Tile(32, 32, 4, 2),
         "grad_kv": Tile(64, 32, 8, 1),
         "grad_qkv": Tile(64, 32, 8, 1),
         "grad_qkv banded": Tile(64, 16, 8, 2),
     },
     ("sm80", 384): {
-        "forward banded": Tile(32, 32, 4, 2),
+        "forward": Tile(32, 32, 4, 2),
         "grad_kv": Tile(64, 16, 8, 2),
         "grad_qkv": Tile(64, 16, 8, 1),
     },
     ("sm86", 320): {"grad_kv": Tile(32, 32, 8, 2)},
+    ("sm86", 448): {"forward": Tile(32, 64, 8, 1)},
 }
-DIVIDED["sm120", 320] = DIVIDED["sm86", 320]
+DIVIDED |= {("sm120", width): DIVIDED["sm86", width] for width in (320, 448)}
 # fmt: on
 # Rows per program, warps, and heads per program of the elementwise passes, for every type. The heads of a program share
 # one load of cos and sin.
@@ -393,15 +393,17 @@ def tile(
     return next(table[name][block_d] for table in tables for name in names if block_d in table.get(name, {}))
 
 
-def training_widths(capability: int | str, head_dim: int, head_dim_v: int) -> tuple[int, ...]:
+def training_widths(capability: int | str, head_dim: int, head_dim_v: int, itemsize: int) -> tuple[int, ...]:
     """Returns the widths of the tiles into which training divides a head, or () if a head is one tile of block_d.
 
-    Heads of 257 to 384 channels would be padded to 512. The last tile is padded instead. Values of another head_dim
-    are not divided, nor are heads on sm_100 and on AMD's GPUs, where the PTX executor runs no such kernel.
+    Heads of 257 to 448 channels would be padded to 512. The last tile is padded instead. Values of another head_dim
+    are not divided, nor are heads on sm_100 and on AMD's GPUs, where the PTX executor runs no such kernel. In float32,
+    three tiles need more shared memory than a block has on sm_86, sm_89 and sm_120.
     """
-    if head_dim != head_dim_v or not 256 < head_dim <= 384 or family(capability) in ("sm100", "cdna"):
+    if head_dim != head_dim_v or not 256 < head_dim <= 448 or family(capability) in ("sm100", "cdna"):
         return ()
-    return (256, 64) if head_dim <= 320 else (256, 128)
+    widths = next(widths for widths in ((256, 64), (256, 128), (256, 128, 64)) if head_dim <= sum(widths))
+    return widths if len(widths) == 2 or itemsize == 2 or family(capability) in LARGE_SHARED else ()
 
 
 def forward_parts(tile: Tile, block_d: int, block_dv: int, itemsize: int) -> int:

@@ -294,8 +294,9 @@ def _main_cases(quick: bool) -> list[Case]:
     wide += grid((80, 90), (192,), "bf16", *VALUES) + grid((86,), (192,), "bf16", VALUES[0])
     wide += grid((80, 86, 89, 90, 100, 120, "gfx942"), (512,), "bf16", TRAINED, TWO_BANDS)
     wide += grid((80, 86, 90, 120), (512,), "bf16", *ATOMIC)
-    wide += grid((80,), (320, 384), "bf16", ONE_BAND, TWO_BANDS, *ATOMIC)  # two tiles per head
-    wide += grid((86, 90, 120), (320,), "bf16", ONE_BAND) + grid((86, 90, 120), (384,), "bf16", TWO_BANDS, ATOMIC[0])
+    wide += grid((80,), (320, 384, 448), "bf16", ONE_BAND, TWO_BANDS, *ATOMIC)  # several tiles per head
+    wide += grid((86, 90, 120), (320, 448), "bf16", ONE_BAND)
+    wide += grid((86, 90, 120), (384,), "bf16", TWO_BANDS, ATOMIC[0])
     padded = grid((80, 90), (96,), "bf16", ONE_BAND) + grid((80,), (32,), "bf16", ONE_BAND)
     types = grid((80, 90), (128,), "fp16", ONE_BAND) + grid((80,), (64, 128), "fp32", ONE_BAND)
     variants = grid((80,), (128,), "bf16", NOPE, PACKED, POSITIONS) + grid((80,), (64,), "bf16", TWO_SIDED)

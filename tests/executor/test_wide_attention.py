@@ -29,6 +29,14 @@ CASES = {  # target, scheme, lengths, options
     "leaky-d264-bf16": (BF16, SCHEMES["leaky"](264), (50, 70), {}, ()),
     "p-rope-d320-bf16": (BF16, Rotary.p_rope(320, 0.25), (70,), {}, slow),
     "rope-interleaved-d384-fp16": (FP16, SCHEMES["rope_interleaved"](384), (50,), {}, slow),
+    "rope-d448-bf16": (BF16, Rotary.rope(448), (50, 70), {}, ()),
+    "leaky-interleaved-d448-fp16": (
+        FP16,
+        Rotary.rope(448, interleaved=True).rectify(21, 4.0),
+        (70, 50),
+        {"batch": 2},
+        slow,
+    ),
     "partial-behind-d448-bf16": (
         BF16,
         Rotary.rope(448, rotary_dim=64, first_channel=384).rectify(21),
@@ -36,6 +44,11 @@ CASES = {  # target, scheme, lengths, options
         {},
         slow,
     ),
+    "rerope-log-n-d392-bf16": (BF16, SCHEMES["rerope"](392).log_n(20), (50, 70), {"heads": 4}, slow),
+    "dual-chunk-d448-bf16": (BF16, Rotary.p_rope(448, 0.25).dual_chunk(160, 32), (40, 200), {}, slow),
+    "none-two-sided-d448-bf16": (BF16, Rotary.none(448), (50, 70), {"causal": False}, slow),
+    "poisoned-d448-bf16": (BF16, Rotary.rope(448), (45,), {"layout": "poisoned", "heads": 4}, slow),
+    "rope-d448-fp32": (FP32, Rotary.rope(448), (40, 50), {}, slow),
     "rope-d320-bf16": (BF16, Rotary.rope(320), (50, 70), {}, ()),
     "rerope-log-n-d384-fp16": (FP16, SCHEMES["rerope"](384).log_n(20), (70, 50), {"batch": 2}, ()),
     "leaky-interleaved-d320-bf16": (BF16, Rotary.rope(320, interleaved=True).rectify(21, 4.0), (50, 70), {}, slow),
@@ -60,6 +73,9 @@ CASES = {  # target, scheme, lengths, options
     "atomic-rerope-d264-fp16": (FP16, SCHEMES["rerope"](264), (50,), {"deterministic": False}, slow),
     "atomic-rope-d320-bf16": (BF16, Rotary.rope(320), (50, 70), {"deterministic": False}, ()),
     "atomic-leaky-d384-fp16": (FP16, SCHEMES["leaky"](384), (50,), {"deterministic": False, "heads": 4}, slow),
+    "atomic-rerope-d448-bf16": (BF16, SCHEMES["rerope"](448), (50, 70), {"deterministic": False}, slow),
+    "atomic-rope-d448-fp32": (FP32, Rotary.rope(448), (40,), {"deterministic": False}, slow),
+    "atomic-rope-d392-fp16": (FP16, Rotary.rope(392), (50,), {"deterministic": False, "heads": 4}, slow),
     "atomic-interleaved-d328-bf16": (BF16, SCHEMES["rope_interleaved"](328), (70,), {"deterministic": False}, slow),
     "atomic-rerope-d320-fp32": (FP32, SCHEMES["rerope"](320), (40,), {"deterministic": False}, slow),
     "atomic-rope-d512-fp32": (FP32, Rotary.rope(512), (40,), {"deterministic": False}, slow),
@@ -86,21 +102,21 @@ def test_attention(machine, arch, case):
     assert machine.launches[-1].kernel == last
 
 
-@pytest.mark.parametrize("head_dim", [264, *(pytest.param(head_dim, marks=slow) for head_dim in (320, 384, 512))])
+@pytest.mark.parametrize("head_dim", [264, *(pytest.param(head_dim, marks=slow) for head_dim in (320, 384, 448, 512))])
 def test_unaligned(machine, head_dim):
     """Rows at addresses that are only multiples of 2 bytes give the right results."""
     p = support.problem(BF16, SCHEMES["leaky"](head_dim), 50, seed=2)
     support.check(BF16, p.replace(**{name: odd(getattr(p, name)) for name in ("q", "k", "v", "grad_out")}))
 
 
-@pytest.mark.parametrize("head_dim", [320, 512])
+@pytest.mark.parametrize("head_dim", [320, pytest.param(448, marks=slow), 512])
 def test_packed(machine, head_dim):
     p = packing(BF16, Rotary.p_rope(head_dim, 0.25, base=1e6).rectify(21), [17, 0, 40], [17, 3, 52], seed=5)
     p.check(p.run("triton"), torch.bfloat16)
 
 
 @slow
-@pytest.mark.parametrize("rotary", [GEMMA, Rotary.rope(384)], ids=["d512", "d384"])
+@pytest.mark.parametrize("rotary", [GEMMA, Rotary.rope(384), Rotary.rope(448)], ids=["d512", "d384", "d448"])
 def test_positions_and_sinks(machine, rotary):
     options = {"positions": torch.arange(45.0).flip(0)[None] * 3, "sinks": torch.tensor([0.5, -1.0])}
     support.check(BF16, support.problem(BF16, rotary.log_n(20), 45, seed=6, **options))

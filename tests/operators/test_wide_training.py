@@ -23,11 +23,19 @@ WIDTHS = {  # schemes by width, so that every width and every scheme has a case
     320: ("p_rope", "hope_rerope_log_n"),
     328: ("rerope", "none"),
     384: ("rope", "local", "behind", "leaky", "rope_interleaved", "self_extend", "dual_chunk"),
-    448: ("none", "string"),
+    392: ("rerope", "rope_interleaved"),
+    448: ("none", "string", "rope", "leaky", "hope_paper", "behind"),
     512: ("rope", "rerope", "p_rope", "p_rope_leaky_log_n", "hope_paper", "self_extend", "dual_chunk"),
 }
 INTERPRETED = {
-    torch.float32: ((320, "hope_rerope_log_n"), (328, "rerope"), (384, "rope_interleaved"), (512, "self_extend")),
+    torch.float32: (
+        (392, "rope_interleaved"),
+        (448, "leaky"),
+        (320, "hope_rerope_log_n"),
+        (328, "rerope"),
+        (384, "rope_interleaved"),
+        (512, "self_extend"),
+    ),
     torch.float16: ((264, "leaky"), (384, "behind"), (512, "rerope")),
 }
 CASES = [pytest.param(d, scheme, id=f"d{d}-{scheme}") for d, schemes in WIDTHS.items() for scheme in schemes]
@@ -56,7 +64,9 @@ def test_options(target, options):
 
 
 @pytest.mark.interpreted(lambda target, head_dim, scheme: head_dim == 320 and target.dtype == torch.float32)
-@pytest.mark.parametrize(("head_dim", "scheme"), [(320, "rerope"), (328, "rope_interleaved"), (384, "p_rope")])
+@pytest.mark.parametrize(
+    ("head_dim", "scheme"), [(320, "rerope"), (328, "rope_interleaved"), (384, "p_rope"), (448, "rope")]
+)
 def test_atomic_gradients(target, head_dim, scheme):
     """If a head has several tiles, atomics add the dQ of each tile to that tile's own channels."""
     check(target, problem(target, NAMED[scheme](head_dim), 37, 53, batch=2, heads=4, deterministic=False, seed=7))
@@ -64,15 +74,18 @@ def test_atomic_gradients(target, head_dim, scheme):
 
 @pytest.mark.parametrize("arch", [80, 86, 89, 90, 100, 120, "gfx942"])
 def test_tiles_of_a_head(arch):
-    """Heads of 257 to 384 channels have two tiles. They do not if v has a different head_dim, or on targets for which
-    no such kernel was executed."""
+    """Heads of 257 to 448 channels have two or three tiles. They do not if v has a different head_dim, or on targets
+    for which no such kernel was executed."""
     configs = pytest.importorskip("flashrope.triton_kernels.configs")
     divided = arch not in (100, "gfx942")
-    for head_dim, widths in {264: (256, 64), 320: (256, 64), 328: (256, 128), 384: (256, 128)}.items():
-        assert configs.training_widths(arch, head_dim, head_dim) == (widths if divided else ())
+    three = {392: (256, 128, 64), 448: (256, 128, 64)}
+    for head_dim, widths in ({264: (256, 64), 320: (256, 64), 328: (256, 128), 384: (256, 128)} | three).items():
+        assert configs.training_widths(arch, head_dim, head_dim, 2) == (widths if divided else ())
         assert head_dim <= sum(widths) < 512
-        assert configs.training_widths(arch, head_dim, 512) == configs.training_widths(arch, 512, head_dim) == ()
-    assert not any(configs.training_widths(arch, head_dim, head_dim) for head_dim in (64, 128, 256, 392, 448, 512))
+        assert configs.training_widths(arch, head_dim, 512, 2) == configs.training_widths(arch, 512, head_dim, 2) == ()
+        small = arch in (86, 89, 120) and head_dim in three
+        assert configs.training_widths(arch, head_dim, head_dim, 4) == (widths if divided and not small else ())
+    assert not any(configs.training_widths(arch, head_dim, head_dim, 2) for head_dim in (64, 128, 256, 456, 512))
 
 
 @pytest.mark.interpreted(lambda target: False)

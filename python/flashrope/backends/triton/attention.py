@@ -134,7 +134,7 @@ class AttentionPlan(Plan):
         super().__init__(q, call, call.cu_seqlens_q, *lengths, table, positions)
         self.cu_seqlens = CuSeqlens(call.cu_seqlens_q, call.cu_seqlens_k)
         self.vec = vector_size(q, k, v) if grad_out is None else vector_size(q, k, v, grad_out)
-        self.widths = configs.training_widths(self.capability, self.rotary.head_dim, self.head_dim_v)
+        self.widths = configs.training_widths(self.capability, self.rotary.head_dim, self.head_dim_v, self.itemsize)
         self.is_empty = q.numel() == 0 or k.numel() == 0 or not self.num_bands
 
     def rotate_keys(self, k, rotated_k) -> None:
