@@ -259,7 +259,7 @@ PIECES = (
 # Spill limits of training with 257 to 512 channels: {(scheme, architecture, head_dim): spilled bytes of forward, dK and
 # dV, dQ}. The backward with atomics, which is the default at these widths, computes dK, dV and dQ in one pass. Its
 # spills are in the column of dK and dV. The spills are outside the tile loops, except those of WIDE_SPILLS_IN_LOOPS:
-# {(kernel, scheme, head_dim): spilled bytes that the tile loops touch, accesses in the hot loop}, on sm_80. These tiles
+# {(kernel, scheme, head_dim): spilled bytes that the tile loops touch, accesses in the hot loop}, on sm_80. Such tiles
 # are used because the issue model rates them higher than the tiles without such spills.
 WIDE_SPILLS_IN_LOOPS = {
     ("attention_grad_kv", "rope", 448): (96, 12),
