@@ -37,7 +37,7 @@ constexpr int LANES = 8, REGISTERS = 16;
 #else  // NEON
 constexpr int LANES = 4, REGISTERS = 32;
 #endif
-constexpr int MAX_HEAD_DIM = 576;
+constexpr int MAX_HEAD_DIM = 576, MAX_BANDS = 4;
 constexpr float INF = std::numeric_limits<float>::infinity();
 
 using Vec = float __attribute__((vector_size(4 * LANES)));

@@ -9,7 +9,6 @@ namespace flashrope {
 constexpr int BLOCK = 64;   // keys
 constexpr int CHUNK = 512;  // keys
 constexpr int MAX_ROWS = 16;
-constexpr int MAX_BANDS = 4;
 
 struct DecodeBand {
   Band band;
@@ -96,7 +95,7 @@ struct QueryAngles {
 
 // The addresses of a block's rows, of K or of V.
 template <typename T>
-struct Rows {
+struct BlockRows {
   const T* row[BLOCK];
   const float* scale[BLOCK];  // the scales of quantized rows
   bool adjacent;              // whether all scales are adjacent in memory

@@ -10,19 +10,23 @@
 
 namespace flashrope {
 
-// Half of the registers hold sums. A vector of a key is loaded once for TILE_ROWS queries.
-constexpr int ACCUMULATORS = REGISTERS / 2, TILE_ROWS = 4, TILE_KEYS = ACCUMULATORS / TILE_ROWS;
+// Half of the registers hold sums. A vector of a key is loaded once for SCORE_ROWS queries.
+constexpr int ACCUMULATORS = REGISTERS / 2, SCORE_ROWS = 4, SCORE_KEYS = ACCUMULATORS / SCORE_ROWS;
 
-// Prefetches rows of the next block, or nothing if row is nullptr.
+// Prefetches some rows of the next block into the L2 cache, because wide rows do not fit in L1. Several passes over a
+// block share its rows: a processor can wait for only a few lines at a time, and a pass that prefetches more of them
+// waits instead of computing.
 template <typename T>
 struct Ahead {
-  const T* const* row;
+  const T* const* row;  // nullptr: none
+  int pass = 0, passes = 1;  // prefetches row t if t % passes is pass; passes is a power of 2
 
   // Prefetches the line of row t that begins at channel c, a multiple of LANES, if a line begins there.
   void operator()(int t, int c) const {
     constexpr int STEP = 64 * PER_ELEMENT<T> / sizeof(T);  // channels of a line
-    if (row && c % STEP == 0) __builtin_prefetch(channel(row[t], c));
+    if (row && c % STEP == 0 && (t & (passes - 1)) == pass) __builtin_prefetch(channel(row[t], c), 0, 2);
   }
+  Ahead from(int t) const { return {row ? row + t : nullptr, (pass - t) & (passes - 1), passes}; }
 };
 
 // Says which vectors of a key rotate. All fields count vectors. Pair n is the vectors first + n and first + half + n.

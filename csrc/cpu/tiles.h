@@ -13,7 +13,6 @@ constexpr int BLOCK_N = 64;  // keys of a block
 // multiple of GEMM_ROWS. The last rows may be fewer than BEST_ROWS.
 constexpr int BEST_ROWS = REGISTERS == 32 ? 8 : 6, GEMM_ROWS = REGISTERS == 32 ? 8 : 2;
 constexpr int GEMM_COLUMNS = 2 * LANES;
-constexpr int MAX_BANDS = 4;
 
 // cos and sin of every row: y[c] = x[c] * cos[c] + x[the other channel of its pair] * sin[c - first_channel].
 struct Table {

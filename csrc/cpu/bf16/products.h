@@ -5,6 +5,8 @@
 
 #pragma once
 
+#include "../tiles.h"
+
 #ifdef __AMX_BF16__
 #include "amx.h"
 #else
@@ -93,13 +95,8 @@ struct RoundedRows {
  private:
   // Returns the words of the rows 2 n and 2 n + 1: one per channel, for the LANES channels from c on.
   IntVec row_pair(int n, int c) const {
-    // Interleaves two vectors: elements with the same index become adjacent.
-    alignas(64) constexpr uint16_t ORDER[32] = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
-                                                8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
-    const __m512i order = _mm512_add_epi16(_mm512_load_si512(ORDER), _mm512_set1_epi16(int16_t(c % STRIP)));
-    const int first = c / STRIP * LANES;
-    return (IntVec)_mm512_permutex2var_epi16((__m512i)load(words + 2 * n * WIDTH + first), order,
-                                             (__m512i)load(words + (2 * n + 1) * WIDTH + first));
+    const int32_t* first = words + 2 * n * WIDTH + c / STRIP * LANES;
+    return flashrope::row_pair((__m512i)load(first), (__m512i)load(first + WIDTH), c % STRIP / LANES);
   }
 
   // Calls write(p, words) for every p. words: word p of each of the LANES rows from `first` on.

@@ -5,7 +5,7 @@
 
 #pragma once
 
-#include "../tiles.h"
+#include "../common.h"
 
 #ifndef __AVX512BF16__
 #error "these sources need AVX512-BF16"
@@ -36,6 +36,14 @@ inline IntVec rounded_pairs(Vec first, Vec second) {
   alignas(64) constexpr uint16_t ORDER[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
                                               8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
   return (IntVec)_mm512_permutexvar_epi16(_mm512_load_si512(ORDER), (__m512i)rounded(first, second));
+}
+
+// Interleaves half of two vectors of STRIP numbers each: elements with the same index become a word. half: 0 or 1.
+inline IntVec row_pair(__m512i first, __m512i second, int half) {
+  alignas(64) constexpr uint16_t ORDER[32] = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
+                                              8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
+  const __m512i order = _mm512_add_epi16(_mm512_load_si512(ORDER), _mm512_set1_epi16(int16_t(half * LANES)));
+  return (IntVec)_mm512_permutex2var_epi16(first, order, second);
 }
 
 // Transposes 16 vectors of 16 words.

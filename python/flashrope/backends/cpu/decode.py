@@ -67,7 +67,7 @@ def decode(
         out = q.new_empty(cached_out_shape(q, layer))
     lse = q.new_empty((batch, heads_q, seqlen_q), dtype=torch.float32)
     c = _fill(library, q, layer, out, lse, part, placed)
-    if library.decode(ctypes.byref(c)):
+    if library.decode(c):
         raise MemoryError("attention_with_cache: no memory for the partial results")
     if out is not given and given is not None:
         return given.copy_(out), lse

@@ -15,6 +15,7 @@ MAX_BANDS = 4
 INFINITE = 2**40  # the value that means an infinite distance
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 CODES = {torch.int8: 3, torch.uint8: 4}  # dtypes of quantized caches; queries are then float32
+FEW_ROWS = 4  # for up to 4 query heads per key head, decoding waits for memory, and float32 is as fast
 FEW_QUERIES = 8  # for up to 8 queries float32 is faster: it works on 8 rows at once, and bfloat16 on 32 rows
 NOT_FINITE = 2  # the return value of the backward in bfloat16 if a row is not finite
 
@@ -163,12 +164,13 @@ class Library:
     def __init__(self, path: Path, bfloat16: Path | None = None):
         self.path = bfloat16 or path
         functions = ctypes.CDLL(str(path))
-        self.decode, self._forward = functions.flashrope_decode, functions.flashrope_forward
+        self._decode, self._forward = functions.flashrope_decode, functions.flashrope_forward
         self._backward, self.rotate = functions.flashrope_backward, functions.flashrope_rotate
         self._bfloat16 = ctypes.CDLL(str(bfloat16)) if bfloat16 else None
         if self._bfloat16:
             self._bfloat16_forward = self._bfloat16.flashrope_forward_bf16
             self._bfloat16_backward = self._bfloat16.flashrope_backward_bf16
+            self._bfloat16_decode = self._bfloat16.flashrope_decode_bf16
         torch_cpu = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
         self.parallel_for = ctypes.cast(torch_cpu.torch_parallel_for, ctypes.c_void_p)
 
@@ -176,6 +178,12 @@ class Library:
         """Whether the kernels compute products in the dtype of the queries. Otherwise queries are first converted to
         float32."""
         return self._bfloat16 is not None and dtype == torch.bfloat16 and seqlen_q > FEW_QUERIES
+
+    def decode(self, call: DecodeCall) -> int:
+        """Decodes a few queries per sequence. Returns 0, or 1 if memory runs out."""
+        rows = call.heads_q // call.heads_kv
+        multiplied = self._bfloat16 and call.dtype == DTYPES[torch.bfloat16] and call.seqlen_q == 1 and rows > FEW_ROWS
+        return (self._bfloat16_decode if multiplied else self._decode)(ctypes.byref(call))
 
     def forward(self, call: ForwardCall, dtype: torch.dtype) -> int:
         """Runs the forward pass. dtype: the dtype of the queries. Returns 0, or 1 if memory runs out."""
