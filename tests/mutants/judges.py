@@ -188,11 +188,12 @@ JUDGES = {
     ],
     "python/flashrope/backends/precision.py": ["tests/operators/test_torch.py -k autocast"],
     "python/flashrope/backends/*": CALLS,
+    "csrc/cpu/bf16/decode*": ["tests/kernels/test_cpu_bfloat16_decode.py"],
     "csrc/cpu/bf16/*": [
         "tests/kernels/test_cpu_bfloat16.py",
         "tests/operators/test_accuracy.py tests/caches/test_quantized.py -k 'cpu and bfloat16'",
     ],
-    "csrc/cpu/decode.*": COMPILED_DECODE,
+    "csrc/cpu/decode*": COMPILED_DECODE,
     "csrc/cpu/rotate.cpp": ["tests/caches/test_rotated_keys.py tests/operators/test_rotate.py -k cpu", *COMPILED[1:]],
     "csrc/cpu/forward.cpp": [*COMPILED[:1], "tests/operators/test_accuracy.py tests/caches/test_quantized.py -k cpu"],
     "csrc/cpu/backward.cpp": [
