@@ -17,7 +17,7 @@ OPTIONS = runpy.run_path(str(SOURCES / "build.py"))["TARGETS"]  # {machine: {tar
 TARGETS = {"x86_64": "x86-64-v3", "aarch64": "armv8-a"}
 BFLOAT16 = "bf16"  # the folder of the kernels that multiply in bfloat16
 EXTENDED, BFLOAT16_TARGET = "x86-64-v4", "x86-64-v4-bf16"  # the kernels of this folder extend the first target
-AMX, AMX_TARGET = "amx.h", "x86-64-v4-amx"
+AMX, AMX_TARGET = ("amx.h", "decode_amx.h"), "x86-64-v4-amx"
 FLAGS = ("-std=c++17", "-O0", "-fno-math-errno", "-fPIC")
 
 
@@ -45,7 +45,7 @@ class NativeBuild:
         """
         if sources.name != BFLOAT16:
             return self._library(SOURCES, sources, changed, to, TARGETS[platform.machine()])
-        target = AMX_TARGET if changed == AMX else BFLOAT16_TARGET
+        target = AMX_TARGET if changed in AMX else BFLOAT16_TARGET
         return self._library(SOURCES, SOURCES, "", to, EXTENDED) and self._library(
             SOURCES / BFLOAT16, sources, changed, to, target
         )

@@ -13,7 +13,7 @@ ROOMS = {  # a file belongs to the first room with a pattern that matches it
     "kernels": ("triton_kernels/*.py",),
     "lowering": ("python/flashrope/lowering/*.py",),
     "backends": ("python/flashrope/backends/*.py",),
-    "amx": ("csrc/cpu/bf16/amx.h",),
+    "amx": ("csrc/cpu/bf16/amx.h", "csrc/cpu/bf16/decode_amx.h"),
     "bfloat16": ("csrc/cpu/bf16/*.cpp", "csrc/cpu/bf16/*.h"),
     "cpu": ("csrc/cpu/*.cpp", "csrc/cpu/*.h"),
     "cuda": ("csrc/decode.cu", "csrc/positions.cuh", "csrc/decode.h"),

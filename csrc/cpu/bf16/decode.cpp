@@ -2,7 +2,11 @@
 // queries and keys, and the weights of the softmax, are rounded to bfloat16, and sums are float32.
 
 #include "../decode_call.h"
-#include "decode_products.h"
+#ifdef __AMX_BF16__
+#include "decode_amx.h"
+#else
+#include "decode_vdpbf16.h"
+#endif
 
 namespace flashrope {
 namespace {

@@ -1,4 +1,4 @@
-"""Computes ``attention_with_cache`` for a few queries, with the compiled kernel of csrc/cpu/decode.cpp."""
+"""Computes ``attention_with_cache`` for a few queries, with the compiled kernels of csrc/cpu/decode.cpp."""
 
 from __future__ import annotations
 
