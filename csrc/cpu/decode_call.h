@@ -82,7 +82,8 @@ int decode_chunks(const DecodeCall& call) {
       std::memcpy(partial, state.acc + r * padded_dim, call.head_dim_v * sizeof(float));
       partial[call.head_dim_v] = state.row_max[r], partial[call.head_dim_v + 1] = state.row_sum[r];
     }
-    if (finished[b * call.heads_kv + head].fetch_add(1) == chunks - 1) combine<typename Work::Result>(call, b, head, head_partials, chunks);
+    if (finished[b * call.heads_kv + head].fetch_add(1) == chunks - 1)
+      combine<typename Work::Result>(call, b, head, head_partials, chunks);
   });
   return 0;
 }

@@ -37,7 +37,8 @@ struct RoundedChunk : Chunk<BFloat16, BFloat16, 0> {
       const BFloat16* keys[LANES];
       for (int t = 0; t < LANES; ++t) {
         keys[t] = block->k.row[begin + t];
-        if (keys_rotate || head_dim() % STRIP) keys[t] = rounded_key(t, keys[t], keys_rotate ? angles(begin + t) : nullptr);
+        if (keys_rotate || head_dim() % STRIP)
+          keys[t] = rounded_key(t, keys[t], keys_rotate ? angles(begin + t) : nullptr);
       }
       Vec sums[MAX_ROWS];
       const Ahead<BFloat16> next_keys{next->k.row, 0, shared ? 4 : 1};

@@ -1,4 +1,5 @@
-// Operands of decoding in bfloat16, for the query rows of one key head. decode_amx.h and decode_vdpbf16.h multiply them.
+// Operands of decoding in bfloat16, for the query rows of one key head. decode_amx.h and decode_vdpbf16.h multiply
+// them.
 
 #pragma once
 
@@ -14,7 +15,8 @@ inline void round_row(const float* x, int words, int32_t* to) {
   for (int p = 0; p < words; p += LANES) store(to + p, rounded(load(x + 2 * p), load(x + 2 * p + LANES)));
 }
 
-// Stores `channels` values from channel c on, of BLOCK keys, as a strip (BLOCK / 2, STRIP). Calls prefetch(t) for key t.
+// Stores `channels` values from channel c on, of BLOCK keys, as a strip (BLOCK / 2, STRIP). Calls prefetch(t) for every
+// key t.
 template <typename Prefetch>
 inline void pack_strip(const BFloat16* const* values, int c, int channels, const Prefetch& prefetch, int32_t* strip) {
   const __mmask32 present = channels == STRIP ? ~0u : (1u << channels) - 1;
