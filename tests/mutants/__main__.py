@@ -29,7 +29,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 from . import by_hand, page
-from .judges import judges
+from .judges import judges, target_options
 from .native_build import has_instruction
 from .results import INVALID, KILLED, RESULTS, SURVIVED, Row, add, read, write
 from .runs import EXECUTED, EXECUTOR, Copy, Ended, Run, preload
@@ -86,7 +86,7 @@ def examine(
             raise RuntimeError(f"{' '.join(tests)}: no test ran: {ended.how}")
         if ended.test:
             if ended.test not in sound:
-                alone = (*(EXECUTED if EXECUTOR in tests else ()), ended.test)
+                alone = (*(EXECUTED if EXECUTOR in tests else ()), *target_options(mutant.file), ended.test)
                 try:
                     copy.apply(mutant, sound=True)
                     passed = yield alone
@@ -103,7 +103,7 @@ def examine(
 def stages_of(mutant: Mutant, last: Row | None) -> list[Tests]:
     stages = judges(mutant.file)
     if last and last.verdict == KILLED and exists(last.by):
-        stages.insert(0, (*(EXECUTED if EXECUTOR in stages[0] else ()), last.by))
+        stages.insert(0, (*(EXECUTED if EXECUTOR in stages[0] else ()), *target_options(mutant.file), last.by))
     return stages
 
 

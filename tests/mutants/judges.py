@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import shlex
 from fnmatch import fnmatch
+from pathlib import Path
+
+from .native_build import target_of
 
 EXECUTED = "-p executor.plugin --executor 80"  # tests that run compiled kernels on the CPU
 FORWARD = [
@@ -246,4 +249,10 @@ JUDGES = {
 
 def judges(file: str) -> list[tuple[str, ...]]:
     lines = next(lines for pattern, lines in JUDGES.items() if fnmatch(file, pattern))
-    return [tuple(shlex.split(line)) for line in dict.fromkeys(lines)]
+    return [(*target_options(file), *shlex.split(line)) for line in dict.fromkeys(lines)]
+
+
+def target_options(file: str) -> tuple[str, ...]:
+    """Returns pytest's arguments for the target that the file is compiled for. Without them, the tests would compile
+    the CPU kernels again, with optimisation, for the best target of this processor."""
+    return ("--cpu-target", target_of(Path(file))) if file.startswith("csrc/cpu/") else ()

@@ -27,6 +27,13 @@ def has_instruction(name: str) -> bool:
     return path.exists() and name in path.read_text().split()
 
 
+def target_of(source: Path) -> str:
+    """Returns the target for which a source of the CPU kernels is compiled."""
+    if source.parent.name != BFLOAT16:
+        return TARGETS[platform.machine()]
+    return AMX_TARGET if source.name in AMX else BFLOAT16_TARGET
+
+
 class NativeBuild:
     """Builds libraries. objects: a folder with the compiled unchanged files, which all copies share."""
 
@@ -43,9 +50,9 @@ class NativeBuild:
 
         Returns False if the copy does not compile.
         """
+        target = target_of(sources / changed)
         if sources.name != BFLOAT16:
-            return self._library(SOURCES, sources, changed, to, TARGETS[platform.machine()])
-        target = AMX_TARGET if changed in AMX else BFLOAT16_TARGET
+            return self._library(SOURCES, sources, changed, to, target)
         return self._library(SOURCES, SOURCES, "", to, EXTENDED) and self._library(
             SOURCES / BFLOAT16, sources, changed, to, target
         )

@@ -1,13 +1,15 @@
 """Tests the tool of tests/mutants: what it finds in small sources, and that its lists fit the checkout. ``python -m
 tests.mutants`` runs the mutants."""
 
+import platform
 import subprocess
 from argparse import Namespace
+from pathlib import Path
 
 import pytest
 
 from tests.mutants import __main__ as main
-from tests.mutants import by_hand, native_sites, page, python_sites, sites
+from tests.mutants import by_hand, native_build, native_sites, page, python_sites, sites
 from tests.mutants.__main__ import drawn, everything, examine
 from tests.mutants.judges import JUDGES, judges
 from tests.mutants.results import KILLED, RESULTS, SURVIVED, Row, add, read
@@ -160,6 +162,17 @@ def test_patience(copy, tmp_path, monkeypatch):
     for seconds in (1e9, 0):
         Watch(tmp_path / "seen", seconds).pytest_runtest_logfinish("a::t", None)
     assert left == [0]
+
+
+@pytest.mark.parametrize(
+    "file, target",
+    [("decode_chunk.h", None), ("bf16/decode_vdpbf16.h", "x86-64-v4-bf16"), ("bf16/decode_amx.h", "x86-64-v4-amx")],
+)
+def test_the_kernels_that_are_built_are_tested(file, target):
+    """Otherwise the tests would load the kernels of the processor's best target, which may not have the change."""
+    target = target or native_build.TARGETS[platform.machine()]
+    assert native_build.target_of(Path("csrc/cpu", file)) == target
+    assert all(run[:2] == ("--cpu-target", target) for run in judges(f"csrc/cpu/{file}"))
 
 
 @pytest.mark.parametrize(
