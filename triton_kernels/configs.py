@@ -170,14 +170,14 @@ FLOAT = {
     "decode wide": by_block_d((32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1), (32, 16, 4, 1), (16, 16, 4, 1)),
 }
 # Tiles for heads of 257 to 576 channels; more than 512 only in decoding. Forward and gradients wait for shared memory
-# most of the time. Their tiles were chosen among tiles whose loops access at most 172 bytes of local memory. They were
+# most of the time. Their tiles were chosen among tiles whose loops access at most 292 bytes of local memory. They were
 # ranked by the issue model where it applies. The others were ranked by instructions per needed product: a product of
 # tensor cores that is neither padding nor repeated in another warp. In sm_90's gradients, every tile for wgmma, which
 # needs 64 rows, spills more. "decode shared" is for heads in parts whose values are channels of the keys. "decode
 # parts" does not spill. The decode tiles of heads without parts need 64 or more registers for cos and sin of their
 # keys. On sm_90, sm_100 and sm_120 their loops access up to 24 bytes of local memory.
-# Loads that are not aligned take more registers. So unaligned calls keep the "unaligned" tiles of this table where
-# DIVIDED has larger tiles.
+# Loads that are not aligned take more registers. So unaligned calls take smaller tiles, named "unaligned", for dK and
+# dV.
 WIDEST = {
     "sm80": {
         "forward": Tile(32, 64, 8, 1),
