@@ -284,17 +284,17 @@ struct Chunk {
     const float* cos[LANES];
     for (int t = from; t < until; ++t) cos[t - begin] = angles(t);
     Vec products[LANES] = {};
-    auto multiply = [&](auto keys, int t, const T* const* next_rows) {
+    auto multiply = [&](auto keys, int t, const Ahead<T>& next_keys) {
       multiply_rotated<keys>(rotated_q[b], block->k.row + begin + t, cos + t, BLOCK * pairs.count, call.key_weight,
-                             rotates, vectors(), products + t, Ahead<T>{next_rows});
+                             rotates, vectors(), products + t, next_keys);
     };
     if (until - from == LANES)
       for (int t = 0; t < LANES; t += KEYS) {
         fetch_scales(begin + t, KEYS);
-        multiply(std::integral_constant<int, KEYS>{}, t, next->k.row + begin + t);
+        multiply(std::integral_constant<int, KEYS>{}, t, ahead(0, false).from(begin + t));
       }
     else
-      for (int t = from; t < until; ++t) multiply(std::integral_constant<int, 1>{}, t - begin, nullptr);
+      for (int t = from; t < until; ++t) multiply(std::integral_constant<int, 1>{}, t - begin, Ahead<T>{nullptr});
     store_scores(b, 0, begin, products);
   }
 

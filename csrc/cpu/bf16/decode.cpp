@@ -55,15 +55,14 @@ struct RoundedChunk : Chunk<BFloat16, BFloat16, 0> {
       rotate_key(x, rotated, cos);
     else
       convert_padded(x, rotated, head_dim());
-    std::fill(rotated + padded_dim(), rotated + 2 * words_per_row, 0.0f);
-    round_row(rotated, words_per_row, reinterpret_cast<int32_t*>(to));
+    round_row(rotated, padded_dim(), reinterpret_cast<int32_t*>(to));
     return to;
   }
 
   void add_values(SoftmaxState& state, int keys) {
     for (int r = 0; r < rows; ++r) {
       softmax_row(state, r);
-      round_row(scores[r], BLOCK / 2, weights + r * BLOCK / 2);
+      round_row(scores[r], BLOCK, weights + r * BLOCK / 2);
     }
     const BFloat16* values[BLOCK];
     for (int t = 0; t < BLOCK; ++t) values[t] = t < keys && is_seen(t) ? block->v.row[t] : zeros;

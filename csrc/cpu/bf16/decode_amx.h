@@ -11,13 +11,8 @@ struct RoundedQueries {
   alignas(64) int32_t words[MAX_WORDS * LANES];
 
   void set(const float* x, int rows, int stride, int words_per_row) {
-    alignas(64) float row[MAX_WORDS * 2];
     alignas(64) int32_t rounded_rows[MAX_ROWS * MAX_WORDS];
-    for (int r = 0; r < rows; ++r) {
-      std::copy_n(x + r * stride, stride, row);
-      std::fill(row + stride, row + 2 * words_per_row, 0.0f);
-      round_row(row, words_per_row, rounded_rows + r * words_per_row);
-    }
+    for (int r = 0; r < rows; ++r) round_row(x + r * stride, stride, rounded_rows + r * words_per_row);
     for (int p = 0; p < words_per_row; p += LANES) {
       IntVec block[LANES];
       for (int r = 0; r < LANES; ++r) block[r] = r < rows ? load(rounded_rows + r * words_per_row + p) : IntVec{};

@@ -11,12 +11,7 @@ struct RoundedQueries {
   alignas(64) int32_t words[MAX_ROWS * MAX_WORDS];
 
   void set(const float* x, int rows, int stride, int words_per_row) {
-    alignas(64) float row[MAX_WORDS * 2];
-    for (int r = 0; r < rows; ++r) {
-      std::copy_n(x + r * stride, stride, row);
-      std::fill(row + stride, row + 2 * words_per_row, 0.0f);
-      round_row(row, words_per_row, words + r * words_per_row);
-    }
+    for (int r = 0; r < rows; ++r) round_row(x + r * stride, stride, words + r * words_per_row);
   }
 };
 

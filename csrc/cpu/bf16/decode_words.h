@@ -10,11 +10,6 @@ namespace flashrope {
 
 constexpr int MAX_WORDS = MAX_HEAD_DIM / 2;  // of a row
 
-// Rounds the floats of a row, 2 per word. words: a multiple of LANES.
-inline void round_row(const float* x, int words, int32_t* to) {
-  for (int p = 0; p < words; p += LANES) store(to + p, rounded(load(x + 2 * p), load(x + 2 * p + LANES)));
-}
-
 // Stores `channels` values from channel c on, of BLOCK keys, as a strip (BLOCK / 2, STRIP). Calls prefetch(t) for every
 // key t.
 template <typename Prefetch>

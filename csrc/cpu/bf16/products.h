@@ -40,8 +40,7 @@ struct RoundedRows {
   void set(int r, float* x, int head_dim) {
     const int whole = int(padded(head_dim, STRIP));
     std::fill(x + head_dim, x + whole, 0.0f);
-    for (int c = 0; c < whole; c += 2 * LANES)
-      store(words + r * WIDTH + c / 2, rounded(load(x + c), load(x + c + LANES)));
+    round_row(x, whole, words + r * WIDTH);
   }
   void clear(int r) { std::fill_n(words + r * WIDTH, WIDTH, 0); }
 

@@ -31,6 +31,12 @@ inline void store(int32_t* x, IntVec v) { std::memcpy(x, &v, sizeof v); }
 // Rounds two vectors to nearest. The words of `first` come before those of `second`. A word holds two adjacent lanes.
 inline IntVec rounded(Vec first, Vec second) { return (IntVec)_mm512_cvtne2ps_pbh(second, first); }
 
+// Rounds the first `channels` numbers of x, a multiple of LANES, to words, and adds zeros up to a multiple of STRIP.
+inline void round_row(const float* x, int channels, int32_t* to) {
+  for (int c = 0; c < channels; c += STRIP)
+    store(to + c / 2, rounded(load(x + c), c + LANES < channels ? load(x + c + LANES) : Vec{}));
+}
+
 // Rounds two vectors to nearest. Word n holds lane n of `first` and lane n of `second`.
 inline IntVec rounded_pairs(Vec first, Vec second) {
   alignas(64) constexpr uint16_t ORDER[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
