@@ -259,15 +259,15 @@ PIECES = (
 # Spill limits of training with 257 to 512 channels: {(scheme, architecture, head_dim): spilled bytes of forward, dK and
 # dV, dQ}. The backward with atomics, which is the default at these widths, computes dK, dV and dQ in one pass. Its
 # spills are in the column of dK and dV. The spills are outside the tile loops, except those of WIDE_SPILLS_IN_LOOPS:
-# {(kernel, scheme, head_dim): spilled bytes that the tile loops touch, accesses in the hot loop}, on sm_80. Such tiles
-# are used because the issue model rates them higher than the tiles without such spills.
+# {(kernel, scheme, architecture, head_dim): spilled bytes that the tile loops touch, accesses in the hot loop}. Such
+# tiles are used because the issue model rates them higher than the tiles without such spills.
 WIDE_SPILLS_IN_LOOPS = {
-    ("attention_grad_kv", "rope", 448): (96, 12),
-    ("attention_grad_kv", "rope atomic", 448): (152, 26),
-    ("attention_grad_kv", "rerope atomic", 448): (292, 16),
-    ("attention_grad_kv", "rope atomic", 512): (160, 36),
-    ("attention_grad_kv", "rerope atomic", 512): (288, 28),
-    ("attention_grad_q", "rerope", 512): (48, 1),
+    ("attention_grad_kv", "rope", 80, 448): (96, 12),
+    ("attention_grad_kv", "rope atomic", 80, 448): (152, 26),
+    ("attention_grad_kv", "rerope atomic", 80, 448): (292, 16),
+    ("attention_grad_kv", "rope atomic", 80, 512): (160, 36),
+    ("attention_grad_kv", "rerope atomic", 80, 512): (288, 28),
+    ("attention_grad_q", "rerope", 80, 512): (48, 1),
 }
 WIDE_TRAINING = tuple(
     SpillLimit(spill, kernel, arch, 0, head_dim, "", scheme, "3.6.", in_loops, times)
@@ -294,7 +294,7 @@ WIDE_TRAINING = tuple(
         ("rope atomic", 86, 384): (0, 12, 0),
     }.items()
     for kernel, spill in zip(("attention_forward", "attention_grad_kv", "attention_grad_q"), spills, strict=True)
-    for in_loops, times in [WIDE_SPILLS_IN_LOOPS.get((kernel, scheme, head_dim), (0, 0)) if arch == 80 else (0, 0)]
+    for in_loops, times in [WIDE_SPILLS_IN_LOOPS.get((kernel, scheme, arch, head_dim), (0, 0))]
 )
 
 # The first match decides. Kernels with one and two bands in 16-bit types, at head_dim 64 and 128 on sm_80 and sm_90,
