@@ -5,12 +5,12 @@ kernels too."""
 import pytest
 import support
 import torch
+from bfloat16_products import BRAIN, check_runs_of_keys, hide_instructions, results_of_pytorch
 from caching import Cached
-from flashrope import Rotary, attention, attention_with_cache
-from flashrope.backends.cpu import library, loader
+from flashrope import Rotary, attention
+from flashrope.backends.cpu import library
 from support import Target
 
-BRAIN = Target("cpu", torch.bfloat16, "cpu")
 ROWS = library.FEW_QUERIES + 1
 
 
@@ -20,14 +20,6 @@ def multiplied(compiled):
     if not compiled.multiplies(torch.bfloat16, ROWS):
         pytest.skip("needs AVX512-BF16")
     return compiled
-
-
-def without(monkeypatch) -> None:
-    """Hides the processor's instructions for bfloat16."""
-    monkeypatch.setattr(loader, "instructions", lambda: loader.INSTRUCTIONS["x86-64-v4"])
-    found = loader.find.__wrapped__()
-    assert found.target == "x86-64-v4" and not found.library.multiplies(torch.bfloat16, ROWS)
-    monkeypatch.setattr(loader, "load", lambda: found.library)
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
@@ -86,13 +78,10 @@ def test_tiles_are_left_to_other_libraries():
     """PyTorch's own attention and products give the same results before and after a call. They may use AMX too."""
     q, k, v = torch.randn(3, 1, 2, 150, 64).bfloat16().unbind()
 
-    def others() -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True), q @ k.mT
-
-    before = others()
+    before = results_of_pytorch(q, k, v)
     for _ in range(2):
         attention(*(x.transpose(1, 2) for x in (q, k, v)), Rotary.rope(64), impl="cpu")
-        assert all(map(torch.equal, others(), before))
+        assert all(map(torch.equal, results_of_pytorch(q, k, v), before))
 
 
 def test_runs_are_merged_in_float32(multiplied, monkeypatch):
@@ -103,25 +92,8 @@ def test_runs_are_merged_in_float32(multiplied, monkeypatch):
         "forward",
         lambda self, c, dtype: types.append((c.dtype, c.float32_out)) or forward(self, c, dtype),
     )
-    p = support.problem(BRAIN, Rotary.rope(64), 80, 256, heads=2, group=1)
-    k, v = (x.view(8, 32, *x.shape[2:]) for x in (p.k, p.v))
-    positions = torch.arange(8) * 32 + (torch.arange(8) > 3) * 40
-    rows = (positions[:, None] + torch.arange(32)).flatten()
-    out, lse = attention_with_cache(
-        p.q,
-        k,
-        v,
-        p.rotary,
-        support.int32([256]),
-        block_table=torch.arange(8, dtype=torch.int32)[None],
-        page_positions=positions.to(torch.int32)[None],
-        return_lse=True,
-        impl="cpu",
-    )
+    check_runs_of_keys(support.problem(BRAIN, Rotary.rope(64), 80, 256, heads=2, group=1))
     assert types and all(each == (2, 1) for each in types)
-    support.check_budget(
-        {"out": out, "lse": lse}, p.replace(places=(rows[-80:].double(), rows.double())), torch.bfloat16
-    )
 
 
 def test_what_is_multiplied_in_bfloat16(monkeypatch):
@@ -133,7 +105,7 @@ def test_what_is_multiplied_in_bfloat16(monkeypatch):
         for rows in (ROWS - 1, ROWS)
     }
     ours = {case: support.run(p, "cpu") for case, p in cases.items()}
-    without(monkeypatch)
+    hide_instructions(monkeypatch)
     for case, p in cases.items():
         same = {name: torch.equal(ours[case][name], x) for name, x in support.run(p, "cpu").items()}
         assert not any(same.values()) if case == (torch.bfloat16, ROWS) else all(same.values()), case
@@ -155,7 +127,7 @@ def test_gradients_of_what_is_not_finite(monkeypatch, which, value):
         return torch.autograd.grad(results, leaves, (p.grad_out, p.grad_lse), retain_graph=True)
 
     got = gradients()
-    without(monkeypatch)
+    hide_instructions(monkeypatch)
     assert all(torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in zip(got, gradients(), strict=True))
     assert torch.isfinite(got[2][1]).all() and (which == "v" or not torch.isfinite(got[0][0]).all())
 

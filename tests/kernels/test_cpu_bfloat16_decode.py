@@ -4,12 +4,12 @@ AMX if the processor has it."""
 import pytest
 import support
 import torch
+from bfloat16_products import BRAIN, check_runs_of_keys, hide_instructions, results_of_pytorch
 from caching import Cached
 from flashrope import Rotary, attention_with_cache
-from flashrope.backends.cpu import library, loader
+from flashrope.backends.cpu import library
 from support import Target
 
-BRAIN = Target("cpu", torch.bfloat16, "cpu")
 ROWS = library.FEW_ROWS + 1
 LENGTHS, PADS = (1060, 513, 70, 1, 0), (15, 0, 3, 0, 40)  # three chunks; one chunk and one key; two blocks; one; none
 SCHEMES = {
@@ -66,19 +66,8 @@ def test_latent_attention(counted, page, key_weight):
 
 
 def test_runs_of_keys(counted):
-    """The positions of the pages have a gap, so that the sequence has several runs."""
-    n, page, heads = 256, 32, 8
-    p = support.problem(BRAIN, Rotary.rope(64).rectify(100), 1, n, heads=heads, group=heads)
-    firsts = torch.arange(n // page) * page + (torch.arange(n // page) > 3) * 40
-    rows = (firsts[:, None] + torch.arange(page)).flatten()
-    k, v = (x.view(n // page, page, *x.shape[2:]) for x in (p.k, p.v))
-    tables = {"block_table": torch.arange(n // page, dtype=torch.int32)[None]}
-    tables["page_positions"] = firsts.to(torch.int32)[None]
-    arguments = (p.q, k, v, p.rotary, support.int32([n]))
-    out, lse = attention_with_cache(*arguments, **tables, return_lse=True, impl="cpu")
+    check_runs_of_keys(support.problem(BRAIN, Rotary.rope(64).rectify(100), 1, 256, heads=8, group=8))
     assert counted
-    places = (rows[-1:].double(), rows.double())
-    support.check_budget({"out": out, "lse": lse}, p.replace(places=places), torch.bfloat16)
 
 
 @pytest.mark.parametrize("edges", [(0, 63, 64, 65), (511, 512, 513), (15, 16, 31, 32)], ids=str)
@@ -113,9 +102,7 @@ def test_what_is_multiplied_in_bfloat16(counted, monkeypatch):
 
     ours = run()
     assert len(counted) == 1
-    monkeypatch.setattr(loader, "instructions", lambda: loader.INSTRUCTIONS["x86-64-v4"])
-    found = loader.find.__wrapped__()
-    monkeypatch.setattr(loader, "load", lambda: found.library)
+    hide_instructions(monkeypatch)
     for case, out in run().items():
         assert torch.equal(out, ours[case]) == (case != (torch.bfloat16, ROWS, 1)), case
 
@@ -153,9 +140,9 @@ def test_neighbors_pages_and_threads_change_nothing():
         torch.set_num_threads(threads)
 
 
-def test_products_of_others_are_unchanged():
-    """PyTorch's own products, which may use AMX too, give the same results before and after a call."""
-    a, b = torch.randn(2, 256, 256).bfloat16().unbind()
-    before = a @ b
+def test_tiles_are_left_to_other_libraries():
+    """PyTorch's own attention and products give the same results before and after a call."""
+    q, k, v = torch.randn(3, 1, 2, 150, 64).bfloat16().unbind()
+    before = results_of_pytorch(q, k, v)
     Cached(BRAIN, Rotary.rope(64), (300,), 1, heads=(16, 1)).call()
-    assert torch.equal(a @ b, before)
+    assert all(map(torch.equal, results_of_pytorch(q, k, v), before))
