@@ -115,13 +115,9 @@ struct BlockRows {
       for (int t = 0; t < BLOCK; ++t) to[t] = *scale[t];
   }
 
-  // Prefetches the cache lines FIRST, FIRST + STEP, ... of row t. Adjacent scales share cache lines, so only every
-  // LANES-th row prefetches its scale.
-  template <int FIRST = 0, int STEP = 1>
-  void prefetch(int t, size_t bytes) const {
-    const char* first = reinterpret_cast<const char*>(row[t]);
-    for (size_t n = FIRST * 64; n < bytes; n += STEP * 64) __builtin_prefetch(first + n);
-    if (IS_CODE<T> && FIRST == 0 && (t % LANES == 0 || !adjacent)) __builtin_prefetch(scale[t]);
+  // Prefetches the scale of row t. Adjacent scales share cache lines, so only every LANES-th row does.
+  void prefetch_scale(int t) const {
+    if (t % LANES == 0 || !adjacent) __builtin_prefetch(scale[t]);
   }
 };
 

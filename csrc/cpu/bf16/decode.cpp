@@ -12,7 +12,7 @@ namespace flashrope {
 namespace {
 
 // A chunk of keys. All rows belong to the same query token, so they see the same keys.
-struct RoundedChunk : Chunk<BFloat16, BFloat16, 0> {
+struct RoundedChunk : Chunk<BFloat16, BFloat16> {
   using Chunk::Chunk;
 
   RoundedQueries queries[MAX_BANDS];
@@ -41,8 +41,7 @@ struct RoundedChunk : Chunk<BFloat16, BFloat16, 0> {
           keys[t] = rounded_key(t, keys[t], keys_rotate ? angles(begin + t) : nullptr);
       }
       Vec sums[MAX_ROWS];
-      const Ahead<BFloat16> next_keys{next->k.row, 0, shared ? 4 : 1};
-      multiply_keys(queries[b], rows, keys, words_per_row, next_keys.from(begin), sums);
+      multiply_keys(queries[b], rows, keys, words_per_row, ahead_of_key(0, begin), sums);
       for (int r = 0; r < rows; ++r) store_sums(b, r, begin, sums[r]);
     }
   }
@@ -66,10 +65,10 @@ struct RoundedChunk : Chunk<BFloat16, BFloat16, 0> {
     }
     const BFloat16* values[BLOCK];
     for (int t = 0; t < BLOCK; ++t) values[t] = t < keys && is_seen(t) ? block->v.row[t] : zeros;
-    const Ahead<BFloat16> next_values{next->v.row};
+    const Ahead<BFloat16> ahead = ahead_of_value(0);
     for (int c = 0; c < head_dim_v(); c += STRIP) {
       const int channels = std::min(head_dim_v() - c, STRIP), vectors = (channels + LANES - 1) / LANES;
-      pack_strip(values, c, channels, [&](int t) { if (!shared || t % 4) next_values(t, c); }, strip);
+      pack_strip(values, c, channels, [&](int t) { if (ahead.begins(c)) ahead.prefetch(t, c); }, strip);
       add_strip(weights, rows, strip, vectors, state.acc + c, padded_dim_v());
     }
   }
