@@ -32,21 +32,26 @@ struct KeyHead {
         group(call.heads_q / call.heads_kv), shift(call.shift), head_dim(int(call.head_dim)),
         head_dim_v(int(call.head_dim_v)), width(int(padded(head_dim, GEMM_COLUMNS))),
         width_v(int(padded(head_dim_v, GEMM_COLUMNS))), rows(padded(call.seqlen_q, BLOCK_M)),
-        keys(padded(call.seqlen_k, BLOCK_N)) {
-    for (Floats* x : {&v, &grad_v}) *x = zeros(keys * width_v);
-    for (Floats* x : {&grad_k, &k, &grad_rotated_k}) *x = zeros(keys * width);
-    for (Floats* x : {&q, &grad_q, &grad_rotated_q}) *x = zeros(rows * width);
-    grad_out = zeros(rows * width_v);
-    q_transposed = zeros(rows * head_dim);
-    grad_out_transposed = zeros(rows * head_dim_v);
-    for (Floats* x : {&lse, &delta, &poisoned}) *x = zeros(rows);
-    finite_q = zeros(BLOCK_M * width);
-    finite_grad_out = zeros(BLOCK_M * width_v);
+        keys(padded(call.seqlen_k, BLOCK_N)), grad_rotated_k(floats(keys * width)),
+        q_transposed(floats(rows * head_dim)), grad_out_transposed(floats(rows * head_dim_v)),
+        grad_q(floats(rows * width)), grad_rotated_q(floats(rows * width)), lse(floats(rows)),
+        finite_q(floats(BLOCK_M * width)), finite_grad_out(floats(BLOCK_M * width_v)) {
+    const bool pad_rows = rows > call.seqlen_q, pad_keys = keys > call.seqlen_k;
+    const bool pad = width > head_dim, pad_v = width_v > head_dim_v;
+    v = array(keys * width_v, pad_keys || pad_v);
+    k = array(keys * width, pad_keys || pad);
+    q = array(rows * width, pad_rows || pad);
+    grad_out = array(rows * width_v, pad_rows || pad_v);
+    grad_v = array(keys * width_v, true);
+    grad_k = array(keys * width, true);
+    delta = array(rows, true);
+    poisoned = array(rows, true);
   }
 
-  static Floats zeros(int64_t count) {
+  // zero: whether the array, or its padding, is read before it is written.
+  static Floats array(int64_t count, bool zero) {
     Floats x = floats(count);
-    if (x) std::fill_n(x.get(), count, 0.0f);
+    if (x && zero) std::fill_n(x.get(), count, 0.0f);
     return x;
   }
 
@@ -60,7 +65,7 @@ struct KeyHead {
   void run() {
     for (int64_t key = 0; key < call.seqlen_k; ++key) {
       const T* x = call.v.row<const T>(b, key, head_kv);
-      for (int c = 0; c < head_dim_v; ++c) v[key * width_v + c] = to_float(x[c]);
+      convert(x, v.get() + key * width_v, head_dim_v);
     }
     for (int64_t head = head_kv * group; head < (head_kv + 1) * group; ++head) {
       load_head(head);
@@ -78,40 +83,21 @@ struct KeyHead {
     for (int c = 0; c < channels; ++c) from_float(from[c] * factor, to + c);
   }
 
-  template <typename X>
-  static bool finite(const X* x, int channels) {
-    bool all = true;
-    for (int c = 0; c < channels; ++c) all &= std::isfinite(to_float(x[c]));
-    return all;
-  }
-
-  // Writes x (rows, stride) transposed, in panels. Takes a few channels at a time, so that the part of `to` that is
-  // being written fits into the L1 cache.
+  // Writes x (rows, stride) transposed, in panels.
   void transpose(const float* x, int stride, int channels, float* to) const {
-    constexpr int COLUMNS = 8;  // divides head_dim
-    for (int64_t panel = 0; panel < rows; panel += GEMM_COLUMNS)
-      for (int first = 0; first < channels; first += COLUMNS)
-        for (int r = 0; r < GEMM_COLUMNS; ++r)
-          for (int c = first; c < first + COLUMNS; ++c)
-            to[panel * channels + c * GEMM_COLUMNS + r] = x[(panel + r) * stride + c];
+    for (int64_t row = 0; row < rows; row += GEMM_COLUMNS)
+      write_panel(x + row * stride, stride, channels, to + row * channels);
   }
 
   void load_head(int64_t head) {
     std::fill_n(grad_q.get(), rows * width, 0.0f);
     std::fill_n(lse.get(), rows, INF);  // rows that see no key keep INF, so their weights are exp(-INF) = 0
     for (int64_t row = 0; row < call.seqlen_q; ++row) {
-      const T* out = call.out.row<const T>(b, row, head);
-      const T* grad = backward.grad_out.row<const T>(b, row, head);
-      const int64_t lse_row = (b * call.heads_q + head) * call.seqlen_q + row;
-      float product = 0;
-      for (int c = 0; c < head_dim_v; ++c) {
-        grad_out[row * width_v + c] = to_float(grad[c]);
-        product += to_float(out[c]) * to_float(grad[c]);
-      }
-      if (call.lse[lse_row] != -INF) lse[row] = call.lse[lse_row];
-      delta[row] = product - (backward.grad_lse ? backward.grad_lse[lse_row] : 0);
-      poisoned[row] = !(finite(call.q.row<const T>(b, row, head), head_dim) && finite(grad, head_dim_v) &&
-                        finite(&delta[row], 1) && call.lse[lse_row] == call.lse[lse_row] && call.lse[lse_row] != INF);
+      convert(backward.grad_out.row<const T>(b, row, head), grad_out.get() + row * width_v, head_dim_v);
+      const RowOfBackward loaded = load_row<T>(backward, b, row, head);
+      if (loaded.lse != -INF) lse[row] = loaded.lse;
+      delta[row] = loaded.delta;
+      poisoned[row] = !loaded.finite;
     }
     transpose(grad_out.get(), width_v, head_dim_v, grad_out_transposed.get());
   }

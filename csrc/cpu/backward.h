@@ -12,6 +12,36 @@ struct BackwardCall {  // mirrored in backends/cpu/library.py
   const float* grad_lse;  // (batch, heads_q, seqlen_q), or nullptr
 };
 
+// Delta of a query row, which is the sum of grad_out * out, minus the gradient of lse. finite: whether q, grad_out, lse
+// and delta of the row are finite. An lse of -INF, of a row that sees no key, counts as finite.
+struct RowOfBackward {
+  float delta, lse;
+  bool finite;
+};
+
+template <typename T>
+RowOfBackward load_row(const BackwardCall& backward, int64_t b, int64_t row, int64_t head) {
+  const ForwardCall& call = backward.forward;
+  const int head_dim = int(call.head_dim), head_dim_v = int(call.head_dim_v);
+  alignas(64) float q[MAX_HEAD_DIM + LANES], out[MAX_HEAD_DIM + LANES], grad_out[MAX_HEAD_DIM + LANES];
+  auto load_padded = [](const T* x, float* y, int channels) {
+    convert(x, y, channels);
+    std::fill_n(y + channels, LANES, 0.0f);
+  };
+  load_padded(call.q.row<const T>(b, row, head), q, head_dim);
+  load_padded(call.out.row<const T>(b, row, head), out, head_dim_v);
+  load_padded(backward.grad_out.row<const T>(b, row, head), grad_out, head_dim_v);
+  Vec products{}, zeros{};  // zeros becomes NaN if a number is not finite
+  for (int c = 0; c < head_dim; c += LANES) zeros += load(q + c) * 0.0f;
+  for (int c = 0; c < head_dim_v; c += LANES) {
+    products += load(out + c) * load(grad_out + c);
+    zeros += load(grad_out + c) * 0.0f;
+  }
+  const int64_t n = (b * call.heads_q + head) * call.seqlen_q + row;
+  const float lse = call.lse[n], delta = sum(products) - (backward.grad_lse ? backward.grad_lse[n] : 0);
+  return {delta, lse, sum(zeros) == 0 && std::isfinite(delta) && lse < INF};
+}
+
 // Calls add(first key, first row) for every tile of BLOCK_N keys and `rows` queries in which some (query, key) pair may
 // be in the band.
 template <typename Add>

@@ -16,6 +16,9 @@
 #include <memory>
 #include <utility>
 
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
 #ifdef __x86_64__
 #include <immintrin.h>
 #endif
@@ -352,6 +355,29 @@ inline void rotate(const T* x, float* y, const float* cos, const float* sin, Pai
   for (int c = 2 * pairs.count; c < head_dim; ++c) y[c] = to_float(x[c]);
 }
 
+// ---- memory
+
+struct Free {
+  void operator()(void* x) const { std::free(x); }
+};
+
+// Returns memory for `count` numbers of 4 bytes, or nullptr if memory runs out. Large arrays get huge pages if the system
+// has them: the first write to each page is a page fault, and a page of 4 KB holds few numbers.
+template <typename T>
+std::unique_ptr<T[], Free> allocate(int64_t count) {
+  constexpr int64_t LINE = 64, HUGE_PAGE = 2 << 20;
+  const int64_t bytes = count * 4, alignment = bytes < HUGE_PAGE ? LINE : HUGE_PAGE;
+  void* memory = std::aligned_alloc(alignment, (bytes / alignment + 1) * alignment);
+#ifdef MADV_HUGEPAGE
+  if (memory && alignment == HUGE_PAGE) madvise(memory, bytes / HUGE_PAGE * HUGE_PAGE, MADV_HUGEPAGE);
+#endif
+  return std::unique_ptr<T[], Free>(static_cast<T*>(memory));
+}
+
+using Floats = std::unique_ptr<float[], Free>;
+
+inline Floats floats(int64_t count) { return allocate<float>(count); }
+
 // ---- threads
 
 using ParallelFor = int32_t (*)(int64_t, int64_t, int64_t, void (*)(int64_t, int64_t, void*), void*);
@@ -374,15 +400,6 @@ void parallel(ParallelFor parallel_for, int64_t threads, int64_t count, const Wo
     parallel_for(0, threads, 1, take, &shared);
   else
     take(0, 1, &shared);
-}
-
-struct Free {
-  void operator()(void* x) const { std::free(x); }
-};
-using Floats = std::unique_ptr<float[], Free>;
-
-inline Floats floats(int64_t count) {  // nullptr if memory runs out
-  return Floats(static_cast<float*>(std::aligned_alloc(64, (count * 4 / 64 + 1) * 64)));
 }
 
 }  // namespace flashrope

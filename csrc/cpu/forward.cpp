@@ -26,18 +26,23 @@ void pack_block(const ForwardCall& call, const Workspace& workspace, int64_t hea
   const int64_t b = head / call.heads_kv, first = block * BLOCK_N;
   const int keys = int(std::min<int64_t>(BLOCK_N, call.seqlen_k - first));
   const int head_dim = int(call.head_dim), head_dim_v = int(call.head_dim_v);
-  alignas(64) float row[MAX_HEAD_DIM];
-  for (int64_t copy = 0; copy < call.num_copies; ++copy) {
-    float* k = workspace.k_block(copy, head, block);
-    if (keys < BLOCK_N) std::fill_n(k, workspace.k_block_size, 0.0f);
-    for (int t = 0; t < keys; ++t) {
-      const T* x = call.k.row<const T>(b, first + t, head % call.heads_kv);
-      rotate_key(x, row, call.k_copies[copy], b, first + t, call);
-      const float scale = IS_CODE<T> ? *call.k_scale.row<const float>(b, first + t, head % call.heads_kv) : 1;
-      float* column = k + t / GEMM_COLUMNS * GEMM_COLUMNS * head_dim + t % GEMM_COLUMNS;
-      for (int c = 0; c < head_dim; ++c) column[c * GEMM_COLUMNS] = row[c] * scale;
+  alignas(64) float rows[GEMM_COLUMNS * MAX_HEAD_DIM];  // the keys of a panel
+  for (int64_t copy = 0; copy < call.num_copies; ++copy)
+    for (int panel = 0; panel < BLOCK_N; panel += GEMM_COLUMNS) {
+      for (int t = panel; t < panel + GEMM_COLUMNS; ++t) {
+        float* row = rows + (t - panel) * head_dim;
+        if (t >= keys) {
+          std::fill_n(row, head_dim, 0.0f);
+          continue;
+        }
+        const T* x = call.k.row<const T>(b, first + t, head % call.heads_kv);
+        rotate_key(x, row, call.k_copies[copy], b, first + t, call);
+        if (!IS_CODE<T>) continue;
+        const float scale = *call.k_scale.row<const float>(b, first + t, head % call.heads_kv);
+        for (int c = 0; c < head_dim; ++c) row[c] *= scale;
+      }
+      write_panel(rows, head_dim, head_dim, workspace.k_block(copy, head, block) + panel * head_dim);
     }
-  }
   float* v = workspace.v_block(head, block);
   if (keys < BLOCK_N || workspace.padded_dim > head_dim_v) std::fill_n(v, workspace.v_block_size, 0.0f);
   for (int t = 0; t < keys; ++t) {

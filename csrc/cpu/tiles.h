@@ -72,6 +72,15 @@ void multiply(const float* a, int lda, const float* b, int ldb, float* c, int ld
       multiply<ADD, (ROWS > 4 ? 4 : GEMM_ROWS)>(a + i * lda, lda, b, ldb, c + i * ldc, ldc, m - i, n, k, panel);
 }
 
+// Writes the rows x (GEMM_COLUMNS, stride) transposed, as the panel `to` (channels, GEMM_COLUMNS). Takes a few channels
+// at a time, so that the part of `to` that is being written fits into the L1 cache.
+inline void write_panel(const float* x, int stride, int channels, float* to) {
+  constexpr int COLUMNS = 8;  // divides head_dim
+  for (int first = 0; first < channels; first += COLUMNS)
+    for (int r = 0; r < GEMM_COLUMNS; ++r)
+      for (int c = first; c < first + COLUMNS; ++c) to[c * GEMM_COLUMNS + r] = x[r * stride + c];
+}
+
 template <typename T>
 void rotate_row(const T* x, float* y, const Table& table, int64_t b, int64_t row, const ForwardCall& call) {
   const int head_dim = int(call.head_dim), pairs = int(call.pairs), start = int(call.first_channel);

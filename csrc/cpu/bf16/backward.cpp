@@ -110,23 +110,13 @@ struct KeyHead {
   // Loads grad_out and lse of a head, and computes delta. Returns whether all rows of the head are finite.
   bool load_head(int64_t head) {
     bool all = true;
-    alignas(64) float of_q[MAX_HEAD_DIM] = {}, of_out[MAX_HEAD_DIM] = {}, of_grad[MAX_HEAD_DIM] = {};
     std::fill_n(lse.get(), rows, INF);  // rows that see no key keep INF, so their weights are 0
     std::fill_n(delta.get(), rows, 0.0f);
     for (int64_t row = 0; row < call.seqlen_q; ++row) {
-      convert(call.q.row<const BFloat16>(b, row, head), of_q, head_dim);
-      convert(call.out.row<const BFloat16>(b, row, head), of_out, head_dim_v);
-      convert(backward.grad_out.row<const BFloat16>(b, row, head), of_grad, head_dim_v);
-      Vec products{}, zeros{};  // zeros becomes NaN if a number is not finite
-      for (int c = 0; c < head_dim; c += LANES) zeros += load(of_q + c) * 0.0f;
-      for (int c = 0; c < head_dim_v; c += LANES) {
-        products += load(of_out + c) * load(of_grad + c);
-        zeros += load(of_grad + c) * 0.0f;
-      }
-      const int64_t lse_row = (b * call.heads_q + head) * call.seqlen_q + row;
-      if (call.lse[lse_row] != -INF) lse[row] = call.lse[lse_row] * LOG2_E;
-      delta[row] = sum(products) - (backward.grad_lse ? backward.grad_lse[lse_row] : 0);
-      all &= sum(zeros) == 0 && std::isfinite(delta[row]) && call.lse[lse_row] < INF;
+      const RowOfBackward loaded = load_row<BFloat16>(backward, b, row, head);
+      if (loaded.lse != -INF) lse[row] = loaded.lse * LOG2_E;
+      delta[row] = loaded.delta;
+      all &= loaded.finite;
     }
     std::fill_n(grad_q.get(), rows * width, 0.0f);
     for (int64_t tile = 0; tile < rows; tile += BLOCK_M)

@@ -17,9 +17,7 @@ constexpr int STRIP_VECTORS = 2, STRIP = STRIP_VECTORS * LANES;
 
 using Words = std::unique_ptr<int32_t[], Free>;
 
-inline Words words(int64_t count) {  // nullptr if memory runs out
-  return Words(static_cast<int32_t*>(std::aligned_alloc(64, (count * 4 / 64 + 1) * 64)));
-}
+inline Words words(int64_t count) { return allocate<int32_t>(count); }
 
 inline IntVec load(const int32_t* x) {
   IntVec v;
