@@ -277,7 +277,8 @@ struct Chunk {
   }
 
   // Finds the rows to prefetch. If keys and values have the same width, these are the rows that are read AHEAD_BYTES
-  // later. A block's keys are read before its values. Values that are channels of the keys are not prefetched.
+  // later. A block's keys are read before its values. If values are channels of the keys, every second row is prefetched
+  // while the values of the block before are read, so that the lines are spread over the whole time.
   void find_rows_ahead() {
     const bool same_width = head_dim() == head_dim_v();
     const int distance = shared || same_width ? int(std::clamp<size_t>(AHEAD_BYTES / row_bytes(), 1, BLOCK)) : BLOCK;
@@ -286,6 +287,11 @@ struct Chunk {
     };
     fill(ahead_of_keys, block->k, same_width && !shared ? block->v : next->k);
     fill(ahead_of_values, block->v, same_width ? next->k : next->v);
+    if (!shared) return;
+    for (int t = 0; t < BLOCK; t += 2) {
+      ahead_of_keys[t + 1] = ahead_of_values[t] = block->k.row[t];  // already in the caches
+      ahead_of_values[t + 1] = next->k.row[t + 1];
+    }
   }
 
   // What to prefetch while the rows from r on are multiplied by the keys from t on. Only the first pass over the keys
@@ -293,13 +299,15 @@ struct Chunk {
   Ahead<T> ahead_of_key(int r, int t) const { return {r == 0 ? ahead_of_keys + t : nullptr}; }
 
   // The same for the products with all values.
-  Ahead<T> ahead_of_value(int r) const { return {r == 0 && !shared ? ahead_of_values : nullptr}; }
+  Ahead<T> ahead_of_value(int r) const { return {r == 0 ? ahead_of_values : nullptr}; }
 
   // keys: pointers to the block's keys, starting at key `begin`.
   template <typename K>
   void multiply_group(int b, int begin, int from, int until, const K* const* keys) {
     for (int r = 0; r < rows;) {
-      if (rows - r >= SCORE_ROWS)
+      if (rows - r >= MOST_ROWS)
+        r += multiply_rows<MOST_ROWS, ACCUMULATORS / MOST_ROWS>(b, r, begin, from, until, keys);
+      else if (rows - r >= SCORE_ROWS)
         r += multiply_rows<SCORE_ROWS, SCORE_KEYS>(b, r, begin, from, until, keys);
       else if (rows - r >= 2)
         r += multiply_rows<2, SCORE_KEYS>(b, r, begin, from, until, keys);
@@ -441,6 +449,7 @@ struct Chunk {
   // Adds the values, a few columns of all rows at a time.
   template <typename V>
   void add_columns(SoftmaxState& state, const V* const* values) {
+    if (rows >= MOST_ROWS) return add_columns<MOST_ROWS>(state, values, 0);
     if (rows >= 4) return add_columns<4>(state, values, 0);
     rows >= 2 ? add_columns<2>(state, values, 0) : add_columns<1>(state, values, 0);
   }
@@ -461,6 +470,7 @@ struct Chunk {
         add_weighted<taken, COLUMNS>(scores[r], values, span.first, span.end, c, to, padded_dim_v(), next_values);
         return int(taken);
       };
+      if (ROWS >= MOST_ROWS && count >= MOST_ROWS) return add(std::integral_constant<int, MOST_ROWS>{});
       if (ROWS >= 4 && count >= 4) return add(std::integral_constant<int, std::min(ROWS, 4)>{});
       if (ROWS >= 2 && count >= 2) return add(std::integral_constant<int, std::min(ROWS, 2)>{});
       return add(std::integral_constant<int, 1>{});

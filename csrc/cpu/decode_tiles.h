@@ -10,8 +10,10 @@
 
 namespace flashrope {
 
-// Half of the registers hold sums. A vector of a key is loaded once for SCORE_ROWS queries.
+// Half of the registers hold sums. A vector of a key or value is loaded once for SCORE_ROWS queries, or for MOST_ROWS if
+// there are as many.
 constexpr int ACCUMULATORS = REGISTERS / 2, SCORE_ROWS = 4, SCORE_KEYS = ACCUMULATORS / SCORE_ROWS;
+constexpr int MOST_ROWS = ACCUMULATORS / 2;
 
 // Prefetches rows into the L2 cache, because wide rows do not fit in L1.
 template <typename T>
