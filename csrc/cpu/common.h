@@ -367,9 +367,10 @@ template <typename T>
 std::unique_ptr<T[], Free> allocate(int64_t count) {
   constexpr int64_t LINE = 64, HUGE_PAGE = 2 << 20;
   const int64_t bytes = count * 4, alignment = bytes < HUGE_PAGE ? LINE : HUGE_PAGE;
-  void* memory = std::aligned_alloc(alignment, (bytes / alignment + 1) * alignment);
+  void* memory;
+  if (posix_memalign(&memory, alignment, bytes + LINE)) return nullptr;
 #ifdef MADV_HUGEPAGE
-  if (memory && alignment == HUGE_PAGE) madvise(memory, bytes / HUGE_PAGE * HUGE_PAGE, MADV_HUGEPAGE);
+  if (alignment == HUGE_PAGE) madvise(memory, bytes / HUGE_PAGE * HUGE_PAGE, MADV_HUGEPAGE);
 #endif
   return std::unique_ptr<T[], Free>(static_cast<T*>(memory));
 }
