@@ -3,6 +3,7 @@ specialisation of their arguments, and every kernel is compiled for the architec
 left out. The interpreter cannot test launches, because it treats constants and runtime numbers alike."""
 
 import collections
+import ctypes
 import dataclasses
 import json
 import os
@@ -28,7 +29,7 @@ from flashrope import (
     rotate,
 )
 from flashrope.backends import triton as backend
-from flashrope.backends.triton import launcher
+from flashrope.backends.triton import carveout, launcher
 from flashrope.rotary.bands import have_maps, shared_map
 from triton.compiler import CompiledKernel
 
@@ -288,6 +289,51 @@ def test_a_grid_that_triton_would_skip(monkeypatch):
         ValueError, match=r"attention_grad_kv: expected fewer than 2\^31 programs, got .*\(65536, 32768"
     ):
         launcher.launch(kernel, (65536, 32768))
+
+
+@pytest.mark.parametrize(
+    ("capability", "registers", "shared", "warps", "wants"),
+    [
+        (80, 128, 49152, 4, True),  # three blocks
+        (80, 255, 49153, 4, False),  # Triton asks for it
+        (80, 255, 49152, 8, False),  # the registers suffice for one block
+        (80, 255, 24577, 4, True),  # two blocks
+        (80, 255, 24576, 4, False),  # two blocks need 48 KB
+        (80, 32, 0, 4, False),
+        (86, 128, 49152, 4, True),
+    ],
+)
+def test_which_kernels_want_shared_memory(capability, registers, shared, warps, wants):
+    assert carveout.wants_shared_memory(capability, registers, shared, warps) == wants
+
+
+def test_the_driver_is_asked_for_shared_memory(monkeypatch):
+    """Only a CUDA driver gets a call. The driver of another module is a stand-in, which loads no kernels."""
+    asked = []
+    monkeypatch.setattr(carveout, "_driver", lambda: SimpleNamespace(cuFuncSetAttribute=lambda *a: asked.append(a)))
+    compiled = SimpleNamespace(function=1234, n_regs=128)
+    compiled.metadata = SimpleNamespace(target=SimpleNamespace(arch=80), shared=40960, num_warps=4)
+    for module, expected in (("bench.compiling.offline", []), ("triton.backends.nvidia.driver", [(1234, 9, 100)])):
+        driver = type("Driver", (), {"__module__": module})()
+        monkeypatch.setattr(carveout.triton.runtime.driver, "_active", driver)
+        carveout.prefer_shared_memory(compiled)
+        assert asked == expected
+
+
+@pytest.mark.skipif(not torch.cuda.is_available() or torch.version.hip is not None, reason="needs a GPU of NVIDIA")
+def test_the_driver_remembers_what_kernels_want():
+    """After a call, every kernel that wants shared memory has the attribute."""
+    x = torch.randn(1, 512, 4, 64, device="cuda", dtype=torch.bfloat16)
+    attention(x, x, x, Rotary.rope(64), impl="triton")
+    value, found = ctypes.c_int(), 0
+    for compiled, _ in launcher._compiled.values():
+        metadata = compiled.metadata
+        shape = (metadata.target.arch, compiled.n_regs, metadata.shared, metadata.num_warps)
+        if carveout.wants_shared_memory(*shape):
+            handle = ctypes.c_void_p(compiled.function)
+            assert carveout._driver().cuFuncGetAttribute(ctypes.byref(value), 9, handle) == 0 and value.value == 100
+            found += 1
+    assert found
 
 
 @pytest.mark.slow

@@ -27,6 +27,7 @@ from triton.compiler import CompiledKernel
 from ...lowering.resident import refuse_capture
 from ...triton_kernels.arguments import FIELDS
 from ..splits import multiprocessor
+from .carveout import prefer_shared_memory
 
 MAX_PROGRAMS = 1 << 31
 
@@ -76,6 +77,7 @@ def launch(kernel, grid: tuple[int, ...], *args, **options) -> None:
     with compiling():
         compiled = kernel[grid](*args, **options)
     if isinstance(compiled, CompiledKernel):  # false if a hook took over, or if a thread is still compiling
+        prefer_shared_memory(compiled)
         _compiled[key] = compiled, [options[name] for name in kernel.arg_names[len(args) :]]
 
 
