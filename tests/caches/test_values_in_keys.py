@@ -48,6 +48,13 @@ def test_queries(target, case, page_size, weighted):
         Cached(target, rotary, (45, 30), queries, **options).check()
 
 
+@pytest.mark.parametrize("case", ["all", "behind", "shared", "latent"])
+def test_one_query_per_key_head(target, case):
+    """The CPU's kernel multiplies such a query by keys that it weights and rotates in registers."""
+    rotary, values = CASES[case]
+    Cached(target, rotary, (45, 30), 1, values=values, heads=(2, 2), key_weight=weight(rotary.head_dim)).check()
+
+
 @page_sizes
 @pytest.mark.parametrize("case", ["first", "latent"])
 def test_a_chunk(target, case, page_size):
