@@ -23,14 +23,10 @@ template <typename T>
 RowOfBackward load_row(const BackwardCall& backward, int64_t b, int64_t row, int64_t head) {
   const ForwardCall& call = backward.forward;
   const int head_dim = int(call.head_dim), head_dim_v = int(call.head_dim_v);
-  alignas(64) float q[MAX_HEAD_DIM + LANES], out[MAX_HEAD_DIM + LANES], grad_out[MAX_HEAD_DIM + LANES];
-  auto load_padded = [](const T* x, float* y, int channels) {
-    convert(x, y, channels);
-    std::fill_n(y + channels, LANES, 0.0f);
-  };
-  load_padded(call.q.row<const T>(b, row, head), q, head_dim);
-  load_padded(call.out.row<const T>(b, row, head), out, head_dim_v);
-  load_padded(backward.grad_out.row<const T>(b, row, head), grad_out, head_dim_v);
+  alignas(64) float q[MAX_HEAD_DIM], out[MAX_HEAD_DIM], grad_out[MAX_HEAD_DIM];
+  convert_padded(call.q.row<const T>(b, row, head), q, head_dim);
+  convert_padded(call.out.row<const T>(b, row, head), out, head_dim_v);
+  convert_padded(backward.grad_out.row<const T>(b, row, head), grad_out, head_dim_v);
   Vec products{}, zeros{};  // zeros becomes NaN if a number is not finite
   for (int c = 0; c < head_dim; c += LANES) zeros += load(q + c) * 0.0f;
   for (int c = 0; c < head_dim_v; c += LANES) {

@@ -240,6 +240,13 @@ inline void convert(const T* x, float* y, int count) {
   for (; c < count; ++c) y[c] = value(x, c);
 }
 
+// The same, with zeros up to a whole number of vectors.
+template <typename T>
+inline void convert_padded(const T* x, float* y, int count) {
+  convert(x, y, count);
+  std::fill(y + count, y + (count + LANES - 1) / LANES * LANES, 0.0f);
+}
+
 template <typename T>
 constexpr float LARGEST = std::numeric_limits<float>::max();  // the largest finite number
 template <>
@@ -261,8 +268,7 @@ float quantize(const T* x, int head_dim, C* out) {
   alignas(64) float numbers[MAX_HEAD_DIM];
   alignas(64) int32_t codes[MAX_HEAD_DIM];
   const int padded_dim = (head_dim + LANES - 1) / LANES * LANES;
-  convert(x, numbers, head_dim);
-  std::fill(numbers + head_dim, numbers + padded_dim, 0.0f);
+  convert_padded(x, numbers, head_dim);
   const Vec limit = broadcast(LARGEST<T>);
   Vec highest{}, nan{};
   for (int c = 0; c < padded_dim; c += LANES) {

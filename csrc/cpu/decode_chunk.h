@@ -340,11 +340,6 @@ struct Chunk {
       for (int n = t; n < t + count; ++n) next->k.prefetch_scale(n), next->v.prefetch_scale(n);
   }
 
-  void convert_padded(const T* x, float* y, int channels) const {
-    convert(x, y, channels);
-    std::fill(y + channels, y + (channels + LANES - 1) / LANES * LANES, 0.0f);
-  }
-
   void rotate_key(const T* x, float* y, const float* cos) const {
     const float* sin = cos + BLOCK * pairs.count;
     const float* weight = call.key_weight;

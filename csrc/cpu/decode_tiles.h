@@ -24,10 +24,10 @@ struct Ahead {
   bool begins(int c) const { return row && c % LINE == 0; }  // whether to prefetch lines that begin at channel c
   void prefetch(int t, int c) const { __builtin_prefetch(channel(row[t], c), 0, 2); }
 
-  // Prefetches the lines of the first `rows` rows that begin at channel c, if lines begin there.
-  void operator()(int c, int rows) const {
+  // Prefetches the lines of the rows [first, end) that begin at channel c, if lines begin there.
+  void operator()(int c, int first, int end) const {
     if (begins(c))
-      for (int t = 0; t < rows; ++t) prefetch(t, c);
+      for (int t = first; t < end; ++t) prefetch(t, c);
   }
 };
 
@@ -44,7 +44,7 @@ inline void multiply_tile(const float* queries, int stride, const K* const* keys
   for (int c = 0; c < vectors * LANES; c += LANES) {
     Vec query[ROWS];
     for (int r = 0; r < ROWS; ++r) query[r] = load(queries + r * stride + c);
-    ahead(c, KEYS);
+    ahead(c, 0, KEYS);
     for (int t = 0; t < KEYS; ++t) {
       const Vec key = load(channel(keys[t], c));
       for (int r = 0; r < ROWS; ++r) total[r][t] += query[r] * key;
@@ -62,7 +62,7 @@ inline void multiply_rotated(const float* query, const T* const* keys, const flo
                              const Ahead<T>& ahead) {
   Vec total[KEYS] = {};
   int fetched = 0;  // channels; lines are prefetched in the order of memory, which is not the order of reading
-  auto fetch = [&] { ahead(fetched, KEYS), fetched += LANES; };
+  auto fetch = [&] { ahead(fetched, 0, KEYS), fetched += LANES; };
   auto add_plain = [&](int from, int until) {
     for (int c = from * LANES; c < until * LANES; c += LANES) {
       const Vec q = load(query + c);

@@ -68,7 +68,7 @@ struct RoundedChunk : Chunk<BFloat16, BFloat16> {
     const Ahead<BFloat16> ahead = ahead_of_value(0);
     for (int c = 0; c < head_dim_v(); c += STRIP) {
       const int channels = std::min(head_dim_v() - c, STRIP), vectors = (channels + LANES - 1) / LANES;
-      pack_strip(values, c, channels, [&](int t) { if (ahead.begins(c)) ahead.prefetch(t, c); }, strip);
+      pack_strip(values, c, channels, [&](int t) { ahead(c, t, t + 1); }, strip);
       add_strip(weights, rows, strip, vectors, state.acc + c, padded_dim_v());
     }
   }

@@ -39,7 +39,7 @@ inline void multiply_keys(const RoundedQueries& queries, int rows, const BFloat1
   _tile_zero(0);
   _tile_zero(1);
   for (int p = 0; p < words_per_row; p += LANES) {
-    ahead(2 * p, LANES);
+    ahead(2 * p, 0, LANES);
     _tile_loadd(4, first + 2 * p, stride * 2);
     _tile_loadd(5, queries.words + p * LANES, 4 * LANES);
     if (p / LANES % 2)

@@ -24,8 +24,7 @@ inline void multiply_rows(const int32_t* queries, const BFloat16* const* keys, i
     for (int p = 0; p < words_per_row; p += LANES) {
       __m512bh query[ROWS];
       for (int r = 0; r < ROWS; ++r) query[r] = (__m512bh)load(queries + r * words_per_row + p);
-      if (ahead.begins(2 * p))
-        for (int n = 0; n < SCORE_KEYS; ++n) ahead.prefetch(t + n, 2 * p);
+      ahead(2 * p, t, t + SCORE_KEYS);
       for (int n = 0; n < SCORE_KEYS; ++n) {
         const __m512bh key = (__m512bh)_mm512_loadu_si512(keys[t + n] + 2 * p);
         for (int r = 0; r < ROWS; ++r) total[r][n] = _mm512_dpbf16_ps(total[r][n], query[r], key);
