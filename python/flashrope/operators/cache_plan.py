@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 
 from ..backends.cache_tables import CacheLayer, CacheTables, Packed
 from ..backends.calls import CacheCall, cached_out_shape
@@ -33,7 +34,7 @@ from .checks import (
 )
 from .fields import flatten
 from .library import OPERATORS, CacheArguments
-from .memory import AppendCheck
+from .memory import AppendCheck, Unwritten, address, check_apart
 from .position_checks import check_cached_positions, check_positions_served, validate_positions
 from .sinks import add_sinks
 
@@ -184,10 +185,9 @@ class CachePlan:
         "_backend",
         "_written",
         "_stored",
-        "_watched",
+        "_guard",
         "_check_memory",
         "watches",
-        "_versions",
     )
 
     def __init__(self, call: CacheCall, impl: str, queries: Queries, like: CacheLayer):
@@ -198,8 +198,11 @@ class CachePlan:
         self._stored = False  # whether slot_positions holds the positions of the new tokens
         self._check_memory = AppendCheck()
         self.watches = True  # whether to check that no table was written; a plan for one call skips the check
-        self._watched: list[torch.Tensor] = []
-        self._versions: list[int] = []
+        self._guard: Unwritten | None = None  # made by the first call
+
+    def __reduce__(self):
+        """Copies and pickles a plan as it was made, because the backend's plan holds addresses of this process."""
+        return CachePlan, (self._call, self._impl, self._queries, self._layer)
 
     @property
     def tables(self) -> CacheTables:
@@ -208,7 +211,7 @@ class CachePlan:
     def refresh(self) -> None:
         """Makes the plan valid after its tables were written. The next call computes again what depends on their
         values, and every layer may bring new keys again."""
-        self._backend, self._stored = None, False
+        self._backend, self._guard, self._stored = None, None, False
         self._written.clear()
 
     def append(self, layer: CacheLayer, k: torch.Tensor, v: torch.Tensor | None = None) -> None:
@@ -226,12 +229,13 @@ class CachePlan:
         if not k.shape[-3]:
             return
         new = (k,) if v is None else (k, v)
+        self._check_tables()
         if is_plain(layer.k, layer.v, *new, self._tables.seqlens):
             self._write(self._planned(), layer, k, v)
             return
         if transforming():
             check_no_tangents(layer.k, layer.v, *new)
-        self._write_by_operator(layer, k, v)
+        self._write(None, layer, k, v)
 
     def attend(
         self,
@@ -253,8 +257,9 @@ class CachePlan:
                 holds the new tokens already, from ``append`` or an earlier ``attend``. v is also None if the layer's v
                 is a view of channels of its k.
             sinks, return_lse: as in ``attention_with_cache``.
-            out: a contiguous tensor to write the result to, with q's dtype and shape but the head_dim of the values.
-                None: the result is a new tensor.
+            out: a contiguous tensor to write the result to, with q's device, dtype and shape but the head_dim of the
+                values, in memory that no other tensor of the call uses. It has no gradient. None: the result is a new
+                tensor.
 
         Returns:
             out; with return_lse (out, lse), as in ``attention_with_cache``.
@@ -284,12 +289,7 @@ class CachePlan:
             check_sinks(sinks, q)
             check_no_gradient("sinks", sinks)
         if out is not None:
-            shape = cached_out_shape(q, layer)
-            if out.shape != shape or out.dtype != q.dtype or not out.is_contiguous():
-                raise ValueError(
-                    f"out: expected a contiguous tensor of shape {shape}, {q.dtype}, got shape {tuple(out.shape)}, "
-                    f"{out.dtype}"
-                )
+            self._check_out(out, q, layer, k, v, sinks)
         return self._run(q, layer, k, v, sinks, return_lse, out)
 
     # ---- without checks
@@ -297,22 +297,41 @@ class CachePlan:
     def _run(self, q, layer: CacheLayer, k, v, sinks, return_lse: bool, out=None):
         """Does what ``attend`` does, after its arguments were checked."""
         new = () if k is None or not k.shape[-3] else (k,) if v is None else (k, v)
+        self._check_tables()
         if is_plain(q, layer.k, layer.v, self._tables.seqlens, *new):
             plan = self._planned()
             if new:
                 self._write(plan, layer, k, v)
-            out, lse = plan.attend(q, layer, out)
+            given = out
+            out, lse = plan.attend(q, layer, given)
+            if given is not None:
+                increment_version(given)  # backends write without autograd's knowledge
         else:
             if transforming():
                 check_no_tangents(q, layer.k, layer.v, *new)
             if new:
-                self._write_by_operator(layer, k, v)
+                self._write(None, layer, k, v)
             leaves = *flatten(CacheLayer, layer), *flatten(CacheTables, self._tables)
             result, lse = OPERATORS.attention_with_cache(q, *leaves, *CacheArguments.of(self._call, self._impl))
             out = result if out is None else out.copy_(result)
         if sinks is not None:
             out, lse = add_sinks(out, lse, sinks, gradients=False)
         return (out, lse) if return_lse else out
+
+    def _write(self, plan, layer: CacheLayer, k, v) -> None:
+        """Writes new keys and values with the backend's plan, or by the operator if plan is None."""
+        at = address(layer.k)
+        if at in self._written:
+            raise ValueError(
+                "k: expected new keys once for every layer, got new keys of this layer again; pass None, or for the "
+                "next tokens call refresh() or make another plan"
+            )
+        if plan is None:
+            self._write_by_operator(layer, k, v)
+        else:
+            self._write_by_plan(plan, layer, k, v)
+        if at:
+            self._written.add(at)
 
     def _write_by_operator(self, layer: CacheLayer, k, v) -> None:
         rotary = self._call.rotary.text if self._call.rotated_keys else None
@@ -322,36 +341,51 @@ class CachePlan:
         leaves = *own, k, v, *flatten(CacheTables, self._tables)
         OPERATORS.append_to_cache(*leaves, rotary, self._impl)
 
-    def _write(self, plan, layer: CacheLayer, k, v) -> None:
-        """Writes new keys and values with the backend's plan."""
+    def _write_by_plan(self, plan, layer: CacheLayer, k, v) -> None:
         tables, call = self._tables, self._call
         self._check_memory(layer, k, v, tables)
-        address = layer.k.data_ptr()
-        if address in self._written and 0 not in layer.k.shape:
-            raise ValueError(
-                "k: expected new keys once for every layer, got new keys of this layer again; pass None, or for the "
-                "next tokens call refresh() or make another plan"
-            )
         if tables.positions is not None and tables.positions.slot_positions is not None and not self._stored:
             store_positions(layer.k, tables, k.shape[-3])
             self._stored = True
         if self._impl == "cuda" and call.rotated_keys:  # the CUDA kernels append keys without rotating them
             k = library.rotated_by_triton(layer, k, tables, over_rotated_keys(call.rotary))
         plan.append(layer, k, v)
-        self._written.add(address)
+        library.count_write(layer)
 
     def _planned(self):
-        """Returns the backend's plan, made at the first call. Raises if a table was written since then."""
+        """Returns the backend's plan, made at the first call."""
         if self._backend is None:
             self._backend = load_backend(self._impl).plan_cache(self._call, self._layer, self._queries)
-            self._watched = _watched(self._tables) if self.watches else []
-            self._versions = [x._version for x in self._watched]
-        elif self._versions != [x._version for x in self._watched]:
+        return self._backend
+
+    def _check_tables(self) -> None:
+        """Raises if a table was written since the first call, which remembers the tables."""
+        if not self.watches or torch.compiler.is_compiling():
+            return
+        if self._guard is None:
+            self._guard = Unwritten(_watched(self._tables))
+        elif self._guard.broken():
             raise ValueError(
                 "tables: expected tables that are unchanged since the plan was made, got a table that was written; "
                 "call refresh()"
             )
-        return self._backend
+
+    def _check_out(self, out, q, layer: CacheLayer, k, v, sinks) -> None:
+        if not isinstance(out, torch.Tensor):
+            raise TypeError(f"out: expected a tensor, got {type(out).__name__}")
+        shape = cached_out_shape(q, layer)
+        if out.shape != shape or out.dtype != q.dtype or out.device != q.device or not out.is_contiguous():
+            raise ValueError(
+                f"out: expected a contiguous tensor of shape {shape}, {q.dtype} on {q.device}, got shape "
+                f"{tuple(out.shape)}, {out.dtype} on {out.device}"
+            )
+        if out.requires_grad:
+            raise ValueError("out: expected a tensor that does not require grad, got one that requires it")
+        if address(out):
+            named = {"q": q, "k": k, "v": v, "sinks": sinks}
+            named |= {f"layer.{name}": x for name, x in layer._asdict().items()}
+            named |= {f"tables.{name}": x for name, x in self._tables._asdict().items()}
+            check_apart("out", out, {name: x for name, x in named.items() if isinstance(x, torch.Tensor)})
 
     def _check_layer(self, layer: CacheLayer) -> None:
         """Raises if the layer differs from the plan's layer in anything except its addresses."""
@@ -414,7 +448,7 @@ def _watched(tables: CacheTables) -> list[torch.Tensor]:
         found += (new.cu_seqlens_q, new.slot_mapping)
     if positions is not None:
         found += (*positions[:3], positions.queries)
-    return [x for x in found if x is not None and not x.is_inference()]
+    return [x for x in found if x is not None]
 
 
 def _refuse(name: str, x: torch.Tensor, shape, dtype, device) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch.autograd.graph import increment_version
 
 from ..backends.cache_tables import CacheLayer, CacheTables
 from ..backends.calls import (
@@ -159,13 +160,20 @@ def append_to_cache(layer: CacheLayer, k, v, tables: CacheTables, rotary: Rotary
         store_positions(layer.k, tables, k.shape[-3])
     if rotary is None:
         load_backend(impl).append_to_cache(layer, k, v, tables)
-        return
-    rotary = over_rotated_keys(rotary)
-    if impl == "cuda":  # the CUDA kernels append keys without rotating them
-        k = rotated_by_triton(layer, k, tables, rotary)
-        load_backend(impl).append_to_cache(layer, k, v, tables)
     else:
-        load_backend(impl).append_to_cache(layer, k, v, tables, rotary)
+        rotary = over_rotated_keys(rotary)
+        if impl == "cuda":  # the CUDA kernels append keys without rotating them
+            k = rotated_by_triton(layer, k, tables, rotary)
+            load_backend(impl).append_to_cache(layer, k, v, tables)
+        else:
+            load_backend(impl).append_to_cache(layer, k, v, tables, rotary)
+    count_write(layer)
+
+
+def count_write(layer: CacheLayer) -> None:
+    """Tells autograd that keys and values of a layer were written, because backends write without its knowledge. Then
+    autograd raises an error for a graph that still needs the former values."""
+    increment_version([x for x in layer[:4] if x is not None])
 
 
 def rotated_by_triton(layer: CacheLayer, k, tables: CacheTables, rotary: Rotary):

@@ -1,6 +1,7 @@
-"""Checks that no tensor that a call writes overlaps itself or another tensor of the call.
+"""Checks that no tensor that a call writes overlaps itself or another tensor of the call, and that tables were not
+written since a plan was made.
 
-Only shapes, strides and addresses are compared, so that nothing waits for the device.
+Only shapes, strides, addresses and versions are compared, so that nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -58,6 +59,23 @@ def check_append(layer: CacheLayer, k, v, tables: CacheTables) -> None:
             found.append((name, x, start, start + size))
 
 
+def check_apart(name: str, x: torch.Tensor, others: dict[str, torch.Tensor]) -> None:
+    """Checks that a tensor shares no memory with the other tensors of a call.
+
+    Raises:
+        ValueError: memory is shared. The message names both tensors.
+    """
+    start, size = x.data_ptr(), _size(x.shape, x.stride(), x.itemsize)
+    for other, y in others.items():
+        low = y.data_ptr()
+        if start < low + _size(y.shape, y.stride(), y.itemsize) and low < start + size:
+            if _meet(start - low, _layout(y), _layout(x)):
+                raise ValueError(
+                    f"{name}: expected memory that does not overlap {other} ({name} is written while {other} is read), "
+                    "got tensors that overlap"
+                )
+
+
 class AppendCheck:
     """Runs ``check_append`` for the layers of a plan, whose caches have equal shapes and strides.
 
@@ -91,6 +109,38 @@ class AppendCheck:
                 return
         check_append(layer, k, v, tables)
         self._strides, self._sizes = strides, ()
+
+
+class Unwritten:
+    """Remembers tensors, to tell later whether one of them was written.
+
+    A tensor counts how often it is written, except if it was made in inference mode. On the CPU it is then watched
+    by a copy of its values. On a GPU it is not watched, because comparing its values would make the host wait.
+    """
+
+    __slots__ = ("_tensors", "_versions", "_copies")
+
+    def __init__(self, tensors: list[torch.Tensor]):
+        self._tensors = [x for x in tensors if not x.is_inference()]
+        self._versions = [x._version for x in self._tensors]
+        silent = [x for x in tensors if x.is_inference() and x.is_cpu and type(x) is torch.Tensor]
+        self._copies = [(x, x.clone()) for x in silent]
+
+    def broken(self) -> bool:
+        """Whether a tensor was written."""
+        return self._versions != [x._version for x in self._tensors] or any(
+            not torch.equal(x, copy) for x, copy in self._copies
+        )
+
+
+def address(x: torch.Tensor) -> int:
+    """Returns the address of a tensor, or 0 if it has none: while a call is traced, and without elements."""
+    if torch.compiler.is_compiling() or x.is_meta or not x.numel():
+        return 0
+    try:
+        return x.data_ptr()
+    except RuntimeError:  # fake tensors and tensors of torch.func's transforms
+        return 0
 
 
 def _layout(x: torch.Tensor) -> tuple:
