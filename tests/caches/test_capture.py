@@ -81,3 +81,98 @@ def test_no_room():
         step.update()
     with pytest.raises(ValueError, match="^seqlen_new: expected at least 1, got 0"):
         cache.capture(names, 0)
+
+
+# ---- what changes between update() and advance()
+
+
+def append(cache: PagedKVCache, names: list[int], count: int) -> None:
+    _, k, v = random(7, len(names), count)
+    cache.append(names, k.expand(LAYERS, *k.shape), v.expand(LAYERS, *v.shape))
+
+
+CHANGES = {
+    "append": lambda cache, a: append(cache, [a], 1),
+    "truncate": lambda cache, a: cache.truncate(a, 5),
+    "truncate to its length": lambda cache, a: cache.truncate(a, cache.lengths[a]),  # gives reserved pages back
+    "remove": lambda cache, a: cache.remove(a, 0, 2),
+    "extend": lambda cache, a: cache.extend(a, a),
+    "advance": lambda cache, a: cache.advance([a], 1),
+    "free": lambda cache, a: cache.free(a),
+    "reset": lambda cache, a: cache.reset(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_between_update_and_advance(change):
+    cache, (a, b, _) = filled("plain")
+    append(cache, [a], 3)  # the next token opens a page
+    step = cache.capture([b, a], 1)
+    step.update()
+    CHANGES[change](cache, a)
+    before = dict(cache.lengths)
+    with pytest.raises(ValueError, match=f"^(advance: expected sequence {a} as it was|sequence [{a}{b}] was freed)"):
+        step.advance()
+    assert cache.lengths == before
+    if change in ("append", "truncate", "truncate to its length", "advance"):
+        step.update()
+        step.advance()
+        assert cache.lengths == {name: length + (name in (a, b)) for name, length in before.items()}
+
+
+def test_one_advance_for_one_update():
+    cache, (a, *_) = filled("plain")
+    step = cache.capture([a], 1)
+    with pytest.raises(RuntimeError, match="^advance: expected one call of update"):
+        step.advance()
+    step.update()
+    free = cache.free_pages
+    step.update()
+    assert cache.free_pages == free
+    step.advance()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="^advance: expected one call of update"):
+            step.advance()
+    assert cache.lengths[a] == 30
+    with cache.step([a], 0), pytest.raises(RuntimeError, match="^update: not supported while a step is open"):
+        step.update()
+    with cache.step([a], 0), pytest.raises(RuntimeError, match="^capture: not supported while a step is open"):
+        cache.capture([a], 1)
+
+
+def test_an_update_that_raises_changes_nothing():
+    cache, (a, *_) = filled("plain")
+    step = cache.capture([a], 1)
+    cache.remove(a, 0, 1)
+    append(cache, [a], 3)  # its pages are full: the next token needs a page, which update() must give back
+    before = cache.free_pages, dict(cache.lengths)
+    with pytest.raises(ValueError, match="^positions: expected None"):
+        step.update()
+    assert (cache.free_pages, dict(cache.lengths)) == before
+    with pytest.raises(RuntimeError, match="^advance: expected one call of update"):
+        step.advance()
+    with pytest.raises(ValueError, match=f"^sequence {a} was freed"):
+        cache.free(a)
+        step.update()
+
+
+@pytest.mark.parametrize("made", [False, True], ids=["made outside", "made in inference mode"])
+def test_inference_mode(made):
+    """A captured step works in inference mode and outside of it, and a plan over its tables hears of updates."""
+    cache, (a, *_) = filled("padded")
+    q, k, v = random(3, 1, 1)
+    with torch.inference_mode(made):
+        step = cache.capture([a], 1)
+    plan = plan_cache(
+        step.tables, like=cache.cache_layer(0), rotary=SCHEME, seqlen_q=1, heads_q=HEADS, dtype=torch.float32
+    )
+    for now in (False, True, False):
+        with torch.inference_mode(now):
+            step.update()
+            plan.refresh()
+            for layer in range(LAYERS):
+                plan.attend(q, cache.cache_layer(layer), k, v)
+            step.advance()
+            step.update()
+            with pytest.raises(ValueError, match="^tables: expected tables that are unchanged"):
+                plan.attend(q, cache.cache_layer(0))

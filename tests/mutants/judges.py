@@ -207,11 +207,18 @@ JUDGES = {
     "csrc/cpu/*": [COMPILED[0], COMPILED_DECODE[0], *COMPILED[1:]],
     "csrc/*": [f"{EXECUTED} tests/executor/test_cuda_kernels.py"],
     "python/flashrope/cache/*": [
-        "tests/caches/test_plan.py tests/caches/test_cache_layers.py tests/caches/test_capture.py -k 'not triton'",
+        "tests/caches/test_outliving.py tests/caches/test_capture.py -k 'not triton'",
+        "tests/caches/test_plan.py tests/caches/test_cache_layers.py -k 'not triton'",
         *CACHES,
     ],
-    "python/flashrope/operators/cache_plan.py": ["tests/caches/test_plan.py -k 'not triton'", *CALLS],
-    "python/flashrope/operators/memory.py": ["tests/caches/test_overlapping_memory.py -k 'not triton'", *CALLS],
+    "python/flashrope/operators/cache_plan.py": [
+        "tests/caches/test_plan.py tests/caches/test_outliving.py -k 'not triton'",
+        *CALLS,
+    ],
+    "python/flashrope/operators/memory.py": [
+        "tests/caches/test_overlapping_memory.py tests/caches/test_outliving.py -k 'not triton'",
+        *CALLS,
+    ],
     "python/flashrope/operators/sinks.py": ["tests/operators/test_sinks.py -k 'not triton'"],
     "python/flashrope/operators/autograd.py": [
         "tests/operators/test_transforms.py tests/operators/test_rotate.py -k 'not triton'",

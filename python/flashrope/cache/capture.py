@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from ..backends.cache_tables import CachePositions, CacheTables
 
 
@@ -18,45 +20,73 @@ class CapturedStep:
     def __init__(self, cache: Any, sequences: list[int], seqlen_new: int):
         """Copies the tables of the step. cache: a ``PagedKVCache``."""
         self._cache, self.sequences, self._seqlen_new = cache, sequences, seqlen_new
-        self.tables = _copied(cache.tables_of(sequences, seqlen_new))
+        self._updated: list | None = None  # where the new tokens go, from update() until advance()
+        with cache.tables_of(sequences, seqlen_new, positioned=False) as tables:
+            self.tables = _copied(tables)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.tables = _copied(self.tables)
 
     def update(self) -> None:
         """Makes room for the new tokens and copies the current tables into the static tensors. Call it before a replay.
 
+        It may be called again before the replay. If it raises, lengths and pages are as before the call.
+
         Raises:
             OutOfPages: too few pages are free. The message says how many are missing.
-            ValueError: a sequence would exceed max_seqlen; or tokens of a sequence were moved, or padding was added,
-                after the capture. Moved tokens and padding need tables that the graph does not read.
+            ValueError: a sequence was freed or would exceed max_seqlen; or tokens of a sequence were moved, or padding
+                was added, after the capture. Moved tokens and padding need tables that the graph does not read.
+            RuntimeError: a step of the cache is open.
         """
+        self._cache.refuse_in_step("update")
+        self._updated = None
         own = self.tables
-        now = self._cache.tables_of(self.sequences, self._seqlen_new, positioned=own.positions is not None)
-        for name, table, captured in (
-            ("positions", now.positions, own.positions),
-            ("leftpad", now.leftpad, own.leftpad),
-        ):
-            if table is not None and captured is None:
-                raise ValueError(
-                    f"{name}: expected None, because the captured step had no {name}, got tables; capture again"
-                )
-        own.seqlens.copy_(now.seqlens)
-        assert own.block_table is not None and now.block_table is not None
-        own.block_table.copy_(now.block_table)
-        if own.leftpad is not None:
-            own.leftpad.zero_() if now.leftpad is None else own.leftpad.copy_(now.leftpad)
-        if own.positions is not None and now.positions is not None:
-            for static, table in zip(own.positions[:3], now.positions[:3], strict=True):
+        with self._cache.tables_of(self.sequences, self._seqlen_new, own.positions is not None) as now:
+            for name, table, captured in (
+                ("positions", now.positions, own.positions),
+                ("leftpad", now.leftpad, own.leftpad),
+            ):
+                if table is not None and captured is None:
+                    raise ValueError(
+                        f"{name}: expected None, because the captured step had no {name}, got tables; capture again"
+                    )
+            if own.leftpad is not None and now.leftpad is None:
+                own.leftpad.zero_()
+            for static, table in zip(_tensors(own), _tensors(now), strict=True):
                 if static is not None and table is not None:
                     static.copy_(table)
+            self._updated = self._cache.slots_of(self.sequences)
 
     def advance(self) -> None:
-        """Counts the tokens that a replay has written to every sequence."""
+        """Counts the tokens that a replay has written to every sequence. Call it once after every ``update``.
+
+        Raises:
+            RuntimeError: ``update`` was not called since the last ``advance``; or a step of the cache is open.
+            ValueError: a sequence was freed or changed after ``update``. No token is counted, because the replay wrote
+                to slots that are not the next ones of this sequence any more.
+        """
+        self._cache.refuse_in_step("advance")
+        if self._updated is None:
+            raise RuntimeError("advance: expected one call of update() before every advance(), got none since the last")
+        now = self._cache.slots_of(self.sequences)
+        for name, before, after in zip(self.sequences, self._updated, now, strict=True):
+            if before != after:
+                raise ValueError(
+                    f"advance: expected sequence {name} as it was at update(), got a sequence that was changed since; "
+                    "call update() and replay again"
+                )
         self._cache.advance(self.sequences, self._seqlen_new)
+        self._updated = None
+
+
+def _tensors(tables: CacheTables) -> list[torch.Tensor | None]:
+    return [tables.seqlens, tables.block_table, tables.leftpad, *(tables.positions or CachePositions())]
 
 
 def _copied(tables: CacheTables) -> CacheTables:
-    """Returns a copy of the tables, in new tensors."""
-    seqlens, block_table, leftpad, new, positions = tables
-    if positions is not None:
-        positions = CachePositions(*(x if x is None else x.clone() for x in positions))
-    block_table, leftpad = (x if x is None else x.clone() for x in (block_table, leftpad))
-    return CacheTables(seqlens.clone(), block_table, leftpad, new, positions)
+    """Returns a copy of the tables, in new tensors that can be written in inference mode and outside of it."""
+    with torch.inference_mode(False):
+        seqlens, block_table, leftpad, *positions = (x if x is None else x.clone() for x in _tensors(tables))
+    assert seqlens is not None
+    return CacheTables(seqlens, block_table, leftpad, tables.new, CachePositions.of(*positions))

@@ -140,13 +140,13 @@ class KVCache(Cache):
                 the sequence.
             RuntimeError: a step of this cache is open.
         """
-        return self._step(check_integer("seqlen_new", seqlen_new), leftpad)
+        seqlen_new = check_integer("seqlen_new", seqlen_new)
+        self._padding_after(leftpad, seqlen_new)
+        return Step(self, None, self.batch, seqlen_new, leftpad)
 
-    def _step(self, seqlen_new: int, leftpad: Sequence[int] | None) -> Step:
-        padding = self._padding
-        if leftpad is not None:
-            padding = check_padding(leftpad, padding, self._lengths, seqlen_new)
-        return Step(self, None, self.batch, seqlen_new, padding)
+    def _padding_after(self, leftpad: Sequence[int] | None, seqlen_new: int) -> list[int]:
+        """Returns the left padding of every sequence after a step. Checks the argument leftpad."""
+        return self._padding if leftpad is None else check_padding(leftpad, self._padding, self._lengths, seqlen_new)
 
     def append(
         self,
@@ -167,7 +167,7 @@ class KVCache(Cache):
         if self.layers > 1:
             return self._append_layers(self.step(self._new_of_layers(k, v), leftpad), k, v, impl)
         self.refuse_new("append")
-        with self._step(count_new(k, v, self, self.batch), leftpad) as step:
+        with self.step(count_new(k, v, self, self.batch), leftpad) as step:
             step.append(k, v, 0, impl)
 
     def attend(
@@ -203,7 +203,7 @@ class KVCache(Cache):
             tables = CacheTables(self.seqlens, None, self.leftpad if any(self._padding) else None)
             return self.attend_planned({}, tables, q, rotary, k, v, layer, options)
         self.refuse_new("attend")
-        with self._step(count_new(k, v, self, self.batch), leftpad) as step:
+        with self.step(count_new(k, v, self, self.batch), leftpad) as step:
             return step.attend(q, rotary, k, v, layer, **options)
 
     def advance(self, seqlen_new: int) -> None:
@@ -248,6 +248,7 @@ class KVCache(Cache):
 
     def _begin(self, step: OpenStep) -> CacheTables:
         self._check_room(step.seqlen_new)
+        step.padding = self._padding_after(step.given_leftpad, step.seqlen_new)
         leftpad = None
         if any(step.padding):
             same = step.padding == self._padding

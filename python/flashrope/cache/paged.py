@@ -3,9 +3,11 @@ the two writes to the page."""
 
 from __future__ import annotations
 
+import contextlib
 import numbers
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -28,6 +30,14 @@ class _OfSequences(dict[int, int]):
     def __missing__(self, sequence):
         self._cache._get(sequence)  # raises ValueError or TypeError if the sequence does not exist
         raise KeyError(sequence)
+
+
+def _padding_after(selected: dict[int, pool.Sequence], leftpad: Sequence[int] | None, seqlen_new: int) -> list[int]:
+    """Returns the left padding of every sequence after a step. Checks the argument leftpad of the step."""
+    padding = [sequence.leftpad for sequence in selected.values()]
+    if leftpad is None:
+        return padding
+    return check_padding(leftpad, padding, [sequence.length for sequence in selected.values()], seqlen_new)
 
 
 class PagedKVCache(Cache):
@@ -248,14 +258,9 @@ class PagedKVCache(Cache):
                 argument or the sequence.
             RuntimeError: a step of this cache is open.
         """
-        return self._step(self._select(sequences), check_integer("seqlen_new", seqlen_new), leftpad)
-
-    def _step(self, selected: dict[int, pool.Sequence], seqlen_new: int, leftpad) -> Step:
-        padding = [sequence.leftpad for sequence in selected.values()]
-        if leftpad is not None:
-            lengths = [sequence.length for sequence in selected.values()]
-            padding = check_padding(leftpad, padding, lengths, seqlen_new)
-        return Step(self, selected, len(selected), seqlen_new, padding)
+        selected, seqlen_new = self._select(sequences), check_integer("seqlen_new", seqlen_new)
+        _padding_after(selected, leftpad, seqlen_new)
+        return Step(self, [*selected], len(selected), seqlen_new, leftpad)
 
     def append(
         self,
@@ -273,8 +278,7 @@ class PagedKVCache(Cache):
         if self.layers > 1:
             return self._append_layers(self.step(sequences, self._new_of_layers(k, v), leftpad), k, v, impl)
         self.refuse_new("append")
-        selected = self._select(sequences)
-        with self._step(selected, count_new(k, v, self, len(selected)), leftpad) as step:
+        with self.step(sequences, count_new(k, v, self, len(self._select(sequences))), leftpad) as step:
             step.append(k, v, 0, impl)
 
     def attend(
@@ -313,7 +317,7 @@ class PagedKVCache(Cache):
             tables = self._pool.tables([*selected.values()], [x.leftpad for x in selected.values()])
             return self.attend_planned({}, tables, q, rotary, k, v, layer, options)
         self.refuse_new("attend")
-        with self._step(selected, count_new(k, v, self, len(selected)), leftpad) as step:
+        with self.step(sequences, count_new(k, v, self, len(selected)), leftpad) as step:
             return step.attend(q, rotary, k, v, layer, **options)
 
     def advance(self, sequences: Sequence[int], seqlen_new: int) -> None:
@@ -340,7 +344,7 @@ class PagedKVCache(Cache):
 
         Unlike the methods ``seqlens`` and ``block_table``, the step also supports sequences that ``extend``, ``remove``
         or ``keep`` changed. For every token call the step's ``update``, replay the graph, and call the step's
-        ``advance``.
+        ``advance``. Call nothing else that changes these sequences between ``update`` and ``advance``.
 
         Example:
             cache = PagedKVCache(64, 16, heads_kv=2, head_dim=64, dtype=torch.float32, device="cpu", layers=4)
@@ -360,16 +364,25 @@ class PagedKVCache(Cache):
         Raises:
             OutOfPages, ValueError: as in ``reserve``.
         """
+        self.refuse_in_step("capture")
         return CapturedStep(self, list(self._select(sequences)), check_integer("seqlen_new", seqlen_new, 1))
 
-    def tables_of(self, sequences: Sequence[int], seqlen_new: int, positioned: bool = False) -> CacheTables:
-        """Reserves pages for seqlen_new more tokens of every sequence and returns the tables for ``plan_cache``.
+    @contextlib.contextmanager
+    def tables_of(self, sequences: list[int], seqlen_new: int, positioned: bool) -> Iterator[CacheTables]:
+        """Reserves pages for seqlen_new more tokens of every sequence and yields the tables for ``plan_cache``. Gives
+        the pages back if the with block raises.
 
-        positioned: return explicit positions even if no sequence was changed by ``extend``, ``remove`` or ``keep``.
+        positioned: yield explicit positions even if no sequence was changed by ``extend``, ``remove`` or ``keep``.
         """
-        self.reserve(sequences, seqlen_new)
-        selected = [*self._select(sequences).values()]
-        return self._pool.tables(selected, [x.leftpad for x in selected], seqlen_new, positioned)
+        selected = self._select(sequences)
+        with self._reserving(selected, seqlen_new):
+            records = [*selected.values()]
+            yield self._pool.tables(records, [x.leftpad for x in records], seqlen_new, positioned)
+
+    def slots_of(self, sequences: list[int]) -> list[tuple[Any, ...]]:
+        """Returns what decides where the next tokens of every sequence go: its slots in use, its entries and pages."""
+        selected = self._select(sequences).values()
+        return [(x.length, x.leftpad, x.entries and tuple(x.entries), tuple(x.pages)) for x in selected]
 
     def truncate(self, sequence: int, length: int) -> None:
         """Drops the tokens from ``length`` on, in all layers: for example guesses that speculative decoding rejects.
@@ -511,13 +524,22 @@ class PagedKVCache(Cache):
             self._pool.check_room(name, sequence, seqlen_new)
         return self._pool.reserve(selected.values(), seqlen_new)
 
-    def _begin(self, step: OpenStep) -> CacheTables:
-        step.changes = self._reserve(step.selected, step.seqlen_new)
+    @contextlib.contextmanager
+    def _reserving(self, selected: dict[int, pool.Sequence], seqlen_new: int) -> Iterator[list[pool.Change]]:
+        """Reserves pages for seqlen_new more tokens of every sequence. Gives them back if the with block raises."""
+        changes = self._reserve(selected, seqlen_new)
         try:
-            return self._pool.tables([*step.selected.values()], step.padding, step.seqlen_new)
+            yield changes
         except BaseException:
-            self._undo(step)
+            self._pool.undo(changes)
             raise
+
+    def _begin(self, step: OpenStep) -> CacheTables:
+        assert step.sequences is not None
+        step.selected = selected = self._select(step.sequences)
+        step.padding = _padding_after(selected, step.given_leftpad, step.seqlen_new)
+        with self._reserving(selected, step.seqlen_new) as step.changes:
+            return self._pool.tables([*selected.values()], step.padding, step.seqlen_new)
 
     def _commit(self, step: OpenStep) -> None:
         for sequence, leftpad in zip(step.selected.values(), step.padding, strict=True):

@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from ..backends.cache_tables import CachePositions, CacheTables
 from . import entries
 from .entries import Entry
-from .storage import upload
+from .storage import made_outside_inference_mode, upload
 
 UNUSED = 2**31 - 1  # a table entry without a page; no page has this number, so validate=True reports the entry
 INITIAL_ROWS = 16  # rows of the table on the device, before it grows
@@ -77,6 +77,9 @@ class PagePool:
         self.rows = list(range(INITIAL_ROWS - 1, -1, -1))
         self.table = self._new_table(INITIAL_ROWS)
         self.changed: dict[int, int] = {}  # new entries of the flattened table, not on the device yet
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(made_outside_inference_mode(state))
 
     def _new_table(self, rows: int) -> torch.Tensor:
         with torch.inference_mode(False):
@@ -256,6 +259,10 @@ class PagePool:
 
         positioned: return explicit positions even if no tokens of a sequence were moved.
         """
+        with torch.inference_mode(False):  # only a tensor made outside of inference mode counts how often it is written
+            return self._tables(selected, padding, seqlen_new, positioned)
+
+    def _tables(self, selected: list[Sequence], padding: list[int], seqlen_new: int, positioned: bool) -> CacheTables:
         rows, lengths = [sequence.row for sequence in selected], [sequence.length for sequence in selected]
         pads = padding if any(padding) else []
         values = [*rows, *lengths, *pads, *self.changed, *self.changed.values()]
@@ -274,13 +281,13 @@ class PagePool:
 
     def _positions(self, selected: list[Sequence], padding: list[int], seqlen_new: int) -> CachePositions:
         """Returns the sequences' page_positions, page_first and page_lengths after seqlen_new tokens are written."""
-        tables = torch.zeros(3, len(selected), self.max_pages, dtype=torch.int32)
+        tables = torch.zeros(3, len(selected), self.max_pages, dtype=torch.int32, device="cpu")
         for b, (sequence, pad) in enumerate(zip(selected, padding, strict=True)):
             if sequence.entries is None:  # positions follow from slots
-                tables[0, b] = torch.arange(self.max_pages) * self.page_size - pad
+                tables[0, b] = torch.arange(self.max_pages, device="cpu") * self.page_size - pad
                 tables[2, b] = self.page_size
             elif shown := entries.grown(sequence.entries, seqlen_new, self.page_size):
-                tables[:, b, : len(shown)] = torch.tensor(shown, dtype=torch.int32).T
+                tables[:, b, : len(shown)] = torch.tensor(shown, dtype=torch.int32, device="cpu").T
         if self.device.type == "cuda":
             tables = tables.pin_memory()
         return CachePositions(*tables.to(self.device, non_blocking=True).unbind())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
@@ -28,6 +29,9 @@ class Step:
         with cache.step(40) as step:
             outs = [step.attend(q, Rotary.rope(64), k, v, layer=layer) for layer in range(4)]
 
+    A step holds only the arguments of the call that made it. Entering it looks up lengths, pages and padding, so it may
+    be entered after other calls have changed the cache, and more than once.
+
     Attributes:
         seqlens: (n,) int32 on the device, the slots in use before the step.
         block_table: (n, max_pages) int32 on the device; None in a ``KVCache``.
@@ -39,14 +43,21 @@ class Step:
     leftpad: torch.Tensor | None
     tables: CacheTables
 
-    def __init__(self, cache: Cache, selected: Any, batch: int, seqlen_new: int, padding: list[int]):
+    def __init__(
+        self, cache: Cache, sequences: Sequence[int] | None, batch: int, seqlen_new: int, leftpad: Sequence[int] | None
+    ):
         """Only stores the arguments. ``__enter__`` makes room.
 
-        selected: the cache's records of the sequences, None in a ``KVCache``. padding: left padding after the step.
+        sequences: the numbers of the sequences, None in a ``KVCache``. leftpad: as in the call of ``step``.
         """
-        self._cache, self.selected, self.batch = cache, selected, batch
-        self.seqlen_new, self.padding = seqlen_new, padding
-        self.changes: Any = None  # what the cache needs to undo the step
+        self._cache, self.batch, self.seqlen_new = cache, batch, seqlen_new
+        self.sequences = None if sequences is None else list(sequences)
+        self.given_leftpad = None if leftpad is None else list(leftpad)
+        # What the cache looks up when the step is entered: its records of the sequences, their left padding after the
+        # step, and what it needs to undo the step.
+        self.selected: Any = None
+        self.padding: list[int] = []
+        self.changes: Any = None
         self._written = 0  # bit n is set if layer n has written its keys
         self._plans: dict[tuple, CachePlan] = {}  # by the options in which layers may differ
         self._reads: CacheTables | None = None  # the tables for layers that were not written to in this step
@@ -63,7 +74,11 @@ class Step:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        cache = self._cache
+        cache, self._plans = self._cache, {}
+        if cache._open is not self:
+            if kind is None:
+                raise RuntimeError("step: discarded before its with statement was left; none of its tokens was added")
+            return
         cache._open = None
         if kind is None and (not self.seqlen_new or self._written == (1 << cache.layers) - 1):
             cache._commit(self)
@@ -78,11 +93,12 @@ class Step:
     ) -> None:
         """Writes k, v (n, seqlen_new, heads_kv, head_dim) of a layer. Raises the errors that ``attend`` raises."""
         k, v = autocast(k, v)
-        own = self._cache.cache_layer(layer)
+        layer = self._cache.index(layer)
         self._check_open()
         self._check_new(check_new(k, v, self._cache, self.batch), layer)
+        own = self._cache.cache_layer(layer)
         self._cache.append_plan(self._plans, self.tables, k, layer, impl).append(own, k, v)
-        self._written |= 1 << (layer or 0)
+        self._written |= 1 << layer
 
     def attend(
         self,
@@ -110,7 +126,9 @@ class Step:
         """
         self._check_open()
         check_queries(q, self.batch)
-        cache, tables, bit = self._cache, self.tables, 1 << (layer or 0)
+        cache, tables = self._cache, self.tables
+        layer = cache.index(layer)
+        bit = 1 << layer
         if k is not None or v is not None:
             self._check_new(count_new(k, v, cache, self.batch), layer)
         elif not self._written & bit:  # this layer only has the keys from before the step
@@ -126,8 +144,8 @@ class Step:
         if self._cache._open is not self:
             raise RuntimeError("step: not open; call it inside the with statement that opened it")
 
-    def _check_new(self, seqlen_new: int, layer: int | None) -> None:
+    def _check_new(self, seqlen_new: int, layer: int) -> None:
         if seqlen_new != self.seqlen_new:
             raise ValueError(f"k: expected seqlen_new {self.seqlen_new}, as in the call of step(), got {seqlen_new}")
-        if self._written >> (layer or 0) & 1:
-            raise ValueError(f"layer {layer or 0}: expected k and v once per step, got them a second time")
+        if self._written >> layer & 1:
+            raise ValueError(f"layer {layer}: expected k and v once per step, got them a second time")

@@ -42,8 +42,10 @@ TRACKED = (
 class OpenStep(Protocol):
     """The attributes of a ``Step`` that a cache uses."""
 
-    selected: Any
+    sequences: list[int] | None
     seqlen_new: int
+    given_leftpad: list[int] | None
+    selected: Any
     padding: list[int]
     changes: Any
 
@@ -98,29 +100,51 @@ class Cache:
         if cache_dtype is not None:
             self.head_dim_v = self.head_dim
         self.k_scale, self.v_scale = scales or (None, None)
-        self._layers, self._scales = self._by_layer(self.k, self.v), self._by_layer(*scales) if scales else None
+        self._make_views()
+
+    def _make_views(self) -> None:
+        """Makes the views of the storage: one per layer, and the values if they are channels of the keys."""
+        with torch.inference_mode(False):
+            if self.values is not None:
+                self.v = self.k[..., self.values]
+            self._layers = self._by_layer(self.k, self.v)
+            self._scales = None
+            if self.k_scale is not None and self.v_scale is not None:
+                self._scales = self._by_layer(self.k_scale, self.v_scale)
         self._cache_layers = [CacheLayer(*self._layers[n], *self.scales(n)) for n in range(self.layers)]
 
     def _by_layer(self, k: torch.Tensor, v: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        with torch.inference_mode(False):
-            return [(k, v)] if self.layers == 1 else list(zip(k.unbind(), v.unbind(), strict=True))
+        return [(k, v)] if self.layers == 1 else list(zip(k.unbind(), v.unbind(), strict=True))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns the state without views, because pickle would give every view memory of its own."""
+        self.refuse_in_step("pickle and copy")
+        views = {"_layers", "_scales", "_cache_layers", *(() if self.values is None else ("v",))}
+        return {name: x for name, x in self.__dict__.items() if name not in views}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(made_outside_inference_mode(state))
+        self._make_views()
 
     def layer(self, layer: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns k and v of one layer as four-dimensional views. layer may be None if the cache has one layer."""
-        return self._layers[self._index(layer)]
+        return self._layers[self.index(layer)]
 
     def scales(self, layer: int | None = None) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
         """Returns k_scale and v_scale of one layer, or (None, None) if the cache is not quantized."""
         if self._scales is None:
             return None, None
-        return self._scales[self._index(layer)]
+        return self._scales[self.index(layer)]
 
     def cache_layer(self, layer: int | None = None) -> CacheLayer:
         """Returns one layer for ``plan_cache``: k, v and the scales of a quantized cache."""
-        return self._cache_layers[layer if type(layer) is int and 0 <= layer < self.layers else self._index(layer)]
+        return self._cache_layers[self.index(layer)]
 
-    def _index(self, layer: int | None) -> int:
-        return 0 if layer is None and self.layers == 1 else check_integer("layer", layer, 0, self.layers - 1)
+    def index(self, layer: int | None) -> int:
+        """Returns the number of a layer. None stands for the only layer."""
+        if type(layer) is int and 0 <= layer < self.layers or layer is None and self.layers == 1:
+            return layer or 0
+        return check_integer("layer", layer, 0, self.layers - 1)
 
     def rotary_of(self, layer: int | None) -> Rotary | None:
         """Returns the scheme that rotates the layer's keys when they are written, or None if they stay raw."""
@@ -139,7 +163,19 @@ class Cache:
 
     def refuse_in_step(self, call: str) -> None:
         if self._open is not None:
-            raise RuntimeError(f"{call}: not supported while a step is open; leave its with statement first")
+            raise RuntimeError(
+                f"{call}: not supported while a step is open; leave its with statement first, or call discard_step()"
+            )
+
+    def discard_step(self) -> None:
+        """Undoes the open step, as if its with statement had raised. Does nothing if no step is open.
+
+        Use it for a step whose with statement cannot be left any more, for example after ``__enter__`` was called by
+        hand.
+        """
+        if self._open is not None:
+            step, self._open = self._open, None
+            self._undo(step)
 
     def refuse_new(self, call: str) -> None:
         """Raises if a call may not write to one layer: in an open step, or in a cache of several layers."""
@@ -152,6 +188,7 @@ class Cache:
             )
 
     def _begin(self, step: OpenStep) -> CacheTables:
+        """Looks up what the step needs, makes room for its tokens and returns its tables."""
         raise NotImplementedError
 
     def _commit(self, step: OpenStep) -> None:
@@ -383,6 +420,13 @@ def upload(values: Sequence, dtype: torch.dtype, device: torch.device) -> torch.
     return torch.tensor(values, dtype=dtype, device="cpu", pin_memory=device.type == "cuda").to(
         device, non_blocking=True
     )
+
+
+def made_outside_inference_mode(state: dict[str, Any]) -> dict[str, Any]:
+    """Returns the state of an unpickled or copied object. Tensors that were made in inference mode are copied, because
+    they could not be written outside of it."""
+    with torch.inference_mode(False):
+        return {name: x.clone() if isinstance(x, torch.Tensor) and x.is_inference() else x for name, x in state.items()}
 
 
 def check_integer(name: str, value, minimum: int = 0, maximum: int | None = None) -> int:
