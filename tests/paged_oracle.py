@@ -135,7 +135,7 @@ class Held:
     def new(self, batch: int, seqlen: int, heads: int) -> torch.Tensor:
         """Returns random rows (layers, batch, seqlen, heads, head_dim)."""
         shape = len(self.schemes), batch, seqlen, heads, self.schemes[0].head_dim
-        return torch.randn(shape, generator=self.generator).to(self.target.device, self.target.dtype)
+        return torch.randn(shape, generator=self.generator, device="cpu").to(self.target.device, self.target.dtype)
 
     def kept(self, x: torch.Tensor) -> torch.Tensor:
         return support.kept(x, self.cache.cache_dtype)

@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, note, seed, settings
 from walks.cached_calls import cached_calls
 from walks.caches import walks
 from walks.calls import calls, packed
+from walks.contiguous import contiguous_walks
 
 ROUND = 10  # cases per round if a time is given
 TARGETS = [t for t in support.TARGETS if not t.slow or t.dtype != torch.float16]
@@ -49,7 +50,8 @@ WALKS = {
     "calls": (calls, (300, 40), (70, 10)),
     "packed_sequences": (packed, (100, 25), (40, 6)),
     "cached_calls": (cached_calls, (200, 60), (30, 6)),
-    "caches": (walks, (24, 25), (12, 6)),
+    "caches": (walks, (24, 25), (20, 8)),
+    "contiguous_caches": (contiguous_walks, (24, 25), (20, 8)),
 }
 
 

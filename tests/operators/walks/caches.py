@@ -1,4 +1,7 @@
-"""Runs random operations on a paged cache, and compares it with what every sequence should hold."""
+"""Runs random operations on a paged cache, and compares it with what every sequence should hold.
+
+Steps, captured steps and copies of the cache are kept and used after other operations (outliving.py).
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,13 @@ from hypothesis import strategies as st
 from paged_oracle import Held
 
 from .calls import ROUNDINGS, Case
+from .outliving import KINDS, Outliving, around
 from .schemes import make, schemes
 
 
 @dataclasses.dataclass(frozen=True)
 class Walk(Case):
-    """Operations on one paged cache: (kind, which sequence, a number, another number).
+    """Operations on one paged cache: (kind, which sequence, a number, another number, the caller's context).
 
     empty: the number of sequences that are made first and stay empty. The other sequences then have the last rows of
     the block table.
@@ -27,10 +31,11 @@ class Walk(Case):
     heads_kv: int
     group: int
     cache_dtype: str | None
+    layers: int
     pages: int
     max_seqlen: int | None
     empty: int
-    operations: tuple[tuple[str, int, int, int], ...]
+    operations: tuple[tuple[str, int, int, int, int], ...]
     seed: int
 
     def check(self, target: support.Target) -> None:
@@ -38,12 +43,14 @@ class Walk(Case):
         heads = self.heads_kv * self.group, self.heads_kv
         options = dict(seed=self.seed, max_seqlen=self.max_seqlen, cache_dtype=cache_dtype)
         options |= dict(queries=2**20, roundings=ROUNDINGS[target.dtype])
-        held = Held(target, self.pages, self.page_size, heads, [make(self.scheme)], **options)
+        held = Held(target, self.pages, self.page_size, heads, [make(self.scheme)] * self.layers, **options)
+        outliving = Outliving(held)
         empty = [held.allocate() for _ in range(self.empty)]
-        for n, operation in enumerate(self.operations):
+        for n, (*operation, context) in enumerate(self.operations):
             free = held.cache.free_pages
             try:
-                self.operate(held, [name for name in held.tokens if name not in empty], *operation)
+                with around(operation[0], context):
+                    self.operate(outliving, [name for name in held.tokens if name not in empty], *operation)
             except (OutOfPages, ValueError) as error:
                 assert isinstance(error, OutOfPages) or "no room for" in str(error), error
                 assert held.cache.free_pages == free
@@ -54,7 +61,14 @@ class Walk(Case):
         held.cache.reset()
         assert held.cache.free_pages == self.pages
 
-    def operate(self, held: Held, names: list[int], kind: str, which: int, number: int, another: int) -> None:
+    def operate(self, outliving: Outliving, names: list[int], kind: str, which: int, number: int, another: int) -> None:
+        held = outliving.held
+        if kind in KINDS:
+            chosen = {names[n % len(names)] for n in (which, another)} if names else ()
+            if chosen or kind == "reset":
+                outliving.operate(sorted(chosen), kind, which, number)
+            return
+        outliving.changed()
         if kind == "allocate" or not names:
             held.allocate(number)
             return
@@ -80,8 +94,8 @@ class Walk(Case):
 @st.composite
 def walks(draw, longest: int) -> Walk:
     kinds = ("allocate", "fork", "free", "truncate", "reserve", "abort", "extend", "twice", "remove", "remove", "keep")
-    kinds += ("attend",) * 5
-    numbers = st.integers(0, 5), st.integers(0, longest), st.integers(0, longest)
+    kinds += ("attend",) * 5 + ("enter step", "update", "replay", "advance") * 2 + KINDS
+    numbers = st.integers(0, 5), st.integers(0, longest), st.integers(0, longest), st.integers(0, 7)
     operation = st.tuples(st.sampled_from(kinds), *numbers)
     return Walk(
         draw(schemes()),
@@ -89,9 +103,10 @@ def walks(draw, longest: int) -> Walk:
         draw(st.integers(1, 2)),
         draw(st.integers(1, 3)),
         draw(st.sampled_from((None, None, "int8", "int4"))),
+        draw(st.sampled_from((1, 2))),
         draw(st.sampled_from((3, 5, 12))),
         draw(st.sampled_from((None, None, 40, 64))),
         draw(st.sampled_from((0, 0, 13, 15))),
-        tuple(draw(st.lists(operation, min_size=3, max_size=25))),
+        tuple(draw(st.lists(operation, min_size=3, max_size=40))),
         draw(st.integers(0, 2**20)),
     )
