@@ -10,6 +10,7 @@ from flashrope import Rotary
 from flashrope.backends import triton as backend
 from flashrope.backends.cache_tables import CacheLayer, CachePositions, CacheTables
 from flashrope.backends.calls import AttentionCall, CacheCall
+from flashrope.backends.plans import attend_once
 from flashrope.backends.triton import launcher, score_grads
 
 from .architectures import AMD, NEWER
@@ -262,7 +263,7 @@ class Case:
         call = CacheCall(rotary, scheme.causal, self.head_dim**-0.5, tables, scheme.num_splits)
         with caught_launches(launcher, self.arch) as launches:
             backend.append_to_cache(layer, new, new_v, tables)
-            backend.attention_with_cache(q, layer, call)
+            attend_once(backend, q, layer, call)
         return launches
 
 

@@ -14,6 +14,7 @@ from flashrope import Rotary, attention_varlen_with_cache, attention_with_cache
 from flashrope.backends import triton as backend
 from flashrope.backends.cache_tables import CacheLayer, CacheTables
 from flashrope.backends.calls import AttentionCall, CacheCall
+from flashrope.backends.plans import attend_once
 from flashrope.backends.triton import attention as launches
 from packing import packing
 from support import NAMES, SCHEMES, int32
@@ -231,9 +232,7 @@ def test_the_buffers_of_256_splits(machine):
         machine.reset(last_blocks=last)
         tables = CacheTables(int32([length] * q.shape[0]))
         with sparse.Sparse():
-            out, lse = backend.attention_with_cache(
-                q, CacheLayer(k, v), CacheCall(rotary, True, 128**-0.5, tables, 256)
-            )
+            out, lse = attend_once(backend, q, CacheLayer(k, v), CacheCall(rotary, True, 128**-0.5, tables, 256))
         results.append((out[-1:, :, -2:], lse[-1:, -2:]))
         traffic = machine.launches[-2].tensors
     assert traffic["out"].size == 2**34 and same(*results)

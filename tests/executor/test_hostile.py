@@ -9,6 +9,7 @@ import torch
 from caching import PAGE, Cached
 from flashrope.backends import triton as backend
 from flashrope.backends.calls import AttentionCall, CacheCall
+from flashrope.backends.plans import attend_once
 from flashrope.triton_kernels import configs
 
 BF16 = support.Target("triton", torch.bfloat16, "cpu")
@@ -106,7 +107,7 @@ def step(which: str = "", value: int = 0):
         getattr(c, which)[1] = value
     tables, layer = c.parts()
     backend.append_to_cache(layer, *c.new_keys(), tables)
-    return c, *backend.attention_with_cache(c.q, layer, CacheCall(c.rotary, True, 0.25, tables))
+    return c, *attend_once(backend, c.q, layer, CacheCall(c.rotary, True, 0.25, tables))
 
 
 @pytest.mark.parametrize(("which", "value"), [(which, value) for which, values in TABLES.items() for value in values])

@@ -53,6 +53,7 @@ from bench.compiling.offline import caught_launches
 from flashrope import Rotary
 from flashrope.backends.cache_tables import CacheLayer, CacheTables
 from flashrope.backends.calls import CacheCall
+from flashrope.backends.plans import attend_once
 from flashrope.backends import triton as backend
 from flashrope.backends.triton import launcher
 
@@ -73,7 +74,8 @@ for head_dim in (40, 128):
             call = CacheCall(Rotary.rope(head_dim).rectify(window), True, 1.0, tables, num_splits)
             with caught_launches(launcher, 90) as launches:
                 backend.append_to_cache(layer, new, new, tables)
-                backend.attention_with_cache(tensor(batch, seqlen_q, 5, head_dim), layer, call)
+                q = tensor(batch, seqlen_q, 5, head_dim)
+                attend_once(backend, q, layer, call)
             for launch in launches:
                 keys[f"{launch.kernel.__name__} {head_dim} {paged}"].add(repr(launch.key))
 print(json.dumps({name: len(of) for name, of in keys.items()}))

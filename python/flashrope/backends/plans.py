@@ -31,9 +31,13 @@ def append_rotary(call: CacheCall) -> Rotary | None:
     return over_rotated_keys(call.rotary) if call.rotated_keys else None
 
 
+def attend_once(backend, q: torch.Tensor, layer: CacheLayer, call: CacheCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attends over one layer's cache with a plan for one call. Returns out and lse. backend: a ``CacheBackend``."""
+    return backend.plan_cache(call, layer, Queries.of(q)).attend(q, layer)
+
+
 class EachLayer:
-    """A plan that prepares nothing, and calls a backend's ``append_to_cache`` and ``attention_with_cache`` for every
-    layer."""
+    """A plan that prepares nothing, and calls a backend's functions ``append`` and ``attend`` for every layer."""
 
     def __init__(self, append: Callable, attend: Callable, call: CacheCall):
         self._append, self._attend, self._rotary, self._tables = append, attend, append_rotary(call), call.tables

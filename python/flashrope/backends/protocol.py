@@ -65,8 +65,10 @@ class CachePlan(Protocol):
     def attend(
         self, q: torch.Tensor, layer: CacheLayer, out: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the results of ``CacheBackend.attention_with_cache``. out: a contiguous tensor of
-        ``cached_out_shape``, to which the result is written."""
+        """Returns (out, lse). Packed rows outside every sequence have out 0 and lse -inf.
+
+        out: a contiguous tensor of ``cached_out_shape``. If out is given, the result is written to it. lse: (batch,
+            heads_q, seqlen_q), or packed (heads_q, total_q), in float32, or float64 for float64 inputs."""
 
 
 class CacheBackend(Protocol):
@@ -88,17 +90,10 @@ class CacheBackend(Protocol):
         if values are channels of the keys. The layer's v may then be None, too. rotary: a scheme from
         ``over_rotated_keys``, by which k is rotated first. With the CUDA backend the caller rotates k."""
 
-    def attention_with_cache(
-        self, q: torch.Tensor, layer: CacheLayer, call: CacheCall
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns (out, lse). Packed rows outside every sequence have out 0 and lse -inf.
-
-        out: a contiguous tensor of ``cached_out_shape``. lse: (batch, heads_q, seqlen_q), or packed (heads_q, total_q),
-            in float32, or float64 for float64 inputs. call: the result of ``CacheCall.for_backend``."""
-
     def plan_cache(self, call: CacheCall, layer: CacheLayer, queries: Queries) -> CachePlan:
-        """Plans the layers of a step. The host reads no table before ``append`` or ``attend``. call: the caller's call,
-        before ``for_backend``. layer: any layer. All layers have the shapes and dtypes of this layer."""
+        """Plans the layers of a step, or one call. The host reads no table before ``append`` or ``attend``. call: the
+        caller's call. If it has rotated_keys, the plan computes ``call.for_backend()``. layer: any layer. All layers
+        have the shapes and dtypes of this layer."""
 
 
 class PlacingBackend(Protocol):

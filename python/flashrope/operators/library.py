@@ -22,6 +22,7 @@ from ..backends.calls import (
     cached_out_shape,
     out_shape,
 )
+from ..backends.plans import attend_once
 from ..backends.registry import check_backend, load_backend
 from ..backends.visible import store_positions
 from ..rotary.rotary import Rotary
@@ -199,8 +200,7 @@ def _cached(arguments) -> tuple[CacheLayer, CacheArguments, CacheCall]:
 
 def _attention_with_cache(q, *arguments):
     layer, options, call = _cached(arguments)
-    call = call.for_backend() if call.rotated_keys else call
-    return load_backend(options.impl).attention_with_cache(q, layer, call)
+    return attend_once(load_backend(options.impl), q, layer, call)
 
 
 def rotate(x, positions, rotary: Rotary, inverse: bool, impl: str):

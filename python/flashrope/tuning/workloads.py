@@ -13,6 +13,7 @@ from ..backends import triton as backend
 from ..backends import tuned_tiles as store
 from ..backends.cache_tables import CacheLayer, CacheTables
 from ..backends.calls import AttentionCall, CacheCall
+from ..backends.plans import attend_once
 from ..lowering.cos_sin import padded_pairs
 from ..rotary.rotary import Rotary
 
@@ -110,7 +111,7 @@ class Workload:
         q, k, v = self.tensors(device)
         if self.cache:
             k, v, call = self._cache_call(k, v, window)
-            return lambda: backend.attention_with_cache(q, CacheLayer(k, v), call)
+            return lambda: attend_once(backend, q, CacheLayer(k, v), call)
         call = self._attention_call(window)
         if self.direction == "forward":
             return lambda: backend.forward(q, k, v, call)[:2]

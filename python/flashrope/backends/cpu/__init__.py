@@ -5,13 +5,12 @@ Otherwise the backend calls torch's own flash-attention kernel for the CPU on pa
 """
 
 from .attention import backward, forward, kept_shapes, unsupported_reason
-from .plan import append_to_cache, attention_with_cache, plan_cache
+from .plan import append_to_cache, plan_cache
 from .rotated import rotate
 from .runs import unsupported_positions
 
 __all__ = [
     "append_to_cache",
-    "attention_with_cache",
     "backward",
     "forward",
     "kept_shapes",

@@ -33,11 +33,6 @@ def append_to_cache(
     _append(layer, k, v, tables, rotary)
 
 
-def attention_with_cache(q: torch.Tensor, layer: CacheLayer, call: CacheCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attends over one layer's cache, as ``CacheBackend`` describes."""
-    return _attend(q, layer, call, [], None)
-
-
 class CachePlan:
     """Attention over a cache for the layers of a step, as ``protocol.CachePlan`` describes it."""
 

@@ -11,7 +11,7 @@ try:
     from ...triton_kernels.configs import family
     from .append import append_to_cache
     from .attention import backward, forward, kept_shapes
-    from .cached import attention_with_cache, plan_cache, unsupported_positions
+    from .cached import plan_cache, unsupported_positions
     from .device import compute_capability
     from .launcher import interpreted
     from .rotated import rotate
@@ -22,7 +22,6 @@ except ImportError as error:  # no wheel for this platform
 
 __all__ = [
     "append_to_cache",
-    "attention_with_cache",
     "backward",
     "forward",
     "kept_shapes",

@@ -67,11 +67,6 @@ def plan_cache(call: CacheCall, layer: CacheLayer, queries: Queries) -> CachePla
     return CachePlan(call, layer, queries)
 
 
-def attention_with_cache(q: torch.Tensor, layer: CacheLayer, call: CacheCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attends over one layer's cache, as ``CacheBackend`` describes."""
-    return CachePlan(call, layer, Queries.of(q)).attend(q, layer)
-
-
 class RotatedRows(NamedTuple):
     """The size of the workspace for rotated keys, in rows. per_sequence: the argument `rows` of copied_keys in
     triton_kernels/tiles.py. longest: the largest number of rows of a sequence. total: the rows of all sequences."""
