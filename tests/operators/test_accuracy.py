@@ -33,6 +33,31 @@ def test_the_reference_is_the_formula(scheme, causal):
         torch.testing.assert_close(lse[0, 0], want_lse, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("default", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.float64], ids=str)
+@pytest.mark.parametrize("scheme", ["R", "R.interpolate(3.0)", "R.log_n(20)", "R.log_steps(8.0, 0.1)"])
+def test_the_reference_at_positions_up_to_two_to_the_30(scheme, dtype, default):
+    """Integer positions are exact in float64. In torch's default dtype they would be rounded beyond 2^24, or 2^8."""
+    rotary = eval(scheme, {"R": Rotary.rope(8)})
+    p = problem(support.Target("reference", torch.float64, "cpu"), rotary, 26, heads=1, group=1)
+    at = [(1 << 30) - 41_297_763 * n for n in range(26)]
+    p = p.replace(positions=torch.tensor([at]).to(dtype))
+    torch.set_default_dtype(default)
+    try:
+        got = support.run(p, "reference")
+    finally:
+        torch.set_default_dtype(torch.float32)
+    scales = rotary.query_scale.of(torch.tensor(at, dtype=torch.float64), 26)
+    unscaled = Rotary(rotary.head_dim, rotary.frequencies)
+    by_row = p.replace(rotary=unscaled, q=p.q * scales[None, :, None, None])
+    want, want_lse = by_hand(by_row, lambda i, j: (at[i], at[j]) if j <= i else None)
+    torch.testing.assert_close(got["out"][0, :, 0], want, rtol=0, atol=1e-6)
+    torch.testing.assert_close(got["lse"][0, 0], want_lse, rtol=0, atol=1e-6)
+    exact = support.run(p.replace(positions=p.positions.double()), "reference")
+    for name in exact:
+        assert torch.equal(got[name], exact[name]), name
+
+
 @pytest.mark.interpreted(
     lambda target, scheme: (
         scheme

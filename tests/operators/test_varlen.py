@@ -51,3 +51,26 @@ def test_bounds_may_be_larger_than_the_lengths(exact):
         attention_varlen(q, k, v, rotary, cu, cu, 20, 20, impl=exact.impl),
         attention_varlen(q, k, v, rotary, cu, cu, 500, 90, impl=exact.impl),
     )
+
+
+@pytest.mark.parametrize("impl", ["reference", "cpu", "triton"])
+@pytest.mark.parametrize("rows", [0, 4])
+def test_no_sequence_has_gradients(rows, impl):
+    """A call without any sequence has gradients of zeros, as a step of training over an empty batch needs them."""
+    device = support.device_of(impl)
+    q, k, v = (torch.randn(rows, 2, 16, device=device, requires_grad=True) for _ in "qkv")
+    starts = support.int32([0], device)
+    out, lse = attention_varlen(q, k, v, Rotary.rope(16), starts, starts, 0, 0, return_lse=True, impl=impl)
+    for result, inputs in ((out, (q, k, v)), (lse, (q, k))):
+        grads = torch.autograd.grad(result.masked_fill(result.isinf(), 0).sum(), inputs, retain_graph=True)
+        assert all(grad.shape == x.shape and not grad.any() for grad, x in zip(grads, inputs, strict=True))
+
+
+@pytest.mark.parametrize("impl", ["reference", "cpu", "triton"])
+@pytest.mark.parametrize("seqlens", [(0, 0), (3, 0), (0, 3)], ids=str)
+def test_lse_without_keys_or_queries_has_gradients(seqlens, impl):
+    device = support.device_of(impl)
+    q, k, v = (torch.randn(1, n, 2, 16, device=device, requires_grad=True) for n in (seqlens[0], *seqlens[1:] * 2))
+    _, lse = attention(q, k, v, Rotary.rope(16), causal=False, return_lse=True, impl=impl)
+    grads = torch.autograd.grad(lse.masked_fill(lse.isinf(), 0).sum(), (q, k), allow_unused=True)
+    assert all(grad is not None and not grad.any() for grad in grads)

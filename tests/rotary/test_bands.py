@@ -92,7 +92,6 @@ ALLOWED = {
     "three": (NEAR, Band(5, 11, 0.5, 2.5), Band(11, INF, 0.0, 8.0)),
     "an end": (NEAR, Band(5, 12, 0.0, 5.0)),
     "backwards": (NEAR, Band(5, INF, -0.5, 7.5)),
-    "none": (),
 }
 
 

@@ -130,6 +130,32 @@ REASONS = [
     (lambda: banded((0, 9, 1, -3, 2)), r"bands\[0\].offset: expected at least 0 in a band that maps .*, got -3"),
     (lambda: banded((0, 1, 1, 0), (1, 9, 1, 0, 1, 128)), r"bands\[1\].chunk: expected 0, the chunk of bands\[0\], got"),
     (lambda: banded((0, 9, 1, 0, 1, 100)), r"bands\[0\].chunk: expected 0 or a multiple of 128, .* got 100"),
+    # every field that replace can set
+    (lambda: dataclasses.replace(ROPE, bands=()), r"bands: expected at least one band, got \(\)"),
+    (lambda: ROPE.local(0), r"bands: expected at least one band, got \(\); queries would see no keys"),
+    (lambda: banded((5, 9, 1, 0)).local(3), "bands: expected at least one band"),
+    (lambda: dataclasses.replace(ROPE, head_dim=0), "head_dim: expected a positive integer, got 0"),
+    (lambda: dataclasses.replace(ROPE, head_dim=32), "inv_freq: 32 pairs need 64 channels, got head_dim 32"),
+    (lambda: dataclasses.replace(ROPE, frequencies=(1e300,)), r"inv_freq\[0\]: expected a magnitude of at most 2\^30"),
+    (lambda: dataclasses.replace(ROPE, axis=(10**9,) * 32), r"axis\[0\]: expected less than 32, got 1000000000"),
+    (lambda: dataclasses.replace(ROPE, base=1.0), "base: expected more than 1, got 1.0"),
+    (lambda: dataclasses.replace(ROPE, base=math.nan), "base: expected a positive finite number, got nan"),
+    (lambda: dataclasses.replace(ROPE, exponent_dim=-64), "exponent_dim: expected a non-negative integer, got -64"),
+    *(
+        (lambda name=name, x=x: dataclasses.replace(ROPE, **{name: x}), f"{name}: expected a number from 2\\^-30 to 2")
+        for name in ("temperature", "rotated_scale", "length_scale")
+        for x in (1e300, 1e-300)
+    ),
+    (lambda: ROPE.dual_chunk(2**47 + 128, 128), r"bands\[0\].chunk: expected a magnitude of at most 2\^30, got 140737"),
+    (lambda: ROPE.rectify(2**40), r"bands\[0\].stop: expected a magnitude of at most 2\^30, got 1099511627776"),
+    (lambda: ROPE.rectify(8, 1e-300), r"bands\[1\].slope: expected a magnitude of at most 2\^30, got "),
+    *(
+        (lambda band=band: banded(band), rf"bands\[0\].{field}: expected a magnitude of at most 2\^30, got")
+        for field, band in {
+            "start": (1e300, math.inf, 1, 0), "stop": (0, 1e300, 1, 0), "slope": (0, 9, -1e300, 0),
+            "offset": (0, 9, 1, 1e300), "group": (0, 9, 1, 0, 1e300), "last": (0, 9, 1, 0, 1, 0, 1e300),
+        }.items()
+    ),
     # axes
     (lambda: dataclasses.replace(Rotary.axial(64), frequencies=(1.0,)), "axis: expected one integer for each of"),
     (lambda: Rotary.axial(60, axes=4), "axes: expected a divisor of the 30 pairs, got 4; or give a list"),

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..rotary.bands import EVERYWHERE, Band, PositionMap
+from ..rotary.bands import Band, PositionMap
 from ..rotary.rotary import Rotary
 from ..rotary.rotated import over_rotated_keys
 from .cache_tables import CacheLayer, CacheTables
@@ -131,7 +131,7 @@ class RotateCall:
 
     @property
     def position_map(self) -> PositionMap:
-        return self.rotary.bands[0].queries if self.rotary.bands else EVERYWHERE.queries
+        return self.rotary.bands[0].queries
 
 
 def out_shape(q: torch.Tensor, v: torch.Tensor) -> tuple[int, ...]:

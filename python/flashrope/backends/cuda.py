@@ -284,7 +284,7 @@ def _bands(rotary: Rotary, causal: bool, device: torch.device) -> tuple[torch.Te
     ``Lowered.rotated_pairs``."""
     lowered = lower(rotary, causal)
     rows = [(band.start, band.stop, band.q_rotation, band.k_rotation) for band in lowered.bands]
-    return torch.tensor(rows, dtype=torch.int32).to(device), lowered.rotated_pairs
+    return torch.tensor(rows, dtype=torch.int32, device="cpu").to(device), lowered.rotated_pairs
 
 
 def _to_aligned(x: torch.Tensor) -> torch.Tensor:

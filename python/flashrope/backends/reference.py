@@ -5,6 +5,8 @@ This file is the specification. The tests compare the other backends with it in 
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 
 from ..lowering.cos_sin import cos_sin
@@ -54,7 +56,9 @@ def forward(
         return *dense_attention(q, k, v, call), None
     out = q.new_zeros(out_shape(q, v))
     lse = q.new_full(call.lse_shape(q), float("-inf"), dtype=accumulation_type(q))
-    for rows, keys, sequence in call.packed_sequences():
+    none = slice(0, 0)
+    empty = dataclasses.replace(call, positions=None if call.positions is None else call.positions[:, none])
+    for rows, keys, sequence in ((none, none, empty), *call.packed_sequences()):  # out has a graph without sequences
         sequence_out, sequence_lse = dense_attention(q[None, rows], k[None, keys], v[None, keys], sequence)
         index = torch.arange(rows.start, rows.stop, device=q.device)
         out = out.index_copy(0, index, sequence_out[0])
@@ -80,7 +84,7 @@ def backward(
         results = zip(forward(inputs[0], inputs[1], inputs[2], call), (grad_out, grad_lse), strict=False)
     pairs = [(result, grad) for result, grad in results if grad is not None and result.requires_grad]
     grads: tuple[torch.Tensor | None, ...] = (None, None, None)
-    if pairs:  # out and lse of a call without keys are constants
+    if pairs:
         outputs, grad_outputs = zip(*pairs, strict=True)
         grads = torch.autograd.grad(outputs, inputs, grad_outputs, allow_unused=True)
     grad_q, grad_k, grad_v = (
@@ -152,7 +156,7 @@ def rotate(x: torch.Tensor, call: RotateCall) -> torch.Tensor:
     elif positions is None:
         positions = torch.arange(x.shape[1], device=x.device)
     wide = scale_rotated(x.to(accumulation_type(x)), rotary)
-    return rotate_by(wide, rotary, call.position_map.of(positions.to(torch.float64))).to(x.dtype).contiguous()
+    return rotate_by(wide, rotary, call.position_map.of(positions)).to(x.dtype).contiguous()
 
 
 def dense_attention(
@@ -189,7 +193,7 @@ def dense_attention(
             i, j = places
 
     if call.rotary.query_scale != UNSCALED:
-        q = q * call.rotary.query_scale.of(q_position.to(torch.float64), seqlen_k)[..., None, None].to(q)
+        q = q * call.rotary.query_scale.of(q_position, seqlen_k)[..., None, None].to(q)
     if rotary.rotated_scale != 1:
         q = scale_rotated(q, rotary)
 
@@ -211,7 +215,7 @@ def dense_attention(
         return out, torch.logsumexp(scores, dim=-1)
     empty = ~visible.any(dim=-1)  # rows without keys: out is 0, lse is -inf
     scores = scores.masked_fill(~(visible | empty[:, None]), float("-inf"))
-    lse = torch.logsumexp(scores, dim=-1) if seqlen_k else scores.new_zeros(scores.shape[:-1])
+    lse = torch.logsumexp(scores, dim=-1) if seqlen_k else scores.sum(-1)  # 0, with a graph
     weights = torch.exp(scores - lse[..., None]).masked_fill(empty[:, None], 0)
     out = torch.einsum("bhij,bjhd->bihd", weights, v).to(dtype).contiguous()
     return out, lse.masked_fill(empty, float("-inf"))

@@ -74,8 +74,8 @@ def three_level_table(rotary: Rotary, causal: bool, device: torch.device) -> tor
     A position is written with three digits in base FINE_ROWS. The highest digit has a sign. Kernels combine one row for
     each digit by angle addition. The rows of the highest digit also contain the scheme's offsets and factors.
     """
-    middle = torch.arange(FINE_ROWS, dtype=torch.float64) * FINE_ROWS
-    top = torch.arange(-TOP_ROWS // 2, TOP_ROWS // 2, dtype=torch.float64) * FINE_ROWS**2
+    middle = torch.arange(FINE_ROWS, dtype=torch.float64, device="cpu") * FINE_ROWS
+    top = torch.arange(-TOP_ROWS // 2, TOP_ROWS // 2, dtype=torch.float64, device="cpu") * FINE_ROWS**2
     return _levels(rotary, causal, middle, top).to(device)
 
 
@@ -101,10 +101,10 @@ class TurnRow(NamedTuple):
 def turn_table(rotary: Rotary, causal: bool, device: torch.device) -> torch.Tensor:
     """Returns int64 (rotations, rows of TurnRow, padded pairs), one entry per rotation of ``lower(rotary, causal)``."""
     lowered, (frequencies, axis) = lower(rotary, causal), _frequencies(rotary, "cpu")
-    slopes, offsets = torch.tensor(lowered.rotations, dtype=torch.float64).T[..., None]
+    slopes, offsets = torch.tensor(lowered.rotations, dtype=torch.float64, device="cpu").T[..., None]
     step, start = (x * frequencies / math.tau for x in (slopes, offsets))
-    factor = torch.tensor(lowered.scales, dtype=torch.float32)[:, None].expand(step.shape).contiguous()
-    axis = torch.zeros(step.shape[-1], dtype=torch.int64) if axis is None else axis
+    factor = torch.tensor(lowered.scales, dtype=torch.float32, device="cpu")[:, None].expand(step.shape).contiguous()
+    axis = torch.zeros(step.shape[-1], dtype=torch.int64, device="cpu") if axis is None else axis
     row = TurnRow(
         step=_fractions(step),
         part=(step * 2.0**33).round().to(torch.int64),
@@ -113,7 +113,7 @@ def turn_table(rotary: Rotary, causal: bool, device: torch.device) -> torch.Tens
         axis=axis.expand(step.shape),
     )
     missing = _missing_pairs(rotary)
-    one = int(torch.ones(1).view(torch.int32))
+    one = int(torch.ones(1, dtype=torch.float32, device="cpu").view(torch.int32))
     padded = [torch.nn.functional.pad(x, missing, value=one if x is row.factor else 0) for x in row]
     return torch.stack(padded, dim=1).to(device)
 
@@ -124,20 +124,20 @@ def _fractions(turns: torch.Tensor) -> torch.Tensor:
 
 
 def _two_levels(rotary: Rotary, causal: bool, coarse: int) -> torch.Tensor:
-    return _levels(rotary, causal, torch.arange(coarse, dtype=torch.float64) * FINE_ROWS)
+    return _levels(rotary, causal, torch.arange(coarse, dtype=torch.float64, device="cpu") * FINE_ROWS)
 
 
 def _levels(rotary: Rotary, causal: bool, *coarser: torch.Tensor) -> torch.Tensor:
     """Returns the rows of the fine positions, then the rows of each coarser level. Only the last level contains offsets
     and factors: every result takes exactly one row of the last level, but may take several fine rows
     (``load_cos_sin_by_blocks``)."""
-    *levels, last = torch.arange(FINE_ROWS, dtype=torch.float64), *coarser
+    *levels, last = torch.arange(FINE_ROWS, dtype=torch.float64, device="cpu"), *coarser
     lowered = lower(rotary, causal)
     rows = torch.stack(
         [torch.cat([*(slope * x for x in levels), slope * last + offset]) for slope, offset in lowered.rotations]
     )
     cos, sin = cos_sin(rotary, rows[..., None].expand(*rows.shape, rotary.axes) if rotary.axis else rows)
-    factors = torch.tensor(lowered.scales, dtype=torch.float64)[:, None, None]
+    factors = torch.tensor(lowered.scales, dtype=torch.float64, device="cpu")[:, None, None]
     for each in (cos, sin):
         each[:, -len(last) :] *= factors
     return _padded(rotary, cos, sin)

@@ -7,7 +7,9 @@ import numbers
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from .checks import TILE, positive
+import torch
+
+from .checks import LARGEST, TILE, positive
 
 
 class PositionMap(NamedTuple):
@@ -23,7 +25,8 @@ class PositionMap(NamedTuple):
     last: float = math.inf
 
     def of(self, positions):
-        """Returns the mapped positions, for a float tensor of positions."""
+        """Returns the mapped positions, float64. Integers would be multiplied in torch's default dtype otherwise."""
+        positions = positions.to(torch.float64)
         if self.chunk:
             positions = positions % self.chunk
         if self.group > 1:
@@ -102,12 +105,12 @@ def have_maps(bands: Iterable[Band]) -> bool:
 
 def chunk_of(bands: tuple[Band, ...]) -> int:
     """Returns the length of the chunks that the bands of a scheme count, or 0 if they count distances."""
-    return bands[0].chunk if bands else 0
+    return bands[0].chunk
 
 
 def shared_map(bands: Iterable[Band]) -> PositionMap | None:
     """Returns the map by which all queries and keys of the bands rotate, or None if there are several maps."""
-    maps = {each for band in bands for each in (band.queries, band.keys)} or {EVERYWHERE.queries}
+    maps = {each for band in bands for each in (band.queries, band.keys)}
     return maps.pop() if len(maps) == 1 else None
 
 
@@ -119,6 +122,8 @@ def checked_bands(bands) -> tuple[Band, ...]:
     """
     if not isinstance(bands, (tuple, list)):
         raise TypeError(f"bands: expected a tuple of flashrope.Band, got {type(bands).__name__}")
+    if not bands:
+        raise ValueError(f"bands: expected at least one band, got {bands!r}; queries would see no keys")
     checked: list[Band] = []
     for n, band in enumerate(bands):
         checked.append(_checked(f"bands[{n}]", band))
@@ -165,6 +170,9 @@ def _checked(name: str, band) -> Band:
             f"{name}.offset: expected at least 0 in a band that maps positions, got {offset:g}; the first rows "
             "would have positions below 0"
         )
+    for field, value in zip(Band._fields, band[:-1], strict=False):
+        if abs(value) > LARGEST and not (field in ("stop", "last") and value == math.inf):
+            raise ValueError(f"{name}.{field}: expected a magnitude of at most 2^30, got {value!r}")
     stop, last = (x if x == math.inf else int(x) for x in (stop, last))
     if not isinstance(keys_rotated, bool):
         raise TypeError(f"{name}.keys_rotated: expected True or False, got {keys_rotated!r}")
@@ -238,7 +246,7 @@ def bands_text(bands: Iterable[Band]) -> str:
             parts.append(f"unseen for {seen:g} <= {'n' if band.chunk else 'd'} < {band.start:g}")
         parts.append(band_text(band))
         seen = band.stop
-    return "; ".join(parts) or "no keys"
+    return "; ".join(parts)
 
 
 def _mapped_text(band: Band) -> str:

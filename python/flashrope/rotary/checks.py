@@ -9,6 +9,10 @@ from functools import wraps
 from typing import TypeGuard, TypeVar, cast
 
 TILE = 128  # rows of the kernels' largest tile; a chunk is a whole number of tiles
+# The largest magnitude of the numbers of a scheme. Kernels count distances up to this (lowered.UNBOUNDED), and products
+# of such numbers with positions are finite in float64.
+LARGEST = 1 << 30
+MOST_AXES = 16  # in tables of fewer pairs
 
 Method = TypeVar("Method", bound=Callable[..., object])
 
@@ -39,6 +43,14 @@ def positive(name: str, value, finite: bool = True) -> float:
     number = float(value)
     if not number > 0 or finite and number == math.inf:
         raise ValueError(f"{name}: expected a positive {'finite ' if finite else ''}number, got {value!r}")
+    return number
+
+
+def moderate(name: str, value) -> float:
+    """Returns a factor of the float32 scores: a number from 2^-30 to 2^30."""
+    number = positive(name, value)
+    if not 1 / LARGEST <= number <= LARGEST:
+        raise ValueError(f"{name}: expected a number from 2^-30 to 2^30, got {value!r}")
     return number
 
 
@@ -142,6 +154,8 @@ def checked_frequencies(frequencies, head_dim: int) -> tuple[float, ...]:
             raise TypeError(f"inv_freq[{m}]: expected a number, got {frequency!r}")
         if not math.isfinite(frequency):
             raise ValueError(f"inv_freq[{m}]: expected a finite number, got {frequency!r}")
+        if abs(float(frequency)) > LARGEST:
+            raise ValueError(f"inv_freq[{m}]: expected a magnitude of at most 2^30, got {frequency!r}")
     return tuple(map(float, frequencies))
 
 
@@ -153,4 +167,19 @@ def checked_axis(axis, pairs: int) -> tuple[int, ...]:
     for m, each in enumerate(axis):
         if not is_integer(each, 0):
             raise ValueError(f"axis[{m}]: expected a non-negative integer, got {each!r}")
-    return tuple(axis)
+        if each >= max(pairs, MOST_AXES):
+            raise ValueError(f"axis[{m}]: expected less than {max(pairs, MOST_AXES)}, got {each!r}")
+    return tuple(map(int, axis))
+
+
+def checked_origin(base, exponent_dim, scaled_by) -> tuple[float | None, int, str]:
+    """Returns the fields base, exponent_dim and scaled_by of a Rotary, which say where its table comes from."""
+    if base is not None:
+        base = positive("base", base)
+        if not base > 1:
+            raise ValueError(f"base: expected more than 1, got {base!r}")
+    if not is_integer(exponent_dim, 0):
+        raise ValueError(f"exponent_dim: expected a non-negative integer, got {exponent_dim!r}")
+    if not isinstance(scaled_by, str):
+        raise TypeError(f"scaled_by: expected a string, got {scaled_by!r}")
+    return base, exponent_dim, scaled_by

@@ -51,7 +51,9 @@ from .checks import (
     checked_axis,
     checked_chunk,
     checked_frequencies,
+    checked_origin,
     checked_rotary_dim,
+    moderate,
     positive,
     says_instead,
 )
@@ -136,15 +138,17 @@ class Rotary:
             object.__setattr__(self, name, checked)
         check_first_channel(self.head_dim, self.rotary_dim, self.first_channel)
         check_flag("interleaved", self.interleaved)
-        positive("temperature", self.temperature)
-        positive("rotated_scale", self.rotated_scale)
+        origin = checked_origin(self.base, self.exponent_dim, self.scaled_by)
+        for name, checked in zip(("base", "exponent_dim", "scaled_by"), origin, strict=True):
+            object.__setattr__(self, name, checked)
+        for name in ("temperature", "rotated_scale", "length_scale"):
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, moderate(name, value))
         if self.log_n_scale and self.log_steps_scale:
             raise ValueError(
                 "log_steps_scale: not supported together with log_n_scale (only one of the two can scale queries by "
                 f"position), got {self.log_steps_scale}"
             )
-        if self.length_scale is not None:
-            object.__setattr__(self, "length_scale", positive("length_scale", self.length_scale))
         self.text, self.query_scale  # noqa: B018  cached now: torch.compile cannot trace a cached_property's first call
 
     @cached_property
@@ -168,7 +172,7 @@ class Rotary:
     @property
     def inv_freq(self) -> torch.Tensor:
         """Returns the frequency of every pair, float64 (rotary_dim / 2,), in radians per position."""
-        return torch.tensor(self.frequencies, dtype=torch.float64)
+        return torch.tensor(self.frequencies, dtype=torch.float64, device="cpu")
 
     @property
     def changes_channels(self) -> bool:

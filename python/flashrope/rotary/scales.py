@@ -41,7 +41,7 @@ class QueryScale(NamedTuple):
 
     def of(self, positions: torch.Tensor, length: int) -> torch.Tensor:
         """Returns the factors of queries at these positions, float64, in a sequence of ``length`` keys."""
-        positions = positions.clamp(min=0)
+        positions = positions.to(torch.float64).clamp(min=0)
         if self.log_n_every is None or self.log_n_first is None:
             scale = (self.log_n_factor * torch.log(positions + 1)).clamp(min=self.log_n_floor)
         else:

@@ -23,7 +23,7 @@ def geometric_table(base: float, dim: int) -> tuple[float, ...]:
 def given_table(name: str, inv_freq) -> tuple[float, ...]:
     """Returns a tensor, array or list (pairs,) as a tuple. name: the argument's name, for errors."""
     try:
-        table = torch.as_tensor(inv_freq)
+        table = torch.as_tensor(inv_freq, device="cpu")
         if table.is_complex() or table.dtype == torch.bool:
             raise TypeError
     except (TypeError, ValueError, RuntimeError):
@@ -35,7 +35,7 @@ def given_table(name: str, inv_freq) -> tuple[float, ...]:
             f"no gradient would reach the table; pass {name}.detach() to use its present values. docs/extending.md, 'A "
             "scheme outside the formula', trains a table"
         )
-    table = torch.as_tensor(inv_freq, dtype=torch.float64).cpu()
+    table = torch.as_tensor(inv_freq, dtype=torch.float64, device="cpu")
     if table.ndim != 1:
         raise ValueError(f"{name}: expected one dimension, got shape {tuple(table.shape)}")
     return tuple(table.tolist())

@@ -39,9 +39,12 @@ class Case:
 
 
 def random_positions(target: support.Target, axes: int, rows: int, seed: int) -> torch.Tensor:
-    """Returns (rows, axes): whole numbers and fractions on both sides of 0. Every fourth row is at position 0, where
-    nothing rotates."""
-    positions = torch.randint(-40, 120, (rows, axes), generator=torch.Generator().manual_seed(seed)) / 2
+    """Returns (rows, axes): whole numbers and fractions on both sides of 0, or integers up to 2^30. Every fourth row is
+    at position 0, where nothing rotates."""
+    generator = torch.Generator().manual_seed(seed)
+    positions = torch.randint(-40, 120, (rows, axes), generator=generator) / 2
+    if seed % 3 == 0:
+        positions = torch.randint(-(2**30), 2**30, (rows, axes), generator=generator)
     positions[::4] = 0
     return positions.to(target.device)
 

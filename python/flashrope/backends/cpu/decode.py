@@ -166,7 +166,7 @@ def _template(rotary: Rotary, causal: bool, rows: int) -> Template:
     @cache
     def tables(slope: float) -> tuple[int, int, int]:
         """Returns the fields fine, middle and coarse of a DecodeBand: the addresses of its tables."""
-        positions = slope * torch.arange(max(BLOCK, rows), dtype=torch.float64)
+        positions = slope * torch.arange(max(BLOCK, rows), dtype=torch.float64, device="cpu")
         fine = torch.stack(cos_sin(rotary, positions[:BLOCK])).to(torch.float32)
         middle, coarse = (
             torch.stack(cos_sin(rotary, step * positions[:count]), 1)
@@ -178,7 +178,7 @@ def _template(rotary: Rotary, causal: bool, rows: int) -> Template:
     call.pairs, call.interleaved = len(rotary.frequencies) if rotates else 0, rotary.interleaved
     call.first_channel = rotary.first_channel if rotates else 0
     call.rotating_pairs = 1 + max((m for m, x in enumerate(rotary.frequencies) if x), default=-1) if rotates else 0
-    call.inv_freq = address(torch.tensor(rotary.frequencies, dtype=torch.float64))
+    call.inv_freq = address(torch.tensor(rotary.frequencies, dtype=torch.float64, device="cpu"))
     bands = rotary.bands_for(causal)
     call.num_bands = len(bands)
     for n, band in enumerate(bands):

@@ -29,7 +29,7 @@ def attend(
     head_dim_v = cached_out_shape(q, layer)[-1]
     keys, queries = part.places(layer.k, sequence, seqlen_q)
     seqlen = keys.slot.numel()
-    order_q, order_k = torch.arange(seqlen - seqlen_q, seqlen), torch.arange(seqlen)
+    order_q, order_k = (torch.arange(first, seqlen, device="cpu") for first in (seqlen - seqlen_q, 0))
     # An axial scheme has one band, which compares ranks instead of positions.
     by_q, by_k = (order_q, order_k) if rotary.axis else (queries, keys.position)
     rotated_q = {
@@ -81,7 +81,7 @@ def _flash(q, k, v, seen: torch.Tensor, scale: float) -> tuple[torch.Tensor, tor
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     if seen.all():
         return flash_folded(q, k, v, scale)
-    mask = torch.zeros(seen.shape, dtype=q.dtype).masked_fill_(~seen, -torch.inf)
+    mask = q.new_zeros(seen.shape).masked_fill_(~seen, -torch.inf)
     out, lse = flash(q, k, v, 0.0, False, attn_mask=mask, scale=scale)
     unseen = ~seen.any(1)
     return out.masked_fill(unseen[:, None], 0), lse.masked_fill(unseen, -torch.inf)

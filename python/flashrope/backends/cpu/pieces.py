@@ -234,9 +234,9 @@ def attn_mask(piece: Piece, dtype: torch.dtype) -> torch.Tensor | None:
     """Returns the mask (rows, keys), 0 or -inf, of a piece that has a width. Returns None for other pieces."""
     if not piece.width:
         return None
-    distance = torch.arange(piece.rows)[:, None] - torch.arange(piece.keys)
+    distance = torch.arange(piece.rows, device="cpu")[:, None] - torch.arange(piece.keys, device="cpu")
     unseen = (distance < 0) | (distance >= piece.width)
-    return torch.zeros(piece.rows, piece.keys, dtype=dtype).masked_fill_(unseen, float("-inf"))
+    return torch.zeros(piece.rows, piece.keys, dtype=dtype, device="cpu").masked_fill_(unseen, float("-inf"))
 
 
 def flash_piece(q, k, v, piece: Piece, scale: float) -> tuple[torch.Tensor, torch.Tensor]:

@@ -66,7 +66,7 @@ def rotations_between(
     rotary: Rotary, position_map: PositionMap, factors: QueryFactors, first: int, stop: int, dtype: torch.dtype
 ) -> Rotation:
     """Returns the rotation of the positions first to stop - 1."""
-    positions = torch.arange(first, stop, dtype=torch.float64)
+    positions = torch.arange(first, stop, dtype=torch.float64, device="cpu")
     return rotation_at(rotary, positions, position_map, factors, dtype)
 
 
@@ -113,9 +113,9 @@ def rotation_for(
     factors = QueryFactors.of(call) if is_query else KEY_FACTORS
     dtype, rotates = accumulation_type(x), (position_map.slope or position_map.offset) and any(call.rotary.frequencies)
     if call.positions is not None and (factors.by_position.log_n_factor or factors.rotated != 1 or rotates):
-        return rotation_at(call.rotary, call.positions.to(torch.float64), position_map, factors, dtype)
+        return rotation_at(call.rotary, call.positions, position_map, factors, dtype)
     if first != int(first) or first < -LARGEST_TABLE:  # no table holds these rows
-        positions = first + torch.arange(x.shape[1], dtype=torch.float64)
+        positions = first + torch.arange(x.shape[1], dtype=torch.float64, device="cpu")
         return rotation_at(call.rotary, positions, position_map, factors, dtype)
     return rotation_of_rows(call.rotary, position_map, factors, int(first), x.shape[1], dtype)
 

@@ -38,7 +38,7 @@ class DeviceScheme(NamedTuple):
 def scheme_on(rotary: Rotary, causal: bool, device: torch.device) -> DeviceScheme:
     lowered = lower(rotary, causal)
     values = (lowered.bands, lowered.q_rotations, lowered.k_copies, lowered.rotated_key_ranges, lowered.maps or None)
-    tensors = (x if x is None else torch.tensor(x, dtype=torch.int32).to(device) for x in values)
+    tensors = (x if x is None else torch.tensor(x, dtype=torch.int32, device="cpu").to(device) for x in values)
     return DeviceScheme._make((lowered, *tensors))
 
 

@@ -32,7 +32,7 @@ def rotate(x: torch.Tensor, call: RotateCall) -> torch.Tensor:
         table = two_level_table(rotary, True, coarse_rows(max(call.capacity, seqlen)), x.device)
         table_rows = table.shape[1]
     else:
-        table = position_table(rotary, call.position_map.of(positions.to(torch.float64)))
+        table = position_table(rotary, call.position_map.of(positions))
         positions, table_rows = scalar_positions(positions), table.shape[1] * table.shape[2]
     variant = variant_of(rotary, vector_size(x, out), 0, 0, 0, configs.ROTATE_ROWS)
     with current_device(x):
