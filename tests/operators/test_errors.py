@@ -13,6 +13,7 @@ import warnings
 import pytest
 import torch
 from flashrope import (
+    KVCache,
     Rotary,
     attention,
     attention_varlen,
@@ -369,3 +370,32 @@ def test_positions_that_require_a_gradient(exact, shape):
         with pytest.raises(ValueError, match=rf"^{name}: expected .* not require grad"):
             options = {name: given.detach().requires_grad_(), "impl": exact.impl}
             attention_with_cache(x.detach(), *cache, rotary, lengths, **new, **options)
+
+
+NESTED = {
+    "jagged": lambda: torch.nested.nested_tensor([torch.randn(n, 2, 16) for n in (3, 5)], layout=torch.jagged),
+    "strided": lambda: torch.nested.nested_tensor([torch.randn(n, 2, 16) for n in (3, 5)], layout=torch.strided),
+    "sparse_coo": lambda: torch.randn(2, 3, 2, 16).to_sparse(),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", NESTED)
+def test_tensors_of_other_layouts(layout):
+    x, rope, dense = NESTED[layout](), Rotary.rope(16), torch.zeros(2, 16, 2, 16)
+    starts, lengths = torch.tensor([0, 3, 8], dtype=torch.int32), torch.tensor([3, 5], dtype=torch.int32)
+    cache = KVCache(2, 16, 2, 16, torch.float32, "cpu")
+    for name, call in (
+        ("q", lambda: attention(x, x, x, rope)),
+        ("q", lambda: attention_varlen(x, x, x, rope, starts, starts, 5, 5)),
+        ("x", lambda: rotate(x, rope)),
+        ("q", lambda: attention_with_cache(x, dense, dense, rope, lengths)),
+        ("k_cache", lambda: attention_with_cache(dense[:, :1], x, x, rope, lengths)),
+        ("k", lambda: attention_with_cache(dense[:, :1], dense, dense.clone(), rope, lengths, k=x, v=x)),
+        ("q", lambda: attention_varlen_with_cache(x, dense, dense, rope, starts, lengths, 5)),
+        ("k", lambda: cache.append(x, x)),
+        ("q", lambda: cache.attend(x, rope)),
+        ("positions", lambda: attention(dense, dense, dense, rope, positions=x)),
+    ):
+        with pytest.raises(ValueError, match=rf"^{name}: expected a dense tensor, got .* of layout torch.{layout}"):
+            call()

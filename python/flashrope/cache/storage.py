@@ -13,7 +13,14 @@ from ..backends.cache_tables import CacheLayer, CacheTables
 from ..backends.quantized import PER_BYTE
 from ..operators.autocast import autocast, autocast_hint
 from ..operators.cache_plan import CachePlan, plan_cache, plan_checked
-from ..operators.checks import DTYPES, MAX_HEAD_DIM, MAX_NARROW_HEAD_DIM, MAX_SHARED_HEAD_DIM, check_no_gradient
+from ..operators.checks import (
+    DTYPES,
+    MAX_HEAD_DIM,
+    MAX_NARROW_HEAD_DIM,
+    MAX_SHARED_HEAD_DIM,
+    check_no_gradient,
+    check_tensor,
+)
 from ..operators.foreign_keywords import refuse_unknown
 from ..operators.functional import attention_with_cache
 from ..rotary.rotary import Rotary
@@ -209,8 +216,7 @@ class Cache:
             own = own._replace(key_weight=key_weight)
         sinks, return_lse = options.pop("sinks", None), options.pop("return_lse", False)
         q, k, v = autocast(q, k, v)
-        if not isinstance(q, torch.Tensor):
-            raise TypeError(f"q: expected a tensor, got {type(q).__name__}")
+        check_tensor("q", q)
         key = (rotary, tables.new, q.shape, q.dtype, key_weight is None, *options.items())
         if (plan := plans.get(key)) is None:
             if options:
@@ -273,8 +279,7 @@ class Cache:
     def _new_of_layers(self, k, v) -> int:
         """Checks k and v, which have a leading dimension of layers, and returns their seqlen_new."""
         for name, x in new_tensors(k, v, self):
-            if not isinstance(x, torch.Tensor):
-                raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
+            check_tensor(name, x)
             if x.ndim != 5 or x.shape[0] != self.layers:
                 raise ValueError(
                     f"{name}: expected shape ({self.layers}, sequences, seqlen_new, heads_kv, head_dim), got "
@@ -450,7 +455,8 @@ def check_padding(leftpad, padding: list[int], lengths: list[int], seqlen_new: i
 
 
 def check_queries(q, batch: int) -> None:
-    if isinstance(q, torch.Tensor) and (q.ndim != 4 or q.shape[0] != batch):
+    check_tensor("q", q)
+    if q.ndim != 4 or q.shape[0] != batch:
         raise ValueError(f"q: expected shape ({batch}, seqlen_q, heads_q, head_dim), got {tuple(q.shape)}")
 
 
@@ -468,8 +474,7 @@ def count_new(k, v, cache: Cache, batch: int) -> int:
     """Checks the first dimension of new k, v (batch, seqlen_new, heads_kv, head_dim) and returns seqlen_new. The plan
     checks the rest."""
     for name, x in new_tensors(k, v, cache):
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
+        check_tensor(name, x)
     if k.ndim != 4 or k.shape[0] != batch:
         row = f"{cache.heads_kv}, {cache.head_dim}"
         raise ValueError(f"k: expected shape ({batch}, seqlen_new, {row}), got {tuple(k.shape)}")

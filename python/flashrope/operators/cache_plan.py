@@ -29,6 +29,7 @@ from .checks import (
     check_rotated_keys,
     check_sinks,
     check_slot_mapping,
+    check_tensor,
     refuse_beside_wide_heads,
     validate_tables,
 )
@@ -274,8 +275,7 @@ class CachePlan:
     def _attend(self, q, layer: CacheLayer, k, v, sinks, return_lse: bool, out=None):
         """Does what ``attend`` does, after autocast has been applied."""
         expected, new = self._queries, k is not None or v is not None
-        if not isinstance(q, torch.Tensor):
-            raise TypeError(f"q: expected a tensor, got {type(q).__name__}")
+        check_tensor("q", q)
         if q.shape != expected.shape or q.dtype != expected.dtype or q.device != expected.device:
             _refuse("q", q, expected.shape, expected.dtype, expected.device)
         if q.stride(-1) != 1:
@@ -371,8 +371,7 @@ class CachePlan:
             )
 
     def _check_out(self, out, q, layer: CacheLayer, k, v, sinks) -> None:
-        if not isinstance(out, torch.Tensor):
-            raise TypeError(f"out: expected a tensor, got {type(out).__name__}")
+        check_tensor("out", out)
         shape = cached_out_shape(q, layer)
         if out.shape != shape or out.dtype != q.dtype or out.device != q.device or not out.is_contiguous():
             raise ValueError(
@@ -425,8 +424,7 @@ class CachePlan:
             raise ValueError("v: expected None, because layer.v is a view of channels of layer.k, got a tensor")
         for name, x, width in zip("kv", (k, v), widths, strict=False):
             shape = (*rows, own.shape[2], width)
-            if not isinstance(x, torch.Tensor):
-                raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
+            check_tensor(name, x)
             if x.shape != shape or x.dtype != queries.dtype or x.device != queries.device:
                 _refuse(name, x, shape, queries.dtype, queries.device)
             if x.stride(-1) != 1:

@@ -42,6 +42,21 @@ def check_outside_context_parallel() -> None:
         )
 
 
+def check_tensor(name: str, x) -> None:
+    """Checks that x is a dense tensor.
+
+    Raises:
+        TypeError: x is not a tensor.
+        ValueError: x is nested, sparse or of another layout that has no strides. The message names the layout.
+    """
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
+    if x.is_nested or x.layout is not torch.strided:
+        hint = "; pass x.values() and x.offsets() of a jagged one to attention_varlen" if x.is_nested else ""
+        kind = "a nested tensor" if x.is_nested else "a tensor"
+        raise ValueError(f"{name}: expected a dense tensor, got {kind} of layout {x.layout}{hint}")
+
+
 def check_tensors(
     q, k, v, rotary, rank: int, names=("k", "v"), new=(), scales=None
 ) -> tuple[torch.Size | tuple[int, ...], torch.Size | tuple[int, ...]]:
@@ -61,8 +76,7 @@ def check_tensors(
         elif getattr(k, "dtype", None) == getattr(v, "dtype", None):
             tensors, like = (*tensors[1:3], tensors[0], *new), "the cache"
     for name, x in tensors:
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
+        check_tensor(name, x)
         expected = 4 if name in CACHES else rank
         if x.ndim != expected:
             layout = "(batch, seqlen, heads, head_dim)" if expected == 4 else "(total, heads, head_dim)"
@@ -105,8 +119,7 @@ def _refuse_dtype(name: str, dtype: torch.dtype) -> NoReturn:
 def _check_codes(q, k_cache, v_cache, k_scale, v_scale) -> tuple[int, ...]:
     """Checks a quantized cache. Returns (batch or pages, slots, heads_kv, head_dim)."""
     for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
+        check_tensor(name, x)
         if x.dtype not in PER_BYTE:
             codes = "int8, or uint8 with two 4-bit values per byte, because k_scale or v_scale is given"
             raise ValueError(f"{name}: expected {codes}, got {x.dtype}")
@@ -310,7 +323,7 @@ def _shared_values(k_cache, v_cache, only_keys: bool) -> int | None:
         views of one tensor with equal strides.
     """
     tensors = isinstance(k_cache, torch.Tensor) and isinstance(v_cache, torch.Tensor)
-    if not tensors or k_cache.ndim != 4 or v_cache.ndim != 4:
+    if not tensors or any(x.is_nested or x.ndim != 4 for x in (k_cache, v_cache)):
         return None
     if torch.compiler.is_compiling() and only_keys and v_cache._base is not None:
         related = v_cache._base is k_cache or v_cache._base is k_cache._base
@@ -330,8 +343,7 @@ def refuse_beside_wide_heads(head_dim: int, quantized: bool, rotated_keys: bool,
 
 
 def check_sinks(sinks, q) -> None:
-    if not isinstance(sinks, torch.Tensor):
-        raise TypeError(f"sinks: expected a tensor, got {type(sinks).__name__}")
+    check_tensor("sinks", sinks)
     if not sinks.is_floating_point():
         raise TypeError(f"sinks: expected a float type, got {sinks.dtype}")
     if sinks.shape != q.shape[-2:-1]:
@@ -357,8 +369,7 @@ def check_differentiable_positions(positions: torch.Tensor, impl: str) -> None:
 
 
 def check_slot_mapping(slot_mapping, q) -> None:
-    if not isinstance(slot_mapping, torch.Tensor):
-        raise TypeError(f"slot_mapping: expected a tensor, got {type(slot_mapping).__name__}")
+    check_tensor("slot_mapping", slot_mapping)
     if slot_mapping.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"slot_mapping: expected int32 or int64, got {slot_mapping.dtype}")
     if slot_mapping.shape != q.shape[:1]:
@@ -493,8 +504,7 @@ def check_packed_positions(positions, q, k, rotary, cu_seqlens_q, cu_seqlens_k) 
 
 
 def _check_position_values(positions, q, rotary) -> None:
-    if not isinstance(positions, torch.Tensor):
-        raise TypeError(f"positions: expected a tensor, got {type(positions).__name__}")
+    check_tensor("positions", positions)
     if len(rotary.bands) != 1 or not rotary.bands[0].is_plain:
         raise ValueError(
             "positions: expected None, or a scheme that leaves every distance d as it is, got one whose distance is "
@@ -504,8 +514,7 @@ def _check_position_values(positions, q, rotary) -> None:
 
 
 def _check_numbers(positions, like, like_name: str) -> None:
-    if not isinstance(positions, torch.Tensor):
-        raise TypeError(f"positions: expected a tensor, got {type(positions).__name__}")
+    check_tensor("positions", positions)
     if positions.device != like.device:
         raise ValueError(f"positions: expected device {like.device}, the device of {like_name}, got {positions.device}")
     if positions.dtype == torch.bool or positions.is_complex():
@@ -514,8 +523,7 @@ def _check_numbers(positions, like, like_name: str) -> None:
 
 def check_rotated(x, rotary, positions) -> torch.Tensor | None:
     """Checks the arguments of rotate. Returns positions of shape (batch, seqlen) or (batch, seqlen, axes)."""
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(f"x: expected a tensor, got {type(x).__name__}")
+    check_tensor("x", x)
     if x.dtype not in DTYPES:
         raise TypeError(f"x: expected float16, bfloat16, float32 or float64, got {x.dtype}")
     if x.ndim not in (3, 4):

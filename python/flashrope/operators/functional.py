@@ -379,7 +379,7 @@ def attention_with_cache(
         refuse_unknown(attention_with_cache, unknown)
     layer = CacheLayer(k_cache, v_cache, k_scale, v_scale, key_weight)
     explicit = CachePositions.of(page_positions, page_first, page_lengths, slot_positions, positions)
-    new = k.shape[1] if isinstance(k, torch.Tensor) and k.ndim == 4 else 0
+    new = k.shape[1] if isinstance(k, torch.Tensor) and k.ndim == 4 and not k.is_nested else 0
     tables = CacheTables(cache_seqlens, block_table, cache_leftpad, new, explicit)
     options = causal, softmax_scale, num_splits, impl, validate, rotated_keys
     return _attend_with_cache(q, layer, k, v, tables, rotary, options, sinks, return_lse)

@@ -8,7 +8,7 @@ from ..backends import addresses
 from ..backends.cache_tables import CachePositions, CacheTables
 from ..backends.registry import check_backend
 from ..backends.visible import visible_tokens
-from .checks import check_int32, check_no_gradient
+from .checks import check_int32, check_no_gradient, check_tensor
 
 TABLES = ("page_positions", "page_first", "page_lengths")
 
@@ -52,8 +52,7 @@ def check_positions_served(impl: str, q, given: CachePositions) -> None:
 
 
 def _check_numbers(name: str, x, dtypes: tuple[torch.dtype, ...], like, shape: tuple[int, ...]) -> None:
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
+    check_tensor(name, x)
     if x.dtype not in dtypes:
         expected = " or ".join(str(each).removeprefix("torch.") for each in dtypes)
         raise TypeError(f"{name}: expected {expected}, got {x.dtype}")
