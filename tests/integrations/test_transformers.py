@@ -97,6 +97,16 @@ def test_rope_types(kind):
     assert close(logits(model, within), stock[0])  # the model is back at the table of the training length
 
 
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_a_model_that_read_a_long_and_a_short_text_converts(kind):
+    """After such texts, transformers stores one tensor under two names: as the table in use and as the original one."""
+    model = scaled(kind)
+    calls = tokens(), tokens(seqlen=10)
+    stock = [logits(model, ids) for ids in calls]
+    convert(model)
+    assert all(close(logits(model, ids), expected) for ids, expected in zip(calls, stock, strict=True))
+
+
 @pytest.mark.parametrize("which", ["dynamic", "longrope", "phi3"])
 def test_tables_that_grow_over_a_cache(which):
     """If a table grows with the length, all cached keys are rotated by the newest table, because caches hold raw keys.

@@ -325,7 +325,7 @@ def check_tables(decoder: PreTrainedModel, layer_types) -> None:
     tables = [
         (getattr(embedding, name), getattr(embedding, name.replace("original_inv_freq", "attention_scaling")))
         for embedding in rotary_embeddings(decoder)
-        for name in [*vars(embedding), *dict(embedding.named_buffers())]
+        for name in [*vars(embedding), *dict(embedding.named_buffers(remove_duplicate=False))]
         if name.endswith("original_inv_freq")  # inv_freq may have been replaced for a longer input
     ]
     for layer_type in layer_types:
