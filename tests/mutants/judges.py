@@ -244,6 +244,10 @@ JUDGES = {
         "tests/integrations/test_continuous_batching.py tests/integrations/test_vision_models.py",
         CONVERTED,
     ],
+    "python/flashrope/integrations/transformers/positions.py": [
+        "tests/integrations/test_positions.py",
+        CONVERTED,
+    ],
     "python/flashrope/integrations/transformers/reuse.py": ["tests/integrations/test_join_passages.py"],
     "python/flashrope/integrations/*": [
         f"{CONVERTED} tests/integrations/test_untested.py tests/integrations/test_options.py",

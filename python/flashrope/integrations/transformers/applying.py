@@ -20,14 +20,15 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from ..options import FIELD
-from .attention import check_positions
+from . import attention  # noqa: F401  registers the attention and the masks
 from .caches import COORDINATES, axes_of, check_cache, mark_returned, read_coordinates
 from .continuous_batching import SUPPORTED, with_pages
 from .one_tensor import expand
 from .plan import ATTRIBUTE, KEY, NAME, SAVED, Plan, describe_options, find_decoder, rotary_embeddings, scheme_of
+from .positions import add_length, check_positions
 from .schemes import LayerScheme
 from .shared_layers import count_rows, drops_rows
-from .versions import arguments_of
+from .versions import arguments_of, with_arguments
 
 
 class Applied(NamedTuple):
@@ -100,11 +101,12 @@ def check_forward(module, args, kwargs) -> tuple | None:
     given = arguments_of(module, args, kwargs)
     check_cache(module, given)
     if axes_of(module) > 1:
-        return args, kwargs | {COORDINATES: read_coordinates(module, given)}
-    added = check_positions(module, given)
+        places = read_coordinates(module, given)
+        return args, kwargs | {COORDINATES: places} | add_length(module, given, places.queries)
+    added = check_positions(module, given) | add_length(module, given, given.get("position_ids"))
     if drops_rows(module):
         added |= count_rows(given)
-    return (args, kwargs | added) if added and len(args) < 2 else None
+    return with_arguments(module, args, kwargs, added) if added else None
 
 
 def no_rotation(module, args, output):

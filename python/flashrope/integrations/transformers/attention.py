@@ -5,7 +5,7 @@ is one of
 
     None             row r sees keys 0 to r: no cache yet, no padding on the left
     Packed           several sequences in every row of the batch, known from position_ids; no cache
-    empty tensor     int32 (0, 1, 1, 1), with the same meaning as None. Compiled models pass it, see ``check_positions``
+    empty tensor     int32 (0, 1, 1, 1), with the same meaning as None. Compiled models pass it, see positions.py
     int32 tensor     (3, 1, 1, batch): for every sequence its first key, the end of its keys, and the position of its
                      first query. The tensor has four dimensions because generate passes masks to the model along with a
                      static cache, and the model passes on only masks of four dimensions.
@@ -15,25 +15,22 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function
 
 from ...backends.cache_tables import CacheLayer
-from ...configs.families import family
 from ...operators.functional import attention, attention_varlen, attention_with_cache, rotate
 from ...rotary.rotary import Rotary
 from .caches import COORDINATES, Coordinates, follow_caches, holds_codes, split_rows
 from .continuous_batching import BATCH, attend_paged, prepare_manager
 from .one_tensor import absorb, holds_latents, holds_unweighted, key_weight_of, latent_scheme, project_values
 from .plan import NAME, NOT_CONVERTED, SAVED, scheme_of
-from .schemes import attending_layers
+from .positions import LENGTH, left_padding
 from .shared_layers import ROWS
-from .versions import CACHE, CACHES_WITHOUT_GRADIENTS
 
 # Arguments of attention functions that ``attention_forward`` does not support, and the reason for each.
 UNSUPPORTED = {
@@ -63,7 +60,8 @@ def attention_forward(
         query, key = query.to(value.dtype), key.to(value.dtype)
     options = {"softmax_scale": scaling, "sinks": s_aux}
     if holds_latents(module, value):
-        return _attend_latents(module, scheme, query, key, value, attention_mask, options), None
+        rotary = _rotary_of(scheme, kwargs)
+        return _attend_latents(module, rotary, query, key, value, attention_mask, options), None
     if holds_unweighted(value):
         if _reads_cache(query, key, attention_mask):
             options["key_weight"] = key_weight_of(module)
@@ -79,13 +77,26 @@ def attention_forward(
         width = head_dim
     elif width % 8:
         value = torch.nn.functional.pad(value, (0, -width % 8))
-    out = _attend(scheme, query, key, value, attention_mask, options, kwargs)
+    out = _attend(_rotary_of(scheme, kwargs), query, key, value, attention_mask, options, kwargs)
     return (out if out.shape[-1] == width else out[..., :width]), None
 
 
-def _attend(scheme, query, key, value, attention_mask, options: dict, kwargs) -> torch.Tensor:
+def _rotary_of(scheme, kwargs) -> Rotary:
+    """Returns the scheme of a layer for the positions of this call."""
+    if scheme.grows_from == math.inf:
+        return scheme.rotary
+    if LENGTH not in kwargs:
+        raise ValueError(
+            "model: a frequency table that depends on the length is not supported by this decoder (its layers do not "
+            f"pass keyword arguments on to attention), got one that changes beyond {scheme.grows_from:,} tokens; give "
+            "convert a rotary"
+        )
+    return scheme.at(kwargs[LENGTH])
+
+
+def _attend(rotary: Rotary, query, key, value, attention_mask, options: dict, kwargs) -> torch.Tensor:
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    seqlen, places = kwargs.get(ROWS, q.shape[1]), _places(scheme.rotary, kwargs)  # seqlen includes dropped rows
+    seqlen, places, rotary = kwargs.get(ROWS, q.shape[1]), _places(rotary, kwargs), _sized(rotary, q)
     cu_seqlens_q = kwargs.get("cu_seq_lens_q")
     if cu_seqlens_q is not None and cu_seqlens_q.shape[0] > 2 and not isinstance(attention_mask, Packed):
         raise ValueError(
@@ -98,24 +109,20 @@ def _attend(scheme, query, key, value, attention_mask, options: dict, kwargs) ->
         options = options | {"k_scale": k_scale, "v_scale": v_scale}
         if whole:
             end = torch.full((q.shape[0],), k.shape[1], dtype=torch.int32, device=q.device)
-            return _attend_cached(q, k, v, _sized(scheme.at(k.shape[1]), q), end, None, options, places)
+            return _attend_cached(q, k, v, rotary, end, None, options, places)
     elif whole:
         positions = None if places is None else places.queries
-        return attention(q, k[:, :seqlen], v[:, :seqlen], _sized(scheme.at(seqlen), q), positions=positions, **options)
+        return attention(q, k[:, :seqlen], v[:, :seqlen], rotary, positions=positions, **options)
     if isinstance(attention_mask, Packed):
         if places is not None:
             options = options | {"positions": places.queries.flatten(0, 1)}
-        return _attend_packed(q, k, v, _sized(scheme.at(attention_mask.max_seqlen), q), attention_mask, options)
+        return _attend_packed(q, k, v, rotary, attention_mask, options)
     if attention_mask.dtype is not torch.int32 or attention_mask.shape != (3, 1, 1, q.shape[0]):
         raise ValueError(
             "attention_mask: expected None or (batch, keys) of zeros and ones, got a mask of shape "
             f"{tuple(attention_mask.shape)} and type {attention_mask.dtype}, which the kernels cannot express"
         )
-    first, end, position = attention_mask.view(3, -1).unbind()
-    rotary = scheme.rotary
-    if scheme.grows_from < math.inf and (scheme.window or k.shape[1] > scheme.grows_from):
-        rotary = scheme.at(int(position.max()) + seqlen)
-    rotary = _sized(rotary, q)
+    first, end, _ = attention_mask.view(3, -1).unbind()
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, options["sinks"])):
         if places is not None:
             q, k, rotary, options = _rotated(q, k, rotary, places, options)
@@ -133,16 +140,13 @@ def _reads_cache(query, key, attention_mask) -> bool:
     )
 
 
-def _attend_latents(module, scheme, query, rows, latents, attention_mask, options: dict) -> torch.Tensor:
+def _attend_latents(module, rotary: Rotary, query, rows, latents, attention_mask, options: dict) -> torch.Tensor:
     """Computes the attention of one layer over rows of latents (see ``LatentCache``).
 
     query: (batch, heads, seqlen_q, head_dim). rows, latents: (batch, 1, seqlen_k, ...).
     """
     q, k, v = absorb(module, query).transpose(1, 2), rows.transpose(1, 2), latents.transpose(1, 2)
-    first, end, position = attention_mask.view(3, -1).unbind()
-    rotary = scheme.rotary
-    if scheme.grows_from < math.inf and k.shape[1] > scheme.grows_from:
-        rotary = scheme.at(int(position.max()) + q.shape[1])
+    first, end, _ = attention_mask.view(3, -1).unbind()
     out = _attend_cached(q, k, v, latent_scheme(module, rotary), end, first, options, None)
     return project_values(module, out)
 
@@ -392,85 +396,7 @@ def _first_key(attention_mask: torch.Tensor, q_length: int, q_offset) -> torch.T
             f"attention_mask: expected the tokens of a sequence without gaps, got zeros between ones in row {row}; "
             "pad prompts on the left"
         )
-    return real.to(torch.uint8).argmax(-1).to(torch.int32)
-
-
-# ---- position_ids
-
-
-def check_positions(module, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Checks that position_ids are the positions that the kernels count: the slot of each token in the cache, either
-    including or excluding the left padding.
-
-    Args:
-        given: the arguments of the decoder's forward, from ``arguments_of``.
-
-    Returns:
-        Arguments to add to ``given``, or {}. If no position_ids are given, the forward makes position_ids that do not
-        restart, so no sequences are packed. A compiled graph cannot read the values of position_ids, so an added empty
-        mask tells the layers that nothing is packed.
-
-    Raises:
-        ValueError: position_ids has other positions. The message names one wrong position with its row and column.
-    """
-    positions = given.get("position_ids")
-    if positions is None:
-        plain = given.get("attention_mask") is None and given.get(CACHE) is None
-        if (
-            plain
-            and torch.compiler.is_compiling()
-            and len(attending_layers(module.config)) == module.config.num_hidden_layers
-        ):
-            x = next(x for x in (given.get("input_ids"), given.get("inputs_embeds")) if x is not None)
-            return {"attention_mask": x.new_empty((0, 1, 1, 1), dtype=torch.int32)}
-        return {}
-    if positions.ndim != 2:
-        raise ValueError(f"position_ids: expected (batch, seqlen), got shape {tuple(positions.shape)}")
-    mask, past, steps = given.get("attention_mask"), given.get(CACHE), given.get("cache_position")
-    masks_see_packing = family(module.config.model_type).packs
-    if mask is None and past is None and masks_see_packing and not _caches(module, given):
-        return {}  # sequences may be packed; the mask function shows whether they are
-    if isinstance(mask, dict):
-        mask = next((m for m in mask.values() if m is not None), None)
-    start = steps[0] if steps is not None else 0 if past is None else past.get_seq_length()
-    row = torch.arange(positions.shape[1], device=positions.device)
-    index = start + row
-    if mask is None:
-        wrong = positions != index
-    else:
-        if mask.ndim == 4 and mask.dtype is torch.int32:
-            padding = index[0] - mask[2, 0, 0]
-            real = index >= padding[:, None]
-        elif mask.ndim == 2:
-            padding = mask.to(torch.uint8).argmax(-1)
-            real = mask.bool().gather(1, index.expand(len(mask), -1).clamp(max=mask.shape[1] - 1))
-        else:
-            return {}  # the layers raise an error for such a mask
-        off, wrong = real & (positions != index), real & (positions != index - padding[:, None])
-        wrong = wrong & off.any(-1, keepdim=True)
-    if torch.compiler.is_compiling():
-        torch._assert_async(~wrong.any(), "position_ids do not match the cache")
-    elif bool(wrong.any()):
-        at = wrong.nonzero()[0].tolist()
-        raise ValueError(
-            f"position_ids: expected the token's slot in the cache, {int(index[at[1]])}, or this slot minus the "
-            f"left padding, got {int(positions.expand(wrong.shape)[*at])} in row {at[0]}, column {at[1]}; "
-            + (
-                "packed sequences need use_cache=False"
-                if masks_see_packing
-                else "this model does not support packed sequences"
-            )
-        )
-    return {}
-
-
-def _caches(module, given: Mapping[str, Any]) -> bool:
-    """Whether a forward without a cache creates a cache."""
-    replays = torch.is_grad_enabled() or not CACHES_WITHOUT_GRADIENTS
-    if module.training and getattr(module, "gradient_checkpointing", False) and replays:
-        return False
-    asked = given.get("use_cache")
-    return bool(getattr(module.config, "use_cache", False) if asked is None else asked)
+    return left_padding(real).to(torch.int32)
 
 
 # ---- registration

@@ -5,11 +5,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import sys
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -46,7 +46,7 @@ NOT_CONVERTED = (
 )
 
 
-@dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Plan:
     """What a conversion does to a model. The plan holds names of modules, not modules, so the model can store the plan.
 
@@ -56,19 +56,29 @@ class Plan:
         field: the content of the configuration's field "flashrope". Empty: the configuration stays as it is.
         mark: the mark of the caches that the converted model fills. A later plan with the same schemes has the same
             mark.
-        axes: the largest number of coordinates by which a layer rotates.
         warnings: texts with which ``convert`` warns the caller.
         own: the plan of the model's own schemes, if the model must be compared with it first. None: no comparison
             is needed.
+        axes: the largest number of coordinates by which a layer rotates.
+        grows: whether a layer's frequency table depends on the length.
+        from_zero: whether a layer's scores depend on where positions begin to count, and not only on distances.
     """
 
     schemes: Mapping[str, LayerScheme]
     options: Mapping[str, Any]
     field: Mapping[str, Any]
     mark: str
-    axes: int
     warnings: tuple[str, ...] = ()
     own: Plan | None = None
+    axes: int = dataclasses.field(init=False)
+    grows: bool = dataclasses.field(init=False)
+    from_zero: bool = dataclasses.field(init=False)
+
+    def __post_init__(self):
+        schemes = list(self.schemes.values())
+        object.__setattr__(self, "axes", max((scheme.rotary.axes for scheme in schemes), default=1))
+        object.__setattr__(self, "grows", any(scheme.grows_from < math.inf for scheme in schemes))
+        object.__setattr__(self, "from_zero", any(scheme.from_zero for scheme in schemes))
 
 
 def plan_conversion(model, given: Mapping[str, Any], untested: bool = False) -> Plan:
@@ -102,7 +112,7 @@ def plan_conversion(model, given: Mapping[str, Any], untested: bool = False) -> 
     own = None
     if not tested:
         stock = _plan_layers(decoder, modules, {})
-        own = Plan(stock, {}, {}, uuid.uuid4().hex, _axes(stock))
+        own = Plan(stock, {}, {}, uuid.uuid4().hex)
     field = to_json(options) | ({RAW_KEYS: True} if raw_keys else {})
     warnings = _warnings_of_window(options, config) + _warnings_of_images(model, config)
     if earlier is not None and options and not asked:
@@ -115,7 +125,7 @@ def plan_conversion(model, given: Mapping[str, Any], untested: bool = False) -> 
         _same(scheme_of(decoder.get_submodule(name)), scheme) for name, scheme in schemes.items()
     )
     mark = earlier.mark if earlier is not None and same else uuid.uuid4().hex  # same: caches stay valid
-    return Plan(schemes, options, field, mark, _axes(schemes), tuple(warnings), own)
+    return Plan(schemes, options, field, mark, tuple(warnings), own)
 
 
 def plan_of(decoder: torch.nn.Module) -> Plan | None:
@@ -155,10 +165,6 @@ def _plan_layers(decoder, modules: list[Any], options: dict[str, Any]) -> dict[s
         raise ValueError("log_n: expected a layer that sees all keys, got a sliding window in every layer")
     check_tables(decoder, {layer_type for layer_type, _, rotated in alike if rotated})
     return schemes
-
-
-def _axes(schemes: Mapping[str, LayerScheme]) -> int:
-    return max((scheme.rotary.axes for scheme in schemes.values()), default=1)
 
 
 def _same(one: LayerScheme | None, other: LayerScheme) -> bool:

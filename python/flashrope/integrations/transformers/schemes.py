@@ -12,8 +12,10 @@ from functools import partial
 from typing import NamedTuple
 
 from ...configs.hugging_face import model_steps
+from ...rotary.bands import have_maps
 from ...rotary.catalogue import BANDS, SCHEMES, TABLE, Lengths, apply_options, describe_options, known_options
 from ...rotary.rotary import Rotary, build
+from ...rotary.scales import UNSCALED
 from ..options import DUAL_CHUNK
 
 
@@ -23,6 +25,7 @@ class LayerScheme:
     Attributes:
         window: the sliding window of these layers, or None.
         rotary: the scheme for sequences of at most grows_from tokens.
+        from_zero: whether scores depend on where positions begin to count, and not only on distances.
         grows_from: beyond this number of tokens the scheme depends on the length. inf: it never does.
     """
 
@@ -30,6 +33,7 @@ class LayerScheme:
         self.window = window
         self._build: Callable[[int | None], Rotary] = partial(_scheme, config, layer_type, window, rotates, options)
         self.rotary = self._build(None)
+        self.from_zero = self.rotary.query_scale.by_position != UNSCALED or have_maps(self.rotary.bands)
         fixes_table = {"rotary", *(name for name, option in known_options().items() if option.stage == TABLE)}
         fixed = not rotates or not fixes_table.isdisjoint(options)
         self.grows_from = math.inf if fixed else _grows_from(config, layer_type)
@@ -50,6 +54,7 @@ class LayerScheme:
         other = copy.copy(self)
         none = Rotary.none(self.rotary.head_dim)
         other.rotary, other.grows_from = none if self.window is None else none.local(self.window), math.inf
+        other.from_zero = False
         return other
 
 

@@ -47,6 +47,15 @@ def arguments_of(decoder, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, A
     return named
 
 
+def with_arguments(decoder, args: tuple, kwargs: Mapping[str, Any], added: Mapping[str, Any]) -> tuple[tuple, dict]:
+    """Returns the arguments of a decoder's forward with ``added``, which replaces those of the same name."""
+    named = list(inspect.signature(decoder.forward).parameters)[: len(args)]
+    return tuple(added.get(name, each) for name, each in zip(named, args, strict=False)), {
+        **kwargs,
+        **{name: value for name, value in added.items() if name not in named},
+    }
+
+
 def cache_of(output) -> Any:
     """Returns the cache in a model's output, or None if the output has no cache."""
     return getattr(output, CACHE, None)
