@@ -245,7 +245,7 @@ JUDGES = {
         CONVERTED,
     ],
     "python/flashrope/integrations/transformers/positions.py": [
-        "tests/integrations/test_positions.py",
+        "tests/integrations/test_positions.py tests/integrations/test_rows_of_padding.py",
         CONVERTED,
     ],
     "python/flashrope/integrations/transformers/reuse.py": ["tests/integrations/test_join_passages.py"],

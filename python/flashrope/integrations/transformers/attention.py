@@ -372,8 +372,8 @@ def _packed_traced(new: torch.Tensor) -> Packed:
 
 
 def _first_key(attention_mask: torch.Tensor, q_length: int, q_offset) -> torch.Tensor:
-    """Returns the length of the left padding, (batch,) int32. Rows of padding on the right are computed, too, but their
-    results are not used."""
+    """Returns the length of the left padding up to the last token of the call, (batch,) int32. Rows of padding on the
+    right are computed, too, but their results are not used."""
     if attention_mask.ndim != 2:
         raise ValueError(
             f"attention_mask: expected (batch, keys) of zeros and ones, got shape {tuple(attention_mask.shape)}"
@@ -396,7 +396,7 @@ def _first_key(attention_mask: torch.Tensor, q_length: int, q_offset) -> torch.T
             f"attention_mask: expected the tokens of a sequence without gaps, got zeros between ones in row {row}; "
             "pad prompts on the left"
         )
-    return left_padding(real).to(torch.int32)
+    return left_padding(real).clamp(max=q_offset + q_length).to(torch.int32)
 
 
 # ---- registration

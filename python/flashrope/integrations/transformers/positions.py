@@ -28,8 +28,9 @@ COUNT_FROM_ZERO = "subtract the first position of the sequence, or omit position
 
 
 def left_padding(attention_mask: torch.Tensor) -> torch.Tensor:
-    """Returns how many zeros precede the first one in every row of a mask, (batch,)."""
-    return attention_mask.bool().to(torch.uint8).argmax(-1)
+    """Returns how many zeros precede the first one in every row of a mask, (batch,). In a row of zeros, all count."""
+    real = attention_mask.bool()
+    return torch.where(real.any(-1), real.to(torch.uint8).argmax(-1), real.shape[1])
 
 
 def add_length(decoder, given: Mapping[str, Any], positions: torch.Tensor | None) -> dict[str, Any]:
@@ -87,8 +88,8 @@ def check_positions(decoder, given: Mapping[str, Any]) -> dict[str, Any]:
             starts = torch.nn.functional.pad(positions.diff() != 1, (1, 0), value=True)
             _refuse(positions, starts & (positions != 0), FROM_ZERO, COUNT_FROM_ZERO)
         return {}
-    if isinstance(mask, dict):
-        mask = next((m for m in mask.values() if m is not None), None)
+    if isinstance(mask, dict):  # by layer type; the mask of recurrent layers has two dimensions and no cached tokens
+        mask = max((m for m in mask.values() if m is not None), key=lambda m: m.ndim, default=None)
     slots = _start(given) + torch.arange(positions.shape[1], device=positions.device)
     real, padding = slots >= 0, torch.zeros_like(slots[:1])
     if mask is not None:
@@ -104,6 +105,9 @@ def check_positions(decoder, given: Mapping[str, Any]) -> dict[str, Any]:
     accepted = [torch.zeros_like(padding)]
     if not from_zero:
         accepted.append(padding)
+    if past is not None and positions.shape[1] == 1:
+        # generate numbers the new tokens of an empty prompt from 1 (transformers 5). All slots before them are padding.
+        accepted.append(padding.clamp(max=1))
     fits = torch.stack([(~real | (shift == each[:, None])).all(-1) for each in accepted]).any(0)
     remedy = "packed sequences need use_cache=False" if packs else "this model does not support packed sequences"
     if from_zero:
