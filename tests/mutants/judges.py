@@ -244,6 +244,9 @@ JUDGES = {
         "tests/integrations/test_continuous_batching.py tests/integrations/test_vision_models.py",
         CONVERTED,
     ],
+    "python/flashrope/integrations/transformers/one_tensor.py": [
+        "tests/integrations/test_one_tensor.py tests/integrations/test_module_calls.py"
+    ],
     "python/flashrope/integrations/transformers/positions.py": [
         "tests/integrations/test_positions.py tests/integrations/test_rows_of_padding.py",
         CONVERTED,

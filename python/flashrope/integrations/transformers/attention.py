@@ -27,7 +27,15 @@ from ...operators.functional import attention, attention_varlen, attention_with_
 from ...rotary.rotary import Rotary
 from .caches import COORDINATES, Coordinates, follow_caches, holds_codes, split_rows
 from .continuous_batching import BATCH, attend_paged, prepare_manager
-from .one_tensor import absorb, holds_latents, holds_unweighted, key_weight_of, latent_scheme, project_values
+from .one_tensor import (
+    absorb,
+    holds_latents,
+    holds_unweighted,
+    key_weight_of,
+    latent_scheme,
+    project_values,
+    weighted_keys,
+)
 from .plan import NAME, NOT_CONVERTED, SAVED, scheme_of
 from .positions import LENGTH, left_padding
 from .shared_layers import ROWS
@@ -63,10 +71,11 @@ def attention_forward(
         rotary = _rotary_of(scheme, kwargs)
         return _attend_latents(module, rotary, query, key, value, attention_mask, options), None
     if holds_unweighted(value):
-        if _reads_cache(query, key, attention_mask):
-            options["key_weight"] = key_weight_of(module)
+        weight = key_weight_of(module)
+        if _reads_cache(query, key, weight, attention_mask):
+            options["key_weight"] = weight.detach()
         else:
-            key = (key.float() * key_weight_of(module)).to(key.dtype)
+            key = weighted_keys(value, weight)
     if paged:
         return attend_paged(module, query, key, value, options, kwargs), None
     head_dim, width = query.shape[-1], value.shape[-1]
@@ -130,13 +139,14 @@ def _attend(rotary: Rotary, query, key, value, attention_mask, options: dict, kw
     return _attend_cached(q, k, v, rotary, end, first, options, places)
 
 
-def _reads_cache(query, key, attention_mask) -> bool:
-    """Whether keys and values can be read in place, because nothing needs gradients or padded channels."""
+def _reads_cache(query, key, weight, attention_mask) -> bool:
+    """Whether keys and values can be read in place, because nothing needs gradients or padded channels. weight: the
+    key_weight of the layer."""
     masked = attention_mask is not None and not isinstance(attention_mask, Packed) and attention_mask.shape[0] != 0
     return (
         masked
         and not query.shape[-1] % 8
-        and not (torch.is_grad_enabled() and (query.requires_grad or key.requires_grad))
+        and not (torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, weight)))
     )
 
 

@@ -33,7 +33,9 @@ from .versions import CACHE
 
 # Projections are absorbed for at most this many new tokens. From about 170 on, expanding latents takes less work.
 ABSORBED_ROWS = 128
-UNWEIGHTED = "_flashrope_unweighted"  # attribute of values whose products with the weight of k_norm are the keys
+# Attribute of values whose products with the weight of k_norm are the keys. Its value: how many of the keys are
+# constants, because they were cached without gradients.
+UNWEIGHTED = "_flashrope_unweighted"
 # Attribute of latents that ``expand`` has not expanded. Its value: the rows that contain the latents.
 UNEXPANDED = "_flashrope_unexpanded"
 
@@ -72,7 +74,8 @@ class SharedKeysCache(_CacheOfConverted):
     Use it if memory limits the length or the batch. Layers with one projection see all tokens. In this cache they take
     half the bytes that they take in a ``DynamicCache``. All other layers are stored as in a ``DynamicCache``. Keys are
     computed as cached values times the weight of k_norm. In float16 and bfloat16, keys are therefore rounded once more
-    than the model's own keys. This cache has not been run on a GPU.
+    than the model's own keys. A k_norm or v_norm with hooks, or with an offloaded weight, raises an error. This cache
+    has not been run on a GPU.
 
     Example:
         from transformers import AutoModelForCausalLM
@@ -109,9 +112,11 @@ class SharedKeysCache(_CacheOfConverted):
 
 class _SharedKeys(_OneTensor):
     def update(self, key_states, value_states, *args, **kwargs):
+        held = self.keys
+        constant = 0 if held is None or held.requires_grad else self.get_seq_length()
         rows = self.append(value_states)
         values = rows.view_as(rows)
-        setattr(values, UNWEIGHTED, True)
+        setattr(values, UNWEIGHTED, constant)
         return values, values
 
 
@@ -123,8 +128,57 @@ def holds_unweighted(value: torch.Tensor) -> bool:
 
 def key_weight_of(module) -> torch.Tensor:
     """Returns the key_weight of a layer with one projection, (head_dim,) float32: its keys are its values times this
-    weight."""
-    return module.k_norm.weight.detach().float()
+    weight.
+
+    Raises:
+        ValueError: the output of k_norm is not the output of v_norm times the weight of k_norm.
+    """
+    k_norm, v_norm = module.k_norm, module.v_norm
+    reasons = {"k_norm": changed(k_norm) or unreadable(k_norm.weight), "v_norm": changed(v_norm)}
+    if type(k_norm).forward is not type(v_norm).forward:
+        reasons["k_norm"] = f"is a {type(k_norm).__name__}, and v_norm a {type(v_norm).__name__}"
+    for name, reason in reasons.items():
+        if reason:
+            raise ValueError(
+                f"{CACHE}: a SharedKeysCache is not supported by layer {module.layer_idx} (it computes keys from "
+                f"values and the weight of k_norm), got a {name} that {reason}; use a DynamicCache"
+            )
+    return k_norm.weight.float()
+
+
+def weighted_keys(values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Returns the keys of a layer with one projection. Keys that are constants give the weight no gradient.
+
+    Args:
+        values: the values of the layer, for which ``holds_unweighted`` is true.
+        weight: the result of ``key_weight_of``.
+    """
+    constant = getattr(values, UNWEIGHTED)
+    old, new = values[..., :constant, :].float() * weight.detach(), values[..., constant:, :].float() * weight
+    return torch.cat((old, new), dim=-2).to(values.dtype)
+
+
+# ---- weights that are read without calling their module
+
+
+def changed(module: torch.nn.Module) -> str:
+    """Returns what may change the output of a module beside the forward of its class, or ""."""
+    if hasattr(module, "_hf_hook"):
+        return "has a hook of accelerate"
+    own = vars(module).get("forward")
+    if own is not None and getattr(own, "__func__", None) is not type(module).forward:
+        return "has a forward of its own"
+    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    if any(hooks) or not torch.compiler.is_compiling() and torch.nn.modules.module._has_any_global_hook():
+        return "has hooks"
+    return ""
+
+
+def unreadable(weight: Any) -> str:
+    """Returns why a weight is not a plain tensor that holds numbers, or ""."""
+    if type(weight) not in (torch.Tensor, torch.nn.Parameter):  # such as a quantized or a sharded weight
+        return f"stores its weight as a {type(weight).__name__}"
+    return "has its weight on the meta device" if weight.is_meta else ""
 
 
 # ---- latents
@@ -135,8 +189,9 @@ class LatentCache(_CacheOfConverted):
 
     Use it for decoding. With transformers' own caches, every step computes the keys and values of all heads for all
     cached tokens. With this cache, a step reads the latents directly. Latents are still expanded in prefills, in calls
-    with gradients or with more than 128 new tokens, if a projection is not a plain linear layer, and on devices whose
-    kernels do not support keys of this head_dim.
+    with gradients or with more than 128 new tokens, and on devices whose kernels do not support keys of this head_dim.
+    They are also expanded if the projection of latents is not a plain linear layer, because it has hooks or because its
+    weight is quantized or offloaded.
 
     Example:
         from transformers import AutoModelForCausalLM
@@ -200,9 +255,19 @@ def expand(module, latents: torch.Tensor, rotary: torch.Tensor) -> tuple[torch.T
     This function replaces expand_kv of an attention module.
     """
     rows = getattr(latents, UNEXPANDED, None)
-    if rows is None or type(module.kv_b_proj) is not torch.nn.Linear or module.kv_b_proj.bias is not None:
+    if rows is None or not _can_absorb(module):
         return type(module).expand_kv(module, latents, rotary)
     return rows, latents
+
+
+def _can_absorb(module) -> bool:
+    """Whether the output of kv_b_proj is a product with its weight, and this call needs no gradients."""
+    projection = module.kv_b_proj
+    if type(projection) is not torch.nn.Linear or projection.bias is not None:
+        return False
+    if changed(projection) or unreadable(projection.weight):
+        return False
+    return not (torch.is_grad_enabled() and any(parameter.requires_grad for parameter in module.parameters()))
 
 
 def holds_latents(module, value: torch.Tensor) -> bool:

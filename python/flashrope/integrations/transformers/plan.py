@@ -306,7 +306,7 @@ def check_widths(model_type: str, modules: list[Any]) -> None:
         head_dim = head_dim_of(module)
         reason = f"the kernels take a head_dim up to {MAX_HEAD_DIM}" if head_dim > MAX_HEAD_DIM else ""
         if not reason and (like := next(module.parameters(), None)) is not None and like.is_floating_point():
-            q = like.new_empty(1, 1, 1, head_dim + -head_dim % 8)
+            q = torch.empty(1, 1, 1, head_dim + -head_dim % 8, dtype=like.dtype, device=like.device)
             reason = load_backend(resolve_impl(None, q)).unsupported_reason(q)
         if reason:
             raise ValueError(

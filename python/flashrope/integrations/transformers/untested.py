@@ -32,9 +32,16 @@ def accept(model, own: Plan) -> None:
     afterwards.
 
     Raises:
-        ValueError: the comparison failed. The message names the model type, the case and the difference.
+        ValueError: the comparison failed. The message names the model type, the case and the difference. Or weights of
+            the model are offloaded, so that the comparison cannot vary them.
     """
     decoder = find_decoder(model)
+    offloaded = next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)
+    if offloaded is not None:
+        raise ValueError(
+            "untested: expected weights in memory, because the comparison with the stock model varies them, got "
+            f"{offloaded} on the meta device; call convert before the weights are offloaded"
+        )
     model_type = decoder.config.model_type
     unrotated = dataclasses.replace(
         own, schemes={name: scheme.without_rotation() for name, scheme in own.schemes.items()}
