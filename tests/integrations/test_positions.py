@@ -9,6 +9,7 @@ import torch
 transformers = pytest.importorskip("transformers", reason="the extra 'transformers' is not installed")
 
 import families
+import vision_models
 from families import PACKED, SEQLEN, close, converted, logits, padded, static, tiny, tokens
 from flashrope.integrations.transformers import convert
 from flashrope.integrations.transformers.shared_layers import drops_rows
@@ -77,6 +78,19 @@ def test_tables_follow_the_largest_position_in_training():
         assert close(grad, stock[name], 1e-5 * max(1.0, float(stock[name].abs().max()))), name
 
 
+@pytest.mark.skipif(families.VERSION < (5, 0), reason="the test sets rope_parameters, which 4.57 does not have")
+def test_tables_follow_the_largest_coordinate():
+    """An image has more tokens than different coordinates, so the text after it has smaller positions than slots."""
+    stock = vision_models.tiny_vision("qwen2_vl", max_position_embeddings=16)
+    stock.config.text_config.rope_parameters |= {"rope_type": "dynamic", "factor": 4.0}
+    model = type(stock)(stock.config).eval()
+    model.load_state_dict(stock.state_dict())
+    expected = vision_models.uncached(model, "qwen2_vl")
+    convert(model)
+    assert close(vision_models.uncached(model, "qwen2_vl"), expected)
+    assert {module._flashrope.grows_from for module in converted(model)} == {16}
+
+
 @pytest.mark.parametrize("name", ["nemotron", "stablelm"])
 def test_layers_without_keyword_arguments(name):
     if name in families.REFUSED_BY_VERSION:
@@ -86,6 +100,16 @@ def test_layers_without_keyword_arguments(name):
         pytest.skip("this transformers does not read the rope type of the family")
     with pytest.raises(ValueError, match="model: a frequency table that depends on the length is not supported by"):
         logits(model, SHORT)
+
+
+@pytest.mark.parametrize("call", ["far", "packed"])
+def test_tables_follow_the_largest_position_when_compiled(call):
+    """The stock model's rotary embedding breaks the graph."""
+    model = convert(scaled("longrope", num_hidden_layers=1))
+    ids, positions = (SHORT, FAR) if call == "far" else (LONG, torch.arange(10).repeat(2)[None])
+    expected = logits(model, ids, position_ids=positions)
+    torch.compiler.reset()
+    assert close(logits(torch.compile(model, backend="eager"), ids, position_ids=positions), expected)
 
 
 # ---- schemes that depend on where positions begin
@@ -131,6 +155,15 @@ def test_positions_that_begin_elsewhere(changes):
             model(SHORT[:, :9], past_key_values=cache, position_ids=torch.arange(9)[None])
             with pytest.raises(ValueError, match=MESSAGE.format(12, 0)):
                 model(SHORT[:, 9:], past_key_values=cache, position_ids=torch.tensor([[12]]))
+
+
+def test_a_graph_refuses_positions_that_begin_elsewhere():
+    model = convert(tiny("llama", num_hidden_layers=1), log_n=8)
+    torch.compiler.reset()
+    graph = torch.compile(model, fullgraph=True, backend="eager")
+    assert close(logits(graph, SHORT, position_ids=FAR - 30), logits(model, SHORT))
+    with pytest.raises(RuntimeError, match="position_ids do not match the positions that the kernels count"):
+        logits(graph, SHORT, position_ids=FAR)
 
 
 @pytest.mark.parametrize("changes", [{}, dict(window=6), dict(window=6, factor=4.0), dict(string=(6, 2))], ids=str)

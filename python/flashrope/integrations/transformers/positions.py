@@ -124,7 +124,7 @@ def _refuse(positions: torch.Tensor, wrong: torch.Tensor, expected: str, remedy:
     wrong: (batch, seqlen) bool. expected, remedy: texts for the message. slots: (seqlen,), for ``expected``.
     """
     if torch.compiler.is_compiling():
-        torch._assert_async(~wrong.any(), "position_ids do not match the cache")
+        torch._assert_async(~wrong.any(), "position_ids do not match the positions that the kernels count")
     elif bool(wrong.any()):
         row, column = wrong.nonzero()[0].tolist()
         got, slot = int(positions.expand(wrong.shape)[row, column]), None if slots is None else int(slots[column])
