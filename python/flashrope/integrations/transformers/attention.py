@@ -105,7 +105,8 @@ def _rotary_of(scheme, kwargs) -> Rotary:
 
 def _attend(rotary: Rotary, query, key, value, attention_mask, options: dict, kwargs) -> torch.Tensor:
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    seqlen, places, rotary = kwargs.get(ROWS, q.shape[1]), _places(rotary, kwargs), _sized(rotary, q)
+    seqlen, places = kwargs.get(ROWS, q.shape[1]), _places(rotary, kwargs)  # seqlen includes dropped rows
+    rotary = _sized(rotary, q)
     cu_seqlens_q = kwargs.get("cu_seq_lens_q")
     if cu_seqlens_q is not None and cu_seqlens_q.shape[0] > 2 and not isinstance(attention_mask, Packed):
         raise ValueError(
