@@ -406,3 +406,21 @@ def test_sliding_windows_are_refused():
     model = tiny_vision(name, use_sliding_window=True, sliding_window=8, max_window_layers=1)
     with pytest.raises(ValueError, match="^sliding_window: not supported in a model with mrope_section"):
         convert(model)
+
+
+def test_coordinates_travel_to_the_devices_of_the_layers():
+    """accelerate sends the arguments of every layer to its device. All layers of a device share one object, which holds
+    their plans."""
+    from flashrope.integrations.transformers.caches import COORDINATES, Coordinates
+
+    queries = torch.zeros(1, 4, 3)
+    alone, cached = Coordinates(queries, queries), Coordinates(queries, torch.zeros(1, 9, 3))
+    assert alone.to("cpu") is alone and alone.to(torch.device("cpu")) is alone
+    for each in (alone, cached):
+        moved = each.to("meta")
+        assert moved is each.to(torch.device("meta"), non_blocking=True) and moved.plans is not each.plans
+        assert [x.device.type for x in (moved.queries, moved.keys)] == ["meta"] * 2
+        assert (moved.keys is moved.queries) == (each is alone)
+    operations = pytest.importorskip("accelerate.utils.operations", reason="only accelerate sends arguments")
+    sent = operations.send_to_device({COORDINATES: cached, "other": (queries, None)}, torch.device("meta"))
+    assert sent[COORDINATES] is cached.to("meta")

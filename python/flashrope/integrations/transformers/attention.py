@@ -105,7 +105,7 @@ def _rotary_of(scheme, kwargs) -> Rotary:
 
 def _attend(rotary: Rotary, query, key, value, attention_mask, options: dict, kwargs) -> torch.Tensor:
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    seqlen, places = kwargs.get(ROWS, q.shape[1]), _places(rotary, kwargs)  # seqlen includes dropped rows
+    seqlen, places = kwargs.get(ROWS, q.shape[1]), _places(rotary, kwargs, q.device)  # seqlen includes dropped rows
     rotary = _sized(rotary, q)
     cu_seqlens_q = kwargs.get("cu_seq_lens_q")
     if cu_seqlens_q is not None and cu_seqlens_q.shape[0] > 2 and not isinstance(attention_mask, Packed):
@@ -217,8 +217,8 @@ def _attend_with_gradients(q, k, v, rotary, first, end, options: dict) -> torch.
     return out.unflatten(0, q.shape[:2])
 
 
-def _places(rotary: Rotary, kwargs) -> Coordinates | None:
-    """Returns the coordinates of the tokens if the layer rotates by coordinates, else None."""
+def _places(rotary: Rotary, kwargs, device: torch.device) -> Coordinates | None:
+    """Returns the coordinates of the tokens, on the device of the layer, if the layer rotates by them, else None."""
     if not rotary.axis:
         return None
     if kwargs.get(COORDINATES) is None:
@@ -226,7 +226,7 @@ def _places(rotary: Rotary, kwargs) -> Coordinates | None:
             "kwargs: expected a decoder whose layers pass keyword arguments on to the attention function, got no "
             "coordinates of the tokens"
         )
-    return kwargs[COORDINATES]
+    return kwargs[COORDINATES].to(device)
 
 
 def _check_call(module, scheme, dropout, sliding_window, kwargs) -> None:

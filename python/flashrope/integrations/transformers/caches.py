@@ -144,6 +144,18 @@ class Coordinates:
     def __init__(self, queries: torch.Tensor, keys: torch.Tensor):
         self.queries, self.keys = queries, keys
         self.plans: dict[tuple, CachePlan] = {}
+        self._elsewhere: dict[torch.device, Coordinates] = {}
+
+    def to(self, device: torch.device | str | int, non_blocking: bool = False) -> Coordinates:
+        """Returns the coordinates on a device, the same object for all layers there. accelerate calls this method where
+        the layers of a model lie on several devices."""
+        queries = self.queries.to(device, non_blocking=non_blocking)
+        if queries.device == self.queries.device:
+            return self
+        if queries.device not in self._elsewhere:
+            keys = queries if self.keys is self.queries else self.keys.to(device, non_blocking=non_blocking)
+            self._elsewhere[queries.device] = Coordinates(queries, keys)
+        return self._elsewhere[queries.device]
 
     def slots(self, count: int) -> torch.Tensor:
         """Returns the coordinates of all ``count`` slots of a cache, (batch, count, axes).
