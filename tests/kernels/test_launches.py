@@ -84,7 +84,7 @@ class Uncompiled(CompiledKernel):
 
     def __init__(self, source, target, options):
         self.src, self.metadata, self.packed_metadata = source, SimpleNamespace(shared=0, num_warps=4), None
-        self.n_regs, self.asm = 255, {}
+        self.n_regs, self.asm = 255, {"ttgir": ""}
         self.module = self.function = self.name = source.name
         self._run = lambda *_: self.ran.append(self)
 
@@ -431,3 +431,19 @@ if __name__ == "__main__":
     for seed in seeds:
         Calls(seed, head_dims)
     print(json.dumps(names))
+
+
+@without_gpu
+def test_a_number_of_blocks_that_is_not_known_is_not_remembered(monkeypatch):
+    """If a hook of Triton compiled nothing, the number of blocks is asked for again at the next call."""
+    from flashrope.backends.triton import cached
+
+    asked: list[int] = []
+    monkeypatch.setattr(cached, "_resident", {})
+    monkeypatch.setattr(launcher, "resident_blocks", lambda *args, **options: asked.append(1))
+    q, cache = torch.randn(1, 1, 2, 16), torch.randn(1, 64, 1, 16)
+    for _ in range(2):
+        attention_with_cache(
+            q, cache, cache.clone(), Rotary.rope(16), torch.tensor([40], dtype=torch.int32), impl="triton"
+        )
+    assert len(asked) == 2 and not cached._resident

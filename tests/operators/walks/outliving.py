@@ -146,7 +146,7 @@ class Outliving:
             )
             results.append(plan.attend(q[n], cache.cache_layer(n), k[n], v[n], return_lse=True))
         late.step.advance()
-        late.updated = None
+        late.updated, late.fresh = None, False
         held.written(late.names, k, v)
         held.compare(late.names, q, results)
         self.advance(late)

@@ -522,7 +522,10 @@ class CachePlan(Plan):
         given = self.cu_seqlens_q is None, layer.key_weight is None
         key = (q.device, self.capability, q.dtype, *given, *options.items())
         if key not in _resident:
-            _resident[key] = launcher.resident_blocks(self.capability, attention_decode, *arguments(), **options)
+            blocks = launcher.resident_blocks(self.capability, attention_decode, *arguments(), **options)
+            if blocks is None:  # not known, so not remembered
+                return multiprocessors(q.device)
+            _resident[key] = blocks
         return _resident[key] * multiprocessors(q.device)
 
 

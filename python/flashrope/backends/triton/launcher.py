@@ -22,7 +22,9 @@ from collections.abc import Callable, Iterator
 from functools import cache
 
 import triton
-from triton.compiler import CompiledKernel
+from triton._C.libtriton import ir
+from triton.compiler import CompiledKernel, make_backend
+from triton.runtime._async_compile import FutureKernel
 
 from ...lowering.resident import refuse_capture
 from ...triton_kernels.arguments import FIELDS
@@ -108,16 +110,13 @@ def _key(kernel, args: tuple, options: dict) -> tuple:
     return kernel.__name__, triton.runtime.driver.active.get_current_device(), *_traits(args), *options.items()
 
 
-def resident_blocks(capability: int | str, kernel, *args, **options) -> int:
+def resident_blocks(capability: int | str, kernel, *args, **options) -> int | None:
     """Returns how many blocks of the kernel that ``launch`` would run fit on one multiprocessor. The first call
-    compiles the kernel."""
+    compiles the kernel. Returns None if a hook of Triton compiled nothing."""
     if interpreted():
         return 1
-    refuse_capture(f"kernel {kernel.__name__} for these arguments")
-    with compiling():
-        compiled = kernel.warmup(*args, grid=(1,), **options)
-    if not isinstance(compiled, CompiledKernel):  # a hook took over, or a thread is still compiling
-        return 1
+    if (compiled := _compile(kernel, args, options)) is None:
+        return None
     compiled.run  # noqa: B018  loads the kernel, which sets n_regs
     shared, num_warps = compiled.metadata.shared, compiled.metadata.num_warps
     return multiprocessor(capability).resident_blocks(compiled.n_regs, shared, num_warps)
@@ -125,7 +124,7 @@ def resident_blocks(capability: int | str, kernel, *args, **options) -> int:
 
 def ir_allows(allows: Callable[[str], bool], kernel, *args, **options) -> bool:
     """Returns whether ``allows`` returns True for the TTGIR of the kernel that ``launch`` would run. Returns False in
-    the interpreter.
+    the interpreter, and if a hook of Triton compiled nothing.
 
     The first call compiles the kernel. The result is cached.
     """
@@ -133,13 +132,43 @@ def ir_allows(allows: Callable[[str], bool], kernel, *args, **options) -> bool:
         return False
     key = (allows, *_key(kernel, args, options))
     if key not in _allowed:
-        refuse_capture(f"kernel {kernel.__name__} for these arguments")
-        with compiling():
-            compiled = kernel.warmup(*args, grid=(1,), **options)
-        if not isinstance(compiled, CompiledKernel):  # a hook took over, or a thread is still compiling
+        if (compiled := _compile(kernel, args, options)) is None:
             return False
-        _allowed[key] = allows(compiled.asm.get("ttgir", ""))
+        _allowed[key] = allows(ttgir_of(compiled))
     return _allowed[key]
+
+
+def _compile(kernel, args: tuple, options: dict) -> CompiledKernel | None:
+    """Compiles the kernel that ``launch`` would run. Waits for it if Triton compiles in other threads."""
+    refuse_capture(f"kernel {kernel.__name__} for these arguments")
+    with compiling():
+        compiled = kernel.warmup(*args, grid=(1,), **options)
+    if isinstance(compiled, FutureKernel):
+        compiled = compiled.result()
+    return compiled if isinstance(compiled, CompiledKernel) else None
+
+
+def ttgir_of(compiled: CompiledKernel) -> str:
+    """Returns Triton's GPU IR of a compiled kernel.
+
+    Triton's cache need not have it: with TRITON_STORE_BINARY_ONLY=1 only binaries are stored. The source is then
+    lowered again, without the steps from the IR to the binary.
+    """
+    if (stored := compiled.asm.get("ttgir")) is not None:
+        return stored
+    source, target = compiled.src, compiled.metadata.target
+    backend = make_backend(target)
+    options = backend.parse_options(compiled.metadata._asdict())
+    stages: dict[str, Callable] = {}
+    backend.add_stages(stages, options, source.language)
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    functions = backend.get_codegen_implementation(options), backend.get_module_map()
+    module, metadata = source.make_ir(target, options, *functions, context), dict(compiled.metadata._asdict())
+    for stage in ("ttir", "ttgir"):
+        module = stages[stage](module, metadata)
+    return str(module)
 
 
 def _traits(args: tuple) -> list:
