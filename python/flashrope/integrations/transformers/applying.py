@@ -23,8 +23,9 @@ from ..options import FIELD
 from . import attention  # noqa: F401  registers the attention and the masks
 from .caches import COORDINATES, axes_of, check_cache, mark_returned, read_coordinates
 from .continuous_batching import SUPPORTED, with_pages
+from .embeddings import ATTRIBUTE, check_embedding, no_rotation, rotary_embeddings
 from .one_tensor import expand
-from .plan import ATTRIBUTE, KEY, NAME, SAVED, Plan, describe_options, find_decoder, rotary_embeddings, scheme_of
+from .plan import KEY, NAME, SAVED, Plan, describe_options, find_decoder, scheme_of
 from .positions import add_length, check_positions
 from .schemes import LayerScheme
 from .shared_layers import count_rows, drops_rows
@@ -37,11 +38,13 @@ class Applied(NamedTuple):
     Attributes:
         attn_implementation: the name of the model's own attention, which ``undo`` restores.
         handles: the handles of the hooks.
+        embeddings: the names of the rotary embeddings that are not in a layer, whose name a wrapper may change.
     """
 
     plan: Plan
     attn_implementation: str
     handles: list[RemovableHandle]
+    embeddings: tuple[str, ...]
 
 
 def apply(model, plan: Plan) -> None:
@@ -57,10 +60,17 @@ def apply(model, plan: Plan) -> None:
         if hasattr(module, "expand_kv"):
             module.expand_kv = partial(expand, module)
         module.extra_repr = partial(_describe_layer, type(module).extra_repr(module), scheme)
-    handles = [embedding.register_forward_hook(no_rotation) for embedding in rotary_embeddings(decoder)]
+    embeddings = rotary_embeddings(decoder)
+    handles = [embedding.register_forward_hook(no_rotation) for embedding in embeddings.values()]
     handles.append(decoder.register_forward_pre_hook(check_forward, with_kwargs=True))
     handles.append(decoder.register_forward_hook(mark_returned, with_kwargs=True))
-    setattr(decoder, ATTRIBUTE, Applied(plan, attn_implementation, handles))
+    setattr(
+        decoder,
+        ATTRIBUTE,
+        Applied(
+            plan, attn_implementation, handles, tuple(name for name in embeddings if not name.startswith("layers."))
+        ),
+    )
     decoder.extra_repr = partial(_describe_decoder, type(decoder).extra_repr(decoder), describe_options(plan.options))
     if plan.field:
         write_options(model, decoder.config, dict(plan.field))
@@ -99,6 +109,10 @@ def check_forward(module, args, kwargs) -> tuple | None:
     if SUPPORTED and isinstance(kwargs.get("cu_seq_lens_k"), dict):
         return args, with_pages(kwargs)
     given = arguments_of(module, args, kwargs)
+    for x in (given.get("inputs_embeds"), given.get("input_ids")):
+        if x is not None:
+            for name in module._flashrope.embeddings:
+                check_embedding(module.get_submodule(name), x.device)
     check_cache(module, given)
     if axes_of(module) > 1:
         places = read_coordinates(module, given)
@@ -107,15 +121,6 @@ def check_forward(module, args, kwargs) -> tuple | None:
     if drops_rows(module):
         added |= count_rows(given)
     return with_arguments(module, args, kwargs, added) if added else None
-
-
-def no_rotation(module, args, output):
-    """Returns cos = 1 and sin = 0, or 1 + 0i if the embedding returned a complex tensor. It is the forward hook of the
-    rotary embedding."""
-    if isinstance(output, torch.Tensor):  # deepseek_v2
-        return torch.ones_like(output)
-    cos, sin = output
-    return torch.ones_like(cos), torch.zeros_like(sin)
 
 
 # ---- texts for print(model)

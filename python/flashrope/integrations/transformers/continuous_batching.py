@@ -25,7 +25,8 @@ from ...configs.families import family
 from ...operators.cache_plan import CachePlan, plan_cache
 from ...operators.functional import attention_varlen
 from .caches import axes_of
-from .plan import ATTRIBUTE, NAME, scheme_of
+from .embeddings import ATTRIBUTE
+from .plan import NAME, scheme_of
 
 __all__ = ["Batch", "Pages", "attend_paged", "prepare_manager", "with_pages"]
 

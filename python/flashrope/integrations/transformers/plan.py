@@ -18,18 +18,15 @@ from transformers import PreTrainedModel
 
 from ...backends.registry import load_backend, resolve_impl
 from ...configs.families import families_with, family
-from ...configs.hugging_face import model_steps
 from ...operators.checks import MAX_HEAD_DIM
-from ...rotary.rotary import Rotary, build
 from ..options import RAW_KEYS, keeps_raw_keys, read_field, read_options, to_json
+from .embeddings import ATTRIBUTE, check_tables, is_rotary_embedding
 from .schemes import LayerScheme, attending_layers, layer_type_of, sliding_window_of
 from .versions import VERSION, check_version
 
 # model_type of the decoders that the tests compare with the library's own attention.
 FAMILIES = frozenset(families_with("tested"))
 NAME = "rotary_bands"  # the attention's name; transformers handles names with "flash", "/" or "|" in a special way
-# A conversion sets this attribute to its ``Applied`` record on the decoder, and to a ``LayerScheme`` on every layer.
-ATTRIBUTE = "_flashrope"
 
 KEY = "_attn_implementation"  # transformers 4.57 and 5.0 do not read "attn_implementation"
 # The attention's name in a saved configuration, which only this package registers.
@@ -163,7 +160,9 @@ def _plan_layers(decoder, modules: list[Any], options: dict[str, Any]) -> dict[s
         schemes[names[module]] = alike[key]
     if options.get("log_n") and all(scheme.window for scheme in alike.values()):
         raise ValueError("log_n: expected a layer that sees all keys, got a sliding window in every layer")
-    check_tables(decoder, {layer_type for layer_type, _, rotated in alike if rotated})
+    if "rotary" not in options:  # the given scheme replaces the model's tables
+        rotating = {layer_type for layer_type, _, rotated in alike if rotated}
+        check_tables(decoder, {layer_type: layer_type in rotating for layer_type, *_ in alike})
     return schemes
 
 
@@ -320,46 +319,3 @@ def rotates(module: torch.nn.Module) -> bool:
     if hasattr(module, "force_rope"):  # cohere2_moe
         return bool(module.force_rope or module.sliding_window is not None)
     return bool(getattr(module, "use_rope", True))
-
-
-def check_tables(decoder: PreTrainedModel, layer_types) -> None:
-    """Compares the frequency tables of the model with the tables that follow from its configuration.
-
-    Raises:
-        ValueError: the tables differ, because this version of transformers reads a field differently.
-    """
-    tables = [
-        (getattr(embedding, name), getattr(embedding, name.replace("original_inv_freq", "attention_scaling")))
-        for embedding in rotary_embeddings(decoder)
-        for name in [*vars(embedding), *dict(embedding.named_buffers(remove_duplicate=False))]
-        if name.endswith("original_inv_freq")  # inv_freq may have been replaced for a longer input
-    ]
-    for layer_type in layer_types:
-        rotary = build(model_steps(decoder.config, layer_type))
-        if any(rotary.frequencies) and not any(_same_table(rotary, *table) for table in tables):
-            raise ValueError(
-                "model: expected a rotary embedding of the frequencies that its configuration gives, "
-                f"{rotary!r}; got other frequencies in transformers {transformers.__version__}, which reads the rope "
-                "parameters differently"
-            )
-
-
-def _same_table(rotary: Rotary, inv_freq: torch.Tensor, attention_scaling: float) -> bool:
-    rounding = 1e-5 if inv_freq.dtype == torch.float32 else 1e-2
-    return (
-        inv_freq.numel() == len(rotary.frequencies)
-        and torch.allclose(inv_freq.detach().double().cpu(), rotary.inv_freq.abs(), rtol=rounding, atol=0)
-        and math.isclose(attention_scaling**2, rotary.temperature * rotary.rotated_scale, rel_tol=1e-5)
-    )
-
-
-def rotary_embeddings(decoder: torch.nn.Module) -> list[torch.nn.Module]:
-    """Returns the rotary embeddings of a decoder."""
-    return [module for module in decoder.modules() if is_rotary_embedding(module)]
-
-
-def is_rotary_embedding(module: torch.nn.Module) -> bool:
-    """Whether a module is a rotary embedding of text. The rotary embeddings of a vision tower, which have "Vision" in
-    their class names, are not converted."""
-    name = type(module).__name__
-    return name.endswith("RotaryEmbedding") and "Vision" not in name

@@ -36,7 +36,7 @@ class LayerScheme:
         self.from_zero = self.rotary.query_scale.by_position != UNSCALED or have_maps(self.rotary.bands)
         fixes_table = {"rotary", *(name for name, option in known_options().items() if option.stage == TABLE)}
         fixed = not rotates or not fixes_table.isdisjoint(options)
-        self.grows_from = math.inf if fixed else _grows_from(config, layer_type)
+        self.grows_from = math.inf if fixed else grows_from(config, layer_type)
         self._latest = (0, self.rotary)
 
     def at(self, seqlen: int) -> Rotary:
@@ -129,7 +129,7 @@ def _head_dim(config) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
-def _grows_from(config, layer_type) -> float:
+def grows_from(config, layer_type) -> float:
     """Returns the number of tokens beyond which the frequency table depends on the length, or inf."""
     params = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     params = params.get(layer_type, params) or {}
