@@ -1,6 +1,7 @@
 """Tests models that share parts with a converted model, and converted models whose parts are replaced."""
 
 import copy
+import json
 import threading
 
 import pytest
@@ -9,9 +10,12 @@ import torch
 pytest.importorskip("transformers", reason="the extra 'transformers' is not installed")
 
 from families import HERE, close, logits, schemes, tiny, tokens
-from flashrope.integrations.transformers import convert, revert
+from flashrope import Rotary
+from flashrope.integrations.transformers import convert, from_pretrained, revert
 from flashrope.integrations.transformers.embeddings import rotary_embeddings
 from flashrope.integrations.transformers.plan import find_decoder
+from small_models import vary
+from vision_models import tiny_vision
 
 # ---- the rotary embedding
 
@@ -97,3 +101,68 @@ def test_a_stock_model_inside_which_a_converted_model_runs():
     found = model.generate(tokens(1, 12), max_new_tokens=6, do_sample=False, assistant_model=assistant)
     assert torch.equal(found, expected)
     assert torch.equal(assistant.generate(tokens(1, 12), max_new_tokens=6, do_sample=False), alone)
+
+
+# ---- the configuration
+
+
+def pair(name: str = "llama", **changes):
+    """Returns two models that share one configuration object."""
+    model = tiny(name, **changes)
+    return model, vary(type(model)(model.config).float().eval())
+
+
+def saved_field(model, folder):
+    model.save_pretrained(folder)
+    return json.loads((folder / "config.json").read_text()).get("flashrope")
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["the model", "its decoder"])
+def test_options_belong_to_the_model(whole, tmp_path):
+    """Two models that share a configuration have different options, in memory and in their folders. A decoder that is
+    passed to convert without its model still has the configuration of this model."""
+    a, b = pair()
+    stock = logits(b, tokens())
+    convert(a if whole else a.model, window=6)
+    assert torch.equal(logits(b, tokens()), stock) and b.config._attn_implementation == "sdpa"
+    assert saved_field(a, tmp_path / "a") == {"window": 6} and saved_field(b, tmp_path / "b") is None
+    assert a.config is a.model.config is a.model.layers[0].self_attn.config and a.config is not b.config
+    assert schemes(convert(b if whole else b.model)) == [Rotary.rope(16)] * 3
+    convert(b, log_n=12)
+    assert saved_field(a, tmp_path / "a") == {"window": 6} and saved_field(b, tmp_path / "b") == {"log_n": 12}
+    assert torch.equal(logits(revert(b), tokens()), stock)
+    assert saved_field(a, tmp_path / "a") == {"window": 6} and saved_field(b, tmp_path / "b") is None
+    assert torch.equal(logits(from_pretrained(tmp_path / "a"), tokens()), logits(a, tokens()))
+
+
+def test_a_model_from_the_configuration_of_a_converted_model():
+    """A model that is made from a converted model's configuration has its options. revert of one of the models does not
+    change the other."""
+    a = convert(tiny("llama"), window=6)
+    changed = logits(a, tokens())
+    b = type(a)(a.config)
+    assert schemes(convert(b)) == schemes(a) and a.config.flashrope == {"window": 6}
+    revert(b)
+    assert a.config.flashrope == {"window": 6} and not hasattr(b.config, "flashrope")
+    assert torch.equal(logits(a, tokens()), changed)
+    c = revert(type(a)(a.config))
+    assert c.config._attn_implementation == "sdpa" and a.config.flashrope == {"window": 6}
+    assert torch.equal(logits(a, tokens()), changed)
+
+
+def test_a_configuration_of_one_model_stays_its_object():
+    model = tiny("llama")
+    config = model.config
+    convert(model.model, window=6)
+    assert model.config is config and config.flashrope == {"window": 6}
+
+
+def test_models_around_a_decoder_that_share_a_configuration():
+    """The configurations of images and of text stay parts of the model's own configuration."""
+    a = tiny_vision("qwen2_vl")
+    b = type(a)(a.config)
+    decoder = find_decoder(a)
+    convert(a, rotary=Rotary.from_hf_config(decoder.config))
+    assert a.config.get_text_config() is decoder.config and "flashrope" in vars(decoder.config)
+    assert a.config is not b.config and find_decoder(b).config is b.config.get_text_config()
+    assert "flashrope" not in vars(b.config.get_text_config())

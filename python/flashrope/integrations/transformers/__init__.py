@@ -5,6 +5,8 @@ Where to look:
     conversion           convert, revert, from_pretrained, register_auto_classes
     plan                 checks that a model is supported, and plans its conversion
     applying             applies a plan to a model and its configuration, and undoes it
+    embeddings           the model's rotary embeddings: compares their tables, and switches their rotation off
+    configurations       writes options to a model's configuration, and gives the model a configuration of its own
     untested             compares the outputs of a converted model of an untested type with the stock model's
     schemes              the scheme of every layer, and suggest; does not need transformers
     attention            the attention function and the mask function that transformers calls

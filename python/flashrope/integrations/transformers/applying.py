@@ -19,13 +19,13 @@ import torch
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from ..options import FIELD
 from . import attention  # noqa: F401  registers the attention and the masks
 from .caches import COORDINATES, axes_of, check_cache, mark_returned, read_coordinates
+from .configurations import delete_options, write_options
 from .continuous_batching import SUPPORTED, with_pages
 from .embeddings import ATTRIBUTE, check_embedding, no_rotation, rotary_embeddings
 from .one_tensor import expand
-from .plan import KEY, NAME, SAVED, Plan, describe_options, find_decoder, scheme_of
+from .plan import NAME, SAVED, Plan, describe_options, find_decoder, scheme_of
 from .positions import add_length, check_positions
 from .schemes import LayerScheme
 from .shared_layers import count_rows, drops_rows
@@ -136,21 +136,7 @@ def _describe_layer(stock: str, scheme: LayerScheme) -> str:
     return "\n".join(filter(None, [stock, f"flashrope: {scheme.rotary!r}"]))
 
 
-# ---- options in saved configurations
-
-
-def write_options(model: torch.nn.Module, config, options: dict[str, Any]) -> None:
-    """Writes options, which must not be empty, to the decoder's configuration. Writes the name of the attention to the
-    configurations of the decoder and of all models that contain it."""
-    setattr(config, FIELD, options)
-    for each in _configurations(model, config):
-        vars(each)[KEY] = SAVED  # hidden by a property of the class, so only to_dict and save_pretrained read it
-
-
-def delete_options(model: torch.nn.Module, config) -> None:
-    vars(config).pop(FIELD, None)
-    for each in _configurations(model, config):
-        vars(each).pop(KEY, None)
+# ---- the attention of stock models
 
 
 def choose_stock_attention(model: torch.nn.Module, asked: str | None = None, names=(SAVED,)) -> None:
@@ -163,15 +149,3 @@ def choose_stock_attention(model: torch.nn.Module, asked: str | None = None, nam
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and module.config._attn_implementation in names:
             module.config._attn_implementation_internal = module.get_correct_attn_implementation(asked)
-
-
-def _configurations(model: torch.nn.Module, config) -> list:
-    """Returns the configurations of the decoder and of the models that contain it. Saving writes the configuration of
-    the outermost model."""
-    around = [
-        module.config
-        for module in model.modules()
-        if isinstance(module, PreTrainedModel)
-        and any(isinstance(each, PreTrainedModel) and each.config is config for each in module.modules())
-    ]
-    return list({id(each): each for each in [config, *around]}.values())

@@ -14,8 +14,9 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from ...rotary.rotary import Rotary
 from ..options import FIELD
-from .applying import apply, choose_stock_attention, delete_options, undo
+from .applying import apply, choose_stock_attention, undo
 from .caches import check_cache
+from .configurations import delete_options, separate_configuration
 from .plan import FAMILIES, NAME, SAVED, find_decoder, plan_conversion
 from .untested import accept
 from .versions import arguments_of
@@ -85,7 +86,10 @@ def convert(model, rotary: Rotary | dict[str, Rotary] | None = None, *, untested
         TypeError, ValueError: an argument is invalid. The message names the argument and says what was expected. The
             model does not change.
     """
-    plan = plan_conversion(model, {"rotary": rotary, **options}, untested)
+    given = {"rotary": rotary, **options}
+    plan = plan_conversion(model, given, untested)
+    if separate_configuration(model):
+        plan = plan_conversion(model, given, untested)  # the schemes keep the configuration
     if plan.own is not None:
         accept(model, plan.own)
     for message in plan.warnings:
@@ -110,6 +114,7 @@ def revert(model):
     One hook is added, which raises an error for caches that hold the converted model's raw keys. A model that was saved
     with options and loaded without ``convert`` becomes the stock model, too.
     """
+    separate_configuration(model)
     decoder = find_decoder(model)
     if undo(model):
         setattr(decoder, REVERTED, decoder.register_forward_pre_hook(_check_reverted, with_kwargs=True))
