@@ -6,6 +6,7 @@ Where to look:
     plan                 checks that a model is supported, and plans its conversion
     applying             applies a plan to a model and its configuration, and undoes it
     embeddings           the model's rotary embeddings: compares their tables, and switches their rotation off
+    checkpointing        refuses the backward of a forward under another scheme
     configurations       writes options to a model's configuration, and gives the model a configuration of its own
     untested             compares the outputs of a converted model of an untested type with the stock model's
     schemes              the scheme of every layer, and suggest; does not need transformers

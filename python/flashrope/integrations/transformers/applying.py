@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from . import attention  # noqa: F401  registers the attention and the masks
 from .caches import COORDINATES, axes_of, check_cache, mark_returned, read_coordinates
+from .checkpointing import watch_backward
 from .configurations import delete_options, write_options
 from .continuous_batching import SUPPORTED, with_pages
 from .embeddings import ATTRIBUTE, check_embedding, no_rotation, rotary_embeddings
@@ -64,6 +65,7 @@ def apply(model, plan: Plan) -> None:
     handles = [embedding.register_forward_hook(no_rotation) for embedding in embeddings.values()]
     handles.append(decoder.register_forward_pre_hook(check_forward, with_kwargs=True))
     handles.append(decoder.register_forward_hook(mark_returned, with_kwargs=True))
+    handles.append(decoder.register_forward_hook(watch_backward))
     setattr(
         decoder,
         ATTRIBUTE,

@@ -26,6 +26,7 @@ from ...backends.cache_tables import CacheLayer
 from ...operators.functional import attention, attention_varlen, attention_with_cache, rotate
 from ...rotary.rotary import Rotary
 from .caches import COORDINATES, Coordinates, follow_caches, holds_codes, split_rows
+from .checkpointing import check_recomputed
 from .continuous_batching import BATCH, attend_paged, prepare_manager
 from .one_tensor import (
     absorb,
@@ -234,6 +235,7 @@ def _check_call(module, scheme, dropout, sliding_window, kwargs) -> None:
         raise ValueError(
             f"{NOT_CONVERTED}; layer {getattr(module, 'layer_idx', '?')} ({type(module).__name__}) has no scheme"
         )
+    check_recomputed(scheme)
     if dropout:
         raise ValueError(f"attention_dropout: expected 0, got {dropout}; the kernels have no dropout")
     if sliding_window != scheme.window:

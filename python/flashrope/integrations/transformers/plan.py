@@ -118,10 +118,10 @@ def plan_conversion(model, given: Mapping[str, Any], untested: bool = False) -> 
             f"convert: the model keeps {describe_options(options)} of its last convert; to get its own scheme, call "
             "revert(model) first",
         )
-    same = earlier is not None and all(
-        _same(scheme_of(decoder.get_submodule(name)), scheme) for name, scheme in schemes.items()
-    )
-    mark = earlier.mark if earlier is not None and same else uuid.uuid4().hex  # same: caches stay valid
+    mark = uuid.uuid4().hex
+    present = {name: scheme_of(decoder.get_submodule(name)) or scheme for name, scheme in schemes.items()}
+    if earlier is not None and all(_same(present[name], scheme) for name, scheme in schemes.items()):
+        mark, schemes = earlier.mark, present  # caches, and forwards before their backward, stay valid
     return Plan(schemes, options, field, mark, tuple(warnings), own)
 
 
@@ -166,13 +166,9 @@ def _plan_layers(decoder, modules: list[Any], options: dict[str, Any]) -> dict[s
     return schemes
 
 
-def _same(one: LayerScheme | None, other: LayerScheme) -> bool:
+def _same(one: LayerScheme, other: LayerScheme) -> bool:
     """Whether a cache that was filled under one scheme is valid under the other scheme."""
-    return (
-        one is not None
-        and (one.window, one.rotary) == (other.window, other.rotary)
-        and one.grows_from == other.grows_from == math.inf
-    )
+    return (one.window, one.rotary) == (other.window, other.rotary) and one.grows_from == other.grows_from == math.inf
 
 
 def _warnings_of_window(options: Mapping[str, Any], config) -> list[str]:

@@ -27,6 +27,7 @@ class LayerScheme:
         rotary: the scheme for sequences of at most grows_from tokens.
         from_zero: whether scores depend on where positions begin to count, and not only on distances.
         grows_from: beyond this number of tokens the scheme depends on the length. inf: it never does.
+        has_run: whether a forward has run under this scheme.
     """
 
     def __init__(self, config, layer_type: str | None, window: int | None, rotates: bool, options: dict):
@@ -38,6 +39,7 @@ class LayerScheme:
         fixed = not rotates or not fixes_table.isdisjoint(options)
         self.grows_from = math.inf if fixed else grows_from(config, layer_type)
         self._latest = (0, self.rotary)
+        self.has_run = False
 
     def at(self, seqlen: int) -> Rotary:
         """Returns the scheme for a sequence of seqlen tokens."""
