@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 import gc
+import sys
 from typing import Any
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from ..options import FIELD
-from .plan import KEY, SAVED, find_decoder
+from .plan import KEY, SAVED, find_decoder, scheme_of
+from .schemes import LayerScheme
 
 
 def write_options(model: torch.nn.Module, config, options: dict[str, Any]) -> None:
@@ -34,6 +36,8 @@ def separate_configuration(model: torch.nn.Module) -> bool:
     model: a model or a part of one that holds the decoder. The whole model gets the copy.
     """
     decoder = find_decoder(model)
+    if not _may_be_shared(model, decoder):
+        return False
     living = [each for each in gc.get_objects() if issubclass(type(each), torch.nn.Module) and "config" in vars(each)]
     roots = [model, *(each for each in living if any(module is decoder for module in each.modules()))]
     own = {id(module): module for root in roots for module in root.modules()}
@@ -48,6 +52,15 @@ def separate_configuration(model: torch.nn.Module) -> bool:
             if isinstance(value, PretrainedConfig) and id(value) in copies:
                 vars(module)[name] = copies[id(value)]
     return True
+
+
+def _may_be_shared(model: torch.nn.Module, decoder: PreTrainedModel) -> bool:
+    """Whether more objects refer to the decoder's configuration than the model has. This is a quick test, because a
+    search of all objects takes a tenth of a second."""
+    modules = list(model.modules())
+    held = sum(value is decoder.config for module in modules for value in vars(module).values())
+    held += len({id(each) for module in modules if isinstance(each := scheme_of(module), LayerScheme)})
+    return sys.getrefcount(decoder.config) - 1 > held  # the argument of getrefcount is one more
 
 
 def _configurations(model: torch.nn.Module, config) -> list:
