@@ -77,7 +77,7 @@ def test_convert_suggest_and_vllm_take_it(row, tmp_path):
     assert schemes(model) == expected and model.config.flashrope == {"half": 2, "log_n": 64}
     model.save_pretrained(tmp_path)
     assert schemes(from_pretrained(tmp_path)) == planned(tmp_path) == expected
-    assert suggest(model, 256, "half") == ({"half": 3}, "Half: pairs 3")
+    assert suggest(tiny("llama"), 256, "half") == ({"half": 3}, "Half: pairs 3")
     for wrong, message in ((dict(half="3"), "half: expected an integer"), (dict(half=2, ntk=2.0), "at most one of")):
         with pytest.raises((TypeError, ValueError), match=message):
             convert(tiny("llama"), **wrong)

@@ -98,9 +98,11 @@ class _Search:
         self.stock_label = ""
 
     def convert(self, changes: dict[str, Any]):
+        """Converts the model with these options only. Reverts first, because convert keeps the options of the previous
+        scheme or warns that it drops them."""
         from ..integrations.transformers import convert
 
-        model = convert(self.model, **changes)
+        model = convert(self.revert(), **changes)
         self.converted = True
         return model
 
@@ -115,9 +117,7 @@ class _Search:
         return self.convert(self.own) if self.own or self.all_converted else model
 
     def own_scheme(self):
-        """Converts the model and keeps its own scheme. Reverts first, because convert would keep the options of the
-        previous scheme."""
-        self.revert()
+        """Converts the model and keeps its own scheme."""
         return self.convert(self.own)
 
     def _add(self, name: str, asked: str, label: str, apply: Callable[[], object], words: str) -> None:

@@ -91,7 +91,12 @@ def read_field(config, length=training_length) -> dict[str, Any]:
     Raises:
         TypeError, ValueError: an option is invalid.
     """
-    return read_options({name: value for name, value in _field(config).items() if name != RAW_KEYS}, config, length)
+    return read_options(saved_options(config), config, length)
+
+
+def saved_options(config) -> dict[str, Any]:
+    """Returns what a configuration's field holds, without raw_keys and without checking it."""
+    return {name: value for name, value in _field(config).items() if name != RAW_KEYS}
 
 
 def keeps_raw_keys(config) -> bool:
@@ -122,6 +127,11 @@ def to_json(options: Mapping[str, Any]) -> dict[str, Any]:
         **options,
         "rotary": {key: each.text for key, each in rotary.items()} if isinstance(rotary, dict) else rotary.text,
     }
+
+
+def as_keywords(options: Mapping[str, Any]) -> str:
+    """Returns options in the form of keyword arguments."""
+    return ", ".join(f"{name}={value!r}" for name, value in options.items())
 
 
 def _names() -> list[str]:

@@ -74,6 +74,8 @@ class Option(NamedTuple):
             passed as a keyword argument.
         words: a format string of the value, for lists of settings.
         beside: an option that can only be given together with this one.
+        train_length: a function of the value that returns the training length that the value states, in tokens. None:
+            the value states none.
     """
 
     name: str
@@ -82,6 +84,7 @@ class Option(NamedTuple):
     apply: Callable[..., Rotary]
     words: str
     beside: Beside | None = None
+    train_length: Callable[[Any], float] | None = None
 
 
 class Scheme(NamedTuple):
@@ -124,6 +127,23 @@ def known_options() -> dict[str, Option]:
     """Returns {name: option} of all options, in the order in which they are applied."""
     found = [scheme.option for scheme in SCHEMES.values() if scheme.option]
     return {option.name: option for option in sorted(found, key=lambda option: option.stage)}
+
+
+def add_options(own: Mapping[str, Any], added: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns options of a model with other options added. An added option replaces the options of its stage,
+    and the options beside them."""
+    known = known_options().values()
+    stages = {option.name: option.stage for option in known}
+    stages |= {option.beside.name: option.stage for option in known if option.beside}
+    replaced = {stages.get(name, name) for name in added}
+    return {name: value for name, value in own.items() if stages.get(name, name) not in replaced} | dict(added)
+
+
+def stated_length(options: Mapping[str, Any]) -> int | None:
+    """Returns the longest training length that options state, in tokens, or None if they state none."""
+    known = known_options()
+    lengths = [each(options[name]) for name in known if name in options and (each := known[name].train_length)]
+    return int(max(lengths)) if lengths else None
 
 
 def apply_options(rotary: Rotary, options: Mapping[str, Any], scaled: bool = True) -> Rotary:
@@ -292,6 +312,7 @@ SCHEMES: dict[str, Scheme] = {
                 lambda rotary, length, log_n_clip=True: rotary.log_n(length, clip=log_n_clip),
                 "log n by {:,}",
                 Beside("log_n_clip", _flag, True, "also below 1"),
+                train_length=lambda length: length,
             ),
             log_n=True,
             why="it keeps attention sharp over many keys",
@@ -312,6 +333,7 @@ SCHEMES: dict[str, Scheme] = {
                 _numbers("factor", "train_length"),
                 lambda rotary, given: rotary.yarn(*given),
                 "factor {:g}",
+                train_length=lambda given: given[1],
             ),
         ),
         Scheme(
@@ -338,7 +360,14 @@ SCHEMES: dict[str, Scheme] = {
             "hope",
             "HoPE",
             lambda lengths: {"hope_train_length": lengths.train},
-            Option("hope_train_length", CUT, _number, _hope, f"{SLOW_PAIRS} do not rotate"),
+            Option(
+                "hope_train_length",
+                CUT,
+                _number,
+                _hope,
+                f"{SLOW_PAIRS} do not rotate",
+                train_length=lambda length: length,
+            ),
         ),
         Scheme(
             "p-rope",
@@ -350,7 +379,14 @@ SCHEMES: dict[str, Scheme] = {
             "cope",
             "CoPE",
             lambda lengths: {"cope": lengths.train},
-            Option("cope", CUT, _cope_arguments, _cope, f"{SLOW_PAIRS} rotate less"),
+            Option(
+                "cope",
+                CUT,
+                _cope_arguments,
+                _cope,
+                f"{SLOW_PAIRS} rotate less",
+                train_length=lambda given: given["train_length"] if isinstance(given, dict) else given,
+            ),
             why="the angles of these pairs beyond the training length are new to the model; distances do not change",
         ),
         Scheme(

@@ -19,6 +19,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
+from ..options import as_keywords
 from . import attention  # noqa: F401  registers the attention and the masks
 from .caches import COORDINATES, axes_of, check_cache, mark_returned, read_coordinates
 from .checkpointing import watch_backward
@@ -26,7 +27,7 @@ from .configurations import delete_options, write_options
 from .continuous_batching import SUPPORTED, with_pages
 from .embeddings import ATTRIBUTE, check_embedding, no_rotation, rotary_embeddings
 from .one_tensor import expand
-from .plan import NAME, SAVED, Plan, describe_options, find_decoder, scheme_of
+from .plan import NAME, SAVED, Plan, find_decoder, scheme_of
 from .positions import add_length, check_positions
 from .schemes import LayerScheme
 from .shared_layers import count_rows, drops_rows
@@ -73,7 +74,7 @@ def apply(model, plan: Plan) -> None:
             plan, attn_implementation, handles, tuple(name for name in embeddings if not name.startswith("layers."))
         ),
     )
-    decoder.extra_repr = partial(_describe_decoder, type(decoder).extra_repr(decoder), describe_options(plan.options))
+    decoder.extra_repr = partial(_describe_decoder, type(decoder).extra_repr(decoder), as_keywords(plan.options))
     if plan.field:
         write_options(model, decoder.config, dict(plan.field))
 

@@ -19,7 +19,8 @@ from transformers import PreTrainedModel
 from ...backends.registry import load_backend, resolve_impl
 from ...configs.families import families_with, family
 from ...operators.checks import MAX_HEAD_DIM
-from ..options import RAW_KEYS, keeps_raw_keys, read_field, read_options, to_json
+from ...rotary.catalogue import add_options, stated_length
+from ..options import RAW_KEYS, as_keywords, keeps_raw_keys, read_field, read_options, saved_options, to_json
 from .embeddings import ATTRIBUTE, check_tables, is_rotary_embedding
 from .schemes import LayerScheme, attending_layers, layer_type_of, sliding_window_of
 from .versions import VERSION, check_version
@@ -115,8 +116,16 @@ def plan_conversion(model, given: Mapping[str, Any], untested: bool = False) -> 
     if earlier is not None and options and not asked:
         warnings.insert(
             0,
-            f"convert: the model keeps {describe_options(options)} of its last convert; to get its own scheme, call "
+            f"convert: the model keeps {as_keywords(options)} of its last convert; to get its own scheme, call "
             "revert(model) first",
+        )
+    had = dict(earlier.options) if earlier is not None else saved_options(config)
+    dropped = {name: value for name, value in add_options(had, options).items() if name not in options}
+    if asked and dropped:
+        warnings.insert(
+            0,
+            f"convert: drops {as_keywords(dropped)}, which the model had; to keep an option, pass it again, as the "
+            "changes of suggest do",
         )
     mark = uuid.uuid4().hex
     present = {name: scheme_of(decoder.get_submodule(name)) or scheme for name, scheme in schemes.items()}
@@ -133,11 +142,6 @@ def plan_of(decoder: torch.nn.Module) -> Plan | None:
 def scheme_of(module: torch.nn.Module) -> LayerScheme | None:
     """Returns the scheme of an attention module, or None if it is not converted."""
     return getattr(module, ATTRIBUTE, None)
-
-
-def describe_options(options: Mapping[str, Any]) -> str:
-    """Returns options in the form of keyword arguments."""
-    return ", ".join(f"{name}={value!r}" for name, value in options.items())
 
 
 def _plan_layers(decoder, modules: list[Any], options: dict[str, Any]) -> dict[str, LayerScheme]:
@@ -174,7 +178,8 @@ def _same(one: LayerScheme, other: LayerScheme) -> bool:
 def _warnings_of_window(options: Mapping[str, Any], config) -> list[str]:
     """Returns a warning if ReRoPE's window is 0, or if it lets the model see distances with which it was not
     trained."""
-    window, length = options.get("window"), getattr(config, "max_position_embeddings", None)
+    window = options.get("window")
+    length = stated_length(options) or getattr(config, "max_position_embeddings", None)
     if window == 0 and "factor" not in options:
         return ["window: expected more than 0, got 0; every distance is seen as 0, as in Rotary.none"]
     if window is not None and isinstance(length, int) and window >= length:

@@ -13,10 +13,21 @@ from typing import NamedTuple
 
 from ...configs.hugging_face import model_steps
 from ...rotary.bands import have_maps
-from ...rotary.catalogue import BANDS, SCHEMES, TABLE, Lengths, apply_options, describe_options, known_options
+from ...rotary.catalogue import (
+    BANDS,
+    SCALE,
+    SCHEMES,
+    TABLE,
+    Lengths,
+    add_options,
+    apply_options,
+    describe_options,
+    known_options,
+    stated_length,
+)
 from ...rotary.rotary import Rotary, build
 from ...rotary.scales import UNSCALED
-from ..options import DUAL_CHUNK
+from ..options import DUAL_CHUNK, as_keywords, read_field
 
 
 class LayerScheme:
@@ -178,6 +189,10 @@ def suggest(model_or_config, target_length: int, scheme: str = "rerope") -> Sugg
     windows of a quarter and a half of the training length give 82.3% and 82.4%, an eighth 78.6%, three quarters 76.4%,
     and the training length itself 7.1%.
 
+    The changes of a model that was converted or saved with options contain these options, unless the scheme replaces
+    them by others. Its own log n stays as it is. The training length is the longest one that its options state, or
+    max_position_embeddings if they state none.
+
     Args:
         model_or_config: a transformers model or its configuration.
         target_length: the number of tokens that the model should read.
@@ -204,7 +219,8 @@ def suggest(model_or_config, target_length: int, scheme: str = "rerope") -> Sugg
             f"model_or_config: expected a transformers model or its configuration, with {' and '.join(fields)}, got "
             f"{_name(model_or_config)} without {' and '.join(lacking)}"
         )
-    length = config.max_position_embeddings
+    own = read_field(config)
+    length = stated_length(own) or config.max_position_embeddings
     layer_types = {layer_type_of(config, layer) for layer in range(config.num_hidden_layers)}
     if not any(_rotates(config, layer_type) for layer_type in layer_types):
         raise ValueError(
@@ -212,9 +228,11 @@ def suggest(model_or_config, target_length: int, scheme: str = "rerope") -> Sugg
             f"{_name(model_or_config)} without rope_theta"
         )
     if target_length <= length:
-        return Suggestion({}, f"{target_length} tokens are within the {length} that the model was trained with")
+        return Suggestion(own, f"{target_length} tokens are within the {length} that the model was trained with")
     row, lengths = SCHEMES[scheme], Lengths(length, target_length)
     changes, options = row.options(lengths), known_options()
+    if any(name in own and option.stage == SCALE for name, option in options.items()) and len(changes) > 1:
+        changes = {name: value for name, value in changes.items() if options[name].stage != SCALE}
     windows = [sliding_window_of(config, layer) for layer in range(config.num_hidden_layers)]
     if any(windows) and any(options[name].stage == BANDS for name in changes if name in options):
         raise ValueError(
@@ -222,7 +240,10 @@ def suggest(model_or_config, target_length: int, scheme: str = "rerope") -> Sugg
             f"{max(filter(None, windows))} in {sum(map(bool, windows))} of {len(windows)} layers"
         )
     why = row.why.format(train=lengths.train, longest=lengths.longest)
-    return Suggestion(changes, f"{row.label}: {describe_options(changes)}" + (f"; {why}" if why else ""))
+    together = add_options(own, changes)
+    kept = as_keywords({name: value for name, value in together.items() if name not in changes})
+    notes = [f"with the model's {kept}"] * bool(kept) + [why] * bool(why)
+    return Suggestion(together, "; ".join([f"{row.label}: {describe_options(changes)}", *notes]))
 
 
 def _rotates(config, layer_type: str | None) -> bool:
