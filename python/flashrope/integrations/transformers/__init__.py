@@ -8,6 +8,7 @@ Where to look:
     embeddings           the model's rotary embeddings: compares their tables, and switches their rotation off
     checkpointing        refuses the backward of a forward under another scheme
     configurations       writes options to a model's configuration, and gives the model a configuration of its own
+    adapters             saves options with PEFT adapters, and compares them when an adapter is loaded
     untested             compares the outputs of a converted model of an untested type with the stock model's
     schemes              the scheme of every layer, and suggest; does not need transformers
     attention            the attention function and the mask function that transformers calls

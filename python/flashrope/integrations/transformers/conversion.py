@@ -9,11 +9,13 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import torch
 import transformers
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from ...rotary.rotary import Rotary
 from ..options import FIELD
+from .adapters import collecting_options, follow_adapters
 from .applying import apply, choose_stock_attention, undo
 from .caches import check_cache
 from .configurations import delete_options, separate_configuration
@@ -95,6 +97,7 @@ def convert(model, rotary: Rotary | dict[str, Rotary] | None = None, *, untested
     for message in plan.warnings:
         warnings.warn(message, stacklevel=2)
     apply(model, plan)
+    follow_adapters()
     hook = vars(find_decoder(model)).pop(REVERTED, None)
     if hook is not None:
         hook.remove()
@@ -146,7 +149,8 @@ def from_pretrained(
     """Loads a model with transformers and converts it with the options with which it was saved. A model that was saved
     without options keeps its own scheme.
 
-    Use it for models that were saved after ``convert`` with options, which transformers does not load.
+    Use it for models that were saved after ``convert`` with options, which transformers does not load, and for the
+    folders of their PEFT adapters.
     ``register_auto_classes`` lets ``AutoModel`` classes and ``pipeline`` load them.
 
     Example:
@@ -166,11 +170,21 @@ def from_pretrained(
     Raises:
         TypeError, ValueError: as in ``convert``.
     """
-    loaded = auto_class.from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
-    model = loaded[0] if isinstance(loaded, tuple) else loaded
+    loaded, model = _load(auto_class, pretrained_model_name_or_path, *args, **kwargs)
     choose_stock_attention(model, kwargs.get("attn_implementation"))
     convert(model, untested=untested)
     return loaded
+
+
+def _load(stock, *args, **kwargs) -> tuple[Any, torch.nn.Module]:
+    """Returns what stock.from_pretrained returns, and the model in it. The options of an adapter, with which its folder
+    was saved, replace those of its base model."""
+    with collecting_options() as found:
+        loaded = stock.from_pretrained(*args, **kwargs)
+    model = loaded[0] if isinstance(loaded, tuple) else loaded
+    if found:
+        setattr(find_decoder(model).config, FIELD, found[-1])
+    return loaded, model
 
 
 def register_auto_classes(*model_types: str) -> None:
@@ -226,8 +240,7 @@ def _loader(stock: type[PreTrainedModel]) -> type[PreTrainedModel]:
     ``stock``, and converts a loaded model that has options."""
 
     def load(cls, *args, **kwargs):
-        loaded = stock.from_pretrained(*args, **kwargs)
-        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        loaded, model = _load(stock, *args, **kwargs)
         choose_stock_attention(model)
         if getattr(model.config, FIELD, None):
             convert(model)

@@ -21,6 +21,7 @@ from ...configs.families import families_with, family
 from ...operators.checks import MAX_HEAD_DIM
 from ...rotary.catalogue import add_options, stated_length
 from ..options import RAW_KEYS, as_keywords, keeps_raw_keys, read_field, read_options, saved_options, to_json
+from .adapters import check_adapters
 from .embeddings import ATTRIBUTE, check_tables, is_rotary_embedding
 from .schemes import LayerScheme, attending_layers, layer_type_of, sliding_window_of
 from .versions import VERSION, check_version
@@ -92,6 +93,7 @@ def plan_conversion(model, given: Mapping[str, Any], untested: bool = False) -> 
             expected.
     """
     check_version()
+    check_adapters(model)
     decoder = find_decoder(model)
     check_decoder(decoder)
     modules = attention_modules(decoder)
