@@ -38,6 +38,14 @@ def test_a_rotary_embedding_that_is_replaced_after_convert(name):
     assert torch.equal(logits(revert(model), tokens()), stock)
 
 
+def test_a_rotary_embedding_that_is_replaced_before_continuous_batching():
+    """The decoder looks at its embedding before it looks at the pages of a batch."""
+    decoder = convert(tiny("llama")).model
+    decoder.rotary_emb = type(decoder.rotary_emb)(decoder.config)
+    with pytest.raises(ValueError, match="model: expected the rotary embedding"):
+        decoder(input_ids=tokens(), cu_seq_lens_k={})
+
+
 def test_a_rotary_embedding_that_is_replaced_before_compiling():
     model = convert(tiny("llama", num_hidden_layers=1))
     model.model.rotary_emb = type(model.model.rotary_emb)(model.config)

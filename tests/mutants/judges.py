@@ -240,6 +240,15 @@ JUDGES = {
         "tests/integrations/test_qwen_1m.py tests/integrations/test_vllm_plan.py"
     ],
     "python/flashrope/configs/*": ["tests/integrations/test_hf_config.py tests/integrations/test_mrope_models.py"],
+    "python/flashrope/integrations/transformers/adapters.py": ["tests/integrations/test_adapters.py"],
+    "python/flashrope/integrations/transformers/checkpointing.py": ["tests/integrations/test_checkpointing.py"],
+    "python/flashrope/integrations/transformers/configurations.py": [
+        "tests/integrations/test_shared_parts.py tests/integrations/test_saving.py"
+    ],
+    "python/flashrope/integrations/transformers/embeddings.py": [
+        "tests/integrations/test_model_tables.py tests/integrations/test_shared_parts.py",
+        CONVERTED,
+    ],
     "python/flashrope/integrations/transformers/c*": [
         "tests/integrations/test_continuous_batching.py tests/integrations/test_vision_models.py",
         CONVERTED,

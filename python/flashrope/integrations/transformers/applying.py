@@ -109,13 +109,13 @@ def check_forward(module, args, kwargs) -> tuple | None:
             f"attn_implementation: expected {NAME!r} in a converted model, got "
             f"{module.config._attn_implementation!r}, with which nothing would rotate; call revert(model) first"
         )
-    if SUPPORTED and isinstance(kwargs.get("cu_seq_lens_k"), dict):
-        return args, with_pages(kwargs)
     given = arguments_of(module, args, kwargs)
     for x in (given.get("inputs_embeds"), given.get("input_ids")):
         if x is not None:
             for name in module._flashrope.embeddings:
                 check_embedding(module.get_submodule(name), x.device)
+    if SUPPORTED and isinstance(kwargs.get("cu_seq_lens_k"), dict):
+        return args, with_pages(kwargs)
     check_cache(module, given)
     if axes_of(module) > 1:
         places = read_coordinates(module, given)

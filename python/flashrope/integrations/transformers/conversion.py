@@ -42,10 +42,10 @@ def convert(model, rotary: Rotary | dict[str, Rotary] | None = None, *, untested
     Without options the model keeps its own scheme, and its logits do not change. Its caches then hold raw keys. A cache
     that was filled before ``convert`` or ``revert`` raises an error.
 
-    Every call describes the whole scheme: its options replace the options of an earlier call. Without options, the
-    options in the configuration are used. They come from the folder from which the model was loaded, or from an earlier
-    ``convert``. If the model is still converted, the call warns that it keeps them. To get the model's own scheme, call
-    ``revert(model)`` first.
+    Every call describes the whole scheme: its options replace the options of an earlier call. A warning names the
+    earlier options that no option of the same kind replaces. Without options, the options in the configuration are
+    used. They come from the folder from which the model was loaded, or from an earlier ``convert``. If the model is
+    still converted, the call warns that it keeps them. To get the model's own scheme, call ``revert(model)`` first.
 
     Args:
         model: a transformers model of a type in ``FAMILIES``, or a module that holds one (PEFT, DDP).
@@ -78,8 +78,9 @@ def convert(model, rotary: Rotary | dict[str, Rotary] | None = None, *, untested
         log_n_clip: False: the factor of log_n may be below 1, as in models that were trained with log n. Needs log_n.
 
     ``print(model)`` shows the scheme of every layer. The configuration keeps the options, save_pretrained writes them,
-    and ``revert`` deletes them. To load a model that was saved with options, use ``from_pretrained`` of this package.
-    Without this package transformers does not load it.
+    and ``revert`` deletes them. If another living model has the same configuration object, this model gets a copy. To
+    load a model that was saved with options, use ``from_pretrained`` of this package. Without this package transformers
+    does not load it.
 
     Returns:
         model.
