@@ -5,10 +5,10 @@ import torch
 
 pytest.importorskip("transformers", reason="the extra 'transformers' is not installed")
 
-from families import ROPE_TYPES, close, logits, schemes, tiny, tokens
+from families import HERE, ROPE_TYPES, close, logits, schemes, tiny, tokens
 from flashrope import Rotary
 from flashrope.integrations.transformers import convert, revert
-from flashrope.integrations.transformers.embeddings import rotary_embeddings, tables_of
+from flashrope.integrations.transformers.embeddings import fill_tables, rotary_embeddings, tables_of
 from flashrope.integrations.transformers.plan import find_decoder
 from small_models import causal_lm, small_config
 
@@ -106,6 +106,19 @@ def test_tables_on_the_meta_device(name, first):
     assert all(table.is_meta for table in tables(model).values())
     assert close(logits(model, tokens()), logits(stock, tokens()))
     assert torch.equal(logits(revert(model), tokens()), logits(stock, tokens()))
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_tables_of_every_family_are_made_again(name):
+    """Every family's rotary embedding can be built from its configuration, and has the same tables."""
+    decoder = find_decoder(tiny(name))
+    before = tables(decoder)
+    for embedding in rotary_embeddings(decoder).values():
+        for table, x in tables_of(embedding).items():
+            setattr(embedding, table, x.to("meta"))
+        fill_tables(embedding, torch.device("cpu"))
+    assert before and tables(decoder).keys() == before.keys()
+    assert all(torch.equal(x, before[each]) for each, x in tables(decoder).items())
 
 
 def test_tables_without_values():
