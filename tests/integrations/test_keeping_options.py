@@ -45,7 +45,7 @@ def test_suggest_starts_from_the_options_of_the_model(has, scheme, expected, tmp
     model.save_pretrained(tmp_path)
     assert suggest(AutoConfig.from_pretrained(tmp_path), 256, scheme).changes == expected
     for name in [name for name in has if has[name] == expected.get(name)]:
-        assert f"{name}={expected[name]!r}" in found.reason
+        assert f"{name}={expected[name]!r}" in found.reason or f"log n by {expected[name]}" in found.reason
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="convert:")
         made = schemes(convert(model, **found.changes))

@@ -230,7 +230,8 @@ def suggest(model_or_config, target_length: int, scheme: str = "rerope") -> Sugg
     if target_length <= length:
         return Suggestion(own, f"{target_length} tokens are within the {length} that the model was trained with")
     row, lengths = SCHEMES[scheme], Lengths(length, target_length)
-    changes, options = row.options(lengths), known_options()
+    fitted, options = row.options(lengths), known_options()
+    changes = dict(fitted)
     if any(name in own and option.stage == SCALE for name, option in options.items()) and len(changes) > 1:
         changes = {name: value for name, value in changes.items() if options[name].stage != SCALE}
     windows = [sliding_window_of(config, layer) for layer in range(config.num_hidden_layers)]
@@ -241,9 +242,10 @@ def suggest(model_or_config, target_length: int, scheme: str = "rerope") -> Sugg
         )
     why = row.why.format(train=lengths.train, longest=lengths.longest)
     together = add_options(own, changes)
-    kept = as_keywords({name: value for name, value in together.items() if name not in changes})
+    new = {name: value for name, value in fitted.items() if together.get(name) == value}
+    kept = as_keywords({name: value for name, value in together.items() if name not in new})
     notes = [f"with the model's {kept}"] * bool(kept) + [why] * bool(why)
-    return Suggestion(together, "; ".join([f"{row.label}: {describe_options(changes)}", *notes]))
+    return Suggestion(together, "; ".join([f"{row.label}: {describe_options(new)}", *notes]))
 
 
 def _rotates(config, layer_type: str | None) -> bool:
