@@ -93,8 +93,8 @@ def plan_conversion(model, given: Mapping[str, Any], untested: bool = False) -> 
             expected.
     """
     check_version()
-    check_adapters(model)
     decoder = find_decoder(model)
+    check_adapters(model)
     check_decoder(decoder)
     modules = attention_modules(decoder)
     check_widths(decoder.config.model_type, modules)
