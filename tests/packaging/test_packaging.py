@@ -110,7 +110,7 @@ def test_the_copy_passes_the_checks_of_the_builder(lay_out, tmp_path):
     trees = (ast.parse(path.read_text()) for path in package.rglob("*.py"))
     libraries = {name.split(".")[0] for tree in trees for name in imported(tree)} - sys.stdlib_module_names
     # the hub's own examples import torch and triton too; each other library is imported only in its integration
-    assert libraries == {"torch", "triton", "transformers", "vllm", "torchtitan", "megatron"}
+    assert libraries == {"torch", "triton", "transformers", "peft", "vllm", "torchtitan", "megatron"}
     repository = tomllib.loads((root / "build.toml").read_text())["general"]["hub"]["repo-id"]
     assert f'get_kernel("{repository}", version=0)' in (root / "tests/test_flashrope.py").read_text()
 

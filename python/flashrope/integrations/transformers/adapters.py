@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from ...cli.files import replacing
 from ..options import FIELD, as_keywords
 
 LOAD_WITH = "load this adapter with from_pretrained of flashrope.integrations.transformers"
@@ -139,7 +140,8 @@ def _write(stock, config, save_directory, **kwargs):
 
         path = Path(save_directory) / CONFIG_NAME
         content = json.loads(path.read_text()) | {FIELD: exchange.options, f"{FIELD}: {LOAD_WITH}": True}
-        path.write_text(json.dumps(content, indent=2, sort_keys=True))
+        with replacing(path) as partial:
+            partial.write_text(json.dumps(content, indent=2, sort_keys=True))
 
 
 def _read(stock, cls, **kwargs):
