@@ -229,6 +229,7 @@ class Variant(NamedTuple):
     shares: programs of the decode kernel take equal shares of the keys of all sequences, not splits of each sequence.
     key_groups: the number of groups into which the decode kernel divides the keys of a tile. Each group has a softmax
         of its own. With as many groups as warps, warps do not wait for each other between their products.
+    lagged: the forward adds weights @ V of an inner tile one tile late (forward.attend_inner_lagged).
     """
 
     head_dim: int
@@ -259,6 +260,7 @@ class Variant(NamedTuple):
     padded_d: int = 0
     pair_ranges: tuple = ()
     key_groups: int = 1
+    lagged: bool = False
 
 
 def pair_ranges(widths: tuple[int, ...]) -> tuple[PairRange, ...]:

@@ -16,20 +16,27 @@ AMD = ("gfx942", "gfx950")  # AMD's GPUs that the kernels are compiled for
 
 
 class Tile(NamedTuple):
-    """block_m: query rows, block_n: key rows of a tile."""
+    """block_m: query rows, block_n: key rows of a tile. lagged: as in ``Variant``, for the forward over contiguous
+    keys."""
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
+    lagged: bool = False
 
     @property
     def options(self) -> dict[str, int | bool]:
         """Returns the launch options for Triton."""
         return options(self.num_warps, num_stages=self.num_stages)
 
+    @property
+    def description(self) -> str:
+        late = ", late values" if self.lagged else ""
+        return f"{self.block_m} x {self.block_n}, {self.num_warps} warps, {self.num_stages} stages{late}"
 
-def by_block_d(*tiles: tuple[int, int, int, int]) -> dict[int, Tile]:
+
+def by_block_d(*tiles: tuple[int, ...]) -> dict[int, Tile]:
     return {block_d: Tile(*tile) for block_d, tile in zip((16, 32, 64, 128, 256), tiles, strict=True)}
 
 
@@ -42,7 +49,11 @@ def by_block_d(*tiles: tuple[int, int, int, int]) -> dict[int, Tile]:
 # do spill in the inner loop. For 64 channels, sm80's dK and dV spill up to four registers. With one band they reach 75%
 # of the tensor cores' peak in the model; the best tile without such spills reaches 69%. For 256 channels, sm80's
 # forward tiles spill up to a seventh of the accumulator. With one band they reach 64%; the best tile without spills
-# reaches 48%. sm86's dQ tile for 256 channels spills two registers.
+# reaches 48%. sm86's dQ tile for 256 channels spills two registers. sm90's forward adds values one tile late (lagged):
+# their products then run on the tensor cores during the softmax. For 128 channels and one band, its inner loop touches
+# spilled registers 20 times among 595 instructions. With several bands it would touch them 26 times, so values are not
+# late there. No GPU has timed late values yet. On sm80 the issue model predicts 36% more clocks for them, because
+# mma.sync does not run beside the softmax.
 # sm80's "decode" tile for 256 channels has one pipeline buffer for keys and values. Two blocks then fit on a
 # multiprocessor, and one computes while the other waits. On the other targets this tile has two buffers, which cost 2%
 # more instructions. With quantized caches or explicit positions, 4 warps would spill in their loops, so "decode codes"
@@ -80,7 +91,10 @@ HALF = {
         "decode wide": by_block_d((64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 3), (32, 64, 8, 3), (32, 32, 8, 2)),
     },
     "sm90": {
-        "forward": by_block_d((128, 64, 4, 3), (128, 64, 4, 3), (128, 128, 8, 3), (128, 128, 8, 3), (128, 64, 8, 2)),
+        "forward": by_block_d(
+            (128, 64, 4, 3), (128, 64, 4, 3), (128, 128, 8, 3, True), (128, 128, 8, 3, True), (128, 64, 8, 2)
+        ),
+        "forward banded": {128: Tile(128, 128, 8, 3)},
         "forward codes banded": {128: Tile(128, 64, 8, 3)},
         "grad_kv": by_block_d((32, 128, 4, 3), (32, 128, 4, 3), (64, 128, 8, 2), (32, 128, 8, 3), (64, 32, 8, 2)),
         "grad_q": by_block_d((128, 64, 4, 2), (128, 64, 4, 2), (128, 64, 8, 2), (128, 64, 8, 2), (64, 64, 8, 2)),
@@ -92,8 +106,12 @@ HALF = {
         "decode wide": by_block_d((64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 3), (32, 64, 8, 3), (32, 32, 8, 2)),
     },
 }
-# sm_100 and sm_120 take the tiles of sm_90 and sm_86, except where those would spill in their loops.
-HALF["sm100"] = HALF["sm90"] | {"grad_kv banded": {128: Tile(64, 64, 8, 3)}}
+# sm_100 and sm_120 take the tiles of sm_90 and sm_86, except where those would spill in their loops. sm_100 also keeps
+# the loop whose values are not late.
+HALF["sm100"] = HALF["sm90"] | {
+    "forward": {block_d: tile._replace(lagged=False) for block_d, tile in HALF["sm90"]["forward"].items()},
+    "grad_kv banded": {128: Tile(64, 64, 8, 3)},
+}
 HALF["sm120"] = HALF["sm86"] | {
     "grad_kv": HALF["sm86"]["grad_kv"] | {128: Tile(64, 64, 8, 2)},
     "grad_q banded": HALF["sm86"]["grad_q banded"] | {128: Tile(128, 32, 8, 2)},

@@ -39,9 +39,19 @@ from .keys import (
     scale_weights,
 )
 from .rotation import CosSinTable, key_channels, load_rotated_hidden, query_scale
-from .softmax import SoftmaxState, add_values, finish_softmax, log2_scale, online_softmax, start_softmax
+from .softmax import (
+    SoftmaxState,
+    add_values,
+    finish_softmax,
+    log2_scale,
+    online_softmax,
+    scale_rows,
+    start_softmax,
+    tile_weights,
+)
 from .tiles import (
     HeadView,
+    add_weighted_rows,
     edge_count,
     edge_tile,
     existing_rows,
@@ -50,12 +60,14 @@ from .tiles import (
     is_visible,
     load_band,
     lse_offset,
+    pack_pairs,
     packed_row,
     query_program,
     row_exists,
     row_products,
     store_values,
     tile_rows,
+    unpack_pairs,
     value_channels,
     visible_keys,
     zero_parts,
@@ -177,6 +189,15 @@ def attend_band(state, queries, keys, cached, tiles, ROTATED_K: tl.constexpr, VA
         column = edge_tile(tiles, step) * VARIANT.block_n
         state = attend_tile(state, queries, keys, cached, column, pages, ROTATED_K, True, VARIANT)
         pages = next_pages
+    if VARIANT.lagged:
+        return attend_inner_lagged(state, queries, keys, cached, tiles, ROTATED_K, VARIANT)
+    else:
+        return attend_inner(state, queries, keys, cached, tiles, ROTATED_K, VARIANT)
+
+
+@triton.jit
+def attend_inner(state, queries, keys, cached, tiles, ROTATED_K: tl.constexpr, VARIANT: tl.constexpr):
+    """Returns the SoftmaxState after a band's inner tiles."""
     pages = load_tile_pages(keys, cached, tiles.inner_begin * VARIANT.block_n, VARIANT)
     for step in tl.range(tiles.inner_begin, tiles.inner_end):
         next_pages = load_tile_pages(keys, cached, (step + 1) * VARIANT.block_n, VARIANT)
@@ -187,16 +208,50 @@ def attend_band(state, queries, keys, cached, tiles, ROTATED_K: tl.constexpr, VA
 
 
 @triton.jit
+def attend_inner_lagged(state, queries, keys, cached, tiles, ROTATED_K: tl.constexpr, VARIANT: tl.constexpr):
+    """Does what attend_inner does, for contiguous keys in 16 bits, with weights @ V one tile late.
+
+    The product of the tile before is issued after the scores of a tile, and runs on the tensor cores while the softmax
+    of the tile runs elsewhere. acc is rescaled one tile late, too. In the first pass the late weights are 0, so an
+    infinite value of the first tile gives NaN."""
+    dtype: tl.constexpr = queries.tile[0].dtype
+    acc, row_max, row_sum = state.acc, state.row_max, state.row_sum
+    BM: tl.constexpr = VARIANT.block_m
+    PAIRS: tl.constexpr = VARIANT.block_n // 2
+    late, rescale = tl.zeros((BM, PAIRS), tl.int32), tl.full((BM,), 1.0, tl.float32)
+    for step in tl.range(tiles.inner_begin, tiles.inner_end):
+        scores, at = tile_scores(queries, keys, cached, step * VARIANT.block_n, 0, ROTATED_K, False, VARIANT)
+        before = tl.maximum(step - 1, tiles.inner_begin) * VARIANT.block_n
+        v = load_tile_values(keys, before, at, VARIANT, dtype)  # [BN, DV]
+        acc = add_weighted_rows(scale_rows(acc, rescale), unpack_pairs(late, dtype), v)
+        weights, rescale, row_max, row_sum = tile_weights(row_max, row_sum, scores, queries.scale_log2, None)
+        late = pack_pairs(weights, dtype)
+    if tiles.inner_end > tiles.inner_begin:
+        last = (tiles.inner_end - 1) * VARIANT.block_n
+        v = load_tile_values(keys, last, find_rows(keys, cached, last, 0, False, VARIANT), VARIANT, dtype)
+        acc = add_weighted_rows(scale_rows(acc, rescale), unpack_pairs(late, dtype), v)
+    return SoftmaxState(acc, row_max, row_sum)
+
+
+@triton.jit
+def tile_scores(
+    queries, keys, cached, column, pages, ROTATED_K: tl.constexpr, EDGE: tl.constexpr, VARIANT: tl.constexpr
+):
+    """Returns (scores [BM, BN] of the tile of keys that starts at `column`, its KeyRows). The arguments are those of
+    attend_tile."""
+    at = find_rows(keys, cached, column, pages, EDGE, VARIANT)
+    k = load_tile_keys(keys, column, at, ROTATED_K, VARIANT, queries.tile[0].dtype)  # [BN, D]
+    return scale_scores(row_products(queries.tile, k), cached, at, VARIANT), at
+
+
+@triton.jit
 def attend_tile(
     state, queries, keys, cached, column, pages, ROTATED_K: tl.constexpr, EDGE: tl.constexpr, VARIANT: tl.constexpr
 ):
     """Returns the SoftmaxState after the tile of keys that starts at `column`. pages: the pages of these keys, from
     load_tile_pages. EDGE: some (query, key) pairs of the tile are not visible."""
     dtype: tl.constexpr = queries.tile[0].dtype
-    at = find_rows(keys, cached, column, pages, EDGE, VARIANT)
-    k = load_tile_keys(keys, column, at, ROTATED_K, VARIANT, dtype)  # [BN, D]
-    scores = row_products(queries.tile, k)  # [BM, BN]
-    scores = scale_scores(scores, cached, at, VARIANT)
+    scores, at = tile_scores(queries, keys, cached, column, pages, ROTATED_K, EDGE, VARIANT)
     visible = is_visible(queries.visible, column, VARIANT.block_n) if EDGE else None
     weights, state = online_softmax(state, scores, queries.scale_log2, visible)
     v = load_tile_values(keys, column, at, VARIANT, dtype)  # [BN, DV]

@@ -59,21 +59,29 @@ def scale_rows(parts, factor):
 @triton.jit
 def online_softmax(state, scores, scale_log2, visible):
     """Adds one tile of keys to the softmax. Returns (weights [BM, BN], state). The caller must add weights @ V to the
-    state's acc, with add_values.
+    state's acc, with add_values. The arguments are those of tile_weights."""
+    weights, rescale, row_max, row_sum = tile_weights(state.row_max, state.row_sum, scores, scale_log2, visible)
+    return weights, SoftmaxState(scale_rows(state.acc, rescale), row_max, row_sum)
+
+
+@triton.jit
+def tile_weights(row_max, row_sum, scores, scale_log2, visible):
+    """Returns (weights [BM, BN] of one tile of keys, the factor [BM] of everything that was added to acc before, the
+    new row_max, the new row_sum). row_max, row_sum: fields of the SoftmaxState.
 
     scores: products q @ k [BM, BN], not yet scaled. visible: [BM, BN], or None if all keys are visible. scale_log2 > 0:
     from log2_scale. With groups of keys, tiles are [G, BM, BN / G].
     """
     if visible is not None:
         scores = tl.where(visible, scores, float("-inf"))
-    new_max = tl.maximum(state.row_max, tl.max(scores, len(scores.shape) - 1) * scale_log2)
+    new_max = tl.maximum(row_max, tl.max(scores, len(scores.shape) - 1) * scale_log2)
     finite_max = new_max
     if visible is not None:
         finite_max = tl.where(new_max == float("-inf"), 0.0, new_max)  # a row that has seen no key yet
     weights = tl.exp2(scores * scale_log2 - tl.expand_dims(finite_max, -1))
-    rescale = tl.exp2(state.row_max - finite_max)
-    row_sum = state.row_sum * rescale + tl.sum(weights, len(weights.shape) - 1)
-    return weights, SoftmaxState(scale_rows(state.acc, rescale), new_max, row_sum)
+    rescale = tl.exp2(row_max - finite_max)
+    row_sum = row_sum * rescale + tl.sum(weights, len(weights.shape) - 1)
+    return weights, rescale, new_max, row_sum
 
 
 @triton.jit

@@ -478,6 +478,29 @@ def add_weighted_rows(acc, weights, rows):
     return added
 
 
+@triton.jit
+def pack_pairs(x, dtype: tl.constexpr):
+    """Rounds float32 [M, N] to a 16-bit type, and returns neighbouring columns as one number, int32 [M, N / 2].
+
+    A loop carries such a tile in registers. Triton takes a 16-bit tile that a loop carries into a product for a loaded
+    one, and sends it through shared memory."""
+    CONVERT: tl.constexpr = "cvt.rn.bf16x2.f32" if dtype == tl.bfloat16 else "cvt.rn.f16x2.f32"
+    M: tl.constexpr = x.shape[0]
+    PAIRS: tl.constexpr = x.shape[1] // 2
+    first, second = tl.split(tl.reshape(x, (M, PAIRS, 2)))
+    return tl.inline_asm_elementwise(CONVERT + " $0, $2, $1;", "=r,r,r", [first, second], tl.int32, True, 1)
+
+
+@triton.jit
+def unpack_pairs(packed, dtype: tl.constexpr):
+    """Returns the tile [M, N] of a 16-bit type that pack_pairs has packed."""
+    UNPACK: tl.constexpr = "mov.b32 {$0, $1}, $2;"
+    first, second = tl.inline_asm_elementwise(UNPACK, "=h,=h,r", [packed], (tl.int16, tl.int16), True, 1)
+    M: tl.constexpr = packed.shape[0]
+    N: tl.constexpr = 2 * packed.shape[1]
+    return tl.reshape(tl.join(first, second), (M, N)).to(dtype, bitcast=True)
+
+
 @triton.constexpr_function
 def first_pair(pair_ranges, part):
     """Returns the first pair of a tile of a head. It is 0 if there are no VARIANT.pair_ranges, so that a head has one

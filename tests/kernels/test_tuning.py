@@ -30,7 +30,7 @@ from processes import Terminal
 CPU = torch.device("cpu")
 SETUP = Setup("NVIDIA Test GPU", 90, "3.6.0", "0.1.0")
 FORWARD = ShapeClass("forward", 128, 2, False, "", True, 8192)
-WINNER = Winner((64, 128, 8, 2), 1.25, 1.5)
+WINNER = Winner((64, 128, 8, 2, True), 1.25, 1.5)
 
 
 @pytest.fixture(autouse=True)
@@ -93,11 +93,13 @@ UNREADABLE = {
 BAD_ROWS = {
     "short": ROW[:-1],
     "long": [*ROW, 1],
-    "tile of text": [*ROW[:7], ["64", 128, 8, 2], *ROW[8:]],
-    "no power of two": [*ROW[:7], [48, 128, 8, 2], *ROW[8:]],
-    "huge": [*ROW[:7], [64, 4096, 8, 2], *ROW[8:]],
-    "no warps": [*ROW[:7], [64, 128, 0, 2], *ROW[8:]],
-    "stages": [*ROW[:7], [64, 128, 8, 99], *ROW[8:]],
+    "tile of text": [*ROW[:7], ["64", 128, 8, 2, True], *ROW[8:]],
+    "no power of two": [*ROW[:7], [48, 128, 8, 2, True], *ROW[8:]],
+    "huge": [*ROW[:7], [64, 4096, 8, 2, True], *ROW[8:]],
+    "no warps": [*ROW[:7], [64, 128, 0, 2, True], *ROW[8:]],
+    "stages": [*ROW[:7], [64, 128, 8, 99, True], *ROW[8:]],
+    "no loop": [*ROW[:7], [64, 128, 8, 2], *ROW[8:]],
+    "a loop of text": [*ROW[:7], [64, 128, 8, 2, "True"], *ROW[8:]],
     "class of length": [*ROW[:6], 4096, *ROW[7:]],
     "milliseconds of text": [*ROW[:8], "1.25", *ROW[9:]],
 }
@@ -168,7 +170,7 @@ def chosen(direction="forward", keys=4096, grouped=True, cache="", capability=90
 def test_the_winner_of_a_class_serves_its_calls_and_no_others(file):
     store.update(tiles.setup_of(CPU, 90), {FORWARD: WINNER})
     default = configs.tile("forward", 90, 128, 2, 1)
-    assert chosen() == chosen(keys=1025) == chosen(keys=8192) == Tile(64, 128, 8, 2) != default
+    assert chosen() == chosen(keys=1025) == chosen(keys=8192) == Tile(64, 128, 8, 2, lagged=True) != default
     assert chosen(keys=1024) == chosen(keys=8193) == chosen(grouped=False) == chosen(cache="paged") == default
     assert chosen(capability=80) == configs.tile("forward", 80, 128, 2, 1)
     assert chosen(num_bands=2) == configs.tile("forward", 90, 128, 2, 2)
@@ -247,7 +249,7 @@ def test_every_workload_takes_the_winner_of_its_class(workload, monkeypatch):
     kernel = candidates.kernel_of(workload.direction, workload.cache)
     [options] = [options for name, options in launches if name == kernel][-1:]
     assert (options["VARIANT"].block_m, options["VARIANT"].block_n) == tile[:2]
-    assert (options["num_warps"], options["num_stages"]) == tile[2:]
+    assert (options["num_warps"], options["num_stages"]) == tile[2:4]
 
 
 def test_pages_and_rows_hold_the_same_keys():
@@ -317,19 +319,19 @@ def test_what_is_dropped_is_named(monkeypatch, capsys):
     monkeypatch.setitem(candidates.GRIDS, "forward", ((64,), (32, 64), (4,), (2, 3)))
 
     def call(tile):
-        if tile == (64, 64, 4, 3):
+        if tile == Tile(64, 64, 4, 3):
             raise measure.OutOfResources(200_000, 166_912, "shared memory")
-        if tile == (64, 64, 4, 2):
+        if tile == Tile(64, 64, 4, 2):
             raise RuntimeError("PassManager::run failed\nmore")
-        return (torch.full((1, 2, 1, 4), 3.0 if tile == (64, 32, 4, 2) else 1.0),)
+        return (torch.full((1, 2, 1, 4), 3.0 if tile == Tile(64, 32, 4, 2) else 1.0),)
 
     [found] = examined(monkeypatch, run_with(call))
     assert {each.tile: each.dropped for each in found.outcomes if each.dropped} == {
-        (64, 32, 4, 2): "wrong: error 1 against float64",
-        (64, 64, 4, 2): "does not run: RuntimeError: PassManager::run failed",
-        (64, 64, 4, 3): "needs 200000 of shared memory, this device has 166912",
+        Tile(64, 32, 4, 2): "wrong: error 1 against float64",
+        Tile(64, 64, 4, 2): "does not run: RuntimeError: PassManager::run failed",
+        Tile(64, 64, 4, 3): "needs 200000 of shared memory, this device has 166912",
     }
-    assert found.winner.tile in ((64, 32, 4, 3), found.default.tile)
+    assert found.winner.tile in (Tile(64, 32, 4, 3), found.default.tile)
     text = "\n".join(command.report(found))
     assert "dropped 64 x 64, 4 warps, 3 stages: needs 200000 of shared memory" in text
 
@@ -340,7 +342,7 @@ def test_rows_that_a_candidate_leaves_out_do_not_pass(monkeypatch):
 
     def call(tile):
         out = torch.empty(1, 2, 1, 4)
-        return ((out if tile == (64, 32, 4, 2) else out.fill_(1)),)
+        return ((out if tile == Tile(64, 32, 4, 2) else out.fill_(1)),)
 
     monkeypatch.setitem(candidates.GRIDS, "forward", ((64,), (32,), (4,), (2,)))
     [found] = examined(monkeypatch, run_with(call))
@@ -354,7 +356,7 @@ def test_a_candidate_that_is_wrong_now_and_then_is_dropped(monkeypatch):
 
     def call(tile):
         seen.append(tile)
-        return (torch.full((1, 2, 1, 4), 1.0 + (tile == (64, 32, 4, 2) and seen.count(tile) == 2)),)
+        return (torch.full((1, 2, 1, 4), 1.0 + (tile == Tile(64, 32, 4, 2) and seen.count(tile) == 2)),)
 
     [found] = examined(monkeypatch, run_with(call))
     assert found.outcomes[1].dropped.startswith("wrong")

@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-FORMAT = "flashrope tiles 2"
+FORMAT = "flashrope tiles 3"
 MAX_KEYS = (1024, 8192)  # three classes of length: up to 1024 keys, up to 8192 keys, and more keys
 CACHES = ("", "contiguous", "paged")
 
@@ -61,11 +61,11 @@ class ShapeClass(NamedTuple):
 class Winner(NamedTuple):
     """The fastest correct candidate of a class.
 
-    tile: block_m, block_n, num_warps, num_stages. milliseconds: time of one call with this tile. default_milliseconds:
+    tile: the fields of ``configs.Tile``. milliseconds: time of one call with this tile. default_milliseconds:
     time with the tile that is used without tuning.
     """
 
-    tile: tuple[int, int, int, int]
+    tile: tuple[int, int, int, int, bool]
     milliseconds: float
     default_milliseconds: float
 
@@ -190,7 +190,8 @@ def _setup(device, capability, triton, flashrope) -> Setup:
 def _winner(row: list) -> tuple[ShapeClass, Winner]:
     shape = ShapeClass(*map(_checked, row[:7], (str, int, int, bool, str, bool, int)))
     tile, *milliseconds = row[7:]
-    block_m, block_n, num_warps, num_stages = (_checked(number, int) for number in tile)
+    *numbers, lagged = tile
+    block_m, block_n, num_warps, num_stages = (_checked(number, int) for number in numbers)
     # The bounds only reject absurd tiles. Tuning has already checked that the tile fits and computes correct results.
     powers_of_two = all(number > 0 and number & (number - 1) == 0 for number in (block_m, block_n, num_warps))
     if not (powers_of_two and 16 <= block_m <= 256 and 16 <= block_n <= 256 and num_warps <= 16):
@@ -198,4 +199,4 @@ def _winner(row: list) -> tuple[ShapeClass, Winner]:
     if not 1 <= num_stages <= 8 or shape.cache not in CACHES or shape.max_keys not in (*MAX_KEYS, 0):
         raise ValueError(f"winner {row}")
     times = [_checked(number, float) for number in milliseconds]
-    return shape, Winner((block_m, block_n, num_warps, num_stages), *times)
+    return shape, Winner((block_m, block_n, num_warps, num_stages, _checked(lagged, bool)), *times)

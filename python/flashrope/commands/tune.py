@@ -113,21 +113,21 @@ def tune(device, args: argparse.Namespace) -> int:
 
 def report(examined) -> list[str]:
     """Returns lines about the results for one workload: the winner, and the candidates that were dropped."""
-    from ..tuning.measure import describe
-
     shape, winner, default = examined.workload.shape_class, examined.winner, examined.default
     if winner is None:
         lines = [f"{shape}: no candidate could be timed, so the default tile stays in use"]
     elif winner is default:
-        lines = [f"{shape}: {describe(winner.tile)}, {winner.milliseconds.median:.3f} ms (the default tile)"]
+        lines = [f"{shape}: {winner.tile.description}, {winner.milliseconds.median:.3f} ms (the default tile)"]
     else:
         was = f", default {default.milliseconds.median:.3f} ms" if default.milliseconds else ""
-        lines = [f"{shape}: {describe(winner.tile)}, {winner.milliseconds.median:.3f} ms{was}"]
-    return lines + [f"  dropped {describe(each.tile)}: {each.dropped}" for each in examined.outcomes if each.dropped]
+        lines = [f"{shape}: {winner.tile.description}, {winner.milliseconds.median:.3f} ms{was}"]
+    return lines + [f"  dropped {each.tile.description}: {each.dropped}" for each in examined.outcomes if each.dropped]
 
 
 def shown() -> list[str]:
     """Returns lines that describe the file of tuned tiles."""
+    from ..triton_kernels.configs import Tile
+
     tuned = store.tuned()
     if not tuned:
         return [f"no tuned tiles ({store.path()})"]
@@ -137,9 +137,8 @@ def shown() -> list[str]:
         capability = number if isinstance(number, str) else f"{number // 10}.{number % 10}"
         lines.append(f"  {setup.device}, {capability}, triton {setup.triton}, flashrope {setup.flashrope}")
         for shape, winner in winners.items():
-            tile = " x ".join(map(str, winner.tile[:2])) + f", {winner.tile[2]} warps, {winner.tile[3]} stages"
             times = f"{winner.milliseconds:.3f} ms, default {winner.default_milliseconds:.3f} ms"
-            lines.append(f"    {shape}: {tile}, {times}")
+            lines.append(f"    {shape}: {Tile(*winner.tile).description}, {times}")
     return lines
 
 

@@ -77,10 +77,6 @@ class Examined(NamedTuple):
         return Winner(tuple(winner.tile), round(winner.milliseconds.median, 4), round(default.median, 4))
 
 
-def describe(tile: Tile) -> str:
-    return f"{tile.block_m} x {tile.block_n}, {tile.num_warps} warps, {tile.num_stages} stages"
-
-
 def examine(
     workloads: Sequence[Workload], device: torch.device, seconds: float, bar: Bar, jobs: int = 0
 ) -> Iterator[Examined]:

@@ -67,7 +67,8 @@ class Plan:
         bounds of sequences. rows_k: the argument seqlen_k of the kernel in ``forward.py``, or the argument rows_copied
         of the kernel in ``chunks.py``."""
         parts = configs.forward_parts(tile, variant.block_d, variant.block_dv, self.itemsize)
-        variant = variant._replace(parts=1 if variant.code_vec or variant.pair_ranges else parts)
+        lagged = tile.lagged and not variant.page_size and not variant.code_vec
+        variant = variant._replace(parts=1 if variant.code_vec or variant.pair_ranges else parts, lagged=lagged)
         launcher.launch(
             kernel,
             (cdiv(self.max_seqlen_q, tile.block_m) * self.batch * self.heads_q,),
