@@ -59,7 +59,9 @@ def by_block_d(*tiles: tuple[int, ...]) -> dict[int, Tile]:
 # more instructions. With quantized caches or explicit positions, 4 warps would spill in their loops, so "decode codes"
 # has 8 warps. "decode parts" is for heads of which at most half of the channels rotate. Rotating so few channels leaves
 # registers for a tile of 64 keys. With other "grad_qkv" tile shapes, several warps may hold copies of the same dQ
-# fragment, so the reduction straight from the accumulator's layout would add it more than once.
+# fragment, so the reduction straight from the accumulator's layout would add it more than once. sm90's "grad_qkv" tiles
+# for 128 channels touch spilled registers in the inner loop: three times with one band, once with several. In return,
+# three stages load a whole tile ahead, where two wait for loads of the pass before, and 64 rows fill a wgmma for dQ.
 # fmt: off
 HALF = {
     "sm80": {
@@ -98,8 +100,8 @@ HALF = {
         "forward codes banded": {128: Tile(128, 64, 8, 3)},
         "grad_kv": by_block_d((32, 128, 4, 3), (32, 128, 4, 3), (64, 128, 8, 2), (32, 128, 8, 3), (64, 32, 8, 2)),
         "grad_q": by_block_d((128, 64, 4, 2), (128, 64, 4, 2), (128, 64, 8, 2), (128, 64, 8, 2), (64, 64, 8, 2)),
-        "grad_qkv": {64: Tile(64, 128, 8, 2), 128: Tile(64, 128, 8, 2)},
-        "grad_qkv banded": {128: Tile(32, 128, 8, 2)},
+        "grad_qkv": {64: Tile(64, 128, 8, 2), 128: Tile(64, 128, 8, 3)},
+        "grad_qkv banded": {128: Tile(64, 128, 8, 2)},
         "decode": by_block_d((16, 64, 4, 3), (16, 64, 4, 3), (16, 64, 4, 3), (16, 64, 4, 3), (16, 32, 4, 3)),
         "decode codes": {256: Tile(16, 32, 8, 3)},
         "decode parts": {256: Tile(16, 64, 4, 2)},
@@ -107,10 +109,13 @@ HALF = {
     },
 }
 # sm_100 and sm_120 take the tiles of sm_90 and sm_86, except where those would spill in their loops. sm_100 also keeps
-# the loop whose values are not late.
+# the loop whose values are not late, and "grad_qkv" tiles of its own, because sm_90's were chosen for wgmma, which sm_100
+# lacks.
 HALF["sm100"] = HALF["sm90"] | {
     "forward": {block_d: tile._replace(lagged=False) for block_d, tile in HALF["sm90"]["forward"].items()},
     "grad_kv banded": {128: Tile(64, 64, 8, 3)},
+    "grad_qkv": {64: Tile(64, 128, 8, 2), 128: Tile(64, 128, 8, 2)},
+    "grad_qkv banded": {128: Tile(32, 128, 8, 2)},
 }
 HALF["sm120"] = HALF["sm86"] | {
     "grad_kv": HALF["sm86"]["grad_kv"] | {128: Tile(64, 64, 8, 2)},

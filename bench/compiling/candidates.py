@@ -21,6 +21,7 @@ from flashrope.tuning.candidates import KERNELS, tiles
 
 from . import cases, predict
 from .architectures import MULTIPROCESSORS
+from .limits import hot_loop_spills
 from .offline import Launch, Measured, compile_all
 
 
@@ -34,15 +35,6 @@ class Candidate:
     rank: float | None = None
 
 
-def scheme_of(direction: str, bands: int) -> cases.Scheme:
-    if direction == "decode":
-        return next(
-            scheme for scheme in cases.DECODE if scheme.cache == "contiguous" and len(scheme.rotary(64).bands) == bands
-        )
-    one, several = cases.ATOMIC if direction == "grad_qkv" else (cases.ONE_BAND, cases.TWO_BANDS)
-    return one if bands == 1 else several
-
-
 def ranked_by_machine_code(direction: str, arch: int, head_dim: int, bands: int, jobs: int) -> list[Candidate]:
     """Compiles all tiles and ranks them by their hot loops."""
     [found] = ranked([(direction, arch, head_dim, bands)], jobs)
@@ -53,15 +45,19 @@ def ranked(choices: list[tuple[str, int, int, int]], jobs: int) -> list[list[Can
     """Returns the ranked candidates for every given (direction, architecture, head_dim, bands). All launches are caught
     before the first kernel is compiled."""
     caught = [(at, direction, tile) for at, (direction, *_) in enumerate(choices) for tile in tiles(direction)]
-    launches = []
+    launches: list[Launch] = []
+    spills: list[float] = []
     for at, direction, tile in caught:
         _, arch, head_dim, bands = choices[at]
+        case = cases.Case(arch, head_dim, "bf16", cases.scheme_of(direction, bands > 1))
         with backend_tiles.forced(direction, tile):
-            of_case = cases.Case(arch, head_dim, "bf16", scheme_of(direction, bands)).launches()
-        launches.append(of_direction(direction, of_case))
+            launches.append(of_direction(direction, case.launches()))
+        spills.append(hot_loop_spills(KERNELS[direction], case))
     found: list[list[Candidate]] = [[] for _ in choices]
-    for (at, direction, tile), launch, result in zip(caught, launches, compiled(launches, jobs), strict=True):
-        found[at].append(judged(direction, tile, launch, result))
+    for (at, direction, tile), launch, result, allowed in zip(
+        caught, launches, compiled(launches, jobs), spills, strict=True
+    ):
+        found[at].append(judged(direction, tile, launch, result, allowed))
     return found
 
 
@@ -78,7 +74,9 @@ def compiled(launches: list[Launch], jobs: int) -> list[Measured | str]:
     return found
 
 
-def judged(direction: str, tile: Tile, launch: Launch, result: Measured | str) -> Candidate:
+def judged(direction: str, tile: Tile, launch: Launch, result: Measured | str, spills: float) -> Candidate:
+    """Returns the figures and the rank of a compiled tile. spills: how often its hot loop may touch spilled registers,
+    unless the issue model, which knows what they cost, ranks it."""
     if isinstance(result, str):
         return Candidate(tile, {"dropped": f"does not compile: {result.splitlines()[0][:60]}"})
     limits, variant = MULTIPROCESSORS[launch.arch], launch.kwargs["VARIANT"]
@@ -87,8 +85,10 @@ def judged(direction: str, tile: Tile, launch: Launch, result: Measured | str) -
         "spill B": str(result.spill_stores),
         "shared KB": f"{result.shared / 1024:g}",
     }
-    if result.loop and result.loop.get("local") and not result.model:
-        return Candidate(tile, figures | {"dropped": "spills in the hot loop"})
+    times = (result.loop or {}).get("local", 0)
+    if times > spills and not result.model:
+        dropped = f"touches spilled registers {times} times in the hot loop, the limit is {spills}"
+        return Candidate(tile, figures | {"dropped": dropped})
     if result.shared > limits.shared_per_block:
         return Candidate(tile, figures | {"dropped": "shared memory"})
     if not result.loop:

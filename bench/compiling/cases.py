@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 
 import torch
+import triton
 from flashrope import Rotary
 from flashrope.backends import triton as backend
 from flashrope.backends.cache_tables import CacheLayer, CachePositions, CacheTables
 from flashrope.backends.calls import AttentionCall, CacheCall
 from flashrope.backends.plans import attend_once
-from flashrope.backends.triton import launcher, score_grads
+from flashrope.backends.triton import launcher, score_grads, tiles
+from flashrope.triton_kernels.configs import Tile
+from flashrope.tuning.candidates import CONTENDERS
 
 from .architectures import AMD, NEWER
 from .offline import Launch, caught_launches
@@ -61,6 +65,7 @@ class Scheme:
     weighted: bool = False  # keys have weights
     heads: tuple[int, int] = (40, 8)  # heads_q, heads_kv; neither is a multiple of 16
     num_splits: int = 0  # into how many splits decoding divides the keys; 0: it divides them into shares
+    tile: tuple[str, Tile] | None = None  # a direction and the tile that it takes; None: all take their defaults
 
     @property
     def bits(self) -> int:
@@ -140,6 +145,19 @@ MAPS = (  # position maps per band: the first scheme has two bands, the second h
 MAPS_DECODE = tuple(Scheme(f"{scheme.name} paged", scheme.rotary, cache="paged") for scheme in MAPS)
 SEVEN = tuple(Scheme(f"{scheme.name} seven", scheme.rotary, recomputed=True) for scheme in (ONE_BAND, TWO_BANDS))
 ATOMIC = tuple(Scheme(f"{scheme.name} atomic", scheme.rotary, deterministic=False) for scheme in (ONE_BAND, TWO_BANDS))
+
+
+def scheme_of(direction: str, banded: bool) -> Scheme:
+    """Returns the scheme with which the tiles of a direction are compared."""
+    one, several = {"decode": DECODE[:2], "grad_qkv": ATOMIC}.get(direction, (ONE_BAND, TWO_BANDS))
+    return several if banded else one
+
+
+def with_tile(direction: str, banded: bool, tile: Tile) -> Scheme:
+    scheme = scheme_of(direction, banded)
+    return dataclasses.replace(scheme, name=f"{scheme.name} {'x'.join(map(str, tile))}", tile=(direction, tile))
+
+
 VALUES = tuple(  # multi-head latent attention
     Scheme(name, lambda head_dim: Rotary.rope(head_dim, rotary_dim=64), head_dim_v=128, deterministic=deterministic)
     for name, deterministic in (("v 128", True), ("v 128 atomic", False))
@@ -231,7 +249,8 @@ class Case:
         positions = tensor(BATCH, SEQLEN, dtype=torch.float32) if scheme.positions else None
         given = (positions, cu_seqlens, cu_seqlens, SEQLEN, SEQLEN, scheme.deterministic)
         call = AttentionCall(rotary, scheme.causal, self.head_dim**-0.5, *given)
-        with caught_launches(launcher, self.arch) as launches, score_grads.forced(not scheme.recomputed):
+        forced = tiles.forced(*scheme.tile) if scheme.tile else contextlib.nullcontext()
+        with caught_launches(launcher, self.arch) as launches, score_grads.forced(not scheme.recomputed), forced:
             out, lse, kept = backend.forward(q, k, v, call)
             grad_lse = torch.empty_like(lse) if scheme.grad_lse else None
             backend.backward(torch.empty_like(out), grad_lse, q, k, v, out, lse, kept, call)
@@ -282,6 +301,17 @@ def cases(quick: bool, every_target: bool = False) -> list[Case]:
     return main + [Case(arch, 128, "bf16", scheme) for arch in others for scheme in (SHORT[:2] if quick else SHORT)]
 
 
+def contenders() -> list[Case]:
+    """Returns one case for each tile of ``CONTENDERS``, which were chosen with Triton 3.6."""
+    if not triton.__version__.startswith("3.6."):
+        return []
+    return [
+        Case({"sm80": 80, "sm90": 90}[family], block_d, "bf16", with_tile(direction, banded, tile))
+        for (family, direction, block_d, banded), contending in CONTENDERS.items()
+        for tile in contending
+    ]
+
+
 def _main_cases(quick: bool) -> list[Case]:
 
     def grid(archs, head_dims, dtype, *schemes):
@@ -289,6 +319,7 @@ def _main_cases(quick: bool) -> list[Case]:
 
     main = grid((80, 90), (64, 128), "bf16", ONE_BAND, TWO_BANDS, *SEVEN, *ATOMIC, *DECODE, *CHUNKS)
     main += grid((80, 90), (128,), "bf16", *SPLITS[:2])
+    main += contenders()
     if quick:
         return main + grid((80, 90), (128,), "bf16", *QUANTIZED)
     wide = grid((80, 90), (256,), "bf16", ONE_BAND) + grid((80,), (256,), "bf16", TWO_BANDS)

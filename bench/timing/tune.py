@@ -4,9 +4,10 @@
 
 On a GPU the command does the same as ``flashrope tune``, with the same candidates, checks and timings. But it prints
 one table for each workload and stores nothing. Without a GPU, or with --arch, it only compiles the candidates. It drops
-tiles that spill or need too much shared memory. It ranks the remaining tiles by the issue model (``python -m bench
-model``) on sm_80, sm_86 and sm_89, and by instructions per multiply-add on other architectures. It prints the best
-candidate as an entry of configs.py.
+tiles that need too much shared memory. Where the issue model does not apply, it also drops tiles whose hot loops touch
+spilled registers more often than the gate allows for the kernel (``bench.compiling.limits``). It ranks the remaining
+tiles by the issue model (``python -m bench model``) on sm_80, sm_86 and sm_89, and by instructions per multiply-add on
+other architectures. It prints the best candidate as an entry of configs.py.
 """
 
 from __future__ import annotations

@@ -15,7 +15,10 @@ triton = pytest.importorskip("triton", reason="the gate compiles Triton kernels"
 ROOT = Path(__file__).resolve().parents[2]
 slow = pytest.mark.slow  # these tests compile kernels
 
-from bench.compiling import cases, gate, sass
+from flashrope.triton_kernels.configs import Tile
+
+from bench.compiling import candidates as ranking
+from bench.compiling import cases, gate, limits, sass
 from bench.compiling.offline import Measured
 
 # The program has a tiled product with 64x64 tiles, K in steps of 32, and 4 warps. A step has 64*64*32 / (16*8*16) = 64
@@ -211,8 +214,11 @@ SPILLED = {
     ("attention_grad_kv", 80, 128, "rerope atomic"): (132, 0),
     ("attention_grad_kv", 90, 64, "rope atomic"): (12, 0),
     ("attention_grad_kv", 90, 64, "rerope atomic"): (76, 0),
-    ("attention_grad_kv", 90, 128, "rope atomic"): (136, 16),
-    ("attention_grad_kv", 90, 128, "rerope atomic"): (132, 0),
+    ("attention_grad_kv", 90, 128, "rope atomic"): (56, 28, 3),
+    ("attention_grad_kv", 90, 128, "rerope atomic"): (320, 48, 1),
+    ("attention_grad_kv", 90, 128, "rerope atomic 64x128x8x3"): (316, 164, 3),
+    ("attention_grad_kv", 80, 128, "rope atomic 32x128x8x3"): (12, 0),
+    ("attention_grad_kv", 80, 128, "rerope atomic 32x128x8x3"): (100, 0),
     ("attention_chunks", 80, 64, "rope paged chunk"): (8, 0),
     ("attention_chunks", 80, 64, "rerope paged chunk"): (112, 0),
     ("attention_chunks", 80, 128, "rerope paged chunk"): (56, 0),
@@ -257,10 +263,19 @@ if triton.__version__.startswith("3.9"):
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("arch", [80, 90])
 def test_almost_no_spill_is_allowed_in_half_precision(arch, head_dim, dtype, scheme):
-    case = cases.Case(arch, head_dim, dtype, scheme)
+    check_spill_limits(cases.Case(arch, head_dim, dtype, scheme))
+
+
+@pytest.mark.parametrize("case", cases.contenders(), ids=lambda case: case.scheme.name)
+def test_spills_of_tiles_that_contend_with_the_default(case):
+    assert cases.DTYPES[case.dtype].itemsize == 2 and case in cases.cases(quick=True)
+    check_spill_limits(case)
+
+
+def check_spill_limits(case):
     for kernel in sorted(case.kernels):
-        key = (kernel, arch, head_dim)
-        allowed, in_loops, *times = SPILLED.get((*key, scheme.name), SPILLED.get(key, (0, 0)))
+        key = (kernel, case.arch, case.head_dim)
+        allowed, in_loops, *times = SPILLED.get((*key, case.scheme.name), SPILLED.get(key, (0, 0)))
         assert not row(kernel, case, spill_stores=allowed, loop_spills=in_loops).violations()
         assert row(kernel, case, spill_stores=allowed + 4).violations()
         assert row(kernel, case, loop_spills=in_loops + 4).violations()
@@ -456,6 +471,24 @@ def test_every_pass_of_a_case_is_caught(compiled):
 @slow
 def test_sanitize_launches_every_kernel(compiled):
     assert compiled["sanitized"] == sorted({*cases.KERNELS, *cases.DECODE_KERNELS, *cases.CHUNK_KERNELS})
+
+
+@pytest.mark.parametrize(
+    ("arch", "scheme", "most"), [(90, cases.ATOMIC[0], 3), (90, cases.ONE_BAND, 0), (100, cases.ATOMIC[0], 0)]
+)
+def test_candidates_may_touch_spilled_registers_as_often_as_the_gate_allows(arch, scheme, most):
+    case = cases.Case(arch, 128, "bf16", scheme)
+    allowed = limits.hot_loop_spills("attention_grad_kv", case)
+    variant = SimpleNamespace(head_dim=128)
+    launch = SimpleNamespace(arch=arch, kwargs={"VARIANT": variant}, stores_scores=False)
+    for times in (0, most, most + 1):
+        loop = {"mma": 32, "total": 520, "local": times}
+        measured = Measured(255, 0, 0, 180 * 1024, 8, 3, loop)
+        judged = ranking.judged("grad_qkv", Tile(64, 128, 8, 3), launch, measured, allowed)
+        assert (judged.rank is None) == (times > most)
+    assert (
+        judged.figures["dropped"] == f"touches spilled registers {most + 1} times in the hot loop, the limit is {most}"
+    )
 
 
 @slow

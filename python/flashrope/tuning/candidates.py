@@ -31,6 +31,14 @@ GRIDS = {
     "grad_qkv": ((32, 64), (64, 128), (4, 8), (2, 3)),
     "decode": ((16,), (32, 64, 128), (4, 8), (2, 3, 4)),
 }
+# Maps (table of configs.py, direction, block_d, whether the scheme has several bands) to tiles whose machine code
+# suggests that they are faster than the default, but that no GPU has timed. They are tried right after the default. The
+# gate and the executor check them as they check defaults. docs/tuning.md has the reasons.
+CONTENDERS: dict[tuple[str, str, int, bool], tuple[Tile, ...]] = {
+    ("sm80", "grad_qkv", 128, False): (Tile(32, 128, 8, 3),),
+    ("sm80", "grad_qkv", 128, True): (Tile(32, 128, 8, 3),),
+    ("sm90", "grad_qkv", 128, True): (Tile(64, 128, 8, 3),),
+}
 # Maps (table of configs.py, direction, block_d, whether the scheme has several bands) to the tiles to try first, the
 # best one first. ``python -m bench model --candidates`` prints this order, which it predicts from the machine code.
 ORDER: dict[tuple[str, str, int, bool], str] = {
@@ -91,9 +99,11 @@ def default(shape: store.ShapeClass, capability: int | str) -> Tile:
 
 
 def candidates_of(shape: store.ShapeClass, capability: int | str) -> list[Tile]:
-    """Returns all candidates: the default, the tiles of ``ORDER``, and the others in the order of the grid."""
+    """Returns all candidates: the default, the tiles of ``CONTENDERS``, the tiles of ``ORDER``, and the others in the
+    order of the grid."""
     every = tiles(shape.direction)
     family = configs.family(capability)
+    contenders = CONTENDERS.get((family, shape.direction, shape.block_d, shape.banded), ())
     order = ORDER.get((LIKE.get(family, family), shape.direction, shape.block_d, shape.banded), "")
-    first = [Tile(*map(int, numbers.split())) for numbers in order.split(",") if numbers]
+    first = [*contenders, *(Tile(*map(int, numbers.split())) for numbers in order.split(",") if numbers)]
     return list(dict.fromkeys([default(shape, capability), *(tile for tile in first if tile in every), *every]))

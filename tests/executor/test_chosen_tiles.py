@@ -1,0 +1,62 @@
+"""Tests the gradients of five products with the default tiles and with ``CONTENDERS``, at lengths with several inner
+tiles. The gradients of several schemes and masks must be within the error budget."""
+
+import pytest
+import support
+import torch
+from flashrope import Rotary
+from flashrope.backends.triton import tiles
+from flashrope.triton_kernels import configs
+from flashrope.tuning.candidates import CONTENDERS
+from packing import packing
+from support import SCHEMES
+
+BF16 = support.Target("triton", torch.bfloat16, "cpu")
+ONE, GROUPED = {"heads": 1, "group": 1}, {"heads": 2, "group": 2}
+slow = pytest.mark.slow
+pytestmark = pytest.mark.filterwarnings("ignore:deterministic:UserWarning")
+
+GRADIENTS = {  # rotary, seqlen_q, seqlen_k, options
+    "rope-d128": (Rotary.rope(128), 330, None, ONE),
+    "rerope-d128": (Rotary.rope(128).rectify(90), 330, None, GROUPED),
+    "hope-d72": (Rotary.hope(72, 100), 200, 330, ONE),
+    "leaky-d128": (SCHEMES["leaky"](128), 330, 200, ONE),
+    "local-d128": (Rotary.rope(128).local(150), 330, None, GROUPED),
+    "rerope-d72-two-sided": (Rotary.rope(72).rectify(90), 260, 330, ONE | {"causal": False}),
+    "rope-d128-two-sided": (Rotary.rope(128), 330, 140, ONE | {"causal": False}),
+}
+
+
+def tiles_of(arch: int, bands: int) -> list[configs.Tile]:
+    """Returns the tile of dK, dV and dQ at 128 channels, and the tiles that contend with it."""
+    others = CONTENDERS.get((configs.family(arch), "grad_qkv", 128, bands > 1), ())
+    return [configs.tile("grad_qkv", arch, 128, 2, bands), *others]
+
+
+def check_step(machine, tile: configs.Tile, blocks: int) -> None:
+    [step] = [launch for launch in machine.launches if launch.kernel == "attention_grad_kv"]
+    assert step.grid == (blocks, 1, 1) and step.threads == 32 * tile.num_warps
+    assert step.warps("red.global.add") and not step.warps("atom")
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_gradients_of_five_products(machine, arch, name):
+    rotary, seqlen_q, seqlen_k, options = GRADIENTS[name]
+    p = support.problem(BF16, rotary, seqlen_q, seqlen_k, seed=4, deterministic=False, **options)
+    for tile in tiles_of(arch, len(rotary.bands_for(p.causal))):
+        machine.launches.clear()
+        with tiles.forced("grad_qkv", tile):
+            support.check(BF16, p)
+        check_step(machine, tile, -(-p.k.shape[1] // tile.block_n) * p.k.shape[2])
+
+
+@pytest.mark.parametrize("window", [0, 70])
+def test_packed_gradients_of_five_products(machine, arch, window):
+    lengths = (200, 1, 150)
+    rotary = Rotary.rope(128).rectify(window) if window else Rotary.rope(128)
+    p = packing(BF16, rotary, lengths, heads=2, heads_kv=1)
+    for tile in tiles_of(arch, 2 if window else 1):
+        machine.launches.clear()
+        with tiles.forced("grad_qkv", tile):
+            p.check(p.run("triton", deterministic=False), torch.bfloat16)
+        check_step(machine, tile, -(-max(lengths) // tile.block_n) * len(lengths))
