@@ -17,6 +17,7 @@ from flashrope.cli.hardware import hardware
 ROOT = Path(__file__).resolve().parent.parent
 REVISION_FILE = ROOT / "runs" / "REVISION"  # written by bench/on_gpu.sh -r
 PEERS, MISSING = ("flash-attn", "flash-attn-3", "flashinfer-python"), "not installed"
+CHANGED = "-dirty"  # the end of a revision whose code had uncommitted changes
 MEASURED = ("bench", "csrc", "python", "triton_kernels")  # the code that results depend on
 
 
@@ -64,14 +65,14 @@ def versions() -> dict[str, str]:
 
 @lru_cache(maxsize=1)
 def revision() -> str:
-    """Returns the commit of the checkout, with "-dirty" if the code that results depend on differs from it.
+    """Returns the commit of the checkout, with CHANGED if the code that results depend on differs from it.
 
     Outside a git checkout: the text of REVISION_FILE, or "unknown".
     """
     try:
         head = _git("rev-parse", "--short=12", "HEAD")
         changed = _git("status", "--porcelain", "--untracked-files=no", "--", *MEASURED, ":!bench/results")
-        return head + ("-dirty" if changed else "")
+        return head + (CHANGED if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return REVISION_FILE.read_text().strip() if REVISION_FILE.exists() else "unknown"
 

@@ -397,7 +397,6 @@ def main(argv: list[str]) -> int:
             write_csv(folder / LOOPS, LOOP_COLUMNS, loops)
             write_csv(folder / DEVICE, DEVICE_COLUMNS, [row for row in whole if int(row["D"]) in PUBLISHED])
             write_csv(folder / DECODING, CACHE_COLUMNS, cached)
-            predicted.draw(folder / predicted.CHART, read_csv(folder / DEVICE))
         if options.peers:
             write_csv(folder / THEIRS, THEIR_COLUMNS, theirs)
     return 0

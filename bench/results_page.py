@@ -55,9 +55,9 @@ INTRODUCTION = """\
 # Benchmarks
 
 `python -m bench report` generates this page from the JSON files in this folder. The files contain every figure with its
-quartiles, the command, the versions and the git revision. The page lists only devices on which someone ran the
-benchmark. It leaves out runs that were made with uncommitted changes. GPUs come first, then figures from machine code,
-for which no GPU is needed, then CPUs. In the tables of CPUs, "compiled" means this package's own kernels, and
+quartiles, the command, the versions and the git revision, and say whether the code had uncommitted changes. The page
+lists only devices on which someone ran the benchmark. GPUs come first, then figures from machine code, for which no GPU
+is needed, then CPUs. In the tables of CPUs, "compiled" means this package's own kernels, and
 "composed" means a composition of PyTorch's operators. `bench/on_gpu.sh` runs everything on a GPU and packs the results
 into one file. To add these results to the page, unpack the folder `results` of that file into this folder and run
 `python -m bench report`.
@@ -66,7 +66,8 @@ into one file. To add these results to the page, unpack the folder `results` of 
 
 A ratio is the time of a peer divided by the time of flashrope: above 1 flashrope is faster. flashrope's time includes
 the rotation. Unless a goal says otherwise, it is for causal attention in bf16 with head_dim 128 and a seqlen of at
-least 2048. The figure is the worst ratio over all lengths.
+least 2048. The table has the figure at every length that was measured, and the run that it is from. The worst figure
+decides. A goal that nobody has measured is "not run".
 """
 
 ROTATED_CACHE = "rotate the cache, then SDPA"  # a key of plots.CPU_SERIES
@@ -85,13 +86,8 @@ many page faults, but not all of their times showed the difference.\
 Runs = list[tuple[Path, Run]]  # (JSON file, its run)
 
 
-def dirty(run: Run) -> bool:
-    """Whether the run was made from uncommitted changes and so cannot be reproduced."""
-    return run.versions["revision"].endswith("-dirty")
-
-
 def devices(folder: Path) -> list[tuple[Path, Runs]]:
-    """Returns (folder, its files and runs) for every device, GPUs first. Leaves out runs made with uncommitted changes.
+    """Returns (folder, its files and runs) for every device, GPUs first.
 
     Raises:
         ValueError: the runs of a device have different versions, or there are no runs.
@@ -100,10 +96,9 @@ def devices(folder: Path) -> list[tuple[Path, Runs]]:
     folders = (path for path in folder.iterdir() if path.is_dir() and path.name != REAL_MODEL)
     for device in sorted(path for path in folders if any(path.glob("*.json"))):
         paths = sorted(device.glob("*.json"), key=lambda path: (list(TITLES).index(path.stem.split("-")[0]), path.stem))
-        runs = [(path, run) for path in paths if not dirty(run := records.read(path))]
-        if runs:
-            records.check_comparable([run for _, run in runs])
-            found.append((device, runs))
+        runs = [(path, records.read(path)) for path in paths]
+        records.check_comparable([run for _, run in runs])
+        found.append((device, runs))
     if not found:
         raise ValueError(f"{folder}: no results")
     return sorted(found, key=lambda device: _on_cpu(device[1][0][1]))
@@ -126,7 +121,7 @@ def draw(runs: Runs) -> None:
 
 def page(folder: Path, found: Sequence[tuple[Path, Runs]]) -> str:
     """Returns the text of README.md with goals, tables and figures. Links are relative to the folder of the results."""
-    lines = [INTRODUCTION, *_goals_table([run for _, runs in found for _, run in runs])]
+    lines = [INTRODUCTION, *_goals_table(folder, [each for _, runs in found for each in runs])]
     code = [["", *predicted.section(folder, _table)]] if (folder / predicted.FOLDER / predicted.DEVICE).exists() else []
     code += [["", *_compiled(path)] for path in sorted((folder / COMPILED).glob("*.csv"))]
     code += [["", *_peers(path)] for path in sorted((folder / PEERS).glob("*.csv"))]
@@ -142,18 +137,27 @@ def page(folder: Path, found: Sequence[tuple[Path, Runs]]) -> str:
     return "\n".join(lines + machine_code) + "\n"
 
 
-def _goals_table(runs: Sequence[Run]) -> list[str]:
+def _goals_table(folder: Path, runs: Runs) -> list[str]:
+    """Returns a table with one row per goal: its figures by length, the run that they are from, and the verdict."""
     rows = []
-    for goal in goals.evaluate(runs[0]):
-        seen = [
-            (run.device["name"], judged)
-            for run in runs
+    for goal in goals.evaluate(runs[0][1]):
+        cells = [
+            f"{_figures(judged)} ({_source(folder, path, run)}): {judged['verdict']}"
+            for path, run in runs
             for judged in run.goals
             if judged["goal"] == goal["goal"] and judged.get("measured")
-        ]
-        figures = [f"{judged['worst']:.2f} on {name}: {judged['verdict']}" for name, judged in seen] or ["not run"]
-        rows.append((goal["goal"], f"{goal['floor']:g}", goals.aim_text(goal) or "–", "; ".join(figures)))
+        ] or ["not run"]
+        rows.append((goal["goal"], f"{goal['floor']:g}", goals.aim_text(goal) or "–", "; ".join(cells)))
     return _table(["goal", "floor", "aim", "measured"], rows)
+
+
+def _figures(judged: dict) -> str:
+    return ", ".join(f"{figure:.2f} at {int(seqlen):,}" for seqlen, figure in judged["measured"].items())
+
+
+def _source(folder: Path, path: Path, run: Run) -> str:
+    kept = "a log" if all(record.low is None for record in run.records) else "run"
+    return f"{run.device['name']}, [{kept}]({path.relative_to(folder).as_posix()}), {run.shown_revision}"
 
 
 def _about(runs: Sequence[Run]) -> str:

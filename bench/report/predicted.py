@@ -1,44 +1,25 @@
-"""Writes the section on predictions for the page of results, and draws the section's chart. Both are made from the
-tables of ``python -m bench model``."""
+"""Writes the section of the issue model for the page of results, from the tables of ``python -m bench model``."""
 
 from __future__ import annotations
 
 import csv
 from pathlib import Path
 
-from flashrope.cli.figure import COLOURS, MARKERS, new_figure, save
-
-FOLDER, DEVICE, DECODING, LOOPS, CHART = "model", "a100.csv", "a100-decoding.csv", "loops.csv", "a100.png"
+FOLDER, DEVICE, DECODING, LOOPS = "model", "a100.csv", "a100-decoding.csv", "loops.csv"
 TUTORIAL, VALIDATION = "triton-tutorial.csv", "validation.csv"
 RAGGED, BOUNDS = "a100-ragged.csv", "decoding.csv"
 MARK = "predicted, nothing was run on a GPU"
-WHO = {
-    "rope": "flashrope, RoPE, deterministic=True",
-    "rerope": "flashrope, ReRoPE, deterministic=True",
-    "rope seven": "flashrope, RoPE, deterministic=True, no workspace",
-    "rerope seven": "flashrope, ReRoPE, deterministic=True, no workspace",
-    "rope atomic": "flashrope, RoPE, deterministic=False",
-    "rerope atomic": "flashrope, ReRoPE, deterministic=False",
-    "FlashAttention-2": "FlashAttention-2, by the same model",
-    "published": "FlashAttention-2, published",
-}
 TEXT = """\
-The figures of this section were predicted, because no GPU was available. The model decodes the control bits of the
-machine code and simulates how one multiprocessor issues it (`bench/compiling/issue.py`): stall counts, scoreboards,
-pipes, shared memory, copies in the background and barriers. No constant was fitted to measured times. Blocks then run
-in the order of launch on 108 multiprocessors at 1.41 GHz. Passes that only move data take the time that 2.04 TB/s
-allow. Passes that store and read gradients of scores take at least this time. Long sequences store the gradients for
-only a few heads at a time (for one head at 32,768 tokens and head_dim 128), and the blocks of so few heads do not fill
-the device. If the launches would be too small (head_dim 64 at 32,768 tokens) or the gradients of one head do not fit in
-the workspace (131,072 tokens), the backward recomputes them in seven products. The model leaves out launch times,
-contention in L2, bank conflicts and instruction fetch. So its predictions are too fast, most of all at short lengths.
-HGMMA is not simulated, so there is no prediction for sm_90.
+No A100 was measured. The kernels for sm_80 ran on an H200, with their PTX assembled for sm_90. There they reached 1.00
+of FlashAttention-2 after a fused rotation in the forward, and 0.925 in forward and backward together ([all
+figures](../../docs/measured.md#h200)).
 
-To show how far to trust the model, it also predicts FlashAttention-2's own kernels (PyTorch 2.13.0's wheel). The table
-compares the predictions with what the authors measured (Dao 2023, arXiv 2307.08691, figure 4, July 2023: A100 80 GB
-SXM4, 16k tokens, 2048 channels, causal). The row "error of the model" is the difference. If the predictions for two
-tiles differ by less than 5%, their order means nothing. `bench/on_gpu.sh hope rerope decode` measures what is
-predicted here."""
+The figures of this section are predicted from machine code, and serve to rank tiles ([how far to trust
+them](../../docs/tuning.md#what-the-issue-model-is-good-for)). The model decodes the control bits of the machine code
+and simulates how one multiprocessor issues it (`bench/compiling/issue.py`): stall counts, scoreboards, pipes, shared
+memory, copies in the background and barriers. No constant was fitted to measured times. The model leaves out launch
+times, contention in L2, bank conflicts and instruction fetch. So its predictions are too fast. HGMMA is not simulated,
+so there is no prediction for sm_90."""
 VALIDATED = """\
 The model also predicts two kernels at the shapes of a table in flash-attention's issue 307 (batch 4, 32 heads, causal,
 fp16, September 2024): the forward of FlashAttention-2 and the forward of Triton's tutorial. The table does not name
@@ -73,36 +54,6 @@ def _seqlens(row: dict[str, str]) -> list[str]:
     return [name for name in row if name.isdigit()]
 
 
-def charted(rows: list[dict[str, str]]) -> list[dict[str, str]]:
-    """Returns the rows that the chart draws. Calls without a workspace are left out: only the table has them."""
-    return [row for row in rows if row["pass"] == "both" and row["who"] in WHO and not row["who"].endswith("seven")]
-
-
-def draw(path: Path, rows: list[dict[str, str]]) -> None:
-    """Draws the speed of forward and backward by length, with one panel for each head_dim."""
-    head_dims = sorted({row["D"] for row in rows}, key=int)
-    figure, highest = new_figure((9.5, 3.6)), []
-    all_axes = figure.subplots(1, len(head_dims), sharey=True, squeeze=False)[0]
-    for axes, head_dim in zip(all_axes, head_dims, strict=True):
-        shown = [row for row in charted(rows) if row["D"] == head_dim]
-        for row, colour, marker in zip(shown, COLOURS[: len(shown)], MARKERS[: len(shown)], strict=True):
-            points = [(int(name), float(row[name])) for name in _seqlens(row) if row[name]]
-            highest.append(max(speed for _, speed in points))
-            style = "-" if row["who"] == "published" else "--"
-            axes.plot(*zip(*points, strict=True), style, color=colour, marker=marker, ms=4, label=WHO[row["who"]])
-        axes.set_xscale("log", base=2)
-        ticks = [int(name) for name in _seqlens(rows[0])]
-        axes.set_xticks(ticks, [f"{tick // 1024}k" if tick >= 1024 else str(tick) for tick in ticks])
-        axes.set_title(f"head_dim {head_dim}", loc="left", fontsize=10)
-        axes.set_xlabel("seqlen, 16k tokens or one sequence")
-        axes.grid(alpha=0.3)
-    all_axes[0].set_ylim(0, 1.05 * max(highest))
-    all_axes[0].set_ylabel("TFLOP/s, forward + backward")
-    all_axes[-1].legend(fontsize=7)
-    figure.suptitle(f"A100, causal, bf16: dashed lines are {MARK}", fontsize=10)
-    save(figure, path)
-
-
 def _validated(folder: Path, table) -> list[str]:
     """Returns the paragraph and the table of ``bench validate``, if there are results."""
     path = folder / FOLDER / VALIDATION
@@ -118,37 +69,10 @@ def _validated(folder: Path, table) -> list[str]:
 def section(folder: Path, table) -> list[str]:
     """Returns the section's lines of Markdown. table: a function of (heading, rows, number of left-aligned columns)
     that returns the lines of a table."""
-    rows, loops = read(folder / FOLDER / DEVICE), read(folder / FOLDER / LOOPS)
-    cached = read(folder / FOLDER / DECODING)
-    versions = f"revision {rows[0]['revision']}, Triton {rows[0]['triton']}"
-    lines = [
-        f"## A100: {MARK}",
-        "",
-        f"`python -m bench model --publish`, {versions}.",
-        "",
-        TEXT,
-        "",
-        f"![TFLOP/s on an A100, {MARK}]({FOLDER}/{CHART})",
-        "",
-    ]
-    seqlens = _seqlens(rows[0])
-    shown = [row for row in rows if row["who"] in WHO or row["pass"] == "both"]
-    cells = [
-        [WHO.get(row["who"], row["who"]), row["pass"].replace("both", "forward + backward"), row["D"]]
-        + [row[name] or "–" for name in seqlens]
-        for row in shown
-    ]
-    heading = ["TFLOP/s, causal, bf16", "pass", "head_dim", *(f"{int(name):,}" for name in seqlens)]
-    lines += [*table(heading, cells, 2), ""]
+    loops = read(folder / FOLDER / LOOPS)
+    versions = f"revision {loops[0]['revision']}, Triton {loops[0]['triton']}"
+    lines = [f"## Inner loops: {MARK}", "", f"`python -m bench model --publish`, {versions}.", "", TEXT, ""]
     lines += _validated(folder, table)
-    keys = _seqlens(cached[0])
-    heading = [
-        "decoding, GB/s of keys and values, at most the 2039 of the data sheet",
-        "head_dim",
-        *(f"{int(name):,} keys" for name in keys),
-    ]
-    cells = [[row["scheme"], row["D"], *(row[name] for name in keys)] for row in cached]
-    lines += [*table(heading, cells, 1), ""]
     lines += bounds(folder, table)
     lines += [*ragged(folder, table), ""]
     shares = [name for name in loops[0] if name.startswith("% ")]

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from flashrope.cli import files
 
+from ..machine import CHANGED
 from .output import without_output_options
 
 SAME = ("revision", "torch", "triton", "cuda")  # runs are combined only if they agree in these versions and the device
@@ -21,7 +22,7 @@ SAME = ("revision", "torch", "triton", "cuda")  # runs are combined only if they
 @dataclasses.dataclass
 class Record:
     """Holds the measurement of one contestant on one problem. milliseconds: the median over the rounds. low, high: the
-    quartiles, in milliseconds."""
+    quartiles, in milliseconds, or None if only a log was kept. rounds: then 0."""
 
     table: str
     contestant: str
@@ -29,8 +30,8 @@ class Record:
     sizes: dict
     backward: bool
     milliseconds: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
     rounds: int
     tflops: float | None = None  # Problem.flops divided by the time, for attention with many queries
     gbs: float | None = None  # bytes that must be moved, divided by the time
@@ -74,8 +75,15 @@ class Run:
         return shlex.join(words)
 
     @property
+    def shown_revision(self) -> str:
+        """Returns the revision in words, which say whether the code had uncommitted changes."""
+        revision = self.versions["revision"]
+        changed = " with uncommitted changes" if revision.endswith(CHANGED) else ""
+        return f"revision {revision.removesuffix(CHANGED)}{changed}"
+
+    @property
     def shown_versions(self) -> str:
-        return ", ".join(f"{name} {self.versions[name]}" for name in ("torch", "triton", "revision"))
+        return ", ".join([*(f"{name} {self.versions[name]}" for name in ("torch", "triton")), self.shown_revision])
 
     def write(self, folder: Path, stem: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)

@@ -99,6 +99,7 @@ def h200_folder(tmp_path) -> Path:
     """Returns a folder of results: one run on an H200, and a table of the gate."""
     measured = [
         record_of("fused RoPE + SDPA flash", ratios={"flashrope HoPE": 1.234}),
+        record_of("fused RoPE + SDPA flash", 8192, ratios={"flashrope HoPE": 1.5}),
         record_of("flashrope HoPE", milliseconds=1.62),
     ]
     run = run_of(measured, absent={"flash-attn 2": "not installed"}, skipped=["seqlen 9: a peer: needs 5 GiB"])
@@ -120,12 +121,11 @@ def test_page_holds_what_the_files_hold(tmp_path, capsys):
     assert page.main([*words, "--check"]) == 1 and not (folder / "README.md").exists()
     assert page.main([*words, "--figures"]) == 0 and page.main([*words, "--check"]) == 0
     text = (folder / "README.md").read_text()
-    assert "| forward, ms (ratio to flashrope HoPE) | 2,048 x batch 1 |" in text
-    assert "| fused RoPE + SDPA flash | 2 (1.23) |" in text and "| flashrope HoPE | 1.62 |" in text
-    assert (
-        "H200: flashrope HoPE against fused RoPE + SDPA flash, forward | 1.15 | 1.6 | 1.23 on NVIDIA H200: floor met |"
-        in text
-    )
+    assert "| forward, ms (ratio to flashrope HoPE) | 2,048 x batch 1 | 8,192 x batch 1 |" in text
+    assert "| fused RoPE + SDPA flash | 2 (1.23) | 2 (1.50) |" in text and "| flashrope HoPE | 1.62 | – |" in text
+    goal = "| H200: flashrope HoPE against fused RoPE + SDPA flash, forward | 1.15 | 1.6 | "
+    source = "(NVIDIA H200, [run](nvidia-h200/hope-d128-h16x16-bf16.json), revision abc)"
+    assert f"{goal}1.23 at 2,048, 1.50 at 8,192 {source}: floor met |" in text
     assert text.count("| not run |") == len(goals.GOALS) - 1
     assert "Not run: flash-attn 2 (not installed)." in text and "Skipped: seqlen 9: a peer: needs 5 GiB." in text
     assert "![HoPE and RoPE](nvidia-h200/hope-d128-h16x16-bf16.png)" in text
@@ -219,10 +219,21 @@ def test_machine_code_stands_before_cpus_and_after_gpus(tmp_path):
     assert places == sorted(places)
 
 
-def test_results_of_a_changed_tree_are_left_out(tmp_path, monkeypatch, capsys):
-    on_cpu().write(tmp_path / "clean", "hope-a")
-    on_cpu(revision="abc-dirty", name="Another").write(tmp_path / "changed", "hope-a")
-    assert [folder.name for folder, _ in page.devices(tmp_path)] == ["clean"]
+@pytest.mark.parametrize("kept", ["a log", "run"])
+def test_the_page_says_of_what_code_and_file_a_figure_is(tmp_path, kept):
+    """Results of a changed tree are on the page, and both the goals and the device's section say so. A goal whose
+    figures were read from a log says that."""
+    changes = {"low": None, "high": None, "rounds": 0} if kept == "a log" else {}
+    run = run_of([record_of("fused RoPE + SDPA flash", 8192, ratios={"flashrope HoPE": 1.4}, **changes)])
+    run.versions["revision"] = "abc-dirty"
+    run.goals = goals.evaluate(run)
+    run.write(tmp_path / "h200", "hope-a")
+    text = page.page(tmp_path, page.devices(tmp_path))
+    assert f"1.40 at 8,192 (NVIDIA H200, [{kept}](h200/hope-a.json), revision abc with uncommitted changes)" in text
+    assert "triton 3.6.0, revision abc with uncommitted changes." in text and "dirty" not in text
+
+
+def test_results_of_a_changed_tree_are_not_published_by_the_command(monkeypatch, capsys):
     monkeypatch.setattr(machine, "revision", lambda: "abc-dirty")
     monkeypatch.setattr(command_line, "import_module", lambda *names: pytest.fail("it ran"))
     assert command_line.main(["hope", "--publish"]) == 2
