@@ -18,7 +18,7 @@ SUBCOMMANDS = {  # {name: (module or module:function, what it does)}; a module w
     ),
     "rerope": (
         "timing.prefill:rerope",
-        "prefill and training with ReRoPE, against two passes and two dense score matrices",
+        "prefill and training with ReRoPE, against two calls, two passes and two dense score matrices",
     ),
     "decode": ("timing.decode", "one token with a KV cache: time, and bandwidth against a kernel that only reads"),
     "rotation": ("timing.rotation", "cost of rotation, inside flashrope's forward and as a separate pass"),

@@ -16,7 +16,7 @@ from flashrope.cli.hardware import hardware
 
 ROOT = Path(__file__).resolve().parent.parent
 REVISION_FILE = ROOT / "runs" / "REVISION"  # written by bench/on_gpu.sh -r
-PEERS, MISSING = ("flash-attn", "flash-attn-3", "flashinfer-python"), "not installed"
+PEERS, MISSING = ("flash-attn", "flash-attn-3", "flash-attn-4", "flashinfer-python"), "not installed"
 CHANGED = "-dirty"  # the end of a revision whose code had uncommitted changes
 MEASURED = ("bench", "csrc", "python", "triton_kernels")  # the code that results depend on
 

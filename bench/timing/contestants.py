@@ -18,7 +18,8 @@ from flashrope.lowering.cos_sin import cos_sin
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from .problem import Problem
+from .problem import Problem, Unavailable
+from .two_calls import FAR, two_calls
 
 DENSE_MASK = -1e9
 SDPA = {
@@ -26,10 +27,6 @@ SDPA = {
     "cuDNN": SDPBackend.CUDNN_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
-
-
-class Unavailable(Exception):
-    """Says why a contestant cannot run here."""
 
 
 def _no_scratch(problem: Problem) -> int:
@@ -141,7 +138,7 @@ def sdpa(which: str, problem: Problem):
 
 def upstream(module: str, problem: Problem):
     """Returns the call of flash-attn's own package. module: flash_attn for version 2, flash_attn_interface for version
-    3."""
+    3, flash_attn.cute for version 4."""
     try:
         function = import_module(module).flash_attn_func
     except ImportError as error:
@@ -260,6 +257,7 @@ KERNELS = {
     "SDPA efficient": partial(sdpa, "efficient"),
     "flash-attn 2": partial(upstream, "flash_attn"),
     "flash-attn 3": partial(upstream, "flash_attn_interface"),
+    "flash-attn 4": partial(upstream, "flash_attn.cute"),
 }
 
 
@@ -284,8 +282,19 @@ def prefill_hope(device: torch.device) -> list[Contestant]:
 
 
 def prefill_rerope(device: torch.device) -> list[Contestant]:
-    return [
-        Contestant("SDPA flash", Problem.none, KERNELS["SDPA flash"]),
+    """Returns the contestants: what computes ReRoPE, and what RoPE costs by the fastest kernels of others."""
+    rope = best_rope(device)
+    chosen = [Contestant("SDPA flash", Problem.none, KERNELS["SDPA flash"])]
+    chosen += [
+        Contestant(f"{rope} + {name}", Problem.rope, partial(with_rope, rope, KERNELS[name]))
+        for name in ("SDPA cuDNN", "flash-attn 3", "flash-attn 4")
+    ]
+    chosen += [
+        Contestant(f"{encoding} + two calls, {which}", Problem.rerope, partial(two_calls, ENCODINGS[encoding], which))
+        for encoding in (rope, *(["eager RoPE"] if device.type == "cpu" else []))
+        for which in FAR
+    ]
+    return chosen + [
         Contestant("two FlexAttention passes", Problem.rerope, flex_two_passes),
         Contestant("two dense matrices", Problem.rerope, dense, scratch=dense_bytes),
         OWN["HoPE"],

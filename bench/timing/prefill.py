@@ -3,8 +3,9 @@
     python -m bench hope [--head-dim 128] [--heads 16] [--heads-kv 16] [--seqlens 2048 8192] [--passes forward]
     python -m bench rerope [--head-dim 128] [--window 512] [--seqlens 2048 8192] [--passes forward] [--no-causal]
 
-HoPE and RoPE are compared with attention after a separate rotation. ReRoPE is compared with two FlexAttention passes,
-with two dense score matrices and with flashrope's HoPE.
+HoPE and RoPE are compared with attention after a separate rotation: PyTorch's kernels, and flash-attn 2, 3 and 4 where
+they are installed. ReRoPE is compared with two calls of PyTorch's kernels whose results are merged, with two
+FlexAttention passes, with two dense score matrices, with RoPE by the fastest kernels and with flashrope's HoPE.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def hope(argv: list[str]) -> int:
 
 
 def rerope(argv: list[str]) -> int:
-    what = "Prefill and training with ReRoPE, against two FlexAttention passes and two dense score matrices."
+    what = "Prefill and training with ReRoPE, against two calls, two FlexAttention passes and two dense score matrices."
     cuda, cpu = CUDA | {"seqlens": [2048, 4096, 8192, 16384]}, CPU | {"seqlens": [1024, 2048, 4096]}
     return _run("rerope", what, cuda, cpu, prefill_rerope, argv)
 

@@ -13,6 +13,10 @@ BACKWARD_FACTOR = 2.5  # the backward has five matrix products, the forward has 
 THETA_BASE = 10_000.0
 
 
+class Unavailable(Exception):
+    """Says why a contestant cannot run here."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Problem:
     """Describes one call with q (batch, seqlen_q, heads, head_dim) and k, v (batch, seqlen, heads_kv, head_dim)."""

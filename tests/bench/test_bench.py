@@ -134,6 +134,9 @@ def test_contestants_are_correct(p, backward):
             reasons[contestant.name] = str(reason)
     assert reasons["SDPA cuDNN"] == "needs a CUDA device" and "not installed" in reasons["flash-attn 2"]
     assert "fused RoPE + SDPA flash" in reasons and "two FlexAttention passes" in reasons
+    assert "not installed" in reasons["flash-attn 3"] and "not installed" in reasons["flash-attn 4"]
+    assert reasons["eager RoPE + two calls, SDPA cuDNN"] == "needs a CUDA device" or not p.causal
+    assert ("eager RoPE + two calls, SDPA flash" in reasons) == (not p.causal)
     assert not any(name.startswith("flashrope") for name in reasons)
 
 

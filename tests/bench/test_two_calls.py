@@ -1,0 +1,90 @@
+"""Tests ReRoPE by two calls of a library: what makes it wrong is found, and PyTorch knows the calls of a GPU."""
+
+import dataclasses
+import sys
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+
+from bench.timing import check, two_calls
+from bench.timing.contestants import KERNELS, Contestant, eager
+from bench.timing.problem import Problem, Unavailable
+
+SMALL = Problem(1, 128, 4, 2, 32, torch.float64, torch.device("cpu"), window=32)
+BANDS = partial(two_calls.two_calls, eager, "SDPA flash")
+
+
+def error(backward: bool, prepare=BANDS, problem: Problem = SMALL) -> float:
+    return check.error(Contestant("two calls", Problem.rerope, prepare), problem, backward)
+
+
+@pytest.mark.parametrize("heads_kv", [1, 4])
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "both"])
+def test_two_calls_are_rerope(heads_kv, backward):
+    assert error(backward, problem=SMALL.replace(heads_kv=heads_kv)) < 1e-14
+
+
+@pytest.mark.parametrize("name", ["window", "merge", "lse of one band", "scale"])
+def test_a_wrong_composition_is_found(monkeypatch, name):
+    """The near band by one key too long, no merge, a backward with the lse of the near band alone, and a far band with
+    another scale are all found."""
+    plain = two_calls.CPU
+
+    def forward(q, k, v, scale, window=0):
+        return plain.forward(q, k, v, scale, window + (name == "window" and window > 0))
+
+    def merged(near, near_lse, far, far_lse):
+        out, lse = right(near, near_lse, far, far_lse)
+        return (near if name == "merge" else out), (near_lse if name == "lse of one band" else lse)
+
+    def far(q, k, v, scale, window=0):
+        return forward(q, k, v, scale if window else scale * 1.1, window)
+
+    right = two_calls.merge
+    monkeypatch.setattr(two_calls, "CPU", plain._replace(forward=far if name == "scale" else forward))
+    monkeypatch.setattr(two_calls, "merge", merged)
+    assert error(True) > 1e-3
+    if name == "lse of one band":
+        assert error(False) < 1e-14
+
+
+def test_what_two_calls_cannot_compute():
+    for changes, reason in (
+        ({"causal": False}, "without it three are needed"),
+        ({"window": 128}, "no pair is beyond the window of 128"),
+    ):
+        with pytest.raises(Unavailable, match=reason):
+            BANDS(SMALL.replace(**changes))
+    with pytest.raises(Unavailable, match="needs a CUDA device"):
+        two_calls.two_calls(eager, "SDPA cuDNN", SMALL)
+
+
+@pytest.mark.parametrize(("which", "window"), [("SDPA flash", 0), ("SDPA flash", 32), ("SDPA cuDNN", 0)])
+def test_pytorch_knows_the_calls_of_a_gpu(which, window):
+    """Both calls take and return the shapes that the composition needs, with grouped heads."""
+    library = two_calls.FAR[which]
+    with FakeTensorMode():
+        q, k = (torch.empty(1, 256, heads, 128, device="cuda", dtype=torch.bfloat16) for heads in (4, 2))
+        out, lse, kept = library.forward(q, k, k, 0.1, window)
+        grads = library.backward(q, q, k, k, out, lse, kept, 0.1, window)
+    assert (out.shape, lse.shape, lse.dtype) == (q.shape, (1, 4, 256), torch.float32)
+    assert [x.shape for x in grads] == [q.shape, k.shape, k.shape]
+
+
+@pytest.mark.parametrize(
+    ("name", "module"), [("flash-attn 3", "flash_attn_interface"), ("flash-attn 4", "flash_attn.cute")]
+)
+def test_newer_flash_attn_is_called_where_it_is_installed(monkeypatch, name, module):
+    asked = []
+
+    def function(q, k, v, causal):
+        asked.append(causal)
+        return q + v, None
+
+    for path in ("flash_attn", module):
+        monkeypatch.setitem(sys.modules, path, SimpleNamespace(flash_attn_func=function, __path__=[]))
+    q, k, v = dataclasses.replace(SMALL, heads_kv=4).tensors()
+    assert torch.equal(KERNELS[name](SMALL)(q, k, v), q + v) and asked == [True]
