@@ -109,8 +109,8 @@ HALF = {
     },
 }
 # sm_100 and sm_120 take the tiles of sm_90 and sm_86, except where those would spill in their loops. sm_100 also keeps
-# the loop whose values are not late, and "grad_qkv" tiles of its own, because sm_90's were chosen for wgmma, which sm_100
-# lacks.
+# the loop whose values are not late, and "grad_qkv" tiles of its own, because sm_90's were chosen for wgmma, which
+# sm_100 lacks.
 HALF["sm100"] = HALF["sm90"] | {
     "forward": {block_d: tile._replace(lagged=False) for block_d, tile in HALF["sm90"]["forward"].items()},
     "grad_kv banded": {128: Tile(64, 64, 8, 3)},

@@ -155,7 +155,8 @@ def scheme_of(direction: str, banded: bool) -> Scheme:
 
 def with_tile(direction: str, banded: bool, tile: Tile) -> Scheme:
     scheme = scheme_of(direction, banded)
-    return dataclasses.replace(scheme, name=f"{scheme.name} {'x'.join(map(str, tile))}", tile=(direction, tile))
+    name = f"{scheme.name} {'x'.join(map(str, tile[:4]))}{' late' if tile.lagged else ''}"
+    return dataclasses.replace(scheme, name=name, tile=(direction, tile))
 
 
 VALUES = tuple(  # multi-head latent attention

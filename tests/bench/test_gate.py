@@ -226,6 +226,11 @@ SPILLED = {
     ("attention_forward", 90, 128): (28, 56),
     ("attention_chunks", 90, 128): (28, 56),
 }
+if triton.__version__.startswith("3.6."):
+    SPILLED |= {
+        ("attention_forward", 90, 128, "rope"): (80, 80, 20),
+        ("attention_chunks", 90, 128, "rope contiguous chunk"): (80, 80, 20),
+    }
 if triton.__version__.startswith("3.9"):
     SPILLED[("attention_chunks", 90, 64, "rerope paged chunk")] = (28, 0)
     SPILLED[("attention_grad_q", 90, 128, "rerope")] = (64, 0)

@@ -38,6 +38,9 @@ CONTENDERS: dict[tuple[str, str, int, bool], tuple[Tile, ...]] = {
     ("sm80", "grad_qkv", 128, False): (Tile(32, 128, 8, 3),),
     ("sm80", "grad_qkv", 128, True): (Tile(32, 128, 8, 3),),
     ("sm90", "grad_qkv", 128, True): (Tile(64, 128, 8, 3),),
+    ("sm90", "forward", 64, False): (Tile(128, 128, 8, 3),),
+    ("sm90", "forward", 128, False): (Tile(128, 128, 8, 3), Tile(128, 64, 8, 3, True), Tile(64, 64, 4, 3, True)),
+    ("sm90", "forward", 128, True): (Tile(128, 64, 8, 3, True),),
 }
 # Maps (table of configs.py, direction, block_d, whether the scheme has several bands) to the tiles to try first, the
 # best one first. ``python -m bench model --candidates`` prints this order, which it predicts from the machine code.
@@ -105,5 +108,6 @@ def candidates_of(shape: store.ShapeClass, capability: int | str) -> list[Tile]:
     family = configs.family(capability)
     contenders = CONTENDERS.get((family, shape.direction, shape.block_d, shape.banded), ())
     order = ORDER.get((LIKE.get(family, family), shape.direction, shape.block_d, shape.banded), "")
-    first = [*contenders, *(Tile(*map(int, numbers.split())) for numbers in order.split(",") if numbers)]
-    return list(dict.fromkeys([default(shape, capability), *(tile for tile in first if tile in every), *every]))
+    first = [Tile(*map(int, numbers.split())) for numbers in order.split(",") if numbers]
+    ordered = [*contenders, *(tile for tile in first if tile in every), *every]
+    return list(dict.fromkeys([default(shape, capability), *ordered]))
