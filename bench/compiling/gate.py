@@ -14,6 +14,7 @@ kernel
 - has more instructions per tensor-core instruction than ``limits.INSTRUCTION_LIMITS`` allows,
 - has more barriers in the hot loop than ``limits.GROUP_BARRIERS`` allows, if each warp has keys of its own,
 - reads keys and values in pieces of less than 16 bytes,
+- has wgmma that ptxas lets wait for one another (its messages C7510 to C7518), except in ``limits.SERIALISED``,
 - accumulates dQ with the PTX instruction ``red`` although several threads hold the same element, or
 - reads keys and values of a paged cache into fewer than two slots of shared memory, so that nothing is prefetched. One
   slot is enough if two blocks with a two-stage tile fit on a multiprocessor.
@@ -41,7 +42,7 @@ from .. import machine
 from . import amdgcn, predict
 from .architectures import ALL, AMD, MULTIPROCESSORS, SHARED, name_of, parse
 from .cases import DTYPES, ORDER, PLACED_MAPS, Case, cases
-from .limits import GROUP_BARRIERS, max_instructions, spill_limit
+from .limits import GROUP_BARRIERS, max_instructions, may_serialise, spill_limit
 from .offline import Launch, Measured, compile_all, missing_tools
 from .table import print_table
 
@@ -173,6 +174,8 @@ class Row:
 
     def _loop_violations(self) -> list[str]:
         first, loop, found = self.cases[0], self.result.loop, []
+        if self.result.serialised and not may_serialise(self.kernel, first):
+            found.append(f"ptxas lets wgmma wait: {self.result.serialised}")
         if self.result.held_once is False:
             found.append("adds dQ up by red where several threads have the same element, or in an unknown layout")
         if not loop:

@@ -382,6 +382,17 @@ SPILL_LIMITS = (
 )
 
 
+# The kernels of sm_90 in which ptxas lets wgmma wait for one another (messages C7510 to C7518): (kernel, scheme). The
+# loop of dQ from stored gradients of scores has a single product, which Triton lets run into the next pass. With one
+# band ptxas gives up on that (C7515). Neither other tiles with several stages nor zeros that the compiler does not know
+# change it. A single stage does, but has no prefetch.
+SERIALISED = {("attention_grad_q", "rope")}
+
+
+def may_serialise(kernel: str, case: Case) -> bool:
+    return (kernel, case.scheme.name) in SERIALISED
+
+
 def spill_limit(kernel: str, case: Case) -> SpillLimit:
     return next(limit for limit in SPILL_LIMITS if limit.covers(kernel, case))
 

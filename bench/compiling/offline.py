@@ -146,7 +146,8 @@ class Measured:
     memory that a thread touches in the tile loops, None without nvdisasm. slots: how many tiles the smallest cp.async
     buffer of the loops holds, None if there is no such buffer. model: the hot loop as the issue model simulates it,
     None if the model does not apply. held_once: whether one thread holds each element of dQ, as the PTX instruction
-    ``red`` requires; None if the kernel does not use ``red``.
+    ``red`` requires; None if the kernel does not use ``red``. serialised: what ptxas says about wgmma that it ran one
+    after the other or made wait, empty if it says nothing.
     """
 
     registers: int
@@ -160,6 +161,7 @@ class Measured:
     slots: int | None = None
     model: predict.Loop | None = None
     held_once: bool | None = None
+    serialised: str = ""
 
 
 def tool(name: str) -> str | None:
@@ -183,8 +185,10 @@ def measure(compiled) -> Measured | amdgcn.Measured:
     if "amdgcn" in compiled.asm:
         return amdgcn.measure(compiled)
     metadata, loop, loop_spills, model = compiled.metadata, None, None, None
-    if missing_tools():
-        registers, stores, loads = ptxas_usage(compiled)
+    missing = missing_tools()
+    log = ptxas_log(compiled) if missing or "wgmma" in compiled.asm["ptx"] else ""
+    if missing:
+        registers, stores, loads = ptxas_usage(log)
     else:
         registers, stack = cubin_usage(compiled.asm["cubin"])
         stores, loads, loop, loop_spills = 0, 0, {}, 0
@@ -205,6 +209,7 @@ def measure(compiled) -> Measured | amdgcn.Measured:
         slots(compiled.asm["ttgir"]),
         model,
         held_once(compiled.asm["ttgir"]) if "red.relaxed" in compiled.asm["ptx"] else None,
+        serialised(log),
     )
 
 
@@ -228,9 +233,9 @@ def cubin_usage(cubin: bytes) -> tuple[int, int]:
     return max(int(registers) for registers, _ in functions), max(int(stack) for _, stack in functions)
 
 
-def ptxas_usage(compiled) -> tuple[int, int, int]:
-    """Returns (registers, spill bytes stored, spill bytes loaded) from ``ptxas -v``. For that, Triton assembles the PTX
-    again with its own flags."""
+def ptxas_log(compiled) -> str:
+    """Returns what ``ptxas -v`` prints. For that, Triton assembles the PTX again with its own flags, because a kernel
+    from Triton's cache has no log."""
     metadata = compiled.metadata
     backend = make_backend(metadata.target)
     log = io.StringIO()
@@ -240,13 +245,24 @@ def ptxas_usage(compiled) -> tuple[int, int, int]:
             backend.make_cubin(compiled.asm["ptx"], {}, backend.parse_options(metadata._asdict()), metadata.target.arch)
     finally:
         knobs.nvidia.dump_ptxas_log = before
-    report = log.getvalue()
+    return log.getvalue()
+
+
+def ptxas_usage(report: str) -> tuple[int, int, int]:
+    """Returns (registers, spill bytes stored, spill bytes loaded) from what ``ptxas -v`` prints."""
     spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", report)
     return (
         max(int(registers) for registers in re.findall(r"Used (\d+) registers", report)),
         sum(int(stored) for stored, _ in spills),
         sum(int(loaded) for _, loaded in spills),
     )
+
+
+def serialised(report: str) -> str:
+    """Returns the first of the messages C7510 to C7518, or an empty text. ptxas prints them where it gives up on
+    wgmma that run behind other instructions, and lets each wait instead."""
+    found = re.search(r"\(C751[0-8]\).*", report)
+    return found[0] if found else ""
 
 
 def compile_all(

@@ -18,7 +18,7 @@ slow = pytest.mark.slow  # these tests compile kernels
 from flashrope.triton_kernels.configs import Tile
 
 from bench.compiling import candidates as ranking
-from bench.compiling import cases, gate, limits, sass
+from bench.compiling import cases, gate, limits, offline, sass
 from bench.compiling.offline import Measured
 
 # The program has a tiled product with 64x64 tiles, K in steps of 32, and 4 warps. A step has 64*64*32 / (16*8*16) = 64
@@ -59,6 +59,14 @@ for name in ("sm_80", "sm_90", "spilling", "large", "three stages"):
     tool, offline.tool = offline.tool, lambda name: None
     found[name]["without_tools"] = dataclasses.asdict(offline.measure(compiled))
     offline.tool = tool
+
+wgmma = launches["sm_90"].compile()
+found["sm_90"]["says"] = offline.ptxas_log(wgmma)
+accumulator = wgmma.asm["ptx"].split("wgmma.mma_async", 1)[1].split("{", 1)[1].split(",", 1)[0]
+commit = "wgmma.commit_group.sync.aligned;"
+early = wgmma.asm["ptx"].replace(commit, f"{commit} add.f32 {accumulator}, {accumulator}, {accumulator};", 1)
+wgmma.asm["ptx"] = early  # reads and writes a sum before the wait for it
+found["early"] = {"says": offline.ptxas_log(wgmma), "serialised": offline.measure(wgmma).serialised}
 
 found["compiled before"] = {"key": str(launch(80).key)}
 
@@ -118,6 +126,7 @@ def test_registers_and_spills_are_what_ptxas_reports(compiled, name):
     kernel = compiled[name]
     reported = kernel["without_tools"]
     of_listing = {"loop", "loop_spills", "model"}
+    assert kernel["serialised"] == ""
     assert {reported[field] for field in of_listing} == {None}
     assert all(kernel[field] == reported[field] for field in reported if field not in of_listing)
     assert (kernel["spill_stores"] > 0) == (kernel["spill_loads"] > 0) == (name == "spilling")
@@ -136,6 +145,27 @@ def test_the_first_keys_and_values_are_requested_before_the_queries_are_read(com
     for opcodes in compiled["first tiles"]:
         assert opcodes[:3] == ["CCTL.E.PF2", "CCTL.E.PF2", "LDG.E.128"]
         assert any(opcode.startswith("LDGSTS") for opcode in opcodes)
+
+
+@slow
+def test_the_gate_refuses_wgmma_that_waits(compiled):
+    """The accumulator of a product is read before the wait for the product, so ptxas adds a wait and says so."""
+    assert "(C75" in compiled["early"]["says"] and "(C75" not in compiled["sm_90"]["says"]
+    says = compiled["early"]["serialised"]
+    [found] = row(serialised=says).violations()
+    assert ": ptxas lets wgmma wait: (C7517) " in found
+    for kernel, scheme in limits.SERIALISED:
+        assert scheme == cases.ONE_BAND.name
+        assert not row(kernel, cases.Case(90, 128, "bf16", cases.ONE_BAND), serialised=says).violations()
+
+
+@pytest.mark.parametrize(("number", "refused"), [(7509, False), (7510, True), (7518, True), (7519, False)])
+def test_messages_of_ptxas_about_wgmma(number, refused):
+    line = (
+        f"(C{number}) Potential Performance Loss: wgmma.mma_async instructions are serialized due to ... in 'product'"
+    )
+    log = f"ptxas info    : 0 bytes gmem\nptxas info    : {line}\nptxas info    : Used 62 registers\n"
+    assert offline.serialised(log) == (line if refused else "")
 
 
 @slow
