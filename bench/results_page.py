@@ -247,12 +247,11 @@ def _times(chosen: Sequence[Record], what: str) -> list[str]:
 
 
 def _by_length(heading: str, chosen: Sequence[Record], cell: Callable[[Record], str]) -> list[str]:
-    """Returns a table with one row per contestant and one column per length."""
-    cells = {(record.contestant, record.seqlen): cell(record) for record in chosen}
-    names, seqlens = (list(dict.fromkeys(key[at] for key in cells)) for at in (0, 1))
-    rows = [(name, *(cells.get((name, seqlen), "–") for seqlen in seqlens)) for name in names]
-    batches = {record.seqlen: record.sizes["batch"] for record in chosen}
-    return _table([heading, *(f"{seqlen:,} x batch {batches[seqlen]}" for seqlen in seqlens)], rows)
+    """Returns a table with one row per contestant and one column per shape."""
+    cells = {(record.contestant, (record.seqlen, record.sizes["batch"])): cell(record) for record in chosen}
+    names, shapes = (list(dict.fromkeys(key[at] for key in cells)) for at in (0, 1))
+    rows = [(name, *(cells.get((name, shape), "–") for shape in shapes)) for name in names]
+    return _table([heading, *(f"{seqlen:,} x batch {batch}" for seqlen, batch in shapes)], rows)
 
 
 def _cpu_times(run: Run) -> list[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from importlib import import_module
 
@@ -41,7 +42,8 @@ class Contestant:
     prepare: returns a call (q, k, v) -> out. prepare and the call may raise Unavailable. scratch: returns the bytes of
     its score matrices or rotated caches. They decide whether the contestant fits into memory. moved: returns the bytes
     that it must move, if bandwidth is measured. ceiling: the entry of ``ceilings`` that its speed is a share of. exact:
-    returns the float64 reference (q, k, v) -> result, if the result is not the output of attention.
+    returns the float64 reference (q, k, v) -> result, if the result is not the output of attention. setting: returns a
+    context in which all calls are made, for contestants with tiles or groups that are not in use.
     """
 
     name: str
@@ -52,6 +54,11 @@ class Contestant:
     moved: Callable[[Problem], int] | None = None
     ceiling: str = "product_tflops"
     exact: Callable[[Problem], Callable] | None = None
+    setting: Callable[[], AbstractContextManager] = nullcontext
+
+    @property
+    def runs_flashrope(self) -> bool:
+        return self.ours or self.setting is not nullcontext
 
 
 # ---- rotation
@@ -242,7 +249,7 @@ def own(scheme: Callable[[Problem], Rotary], problem: Problem, deterministic: bo
 
 
 def own_impl(device: torch.device) -> str:
-    return "triton" if device.type == "cuda" else "cpu"
+    return "cpu" if device.type == "cpu" else "triton"
 
 
 def with_rope(encoding: str, attend: Callable, problem: Problem):

@@ -19,6 +19,7 @@ from .contestants import ENCODINGS, KERNELS, SDPA, Contestant, Unavailable, own_
 from .options import Table
 from .problem import THETA_BASE, Problem
 from .session import Session
+from .settings import with_groups
 
 CUDA = {
     "heads": 32,
@@ -154,8 +155,14 @@ def contestants(device: torch.device) -> list[Contestant]:
     return [dataclasses.replace(contestant, moved=Problem.bytes_of_cache, ceiling="read_gbs") for contestant in chosen]
 
 
+def parsed(argv: list[str], needs_device: bool = True):
+    p = bench_options.parser("decode", __doc__, CUDA, CPU)
+    p.add_argument("--groups", action="store_true", help="also time groups of keys and one group, wherever they fit")
+    return bench_options.parse(p, argv, needs_device)
+
+
 def main(argv: list[str]) -> int:
-    options = bench_options.parse(bench_options.parser("decode", __doc__, CUDA, CPU), argv)
+    options = parsed(argv)
     session = Session("decode", argv, options)
     session.measure(tables(options, session.run.device["cache_bytes"]))
     session.memory()
@@ -163,10 +170,10 @@ def main(argv: list[str]) -> int:
 
 
 def tables(options, cache_bytes: int) -> list[Table]:
-    chosen = []
-    for seqlen in options.seqlens:
-        p = bench_options.problem(options, seqlen, decoding=True)
+    chosen, every = [], contestants(options.device)
+    every += with_groups(every) if options.groups else []
+    for p in bench_options.problems(options, decoding=True):
         fits = ", fits the last-level cache" if p.bytes_of_cache() <= cache_bytes else ""
-        title = f"one token, {seqlen} keys, batch {p.batch}, cache {p.bytes_of_cache() / 2**20:.0f} MiB{fits}"
-        chosen.append(Table(title, contestants(options.device), p, recorded=True))
+        title = f"one token, {p.seqlen} keys, batch {p.batch}, cache {p.bytes_of_cache() / 2**20:.0f} MiB{fits}"
+        chosen.append(Table(title, every, p, recorded=True))
     return chosen

@@ -46,6 +46,8 @@ def parser(command: str, doc: str, cuda: dict, cpu: dict) -> argparse.ArgumentPa
         key = name.replace("-", "_")
         p.add_argument(f"--{name}", type=positive, help=f"{what} (default: GPU {cuda.get(key)}, CPU {cpu.get(key)})")
     p.add_argument("--batch", type=positive, help="batch size, instead of --tokens")
+    shapes = "batches and lengths, instead of --seqlens, --batch and --tokens"
+    p.add_argument("--shapes", type=shape, nargs="+", metavar="BATCHxSEQLEN", help=shapes)
     seqlens = f"default: GPU {_words(cuda['seqlens'])}; CPU {_words(cpu['seqlens'])}"
     p.add_argument("--seqlens", type=positive, nargs="+", help=seqlens)
     p.add_argument("--train-length", type=positive, default=8192, help="HoPE's training length (default 8192)")
@@ -105,6 +107,22 @@ def parse(p: argparse.ArgumentParser, argv: list[str], needs_device: bool = True
     return options
 
 
+def shape(text: str) -> tuple[int, int]:
+    """Reads BATCHxSEQLEN, such as 8x4096."""
+    batch, _, seqlen = text.partition("x")
+    try:
+        return positive(batch), positive(seqlen)
+    except (ValueError, argparse.ArgumentTypeError):
+        raise argparse.ArgumentTypeError(f"expected BATCHxSEQLEN, such as 8x4096, got {text!r}") from None
+
+
+def problems(options: argparse.Namespace, **changes) -> list[Problem]:
+    """Returns the problem of every length, or of every shape."""
+    if options.shapes:
+        return [problem(options, seqlen, batch=batch, **changes) for batch, seqlen in options.shapes]
+    return [problem(options, seqlen, **changes) for seqlen in options.seqlens]
+
+
 def problem(options: argparse.Namespace, seqlen: int, **changes) -> Problem:
     return Problem(
         options.batch or max(1, options.tokens // seqlen),
@@ -124,7 +142,7 @@ def prefill_tables(options: argparse.Namespace, contestants: Sequence[Contestant
     """Returns one table for every pass and length."""
     tables = []
     for backward in backwards(options):
-        for p in (problem(options, seqlen) for seqlen in options.seqlens):
+        for p in problems(options):
             title = f"seqlen {p.seqlen}, batch {p.batch}, {'forward + backward' if backward else 'forward'}"
             tables.append(Table(title, contestants, p, backward))
     return tables
@@ -139,7 +157,8 @@ def stem(command: str, options: argparse.Namespace) -> str:
     """Returns the name of a run's files without suffix. A run with the same sizes replaces these files."""
     dtype = next(name for name, dtype in DTYPES.items() if dtype == options.dtype)
     full = "" if options.causal else "-full"
-    return f"{command}-d{options.head_dim}-h{options.heads}x{options.heads_kv}-{dtype}{full}"
+    code = f"-sm{options.code}" if getattr(options, "code", None) else ""
+    return f"{command}-d{options.head_dim}-h{options.heads}x{options.heads_kv}-{dtype}{full}{code}"
 
 
 def _words(values) -> str:

@@ -54,7 +54,8 @@ class Problem:
         shapes = ((self.seqlen_q, self.heads), (self.seqlen, self.heads_kv), (self.seqlen, self.heads_kv))
         if self.device.type == "meta":
             return [
-                torch.empty(self.batch, *shape, self.head_dim, device=self.device, dtype=self.dtype) for shape in shapes
+                torch.empty(self.batch, *shape, self.head_dim, device=self.device, dtype=self.dtype, requires_grad=grad)
+                for shape in shapes
             ]
         generator = torch.Generator(self.device).manual_seed(seed)
         return [

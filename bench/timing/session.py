@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 import torch
 from flashrope.cli.progress import Bar, duration
@@ -131,7 +132,7 @@ class Session:
             try:
                 self.expect_room(table, contestant)
                 inputs = inputs or inputs_of(table)
-                call = bound(contestant.prepare(table.problem), *inputs, table.backward)
+                call = ready(contestant, table, *inputs)
                 call()
                 if self.timer.memory_is_cheap:
                     self.peaks[table.title, contestant.name] = self.timer.peak_bytes(call)
@@ -204,7 +205,7 @@ class Session:
                     continue
                 inputs = inputs or inputs_of(table)
                 try:
-                    call = bound(contestant.prepare(table.problem), *inputs, table.backward)
+                    call = ready(contestant, table, *inputs)
                     call()  # cos/sin tables and compiled code are kept between calls
                     record.peak_bytes = self.timer.peak_bytes(call)
                 except Exception as failure:  # another process may hold the memory now
@@ -264,6 +265,20 @@ def bound(call: Callable, tensors, grad_out, backward: bool) -> Callable:
     if not backward:
         return lambda: call(*tensors)
     return lambda: torch.autograd.grad(call(*tensors), tensors, grad_out)
+
+
+def ready(contestant: Contestant, table: Table, tensors, grad_out) -> Callable:
+    """Returns the contestant's call on these tensors, made in its setting."""
+    with contestant.setting():
+        call = bound(contestant.prepare(table.problem), tensors, grad_out, table.backward)
+    if contestant.setting is nullcontext:
+        return call
+
+    def in_setting():
+        with contestant.setting():
+            return call()
+
+    return in_setting
 
 
 def label(contestant: Contestant, backward: bool) -> str:

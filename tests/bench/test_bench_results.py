@@ -137,6 +137,12 @@ def test_page_holds_what_the_files_hold(tmp_path, capsys):
     assert page.main(words) == 1 and "was not regenerated" in capsys.readouterr().out
 
 
+def test_shapes_of_one_length_have_columns_of_their_own():
+    found = [record_of(milliseconds=float(batch), sizes={"batch": batch}) for batch in (8, 32)]
+    heading, _, row = page._by_length("one token", found, lambda record: f"{record.milliseconds:.0f} ms")
+    assert heading == "| one token | 2,048 x batch 8 | 2,048 x batch 32 |" and row == "| SDPA flash | 8 ms | 32 ms |"
+
+
 def on_cpu(command="hope", revision="abc", name="A CPU", **device) -> Run:
     found = record_of("flashrope HoPE", ratios={"flashrope RoPE": 1.5}), record_of("flashrope RoPE"), record_of()
     run = run_of(found, command=command, device={"name": name, "threads": 2, "vector": "AVX2"} | device)
