@@ -52,6 +52,8 @@ SUBCOMMANDS = {  # {name: (module or module:function, what it does)}; a module w
         "work",
         "work and memory traffic of the compiled kernels, counted by the PTX executor, against what they need",
     ),
+    "correct": ("correct", "compare every kind of kernel with float64 on the CPU, at real sizes"),
+    "device": ("device", "the steps of bench/on_gpu.sh first second: compile, time, count, and one table"),
     "sanitize": ("sanitize", "run every kernel once on small shapes, for compute-sanitizer"),
     "report": ("results_page", "regenerate bench/results/README.md from the records in that folder"),
 }

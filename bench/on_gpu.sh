@@ -7,15 +7,32 @@ usage() {
 Tests and measures flashrope on a GPU, in steps, and leaves one file to attach to an issue
 (the address is under [project.urls] in pyproject.toml).
 
-  bench/on_gpu.sh [-t MINUTES] [-o FOLDER] [-r REVISION] [STEP ...]
+  bench/on_gpu.sh [-t MINUTES] [-o FOLDER] [-p FOLDER] [-r REVISION] [first] [second] [STEP ...]
 
-Without arguments it runs all steps, the most important first, in at most 70 minutes. Every step has a time limit and a
-log. If a step fails or runs out of time, the next steps still run, and the summary says what the step did not reach. At
+Without arguments it runs "first" and "second", which take at most 12 minutes. Each half takes at most 6 minutes, and
+can be called alone:
+
+  first    compile correct prefill packages
+  second   compile cache sm80 tune ncu (compile only if it has not run in the same call)
+
+Every step has a time limit and a log. If a step fails or runs out of time, the next steps still run, the log keeps what
+the step has printed, and the summary says what the step did not reach. The last lines are one table of all figures. At
 the end, and after every step in case the machine is taken away, logs, results, versions and the summary are packed into
 
   FOLDER/flashrope-gpu-<device>-<date>.tgz
 
+Its folder "results" has the JSON files that python -m bench report takes. They say which revision was measured and
+whether it had uncommitted changes.
+
 Steps:
+  compile        every kernel of both halves, in parallel, into a fresh cache
+  correct        every kind of kernel at real sizes against float64 on the CPU, a fixed list
+  prefill        RoPE, HoPE and ReRoPE against PyTorch's attention and flash-attn 2, 3 and 4; tiles in use and candidates
+  packages       other builds of flashrope's forward from the folder of -p (without -p this step is left out)
+  cache          one token with a KV cache, with and without groups of keys
+  sm80           the code for sm_80, executed on sm_90
+  tune           all tiles of the backward with atomics
+  ncu            counters of one launch of each main kernel; the clocks stay as they are
   smoke          versions and devices; flashrope and PyTorch at one length, checked against float64
   tests          the tests of the kernels
   ceilings       what the GPU reaches: a large matrix product, a copy, a read
@@ -36,30 +53,35 @@ The step "experiments" runs only if it is named. It trains 18 models, which is e
 experiments perplexity --preset small). It continues where an earlier run of this step stopped.
 
 Options:
-  -t MINUTES   time for everything (default: only the limits of the steps)
+  -t MINUTES   time for everything (default: 6 minutes for each half; the limits of the steps if other steps are named)
   -o FOLDER    where the file and the unpacked logs go (default: runs/gpu)
+  -p FOLDER    other builds: FOLDER/hop/flashrope (a forward in Gluon), FOLDER/lag/flashrope (values one tile late)
   -r REVISION  the git revision to record if this folder is not a git checkout
   -h           this text
 
 Use a Python environment in which PyTorch finds the GPU. It may be NVIDIA's, or AMD's under ROCm (gfx942, gfx950). On
-AMD's GPUs memcheck and racecheck are left out. The tests need pytest (pytest-xdist makes them faster). Nothing is
-installed, and no network is needed. If flashrope is not installed from this folder, the files of this folder are used
-as they are. Steps that are run one by one on the same day are packed together:
+AMD's GPUs memcheck, racecheck, sm80 and ncu are left out. The tests need pytest (pytest-xdist makes them faster).
+Nothing is installed, and no network is needed. If flashrope is not installed from this folder, the files of this folder
+are used as they are. Steps that are run one by one on the same day are packed together:
 
-  bench/on_gpu.sh smoke tests
-  bench/on_gpu.sh -t 10 hope decode
+  bench/on_gpu.sh first
+  bench/on_gpu.sh -t 10 second hope decode
 TEXT
 }
 
-order=(smoke tests ceilings hope decode rerope rotation memcheck tune-forward host tune-decode tune-backward scaling
-  more racecheck)
-declare -A limits=([smoke]=110 [tests]=460 [ceilings]=60 [hope]=400 [decode]=130 [rerope]=230 [rotation]=90
-  [memcheck]=300 [tune-forward]=190 [host]=60 [tune-decode]=190 [tune-backward]=300 [scaling]=300 [more]=590
-  [racecheck]=590) # seconds
-limits[experiments]=2400 # not in `order`, whose limits must fit into 70 minutes
+first=(compile correct prefill packages)
+second=(cache sm80 tune ncu)
+order=("${first[@]}" "${second[@]}" smoke tests ceilings hope decode rerope rotation memcheck tune-forward host
+  tune-decode tune-backward scaling more racecheck)
+# Seconds. Each half, "second" with compile, must fit into half_limit.
+declare -A limits=([compile]=70 [correct]=120 [prefill]=115 [packages]=40 [cache]=65 [sm80]=50 [tune]=75 [ncu]=80
+  [smoke]=110 [tests]=460 [ceilings]=60 [hope]=400 [decode]=130 [rerope]=230 [rotation]=90 [memcheck]=300
+  [tune-forward]=190 [host]=60 [tune-decode]=190 [tune-backward]=300 [scaling]=300 [more]=590 [racecheck]=590)
+limits[experiments]=2400 # not in `order`
+half_limit=360
 kernel_tests=(kernels/test_{launches,cuda_graphs,decode_triton,cuda_extension} operators/test_{accuracy,identities,varlen}
   operators/test_{torch,errors} caches/test_{decode,cache} bench/test_bench)
-grace=15    # seconds between the signal to stop and the one that kills
+grace=5     # seconds between the signal to stop and the one that kills
 skipped=77  # exit code of a step that cannot run here
 
 fail() {
@@ -70,10 +92,12 @@ fail() {
 folder=runs/gpu
 revision=
 budget=
-while getopts ho:r:t: option; do
+others=
+while getopts ho:p:r:t: option; do
   case $option in
     h) usage; exit 0 ;;
     o) folder=$OPTARG ;;
+    p) others=$(cd "$OPTARG" 2>/dev/null && pwd) || fail "-p: expected a folder, got $OPTARG" ;;
     r) revision=$OPTARG ;;
     t) budget=$(awk -v minutes="$OPTARG" 'BEGIN { printf "%d", minutes * 60 }')
        [ "$budget" -gt 0 ] || fail "-t: expected a number of minutes, got $OPTARG" ;;
@@ -81,11 +105,26 @@ while getopts ho:r:t: option; do
   esac
 done
 shift $((OPTIND - 1))
-steps=("$@")
-[ $# -eq 0 ] && steps=("${order[@]}")
-for step in "${steps[@]}"; do
-  [ -n "${limits[$step]:-}" ] || fail "unknown step $step; see bench/on_gpu.sh -h"
+asked=("$@")
+[ $# -eq 0 ] && asked=(first second)
+steps=()
+add() {
+  local step
+  for step in "$@"; do
+    [ -n "${limits[$step]:-}" ] || fail "unknown step $step; see bench/on_gpu.sh -h"
+    [[ $step = packages && -z $others ]] && continue
+    [[ " ${steps[*]} " = *" $step "* ]] || steps+=("$step")
+  done
+}
+halves=0
+for step in "${asked[@]}"; do
+  case $step in
+    first) add "${first[@]}"; halves=$((halves + 1)) ;;
+    second) add compile "${second[@]}"; halves=$((halves + 1)) ;;
+    *) add "$step"; halves=-9 ;;
+  esac
 done
+[[ -z $budget && $halves -gt 0 ]] && budget=$((halves * half_limit))
 deadline=${budget:+$((SECONDS + budget))}
 
 python=$(command -v python3) || fail "python3 is not on PATH"
@@ -107,7 +146,13 @@ run=$folder/$name
 [ $# -eq 0 ] && rm -rf "$run"
 mkdir -p "$run"
 work=$(mktemp -d)
-trap 'rm -rf "$work"; [ -n "$revision" ] && rm -f runs/REVISION' EXIT
+clock=
+leave() {
+  [ -n "$clock" ] && kill "$clock" 2>/dev/null
+  [ -n "$revision" ] && rm -f runs/REVISION
+  rm -rf "$work"
+}
+trap leave EXIT
 [ -n "$revision" ] && mkdir -p runs && echo "$revision" >runs/REVISION
 
 # Uses the files of this folder unless flashrope is installed from this folder.
@@ -124,6 +169,25 @@ sys.exit(Path.cwd() not in Path(flashrope.__file__).resolve().parents)' 2>/dev/n
 fi
 
 bench() { "$python" -m bench "$@"; }
+
+# The code for sm_80 on sm_90: Triton compiles for sm_80, and ptxas makes machine code of sm_90 from its PTX.
+for_sm80() {
+  local found
+  found=$("$python" -c 'import pathlib, triton
+print(pathlib.Path(triton.__file__).parent / "backends/nvidia/bin/ptxas")') || return "$skipped"
+  REAL_PTXAS=$found TRITON_PTXAS_PATH=$PWD/bench/ptxas90 TRITON_OVERRIDE_ARCH=sm80 TRITON_CACHE_DIR=$cache/sm80 "$@"
+}
+
+# Both compile at once, so that no core waits. A fresh cache: a kernel from an older one may add dQ in another way.
+compile() {
+  rm -rf "$cache"
+  mkdir -p "$cache"
+  local failed=0
+  for_sm80 bench device compile --code 80 --jobs 4 &
+  bench device compile || failed=1
+  wait $! || failed=1
+  return "$failed"
+}
 
 # Compiles in parallel first, because compilation under compute-sanitizer takes many times as long.
 sanitize() {
@@ -169,6 +233,13 @@ experiments() {
 
 run_step() {
   case $1 in
+    compile) compile ;;
+    correct) bench correct --seconds 110 --json "$run/correct.json" ;;
+    prefill | cache) bench device "$1" --out "$run/results" ;;
+    sm80) for_sm80 bench device sm80 --out "$run/results" ;;
+    packages) bench device packages --packages "$others" ;;
+    tune) bench tune --direction grad_qkv --bands 1 2 --seconds 30 --csv "$run/tune-grad_qkv.csv" ;;
+    ncu) bench device ncu --out "$run/ncu" ;;
     smoke) "$python" -m flashrope info && bench hope --seqlens 2048 --contestants "SDPA flash" flashrope ;;
     tests) tests ;;
     hope) hope ;;
@@ -183,8 +254,9 @@ run_step() {
   esac
 }
 test_files=$(printf 'tests/%s.py ' "${kernel_tests[@]}")
-export -f run_step bench sanitize tests hope experiments
-export folder python run skipped test_files PYTHONUNBUFFERED=1
+cache=$folder/triton-cache # not packed, and kept: "second" finds there what "first" has compiled
+export -f run_step bench for_sm80 compile sanitize tests hope experiments
+export cache folder others python run skipped test_files PYTHONUNBUFFERED=1 TRITON_CACHE_DIR=$cache
 
 versions() {
   echo "$device, $(date -u +%FT%TZ)"
@@ -198,6 +270,11 @@ versions() {
   fi
 }
 versions >"$run/versions.txt" 2>&1
+if command -v nvidia-smi >"$work/nvidia-smi"; then # the running clock, once a second
+  nvidia-smi --query-gpu=timestamp,clocks.sm,utilization.gpu,power.draw,temperature.gpu \
+    --format=csv,noheader,nounits -l 1 >>"$run/clock.csv" 2>/dev/null &
+  clock=$!
+fi
 
 pack() {
   local step
@@ -236,10 +313,13 @@ for step in "${steps[@]}"; do
   } >"$verdict_file"
   pack
 done
+bench device table "$run" >"$run/table.txt" 2>&1
 pack
 echo
 cat "$run/summary.txt"
 echo
 issues=$(sed -n 's/^Issues = "\(.*\)"$/\1/p' pyproject.toml)
 echo "Attach this file to an issue at $issues: $folder/$name.tgz"
+echo
+cat "$run/table.txt"
 exit "$failed"

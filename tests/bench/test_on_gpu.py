@@ -1,6 +1,8 @@
 """Runs bench/on_gpu.sh with a replacement for python3 that pretends to have a GPU. Also tests the progress lines that
 the script reads from logs."""
 
+import dataclasses
+import json
 import os
 import re
 import shutil
@@ -11,8 +13,12 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 
 from bench import progress
+from bench import results_page as page
+from bench.report.records import Record, Run
+from bench.timing.problem import Problem
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "bench" / "on_gpu.sh"
@@ -24,6 +30,8 @@ needs_bash = pytest.mark.skipif(
 STUB = """#!/usr/bin/env bash
 case "$*" in
   "-m bench.progress"*) exec {python} "$@" ;;
+  "-m bench device table"*) exec {python} "$@" ;;
+  "-c "*ptxas*) echo /bin/true ;;
   "-c "*) echo "NVIDIA Test(R) GPU" ;;
   "-m pytest"*) echo "....... [  7/40]"; exec sleep 60 ;;
   "-m bench hope --seqlens 8192"*) echo "failing" >&2; exit 3 ;;
@@ -56,9 +64,10 @@ def packed(folder: Path) -> dict[str, str]:
 def test_one_file_with_logs_results_and_what_was_not_reached(tmp_path):
     done = run(tmp_path, "-t", "0.05", "-o", "out", "smoke", "decode", "hope", "tests", "rotation")
     files = packed(tmp_path / "out")
-    assert done.returncode == 1 and done.stdout.rstrip().endswith(".tgz"), done.stderr
     issues = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Issues"]
-    assert f"Attach this file to an issue at {issues}: " in done.stdout.splitlines()[-1]
+    assert done.returncode == 1, done.stderr
+    [attach] = [line for line in done.stdout.splitlines() if f"Attach this file to an issue at {issues}: " in line]
+    assert attach.endswith(".tgz")
     summary = re.sub(r" +", " ", files["summary.txt"]).splitlines()
     assert [re.sub(r"\d+ s ", "", line) for line in summary] == [
         "smoke passed",
@@ -98,9 +107,10 @@ def test_a_step_that_cannot_run_says_why(tmp_path):
     [
         ((), "#!/bin/sh\necho 'no GPU: none here' >&2; exit 1\n", "on_gpu.sh: no GPU: none here"),
         (("sleep",), STUB, "on_gpu.sh: unknown step sleep; see bench/on_gpu.sh -h"),
+        (("-p", "/nowhere"), STUB, "on_gpu.sh: -p: expected a folder, got /nowhere"),
         (("-t", "soon"), STUB, "on_gpu.sh: -t: expected a number of minutes, got soon"),
     ],
-    ids=["no GPU", "step", "time"],
+    ids=["no GPU", "step", "packages", "time"],
 )
 def test_refuses_in_one_line(tmp_path, words, stub, message):
     done = run(tmp_path, "-o", "out", *words, stub=stub)
@@ -121,15 +131,128 @@ def test_experiments_run_only_where_they_are_named(tmp_path):
     assert "experiments" not in re.search(r"^order=\(([^)]*)\)", SCRIPT.read_text(), re.MULTILINE)[1]
 
 
+def words_of(name: str) -> list[str]:
+    return re.search(rf"^{name}=\(([^)]*)\)", SCRIPT.read_text(), re.MULTILINE)[1].split()
+
+
+def limits() -> dict[str, int]:
+    found = re.search(r"^declare -A limits=\(([^)]*)\)", SCRIPT.read_text(), re.MULTILINE)[1]
+    return {name: int(seconds) for name, seconds in re.findall(r"\[([a-z0-9-]+)\]=(\d+)", found)}
+
+
 @needs_bash
 def test_help_explains_every_step():
     done = subprocess.run(["bash", SCRIPT, "-h"], capture_output=True, text=True, check=True)
-    source = SCRIPT.read_text()
-    steps = re.search(r"^order=\(([^)]*)\)", source, re.MULTILINE)[1].split()
-    limits = re.search(r"^declare -A limits=\(([^)]*)\)", source, re.MULTILINE)[1]
-    assert steps == re.findall(r"^  ([a-z-]+) {2,}", done.stdout.split("Options:")[0].split("Steps:")[1], re.MULTILINE)
-    assert sorted(steps) == sorted(re.findall(r"\[([a-z-]+)\]=", limits))
-    assert sum(map(int, re.findall(r"=(\d+)", limits))) <= 70 * 60
+    listed = done.stdout.split("Options:")[0].split("Steps:")[1]
+    steps = re.findall(r"^  ([a-z0-9-]+) {2,}", listed, re.MULTILINE)
+    halves = words_of("first") + words_of("second")
+    assert steps == halves + [word for word in words_of("order") if word[0] not in '"$']
+    assert sorted(steps) == sorted(limits())
+    assert "at most 12 minutes" in done.stdout
+    for name in ("first", "second"):
+        assert re.search(rf"^  {name}   ? ?compile ", done.stdout, re.MULTILINE), name
+
+
+def test_each_half_fits_into_six_minutes():
+    limit = limits()
+    for half in (words_of("first"), ["compile", *words_of("second")]):
+        assert sum(limit[step] for step in half) <= 350  # ten seconds remain for versions and packing
+    assert limit["correct"] == 120 and re.search(r"^half_limit=360$", SCRIPT.read_text(), re.MULTILINE)
+
+
+def measured(revision: str) -> str:
+    """Returns the JSON file of a run on the GPU of the stub."""
+    sizes = Problem(2, 8192, 16, 16, 128, torch.bfloat16, torch.device("cpu")).sizes()
+    common = dict(sizes=sizes, backward=True, low=4.9, high=5.1, rounds=10, ceiling="product_tflops", share=0.5)
+    found = [
+        Record("seqlen 8192", "RoPE with tile grad_qkv=64,128,8,3", False, milliseconds=4.5, tflops=430.0,
+               ratios={"flashrope RoPE": 0.9}, **common),
+        Record("seqlen 8192", "flashrope RoPE", True, milliseconds=5.0, tflops=387.0, **common),
+    ]  # fmt: skip
+    versions = {"revision": revision, "torch": "2", "triton": "3", "cuda": "13"}
+    made = Run("hope", "python -m bench hope", {"name": "NVIDIA Test", "hardware": "x"}, versions, {}, found)
+    return json.dumps(dataclasses.asdict(made))
+
+
+STEPS_STUB = STUB.replace(
+    '  "-m bench all"',
+    """  "-m bench device ncu"*) mkdir -p "${{@: -1}}"; echo counted > "${{@: -1}}/forward.csv" ;;
+  "-m bench device packages"*) echo '{{"contestant": "Gluon, RoPE", "seqlen": 8192, "batch": 2, "milliseconds": 1.0,'\
+    '"tflops": 550.0, "error": 0.001}}' ;;
+  "-m bench device prefill"*) mkdir -p "${{@: -1}}/device"; cp measured.json "${{@: -1}}/device/hope-a.json"; exit 1 ;;
+  "-m bench device"*) echo "$* $TRITON_OVERRIDE_ARCH" ;;
+  "-m bench correct"*) echo '{{"forward, RoPE": 0.001, "decoding, int8": 0.5}}' > "${{@: -1}}" ;;
+  "-m bench all\"""",
+).replace("cp measured.json", "cp {folder}/measured.json")
+
+
+def run_steps(folder: Path, *words: str, revision: str = "abc") -> subprocess.CompletedProcess:
+    (folder / "measured.json").write_text(measured(revision))
+    nvidia_smi = folder / "programs" / "nvidia-smi"
+    nvidia_smi.parent.mkdir(exist_ok=True)
+    nvidia_smi.write_text("#!/bin/sh\necho '2026/11/28 10:00:00, 1755, 98, 600.1, 61'\n")
+    nvidia_smi.chmod(0o755)
+    return run(folder, "-o", "out", *words, stub=STEPS_STUB.replace("{folder}", str(folder)))
+
+
+def table_of(done: subprocess.CompletedProcess) -> list[list[str]]:
+    """Returns the cells of the table that the script printed last."""
+    lines = done.stdout.rstrip().splitlines()
+    start = max(at for at, line in enumerate(lines) if line.startswith("contestant"))
+    return [re.split(r" {2,}", line) for line in lines[start:]]
+
+
+def started(done: subprocess.CompletedProcess) -> list[str]:
+    return re.findall(r"^== ([a-z0-9-]+), at most", done.stdout, re.MULTILINE)
+
+
+@needs_bash
+@pytest.mark.parametrize("words", [(), ("first", "second"), ("first",), ("second",)], ids=" ".join)
+def test_the_halves_run_in_order_and_end_with_one_table(tmp_path, words):
+    """A step that fails does not stop the others, and its results are in the table, which has the revision."""
+    (tmp_path / "builds").mkdir()
+    done = run_steps(tmp_path, "-p", str(tmp_path / "builds"), *words, revision="abc-dirty")
+    halves = words or ("first", "second")
+    expected = words_of("first") if "first" in halves else ["compile"]
+    expected = expected + (words_of("second") if "second" in halves else [])
+    assert started(done) == expected, done.stderr
+    files, rows = packed(tmp_path / "out"), table_of(done)
+    assert files["table.txt"].splitlines()[-1] == done.stdout.rstrip().splitlines()[-1]
+    assert rows[-1] == ["running clock", "-", "-", "-", "1755 MHz, 1755 to 1755", "-", "-", "-"]
+    if "first" in halves:
+        assert done.returncode == 1 and re.search(r"^prefill +\d+ s +FAILED", files["summary.txt"], re.MULTILINE)
+        assert rows[1][4] == "1 of 2 are correct; not decoding, int8"
+        assert rows[2] == ["RoPE with tile grad_qkv=64,128,8,3", "both", "8192 x 2", "4.500", "430 TFLOP/s", "50%",
+                           "0.90 of RoPE", "abc with uncommitted changes"]  # fmt: skip
+        assert rows[4][:5] == ["Gluon, RoPE", "forward", "8192 x 2", "1.000", "550 TFLOP/s"]
+        [run_folder] = [path for path in (tmp_path / "out").iterdir() if path.name.startswith("flashrope-gpu")
+                        and path.is_dir()]  # fmt: skip
+        [(folder, [(_, kept)])] = page.devices(run_folder / "results")
+        assert folder.name == "device" and kept.records[1].tflops == 387  # bench report takes the packed results
+    if "second" in halves:
+        assert "--code 80" in files["compile.log"] and "sm80" in files["sm80.log"] and "ncu/forward.csv" in files
+        assert files["tune.log"].startswith("ran -m bench tune --direction grad_qkv")
+
+
+@needs_bash
+def test_without_other_builds_their_step_is_left_out(tmp_path):
+    assert started(run_steps(tmp_path, "first")) == ["compile", "correct", "prefill"]
+
+
+@needs_bash
+def test_a_half_ends_in_its_time_and_keeps_what_it_has(tmp_path):
+    """The time of a half is over while a step runs: the log has what the step printed, and the table what is there."""
+    stub = STEPS_STUB.replace(
+        '"-m bench device packages"*)', '"-m bench device packages"*) echo begun; exec sleep 60 ;;\n  "no"*)'
+    )
+    (tmp_path / "builds").mkdir()
+    (tmp_path / "measured.json").write_text(measured("abc"))
+    done = run(tmp_path, "-t", "0.15", "-o", "out", "-p", str(tmp_path / "builds"), "first",
+               stub=stub.replace("{folder}", str(tmp_path)))  # fmt: skip
+    files = packed(tmp_path / "out")
+    assert done.returncode == 1 and files["packages.log"].startswith("begun\n")
+    assert re.search(r"^packages +\d+ s +out of time", files["summary.txt"], re.MULTILINE)
+    assert ["flashrope RoPE", "both", "8192 x 2", "5.000", "387 TFLOP/s", "50%", "-", "abc"] in table_of(done)
 
 
 def test_the_kernel_tests_are_there():

@@ -29,8 +29,8 @@ FLOORS = {  # from the lowest layer up; a room (a file or a folder) imports from
         "machine progress work",
         "compiling report",
         "timing",
-        "results_page sanitize model ragged",
-        "validate",
+        "results_page sanitize model ragged correct other_package",
+        "validate device",
         "__main__",
     ),
     "experiments": (
