@@ -135,6 +135,8 @@ def cases(scale: float = 1.0) -> list[Case]:
         ("decoding, paged, four tokens", partial(decoding, bands, keys, page=16, tokens=4)),
         ("decoding, groups of keys, 64 channels", partial(decoding, narrow_bands, keys)),
         ("decoding, groups of keys, splits", partial(decoding, bands, keys, splits=8)),
+        ("prefill over a cache, contiguous", partial(decoding, rope, keys, tokens=n(200))),
+        ("prefill over a cache, paged", partial(decoding, bands, keys, page=256, tokens=n(200))),
         ("decoding, int8", partial(quantized, bands, n(4096))),
         ("decoding, captured graph", partial(decoding, bands, keys, captured=True)),
         ("decoding, 512 channels", partial(decoding, wide, keys[1:])),
