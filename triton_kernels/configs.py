@@ -41,8 +41,9 @@ def by_block_d(*tiles: tuple[int, ...]) -> dict[int, Tile]:
 
 
 # Tiles by block_d, the power of two that holds head_dim. If a scheme has several bands, a "banded" entry replaces the
-# entry of its direction, because rotating between bands takes registers. One tile has been timed: with
-# one band, sm90's "forward" for 128 channels is the fastest of 24 on an H200 beyond 8,192 keys (docs/measured.md).
+# entry of its direction, because rotating between bands takes registers. Two tiles have been timed: with
+# one band and 128 channels, sm90's "forward" is the fastest of 24 on an H200 beyond 8,192 keys, and "forward short" is
+# the fastest up to there (docs/measured.md).
 # For 64 and more channels, the tiles of "sm80" and "sm86" were ranked by the issue model (python -m bench model). Each
 # is the best among tiles of similar sizes. The tiles of "sm90" were ranked by instructions per needed product. Needed
 # products are the products of tensor cores, without those of padding and without repetitions in other warps. Some tiles
@@ -97,6 +98,7 @@ HALF = {
             (128, 64, 4, 3), (128, 64, 4, 3), (128, 128, 8, 3, True), (128, 128, 8, 3, True), (128, 64, 8, 2)
         ),
         "forward banded": {128: Tile(128, 128, 8, 3)},
+        "forward short": {128: Tile(64, 64, 4, 3)},
         "forward codes banded": {128: Tile(128, 64, 8, 3)},
         "grad_kv": by_block_d((32, 128, 4, 3), (32, 128, 4, 3), (64, 128, 8, 2), (32, 128, 8, 3), (64, 32, 8, 2)),
         "grad_q": by_block_d((128, 64, 4, 2), (128, 64, 4, 2), (128, 64, 8, 2), (128, 64, 8, 2), (64, 64, 8, 2)),
@@ -109,10 +111,11 @@ HALF = {
     },
 }
 # sm_100 and sm_120 take the tiles of sm_90 and sm_86, except where those would spill in their loops. sm_100 also keeps
-# the loop whose values are not late, and "grad_qkv" tiles of its own, because sm_90's were chosen for wgmma, which
-# sm_100 lacks.
+# the loop whose values are not late and "grad_qkv" tiles of its own, and has no "forward short", because sm_90's were
+# chosen for wgmma, which sm_100 lacks.
 HALF["sm100"] = HALF["sm90"] | {
     "forward": {block_d: tile._replace(lagged=False) for block_d, tile in HALF["sm90"]["forward"].items()},
+    "forward short": {},
     "grad_kv banded": {128: Tile(64, 64, 8, 3)},
     "grad_qkv": {64: Tile(64, 128, 8, 2), 128: Tile(64, 128, 8, 2)},
     "grad_qkv banded": {128: Tile(32, 128, 8, 2)},
@@ -301,6 +304,7 @@ SHARE_DIMS, SHARE_REGISTERS = (64, 128), {4: 168}
 SHARE_FAMILIES = ("sm80", "sm90", "sm100")
 # Decoding with groups of keys (key_groups below), for schemes with several bands. GROUPED: (block_d, shares).
 GROUPED_FAMILY, GROUPED = "sm80", ((64, True), (64, False), (128, False))
+SHORT_KEYS = 8192  # calls without a cache, with one band and not more keys than this, prefer the "short" entries
 SMALLEST_TILE = 16  # the smallest number of keys in a product, and of rows in a page
 EXPLICIT_ROWS, EXPLICIT_ENTRIES, EXPLICIT_WARPS = 16, 64, 4  # queries of a program, block-table entries per step, warps
 # Where every key needs its own cos and sin (stored positions, or maps over pages), heads with at least EXPLICIT_PAIRS
@@ -383,6 +387,7 @@ def tile(
     num_bands: int,
     block_dv: int = 0,
     cache: str = "",
+    max_keys: int = 0,
 ) -> Tile:
     """Returns the default tile, which ``flashrope tune`` may replace. The most specific entry of the tables wins.
 
@@ -392,11 +397,14 @@ def tile(
     quantized cache or explicit positions), "decode parts" (``Variant.channels``), "decode wide" (many query rows),
     "decode shared" or "decode shared wide" (heads in parts, whose values are channels of the keys).
     block_dv: block_d of v, or 0 if it is the same. If the two differ and OTHER_V has no tile, the larger one counts.
-    cache: "paged" prefers the "paged" entries. Any other value ignores them."""
+    cache: "paged" prefers the "paged" entries. Any other value ignores them.
+    max_keys: the length of the longest sequence of keys is at most this. 0 if it is not known or has no bound."""
     block_dv = block_dv or block_d
     directions = [direction, *INSTEAD.get(direction, [])]
     if cache == "paged":
         directions.insert(0, f"{direction} paged")
+    if num_bands == 1 and not cache and 0 < max_keys <= SHORT_KEYS:
+        directions.insert(0, f"{direction} short")
     names = [name for d in directions for name in ([f"{d} banded", d] if num_bands > 1 else [d])]
     if max(block_d, block_dv) > 256:
         table = family(capability) if itemsize == 2 else "float"

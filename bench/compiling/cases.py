@@ -65,6 +65,7 @@ class Scheme:
     weighted: bool = False  # keys have weights
     heads: tuple[int, int] = (40, 8)  # heads_q, heads_kv; neither is a multiple of 16
     num_splits: int = 0  # into how many splits decoding divides the keys; 0: it divides them into shares
+    seqlen: int = SEQLEN  # queries and keys of a sequence in a call without a cache
     tile: tuple[str, Tile] | None = None  # a direction and the tile that it takes; None: all take their defaults
 
     @property
@@ -74,6 +75,7 @@ class Scheme:
 
 
 ONE_BAND = Scheme("rope", Rotary.rope)
+LONG = Scheme("rope long", Rotary.rope, deterministic=False, seqlen=4 * SEQLEN)  # not a "short" tile of configs.py
 TWO_BANDS = Scheme("rerope", lambda head_dim: Rotary.rope(head_dim).rectify(WINDOW))
 TWO_SIDED = Scheme("two-sided", TWO_BANDS.rotary, causal=False)
 NOPE = Scheme("nope", Rotary.none)
@@ -233,7 +235,8 @@ class Case:
 
     def launches(self) -> list[Launch]:
         """Returns the launches of forward and backward, or of one call with a cache."""
-        scheme, rows = self.scheme, (BATCH * SEQLEN,) if self.scheme.packed else (BATCH, SEQLEN)
+        scheme, seqlen = self.scheme, self.scheme.seqlen
+        rows = (BATCH * seqlen,) if scheme.packed else (BATCH, seqlen)
 
         def tensor(*shape, dtype=DTYPES[self.dtype]):
             return torch.empty(shape, dtype=dtype, device="meta")
@@ -247,8 +250,8 @@ class Case:
         q, k, v = heads(HEADS_Q), heads(HEADS_KV), heads(HEADS_KV, scheme.head_dim_v or self.head_dim)
         rotary = scheme.rotary(self.head_dim)
         cu_seqlens = tensor(BATCH + 1, dtype=torch.int32) if scheme.packed else None
-        positions = tensor(BATCH, SEQLEN, dtype=torch.float32) if scheme.positions else None
-        given = (positions, cu_seqlens, cu_seqlens, SEQLEN, SEQLEN, scheme.deterministic)
+        positions = tensor(BATCH, seqlen, dtype=torch.float32) if scheme.positions else None
+        given = (positions, cu_seqlens, cu_seqlens, seqlen, seqlen, scheme.deterministic)
         call = AttentionCall(rotary, scheme.causal, self.head_dim**-0.5, *given)
         forced = tiles.forced(*scheme.tile) if scheme.tile else contextlib.nullcontext()
         with caught_launches(launcher, self.arch) as launches, score_grads.forced(not scheme.recomputed), forced:
@@ -320,7 +323,7 @@ def _main_cases(quick: bool) -> list[Case]:
 
     main = grid((80, 90), (64, 128), "bf16", ONE_BAND, TWO_BANDS, *SEVEN, *ATOMIC, *DECODE, *CHUNKS)
     main += grid((80, 90), (128,), "bf16", *SPLITS[:2])
-    main += contenders()
+    main += [*grid((90,), (128,), "bf16", LONG), *contenders()]
     if quick:
         return main + grid((80, 90), (128,), "bf16", *QUANTIZED)
     wide = grid((80, 90), (256,), "bf16", ONE_BAND) + grid((80,), (256,), "bf16", TWO_BANDS)

@@ -166,7 +166,7 @@ NEWEST = (
 # the products with the values run during the softmax.
 LATE_VALUES = tuple(
     SpillLimit(80, kernel, 90, head_dim=128, scheme=scheme, triton="3.6.", in_loops=80, in_hot_loop=20)
-    for kernel, scheme in (("attention_forward", "rope"), ("attention_chunks", "rope contiguous chunk"))
+    for kernel, scheme in (("attention_forward", "rope long"), ("attention_chunks", "rope contiguous chunk"))
 )
 
 # Limits of the backward with five products at head_dim 128: sm_90's tiles, and CONTENDERS of tuning/candidates.py. On
@@ -413,7 +413,8 @@ def _by_size(sm80: tuple[float, float], sm90: tuple[float, float]) -> dict[tuple
 # that are not listed have no limit. Each limit is a little above the figure of today's compilers. A compiler that only
 # schedules differently therefore passes, but a lost vector load, a mask or a rotation in the inner loop fails.
 INSTRUCTION_LIMITS = {
-    ("attention_forward", "rope"): _by_size((5.2, 4.6), (41, 37.5)),
+    ("attention_forward", "rope"): _by_size((5.2, 4.6), (41, 33.5)),
+    ("attention_forward", "rope long"): {(90, 128): 37.5},
     ("attention_forward", "rerope"): _by_size((5.2, 4.1), (41, 33.5)),
     ("attention_grad_kv", "rope"): _by_size((4.9, 4.1), (24, 19.3)),
     ("attention_grad_kv", "rerope"): _by_size((4.9, 4.1), (24, 19.3)),

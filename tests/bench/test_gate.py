@@ -258,7 +258,7 @@ SPILLED = {
 }
 if triton.__version__.startswith("3.6."):
     SPILLED |= {
-        ("attention_forward", 90, 128, "rope"): (80, 80, 20),
+        ("attention_forward", 90, 128, "rope long"): (80, 80, 20),
         ("attention_chunks", 90, 128, "rope contiguous chunk"): (80, 80, 20),
     }
 if triton.__version__.startswith("3.9"):

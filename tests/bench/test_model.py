@@ -347,7 +347,7 @@ def test_candidates_have_the_order_that_the_model_wrote():
             and not row["dropped"]
         ]
         assert values == sorted(values, reverse=True)
-        shape = SimpleNamespace(direction=direction, block_d=head_dim, banded=banded, itemsize=2, cache="")
+        shape = SimpleNamespace(direction=direction, block_d=head_dim, banded=banded, itemsize=2, cache="", max_keys=0)
         found = tuning.candidates_of(shape, candidates.FAMILIES[family])
         first = [found[0], *tuning.CONTENDERS.get((family, direction, head_dim, banded), ())]
         assert found[: len(first)] == first

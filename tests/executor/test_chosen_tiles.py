@@ -1,10 +1,12 @@
-"""Tests the gradients of five products with the default tiles and with ``CONTENDERS``, at lengths with several inner
-tiles. The gradients of several schemes and masks must be within the error budget."""
+"""Tests forward and gradients of five products with the default tiles and with ``CONTENDERS``, at lengths with several
+inner tiles. The results of several schemes and masks must be within the error budget."""
+
+import contextlib
 
 import pytest
 import support
 import torch
-from flashrope import Rotary
+from flashrope import Rotary, attention
 from flashrope.backends.triton import tiles
 from flashrope.triton_kernels import configs
 from flashrope.tuning.candidates import CONTENDERS
@@ -48,6 +50,31 @@ def test_gradients_of_five_products(machine, arch, name):
         with tiles.forced("grad_qkv", tile):
             support.check(BF16, p)
         check_step(machine, tile, -(-p.k.shape[1] // tile.block_n) * p.k.shape[2])
+
+
+FORWARDS = {  # rotary, seqlen_q, seqlen_k, causal
+    "rope-d128": (Rotary.rope(128), 600, 600, True),
+    "hope-d72": (Rotary.hope(72, 100), 200, 450, True),
+    "local-d128": (Rotary.rope(128).local(250), 450, 450, True),
+    "rope-d128-two-sided": (Rotary.rope(128), 200, 450, False),
+}
+
+
+@pytest.mark.parametrize("name", FORWARDS)
+def test_forward_with_the_tiles_of_short_and_of_long_sequences(machine, arch, name):
+    """The executor is slow, so the tile of long sequences is forced."""
+    rotary, seqlen_q, seqlen_k, causal = FORWARDS[name]
+    p = support.problem(BF16, rotary, seqlen_q, seqlen_k, seed=3, causal=causal)
+    exact = support.exact_and_bound(p)
+    short, default = (configs.tile("forward", arch, 128, 2, 1, max_keys=keys) for keys in (1024, 0))
+    for tile, forced in {short: contextlib.nullcontext(), default: tiles.forced("forward", default)}.items():
+        machine.launches.clear()
+        with torch.no_grad(), forced:
+            out, lse = attention(p.q, p.k, p.v, rotary, causal=causal, return_lse=True, impl="triton")
+        worst = support.excess({"out": out, "lse": lse}, *exact, torch.bfloat16)
+        assert max(worst.values()) <= support.COEFFICIENT[torch.bfloat16]
+        [step] = [launch for launch in machine.launches if launch.kernel == "attention_forward"]
+        assert step.grid == (-(-seqlen_q // tile.block_m) * p.q.shape[2], 1, 1) and step.threads == 32 * tile.num_warps
 
 
 @pytest.mark.parametrize("window", [0, 70])

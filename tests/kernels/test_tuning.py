@@ -12,7 +12,7 @@ import warnings
 import pytest
 import torch
 
-pytest.importorskip("triton", reason="Triton has no wheel for this platform")
+triton = pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 
 from flashrope.backends import tuned_tiles as store
 from flashrope.backends.triton import launcher, tiles
@@ -169,12 +169,24 @@ def chosen(direction="forward", keys=4096, grouped=True, cache="", capability=90
 
 def test_the_winner_of_a_class_serves_its_calls_and_no_others(file):
     store.update(tiles.setup_of(CPU, 90), {FORWARD: WINNER})
-    default = configs.tile("forward", 90, 128, 2, 1)
-    assert chosen() == chosen(keys=1025) == chosen(keys=8192) == Tile(64, 128, 8, 2, lagged=True) != default
-    assert chosen(keys=1024) == chosen(keys=8193) == chosen(grouped=False) == chosen(cache="paged") == default
+    default, short = (configs.tile("forward", 90, 128, 2, 1, max_keys=keys) for keys in (0, 1024))
+    assert chosen() == chosen(keys=1025) == chosen(keys=8192) == Tile(64, 128, 8, 2, True) not in (default, short)
+    assert chosen(keys=8193) == chosen(cache="paged") == default
+    assert chosen(keys=1024) == chosen(grouped=False) == short
     assert chosen(capability=80) == configs.tile("forward", 80, 128, 2, 1)
     assert chosen(num_bands=2) == configs.tile("forward", 90, 128, 2, 2)
     assert chosen(itemsize=4) == configs.tile("forward", 90, 128, 4, 1)
+
+
+@pytest.mark.skipif(not triton.__version__.startswith("3.6."), reason="newer versions of Triton have one tile")
+def test_short_sequences_may_have_a_tile_of_their_own():
+    short, default = Tile(64, 64, 4, 3), Tile(128, 128, 8, 3)
+    assert chosen(keys=1) == chosen(keys=1024) == chosen(keys=8192) == chosen(keys=4096, grouped=False) == short
+    assert chosen(keys=8193) == default
+    for other in ({"num_bands": 2}, {"cache": "contiguous"}, {"capability": 100}, {"capability": 80}, {"itemsize": 4}):
+        assert chosen(keys=1024, **other) == chosen(keys=8193, **other)
+    for keys, expected in ((1024, short), (8192, short), (0, default)):
+        assert candidates.default(FORWARD._replace(max_keys=keys), 90) == expected
 
 
 def test_pages_may_have_a_tile_of_their_own():
@@ -189,7 +201,7 @@ def test_a_winner_of_another_setup_does_not_serve(field):
     setup = tiles.setup_of(CPU, 90)
     other = 80 if field == "capability" else "another"
     store.update(setup._replace(**{field: other}), {FORWARD: WINNER})
-    assert chosen() == configs.tile("forward", 90, 128, 2, 1)
+    assert chosen() == configs.tile("forward", 90, 128, 2, 1, max_keys=store.max_keys(4096))
 
 
 def test_the_file_is_read_once(file, monkeypatch):

@@ -98,7 +98,8 @@ def tiles(direction: str) -> list[Tile]:
 def default(shape: store.ShapeClass, capability: int | str) -> Tile:
     """Returns the tile that is used without tuning."""
     bands = 2 if shape.banded else 1
-    return configs.tile(shape.direction, capability, shape.block_d, shape.itemsize, bands, cache=shape.cache)
+    of_call = {"cache": shape.cache, "max_keys": shape.max_keys}
+    return configs.tile(shape.direction, capability, shape.block_d, shape.itemsize, bands, **of_call)
 
 
 def candidates_of(shape: store.ShapeClass, capability: int | str) -> list[Tile]:

@@ -42,11 +42,12 @@ def choose(
     tuned_as = TUNED_AS.get(direction, direction)
     if tuned_as in _forced:
         return _forced[tuned_as]
+    max_keys = store.max_keys(keys)
     if block_dv in (0, block_d):
-        shape = store.ShapeClass(tuned_as, block_d, itemsize, num_bands > 1, cache, grouped, store.max_keys(keys))
+        shape = store.ShapeClass(tuned_as, block_d, itemsize, num_bands > 1, cache, grouped, max_keys)
         if winner := store.tuned().get(setup_of(device, capability), {}).get(shape):
             return Tile(*winner.tile)
-    return configs.tile(direction, capability, block_d, itemsize, num_bands, block_dv, cache)
+    return configs.tile(direction, capability, block_d, itemsize, num_bands, block_dv, cache, max_keys)
 
 
 _forced: dict[str, Tile] = {}
