@@ -180,7 +180,7 @@ def test_the_winner_of_a_class_serves_its_calls_and_no_others(file):
 
 @pytest.mark.skipif(not triton.__version__.startswith("3.6."), reason="newer versions of Triton have one tile")
 def test_short_sequences_may_have_a_tile_of_their_own():
-    short, default = Tile(64, 64, 4, 3), Tile(128, 128, 8, 3)
+    short, default = Tile(64, 64, 4, 3), Tile(128, 128, 8, 3, lagged=True)
     assert chosen(keys=1) == chosen(keys=1024) == chosen(keys=8192) == chosen(keys=4096, grouped=False) == short
     assert chosen(keys=8193) == default
     for other in ({"num_bands": 2}, {"cache": "contiguous"}, {"capability": 100}, {"capability": 80}, {"itemsize": 4}):
