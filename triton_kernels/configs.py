@@ -144,7 +144,7 @@ NEWER_HALF = {
         "grad_kv": {128: Tile(32, 128, 8, 3)},
     },
     "sm90": {
-        "forward": {128: Tile(128, 64, 8, 3)},
+        "forward": {64: Tile(128, 128, 8, 3), 128: Tile(128, 64, 8, 3)},  # late values would spill
         "grad_q banded": {128: Tile(128, 64, 8, 3)},
         "grad_qkv": {128: Tile(32, 128, 8, 2)},
         "decode wide": {128: Tile(32, 32, 8, 3)},
