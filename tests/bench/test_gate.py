@@ -509,7 +509,12 @@ def test_sanitize_launches_every_kernel(compiled):
 
 
 @pytest.mark.parametrize(
-    ("arch", "scheme", "most"), [(90, cases.ATOMIC[0], 3), (90, cases.ONE_BAND, 0), (100, cases.ATOMIC[0], 0)]
+    ("arch", "scheme", "most"),
+    [
+        (90, cases.ATOMIC[0], 3 if triton.__version__.startswith("3.6.") else 0),
+        (90, cases.ONE_BAND, 0),
+        (100, cases.ATOMIC[0], 0),
+    ],
 )
 def test_candidates_may_touch_spilled_registers_as_often_as_the_gate_allows(arch, scheme, most):
     case = cases.Case(arch, 128, "bf16", scheme)

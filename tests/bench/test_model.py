@@ -349,7 +349,8 @@ def test_candidates_have_the_order_that_the_model_wrote():
         assert values == sorted(values, reverse=True)
         shape = SimpleNamespace(direction=direction, block_d=head_dim, banded=banded, itemsize=2, cache="", max_keys=0)
         found = tuning.candidates_of(shape, candidates.FAMILIES[family])
-        first = [found[0], *tuning.CONTENDERS.get((family, direction, head_dim, banded), ())]
+        contenders = tuning.CONTENDERS.get((family, direction, head_dim, banded), ())
+        first = list(dict.fromkeys([found[0], *contenders]))  # newer versions of Triton have a contender as default
         assert found[: len(first)] == first
         wanted = [Tile(*map(int, numbers.split())) for numbers in text.split(",")]
         assert [tile for tile in found if tile in wanted and tile not in first] == [
