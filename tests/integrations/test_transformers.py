@@ -101,10 +101,13 @@ def test_rope_types(kind):
 def test_a_model_that_read_a_long_and_a_short_text_converts(kind):
     """After such texts, transformers stores one tensor under two names: as the table in use and as the original one."""
     model = scaled(kind)
-    calls = tokens(), tokens(seqlen=10)
-    stock = [logits(model, ids) for ids in calls]
+    long, short = tokens(), tokens(seqlen=10)
+    stock_short = logits(model, short)  # before the long text: transformers 5.0 keeps the table of a longer one
+    stock_long = logits(model, long)
+    logits(model, short)
     convert(model)
-    assert all(close(logits(model, ids), expected) for ids, expected in zip(calls, stock, strict=True))
+    assert close(logits(model, long), stock_long)
+    assert close(logits(model, short), stock_short)
 
 
 @pytest.mark.parametrize("which", ["dynamic", "longrope", "phi3"])
