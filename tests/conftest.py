@@ -1,9 +1,8 @@
 """Defines fixtures and options. Without a GPU, switches Triton's interpreter on before triton is imported.
 
-The CPU backend uses its compiled kernels by default, as in users' programs. --composed-cpu switches them off, and
---cpu-target selects the kernels of another instruction set. --threads N sets the CPU threads of the tests and of the
-processes that they start (default 1). --perturb-training SEED changes the result of every training by rounding errors
-only. No test may pass or fail because of it.
+--cpu-target selects the compiled CPU kernels of another instruction set. --threads N sets the CPU threads of the tests
+and of the processes that they start (default 1). --perturb-training SEED changes the result of every training by
+rounding errors only. No test may pass or fail because of it.
 """
 
 import os
@@ -33,7 +32,6 @@ def pytest_addoption(parser):
     parser.addoption("--threads", type=int, default=1, help="CPU threads of the tests and of the processes they start")
     parser.addoption("--walk-seconds", type=float, default=0, help="how long each random walk of test_walks.py takes")
     parser.addoption("--walk-seed", type=int, default=0, help="the seed of the random walks (default: 0)")
-    parser.addoption("--composed-cpu", action="store_true", help="compose the CPU backend of PyTorch's kernels")
     parser.addoption("--cpu-target", metavar="TARGET", help="the compiled CPU kernels of this target: x86-64-v3, ...")
     parser.addoption("--perturb-training", type=int, metavar="SEED", help="perturb weights by rounding before training")
 
@@ -47,15 +45,12 @@ def pytest_configure(config):
         perturb(config.getoption("perturb_training"))
     from flashrope.backends.cpu import loader
 
-    if config.getoption("composed_cpu"):
-        loader.load = lambda: None
-    else:
-        target = config.getoption("cpu_target")
-        if not hasattr(config, "workerinput"):  # only in the main process, not in every worker of xdist
-            _build_cpu_kernels(target)
-        if target:
-            library = loader.open_target(target)
-            loader.load = lambda: library
+    target = config.getoption("cpu_target")
+    if not hasattr(config, "workerinput"):  # only in the main process, not in every worker of xdist
+        _build_cpu_kernels(target)
+    if target:
+        library = loader.open_target(target)
+        loader.load = lambda: library
     config.addinivalue_line(
         "markers",
         "interpreted(chosen): the parameters that Triton's interpreter runs too in the fast tests; its others are slow",
@@ -127,8 +122,8 @@ def compiled():
 
 
 @pytest.fixture
-def composed(monkeypatch):
-    """Runs the test with the CPU backend composed of PyTorch's kernels."""
+def without_kernels(monkeypatch):
+    """Runs the test as if the compiled CPU kernels were missing."""
     from flashrope.backends.cpu import loader
 
     monkeypatch.setattr(loader, "load", lambda: None)

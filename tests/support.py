@@ -60,7 +60,9 @@ class Target:
 def _targets() -> list[Target]:
     """Returns the targets. Triton's interpreter emulates bfloat16 with bit patterns, so bfloat16 is tested on a GPU
     only."""
-    targets = [Target("cpu", dtype, "cpu") for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)]
+    types = (torch.float32, torch.bfloat16, torch.float16)
+    targets = [Target("cpu", dtype, "cpu") for dtype in types]
+    targets += [Target("sdpa", dtype, "cpu") for dtype in (*types, torch.float64)]
     gpu = torch.cuda.is_available()
     if gpu or INTERPRETED:
         types = (torch.float32, torch.float16, torch.bfloat16) if gpu else (torch.float32, torch.float16)

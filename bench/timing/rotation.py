@@ -50,7 +50,7 @@ def keys_by_triton(problem: Problem):
     def rotate_keys(q, k, v):
         rotated_k = k.new_empty(kept_shapes(k, call).rotated_k)
         with current_device(k):
-            AttentionPlan(q, k, v, call, None).rotate_keys(k, rotated_k)
+            AttentionPlan(q, k, v, call, None, rotated_k).rotate_keys(k, rotated_k)
         return rotated_k[0].unflatten(0, k.shape[:-2])  # a rotated copy may hold only the channels that rotate
 
     return rotate_keys

@@ -98,7 +98,7 @@ def compiled(public, arguments):
     return torch.compile(public, fullgraph=True, backend="aot_eager")(**arguments)
 
 
-@pytest.mark.parametrize("impl", ["reference", "cpu", "triton"])
+@pytest.mark.parametrize("impl", ["reference", None, "sdpa", "triton"])
 @pytest.mark.parametrize("name", CASES)
 def test_both_paths(name, impl, monkeypatch):
     public, arguments = call_of(impl, name)

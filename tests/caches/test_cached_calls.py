@@ -225,17 +225,19 @@ def test_compile_keeps_the_write(kind):
         assert torch.equal(one[name], other[name]) and not torch.equal(one[name], call[name])
 
 
-def test_decoding_needs_no_rotated_copy_of_the_cache(composed, monkeypatch):
+def test_decoding_needs_no_rotated_copy_of_the_cache(monkeypatch):
     """For any length, ReRoPE rotates at most as many keys as its window has. No rotated copy of the whole cache is
     made."""
-    from flashrope.backends.cpu import cached
+    from flashrope.backends.sdpa import cached
 
     rotated, plain = [], cached.rotate
     monkeypatch.setattr(cached, "rotate", lambda x, *rest: rotated.append(x.shape) or plain(x, *rest))
     for seqlen in (100, 1000, 30000):
         rotated.clear()
         cache = torch.randn(2, 1, seqlen, 2, 16)
-        attention_with_cache(torch.randn(1, 1, 4, 16), *cache, Rotary.rope(16).rectify(64), int32([seqlen]))
+        attention_with_cache(
+            torch.randn(1, 1, 4, 16), *cache, Rotary.rope(16).rectify(64), int32([seqlen]), impl="sdpa"
+        )
         assert 0 < sum(rows for _, rows, heads, _ in rotated if heads == 2) <= 64
 
 

@@ -209,10 +209,11 @@ def test_position_maps(exact, name, queries, splits, pads):
 
 
 @pytest.mark.parametrize("name", MAPS)
-def test_blocks_that_begin_within_a_chunk(name, composed, monkeypatch):
-    """The CPU backend reads a cache in blocks. A block may begin anywhere in a chunk of the position map."""
-    monkeypatch.setattr("flashrope.backends.cpu.cached._block_size", lambda row: 48)
-    target = support.Target("cpu", torch.float32, "cpu")
+def test_blocks_that_begin_within_a_chunk(name, monkeypatch):
+    """PyTorch's kernels read a cache in blocks. A block may begin anywhere in a chunk of the position map."""
+    monkeypatch.setattr("flashrope.backends.blocks.MIN_BLOCK", 48)
+    monkeypatch.setattr("flashrope.backends.blocks.MAX_BLOCK", 48)
+    target = support.Target("sdpa", torch.float32, "cpu")
     Cached(target, MAPS[name], (208, 150, 21), 5, new=0, heads=(2, 1)).check()
 
 

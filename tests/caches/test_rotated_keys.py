@@ -105,9 +105,9 @@ def test_sinks_and_length_scale(exact):
 
 
 @pytest.mark.parametrize("seqlen_q", [1, 40])
-def test_composed(composed, seqlen_q):
-    """Calls with one token and with a chunk give the right results without the compiled kernels."""
-    target = support.Target("cpu", torch.float32, "cpu")
+def test_sdpa(seqlen_q):
+    """Calls with one token and with a chunk give the right results with PyTorch's kernels."""
+    target = support.Target("sdpa", torch.float32, "cpu")
     cached(target, Rotary.rope(16).local(21), (45, 64), seqlen_q, leftpad=(3, 0), page=PAGE).check()
 
 

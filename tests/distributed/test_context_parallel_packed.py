@@ -34,11 +34,11 @@ MAPS = {
 DOUBLE = torch.float64
 
 
-def packed(name: str, rotary: Rotary, dtype=torch.float32, impl="cpu", **options) -> Packing:
+def packed(name: str, rotary: Rotary, dtype=torch.float32, impl="sdpa", **options) -> Packing:
     return packing(Target(impl, dtype, "cpu"), rotary, *LENGTHS[name], **options)
 
 
-def holds(count: int, scheme: str, dtype, name: str, impl="cpu", **options) -> None:
+def holds(count: int, scheme: str, dtype, name: str, impl="sdpa", **options) -> None:
     """Checks the call on the first `count` ranks."""
     if not (group := first(count)):
         return

@@ -8,7 +8,7 @@ import torch
 transformers = pytest.importorskip("transformers", reason="the extra 'transformers' is not installed")
 
 from flashrope import Rotary
-from flashrope.backends.cpu import masked
+from flashrope.backends.sdpa import masked
 from flashrope.integrations.transformers import CodesCache, convert, from_pretrained, plan, revert
 from flashrope.integrations.transformers.caches import COORDINATES
 from flashrope.integrations.transformers.versions import CACHE

@@ -1,15 +1,13 @@
-"""Tests the geometry of the CPU backend without its compiled kernels: how bands are divided into pieces, and caches
-into blocks."""
+"""Tests the geometry of PyTorch's kernels on the CPU: how bands are divided into pieces, and caches into blocks."""
 
 import pytest
 import support
 import torch
 from flashrope import KVCache, PagedKVCache, Rotary, attention_with_cache
-from flashrope.backends.cpu import cached
-from flashrope.backends.cpu.pieces import plan
-from flashrope.backends.cpu.rotation import KEY_FACTORS, rotation_of_rows
+from flashrope.backends import blocks
+from flashrope.backends.rotation import KEY_FACTORS, rotation_of_rows
+from flashrope.backends.sdpa.pieces import plan
 
-pytestmark = pytest.mark.usefixtures("composed")
 ROPE = Rotary.rope(8)
 SCHEMES = [ROPE, ROPE.rectify(5, 2.0).local(40), ROPE.rectify(70, 2.0).local(150)]
 SCHEMES += [ROPE.rectify(0)]
@@ -69,7 +67,8 @@ def test_pieces_hold_every_visible_pair_once(lengths, causal, ahead):
 )
 def test_blocks_of_a_cache(monkeypatch, scheme, seqlen_q):
     """Blocks may end inside a page, inside a band, and at the last key of a sequence."""
-    monkeypatch.setattr(cached, "_block_size", lambda row: 24)
+    monkeypatch.setattr(blocks, "MIN_BLOCK", 24)
+    monkeypatch.setattr(blocks, "MAX_BLOCK", 24)
     q, (k, v) = torch.randn(3, seqlen_q, 4, 8), torch.randn(2, 12, 16, 2, 8)
     table = torch.tensor([[3, 4, 5, 6, 7], [0, 2, 9, 8, 1], [11, 10, 9, 2, 0]], dtype=torch.int32)
     contiguous = [x[table].flatten(1, 2) for x in (k, v)]
@@ -81,7 +80,7 @@ def test_blocks_of_a_cache(monkeypatch, scheme, seqlen_q):
         ]
         for caches, block_table in (contiguous, None), ((k, v), table), (heads_first[0], None), (heads_first[1], table):
             result = attention_with_cache(
-                q, *caches, scheme, seqlens, block_table=block_table, impl="cpu", return_lse=True
+                q, *caches, scheme, seqlens, block_table=block_table, impl="sdpa", return_lse=True
             )
             for x, y in zip(result, expected, strict=True):
                 torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
@@ -100,6 +99,6 @@ def test_caches_lie_heads_first_on_the_cpu(make):
 def test_a_scale_of_0_weighs_all_keys_alike(causal):
     """A scale of 0 gives all visible keys the same weight. torch's kernel would multiply the scores of masked keys,
     -inf, by 0."""
-    target = support.Target("cpu", torch.float32, "cpu")
+    target = support.Target("sdpa", torch.float32, "cpu")
     for rotary in (Rotary.rope(8).rectify(1), Rotary.rope(8).local(9)):
         support.check(target, support.problem(target, rotary, 70, 80, causal=causal, softmax_scale=0.0))

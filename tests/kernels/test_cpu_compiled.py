@@ -166,13 +166,51 @@ def test_nan_reaches_the_rows_that_see_it():
     assert out[0, 40:, 0].isnan().all() and not out[0, :40].isnan().any() and not out[0, :, 1].isnan().any()
 
 
-def test_other_calls_are_composed(compiled, monkeypatch):
-    """Calls in float64 are composed of PyTorch's kernels. So are calls over caches with more queries than the decoding
-    kernel takes but fewer than COMPILED_ROWS."""
+def test_other_calls_are_refused_or_chosen(compiled, monkeypatch):
+    """impl="cpu" refuses what the compiled kernels do not serve, and says what does. impl=None takes it."""
     monkeypatch.setattr(compiled, "decode", None)
     monkeypatch.setattr(compiled, "forward", None)
     q, k, v = torch.randn(3, 1, 20, 2, 16, dtype=torch.float64)
     assert torch.isfinite(attention(q, k, v, Rotary.rope(16))).all()
     seqlens = torch.tensor([20], dtype=torch.int32)
-    for x in (q[:, :1], k, v), (q.float(), k.float(), v.float()):
-        assert torch.isfinite(attention_with_cache(*x, Rotary.rope(16), seqlens)).all()
+    assert torch.isfinite(attention_with_cache(q[:, :1], k, v, Rotary.rope(16), seqlens)).all()
+    reason = "^impl='cpu' cannot serve this call: .* got torch.float64; use impl='sdpa'"
+    with pytest.raises(ValueError, match=reason):
+        attention(q, k, v, Rotary.rope(16), impl="cpu")
+    with pytest.raises(ValueError, match=reason):
+        attention_with_cache(q[:, :1], k, v, Rotary.rope(16), seqlens, impl="cpu")
+
+
+def test_more_bands_than_the_kernels_take():
+    bands = tuple(Band(start, start + 4, 1.0, 0.0) for start in range(0, 20, 4))
+    rotary, (q, k, v) = dataclasses.replace(Rotary.rope(16), bands=bands), torch.randn(3, 1, 30, 2, 16)
+    torch.testing.assert_close(*(attention(q, k, v, rotary, impl=impl) for impl in (None, "reference")))
+    with pytest.raises(
+        ValueError, match="^impl='cpu' cannot serve this call: .* up to 4 bands, got 5; use impl='sdpa'"
+    ):
+        attention(q, k, v, rotary, impl="cpu")
+
+
+@pytest.mark.parametrize("name", ["dual chunk", "scattered"])
+def test_positions_that_the_kernels_do_not_take(name):
+    """Over explicit positions, impl="cpu" refuses maps of positions and short runs, and impl=None takes them."""
+    rotary = Rotary.rope(16).dual_chunk(256, 128) if name == "dual chunk" else Rotary.rope(16)
+    k, v = torch.randn(2, 1, 200, 2, 16)
+    positions = torch.arange(200, dtype=torch.float32)[None] * (3 if name == "scattered" else 1)
+    options = dict(slot_positions=positions, positions=positions[:, -1:])
+    arguments = torch.randn(1, 1, 4, 16), k, v, rotary, torch.tensor([200], dtype=torch.int32)
+    torch.testing.assert_close(
+        *(attention_with_cache(*arguments, **options, impl=impl) for impl in (None, "reference"))
+    )
+    reason = (
+        "maps of positions" if name == "dual chunk" else "sequence 0 has 200 runs of consecutive positions among 200"
+    )
+    with pytest.raises(ValueError, match=f"^impl='cpu' cannot serve this call: .*{reason}.*; use impl='sdpa'"):
+        attention_with_cache(*arguments, **options, impl="cpu")
+
+
+def test_without_compiled_kernels(without_kernels):
+    q, k, v = torch.randn(3, 1, 20, 2, 16)
+    torch.testing.assert_close(*(attention(q, k, v, Rotary.rope(16), impl=impl) for impl in (None, "reference")))
+    with pytest.raises(ValueError, match=r"^impl='cpu' cannot serve this call: its kernels are not loaded \(.*\); use"):
+        attention(q, k, v, Rotary.rope(16), impl="cpu")

@@ -8,13 +8,13 @@ import support
 import torch
 from caching import PAGE, Cached
 from flashrope import Rotary
-from flashrope.backends.cpu import cached, runs
+from flashrope.backends import blocks, runs
 from support import SCHEMES, int32
 from test_cached_positions import documents
 from test_stored_positions import KINDS, over
 
-CPU = [target for target in support.TARGETS if target.impl == "cpu"]
-FLOAT32, FLOAT64 = CPU[0], CPU[3]
+CPU = [target for target in support.TARGETS if target.impl in ("cpu", "sdpa")]
+FLOAT32, FLOAT64 = CPU[0], CPU[-1]
 LONG = {"rope": SCHEMES["rope"], "rerope": SCHEMES["rerope"], "log_n": SCHEMES["yarn_leaky_local_log_n"]}
 LONG["long_window"] = lambda d: Rotary.rope(d).rectify(600, 3.0).local(1000)
 queries = pytest.mark.parametrize("seqlen_q", [1, 3, 70])
@@ -62,8 +62,8 @@ def test_score_scales_at_negative_positions(rotary, seqlen_q):
 def test_stored(target, seqlen_q, paged, kind, monkeypatch):
     """Stored positions are right if they form a few runs. They are also right if every key is a run of its own. The
     backend then uses masks."""
-    monkeypatch.setattr(cached, "MAX_BLOCK", 40)
-    monkeypatch.setattr(cached, "MIN_BLOCK", 40)
+    monkeypatch.setattr(blocks, "MAX_BLOCK", 40)
+    monkeypatch.setattr(blocks, "MIN_BLOCK", 40)
     slots = KINDS[kind](torch.arange(192.0).view(2, 96))
     tables = {"page_positions": int32([[page.position for page in documents(6, {}, 100)]] * 2)} if paged else {}
     for scheme in ("rope", "rerope", "hope_rerope_log_n"):

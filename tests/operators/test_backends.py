@@ -23,16 +23,18 @@ from flashrope.lowering.lowered import UNBOUNDED
 PROTOCOLS = {
     "triton": (protocol.AttentionBackend, protocol.CacheBackend),
     "cuda": (protocol.CacheBackend,),
+    "sdpa": (protocol.AttentionBackend, protocol.CacheBackend),
     "cpu": (protocol.AttentionBackend, protocol.CacheBackend),
+    "auto": (protocol.AttentionBackend, protocol.CacheBackend),
     "reference": (protocol.AttentionBackend, protocol.CacheBackend),
 }
 
 
 def test_every_backend_has_its_protocols_listed():
-    assert set(PROTOCOLS) == set(BACKENDS)
+    assert set(PROTOCOLS) == {*BACKENDS, "auto"}
 
 
-@pytest.mark.parametrize("impl", BACKENDS)
+@pytest.mark.parametrize("impl", PROTOCOLS)
 def test_functions_have_the_parameters_of_the_protocol(impl):
     if impl == "triton":
         pytest.importorskip("triton", reason="triton is not installed")
@@ -133,7 +135,7 @@ def test_alignment_goes_by_every_stride():
 # ---- the type of lse
 
 
-@pytest.mark.parametrize("impl", [None, "cpu", "reference"])
+@pytest.mark.parametrize("impl", [None, "sdpa", "reference"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_lse_is_float64_for_float64_and_float32_for_all_others(dtype, impl):
     def of(*shape):

@@ -152,10 +152,10 @@ def test_many_rows_on_threads(threads, compiled):
 
 
 @pytest.mark.parametrize("positions", [False, True], ids=["counted", "given"])
-def test_composed(composed, positions):
+def test_sdpa(positions):
     x = torch.randn(2, 9, 3, 24, generator=torch.Generator().manual_seed(9))
     rotary, given = Rotary.rope(24, rotary_dim=16).scale_rotated(4.0), 100 * torch.rand(2, 9) if positions else None
-    got = rotate(x, rotary, given, impl="cpu").double()
+    got = rotate(x, rotary, given, impl="sdpa").double()
     torch.testing.assert_close(got, by_complex_numbers(x, rotary, given), rtol=1e-5, atol=1e-5)
 
 
@@ -196,14 +196,14 @@ def test_the_gradient_of_a_sum(exact):
     torch.testing.assert_close(got.double().cpu(), want, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("impl", ["cpu", "reference"])
+@pytest.mark.parametrize("impl", ["sdpa", "reference"])
 def test_gradcheck(impl):
     x = torch.randn(1, 3, 2, 16, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x: rotate(x, SCHEME, impl=impl), x)
     assert torch.autograd.gradgradcheck(lambda x: rotate(x, SCHEME, impl=impl).square(), x)
 
 
-@pytest.mark.parametrize("impl", ["cpu", "reference"])
+@pytest.mark.parametrize("impl", ["sdpa", "reference"])
 def test_forward_mode_and_vmap(impl):
     x, tangent = torch.randn(2, 4, 2, 5, 3, 16, dtype=torch.float64)
     positions = torch.randint(0, 99, (4, 5))

@@ -19,15 +19,15 @@ from flashrope import (
     attention_varlen_with_cache,
     attention_with_cache,
 )
+from flashrope.backends import rotation
 from flashrope.backends.calls import AttentionCall
-from flashrope.backends.cpu import rotation
 from flashrope.backends.registry import load_backend
 from flashrope.rotary.bands import PositionMap
 from flashrope.rotary.scales import QueryScale
 from support import NAMES, SCHEMES, int32
 
 FAR = 2**24  # positions
-on_cpu = pytest.mark.parametrize("target", [t for t in support.TARGETS if t.impl == "cpu"], ids=str)
+on_cpu = pytest.mark.parametrize("target", [t for t in support.TARGETS if t.impl in ("cpu", "sdpa")], ids=str)
 
 
 # ---- offsets
@@ -53,7 +53,7 @@ def test_rows_of_packed_sequences(target):
     cu = int32([start, start + lengths[0], total])
     call = AttentionCall(rotary, True, 0.25, None, cu, cu, 70, 70)
     q, k, v, grad_out = (sparse.at_end(x[0], total) for x in (p.q, p.k, p.v, p.grad_out))
-    backend = load_backend("cpu")
+    backend = load_backend(target.impl)
     with sparse.Sparse():
         out, lse, kept = backend.forward(q, k, v, call)
         grads = backend.backward(grad_out, None, q, k, v, out, lse, kept, call)
@@ -97,7 +97,7 @@ def test_slots_of_caches(target, page_size):
         v=v[:, 60:],
         block_table=table,
         return_lse=True,
-        impl="cpu",
+        impl=target.impl,
     )
     for to, x in zip(rows, (k, v), strict=True):
         assert torch.equal(to[torch.tensor(places)], x[0])
@@ -221,7 +221,7 @@ def test_a_thousand_sequences(exact):
 
 # ---- empty tensors
 
-EMPTY = [impl for impl in ("cpu", "reference", "triton") if impl != "triton" or support.INTERPRETED]
+EMPTY = [impl for impl in ("cpu", "sdpa", "reference", "triton") if impl != "triton" or support.INTERPRETED]
 
 
 @pytest.mark.parametrize("impl", EMPTY)

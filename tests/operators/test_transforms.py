@@ -50,7 +50,7 @@ def positioned(*qkv, impl):
 
 CALLS = [dense, packed, sinks, positioned]
 calls = pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
-backends = pytest.mark.parametrize("impl", ["cpu", TRITON])
+backends = pytest.mark.parametrize("impl", ["sdpa", TRITON])
 
 
 def precision(impl):
@@ -98,7 +98,7 @@ def test_reference_second_derivatives():
 # ---- the other backends: first derivatives, with and without vmap
 
 
-GRADS = [pytest.param(call, "cpu", id=f"{call.__name__}-cpu") for call in CALLS]
+GRADS = [pytest.param(call, "sdpa", id=f"{call.__name__}-sdpa") for call in CALLS]
 GRADS += [
     pytest.param(call, "triton", id=f"{call.__name__}-triton", marks=[TRITON.marks[0], *([SLOW] * (call is not dense))])
     for call in CALLS  # the transforms are the same for every call, and a backward in the interpreter is slow
@@ -116,11 +116,11 @@ def test_grad_and_vjp(call, impl):
 
 def test_jacrev():
     q, k, v = tensors(seqlen=3)
-    got, want = (jacrev(lambda q, i=i: attention(q, k, v, SCHEME, impl=i))(q) for i in ("cpu", "reference"))
+    got, want = (jacrev(lambda q, i=i: attention(q, k, v, SCHEME, impl=i))(q) for i in ("sdpa", "reference"))
     torch.testing.assert_close(got, want)
 
 
-MAPPED = [("cpu", call, dims) for call in CALLS for dims in ((0, 0, 0), (None, 0, 0), (0, None, None), (1, 3, 2))]
+MAPPED = [("sdpa", call, dims) for call in CALLS for dims in ((0, 0, 0), (None, 0, 0), (0, None, None), (1, 3, 2))]
 MAPPED += [pytest.param("triton", call, (1, None, 0), marks=TRITON.marks) for call in (dense, positioned)]
 
 
@@ -145,8 +145,8 @@ def test_grad_of_vmap_sums_over_the_samples(call):
     def total(*x, impl):
         return vmap(lambda scale: call(x[0] * scale, *x[1:], impl=impl))(scales.to(x[0].dtype)).sum()
 
-    got, want = (grad(lambda *x, i=i: total(*x, impl=i), (0, 1, 2))(*qkv) for i in ("cpu", "reference"))
-    close(got, want, "cpu")
+    got, want = (grad(lambda *x, i=i: total(*x, impl=i), (0, 1, 2))(*qkv) for i in ("sdpa", "reference"))
+    close(got, want, "sdpa")
 
 
 def test_nested_vmap_and_mapped_positions():
@@ -156,7 +156,7 @@ def test_nested_vmap_and_mapped_positions():
     def f(q, positions, impl):
         return attention(q, q, q, Rotary.rope(16), positions=positions, impl=impl)
 
-    got = vmap(lambda q, p: vmap(lambda q: f(q, p, "cpu"))(q))(q, positions)
+    got = vmap(lambda q, p: vmap(lambda q: f(q, p, "sdpa"))(q))(q, positions)
     want = torch.stack([torch.stack([f(q[a, b], positions[a], "reference") for b in range(3)]) for a in range(2)])
     torch.testing.assert_close(got, want)
 
@@ -178,7 +178,7 @@ def test_func_grad_of_a_module():
     def loss(weights, x, impl):
         return torch.func.functional_call(layer, weights, (x[None], impl)).square().sum()
 
-    got, want = (vmap(grad(loss), (None, 0, None))(weights, x, impl) for impl in ("cpu", "reference"))
+    got, want = (vmap(grad(loss), (None, 0, None))(weights, x, impl) for impl in ("sdpa", "reference"))
     for name in want:
         torch.testing.assert_close(got[name], want[name])
 
@@ -205,7 +205,7 @@ FORWARD_MODE = {
 
 @pytest.mark.parametrize("mode", FORWARD_MODE.values(), ids=FORWARD_MODE.keys())
 @calls
-def test_forward_mode_is_refused(call, mode, impl="cpu"):
+def test_forward_mode_is_refused(call, mode, impl="sdpa"):
     q, k, v = tensors(precision(impl)[0], seqlen=10)
     with pytest.raises(NotImplementedError, match=NO_JVP):
         mode(lambda q: call(q, k, v, impl=impl), q)
@@ -227,7 +227,7 @@ def test_forward_mode_beside_attention_is_not_refused(impl):
         assert torch.equal(attention(q, k, v, SCHEME, impl=impl), plain)
 
 
-@pytest.mark.parametrize("impl", ["cpu", pytest.param("triton", marks=[TRITON.marks[0], SLOW])])
+@pytest.mark.parametrize("impl", ["sdpa", pytest.param("triton", marks=[TRITON.marks[0], SLOW])])
 def test_second_derivatives_are_refused(impl):
     q, k, v = tensors(precision(impl)[0])
     with pytest.raises(RuntimeError, match=NO_SECOND):
@@ -238,7 +238,7 @@ def test_second_derivatives_are_refused(impl):
         first.sum().backward()
 
 
-@pytest.mark.parametrize("impl", ["reference", "cpu"])
+@pytest.mark.parametrize("impl", ["reference", "sdpa"])
 def test_a_cache_has_no_derivatives(impl):
     q, k, v = tensors(torch.float32)
     lengths = torch.tensor([10, 10], dtype=torch.int32)
@@ -272,7 +272,7 @@ def test_compiled_transforms_of_the_reference():
     torch.testing.assert_close(compiled(grad(f))(q), grad(f)(q))
 
 
-@pytest.mark.parametrize("impl", [None, pytest.param("cpu", marks=SLOW)])  # None selects cpu here
+@pytest.mark.parametrize("impl", [None, pytest.param("sdpa", marks=SLOW)])
 def test_compiled_forward_mode_is_refused(impl):
     """Compiled forward-mode raises an error. It used to give zero tangents, because the operator has no rule for
     them."""

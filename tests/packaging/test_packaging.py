@@ -54,7 +54,7 @@ def test_the_build_file_is_in_the_documented_form():
     assert isinstance(build["general"]["version"], int) and build["general"]["edition"] == 5
 
 
-def test_two_builds_load_beside_the_installed_package(lay_out, composed, tmp_path):
+def test_two_builds_load_beside_the_installed_package(lay_out, tmp_path):
     """Two builds can be loaded together with the installed package. A hub kernel has no compiled CPU kernels."""
     q, k, v = (torch.randn(1, 40, heads, 16) for heads in (4, 2, 2))
     q.requires_grad_()

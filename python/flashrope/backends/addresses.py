@@ -148,6 +148,18 @@ def _positions_of(tables: CachePositions, sequences: slice, rows: slice, paged: 
     return CachePositions(page_positions, page_first, page_lengths, slot_positions, queries)
 
 
+def batch_of(tables: CacheTables, sequences: slice) -> CacheTables:
+    """Returns the tables of these sequences. Queries must not be packed."""
+    block_table, leftpad = (None if x is None else x[sequences] for x in (tables.block_table, tables.leftpad))
+    positions = tables.positions
+    if positions is not None:
+        paged = block_table is not None
+        kept = {"slot_positions"} if paged else set()
+        own = {n: x if x is None or n in kept else x[sequences] for n, x in positions._asdict().items()}
+        positions = CachePositions(**own)
+    return CacheTables(tables.seqlens[sequences], block_table, leftpad, tables.new, positions)
+
+
 def layer_of(layer: CacheLayer, sequences: slice) -> CacheLayer:
     """Returns the layer with only these sequences. The cache must be contiguous, not paged."""
     k, v, k_scale, v_scale, key_weight = layer

@@ -21,7 +21,7 @@ class Kept(NamedTuple):
     """Tensors that the forward saves for the backward. A tensor that is not saved has the shape (0,).
 
     rotated_k: rotated keys (copies, rows, heads_kv, channels), with k's dtype. If ``lowering.parts.copied_parts``
-        returns a part, only this part's channels are saved.
+        returns a part, only this part's channels are saved, unless the call has whole_keys.
     table: cos and sin of explicit positions, float32 (rotations, batch, seqlen, 2, pairs).
     """
 
@@ -74,6 +74,8 @@ class AttentionCall(_Scheme):
     # and gradients may differ from run to run by rounding. None: like False if the nondeterministic backward is
     # predicted to be faster and torch does not request deterministic algorithms, else like True.
     deterministic: bool | None = None
+    # Whether rotated keys are kept with all channels, so that the backward of another backend can read them.
+    whole_keys: bool = False
 
     def packed_sequences(self) -> Iterator[tuple[slice, slice, AttentionCall]]:
         """Yields (query rows, key rows, call) of every packed sequence. The call contains the positions of that

@@ -1,4 +1,4 @@
-"""Computes calls with packed queries over a cache with a backend's functions for batches."""
+"""Computes calls with packed sequences with a backend's functions for batches."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from . import addresses
 from .cache_tables import CacheLayer, CacheTables
-from .calls import accumulation_type, cached_lse_shape, cached_out_shape
+from .calls import AttentionCall, accumulation_type, cached_lse_shape, cached_out_shape, out_shape
 from .quantized import stores
 
 
@@ -50,3 +50,38 @@ def _attend_run(attend: Callable, q, layer: CacheLayer, run):
         layer = addresses.layer_of(layer, sequences)
     out, lse = attend(q.view(tables.seqlens.shape[0], -1, *q.shape[1:]), layer, run)
     return out.flatten(0, 1), lse.transpose(0, 1).flatten(1)
+
+
+def forward_sequences(attend: Callable, q, k, v, call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns (out, lse) of ``attention_varlen``, one sequence at a time. The host reads cu_seqlens.
+
+    attend: a function that takes (q, k, v, call) of a batch and returns (out, lse).
+    """
+    out = q.new_zeros(out_shape(q, v))
+    lse = q.new_full(call.lse_shape(q), float("-inf"), dtype=accumulation_type(q))
+    for rows, keys, sequence in call.packed_sequences():
+        out[rows], lse[:, rows] = (x[0] for x in attend(q[None, rows], k[None, keys], v[None, keys], sequence))
+    return out, lse
+
+
+def backward_sequences(attend_backward: Callable, grad_out, grad_lse, q, k, v, out, lse, call: AttentionCall):
+    """Returns the gradients of q, k and v of ``attention_varlen``, one sequence at a time. The host reads cu_seqlens.
+
+    attend_backward: a function that takes (grad_out, grad_lse, q, k, v, out, lse, call) of a batch.
+    """
+    grad_q, grad_k, grad_v = (x.new_zeros(x.shape) for x in (q, k, v))
+    for rows, keys, sequence in call.packed_sequences():
+        grad_q[rows], grad_k[keys], grad_v[keys] = (
+            x[0]
+            for x in attend_backward(
+                None if grad_out is None else grad_out[None, rows],
+                None if grad_lse is None else grad_lse[None, :, rows],
+                q[None, rows],
+                k[None, keys],
+                v[None, keys],
+                out[None, rows],
+                lse[None, :, rows],
+                sequence,
+            )
+        )
+    return grad_q, grad_k, grad_v

@@ -1,4 +1,4 @@
-"""Maps names to backends and chooses the backend that serves a call. A backend is imported when it is first used."""
+"""Maps names to backends and checks that a backend serves a call. A backend is imported when it is first used."""
 
 from __future__ import annotations
 
@@ -13,19 +13,23 @@ from .names import BACKENDS
 
 # Backends whose forward is plain PyTorch. Autograd differentiates it to any order, and compilers trace it.
 DIFFERENTIABLE = ("reference",)
-WEIGHTED = ("triton", "cpu", "reference")  # these backends multiply the keys of a cache by key_weight
+WEIGHTED = ("triton", "sdpa", "cpu", "reference", "auto")  # these backends multiply keys of a cache by key_weight
 
 
 @cache
 def load_backend(impl: str) -> Any:
-    """Returns the module of the backend ``impl``. The package's own backends are imported with import statements,
-    because torch.compile cannot trace import_module."""
+    """Returns the module of the backend ``impl``. "auto" chooses a backend for each call (chosen.py). The package's own
+    backends are imported with import statements, because torch.compile cannot trace import_module."""
     if impl == "triton":
         from . import triton as backend
     elif impl == "cuda":
         from . import cuda as backend
     elif impl == "cpu":
         from . import cpu as backend
+    elif impl == "sdpa":
+        from . import sdpa as backend
+    elif impl == "auto":
+        from . import chosen as backend
     elif impl == "reference":
         from . import reference as backend
     else:
@@ -35,7 +39,7 @@ def load_backend(impl: str) -> Any:
 
 def resolve_impl(impl: str | None, q: torch.Tensor, cached: bool = False) -> str:
     """Returns the name of the backend that serves tensors like q. impl: if None, the backend is chosen by device and
-    dtype.
+    dtype. "auto" stands for the backends among which chosen.py chooses by the rest of the call.
 
     cached: whether the call is ``attention_with_cache``.
 
@@ -44,8 +48,8 @@ def resolve_impl(impl: str | None, q: torch.Tensor, cached: bool = False) -> str
     """
     if impl is None:
         if q.is_cuda and q.dtype != torch.float64:
-            return "triton"
-        return "cpu" if q.is_cpu else "reference"
+            return "triton" if cached else "auto"
+        return "auto" if q.is_cpu else "reference"
     if impl not in BACKENDS:
         raise ValueError(f"impl: expected None or one of {', '.join(BACKENDS)}, got {impl!r}")
     if not torch.compiler.is_compiling():  # a graph cannot import modules; the operators do this check at tracing
@@ -68,7 +72,7 @@ def check_backend(
     if key_weight is not None and not reason and impl not in WEIGHTED:
         reason = f"key_weight is not supported by its kernels; use impl={WEIGHTED[0]!r}"
     if reason:
-        raise ValueError(f"impl={impl!r} cannot serve this call: {reason}")
+        raise ValueError(f"impl={None if impl == 'auto' else impl!r} cannot serve this call: {reason}")
 
 
 def unsupported_positions(impl: str, positions: CachePositions) -> str:

@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
     kernels = (
         f"compiled for {target} by {loader.compiler()}: {library.path}"
         if library
-        else f"composed of PyTorch's: {problem}"
+        else f"none, PyTorch's run instead: {problem}"
     )
     print(f"{'CPU kernels':13}{kernels}")
     devices = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]

@@ -92,11 +92,27 @@ def _shards(specs) -> int:
     return torch.Size(parts.values()).numel()
 
 
+class _Keys(NamedTuple):
+    """What ``kept_shapes`` reads of a tensor, of which DTensor gives only a description."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    ndim: int
+    is_cuda: bool
+
+    @classmethod
+    def of(cls, spec) -> _Keys:
+        device = torch.device(spec.mesh.device_type)
+        return cls(spec.shape, spec.tensor_meta.dtype, device, spec.ndim, device.type == "cuda")
+
+
 @register_sharding(OPERATORS.attention.default)
 def _shard_attention(q, k, v, *arguments):
     arguments = AttentionArguments(*arguments)
     packed = arguments.cu_seqlens_q is not None
-    kept = Kept(*(len(shape) > 1 for shape in load_backend(arguments.impl).kept_shapes(k, arguments.call)))
+    shapes = load_backend(arguments.impl).kept_shapes(_Keys.of(k), arguments.call)
+    kept = Kept(*(len(shape) > 1 for shape in shapes))
     heads = 1 if packed else 2
     specs = [(x, 0, heads) for x in (q, k, v)] + [(arguments.positions, 0, None)]
     return [

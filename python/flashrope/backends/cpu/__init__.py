@@ -1,21 +1,30 @@
-"""The CPU backend.
+"""The CPU backend: the compiled kernels of csrc/cpu (loader.py, tiles.py, decode.py, rotated.py).
 
-If the installation has the compiled kernels of csrc/cpu, they compute most calls (loader.py, tiles.py, decode.py).
-Otherwise the backend calls torch's own flash-attention kernel for the CPU on parts of every band.
+What they do not serve (served.py) is refused. ``impl=None`` then takes the backend ``sdpa``.
 """
 
-from .attention import backward, forward, kept_shapes, unsupported_reason
+from ..runs import unsupported_positions
+from .attention import backward, forward, kept_shapes
+from .cached import attend as attend_part
+from .decode import DecodePart as part_of
+from .loader import warn_once
 from .plan import append_to_cache, plan_cache
 from .rotated import rotate
-from .runs import unsupported_positions
+from .served import unserved_attention, unserved_cache, unserved_rotation, unsupported_reason
 
 __all__ = [
     "append_to_cache",
+    "attend_part",
     "backward",
     "forward",
     "kept_shapes",
+    "part_of",
     "plan_cache",
     "rotate",
+    "unserved_attention",
+    "unserved_cache",
+    "unserved_rotation",
     "unsupported_positions",
     "unsupported_reason",
+    "warn_once",
 ]

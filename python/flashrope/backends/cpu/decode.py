@@ -12,12 +12,12 @@ from ...lowering.cos_sin import cos_sin
 from ...rotary.rotary import Rotary
 from ..cache_tables import CacheLayer
 from ..calls import CacheCall, cached_out_shape
+from ..part import Part
+from ..runs import Placed
 from .library import (
     CODES,
     DTYPES,
     INFINITE,
-    MAX_BANDS,
-    MAX_HEAD_DIM,
     BandLimits,
     DecodeBand,
     DecodeCall,
@@ -25,8 +25,6 @@ from .library import (
     Library,
     TensorView,
 )
-from .part import Part
-from .runs import Placed
 
 BLOCK = 64  # keys; csrc/cpu/decode.h defines the same BLOCK and MAX_ROWS
 MAX_ROWS = 16  # queries of one key head
@@ -40,18 +38,32 @@ class Template(NamedTuple):
     tensors: list[torch.Tensor]
 
 
-def serves(q: torch.Tensor, layer: CacheLayer, call: CacheCall) -> bool:
-    (_, seqlen_q, heads_q, head_dim), k_cache = q.shape, layer.k
+class DecodePart(Part):
+    """A ``Part`` that keeps the C struct of the call.
+
+    Attributes:
+        described: the struct without the tensors of a layer, and the objects it points to.
+        filled: the strides for which the struct is valid, and the struct with the tensors of the previous layer.
+    """
+
+    def __init__(self, call: CacheCall):
+        super().__init__(call)
+        self.described: tuple[bytes, tuple] | None = None
+        self.filled: tuple[tuple, DecodeCall] | None = None
+
+
+def serves(q: torch.Tensor, layer: CacheLayer) -> bool:
+    """Whether the queries of a call are few enough."""
+    (_, seqlen_q, heads_q, _), k_cache = q.shape, layer.k
     rows = seqlen_q * (heads_q // max(k_cache.shape[2], 1))
-    served = q.dtype in DTYPES and len(call.bands) <= MAX_BANDS and head_dim <= MAX_HEAD_DIM
-    return served and 0 < rows <= MAX_ROWS and k_cache.numel() > 0
+    return q.numel() > 0 and rows <= MAX_ROWS and k_cache.numel() > 0
 
 
 def decode(
     library: Library,
     q: torch.Tensor,
     layer: CacheLayer,
-    part: Part,
+    part: DecodePart,
     placed: list[Placed] | None = None,
     out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -74,7 +86,9 @@ def decode(
     return out if out.dtype == dtype else out.to(dtype), lse
 
 
-def _fill(library: Library, q, layer: CacheLayer, out, lse, part: Part, placed: list[Placed] | None) -> DecodeCall:
+def _fill(
+    library: Library, q, layer: CacheLayer, out, lse, part: DecodePart, placed: list[Placed] | None
+) -> DecodeCall:
     """Returns the filled-in struct of the compiled call. If the tensors have the same strides as in the previous layer
     of the step, only the addresses are written again."""
     k, v, k_scale, v_scale, key_weight = layer
@@ -100,7 +114,7 @@ def _fill(library: Library, q, layer: CacheLayer, out, lse, part: Part, placed: 
 
 
 def _describe(
-    library: Library, q: torch.Tensor, layer: CacheLayer, part: Part, placed: list[Placed] | None
+    library: Library, q: torch.Tensor, layer: CacheLayer, part: DecodePart, placed: list[Placed] | None
 ) -> tuple[bytes, tuple]:
     """Returns a DecodeCall without the tensors of a layer, and the objects that it points to. The objects must stay
     alive."""

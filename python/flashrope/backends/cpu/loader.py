@@ -1,6 +1,6 @@
 """Chooses the best library of compiled kernels (csrc/cpu) in the installation that this processor can run.
 
-setup.py compiles the libraries (csrc/cpu/build.py). If none can run, the CPU backend composes PyTorch's kernels.
+setup.py compiles the libraries (csrc/cpu/build.py). If none can run, ``impl=None`` takes the backend ``sdpa``.
 """
 
 from __future__ import annotations
@@ -129,11 +129,21 @@ def _stale(path: Path) -> bool:
     return any(source.stat().st_mtime > built for pattern in ("*.cpp", "*.h") for source in SOURCES.rglob(pattern))
 
 
-@cache
 def load() -> Library | None:
-    """Returns the library for the CPU backend, or None. If there is none, the first call in a process warns and says
-    why."""
-    library, _, problem = find()
-    if library is None and sys.platform == "linux":
-        warnings.warn(f"flashrope: attention on the CPU is slow without its compiled kernels: {problem}", stacklevel=2)
+    """Returns the library for the CPU backend, or None."""
+    return find().library
+
+
+def required() -> Library:
+    """Returns the library. Raises ValueError if there is none."""
+    if (library := load()) is None:
+        raise ValueError(f"impl='cpu' cannot serve this call: its kernels are not loaded ({find().problem})")
     return library
+
+
+@cache
+def warn_once() -> None:
+    """Warns once in a process if there is no library, and says why."""
+    if load() is None and sys.platform == "linux":
+        problem = find().problem
+        warnings.warn(f"flashrope: attention on the CPU is slow without its compiled kernels: {problem}", stacklevel=2)

@@ -1,7 +1,4 @@
-"""Rotates queries or keys, and appends new keys and values to a cache, with the compiled kernel of csrc/cpu/rotate.cpp.
-
-Without the compiled kernel, ``rotate`` is composed of PyTorch's kernels.
-"""
+"""Rotates queries or keys, and appends keys and values to a cache, with the compiled kernel of csrc/cpu/rotate.cpp."""
 
 from __future__ import annotations
 
@@ -14,62 +11,27 @@ from ...rotary.rotary import Rotary
 from .. import addresses
 from ..addresses import NewRows
 from ..cache_tables import CacheLayer, CacheTables
-from ..calls import RotateCall, accumulation_type
-from ..precision import without_autocast
-from . import loader, rotation
-from .library import CODES, DTYPES, MAX_HEAD_DIM, Library, Run, TensorView
+from ..calls import RotateCall
+from ..rotation import Rotation, table_and_rows
+from . import loader
+from .library import CODES, DTYPES, Library, Run, TensorView
 from .library import RotateCall as CompiledCall
-from .rotation import LARGEST_TABLE, QueryFactors, Rotation
+from .served import refuse, unserved_rotation
 from .tiles import table_of
 
 SMALL = 2**15  # elements; for fewer elements, waking up the threads takes longer than the work
 
 
-@without_autocast
 def rotate(x: torch.Tensor, call: RotateCall) -> torch.Tensor:
     """Rotates x by the positions of the call, as ``RotateBackend`` describes."""
+    refuse(unserved_rotation(x, call))
     batch = x if x.ndim == 4 else x[None]
-    table, runs = _plan(batch, call)
-    if (compiled := loader.load()) and x.dtype in DTYPES and serves(call.rotary):
-        out = torch.empty_like(x, memory_format=torch.contiguous_format)
-        c, _used = _describe(compiled, batch, out if x.ndim == 4 else out[None], call.rotary, table, runs)
-        compiled.rotate(ctypes.byref(c))
-        return out
-    if table is None:
-        return x.clone(memory_format=torch.contiguous_format)
-    if call.tables is not None:
-        index = addresses.new_positions(call.tables, call.capacity, *batch.shape[:2]).clamp_(min=0)
-        if table.cos.ndim == 3:
-            table = Rotation._make(x if x is None else x[index] for x in table)
-    return rotation.rotate(batch, table, call.rotary).to(x.dtype).reshape(x.shape).contiguous()
-
-
-def serves(rotary: Rotary | None) -> bool:
-    """Whether the compiled kernels support rotation by this scheme. None: nothing rotates."""
-    return rotary is None or rotary.head_dim <= MAX_HEAD_DIM
-
-
-def appends(k: torch.Tensor, rotary: Rotary | None) -> bool:
-    """Whether ``Append`` supports new rows of k's dtype and head_dim, rotated by this scheme."""
-    return k.dtype in DTYPES and serves(rotary) and k.shape[-1] <= MAX_HEAD_DIM
-
-
-def _plan(x: torch.Tensor, call: RotateCall) -> tuple[Rotation | None, list[NewRows]]:
-    """Returns a table of rotations, and for each run of x (batch, seqlen, heads, head_dim) the table rows that it
-    uses."""
-    factors, dtype = QueryFactors(rotated=call.rotary.rotated_scale), accumulation_type(x)
-    if call.tables is None:
-        runs = [NewRows(b, 0, x.shape[1], 0, b, 0) for b in range(x.shape[0])]
-        if call.positions is None:
-            return rotation.rotation_of_rows(call.rotary, call.position_map, factors, 0, x.shape[1], dtype), runs
-        return rotation.rotation_at(call.rotary, call.positions.double(), call.position_map, factors, dtype), runs
-    runs = addresses.new_rows(call.tables, call.capacity, x.shape[1])
-    last = max((run.position + run.rows for run in runs), default=0)
-    if last <= LARGEST_TABLE:
-        return rotation.rotation_of_first(call.rotary, call.position_map, factors, last, dtype), runs
-    positions = addresses.new_positions(call.tables, call.capacity, *x.shape[:2]).double()
-    table = rotation.rotation_at(call.rotary, positions, call.position_map, factors, dtype)
-    return table, [run._replace(position=run.row) for run in runs]
+    table, runs = table_and_rows(batch, call)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    library = loader.required()
+    c, _used = _describe(library, batch, out if x.ndim == 4 else out[None], call.rotary, table, runs)
+    library.rotate(ctypes.byref(c))
+    return out
 
 
 class Kept(NamedTuple):
@@ -110,6 +72,8 @@ class Append:
     def run(self, layer: CacheLayer, k: torch.Tensor, v: torch.Tensor | None) -> None:
         """Writes k and v to the layer, and quantizes them if the layer has scales. Their dtype must be one of DTYPES.
         v: None if values are channels of the keys."""
+        if not (k.numel() and layer.k.numel()):
+            return
         k_cache, v_cache, k_scale, v_scale, _ = layer
         strides: tuple = (k.stride(), k_cache.stride())
         if v is not None:
@@ -132,7 +96,7 @@ class Append:
         capacity, block_table, slots = tables.capacity(k_cache), tables.block_table, tables.slot_mapping
         x = k if k.ndim == 4 else k[None]
         if rotary is not None and rotary.changes_channels:
-            table, runs = _plan(x, RotateCall(rotary, None, tables, capacity))
+            table, runs = table_and_rows(x, RotateCall(rotary, None, tables, capacity))
         elif slots is None:
             table, runs = None, addresses.new_rows(tables, capacity, x.shape[1])
         else:

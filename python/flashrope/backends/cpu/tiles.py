@@ -8,12 +8,11 @@ from typing import NamedTuple
 import torch
 
 from ...rotary.bands import Band, PositionMap
-from ..calls import AttentionCall, CacheCall, out_shape
+from ..calls import AttentionCall, out_shape
+from ..rotation import Rotation, rotation_for
 from .library import (
     CODES,
     DTYPES,
-    MAX_BANDS,
-    MAX_HEAD_DIM,
     BackwardCall,
     BandLimits,
     ForwardBand,
@@ -22,7 +21,6 @@ from .library import (
     Table,
     TensorView,
 )
-from .rotation import Rotation, rotation_for
 
 
 class Place(NamedTuple):
@@ -33,12 +31,6 @@ class Place(NamedTuple):
     position_q: float  # position of the first query row
     position_k: float  # position of the first key
     seqlen: int  # number of keys of the whole sequence
-
-
-def serves(q: torch.Tensor, k: torch.Tensor, head_dim_v: int, call: AttentionCall | CacheCall) -> bool:
-    """Whether the compiled kernels support a call. head_dim_v: the head_dim of the values."""
-    served = q.dtype in DTYPES and len(call.bands) <= MAX_BANDS
-    return served and max(q.shape[-1], head_dim_v) <= MAX_HEAD_DIM and q.numel() > 0 and k.numel() > 0
 
 
 def forward(

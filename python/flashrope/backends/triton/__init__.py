@@ -23,6 +23,7 @@ except ImportError as error:  # no wheel for this platform
 __all__ = [
     "append_to_cache",
     "backward",
+    "compute_capability",
     "forward",
     "kept_shapes",
     "plan_cache",
@@ -37,7 +38,7 @@ def unsupported_reason(q: torch.Tensor, cached: bool = False) -> str:
     if IMPORT_ERROR:
         return f"triton cannot be imported ({IMPORT_ERROR})"
     if q.dtype == torch.float64:
-        return "the Triton kernels compute in float32; for float64 use impl='reference' or, on the CPU, impl='cpu'"
+        return "the Triton kernels compute in float32; for float64 use impl='reference' or, on the CPU, impl='sdpa'"
     if q.device.type == "meta":
         return ""
     if interpreted():

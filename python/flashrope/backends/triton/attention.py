@@ -48,7 +48,7 @@ def kept_shapes(k: torch.Tensor, call: AttentionCall) -> KeptShapes:
 
 def _rotated_shape(k: torch.Tensor, call: AttentionCall) -> tuple[int, ...]:
     copies = len(lower(call.rotary, call.causal).k_copies)
-    parts = copied_parts(call.rotary, call.causal)
+    parts = () if call.whole_keys else copied_parts(call.rotary, call.causal)
     return (copies, _rows(k), k.shape[-2], parts[0].width if parts else k.shape[-1]) if copies else (0,)
 
 
@@ -59,8 +59,8 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: AttentionCa
     lse = torch.empty(call.lse_shape(q), dtype=torch.float32, device=q.device)
     table = position_table(call.rotary, call.positions) if call.positions is not None else lse.new_empty(0)
     with current_device(q):
-        plan = AttentionPlan(q, k, v, call, table)
         rotated_k = k.new_empty(_rotated_shape(k, call))
+        plan = AttentionPlan(q, k, v, call, table, rotated_k)
         if call.cu_seqlens_q is not None or plan.is_empty:
             out.zero_()  # rows outside every sequence
             lse.fill_(float("-inf"))
@@ -79,7 +79,7 @@ def backward(grad_out, grad_lse, q, k, v, out, lse, kept: Kept, call: AttentionC
     grad_out = torch.zeros_like(out) if grad_out is None else with_int32_offsets(grad_out)
     grad_lse = None if grad_lse is None else grad_lse.contiguous()
     with current_device(q):
-        plan = AttentionPlan(q, k, v, call, kept.table, grad_out)
+        plan = AttentionPlan(q, k, v, call, kept.table, kept.rotated_k, grad_out)
         if call.cu_seqlens_q is not None or plan.is_empty:
             for grad in (grad_q, grad_k, grad_v):
                 grad.zero_()
@@ -119,11 +119,13 @@ class GradientInputs(NamedTuple):
 
 
 class AttentionPlan(Plan):
-    """The launches of one call of attention, forward or backward. table: ``Kept.table``."""
+    """The launches of one call of attention, forward or backward. table, rotated_k: as in ``Kept``. The forward fills
+    rotated_k later."""
 
-    def __init__(self, q, k, v, call: AttentionCall, table, grad_out=None):
+    def __init__(self, q, k, v, call: AttentionCall, table, rotated_k, grad_out=None):
         self.seqlen_k, self.head_dim_v, positions = k.shape[-3], v.shape[-1], call.positions
-        self.causal, self.channels = call.causal, copied_parts(call.rotary, call.causal)
+        whole = rotated_k.shape[-1] == k.shape[-1]  # the copies hold all channels
+        self.causal, self.channels = call.causal, () if whole else copied_parts(call.rotary, call.causal)
         if positions is None:
             rows = coarse_rows(max(q.shape[-3], self.seqlen_k))
             table = two_level_table(call.rotary, call.causal, rows, q.device)

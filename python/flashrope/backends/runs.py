@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 import torch
 
-from ...rotary.bands import Band, clipped
-from .. import addresses
-from ..cache_tables import CachePositions, CacheTables
-from ..visible import VisibleTokens, of_queries, visible_tokens
+from ..rotary.bands import Band, clipped
+from . import addresses
+from .cache_tables import CachePositions, CacheTables
+from .visible import VisibleTokens, of_queries, visible_tokens
 
 FARTHEST = 2.0**38  # positions are clamped to [-FARTHEST, FARTHEST]; to the kernels, distances of 2^40 are infinite
 LONG_ENOUGH = 8  # average keys per run. With shorter runs, masks over all keys are faster.
@@ -42,6 +42,11 @@ class Rows(NamedTuple):
     rows: int
     position: float
     order: int  # the first row sees the visible keys up to this rank, inclusive
+
+    @classmethod
+    def last(cls, seqlen_q: int, seqlen: int) -> Rows:
+        """Returns the rows of a sequence without explicit positions: its last ones."""
+        return cls(0, seqlen_q, seqlen - seqlen_q, seqlen - seqlen_q)
 
 
 class Placed(NamedTuple):

@@ -1,6 +1,6 @@
 """Computes ``attention_with_cache`` over keys at any positions, with torch's flash kernel and masks.
 
-The CPU backend uses masks if runs.py finds no long runs: for stored positions that are not consecutive, axial
+Masks are used if runs.py finds no long runs: for stored positions that are not consecutive, axial
 positions, and schemes that map positions. Each block of visible keys is gathered and rotated by the positions of its
 keys. For each band, the block is cut to the range of keys that at least one query attends to. A ``Part`` keeps the cos
 and sin of the keys for the layers of a step.
@@ -12,10 +12,11 @@ import torch
 
 from ..cache_tables import CacheLayer
 from ..calls import accumulation_type, cached_out_shape
+from ..merging import add_partial
+from ..part import Part
 from ..quantized import dequantize
-from .part import Part
-from .pieces import add_partial, cast_results, flash, flash_folded, flash_scale, widen
-from .rotation import KEY_FACTORS, QueryFactors, rotate, rotation_at, upcast
+from ..rotation import KEY_FACTORS, QueryFactors, rotate, rotation_at, upcast
+from .pieces import cast_results, flash, flash_folded, flash_scale, widen
 
 
 def attend(

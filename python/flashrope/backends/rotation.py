@@ -1,4 +1,4 @@
-"""Rotates tensors on the CPU, by tables of cos and sin that are cached between calls."""
+"""Rotates tensors with PyTorch's operations on the CPU, by tables of cos and sin that are cached between calls."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from typing import NamedTuple
 
 import torch
 
-from ...lowering.cos_sin import cos_sin
-from ...rotary.bands import PositionMap
-from ...rotary.rotary import Rotary
-from ...rotary.scales import UNSCALED, QueryScale
-from ..calls import AttentionCall, CacheCall, accumulation_type
+from ..lowering.cos_sin import cos_sin
+from ..rotary.bands import PositionMap
+from ..rotary.rotary import Rotary
+from ..rotary.scales import UNSCALED, QueryScale
+from . import addresses
+from .addresses import NewRows
+from .calls import AttentionCall, CacheCall, RotateCall, accumulation_type
 
 MIN_TABLE = 256  # positions
 LARGEST_TABLE = 2**20  # positions, 1 GiB at head_dim 128; farther positions get a table of positions near them
@@ -143,3 +145,21 @@ def rotate(x: torch.Tensor, rotation: Rotation | None, rotary: Rotary, inverse: 
 
 def upcast(x: torch.Tensor) -> torch.Tensor:
     return x.to(accumulation_type(x))
+
+
+def table_and_rows(x: torch.Tensor, call: RotateCall) -> tuple[Rotation | None, list[NewRows]]:
+    """Returns a table of rotations, and for each run of x (batch, seqlen, heads, head_dim) the table rows that it
+    uses."""
+    factors, dtype = QueryFactors(rotated=call.rotary.rotated_scale), accumulation_type(x)
+    if call.tables is None:
+        runs = [NewRows(b, 0, x.shape[1], 0, b, 0) for b in range(x.shape[0])]
+        if call.positions is None:
+            return rotation_of_rows(call.rotary, call.position_map, factors, 0, x.shape[1], dtype), runs
+        return rotation_at(call.rotary, call.positions.double(), call.position_map, factors, dtype), runs
+    runs = addresses.new_rows(call.tables, call.capacity, x.shape[1])
+    last = max((run.position + run.rows for run in runs), default=0)
+    if last <= LARGEST_TABLE:
+        return rotation_of_first(call.rotary, call.position_map, factors, last, dtype), runs
+    positions = addresses.new_positions(call.tables, call.capacity, *x.shape[:2]).double()
+    table = rotation_at(call.rotary, positions, call.position_map, factors, dtype)
+    return table, [run._replace(position=run.row) for run in runs]

@@ -1,6 +1,6 @@
-"""Divides a band into pieces for the CPU backend and merges their results.
+"""Divides a band into pieces for torch's flash kernel on the CPU, and merges their results.
 
-torch's flash kernel computes a piece without a mask, except in a narrow band. A piece is a rectangle of rows and keys,
+The kernel computes a piece without a mask, except in a narrow band. A piece is a rectangle of rows and keys,
 or a triangle that the kernel's is_causal describes. Some triangles have their rows and keys in reverse order.
 """
 
@@ -15,9 +15,10 @@ import torch
 from ...rotary.bands import Band, PositionMap
 from ...rotary.rotary import Rotary
 from ..calls import AttentionCall, CacheCall, accumulation_type
-from .rotation import KEY_FACTORS, QueryFactors, Rotation, rotation_of_rows
+from ..rotation import KEY_FACTORS, QueryFactors, Rotation, rotation_of_rows
 
 flash = torch._scaled_dot_product_flash_attention_for_cpu
+flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 MIN_SCALE = 1e-30  # lower bound of the scale: 0 would turn a masked -inf into NaN
 MIN_CHUNK = 64  # a band narrower than this is divided into chunks of this many rows, which then need a mask
 
@@ -300,14 +301,3 @@ def _merge_rows(partials: list[Partial], q: torch.Tensor, head_dim_v: int) -> tu
         weight = (scatter_tile(piece_lse, piece) - total).exp_()[..., None]
         windows(out, piece.row, piece.rows, piece).addcmul_(scatter_tile(piece_out, piece), weight)
     return out, lse
-
-
-def add_partial(out: torch.Tensor, lse: torch.Tensor, more: torch.Tensor, more_lse: torch.Tensor) -> None:
-    """Merges the result of more keys into out (..., rows, head_dim) and lse (..., rows), in place.
-
-    more, more_lse: the result of attention of the same rows to more keys. A row that has seen no key has lse -inf.
-    """
-    total = torch.logaddexp(lse, more_lse)
-    base = total.masked_fill(total == -torch.inf, 0)
-    out.mul_((lse - base).exp()[..., None]).addcmul_(more, (more_lse - base).exp()[..., None])
-    lse.copy_(total)

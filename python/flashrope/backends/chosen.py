@@ -1,0 +1,204 @@
+"""The backend for ``impl=None``: it chooses the backend of every call, and of every backward by itself.
+
+On the CPU the compiled kernels (``cpu``) serve what they can, and PyTorch's kernels (``sdpa``) the rest. On a GPU the
+Triton kernels serve every call, except in training calls for which a row of ``ROWS`` names PyTorch's kernels. A row
+enters the table only for calls that were timed, or for GPUs on which the Triton kernels never ran.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from typing import NamedTuple
+
+import torch
+
+from ..rotary.bands import Band
+from ..rotary.scales import UNSCALED
+from . import addresses, registry
+from .cache_tables import CacheLayer, CachePositions, CacheTables
+from .calls import AttentionCall, CacheCall, KeptShapes, RotateCall, cached_lse_shape, cached_out_shape
+from .part import Part, PartsPlan
+from .plans import Queries
+
+SWITCH = "FLASHROPE_SDPA"  # the environment variable that turns the rows off, if it is "0"
+EVERY_KEY = Band(0, math.inf, 1.0, 0.0)  # the only band of a causal scheme without a window
+
+
+class Row(NamedTuple):
+    """Calls of attention that PyTorch's kernels serve: 16-bit types, batches of equal lengths, one band without a
+    window, v with q's head_dim, and no explicit positions, scaled queries or reproducible gradients.
+
+    capabilities: those of the GPUs, 90 for 9.0. head_dim: the largest. keys: the smallest seqlen_k. directions: passes.
+    Gradients of lse always take the Triton kernels. reason: what was timed.
+    """
+
+    capabilities: range
+    head_dim: int
+    keys: int
+    directions: tuple[str, ...]
+    reason: str
+
+    def __str__(self) -> str:
+        low, high = self.capabilities[0], self.capabilities[-1]
+        return (
+            f"sm_{low} to sm_{high}, {' and '.join(self.directions)}: one band, float16 and bfloat16, head_dim up to "
+            f"{self.head_dim}, from {self.keys:,} keys on ({self.reason})"
+        )
+
+
+BOTH = "forward", "backward"
+ROWS = (
+    Row(range(90, 100), 128, 1024, BOTH, "an H200: a rotation and cuDNN take 0.75 of Triton's time, in training 0.72"),
+    Row(range(100, 110), 128, 1024, BOTH, "not timed here: published figures only"),
+)
+
+
+class Shape(NamedTuple):
+    """What the choice depends on. No device is needed."""
+
+    capability: int | None  # 90 for 9.0; None: not a GPU of NVIDIA
+    dtype: torch.dtype
+    head_dim: int
+    head_dim_v: int
+    seqlen_q: int
+    seqlen_k: int
+
+
+def row_of(shape: Shape, call: AttentionCall) -> Row | None:
+    """Returns the row that has the GPU, the type, the head_dim and the scheme of a call, whatever its lengths."""
+    if os.environ.get(SWITCH) == "0" or shape.dtype not in (torch.float16, torch.bfloat16):
+        return None
+    if call.deterministic or call.cu_seqlens_q is not None or call.positions is not None:
+        return None
+    rotary = call.rotary
+    if rotary.query_scale != UNSCALED or len(rotary.bands) != 1 or rotary.bands[0] != EVERY_KEY:
+        return None
+    rows = (row for row in ROWS if shape.capability in row.capabilities and shape.head_dim <= row.head_dim)
+    return next(rows, None)
+
+
+def choose(shape: Shape, call: AttentionCall, direction: str, grad_lse: bool = False) -> str:
+    """Returns the name of the backend for one pass of a call on a GPU."""
+    row = row_of(shape, call)
+    if row is None or grad_lse or direction not in row.directions or torch.are_deterministic_algorithms_enabled():
+        return "triton"
+    # cuDNN aligns a causal mask top left, and flashrope bottom right: they agree only for equal lengths.
+    squares = shape.seqlen_q == shape.seqlen_k or not call.causal
+    return "sdpa" if squares and shape.seqlen_k >= row.keys and shape.head_dim_v == shape.head_dim else "triton"
+
+
+# ---- the functions of a backend
+
+
+def unsupported_reason(q: torch.Tensor, cached: bool = False) -> str:
+    return registry.load_backend("triton").unsupported_reason(q) if q.is_cuda else ""
+
+
+def unsupported_positions(positions: CachePositions) -> str:
+    return ""
+
+
+def kept_shapes(k: torch.Tensor, call: AttentionCall) -> KeptShapes:
+    if not k.is_cuda:
+        return KeptShapes()
+    return registry.load_backend("triton").kept_shapes(k, _keeping(k, call))
+
+
+def forward(q, k, v, call: AttentionCall):
+    if not q.is_cuda:
+        return _on_cpu(registry.load_backend("cpu").unserved_attention(q, v, call)).forward(q, k, v, call)
+    if choose(_shape(q, k, v), call, "forward") == "sdpa":
+        return registry.load_backend("sdpa").forward(q, k, v, call)
+    return registry.load_backend("triton").forward(q, k, v, _keeping(k, call))
+
+
+def backward(grad_out, grad_lse, q, k, v, out, lse, kept, call: AttentionCall):
+    if q.is_cuda:
+        backend = registry.load_backend(choose(_shape(q, k, v), call, "backward", grad_lse is not None))
+    else:
+        backend = _on_cpu(registry.load_backend("cpu").unserved_attention(q, v, call))
+    return backend.backward(grad_out, grad_lse, q, k, v, out, lse, kept, call)
+
+
+def rotate(x: torch.Tensor, call: RotateCall) -> torch.Tensor:
+    if x.is_cuda:
+        return registry.load_backend("triton").rotate(x, call)
+    return _on_cpu(registry.load_backend("cpu").unserved_rotation(x, call)).rotate(x, call)
+
+
+def append_to_cache(layer: CacheLayer, k, v, tables: CacheTables, rotary=None) -> None:
+    backend = _on_cpu(registry.load_backend("cpu").unsupported_reason(k, True))
+    backend.append_to_cache(layer, k, v, tables, rotary)
+
+
+def plan_cache(call: CacheCall, layer: CacheLayer, queries: Queries):
+    cpu = registry.load_backend("cpu")
+    backend = _on_cpu(cpu.unserved_cache(queries, layer, call))
+    if backend is cpu and call.tables.positions is not None:
+        return PlacedPlan(call, layer, queries)
+    return backend.plan_cache(call, layer, queries)
+
+
+class PlacedPlan(PartsPlan):
+    """A ``protocol.CachePlan`` for tables with explicit positions, which decide between ``cpu`` and ``sdpa`` for every
+    sequence by itself. So the results of a sequence do not depend on the other sequences."""
+
+    def __init__(self, call: CacheCall, layer: CacheLayer, queries: Queries):
+        super().__init__(call, _attend_placed, PlacedPart)
+        self._cpu = registry.load_backend("cpu").plan_cache(call, layer, queries)
+
+    def append(self, layer: CacheLayer, k: torch.Tensor, v: torch.Tensor | None) -> None:
+        self._cpu.append(layer, k, v)
+
+
+class PlacedPart(Part):
+    """A ``Part`` that is divided into neighbors of which one backend serves all.
+
+    shares: (sequences, the function ``attend_part`` of their backend, their part), found for the first layer.
+    """
+
+    def __init__(self, call: CacheCall):
+        super().__init__(call)
+        self.shares: list[tuple] = []
+
+    def divide(self, k_cache: torch.Tensor, seqlen_q: int) -> None:
+        names = ["cpu" if each.long_runs else "sdpa" for each in self.placed(k_cache, seqlen_q)]
+        starts = [b for b in range(len(names)) if b == 0 or names[b] != names[b - 1]]
+        for b0, b1 in zip(starts, [*starts, len(names)][1:], strict=True):
+            backend, own = registry.load_backend(names[b0]), addresses.batch_of(self.call.tables, slice(b0, b1))
+            self.shares.append((slice(b0, b1), backend.attend_part, backend.part_of(self.call.with_tables(own))))
+
+
+def _attend_placed(q: torch.Tensor, layer: CacheLayer, part: PlacedPart, out: torch.Tensor | None = None):
+    if not part.shares:
+        part.divide(layer.k, q.shape[1])
+    if len(part.shares) == 1:
+        _, attend, own = part.shares[0]
+        return attend(q, layer, own, out)
+    result = q.new_zeros(cached_out_shape(q, layer))
+    lse = q.new_full(cached_lse_shape(q), float("-inf"), dtype=torch.float32)
+    for sequences, attend, own in part.shares:
+        share = layer if part.call.tables.block_table is not None else addresses.layer_of(layer, sequences)
+        result[sequences], lse[sequences] = attend(q[sequences], share, own, None)
+    return result, lse
+
+
+def _on_cpu(reason: str):
+    """Returns the backend for the CPU. reason: why the compiled kernels do not serve the call, or ""."""
+    cpu = registry.load_backend("cpu")
+    if not reason:
+        return cpu
+    cpu.warn_once()
+    return registry.load_backend("sdpa")
+
+
+def _keeping(k: torch.Tensor, call: AttentionCall) -> AttentionCall:
+    """Returns the call with the keys to keep: whole keys if a row may give the backward to PyTorch's kernels."""
+    return call if row_of(_shape(k, k, k), call) is None else dataclasses.replace(call, whole_keys=True)
+
+
+def _shape(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Shape:
+    capability = None if torch.version.hip else registry.load_backend("triton").compute_capability(q.device)
+    return Shape(capability, q.dtype, q.shape[-1], v.shape[-1], q.shape[-3], k.shape[-3])

@@ -1,0 +1,83 @@
+"""The backend ``sdpa``: PyTorch's attention kernels over rotated queries and keys.
+
+On the CPU every scheme is divided into pieces that the kernel computes (attention.py, cached.py). On a GPU one or two
+calls over whole sequences compute the schemes that have such a form (whole.py).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..calls import AttentionCall, Kept, KeptShapes
+from ..part import Part as part_of
+from ..runs import unsupported_positions
+from . import attention, whole
+from .cached import attend as attend_part
+from .operators import HALF_TYPES, Operator, operators_on
+from .plan import append_to_cache, plan_cache
+from .rotated import rotate
+
+__all__ = [
+    "append_to_cache",
+    "attend_part",
+    "backward",
+    "forward",
+    "kept_shapes",
+    "part_of",
+    "plan_cache",
+    "rotate",
+    "unsupported_positions",
+    "unsupported_reason",
+]
+
+
+def unsupported_reason(q: torch.Tensor, cached: bool = False) -> str:
+    if q.device.type in ("cpu", "meta"):
+        return ""
+    if not q.is_cuda:
+        return f"it needs tensors on the CPU or on a CUDA device, q is on {q.device}; use impl='reference'"
+    if cached:
+        return f"over a cache it needs tensors on the CPU, q is on {q.device}; use impl='triton'"
+    if q.dtype not in HALF_TYPES:
+        return f"PyTorch's kernels on a GPU compute in float16 and bfloat16, got {q.dtype}; use impl='triton'"
+    return ""
+
+
+def kept_shapes(k: torch.Tensor, call: AttentionCall) -> KeptShapes:
+    """Returns empty shapes on the CPU: to save memory, the backward rotates the keys again, in one pass over k."""
+    return whole.kept_shapes(k, call) if k.is_cuda else KeptShapes()
+
+
+def forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: AttentionCall
+) -> tuple[torch.Tensor, torch.Tensor, Kept | None]:
+    """Returns (out, lse, kept), as ``AttentionBackend`` describes."""
+    if not q.is_cuda:
+        return *attention.forward(q, k, v, call), None
+    if reason := whole.unserved(call):
+        raise ValueError(f"impl='sdpa' cannot serve this call: {reason}")
+    return whole.forward(q, k, v, call, _operators(q))
+
+
+def backward(
+    grad_out: torch.Tensor | None,
+    grad_lse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    kept: Kept | None,
+    call: AttentionCall,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns the gradients of raw q, k and v, as ``AttentionBackend`` describes."""
+    if not q.is_cuda:
+        return attention.backward(grad_out, grad_lse, q, k, v, out, lse, call)
+    return whole.backward(grad_out, grad_lse, q, k, v, out, lse, kept, call, _operators(q))
+
+
+def _operators(q: torch.Tensor) -> tuple[Operator, ...]:
+    if torch.version.hip:
+        return operators_on(None)
+    major, minor = torch.cuda.get_device_capability(q.device)
+    return operators_on(10 * major + minor)

@@ -1,0 +1,138 @@
+"""Says which of PyTorch's attention operators computes whole sequences on which GPU.
+
+On the CPU, pieces.py calls torch's flash kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+aten = torch.ops.aten
+HALF_TYPES = (torch.float16, torch.bfloat16)
+
+
+class Lengths(NamedTuple):
+    """Packed sequences: q (total_q, heads, head_dim), lse (heads, total_q)."""
+
+    cu_seqlens_q: torch.Tensor
+    cu_seqlens_k: torch.Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+
+
+class Problem(NamedTuple):
+    """What a call of an operator needs besides its tensors.
+
+    window: each row sees only its last ``window`` keys. None: no window. lengths: None if q is (batch, seqlen, heads,
+    head_dim), and lse (batch, heads, seqlen).
+    """
+
+    causal: bool
+    scale: float
+    window: int | None = None
+    lengths: Lengths | None = None
+
+
+class Operator(NamedTuple):
+    """One of PyTorch's operators.
+
+    forward: (q, k, v, problem) -> (out, lse). backward: (grad_out, q, k, v, out, lse, problem) -> the gradients of q, k
+    and v. Keys may have fewer heads than queries. q, k and v have the same head_dim, at most ``head_dim``.
+    general: whether it supports windows, packed sequences, and causal calls with seqlen_q != seqlen_k. The last row
+        then sees all keys.
+    """
+
+    name: str
+    forward: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    backward: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+    head_dim: int
+    general: bool
+
+
+def is_plain(problem: Problem, seqlen_q: int, seqlen_k: int) -> bool:
+    """Whether an operator that is not general computes the problem."""
+    if problem.window is not None or problem.lengths is not None:
+        return False
+    return not problem.causal or seqlen_q == seqlen_k
+
+
+# ---- cuDNN
+
+
+def _cudnn_forward(q, k, v, problem: Problem):
+    out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
+        *_heads_first(q, k, v), None, True, 0.0, problem.causal, False, scale=problem.scale
+    )
+    return out.transpose(1, 2), lse.reshape(lse.shape[:3])
+
+
+def _cudnn_backward(grad_out, q, k, v, out, lse, problem: Problem):
+    seed = lse.new_empty((), dtype=torch.int64)  # of the dropout, which is 0
+    grads = aten._scaled_dot_product_cudnn_attention_backward(
+        *_heads_first(grad_out, q, k, v, out),
+        lse.unsqueeze(-1),
+        seed,
+        seed,
+        None,
+        None,
+        None,
+        q.shape[1],
+        k.shape[1],
+        0.0,
+        problem.causal,
+        scale=problem.scale,
+    )
+    return tuple(_heads_first(*grads))
+
+
+def _heads_first(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    return [x.transpose(1, 2) for x in tensors]
+
+
+# ---- FlashAttention-2, or what torch.nn.attention.activate_flash_attention_impl has put in its place
+
+
+def _flash_arguments(q, k, problem: Problem) -> tuple[tuple, dict[str, Any]]:
+    window = {} if problem.window is None else {"window_size_left": problem.window - 1, "window_size_right": 0}
+    lengths = problem.lengths or (None, None, q.shape[1], k.shape[1])
+    return tuple(lengths), {"scale": problem.scale, **window}
+
+
+def _flash_forward(q, k, v, problem: Problem):
+    lengths, options = _flash_arguments(q, k, problem)
+    out, lse, *_ = aten._flash_attention_forward(q, k, v, *lengths, 0.0, problem.causal, False, **options)
+    return out, lse.masked_fill(lse == torch.inf, -torch.inf)  # the kernel's lse of a row without keys is inf
+
+
+def _flash_backward(grad_out, q, k, v, out, lse, problem: Problem):
+    lengths, options = _flash_arguments(q, k, problem)
+    lse = lse.masked_fill(lse == -torch.inf, torch.inf)
+    states = lse.new_empty(2, dtype=torch.uint64), lse.new_empty((), dtype=torch.uint64)  # of the dropout, which is 0
+    return aten._flash_attention_backward(
+        grad_out, q, k, v, out, lse, *lengths, 0.0, problem.causal, *states, **options
+    )
+
+
+CUDNN = Operator("cuDNN", _cudnn_forward, _cudnn_backward, 128, general=False)
+FLASH = Operator("FlashAttention-2", _flash_forward, _flash_backward, 256, general=True)
+
+
+def activated() -> str | None:
+    """Returns the name of the FlashAttention that the user has activated in torch, such as "FA3", or None."""
+    current = getattr(torch.nn.attention, "current_flash_attention_impl", None)
+    return current() if current is not None else None
+
+
+def operators_on(capability: int | None) -> tuple[Operator, ...]:
+    """Returns the operators for a GPU, the preferred one first. capability: 90 for 9.0; None: an AMD GPU."""
+    if capability is not None and 90 <= capability < 110 and activated() is None:
+        return CUDNN, FLASH
+    return (FLASH,)
+
+
+def choose(operators: tuple[Operator, ...], width: int, plain: bool) -> Operator | None:
+    """Returns the first operator for this head_dim, or None. plain: the result of ``is_plain``."""
+    return next((x for x in operators if width <= x.head_dim and (plain or x.general)), None)
