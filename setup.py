@@ -255,6 +255,7 @@ setup(
         "flashrope",
         "flashrope.backends",
         "flashrope.backends.cpu",
+        "flashrope.backends.sdpa",
         "flashrope.backends.triton",
         "flashrope.cache",
         "flashrope.cli",

@@ -91,7 +91,7 @@ class Stored(NamedTuple):
 def over_cache(stored: Stored, problem: Problem) -> Callable:
     """Returns a call of attention_with_cache. The first, untimed call fills the cache."""
     rotary, filled = stored.scheme(problem), {}
-    options = {"rotated_keys": stored.rotated_keys, "impl": "cpu"}
+    options = {"rotated_keys": stored.rotated_keys, "impl": None}
     place = heads_first
     if stored.paged:
         size = next(size for size in PAGE_SIZES if problem.seqlen % size == 0)
@@ -187,7 +187,7 @@ def map_entries(kernels, decoding: bool) -> list[Entry]:
     for kind, library_ in of_kernels(kernels).items():
         for scheme in ("RoPE", *MAPS):
             of_problem = SCHEMES[scheme]
-            prepare = partial(own_with_cache, of_problem, "cpu") if decoding else partial(own, of_problem)
+            prepare = partial(own_with_cache, of_problem, None) if decoding else partial(own, of_problem)
             arrange = heads_first if decoding else rows_first
             found.append(entry(f"{scheme}, {kind}", f"RoPE, {kind}", of_problem, prepare, library_, arrange, True))
     return found
@@ -223,14 +223,14 @@ def decoding_entries(kernels, half: bool = False) -> list[Entry]:
     for kind, library_ in of_kernels(kernels).items():
         for scheme in ("ReRoPE", "HoPE"):
             of_problem = SCHEMES[scheme]
-            cached = partial(own_with_cache, of_problem, "cpu")
+            cached = partial(own_with_cache, of_problem, None)
             found.append(entry(f"{scheme}, {kind}", SDPA, of_problem, cached, library_, heads_first, True))
         pages = partial(over_cache, Stored(Problem.rerope, paged=True))
         found.append(entry(f"ReRoPE, {kind}, paged", f"ReRoPE, {kind}", Problem.rerope, pages, library_, ours=True))
-        rows = partial(own_with_cache, Problem.rerope, "cpu")
+        rows = partial(own_with_cache, Problem.rerope, None)
         found.append(entry(f"ReRoPE, {kind}, rows first", SDPA, Problem.rerope, rows, library_, ours=True))
     if half and kernels:
-        name, cached = f"ReRoPE, {COMPILED}, float32", partial(own_with_cache, Problem.rerope, "cpu")
+        name, cached = f"ReRoPE, {COMPILED}, float32", partial(own_with_cache, Problem.rerope, None)
         found.append(entry(name, SDPA, Problem.rerope, cached, kernels, heads_first, True, torch.float32))
     for name, encoding in (("rotate the cache", "eager RoPE"), ("compiled rotation", "compiled RoPE")):
         found.append(entry(f"{name}, then SDPA", SDPA, Problem.rerope, partial(rotate_cache, encoding)))

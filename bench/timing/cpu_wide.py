@@ -48,7 +48,7 @@ def shared_entries(kernels) -> list[Entry]:
     for dtype in (torch.float32, torch.bfloat16):
         kind = str(dtype).removeprefix("torch.")
         for name, shared in (("two caches", False), ("one cache", True)):
-            prepare, exact = (partial(over_cache, shared, impl) for impl in ("cpu", "reference"))
+            prepare, exact = (partial(over_cache, shared, impl) for impl in (None, "reference"))
             base = f"two caches, {kind}"
             each = entry(f"{name}, {kind}", base, Problem.rerope, prepare, kernels, heads_first, True, dtype, exact)
             found.append(each)
@@ -59,7 +59,7 @@ def decoding_entries(kernels) -> list[Entry]:
     """Returns SDPA, and RoPE and ReRoPE over raw keys."""
     found = [entry(SDPA, SDPA, Problem.none, KERNELS["SDPA flash"], arrange=heads_first)]
     for name in WIDE:
-        cached = partial(own_with_cache, SCHEMES[name], "cpu")
+        cached = partial(own_with_cache, SCHEMES[name], None)
         found.append(entry(f"{name}, {COMPILED}", SDPA, SCHEMES[name], cached, kernels, heads_first, True))
     return found
 

@@ -31,8 +31,8 @@ def hope_call(problem: Problem) -> AttentionCall:
 
 
 def keys_on_cpu(problem: Problem):
-    from flashrope.backends.cpu.rotation import rotate as rotate_keys
-    from flashrope.backends.cpu.rotation import rotation_for
+    from flashrope.backends.rotation import rotate as rotate_keys
+    from flashrope.backends.rotation import rotation_for
     from flashrope.rotary.bands import EVERYWHERE
 
     call = hope_call(problem)

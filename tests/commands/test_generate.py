@@ -208,7 +208,7 @@ def test_messages(run):
         "generated: 40 tokens, ",
         "tokens/s",
         "context: reached 92 bytes, 2.9 times the training length",
-        "device: cpu, backend cpu",
+        "device: cpu, backend default",
     ):
         assert part in shown
     shown = " ".join(run("--prompt", "abc", "--rectify", "--top-k", "9", "--impl", "reference").err.split())

@@ -16,7 +16,7 @@ import torch
 
 from ..rotary.bands import Band
 from ..rotary.scales import UNSCALED
-from . import addresses, registry
+from . import addresses, others
 from .cache_tables import CacheLayer, CachePositions, CacheTables
 from .calls import AttentionCall, CacheCall, KeptShapes, RotateCall, cached_lse_shape, cached_out_shape
 from .part import Part, PartsPlan
@@ -89,11 +89,21 @@ def choose(shape: Shape, call: AttentionCall, direction: str, grad_lse: bool = F
     return "sdpa" if squares and shape.seqlen_k >= row.keys and shape.head_dim_v == shape.head_dim else "triton"
 
 
+def defaults(q: torch.Tensor) -> dict[str, str]:
+    """Returns, for tensors like q, {backend that impl=None takes: for which calls}. "" means all or all others."""
+    if q.is_cuda:
+        rows = [str(row) for row in ROWS if _shape(q, q, q).capability in row.capabilities]
+        return {"triton": ""} | ({"sdpa": "; ".join(rows)} if rows and os.environ.get(SWITCH) != "0" else {})
+    if others.backend("cpu").unsupported_reason(q):
+        return {"sdpa": ""}
+    return {"cpu": "", "sdpa": "what the compiled kernels do not serve"}
+
+
 # ---- the functions of a backend
 
 
 def unsupported_reason(q: torch.Tensor, cached: bool = False) -> str:
-    return registry.load_backend("triton").unsupported_reason(q) if q.is_cuda else ""
+    return others.backend("triton").unsupported_reason(q) if q.is_cuda else ""
 
 
 def unsupported_positions(positions: CachePositions) -> str:
@@ -103,38 +113,38 @@ def unsupported_positions(positions: CachePositions) -> str:
 def kept_shapes(k: torch.Tensor, call: AttentionCall) -> KeptShapes:
     if not k.is_cuda:
         return KeptShapes()
-    return registry.load_backend("triton").kept_shapes(k, _keeping(k, call))
+    return others.backend("triton").kept_shapes(k, _keeping(k, call))
 
 
 def forward(q, k, v, call: AttentionCall):
     if not q.is_cuda:
-        return _on_cpu(registry.load_backend("cpu").unserved_attention(q, v, call)).forward(q, k, v, call)
+        return _on_cpu(others.backend("cpu").unserved_attention(q, v, call)).forward(q, k, v, call)
     if choose(_shape(q, k, v), call, "forward") == "sdpa":
-        return registry.load_backend("sdpa").forward(q, k, v, call)
-    return registry.load_backend("triton").forward(q, k, v, _keeping(k, call))
+        return others.backend("sdpa").forward(q, k, v, call)
+    return others.backend("triton").forward(q, k, v, _keeping(k, call))
 
 
 def backward(grad_out, grad_lse, q, k, v, out, lse, kept, call: AttentionCall):
     if q.is_cuda:
-        backend = registry.load_backend(choose(_shape(q, k, v), call, "backward", grad_lse is not None))
+        backend = others.backend(choose(_shape(q, k, v), call, "backward", grad_lse is not None))
     else:
-        backend = _on_cpu(registry.load_backend("cpu").unserved_attention(q, v, call))
+        backend = _on_cpu(others.backend("cpu").unserved_attention(q, v, call))
     return backend.backward(grad_out, grad_lse, q, k, v, out, lse, kept, call)
 
 
 def rotate(x: torch.Tensor, call: RotateCall) -> torch.Tensor:
     if x.is_cuda:
-        return registry.load_backend("triton").rotate(x, call)
-    return _on_cpu(registry.load_backend("cpu").unserved_rotation(x, call)).rotate(x, call)
+        return others.backend("triton").rotate(x, call)
+    return _on_cpu(others.backend("cpu").unserved_rotation(x, call)).rotate(x, call)
 
 
 def append_to_cache(layer: CacheLayer, k, v, tables: CacheTables, rotary=None) -> None:
-    backend = _on_cpu(registry.load_backend("cpu").unsupported_reason(k, True))
+    backend = _on_cpu(others.backend("cpu").unsupported_reason(k, True))
     backend.append_to_cache(layer, k, v, tables, rotary)
 
 
 def plan_cache(call: CacheCall, layer: CacheLayer, queries: Queries):
-    cpu = registry.load_backend("cpu")
+    cpu = others.backend("cpu")
     backend = _on_cpu(cpu.unserved_cache(queries, layer, call))
     if backend is cpu and call.tables.positions is not None:
         return PlacedPlan(call, layer, queries)
@@ -147,7 +157,7 @@ class PlacedPlan(PartsPlan):
 
     def __init__(self, call: CacheCall, layer: CacheLayer, queries: Queries):
         super().__init__(call, _attend_placed, PlacedPart)
-        self._cpu = registry.load_backend("cpu").plan_cache(call, layer, queries)
+        self._cpu = others.backend("cpu").plan_cache(call, layer, queries)
 
     def append(self, layer: CacheLayer, k: torch.Tensor, v: torch.Tensor | None) -> None:
         self._cpu.append(layer, k, v)
@@ -167,7 +177,7 @@ class PlacedPart(Part):
         names = ["cpu" if each.long_runs else "sdpa" for each in self.placed(k_cache, seqlen_q)]
         starts = [b for b in range(len(names)) if b == 0 or names[b] != names[b - 1]]
         for b0, b1 in zip(starts, [*starts, len(names)][1:], strict=True):
-            backend, own = registry.load_backend(names[b0]), addresses.batch_of(self.call.tables, slice(b0, b1))
+            backend, own = others.backend(names[b0]), addresses.batch_of(self.call.tables, slice(b0, b1))
             self.shares.append((slice(b0, b1), backend.attend_part, backend.part_of(self.call.with_tables(own))))
 
 
@@ -187,11 +197,11 @@ def _attend_placed(q: torch.Tensor, layer: CacheLayer, part: PlacedPart, out: to
 
 def _on_cpu(reason: str):
     """Returns the backend for the CPU. reason: why the compiled kernels do not serve the call, or ""."""
-    cpu = registry.load_backend("cpu")
+    cpu = others.backend("cpu")
     if not reason:
         return cpu
     cpu.warn_once()
-    return registry.load_backend("sdpa")
+    return others.backend("sdpa")
 
 
 def _keeping(k: torch.Tensor, call: AttentionCall) -> AttentionCall:
@@ -200,5 +210,5 @@ def _keeping(k: torch.Tensor, call: AttentionCall) -> AttentionCall:
 
 
 def _shape(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Shape:
-    capability = None if torch.version.hip else registry.load_backend("triton").compute_capability(q.device)
+    capability = None if torch.version.hip else others.backend("triton").compute_capability(q.device)
     return Shape(capability, q.dtype, q.shape[-1], v.shape[-1], q.shape[-3], k.shape[-3])

@@ -10,6 +10,7 @@ import torch
 
 from .cache_tables import CachePositions
 from .names import BACKENDS
+from .others import reach_by
 
 # Backends whose forward is plain PyTorch. Autograd differentiates it to any order, and compilers trace it.
 DIFFERENTIABLE = ("reference",)
@@ -35,6 +36,9 @@ def load_backend(impl: str) -> Any:
     else:
         backend = import_module(f".{impl}", __package__)
     return backend
+
+
+reach_by(load_backend)
 
 
 def resolve_impl(impl: str | None, q: torch.Tensor, cached: bool = False) -> str:

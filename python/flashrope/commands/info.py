@@ -49,15 +49,16 @@ def run(args: argparse.Namespace) -> int:
 def backends(device: str, dtype) -> list[tuple[str, str]]:
     """Returns (name, status) of every backend for tensors of this device and dtype.
 
-    The status is "default" (the backend for impl=None), "available", "available for attention_with_cache", or the
-    reason why the backend is unavailable.
+    The status is "default" (the backend for impl=None), "default for ..." (for some calls), "available", "available for
+    attention_with_cache", or the reason why the backend is unavailable.
     """
     import torch
 
     from ..backends.names import BACKENDS
-    from ..backends.registry import load_backend, resolve_impl
+    from ..backends.registry import load_backend
 
     q = torch.empty(1, 1, 1, 64, device=device, dtype=dtype)
+    defaults = load_backend("auto").defaults(q)
     rows = []
     for name in BACKENDS:
         try:
@@ -65,7 +66,8 @@ def backends(device: str, dtype) -> list[tuple[str, str]]:
         except ImportError as error:
             reason = cached_reason = f"cannot be imported ({error})"
         if not reason:
-            status = "default" if resolve_impl(None, q) == name else "available"
+            calls = defaults.get(name)
+            status = "available" if calls is None else f"default for {calls}" if calls else "default"
         else:
             status = cached_reason or "available for attention_with_cache"
         rows.append((name, status))

@@ -294,7 +294,6 @@ def evaluate_job(settings: Settings, rotary: Rotary, windows: list[bytes], path:
 def _facts(args: argparse.Namespace, settings: Settings, corpus: data.Corpus) -> dict[str, str]:
     config, training = settings.config, settings.training
     parameters = sum(p.numel() for p in LanguageModel(config).parameters())
-    impl = resolve_impl(settings.impl, torch.empty(1, 1, 1, config.head_dim, device=settings.device))
     hope = next(scheme.rotary for scheme in settings.schemes if scheme.name == "HoPE")
     rotated = sum(f > 0 for f in hope.frequencies)
     processes = f"{settings.processes} processes, " if settings.processes else ""
@@ -313,7 +312,7 @@ def _facts(args: argparse.Namespace, settings: Settings, corpus: data.Corpus) ->
         f"length {training.train_length} bytes, peak learning rate {training.learning_rate:g}, seed {training.seed}",
         "machine": f"{hardware(settings.device)}, {processes}{settings.threads} thread"
         f"{'s' if settings.threads != 1 else ''} in total",
-        "software": f"flashrope {__version__}, backend {impl}, torch {torch.__version__}, "
+        "software": f"flashrope {__version__}, backend {settings.impl or 'default'}, torch {torch.__version__}, "
         f"Python {platform.python_version()}",
     }
 

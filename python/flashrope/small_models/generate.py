@@ -52,7 +52,7 @@ class Settings:
     train_length: int | None
     prompt: bytes
     device: torch.device
-    impl: str
+    impl: str | None  # the value of --impl
 
 
 def run(args: argparse.Namespace) -> int:
@@ -105,7 +105,7 @@ def _generate(settings: Settings, args: argparse.Namespace) -> int:
         lambda: text.decode(b"", final=True),
         (len(settings.prompt), args.tokens),
     )
-    device = f"{settings.device}, backend {settings.impl}"
+    device = f"{settings.device}, backend {settings.impl or 'default'}"
     facts = outcome(len(settings.prompt), args.tokens, settings.train_length, device, start, times)
     print(f"\n\n{report.lines(facts)}", file=sys.stderr)
     return code
@@ -244,8 +244,8 @@ def resolve(args: argparse.Namespace) -> Settings:
         *(torch.zeros(1, 1, dtype=torch.int32) for _ in range(3))
     )  # with --keep, calls over the cache have these three tables of positions
     if args.keep and (reason := unsupported_positions(impl, tables)):
-        raise BadInput(f"--keep: not supported by the backend {impl} ({reason})")
-    return Settings(model, rotary, scheme, train_length, prompt, device, impl)
+        raise BadInput(f"--keep: not supported by the backend {args.impl} ({reason})")
+    return Settings(model, rotary, scheme, train_length, prompt, device, args.impl)
 
 
 def check_sampling(args: argparse.Namespace, vocabulary: int, unit: str) -> None:
@@ -416,8 +416,8 @@ def _facts(settings: Settings, args: argparse.Namespace) -> dict[str, str]:
         **cache_facts(args.cache_dtype),
         **({"kept": f"the first {args.keep[0]:,} and the last {args.keep[1]:,} bytes"} if args.keep else {}),
         "sampling": sampling_words(args, "byte"),
-        "machine": f"{hardware(settings.device)}, CPU threads: {torch.get_num_threads()}, backend {settings.impl}, "
-        f"torch {torch.__version__}",
+        "machine": f"{hardware(settings.device)}, CPU threads: {torch.get_num_threads()}, "
+        f"backend {settings.impl or 'default'}, torch {torch.__version__}",
     }
 
 

@@ -19,7 +19,7 @@ from ...rotary.bands import Band, PositionMap
 from ...rotary.rotary import Rotary
 from ...rotary.rotated import inverted, rotation_scale
 from ...rotary.scales import UNSCALED
-from .. import registry
+from .. import others
 from ..calls import AttentionCall, Kept, KeptShapes, RotateCall
 from . import rotated as composed
 from .operators import Lengths, Operator, Problem, choose, is_plain
@@ -191,7 +191,7 @@ def _near_backward(grad_out, grad_lse, q, k, rotated_k, v, out, lse, near: OneBa
 
 def _triton(x):
     """Returns the Triton backend if it serves tensors like x, else None."""
-    triton = registry.load_backend("triton")
+    triton = others.backend("triton")
     return None if triton.unsupported_reason(x) else triton
 
 
