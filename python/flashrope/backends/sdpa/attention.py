@@ -32,6 +32,7 @@ from .pieces import (
     gather_keys,
     gather_rows,
     merge_partials,
+    narrow,
     plan,
     scatter_tile,
     single_piece,
@@ -80,7 +81,7 @@ def _attend(
                 single.piece.causal,
                 scale=scale,
             )
-            return cast_results(_narrow(out, head_dim_v).transpose(1, 2), lse, q.dtype)
+            return cast_results(narrow(out, head_dim_v).transpose(1, 2), lse, q.dtype)
     partials = []
     for queries, keys, pieces in _plan(q, k, call):
         rotated_q = widen(rotate(q, rotation_for(q, call, queries, seqlen_k - seqlen_q, True), rotary), width)
@@ -95,7 +96,7 @@ def _attend(
                 attn_mask=attn_mask(piece, rotated_q.dtype),
                 scale=scale,
             )
-            partials.append((piece, _narrow(out, head_dim_v), lse))
+            partials.append((piece, narrow(out, head_dim_v), lse))
     return merge_partials(partials, q, head_dim_v)
 
 
@@ -149,11 +150,6 @@ def _attend_backward(
         for x, grad in ((q, grad_q), (k, grad_k), (v, grad_v))
     )
     return grad_q, grad_k, grad_v
-
-
-def _narrow(x: torch.Tensor, width: int) -> torch.Tensor:
-    """Returns the first ``width`` channels of x."""
-    return x if x.shape[-1] == width else x[..., :width]
 
 
 def _add_channel(x: torch.Tensor, value) -> torch.Tensor:

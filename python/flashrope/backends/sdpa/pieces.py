@@ -225,6 +225,11 @@ def widen(x: torch.Tensor, width: int) -> torch.Tensor:
     return x if x.shape[-1] == width else torch.nn.functional.pad(x, (0, width - x.shape[-1]))
 
 
+def narrow(x: torch.Tensor, width: int) -> torch.Tensor:
+    """Returns the first ``width`` channels of x."""
+    return x if x.shape[-1] == width else x.narrow(-1, 0, width)
+
+
 def scatter_tile(x: torch.Tensor, piece: Piece) -> torch.Tensor:
     """Returns the kernel's result in the shape and order of ``windows``. It undoes ``gather_tile``."""
     x = x.unflatten(0, (-1, piece.repeat))

@@ -23,7 +23,7 @@ from .. import others
 from ..calls import AttentionCall, Kept, KeptShapes, RotateCall
 from . import rotated as composed
 from .operators import Lengths, Operator, Problem, choose, is_plain
-from .pieces import flash_scale, widen
+from .pieces import flash_scale, narrow, widen
 
 
 class Two(NamedTuple):
@@ -220,7 +220,7 @@ class OneBand(NamedTuple):
         operator, problem, width = self._operator(q, rotated_k, v)
         tensors = (widen(x, width) for x in (self._queries(q), rotated_k, v))
         out, lse = operator.forward(*tensors, problem)
-        return out[..., : v.shape[-1]], lse
+        return narrow(out, v.shape[-1]), lse
 
     def gradients(self, grad_out, grad_lse, q, rotated_k, v, out, lse):
         """Returns the gradients of raw q, raw k and v. out, lse: those of all bands together."""
@@ -234,10 +234,10 @@ class OneBand(NamedTuple):
         grad_q, grad_k, grad_v = operator.backward(*tensors, problem)
         rotary, (band,) = self.call.rotary, self.call.bands
         positions_q, positions_k = self._query_positions(q), self._positions(rotated_k, self.call.cu_seqlens_k)
-        grad_q = self._scaled(grad_q[..., : q.shape[-1]], positions_q)
+        grad_q = self._scaled(narrow(grad_q, q.shape[-1]), positions_q)
         grad_q = _rotate(grad_q, rotary, band.queries, self.first, positions_q, inverse=True)
-        grad_k = _rotate(grad_k[..., : q.shape[-1]], rotary, band.keys, 0, positions_k, inverse=True)
-        return grad_q, grad_k, grad_v[..., : v.shape[-1]]
+        grad_k = _rotate(narrow(grad_k, q.shape[-1]), rotary, band.keys, 0, positions_k, inverse=True)
+        return grad_q, grad_k, narrow(grad_v, v.shape[-1])
 
     def _operator(self, q, k, v, extra: int = 0) -> tuple[Operator, Problem, int]:
         """Returns the operator, its problem, and the head_dim that all tensors are padded to."""
