@@ -34,8 +34,6 @@ UNIT_ROUNDOFF = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.float16
 # shapes and seeds were: float32 3.1 (CPU) and 1.5 (Triton), float64 5.7, bfloat16 0.65, float16 0.67 (CPU) and 0.45
 # (Triton). In 16-bit types the last rounding alone may need 1.
 COEFFICIENT = {torch.float64: 16.0, torch.float32: 16.0, torch.float16: 1.0, torch.bfloat16: 1.0}
-# The first line of a script whose CPU backend is composed of PyTorch's kernels.
-COMPOSED = "from flashrope.backends.cpu import loader; loader.load = lambda: None\n"
 NAMES = ("out", "lse", "grad_q", "grad_k", "grad_v")
 
 

@@ -52,16 +52,16 @@ COMPILED_DECODE = [
     "tests/kernels/test_cpu_positions.py tests/caches/test_decode.py tests/caches/test_cached_positions.py -k cpu",
     'tests/caches/test_quantized.py tests/operators/test_length_scale.py tests/operators/test_sinks.py -k "cpu"',
 ]
-COMPOSED = [
-    "tests/kernels/test_cpu.py tests/rotary/test_bands.py tests/operators/test_accuracy.py -k cpu --composed-cpu",
+SDPA = [
+    "tests/kernels/test_cpu.py tests/rotary/test_bands.py tests/operators/test_accuracy.py -k sdpa",
     "tests/operators/test_varlen.py tests/rotary/test_maps.py tests/operators/test_length_scale.py"
     " tests/rotary/test_query_scales.py tests/operators/test_sinks.py"
-    ' tests/operators/test_value_width.py -k "cpu" --composed-cpu',
+    ' tests/operators/test_value_width.py -k "sdpa"',
 ]
-COMPOSED_DECODE = [
-    "tests/kernels/test_cpu.py tests/caches/test_decode.py -k cpu --composed-cpu",
+SDPA_DECODE = [
+    "tests/kernels/test_cpu.py tests/caches/test_decode.py -k sdpa",
     "tests/kernels/test_cpu_positions.py tests/caches/test_cached_positions.py tests/caches/test_decode.py -k cpu",
-    "tests/caches/test_cached_positions.py tests/caches/test_quantized.py -k cpu --composed-cpu",
+    "tests/caches/test_cached_positions.py tests/caches/test_quantized.py -k sdpa",
 ]
 CACHES = [
     "tests/caches/test_moved_tokens.py::test_random_walk tests/caches/test_cache.py tests/caches/test_cache_layers.py"
@@ -135,24 +135,37 @@ JUDGES = {
         "tests/rotary/test_first_channel.py tests/caches/test_cached_positions.py -k triton",
     ],
     "python/flashrope/lowering/*": [*TABLES, *FORWARD[:1], "tests/rotary/test_maps.py tests/rotary/test_resident.py"],
-    "python/flashrope/backends/cpu/pieces.py": COMPOSED,
-    "python/flashrope/backends/cpu/attention.py": COMPOSED,
-    "python/flashrope/backends/cpu/rotation.py": [*COMPOSED, *COMPOSED_DECODE],
-    "python/flashrope/backends/cpu/cached.py": [
-        *COMPOSED_DECODE,
-        "tests/operators/test_length_scale.py --composed-cpu",
+    "python/flashrope/backends/chosen.py": ["tests/operators/test_chosen.py tests/kernels/test_cpu_compiled.py"],
+    "python/flashrope/backends/others.py": ["tests/operators/test_chosen.py"],
+    "python/flashrope/backends/blocks.py": [*SDPA_DECODE, *COMPILED_DECODE[2:]],
+    "python/flashrope/backends/merging.py": SDPA_DECODE[1:],
+    "python/flashrope/backends/sdpa/whole.py": ["tests/operators/test_whole_sequences.py"],
+    "python/flashrope/backends/sdpa/operators.py": ["tests/operators/test_whole_sequences.py"],
+    "python/flashrope/backends/sdpa/rotated.py": [
+        "tests/operators/test_rotate.py tests/caches/test_rotated_keys.py -k sdpa"
     ],
-    "python/flashrope/backends/cpu/masked.py": COMPOSED_DECODE[1:],
-    "python/flashrope/backends/cpu/runs.py": [
+    "python/flashrope/backends/sdpa/pieces.py": SDPA,
+    "python/flashrope/backends/sdpa/attention.py": SDPA,
+    "python/flashrope/backends/rotation.py": [*SDPA, *SDPA_DECODE],
+    "python/flashrope/backends/sdpa/cached.py": [
+        *SDPA_DECODE,
+        "tests/operators/test_length_scale.py -k sdpa",
+    ],
+    "python/flashrope/backends/sdpa/masked.py": SDPA_DECODE[1:],
+    "python/flashrope/backends/sdpa/*": [*SDPA, *SDPA_DECODE],
+    "python/flashrope/backends/runs.py": [
         "tests/kernels/test_cpu_positions.py tests/caches/test_cached_positions.py tests/caches/test_decode.py -k cpu",
         "tests/caches/test_stored_positions.py tests/caches/test_moved_tokens.py -k 'not triton'",
     ],
     "python/flashrope/backends/cpu/plan.py": ["tests/caches/test_plan.py -k cpu", *COMPILED_DECODE[1:2]],
-    "python/flashrope/backends/cpu/part.py": ["tests/caches/test_plan.py -k cpu", *COMPILED_DECODE[1:2]],
+    "python/flashrope/backends/part.py": ["tests/caches/test_plan.py -k cpu", *COMPILED_DECODE[1:2]],
     "python/flashrope/backends/cpu/rotated.py": [
         "tests/caches/test_rotated_keys.py tests/operators/test_rotate.py -k cpu"
     ],
     "python/flashrope/backends/cpu/tiles.py": COMPILED,
+    "python/flashrope/backends/cpu/served.py": ["tests/kernels/test_cpu_compiled.py -k 'chosen or bands or positions'"],
+    "python/flashrope/backends/cpu/cached.py": COMPILED_DECODE,
+    "python/flashrope/backends/cpu/attention.py": COMPILED,
     "python/flashrope/backends/cpu/decode.py": [*COMPILED_DECODE, "tests/caches/test_plan.py -k cpu"],
     "python/flashrope/backends/cpu/*": ["tests/kernels/test_cpu_loader.py tests/kernels/test_cpu.py", *COMPILED],
     "python/flashrope/backends/triton/device.py": ["tests/rotary/test_first_channel.py -k triton", LAUNCHES, *FORWARD],
@@ -179,7 +192,7 @@ JUDGES = {
     "python/flashrope/backends/visible.py": [
         "tests/caches/test_cached_positions.py tests/caches/test_stored_positions.py -k 'not triton'",
     ],
-    "python/flashrope/backends/quantized.py": ["tests/caches/test_quantized.py -k 'cpu or reference or composed'"],
+    "python/flashrope/backends/quantized.py": ["tests/caches/test_quantized.py -k 'cpu or reference or sdpa'"],
     "python/flashrope/backends/packed.py": [
         "tests/caches/test_decode.py tests/caches/test_cached_calls.py"
         " -k 'not triton and (packed or mixed or cached_calls or given_splits or rows or run)'"

@@ -160,25 +160,25 @@ slow = pytest.mark.slow
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="fork")
-@pytest.mark.parametrize("first", [pytest.param(support.COMPOSED, marks=slow), ""], ids=["composed", "compiled"])
+@pytest.mark.parametrize("impl", [pytest.param("sdpa", marks=slow), "cpu"])
 @pytest.mark.parametrize("what", [pytest.param("after import", marks=slow), "after calls"])
-def test_fork(tmp_path, what, first):
+def test_fork(tmp_path, what, impl):
     """Children that a process with one thread forks can call attention, as a data loader's workers do."""
-    done = run(first, FORKS, "cpu", what, str(tmp_path / "result"))
+    done = run("", FORKS, impl, what, str(tmp_path / "result"))
     assert done.returncode == 0 and "done" in done.stdout, done.stderr[-2000:]
 
 
 @slow
-@pytest.mark.parametrize("first", [support.COMPOSED, ""], ids=["composed", "compiled"])
+@pytest.mark.parametrize("impl", ["sdpa", "cpu"])
 @pytest.mark.parametrize("what", ["end", "error"])
-def test_the_interpreter_ends_during_calls(what, first):
+def test_the_interpreter_ends_during_calls(what, impl):
     """After the main thread has ended, other threads finish their calls. Then functions registered with atexit make
     calls.
 
     Daemon threads are not tested. Python stops them at any point. If torch is then inside a noexcept function, the
     process aborts.
     """
-    done = run(first, ENDS, "cpu", what)
+    done = run("", ENDS, impl, what)
     assert done.returncode == (what == "error"), (done.returncode, done.stderr[-2000:])
     assert done.stdout.splitlines() == ["thread done", "thread done", "atexit 4"] and "Traceback" not in done.stderr
 

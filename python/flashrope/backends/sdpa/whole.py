@@ -168,12 +168,12 @@ def _merge(out, lse, far_out, far_lse) -> None:
     lse.copy_(total)
 
 
-# ---- the near band, by the Triton kernel if it is present
+# ---- the near band, by the Triton kernel if it is present and positions are not explicit
 
 
 def _near_forward(q, k, v, near: OneBand):
     """Returns (out, lse, rotated k), contiguous."""
-    if (triton := _triton(q)) is not None:
+    if near.call.positions is None and (triton := _triton(q)) is not None:
         out, lse, kept = triton.forward(q, k, v, dataclasses.replace(near.call, whole_keys=True))
         return out, lse, kept.rotated_k
     rotated_k = near.keys(k)
@@ -182,7 +182,7 @@ def _near_forward(q, k, v, near: OneBand):
 
 
 def _near_backward(grad_out, grad_lse, q, k, rotated_k, v, out, lse, near: OneBand):
-    if (triton := _triton(q)) is None:
+    if near.call.positions is not None or (triton := _triton(q)) is None:
         return near.gradients(grad_out, grad_lse, q, rotated_k, v, out, lse)
     shape = kept_shapes(k, near.call).rotated_k
     kept = Kept(k.new_empty(0) if shape == (0,) else rotated_k.reshape(shape), lse.new_empty(0))
