@@ -116,7 +116,9 @@ def tables_of(words: Sequence[str]) -> Iterator[Table]:
         ours = [
             each
             for each in table.contestants
-            if each.runs_flashrope and "CUDA" not in each.name and any(x in each.name for x in options.contestants)
+            if each.runs_flashrope
+            and not {"CUDA", "sdpa"} & set(each.name.split())
+            and any(x in each.name for x in options.contestants)
         ]
         yield Table(table.title, ours, table.problem.replace(device=torch.device("meta")), table.backward)
 

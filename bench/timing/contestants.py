@@ -243,8 +243,10 @@ def dense(problem: Problem):
     return attend
 
 
-def own(scheme: Callable[[Problem], Rotary], problem: Problem, deterministic: bool | None = None):
-    rotary, impl = scheme(problem), own_impl(problem.device)
+def own(
+    scheme: Callable[[Problem], Rotary], problem: Problem, deterministic: bool | None = None, impl: str | None = None
+):
+    rotary, impl = scheme(problem), impl or own_impl(problem.device)
     return lambda q, k, v: attention(q, k, v, rotary, causal=problem.causal, impl=impl, deterministic=deterministic)
 
 
@@ -256,6 +258,11 @@ def own_impl(device: torch.device) -> str | None:
 def with_rope(encoding: str, attend: Callable, problem: Problem):
     rotate, call = ENCODINGS[encoding](problem), attend(problem)
     return lambda q, k, v: call(*rotate(q, k), v)
+
+
+def by_sdpa(name: str, scheme: Callable[[Problem], Rotary]) -> Contestant:
+    """Returns flashrope's composition of PyTorch's kernels, impl="sdpa"."""
+    return Contestant(f"flashrope {name}, sdpa", scheme, partial(own, scheme, impl="sdpa"), ours=True)
 
 
 # ---- the contestants
@@ -286,7 +293,7 @@ def prefill_hope(device: torch.device) -> list[Contestant]:
     chosen.append(Contestant(f"{rope} + FlexAttention", Problem.rope, partial(with_rope, rope, flex)))
     if device.type == "cuda":  # the CPU's backward is always reproducible
         chosen.append(REPRODUCIBLE)
-    return chosen + [OWN["RoPE"], OWN["HoPE"]]
+    return chosen + [OWN["RoPE"], OWN["HoPE"], by_sdpa("HoPE", Problem.hope)]
 
 
 def prefill_rerope(device: torch.device) -> list[Contestant]:
@@ -307,6 +314,7 @@ def prefill_rerope(device: torch.device) -> list[Contestant]:
         Contestant("two dense matrices", Problem.rerope, dense, scratch=dense_bytes),
         OWN["HoPE"],
         OWN["ReRoPE"],
+        by_sdpa("ReRoPE", Problem.rerope),
     ]
 
 

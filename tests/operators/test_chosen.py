@@ -38,7 +38,7 @@ TRITON = {
     "AMD": ({"capability": None}, {}),
     "float32": ({"dtype": torch.float32}, {}),
     "256 channels": ({"head_dim": 256, "head_dim_v": 256}, {"rotary": Rotary.hope(256, 8192)}),
-    "values of another width": ({"head_dim_v": 64}, {}),
+    "v has another head_dim": ({"head_dim_v": 64}, {}),
     "short": ({"seqlen_q": 1023, "seqlen_k": 1023}, {}),
     "a chunk": ({"seqlen_q": 512}, {}),
     "packed": ({}, {"cu_seqlens_q": int32([0, 8192]), "cu_seqlens_k": int32([0, 8192])}),
