@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from .problem import Problem, Unavailable
-from .two_calls import FAR, two_calls
+from .two_calls import LIBRARIES, two_calls
 
 DENSE_MASK = -1e9
 SDPA = {
@@ -307,7 +307,7 @@ def prefill_rerope(device: torch.device) -> list[Contestant]:
     chosen += [
         Contestant(f"{encoding} + two calls, {which}", Problem.rerope, partial(two_calls, ENCODINGS[encoding], which))
         for encoding in (rope, *(["eager RoPE"] if device.type == "cpu" else []))
-        for which in FAR
+        for which in LIBRARIES
     ]
     return chosen + [
         Contestant("two FlexAttention passes", Problem.rerope, flex_two_passes),

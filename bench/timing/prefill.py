@@ -4,8 +4,9 @@
     python -m bench rerope [--head-dim 128] [--window 512] [--seqlens 2048 8192] [--passes forward] [--no-causal]
 
 HoPE and RoPE are compared with attention after a separate rotation: PyTorch's kernels, and flash-attn 2, 3 and 4 where
-they are installed. ReRoPE is compared with two calls of PyTorch's kernels whose results are merged, with two
-FlexAttention passes, with two dense score matrices, with RoPE by the fastest kernels and with flashrope's HoPE.
+they are installed. ReRoPE is compared with two calls of PyTorch's kernels, or of flash-attn 3 or 4, whose results are
+merged, with two FlexAttention passes, with two dense score matrices, with RoPE by the fastest kernels and with
+flashrope's HoPE.
 """
 
 from __future__ import annotations

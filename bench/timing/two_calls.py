@@ -9,6 +9,7 @@ Each backward takes the merged output and lse, with which it returns exactly the
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import NamedTuple
 
 import torch
@@ -86,8 +87,61 @@ def cpu_backward(grad, q, k, v, out, lse, kept, scale, window=0):
     return _heads_first(*grads)
 
 
-FLASH, CPU = Library(flash_forward, flash_backward), Library(cpu_forward, cpu_backward)
-FAR = {"SDPA flash": FLASH, "SDPA cuDNN": Library(cudnn_forward, cudnn_backward)}  # cuDNN's call has no window
+def _module(name: str):
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise Unavailable(f"not installed ({error})") from None
+
+
+def flash_attn_3() -> Library:
+    """Returns the calls of flash-attn 3. They are not in its documented interface, whose backward takes no lse."""
+    module = _module("flash_attn_interface")
+
+    def forward(q, k, v, scale, window=0):
+        out, lse, *_ = module._flash_attn_forward(q, k, v, softmax_scale=scale, causal=True, **_limits(window))
+        return out, lse, ()
+
+    def backward(grad, q, k, v, out, lse, kept, scale, window=0):
+        grads = [torch.empty_like(x) for x in (q, k, v)]
+        to = dict(zip(("dq", "dk", "dv"), grads, strict=True))
+        module._flash_attn_backward(
+            grad, q, k, v, out, lse, **to, softmax_scale=scale, is_causal=True, **_limits(window)
+        )
+        return grads
+
+    return Library(forward, backward)
+
+
+def flash_attn_4() -> Library:
+    """Returns the calls of flash-attn 4. They are not in its documented interface, whose backward takes no lse."""
+    module = _module("flash_attn.cute.interface")
+
+    def forward(q, k, v, scale, window=0):
+        options = {"softmax_scale": scale, "causal": True, "return_lse": True}
+        out, lse, *_ = module._flash_attn_fwd(q, k, v, **options, **_limits(window))
+        return out, lse, ()
+
+    def backward(grad, q, k, v, out, lse, kept, scale, window=0):
+        return module._flash_attn_bwd(q, k, v, out, grad, lse, softmax_scale=scale, causal=True, **_limits(window))[:3]
+
+    return Library(forward, backward)
+
+
+def _twice(library: Callable[[], Library]) -> Callable[[], tuple[Library, Library]]:
+    return lambda: (library(),) * 2
+
+
+FLASH, CUDNN = Library(flash_forward, flash_backward), Library(cudnn_forward, cudnn_backward)
+CPU = Library(cpu_forward, cpu_backward)
+# Functions that return the libraries of the near and of the far band on a GPU. cuDNN's call in PyTorch has no window.
+# The functions raise Unavailable if the library is not installed.
+LIBRARIES: dict[str, Callable[[], tuple[Library, Library]]] = {
+    "SDPA flash": lambda: (FLASH, FLASH),
+    "SDPA cuDNN": lambda: (FLASH, CUDNN),
+    "flash-attn 3": _twice(flash_attn_3),
+    "flash-attn 4": _twice(flash_attn_4),
+}
 
 
 def merge(near, near_lse, far, far_lse):
@@ -130,8 +184,7 @@ class _TwoBands(torch.autograd.Function):
 
 def two_calls(rotate: Callable, which: str, problem: Problem):
     """Returns a call that computes ReRoPE in two calls. rotate: makes the rotation before them, from a problem and
-    positions. which: the library of the far band. On a GPU the near band always runs in SDPA flash, because cuDNN's
-    call in PyTorch has no window."""
+    positions. which: the entry of ``LIBRARIES``."""
     if not problem.causal:
         raise Unavailable("two calls compute a causal mask; without it three are needed")
     on_cpu = problem.device.type == "cpu"
@@ -140,7 +193,7 @@ def two_calls(rotate: Callable, which: str, problem: Problem):
     window = problem.window
     if problem.seqlen <= window:
         raise Unavailable(f"no pair is beyond the window of {window}")
-    libraries = (CPU, CPU) if on_cpu else (FLASH, FAR[which])
+    libraries = (CPU, CPU) if on_cpu else LIBRARIES[which]()
     far_rows = problem.replace(seqlen=problem.seqlen - window)
     near = rotate(problem)
     far = rotate(far_rows, torch.full((far_rows.seqlen,), window, device=problem.device))

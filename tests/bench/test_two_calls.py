@@ -10,7 +10,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from bench.timing import check, two_calls
-from bench.timing.contestants import KERNELS, Contestant, eager
+from bench.timing.contestants import KERNELS, Contestant, eager, prefill_rerope
 from bench.timing.problem import Problem, Unavailable
 
 SMALL = Problem(1, 128, 4, 2, 32, torch.float64, torch.device("cpu"), window=32)
@@ -58,14 +58,15 @@ def test_what_two_calls_cannot_compute():
     ):
         with pytest.raises(Unavailable, match=reason):
             BANDS(SMALL.replace(**changes))
-    with pytest.raises(Unavailable, match="needs a CUDA device"):
-        two_calls.two_calls(eager, "SDPA cuDNN", SMALL)
+    for which in ("SDPA cuDNN", "flash-attn 3", "flash-attn 4"):
+        with pytest.raises(Unavailable, match="needs a CUDA device"):
+            two_calls.two_calls(eager, which, SMALL)
 
 
 @pytest.mark.parametrize(("which", "window"), [("SDPA flash", 0), ("SDPA flash", 32), ("SDPA cuDNN", 0)])
 def test_pytorch_knows_the_calls_of_a_gpu(which, window):
     """Both calls take and return the shapes that the composition needs, with grouped heads."""
-    library = two_calls.FAR[which]
+    library = two_calls.LIBRARIES[which]()[1]
     with FakeTensorMode():
         q, k = (torch.empty(1, 256, heads, 128, device="cuda", dtype=torch.bfloat16) for heads in (4, 2))
         out, lse, kept = library.forward(q, k, k, 0.1, window)
@@ -88,3 +89,92 @@ def test_newer_flash_attn_is_called_where_it_is_installed(monkeypatch, name, mod
         monkeypatch.setitem(sys.modules, path, SimpleNamespace(flash_attn_func=function, __path__=[]))
     q, k, v = dataclasses.replace(SMALL, heads_kv=4).tensors()
     assert torch.equal(KERNELS[name](SMALL)(q, k, v), q + v) and asked == [True]
+
+
+def limits(left, right) -> int:
+    """Returns the window that a library is asked for. Checks that it is causal."""
+    if left in (None, -1):
+        assert right in (None, -1)
+        return 0
+    assert right == 0
+    return left + 1
+
+
+class Installed:
+    """Stands in for flash-attn 3 and 4: the functions that are called, with the arguments that these packages have."""
+
+    def __init__(self):
+        self.windows, self.plain = [], two_calls.CPU
+
+    def computed(self, call, *args, causal, window):
+        assert causal and all(x.is_contiguous() for x in args if isinstance(x, torch.Tensor))
+        self.windows.append(window)
+        return call(*args, window)
+
+    def _flash_attn_forward(
+        self, q, k, v, k_new=None, v_new=None, qv=None, out_=None, softmax_scale=None, causal=False,
+        window_size_left=-1, window_size_right=-1,
+    ):  # fmt: skip
+        window = limits(window_size_left, window_size_right)
+        out, lse, _ = self.computed(self.plain.forward, q, k, v, softmax_scale, causal=causal, window=window)
+        return out, lse, torch.tensor([]), torch.tensor([])
+
+    def _flash_attn_backward(
+        self, dout, q, k, v, out, softmax_lse, cu_seqlens_q=None, cu_seqlens_k=None, dq=None, dk=None, dv=None,
+        softmax_scale=None, is_causal=False, window_size_left=-1, window_size_right=-1,
+    ):  # fmt: skip
+        given, window = (dout, q, k, v, out, softmax_lse), limits(window_size_left, window_size_right)
+        found = self.computed(self.plain.backward, *given, (), softmax_scale, causal=is_causal, window=window)
+        for to, grad in zip((dq, dk, dv), found, strict=True):
+            to.copy_(grad)
+        return torch.tensor([])
+
+    def _flash_attn_fwd(
+        self, q, k, v, cu_seqlens_q=None, softmax_scale=None, causal=False, window_size_left=None,
+        window_size_right=None, return_lse=False,
+    ):  # fmt: skip
+        window = limits(window_size_left, window_size_right)
+        out, lse, _ = self.computed(self.plain.forward, q, k, v, softmax_scale, causal=causal, window=window)
+        return out, lse if return_lse else None
+
+    def _flash_attn_bwd(
+        self, q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0, window_size_left=None,
+        window_size_right=None,
+    ):  # fmt: skip
+        given, window = (dout, q, k, v, out, lse), limits(window_size_left, window_size_right)
+        return self.computed(self.plain.backward, *given, (), softmax_scale, causal=causal, window=window)
+
+
+MODULES = {"flash-attn 3": "flash_attn_interface", "flash-attn 4": "flash_attn.cute.interface"}
+
+
+def installed(monkeypatch, which: str) -> Installed:
+    """Installs a package that computes on the CPU, and lets the two calls use it there."""
+    package = Installed()
+    for path in ("flash_attn", "flash_attn.cute"):
+        monkeypatch.setitem(sys.modules, path, SimpleNamespace(__path__=[]))
+    monkeypatch.setitem(sys.modules, MODULES[which], package)
+    near, far = two_calls.LIBRARIES[which]()
+    assert near is far
+    monkeypatch.setattr(two_calls, "CPU", far)
+    return package
+
+
+@pytest.mark.parametrize("which", MODULES)
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "both"])
+def test_two_calls_of_newer_flash_attn_are_rerope(monkeypatch, which, backward):
+    package = installed(monkeypatch, which)
+    assert error(backward) < 1e-14
+    assert [window > 0 for window in package.windows] == [True, False] * (1 + backward)
+
+
+@pytest.mark.parametrize("which", MODULES)
+def test_newer_flash_attn_that_is_not_installed_is_left_out(monkeypatch, which):
+    monkeypatch.setitem(sys.modules, MODULES[which], None)
+    with pytest.raises(Unavailable, match="not installed"):
+        two_calls.LIBRARIES[which]()
+
+
+def test_both_packages_contend():
+    names = {each.name for each in prefill_rerope(torch.device("cuda"))}
+    assert {f"fused RoPE + two calls, {which}" for which in two_calls.LIBRARIES} <= names
