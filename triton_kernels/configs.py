@@ -7,6 +7,7 @@ H200), "sm100" (B200, and up to sm_119), "sm120" (RTX 50 and newer, 99 KB). AMD'
 
 from __future__ import annotations
 
+import itertools
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -302,8 +303,15 @@ SHARE_WARPS = 1  # a program of plan_shares adds up the lengths of 32 sequences 
 # multiprocessor, as with splits. The families that are not in SHARE_FAMILIES have shared memory for only two blocks.
 SHARE_DIMS, SHARE_REGISTERS = (64, 128), {4: 168}
 SHARE_FAMILIES = ("sm80", "sm90", "sm100")
-# Decoding with groups of keys (key_groups below), for schemes with several bands. GROUPED: (block_d, shares).
-GROUPED_FAMILY, GROUPED = "sm80", ((64, True), (64, False), (128, False))
+# Decoding with groups of keys (key_groups below), by family: (block_d, several bands, shares). NEWER_GROUPED replaces
+# entries for Triton versions after 3.6, under which sm_90's loops for 128 channels touch local memory more often.
+# UNWEIGHTED: (family, block_d) whose loops would touch it more than 20 times if keys have weights.
+GROUPED = {
+    "sm80": {(64, True, True), (64, True, False), (128, True, False)},
+    "sm90": {*itertools.product((64, 128), (False, True), (False, True)), (32, False, False), (32, True, False)},
+}
+NEWER_GROUPED = {"sm90": {sizes for sizes in GROUPED["sm90"] if sizes[0] < 128}}
+UNWEIGHTED = (("sm90", 128),)
 SHORT_KEYS = 8192  # calls without a cache, with one band and not more keys than this, prefer the "short" entries
 SMALLEST_TILE = 16  # the smallest number of keys in a product, and of rows in a page
 EXPLICIT_ROWS, EXPLICIT_ENTRIES, EXPLICIT_WARPS = 16, 64, 4  # queries of a program, block-table entries per step, warps
@@ -334,16 +342,33 @@ def share_options(
     return tile.options
 
 
-def key_groups(tile: Tile, capability: int | str, block_d: int, itemsize: int, num_bands: int, shares: bool) -> int:
+def key_groups(
+    tile: Tile,
+    capability: int | str,
+    block_d: int,
+    itemsize: int,
+    num_bands: int,
+    shares: bool,
+    weighted: bool = False,
+) -> int:
     """Returns ``Variant.key_groups`` for keys that the decode kernel loads in 16 bits and as whole heads.
 
     With one group, all warps of a block share the softmax of a tile, so they wait for each other several times per
     tile. With as many groups as warps they do not. Every warp then takes the smallest tile of keys. docs/tuning.md says
-    what groups gain, and why other calls have one group. block_d: the larger one of keys and values.
+    what groups gain, and why other calls have one group. Neither pages nor padding decide, because they change no bit
+    of a result. block_d: the larger one of keys and values. weighted: keys have weights.
     """
     fits = tile.block_m == SMALLEST_TILE and tile.block_n == SMALLEST_TILE * tile.num_warps
-    gains = family(capability) == GROUPED_FAMILY and num_bands > 1 and (block_d, shares) in GROUPED
+    name = family(capability)
+    grouped = GROUPED | (NEWER_GROUPED if newer_triton() else {})
+    gains = (block_d, num_bands > 1, shares) in grouped.get(name, ())
+    gains = gains and not (weighted and (name, block_d) in UNWEIGHTED)
     return tile.num_warps if itemsize == 2 and fits and gains else 1
+
+
+def newer_triton() -> bool:
+    """Whether Triton is newer than the version with which the tiles were chosen."""
+    return tuple(map(int, triton.__version__.split(".")[:2])) > (3, 6)
 
 
 def row_options(num_warps: int, block_d: int) -> dict[str, int | bool]:
@@ -415,7 +440,7 @@ def tile(
     tables = [FLOAT]
     if itemsize == 2:
         tables = [HALF[family(capability)]]
-        if tuple(map(int, triton.__version__.split(".")[:2])) > (3, 6):
+        if newer_triton():
             tables.insert(0, NEWER_HALF.get(family(capability), {}))
         of_widths = OTHER_V[family(capability)]
         own = directions[: directions.index(direction) + 1]

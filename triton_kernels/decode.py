@@ -246,7 +246,7 @@ def decode_share(inputs, out, lse, workspace, batches, VARIANT: tl.constexpr):
                 store_nothing(out, lse, batch, seqlen_q * heads_q, VARIANT)
     share = workspace.shares + tl.program_id(0) * SHARE_FIELDS
     first_piece, pieces = tl.load(share), tl.load(share + 1)
-    for n in tl.range(0, pieces):
+    for n in tl.range(0, pieces, disable_licm=VARIANT.key_groups > 1 and VARIANT.num_bands == 1):
         piece = workspace.pieces + (first_piece + n).to(tl.int64) * PIECE_FIELDS
         batch, head_kv, tile, part = tl.load(piece), tl.load(piece + 1), tl.load(piece + 2), tl.load(piece + 5)
         own = Blocks(tl.load(piece + 3), tl.load(piece + 4), 1)

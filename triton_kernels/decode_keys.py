@@ -106,15 +106,26 @@ def block_slots(keys, column, VARIANT: tl.constexpr):
 
 
 @triton.jit
+def page_slots(keys, column, VARIANT: tl.constexpr):
+    """Returns the slots whose pages are those of the block of keys that starts at `column`: one slot if every block
+    lies in one page, or else one per group, [G, 1], if every group does, or else the block_slots."""
+    GROUP: tl.constexpr = VARIANT.block_n // VARIANT.key_groups
+    if keys.cached.layout.leftpad is not None or VARIANT.page_size == 0 or VARIANT.page_size % GROUP > 0:
+        return block_slots(keys, column, VARIANT)
+    else:
+        first = column
+        if VARIANT.page_size % VARIANT.block_n > 0:
+            first += tl.arange(0, VARIANT.key_groups)[:, None] * GROUP
+        return tl.maximum(tl.minimum(first, keys.length - 1), 0)
+
+
+@triton.jit
 def look_up(keys, column, VARIANT: tl.constexpr):
     """Returns what find_block needs for the block of keys that starts at `column`: (pages,) or, if positions are
-    explicit, (pages, TileEntries). The pages are int32 in the shape of block_keys, or one page if every block lies in
-    one page. The call is safe even if no block starts at `column`, because slots are clamped."""
+    explicit, (pages, TileEntries). The pages are int32, in the shape of page_slots. The call is safe even if no block
+    starts at `column`, because slots are clamped."""
     cached = keys.cached
-    if cached.layout.leftpad is None and VARIANT.page_size > 0 and VARIANT.page_size % VARIANT.block_n == 0:
-        slots = tl.maximum(tl.minimum(column, keys.length - 1), 0)
-    else:
-        slots = block_slots(keys, column, VARIANT)
+    slots = page_slots(keys, column, VARIANT)
     pages = load_page(cached.layout, cached.batch, slots, VARIANT.page_size)
     if keys.last is None:
         return (pages,)

@@ -59,6 +59,7 @@ class Scheme:
     recomputed: bool = False  # the dQ kernel recomputes the gradients of scores; backward then has seven products
     head_dim_v: int = 0  # head_dim of v; 0: the same as that of q and k
     codes: str = ""  # "int8" or "int4": the cache is quantized
+    page_size: int = PAGE_SIZE  # rows of a page in a paged cache without explicit positions
     placed: int = 0  # rows of a page in a cache with explicit positions; 0: no explicit positions
     stored: bool = False  # the cache stores positions
     shared_values: int = 0  # how many leading channels of the keys serve as the values; 0: v is separate
@@ -94,7 +95,8 @@ def with_splits(scheme: Scheme) -> Scheme:
     return dataclasses.replace(scheme, name=f"{scheme.name} splits", num_splits=4)
 
 
-SPLITS = tuple(with_splits(DECODE[n]) for n in (0, 3, 1))
+SPLITS = tuple(with_splits(DECODE[n]) for n in (0, 3, 1, 2))
+SMALL_PAGES = tuple(dataclasses.replace(scheme, name=f"{scheme.name} 16", page_size=16) for scheme in DECODE[2:])
 WIDE = Scheme("rerope wide", TWO_BANDS.rotary, cache="paged", seqlen_q=16)  # 16 queries, as in speculative decoding
 CHUNKS = tuple(
     Scheme(f"{scheme.name} {cache} chunk", scheme.rotary, cache=cache, seqlen_q=512)
@@ -261,7 +263,7 @@ class Case:
         return launches
 
     def _cache_launches(self, tensor) -> list[Launch]:
-        scheme, page_size = self.scheme, self.scheme.placed or PAGE_SIZE
+        scheme, page_size = self.scheme, self.scheme.placed or self.scheme.page_size
         pages = SEQLEN // page_size
         rows = (BATCH, SEQLEN) if scheme.cache == "contiguous" else (BATCH * pages, page_size)
         q, new = (tensor(BATCH, scheme.seqlen_q, heads, self.head_dim) for heads in scheme.heads)
@@ -342,7 +344,11 @@ def _main_cases(quick: bool) -> list[Case]:
     cache = grid((80, 90), (64, 128), "bf16", WIDE) + grid((80, 90), (96, 256), "bf16", DECODE[0], DECODE[-1])
     cache += (
         grid((80,), (128,), "bf16", PARTIAL, SPLITS[2])
-        + grid((80,), (64,), "bf16", *SPLITS[1:])
+        + grid((80,), (64,), "bf16", *SPLITS[1:3])
+        + grid((90,), (64,), "bf16", *SPLITS, *SMALL_PAGES)
+        + grid((90,), (128,), "bf16", *SPLITS[2:], *SMALL_PAGES)
+        + grid((90,), (32,), "bf16", *DECODE[::3])
+        + grid((80,), (64,), "bf16", SMALL_PAGES[1])
         + grid((80,), (128,), "fp32", DECODE[-1])
         + grid((86,), (64, 128), "bf16", DECODE[-1], CHUNKS[-1])
         + grid((80, 86, 90), (256,), "bf16", *CHUNKS[2:])

@@ -19,6 +19,7 @@ from .cases import (
     QUANTIZED_CHUNKS,
     SHARED_ALL,
     SHORT,
+    SMALL_PAGES,
     SPLITS,
     UNALIGNED,
     VALUES,
@@ -234,11 +235,35 @@ OTHERS = (
     *(listed(arch=arch) for arch in (*NEWER_TARGETS, *AMD)),
 )
 
+# Limits of decoding at head_dim 128 on sm_90 with groups of keys (configs.key_groups). Each warp holds an accumulator,
+# the queries and the fine rows of cos and sin for itself. With shares, that leaves too few registers, and the hot loop
+# touches spilled ones at most 20 times, in 890 to 960 instructions with one band and in 380 to 443 with several (up to
+# 950 if a map groups positions). In return a tile takes 5 or 2 barriers instead of 13 or 9. With pages of 16 rows and
+# one band it touches them 24 times, but has 966 instructions, and 1,086 without groups, because a group needs one page
+# number instead of 16.
+GROUPS_90 = tuple(
+    SpillLimit(spill, "attention_decode", 90, 0, 128, "", scheme, "3.6.", in_loops, times)
+    for scheme, spill, in_loops, times in (
+        ("rope contiguous", 136, 80, 20),
+        ("rope paged", 136, 80, 20),
+        ("rope paged 16", 164, 96, 24),
+        ("rerope contiguous", 392, 168, 20),
+        ("rerope paged", 392, 168, 20),
+        ("rerope paged 16", 412, 176, 20),
+        ("self-extend paged", 412, 212, 20),
+        ("dual-chunk paged", 412, 212, 20),
+        ("rerope contiguous splits", 80, 0, 0),
+        ("rerope paged splits", 80, 0, 0),
+    )
+)
+
 # Limits for decoding by shares. A program spills what it keeps from one piece to the next. It touches these registers
 # once per piece, outside the loops over keys.
 PARTS_SPILLS = {64: {100: 32}, 256: {80: 72, 90: 28, 100: 68}, 512: {80: 84, 86: 24, 89: 24, 90: 32, 100: 12, 120: 24}}
 PIECES = (
+    *GROUPS_90,
     SpillLimit(20, "attention_decode", 90, head_dim=128, scheme=SPLITS[1].name, triton="3.9"),
+    SpillLimit(28, "attention_decode", 90, head_dim=128, scheme=SPLITS[2].name, triton="3.9"),
     # With groups of keys, a program spills what it needs outside its loops. Under 3.9 one case also spills in its
     # loops.
     SpillLimit(
@@ -251,7 +276,7 @@ PIECES = (
         SpillLimit(spill, "attention_decode", arch, head_dim=head_dim, scheme=scheme.name)
         for arch, spill in ((80, 252), (90, 180))
         for head_dim in (64, 128)
-        for scheme in (*DECODE, *QUANTIZED, *PARTS, *MAPS_DECODE, WIDE, PARTIAL, SHARED_ALL)
+        for scheme in (*DECODE, *SMALL_PAGES, *QUANTIZED, *PARTS, *MAPS_DECODE, WIDE, PARTIAL, SHARED_ALL)
     ),
     *(
         SpillLimit(
@@ -433,6 +458,8 @@ INSTRUCTION_LIMITS = {
     ("attention_decode", "rope paged"): _by_size((39, 31), (39, 31)),
     ("attention_decode", "rerope contiguous"): _by_size((17.5, 12.5), (17.5, 12.5)),
     ("attention_decode", "rerope paged"): _by_size((21, 14.5), (21, 14.5)),
+    ("attention_decode", "rope paged 16"): {(90, 64): 42, (90, 128): 34},
+    ("attention_decode", "rerope paged 16"): {(80, 64): 24.5, (90, 64): 24.5, (90, 128): 19},
     ("attention_decode", "rope paged placed 256"): _by_size((48, 35), (48, 35)),
     ("attention_decode", "rerope paged placed 256"): _by_size((26.5, 17.5), (26.5, 17.5)),
     ("attention_decode", "rope paged placed 16"): _by_size((63, 44), (63, 44)),

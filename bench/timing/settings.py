@@ -42,7 +42,7 @@ def forced_tile(direction: str, tile: Tile) -> AbstractContextManager[None]:
     return tiles.forced(direction, tile)
 
 
-def every_group(tile: Tile, capability: int | str, block_d: int, itemsize: int, num_bands: int, shares: bool) -> int:
+def every_group(tile: Tile, capability: int | str, block_d: int, itemsize: int, *args) -> int:
     """Returns as many groups of keys as warps wherever the tile has room for them."""
     fits = tile.block_m == configs.SMALLEST_TILE and tile.block_n == configs.SMALLEST_TILE * tile.num_warps
     return tile.num_warps if itemsize == 2 and fits else 1
@@ -78,11 +78,21 @@ def with_tiles(contestants: Sequence[Contestant], texts: Sequence[str], names: S
     ]
 
 
+GROUPS = {  # what to call a rule, the rule, and flashrope's contestants that it is applied to
+    "key groups": (every_group, ("RoPE", "ReRoPE")),
+    "one key group": (one_group, ("NoPE", "RoPE", "RoPE, paged", "ReRoPE")),
+}
+
+
 def with_groups(contestants: Sequence[Contestant]) -> list[Contestant]:
-    """Returns flashrope's decoding of RoPE and ReRoPE over a contiguous cache, with key groups and without."""
-    found = [each for each in contestants if each.name in ("flashrope RoPE", "flashrope ReRoPE")]
-    rules = {"key groups": every_group, "one key group": one_group}
-    return [with_setting(each, what, partial(grouped, rule)) for each in found for what, rule in rules.items()]
+    """Returns flashrope's decoding with key groups wherever they fit, and without them. For the given contestants,
+    ``configs.key_groups`` decides."""
+    return [
+        with_setting(each, what, partial(grouped, rule))
+        for what, (rule, names) in GROUPS.items()
+        for each in contestants
+        if each.name in [f"flashrope {name}" for name in names]
+    ]
 
 
 def run_code_of(arch: int) -> None:

@@ -142,7 +142,9 @@ def test_options_add_contestants():
     options = decode.parsed(["--device", "cpu", "--groups", "--shapes", "1x512", "3x256"])
     tables = decode.tables(options, 0)
     assert [(each.problem.batch, each.problem.seqlen) for each in tables] == [(1, 512), (3, 256)]
-    assert {"RoPE with key groups", "ReRoPE with one key group"} <= {each.name for each in tables[0].contestants}
+    names = {each.name for each in tables[0].contestants}
+    assert {"RoPE with key groups", "ReRoPE with one key group", "NoPE with one key group"} <= names
+    assert "RoPE, paged with one key group" in names and "NoPE with key groups" not in names
 
 
 def test_decoding_over_pages_is_checked():

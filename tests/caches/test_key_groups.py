@@ -2,6 +2,8 @@
 (``Variant.key_groups``): which calls have groups, and their results. The groups are forced, so that every GPU and the
 interpreter run them."""
 
+import itertools
+
 import pytest
 import support
 import torch
@@ -38,6 +40,8 @@ CASES = {
     "leaky-paged-drafts": (Rotary.rope(64).rectify(21, 4.0), dict(queries=3, page=PAGE, leftpad=(3, 0, 0, 40)), None),
     "window-log-n-page64": (Rotary.rope(64).rectify(11, 8.0).local(45).log_n(20), dict(page=64, heads=(6, 1)), 3),
     "rope": (Rotary.rope(64), dict(page=64), None),
+    "rope-page16": (Rotary.rope(64), dict(page=16), None),
+    "rerope-page32-drafts": (RECTIFIED, dict(page=32, queries=2), 3),
     "no-keys": (RECTIFIED, dict(lengths=(0, 130, 0, 66), queries=2, new=0), None),
     "sinks": (RECTIFIED, dict(sinks=torch.tensor([0.5, -1.0, 2.0, 0.0])), 3),
     "narrow-d40": (Rotary.rope(40).rectify(21), dict(head_dim_v=24), 3),
@@ -78,19 +82,33 @@ def test_calls_that_have_one_group(target, options, forced):
     assert not forced
 
 
-def test_the_rule():
-    """Every warp has a group of its own only on sm_80, in 16-bit types and with several bands. Shares have groups at
-    head_dim 64, and splits at head_dim 64 and 128."""
+def test_the_rule(monkeypatch):
+    """On sm_80 every warp has a group of its own in 16-bit types with several bands: shares at head_dim 64, and splits
+    at head_dim 64 and 128. On sm_90 one band has groups too, and shares at head_dim 128, if keys have no weights."""
+    monkeypatch.setattr("triton.__version__", "3.6.0")
 
-    def groups(capability=80, block_d=64, itemsize=2, bands=2, shares=True, direction="decode"):
+    def groups(capability=80, block_d=64, itemsize=2, bands=2, shares=True, direction="decode", weighted=False):
         chosen = tile(direction, capability, block_d, itemsize, bands)
-        return key_groups(chosen, capability, block_d, itemsize, bands, shares)
+        return key_groups(chosen, capability, block_d, itemsize, bands, shares, weighted)
 
     assert groups() == groups(shares=False) == groups(bands=3) == groups(block_d=128, shares=False) == 4
+    assert groups(weighted=True) == groups(block_d=128, shares=False, weighted=True) == 4
     assert groups(block_d=128) == groups(bands=1) == groups(itemsize=4) == groups(direction="decode wide") == 1
-    assert {groups(capability) for capability in (86, 89, 90, 100, 120, *configs.AMD)} == {1}
+    assert {groups(capability) for capability in (86, 89, 100, 120, *configs.AMD)} == {1}
     assert {groups(block_d=block_d, shares=False) for block_d in (16, 32, 256)} == {1}
+    sizes = list(itertools.product((64, 128), (1, 2, 3), (True, False)))
+    for block_d, bands, shares in sizes:
+        assert groups(90, block_d, bands=bands, shares=shares) == 4
+        assert groups(90, block_d, bands=bands, shares=shares, weighted=True) == (1 if block_d == 128 else 4)
+    assert groups(90, 32, bands=1, shares=False) == groups(90, 32, shares=False) == 4
+    assert {groups(90, block_d, shares=False) for block_d in (16, 256)} == {1}
+    assert groups(90, itemsize=4) == groups(90, direction="decode wide") == 1
     assert key_groups(Tile(16, 128, 8, 3), 80, 64, 2, 2, True) == 8
     assert (
         key_groups(Tile(16, 128, 4, 3), 80, 64, 2, 2, True) == key_groups(Tile(16, 64, 8, 3), 80, 64, 2, 2, True) == 1
     )
+    monkeypatch.setattr("triton.__version__", "3.9.0")
+    assert groups() == groups(block_d=128, shares=False) == 4
+    assert {groups(90, 64, bands=bands, shares=shares) for _, bands, shares in sizes} == {4}
+    assert {groups(90, 128, bands=bands, shares=shares) for _, bands, shares in sizes} == {1}
+    assert groups(100) == 1

@@ -368,7 +368,7 @@ class CachePlan(Plan):
         if self._loads_plain_pairs(layout, channels, aligned_maps):
             width = max(2 * self.table.shape[-1], block_d(self.head_dim_v))
             size = width, self.itemsize, self.num_bands
-            key_groups = configs.key_groups(tile, self.capability, *size, shares)
+            key_groups = configs.key_groups(tile, self.capability, *size, shares, layer.key_weight is not None)
         options = {
             "VARIANT": variant_of(
                 self.rotary,
