@@ -36,6 +36,21 @@ def visited_tiles(bands, seqlen: int, block_m: int, block_n: int) -> list[int]:
     return counts
 
 
+def late_products(bands, seqlen: int, block_m: int, block_n: int) -> int:
+    """Returns how many products with values the forward kernel computes besides those of ``visited_tiles``, if it adds
+    values one tile late: one for every tile of rows and band with keys that all rows see. There the first pass
+    multiplies values by weights of 0."""
+    count = 0
+    for band in bands:
+        unit = getattr(band, "chunk", 0) or 1
+        for first in range(0, seqlen, block_m):
+            last = first + block_m - 1
+            begin = 0 if band.stop > seqlen else max((last // unit - int(band.stop) + 1) * unit, 0)
+            end = min((first // unit - band.start + 1) * unit, first + 1)
+            count += max(end, 0) // block_n > -(-begin // block_n)
+    return count
+
+
 def tensor_flops(tiles: int, block_m: int, block_n: int, block_d: int, block_dv: int | None = None) -> int:
     """Returns the floating-point operations of Q K^T and P V over ``tiles`` tiles. block_dv: channels of V; None: V has
     as many channels as Q."""

@@ -18,15 +18,26 @@ RECTIFIED = ROPE.rectify(WINDOW)
 CHUNKED = ROPE.dual_chunk(300, 44)
 
 
+def visited(arch, rotary, seqlen):
+    """Returns the forward's tile, how many tiles of keys it visits in every band, and how many products with late
+    values come in addition."""
+    tile = work.forward_tile(arch, len(rotary.bands))
+    sizes = rotary.bands, seqlen, tile.block_m, tile.block_n
+    return tile, work.visited_tiles(*sizes), work.late_products(*sizes) if tile.lagged else 0
+
+
+def forward_flops(tile, tiles: int, late: int, head_dim: int = work.HEAD_DIM) -> int:
+    return work.tensor_flops(tiles, *tile[:2], head_dim) + late * 2 * tile.block_m * tile.block_n * head_dim
+
+
 @pytest.mark.parametrize("seqlen", [256, 640, pytest.param(2048, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("rotary", [HOPE, RECTIFIED], ids=["hope", "rerope"])
 def test_prefill(machine, arch, rotary, seqlen):
     rotate, forward = work.prefill(rotary, seqlen)
-    tile = work.forward_tile(arch, len(rotary.bands))
-    tiles = work.visited_tiles(rotary.bands, seqlen, tile.block_m, tile.block_n)
-    assert forward.tensor_flops == work.tensor_flops(sum(tiles), tile.block_m, tile.block_n, work.HEAD_DIM)
+    tile, tiles, late = visited(arch, rotary, seqlen)
+    assert forward.tensor_flops == forward_flops(tile, sum(tiles), late)
     tile_bytes = tile.block_n * ROW
-    assert forward.tensors["v"].sectors_read == sum(tiles) * tile_bytes
+    assert forward.tensors["v"].sectors_read == (sum(tiles) + late) * tile_bytes
     # Rotated keys are read only in the first band. There, the channels that do not rotate are read from the raw keys.
     copied = sum(part.width for part in copied_parts(rotary, causal=True)) * work.ITEMSIZE or ROW
     assert forward.tensors["rotated_k"].sectors_read == tiles[0] * tile.block_n * copied
@@ -61,10 +72,9 @@ def test_prefill_with_maps(machine, arch, seqlen):
     copy of the keys for all bands. Self-Extend visits ReRoPE's tiles and reads a copy of the keys per band."""
     for rotary, like in ((CHUNKED, ROPE), (ROPE.self_extend(WINDOW, 8), RECTIFIED)):
         rotate, forward = work.prefill(rotary, seqlen)
-        tile = work.forward_tile(arch, len(rotary.bands))
-        tiles = work.visited_tiles(rotary.bands, seqlen, tile.block_m, tile.block_n)
+        tile, tiles, late = visited(arch, rotary, seqlen)
         assert sum(tiles) == sum(work.visited_tiles(like.bands, seqlen, tile.block_m, tile.block_n))
-        assert forward.tensor_flops == work.tensor_flops(sum(tiles), tile.block_m, tile.block_n, work.HEAD_DIM)
+        assert forward.tensor_flops == forward_flops(tile, sum(tiles), late)
         assert forward.tensors["rotated_k"].sectors_read == sum(tiles) * tile.block_n * ROW
         copies = 1 if rotary is CHUNKED else 2
         assert rotate.tensors["out"].sectors_written == copies * seqlen * ROW
@@ -132,13 +142,14 @@ def test_products_of_the_backward(machine, head_dim, head_dim_v):
     as wide as v."""
     seqlen = 256
     p = support.problem(BF16, Rotary.rope(head_dim), seqlen, heads=1, group=1, head_dim_v=head_dim_v, causal=False)
-    flops = {}
+    flops, tile = {}, configs.tile("forward", machine.arch, head_dim, 2, 1, head_dim_v, max_keys=seqlen)
+    late = seqlen // tile.block_m * 2 * tile.block_m * tile.block_n * head_dim_v if tile.lagged else 0
     for deterministic in (True, False):
         machine.launches.clear()
         gradients(p, deterministic=deterministic)
         flops[deterministic] = sum(launch.tensor_flops for launch in machine.launches if "grad" in launch.kernel)
         [forward] = (launch for launch in machine.launches if launch.kernel == "attention_forward")
-        assert forward.tensor_flops == work.tensor_flops(1, seqlen, seqlen, head_dim, head_dim_v)
+        assert forward.tensor_flops == work.tensor_flops(1, seqlen, seqlen, head_dim, head_dim_v) + late
     product = 2 * seqlen * seqlen
     five, seven = product * (3 * head_dim + 2 * head_dim_v), product * (4 * head_dim + 3 * head_dim_v)
     assert flops == {True: five if head_dim == head_dim_v else seven, False: five}
