@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from caching import PAGE, Cached
 from flashrope import Rotary, attention
+from flashrope.backends.calls import AttentionCall
+from flashrope.backends.registry import load_backend
 from flashrope.backends.triton import launcher
 from flashrope.triton_kernels import configs
 from support import SCHEMES
@@ -333,3 +335,20 @@ def laid_out(x: torch.Tensor, how: str) -> torch.Tensor:
         view = room[tuple(slice(0, n) for n in x.shape)]
         return view.copy_(x)
     return x
+
+
+@pytest.mark.parametrize(
+    "head_dim, deterministic", [pytest.param(64, False, marks=quick), (128, False), (64, True), (128, True)]
+)
+def test_whole_keys(head_dim, deterministic):
+    """HoPE keeps rotated keys with all channels where the backward may be another backend's. Results are those of
+    keys with only the rotating channels, within the budget."""
+    p = support.problem(BF16, Rotary.hope(head_dim, 60), 140, heads=2, group=2, seed=21)
+    lengths = {"max_seqlen_q": 140, "max_seqlen_k": 140, "deterministic": deterministic}
+    call = AttentionCall(p.rotary, True, head_dim**-0.5, whole_keys=True, **lengths)
+    backend = load_backend("triton")
+    out, lse, kept = backend.forward(p.q, p.k, p.v, call)
+    assert kept.rotated_k.shape == (1, p.k.shape[0] * 140, p.k.shape[2], head_dim)
+    assert backend.forward(p.q, p.k, p.v, dataclasses.replace(call, whole_keys=False))[2].rotated_k.shape[-1] < head_dim
+    grads = backend.backward(p.grad_out, p.grad_lse, p.q, p.k, p.v, out, lse, kept, call)
+    support.check_budget(dict(zip(support.NAMES, (out, lse, *grads), strict=True)), p, BF16.dtype)

@@ -279,3 +279,12 @@ def test_torch_says_which_flash_attention_is_active(monkeypatch):
     assert operators.activated() == "FA4"
     monkeypatch.delattr(torch.nn.attention, "current_flash_attention_impl")
     assert operators.activated() is None
+
+
+@pytest.mark.parametrize("dtype", HALF_TYPES, ids=str)
+@pytest.mark.parametrize("name", ["rope", "hope_zeros", "rerope", "leaky"])
+def test_sixteen_bits(name, dtype):
+    """The error bound holds although the results of both bands are rounded before they are merged."""
+    p = support.problem(support.Target("sdpa", dtype, "cpu"), support.SCHEMES[name](64), 150, heads=4, group=2, seed=12)
+    found = results(p, call_of(p), lse_too=False)
+    support.check_budget(found, p.replace(grad_lse=torch.zeros_like(p.grad_lse)), dtype)

@@ -101,7 +101,10 @@ def forward(q, k, v, call: AttentionCall, operators: tuple[Operator, ...]):
         out, lse, rotated_k = _near_forward(q, k, v, near)
         rows, keys = _far(q, k, window)
         far_out, far_lse = far.attend(q[:, rows], far.keys(k[:, keys]), v[:, keys])
-        _merge(out[:, rows], lse[..., rows], far_out, far_lse)
+        if (triton := _triton(q)) is not None:
+            triton.merge(out, lse, far_out, far_lse, rows.start, call.rotary)
+        else:
+            _merge(out[:, rows], lse[..., rows], far_out, far_lse)
     kept = k.new_empty(0) if shape == (0,) else rotated_k.reshape(shape)
     return out, lse, Kept(kept, lse.new_empty(0))
 

@@ -14,6 +14,7 @@ try:
     from .cached import plan_cache, unsupported_positions
     from .device import compute_capability
     from .launcher import interpreted
+    from .merge import merge
     from .rotated import rotate
 
     IMPORT_ERROR = ""
@@ -26,6 +27,7 @@ __all__ = [
     "compute_capability",
     "forward",
     "kept_shapes",
+    "merge",
     "plan_cache",
     "rotate",
     "unsupported_positions",
