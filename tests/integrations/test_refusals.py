@@ -70,7 +70,7 @@ def test_widths_that_the_kernels_of_the_device_do_not_take(monkeypatch):
     take it."""
     from flashrope.backends import registry
 
-    backend = registry.load_backend("cpu")
+    backend = registry.load_backend("auto")
     monkeypatch.setattr(backend, "unsupported_reason", lambda q, cached=False: "too wide" if q.shape[-1] > 256 else "")
     with pytest.raises(
         ValueError, match=r"model: head_dim = 260 of layer 0 is not supported \(too wide\), got 'llama'"
