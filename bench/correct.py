@@ -48,11 +48,13 @@ class Case(NamedTuple):
     run: Callable[[Maker], Results]
 
 
-def training(rotary, seqlen, make, *, heads=2, heads_kv=2, backward=True, at=False, **options) -> Results:
+def training(rotary, seqlen, make, *, heads=2, heads_kv=2, backward=True, at=False, by=None, **options) -> Results:
+    """by: the backend that is checked, if it is not the maker's."""
     q, k, v = (make(1, seqlen, count, rotary.head_dim, grad=backward) for count in (heads, heads_kv, heads_kv))
     if at:
         options["positions"] = make.integers(torch.arange(seqlen) * 3 + 5)[None]
-    out = attention(q, k, v, rotary, impl=make.impl, **options)
+    impl = by if by and make.impl != "reference" else make.impl
+    out = attention(q, k, v, rotary, impl=impl, **options)
     return (out, *torch.autograd.grad(out, (q, k, v), make(*out.shape))) if backward else (out,)
 
 
@@ -128,6 +130,8 @@ def cases(scale: float = 1.0) -> list[Case]:
         ("backward, window", partial(training, rope.local(n(300)), n(2048))),
         ("backward, packed sequences", partial(packed, bands, n(2048))),
         ("backward, positions", partial(training, rope, n(1024), at=True)),
+        ("PyTorch's kernels, HoPE", partial(training, Rotary.hope(128, n(512)), n(2048), heads=8, by="sdpa")),
+        ("PyTorch's kernels, ReRoPE", partial(training, bands, n(2048), heads=8, by="sdpa")),
         ("backward, 512 channels", partial(training, wide, n(1024), heads=1, heads_kv=1)),
         ("decoding, contiguous, splits", partial(decoding, rope, keys[:1])),
         ("decoding, contiguous, shares", partial(decoding, bands, keys)),

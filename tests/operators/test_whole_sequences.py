@@ -98,12 +98,12 @@ def triton(request, monkeypatch):
         pytest.skip("needs the interpreter")
 
 
-def results(p: support.Problem, call: AttentionCall, lse_too=True) -> dict[str, torch.Tensor]:
+def results(p: support.Problem, call: AttentionCall, lse_too=True, by=OPERATORS) -> dict[str, torch.Tensor]:
     """Returns the results and gradients of a problem by the composition."""
-    out, lse, kept = whole.forward(p.q, p.k, p.v, call, OPERATORS)
+    out, lse, kept = whole.forward(p.q, p.k, p.v, call, by)
     assert out.is_contiguous() and lse.is_contiguous()
     assert kept.rotated_k.shape == whole.kept_shapes(p.k, call).rotated_k
-    grads = whole.backward(p.grad_out, p.grad_lse if lse_too else None, p.q, p.k, p.v, out, lse, kept, call, OPERATORS)
+    grads = whole.backward(p.grad_out, p.grad_lse if lse_too else None, p.q, p.k, p.v, out, lse, kept, call, by)
     assert all(x.is_contiguous() and x.shape == y.shape for x, y in zip(grads, (p.q, p.k, p.v), strict=True))
     return dict(zip(support.NAMES, (out, lse, *grads), strict=True))
 
@@ -143,6 +143,35 @@ def test_values_of_another_width(causal, head_dim_v):
     grad_out = torch.randn(*p.q.shape[:-1], head_dim_v, generator=torch.Generator().manual_seed(6))
     p = p.replace(v=v, grad_out=grad_out)
     support.check_budget(results(p, call_of(p, causal)), p, torch.float32)
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("name", ["none", "rope", "hope_zeros", "log_n_clipped"])
+def test_devices_without_an_operator_that_returns_lse(name, causal, monkeypatch):
+    """There scaled_dot_product_attention computes one band. It runs on every device, here on the CPU. lse has no
+    gradient."""
+    monkeypatch.setattr(operators, "LSE_ROWS", 32)
+    p = support.problem(TARGET, SCHEMES[name], 70, batch=2, heads=2, group=2, causal=causal, seed=13)
+    found = results(p, call_of(p, causal), False, (operators.SDPA,))
+    support.check_budget(found, p.replace(grad_lse=torch.zeros_like(p.grad_lse)), torch.float32)
+    with pytest.raises(ValueError, match="^impl='sdpa' cannot serve this call: no gradient of lse on cpu"):
+        results(p, call_of(p, causal), True, (operators.SDPA,))
+
+
+class Elsewhere(torch.Tensor):
+    """A tensor on the CPU that says it is on another device."""
+
+    device = property(lambda self: torch.device("xpu"))
+
+
+def test_what_other_devices_refuse():
+    backend, (q, k, v) = others.backend("sdpa"), (torch.randn(1, 9, 2, D).as_subclass(Elsewhere) for _ in range(3))
+    assert backend.unsupported_reason(q) == "" and "over a cache it needs" in backend.unsupported_reason(q, True)
+    for rotary in (ROPE.rectify(5), ROPE.local(5)):
+        with pytest.raises(ValueError, match="^impl='sdpa' cannot serve this call: on xpu .*; use impl='reference'"):
+            backend.forward(q, k, v, AttentionCall(rotary, True, 0.25))
+    with pytest.raises(ValueError, match="batches of equal lengths"):
+        backend.forward(q[:, :3], k, v, AttentionCall(ROPE, True, 0.25))
 
 
 def test_gradients_without_that_of_lse():

@@ -1,4 +1,4 @@
-"""Says which of PyTorch's attention operators computes whole sequences on which GPU.
+"""Says which of PyTorch's attention operators computes whole sequences on which device.
 
 On the CPU, pieces.py calls torch's flash kernel.
 """
@@ -50,6 +50,7 @@ class Operator(NamedTuple):
     backward: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
     head_dim: int
     general: bool
+    computes_out: bool = False  # the backward computes out again, and does not read what it is given
 
 
 def is_plain(problem: Problem, seqlen_q: int, seqlen_k: int) -> bool:
@@ -116,8 +117,45 @@ def _flash_backward(grad_out, q, k, v, out, lse, problem: Problem):
     )
 
 
+# ---- scaled_dot_product_attention, on devices whose operators return no lse
+
+
+def _sdpa(q, k, v, problem: Problem):
+    q, k, v = _heads_first(q, k, v)
+    grouped = q.shape[1] != k.shape[1]
+    return torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, is_causal=problem.causal, scale=problem.scale, enable_gqa=grouped
+    ).transpose(1, 2)
+
+
+def _sdpa_forward(q, k, v, problem: Problem):
+    with torch.no_grad():
+        return _sdpa(q, k, v, problem), _lse(q, k, problem)
+
+
+def _sdpa_backward(grad_out, q, k, v, out, lse, problem: Problem):
+    with torch.enable_grad():
+        q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+        return torch.autograd.grad(_sdpa(q, k, v, problem), (q, k, v), grad_out)
+
+
+def _lse(q, k, problem: Problem) -> torch.Tensor:
+    """Returns lse in float32, some rows at a time."""
+    keys, found = k.transpose(1, 2).repeat_interleave(q.shape[2] // k.shape[2], 1).float(), []
+    for first in range(0, q.shape[1], LSE_ROWS):
+        rows = q[:, first : first + LSE_ROWS].transpose(1, 2).float()
+        scores = rows @ keys.transpose(-1, -2) * problem.scale
+        if problem.causal:
+            row = torch.arange(first, first + rows.shape[2], device=q.device)[:, None]
+            scores = scores.masked_fill(row < torch.arange(k.shape[1], device=q.device), -torch.inf)
+        found.append(scores.logsumexp(-1))
+    return torch.cat(found, -1)
+
+
+LSE_ROWS = 256
 CUDNN = Operator("cuDNN", _cudnn_forward, _cudnn_backward, 128, general=False)
 FLASH = Operator("FlashAttention-2", _flash_forward, _flash_backward, 256, general=True)
+SDPA = Operator("scaled_dot_product_attention", _sdpa_forward, _sdpa_backward, 512, general=False, computes_out=True)
 
 
 def activated() -> str | None:

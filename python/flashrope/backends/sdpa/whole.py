@@ -228,6 +228,8 @@ class OneBand(NamedTuple):
     def gradients(self, grad_out, grad_lse, q, rotated_k, v, out, lse):
         """Returns the gradients of raw q, raw k and v. out, lse: those of all bands together."""
         operator, problem, width = self._operator(q, rotated_k, v, extra=0 if grad_lse is None else 8)
+        if grad_lse is not None and operator.computes_out:
+            raise ValueError(f"impl='sdpa' cannot serve this call: no gradient of lse on {q.device}; use 'reference'")
         wide_v, wide_out, wide_grad = (widen(x, width) for x in (v, out, grad_out))
         if grad_lse is not None:
             # dS = P * (dO.V - dO.O + dlse). An extra channel holds dlse in dO, 1 in V, and 0 in O, q and k.
