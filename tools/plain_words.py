@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SCOPE = (
-    *("python", "triton_kernels", "csrc", "bench", "experiments", "tests", "tools", "docs", "examples", "hub"),
+    *("python", "triton_kernels", "csrc", "bench", "experiments", "tests", "tools", "docs", "examples"),
     *("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md"),
 )
 OPENINGS = r"\b(?:Of|Those|These|With so|Else|As in)\b|As ``"

@@ -112,7 +112,6 @@ IN_PLACE = {
     "experiments/export.py",  # in a new folder
     "experiments/figures.py",  # writes to memory
     "tools/api_reference.py",
-    "tools/hub_kernel.py",  # in a new folder
     "tools/migration_diff.py",
     "tools/loss_model.py",
     "examples/train_fsdp.py",  # writes a log line by line
