@@ -35,22 +35,10 @@ SUBCOMMANDS = {  # {name: (module or module:function, what it does)}; a module w
         "compiling.gate_cuda",
         "compile the CUDA C++ kernels with nvcc, without a GPU; check spills, shared memory, copies",
     ),
-    "model": (
-        "model",
-        "predict from the machine code what the inner loops wait for, and speeds on an A100; no GPU is needed",
-    ),
-    "validate": ("validate", "what the model predicts for other people's kernels, beside what was measured"),
-    "ragged": (
-        "ragged",
-        "predict decoding of batches of unequal lengths on an A100, by how keys are divided; no GPU is needed",
-    ),
+    "model": ("model", "predict from the machine code what the inner loops wait for; no GPU is needed"),
     "peers": (
         "compiling.peers",
         "machine code of PyTorch's FlashAttention-2 kernels beside that of ours, without a GPU",
-    ),
-    "work": (
-        "work",
-        "work and memory traffic of the compiled kernels, counted by the PTX executor, against what they need",
     ),
     "correct": ("correct", "compare every kind of kernel with float64 on the CPU, at real sizes"),
     "device": ("device", "the steps of bench/on_gpu.sh first second: compile, time, count, and one table"),

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from flashrope.cli.files import write
 
-from .report import goals, plots, predicted, records
+from .report import goals, plots, records
 from .report.output import RESULTS
 from .report.records import Record, Run
 from .timing import scaling
@@ -122,8 +122,7 @@ def draw(runs: Runs) -> None:
 def page(folder: Path, found: Sequence[tuple[Path, Runs]]) -> str:
     """Returns the text of README.md with goals, tables and figures. Links are relative to the folder of the results."""
     lines = [INTRODUCTION, *_goals_table(folder, [each for _, runs in found for each in runs])]
-    code = [["", *predicted.section(folder, _table)]] if (folder / predicted.FOLDER / predicted.DEVICE).exists() else []
-    code += [["", *_compiled(path)] for path in sorted((folder / COMPILED).glob("*.csv"))]
+    code = [["", *_compiled(path)] for path in sorted((folder / COMPILED).glob("*.csv"))]
     code += [["", *_peers(path)] for path in sorted((folder / PEERS).glob("*.csv"))]
     machine_code = [line for part in code for line in part]
     for device, runs in found:

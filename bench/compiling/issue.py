@@ -167,17 +167,16 @@ class _Warp:
     copied: float = 0  # the clock at which all copies so far have arrived
     groups: deque = field(default_factory=lambda: deque(maxlen=8))
     waiting: bool = False  # whether the warp waits at a barrier
-    over: bool = False
 
 
 class Multiprocessor:
-    """Simulates `blocks` blocks of `warps` warps. Each warp runs through `code`, once or repeatedly.
+    """Simulates `blocks` blocks of `warps` warps. Each warp runs through `code` repeatedly.
 
     offset: how many clocks each block starts after the preceding block. Real blocks do not run in step either.
     """
 
     def __init__(self, code: Sequence[Instruction], warps: int, blocks: int, rates: Rates, offset: float = 0):
-        self.code, self.rates, self.endless = list(code), rates, True
+        self.code, self.rates = list(code), rates
         self.warps = [
             _Warp(block, warp % SCHEDULERS, offset * block) for block in range(blocks) for warp in range(warps)
         ]
@@ -191,12 +190,6 @@ class Multiprocessor:
         self.wake = [0.0] * SCHEDULERS
         self.now, self.count = 0.0, 0  # the current clock, the number of instructions issued so far
         self.spent = dict.fromkeys(WAITS, 0.0)
-
-    def run_once(self) -> float:
-        """Returns the clocks until the last warp has issued its last instruction."""
-        self.endless = False
-        self._run(len(self.code) * len(self.warps))
-        return self.now + 1
 
     def run(self, warm_up: int, passes: int) -> Steady:
         """Measures `passes` passes, after `warm_up` passes that are not counted.
@@ -225,7 +218,7 @@ class Multiprocessor:
         last = self.last[scheduler]
         candidates = self.of_scheduler[scheduler]
         for warp in candidates if last is None else (last, *candidates):
-            if warp.waiting or warp.over:
+            if warp.waiting:
                 continue
             then = warp.ready
             if then <= now:
@@ -268,7 +261,7 @@ class Multiprocessor:
         warp.ready, warp.reason = now + what.stall, what.kind
         warp.at += 1
         if warp.at == len(self.code):
-            warp.at, warp.over = 0, not self.endless
+            warp.at = 0
         if what.opcode.startswith("BAR"):
             self._barrier(warp, now)
         else:
@@ -311,8 +304,3 @@ def steady(code: Sequence[Instruction], warps: int, blocks: int, rates: Rates) -
     ]
     waits = {name: sum(each.waits[name] for each in found) / OFFSETS for name in WAITS}
     return Steady(sum(each.clocks for each in found) / OFFSETS, waits)
-
-
-def once(code: Sequence[Instruction], warps: int, blocks: int, rates: Rates) -> float:
-    """Returns the clocks of one pass through the code, with all blocks starting at the same time."""
-    return Multiprocessor(code, warps, blocks, rates).run_once() if code else 0.0

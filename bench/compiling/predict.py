@@ -1,4 +1,4 @@
-"""Applies the issue model to a compiled kernel: to its inner loop, and to one whole block. Nothing runs on a GPU."""
+"""Applies the issue model to the inner loop of a compiled kernel. Nothing runs on a GPU."""
 
 from __future__ import annotations
 
@@ -46,23 +46,6 @@ class Loop:
         return tile_bytes * self.blocks / self.clocks
 
 
-@dataclass(frozen=True)
-class Block:
-    """Holds the clocks of one block on a multiprocessor that runs as many blocks as fit.
-
-    fixed: clocks of everything outside the tile loops, which runs once. inner: clocks of a pass through the inner loop.
-    edge: clocks of a pass through the slowest other tile loop.
-    """
-
-    fixed: float
-    inner: float
-    edge: float
-    resident: int
-
-    def clocks(self, inner: float, edge: float) -> float:
-        return self.fixed + inner * self.inner + edge * self.edge
-
-
 def code_of(listing: sass.Listing, arch: int, parts: Sequence[tuple[int, int]]) -> list[issue.Instruction]:
     """Returns the instructions of the given parts (first, last) of a listing."""
     chosen = [at for first, last in parts for at in range(first, last + 1)]
@@ -105,21 +88,6 @@ def inner_loop(
         return None
     steady = issue.steady(code_of(listing, arch, found[:1]), warps, blocks, issue.RATES[arch])
     return Loop(arch, steady.clocks, blocks, warps, steady.waits)
-
-
-def block(listing: sass.Listing, loop: Loop, whole_tiles: bool = False) -> Block:
-    """Returns the clocks of a whole block. loop: its inner loop."""
-    found, rates = bounds_of_loops(listing, whole_tiles), issue.RATES[loop.arch]
-    if whole_tiles:  # the other loops over tiles contain the inner loop, so they have no clocks of their own
-        found = found[:1]
-    edges = [
-        issue.Multiprocessor(code_of(listing, loop.arch, [each]), loop.warps, loop.blocks, rates).run(1, 2).clocks
-        for each in found[1:]
-    ]
-    within = {at for first, last in found for at in range(first, last + 1)}
-    outside = [(at, at) for at in range(len(listing.opcodes)) if at not in within]
-    fixed = issue.once(code_of(listing, loop.arch, outside), loop.warps, loop.blocks, rates)
-    return Block(fixed, loop.clocks, max(edges, default=loop.clocks), loop.blocks)
 
 
 def useful_products(kernel: str, variant, atomic: bool = False, stored: bool = False) -> float | None:

@@ -1,7 +1,6 @@
-"""Tests the issue model on small loops, blocks and waves whose clocks can be counted by hand. Also tests the tables
-that ``bench model`` writes."""
+"""Tests the issue model on small loops whose clocks can be counted by hand. Also tests the ranking that ``bench model``
+writes."""
 
-import csv
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,17 +8,13 @@ import pytest
 
 pytest.importorskip("triton", reason="the commands of bench.compiling import it")
 
-from flashrope.triton_kernels import configs
 from flashrope.triton_kernels.configs import Tile
 from flashrope.tuning import candidates as tuning
 
 from bench import model
-from bench import results_page as page
-from bench.compiling import bounds, candidates, cases, issue, predict, sass, waves
-from bench.report import predicted
+from bench.compiling import candidates, cases, issue, predict, sass
 
 RATES = issue.RATES[80]
-RESULTS = Path(__file__).resolve().parents[2] / "bench/results/model"
 
 
 def code(*texts):
@@ -134,7 +129,7 @@ def test_smaller_devices_take_longer_for_products():
     assert issue.steady(body, 4, 1, issue.RATES[86]).clocks == 4 * 16
 
 
-# ---- listings and blocks
+# ---- listings
 
 LISTING = """
         /*0000*/                   MOV R1, c[0x0][0x28] ;                /* 0x00000a0000017a02 */
@@ -166,17 +161,13 @@ def test_control_bits():
     assert sass.parse(LISTING.replace("/* 0x", "/* x")).controls == ()
 
 
-def test_inner_loop_and_the_block_around_it():
+def test_inner_loop():
     listing = sass.parse(LISTING)
     loop = predict.inner_loop(listing, 80, 128, 40_000, 4)
     assert (loop.blocks, loop.warps) == (4, 4)
     # every block has one HMMA per pass on each scheduler, so 4 blocks take at least 4 * 8 clocks
     assert loop.clocks >= 32 and loop.tensor_share(4) == pytest.approx(32 / loop.clocks)
     assert loop.bytes_per_clock(1000) == pytest.approx(4000 / loop.clocks)
-    block = predict.block(listing, loop)
-    assert block.inner == block.edge == loop.clocks  # there is no other loop
-    assert 0 < block.fixed < 40
-    assert block.clocks(10, 2) == pytest.approx(block.fixed + 12 * loop.clocks)
     assert predict.inner_loop(listing, 90, 128, 40_000, 4) is None  # HGMMA is not simulated
     assert predict.inner_loop(listing, 80, 128, 200_000, 4) is None  # a block does not fit on the multiprocessor
 
@@ -196,144 +187,34 @@ def test_products_that_are_needed():
     assert predict.cache_bytes(shape, 4) == 32 * (96 + 2 * 4)  # half a byte of each number, and two scales
 
 
-# ---- waves
-
-DEVICE = waves.Device("two multiprocessors", 2, 1e6, 1e9)
+# ---- the command
 
 
-def test_blocks_go_where_there_is_room():
-    assert waves.seconds(DEVICE, [4, 3, 2, 1], 1, 1) == 5e-6  # 4 + 1 and 3 + 2
-    assert waves.seconds(DEVICE, [1, 2, 3, 4], 1, 1) == 6e-6  # 1 + 3 and 2 + 4
-    assert waves.seconds(DEVICE, [4, 3, 2, 1], 2, 1) == 4e-6
-    assert waves.seconds(DEVICE, [1], 2, 9) == 3e-6
-    assert waves.copy_seconds(DEVICE, 5e8) == 0.5
-
-
-def test_causal_lengths():
-    block, sizes = predict.Block(100, 10, 1000, 1), waves.Problem(1, 1, 256, 64)
-    # Tiles have 128 queries and 64 keys. The first tile of queries visits 2 tiles of keys, both on the diagonal. The
-    # second visits 4.
-    assert waves.query_tile_lengths(block, sizes, 128, 64) == [2100, 2120]
-    assert waves.key_tile_lengths(block, sizes, 64, 128) == [2120, 2100]
-    windowed = waves.Problem(1, 1, 1024, 64, window=128)
-    assert waves.query_tile_lengths(block, windowed, 128, 64)[-1] == 100 + 5000 + 11 * 10
-    assert sizes.flops == 2 * 256**2 * 64 and sizes.tensor_bytes == 2 * 256 * 64
-    assert waves.tflops(sizes, 2.5, [1e-6, 1e-6]) == pytest.approx(2.5 * sizes.flops / 2e-6 / 1e12)
-
-
-# ---- what is published
-
-
-def test_flash_attention_2_is_predicted_within_15_percent():
-    """The page's table follows from the stored figures of FlashAttention-2's kernels. Its predictions are within 15% of
-    the published measurements."""
-    rows = {
-        (row["who"], row["pass"], row["D"]): row
-        for row in model.device_rows({}, model.read_csv(RESULTS / model.THEIRS))
-    }
-    kept = {(row["who"], row["pass"], row["D"]): row for row in model.read_csv(RESULTS / model.DEVICE)}
-    for head_dim, published in model.PUBLISHED.items():
-        for seqlen, speed in published.items():
-            predicted = rows["FlashAttention-2", "both", str(head_dim)][str(seqlen)]
-            assert kept["FlashAttention-2", "both", str(head_dim)][str(seqlen)] == predicted
-            assert kept["published", "both", str(head_dim)][str(seqlen)] == str(speed)
-            assert abs(float(predicted) / speed - 1) < 0.15
-
-
-def compiled(scheme, *names, head_dim=128):
-    """Returns {key: kernel} as device_rows takes them, for kernels of sm_80 whose loops take 10 clocks."""
-    variant = SimpleNamespace(block_m=64, block_n=64)
-    kernel = SimpleNamespace(block=predict.Block(100, 10, 10, 1), variant=variant)
-    return {(80, head_dim, scheme, name): kernel for name in names}
-
-
-def test_calls_have_no_figures_where_a_kernel_was_not_compiled():
-    """For long sequences the workspace of score gradients does not fit. RoPE's predictions then use the kernels of the
-    scheme that stores no score gradients."""
-    found = compiled("rope", "attention_forward", "attention_grad_kv", "attention_grad_q")
-    rows = list(model.device_rows(found, []))
-    assert {(row["who"], row["pass"]) for row in rows} == {("rope", each) for each in ("forward", "backward", "both")}
-    assert all("512" in row and "131072" not in row for row in rows)
-    seven = found | compiled("rope seven", "attention_grad_kv", "attention_grad_q")
-    assert all("131072" in row for row in model.device_rows(seven, []))
-    backward = compiled("rerope", "attention_grad_kv", "attention_grad_q")
-    assert list(model.device_rows(found | backward, [])) == rows
-
-
-def test_only_calls_that_store_gradients_of_scores_run_for_few_heads():
-    """At 128 channels, where gradients of scores are stored, a launch at 32,768 tokens serves one head. At 512 channels
-    nothing is stored, so a launch serves all heads, and sequences of every length have figures."""
-    calls = {}
-
-    def seconds(device, lengths, resident, rounds):
-        calls.setdefault(head_dim, []).append(rounds)
-        return 1.0
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model.waves, "seconds", seconds)
-        for head_dim in (128, 512):
-            found = compiled("rope", *("attention_forward", "attention_grad_kv", "attention_grad_q"), head_dim=head_dim)
-            problem = model.problem(32768, head_dim)
-            assert model.our_seconds(found, cases.ONE_BAND, problem, waves.A100)
-            rows = [row for row in model.device_rows(found, []) if row["pass"] == "both"]
-            assert ["131072" in row for row in rows] == [head_dim == 512]
-    assert set(calls[128][:33]) == {16, 1} and set(calls[512][:3]) == {4}
-
-
-@pytest.mark.parametrize(
-    "words",
-    ["--scheme rope", "--head-dim 64", "--arch 80", "--head-dim 128 512 --scheme rope", "--head-dim 512 --arch 86"],
-)
-def test_tables_are_not_published_with_fewer_rows(words, capsys):
-    with pytest.raises(SystemExit):
-        model.main([*words.split(), "--publish"])
-    assert "--publish: expected every scheme" in capsys.readouterr().err
-
-
-# ---- what limits decoding
-
-
-def test_rows_of_the_table_of_decoding():
-    """The table has rows for every head_dim and every type of cache that the calls accept, contiguous and in pages."""
-    rows = bounds.rows_of()
-    assert {row.head_dim for row in rows} == {64, 128, 256, 512, 576}
-    assert {row.type for row in rows if row.head_dim <= 256} == {"bf16", "int8", "int4"}
-    assert {row.type for row in rows if row.head_dim > 256} == {"bf16"}
-    assert {row.scheme.heads for row in rows if row.head_dim == 576} == {(16, 1), (64, 1), (128, 1)}
-    assert len(rows) == 2 * (3 * 3 * 3 + 3 + 3) == len(set(rows))
-    assert {row.head_dim for row in bounds.rows_of([64])} == {64}
-
-
-@pytest.mark.parametrize(("heads", "blocks"), [((40, 8), 1), ((64, 1), 4), ((128, 1), 8)])
-def test_a_row_of_the_table_of_decoding(heads, blocks):
-    """If a pass of 1,000 clocks reads 6,700 bytes, two blocks read 13.4 bytes per clock, as much as DRAM delivers.
-    Keys that several blocks read count once."""
-    scheme = cases.Scheme("some", cases.ONE_BAND.rotary, cache="paged", heads=heads, codes="int8")
-    row = bounds.Decoding("RoPE", 128, scheme)
+def test_cells_of_a_row():
+    """Two blocks of decoding read a tile each of 32 int8 keys and values, with their scales, in 1,000 clocks."""
     variant = SimpleNamespace(block_m=16, block_n=32, head_dim=128, head_dim_v=0, first_value=-1)
-    sm80 = SimpleNamespace(model=predict.Loop(80, 1000, 2, 4, {}), warps=4, stages=3)
-    sm90 = SimpleNamespace(loop={"total": 500}, warps=4)
-    nbytes = 32 * (2 * 128 + 8) / blocks
-    cells = bounds.figures(row, (variant, variant), (sm80, sm90))
-    assert cells["B/clk"] == f"{2 * nbytes / 1000:.1f}" and cells["sm_90 instr/B"] == f"{4 * 500 / nbytes:.3f}"
-    assert cells["keys"] == ("51" if blocks == 1 else f"{64 / blocks:.0f}")  # a pass of both blocks reads 64 keys
-    assert cells["limited by"] == ("memory" if blocks == 1 else "the loop") and cells["type"] == "int8"
-    assert list(cells) == list(bounds.COLUMNS) and pytest.approx(13.39, abs=0.01) == bounds.DRAM
+    waits = dict.fromkeys(issue.WAITS, 1 / len(issue.WAITS))
+    loop = predict.Loop(80, 1000, 2, 4, waits)
+    measured = SimpleNamespace(model=loop, warps=4, stages=3, registers=99, loop={})
+    scheme = cases.Scheme("some", cases.ONE_BAND.rotary, cache="paged", codes="int8")
+    decode = SimpleNamespace(__name__="attention_decode")
+    launch = SimpleNamespace(kernel=decode, arch=80, kwargs={"VARIANT": variant}, stores_scores=False)
+    cells = model.row(scheme, launch, measured)
+    assert cells["B/clk"] == f"{2 * 32 * (2 * 128 + 8) / 1000:.1f}" and "tensor" not in cells
+    launch.kernel.__name__ = "attention_forward"
+    forward = model.row(cases.ONE_BAND, launch, measured)
+    assert "B/clk" not in forward and forward["tensor"] == f"{loop.tensor_share(2 * 16 * 32 * 128 / 2048):.1%}"
+    assert set(cells) | set(forward) == set(model.COLUMNS)
 
 
-def test_the_page_ranks_by_the_model_and_promises_no_speed():
-    """The page has the clocks of inner loops, marked as predicted, and no predicted time or speed of an A100."""
-    lines = predicted.section(RESULTS.parent, page._table)
-    assert predicted.MARK in lines[0] and "No A100 was measured." in predicted.TEXT
-    loops = predicted.read(RESULTS / predicted.LOOPS)
-    shown = [line for line in lines if line.startswith(f"| {loops[0]['kernel']} | {loops[0]['scheme']} | sm_80 |")]
-    assert any(f"| {loops[0]['clocks']} |" in line for line in shown)
-    headings = [line for line, below in zip(lines, lines[1:], strict=False) if below.startswith("|---")]
-    assert headings and not any("A100" in heading for heading in headings)
+def test_only_the_ranking_is_published(capsys):
+    with pytest.raises(SystemExit):
+        model.main(["--publish"])
+    assert "--publish: expected --candidates" in capsys.readouterr().err
 
 
 def test_candidates_have_the_order_that_the_model_wrote():
-    rows = candidates.read_table(RESULTS / model.ORDER)
+    rows = candidates.read_table(model.ORDER)
     source = Path(tuning.__file__).read_text()
     assert candidates.with_order(source, rows) == source
     changed = [dict(rows[0], tile="16 16 16 16"), *rows[1:]]
@@ -360,19 +241,6 @@ def test_candidates_have_the_order_that_the_model_wrote():
         assert set(found) == {found[0], *tuning.tiles(direction)}
 
 
-def test_atomics_are_chosen_where_they_are_predicted_to_be_faster():
-    """The backward with atomics is faster than seven products at every length. From 8,192 tokens on it is also faster
-    than the backward that stores gradients of scores."""
-    found = model.read_csv(RESULTS / model.DEVICE) + model.read_csv(RESULTS / model.WIDE)
-    rows = {(row["who"], row["D"]): row for row in found if row["pass"] == "backward"}
-    for width in configs.ATOMIC_WIDTHS["sm80"]:
-        for scheme in ("rope", "rerope"):
-            stored, five = rows[scheme, str(width)], rows[f"{scheme} atomic", str(width)]
-            seven = rows.get((f"{scheme} seven", str(width)), stored)  # at 512 channels nothing is stored
-            assert all(float(five[str(n)]) > float(seven[str(n)]) for n in model.SEQLENS)
-            assert all(float(five[str(n)]) > float(stored[str(n)]) for n in model.SEQLENS if n >= 8192)
-
-
 def test_a_part_of_the_candidates_replaces_its_rows():
     def row(direction, bands, tile):
         return dict(zip(candidates.COLUMNS, ("sm80", direction, "64", bands, tile, "model", "", ""), strict=True))
@@ -383,11 +251,3 @@ def test_a_part_of_the_candidates_replaces_its_rows():
     assert tiles == ["a", "f", "d", "e", "c"]
     spills = [dict(before[0], dropped="spills"), *before[1:]]
     assert '"forward"' in candidates.order_text(before) and '"forward"' not in candidates.order_text(spills)
-
-
-def test_files_without_rows(tmp_path):
-    assert model.read_csv(tmp_path / "absent.csv") == []
-    model.write_csv(tmp_path / "new" / "table.csv", ("a", "b"), [{"a": "1", "b": "2"}])
-    with open(tmp_path / "new" / "table.csv") as lines:
-        [row] = csv.DictReader(lines)
-    assert (row["a"], row["b"]) == ("1", "2") and set(row) == {"revision", "triton", "a", "b"}

@@ -238,7 +238,7 @@ def test_the_benchmarks_end_cleanly_too(monkeypatch, capsys):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(bench, "import_module", lambda *name: SimpleNamespace(main=interrupt))
-    assert bench.main(["work"]) == 130 and capsys.readouterr().err == "\npython -m bench: interrupted\n"
+    assert bench.main(["model"]) == 130 and capsys.readouterr().err == "\npython -m bench: interrupted\n"
 
 
 def test_a_file_that_is_interrupted_is_not_there(tmp_path):

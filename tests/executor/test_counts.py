@@ -1,45 +1,150 @@
-"""The counted work of the kernels equals the formulas of bench/work.py."""
+"""Counts the work and the memory traffic of the compiled kernels, and compares them with what the kernels need."""
 
 import pytest
 import support
 import torch
-from flashrope import Rotary, attention
+from flashrope import Rotary, attention, attention_with_cache, rotate
+from flashrope.backends.quantized import quantize
 from flashrope.backends.triton import tiles
+from flashrope.cache.storage import CACHE_DTYPES
 from flashrope.lowering.parts import copied_parts
 from flashrope.triton_kernels import configs
 from flashrope.triton_kernels.configs import Tile
 
-from bench import work
+from executor.driver import Machine
 
-ROW = work.HEAD_DIM * work.ITEMSIZE
+HEAD_DIM, HEADS_Q, ITEMSIZE = 64, 4, 2
+PAGE_SIZE = 256
+SCALES = "cache.k_scale", "cache.v_scale"
+ROW = HEAD_DIM * ITEMSIZE
 WINDOW = 200
-ROPE, HOPE = Rotary.rope(work.HEAD_DIM), Rotary.hope(work.HEAD_DIM, 512)
+ROPE, HOPE = Rotary.rope(HEAD_DIM), Rotary.hope(HEAD_DIM, 512)
 RECTIFIED = ROPE.rectify(WINDOW)
 CHUNKED = ROPE.dual_chunk(300, 44)
+
+
+def visited_tiles(bands, seqlen: int, block_m: int, block_n: int) -> list[int]:
+    """Returns how many tiles of keys the forward kernel visits in every band.
+
+    In the band [start, stop), query row x sees the keys with x - stop < k <= x - start. In a band over chunks, a row in
+    chunk n sees the keys of the chunks with n - stop < c <= n - start.
+    """
+    counts = []
+    for band in bands:
+        unit, count = getattr(band, "chunk", 0) or 1, 0
+        for first in range(0, seqlen, block_m):
+            last = first + block_m - 1
+            begin = 0 if band.stop > seqlen else max((first // unit - int(band.stop) + 1) * unit, 0) // block_n
+            seen = min((last // unit - band.start + 1) * unit, last + 1, seqlen)
+            end = -(-max(seen, 0) // block_n)
+            count += max(end - begin, 0)
+        counts.append(count)
+    return counts
+
+
+def late_products(bands, seqlen: int, block_m: int, block_n: int) -> int:
+    """Returns how many products with values the forward kernel computes besides those of ``visited_tiles``, if it adds
+    values one tile late: one for every tile of rows and band with keys that all rows see. There the first pass
+    multiplies values by weights of 0."""
+    count = 0
+    for band in bands:
+        unit = getattr(band, "chunk", 0) or 1
+        for first in range(0, seqlen, block_m):
+            last = first + block_m - 1
+            begin = 0 if band.stop > seqlen else max((last // unit - int(band.stop) + 1) * unit, 0)
+            end = min((first // unit - band.start + 1) * unit, first + 1)
+            count += max(end, 0) // block_n > -(-begin // block_n)
+    return count
+
+
+def tensor_flops(tiles: int, block_m: int, block_n: int, block_d: int, block_dv: int | None = None) -> int:
+    """Returns the floating-point operations of Q K^T and P V over ``tiles`` tiles. block_dv: channels of V; None: V has
+    as many channels as Q."""
+    return tiles * 2 * block_m * block_n * (block_d + (block_d if block_dv is None else block_dv))
+
+
+def prefill(rotary, seqlen: int) -> list:
+    """Returns the executor's launches of one causal attention with one head."""
+    q, k, v = (torch.randn(1, seqlen, 1, HEAD_DIM).bfloat16() for _ in range(3))
+    return launched(lambda: attention(q, k, v, rotary, impl="triton"))
+
+
+def decode(
+    rotary,
+    seqlen: int,
+    num_splits: int = 2,
+    rotated_keys: bool = False,
+    paged: bool = False,
+    cache_dtype: str | None = None,
+) -> list:
+    """Returns the launches of one decoding step whose new token is the seqlen-th key. cache_dtype: the dtype of a
+    quantized cache; None: the cache is bfloat16."""
+    pages, page_size = (-(-seqlen // PAGE_SIZE), PAGE_SIZE) if paged else (1, seqlen + 100)
+    k_cache, v_cache = torch.randn(2, pages, page_size, 1, rotary.head_dim).bfloat16()
+    scales = {}
+    if cache_dtype:
+        (k_cache, scales["k_scale"]), (v_cache, scales["v_scale"]) = (
+            quantize(x, CACHE_DTYPES[cache_dtype]) for x in (k_cache, v_cache)
+        )
+    q, k, v = (torch.randn(1, 1, heads, rotary.head_dim).bfloat16() for heads in (HEADS_Q, 1, 1))
+    seqlens = torch.tensor([seqlen - 1], dtype=torch.int32)
+    options = {"impl": "triton", "num_splits": num_splits, "rotated_keys": rotated_keys}
+    if paged:
+        options["block_table"] = torch.arange(pages, dtype=torch.int32)[None]
+    return launched(lambda: attention_with_cache(q, k_cache, v_cache, rotary, seqlens, k=k, v=v, **scales, **options))
+
+
+def rotated(rotary, seqlen: int, heads: int = 8):
+    """Returns the launch of one ``flashrope.rotate``."""
+    x = torch.randn(1, seqlen, heads, rotary.head_dim).bfloat16()
+    (launch,) = launched(lambda: rotate(x, rotary, impl="triton"))
+    return launch
+
+
+def instructions_a_byte(rotary, paged: bool, seqlen: int = 2048) -> float:
+    """Returns the decode kernel's warp instructions per byte of keys and values. This is the number of additional
+    instructions divided by the number of additional bytes when the cache grows by `seqlen` keys."""
+
+    def executed(keys: int) -> int:
+        launches = decode(rotary, keys, num_splits=1, paged=paged)
+        return next(launch for launch in launches if launch.kernel == "attention_decode").warps()
+
+    return (executed(2 * seqlen) - executed(seqlen)) / (2 * seqlen * rotary.head_dim * ITEMSIZE)
+
+
+def launched(call) -> list:
+    Machine.current.launches.clear()
+    with torch.no_grad():
+        call()
+    return list(Machine.current.launches)
+
+
+def forward_tile(arch: int, num_bands: int):
+    return configs.tile("forward", arch, HEAD_DIM, ITEMSIZE, num_bands)
 
 
 def visited(arch, rotary, seqlen):
     """Returns the forward's tile, how many tiles of keys it visits in every band, and how many products with late
     values come in addition."""
-    tile = work.forward_tile(arch, len(rotary.bands))
+    tile = forward_tile(arch, len(rotary.bands))
     sizes = rotary.bands, seqlen, tile.block_m, tile.block_n
-    return tile, work.visited_tiles(*sizes), work.late_products(*sizes) if tile.lagged else 0
+    return tile, visited_tiles(*sizes), late_products(*sizes) if tile.lagged else 0
 
 
-def forward_flops(tile, tiles: int, late: int, head_dim: int = work.HEAD_DIM) -> int:
-    return work.tensor_flops(tiles, *tile[:2], head_dim) + late * 2 * tile.block_m * tile.block_n * head_dim
+def forward_flops(tile, tiles: int, late: int, head_dim: int = HEAD_DIM) -> int:
+    return tensor_flops(tiles, *tile[:2], head_dim) + late * 2 * tile.block_m * tile.block_n * head_dim
 
 
 @pytest.mark.parametrize("seqlen", [256, 640, pytest.param(2048, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("rotary", [HOPE, RECTIFIED], ids=["hope", "rerope"])
 def test_prefill(machine, arch, rotary, seqlen):
-    rotate, forward = work.prefill(rotary, seqlen)
+    rotate, forward = prefill(rotary, seqlen)
     tile, tiles, late = visited(arch, rotary, seqlen)
     assert forward.tensor_flops == forward_flops(tile, sum(tiles), late)
     tile_bytes = tile.block_n * ROW
     assert forward.tensors["v"].sectors_read == (sum(tiles) + late) * tile_bytes
     # Rotated keys are read only in the first band. There, the channels that do not rotate are read from the raw keys.
-    copied = sum(part.width for part in copied_parts(rotary, causal=True)) * work.ITEMSIZE or ROW
+    copied = sum(part.width for part in copied_parts(rotary, causal=True)) * ITEMSIZE or ROW
     assert forward.tensors["rotated_k"].sectors_read == tiles[0] * tile.block_n * copied
     assert forward.tensors["k"].sectors_read == tiles[0] * tile.block_n * (ROW - copied) + sum(tiles[1:]) * tile_bytes
     # the pre-pass reads and writes each copied channel exactly once
@@ -58,7 +163,7 @@ def test_prefill(machine, arch, rotary, seqlen):
 def test_rotate(machine, rotary_dim):
     """Every element is read once and written once. Four heads share a load of cos and sin from the two levels of the
     table. Both levels stay in the GPU's caches."""
-    launch = work.rotate(Rotary.rope(128, rotary_dim=rotary_dim), 96)
+    launch = rotated(Rotary.rope(128, rotary_dim=rotary_dim), 96)
     elements = 96 * 8 * 128
     assert launch.tensors["x"].sectors_read == launch.tensors["out"].sectors_written == 2 * elements
     (table,) = (traffic for name, traffic in launch.tensors.items() if name.endswith("table"))
@@ -71,9 +176,9 @@ def test_prefill_with_maps(machine, arch, seqlen):
     """Dual chunk attention visits no more tiles than RoPE, because chunks end where tiles do, and needs one rotated
     copy of the keys for all bands. Self-Extend visits ReRoPE's tiles and reads a copy of the keys per band."""
     for rotary, like in ((CHUNKED, ROPE), (ROPE.self_extend(WINDOW, 8), RECTIFIED)):
-        rotate, forward = work.prefill(rotary, seqlen)
+        rotate, forward = prefill(rotary, seqlen)
         tile, tiles, late = visited(arch, rotary, seqlen)
-        assert sum(tiles) == sum(work.visited_tiles(like.bands, seqlen, tile.block_m, tile.block_n))
+        assert sum(tiles) == sum(visited_tiles(like.bands, seqlen, tile.block_m, tile.block_n))
         assert forward.tensor_flops == forward_flops(tile, sum(tiles), late)
         assert forward.tensors["rotated_k"].sectors_read == sum(tiles) * tile.block_n * ROW
         copies = 1 if rotary is CHUNKED else 2
@@ -85,7 +190,7 @@ def test_prefill_with_maps(machine, arch, seqlen):
 def test_decode(machine, arch, rotary, seqlen):
     """Every key and value is read once. With two bands, the tile that the window's edge divides is read twice. Rows of
     a tile after the last key read that key again, from L1."""
-    step = next(launch for launch in work.decode(rotary, seqlen) if launch.kernel == "attention_decode")
+    step = next(launch for launch in decode(rotary, seqlen) if launch.kernel == "attention_decode")
     twice = 64 * ROW if len(rotary.bands) == 2 and seqlen > WINDOW else 0
     for name in ("k_cache", "v_cache"):
         traffic = step.tensors[name]
@@ -97,11 +202,11 @@ def test_decode(machine, arch, rotary, seqlen):
 @pytest.mark.parametrize("cache_dtype, share", [("int8", 2), ("int4", 4)])
 def test_decode_of_quantized_caches(machine, arch, cache_dtype, share):
     """Only the quantized values and the scale of every key and value are read from the caches."""
-    launches = work.decode(RECTIFIED, 512, cache_dtype=cache_dtype)
+    launches = decode(RECTIFIED, 512, cache_dtype=cache_dtype)
     tensors = next(launch for launch in launches if launch.kernel == "attention_decode").tensors
     for name in ("k_cache", "v_cache"):
         assert tensors[name].distinct_read == 512 * ROW // share
-    for name in work.SCALES:
+    for name in SCALES:
         assert tensors[name].distinct_read == 512 * 4
 
 
@@ -109,7 +214,7 @@ def test_decode_of_quantized_caches(machine, arch, cache_dtype, share):
 def test_quantized_keys_that_do_not_rotate_are_read_once(machine, cache_dtype, share):
     """Quantized keys that do not rotate are read once: one load reads both halves of a key, and at 4 bits both halves
     lie in one sector."""
-    launches = work.decode(Rotary.rope(64), 512, rotated_keys=True, cache_dtype=cache_dtype)
+    launches = decode(Rotary.rope(64), 512, rotated_keys=True, cache_dtype=cache_dtype)
     tensors = next(launch for launch in launches if launch.kernel == "attention_decode").tensors
     assert tensors["k_cache"].sectors_read == 512 * ROW // share
 
@@ -119,7 +224,7 @@ def test_instructions_a_byte_of_the_cache(machine, paged):
     """Decoding executes few enough instructions per byte of the cache. If every key is rotated, decoding is limited
     by instructions, not by memory. Blocks of 8 warps would take 0.126 instructions per byte, and a page lookup for
     every key 0.158. With groups of keys, as on sm_90, it executes 0.121 over pages."""
-    assert work.instructions_a_byte(Rotary.rope(128), paged, 512) <= (0.122 if paged else 0.117)
+    assert instructions_a_byte(Rotary.rope(128), paged, 512) <= (0.122 if paged else 0.117)
 
 
 BF16 = support.Target("triton", torch.bfloat16, "cpu")
@@ -149,7 +254,7 @@ def test_products_of_the_backward(machine, head_dim, head_dim_v):
         gradients(p, deterministic=deterministic)
         flops[deterministic] = sum(launch.tensor_flops for launch in machine.launches if "grad" in launch.kernel)
         [forward] = (launch for launch in machine.launches if launch.kernel == "attention_forward")
-        assert forward.tensor_flops == work.tensor_flops(1, seqlen, seqlen, head_dim, head_dim_v) + late
+        assert forward.tensor_flops == tensor_flops(1, seqlen, seqlen, head_dim, head_dim_v) + late
     product = 2 * seqlen * seqlen
     five, seven = product * (3 * head_dim + 2 * head_dim_v), product * (4 * head_dim + 3 * head_dim_v)
     assert flops == {True: five if head_dim == head_dim_v else seven, False: five}
@@ -203,7 +308,7 @@ def test_what_atomics_add(machine):
     with tiles.forced("grad_qkv", tile):
         gradients(p, deterministic=False)
     (step,) = (launch for launch in machine.launches if launch.kernel == "attention_grad_kv")
-    visited = sum(work.visited_tiles(p.rotary.bands, seqlen, tile.block_m, tile.block_n))
+    visited = sum(visited_tiles(p.rotary.bands, seqlen, tile.block_m, tile.block_n))
     workspace = step.tensors["grad_sums"]
-    assert workspace.size == 4 * (seqlen + configs.STATISTICS_ROWS) * work.HEAD_DIM * len(p.rotary.bands)
-    assert workspace.written == 4 * visited * tile.block_m * work.HEAD_DIM
+    assert workspace.size == 4 * (seqlen + configs.STATISTICS_ROWS) * HEAD_DIM * len(p.rotary.bands)
+    assert workspace.written == 4 * visited * tile.block_m * HEAD_DIM

@@ -108,7 +108,6 @@ IN_PLACE = {
     "python/flashrope/evaluation/journal.py",  # appends a line, which a reader drops if it was cut off
     "bench/compiling/gate_cuda.py",  # in a temporary folder
     "bench/timing/cpu.py",  # /proc
-    "bench/validate.py",  # in a temporary folder
     "experiments/export.py",  # in a new folder
     "experiments/figures.py",  # writes to memory
     "tools/api_reference.py",
