@@ -28,7 +28,7 @@ from importlib.util import find_spec
 from itertools import zip_longest
 from pathlib import Path
 
-from . import by_hand, page
+from . import page
 from .judges import judges, target_options
 from .native_build import has_instruction
 from .results import INVALID, KILLED, RESULTS, SURVIVED, Row, add, read, write
@@ -45,9 +45,8 @@ NEEDED = {
 
 
 def everything(rooms: tuple[str, ...]) -> list[Mutant]:
-    """Returns all mutants of these rooms, including the mutants of by_hand.txt."""
-    syntactic = [mutant for file in files(rooms) for mutant in mutants_of(file)]
-    return [mutant for mutant in by_hand.mutants() if mutant.room in rooms] + syntactic
+    """Returns all mutants of these rooms."""
+    return [mutant for file in files(rooms) for mutant in mutants_of(file)]
 
 
 def drawn(mutants: list[Mutant], seed: str) -> list[Mutant]:

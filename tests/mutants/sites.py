@@ -55,14 +55,10 @@ class Mutant(NamedTuple):
         return hashlib.sha256("".join(change.split()).encode()).hexdigest()[:8]
 
     @property
-    def by_hand(self) -> bool:
-        return self.address.startswith(f"{self.file} by hand: ")
-
-    @property
     def kind(self) -> str:
         """Returns the kind of mutation: "comparison shifted" for "a.py f comparison shifted 3"."""
         words = self.address.removeprefix(f"{self.file} ").split(" ")
-        return "by hand" if self.by_hand else " ".join(words[1:-1])
+        return " ".join(words[1:-1])
 
     @property
     def room(self) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.mutants import __main__ as main
-from tests.mutants import by_hand, native_build, native_sites, page, python_sites, sites
+from tests.mutants import native_build, native_sites, page, python_sites, sites
 from tests.mutants.__main__ import drawn, everything, examine
 from tests.mutants.judges import JUDGES, judges
 from tests.mutants.results import KILLED, RESULTS, SURVIVED, Row, add, read
@@ -110,14 +110,6 @@ def test_every_file_has_judges_that_exist():
     assert not [name for name in named if not (sites.ROOT / name).exists()]
     first = {next(pattern for pattern in JUDGES if sites.fnmatch(file, pattern)) for file in files}
     assert first == set(JUDGES), "patterns that no file needs"
-
-
-def test_mutants_by_hand_apply():
-    mutants = by_hand.mutants()  # raises if the text of a mutant does not occur exactly once in its file
-    assert len({mutant.address for mutant in mutants}) == len(mutants) <= by_hand.MOST
-    assert all(mutant.applied() != mutant.source() and mutant.kind == "by hand" for mutant in mutants)
-    with pytest.raises(ValueError, match="expected 'import' once, got"):
-        by_hand.mutant_of("triton_kernels/softmax.py", "", "import", "")
 
 
 @pytest.fixture
