@@ -1,7 +1,7 @@
-"""Writes docs/api.md from the signatures and docstrings of the public names. A test compares the page with the
-docstrings.
+"""Makes the page of the API from the signatures and docstrings of the public names, for the documentation site. The
+page is not in the repository.
 
-python tools/api_reference.py
+python tools/api_reference.py    prints it
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from itertools import pairwise
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "api.md"
 SECTIONS = {  # section: {file below python/flashrope: public names}
     "Schemes": {"rotary/rotary.py": ("Rotary",), "rotary/bands.py": ("Band",)},
     "Attention": {
@@ -54,8 +53,8 @@ SECTIONS = {  # section: {file below python/flashrope: public names}
 }
 HEAD = """# API reference
 
-Generated from the docstrings by `python tools/api_reference.py`. A test compares this page with the docstrings, and
-another test runs the examples. Everything in the first three sections is imported from `flashrope`:
+Generated from the docstrings by `python tools/api_reference.py`. A test runs the examples.
+Everything in the first three sections is imported from `flashrope`:
 
 ```python
 import torch
@@ -175,4 +174,4 @@ def _options(module: str) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(render())
+    print(render())

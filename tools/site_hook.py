@@ -1,12 +1,14 @@
 """Chooses the pages of the site for mkdocs.yml: the repository's own pages, each at its own path, so that a relative
 link works on GitHub and on the site. README.md is the front page. A source file or a folder that a page links to
-becomes a page too.
+becomes a page too. The page of the API is made from the docstrings.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path, PurePosixPath
 
 from mkdocs.config.defaults import MkDocsConfig
@@ -29,6 +31,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     paths += [x for folder in FOLDERS for x in sorted((ROOT / folder).rglob("*")) if x.suffix in KINDS]
     for path in paths:
         files.append(File.generated(config, str(path.relative_to(ROOT)), abs_src_path=str(path)))
+    files.append(File.generated(config, "docs/api.md", content=api_reference()))
     waiting = [source for path in paths if path.suffix == ".md" for source in linked_sources(path)]
     while waiting:
         source = waiting.pop()
@@ -36,6 +39,13 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             files.append(File.generated(config, shown_at(source), content=shown(source)))
             waiting += listed(source) if source.is_dir() else []
     return files
+
+
+def api_reference() -> str:
+    """Returns the page that tools/api_reference.py makes of the docstrings of this checkout."""
+    command = [sys.executable, str(ROOT / "tools" / "api_reference.py")]
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "python")}
+    return subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:

@@ -110,7 +110,6 @@ IN_PLACE = {
     "bench/timing/cpu.py",  # /proc
     "experiments/export.py",  # in a new folder
     "experiments/figures.py",  # writes to memory
-    "tools/api_reference.py",
     "tools/migration_diff.py",
     "tools/loss_model.py",
     "examples/train_fsdp.py",  # writes a log line by line
