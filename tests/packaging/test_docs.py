@@ -36,7 +36,6 @@ HOW_TO = [
     "distribution",
     "extending",
     "migration",
-    "answers",
 ]
 
 
