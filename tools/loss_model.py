@@ -1,5 +1,5 @@
 """Trains a small byte-level Llama on Python's standard library, for the figure of ``flashrope loss`` in
-docs/measuring.md. The files that the model has not seen are written to its folder.
+docs/long_context.md. The files that the model has not seen are written to its folder.
 
     python tools/loss_model.py runs/loss/model
     flashrope loss --model runs/loss/model --text runs/loss/model/unseen --lengths 128 256 512 1024 2048 \\

@@ -30,7 +30,6 @@ HOW_TO = [
     "long_context",
     "training",
     "integration",
-    "measuring",
     "decoding",
     "serving",
     "distribution",
