@@ -68,7 +68,7 @@ def row(scheme: cases.Scheme, launch: offline.Launch, measured: offline.Measured
     if products := predict.useful_products(name, variant, not scheme.deterministic, launch.stores_scores):
         cells["tensor"] = f"{loop.tensor_share(products):.1%}"
     if name == "attention_decode":
-        cells["B/clk"] = f"{loop.bytes_per_clock(predict.cache_bytes(variant, scheme.bits)):.1f}"
+        cells["B/clk"] = f"{loop.bytes_per_clock(predict.cache_bytes(variant, scheme.quantized)):.1f}"
     return cells | {f"% {kind}": f"{100 * share:.0f}" for kind, share in loop.waits.items()}
 
 

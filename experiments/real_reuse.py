@@ -30,7 +30,7 @@ from flashrope.evaluation.journal import Journal
 from flashrope.evaluation.model import Tokens, describe, load, training_length
 from flashrope.evaluation.statistics import half_interval, wilson
 
-from .real_codes import command_line, parse
+from .real_speed import command_line, parse
 
 SUMMARY = "answers over passages that a pretrained model read before: reuse --model FILE --text PATH --out DIR"
 RESULT, JOURNAL = "reuse.json", "reuse.jsonl"

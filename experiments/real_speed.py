@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,14 +22,12 @@ import torch
 from flashrope.backends.cpu import loader
 from flashrope.cli import files
 from flashrope.cli.hardware import hardware
-from flashrope.cli.options import positive
+from flashrope.cli.options import cores, need, positive
 from flashrope.cli.progress import Bar
 from flashrope.evaluation.loss import text_windows
 from flashrope.evaluation.model import describe, keep_logits, load, training_length
 from flashrope.evaluation.schemes import applicable
 from flashrope.rotary.catalogue import SCHEMES
-
-from .real_codes import command_line, parse
 
 SUMMARY = "how fast a pretrained model reads, decodes and trains: speed --model FILE --text PATH --out DIR"
 BASE, CONVERTED = "the model as it is", "converted"
@@ -60,6 +59,23 @@ def run(argv: list[str], program: str) -> None:
     parser.add_argument("--rounds", type=positive, default=3)
     args = parse(parser, argv)
     measure(args, command_line(program, argv))
+
+
+def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
+    """Adds the arguments of every measurement on a pretrained model, parses them, and sets the CPU threads."""
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=positive, default=cores())
+    parser.add_argument("--out", metavar="DIR", type=Path, required=True)
+    args = parser.parse_args(argv)
+    need("transformers", extra="transformers")
+    torch.set_num_threads(args.threads)
+    return args
+
+
+def command_line(program: str, argv: Sequence[str]) -> str:
+    """Returns the command as results record it, without --out."""
+    words = [word for at, word in enumerate(argv) if "--out" not in (word.partition("=")[0], *argv[at - 1 : at])]
+    return shlex.join([*program.split(), *words])
 
 
 def measure(args: argparse.Namespace, command: str) -> None:

@@ -28,8 +28,7 @@ from flashrope.evaluation.model import describe, load, training_length
 from flashrope.evaluation.schemes import applicable
 from flashrope.small_models.data import unseen_windows
 
-from .real_codes import command_line, parse
-from .real_speed import DTYPES, as_it_came
+from .real_speed import DTYPES, as_it_came, command_line, parse
 
 SUMMARY = "continue a pretrained model's training under HoPE: continue --model FILE --text PATH --out DIR"
 RESULT, JOURNAL = "continued.json", "continued.jsonl"

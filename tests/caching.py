@@ -27,7 +27,6 @@ from flashrope.backends.registry import load_backend
 
 PAGE = 16
 UNUSED = 2147480000  # a block-table entry beyond the end of a sequence. Any value is allowed there.
-BITS = {"int8": 8, "int4": 4}
 # Every backend that takes explicit positions.
 POSITIONED = [*support.TARGETS, support.Target("reference", torch.float64, "cpu")]
 POSITIONED = [t for t in POSITIONED if hasattr(load_backend(t.impl), "unsupported_positions")]
@@ -223,8 +222,8 @@ class Cached:
         """Returns the quantized caches. Rows that must not be read get random values and a scale of NaN."""
         codes, scales = [], []
         for x in caches:
-            numbers, scale = quantized(x, self.cache_dtype)
-            packed = pack(numbers, self.cache_dtype)
+            numbers, scale = quantized(x)
+            packed = numbers.to(torch.int8)
             garbage = torch.randint(-128, 128, packed.shape, generator=torch.Generator().manual_seed(5)).to(packed)
             codes.append(torch.where(x.isnan().all(-1, keepdim=True), garbage, packed))
             scales.append(scale.float())
@@ -303,7 +302,7 @@ class Cached:
     def expected(self) -> list[support.Problem]:
         """Returns a problem for each sequence. It has the sequence's queries, and the visible tokens as the cache
         stores them."""
-        kept = (lambda x: dequantized(x, self.cache_dtype)) if self.cache_dtype else (lambda x: x)
+        kept = dequantized if self.cache_dtype else (lambda x: x)
         problems = [p.replace(k=kept(p.k), v=kept(p.v), sinks=self.sinks) for p in self.problems]
         if self.key_weight is None:
             return problems
@@ -344,9 +343,9 @@ class Cached:
         caches = (self.k_cache, self.scales["k_scale"], "k"), (self.v_cache, self.scales["v_scale"], "v")
         for b, (p, place) in enumerate(zip(self.problems, self.visible, strict=True)):
             for cache, scales, name in caches:
-                codes, scale = quantized(getattr(p, name)[0], self.cache_dtype)
+                codes, scale = quantized(getattr(p, name)[0])
                 assert torch.equal(scales[place], scale.float()), f"scales of sequence {b}"
-                assert torch.equal(cache[place], pack(codes, self.cache_dtype)), f"codes of sequence {b}"
+                assert torch.equal(cache[place], codes.to(torch.int8)), f"codes of sequence {b}"
 
 
 def same(*pairs: torch.Tensor) -> bool:
@@ -371,10 +370,9 @@ def laid_out(layout: str, k: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor
 # ---- quantized caches, computed by the formula
 
 
-def quantized(x: torch.Tensor, cache_dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
+def quantized(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns (quantized values, scale) of rows x (..., head_dim) in float64. Every scale is a float32 number."""
-    largest = 2 ** (BITS[cache_dtype] - 1) - 1
-    limit = min(torch.finfo(x.dtype).max, torch.finfo(torch.float32).max)
+    largest, limit = 127, min(torch.finfo(x.dtype).max, torch.finfo(torch.float32).max)
     x = x.double().clamp(-limit, limit)
     scale = (x.abs().amax(-1) / largest).float().double()
     codes = (x / scale[..., None]).nan_to_num(0.0).clamp(-largest, largest)
@@ -382,22 +380,9 @@ def quantized(x: torch.Tensor, cache_dtype: str) -> tuple[torch.Tensor, torch.Te
     return codes.float().round().double(), scale
 
 
-def dequantized(x: torch.Tensor, cache_dtype: str) -> torch.Tensor:
-    codes, scale = quantized(x, cache_dtype)
+def dequantized(x: torch.Tensor) -> torch.Tensor:
+    codes, scale = quantized(x)
     return codes * scale[..., None]
-
-
-def pack(codes: torch.Tensor, cache_dtype: str) -> torch.Tensor:
-    if cache_dtype == "int8":
-        return codes.to(torch.int8)
-    nibbles = (codes + 8).to(torch.uint8)
-    return nibbles[..., 0::2] + 16 * nibbles[..., 1::2]
-
-
-def unpacked(codes: torch.Tensor, cache_dtype: str) -> torch.Tensor:
-    if cache_dtype == "int8":
-        return codes.double()
-    return torch.stack((codes % 16, codes // 16), -1).flatten(-2).double() - 8
 
 
 def vllm_layout(codes, scale):

@@ -25,7 +25,6 @@ from flashrope import Rotary, attention
 from flashrope.backends import reference
 from flashrope.backends.calls import AttentionCall
 from flashrope.backends.quantized import dequantize, quantize
-from flashrope.cache.storage import CACHE_DTYPES
 from flashrope.rotary.scales import UNSCALED
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -321,4 +320,4 @@ def check_budget(
 
 def kept(x: torch.Tensor, cache_dtype: str | None) -> torch.Tensor:
     """Returns x as a cache of that type stores it: x itself, or in float64 the dequantized values."""
-    return x if cache_dtype is None else dequantize(*quantize(x, CACHE_DTYPES[cache_dtype]), torch.float64)
+    return x if cache_dtype is None else dequantize(*quantize(x), torch.float64)

@@ -40,8 +40,8 @@ def store_rows(out, lse, state, row, lse_row, exists, written, VARIANT: tl.const
     else:
         channels = value_channels(VARIANT)
     tl.store(lse + lse_row, log_sum, mask=exists)
-    if VARIANT.code_vec > 0:
-        result = (join_columns(result),)
+    if len(result) == 2 and VARIANT.code_vec > 0:
+        result = (join_columns(result[0], result[1]),)
     for part in tl.static_range(len(result)):
         channel = channels[part]
         if VARIANT.first_value >= 0:

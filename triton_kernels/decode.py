@@ -34,7 +34,7 @@ from .decode_keys import (
 from .decode_queries import Queries, find_rows, rotate_queries, scale_rows, token_entries
 from .explicit_positions import band_columns, last_visible, load_token
 from .keys import CachedKeys, key_scales, scale_scores, scale_weights
-from .quantized import hide_codes, value_parts
+from .quantized import value_parts
 from .rotation import CosSinTable, join_pairs, load_tile_map
 from .shares import PIECE_FIELDS, SHARE_FIELDS, WHOLE
 from .softmax import (
@@ -149,7 +149,9 @@ def part_scores(queries, keys, VARIANT: tl.constexpr):
     keys: tuples of tiles with the same channels."""
     if VARIANT.block_d < 32:  # a tensor core takes at least 16 channels
         q, k = join_pairs(queries[0], queries[1], VARIANT), join_pairs(keys[0], keys[1], VARIANT)
-        return tl.dot(q, tl.trans(hide_codes(k) if VARIANT.code_vec > 0 else k), input_precision="ieee")
+        if VARIANT.code_vec > 0:
+            q, k = q.to(tl.float32), k.to(tl.float32)  # Triton 3.6.0: tensor cores add joined bytes twice
+        return tl.dot(q, tl.trans(k), input_precision="ieee")
     else:
         return row_products(queries, keys)
 

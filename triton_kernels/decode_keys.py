@@ -173,7 +173,7 @@ def load_block_keys(source, block, ROTATE_K: tl.constexpr, VARIANT: tl.constexpr
         CODES, ROTATE_K, VARIANT.code_vec, VARIANT.block_d, VARIANT.head_dim, VARIANT.rotary_dim, VARIANT.first_channel
     )
     if PARTS > 1:
-        return load_key_words(view, block.page, block.row, PARTS, VARIANT, dtype), ()
+        return load_key_words(view, block.page, block.row, VARIANT, dtype), ()
     elif len(VARIANT.channels) > 0:
         return load_key_channels(source, block, ROTATE_K, VARIANT, dtype)
     elif VARIANT.parts > 1:
@@ -305,8 +305,8 @@ def load_block_values(source, block, raw, VARIANT: tl.constexpr, dtype: tl.const
     if VARIANT.first_value >= 0:
         return raw
     elif PARTS > 1:
-        at = tl.arange(0, VARIANT.block_d // PARTS)
-        return load_words(view, block.page, block.row, at, VARIANT.head_dim, PARTS, VARIANT, dtype)
+        at = tl.arange(0, VARIANT.block_d // 2)
+        return load_words(view, block.page, block.row, at, VARIANT.head_dim, VARIANT, dtype)
     else:
         channels = value_channels(VARIANT)
         return load_cached_values(view.ptr, page_offsets(block.page, block.row, view), channels, VARIANT, dtype)

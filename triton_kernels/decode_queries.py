@@ -180,5 +180,5 @@ def rotate_queries(queries, keys, band, ROTATE_K: tl.constexpr, VARIANT: tl.cons
     )
     if PARTS > 1:
         tile = join_hidden(tiles[0], tiles[1], keys.length > 0, VARIANT)
-        tiles = split_columns(tile, PARTS)
+        tiles = split_columns(tile)
     return BandQueries(tiles, visible, queries.scale_log2)

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from ..lowering import cos_sin
-from .quantized import as_type, join_codes, load_packed, load_packed_channels, load_words
+from .quantized import as_type, load_words
 from .tiles import existing_rows, first_pair, load_row_parts, load_rows, store_rows, tile_offsets
 
 FINE_ROWS = tl.constexpr(cos_sin.FINE_ROWS)
@@ -43,15 +43,6 @@ def range_channels(PART: tl.constexpr, VARIANT: tl.constexpr):
         FIRST: tl.constexpr = VARIANT.first_channel
         DIMS: tl.constexpr = (VARIANT.rotary_dim, VARIANT.head_dim, VARIANT.padded_d)
         return pair_places(columns, None, DIMS[0], DIMS[1], DIMS[2], FIRST, VARIANT.vec, START, COUNT)
-
-
-@triton.jit
-def pair_bytes(pair, second, VARIANT: tl.constexpr):
-    """Returns pair_channels for int4, as byte offsets. Each byte holds two channels, which must belong to adjacent
-    pairs."""
-    VEC: tl.constexpr = VARIANT.vec if VARIANT.vec < VARIANT.code_vec else VARIANT.code_vec
-    FIRST: tl.constexpr = VARIANT.first_channel // 2
-    return pair_places(pair, second, VARIANT.rotary_dim // 2, VARIANT.head_dim // 2, VARIANT.block_d // 2, FIRST, VEC)
 
 
 @triton.jit
@@ -156,70 +147,31 @@ def split_pairs(x, VARIANT: tl.constexpr):
 def load_keys(ptr, offsets, channels, VARIANT: tl.constexpr, dtype: tl.constexpr):
     """Loads the rows of keys at offsets [M, 1]. Returns a tile [M, D] in parts, in the order of tile_channels.
     channels: from key_channels. Quantized keys are converted to `dtype` and returned as one part."""
-    FULL: tl.constexpr = VARIANT.rotary_dim == VARIANT.block_d
-    UNROTATED: tl.constexpr = VARIANT.rotary_dim == 0 and VARIANT.head_dim == VARIANT.block_d
-    NEIGHBOURS: tl.constexpr = (
-        VARIANT.rotary_dim % 4 == 0 and VARIANT.head_dim % 4 == 0 and VARIANT.first_channel % 2 == 0
-    )  # the two channels in every byte of int4 keys belong to adjacent pairs
     if ptr.dtype.element_ty == tl.int8:
         return (as_type(load_rows(ptr, offsets, channels[0], VARIANT), dtype),)
-    elif ptr.dtype.element_ty != tl.uint8:
-        return load_row_parts(ptr, offsets, channels, VARIANT)
-    elif VARIANT.interleaved or FULL or UNROTATED:
-        low, high = load_packed(
-            ptr, offsets, tl.arange(0, VARIANT.block_d // 2), VARIANT.head_dim, VARIANT.block_d, dtype
-        )
-        return (join_codes(low, high, VARIANT.block_d),)
-    elif NEIGHBOURS:
-        at = pair_bytes(tl.arange(0, VARIANT.block_d // 2), None, VARIANT)
-        low, high = load_packed(ptr, offsets, at, VARIANT.head_dim, VARIANT.block_d, dtype)
-        return (join_codes(low, high, VARIANT.block_d),)
     else:
-        return (load_packed_channels(ptr, offsets, channels[0], VARIANT.head_dim, VARIANT.block_d, dtype),)
+        return load_row_parts(ptr, offsets, channels, VARIANT)
 
 
 @triton.jit
 def load_key_pairs(ptr, offsets, VARIANT: tl.constexpr, dtype: tl.constexpr):
     """Loads all pairs of keys, as load_pairs does: two tiles [M, D/2]. Quantized keys are converted to `dtype`."""
-    PAIRS: tl.constexpr = VARIANT.block_d // 2
-    NEIGHBOURS: tl.constexpr = (
-        VARIANT.rotary_dim % 4 == 0 and VARIANT.head_dim % 4 == 0 and VARIANT.first_channel % 2 == 0
-    )
-    if ptr.dtype.element_ty != tl.uint8:
-        x, y = load_pairs(ptr, offsets, 0, PAIRS, VARIANT)
-        return as_type(x, dtype), as_type(y, dtype)
-    elif VARIANT.interleaved:
-        return load_packed(ptr, offsets, tl.arange(0, PAIRS), VARIANT.head_dim, VARIANT.block_d, dtype)
-    elif NEIGHBOURS:
-        pair = tl.arange(0, PAIRS // 2)
-        low_x, high_x = load_packed(
-            ptr, offsets, pair_bytes(pair, 0, VARIANT), VARIANT.head_dim, VARIANT.block_d, dtype
-        )
-        low_y, high_y = load_packed(
-            ptr, offsets, pair_bytes(pair, 1, VARIANT), VARIANT.head_dim, VARIANT.block_d, dtype
-        )
-        return join_codes(low_x, high_x, PAIRS), join_codes(low_y, high_y, PAIRS)
-    else:
-        pair = tl.arange(0, PAIRS)
-        at_x, at_y = pair_channels(pair, 0, VARIANT), pair_channels(pair, 1, VARIANT)
-        x = load_packed_channels(ptr, offsets, at_x, VARIANT.head_dim, VARIANT.block_d, dtype)
-        y = load_packed_channels(ptr, offsets, at_y, VARIANT.head_dim, VARIANT.block_d, dtype)
-        return x, y
+    x, y = load_pairs(ptr, offsets, 0, VARIANT.block_d // 2, VARIANT)
+    return as_type(x, dtype), as_type(y, dtype)
 
 
 @triton.jit
-def load_key_words(view, page, row, PARTS: tl.constexpr, VARIANT: tl.constexpr, dtype: tl.constexpr):
+def load_key_words(view, page, row, VARIANT: tl.constexpr, dtype: tl.constexpr):
     """Loads quantized keys that are not rotated, as 16-bit words (``quantized.py``). page, row [M]: where the keys are.
-    Returns the PARTS tiles that split_columns would make of a tile in the order of tile_channels."""
+    Returns the two tiles that split_columns would make of a tile in the order of tile_channels."""
     FULL: tl.constexpr = VARIANT.rotary_dim == VARIANT.block_d
     UNROTATED: tl.constexpr = VARIANT.rotary_dim == 0 and VARIANT.head_dim == VARIANT.block_d
-    at = tl.arange(0, VARIANT.block_d // PARTS)
+    at = tl.arange(0, VARIANT.block_d // 2)
     if not (VARIANT.interleaved or FULL or UNROTATED):
-        WIDTH: tl.constexpr = VARIANT.block_d // PARTS
-        FIRST: tl.constexpr = VARIANT.first_channel // PARTS
+        FIRST: tl.constexpr = VARIANT.first_channel // 2
         VEC: tl.constexpr = VARIANT.code_vec // 2
-        at = pair_places(at, None, VARIANT.rotary_dim // PARTS, VARIANT.head_dim // PARTS, WIDTH, FIRST, VEC)
-    return load_words(view, page, row, at, VARIANT.head_dim, PARTS, VARIANT, dtype)
+        at = pair_places(at, None, VARIANT.rotary_dim // 2, VARIANT.head_dim // 2, VARIANT.block_d // 2, FIRST, VEC)
+    return load_words(view, page, row, at, VARIANT.head_dim, VARIANT, dtype)
 
 
 @triton.jit

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from .arguments import decode_code_stride, decode_int, decode_stride
 from .kv_cache import cache_bounds
-from .quantized import as_type, has_ptx, join_codes, load_packed
+from .quantized import as_type, has_ptx
 
 L2_LINE = tl.constexpr(128)  # bytes
 PREFETCH = tl.constexpr("prefetch.global.L2 [$1]; mov.b32 $0, 0;")
@@ -542,12 +542,7 @@ def part_value_channels(PART: tl.constexpr, VARIANT: tl.constexpr):
 def load_cached_values(ptr, offsets, channels, VARIANT: tl.constexpr, dtype: tl.constexpr):
     """Loads rows of v at offsets [M, 1], as load_parts does. Quantized values are converted to `dtype` and returned as
     one part."""
-    if ptr.dtype.element_ty == tl.uint8:
-        low, high = load_packed(
-            ptr, offsets, tl.arange(0, VARIANT.block_dv // 2), VARIANT.head_dim_v, VARIANT.block_dv, dtype
-        )
-        return (join_codes(low, high, low.shape[0]),)
-    elif ptr.dtype.element_ty == tl.int8:
+    if ptr.dtype.element_ty == tl.int8:
         return (as_type(load_values(ptr, offsets, channels[0], VARIANT), dtype),)
     else:
         return load_value_parts(ptr, offsets, channels, VARIANT)
@@ -558,10 +553,9 @@ def prefetch_rows(ptr, offsets, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
     """Starts to load the rows at offsets [M, 1] into the L2 cache. It does not wait for them and holds no data in
     registers."""
     if has_ptx():
-        ROW: tl.constexpr = HEAD_DIM // 2 if ptr.dtype.element_ty == tl.uint8 else HEAD_DIM
         LINE: tl.constexpr = L2_LINE * 8 // ptr.dtype.element_ty.primitive_bitwidth  # elements
         LINES: tl.constexpr = BLOCK_D // LINE if BLOCK_D > LINE else 1
-        channels = tl.minimum(tl.arange(0, LINES) * LINE, ROW - 1)
+        channels = tl.minimum(tl.arange(0, LINES) * LINE, HEAD_DIM - 1)
         ptrs = ptr + offsets + channels[None, :]
         tl.inline_asm_elementwise(PREFETCH, "=r,l", [ptrs.to(tl.int64)], tl.int32, False, 1)
 

@@ -37,7 +37,6 @@ ORDER = (
     *DECODE_KERNELS,
     "combine_splits",
 )
-CODES = {"int8": (1, torch.int8), "int4": (2, torch.uint8)}  # quantized values per byte, dtype
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 BATCH, SEQLEN, HEADS_Q, HEADS_KV, WINDOW, PAGE_SIZE = 2, 4096, 40, 8, 1024, 256  # no head count is a multiple of 16
 
@@ -58,7 +57,7 @@ class Scheme:
     deterministic: bool = True
     recomputed: bool = False  # the dQ kernel recomputes the gradients of scores; backward then has seven products
     head_dim_v: int = 0  # head_dim of v; 0: the same as that of q and k
-    codes: str = ""  # "int8" or "int4": the cache is quantized
+    quantized: bool = False  # the cache is int8
     page_size: int = PAGE_SIZE  # rows of a page in a paged cache without explicit positions
     placed: int = 0  # rows of a page in a cache with explicit positions; 0: no explicit positions
     stored: bool = False  # the cache stores positions
@@ -68,11 +67,6 @@ class Scheme:
     num_splits: int = 0  # into how many splits decoding divides the keys; 0: it divides them into shares
     seqlen: int = SEQLEN  # queries and keys of a sequence in a call without a cache
     tile: tuple[str, Tile] | None = None  # a direction and the tile that it takes; None: all take their defaults
-
-    @property
-    def bits(self) -> int:
-        """Returns how many bits a number in the cache has. A cache that is not quantized has a 16-bit dtype."""
-        return 8 // CODES[self.codes][0] if self.codes else 16
 
 
 ONE_BAND = Scheme("rope", Rotary.rope)
@@ -172,12 +166,9 @@ CACHED_VALUES = tuple(  # the expanded cache of multi-head latent attention
     for cache in ("contiguous", "paged")
     for kind, seqlen_q in (("", 1), (" chunk", 512))
 )
-QUANTIZED = tuple(
-    dataclasses.replace(scheme, name=f"{scheme.name} {codes}", codes=codes) for codes in CODES for scheme in DECODE
-)
+QUANTIZED = tuple(dataclasses.replace(scheme, name=f"{scheme.name} int8", quantized=True) for scheme in DECODE)
 QUANTIZED_CHUNKS = tuple(
-    dataclasses.replace(scheme, name=f"{scheme.name} {codes}", codes=codes)
-    for codes, scheme in (("int8", CHUNKS[0]), ("int8", CHUNKS[3]), ("int4", CHUNKS[3]))
+    dataclasses.replace(scheme, name=f"{scheme.name} int8", quantized=True) for scheme in (CHUNKS[0], CHUNKS[3])
 )
 PLACED = tuple(
     dataclasses.replace(DECODE[n], name=f"{DECODE[n].name} placed {rows}", placed=rows)
@@ -233,7 +224,7 @@ class Case:
             return scheme.cache == "paged" or not wide
         if self.head_dim >= 256:
             return scheme in PARTS
-        return self.head_dim == 128 or (self.head_dim == 64 and not wide and not scheme.codes)
+        return self.head_dim == 128 or (self.head_dim == 64 and not wide and not scheme.quantized)
 
     def launches(self) -> list[Launch]:
         """Returns the launches of forward and backward, or of one call with a cache."""
@@ -270,9 +261,8 @@ class Case:
         cache, seqlens = tensor(*rows, scheme.heads[1], self.head_dim), tensor(BATCH, dtype=torch.int32)
         new_v, cache_v = (tensor(*x.shape[:-1], scheme.head_dim_v or self.head_dim) for x in (new, cache))
         scales = (None, None)
-        if scheme.codes:
-            per_byte, dtype = CODES[scheme.codes]
-            cache, cache_v = (tensor(*rows, HEADS_KV, self.head_dim // per_byte, dtype=dtype) for _ in "kv")
+        if scheme.quantized:
+            cache, cache_v = (tensor(*rows, HEADS_KV, self.head_dim, dtype=torch.int8) for _ in "kv")
             scales = (tensor(rows[0], HEADS_KV, rows[1], dtype=torch.float32).transpose(1, 2),) * 2  # KVCache's strides
         table = tensor(BATCH, pages, dtype=torch.int32) if scheme.cache == "paged" else None
         rotary, positions = scheme.rotary(self.head_dim), None

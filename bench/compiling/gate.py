@@ -118,7 +118,7 @@ class Row:
         first = self.cases[0]
         forward = self.kernel in ("attention_forward", "attention_chunks") and first.scheme.aligned
         decode = self.kernel == "attention_decode" and "rerope" in first.scheme.name
-        plain = not first.scheme.codes and not first.scheme.placed
+        plain = not first.scheme.quantized and not first.scheme.placed
         return (forward or decode) and first.head_dim in (64, 128) and plain
 
     @property

@@ -189,15 +189,11 @@ FIVE_PRODUCTS = tuple(
 # the edge tiles of the forward under 3.9.
 CODES = (
     SpillLimit(16, "attention_decode", 80, scheme="rerope paged int8", triton="3.6."),
-    SpillLimit(4, "attention_decode", 90, scheme="rerope paged int4", triton="3.6."),
     SpillLimit(16, "attention_decode", 80, scheme="rerope paged int8", triton="3.9."),
     SpillLimit(32, "attention_decode", 90, scheme="rerope paged int8", triton="3.9."),
-    SpillLimit(24, "append_rows", 80, scheme="rope contiguous int4", triton="3.9."),
     SpillLimit(60, "attention_chunks", 90, scheme="rerope paged chunk int8", triton="3.9.", in_loops=64),
-    SpillLimit(52, "attention_chunks", 90, scheme="rerope paged chunk int4", triton="3.9.", in_loops=84),
     SpillLimit(8, "attention_chunks", 90, scheme="rope contiguous chunk int8", triton="3.6."),
     SpillLimit(28, "attention_chunks", 90, scheme="rerope paged chunk int8", triton="3.6."),
-    SpillLimit(16, "attention_chunks", 90, scheme="rerope paged chunk int4", triton="3.6."),
     *(
         SpillLimit(0, scheme=scheme.name, triton=release)
         for release in ("3.6.", "3.9.")
@@ -507,22 +503,16 @@ GROUP_BARRIERS = {False: 2, True: 5}
 CODE_INSTRUCTIONS = {
     ("attention_chunks", "rope contiguous chunk int8"): {(80, 128): 16.6, (90, 128): 83},
     ("attention_chunks", "rerope paged chunk int8"): {(80, 128): 21, (90, 128): 100},
-    ("attention_chunks", "rerope paged chunk int4"): {(80, 128): 13, (90, 128): 100},
     ("attention_decode", "rope contiguous int8"): {(80, 128): 39.5, (90, 128): 39},
     ("attention_decode", "rope paged int8"): {(80, 128): 40.5, (90, 128): 40},
-    ("attention_decode", "rope contiguous int4"): {(80, 128): 38.5, (90, 128): 38.5},
-    ("attention_decode", "rope paged int4"): {(80, 128): 40.5, (90, 128): 40},
     ("attention_decode", "rerope contiguous int8"): {(80, 128): 20, (90, 128): 20.5},
     ("attention_decode", "rerope paged int8"): {(80, 128): 23, (90, 128): 22.5},
-    ("attention_decode", "rerope contiguous int4"): {(80, 128): 17.5, (90, 128): 18},
-    ("attention_decode", "rerope paged int4"): {(80, 64): 34, (80, 128): 19.5, (90, 128): 19.5},
 }
 # Instruction limits under versions of Triton after 3.6, measured with 3.9. For these versions configs.py has other
 # tiles, because the tiles for 3.6 would spill.
 NEWER = {
     ("attention_forward", "rope"): {(80, 64): 6.7},
     ("attention_chunks", "rerope paged chunk int8"): {(90, 128): 107},
-    ("attention_chunks", "rerope paged chunk int4"): {(80, 128): 13.5, (90, 128): 105},
     ("attention_forward", "rerope"): {(80, 64): 6.7, (80, 128): 5.5},
     ("attention_grad_kv", "rope"): {(90, 64): 24.3},
     ("attention_grad_kv", "rerope"): {(90, 64): 24.3},

@@ -106,13 +106,10 @@ def useful_products(kernel: str, variant, atomic: bool = False, stored: bool = F
     return variant.block_m * variant.block_n * widths / MULTIPLY_ADDS
 
 
-def cache_bytes(variant, bits: int = 16) -> int:
-    """Returns the bytes of a tile's keys and values.
-
-    bits: how many bits a number in the cache has. Fewer than 16 mean a quantized cache, in which every key and every
-    value of a head also has a float32 scale.
-    """
+def cache_bytes(variant, quantized: bool = False) -> int:
+    """Returns the bytes of a tile's keys and values. In a quantized cache a number has one byte, and every key and
+    every value of a head also has a float32 scale. In other caches a number has 16 bits."""
     width = variant.head_dim  # values may be channels of the keys
     if variant.first_value < 0:
         width += variant.head_dim_v or variant.head_dim
-    return variant.block_n * (width * bits // 8 + (2 * 4 if bits < 16 else 0))
+    return variant.block_n * (width + 2 * 4 if quantized else 2 * width)

@@ -16,7 +16,6 @@ import torch
 from flashrope import Rotary, attention_with_cache, rotate
 from flashrope.backends.cpu import library, loader
 from flashrope.backends.quantized import dequantize, quantize
-from flashrope.cache.storage import CACHE_DTYPES
 
 from .contestants import KERNELS, Contestant, dense, own, with_rope
 from .decode import own_with_cache, rotate_cache
@@ -71,7 +70,7 @@ class Stored(NamedTuple):
 
     scheme: Callable[[Problem], Rotary]
     paged: bool = False
-    cache_dtype: str | None = None
+    quantized: bool = False
     rotated_keys: bool = False
     queries: int = 1  # how many of the problem's last queries attend
 
@@ -79,9 +78,9 @@ class Stored(NamedTuple):
         """Returns the contents of the cache with the rows first: k and v, or their quantized values and their
         scales."""
         k = rotate(k, rotary) if self.rotated_keys else k
-        if self.cache_dtype is None:
+        if not self.quantized:
             return [k, v]
-        (k, k_scale), (v, v_scale) = (quantize(x, CACHE_DTYPES[self.cache_dtype]) for x in (k, v))
+        (k, k_scale), (v, v_scale) = quantize(k), quantize(v)
         return [k, v, k_scale, v_scale]
 
     def queries_of(self, q: torch.Tensor) -> torch.Tensor:
@@ -247,9 +246,9 @@ def quantized_entries(kernels, queries: int = 1) -> list[Entry]:
         ("HoPE, paged", Stored(Problem.hope, paged=True)),
         ("HoPE, rotated", Stored(Problem.hope, rotated_keys=True)),
     ):
-        for kind in ("float32", "bfloat16", *CACHE_DTYPES):
+        for kind in ("float32", "bfloat16", "int8"):
             dtype = torch.float32 if kind == "float32" else torch.bfloat16
-            of_kind = stored._replace(cache_dtype=kind if kind in CACHE_DTYPES else None, queries=queries)
+            of_kind = stored._replace(quantized=kind == "int8", queries=queries)
             each = entry(
                 f"{name}, {kind}",
                 f"{name}, bfloat16",

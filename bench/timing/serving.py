@@ -45,7 +45,7 @@ MODEL = dict(
 WINDOW, TRAIN_LENGTH = 512, 1024
 PAGE_SIZE = 128  # rows of a page in transformers' cache, as many as vLLM's default on the CPU
 REROPE = {"window": WINDOW, "log_n": TRAIN_LENGTH}
-INT8, INT4 = "int8_per_token_head", "int4_per_token_head"
+INT8 = "int8_per_token_head"
 
 
 class Served(NamedTuple):
@@ -63,9 +63,7 @@ SCHEMES = {
 }
 QUANTIZED = {  # only for vLLM, because transformers' continuous batching has no quantized cache
     " + flashrope, RoPE, int8": Served({}, INT8),
-    " + flashrope, RoPE, int4": Served({}, INT4),
     f" + flashrope, ReRoPE {WINDOW}, log n, int8": Served(REROPE, INT8),
-    f" + flashrope, ReRoPE {WINDOW}, log n, int4": Served(REROPE, INT4),
 }
 CACHE_GIB = 2  # size of vLLM's cache
 ENVIRONMENT = {

@@ -14,6 +14,7 @@
 #include <cstring>
 #include <limits>
 #include <memory>
+#include <type_traits>
 #include <utility>
 
 #ifdef __linux__
@@ -167,36 +168,14 @@ inline Vec load(const Float16* x) {
 #endif
 }
 
-// Elements of quantized caches, defined in python/flashrope/backends/quantized.py. Their rows are in memory as bytes.
+// An element of a quantized cache, defined in python/flashrope/backends/quantized.py.
 struct Int8 {
   int8_t code;
 };
-struct Int4 {  // channels 2 n and 2 n + 1
-  uint8_t codes;
-};
 template <typename T>
-constexpr int PER_ELEMENT = 1;
-template <>
-inline constexpr int PER_ELEMENT<Int4> = 2;
-template <typename T>
-constexpr bool IS_CODE = false;
-template <>
-inline constexpr bool IS_CODE<Int8> = true;
-template <>
-inline constexpr bool IS_CODE<Int4> = true;
+constexpr bool IS_CODE = std::is_same_v<T, Int8>;
 
 inline float to_float(Int8 x) { return x.code; }
-
-// The element that holds channel c of a row.
-template <typename T>
-inline const T* channel(const T* x, int c) {
-  return x + c / PER_ELEMENT<T>;
-}
-template <typename T>
-inline float value(const T* x, int c) {
-  return to_float(x[c]);
-}
-inline float value(const Int4* x, int c) { return float(int(x[c / 2].codes >> 4 * (c % 2) & 15) - 8); }
 
 inline Vec load(const Int8* x) {
 #if defined(__AVX512F__)
@@ -210,34 +189,12 @@ inline Vec load(const Int8* x) {
 #endif
 }
 
-// Reads LANES quantized values, beginning at an even channel. Every lane shifts its own 4 bits to the lowest bits.
-inline Vec load(const Int4* x) {
-#ifdef __AVX2__
-  int32_t words[LANES / 8];
-  std::memcpy(words, x, sizeof words);
-#ifdef __AVX512F__
-  const Vec numbers{-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
-  const __m512i both = _mm512_mask_set1_epi32(_mm512_set1_epi32(words[0]), 0xff00, words[1]);
-  const __m512i shifts = (__m512i)(lane_numbers() % 8 * 4);
-  return _mm512_permutexvar_ps(_mm512_srlv_epi32(both, shifts), numbers);  // the index is the lowest 4 bits
-#else
-  const IntVec shifts = 28 - lane_numbers() * 4;
-  const IntVec high = (IntVec)_mm256_sllv_epi32(_mm256_set1_epi32(words[0] ^ int32_t(0x88888888)), (__m256i)shifts);
-  return _mm256_cvtepi32_ps((__m256i)(high >> 28));
-#endif
-#else
-  Vec v;
-  for (int i = 0; i < LANES; ++i) v[i] = value(x, i);
-  return v;
-#endif
-}
-
 // Reads the first `count` channels of a row and converts them to float32.
 template <typename T>
 inline void convert(const T* x, float* y, int count) {
   int c = 0;
-  for (; c + LANES <= count; c += LANES) store(y + c, load(channel(x, c)));
-  for (; c < count; ++c) y[c] = value(x, c);
+  for (; c + LANES <= count; c += LANES) store(y + c, load(x + c));
+  for (; c < count; ++c) y[c] = to_float(x[c]);
 }
 
 // The same, with zeros up to a whole number of vectors.
@@ -254,17 +211,10 @@ inline constexpr float LARGEST<Float16> = 65504.0f;
 template <>
 inline constexpr float LARGEST<BFloat16> = 0x1.fep127f;
 
-inline void store_codes(const int32_t* codes, int count, Int8* out) {
-  for (int c = 0; c < count; ++c) out[c].code = int8_t(codes[c]);
-}
-inline void store_codes(const int32_t* codes, int count, Int4* out) {
-  for (int n = 0; n < count / 2; ++n) out[n].codes = uint8_t((codes[2 * n] + 8) | (codes[2 * n + 1] + 8) << 4);
-}
-
-// Quantizes a row to type C. Returns its scale.
-template <typename C, typename T>
-float quantize(const T* x, int head_dim, C* out) {
-  constexpr float largest_code = PER_ELEMENT<C> == 1 ? 127 : 7, magic = 12582912;  // see exp
+// Quantizes a row. Returns its scale.
+template <typename T>
+float quantize(const T* x, int head_dim, Int8* out) {
+  constexpr float largest_code = 127, magic = 12582912;  // see exp
   alignas(64) float numbers[MAX_HEAD_DIM];
   alignas(64) int32_t codes[MAX_HEAD_DIM];
   const int padded_dim = (head_dim + LANES - 1) / LANES * LANES;
@@ -288,7 +238,7 @@ float quantize(const T* x, int head_dim, C* out) {
     const IntVec written = scale > 0 ? clamped : IntVec{};
     std::memcpy(codes + c, &written, sizeof written);
   }
-  store_codes(codes, head_dim, out);
+  for (int c = 0; c < head_dim; ++c) out[c].code = int8_t(codes[c]);
   return scale;
 }
 

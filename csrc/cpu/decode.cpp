@@ -9,7 +9,6 @@ extern "C" int flashrope_decode(const flashrope::DecodeCall* call) {
     case 0: return decode_chunks<Chunk<float, float>>(*call);
     case 1: return decode_chunks<Chunk<flashrope::Float16, flashrope::Float16>>(*call);
     case 2: return decode_chunks<Chunk<flashrope::BFloat16, flashrope::BFloat16>>(*call);
-    case 3: return decode_chunks<Chunk<flashrope::Int8, float>>(*call);
-    default: return decode_chunks<Chunk<flashrope::Int4, float>>(*call);
+    default: return decode_chunks<Chunk<flashrope::Int8, float>>(*call);
   }
 }

@@ -51,7 +51,7 @@ struct DecodeCall {  // mirrored in backends/cpu/library.py
   double log_n_every, log_n_first;  // log_n_every is 0 if log n grows with every position, not in steps
   double length_scale;              // 0: queries are not scaled by the length of the sequence
   double rotated_scale;             // the factor on the query channels that are in pairs
-  int64_t dtype, threads;  // dtype: 0 float32, 1 float16, 2 bfloat16; 3, 4: cache Int8, Int4, queries float32
+  int64_t dtype, threads;  // dtype: 0 float32, 1 float16, 2 bfloat16; 3: cache Int8, queries float32
   ParallelFor parallel_for;
 
   Run run(int64_t n) const {

@@ -79,7 +79,7 @@ struct Chunk {
   int vectors() const { return (head_dim() + LANES - 1) / LANES; }
   int padded_dim() const { return vectors() * LANES; }
   int padded_dim_v() const { return (head_dim_v() + LANES - 1) / LANES * LANES; }
-  size_t row_bytes() const { return head_dim() * sizeof(T) / PER_ELEMENT<T>; }
+  size_t row_bytes() const { return head_dim() * sizeof(T); }
 
   // self: this chunk, as the struct that defines rotate_queries, add_scores and add_values.
   template <typename Self>
@@ -345,9 +345,9 @@ struct Chunk {
     const float* weight = call.key_weight;
     const int start = pairs.first, half = pairs.count;
     if (vector_pairs) {
-      auto key = [&](int c) { return weight ? load(channel(x, c)) * load(weight + c) : load(channel(x, c)); };
+      auto key = [&](int c) { return weight ? load(x + c) * load(weight + c) : load(x + c); };
       auto copy = [&](int from, int until) {
-        for (int c = from; c < until; c += LANES) store(y + c, load(channel(x, c)));
+        for (int c = from; c < until; c += LANES) store(y + c, load(x + c));
       };
       copy(0, start);
       for (int m = 0; m < rotating_vectors * LANES; m += LANES) {

@@ -19,10 +19,10 @@ constexpr int MOST_ROWS = ACCUMULATORS / 2;
 template <typename T>
 struct Ahead {
   const T* const* row;  // nullptr: none
-  static constexpr int LINE = 64 * PER_ELEMENT<T> / sizeof(T);  // channels of a cache line
+  static constexpr int LINE = 64 / sizeof(T);  // channels of a cache line
 
   bool begins(int c) const { return row && c % LINE == 0; }  // whether to prefetch lines that begin at channel c
-  void prefetch(int t, int c) const { __builtin_prefetch(channel(row[t], c), 0, 2); }
+  void prefetch(int t, int c) const { __builtin_prefetch(row[t] + c, 0, 2); }
 
   // Prefetches the lines of the rows [first, end) that begin at channel c, if lines begin there.
   void operator()(int c, int first, int end) const {
@@ -46,7 +46,7 @@ inline void multiply_tile(const float* queries, int stride, const K* const* keys
     for (int r = 0; r < ROWS; ++r) query[r] = load(queries + r * stride + c);
     ahead(c, 0, KEYS);
     for (int t = 0; t < KEYS; ++t) {
-      const Vec key = load(channel(keys[t], c));
+      const Vec key = load(keys[t] + c);
       for (int r = 0; r < ROWS; ++r) total[r][t] += query[r] * key;
     }
   }
@@ -67,7 +67,7 @@ inline void multiply_rotated(const float* query, const T* const* keys, const flo
     for (int c = from * LANES; c < until * LANES; c += LANES) {
       const Vec q = load(query + c);
       fetch();
-      for (int t = 0; t < KEYS; ++t) total[t] += q * load(channel(keys[t], c));
+      for (int t = 0; t < KEYS; ++t) total[t] += q * load(keys[t] + c);
     }
   };
   const int start = rotates.first * LANES, half = rotates.half * LANES;
@@ -77,7 +77,7 @@ inline void multiply_rotated(const float* query, const T* const* keys, const flo
     const Vec q = load(query + c), q_second = load(query + c + half);
     fetch(), fetch();
     for (int t = 0; t < KEYS; ++t) {
-      Vec first = load(channel(keys[t], c)), second = load(channel(keys[t], c + half));
+      Vec first = load(keys[t] + c), second = load(keys[t] + c + half);
       if (weight) first *= load(weight + c), second *= load(weight + c + half);
       const Vec c_cos = load(cos[t] + m), c_sin = load(cos[t] + sin_offset + m);
       total[t] += q * (first * c_cos - second * c_sin);
@@ -101,7 +101,7 @@ inline void add_weighted(const float* weights, const V* const* values, int first
   for (int t = first; t < end; ++t)
     for (int i = 0; i < COLUMNS; ++i) {
       if (lines_begin && i * LANES % ahead.LINE == 0) ahead.prefetch(t, c + i * LANES);
-      const Vec x = load(channel(values[t], c + i * LANES));
+      const Vec x = load(values[t] + c + i * LANES);
       for (int n = 0; n < ROWS; ++n) sum[n][i] += weights[n * BLOCK + t] * x;
     }
   for (int n = 0; n < ROWS; ++n)

@@ -51,7 +51,7 @@ void pack_block(const ForwardCall& call, const Workspace& workspace, int64_t hea
     for (int c = 0; c < head_dim_v; c += GEMM_COLUMNS) {
       float* y = v + c * BLOCK_N + t * GEMM_COLUMNS;
       const int count = std::min(GEMM_COLUMNS, head_dim_v - c);
-      convert(channel(x, c), y, count);
+      convert(x + c, y, count);
       if (IS_CODE<T>)
         for (int n = 0; n < count; ++n) y[n] *= scale;
     }
@@ -186,7 +186,6 @@ extern "C" int flashrope_forward(const flashrope::ForwardCall* call) {
     case 0: return flashrope::forward<float>(*call);
     case 1: return flashrope::forward<flashrope::Float16>(*call);
     case 2: return flashrope::forward<flashrope::BFloat16>(*call);
-    case 3: return flashrope::forward<flashrope::Int8, float>(*call);
-    default: return flashrope::forward<flashrope::Int4, float>(*call);
+    default: return flashrope::forward<flashrope::Int8, float>(*call);
   }
 }

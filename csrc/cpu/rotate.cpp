@@ -25,7 +25,7 @@ struct RotateCall {  // mirrored in backends/cpu/library.py
   const int64_t* slots;        // (rows of x,), slots of the whole cache; nullptr: a run fills slots from `slot` on
   const int32_t* block_table;  // (sequences, max_pages), or nullptr
   int64_t max_pages, pages, page_size;  // without a block_table: 1, the number of sequences, the slots per sequence
-  int64_t dtype, codes, threads;  // dtype: 0 float32, 1 float16, 2 bfloat16; codes: 3 Int8, 4 Int4, 0 not quantized
+  int64_t dtype, codes, threads;  // dtype: 0 float32, 1 float16, 2 bfloat16; codes: 3 Int8, 0 not quantized
   ParallelFor parallel_for;
 };
 
@@ -97,11 +97,7 @@ void rotate(const RotateCall& call) {
 
 template <typename T>
 void rotate_to(const RotateCall& call) {
-  switch (call.codes) {
-    case 0: return rotate<T>(call);
-    case 3: return rotate<T, Int8>(call);
-    default: return rotate<T, Int4>(call);
-  }
+  return call.codes ? rotate<T, Int8>(call) : rotate<T>(call);
 }
 
 }  // namespace flashrope

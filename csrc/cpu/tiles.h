@@ -37,8 +37,8 @@ struct ForwardCall {  // mirrored in backends/cpu/library.py
   int64_t num_bands, num_copies;
   int64_t shift;  // the query row r is at position shift + r, counted from the first key
   double scale;
-  // 0 float32, 1 float16, 2 bfloat16. With 3 the keys are Int8, with 4 they are Int4; the queries are then float32, and
-  // in bf16/ bfloat16.
+  // 0 float32, 1 float16, 2 bfloat16. With 3 the keys are Int8; the queries are then float32, and in bf16/
+  // bfloat16.
   int64_t dtype;
   int64_t float32_out, threads;  // float32_out: only bf16/ reads it; other targets write out in the type of the queries
   ParallelFor parallel_for;
@@ -87,14 +87,14 @@ void rotate_row(const T* x, float* y, const Table& table, int64_t b, int64_t row
   if (table.sin && !call.interleaved && pairs % LANES == 0 && head_dim % LANES == 0 && start % LANES == 0) {
     const float* cos = table.cos + b * table.cos_batch + row * table.cos_row;
     const float* sin = table.sin + b * table.sin_batch + row * table.sin_row;
-    for (int c = 0; c < start; c += LANES) store(y + c, load(channel(x, c)) * load(cos + c));
+    for (int c = 0; c < start; c += LANES) store(y + c, load(x + c) * load(cos + c));
     for (int m = 0; m < pairs; m += LANES) {
       const int c = start + m;
-      const Vec first = load(channel(x, c)), second = load(channel(x, c + pairs));
+      const Vec first = load(x + c), second = load(x + c + pairs);
       store(y + c, first * load(cos + c) + second * load(sin + m));
       store(y + c + pairs, second * load(cos + c + pairs) + first * load(sin + m + pairs));
     }
-    for (int c = start + 2 * pairs; c < head_dim; c += LANES) store(y + c, load(channel(x, c)) * load(cos + c));
+    for (int c = start + 2 * pairs; c < head_dim; c += LANES) store(y + c, load(x + c) * load(cos + c));
     return;
   }
   convert(x, y, head_dim);

@@ -70,7 +70,7 @@ def test_wide_heads_are_checked_and_timed(capsys, monkeypatch):
 
 def test_quantized_caches_are_checked_and_timed(capsys):
     """Every goal for quantized caches gets a figure. The result of one int8 contestant matches the reference over int8
-    values, and not the reference over int4 values."""
+    values, and not the reference over values that are not quantized."""
     from bench.timing import cpu, cpu_cases
 
     if (kernels := cpu_cases.compiled_kernels()) is None:
@@ -79,12 +79,12 @@ def test_quantized_caches_are_checked_and_timed(capsys):
     measured = cpu.Bench(options, records.Run("cpu", "", {}, {}, {}), kernels)
     measured.cache_types(512, 512, 0.1)
     goals = {goal.figure.replace("32768", "512").replace("8192", "512") for goal in cpu.GOALS if "types" in goal.figure}
-    assert len(goals) == 20 and goals <= measured.figures.keys()
+    assert len(goals) == 15 and goals <= measured.figures.keys()
     each = next(each for each in cpu_cases.quantized_entries(kernels) if each.name == "HoPE, paged, int8")
     p = measured.problem(512, 64, decoding=True, dtype=each.dtype)
-    other = cpu_cases.Stored(cpu.Problem.hope, cache_dtype="int4")
+    other = cpu_cases.Stored(cpu.Problem.hope)
     wrong = dataclasses.replace(each.contestant, exact=partial(cpu_cases.over_stored_rows, other))
-    assert check.error(each.contestant, p, False) < check.TOLERANCE[p.dtype] < check.error(wrong, p, False)
+    assert check.error(each.contestant, p, False) < check.error(wrong, p, False) / 2
 
 
 def test_training_steps_compute_what_their_names_say():

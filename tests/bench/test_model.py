@@ -184,7 +184,7 @@ def test_products_that_are_needed():
     assert predict.useful_products("attention_grad_q", narrow) == 2 * 192 + 128
     assert predict.useful_products("attention_decode", shape) is None
     assert predict.cache_bytes(shape) == 32 * 96 * 2 * 2
-    assert predict.cache_bytes(shape, 4) == 32 * (96 + 2 * 4)  # half a byte of each number, and two scales
+    assert predict.cache_bytes(shape, quantized=True) == 32 * (2 * 96 + 2 * 4)  # and two scales
 
 
 # ---- the command
@@ -196,7 +196,7 @@ def test_cells_of_a_row():
     waits = dict.fromkeys(issue.WAITS, 1 / len(issue.WAITS))
     loop = predict.Loop(80, 1000, 2, 4, waits)
     measured = SimpleNamespace(model=loop, warps=4, stages=3, registers=99, loop={})
-    scheme = cases.Scheme("some", cases.ONE_BAND.rotary, cache="paged", codes="int8")
+    scheme = cases.Scheme("some", cases.ONE_BAND.rotary, cache="paged", quantized=True)
     decode = SimpleNamespace(__name__="attention_decode")
     launch = SimpleNamespace(kernel=decode, arch=80, kwargs={"VARIANT": variant}, stores_scores=False)
     cells = model.row(scheme, launch, measured)

@@ -217,7 +217,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--impl", default="cpu", choices=("cpu", "triton"))
     parser.add_argument("--dtype", default="float32", choices=("float32", "float16", "bfloat16"))
-    parser.add_argument("--cache-dtype", choices=("int8", "int4"))
+    parser.add_argument("--cache-dtype", choices=("int8",))
     options = parser.parse_args()
     device = "cuda" if options.impl == "triton" and torch.cuda.is_available() else "cpu"
     torch.set_num_threads(1)

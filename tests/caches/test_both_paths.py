@@ -29,7 +29,7 @@ CASES: dict[str, tuple[Rotary, dict, dict]] = {
     "splits": (REROPE, {"page": PAGE}, {"num_splits": 2}),
     "sinks": (REROPE, {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])}, {}),
     "int8": (REROPE, {"page": PAGE, "cache_dtype": "int8"}, {}),
-    "int4": (REROPE, {"cache_dtype": "int4"}, {}),
+    "int8, contiguous": (REROPE, {"cache_dtype": "int8"}, {}),
     "rotated keys": (ROPE, {"stored": rotated}, {}),
     "rotated keys, several": (ROPE.log_n(20), {"stored": rotated, "queries": 4, "leftpad": (3, 0, 9)}, {}),
     "rotated keys, paged, packed": (ROPE, {"stored": rotated, "page": PAGE, "queries": (2, 1, 4)}, {}),

@@ -98,9 +98,8 @@ def test_left_padding_goes(target):
     held.look()
 
 
-@pytest.mark.parametrize("cache_dtype", ["int8", "int4"])
-def test_quantized(moved, cache_dtype):
-    held = held_by(moved, cache_dtype=cache_dtype)
+def test_quantized(moved):
+    held = held_by(moved, cache_dtype="int8")
     names = [held.allocate(), held.allocate()]
     held.write(names, 20)
     held.extend(*names)

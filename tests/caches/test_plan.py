@@ -54,7 +54,7 @@ def check(layers: list[Cached]) -> None:
 
 
 @impls
-@pytest.mark.parametrize("cache_dtype", [None, "int8", "int4"])
+@pytest.mark.parametrize("cache_dtype", [None, "int8"])
 @pytest.mark.parametrize("page", [0, PAGE], ids=["contiguous", "paged"])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_layers_of_a_step(scheme, page, cache_dtype, impl):

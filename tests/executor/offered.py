@@ -11,14 +11,12 @@ from typing import NamedTuple
 import torch
 from flashrope import Rotary, attention_with_cache
 
-CODES = {"int8": torch.int8, "int4": torch.uint8}
-
 
 class Offered(NamedTuple):
     """A combination that the checks accept or refuse.
 
     head_dim: channels. page: slots of a page, or 0 for a contiguous cache. dtype: the type of the queries. cache_dtype:
-    "int8", "int4" or None. positions: None, "tables" (of pages) or "stored" (of slots).
+    "int8" or None. positions: None, "tables" (of pages) or "stored" (of slots).
     """
 
     head_dim: int
@@ -46,7 +44,7 @@ class Case(NamedTuple):
 HEAD_DIMS = (8, 16, 24, 32, 40, 64, 96, 128, 192, 256, 264, 512)
 PAGES = (0, 16, 32, 64, 128, 256)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-CACHE_DTYPES = (None, "int8", "int4")
+CACHE_DTYPES = (None, "int8")
 POSITIONS = (None, "tables", "stored")
 # two of these divide the head into parts
 SCHEMES = ("rope", "rope_interleaved", "rope_partial", "rope_behind", "rerope", "none")
@@ -62,12 +60,12 @@ def is_offered(head_dim, page, dtype, cache_dtype, positions) -> bool:
     def empty(*shape, dtype):
         return torch.empty(*shape, dtype=dtype, device="meta")
 
-    rows, head, options = page or 256, head_dim, {}
+    rows, options = page or 256, {}
     if cache_dtype is not None:
-        codes = cache_dtype if isinstance(cache_dtype, torch.dtype) else CODES[cache_dtype]
-        head, scale = head_dim // 2 if codes == torch.uint8 else head_dim, empty(0, rows, 1, dtype=torch.float32)
+        scale = empty(0, rows, 1, dtype=torch.float32)
         options |= {"k_scale": scale, "v_scale": scale.clone()}
-    cache = empty(0, rows, 1, head, dtype=dtype if cache_dtype is None else codes)
+    stored = {None: dtype, "int8": torch.int8}.get(cache_dtype, cache_dtype)
+    cache = empty(0, rows, 1, head_dim, dtype=stored)
     if page:
         options["block_table"] = empty(0, 1, dtype=torch.int32)
     if positions == "tables":

@@ -35,12 +35,11 @@ CASES = {
         dict(queries=70, page=PAGE),
     ),
     **{
-        f"{codes}-d{d}-first{first}": (
+        f"int8-d{d}-first{first}": (
             BF16,
             Rotary.rope(d, rotary_dim=d // 4, first_channel=first).rectify(21),
-            dict(parts=0, cache_dtype=codes),
+            dict(parts=0, cache_dtype="int8"),
         )
-        for codes in ("int8", "int4")
         for d, first in ((32, 8), (32, 2), (64, 16), (64, 2), (128, 12))
     },
 }
@@ -51,7 +50,7 @@ QUICK = (
     "odd-d64-bf16",
     "chunk-d64-bf16",
     "int8-d64-first16",
-    "int4-d32-first2",
+    "int8-d32-first2",
 )
 
 

@@ -6,7 +6,6 @@ import torch
 from flashrope import Rotary, attention, attention_with_cache, rotate
 from flashrope.backends.quantized import quantize
 from flashrope.backends.triton import tiles
-from flashrope.cache.storage import CACHE_DTYPES
 from flashrope.lowering.parts import copied_parts
 from flashrope.triton_kernels import configs
 from flashrope.triton_kernels.configs import Tile
@@ -75,17 +74,15 @@ def decode(
     num_splits: int = 2,
     rotated_keys: bool = False,
     paged: bool = False,
-    cache_dtype: str | None = None,
+    quantized: bool = False,
 ) -> list:
-    """Returns the launches of one decoding step whose new token is the seqlen-th key. cache_dtype: the dtype of a
-    quantized cache; None: the cache is bfloat16."""
+    """Returns the launches of one decoding step whose new token is the seqlen-th key. The cache is bfloat16, or int8 if
+    it is quantized."""
     pages, page_size = (-(-seqlen // PAGE_SIZE), PAGE_SIZE) if paged else (1, seqlen + 100)
     k_cache, v_cache = torch.randn(2, pages, page_size, 1, rotary.head_dim).bfloat16()
     scales = {}
-    if cache_dtype:
-        (k_cache, scales["k_scale"]), (v_cache, scales["v_scale"]) = (
-            quantize(x, CACHE_DTYPES[cache_dtype]) for x in (k_cache, v_cache)
-        )
+    if quantized:
+        (k_cache, scales["k_scale"]), (v_cache, scales["v_scale"]) = map(quantize, (k_cache, v_cache))
     q, k, v = (torch.randn(1, 1, heads, rotary.head_dim).bfloat16() for heads in (HEADS_Q, 1, 1))
     seqlens = torch.tensor([seqlen - 1], dtype=torch.int32)
     options = {"impl": "triton", "num_splits": num_splits, "rotated_keys": rotated_keys}
@@ -199,24 +196,21 @@ def test_decode(machine, arch, rotary, seqlen):
         assert seqlen % 64 or traffic.sectors_read == seqlen * ROW + twice
 
 
-@pytest.mark.parametrize("cache_dtype, share", [("int8", 2), ("int4", 4)])
-def test_decode_of_quantized_caches(machine, arch, cache_dtype, share):
+def test_decode_of_quantized_caches(machine, arch):
     """Only the quantized values and the scale of every key and value are read from the caches."""
-    launches = decode(RECTIFIED, 512, cache_dtype=cache_dtype)
+    launches = decode(RECTIFIED, 512, quantized=True)
     tensors = next(launch for launch in launches if launch.kernel == "attention_decode").tensors
     for name in ("k_cache", "v_cache"):
-        assert tensors[name].distinct_read == 512 * ROW // share
+        assert tensors[name].distinct_read == 512 * ROW // 2
     for name in SCALES:
         assert tensors[name].distinct_read == 512 * 4
 
 
-@pytest.mark.parametrize("cache_dtype, share", [("int8", 2), ("int4", 4)])
-def test_quantized_keys_that_do_not_rotate_are_read_once(machine, cache_dtype, share):
-    """Quantized keys that do not rotate are read once: one load reads both halves of a key, and at 4 bits both halves
-    lie in one sector."""
-    launches = decode(Rotary.rope(64), 512, rotated_keys=True, cache_dtype=cache_dtype)
+def test_quantized_keys_that_do_not_rotate_are_read_once(machine):
+    """Quantized keys that do not rotate are read once: one load reads both halves of a key."""
+    launches = decode(Rotary.rope(64), 512, rotated_keys=True, quantized=True)
     tensors = next(launch for launch in launches if launch.kernel == "attention_decode").tensors
-    assert tensors["k_cache"].sectors_read == 512 * ROW // share
+    assert tensors["k_cache"].sectors_read == 512 * ROW // 2
 
 
 @pytest.mark.parametrize("paged", [False, True], ids=["contiguous", "paged"])

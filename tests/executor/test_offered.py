@@ -1,4 +1,4 @@
-"""Runs the offered combinations of head_dim, page, type, bit width and positions on the executor.
+"""Runs the offered combinations of head_dim, page, types and positions on the executor.
 
 By default a sample runs that covers every pair of values. --offered product runs all combinations."""
 

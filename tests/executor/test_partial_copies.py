@@ -93,9 +93,8 @@ def test_packed_chunks(machine):
     assert {"attention_decode", "attention_chunks"} <= {launch.kernel for launch in machine.launches}
 
 
-@pytest.mark.parametrize("cache_dtype", ["int8", "int4"])
-def test_copies_of_quantized_keys_hold_all_channels(machine, cache_dtype):
-    call = Cached(BF16, HALF.rectify(21), (90, 71), 70, heads=(2, 1), page=PAGE, cache_dtype=cache_dtype)
+def test_copies_of_quantized_keys_hold_all_channels(machine):
+    call = Cached(BF16, HALF.rectify(21), (90, 71), 70, heads=(2, 1), page=PAGE, cache_dtype="int8")
     call.check()
     (rotate,) = (launch for launch in machine.launches if launch.kernel == "rotate_cached_rows")
     assert rotate.tensors["out"].size % (128 * 2) == 0 and rotate.tensors["out"].size >= 2 * 90 * 128 * 2

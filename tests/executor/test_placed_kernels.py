@@ -89,12 +89,11 @@ def test_stored_positions(machine, name):
     assert ("place_slots" in kernels) == (not axial) and "attention_decode" in kernels
 
 
-CODES = {  # (target, rows of a page, head_dim, type of the cache, left padding)
-    "int4-pages-of-16-d64-fp16": (FP16, 16, 64, "int4", None),
-    "int4-pages-of-16-d40-bf16": (BF16, 16, 40, "int4", None),
-    "int4-padded-d64-bf16": (BF16, 64, 64, "int4", [0, 9]),
-    "int4-pages-of-32-d16-fp16": (FP16, 32, 16, "int4", None),
-    "int8-pages-of-16-d8-bf16": (BF16, 16, 8, "int8", None),
+CODES = {  # (target, rows of a page, head_dim, left padding)
+    "int8-pages-of-16-d64-fp16": (FP16, 16, 64, None),
+    "int8-padded-d64-bf16": (BF16, 64, 64, [0, 9]),
+    "int8-pages-of-32-d16-fp16": (FP16, 32, 16, None),
+    "int8-pages-of-16-d8-bf16": (BF16, 16, 8, None),
 }
 
 
@@ -102,8 +101,8 @@ CODES = {  # (target, rows of a page, head_dim, type of the cache, left padding)
 def test_codes(machine, name):
     """Quantized caches with stored positions are right for tiles of 16 keys and for tiles with fewer than four bytes
     per lane. With 16 keys, the product with the weights adds up 16 terms."""
-    target, page, head_dim, cache_dtype, leftpad = CODES[name]
-    lengths, options = [3 * page - 5, 2 * page + 1 - 9 * bool(leftpad)], dict(cache_dtype=cache_dtype, leftpad=leftpad)
+    target, page, head_dim, leftpad = CODES[name]
+    lengths, options = [3 * page - 5, 2 * page + 1 - 9 * bool(leftpad)], dict(cache_dtype="int8", leftpad=leftpad)
     c = over(target, "rope", lengths, 1, head_dim, page, **options, **FULL)
     c.at(**holes(2, 3, page)).check(validate=False)
 

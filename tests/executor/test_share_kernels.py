@@ -21,7 +21,7 @@ CASES = {  # target, scheme, programs, options
     "local-d64-bf16": (BF16, Rotary.rope(64).local(70), 3, {}, slow),
     "wide-d128-bf16": (BF16, SCHEMES["rerope"](128), 4, dict(queries=20, heads=(3, 1), new=0), ()),
     "int8-d128-bf16": (BF16, SCHEMES["rope"](128), 3, dict(cache_dtype="int8", page=64), ()),
-    "int4-d128-fp16": (FP16, SCHEMES["rerope"](128), 3, dict(cache_dtype="int4", heads=(2, 1)), slow),
+    "int8-d128-fp16": (FP16, SCHEMES["rerope"](128), 3, dict(cache_dtype="int8", heads=(2, 1)), slow),
     "self-extend-d64-bf16": (BF16, Rotary.rope(64).self_extend(48, 8), 3, dict(page=PAGE), slow),
     "dual-chunk-d64-bf16": (BF16, Rotary.rope(64).dual_chunk(160, 32), 4, {}, slow),
     "p-rope-d512-bf16": (BF16, Rotary.p_rope(512, 0.25), 3, dict(heads=(2, 1)), slow),

@@ -10,11 +10,10 @@ import torch
 
 transformers = pytest.importorskip("transformers", reason="the extra 'transformers' is not installed")
 
-from flashrope.cli.options import BadInput
 from flashrope.evaluation.model import load
 from flashrope.integrations.transformers import convert
 
-from experiments import real_codes, real_reuse, real_speed, real_training
+from experiments import real_reuse, real_speed, real_training
 from experiments.__main__ import main
 
 TEXT = "The wind blows over the field. A dog barks at the gate, and the baker opens his shop at 7. " * 9
@@ -39,7 +38,7 @@ def run(name: str, folder, out, *options: str) -> int:
 @pytest.mark.parametrize("out", [["--out", "/a"], ["--out=/a"]])
 def test_a_recorded_command_does_not_name_the_output_folder(out):
     words = [*out, "--model", "a b.gguf", "--windows", "2"]
-    assert real_codes.command_line("python -m x", words) == "python -m x --model 'a b.gguf' --windows 2"
+    assert real_speed.command_line("python -m x", words) == "python -m x --model 'a b.gguf' --windows 2"
 
 
 # ---- reuse
@@ -116,85 +115,6 @@ def test_means_of_ways():
     assert (both["found"], both["asked"]) == (2, 4)
     assert each["number", orders[1], "alone"]["change"] == 0.0
     assert each["quote", orders[0], "full prefill"]["change"] == 0.0
-
-
-# ---- codes
-
-
-def test_rounding_is_that_of_codes_and_of_groups():
-    x = torch.randn(2, 3, 5, 64, generator=torch.Generator().manual_seed(0))
-    assert real_codes.rounded(x, None) is x
-    for dtype, largest in (("int8", 127), ("int4", 7)):
-        for group in (None, 32):
-            found = real_codes.rounded(x, real_codes.Format(dtype, group))
-            parts, other = (y.unflatten(-1, (-1, group or 64)) for y in (x, found))
-            scale = parts.abs().amax(-1, keepdim=True) / largest
-            assert torch.allclose(other, (parts / scale).round() * scale, atol=1e-6)
-
-
-@torch.no_grad()
-def test_formats_of_layers_are_what_the_cache_holds(folder):
-    model, tokens = load(str(folder), torch.device("cpu"))
-    convert(model)
-    row = torch.tensor([tokens.encode(TEXT)[:80]])
-    names = ("float32", "int8", "int4", "int4, groups of 32", "int4, layer 1", "int4, layers 0+1 in int8")
-    ways = {name: real_codes.ways_of(name, 2) for name in names}
-    losses = {
-        name: real_codes.losses(model, row, real_codes.cache_of(model, name, each), [40, 79])
-        for name, each in ways.items()
-    }
-    logits = model(row[:, :-1]).logits[0]
-    expected = torch.nn.functional.cross_entropy(logits, row[0, 1:]).item()
-    assert abs(losses["float32"][1] - expected) < 1e-5
-    simulated = real_codes.losses(model, row, real_codes.cache_of(model, "", ways["int8"]), [40, 79])
-    for at in range(2):
-        assert abs(losses["int8"][at] - simulated[at]) < abs(losses["int4"][at] - losses["float32"][at]) / 10
-        assert losses["int4, layers 0+1 in int8"][at] == simulated[at]
-        assert len({each[at] for name, each in losses.items()}) == len(names)
-
-
-@pytest.mark.parametrize("name", ["int2", "int4, layer 2", "int3, layer 0", "int4, layers 1+2 in int8"])
-def test_unknown_ways(name):
-    with pytest.raises(BadInput, match="^--ways: expected "):
-        real_codes.ways_of(name, 2)
-
-
-def test_codes_continue_where_they_stopped(folder, tmp_path, monkeypatch):
-    options = ["--lengths", "40", "80", "--windows", "2"]
-    assert run("codes", folder, tmp_path, *options, "--ways", "int8") == 0
-    read, losses = [], real_codes.losses
-    monkeypatch.setattr(real_codes, "losses", lambda *given: read.append(1) or losses(*given))
-    assert run("codes", folder, tmp_path, *options, "--ways", "int8", "int4", "--each-layer", "int4 keys") == 0
-    found = json.loads((tmp_path / real_codes.RESULT).read_text())
-    assert len(read) == 2 * 3 and len(found["rows"]) == 2 * 5
-    for length in ("40", "80"):
-        result = found["results"][length]
-        assert result["float32"]["change"] == 0 and result["int4 keys, layer 1"]["windows"] == 2
-        at = ("40", "80").index(length)
-        rows = {(row["way"], row["window"]): row["losses"][at] for row in found["rows"]}
-        changes = [rows["int4", window] - rows["float32", window] for window in range(2)]
-        assert abs(result["int4"]["change"] - sum(changes) / 2) < 1e-12
-
-
-def test_codes_under_rerope(folder, tmp_path):
-    """With --window, the text is read under ReRoPE. So the loss differs, and the result records the window."""
-    found = {}
-    for name, options in {"own": [], "rerope": ["--window", "8"]}.items():
-        words = ["--lengths", "80", "--windows", "1", "--ways", "int8", *options]
-        assert run("codes", folder, tmp_path / name, *words) == 0
-        found[name] = json.loads((tmp_path / name / real_codes.RESULT).read_text())
-    own, rerope = (found[name]["results"]["80"]["float32"]["loss"] for name in found)
-    assert abs(own - rerope) > 1e-6 and found["rerope"]["window"] == 8 and "window" not in found["own"]
-
-
-def test_agreement(folder, tmp_path):
-    """In a shallow model, adding in another order gives nearly the same quantized values. Rounding rotated keys gives
-    different values."""
-    options = ["--lengths", "80", "--windows", "1", "--agreement", "79"]
-    assert run("codes", folder, tmp_path, *options) == 0
-    found = json.loads((tmp_path / "agreement.json").read_text())["mean"]
-    assert found["other sums"] < 0.1 < found["rotated keys"] < 3
-    assert abs(found["loss, int8"] - found["loss, float32"]) < 0.05
 
 
 # ---- speed

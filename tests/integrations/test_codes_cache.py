@@ -8,28 +8,25 @@ transformers = pytest.importorskip("transformers", reason="the extra 'transforme
 
 from families import CALLS, SEQLEN, tiny
 from flashrope.backends.quantized import dequantize, quantize
-from flashrope.cache.storage import CACHE_DTYPES
 from flashrope.integrations.transformers import CodesCache, convert, revert
 from flashrope.integrations.transformers.versions import CACHE
 from transformers import Cache
 from transformers.cache_utils import DynamicLayer, QuantizedLayer
 
-bits = pytest.mark.parametrize("cache_dtype", CACHE_DTYPES)
-
 
 class RoundedLayer(DynamicLayer):
     """Rounds keys and values as quantization does, but stores them in float32."""
 
-    def __init__(self, dtype):
-        super().__init__()
-        self.code_dtype = dtype
-
     def update(self, *states, **kwargs):
-        return super().update(*(dequantize(*quantize(x, self.code_dtype), torch.float32) for x in states[:2]))
+        return super().update(*(dequantize(*quantize(x), torch.float32) for x in states[:2]))
 
 
-def rounded_cache(config, cache_dtype):
-    return Cache(layers=[RoundedLayer(CACHE_DTYPES[cache_dtype]) for _ in range(config.num_hidden_layers)])
+def codes_cache(config):
+    return CodesCache(config, "int8")
+
+
+def rounded_cache(config):
+    return Cache(layers=[RoundedLayer() for _ in range(config.num_hidden_layers)])
 
 
 def converted(family, **options):
@@ -38,19 +35,18 @@ def converted(family, **options):
     return convert(model, **options)
 
 
-@bits
 @pytest.mark.parametrize(
     "family, options",
     [("llama", {}), ("llama", {"window": 8, "log_n": 16}), ("mistral", {}), ("qwen3", {"yarn": (4.0, 16)})],
     ids=["rope", "rerope", "sliding window", "yarn"],
 )
 @torch.no_grad()
-def test_calls_over_codes_are_those_over_what_they_stand_for(family, options, cache_dtype):
+def test_calls_over_codes_are_those_over_what_they_stand_for(family, options):
     model, ids = converted(family, **options), torch.randint(64, (2, SEQLEN))
     mask = torch.ones_like(ids)
     mask[1, :3] = 0
     for padding in (None, mask):
-        caches = CodesCache(model.config, cache_dtype), rounded_cache(model.config, cache_dtype)
+        caches = codes_cache(model.config), rounded_cache(model.config)
         begin, pieces = 0, []
         for end in CALLS:
             seen = None if padding is None else padding[:, :end]
@@ -61,20 +57,18 @@ def test_calls_over_codes_are_those_over_what_they_stand_for(family, options, ca
         cost = (rounded - model(ids, attention_mask=padding).logits[real]).square().mean().sqrt()
         # A number halfway between two quantized values may be rounded either way.
         assert cost > 1e-3 and (codes - rounded).square().mean().sqrt() < cost / 20
-    assert caches[0].get_seq_length() == SEQLEN and caches[0].layers[0].keys.dtype == CACHE_DTYPES[cache_dtype]
+    assert caches[0].get_seq_length() == SEQLEN and caches[0].layers[0].keys.dtype == torch.int8
 
 
-@bits
 @pytest.mark.parametrize("search", [{}, {"num_beams": 3}], ids=["greedy", "beams"])
 @torch.no_grad()
-def test_generate(cache_dtype, search):
+def test_generate(search):
     """Greedy and beam search give the text that a cache of dequantized keys and values gives. Beam search selects rows
     of the cache together with their scales."""
     model, ids = converted("llama"), torch.randint(64, (2, 7))
     options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, **search}
     texts = [
-        model.generate(ids, past_key_values=make(model.config, cache_dtype), **options)
-        for make in (CodesCache, rounded_cache)
+        model.generate(ids, past_key_values=make(model.config), **options) for make in (codes_cache, rounded_cache)
     ]
     assert torch.equal(*texts) and texts[0].shape[1] > 8
 
@@ -126,12 +120,12 @@ def test_a_model_that_is_not_converted(state):
 
 def test_what_is_refused():
     model = converted("llama")
-    for cache_dtype in (None, "fp8"):
-        with pytest.raises(ValueError, match="cache_dtype: expected .*'int8' or 'int4', got "):
+    for cache_dtype in (None, "fp8", "int4"):
+        with pytest.raises(ValueError, match="cache_dtype: expected .*'int8', got "):
             CodesCache(model.config, cache_dtype)
     odd = tiny("llama", hidden_size=48, num_attention_heads=4, head_dim=12)
-    with pytest.raises(ValueError, match="cache_dtype: expected .* head_dim is a multiple of 8 for int4, got 12"):
-        CodesCache(odd.config, "int4")
+    with pytest.raises(ValueError, match="cache_dtype: expected .* head_dim is a multiple of 8 for int8, got 12"):
+        CodesCache(odd.config, "int8")
     model.config.layer_types = ["full_attention", "linear_attention", *["full_attention"] * 9]
     with pytest.raises(ValueError, match="cache_dtype: expected a model with attention in every layer"):
         CodesCache(model.config, "int8")

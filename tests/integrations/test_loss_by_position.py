@@ -58,8 +58,8 @@ def test_logits_in_pieces_are_the_models_own(family, changes, monkeypatch):
 def test_a_quantized_cache_changes_the_loss():
     torch.manual_seed(0)
     model, row = convert(tiny("llama").eval(), window=8), torch.randint(60, (LENGTH + 1,))
-    plain, int8, int4 = (position_losses(model, row, kind) for kind in (None, "int8", "int4"))
-    assert 0 < float((int8 - plain).abs().max()) < float((int4 - plain).abs().max()) < 1
+    plain, int8 = (position_losses(model, row, kind) for kind in (None, "int8"))
+    assert 0 < float((int8 - plain).abs().max()) < 0.1
 
 
 def test_a_table_that_depends_on_the_length_is_measured_by_length():

@@ -197,7 +197,7 @@ def test_a_quantized_cache(checkpoint, tmp_path):
     sizes = ["--lengths", "380", "--schemes", "stock", "rerope", "--depths", "2", "--trials", "2"]
     sizes += ["--device", "cpu", "--threads", "1"]
     cells = {}
-    for name in ("plain", "int8", "int4"):
+    for name in ("plain", "int8"):
         options = [] if name == "plain" else ["--cache-dtype", name]
         out = str(tmp_path / name)
         assert main(["passkey", "--model", checkpoint, *sizes, "--out", out, *options]) == 0
@@ -205,8 +205,8 @@ def test_a_quantized_cache(checkpoint, tmp_path):
         assert saved["facts"].get("cache", "plain").startswith(name)
         cells[name] = torch.tensor([cell["log_probability"] for cell in saved["cells"]], dtype=torch.float64)
     assert len(cells["plain"]) == 2 * 2
-    changes = {name: (cells[name] - cells["plain"]).abs() for name in ("int8", "int4")}
-    assert (changes["int8"] > 0).all() and changes["int8"].max() < changes["int4"].max() < 1
+    changes = (cells["int8"] - cells["plain"]).abs()
+    assert (changes > 0).all() and changes.max() < 0.1
 
 
 def test_the_type_of_the_computation(checkpoint, tmp_path):

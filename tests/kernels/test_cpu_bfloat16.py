@@ -64,7 +64,7 @@ def test_needles_at_the_edges_of_a_window(width):
     support.check(BRAIN, p)
 
 
-@pytest.mark.parametrize("cache_dtype", [None, "int8", "int4"])
+@pytest.mark.parametrize("cache_dtype", [None, "int8"])
 @pytest.mark.parametrize("page", [0, 16])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_chunks_over_a_cache(head_dim, page, cache_dtype):

@@ -222,10 +222,10 @@ def test_every_library_of_this_processor_is_right(compiled, monkeypatch, tmp_pat
     grads = [torch.autograd.grad(out.sum(), q)[0] for out in (got, want)]
     torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
     new = [torch.randn(2, 90, 2, 40) for _ in range(2)]
-    for cache_dtype, width in ((torch.float32, 40), (torch.int8, 40), (torch.uint8, 20)):
+    for cache_dtype in (torch.float32, torch.int8):
         results = []
         for impl in ("cpu", "reference"):
-            caches = [torch.zeros(2, 96, 2, width, dtype=cache_dtype) for _ in range(2)]
+            caches = [torch.zeros(2, 96, 2, 40, dtype=cache_dtype) for _ in range(2)]
             scales = {} if cache_dtype == torch.float32 else _scales()
             results.append(_append_and_decode(q[:, -1:].detach(), caches, new, rotary, scales, impl))
         for got, want in zip(*results, strict=True):

@@ -70,7 +70,7 @@ def test_threads_that_read_one_cache(target, one_thread):
 @on_cpu
 def test_threads_with_a_cache_each(target):
     """Threads that each serve from a cache of their own get right answers. Every answer is compared with float64."""
-    types = None, "int8", "int4"
+    types = None, "int8"
     together(*(lambda n=n, each=each: Serving(target, n, each).serve(steps=30) for n, each in enumerate(types)))
 
 
@@ -184,7 +184,7 @@ def test_the_interpreter_ends_during_calls(what, impl):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cache_dtype", [None, "int8", "int4"])
+@pytest.mark.parametrize("cache_dtype", [None, "int8"])
 @on_cpu
 def test_soak(target, cache_dtype):
     """A short serving loop gives right answers and ends without pages in use. `python -m tests.caches.soak --minutes

@@ -53,11 +53,10 @@ def test_over_a_cache(target, form, page):
         Cached(target, FORMS[form](24, first), (80, 97), queries, page=page, heads=(2, 1)).check()
 
 
-@pytest.mark.parametrize("cache_dtype", ["int8", "int4"])
 @pytest.mark.parametrize("first", [2, 8, 16])
-def test_over_a_quantized_cache(target, cache_dtype, first):
+def test_over_a_quantized_cache(target, first):
     rotary = Rotary.rope(64, rotary_dim=16, first_channel=first).rectify(21)
-    Cached(target, rotary, (50, 61), 2, heads=(2, 1), cache_dtype=cache_dtype).check()
+    Cached(target, rotary, (50, 61), 2, heads=(2, 1), cache_dtype="int8").check()
 
 
 @pytest.mark.parametrize("form", ["half", "interleaved", "scaled"])

@@ -290,9 +290,6 @@ int forward_to(const ForwardCall& call) {
 }  // namespace flashrope
 
 extern "C" int flashrope_forward_bf16(const flashrope::ForwardCall* call) {
-  switch (call->dtype) {
-    case 2: return flashrope::forward_to<flashrope::BFloat16>(*call);
-    case 3: return flashrope::forward_to<flashrope::Int8>(*call);
-    default: return flashrope::forward_to<flashrope::Int4>(*call);
-  }
+  return call->dtype == 2 ? flashrope::forward_to<flashrope::BFloat16>(*call)
+                          : flashrope::forward_to<flashrope::Int8>(*call);
 }

@@ -13,8 +13,8 @@ class CacheLayer(NamedTuple):
     """The keys and values of one layer, for ``plan_cache`` and ``CachePlan.attend``.
 
     Attributes:
-        k: (batch, capacity, heads_kv, head_dim), or with a block table (pages, page_size, heads_kv, head_dim). int8 or
-            uint8 if the cache is quantized.
+        k: (batch, capacity, heads_kv, head_dim), or with a block table (pages, page_size, heads_kv, head_dim). int8 if
+            the cache is quantized.
         v: like k. If the cache is not quantized, the head_dim of v may be smaller. v may be a view of channels of k,
             such as k[..., :512]. The values are then channels of the keys, and new tokens have no v.
         k_scale, v_scale: float32, with the shapes of k and v without the last dimension. None if the cache is not

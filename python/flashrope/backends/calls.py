@@ -144,7 +144,7 @@ def out_shape(q: torch.Tensor, v: torch.Tensor) -> tuple[int, ...]:
 def cached_out_shape(q, layer: CacheLayer) -> tuple[int, ...]:
     """Returns the shape of out over a cache: q's shape, with the head_dim of the values. q: a tensor, or
     ``plans.Queries``."""
-    return tuple(q.shape) if layer.k_scale is not None else (*q.shape[:-1], layer.v.shape[-1])
+    return (*q.shape[:-1], layer.v.shape[-1])
 
 
 def cached_lse_shape(q) -> tuple[int, ...]:

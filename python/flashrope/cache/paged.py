@@ -67,7 +67,7 @@ class PagedKVCache(Cache):
             many tokens as the pool has slots, and as many block-table entries as the pool has pages.
         layers: number of layers. All layers share one block table: page n exists in every layer.
         rotated_keys: as in ``KVCache``. Forks can share rotated keys, because forking does not move positions.
-        cache_dtype: as in ``KVCache``: None, "int8" or "int4".
+        cache_dtype: as in ``KVCache``: None or "int8".
         head_dim_v: the head_dim of v, as in ``KVCache``.
         values: the channels of stored keys that are the values, as in ``KVCache``.
 

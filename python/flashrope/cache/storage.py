@@ -8,9 +8,8 @@ from typing import Any, Protocol
 
 import torch
 
-from ..backends import names
 from ..backends.cache_tables import CacheLayer, CacheTables
-from ..backends.quantized import PER_BYTE
+from ..backends.names import CACHE_DTYPES
 from ..operators.autocast import autocast, autocast_hint
 from ..operators.cache_plan import CachePlan, plan_cache, plan_checked
 from ..operators.checks import (
@@ -25,10 +24,6 @@ from ..operators.foreign_keywords import refuse_unknown
 from ..operators.functional import attention_with_cache
 from ..rotary.rotary import Rotary
 from ..rotary.rotated import one_rotation
-
-# The dtypes of quantized caches. backends/quantized.py says what they hold.
-CACHE_DTYPES: dict[str | None, torch.dtype] = dict(zip(names.CACHE_DTYPES, (torch.int8, torch.uint8), strict=True))
-
 
 # OPTIONS: arguments that attend passes on to a plan. TRACKED: arguments that the cache itself sets.
 OPTIONS = ("causal", "softmax_scale", "num_splits", "impl", "validate")
@@ -130,6 +125,7 @@ class Cache:
         return {name: x for name, x in self.__dict__.items() if name not in views}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        check_cache_dtype(state["cache_dtype"])
         self.__dict__.update(made_outside_inference_mode(state))
         self._make_views()
 
@@ -319,9 +315,8 @@ def allocate_storage(
         kind = (torch.get_default_device() if device is None else torch.device(device)).type
     except (RuntimeError, TypeError):
         raise ValueError(f"device: expected a torch.device, its name or None, got {device!r}") from None
-    codes = CACHE_DTYPES.get(cache_dtype, dtype)
-    per_byte = PER_BYTE.get(codes, 1)
-    rows: list[tuple[tuple[int, ...], torch.dtype]] = [((x // per_byte,), codes) for x in (head_dim, head_dim_v)]
+    stored = dtype if cache_dtype is None else torch.int8
+    rows: list[tuple[tuple[int, ...], torch.dtype]] = [((x,), stored) for x in (head_dim, head_dim_v)]
     if values is not None:
         rows = rows[:1]
     if cache_dtype is not None:
@@ -362,7 +357,7 @@ def check_values(values, head_dim, head_dim_v, rotated_keys, cache_dtype) -> sli
 
 def check_cache_dtype(cache_dtype: str | None) -> str | None:
     if cache_dtype is not None and not (isinstance(cache_dtype, str) and cache_dtype in CACHE_DTYPES):
-        raise ValueError(f"cache_dtype: expected None, 'int8' or 'int4', got {cache_dtype!r}")
+        raise ValueError(f"cache_dtype: expected None or 'int8', got {cache_dtype!r}")
     return cache_dtype
 
 

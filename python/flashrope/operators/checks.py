@@ -13,7 +13,6 @@ import torch.nn.functional as F
 
 from ..backends.cache_tables import ONE_PER_QUERY, CacheTables, first_value
 from ..backends.calls import MAX_SPLITS
-from ..backends.quantized import PER_BYTE
 from ..backends.registry import DIFFERENTIABLE
 from ..rotary.bands import bands_text
 from ..rotary.rotary import Rotary
@@ -111,7 +110,7 @@ def check_tensors(
 
 def _refuse_dtype(name: str, dtype: torch.dtype) -> NoReturn:
     message = f"{name}: expected float16, bfloat16, float32 or float64, got {dtype}"
-    if dtype in PER_BYTE:
+    if dtype == torch.int8:
         raise ValueError(f"{message}; quantized keys and values are read from a cache, with k_scale and v_scale")
     raise TypeError(message)
 
@@ -120,20 +119,12 @@ def _check_codes(q, k_cache, v_cache, k_scale, v_scale) -> tuple[int, ...]:
     """Checks a quantized cache. Returns (batch or pages, slots, heads_kv, head_dim)."""
     for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
         check_tensor(name, x)
-        if x.dtype not in PER_BYTE:
-            codes = "int8, or uint8 with two 4-bit values per byte, because k_scale or v_scale is given"
-            raise ValueError(f"{name}: expected {codes}, got {x.dtype}")
-        if x.dtype != k_cache.dtype:
-            raise ValueError(f"{name}: expected {k_cache.dtype}, the dtype of k_cache, got {x.dtype}")
+        if x.dtype != torch.int8:
+            raise ValueError(f"{name}: expected int8, because k_scale or v_scale is given, got {x.dtype}")
         if x.ndim != 4:
             raise ValueError(f"{name}: expected (batch, seqlen, heads, head_dim), got shape {tuple(x.shape)}")
-        columns = q.shape[-1] // PER_BYTE[x.dtype]
-        if x.shape[-1] != columns:
-            codes = "one 8-bit value" if x.dtype == torch.int8 else "two 4-bit values"
-            raise ValueError(
-                f"{name}: expected {columns} bytes per row, {codes} in each byte, because head_dim of q is "
-                f"{q.shape[-1]}, got {x.shape[-1]}"
-            )
+        if x.shape[-1] != q.shape[-1]:
+            raise ValueError(f"{name}: expected head_dim {q.shape[-1]} as in q, got {x.shape[-1]}")
         if x.shape != k_cache.shape:
             raise ValueError(
                 f"{name}: expected shape {tuple(k_cache.shape)}, the shape of k_cache (quantized values need the "
@@ -269,7 +260,9 @@ def check_cache(
     new = [(name, x) for name, x in (("k", k), ("v", v)) if x is not None]
     rank = 3 if packed else 4
     quantized = (
-        scales[0] is not None or scales[1] is not None or (type(k_cache) is torch.Tensor and k_cache.dtype in PER_BYTE)
+        scales[0] is not None
+        or scales[1] is not None
+        or (type(k_cache) is torch.Tensor and k_cache.dtype == torch.int8)
     )
     if quantized and shared is not None:
         raise ValueError(

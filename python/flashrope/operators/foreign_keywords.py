@@ -20,7 +20,7 @@ _NOT_THE_SAME = "no such argument, because these kernels have no {}, and the mod
 _OTHER_SCORES = "docs/extending.md, 'A scheme outside the formula', for another way to compute it"
 _VARLEN = "attention_varlen for packed sequences"
 _CACHE = "attention_with_cache or attention_varlen_with_cache"
-_SCALES = "{}, a scale per token and key head of an int8 or int4 cache; these kernels have no float8"
+_SCALES = "{}, a scale per token and key head of an int8 cache; these kernels have no float8"
 _ROTARY = "rotary, a Rotary; pass raw q and k, which the call itself rotates"
 
 INSTEAD = {  # keyword: what is expected instead

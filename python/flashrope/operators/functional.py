@@ -345,12 +345,11 @@ def attention_with_cache(
             calls. ``KVCache`` and ``PagedKVCache`` check them. With impl="cuda", calls must be causal or have one query
             token, and k is rotated by the Triton kernel.
         k_scale, v_scale: float32, the caches' shape without its last dimension, any strides; written in place. With
-            them the caches are quantized: int8, or uint8 (..., head_dim / 2) with two 4-bit codes per byte. q, k, v and
-            out keep their float type. A new row x of k or v is written as codes ``c = round(x / s)``, ties to even,
-            with the scale ``s = max(abs(x)) / 127`` (4 bits: / 7). 4-bit codes are stored plus 8, channel 2 i in the
-            low half of byte i and channel 2 i + 1 in the high half. Attention is computed over ``s * c``. A row of
-            zeros has s = 0. A NaN makes s NaN. Infinities count as the largest finite number of k's dtype. With
-            rotated_keys, keys are rotated before they are quantized. Quantized caches are not supported by impl="cuda".
+            them the caches are quantized, int8. q, k, v and out keep their float type. A new row x of k or v is
+            written as codes ``c = round(x / s)``, ties to even, with the scale ``s = max(abs(x)) / 127``. Attention is
+            computed over ``s * c``. A row of zeros has s = 0. A NaN makes s NaN. Infinities count as the largest finite
+            number of k's dtype. With rotated_keys, keys are rotated before they are quantized. Quantized caches are
+            not supported by impl="cuda".
         page_positions, page_first, page_lengths: (batch, max_pages) int32, one value per block-table entry. Rows
             [page_first, page_first + page_lengths) of the entry's page are visible, and row r has position
             page_positions + r. Because keys are stored unrotated, a page can be reused at any position. The tables

@@ -10,7 +10,6 @@ import torch
 from flashrope import Rotary, rotate
 from flashrope.backends.quantized import dequantize, quantize
 from flashrope.integrations.transformers import convert
-from flashrope.integrations.vllm.plan import CODES
 from transformers import AutoConfig, AutoModelForCausalLM, Cache
 from transformers.cache_utils import DynamicLayer
 
@@ -50,9 +49,8 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 
 class Rounded(NamedTuple):
-    """Describes a quantized cache, whose dtype has vLLM's name."""
+    """Describes a quantized cache."""
 
-    cache_dtype: str
     stored_as: Rotary | None = None  # the scheme that rotates keys before they are rounded
     layers: tuple[int, ...] = (0, 1, 2)  # the layers whose caches are quantized
 
@@ -63,7 +61,7 @@ class RoundedLayer(DynamicLayer):
 
     def __init__(self, rounded: Rounded):
         super().__init__()
-        self.codes, self.stored_as = CODES[rounded.cache_dtype], rounded.stored_as
+        self.stored_as = rounded.stored_as
 
     def update(self, k, v, *args, **kwargs):
         if self.stored_as is None:
@@ -73,7 +71,7 @@ class RoundedLayer(DynamicLayer):
         return super().update(rotate(turned, self.stored_as, -positions).transpose(1, 2).to(v.dtype), self._round(v))
 
     def _round(self, x):
-        return dequantize(*quantize(x, self.codes), torch.float32).to(x.dtype)
+        return dequantize(*quantize(x), torch.float32).to(x.dtype)
 
 
 @torch.no_grad()

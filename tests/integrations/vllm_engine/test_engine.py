@@ -9,6 +9,7 @@ import torch
 from engine import BOUND, check_rounded, differences, engine, generate
 from flashrope import Rotary
 from flashrope.integrations.transformers import convert
+from flashrope.integrations.vllm.plan import INT8
 from models import Rounded, prompt, reference, save_model
 from transformers import AutoModelForCausalLM
 from vllm.exceptions import VLLMValidationError
@@ -111,29 +112,28 @@ def test_preemption(llama):
     assert max(differences(llama, REROPE, outputs)) <= BOUND
 
 
-INT8, INT4 = "int8_per_token_head", "int4_per_token_head"
 QUANTIZED = {
-    "RoPE, int8": ({}, {}, Rounded(INT8, Rotary.rope(32))),
-    "HoPE, int4": ({"hope_train_length": 64}, {}, Rounded(INT4, Rotary.hope(32, 64))),
-    "ReRoPE, int8, layer 0 in float32": (REROPE, {"kv_cache_dtype_skip_layers": ["0"]}, Rounded(INT8, layers=(1, 2))),
+    "RoPE": ({}, {}, Rounded(Rotary.rope(32))),
+    "HoPE": ({"hope_train_length": 64}, {}, Rounded(Rotary.hope(32, 64))),
+    "ReRoPE, layer 0 in float32": (REROPE, {"kv_cache_dtype_skip_layers": ["0"]}, Rounded(layers=(1, 2))),
 }
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_quantized_cache(llama, name):
     options, settings, rounded = QUANTIZED[name]
-    with engine(llama, options, kv_cache_dtype=rounded.cache_dtype, **settings) as llm:
+    with engine(llama, options, kv_cache_dtype=INT8, **settings) as llm:
         outputs = generate(llm, [prompt(n) for n in (5, 6, 7, 15, 16, 65, 300)])
     check_rounded(llama, converted(options), outputs, rounded)
 
 
-@pytest.mark.parametrize("cache_dtype, options", [(INT8, REROPE), (INT4, {"raw_keys": True})])
-def test_requests_over_a_quantized_cache(llama, cache_dtype, options):
+@pytest.mark.parametrize("options", [REROPE, {"raw_keys": True}], ids=["rerope", "raw keys"])
+def test_requests_over_a_quantized_cache(llama, options):
     """Over a quantized cache, requests have the log probabilities of convert() over rounded keys and values. This holds
     in chunked prefill while other requests decode, after a prefix hit, in forks, and after preemption: six sequences of
     9 pages each compete for 40 pages."""
     settings = dict(max_num_batched_tokens=64, max_num_seqs=8, block_size=16, max_model_len=600)
-    settings |= dict(num_gpu_blocks_override=40, disable_log_stats=False, kv_cache_dtype=cache_dtype)
+    settings |= dict(num_gpu_blocks_override=40, disable_log_stats=False, kv_cache_dtype=INT8)
     with engine(llama, options, **settings) as llm:
         chunks = generate(llm, [prompt(n) for n in (5, 300, 6, 129)], tokens=8)
         hits = generate(llm, [prompt(300)[:200] + prompt(30, seed=1)], all_prompt=False)
@@ -142,7 +142,7 @@ def test_requests_over_a_quantized_cache(llama, cache_dtype, options):
         preempted = sum(metric.value for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions")
     assert hits[0].num_cached_tokens == 192 and preempted > 0
     assert len({tuple(c.token_ids) for c in forks[0].outputs}) == 3
-    check_rounded(llama, converted(options), chunks + hits + forks + crowded, Rounded(cache_dtype))
+    check_rounded(llama, converted(options), chunks + hits + forks + crowded, Rounded())
 
 
 def test_a_request_that_is_too_long_harms_no_other(llama):
@@ -178,7 +178,7 @@ def test_compiled(llama):
 @pytest.mark.parametrize("dtype, cache_dtype", [("bfloat16", None), ("float16", None), ("bfloat16", INT8)])
 def test_half_precision(llama, dtype, cache_dtype):
     """In 16-bit types, results are no further from float32 than those of convert() in the same type."""
-    ids, codes = prompt(300), None if cache_dtype is None else Rounded(cache_dtype)
+    ids, codes = prompt(300), None if cache_dtype is None else Rounded()
     with engine(llama, REROPE, dtype=dtype, kv_cache_dtype=cache_dtype or "auto") as llm:
         (output,) = generate(llm, [ids], tokens=1)
     exact = reference(llama, REROPE, ids, rounded=codes)

@@ -11,13 +11,19 @@ from models import save_model
 from vllm.engine.arg_utils import EngineArgs
 
 COMMON = dict(skip_tokenizer_init=True, dtype="float32", max_model_len=1024)
-INT4 = "int4_per_token_head"
 HYBRID = dict(sliding_window=48, layer_types=["sliding_attention", "sliding_attention", "full_attention"])
 REFUSED = {  # model, its changes, options, settings, message
     "key": ("llama", {}, {"windw": 64}, {}, "options: expected names among rotary, .* got 'windw'"),
     "window": ("llama", {}, {"window": 1024}, {}, "window: expected a window of less than max_model_len = 1024"),
     "block_size": ("llama", {}, {}, {"block_size": 48}, "block_size: expected 16, 32, 64, 128, ..., got 48"),
     "cache dtype": ("llama", {}, {}, {"kv_cache_dtype": "fp8"}, "kv_cache_dtype: .* got fp8, .* convert in software"),
+    "4 bits": (
+        "llama",
+        {},
+        {},
+        {"kv_cache_dtype": "int4_per_token_head"},
+        "kv_cache_dtype: .* got int4_per_token_head",
+    ),
     "scaled fp8": (
         "llama",
         {},
@@ -143,16 +149,17 @@ def test_what_a_gpu_would_be_asked():
 
     ampere = DeviceCapability(8, 0)
     assert reasons(ampere) == [] == reasons(ampere, has_sliding_window=True)
-    assert reasons(ampere, kv_cache_dtype="int8_per_token_head") == [] == reasons(ampere, kv_cache_dtype=INT4)
+    assert reasons(ampere, kv_cache_dtype="int8_per_token_head") == []
     assert reasons(DeviceCapability(7, 5)) == ["compute capability not supported"]
-    assert reasons(ampere, kv_cache_dtype="fp8") == ["kv_cache_dtype not supported"]
+    for cache_dtype in ("fp8", "int4_per_token_head"):
+        assert reasons(ampere, kv_cache_dtype=cache_dtype) == ["kv_cache_dtype not supported"]
     assert reasons(ampere, has_sink=True) == ["attention sinks not supported"]
     assert reasons(ampere, head_size=100) == ["head_size not supported"]
     assert reasons(ampere, attn_type="encoder_only") == ["attention type encoder_only not supported"]
 
 
-@pytest.mark.parametrize("cache_dtype, rows, head_size", [("int8_per_token_head", 36, 32), (INT4, 132, 256)])
-def test_pages_are_those_of_vllms_own_kernels(cache_dtype, rows, head_size):
+@pytest.mark.parametrize("head_size", [32, 256])
+def test_pages_are_those_of_vllms_own_kernels(head_size):
     """Pages have the layout of vLLM's own kernels: as many bytes as TRITON_ATTN needs, with keys, values and scales in
     the same places. The quantized values differ."""
     import torch
@@ -162,6 +169,7 @@ def test_pages_are_those_of_vllms_own_kernels(cache_dtype, rows, head_size):
     from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, TritonAttentionImpl
     from vllm.v1.kv_cache_interface import FullAttentionSpec, get_kv_quant_mode
 
+    cache_dtype, rows = "int8_per_token_head", head_size + 4
     dtype, mode = STR_DTYPE_TO_TORCH_DTYPE[cache_dtype], get_kv_quant_mode(cache_dtype)
     spec = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=head_size, dtype=dtype, kv_quant_mode=mode)
     ours, theirs = (backend.customize_spec(spec) for backend in (FlashropeBackend, TritonAttentionBackend))

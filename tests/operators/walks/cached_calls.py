@@ -114,7 +114,7 @@ def cached_calls(draw, longest: int) -> CachedCall:
         draw(st.booleans()),
         draw(maskings(scheme)),
         draw(st.sampled_from(("contiguous", "poisoned", "heads first"))),
-        draw(st.sampled_from((None, None, "int8", "int4"))),
+        draw(st.sampled_from((None, None, "int8"))),
         head_dim_v,
         values,
         draw(st.booleans()),

@@ -102,7 +102,7 @@ def walks(draw, longest: int) -> Walk:
         draw(st.sampled_from((16, 32))),
         draw(st.integers(1, 2)),
         draw(st.integers(1, 3)),
-        draw(st.sampled_from((None, None, "int8", "int4"))),
+        draw(st.sampled_from((None, None, "int8"))),
         draw(st.sampled_from((1, 2))),
         draw(st.sampled_from((3, 5, 12))),
         draw(st.sampled_from((None, None, 40, 64))),

@@ -15,9 +15,9 @@ from ..calls import CacheCall, cached_out_shape
 from ..part import Part
 from ..runs import Placed
 from .library import (
-    CODES,
     DTYPES,
     INFINITE,
+    INT8,
     BandLimits,
     DecodeBand,
     DecodeCall,
@@ -137,7 +137,7 @@ def _describe(
     c.scale, c.rotated_scale = call.score_scale, call.rotary.rotated_scale
     for name, value in call.rotary.query_scale._asdict().items():
         setattr(c, name, value or 0.0)
-    c.dtype = DTYPES[q.dtype] if layer.k_scale is None else CODES[k_cache.dtype]
+    c.dtype = DTYPES[q.dtype] if layer.k_scale is None else INT8
     c.threads, c.parallel_for = torch.get_num_threads(), library.parallel_for
     return bytes(c), (runs, positions, template, table)
 

@@ -14,7 +14,7 @@ from ..cache_tables import CacheLayer, CacheTables
 from ..calls import RotateCall
 from ..rotation import Rotation, table_and_rows
 from . import loader
-from .library import CODES, DTYPES, Library, Run, TensorView
+from .library import DTYPES, INT8, Library, Run, TensorView
 from .library import RotateCall as CompiledCall
 from .served import refuse, unserved_rotation
 from .tiles import table_of
@@ -107,7 +107,7 @@ class Append:
         if v is not None:
             c.v, c.v_cache, c.head_dim_v = view(v), TensorView.of(layer.v), v.shape[-1]
         if layer.k_scale is not None and layer.v_scale is not None:
-            c.codes = CODES[k_cache.dtype]
+            c.codes = INT8
             c.k_scale, c.v_scale = TensorView.of(layer.k_scale), TensorView.of(layer.v_scale)
         c.to_cache, c.pages, c.page_size, c.max_pages = 1, k_cache.shape[0], k_cache.shape[1], 1
         if slots is not None:

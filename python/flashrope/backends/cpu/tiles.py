@@ -11,8 +11,8 @@ from ...rotary.bands import Band, PositionMap
 from ..calls import AttentionCall, out_shape
 from ..rotation import Rotation, rotation_for
 from .library import (
-    CODES,
     DTYPES,
+    INT8,
     BackwardCall,
     BandLimits,
     ForwardBand,
@@ -55,11 +55,11 @@ def forward(
         q = q.to(torch.float32)
         if scales is None:
             k, v = k.to(torch.float32), v.to(torch.float32)
-    out = q.new_empty(out_shape(q, v) if scales is None else q.shape, dtype=dtype if multiplied else q.dtype)
+    out = q.new_empty(out_shape(q, v), dtype=dtype if multiplied else q.dtype)
     lse = q.new_empty((batch, heads_q, seqlen_q), dtype=torch.float32)
     c, _tables = _describe(library, q, k, v, out, lse, call, place)
     if scales is not None:
-        c.dtype = CODES[k.dtype]
+        c.dtype = INT8
         c.k_scale, c.v_scale = (TensorView.of(x) for x in scales)
     c.float32_out = out.dtype == torch.float32
     c.key_weight = None if key_weight is None else key_weight.data_ptr()

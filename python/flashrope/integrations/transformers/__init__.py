@@ -12,7 +12,7 @@ Where to look:
     untested             compares the outputs of a converted model of an untested type with the stock model's
     schemes              the scheme of every layer, and suggest; does not need transformers
     attention            the attention function and the mask function that transformers calls
-    caches               records which conversion filled a cache, and defines CodesCache (8 or 4 bits)
+    caches               records which conversion filled a cache, and defines CodesCache (int8)
     one_tensor           SharedKeysCache and LatentCache: one tensor per layer
     shared_layers        layers that read the keys of earlier layers
     reuse                passages that are prefilled once and joined into prompts

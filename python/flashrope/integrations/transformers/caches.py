@@ -28,7 +28,7 @@ from transformers.cache_utils import DynamicLayer
 
 from ...backends.cache_tables import CacheLayer, CachePositions, CacheTables
 from ...backends.quantized import quantize
-from ...cache.storage import CACHE_DTYPES, check_cache_dtype
+from ...cache.storage import check_cache_dtype
 from ...configs.families import family
 from ...operators.cache_plan import CachePlan, plan_cache
 from ...operators.checks import MAX_NARROW_HEAD_DIM
@@ -310,9 +310,9 @@ SCALE_BYTES = 4
 class CodesCache(Cache):
     """Holds quantized keys and values, which a converted model reads in place.
 
-    Use it where memory limits the length or the batch. docs/quantized/README.md shows how much int8 and int4 change the
-    loss. Pass it as the model's cache: ``past_key_values``, or ``cache`` from transformers 5.24 on. All layers keep all
-    tokens, even layers with a sliding window.
+    Use it where memory limits the length or the batch. docs/decoding.md says how much it changes the loss. Pass it as
+    the model's cache: ``past_key_values``, or ``cache`` from transformers 5.24 on. All layers keep all tokens, even
+    layers with a sliding window.
 
     Example:
         from transformers import AutoModelForCausalLM
@@ -324,7 +324,7 @@ class CodesCache(Cache):
 
     Args:
         config: the configuration of the model.
-        cache_dtype: "int8" or "int4".
+        cache_dtype: "int8".
 
     Raises:
         ValueError: cache_dtype is invalid, or the model is not supported: it has a head_dim that is above 256 or not a
@@ -333,8 +333,9 @@ class CodesCache(Cache):
 
     def __init__(self, config, cache_dtype: str):
         if cache_dtype is None:
-            raise ValueError("cache_dtype: expected 'int8' or 'int4', got None")
-        config, dtype = config.get_text_config(), CACHE_DTYPES[check_cache_dtype(cache_dtype)]
+            raise ValueError("cache_dtype: expected 'int8', got None")
+        check_cache_dtype(cache_dtype)
+        config = config.get_text_config()
         if family(config.model_type).latent:
             raise ValueError(
                 f"cache_dtype: latent attention is not supported (its modules expand what the cache returns), got "
@@ -355,7 +356,7 @@ class CodesCache(Cache):
                 f"cache_dtype: expected a model with attention in every layer for {cache_dtype}, got "
                 f"{config.model_type} with other layers, which have no keys and values"
             )
-        super().__init__(layers=[CodesLayer(dtype) for _ in range(config.num_hidden_layers)])
+        super().__init__(layers=[CodesLayer() for _ in range(config.num_hidden_layers)])
 
     def update(self, *args, **kwargs):
         """Appends the keys and values of a layer.
@@ -382,20 +383,16 @@ class CodesLayer(DynamicLayer):
     """Holds the keys and values of a layer as bytes: (batch, heads_kv, seqlen, bytes of the quantized values and the
     scale)."""
 
-    def __init__(self, code_dtype: torch.dtype):
-        super().__init__()
-        self.code_dtype = code_dtype
-
     def update(self, key_states, value_states, *args, **kwargs):
         return super().update(self._rows(key_states), self._rows(value_states), *args, **kwargs)
 
     def _rows(self, x: torch.Tensor) -> torch.Tensor:
-        codes, scale = quantize(x, self.code_dtype)
-        return torch.cat((codes, scale[..., None].view(self.code_dtype)), dim=-1)
+        codes, scale = quantize(x)
+        return torch.cat((codes, scale[..., None].view(torch.int8)), dim=-1)
 
 
 def holds_codes(rows: torch.Tensor) -> bool:
-    return rows.dtype in CACHE_DTYPES.values()
+    return rows.dtype == torch.int8
 
 
 def split_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -24,12 +24,12 @@ from ...backends.cache_tables import CacheLayer, CacheTables, Packed
 from ...operators.cache_plan import CachePlan, plan_cache
 from ...operators.checks import MAX_HEAD_DIM
 from ...rotary.rotary import Rotary
-from .plan import BACKEND, CODES, Pages, active_plan, check_cache_dtype, row_bytes, split_pages
+from .plan import BACKEND, INT8, Pages, active_plan, check_cache_dtype, row_bytes, split_pages
 
 
 class FlashropeBackend(AttentionBackend):
     supported_dtypes = [torch.float16, torch.bfloat16, torch.float32]
-    supported_kv_cache_dtypes = ["auto", "float16", "bfloat16", "float32", *CODES]
+    supported_kv_cache_dtypes = ["auto", "float16", "bfloat16", "float32", INT8]
     forward_includes_kv_cache_update = True
 
     @staticmethod
@@ -53,7 +53,7 @@ class FlashropeBackend(AttentionBackend):
         """Adds room for the scales of a quantized cache, in the layout that vLLM's own kernels use."""
         if not spec.kv_quant_mode.is_per_token_head or spec.state_content_bytes is not None:
             return spec
-        return replace(spec, state_content_bytes=2 * row_bytes(spec.head_size, spec.dtype))
+        return replace(spec, state_content_bytes=2 * row_bytes(spec.head_size))
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:

@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 import torch
 
-from ...backends.quantized import PER_BYTE
 from ...configs.dual_chunk import CHUNKS, read_chunks
 from ...configs.families import FAMILIES
 from ...operators.checks import MAX_HEAD_DIM, MAX_NARROW_HEAD_DIM
@@ -26,7 +25,7 @@ from ..transformers.schemes import LayerScheme, attending_layers, layer_type_of,
 ARCHITECTURES = tuple(sorted(each.vllm for each in FAMILIES.values() if each.vllm))
 BACKEND = "CUSTOM"  # vLLM's name for a backend of a plugin
 BACKEND_PATH = "flashrope.integrations.vllm.backend.FlashropeBackend"
-CODES = {"int8_per_token_head": torch.int8, "int4_per_token_head": torch.uint8}  # {vLLM's cache dtype: our dtype}
+INT8 = "int8_per_token_head"  # vLLM's name for a quantized cache
 CHOSEN_FOR_TWO_WIDTHS = ("TRITON_ATTN", "FLASH_ATTN")  # backends that vLLM sets if layers differ in head_dim
 MODEL_DTYPES = {"float16", "bfloat16", "float32"}
 SPECULATION = ("ngram", "suffix")  # methods that draft from the text, without a draft model that has its own attention
@@ -104,7 +103,7 @@ def make_plan(config) -> Plan:
 
 def _check_head_dim(head_dim: int, cache_dtype: str) -> None:
     largest, cache = (
-        (MAX_NARROW_HEAD_DIM, f" in a cache of {cache_dtype}") if cache_dtype in CODES else (MAX_HEAD_DIM, "")
+        (MAX_NARROW_HEAD_DIM, f" in a cache of {cache_dtype}") if cache_dtype == INT8 else (MAX_HEAD_DIM, "")
     )
     if head_dim % 8 or head_dim > largest:
         raise ValueError(f"head_dim: expected a multiple of 8 up to {largest}{cache}, got {head_dim}")
@@ -232,14 +231,14 @@ def check_cache_dtype(cache_dtype: str, dtype) -> None:
     """Raises ValueError for a cache type that the kernels cannot read. cache_dtype: vLLM's name. dtype: the model's
     dtype."""
     name = str(dtype).removeprefix("torch.")
-    if cache_dtype in ("auto", name, *CODES):
+    if cache_dtype in ("auto", name, INT8):
         return
     why = ""
     if cache_dtype.startswith("fp8"):
         why = ", whose numbers GPUs below sm_89 convert in software"
-    raise ValueError(
-        f"kv_cache_dtype: expected auto or {name}, the model's dtype, {' or '.join(CODES)}, got {cache_dtype}{why}"
-    )
+    if cache_dtype.startswith("int4"):
+        why = ", whose keys of 4 bits cost too much loss"
+    raise ValueError(f"kv_cache_dtype: expected auto or {name}, the model's dtype, or {INT8}, got {cache_dtype}{why}")
 
 
 def _check_windows(max_model_len: int, options: dict) -> None:
@@ -308,26 +307,24 @@ class Pages(NamedTuple):
     v_scale: torch.Tensor | None = None
 
 
-def row_bytes(head_size: int, cache_dtype: torch.dtype) -> int:
-    """Returns the number of bytes of one quantized key or value of this type, including its scale."""
-    return head_size // PER_BYTE[cache_dtype] + SCALE_BYTES
+def row_bytes(head_size: int) -> int:
+    """Returns the number of bytes of one quantized key or value, including its scale."""
+    return head_size + SCALE_BYTES
 
 
 def split_pages(kv_cache: torch.Tensor, head_size: int) -> Pages:
     """Returns the keys, values and scales in vLLM's cache, as views.
 
     kv_cache: (blocks, heads_kv, block_size, columns), with any strides of the first three dimensions. The columns of
-    one slot and head are K | V, 2 * head_size columns. In a quantized cache (int8, uint8) they are K | scale of K | V |
-    scale of V.
+    one slot and head are K | V, 2 * head_size columns. In a quantized cache (int8) they are K | scale of K | V | scale
+    of V.
     """
     rows = kv_cache.transpose(1, 2)
-    if kv_cache.dtype not in PER_BYTE:
+    if kv_cache.dtype != torch.int8:
         return Pages(kv_cache, *rows.split(head_size, dim=-1))
-    half = row_bytes(head_size, kv_cache.dtype)
-    codes = half - SCALE_BYTES
-    floats = rows.view(torch.float32)
-    k, v = rows[..., :codes], rows[..., half : half + codes]
-    return Pages(kv_cache, k, v, floats[..., codes // 4], floats[..., (half + codes) // 4])
+    half, floats = row_bytes(head_size), rows.view(torch.float32)
+    k, v = rows[..., :head_size], rows[..., half : half + head_size]
+    return Pages(kv_cache, k, v, floats[..., head_size // 4], floats[..., (half + head_size) // 4])
 
 
 # ---- the plans of this process
