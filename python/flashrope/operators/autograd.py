@@ -13,7 +13,7 @@ from ..backends.calls import AttentionCall
 from ..backends.registry import DIFFERENTIABLE, load_backend
 from ..rotary.rotary import Rotary
 from . import library
-from .library import LIBRARY, OPERATORS, AttentionArguments, add_op_namespace_prefix
+from .library import LIBRARY, OPERATORS, AttentionArguments
 
 INPUTS = 3  # the number of inputs: q, k, v
 SAVED = 7  # the number of tensors that backward needs: q, k, v, out, lse, rotated_k, table
@@ -191,13 +191,11 @@ def _no_gradient(ctx, *grads):
 _apply_plain = super(torch.autograd.Function, Attention).apply
 
 torch.library.register_autograd(
-    add_op_namespace_prefix("attention"), Attention.backward, setup_context=Attention.setup_context, lib=LIBRARY
+    "flashrope::attention", Attention.backward, setup_context=Attention.setup_context, lib=LIBRARY
 )
-torch.library.register_autograd(add_op_namespace_prefix("attention_backward"), AttentionBackward.backward, lib=LIBRARY)
-torch.library.register_autograd(add_op_namespace_prefix("attention_with_cache"), _no_gradient, lib=LIBRARY)
-torch.library.register_autograd(
-    add_op_namespace_prefix("rotate"), Rotate.backward, setup_context=Rotate.setup_context, lib=LIBRARY
-)
+torch.library.register_autograd("flashrope::attention_backward", AttentionBackward.backward, lib=LIBRARY)
+torch.library.register_autograd("flashrope::attention_with_cache", _no_gradient, lib=LIBRARY)
+torch.library.register_autograd("flashrope::rotate", Rotate.backward, setup_context=Rotate.setup_context, lib=LIBRARY)
 
 
 def _vmap(function, size: int, in_dims, arguments, tensors: int, rows: tuple[int, ...]):

@@ -30,17 +30,8 @@ from ..rotary.rotated import inverted, over_rotated_keys
 from .fields import schema_of, unflatten
 from .memory import check_append
 
-try:  # Hugging Face's kernel-builder gives every build its own namespace, so that several builds can be loaded at once
-    from .._ops import add_op_namespace_prefix
-except ImportError:
-
-    def add_op_namespace_prefix(op_name: str) -> str:
-        return f"flashrope::{op_name}"
-
-
-NAMESPACE = add_op_namespace_prefix("").removesuffix("::")
-OPERATORS = getattr(torch.ops, NAMESPACE)
-LIBRARY = torch.library.Library(NAMESPACE, "DEF")
+OPERATORS = torch.ops.flashrope
+LIBRARY = torch.library.Library("flashrope", "DEF")
 
 
 class AttentionArguments(NamedTuple):
@@ -229,7 +220,7 @@ LIBRARY.impl("attention_backward", attention_backward, "CompositeExplicitAutogra
 # ---- shapes, for tracing
 
 
-@torch.library.register_fake(add_op_namespace_prefix("attention"), lib=LIBRARY)
+@torch.library.register_fake("flashrope::attention", lib=LIBRARY)
 def _(q, k, v, *arguments):
     arguments = AttentionArguments(*arguments)
     check_backend(arguments.impl, q)
@@ -240,17 +231,17 @@ def _(q, k, v, *arguments):
     return out, lse, k.new_empty(shapes.rotated_k), k.new_empty(shapes.table, dtype=torch.float32)
 
 
-@torch.library.register_fake(add_op_namespace_prefix("attention_backward"), lib=LIBRARY)
+@torch.library.register_fake("flashrope::attention_backward", lib=LIBRARY)
 def _(grad_out, grad_lse, q, k, v, *_):
     return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
 
 
-@torch.library.register_fake(add_op_namespace_prefix("append_to_cache"), lib=LIBRARY)
+@torch.library.register_fake("flashrope::append_to_cache", lib=LIBRARY)
 def _(*_):
     return None
 
 
-@torch.library.register_fake(add_op_namespace_prefix("attention_with_cache"), lib=LIBRARY)
+@torch.library.register_fake("flashrope::attention_with_cache", lib=LIBRARY)
 def _(q, *arguments):
     layer, options, call = _cached(arguments)
     check_backend(options.impl, q, True, call.tables.positions)
@@ -258,7 +249,7 @@ def _(q, *arguments):
     return out, q.new_empty(cached_lse_shape(q), dtype=accumulation_type(q))
 
 
-@torch.library.register_fake(add_op_namespace_prefix("rotate"), lib=LIBRARY)
+@torch.library.register_fake("flashrope::rotate", lib=LIBRARY)
 def _(x, positions, rotary, inverse, impl):
     check_backend(impl, x)
     return torch.empty_like(x, memory_format=torch.contiguous_format)
