@@ -138,7 +138,7 @@ def start_state(dtype: tl.constexpr, VARIANT: tl.constexpr):
         return start_group_softmax(VARIANT.key_groups, VARIANT.block_m, VARIANT.block_dv)
     else:
         V_PARTS: tl.constexpr = float_value_parts(VARIANT.parts, VARIANT.block_dv) * value_parts(
-            dtype, VARIANT.code_vec, VARIANT.block_d, VARIANT.head_dim
+            dtype, VARIANT.code_vec, VARIANT.block_d
         )
         return start_softmax(VARIANT.block_m, VARIANT.block_dv, V_PARTS)
 

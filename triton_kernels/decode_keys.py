@@ -301,7 +301,7 @@ def load_block_values(source, block, raw, VARIANT: tl.constexpr, dtype: tl.const
     """Returns the values of a block in the parts of the accumulator, [BN, DV] or [G, BN / G, DV]. raw: the raw tiles
     that load_block_keys returned."""
     view = source.keys.v
-    PARTS: tl.constexpr = value_parts(view.ptr.dtype.element_ty, VARIANT.code_vec, VARIANT.block_d, VARIANT.head_dim)
+    PARTS: tl.constexpr = value_parts(view.ptr.dtype.element_ty, VARIANT.code_vec, VARIANT.block_d)
     if VARIANT.first_value >= 0:
         return raw
     elif PARTS > 1:

@@ -134,17 +134,15 @@ def key_parts(dtype, rotates, code_vec, block_d, head_dim, rotary_dim, first_cha
     """Returns word_parts for keys, or 1 if they rotate. A part has at least the 16 columns that a tensor core takes.
     The first members of the pairs must fill whole words, and so must the second members and the channels before the
     pairs. Otherwise the result is 1."""
-    parts = word_parts(dtype, code_vec, block_d, 16)
-    whole = (head_dim | rotary_dim) % (2 * parts) == first_channel % parts == 0
-    return parts if whole and not rotates else 1
+    whole = (head_dim | rotary_dim) % 4 == first_channel % 2 == 0
+    return word_parts(dtype, code_vec, block_d, 16) if whole and not rotates else 1
 
 
 @triton.constexpr_function
-def value_parts(dtype, code_vec, block_d, head_dim):
+def value_parts(dtype, code_vec, block_d):
     """Returns word_parts for values. A part has at least 32 columns. With fewer, some of 4 warps would compute the same
     products."""
-    parts = word_parts(dtype, code_vec, block_d, 32)
-    return parts if head_dim % parts == 0 else 1
+    return word_parts(dtype, code_vec, block_d, 32)
 
 
 @triton.jit

@@ -286,3 +286,9 @@ def test_rotated_keys_of_a_cache(make):
     torch.testing.assert_close(out, want[:, 40:], rtol=1e-3, atol=1e-3)
     if make is contiguous:
         torch.testing.assert_close(cache.k_scale[:, :50], quantized(rotate(k, rotary))[1].float())
+
+
+def test_a_pickled_cache_of_another_type_is_refused():
+    state = KVCache(1, 16, 2, 16, torch.float32, "cpu", cache_dtype="int8").__getstate__() | {"cache_dtype": "int4"}
+    with pytest.raises(ValueError, match="cache_dtype: expected None or 'int8', got 'int4'"):
+        KVCache.__new__(KVCache).__setstate__(state)
