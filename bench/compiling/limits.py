@@ -506,7 +506,7 @@ CODE_INSTRUCTIONS = {
     ("attention_decode", "rope contiguous int8"): {(80, 128): 39.5, (90, 128): 39},
     ("attention_decode", "rope paged int8"): {(80, 128): 40.5, (90, 128): 40},
     ("attention_decode", "rerope contiguous int8"): {(80, 128): 20, (90, 128): 20.5},
-    ("attention_decode", "rerope paged int8"): {(80, 128): 23, (90, 128): 22.5},
+    ("attention_decode", "rerope paged int8"): {(80, 64): 32.5, (80, 128): 23, (90, 128): 22.5},
 }
 # Instruction limits under versions of Triton after 3.6, measured with 3.9. For these versions configs.py has other
 # tiles, because the tiles for 3.6 would spill.
