@@ -231,6 +231,28 @@ def test_keys_that_triton_kept():
     assert all(torch.equal(x, y) for other in rest for x, y in zip(one, other, strict=True))
 
 
+ONE_BAND = {name: x for name, x in SCHEMES.items() if len(x.bands) == 1 and name not in ("local", "log_n_clipped")}
+ONE_BAND["scaled rotation"] = ROPE.scale_rotated(4.0)
+
+
+@pytest.mark.skipif(not support.INTERPRETED, reason="needs the interpreter")
+@pytest.mark.parametrize("name", ONE_BAND)
+def test_each_backward_takes_what_the_other_forward_keeps(name):
+    """With impl=None the forward and the backward of a call may be computed by different backends."""
+    p = support.problem(TARGET, ONE_BAND[name], 70, batch=1, heads=2, group=2, seed=14)
+    p, triton = p.replace(grad_lse=torch.zeros_like(p.grad_lse)), others.backend("triton")
+    call = dataclasses.replace(call_of(p), whole_keys=True)
+    by_triton, by_torch = triton.forward(p.q, p.k, p.v, call), whole.forward(p.q, p.k, p.v, call, OPERATORS)
+    assert by_triton[2].rotated_k.shape == by_torch[2].rotated_k.shape
+    torch.testing.assert_close(by_triton[2].rotated_k, by_torch[2].rotated_k)
+    inputs = p.grad_out, None, p.q, p.k, p.v
+    for grads in (
+        triton.backward(*inputs, *by_torch, call),
+        whole.backward(*inputs, *by_triton, call, OPERATORS),
+    ):
+        support.check_budget(dict(zip(support.NAMES, (*by_triton[:2], *grads), strict=True)), p, torch.float32)
+
+
 REFUSED = {
     "two finite bands": (ROPE.rectify(5).local(20), {}, "one band, or a window and all keys before it, got 2 bands"),
     "three bands": (

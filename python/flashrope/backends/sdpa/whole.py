@@ -17,7 +17,7 @@ import torch
 
 from ...rotary.bands import Band, PositionMap
 from ...rotary.rotary import Rotary
-from ...rotary.rotated import inverted, rotation_scale
+from ...rotary.rotated import inverted
 from ...rotary.scales import UNSCALED
 from .. import others
 from ..calls import AttentionCall, Kept, KeptShapes, RotateCall
@@ -240,7 +240,7 @@ class OneBand(NamedTuple):
         rotary, (band,) = self.call.rotary, self.call.bands
         positions_q, positions_k = self._query_positions(q), self._positions(rotated_k, self.call.cu_seqlens_k)
         grad_q = self._scaled(narrow(grad_q, q.shape[-1]), positions_q)
-        grad_q = _rotate(grad_q, rotary, band.queries, self.first, positions_q, inverse=True)
+        grad_q = _rotate(grad_q, rotary, band.queries, self.first, positions_q, rotary.rotated_scale, inverse=True)
         grad_k = _rotate(narrow(grad_k, q.shape[-1]), rotary, band.keys, 0, positions_k, inverse=True)
         return grad_q, grad_k, narrow(grad_v, v.shape[-1])
 
@@ -258,7 +258,8 @@ class OneBand(NamedTuple):
     def _queries(self, q):
         """Returns rotated and scaled queries."""
         positions = self._query_positions(q)
-        rotated = _rotate(q, self.call.rotary, self.call.bands[0].queries, self.first, positions)
+        rotary = self.call.rotary
+        rotated = _rotate(q, rotary, self.call.bands[0].queries, self.first, positions, rotary.rotated_scale)
         return self._scaled(rotated, positions)
 
     def _scaled(self, q, positions):
@@ -296,18 +297,19 @@ def _packed_positions(x, cu_seqlens, shift) -> torch.Tensor:
 
 
 @lru_cache(maxsize=1024)
-def one_map(rotary: Rotary, position_map: PositionMap, first: int = 0) -> Rotary:
-    """Returns the scheme, as ``RotateCall`` expects it, that rotates row r by the map of position first + r."""
+def one_map(rotary: Rotary, position_map: PositionMap, first: int = 0, scale: float = 1.0) -> Rotary:
+    """Returns the scheme, as ``RotateCall`` expects it, that rotates row r by the map of position first + r. scale: the
+    factor on rotated channels: ``rotated_scale`` for queries and 1 for keys, as in the other backends."""
     slope, offset = position_map.slope, position_map.offset + position_map.slope * first
     band = Band(0, math.inf, slope, offset, keys_rotated=True)
     frequencies = rotary.frequencies if slope or offset else (0.0,) * len(rotary.frequencies)
-    return dataclasses.replace(rotary, bands=(band,), frequencies=frequencies, rotated_scale=rotation_scale(rotary))
+    return dataclasses.replace(rotary, bands=(band,), frequencies=frequencies, rotated_scale=scale)
 
 
-def _rotate(x, rotary: Rotary, position_map: PositionMap, first: int, positions, inverse: bool = False):
+def _rotate(x, rotary: Rotary, position_map: PositionMap, first: int, positions, scale: float = 1.0, inverse=False):
     """Rotates rows at positions first, first + 1, ..., or at explicit positions, with the Triton kernel if it is
-    present."""
-    scheme = one_map(rotary, position_map, first if positions is None else 0)
+    present. scale: as in ``one_map``."""
+    scheme = one_map(rotary, position_map, first if positions is None else 0, scale)
     if not scheme.changes_channels:
         return x
     batch = x if x.ndim == 4 else x[None]
