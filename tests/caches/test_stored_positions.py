@@ -198,7 +198,7 @@ def test_numbers_that_are_no_positions(target, slot, seqlen_q):
             assert torch.equal(a[1], b[1])
 
 
-@pytest.mark.interpreted(lambda target, cache_dtype, scheme: (cache_dtype, scheme) == ("int8", "mrope"))
+@pytest.mark.interpreted(lambda target, scheme: scheme == "mrope")
 @triton
 @pytest.mark.parametrize("scheme", ["mrope", "rerope"])
 def test_quantized(target, scheme):
