@@ -29,7 +29,7 @@ PAGE = 16
 UNUSED = 2147480000  # a block-table entry beyond the end of a sequence. Any value is allowed there.
 # Every backend that takes explicit positions.
 POSITIONED = [*support.TARGETS, support.Target("reference", torch.float64, "cpu")]
-POSITIONED = [t for t in POSITIONED if hasattr(load_backend(t.impl), "unsupported_positions")]
+POSITIONED = [t for t in POSITIONED if "positions" in load_backend(t.impl).CACHE_OPTIONS]
 POSITIONS = ("page_positions", "page_first", "page_lengths", "slot_positions", "positions")
 page_sizes = pytest.mark.parametrize("page_size", [0, PAGE], ids=["contiguous", "paged"])
 

@@ -14,7 +14,7 @@ from paged_oracle import Held
 PAGE, HEADS_KV, HEADS, D, LAYERS = 16, 2, 4, 16, 2
 SCHEMES = (Rotary.rope(D).rectify(21).log_n(40), Rotary.hope(D, 100).local(50))
 ALL = (*support.TARGETS, support.Target("reference", torch.float64, "cpu"))
-TARGETS = [t for t in ALL if hasattr(load_backend(t.impl), "unsupported_positions")]
+TARGETS = [t for t in ALL if "positions" in load_backend(t.impl).CACHE_OPTIONS]
 TARGETS = [t for t in TARGETS if t.dtype == torch.float32 or t.impl == "reference"]
 
 

@@ -245,6 +245,8 @@ def test_key_weight_is_applied_or_refused_by_name(monkeypatch):
     monkeypatch.setattr(load_backend("cuda"), "unsupported_reason", lambda q, cached: "")
     with pytest.raises(ValueError, match="^impl='cuda' cannot serve this call: key_weight is not supported"):
         plan_cache(tables, like=weighted, impl="cuda", **options)
+    with pytest.raises(ValueError, match="^impl='cuda' cannot serve this call: rotated_keys is not supported"):
+        plan_cache(tables, like=layer, impl="cuda", rotated_keys=True, **options | {"rotary": Rotary.rope(D)})
     for wrong in (weight.double(), weight[:8]):
         with pytest.raises((TypeError, ValueError), match="^key_weight: expected"):
             plan_cache(tables, like=weighted._replace(key_weight=wrong), impl="reference", **options)

@@ -16,6 +16,7 @@ from flashrope import (
 from flashrope.backends import calls, cuda, protocol, reference, registry
 from flashrope.backends.calls import AttentionCall
 from flashrope.backends.names import BACKENDS
+from flashrope.backends.plans import CACHE_OPTIONS
 from flashrope.backends.registry import load_backend
 from flashrope.lowering.cos_sin import FINE_ROWS
 from flashrope.lowering.lowered import UNBOUNDED
@@ -47,6 +48,14 @@ def test_functions_have_the_parameters_of_the_protocol(impl):
             assert [(p.name, p.default) for p in found] == [(p.name, p.default) for p in parameters], f"{impl}.{name}"
         for name, annotation in inspect.get_annotations(each, eval_str=True).items():
             assert isinstance(getattr(backend, name), annotation), f"{impl}.{name}"
+
+
+def test_options_that_the_backends_declare():
+    for impl in PROTOCOLS:
+        if impl != "triton" or not load_backend(impl).IMPORT_ERROR:
+            options = load_backend(impl).CACHE_OPTIONS
+            assert options == (frozenset() if impl == "cuda" else CACHE_OPTIONS)
+            assert ("positions" in options) == hasattr(load_backend(impl), "unsupported_positions")
 
 
 def test_differentiable_backends():

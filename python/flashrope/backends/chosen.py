@@ -20,6 +20,7 @@ from . import addresses, others
 from .cache_tables import CacheLayer, CachePositions, CacheTables
 from .calls import AttentionCall, CacheCall, KeptShapes, RotateCall, cached_lse_shape, cached_out_shape
 from .part import Part, PartsPlan
+from .plans import CACHE_OPTIONS as CACHE_OPTIONS
 from .plans import Queries
 
 SWITCH = "FLASHROPE_SDPA"  # the environment variable that turns the rows off, if it is "0"

@@ -15,11 +15,12 @@ from ..rotary.rotary import Rotary
 from . import addresses
 from .cache_tables import ONE_PER_QUERY, CacheLayer, CacheTables
 from .calls import CacheCall, accumulation_type, aligned, cached_lse_shape, multiprocessors
-from .plans import EachLayer, Queries
+from .plans import EachLayer, Queries, not_served
 from .splits import choose_splits
 
 LIBRARY = Path(__file__).resolve().parents[1] / "_cuda.abi3.so"
 HEAD_DIMS = (64, 96, 128, 256)
+CACHE_OPTIONS: frozenset[str] = frozenset()
 MAX_SEQLEN_Q = 64  # csrc/decode.h defines the same MAX_SEQLEN_Q and TILE_ROWS
 TILE_ROWS = 16
 OWN_VALUES = "its kernels need values in separate memory, but v_cache is a view of k_cache"
@@ -58,23 +59,21 @@ def _unsupported_device(device: torch.device) -> str:
 
 def plan_cache(call: CacheCall, layer: CacheLayer, queries: Queries) -> EachLayer:
     """Plans the layers of a step, as ``CacheBackend`` describes."""
+    if call.rotated_keys:
+        raise ValueError(f"impl='cuda' cannot serve this call: {not_served('rotated_keys')}")
     return EachLayer(append_to_cache, attention_with_cache, call)
 
 
 def append_to_cache(
     layer: CacheLayer, k: torch.Tensor, v: torch.Tensor | None, tables: CacheTables, rotary: Rotary | None = None
 ) -> None:
-    """Writes k, v (batch, seqlen_new, heads_kv, head_dim) after tables.seqlens, or packed k and v, in one launch.
-
-    Raises:
-        ValueError: rotary is given. The caller must rotate k.
-    """
+    """Writes k, v (batch, seqlen_new, heads_kv, head_dim) after tables.seqlens, or packed k and v, in one launch."""
     if v is None:
         raise ValueError(f"impl='cuda' cannot serve this call: {OWN_VALUES}; use impl='triton'")
     _refuse_layer(layer)
     k_cache, v_cache = layer.k, layer.v
     if rotary is not None:
-        raise ValueError("rotary: expected None, because the CUDA kernels append keys without rotating them")
+        raise ValueError(f"impl='cuda' cannot serve this call: {not_served('rotated_keys')}")
     _check_aligned(k_cache=k_cache, v_cache=v_cache)
     if tables.cu_seqlens_q is not None:
         k_cache, v_cache, tables = _token_pages(k_cache, v_cache, k.shape[0], tables)
@@ -88,9 +87,7 @@ def attention_with_cache(q: torch.Tensor, layer: CacheLayer, call: CacheCall) ->
     heads_q, seqlen_q).
 
     Raises:
-        ValueError: the cache is quantized; or the scheme has a first_channel, maps positions or has log_steps; or
-            several queries attend over rotated keys without causal=True, so that rows before the first key would have
-            negative positions.
+        ValueError: the cache is quantized; or the scheme has a first_channel, maps positions or has log_steps.
     """
     if have_maps(call.bands):
         raise ValueError(
@@ -105,12 +102,6 @@ def attention_with_cache(q: torch.Tensor, layer: CacheLayer, call: CacheCall) ->
             f"{call.rotary.first_channel}; use impl='triton'"
         )
     _refuse_layer(layer)
-    rows = q.shape[1] if q.ndim == 4 else call.tables.max_seqlen_q
-    if not call.causal and rows > 1 and any(band.keys_rotated for band in call.bands):
-        raise ValueError(
-            "impl='cuda' cannot serve this call: over rotated keys its kernels need causal=True, or one query token; "
-            "use impl='triton'"
-        )
     if call.tables.cu_seqlens_q is not None:
         return _attend_packed(q, layer, call)
     k_cache, v_cache = layer.k, layer.v

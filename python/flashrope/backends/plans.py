@@ -26,6 +26,15 @@ class Queries(NamedTuple):
         return cls(q.shape, q.dtype, q.device)
 
 
+CACHE_OPTIONS = frozenset(("positions", "key_weight", "rotated_keys"))
+
+
+def not_served(option: str) -> str:
+    """Returns the reason with which a backend refuses one of CACHE_OPTIONS."""
+    kind = "explicit positions of cached tokens are" if option == "positions" else f"{option} is"
+    return f"{kind} not supported by its kernels; use impl='triton'"
+
+
 def append_rotary(call: CacheCall) -> Rotary | None:
     """Returns the scheme that rotates new keys before they are written, or None if the cache holds raw keys."""
     return over_rotated_keys(call.rotary) if call.rotated_keys else None

@@ -72,7 +72,13 @@ class CachePlan(Protocol):
 
 
 class CacheBackend(Protocol):
-    """Serves ``attention_with_cache``."""
+    """Serves ``attention_with_cache``.
+
+    CACHE_OPTIONS: those of ``plans.CACHE_OPTIONS`` that the backend supports. With "positions" it is a
+    ``PlacingBackend``.
+    """
+
+    CACHE_OPTIONS: frozenset
 
     def unsupported_reason(self, q: torch.Tensor, cached: bool = False) -> str:
         """Returns why this backend cannot serve tensors like q, or ""."""
@@ -88,7 +94,7 @@ class CacheBackend(Protocol):
         """Writes k, v (batch, seqlen_new, heads_kv, head_dim), or packed (total_q, heads_kv, head_dim), after the slots
         in use (tables.seqlens), or to tables.slot_mapping if it is given. Drops tokens without a slot or page. v: None
         if values are channels of the keys. The layer's v may then be None, too. rotary: a scheme from
-        ``over_rotated_keys``, by which k is rotated first. With the CUDA backend the caller rotates k."""
+        ``over_rotated_keys``, by which k is rotated first."""
 
     def plan_cache(self, call: CacheCall, layer: CacheLayer, queries: Queries) -> CachePlan:
         """Plans the layers of a step, or one call. The host reads no table before ``append`` or ``attend``. call: the

@@ -26,6 +26,7 @@ from .calls import (
     out_shape,
 )
 from .packed import append_packed, attend_packed
+from .plans import CACHE_OPTIONS as CACHE_OPTIONS
 from .plans import EachLayer, Queries
 from .precision import without_autocast
 from .quantized import dequantize, stores

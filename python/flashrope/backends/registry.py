@@ -11,10 +11,10 @@ import torch
 from .cache_tables import CachePositions
 from .names import BACKENDS
 from .others import reach_by
+from .plans import not_served
 
 # Backends whose forward is plain PyTorch. Autograd differentiates it to any order, and compilers trace it.
 DIFFERENTIABLE = ("reference",)
-WEIGHTED = ("triton", "sdpa", "cpu", "reference", "auto")  # these backends multiply keys of a cache by key_weight
 
 
 @cache
@@ -67,14 +67,15 @@ def check_backend(
     cached: bool = False,
     positions: CachePositions | None = None,
     key_weight: torch.Tensor | None = None,
+    rotated_keys: bool = False,
 ) -> None:
-    """Raises ValueError if the backend cannot serve tensors like q, explicit positions of cached tokens, or key
-    weights."""
+    """Raises ValueError if the backend cannot serve tensors like q, or an option of a call over a cache."""
     reason = load_backend(impl).unsupported_reason(q, cached)
     if positions is not None and not reason:
         reason = unsupported_positions(impl, positions)
-    if key_weight is not None and not reason and impl not in WEIGHTED:
-        reason = f"key_weight is not supported by its kernels; use impl={WEIGHTED[0]!r}"
+    for option, given in (("key_weight", key_weight is not None), ("rotated_keys", rotated_keys)):
+        if given and not reason and option not in load_backend(impl).CACHE_OPTIONS:
+            reason = not_served(option)
     if reason:
         raise ValueError(f"impl={None if impl == 'auto' else impl!r} cannot serve this call: {reason}")
 
@@ -82,6 +83,4 @@ def check_backend(
 def unsupported_positions(impl: str, positions: CachePositions) -> str:
     """Returns why the backend ``impl`` cannot serve explicit positions, or "". The reason names the argument."""
     backend = load_backend(impl)
-    if not hasattr(backend, "unsupported_positions"):
-        return "its kernels do not support explicit positions of cached tokens; use impl='triton' or 'reference'"
-    return backend.unsupported_positions(positions)
+    return backend.unsupported_positions(positions) if "positions" in backend.CACHE_OPTIONS else not_served("positions")

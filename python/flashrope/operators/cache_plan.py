@@ -14,7 +14,6 @@ from ..backends.registry import check_backend, load_backend, resolve_impl
 from ..backends.visible import store_positions
 from ..lowering.lowered import UNBOUNDED
 from ..rotary.rotary import Rotary
-from ..rotary.rotated import over_rotated_keys
 from . import library
 from .autocast import autocast, autocast_hint
 from .autograd import check_no_tangents, is_plain, transforming
@@ -159,6 +158,8 @@ def plan_checked(
         check_positions_served(impl, q, positions)
     if layer.key_weight is not None:
         check_key_weight(layer.key_weight, q, impl)
+    if rotated_keys and not torch.compiler.is_compiling():
+        check_backend(impl, q, cached=True, rotated_keys=True)
     if validate:
         validate_tables(tables, capacity, layer.k)
         if positions is not None:
@@ -342,13 +343,11 @@ class CachePlan:
         OPERATORS.append_to_cache(*leaves, rotary, self._impl)
 
     def _write_by_plan(self, plan, layer: CacheLayer, k, v) -> None:
-        tables, call = self._tables, self._call
+        tables = self._tables
         self._check_memory(layer, k, v, tables)
         if tables.positions is not None and tables.positions.slot_positions is not None and not self._stored:
             store_positions(layer.k, tables, k.shape[-3])
             self._stored = True
-        if self._impl == "cuda" and call.rotated_keys:  # the CUDA kernels append keys without rotating them
-            k = library.rotated_by_triton(layer, k, tables, over_rotated_keys(call.rotary))
         plan.append(layer, k, v)
         library.count_write(layer)
 

@@ -342,8 +342,7 @@ def attention_with_cache(
         rotated_keys: the cache holds rotated keys, as ``rotate`` returns them. k is rotated once, when it is written,
             and a step rotates only queries. The scheme must be one that ``rotate`` accepts. All calls over a cache need
             the same scheme and the same cache_leftpad. This call cannot check the scheme and the padding of earlier
-            calls. ``KVCache`` and ``PagedKVCache`` check them. With impl="cuda", calls must be causal or have one query
-            token, and k is rotated by the Triton kernel.
+            calls. ``KVCache`` and ``PagedKVCache`` check them. impl="cuda" does not support it.
         k_scale, v_scale: float32, the caches' shape without its last dimension, any strides; written in place. With
             them the caches are quantized, int8. q, k, v and out keep their float type. A new row x of k or v is
             written as codes ``c = round(x / s)``, ties to even, with the scale ``s = max(abs(x)) / 127``. Attention is

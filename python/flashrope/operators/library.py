@@ -153,12 +153,7 @@ def append_to_cache(layer: CacheLayer, k, v, tables: CacheTables, rotary: Rotary
     if rotary is None:
         load_backend(impl).append_to_cache(layer, k, v, tables)
     else:
-        rotary = over_rotated_keys(rotary)
-        if impl == "cuda":  # the CUDA kernels append keys without rotating them
-            k = rotated_by_triton(layer, k, tables, rotary)
-            load_backend(impl).append_to_cache(layer, k, v, tables)
-        else:
-            load_backend(impl).append_to_cache(layer, k, v, tables, rotary)
+        load_backend(impl).append_to_cache(layer, k, v, tables, over_rotated_keys(rotary))
     count_write(layer)
 
 
@@ -166,13 +161,6 @@ def count_write(layer: CacheLayer) -> None:
     """Tells autograd that keys and values of a layer were written, because backends write without its knowledge. Then
     autograd raises an error for a graph that still needs the former values."""
     increment_version([x for x in layer[:4] if x is not None])
-
-
-def rotated_by_triton(layer: CacheLayer, k, tables: CacheTables, rotary: Rotary):
-    """Returns new keys rotated by the Triton kernel, for the CUDA backend. rotary: from ``over_rotated_keys``."""
-    if not (rotary.changes_channels and k.numel() and layer.k.numel()):
-        return k
-    return load_backend("triton").rotate(k, RotateCall(rotary, None, tables, tables.capacity(layer.k)))
 
 
 def _append_to_cache(*arguments):

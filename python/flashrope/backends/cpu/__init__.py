@@ -3,6 +3,7 @@
 What they do not serve (served.py) is refused. ``impl=None`` then takes the backend ``sdpa``.
 """
 
+from ..plans import CACHE_OPTIONS
 from ..runs import unsupported_positions
 from .attention import backward, forward, kept_shapes
 from .cached import attend as attend_part
@@ -13,6 +14,7 @@ from .rotated import rotate
 from .served import unserved_attention, unserved_cache, unserved_rotation, unsupported_reason
 
 __all__ = [
+    "CACHE_OPTIONS",
     "append_to_cache",
     "attend_part",
     "backward",

@@ -10,6 +10,7 @@ import torch
 
 from ..calls import AttentionCall, Kept, KeptShapes
 from ..part import Part as part_of
+from ..plans import CACHE_OPTIONS
 from ..runs import unsupported_positions
 from . import attention, whole
 from .cached import attend as attend_part
@@ -18,6 +19,7 @@ from .plan import append_to_cache, plan_cache
 from .rotated import rotate
 
 __all__ = [
+    "CACHE_OPTIONS",
     "append_to_cache",
     "attend_part",
     "backward",

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import torch
 
+from ..plans import CACHE_OPTIONS
+
 try:
     from ...triton_kernels.configs import family
     from .append import append_to_cache
@@ -22,6 +24,7 @@ except ImportError as error:  # no wheel for this platform
     IMPORT_ERROR = str(error)
 
 __all__ = [
+    "CACHE_OPTIONS",
     "append_to_cache",
     "backward",
     "compute_capability",
