@@ -53,7 +53,9 @@ def attention(
     sinks: torch.Tensor | None = None,
     **unknown: Never,
 ):
-    """Computes softmax attention over raw q, k and v, and rotates queries and keys by the scheme inside the kernel.
+    """Computes softmax attention over raw q, k and v, and rotates queries and keys by the scheme.
+
+    The Triton kernels rotate queries in registers, and keys once into a copy that the backward reads again.
 
     Use it in training, and for a prefill without a cache. For packed sequences of different lengths, use
     ``attention_varlen``. To keep the keys for later tokens, use ``KVCache`` or ``attention_with_cache``. Gradients are
