@@ -310,6 +310,22 @@ def test_the_operators_take_these_arguments(operator, problem, dtype):
     assert [x.shape for x in grads] == [q.shape, k.shape, v.shape]
 
 
+def test_tensors_that_the_operators_cannot_read_are_copied():
+    x = torch.randn(2, 9, 3, 64).to(torch.float16)
+    fused = torch.randn(2, 9, 3, 3 * 64).to(torch.float16)
+    for given in (x, x[:, 1:], x[:1], fused[..., 64:128], x.transpose(1, 2), x[:, :1]):
+        assert operators.readable(given) is given
+    odd = torch.randn(2, 9, 3, 65).to(torch.float16)
+    for given in (
+        odd[..., :64],
+        odd.flatten()[1:385].view(1, 2, 3, 64),
+        x[:1].expand(2, -1, -1, -1),
+        x.transpose(2, 3),
+    ):
+        copy = operators.readable(given)
+        assert copy is not given and copy.is_contiguous() and torch.equal(copy, given)
+
+
 def test_which_operator_computes_what(monkeypatch):
     monkeypatch.setattr(operators, "activated", lambda: None)
     for capability, names in ((80, ["FlashAttention-2"]), (90, ["cuDNN", "FlashAttention-2"]), (None, [FLASH.name])):

@@ -60,10 +60,19 @@ def is_plain(problem: Problem, seqlen_q: int, seqlen_k: int) -> bool:
     return not problem.causal or seqlen_q == seqlen_k
 
 
+def readable(x: torch.Tensor) -> torch.Tensor:
+    """Returns x, or a contiguous copy if its rows do not start at multiples of 16 bytes or if it is expanded. The
+    operators below are called without PyTorch's checks."""
+    steps = [stride for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1 and stride != 1]
+    aligned = all(step * x.element_size() % 16 == 0 for step in (x.storage_offset(), *steps))
+    return x if x.stride(-1) == 1 and aligned and 0 not in steps else x.clone(memory_format=torch.contiguous_format)
+
+
 # ---- cuDNN
 
 
 def _cudnn_forward(q, k, v, problem: Problem):
+    q, k, v = map(readable, (q, k, v))
     out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
         *_heads_first(q, k, v), None, True, 0.0, problem.causal, False, scale=problem.scale
     )
@@ -71,6 +80,7 @@ def _cudnn_forward(q, k, v, problem: Problem):
 
 
 def _cudnn_backward(grad_out, q, k, v, out, lse, problem: Problem):
+    grad_out, q, k, v, out = map(readable, (grad_out, q, k, v, out))
     seed = lse.new_empty((), dtype=torch.int64)  # of the dropout, which is 0
     grads = aten._scaled_dot_product_cudnn_attention_backward(
         *_heads_first(grad_out, q, k, v, out),
@@ -103,12 +113,14 @@ def _flash_arguments(q, k, problem: Problem) -> tuple[tuple, dict[str, Any]]:
 
 
 def _flash_forward(q, k, v, problem: Problem):
+    q, k, v = map(readable, (q, k, v))
     lengths, options = _flash_arguments(q, k, problem)
     out, lse, *_ = aten._flash_attention_forward(q, k, v, *lengths, 0.0, problem.causal, False, **options)
     return out, lse.masked_fill(lse == torch.inf, -torch.inf)  # the kernel's lse of a row without keys is inf
 
 
 def _flash_backward(grad_out, q, k, v, out, lse, problem: Problem):
+    grad_out, q, k, v, out = map(readable, (grad_out, q, k, v, out))
     lengths, options = _flash_arguments(q, k, problem)
     lse = lse.masked_fill(lse == -torch.inf, torch.inf)
     states = lse.new_empty(2, dtype=torch.uint64), lse.new_empty((), dtype=torch.uint64)  # of the dropout, which is 0
