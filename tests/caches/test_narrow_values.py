@@ -125,7 +125,7 @@ REFUSED = {
                 Q, K.char(), V.char(), ROPE, LENGTHS, k_scale=torch.ones(1, 16, 1), v_scale=torch.ones(1, 16, 1)
             )
         ),
-        "v_cache: expected 24 bytes per row, one 8-bit value in each byte, because head_dim of q is 24, got 16",
+        "v_cache: expected head_dim 24 as in q, got 16",
     ),
     "quantized cache": (
         lambda: KVCache(1, 16, 1, 24, torch.float32, "cpu", head_dim_v=16, cache_dtype="int8"),

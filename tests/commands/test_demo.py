@@ -292,7 +292,7 @@ def test_commands_of_the_checkout_are_named(capsys, arguments, instead):
     [
         (["dema"], "'demo', 'generate'", "'dema'"),
         (["demo", "--preset", "big"], "'tiny', 'cpu', 'gpu'", "'big'"),
-        (["demo", "--impl", "flash"], "'triton', 'cuda', 'cpu'", "'flash'"),
+        (["demo", "--impl", "flash"], "'triton', 'sdpa', 'cuda', 'cpu'", "'flash'"),
         (["demo", "--steps", "-3"], "a positive integer", "got -3"),
         (["demo", "--step", "3"], "(did you mean --steps?); the options are", "unknown option --step"),
         (["demo", "--step", "3"], "--train-length", "unknown option --step"),
