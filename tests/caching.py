@@ -294,9 +294,8 @@ class Cached:
     def call(self, **options):
         """Runs the public call and returns its (out, lse). The call writes the new keys to the caches."""
         call, arguments = self.arguments()
-        impl = self.target.impl
-        if impl == "cpu" and (set(POSITIONS) & (arguments | options).keys()):
-            impl = None  # the tables decide whether the compiled kernels serve the call
+        placed = set(POSITIONS) & (arguments | options).keys()
+        impl = self.target.of_any_positions if placed else self.target.impl
         return call(**arguments | {"return_lse": True, "impl": impl, "validate": True} | options)
 
     def expected(self) -> list[support.Problem]:

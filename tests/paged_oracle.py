@@ -149,7 +149,7 @@ class Held:
         """
         k, v = (self.new(len(names), count, self.heads[1]) for _ in "kv")
         q = self.new(len(names), max(min(count, self.queries), 1), self.heads[0])
-        options = dict(return_lse=True, impl=self.target.impl, validate=leftpad is None)
+        options = dict(return_lse=True, impl=self.target.of_any_positions, validate=leftpad is None)
         if len(self.schemes) == 1 and not fails:
             results = [self.cache.attend(names, q[0], self.schemes[0], k[0], v[0], leftpad=leftpad, **options)]
         else:
@@ -189,7 +189,10 @@ class Held:
     def read(self) -> None:
         """Attends to all sequences that have tokens, with one call per layer, and checks the results."""
         if names := [name for name, tokens in self.tokens.items() if tokens.positions]:
-            q, options = self.new(len(names), 1, self.heads[0]), dict(return_lse=True, impl=self.target.impl)
+            q, options = (
+                self.new(len(names), 1, self.heads[0]),
+                dict(return_lse=True, impl=self.target.of_any_positions),
+            )
             options["validate"] = True
             layers = enumerate(self.schemes)
             self.compare(names, q, [self.cache.attend(names, q[n], x, layer=n, **options) for n, x in layers])

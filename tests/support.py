@@ -50,6 +50,11 @@ class Target:
         """Whether the target is Triton's interpreter, which takes seconds where a device takes microseconds."""
         return self.impl == "triton" and self.device == "cpu"
 
+    @property
+    def of_any_positions(self) -> str | None:
+        """Returns what to pass as impl if the tables of a cache decide whether the compiled CPU kernels serve a call."""
+        return None if self.impl == "cpu" else self.impl
+
     def size(self, small: int, large: int) -> int:
         return large if self.device == "cuda" else small
 

@@ -87,7 +87,7 @@ class Outliving:
         q = held.new(len(late.names), max(late.count, 1), held.heads[0])
         with late.step as step:
             results = [
-                step.attend(q[n], x, k[n], v[n], layer=n, return_lse=True, impl=held.target.impl)
+                step.attend(q[n], x, k[n], v[n], layer=n, return_lse=True, impl=held.target.of_any_positions)
                 for n, x in enumerate(held.schemes)
             ]
         held.written(late.names, k, v)
@@ -142,7 +142,7 @@ class Outliving:
                 seqlen_q=late.count,
                 heads_q=held.heads[0],
                 dtype=held.target.dtype,
-                impl=held.target.impl,
+                impl=held.target.of_any_positions,
             )
             results.append(plan.attend(q[n], cache.cache_layer(n), k[n], v[n], return_lse=True))
         late.step.advance()
