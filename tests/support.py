@@ -52,7 +52,7 @@ class Target:
 
     @property
     def of_any_positions(self) -> str | None:
-        """Returns what to pass as impl if the tables of a cache decide whether the compiled CPU kernels serve a call."""
+        """Returns what to pass as impl if the tables of a cache may need other kernels than the compiled ones."""
         return None if self.impl == "cpu" else self.impl
 
     def size(self, small: int, large: int) -> int:
