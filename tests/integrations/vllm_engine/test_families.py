@@ -129,4 +129,4 @@ def test_sliding_windows_over_a_quantized_cache(tmp_path):
     folder = save_model(tmp_path, model_type, **changes)
     with engine(folder, {**options, "raw_keys": True}, kv_cache_dtype="int8_per_token_head", max_model_len=512) as llm:
         outputs = generate(llm, [prompt(n) for n in (5, 6, 7, 200)])
-    check_rounded(folder, options, outputs, Rounded("int8_per_token_head"))
+    check_rounded(folder, options, outputs, Rounded())
