@@ -1,6 +1,6 @@
 """Tests the compiled CPU kernels at head_dims above 256, with narrow values and rotary channels anywhere.
 
-None of these calls may be composed of PyTorch's kernels."""
+impl="cpu" takes no other kernels."""
 
 import threading
 
@@ -11,6 +11,7 @@ from caching import Cached, check_needles
 from flashrope import Rotary, attention, rotate
 from support import Target
 
+pytestmark = pytest.mark.usefixtures("compiled")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TARGETS = [Target("cpu", dtype, "cpu") for dtype in DTYPES]
 FLOAT, BRAIN, _ = TARGETS
@@ -29,11 +30,6 @@ SCHEMES = {
     "interleaved_behind": lambda d: Rotary.rope(d, rotary_dim=64, interleaved=True, first_channel=d - 64),
     "none": lambda d: Rotary.none(d),
 }
-
-
-@pytest.fixture(autouse=True)
-def only_compiled(compiled):
-    """Skips the tests without compiled kernels. impl="cpu" takes no others."""
 
 
 def reading(target, rotary, seqlen_q=1, **options) -> Cached:

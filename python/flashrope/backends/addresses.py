@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -123,41 +124,51 @@ def runs(tables: CacheTables, total_q: int) -> Iterator[tuple[slice, slice, Cach
         while end < len(lengths) and lengths[end] == length and starts[end] == starts[end - 1] + length:
             end += 1
         if length:
-            rows = slice(starts[begin], starts[begin] + (end - begin) * length)
-            yield slice(begin, end), rows, _tables_of(tables, slice(begin, end), rows, length)
+            rows, sequences = slice(starts[begin], starts[begin] + (end - begin) * length), slice(begin, end)
+            new = length if tables.seqlen_new == ONE_PER_QUERY else 0
+            queries = None if tables.positions is None else tables.positions.queries
+            if queries is not None:
+                queries = queries[rows].unflatten(0, (end - begin, -1))
+            yield sequences, rows, _tables_of(tables, sequences, new, queries)
         begin = end
-
-
-def _tables_of(tables: CacheTables, sequences: slice, rows: slice, seqlen_q: int) -> CacheTables:
-    positions = tables.positions
-    if positions is not None:
-        positions = _positions_of(positions, sequences, rows, tables.block_table is not None)
-    block_table, leftpad = (None if x is None else x[sequences] for x in (tables.block_table, tables.leftpad))
-    new = seqlen_q if tables.seqlen_new == ONE_PER_QUERY else 0
-    return CacheTables(tables.seqlens[sequences], block_table, leftpad, new, positions)
-
-
-def _positions_of(tables: CachePositions, sequences: slice, rows: slice, paged: bool) -> CachePositions:
-    """Returns the position tables of one batch that ``runs`` yields. rows: the query rows of this batch."""
-    *of_pages, slot_positions, queries = tables
-    if slot_positions is not None and not paged:
-        slot_positions = slot_positions[sequences]
-    if queries is not None:
-        queries = queries[rows].unflatten(0, (sequences.stop - sequences.start, -1))
-    page_positions, page_first, page_lengths = (x if x is None else x[sequences] for x in of_pages)
-    return CachePositions(page_positions, page_first, page_lengths, slot_positions, queries)
 
 
 def batch_of(tables: CacheTables, sequences: slice) -> CacheTables:
     """Returns the tables of these sequences. Queries must not be packed."""
+    queries = None if tables.positions is None else tables.positions.queries
+    return _tables_of(tables, sequences, tables.new, None if queries is None else queries[sequences])
+
+
+def _tables_of(tables: CacheTables, sequences: slice, new, queries: torch.Tensor | None) -> CacheTables:
+    """Returns the tables of these sequences. new, queries: those of these sequences, for a batch."""
     block_table, leftpad = (None if x is None else x[sequences] for x in (tables.block_table, tables.leftpad))
     positions = tables.positions
     if positions is not None:
-        paged = block_table is not None
-        kept = {"slot_positions"} if paged else set()
-        own = {n: x if x is None or n in kept else x[sequences] for n, x in positions._asdict().items()}
-        positions = CachePositions(**own)
-    return CacheTables(tables.seqlens[sequences], block_table, leftpad, tables.new, positions)
+        *of_pages, slot_positions, _ = positions
+        if slot_positions is not None and block_table is None:
+            slot_positions = slot_positions[sequences]
+        page_positions, page_first, page_lengths = (x if x is None else x[sequences] for x in of_pages)
+        positions = CachePositions(page_positions, page_first, page_lengths, slot_positions, queries)
+    return CacheTables(tables.seqlens[sequences], block_table, leftpad, new, positions)
+
+
+def neighbors(values: list) -> Iterator[slice]:
+    """Yields the ranges of a list in which all values are equal."""
+    start = 0
+    for _, equal in itertools.groupby(values):
+        stop = start + len(list(equal))
+        yield slice(start, stop)
+        start = stop
+
+
+def token_sequences(cu_seqlens, total: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns two int64 tensors (total,): the sequence of every packed token, and the number of rows of this sequence
+    from the token on, the token included. A token outside every sequence gets the last sequence and a number below
+    1."""
+    ends = cu_seqlens[1:].to(torch.int64)
+    token = torch.arange(total, device=cu_seqlens.device)
+    sequence = torch.searchsorted(ends, token, right=True).clamp(max=ends.shape[0] - 1)
+    return sequence, ends[sequence] - token
 
 
 def layer_of(layer: CacheLayer, sequences: slice) -> CacheLayer:

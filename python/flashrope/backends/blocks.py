@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import torch
 
+from .addresses import neighbors
 from .cache_tables import CacheLayer
 from .part import Part
-from .quantized import dequantize
 from .runs import Run
 
 MIN_BLOCK, MAX_BLOCK = 256, 16384  # slots of a block
@@ -29,16 +29,6 @@ class Block(NamedTuple):
     v: torch.Tensor  # like k, but its head_dim may be smaller
     k_scale: torch.Tensor | None = None  # (batch, slots, heads_kv, 1)
     v_scale: torch.Tensor | None = None
-
-    def keys_and_values(self, dtype: torch.dtype, key_weight: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns k and v, both with the head_dim of k. If they are quantized, or if keys are weighted, both are
-        converted to dtype."""
-        k, v = self.k, self.v
-        if self.k_scale is not None and self.v_scale is not None:
-            k, v = (dequantize(x, s[..., 0], dtype) for x, s in ((k, self.k_scale), (v, self.v_scale)))
-        if key_weight is not None:
-            k, v = k.to(dtype) * key_weight, v.to(dtype)
-        return k, torch.nn.functional.pad(v, (0, k.shape[-1] - v.shape[-1])) if v.shape[-1] < k.shape[-1] else v
 
 
 class Group(NamedTuple):
@@ -61,11 +51,11 @@ def groups(layer: CacheLayer, part: Part, whole: bool) -> Iterator[Group]:
     whole: whether a group's slots form one block. If False, they are divided into blocks of ``block_size``.
     """
     table, bounds, row = part.call.tables.block_table, part.bounds(layer.k), layer.k.shape[-2] * layer.k.shape[-1]
-    starts = [b for b in range(len(bounds)) if b == 0 or table is not None or bounds[b] != bounds[b - 1]]
-    for b0, b1 in zip(starts, [*starts, len(bounds)][1:], strict=True):
-        first, end = bounds[b0]
+    alone = (slice(b, b + 1) for b in range(len(bounds)))
+    for sequences in neighbors(bounds) if table is None else alone:
+        (first, end), b0, b1 = bounds[sequences.start], sequences.start, sequences.stop
         size = max(end - first, 1) if whole else block_size((b1 - b0) * row)
-        yield Group(slice(b0, b1), end - first, _blocks(layer, table, b0, b1, first, end, size))
+        yield Group(sequences, end - first, _blocks(layer, table, b0, b1, first, end, size))
 
 
 def blocks_of_runs(layer: CacheLayer, table: torch.Tensor | None, b: int, keys: list[Run], whole: bool):

@@ -12,7 +12,7 @@ import torch
 from ..rotary.bands import Band, PositionMap
 from ..rotary.rotary import Rotary
 from ..rotary.rotated import over_rotated_keys
-from .cache_tables import CacheLayer, CacheTables
+from .cache_tables import CacheTables
 
 MAX_SPLITS = 256  # csrc/decode.h defines the same number
 
@@ -86,9 +86,6 @@ class AttentionCall(_Scheme):
             sequence = self if given is None else dataclasses.replace(self, positions=given[:, rows])
             yield rows, slice(k0, k1), sequence
 
-    def lse_shape(self, q: torch.Tensor) -> tuple[int, ...]:
-        return (q.shape[1], q.shape[0]) if self.cu_seqlens_q is not None else (q.shape[0], q.shape[2], q.shape[1])
-
 
 @dataclasses.dataclass(slots=True)
 class CacheCall(_Scheme):
@@ -136,18 +133,18 @@ class RotateCall:
         return self.rotary.bands[0].queries
 
 
-def out_shape(q: torch.Tensor, v: torch.Tensor) -> tuple[int, ...]:
-    """Returns the shape of out: q's shape, with v's head_dim."""
+def refuse(impl: str | None, reason: str) -> None:
+    """Raises ValueError if there is a reason why a backend cannot serve a call."""
+    if reason:
+        raise ValueError(f"impl={impl!r} cannot serve this call: {reason}")
+
+
+def out_shape(q, v: torch.Tensor) -> tuple[int, ...]:
+    """Returns the shape of out: q's shape, with v's head_dim. q: a tensor, or ``plans.Queries``."""
     return (*q.shape[:-1], v.shape[-1])
 
 
-def cached_out_shape(q, layer: CacheLayer) -> tuple[int, ...]:
-    """Returns the shape of out over a cache: q's shape, with the head_dim of the values. q: a tensor, or
-    ``plans.Queries``."""
-    return (*q.shape[:-1], layer.v.shape[-1])
-
-
-def cached_lse_shape(q) -> tuple[int, ...]:
+def lse_shape(q) -> tuple[int, ...]:
     """Returns the shape of lse: (batch, heads_q, seqlen_q), or packed (heads_q, total_q). q: a tensor, or
     ``plans.Queries``."""
     shape = q.shape
@@ -157,6 +154,11 @@ def cached_lse_shape(q) -> tuple[int, ...]:
 def accumulation_type(x: torch.Tensor) -> torch.dtype:
     """Returns the dtype of lse and of the scores."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def unseen(q: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns out and lse of queries that see no key: 0 and -inf."""
+    return q.new_zeros(out_shape(q, v)), q.new_full(lse_shape(q), float("-inf"), dtype=accumulation_type(q))
 
 
 def aligned(*tensors: torch.Tensor) -> bool:

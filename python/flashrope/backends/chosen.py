@@ -8,23 +8,21 @@ enters the table only for calls that were timed, or for GPUs on which the Triton
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 from typing import NamedTuple
 
 import torch
 
-from ..rotary.bands import Band
+from ..rotary.bands import EVERYWHERE
 from ..rotary.scales import UNSCALED
 from . import addresses, others
 from .cache_tables import CacheLayer, CachePositions, CacheTables
-from .calls import AttentionCall, CacheCall, KeptShapes, RotateCall, cached_lse_shape, cached_out_shape
-from .part import Part, PartsPlan
+from .calls import AttentionCall, CacheCall, KeptShapes, RotateCall
+from .part import Part, PartsPlan, joined
 from .plans import CACHE_OPTIONS as CACHE_OPTIONS
 from .plans import Queries
 
 SWITCH = "FLASHROPE_SDPA"  # the environment variable that turns the rows off, if it is "0"
-EVERY_KEY = Band(0, math.inf, 1.0, 0.0)  # the only band of a causal scheme without a window
 
 
 class Row(NamedTuple):
@@ -74,7 +72,7 @@ def row_of(shape: Shape, call: AttentionCall) -> Row | None:
     if call.deterministic or call.cu_seqlens_q is not None or call.positions is not None:
         return None
     rotary = call.rotary
-    if rotary.query_scale != UNSCALED or len(rotary.bands) != 1 or rotary.bands[0] != EVERY_KEY:
+    if rotary.query_scale != UNSCALED or rotary.bands != (EVERYWHERE,):
         return None
     rows = (row for row in ROWS if shape.capability in row.capabilities and shape.head_dim <= row.head_dim)
     return next(rows, None)
@@ -83,11 +81,16 @@ def row_of(shape: Shape, call: AttentionCall) -> Row | None:
 def choose(shape: Shape, call: AttentionCall, direction: str, grad_lse: bool = False) -> str:
     """Returns the name of the backend for one pass of a call on a GPU."""
     row = row_of(shape, call)
-    if row is None or grad_lse or direction not in row.directions or torch.are_deterministic_algorithms_enabled():
-        return "triton"
+    return "sdpa" if row is not None and _serves(row, shape, call, direction, grad_lse) else "triton"
+
+
+def _serves(row: Row, shape: Shape, call: AttentionCall, direction: str, grad_lse: bool = False) -> bool:
+    """Whether the row of a call is for this pass and these lengths."""
+    if grad_lse or direction not in row.directions or torch.are_deterministic_algorithms_enabled():
+        return False
     # cuDNN aligns a causal mask top left, and flashrope bottom right: they agree only for equal lengths.
     squares = shape.seqlen_q == shape.seqlen_k or not call.causal
-    return "sdpa" if squares and shape.seqlen_k >= row.keys and shape.head_dim_v == shape.head_dim else "triton"
+    return squares and shape.seqlen_k >= row.keys and shape.head_dim_v == shape.head_dim
 
 
 def defaults(q: torch.Tensor) -> dict[str, str]:
@@ -114,15 +117,17 @@ def unsupported_positions(positions: CachePositions) -> str:
 def kept_shapes(k: torch.Tensor, call: AttentionCall) -> KeptShapes:
     if not k.is_cuda:
         return KeptShapes()
-    return others.backend("triton").kept_shapes(k, _keeping(k, call))
+    return others.backend("triton").kept_shapes(k, _keeping(row_of(_shape(k, k, k), call), call))
 
 
 def forward(q, k, v, call: AttentionCall):
     if not q.is_cuda:
         return _on_cpu(others.backend("cpu").unserved_attention(q, v, call)).forward(q, k, v, call)
-    if choose(_shape(q, k, v), call, "forward") == "sdpa":
+    shape = _shape(q, k, v)
+    row = row_of(shape, call)
+    if row is not None and _serves(row, shape, call, "forward"):
         return others.backend("sdpa").forward(q, k, v, call)
-    return others.backend("triton").forward(q, k, v, _keeping(k, call))
+    return others.backend("triton").forward(q, k, v, _keeping(row, call))
 
 
 def backward(grad_out, grad_lse, q, k, v, out, lse, kept, call: AttentionCall):
@@ -176,10 +181,10 @@ class PlacedPart(Part):
 
     def divide(self, k_cache: torch.Tensor, seqlen_q: int) -> None:
         names = ["cpu" if each.long_runs else "sdpa" for each in self.placed(k_cache, seqlen_q)]
-        starts = [b for b in range(len(names)) if b == 0 or names[b] != names[b - 1]]
-        for b0, b1 in zip(starts, [*starts, len(names)][1:], strict=True):
-            backend, own = others.backend(names[b0]), addresses.batch_of(self.call.tables, slice(b0, b1))
-            self.shares.append((slice(b0, b1), backend.attend_part, backend.part_of(self.call.with_tables(own))))
+        for sequences in addresses.neighbors(names):
+            own = self.call.with_tables(addresses.batch_of(self.call.tables, sequences))
+            backend = others.backend(names[sequences.start])
+            self.shares.append((sequences, backend.attend_part, backend.part_of(own)))
 
 
 def _attend_placed(q: torch.Tensor, layer: CacheLayer, part: PlacedPart, out: torch.Tensor | None = None):
@@ -188,12 +193,15 @@ def _attend_placed(q: torch.Tensor, layer: CacheLayer, part: PlacedPart, out: to
     if len(part.shares) == 1:
         _, attend, own = part.shares[0]
         return attend(q, layer, own, out)
-    result = q.new_zeros(cached_out_shape(q, layer))
-    lse = q.new_full(cached_lse_shape(q), float("-inf"), dtype=torch.float32)
-    for sequences, attend, own in part.shares:
-        share = layer if part.call.tables.block_table is not None else addresses.layer_of(layer, sequences)
-        result[sequences], lse[sequences] = attend(q[sequences], share, own, None)
-    return result, lse
+    paged = part.call.tables.block_table is not None
+    return joined(
+        q,
+        layer,
+        (
+            (sequences, attend(q[sequences], layer if paged else addresses.layer_of(layer, sequences), own))
+            for sequences, attend, own in part.shares
+        ),
+    )
 
 
 def _on_cpu(reason: str):
@@ -205,9 +213,9 @@ def _on_cpu(reason: str):
     return others.backend("sdpa")
 
 
-def _keeping(k: torch.Tensor, call: AttentionCall) -> AttentionCall:
-    """Returns the call with the keys to keep: whole keys if a row may give the backward to PyTorch's kernels."""
-    return call if row_of(_shape(k, k, k), call) is None else dataclasses.replace(call, whole_keys=True)
+def _keeping(row: Row | None, call: AttentionCall) -> AttentionCall:
+    """Returns the call with the keys to keep: whole keys if the row may give the backward to PyTorch's kernels."""
+    return call if row is None else dataclasses.replace(call, whole_keys=True)
 
 
 def _shape(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Shape:

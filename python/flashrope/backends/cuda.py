@@ -14,7 +14,7 @@ from ..rotary.bands import have_maps
 from ..rotary.rotary import Rotary
 from . import addresses
 from .cache_tables import ONE_PER_QUERY, CacheLayer, CacheTables
-from .calls import CacheCall, accumulation_type, aligned, cached_lse_shape, multiprocessors
+from .calls import CacheCall, accumulation_type, aligned, multiprocessors, refuse, unseen
 from .plans import EachLayer, Queries, not_served
 from .splits import choose_splits
 
@@ -59,8 +59,7 @@ def _unsupported_device(device: torch.device) -> str:
 
 def plan_cache(call: CacheCall, layer: CacheLayer, queries: Queries) -> EachLayer:
     """Plans the layers of a step, as ``CacheBackend`` describes."""
-    if call.rotated_keys:
-        raise ValueError(f"impl='cuda' cannot serve this call: {not_served('rotated_keys')}")
+    refuse("cuda", not_served("rotated_keys") if call.rotated_keys else "")
     return EachLayer(append_to_cache, attention_with_cache, call)
 
 
@@ -72,8 +71,7 @@ def append_to_cache(
         raise ValueError(f"impl='cuda' cannot serve this call: {OWN_VALUES}; use impl='triton'")
     _refuse_layer(layer)
     k_cache, v_cache = layer.k, layer.v
-    if rotary is not None:
-        raise ValueError(f"impl='cuda' cannot serve this call: {not_served('rotated_keys')}")
+    refuse("cuda", "" if rotary is None else not_served("rotated_keys"))
     _check_aligned(k_cache=k_cache, v_cache=v_cache)
     if tables.cu_seqlens_q is not None:
         k_cache, v_cache, tables = _token_pages(k_cache, v_cache, k.shape[0], tables)
@@ -171,15 +169,6 @@ def _check_packed(tables: CacheTables) -> None:
         )
 
 
-def _token_sequences(cu_seqlens_q, total_q: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns two int64 tensors (total_q,): the sequence of every token, and the number of rows of this sequence from
-    the token on, the token included. A token outside every sequence gets the last sequence and a number below 1."""
-    ends = cu_seqlens_q[1:].to(torch.int64)
-    token = torch.arange(total_q, device=cu_seqlens_q.device)
-    sequence = torch.searchsorted(ends, token, right=True).clamp(max=ends.shape[0] - 1)
-    return sequence, ends[sequence] - token
-
-
 def _token_pages(k_cache, v_cache, total_q: int, tables: CacheTables):
     """Returns (k_cache, v_cache, tables) for append. In these tables every token is a separate sequence of one page."""
     _check_packed(tables)
@@ -191,7 +180,7 @@ def _token_pages(k_cache, v_cache, total_q: int, tables: CacheTables):
     if tables.slot_mapping is not None:
         page, row, fits = addresses.mapped_places(tables, k_cache)
     else:
-        sequence, behind = _token_sequences(tables.cu_seqlens_q, total_q)
+        sequence, behind = addresses.token_sequences(tables.cu_seqlens_q, total_q)
         starts = tables.cu_seqlens_q.to(torch.int64)
         before = (starts[1:] - starts[:-1])[sequence] - behind
         slot = addresses.first_new_slot(tables, k_cache)[sequence] + before.clamp(min=0)
@@ -222,7 +211,7 @@ def _attend_packed(q, layer: CacheLayer, call: CacheCall) -> tuple[torch.Tensor,
     _check_packed(tables)
     cu_seqlens_q, longest = tables.cu_seqlens_q.to(torch.int64), tables.max_seqlen_q
     if not (total_q and longest and cu_seqlens_q.shape[0] > 1):
-        return q.new_zeros(q.shape), q.new_full(cached_lse_shape(q), float("-inf"), dtype=accumulation_type(q))
+        return unseen(q, layer.v)
     lengths = cu_seqlens_q.diff()
     seqlens = tables.seqlens
     if tables.seqlen_new == ONE_PER_QUERY:
@@ -231,7 +220,7 @@ def _attend_packed(q, layer: CacheLayer, call: CacheCall) -> tuple[torch.Tensor,
     batch_call = call.with_tables(CacheTables(seqlens, tables.block_table, tables.leftpad))
     out, lse = attention_with_cache(q[row.clamp(0, total_q - 1)], layer, batch_call)
 
-    sequence, behind = _token_sequences(tables.cu_seqlens_q, total_q)
+    sequence, behind = addresses.token_sequences(tables.cu_seqlens_q, total_q)
     exists = (behind > 0) & (lengths[sequence] <= longest)
     row = longest - behind.clamp(1, longest)
     out = torch.where(exists[:, None, None], out[sequence, row], 0)

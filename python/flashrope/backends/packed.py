@@ -8,7 +8,7 @@ import torch
 
 from . import addresses
 from .cache_tables import CacheLayer, CacheTables
-from .calls import AttentionCall, accumulation_type, cached_lse_shape, cached_out_shape, out_shape
+from .calls import AttentionCall, unseen
 from .quantized import stores
 
 
@@ -35,8 +35,7 @@ def attend_packed(
     """
     if len(runs) == 1 and runs[0][1] == slice(0, total_q):  # for example in decoding: nothing to gather
         return _attend_run(attend, q, layer, runs[0])
-    out = q.new_zeros(cached_out_shape(q, layer))
-    lse = q.new_full(cached_lse_shape(q), float("-inf"), dtype=accumulation_type(q))
+    out, lse = unseen(q, layer.v)
     for run in runs:
         rows = run[1]
         out[rows], lse[:, rows] = _attend_run(attend, q[rows], layer, run)
@@ -57,8 +56,7 @@ def forward_sequences(attend: Callable, q, k, v, call: AttentionCall) -> tuple[t
 
     attend: a function that takes (q, k, v, call) of a batch and returns (out, lse).
     """
-    out = q.new_zeros(out_shape(q, v))
-    lse = q.new_full(call.lse_shape(q), float("-inf"), dtype=accumulation_type(q))
+    out, lse = unseen(q, v)
     for rows, keys, sequence in call.packed_sequences():
         out[rows], lse[:, rows] = (x[0] for x in attend(q[None, rows], k[None, keys], v[None, keys], sequence))
     return out, lse

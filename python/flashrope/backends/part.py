@@ -3,13 +3,13 @@ layers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 
 from . import addresses, runs
 from .cache_tables import CacheLayer
-from .calls import CacheCall
+from .calls import CacheCall, unseen
 from .packed import attend_packed
 from .plans import append_rotary
 from .precision import without_autocast
@@ -93,6 +93,20 @@ class PartsPlan:
             total_q,
         )
         return _into(out, result), lse
+
+
+def joined(
+    q: torch.Tensor, layer: CacheLayer, shares: Iterable[tuple[slice, tuple[torch.Tensor, torch.Tensor]]]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns (out of ``out_shape``, lse) of a batch from (sequences, (out, lse)) of its shares. Other sequences have
+    out 0 and lse -inf. If the first share is the whole batch, nothing is copied."""
+    whole: tuple[torch.Tensor, torch.Tensor] | None = None
+    for sequences, found in shares:
+        if sequences == slice(0, q.shape[0]):
+            return found
+        out, lse = whole = whole or unseen(q, layer.v)
+        out[sequences], lse[sequences] = found
+    return whole or unseen(q, layer.v)
 
 
 def _rows_of(out: torch.Tensor | None, run: tuple, batch: torch.Tensor) -> torch.Tensor | None:

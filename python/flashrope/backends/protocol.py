@@ -67,7 +67,7 @@ class CachePlan(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns (out, lse). Packed rows outside every sequence have out 0 and lse -inf.
 
-        out: a contiguous tensor of ``cached_out_shape``. If out is given, the result is written to it. lse: (batch,
+        out: a contiguous tensor of ``out_shape``. If out is given, the result is written to it. lse: (batch,
             heads_q, seqlen_q), or packed (heads_q, total_q), in float32, or float64 for float64 inputs."""
 
 

@@ -22,8 +22,8 @@ from .calls import (
     KeptShapes,
     RotateCall,
     accumulation_type,
-    cached_out_shape,
     out_shape,
+    unseen,
 )
 from .packed import append_packed, attend_packed
 from .plans import CACHE_OPTIONS as CACHE_OPTIONS
@@ -55,8 +55,7 @@ def forward(
     """Returns (out, lse, None), computed in float64 for float64 inputs and in float32 for all others."""
     if call.cu_seqlens_q is None:
         return *dense_attention(q, k, v, call), None
-    out = q.new_zeros(out_shape(q, v))
-    lse = q.new_full(call.lse_shape(q), float("-inf"), dtype=accumulation_type(q))
+    out, lse = unseen(q, v)
     none = slice(0, 0)
     empty = dataclasses.replace(call, positions=None if call.positions is None else call.positions[:, none])
     for rows, keys, sequence in ((none, none, empty), *call.packed_sequences()):  # out has a graph without sequences
@@ -142,7 +141,7 @@ def attention_with_cache(q: torch.Tensor, layer: CacheLayer, call: CacheCall) ->
         results.append(dense_attention(q[b : b + 1], k[None], v[None], sequence, places=places))
     if not results:
         lse = q.new_empty(0, q.shape[2], q.shape[1], dtype=accumulation_type(q))
-        return q.new_empty(cached_out_shape(q, layer)), lse
+        return q.new_empty(out_shape(q, layer.v)), lse
     out, lse = (torch.cat(tensors) for tensors in zip(*results, strict=True))
     return out, lse
 

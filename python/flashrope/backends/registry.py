@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from .cache_tables import CachePositions
+from .calls import refuse
 from .names import BACKENDS
 from .others import reach_by
 from .plans import not_served
@@ -76,8 +77,7 @@ def check_backend(
     for option, given in (("key_weight", key_weight is not None), ("rotated_keys", rotated_keys)):
         if given and not reason and option not in load_backend(impl).CACHE_OPTIONS:
             reason = not_served(option)
-    if reason:
-        raise ValueError(f"impl={None if impl == 'auto' else impl!r} cannot serve this call: {reason}")
+    refuse(None if impl == "auto" else impl, reason)
 
 
 def unsupported_positions(impl: str, positions: CachePositions) -> str:

@@ -8,7 +8,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from ..backends.cache_tables import CacheLayer, CacheTables, Packed
-from ..backends.calls import CacheCall, cached_out_shape
+from ..backends.calls import CacheCall, out_shape
 from ..backends.plans import Queries
 from ..backends.registry import check_backend, load_backend, resolve_impl
 from ..backends.visible import store_positions
@@ -371,7 +371,7 @@ class CachePlan:
 
     def _check_out(self, out, q, layer: CacheLayer, k, v, sinks) -> None:
         check_tensor("out", out)
-        shape = cached_out_shape(q, layer)
+        shape = out_shape(q, layer.v)
         if out.shape != shape or out.dtype != q.dtype or out.device != q.device or not out.is_contiguous():
             raise ValueError(
                 f"out: expected a contiguous tensor of shape {shape}, {q.dtype} on {q.device}, got shape "
@@ -416,7 +416,7 @@ class CachePlan:
             rows = (*rows, new)
         elif not new.appends and new.slot_mapping is None:
             raise ValueError("k: expected None (tables.new neither appends keys nor has a slot_mapping), got a tensor")
-        widths: tuple[int, ...] = queries.shape[-1], cached_out_shape(queries, self._layer)[-1]
+        widths: tuple[int, ...] = queries.shape[-1], out_shape(queries, self._layer.v)[-1]
         if v is None and (self._first_value is not None or torch.compiler.is_compiling()):
             widths = widths[:1]
         elif self._first_value is not None and not torch.compiler.is_compiling():

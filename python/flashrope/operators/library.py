@@ -18,8 +18,7 @@ from ..backends.calls import (
     Kept,
     RotateCall,
     accumulation_type,
-    cached_lse_shape,
-    cached_out_shape,
+    lse_shape,
     out_shape,
 )
 from ..backends.plans import attend_once
@@ -214,7 +213,7 @@ def _(q, k, v, *arguments):
     check_backend(arguments.impl, q)
     call = arguments.call
     out = q.new_empty(out_shape(q, v))
-    lse = q.new_empty(call.lse_shape(q), dtype=accumulation_type(q))
+    lse = q.new_empty(lse_shape(q), dtype=accumulation_type(q))
     shapes = load_backend(arguments.impl).kept_shapes(k, call)
     return out, lse, k.new_empty(shapes.rotated_k), k.new_empty(shapes.table, dtype=torch.float32)
 
@@ -233,8 +232,8 @@ def _(*_):
 def _(q, *arguments):
     layer, options, call = _cached(arguments)
     check_backend(options.impl, q, True, call.tables.positions)
-    out = q.new_empty(cached_out_shape(q, layer))
-    return out, q.new_empty(cached_lse_shape(q), dtype=accumulation_type(q))
+    out = q.new_empty(out_shape(q, layer.v))
+    return out, q.new_empty(lse_shape(q), dtype=accumulation_type(q))
 
 
 @torch.library.register_fake("flashrope::rotate", lib=LIBRARY)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from ..calls import AttentionCall, Kept, KeptShapes, out_shape
+from ..calls import AttentionCall, Kept, KeptShapes, refuse, unseen
 from ..packed import backward_sequences, forward_sequences
 from . import loader, tiles
-from .served import refuse, unserved_attention
+from .served import unserved_attention
 
 
 def kept_shapes(k: torch.Tensor, call: AttentionCall) -> KeptShapes:
@@ -20,7 +20,7 @@ def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: AttentionCall
 ) -> tuple[torch.Tensor, torch.Tensor, None]:
     """Returns (out like q, lse in float32, None)."""
-    refuse(unserved_attention(q, v, call))
+    refuse("cpu", unserved_attention(q, v, call))
     if call.cu_seqlens_q is None:
         return *_forward(q, k, v, call), None
     return *forward_sequences(_forward, q, k, v, call), None
@@ -38,7 +38,7 @@ def backward(
     call: AttentionCall,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns the gradients of raw q, k and v. At most one of grad_out and grad_lse is None."""
-    refuse(unserved_attention(q, v, call))
+    refuse("cpu", unserved_attention(q, v, call))
     if call.cu_seqlens_q is None:
         return _backward(grad_out, grad_lse, q, k, v, out, lse, call)
     return backward_sequences(_backward, grad_out, grad_lse, q, k, v, out, lse, call)
@@ -46,8 +46,7 @@ def backward(
 
 def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: AttentionCall):
     if not (q.numel() and k.numel() and call.bands):
-        shape = q.shape[0], q.shape[2], q.shape[1]
-        return q.new_zeros(out_shape(q, v)), q.new_full(shape, float("-inf"), dtype=torch.float32)
+        return unseen(q, v)
     return tiles.forward(loader.required(), q, k, v, call)
 
 

@@ -8,50 +8,54 @@ like a sequence.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 
 from ..blocks import Block, blocks_of_runs, groups
 from ..cache_tables import CacheLayer
-from ..calls import AttentionCall, CacheCall, cached_lse_shape, cached_out_shape
+from ..calls import AttentionCall, CacheCall, out_shape, refuse, unseen
 from ..merging import add_partial
+from ..part import joined
 from ..runs import Placed, Rows, bands_between
 from . import decode, loader, tiles
 from .decode import DecodePart
 from .library import Library
-from .served import refuse, unserved_runs
+from .served import unserved_runs
 
 
 def attend(
     q: torch.Tensor, layer: CacheLayer, part: DecodePart, out: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (out of ``cached_out_shape``, lse in float32) of a batch of sequences. out: a contiguous tensor of this
+    """Returns (out of ``out_shape``, lse in float32) of a batch of sequences. out: a contiguous tensor of this
     shape, to which the result may be written."""
-    call, library, seqlen_q = part.call, loader.required(), q.shape[1]
+    library = loader.required()
     if layer.key_weight is not None:
         layer = layer._replace(key_weight=layer.key_weight.contiguous())  # required by the kernels
     placed: list[Placed] | None = None
-    if call.tables.positions is not None:
-        placed = part.placed(layer.k, seqlen_q)
-        refuse(unserved_runs(placed))
+    if part.call.tables.positions is not None:
+        placed = part.placed(layer.k, q.shape[1])
+        refuse("cpu", unserved_runs(placed))
     if decode.serves(q, layer):
         return decode.decode(library, q, layer, part, placed, out=out)
-    result = q.new_zeros(cached_out_shape(q, layer))
-    lse = q.new_full(cached_lse_shape(q), float("-inf"), dtype=torch.float32)
     if not (q.numel() and layer.k.numel()):
-        return result, lse
-    if placed is not None:
-        for b, sequence in enumerate(placed):
-            own, blocks = slice(b, b + 1), blocks_of_runs(layer, call.tables.block_table, b, sequence.keys, whole=True)
-            result[own], lse[own] = _attend(library, q[own], blocks, sequence.seqlen, call, layer, sequence.rows())
-        return result, lse
-    for sequences, seqlen, blocks in groups(layer, part, whole=True):
-        found = _attend(library, q[sequences], blocks, seqlen, call, layer, [Rows.last(seqlen_q, seqlen)])
-        if sequences == slice(0, q.shape[0]):
-            return found
-        result[sequences], lse[sequences] = found
-    return result, lse
+        return unseen(q, layer.v)
+    return joined(q, layer, _shares(library, q, layer, part, placed))
+
+
+def _shares(
+    library: Library, q: torch.Tensor, layer: CacheLayer, part: DecodePart, placed: list[Placed] | None
+) -> Iterator[tuple[slice, tuple[torch.Tensor, torch.Tensor]]]:
+    """Yields (sequences, their out and lse)."""
+    call = part.call
+    if placed is None:
+        for sequences, seqlen, blocks in groups(layer, part, whole=True):
+            rows = [Rows.last(q.shape[1], seqlen)]
+            yield sequences, _attend(library, q[sequences], blocks, seqlen, call, layer, rows)
+        return
+    for b, sequence in enumerate(placed):
+        own, blocks = slice(b, b + 1), blocks_of_runs(layer, call.tables.block_table, b, sequence.keys, whole=True)
+        yield own, _attend(library, q[own], blocks, sequence.seqlen, call, layer, sequence.rows())
 
 
 def _attend(
@@ -66,7 +70,7 @@ def _attend(
     """Attends with each contiguous run of queries to each run of keys that it can see, and returns (out, lse). All
     sequences have seqlen keys. layer: the layer from which the blocks come."""
     attention, whole = AttentionCall(call.rotary, call.causal, call.softmax_scale), (q.shape[1], seqlen)
-    out = q.new_zeros(cached_out_shape(q, layer), dtype=torch.float32)
+    out = q.new_zeros(out_shape(q, layer.v), dtype=torch.float32)
     lse = out.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf)
     for block in blocks:
         k, v = block.k, block.v

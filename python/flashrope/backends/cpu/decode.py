@@ -11,7 +11,7 @@ import torch
 from ...lowering.cos_sin import cos_sin
 from ...rotary.rotary import Rotary
 from ..cache_tables import CacheLayer
-from ..calls import CacheCall, cached_out_shape
+from ..calls import CacheCall, out_shape
 from ..part import Part
 from ..runs import Placed
 from .library import (
@@ -67,7 +67,7 @@ def decode(
     placed: list[Placed] | None = None,
     out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (out of ``cached_out_shape``, lse in float32).
+    """Returns (out of ``out_shape``, lse in float32).
 
     placed: the sequences if positions are explicit, else None.
     out: a contiguous tensor of the output's shape that receives the output. None: a new tensor.
@@ -76,7 +76,7 @@ def decode(
     if layer.k_scale is not None and q.dtype != torch.float32:
         q, out = q.to(torch.float32), None
     if out is None:
-        out = q.new_empty(cached_out_shape(q, layer))
+        out = q.new_empty(out_shape(q, layer.v))
     lse = q.new_empty((batch, heads_q, seqlen_q), dtype=torch.float32)
     c = _fill(library, q, layer, out, lse, part, placed)
     if library.decode(c):
@@ -133,7 +133,7 @@ def _describe(
         c.block_table, c.max_pages = table.data_ptr(), table.shape[1]
         c.pages, c.page_size = k_cache.shape[:2]
     c.batch, c.seqlen_q, c.heads_q, c.head_dim = q.shape
-    c.heads_kv, c.head_dim_v = k_cache.shape[2], cached_out_shape(q, layer)[-1]
+    c.heads_kv, c.head_dim_v = k_cache.shape[2], out_shape(q, layer.v)[-1]
     c.scale, c.rotated_scale = call.score_scale, call.rotary.rotated_scale
     for name, value in call.rotary.query_scale._asdict().items():
         setattr(c, name, value or 0.0)

@@ -11,8 +11,9 @@ import sys
 import warnings
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
+from ..calls import refuse
 from .library import Library
 
 FOLDER = Path(__file__).parent / "kernels"
@@ -134,11 +135,19 @@ def load() -> Library | None:
     return find().library
 
 
+def missing() -> str:
+    """Returns why there is no library, or ""."""
+    if load() is not None:
+        return ""
+    return f"its kernels are not loaded ({find().problem or 'switched off'}); use impl='sdpa'"
+
+
 def required() -> Library:
     """Returns the library. Raises ValueError if there is none."""
-    if (library := load()) is None:
-        raise ValueError(f"impl='cpu' cannot serve this call: its kernels are not loaded ({find().problem})")
-    return library
+    library = load()
+    if library is None:
+        refuse("cpu", missing())
+    return cast(Library, library)
 
 
 @cache

@@ -6,18 +6,18 @@ import torch
 
 from ...rotary.rotary import Rotary
 from ..cache_tables import CacheLayer, CacheTables
-from ..calls import CacheCall
+from ..calls import CacheCall, refuse
 from ..part import PartsPlan
 from ..plans import Queries
 from . import loader, rotated
 from .cached import attend
 from .decode import DecodePart
-from .served import refuse, unserved_cache
+from .served import unserved_cache
 
 
 def plan_cache(call: CacheCall, layer: CacheLayer, queries: Queries) -> CachePlan:
     """Plans the layers of a step, as ``CacheBackend`` describes."""
-    refuse(unserved_cache(queries, layer, call))
+    refuse("cpu", unserved_cache(queries, layer, call))
     return CachePlan(call)
 
 

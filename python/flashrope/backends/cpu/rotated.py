@@ -11,12 +11,12 @@ from ...rotary.rotary import Rotary
 from .. import addresses
 from ..addresses import NewRows
 from ..cache_tables import CacheLayer, CacheTables
-from ..calls import RotateCall
+from ..calls import RotateCall, refuse
 from ..rotation import Rotation, table_and_rows
 from . import loader
 from .library import DTYPES, INT8, Library, Run, TensorView
 from .library import RotateCall as CompiledCall
-from .served import refuse, unserved_rotation
+from .served import unserved_rotation
 from .tiles import table_of
 
 SMALL = 2**15  # elements; for fewer elements, waking up the threads takes longer than the work
@@ -24,7 +24,7 @@ SMALL = 2**15  # elements; for fewer elements, waking up the threads takes longe
 
 def rotate(x: torch.Tensor, call: RotateCall) -> torch.Tensor:
     """Rotates x by the positions of the call, as ``RotateBackend`` describes."""
-    refuse(unserved_rotation(x, call))
+    refuse("cpu", unserved_rotation(x, call))
     batch = x if x.ndim == 4 else x[None]
     table, runs = table_and_rows(batch, call)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)

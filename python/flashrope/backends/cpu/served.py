@@ -17,9 +17,7 @@ def unsupported_reason(q: torch.Tensor, cached: bool = False) -> str:
         return f"it needs tensors on the CPU, q is on {q.device}"
     if q.dtype not in DTYPES:
         return f"the compiled kernels compute in float32, bfloat16 and float16, got {q.dtype}; use impl='sdpa'"
-    if loader.load() is None:
-        return f"its kernels are not loaded ({loader.find().problem or 'switched off'}); use impl='sdpa'"
-    return ""
+    return loader.missing()
 
 
 def unserved_attention(q: torch.Tensor, v: torch.Tensor, call: AttentionCall) -> str:
@@ -59,9 +57,3 @@ def _unserved_scheme(width: int, bands: tuple[Band, ...]) -> str:
     if len(bands) > MAX_BANDS:
         return f"its kernels support schemes of up to {MAX_BANDS} bands, got {len(bands)}; use impl='sdpa'"
     return ""
-
-
-def refuse(reason: str) -> None:
-    """Raises ValueError if there is a reason."""
-    if reason:
-        raise ValueError(f"impl='cpu' cannot serve this call: {reason}")

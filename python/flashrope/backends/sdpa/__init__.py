@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from ..calls import AttentionCall, Kept, KeptShapes
+from ..calls import AttentionCall, Kept, KeptShapes, refuse
 from ..part import Part as part_of
 from ..plans import CACHE_OPTIONS
 from ..runs import unsupported_positions
@@ -57,8 +57,7 @@ def forward(
     """Returns (out, lse, kept), as ``AttentionBackend`` describes."""
     if q.device.type in IN_PIECES:
         return *attention.forward(q, k, v, call), None
-    if reason := whole.unserved(call) or ("" if q.is_cuda else _unserved_elsewhere(q, k, v, call)):
-        raise ValueError(f"impl='sdpa' cannot serve this call: {reason}")
+    refuse("sdpa", whole.unserved(call) or ("" if q.is_cuda else _unserved_elsewhere(q, k, v, call)))
     return whole.forward(q, k, v, call, _operators(q))
 
 

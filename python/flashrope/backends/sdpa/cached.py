@@ -9,15 +9,16 @@ positions have no long runs, or have several axes, are computed with masks (mask
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 
 from ...rotary.bands import PositionMap, chunk_of, have_maps
 from ..blocks import Block, block_size, blocks_of_runs, groups
 from ..cache_tables import CacheLayer
-from ..calls import CacheCall, accumulation_type, cached_lse_shape, cached_out_shape
-from ..part import Part
+from ..calls import CacheCall, accumulation_type, out_shape, unseen
+from ..part import Part, joined
+from ..quantized import dequantize
 from ..rotation import rotate, rotation_for, upcast
 from ..runs import Rows, bands_between
 from . import masked
@@ -37,25 +38,25 @@ from .pieces import (
 def attend(
     q: torch.Tensor, layer: CacheLayer, part: Part, out: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (out of ``cached_out_shape``, lse in float32 or float64) of a batch of sequences. out: not written."""
-    call, k_cache, seqlen_q = part.call, layer.k, q.shape[1]
-    result = q.new_zeros(cached_out_shape(q, layer))
-    lse = q.new_full(cached_lse_shape(q), float("-inf"), dtype=accumulation_type(q))
-    if not (q.numel() and k_cache.numel()):
-        return result, lse
-    if call.tables.positions is not None:
+    """Returns (out of ``out_shape``, lse in float32 or float64) of a batch of sequences. out: not written."""
+    if not (q.numel() and layer.k.numel()):
+        return unseen(q, layer.v)
+    return joined(q, layer, _shares(q, layer, part))
+
+
+def _shares(
+    q: torch.Tensor, layer: CacheLayer, part: Part
+) -> Iterator[tuple[slice, tuple[torch.Tensor, torch.Tensor]]]:
+    """Yields (sequences, their out and lse)."""
+    if part.call.tables.positions is not None:
         for b in range(q.shape[0]):
-            result[b : b + 1], lse[b : b + 1] = _attend_placed(q, layer, part, b)
-        return result, lse
+            yield slice(b, b + 1), _attend_placed(q, layer, part, b)
+        return
     for sequences, seqlen, blocks in groups(layer, part, whole=False):
-        own_q, whole = q[sequences], sequences == slice(0, q.shape[0])
-        found = _attend_single(own_q, layer, part, seqlen) if whole else None
-        if found is None:
-            found = _attend(own_q, blocks, seqlen, call, layer, [Rows.last(seqlen_q, seqlen)])
-        if whole:
-            return found
-        result[sequences], lse[sequences] = found
-    return result, lse
+        own_q, found = q[sequences], None
+        if sequences == slice(0, q.shape[0]):
+            found = _attend_single(own_q, layer, part, seqlen)
+        yield sequences, found or _attend(own_q, blocks, seqlen, part.call, layer, [Rows.last(q.shape[1], seqlen)])
 
 
 def _attend_single(
@@ -101,11 +102,11 @@ def _attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns out, like q but with the head_dim of the values, and lse (batch, heads_q, seqlen_q). All sequences have
     seqlen keys. layer: the layer from which the blocks come. queries: the positions of the query rows."""
-    seqlen_q, rotary, head_dim_v, key_weight = q.shape[1], call.rotary, cached_out_shape(q, layer)[-1], layer.key_weight
+    seqlen_q, rotary, head_dim_v, key_weight = q.shape[1], call.rotary, out_shape(q, layer.v)[-1], layer.key_weight
     rotated_q: dict[tuple[PositionMap, int], torch.Tensor] = {}
     partials, scale = [], flash_scale(call, seqlen)
     for block in blocks:
-        position, (k, v) = block.position, block.keys_and_values(accumulation_type(q), key_weight)
+        position, (k, v) = block.position, _keys_and_values(block, accumulation_type(q), key_weight)
         start = int(position) if chunk_of(call.bands) else 0
         for rows in queries:
             own_q = q if rows.rows == seqlen_q else q[:, rows.row : rows.row + rows.rows]
@@ -130,3 +131,14 @@ def _attend(
                     own = piece._replace(row=piece.row + rows.row) if rows.row else piece
                     partials.append((own, piece_out[..., :head_dim_v], lse))
     return merge_partials(partials, q, head_dim_v)
+
+
+def _keys_and_values(block: Block, dtype: torch.dtype, key_weight: torch.Tensor | None):
+    """Returns k and v of a block, both with the head_dim of k. If they are quantized, or if keys are weighted, both are
+    converted to dtype."""
+    k, v = block.k, block.v
+    if block.k_scale is not None and block.v_scale is not None:
+        k, v = (dequantize(x, s[..., 0], dtype) for x, s in ((k, block.k_scale), (v, block.v_scale)))
+    if key_weight is not None:
+        k, v = k.to(dtype) * key_weight, v.to(dtype)
+    return k, widen(v, k.shape[-1])

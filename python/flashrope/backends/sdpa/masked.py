@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from ..cache_tables import CacheLayer
-from ..calls import accumulation_type, cached_out_shape
+from ..calls import accumulation_type, out_shape
 from ..merging import add_partial
 from ..part import Part
 from ..quantized import dequantize
@@ -22,12 +22,12 @@ from .pieces import cast_results, flash, flash_folded, flash_scale, widen
 def attend(
     q: torch.Tensor, layer: CacheLayer, sequence: int, part: Part, size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (out of ``cached_out_shape``, lse) for the queries q (1, seqlen_q, heads_q, head_dim) of one sequence.
+    """Returns (out of ``out_shape``, lse) for the queries q (1, seqlen_q, heads_q, head_dim) of one sequence.
 
     size: keys per block."""
     call = part.call
     seqlen_q, rotary, dtype = q.shape[1], call.rotary, accumulation_type(q)
-    head_dim_v = cached_out_shape(q, layer)[-1]
+    head_dim_v = out_shape(q, layer.v)[-1]
     keys, queries = part.places(layer.k, sequence, seqlen_q)
     seqlen = keys.slot.numel()
     order_q, order_k = (torch.arange(first, seqlen, device="cpu") for first in (seqlen - seqlen_q, 0))

@@ -12,6 +12,7 @@ import torch
 
 aten = torch.ops.aten
 HALF_TYPES = (torch.float16, torch.bfloat16)
+LSE_ROWS = 256  # rows whose scores are held at once, where lse has to be computed by itself
 
 
 class Lengths(NamedTuple):
@@ -164,7 +165,6 @@ def _lse(q, k, problem: Problem) -> torch.Tensor:
     return torch.cat(found, -1)
 
 
-LSE_ROWS = 256
 CUDNN = Operator("cuDNN", _cudnn_forward, _cudnn_backward, 128, general=False)
 FLASH = Operator("FlashAttention-2", _flash_forward, _flash_backward, 256, general=True)
 SDPA = Operator("scaled_dot_product_attention", _sdpa_forward, _sdpa_backward, 512, general=False, computes_out=True)

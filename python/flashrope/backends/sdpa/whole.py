@@ -20,7 +20,9 @@ from ...rotary.rotary import Rotary
 from ...rotary.rotated import inverted
 from ...rotary.scales import UNSCALED
 from .. import others
-from ..calls import AttentionCall, Kept, KeptShapes, RotateCall
+from ..addresses import token_sequences
+from ..calls import AttentionCall, Kept, KeptShapes, RotateCall, refuse, unseen
+from ..merging import add_partial
 from . import rotated as composed
 from .operators import Lengths, Operator, Problem, choose, is_plain
 from .pieces import flash_scale, narrow, widen
@@ -90,8 +92,8 @@ def forward(q, k, v, call: AttentionCall, operators: tuple[Operator, ...]):
     """Returns (out, lse, kept), as ``AttentionBackend`` describes. operators: those of ``operators_on``."""
     shape = kept_shapes(k, call).rotated_k
     if not (q.numel() and k.numel()):
-        lse = q.new_full(call.lse_shape(q), -torch.inf, dtype=torch.float32)
-        return q.new_zeros(*q.shape[:-1], v.shape[-1]), lse, Kept(k.new_zeros(shape), lse.new_empty(0))
+        out, lse = unseen(q, v)
+        return out, lse, Kept(k.new_zeros(shape), lse.new_empty(0))
     near, far, window = _parts(q, k, call, operators)
     if far is None:
         rotated_k = near.keys(k)
@@ -163,12 +165,11 @@ def _far(q, k, window: int) -> tuple[slice, slice]:
 
 
 def _merge(out, lse, far_out, far_lse) -> None:
-    """Merges the far band into out (batch, rows, heads, head_dim) and lse (batch, heads, rows), in place."""
-    total = torch.logaddexp(lse, far_lse)
-    base = total.masked_fill(total == -torch.inf, 0)
-    near, far = ((x - base).exp().transpose(1, 2)[..., None] for x in (lse, far_lse))
-    out.copy_(out * near + far_out * far)
-    lse.copy_(total)
+    """Merges the far band into out (batch, rows, heads, head_dim) and lse (batch, heads, rows), in place. Rounds out
+    once."""
+    merged = out.transpose(1, 2).float()
+    add_partial(merged, lse, far_out.transpose(1, 2).float(), far_lse)
+    out.copy_(merged.transpose(1, 2))
 
 
 # ---- the near band, by the Triton kernel if it is present and positions are not explicit
@@ -215,8 +216,7 @@ class OneBand(NamedTuple):
 
     def keys(self, k):
         """Returns rotated keys."""
-        positions = self._positions(k, self.call.cu_seqlens_k)
-        return _rotate(k, self.call.rotary, self.call.bands[0].keys, 0, positions)
+        return _rotate(k, self.call.rotary, self.call.bands[0].keys, 0, self._positions(k, False))
 
     def attend(self, q, rotated_k, v):
         """Returns (out, lse)."""
@@ -229,7 +229,7 @@ class OneBand(NamedTuple):
         """Returns the gradients of raw q, raw k and v. out, lse: those of all bands together."""
         operator, problem, width = self._operator(q, rotated_k, v, extra=0 if grad_lse is None else 8)
         if grad_lse is not None and operator.computes_out:
-            raise ValueError(f"impl='sdpa' cannot serve this call: no gradient of lse on {q.device}; use 'reference'")
+            refuse("sdpa", f"no gradient of lse on {q.device}; use 'reference'")
         wide_v, wide_out, wide_grad = (widen(x, width) for x in (v, out, grad_out))
         if grad_lse is not None:
             # dS = P * (dO.V - dO.O + dlse). An extra channel holds dlse in dO, 1 in V, and 0 in O, q and k.
@@ -238,7 +238,7 @@ class OneBand(NamedTuple):
         tensors = wide_grad, widen(self._queries(q), width), widen(rotated_k, width), wide_v, wide_out, lse
         grad_q, grad_k, grad_v = operator.backward(*tensors, problem)
         rotary, (band,) = self.call.rotary, self.call.bands
-        positions_q, positions_k = self._query_positions(q), self._positions(rotated_k, self.call.cu_seqlens_k)
+        positions_q, positions_k = self._positions(q, True), self._positions(rotated_k, False)
         grad_q = self._scaled(narrow(grad_q, q.shape[-1]), positions_q)
         grad_q = _rotate(grad_q, rotary, band.queries, self.first, positions_q, rotary.rotated_scale, inverse=True)
         grad_k = _rotate(narrow(grad_k, q.shape[-1]), rotary, band.keys, 0, positions_k, inverse=True)
@@ -257,13 +257,13 @@ class OneBand(NamedTuple):
 
     def _queries(self, q):
         """Returns rotated and scaled queries."""
-        positions = self._query_positions(q)
+        positions = self._positions(q, True)
         rotary = self.call.rotary
         rotated = _rotate(q, rotary, self.call.bands[0].queries, self.first, positions, rotary.rotated_scale)
         return self._scaled(rotated, positions)
 
     def _scaled(self, q, positions):
-        """Returns q times the factors that depend on positions. positions: of ``_query_positions``."""
+        """Returns q times the factors that depend on positions. positions: of ``_positions``."""
         scale = self.call.rotary.query_scale.by_position
         if scale == UNSCALED:
             return q
@@ -272,25 +272,16 @@ class OneBand(NamedTuple):
         factors = scale.of(positions, 0)[..., None, None]
         return (q * factors.to(torch.float32)).to(q.dtype).reshape(q.shape)
 
-    def _query_positions(self, q):
-        call = self.call
-        if call.positions is None and call.cu_seqlens_q is not None:
-            shift = (call.cu_seqlens_k.diff() - call.cu_seqlens_q.diff()).long()
-            return _packed_positions(q, call.cu_seqlens_q, shift)
-        return call.positions if call.positions is None else call.positions[:, call.positions.shape[1] - q.shape[-3] :]
-
-    def _positions(self, k, cu_seqlens):
-        call = self.call
-        if call.positions is None and cu_seqlens is not None:
-            return _packed_positions(k, cu_seqlens, torch.zeros_like(cu_seqlens[:-1]))
-        return call.positions if call.positions is None else call.positions[:, : k.shape[-3]]
-
-
-def _packed_positions(x, cu_seqlens, shift) -> torch.Tensor:
-    """Returns the position of every packed row in its sequence, (1, rows). shift: (sequences,), added to it."""
-    rows = torch.arange(x.shape[0], device=x.device)
-    sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), rows, right=True).clamp(max=shift.shape[0] - 1)
-    return (rows - cu_seqlens[sequence] + shift[sequence])[None]
+    def _positions(self, x, is_query: bool):
+        """Returns the positions of rows, (batch, rows), or None if they count from ``first``, or from 0 for keys. The
+        last query of a sequence is at the position of its last key."""
+        call, rows = self.call, x.shape[-3]
+        if call.positions is not None:
+            return call.positions[:, call.positions.shape[1] - rows :] if is_query else call.positions[:, :rows]
+        if call.cu_seqlens_q is None or call.cu_seqlens_k is None:
+            return None
+        sequence, behind = token_sequences(call.cu_seqlens_q if is_query else call.cu_seqlens_k, rows)
+        return (call.cu_seqlens_k.diff().long()[sequence] - behind)[None]
 
 
 # ---- rotation

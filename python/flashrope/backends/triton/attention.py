@@ -30,7 +30,7 @@ from ...triton_kernels.backward import (
 )
 from ...triton_kernels.forward import attention_forward
 from ...triton_kernels.rotate import rotate_rows
-from ..calls import AttentionCall, Kept, KeptShapes, multiprocessors, out_shape
+from ..calls import AttentionCall, Kept, KeptShapes, lse_shape, multiprocessors, out_shape
 from . import launcher
 from .accumulators import held_once
 from .device import block_d, current_device, variant_of, vector_size, with_int32_offsets
@@ -56,7 +56,7 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: AttentionCa
     """Returns (out, lse, kept), as ``AttentionBackend`` describes."""
     q, k, v = map(with_int32_offsets, (q, k, v))
     out = q.new_empty(out_shape(q, v))
-    lse = torch.empty(call.lse_shape(q), dtype=torch.float32, device=q.device)
+    lse = torch.empty(lse_shape(q), dtype=torch.float32, device=q.device)
     table = position_table(call.rotary, call.positions) if call.positions is not None else lse.new_empty(0)
     with current_device(q):
         rotated_k = k.new_empty(_rotated_shape(k, call))

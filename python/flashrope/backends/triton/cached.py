@@ -29,7 +29,7 @@ from ...triton_kernels.explicit_positions import ENTRY_FIELDS, TOKEN_FIELDS, pla
 from ...triton_kernels.rotate import rotate_cached_rows
 from ...triton_kernels.shares import plan_shares
 from ..cache_tables import CacheLayer, CachePositions
-from ..calls import MAX_SPLITS, CacheCall, RotateCall, cached_lse_shape, cached_out_shape, multiprocessors
+from ..calls import MAX_SPLITS, CacheCall, RotateCall, lse_shape, multiprocessors, out_shape
 from ..plans import Queries, append_rotary
 from ..splits import choose_splits
 from . import launcher
@@ -110,7 +110,7 @@ class CachePlan(Plan):
         super().__init__(queries, self.call, self.cu_seqlens_q, longest, layer.k.shape[2], self.capacity, table)
 
         self.quantized = layer.k_scale is not None
-        self.lse_shape, self.out_shape = cached_lse_shape(queries), cached_out_shape(queries, layer)
+        self.lse_shape, self.out_shape = lse_shape(queries), out_shape(queries, layer.v)
         self.head_dim_v = self.out_shape[-1]
         self.first_value = -1  # see Variant; a matrix product needs at least SMALLEST_TILE channels
         if layer.first_value is not None and self.table.shape[-1] >= configs.SMALLEST_TILE:
