@@ -6,6 +6,7 @@ import torch
 from caching import PAGE, Cached, page_sizes, same
 from flashrope import Rotary, attention_varlen_with_cache
 from flashrope.backends import cuda, reference
+from flashrope.backends.addresses import token_sequences
 from flashrope.backends.cache_tables import CacheLayer, CacheTables, Packed
 from flashrope.backends.calls import CacheCall
 from test_decode import mappings, padded
@@ -91,7 +92,7 @@ def test_no_host_reads_a_length(monkeypatch):
     for name in ("item", "tolist", "__bool__", "__int__", "nonzero"):
         monkeypatch.setattr(torch.Tensor, name, lambda *_: pytest.fail("a length was read"))
     cuda._token_pages(batch.k_cache, batch.v_cache, 7, tables)
-    cuda._token_sequences(batch.cu_seqlens_q, 7)
+    token_sequences(batch.cu_seqlens_q, 7)
 
 
 def test_refusals():
