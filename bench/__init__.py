@@ -1,9 +1,9 @@
 """Benchmarks and compile checks, run with ``python -m bench`` from a checkout.
 
-compiling/  compiles kernels without a GPU and checks registers, spills and instructions
-report/     reads and writes the records of a run, judges goals and draws figures
-timing/     measures speed and memory (imports compiling/ and report/)
-results_page.py writes bench/results/README.md from the records (imports report/ and timing/)
+machine_code/  compiles kernels without a GPU and checks registers, spills and instructions
+report/        reads and writes the records of a run, judges goals and draws figures
+speed/         measures speed and memory (imports machine_code/ and report/)
+results_page.py writes bench/results/README.md from the records (imports report/ and speed/)
 """
 
 import os

@@ -9,35 +9,38 @@ import sys
 from collections.abc import Callable
 from importlib import import_module
 
-from flashrope.cli.program import guarded
+from flashrope.console.program import guarded
 
 SUBCOMMANDS = {  # {name: (module or module:function, what it does)}; a module without a function runs its main
     "hope": (
-        "timing.prefill:hope",
+        "speed.prefill:hope",
         "prefill and training with RoPE and HoPE, against rotation and attention as separate steps",
     ),
     "rerope": (
-        "timing.prefill:rerope",
+        "speed.prefill:rerope",
         "prefill and training with ReRoPE, against two calls, two passes and two dense score matrices",
     ),
-    "decode": ("timing.decode", "one token with a KV cache: time, and bandwidth against a kernel that only reads"),
-    "rotation": ("timing.rotation", "cost of rotation, inside flashrope's forward and as a separate pass"),
-    "scaling": ("timing.scaling", "growth of time and memory with length, heads, batch, context and window"),
-    "all": ("timing.all", "the five above, in the sizes that the goals name"),
-    "ceilings": ("timing.ceilings", "what the device reaches: a large matrix product, a copy, a read"),
-    "cpu": ("timing.cpu", "speed and memory of the CPU backend, against PyTorch in the same run"),
-    "cpu-ragged": ("timing.cpu_ragged", "decoding batches of unequal lengths on the CPU, against equal lengths"),
-    "host": ("timing.host", "host time until a call has queued its Triton kernels, with or without a GPU"),
-    "serving": ("timing.serving", "vLLM on the CPU, stock and with flashrope's plugin: tokens per second, cache bytes"),
-    "tune": ("timing.tune", "tiles for configs.py: timed on a GPU, or ranked by their machine code without one"),
-    "gate": ("compiling.gate", "compile every Triton kernel without a GPU; check spills, shared memory, instructions"),
+    "decode": ("speed.decode", "one token with a KV cache: time, and bandwidth against a kernel that only reads"),
+    "rotation": ("speed.rotation", "cost of rotation, inside flashrope's forward and as a separate pass"),
+    "scaling": ("speed.scaling", "growth of time and memory with length, heads, batch, context and window"),
+    "all": ("speed.all", "the five above, in the sizes that the goals name"),
+    "ceilings": ("speed.ceilings", "what the device reaches: a large matrix product, a copy, a read"),
+    "cpu": ("speed.cpu", "speed and memory of the CPU backend, against PyTorch in the same run"),
+    "cpu-ragged": ("speed.cpu_ragged", "decoding batches of unequal lengths on the CPU, against equal lengths"),
+    "host": ("speed.host", "host time until a call has queued its Triton kernels, with or without a GPU"),
+    "serving": ("speed.serving", "vLLM on the CPU, stock and with flashrope's plugin: tokens per second, cache bytes"),
+    "tune": ("speed.tune", "tiles for configs.py: timed on a GPU, or ranked by their machine code without one"),
+    "gate": (
+        "machine_code.gate",
+        "compile every Triton kernel without a GPU; check spills, shared memory, instructions",
+    ),
     "gate-cuda": (
-        "compiling.gate_cuda",
+        "machine_code.gate_cuda",
         "compile the CUDA C++ kernels with nvcc, without a GPU; check spills, shared memory, copies",
     ),
     "model": ("model", "predict from the machine code what the inner loops wait for; no GPU is needed"),
     "peers": (
-        "compiling.peers",
+        "machine_code.peers",
         "machine code of PyTorch's FlashAttention-2 kernels beside that of ours, without a GPU",
     ),
     "correct": ("correct", "compare every kind of kernel with float64 on the CPU, at real sizes"),

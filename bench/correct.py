@@ -19,10 +19,10 @@ from typing import NamedTuple
 
 import torch
 from flashrope import KVCache, Rotary, attention, attention_varlen, attention_with_cache
-from flashrope.cli.files import write
+from flashrope.console.files import write
 
-from .timing.check import TOLERANCE
-from .timing.contestants import own_impl
+from .speed.check import TOLERANCE
+from .speed.contestants import own_impl
 
 Results = tuple[torch.Tensor, ...]
 

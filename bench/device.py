@@ -23,15 +23,15 @@ from pathlib import Path
 
 import torch
 from flashrope.backends.triton.device import compute_capability
-from flashrope.cli.files import write
-from flashrope.cli.options import positive
+from flashrope.console.files import write
+from flashrope.console.options import positive
 
 from . import machine
 from .progress import steps
 from .report import records
-from .timing import decode, prefill
-from .timing.options import Table
-from .timing.settings import FIELDS, run_code_of
+from .speed import decode, prefill
+from .speed.options import Table
+from .speed.settings import FIELDS, run_code_of
 
 OTHERS = "packages.log"  # rows of other packages are lines of JSON in this log
 NOT_HERE = 77  # exit code of a step that cannot run here, as in on_gpu.sh
@@ -127,9 +127,9 @@ def launches(commands: Sequence[Sequence[str]], arch: int, correct: bool) -> lis
     """Returns the distinct launches of the commands, and with `correct` those of ``bench correct``. Runs nothing."""
     from flashrope.backends.triton import launcher
 
-    from .compiling.offline import caught_launches
     from .correct import Maker, cases
-    from .timing.session import inputs_of, ready
+    from .machine_code.offline import caught_launches
+    from .speed.session import inputs_of, ready
 
     calls = [
         (contestant, table) for words in commands for table in tables_of(words) for contestant in table.contestants
@@ -152,7 +152,7 @@ def launches(commands: Sequence[Sequence[str]], arch: int, correct: bool) -> lis
 
 
 def compile_kernels(code: int | None, jobs: int) -> int:
-    from .compiling.offline import compile_all
+    from .machine_code.offline import compile_all
 
     if code:
         if reason := no_code_here():
@@ -208,7 +208,7 @@ def packages(folder: Path) -> int:
 
 def launch(name: str) -> int:
     """Makes one call, for ncu. The compiled kernels are in the cache."""
-    from .timing.session import inputs_of, ready
+    from .speed.session import inputs_of, ready
 
     command, contestant, backward, _, tiles = LAUNCHES[name]
     sizes = ["--shapes", "8x16384"] if command == "decode" else ["--shapes", "2x8192"]
@@ -296,7 +296,7 @@ def clocks_of(path: Path) -> list[float]:
 
 
 def table(out: Path) -> int:
-    from .compiling.table import print_table
+    from .machine_code.table import print_table
 
     rows = list(rows_of(out))
     print_table(COLUMNS, rows or [{"contestant": "nothing was measured"}], left=3)

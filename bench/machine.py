@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 from flashrope.backends.cpu import loader
-from flashrope.cli.hardware import hardware
+from flashrope.console.hardware import hardware
 
 ROOT = Path(__file__).resolve().parent.parent
 REVISION_FILE = ROOT / "runs" / "REVISION"  # written by bench/on_gpu.sh -r

@@ -16,10 +16,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from flashrope.cli.files import write
+from flashrope.console.files import write
 
-from .compiling import candidates, cases, issue, offline, predict
-from .compiling.table import print_table
+from .machine_code import candidates, cases, issue, offline, predict
+from .machine_code.table import print_table
 from .report.output import RESULTS
 
 ARCHS, HEAD_DIMS = tuple(issue.RATES), (64, 96, 128, 256, 320, 384, 448, 512)
@@ -105,7 +105,7 @@ def order_candidates(options: argparse.Namespace) -> None:
     if options.publish:
         found = candidates.merged(candidates.read_table(ORDER) if ORDER.exists() else [], found)
         candidates.write_table(ORDER, found)
-        source = Path(__file__).resolve().parents[1] / "python/flashrope/tuning/candidates.py"
+        source = Path(__file__).resolve().parents[1] / "python/flashrope/lab/tuning/candidates.py"
         write(source, candidates.with_order(source.read_text(), found))
 
 

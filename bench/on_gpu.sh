@@ -79,8 +79,8 @@ declare -A limits=([compile]=70 [correct]=120 [prefill]=115 [packages]=40 [cache
   [tune-forward]=190 [host]=60 [tune-decode]=190 [tune-backward]=300 [scaling]=300 [more]=590 [racecheck]=590)
 limits[experiments]=2400 # not in `order`
 half_limit=360
-kernel_tests=(kernels/test_{launches,cuda_graphs,decode_triton,cuda_extension} operators/test_{accuracy,identities,varlen}
-  operators/test_{torch,errors} caches/test_{decode,cache} bench/test_bench)
+kernel_tests=(backends/test_{launches,cuda_graphs,decode_triton,cuda_extension} operators/test_{accuracy,identities,varlen}
+  operators/test_{torch,errors} cache/test_{decode,cache} bench/test_bench)
 grace=5     # seconds between the signal to stop and the one that kills
 skipped=77  # exit code of a step that cannot run here
 

@@ -15,7 +15,7 @@ import torch
 from flashrope import Rotary, attention
 from flashrope.triton_kernels import configs
 
-CLOCK = Path(__file__).resolve().parents[1] / "python" / "flashrope" / "tuning" / "timer.py"
+CLOCK = Path(__file__).resolve().parents[1] / "python" / "flashrope" / "lab" / "tuning" / "timer.py"
 HEAD_DIM, WINDOW, LIMIT = 128, 512, 2e-2
 
 

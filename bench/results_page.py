@@ -11,12 +11,12 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from flashrope.cli.files import write
+from flashrope.console.files import write
 
 from .report import goals, plots, records
 from .report.output import RESULTS
 from .report.records import Record, Run
-from .timing import scaling
+from .speed import scaling
 
 TITLES = {
     "hope": "HoPE and RoPE",

@@ -20,9 +20,9 @@ from flashrope import Rotary, attention, attention_varlen, attention_with_cache
 from flashrope.backends.registry import load_backend
 from flashrope.backends.triton import launcher
 from flashrope.backends.triton.device import compute_capability
-from flashrope.cli.options import positive
+from flashrope.console.options import positive
 
-from .compiling.architectures import NVIDIA
+from .machine_code.architectures import NVIDIA
 from .progress import steps
 
 HEADS, HEADS_KV, SEQLEN = 4, 2, 197  # SEQLEN is not a multiple of any tile
@@ -58,8 +58,8 @@ def with_cache(rotary: Rotary, impl: str, seqlen_q: int, paged: bool, make: Call
 
 def baselines(make: Callable) -> None:
     """Runs the kernels of the benchmarks themselves."""
-    from .timing.fused_rope import rotate
-    from .timing.probe import read
+    from .speed.fused_rope import rotate
+    from .speed.probe import read
 
     q, k = (make(2, SEQLEN, heads, 64).requires_grad_() for heads in (HEADS, HEADS_KV))
     cos, sin = (torch.ones(SEQLEN, 32, device=q.device) for _ in range(2))
@@ -98,7 +98,7 @@ def available(chosen: list[Case], device: torch.device, dtype: torch.dtype) -> l
 
 def launches(arch: int, dtype: torch.dtype) -> list:
     """Returns the distinct launches of all cases except the baselines. The cases run on meta tensors."""
-    from .compiling.offline import caught_launches
+    from .machine_code.offline import caught_launches
 
     found = {}
     for case in cases():
@@ -111,7 +111,7 @@ def launches(arch: int, dtype: torch.dtype) -> list:
 
 def compile_kernels(arch: int, dtype: torch.dtype, jobs: int) -> int:
     """Compiles the kernels of all cases into Triton's cache. Returns 1 if one does not compile."""
-    from .compiling.offline import compile_all
+    from .machine_code.offline import compile_all
 
     chosen, failed = launches(arch, dtype), 0
     print(f"compiling {len(chosen)} kernels for sm_{arch} in {jobs} processes", flush=True)

@@ -9,10 +9,10 @@ namespace flashrope {
 
 constexpr int TILE_ROWS = 16;    // query rows of one tile: (row, query head) pairs that share a key head
 constexpr int SLICE = 16;        // keys that one warp multiplies at a time
-constexpr int FINE_ROWS = 1024;  // the same as in flashrope/lowering/cos_sin.py
+constexpr int FINE_ROWS = 1024;  // the same as in flashrope/schemes/cos_sin.py
 constexpr int MAX_SEQLEN_Q = 64;  // as in flashrope/backends/cuda.py, which also has TILE_ROWS
-constexpr int MAX_SPLITS = 256;  // the same as in flashrope/backends/calls.py
-constexpr int UNBOUNDED = 1 << 30;  // a distance that no band reaches, as in flashrope/lowering/lowered.py
+constexpr int MAX_SPLITS = 256;  // the same as in flashrope/calls/records.py
+constexpr int UNBOUNDED = 1 << 30;  // a distance that no band reaches, as in flashrope/schemes/lowered.py
 
 // A tensor (batch or pages, tokens or slots, heads, head_dim) of two-byte elements; head_dim is contiguous.
 struct TensorView {
@@ -20,7 +20,7 @@ struct TensorView {
   int64_t stride_batch, stride_row, stride_head;
 };
 
-// Where the sequences are stored in a cache. Corresponds to CacheTables of flashrope/backends/cache_tables.py and
+// Where the sequences are stored in a cache. Corresponds to CacheTables of flashrope/calls/cache_tables.py and
 // CacheLayout of triton_kernels/arguments.py.
 //
 // Sequence b holds the slots from leftpad[b] up to seqlens[b] + seqlen_new. Slot s is row s of the cache, or row s %
@@ -47,7 +47,7 @@ struct DecodeParams {
   float* partial_out;        // (num_splits, batch, seqlen_q, heads_q, head_dim)
   float* partial_lse;        // (num_splits, batch, seqlen_q, heads_q), base 2
   const int* bands;          // (num_bands, 4): start, stop, q_rotation, k_rotation; rotation 0 is the identity
-  const float* table;        // (rotations, table_rows, 2, table_pairs): two_level_table of lowering/cos_sin.py
+  const float* table;        // (rotations, table_rows, 2, table_pairs): two_level_table of schemes/cos_sin.py
   int head_dim, seqlen_q, heads_q, heads_kv;
   int num_bands, table_rows, table_pairs;
   int rotary_dim;            // leading channels that are paired

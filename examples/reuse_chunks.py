@@ -30,8 +30,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from flashrope import PagedKVCache, Rotary
-from flashrope.evaluation.loss import half_interval  # half width of Student's 95% interval of a mean
-from flashrope.small_models.model import LanguageModel, load_checkpoint, read_in_step, trained_length
+from flashrope.lab.evaluation.losses import half_interval  # half width of Student's 95% interval of a mean
+from flashrope.lab.small_models.model import LanguageModel, load_checkpoint, read_in_step, trained_length
 
 QUESTION, ANSWER = 8, 4  # letters
 PAGE_SIZE = 16

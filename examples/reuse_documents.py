@@ -26,11 +26,11 @@ from statistics import fmean, median
 from typing import NamedTuple
 
 import torch
-from flashrope.cli.options import BadInput
-from flashrope.evaluation.model import Tokens, load
-from flashrope.evaluation.statistics import half_interval  # half width of Student's 95% interval of a mean
+from flashrope.console.options import BadInput
 from flashrope.integrations.transformers import Passage, convert, join_passages, prefill_passage
 from flashrope.integrations.transformers.versions import CACHE  # the name of a cache in this version of transformers
+from flashrope.lab.evaluation.checkpoint import Tokens, load
+from flashrope.lab.evaluation.statistics import half_interval  # half width of Student's 95% interval of a mean
 
 HEAD = "Read these documents. You will be asked a question about one of them at the end.\n"
 DOCUMENT = "\nDocument:\n{before}\nThe number of {name} is {number}.\n{after}"

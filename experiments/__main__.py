@@ -15,10 +15,10 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from flashrope.cli import files, report
-from flashrope.cli.options import BadInput, need
-from flashrope.cli.program import INTERRUPTED, guarded, reject_unknown
-from flashrope.small_models.workers import Workers
+from flashrope.console import files, report
+from flashrope.console.options import BadInput, need
+from flashrope.console.program import INTERRUPTED, guarded, reject_unknown
+from flashrope.lab.small_models.workers import Workers
 
 from . import distributed, training_curves
 from .arguments import DERIVED, TOOLS, add_arguments, cells_of, check_effects, experiments_of, resolve

@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 from flashrope.backends.names import BACKENDS
 from flashrope.backends.registry import resolve_impl
-from flashrope.cli import options
-from flashrope.cli.options import MAX_THREADS, BadInput, cores, need, positive
-from flashrope.small_models import data
-from flashrope.small_models.train import Ranks
+from flashrope.console import options
+from flashrope.console.options import MAX_THREADS, BadInput, cores, need, positive
+from flashrope.lab.small_models import data
+from flashrope.lab.small_models.train import Ranks
 
 from . import (
     distributed,

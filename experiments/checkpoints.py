@@ -16,10 +16,10 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from flashrope.cli import files
-from flashrope.cli.progress import Bar
-from flashrope.rotary.catalogue import SCHEMES
-from flashrope.small_models.workers import Workers
+from flashrope.console import files
+from flashrope.console.progress import Bar
+from flashrope.lab.small_models.workers import Workers
+from flashrope.schemes.catalogue import SCHEMES
 
 from .export import export
 from .measuring import COLUMNS

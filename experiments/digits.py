@@ -20,9 +20,9 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from flashrope.cli import files
-from flashrope.cli.figure import COLOURS
-from flashrope.small_models.workers import Workers
+from flashrope.console import files
+from flashrope.console.figure import COLOURS
+from flashrope.lab.small_models.workers import Workers
 from torch import nn
 
 from .figures import NORMAL, SMALL, canvas, finish

@@ -7,8 +7,8 @@ import os
 from collections.abc import Iterator
 
 import torch
-from flashrope.cli.options import BadInput
-from flashrope.small_models.train import Ranks
+from flashrope.console.options import BadInput
+from flashrope.lab.small_models.train import Ranks
 from torch import distributed
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 from flashrope import Rotary, attention
-from flashrope.small_models.data import as_tokens, unseen_windows
-from flashrope.small_models.workers import Workers
+from flashrope.lab.small_models.data import as_tokens, unseen_windows
+from flashrope.lab.small_models.workers import Workers
 
 from . import figures, tables
 from .measuring import COLUMNS

@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 
-from flashrope.cli.options import BadInput, positive
+from flashrope.console.options import BadInput, positive
 
 from .presets import PRESETS, Preset
 from .zoo import LLAMA

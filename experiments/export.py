@@ -12,8 +12,8 @@ import json
 import shutil
 from pathlib import Path
 
-from flashrope.cli.options import BadInput, need
-from flashrope.evaluation.llama import to_llama
+from flashrope.console.options import BadInput, need
+from flashrope.lab.evaluation.llama import to_llama
 
 from .training import load_model, rotary_of
 from .zoo import Defaults

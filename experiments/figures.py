@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from flashrope.cli.figure import new_figure
-from flashrope.cli.files import replacing
+from flashrope.console.figure import new_figure
+from flashrope.console.files import replacing
 
 from .looks import label, look, scheme_of
 from .statistics import Interval, interval, values_at

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 from flashrope import Rotary, attention
-from flashrope.small_models.model import Attend, ModelConfig
+from flashrope.lab.small_models.model import Attend, ModelConfig
 from torch import nn
 
 GAU = "gau"

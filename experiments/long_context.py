@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from flashrope.cli import files
-from flashrope.cli.figure import COLOURS, new_figure, save
-from flashrope.cli.options import BadInput
-from flashrope.evaluation.passkey import Cell, passkey_figure
-from flashrope.evaluation.statistics import half_interval, wilson
+from flashrope.console import files
+from flashrope.console.figure import COLOURS, new_figure, save
+from flashrope.console.options import BadInput
+from flashrope.lab.evaluation.retrieval import Cell, passkey_figure
+from flashrope.lab.evaluation.statistics import half_interval, wilson
 
 from . import real_speed, real_training
 

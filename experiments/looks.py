@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from flashrope.cli.figure import COLOURS
+from flashrope.console.figure import COLOURS
 
 ORANGE, BLUE, GREEN, PINK, YELLOW, SKY, BLACK = COLOURS
 GREY, DARK = "0.55", "0.35"

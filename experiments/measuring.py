@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from flashrope import attention
-from flashrope.cli import files
-from flashrope.cli.progress import Bar
-from flashrope.small_models.workers import Workers
+from flashrope.console import files
+from flashrope.console.progress import Bar
+from flashrope.lab.small_models.workers import Workers
 
 from . import copying, few_shot, passkey, tasks
 from .runs import Run

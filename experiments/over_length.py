@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from flashrope.small_models.workers import Workers
+from flashrope.lab.small_models.workers import Workers
 
 from . import tables
 from .figures import Line, Panel, draw

@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from flashrope.cli import files
-from flashrope.small_models.model import LanguageModel, ModelConfig
+from flashrope.console import files
+from flashrope.lab.small_models.model import LanguageModel, ModelConfig
 
 from . import claims_figure, tables, templating
 from .looks import label

@@ -16,7 +16,7 @@ import random
 from collections.abc import Iterator, Sequence
 
 import torch
-from flashrope.small_models.data import Corpus, TextError, as_tokens
+from flashrope.lab.small_models.data import Corpus, TextError, as_tokens
 
 from .tasks import MULTIPLES, Result, Subject, growing_batches, lengths_of, need_disjoint, percentage
 

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 
 import torch
 from flashrope import Rotary, attention
-from flashrope.small_models.model import Attend
+from flashrope.lab.small_models.model import Attend
 
 from .encodings import distances
 from .zoo import Rotaries, ZooModel

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import torch
 from flashrope import Rotary, attention
-from flashrope.cli import files
-from flashrope.cli.progress import Bar
-from flashrope.small_models.model import Attend, LanguageModel, ModelConfig
-from flashrope.small_models.train import TrainConfig, train
-from flashrope.small_models.workers import Workers, steps_of_jobs
+from flashrope.console import files
+from flashrope.console.progress import Bar
+from flashrope.lab.small_models.model import Attend, LanguageModel, ModelConfig
+from flashrope.lab.small_models.train import TrainConfig, train
+from flashrope.lab.small_models.workers import Workers, steps_of_jobs
 
 from .figures import points
 from .measuring import COLUMNS

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from flashrope.small_models.model import ModelConfig
-from flashrope.small_models.train import TrainConfig
+from flashrope.lab.small_models.model import ModelConfig
+from flashrope.lab.small_models.train import TrainConfig
 
 from . import copying
 

@@ -21,14 +21,14 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
-from flashrope.cli import files
-from flashrope.cli.hardware import hardware
-from flashrope.cli.options import positive
-from flashrope.cli.progress import Bar
-from flashrope.evaluation import prompts
-from flashrope.evaluation.journal import Journal
-from flashrope.evaluation.model import Tokens, describe, load, training_length
-from flashrope.evaluation.statistics import half_interval, wilson
+from flashrope.console import files
+from flashrope.console.hardware import hardware
+from flashrope.console.options import positive
+from flashrope.console.progress import Bar
+from flashrope.lab.evaluation import prompts
+from flashrope.lab.evaluation.checkpoint import Tokens, describe, load, training_length
+from flashrope.lab.evaluation.journal import Journal
+from flashrope.lab.evaluation.statistics import half_interval, wilson
 
 from .real_speed import command_line, parse
 

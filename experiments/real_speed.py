@@ -20,14 +20,14 @@ from typing import Any, NamedTuple
 
 import torch
 from flashrope.backends.cpu import loader
-from flashrope.cli import files
-from flashrope.cli.hardware import hardware
-from flashrope.cli.options import cores, need, positive
-from flashrope.cli.progress import Bar
-from flashrope.evaluation.loss import text_windows
-from flashrope.evaluation.model import describe, keep_logits, load, training_length
-from flashrope.evaluation.schemes import applicable
-from flashrope.rotary.catalogue import SCHEMES
+from flashrope.console import files
+from flashrope.console.hardware import hardware
+from flashrope.console.options import cores, need, positive
+from flashrope.console.progress import Bar
+from flashrope.lab.evaluation.checkpoint import describe, keep_logits, load, training_length
+from flashrope.lab.evaluation.losses import text_windows
+from flashrope.lab.evaluation.readings import applicable
+from flashrope.schemes.catalogue import SCHEMES
 
 SUMMARY = "how fast a pretrained model reads, decodes and trains: speed --model FILE --text PATH --out DIR"
 BASE, CONVERTED = "the model as it is", "converted"

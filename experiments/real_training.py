@@ -18,15 +18,15 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from flashrope.cli import files
-from flashrope.cli.hardware import hardware
-from flashrope.cli.options import BadInput, positive
-from flashrope.cli.progress import Bar
-from flashrope.evaluation.by_position import bins_of, fingerprint, position_losses
-from flashrope.evaluation.journal import Journal
-from flashrope.evaluation.model import describe, load, training_length
-from flashrope.evaluation.schemes import applicable
-from flashrope.small_models.data import unseen_windows
+from flashrope.console import files
+from flashrope.console.hardware import hardware
+from flashrope.console.options import BadInput, positive
+from flashrope.console.progress import Bar
+from flashrope.lab.evaluation.by_position import bins_of, fingerprint, position_losses
+from flashrope.lab.evaluation.checkpoint import describe, load, training_length
+from flashrope.lab.evaluation.journal import Journal
+from flashrope.lab.evaluation.readings import applicable
+from flashrope.lab.small_models.data import unseen_windows
 
 from .real_speed import DTYPES, as_it_came, command_line, parse
 

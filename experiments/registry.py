@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
-from flashrope.small_models.workers import Workers
+from flashrope.lab.small_models.workers import Workers
 
 from . import checkpoints, over_length
 from .digits import draw_digits

@@ -25,12 +25,18 @@ from statistics import fmean
 
 import torch
 from flashrope import PagedKVCache, Rotary
-from flashrope.cli import files
-from flashrope.cli.figure import COLOURS, MARKERS, new_figure, save
-from flashrope.cli.options import cores
-from flashrope.evaluation.loss import half_interval
-from flashrope.small_models import data
-from flashrope.small_models.model import LanguageModel, RollingDecoder, load_checkpoint, read_in_step, trained_length
+from flashrope.console import files
+from flashrope.console.figure import COLOURS, MARKERS, new_figure, save
+from flashrope.console.options import cores
+from flashrope.lab.evaluation.losses import half_interval
+from flashrope.lab.small_models import data
+from flashrope.lab.small_models.model import (
+    LanguageModel,
+    RollingDecoder,
+    load_checkpoint,
+    read_in_step,
+    trained_length,
+)
 from torch.nn.functional import cross_entropy
 
 PAGE_SIZE = 16

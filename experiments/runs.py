@@ -24,12 +24,12 @@ from pathlib import Path
 
 import torch
 from flashrope import __version__
-from flashrope.cli import files
-from flashrope.cli.hardware import hardware
-from flashrope.cli.options import BadInput
-from flashrope.small_models import data
-from flashrope.small_models.train import Ranks
-from flashrope.small_models.workers import Workers
+from flashrope.console import files
+from flashrope.console.hardware import hardware
+from flashrope.console.options import BadInput
+from flashrope.lab.small_models import data
+from flashrope.lab.small_models.train import Ranks
+from flashrope.lab.small_models.workers import Workers
 
 from .presets import Preset
 from .tokens import TokenCorpus

@@ -7,7 +7,7 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from flashrope.evaluation.loss import half_interval
+from flashrope.lab.evaluation.losses import half_interval
 
 MIN_SEEDS = 5  # the fewest seeds that allow a claim
 HIGHER, LOWER = 1, -1

@@ -18,12 +18,12 @@ from statistics import fmean
 
 import torch
 from flashrope import Rotary
-from flashrope.cli import files
-from flashrope.cli.figure import COLOURS, MARKERS, new_figure, save
-from flashrope.cli.options import cores
-from flashrope.rotary.catalogue import apply_options
-from flashrope.small_models import data
-from flashrope.small_models.model import LanguageModel, load_checkpoint, trained_length
+from flashrope.console import files
+from flashrope.console.figure import COLOURS, MARKERS, new_figure, save
+from flashrope.console.options import cores
+from flashrope.lab.small_models import data
+from flashrope.lab.small_models.model import LanguageModel, load_checkpoint, trained_length
+from flashrope.schemes.catalogue import apply_options
 from torch.nn.functional import cross_entropy
 
 AFTER = (0, 1, 2, 4, 8, 15, 30, 45, 60)  # the loss is measured this many steps after each switch

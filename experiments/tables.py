@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from flashrope.cli import files
+from flashrope.console import files
 
 from .looks import label
 from .published import LOWER, TABLES, Published

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 import torch.nn.functional as F
 from flashrope import attention
-from flashrope.small_models.data import Corpus, TextError, as_tokens, unseen_windows
-from flashrope.small_models.evaluate import loss_by_context
-from flashrope.small_models.model import Attend
-from flashrope.small_models.train import autocast
+from flashrope.lab.small_models.data import Corpus, TextError, as_tokens, unseen_windows
+from flashrope.lab.small_models.evaluate import loss_by_context
+from flashrope.lab.small_models.model import Attend
+from flashrope.lab.small_models.train import autocast
 
 from .tokens import TokenCorpus, TokenFile
 from .zoo import Scheme, ZooModel

@@ -13,9 +13,9 @@ import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from flashrope.cli import files
-from flashrope.cli.options import BadInput, need
-from flashrope.small_models.data import TextError, read_texts
+from flashrope.console import files
+from flashrope.console.options import BadInput, need
+from flashrope.lab.small_models.data import TextError, read_texts
 
 from .tokens import SMALL_VOCABULARY, description_path, width
 

@@ -18,8 +18,8 @@ import sys
 from pathlib import Path
 
 import torch
-from flashrope.cli.options import BadInput
-from flashrope.small_models.data import MIN_WINDOWS, UNSEEN, TextError
+from flashrope.console.options import BadInput
+from flashrope.lab.small_models.data import MIN_WINDOWS, UNSEEN, TextError
 
 SMALL_VOCABULARY = 1 << 16  # the largest vocabulary whose ids have 16 bits
 BLOCKS, BLOCK = 64, 1 << 16  # number of blocks that the fingerprint reads, bytes of a block

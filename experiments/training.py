@@ -10,12 +10,12 @@ from pathlib import Path
 
 import torch
 from flashrope import Rotary, attention
-from flashrope.cli import files
-from flashrope.cli.files import replacing
-from flashrope.cli.progress import Bar
-from flashrope.small_models.model import ModelConfig
-from flashrope.small_models.train import train
-from flashrope.small_models.workers import Workers, steps_of_jobs
+from flashrope.console import files
+from flashrope.console.files import replacing
+from flashrope.console.progress import Bar
+from flashrope.lab.small_models.model import ModelConfig
+from flashrope.lab.small_models.train import train
+from flashrope.lab.small_models.workers import Workers, steps_of_jobs
 
 from . import copying, few_shot, passkey, tasks
 from .distributed import first_says

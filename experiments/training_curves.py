@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from flashrope.small_models.train import TrainConfig, learning_rate_fraction
+from flashrope.lab.small_models.train import TrainConfig, learning_rate_fraction
 
 from .figures import MAX_LINES, NORMAL, Rows, canvas, finish, heading, name_ends, title_of
 from .looks import label, look

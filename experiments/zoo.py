@@ -20,8 +20,8 @@ import re
 
 import torch
 from flashrope import Rotary, attention
-from flashrope.cli.options import BadInput
-from flashrope.small_models.model import Attend, LanguageModel, ModelConfig
+from flashrope.console.options import BadInput
+from flashrope.lab.small_models.model import Attend, LanguageModel, ModelConfig
 from torch import nn
 
 from .encodings import ABSOLUTE, BIASES, Formula, Learned, RandomPositions, attend_with_bias

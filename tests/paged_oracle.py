@@ -11,7 +11,7 @@ import pytest
 import support
 import torch
 from flashrope import PagedKVCache
-from flashrope.backends.quantized import dequantize
+from flashrope.calls.int8 import dequantize
 
 UNUSED = 2**31 - 1
 

@@ -4,7 +4,7 @@ SEED``."""
 import functools
 
 import torch
-from flashrope.small_models import workers
+from flashrope.lab.small_models import workers
 
 _serve = workers._serve
 

@@ -23,9 +23,9 @@ import os
 import torch
 from flashrope import Rotary, attention
 from flashrope.backends import reference
-from flashrope.backends.calls import AttentionCall
-from flashrope.backends.quantized import dequantize, quantize
-from flashrope.rotary.scales import UNSCALED
+from flashrope.calls.int8 import dequantize, quantize
+from flashrope.calls.records import AttentionCall
+from flashrope.schemes.scales import UNSCALED
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 UNIT_ROUNDOFF = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}

@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SECTIONS = {  # section: {file below python/flashrope: public names}
-    "Schemes": {"rotary/rotary.py": ("Rotary",), "rotary/bands.py": ("Band",)},
+    "Schemes": {"schemes/rotary.py": ("Rotary",), "schemes/bands.py": ("Band",)},
     "Attention": {
         "operators/functional.py": (
             "attention",
@@ -27,7 +27,7 @@ SECTIONS = {  # section: {file below python/flashrope: public names}
     },
     "Caches": {
         "operators/cache_plan.py": ("plan_cache", "CachePlan"),
-        "backends/cache_tables.py": ("CacheTables", "CacheLayer", "Packed", "CachePositions"),
+        "calls/cache_tables.py": ("CacheTables", "CacheLayer", "Packed", "CachePositions"),
         "cache/contiguous.py": ("KVCache",),
         "cache/paged.py": ("PagedKVCache",),
         "cache/pool.py": ("OutOfPages",),
@@ -39,8 +39,8 @@ SECTIONS = {  # section: {file below python/flashrope: public names}
         "integrations/transformers/caches.py": ("accept_cache", "CodesCache"),
         "integrations/transformers/one_tensor.py": ("SharedKeysCache", "LatentCache"),
         "integrations/transformers/reuse.py": ("Passage", "prefill_passage", "join_passages"),
-        "integrations/transformers/schemes.py": ("suggest", "Suggestion"),
-        "integrations/transformers/plan.py": ("FAMILIES",),
+        "integrations/transformers/layer_schemes.py": ("suggest", "Suggestion"),
+        "integrations/transformers/conversion_plan.py": ("FAMILIES",),
     },
     "Distributed training: `flashrope.integrations.distributed`": {
         "integrations/distributed.py": (
@@ -73,7 +73,7 @@ def render() -> str:
             body = {name: node for node in _parse(file).body for name in _names(node)}
             parts += [part for name in names for part in _entry(name, body[name])]
     parts.append("## Commands\n\n`flashrope <command> [options]`, also `python -m flashrope <command>`.\n")
-    for name, (module, summary) in import_module("flashrope.commands.main").COMMANDS.items():
+    for name, (module, summary) in import_module("flashrope.cli.main").COMMANDS.items():
         parts.append(f"### flashrope {name}\n\n{summary[0].upper()}{summary[1:]}.\n{_options(module)}")
     return "\n".join(parts)
 
@@ -93,7 +93,7 @@ def _entry(name: str, node: ast.stmt) -> list[str]:
     if isinstance(node, ast.FunctionDef):
         return [f"### {name}\n\n{_signature(name, node)}\n\n{_markdown(ast.get_docstring(node))}\n"]
     if isinstance(node, ast.Assign):
-        values = import_module("flashrope.configs.families").families_with("tested")  # FAMILIES is the only constant
+        values = import_module("flashrope.schemes.families").families_with("tested")  # FAMILIES is the only constant
         return [f"### {name}\n\n{', '.join(f'`{value}`' for value in values)}.\n"]
     methods = [x for x in node.body if isinstance(x, ast.FunctionDef)]
     fields = [ast.unparse(x) for x in node.body if isinstance(x, ast.AnnAssign)]

@@ -14,7 +14,7 @@ from flashrope import Rotary
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # experiments is not part of the installed package
 
-from flashrope.cli.figure import new_figure
+from flashrope.console.figure import new_figure
 
 from experiments import figures
 from experiments.drawn import seen_distances

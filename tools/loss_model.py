@@ -10,10 +10,10 @@ import argparse
 from pathlib import Path
 
 import torch
-from flashrope.cli.options import cores
-from flashrope.cli.progress import Bar
-from flashrope.small_models import data
-from flashrope.small_models.train import TrainConfig, learning_rate_fraction
+from flashrope.console.options import cores
+from flashrope.console.progress import Bar
+from flashrope.lab.small_models import data
+from flashrope.lab.small_models.train import TrainConfig, learning_rate_fraction
 from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -42,10 +42,10 @@ class BandedView(NamedTuple):
 class Scheme(NamedTuple):
     """A lowered rotary scheme.
 
-    bands: int32 (num_bands, 7), rows of ``flashrope.lowering.lowered.LoweredBand``.
-    table: float32 cos and sin, or int64 phases, as ``flashrope.lowering.cos_sin`` builds them.
+    bands: int32 (num_bands, 7), rows of ``flashrope.schemes.lowered.LoweredBand``.
+    table: float32 cos and sin, or int64 phases, as ``flashrope.schemes.cos_sin`` builds them.
     positions: float32 (batch, seqlen) if the caller gave positions, else None.
-    maps: int32 (rotations, 4), rows of ``flashrope.lowering.lowered.RowMap``, if the scheme maps positions, else None.
+    maps: int32 (rotations, 4), rows of ``flashrope.schemes.lowered.RowMap``, if the scheme maps positions, else None.
     score_scale: softmax_scale * temperature.
     log_n_factor, log_n_floor: the query at position i is scaled by max(log_n_floor, log_n_factor * ln(i + 1)).
     log_n_every, log_n_first: if they are not None, the query at position i is scaled by
@@ -120,7 +120,7 @@ class Workspace(NamedTuple):
 
 
 class CacheLayout(NamedTuple):
-    """``flashrope.backends.calls.CacheLayout`` as kernels take it. Numbers are encoded.
+    """``flashrope.calls.records.CacheLayout`` as kernels take it. Numbers are encoded.
 
     seqlens, block_table, leftpad, slot_mapping: tensors. All but seqlens may be None.
     k_scale, v_scale: scales of a quantized cache, float32, or None.
@@ -220,8 +220,8 @@ class Variant(NamedTuple):
     query_rows: in the pass that computes dK and dV, the rows of a score tile are queries, not keys.
     one_run: the caller gave positions of cached tokens, and every tile of keys lies in one page.
     stored: the cache stores positions, or the positions of queries may have fractions.
-    channels: the Parts of ``flashrope.lowering.parts`` that make up a head. The decode kernel rotates only the first
-        part. Empty: all pairs are rotated.
+    channels: the Parts of ``flashrope.schemes.head_parts`` that make up a head. The decode kernel rotates only the
+        first part. Empty: all pairs are rotated.
     pair_ranges: the PairRanges into which forward and backward without a cache divide q, k, v and out, which then have
         the same head_dim. Empty: a head has one tile, or VARIANT.parts tiles.
     first_value: the first channel of the keys that is a value, if values are channels of the keys and the decode kernel

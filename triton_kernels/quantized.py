@@ -1,7 +1,7 @@
 """Reads and writes quantized keys and values. Every element is stored as a small integer, its code. Every row has a
 scale.
 
-``flashrope.backends.quantized`` has the formula. A code is an int8, which is exact in float16 and bfloat16. Rotation
+``flashrope.calls.int8`` has the formula. A code is an int8, which is exact in float16 and bfloat16. Rotation
 does not change a key's scale, so kernels rotate codes and multiply the key's column of
 the scores by the key's scale. A value's scale multiplies the value's column of the weights.
 """

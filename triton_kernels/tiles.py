@@ -125,7 +125,7 @@ def query_program(max_seqlen_q, heads_q, VARIANT: tl.constexpr):
 
 
 class Band(NamedTuple):
-    """One row of the band table. ``flashrope.lowering.lowered.LoweredBand`` says what the fields mean."""
+    """One row of the band table. ``flashrope.schemes.lowered.LoweredBand`` says what the fields mean."""
 
     start: object
     stop: object

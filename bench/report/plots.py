@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from flashrope.cli.figure import new_figure, save
+from flashrope.console.figure import new_figure, save
 
 from .records import Record, Run
 

@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from flashrope.cli import files
+from flashrope.console import files
 
 from ..machine import CHANGED
 from .output import without_output_options

@@ -168,7 +168,7 @@ inline Vec load(const Float16* x) {
 #endif
 }
 
-// An element of a quantized cache, defined in python/flashrope/backends/quantized.py.
+// An element of a quantized cache, defined in python/flashrope/calls/int8.py.
 struct Int8 {
   int8_t code;
 };

@@ -1,6 +1,8 @@
 """Fused attention for rotary position schemes: RoPE, HoPE, ReRoPE, Leaky ReRoPE, PI, NTK, YaRN and log n in one
 pass.
 
+The Triton kernels, ``flashrope.triton_kernels``, lie in the folder triton_kernels at the top of the repository.
+
 The names below are imported on first use, so that the command line can print its help without loading torch. If torch
 is already loaded, importing this package also registers its operators, which torch.export.load needs. If torch is
 loaded later, ``import flashrope.operators.functional`` registers them.
@@ -13,8 +15,8 @@ from typing import TYPE_CHECKING
 from ._version import __version__
 
 if TYPE_CHECKING:
-    from .backends.cache_tables import CacheLayer, CachePositions, CacheTables, Packed
     from .cache import CapturedStep, KVCache, OutOfPages, PagedKVCache, Step
+    from .calls.cache_tables import CacheLayer, CachePositions, CacheTables, Packed
     from .operators.cache_plan import CachePlan, plan_cache
     from .operators.functional import (
         attention,
@@ -23,8 +25,8 @@ if TYPE_CHECKING:
         attention_with_cache,
         rotate,
     )
-    from .rotary.bands import Band
-    from .rotary.rotary import Rotary
+    from .schemes.bands import Band
+    from .schemes.rotary import Rotary
 
 __all__ = [
     "Band",
@@ -58,10 +60,10 @@ if not TYPE_CHECKING:  # otherwise a type checker would accept any name
             "rotate",
         ),
         "operators.cache_plan": ("CachePlan", "plan_cache"),
-        "backends.cache_tables": ("CacheLayer", "CachePositions", "CacheTables", "Packed"),
+        "calls.cache_tables": ("CacheLayer", "CachePositions", "CacheTables", "Packed"),
         "cache": ("CapturedStep", "KVCache", "OutOfPages", "PagedKVCache", "Step"),
-        "rotary.bands": ("Band",),
-        "rotary.rotary": ("Rotary",),
+        "schemes.bands": ("Band",),
+        "schemes.rotary": ("Rotary",),
     }
     _MODULES = {name: module for module, names in _NAMES.items() for name in names}
 

@@ -1,6 +1,6 @@
 import sys
 
-from .commands.main import main
+from .cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -13,17 +13,17 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 
 import support
-from flashrope.lowering.cos_sin import cos_sin
-from flashrope.tuning.timer import MAX_SLEEP_CYCLES, SLEEP_CYCLES
+from flashrope.lab.tuning.timer import MAX_SLEEP_CYCLES, SLEEP_CYCLES
+from flashrope.schemes.cos_sin import cos_sin
 
 from bench import __main__ as command_line
 from bench import results_page as page
 from bench.report import records
-from bench.timing import ceilings, check, contestants, options, timer
-from bench.timing.contestants import OWN, Contestant, Unavailable, dense, flex, own, prefill_hope, prefill_rerope
-from bench.timing.options import Table
-from bench.timing.problem import Problem, exponent
-from bench.timing.session import Session, expected_time
+from bench.speed import ceilings, check, contestants, options, timer
+from bench.speed.contestants import OWN, Contestant, Unavailable, dense, flex, own, prefill_hope, prefill_rerope
+from bench.speed.options import Table
+from bench.speed.problem import Problem, exponent
+from bench.speed.session import Session, expected_time
 
 CPU = torch.device("cpu")
 SMALL = Problem(1, 128, 2, 2, 32, torch.float32, CPU, window=32)
@@ -191,7 +191,7 @@ triton_runs = pytest.mark.skipif(
 @pytest.mark.parametrize("in_place", [False, True], ids=["copied", "in place"])
 def test_fused_rope_is_rope(heads, heads_kv, in_place):
     """Forward and backward of the fused kernel equal eager RoPE, for lengths that are not multiples of a tile."""
-    from bench.timing.fused_rope import rotate
+    from bench.speed.fused_rope import rotate
 
     p = Problem(2, 37, heads, 1, 64, torch.float32, DEVICE)
     cos, sin = (x.float().contiguous() for x in cos_sin(p.rope(), contestants.positions(p)))
@@ -208,7 +208,7 @@ def test_fused_rope_is_rope(heads, heads_kv, in_place):
 @triton_runs
 @pytest.mark.parametrize("way", ["keys_on_cpu", "keys_by_triton"])
 def test_rotation_of_the_keys_is_what_hope_does(way):
-    from bench.timing import rotation
+    from bench.speed import rotation
 
     device = CPU if way == "keys_on_cpu" else DEVICE
     p = SMALL.replace(seqlen=37, train_length=64, device=device)
@@ -234,7 +234,7 @@ def test_sanitize_says_what_it_runs(monkeypatch, capsys):
 
 @triton_runs
 def test_probe_reads_everything_once():
-    from bench.timing.probe import read
+    from bench.speed.probe import read
 
     x = torch.rand(100_003, device=DEVICE)
     assert read(x).double().sum().item() == pytest.approx(x.double().sum().item(), rel=1e-5)
@@ -334,7 +334,7 @@ def test_the_expected_time_comes_first():
 
 @pytest.mark.slow
 def test_measuring_memory_prints_nothing(tmp_path):
-    code = "import bench, torch; from bench.timing.timer import Timer; "
+    code = "import bench, torch; from bench.speed.timer import Timer; "
     code += "Timer(torch.device('cpu')).peak_bytes(lambda: torch.randn(100, 100))"
     ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert not ran.stdout and "USDT" not in ran.stderr
@@ -347,7 +347,7 @@ COMMANDS = ("hope", "rerope", "decode", "rotation", "scaling")
 def small_sizes(monkeypatch):
     """Returns options for small problems, with contestants that need no compiling. Compiling would take half a
     minute."""
-    from bench.timing import rotation, scaling
+    from bench.speed import rotation, scaling
 
     monkeypatch.setitem(contestants.ENCODINGS, "compiled RoPE", contestants.eager)
     monkeypatch.setattr(contestants, "flex", partial(_raise, Unavailable("left out")))
@@ -392,7 +392,7 @@ def test_every_command_has_help(command, capsys):
 
 @pytest.mark.parametrize("command", ["decode", "scaling", "cpu", "ceilings", "tune"])
 def test_without_options_nothing_is_written(tmp_path, monkeypatch, capsys, small_sizes, command):
-    from bench.timing import cpu, tune
+    from bench.speed import cpu, tune
 
     words = {
         "cpu": ["--seqlen", "64", "--seconds", "0", "--heads", "1", "--threads", "1"],
@@ -413,7 +413,7 @@ def test_without_options_nothing_is_written(tmp_path, monkeypatch, capsys, small
 
 
 def test_all_runs_its_parts(monkeypatch, tmp_path, capsys):
-    from bench.timing import all as every
+    from bench.speed import all as every
 
     ran = []
 

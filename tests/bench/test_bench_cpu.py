@@ -5,14 +5,14 @@ import dataclasses
 from functools import partial
 
 import pytest
-from flashrope.cli.progress import duration
+from flashrope.console.progress import duration
 
 from bench.report import records
-from bench.timing import check
+from bench.speed import check
 
 
 def test_goals_of_the_cpu_depend_on_the_instruction_set():
-    from bench.timing.cpu import BFLOAT16_TARGETS, GOALS, Goal
+    from bench.speed.cpu import BFLOAT16_TARGETS, GOALS, Goal
 
     goal = Goal("a / b", 1.0, 1.2)
     assert [goal.limit_of(target) for target in ("x86-64-v4", "x86-64-v3", "armv8-a", "")] == [1.0, 1.2, 1.2, 1.2]
@@ -27,7 +27,7 @@ def test_goals_of_the_cpu_depend_on_the_instruction_set():
 
 
 def test_the_expected_time_of_the_cpu_counts_the_chosen_tables(monkeypatch):
-    from bench.timing import cpu, cpu_cases
+    from bench.speed import cpu, cpu_cases
 
     def planned(*words):
         return cpu.Plan(cpu.parse(list(words)), None)
@@ -52,7 +52,7 @@ def test_the_expected_time_of_the_cpu_counts_the_chosen_tables(monkeypatch):
 def test_wide_heads_are_checked_and_timed(capsys, monkeypatch):
     """Every goal for wide heads gets a figure. The result over one cache for keys and values matches the reference over
     this cache, and not the reference over two separate caches."""
-    from bench.timing import cpu, cpu_cases, cpu_wide
+    from bench.speed import cpu, cpu_cases, cpu_wide
 
     if (kernels := cpu_cases.compiled_kernels()) is None:
         pytest.skip("no compiled kernels")
@@ -71,7 +71,7 @@ def test_wide_heads_are_checked_and_timed(capsys, monkeypatch):
 def test_quantized_caches_are_checked_and_timed(capsys):
     """Every goal for quantized caches gets a figure. The result of one int8 contestant matches the reference over int8
     values, and not the reference over values that are not quantized."""
-    from bench.timing import cpu, cpu_cases
+    from bench.speed import cpu, cpu_cases
 
     if (kernels := cpu_cases.compiled_kernels()) is None:
         pytest.skip("no compiled kernels")
@@ -88,7 +88,7 @@ def test_quantized_caches_are_checked_and_timed(capsys):
 
 
 def test_training_steps_compute_what_their_names_say():
-    from bench.timing import cpu_cases, training
+    from bench.speed import cpu_cases, training
 
     p = training.training_problem(2, 64)
     chosen = cpu_cases.training_entries(cpu_cases.compiled_kernels())

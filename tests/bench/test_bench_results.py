@@ -15,9 +15,9 @@ from bench import machine
 from bench import results_page as page
 from bench.report import goals, output, plots, records
 from bench.report.records import Record, Run
-from bench.timing import decode
-from bench.timing.contestants import prefill_hope, prefill_rerope
-from bench.timing.problem import Problem
+from bench.speed import decode
+from bench.speed.contestants import prefill_hope, prefill_rerope
+from bench.speed.problem import Problem
 
 CPU = torch.device("cpu")
 
@@ -259,7 +259,7 @@ def test_recorded_command_does_not_name_the_output_folder():
 
 
 def test_publishing_writes_the_page(monkeypatch):
-    ran, codes = [], {"timing.all": 0, "timing.cpu": 1, "results_page": 0}
+    ran, codes = [], {"speed.all": 0, "speed.cpu": 1, "results_page": 0}
 
     def module(name, package):
         return SimpleNamespace(main=lambda words: ran.append((name[1:], words)) or codes[name[1:]])
@@ -271,10 +271,10 @@ def test_publishing_writes_the_page(monkeypatch):
     assert command_line.main(["all", "--publish"]) == 0 and command_line.main(["all"]) == 0
     assert command_line.main(["cpu", "--publish"]) == 1  # nothing is published after a failure
     assert ran == [
-        ("timing.all", ["--publish"]),
+        ("speed.all", ["--publish"]),
         ("results_page", []),
-        ("timing.all", []),
-        ("timing.cpu", ["--publish"]),
+        ("speed.all", []),
+        ("speed.cpu", ["--publish"]),
     ]
 
 

@@ -12,16 +12,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-pytest.importorskip("triton", reason="the commands of bench.compiling import it")
+pytest.importorskip("triton", reason="the commands of bench.machine_code import it")
 
 from flashrope.triton_kernels import configs
 from flashrope.triton_kernels.configs import Tile
 
 from bench import correct, device
-from bench.timing import check, decode, prefill, session, settings
-from bench.timing.contestants import Contestant, nullcontext
-from bench.timing.options import Table
-from bench.timing.problem import Problem
+from bench.speed import check, decode, prefill, session, settings
+from bench.speed.contestants import Contestant, nullcontext
+from bench.speed.options import Table
+from bench.speed.problem import Problem
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")

@@ -17,9 +17,9 @@ slow = pytest.mark.slow  # these tests compile kernels
 
 from flashrope.triton_kernels.configs import Tile
 
-from bench.compiling import candidates as ranking
-from bench.compiling import cases, gate, limits, offline, sass
-from bench.compiling.offline import Measured
+from bench.machine_code import candidates as ranking
+from bench.machine_code import cases, gate, limits, offline, sass
+from bench.machine_code.offline import Measured
 
 # The program has a tiled product with 64x64 tiles, K in steps of 32, and 4 warps. A step has 64*64*32 / (16*8*16) = 64
 # HMMA. That is 16 per warp. On sm_90 the only warp group issues two HGMMA with K = 16 per step.
@@ -27,12 +27,12 @@ PROGRAM = """
 import dataclasses, json, sys
 import torch, triton, triton.language as tl
 from bench import sanitize
-from bench.compiling import candidates as ranking
-from bench.compiling import cases, gate, offline, sass
+from bench.machine_code import candidates as ranking
+from bench.machine_code import cases, gate, offline, sass
 from flashrope.backends.triton import launcher
-from flashrope.backends.triton.tiles import forced
+from flashrope.backends.triton.chosen_tiles import forced
 from flashrope.tuning import candidates
-from flashrope.tuning.workloads import Workload
+from flashrope.lab.tuning.workloads import Workload
 
 @triton.jit
 def product(a, b, c, K, BLOCK: tl.constexpr, STEP: tl.constexpr):

@@ -10,11 +10,11 @@ triton = pytest.importorskip("triton", reason="the gate compiles Triton kernels"
 
 from flashrope.backends import cuda
 from flashrope.backends import triton as backend
-from flashrope.backends.splits import MULTIPROCESSORS, multiprocessor
+from flashrope.backends.shared.splits import MULTIPROCESSORS, multiprocessor
 from flashrope.backends.triton import device, launcher
 from flashrope.triton_kernels import configs
 
-from bench.compiling import amdgcn, architectures, cases, gate, offline, sass
+from bench.machine_code import amdgcn, architectures, cases, gate, offline, sass
 
 # Two loops. The first has two products and touches 12 bytes of scratch memory, the second has one product.
 ASSEMBLY = """

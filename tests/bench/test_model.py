@@ -6,13 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 
-pytest.importorskip("triton", reason="the commands of bench.compiling import it")
+pytest.importorskip("triton", reason="the commands of bench.machine_code import it")
 
+from flashrope.lab.tuning import candidates as tuning
 from flashrope.triton_kernels.configs import Tile
-from flashrope.tuning import candidates as tuning
 
 from bench import model
-from bench.compiling import candidates, cases, issue, predict, sass
+from bench.machine_code import candidates, cases, issue, predict, sass
 
 RATES = issue.RATES[80]
 

@@ -18,7 +18,7 @@ import torch
 from bench import progress
 from bench import results_page as page
 from bench.report.records import Record, Run
-from bench.timing.problem import Problem
+from bench.speed.problem import Problem
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "bench" / "on_gpu.sh"

@@ -5,10 +5,10 @@ import re
 
 import pytest
 
-pytest.importorskip("triton", reason="the commands of bench.compiling import it")
+pytest.importorskip("triton", reason="the commands of bench.machine_code import it")
 
 from bench import results_page as page
-from bench.compiling import peers, sass
+from bench.machine_code import peers, sass
 
 FORWARD = (
     "_ZN13pytorch_flash16flash_fwd_kernelI23Flash_fwd_kernel_traitsILi128ELi128ELi64ELi4ELb0ELb0EN7cutlass10bfloat16_tE"

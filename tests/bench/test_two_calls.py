@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from bench.timing import check, two_calls
-from bench.timing.contestants import KERNELS, Contestant, eager, prefill_rerope
-from bench.timing.problem import Problem, Unavailable
+from bench.speed import check, two_calls
+from bench.speed.contestants import KERNELS, Contestant, eager, prefill_rerope
+from bench.speed.problem import Problem, Unavailable
 
 SMALL = Problem(1, 128, 4, 2, 32, torch.float64, torch.device("cpu"), window=32)
 BANDS = partial(two_calls.two_calls, eager, "SDPA flash")

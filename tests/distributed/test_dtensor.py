@@ -8,10 +8,10 @@ import pytest
 import torch
 from flashrope import Rotary, attention, attention_varlen
 from flashrope.backends import cpu
-from flashrope.backends.calls import AttentionCall, Kept, KeptShapes
+from flashrope.calls.records import AttentionCall, Kept, KeptShapes
 from flashrope.integrations import distributed  # noqa: F401  registers the rules
 from flashrope.operators import autograd
-from flashrope.operators.library import OPERATORS
+from flashrope.operators.torch_library import OPERATORS
 from ranks import mesh, on_ranks
 from support import SCHEMES
 from test_context_parallel import interpreted

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from flashrope import Rotary
-from flashrope.small_models.model import LanguageModel, ModelConfig, load_checkpoint
+from flashrope.lab.small_models.model import LanguageModel, ModelConfig, load_checkpoint
 from ranks import on_ranks
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "train_fsdp.py"

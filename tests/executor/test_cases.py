@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 from caching import PAGE, Cached
 from flashrope import Rotary, attention
-from flashrope.backends.calls import AttentionCall
 from flashrope.backends.registry import load_backend
 from flashrope.backends.triton import launcher
+from flashrope.calls.records import AttentionCall
 from flashrope.triton_kernels import configs
 from support import SCHEMES
 

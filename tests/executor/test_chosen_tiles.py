@@ -7,9 +7,9 @@ import pytest
 import support
 import torch
 from flashrope import Rotary, attention
-from flashrope.backends.triton import tiles
+from flashrope.backends.triton import chosen_tiles as tiles
+from flashrope.lab.tuning.candidates import CONTENDERS
 from flashrope.triton_kernels import configs
-from flashrope.tuning.candidates import CONTENDERS
 from packing import packing
 from support import SCHEMES
 

@@ -4,9 +4,9 @@ import pytest
 import support
 import torch
 from flashrope import Rotary, attention, attention_with_cache, rotate
-from flashrope.backends.quantized import quantize
-from flashrope.backends.triton import tiles
-from flashrope.lowering.parts import copied_parts
+from flashrope.backends.triton import chosen_tiles as tiles
+from flashrope.calls.int8 import quantize
+from flashrope.schemes.head_parts import copied_parts
 from flashrope.triton_kernels import configs
 from flashrope.triton_kernels.configs import Tile
 

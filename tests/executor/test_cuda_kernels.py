@@ -12,8 +12,8 @@ import torch
 from caching import Cached, page_sizes, same
 from flashrope import Rotary
 from flashrope.backends import cuda, reference
-from flashrope.backends.cache_tables import CacheLayer, CacheTables
-from flashrope.backends.calls import CacheCall
+from flashrope.calls.cache_tables import CacheLayer, CacheTables
+from flashrope.calls.records import CacheCall
 
 from . import extension
 from .driver import Machine

@@ -6,9 +6,9 @@ import torch
 from caching import PAGE, Cached, page_sizes, same
 from flashrope import Rotary, attention_varlen_with_cache
 from flashrope.backends import cuda, reference
-from flashrope.backends.addresses import token_sequences
-from flashrope.backends.cache_tables import CacheLayer, CacheTables, Packed
-from flashrope.backends.calls import CacheCall
+from flashrope.calls.addresses import token_sequences
+from flashrope.calls.cache_tables import CacheLayer, CacheTables, Packed
+from flashrope.calls.records import CacheCall
 from test_decode import mappings, padded
 
 from .test_cuda_kernels import BF16, FP16, SCHEMES, operators, random

@@ -5,8 +5,8 @@ import sparse
 import torch
 from flashrope import Rotary
 from flashrope.backends import cuda
-from flashrope.backends.cache_tables import CacheLayer, CacheTables
-from flashrope.backends.calls import CacheCall
+from flashrope.calls.cache_tables import CacheLayer, CacheTables
+from flashrope.calls.records import CacheCall
 from support import int32
 
 from . import test_executed_sizes as sizes

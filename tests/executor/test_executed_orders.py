@@ -5,8 +5,8 @@ import support
 import test_reproducible
 import torch
 from flashrope import Rotary, attention
-from flashrope.backends.splits import multiprocessor
-from flashrope.backends.triton import tiles
+from flashrope.backends.shared.splits import multiprocessor
+from flashrope.backends.triton import chosen_tiles as tiles
 from flashrope.triton_kernels import configs
 from flashrope.triton_kernels.configs import Tile
 

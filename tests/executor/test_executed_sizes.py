@@ -12,10 +12,10 @@ import support
 import torch
 from flashrope import Rotary, attention_varlen_with_cache, attention_with_cache
 from flashrope.backends import triton as backend
-from flashrope.backends.cache_tables import CacheLayer, CacheTables
-from flashrope.backends.calls import AttentionCall, CacheCall
-from flashrope.backends.plans import attend_once
 from flashrope.backends.triton import attention as launches
+from flashrope.calls.cache_tables import CacheLayer, CacheTables
+from flashrope.calls.plans import attend_once
+from flashrope.calls.records import AttentionCall, CacheCall
 from packing import packing
 from support import NAMES, SCHEMES, int32
 

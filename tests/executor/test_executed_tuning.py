@@ -10,12 +10,12 @@ import pytest
 import support
 import torch
 from flashrope.backends import tuned_tiles as store
-from flashrope.backends.triton import tiles
-from flashrope.commands import tune as command
+from flashrope.backends.triton import chosen_tiles as tiles
+from flashrope.lab.commands import tune as command
+from flashrope.lab.tuning import candidates, measure
+from flashrope.lab.tuning.timer import Spread
+from flashrope.lab.tuning.workloads import Workload
 from flashrope.triton_kernels.configs import Tile
-from flashrope.tuning import candidates, measure
-from flashrope.tuning.timer import Spread
-from flashrope.tuning.workloads import Workload
 
 pytestmark = pytest.mark.filterwarnings("ignore:deterministic:UserWarning")
 CPU = torch.device("cpu")

@@ -8,8 +8,8 @@ import support
 import torch
 from caching import PAGE, Cached
 from flashrope.backends import triton as backend
-from flashrope.backends.calls import AttentionCall, CacheCall
-from flashrope.backends.plans import attend_once
+from flashrope.calls.plans import attend_once
+from flashrope.calls.records import AttentionCall, CacheCall
 from flashrope.triton_kernels import configs
 
 BF16 = support.Target("triton", torch.bfloat16, "cpu")

@@ -5,7 +5,8 @@ import support
 import torch
 from caching import PAGE, Cached
 from flashrope import Rotary
-from flashrope.backends.triton import cached, tiles
+from flashrope.backends.triton import cached
+from flashrope.backends.triton import chosen_tiles as tiles
 from flashrope.triton_kernels import configs
 from operators.test_needles import needle
 

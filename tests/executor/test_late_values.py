@@ -5,7 +5,7 @@ import support
 import torch
 from caching import Cached
 from flashrope import attention, attention_varlen
-from flashrope.backends.triton import tiles
+from flashrope.backends.triton import chosen_tiles as tiles
 from flashrope.triton_kernels import configs
 from flashrope.triton_kernels.configs import Tile
 from packing import cu_seqlens

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from flashrope import Rotary
-from flashrope.backends.triton.merge import merge
+from flashrope.backends.triton.merging_results import merge
 
 slow = pytest.mark.slow
 SHAPES = {  # (dtype, head_dim_v, seqlen, rows)

@@ -5,8 +5,8 @@ import support
 import torch
 from caching import PAGE, Cached
 from flashrope import Rotary
-from flashrope.lowering.lowered import lower
-from flashrope.lowering.parts import copied_parts
+from flashrope.schemes.head_parts import copied_parts
+from flashrope.schemes.lowered import lower
 from packing import packing
 
 BF16, FP16, FP32 = (support.Target("triton", dtype, "cpu") for dtype in (torch.bfloat16, torch.float16, torch.float32))

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from bench.compiling import cases
+from bench.machine_code import cases
 
 CASES = {  # head_dim, scheme, number of tiles of raw keys, how many of these hold values
     "latent": (576, cases.LATENT[0], 6, 4),

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-from flashrope.small_models import data
-from flashrope.small_models.model import ModelConfig
+from flashrope.lab.small_models import data
+from flashrope.lab.small_models.model import ModelConfig
 
 from experiments.tasks import Subject
 from experiments.zoo import scheme

@@ -3,7 +3,7 @@ what it judges."""
 
 import json
 
-from flashrope.rotary.catalogue import SCHEMES
+from flashrope.schemes.catalogue import SCHEMES
 
 from experiments import checkpoints
 from experiments.checkpoints import COMMANDS, MEASURED, REPEATED, TEXT

@@ -2,7 +2,7 @@
 counts."""
 
 import torch
-from flashrope.small_models.model import ModelConfig
+from flashrope.lab.small_models.model import ModelConfig
 from subjects import by_place, check_growth, subject
 
 from experiments import copying

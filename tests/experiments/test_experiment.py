@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 from flashrope import Rotary
-from flashrope.small_models import data
-from flashrope.small_models.model import LanguageModel, ModelConfig
-from flashrope.small_models.state import load
-from flashrope.small_models.train import TrainConfig, train
+from flashrope.lab.small_models import data
+from flashrope.lab.small_models.model import LanguageModel, ModelConfig
+from flashrope.lab.small_models.state import load
+from flashrope.lab.small_models.train import TrainConfig, train
 
 from experiments import checkpoints, measuring, presets, runs, tables, tasks, training
 from experiments.__main__ import main

@@ -8,8 +8,8 @@ import torch
 
 pytest.importorskip("safetensors", reason="the extra 'demo' is not installed")
 
-from flashrope.commands.main import main as flashrope
-from flashrope.small_models.model import ModelConfig, load_checkpoint, trained_length
+from flashrope.cli.main import main as flashrope
+from flashrope.lab.small_models.model import ModelConfig, load_checkpoint, trained_length
 
 from experiments import export, runs
 from experiments.__main__ import main
@@ -114,8 +114,8 @@ def test_loss_of_a_file_and_of_its_export_are_the_same(tmp_path, transformers, n
 
 
 def test_other_schemes_change_the_one_that_a_model_was_trained_with(tmp_path, transformers):
-    from flashrope.evaluation.model import load
-    from flashrope.evaluation.schemes import applicable
+    from flashrope.lab.evaluation.checkpoint import load
+    from flashrope.lab.evaluation.readings import applicable
 
     path = saved(tmp_path, "hope")
     model, _ = load(str(path), torch.device("cpu"))

@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from flashrope.small_models import data
+from flashrope.lab.small_models import data
 from subjects import by_place, check_growth, subject
 
 from experiments import few_shot

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 from flashrope import Rotary
-from flashrope.small_models.model import LanguageModel, ModelConfig
-from flashrope.small_models.train import TrainConfig, train
+from flashrope.lab.small_models.model import LanguageModel, ModelConfig
+from flashrope.lab.small_models.train import TrainConfig, train
 
 from experiments.gau import GauModel
 from experiments.presets import PRESETS

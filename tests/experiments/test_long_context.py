@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("matplotlib", reason="the extra 'demo' is not installed")
 
-from flashrope.cli.options import BadInput
+from flashrope.console.options import BadInput
 
 from experiments import fetch, long_context
 from experiments.__main__ import main

@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from flashrope.small_models import data
+from flashrope.lab.small_models import data
 from subjects import CORPUS, PIECES, by_place, check_growth, subject
 
 from experiments import passkey

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from flashrope import Rotary, attention
-from flashrope.small_models.model import ModelConfig
+from flashrope.lab.small_models.model import ModelConfig
 from subjects import sharpen
 
 from experiments import picture

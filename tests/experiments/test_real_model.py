@@ -10,8 +10,8 @@ import torch
 
 transformers = pytest.importorskip("transformers", reason="the extra 'transformers' is not installed")
 
-from flashrope.evaluation.model import load
 from flashrope.integrations.transformers import convert
+from flashrope.lab.evaluation.checkpoint import load
 
 from experiments import real_reuse, real_speed, real_training
 from experiments.__main__ import main

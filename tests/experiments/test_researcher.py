@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from flashrope import Rotary
-from flashrope.cli.options import BadInput
-from flashrope.small_models import data, workers
-from flashrope.small_models.model import LanguageModel, ModelConfig
-from flashrope.small_models.train import Ranks, TrainConfig, learning_rate_fraction, train
-from flashrope.small_models.workers import Workers
+from flashrope.console.options import BadInput
+from flashrope.lab.small_models import data, workers
+from flashrope.lab.small_models.model import LanguageModel, ModelConfig
+from flashrope.lab.small_models.train import Ranks, TrainConfig, learning_rate_fraction, train
+from flashrope.lab.small_models.workers import Workers
 
 from experiments import estimate, presets, runs, tasks, tokenizing, tokens, training_curves
 from experiments.__main__ import main

@@ -4,7 +4,7 @@ text says how much of a paper's ordering holds."""
 import re
 
 import pytest
-from flashrope.small_models.model import ModelConfig
+from flashrope.lab.small_models.model import ModelConfig
 from test_figures import row
 
 from experiments import runs, tables

@@ -6,8 +6,8 @@ import math
 import pytest
 import torch
 from flashrope import attention
-from flashrope.small_models import data
-from flashrope.small_models.model import ModelConfig
+from flashrope.lab.small_models import data
+from flashrope.lab.small_models.model import ModelConfig
 from subjects import CORPUS, PIECES, by_place, sharpen, subject
 
 from experiments import tasks

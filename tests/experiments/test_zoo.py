@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 from flashrope import Rotary, attention
-from flashrope.cli.options import BadInput
-from flashrope.small_models.model import ModelConfig
-from flashrope.small_models.train import TrainConfig, train
+from flashrope.console.options import BadInput
+from flashrope.lab.small_models.model import ModelConfig
+from flashrope.lab.small_models.train import TrainConfig, train
 from subjects import sharpen
 
 from experiments.zoo import CHANGES, ENCODINGS, KNOWN, Defaults, ZooModel, hfwa_window, hope_ablation, p_rope, scheme

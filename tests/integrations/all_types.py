@@ -10,11 +10,11 @@ import warnings
 
 import torch
 import transformers
-from flashrope.configs.hugging_face import model_steps
 from flashrope.integrations.transformers import convert
-from flashrope.integrations.transformers.plan import attention_modules, check_decoder, find_decoder
-from flashrope.integrations.transformers.schemes import layer_type_of
-from flashrope.rotary.rotary import build as build_scheme
+from flashrope.integrations.transformers.conversion_plan import attention_modules, check_decoder, find_decoder
+from flashrope.integrations.transformers.layer_schemes import layer_type_of
+from flashrope.schemes.hugging_face import model_steps
+from flashrope.schemes.rotary import build as build_scheme
 from small_models import CAUSAL_LM, HERE, REFUSED_BY_VERSION, causal_lm, small_config, tiny
 from transformers import CONFIG_MAPPING
 

@@ -12,10 +12,10 @@ from pathlib import Path
 import torch
 import transformers
 from flashrope import Rotary
-from flashrope.configs.families import family
 from flashrope.integrations.transformers import convert
-from flashrope.integrations.transformers.plan import head_dim_of
+from flashrope.integrations.transformers.conversion_plan import head_dim_of
 from flashrope.integrations.transformers.versions import CACHE, cache_of
+from flashrope.schemes.families import family
 from small_models import (  # noqa: F401  the tests import them from here
     CAUSAL_LM,
     COMMON,

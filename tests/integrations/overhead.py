@@ -7,7 +7,8 @@ from unittest import mock
 
 import torch
 from families import tiny, tokens
-from flashrope.integrations.transformers import applying, attention, convert
+from flashrope.integrations.transformers import applying, convert
+from flashrope.integrations.transformers import attending as attention
 from transformers import AttentionMaskInterface, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function

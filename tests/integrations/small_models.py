@@ -2,8 +2,8 @@
 
 import torch
 import transformers
-from flashrope.configs.families import families_with, family
 from flashrope.integrations.transformers.versions import VERSION
+from flashrope.schemes.families import families_with, family
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 

@@ -1,5 +1,5 @@
-"""Tests that every row of rotary/catalogue.py is a choice of every command, and an option of convert, of suggest and of
-the field that the vLLM plugin reads."""
+"""Tests that every row of schemes/catalogue.py is a choice of every command, and an option of convert, of suggest and
+of the field that the vLLM plugin reads."""
 
 import dataclasses
 
@@ -10,12 +10,12 @@ pytest.importorskip("transformers", reason="the extra 'transformers' is not inst
 
 from families import schemes, tiny
 from flashrope import Rotary
-from flashrope.commands import main as commands
-from flashrope.evaluation.schemes import applicable
+from flashrope.cli import main as commands
 from flashrope.integrations.transformers import convert, from_pretrained, suggest
-from flashrope.rotary import catalogue
-from flashrope.rotary.catalogue import SCHEMES, TABLE, Lengths, Option, Scheme, apply_options, describe_options
-from flashrope.small_models.demo import compared
+from flashrope.lab.evaluation.readings import applicable
+from flashrope.lab.small_models.comparison import compared
+from flashrope.schemes import catalogue
+from flashrope.schemes.catalogue import SCHEMES, TABLE, Lengths, Option, Scheme, apply_options, describe_options
 from test_options import planned
 
 ROPE = Rotary.rope(16)
@@ -62,7 +62,7 @@ def test_the_commands_run_it(row):
 
 def test_generate_runs_it(row, tmp_path, capsys):
     pytest.importorskip("safetensors")
-    from flashrope.small_models.model import LanguageModel, ModelConfig, save_checkpoint
+    from flashrope.lab.small_models.model import LanguageModel, ModelConfig, save_checkpoint
 
     torch.manual_seed(0)
     save_checkpoint(tmp_path / "model", LanguageModel(ModelConfig(width=32, layers=1, heads=2)), ROPE, 32)

@@ -7,7 +7,7 @@ import torch
 transformers = pytest.importorskip("transformers", reason="the extra 'transformers' is not installed")
 
 from families import CALLS, SEQLEN, tiny
-from flashrope.backends.quantized import dequantize, quantize
+from flashrope.calls.int8 import dequantize, quantize
 from flashrope.integrations.transformers import CodesCache, convert, revert
 from flashrope.integrations.transformers.versions import CACHE
 from transformers import Cache

@@ -10,8 +10,8 @@ import released
 import transformers
 from families import HERE, ROPE_TYPES, VERSION, tiny
 from flashrope import CachePlan
-from flashrope.configs.families import families_with
 from flashrope.integrations.transformers import continuous_batching, convert, revert
+from flashrope.schemes.families import families_with
 from transformers import GenerationConfig
 
 SUPPORTED = continuous_batching.SUPPORTED

@@ -10,7 +10,8 @@ pytest.importorskip("transformers", reason="the extra 'transformers' is not inst
 
 from families import close, logits, schemes, state, tiny, tokens
 from flashrope import Rotary
-from flashrope.integrations.transformers import applying, convert, plan, versions
+from flashrope.integrations.transformers import applying, convert, versions
+from flashrope.integrations.transformers import conversion_plan as plan
 
 
 def test_a_version_that_is_too_new(monkeypatch):

@@ -12,7 +12,8 @@ transformers = pytest.importorskip("transformers", reason="the extra 'transforme
 import released
 from families import BOUND, CALLS, SEQLEN, close, logits, padded, schemes, static, tiny, tokens
 from flashrope import Rotary
-from flashrope.integrations.transformers import CodesCache, attention, convert, revert
+from flashrope.integrations.transformers import CodesCache, convert, revert
+from flashrope.integrations.transformers import attending as attention
 from flashrope.integrations.transformers.versions import VERSION
 from released import GEMMAS
 from small_models import vary

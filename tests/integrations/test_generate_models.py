@@ -8,11 +8,11 @@ pytest.importorskip("transformers", reason="the extra 'transformers' is not inst
 
 import transformers
 from families import tiny
-from flashrope.commands.main import main
-from flashrope.evaluation.generate import _decoder
-from flashrope.evaluation.model import Tokens
+from flashrope.cli.main import main
 from flashrope.integrations.transformers import CodesCache, convert, from_pretrained
 from flashrope.integrations.transformers.versions import CACHE
+from flashrope.lab.evaluation.checkpoint import Tokens
+from flashrope.lab.evaluation.generation import _decoder
 
 pytestmark = pytest.mark.filterwarnings("error:.past_key_values. is deprecated")
 PROMPT = "the quick brown fox jumps over the lazy dog " * 2
@@ -62,7 +62,7 @@ def continued(model, cache=None) -> str:
     ids=str,
 )
 def test_the_text_is_that_of_the_converted_model(run, checkpoint, monkeypatch, options, changes):
-    monkeypatch.setattr("flashrope.evaluation.generate.CHUNK", 20)
+    monkeypatch.setattr("flashrope.lab.evaluation.generation.CHUNK", 20)
     assert run("--temperature", "0", *options).out == continued(convert(model_of(), **changes))
     assert changes == {} or continued(convert(model_of(), **changes)) != continued(model_of())
 

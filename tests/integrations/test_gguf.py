@@ -11,9 +11,9 @@ gguf = pytest.importorskip("gguf", reason="gguf is not installed; .ci/run tests 
 pytest.importorskip("accelerate", reason="accelerate is not installed; .ci/run tests it")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 import numpy as np
-from flashrope.commands.main import main
-from flashrope.evaluation import gguf_file
-from flashrope.evaluation.model import load
+from flashrope.cli.main import main
+from flashrope.lab.evaluation import gguf_file
+from flashrope.lab.evaluation.checkpoint import load
 from tokenizers import pre_tokenizers
 
 LAYERS, WIDTH, HIDDEN, HEADS, HEADS_KV, D = 2, 32, 64, 4, 2, 8

@@ -10,7 +10,7 @@ pytest.importorskip("transformers", reason="the extra 'transformers' is not inst
 from families import schemes, tiny
 from flashrope import Rotary
 from flashrope.integrations.transformers import convert, from_pretrained, revert, suggest
-from flashrope.rotary.catalogue import SCHEMES, Lengths, known_options
+from flashrope.schemes.catalogue import SCHEMES, Lengths, known_options
 from transformers import AutoConfig
 
 ROPE = Rotary.rope(16)

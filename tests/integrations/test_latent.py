@@ -13,10 +13,10 @@ import released
 from families import CALLS, RUNS, SEQLEN, close, logits, padded, schemes, static, tiny, tokens
 from flashrope import Rotary
 from flashrope.backends import reference
-from flashrope.backends.calls import AttentionCall
-from flashrope.configs.families import families_with
+from flashrope.calls.records import AttentionCall
 from flashrope.integrations.transformers import CodesCache, convert, join_passages, prefill_passage, revert
-from flashrope.rotary.catalogue import SCHEMES, Lengths
+from flashrope.schemes.catalogue import SCHEMES, Lengths
+from flashrope.schemes.families import families_with
 from released import LATENT
 from test_transformers import gradients
 from transformers import CONFIG_MAPPING, AutoConfig, DynamicCache

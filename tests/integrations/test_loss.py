@@ -14,14 +14,14 @@ pytest.importorskip("matplotlib", reason="the extra 'demo' is not installed")
 
 from families import schemes, tiny
 from flashrope import Rotary
-from flashrope.cli.options import BadInput
-from flashrope.commands.main import main
-from flashrope.evaluation import loss
-from flashrope.evaluation.loss import Row, copied, measure, of_length, text_windows
-from flashrope.evaluation.model import Tokens, check_causal, last_logits
-from flashrope.evaluation.schemes import applicable
-from flashrope.evaluation.statistics import half_interval, student_t
+from flashrope.cli.main import main
+from flashrope.console.options import BadInput
 from flashrope.integrations.transformers import convert, revert
+from flashrope.lab.evaluation import losses as loss
+from flashrope.lab.evaluation.checkpoint import Tokens, check_causal, last_logits
+from flashrope.lab.evaluation.losses import Row, copied, measure, of_length, text_windows
+from flashrope.lab.evaluation.readings import applicable
+from flashrope.lab.evaluation.statistics import half_interval, student_t
 from processes import interrupted_at
 
 pytestmark = pytest.mark.filterwarnings("error:.past_key_values. is deprecated")

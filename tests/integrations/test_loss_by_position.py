@@ -13,10 +13,11 @@ transformers = pytest.importorskip("transformers", reason="the extra 'transforme
 pytest.importorskip("matplotlib", reason="the extra 'demo' is not installed")
 
 from families import tiny
-from flashrope.cli.options import BadInput
-from flashrope.commands.main import main
-from flashrope.evaluation import by_position
-from flashrope.evaluation.by_position import (
+from flashrope.cli.main import main
+from flashrope.console.options import BadInput
+from flashrope.integrations.transformers import convert
+from flashrope.lab.evaluation import by_position
+from flashrope.lab.evaluation.by_position import (
     Losses,
     depends_on_length,
     fingerprint,
@@ -24,8 +25,7 @@ from flashrope.evaluation.by_position import (
     paired,
     position_losses,
 )
-from flashrope.evaluation.journal import Journal
-from flashrope.integrations.transformers import convert
+from flashrope.lab.evaluation.journal import Journal
 
 LENGTH = 45
 
@@ -116,8 +116,8 @@ def test_the_command(checkpoint, text, tmp_path, capsys):
     assert [row["from"] for row in rows] == ["0", "16", "32", "48"] * 2
     assert float(rows[4]["change"]) == 0 != float(rows[7]["change"])  # in the first bin, no distance reaches 16
     model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint).eval()
-    from flashrope.evaluation.loss import of_length, text_windows
-    from flashrope.evaluation.model import Tokens
+    from flashrope.lab.evaluation.checkpoint import Tokens
+    from flashrope.lab.evaluation.losses import of_length, text_windows
 
     windows = of_length(text_windows({"": text.read_text()}, Tokens(lambda t: list(t.encode())), 64, 3, 0), (), 64)
     expected = torch.stack([whole(model, row) for row in windows]).view(3, 4, 16).mean(2)

@@ -8,8 +8,8 @@ pytest.importorskip("transformers", reason="the extra 'transformers' is not inst
 from families import HERE, ROPE_TYPES, close, logits, schemes, tiny, tokens
 from flashrope import Rotary
 from flashrope.integrations.transformers import convert, revert
+from flashrope.integrations.transformers.conversion_plan import find_decoder
 from flashrope.integrations.transformers.embeddings import fill_tables, rotary_embeddings, tables_of
-from flashrope.integrations.transformers.plan import find_decoder
 from small_models import causal_lm, small_config
 
 LONG, SHORT = tokens(), tokens(seqlen=8)

@@ -11,7 +11,9 @@ from torch.nn.utils import parametrize
 pytest.importorskip("transformers", reason="the extra 'transformers' is not installed")
 
 from families import CALLS, HERE, close, converted, logits, padded, tiny, tokens
-from flashrope.integrations.transformers import LatentCache, SharedKeysCache, attention, convert, plan, revert
+from flashrope.integrations.transformers import LatentCache, SharedKeysCache, convert, revert
+from flashrope.integrations.transformers import attending as attention
+from flashrope.integrations.transformers import conversion_plan as plan
 from transformers import DynamicCache
 
 LATENT, SHARED = "deepseek_v3", "gemma4_unified_text"

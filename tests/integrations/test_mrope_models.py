@@ -10,8 +10,8 @@ import torch.nn.functional as F
 pytest.importorskip("transformers", reason="the comparison with transformers needs transformers")
 
 from flashrope import Rotary, attention
-from flashrope.configs.families import families_with, family
-from flashrope.lowering.cos_sin import cos_sin
+from flashrope.schemes.cos_sin import cos_sin
+from flashrope.schemes.families import families_with, family
 
 SECTIONS = {"sections": [4, 6, 6], "interleaved": [6, 5, 5]}
 SMALL = dict(hidden_size=128, num_attention_heads=4, num_key_value_heads=2)
@@ -92,7 +92,7 @@ def test_attention_is_that_of_the_family(model_type):
 
 
 def test_what_counts_distances_is_refused():
-    from flashrope.integrations.transformers.schemes import LayerScheme
+    from flashrope.integrations.transformers.layer_schemes import LayerScheme
 
     config = config_of(family_of("qwen3_vl_text")[0], SECTIONS["interleaved"])
     assert LayerScheme(config, None, None, True, {}).rotary.axes == 3

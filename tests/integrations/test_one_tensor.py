@@ -11,7 +11,8 @@ pytest.importorskip("transformers", reason="the extra 'transformers' is not inst
 
 import released
 from families import BOUND, CALLS, PADDING, SEQLEN, close, converted, logits, padded, tiny, tokens
-from flashrope.integrations.transformers import LatentCache, SharedKeysCache, attention, convert, one_tensor, revert
+from flashrope.integrations.transformers import LatentCache, SharedKeysCache, convert, one_tensor, revert
+from flashrope.integrations.transformers import attending as attention
 from small_models import LATENT as SMALL_WIDTHS
 from transformers import DynamicCache
 

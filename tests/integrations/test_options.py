@@ -13,12 +13,12 @@ pytest.importorskip("transformers", reason="the extra 'transformers' is not inst
 
 from families import schemes, tiny
 from flashrope import Rotary
-from flashrope.evaluation.model import load
-from flashrope.evaluation.schemes import applicable
-from flashrope.integrations.options import read_options
+from flashrope.integrations.scheme_options import read_options
 from flashrope.integrations.transformers import convert, from_pretrained
-from flashrope.integrations.vllm.plan import make_plan
-from flashrope.rotary.catalogue import SCHEMES, known_options
+from flashrope.integrations.vllm.engine_plan import make_plan
+from flashrope.lab.evaluation.checkpoint import load
+from flashrope.lab.evaluation.readings import applicable
+from flashrope.schemes.catalogue import SCHEMES, known_options
 from transformers import AutoConfig
 
 ROPE = Rotary.rope(16)

@@ -16,15 +16,16 @@ pytest.importorskip("matplotlib", reason="the extra 'demo' is not installed")
 
 from families import tiny
 from flashrope import Rotary
-from flashrope.cli.options import BadInput
-from flashrope.commands.main import main
-from flashrope.evaluation import passkey, prompts
-from flashrope.evaluation.model import Tokens
-from flashrope.evaluation.passkey import Sizes, measure, scores
-from flashrope.evaluation.prompts import Haystack
-from flashrope.evaluation.schemes import same_length
+from flashrope.cli.main import main
+from flashrope.console.options import BadInput
 from flashrope.integrations.transformers import convert
 from flashrope.integrations.transformers.versions import CACHE
+from flashrope.lab.evaluation import prompts
+from flashrope.lab.evaluation import retrieval as passkey
+from flashrope.lab.evaluation.checkpoint import Tokens
+from flashrope.lab.evaluation.prompts import Haystack
+from flashrope.lab.evaluation.readings import same_length
+from flashrope.lab.evaluation.retrieval import Sizes, measure, scores
 
 BYTES = Haystack(Tokens(lambda text: list(text.encode()), unit="byte"))
 SHORTEST = BYTES.shortest()

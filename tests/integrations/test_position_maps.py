@@ -8,7 +8,7 @@ pytest.importorskip("transformers", reason="the extra 'transformers' is not inst
 from families import CALLS, PADDING, close, logits, padded, schemes, static, tiny, tokens
 from flashrope import Rotary
 from flashrope.integrations.transformers import convert, from_pretrained, suggest
-from flashrope.rotary.fitting import dual_chunk_for, self_extend_for
+from flashrope.schemes.fitting import dual_chunk_for, self_extend_for
 
 ROPE = Rotary.rope(16)
 

@@ -13,9 +13,9 @@ pytest.importorskip("transformers", reason="the extra 'transformers' is not inst
 
 from families import logits, schemes, tiny
 from flashrope import Rotary
-from flashrope.configs.dual_chunk import asks_for_chunks, read_chunks
 from flashrope.integrations.transformers import convert, from_pretrained
-from flashrope.integrations.vllm.plan import adopt_chunks, make_plan
+from flashrope.integrations.vllm.engine_plan import adopt_chunks, make_plan
+from flashrope.schemes.dual_chunk import asks_for_chunks, read_chunks
 from vllm_configs import config
 
 SIZES = {"chunk_size": 160, "local_size": 32}  # chunks of 128

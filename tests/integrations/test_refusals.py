@@ -11,7 +11,7 @@ import families
 from families import ROPE_TYPES, SEQLEN, logits, padded, tiny, tokens
 from flashrope import Rotary
 from flashrope.integrations.transformers import convert, revert
-from flashrope.integrations.transformers.plan import NAME
+from flashrope.integrations.transformers.conversion_plan import NAME
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoModelForSpeechSeq2Seq, DynamicCache
 
 

@@ -20,7 +20,7 @@ from families import VERSION, logits, schemes, tiny, tokens
 from flashrope import Rotary
 from flashrope.integrations.transformers import convert, from_pretrained, register_auto_classes, revert
 from flashrope.integrations.transformers.conversion import AUTO_CLASSES
-from flashrope.integrations.transformers.plan import SAVED
+from flashrope.integrations.transformers.conversion_plan import SAVED
 from small_models import vary
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 

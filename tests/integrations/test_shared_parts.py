@@ -12,8 +12,8 @@ pytest.importorskip("transformers", reason="the extra 'transformers' is not inst
 from families import HERE, close, logits, schemes, tiny, tokens
 from flashrope import Rotary
 from flashrope.integrations.transformers import convert, from_pretrained, revert
+from flashrope.integrations.transformers.conversion_plan import find_decoder
 from flashrope.integrations.transformers.embeddings import rotary_embeddings
-from flashrope.integrations.transformers.plan import find_decoder
 from small_models import vary
 from vision_models import tiny_vision
 

@@ -10,12 +10,13 @@ transformers = pytest.importorskip("transformers", reason="the extra 'transforme
 pytest.importorskip("matplotlib", reason="the extra 'demo' is not installed")
 
 from families import tiny
-from flashrope.commands.main import main
-from flashrope.evaluation import by_position, model
-from flashrope.evaluation.by_position import position_losses
-from flashrope.evaluation.schemes import applicable
-from flashrope.evaluation.streaming import Kept
+from flashrope.cli.main import main
 from flashrope.integrations.transformers import convert
+from flashrope.lab.evaluation import by_position
+from flashrope.lab.evaluation import checkpoint as model
+from flashrope.lab.evaluation.by_position import position_losses
+from flashrope.lab.evaluation.readings import applicable
+from flashrope.lab.evaluation.streaming import Kept
 
 FIRST, LAST, PIECE, LENGTH = 2, 9, 5, 48
 

@@ -16,8 +16,9 @@ for library in ("transformers", "accelerate", "datasets", "trl"):
     pytest.importorskip(library, reason=f"{library} is not installed; .ci/run trainers installs it")
 
 from flashrope import Rotary
-from flashrope.commands.main import main as flashrope_command
-from flashrope.integrations.transformers import attention, convert, from_pretrained
+from flashrope.cli.main import main as flashrope_command
+from flashrope.integrations.transformers import attending as attention
+from flashrope.integrations.transformers import convert, from_pretrained
 from transformers import AutoModelForCausalLM, DataCollatorWithFlattening
 
 ROOT = Path(__file__).resolve().parents[2]

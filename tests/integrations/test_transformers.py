@@ -28,11 +28,11 @@ from families import (
 )
 from flashrope import Rotary
 from flashrope.backends import reference
-from flashrope.backends.calls import AttentionCall
-from flashrope.configs.families import family
+from flashrope.calls.records import AttentionCall
 from flashrope.integrations import transformers as integration
 from flashrope.integrations.transformers import convert, suggest
 from flashrope.integrations.transformers.versions import CACHES_WITHOUT_GRADIENTS
+from flashrope.schemes.families import family
 from transformers import AutoConfig, DynamicCache
 from vision_models import KINDS
 

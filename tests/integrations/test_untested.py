@@ -13,8 +13,9 @@ import all_types
 import families
 from families import CALLS, ROPE_TYPES, RUNS, SEQLEN, close, logits, padded, schemes, state, static, tiny, tokens
 from flashrope import Rotary
-from flashrope.integrations.transformers import convert, from_pretrained, plan, revert
-from flashrope.integrations.transformers.attention import attention_forward
+from flashrope.integrations.transformers import conversion_plan as plan
+from flashrope.integrations.transformers import convert, from_pretrained, revert
+from flashrope.integrations.transformers.attending import attention_forward
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 pytestmark = pytest.mark.filterwarnings("error:.past_key_values. is deprecated")

@@ -9,7 +9,8 @@ transformers = pytest.importorskip("transformers", reason="the extra 'transforme
 
 from flashrope import Rotary
 from flashrope.backends.sdpa import masked
-from flashrope.integrations.transformers import CodesCache, convert, from_pretrained, plan, revert
+from flashrope.integrations.transformers import CodesCache, convert, from_pretrained, revert
+from flashrope.integrations.transformers import conversion_plan as plan
 from flashrope.integrations.transformers.caches import COORDINATES
 from flashrope.integrations.transformers.versions import CACHE
 from small_models import VERSION

@@ -15,7 +15,7 @@ import torch
 from caching import PAGE, Cached, same
 from flashrope import Rotary
 from flashrope.integrations.vllm import plugin
-from flashrope.integrations.vllm.plan import (
+from flashrope.integrations.vllm.engine_plan import (
     ARCHITECTURES,
     INT8,
     Layer,
@@ -38,7 +38,7 @@ def test_a_model_without_the_field_is_left_alone():
 
 
 def test_the_package_imports_neither_vllm_nor_transformers():
-    names = "flashrope.integrations.vllm.plan, flashrope.integrations.vllm.plugin"
+    names = "flashrope.integrations.vllm.engine_plan, flashrope.integrations.vllm.plugin"
     code = f"import {names}, sys; assert not {{'vllm', 'transformers'}} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 

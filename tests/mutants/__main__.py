@@ -6,7 +6,7 @@ run ends at the first test that fails, and this test must pass without the mutan
 noticed.
 
     python -m tests.mutants --rooms kernels,cache --count 100 --csv mutants.csv   (skips what is in the file)
-    python -m tests.mutants --site "triton_kernels/decode.py attend_block constant 3"
+    python -m tests.mutants --site "triton_kernels/cached/decode.py attend_block constant 3"
     python -m tests.mutants --known --seconds 60      (mutants of docs/mutants/results.csv that were noticed)
     python -m tests.mutants --publish mutants.csv     (into docs/mutants)
 """

@@ -15,7 +15,6 @@ NAMES = {
     "bfloat16": "C++ kernels of the CPU backend, in bfloat16",
     "amx": "C++ kernels of the CPU backend, in bfloat16 with AMX",
     "cuda": "CUDA C++ kernels, in the PTX executor",
-    "rotary": "schemes",
 }
 
 

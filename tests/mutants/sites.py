@@ -11,7 +11,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[2]
 ROOMS = {  # a file belongs to the first room with a pattern that matches it
     "kernels": ("triton_kernels/*.py",),
-    "lowering": ("python/flashrope/lowering/*.py",),
+    "calls": ("python/flashrope/calls/*.py",),
     "backends": ("python/flashrope/backends/*.py",),
     "amx": ("csrc/cpu/bf16/amx.h", "csrc/cpu/bf16/decode_amx.h"),
     "bfloat16": ("csrc/cpu/bf16/*.cpp", "csrc/cpu/bf16/*.h"),
@@ -19,9 +19,8 @@ ROOMS = {  # a file belongs to the first room with a pattern that matches it
     "cuda": ("csrc/decode.cu", "csrc/positions.cuh", "csrc/decode.h"),
     "cache": ("python/flashrope/cache/*.py",),
     "operators": ("python/flashrope/operators/*.py",),
-    "rotary": ("python/flashrope/rotary/*.py",),
+    "schemes": ("python/flashrope/schemes/*.py",),
     "integrations": (
-        "python/flashrope/configs/*.py",
         "python/flashrope/integrations/*.py",
         "python/flashrope/integrations/transformers/*.py",
         "python/flashrope/integrations/vllm/*.py",
@@ -87,7 +86,7 @@ def files(rooms: tuple[str, ...] = tuple(ROOMS)) -> list[str]:
 
 
 def _deep(pattern: str) -> str:
-    return pattern.replace("backends/*", "backends/**/*")
+    return pattern.replace("backends/*", "backends/**/*").replace("triton_kernels/*", "triton_kernels/**/*")
 
 
 @cache

@@ -96,7 +96,7 @@ def test_addresses_count_by_function_and_kind():
 
 
 def test_a_seed_draws_every_kind_in_turn():
-    mutants = everything(("lowering",))
+    mutants = everything(("schemes",))
     order = drawn(mutants, "a")
     assert sorted(order) == sorted(mutants) and order == drawn(mutants, "a") != drawn(mutants, "b")
     kinds = {mutant.kind for mutant in mutants}

@@ -13,13 +13,15 @@ from flashrope import (
     attention_varlen_with_cache,
     attention_with_cache,
 )
-from flashrope.backends import calls, cuda, protocol, reference, registry
-from flashrope.backends.calls import AttentionCall, lse_shape
+from flashrope.backends import cuda, reference, registry
 from flashrope.backends.names import BACKENDS
-from flashrope.backends.plans import CACHE_OPTIONS
 from flashrope.backends.registry import load_backend
-from flashrope.lowering.cos_sin import FINE_ROWS
-from flashrope.lowering.lowered import UNBOUNDED
+from flashrope.calls import protocol
+from flashrope.calls import records as calls
+from flashrope.calls.plans import CACHE_OPTIONS
+from flashrope.calls.records import AttentionCall, lse_shape
+from flashrope.schemes.cos_sin import FINE_ROWS
+from flashrope.schemes.lowered import UNBOUNDED
 
 PROTOCOLS = {
     "triton": (protocol.AttentionBackend, protocol.CacheBackend),

@@ -11,7 +11,8 @@ pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 
 from flashrope import Rotary, attention
 from flashrope.backends.triton import attention as plans
-from flashrope.backends.triton import launcher, tiles
+from flashrope.backends.triton import chosen_tiles as tiles
+from flashrope.backends.triton import launcher
 from flashrope.triton_kernels import configs
 from packing import packing
 from support import SCHEMES

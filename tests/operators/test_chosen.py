@@ -6,10 +6,10 @@ import pytest
 import torch
 from flashrope import Rotary, attention
 from flashrope.backends import chosen, others
-from flashrope.backends.calls import AttentionCall
 from flashrope.backends.chosen import BOTH, Row, Shape, choose
 from flashrope.backends.registry import load_backend, resolve_impl
 from flashrope.backends.sdpa import whole
+from flashrope.calls.records import AttentionCall
 from support import int32
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -21,8 +21,8 @@ from flashrope import (
     attention_with_cache,
     rotate,
 )
-from flashrope.operators import checks
-from flashrope.operators.foreign_keywords import ELSEWHERE, INSTEAD, NO_OPS
+from flashrope.calls import checks
+from flashrope.calls.foreign_keywords import ELSEWHERE, INSTEAD, NO_OPS
 from small_calls import ROPE, K, Q, cached, check_refused, dense, int32, paged, varlen, varlen_cached, zeros
 
 CALLS = (attention, attention_varlen, attention_with_cache, attention_varlen_with_cache)

@@ -9,7 +9,7 @@ import support
 import torch
 from caching import PAGE, Cached
 from flashrope import KVCache, Rotary, attention, attention_varlen, attention_with_cache
-from flashrope.integrations.options import read_options
+from flashrope.integrations.scheme_options import read_options
 from packing import packing
 from support import int32
 

@@ -4,7 +4,7 @@ import pytest
 import support
 import torch
 from flashrope import Rotary
-from flashrope.lowering.cos_sin import cos_sin
+from flashrope.schemes.cos_sin import cos_sin
 
 WINDOW = 21
 

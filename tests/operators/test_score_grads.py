@@ -9,7 +9,9 @@ import torch
 pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 
 from flashrope import Rotary
-from flashrope.backends.triton import attention, launcher, score_grads, tiles
+from flashrope.backends.triton import attention, launcher
+from flashrope.backends.triton import chosen_tiles as tiles
+from flashrope.backends.triton import deterministic as score_grads
 from flashrope.triton_kernels import configs
 from flashrope.triton_kernels.arguments import ScoreGrads
 from packing import packing

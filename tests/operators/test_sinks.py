@@ -8,7 +8,7 @@ import torch
 from caching import Cached
 from flashrope import KVCache, Rotary, attention, attention_with_cache
 from flashrope.backends import reference
-from flashrope.backends.calls import AttentionCall
+from flashrope.calls.records import AttentionCall
 from packing import packing
 from support import SCHEMES, check, problem
 

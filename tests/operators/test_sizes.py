@@ -19,11 +19,11 @@ from flashrope import (
     attention_varlen_with_cache,
     attention_with_cache,
 )
-from flashrope.backends import rotation
-from flashrope.backends.calls import AttentionCall
 from flashrope.backends.registry import load_backend
-from flashrope.rotary.bands import PositionMap
-from flashrope.rotary.scales import QueryScale
+from flashrope.backends.shared import host_rotation as rotation
+from flashrope.calls.records import AttentionCall
+from flashrope.schemes.bands import PositionMap
+from flashrope.schemes.scales import QueryScale
 from support import NAMES, SCHEMES, int32
 
 FAR = 2**24  # positions

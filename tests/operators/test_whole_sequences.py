@@ -11,9 +11,9 @@ import support
 import torch
 from flashrope import Band, Rotary
 from flashrope.backends import others
-from flashrope.backends.calls import AttentionCall
 from flashrope.backends.sdpa import operators, whole
 from flashrope.backends.sdpa.operators import CUDNN, FLASH, HALF_TYPES, Lengths, Operator, Problem
+from flashrope.calls.records import AttentionCall
 from support import int32
 
 aten = torch.ops.aten

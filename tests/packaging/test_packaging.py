@@ -9,9 +9,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_every_folder_of_the_package_is_installed():
     packages = re.search(r"packages=\[(.*?)\]", (ROOT / "setup.py").read_text(), re.DOTALL)[1]
-    source = ROOT / "python"
-    folders = {".".join(path.parent.relative_to(source).parts) for path in source.rglob("*.py")}
-    assert set(re.findall(r'"(.+?)"', packages)) == folders | {"flashrope.triton_kernels"}
+    package, kernels = (set((ROOT / folder).rglob("*.py")) for folder in ("python", "triton_kernels"))
+    folders = {".".join(path.parent.relative_to(ROOT / "python").parts) for path in package}
+    folders |= {".".join(("flashrope", *path.parent.relative_to(ROOT).parts)) for path in kernels}
+    assert set(re.findall(r'"(.+?)"', packages)) == folders
 
 
 def test_formatter_and_line_limit_are_the_same_everywhere():

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from flashrope import Rotary
-from flashrope.small_models.model import LanguageModel, ModelConfig, save_checkpoint
+from flashrope.lab.small_models.model import LanguageModel, ModelConfig, save_checkpoint
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "reuse_chunks.py"
 chunks = runpy.run_path(str(EXAMPLE))

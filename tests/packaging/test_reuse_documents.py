@@ -10,7 +10,7 @@ import torch
 
 transformers = pytest.importorskip("transformers", reason="the extra 'transformers' is not installed")
 
-from flashrope.evaluation.model import load
+from flashrope.lab.evaluation.checkpoint import load
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "reuse_documents.py"
 documents = runpy.run_path(str(EXAMPLE))

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from statistics import fmean
 
-from flashrope.evaluation.statistics import half_interval
+from flashrope.lab.evaluation.statistics import half_interval
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "bench" / "results" / "real_model"

@@ -14,23 +14,21 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 FLOORS = {  # from the lowest layer up; a room (a file or a folder) imports from itself and from lower layers
     "flashrope": (
-        "configs",
-        "rotary cli",
-        "lowering",
-        "triton_kernels",
+        "schemes console",
+        "triton_kernels calls",
         "backends",
         "operators",
-        "cache tuning",
-        "integrations small_models",
-        "evaluation",
-        "commands",
+        "cache",
+        "integrations",
+        "lab",
+        "cli",
     ),
     "bench": (
-        "machine progress work",
-        "compiling report",
-        "timing",
-        "results_page sanitize model ragged correct other_package",
-        "validate device",
+        "machine progress",
+        "machine_code report",
+        "speed",
+        "results_page sanitize model correct other_package",
+        "device",
         "__main__",
     ),
     "experiments": (
@@ -98,21 +96,21 @@ def test_no_module_imports_itself_through_others():
 @pytest.mark.parametrize(
     "source",
     [
-        "from ..integrations import options",
-        "def f():\n    from ..integrations.options import FIELD",
-        "def f():\n    import flashrope.integrations.options",
-        "def f():\n    return import_module('..integrations.options', __package__)",
-        "import importlib\nimportlib.import_module('flashrope.integrations.options')",
+        "from ..integrations import distributed",
+        "def f():\n    from ..integrations.distributed import FIELD",
+        "def f():\n    import flashrope.integrations.distributed",
+        "def f():\n    return import_module('..integrations.distributed', __package__)",
+        "import importlib\nimportlib.import_module('flashrope.integrations.distributed')",
     ],
 )
 def test_every_way_to_import_is_seen(source):
-    assert imported("flashrope.rotary.rotary", source) == {"flashrope.integrations.options"}
+    assert imported("flashrope.schemes.rotary", source) == {"flashrope.integrations.distributed"}
 
 
 def test_of_the_timing_only_what_has_no_gpu_compiles():
     for name, others in IMPORTS.items():
-        if name.startswith("bench.timing.") and name.rpartition(".")[2] not in ("host", "tune", "tiles"):
-            assert not any(other.startswith("bench.compiling.") for other in others), name
+        if name.startswith("bench.speed.") and name.rpartition(".")[2] not in ("host", "tune", "tiles"):
+            assert not any(other.startswith("bench.machine_code.") for other in others), name
 
 
 @pytest.mark.parametrize("package", FLOORS)
@@ -142,7 +140,7 @@ def test_the_training_kernel_is_the_entrance():
     there."""
     [kernel] = (
         node
-        for node in ast.parse(MODULES["flashrope.triton_kernels.forward"].read_text()).body
+        for node in ast.parse(MODULES["flashrope.triton_kernels.attention.forward"].read_text()).body
         if isinstance(node, ast.FunctionDef) and node.name == "attention_forward"
     )
     arguments = [argument.arg for argument in kernel.args.args]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from flashrope.small_models import state
+from flashrope.lab.small_models import state
 from packaging.requirements import Requirement
 from packaging.version import Version
 
@@ -105,9 +105,9 @@ def test_what_reads_pickles_is_found(code):
 IN_PLACE = {
     "setup.py",  # in the build folder
     "python/flashrope/backends/tuned_tiles.py",  # a lock; the file itself is moved into place
-    "python/flashrope/evaluation/journal.py",  # appends a line, which a reader drops if it was cut off
-    "bench/compiling/gate_cuda.py",  # in a temporary folder
-    "bench/timing/cpu.py",  # /proc
+    "python/flashrope/lab/evaluation/journal.py",  # appends a line, which a reader drops if it was cut off
+    "bench/machine_code/gate_cuda.py",  # in a temporary folder
+    "bench/speed/cpu.py",  # /proc
     "experiments/export.py",  # in a new folder
     "experiments/figures.py",  # writes to memory
     "tools/migration_diff.py",
@@ -140,7 +140,7 @@ def test_files_are_written_whole(sources):
     new file."""
     found = {path: lines for path, tree in sources.items() if (lines := writes(tree))}
     assert found.keys() <= IN_PLACE, found
-    assert found.keys() >= IN_PLACE - {"bench/timing/cpu.py"}, "an entry of IN_PLACE is no longer needed"
+    assert found.keys() >= IN_PLACE - {"bench/speed/cpu.py"}, "an entry of IN_PLACE is no longer needed"
     assert writes(ast.parse("with open(path, 'w') as file:\n  pass")) and writes(ast.parse("path.write_text('')"))
 
 

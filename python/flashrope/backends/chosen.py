@@ -13,14 +13,15 @@ from typing import NamedTuple
 
 import torch
 
-from ..rotary.bands import EVERYWHERE
-from ..rotary.scales import UNSCALED
-from . import addresses, others
-from .cache_tables import CacheLayer, CachePositions, CacheTables
-from .calls import AttentionCall, CacheCall, KeptShapes, RotateCall
-from .part import Part, PartsPlan, joined
-from .plans import CACHE_OPTIONS as CACHE_OPTIONS
-from .plans import Queries
+from ..calls import addresses
+from ..calls.cache_tables import CacheLayer, CachePositions, CacheTables
+from ..calls.plans import CACHE_OPTIONS as CACHE_OPTIONS
+from ..calls.plans import Queries
+from ..calls.records import AttentionCall, CacheCall, KeptShapes, RotateCall
+from ..schemes.bands import EVERYWHERE
+from ..schemes.scales import UNSCALED
+from . import others
+from .shared.step_part import Part, PartsPlan, joined
 
 SWITCH = "FLASHROPE_SDPA"  # the environment variable that turns the rows off, if it is "0"
 

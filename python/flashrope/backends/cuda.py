@@ -7,16 +7,16 @@ from pathlib import Path
 
 import torch
 
-from ..lowering.cos_sin import coarse_rows, two_level_table
-from ..lowering.lowered import lower
-from ..lowering.resident import kept_on_device
-from ..rotary.bands import have_maps
-from ..rotary.rotary import Rotary
-from . import addresses
-from .cache_tables import ONE_PER_QUERY, CacheLayer, CacheTables
-from .calls import CacheCall, accumulation_type, aligned, multiprocessors, refuse, unseen
-from .plans import EachLayer, Queries, not_served
-from .splits import choose_splits
+from ..calls import addresses
+from ..calls.cache_tables import ONE_PER_QUERY, CacheLayer, CacheTables
+from ..calls.plans import EachLayer, Queries, not_served
+from ..calls.records import CacheCall, accumulation_type, aligned, multiprocessors, refuse, unseen
+from ..schemes.bands import have_maps
+from ..schemes.cos_sin import coarse_rows, two_level_table
+from ..schemes.lowered import lower
+from ..schemes.resident import kept_on_device
+from ..schemes.rotary import Rotary
+from .shared.splits import choose_splits
 
 LIBRARY = Path(__file__).resolve().parents[1] / "_cuda.abi3.so"
 HEAD_DIMS = (64, 96, 128, 256)

@@ -9,28 +9,19 @@ import dataclasses
 
 import torch
 
-from ..lowering.cos_sin import cos_sin
-from ..rotary.bands import STILL
-from ..rotary.rotary import Rotary
-from ..rotary.scales import UNSCALED
-from . import addresses
-from .cache_tables import CacheLayer, CachePositions, CacheTables
-from .calls import (
-    AttentionCall,
-    CacheCall,
-    Kept,
-    KeptShapes,
-    RotateCall,
-    accumulation_type,
-    out_shape,
-    unseen,
-)
-from .packed import append_packed, attend_packed
-from .plans import CACHE_OPTIONS as CACHE_OPTIONS
-from .plans import EachLayer, Queries
-from .precision import without_autocast
-from .quantized import dequantize, stores
-from .visible import of_queries, visible_tokens
+from ..calls import addresses
+from ..calls.cache_tables import CacheLayer, CachePositions, CacheTables
+from ..calls.int8 import dequantize, stores
+from ..calls.plans import CACHE_OPTIONS as CACHE_OPTIONS
+from ..calls.plans import EachLayer, Queries
+from ..calls.records import AttentionCall, CacheCall, Kept, KeptShapes, RotateCall, accumulation_type, out_shape, unseen
+from ..calls.visible import of_queries, visible_tokens
+from ..schemes.bands import STILL
+from ..schemes.cos_sin import cos_sin
+from ..schemes.rotary import Rotary
+from ..schemes.scales import UNSCALED
+from .shared.packed import append_packed, attend_packed
+from .shared.precision import without_autocast
 
 
 def unsupported_reason(q: torch.Tensor, cached: bool = False) -> str:

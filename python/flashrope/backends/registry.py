@@ -8,14 +8,11 @@ from typing import Any
 
 import torch
 
-from .cache_tables import CachePositions
-from .calls import refuse
+from ..calls.cache_tables import CachePositions
+from ..calls.plans import not_served
+from ..calls.records import refuse
 from .names import BACKENDS
 from .others import reach_by
-from .plans import not_served
-
-# Backends whose forward is plain PyTorch. Autograd differentiates it to any order, and compilers trace it.
-DIFFERENTIABLE = ("reference",)
 
 
 @cache

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..backends.cache_tables import CachePositions, CacheTables
+from ..calls.cache_tables import CachePositions, CacheTables
 
 
 class CapturedStep:

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from ..backends.cache_tables import CacheTables
-from ..rotary.rotary import Rotary
+from ..calls.cache_tables import CacheTables
+from ..schemes.rotary import Rotary
 from .step import Step
 from .storage import Cache, OpenStep, check_integer, check_padding, check_queries, count_new, describe, upload
 

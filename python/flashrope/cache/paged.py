@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from ..backends.cache_tables import CacheTables
-from ..rotary.rotary import Rotary
+from ..calls.cache_tables import CacheTables
+from ..schemes.rotary import Rotary
 from . import entries, pool
 from .capture import CapturedStep
 from .pool import PagePool

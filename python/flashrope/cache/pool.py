@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..backends.cache_tables import CachePositions, CacheTables
+from ..calls.cache_tables import CachePositions, CacheTables
 from . import entries
 from .entries import Entry
 from .storage import made_outside_inference_mode, upload

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from ..backends.cache_tables import CacheTables
-from ..operators.autocast import autocast
+from ..calls.autocast import autocast
+from ..calls.cache_tables import CacheTables
 from ..operators.cache_plan import CachePlan
-from ..rotary.rotary import Rotary
+from ..schemes.rotary import Rotary
 from .storage import Cache, check_new, check_queries, count_new
 
 

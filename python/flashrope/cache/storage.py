@@ -8,11 +8,10 @@ from typing import Any, Protocol
 
 import torch
 
-from ..backends.cache_tables import CacheLayer, CacheTables
 from ..backends.names import CACHE_DTYPES
-from ..operators.autocast import autocast, autocast_hint
-from ..operators.cache_plan import CachePlan, plan_cache, plan_checked
-from ..operators.checks import (
+from ..calls.autocast import autocast, autocast_hint
+from ..calls.cache_tables import CacheLayer, CacheTables
+from ..calls.checks import (
     DTYPES,
     MAX_HEAD_DIM,
     MAX_NARROW_HEAD_DIM,
@@ -20,10 +19,11 @@ from ..operators.checks import (
     check_no_gradient,
     check_tensor,
 )
-from ..operators.foreign_keywords import refuse_unknown
+from ..calls.foreign_keywords import refuse_unknown
+from ..operators.cache_plan import CachePlan, plan_cache, plan_checked
 from ..operators.functional import attention_with_cache
-from ..rotary.rotary import Rotary
-from ..rotary.rotated import one_rotation
+from ..schemes.rotary import Rotary
+from ..schemes.rotated_keys import one_rotation
 
 # OPTIONS: arguments that attend passes on to a plan. TRACKED: arguments that the cache itself sets.
 OPTIONS = ("causal", "softmax_scale", "num_splits", "impl", "validate")

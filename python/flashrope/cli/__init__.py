@@ -1,2 +1,1 @@
-"""Code that the commands share: options, progress, reports and files. This package loads torch only to find a
-device."""
+"""The command ``flashrope``. It finds a command in ``lab``, and loads torch only when the command runs."""

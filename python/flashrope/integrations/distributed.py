@@ -25,19 +25,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
-from ..backends.calls import Kept
 from ..backends.registry import load_backend
 from ..cache.storage import upload
-from ..operators.checks import (
-    check_int32,
-    check_options,
-    check_outside_context_parallel,
-    check_sinks,
-    check_tensors,
-)
+from ..calls.checks import check_int32, check_options, check_outside_context_parallel, check_sinks, check_tensors
+from ..calls.records import Kept
 from ..operators.functional import attention, attention_varlen
-from ..operators.library import OPERATORS, AttentionArguments
-from ..rotary.rotary import Rotary
+from ..operators.torch_library import OPERATORS, AttentionArguments
+from ..schemes.rotary import Rotary
 
 __all__ = ["context_parallel_attention", "sequence_positions", "shard_sequence", "unshard_sequence"]
 

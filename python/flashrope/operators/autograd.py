@@ -9,11 +9,12 @@ from __future__ import annotations
 import torch
 from torch.autograd import forward_ad
 
-from ..backends.calls import AttentionCall
-from ..backends.registry import DIFFERENTIABLE, load_backend
-from ..rotary.rotary import Rotary
-from . import library
-from .library import LIBRARY, OPERATORS, AttentionArguments
+from ..backends.registry import load_backend
+from ..calls.protocol import DIFFERENTIABLE
+from ..calls.records import AttentionCall
+from ..schemes.rotary import Rotary
+from . import torch_library as library
+from .torch_library import LIBRARY, OPERATORS, AttentionArguments
 
 INPUTS = 3  # the number of inputs: q, k, v
 SAVED = 7  # the number of tensors that backward needs: q, k, v, out, lse, rotated_k, table

@@ -7,17 +7,10 @@ from typing import Any
 import torch
 from torch.autograd.graph import increment_version
 
-from ..backends.cache_tables import CacheLayer, CacheTables, Packed
-from ..backends.calls import CacheCall, out_shape
-from ..backends.plans import Queries
 from ..backends.registry import check_backend, load_backend, resolve_impl
-from ..backends.visible import store_positions
-from ..lowering.lowered import UNBOUNDED
-from ..rotary.rotary import Rotary
-from . import library
-from .autocast import autocast, autocast_hint
-from .autograd import check_no_tangents, is_plain, transforming
-from .checks import (
+from ..calls.autocast import autocast, autocast_hint
+from ..calls.cache_tables import CacheLayer, CacheTables, Packed
+from ..calls.checks import (
     DTYPES,
     MAX_NARROW_HEAD_DIM,
     check_cache,
@@ -32,11 +25,18 @@ from .checks import (
     refuse_beside_wide_heads,
     validate_tables,
 )
+from ..calls.memory import AppendCheck, Unwritten, address, check_apart
+from ..calls.plans import Queries
+from ..calls.records import CacheCall, out_shape
+from ..calls.visible import store_positions
+from ..schemes.lowered import UNBOUNDED
+from ..schemes.rotary import Rotary
+from . import torch_library as library
+from .autograd import check_no_tangents, is_plain, transforming
 from .fields import flatten
-from .library import OPERATORS, CacheArguments
-from .memory import AppendCheck, Unwritten, address, check_apart
 from .position_checks import check_cached_positions, check_positions_served, validate_positions
 from .sinks import add_sinks
+from .torch_library import OPERATORS, CacheArguments
 
 __all__ = ["CachePlan", "plan_cache"]
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, get_args, get_type_hints
 
 import torch
 
-from ..backends.cache_tables import CacheLayer, CachePositions, CacheTables, Packed
+from ..calls.cache_tables import CacheLayer, CachePositions, CacheTables, Packed
 
 
 class Field(NamedTuple):

@@ -8,15 +8,10 @@ from typing import Never
 import torch
 import torch.nn.functional as F
 
-from ..backends.cache_tables import CacheLayer, CachePositions, CacheTables, Packed
-from ..backends.calls import AttentionCall
 from ..backends.registry import resolve_impl
-from ..rotary.rotary import Rotary
-from ..rotary.rotated import one_rotation
-from . import autograd
-from .autocast import autocast
-from .cache_plan import plan_checked
-from .checks import (
+from ..calls.autocast import autocast
+from ..calls.cache_tables import CacheLayer, CachePositions, CacheTables, Packed
+from ..calls.checks import (
     MANY_HEADS,
     check_cu_seqlens,
     check_differentiable_positions,
@@ -32,7 +27,12 @@ from .checks import (
     warn_of_rows_without_keys,
     warn_of_short_caches,
 )
-from .foreign_keywords import refuse_unknown
+from ..calls.foreign_keywords import refuse_unknown
+from ..calls.records import AttentionCall
+from ..schemes.rotary import Rotary
+from ..schemes.rotated_keys import one_rotation
+from . import autograd
+from .cache_plan import plan_checked
 from .sinks import add_sinks
 
 __all__ = ["attention", "attention_varlen", "attention_varlen_with_cache", "attention_with_cache", "rotate"]

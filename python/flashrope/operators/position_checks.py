@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from ..backends import addresses
-from ..backends.cache_tables import CachePositions, CacheTables
 from ..backends.registry import check_backend
-from ..backends.visible import visible_tokens
-from .checks import check_int32, check_no_gradient, check_tensor
+from ..calls import addresses
+from ..calls.cache_tables import CachePositions, CacheTables
+from ..calls.checks import check_int32, check_no_gradient, check_tensor
+from ..calls.visible import visible_tokens
 
 TABLES = ("page_positions", "page_first", "page_lengths")
 

@@ -17,7 +17,7 @@ def pytest_report_header():
 def loaded():
     """Returns (model, tokens) of the file, in float32."""
     import torch
-    from flashrope.evaluation.model import load
+    from flashrope.lab.evaluation.checkpoint import load
 
     return load(PATH, torch.device("cpu"))
 

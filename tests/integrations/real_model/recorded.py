@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 
 import torch
-from flashrope.evaluation.by_position import position_losses
-from flashrope.evaluation.schemes import applicable
-from flashrope.rotary.catalogue import SCHEMES
+from flashrope.lab.evaluation.by_position import position_losses
+from flashrope.lab.evaluation.readings import applicable
+from flashrope.schemes.catalogue import SCHEMES
 
 HERE = Path(__file__).parent
 FILE = HERE / "losses.json"
@@ -37,7 +37,7 @@ def losses(model, tokens) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    from flashrope.evaluation.model import load
+    from flashrope.lab.evaluation.checkpoint import load
 
     measured = losses(*load(os.environ["FLASHROPE_REAL_MODEL"], torch.device("cpu")))
     FILE.write_text(json.dumps({name: round(loss, 4) for name, loss in measured.items()}, indent=1) + "\n")

@@ -6,8 +6,8 @@ import json
 import pytest
 import recorded
 import torch
-from flashrope.evaluation.by_position import position_losses
 from flashrope.integrations.transformers import convert, revert
+from flashrope.lab.evaluation.by_position import position_losses
 
 QUESTIONS = ("The capital of France is", "Water boils at", "A Debian package is installed with the command")
 NEW = 40

@@ -108,7 +108,7 @@ def test_another_training_length_warns(given):
 
 def test_every_scheme_of_the_catalogue():
     from flashrope import Rotary
-    from flashrope.rotary.catalogue import SCHEMES, Lengths, apply_options
+    from flashrope.schemes.catalogue import SCHEMES, Lengths, apply_options
 
     own = scheme_of({"scheme": "stock"}, "qwen3")
     assert own == Rotary.rope(128, 1_000_000.0)

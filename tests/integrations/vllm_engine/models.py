@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 from flashrope import Rotary, rotate
-from flashrope.backends.quantized import dequantize, quantize
+from flashrope.calls.int8 import dequantize, quantize
 from flashrope.integrations.transformers import convert
 from transformers import AutoConfig, AutoModelForCausalLM, Cache
 from transformers.cache_utils import DynamicLayer

@@ -9,7 +9,7 @@ import torch
 from engine import BOUND, check_rounded, differences, engine, generate
 from flashrope import Rotary
 from flashrope.integrations.transformers import convert
-from flashrope.integrations.vllm.plan import INT8
+from flashrope.integrations.vllm.engine_plan import INT8
 from models import Rounded, prompt, reference, save_model
 from transformers import AutoModelForCausalLM
 from vllm.exceptions import VLLMValidationError

@@ -5,7 +5,7 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed; .ci/run tests it in an environment of its own")
 
 from engine import BOUND, check_rounded, compared, differences, engine, generate
-from flashrope.integrations.vllm.plan import ARCHITECTURES
+from flashrope.integrations.vllm.engine_plan import ARCHITECTURES
 from models import VOCABULARY, Rounded, prompt, save_model
 
 REROPE, LOG_N = {"window": 24, "log_n": 64}, {"log_n": 64}

@@ -19,7 +19,7 @@ NEW = 24
 
 @pytest.mark.parametrize("options", [{}, {"window": 64, "log_n": 256}], ids=["own", "rerope"])
 def test_greedy_tokens(options, tmp_path):
-    from flashrope.evaluation.model import load
+    from flashrope.lab.evaluation.checkpoint import load
 
     model, tokens = load(PATH, torch.device("cpu"))
     model.save_pretrained(tmp_path)

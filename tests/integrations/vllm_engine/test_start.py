@@ -77,7 +77,7 @@ def test_a_table_that_vllm_reads_differently(tmp_path, monkeypatch):
 def test_a_layer_that_vllm_builds_differently(window, head_size, message):
     from flashrope import Rotary
     from flashrope.integrations.vllm.backend import FlashropeImpl
-    from flashrope.integrations.vllm.plan import Layer
+    from flashrope.integrations.vllm.engine_plan import Layer
 
     plan = SimpleNamespace(layers=[Layer(Rotary.rope(32), None, False), Layer(Rotary.rope(32).local(48), 48, True)])
     layer = FlashropeImpl.__new__(FlashropeImpl)  # without an engine's configuration
@@ -164,7 +164,7 @@ def test_pages_are_those_of_vllms_own_kernels(head_size):
     the same places. The quantized values differ."""
     import torch
     from flashrope.integrations.vllm.backend import FlashropeBackend
-    from flashrope.integrations.vllm.plan import split_pages
+    from flashrope.integrations.vllm.engine_plan import split_pages
     from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
     from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, TritonAttentionImpl
     from vllm.v1.kv_cache_interface import FullAttentionSpec, get_kv_quant_mode
@@ -184,8 +184,8 @@ def test_pages_are_those_of_vllms_own_kernels(head_size):
 
 
 def test_the_builder_declares_what_the_grids_allow():
-    """The builder declares the CUDA graph support that the grids allow. tests/kernels/test_captured_grids.py shows that
-    launches do not depend on lengths."""
+    """The builder declares the CUDA graph support that the grids allow. tests/backends/test_captured_grids.py shows
+    that launches do not depend on lengths."""
     from flashrope.integrations.vllm.backend import FlashropeMetadataBuilder
     from vllm.v1.attention.backend import AttentionCGSupport
 

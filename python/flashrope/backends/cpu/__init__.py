@@ -3,8 +3,8 @@
 What they do not serve (served.py) is refused. ``impl=None`` then takes the backend ``sdpa``.
 """
 
-from ..plans import CACHE_OPTIONS
-from ..runs import unsupported_positions
+from ...calls.plans import CACHE_OPTIONS
+from ..shared.runs import unsupported_positions
 from .attention import backward, forward, kept_shapes
 from .cached import attend as attend_part
 from .decode import DecodePart as part_of

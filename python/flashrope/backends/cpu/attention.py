@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from ..calls import AttentionCall, Kept, KeptShapes, refuse, unseen
-from ..packed import backward_sequences, forward_sequences
-from . import loader, tiles
+from ...calls.records import AttentionCall, Kept, KeptShapes, refuse, unseen
+from ..shared.packed import backward_sequences, forward_sequences
+from . import loader
+from . import sequences as tiles
 from .served import unserved_attention
 
 

@@ -12,13 +12,14 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from ..blocks import Block, blocks_of_runs, groups
-from ..cache_tables import CacheLayer
-from ..calls import AttentionCall, CacheCall, out_shape, refuse, unseen
-from ..merging import add_partial
-from ..part import joined
-from ..runs import Placed, Rows, bands_between
-from . import decode, loader, tiles
+from ...calls.cache_tables import CacheLayer
+from ...calls.records import AttentionCall, CacheCall, out_shape, refuse, unseen
+from ..shared.blocks import Block, blocks_of_runs, groups
+from ..shared.merging import add_partial
+from ..shared.runs import Placed, Rows, bands_between
+from ..shared.step_part import joined
+from . import decode, loader
+from . import sequences as tiles
 from .decode import DecodePart
 from .library import Library
 from .served import unserved_runs

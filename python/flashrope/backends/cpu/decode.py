@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 import torch
 
-from ...lowering.cos_sin import cos_sin
-from ...rotary.rotary import Rotary
-from ..cache_tables import CacheLayer
-from ..calls import CacheCall, out_shape
-from ..part import Part
-from ..runs import Placed
+from ...calls.cache_tables import CacheLayer
+from ...calls.records import CacheCall, out_shape
+from ...schemes.cos_sin import cos_sin
+from ...schemes.rotary import Rotary
+from ..shared.runs import Placed
+from ..shared.step_part import Part
 from .library import (
     DTYPES,
     INFINITE,

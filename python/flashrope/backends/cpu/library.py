@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from ...rotary.bands import Band
+from ...schemes.bands import Band
 
 MAX_HEAD_DIM = 576  # csrc/cpu/common.h defines the same number
 MAX_BANDS = 4

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple, cast
 
-from ..calls import refuse
+from ...calls.records import refuse
 from .library import Library
 
 FOLDER = Path(__file__).parent / "kernels"

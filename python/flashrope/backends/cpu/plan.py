@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from ...rotary.rotary import Rotary
-from ..cache_tables import CacheLayer, CacheTables
-from ..calls import CacheCall, refuse
-from ..part import PartsPlan
-from ..plans import Queries
+from ...calls.cache_tables import CacheLayer, CacheTables
+from ...calls.plans import Queries
+from ...calls.records import CacheCall, refuse
+from ...schemes.rotary import Rotary
+from ..shared.step_part import PartsPlan
 from . import loader, rotated
 from .cached import attend
 from .decode import DecodePart

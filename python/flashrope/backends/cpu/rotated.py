@@ -7,17 +7,17 @@ from typing import NamedTuple
 
 import torch
 
-from ...rotary.rotary import Rotary
-from .. import addresses
-from ..addresses import NewRows
-from ..cache_tables import CacheLayer, CacheTables
-from ..calls import RotateCall, refuse
-from ..rotation import Rotation, table_and_rows
+from ...calls import addresses
+from ...calls.addresses import NewRows
+from ...calls.cache_tables import CacheLayer, CacheTables
+from ...calls.records import RotateCall, refuse
+from ...schemes.rotary import Rotary
+from ..shared.host_rotation import Rotation, table_and_rows
 from . import loader
 from .library import DTYPES, INT8, Library, Run, TensorView
 from .library import RotateCall as CompiledCall
+from .sequences import table_of
 from .served import unserved_rotation
-from .tiles import table_of
 
 SMALL = 2**15  # elements; for fewer elements, waking up the threads takes longer than the work
 

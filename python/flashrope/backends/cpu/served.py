@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from ...rotary.bands import Band, have_maps
-from ..cache_tables import CacheLayer
-from ..calls import AttentionCall, CacheCall, RotateCall
-from ..runs import Placed
+from ...calls.cache_tables import CacheLayer
+from ...calls.records import AttentionCall, CacheCall, RotateCall
+from ...schemes.bands import Band, have_maps
+from ..shared.runs import Placed
 from . import loader
 from .library import DTYPES, MAX_BANDS, MAX_HEAD_DIM
 

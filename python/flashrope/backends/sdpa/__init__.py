@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import torch
 
-from ..calls import AttentionCall, Kept, KeptShapes, refuse
-from ..part import Part as part_of
-from ..plans import CACHE_OPTIONS
-from ..runs import unsupported_positions
+from ...calls.plans import CACHE_OPTIONS
+from ...calls.records import AttentionCall, Kept, KeptShapes, refuse
+from ..shared.runs import unsupported_positions
+from ..shared.step_part import Part as part_of
 from . import attention, whole
 from .cached import attend as attend_part
 from .operators import HALF_TYPES, SDPA, Operator, operators_on

@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from ..calls import AttentionCall
-from ..packed import backward_sequences, forward_sequences
-from ..precision import without_autocast
-from ..rotation import rotate, rotation_for, upcast
+from ...calls.records import AttentionCall
+from ..shared.host_rotation import rotate, rotation_for, upcast
+from ..shared.packed import backward_sequences, forward_sequences
+from ..shared.precision import without_autocast
 from .pieces import (
     Piece,
     RotationPieces,

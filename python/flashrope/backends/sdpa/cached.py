@@ -13,14 +13,14 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from ...rotary.bands import PositionMap, chunk_of, have_maps
-from ..blocks import Block, block_size, blocks_of_runs, groups
-from ..cache_tables import CacheLayer
-from ..calls import CacheCall, accumulation_type, out_shape, unseen
-from ..part import Part, joined
-from ..quantized import dequantize
-from ..rotation import rotate, rotation_for, upcast
-from ..runs import Rows, bands_between
+from ...calls.cache_tables import CacheLayer
+from ...calls.int8 import dequantize
+from ...calls.records import CacheCall, accumulation_type, out_shape, unseen
+from ...schemes.bands import PositionMap, chunk_of, have_maps
+from ..shared.blocks import Block, block_size, blocks_of_runs, groups
+from ..shared.host_rotation import rotate, rotation_for, upcast
+from ..shared.runs import Rows, bands_between
+from ..shared.step_part import Part, joined
 from . import masked
 from .pieces import (
     cast_results,

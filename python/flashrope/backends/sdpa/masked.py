@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import torch
 
-from ..cache_tables import CacheLayer
-from ..calls import accumulation_type, out_shape
-from ..merging import add_partial
-from ..part import Part
-from ..quantized import dequantize
-from ..rotation import KEY_FACTORS, QueryFactors, rotate, rotation_at, upcast
+from ...calls.cache_tables import CacheLayer
+from ...calls.int8 import dequantize
+from ...calls.records import accumulation_type, out_shape
+from ..shared.host_rotation import KEY_FACTORS, QueryFactors, rotate, rotation_at, upcast
+from ..shared.merging import add_partial
+from ..shared.step_part import Part
 from .pieces import cast_results, flash, flash_folded, flash_scale, widen
 
 

@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 import torch
 
-from ...rotary.bands import Band, PositionMap
-from ...rotary.rotary import Rotary
-from ..calls import AttentionCall, CacheCall, accumulation_type
-from ..rotation import KEY_FACTORS, QueryFactors, Rotation, rotation_of_rows
+from ...calls.records import AttentionCall, CacheCall, accumulation_type
+from ...schemes.bands import Band, PositionMap
+from ...schemes.rotary import Rotary
+from ..shared.host_rotation import KEY_FACTORS, QueryFactors, Rotation, rotation_of_rows
 
 flash = torch._scaled_dot_product_flash_attention_for_cpu
 flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from ...rotary.rotary import Rotary
-from .. import addresses
-from ..cache_tables import CacheLayer, CacheTables
-from ..calls import CacheCall, RotateCall
-from ..packed import append_packed
-from ..part import PartsPlan
-from ..plans import Queries
-from ..precision import without_autocast
-from ..quantized import stores
+from ...calls import addresses
+from ...calls.cache_tables import CacheLayer, CacheTables
+from ...calls.int8 import stores
+from ...calls.plans import Queries
+from ...calls.records import CacheCall, RotateCall
+from ...schemes.rotary import Rotary
+from ..shared.packed import append_packed
+from ..shared.precision import without_autocast
+from ..shared.step_part import PartsPlan
 from .cached import attend
 from .rotated import rotate
 

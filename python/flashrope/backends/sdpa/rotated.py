@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from .. import addresses, rotation
-from ..calls import RotateCall
-from ..precision import without_autocast
-from ..rotation import Rotation, table_and_rows
+from ...calls import addresses
+from ...calls.records import RotateCall
+from ..shared import host_rotation as rotation
+from ..shared.host_rotation import Rotation, table_and_rows
+from ..shared.precision import without_autocast
 
 
 @without_autocast

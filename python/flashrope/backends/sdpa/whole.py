@@ -15,14 +15,14 @@ from typing import NamedTuple
 
 import torch
 
-from ...rotary.bands import Band, PositionMap
-from ...rotary.rotary import Rotary
-from ...rotary.rotated import inverted
-from ...rotary.scales import UNSCALED
+from ...calls.addresses import token_sequences
+from ...calls.records import AttentionCall, Kept, KeptShapes, RotateCall, refuse, unseen
+from ...schemes.bands import Band, PositionMap
+from ...schemes.rotary import Rotary
+from ...schemes.rotated_keys import inverted
+from ...schemes.scales import UNSCALED
 from .. import others
-from ..addresses import token_sequences
-from ..calls import AttentionCall, Kept, KeptShapes, RotateCall, refuse, unseen
-from ..merging import add_partial
+from ..shared.merging import add_partial
 from . import rotated as composed
 from .operators import Lengths, Operator, Problem, choose, is_plain
 from .pieces import flash_scale, narrow, widen

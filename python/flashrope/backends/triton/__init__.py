@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import torch
 
-from ..plans import CACHE_OPTIONS
+from ...calls.plans import CACHE_OPTIONS
 
 try:
     from ...triton_kernels.configs import family
-    from .append import append_to_cache
     from .attention import backward, forward, kept_shapes
     from .cached import plan_cache, unsupported_positions
     from .device import compute_capability
     from .launcher import interpreted
-    from .merge import merge
+    from .merging_results import merge
     from .rotated import rotate
+    from .writing import append_to_cache
 
     IMPORT_ERROR = ""
 except ImportError as error:  # no wheel for this platform

@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...lowering.cos_sin import coarse_rows, padded_pairs, position_table, two_level_table
-from ...lowering.lowered import lower
-from ...lowering.parts import Part, copied_parts
-from ...rotary.scales import UNSCALED
+from ...calls.records import AttentionCall, Kept, KeptShapes, lse_shape, multiprocessors, out_shape
+from ...schemes.cos_sin import coarse_rows, padded_pairs, position_table, two_level_table
+from ...schemes.head_parts import Part, copied_parts
+from ...schemes.lowered import lower
+from ...schemes.scales import UNSCALED
 from ...triton_kernels import configs
 from ...triton_kernels.arguments import (
     NO_CACHE,
@@ -22,21 +23,20 @@ from ...triton_kernels.arguments import (
     pair_ranges,
     tensor_view,
 )
-from ...triton_kernels.backward import (
+from ...triton_kernels.attention.backward import (
     attention_finish_grad_q,
     attention_grad_kv,
     attention_grad_q,
     attention_statistics,
 )
-from ...triton_kernels.forward import attention_forward
-from ...triton_kernels.rotate import rotate_rows
-from ..calls import AttentionCall, Kept, KeptShapes, lse_shape, multiprocessors, out_shape
+from ...triton_kernels.attention.forward import attention_forward
+from ...triton_kernels.rotating.rotate import rotate_rows
 from . import launcher
 from .accumulators import held_once
+from .deterministic import ScoreLayout, layout_of
 from .device import block_d, current_device, variant_of, vector_size, with_int32_offsets
 from .launcher import cdiv
 from .plan import Plan
-from .score_grads import ScoreLayout, layout_of
 
 
 def kept_shapes(k: torch.Tensor, call: AttentionCall) -> KeptShapes:

@@ -8,8 +8,11 @@ from typing import NamedTuple
 
 import torch
 
-from ...lowering.cos_sin import coarse_rows, three_level_table, turn_table, two_level_table
-from ...lowering.parts import Part, channel_parts, copied_parts
+from ...calls.cache_tables import CacheLayer, CachePositions
+from ...calls.plans import Queries, append_rotary
+from ...calls.records import MAX_SPLITS, CacheCall, RotateCall, lse_shape, multiprocessors, out_shape
+from ...schemes.cos_sin import coarse_rows, three_level_table, turn_table, two_level_table
+from ...schemes.head_parts import Part, channel_parts, copied_parts
 from ...triton_kernels import configs
 from ...triton_kernels.arguments import CacheLayout as KernelCacheLayout
 from ...triton_kernels.arguments import (
@@ -20,29 +23,16 @@ from ...triton_kernels.arguments import (
     Workspace,
     tensor_view,
 )
-from ...triton_kernels.channels import holds_values
-from ...triton_kernels.chunks import attention_chunks
-from ...triton_kernels.combine import combine_shares, combine_splits
+from ...triton_kernels.cached.chunks import attention_chunks
+from ...triton_kernels.cached.combine import combine_shares, combine_splits
+from ...triton_kernels.cached.decode import attention_decode
+from ...triton_kernels.cached.explicit_positions import ENTRY_FIELDS, TOKEN_FIELDS, place_slots, place_tokens
+from ...triton_kernels.cached.shares import plan_shares
 from ...triton_kernels.configs import Tile
-from ...triton_kernels.decode import attention_decode
-from ...triton_kernels.explicit_positions import ENTRY_FIELDS, TOKEN_FIELDS, place_slots, place_tokens
-from ...triton_kernels.rotate import rotate_cached_rows
-from ...triton_kernels.shares import plan_shares
-from ..cache_tables import CacheLayer, CachePositions
-from ..calls import MAX_SPLITS, CacheCall, RotateCall, lse_shape, multiprocessors, out_shape
-from ..plans import Queries, append_rotary
-from ..splits import choose_splits
+from ...triton_kernels.rotating.channels import holds_values
+from ...triton_kernels.rotating.rotate import rotate_cached_rows
+from ..shared.splits import choose_splits
 from . import launcher
-from .append import (
-    AppendLaunch,
-    alignment_key,
-    append_key,
-    kernel_layout,
-    scale_fields,
-    stride_fields,
-    vector_of,
-    view,
-)
 from .device import (
     block_d,
     cached_vector_sizes,
@@ -55,6 +45,16 @@ from .divisions import Decode, Head, combine_launch, share_workspace, shares_fit
 from .launcher import cdiv
 from .plan import Plan
 from .rotated import rotate
+from .writing import (
+    AppendLaunch,
+    alignment_key,
+    append_key,
+    kernel_layout,
+    scale_fields,
+    stride_fields,
+    vector_of,
+    view,
+)
 
 
 def unsupported_positions(positions: CachePositions) -> str:
@@ -311,7 +311,7 @@ class CachePlan(Plan):
 
     def decode(self, q, layer: CacheLayer, layout: KernelCacheLayout, out, lse) -> None:
         """Fills out and lse in one launch, or in two if the keys of a sequence can be divided. If keys are divided into
-        shares (triton_kernels/shares.py), the first layer also launches ``plan_shares``. Skips sequences that
+        shares (triton_kernels/cached/shares.py), the first layer also launches ``plan_shares``. Skips sequences that
         ``attention_chunks`` computes."""
         v = layer.v if self.first_value < 0 else None  # no kernel reads a v that is a view of k
         key = (q.stride(), alignment_key(q, layer.k, v, *layer[2:], out))

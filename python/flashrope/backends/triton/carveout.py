@@ -13,7 +13,7 @@ from functools import cache
 import triton
 from triton.compiler import CompiledKernel
 
-from ..splits import multiprocessor
+from ..shared.splits import multiprocessor
 
 LIMIT = 48 << 10
 PREFERRED_SHARED_MEMORY_CARVEOUT = 9  # of CUfunction_attribute in cuda.h; its value is in percent

@@ -9,13 +9,13 @@ from typing import NamedTuple
 import torch
 import triton
 
-from ...lowering.cos_sin import padded_pairs
-from ...lowering.lowered import Lowered, lower
-from ...lowering.parts import Part
-from ...lowering.resident import kept_on_device
-from ...rotary.rotary import Rotary
+from ...calls.records import aligned
+from ...schemes.cos_sin import padded_pairs
+from ...schemes.head_parts import Part
+from ...schemes.lowered import Lowered, lower
+from ...schemes.resident import kept_on_device
+from ...schemes.rotary import Rotary
 from ...triton_kernels.arguments import Variant
-from ..calls import aligned
 from .launcher import interpreted
 
 

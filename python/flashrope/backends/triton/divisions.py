@@ -8,7 +8,7 @@ import torch
 
 from ...triton_kernels import configs
 from ...triton_kernels.arguments import Result, Variant, Workspace
-from ...triton_kernels.shares import CUT_FIELDS, PIECE_FIELDS, SHARE_FIELDS
+from ...triton_kernels.cached.shares import CUT_FIELDS, PIECE_FIELDS, SHARE_FIELDS
 from . import launcher
 from .device import block_d
 

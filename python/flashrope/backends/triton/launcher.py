@@ -9,7 +9,7 @@ traits of a tensor are its dtype and whether its address is a multiple of 16. Th
 tuple has the traits of its fields. In this package's launches, only the number of bits of an integer varies: integers
 outside tuples are ``do_not_specialize``, and integers inside tuples are encoded so that all have the same traits
 (``triton_kernels/arguments.py``). So ``_traits`` below, with the kernel, the device and the options,
-distinguishes at least as many kernels as Triton's key. tests/kernels/test_launches.py makes random calls and compares
+distinguishes at least as many kernels as Triton's key. tests/backends/test_launches.py makes random calls and compares
 the kernel found here with the kernel that Triton finds.
 """
 
@@ -26,9 +26,9 @@ from triton._C.libtriton import ir
 from triton.compiler import CompiledKernel, make_backend
 from triton.runtime._async_compile import FutureKernel
 
-from ...lowering.resident import refuse_capture
+from ...schemes.resident import refuse_capture
 from ...triton_kernels.arguments import FIELDS
-from ..splits import multiprocessor
+from ..shared.splits import multiprocessor
 from .carveout import prefer_shared_memory
 
 MAX_PROGRAMS = 1 << 31

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import torch
 
+from ...calls.plans import Queries
+from ...calls.records import AttentionCall, CacheCall
 from ...triton_kernels import configs
 from ...triton_kernels.arguments import Result, Scheme, Variant, tensor_view
 from ...triton_kernels.configs import Tile
-from ..calls import AttentionCall, CacheCall
-from ..plans import Queries
-from . import launcher, tiles
+from . import chosen_tiles as tiles
+from . import launcher
 from .device import compute_capability, scheme_on
 from .launcher import cdiv
 

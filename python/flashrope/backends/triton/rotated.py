@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from ...lowering.cos_sin import coarse_rows, position_table, two_level_table
-from ...rotary.scales import UNSCALED
+from ...calls.records import RotateCall
+from ...schemes.cos_sin import coarse_rows, position_table, two_level_table
+from ...schemes.scales import UNSCALED
 from ...triton_kernels import configs
 from ...triton_kernels.arguments import NO_CACHE, CacheLayout, Scheme, encode_int, tensor_view
-from ...triton_kernels.rotate import rotate_rows
-from ..calls import RotateCall
+from ...triton_kernels.rotating.rotate import rotate_rows
 from . import launcher
 from .attention import scalar_positions
 from .device import current_device, scheme_on, variant_of, vector_size, with_int32_offsets

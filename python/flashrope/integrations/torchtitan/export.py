@@ -18,9 +18,9 @@ from torchtitan.models.common.attention import QKVLinear
 from torchtitan.models.llama3.model import Llama3Model
 from torchtitan.models.qwen3.model import Qwen3Model
 
-from ...cli.files import write
-from ...rotary.rotary import Rotary
-from ..options import FIELD
+from ...console.files import write
+from ...schemes.rotary import Rotary
+from ..scheme_options import FIELD
 from .parts import InnerAttention, NoRotation, head_dim_of, hf_fields
 
 FAMILIES = {
@@ -91,7 +91,7 @@ def _options(inner: InnerAttention.Config, head_dim: int) -> dict[str, Any]:
     options = dict(inner.options)
     if not options:
         return {}
-    from ..transformers.plan import KEY, SAVED  # only this function needs transformers
+    from ..transformers.conversion_plan import KEY, SAVED  # only this function needs transformers
 
     if "rotary" in options:
         options["rotary"] = _in_halves(Rotary.from_text(options["rotary"])).text

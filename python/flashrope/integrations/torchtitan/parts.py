@@ -22,10 +22,10 @@ from torchtitan.models.common.attention import FlexAttention, GQAttention, Varle
 from torchtitan.models.common.rope import ComplexRoPE, CosSinRoPE, RoPE
 
 from ...operators.functional import attention, attention_varlen
-from ...operators.library import OPERATORS
-from ...rotary.catalogue import SCHEMES, Lengths, apply_options
-from ...rotary.rotary import Rotary
-from ..options import read_options, to_json
+from ...operators.torch_library import OPERATORS
+from ...schemes.catalogue import SCHEMES, Lengths, apply_options
+from ...schemes.rotary import Rotary
+from ..scheme_options import read_options, to_json
 
 
 class AnyAttention(Configurable.Config, metaclass=ABCMeta):

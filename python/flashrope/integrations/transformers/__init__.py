@@ -19,20 +19,20 @@ Where to look:
     continuous_batching  pages and requests of transformers' generate_batch
     versions             differences between versions of transformers
 
-../../configs/ reads the scheme of a configuration and does not need transformers.
+../../schemes/hugging_face.py reads the scheme of a configuration and does not need transformers.
 
-The names below are imported on first use, so ``schemes`` works without transformers.
+The names below are imported on first use, so ``layer_schemes`` works without transformers.
 """
 
 from importlib import import_module
 
 _MODULES = {
     "CodesCache": "caches",
-    "FAMILIES": "plan",
+    "FAMILIES": "conversion_plan",
     "LatentCache": "one_tensor",
     "Passage": "reuse",
     "SharedKeysCache": "one_tensor",
-    "Suggestion": "schemes",
+    "Suggestion": "layer_schemes",
     "accept_cache": "caches",
     "convert": "conversion",
     "from_pretrained": "conversion",
@@ -40,7 +40,7 @@ _MODULES = {
     "prefill_passage": "reuse",
     "register_auto_classes": "conversion",
     "revert": "conversion",
-    "suggest": "schemes",
+    "suggest": "layer_schemes",
 }
 
 __all__ = [

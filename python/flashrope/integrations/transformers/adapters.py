@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ...cli.files import replacing
-from ..options import FIELD, as_keywords
+from ...console.files import replacing
+from ..scheme_options import FIELD, as_keywords
 
 LOAD_WITH = "load this adapter with from_pretrained of flashrope.integrations.transformers"
 # Adapters that need what a converted model does not have, by PEFT's names, and the reason for each.

@@ -19,17 +19,17 @@ import torch
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from ..options import as_keywords
-from . import attention  # noqa: F401  registers the attention and the masks
+from ..scheme_options import as_keywords
+from . import attending as attention  # noqa: F401  registers the attention and the masks
 from .caches import COORDINATES, axes_of, check_cache, mark_returned, read_coordinates
 from .checkpointing import watch_backward
 from .configurations import delete_options, write_options
 from .continuous_batching import SUPPORTED, with_pages
+from .conversion_plan import NAME, SAVED, Plan, find_decoder, scheme_of
 from .embeddings import ATTRIBUTE, check_embedding, no_rotation, rotary_embeddings
+from .layer_schemes import LayerScheme
 from .one_tensor import expand
-from .plan import NAME, SAVED, Plan, find_decoder, scheme_of
 from .positions import add_length, check_positions
-from .schemes import LayerScheme
 from .shared_layers import count_rows, drops_rows
 from .versions import arguments_of, with_arguments
 

@@ -11,7 +11,7 @@ keys. Reordering, repeating or selecting sequences moves the coordinates with th
 A copy of the cache has the coordinates, too. On the CPU, the layers of a step share one table of cos and sin, which has
 8 bytes per key and channel and is freed after the step. Triton's kernels compute cos and sin from the coordinates.
 
-A layer of ``CodesCache`` keeps rows of bytes: the quantized values of a key or value (backends/quantized.py), then the
+A layer of ``CodesCache`` keeps rows of bytes: the quantized values of a key or value (calls/int8.py), then the
 four bytes of their scale. So whatever transformers does with rows (cropping, selecting sequences, offloading) moves a
 scale with its values. The attention function reads both as views.
 """
@@ -26,15 +26,15 @@ import torch
 from transformers import Cache
 from transformers.cache_utils import DynamicLayer
 
-from ...backends.cache_tables import CacheLayer, CachePositions, CacheTables
-from ...backends.quantized import quantize
 from ...cache.storage import check_cache_dtype
-from ...configs.families import family
+from ...calls.cache_tables import CacheLayer, CachePositions, CacheTables
+from ...calls.checks import MAX_NARROW_HEAD_DIM
+from ...calls.int8 import quantize
 from ...operators.cache_plan import CachePlan, plan_cache
-from ...operators.checks import MAX_NARROW_HEAD_DIM
-from ...rotary.rotary import Rotary
-from .plan import find_decoder, plan_of
-from .schemes import attending_layers
+from ...schemes.families import family
+from ...schemes.rotary import Rotary
+from .conversion_plan import find_decoder, plan_of
+from .layer_schemes import attending_layers
 from .versions import CACHE, cache_of
 
 # ---- which conversion filled a cache

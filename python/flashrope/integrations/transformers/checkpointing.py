@@ -10,8 +10,8 @@ from functools import partial
 
 import torch
 
-from .plan import plan_of
-from .schemes import LayerScheme
+from .conversion_plan import plan_of
+from .layer_schemes import LayerScheme
 
 MIXED = (
     "model: expected the backward of a forward under the model's present scheme, got one of a forward before the last "

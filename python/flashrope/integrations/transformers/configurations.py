@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from ..options import FIELD
-from .plan import KEY, SAVED, find_decoder, scheme_of
-from .schemes import LayerScheme
+from ..scheme_options import FIELD
+from .conversion_plan import KEY, SAVED, find_decoder, scheme_of
+from .layer_schemes import LayerScheme
 
 
 def write_options(model: torch.nn.Module, config, options: dict[str, Any]) -> None:

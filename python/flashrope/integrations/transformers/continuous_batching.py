@@ -20,13 +20,13 @@ import torch
 import transformers
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 
-from ...backends.cache_tables import CacheLayer, CacheTables, Packed
-from ...configs.families import family
+from ...calls.cache_tables import CacheLayer, CacheTables, Packed
 from ...operators.cache_plan import CachePlan, plan_cache
 from ...operators.functional import attention_varlen
+from ...schemes.families import family
 from .caches import axes_of
+from .conversion_plan import NAME, scheme_of
 from .embeddings import ATTRIBUTE
-from .plan import NAME, scheme_of
 
 __all__ = ["Batch", "Pages", "attend_paged", "prepare_manager", "with_pages"]
 

@@ -13,13 +13,13 @@ import torch
 import transformers
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
-from ...rotary.rotary import Rotary
-from ..options import FIELD
+from ...schemes.rotary import Rotary
+from ..scheme_options import FIELD
 from .adapters import collecting_options, follow_adapters
 from .applying import apply, choose_stock_attention, undo
 from .caches import check_cache
 from .configurations import delete_options, separate_configuration
-from .plan import FAMILIES, NAME, SAVED, find_decoder, plan_conversion
+from .conversion_plan import FAMILIES, NAME, SAVED, find_decoder, plan_conversion
 from .untested import accept
 from .versions import arguments_of
 

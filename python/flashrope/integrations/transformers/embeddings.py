@@ -14,9 +14,9 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from ...configs.hugging_face import model_steps
-from ...rotary.rotary import Rotary, build
-from .schemes import grows_from
+from ...schemes.hugging_face import model_steps
+from ...schemes.rotary import Rotary, build
+from .layer_schemes import grows_from
 
 # A conversion sets this attribute to its ``Applied`` record on the decoder, and to a ``LayerScheme`` on every layer.
 ATTRIBUTE = "_flashrope"

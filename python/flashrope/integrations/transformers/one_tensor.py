@@ -24,11 +24,11 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from ...backends.registry import load_backend, resolve_impl
-from ...configs.families import families_with, family
-from ...operators.checks import MAX_HEAD_DIM, MAX_SHARED_HEAD_DIM
-from ...rotary.rotary import Rotary
+from ...calls.checks import MAX_HEAD_DIM, MAX_SHARED_HEAD_DIM
+from ...schemes.families import families_with, family
+from ...schemes.rotary import Rotary
 from .caches import MARK
-from .schemes import layer_type_of
+from .layer_schemes import layer_type_of
 from .versions import CACHE
 
 # Projections are absorbed for at most this many new tokens. From about 170 on, expanding latents takes less work.

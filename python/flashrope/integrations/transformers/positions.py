@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from ...configs.families import family
-from .plan import plan_of
-from .schemes import attending_layers
+from ...schemes.families import family
+from .conversion_plan import plan_of
+from .layer_schemes import attending_layers
 from .versions import CACHE, CACHES_WITHOUT_GRADIENTS
 
 LENGTH = "_flashrope_length"  # the keyword argument given to every layer if tables grow: the largest position plus one

@@ -18,8 +18,8 @@ from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from .caches import MARK, accept_cache, axes_of
-from .plan import Plan, find_decoder, plan_of
-from .schemes import attending_layers
+from .conversion_plan import Plan, find_decoder, plan_of
+from .layer_schemes import attending_layers
 from .versions import CACHE
 
 

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from .applying import apply, choose_stock_attention, undo
-from .plan import SAVED, Plan, find_decoder
+from .conversion_plan import SAVED, Plan, find_decoder
 from .versions import CACHE, cache_of
 
 SEQLEN, PADDING = 24, 3

@@ -20,11 +20,11 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from ...backends.cache_tables import CacheLayer, CacheTables, Packed
+from ...calls.cache_tables import CacheLayer, CacheTables, Packed
+from ...calls.checks import MAX_HEAD_DIM
 from ...operators.cache_plan import CachePlan, plan_cache
-from ...operators.checks import MAX_HEAD_DIM
-from ...rotary.rotary import Rotary
-from .plan import BACKEND, INT8, Pages, active_plan, check_cache_dtype, row_bytes, split_pages
+from ...schemes.rotary import Rotary
+from .engine_plan import BACKEND, INT8, Pages, active_plan, check_cache_dtype, row_bytes, split_pages
 
 
 class FlashropeBackend(AttentionBackend):

@@ -17,9 +17,9 @@ import math
 import torch
 from torch import nn
 
-from ...rotary.rotary import Rotary
-from ..options import FIELD
-from .plan import (
+from ...schemes.rotary import Rotary
+from ..scheme_options import FIELD
+from .engine_plan import (
     BACKEND,
     BACKEND_PATH,
     Plan,

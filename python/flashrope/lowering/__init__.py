@@ -1,1 +1,0 @@
-"""Turns a scheme into numbers, and into tables on a device."""

@@ -1,1 +1,0 @@
-"""Defines schemes: frequencies, bands over the distance, and scales. Nothing here depends on devices or kernels."""

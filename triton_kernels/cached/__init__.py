@@ -1,0 +1,1 @@
+"""Kernels over a cache: decoding, chunks of a prompt, writing, and explicit positions."""

@@ -1,0 +1,1 @@
+"""The rotation of tiles, and the kernel that rotates keys once before attention."""
