@@ -1,1 +1,1 @@
-"""A functional executor of PTX: runs the package's Triton kernels, as compiled, without a GPU. See docs/executor.md."""
+"""Runs the package's kernels, as compiled, without a GPU, on the machine of machine/. See docs/executor.md."""

@@ -14,7 +14,8 @@ import sys
 import pytest
 import torch
 
-from . import build, extension
+from . import extension
+from .machine import build
 
 TESTS = pathlib.Path(__file__).parents[1]
 

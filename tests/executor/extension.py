@@ -1,8 +1,8 @@
 """Runs the CUDA extension of csrc/ on the executor.
 
 nvcc compiles csrc/decode.cu to PTX and to the host code around it. csrc/library.cpp is compiled as in setup.py.
-``cuda/runtime.cpp`` replaces libcudart. The extension's own operators check their arguments, fill the parameter block,
-choose kernel, grid and shared memory, and launch the PTX on the executor.
+``machine/cuda/runtime.cpp`` replaces libcudart. The extension's own operators check their arguments, fill the parameter
+block, choose kernel, grid and shared memory, and launch the PTX on the executor.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import shutil
 
 import torch
 
-from . import build
-from .driver import Machine
+from .machine import build
+from .machine.driver import Machine
 
 ROOT = pathlib.Path(__file__).parents[2]
 SOURCES = ROOT / "csrc"
-RUNTIME = pathlib.Path(__file__).parent / "cuda" / "runtime.cpp"
+RUNTIME = pathlib.Path(__file__).parent / "machine" / "cuda" / "runtime.cpp"
 DEVICE_FLAGS = ("-std=c++17", "-O3", "-DUSE_CUDA", "--expt-relaxed-constexpr")  # the flags of setup.py
 HOST_FLAGS = ("-std=c++17", "-O1", "-fPIC", "-fvisibility=hidden")
 

@@ -10,7 +10,7 @@ from flashrope.schemes.head_parts import copied_parts
 from flashrope.triton_kernels import configs
 from flashrope.triton_kernels.configs import Tile
 
-from executor.driver import Machine
+from executor.machine.driver import Machine
 
 HEAD_DIM, HEADS_Q, ITEMSIZE = 64, 4, 2
 PAGE_SIZE = 256

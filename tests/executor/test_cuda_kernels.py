@@ -16,8 +16,8 @@ from flashrope.calls.cache_tables import CacheLayer, CacheTables
 from flashrope.calls.records import CacheCall
 
 from . import extension
-from .driver import Machine
-from .launches import ExecutionError
+from .machine.driver import Machine
+from .machine.launches import ExecutionError
 
 BF16, FP16 = torch.bfloat16, torch.float16
 pytestmark = pytest.mark.quick

@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 
-from executor import build
+from executor.machine import build
 
 from .conftest import executed, skip_where_nothing_runs
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from .driver import Machine
-from .kernel import Kernel
-from .launches import ExecutionError
+from .machine.driver import Machine
+from .machine.kernel import Kernel
+from .machine.launches import ExecutionError
 
 FP16, BF16 = torch.float16, torch.bfloat16
 LANE = torch.arange(32)[:, None]

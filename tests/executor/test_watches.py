@@ -7,9 +7,9 @@ import torch
 from flashrope import attention
 from flashrope.backends.triton import device
 
-from .driver import Machine
-from .kernel import InvalidPtx, Kernel
-from .launches import ExecutionError
+from .machine.driver import Machine
+from .machine.kernel import InvalidPtx, Kernel
+from .machine.launches import ExecutionError
 
 HEADER = """
 .version 8.7

@@ -135,6 +135,14 @@ def test_every_module_is_imported_by_its_dotted_name(name):
     assert import_module(name).__name__ == name
 
 
+def test_the_ptx_machine_knows_nothing_of_the_package():
+    for path in (ROOT / "tests/executor/machine").glob("*.py"):
+        found = [
+            node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, (ast.Import, ast.ImportFrom))
+        ]
+        assert "flashrope" not in " ".join(map(ast.unparse, found)), path.name
+
+
 def test_the_training_kernel_is_the_entrance():
     """The training kernel is short and has no arguments for a cache, because readers who know FlashAttention-2 start
     there."""

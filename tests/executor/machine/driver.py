@@ -1,4 +1,4 @@
-"""Runs the package's Triton kernels on CPU tensors, through Triton's own compiler and launcher.
+"""Runs Triton kernels on CPU tensors, through Triton's own compiler and launcher.
 
 Triton compiles for the architecture as usual, but stops at PTX. Its C launcher passes the PTX, instead of a cubin, and
 the parameters to libcuda. The executor (``library.cpp``) takes the place of libcuda.
@@ -172,16 +172,13 @@ def _ptx_for_cubin() -> Iterator[None]:
 
 @contextlib.contextmanager
 def executed(arch: int, **options) -> Iterator[Machine]:
-    """Makes impl="triton" serve CPU tensors inside the context. New tensors start as NaN. options: those of
+    """Makes Triton run its kernels on CPU tensors inside the context. New tensors start as NaN. options: those of
     ``Machine``."""
     import torch
     import triton
-    from flashrope.backends import triton as backend
 
     outer = Machine.current
     machine = Machine.current = Machine(arch, **options)
-    unsupported_reason = backend.unsupported_reason
-    backend.unsupported_reason = lambda q, cached=False: ""
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     fill = torch.utils.deterministic.fill_uninitialized_memory
@@ -199,7 +196,6 @@ def executed(arch: int, **options) -> Iterator[Machine]:
         Machine.current = outer
         if outer:
             outer.reset()
-        backend.unsupported_reason = unsupported_reason
         torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
         torch.utils.deterministic.fill_uninitialized_memory = fill
         triton.runtime.driver.set_active(before)
