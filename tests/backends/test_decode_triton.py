@@ -14,7 +14,7 @@ from flashrope.backends.triton import launcher
 from flashrope.schemes.lowered import lower
 from flashrope.triton_kernels import configs
 from flashrope.triton_kernels.cached import decode_keys
-from flashrope.triton_kernels.rotating.rotate import rotate
+from flashrope.triton_kernels.rotating import rotate
 from support import int32
 
 pytestmark = pytest.mark.skipif(
