@@ -39,7 +39,7 @@ class BandedView(NamedTuple):
     stride_head: object
 
 
-class Scheme(NamedTuple):
+class SchemeArguments(NamedTuple):
     """A lowered rotary scheme.
 
     bands: int32 (num_bands, 7), rows of ``flashrope.schemes.lowered.LoweredBand``.
@@ -274,7 +274,7 @@ NO_CACHE = CacheLayout(*(None,) * 14)
 FIELDS = {
     TensorView: (1, 0),
     BandedView: (1, 0),
-    Scheme: (4, Scheme._fields.index("log_n_every")),
+    SchemeArguments: (4, SchemeArguments._fields.index("log_n_every")),
     CuSeqlens: (2, 0),
     ScoreGrads: (1, 0),
     Result: (2, 0),

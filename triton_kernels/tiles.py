@@ -18,7 +18,7 @@ PREFETCH = tl.constexpr("prefetch.global.L2 [$1]; mov.b32 $0, 0;")
 # ---- sequences
 
 
-class Sequence(NamedTuple):
+class TileSequence(NamedTuple):
     """One sequence of the batch. start_q, start_k: the sequence's first row of q and of k if tensors are packed, else
     0. With a cache, start_k is the sequence's first slot. ahead: length_k - length_q. Query row r is at position
     r + ahead."""
@@ -35,15 +35,15 @@ class Sequence(NamedTuple):
 def find_sequence(cu_seqlens, batch, seqlen_q, seqlen_k):
     start_q, length_q = sequence_rows(cu_seqlens.q, batch, seqlen_q)
     start_k, length_k = sequence_rows(cu_seqlens.k, batch, seqlen_k)
-    return Sequence(batch, start_q, length_q, start_k, length_k, length_k - length_q)
+    return TileSequence(batch, start_q, length_q, start_k, length_k, length_k - length_q)
 
 
 @triton.jit
 def find_cached_sequence(cache, cu_seqlens_q, batch, seqlen_q):
-    """Returns the Sequence of a batch index. cu_seqlens_q: None if queries are not packed."""
+    """Returns the TileSequence of a batch index. cu_seqlens_q: None if queries are not packed."""
     start_q, length_q = sequence_rows(cu_seqlens_q, batch, seqlen_q)
     start_k, length_k = cache_bounds(cache, batch, None if cu_seqlens_q is None else length_q)
-    return Sequence(batch, start_q, length_q, start_k, length_k, length_k - length_q)
+    return TileSequence(batch, start_q, length_q, start_k, length_k, length_k - length_q)
 
 
 @triton.jit
@@ -124,7 +124,7 @@ def query_program(max_seqlen_q, heads_q, VARIANT: tl.constexpr):
 # ---- bands and their tiles
 
 
-class Band(NamedTuple):
+class BandRow(NamedTuple):
     """One row of the band table. ``flashrope.schemes.lowered.LoweredBand`` says what the fields mean."""
 
     start: object
@@ -136,13 +136,13 @@ class Band(NamedTuple):
     dk_step: object
 
 
-BAND_FIELDS = tl.constexpr(len(Band._fields))
+BAND_FIELDS = tl.constexpr(len(BandRow._fields))
 
 
 @triton.jit
 def load_band(bands, band):
     row = bands + BAND_FIELDS * band
-    return Band(
+    return BandRow(
         start=tl.load(row),
         stop=tl.load(row + 1),
         q_rotation=tl.load(row + 2),
@@ -155,7 +155,7 @@ def load_band(bands, band):
 
 @triton.jit
 def previous_band(bands, band: tl.constexpr):
-    """Returns the Band before `band`, or band 0 if `band` is 0."""
+    """Returns the BandRow before `band`, or band 0 if `band` is 0."""
     return load_band(bands, band - 1 if band > 0 else 0)
 
 

@@ -32,7 +32,7 @@ def limit(monkeypatch):
     """Sets how many programs the device can run at a time."""
 
     def limit(programs: int) -> None:
-        monkeypatch.setattr(cached.CachePlan, "_resident_blocks", lambda *_: programs)
+        monkeypatch.setattr(cached.TritonCachePlan, "_resident_blocks", lambda *_: programs)
 
     return limit
 

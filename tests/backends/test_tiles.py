@@ -8,8 +8,8 @@ import triton.language as tl
 from flashrope.schemes.lowered import UNBOUNDED
 from flashrope.triton_kernels.arguments import NO_CACHE, encode_int
 from flashrope.triton_kernels.tiles import (
-    Band,
-    Sequence,
+    BandRow,
+    TileSequence,
     copied_keys,
     is_visible,
     key_tiles,
@@ -26,7 +26,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 def masks(of_keys, of_queries, expected, start, stop, row, column, length, ahead, M: tl.constexpr, N: tl.constexpr):
     """Stores the visible pairs of query rows from `row` and keys from `column`, by the bounds per query, by the bounds
     per key, and by the distance."""
-    band = Band(start, stop, None, None, None, None, None)
+    band = BandRow(start, stop, None, None, None, None, None)
     position_q, position_k = row + tl.arange(0, M) + ahead, column + tl.arange(0, N)
     at = tl.arange(0, M)[:, None] * N + tl.arange(0, N)[None, :]
     by_query = is_visible(visible_keys(position_q, band, length), column, N)
@@ -59,7 +59,7 @@ def tile_ranges(ranges, cases, BLOCK: tl.constexpr):
     one case."""
     case = cases + 6 * tl.program_id(0)
     first, last, length, ahead = tl.load(case), tl.load(case + 1), tl.load(case + 2), tl.load(case + 3)
-    band = Band(tl.load(case + 4), tl.load(case + 5), None, None, None, None, None)
+    band = BandRow(tl.load(case + 4), tl.load(case + 5), None, None, None, None, None)
     of_keys = key_tiles(band, first + ahead, last + ahead, length, BLOCK)
     of_queries = query_tiles(band, first, last, ahead, length, BLOCK)
     to = ranges + 8 * tl.program_id(0)
@@ -94,7 +94,7 @@ def test_tiles_of_a_band(ahead):
 def store_first_copies(out, cache, cu_seqlens, rows):
     batch = tl.program_id(0)
     start, stop = tl.load(cu_seqlens + batch), tl.load(cu_seqlens + batch + 1)
-    first, _ = copied_keys(cache, cu_seqlens, Sequence(batch, start, stop - start, 0, stop - start, 0), rows)
+    first, _ = copied_keys(cache, cu_seqlens, TileSequence(batch, start, stop - start, 0, stop - start, 0), rows)
     tl.store(out + batch, first)
 
 

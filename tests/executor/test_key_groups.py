@@ -93,7 +93,7 @@ def groups(machine, monkeypatch, request):
 @pytest.fixture
 def limit(monkeypatch):
     """Sets how many programs share the keys."""
-    return lambda programs: monkeypatch.setattr(cached.CachePlan, "_resident_blocks", lambda *_: programs)
+    return lambda programs: monkeypatch.setattr(cached.TritonCachePlan, "_resident_blocks", lambda *_: programs)
 
 
 EVERY = CASES | CASES_90

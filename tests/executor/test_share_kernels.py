@@ -59,7 +59,7 @@ CASES = {  # target, scheme, programs, options
 @pytest.fixture
 def limit(monkeypatch):
     def limit(programs: int) -> None:
-        monkeypatch.setattr(cached.CachePlan, "_resident_blocks", lambda *_: programs)
+        monkeypatch.setattr(cached.TritonCachePlan, "_resident_blocks", lambda *_: programs)
 
     return limit
 

@@ -12,7 +12,7 @@ import torch
 from flashrope import Band, Rotary
 from flashrope.backends import others
 from flashrope.backends.sdpa import operators, whole
-from flashrope.backends.sdpa.operators import CUDNN, FLASH, HALF_TYPES, Lengths, Operator, Problem
+from flashrope.backends.sdpa.operators import CUDNN, FLASH, HALF_TYPES, Operator, PackedLengths, Problem
 from flashrope.calls.records import AttentionCall
 from support import int32
 
@@ -291,7 +291,7 @@ def test_nothing_else_is_refused(name):
         (CUDNN, Problem(False, 0.1)),
         (FLASH, Problem(True, 0.1)),
         (FLASH, Problem(True, 0.1, window=9)),
-        (FLASH, Problem(True, 0.1, lengths=Lengths(int32([0, 9, 40]), int32([0, 9, 40]), 31, 31))),
+        (FLASH, Problem(True, 0.1, lengths=PackedLengths(int32([0, 9, 40]), int32([0, 9, 40]), 31, 31))),
     ],
     ids=["cuDNN", "cuDNN, full", "flash", "flash, window", "flash, packed"],
 )

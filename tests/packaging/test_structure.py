@@ -4,6 +4,8 @@ Imports inside functions count, and so do those by ``import_module("name", __pac
 """
 
 import ast
+import re
+from collections import Counter
 from graphlib import CycleError, TopologicalSorter
 from importlib import import_module
 from importlib.util import find_spec, resolve_name
@@ -133,6 +135,28 @@ def test_every_module_is_imported_by_its_dotted_name(name):
     if outside and not find_spec(outside) or "triton" in name and not find_spec("triton"):
         pytest.skip(f"{outside or 'triton'} is not installed")
     assert import_module(name).__name__ == name
+
+
+OURS = [path for name, path in MODULES.items() if name.startswith("flashrope.")]
+BY_BACKEND = {"attention", "cached", "decode", "plan", "rotated"}  # the same work, in several backends
+DICTATED = {"Config"}  # torchtitan looks the name up
+TWICE = {"Block", "Kept", "Packed", "Pages", "Plan", "Row", "Run", "Scheme", "Settings"}
+
+
+def test_few_file_names_stand_twice():
+    twice = {name for name, number in Counter(path.stem for path in OURS).items() if number > 1}
+    assert twice == BY_BACKEND
+
+
+def test_no_class_name_stands_twice():
+    trees = [ast.walk(ast.parse(path.read_text())) for path in OURS]
+    names = Counter(node.name for tree in trees for node in tree if isinstance(node, ast.ClassDef))
+    assert {name for name, number in names.items() if number > 1} <= DICTATED | TWICE
+
+
+def test_benchmarks_import_no_tests():
+    for path in (ROOT / "bench").rglob("*.py"):
+        assert not re.search(r"^\s*(from|import) tests\b|\"tests\"\)?\)", path.read_text(), re.MULTILINE), path
 
 
 def test_the_ptx_machine_knows_nothing_of_the_package():

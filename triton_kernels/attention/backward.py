@@ -179,7 +179,7 @@ class AllQueries(NamedTuple):
     packed: object
 
 
-class QueryRows(NamedTuple):
+class LoopedQueries(NamedTuple):
     """One head's queries in a band. q, grad_out: HeadViews. channels_q, channels: the channels of q and of grad_out to
     load. statistics: pointer to the head's row statistics. length: the number of rows."""
 
@@ -193,12 +193,12 @@ class QueryRows(NamedTuple):
 
 @triton.jit
 def head_queries(queries, band_q, seq, head, VARIANT: tl.constexpr):
-    """Returns the QueryRows of a head in a band. band_q: TensorView, the queries rotated for the band."""
+    """Returns the LoopedQueries of a head in a band. band_q: TensorView, the queries rotated for the band."""
     q_rows = head_view(band_q, seq.batch, seq.start_q, head, VARIANT)
     grad_rows = head_view(queries.grad_out, seq.batch, seq.start_q, head, VARIANT)
     offset = statistics_offset(queries.packed, seq.batch, head, queries.statistics_rows)
     statistics = queries.statistics + offset
-    return QueryRows(q_rows, grad_rows, queries.channels_q, queries.channels, statistics, seq.length_q)
+    return LoopedQueries(q_rows, grad_rows, queries.channels_q, queries.channels, statistics, seq.length_q)
 
 
 # ---- sums in accumulator order
@@ -469,7 +469,7 @@ def attention_grad_kv(
 # ---- dQ
 
 
-class QueryTile(NamedTuple):
+class GradQueryTile(NamedTuple):
     """One tile of queries. q: [BM, D]. grad_out: [BM, DV]. lse_log2, delta: [BM]. visible: the keys that each row sees.
     scale_log2: softmax scale in log2 units. first: the index of the tile's first row. matrix: the Matrix that
     attention_grad_kv filled, or None."""
@@ -484,7 +484,7 @@ class QueryTile(NamedTuple):
     matrix: object
 
 
-class KeyRows(NamedTuple):
+class LoopedKeys(NamedTuple):
     """The keys of a band. k: from band_rows. v: HeadView. channels_k, channels: the channels to load.
     length: the number of keys."""
 
@@ -586,11 +586,11 @@ def attention_grad_q(
     for b in tl.static_range(NUM_BANDS):
         band = load_band(scheme.bands, b)
         view = band_rows(raw, rotated_k, band.k_copy, packed_k, head_kv, False, VARIANT)
-        keys = KeyRows(view, values, channels_k, channels, seq.length_k)
+        keys = LoopedKeys(view, values, channels_k, channels, seq.length_k)
         q_rows = head_view(band_view(q, b, VARIANT), batch, seq.start_q + first, head, VARIANT)
         q_tile = load_row_parts(q_rows.ptr, tile_offsets(loaded, q_rows), channels_k, VARIANT)  # [BM, D]
         visible = visible_keys(position, band, seq.length_k, scheme.maps)
-        queries = QueryTile(q_tile, g, lse_log2, delta, visible, scale_log2, first, matrix)
+        queries = GradQueryTile(q_tile, g, lse_log2, delta, visible, scale_log2, first, matrix)
         if NUM_BANDS > 1:
             before = previous_band(scheme.bands, b)
             acc = rotate_tiles(acc, table, band.dq_step, before.dq_step, rows, VARIANT)

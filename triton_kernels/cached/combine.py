@@ -31,7 +31,7 @@ def result_rows(cu_seqlens_q, batch, start_q, token, head, seqlen_q, heads_q):
 
 
 @triton.jit
-def store_rows(out, lse, state, row, lse_row, exists, written, VARIANT: tl.constexpr):
+def store_result_rows(out, lse, state, row, lse_row, exists, written, VARIANT: tl.constexpr):
     """Stores the results of a tile. Row m goes to row[m] of out if written[m], and to lse_row[m] of lse if
     exists[m]."""
     result, log_sum = finish_softmax(state)
@@ -78,14 +78,14 @@ def store_split(
     row = (split_batch * seqlen_q + token) * heads_q + rows.head
     lse_row = (split_batch * heads_q + rows.head) * seqlen_q + token
     written = tl.where(num_splits == 1, rows.exists, rows.exists & (state.row_sum != 0))
-    store_rows(out, lse, state, row, lse_row, rows.exists, written, VARIANT)
+    store_result_rows(out, lse, state, row, lse_row, rows.exists, written, VARIANT)
 
 
 @triton.jit
 def store_segment(out, lse, state, rows, program, seq, cu_seqlens_q, seqlen_q, heads_q, VARIANT: tl.constexpr):
     """Stores the results of the rows of a tile over all their keys."""
     row, lse_row = result_rows(cu_seqlens_q, program.batch, seq.start_q, rows.token, rows.head, seqlen_q, heads_q)
-    store_rows(out, lse, state, row, lse_row, rows.exists, rows.exists, VARIANT)
+    store_result_rows(out, lse, state, row, lse_row, rows.exists, rows.exists, VARIANT)
 
 
 @triton.jit
@@ -94,7 +94,7 @@ def store_piece(workspace, state, rows, part, VARIANT: tl.constexpr):
     tile = 2 * tl.program_id(0) + (part == BEGINNING).to(tl.int32)
     row = tile * VARIANT.block_m + tl.arange(0, VARIANT.block_m)
     written = rows.exists & (state.row_sum != 0)
-    store_rows(workspace.out, workspace.lse, state, row, row, rows.exists, written, VARIANT)
+    store_result_rows(workspace.out, workspace.lse, state, row, row, rows.exists, written, VARIANT)
 
 
 @triton.jit

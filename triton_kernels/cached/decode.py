@@ -44,7 +44,7 @@ from .decode_keys import (
     look_up,
     see_block,
 )
-from .decode_queries import Queries, find_rows, rotate_queries, scale_rows, token_entries
+from .decode_queries import DecodeQueries, find_decode_rows, rotate_queries, scale_decode_rows, token_entries
 from .explicit_positions import band_columns, last_visible, load_token
 from .shares import PIECE_FIELDS, SHARE_FIELDS, WHOLE
 
@@ -174,7 +174,7 @@ def attend_block(state, queries, source, block, ROTATE_K: tl.constexpr, VARIANT:
 
 
 @triton.jit
-def attend_band(state, queries, keys, inputs, own, BAND: tl.constexpr, VARIANT: tl.constexpr):
+def attend_decode_band(state, queries, keys, inputs, own, BAND: tl.constexpr, VARIANT: tl.constexpr):
     """Returns the SoftmaxState after the blocks of band BAND that a program takes. own: the program's Blocks."""
     ROTATE_K: tl.constexpr = (VARIANT.rotated_bands >> BAND) & 1
     band = load_band(inputs.scheme.bands, BAND)
@@ -199,7 +199,7 @@ def attend_blocks(inputs, program, seq, own, VARIANT: tl.constexpr):
     # This function makes the tuples in which a field may be None, because no function can return them in Triton 3.6.
     cache, scheme, head_kv = inputs.cache, inputs.scheme, program.head_kv
     group = inputs.heads_q // inputs.heads_kv
-    rows = find_rows(inputs, program, seq, group, VARIANT)
+    rows = find_decode_rows(inputs, program, seq, group, VARIANT)
     shift = tl.maximum(-seq.ahead, 0) if scheme.maps is None and not VARIANT.rotated_keys else 0
     first_row = program.tile * VARIANT.block_m
     last_token = tl.minimum((first_row + VARIANT.block_m - 1) // group, seq.length_q - 1)
@@ -208,7 +208,7 @@ def attend_blocks(inputs, program, seq, own, VARIANT: tl.constexpr):
         entry = token_entries(inputs, seq, rows.token)
         column = load_token(cache, entry, 1, VARIANT)
         last = last_visible(cache, program.batch, VARIANT)
-    queries = Queries(
+    queries = DecodeQueries(
         rows=rows,
         first=first_row // group + seq.ahead,
         last=last_token + seq.ahead,
@@ -216,7 +216,7 @@ def attend_blocks(inputs, program, seq, own, VARIANT: tl.constexpr):
         column=column,
         ptr=inputs.q.ptr,
         offsets=token_offsets(inputs.q, program.batch, seq.start_q + rows.token, rows.head, VARIANT),
-        scale=scale_rows(inputs, seq, rows, VARIANT),
+        scale=scale_decode_rows(inputs, seq, rows, VARIANT),
         scale_log2=log2_scale(scheme.score_scale),
     )
     k, v = head_view(inputs.k_cache, 0, 0, head_kv, VARIANT), head_view(inputs.v_cache, 0, 0, head_kv, VARIANT)
@@ -228,7 +228,7 @@ def attend_blocks(inputs, program, seq, own, VARIANT: tl.constexpr):
     state = start_state(inputs.k_cache.ptr.dtype.element_ty, VARIANT)
     NUM_BANDS: tl.constexpr = VARIANT.num_bands
     for b in tl.static_range(NUM_BANDS):
-        state = attend_band(state, queries, keys, inputs, own, b, VARIANT)
+        state = attend_decode_band(state, queries, keys, inputs, own, b, VARIANT)
     if VARIANT.key_groups > 1:
         state = merge_groups(state)
     return state, rows

@@ -14,7 +14,7 @@ from .explicit_positions import explicit_keys, explicit_query_cos_sin, load_quer
 from .stored_positions import as_float
 
 
-class QueryRows(NamedTuple):
+class DecodeRows(NamedTuple):
     """The query rows of a tile, each field [BM]. exists: whether the row exists. token: the index of its token in the
     sequence. head: its query head. position: its position."""
 
@@ -24,10 +24,10 @@ class QueryRows(NamedTuple):
     position: object
 
 
-class Queries(NamedTuple):
+class DecodeQueries(NamedTuple):
     """The raw queries of a tile.
 
-    rows: QueryRows.
+    rows: DecodeRows.
     first, last: the positions of the first and of the last row, counted without explicit positions.
     entry [BM]: the index of each row's token over all sequences. column [BM]: the last column that the row sees. Both
         are None without explicit positions.
@@ -46,7 +46,7 @@ class Queries(NamedTuple):
     scale_log2: object
 
 
-class BandQueries(NamedTuple):
+class DecodeBandQueries(NamedTuple):
     """The queries of a tile in one band. parts: the rotated queries, in tiles of the same channels as the tiles of the
     band's keys. visible: the keys that each row sees. scale_log2: from log2_scale."""
 
@@ -56,8 +56,8 @@ class BandQueries(NamedTuple):
 
 
 @triton.jit
-def find_rows(inputs, program, seq, group, VARIANT: tl.constexpr):
-    """Returns the QueryRows of a program's tile. inputs: DecodeInputs. group: number of query heads per key head."""
+def find_decode_rows(inputs, program, seq, group, VARIANT: tl.constexpr):
+    """Returns the DecodeRows of a program's tile. inputs: DecodeInputs. group: number of query heads per key head."""
     rows = program.tile * VARIANT.block_m + tl.arange(0, VARIANT.block_m)
     exists = rows < seq.length_q * group
     rows = clamp_rows(rows, seq.length_q * group)
@@ -65,7 +65,7 @@ def find_rows(inputs, program, seq, group, VARIANT: tl.constexpr):
     position = token + seq.ahead
     if inputs.cache.tokens is not None:
         position = load_token(inputs.cache, token_entries(inputs, seq, token), 0, VARIANT)
-    return QueryRows(exists, token, head, position)
+    return DecodeRows(exists, token, head, position)
 
 
 @triton.jit
@@ -75,7 +75,7 @@ def token_entries(inputs, seq, token):
 
 
 @triton.jit
-def scale_rows(inputs, seq, rows, VARIANT: tl.constexpr):
+def scale_decode_rows(inputs, seq, rows, VARIANT: tl.constexpr):
     """Returns the query_scale of every row, [BM, 1]."""
     cache, position, length = inputs.cache, rows.position, seq.length_k
     if cache.tokens is not None:
@@ -155,7 +155,7 @@ def repeat_tile(tile, VARIANT: tl.constexpr):
 
 @triton.jit
 def rotate_queries(queries, keys, band, ROTATE_K: tl.constexpr, VARIANT: tl.constexpr):
-    """Returns the BandQueries of a band. keys: SequenceKeys. ROTATE_K: whether the band's keys rotate."""
+    """Returns the DecodeBandQueries of a band. keys: SequenceKeys. ROTATE_K: whether the band's keys rotate."""
     rows = queries.rows
     if len(VARIANT.channels) > 0:
         tiles = load_query_channels(queries, keys, band, ROTATE_K, VARIANT)
@@ -181,4 +181,4 @@ def rotate_queries(queries, keys, band, ROTATE_K: tl.constexpr, VARIANT: tl.cons
     if PARTS > 1:
         tile = join_hidden(tiles[0], tiles[1], keys.length > 0, VARIANT)
         tiles = split_columns(tile)
-    return BandQueries(tiles, visible, queries.scale_log2)
+    return DecodeBandQueries(tiles, visible, queries.scale_log2)

@@ -121,7 +121,7 @@ def share_of(shares, unit):
     return (((unit + 1) * shares.count - 1) // tl.maximum(shares.units, 1)).to(tl.int32)
 
 
-class Place(NamedTuple):
+class SharePlace(NamedTuple):
     """A sequence (batch), its first unit (start), and the number of segments before it (segments)."""
 
     batch: object
@@ -131,7 +131,7 @@ class Place(NamedTuple):
 
 @triton.jit
 def find_unit(queue, unit, VARIANT: tl.constexpr):
-    """Returns the Place of the sequence that a unit belongs to."""
+    """Returns the SharePlace of the sequence that a unit belongs to."""
     batch, segments = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
     start, before = tl.full((), 0, tl.int64), tl.full((), 0, tl.int64)
     for first in tl.range(0, queue.batches, SCAN):
@@ -142,7 +142,7 @@ def find_unit(queue, unit, VARIANT: tl.constexpr):
         segments += tl.sum(tl.where(passed, found.count, 0), 0)
         start = tl.maximum(start, tl.max(tl.where(passed, ends, 0), 0))
         before = tl.max(ends, 0)
-    return Place(tl.minimum(batch, queue.batches - 1), start, segments)
+    return SharePlace(tl.minimum(batch, queue.batches - 1), start, segments)
 
 
 @triton.jit
@@ -167,7 +167,7 @@ def store_pieces(workspace, share, queue, place, own, first_segment, unit, stop)
 
 @triton.jit
 def find_segment(queue, unit, VARIANT: tl.constexpr):
-    """Returns (the Place of the sequence that a unit belongs to, the sequence's Segments, the number of the unit's
+    """Returns (the SharePlace of the sequence that a unit belongs to, the sequence's Segments, the number of the unit's
     segment among them)."""
     place = find_unit(queue, unit, VARIANT)
     own = sequence_segments(queue, place.batch, VARIANT)

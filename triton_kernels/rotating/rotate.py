@@ -143,7 +143,7 @@ KEY_RANGE_FIELDS = tl.constexpr(len(KeyRange._fields))
 
 
 @triton.jit
-def load_key_range(key_ranges, copy):
+def find_key_range(key_ranges, copy):
     row = key_ranges + KEY_RANGE_FIELDS * copy
     return KeyRange(rotation=tl.load(row), stop=tl.load(row + 1))
 
@@ -177,7 +177,7 @@ def rotate_cached_rows(
     packed, first = copied_keys(cache, cu_seqlens_q, seq, rows_out)
     first += row_out
     copy = tl.program_id(2)
-    copied = load_key_range(key_ranges, copy)
+    copied = find_key_range(key_ranges, copy)
     skip = (first >= seq.length_k) | (first + VARIANT.block_m <= seq.ahead - copied.stop + 1)
     if cu_seqlens_q is not None:
         skip |= seq.length_q <= decode_int(cache.decode_seqlen)

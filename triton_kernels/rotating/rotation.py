@@ -241,7 +241,7 @@ class CosSinTable(NamedTuple):
     maps: object = None
 
 
-class RowMap(NamedTuple):
+class RowRotation(NamedTuple):
     """One row of Scheme.maps. ``flashrope.schemes.lowered.RowMap`` says what the fields mean."""
 
     chunk: object
@@ -250,13 +250,13 @@ class RowMap(NamedTuple):
     is_query: object
 
 
-ROW_MAP_FIELDS = tl.constexpr(len(RowMap._fields))
+ROW_MAP_FIELDS = tl.constexpr(len(RowRotation._fields))
 
 
 @triton.jit
 def load_row_map(maps, rotation):
     row = maps + ROW_MAP_FIELDS * rotation
-    return RowMap(chunk=tl.load(row), group=tl.load(row + 1), last=tl.load(row + 2), is_query=tl.load(row + 3))
+    return RowRotation(chunk=tl.load(row), group=tl.load(row + 1), last=tl.load(row + 2), is_query=tl.load(row + 3))
 
 
 @triton.jit
@@ -278,8 +278,8 @@ def mapped_rows(maps, rotation, rows):
 
 
 class TileMap(NamedTuple):
-    """A RowMap for tiles of keys. chunk, group: as in RowMap. index: n // group for key n of the tile, in the shape of
-    the tile's keys."""
+    """A RowRotation for tiles of keys. chunk, group: as in RowRotation. index: n // group for key n of the tile,
+    in the shape of the tile's keys."""
 
     chunk: object
     group: object

@@ -21,7 +21,7 @@ from ..calls.records import AttentionCall, CacheCall, KeptShapes, RotateCall
 from ..schemes.bands import EVERYWHERE
 from ..schemes.scales import UNSCALED
 from . import others
-from .shared.step_part import Part, PartsPlan, joined
+from .shared.step_part import PartsPlan, StepPart, joined
 
 SWITCH = "FLASHROPE_SDPA"  # the environment variable that turns the rows off, if it is "0"
 
@@ -159,8 +159,8 @@ def plan_cache(call: CacheCall, layer: CacheLayer, queries: Queries):
 
 
 class PlacedPlan(PartsPlan):
-    """A ``protocol.CachePlan`` for tables with explicit positions, which decide between ``cpu`` and ``sdpa`` for every
-    sequence by itself. So the results of a sequence do not depend on the other sequences."""
+    """A ``protocol.BackendPlan`` for tables with explicit positions, which decide between ``cpu`` and ``sdpa`` for
+    every sequence by itself. So the results of a sequence do not depend on the other sequences."""
 
     def __init__(self, call: CacheCall, layer: CacheLayer, queries: Queries):
         super().__init__(call, _attend_placed, PlacedPart)
@@ -170,8 +170,8 @@ class PlacedPlan(PartsPlan):
         self._cpu.append(layer, k, v)
 
 
-class PlacedPart(Part):
-    """A ``Part`` that is divided into neighbors of which one backend serves all.
+class PlacedPart(StepPart):
+    """A ``StepPart`` that is divided into neighbors of which one backend serves all.
 
     shares: (sequences, the function ``attend_part`` of their backend, their part), found for the first layer.
     """

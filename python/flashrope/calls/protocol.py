@@ -57,7 +57,7 @@ class RotateBackend(Protocol):
         outside every sequence the result is undefined."""
 
 
-class CachePlan(Protocol):
+class BackendPlan(Protocol):
     """Serves ``attention_with_cache`` for all layers of a step. The layers' tensors differ only in addresses and
     strides."""
 
@@ -99,7 +99,7 @@ class CacheBackend(Protocol):
         if values are channels of the keys. The layer's v may then be None, too. rotary: a scheme from
         ``over_rotated_keys``, by which k is rotated first."""
 
-    def plan_cache(self, call: CacheCall, layer: CacheLayer, queries: Queries) -> CachePlan:
+    def plan_cache(self, call: CacheCall, layer: CacheLayer, queries: Queries) -> BackendPlan:
         """Plans the layers of a step, or one call. The host reads no table before ``append`` or ``attend``. call: the
         caller's call. If it has rotated_keys, the plan computes ``call.for_backend()``. layer: any layer. All layers
         have the shapes and dtypes of this layer."""

@@ -48,7 +48,7 @@ REFUSED_KEYS = {
 }
 
 
-class Step(NamedTuple):
+class ConfigStep(NamedTuple):
     """One step of building a scheme.
 
     Attributes:
@@ -60,21 +60,23 @@ class Step(NamedTuple):
     arguments: Mapping[str, Any]
 
 
-def config_steps(config, layer_type: str | None = None, seqlen: int | None = None) -> list[Step]:
+def config_steps(config, layer_type: str | None = None, seqlen: int | None = None) -> list[ConfigStep]:
     """Returns the steps for ``Rotary.from_hf_config``, with the same arguments and errors."""
     steps = model_steps(config, layer_type, seqlen)
     model_type = getattr(config, "model_type", "") or ""
     params = _parameters(config, model_type, layer_type)
     # In this scheme q and k have the channel order from before the model reorders them.
     if family(model_type).reorders and getattr(config, "rope_interleave", True):
-        steps[0] = Step("rope", {**steps[0].arguments, "interleaved": True})
+        steps[0] = ConfigStep("rope", {**steps[0].arguments, "interleaved": True})
     if params and params.get("llama_4_scaling_beta"):
         length, beta = _training_length(params, config), params["llama_4_scaling_beta"]
-        steps.append(Step("log_steps", {"floor_scale": length, "attn_scale": beta, "first": 0}))
+        steps.append(ConfigStep("log_steps", {"floor_scale": length, "attn_scale": beta, "first": 0}))
     return steps
 
 
-def model_steps(config, layer_type: str | None = None, seqlen: int | None = None, chunked: bool = True) -> list[Step]:
+def model_steps(
+    config, layer_type: str | None = None, seqlen: int | None = None, chunked: bool = True
+) -> list[ConfigStep]:
     """Returns the steps that build the scheme for the attention of a transformers model.
 
     The model's own module scales queries by their positions (``llama_4_scaling_beta``), so no step scales them. The
@@ -93,7 +95,7 @@ def model_steps(config, layer_type: str | None = None, seqlen: int | None = None
     head_dim = _head_dim(config, layer_type)
     slides = of_family.sliding_only and getattr(config, "sliding_window", None) is not None
     if params is None or slides and layer_type == "full_attention":
-        return [Step("none", {"head_dim": head_dim})]
+        return [ConfigStep("none", {"head_dim": head_dim})]
     for key in params:
         if key in REFUSED_KEYS:
             if params[key]:
@@ -116,17 +118,17 @@ def model_steps(config, layer_type: str | None = None, seqlen: int | None = None
     else:
         _refuse_ignored(params, model_type, rope_type, rotary_dim, head_dim)
     changes, attention_factor = RULES[rope_type](rotary_dim // 2, params, config, seqlen)
-    steps = [Step("rope", rope | {"interleaved": of_family.interleaved}), *changes]
+    steps = [ConfigStep("rope", rope | {"interleaved": of_family.interleaved}), *changes]
     if attention_factor != 1:
         field = "temperature" if rotary_dim == head_dim else "rotated_scale"
-        steps.append(Step("_with", {field: float(attention_factor) ** 2}))
+        steps.append(ConfigStep("_with", {field: float(attention_factor) ** 2}))
     if chunked and (chunks := read_chunks(config)):
-        steps.append(Step("dual_chunk", dict(zip(CHUNK_ARGUMENTS, chunks.arguments, strict=False))))
+        steps.append(ConfigStep("dual_chunk", dict(zip(CHUNK_ARGUMENTS, chunks.arguments, strict=False))))
     if sections := params.get("mrope_section"):
         order = _mrope_is_interleaved(model_type, params)
-        steps.append(Step("mrope", {"sections": list(sections), "interleaved": order}))
+        steps.append(ConfigStep("mrope", {"sections": list(sections), "interleaved": order}))
     if of_family.reversed:
-        steps.append(Step("_divide_table", {"divisors": (-1,) * (rotary_dim // 2)}))
+        steps.append(ConfigStep("_divide_table", {"divisors": (-1,) * (rotary_dim // 2)}))
     return steps
 
 
@@ -322,24 +324,24 @@ def _default(pairs, params, config, seqlen):
 
 
 def _linear(pairs, params, config, seqlen):
-    return [Step("interpolate", {"factor": _field(params, "factor")})], 1.0
+    return [ConfigStep("interpolate", {"factor": _field(params, "factor")})], 1.0
 
 
 def _proportional(pairs, params, config, seqlen):
     partial, factor = params["partial_rotary_factor"], params.get("factor")
     rotated = int((1.0 if partial is None else partial) * pairs)
-    steps = [Step("_divide_table", {"divisors": (1,) * rotated + (math.inf,) * (pairs - rotated)})]
-    return steps if factor in (None, 1) else [*steps, Step("interpolate", {"factor": factor})], 1.0
+    steps = [ConfigStep("_divide_table", {"divisors": (1,) * rotated + (math.inf,) * (pairs - rotated)})]
+    return steps if factor in (None, 1) else [*steps, ConfigStep("interpolate", {"factor": factor})], 1.0
 
 
 def _dynamic(pairs, params, config, seqlen):
     """Returns NTK-aware steps. The factor depends on how far seqlen exceeds the training length, or is always alpha
     (hunyuan)."""
     if params.get("alpha"):
-        return [Step("ntk", {"factor": params["alpha"]})], 1.0
+        return [ConfigStep("ntk", {"factor": params["alpha"]})], 1.0
     factor, length = _field(params, "factor"), _max_length(config)
     growth = factor * max(seqlen or 0, length) / length - (factor - 1)
-    return [Step("ntk", {"factor": growth})] if growth > 1 else [], 1.0
+    return [ConfigStep("ntk", {"factor": growth})] if growth > 1 else [], 1.0
 
 
 def _yarn(pairs, params, config, seqlen):
@@ -361,7 +363,7 @@ def _yarn(pairs, params, config, seqlen):
         "temperature": 1.0,
         "truncate": True if truncate is None else truncate,
     }
-    return [Step("yarn", arguments)], attention_factor
+    return [ConfigStep("yarn", arguments)], attention_factor
 
 
 def _mscale(factor: float, mscale: float) -> float:
@@ -373,7 +375,7 @@ def _llama3(pairs, params, config, seqlen):
     low, high = _field(params, "low_freq_factor"), _field(params, "high_freq_factor")
     if not 0 < low < high:
         raise ValueError(f"config: expected 0 < low_freq_factor < high_freq_factor, got {low} and {high}")
-    return [Step("_llama3", {"factor": factor, "train_length": length, "low": low, "high": high})], 1.0
+    return [ConfigStep("_llama3", {"factor": factor, "train_length": length, "low": low, "high": high})], 1.0
 
 
 def _longrope(pairs, params, config, seqlen):
@@ -387,7 +389,7 @@ def _longrope(pairs, params, config, seqlen):
     if attention_factor is None:
         factor = params.get("factor") or _max_length(config) / length
         attention_factor = math.sqrt(1 + math.log(factor) / math.log(length)) if factor > 1 else 1.0
-    return [Step("_divide_table", {"divisors": tuple(divisors), "scaled_by": "longrope"})], attention_factor
+    return [ConfigStep("_divide_table", {"divisors": tuple(divisors), "scaled_by": "longrope"})], attention_factor
 
 
 RULES = {

@@ -40,7 +40,7 @@ from .bands import (
     shifted,
     two_sided,
 )
-from .hugging_face import Step, config_steps
+from .hugging_face import ConfigStep, config_steps
 from .scales import UNSCALED, QueryScale, checked_log_n, checked_log_steps
 from .scheme_checks import (
     check_first_channel,
@@ -783,7 +783,7 @@ class Rotary:
         return dataclasses.replace(self, bands=merged(bands))
 
 
-def build(steps: Iterable[Step]) -> Rotary:
+def build(steps: Iterable[ConfigStep]) -> Rotary:
     """Returns the scheme that the steps of a configuration build."""
     rotary: Any = Rotary
     for name, arguments in steps:

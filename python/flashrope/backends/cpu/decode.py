@@ -13,7 +13,7 @@ from ...calls.records import CacheCall, out_shape
 from ...schemes.cos_sin import cos_sin
 from ...schemes.rotary import Rotary
 from ..shared.runs import Placed
-from ..shared.step_part import Part
+from ..shared.step_part import StepPart
 from .library import (
     DTYPES,
     INFINITE,
@@ -23,7 +23,7 @@ from .library import (
     DecodeCall,
     DecodeRun,
     Library,
-    TensorView,
+    TensorStruct,
 )
 
 BLOCK = 64  # keys; csrc/cpu/decode.h defines the same BLOCK and MAX_ROWS
@@ -38,8 +38,8 @@ class Template(NamedTuple):
     tensors: list[torch.Tensor]
 
 
-class DecodePart(Part):
-    """A ``Part`` that keeps the C struct of the call.
+class DecodePart(StepPart):
+    """A ``StepPart`` that keeps the C struct of the call.
 
     Attributes:
         described: the struct without the tensors of a layer, and the objects it points to.
@@ -104,9 +104,9 @@ def _fill(
         if part.described is None:
             part.described = _describe(library, q, layer, part, placed)
         c = DecodeCall.from_buffer_copy(part.described[0])
-        c.q, c.k, c.v, c.out = TensorView.of(q), TensorView.of(k), TensorView.of(v), TensorView.of(out)
+        c.q, c.k, c.v, c.out = TensorStruct.of(q), TensorStruct.of(k), TensorStruct.of(v), TensorStruct.of(out)
         if k_scale is not None and v_scale is not None:
-            c.k_scale, c.v_scale = TensorView.of(k_scale), TensorView.of(v_scale)
+            c.k_scale, c.v_scale = TensorStruct.of(k_scale), TensorStruct.of(v_scale)
         part.filled = strides, c
     c.lse = lse.data_ptr()
     c.key_weight = None if key_weight is None else key_weight.data_ptr()

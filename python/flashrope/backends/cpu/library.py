@@ -20,18 +20,18 @@ FEW_QUERIES = 8  # for up to 8 queries float32 is faster: it works on 8 rows at 
 NOT_FINITE = 2  # the return value of the backward in bfloat16 if a row is not finite
 
 
-class TensorView(ctypes.Structure):
+class TensorStruct(ctypes.Structure):
     """The address of a tensor, and its strides in elements. The channels are contiguous."""
 
     _fields_ = [("data", ctypes.c_void_p)] + [(f"stride_{name}", ctypes.c_int64) for name in ("batch", "row", "head")]
 
     @classmethod
-    def of(cls, x: torch.Tensor) -> TensorView:
+    def of(cls, x: torch.Tensor) -> TensorStruct:
         """Returns the view of a tensor (batch, rows, heads, head_dim), or of scales (batch, rows, heads)."""
         return cls(x.data_ptr(), *x.stride()[:3])
 
     @classmethod
-    def of_packed(cls, x: torch.Tensor) -> TensorView:
+    def of_packed(cls, x: torch.Tensor) -> TensorStruct:
         """Returns the view of packed rows (rows, heads, head_dim)."""
         return cls(x.data_ptr(), 0, *x.stride()[:2])
 
@@ -60,7 +60,7 @@ class DecodeBand(ctypes.Structure):
 
 
 class DecodeRun(ctypes.Structure):
-    """Mirrors the struct Run in csrc/cpu/decode.h."""
+    """Mirrors the struct RunStruct in csrc/cpu/decode.h."""
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("sequence", "first_slot", "keys", "order", "seqlen")),
@@ -72,7 +72,7 @@ class DecodeCall(ctypes.Structure):
     """Mirrors the struct DecodeCall in csrc/cpu/decode.h."""
 
     _fields_ = [
-        *((name, TensorView) for name in ("q", "k", "v", "out", "k_scale", "v_scale")),
+        *((name, TensorStruct) for name in ("q", "k", "v", "out", "k_scale", "v_scale")),
         ("lse", ctypes.c_void_p),
         ("bounds", ctypes.c_void_p),
         ("block_table", ctypes.c_void_p),
@@ -109,7 +109,7 @@ class ForwardCall(ctypes.Structure):
     """Mirrors the struct ForwardCall in csrc/cpu/tiles.h."""
 
     _fields_ = [
-        *((name, TensorView) for name in ("q", "k", "v", "out", "k_scale", "v_scale")),
+        *((name, TensorStruct) for name in ("q", "k", "v", "out", "k_scale", "v_scale")),
         ("lse", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("batch", "seqlen_q", "seqlen_k", "heads_q", "heads_kv")),
         *((name, ctypes.c_int64) for name in ("head_dim", "head_dim_v", "pairs", "interleaved", "first_channel")),
@@ -132,20 +132,20 @@ class BackwardCall(ctypes.Structure):
 
     _fields_ = [
         ("forward", ForwardCall),
-        *((name, TensorView) for name in ("grad_out", "grad_q", "grad_k", "grad_v")),
+        *((name, TensorStruct) for name in ("grad_out", "grad_q", "grad_k", "grad_v")),
         ("grad_lse", ctypes.c_void_p),
     ]
 
 
-class Run(ctypes.Structure):
+class RunStruct(ctypes.Structure):
     _fields_ = [(name, ctypes.c_int64) for name in ("batch", "row", "rows", "position", "sequence", "slot")]
 
 
-class RotateCall(ctypes.Structure):
-    """Mirrors the struct RotateCall in csrc/cpu/rotate.cpp."""
+class RotateStruct(ctypes.Structure):
+    """Mirrors the struct RotateStruct in csrc/cpu/rotate.cpp."""
 
     _fields_ = [
-        *((name, TensorView) for name in ("x", "out", "v", "v_cache", "k_scale", "v_scale")),
+        *((name, TensorStruct) for name in ("x", "out", "v", "v_cache", "k_scale", "v_scale")),
         ("table", Table),
         ("runs", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("num_runs", "heads", "head_dim", "head_dim_v", "pairs", "interleaved")),

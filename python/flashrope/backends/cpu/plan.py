@@ -15,10 +15,10 @@ from .decode import DecodePart
 from .served import unserved_cache
 
 
-def plan_cache(call: CacheCall, layer: CacheLayer, queries: Queries) -> CachePlan:
+def plan_cache(call: CacheCall, layer: CacheLayer, queries: Queries) -> CpuCachePlan:
     """Plans the layers of a step, as ``CacheBackend`` describes."""
     refuse("cpu", unserved_cache(queries, layer, call))
-    return CachePlan(call)
+    return CpuCachePlan(call)
 
 
 def append_to_cache(
@@ -28,8 +28,8 @@ def append_to_cache(
     rotated.Append(loader.required(), tables, rotary).run(layer, k, v)
 
 
-class CachePlan(PartsPlan):
-    """Attention over a cache for the layers of a step, as ``protocol.CachePlan`` describes it."""
+class CpuCachePlan(PartsPlan):
+    """Attention over a cache for the layers of a step, as ``protocol.BackendPlan`` describes it."""
 
     def __init__(self, call: CacheCall):
         super().__init__(call, attend, DecodePart)

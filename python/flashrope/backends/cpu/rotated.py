@@ -14,8 +14,7 @@ from ...calls.records import RotateCall, refuse
 from ...schemes.rotary import Rotary
 from ..shared.host_rotation import Rotation, table_and_rows
 from . import loader
-from .library import DTYPES, INT8, Library, Run, TensorView
-from .library import RotateCall as CompiledCall
+from .library import DTYPES, INT8, Library, RotateStruct, RunStruct, TensorStruct
 from .sequences import table_of
 from .served import unserved_rotation
 
@@ -34,7 +33,7 @@ def rotate(x: torch.Tensor, call: RotateCall) -> torch.Tensor:
     return out
 
 
-class Kept(NamedTuple):
+class KeptRotations(NamedTuple):
     """The objects that a compiled call points to. The objects must live until the call has run."""
 
     table: Rotation | None
@@ -43,19 +42,19 @@ class Kept(NamedTuple):
 
 def _describe(
     compiled: Library, x: torch.Tensor, out: torch.Tensor, rotary: Rotary | None, table: Rotation | None, runs
-) -> tuple[CompiledCall, Kept]:
+) -> tuple[RotateStruct, KeptRotations]:
     """Returns the call, and the objects that must live until the call has run. x, out: (batch, seqlen, heads,
     head_dim)."""
-    array = (Run * len(runs))(*runs)
-    c = CompiledCall(
-        x=TensorView.of(x), out=TensorView.of(out), table=table_of(table), runs=ctypes.addressof(array), page_size=1
+    array = (RunStruct * len(runs))(*runs)
+    c = RotateStruct(
+        x=TensorStruct.of(x), out=TensorStruct.of(out), table=table_of(table), runs=ctypes.addressof(array), page_size=1
     )
     c.num_runs, c.heads, c.head_dim = len(runs), x.shape[2], x.shape[3]
     if rotary is not None:
         c.pairs, c.interleaved, c.first_channel = len(rotary.frequencies), rotary.interleaved, rotary.first_channel
     c.dtype, c.threads = DTYPES[x.dtype], torch.get_num_threads() if x.numel() > SMALL else 1
     c.parallel_for = compiled.parallel_for
-    return c, Kept(table, array)
+    return c, KeptRotations(table, array)
 
 
 class Append:
@@ -67,7 +66,7 @@ class Append:
 
     def __init__(self, compiled: Library, tables: CacheTables, rotary: Rotary | None):
         self._compiled, self._tables, self._rotary = compiled, tables, rotary
-        self._filled: tuple[tuple, CompiledCall, tuple] | None = None  # strides, the call, the objects it points to
+        self._filled: tuple[tuple, RotateStruct, tuple] | None = None  # strides, the call, the objects it points to
 
     def run(self, layer: CacheLayer, k: torch.Tensor, v: torch.Tensor | None) -> None:
         """Writes k and v to the layer, and quantizes them if the layer has scales. Their dtype must be one of DTYPES.
@@ -90,7 +89,7 @@ class Append:
             c.k_scale.data, c.v_scale.data = k_scale.data_ptr(), v_scale.data_ptr()
         self._compiled.rotate(ctypes.byref(c))
 
-    def _fill(self, layer: CacheLayer, k: torch.Tensor, v: torch.Tensor | None) -> tuple[CompiledCall, tuple]:
+    def _fill(self, layer: CacheLayer, k: torch.Tensor, v: torch.Tensor | None) -> tuple[RotateStruct, tuple]:
         """Returns the compiled call, and the objects that it points to besides the tensors of the layer."""
         tables, rotary, k_cache = self._tables, self._rotary, layer.k
         capacity, block_table, slots = tables.capacity(k_cache), tables.block_table, tables.slot_mapping
@@ -102,13 +101,13 @@ class Append:
         else:
             table, runs = None, [NewRows(0, 0, x.shape[1], 0, 0, 0)]
         c, kept = _describe(self._compiled, x, k_cache, rotary, table, runs)
-        view = TensorView.of if k.ndim == 4 else TensorView.of_packed
-        c.x, c.out = view(k), TensorView.of(k_cache)
+        view = TensorStruct.of if k.ndim == 4 else TensorStruct.of_packed
+        c.x, c.out = view(k), TensorStruct.of(k_cache)
         if v is not None:
-            c.v, c.v_cache, c.head_dim_v = view(v), TensorView.of(layer.v), v.shape[-1]
+            c.v, c.v_cache, c.head_dim_v = view(v), TensorStruct.of(layer.v), v.shape[-1]
         if layer.k_scale is not None and layer.v_scale is not None:
             c.codes = INT8
-            c.k_scale, c.v_scale = TensorView.of(layer.k_scale), TensorView.of(layer.v_scale)
+            c.k_scale, c.v_scale = TensorStruct.of(layer.k_scale), TensorStruct.of(layer.v_scale)
         c.to_cache, c.pages, c.page_size, c.max_pages = 1, k_cache.shape[0], k_cache.shape[1], 1
         if slots is not None:
             slots = slots if slots.dtype == torch.int64 else slots.to(torch.int64)

@@ -19,7 +19,7 @@ from .library import (
     ForwardCall,
     Library,
     Table,
-    TensorView,
+    TensorStruct,
 )
 
 
@@ -60,7 +60,7 @@ def forward(
     c, _tables = _describe(library, q, k, v, out, lse, call, place)
     if scales is not None:
         c.dtype = INT8
-        c.k_scale, c.v_scale = (TensorView.of(x) for x in scales)
+        c.k_scale, c.v_scale = (TensorStruct.of(x) for x in scales)
     c.float32_out = out.dtype == torch.float32
     c.key_weight = None if key_weight is None else key_weight.data_ptr()
     if library.forward(c, q.dtype):
@@ -85,7 +85,7 @@ def backward(
     grads = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
     c = BackwardCall()
     c.forward, _tables = _describe(library, q, k, v, out, lse, call)
-    c.grad_out, c.grad_q, c.grad_k, c.grad_v = (TensorView.of(x) for x in (grad_out, *grads))
+    c.grad_out, c.grad_q, c.grad_k, c.grad_v = (TensorStruct.of(x) for x in (grad_out, *grads))
     c.grad_lse = None if grad_lse is None else grad_lse.data_ptr()
     if library.backward(c, q.dtype):
         raise MemoryError("attention: no memory for the gradients in float32")
@@ -100,7 +100,7 @@ def _describe(library, q, k, v, out, lse, call, place: Place | None = None) -> t
         place = Place(call.bands, seqlen_k - seqlen_q, seqlen_k - seqlen_q, 0, seqlen_k)
     c = ForwardCall(lse=lse.data_ptr(), pairs=len(rotary.frequencies), interleaved=rotary.interleaved)
     c.first_channel = rotary.first_channel
-    c.q, c.k, c.v, c.out = (TensorView.of(x) for x in (q, k, v, out))
+    c.q, c.k, c.v, c.out = (TensorStruct.of(x) for x in (q, k, v, out))
     c.batch, c.seqlen_q, c.seqlen_k, c.shift = batch, seqlen_q, seqlen_k, place.shift
     c.heads_q, c.heads_kv, c.head_dim, c.head_dim_v = heads_q, heads_kv, head_dim, out.shape[-1]
     copies: list[PositionMap] = []  # the position map of each rotated copy of k

@@ -11,7 +11,7 @@ import torch
 from ...calls.plans import CACHE_OPTIONS
 from ...calls.records import AttentionCall, Kept, KeptShapes, refuse
 from ..shared.runs import unsupported_positions
-from ..shared.step_part import Part as part_of
+from ..shared.step_part import StepPart as part_of
 from . import attention, whole
 from .cached import attend as attend_part
 from .operators import HALF_TYPES, SDPA, Operator, operators_on

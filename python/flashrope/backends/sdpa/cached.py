@@ -20,7 +20,7 @@ from ...schemes.bands import PositionMap, chunk_of, have_maps
 from ..shared.blocks import Block, block_size, blocks_of_runs, groups
 from ..shared.host_rotation import rotate, rotation_for, upcast
 from ..shared.runs import Rows, bands_between
-from ..shared.step_part import Part, joined
+from ..shared.step_part import StepPart, joined
 from . import masked
 from .pieces import (
     cast_results,
@@ -36,7 +36,7 @@ from .pieces import (
 
 
 def attend(
-    q: torch.Tensor, layer: CacheLayer, part: Part, out: torch.Tensor | None = None
+    q: torch.Tensor, layer: CacheLayer, part: StepPart, out: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns (out of ``out_shape``, lse in float32 or float64) of a batch of sequences. out: not written."""
     if not (q.numel() and layer.k.numel()):
@@ -45,7 +45,7 @@ def attend(
 
 
 def _shares(
-    q: torch.Tensor, layer: CacheLayer, part: Part
+    q: torch.Tensor, layer: CacheLayer, part: StepPart
 ) -> Iterator[tuple[slice, tuple[torch.Tensor, torch.Tensor]]]:
     """Yields (sequences, their out and lse)."""
     if part.call.tables.positions is not None:
@@ -60,7 +60,7 @@ def _shares(
 
 
 def _attend_single(
-    q: torch.Tensor, layer: CacheLayer, part: Part, seqlen: int
+    q: torch.Tensor, layer: CacheLayer, part: StepPart, seqlen: int
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Computes the result of ``_attend`` for a contiguous cache in one kernel call, without the bookkeeping of
     ``_attend``. A single piece must cover all rows and keys, and a single block must hold all keys.
@@ -85,7 +85,7 @@ def _attend_single(
     return cast_results(out[..., : layer.v.shape[-1]].transpose(1, 2), lse, q.dtype)
 
 
-def _attend_placed(q: torch.Tensor, layer: CacheLayer, part: Part, b: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _attend_placed(q: torch.Tensor, layer: CacheLayer, part: StepPart, b: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Attends with the queries of sequence b, for tables with explicit positions."""
     call, own_q, block_table = part.call, q[b : b + 1], part.call.tables.block_table
     # position maps need absolute positions, but positions in a run are relative to its first key

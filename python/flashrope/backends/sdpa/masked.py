@@ -2,8 +2,8 @@
 
 Masks are used if runs.py finds no long runs: for stored positions that are not consecutive, axial
 positions, and schemes that map positions. Each block of visible keys is gathered and rotated by the positions of its
-keys. For each band, the block is cut to the range of keys that at least one query attends to. A ``Part`` keeps the cos
-and sin of the keys for the layers of a step.
+keys. For each band, the block is cut to the range of keys that at least one query attends to. A ``StepPart`` keeps the
+cos and sin of the keys for the layers of a step.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from ...calls.int8 import dequantize
 from ...calls.records import accumulation_type, out_shape
 from ..shared.host_rotation import KEY_FACTORS, QueryFactors, rotate, rotation_at, upcast
 from ..shared.merging import add_partial
-from ..shared.step_part import Part
+from ..shared.step_part import StepPart
 from .pieces import cast_results, flash, flash_folded, flash_scale, widen
 
 
 def attend(
-    q: torch.Tensor, layer: CacheLayer, sequence: int, part: Part, size: int
+    q: torch.Tensor, layer: CacheLayer, sequence: int, part: StepPart, size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns (out of ``out_shape``, lse) for the queries q (1, seqlen_q, heads_q, head_dim) of one sequence.
 

@@ -15,7 +15,7 @@ HALF_TYPES = (torch.float16, torch.bfloat16)
 LSE_ROWS = 256  # rows whose scores are held at once, where lse has to be computed by itself
 
 
-class Lengths(NamedTuple):
+class PackedLengths(NamedTuple):
     """Packed sequences: q (total_q, heads, head_dim), lse (heads, total_q)."""
 
     cu_seqlens_q: torch.Tensor
@@ -34,7 +34,7 @@ class Problem(NamedTuple):
     causal: bool
     scale: float
     window: int | None = None
-    lengths: Lengths | None = None
+    lengths: PackedLengths | None = None
 
 
 class Operator(NamedTuple):

@@ -17,13 +17,13 @@ from .cached import attend
 from .rotated import rotate
 
 
-def plan_cache(call: CacheCall, layer: CacheLayer, queries: Queries) -> CachePlan:
+def plan_cache(call: CacheCall, layer: CacheLayer, queries: Queries) -> SdpaCachePlan:
     """Plans the layers of a step, as ``CacheBackend`` describes."""
-    return CachePlan(call, attend)
+    return SdpaCachePlan(call, attend)
 
 
-class CachePlan(PartsPlan):
-    """Attention over a cache for the layers of a step, as ``protocol.CachePlan`` describes it."""
+class SdpaCachePlan(PartsPlan):
+    """Attention over a cache for the layers of a step, as ``protocol.BackendPlan`` describes it."""
 
     def append(self, layer: CacheLayer, k: torch.Tensor, v: torch.Tensor | None) -> None:
         append_to_cache(layer, k, v, self._tables, self._rotary)

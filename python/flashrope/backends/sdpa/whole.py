@@ -24,7 +24,7 @@ from ...schemes.scales import UNSCALED
 from .. import others
 from ..shared.merging import add_partial
 from . import rotated as composed
-from .operators import Lengths, Operator, Problem, choose, is_plain
+from .operators import Operator, PackedLengths, Problem, choose, is_plain
 from .pieces import flash_scale, narrow, widen
 
 
@@ -248,7 +248,7 @@ class OneBand(NamedTuple):
         """Returns the operator, its problem, and the head_dim that all tensors are padded to."""
         call, lengths, width = self.call, None, max(q.shape[-1], v.shape[-1]) + extra
         if call.cu_seqlens_q is not None and call.cu_seqlens_k is not None:
-            lengths = Lengths(call.cu_seqlens_q, call.cu_seqlens_k, call.max_seqlen_q, call.max_seqlen_k)
+            lengths = PackedLengths(call.cu_seqlens_q, call.cu_seqlens_k, call.max_seqlen_q, call.max_seqlen_k)
         problem = Problem(call.causal, flash_scale(call, self.seqlen), one_window(call) or None, lengths)
         operator = choose(self.operators, width, is_plain(problem, q.shape[-3], k.shape[-3]))
         if operator is None:

@@ -14,7 +14,7 @@ import torch
 from ...calls.addresses import neighbors
 from ...calls.cache_tables import CacheLayer
 from .runs import Run
-from .step_part import Part
+from .step_part import StepPart
 
 MIN_BLOCK, MAX_BLOCK = 256, 16384  # slots of a block
 # Number of elements of a block of k. A gathered or rotated copy of a block of this size stays in the processor's
@@ -45,7 +45,7 @@ def block_size(row: int) -> int:
     return min(max(BLOCK_ELEMENTS // max(row, 1), MIN_BLOCK), MAX_BLOCK)
 
 
-def groups(layer: CacheLayer, part: Part, whole: bool) -> Iterator[Group]:
+def groups(layer: CacheLayer, part: StepPart, whole: bool) -> Iterator[Group]:
     """Yields all sequences of a part. Neighbors in a contiguous cache that hold the same slots form one group.
 
     whole: whether a group's slots form one block. If False, they are divided into blocks of ``block_size``.

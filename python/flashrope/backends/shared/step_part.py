@@ -18,7 +18,7 @@ from .precision import without_autocast
 from .runs import Placed
 
 
-class Part:
+class StepPart:
     """Sequences with the same number of queries each. The tables are read once, because layers differ only in their
     tensors.
 
@@ -57,19 +57,19 @@ class Part:
 
 
 class PartsPlan:
-    """The method ``attend`` of a ``protocol.CachePlan``, which divides packed queries into batches of equal lengths.
+    """The method ``attend`` of a ``protocol.BackendPlan``, which divides packed queries into batches of equal lengths.
 
-    attend: a function that takes (q, layer, part, out) and returns (out, lse) of one ``Part``. It may write the output
-        to out, which is None or a contiguous tensor of the output's shape.
-    part_of: makes a ``Part`` from a call.
+    attend: a function that takes (q, layer, part, out) and returns (out, lse) of one ``StepPart``. It may write the
+        output to out, which is None or a contiguous tensor of the output's shape.
+    part_of: makes a ``StepPart`` from a call.
     """
 
-    def __init__(self, call: CacheCall, attend: Callable, part_of: Callable[[CacheCall], Part] = Part):
+    def __init__(self, call: CacheCall, attend: Callable, part_of: Callable[[CacheCall], StepPart] = StepPart):
         self._tables, self._rotary = call.tables, append_rotary(call)
         self._call = call.for_backend() if call.rotated_keys else call
         self._attend, self._part_of = attend, part_of
-        # Made for the first layer: one Part, or for packed queries a tuple (sequences, rows, tables, Part) for each run
-        # of ``addresses.runs``.
+        # Made for the first layer: one StepPart, or for packed queries a tuple (sequences, rows, tables, StepPart) for
+        # each run of ``addresses.runs``.
         self._parts: list = []
 
     @without_autocast

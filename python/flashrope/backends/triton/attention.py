@@ -36,7 +36,7 @@ from .accumulators import held_once
 from .deterministic import ScoreLayout, layout_of
 from .device import block_d, current_device, variant_of, vector_size, with_int32_offsets
 from .launcher import cdiv
-from .plan import Plan
+from .plan import LaunchPlan
 
 
 def kept_shapes(k: torch.Tensor, call: AttentionCall) -> KeptShapes:
@@ -118,7 +118,7 @@ class GradientInputs(NamedTuple):
     statistics: torch.Tensor
 
 
-class AttentionPlan(Plan):
+class AttentionPlan(LaunchPlan):
     """The launches of one call of attention, forward or backward. table, rotated_k: as in ``Kept``. The forward fills
     rotated_k later."""
 

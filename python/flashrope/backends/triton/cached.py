@@ -43,7 +43,7 @@ from .device import (
 )
 from .divisions import Decode, Head, combine_launch, share_workspace, shares_fit
 from .launcher import cdiv
-from .plan import Plan
+from .plan import LaunchPlan
 from .rotated import rotate
 from .writing import (
     AppendLaunch,
@@ -62,9 +62,9 @@ def unsupported_positions(positions: CachePositions) -> str:
     return ""
 
 
-def plan_cache(call: CacheCall, layer: CacheLayer, queries: Queries) -> CachePlan:
+def plan_cache(call: CacheCall, layer: CacheLayer, queries: Queries) -> TritonCachePlan:
     """Plans the layers of a step, as ``CacheBackend`` describes."""
-    return CachePlan(call, layer, queries)
+    return TritonCachePlan(call, layer, queries)
 
 
 class RotatedRows(NamedTuple):
@@ -76,8 +76,8 @@ class RotatedRows(NamedTuple):
     total: int
 
 
-class CachePlan(Plan):
-    """Attention over a cache for the layers of a step, as ``protocol.CachePlan`` describes it.
+class TritonCachePlan(LaunchPlan):
+    """Attention over a cache for the layers of a step, as ``protocol.BackendPlan`` describes it.
 
     ``attention_decode`` computes sequences with few queries, and ``attention_chunks`` computes sequences with many
     queries.

@@ -1,5 +1,5 @@
-"""Defines ``Plan``, the part that all launches of a call share. A plan holds the scheme on the device, chooses tiles
-and launches the forward."""
+"""Defines ``LaunchPlan``, the part that all launches of a call share. A plan holds the scheme on the device, chooses
+tiles and launches the forward."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from ...calls.plans import Queries
 from ...calls.records import AttentionCall, CacheCall
 from ...triton_kernels import configs
-from ...triton_kernels.arguments import Result, Scheme, Variant, tensor_view
+from ...triton_kernels.arguments import Result, SchemeArguments, Variant, tensor_view
 from ...triton_kernels.configs import Tile
 from . import chosen_tiles as tiles
 from . import launcher
@@ -16,12 +16,12 @@ from .device import compute_capability, scheme_on
 from .launcher import cdiv
 
 
-class Plan:
-    """The base of ``AttentionPlan`` and ``CachePlan``. It holds what the launches of one call have in common.
+class LaunchPlan:
+    """The base of ``AttentionPlan`` and ``TritonCachePlan``. It holds what the launches of one call have in common.
 
     q: the queries, or ``Queries``. The plan keeps no reference to it.
     keys: the length of the longest sequence of keys, or the capacity of the cache.
-    table, positions: fields of ``Scheme``.
+    table, positions: fields of ``SchemeArguments``.
     """
 
     def __init__(
@@ -37,7 +37,9 @@ class Plan:
     ):
         self.rotary, self.table, scheme = call.rotary, table, scheme_on(call.rotary, call.causal, q.device)
         self.device_scheme, self.lowered, self.num_bands = scheme, scheme.lowered, len(scheme.lowered.bands)
-        self.scheme = Scheme(scheme.bands, table, positions, scheme.maps, call.score_scale, *call.rotary.query_scale)
+        self.scheme = SchemeArguments(
+            scheme.bands, table, positions, scheme.maps, call.score_scale, *call.rotary.query_scale
+        )
         self.table_rows = table.shape[1] if positions is None else table.shape[1] * table.shape[2]
         self.seqlen_q, self.heads_q, _ = q.shape[-3:]  # if packed, seqlen_q is the number of all queries
         self.batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1

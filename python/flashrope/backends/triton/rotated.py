@@ -8,7 +8,7 @@ from ...calls.records import RotateCall
 from ...schemes.cos_sin import coarse_rows, position_table, two_level_table
 from ...schemes.scales import UNSCALED
 from ...triton_kernels import configs
-from ...triton_kernels.arguments import NO_CACHE, CacheLayout, Scheme, encode_int, tensor_view
+from ...triton_kernels.arguments import NO_CACHE, CacheLayout, SchemeArguments, encode_int, tensor_view
 from ...triton_kernels.rotating.rotate import rotate_rows
 from . import launcher
 from .attention import scalar_positions
@@ -43,7 +43,7 @@ def rotate(x: torch.Tensor, call: RotateCall) -> torch.Tensor:
             tensor_view(x),
             tensor_view(out),
             scheme.q_rotations,
-            Scheme(scheme.bands, table, positions, None, 0.0, *UNSCALED),
+            SchemeArguments(scheme.bands, table, positions, None, 0.0, *UNSCALED),
             cu_seqlens,
             None,
             seqlen,
