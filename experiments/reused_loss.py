@@ -42,6 +42,9 @@ from torch.nn.functional import cross_entropy
 PAGE_SIZE = 16
 FULL, NOTHING, LAST = "full prefill", "nothing before", "only the last chunk"
 EVERY = 16  # every EVERY-th position is measured
+CHUNKS = (16, 64)  # bytes per chunk
+MULTIPLE = 32  # length of the figure in training lengths, a power of two
+FIRST = 4  # number of first bytes that --keep keeps
 TRUNCATED, REROPE, ROPE = "truncation", "ReRoPE, log n", "RoPE"
 
 Losses = dict[tuple, list[float]]  # {what was measured: one loss per model}
@@ -105,7 +108,7 @@ def measure_chunks(args: argparse.Namespace, unseen: tuple[bytes, ...]) -> None:
 
             keep("", FULL, reused(model, rotary, tokens, 0, args.targets, None))
             keep("", NOTHING, reused(model, rotary, tokens[:, -args.targets - 1 :], 0, args.targets, None))
-            for chunk in args.chunks:
+            for chunk in CHUNKS:
                 last = tokens[:, -args.targets - chunk - 1 :]
                 keep(chunk, LAST, reused(model, rotary, last, chunk, args.targets, None))
                 for again in args.again:
@@ -153,11 +156,11 @@ def ways(args: argparse.Namespace, path: Path) -> Iterator[tuple[str, torch.Tens
     """Measures one model in every way. Yields (name of the way, losses (windows, measured))."""
     model, rotary, length = *load_checkpoint(path), trained_length(path)
     model.eval()
-    longest = args.multiple * length
+    longest = MULTIPLE * length
     unseen = data.standard_library(longest + 1).unseen
     tokens = data.as_tokens(data.unseen_windows(unseen, longest + 1, args.windows, args.seed))
-    for first in args.first:
-        yield f"--keep {first},{length - 1 - first}", rolling(model, rotary, tokens, (first, length - 1 - first))
+    kept = FIRST, length - 1 - FIRST
+    yield f"--keep {kept[0]},{kept[1]}", rolling(model, rotary, tokens, kept)
     yield TRUNCATED, truncated(model, rotary, tokens, length)
     yield REROPE, whole(model, rotary.rectify(length // 2).log_n(length), tokens)
     yield ROPE, whole(model, rotary, tokens)
@@ -167,7 +170,7 @@ def measure_positions(args: argparse.Namespace) -> None:
     """Measures the loss by position, writes positions.csv and draws it."""
     losses: Losses = {}
     length = trained_length(args.models[0])
-    edges = [0, *(length * 2**n // 2 for n in range((args.multiple).bit_length() + 1))]
+    edges = [0, *(length * 2**n // 2 for n in range(MULTIPLE.bit_length() + 1))]
     for path in args.models:
         for name, found in ways(args, path):
             for start, stop in pairwise(edges):
@@ -223,7 +226,6 @@ def main() -> None:
     parser.add_argument(
         "--lengths", type=int, nargs="+", default=[256, 1024], help="lengths of the text in the first table"
     )
-    parser.add_argument("--chunks", type=int, nargs="+", default=[16, 64], help="bytes per chunk")
     parser.add_argument(
         "--again",
         type=int,
@@ -233,23 +235,16 @@ def main() -> None:
     )
     parser.add_argument("--targets", type=int, default=128)
     parser.add_argument(
-        "--multiple", type=int, default=32, help="length of the figure in training lengths, a power of two"
-    )
-    parser.add_argument("--first", type=int, nargs="+", default=[4], help="number of first bytes that --keep keeps")
-    parser.add_argument(
         "--windows", type=int, default=16, help="windows of the figure; the first table has four times as many"
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=cores())
-    parser.add_argument("--parts", nargs="+", choices=("chunks", "positions"), default=["chunks", "positions"])
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     args.out.mkdir(parents=True, exist_ok=True)
-    if "chunks" in args.parts:
-        measure_chunks(args, data.standard_library(max(args.lengths) + 1).unseen)
-    if "positions" in args.parts:
-        measure_positions(args)
+    measure_chunks(args, data.standard_library(max(args.lengths) + 1).unseen)
+    measure_positions(args)
 
 
 if __name__ == "__main__":

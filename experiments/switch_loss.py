@@ -28,6 +28,7 @@ from torch.nn.functional import cross_entropy
 
 AFTER = (0, 1, 2, 4, 8, 15, 30, 45, 60)  # the loss is measured this many steps after each switch
 ROPE, HOPE, COPE, BOTH = "RoPE", "HoPE at once", "CoPE", "CoPE, then HoPE"
+RATE = 4e-4  # a tenth of the learning rate in training
 
 
 def loss_of(model: LanguageModel, rotary: Rotary, tokens: torch.Tensor) -> torch.Tensor:
@@ -44,12 +45,11 @@ def continued(
     schemes: tuple[Rotary, Rotary],
     batches: list[torch.Tensor],
     windows: torch.Tensor,
-    rate: float,
 ) -> dict[int, float]:
     """Returns {n: the loss before step n}. The second scheme replaces the first in the middle of the training. From
     then on, the loss is measured under the second scheme."""
     model = copy.deepcopy(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.98), weight_decay=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.98), weight_decay=0.1)
     switch, found = len(batches) // 2, {}
     for step in range(len(batches) + 1):
         rotary = schemes[step >= switch]
@@ -92,9 +92,6 @@ def draw(rows: list[list], out: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", type=Path, nargs="+", help="RoPE models of the experiments or of flashrope demo")
-    parser.add_argument(
-        "--rate", type=float, default=4e-4, help="learning rate (default: 4e-4, a tenth of the rate in training)"
-    )
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--windows", type=int, default=64)
     parser.add_argument("--threads", type=int, default=cores())
@@ -114,7 +111,7 @@ def main() -> None:
         before = measure(model, rope, windows)
         runs = {ROPE: (rope, rope), HOPE: (hope, hope), COPE: (cope, cope), BOTH: (cope, hope)}
         for run, schemes in runs.items():
-            for step, loss in continued(model, schemes, batches, windows, args.rate).items():
+            for step, loss in continued(model, schemes, batches, windows).items():
                 rows.append([run, path.stem, step, f"{loss:.4f}", f"{loss - before:.4f}"])
             print(f"{path.stem}, {run}: {before:.3f} before, {loss:.3f} after {step} steps", flush=True)
     files.write(args.out / "switch.csv", files.csv_text(["run", "model", "step", "loss", "change"], rows))

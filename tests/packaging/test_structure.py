@@ -35,7 +35,7 @@ FLOORS = {  # from the lowest layer up; a room (a file or a folder) imports from
     ),
     "experiments": (
         "tokens templating gau encodings statistics published distributed looks zoo tokenizing figures patterns tasks "
-        "passkey copying few_shot presets quantized_loss reused_loss switch_loss fetch real_codes "
+        "passkey copying few_shot presets reused_loss switch_loss fetch real_codes "
         "real_reuse real_speed",
         "estimate runs training_curves tables training export measuring real_training",
         "long_context digits picture over_length drawn checkpoints",
