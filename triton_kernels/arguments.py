@@ -124,7 +124,7 @@ class CacheLayout(NamedTuple):
 
     seqlens, block_table, leftpad, slot_mapping: tensors. All but seqlens may be None.
     k_scale, v_scale: scales of a quantized cache, float32, or None.
-    entries, tokens, visible: int32, filled by ``explicit_positions.place_tokens`` if the caller gave positions of
+    entries, tokens, visible: int32, filled by ``placing.place_tokens`` if the caller gave positions of
         cached tokens, else None.
     slot_positions: float32, contiguous: the position of every slot of the cache, with one number per axis if the scheme
         is axial. None if the cache does not store positions.
@@ -163,7 +163,7 @@ class PositionTables(NamedTuple):
 
     page_positions, page_first, page_lengths: int32 (batch, max_pages).
     queries: the position of every query, int32, int64 or float32.
-    groups: int32, filled by ``explicit_positions.place_slots``.
+    groups: int32, filled by ``placing.place_slots``.
     """
 
     page_positions: object

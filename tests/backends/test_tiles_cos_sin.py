@@ -17,7 +17,7 @@ from flashrope.triton_kernels.rotating.rotation import (
     load_cos_sin_by_blocks,
     mapped_rows,
 )
-from flashrope.triton_kernels.tiles import TileRows
+from flashrope.triton_kernels.rows import TileRows
 
 ROTARY = Rotary.rope(32)
 LIMIT = 1 << 24

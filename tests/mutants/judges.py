@@ -88,6 +88,7 @@ LAUNCHES = " ".join(
 CONVERTED = "tests/integrations/test_transformers.py tests/integrations/test_refusals.py"
 JUDGES = {
     "triton_kernels/attention/backward.py": BACKWARD,
+    "triton_kernels/attention/grad_q.py": BACKWARD,
     "triton_kernels/attention/score_grads.py": ["tests/operators/test_score_grads.py", *BACKWARD],
     "python/flashrope/backends/triton/deterministic.py": ["tests/operators/test_score_grads.py", *BACKWARD],
     "triton_kernels/attention/forward.py": [*FORWARD, *QUANTIZED],
@@ -107,7 +108,23 @@ JUDGES = {
         *BACKWARD,
         *DECODE[:2],
     ],
+    "triton_kernels/rows.py": [
+        "tests/backends/test_tiles.py tests/operators/test_varlen.py tests/operators/test_needles.py"
+        ' -k "triton or test_tiles"',
+        "tests/schemes/test_maps.py -k triton",
+        "tests/cache/test_decode.py tests/backends/test_decode_triton.py -k triton",
+        *FORWARD[1:2],
+        *BACKWARD,
+        *DECODE[:2],
+    ],
     "triton_kernels/rotating/rotation.py": [
+        *FORWARD[:1],
+        "tests/schemes/test_maps.py tests/schemes/test_first_channel.py -k triton",
+        *BACKWARD[:1],
+        *QUANTIZED,
+        *DECODE[:2],
+    ],
+    "triton_kernels/rotating/pairs.py": [
         *FORWARD[:1],
         "tests/schemes/test_maps.py tests/schemes/test_first_channel.py -k triton",
         *BACKWARD[:1],
@@ -123,6 +140,7 @@ JUDGES = {
     "triton_kernels/kv_cache.py": DECODE,
     "triton_kernels/rotating/rotate.py": [*ROTATED, *DECODE[:1], *FORWARD[:1]],
     "triton_kernels/cached/explicit_positions.py": PLACED,
+    "triton_kernels/cached/placing.py": PLACED,
     "triton_kernels/cached/stored_positions.py": PLACED[::-1],
     "triton_kernels/quantized.py": QUANTIZED,
     "triton_kernels/rotating/channels.py": [

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ..tiles import band_keys, head_view, load_rows, skip_rows, tile_offsets
+from ..rows import band_keys, head_view, load_rows, skip_rows, tile_offsets
 
 
 class SplitView(NamedTuple):

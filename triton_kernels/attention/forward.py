@@ -25,7 +25,22 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ..rotating.rotation import CosSinTable, key_channels, load_rotated_hidden, query_scale
+from ..rotating.pairs import key_channels
+from ..rotating.rotation import CosSinTable, load_rotated_hidden, query_scale
+from ..rows import (
+    HeadView,
+    add_weighted_rows,
+    existing_rows,
+    head_view,
+    pack_pairs,
+    row_exists,
+    row_products,
+    store_values,
+    tile_rows,
+    unpack_pairs,
+    value_channels,
+    zero_parts,
+)
 from ..softmax import (
     SoftmaxState,
     add_values,
@@ -37,27 +52,15 @@ from ..softmax import (
     tile_weights,
 )
 from ..tiles import (
-    HeadView,
-    add_weighted_rows,
     edge_count,
     edge_tile,
-    existing_rows,
     find_sequence,
-    head_view,
     is_visible,
     load_band,
     lse_offset,
-    pack_pairs,
     packed_row,
     query_program,
-    row_exists,
-    row_products,
-    store_values,
-    tile_rows,
-    unpack_pairs,
-    value_channels,
     visible_keys,
-    zero_parts,
 )
 from .keys import (
     CachedKeys,

@@ -11,17 +11,9 @@ import triton.language as tl
 
 from ..kv_cache import load_page, row_in_page, valid_page
 from ..quantized import load_scales, scale_values, scale_view
-from ..rotating.rotation import load_keys
-from ..tiles import (
-    clamp_rows,
-    edge_tile,
-    key_tiles,
-    load_cached_values,
-    page_offsets,
-    prefetch_rows,
-    skip_rows,
-    tile_offsets,
-)
+from ..rotating.pairs import load_keys
+from ..rows import clamp_rows, load_cached_values, page_offsets, prefetch_rows, skip_rows, tile_offsets
+from ..tiles import edge_tile, key_tiles
 from .copies import SplitView, band_rows, is_split, load_band_parts, load_paged_parts, skip_band_rows
 
 

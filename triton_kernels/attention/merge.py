@@ -3,8 +3,9 @@
 import triton
 import triton.language as tl
 
+from ..rows import head_view, load_values, tile_offsets
 from ..softmax import LOG2_E
-from ..tiles import head_program, head_view, load_values, lse_offset, tile_offsets
+from ..tiles import head_program, lse_offset
 
 
 @triton.jit(do_not_specialize=["first", "rows", "seqlen", "heads"])

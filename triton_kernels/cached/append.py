@@ -6,7 +6,8 @@ import triton.language as tl
 from ..arguments import decode_int, decode_int64, token_offsets
 from ..kv_cache import clamp, load_page, row_in_page
 from ..quantized import store_codes
-from ..tiles import load_rows, load_values, row_program, sequence_rows
+from ..rows import load_rows, load_values
+from ..tiles import row_program, sequence_rows
 
 
 @triton.jit

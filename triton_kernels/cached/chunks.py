@@ -10,8 +10,9 @@ import triton.language as tl
 from ..arguments import decode_int
 from ..attention.forward import attend_bands, query_tile, store_result
 from ..attention.keys import CachedKeys, CopiedKeys, Keys, key_scales
-from ..rotating.rotation import key_channels
-from ..tiles import copied_keys, find_cached_sequence, head_view, packed_row, query_program, value_channels
+from ..rotating.pairs import key_channels
+from ..rows import head_view, value_channels
+from ..tiles import copied_keys, find_cached_sequence, packed_row, query_program
 
 
 @triton.jit(do_not_specialize=["seqlen_q", "rows_copied", "max_seqlen_q", "table_rows", "heads_q", "heads_kv"])

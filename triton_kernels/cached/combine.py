@@ -7,8 +7,9 @@ import triton.language as tl
 
 from ..quantized import join_columns
 from ..rotating.channels import shared_channels
+from ..rows import value_channels
 from ..softmax import LN_2, LOG2_E, finish_softmax
-from ..tiles import sequence_rows, value_channels
+from ..tiles import sequence_rows
 from .shares import BEGINNING, CUT_FIELDS
 
 

@@ -22,7 +22,9 @@ from ..arguments import decode_int, token_offsets
 from ..attention.keys import CachedKeys, key_scales, scale_scores, scale_weights
 from ..quantized import value_parts
 from ..rotating.channels import shared_channels
-from ..rotating.rotation import CosSinTable, join_pairs, load_tile_map
+from ..rotating.pairs import join_pairs
+from ..rotating.rotation import CosSinTable, load_tile_map
+from ..rows import float_value_parts, head_view, row_products
 from ..softmax import (
     SoftmaxState,
     add_values,
@@ -32,7 +34,7 @@ from ..softmax import (
     start_group_softmax,
     start_softmax,
 )
-from ..tiles import find_cached_sequence, float_value_parts, head_view, key_tiles, load_band, row_products
+from ..tiles import find_cached_sequence, key_tiles, load_band
 from .combine import store_nothing, store_piece, store_segment, store_split
 from .decode_keys import (
     KeySource,

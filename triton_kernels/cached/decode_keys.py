@@ -18,18 +18,10 @@ import triton.language as tl
 from ..kv_cache import load_page, row_in_page, valid_page
 from ..quantized import key_parts, load_words, value_parts
 from ..rotating.channels import load_raw_parts, load_rotated_parts
-from ..rotating.rotation import (
-    as_pairs,
-    load_cos_sin,
-    load_cos_sin_from,
-    load_key_pairs,
-    load_key_words,
-    load_pair_tiles,
-    load_pairs,
-    mapped_start,
-    rotate,
-)
-from ..tiles import TileRows, clamp_rows, load_cached_values, page_offsets, sees_columns, value_channels
+from ..rotating.pairs import as_pairs, load_key_pairs, load_key_words, load_pair_tiles, load_pairs
+from ..rotating.rotation import load_cos_sin, load_cos_sin_from, mapped_start, rotate
+from ..rows import TileRows, clamp_rows, load_cached_values, page_offsets, value_channels
+from ..tiles import sees_columns
 from .explicit_positions import explicit_key_cos_sin, load_tile_entries, sees, tile_places
 
 

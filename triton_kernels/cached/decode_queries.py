@@ -7,8 +7,10 @@ import triton.language as tl
 
 from ..quantized import key_parts, split_columns
 from ..rotating.channels import load_query_parts
-from ..rotating.rotation import join_hidden, load_cos_sin_at, load_pairs, query_scale
-from ..tiles import clamp_rows, visible_keys
+from ..rotating.pairs import load_pairs
+from ..rotating.rotation import join_hidden, load_cos_sin_at, query_scale
+from ..rows import clamp_rows
+from ..tiles import visible_keys
 from .decode_keys import load_pair_weights, rotate_pairs
 from .explicit_positions import explicit_keys, explicit_query_cos_sin, load_query_position, load_token
 from .stored_positions import as_float

@@ -12,7 +12,8 @@ gives both products the same shared memory.
 import triton
 import triton.language as tl
 
-from .rotation import as_pairs, pair_tile_channels, rotate
+from .pairs import as_pairs, pair_tile_channels
+from .rotation import rotate
 
 
 @triton.jit

@@ -11,30 +11,11 @@ import triton.language as tl
 
 from ..arguments import decode_int
 from ..kv_cache import load_page, row_in_page, valid_page
-from ..tiles import (
-    TileRows,
-    copied_keys,
-    existing_rows,
-    find_cached_sequence,
-    head_view,
-    packed_row,
-    page_offsets,
-    row_program,
-    sequence_rows,
-    store_channels,
-    tile_offsets,
-    tile_rows,
-)
+from ..rows import TileRows, existing_rows, head_view, page_offsets, store_channels, tile_offsets, tile_rows
+from ..tiles import copied_keys, find_cached_sequence, packed_row, row_program, sequence_rows
 from .channels import load_part, operand_tiles
-from .rotation import (
-    CosSinTable,
-    join_pairs,
-    load_cos_sin,
-    load_key_pairs,
-    query_scale,
-    rotate,
-    store_pairs,
-)
+from .pairs import join_pairs, load_key_pairs, store_pairs
+from .rotation import CosSinTable, load_cos_sin, query_scale, rotate
 
 
 @triton.jit

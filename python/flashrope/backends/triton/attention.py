@@ -23,13 +23,9 @@ from ...triton_kernels.arguments import (
     pair_ranges,
     tensor_view,
 )
-from ...triton_kernels.attention.backward import (
-    attention_finish_grad_q,
-    attention_grad_kv,
-    attention_grad_q,
-    attention_statistics,
-)
+from ...triton_kernels.attention.backward import attention_grad_kv, attention_statistics
 from ...triton_kernels.attention.forward import attention_forward
+from ...triton_kernels.attention.grad_q import attention_finish_grad_q, attention_grad_q
 from ...triton_kernels.rotating.rotate import rotate_rows
 from . import launcher
 from .accumulators import held_once

@@ -26,7 +26,8 @@ from ...triton_kernels.arguments import (
 from ...triton_kernels.cached.chunks import attention_chunks
 from ...triton_kernels.cached.combine import combine_shares, combine_splits
 from ...triton_kernels.cached.decode import attention_decode
-from ...triton_kernels.cached.explicit_positions import ENTRY_FIELDS, TOKEN_FIELDS, place_slots, place_tokens
+from ...triton_kernels.cached.explicit_positions import ENTRY_FIELDS, TOKEN_FIELDS
+from ...triton_kernels.cached.placing import place_slots, place_tokens
 from ...triton_kernels.cached.shares import plan_shares
 from ...triton_kernels.configs import Tile
 from ...triton_kernels.rotating.channels import holds_values
