@@ -1,9 +1,9 @@
-"""Continues the pretraining of a Llama with HoPE, or with CoPE and then HoPE, in Hugging Face's Trainer: packed
-documents, bfloat16, gradient checkpointing, checkpoints to resume from, and at the end a folder to push. This file is
-self-contained: copy it and change it.
+"""Continues the pretraining of a Llama in Hugging Face's Trainer, under its own scheme, HoPE, CoPE, or CoPE and then
+HoPE: packed documents, bfloat16, gradient checkpointing, checkpoints to resume from, and at the end a folder to push.
+This file is self-contained: copy it and change it.
 
-    python train_hf.py --model meta-llama/Llama-3.2-1B --text my_texts/ --length 8192 --train-length 8192
-    accelerate launch --config_file train_hf_fsdp2.yaml train_hf.py --model meta-llama/Llama-3.2-1B --text my_texts/
+    python train_hf.py --model meta-llama/Llama-3.2-1B --text my_texts/ --length 8192
+    accelerate launch --config_file train_hf_fsdp2.yaml train_hf.py --model MODEL --text my_texts/ --length 8192
     python train_hf.py --device cpu --steps 20  # a random byte-level model of two layers, to try the script
 
 The script works for Llama and for every other family with a number in the column "packed" of docs/families.md.
@@ -148,7 +148,13 @@ def cut(documents: list[bytes], tokenizer, length: int) -> list[dict]:
 
 
 def choose_lengths(args: argparse.Namespace, trained: int) -> None:
-    """Fills in each of the three lengths that is not given. trained: the model's max_position_embeddings."""
+    """Fills in each of the three lengths that is not given. trained: the model's max_position_embeddings. Raises
+    BadInput."""
+    if args.model is not None and args.length is None:
+        raise BadInput(
+            f"--length: expected the longest sample in tokens, got none; the model's max_position_embeddings, "
+            f"{trained}, may be more than fits into memory"
+        )
     args.length = args.length or trained
     args.train_length = args.train_length or max(trained, args.length)
     args.max_positions = args.max_positions or max(trained, args.length)
@@ -245,10 +251,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", help="a checkpoint, by folder or name; default: a tiny random model over bytes")
     parser.add_argument("--text", metavar="PATH", help="a file, or a folder with one document per file")
     parser.add_argument("--out", metavar="DIR", default="runs/hf", help="checkpoints, and the model in DIR/model")
-    parser.add_argument("--scheme", choices=("hope", "cope-hope", "cope", "own"), default="hope", help="own: unchanged")
+    parser.add_argument(
+        "--scheme", choices=("hope", "cope-hope", "cope", "own"), default="own", help="default: own, the model's"
+    )
     parser.add_argument("--cope-steps", type=positive, help="steps under CoPE before HoPE; default: half of --steps")
     of_model = "default: the model's max_position_embeddings"
-    parser.add_argument("--length", type=positive, help=f"longest sample, in tokens; {of_model}")
+    parser.add_argument("--length", type=positive, help="longest sample, in tokens; required with --model")
     parser.add_argument(
         "--train-length", type=positive, help=f"train length of HoPE and CoPE, in tokens; {of_model}, at least --length"
     )

@@ -155,6 +155,15 @@ def test_bad_options_are_refused_by_name(example, tmp_path, capsys, more, messag
     assert message in capsys.readouterr().err
 
 
+def test_the_longest_sample_of_a_checkpoint_must_be_given(example, trained, tmp_path, capsys):
+    """A model for long texts has a max_position_embeddings that no sample should have by accident."""
+    assert example.main(options(tmp_path, "--model", str(trained / "model"))) == 2
+    assert (
+        f"--length: expected the longest sample in tokens, got none; the model's max_position_embeddings, {LENGTH}"
+        in (capsys.readouterr().err)
+    )
+
+
 def test_other_settings_do_not_resume(example, trained, capsys):
     assert example.main(options(trained, "--length", "32")) == 2
     error = capsys.readouterr().err
