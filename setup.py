@@ -2,8 +2,8 @@
 
 csrc/cpu/build.py compiles the CPU kernels for Linux with the C++ compiler (CXX, default c++). The kernels depend only
 on libc and libstdc++, so one wheel serves every Python 3. The wheel is tagged manylinux_2_28 if it needs no newer
-versions of these libraries. A cross compiler in CXX makes a wheel for another machine (docs/releasing.md). Without a
-compiler the installation succeeds without the kernels, and the wheel serves every platform.
+versions of these libraries. A cross compiler in CXX makes a wheel for another machine (docs/dev/releasing.md). Without
+a compiler the installation succeeds without the kernels, and the wheel serves every platform.
 
 FLASHROPE_BUILD_CUDA=1 builds the CUDA extension of csrc/ too. The build environment (pip install --no-build-isolation)
 then needs nvcc, a C++ compiler, ninja, pybind11, and the headers of torch: any torch from 2.11 on, with or without

@@ -5,7 +5,7 @@ set -uo pipefail
 usage() {
   cat <<'TEXT'
 Tests and measures flashrope on a GPU, in steps, and leaves one file to attach to an issue
-(the address is under [project.urls] in pyproject.toml).
+(pyproject.toml will have the address under [project.urls]; the project has no public address yet).
 
   bench/on_gpu.sh [-t MINUTES] [-o FOLDER] [-p FOLDER] [-r REVISION] [first] [second] [STEP ...]
 
@@ -318,8 +318,7 @@ pack
 echo
 cat "$run/summary.txt"
 echo
-issues=$(sed -n 's/^Issues = "\(.*\)"$/\1/p' pyproject.toml)
-echo "Attach this file to an issue at $issues: $folder/$name.tgz"
+echo "Attach this file to an issue: $folder/$name.tgz"
 echo
 cat "$run/table.txt"
 exit "$failed"

@@ -1,9 +1,9 @@
 """Measures how much reused chunks and forgotten tokens raise the loss, for the table and the figure of
-docs/reused/README.md.
+bench/results/reused/README.md.
 
     python -m experiments loss --preset loss --device cpu --threads 1
-    python -m experiments.reused_loss runs/experiments-loss/models/rope-L256-s[0-4].safetensors --out docs/reused \\
-        --threads 1
+    python -m experiments.reused_loss runs/experiments-loss/models/rope-L256-s[0-4].safetensors --threads 1 \\
+        --out bench/results/reused
 
 In the first measurement a text is read in chunks that do not attend to each other. ``PagedKVCache.extend`` joins the
 chunks, and the model predicts the bytes after them. Optionally the first bytes of every chunk are computed again with

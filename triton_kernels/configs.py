@@ -44,7 +44,7 @@ def by_block_d(*tiles: tuple[int, ...]) -> dict[int, Tile]:
 # Tiles by block_d, the power of two that holds head_dim. If a scheme has several bands, a "banded" entry replaces the
 # entry of its direction, because rotating between bands takes registers. Two tiles have been timed: with
 # one band and 128 channels, sm90's "forward" is the fastest of 24 on an H200 beyond 8,192 keys, and "forward short" is
-# the fastest up to there (docs/measured.md).
+# the fastest up to there (docs/speed.md).
 # For 64 and more channels, the tiles of "sm80" and "sm86" were ranked by the issue model (python -m bench model). Each
 # is the best among tiles of similar sizes. The tiles of "sm90" were ranked by instructions per needed product. Needed
 # products are the products of tensor cores, without those of padding and without repetitions in other warps. Some tiles
@@ -182,7 +182,7 @@ OTHER_V["sm120"]["grad_kv"] = OTHER_V["sm86"]["grad_kv"] | {(64, 128): Tile(32, 
 # atomics. The entries hold for 16-bit types if v has the head_dim of q. The issue model predicts that this backward is
 # faster than the one with seven products, at 512 to 128k tokens, with one and two bands. For "sm90" the model only
 # shows fewer instructions. An H200 was faster with five products at head_dim 128: 387 against 315 TFLOP/s, forward and
-# backward (docs/measured.md). The other entries are not timed on a GPU yet.
+# backward (docs/speed.md). The other entries are not timed on a GPU yet.
 ATOMIC_WIDTHS = {"sm80": (64, 128, 512), "sm86": (64, 128, 512), "sm90": (64, 128, 512), "sm100": (64, 128)}
 ATOMIC_WIDTHS["sm120"] = ATOMIC_WIDTHS["sm86"]
 SCORE_WIDTHS = {name: (64, 128) for name in ("sm80", "sm86", "sm90", "sm100", "sm120")}  # see storing_is_faster
@@ -354,9 +354,9 @@ def key_groups(
     """Returns ``Variant.key_groups`` for keys that the decode kernel loads in 16 bits and as whole heads.
 
     With one group, all warps of a block share the softmax of a tile, so they wait for each other several times per
-    tile. With as many groups as warps they do not. Every warp then takes the smallest tile of keys. docs/tuning.md says
-    what groups gain, and why other calls have one group. Neither pages nor padding decide, because they change no bit
-    of a result. block_d: the larger one of keys and values. weighted: keys have weights.
+    tile. With as many groups as warps they do not. Every warp then takes the smallest tile of keys. docs/dev/tiles.md
+    says what groups gain, and why other calls have one group. Neither pages nor padding decide, because they change no
+    bit of a result. block_d: the larger one of keys and values. weighted: keys have weights.
     """
     fits = tile.block_m == SMALLEST_TILE and tile.block_n == SMALLEST_TILE * tile.num_warps
     name = family(capability)

@@ -7,8 +7,8 @@ noticed.
 
     python -m tests.mutants --rooms kernels,cache --count 100 --csv mutants.csv   (skips what is in the file)
     python -m tests.mutants --site "triton_kernels/cached/decode.py attend_block constant 3"
-    python -m tests.mutants --known --seconds 60      (mutants of docs/mutants/results.csv that were noticed)
-    python -m tests.mutants --publish mutants.csv     (into docs/mutants)
+    python -m tests.mutants --known --seconds 60      (mutants of docs/dev/mutants/results.csv that were noticed)
+    python -m tests.mutants --publish mutants.csv     (into docs/dev/mutants)
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ def main() -> int:
     parser.add_argument("--without", default="", help="not those of these rooms")
     parser.add_argument("--only", default="", help="only those whose address contains this")
     parser.add_argument("--site", action="append", metavar="ADDRESS", help="only this one")
-    parser.add_argument("--known", action="store_true", help="only mutants that docs/mutants saw noticed")
+    parser.add_argument("--known", action="store_true", help="only mutants that docs/dev/mutants saw noticed")
     parser.add_argument("--seed", default="0", help="any text, for example a commit's hash (default: 0)")
     parser.add_argument("--count", type=int, help="how many to draw (default: all)")
     parser.add_argument("--seconds", type=float, help="start none after this long")
@@ -196,7 +196,9 @@ def main() -> int:
     parser.add_argument("--least", type=float, default=0, help="percentage killed below which the run fails")
     parser.add_argument("--jobs", type=int, default=1, help="how many at once (default: 1)")
     parser.add_argument("--csv", type=Path, help="a file to add the results to; what it has is not run again")
-    parser.add_argument("--publish", type=Path, metavar="CSV", help="copy a file of results into docs/mutants and exit")
+    parser.add_argument(
+        "--publish", type=Path, metavar="CSV", help="copy a file of results into docs/dev/mutants and exit"
+    )
     args = parser.parse_args()
     if args.publish:
         write(RESULTS, page.merged(read(RESULTS), read(args.publish)))

@@ -1,4 +1,5 @@
-"""Writes the tables of docs/mutants.md, from docs/mutants/results.csv. The text above them is written by hand."""
+"""Writes the tables of docs/dev/mutants.md, from docs/dev/mutants/results.csv. The text above them is
+written by hand."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from collections import Counter
 from .results import INVALID, KILLED, RESULTS, SURVIVED, Row, read
 from .sites import ROOMS, ROOT, room_of
 
-PAGE = ROOT / "docs/mutants.md"
+PAGE = ROOT / "docs/dev/mutants.md"
 TABLES = "## Results"
 NAMES = {
     "kernels": "Triton kernels",

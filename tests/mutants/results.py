@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from .sites import ROOT
 
-RESULTS = ROOT / "docs/mutants/results.csv"
+RESULTS = ROOT / "docs/dev/mutants/results.csv"
 KILLED, SURVIVED, INVALID = "killed", "survived", "does not compile"
 
 

@@ -409,8 +409,8 @@ class PagedKVCache(Cache):
 
         Keys and values of ``other`` were computed without the tokens that now come before them. Except in the first
         layer, the result therefore only approximates one prefill of both sequences, unless ``sequence`` was empty.
-        docs/decoding.md shows how to compute the first tokens of ``other`` again, and docs/reused/README.md says what
-        the approximation costs.
+        docs/caches.md shows how to compute the first tokens of ``other`` again. bench/results/reused/README.md says
+        what the approximation costs.
 
         Raises:
             ValueError: both sequences together exceed max_seqlen or the width of the block table, or the cache holds

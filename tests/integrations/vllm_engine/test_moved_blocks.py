@@ -1,7 +1,7 @@
 """Tests that blocks of raw keys can be reused at other positions. A subclass of vLLM's scheduler finds documents
 anywhere in a prompt.
 
-docs/serving.md says what such a subclass can and cannot do.
+docs/dev/vllm.md says what such a subclass can and cannot do.
 """
 
 import time

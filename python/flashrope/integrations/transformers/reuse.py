@@ -4,7 +4,7 @@ A converted model caches raw keys, which have no position. So the keys and value
 position in a prompt. But the stored keys and values do not depend on the text that precedes the passage in the prompt.
 Two options reduce the error from this: ``prefill_passage`` can prefill a passage after the head of the prompt, and
 ``join_passages`` can recompute the first tokens of a passage after everything that precedes it (EPIC, arXiv
-2410.15332). docs/reused/README.md measures both options.
+2410.15332). bench/results/reused/README.md measures both options.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def prefill_passage(model, input_ids: torch.Tensor, behind: Passage | None = Non
     """Computes the keys and values of a passage, for ``join_passages``.
 
     Use it for texts that many prompts contain, such as retrieved documents. Prefill such texts after the head that all
-    prompts share. docs/reused/README.md measures the gain.
+    prompts share. bench/results/reused/README.md measures the gain.
 
     Example:
         from transformers import AutoModelForCausalLM
