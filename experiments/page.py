@@ -300,7 +300,7 @@ def _span(values: Sequence[int]) -> str:
 
 
 def parameters(name: str) -> int:
-    """Returns how many parameters the experiment's RoPE model has, rounded to two digits."""
+    """Returns how many parameters the experiment's RoPE model has, rounded to two significant digits."""
     settings = results(name)[1]["settings"]
     config = ModelConfig(*(settings[field] for field in ("width", "layers", "heads", "mlp_width", "vocab_size")))
     with torch.device("meta"):

@@ -57,9 +57,9 @@ def without_marks(pieces: tuple[bytes, ...]) -> list[bytes]:
 def practice(train: bytes, length: int, rng: random.Random) -> tuple[bytes, list[int]]:
     """Returns a sample of ``length`` + 1 bytes that ends with a key, and the indices of the digits to predict.
 
-    The key occurs twice in half of the samples, and at least twice in the others. Its last occurrence ends the sample,
-    and all others are at random places of the text. The digits of every occurrence except the first are to be
-    predicted.
+    In half of the samples the key occurs twice. In the others it occurs a random number of times, at least twice. The
+    last occurrence is at the end of the sample, and the others are at random places in the text. The targets are the
+    digits of every occurrence but the first.
     """
     most = (length + 1 + NEEDLE_SIZE - len(QUESTION) - DIGITS) // NEEDLE_SIZE
     needles, key = rng.choice((2, rng.randint(2, most))), rng.choice(PRACTICE_KEYS)

@@ -50,7 +50,7 @@ TAKES = {
     "p-rope": "p",
     "randomized": "s",
 }
-SHARE = 0.75  # default share of pairs that p-RoPE rotates; the paper of p-RoPE trains 0.25 and 0.75
+SHARE = 0.75  # default share of pairs that p-RoPE rotates; its paper trains models with 0.25 and with 0.75
 RANDOM_RANGE = 16.0  # default range of random positions, in training lengths; the longest measured context has 8
 
 Rotaries = Rotary | tuple[Rotary, ...]

@@ -452,9 +452,10 @@ def tile(
 def training_widths(capability: int | str, head_dim: int, head_dim_v: int, itemsize: int) -> tuple[int, ...]:
     """Returns the widths of the tiles into which training divides a head, or () if a head is one tile of block_d.
 
-    Heads of 257 to 448 channels would be padded to 512. The last tile is padded instead. Values of another head_dim
-    are not divided, nor are heads on sm_100 and on AMD's GPUs, where the PTX executor runs no such kernel. In float32,
-    three tiles need more shared memory than a block has on sm_86, sm_89 and sm_120.
+    As one tile, a head of 257 to 448 channels would be padded to 512. In several tiles only the last one is padded. A
+    head is one tile if v has another head_dim, and on sm_100 and AMD's GPUs, where the PTX executor cannot run the
+    kernels. In float32 a head of more than 384 channels is one tile on sm_86, sm_89 and sm_120, where three tiles need
+    more shared memory than a block has.
     """
     if head_dim != head_dim_v or not 256 < head_dim <= 448 or family(capability) in ("sm100", "cdna"):
         return ()

@@ -143,7 +143,7 @@ def decoded(
 
 
 def _transfer(opcode: str) -> float:
-    """Returns in how many clocks the 32 threads of a warp move their data, at 128 bytes per clock."""
+    """Returns how many clocks the 32 threads of a warp need to move their data, at 128 bytes per clock."""
     if opcode.startswith("LDSM"):
         return int(opcode[-1]) if opcode[-1] in "124" else 1
     size = re.search(r"\.[US]?(8|16|64|128)\b", opcode)

@@ -84,8 +84,8 @@ def test_needles(edges):
 
 
 def test_what_is_multiplied_in_bfloat16(counted, monkeypatch):
-    """Only one query token with at least ROWS query heads per key head multiplies in bfloat16. Other calls give bitwise
-    the results of the library for AVX-512."""
+    """Only calls with one query token and at least ROWS query heads per key head multiply in bfloat16. The results of
+    other calls are bitwise equal to those of the library for AVX-512."""
     cases = [
         (dtype, group, queries)
         for dtype in (torch.float32, torch.float16, torch.bfloat16)

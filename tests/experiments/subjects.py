@@ -1,4 +1,4 @@
-"""Provides replacements for models that predict by a rule, and code that the tests of the tasks share."""
+"""Has what the tests of the tasks share: texts, and models that predict by a rule instead of by weights."""
 
 from __future__ import annotations
 

@@ -198,7 +198,8 @@ def test_sixteen_million_cached_tokens_away_is_as_exact(target, scheme, small_ta
 
 @pytest.mark.interpreted(lambda **_: False)
 def test_a_thousand_sequences(exact):
-    """Packs a thousand sequences of 0 to 3 tokens each. Their next tokens are read from a cache of 100,000 pages."""
+    """Packs a thousand sequences of 0 to 3 tokens each. The same sequences, appended to a cache of 100,000 pages, give
+    the same results."""
     target, rotary, lengths = exact, SCHEMES["rerope"](16), [n % 4 for n in range(1000)]
     starts = list(itertools.accumulate(lengths, initial=0))
     q, k, v = (support.random((1, starts[-1], heads, 16), target, 60 + heads)[0] for heads in (4, 2, 2))

@@ -214,8 +214,8 @@ RED_4_OPERANDS = tl.constexpr("=r,=r,=r,=r,l,l,l,l,f,f,f,f")
 
 @triton.jit
 def add_to_sum(ptr, value, PART: tl.constexpr, VARIANT: tl.constexpr):
-    """Adds value, [M, D] or [D, M], to a sum in global memory, in the order described above. PART: the index of its
-    channels in VARIANT.pair_ranges, if there are any."""
+    """Adds value, [M, D] or [D, M], to a sum in global memory that has accumulator order. PART: which of
+    VARIANT.pair_ranges has the channels of value, or 0 if there are no pair_ranges."""
     START: tl.constexpr = 2 * first_pair(VARIANT.pair_ranges, PART)
     ROWS: tl.constexpr = value.shape[0]
     COLUMNS: tl.constexpr = value.shape[1]

@@ -405,8 +405,8 @@ class CachePlan:
                 check_no_gradient(f"layer.{name}", x)
         if self._first_value is not None and layer.first_value != self._first_value:
             raise ValueError(
-                f"layer.v: expected a view of layer.k from channel {self._first_value} on as in the plan, got another "
-                "tensor"
+                f"layer.v: expected a view of layer.k that starts at channel {self._first_value}, as in the plan, got "
+                "another tensor"
             )
 
     def _check_new(self, k, v) -> None:

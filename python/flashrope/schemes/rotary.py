@@ -3,12 +3,12 @@
 Every scheme is a frequency per channel pair, a short list of bands over the distance d = i - j (query position minus
 key position), and a scale on the query:
 
-    score(i, j) = softmax_scale * t * logn(i) * (R(slope*i + offset) q_i) . (R(slope*j) k_j)   in the band that holds d
+    score(i, j) = softmax_scale * t * logn(i) * (R(slope*i + offset) q_i) . (R(slope*j) k_j)
 
-R(p) rotates pair m by the angle p * inv_freq[m]. A pair with inv_freq[m] = 0 does not rotate. ``log_steps_scale``
-replaces logn(i) by another function. ``rotated_scale`` multiplies only the part of the score that comes from the
-channels that form pairs. A band may rotate by mapped positions instead of i and j (``bands.Band``). Kernels get only
-these numbers, and not the name of the scheme.
+slope and offset are those of the band that contains d. R(p) rotates pair m by the angle p * inv_freq[m]. A pair with
+inv_freq[m] = 0 does not rotate. ``log_steps_scale`` replaces logn(i) by another function. ``rotated_scale`` multiplies
+only the part of the score that comes from the channels that form pairs. A band may rotate by mapped positions instead
+of i and j (``bands.Band``). Kernels get only these numbers, and not the name of the scheme.
 """
 
 from __future__ import annotations

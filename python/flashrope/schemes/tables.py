@@ -117,8 +117,8 @@ def llama3_table(
     """Returns Llama 3.1's table. A pair's frequency depends on the number of turns that it makes over the training
     length.
 
-    Below low turns, the frequency is divided by factor. Above high turns, it does not change. In between, the frequency
-    is interpolated linearly in the number of turns.
+    A pair with fewer than ``low`` turns has its frequency divided by ``factor``. A pair with more than ``high`` turns
+    keeps its frequency. Between them, the result is interpolated linearly in the number of turns.
     """
     found = []
     for f in frequencies:
