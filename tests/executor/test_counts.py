@@ -217,7 +217,7 @@ def test_quantized_keys_that_do_not_rotate_are_read_once(machine):
 def test_instructions_a_byte_of_the_cache(machine, paged):
     """Decoding executes few enough instructions per byte of the cache. If every key is rotated, decoding is limited
     by instructions, not by memory. Blocks of 8 warps would take 0.126 instructions per byte, and a page lookup for
-    every key 0.158. With groups of keys, as on sm_90, it executes 0.121 over pages."""
+    every key 0.158. With groups of keys, as on sm_90, decoding over pages takes 0.121."""
     assert instructions_a_byte(Rotary.rope(128), paged, 512) <= (0.122 if paged else 0.117)
 
 

@@ -134,7 +134,7 @@ def attention_statistics(
 
 
 # ---- dK and dV
-# A tile of rows, such as [BN, D], is a tuple that holds one tile, or one tile for each of VARIANT.pair_ranges.
+# A tile of rows, such as [BN, D], is a tuple: of one tile, or of one tile for each of VARIANT.pair_ranges.
 
 
 class GradKV(NamedTuple):

@@ -30,8 +30,8 @@ SETUP = tl.constexpr(2)
 SHARE_FIELDS = tl.constexpr(2)  # the first piece of a share, the number of its pieces
 PIECE_FIELDS = tl.constexpr(6)  # sequence, key head, query tile, first key tile, last key tile + 1, which piece (below)
 WHOLE, BEGINNING, REST = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # says which piece of its segment a piece is
-# The number of pieces of the segment that begins in a share and ends after it, or 0. Then its sequence, key head and
-# tile of query rows.
+# A share may end within a segment. The first field is the number of pieces of that segment, or 0 if there is none. The
+# others are the segment's sequence, key head and tile of query rows.
 CUT_FIELDS = tl.constexpr(4)
 
 

@@ -55,7 +55,8 @@ def attention(
 ):
     """Computes softmax attention over raw q, k and v, and rotates queries and keys by the scheme.
 
-    The Triton kernels rotate queries in registers, and keys once into a copy that the backward reads again.
+    "Fused" means that the Triton kernels rotate queries in registers, and keys once into a copy that the backward
+    reuses.
 
     Use it in training, and for a prefill without a cache. For packed sequences of different lengths, use
     ``attention_varlen``. To keep the keys for later tokens, use ``KVCache`` or ``attention_with_cache``. Gradients are
