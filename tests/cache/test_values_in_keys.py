@@ -101,7 +101,9 @@ def test_plans(target):
     with pytest.raises(ValueError, match=r"^v: expected None, because layer\.v is a view of channels of layer\.k"):
         plan.append(layer, k, k)
     other = layer._replace(v=layer.k[..., 8:48])
-    with pytest.raises(ValueError, match=r"^layer\.v: expected a view of layer\.k from channel 0 on as in the plan"):
+    with pytest.raises(
+        ValueError, match=r"^layer\.v: expected a view of layer\.k that starts at channel 0, as in the plan"
+    ):
         plan.attend(call.q, other)
 
 

@@ -21,7 +21,8 @@ PANEL = tl.constexpr(configs.PANEL_ROWS * configs.PANEL_KEYS)  # elements
 
 
 class Matrix(NamedTuple):
-    """The gradients of one head's scores. ptr: pointer to the first panel. width, growth: as above."""
+    """The gradients of one head's scores. ptr: pointer to the first panel. width: panels in the first row of panels.
+    growth: how many panels every row has more than the row before it."""
 
     ptr: object
     width: object

@@ -48,7 +48,7 @@ _on_amd = threading.RLock()  # Triton's settings are shared by all threads of th
 @contextlib.contextmanager
 def compiling() -> Iterator[None]:
     """Returns a context in which Triton compiles a kernel. For AMD's GPUs the context turns off buffer operations,
-    because the pass that introduces them fails on these kernels (docs/kernels.md)."""
+    because the pass that introduces them fails on these kernels (docs/dev/targets.md)."""
     if triton.runtime.driver.active.get_current_target().backend != "hip":
         yield
         return
