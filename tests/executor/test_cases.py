@@ -21,7 +21,7 @@ from flashrope.triton_kernels import configs
 from support import SCHEMES
 
 BF16, FP16, FP32 = (support.Target("triton", dtype, "cpu") for dtype in (torch.bfloat16, torch.float16, torch.float32))
-TEXT = pathlib.Path(__file__).parents[2] / "docs" / "dev" / "executor.md"
+TEXT = pathlib.Path(__file__).parent / "machine" / "README.md"
 SCALES = {
     "steps": lambda head_dim: Rotary.hope(head_dim, 60).rectify(21, 4.0).log_steps(7, 0.5),
     "length": lambda head_dim: dataclasses.replace(SCALES["steps"](head_dim), length_scale=30.0),
@@ -187,11 +187,11 @@ def test_triton_fences_no_cp_async_before_wgmma(machine, arch):
 
 
 def test_the_code_of_its_page_runs(arch, capsys):
-    """The code of docs/dev/executor.md runs. The tests of the other pages leave this page out."""
+    """The code of machine/README.md runs. The tests of the other pages leave this page out."""
     (block,) = re.findall(r"^```py\n(.*?)^```", TEXT.read_text(), re.DOTALL | re.MULTILINE)
-    q, k, v = (torch.randn(1, 100, 1, 64).bfloat16() for _ in range(3))
-    exec(block.replace("arch=90", f"arch={arch}"), {"q": q, "k": k, "v": v, "rotary": ROPE, "attention": attention})
-    assert "attention_forward" in capsys.readouterr().out
+    tiles = dict(zip("abc", torch.randn(3, 1, 64, 64).bfloat16(), strict=True), n=1)
+    exec(block.replace("arch=90", f"arch={arch}"), {"kernel": product, "grid": (1,), **tiles})
+    assert "product" in capsys.readouterr().out
 
 
 # ---- decoding

@@ -185,7 +185,7 @@ def test_what_is_shipped_is_under_one_licence():
     shipped = [path for room in ("python", "triton_kernels", "csrc") for path in (ROOT / room).rglob("*")]
     shipped = [path for path in shipped if path.name != "build.json"]  # the installation writes build.json
     kinds = {path.suffix for path in shipped if path.is_file() and "__pycache__" not in path.parts}
-    assert kinds - {".pyc"} <= {".py", ".typed", ".cpp", ".cu", ".h", ".cuh", ".so"} | {""}
+    assert kinds - {".pyc"} <= {".py", ".typed", ".cpp", ".cu", ".h", ".cuh", ".so", ".md"} | {""}
     foreign = re.compile(r"SPDX-License-Identifier: (?!Apache-2\.0)|Copyright (\(c\)|©) |All rights reserved", re.I)
     assert not [
         path
