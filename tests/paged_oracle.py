@@ -112,11 +112,19 @@ def visible(cache: PagedKVCache, names: list[int]) -> dict[int, list[tuple[int, 
     return found
 
 
+Counts = int | list[int]  # new tokens of every sequence, or of each sequence, whose tensors are then packed
+
+
+def by_sequence(x: torch.Tensor, counts: Counts, dim: int, packed_dim: int) -> Sequence[torch.Tensor]:
+    """Returns the rows of each sequence. dim: the dimension of sequences. packed_dim: that of packed rows."""
+    return x.unbind(dim) if isinstance(counts, int) else x.split(counts, packed_dim)
+
+
 class Held:
     """A ``PagedKVCache`` with a scheme for every layer, and the tokens that each of its sequences should hold.
 
-    The cache is filled with NaN at first. queries: how many of a sequence's new tokens attend, at most.
-    roundings: see ``support.check_budget``.
+    The cache is filled with NaN at first. queries: how many of a sequence's new tokens attend, at most. Packed tokens
+    all attend. roundings: see ``support.check_budget``.
     """
 
     def __init__(self, target, pages, page_size, heads, schemes, seed=0, queries=2, roundings=1, **options):
@@ -137,52 +145,73 @@ class Held:
         shape = len(self.schemes), batch, seqlen, heads, self.schemes[0].head_dim
         return torch.randn(shape, generator=self.generator, device="cpu").to(self.target.device, self.target.dtype)
 
+    def new_rows(self, names: list[int], counts: Counts, heads: int) -> torch.Tensor:
+        """Returns random rows (layers, sequences, count, heads, head_dim), or packed (layers, total, heads, ...)."""
+        if isinstance(counts, int):
+            return self.new(len(names), counts, heads)
+        return self.new(1, sum(counts), heads)[:, 0]
+
+    def new_keys(self, names: list[int], counts: Counts) -> tuple[torch.Tensor, torch.Tensor, list]:
+        """Returns random keys, their values, and for each layer the values to pass to the cache."""
+        k = self.new_rows(names, counts, self.heads[1])
+        if self.cache.values is not None:
+            return k, k[..., self.cache.values], [None] * len(k)
+        v = self.new_rows(names, counts, self.heads[1])
+        return k, v, list(v)
+
     def kept(self, x: torch.Tensor) -> torch.Tensor:
         return support.kept(x, self.cache.cache_dtype)
 
     # ---- tokens
 
-    def write(self, names: list[int], count: int, leftpad: list[int] | None = None, fails: bool = False) -> None:
+    def write(self, names: list[int], counts: Counts, leftpad: list[int] | None = None, fails: bool = False) -> None:
         """Appends tokens in one step, attends with the last of them in every layer, and checks the results.
 
-        fails: the step ends in an error after all layers have written.
+        fails: the step ends in an error after one of the layers has written.
         """
-        k, v = (self.new(len(names), count, self.heads[1]) for _ in "kv")
-        q = self.new(len(names), max(min(count, self.queries), 1), self.heads[0])
+        k, v, given = self.new_keys(names, counts)
+        queries = max(min(counts, self.queries), 1) if isinstance(counts, int) else counts
+        q = self.new_rows(names, queries, self.heads[0])
         options = dict(return_lse=True, impl=self.target.of_any_positions, validate=leftpad is None)
+        last = int(torch.randint(len(self.schemes), (), generator=self.generator, device="cpu"))
         if len(self.schemes) == 1 and not fails:
-            results = [self.cache.attend(names, q[0], self.schemes[0], k[0], v[0], leftpad=leftpad, **options)]
+            options["seqlen_new"] = None if isinstance(counts, int) else counts
+            results = [self.cache.attend(names, q[0], self.schemes[0], k[0], given[0], leftpad=leftpad, **options)]
         else:
-            with contextlib.suppress(KeyboardInterrupt), self.cache.step(names, count, leftpad) as step:
-                results = [step.attend(q[n], x, k[n], v[n], layer=n, **options) for n, x in enumerate(self.schemes)]
-                if fails:
-                    raise KeyboardInterrupt
+            results = []
+            with contextlib.suppress(KeyboardInterrupt), self.cache.step(names, counts, leftpad) as step:
+                for n, x in enumerate(self.schemes):
+                    results.append(step.attend(q[n], x, k[n], given[n], layer=n, **options))
+                    if fails and n == last:
+                        raise KeyboardInterrupt
         if not fails:
-            self.written(names, k, v, leftpad)
-            self.compare(names, q, results)
+            self.written(names, k, v, leftpad, counts)
+            self.compare(names, q, results, counts)
 
-    def written(self, names: list[int], k, v, leftpad: list[int] | None = None) -> None:
-        """Adds new tokens (layers, batch, seqlen, heads_kv, head_dim) to the model. The first leftpad tokens of a
-        sequence are padding."""
-        for b, name in enumerate(names):
+    def written(self, names: list[int], k, v, leftpad: list[int] | None = None, counts: Counts = 0) -> None:
+        """Adds new tokens to the model. The first leftpad tokens of a sequence are padding. counts: a list if k and v
+        are packed (layers, total, heads_kv, head_dim)."""
+        each = (by_sequence(x, counts, 1, 1) for x in (k, v))
+        for b, (name, own_k, own_v) in enumerate(zip(names, *each, strict=True)):
             pad = leftpad[b] if leftpad and not self.tokens[name].positions else 0
-            pad = min(max(pad - self.padding[name], 0), k.shape[2])
-            rows = [self.kept(x[:, b, pad:]) for x in (k, v)]
-            self.tokens[name] = self.tokens[name].followed_by(*rows, range(k.shape[2] - pad))
+            pad = min(max(pad - self.padding[name], 0), own_k.shape[1])
+            rows = [self.kept(x[:, pad:]) for x in (own_k, own_v)]
+            self.tokens[name] = self.tokens[name].followed_by(*rows, range(own_k.shape[1] - pad))
             self.padding[name] += pad
 
-    def compare(self, names: list[int], q: torch.Tensor, results) -> None:
-        """Checks (out, lse) of every layer against the error budget."""
-        rows = q.shape[2]
-        for b, name in enumerate(names):
-            tokens, own = self.tokens[name], slice(b, b + 1)
-            if tokens.moved and len(tokens.positions) < rows:
+    def compare(self, names: list[int], q: torch.Tensor, results, counts: Counts = 0) -> None:
+        """Checks (out, lse) of every layer against the error budget. counts: a list if q is packed."""
+        outs = [by_sequence(out, counts, 0, 0) for out, _ in results]
+        lses = [by_sequence(lse, counts, 0, 1) for _, lse in results]
+        for b, (name, queries) in enumerate(zip(names, by_sequence(q, counts, 1, 1), strict=True)):
+            tokens, rows = self.tokens[name], queries.shape[1]
+            if not rows or tokens.moved and len(tokens.positions) < rows:
                 continue  # queries before the first key have no position
-            for n, (out, lse) in enumerate(results):
+            for n in range(len(results)):
                 k, v = tokens.k[n, None], tokens.v[n, None]
-                p = support.Problem(q[n, own], k, v, self.schemes[n], places=tokens.places(rows))
-                p = p.replace(grad_out=torch.zeros_like(p.q), grad_lse=torch.zeros_like(lse[own]))
-                got = {"out": out[own], "lse": lse[own]}
+                p = support.Problem(queries[n, None], k, v, self.schemes[n], places=tokens.places(rows))
+                got = {"out": outs[n][b][None], "lse": lses[n][b][None]}
+                p = p.replace(grad_out=torch.zeros_like(got["out"]), grad_lse=torch.zeros_like(got["lse"]))
                 ratios = support.check_budget(got, p, self.target.dtype, f"sequence {name}: ", self.roundings)
                 self.worst = max(self.worst, *ratios.values())
 
@@ -207,8 +236,8 @@ class Held:
 
     def allocate(self, length: int = 0) -> int:
         name = self.cache.allocate(length)
-        nothing = self.kept(self.new(1, 0, self.heads[1])[:, 0])
-        self.tokens[name], self.padding[name] = Tokens([], nothing, nothing), 0
+        nothing = [self.kept(x[:, 0]) for x in self.new_keys([name], 0)[:2]]
+        self.tokens[name], self.padding[name] = Tokens([], *nothing), 0
         return name
 
     def sequence(self, count: int) -> int:

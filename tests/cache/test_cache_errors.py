@@ -135,7 +135,7 @@ REFUSED = {
     "a slot twice": (lambda: varlen_cached(slot_mapping=int32(*[7] * 9), validate=True), V, "slot_mapping: token 1",
                      "a slot of its own", "got 7, the slot of token 0"),
     # caches
-    "a dtype by name": (lambda: rows(dtype="bfloat16"), T, "dtype", "float16, bfloat16, float32", "got bfloat16"),
+    "a dtype by name": (lambda: rows(dtype="bfloat16"), T, "dtype", "float16, bfloat16, float32", "got 'bfloat16'"),
     "a device called gpu": (lambda: rows(device="gpu"), V, "device", "a torch.device, its name or No", "'gpu'"),
     "no capacity": (lambda: rows(capacity=0), V, "capacity", "at least 1", "got 0"),
     "rotary forgotten": (lambda: rows().attend(ONE, NEW, NEW), T, "v", "a tensor", "NoneType"),

@@ -10,8 +10,9 @@ import torch
 
 from ..calls.cache_tables import CacheTables
 from ..schemes.rotary import Rotary
+from .new_tokens import NewTokens, check_integer, check_padding, check_queries
 from .step import Step
-from .storage import Cache, OpenStep, check_integer, check_padding, check_queries, count_new, describe, upload
+from .storage import Cache, OpenStep, describe, upload
 
 
 class KVCache(Cache):
@@ -126,11 +127,12 @@ class KVCache(Cache):
         """Returns the left padding of every sequence. Does not wait for the device."""
         return list(self._padding)
 
-    def step(self, seqlen_new: int, leftpad: Sequence[int] | None = None) -> Step:
+    def step(self, seqlen_new: int | Sequence[int], leftpad: Sequence[int] | None = None) -> Step:
         """Returns the step in which every layer gets seqlen_new tokens of every sequence.
 
         Args:
-            seqlen_new: number of new tokens of every sequence.
+            seqlen_new: number of new tokens of every sequence. A list, with one number per sequence: q, k and v of the
+                step are packed, (total_new, heads, head_dim), in the order of the sequences.
             leftpad: the number of padding slots at the start of each sequence. It may grow only while a sequence holds
                 no tokens. Otherwise pass the present number. None: the padding does not change.
 
@@ -139,13 +141,9 @@ class KVCache(Cache):
                 the sequence.
             RuntimeError: a step of this cache is open.
         """
-        seqlen_new = check_integer("seqlen_new", seqlen_new)
-        self._padding_after(leftpad, seqlen_new)
-        return Step(self, None, self.batch, seqlen_new, leftpad)
-
-    def _padding_after(self, leftpad: Sequence[int] | None, seqlen_new: int) -> list[int]:
-        """Returns the left padding of every sequence after a step. Checks the argument leftpad."""
-        return self._padding if leftpad is None else check_padding(leftpad, self._padding, self._lengths, seqlen_new)
+        new = NewTokens.of(seqlen_new, range(self.batch))
+        check_padding(leftpad, self._padding, self._lengths, new)
+        return Step(self, None, new, leftpad)
 
     def append(
         self,
@@ -153,21 +151,20 @@ class KVCache(Cache):
         v: torch.Tensor | None = None,
         impl: str | None = None,
         leftpad: Sequence[int] | None = None,
+        seqlen_new: Sequence[int] | None = None,
     ) -> None:
         """Appends k, v (batch, seqlen_new, heads_kv, head_dim): seqlen_new tokens to every sequence.
 
-        With several layers, k and v have a leading dimension of layers. leftpad: as in ``step``. If sequences get
-        different numbers of tokens, append the largest number to all of them and ``truncate`` the shorter ones.
+        With several layers, k and v have a leading dimension of layers. leftpad: as in ``step``. seqlen_new: as in
+        ``attend``, for packed k and v.
 
         Raises:
             TypeError, ValueError: an argument is invalid, or a sequence has no room. The message names the argument or
                 the sequence.
         """
-        if self.layers > 1:
-            return self._append_layers(self.step(self._new_of_layers(k, v), leftpad), k, v, impl)
-        self.refuse_new("append")
-        with self.step(count_new(k, v, self, self.batch), leftpad) as step:
-            step.append(k, v, 0, impl)
+        if self.layers == 1:
+            self.refuse_new("append")
+        self._append(self.step(self._new_of(k, v, seqlen_new, self.batch), leftpad), k, v, impl)
 
     def attend(
         self,
@@ -177,6 +174,7 @@ class KVCache(Cache):
         v: torch.Tensor | None = None,
         layer: int | None = None,
         leftpad: Sequence[int] | None = None,
+        seqlen_new: Sequence[int] | None = None,
         **options,
     ):
         """Appends k, v to every sequence, if given, then attends to all keys in the cache.
@@ -187,36 +185,39 @@ class KVCache(Cache):
                 layers, whose new keys and values are written in a ``step``.
             layer: 0 to layers - 1, the layer whose keys are read. None is allowed if the cache has one layer.
             leftpad: as in ``step``.
+            seqlen_new: None, or for packed q, k and v (total_new, heads, head_dim) a list: the number of rows of every
+                sequence.
             rotary, options: as in ``attention_with_cache``: cache_leftpad, causal, softmax_scale, return_lse, impl,
                 num_splits, validate, key_weight (of the layer).
 
         Returns:
-            out, like q. With return_lse: (out, lse). lse is (batch, heads_q, seqlen_q).
+            out, like q. With return_lse: (out, lse). lse is (batch, heads_q, seqlen_q), or packed (heads_q, total_new).
 
         Raises:
             TypeError, ValueError: an argument is invalid, or a sequence has no room. The message names the argument or
                 the sequence.
         """
         if k is None and v is None and leftpad is None:
-            check_queries(q, self.batch)
-            tables = CacheTables(self.seqlens, None, self.leftpad if any(self._padding) else None)
+            new = NewTokens.of(seqlen_new or 0, range(self.batch))
+            check_queries(q, new)
+            tables = self._tables(new, self._padding, appends=False)
             return self.attend_planned({}, tables, q, rotary, k, v, layer, options)
         self.refuse_new("attend")
-        with self.step(count_new(k, v, self, self.batch), leftpad) as step:
+        with self.step(self._new_of(k, v, seqlen_new, self.batch), leftpad) as step:
             return step.attend(q, rotary, k, v, layer, **options)
 
-    def advance(self, seqlen_new: int) -> None:
-        """Counts seqlen_new tokens that a replayed CUDA graph has written to every sequence. Raises ValueError if there
-        is no room for them."""
+    def advance(self, seqlen_new: int | Sequence[int]) -> None:
+        """Counts seqlen_new tokens that a replayed CUDA graph has written to every sequence, or to each sequence its
+        number in a list. Raises ValueError if there is no room for them."""
         self.refuse_in_step("advance")
-        seqlen_new = check_integer("seqlen_new", seqlen_new)
-        self._check_room(seqlen_new)
-        self._count(seqlen_new)
+        new = NewTokens.of(seqlen_new, range(self.batch))
+        self._check_room(new)
+        self._count(new)
 
-    def _count(self, seqlen_new: int) -> None:
-        if seqlen_new:
-            self.seqlens.add_(seqlen_new)
-            self._lengths = [length + seqlen_new for length in self._lengths]
+    def _count(self, new: NewTokens) -> None:
+        if any(new.counts):
+            self.seqlens.add_(upload(new.counts, torch.int32, self.seqlens.device) if new.packed else new.longest)
+            self._lengths = [length + count for length, count in zip(self._lengths, new.counts, strict=True)]
 
     def truncate(self, sequence: int | None, length: int | Sequence[int]) -> None:
         """Drops the tokens from ``length`` on, in all layers: for example guesses that speculative decoding rejects.
@@ -245,17 +246,20 @@ class KVCache(Cache):
         """Removes all tokens of one sequence, given by its index in the batch, or of all sequences."""
         self.truncate(sequence, 0)
 
+    def _tables(self, new: NewTokens, padding: list[int], appends: bool) -> CacheTables:
+        device, leftpad = self.leftpad.device, None
+        if any(padding):
+            leftpad = self.leftpad if padding == self._padding else upload(padding, torch.int32, device)
+        starts = upload(new.starts, torch.int32, device) if new.packed else None
+        return CacheTables(self.seqlens, None, leftpad, new.in_tables(starts, appends))
+
     def _begin(self, step: OpenStep) -> CacheTables:
-        self._check_room(step.seqlen_new)
-        step.padding = self._padding_after(step.given_leftpad, step.seqlen_new)
-        leftpad = None
-        if any(step.padding):
-            same = step.padding == self._padding
-            leftpad = self.leftpad if same else upload(step.padding, torch.int32, self.leftpad.device)
-        return CacheTables(self.seqlens, None, leftpad, step.seqlen_new)
+        self._check_room(step.new)
+        step.padding = check_padding(step.given_leftpad, self._padding, self._lengths, step.new)
+        return self._tables(step.new, step.padding, appends=True)
 
     def _commit(self, step: OpenStep) -> None:
-        self._count(step.seqlen_new)
+        self._count(step.new)
         self._pad(step.padding)
 
     def _undo(self, step: OpenStep) -> None:
@@ -266,12 +270,11 @@ class KVCache(Cache):
             self._padding = padding
             self.leftpad.copy_(upload(padding, torch.int32, self.leftpad.device))
 
-    def _check_room(self, seqlen_new: int) -> None:
-        longest = max(self._lengths)
-        if longest + seqlen_new > self.capacity:
+    def _check_room(self, new: NewTokens) -> None:
+        most, b = max((n + count, -b) for b, (n, count) in enumerate(zip(self._lengths, new.counts, strict=True)))
+        if most > self.capacity:
             raise ValueError(
-                f"sequence {self._lengths.index(longest)} has {longest} of {self.capacity} slots in use: "
-                f"no room for {seqlen_new}"
+                f"sequence {-b} has {self._lengths[-b]} of {self.capacity} slots in use: no room for {new.counts[-b]}"
             )
 
     def __repr__(self) -> str:

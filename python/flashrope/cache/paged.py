@@ -15,9 +15,10 @@ from ..calls.cache_tables import CacheTables
 from ..schemes.rotary import Rotary
 from . import entries, pool
 from .capture import CapturedStep
+from .new_tokens import NewTokens, check_integer, check_padding, check_queries
 from .pool import PagePool
 from .step import Step
-from .storage import Cache, OpenStep, check_integer, check_padding, check_queries, count_new, describe, upload
+from .storage import Cache, OpenStep, describe, upload
 
 
 class _OfSequences(dict[int, int]):
@@ -32,12 +33,10 @@ class _OfSequences(dict[int, int]):
         raise KeyError(sequence)
 
 
-def _padding_after(selected: dict[int, pool.Sequence], leftpad: Sequence[int] | None, seqlen_new: int) -> list[int]:
+def _padding_after(selected: dict[int, pool.Sequence], leftpad: Sequence[int] | None, new: NewTokens) -> list[int]:
     """Returns the left padding of every sequence after a step. Checks the argument leftpad of the step."""
-    padding = [sequence.leftpad for sequence in selected.values()]
-    if leftpad is None:
-        return padding
-    return check_padding(leftpad, padding, [sequence.length for sequence in selected.values()], seqlen_new)
+    now = [(sequence.leftpad, sequence.length) for sequence in selected.values()]
+    return check_padding(leftpad, [pad for pad, _ in now], [length for _, length in now], new)
 
 
 class PagedKVCache(Cache):
@@ -217,7 +216,7 @@ class PagedKVCache(Cache):
         needed = -(-length // self.page_size)
         self._pool.check(needed, never=needed > self.pages)
         name = self._add(self._pool.new_sequence())
-        self._reserve({name: self._sequences[name]}, length)
+        self._reserve({name: self._sequences[name]}, NewTokens.of(length, [name]))
         return name
 
     def fork(self, sequence: int) -> int:
@@ -229,8 +228,9 @@ class PagedKVCache(Cache):
         self.refuse_in_step("fork")
         return self._add(self._pool.fork(self._get(sequence)))
 
-    def reserve(self, sequences: Sequence[int], seqlen_new: int) -> None:
-        """Reserves pages for seqlen_new more tokens of every sequence, so that appending them cannot fail.
+    def reserve(self, sequences: Sequence[int], seqlen_new: int | Sequence[int]) -> None:
+        """Reserves pages for seqlen_new more tokens of every sequence, so that appending them cannot fail. A list gives
+        every sequence its own number.
 
         Reserved pages stay with their sequence until the sequence is truncated or freed. A fork does not share reserved
         pages. After a fork, free slots in the last page that holds tokens are no longer reserved, because that page is
@@ -241,14 +241,18 @@ class PagedKVCache(Cache):
             ValueError: a sequence would exceed max_seqlen or its block-table entries.
         """
         self.refuse_in_step("reserve")
-        self._reserve(self._select(sequences), check_integer("seqlen_new", seqlen_new))
+        selected = self._select(sequences)
+        self._reserve(selected, NewTokens.of(seqlen_new, selected))
 
-    def step(self, sequences: Sequence[int], seqlen_new: int, leftpad: Sequence[int] | None = None) -> Step:
+    def step(
+        self, sequences: Sequence[int], seqlen_new: int | Sequence[int], leftpad: Sequence[int] | None = None
+    ) -> Step:
         """Returns the step in which every layer gets seqlen_new tokens of every one of these sequences.
 
         Args:
             sequences: the numbers of n sequences, as returned by ``allocate`` and ``fork``.
-            seqlen_new: number of new tokens of every sequence.
+            seqlen_new: number of new tokens of every sequence. A list, with one number per sequence: q, k and v of the
+                step are packed, (total_new, heads, head_dim), in the order of the sequences.
             leftpad: the number of padding tokens at the start of each sequence, for sequences that hold nothing but
                 padding. None: the padding does not change.
 
@@ -258,9 +262,10 @@ class PagedKVCache(Cache):
                 argument or the sequence.
             RuntimeError: a step of this cache is open.
         """
-        selected, seqlen_new = self._select(sequences), check_integer("seqlen_new", seqlen_new)
-        _padding_after(selected, leftpad, seqlen_new)
-        return Step(self, [*selected], len(selected), seqlen_new, leftpad)
+        selected = self._select(sequences)
+        new = NewTokens.of(seqlen_new, selected)
+        _padding_after(selected, leftpad, new)
+        return Step(self, [*selected], new, leftpad)
 
     def append(
         self,
@@ -269,17 +274,17 @@ class PagedKVCache(Cache):
         v: torch.Tensor | None = None,
         impl: str | None = None,
         leftpad: Sequence[int] | None = None,
+        seqlen_new: Sequence[int] | None = None,
     ) -> None:
         """Appends k, v (n, seqlen_new, heads_kv, head_dim) to n sequences. Raises the errors that ``attend`` raises.
 
-        With several layers, k and v have a leading dimension of layers. leftpad: as in ``step``. If sequences get
-        different numbers of tokens, append the largest number to all of them and ``truncate`` the shorter ones.
+        With several layers, k and v have a leading dimension of layers. leftpad: as in ``step``. seqlen_new: as in
+        ``attend``, for packed k and v.
         """
-        if self.layers > 1:
-            return self._append_layers(self.step(sequences, self._new_of_layers(k, v), leftpad), k, v, impl)
-        self.refuse_new("append")
-        with self.step(sequences, count_new(k, v, self, len(self._select(sequences))), leftpad) as step:
-            step.append(k, v, 0, impl)
+        if self.layers == 1:
+            self.refuse_new("append")
+        new = self._new_of(k, v, seqlen_new, len(self._select(sequences)))
+        self._append(self.step(sequences, new, leftpad), k, v, impl)
 
     def attend(
         self,
@@ -290,6 +295,7 @@ class PagedKVCache(Cache):
         v: torch.Tensor | None = None,
         layer: int | None = None,
         leftpad: Sequence[int] | None = None,
+        seqlen_new: Sequence[int] | None = None,
         **options,
     ):
         """Appends k, v to the sequences, if given, then attends to all their keys.
@@ -301,10 +307,12 @@ class PagedKVCache(Cache):
                 layers, whose new keys and values are written in a ``step``.
             layer: 0 to layers - 1, the layer whose keys are read. None is allowed if the cache has one layer.
             leftpad: as in ``step``.
+            seqlen_new: None, or for packed q, k and v (total_new, heads, head_dim) a list: the number of rows of every
+                sequence.
             rotary, options: as in ``KVCache.attend``.
 
         Returns:
-            out, like q. With return_lse: (out, lse). lse is (n, heads_q, seqlen_q).
+            out, like q. With return_lse: (out, lse). lse is (n, heads_q, seqlen_q), or packed (heads_q, total_new).
 
         Raises:
             OutOfPages: too few pages are free. The message says how many are missing.
@@ -313,33 +321,37 @@ class PagedKVCache(Cache):
         """
         selected = self._select(sequences)
         if k is None and v is None and leftpad is None:
-            check_queries(q, len(selected))
-            tables = self._pool.tables([*selected.values()], [x.leftpad for x in selected.values()])
+            new = NewTokens.of(seqlen_new or 0, selected)
+            check_queries(q, new)
+            records = [*selected.values()]
+            tables = self._pool.tables(records, [x.leftpad for x in records], new, appends=False)
             return self.attend_planned({}, tables, q, rotary, k, v, layer, options)
         self.refuse_new("attend")
-        with self.step(sequences, count_new(k, v, self, len(selected)), leftpad) as step:
+        with self.step(sequences, self._new_of(k, v, seqlen_new, len(selected)), leftpad) as step:
             return step.attend(q, rotary, k, v, layer, **options)
 
-    def advance(self, sequences: Sequence[int], seqlen_new: int) -> None:
-        """Counts seqlen_new tokens that a replayed CUDA graph has written to every sequence.
+    def advance(self, sequences: Sequence[int], seqlen_new: int | Sequence[int]) -> None:
+        """Counts seqlen_new tokens that a replayed CUDA graph has written to every sequence, or to each sequence its
+        number in a list.
 
         Raises:
             ValueError: the tokens were not reserved.
         """
         self.refuse_in_step("advance")
-        selected, seqlen_new = self._select(sequences), check_integer("seqlen_new", seqlen_new)
-        for name, sequence in selected.items():
+        selected = self._select(sequences)
+        growing = list(zip(selected.items(), NewTokens.of(seqlen_new, selected).counts, strict=True))
+        for (name, sequence), count in growing:
             room = min(len(sequence.pages) * self.page_size - sequence.length, self.max_seqlen - sequence.tokens)
             if self._pool.shared_page(sequence) is not None:
                 room = 0
-            if seqlen_new > room:
+            if count > room:
                 raise ValueError(
-                    f"seqlen_new: expected at most {room}, the tokens reserved for sequence {name}, got {seqlen_new}"
+                    f"seqlen_new: expected at most {room}, the tokens reserved for sequence {name}, got {count}"
                 )
-        for sequence in selected.values():
-            self._pool.grow(sequence, seqlen_new)
+        for (_, sequence), count in growing:
+            self._pool.grow(sequence, count)
 
-    def capture(self, sequences: Sequence[int], seqlen_new: int) -> CapturedStep:
+    def capture(self, sequences: Sequence[int], seqlen_new: int, total_new: int | None = None) -> CapturedStep:
         """Returns a step over static tables, for a CUDA graph of all layers that is replayed for every token.
 
         Unlike the methods ``seqlens`` and ``block_table``, the step also supports sequences that ``extend``, ``remove``
@@ -360,24 +372,29 @@ class PagedKVCache(Cache):
         Args:
             sequences: the numbers of n sequences, as returned by ``allocate`` and ``fork``.
             seqlen_new: number of new tokens of every sequence at each replay.
+            total_new: None. Or, for another number of tokens of each sequence at each replay, the number of rows of
+                packed q, k and v: at most total_new tokens in all and at most seqlen_new of one sequence, as the list
+                in ``update`` says. Plan with seqlen_q=total_new. Rows beyond the tokens of the list are ignored.
 
         Raises:
             OutOfPages, ValueError: as in ``reserve``.
         """
         self.refuse_in_step("capture")
-        return CapturedStep(self, list(self._select(sequences)), check_integer("seqlen_new", seqlen_new, 1))
+        seqlen_new = check_integer("seqlen_new", seqlen_new, 1)
+        total_new = None if total_new is None else check_integer("total_new", total_new, 1)
+        return CapturedStep(self, list(self._select(sequences)), seqlen_new, total_new)
 
     @contextlib.contextmanager
-    def tables_of(self, sequences: list[int], seqlen_new: int, positioned: bool) -> Iterator[CacheTables]:
-        """Reserves pages for seqlen_new more tokens of every sequence and yields the tables for ``plan_cache``. Gives
-        the pages back if the with block raises.
+    def tables_of(self, sequences: list[int], new: NewTokens, positioned: bool) -> Iterator[CacheTables]:
+        """Reserves pages for the new tokens and yields the tables for ``plan_cache``. Gives the pages back if the with
+        block raises.
 
         positioned: yield explicit positions even if no sequence was changed by ``extend``, ``remove`` or ``keep``.
         """
         selected = self._select(sequences)
-        with self._reserving(selected, seqlen_new):
+        with self._reserving(selected, new):
             records = [*selected.values()]
-            yield self._pool.tables(records, [x.leftpad for x in records], seqlen_new, positioned)
+            yield self._pool.tables(records, [x.leftpad for x in records], new, positioned=positioned)
 
     def slots_of(self, sequences: list[int]) -> list[tuple[Any, ...]]:
         """Returns what decides where the next tokens of every sequence go: its slots in use, its entries and pages."""
@@ -519,15 +536,15 @@ class PagedKVCache(Cache):
         self._sequences[name] = sequence
         return name
 
-    def _reserve(self, selected: dict[int, pool.Sequence], seqlen_new: int) -> list[pool.Change]:
-        for name, sequence in selected.items():
-            self._pool.check_room(name, sequence, seqlen_new)
-        return self._pool.reserve(selected.values(), seqlen_new)
+    def _reserve(self, selected: dict[int, pool.Sequence], new: NewTokens) -> list[pool.Change]:
+        for (name, sequence), count in zip(selected.items(), new.counts, strict=True):
+            self._pool.check_room(name, sequence, count)
+        return self._pool.reserve(selected.values(), new.counts)
 
     @contextlib.contextmanager
-    def _reserving(self, selected: dict[int, pool.Sequence], seqlen_new: int) -> Iterator[list[pool.Change]]:
-        """Reserves pages for seqlen_new more tokens of every sequence. Gives them back if the with block raises."""
-        changes = self._reserve(selected, seqlen_new)
+    def _reserving(self, selected: dict[int, pool.Sequence], new: NewTokens) -> Iterator[list[pool.Change]]:
+        """Reserves pages for the new tokens of every sequence. Gives them back if the with block raises."""
+        changes = self._reserve(selected, new)
         try:
             yield changes
         except BaseException:
@@ -537,13 +554,13 @@ class PagedKVCache(Cache):
     def _begin(self, step: OpenStep) -> CacheTables:
         assert step.sequences is not None
         step.selected = selected = self._select(step.sequences)
-        step.padding = _padding_after(selected, step.given_leftpad, step.seqlen_new)
-        with self._reserving(selected, step.seqlen_new) as step.changes:
-            return self._pool.tables([*selected.values()], step.padding, step.seqlen_new)
+        step.padding = _padding_after(selected, step.given_leftpad, step.new)
+        with self._reserving(selected, step.new) as step.changes:
+            return self._pool.tables([*selected.values()], step.padding, step.new)
 
     def _commit(self, step: OpenStep) -> None:
-        for sequence, leftpad in zip(step.selected.values(), step.padding, strict=True):
-            self._pool.grow(sequence, step.seqlen_new)
+        for sequence, leftpad, count in zip(step.selected.values(), step.padding, step.new.counts, strict=True):
+            self._pool.grow(sequence, count)
             sequence.leftpad = leftpad
 
     def _undo(self, step: OpenStep) -> None:

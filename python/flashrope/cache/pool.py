@@ -12,6 +12,7 @@ import torch
 from ..calls.cache_tables import CachePositions, CacheTables
 from . import entries
 from .entries import Entry
+from .new_tokens import NewTokens
 from .storage import made_outside_inference_mode, upload
 
 UNUSED = 2**31 - 1  # a table entry without a page; no page has this number, so validate=True reports the entry
@@ -193,36 +194,36 @@ class PagePool:
         pages = sequence.pages[sequence.length // self.page_size :]
         return pages[0] if pages and self.references[pages[0]] > 1 else None
 
-    def _changes(self, selected: Iterable[Sequence], seqlen_new: int, references) -> list[Change]:
-        """Returns the page allocations and copies that appending seqlen_new tokens to each sequence needs.
+    def _changes(self, growing: list[tuple[Sequence, int]], references) -> list[Change]:
+        """Returns the page allocations and copies that appending new tokens to sequences needs.
 
-        references: how many sequences hold each page.
+        growing: (sequence, number of new tokens). references: how many sequences hold each page.
         """
         changes: list[Change] = []
         copied: Counter[int] = Counter()
-        for sequence in selected:
+        for sequence, count in growing:
             shared = self.shared_page(sequence)
             if shared is not None and references[shared] - copied[shared] > 1:
                 copied[shared] += 1
                 changes.append(Change(sequence, sequence.length // self.page_size, shared))
-            end = -(-(sequence.length + seqlen_new) // self.page_size)
+            end = -(-(sequence.length + count) // self.page_size)
             changes.extend(Change(sequence, n, None) for n in range(len(sequence.pages), end))
         return changes
 
-    def reserve(self, selected: Iterable[Sequence], seqlen_new: int) -> list[Change]:
-        """Gives every sequence the pages for seqlen_new more tokens. Also gives it a copy of the last page that holds
-        tokens, if another sequence shares this page."""
-        if not seqlen_new:
-            return []
+    def reserve(self, selected: Iterable[Sequence], counts: list[int]) -> list[Change]:
+        """Gives every sequence the pages for its number of new tokens. If it gets tokens and another sequence shares
+        the last page that holds tokens, it also gets a copy of this page."""
+        selected = list(selected)
         # Sorted by the rows that a sequence has in its last page. If all holders of that page are in this call, the
         # sequence with the most rows keeps the page, and writes after the rows of the other holders. So a call that
         # fails after writing can still be undone.
-        order = sorted(selected, key=lambda sequence: sequence.length % self.page_size)
-        changes = self._changes(order, seqlen_new, self.references)
+        growing = [(sequence, count) for sequence, count in zip(selected, counts, strict=True) if count]
+        growing.sort(key=lambda each: each[0].length % self.page_size)
+        changes = self._changes(growing, self.references)
         if len(changes) > len(self.free):
             # How many sequences would hold each page if the cache had no sequences but the selected ones.
-            alone = Counter(page for sequence in order for page in sequence.pages)
-            never = len(alone) + len(self._changes(order, seqlen_new, alone)) > self.pages
+            alone = Counter(page for sequence in selected for page in sequence.pages)
+            never = len(alone) + len(self._changes(growing, alone)) > self.pages
             self.check(len(changes), never)
         taken = self.free[: -len(changes) - 1 : -1]
         copies = [(old, page) for (_, _, old), page in zip(changes, taken, strict=True) if old is not None]
@@ -253,40 +254,50 @@ class PagePool:
     # ---- tables that kernels read
 
     def tables(
-        self, selected: list[Sequence], padding: list[int], seqlen_new: int = 0, positioned: bool = False
+        self,
+        selected: list[Sequence],
+        padding: list[int],
+        new: NewTokens | None = None,
+        appends: bool = True,
+        positioned: bool = False,
     ) -> CacheTables:
-        """Returns the tables of a call that adds seqlen_new tokens. Changes are copied to the device in one transfer.
+        """Returns the tables of a call. Changes are copied to the device in one transfer.
 
-        positioned: return explicit positions even if no tokens of a sequence were moved.
+        new: None stands for no new tokens. appends: whether the call adds the new tokens. positioned: return explicit
+            positions even if no tokens of a sequence were moved.
         """
         with torch.inference_mode(False):  # only a tensor made outside of inference mode counts how often it is written
-            return self._tables(selected, padding, seqlen_new, positioned)
+            return self._tables(selected, padding, new or NewTokens.of(0, range(len(selected))), appends, positioned)
 
-    def _tables(self, selected: list[Sequence], padding: list[int], seqlen_new: int, positioned: bool) -> CacheTables:
-        rows, lengths = [sequence.row for sequence in selected], [sequence.length for sequence in selected]
+    def _tables(
+        self, selected: list[Sequence], padding: list[int], new: NewTokens, appends: bool, positioned: bool
+    ) -> CacheTables:
         pads = padding if any(padding) else []
-        values = [*rows, *lengths, *pads, *self.changed, *self.changed.values()]
-        n, m = len(selected), len(self.changed)
-        sizes = [n, n, len(pads), m, m]
-        table_rows, seqlens, leftpad, taken, pages = upload(values, torch.int64, self.device).split_with_sizes(sizes)
-        if m:
+        parts = [[sequence.row for sequence in selected], [sequence.length for sequence in selected], pads, new.starts]
+        parts += [[*self.changed], [*self.changed.values()]]
+        sizes = [len(part) for part in parts]
+        values = upload([value for part in parts for value in part], torch.int64, self.device)
+        table_rows, seqlens, leftpad, starts, taken, pages = values.split_with_sizes(sizes)
+        if self.changed:
             self.table.view(-1).index_copy_(0, taken, pages.to(torch.int32))
             self.changed.clear()
         block_table = self.table.index_select(0, table_rows)
         positions = None
         if positioned or any(sequence.entries is not None for sequence in selected):
-            positions = self._positions(selected, pads or [0] * n, seqlen_new)
+            counts = new.counts if appends else [0] * len(selected)
+            positions = self._positions(selected, pads or [0] * len(selected), counts)
         own_leftpad = leftpad.to(torch.int32) if pads else None
-        return CacheTables(seqlens.to(torch.int32), block_table, own_leftpad, seqlen_new, positions)
+        added = new.in_tables(starts.to(torch.int32) if new.packed else None, appends)
+        return CacheTables(seqlens.to(torch.int32), block_table, own_leftpad, added, positions)
 
-    def _positions(self, selected: list[Sequence], padding: list[int], seqlen_new: int) -> CachePositions:
-        """Returns the sequences' page_positions, page_first and page_lengths after seqlen_new tokens are written."""
+    def _positions(self, selected: list[Sequence], padding: list[int], counts: list[int]) -> CachePositions:
+        """Returns the sequences' page_positions, page_first and page_lengths after their new tokens are written."""
         tables = torch.zeros(3, len(selected), self.max_pages, dtype=torch.int32, device="cpu")
-        for b, (sequence, pad) in enumerate(zip(selected, padding, strict=True)):
+        for b, (sequence, pad, count) in enumerate(zip(selected, padding, counts, strict=True)):
             if sequence.entries is None:  # positions follow from slots
                 tables[0, b] = torch.arange(self.max_pages, device="cpu") * self.page_size - pad
                 tables[2, b] = self.page_size
-            elif shown := entries.grown(sequence.entries, seqlen_new, self.page_size):
+            elif shown := entries.grown(sequence.entries, count, self.page_size):
                 tables[:, b, : len(shown)] = torch.tensor(shown, dtype=torch.int32, device="cpu").T
         if self.device.type == "cuda":
             tables = tables.pin_memory()

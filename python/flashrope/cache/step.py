@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
@@ -12,11 +13,12 @@ from ..calls.autocast import autocast
 from ..calls.cache_tables import CacheTables
 from ..operators.cache_plan import CachePlan
 from ..schemes.rotary import Rotary
-from .storage import Cache, check_new, check_queries, count_new
+from .new_tokens import NewTokens, check_new, check_queries, check_rows
+from .storage import Cache
 
 
 class Step:
-    """One step of a cache: seqlen_new new tokens for every sequence.
+    """One step of a cache: new tokens for each of its sequences.
 
     ``cache.step`` returns one, for use in a ``with`` statement. Entering the statement makes room for the tokens, in
     all layers. Every layer then writes its keys and values once, in any order. Leaving the statement adds the tokens to
@@ -29,28 +31,34 @@ class Step:
         with cache.step(40) as step:
             outs = [step.attend(q, Rotary.rope(64), k, v, layer=layer) for layer in range(4)]
 
+    In a step with a list, ``cache.step([40, 1, 4])``, every sequence gets its own number of tokens. q, k and v are then
+    packed: their rows are those of the first sequence, then those of the second, and so on.
+
     A step holds only the arguments of the call that made it. Entering it looks up lengths, pages and padding, so it may
-    be entered after other calls have changed the cache, and more than once.
+    be entered after other calls have changed the cache, and more than once. If its ``with`` statement can never be
+    left, ``cache.discard_step()`` undoes the step.
 
     Attributes:
+        cu_seqlens: (n + 1,) int32 on the device, the first row of every sequence in packed q, k and v, then the number
+            of all rows. ``cu_seqlens[1:] - 1`` are the last rows of sequences that get tokens. None if the step was
+            made with one number.
         seqlens: (n,) int32 on the device, the slots in use before the step.
         block_table: (n, max_pages) int32 on the device; None in a ``KVCache``.
         leftpad: (n,) int32 on the device; None if no sequence has padding on the left.
     """
 
+    cu_seqlens: torch.Tensor | None
     seqlens: torch.Tensor
     block_table: torch.Tensor | None
     leftpad: torch.Tensor | None
     tables: CacheTables
 
-    def __init__(
-        self, cache: Cache, sequences: Sequence[int] | None, batch: int, seqlen_new: int, leftpad: Sequence[int] | None
-    ):
+    def __init__(self, cache: Cache, sequences: Sequence[int] | None, new: NewTokens, leftpad: Sequence[int] | None):
         """Only stores the arguments. ``__enter__`` makes room.
 
         sequences: the numbers of the sequences, None in a ``KVCache``. leftpad: as in the call of ``step``.
         """
-        self._cache, self.batch, self.seqlen_new = cache, batch, seqlen_new
+        self._cache, self.new, self.thread = cache, new, 0
         self.sequences = None if sequences is None else list(sequences)
         self.given_leftpad = None if leftpad is None else list(leftpad)
         # What the cache looks up when the step is entered: its records of the sequences, their left padding after the
@@ -63,12 +71,17 @@ class Step:
         self._reads: CacheTables | None = None  # the tables for layers that were not written to in this step
 
     def __enter__(self) -> Step:
-        self._cache.refuse_in_step("step")
-        self._written = 0
-        self.tables = self._cache._begin(self)
-        self.seqlens, self.block_table, self.leftpad, _, _ = self.tables
-        self._plans, self._reads = {}, None
-        self._cache._open = self
+        cache = self._cache
+        cache.refuse_in_step("step")
+        cache._open, self.thread = self, threading.get_ident()  # first, so that other threads are refused meanwhile
+        try:
+            self.tables = cache._begin(self)
+        except BaseException:
+            cache._open = None
+            raise
+        self.seqlens, self.block_table, self.leftpad, *_ = self.tables
+        self.cu_seqlens = self.tables.cu_seqlens_q
+        self._written, self._plans, self._reads = 0, {}, None
         return self
 
     def __exit__(
@@ -80,22 +93,23 @@ class Step:
                 raise RuntimeError("step: discarded before its with statement was left; none of its tokens was added")
             return
         cache._open = None
-        if kind is None and (not self.seqlen_new or self._written == (1 << cache.layers) - 1):
+        if kind is None and (not any(self.new.counts) or self._written == (1 << cache.layers) - 1):
             cache._commit(self)
             return
         cache._undo(self)
         if kind is None:
             layer = next(layer for layer in range(cache.layers) if not self._written >> layer & 1)
-            raise ValueError(f"layer {layer}: expected {self.seqlen_new} new keys and values in this step, got none")
+            raise ValueError(f"layer {layer}: expected {self.new.given} new keys and values in this step, got none")
 
     def append(
         self, k: torch.Tensor, v: torch.Tensor | None = None, layer: int | None = None, impl: str | None = None
     ) -> None:
-        """Writes k, v (n, seqlen_new, heads_kv, head_dim) of a layer. Raises the errors that ``attend`` raises."""
+        """Writes k, v of a layer, as ``attend`` does, but attends to nothing. Raises the errors of ``attend``."""
         k, v = autocast(k, v)
         layer = self._cache.index(layer)
         self._check_open()
-        self._check_new(check_new(k, v, self._cache, self.batch), layer)
+        check_new(k, v, self._cache, self.new)
+        self._check_unwritten(layer)
         own = self._cache.cache_layer(layer)
         self._cache.append_plan(self._plans, self.tables, k, layer, impl).append(own, k, v)
         self._written |= 1 << layer
@@ -112,28 +126,29 @@ class Step:
         """Writes k, v of a layer, if given, then attends to all its keys.
 
         Args:
-            q: (n, seqlen_q, heads_q, head_dim).
-            k, v: (n, seqlen_new, heads_kv, head_dim). Both None: nothing is written, and q attends to the layer's keys,
-                including keys that were written earlier in this step.
+            q: (n, seqlen_q, heads_q, head_dim), or packed (total_new, heads_q, head_dim).
+            k, v: (n, seqlen_new, heads_kv, head_dim), or packed (total_new, heads_kv, head_dim). Both None: nothing is
+                written, and q attends to the layer's keys, including keys that were written earlier in this step.
             layer: 0 to layers - 1. None is allowed if the cache has one layer.
             rotary, options: as in ``KVCache.attend``.
 
         Returns:
-            out, like q. With return_lse: (out, lse). lse is (n, heads_q, seqlen_q).
+            out, like q. With return_lse: (out, lse). lse is (n, heads_q, seqlen_q), or packed (heads_q, total_new).
 
         Raises:
             TypeError, ValueError: an argument is invalid. The message names the argument and says what was expected.
         """
         self._check_open()
-        check_queries(q, self.batch)
+        check_queries(q, self.new)
         cache, tables = self._cache, self.tables
         layer = cache.index(layer)
         bit = 1 << layer
         if k is not None or v is not None:
-            self._check_new(count_new(k, v, cache, self.batch), layer)
+            check_rows(k, v, cache, self.new)
+            self._check_unwritten(layer)
         elif not self._written & bit:  # this layer only has the keys from before the step
             if self._reads is None:
-                self._reads = tables._replace(new=0)
+                self._reads = tables._replace(new=self.new.in_tables(self.cu_seqlens, appends=False))
             tables = self._reads
         out = cache.attend_planned(self._plans, tables, q, rotary, k, v, layer, options)
         if k is not None:
@@ -144,8 +159,6 @@ class Step:
         if self._cache._open is not self:
             raise RuntimeError("step: not open; call it inside the with statement that opened it")
 
-    def _check_new(self, seqlen_new: int, layer: int) -> None:
-        if seqlen_new != self.seqlen_new:
-            raise ValueError(f"k: expected seqlen_new {self.seqlen_new}, as in the call of step(), got {seqlen_new}")
+    def _check_unwritten(self, layer: int) -> None:
         if self._written >> layer & 1:
             raise ValueError(f"layer {layer}: expected k and v once per step, got them a second time")

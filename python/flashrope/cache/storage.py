@@ -1,22 +1,21 @@
-"""Code that both caches share: storage, argument checks, and uploads to the device."""
+"""Code that both caches share: storage, the open step, plans, and uploads to the device."""
 
 from __future__ import annotations
 
-import numbers
+import threading
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 
 from ..backends.names import CACHE_DTYPES
-from ..calls.autocast import autocast, autocast_hint
+from ..calls.autocast import autocast
 from ..calls.cache_tables import CacheLayer, CacheTables
 from ..calls.checks import (
     DTYPES,
     MAX_HEAD_DIM,
     MAX_NARROW_HEAD_DIM,
     MAX_SHARED_HEAD_DIM,
-    check_no_gradient,
     check_tensor,
 )
 from ..calls.foreign_keywords import refuse_unknown
@@ -24,6 +23,7 @@ from ..operators.cache_plan import CachePlan, plan_cache, plan_checked
 from ..operators.functional import attention_with_cache
 from ..schemes.rotary import Rotary
 from ..schemes.rotated_keys import one_rotation
+from .new_tokens import NewTokens, check_integer, count_new, new_tensors
 
 # OPTIONS: arguments that attend passes on to a plan. TRACKED: arguments that the cache itself sets.
 OPTIONS = ("causal", "softmax_scale", "num_splits", "impl", "validate")
@@ -45,8 +45,9 @@ class OpenStep(Protocol):
     """The attributes of a ``Step`` that a cache uses."""
 
     sequences: list[int] | None
-    seqlen_new: int
+    new: NewTokens
     given_leftpad: list[int] | None
+    thread: int  # the thread that opened the step
     selected: Any
     padding: list[int]
     changes: Any
@@ -164,11 +165,18 @@ class Cache:
         v = self.v if self.values is None else None
         return [x for x in (self.k, v, self.k_scale, self.v_scale) if x is not None]
 
-    def refuse_in_step(self, call: str) -> None:
-        if self._open is not None:
+    def refuse_in_step(
+        self, call: str, remedy: str = "leave its with statement first, or call discard_step() if that is impossible"
+    ) -> None:
+        """Raises if a step is open. remedy: what to do if this thread has opened it."""
+        if self._open is None:
+            return
+        if self._open.thread != threading.get_ident():
             raise RuntimeError(
-                f"{call}: not supported while a step is open; leave its with statement first, or call discard_step()"
+                f"{call}: not supported while another thread has a step of this cache open (a cache has no lock); hold "
+                "one threading.Lock around every call and every step of this cache"
             )
+        raise RuntimeError(f"{call}: not supported while a step is open; {remedy}")
 
     def discard_step(self) -> None:
         """Undoes the open step, as if its with statement had raised. Does nothing if no step is open.
@@ -182,8 +190,7 @@ class Cache:
 
     def refuse_new(self, call: str) -> None:
         """Raises if a call may not write to one layer: in an open step, or in a cache of several layers."""
-        if self._open is not None:
-            raise RuntimeError(f"{call}: not supported while a step is open; pass k and v to the methods of the step")
+        self.refuse_in_step(call, "pass k and v to the methods of the step")
         if self.layers > 1:
             raise ValueError(
                 f"k: expected None, because a cache of {self.layers} layers takes k and v in a step: "
@@ -258,7 +265,7 @@ class Cache:
                 tables,
                 like=self.cache_layer(layer),
                 rotary=rotary or Rotary.none(self.head_dim),
-                seqlen_q=1,
+                seqlen_q=1 if tables.packed is None else k.shape[0],
                 heads_q=self.heads_kv,
                 dtype=k.dtype,
                 rotated_keys=rotary is not None,
@@ -266,22 +273,32 @@ class Cache:
             )
         return plans[key]
 
-    def _append_layers(self, step, k, v, impl: str | None) -> None:
-        """Appends k, v (layers, n, seqlen_new, heads_kv, head_dim) to all layers in one step."""
+    def _append(self, step, k, v, impl: str | None) -> None:
+        """Appends k and v to all layers in one step. With several layers they have a leading dimension of layers."""
         with step:
             for layer in range(self.layers):
-                step.append(k[layer], None if v is None else v[layer], layer, impl)
+                own = [x if x is None or self.layers == 1 else x[layer] for x in (k, v)]
+                step.append(*own, layer, impl)
 
-    def _new_of_layers(self, k, v) -> int:
-        """Checks k and v, which have a leading dimension of layers, and returns their seqlen_new."""
+    def _new_of(self, k, v, seqlen_new, batch: int) -> int | Sequence[int]:
+        """Returns the argument seqlen_new for the step of ``append`` or ``attend``: the given list for packed k and v,
+        or the number of rows that each sequence has in k."""
+        packed = seqlen_new is not None
+        if packed and (not isinstance(seqlen_new, Sequence) or isinstance(seqlen_new, str)):
+            raise TypeError(
+                "seqlen_new: expected None, or a list with the number of tokens of every sequence in packed k and v, "
+                f"got {seqlen_new!r}"
+            )
+        if self.layers == 1:
+            return seqlen_new if packed else count_new(k, v, self, batch)
         for name, x in new_tensors(k, v, self):
             check_tensor(name, x)
-            if x.ndim != 5 or x.shape[0] != self.layers:
+            if x.ndim != 5 - packed or x.shape[0] != self.layers:
+                rows = "total_new" if packed else "sequences, seqlen_new"
                 raise ValueError(
-                    f"{name}: expected shape ({self.layers}, sequences, seqlen_new, heads_kv, head_dim), got "
-                    f"{tuple(x.shape)}"
+                    f"{name}: expected shape ({self.layers}, {rows}, heads_kv, head_dim), got {tuple(x.shape)}"
                 )
-        return k.shape[2]
+        return seqlen_new if packed else k.shape[2]
 
 
 def allocate_storage(
@@ -310,7 +327,7 @@ def allocate_storage(
             f"head_dim of the keys), got {head_dim_v}"
         )
     if dtype not in DTYPES:
-        raise TypeError(f"dtype: expected float16, bfloat16, float32 or float64, got {dtype}")
+        raise TypeError(f"dtype: expected float16, bfloat16, float32 or float64, got {dtype!r}")
     try:
         kind = (torch.get_default_device() if device is None else torch.device(device)).type
     except (RuntimeError, TypeError):
@@ -427,67 +444,3 @@ def made_outside_inference_mode(state: dict[str, Any]) -> dict[str, Any]:
     they could not be written outside of it."""
     with torch.inference_mode(False):
         return {name: x.clone() if isinstance(x, torch.Tensor) and x.is_inference() else x for name, x in state.items()}
-
-
-def check_integer(name: str, value, minimum: int = 0, maximum: int | None = None) -> int:
-    if type(value) is not int and (not isinstance(value, numbers.Integral) or isinstance(value, bool)):
-        raise TypeError(f"{name}: expected an integer, got {value!r}")
-    number = int(value)
-    if number < minimum or (maximum is not None and number > maximum):
-        limit = "" if maximum is None else f" and at most {maximum}"
-        raise ValueError(f"{name}: expected at least {minimum}{limit}, got {value}")
-    return number
-
-
-def check_padding(leftpad, padding: list[int], lengths: list[int], seqlen_new: int) -> list[int]:
-    """Checks leftpad and returns it as a list, one number per sequence. padding: the left padding before the step."""
-    if not isinstance(leftpad, Sequence) or isinstance(leftpad, str) or len(leftpad) != len(padding):
-        raise ValueError(f"leftpad: expected a list of {len(padding)} numbers, one per sequence, got {leftpad!r}")
-    return [  # slots of tokens cannot become padding, and padding cannot become tokens
-        check_integer(f"leftpad of entry {b}", new, old, length + seqlen_new if length == old else old)
-        for b, (new, old, length) in enumerate(zip(leftpad, padding, lengths, strict=True))
-    ]
-
-
-def check_queries(q, batch: int) -> None:
-    check_tensor("q", q)
-    if q.ndim != 4 or q.shape[0] != batch:
-        raise ValueError(f"q: expected shape ({batch}, seqlen_q, heads_q, head_dim), got {tuple(q.shape)}")
-
-
-def new_tensors(k, v, cache: Cache) -> list[tuple[str, Any]]:
-    """Returns (name, tensor) of each tensor that the cache stores for new tokens: of k and v, or only of k if values
-    are channels of keys."""
-    if cache.values is None:
-        return [("k", k), ("v", v)]
-    if v is not None:
-        raise ValueError("v: expected None, because the values of this cache are channels of its keys, got a tensor")
-    return [("k", k)]
-
-
-def count_new(k, v, cache: Cache, batch: int) -> int:
-    """Checks the first dimension of new k, v (batch, seqlen_new, heads_kv, head_dim) and returns seqlen_new. The plan
-    checks the rest."""
-    for name, x in new_tensors(k, v, cache):
-        check_tensor(name, x)
-    if k.ndim != 4 or k.shape[0] != batch:
-        row = f"{cache.heads_kv}, {cache.head_dim}"
-        raise ValueError(f"k: expected shape ({batch}, seqlen_new, {row}), got {tuple(k.shape)}")
-    return k.shape[1]
-
-
-def check_new(k, v, cache: Cache, batch: int) -> int:
-    """Checks new k, v (batch, seqlen_new, heads_kv, head_dim) against the cache. Returns seqlen_new."""
-    seqlen_new = count_new(k, v, cache, batch)
-    for name, x in new_tensors(k, v, cache):
-        expected = (batch, seqlen_new, cache.heads_kv, cache.head_dim if name == "k" else cache.head_dim_v)
-        if x.shape != expected:
-            raise ValueError(f"{name}: expected shape {expected}, got {tuple(x.shape)}")
-        if x.dtype != cache.dtype:
-            raise TypeError(f"{name}: expected {cache.dtype}, the dtype of the cache, got {x.dtype}{autocast_hint(x)}")
-        if x.device != cache.k.device:
-            raise ValueError(f"{name}: expected device {cache.k.device}, the device of the cache, got {x.device}")
-        if x.stride(-1) != 1:
-            raise ValueError(f"{name}: expected a contiguous last dimension, got stride {x.stride(-1)}")
-        check_no_gradient(name, x)
-    return seqlen_new

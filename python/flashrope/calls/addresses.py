@@ -30,10 +30,14 @@ class NewRows(NamedTuple):
 
 def bounds(tables: CacheTables, k_cache: torch.Tensor) -> list[tuple[int, int]]:
     """Returns the slots [first, end) of every sequence, clamped to the capacity. The host reads the tables."""
-    new, capacity = tables.seqlen_new, tables.capacity(k_cache) if k_cache.shape[0] else 0
+    capacity, lengths = tables.capacity(k_cache) if k_cache.shape[0] else 0, tables.seqlens.tolist()
+    counts = [tables.seqlen_new] * len(lengths)
+    if tables.seqlen_new == ONE_PER_QUERY:
+        assert tables.cu_seqlens_q is not None
+        counts = tables.cu_seqlens_q.diff().clamp(min=0).tolist()
     ends = [
         length + new if 0 <= length <= capacity - new else min(min(max(length, 0), capacity) + new, capacity)
-        for length in tables.seqlens.tolist()
+        for length, new in zip(lengths, counts, strict=True)
     ]
     if tables.leftpad is None:
         return [(0, end) for end in ends]

@@ -96,7 +96,7 @@ def plan_cache(
     asked, dtype = dtype, dtype or (like.k.dtype if isinstance(like.k, torch.Tensor) else None)
     if dtype not in DTYPES:
         needed = f" (a cache of {dtype} does not say the type of q)" if asked is None else ""
-        raise TypeError(f"dtype: expected float16, bfloat16, float32 or float64{needed}, got {asked}")
+        raise TypeError(f"dtype: expected float16, bfloat16, float32 or float64{needed}, got {asked!r}")
     if not isinstance(rotary, Rotary):
         raise TypeError(f"rotary: expected a flashrope.Rotary, got {type(rotary).__name__}")
     batch = () if tables.packed else (tables.seqlens.shape[0],)

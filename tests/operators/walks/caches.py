@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from paged_oracle import Held
 
 from .calls import ROUNDINGS, Case
-from .outliving import KINDS, Outliving, around
+from .outliving import KINDS, Outliving, around, ragged
 from .schemes import make, schemes
 
 
@@ -22,8 +22,8 @@ from .schemes import make, schemes
 class Walk(Case):
     """Operations on one paged cache: (kind, which sequence, a number, another number, the caller's context).
 
-    empty: the number of sequences that are made first and stay empty. The other sequences then have the last rows of
-    the block table.
+    shared: whether values are channels of the keys. empty: the number of sequences that are made first and stay empty.
+    The other sequences then have the last rows of the block table.
     """
 
     scheme: str
@@ -31,6 +31,7 @@ class Walk(Case):
     heads_kv: int
     group: int
     cache_dtype: str | None
+    shared: bool
     layers: int
     pages: int
     max_seqlen: int | None
@@ -43,6 +44,9 @@ class Walk(Case):
         heads = self.heads_kv * self.group, self.heads_kv
         options = dict(seed=self.seed, max_seqlen=self.max_seqlen, cache_dtype=cache_dtype)
         options |= dict(queries=2**20, roundings=ROUNDINGS[target.dtype])
+        if self.shared and not cache_dtype:
+            width = make(self.scheme).head_dim
+            options["values"] = slice(width // 2 // 8 * 8 if width > 8 else 0, width)
         held = Held(target, self.pages, self.page_size, heads, [make(self.scheme)] * self.layers, **options)
         outliving = Outliving(held)
         empty = [held.allocate() for _ in range(self.empty)]
@@ -87,6 +91,9 @@ class Walk(Case):
             held.remove(name, start, stop, close=which % 2 == 0)
         elif kind == "keep":
             held.keep(name, which, number)
+        elif kind in ("ragged", "ragged abort"):
+            chosen = sorted({names[n % len(names)] for n in (which, number, another)})
+            held.write(chosen, ragged(chosen, which + another, number), fails=kind == "ragged abort")
         else:
             held.write(sorted({name, other}), number, fails=kind == "abort")
 
@@ -94,7 +101,13 @@ class Walk(Case):
 @st.composite
 def walks(draw, longest: int) -> Walk:
     kinds = ("allocate", "fork", "free", "truncate", "reserve", "abort", "extend", "twice", "remove", "remove", "keep")
-    kinds += ("attend",) * 5 + ("enter step", "update", "replay", "advance") * 2 + KINDS
+    kinds += (
+        ("attend",) * 3
+        + ("ragged",) * 4
+        + ("ragged abort",)
+        + ("enter step", "update", "replay", "advance") * 2
+        + KINDS
+    )
     numbers = st.integers(0, 5), st.integers(0, longest), st.integers(0, longest), st.integers(0, 7)
     operation = st.tuples(st.sampled_from(kinds), *numbers)
     return Walk(
@@ -103,6 +116,7 @@ def walks(draw, longest: int) -> Walk:
         draw(st.integers(1, 2)),
         draw(st.integers(1, 3)),
         draw(st.sampled_from((None, None, "int8"))),
+        draw(st.booleans()),
         draw(st.sampled_from((1, 2))),
         draw(st.sampled_from((3, 5, 12))),
         draw(st.sampled_from((None, None, 40, 64))),

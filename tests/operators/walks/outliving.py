@@ -13,7 +13,7 @@ import pickle
 import pytest
 import torch
 from flashrope import CapturedStep, OutOfPages, Step, plan_cache
-from paged_oracle import Held, Tokens
+from paged_oracle import Counts, Held, Tokens
 
 KINDS = ("make step", "enter step", "capture", "update", "replay", "advance", "discard", "pickle", "copy", "reset")
 
@@ -22,16 +22,18 @@ KINDS = ("make step", "enter step", "capture", "update", "replay", "advance", "d
 class LateStep:
     step: Step
     names: list[int]
-    count: int
+    counts: Counts
 
 
 @dataclasses.dataclass
 class LateCapture:
     step: CapturedStep
     names: list[int]
-    count: int
+    most: int  # new tokens of every sequence, or with a total the most of one sequence
+    total: int | None  # rows of packed tensors
     padded: bool
     moved: bool
+    counts: Counts = 0  # of the last update
     updated: list[Tokens] | None = None  # what its sequences held at the last update that was not advanced
     fresh: bool = False  # whether that update was the last operation of the walk
 
@@ -53,11 +55,13 @@ class Outliving:
         elif kind in ("pickle", "copy"):
             self.copy(pickled=kind == "pickle")
         elif kind == "make step":
-            self.steps.append(LateStep(self.held.cache.step(names, number), names, number))
+            counts = ragged(names, which, number) if which % 2 else number
+            self.steps.append(LateStep(self.held.cache.step(names, counts), names, counts))
         elif kind == "capture":
-            step = self.held.cache.capture(names, number % 5 + 1)
+            most, total = number % 5 + 1, number % 7 + 1 if which % 2 else None
+            step = self.held.cache.capture(names, most, total)
             flags = step.tables.leftpad is not None, step.tables.positions is not None
-            self.captures.append(LateCapture(step, names, number % 5 + 1, *flags))
+            self.captures.append(LateCapture(step, names, most, total, *flags))
         elif kind == "discard":
             self.discard(names, number)
         elif kind == "enter step" and self.steps:
@@ -65,7 +69,10 @@ class Outliving:
         elif kind in ("update", "replay", "advance") and self.captures:
             late = self.captures[which % len(self.captures)]
             late.fresh = any(late is x for x in fresh)
-            getattr(self, kind)(late)
+            if kind == "update":
+                self.update(late, number)
+            else:
+                getattr(self, kind)(late)
 
     def changed(self) -> None:
         """Notes that the walk does something else, so that a replay would no longer follow its update."""
@@ -83,31 +90,42 @@ class Outliving:
             with pytest.raises(ValueError, match=f"^sequence {gone[0]} was freed"), late.step:
                 raise AssertionError("the step of a freed sequence was entered")
             return
-        k, v = (held.new(len(late.names), late.count, held.heads[1]) for _ in "kv")
-        q = held.new(len(late.names), max(late.count, 1), held.heads[0])
+        counts = late.counts
+        k, v, given = held.new_keys(late.names, counts)
+        q = held.new_rows(late.names, max(counts, 1) if isinstance(counts, int) else counts, held.heads[0])
         with late.step as step:
             results = [
-                step.attend(q[n], x, k[n], v[n], layer=n, return_lse=True, impl=held.target.of_any_positions)
+                step.attend(q[n], x, k[n], given[n], layer=n, return_lse=True, impl=held.target.of_any_positions)
                 for n, x in enumerate(held.schemes)
             ]
-        held.written(late.names, k, v)
-        held.compare(late.names, q, results)
+        held.written(late.names, k, v, counts=counts)
+        held.compare(late.names, q, results, counts)
 
     def discard(self, names: list[int], number: int) -> None:
         """Opens a step, writes the first layer and abandons its with statement."""
-        held, step = self.held, self.held.cache.step(names, number)
+        counts = ragged(names, number, number) if number % 2 else number
+        held, step = self.held, self.held.cache.step(names, counts)
         step.__enter__()
         with pytest.raises(RuntimeError, match="discard_step"):
             held.cache.reset()
-        step.append(*(held.new(len(names), number, held.heads[1])[0] for _ in "kv"), layer=0)
+        k, _, given = held.new_keys(names, counts)
+        step.append(k[0], given[0], layer=0)
         held.cache.discard_step()
         with pytest.raises(RuntimeError, match="^step: discarded"):
             step.__exit__(None, None, None)
 
     # ---- captured steps
 
-    def update(self, late: LateCapture) -> None:
-        held = self.held
+    def update(self, late: LateCapture, number: int) -> None:
+        held, given = self.held, ()
+        late.counts = late.most
+        if late.total is not None:
+            late.counts = ragged(late.names, number, late.most)
+            if sum(late.counts) > late.total:
+                with pytest.raises(ValueError, match=f"^seqlen_new: expected at most {late.total} tokens in all"):
+                    late.step.update(late.counts)
+                late.counts = [0] * len(late.names)
+            given = (late.counts,)
         refusals = [f"sequence {name} was freed" for name in self.missing(late.names)]
         if not refusals and not late.moved and any(held.cache._sequences[name].entries for name in late.names):
             refusals.append("positions: expected None")
@@ -118,12 +136,12 @@ class Outliving:
             before = held.pages(), held.cache.free_pages
             with pytest.raises(ValueError, match=rf"^({'|'.join(refusals)}|sequence \d+ has \d+ of )"):
                 with contextlib.suppress(OutOfPages):
-                    late.step.update()
+                    late.step.update(*given)
                     raise AssertionError("update accepted what the graph does not read")
                 raise ValueError(refusals[0])
             assert (held.pages(), held.cache.free_pages) == before
             return
-        late.step.update()
+        late.step.update(*given)
         late.updated, late.fresh = [held.tokens[name] for name in late.names], True
 
     def replay(self, late: LateCapture) -> None:
@@ -131,24 +149,33 @@ class Outliving:
         if not late.fresh:
             return self.advance(late)
         held, cache = self.held, self.held.cache
-        k, v = (held.new(len(late.names), late.count, held.heads[1]) for _ in "kv")
-        q = held.new(len(late.names), late.count, held.heads[0])
+        counts, rows = late.counts, late.counts
+        if late.total is not None:  # some rows belong to no sequence
+            counts, rows = late.counts, [*late.counts, late.total - sum(late.counts)]
+        k, v, given = held.new_keys(late.names, rows)
+        q = held.new_rows(late.names, rows, held.heads[0])
         results = []
         for n, rotary in enumerate(held.schemes):
             plan = plan_cache(
                 late.step.tables,
                 like=cache.cache_layer(n),
                 rotary=rotary,
-                seqlen_q=late.count,
+                seqlen_q=late.total or late.most,
                 heads_q=held.heads[0],
                 dtype=held.target.dtype,
                 impl=held.target.of_any_positions,
             )
-            results.append(plan.attend(q[n], cache.cache_layer(n), k[n], v[n], return_lse=True))
+            out, lse = plan.attend(q[n], cache.cache_layer(n), k[n], given[n], return_lse=True)
+            if late.total is not None:
+                assert not out[sum(counts) :].any(), "a row of no sequence attended"
+                out, lse = out[: sum(counts)], lse[:, : sum(counts)]
+            results.append((out, lse))
         late.step.advance()
         late.updated, late.fresh = None, False
-        held.written(late.names, k, v)
-        held.compare(late.names, q, results)
+        if late.total is not None:
+            q, k, v = (x[:, : sum(counts)] for x in (q, k, v))
+        held.written(late.names, k, v, counts=counts)
+        held.compare(late.names, q, results, counts)
         self.advance(late)
 
     def advance(self, late: LateCapture) -> None:
@@ -180,6 +207,11 @@ class Outliving:
         for n in range(held.cache.layers):
             own = held.cache.k if held.cache.layers == 1 else held.cache.k[n]
             assert held.cache.layer(n)[0].data_ptr() == own.data_ptr(), "a layer has memory of its own"
+
+
+def ragged(names: list[int], seed: int, most: int) -> list[int]:
+    """Returns 0 to most new tokens for every sequence. About every third sequence gets none."""
+    return [(seed + n) * 7 % (most + 1) if (seed + n) % 3 else 0 for n in range(len(names))]
 
 
 # Operations whose oracle makes no tensors, so that they can run under another default device.
