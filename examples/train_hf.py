@@ -68,7 +68,7 @@ class Schemes(TrainerCallback, ExportableState):
 
     def give(self, step: int) -> None:
         length, cope_steps = self.settings["train_length"], self.settings["cope_steps"]
-        wanted = {"cope": length} if step < cope_steps else {"hope_train_length": length}
+        wanted = {"cope": length} if step < cope_steps else {"hope": length}
         if self.settings["scheme"] == "own":
             wanted = {}
         if wanted != self.current:

@@ -103,7 +103,7 @@ def main() -> None:
     for seed, path in enumerate(args.models):
         model, rope = load_checkpoint(path)
         length = trained_length(path)
-        hope, cope = (apply_options(rope, {name: length}) for name in ("hope_train_length", "cope"))
+        hope, cope = (apply_options(rope, {name: length}) for name in ("hope", "cope"))
         corpus = data.standard_library(length + 1)
         windows = data.as_tokens(data.unseen_windows(corpus.unseen, length + 1, args.windows, 0))
         drawn = data.random_batches(corpus.train, args.batch, length, 1000 + seed)

@@ -44,7 +44,7 @@ MODEL = dict(
 )
 WINDOW, TRAIN_LENGTH = 512, 1024
 PAGE_SIZE = 128  # rows of a page in transformers' cache, as many as vLLM's default on the CPU
-REROPE = {"window": WINDOW, "log_n": TRAIN_LENGTH}
+REROPE = {"rerope": WINDOW, "log_n": TRAIN_LENGTH}
 INT8 = "int8_per_token_head"
 
 
@@ -58,7 +58,7 @@ class Served(NamedTuple):
 SCHEMES = {
     ", stock": Served(None),
     " + flashrope, RoPE": Served({}),
-    f" + flashrope, HoPE {TRAIN_LENGTH}": Served({"hope_train_length": TRAIN_LENGTH}),
+    f" + flashrope, HoPE {TRAIN_LENGTH}": Served({"hope": TRAIN_LENGTH}),
     f" + flashrope, ReRoPE {WINDOW}, log n": Served(REROPE),
 }
 QUANTIZED = {  # only for vLLM, because transformers' continuous batching has no quantized cache

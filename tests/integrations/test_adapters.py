@@ -17,9 +17,9 @@ from flashrope.integrations.transformers import convert, from_pretrained, revert
 from test_saving import REGISTERS, registered  # noqa: F401  a fixture
 from transformers import AutoModelForCausalLM
 
-OPTIONS = dict(window=6, factor=4.0, log_n=12)
+OPTIONS = dict(leaky_rerope=(6, 4.0), log_n=12)
 SAID = (
-    r"adapter: expected a model with factor=4.0, log_n=12, window=6, .* got {}; .* from_pretrained .* or call convert"
+    r"adapter: expected a model with leaky_rerope=(6, 4.0), log_n=12, .* got {}; .* from_pretrained .* or call convert"
 )
 LORA = dict(target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
 
@@ -118,8 +118,8 @@ def test_an_adapter_over_its_scheme_is_not_warned_about(adapter):
         model = peft.PeftModel.from_pretrained(convert(tiny("llama"), **OPTIONS), folder)
         model.load_adapter(folder, "again")
     assert torch.equal(logits(model, tokens()), expected)
-    with pytest.warns(UserWarning, match=SAID.format("a model with window=7")):
-        peft.PeftModel.from_pretrained(convert(tiny("llama"), window=7), folder)
+    with pytest.warns(UserWarning, match=SAID.format("a model with rerope=7")):
+        peft.PeftModel.from_pretrained(convert(tiny("llama"), rerope=7), folder)
 
 
 ALONE = """
@@ -149,7 +149,7 @@ def test_an_adapter_of_a_model_without_options(base, tmp_path):
     for name, change in (
         ("stock", lambda model: model),
         ("same", convert),
-        ("reverted", lambda m: revert(convert(m, window=6))),
+        ("reverted", lambda m: revert(convert(m, rerope=6))),
     ):
         model = lora(change(AutoModelForCausalLM.from_pretrained(base)), "peft")
         model.save_pretrained(tmp_path / name)

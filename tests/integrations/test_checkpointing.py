@@ -15,7 +15,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_ac
 from torch.utils.checkpoint import checkpoint
 
 HEARD = "model: expected the backward of a forward under the model's present scheme, got one of a forward before"
-WINDOW = functools.partial(convert, window=6)
+WINDOW = functools.partial(convert, rerope=6)
 
 
 def forward(model) -> torch.Tensor:
@@ -41,7 +41,7 @@ KINDS = ["not reentrant", "reentrant", "wrapper"]
 CHANGES = {
     "stock to scheme": [WINDOW],
     "stock to the same scheme": [convert],
-    "scheme to scheme": [WINDOW, functools.partial(convert, window=7)],
+    "scheme to scheme": [WINDOW, functools.partial(convert, rerope=7)],
     "scheme to stock": [WINDOW, revert],
     "reverted to scheme": [lambda model: revert(convert(model)), WINDOW],
 }
@@ -67,9 +67,9 @@ def test_another_scheme_before_the_backward(kind, change):
 
 
 def test_another_scheme_and_a_forward_before_the_backward():
-    model = convert(checkpointed("not reentrant"), window=6)
+    model = convert(checkpointed("not reentrant"), rerope=6)
     loss = forward(model)
-    forward(convert(model, window=7))
+    forward(convert(model, rerope=7))
     with pytest.raises(ValueError, match=HEARD):
         loss.backward()
 
@@ -77,18 +77,18 @@ def test_another_scheme_and_a_forward_before_the_backward():
 @pytest.mark.parametrize("kind", ["none", *KINDS])
 def test_the_same_scheme_before_the_backward(kind):
     """A convert to the same scheme is harmless. Without checkpoints, so is a convert to another scheme."""
-    model = convert(checkpointed(kind), window=6)
+    model = convert(checkpointed(kind), rerope=6)
     forward(model).backward()
     expected = [grad.clone() for grad in gradients(model)]
     model.zero_grad()
     loss = forward(model)
-    convert(model, **({"window": 7} if kind == "none" else {"window": 6, "factor": float("inf")}))
+    convert(model, **({"rerope": 7} if kind == "none" else {"rerope": 6}))
     loss.backward()
     assert all(torch.equal(a, b) for a, b in zip(gradients(model), expected, strict=True))
 
 
 def test_a_checkpoint_around_the_model_and_backward_in_another_thread():
-    model = convert(tiny("llama").train(), window=6)
+    model = convert(tiny("llama").train(), rerope=6)
     forward(model).backward()
     expected = [grad.clone() for grad in gradients(model)]
     for _ in range(2):

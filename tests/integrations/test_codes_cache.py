@@ -37,7 +37,7 @@ def converted(family, **options):
 
 @pytest.mark.parametrize(
     "family, options",
-    [("llama", {}), ("llama", {"window": 8, "log_n": 16}), ("mistral", {}), ("qwen3", {"yarn": (4.0, 16)})],
+    [("llama", {}), ("llama", {"rerope": 8, "log_n": 16}), ("mistral", {}), ("qwen3", {"yarn": (4.0, 16)})],
     ids=["rope", "rerope", "sliding window", "yarn"],
 )
 @torch.no_grad()
@@ -87,7 +87,7 @@ class LosslessLayer(QuantizedLayer):
 def test_quantized_cache_of_transformers():
     """With transformers' QuantizedCache, whose quantization is lossless here, a converted model gives the same text as
     with a plain cache. The QuantizedCache dequantizes all keys and values for attention. The keys are raw."""
-    model, ids = converted("llama", window=8), torch.randint(64, (2, 7))
+    model, ids = converted("llama", rerope=8), torch.randint(64, (2, 7))
     options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "return_dict_in_generate": True}
     layers = [LosslessLayer(residual_length=4) for _ in range(model.config.num_hidden_layers)]
     done = model.generate(ids, past_key_values=Cache(layers=layers), **options)

@@ -12,7 +12,7 @@ from flashrope.integrations.transformers import convert
 
 LAYERS = dict(num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"])
 MODELS = {
-    "llama": lambda: convert(tiny("llama", num_hidden_layers=1), window=6, log_n=12),
+    "llama": lambda: convert(tiny("llama", num_hidden_layers=1), rerope=6, log_n=12),
     "mistral": lambda: convert(tiny("mistral", num_hidden_layers=1)),
     "gemma3_text": lambda: convert(tiny("gemma3_text", **LAYERS)),
 }

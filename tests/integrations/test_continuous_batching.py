@@ -31,7 +31,7 @@ NOT_BATCHED = {
 }
 NEW = 12
 PAGE = 16
-SCHEMES = {"rope": {}, "rerope": {"window": 16, "log_n": 32}, "leaky": {"window": 16, "factor": 4.0}}
+SCHEMES = {"rope": {}, "rerope": {"rerope": 16, "log_n": 32}, "leaky": {"leaky_rerope": (16, 4.0)}}
 supported = pytest.mark.skipif(not SUPPORTED, reason=f"transformers {transformers.__version__} is refused, see below")
 
 
@@ -232,7 +232,7 @@ def test_several_answers_to_a_prompt(calls):
 
 @supported
 def test_half_precision():
-    model = convert(model_of().to(torch.bfloat16), window=16)
+    model = convert(model_of().to(torch.bfloat16), rerope=16)
     assert all(len(tokens) == NEW for tokens in batched(model, MIXED[:4]))
 
 
@@ -271,14 +271,14 @@ def test_a_persistent_manager_of_another_scheme():
     prompts = prompts_of(40, 20)
     assert batched(model, prompts, persistent=True) == generated(model, prompts)
     assert batched(model, prompts, persistent=True) == generated(model, prompts)
-    convert(model, window=16)
+    convert(model, rerope=16)
     for changed in (lambda: model, lambda: revert(model)):
         with pytest.raises(
             ValueError, match="persistent_manager: expected a manager that was made after the last convert"
         ):
             batched(changed(), prompts, persistent=True)
     model.destroy_cached_continuous_batching_manager()
-    convert(model, window=16)
+    convert(model, rerope=16)
     assert batched(model, prompts) == generated(model, prompts)
 
 

@@ -53,18 +53,18 @@ def test_a_plan_is_frozen():
 
 
 def test_a_plan_of_the_same_schemes_keeps_the_mark():
-    model = convert(tiny("llama"), window=6)
+    model = convert(tiny("llama"), rerope=6)
     earlier = plan.plan_of(model.model)
-    assert plan.plan_conversion(model, {"window": 6}).mark == earlier.mark
-    assert plan.plan_conversion(model, {"window": 7}).mark != earlier.mark
+    assert plan.plan_conversion(model, {"rerope": 6}).mark == earlier.mark
+    assert plan.plan_conversion(model, {"rerope": 7}).mark != earlier.mark
     kept = plan.plan_conversion(model, {})
-    assert kept.mark == earlier.mark and "the model keeps window=6 of its last convert" in kept.warnings[0]
+    assert kept.mark == earlier.mark and "the model keeps rerope=6 of its last convert" in kept.warnings[0]
 
 
 def test_a_plan_of_an_untested_type_has_its_own_schemes(monkeypatch):
     monkeypatch.setattr(plan, "FAMILIES", plan.FAMILIES - {"llama"})
     model = tiny("llama")
-    planned = plan.plan_conversion(model, {"window": 6}, untested=True)
+    planned = plan.plan_conversion(model, {"rerope": 6}, untested=True)
     assert {scheme.rotary for scheme in planned.schemes.values()} == {Rotary.rope(16).rectify(6)}
     assert {scheme.rotary for scheme in planned.own.schemes.values()} == {Rotary.rope(16)}
     assert planned.own.mark != planned.mark and not planned.own.field
@@ -85,7 +85,7 @@ def test_a_scheme_without_rotation(name):
 def test_undo_finds_layers_whose_names_have_changed():
     model = tiny("llama")
     stock = logits(model, tokens())
-    convert(model, window=6)
+    convert(model, rerope=6)
     layers = model.model.layers
     layer = layers[1]
     layers[1] = torch.nn.ModuleDict({"wrapped": layer})  # torch.compile and checkpointing wrap layers like this
@@ -99,7 +99,7 @@ def test_names_of_what_a_conversion_leaves():
     under which the attention is registered does not, because transformers treats names with "flash" specially."""
     model = tiny("llama")
     before = {key for module in model.modules() for key in vars(module)}
-    cache = convert(model, window=6)(tokens(), use_cache=True).past_key_values
+    cache = convert(model, rerope=6)(tokens(), use_cache=True).past_key_values
     left = {key for module in model.modules() for key in vars(module)} - before
     assert left == {"_flashrope", "extra_repr"} and vars(cache)["_flashrope"] == plan.plan_of(model.model).mark
     assert repr(model).count("flashrope: Rotary") == 1  # equal layers are printed once

@@ -99,13 +99,13 @@ def test_other_schemes():
     """Global layers may get another scheme. Local layers keep theirs, because they see only a window and no distance
     beyond it."""
     model = released.released(E2B)
-    with pytest.raises(ValueError, match="window: expected a model whose layers see all keys"):
-        convert(model, window=6)
-    full = logits(convert(model, log_n=12), tokens())
-    assert not close(full, logits(revert(model), tokens()), 0.05)
-    convert(model, log_n=12)
-    assert close(logits(model, tokens(), calls=CALLS), full)
-    assert close(logits(model, tokens(), calls=CALLS, cache=static(model)), full)
+    for options in (dict(rerope=2), dict(log_n=12)):
+        full = logits(convert(model, **options), tokens())
+        assert not close(full, logits(revert(model), tokens()), 0.05)
+        convert(model, **options)
+        assert close(logits(model, tokens(), calls=CALLS), full)
+        assert close(logits(model, tokens(), calls=CALLS, cache=static(model)), full)
+        revert(model)
 
 
 def wrapped(name: str):

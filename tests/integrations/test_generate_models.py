@@ -52,11 +52,11 @@ def continued(model, cache=None) -> str:
     "options, changes",
     [
         ([], {}),
-        (["--rectify"], {"window": 16}),
-        (["--window", "8", "--factor", "4", "--log-n"], {"window": 8, "factor": 4.0, "log_n": 32}),
+        (["--rectify"], {"rerope": 16}),
+        (["--window", "8", "--factor", "4", "--log-n"], {"leaky_rerope": (8, 4.0), "log_n": 32}),
         (["--log-n"], {"log_n": 32}),
         (["--scheme", "yarn"], {"yarn": ((len(PROMPT) + NEW) / 32, 32)}),
-        (["--scheme", "rerope", "--window", "8", "--train-length", "40"], {"window": 8, "log_n": 40}),
+        (["--scheme", "rerope", "--window", "8", "--train-length", "40"], {"rerope": 8, "log_n": 40}),
         (["--scheme", "stock"], {}),
     ],
     ids=str,
@@ -79,11 +79,11 @@ def test_seeds(run):
 
 
 def test_a_model_that_was_saved_with_a_scheme(run, tmp_path):
-    convert(model_of(), window=8).save_pretrained(tmp_path)
+    convert(model_of(), rerope=8).save_pretrained(tmp_path)
     shown = run("--temperature", "0", model=tmp_path)
     assert shown.out == continued(from_pretrained(tmp_path)) and "ReRoPE w 8: window 8" in shown.err
     shown = run("--temperature", "0", "--log-n", model=tmp_path)
-    assert shown.out == continued(convert(model_of(), window=8, log_n=32))
+    assert shown.out == continued(convert(model_of(), rerope=8, log_n=32))
 
 
 def test_what_is_said(run):

@@ -101,7 +101,7 @@ def test_the_model_can_be_saved_and_converted(file, tmp_path):
     model, _ = load(str(file), torch.device("cpu"))
     ids = torch.arange(40)[None] % len(WORDS)
     own = model(ids).logits
-    convert(model, window=16).save_pretrained(tmp_path)
+    convert(model, rerope=16).save_pretrained(tmp_path)
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     assert all(torch.equal(x, again.state_dict()[name]) for name, x in model.state_dict().items())
     assert torch.equal(revert(model)(ids).logits, own)

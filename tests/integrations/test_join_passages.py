@@ -23,7 +23,7 @@ from flashrope.integrations.transformers import (
 from flashrope.integrations.transformers.versions import CACHE, cache_of
 from transformers import DynamicCache
 
-SCHEMES = {"rope": {}, "rerope": {"window": 6, "log_n": 16}, "hope": {"rotary": Rotary.hope(16, 64)}}
+SCHEMES = {"rope": {}, "rerope": {"rerope": 6, "log_n": 16}, "hope": {"rotary": Rotary.hope(16, 64)}}
 LENGTHS = (4, 9, 7)  # tokens of the head and of two passages
 QUESTION = 3
 schemes = pytest.mark.parametrize("options", SCHEMES.values(), ids=SCHEMES)
@@ -102,7 +102,7 @@ def test_what_a_passage_sees_is_nothing_or_the_head():
 def test_the_first_tokens_of_every_passage_but_the_first_are_computed_again(recompute):
     """The first tokens are computed again with all keys that precede them in the cache. The other tokens do not
     change."""
-    model = llama(window=6)
+    model = llama(rerope=6)
     passages = head_and_passages(model)
     found = join_passages(model, passages, recompute=recompute)
     by_hand = copy.deepcopy(passages[0].cache)
@@ -139,7 +139,7 @@ def test_joining_joined_passages():
 
 
 def test_generate_continues_a_prompt_and_passages_stay_as_they_are():
-    model = llama(window=6)
+    model = llama(rerope=6)
     passages = head_and_passages(model)
     before = copy.deepcopy(passages)
     prompt = join_passages(model, passages, recompute=max(LENGTHS))
@@ -236,8 +236,8 @@ def test_passages():
 
 
 def test_passages_of_another_scheme_or_model():
-    passage = prefill_passage(llama(window=6), texts()[1])
-    for model in (llama(window=6), llama(window=7)):
+    passage = prefill_passage(llama(rerope=6), texts()[1])
+    for model in (llama(rerope=6), llama(rerope=7)):
         with pytest.raises(ValueError, match=r"passages\[0\].cache: expected a cache that this conversion filled"):
             join_passages(model, [passage])
 

@@ -19,20 +19,20 @@ ROPE = Rotary.rope(16)
 @pytest.mark.parametrize(
     "has, scheme, expected",
     [
-        ({"hope_train_length": 32}, "rerope", {"hope_train_length": 32, "window": 16, "log_n": 32}),
-        ({"cope": 128}, "rerope", {"cope": 128, "window": 64, "log_n": 128}),
+        ({"hope": 32}, "rerope", {"hope": 32, "rerope": 16, "log_n": 32}),
+        ({"cope": 128}, "rerope", {"cope": 128, "rerope": 64, "log_n": 128}),
         (
             {"cope": {"train_length": 32, "pairs": 3}},
             "string",
             {"cope": {"train_length": 32, "pairs": 3}, "string": (10, 2)},
         ),
         ({"yarn": (2.0, 32)}, "self-extend", {"yarn": (2.0, 32), "self_extend": (16, 16)}),
-        ({"log_n": 32, "log_n_clip": False}, "rerope", {"log_n": 32, "log_n_clip": False, "window": 16}),
-        ({"p_rope": 0.5, "window": 6, "factor": 4.0}, "rerope", {"p_rope": 0.5, "window": 32, "log_n": 64}),
-        ({"window": 6, "factor": 4.0, "log_n": 64}, "self-extend", {"log_n": 64, "self_extend": (32, 8)}),
-        ({"hope_train_length": 32}, "cope", {"cope": 32}),
-        ({"hope_train_length": 128, "log_n": 32}, "yarn", {"hope_train_length": 128, "log_n": 32, "yarn": (2.0, 128)}),
-        ({"rotary": ROPE.interpolate(2.0)}, "rerope", {"rotary": ROPE.interpolate(2.0), "window": 32, "log_n": 64}),
+        ({"log_n": 32, "log_n_clip": False}, "rerope", {"log_n": 32, "log_n_clip": False, "rerope": 16}),
+        ({"p_rope": 0.5, "leaky_rerope": (6, 4.0)}, "rerope", {"p_rope": 0.5, "rerope": 32, "log_n": 64}),
+        ({"leaky_rerope": (6, 4.0), "log_n": 64}, "self-extend", {"log_n": 64, "self_extend": (32, 8)}),
+        ({"hope": 32}, "cope", {"cope": 32}),
+        ({"hope": 128, "log_n": 32}, "yarn", {"hope": 128, "log_n": 32, "yarn": (2.0, 128)}),
+        ({"rotary": ROPE.interpolate(2.0)}, "rerope", {"rotary": ROPE.interpolate(2.0), "rerope": 32, "log_n": 64}),
     ],
     ids=str,
 )
@@ -53,9 +53,9 @@ def test_suggest_starts_from_the_options_of_the_model(has, scheme, expected, tmp
 
 
 def test_suggest_within_the_training_length_keeps_the_options():
-    model = convert(tiny("llama"), hope_train_length=512)
+    model = convert(tiny("llama"), hope=512)
     found = suggest(model, 512)
-    assert found == ({"hope_train_length": 512}, "512 tokens are within the 512 that the model was trained with")
+    assert found == ({"hope": 512}, "512 tokens are within the 512 that the model was trained with")
     assert suggest(revert(model), 64).changes == {}
 
 
@@ -65,20 +65,20 @@ def test_every_option_of_a_length_says_so():
         if row.option and row.name in ("yarn", "log-n", "hope", "cope"):
             assert row.option.train_length(row.options(Lengths(1234, 99_999))[row.option.name]) == 1234
     named = {name for name, option in known_options().items() if option.train_length}
-    assert named == {"yarn", "log_n", "hope_train_length", "cope"}
+    assert named == {"yarn", "log_n", "hope", "cope"}
 
 
 @pytest.mark.parametrize(
     "had, given, dropped",
     [
-        ({"hope_train_length": 48}, {"window": 6}, "hope_train_length=48"),
-        ({"hope_train_length": 48, "log_n": 12}, {"window": 6}, "hope_train_length=48, log_n=12"),
-        ({"rotary": ROPE.interpolate(2.0)}, {"window": 6}, "rotary="),
-        ({"hope_train_length": 48}, {"rotary": ROPE}, "hope_train_length=48"),
-        ({"window": 6, "factor": 4.0}, {"window": 7}, None),
-        ({"window": 6, "factor": 4.0}, {"self_extend": (8, 4)}, None),  # another option of the same kind
-        ({"hope_train_length": 48}, {"cope": 48, "window": 6}, None),
-        ({"window": 6}, {}, None),  # keeps them, with a warning that says so
+        ({"hope": 48}, {"rerope": 6}, "hope=48"),
+        ({"hope": 48, "log_n": 12}, {"rerope": 6}, "hope=48, log_n=12"),
+        ({"rotary": ROPE.interpolate(2.0)}, {"rerope": 6}, "rotary="),
+        ({"hope": 48}, {"rotary": ROPE}, "hope=48"),
+        ({"leaky_rerope": (6, 4.0)}, {"rerope": 7}, None),
+        ({"leaky_rerope": (6, 4.0)}, {"self_extend": (8, 4)}, None),  # another option of the same kind
+        ({"hope": 48}, {"cope": 48, "rerope": 6}, None),
+        ({"rerope": 6}, {}, None),  # keeps them, with a warning that says so
     ],
     ids=str,
 )
@@ -103,4 +103,4 @@ def test_options_of_a_folder_that_are_not_known_do_not_stop_convert():
     model = tiny("llama")
     model.config.flashrope = {"of_a_later_version": 3}
     with pytest.warns(UserWarning, match="convert: drops of_a_later_version=3"):
-        convert(model, window=6)
+        convert(model, rerope=6)

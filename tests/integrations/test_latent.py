@@ -115,7 +115,7 @@ def test_a_layer_is_the_formula(name, scheme):
     assert close(logits(model, ids, calls=calls, cache=static(model, ids.shape[1] - SEQLEN)), full)
 
 
-@pytest.mark.parametrize("changes", [{}, dict(window=6)], ids=str)
+@pytest.mark.parametrize("changes", [{}, dict(rerope=6)], ids=str)
 def test_passages_move(changes):
     """Passages can be joined, because nothing in a cache depends on positions: it holds latents, and rotary channels
     before their rotation."""
@@ -129,7 +129,7 @@ def test_passages_move(changes):
 
 
 def test_a_cache_is_cropped_and_reordered():
-    model = convert(tiny(SMALL), window=6)
+    model = convert(tiny(SMALL), rerope=6)
     full, cache = logits(model, tokens()), DynamicCache(config=model.config)
     logits(model, tokens(), calls=CALLS, cache=cache)
     cache.crop(-8)

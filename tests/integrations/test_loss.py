@@ -92,7 +92,7 @@ def by_hand(model, inputs, targets):
 
 @pytest.mark.parametrize(
     "family, changes",
-    [("llama", None), ("llama", {"window": 8, "log_n": 16}), ("mistral", None), ("mistral", {})],
+    [("llama", None), ("llama", {"rerope": 8, "log_n": 16}), ("mistral", None), ("mistral", {})],
     ids=["stock", "rerope", "sliding window", "sliding window, converted"],
 )
 def test_the_loss_is_that_of_a_computation_by_hand(family, changes):
@@ -108,7 +108,7 @@ def test_the_loss_is_that_of_a_computation_by_hand(family, changes):
         assert list(measure(model, inputs, 6, **options)) == pytest.approx(expected, abs=2e-5), options
 
 
-@pytest.mark.parametrize("changes", [{}, {"window": 8, "log_n": 16}], ids=["rope", "rerope"])
+@pytest.mark.parametrize("changes", [{}, {"rerope": 8, "log_n": 16}], ids=["rope", "rerope"])
 def test_the_loss_over_a_quantized_cache(changes):
     """Over a quantized cache, the size of the chunks hardly changes the loss. It changes the loss only where a number
     rounds to another quantized value."""
@@ -459,7 +459,7 @@ def labels(model, names, *args, **options):
 
 
 def test_rows_of_a_saved_model_are_named_in_full():
-    model = convert(tiny("llama", max_position_embeddings=32), window=16, log_n=32)
+    model = convert(tiny("llama", max_position_embeddings=32), rerope=16, log_n=32)
     found, skipped = labels(model, ["stock", "rerope", "rerope-plain", "log-n", "ntk", "leaky"], [8])
     assert list(found) == [
         "ReRoPE w 16, log n",
@@ -484,7 +484,7 @@ def test_rows_that_are_the_same_are_dropped():
 def test_schemes_of_ones_own(tmp_path):
     rotary = Rotary.rope(16).interpolate(4.0)
     (tmp_path / "halved.json").write_text(Rotary.rope(16).interpolate(2.0).text + "\n")
-    convert(tiny("llama"), window=6, log_n=12).save_pretrained(tmp_path / "saved")
+    convert(tiny("llama"), rerope=6, log_n=12).save_pretrained(tmp_path / "saved")
     model = tiny("llama")
     given = [rotary.text, str(tmp_path / "halved.json"), str(tmp_path / "saved"), Rotary.rope(16).ntk(2.0).text]
     found, skipped = labels(model, ["stock"], given=given)

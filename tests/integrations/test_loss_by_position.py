@@ -57,7 +57,7 @@ def test_logits_in_pieces_are_the_models_own(family, changes, monkeypatch):
 
 def test_a_quantized_cache_changes_the_loss():
     torch.manual_seed(0)
-    model, row = convert(tiny("llama").eval(), window=8), torch.randint(60, (LENGTH + 1,))
+    model, row = convert(tiny("llama").eval(), rerope=8), torch.randint(60, (LENGTH + 1,))
     plain, int8 = (position_losses(model, row, kind) for kind in (None, "int8"))
     assert 0 < float((int8 - plain).abs().max()) < 0.1
 
@@ -74,7 +74,7 @@ def test_a_table_that_depends_on_the_length_is_measured_by_length():
         expected = whole(model, row[: end + 1])[begin:end]
         torch.testing.assert_close(losses[begin:end], expected, rtol=1e-5, atol=1e-6)
     assert len(losses) == LENGTH and not torch.allclose(losses, whole(model, row), atol=1e-4)
-    convert(model, window=8)
+    convert(model, rerope=8)
     assert depends_on_length(model)
 
 

@@ -21,7 +21,7 @@ def test_revert_gives_back_the_stock_model(name):
     model = tiny(name)
     before, weights = {run: call(model) for run, call in RUNS.items()}, copy.deepcopy(model.state_dict())
     text = model.config.to_json_string()
-    convert(model, hope_train_length=32)
+    convert(model, hope=32)
     assert not close(RUNS["uncached"](model), before["uncached"], 0.01)
     assert revert(model) is model
     assert all(torch.equal(call(model), before[run]) for run, call in RUNS.items())
@@ -38,17 +38,17 @@ def test_revert_gives_back_the_stock_model(name):
 def test_convert_again_replaces_the_scheme():
     model = tiny("llama")
     stock = logits(model, tokens())
-    changed = logits(convert(model, window=4, log_n=8), tokens())
+    changed = logits(convert(model, rerope=4, log_n=8), tokens())
     assert not close(changed, stock, 0.1)
-    assert close(logits(convert(model, window=SEQLEN), tokens()), stock)
-    assert model.config.flashrope == {"window": SEQLEN}
+    assert close(logits(convert(model, rerope=SEQLEN), tokens()), stock)
+    assert model.config.flashrope == {"rerope": SEQLEN}
     assert torch.equal(logits(revert(model), tokens()), stock)
 
 
 def test_a_copy_can_be_reverted_alone():
     model = tiny("llama")
     stock = logits(model, tokens())
-    convert(model, window=4)
+    convert(model, rerope=4)
     other = copy.deepcopy(model)
     changed = logits(model, tokens())
     assert torch.equal(logits(other, tokens()), changed)
@@ -58,7 +58,7 @@ def test_a_copy_can_be_reverted_alone():
 
 @pytest.mark.parametrize("how", ["pickle", "torch.save"])
 def test_a_pickled_model(how):
-    model = convert(tiny("gemma3_text"), hope_train_length=32)
+    model = convert(tiny("gemma3_text"), hope=32)
     file = io.BytesIO()
     pickle.dump(model, file) if how == "pickle" else torch.save(model, file)
     file.seek(0)
@@ -129,7 +129,7 @@ def test_quantized_linears():
 
 def test_peft():
     peft = pytest.importorskip("peft", reason="peft is not installed")
-    model = convert(tiny("llama"), window=6)
+    model = convert(tiny("llama"), rerope=6)
     changed = logits(model, tokens())
     wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
     assert torch.equal(logits(wrapped, tokens()), changed)  # LoRA starts without effect

@@ -96,5 +96,5 @@ def test_what_counts_distances_is_refused():
 
     config = config_of(family_of("qwen3_vl_text")[0], SECTIONS["interleaved"])
     assert LayerScheme(config, None, None, True, {}).rotary.axes == 3
-    with pytest.raises(ValueError, match="^window: not supported in a model with mrope_section .its tokens have 3"):
-        LayerScheme(config, None, None, True, {"window": 8})
+    with pytest.raises(ValueError, match="^rerope: not supported in a model with mrope_section .its tokens have 3"):
+        LayerScheme(config, None, None, True, {"rerope": 8})

@@ -73,7 +73,7 @@ def test_tokens(name, how):
     assert torch.equal(*found) and len(set(found[0][:, 14:].flatten().tolist())) > 1
 
 
-@pytest.mark.parametrize("changes", [dict(window=6, log_n=12), dict(hope_train_length=24), dict(ntk=4.0)], ids=str)
+@pytest.mark.parametrize("changes", [dict(rerope=6, log_n=12), dict(hope=24), dict(ntk=4.0)], ids=str)
 @pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3", "minicpm3"])
 def test_other_schemes_over_latents(name, changes):
     model = convert(tiny(name), **changes)

@@ -27,7 +27,7 @@ VALUES = {  # {stage: the options to choose from}; {} means that none is given
     "table": [{}, {"ntk": 2.0}, {"yarn": (4.0, 16)}],
     "cut": [
         {},
-        {"hope_train_length": 48},
+        {"hope": 48},
         {"cope": 48},
         {"cope": True},
         {"cope": {"pairs": 3, "taper": False}},
@@ -35,9 +35,9 @@ VALUES = {  # {stage: the options to choose from}; {} means that none is given
     ],
     "bands": [
         {},
-        {"window": 0},
-        {"window": 6},
-        {"window": 6, "factor": 4.0},
+        {"rerope": 0},
+        {"rerope": 6},
+        {"leaky_rerope": (6, 4.0)},
         {"string": (8, 3)},
         {"self_extend": (8, 4)},
         {"dual_chunk": (160, 32)},

@@ -141,7 +141,7 @@ def test_numbers_are_the_same_for_every_scheme_and_differ_by_place():
     assert seen[:4] == seen[4:] and len(set(seen)) == 4
 
 
-@pytest.mark.parametrize("changes", [None, {"window": 200}], ids=["stock", "rerope"])
+@pytest.mark.parametrize("changes", [None, {"rerope": 200}], ids=["stock", "rerope"])
 @pytest.mark.parametrize("cache_dtype", [None, "int8"])
 def test_candidates_after_a_cache_are_those_of_whole_passes(changes, cache_dtype):
     torch.manual_seed(0)
@@ -270,6 +270,6 @@ def test_bad_input(checkpoint, tmp_path, capsys):
     tiny("llama").save_pretrained(tmp_path / "small")
     assert "has no tokenizer, and its vocabulary is too small for bytes" in refused(model=str(tmp_path / "small"))
     tiny("mistral", vocab_size=256).save_pretrained(tmp_path / "slides")
-    assert "--schemes: none of rerope fits this model: window: expected a model whose layers see all keys" in refused(
+    assert "--schemes: none of rerope fits this model: rerope: expected a layer that sees all keys" in refused(
         "--schemes", "rerope", "--lengths", "400", model=str(tmp_path / "slides")
     )

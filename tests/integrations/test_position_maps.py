@@ -59,7 +59,7 @@ def test_clip():
     hard = dict(pairs=3, taper=False)
     assert schemes(convert(tiny("llama"), cope=hard)) == [ROPE.cope(64, **hard)] * 3
     for changes, rotary in (
-        (dict(window=6, log_n=12), ROPE.cope(48).rectify(6).log_n(12)),
+        (dict(rerope=6, log_n=12), ROPE.cope(48).rectify(6).log_n(12)),
         (dict(self_extend=(8, 4)), ROPE.cope(48).self_extend(8, 4)),
         (dict(dual_chunk=(160, 32)), ROPE.cope(48).dual_chunk(160, 32)),
         (dict(rotary=ROPE.ntk(4.0)), ROPE.ntk(4.0).cope(48)),
@@ -85,7 +85,7 @@ def test_a_clipped_model_is_saved_and_changes_its_logits(tmp_path):
 def test_suggest_by_name():
     model = tiny("llama", max_position_embeddings=256)
     expected = {
-        "rerope": dict(window=128, log_n=256),
+        "rerope": dict(rerope=128, log_n=256),
         "cope": dict(cope=256),
         "self-extend": dict(self_extend=(128, 16)),
         "dual-chunk": dict(dual_chunk=(256, 128)),
@@ -95,7 +95,10 @@ def test_suggest_by_name():
         convert(model, **changes)
     assert suggest(tiny("mistral"), 256, "cope").changes == {"cope": 64}  # sliding windows stay as they are
     for name, message in (
-        ("self-extend", "model_or_config: expected layers that see all keys, got sliding windows of"),
+        (
+            "self-extend",
+            "self_extend: expected a layer that sees all keys, got a sliding window of 8 keys in every layer",
+        ),
         ("xpos", "scheme: expected one of stock, .* dual-chunk-log-n, got 'xpos'"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -141,12 +144,16 @@ def test_the_chunks_of_dual_chunk_attention():
             ValueError,
             "local_size: .* less than chunk_size = 128, got 128; chunks would be empty",
         ),
-        (dict(dual_chunk=(160, 32), window=8), ValueError, "dual_chunk: expected at most one of window, string, self"),
+        (
+            dict(dual_chunk=(160, 32), rerope=8),
+            ValueError,
+            "dual_chunk: expected at most one of rerope, leaky_rerope, string, self",
+        ),
         (dict(self_extend=(8, 4), dual_chunk=(160, 32)), ValueError, "expected at most one of .* got also self_extend"),
         (
-            dict(cope=48, hope_train_length=48),
+            dict(cope=48, hope=48),
             ValueError,
-            "cope: expected at most one of hope_train_length, p_rope, cope, got also hope",
+            "cope: expected at most one of hope, p_rope, cope, got also hope",
         ),
         (dict(cope={"length": 48}), ValueError, "cope: expected True, a length or a dict .* taper, got 'length'"),
         (dict(cope={"pairs": 9}), ValueError, "pairs: expected None or an integer from 0 to 8, the pairs that rotate"),
@@ -162,5 +169,5 @@ def test_refusals(changes, error, message):
 
 
 def test_layers_with_a_window_are_refused():
-    with pytest.raises(ValueError, match="window: expected a model whose layers see all keys"):
-        convert(tiny("gemma3_text"), self_extend=(8, 4))
+    with pytest.raises(ValueError, match="self_extend: expected a layer that sees all keys, got a sliding window of 8"):
+        convert(tiny("mistral"), self_extend=(8, 4))

@@ -115,8 +115,8 @@ def test_tables_follow_the_largest_position_when_compiled():
 
 COUNTING = [
     dict(log_n=8),
-    dict(window=6, log_n=8),
-    dict(window=6, log_n=8, log_n_clip=False),
+    dict(rerope=6, log_n=8),
+    dict(rerope=6, log_n=8, log_n_clip=False),
     dict(self_extend=(6, 2)),
     dict(dual_chunk=(136, 8)),
 ]
@@ -165,7 +165,7 @@ def test_a_graph_refuses_positions_that_begin_elsewhere():
         logits(graph, SHORT, position_ids=FAR)
 
 
-@pytest.mark.parametrize("changes", [{}, dict(window=6), dict(window=6, factor=4.0), dict(string=(6, 2))], ids=str)
+@pytest.mark.parametrize("changes", [{}, dict(rerope=6), dict(leaky_rerope=(6, 4.0)), dict(string=(6, 2))], ids=str)
 def test_only_distances_matter(changes):
     """Other schemes have the same logits wherever positions begin."""
     model = convert(tiny("llama"), **changes)

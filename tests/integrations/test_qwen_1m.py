@@ -156,7 +156,7 @@ READ = {
     "log n": (QWEN, {"log_n": 64}, ROPE.dual_chunk(160, 32, 100).log_n(64)),
     "other chunks": (QWEN, {"dual_chunk": [288, 32]}, ROPE.dual_chunk(288, 32)),
     "none": (QWEN, {"dual_chunk": False}, ROPE),
-    "a window in their place": (QWEN, {"dual_chunk": False, "window": 64}, ROPE.rectify(64)),
+    "a window in their place": (QWEN, {"dual_chunk": False, "rerope": 64}, ROPE.rectify(64)),
     "another scheme": (QWEN, {"rotary": Rotary.hope(16, 64).text}, Rotary.hope(16, 64)),
 }
 
@@ -205,6 +205,6 @@ def test_saved_and_loaded(tmp_path, options):
 
 def test_a_window_beside_the_chunks_is_refused():
     with pytest.raises(ValueError, match="^rectify: this scheme has self_extend or dual_chunk already"):
-        qwen(window=64)
-    with pytest.raises(ValueError, match="dual_chunk: expected at most one of window, .* got also window"):
-        qwen(window=64, dual_chunk=(160, 32))
+        qwen(rerope=64)
+    with pytest.raises(ValueError, match="dual_chunk: expected at most one of rerope, .* got also rerope"):
+        qwen(rerope=64, dual_chunk=(160, 32))

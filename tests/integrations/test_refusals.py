@@ -99,15 +99,23 @@ T, V = TypeError, ValueError
 @pytest.mark.parametrize(
     "name, asked, error, message",
     [
-        ("llama", dict(windw=6), T, "options: expected names among rotary, .* got 'windw'; did you mean window"),
+        ("llama", dict(reroppe=6), T, "options: expected names among rotary, .* got 'reroppe'; did you mean rerope"),
         ("llama", dict(temperature=2), T, "got 'temperature'$"),
-        ("llama", dict(factor=4.0), V, "factor: not supported without window, got 4.0"),
-        ("llama", dict(window=-1), V, "window: expected a non-negative integer, got -1"),
+        ("llama", dict(factor=4.0), T, r"factor: renamed, expected leaky_rerope=\(window, 4.0\), got factor=4.0"),
+        (
+            "llama",
+            dict(window=6, factor=4.0),
+            T,
+            r"window and factor: renamed, expected leaky_rerope=\(6, 4.0\), got window=6, f",
+        ),
+        ("llama", dict(window=6), T, "window: renamed, expected rerope=6, got window=6"),
+        ("llama", dict(hope_train_length=6), T, "hope_train_length: renamed, expected hope=6, got hope_train_length=6"),
+        ("llama", dict(rerope=-1), V, "rerope: expected a non-negative integer, got -1"),
         ("llama", dict(log_n=1), V, "log_n: expected True or a length of more than 1, got 1"),
         ("llama", dict(log_n="64"), T, "log_n: expected True or a length of more than 1, got '64'"),
-        ("llama", dict(hope_train_length=0), V, "hope_train_length: expected a positive finite number, got 0"),
-        ("llama", dict(hope_train_length=True), T, "hope_train_length: expected a number, got True"),
-        ("llama", dict(window=6, factor=0), V, "factor: expected a positive number, got 0"),
+        ("llama", dict(hope=0), V, "hope: expected a positive finite number, got 0"),
+        ("llama", dict(hope="48"), T, "hope: expected a number, got '48'"),
+        ("llama", dict(leaky_rerope=(6, 0)), V, "leaky_rerope: factor: expected a positive finite number, got 0"),
         ("llama", dict(rotary="rope"), V, "rotary: expected the text of a Rotary, got 'rope'"),
         (
             "llama",
@@ -142,15 +150,15 @@ T, V = TypeError, ValueError
         ),
         (
             "mistral",
-            dict(window=6),
+            dict(rerope=6),
             V,
-            "window: expected .* layers see all keys, got layers that see only a sliding window of 8",
+            "rerope: expected a layer that sees all keys, got a sliding window of 8 keys in every layer",
         ),
         (
             "mistral",
             dict(log_n=32),
             V,
-            "log_n: expected a layer that sees all keys, got a sliding window in every layer",
+            "log_n: expected a layer that sees all keys, got a sliding window of 8 keys in every layer",
         ),
     ],
 )
@@ -165,19 +173,19 @@ def test_bad_arguments(name, asked, error, message):
 @pytest.mark.parametrize(
     "asked, message",
     [
-        (dict(window=0), "window: expected more than 0, got 0; every distance is seen as 0, as in Rotary.none"),
+        (dict(rerope=0), "rerope: expected more than 0, got 0; every distance is seen as 0, as in Rotary.none"),
         (
-            dict(window=64, factor=4.0),
-            "window: expected less than the training length 64, got 64; .* 7.1% .* half the training length has 82.4%",
+            dict(leaky_rerope=(64, 4.0)),
+            "leaky_rerope: expected a window of less than the training length 64, got 64; .* 7.1% .* half .* 82.4%",
         ),
-        (dict(window=100, log_n=True), "window: expected less than the training length 64, got 100"),
-        (dict(window=63), None),
-        (dict(window=0, factor=4.0), None),  # position interpolation
+        (dict(rerope=100, log_n=True), "rerope: expected a window of less than the training length 64, got 100"),
+        (dict(rerope=63), None),
+        (dict(leaky_rerope=(0, 4.0)), None),  # position interpolation
     ],
 )
 def test_windows_that_do_not_help_warn(asked, message, recwarn):
     convert(tiny("llama"), **asked)
-    found = [str(each.message) for each in recwarn if "window:" in str(each.message)]
+    found = [str(each.message) for each in recwarn if "rerope:" in str(each.message)]
     assert len(found) == (message is not None) and all(re.match(message, each) for each in found), found
 
 

@@ -54,7 +54,7 @@ def test_rows_of_padding(name, how):
     assert torch.equal(text(model, EMPTY, **HOW[how])[1], stock[1][1])
 
 
-@pytest.mark.parametrize("changes", [dict(window=6, log_n=8), dict(self_extend=(6, 2))], ids=str)
+@pytest.mark.parametrize("changes", [dict(rerope=6, log_n=8), dict(self_extend=(6, 2))], ids=str)
 @pytest.mark.parametrize("how", HOW)
 def test_rows_of_padding_under_other_schemes(how, changes):
     if "prefill_chunk_size" in HOW[how] and families.VERSION < (5, 0):
@@ -107,7 +107,7 @@ def test_rows_of_padding_are_finite_and_have_no_gradients(cached):
 
 
 def test_rows_of_padding_in_a_graph():
-    model = convert(tiny("llama", num_hidden_layers=1), window=6, log_n=8)
+    model = convert(tiny("llama", num_hidden_layers=1), rerope=6, log_n=8)
     torch.compiler.reset()
     graph = torch.compile(model, fullgraph=True, backend="eager")
     for mask in (SIX, EMPTY):

@@ -25,7 +25,7 @@ from small_models import vary
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 NOT_CONVERTED = "model: expected a converted model, got one that was loaded or built from the configuration of a conv"
-CHANGES = dict(window=6, factor=4.0, log_n=12, hope_train_length=48)
+CHANGES = dict(leaky_rerope=(6, 4.0), log_n=12, hope=48)
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ def test_saved_options_that_are_not_known(saved, tmp_path):
     folder, _ = saved
     config = json.loads((folder / "config.json").read_text())
     AutoModelForCausalLM.from_pretrained(folder).save_pretrained(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps(config | {"flashrope": {"window": 6, "clipp": False}}))
+    (tmp_path / "config.json").write_text(json.dumps(config | {"flashrope": {"rerope": 6, "clipp": False}}))
     with pytest.raises(TypeError, match="options: expected names among rotary, .* got 'clipp'"):
         from_pretrained(tmp_path)
 
@@ -125,7 +125,7 @@ def test_transformers_alone_loads_a_model_with_its_own_scheme(tmp_path):
     model = tiny("llama")
     model.save_pretrained(tmp_path / "stock")
     convert(model).save_pretrained(tmp_path / "same")
-    convert(model, window=6)
+    convert(model, rerope=6)
     revert(model).save_pretrained(tmp_path / "reverted")
     stock = (tmp_path / "stock" / "config.json").read_text()
     assert (tmp_path / "same" / "config.json").read_text() == stock
@@ -223,8 +223,8 @@ def test_print_shows_the_scheme():
     stock = repr(model)
     convert(model)
     assert "converted by flashrope: the same scheme, raw keys in the cache" in repr(model)
-    convert(model, window=6, log_n=True)
-    assert "converted by flashrope: window=6, log_n=64" in repr(model)
+    convert(model, rerope=6, log_n=True)
+    assert "converted by flashrope: rerope=6, log_n=64" in repr(model)
     assert "distance: d for 0 <= d < 6; 6 for d >= 6" in repr(model)
     assert repr(revert(model)) == stock
 
@@ -233,8 +233,8 @@ def test_print_shows_the_scheme():
 
 
 def test_a_convert_without_options_keeps_the_last_ones_and_says_so():
-    model = convert(tiny("llama"), window=6, log_n=12)
-    with pytest.warns(UserWarning, match=r"convert: the model keeps window=6, log_n=12 .* revert\(model\)"):
+    model = convert(tiny("llama"), rerope=6, log_n=12)
+    with pytest.warns(UserWarning, match=r"convert: the model keeps rerope=6, log_n=12 .* revert\(model\)"):
         convert(model)
     assert schemes(model) == [Rotary.rope(16).rectify(6).log_n(12)] * 3
     with warnings.catch_warnings():

@@ -63,7 +63,7 @@ def serve(monkeypatch):
 )
 def test_the_window_is_less_than_the_context(serve, model, options, window):
     given = serve(model, *options)
-    assert given["hf_overrides"] == {"flashrope": {"window": window, "log_n": 8192}}
+    assert given["hf_overrides"] == {"flashrope": {"rerope": window, "log_n": 8192}}
     assert window < given["max_model_len"] and len(given["prompt"]["prompt_token_ids"]) == given["max_model_len"] - 16
 
 

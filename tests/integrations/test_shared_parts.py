@@ -61,7 +61,7 @@ class Wrapper(torch.nn.Sequential):
 
 @pytest.mark.parametrize("wrap", ["compile", "module"])
 def test_a_rotary_embedding_that_is_wrapped_after_convert(wrap):
-    model = convert(tiny("llama"), window=6)
+    model = convert(tiny("llama"), rerope=6)
     expected = logits(model, tokens())
     embedding = model.model.rotary_emb
     model.model.rotary_emb = torch.compile(embedding, backend="eager") if wrap == "compile" else Wrapper(embedding)
@@ -131,38 +131,38 @@ def test_options_belong_to_the_model(whole, tmp_path):
     passed to convert without its model still has the configuration of this model."""
     a, b = pair()
     stock = logits(b, tokens())
-    convert(a if whole else a.model, window=6)
+    convert(a if whole else a.model, rerope=6)
     assert torch.equal(logits(b, tokens()), stock) and b.config._attn_implementation == "sdpa"
-    assert saved_field(a, tmp_path / "a") == {"window": 6} and saved_field(b, tmp_path / "b") is None
+    assert saved_field(a, tmp_path / "a") == {"rerope": 6} and saved_field(b, tmp_path / "b") is None
     assert a.config is a.model.config is a.model.layers[0].self_attn.config and a.config is not b.config
     assert schemes(convert(b if whole else b.model)) == [Rotary.rope(16)] * 3
     convert(b, log_n=12)
-    assert saved_field(a, tmp_path / "a") == {"window": 6} and saved_field(b, tmp_path / "b") == {"log_n": 12}
+    assert saved_field(a, tmp_path / "a") == {"rerope": 6} and saved_field(b, tmp_path / "b") == {"log_n": 12}
     assert torch.equal(logits(revert(b), tokens()), stock)
-    assert saved_field(a, tmp_path / "a") == {"window": 6} and saved_field(b, tmp_path / "b") is None
+    assert saved_field(a, tmp_path / "a") == {"rerope": 6} and saved_field(b, tmp_path / "b") is None
     assert torch.equal(logits(from_pretrained(tmp_path / "a"), tokens()), logits(a, tokens()))
 
 
 def test_a_model_from_the_configuration_of_a_converted_model():
     """A model that is made from a converted model's configuration has its options. revert of one of the models does not
     change the other."""
-    a = convert(tiny("llama"), window=6)
+    a = convert(tiny("llama"), rerope=6)
     changed = logits(a, tokens())
     b = type(a)(a.config)
-    assert schemes(convert(b)) == schemes(a) and a.config.flashrope == {"window": 6}
+    assert schemes(convert(b)) == schemes(a) and a.config.flashrope == {"rerope": 6}
     revert(b)
-    assert a.config.flashrope == {"window": 6} and not hasattr(b.config, "flashrope")
+    assert a.config.flashrope == {"rerope": 6} and not hasattr(b.config, "flashrope")
     assert torch.equal(logits(a, tokens()), changed)
     c = revert(type(a)(a.config))
-    assert c.config._attn_implementation == "sdpa" and a.config.flashrope == {"window": 6}
+    assert c.config._attn_implementation == "sdpa" and a.config.flashrope == {"rerope": 6}
     assert torch.equal(logits(a, tokens()), changed)
 
 
 def test_a_configuration_of_one_model_stays_its_object():
     model = tiny("llama")
     config = model.config
-    convert(model.model, window=6)
-    assert model.config is config and config.flashrope == {"window": 6}
+    convert(model.model, rerope=6)
+    assert model.config is config and config.flashrope == {"rerope": 6}
 
 
 def test_models_around_a_decoder_that_share_a_configuration():

@@ -58,12 +58,12 @@ def test_from_before_convert_or_revert(name, kind):
 
 @pytest.mark.parametrize("kind", MAKE)
 def test_from_another_scheme_or_model(kind):
-    model = convert(tiny("llama"), window=6)
+    model = convert(tiny("llama"), rerope=6)
     cache = filled(model, kind)
-    is_refused(convert(tiny("llama"), window=6), cache, BY_ANOTHER)
-    is_refused(convert(model, window=7), cache, BY_ANOTHER)
+    is_refused(convert(tiny("llama"), rerope=6), cache, BY_ANOTHER)
+    is_refused(convert(model, rerope=7), cache, BY_ANOTHER)
     cache = filled(model, kind)
-    step(convert(model, window=7), cache)  # the second conversion has the same scheme
+    step(convert(model, rerope=7), cache)  # the second conversion has the same scheme
 
 
 def test_a_cache_that_was_reset_is_anyones():
@@ -84,7 +84,7 @@ def test_generate_with_a_static_cache_before_and_after():
 
 
 def test_copies_and_crops_are_accepted():
-    model = convert(tiny("llama"), window=6)
+    model = convert(tiny("llama"), rerope=6)
     prompt = filled(model, "dynamic")
     expected = step(model, copy.deepcopy(prompt))
     assert torch.equal(step(model, copy.deepcopy(prompt)), expected)
@@ -94,13 +94,13 @@ def test_copies_and_crops_are_accepted():
 
 
 def test_a_copied_model_accepts_the_cache():
-    model = convert(tiny("llama"), window=6)
+    model = convert(tiny("llama"), rerope=6)
     cache = filled(model, "dynamic")
     step(copy.deepcopy(model), cache)
 
 
 def test_a_cache_of_unknown_origin():
-    model = convert(tiny("llama"), window=6)
+    model = convert(tiny("llama"), rerope=6)
     cache = filled(model, "dynamic")
     expected = step(model, copy.deepcopy(cache))
     rebuilt = DynamicCache(config=model.config)
@@ -120,7 +120,7 @@ def test_every_way_to_pass_a_cache_to_the_decoder(name):
     name, and the decoder accepts both names."""
     model = tiny("llama")
     stale = filled(model, "dynamic")
-    decoder, ids = convert(model, window=6).model, tokens()
+    decoder, ids = convert(model, rerope=6).model, tokens()
 
     @torch.no_grad()
     def step(cache, start: int):
@@ -142,10 +142,10 @@ def test_tuples_are_not_caches():
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
 def test_compiled(kind):
     torch._dynamo.reset()
-    model = convert(tiny("llama", num_hidden_layers=1), window=6)
+    model = convert(tiny("llama", num_hidden_layers=1), rerope=6)
     expected = logits(model, tokens(), calls=[9, 10, 11], cache=MAKE[kind](model))
     stale = filled(revert(model), kind)
-    convert(model, window=6)
+    convert(model, rerope=6)
     model.forward = torch.compile(model.forward, backend="eager")
     assert close(logits(model, tokens(), calls=[9, 10, 11], cache=MAKE[kind](model)), expected)
     with pytest.raises((ValueError, RuntimeError), match=f"{CACHE}.* by another model, or before convert"):

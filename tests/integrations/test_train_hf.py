@@ -80,7 +80,7 @@ def test_it_trains_under_cope_and_then_hope(trained):
     found = losses(trained / f"checkpoint-{STEPS}")
     assert len(found) == STEPS and sum(found[-5:]) < sum(found[:5]) - 5 * 0.5
     assert scheme_of(trained.parent / "kept" / f"checkpoint-{SAVE_EVERY}") == {"cope": LENGTH}
-    assert scheme_of(trained / f"checkpoint-{2 * SAVE_EVERY}") == {"hope_train_length": LENGTH}
+    assert scheme_of(trained / f"checkpoint-{2 * SAVE_EVERY}") == {"hope": LENGTH}
 
 
 @pytest.mark.parametrize("step", [SAVE_EVERY, 2 * SAVE_EVERY], ids=["under CoPE", "under HoPE"])
@@ -122,7 +122,7 @@ def test_packed_samples_have_the_loss_and_gradients_of_single_ones(example, monk
     varlen = attention.attention_varlen
     monkeypatch.setattr(attention, "attention_varlen", lambda *a, **k: called.append(a[4].tolist()) or varlen(*a, **k))
     torch.manual_seed(0)
-    model = convert(AutoModelForCausalLM.from_config(example.TINY).double(), hope_train_length=LENGTH)
+    model = convert(AutoModelForCausalLM.from_config(example.TINY).double(), hope=LENGTH)
     model.config.use_cache = False
     samples = example.cut([bytes(range(100)), b"short", b"x"], None, LENGTH)
     assert [len(sample["input_ids"]) for sample in samples] == [64, 36, 5]
@@ -188,7 +188,7 @@ def test_three_lengths(example, tmp_path, more, expected):
     trainer, _ = example.make_trainer(args)
     longest = max(len(sample["input_ids"]) for sample in trainer.train_dataset)
     saved, scheme = trainer.model.config.max_position_embeddings, trainer.model.config.flashrope
-    assert (longest, scheme, saved) == (expected[0], {"hope_train_length": expected[1]}, expected[2])
+    assert (longest, scheme, saved) == (expected[0], {"hope": expected[1]}, expected[2])
 
 
 def test_fsdp_without_an_accelerator_is_refused(example, tmp_path, capsys, monkeypatch):
@@ -228,7 +228,7 @@ def test_the_fsdp2_settings_shard_the_model_and_the_scheme_changes_in_it(example
         )
         sharded = fsdp2_prepare_model(accelerator, sharded)
         assert all(isinstance(layer, FSDPModule) for layer in sharded.model.layers)
-        for scheme in ({"cope": LENGTH}, {"hope_train_length": LENGTH}):
+        for scheme in ({"cope": LENGTH}, {"hope": LENGTH}):
             found = []
             for model in (convert(whole, **scheme), convert(sharded, **scheme)):
                 model.zero_grad()
@@ -258,7 +258,7 @@ def test_sft_trainer_packs_a_converted_model(example, tmp_path, monkeypatch):
     varlen = attention.attention_varlen
     monkeypatch.setattr(attention, "attention_varlen", lambda *a, **k: called.append(a[4].tolist()) or varlen(*a, **k))
     torch.manual_seed(0)
-    model = convert(AutoModelForCausalLM.from_config(example.TINY), hope_train_length=LENGTH)
+    model = convert(AutoModelForCausalLM.from_config(example.TINY), hope=LENGTH)
     texts = [f"document {i} " * (1 + i % 4) for i in range(60)]
     lengths = {len(text.encode()) + 1 for text in texts}  # plus the end token
     settings = SFTConfig(

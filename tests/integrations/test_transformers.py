@@ -168,7 +168,7 @@ def test_assisted_decoding(name):
         assert torch.equal(model.generate(ids, max_new_tokens=8, do_sample=False, **assistance), stock)
 
 
-@pytest.mark.parametrize("changes", [dict(window=6, log_n=16), dict(window=6, factor=4.0), dict(hope_train_length=24)])
+@pytest.mark.parametrize("changes", [dict(rerope=6, log_n=16), dict(leaky_rerope=(6, 4.0)), dict(hope=24)])
 def test_a_row_with_padding_is_the_row_alone(changes):
     model = convert(tiny("llama"), **changes)
     ids, mask = tokens(), padded()
@@ -182,13 +182,13 @@ def test_a_row_with_padding_is_the_row_alone(changes):
 
 def test_changes_build_the_schemes():
     rope = Rotary.rope(16)
-    assert schemes(convert(tiny("llama"), window=6)) == [rope.rectify(6)] * 3
-    leaky = convert(tiny("llama"), window=6, factor=4.0, log_n=32)
+    assert schemes(convert(tiny("llama"), rerope=6)) == [rope.rectify(6)] * 3
+    leaky = convert(tiny("llama"), leaky_rerope=(6, 4.0), log_n=32)
     assert schemes(leaky) == [rope.rectify(6, 4.0).log_n(32, clip=True)] * 3
     assert schemes(convert(tiny("llama"), log_n=True)) == [rope.log_n(64, clip=True)] * 3
-    assert schemes(convert(tiny("llama"), hope_train_length=48)) == [Rotary.hope(16, 48)] * 3
+    assert schemes(convert(tiny("llama"), hope=48)) == [Rotary.hope(16, 48)] * 3
     yarn = tiny("llama", rope_scaling=dict(ROPE_TYPES["yarn"]))
-    assert schemes(convert(yarn, hope_train_length=48)) == [Rotary.hope(16, 48).yarn(4.0, 16)] * 3
+    assert schemes(convert(yarn, hope=48)) == [Rotary.hope(16, 48).yarn(4.0, 16)] * 3
     half = rope.interpolate(2.0)
     assert schemes(convert(tiny("llama"), rotary=half, log_n=32)) == [half.log_n(32)] * 3
 
@@ -196,11 +196,11 @@ def test_changes_build_the_schemes():
 def test_layers_that_differ():
     local = Rotary.rope(16, interleaved=True).local(8)
     assert schemes(convert(tiny("cohere2"), log_n=32)) == [local, local, Rotary.none(16).log_n(32)]
-    found = schemes(convert(tiny("gemma3_text"), hope_train_length=48))
+    found = schemes(convert(tiny("gemma3_text"), hope=48))
     assert [rotary.bands[-1].stop for rotary in found] == [8, 8, float("inf")]
     assert found[0].frequencies != found[2].frequencies and found[0].frequencies[-1] == 0
     rope = Rotary.rope(16, base=2_000_000.0)
-    assert schemes(convert(tiny("smollm3"), window=6)) == [rope.rectify(6), rope.rectify(6), Rotary.none(16)]
+    assert schemes(convert(tiny("smollm3"), rerope=6)) == [rope.rectify(6), rope.rectify(6), Rotary.none(16)]
     quarter = rope.interpolate(4.0)
     assert schemes(convert(tiny("smollm3"), rotary=quarter)) == [quarter, quarter, Rotary.none(16)]
     pairs = Rotary.rope(16, interleaved=True)
@@ -209,9 +209,7 @@ def test_layers_that_differ():
     assert schemes(convert(tiny("gemma3_text"), rotary=given)) == [rope.local(8), rope.local(8), quarter]
 
 
-@pytest.mark.parametrize(
-    "changes", [{}, dict(window=6), dict(window=6, factor=4.0, log_n=8), dict(hope_train_length=24)], ids=str
-)
+@pytest.mark.parametrize("changes", [{}, dict(rerope=6), dict(leaky_rerope=(6, 4.0), log_n=8), dict(hope=24)], ids=str)
 def test_a_layer_is_the_formula(changes):
     model = convert(tiny("llama"), **changes)
     layer = model.model.layers[0].self_attn
@@ -227,9 +225,7 @@ def test_a_layer_is_the_formula(changes):
     assert close(seen["out"], expected.flatten(-2))
 
 
-@pytest.mark.parametrize(
-    "changes", [dict(window=6, log_n=12), dict(window=6, factor=2.0), dict(hope_train_length=24)], ids=str
-)
+@pytest.mark.parametrize("changes", [dict(rerope=6, log_n=12), dict(leaky_rerope=(6, 2.0)), dict(hope=24)], ids=str)
 def test_a_cache_changes_nothing(changes):
     model = convert(tiny("llama"), **changes)
     full = logits(model, tokens())
@@ -268,7 +264,7 @@ def test_gradients(name, case):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpointing(reentrant):
-    model = convert(tiny("llama"), window=6).train()
+    model = convert(tiny("llama"), rerope=6).train()
     expected = gradients(model)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
     if reentrant:
@@ -312,10 +308,12 @@ def test_autocast():
 def test_suggest():
     model = tiny("llama")
     found = suggest(model, 256)
-    assert found.changes == {"window": 32, "log_n": 64} and "half of the training length 64" in found.reason
+    assert found.changes == {"rerope": 32, "log_n": 64} and "half of the training length 64" in found.reason
     assert suggest(model.config, 64).changes == {}
     assert schemes(convert(model, **found.changes)) == [Rotary.rope(16).rectify(32).log_n(64, clip=True)] * 3
-    with pytest.raises(ValueError, match="sliding windows of 8 in 3 of 3 layers"):
+    with pytest.raises(
+        ValueError, match="rerope: expected a layer that sees all keys, got a sliding window of 8 keys in every"
+    ):
         suggest(tiny("mistral"), 256)
     with pytest.raises(ValueError, match="target_length: expected a positive integer, got 0"):
         suggest(model, 0)
@@ -329,3 +327,49 @@ def test_suggest():
             suggest(SimpleNamespace(**fields), 256)
     with pytest.raises(ValueError, match="expected a model with a rotary embedding, got GPT2Config without rope_theta"):
         suggest(AutoConfig.for_model("gpt2"), 4096)
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "gpt_oss", "qwen2"])
+@pytest.mark.parametrize(
+    "options, change",
+    [
+        ({"rerope": 6, "log_n": 12}, lambda rope: rope.rectify(6).log_n(12)),
+        ({"leaky_rerope": (6, 4.0)}, lambda rope: rope.rectify(6, 4.0)),
+        ({"self_extend": (6, 2)}, lambda rope: rope.self_extend(6, 2)),
+    ],
+    ids=str,
+)
+def test_options_change_only_the_layers_that_see_all_keys(name, options, change):
+    model = convert(tiny(name))
+    config, own = model.config, dict(zip(model.config.layer_types, schemes(model), strict=True))
+    whole = own["full_attention"]
+    ids = tokens()
+    by_type = convert(
+        model,
+        rotary={"sliding_attention": Rotary.from_hf_config(config, "sliding_attention")}
+        | {"full_attention": change(whole)},
+    )
+    expected = schemes(by_type), logits(by_type, ids)
+    found = convert(model, **options)
+    assert schemes(found) == expected[0] and set(schemes(found)) == {own["sliding_attention"], change(whole)}
+    assert torch.equal(logits(found, ids), expected[1])
+    suggestion = suggest(
+        config, 4 * config.max_position_embeddings, "self-extend" if "self_extend" in options else "rerope"
+    )
+    layer = config.layer_types.index("full_attention")
+    assert f"in the layers that see all keys ({layer})" in suggestion.reason
+
+
+def test_true_stands_for_values_of_the_training_length():
+    rope = Rotary.rope(16)
+    model = tiny("llama", max_position_embeddings=512)
+    assert schemes(convert(model, rerope=True))[0] == rope.rectify(256)
+    assert (
+        model.config.flashrope
+        == {"rerope": 256}
+        == {"rerope": suggest(tiny("llama", max_position_embeddings=512), 1024).changes["rerope"]}
+    )
+    assert schemes(convert(model, hope=True))[0] == Rotary.hope(16, 512)
+    assert model.config.flashrope == {"hope": 512}
+    chosen = suggest(tiny("llama", max_position_embeddings=512), 1024, "dual-chunk").changes
+    assert schemes(convert(model, dual_chunk=True))[0] == rope.dual_chunk(*chosen["dual_chunk"])

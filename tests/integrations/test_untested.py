@@ -32,7 +32,7 @@ def test_a_model_that_agrees(unknown):
     before, stock = state(model), logits(model, tokens())
     with pytest.raises(ValueError, match=r"got 'llama'; convert\(model, untested=True\) compares the"):
         convert(model)
-    convert(model, untested=True, window=6)
+    convert(model, untested=True, rerope=6)
     assert schemes(model) == [Rotary.rope(16).rectify(6)] * 3 and not close(logits(model, tokens()), stock, 0.1)
     convert(model, log_n=32)  # needs no untested=True, because the first convert compared the model
     revert(model)
@@ -153,7 +153,7 @@ def test_a_factor_on_rotated_channels():
     assert schemes(model)[0].temperature == 1 and schemes(model)[0].rotary_dim == 12
     assert close(logits(model, within), stock[0]) and close(logits(model, within, calls=[9, 10, 14]), stock[1])
     assert close(logits(model, beyond), stock[2])
-    convert(model, window=SEQLEN)
+    convert(model, rerope=SEQLEN)
     assert close(logits(model, beyond), stock[2])
     convert(model, rotary=Rotary.rope(16, rotary_dim=12))
     assert schemes(model)[0].rotated_scale == 1
@@ -174,7 +174,7 @@ def test_queries_scaled_by_position():
 
 
 def test_a_saved_untested_model_is_compared_again(unknown, tmp_path):
-    model = convert(tiny("llama"), window=6, untested=True)
+    model = convert(tiny("llama"), rerope=6, untested=True)
     model.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="expected one of the types that are tested"):
         from_pretrained(tmp_path)

@@ -312,15 +312,15 @@ def test_saved_without_options(tmp_path):
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"window": 8}, "window"),
-        ({"window": 8, "factor": 4.0}, "window"),
+        ({"rerope": 8}, "rerope"),
+        ({"leaky_rerope": (8, 4.0)}, "leaky_rerope"),
         ({"self_extend": (8, 4)}, "self_extend"),
         ({"dual_chunk": (16, 8)}, "dual_chunk"),
         ({"log_n": 32}, "log_n"),
         ({"ntk": 4.0}, "ntk"),
         ({"yarn": (4.0, 32)}, "yarn"),
         ({"cope": 32}, "cope"),
-        ({"hope_train_length": 32}, "hope_train_length"),
+        ({"hope": 32}, "hope"),
         ({"rotary": Rotary.rope(16)}, "rotary"),
     ],
 )

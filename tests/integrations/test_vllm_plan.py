@@ -47,20 +47,20 @@ def test_the_package_imports_neither_vllm_nor_transformers():
     "options, expected",
     [
         ({}, lambda rope: rope),
-        ({"window": 1024}, lambda rope: rope.rectify(1024)),
-        ({"window": 1024, "factor": 8}, lambda rope: rope.rectify(1024, 8)),
-        ({"window": 1024, "log_n": True}, lambda rope: rope.rectify(1024).log_n(4096)),
-        ({"window": 1024, "log_n": 8192}, lambda rope: rope.rectify(1024).log_n(8192)),
+        ({"rerope": 1024}, lambda rope: rope.rectify(1024)),
+        ({"leaky_rerope": (1024, 8)}, lambda rope: rope.rectify(1024, 8)),
+        ({"rerope": 1024, "log_n": True}, lambda rope: rope.rectify(1024).log_n(4096)),
+        ({"rerope": 1024, "log_n": 8192}, lambda rope: rope.rectify(1024).log_n(8192)),
         ({"log_n": 4096, "log_n_clip": False}, lambda rope: rope.log_n(4096, clip=False)),
-        ({"cope": True, "window": 64}, lambda rope: rope.cope(4096).rectify(64)),
+        ({"cope": True, "rerope": 64}, lambda rope: rope.cope(4096).rectify(64)),
         ({"cope": {"pairs": 3}, "log_n": 64}, lambda rope: rope.cope(4096, 3).log_n(64)),
-        ({"hope_train_length": 4096}, lambda rope: Rotary.hope(32, 4096)),
+        ({"hope": 4096}, lambda rope: Rotary.hope(32, 4096)),
         ({"self_extend": [1024, 8]}, lambda rope: rope.self_extend(1024, 8)),
         ({"self_extend": [1024, 8], "log_n": True}, lambda rope: rope.self_extend(1024, 8).log_n(4096)),
         ({"dual_chunk": [4096, 1024], "self_extend": False}, lambda rope: rope.dual_chunk(4096, 1024)),
         ({"rotary": Rotary.rope(32).dual_chunk(160, 32).text}, lambda rope: rope.dual_chunk(160, 32)),
-        ({"window": 1024, "log_n": False, "factor": None}, lambda rope: rope.rectify(1024)),  # what convert saves
-        ({"rotary": Rotary.hope(32, 64).text, "window": 8}, lambda rope: Rotary.hope(32, 64).rectify(8)),
+        ({"rerope": 1024, "log_n": False, "leaky_rerope": None}, lambda rope: rope.rectify(1024)),  # what convert saves
+        ({"rotary": Rotary.hope(32, 64).text, "rerope": 8}, lambda rope: Rotary.hope(32, 64).rectify(8)),
     ],
 )
 def test_the_scheme_that_is_asked_for(options, expected):
@@ -72,7 +72,7 @@ def test_the_scheme_that_is_asked_for(options, expected):
 
 def test_rope_scaling_is_read():
     scaled = {"rope_type": "linear", "rope_theta": 1e6, "factor": 4.0}
-    plan = make_plan(config({"window": 8}, hf={"rope_parameters": scaled}))
+    plan = make_plan(config({"rerope": 8}, hf={"rope_parameters": scaled}))
     assert plan.layers[0].rotary == Rotary.rope(32, 1e6).interpolate(4.0).rectify(8)
 
 
@@ -90,22 +90,22 @@ def test_layers_without_attention():
     parameters = rope_parameters("default", partial_rotary_factor=0.25)
     hf = dict(model_type="qwen3_next", layer_types=kinds, head_dim=256, **parameters)
     given = dict(hf=hf, model={"architecture": "Qwen3NextForCausalLM"})
-    plan = make_plan(config({"window": 64}, **given))
+    plan = make_plan(config({"rerope": 64}, **given))
     assert plan.layers == (None, (Rotary.rope(256, rotary_dim=64).rectify(64), None, False))
     assert plan.attending == [(1, plan.layers[1])] and str(plan).startswith("layers 1 Rotary(head_dim=256, ")
-    assert plan.digest != make_plan(config({"window": 32}, **given)).digest
+    assert plan.digest != make_plan(config({"rerope": 32}, **given)).digest
 
 
 @pytest.mark.parametrize(
     "options, rotated",
     [
         ({}, True),
-        ({"hope_train_length": 64, "log_n": True}, True),
+        ({"hope": 64, "log_n": True}, True),
         ({"yarn": [4.0, 4096]}, True),
         ({"raw_keys": False}, True),
         ({"raw_keys": True}, False),
-        ({"window": 1024}, False),
-        ({"window": 1024, "factor": 8}, False),
+        ({"rerope": 1024}, False),
+        ({"leaky_rerope": (1024, 8)}, False),
         ({"self_extend": [1024, 8]}, False),
         ({"dual_chunk": [4096, 1024]}, False),
     ],
@@ -160,7 +160,7 @@ SPARSE = {"sparse_attention_config": [{"0": ["vertical_and_slash", 1000, 6096, 1
         ({**SIZES, "sparse_attention_enabled": True}, {}, lambda rope: rope.dual_chunk(160, 32), True),
         (SIZES, {"log_n": 64, "dual_chunk": None}, lambda rope: rope.dual_chunk(160, 32).log_n(64), False),
         (QWEN, {"dual_chunk": [160, 32]}, lambda rope: rope.dual_chunk(160, 32), False),
-        (QWEN, {"dual_chunk": False, "window": 64}, lambda rope: rope.rectify(64), False),
+        (QWEN, {"dual_chunk": False, "rerope": 64}, lambda rope: rope.rectify(64), False),
         (QWEN, {"rotary": Rotary.hope(32, 64).text}, lambda rope: Rotary.hope(32, 64), False),
     ],
 )
@@ -217,8 +217,8 @@ def test_no_dual_chunks(chunks):
         ({**SIZES, "original_max_position_embeddings": -1}, None, "length_scale: expected a positive finite number"),
         (
             SIZES,
-            {"window": 64},
-            "dual_chunk: expected at most one of .*window.*, got also window|window: .* got also dual_chunk",
+            {"rerope": 64},
+            "dual_chunk: expected at most one of .*rerope.*, got also rerope|rerope: .* got also dual_chunk",
         ),
     ],
 )
@@ -236,12 +236,12 @@ def test_cache_dtypes(cache_dtype):
 
 def test_rotated_and_raw_blocks_are_not_interchangeable():
     assert make_plan(config({})).digest != make_plan(config({"raw_keys": True})).digest
-    same = ({"window": 64}, {"window": 64, "raw_keys": True})  # raw both times
+    same = ({"rerope": 64}, {"rerope": 64, "raw_keys": True})  # raw both times
     assert len({make_plan(config(options)).digest for options in same}) == 1
 
 
 def test_the_digest_is_that_of_the_schemes():
-    digests = {make_plan(config(options)).digest for options in ({}, {"window": 64}, {"window": 65}, {"log_n": 4096})}
+    digests = {make_plan(config(options)).digest for options in ({}, {"rerope": 64}, {"rerope": 65}, {"log_n": 4096})}
     assert len(digests) == 4
     assert make_plan(config({"log_n": True})).digest == make_plan(config({"log_n": 4096})).digest
 
@@ -261,13 +261,16 @@ def test_lengths_up_to_the_one_that_changes_the_frequencies():
 
 
 REFUSED = {
-    "unknown key": (dict(options={"windw": 8}), "options: expected names among rotary, .*, factor, .* got 'windw'"),
+    "unknown key": (
+        dict(options={"windw": 8}),
+        "options: expected names among rotary, .*, leaky_rerope, .* got 'windw'",
+    ),
     "no dict": (dict(options=True), "flashrope: expected a dict with some of .* got True"),
     "raw_keys of text": (dict(options={"raw_keys": "yes"}), "raw_keys: expected true or false, got 'yes'"),
-    "window true": (dict(options={"window": True}), "window: expected a non-negative integer, got True"),
+    "window": (dict(options={"window": 8}), "window: renamed, expected rerope=8, got window=8"),
     "window as long": (
-        dict(options={"window": 32768}),
-        "window: expected a window of less than max_model_len = 32768 .*, got 32768",
+        dict(options={"rerope": 32768}),
+        "rerope: expected a window of less than max_model_len = 32768 .*, got 32768",
     ),
     "self_extend as long": (
         dict(options={"self_extend": [32768, 8]}),
@@ -356,12 +359,12 @@ REFUSED = {
         "max_model_len: expected at most 4096, beyond which the frequencies .* got 32768",
     ),
     "window in sliding layers": (
-        dict(options={"window": 32}, hf={"sliding_window": 64}),
-        "window: expected a model whose layers see all keys, got layers that see only a sliding window of 64",
+        dict(options={"rerope": 32}, hf={"sliding_window": 64}),
+        "rerope: expected a layer that sees all keys, got a sliding window of 64 keys in every layer",
     ),
     "log_n in sliding layers": (
         dict(options={"log_n": 4096}, hf={"sliding_window": 64}),
-        "log_n: expected a layer that sees all keys, got a sliding window in every layer",
+        "log_n: expected a layer that sees all keys, got a sliding window of 64 keys in every layer",
     ),
     "head_dim": (dict(hf={"head_dim": 20}), "head_dim: expected a multiple of 8 up to 512, got 20"),
     "wide heads in int8": (
@@ -419,7 +422,7 @@ def test_every_architecture_is_in_the_docs():
 def test_embeddings_are_kept_apart_by_plan(monkeypatch):
     """Different plans do not share embeddings, because the registry looks at the configuration in use. Without a
     configuration the registry is a plain dict."""
-    used = config({"window": 64})
+    used = config({"rerope": 64})
     used.additional_config = {"flashrope": make_plan(used).digest}
     in_use = [None]
     stub = SimpleNamespace(get_current_vllm_config_or_none=lambda: in_use[0])

@@ -32,15 +32,15 @@ def training_length(config, name: str) -> int:
 
 
 def read_options(given: Mapping[str, Any], config, length=training_length) -> dict[str, Any]:
-    """Checks options and returns the options that have an effect. window=0 has an effect. None, False and default
+    """Checks options and returns the options that have an effect. rerope=0 has an effect. None, False and default
     values have no effect, with two exceptions: log_n_clip=False, and dual_chunk=False, which switches off a
     configuration's dual_chunk_attention_config.
 
     Args:
         given: the options, by name. rotary is a Rotary, its text, or a dict with a Rotary or text per layer type.
         config: the text model's configuration.
-        length: a function (config, name of an option) that returns the training length. It is called if the option's
-            value stands for the training length.
+        length: a function (config, name of an option) that returns the training length. It is called if the option is
+            True.
 
     Returns:
         The options, in the form in which schemes/catalogue.py applies them. A True that stands for a training length is
@@ -50,6 +50,7 @@ def read_options(given: Mapping[str, Any], config, length=training_length) -> di
         TypeError, ValueError: an option is invalid. The message names the option and says what was expected.
     """
     if unknown := sorted(set(given) - set(_names())):
+        _refuse_earlier_names(given)
         close = difflib.get_close_matches(unknown[0], _names(), n=1)
         raise TypeError(
             f"options: expected names among {', '.join(_names())}, got {unknown[0]!r}"
@@ -83,6 +84,20 @@ def read_options(given: Mapping[str, Any], config, length=training_length) -> di
     if given.get(DUAL_CHUNK) is False and asks_for_chunks(config):
         found[DUAL_CHUNK] = False
     return found
+
+
+def _refuse_earlier_names(given: Mapping[str, Any]) -> None:
+    """Raises TypeError for names that options had before they became names of schemes."""
+    found = {old: given[old] for old in ("window", "factor", "hope_train_length") if old in given}
+    if "factor" in found:
+        expected = f"leaky_rerope=({found.get('window', 'window')}, {found['factor']})"
+    elif "window" in found:
+        expected = f"rerope={found['window']!r}"
+    elif found:
+        expected = f"hope={found['hope_train_length']!r}"
+    else:
+        return
+    raise TypeError(f"{' and '.join(found)}: renamed, expected {expected}, got {as_keywords(found)}")
 
 
 def read_field(config, length=training_length) -> dict[str, Any]:

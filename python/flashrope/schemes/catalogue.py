@@ -39,12 +39,16 @@ class Lengths(NamedTuple):
 
     @property
     def chosen_window(self) -> int:
-        return max(self.train // 2, 1) if self.window is None else self.window
+        return _half(self.train) if self.window is None else self.window
 
     @property
     def growth(self) -> float:
         """Returns the length of the longest text as a multiple of the training length, at least 1."""
         return max(self.longest / self.train, 1.0)
+
+
+def _half(train_length: int) -> int:
+    return max(train_length // 2, 1)
 
 
 class Beside(NamedTuple):
@@ -68,8 +72,8 @@ class Option(NamedTuple):
     Attributes:
         stage: TABLE, CUT, BANDS or SCALE.
         read: a function (name, value, length) that returns the value in the form that ``apply`` and JSON accept, or
-            raises TypeError or ValueError. If the user gave True for the model's training length, ``read`` gets that
-            length from length(name).
+            raises TypeError or ValueError. If the user gave True, ``read`` computes the value from the model's training
+            length, length(name).
         apply: a function (rotary, value) that returns a Rotary. If the user gives the option ``beside``, its value is
             passed as a keyword argument.
         words: a format string of the value, for lists of settings.
@@ -146,15 +150,17 @@ def stated_length(options: Mapping[str, Any]) -> int | None:
     return int(max(lengths)) if lengths else None
 
 
-def apply_options(rotary: Rotary, options: Mapping[str, Any], scaled: bool = True) -> Rotary:
+def apply_options(rotary: Rotary, options: Mapping[str, Any], sees_all: bool = True) -> Rotary:
     """Returns the scheme after applying options. If no pair rotates, only options of the stage SCALE are applied.
 
     Args:
         options: {name of the option: value}, from ``Scheme.options`` or ``Option.read``.
-        scaled: False leaves out options of the stage SCALE, for layers that see a fixed number of keys.
+        sees_all: False leaves out options of the stages BANDS and SCALE, for layers with a sliding window.
     """
     for name, option in known_options().items():
-        if name not in options or not (scaled if option.stage == SCALE else any(rotary.frequencies)):
+        if name not in options or not (sees_all or option.stage < BANDS):
+            continue
+        if option.stage != SCALE and not any(rotary.frequencies):
             continue
         beside = option.beside.name if option.beside else ""
         rotary = option.apply(rotary, options[name], **({beside: options[beside]} if beside in options else {}))
@@ -177,9 +183,8 @@ def name_options(options: Mapping[str, Any]) -> str:
     parts = ["own Rotary"] if "rotary" in options else []
     for name in known_options():
         if options.get(name, False) is not False:
-            leaky = name == "window" and "factor" in options
-            method = SCHEMES["leaky"].method if leaky else methods[name]
-            parts.append(f"{method} w {options[name]:,}" if name == "window" else method)
+            window = {"rerope": options[name], "leaky_rerope": (options.get("leaky_rerope") or (0,))[0]}.get(name)
+            parts.append(methods[name] if window is None else f"{methods[name]} w {window:,}")
     return ", ".join(parts)
 
 
@@ -191,14 +196,21 @@ def _number(name: str, value, length) -> float:
     return value
 
 
-def _window(name: str, value, length) -> int:
-    check_window(value)
+def _hope_length(name: str, value, length: Callable[[str], int]) -> float:
+    return _number(name, length(name) if value is True else value, length)
+
+
+def _window(name: str, value, length: Callable[[str], int]) -> int:
+    value = _half(length(name)) if value is True else value
+    check_window(value, name)
     return value
 
 
-def _factor(name: str, value) -> float:
-    positive(name, value, finite=False)
-    return value
+def _window_and_factor(name: str, value, length) -> tuple[int, float]:
+    window, factor = _numbers("window", "factor")(name, value, length)
+    check_window(window, f"{name}: window")
+    positive(f"{name}: factor", factor)
+    return window, factor
 
 
 def _flag(name: str, value) -> bool:
@@ -226,6 +238,11 @@ def _cope_arguments(name: str, value, length: Callable[[str], int]) -> float | d
             f"{name}: expected True, a length or a dict with some of {', '.join(known)}, got {unknown[0]!r}"
         )
     return dict(value) if "train_length" in value else {"train_length": length(name), **value}
+
+
+def _chunks(name: str, value, length: Callable[[str], int]) -> tuple:
+    value = dual_chunk_for(length(name)) if value is True else value
+    return _numbers("chunk_size", "local_size", "length_scale")(name, value, length)
 
 
 def _numbers(first: str, second: str, third: str = ""):
@@ -271,14 +288,14 @@ def _cope(rotary: Rotary, given: float | dict[str, Any]) -> Rotary:
 
 
 def _rerope(lengths: Lengths) -> dict[str, Any]:
-    return {"window": lengths.chosen_window}
+    return {"rerope": lengths.chosen_window}
 
 
 def _leaky(lengths: Lengths) -> dict[str, Any]:
     window, factor = lengths.chosen_window, lengths.factor
     if factor is None:
         factor = float(max(2 * math.ceil((lengths.longest - window) / max(lengths.train - window, 1)), 2))
-    return {"factor": factor, "window": window}
+    return {"leaky_rerope": (window, factor)}
 
 
 def _string(lengths: Lengths) -> dict[str, Any]:
@@ -341,12 +358,11 @@ SCHEMES: dict[str, Scheme] = {
             "ReRoPE",
             _rerope,
             Option(
-                "window",
+                "rerope",
                 BANDS,
                 _window,
-                lambda rotary, window, factor=None: rotary.rectify(window, factor),
+                lambda rotary, window: rotary.rectify(window),
                 "window {:,}",
-                Beside("factor", _factor, math.inf, "factor {:g}"),
             ),
             log_n=True,
             reads_window=True,
@@ -355,15 +371,28 @@ SCHEMES: dict[str, Scheme] = {
             "keeps attention sharp over {longest} keys and changes nothing within the training length",
         ),
         Scheme("rerope-plain", "ReRoPE", _rerope, note=" without log n", reads_window=True),
-        Scheme("leaky", "Leaky ReRoPE", _leaky, log_n=True, reads_window=True),
+        Scheme(
+            "leaky",
+            "Leaky ReRoPE",
+            _leaky,
+            Option(
+                "leaky_rerope",
+                BANDS,
+                _window_and_factor,
+                lambda rotary, given: rotary.rectify(*given),
+                "factor {1:g}, window {0:,}",
+            ),
+            log_n=True,
+            reads_window=True,
+        ),
         Scheme(
             "hope",
             "HoPE",
-            lambda lengths: {"hope_train_length": lengths.train},
+            lambda lengths: {"hope": lengths.train},
             Option(
-                "hope_train_length",
+                "hope",
                 CUT,
-                _number,
+                _hope_length,
                 _hope,
                 f"{SLOW_PAIRS} do not rotate",
                 train_length=lambda length: length,
@@ -426,7 +455,7 @@ SCHEMES: dict[str, Scheme] = {
             Option(
                 "dual_chunk",
                 BANDS,
-                _numbers("chunk_size", "local_size", "length_scale"),
+                _chunks,
                 lambda rotary, given: rotary.dual_chunk(*given),
                 "chunk size {:,}, local size {:,}",
             ),

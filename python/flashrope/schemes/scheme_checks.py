@@ -94,9 +94,9 @@ def check_first_channel(head_dim: int, rotary_dim: int, first_channel) -> None:
         )
 
 
-def check_window(window) -> None:
+def check_window(window, name: str = "window") -> None:
     if not is_integer(window, 0):
-        raise ValueError(f"window: expected a non-negative integer, got {window!r}")
+        raise ValueError(f"{name}: expected a non-negative integer, got {window!r}")
 
 
 def check_fraction(fraction) -> None:

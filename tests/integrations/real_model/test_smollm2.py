@@ -65,7 +65,7 @@ def test_rerope_reads_a_novel_beyond_the_training_length(model, tokens, tmp_path
     ids = [*tokens.start, *tokens.encode((tmp_path / "emma.txt").read_text(encoding="utf-8"))]
     row = torch.tensor(ids[: 12 * 1024 + 1])
     stock = position_losses(model, row)
-    rerope = position_losses(convert(model, window=2048, log_n=True), row)
+    rerope = position_losses(convert(model, rerope=2048, log_n=True), row)
     revert(model)
     below, beyond = slice(0, 8192), slice(11 * 1024, None)
     assert float((rerope[below].mean() - stock[below].mean()).abs()) < 0.02

@@ -86,10 +86,10 @@ def test_the_command_writes_what_the_trainer_would(tmp_path):
     from flashrope.integrations.torchtitan.export import config_of
     from flashrope.integrations.torchtitan.export import main as export
 
-    override = trainings.OVERRIDE + '={"scheme": "rerope", "window": 8}'
+    override = trainings.OVERRIDE + '={"scheme": "rerope", "rerope": 8}'
     arguments = ["--module", "llama3", "--config", "llama3_debugmodel", "--training.seq_len", str(trainings.SEQLEN)]
     export([str(tmp_path), *arguments, "--override.imports", override])
-    run = trainings.trainer(trainings.settings("llama3", {"scheme": "rerope", "window": 8}, 6))
+    run = trainings.trainer(trainings.settings("llama3", {"scheme": "rerope", "rerope": 8}, 6))
     assert json.loads((tmp_path / "config.json").read_text()) == config_of(run.model_config)
     with pytest.raises(SystemExit, match="expected the folder"):
         export(arguments)

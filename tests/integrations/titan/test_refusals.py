@@ -29,8 +29,8 @@ def scheme_of(given: dict, family: str = "llama3", seqlen: int = trainings.SEQLE
     [
         ({"scheme": "hoppe"}, ValueError, "scheme: expected one of stock, .*got 'hoppe'; did you mean hope"),
         ({"windwo": 8}, TypeError, "options: expected names among .*got 'windwo'; did you mean window"),
-        ({"window": 8, "self_extend": [8, 2]}, ValueError, "self_extend: expected at most one of .*got also window"),
-        ({"hope_train_length": -1}, ValueError, "hope_train_length: expected"),
+        ({"rerope": 8, "self_extend": [8, 2]}, ValueError, "self_extend: expected at most one of .*got also rerope"),
+        ({"hope": -1}, ValueError, "hope: expected"),
         ({"rotary": "no text"}, ValueError, "rotary: expected the text of a Rotary, got 'no text'"),
     ],
 )
@@ -99,7 +99,7 @@ def test_context_parallelism():
         apply_cp_to_forward([inner], None)
 
 
-@pytest.mark.parametrize("given", [{"hope_train_length": 512}, {"cope": 512}, {"log_n": 512}])
+@pytest.mark.parametrize("given", [{"hope": 512}, {"cope": 512}, {"log_n": 512}])
 def test_another_training_length_warns(given):
     name = next(iter(given))
     with pytest.warns(UserWarning, match=f"{name}: expected the training's seq_len {trainings.SEQLEN}, got 512"):
@@ -117,6 +117,6 @@ def test_every_scheme_of_the_catalogue():
         for name, scheme in SCHEMES.items():
             want = apply_options(own, scheme.options(Lengths(512, 512)))
             assert scheme_of({"scheme": name}, "qwen3", 512) == want, name
-    assert scheme_of({}) == scheme_of({"scheme": "hope"}) == scheme_of({"hope_train_length": trainings.SEQLEN})
+    assert scheme_of({}) == scheme_of({"scheme": "hope"}) == scheme_of({"hope": trainings.SEQLEN})
     assert scheme_of({"log_n": True}) == scheme_of({"scheme": "stock"}).log_n(trainings.SEQLEN)
     assert scheme_of({}).interleaved and not scheme_of({}, "qwen3").interleaved

@@ -14,18 +14,18 @@ from models import Rounded, prompt, reference, save_model
 from transformers import AutoModelForCausalLM
 from vllm.exceptions import VLLMValidationError
 
-REROPE = {"window": 64, "log_n": 256}
+REROPE = {"rerope": 64, "log_n": 256}
 LENGTHS = [5, 15, 16, 17, 63, 64, 65, 129, 300, 700]
 OPTIONS = {
     "cope": {"cope": {"pairs": 6}, "log_n": 64, "log_n_clip": False},
     "RoPE": {},
     "RoPE, raw keys": {"raw_keys": True},
     "ReRoPE, log n": REROPE,
-    "Leaky ReRoPE": {"window": 64, "factor": 8.0},
-    "HoPE": {"hope_train_length": 64},
+    "Leaky ReRoPE": {"leaky_rerope": (64, 8.0)},
+    "HoPE": {"hope": 64},
     "Self-Extend, log n": {"self_extend": [64, 8], "log_n": 256},
     "dual chunk": {"dual_chunk": [160, 32]},
-    "Rotary's text": {"rotary": Rotary.rope(32, 500.0).text, "window": 32},
+    "Rotary's text": {"rotary": Rotary.rope(32, 500.0).text, "rerope": 32},
 }
 
 
@@ -114,7 +114,7 @@ def test_preemption(llama):
 
 QUANTIZED = {
     "RoPE": ({}, {}, Rounded(Rotary.rope(32))),
-    "HoPE": ({"hope_train_length": 64}, {}, Rounded(Rotary.hope(32, 64))),
+    "HoPE": ({"hope": 64}, {}, Rounded(Rotary.hope(32, 64))),
     "ReRoPE, layer 0 in float32": (REROPE, {"kv_cache_dtype_skip_layers": ["0"]}, Rounded(layers=(1, 2))),
 }
 

@@ -8,7 +8,7 @@ from engine import BOUND, check_rounded, compared, differences, engine, generate
 from flashrope.integrations.vllm.engine_plan import ARCHITECTURES
 from models import VOCABULARY, Rounded, prompt, save_model
 
-REROPE, LOG_N = {"window": 24, "log_n": 64}, {"log_n": 64}
+REROPE, LOG_N = {"rerope": 24, "log_n": 64}, {"log_n": 64}
 HYBRID = dict(sliding_window=48, layer_types=["sliding_attention", "sliding_attention", "full_attention"])
 GEMMA4 = dict(  # the head widths are those of the released models
     num_hidden_layers=4,

@@ -119,7 +119,7 @@ def test_documents_at_other_positions(qwen2):
     documents runs. A document that begins inside a block is not found. If a request has the same tokens but lists
     no documents, it does not hit the blocks of the documents."""
     system, other, short = prompt(32, seed=4), prompt(45, seed=6), X[:50]
-    with engine(qwen2, {"window": 64}, **SETTINGS) as llm:
+    with engine(qwen2, {"rerope": 64}, **SETTINGS) as llm:
         ask(llm, (X + QUESTION, [(0, 64)]), (Y + QUESTION, [(0, 96)]))
         (swapped,) = ask(llm, (Y + X + QUESTION, [(0, 96), (96, 160)]))
         assert DocumentScheduler.steps[0] == [20] and swapped.num_cached_tokens == 160

@@ -17,7 +17,7 @@ QUESTIONS = ("The capital of France is", "Water boils at", "A Debian package is 
 NEW = 24
 
 
-@pytest.mark.parametrize("options", [{}, {"window": 64, "log_n": 256}], ids=["own", "rerope"])
+@pytest.mark.parametrize("options", [{}, {"rerope": 64, "log_n": 256}], ids=["own", "rerope"])
 def test_greedy_tokens(options, tmp_path):
     from flashrope.lab.evaluation.checkpoint import load
 

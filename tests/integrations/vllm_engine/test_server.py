@@ -20,7 +20,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed; .ci/run tests it in a
 from engine import BOUND
 from models import prompt, reference, save_model
 
-REROPE = {"window": 64, "log_n": 256}
+REROPE = {"rerope": 64, "log_n": 256}
 TOKENS = 6
 START_SECONDS = 240
 

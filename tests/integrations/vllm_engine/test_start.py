@@ -14,7 +14,7 @@ COMMON = dict(skip_tokenizer_init=True, dtype="float32", max_model_len=1024)
 HYBRID = dict(sliding_window=48, layer_types=["sliding_attention", "sliding_attention", "full_attention"])
 REFUSED = {  # model, its changes, options, settings, message
     "key": ("llama", {}, {"windw": 64}, {}, "options: expected names among rotary, .* got 'windw'"),
-    "window": ("llama", {}, {"window": 1024}, {}, "window: expected a window of less than max_model_len = 1024"),
+    "window": ("llama", {}, {"rerope": 1024}, {}, "rerope: expected a window of less than max_model_len = 1024"),
     "block_size": ("llama", {}, {}, {"block_size": 48}, "block_size: expected 16, 32, 64, 128, ..., got 48"),
     "cache dtype": ("llama", {}, {}, {"kv_cache_dtype": "fp8"}, "kv_cache_dtype: .* got fp8, .* convert in software"),
     "4 bits": (
@@ -34,7 +34,7 @@ REFUSED = {  # model, its changes, options, settings, message
     "backend": ("llama", {}, {}, {"attention_backend": "CPU_ATTN"}, "attention_backend: expected None or CUSTOM"),
     "soft cap": ("gemma2", HYBRID, {}, {}, "attn_logit_softcapping: not supported by flashrope, got 50.0"),
     "alibi": ("bloom", {}, {}, {}, "architecture: expected a tested .* got BloomForCausalLM"),
-    "sliding": ("mistral", {"sliding_window": 48}, {"window": 8}, {}, "window: expected a model whose layers see all"),
+    "sliding": ("mistral", {"sliding_window": 48}, {"rerope": 8}, {}, "rerope: expected a layer that sees all keys"),
 }
 
 
@@ -97,7 +97,7 @@ def test_rotation_outside_get_rope(tmp_path, monkeypatch):
 
     monkeypatch.setattr(llama, "get_rope", lambda *args, **kwargs: OwnRotation())
     with pytest.raises(RuntimeError, match="expected a model that gets its rotation from vLLM's get_rope"):
-        with engine(save_model(tmp_path, "llama"), {"window": 33}):
+        with engine(save_model(tmp_path, "llama"), {"rerope": 33}):
             pass
 
 

@@ -141,7 +141,7 @@ class NoRotation(RoPE):
 # ---- the scheme
 
 
-LENGTHS = ("hope_train_length", "cope", "log_n")  # options whose values contain a training length
+LENGTHS = ("hope", "cope", "log_n")  # options whose values contain a training length
 
 
 def read_scheme(given: Mapping[str, Any], attention) -> tuple[Rotary, dict[str, Any]]:
@@ -185,7 +185,7 @@ def _read(given: Mapping[str, Any], seqlen: int) -> dict[str, Any]:
             f"scheme: expected one of {', '.join(SCHEMES)}, got {name!r}"
             + (f"; did you mean {close[0]}?" if close else "")
         )
-    lengths = Lengths(seqlen, seqlen, given.get("window"), given.get("factor"))
+    lengths = Lengths(seqlen, seqlen)
     return read_options({**SCHEMES[name].options(lengths), **given}, None, lambda config, name: seqlen)
 
 

@@ -37,7 +37,7 @@ def convert(model, rotary: Rotary | dict[str, Rotary] | None = None, *, untested
         from flashrope.integrations.transformers import convert
 
         model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B")
-        convert(model, window=2048, log_n=True)  # ReRoPE; convert(model) keeps the model's own scheme
+        convert(model, rerope=True, log_n=True)  # ReRoPE; convert(model) keeps the model's own scheme
 
     Without options the model keeps its own scheme, and its logits do not change. Its caches then hold raw keys. A cache
     that was filled before ``convert`` or ``revert`` raises an error.
@@ -56,26 +56,32 @@ def convert(model, rotary: Rotary | dict[str, Rotary] | None = None, *, untested
             The tests of types in ``FAMILIES`` cover more.
         ntk: the factor of ``Rotary.ntk``.
         yarn: (factor, train_length) of ``Rotary.yarn``. Cannot be combined with ntk.
-        hope_train_length: HoPE: pairs that make less than one turn over this number of tokens do not rotate.
+        hope: HoPE: pairs that make less than one turn over this number of tokens do not rotate. True: the model's
+            training length.
         cope: CoPE with this training length (``Rotary.cope``): pairs that make less than one turn over this length
             rotate more slowly. True: the model's training length. A dict gives the arguments of ``Rotary.cope``, for
-            example {"pairs": 10, "taper": False}. Cannot be combined with hope_train_length.
-        window: ReRoPE with this window, in positions. A quarter to a half of the training length was best in the
-            ablation of ReRoPE's author. A window of 0, or of the training length or more, gives a warning.
-        factor: Leaky ReRoPE, together with window: distances grow by 1 / factor beyond the window.
+            example {"pairs": 10, "taper": False}. Cannot be combined with hope.
+        rerope: ReRoPE with this window, in positions. True: half the model's training length, as in ``suggest``. A
+            quarter to a half of the training length was best in the ablation of ReRoPE's author. A window of 0, or of
+            the training length or more, gives a warning.
+        leaky_rerope: (window, factor) of Leaky ReRoPE: distances grow by 1 / factor beyond the window. Cannot be
+            combined with rerope.
         p_rope: the fraction of the pairs that rotates, counted from the fastest pair (``Rotary.p_rope``). Cannot be
-            combined with hope_train_length or cope.
+            combined with hope or cope.
         string: (start, window) of ``Rotary.string``: a distance d >= start becomes d - start + window. Cannot be
-            combined with window.
+            combined with rerope.
         self_extend: (window, group) of ``Rotary.self_extend``: grouped positions beyond the window. Cannot be combined
-            with window.
+            with rerope.
         dual_chunk: (chunk_size, local_size) of ``Rotary.dual_chunk``, or (chunk_size, local_size, length_scale). Cannot
-            be combined with window or self_extend. Without this option, a configuration's dual_chunk_attention_config
-            (Qwen2.5-1M) is used, with its length_scale and without its sparse attention. The option replaces
-            dual_chunk_attention_config. False switches dual_chunk_attention_config off.
-        log_n: scales queries by max(1, ln(i + 1) / ln(log_n)). True: the model's training length. Layers with a sliding
-            window see a fixed number of keys and are not scaled.
+            be combined with rerope or self_extend. True: computed from the model's training length. Without this
+            option, a configuration's dual_chunk_attention_config (Qwen2.5-1M) is used, with its length_scale and
+            without its sparse attention. The option replaces dual_chunk_attention_config. False switches
+            dual_chunk_attention_config off.
+        log_n: scales queries by max(1, ln(i + 1) / ln(log_n)). True: the model's training length.
         log_n_clip: False: the factor of log_n may be below 1, as in models that were trained with log n. Needs log_n.
+
+    Layers with a sliding window see a fixed number of keys: rerope, leaky_rerope, string, self_extend, dual_chunk and
+    log_n leave them as they are, and need a layer that sees all keys.
 
     ``print(model)`` shows the scheme of every layer. The configuration keeps the options, save_pretrained writes them,
     and ``revert`` deletes them. If another living model has the same configuration object, this model gets a copy. To

@@ -23,7 +23,7 @@ from ...schemes.families import families_with, family
 from ..scheme_options import RAW_KEYS, as_keywords, keeps_raw_keys, read_field, read_options, saved_options, to_json
 from .adapters import check_adapters
 from .embeddings import ATTRIBUTE, check_tables, is_rotary_embedding
-from .layer_schemes import LayerScheme, attending_layers, layer_type_of, sliding_window_of
+from .layer_schemes import LayerScheme, attending_layers, check_sees_all, layer_type_of, sliding_window_of
 from .versions import VERSION, check_version
 
 # model_type of the decoders that the tests compare with the library's own attention.
@@ -164,8 +164,7 @@ def _plan_layers(decoder, modules: list[Any], options: dict[str, Any]) -> dict[s
                 f"rotary: expected head_dim {head_dim} of layer {module.layer_idx}, got {alike[key].rotary.head_dim}"
             )
         schemes[names[module]] = alike[key]
-    if options.get("log_n") and all(scheme.window for scheme in alike.values()):
-        raise ValueError("log_n: expected a layer that sees all keys, got a sliding window in every layer")
+    check_sees_all(options, (scheme.window for scheme in alike.values()))
     if "rotary" not in options:  # the given scheme replaces the model's tables
         rotating = {layer_type for layer_type, _, rotated in alike if rotated}
         check_tables(decoder, {layer_type: layer_type in rotating for layer_type, *_ in alike})
@@ -180,15 +179,16 @@ def _same(one: LayerScheme, other: LayerScheme) -> bool:
 def _warnings_of_window(options: Mapping[str, Any], config) -> list[str]:
     """Returns a warning if ReRoPE's window is 0, or if it lets the model see distances with which it was not
     trained."""
-    window = options.get("window")
+    name = "leaky_rerope" if "leaky_rerope" in options else "rerope"
+    window = options[name][0] if name == "leaky_rerope" else options.get(name)
     length = stated_length(options) or getattr(config, "max_position_embeddings", None)
-    if window == 0 and "factor" not in options:
-        return ["window: expected more than 0, got 0; every distance is seen as 0, as in Rotary.none"]
+    if window == 0 and name == "rerope":
+        return ["rerope: expected more than 0, got 0; every distance is seen as 0, as in Rotary.none"]
     if window is not None and isinstance(length, int) and window >= length:
         return [
-            f"window: expected less than the training length {length}, got {window}; the model would see distances "
-            "that it was not trained with. In the ablation of ReRoPE's author a window of the training length has "
-            "7.1% accuracy at eight times that length, and a window of half the training length has 82.4%"
+            f"{name}: expected a window of less than the training length {length}, got {window}; the model would see "
+            "distances that it was not trained with. In the ablation of ReRoPE's author a window of the training "
+            "length has 7.1% accuracy at eight times that length, and a window of half the training length has 82.4%"
         ]
     return []
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import NamedTuple
 
@@ -86,15 +86,27 @@ def _scheme(config, layer_type, window, rotates, options, seqlen) -> Rotary:
                 f"got {given.interleaved}"
             )
         rotary = given
-    rotary = apply_options(rotary, options, scaled=window is None)
+    rotary = apply_options(rotary, options, sees_all=window is None)
     if window is None:
         return rotary
     if not all(band.is_plain for band in rotary.bands):
         raise ValueError(
-            "window: expected a model whose layers see all keys, got layers that see only a sliding window of "
-            f"{window} keys"
+            "rotary: expected a scheme that keeps distances in layers with a sliding window (a dict gives a Rotary to "
+            f"each layer type), got {rotary!r} and a window of {window} keys"
         )
     return rotary.local(window)
+
+
+def check_sees_all(options: dict, windows: Iterable[int | None]) -> None:
+    """Raises ValueError for options that change distances or scales if every layer has a sliding window, because they
+    would change no layer. windows: the sliding window of every layer, or None."""
+    known, windows = known_options(), list(windows)
+    asked = [name for name in options if name in known and known[name].stage >= BANDS and options[name] is not False]
+    if asked and all(windows):
+        raise ValueError(
+            f"{asked[0]}: expected a layer that sees all keys, got a sliding window of "
+            f"{' or '.join(map(str, sorted(filter(None, set(windows)))))} keys in every layer"
+        )
 
 
 def _check_axial(rotary: Rotary, options: dict, window: int | None) -> None:
@@ -202,9 +214,9 @@ def suggest(model_or_config, target_length: int, scheme: str = "rerope") -> Sugg
             of the training length. ``suggest`` gives these three without log n, as in their papers.
 
     Raises:
-        ValueError: the model has no rotary embedding; or it has sliding windows and the scheme changes distances; or
-            its configuration lacks max_position_embeddings or num_hidden_layers; or the scheme cannot be fitted to its
-            training length.
+        ValueError: the model has no rotary embedding; or all its layers have a sliding window and the scheme
+            changes distances or scales; or its configuration lacks max_position_embeddings or num_hidden_layers; or the
+            scheme cannot be fitted to its training length.
     """
     if scheme not in SCHEMES:
         raise ValueError(f"scheme: expected one of {', '.join(SCHEMES)}, got {scheme!r}")
@@ -234,17 +246,19 @@ def suggest(model_or_config, target_length: int, scheme: str = "rerope") -> Sugg
     changes = dict(fitted)
     if any(name in own and option.stage == SCALE for name, option in options.items()) and len(changes) > 1:
         changes = {name: value for name, value in changes.items() if options[name].stage != SCALE}
-    windows = [sliding_window_of(config, layer) for layer in range(config.num_hidden_layers)]
-    if any(windows) and any(options[name].stage == BANDS for name in changes if name in options):
-        raise ValueError(
-            "model_or_config: expected layers that see all keys, got sliding windows of "
-            f"{max(filter(None, windows))} in {sum(map(bool, windows))} of {len(windows)} layers"
-        )
+    windows = {layer: sliding_window_of(config, layer) for layer in attending_layers(config)}
+    check_sees_all(changes, windows.values())
+    whole = [str(layer) for layer, window in windows.items() if not window]
+    by_distance = any(options[name].stage >= BANDS for name in changes)
     why = row.why.format(train=lengths.train, longest=lengths.longest)
     together = add_options(own, changes)
     new = {name: value for name, value in fitted.items() if together.get(name) == value}
     kept = as_keywords({name: value for name, value in together.items() if name not in new})
     notes = [f"with the model's {kept}"] * bool(kept) + [why] * bool(why)
+    if by_distance and len(whole) < len(windows):
+        notes.append(
+            f"in the layers that see all keys ({', '.join(whole)}); layers with a sliding window do not change"
+        )
     return Suggestion(together, "; ".join([f"{row.label}: {describe_options(new)}", *notes]))
 
 

@@ -20,7 +20,7 @@ from ...schemes.dual_chunk import CHUNKS, read_chunks
 from ...schemes.families import FAMILIES
 from ...schemes.rotary import Rotary
 from ..scheme_options import FIELD, keeps_raw_keys, read_field, training_length
-from ..transformers.layer_schemes import LayerScheme, attending_layers, layer_type_of, sliding_window_of
+from ..transformers.layer_schemes import LayerScheme, attending_layers, check_sees_all, layer_type_of, sliding_window_of
 
 ARCHITECTURES = tuple(sorted(each.vllm for each in FAMILIES.values() if each.vllm))
 BACKEND = "CUSTOM"  # vLLM's name for a backend of a plugin
@@ -140,8 +140,7 @@ def _layers(hf_config, options: dict, max_model_len: int, raw_keys: bool):
             schemes[key] = _layer(hf_config, key, options, max_model_len, raw_keys)
             stock.add(Rotary.from_hf_config(hf_config, key[0]))
         layers[index] = schemes[key]
-    if "log_n" in options and all(layer.window for layer in schemes.values()):
-        raise ValueError("log_n: expected a layer that sees all keys, got a sliding window in every layer")
+    check_sees_all(options, (layer.window for layer in schemes.values()))
     return tuple(layers), frozenset(stock)
 
 
@@ -242,8 +241,8 @@ def check_cache_dtype(cache_dtype: str, dtype) -> None:
 
 
 def _check_windows(max_model_len: int, options: dict) -> None:
-    windows = {"window": options.get("window")}
-    windows |= {name: options.get(name, (None,))[0] for name in ("string", "self_extend")}
+    windows = {"rerope": options.get("rerope")}
+    windows |= {name: options.get(name, (None,))[0] for name in ("leaky_rerope", "string", "self_extend")}
     for name, window in windows.items():
         if isinstance(window, int) and window >= max_model_len:
             raise ValueError(

@@ -123,8 +123,8 @@ def _choose_scheme(model, args: argparse.Namespace, train_length: int, longest: 
     if args.scheme:
         asked = named_options(args, train_length, longest)
     elif rectifying(args):
-        asked = {"window": window_of(args, train_length, unit)}
-        asked |= {} if args.factor is None else {"factor": args.factor}
+        window = window_of(args, train_length, unit)
+        asked = {"rerope": window} if args.factor is None else {"leaky_rerope": (window, args.factor)}
     if args.log_n:
         asked["log_n"] = train_length
     try:

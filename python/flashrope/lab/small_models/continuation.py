@@ -306,7 +306,7 @@ def named_options(args: argparse.Namespace, train_length: int | None, longest: i
         options = scheme.options(Lengths(train_length, longest, args.window, args.factor))
     except ValueError as error:
         raise BadInput(f"--scheme: {error}") from None
-    if args.factor is not None and "factor" not in options:
+    if args.factor is not None and "leaky_rerope" not in options:
         raise BadInput(f"--factor: expected a scheme with a factor, got {scheme.name}")
     return options
 
