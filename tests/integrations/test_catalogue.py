@@ -44,7 +44,7 @@ def row(monkeypatch):
 def test_the_commands_offer_it(row, command):
     option = "--scheme" if command == "generate" else "--schemes"
     needed = ["--model", "x"] if command in ("loss", "passkey") else []
-    needed += ["--text", "x"] if command == "loss" else []
+    needed += {"loss": ["--text", "x"], "generate": ["--prompt", "x"]}.get(command, [])
     arguments = [command, *needed, option, "half"]
     args = commands._parser(arguments).parse_args(arguments)
     assert (args.scheme if command == "generate" else args.schemes) in ("half", ["half"])
@@ -55,9 +55,7 @@ def test_the_commands_run_it(row):
     (found,), _ = applicable(model, ["half"], 64, 256)
     found.apply()
     assert (found.label, found.words) == ("Half", "pairs 3") and schemes(model) == [halved(ROPE, 3)] * 3
-    assert {scheme.name: scheme.rotary for scheme in compared(16, 64, 8, 2.0, 1e4, ["half"])[0]}["Half"] == halved(
-        ROPE, 3
-    )
+    assert {scheme.name: scheme.rotary for scheme in compared(16, 64, 8, ["half"])[0]}["Half"] == halved(ROPE, 3)
 
 
 def test_generate_runs_it(row, tmp_path, capsys):
@@ -68,7 +66,7 @@ def test_generate_runs_it(row, tmp_path, capsys):
     save_checkpoint(tmp_path / "model", LanguageModel(ModelConfig(width=32, layers=1, heads=2)), ROPE, 32)
     arguments = ["--model", str(tmp_path / "model"), "--prompt", "abc", "--tokens", "2", "--device", "cpu"]
     assert commands.main(["generate", *arguments, "--scheme", "half"]) == 0
-    assert "Half: pairs 3" in capsys.readouterr().err
+    assert "pairs 3" in capsys.readouterr().err
 
 
 def test_convert_suggest_and_vllm_take_it(row, tmp_path):

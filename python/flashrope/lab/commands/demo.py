@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 
-from ...backends.names import BACKENDS
 from ...console.options import positive
 from ...schemes.catalogue import SCHEMES
 from ..small_models.presets import COMPARED, PRESETS, TIMES, Preset
@@ -32,8 +31,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--threads", type=positive, help="CPU threads in total; default: one per model, if there are two cores"
     )
     run_.add_argument("--seed", type=int, default=0, help="seed for the weights, the batches and the unseen windows")
-    run_.add_argument("--impl", choices=BACKENDS, help="attention backend; default: chosen by the device")
-    run_.add_argument("--compile", action="store_true", help="torch.compile the training step")
     sizes = parser.add_argument_group("sizes (default: those of the preset)")
     for field in dataclasses.fields(Preset):
         kind = float if field.name == "learning_rate" else positive
@@ -60,13 +57,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="window of ReRoPE, Leaky ReRoPE and Self-Extend; default: half the training "
         "length (ReRoPE's author found a quarter to a half of it best)",
     )
-    schemes.add_argument(
-        "--factor",
-        type=float,
-        default=16.0,
-        help="Leaky ReRoPE: beyond the window, each further token adds 1/FACTOR to the distance",
-    )
-    schemes.add_argument("--base", type=float, default=10_000.0, help="base of the rotary frequencies")
 
 
 def run(args: argparse.Namespace) -> int:

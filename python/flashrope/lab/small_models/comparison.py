@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import json
 import os
 import platform
@@ -21,12 +20,10 @@ from pathlib import Path
 
 import torch
 
-from ... import Rotary, __version__, attention
-from ...backends.registry import resolve_impl
+from ... import Rotary, __version__
 from ...console import files, options, report
 from ...console.hardware import hardware
 from ...console.options import BadInput, cores, need
-from ...console.program import INTERRUPTED
 from ...console.progress import Bar
 from ...schemes.catalogue import SCHEMES, Lengths, apply_options, describe_options
 from . import data, table
@@ -38,12 +35,13 @@ from .train import TrainConfig, Trained, train
 from .workers import Workers, steps_of_jobs
 
 TIMED = 20.0  # seconds; in a shorter training, start-up affects the speed more than the scheme does
+LEAKY_FACTOR = 16.0  # Leaky ReRoPE: beyond the window, each further token adds 1/16 to the distance
 MULTIPLES = (1, 2, 4, 8)  # context lengths, as multiples of the training length
 OUTPUTS = ("split.json", *CHECKPOINTS.values(), "losses.csv", "losses.md", "losses.png")
 
 
 @dataclasses.dataclass(frozen=True)
-class Scheme:
+class DemoScheme:
     """One row of the table. ``trained_with`` names the model on which the scheme runs. ``words`` describes its
     options."""
 
@@ -55,16 +53,15 @@ class Scheme:
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
+class DemoSettings:
     """The settings that follow from the options: what to train and measure, and where."""
 
     config: ModelConfig
     training: TrainConfig
     windows: int
-    schemes: tuple[Scheme, ...]
+    schemes: tuple[DemoScheme, ...]
     left_out: dict[str, str]  # {scheme: reason} of schemes that are left out
     device: torch.device
-    impl: str | None  # the value of --impl
     threads: int
     processes: int  # 0: the models are trained in this process, one after the other
 
@@ -81,28 +78,15 @@ class Settings:
 
 def run(args: argparse.Namespace) -> int:
     out, start = Path(args.out), time.perf_counter()
-    before = _stamps(out)
     try:
         _demo(args, out, start)
     except BadInput as error:
         print(f"flashrope demo: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        for name in OUTPUTS:
+        for name in OUTPUTS:  # a worker that was ended does not remove its file
             (out / f"{name}.partial").unlink(missing_ok=True)
-        after = _stamps(out)
-        written = [name for name in OUTPUTS if after[name] != before[name]]
-        missing = [
-            name + (" (a file from an earlier run exists)" if after[name] else "")
-            for name in OUTPUTS
-            if name not in written
-        ]
-        print(
-            f"\nflashrope demo: interrupted after {time.perf_counter() - start:.0f} s. Written to {out}: "
-            f"{', '.join(written) or 'nothing'}. Not written: {', '.join(missing) or 'nothing'}.",
-            file=sys.stderr,
-        )
-        return INTERRUPTED
+        raise
     return 0
 
 
@@ -125,7 +109,8 @@ def _demo(args: argparse.Namespace, out: Path, start: float) -> None:
         losses = _evaluate(workers, settings, windows, out)
 
     rows = [
-        table.Row(s.name, s.trained_with, s.log_n, tuple(of)) for s, of in zip(settings.schemes, losses, strict=True)
+        table.DemoRow(s.name, s.trained_with, s.log_n, tuple(of))
+        for s, of in zip(settings.schemes, losses, strict=True)
     ]
     facts["trained"] = trained_text(trained, comparable=settings.device.type == "cuda" or settings.processes > 0)
     facts["losses"] = (
@@ -141,17 +126,15 @@ def _demo(args: argparse.Namespace, out: Path, start: float) -> None:
     )
     files.write(out / "losses.md", table.markdown(rows, facts))
     print(f"written to {out}: {', '.join(OUTPUTS)}\n{report.lines(facts, 'time')}")
-    print("\n".join(["", "next:", *(f"  {command}" for command in next_commands(out, args.text is None))]))
+    print("\n".join(["", "next:", *(f"  {command}" for command in next_commands(out))]))
 
 
-def next_commands(out: Path, known: bool) -> list[str]:
-    """Returns commands to run next with the models. known: whether ``generate`` finds a prompt in the text on which the
-    models were trained."""
+def next_commands(out: Path) -> list[str]:
+    """Returns commands to run next with the models."""
     rope, hope = (shlex.quote(str(out / name)) for name in CHECKPOINTS.values())
-    prompt = "" if known else " --prompt TEXT"
     return [
-        f"flashrope generate --model {rope} --scheme rerope{prompt}",
-        f"flashrope generate --model {hope}{prompt}",
+        f"flashrope generate --model {rope} --scheme rerope --prompt TEXT",
+        f"flashrope generate --model {hope} --prompt TEXT",
         f"flashrope loss --model {rope} --text YOUR_FILE --schemes stock rerope yarn",
     ]
 
@@ -170,7 +153,7 @@ def trained_text(trained: Sequence[Trained], comparable: bool) -> str:
     ) + (" (1 token = 1 byte)" if timed else "")
 
 
-def resolve(args: argparse.Namespace) -> Settings:
+def resolve(args: argparse.Namespace) -> DemoSettings:
     """Returns the settings for these options. Raises BadInput."""
     need("matplotlib", "safetensors")
     device = options.device(args.device)
@@ -183,27 +166,21 @@ def resolve(args: argparse.Namespace) -> Settings:
         raise BadInput(f"--train-length: expected at least 16, got {preset.train_length}")
     if not preset.learning_rate > 0:
         raise BadInput(f"--learning-rate: expected a positive number, got {preset.learning_rate}")
-    if not args.factor > 0:
-        raise BadInput(f"--factor: expected a positive number, got {args.factor}")
     window = args.window or preset.train_length // 2
     try:
         config = ModelConfig(preset.width, preset.layers, preset.heads)
-        schemes, left_out = compared(config.head_dim, preset.train_length, window, args.factor, args.base, args.schemes)
-        resolve_impl(args.impl, torch.empty(1, 1, 1, config.head_dim, device=device))
+        schemes, left_out = compared(config.head_dim, preset.train_length, window, args.schemes)
     except ValueError as error:
         raise BadInput(str(error)) from None
     threads = args.threads or min(cores(), len(CHECKPOINTS))
-    training = TrainConfig(
-        preset.steps, preset.batch, preset.train_length, preset.learning_rate, seed=args.seed, compile=args.compile
-    )
-    return Settings(
+    training = TrainConfig(preset.steps, preset.batch, preset.train_length, preset.learning_rate, seed=args.seed)
+    return DemoSettings(
         config,
         training,
         preset.windows,
         schemes,
         left_out,
         device,
-        args.impl,
         threads,
         processes=len(CHECKPOINTS) if device.type == "cpu" and threads > 1 else 0,
     )
@@ -213,7 +190,7 @@ def preset_name(args: argparse.Namespace, device: torch.device) -> str:
     return args.preset or ("gpu" if device.type == "cuda" else "cpu")
 
 
-def expected_time(args: argparse.Namespace, settings: Settings) -> str:
+def expected_time(args: argparse.Namespace, settings: DemoSettings) -> str:
     """Returns a text that says how long the run takes, if the time is known in advance."""
     name = preset_name(args, settings.device)
     changed = [field.name for field in dataclasses.fields(Preset) if hasattr(args, field.name)]
@@ -223,15 +200,15 @@ def expected_time(args: argparse.Namespace, settings: Settings) -> str:
 
 
 def compared(
-    head_dim: int, train_length: int, window: int, factor: float, base: float, names: Sequence[str] = COMPARED
-) -> tuple[tuple[Scheme, ...], dict[str, str]]:
+    head_dim: int, train_length: int, window: int, names: Sequence[str] = COMPARED
+) -> tuple[tuple[DemoScheme, ...], dict[str, str]]:
     """Returns the rows of the table, and {name: reason} for the schemes that cannot be fitted to these lengths.
 
     The rows are RoPE, HoPE, and the named schemes on RoPE's model. If ReRoPE is named, it is also run on HoPE's model.
     Each row appears twice: without log n, and with log n scaling, whose factor is at least 1.
     """
-    rope, hope = Rotary.rope(head_dim, base), Rotary.hope(head_dim, train_length, base)
-    lengths = Lengths(train_length, MULTIPLES[-1] * train_length, window, factor)
+    rope, hope = Rotary.rope(head_dim), Rotary.hope(head_dim, train_length)
+    lengths = Lengths(train_length, MULTIPLES[-1] * train_length, window, LEAKY_FACTOR)
     rotaries, words, left_out = {"RoPE": rope, "HoPE": hope}, {}, {}
     for scheme in {SCHEMES[name].method: SCHEMES[name] for name in names}.values():
         name = f"{scheme.method}-w{window}" if scheme.reads_window else scheme.method
@@ -245,37 +222,38 @@ def compared(
     schemes = []
     for name, rotary in rotaries.items():
         trained_with = "hope" if name.startswith("HoPE") else "rope"
-        schemes.append(Scheme(name, trained_with, False, rotary, words.get(name, "")))
-        schemes.append(Scheme(f"{name} + log n", trained_with, True, rotary.log_n(train_length)))
+        schemes.append(DemoScheme(name, trained_with, False, rotary, words.get(name, "")))
+        schemes.append(DemoScheme(f"{name} + log n", trained_with, True, rotary.log_n(train_length)))
     return tuple(schemes), left_out
 
 
-def _train(workers: Workers, settings: Settings, text: bytes, out: Path) -> list[Trained]:
+def _train(workers: Workers, settings: DemoSettings, text: bytes, out: Path) -> list[Trained]:
     own = [scheme for scheme in settings.schemes if scheme.name in ("RoPE", "HoPE")]
     jobs = [(settings, scheme.rotary, text, out / CHECKPOINTS[scheme.trained_with]) for scheme in own]
     with Bar(len(jobs) * settings.training.steps).start("training with RoPE and HoPE") as bar:
         return workers.map(train_job, jobs, steps_of_jobs(bar))
 
 
-def _evaluate(workers: Workers, settings: Settings, windows: list[bytes], out: Path) -> list[list[ContextLoss]]:
+def _evaluate(workers: Workers, settings: DemoSettings, windows: list[bytes], out: Path) -> list[list[ContextLoss]]:
     jobs = [(settings, scheme.rotary, windows, out / CHECKPOINTS[scheme.trained_with]) for scheme in settings.schemes]
     with Bar(len(jobs)).start("measuring on unseen files") as bar:
         return workers.map(evaluate_job, jobs, lambda job, message: bar.step())
 
 
-def train_job(settings: Settings, rotary: Rotary, text: bytes, path: Path, progress) -> Trained:
+def train_job(settings: DemoSettings, rotary: Rotary, text: bytes, path: Path, progress) -> Trained:
     """Trains one model and saves it to ``path``. The seed determines its weights and batches."""
     training = settings.training
     torch.manual_seed(training.seed)
     model = LanguageModel(settings.config).to(settings.device)
     batches = data.random_batches(text, training.batch_size, training.train_length, training.seed, settings.device)
-    attend = functools.partial(attention, impl=settings.impl)
-    trained = train(model, rotary, batches, training, attend, lambda *message: progress(message))
+    trained = train(model, rotary, batches, training, progress=lambda *message: progress(message))
     save_checkpoint(path, model, rotary, training.train_length)
     return trained
 
 
-def evaluate_job(settings: Settings, rotary: Rotary, windows: list[bytes], path: Path, progress) -> list[ContextLoss]:
+def evaluate_job(
+    settings: DemoSettings, rotary: Rotary, windows: list[bytes], path: Path, progress
+) -> list[ContextLoss]:
     """Returns the losses of the model saved at ``path`` under the scheme ``rotary``."""
     model, _ = load_checkpoint(path, settings.device)
     losses = loss_by_context(
@@ -285,13 +263,12 @@ def evaluate_job(settings: Settings, rotary: Rotary, windows: list[bytes], path:
         settings.context_lengths,
         settings.targets,
         1 << (18 if settings.device.type == "cuda" else 14),
-        functools.partial(attention, impl=settings.impl),
     )
     progress("done")
     return losses
 
 
-def _facts(args: argparse.Namespace, settings: Settings, corpus: data.Corpus) -> dict[str, str]:
+def _facts(args: argparse.Namespace, settings: DemoSettings, corpus: data.Corpus) -> dict[str, str]:
     config, training = settings.config, settings.training
     parameters = sum(p.numel() for p in LanguageModel(config).parameters())
     hope = next(scheme.rotary for scheme in settings.schemes if scheme.name == "HoPE")
@@ -312,19 +289,5 @@ def _facts(args: argparse.Namespace, settings: Settings, corpus: data.Corpus) ->
         f"length {training.train_length} bytes, peak learning rate {training.learning_rate:g}, seed {training.seed}",
         "machine": f"{hardware(settings.device)}, {processes}{settings.threads} thread"
         f"{'s' if settings.threads != 1 else ''} in total",
-        "software": f"flashrope {__version__}, backend {settings.impl or 'default'}, torch {torch.__version__}, "
-        f"Python {platform.python_version()}",
+        "software": f"flashrope {__version__}, torch {torch.__version__}, Python {platform.python_version()}",
     }
-
-
-def _stamps(out: Path) -> dict[str, tuple[int, int] | None]:
-    """Returns the modification time and inode of each output file, or None for a file that does not exist."""
-
-    def stamp(path):
-        try:
-            stat = path.stat()
-        except OSError:
-            return None
-        return stat.st_mtime_ns, stat.st_ino
-
-    return {name: stamp(out / name) for name in OUTPUTS}

@@ -6,17 +6,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ...console.figure import COLOURS, MARKERS, new_figure, save
-from .table import Row
+from .table import DemoRow
 
 CURVES = 6  # readers cannot distinguish more curves, above all without colour
 
 
-def plot_losses(path: Path, rows: Sequence[Row], train_length: int) -> None:
+def plot_losses(path: Path, rows: Sequence[DemoRow], train_length: int) -> None:
     """Writes the figure as a PNG of 1600 x 1000 pixels."""
     save(losses_figure(rows, train_length), path)
 
 
-def losses_figure(rows: Sequence[Row], train_length: int):
+def losses_figure(rows: Sequence[DemoRow], train_length: int):
     """Draws the first ``CURVES`` rows. Each scheme has a colour, a marker, and a label at the end of its line. Lines of
     schemes with log n are dashed."""
     from matplotlib.ticker import FixedLocator, NullLocator
@@ -71,7 +71,7 @@ def losses_figure(rows: Sequence[Row], train_length: int):
     return figure
 
 
-def _label_ends(axes, rows: Sequence[Row], last: float) -> None:
+def _label_ends(axes, rows: Sequence[DemoRow], last: float) -> None:
     """Labels each line at its right end. Labels that would overlap are moved apart."""
     low, high = axes.get_ylim()
     gap = (high - low) * 0.055

@@ -10,7 +10,7 @@ from .evaluate import ContextLoss
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class DemoRow:
     """One scheme on one model. ``trained_with`` is the encoding with which the model was trained."""
 
     name: str
@@ -19,14 +19,14 @@ class Row:
     losses: tuple[ContextLoss, ...]
 
 
-def aligned(rows: Sequence[Row]) -> str:
+def aligned(rows: Sequence[DemoRow]) -> str:
     """Returns text columns: the loss by context length, on target bytes that are the same at every length."""
     cells = [["context length, bytes", *(f"{loss.context_length:,}" for loss in rows[0].losses)]]
     cells += [[row.name, *(f"{loss.last:.3f}" for loss in row.losses)] for row in rows]
     return report.aligned("loss on unseen files, nats per byte", cells, 9)
 
 
-def markdown(rows: Sequence[Row], facts: dict[str, str]) -> str:
+def markdown(rows: Sequence[DemoRow], facts: dict[str, str]) -> str:
     """Returns Markdown with two tables by context length, and a list of how the losses were measured. The first table
     has the losses on the target bytes, which are the same at every length, and the second has the losses on all bytes.
     """
@@ -72,7 +72,7 @@ def markdown(rows: Sequence[Row], facts: dict[str, str]) -> str:
 ENCODINGS = {"rope": "RoPE", "hope": "HoPE"}
 
 
-def csv_text(rows: Sequence[Row]) -> str:
+def csv_text(rows: Sequence[DemoRow]) -> str:
     """Returns CSV: one line per scheme and context length, losses in nats per byte."""
     columns = ["scheme", "trained_with", "log_n", "context_length", "loss", "loss_stderr", "loss_all_bytes"]
     return files.csv_text(
