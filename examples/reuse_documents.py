@@ -97,7 +97,7 @@ class Server:
         options = {"max_new_tokens": right.shape[1], "do_sample": False, "pad_token_id": 0}
         written = self.model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=prompt.cache, **options)
         written = written[0, ids.shape[1] :]
-        answer = self.tokens.decode(written.tolist()) if self.tokens.decode else repr(bytes(written.tolist()))
+        answer = self.tokens.decode(written.tolist())
         return Reply(answer.strip(), computed + question.shape[1], seconds, float(chosen.double().sum()))
 
 

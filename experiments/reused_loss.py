@@ -32,7 +32,6 @@ from flashrope.lab.evaluation.losses import half_interval
 from flashrope.lab.small_models import data
 from flashrope.lab.small_models.model import (
     LanguageModel,
-    RollingDecoder,
     load_checkpoint,
     read_in_step,
     trained_length,
@@ -129,9 +128,16 @@ def measure_chunks(args: argparse.Namespace, unseen: tuple[bytes, ...]) -> None:
 def rolling(model: LanguageModel, rotary: Rotary, tokens: torch.Tensor, keep: tuple[int, int]) -> torch.Tensor:
     """Returns the losses (windows, measured) of every EVERY-th byte when bytes are read one by one through a cache of
     fixed size. keep: how many of the first and of the last bytes the cache keeps."""
-    decoder, found = RollingDecoder(model, rotary, keep, 1, batch=len(tokens)), []
+    count, sizes, found = len(tokens), model.config, []
+    pages = -(-(sum(keep) + 1) // PAGE_SIZE) + 3  # + 3, because pages around the gap are not full
+    shape = count * pages, PAGE_SIZE, sizes.heads, sizes.head_dim
+    cache = PagedKVCache(*shape, torch.float32, "cpu", pages * PAGE_SIZE, layers=sizes.layers)
+    sequences = [cache.allocate() for _ in range(count)]
     for at in range(tokens.shape[1] - 1):
-        logits = decoder.read(tokens[:, at : at + 1])
+        with cache.step(sequences, 1) as step:
+            logits = read_in_step(model, rotary, step, tokens[:, at : at + 1])
+        for sequence in sequences:
+            cache.keep(sequence, *keep)
         if at % EVERY == EVERY - 1:
             found.append(in_bytes(logits, tokens[:, at + 1 : at + 2]))
     return torch.cat(found, 1)

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import flashrope
 import pytest
-from flashrope.cli.main import COMMANDS, main
+from flashrope.cli.main import COMMANDS
 from flashrope.console.program import guarded
 from flashrope.console.progress import Bar, duration, seconds_left
 from flashrope.lab.commands.demo import TIMES
@@ -152,27 +152,6 @@ def test_a_bar_on_a_terminal_without_a_width():
     shown = os.read(ours, 100_000).decode()
     os.close(ours), os.close(theirs)
     assert "100% 1 s  measuring" in shown or "100% 0 s  measuring" in shown
-
-
-def test_generate_shows_bars_where_the_text_goes_to_a_file(tmp_path, monkeypatch):
-    pytest.importorskip("safetensors", reason="the extra 'demo' is not installed")
-    from flashrope import Rotary
-    from flashrope.lab.small_models.model import LanguageModel, ModelConfig, save_checkpoint
-
-    save_checkpoint(
-        tmp_path / "m", LanguageModel(ModelConfig(width=32, layers=1, heads=2)), Rotary.rope(16), train_length=32
-    )
-    command = ["generate", "--model", str(tmp_path / "m"), "--device", "cpu", "--tokens", "20", "--prompt", "abc" * 500]
-    shown = {}
-    for name, screens in {"file": (False, True), "screen": (True, True), "pipes": (False, False)}.items():
-        out, err = Terminal(), Terminal()
-        out.isatty, err.isatty = (lambda screen=screen: screen for screen in screens)
-        monkeypatch.setattr("sys.stdout", out), monkeypatch.setattr("sys.stderr", err)
-        assert main(command) == 0
-        shown[name] = "".join(err)
-    monkeypatch.undo()
-    for part in ("68% ", "100% ", "  reading the prompt", "  generating", "] 50% "):
-        assert part in shown["file"] and part not in shown["screen"] + shown["pipes"], part
 
 
 # ---- Ctrl-C

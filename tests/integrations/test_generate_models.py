@@ -1,5 +1,10 @@
-"""Tests flashrope generate with a Hugging Face checkpoint: it writes the text that transformers' generate gives under
-the requested scheme."""
+"""Tests flashrope generate: it writes the text that transformers' generate gives under the requested scheme."""
+
+import io
+import signal
+import subprocess
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,11 +13,11 @@ pytest.importorskip("transformers", reason="the extra 'transformers' is not inst
 
 import transformers
 from families import tiny
+from flashrope import Rotary, attention
 from flashrope.cli.main import main
 from flashrope.integrations.transformers import CodesCache, convert, from_pretrained
 from flashrope.integrations.transformers.versions import CACHE
-from flashrope.lab.evaluation.checkpoint import Tokens
-from flashrope.lab.evaluation.generation import _decoder
+from flashrope.lab.small_models.model import LanguageModel, ModelConfig, save_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("error:.past_key_values. is deprecated")
 PROMPT = "the quick brown fox jumps over the lazy dog " * 2
@@ -36,7 +41,8 @@ def run(checkpoint, capsys):
         command = ["generate", "--device", "cpu", "--threads", "1", "--model", str(model), "--tokens", str(NEW)]
         command += [] if prompt is None else ["--prompt", prompt]
         assert main([*command, *options]) == code
-        return capsys.readouterr()
+        out, err = capsys.readouterr()
+        return SimpleNamespace(out=out.removesuffix("\n"), err=err)  # the text is followed by a newline
 
     return run
 
@@ -52,9 +58,8 @@ def continued(model, cache=None) -> str:
     "options, changes",
     [
         ([], {}),
-        (["--rectify"], {"rerope": 16}),
-        (["--window", "8", "--factor", "4", "--log-n"], {"leaky_rerope": (8, 4.0), "log_n": 32}),
-        (["--log-n"], {"log_n": 32}),
+        (["--scheme", "rerope-plain"], {"rerope": 16}),
+        (["--scheme", "leaky", "--window", "8", "--factor", "4"], {"leaky_rerope": (8, 4.0), "log_n": 32}),
         (["--scheme", "yarn"], {"yarn": ((len(PROMPT) + NEW) / 32, 32)}),
         (["--scheme", "rerope", "--window", "8", "--train-length", "40"], {"rerope": 8, "log_n": 40}),
         (["--scheme", "stock"], {}),
@@ -82,18 +87,18 @@ def test_a_model_that_was_saved_with_a_scheme(run, tmp_path):
     convert(model_of(), rerope=8).save_pretrained(tmp_path)
     shown = run("--temperature", "0", model=tmp_path)
     assert shown.out == continued(from_pretrained(tmp_path)) and "ReRoPE w 8: window 8" in shown.err
-    shown = run("--temperature", "0", "--log-n", model=tmp_path)
+    shown = run("--temperature", "0", "--scheme", "log-n", model=tmp_path)
     assert shown.out == continued(convert(model_of(), rerope=8, log_n=32))
 
 
 def test_what_is_said(run):
-    said = " ".join(run("--temperature", "0", "--rectify").err.split())
+    said = " ".join(run("--temperature", "0", "--scheme", "rerope-plain").err.split())
     for part in (
         "parameters, training length 32 tokens",
         "scheme: ReRoPE w 16: window 16",
-        f"prompt of {len(PROMPT)} bytes, up to {NEW} bytes generated; past the training length within the prompt",
+        f"prompt of {len(PROMPT)} bytes, up to {NEW} bytes generated",
         "always the most likely byte (greedy)",
-        f"generated: {NEW} tokens, ",
+        f"generated: {NEW} tokens of {NEW}, ",
         f"context: reached {len(PROMPT) + NEW} bytes, 3.5 times the training length",
     ):
         assert part in said, said
@@ -116,35 +121,24 @@ def test_a_family_that_convert_refuses(run, tmp_path):
 @pytest.mark.parametrize(
     "options, message",
     [
-        (["--impl", "cpu"], "--impl: supported only for a checkpoint of flashrope demo"),
-        (["--keep", "4,8"], "--keep: supported only for a checkpoint of flashrope demo"),
-        (["--window", "33"], "--window: expected at most the training length of 32 bytes"),
-        (["--rectify", "--factor", "-1"], "--rectify: factor: expected a positive number"),
-        (["--scheme", "rerope", "--log-n"], "--scheme: cannot be combined with --log-n"),
-        (["--temperature", "-1"], "--temperature: expected a number of at least 0"),
-        (["--top-k", "300"], "--top-k: expected at most 256, the number of different bytes"),
+        (["--window", "8"], "--window, --factor: expected --scheme"),
+        (["--scheme", "leaky", "--factor", "-1"], "--scheme leaky: factor: expected a positive number"),
+        (["--scheme", "rerope", "--factor", "2"], "--factor: expected a scheme with a factor, got rerope"),
+        (["--scheme", "cope", "--window", "8"], "--window: expected a scheme with a window, got cope"),
+        (["--scheme", "dual-chunk"], "--scheme dual-chunk: dual_chunk: expected a training length above 128"),
+        (["--temperature", "nan"], "--temperature: expected a number of at least 0"),
+        (["--prompt", ""], "--prompt: expected at least one byte"),
+        (["--model", "nowhere/rope.safetensors"], "no file nowhere/rope.safetensors; run 'flashrope demo' first"),
         (["--prompt-file", "nowhere"], "--prompt-file: cannot read nowhere"),
-        ([], "--prompt: expected a text to continue"),
         (["--model", "nowhere/at/all"], "--model: "),
     ],
     ids=str,
 )
 def test_bad_input_is_one_line(run, options, message):
-    without = not options or options[0] == "--prompt-file"
-    shown = run(*options, code=2, prompt=None if without else PROMPT)
+    shown = run(*options, code=2, prompt=None if options[0].startswith("--prompt") else PROMPT)
     said = [line for line in shown.err.splitlines() if line and "Loading weights" not in line]  # transformers' bar
     assert len(said) == 1 and said[0].startswith("flashrope generate: error: ") and message in said[0]
     assert not shown.out
-
-
-def test_text_of_a_tokenizer_comes_in_whole_characters():
-    """The command prints whole characters, although each token of this tokenizer is a byte. The tokenizer drops the
-    leading space of a text's first token, as some tokenizers do."""
-    tokens = Tokens(None, decode=lambda ids: bytes(ids).decode(errors="replace").removeprefix(" "))
-    text = "a grün \N{SNOWMAN} and  more"
-    add, rest = _decoder(tokens, list(b"say "))
-    shown = [add(byte) for byte in text.encode()]
-    assert "".join(shown) + rest() == text and "\N{SNOWMAN}" in shown
 
 
 @pytest.mark.parametrize("adds_start", [True, False])
@@ -166,3 +160,104 @@ def test_a_model_with_a_tokenizer_ends_its_text(run, tmp_path, adds_start):
     said = " ".join(shown.err.split())
     assert shown.out.startswith("the quick") and "s>" not in shown.out and " of 2,000, the end of the text" in said
     assert f"prompt of {len(words.encode('the quick').ids)} tokens" in said
+
+
+# ---- models of flashrope demo
+
+
+def demo_model(layers=2):
+    torch.manual_seed(0)
+    model = LanguageModel(ModelConfig(width=32, layers=layers, heads=2))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter *= 10  # initial weights are too small for attention to matter
+    return model
+
+
+@pytest.fixture(scope="module")
+def demo_checkpoint(tmp_path_factory):
+    path = tmp_path_factory.mktemp("demo") / "hope.safetensors"
+    save_checkpoint(path, demo_model(), Rotary.hope(16, 32), 32)
+    return path
+
+
+def by_full_passes(model, rotary) -> str:
+    """Decodes greedily without a cache. The two most likely bytes must differ by more than rounding."""
+    text = list(PROMPT.encode())
+    for _ in range(NEW):
+        with torch.no_grad():
+            logits = model(torch.tensor([text]), rotary, lambda *qkv: attention(*qkv, impl="reference"))[0, -1]
+        best, second = logits.topk(2).values.tolist()
+        assert best - second > 1e-4
+        text.append(int(logits.argmax()))
+    return bytes(text).decode(errors="replace")
+
+
+@pytest.mark.parametrize(
+    "options, change", [([], lambda x: x), (["--scheme", "rerope-plain"], lambda x: x.rectify(16))]
+)
+def test_a_model_of_the_demo(run, demo_checkpoint, options, change):
+    shown = run("--temperature", "0", *options, model=demo_checkpoint)
+    assert shown.out == by_full_passes(demo_model(), change(Rotary.hope(16, 32)))
+    assert "training length 32 tokens" in " ".join(shown.err.split())
+
+
+def test_a_cache_of_fixed_size(run, tmp_path):
+    """With one layer, a token sees the tokens that the cache keeps, at positions 0, 1, 2, ..."""
+    model, text = demo_model(layers=1), list(PROMPT.encode())
+    save_checkpoint(tmp_path / "rope", model, Rotary.rope(16), 32)
+    shown = run("--temperature", "0", "--keep", "3,20", model=tmp_path / "rope")
+    for n in range(NEW):
+        start = 64 - 20 if n == 0 else len(text) - 1 - 20  # the prompt is read in pieces of 64 tokens
+        seen = [*text[:3], *text[start:]]
+        text.append(int(model(torch.tensor([seen]), Rotary.rope(16))[0, -1].argmax()))
+    assert shown.out == bytes(text).decode(errors="replace")
+    assert "kept: the first 3 and the last 20 bytes" in " ".join(shown.err.split())
+
+
+def test_files_that_are_not_checkpoints(run, tmp_path):
+    (tmp_path / "text").write_text("not a checkpoint at all")
+    assert f"--model: {tmp_path / 'text'}: not a flashrope checkpoint" in run(code=2, model=tmp_path / "text").err
+    model = demo_model()
+    model.norm.weight.data[0] = float("nan")
+    save_checkpoint(tmp_path / "nan", model, Rotary.rope(16), 32)
+    assert "--model: the largest logit is nan" in run(code=2, model=tmp_path / "nan").err
+
+
+def test_a_terminal_without_utf_8(run, demo_checkpoint, monkeypatch):
+    out = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(out, "ascii"))
+    run("--tokens", "1", prompt="grün ", model=demo_checkpoint)
+    assert out.getvalue().startswith(b"gr?n")
+
+
+@pytest.mark.parametrize("options", [["--tokens", "0"], ["--keep", "4"], ["--keep", "4,0"], ["--rectify"]], ids=str)
+def test_wrong_words_name_the_option(run, capsys, options):
+    with pytest.raises(SystemExit) as stop:
+        run(*options)
+    assert stop.value.code == 2 and options[0] in capsys.readouterr().err
+
+
+def start(checkpoint):
+    command = [sys.executable, "-m", "flashrope", "generate", "--device", "cpu", "--model", str(checkpoint)]
+    command += ["--prompt", "abc def ", "--tokens", "200000"]  # the whole text would take minutes
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0)
+
+
+def test_stops_at_an_interrupt(demo_checkpoint):
+    process = start(demo_checkpoint)
+    assert process.stdout.read(3) == b"abc"
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130 and b"Traceback" not in errors
+    assert "of 200,000, interrupted" in " ".join(errors.decode().split())
+
+
+def test_closed_stdout_gives_no_traceback(demo_checkpoint):
+    process = start(demo_checkpoint)
+    process.stdout.read(1)
+    process.stdout.close()
+    errors = process.stderr.read().decode()
+    process.wait(timeout=60)
+    assert process.returncode == 1 and "Traceback" not in errors and "Exception ignored" not in errors

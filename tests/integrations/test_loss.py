@@ -19,7 +19,7 @@ from flashrope.console.options import BadInput
 from flashrope.integrations.transformers import convert, revert
 from flashrope.lab.evaluation import losses as loss
 from flashrope.lab.evaluation.checkpoint import Tokens, check_causal, last_logits
-from flashrope.lab.evaluation.losses import Row, copied, measure, of_length, text_windows
+from flashrope.lab.evaluation.losses import LossRow, copied, measure, of_length, text_windows
 from flashrope.lab.evaluation.readings import applicable
 from flashrope.lab.evaluation.statistics import half_interval, student_t
 from processes import interrupted_at
@@ -240,7 +240,9 @@ def figure_rows(schemes, contexts=("text", "repeated"), lengths=(16, 32, 64)):
     """Returns made-up rows. The losses of two successive windows differ by 5. In each window, the loss of the n-th
     scheme is higher by n / 10."""
     return [
-        Row(scheme, context, length, tuple(window + 0.1 * at + 0.01 * at * (window % 2) for window in (1.0, 6.0, 11.0)))
+        LossRow(
+            scheme, context, length, tuple(window + 0.1 * at + 0.01 * at * (window % 2) for window in (1.0, 6.0, 11.0))
+        )
         for at, scheme in enumerate(schemes)
         for context in contexts
         for length in lengths

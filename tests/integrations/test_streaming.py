@@ -16,7 +16,7 @@ from flashrope.lab.evaluation import by_position
 from flashrope.lab.evaluation import checkpoint as model
 from flashrope.lab.evaluation.by_position import position_losses
 from flashrope.lab.evaluation.readings import applicable
-from flashrope.lab.evaluation.streaming import Kept
+from flashrope.lab.evaluation.streaming import KeptTokens
 
 FIRST, LAST, PIECE, LENGTH = 2, 9, 5, 48
 
@@ -47,7 +47,7 @@ def without_the_dropped(row: torch.Tensor, begin: int) -> torch.Tensor:
 
 def test_losses_are_those_of_a_text_without_the_dropped_tokens(small_pieces, one_layer):
     row = torch.randint(60, (LENGTH + 1,))
-    found = position_losses(one_layer, row, kept=Kept(FIRST, LAST))
+    found = position_losses(one_layer, row, kept=KeptTokens(FIRST, LAST))
     expected = []
     for begin in range(0, LENGTH, PIECE):
         read = min(PIECE, LENGTH - begin)
@@ -61,7 +61,7 @@ def test_losses_are_those_of_a_text_without_the_dropped_tokens(small_pieces, one
 
 def test_the_last_logits_and_a_prompt(small_pieces, one_layer):
     ids = torch.randint(60, (2, LENGTH))
-    kept = Kept(FIRST, LAST)
+    kept = KeptTokens(FIRST, LAST)
     logits = model.last_logits(one_layer, ids, 1, PIECE, kept=kept)
     torch.testing.assert_close(model.read_prompt(one_layer, ids, None, kept).logits.float(), logits)
     begin = (LENGTH - 1) // PIECE * PIECE
@@ -74,7 +74,7 @@ def test_the_last_logits_and_a_prompt(small_pieces, one_layer):
 def test_the_scheme_and_what_it_refuses():
     found, skipped = applicable(tiny("llama"), ["stock", "rerope"], 64, 128, sinks=20)
     assert [scheme.label for scheme in found] == ["stock", "ReRoPE", "window 20 with 4 sinks"] and not skipped
-    assert found[-1].kept == Kept(4, 20) and found[-1].same_until == 24 and found[0].kept is None
+    assert found[-1].kept == KeptTokens(4, 20) and found[-1].same_until == 24 and found[0].kept is None
     llama = tiny("llama")
     own = schemes_of(convert(llama))
     found, _ = applicable(llama, ["stock", "rerope"], 64, 128, sinks=20)
@@ -85,7 +85,7 @@ def test_the_scheme_and_what_it_refuses():
     found, skipped = applicable(tiny("mistral"), ["stock"], 64, 128, sinks=20)
     assert len(found) == 1
     assert skipped == {
-        "window 20 with 4 sinks": "sinks: a cache with layers of the type DynamicSlidingWindowLayer is not supported"
+        "window 20 with 4 sinks": "a cache with layers of the type DynamicSlidingWindowLayer is not supported"
     }
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
     grows = tiny("llama", max_position_embeddings=16, rope_parameters=rope, rope_scaling=rope)

@@ -24,7 +24,7 @@ COMMANDS = {  # command: (module, what it does)
     ),
     "generate": (
         "flashrope.lab.commands.generate",
-        "continue a text with a model trained by flashrope demo, past its training length",
+        "continue a text with a Hugging Face model or a model of flashrope demo, under any scheme",
     ),
     "info": ("flashrope.cli.info", "show versions, devices and the backends available here"),
     "loss": (

@@ -11,7 +11,8 @@ from ...schemes.catalogue import SCHEMES
 DTYPES = ("float32", "bfloat16", "float16")
 
 
-def add_model(parser: argparse.ArgumentParser) -> None:
+def add_measuring(parser: argparse.ArgumentParser, name: str, schemes: list[str]) -> None:
+    """Adds the options of a command that measures a model under several schemes. schemes: the default of --schemes."""
     parser.add_argument(
         "--model",
         metavar="PATH_OR_ID",
@@ -19,14 +20,11 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         help="a transformers checkpoint, its name on the hub, or a .gguf file; without a tokenizer, tokens are bytes, "
         "if the vocabulary has 256 to 512 entries",
     )
-
-
-def add_schemes(parser: argparse.ArgumentParser, default: list[str]) -> None:
     parser.add_argument(
         "--schemes",
         nargs="+",
         choices=SCHEMES,
-        default=default,
+        default=schemes,
         help="schemes to run the model under; rerope and leaky include log n, rerope-plain does not; dual-chunk: DCA, "
         "for training lengths above 128 tokens",
     )
@@ -38,9 +36,6 @@ def add_schemes(parser: argparse.ArgumentParser, default: list[str]) -> None:
         help="also measure schemes of your own: the text of a Rotary, a file with that text, or the folder of a model "
         "that was saved with a scheme; each replaces the model's scheme as a whole",
     )
-
-
-def add_sinks(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sinks",
         type=positive,
@@ -48,38 +43,7 @@ def add_sinks(parser: argparse.ArgumentParser) -> None:
         help="also measure a baseline that reads text of any length: the cache keeps the first 4 tokens and the last "
         "W, and drops the others (StreamingLLM)",
     )
-
-
-def add_cache_dtype(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--cache-dtype",
-        choices=CACHE_DTYPES,
-        help="read all text through a cache that holds keys and values in this type, with a scale for each token and "
-        "key head; the stock scheme then runs on flashrope's kernels too",
-    )
-
-
-def add_training_length(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--train-length",
-        type=positive,
-        metavar="N",
-        help="training length in tokens; default: max_position_embeddings of the configuration",
-    )
-
-
-def add_dtype(parser: argparse._ActionsContainer) -> None:
-    parser.add_argument(
-        "--dtype",
-        choices=DTYPES,
-        help="type of the weights and of the computation; default: bfloat16 on a GPU, float32 elsewhere",
-    )
-
-
-def add_run(parser: argparse.ArgumentParser, name: str) -> None:
-    add_dtype(parser)
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    parser.add_argument("--threads", type=positive, help="CPU threads; default: the cores available")
+    add_model_run(parser)
     parser.add_argument(
         "--out",
         metavar="DIR",
@@ -87,3 +51,26 @@ def add_run(parser: argparse.ArgumentParser, name: str) -> None:
         help=f"directory for {name}.png, .svg, .pdf, .csv and .json",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace the results of an earlier run in --out")
+
+
+def add_model_run(parser: argparse.ArgumentParser) -> None:
+    """Adds options that say how a model runs."""
+    parser.add_argument(
+        "--cache-dtype",
+        choices=CACHE_DTYPES,
+        help="read all text through a cache that holds keys and values in this type, with a scale for each token and "
+        "key head; the stock scheme then runs on flashrope's kernels too",
+    )
+    parser.add_argument(
+        "--train-length",
+        type=positive,
+        metavar="N",
+        help="training length in tokens; default: max_position_embeddings of the configuration",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        help="type of the weights and of the computation; default: bfloat16 on a GPU, float32 elsewhere",
+    )
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    parser.add_argument("--threads", type=positive, help="CPU threads; default: the cores available")

@@ -9,7 +9,7 @@ from . import hf_model
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    hf_model.add_model(parser)
+    hf_model.add_measuring(parser, "loss", ["stock", "log-n", "ntk", "yarn", "rerope", "leaky"])
     parser.add_argument(
         "--text",
         metavar="PATH",
@@ -17,7 +17,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         required=True,
         help="text files, or folders with text files, that the model was not trained on",
     )
-    hf_model.add_schemes(parser, ["stock", "log-n", "ntk", "yarn", "rerope", "leaky"])
     parser.add_argument(
         "--lengths",
         nargs="+",
@@ -66,9 +65,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="read a window in pieces of N tokens over a cache, which takes less memory; default: at once",
     )
-    hf_model.add_sinks(parser)
-    hf_model.add_cache_dtype(parser)
-    hf_model.add_training_length(parser)
     parser.add_argument(
         "--window",
         nargs="+",
@@ -79,7 +75,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "default: half the training length",
     )
     parser.add_argument("--seed", type=int, default=0, help="seed for the choice of windows")
-    hf_model.add_run(parser, "loss")
 
 
 def run(args: argparse.Namespace) -> int:

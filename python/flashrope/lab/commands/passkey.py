@@ -9,8 +9,7 @@ from . import hf_model
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    hf_model.add_model(parser)
-    hf_model.add_schemes(parser, ["stock", "rerope", "leaky", "yarn"])
+    hf_model.add_measuring(parser, "passkey", ["stock", "rerope", "leaky", "yarn"])
     parser.add_argument(
         "--lengths",
         nargs="+",
@@ -44,9 +43,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="put the prompt into the model's chat template; default: if the model has one",
     )
     parser.add_argument("--batch", type=positive, metavar="N", default=1, help="prompts per forward pass")
-    hf_model.add_sinks(parser)
-    hf_model.add_cache_dtype(parser)
-    hf_model.add_training_length(parser)
     parser.add_argument(
         "--window",
         type=positive,
@@ -54,7 +50,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="window of ReRoPE, Leaky ReRoPE and Self-Extend; default: half the training length",
     )
     parser.add_argument("--seed", type=int, default=0, help="seed for the hidden numbers")
-    hf_model.add_run(parser, "passkey")
 
 
 def run(args: argparse.Namespace) -> int:

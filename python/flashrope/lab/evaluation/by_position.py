@@ -28,7 +28,7 @@ from .cost import seconds_by_length
 from .journal import Journal
 from .readings import Measured
 from .statistics import half_interval
-from .streaming import PIECE, Kept
+from .streaming import PIECE, KeptTokens
 
 RESULTS = ("positions.png", "positions.svg", "positions.pdf", "positions.csv", "positions.json")
 JOURNAL = "positions.jsonl"
@@ -49,7 +49,7 @@ class Losses(NamedTuple):
     seconds: float
 
 
-class Run(NamedTuple):
+class PositionRun(NamedTuple):
     """The settings of a measurement.
 
     fingerprint: the fingerprint of the model as it was loaded.
@@ -76,7 +76,9 @@ class Run(NamedTuple):
 
 
 @torch.no_grad()
-def position_losses(model, row: torch.Tensor, cache_dtype: str | None = None, kept: Kept | None = None) -> torch.Tensor:
+def position_losses(
+    model, row: torch.Tensor, cache_dtype: str | None = None, kept: KeptTokens | None = None
+) -> torch.Tensor:
     """Returns the loss at every position, float64 (longest,) on the CPU.
 
     row: int64 (longest + 1,), the tokens that the model reads and the token after them. The hidden states are computed
@@ -177,7 +179,7 @@ def fingerprint(model) -> str:
 # ---- the run
 
 
-def measure(run: Run, out: Path, facts: dict[str, str], overwrite: bool) -> list[Losses]:
+def measure(run: PositionRun, out: Path, facts: dict[str, str], overwrite: bool) -> list[Losses]:
     """Measures every scheme on every window. Writes the results after each window. Resumes an interrupted run where it
     stopped.
 
@@ -223,7 +225,7 @@ def measure(run: Run, out: Path, facts: dict[str, str], overwrite: bool) -> list
     return rows
 
 
-def found(journal: Journal, run: Run) -> list[Losses]:
+def found(journal: Journal, run: PositionRun) -> list[Losses]:
     """Returns the journal's rows for the schemes of this run, in the order of the schemes."""
     order = {scheme.label: n for n, scheme in enumerate(run.schemes)}
     rows = [row for row in journal.rows if row["scheme"] in order]
@@ -231,7 +233,7 @@ def found(journal: Journal, run: Run) -> list[Losses]:
     return [Losses(row["scheme"], row["window"], row["how"], tuple(row["bins"]), row["seconds"]) for row in rows]
 
 
-def write(run: Run, rows: Sequence[Losses], out: Path, facts: dict[str, str]) -> None:
+def write(run: PositionRun, rows: Sequence[Losses], out: Path, facts: dict[str, str]) -> None:
     """Writes the figure, the CSV and the JSON of the finished rows."""
     record = {"facts": facts, "train_length": run.train_length, "bin": run.bin, "axis": run.axis}
     files.write(out / "positions.json", json.dumps(record | {"rows": [row._asdict() for row in rows]}, indent=1))

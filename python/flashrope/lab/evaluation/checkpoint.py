@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import dataclasses
 import inspect
+import math
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch
 from ...console.options import BadInput, cores, need, torch_threads
 from ...integrations.scheme_options import FIELD
 from . import gguf_file
-from .streaming import PIECE, Kept
+from .streaming import PIECE, KeptTokens
 
 MESSAGE = "MESSAGE"  # stands for the user's message when a chat template is applied
 MAX_BYTE_VOCABULARY = 512  # bytes and special tokens; with a larger vocabulary, the tokenizer's files are missing
@@ -26,7 +27,7 @@ class Tokens:
     """Converts text to tokens.
 
     start: the tokens that the tokenizer puts before every text.
-    decode: the tokenizer's decode function. None if tokens are bytes.
+    decode: a function that returns the text of tokens.
     ends: the tokens that end a text.
     chat: the texts that the chat template puts before and after a user's message. None if there is no template.
     """
@@ -63,8 +64,10 @@ def load(name: str, device: torch.device, dtype: str | None = None):
     try:
         if gguf_file.is_gguf(name):
             model = gguf_file.read(Path(name), weights)
-        elif Path(name).suffix == ".safetensors" and Path(name).is_file():
+        elif Path(name).is_file():
             model = llama.read(Path(name)).to(weights)
+        elif Path(name).suffix == ".safetensors":
+            raise BadInput(f"--model: no file {name}; run 'flashrope demo' first, or give another checkpoint")
         else:
             model = AutoModelForCausalLM.from_pretrained(name, dtype=weights)
             if getattr(text_config(model), FIELD, None):
@@ -79,12 +82,14 @@ def load(name: str, device: torch.device, dtype: str | None = None):
     return model, _tokens(name, text_config(model))
 
 
-def run_command(name: str, measure: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
-    """Runs a command that measures a model and returns its exit code. BadInput is printed as one line on stderr, and
-    the exit code is 2."""
+def run_command(
+    name: str, measure: Callable[[argparse.Namespace], int], args: argparse.Namespace, draws: bool = True
+) -> int:
+    """Runs a command on a model and returns its exit code. BadInput is printed as one line on stderr, and the exit code
+    is 2. draws: whether the command needs matplotlib."""
     try:
         need("transformers", extra="transformers")
-        need("matplotlib")
+        need(*["matplotlib"] * draws)
         with torch_threads(args.threads or cores()):
             return measure(args)
     except BadInput as error:
@@ -142,6 +147,11 @@ def describe(model, name: str, train_length: int) -> str:
     return f"{name}, {parameters:,} parameters{weights}{dtype}, training length {train_length:,} tokens"
 
 
+def cache_facts(cache_dtype: str | None) -> dict[str, str]:
+    """Returns the line about the cache in a list of settings, if it is quantized."""
+    return {"cache": f"{cache_dtype}, a scale for each token and key head"} if cache_dtype else {}
+
+
 @torch.no_grad()
 def check_causal(model, name: str) -> None:
     """Raises BadInput if a token changes the logits of earlier tokens, as in BERT. Such a model sees the tokens that it
@@ -152,7 +162,9 @@ def check_causal(model, name: str) -> None:
     changed[:, half:] = (changed[:, half:] + size // 2) % size
     first, second = (model(x, use_cache=False).logits[:, :half] for x in (ids, changed))
     # Experts round differently if they get other tokens, so logits may differ by rounding.
-    bound = (1e-4 if first.dtype == torch.float32 else 1e-2) * float(first.abs().max())
+    bound = (1e-4 if first.dtype == torch.float32 else 1e-2) * (highest := float(first.abs().max()))
+    if not math.isfinite(highest):
+        raise BadInput(f"--model: the largest logit is {highest}: the model's weights are not finite")
     if not torch.allclose(first, second, rtol=0, atol=bound, equal_nan=True):
         raise BadInput(f"--model: expected a causal language model; {name} sees the tokens that it is asked to predict")
 
@@ -203,7 +215,11 @@ def _tokens(name: str, config) -> Tokens:
     if not 256 <= config.vocab_size <= MAX_BYTE_VOCABULARY:
         size = "small" if config.vocab_size < 256 else "large"
         raise BadInput(f"--model: {name} has no tokenizer, and its vocabulary is too {size} for bytes ({reason})")
-    return Tokens(lambda text: list(text.encode()), unit="byte")
+    return Tokens(lambda text: list(text.encode()), unit="byte", decode=_text_of_bytes)
+
+
+def _text_of_bytes(ids: list[int]) -> str:
+    return bytes(n for n in ids if n < 256).decode(errors="replace")
 
 
 def _start(tokenizer) -> tuple[int, ...]:
@@ -253,7 +269,7 @@ def last_logits(
     count: int,
     chunk: int | None = None,
     cache_dtype: str | None = None,
-    kept: Kept | None = None,
+    kept: KeptTokens | None = None,
 ) -> torch.Tensor:
     """Returns the logits at the last ``count`` of the tokens ids, (batch, count, vocab_size) in float32.
 
@@ -285,7 +301,7 @@ def last_logits(
 
 
 @torch.no_grad()
-def read_prompt(model, ids: torch.Tensor, cache, kept: Kept | None = None):
+def read_prompt(model, ids: torch.Tensor, cache, kept: KeptTokens | None = None):
     """Returns the model's output for the last piece of ids, int64 (batch, seqlen), with one row of logits.
 
     cache: an empty cache to fill. None: transformers' own cache.

@@ -21,16 +21,13 @@ import torch.nn.functional as F
 
 from ...console import files, options, report
 from ...console.figure import COLOURS, MARKERS, new_figure, save
-from ...console.hardware import hardware
 from ...console.options import BadInput
 from ...console.progress import Bar
 from ..small_models import data
-from ..small_models.continuation import cache_facts
 from . import by_position
 from .checkpoint import (
     Tokens,
     check_positions,
-    describe,
     last_logits,
     load,
     measured_lengths,
@@ -41,14 +38,14 @@ from .checkpoint import (
 )
 from .readings import applicable, settings
 from .statistics import half_interval
-from .streaming import PIECE, Kept
+from .streaming import PIECE, KeptTokens
 
 MAX_TARGETS = 512
 CONTEXTS = {"text": "text", "repeated": "repeated context", "copy": "second copy of a passage"}  # {name: title}
 RESULTS = ("loss.png", "loss.svg", "loss.pdf", "loss.csv", "loss.json")
 
 
-class Row(NamedTuple):
+class LossRow(NamedTuple):
     """One scheme at one length. ``windows`` holds the loss of every window. It is empty if memory ran out."""
 
     scheme: str
@@ -65,7 +62,7 @@ class Row(NamedTuple):
         """Returns half the width of the 95% interval of the mean loss over windows."""
         return half_interval(self.windows)
 
-    def change_from(self, shortest: Row) -> tuple[float, ...]:
+    def change_from(self, shortest: LossRow) -> tuple[float, ...]:
         """Returns, for every window, the loss minus the loss at the shortest context."""
         return tuple(a - b for a, b in zip(self.windows, shortest.windows, strict=False))
 
@@ -97,24 +94,23 @@ def _measure(args: argparse.Namespace) -> int:
         model, args.schemes, train_length, lengths[-1], args.window, args.rotary, bool(args.cache_dtype), args.sinks
     )
     out = files.folder(args.out)
-    facts = {
-        "model": describe(model, args.model, train_length),
-        **settings(schemes, skipped),
-        "text": f"{', '.join(args.text)}, {len(texts)} files",
-        "measured": f"the loss of the last {targets} tokens of {len(windows)} windows, the same at every length, in "
+    facts = settings(
+        args,
+        model,
+        train_length,
+        schemes,
+        skipped,
+        text=f"{', '.join(args.text)}, {len(texts)} files",
+        measured=f"the loss of the last {targets} tokens of {len(windows)} windows, the same at every length, in "
         f"nats per {tokens.unit}; ± is the 95% interval over the windows"
         + (f"; of a copied passage of {args.copy} tokens, of all but the first of the second copy" if args.copy else "")
         + (f"; {args.windows} windows were asked for, but the text has no more" if len(windows) < args.windows else ""),
-        **cache_facts(args.cache_dtype),
-        "machine": f"{hardware(device)}, torch {torch.__version__}",
-        "command": args.command_line,
-    }
-    print(report.lines(facts, *(name for name in facts if name != "command")) + "\n", flush=True)
+    )
 
     contexts = ["text", *["repeated"] * args.repeat, *["copy"] * bool(args.copy)]
     work = {"text": lengths, "repeated": lengths[1:], "copy": lengths}  # at the shortest length nothing is repeated
     bar = Bar(len(schemes) * len(windows) * sum(sum(work[context]) for context in contexts))
-    rows: list[Row] = []
+    rows: list[LossRow] = []
     for scheme in schemes:
         scheme.apply()
         for context in contexts:
@@ -127,7 +123,7 @@ def _measure(args: argparse.Namespace) -> int:
                     counted = targets
                 chunk = PIECE if scheme.kept else args.chunk
                 losses = measure(model, inputs, counted, args.batch, chunk, args.cache_dtype, scheme.kept)
-                rows.append(Row(scheme.label, context, length, tuple(_counted(losses, bar, length))))
+                rows.append(LossRow(scheme.label, context, length, tuple(_counted(losses, bar, length))))
             if context == "repeated":
                 rows.append(next(row for row in rows if row.scheme == scheme.label)._replace(context=context))
     bar.clear()
@@ -171,21 +167,20 @@ def _measure_by_position(args: argparse.Namespace) -> int:
         model, args.schemes, train_length, longest, args.window, args.rotary, bool(args.cache_dtype), args.sinks
     )
     base = next((scheme.label for scheme in schemes if scheme.name == "stock"), schemes[0].label)
-    facts = {
-        "model": describe(model, args.model, train_length),
-        **settings(schemes, skipped),
-        "text": f"{', '.join(args.text)}, {len(texts)} files",
-        "measured": f"every token of {len(windows)} windows of {longest:,} tokens, one pass each; means over "
+    facts = settings(
+        args,
+        model,
+        train_length,
+        schemes,
+        skipped,
+        text=f"{', '.join(args.text)}, {len(texts)} files",
+        measured=f"every token of {len(windows)} windows of {longest:,} tokens, one pass each; means over "
         f"{args.by_position:,} positions, in nats per {tokens.unit}; changes are against {base}, ± is the 95% interval "
         "over the windows",
-        **cache_facts(args.cache_dtype),
-        "machine": f"{hardware(device)}, torch {torch.__version__}",
-        "command": args.command_line,
-    }
-    print(report.lines(facts, *(name for name in facts if name != "command")) + "\n", flush=True)
+    )
     rows = of_length(windows, tokens.start, longest)
     name, sizes = Path(args.model).name, (train_length, args.by_position, args.cache_dtype, args.axis)
-    run = by_position.Run(name, model, own, tokens, rows, schemes, base, *sizes)
+    run = by_position.PositionRun(name, model, own, tokens, rows, schemes, base, *sizes)
     out = files.folder(args.out)
     found = by_position.measure(run, out, facts, args.overwrite)
     print(f"\n{by_position.table(found, args.by_position, base, tokens.unit)}\n")
@@ -263,7 +258,7 @@ def measure(
     batch: int = 1,
     chunk: int | None = None,
     cache_dtype: str | None = None,
-    kept: Kept | None = None,
+    kept: KeptTokens | None = None,
 ) -> Iterator[float]:
     """Yields the mean loss of the last ``targets`` tokens of every row of inputs, int64 (windows, length + 1), in nats
     per token."""
@@ -294,7 +289,7 @@ def check_chunks(model) -> None:
 # ---- output
 
 
-def _labels(rows: Sequence[Row]) -> list[tuple[str, str]]:
+def _labels(rows: Sequence[LossRow]) -> list[tuple[str, str]]:
     """Returns (scheme, context) of the table's rows: for each scheme its contexts in the order of CONTEXTS."""
     schemes = list(dict.fromkeys(row.scheme for row in rows))
     contexts = [context for context in CONTEXTS if any(row.context == context for row in rows)]
@@ -305,22 +300,22 @@ def _label(scheme: str, context: str) -> str:
     return scheme if context == "text" else f"{scheme}, {context}"
 
 
-def table(rows: Sequence[Row], targets: int, unit: str = "token") -> str:
+def table(rows: Sequence[LossRow], targets: int, unit: str = "token") -> str:
     """Returns text columns: the loss and its interval, by scheme and length."""
     return _aligned(rows, f"loss of the last {targets} tokens, nats per {unit}", lambda row: row.windows)
 
 
-def changes_table(rows: Sequence[Row]) -> str:
+def changes_table(rows: Sequence[LossRow]) -> str:
     """Returns text columns: the change from the shortest length, with its interval."""
     title = f"change from {min(row.length for row in rows):,} tokens, window by window"
     return _aligned(rows, title, lambda row: row.change_from(_shortest(rows, row)))
 
 
-def _shortest(rows: Sequence[Row], row: Row) -> Row:
+def _shortest(rows: Sequence[LossRow], row: LossRow) -> LossRow:
     return next(each for each in rows if each[:2] == row[:2])
 
 
-def _aligned(rows: Sequence[Row], title: str, values: Callable[[Row], Sequence[float]]) -> str:
+def _aligned(rows: Sequence[LossRow], title: str, values: Callable[[LossRow], Sequence[float]]) -> str:
     lengths = sorted({row.length for row in rows})
     lines = [["length, tokens", *(f"{length:,}" for length in lengths)]]
     for label in _labels(rows):
@@ -336,7 +331,7 @@ def _cell(values: Sequence[float]) -> str:
     return f"{mean:.4f}" + (f" ± {half_interval(values):.4f}" if len(values) > 1 else "")
 
 
-def csv_text(rows: Sequence[Row]) -> str:
+def csv_text(rows: Sequence[LossRow]) -> str:
     """Returns CSV with a line per scheme, context and length. The column ``change`` is the mean over windows of the
     difference from the shortest length. The interval of this mean is not widened by windows that are hard at both
     lengths."""
@@ -350,7 +345,7 @@ def csv_text(rows: Sequence[Row]) -> str:
     return files.csv_text(columns, lines)
 
 
-def loss_figure(rows: Sequence[Row], train_length: int, model: str, unit: str = "token", base: str | None = None):
+def loss_figure(rows: Sequence[LossRow], train_length: int, model: str, unit: str = "token", base: str | None = None):
     """Draws the loss by length, and the mean over windows of its change against the scheme ``base``, by default the
     first scheme.
 

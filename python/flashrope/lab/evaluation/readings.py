@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import math
@@ -10,12 +11,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
+from ...console import report
+from ...console.hardware import hardware
 from ...console.options import BadInput
 from ...integrations.scheme_options import FIELD, read_field, read_options
 from ...schemes.catalogue import SCHEMES, Lengths, describe_options, name_options
 from ...schemes.rotary import Rotary
-from .checkpoint import rope_type_by_length, text_config
-from .streaming import PIECE, Kept
+from .checkpoint import cache_facts, describe, rope_type_by_length, text_config
+from .streaming import PIECE, KeptTokens
 
 
 class Measured(NamedTuple):
@@ -32,7 +37,7 @@ class Measured(NamedTuple):
     apply: Callable[[], object]
     words: str
     same_until: int = 0
-    kept: Kept | None = None
+    kept: KeptTokens | None = None
 
 
 SINKS = 4  # number of attention sinks (StreamingLLM, table 2)
@@ -173,9 +178,9 @@ class _Search:
 
     def add_sinks(self, sinks: int) -> None:
         """Adds the model's own scheme with a cache that keeps the first tokens and the last ``sinks`` tokens."""
-        label, kept = f"window {sinks:,} with {SINKS} sinks", Kept(SINKS, sinks)
+        label, kept = f"window {sinks:,} with {SINKS} sinks", KeptTokens(SINKS, sinks)
         try:
-            _check_streams(self.model)
+            check_streams(self.model)
             self.own_scheme()
             words = f"StreamingLLM: its own scheme, read in pieces of {PIECE} tokens"
             self.found.append(Measured("sinks", label, self.own_scheme, words, SINKS + sinks, kept))
@@ -183,15 +188,28 @@ class _Search:
             self.skipped[label] = str(error)
 
 
-def settings(schemes: Sequence[Measured], skipped: dict[str, str]) -> dict[str, str]:
-    """Returns the entries about schemes for a list of settings."""
-    facts = {"schemes": "; ".join(f"{scheme.label}: {scheme.words}" for scheme in schemes)}
-    if skipped:
-        facts["left out"] = "; ".join(f"{label}: {reason}" for label, reason in skipped.items())
-    return facts
+def settings(
+    args: argparse.Namespace,
+    model,
+    train_length: int,
+    schemes: Sequence[Measured],
+    skipped: dict[str, str],
+    **measured: str,
+) -> dict[str, str]:
+    """Returns and prints the settings of a measurement. measured: entries about the text and what is measured."""
+    facts = {
+        "model": describe(model, args.model, train_length),
+        "schemes": "; ".join(f"{scheme.label}: {scheme.words}" for scheme in schemes),
+        **({"left out": "; ".join(f"{label}: {reason}" for label, reason in skipped.items())} if skipped else {}),
+        **measured,
+        **cache_facts(args.cache_dtype),
+        "machine": f"{hardware(model.device)}, torch {torch.__version__}",
+    }
+    print(report.lines(facts) + "\n", flush=True)
+    return facts | {"command": args.command_line}
 
 
-def _check_streams(model) -> None:
+def check_streams(model) -> None:
     """Checks that a model can read text in pieces, with a cache that is cut between two pieces.
 
     Raises:
@@ -201,9 +219,9 @@ def _check_streams(model) -> None:
 
     kinds = {type(layer).__name__ for layer in DynamicCache(config=model.config).layers} - {"DynamicLayer"}
     if kinds:
-        raise ValueError(f"sinks: a cache with layers of the type {', '.join(sorted(kinds))} is not supported")
+        raise ValueError(f"a cache with layers of the type {', '.join(sorted(kinds))} is not supported")
     if kind := rope_type_by_length(model):
-        raise ValueError(f"sinks: rope type {kind} is not supported, its frequencies depend on the length")
+        raise ValueError(f"rope type {kind} is not supported, its frequencies depend on the length")
 
 
 def _layers(model) -> tuple:

@@ -23,15 +23,12 @@ import torch
 
 from ...console import files, options, report
 from ...console.figure import new_figure, save
-from ...console.hardware import hardware
 from ...console.options import BadInput
 from ...console.progress import Bar, duration
 from ..small_models import data
-from ..small_models.continuation import cache_facts
 from .by_position import fingerprint
 from .checkpoint import (
     Tokens,
-    describe,
     last_logits,
     load,
     measured_lengths,
@@ -46,7 +43,7 @@ from .journal import Journal
 from .prompts import CANDIDATES, Haystack, Prompt
 from .readings import Measured, applicable, settings
 from .statistics import wilson
-from .streaming import Kept
+from .streaming import KeptTokens
 
 RESULTS = ("passkey.png", "passkey.svg", "passkey.pdf", "passkey.csv", "passkey.json")
 JOURNAL = "passkey.jsonl"
@@ -100,16 +97,15 @@ def _measure(args: argparse.Namespace) -> int:
     )
     out = files.folder(args.out)
     text = f"{', '.join(args.text)}" if args.text else "filler text, repeated"
-    facts = {
-        "model": describe(model, args.model, train_length),
-        **settings(schemes, skipped),
-        "prompts": f"{args.trials} trials at each of {len(depths)} depths and {len(lengths)} lengths, hidden numbers: "
+    facts = settings(
+        args,
+        model,
+        train_length,
+        schemes,
+        skipped,
+        prompts=f"{args.trials} trials at each of {len(depths)} depths and {len(lengths)} lengths, hidden numbers: "
         f"{args.keys}, seed {args.seed}; {text}" + ("; in the model's chat template" if task.chat else ""),
-        **cache_facts(args.cache_dtype),
-        "machine": f"{hardware(device)}, torch {torch.__version__}",
-        "command": args.command_line,
-    }
-    print(report.lines(facts, *(name for name in facts if name != "command")) + "\n", flush=True)
+    )
     record = {"facts": facts, "train_length": train_length}
     journal = Journal(
         out / JOURNAL,
@@ -199,7 +195,7 @@ def _cell(row: dict[str, Any]) -> Cell:
 
 
 def measure(
-    model, task: Haystack, scheme: str, length: int, depth: float, sizes: Sizes, kept: Kept | None = None
+    model, task: Haystack, scheme: str, length: int, depth: float, sizes: Sizes, kept: KeptTokens | None = None
 ) -> Cell:
     """Measures one cell. The texts and the hidden numbers are the same for every scheme."""
     draw = random.Random(f"{sizes.seed} {length} {depth}")
@@ -238,7 +234,7 @@ def scores(
     prompts: Sequence[Prompt],
     cache_dtype: str | None = None,
     candidates: int = CANDIDATES,
-    kept: Kept | None = None,
+    kept: KeptTokens | None = None,
 ) -> list[Trial]:
     """Reads prompts of equal length once, and then reads every candidate after the prompts.
 

@@ -14,7 +14,7 @@ import torch
 PIECE = 256  # tokens that are read at once
 
 
-class Kept(NamedTuple):
+class KeptTokens(NamedTuple):
     """The tokens that stay in the cache between two pieces."""
 
     first: int

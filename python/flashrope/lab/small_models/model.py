@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ... import KVCache, PagedKVCache, Rotary, Step, attention
+from ... import Rotary, Step, attention
 from ...console.files import replacing
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Rotary], torch.Tensor]
@@ -43,7 +43,7 @@ class ModelConfig:
         return self.mlp_width or max(round(self.width * 8 / 3 / 32), 1) * 32
 
 
-class Block(nn.Module):
+class ModelBlock(nn.Module):
     """Attention and a SwiGLU MLP, each with an RMSNorm before it and a residual connection around it."""
 
     def __init__(self, config: ModelConfig):
@@ -72,7 +72,7 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.width)
-        blocks = [Block(config) for _ in range(config.layers)]
+        blocks = [ModelBlock(config) for _ in range(config.layers)]
         self.blocks = nn.ModuleList(blocks)
         self.norm = nn.RMSNorm(config.width)
         for parameter in self.parameters():
@@ -97,77 +97,6 @@ class LanguageModel(nn.Module):
         for block, attend_in_block in zip(self.blocks, attends, strict=True):
             x = block(x, rotary, attend_in_block)
         return F.linear(self.norm(x), self.embedding.weight)
-
-
-class Decoder:
-    """Decodes one sequence in chunks, with one cache of raw keys and values for all blocks.
-
-    ``capacity`` is the largest number of tokens. ``dtype`` is the dtype of q and of the cache. ``cache_dtype`` gives
-    the cache another dtype. Call ``read`` under torch.inference_mode.
-    """
-
-    def __init__(
-        self,
-        model: LanguageModel,
-        rotary: Rotary,
-        capacity: int,
-        dtype: torch.dtype = torch.float32,
-        impl: str | None = None,
-        cache_dtype: str | None = None,
-    ):
-        config, device = model.config, model.embedding.weight.device
-        self.model, self.rotary = model, rotary
-        sizes = 1, capacity, config.heads, config.head_dim
-        self.cache = KVCache(*sizes, dtype, device, layers=config.layers, cache_dtype=cache_dtype)
-        self.impl = impl
-
-    def read(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Reads the next tokens, int64 (1, seqlen), and returns logits (1, seqlen, vocab_size).
-
-        Raises ValueError if the cache is full. If it raises, no block has kept any of the tokens.
-        """
-        with self.cache.step(tokens.shape[1]) as step:
-            return read_in_step(self.model, self.rotary, step, tokens, self.impl)
-
-
-class RollingDecoder:
-    """A ``Decoder`` with a cache of fixed size: after every read, only the first and the last tokens stay, at
-    consecutive positions.
-
-    keep: (first, last), how many of the first and of the last tokens stay. longest: the largest number of tokens that
-        one ``read`` gets.
-    batch: the number of sequences that are read in parallel.
-    """
-
-    PAGE_SIZE = 16
-
-    def __init__(
-        self,
-        model: LanguageModel,
-        rotary: Rotary,
-        keep: tuple[int, int],
-        longest: int,
-        dtype: torch.dtype = torch.float32,
-        impl: str | None = None,
-        cache_dtype: str | None = None,
-        batch: int = 1,
-    ):
-        config, device = model.config, model.embedding.weight.device
-        self.model, self.rotary, self.keep, self.impl = model, rotary, keep, impl
-        pages = -(-(sum(keep) + longest) // self.PAGE_SIZE) + 3  # + 3, because pages around the gap are not full
-        sizes = batch * pages, self.PAGE_SIZE, config.heads, config.head_dim
-        limit = pages * self.PAGE_SIZE
-        self.cache = PagedKVCache(*sizes, dtype, device, limit, layers=config.layers, cache_dtype=cache_dtype)
-        self.sequences = [self.cache.allocate() for _ in range(batch)]
-
-    def read(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Reads the next tokens, int64 (batch, seqlen), and returns logits (batch, seqlen, vocab_size). The tokens
-        attend to one another and to the tokens that stayed in the cache."""
-        with self.cache.step(self.sequences, tokens.shape[1]) as step:
-            logits = read_in_step(self.model, self.rotary, step, tokens, self.impl)
-        for sequence in self.sequences:
-            self.cache.keep(sequence, *self.keep)
-        return logits
 
 
 def read_in_step(
