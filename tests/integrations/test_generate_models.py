@@ -122,7 +122,10 @@ def test_a_family_that_convert_refuses(run, tmp_path):
     "options, message",
     [
         (["--window", "8"], "--window, --factor: expected --scheme"),
-        (["--scheme", "leaky", "--factor", "-1"], "--scheme leaky: factor: expected a positive number"),
+        (
+            ["--scheme", "leaky", "--factor", "-1"],
+            "leaky: leaky_rerope: factor: expected a positive finite number",
+        ),
         (["--scheme", "rerope", "--factor", "2"], "--factor: expected a scheme with a factor, got rerope"),
         (["--scheme", "cope", "--window", "8"], "--window: expected a scheme with a window, got cope"),
         (["--scheme", "dual-chunk"], "--scheme dual-chunk: dual_chunk: expected a training length above 128"),

@@ -140,7 +140,7 @@ def test_every_module_is_imported_by_its_dotted_name(name):
 OURS = [path for name, path in MODULES.items() if name.startswith("flashrope.")]
 BY_BACKEND = {"attention", "cached", "decode", "plan", "rotated"}  # the same work, in several backends
 DICTATED = {"Config"}  # torchtitan looks the name up
-TWICE = {"Block", "Kept", "Packed", "Pages", "Plan", "Row", "Run", "Scheme", "Settings"}
+TWICE = {"Packed", "Pages", "Plan"}
 
 
 def test_few_file_names_stand_twice():

@@ -24,7 +24,7 @@ from ...console.hardware import hardware
 from ...console.options import BadInput
 from ...console.program import INTERRUPTED
 from ...integrations.scheme_options import read_field
-from ...schemes.catalogue import SCHEMES, Lengths, describe_options, name_options
+from ...schemes.catalogue import SCHEMES, Lengths, add_options, describe_options, name_options
 from .checkpoint import (
     cache_facts,
     check_positions,
@@ -152,7 +152,7 @@ def _choose_scheme(model, args: argparse.Namespace, train_length: int, longest: 
     try:
         option = f"--scheme {args.scheme}"
         if args.scheme:
-            used |= _named_options(args, train_length, longest)
+            used = add_options(used, _named_options(args, train_length, longest))
         else:
             option = "--keep" if args.keep else "--cache-dtype"
             if args.window or args.factor is not None:
@@ -177,7 +177,7 @@ def _named_options(args: argparse.Namespace, train_length: int, longest: int) ->
     if args.window and not scheme.reads_window:
         raise BadInput(f"--window: expected a scheme with a window, got {scheme.name}")
     found = scheme.options(Lengths(train_length, longest, args.window, args.factor))
-    if args.factor is not None and "factor" not in found:
+    if args.factor is not None and "leaky_rerope" not in found:
         raise BadInput(f"--factor: expected a scheme with a factor, got {scheme.name}")
     return found
 

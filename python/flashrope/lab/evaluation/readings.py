@@ -17,7 +17,7 @@ from ...console import report
 from ...console.hardware import hardware
 from ...console.options import BadInput
 from ...integrations.scheme_options import FIELD, read_field, read_options
-from ...schemes.catalogue import SCHEMES, Lengths, describe_options, name_options
+from ...schemes.catalogue import SCHEMES, Lengths, add_options, describe_options, name_options
 from ...schemes.rotary import Rotary
 from .checkpoint import cache_facts, describe, rope_type_by_length, text_config
 from .streaming import PIECE, KeptTokens
@@ -154,11 +154,11 @@ class _Search:
         label = asked = f"{row.label}, window {lengths.window:,}" if several else row.label
         try:
             options = row.options(lengths)
-            changes = own | options
+            changes = add_options(own, options)
             words = describe_options(options).removeprefix(f"{label} ")
             if own:
                 new = {option: value for option, value in options.items() if own.get(option) != value}
-                on_top = not own.keys() & new.keys()
+                on_top = own.items() <= changes.items()
                 label = f"{name_options(own)}; + {name_options(new)}" if on_top and new else name_options(changes)
             self._add(name, asked, label, partial(self.convert, changes), words)
         except ValueError as error:
