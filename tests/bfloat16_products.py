@@ -2,7 +2,7 @@
 
 import support
 import torch
-from flashrope import attention_with_cache
+from caching import cached_call
 from flashrope.backends.cpu import loader
 from support import Target
 
@@ -29,7 +29,7 @@ def check_runs_of_keys(p: support.Problem) -> None:
     tables = {"block_table": torch.arange(pages, dtype=torch.int32)[None]}
     tables["page_positions"] = first_positions.to(torch.int32)[None]
     arguments = (p.q, k, v, p.rotary, support.int32([keys]))
-    out, lse = attention_with_cache(*arguments, **tables, return_lse=True, impl="cpu")
+    out, lse = cached_call(*arguments, **tables, return_lse=True, impl="cpu")
     places = (rows[-queries:].double(), rows.double())
     support.check_budget({"out": out, "lse": lse}, p.replace(places=places), torch.bfloat16)
 

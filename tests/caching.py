@@ -22,6 +22,7 @@ from flashrope import (
     Rotary,
     attention_varlen_with_cache,
     attention_with_cache,
+    plan_cache,
 )
 from flashrope.backends.registry import load_backend
 
@@ -277,7 +278,7 @@ class Cached:
         return tables, CacheLayer(self.k_cache, self.v_cache, **self.scales, key_weight=self.key_weight)
 
     def arguments(self) -> tuple[Callable, dict]:
-        """Returns the public function and its arguments."""
+        """Returns ``cached_call`` and its arguments."""
         k, v = self.new_keys()
         given = {
             "q": self.q, "k_cache": self.k_cache, "v_cache": self.v_cache, "rotary": self.rotary, "k": k, "v": v,
@@ -287,9 +288,9 @@ class Cached:
         if self.stored is not None:
             given["rotated_keys"] = True
         if not self.is_packed:
-            return attention_with_cache, given
+            return cached_call, given
         packed = {"cu_seqlens_q": self.cu_seqlens_q, "max_seqlen_q": max(self.sizes), "slot_mapping": self.slot_mapping}
-        return attention_varlen_with_cache, given | packed
+        return cached_call, given | packed
 
     def call(self, **options):
         """Runs the public call and returns its (out, lse). The call writes the new keys to the caches."""
@@ -345,6 +346,66 @@ class Cached:
                 codes, scale = quantized(getattr(p, name)[0])
                 assert torch.equal(scales[place], scale.float()), f"scales of sequence {b}"
                 assert torch.equal(cache[place], codes.to(torch.int8)), f"codes of sequence {b}"
+
+
+# ---- the public calls
+
+# Arguments that a test gives by name, and that the functions do not have: they enter through ``plan_cache``.
+PLANNED = ("rotated_keys", "k_scale", "v_scale", "key_weight", "slot_mapping", *POSITIONS)
+
+
+def door(given: dict) -> Callable:
+    """Returns the public function that takes these arguments, or ``planned``."""
+    if any(given.get(name) is not None for name in PLANNED):
+        return planned
+    return attention_with_cache if given.get("cu_seqlens_q") is None else attention_varlen_with_cache
+
+
+def cached_call(*tensors, **given):
+    """Calls ``attention_with_cache`` or ``attention_varlen_with_cache``, or ``planned`` for arguments that only a plan
+    has. tensors: q, k_cache, v_cache, rotary and the lengths, as in the two functions."""
+    packed = ("cu_seqlens_q", "cache_seqlens", "max_seqlen_q")
+    lengths = packed if len(tensors) > 5 else packed[1:2]
+    given |= dict(zip(("q", "k_cache", "v_cache", "rotary", *lengths), tensors, strict=False))
+    call = door(given)
+    return call(**given if call is planned else {name: x for name, x in given.items() if name not in PLANNED})
+
+
+def planned(
+    q,
+    k_cache,
+    v_cache,
+    rotary,
+    cache_seqlens,
+    *,
+    cu_seqlens_q=None,
+    max_seqlen_q=0,
+    k=None,
+    v=None,
+    block_table=None,
+    cache_leftpad=None,
+    slot_mapping=None,
+    k_scale=None,
+    v_scale=None,
+    key_weight=None,
+    page_positions=None,
+    page_first=None,
+    page_lengths=None,
+    slot_positions=None,
+    positions=None,
+    sinks=None,
+    return_lse=False,
+    **options,
+):
+    """Attends once with a plan of ``plan_cache``. options: its options."""
+    new, layer = 0 if k is None else k.shape[1], CacheLayer(k_cache, v_cache, k_scale, v_scale, key_weight)
+    if cu_seqlens_q is not None:
+        new = Packed(cu_seqlens_q, max_seqlen_q, slot_mapping, k is not None and slot_mapping is None)
+    explicit = CachePositions.of(page_positions, page_first, page_lengths, slot_positions, positions)
+    tables = CacheTables(cache_seqlens, block_table, cache_leftpad, new, explicit)
+    sizes = {"seqlen_q": q.shape[-3], "heads_q": q.shape[-2], "dtype": q.dtype}
+    plan = plan_cache(tables, like=layer, rotary=rotary, **sizes, **options)
+    return plan.attend(q, layer, k, v, sinks=sinks, return_lse=return_lse)
 
 
 def same(*pairs: torch.Tensor) -> bool:

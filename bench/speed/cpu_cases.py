@@ -13,7 +13,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-from flashrope import Rotary, attention_with_cache, rotate
+from flashrope import CacheLayer, CacheTables, Rotary, plan_cache, rotate
 from flashrope.backends.cpu import library, loader
 from flashrope.calls.int8 import dequantize, quantize
 
@@ -83,30 +83,33 @@ class Stored(NamedTuple):
         (k, k_scale), (v, v_scale) = quantize(k), quantize(v)
         return [k, v, k_scale, v_scale]
 
+    def attend(self, q: torch.Tensor, layer: CacheLayer, tables: CacheTables, rotary: Rotary, impl: str | None = None):
+        """Plans one call and runs it."""
+        sizes = {"seqlen_q": q.shape[1], "heads_q": q.shape[2], "dtype": q.dtype}
+        options = {"rotated_keys": self.rotated_keys, "impl": impl}
+        return plan_cache(tables, like=layer, rotary=rotary, **sizes, **options).attend(q, layer)
+
     def queries_of(self, q: torch.Tensor) -> torch.Tensor:
         return q[:, -min(self.queries, -(-q.shape[1] // 2)) :]
 
 
 def over_cache(stored: Stored, problem: Problem) -> Callable:
-    """Returns a call of attention_with_cache. The first, untimed call fills the cache."""
-    rotary, filled = stored.scheme(problem), {}
-    options = {"rotated_keys": stored.rotated_keys, "impl": None}
+    """Returns a call over a cache. The first, untimed call fills the cache."""
+    rotary, filled, table = stored.scheme(problem), {}, None
     place = heads_first
     if stored.paged:
         size = next(size for size in PAGE_SIZES if problem.seqlen % size == 0)
         pages = problem.batch * problem.seqlen // size
         order = torch.randperm(pages, generator=torch.Generator().manual_seed(1))
-        options["block_table"] = order.argsort().to(torch.int32).view(problem.batch, -1)
+        table = order.argsort().to(torch.int32).view(problem.batch, -1)
         place = lambda x: heads_first(x.reshape(pages, size, *x.shape[2:])[order])  # noqa: E731
     seqlens = torch.full((problem.batch,), problem.seqlen, dtype=torch.int32)
 
     def attend(q, k, v):
         if k.data_ptr() not in filled:
-            k_cache, v_cache, *scales = map(place, stored.rows(k, v, rotary))
-            names = dict(zip(("k_scale", "v_scale"), scales, strict=False))
-            filled[k.data_ptr()] = k, k_cache, v_cache, names
-        _, k_cache, v_cache, scales = filled[k.data_ptr()]
-        return attention_with_cache(stored.queries_of(q), k_cache, v_cache, rotary, seqlens, **scales, **options)
+            filled[k.data_ptr()] = k, CacheLayer(*map(place, stored.rows(k, v, rotary)))
+        tables = CacheTables(seqlens, table)
+        return stored.attend(stored.queries_of(q), filled[k.data_ptr()][1], tables, rotary)
 
     return attend
 
@@ -120,9 +123,8 @@ def over_stored_rows(stored: Stored, problem: Problem) -> Callable:
         rows = stored.rows(k.to(problem.dtype), v.to(problem.dtype), rotary)
         if len(rows) > 2:
             rows = [dequantize(codes, scale, torch.float64) for codes, scale in zip(rows[:2], rows[2:], strict=True)]
-        k, v = (x.double() for x in rows)
-        options = {"rotated_keys": stored.rotated_keys, "impl": "reference"}
-        return attention_with_cache(stored.queries_of(q), k, v, rotary, seqlens, **options)
+        layer, tables = CacheLayer(*(x.double() for x in rows)), CacheTables(seqlens)
+        return stored.attend(stored.queries_of(q), layer, tables, rotary, "reference")
 
     return attend
 

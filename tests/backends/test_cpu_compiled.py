@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import support
 import torch
-from caching import Cached, check_needles
+from caching import Cached, cached_call, check_needles
 from flashrope import Band, Rotary, attention, attention_with_cache
 from support import Target
 
@@ -199,14 +199,12 @@ def test_positions_that_the_kernels_do_not_take(name):
     positions = torch.arange(200, dtype=torch.float32)[None] * (3 if name == "scattered" else 1)
     options = dict(slot_positions=positions, positions=positions[:, -1:])
     arguments = torch.randn(1, 1, 4, 16), k, v, rotary, torch.tensor([200], dtype=torch.int32)
-    torch.testing.assert_close(
-        *(attention_with_cache(*arguments, **options, impl=impl) for impl in (None, "reference"))
-    )
+    torch.testing.assert_close(*(cached_call(*arguments, **options, impl=impl) for impl in (None, "reference")))
     reason = (
         "maps of positions" if name == "dual chunk" else "sequence 0 has 200 runs of consecutive positions among 200"
     )
     with pytest.raises(ValueError, match=f"^impl='cpu' cannot serve this call: .*{reason}.*; use impl='sdpa'"):
-        attention_with_cache(*arguments, **options, impl="cpu")
+        cached_call(*arguments, **options, impl="cpu")
 
 
 def test_without_compiled_kernels(without_kernels):

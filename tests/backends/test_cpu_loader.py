@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import support
 import torch
-from flashrope import Rotary, attention, attention_with_cache
+from caching import cached_call
+from flashrope import Rotary, attention
 from flashrope.backends.cpu import loader
 from flashrope.cli.main import main
 
@@ -241,6 +242,6 @@ def _append_and_decode(q, caches, new, rotary, scales, impl: str) -> list[torch.
     q."""
     options = dict(rotary=rotary, cache_seqlens=torch.zeros(2, dtype=torch.int32), impl=impl, **scales)
     queries = torch.cat((torch.zeros_like(q).expand(-1, 89, -1, -1), q), 1)
-    attention_with_cache(queries, *caches, k=new[0], v=new[1], **options)
+    cached_call(queries, *caches, k=new[0], v=new[1], **options)
     options["cache_seqlens"] = torch.full((2,), 90, dtype=torch.int32)
-    return [attention_with_cache(q, *caches, **options), *caches, *scales.values()]
+    return [cached_call(q, *caches, **options), *caches, *scales.values()]

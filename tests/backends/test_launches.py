@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from caching import cached_call
 
 triton = pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 
@@ -24,7 +25,6 @@ from flashrope import (
     Rotary,
     attention,
     attention_varlen,
-    attention_varlen_with_cache,
     attention_with_cache,
     rotate,
 )
@@ -179,7 +179,7 @@ class Calls(random.Random):
             for heads in (self.heads_q, self.heads_kv, self.heads_kv)
         )
         k_cache, v_cache = (self.tensor(*rows, self.heads_kv, self.head_dim) for _ in range(2))
-        attention_with_cache(
+        cached_call(
             q,
             k_cache,
             v_cache,
@@ -193,7 +193,7 @@ class Calls(random.Random):
             **self.options,
         )
         starts = torch.arange(self.batch + 1, dtype=torch.int32) * q.shape[1]
-        attention_varlen_with_cache(
+        cached_call(
             *(q.flatten(0, 1), k_cache, v_cache, rotary, starts, seqlens, q.shape[1]),
             k=k.flatten(0, 1),
             v=v.flatten(0, 1),
@@ -215,15 +215,13 @@ class Calls(random.Random):
             placed = dict(slot_positions=self.choice((None, slots)), page_positions=self.choice((None, table)))
             given = (None, at, at.long()) if placed["slot_positions"] is None else (at, at.long(), at.float())
             placed["positions"] = self.choice(given)
-            attention_with_cache(
-                q, k_cache, v_cache, rotary, seqlens, k=k, v=v, block_table=table, **placed, **self.options
-            )
+            cached_call(q, k_cache, v_cache, rotary, seqlens, k=k, v=v, block_table=table, **placed, **self.options)
         if shared_map(rotary.bands):
             rotated = {**self.options, "rotated_keys": True}
-            attention_with_cache(q, k_cache, v_cache, rotary, seqlens, k=k, v=v, block_table=table, **rotated)
+            cached_call(q, k_cache, v_cache, rotary, seqlens, k=k, v=v, block_table=table, **rotated)
             packed = {"k": k.flatten(0, 1), "v": v.flatten(0, 1)}
             lengths = (starts, seqlens, q.shape[1])
-            attention_varlen_with_cache(
+            cached_call(
                 q.flatten(0, 1),
                 k_cache,
                 v_cache,
@@ -240,7 +238,7 @@ class Calls(random.Random):
 
 def compiling_environment() -> dict[str, str]:
     """Returns the environment of a process in which Triton compiles."""
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(ROOT), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
     return os.environ | {"PYTHONPATH": os.pathsep.join(paths), "TRITON_INTERPRET": "0", "TRITON_DEFAULT_FP_FUSION": "0"}
 
 

@@ -6,7 +6,7 @@ import inspect
 import pytest
 import support
 import torch
-from caching import PAGE, Cached, same
+from caching import PAGE, Cached, door, planned, same
 from flashrope import Rotary, attention_varlen_with_cache, attention_with_cache, rotate
 from flashrope.operators import torch_library as library
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 D, LENGTHS = 32, (41, 18, 65)
 ROPE, REROPE = Rotary.rope(D), Rotary.rope(D).rectify(8).log_n(32)
 WRITTEN = ("k_cache", "v_cache", "k_scale", "v_scale", "slot_positions")
-NOT_COMPARED = {"impl", "return_lse", "validate", "unknown"}  # the last two read tables on the host, or raise
+NOT_COMPARED = {"impl", "return_lse", "validate", "unknown", "options"}  # options: of plan_cache
 
 
 def rotated(k: torch.Tensor) -> torch.Tensor:
@@ -29,7 +29,7 @@ CASES: dict[str, tuple[Rotary, dict, dict]] = {
     "splits": (REROPE, {"page": PAGE}, {"num_splits": 2}),
     "sinks": (REROPE, {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])}, {}),
     "int8": (REROPE, {"page": PAGE, "cache_dtype": "int8"}, {}),
-    "int8, contiguous": (REROPE, {"cache_dtype": "int8"}, {}),
+    "int8, contiguous": (REROPE, {"cache_dtype": "int8", "sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])}, {}),
     "rotated keys": (ROPE, {"stored": rotated}, {}),
     "rotated keys, several": (ROPE.log_n(20), {"stored": rotated, "queries": 4, "leftpad": (3, 0, 9)}, {}),
     "rotated keys, paged, packed": (ROPE, {"stored": rotated, "page": PAGE, "queries": (2, 1, 4)}, {}),
@@ -136,13 +136,15 @@ def counted(method, calls: list):
     return count
 
 
-@pytest.mark.parametrize("public", [attention_with_cache, attention_varlen_with_cache], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "public", [attention_with_cache, attention_varlen_with_cache, planned], ids=lambda f: f.__name__
+)
 def test_every_option_has_a_case(public):
     """Every argument of the call is given in a case, with a value that is not its default."""
     given: set[str] = set()
     defaults = {name: p.default for name, p in inspect.signature(public).parameters.items()}
     for name in CASES:
-        called, arguments = call_of("cpu", name)
-        if called is public:
-            given |= {n for n, x in arguments.items() if x is not None and x is not defaults[n]}
+        _, arguments = call_of("cpu", name)
+        if door(arguments) is public:
+            given |= {n for n, x in arguments.items() if x is not None and x is not defaults.get(n)}
     assert set(defaults) - NOT_COMPARED <= given

@@ -7,8 +7,8 @@ import math
 import pytest
 import support
 import torch
-from caching import PAGE, POSITIONED, Cached, Page
-from flashrope import Rotary, attention_with_cache
+from caching import PAGE, POSITIONED, Cached, Page, cached_call
+from flashrope import Rotary
 from flashrope.schemes.cos_sin import MAX_POSITION
 from support import SCHEMES, int32
 
@@ -310,7 +310,7 @@ def test_backends_that_place_no_tokens_refuse():
     q, cache = torch.zeros(1, 1, 4, 16), torch.zeros(2, PAGE, 2, 16)
     for impl in sorted({t.impl for t in support.TARGETS} - {t.impl for t in POSITIONED}):
         with pytest.raises(ValueError, match=f"impl='{impl}' .* do not support explicit positions"):
-            attention_with_cache(
+            cached_call(
                 q, cache, cache, Rotary.rope(16), int32([1], "cpu"), block_table=int32([[0]], "cpu"),
                 page_positions=int32([[5]], "cpu"), impl=impl,
             )  # fmt: skip

@@ -10,7 +10,8 @@ import re
 import pytest
 import support
 import torch
-from flashrope import PagedKVCache, Rotary, attention_with_cache
+from caching import cached_call
+from flashrope import PagedKVCache, Rotary
 from paged_oracle import Held
 
 PAGE, HEADS_KV, HEADS, D, LAYERS = 16, 2, 4, 16, 2
@@ -24,7 +25,7 @@ def written(start: str) -> str:
     return code
 
 
-OPTIONS = {  # options of the cache; options of the call, as in the docstring
+OPTIONS = {  # options of the cache; options of the call or the plan
     "raw": ({}, {}),
     "padded": ({}, {"cache_leftpad"}),
     "quantized": ({"cache_dtype": "int8"}, {"k_scale", "v_scale"}),
@@ -61,7 +62,7 @@ class Recipe:
         options = dict(zip(("k_scale", "v_scale"), self.cache.scales(i), strict=True))
         options |= {"cache_leftpad": static["leftpad"], "rotated_keys": True}
         options = {name: x for name, x in options.items() if name in self.named}
-        return attention_with_cache(*arguments, **new, impl=self.held.target.impl, return_lse=True, **options)
+        return cached_call(*arguments, **new, impl=self.held.target.impl, return_lse=True, **options)
 
     def step(self):
         """Runs what a graph holds: the call of every layer."""

@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from caching import PAGE, Cached, page_sizes
+from caching import PAGE, Cached, cached_call, page_sizes
 from flashrope import KVCache, PagedKVCache, Rotary, attention_with_cache, rotate
 from flashrope.backends import cuda
 from flashrope.calls.cache_tables import CacheLayer, CacheTables
@@ -100,7 +100,7 @@ NEW = torch.zeros(1, 1, 1, 24)
 
 
 def attend(v_cache, **options):
-    attention_with_cache(Q, K, v_cache, ROPE, LENGTHS, **options)
+    cached_call(Q, K, v_cache, ROPE, LENGTHS, **options)
 
 
 REFUSED = {
@@ -121,7 +121,7 @@ REFUSED = {
         lambda: (
             attend(V.char(), k_scale=torch.ones(1, 16, 1), v_scale=torch.ones(1, 16, 1))
             if K.dtype == torch.int8
-            else attention_with_cache(
+            else cached_call(
                 Q, K.char(), V.char(), ROPE, LENGTHS, k_scale=torch.ones(1, 16, 1), v_scale=torch.ones(1, 16, 1)
             )
         ),

@@ -6,14 +6,13 @@ import random
 
 import pytest
 import torch
-from caching import Cached, same
+from caching import Cached, cached_call, same
 from flashrope import (
     CacheLayer,
     CacheTables,
     PagedKVCache,
     Rotary,
     attention,
-    attention_with_cache,
 )
 from flashrope.calls import memory
 from flashrope.operators.fields import flatten
@@ -77,7 +76,7 @@ def test_refused(exact, case):
     c |= change(c)
     before = [x.clone() for x in written(c)]
     with pytest.raises(ValueError, match=rf"^{name}: expected .*{message}"):
-        attention_with_cache(**c)
+        cached_call(**c)
     assert all(map(same, written(c), before))
 
 
@@ -117,7 +116,7 @@ def test_served(exact, change):
     c |= change(c)
     names = ("q", "k_cache", "v_cache", "k", "v")
     copied = c | {name: c[name].clone(memory_format=torch.contiguous_format) for name in names}
-    torch.testing.assert_close(attention_with_cache(**c), attention_with_cache(**copied))
+    torch.testing.assert_close(cached_call(**c), cached_call(**copied))
     assert all(map(same, written(c), written(copied)))
 
 
@@ -126,9 +125,9 @@ def test_what_is_only_read_may_overlap(exact, change):
     c = call_of(exact) | {"k": None, "v": None}
     c |= change(c)
     copied = c | {name: c[name].clone(memory_format=torch.contiguous_format) for name in ("k_cache", "v_cache")}
-    torch.testing.assert_close(attention_with_cache(**c), attention_with_cache(**copied))
+    torch.testing.assert_close(cached_call(**c), cached_call(**copied))
     none = c["q"].new_empty(B, 0, HEADS_KV, D)
-    attention_with_cache(**c | {"k": none, "v": none})
+    cached_call(**c | {"k": none, "v": none})
 
 
 def test_pages_that_alternate(exact):
@@ -140,7 +139,7 @@ def test_pages_that_alternate(exact):
     for k_cache, v_cache in ((pages[:-1], pages[1:]), (pages[1:], pages[:-1])):
         apart = c | {"k_cache": k_cache.clone(), "v_cache": v_cache.clone()}
         c |= {"k_cache": k_cache, "v_cache": v_cache}
-        torch.testing.assert_close(attention_with_cache(**c), attention_with_cache(**apart))
+        torch.testing.assert_close(cached_call(**c), cached_call(**apart))
     for shift in (0, 1, 15):
         rows = pages.flatten(0, 1)
         caches = (rows[n : n + 128].unflatten(0, (8, 16)) for n in (0, shift))
@@ -148,13 +147,13 @@ def test_pages_that_alternate(exact):
         with pytest.raises(
             ValueError, match="^v_cache: expected memory that does not overlap k_cache" if shift else f"^v: {VIEW}"
         ):
-            attention_with_cache(**c)
+            cached_call(**c)
 
 
 def test_stored_positions(exact):
     c = call_of(exact) | {"slot_positions": torch.zeros(B, 1, device=exact.device).expand(B, SLOTS)}
     with pytest.raises(ValueError, match=f"^slot_positions: expected {OWN}"):
-        attention_with_cache(**c)
+        cached_call(**c)
 
 
 def test_attention_takes_aliases(exact):

@@ -4,12 +4,11 @@ writes or reads them."""
 import pytest
 import support
 import torch
-from caching import PAGE, Cached, dequantized, page_sizes, quantized
+from caching import PAGE, Cached, cached_call, dequantized, page_sizes, quantized
 from flashrope import (
     KVCache,
     Rotary,
     attention,
-    attention_with_cache,
     rotate,
 )
 from flashrope.backends.cpu import loader
@@ -151,7 +150,7 @@ def test_rows_of_one_value(exact, value):
     for new in (k, k.nan_to_num(1.0, 1.0, 1.0).clamp(-4, 4)):
         zeros = torch.zeros(2, 2, 32, 2, 16, device=exact.device)
         codes, scales = zeros.to(torch.int8), torch.ones_like(zeros[..., 0])
-        out = attention_with_cache(
+        out = cached_call(
             q, *codes, Rotary.rope(16), seqlens, k=new, v=v, impl=exact.impl, k_scale=scales[0], v_scale=scales[1]
         )
         results.append((out, codes, scales))

@@ -3,14 +3,12 @@
 import pytest
 import support
 import torch
-from caching import PAGE, Cached, page_sizes
+from caching import PAGE, Cached, cached_call, page_sizes
 from flashrope import (
     KVCache,
     PagedKVCache,
     Rotary,
     attention,
-    attention_varlen_with_cache,
-    attention_with_cache,
     rotate,
 )
 from support import SCHEMES
@@ -42,7 +40,7 @@ def test_new_keys_in_the_padding_are_rotated_by_an_angle(exact):
     q, k, v = (support.random((1, 1, 2, 16), exact, seed) for seed in (1, 2, 3))
     caches = [torch.zeros(1, 60, 2, 16, device=exact.device) for _ in range(2)]
     seqlens, leftpad = (torch.tensor([n], dtype=torch.int32, device=exact.device) for n in (2, 50))
-    attention_with_cache(
+    cached_call(
         q, *caches, Rotary.rope(16), seqlens, k=k, v=v, cache_leftpad=leftpad, rotated_keys=True, impl=exact.impl
     )
     lengths = [x[0].view(2, 2, 8).square().sum(1) for x in (caches[0][:, 2], k[:, 0])]
@@ -80,7 +78,7 @@ def test_a_needle(exact, distance):
     room = p.k.new_full((2, 1, 80, *p.k.shape[2:]), torch.nan)
     room[0, :, 2:37], room[1, :, 2:37] = rotate(p.k[:, :35], p.rotary, impl=exact.impl), p.v[:, :35]
     seqlens, leftpad = support.int32([37], exact.device), support.int32([2], exact.device)
-    out, lse = attention_with_cache(
+    out, lse = cached_call(
         p.q, *room, p.rotary, seqlens, k=p.k[:, 35:], v=p.v[:, 35:], cache_leftpad=leftpad, return_lse=True,
         impl=exact.impl, rotated_keys=True,
     )  # fmt: skip
@@ -116,7 +114,7 @@ def test_a_prompt_with_padding(exact):
     q, k, v = (x.to(exact.device) for x in tokens(30))
     k_cache, v_cache = torch.full((2, 2, 40, 2, 16), torch.nan, device=exact.device)
     seqlens, pads = support.int32([0, 0], exact.device), [11, 0]
-    out = attention_with_cache(
+    out = cached_call(
         q, k_cache, v_cache, ROPE, seqlens, k=k, v=v, cache_leftpad=support.int32(pads, exact.device),
         rotated_keys=True, impl=exact.impl,
     )  # fmt: skip
@@ -151,7 +149,7 @@ def test_nothing_outside_the_pages_is_written(exact, kind):
     seqlens = support.int32([1, 1, 1, 4], exact.device)
     for placed, row in (({"slot_mapping": slots}, 3), ({}, 4)):
         room.zero_(), scales.zero_()
-        attention_varlen_with_cache(q, *room[:, 1:5], ROPE, starts, seqlens, 1, k=k, v=v, **options, **placed)
+        cached_call(q, *room[:, 1:5], ROPE, starts, seqlens, 1, k=k, v=v, **options, **placed)
         for written in (room.abs().amax((-1, -2)), scales.amax(-1))[: 1 + quantized]:
             assert written.nonzero().tolist() == [[0, 3, row], [1, 3, row]]
     assert quantized or torch.equal(room[1, 3, 4], v[3])
@@ -180,7 +178,7 @@ def test_wrong_tables_touch_nothing_else(exact):
     q = torch.randn(3, 2, 2, 16).to(exact.device)
     k_cache, v_cache = torch.zeros(2, 3, 32, 2, 16).to(exact.device)
     seqlens, pads = (support.int32(x, exact.device) for x in ([-5, 31, 2**31 - 1], [-7, 2**31 - 1, 4]))
-    out = attention_with_cache(
+    out = cached_call(
         q, k_cache, v_cache, Rotary.rope(16), seqlens, k=k, v=v, cache_leftpad=pads, rotated_keys=True, impl=exact.impl
     )
     assert out.shape == q.shape
@@ -194,11 +192,11 @@ def test_schemes_of_several_rotations_are_refused_by_name(name):
     x = torch.zeros(1, 16, 2, 16)
     match = f"^rotary: expected a scheme .* so that its keys can be stored rotated; got {name}, whose"
     with pytest.raises(ValueError, match=match):
-        attention_with_cache(x, x, x, SEVERAL[name], support.int32([3]), rotated_keys=True)
+        cached_call(x, x, x, SEVERAL[name], support.int32([3]), rotated_keys=True)
     with pytest.raises(ValueError, match=match):
         KVCache(1, 16, 2, 16, device="cpu", rotated_keys=SEVERAL[name])
     with pytest.raises(TypeError, match="rotated_keys: expected True or False, got 1"):
-        attention_with_cache(x, x, x, Rotary.rope(16), support.int32([3]), rotated_keys=1)
+        cached_call(x, x, x, Rotary.rope(16), support.int32([3]), rotated_keys=1)
 
 
 # ---- our caches

@@ -3,8 +3,8 @@
 import pytest
 import support
 import torch
-from caching import PAGE, POSITIONED, Cached
-from flashrope import Rotary, attention_varlen_with_cache, attention_with_cache
+from caching import PAGE, POSITIONED, Cached, cached_call
+from flashrope import Rotary
 from flashrope.calls.cache_tables import CachePositions, CacheTables, Packed
 from flashrope.calls.visible import store_positions
 from support import SCHEMES, int32
@@ -235,14 +235,14 @@ def test_packed(target, scheme):
     given = given if axial else given[:, 0].contiguous()
     caches, stored = [x.clone() for x in (c.k_cache, c.v_cache)], slots.clone()
     options = dict(return_lse=True, impl=target.impl)
-    out, lse = attention_varlen_with_cache(
+    out, lse = cached_call(
         c.q, *caches, c.rotary, c.cu_seqlens_q, c.cache_seqlens, 2, k=new[0], v=new[1], slot_positions=stored,
         positions=given, block_table=c.block_table, **options,
     )  # fmt: skip
     for b in (0, 2):
         caches, alone, table = [x.clone() for x in (c.k_cache, c.v_cache)], slots.clone(), c.block_table[b : b + 1]
         q, k, v, positions = (x[None, c.rows(b)].contiguous() for x in (c.q, *new, given))
-        want = attention_with_cache(
+        want = cached_call(
             q, *caches, c.rotary, c.cache_seqlens[b : b + 1], k=k, v=v, slot_positions=alone, positions=positions,
             block_table=table, **options,
         )  # fmt: skip
@@ -269,7 +269,7 @@ def test_new_keys_leave_their_positions(target, paged):
     for rows, positions in ((5, given), (3, None), (4, given[:, :4] + 40)):
         q, k, v = (x[:, first : first + rows].contiguous() for x in (p.q, p.k, p.v))
         lengths = int32([first] * 2, device)
-        out, lse = attention_with_cache(q, *caches, rotary, lengths, k=k, v=v, positions=positions, **options)
+        out, lse = cached_call(q, *caches, rotary, lengths, k=k, v=v, positions=positions, **options)
         if positions is None:
             positions = placed[-1][:, -1:] + torch.arange(1, 4, device=device)
         placed.append(positions.double())
@@ -297,7 +297,7 @@ def test_axial(target):
     for rows, given in ((15, positions[:, :15]), (4, positions[:, 15:19]), (1, None)):
         q, k, v = (x[:, n : n + rows].contiguous() for x in (p.q, p.k, p.v))
         lengths = int32([n], device)
-        results.append(attention_with_cache(q, *caches, p.rotary, lengths, k=k, v=v, positions=given, **options))
+        results.append(cached_call(q, *caches, p.rotary, lengths, k=k, v=v, positions=given, **options))
         n += rows
     out, lse = torch.cat([out for out, _ in results], 1), torch.cat([lse for _, lse in results], 2)
     places = positions[0].double()

@@ -4,13 +4,11 @@ import re
 
 import pytest
 import torch
-from caching import PAGE, Cached, page_sizes
+from caching import PAGE, Cached, cached_call, page_sizes
 from flashrope import (
     CacheLayer,
     CacheTables,
     Rotary,
-    attention_varlen_with_cache,
-    attention_with_cache,
     plan_cache,
 )
 from flashrope.backends import cuda
@@ -126,11 +124,11 @@ def test_compiled(backend):
 
     @torch.compile(fullgraph=True, backend=backend)
     def attend(q, k, k_cache, lengths):
-        return attention_with_cache(q, k_cache, k_cache[..., 8:24], rotary, lengths, k=k, key_weight=g, impl="cpu")
+        return cached_call(q, k_cache, k_cache[..., 8:24], rotary, lengths, k=k, key_weight=g, impl="cpu")
 
     for layer in torch.randn(2, 1, 16, 1, 24):
         own, lengths = layer.clone(), int32([9])
-        expected = attention_with_cache(q, own, own[..., 8:24], rotary, lengths, k=k, key_weight=g)
+        expected = cached_call(q, own, own[..., 8:24], rotary, lengths, k=k, key_weight=g)
         torch.testing.assert_close(attend(q, k, layer, lengths), expected, rtol=1e-5, atol=1e-6)
         assert torch.equal(layer, own)
 
@@ -143,7 +141,7 @@ CODES, SCALES = K.char(), dict(k_scale=torch.ones(1, 16, 1), v_scale=torch.ones(
 
 
 def attend(k_cache, v_cache, q=Q, rotary=ROPE, **options):
-    return lambda: attention_with_cache(q, k_cache, v_cache, rotary, LENGTHS, **options)
+    return lambda: cached_call(q, k_cache, v_cache, rotary, LENGTHS, **options)
 
 
 REFUSED = {
@@ -230,4 +228,4 @@ def test_refused_packed():
     message = "v: expected None, because v_cache is a view of k_cache from channel 8 on"
     with pytest.raises(ValueError, match=message):
         new = dict(k=NEW[0], v=NEW[0, ..., 8:])
-        attention_varlen_with_cache(Q[0], K, K[..., 8:], ROPE, starts, LENGTHS, 1, **new)
+        cached_call(Q[0], K, K[..., 8:], ROPE, starts, LENGTHS, 1, **new)

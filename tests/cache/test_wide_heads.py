@@ -3,7 +3,7 @@ names the reason."""
 
 import pytest
 import torch
-from caching import Cached, page_sizes
+from caching import Cached, cached_call, page_sizes
 from flashrope import KVCache, PagedKVCache, Rotary, attention_with_cache
 from support import int32
 
@@ -71,15 +71,15 @@ REFUSED = {
         "q: expected head_dim to be a multiple of 8 up to 512, got 520",
     ),
     "quantized": (
-        lambda: attention_with_cache(Q, K.char(), K.char(), ROPE, LENGTHS, **SCALES),
+        lambda: cached_call(Q, K.char(), K.char(), ROPE, LENGTHS, **SCALES),
         "q: quantized caches are not supported beyond head_dim 256 yet, got 512",
     ),
     "rotated keys": (
-        lambda: attention_with_cache(Q, K, K.clone(), ROPE, LENGTHS, rotated_keys=True),
+        lambda: cached_call(Q, K, K.clone(), ROPE, LENGTHS, rotated_keys=True),
         "q: rotated_keys are not supported beyond head_dim 256 yet, got 512",
     ),
     "positions": (
-        lambda: attention_with_cache(Q, K, K, ROPE, LENGTHS, slot_positions=torch.zeros(1, 64)),
+        lambda: cached_call(Q, K, K, ROPE, LENGTHS, slot_positions=torch.zeros(1, 64)),
         "q: explicit positions of cached tokens are not supported beyond head_dim 256 yet, got 512",
     ),
     "cache of int8": (

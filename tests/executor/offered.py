@@ -9,7 +9,8 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
-from flashrope import Rotary, attention_with_cache
+from caching import cached_call
+from flashrope import Rotary
 
 
 class Offered(NamedTuple):
@@ -75,7 +76,7 @@ def is_offered(head_dim, page, dtype, cache_dtype, positions) -> bool:
     q, lengths = empty(0, 1, 1, head_dim, dtype=dtype), empty(0, dtype=torch.int32)
     try:
         rotary = Rotary.rope(head_dim)
-        attention_with_cache(q, cache, cache.clone(), rotary, lengths, impl="triton", **options)
+        cached_call(q, cache, cache.clone(), rotary, lengths, impl="triton", **options)
     except (TypeError, ValueError):
         return False
     return True

@@ -3,7 +3,8 @@
 import pytest
 import support
 import torch
-from flashrope import Rotary, attention, attention_with_cache, rotate
+from caching import cached_call
+from flashrope import Rotary, attention, rotate
 from flashrope.backends.triton import chosen_tiles as tiles
 from flashrope.calls.int8 import quantize
 from flashrope.schemes.head_parts import copied_parts
@@ -88,7 +89,7 @@ def decode(
     options = {"impl": "triton", "num_splits": num_splits, "rotated_keys": rotated_keys}
     if paged:
         options["block_table"] = torch.arange(pages, dtype=torch.int32)[None]
-    return launched(lambda: attention_with_cache(q, k_cache, v_cache, rotary, seqlens, k=k, v=v, **scales, **options))
+    return launched(lambda: cached_call(q, k_cache, v_cache, rotary, seqlens, k=k, v=v, **scales, **options))
 
 
 def rotated(rotary, seqlen: int, heads: int = 8):

@@ -10,7 +10,8 @@ import pytest
 import sparse
 import support
 import torch
-from flashrope import Rotary, attention_varlen_with_cache, attention_with_cache
+from caching import cached_call
+from flashrope import Rotary, attention_with_cache
 from flashrope.backends import triton as backend
 from flashrope.backends.triton import attention as launches
 from flashrope.calls.cache_tables import CacheLayer, CacheTables
@@ -135,7 +136,7 @@ def test_slots_of_a_contiguous_cache(machine, seqlen_q):
         for b, length in enumerate(lengths):
             to[b, length - KEYS : length] = x[b, :KEYS]
     options = {"return_lse": True, "impl": "triton", "num_splits": 2 if seqlen_q == 3 else None}
-    got = attention_with_cache(q, *caches, LOCAL, int32(lengths), k=k[:, new], v=v[:, new], **options)
+    got = cached_call(q, *caches, LOCAL, int32(lengths), k=k[:, new], v=v[:, new], **options)
     for to, x in zip(caches, (k, v), strict=True):
         for b, length in enumerate(lengths):
             assert torch.equal(to[b, length - KEYS : length + seqlen_q], x[b])
@@ -158,7 +159,7 @@ def test_pages(machine, seqlen_q, placed):
     assert int(slots[0]) > 2**32
     for to, x in zip(caches, (k, v), strict=True):
         to.flatten(0, 1)[slots[:KEYS]] = x[0, :KEYS]
-    out, lse = attention_varlen_with_cache(
+    out, lse = cached_call(
         *(q[0], *caches, rotary, int32([0, seqlen_q]), int32([KEYS + placed * seqlen_q]), seqlen_q),
         k=k[0, KEYS:],
         v=v[0, KEYS:],

@@ -48,7 +48,7 @@ def main() -> None:
     # The attention calls return at once, so their time is left out.
     with (
         mock.patch("torch.nn.functional.scaled_dot_product_attention", lambda q, *_, **__: q),
-        mock.patch.object(attention, "attention_with_cache", lambda q, *_, **__: q),
+        mock.patch.object(attention, "plan_and_attend", lambda q, *_, **__: q),
     ):
         theirs, ours, mask_time, positions, rotation = best(
             lambda: sdpa_attention_forward(layer, q, k, v, None, scaling=0.25),

@@ -27,14 +27,15 @@ ONE_OF_EACH = ["Gemma 4 12B", "DeepSeek V3, R1, Kimi K2"]
 def cached(monkeypatch):
     """Records for every call over a cache: (channels of k, channels of v, whether v lies in k, whether keys have
     weights)."""
-    found, attend = [], attention.attention_with_cache
+    found, attend = [], attention.plan_and_attend
 
-    def watched(q, k, v, *arguments, **options):
+    def watched(q, layer, *arguments):
+        k, v = layer[:2]
         shared = k.untyped_storage().data_ptr() == v.untyped_storage().data_ptr()
-        found.append((k.shape[-1], v.shape[-1], shared, options.get("key_weight") is not None))
-        return attend(q, k, v, *arguments, **options)
+        found.append((k.shape[-1], v.shape[-1], shared, layer.key_weight is not None))
+        return attend(q, layer, *arguments)
 
-    monkeypatch.setattr(attention, "attention_with_cache", watched)
+    monkeypatch.setattr(attention, "plan_and_attend", watched)
     return found
 
 

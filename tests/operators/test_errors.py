@@ -12,13 +12,18 @@ import warnings
 
 import pytest
 import torch
+from caching import cached_call
 from flashrope import (
+    CacheLayer,
+    CachePositions,
     KVCache,
+    Packed,
     Rotary,
     attention,
     attention_varlen,
     attention_varlen_with_cache,
     attention_with_cache,
+    plan_cache,
     rotate,
 )
 from flashrope.calls import checks
@@ -79,8 +84,8 @@ REFUSED = {
     "whole numbers": (lambda: dense(q=Q.long()), T, "q", FLOATS, "got torch.int64"),
     "int8": (lambda: dense(k=K.char()), V, "k", FLOATS, "got torch.int8; quantized keys and values are read from a"),
     "int8 values": (lambda: varlen(v=zeros(9, 2, 16).char()), V, "v", FLOATS, "got torch.int8; quantized keys"),
-    "k_descale": (lambda: dense(k_descale=Q), T, "k_descale", "k_scale, a scale per token and key head", "k_descale="),
-    "scales of no cache": (lambda: dense(k_scale=Q), T, "k_scale", "an argument of attention_with_cache", "k_scale="),
+    "k_descale": (lambda: dense(k_descale=Q), T, "k_descale", "k_scale of a CacheLayer for plan_cache", "k_descale="),
+    "scales of no cache": (lambda: dense(k_scale=Q), T, "k_scale", "with CacheLayer(k_scale=...)", "k_scale="),
     "complex v": (lambda: dense(v=K.to(torch.complex64)), T, "v", FLOATS, "got torch.complex64"),
     "bfloat16 keys": (lambda: dense(k=K.bfloat16()), T, "k", "torch.float32, the dtype of q", "got torch.bfloat16"),
     "keys on meta": (lambda: dense(k=K.to(M)), V, "k", "device cpu, the device of q", "got meta"),
@@ -189,6 +194,14 @@ def test_all_other_arguments_are_named(call):
     assert [x.kind.name for x in others] == ["KEYWORD_ONLY"] * (len(others) - 1) + ["VAR_KEYWORD"]
 
 
+@pytest.mark.parametrize("call", [attention_with_cache, attention_varlen_with_cache], ids=lambda call: call.__name__)
+def test_arguments_of_plans_are_refused_by_name(call):
+    """The functions do not take the arguments of plans. The error says which argument of a plan it is."""
+    for name in ("rotated_keys", *CacheLayer._fields[2:], *CachePositions._fields[:4], "positions", "slot_mapping"):
+        with pytest.raises(TypeError, match=f"^{name}: expected plan_cache.*, got {name}=3"):
+            call(*[Q] * len(POSITIONAL[call].split()), **{name: 3})
+
+
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
 def test_every_foreign_keyword_names_ours(call):
     parameters = inspect.signature(call).parameters
@@ -238,7 +251,8 @@ def test_the_names_in_the_hints_are_ours():
     for name, hint in INSTEAD.items():
         assert re.search(r"\W", hint) or hint in own, (name, hint)
         assert name not in own - {"deterministic"}, name
-    assert ELSEWHERE.keys() <= own
+    plans = {*inspect.signature(plan_cache).parameters, *CacheLayer._fields, *CachePositions._fields, *Packed._fields}
+    assert ELSEWHERE.keys() <= own | plans
 
 
 @pytest.mark.parametrize("wrong", [{"window_size": (3, 0)}, {"softmax_scal": 0.5}])
@@ -369,7 +383,7 @@ def test_positions_that_require_a_gradient(exact, shape):
         new = dict(zip("kv", [x.detach()] * 2, strict=True))
         with pytest.raises(ValueError, match=rf"^{name}: expected .* not require grad"):
             options = {name: given.detach().requires_grad_(), "impl": exact.impl}
-            attention_with_cache(x.detach(), *cache, rotary, lengths, **new, **options)
+            cached_call(x.detach(), *cache, rotary, lengths, **new, **options)
 
 
 NESTED = {

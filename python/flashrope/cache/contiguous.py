@@ -42,7 +42,7 @@ class KVCache(Cache):
             option ``cache_leftpad`` also raises an error, because it would move positions.
         cache_dtype: None: the cache has the type dtype. "int8": it holds quantized values of 8 bits with a scale per
             token and key head, in about half of the bytes of bfloat16. q, k, v and out have the type dtype. ``attend``
-            and ``append`` quantize k and v. The argument k_scale of ``attention_with_cache`` describes the format.
+            and ``append`` quantize k and v. The attribute k_scale of ``CacheLayer`` describes the format.
         head_dim_v: head_dim of v, a multiple of 8 up to head_dim. Default: head_dim. A quantized cache supports only
             the default.
         values: a slice: these channels of the stored keys are the values. Their number is a multiple of 8 up to 512.

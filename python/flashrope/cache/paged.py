@@ -100,10 +100,10 @@ class PagedKVCache(Cache):
     replay call ``cache.reserve(sequences, k.shape[1])`` and copy ``cache.seqlens(sequences)`` and
     ``cache.block_table(sequences)`` into your tensors. After the replay call ``cache.advance(sequences, k.shape[1])``.
     For sequences with left padding, also pass a tensor ``cache_leftpad`` and copy ``cache.leftpad(sequences)`` into it.
-    A quantized cache needs ``k_scale`` and ``v_scale``, which ``cache.scales(i)`` returns. A cache of rotated keys
-    needs ``rotated_keys=True``. For sequences that ``extend``, ``remove`` or ``keep`` changed, use ``capture``.
-    ``seqlens`` and ``block_table`` raise an error for them, because the positions of their tokens do not follow from
-    the slots.
+    For a quantized cache or one of rotated keys, capture ``plan.refresh()`` and then ``plan.attend`` of every layer
+    ``cache.cache_layer(i)``, with a plan of ``plan_cache`` over your tensors; rotated keys need ``rotated_keys=True``.
+    For sequences that ``extend``, ``remove`` or ``keep`` changed, use ``capture``. ``seqlens`` and ``block_table``
+    raise an error for them, because the positions of their tokens do not follow from the slots.
     """
 
     def __init__(

@@ -14,12 +14,20 @@ class CacheLayer(NamedTuple):
 
     Attributes:
         k: (batch, capacity, heads_kv, head_dim), or with a block table (pages, page_size, heads_kv, head_dim). int8 if
-            the cache is quantized.
+            the cache is quantized. head_dim is a multiple of 8 up to 512. Beyond 256, quantized caches, rotated keys
+            and explicit positions are not supported.
         v: like k. If the cache is not quantized, the head_dim of v may be smaller. v may be a view of channels of k,
-            such as k[..., :512]. The values are then channels of the keys, and new tokens have no v.
-        k_scale, v_scale: float32, with the shapes of k and v without the last dimension. None if the cache is not
-            quantized.
-        key_weight: float32 (head_dim,), factors of keys before their rotation. Values are not multiplied.
+            such as k[..., :512]. The values are then channels of the keys, and new tokens have no v. Such a view is not
+            supported in quantized caches or with rotated keys.
+        k_scale, v_scale: float32, the shape of k without the last dimension, any strides; written in place. None if
+            the cache is not quantized. q, new keys and values, and out keep their float type. A new row x is written
+            as codes ``c = round(x / s)``, ties to even, with the scale ``s = max(abs(x)) / 127``. Attention is computed
+            over ``s * c``. A row of zeros has s = 0. A NaN makes s NaN. Infinities count as the largest finite number
+            of x's dtype. Rotated keys are rotated before they are quantized. impl="cuda" does not support quantized
+            caches.
+        key_weight: float32 (head_dim,), factors of the channels of keys before their rotation. Values are not
+            multiplied, so a cache that stores only x serves keys g * x and values x, with g as key_weight. Not
+            supported with rotated keys or with gradients.
     """
 
     k: torch.Tensor
@@ -77,13 +85,24 @@ class Packed(NamedTuple):
 class CachePositions(NamedTuple):
     """Explicit positions of cached tokens, for ``CacheTables.positions``. The tables include the new keys.
 
+    Because keys are stored unrotated, a page can be reused at any position. Positions must not decrease along a
+    sequence; equal positions are allowed. A query sees the keys up to its own key, in the order of slots. Distances,
+    windows and log n follow from positions. Self-Extend and dual chunk attention map the positions that the tables
+    give. Rotated keys are not supported, and impl must be "cpu", "triton" or "reference". "triton" takes positions from
+    -(2**29 - 1) to 2**29 - 1, with a resolution of 2**-31.
+
     Attributes:
-        page_positions, page_first, page_lengths: (batch, max_pages) int32, the visible rows of every page and their
-            positions, as in ``attention_with_cache``.
+        page_positions, page_first, page_lengths: (batch, max_pages) int32, one value per block-table entry. Rows
+            [page_first, page_first + page_lengths) of the entry's page are visible, and row r has position
+            page_positions + r. seqlens still counts all slots, hidden slots included. Default of page_first: 0. Default
+            of page_lengths: all rows from page_first on. Without page_positions, the position of a slot is its index
+            minus leftpad. A contiguous cache has no page tables.
         slot_positions: the position of every slot, float32 (pages, page_size) or (batch, capacity). Axial schemes need
-            one more dimension, axes.
-        queries: the positions of queries, (batch, seqlen_q) or packed (total_q,). Axial schemes need one more
-            dimension, axes. None: each query has the position of its key.
+            it, with one more dimension, axes. page_positions is added to it. The positions of new keys are written to
+            it in place.
+        queries: the positions of queries and of new keys, int32, int64 or float32, (batch, seqlen_q) or packed
+            (total_q,). Axial schemes need one more dimension, axes. None: the positions continue after the last cached
+            key. New keys with slot_mapping and slot_positions need it. Errors call it positions.
     """
 
     page_positions: torch.Tensor | None = None

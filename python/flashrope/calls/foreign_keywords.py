@@ -20,7 +20,9 @@ _NOT_THE_SAME = "no such argument, because these kernels have no {}, and the mod
 _OTHER_SCORES = "docs/extending.md, 'A scheme outside the formula', for another way to compute it"
 _VARLEN = "attention_varlen for packed sequences"
 _CACHE = "attention_with_cache or attention_varlen_with_cache"
-_SCALES = "{}, a scale per token and key head of an int8 cache; these kernels have no float8"
+_SCALES = (
+    "{} of a CacheLayer for plan_cache, a scale per token and key head of an int8 cache; these kernels have no float8"
+)
 _ROTARY = "rotary, a Rotary; pass raw q and k, which the call itself rotates"
 
 INSTEAD = {  # keyword: what is expected instead
@@ -89,12 +91,21 @@ ELSEWHERE = {  # arguments that only some of the public calls have
     "max_seqlen_k": f"{_VARLEN}; with a cache, cache_seqlens gives the lengths of the keys",
     "cu_seqlens_q": _VARLEN + ", or attention_varlen_with_cache",
     "cu_seqlens_k": f"{_VARLEN}; with a cache, cache_seqlens gives the lengths of the keys",
-    "slot_mapping": "an argument of attention_varlen_with_cache",
+    "slot_mapping": "plan_cache with CacheTables(new=Packed(cu_seqlens_q, max_seqlen_q, slot_mapping))",
+    "rotated_keys": "plan_cache(..., rotated_keys=True)",
+    "positions": "plan_cache with CacheTables(positions=CachePositions(queries=...))",
 }
 ELSEWHERE |= dict.fromkeys(
-    ("k_cache", "v_cache", "cache_seqlens", "block_table", "cache_leftpad", "validate", "k_scale", "v_scale"),
+    ("k_cache", "v_cache", "cache_seqlens", "block_table", "cache_leftpad", "validate"),
     f"an argument of {_CACHE}",
 )
+ELSEWHERE |= {
+    name: f"plan_cache and its attend with CacheLayer({name}=...)" for name in ("k_scale", "v_scale", "key_weight")
+}
+ELSEWHERE |= {
+    name: f"plan_cache with CacheTables(positions=CachePositions({name}=...))"
+    for name in ("page_positions", "page_first", "page_lengths", "slot_positions")
+}
 NO_OPS: dict[str, tuple[Any, ...]] = {  # keyword: default values of other libraries that have no effect
     "window_size": ((-1, -1), [-1, -1], None),
     "attention_chunk": (0, None),

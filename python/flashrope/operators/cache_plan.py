@@ -80,7 +80,12 @@ def plan_cache(
         heads_q: heads of q, a multiple of heads_kv.
         dtype: the type of q, k, v and out. Default: the dtype of the cache. A quantized cache has no such default, so
             dtype must be given.
-        causal, softmax_scale, num_splits, rotated_keys, impl, validate: as in ``attention_with_cache``.
+        rotated_keys: the cache holds rotated keys, as ``rotate`` returns them. New keys are rotated once, when they are
+            written, and a step rotates only queries. The scheme must be one that ``rotate`` accepts. All plans over a
+            cache need the same scheme and the same leftpad. No plan can check the scheme and the padding of earlier
+            plans. ``KVCache`` and ``PagedKVCache`` check them. impl="cuda" does not support rotated keys. Packed rows
+            outside every sequence have no position, so their slot_mapping should be negative.
+        causal, softmax_scale, num_splits, impl, validate: as in ``attention_with_cache``.
 
     Returns:
         The plan, which may be made before a CUDA graph is captured. Making it waits for the device only if validate is
@@ -154,7 +159,7 @@ def plan_checked(
         raise ValueError(f"{name}: expected room for at most {UNBOUNDED} tokens a sequence, got {capacity}")
     impl = resolve_impl(impl, q, cached=True)
     if positions is not None:
-        check_cached_positions(positions, q, k, layer.k, rotary, tables, rotated_keys)
+        check_cached_positions(positions, q, layer.k, rotary, tables, rotated_keys)
         check_positions_served(impl, q, positions)
     if layer.key_weight is not None:
         check_key_weight(layer.key_weight, q, impl)

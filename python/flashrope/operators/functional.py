@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from ..backends.registry import resolve_impl
 from ..calls.autocast import autocast
-from ..calls.cache_tables import CacheLayer, CachePositions, CacheTables, Packed
+from ..calls.cache_tables import CacheLayer, CacheTables, Packed
 from ..calls.checks import (
     MANY_HEADS,
     check_cu_seqlens,
@@ -205,7 +205,7 @@ def rotate(
     """Rotates queries or keys by their positions, as ``attention`` does inside its kernel. The result is differentiable
     in x.
 
-    Use it to fill a cache that ``attention_with_cache`` reads with ``rotated_keys=True``, and for kernels that take
+    Use it to fill a cache that a plan of ``plan_cache(..., rotated_keys=True)`` reads, and for kernels that take
     rotated q and k. The other calls of this package take raw q and k and rotate them themselves.
 
     Example:
@@ -282,24 +282,15 @@ def attention_with_cache(
     num_splits: int | None = None,
     validate: bool = False,
     sinks: torch.Tensor | None = None,
-    rotated_keys: bool = False,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-    key_weight: torch.Tensor | None = None,
-    page_positions: torch.Tensor | None = None,
-    page_first: torch.Tensor | None = None,
-    page_lengths: torch.Tensor | None = None,
-    slot_positions: torch.Tensor | None = None,
-    positions: torch.Tensor | None = None,
     **unknown: Never,
 ):
     """Writes new raw keys and values to a cache, then attends to all keys in it.
 
     Use it for decoding, for verifying drafts and for prefilling in chunks, over a cache that you allocate yourself.
-    ``KVCache`` and ``PagedKVCache`` count tokens and pages for you. If several layers share lengths and block table,
-    ``plan_cache`` does once per step what this call repeats in every layer. If the number of queries differs between
-    sequences, use ``attention_varlen_with_cache``. There are no gradients: in training use ``attention``. Shapes and
-    most argument names are the same as in flash-attn's flash_attn_with_kvcache.
+    ``KVCache`` and ``PagedKVCache`` count tokens and pages for you. ``plan_cache`` is for engines: it does once per
+    step what this call repeats in every layer, and it takes quantized caches, rotated keys and explicit positions. If
+    the number of queries differs between sequences, use ``attention_varlen_with_cache``. There are no gradients: in
+    training use ``attention``. Shapes and most argument names are the same as in flash-attn's flash_attn_with_kvcache.
 
     The cache holds each raw key once, whatever the scheme. Kernels rotate keys after loading them, and only where the
     scheme needs it (with ReRoPE, the last ``window`` keys).
@@ -316,19 +307,14 @@ def attention_with_cache(
             position n - seqlen_q + r.
         k_cache, v_cache: (batch, capacity, heads_kv, head_dim), or with block_table (pages, page_size, heads_kv,
             head_dim). The call writes to them in place. In memory they must not overlap each other, k or v, and no two
-            of their elements may share an address. head_dim is a multiple of 8 up to 512. Beyond 256, quantized
-            caches, rotated_keys and explicit positions are not supported. v_cache may have a smaller head_dim than
-            k_cache, except in quantized caches and with impl="cuda". v_cache may also be a view of channels of k_cache,
-            such as ``k_cache[..., :512]``: the values are then channels of the raw keys, v is None, and memory holds
-            each row once. head_dim may then be 576, with at most 512 of its channels as values. Such a view is not
-            supported in quantized caches or with rotated_keys.
+            of their elements may share an address. head_dim is a multiple of 8 up to 512. v_cache may
+            have a smaller head_dim than k_cache, except with impl="cuda". v_cache may also be a view of channels of
+            k_cache, such as ``k_cache[..., :512]``: the values are then channels of the raw keys, v is None, and memory
+            holds each row once. head_dim may then be 576, with at most 512 of its channels as values.
         cache_seqlens: (batch,) int32, the slots in use before this call, left padding included. The call does not
             change them.
         k, v: (batch, seqlen_new, heads_kv, head_dim), with the head_dim of their caches, or both None if the cache is
             complete. v is None if v_cache is a view of k_cache.
-        key_weight: (head_dim,) float32, factors of the channels of keys before their rotation. Values are not
-            multiplied, so a cache that stores only x serves keys g * x and values x, with g as key_weight. Not
-            supported with rotated_keys or with gradients.
         block_table: (batch, max_pages) int32. Entry n of a sequence is the page that holds its slots n * page_size to
             (n + 1) * page_size - 1. Entries beyond a sequence's length may hold anything. page_size is a power of two,
             at least 16.
@@ -342,34 +328,7 @@ def attention_with_cache(
             access outside the buffers, and the results of other sequences stay right. The result of the sequence with
             the wrong entry is undefined.
         impl: as in ``attention``, and "cuda" if the extension was built (float16, bfloat16, seqlen_q up to 64).
-        rotated_keys: the cache holds rotated keys, as ``rotate`` returns them. k is rotated once, when it is written,
-            and a step rotates only queries. The scheme must be one that ``rotate`` accepts. All calls over a cache need
-            the same scheme and the same cache_leftpad. This call cannot check the scheme and the padding of earlier
-            calls. ``KVCache`` and ``PagedKVCache`` check them. impl="cuda" does not support it.
-        k_scale, v_scale: float32, the caches' shape without its last dimension, any strides; written in place. With
-            them the caches are quantized, int8. q, k, v and out keep their float type. A new row x of k or v is
-            written as codes ``c = round(x / s)``, ties to even, with the scale ``s = max(abs(x)) / 127``. Attention is
-            computed over ``s * c``. A row of zeros has s = 0. A NaN makes s NaN. Infinities count as the largest finite
-            number of k's dtype. With rotated_keys, keys are rotated before they are quantized. Quantized caches are
-            not supported by impl="cuda".
-        page_positions, page_first, page_lengths: (batch, max_pages) int32, one value per block-table entry. Rows
-            [page_first, page_first + page_lengths) of the entry's page are visible, and row r has position
-            page_positions + r. Because keys are stored unrotated, a page can be reused at any position. The tables
-            describe the pages after the new keys are written. cache_seqlens still counts all slots, hidden slots
-            included. Default of page_first: 0. Default of page_lengths: all rows from page_first on. Without
-            page_positions, the position of a slot is its index minus cache_leftpad. Positions must not decrease along a
-            sequence; equal positions are allowed. A query sees the keys up to its own key, in the order of slots.
-            Distances, windows and log n follow from positions.
-        slot_positions: the position of every slot, float32 (pages, page_size) or (batch, capacity). Axial schemes need
-            it, with one more dimension, axes. page_positions is added to it. The call writes the positions of new keys
-            to it in place. A contiguous cache accepts slot_positions, but not page_positions, page_first and
-            page_lengths.
-        positions: (batch, seqlen_q), int32, int64 or float32, or (batch, seqlen_q, axes) for axial schemes. Positions
-            of the queries and of the new keys. None: the positions continue after the last cached key.
-        rotary, causal, softmax_scale, sinks, return_lse: as in ``attention``. With any of the five position arguments
-            (page_positions, page_first, page_lengths, slot_positions, positions), rotated_keys is not supported, and
-            impl must be "cpu", "triton" or "reference". "triton" takes positions from -(2**29 - 1) to 2**29 - 1, with a
-            resolution of 2**-31. Self-Extend and dual chunk attention map the positions that the tables give.
+        rotary, causal, softmax_scale, sinks, return_lse: as in ``attention``.
 
     Returns:
         out, like q but with the head_dim of v_cache, contiguous. With return_lse: (out, lse). lse is (batch, heads_q,
@@ -380,12 +339,10 @@ def attention_with_cache(
     """
     if unknown:
         refuse_unknown(attention_with_cache, unknown)
-    layer = CacheLayer(k_cache, v_cache, k_scale, v_scale, key_weight)
-    explicit = CachePositions.of(page_positions, page_first, page_lengths, slot_positions, positions)
     new = k.shape[1] if isinstance(k, torch.Tensor) and k.ndim == 4 and not k.is_nested else 0
-    tables = CacheTables(cache_seqlens, block_table, cache_leftpad, new, explicit)
-    options = causal, softmax_scale, num_splits, impl, validate, rotated_keys
-    return _attend_with_cache(q, layer, k, v, tables, rotary, options, sinks, return_lse)
+    tables = CacheTables(cache_seqlens, block_table, cache_leftpad, new)
+    options = causal, softmax_scale, num_splits, impl, validate
+    return plan_and_attend(q, CacheLayer(k_cache, v_cache), k, v, tables, rotary, options, sinks, return_lse)
 
 
 def attention_varlen_with_cache(
@@ -400,7 +357,6 @@ def attention_varlen_with_cache(
     k: torch.Tensor | None = None,
     v: torch.Tensor | None = None,
     block_table: torch.Tensor | None = None,
-    slot_mapping: torch.Tensor | None = None,
     cache_leftpad: torch.Tensor | None = None,
     causal: bool = True,
     softmax_scale: float | None = None,
@@ -409,22 +365,13 @@ def attention_varlen_with_cache(
     num_splits: int | None = None,
     validate: bool = False,
     sinks: torch.Tensor | None = None,
-    rotated_keys: bool = False,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-    key_weight: torch.Tensor | None = None,
-    page_positions: torch.Tensor | None = None,
-    page_first: torch.Tensor | None = None,
-    page_lengths: torch.Tensor | None = None,
-    slot_positions: torch.Tensor | None = None,
-    positions: torch.Tensor | None = None,
     **unknown: Never,
 ):
     """Writes new raw keys and values to a cache, then attends with packed queries, any number of queries per sequence.
 
     Use it in a server, whose batches mix one-token steps, drafts, chunks and whole prompts. If every sequence has the
     same number of queries, ``attention_with_cache`` is simpler. The host reads no length, so a captured CUDA graph
-    serves every batch of the same shapes.
+    serves every batch of the same shapes. Engines that assign slots pass a slot_mapping to ``plan_cache``.
 
     Example:
         k_pages, v_pages = (torch.zeros(16, 16, 2, 64) for _ in "kv")  # (pages, page_size, heads_kv, head_dim)
@@ -439,21 +386,12 @@ def attention_varlen_with_cache(
             head_dim). The call writes to them in place. The limits of head_dim are those of ``attention_with_cache``.
         cu_seqlens_q: (sequences + 1,) int32, non-decreasing from 0. A sequence may have no rows.
         cache_seqlens: (sequences,) int32, slots in use, left padding included. If this call appends k and v, the count
-            is from before the call. Without k, or with slot_mapping, the count includes the new tokens.
+            is from before the call. Without k, the count includes the new tokens.
         max_seqlen_q: upper bound of the number of q rows of a sequence. Rows beyond it are not computed.
         k, v: (total_q, heads_kv, head_dim), the new raw keys and values of q's tokens, or both None. v is None if
             v_cache is a view of k_cache.
-        slot_mapping: (total_q,) int32 or int64, for engines that assign slots: the slot to which each new key and value
-            is written. Slots are counted over the whole cache: page * page_size + row. Negative: the token is not
-            written. None: new tokens are written after cache_seqlens.
         block_table, cache_leftpad, num_splits, validate: as in ``attention_with_cache``.
         rotary, causal, softmax_scale, sinks, return_lse: as in ``attention``.
-        k_scale, v_scale, key_weight, page_positions, page_first, page_lengths, slot_positions: as in
-            ``attention_with_cache``.
-        positions: (total_q,) or (total_q, axes), otherwise as in ``attention_with_cache``. New keys with slot_mapping
-            and slot_positions need it.
-        rotated_keys: as in ``attention_with_cache``. Rows outside every sequence have no position, so their
-            slot_mapping should be negative.
         impl: as in ``attention_with_cache``. "cuda" needs max_seqlen_q up to 64. To append, it also needs pages, or a
             contiguous cache whose capacity is a multiple of 16.
 
@@ -467,22 +405,18 @@ def attention_varlen_with_cache(
     """
     if unknown:
         refuse_unknown(attention_varlen_with_cache, unknown)
-    layer = CacheLayer(k_cache, v_cache, k_scale, v_scale, key_weight)
-    explicit = CachePositions.of(page_positions, page_first, page_lengths, slot_positions, positions)
-    new = Packed(cu_seqlens_q, max_seqlen_q, slot_mapping, k is not None and slot_mapping is None)
-    tables = CacheTables(cache_seqlens, block_table, cache_leftpad, new, explicit)
-    options = causal, softmax_scale, num_splits, impl, validate, rotated_keys
-    return _attend_with_cache(q, layer, k, v, tables, rotary, options, sinks, return_lse)
+    new = Packed(cu_seqlens_q, max_seqlen_q, appends=k is not None)
+    tables = CacheTables(cache_seqlens, block_table, cache_leftpad, new)
+    options = causal, softmax_scale, num_splits, impl, validate
+    return plan_and_attend(q, CacheLayer(k_cache, v_cache), k, v, tables, rotary, options, sinks, return_lse)
 
 
-def _attend_with_cache(q, layer: CacheLayer, k, v, tables: CacheTables, rotary, options, sinks, return_lse: bool):
-    """Plans one call and runs it. options: the arguments of ``plan_checked`` after rotary."""
+def plan_and_attend(q, layer: CacheLayer, k, v, tables: CacheTables, rotary, options, sinks, return_lse: bool):
+    """Plans one call and runs it, without autocast. options: the arguments of ``plan_checked`` after rotary."""
     plan = plan_checked(q, layer, k, v, tables, rotary, *options)
-    plan.watches, new, causal = False, tables.new, options[0]
-    if isinstance(new, Packed):
-        if k is None and new.slot_mapping is not None:
-            raise ValueError("k: expected the new keys that slot_mapping assigns slots to, got None")
-    elif causal and q.shape[1] > 1 and q.shape[1] > new and not torch.compiler.is_compiling():
+    plan.watches, causal = False, options[0]
+    fewer = tables.packed is None and 1 < q.shape[1] > tables.seqlen_new
+    if causal and fewer and not torch.compiler.is_compiling():
         warn_of_short_caches("attention_with_cache", tables, q.shape[1], stacklevel=4)
     if sinks is not None:
         check_sinks(sinks, q)

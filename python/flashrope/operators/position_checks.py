@@ -13,13 +13,13 @@ from ..calls.visible import visible_tokens
 TABLES = ("page_positions", "page_first", "page_lengths")
 
 
-def check_cached_positions(given: CachePositions, q, k, k_cache, rotary, tables: CacheTables, rotated_keys) -> None:
+def check_cached_positions(given: CachePositions, q, k_cache, rotary, tables: CacheTables, rotated_keys) -> None:
     """Checks the tables of explicit positions.
 
     Raises:
         TypeError, ValueError: a table is invalid. The message names the argument and says what was expected.
     """
-    packed, batch = tables.cu_seqlens_q is not None, tables.seqlens.shape[0]
+    batch, new = tables.seqlens.shape[0], tables.new
     for name, table in zip(TABLES, given, strict=False):
         if table is None:
             continue
@@ -36,13 +36,13 @@ def check_cached_positions(given: CachePositions, q, k, k_cache, rotary, tables:
         raise ValueError("slot_positions: expected the coordinates of every slot for an axial scheme, got None")
     if queries is not None:
         _check_numbers("positions", queries, (torch.int32, torch.int64, torch.float32), q, (*q.shape[:-2], *axes))
-    if slots is not None and k is not None:
+    if slots is not None:
         if tables.slot_mapping is not None and queries is None:
             raise ValueError(
                 "positions: expected the positions of the new keys, because slot_mapping is given, got None"
             )
-        if queries is not None and not packed and q.shape[1] != k.shape[1]:
-            raise ValueError(f"positions: expected as many queries as new keys, {k.shape[1]}, got {q.shape[1]}")
+        if queries is not None and tables.packed is None and new and q.shape[1] != new:
+            raise ValueError(f"positions: expected as many queries as new keys, {new}, got {q.shape[1]}")
 
 
 def check_positions_served(impl: str, q, given: CachePositions) -> None:

@@ -22,8 +22,8 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function
 
-from ...calls.cache_tables import CacheLayer
-from ...operators.functional import attention, attention_varlen, attention_with_cache, rotate
+from ...calls.cache_tables import CacheLayer, CacheTables
+from ...operators.functional import attention, attention_varlen, plan_and_attend, rotate
 from ...schemes.rotary import Rotary
 from .caches import COORDINATES, Coordinates, follow_caches, holds_codes, split_rows
 from .checkpointing import check_recomputed
@@ -164,10 +164,11 @@ def _attend_latents(module, rotary: Rotary, query, rows, latents, attention_mask
 
 
 def _attend_cached(q, k, v, rotary, end, first, options: dict, places: Coordinates | None) -> torch.Tensor:
-    if places is None:
-        return attention_with_cache(q, k, v, rotary, end, cache_leftpad=first, **options)
-    layer = CacheLayer(k, v, options.get("k_scale"), options.get("v_scale"))
-    return places.attend(q, layer, rotary, end, first, options["softmax_scale"], options["sinks"])
+    layer = CacheLayer(k, v, *(options.get(name) for name in CacheLayer._fields[2:]))
+    scale, sinks = options["softmax_scale"], options["sinks"]
+    if places is not None:
+        return places.attend(q, layer, rotary, end, first, scale, sinks)
+    return plan_and_attend(q, layer, None, None, CacheTables(end, None, first), rotary, (True, scale), sinks, False)
 
 
 def _rotated(q, k, rotary: Rotary, places: Coordinates, options: dict):
