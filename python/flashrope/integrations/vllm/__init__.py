@@ -9,7 +9,7 @@ Where to look:
 
     plan      the scheme of every layer, checks of the configuration, the plans of a process, vLLM's pages
     plugin    register: the hooks into vLLM, which also turn off the model's own rotary embedding
-    backend   vLLM's attention backend, over attention_varlen_with_cache
+    backend   vLLM's attention backend, over plan_cache
 
 Importing plan and plugin does not import vLLM.
 

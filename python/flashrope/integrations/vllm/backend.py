@@ -1,4 +1,4 @@
-"""An attention backend for vLLM: computes ragged batches over vLLM's pages with ``attention_varlen_with_cache``."""
+"""An attention backend for vLLM: computes ragged batches over vLLM's pages with ``plan_cache``."""
 
 from __future__ import annotations
 

@@ -297,7 +297,7 @@ SCALE_BYTES = 4  # a float32 scale after the quantized values of a row
 
 
 class Pages(NamedTuple):
-    """The cache of one layer: vLLM's tensor and views of it, as ``attention_varlen_with_cache`` expects them."""
+    """The cache of one layer: vLLM's tensor and views of it, as ``plan_cache`` expects them."""
 
     kv_cache: torch.Tensor
     k: torch.Tensor  # (blocks, block_size, heads_kv, head_dim), or quantized values
