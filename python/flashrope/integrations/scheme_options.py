@@ -145,8 +145,8 @@ def to_json(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def as_keywords(options: Mapping[str, Any]) -> str:
-    """Returns options in the form of keyword arguments."""
-    return ", ".join(f"{name}={value!r}" for name, value in options.items())
+    """Returns options in the form of keyword arguments. Tuples are lists in files, and tuples again here."""
+    return ", ".join(f"{name}={tuple(x) if isinstance(x, list) else x!r}" for name, x in options.items())
 
 
 def _names() -> list[str]:

@@ -28,7 +28,7 @@ def scheme_of(given: dict, family: str = "llama3", seqlen: int = trainings.SEQLE
     "given, error, message",
     [
         ({"scheme": "hoppe"}, ValueError, "scheme: expected one of stock, .*got 'hoppe'; did you mean hope"),
-        ({"windwo": 8}, TypeError, "options: expected names among .*got 'windwo'; did you mean window"),
+        ({"rerop": 8}, TypeError, "options: expected names among .*got 'rerop'; did you mean rerope"),
         ({"rerope": 8, "self_extend": [8, 2]}, ValueError, "self_extend: expected at most one of .*got also rerope"),
         ({"hope": -1}, ValueError, "hope: expected"),
         ({"rotary": "no text"}, ValueError, "rotary: expected the text of a Rotary, got 'no text'"),
