@@ -18,7 +18,10 @@ from test_saving import REGISTERS, registered  # noqa: F401  a fixture
 from transformers import AutoModelForCausalLM
 
 OPTIONS = dict(leaky_rerope=(6, 4.0), log_n=12)
-SAID = r"adapter: expected a model with leaky_rerope=\(6, 4.0\), log_n=12, .* got {}; .* from_pretrained .* or call convert"
+SAID = (
+    r"adapter: expected a model with leaky_rerope=\(6, 4.0\), log_n=12, .* got {}; "
+    r".* from_pretrained .* or call convert"
+)
 LORA = dict(target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
 
 
