@@ -3,7 +3,7 @@
 The loop has random arrivals, prompts in chunks, forks, drafts, cancelled requests, removed tokens, and prompts to which
 a copy of another prompt or of themselves is appended.
 
-    python -m tests.caches.soak --minutes 60
+    python -m tests.cache.soak --minutes 60
 
 Every answer is compared with the reference in float64, within the error budget of support.py. After every step,
 including refused ones, the tables and pages of all sequences are compared bit by bit with what they should hold. Once a

@@ -18,8 +18,8 @@ from flashrope.integrations.vllm import plugin
 from flashrope.integrations.vllm.engine_plan import (
     ARCHITECTURES,
     INT8,
+    EnginePlan,
     Layer,
-    Plan,
     adopt_chunks,
     asked,
     make_plan,
@@ -249,7 +249,7 @@ def test_the_digest_is_that_of_the_schemes():
 def test_the_digest_has_the_windows_of_the_layers():
     """The digest includes the windows of the layers. The keys of a layer depend on them, because the earlier layers see
     other keys with another window."""
-    plans = [Plan((Layer(Rotary.rope(32), window),) * 2, frozenset()) for window in (None, 64, 65)]
+    plans = [EnginePlan((Layer(Rotary.rope(32), window),) * 2, frozenset()) for window in (None, 64, 65)]
     assert len({plan.digest for plan in plans}) == 3
 
 

@@ -187,7 +187,7 @@ def test_the_interpreter_ends_during_calls(what, impl):
 @pytest.mark.parametrize("cache_dtype", [None, "int8"])
 @on_cpu
 def test_soak(target, cache_dtype):
-    """A short serving loop gives right answers and ends without pages in use. `python -m tests.caches.soak --minutes
+    """A short serving loop gives right answers and ends without pages in use. `python -m tests.cache.soak --minutes
     60` runs it for an hour."""
     report = Serving(target, 1, cache_dtype).serve(steps=600)
     assert report["steps"] > 150 and report["pages in use"] == 0

@@ -308,6 +308,14 @@ def test_the_tests_of_a_list_exist(name):
         assert f"def {name}" in (ROOT / file).read_text(), line
 
 
+def test_modules_that_are_run_by_name_exist():
+    """Pages may quote a command of an earlier revision, so they are not searched."""
+    for path in (ROOT / ".ci" / "run", ROOT / "CONTRIBUTING.md", *(ROOT / "tests").rglob("*.py")):
+        for name in re.findall(r"python -m ((?:tests|bench|experiments)[a-z_.]*[a-z])", path.read_text()):
+            module = ROOT / name.replace(".", "/")
+            assert module.is_dir() or module.with_suffix(".py").exists(), (path, name)
+
+
 def test_the_paths_that_contributing_names_exist():
     rooms = re.findall(r"^\| (`.+?) \|", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
     paths = [path for room in rooms for path in re.findall(r"`([\w./]+/[\w./]*)`", room)]

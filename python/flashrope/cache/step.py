@@ -32,7 +32,7 @@ class Step:
             outs = [step.attend(q, Rotary.rope(64), k, v, layer=layer) for layer in range(4)]
 
     In a step with a list, ``cache.step([40, 1, 4])``, every sequence gets its own number of tokens. q, k and v are then
-    packed: their rows are those of the first sequence, then those of the second, and so on.
+    packed: first all rows of the first sequence, then all rows of the second, to the last sequence.
 
     A step holds only the arguments of the call that made it. Entering it looks up lengths, pages and padding, so it may
     be entered after other calls have changed the cache, and more than once. If its ``with`` statement can never be

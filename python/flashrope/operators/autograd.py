@@ -13,7 +13,7 @@ from ..backends.registry import load_backend
 from ..calls.protocol import DIFFERENTIABLE
 from ..calls.records import AttentionCall
 from ..schemes.rotary import Rotary
-from . import torch_library as library
+from . import torch_library
 from .torch_library import LIBRARY, OPERATORS, AttentionArguments
 
 INPUTS = 3  # the number of inputs: q, k, v
@@ -50,7 +50,7 @@ def rotate(x, positions, rotary: Rotary, impl: str) -> torch.Tensor:
     operator."""
     plain = is_plain(x)
     if impl in DIFFERENTIABLE or (plain and not (torch.is_grad_enabled() and x.requires_grad)):
-        return library.rotate(x, positions, rotary, False, impl)
+        return torch_library.rotate(x, positions, rotary, False, impl)
     if plain or transforming():
         return Rotate.apply(x, positions, rotary.text, False, impl)
     return OPERATORS.rotate(x, positions, rotary.text, False, impl)
@@ -90,7 +90,7 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(*arguments):
-        run = library.attention if is_plain(*arguments[:INPUTS]) else OPERATORS.attention
+        run = torch_library.attention if is_plain(*arguments[:INPUTS]) else OPERATORS.attention
         return run(*arguments)
 
     @staticmethod
@@ -111,7 +111,7 @@ class Attention(torch.autograd.Function):
         # The operator is needed for gradients from a collective, which are tensor subclasses, and with
         # create_graph=True, which needs a second derivative.
         if is_plain(*inputs[: 2 + SAVED]) and not torch.is_grad_enabled():
-            return *library.attention_backward(*inputs), *none
+            return *torch_library.attention_backward(*inputs), *none
         run = AttentionBackward.apply if transforming() else OPERATORS.attention_backward
         return *run(*inputs), *none
 

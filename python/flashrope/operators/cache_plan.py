@@ -31,7 +31,7 @@ from ..calls.records import CacheCall, out_shape
 from ..calls.visible import store_positions
 from ..schemes.lowered import UNBOUNDED
 from ..schemes.rotary import Rotary
-from . import torch_library as library
+from . import torch_library
 from .autograd import check_no_tangents, is_plain, transforming
 from .fields import flatten
 from .position_checks import check_cached_positions, check_positions_served, validate_positions
@@ -354,7 +354,7 @@ class CachePlan:
             store_positions(layer.k, tables, k.shape[-3])
             self._stored = True
         plan.append(layer, k, v)
-        library.count_write(layer)
+        torch_library.count_write(layer)
 
     def _planned(self):
         """Returns the backend's plan, made at the first call."""

@@ -1,4 +1,4 @@
-"""Computes ``attention`` and ``attention_varlen`` with the compiled kernels (tiles.py)."""
+"""Computes ``attention`` and ``attention_varlen`` with the compiled kernels (sequences.py)."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import torch
 
 from ...calls.records import AttentionCall, Kept, KeptShapes, refuse, unseen
 from ..shared.packed import backward_sequences, forward_sequences
-from . import loader
-from . import sequences as tiles
+from . import loader, sequences
 from .served import unserved_attention
 
 
@@ -48,10 +47,10 @@ def backward(
 def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: AttentionCall):
     if not (q.numel() and k.numel() and call.bands):
         return unseen(q, v)
-    return tiles.forward(loader.required(), q, k, v, call)
+    return sequences.forward(loader.required(), q, k, v, call)
 
 
 def _backward(grad_out, grad_lse, q, k, v, out, lse, call: AttentionCall):
     if not (q.numel() and k.numel() and call.bands):
         return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
-    return tiles.backward(loader.required(), grad_out, grad_lse, q, k, v, out, lse, call)
+    return sequences.backward(loader.required(), grad_out, grad_lse, q, k, v, out, lse, call)

@@ -1,9 +1,9 @@
 """Computes ``attention_with_cache`` with the compiled kernels. The cache is read in place.
 
-A few queries per sequence are decoded (decode.py). More queries are computed by the kernel of ``attention`` (tiles.py),
-one block of slots per sequence. If a sequence is computed on its own, its results are bitwise identical for a
-contiguous and for a paged cache. With explicit positions, each run of consecutive slots and positions (runs.py) is read
-like a sequence.
+A few queries per sequence are decoded (decode.py). More queries are computed by the kernel of ``attention``
+(sequences.py), one block of slots per sequence. If a sequence is computed on its own, its results are bitwise identical
+for a contiguous and for a paged cache. With explicit positions, each run of consecutive slots and positions (runs.py)
+is read like a sequence.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from ..shared.merging import add_partial
 from ..shared.runs import Placed, Rows, bands_between
 from ..shared.step_part import joined
 from . import decode, loader
-from . import sequences as tiles
 from .decode import DecodePart
 from .library import Library
+from .sequences import Place, forward
 from .served import unserved_runs
 
 
@@ -78,15 +78,15 @@ def _attend(
         scales = None if block.k_scale is None or block.v_scale is None else (block.k_scale, block.v_scale)
         for rows in queries:
             bands, shift = bands_between(call.bands, call.causal, rows, block.position, block.order)
-            place = tiles.Place(bands, shift, rows.position, block.position, seqlen)
+            place = Place(bands, shift, rows.position, block.position, seqlen)
             if (rows.rows, k.shape[1]) == whole:
-                return tiles.forward(library, q, k, v, attention, scales, place, key_weight=layer.key_weight)
+                return forward(library, q, k, v, attention, scales, place, key_weight=layer.key_weight)
             if not any(band.start < shift + rows.rows and band.stop > shift - k.shape[1] + 1 for band in bands):
                 continue
             own = slice(rows.row, rows.row + rows.rows)
             if scales is None and not library.multiplies(q.dtype, q.shape[1]):
                 k, v = k.to(torch.float32), v.to(torch.float32)  # converted once for all runs of queries
-            run_out, run_lse = tiles.forward(
+            run_out, run_lse = forward(
                 library, q[:, own], k, v, attention, scales, place, torch.float32, layer.key_weight
             )
             add_partial(out[:, own].transpose(1, 2), lse[..., own], run_out.transpose(1, 2), run_lse)

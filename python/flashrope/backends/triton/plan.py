@@ -10,8 +10,7 @@ from ...calls.records import AttentionCall, CacheCall
 from ...triton_kernels import configs
 from ...triton_kernels.arguments import Result, SchemeArguments, Variant, tensor_view
 from ...triton_kernels.configs import Tile
-from . import chosen_tiles as tiles
-from . import launcher
+from . import chosen_tiles, launcher
 from .device import compute_capability, scheme_on
 from .launcher import cdiv
 
@@ -52,7 +51,7 @@ class LaunchPlan:
         if widths:
             block_d = block_dv = sum(widths)
         fields = (block_d, self.itemsize, self.num_bands, self.keys, grouped, cache, block_dv)
-        return tiles.choose(direction, device, self.capability, *fields)
+        return chosen_tiles.choose(direction, device, self.capability, *fields)
 
     def launch_forward(
         self,

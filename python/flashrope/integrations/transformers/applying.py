@@ -1,4 +1,4 @@
-"""Applies a ``Plan`` to a model, and undoes it.
+"""Applies a ``ConversionPlan`` to a model, and undoes it.
 
 A converted model keeps its modules, weights and forward methods. Its configuration names an attention function and a
 mask function of this package, which are registered with transformers. A hook on its rotary embedding returns cos = 1
@@ -20,12 +20,12 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from ..scheme_options import as_keywords
-from . import attending as attention  # noqa: F401  registers the attention and the masks
+from . import attending  # noqa: F401  registers the attention and the masks
 from .caches import COORDINATES, axes_of, check_cache, mark_returned, read_coordinates
 from .checkpointing import watch_backward
 from .configurations import delete_options, write_options
 from .continuous_batching import SUPPORTED, with_pages
-from .conversion_plan import NAME, SAVED, Plan, find_decoder, scheme_of
+from .conversion_plan import NAME, SAVED, ConversionPlan, find_decoder, scheme_of
 from .embeddings import ATTRIBUTE, check_embedding, no_rotation, rotary_embeddings
 from .layer_schemes import LayerScheme
 from .one_tensor import expand
@@ -43,13 +43,13 @@ class Applied(NamedTuple):
         embeddings: the names of the rotary embeddings that are not in a layer, whose name a wrapper may change.
     """
 
-    plan: Plan
+    plan: ConversionPlan
     attn_implementation: str
     handles: list[RemovableHandle]
     embeddings: tuple[str, ...]
 
 
-def apply(model, plan: Plan) -> None:
+def apply(model, plan: ConversionPlan) -> None:
     """Applies a plan of this model. An earlier conversion is undone first."""
     decoder: Any = find_decoder(model)
     if not undo(model):

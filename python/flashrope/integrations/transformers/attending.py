@@ -4,7 +4,7 @@ A model asks for its masks once per forward pass, and passes the result of ``des
 is one of
 
     None             row r sees keys 0 to r: no cache yet, no padding on the left
-    Packed           several sequences in every row of the batch, known from position_ids; no cache
+    PackedRows           several sequences in every row of the batch, known from position_ids; no cache
     empty tensor     int32 (0, 1, 1, 1), with the same meaning as None. Compiled models pass it, see positions.py
     int32 tensor     (3, 1, 1, batch): for every sequence its first key, the end of its keys, and the position of its
                      first query. The tensor has four dimensions because generate passes masks to the model along with a
@@ -109,12 +109,12 @@ def _attend(rotary: Rotary, query, key, value, attention_mask, options: dict, kw
     seqlen, places = kwargs.get(ROWS, q.shape[1]), _places(rotary, kwargs, q.device)  # seqlen includes dropped rows
     rotary = _sized(rotary, q)
     cu_seqlens_q = kwargs.get("cu_seq_lens_q")
-    if cu_seqlens_q is not None and cu_seqlens_q.shape[0] > 2 and not isinstance(attention_mask, Packed):
+    if cu_seqlens_q is not None and cu_seqlens_q.shape[0] > 2 and not isinstance(attention_mask, PackedRows):
         raise ValueError(
             "cu_seq_lens_q: expected position_ids as well, which restart in every sequence, got "
             f"{cu_seqlens_q.shape[0] - 1} sequences without position_ids"
         )
-    whole = attention_mask is None or not isinstance(attention_mask, Packed) and attention_mask.shape[0] == 0
+    whole = attention_mask is None or not isinstance(attention_mask, PackedRows) and attention_mask.shape[0] == 0
     if holds_codes(v):
         (k, k_scale), (v, v_scale) = split_rows(k), split_rows(v)
         options = options | {"k_scale": k_scale, "v_scale": v_scale}
@@ -124,7 +124,7 @@ def _attend(rotary: Rotary, query, key, value, attention_mask, options: dict, kw
     elif whole:
         positions = None if places is None else places.queries
         return attention(q, k[:, :seqlen], v[:, :seqlen], rotary, positions=positions, **options)
-    if isinstance(attention_mask, Packed):
+    if isinstance(attention_mask, PackedRows):
         if places is not None:
             options = options | {"positions": places.queries.flatten(0, 1)}
         return _attend_packed(q, k, v, rotary, attention_mask, options)
@@ -144,7 +144,7 @@ def _attend(rotary: Rotary, query, key, value, attention_mask, options: dict, kw
 def _reads_cache(query, key, weight, attention_mask) -> bool:
     """Whether keys and values can be read in place, because nothing needs gradients or padded channels. weight: the
     key_weight of the layer."""
-    masked = attention_mask is not None and not isinstance(attention_mask, Packed) and attention_mask.shape[0] != 0
+    masked = attention_mask is not None and not isinstance(attention_mask, PackedRows) and attention_mask.shape[0] != 0
     return (
         masked
         and not query.shape[-1] % 8
@@ -189,7 +189,7 @@ def _widened(rotary: Rotary, head_dim: int) -> Rotary:
     return dataclasses.replace(rotary, head_dim=head_dim)
 
 
-def _attend_packed(q, k, v, rotary, packed: Packed, options: dict) -> torch.Tensor:
+def _attend_packed(q, k, v, rotary, packed: PackedRows, options: dict) -> torch.Tensor:
     starts, longest = packed
     return _attend_varlen(q, k, v, rotary, starts, starts, longest, options)
 
@@ -256,7 +256,7 @@ def _check_call(module, scheme, dropout, sliding_window, kwargs) -> None:
 # ---- masks
 
 
-class Packed(NamedTuple):
+class PackedRows(NamedTuple):
     cu_seqlens: torch.Tensor  # (sequences + 1,) int32, row numbers in (batch * seqlen)
     max_seqlen: int
 
@@ -273,7 +273,7 @@ def describe_mask(
     cache_position=None,
     device=None,
     **_,
-) -> Packed | torch.Tensor | None:
+) -> PackedRows | torch.Tensor | None:
     """Describes a mask. The arguments are those of transformers 4.57 (cache_position) and of 5 (q_length, q_offset)."""
     if cache_position is not None:
         q_length, q_offset, device = cache_position.shape[0], cache_position[0], cache_position.device
@@ -300,7 +300,7 @@ def _describe(batch_size, q_length, q_offset, kv_offset, mask_function, attentio
 
 def _describe_traced(
     batch_size, q_length, q_offset, kv_offset, mask_function, attention_mask, device, uncached: bool
-) -> Packed | torch.Tensor:
+) -> PackedRows | torch.Tensor:
     """Does what ``_describe`` does, inside a graph. A graph cannot branch on values, so an assertion in the graph
     checks that the mask is causal. A graph cannot look into closures either, so this function calls the mask function
     to find which keys next to the diagonal a row sees."""
@@ -364,16 +364,16 @@ def _parts(function) -> tuple[bool, torch.Tensor | None]:
     )
 
 
-def _packed(sequence: torch.Tensor) -> Packed:
+def _packed(sequence: torch.Tensor) -> PackedRows:
     starts = torch.ones_like(sequence, dtype=torch.bool)
     starts[:, 1:] = sequence[:, 1:] != sequence[:, :-1]
     cu_seqlens = torch.nn.functional.pad(starts.flatten().nonzero()[:, 0], (0, 1), value=sequence.numel()).to(
         torch.int32
     )
-    return Packed(cu_seqlens, int(cu_seqlens.diff().max()))
+    return PackedRows(cu_seqlens, int(cu_seqlens.diff().max()))
 
 
-def _packed_traced(new: torch.Tensor) -> Packed:
+def _packed_traced(new: torch.Tensor) -> PackedRows:
     """Returns what ``_packed`` returns, inside a graph: tables of a fixed size, which end with empty sequences.
 
     new: (batch, seqlen - 1), whether a sequence starts in the row after this one.
@@ -382,7 +382,7 @@ def _packed_traced(new: torch.Tensor) -> Packed:
     rows = torch.arange(starts.numel(), device=starts.device)
     firsts = torch.where(starts, rows, starts.numel()).sort().values
     cu_seqlens = torch.nn.functional.pad(firsts, (0, 1), value=starts.numel()).to(torch.int32)
-    return Packed(cu_seqlens, new.shape[1] + 1)
+    return PackedRows(cu_seqlens, new.shape[1] + 1)
 
 
 def _first_key(attention_mask: torch.Tensor, q_length: int, q_offset) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """Plans what ``convert`` does to a model: finds its decoder and attention layers, and checks them.
 
-``plan_conversion`` reads and raises, and changes nothing. applying.py applies a ``Plan`` and undoes it.
+``plan_conversion`` reads and raises, and changes nothing. applying.py applies a ``ConversionPlan`` and undoes it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ NOT_CONVERTED = (
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Plan:
+class ConversionPlan:
     """What a conversion does to a model. The plan holds names of modules, not modules, so the model can store the plan.
 
     Attributes:
@@ -68,7 +68,7 @@ class Plan:
     field: Mapping[str, Any]
     mark: str
     warnings: tuple[str, ...] = ()
-    own: Plan | None = None
+    own: ConversionPlan | None = None
     axes: int = dataclasses.field(init=False)
     grows: bool = dataclasses.field(init=False)
     from_zero: bool = dataclasses.field(init=False)
@@ -80,7 +80,7 @@ class Plan:
         object.__setattr__(self, "from_zero", any(scheme.from_zero for scheme in schemes))
 
 
-def plan_conversion(model, given: Mapping[str, Any], untested: bool = False) -> Plan:
+def plan_conversion(model, given: Mapping[str, Any], untested: bool = False) -> ConversionPlan:
     """Plans ``convert`` with the given options. The model stays as it is.
 
     Args:
@@ -112,7 +112,7 @@ def plan_conversion(model, given: Mapping[str, Any], untested: bool = False) -> 
     own = None
     if not tested:
         stock = _plan_layers(decoder, modules, {})
-        own = Plan(stock, {}, {}, uuid.uuid4().hex)
+        own = ConversionPlan(stock, {}, {}, uuid.uuid4().hex)
     field = to_json(options) | ({RAW_KEYS: True} if raw_keys else {})
     warnings = _warnings_of_window(options, config) + _warnings_of_images(model, config)
     if earlier is not None and options and not asked:
@@ -133,10 +133,10 @@ def plan_conversion(model, given: Mapping[str, Any], untested: bool = False) -> 
     present = {name: scheme_of(decoder.get_submodule(name)) or scheme for name, scheme in schemes.items()}
     if earlier is not None and all(_same(present[name], scheme) for name, scheme in schemes.items()):
         mark, schemes = earlier.mark, present  # caches, and forwards before their backward, stay valid
-    return Plan(schemes, options, field, mark, tuple(warnings), own)
+    return ConversionPlan(schemes, options, field, mark, tuple(warnings), own)
 
 
-def plan_of(decoder: torch.nn.Module) -> Plan | None:
+def plan_of(decoder: torch.nn.Module) -> ConversionPlan | None:
     """Returns the plan by which a decoder was converted, or None if it is not converted."""
     return getattr(getattr(decoder, ATTRIBUTE, None), "plan", None)
 

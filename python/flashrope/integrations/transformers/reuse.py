@@ -18,7 +18,7 @@ from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from .caches import MARK, accept_cache, axes_of
-from .conversion_plan import Plan, find_decoder, plan_of
+from .conversion_plan import ConversionPlan, find_decoder, plan_of
 from .layer_schemes import attending_layers
 from .versions import CACHE
 
@@ -153,7 +153,7 @@ def _append(cache: Cache, other: Cache, first: int) -> None:
 # ---- checks
 
 
-def _converted(model) -> tuple[torch.nn.Module, Plan]:
+def _converted(model) -> tuple[torch.nn.Module, ConversionPlan]:
     """Returns the decoder of a converted model, and the plan of its conversion.
 
     Raises:
@@ -198,7 +198,7 @@ def _check_ids(name: str, input_ids: torch.Tensor) -> None:
         raise ValueError(f"{name}: expected (batch, seqlen), at least one token, got shape {tuple(input_ids.shape)}")
 
 
-def _check_passage(name: str, passage: Passage, decoder, plan: Plan) -> None:
+def _check_passage(name: str, passage: Passage, decoder, plan: ConversionPlan) -> None:
     if not isinstance(passage, Passage):
         raise TypeError(f"{name}: expected a Passage, which prefill_passage returns, got {_kind(passage)}")
     input_ids, cache = passage

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from .applying import apply, choose_stock_attention, undo
-from .conversion_plan import SAVED, Plan, find_decoder
+from .conversion_plan import SAVED, ConversionPlan, find_decoder
 from .versions import CACHE, cache_of
 
 SEQLEN, PADDING = 24, 3
@@ -23,7 +23,7 @@ TOLERANCE = {
 SENSITIVITY = 5  # without rotation the outputs must change by more than this multiple of the tolerance
 
 
-def accept(model, own: Plan) -> None:
+def accept(model, own: ConversionPlan) -> None:
     """Compares a stock model with its conversion under two plans: its own schemes, and its own schemes without
     rotation.
 

@@ -24,7 +24,7 @@ from ...calls.cache_tables import CacheLayer, CacheTables, Packed
 from ...calls.checks import MAX_HEAD_DIM
 from ...operators.cache_plan import CachePlan, plan_cache
 from ...schemes.rotary import Rotary
-from .engine_plan import BACKEND, INT8, Pages, active_plan, check_cache_dtype, row_bytes, split_pages
+from .engine_plan import BACKEND, INT8, EnginePages, active_plan, check_cache_dtype, row_bytes, split_pages
 
 
 class FlashropeBackend(AttentionBackend):
@@ -144,7 +144,7 @@ class FlashropeImpl(AttentionImpl):
         self.kv_cache_dtype, self.sliding_window = kv_cache_dtype, sliding_window
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name  # an attribute that vLLM reads
         self.scheme: tuple[Rotary, bool] | None = None  # the scheme, and whether the cache holds rotated keys
-        self.pages: Pages | None = None
+        self.pages: EnginePages | None = None
         self.layer: CacheLayer | None = None
         check_cache_dtype(kv_cache_dtype, config.model_config.dtype)
         given = {

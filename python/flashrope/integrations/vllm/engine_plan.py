@@ -40,7 +40,7 @@ class Layer(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class EnginePlan:
     """The schemes under which a model is served.
 
     Attributes:
@@ -81,7 +81,7 @@ def asked(config) -> bool:
     return _asking(config) is not None
 
 
-def make_plan(config) -> Plan:
+def make_plan(config) -> EnginePlan:
     """Returns the plan of a VllmConfig whose model has a field "flashrope".
 
     Raises:
@@ -93,7 +93,7 @@ def make_plan(config) -> Plan:
     options, raw_keys = read_field(field, partial(_training_length, model)), keeps_raw_keys(field)
     _check_model(model, hf_config)
     _check_windows(model.max_model_len, options)
-    plan = Plan(*_layers(hf_config, options, model.max_model_len, raw_keys))
+    plan = EnginePlan(*_layers(hf_config, options, model.max_model_len, raw_keys))
     widths = {layer.rotary.head_dim for _, layer in plan.attending}
     _check_engine(config, CHOSEN_FOR_TWO_WIDTHS if len(widths) > 1 else ())
     for head_dim in widths:
@@ -296,7 +296,7 @@ def _configs(model) -> list:
 SCALE_BYTES = 4  # a float32 scale after the quantized values of a row
 
 
-class Pages(NamedTuple):
+class EnginePages(NamedTuple):
     """The cache of one layer: vLLM's tensor and views of it, as ``plan_cache`` expects them."""
 
     kv_cache: torch.Tensor
@@ -311,7 +311,7 @@ def row_bytes(head_size: int) -> int:
     return head_size + SCALE_BYTES
 
 
-def split_pages(kv_cache: torch.Tensor, head_size: int) -> Pages:
+def split_pages(kv_cache: torch.Tensor, head_size: int) -> EnginePages:
     """Returns the keys, values and scales in vLLM's cache, as views.
 
     kv_cache: (blocks, heads_kv, block_size, columns), with any strides of the first three dimensions. The columns of
@@ -320,23 +320,23 @@ def split_pages(kv_cache: torch.Tensor, head_size: int) -> Pages:
     """
     rows = kv_cache.transpose(1, 2)
     if kv_cache.dtype != torch.int8:
-        return Pages(kv_cache, *rows.split(head_size, dim=-1))
+        return EnginePages(kv_cache, *rows.split(head_size, dim=-1))
     half, floats = row_bytes(head_size), rows.view(torch.float32)
     k, v = rows[..., :head_size], rows[..., half : half + head_size]
-    return Pages(kv_cache, k, v, floats[..., head_size // 4], floats[..., (half + head_size) // 4])
+    return EnginePages(kv_cache, k, v, floats[..., head_size // 4], floats[..., (half + head_size) // 4])
 
 
 # ---- the plans of this process
 
 
-_plans: dict[str, Plan] = {}  # {digest: plan}
+_plans: dict[str, EnginePlan] = {}  # {digest: plan}
 
 
-def remember(plan: Plan) -> None:
+def remember(plan: EnginePlan) -> None:
     _plans[plan.digest] = plan
 
 
-def active_plan(config) -> Plan | None:
+def active_plan(config) -> EnginePlan | None:
     """Returns the plan of a VllmConfig that was checked in this process, or in the process that sent it. Returns None
     for a model without the field, which runs on stock vLLM."""
     if config is None or config.model_config is None or not asked(config):

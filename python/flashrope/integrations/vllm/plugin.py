@@ -22,7 +22,7 @@ from ..scheme_options import FIELD
 from .engine_plan import (
     BACKEND,
     BACKEND_PATH,
-    Plan,
+    EnginePlan,
     active_plan,
     adopt_chunks,
     asked,
@@ -204,7 +204,7 @@ class RawRotaryEmbedding(nn.Module):
         return query, key
 
 
-def _plan_in_use() -> Plan | None:
+def _plan_in_use() -> EnginePlan | None:
     from vllm.config import get_current_vllm_config_or_none
 
     return active_plan(get_current_vllm_config_or_none())
@@ -215,7 +215,7 @@ def _by_plan(key):
     return key if plan is None else (plan.digest, key)
 
 
-def _turn_off(embedding, plan: Plan) -> None:
+def _turn_off(embedding, plan: EnginePlan) -> None:
     """Compares a rotary embedding's table with the plan's schemes. Then makes the embedding return q and k unchanged.
 
     Raises:
