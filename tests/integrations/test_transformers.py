@@ -337,7 +337,7 @@ def test_suggest():
         ({"leaky_rerope": (6, 4.0)}, lambda rope: rope.rectify(6, 4.0)),
         ({"self_extend": (6, 2)}, lambda rope: rope.self_extend(6, 2)),
     ],
-    ids=str,
+    ids=["rerope", "leaky_rerope", "self_extend"],
 )
 def test_options_change_only_the_layers_that_see_all_keys(name, options, change):
     model = convert(tiny(name))
