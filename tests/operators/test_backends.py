@@ -13,7 +13,7 @@ from flashrope import (
     attention_varlen_with_cache,
     attention_with_cache,
 )
-from flashrope.backends import cuda, reference, registry
+from flashrope.backends import cuda, reference
 from flashrope.backends.names import BACKENDS
 from flashrope.backends.registry import load_backend
 from flashrope.calls import protocol
@@ -61,7 +61,7 @@ def test_options_that_the_backends_declare():
 
 
 def test_differentiable_backends():
-    assert registry.DIFFERENTIABLE == ("reference",)
+    assert protocol.DIFFERENTIABLE == ("reference",)
 
 
 # ---- the reference's backward

@@ -9,12 +9,14 @@ import inspect
 import math
 import sys
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
 from ...console.options import BadInput, cores, need, torch_threads
 from ...integrations.scheme_options import FIELD
+from ..small_models.model import check_checkpoint
 from . import gguf_file
 from .streaming import PIECE, KeptTokens
 
@@ -88,6 +90,7 @@ def run_command(
     """Runs a command on a model and returns its exit code. BadInput is printed as one line on stderr, and the exit code
     is 2. draws: whether the command needs matplotlib."""
     try:
+        _check_file(args.model)
         need("transformers", extra="transformers")
         need(*["matplotlib"] * draws)
         with torch_threads(args.threads or cores()):
@@ -95,6 +98,15 @@ def run_command(
     except BadInput as error:
         print(f"flashrope {name}: error: {error}", file=sys.stderr)
         return 2
+
+
+def _check_file(name: str) -> None:
+    """Raises BadInput if a file is no checkpoint that can be read. No package that is installed would help then."""
+    if Path(name).suffix == ".safetensors" and Path(name).is_file() and find_spec("safetensors"):
+        try:
+            check_checkpoint(name)
+        except ValueError as error:
+            raise BadInput(f"--model: {error}") from None
 
 
 def text_config(model):

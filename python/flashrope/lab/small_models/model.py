@@ -132,14 +132,7 @@ def load_checkpoint(path: str | os.PathLike, device: torch.device | str = "cpu")
     """Returns the model and the scheme with which it was trained. Also reads the rotary models of the experiments.
     Raises ValueError for other files."""
     with _opened(path, device) as file:
-        metadata = file.metadata() or {}
-        if "trained" in metadata and "rotary" not in metadata:
-            raise ValueError(
-                f"{path}: expected a model with one rotary scheme, got a model that python -m experiments trained "
-                f"with {metadata['trained']!r}; only python -m experiments reads it"
-            )
-        if not {"config", "rotary"} <= metadata.keys():
-            raise ValueError(f"{path}: not a flashrope checkpoint, its metadata has no config and rotary")
+        metadata = _metadata(path, file)
         names = {name.removeprefix(IN_EXPERIMENTS): name for name in file.keys()}  # noqa: SIM118  not a mapping
         weights = {name: file.get_tensor(stored) for name, stored in names.items()}
     try:
@@ -151,6 +144,24 @@ def load_checkpoint(path: str | os.PathLike, device: torch.device | str = "cpu")
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"{path}: not a flashrope checkpoint ({' '.join(str(error).split())})") from error
     return model, rotary
+
+
+def check_checkpoint(path: str | os.PathLike) -> None:
+    """Raises ValueError if ``load_checkpoint`` cannot read a file, from the file's metadata."""
+    with _opened(path, "cpu") as file:
+        _metadata(path, file)
+
+
+def _metadata(path: str | os.PathLike, file) -> dict[str, str]:
+    metadata = file.metadata() or {}
+    if "trained" in metadata and "rotary" not in metadata:
+        raise ValueError(
+            f"{path}: expected a model with one rotary scheme, got a model that python -m experiments trained "
+            f"with {metadata['trained']!r}; only python -m experiments reads it"
+        )
+    if not {"config", "rotary"} <= metadata.keys():
+        raise ValueError(f"{path}: not a flashrope checkpoint, its metadata has no config and rotary")
+    return metadata
 
 
 def trained_length(path: str | os.PathLike) -> int | None:
