@@ -101,7 +101,7 @@ def run_command(
 
 
 def _check_file(name: str) -> None:
-    """Raises BadInput if a file is no checkpoint that can be read. No package that is installed would help then."""
+    """Raises BadInput for a file that is not a readable checkpoint, whatever packages are installed."""
     if Path(name).suffix == ".safetensors" and Path(name).is_file() and find_spec("safetensors"):
         try:
             check_checkpoint(name)
