@@ -77,6 +77,12 @@ def test_a_quantized_cache(run):
     assert shown.out == continued(model, CodesCache(model.config, "int8")) and "int8" in shown.err
 
 
+def test_a_prompt_with_lines(run):
+    """transformers' TextStreamer decodes one token by itself after a new line."""
+    shown = run("--temperature", "0", prompt="a\n\nb\n")
+    assert shown.out.startswith("a\n\nb\n") and f"generated: {NEW} tokens" in " ".join(shown.err.split())
+
+
 def test_seeds(run):
     first = run("--seed", "1").out
     assert first == run("--seed", "1").out != run("--seed", "2").out

@@ -29,7 +29,7 @@ class Tokens:
     """Converts text to tokens.
 
     start: the tokens that the tokenizer puts before every text.
-    decode: a function that returns the text of tokens.
+    decode: a function that returns the text of tokens, or of one token: transformers' TextStreamer passes both.
     ends: the tokens that end a text.
     chat: the texts that the chat template puts before and after a user's message. None if there is no template.
     """
@@ -37,7 +37,7 @@ class Tokens:
     encode: Callable[[str], list[int]]
     start: tuple[int, ...] = ()
     unit: str = "token"
-    decode: Callable[[list[int]], str] | None = None
+    decode: Callable[[int | list[int]], str] | None = None
     ends: tuple[int, ...] = ()
     chat: tuple[str, str] | None = None
 
@@ -217,7 +217,7 @@ def _tokens(name: str, config) -> Tokens:
         start = _start(tokenizer)
         ends = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
 
-        def decode(ids: list[int]) -> str:
+        def decode(ids: int | list[int]) -> str:
             return str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
         def encode(text: str) -> list[int]:
@@ -230,8 +230,8 @@ def _tokens(name: str, config) -> Tokens:
     return Tokens(lambda text: list(text.encode()), unit="byte", decode=_text_of_bytes)
 
 
-def _text_of_bytes(ids: list[int]) -> str:
-    return bytes(n for n in ids if n < 256).decode(errors="replace")
+def _text_of_bytes(ids: int | list[int]) -> str:
+    return bytes(n for n in (ids if isinstance(ids, list) else [ids]) if n < 256).decode(errors="replace")
 
 
 def _start(tokenizer) -> tuple[int, ...]:
