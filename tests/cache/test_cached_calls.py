@@ -10,6 +10,7 @@ import support
 import torch
 from caching import PAGE, UNUSED, Cached, same
 from flashrope import CacheLayer, CacheTables, Rotary, attention_with_cache
+from flashrope.calls.records import CacheCall
 from flashrope.operators.fields import flatten
 from support import int32
 from test_rotate import by_complex_numbers
@@ -205,8 +206,8 @@ def test_opcheck(kind):
     layer = flatten(CacheLayer, CacheLayer(*(given.get(name) for name in WRITTEN)))
     for rotated_by in (None, ROPE.text):
         torch.library.opcheck(operators.append_to_cache, (*layer, given["k"], given["v"], *tables, rotated_by, "cpu"))
-    rest = (0, Rotary.rope(16).rectify(5).text, False, True, 0.25, "cpu")
-    torch.library.opcheck(operators.attention_with_cache, (c.q, *layer, *tables, *rest))
+    call = CacheCall(Rotary.rope(16).rectify(5), True, 0.25, c.parts()[0])
+    torch.library.opcheck(operators.attention_with_cache, (c.q, *layer, *flatten(CacheCall, call), "cpu"))
 
 
 @pytest.mark.parametrize("kind", CALLS)

@@ -11,6 +11,7 @@ from flashrope.backends import cpu
 from flashrope.calls.records import AttentionCall, Kept, KeptShapes
 from flashrope.integrations import distributed  # noqa: F401  registers the rules
 from flashrope.operators import autograd
+from flashrope.operators.fields import flatten
 from flashrope.operators.torch_library import OPERATORS
 from ranks import mesh, on_ranks
 from support import SCHEMES
@@ -148,21 +149,23 @@ def test_rotated_keys():
 
             def call(q, k, v):
                 p = spread if isinstance(q, DTensor) else positions
-                return OPERATORS.attention(q, k, v, p, None, None, 20, 20, rotary.text, True, 0.25, True, "keeping")[:2]
+                call = AttentionCall(rotary, True, 0.25, p, None, None, 20, 20, True)
+                return OPERATORS.attention(q, k, v, *flatten(AttentionCall, call), "keeping")[:2]
 
             compare(device_mesh, placements, call, inputs(), of_lse)
     compare(
         mesh(2), [BATCH], lambda q, k, v: attention(q, k, v, rotary, return_lse=True), inputs(batch=3), grad_lse=False
     )
     odd = [distribute_tensor(x, mesh(2), [BATCH]) for x in inputs(batch=3)[:3]]
-    arguments = (None, None, None, 20, 20, rotary.text, True, 0.25, True, "keeping")
-    out, _, rotated_k, _ = OPERATORS.attention(*odd, *arguments)
+    call = AttentionCall(rotary, True, 0.25, None, None, None, 20, 20, True)
+    out, _, rotated_k, _ = OPERATORS.attention(*odd, *flatten(AttentionCall, call), "keeping")
     # 2 ranks cannot share 3 sequences equally. rotated_k, which holds the rows of all sequences, would be divided
     # inside the second sequence.
     assert out.placements == rotated_k.placements == (Replicate(),)
     whole = [distribute_tensor(x, mesh(2), [Replicate()]) for x in inputs(batch=3)[:3]]
     positions = distribute_tensor(given[:3], mesh(2), [BATCH])  # the only tensor that is sharded over the batch
-    out, _, rotated_k, _ = OPERATORS.attention(*whole, positions, *arguments[1:])
+    call = call._replace(positions=positions)
+    out, _, rotated_k, _ = OPERATORS.attention(*whole, *flatten(AttentionCall, call), "keeping")
     assert out.placements == rotated_k.placements == (Replicate(),)
 
 

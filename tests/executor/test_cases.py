@@ -349,6 +349,6 @@ def test_whole_keys(head_dim, deterministic):
     backend = load_backend("triton")
     out, lse, kept = backend.forward(p.q, p.k, p.v, call)
     assert kept.rotated_k.shape == (1, p.k.shape[0] * 140, p.k.shape[2], head_dim)
-    assert backend.forward(p.q, p.k, p.v, dataclasses.replace(call, whole_keys=False))[2].rotated_k.shape[-1] < head_dim
+    assert backend.forward(p.q, p.k, p.v, call._replace(whole_keys=False))[2].rotated_k.shape[-1] < head_dim
     grads = backend.backward(p.grad_out, p.grad_lse, p.q, p.k, p.v, out, lse, kept, call)
     support.check_budget(dict(zip(support.NAMES, (out, lse, *grads), strict=True)), p, BF16.dtype)

@@ -161,8 +161,8 @@ def test_the_default_uses_no_atomics(target, launched):
 
 def compiled_operator(rotary, deterministic):
     def call(q, k, v, positions=None):
-        options = (None, None, q.shape[1], k.shape[1], rotary.text, True, 16**-0.5, deterministic, "triton")
-        return torch.ops.flashrope.attention(q, k, v, positions, *options)[0]
+        options = (rotary.text, True, 16**-0.5, q.shape[1], k.shape[1], deterministic, False, "triton")
+        return torch.ops.flashrope.attention(q, k, v, positions, None, None, *options)[0]
 
     torch.compiler.reset()
     return torch.compile(call, fullgraph=True, backend="aot_eager")

@@ -1,7 +1,5 @@
 """Tests which backend impl=None takes: the table for GPUs without a GPU, and the choice on the CPU."""
 
-import dataclasses
-
 import pytest
 import torch
 from flashrope import Rotary, attention
@@ -54,7 +52,7 @@ EXPECTED += [(name, *changes, "triton") for name, changes in TRITON.items()]
 
 @pytest.mark.parametrize("name, shape, call, expected", EXPECTED, ids=[each[0] for each in EXPECTED])
 def test_the_table(name, shape, call, expected):
-    shape, call = H200._replace(**shape), dataclasses.replace(CALL, **call)
+    shape, call = H200._replace(**shape), CALL._replace(**call)
     assert [choose(shape, call, direction) for direction in BOTH] == [expected] * 2
     assert choose(shape, call, "backward", grad_lse=True) == "triton"
 
@@ -94,7 +92,7 @@ def test_what_is_called_on_an_h200(monkeypatch, seqlen, name):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(whole, "_rotate", lambda x, *_, **__: x)
     monkeypatch.setattr(triton, "forward", lambda q, k, v, call: took.append(call) or (None, None, None))
-    call = dataclasses.replace(CALL, max_seqlen_q=seqlen, max_seqlen_k=seqlen)
+    call = CALL._replace(max_seqlen_q=seqlen, max_seqlen_k=seqlen)
     with FakeTensorMode(), Recorded() as recorded:
         q, k, v = (torch.empty(1, seqlen, heads, 128, dtype=torch.bfloat16, device="cuda") for heads in (8, 2, 2))
         assert resolve_impl(None, q) == "auto" and resolve_impl(None, q, cached=True) == "triton"

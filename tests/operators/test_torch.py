@@ -6,7 +6,9 @@ import pytest
 import support
 import torch
 from flashrope import Rotary, attention, attention_varlen, attention_with_cache, rotate
+from flashrope.calls.records import AttentionCall
 from flashrope.operators import autograd
+from flashrope.operators.fields import flatten
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -56,7 +58,8 @@ def operator_arguments(kind, impl="cpu", device="cpu"):
     if positions is not None:  # (batch, seqlen, ...), also for packed sequences
         positions = (positions[None] if packed else positions).to(device)
     lengths = (CU.to(device), CU.to(device), 24, 24) if packed else (None, None, 20, 20)
-    return q, k, v, positions, *lengths, rotary.text, True, 0.25, False, impl
+    call = AttentionCall(rotary, True, 0.25, positions, *lengths, deterministic=False)
+    return q, k, v, *flatten(AttentionCall, call), impl
 
 
 def public_call(kind, q, k, v, impl="cpu"):
@@ -232,7 +235,7 @@ def test_a_graph_holds_whether_the_backward_is_deterministic(rotary, determinist
 
     program = torch.export.export(Call(), inputs(requires_grad=False))
     (node,) = (node for node in program.graph.nodes if "flashrope.attention" in str(node.target))
-    assert node.args[-2:] == (deterministic, "auto")
+    assert node.args[-3:] == (deterministic, False, "auto")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -211,7 +211,7 @@ def test_explicit_positions():
     places = torch.arange(40).double().repeat(2, 1) * torch.tensor([[1.0], [2.0]])
     for rotary in (ROPE, ROPE.log_n(9), ROPE.rectify(11), ROPE.rectify(11, 4.0)):
         p = p.replace(rotary=rotary)
-        call = dataclasses.replace(call_of(p), positions=places)
+        call = call_of(p)._replace(positions=places)
         want_out, want_lse, _ = others.backend("reference").forward(p.q, p.k, p.v, call)
         out, lse, kept = whole.forward(p.q, p.k, p.v, call, OPERATORS)
         torch.testing.assert_close((out, lse), (want_out, want_lse), rtol=1e-4, atol=1e-5)
@@ -241,7 +241,7 @@ def test_each_backward_takes_what_the_other_forward_keeps(name):
     """With impl=None the forward and the backward of a call may be computed by different backends."""
     p = support.problem(TARGET, ONE_BAND[name], 70, batch=1, heads=2, group=2, seed=14)
     p, triton = p.replace(grad_lse=torch.zeros_like(p.grad_lse)), others.backend("triton")
-    call = dataclasses.replace(call_of(p), whole_keys=True)
+    call = call_of(p)._replace(whole_keys=True)
     by_triton, by_torch = triton.forward(p.q, p.k, p.v, call), whole.forward(p.q, p.k, p.v, call, OPERATORS)
     assert by_triton[2].rotated_k.shape == by_torch[2].rotated_k.shape
     torch.testing.assert_close(by_triton[2].rotated_k, by_torch[2].rotated_k)
@@ -271,7 +271,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_refusals(name):
     rotary, changes, reason = REFUSED[name]
-    found = whole.unserved(dataclasses.replace(AttentionCall(rotary, True, 0.25), **changes))
+    found = whole.unserved(AttentionCall(rotary, True, 0.25)._replace(**changes))
     assert reason in found and "use impl='triton'" in found
 
 

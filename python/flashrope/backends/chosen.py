@@ -7,7 +7,6 @@ enters the table only for calls that were timed, or for GPUs on which the Triton
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from typing import NamedTuple
 
@@ -183,7 +182,7 @@ class PlacedPart(StepPart):
     def divide(self, k_cache: torch.Tensor, seqlen_q: int) -> None:
         names = ["cpu" if each.long_runs else "sdpa" for each in self.placed(k_cache, seqlen_q)]
         for sequences in addresses.neighbors(names):
-            own = self.call.with_tables(addresses.batch_of(self.call.tables, sequences))
+            own = self.call._replace(tables=addresses.batch_of(self.call.tables, sequences))
             backend = others.backend(names[sequences.start])
             self.shares.append((sequences, backend.attend_part, backend.part_of(own)))
 
@@ -216,7 +215,7 @@ def _on_cpu(reason: str):
 
 def _keeping(row: Row | None, call: AttentionCall) -> AttentionCall:
     """Returns the call with the keys to keep: whole keys if the row may give the backward to PyTorch's kernels."""
-    return call if row is None else dataclasses.replace(call, whole_keys=True)
+    return call if row is None else call._replace(whole_keys=True)
 
 
 def _shape(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Shape:

@@ -217,7 +217,7 @@ def _attend_packed(q, layer: CacheLayer, call: CacheCall) -> tuple[torch.Tensor,
     if tables.seqlen_new == ONE_PER_QUERY:
         seqlens = (addresses.first_new_slot(tables, layer.k) + lengths).to(torch.int32)
     row = cu_seqlens_q[1:, None] - longest + torch.arange(longest, device=q.device)
-    batch_call = call.with_tables(CacheTables(seqlens, tables.block_table, tables.leftpad))
+    batch_call = call._replace(tables=CacheTables(seqlens, tables.block_table, tables.leftpad))
     out, lse = attention_with_cache(q[row.clamp(0, total_q - 1)], layer, batch_call)
 
     sequence, behind = addresses.token_sequences(tables.cu_seqlens_q, total_q)

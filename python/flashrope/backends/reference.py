@@ -5,8 +5,6 @@ This file is the specification. The tests compare the other backends with it in 
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 
 from ..calls import addresses
@@ -48,7 +46,7 @@ def forward(
         return *dense_attention(q, k, v, call), None
     out, lse = unseen(q, v)
     none = slice(0, 0)
-    empty = dataclasses.replace(call, positions=None if call.positions is None else call.positions[:, none])
+    empty = call._replace(positions=None if call.positions is None else call.positions[:, none])
     for rows, keys, sequence in ((none, none, empty), *call.packed_sequences()):  # out has a graph without sequences
         sequence_out, sequence_lse = dense_attention(q[None, rows], k[None, keys], v[None, keys], sequence)
         index = torch.arange(rows.start, rows.stop, device=q.device)
@@ -114,7 +112,7 @@ def attention_with_cache(q: torch.Tensor, layer: CacheLayer, call: CacheCall) ->
     if tables.packed is not None:
 
         def attend(q, layer, run):
-            return attention_with_cache(q, layer, call.with_tables(run[2]))
+            return attention_with_cache(q, layer, call._replace(tables=run[2]))
 
         return attend_packed(attend, q, layer, list(addresses.runs(tables, q.shape[0])), q.shape[0])
     tensors = [x for x in layer[:4] if x is not None]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from functools import cache
 from typing import NamedTuple
@@ -36,27 +35,8 @@ class KeptShapes(NamedTuple):
     table: tuple[int, ...] = (0,)
 
 
-class _Scheme:
-    """Values that follow from rotary, causal and softmax_scale."""
-
-    __slots__ = ()
-    rotary: Rotary
-    causal: bool
-    softmax_scale: float
-
-    @property
-    def bands(self) -> tuple[Band, ...]:
-        return self.rotary.bands_for(self.causal)
-
-    @property
-    def score_scale(self) -> float:
-        """Returns softmax_scale times the scheme's temperature, applied to the float32 scores."""
-        return self.softmax_scale * self.rotary.temperature
-
-
-@dataclasses.dataclass(slots=True)  # frozen=True would double the time to make a call
-class AttentionCall(_Scheme):
-    """One call of attention or attention_varlen, without q, k and v.
+class AttentionCall(NamedTuple):
+    """One call of attention or attention_varlen, without q, k and v. The operators' schemas follow from its fields.
 
     Packed sequences (cu_seqlens_q is given): q (total_q, heads_q, head_dim), lse (heads_q, total_q).
     Otherwise: q (batch, seqlen_q, heads_q, head_dim), lse (batch, heads_q, seqlen_q).
@@ -77,19 +57,28 @@ class AttentionCall(_Scheme):
     # Whether rotated keys are kept with all channels, so that the backward of another backend can read them.
     whole_keys: bool = False
 
+    @property
+    def bands(self) -> tuple[Band, ...]:
+        return self.rotary.bands_for(self.causal)
+
+    @property
+    def score_scale(self) -> float:
+        """Returns softmax_scale times the scheme's temperature, applied to the float32 scores."""
+        return self.softmax_scale * self.rotary.temperature
+
     def packed_sequences(self) -> Iterator[tuple[slice, slice, AttentionCall]]:
         """Yields (query rows, key rows, call) of every packed sequence. The call contains the positions of that
         sequence. The host reads cu_seqlens."""
         starts_q, starts_k = self.cu_seqlens_q.tolist(), self.cu_seqlens_k.tolist()
         for q0, q1, k0, k1 in zip(starts_q, starts_q[1:], starts_k, starts_k[1:], strict=False):
             rows, given = slice(q0, q1), self.positions
-            sequence = self if given is None else dataclasses.replace(self, positions=given[:, rows])
+            sequence = self if given is None else self._replace(positions=given[:, rows])
             yield rows, slice(k0, k1), sequence
 
 
-@dataclasses.dataclass(slots=True)
-class CacheCall(_Scheme):
-    """One call of attention_with_cache, without q (batch, seqlen_q, heads_q, head_dim) and the caches.
+class CacheCall(NamedTuple):
+    """One call of attention_with_cache, without q (batch, seqlen_q, heads_q, head_dim) and the caches. The operator's
+    schema follows from its fields.
 
     If queries are packed, it is a call of attention_varlen_with_cache. Then q is (total_q, heads_q, head_dim), and lse
     is (heads_q, total_q).
@@ -102,21 +91,25 @@ class CacheCall(_Scheme):
     num_splits: int = 0  # 0: the backend chooses it from the shapes
     rotated_keys: bool = False  # the cache holds keys that ``rotate`` has rotated
 
-    positions = None  # positions count from tables.leftpad
+    @property
+    def bands(self) -> tuple[Band, ...]:
+        return self.rotary.bands_for(self.causal)
+
+    @property
+    def score_scale(self) -> float:
+        return self.softmax_scale * self.rotary.temperature
+
+    @property
+    def positions(self) -> None:
+        return None  # positions count from tables.leftpad
 
     def for_backend(self) -> CacheCall:
         """Returns the call that backends expect if the cache holds rotated keys. The bands of this call rotate only the
         queries."""
-        scheme = over_rotated_keys(self.rotary), self.causal, self.softmax_scale
-        return CacheCall(*scheme, self.tables, self.num_splits, self.rotated_keys)
-
-    def with_tables(self, tables: CacheTables) -> CacheCall:
-        scheme = self.rotary, self.causal, self.softmax_scale
-        return CacheCall(*scheme, tables, self.num_splits, self.rotated_keys)
+        return self._replace(rotary=over_rotated_keys(self.rotary))
 
 
-@dataclasses.dataclass(slots=True)
-class RotateCall:
+class RotateCall(NamedTuple):
     """One call of rotate, without x (batch, seqlen, heads, head_dim).
 
     Row r is at position r, or at positions[..., r]. If tables are given, x holds new keys for a cache, which are the

@@ -28,9 +28,10 @@ from torch.distributed.tensor.experimental import register_sharding
 from ..backends.registry import load_backend
 from ..cache.storage import upload
 from ..calls.checks import check_int32, check_options, check_outside_context_parallel, check_sinks, check_tensors
-from ..calls.records import Kept
+from ..calls.records import AttentionCall, Kept
+from ..operators.fields import FIELDS, unflatten
 from ..operators.functional import attention, attention_varlen
-from ..operators.torch_library import OPERATORS, AttentionArguments
+from ..operators.torch_library import OPERATORS
 from ..schemes.rotary import Rotary
 
 __all__ = ["context_parallel_attention", "sequence_positions", "shard_sequence", "unshard_sequence"]
@@ -103,16 +104,16 @@ class _Keys(NamedTuple):
 
 @register_sharding(OPERATORS.attention.default)
 def _shard_attention(q, k, v, *arguments):
-    arguments = AttentionArguments(*arguments)
-    packed = arguments.cu_seqlens_q is not None
-    shapes = load_backend(arguments.impl).kept_shapes(_Keys.of(k), arguments.call)
+    call, (impl,) = unflatten(AttentionCall, arguments)
+    packed = call.cu_seqlens_q is not None
+    shapes = load_backend(impl).kept_shapes(_Keys.of(k), call)
     kept = Kept(*(len(shape) > 1 for shape in shapes))
     heads = 1 if packed else 2
-    specs = [(x, 0, heads) for x in (q, k, v)] + [(arguments.positions, 0, None)]
+    specs = [(x, 0, heads) for x in (q, k, v)] + [(call.positions, 0, None)]
     return [
         (
             [strategy.rows, strategy.lse, strategy.rotated_k, strategy.table],
-            [*[strategy.rows] * 3, *_placements(strategy, arguments)],
+            [*[strategy.rows] * 3, *_placements(strategy, call)],
         )
         for strategy in _strategies(packed, kept, q.shape[0], k.shape[heads], specs)
     ]
@@ -120,11 +121,11 @@ def _shard_attention(q, k, v, *arguments):
 
 @register_sharding(OPERATORS.attention_backward.default)
 def _shard_attention_backward(grad_out, grad_lse, q, k, v, out, lse, rotated_k, table, *arguments):
-    arguments = AttentionArguments(*arguments)
-    packed, kept = arguments.cu_seqlens_q is not None, Kept(len(rotated_k.shape) > 1, len(table.shape) > 1)
+    call, _ = unflatten(AttentionCall, arguments)
+    packed, kept = call.cu_seqlens_q is not None, Kept(len(rotated_k.shape) > 1, len(table.shape) > 1)
     heads = 1 if packed else 2
     specs = [(x, 0, heads) for x in (grad_out, q, k, v, out)] + [(x, 0, heads - 1) for x in (grad_lse, lse)]
-    specs += [(arguments.positions, 0, None)] + ([(rotated_k, 1, 2)] if kept.rotated_k else [])
+    specs += [(call.positions, 0, None)] + ([(rotated_k, 1, 2)] if kept.rotated_k else [])
     specs += [(table, 1, None)] if kept.table else []
     return [
         (
@@ -136,21 +137,22 @@ def _shard_attention_backward(grad_out, grad_lse, q, k, v, out, lse, rotated_k, 
                 strategy.lse,
                 strategy.rotated_k,
                 strategy.table,
-                *_placements(strategy, arguments),
+                *_placements(strategy, call),
             ],
         )
         for strategy in _strategies(packed, kept, q.shape[0], k.shape[heads], specs)
     ]
 
 
-def _placements(strategy: _Strategy, arguments: AttentionArguments) -> list:
-    """Returns the placement of each argument, or None for an argument that is not a tensor."""
+def _placements(strategy: _Strategy, call: AttentionCall) -> list:
+    """Returns the placement of each leaf of the call and of the backend's name, or None if it is not a tensor."""
     of_tensors = {
         "positions": strategy.positions,
         "cu_seqlens_q": strategy.cu_seqlens,
         "cu_seqlens_k": strategy.cu_seqlens,
     }
-    return [None if value is None else of_tensors.get(name) for name, value in arguments._asdict().items()]
+    names = [field.name for field in FIELDS[AttentionCall]]
+    return [None if getattr(call, name) is None else of_tensors.get(name) for name in names] + [None]
 
 
 # ---- context parallelism

@@ -14,11 +14,12 @@ from ..calls.protocol import DIFFERENTIABLE
 from ..calls.records import AttentionCall
 from ..schemes.rotary import Rotary
 from . import torch_library
-from .torch_library import LIBRARY, OPERATORS, AttentionArguments
+from .fields import FIELDS, flatten, unflatten
+from .torch_library import LIBRARY, OPERATORS
 
 INPUTS = 3  # the number of inputs: q, k, v
 SAVED = 7  # the number of tensors that backward needs: q, k, v, out, lse, rotated_k, table
-TENSORS = 3  # the number of tensors at the start of AttentionArguments
+TENSORS = sum(torch.Tensor in field.kinds for field in FIELDS[AttentionCall])  # the first leaves of a call
 
 
 # ---- the calls
@@ -35,7 +36,7 @@ def attention(q, k, v, call: AttentionCall, impl: str) -> tuple[torch.Tensor, to
         plain and not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
     ):
         return load_backend(impl).forward(q, k, v, call)[:2]
-    arguments = AttentionArguments.of(call, impl)
+    arguments = *flatten(AttentionCall, call), impl
     if plain:
         return _apply_plain(q, k, v, *arguments)[:2]
     if not transforming():
@@ -85,8 +86,8 @@ def transforming() -> bool:
 
 
 class Attention(torch.autograd.Function):
-    """The operator ``flashrope::attention`` with gradients. Its arguments are q, k, v and the AttentionArguments, and
-    its results are out, lse, rotated_k and table."""
+    """The operator ``flashrope::attention`` with gradients. Its arguments are q, k, v, the leaves of an AttentionCall
+    and the backend, and its results are out, lse, rotated_k and table."""
 
     @staticmethod
     def forward(*arguments):
@@ -203,8 +204,8 @@ def _vmap(function, size: int, in_dims, arguments, tensors: int, rows: tuple[int
     """Applies ``function`` under vmap: folds the mapped dimension into the batch and calls it once. Packed inputs have
     no batch, so for them it calls the function once per index of the mapped dimension.
 
-    tensors: the number of arguments before the AttentionArguments. rows: the indices of the tensors of ``calls.Kept``,
-    whose second dimension is the batch. In all other tensors the first dimension is the batch.
+    tensors: the number of arguments before the leaves of the AttentionCall. rows: the indices of the tensors of
+    ``calls.Kept``, whose second dimension is the batch. In all other tensors the first dimension is the batch.
     """
     count = tensors + TENSORS
     moved = [
@@ -212,7 +213,7 @@ def _vmap(function, size: int, in_dims, arguments, tensors: int, rows: tuple[int
         for x, dim in zip(arguments[:count], in_dims, strict=False)
     ]
     constants = arguments[count:]
-    packed = moved[count - 1] is not None
+    packed = unflatten(AttentionCall, arguments[tensors:])[0].cu_seqlens_q is not None
     if packed or not size:
         if not size:
             raise ValueError("vmap: expected at least one element to map over, got 0")

@@ -36,7 +36,7 @@ from .autograd import check_no_tangents, is_plain, transforming
 from .fields import flatten
 from .position_checks import check_cached_positions, check_positions_served, validate_positions
 from .sinks import add_sinks
-from .torch_library import OPERATORS, CacheArguments
+from .torch_library import OPERATORS
 
 __all__ = ["CachePlan", "plan_cache"]
 
@@ -317,8 +317,8 @@ class CachePlan:
                 check_no_tangents(q, layer.k, layer.v, *new)
             if new:
                 self._write(None, layer, k, v)
-            leaves = *flatten(CacheLayer, layer), *flatten(CacheTables, self._tables)
-            result, lse = OPERATORS.attention_with_cache(q, *leaves, *CacheArguments.of(self._call, self._impl))
+            leaves = *flatten(CacheLayer, layer), *flatten(CacheCall, self._call)
+            result, lse = OPERATORS.attention_with_cache(q, *leaves, self._impl)
             out = result if out is None else out.copy_(result)
         if sinks is not None:
             out, lse = add_sinks(out, lse, sinks, gradients=False)

@@ -6,8 +6,6 @@ which is one constant in a graph and can be read in an exported program. ``autog
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch.autograd.graph import increment_version
 
@@ -25,83 +23,15 @@ OPERATORS = torch.ops.flashrope
 LIBRARY = torch.library.Library("flashrope", "DEF")
 
 
-class AttentionArguments(NamedTuple):
-    """The arguments of ``attention`` and ``attention_backward`` after the tensors: a call and its backend."""
-
-    positions: torch.Tensor | None
-    cu_seqlens_q: torch.Tensor | None
-    cu_seqlens_k: torch.Tensor | None
-    max_seqlen_q: int
-    max_seqlen_k: int
-    rotary: str
-    causal: bool
-    softmax_scale: float
-    deterministic: bool | None
-    impl: str
-
-    @classmethod
-    def of(cls, call: AttentionCall, impl: str) -> AttentionArguments:
-        return cls(
-            call.positions,
-            call.cu_seqlens_q,
-            call.cu_seqlens_k,
-            call.max_seqlen_q,
-            call.max_seqlen_k,
-            call.rotary.text,
-            call.causal,
-            call.softmax_scale,
-            call.deterministic,
-            impl,
-        )
-
-    @property
-    def call(self) -> AttentionCall:
-        return AttentionCall(
-            Rotary.from_text(self.rotary),
-            self.causal,
-            self.softmax_scale,
-            self.positions,
-            self.cu_seqlens_q,
-            self.cu_seqlens_k,
-            self.max_seqlen_q,
-            self.max_seqlen_k,
-            self.deterministic,
-        )
-
-
-class CacheArguments(NamedTuple):
-    """The arguments of ``attention_with_cache`` after the layer and the tables: the rest of a CacheCall, and the
-    backend."""
-
-    num_splits: int
-    rotary: str
-    rotated_keys: bool
-    causal: bool
-    softmax_scale: float
-    impl: str
-
-    @classmethod
-    def of(cls, call: CacheCall, impl: str) -> CacheArguments:
-        scheme = call.rotary.text, call.rotated_keys, call.causal, call.softmax_scale
-        return cls(call.num_splits, *scheme, impl)
-
-    def call(self, tables: CacheTables) -> CacheCall:
-        scheme = Rotary.from_text(self.rotary), self.causal, self.softmax_scale
-        return CacheCall(*scheme, tables, self.num_splits, self.rotated_keys)
-
-
-_CALL = (
-    "Tensor? positions, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "
-    "str rotary, bool causal, float softmax_scale, bool? deterministic, str impl"
-)
-
 # rotated_k, table: tensors that the forward saves for the backward (calls.Kept). A tensor is empty if it is not saved.
 LIBRARY.define(
-    f"attention(Tensor q, Tensor k, Tensor v, {_CALL}) -> (Tensor out, Tensor lse, Tensor rotated_k, Tensor table)"
+    f"attention(Tensor q, Tensor k, Tensor v, {schema_of(AttentionCall)}, str impl) -> "
+    "(Tensor out, Tensor lse, Tensor rotated_k, Tensor table)"
 )
 LIBRARY.define(
-    "attention_backward(Tensor? grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, "
-    f"Tensor lse, Tensor rotated_k, Tensor table, {_CALL}) -> (Tensor grad_q, Tensor grad_k, Tensor grad_v)"
+    "attention_backward(Tensor? grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    f"Tensor rotated_k, Tensor table, {schema_of(AttentionCall)}, str impl) -> "
+    "(Tensor grad_q, Tensor grad_k, Tensor grad_v)"
 )
 
 
@@ -114,8 +44,8 @@ LIBRARY.define(
     f"{schema_of(CacheTables, written=('slot_positions',))}, str? rotary, str impl) -> ()"
 )
 LIBRARY.define(
-    f"attention_with_cache(Tensor q, {schema_of(CacheLayer)}, {schema_of(CacheTables)}, int num_splits, str rotary, "
-    "bool rotated_keys, bool causal, float softmax_scale, str impl) -> (Tensor out, Tensor lse)"
+    f"attention_with_cache(Tensor q, {schema_of(CacheLayer)}, {schema_of(CacheCall)}, str impl) -> "
+    "(Tensor out, Tensor lse)"
 )
 LIBRARY.define("rotate(Tensor x, Tensor? positions, str rotary, bool inverse, str impl) -> Tensor")
 
@@ -124,16 +54,16 @@ LIBRARY.define("rotate(Tensor x, Tensor? positions, str rotary, bool inverse, st
 
 
 def attention(q, k, v, *arguments):
-    arguments = AttentionArguments(*arguments)
-    out, lse, kept = load_backend(arguments.impl).forward(q, k, v, arguments.call)
+    call, (impl,) = unflatten(AttentionCall, arguments)
+    out, lse, kept = load_backend(impl).forward(q, k, v, call)
     return out, lse, *(kept or Kept(k.new_empty(0), k.new_empty(0, dtype=torch.float32)))
 
 
 def attention_backward(grad_out, grad_lse, q, k, v, out, lse, rotated_k, table, *arguments):
-    arguments, kept = AttentionArguments(*arguments), Kept(rotated_k, table)
+    (call, (impl,)), kept = unflatten(AttentionCall, arguments), Kept(rotated_k, table)
     if grad_out is not None and grad_out.stride(-1) != 1:
         grad_out = grad_out.contiguous()
-    return load_backend(arguments.impl).backward(grad_out, grad_lse, q, k, v, out, lse, kept, arguments.call)
+    return load_backend(impl).backward(grad_out, grad_lse, q, k, v, out, lse, kept, call)
 
 
 def append_to_cache(layer: CacheLayer, k, v, tables: CacheTables, rotary: Rotary | None, impl: str) -> None:
@@ -160,17 +90,16 @@ def _append_to_cache(*arguments):
     append_to_cache(layer, k, v, tables, None if rotary is None else Rotary.from_text(rotary), impl)
 
 
-def _cached(arguments) -> tuple[CacheLayer, CacheArguments, CacheCall]:
-    """Returns the layer, the options and the call from the operator's arguments after q."""
+def _cached(arguments) -> tuple[CacheLayer, CacheCall, str]:
+    """Returns the layer, the call and the backend from the operator's arguments after q."""
     layer, rest = unflatten(CacheLayer, arguments)
-    tables, rest = unflatten(CacheTables, rest)
-    options = CacheArguments(*rest)
-    return layer, options, options.call(tables)
+    call, (impl,) = unflatten(CacheCall, rest)
+    return layer, call, impl
 
 
 def _attention_with_cache(q, *arguments):
-    layer, options, call = _cached(arguments)
-    return attend_once(load_backend(options.impl), q, layer, call)
+    layer, call, impl = _cached(arguments)
+    return attend_once(load_backend(impl), q, layer, call)
 
 
 def rotate(x, positions, rotary: Rotary, inverse: bool, impl: str):
@@ -201,12 +130,11 @@ LIBRARY.impl("attention_backward", attention_backward, "CompositeExplicitAutogra
 
 @torch.library.register_fake("flashrope::attention", lib=LIBRARY)
 def _(q, k, v, *arguments):
-    arguments = AttentionArguments(*arguments)
-    check_backend(arguments.impl, q)
-    call = arguments.call
+    call, (impl,) = unflatten(AttentionCall, arguments)
+    check_backend(impl, q)
     out = q.new_empty(out_shape(q, v))
     lse = q.new_empty(lse_shape(q), dtype=accumulation_type(q))
-    shapes = load_backend(arguments.impl).kept_shapes(k, call)
+    shapes = load_backend(impl).kept_shapes(k, call)
     return out, lse, k.new_empty(shapes.rotated_k), k.new_empty(shapes.table, dtype=torch.float32)
 
 
@@ -222,8 +150,8 @@ def _(*_):
 
 @torch.library.register_fake("flashrope::attention_with_cache", lib=LIBRARY)
 def _(q, *arguments):
-    layer, options, call = _cached(arguments)
-    check_backend(options.impl, q, True, call.tables.positions)
+    layer, call, impl = _cached(arguments)
+    check_backend(impl, q, True, call.tables.positions)
     out = q.new_empty(out_shape(q, layer.v))
     return out, q.new_empty(lse_shape(q), dtype=accumulation_type(q))
 

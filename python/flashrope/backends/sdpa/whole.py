@@ -155,7 +155,7 @@ def _parts(q, k, call: AttentionCall, operators) -> tuple[OneBand, OneBand | Non
 
 
 def _only(call: AttentionCall, band: Band) -> AttentionCall:
-    return dataclasses.replace(call, rotary=dataclasses.replace(call.rotary, bands=(band,)))
+    return call._replace(rotary=dataclasses.replace(call.rotary, bands=(band,)))
 
 
 def _far(q, k, window: int) -> tuple[slice, slice]:
@@ -178,7 +178,7 @@ def _merge(out, lse, far_out, far_lse) -> None:
 def _near_forward(q, k, v, near: OneBand):
     """Returns (out, lse, rotated k), contiguous."""
     if near.call.positions is None and (triton := _triton(q)) is not None:
-        out, lse, kept = triton.forward(q, k, v, dataclasses.replace(near.call, whole_keys=True))
+        out, lse, kept = triton.forward(q, k, v, near.call._replace(whole_keys=True))
         return out, lse, kept.rotated_k
     rotated_k = near.keys(k)
     out, lse = near.attend(q, rotated_k, v)

@@ -85,7 +85,7 @@ class PartsPlan:
         total_q = q.shape[0]
         if not parts:
             for sequences, rows, tables in addresses.runs(call.tables, total_q):
-                parts.append((sequences, rows, tables, self._part_of(call.with_tables(tables))))
+                parts.append((sequences, rows, tables, self._part_of(call._replace(tables=tables))))
         result, lse = attend_packed(
             lambda batch, own, run: self._attend(batch, own, run[3], _rows_of(out, run, batch)),
             q,
