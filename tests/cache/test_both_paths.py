@@ -103,7 +103,7 @@ def compiled(public, arguments):
 def test_both_paths(name, impl, monkeypatch):
     public, arguments = call_of(impl, name)
     used: list[int] = []
-    monkeypatch.setattr(library.CacheArguments, "call", counted(library.CacheArguments.call, used))
+    monkeypatch.setattr(library, "attend_once", counted(library.attend_once, used))
     plain = copied(name, arguments)
     wanted = public(**plain)
     assert not used, "the plain call went through the operator"

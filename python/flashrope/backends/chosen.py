@@ -198,7 +198,7 @@ def _attend_placed(q: torch.Tensor, layer: CacheLayer, part: PlacedPart, out: to
         q,
         layer,
         (
-            (sequences, attend(q[sequences], layer if paged else addresses.layer_of(layer, sequences), own))
+            (sequences, attend(q[sequences], layer if paged else layer.part(sequences), own))
             for sequences, attend, own in part.shares
         ),
     )

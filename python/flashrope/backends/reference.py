@@ -9,7 +9,7 @@ import torch
 
 from ..calls import addresses
 from ..calls.cache_tables import CacheLayer, CachePositions, CacheTables
-from ..calls.int8 import dequantize, stores
+from ..calls.int8 import loaded, stores
 from ..calls.plans import CACHE_OPTIONS as CACHE_OPTIONS
 from ..calls.plans import EachLayer, Queries
 from ..calls.records import AttentionCall, CacheCall, Kept, KeptShapes, RotateCall, accumulation_type, out_shape, unseen
@@ -115,15 +115,11 @@ def attention_with_cache(q: torch.Tensor, layer: CacheLayer, call: CacheCall) ->
             return attention_with_cache(q, layer, call._replace(tables=run[2]))
 
         return attend_packed(attend, q, layer, list(addresses.runs(tables, q.shape[0])), q.shape[0])
-    tensors = [x for x in layer[:4] if x is not None]
     positions = tables.positions or CachePositions()
     for b, (first, end) in enumerate(addresses.bounds(tables, layer.k)):
         keys = visible_tokens(positions, b, first, end, tables.block_table, layer.k)
-        k, v, *scales = (x[keys.page, keys.row] for x in tensors)
-        if scales:
-            k, v = (dequantize(x, scale, accumulation_type(q)) for x, scale in zip((k, v), scales, strict=True))
-        if layer.key_weight is not None:
-            k = k.to(accumulation_type(q)) * layer.key_weight
+        rows = (x if x is None else x[keys.page, keys.row] for x in layer.rows)
+        k, v = loaded(layer, rows, accumulation_type(q))
         sequence, places = AttentionCall(call.rotary, call.causal, call.softmax_scale), None
         if tables.positions is not None:
             places = of_queries(positions, b, q.shape[1], keys.position), keys.position

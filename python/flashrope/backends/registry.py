@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -64,15 +65,15 @@ def check_backend(
     q: torch.Tensor,
     cached: bool = False,
     positions: CachePositions | None = None,
-    key_weight: torch.Tensor | None = None,
-    rotated_keys: bool = False,
+    options: Iterable[str] = (),
 ) -> None:
-    """Raises ValueError if the backend cannot serve tensors like q, or an option of a call over a cache."""
+    """Raises ValueError if the backend cannot serve tensors like q, or an option of a call over a cache. options: from
+    ``plans.options_of``."""
     reason = load_backend(impl).unsupported_reason(q, cached)
     if positions is not None and not reason:
         reason = unsupported_positions(impl, positions)
-    for option, given in (("key_weight", key_weight is not None), ("rotated_keys", rotated_keys)):
-        if given and not reason and option not in load_backend(impl).CACHE_OPTIONS:
+    for option in options:
+        if not reason and option not in load_backend(impl).CACHE_OPTIONS:
             reason = not_served(option)
     refuse(None if impl == "auto" else impl, reason)
 

@@ -10,7 +10,7 @@ import torch
 
 from ..backends.names import CACHE_DTYPES
 from ..calls.autocast import autocast
-from ..calls.cache_tables import CacheLayer, CacheTables
+from ..calls.cache_tables import LAYER_OPTIONS, CacheLayer, CacheTables
 from ..calls.checks import (
     DTYPES,
     MAX_HEAD_DIM,
@@ -19,6 +19,7 @@ from ..calls.checks import (
     check_tensor,
 )
 from ..calls.foreign_keywords import refuse_unknown
+from ..calls.plans import options_of
 from ..operators.cache_plan import CachePlan, plan_cache, plan_checked
 from ..operators.functional import attention_with_cache
 from ..schemes.rotary import Rotary
@@ -214,13 +215,12 @@ class Cache:
 
         plans: the plans of a step, by their options. options: keyword arguments of ``attend``.
         """
-        own = self.cache_layer(layer)
-        if (key_weight := options.pop("key_weight", None)) is not None:
-            own = own._replace(key_weight=key_weight)
+        given = {name: options.pop(name) for name in LAYER_OPTIONS if name in options}
+        own = self.cache_layer(layer)._replace(**given)
         sinks, return_lse = options.pop("sinks", None), options.pop("return_lse", False)
         q, k, v = autocast(q, k, v)
         check_tensor("q", q)
-        key = (rotary, tables.new, q.shape, q.dtype, key_weight is None, *options.items())
+        key = (rotary, tables.new, q.shape, q.dtype, *options_of(own, False), *options.items())
         if (plan := plans.get(key)) is None:
             if options:
                 tables = self._with_options(tables, options)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from .cache_tables import ONE_PER_QUERY, CacheLayer, CachePositions, CacheTables
+from .cache_tables import ONE_PER_QUERY, CachePositions, CacheTables
 
 
 class NewRows(NamedTuple):
@@ -173,11 +173,3 @@ def token_sequences(cu_seqlens, total: int) -> tuple[torch.Tensor, torch.Tensor]
     token = torch.arange(total, device=cu_seqlens.device)
     sequence = torch.searchsorted(ends, token, right=True).clamp(max=ends.shape[0] - 1)
     return sequence, ends[sequence] - token
-
-
-def layer_of(layer: CacheLayer, sequences: slice) -> CacheLayer:
-    """Returns the layer with only these sequences. The cache must be contiguous, not paged."""
-    k, v, k_scale, v_scale, key_weight = layer
-    k_scale, v_scale = (x if x is None else x[sequences] for x in (k_scale, v_scale))
-    v = v if v is None else v[sequences]  # v is None if the call writes only keys
-    return CacheLayer(k[sequences], v, k_scale, v_scale, key_weight)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -11,6 +11,9 @@ ONE_PER_QUERY = -1  # a value of seqlen_new: queries are packed, and each query 
 
 class CacheLayer(NamedTuple):
     """The keys and values of one layer, for ``plan_cache`` and ``CachePlan.attend``.
+
+    The fields before key_weight hold a row for every token, which new tokens write. The others (LAYER_OPTIONS) hold
+    for all tokens, and a backend declares those that it supports.
 
     Attributes:
         k: (batch, capacity, heads_kv, head_dim), or with a block table (pages, page_size, heads_kv, head_dim). int8 if
@@ -37,9 +40,22 @@ class CacheLayer(NamedTuple):
     key_weight: torch.Tensor | None = None
 
     @property
+    def rows(self) -> tuple[torch.Tensor | None, ...]:
+        """Returns the fields that hold a row for every token: k, v, k_scale and v_scale."""
+        return self[:4]
+
+    def part(self, sequences: slice) -> CacheLayer:
+        """Returns the layer with only these sequences. The cache must be contiguous, not paged."""
+        own: dict[str, Any] = {n: x[sequences] for n, x in zip(self._fields, self.rows, strict=False) if x is not None}
+        return self._replace(**own)
+
+    @property
     def first_value(self) -> int | None:
         """Returns the channel of k at which v begins, or None if v is not a view of channels of k."""
         return first_value(self.k, self.v)
+
+
+LAYER_OPTIONS = CacheLayer._fields[4:]
 
 
 def first_value(k: torch.Tensor, v: torch.Tensor) -> int | None:

@@ -15,6 +15,8 @@ from typing import Any, NoReturn
 
 import torch
 
+from .cache_tables import CacheLayer, CachePositions
+
 _NONE = "no such argument, because these kernels have no {}"
 _NOT_THE_SAME = "no such argument, because these kernels have no {}, and the model is not the same without it; see {}"
 _OTHER_SCORES = "docs/extending.md, 'A scheme outside the formula', for another way to compute it"
@@ -99,12 +101,9 @@ ELSEWHERE |= dict.fromkeys(
     ("k_cache", "v_cache", "cache_seqlens", "block_table", "cache_leftpad", "validate"),
     f"an argument of {_CACHE}",
 )
+ELSEWHERE |= {name: f"plan_cache and its attend with CacheLayer({name}=...)" for name in CacheLayer._fields[2:]}
 ELSEWHERE |= {
-    name: f"plan_cache and its attend with CacheLayer({name}=...)" for name in ("k_scale", "v_scale", "key_weight")
-}
-ELSEWHERE |= {
-    name: f"plan_cache with CacheTables(positions=CachePositions({name}=...))"
-    for name in ("page_positions", "page_first", "page_lengths", "slot_positions")
+    name: f"plan_cache with CacheTables(positions=CachePositions({name}=...))" for name in CachePositions._fields[:-1]
 }
 NO_OPS: dict[str, tuple[Any, ...]] = {  # keyword: default values of other libraries that have no effect
     "window_size": ((-1, -1), [-1, -1], None),

@@ -10,6 +10,9 @@ of x's dtype (float64: of float32). Everything is computed in float32. Divisions
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import torch
 
 from .cache_tables import CacheLayer
@@ -30,6 +33,17 @@ def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def dequantize(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Returns the values x' (..., head_dim) in dtype."""
     return codes.to(dtype) * scale.to(dtype)[..., None]
+
+
+def loaded(layer: CacheLayer, rows: Iterable[Any], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the keys and values that rows of ``layer.rows`` stand for. They have dtype if the layer is quantized or
+    has a ``key_weight``. Otherwise they are the rows as they are."""
+    k, v, k_scale, v_scale = rows
+    if k_scale is not None:
+        k, v = dequantize(k, k_scale, dtype), dequantize(v, v_scale, dtype)
+    if layer.key_weight is not None:
+        k, v = k.to(dtype) * layer.key_weight, v.to(dtype)
+    return k, v
 
 
 def stores(layer: CacheLayer, k, v=None) -> list[tuple[torch.Tensor, torch.Tensor]]:

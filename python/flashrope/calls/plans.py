@@ -9,7 +9,7 @@ import torch
 
 from ..schemes.rotary import Rotary
 from ..schemes.rotated_keys import over_rotated_keys
-from .cache_tables import CacheLayer
+from .cache_tables import LAYER_OPTIONS, CacheLayer
 from .records import CacheCall
 
 
@@ -26,7 +26,13 @@ class Queries(NamedTuple):
         return cls(q.shape, q.dtype, q.device)
 
 
-CACHE_OPTIONS = frozenset(("positions", "key_weight", "rotated_keys"))
+CACHE_OPTIONS = frozenset(("positions", "rotated_keys", *LAYER_OPTIONS))
+
+
+def options_of(layer: CacheLayer, rotated_keys: bool) -> list[str]:
+    """Returns the CACHE_OPTIONS of a layer, besides positions."""
+    given = [name for name in LAYER_OPTIONS if getattr(layer, name) is not None]
+    return [*given, "rotated_keys"] if rotated_keys else given
 
 
 def not_served(option: str) -> str:

@@ -26,7 +26,7 @@ from ..calls.checks import (
     validate_tables,
 )
 from ..calls.memory import AppendCheck, Unwritten, address, check_apart
-from ..calls.plans import Queries
+from ..calls.plans import Queries, options_of
 from ..calls.records import CacheCall, out_shape
 from ..calls.visible import store_positions
 from ..schemes.lowered import UNBOUNDED
@@ -34,7 +34,7 @@ from ..schemes.rotary import Rotary
 from . import torch_library
 from .autograd import check_no_tangents, is_plain, transforming
 from .fields import flatten
-from .position_checks import check_cached_positions, check_positions_served, validate_positions
+from .position_checks import check_cached_positions, validate_positions
 from .sinks import add_sinks
 from .torch_library import OPERATORS
 
@@ -142,8 +142,6 @@ def plan_checked(
                 "rotated_keys: expected False, because v_cache is a view of k_cache and values are channels of raw "
                 "keys, got True"
             )
-        if rotated_keys and layer.key_weight is not None:
-            raise ValueError("key_weight: not supported for rotated_keys (it multiplies raw keys), got a tensor")
     if rotary.head_dim > MAX_NARROW_HEAD_DIM:
         refuse_beside_wide_heads(rotary.head_dim, layer.k_scale is not None, rotated_keys, positions is not None)
     scale, num_splits = check_options(causal, softmax_scale, q), check_num_splits(num_splits)
@@ -160,11 +158,10 @@ def plan_checked(
     impl = resolve_impl(impl, q, cached=True)
     if positions is not None:
         check_cached_positions(positions, q, layer.k, rotary, tables, rotated_keys)
-        check_positions_served(impl, q, positions)
     if layer.key_weight is not None:
-        check_key_weight(layer.key_weight, q, impl)
-    if rotated_keys and not torch.compiler.is_compiling():
-        check_backend(impl, q, cached=True, rotated_keys=True)
+        check_key_weight(layer.key_weight, q, rotated_keys)
+    if not torch.compiler.is_compiling():  # a graph cannot import modules; the operators do this check at tracing
+        check_backend(impl, q, True, positions, options_of(layer, rotated_keys))
     if validate:
         validate_tables(tables, capacity, layer.k)
         if positions is not None:
@@ -462,8 +459,10 @@ def _refuse(name: str, x: torch.Tensor, shape, dtype, device) -> None:
     raise ValueError(f"{name}: expected shape {tuple(shape)} as in the plan, got {tuple(x.shape)}")
 
 
-def check_key_weight(key_weight, q, impl: str) -> None:
-    """Checks the key_weight of a layer, and that the backend supports key_weight."""
+def check_key_weight(key_weight, q, rotated_keys: bool) -> None:
+    """Checks the key_weight of a layer."""
+    if rotated_keys:
+        raise ValueError("key_weight: not supported for rotated_keys (it multiplies raw keys), got a tensor")
     shape = (q.shape[-1],)
     if not isinstance(key_weight, torch.Tensor) or key_weight.dtype != torch.float32:
         got = key_weight.dtype if isinstance(key_weight, torch.Tensor) else type(key_weight).__name__
@@ -473,5 +472,3 @@ def check_key_weight(key_weight, q, impl: str) -> None:
             f"key_weight: expected shape {shape} on {q.device}, got {tuple(key_weight.shape)} on {key_weight.device}"
         )
     check_no_gradient("key_weight", key_weight)
-    if not torch.compiler.is_compiling():
-        check_backend(impl, q, cached=True, key_weight=key_weight)

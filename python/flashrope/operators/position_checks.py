@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from ..backends.registry import check_backend
 from ..calls import addresses
 from ..calls.cache_tables import CachePositions, CacheTables
 from ..calls.checks import check_int32, check_no_gradient, check_tensor
@@ -43,12 +42,6 @@ def check_cached_positions(given: CachePositions, q, k_cache, rotary, tables: Ca
             )
         if queries is not None and tables.packed is None and new and q.shape[1] != new:
             raise ValueError(f"positions: expected as many queries as new keys, {new}, got {q.shape[1]}")
-
-
-def check_positions_served(impl: str, q, given: CachePositions) -> None:
-    """Raises ValueError if the backend has no kernels for these tables."""
-    if not torch.compiler.is_compiling():  # a graph cannot import modules; the operators do this check at tracing
-        check_backend(impl, q, cached=True, positions=given)
 
 
 def _check_numbers(name: str, x, dtypes: tuple[torch.dtype, ...], like, shape: tuple[int, ...]) -> None:

@@ -12,7 +12,7 @@ from torch.autograd.graph import increment_version
 from ..backends.registry import check_backend, load_backend
 from ..calls.cache_tables import CacheLayer, CacheTables
 from ..calls.memory import check_append
-from ..calls.plans import attend_once
+from ..calls.plans import attend_once, options_of
 from ..calls.records import AttentionCall, CacheCall, Kept, RotateCall, accumulation_type, lse_shape, out_shape
 from ..calls.visible import store_positions
 from ..schemes.rotary import Rotary
@@ -81,7 +81,7 @@ def append_to_cache(layer: CacheLayer, k, v, tables: CacheTables, rotary: Rotary
 def count_write(layer: CacheLayer) -> None:
     """Tells autograd that keys and values of a layer were written, because backends write without its knowledge. Then
     autograd raises an error for a graph that still needs the former values."""
-    increment_version([x for x in layer[:4] if x is not None])
+    increment_version([x for x in layer.rows if x is not None])
 
 
 def _append_to_cache(*arguments):
@@ -151,7 +151,7 @@ def _(*_):
 @torch.library.register_fake("flashrope::attention_with_cache", lib=LIBRARY)
 def _(q, *arguments):
     layer, call, impl = _cached(arguments)
-    check_backend(impl, q, True, call.tables.positions)
+    check_backend(impl, q, True, call.tables.positions, options_of(layer, call.rotated_keys))
     out = q.new_empty(out_shape(q, layer.v))
     return out, q.new_empty(lse_shape(q), dtype=accumulation_type(q))
 

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from ...calls.cache_tables import CacheLayer
+from ...calls.plans import options_of
 from ...calls.records import AttentionCall, CacheCall, out_shape, refuse, unseen
 from ..shared.blocks import Block, blocks_of_runs, groups
 from ..shared.merging import add_partial
@@ -31,8 +32,8 @@ def attend(
     """Returns (out of ``out_shape``, lse in float32) of a batch of sequences. out: a contiguous tensor of this
     shape, to which the result may be written."""
     library = loader.required()
-    if layer.key_weight is not None:
-        layer = layer._replace(key_weight=layer.key_weight.contiguous())  # required by the kernels
+    if options_of(layer, False):  # the kernels need contiguous options
+        layer = layer._replace(**{name: getattr(layer, name).contiguous() for name in options_of(layer, False)})
     placed: list[Placed] | None = None
     if part.call.tables.positions is not None:
         placed = part.placed(layer.k, q.shape[1])
@@ -80,14 +81,12 @@ def _attend(
             bands, shift = bands_between(call.bands, call.causal, rows, block.position, block.order)
             place = Place(bands, shift, rows.position, block.position, seqlen)
             if (rows.rows, k.shape[1]) == whole:
-                return forward(library, q, k, v, attention, scales, place, key_weight=layer.key_weight)
+                return forward(library, q, k, v, attention, scales, place, layer=layer)
             if not any(band.start < shift + rows.rows and band.stop > shift - k.shape[1] + 1 for band in bands):
                 continue
             own = slice(rows.row, rows.row + rows.rows)
             if scales is None and not library.multiplies(q.dtype, q.shape[1]):
                 k, v = k.to(torch.float32), v.to(torch.float32)  # converted once for all runs of queries
-            run_out, run_lse = forward(
-                library, q[:, own], k, v, attention, scales, place, torch.float32, layer.key_weight
-            )
+            run_out, run_lse = forward(library, q[:, own], k, v, attention, scales, place, torch.float32, layer)
             add_partial(out[:, own].transpose(1, 2), lse[..., own], run_out.transpose(1, 2), run_lse)
     return out.to(q.dtype), lse

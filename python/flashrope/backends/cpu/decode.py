@@ -24,6 +24,7 @@ from .library import (
     DecodeRun,
     Library,
     TensorStruct,
+    point_to_options,
 )
 
 BLOCK = 64  # keys; csrc/cpu/decode.h defines the same BLOCK and MAX_ROWS
@@ -91,7 +92,7 @@ def _fill(
 ) -> DecodeCall:
     """Returns the filled-in struct of the compiled call. If the tensors have the same strides as in the previous layer
     of the step, only the addresses are written again."""
-    k, v, k_scale, v_scale, key_weight = layer
+    k, v, k_scale, v_scale = layer[:4]
     strides: tuple = (q.stride(), k.stride(), v.stride(), out.stride())
     if k_scale is not None and v_scale is not None:
         strides += (k_scale.stride(), v_scale.stride())
@@ -109,7 +110,7 @@ def _fill(
             c.k_scale, c.v_scale = TensorStruct.of(k_scale), TensorStruct.of(v_scale)
         part.filled = strides, c
     c.lse = lse.data_ptr()
-    c.key_weight = None if key_weight is None else key_weight.data_ptr()
+    point_to_options(c, layer)
     return c
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from ...calls.cache_tables import LAYER_OPTIONS, CacheLayer
 from ...schemes.bands import Band
 
 MAX_HEAD_DIM = 576  # csrc/cpu/common.h defines the same number
@@ -78,7 +79,7 @@ class DecodeCall(ctypes.Structure):
         ("block_table", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("max_pages", "pages", "page_size")),
         *((name, ctypes.c_int64) for name in ("batch", "seqlen_q", "heads_q", "heads_kv", "head_dim", "head_dim_v")),
-        ("key_weight", ctypes.c_void_p),
+        *((name, ctypes.c_void_p) for name in LAYER_OPTIONS),
         ("inv_freq", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("pairs", "rotating_pairs", "interleaved", "first_channel")),
         ("bands", DecodeBand * MAX_BANDS),
@@ -113,7 +114,7 @@ class ForwardCall(ctypes.Structure):
         ("lse", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("batch", "seqlen_q", "seqlen_k", "heads_q", "heads_kv")),
         *((name, ctypes.c_int64) for name in ("head_dim", "head_dim_v", "pairs", "interleaved", "first_channel")),
-        ("key_weight", ctypes.c_void_p),
+        *((name, ctypes.c_void_p) for name in LAYER_OPTIONS),
         ("bands", ForwardBand * MAX_BANDS),
         ("k_copies", Table * MAX_BANDS),
         ("num_bands", ctypes.c_int64),
@@ -125,6 +126,13 @@ class ForwardCall(ctypes.Structure):
         ("threads", ctypes.c_int64),
         ("parallel_for", ctypes.c_void_p),
     ]
+
+
+def point_to_options(c: DecodeCall | ForwardCall, layer: CacheLayer) -> None:
+    """Writes the addresses of a layer's options to a call."""
+    for name in LAYER_OPTIONS:
+        x = getattr(layer, name)
+        setattr(c, name, None if x is None else x.data_ptr())
 
 
 class BackwardCall(ctypes.Structure):

@@ -73,7 +73,7 @@ class Append:
         v: None if values are channels of the keys."""
         if not (k.numel() and layer.k.numel()):
             return
-        k_cache, v_cache, k_scale, v_scale, _ = layer
+        k_cache, v_cache, k_scale, v_scale = layer.rows
         strides: tuple = (k.stride(), k_cache.stride())
         if v is not None:
             strides += (v.stride(), v_cache.stride())

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from ...calls.cache_tables import CacheLayer
 from ...calls.records import AttentionCall, out_shape
 from ...schemes.bands import Band, PositionMap
 from ..shared.host_rotation import Rotation, rotation_for
@@ -20,6 +21,7 @@ from .library import (
     Library,
     Table,
     TensorStruct,
+    point_to_options,
 )
 
 
@@ -42,12 +44,12 @@ def forward(
     scales: tuple[torch.Tensor, torch.Tensor] | None = None,
     place: Place | None = None,
     out_type: torch.dtype | None = None,
-    key_weight: torch.Tensor | None = None,
+    layer: CacheLayer | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns (out of ``out_shape``, lse in float32).
 
-    scales: (k_scale, v_scale), each (batch, seqlen_k, heads_kv, 1), if k and v are quantized. out_type: float32 or q's
-        dtype. None: q's dtype. key_weight: as in ``CacheLayer``.
+    scales: (k_scale, v_scale), each (batch, seqlen_k, heads_kv), if k and v are quantized. out_type: float32 or q's
+        dtype. None: q's dtype. layer: the layer of a cache to which k and v belong.
     """
     (batch, seqlen_q, heads_q, _), dtype = q.shape, out_type or q.dtype
     multiplied = library.multiplies(q.dtype, seqlen_q)
@@ -62,7 +64,8 @@ def forward(
         c.dtype = INT8
         c.k_scale, c.v_scale = (TensorStruct.of(x) for x in scales)
     c.float32_out = out.dtype == torch.float32
-    c.key_weight = None if key_weight is None else key_weight.data_ptr()
+    if layer is not None:
+        point_to_options(c, layer)
     if library.forward(c, q.dtype):
         raise MemoryError("attention: no memory for the rotated keys")
     return out.to(dtype), lse

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from ...calls.cache_tables import CacheLayer
-from ...calls.int8 import dequantize
+from ...calls.int8 import loaded
 from ...calls.records import CacheCall, accumulation_type, out_shape, unseen
 from ...schemes.bands import PositionMap, chunk_of, have_maps
 from ..shared.blocks import Block, block_size, blocks_of_runs, groups
@@ -75,11 +75,10 @@ def _attend_single(
     single = single_piece(rotary, call.causal, q.shape[1], seqlen, accumulation_type(q))
     if single is None or single.k_rotation is None:
         return None
-    k = layer.k.narrow(1, first, seqlen)
-    if layer.key_weight is not None:
-        k = upcast(k) * layer.key_weight
+    rows = layer.k.narrow(1, first, seqlen), layer.v.narrow(1, first, seqlen)
+    k, v = loaded(layer, (*rows, None, None), accumulation_type(q))
     k = rotate(k, single.k_rotation, rotary).transpose(1, 2)
-    v = widen(upcast(layer.v.narrow(1, first, seqlen)), rotary.head_dim).transpose(1, 2)
+    v = widen(upcast(v), rotary.head_dim).transpose(1, 2)
     rotated_q = rotate(q, single.q_rotation, rotary).transpose(1, 2)
     out, lse = flash_piece(rotated_q, k, v, single.piece, flash_scale(call, seqlen))
     return cast_results(out[..., : layer.v.shape[-1]].transpose(1, 2), lse, q.dtype)
@@ -102,11 +101,13 @@ def _attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns out, like q but with the head_dim of the values, and lse (batch, heads_q, seqlen_q). All sequences have
     seqlen keys. layer: the layer from which the blocks come. queries: the positions of the query rows."""
-    seqlen_q, rotary, head_dim_v, key_weight = q.shape[1], call.rotary, out_shape(q, layer.v)[-1], layer.key_weight
+    seqlen_q, rotary, head_dim_v = q.shape[1], call.rotary, out_shape(q, layer.v)[-1]
     rotated_q: dict[tuple[PositionMap, int], torch.Tensor] = {}
     partials, scale = [], flash_scale(call, seqlen)
     for block in blocks:
-        position, (k, v) = block.position, _keys_and_values(block, accumulation_type(q), key_weight)
+        position = block.position
+        k, v = loaded(layer, block[2:], accumulation_type(q))
+        v = widen(v, k.shape[-1])
         start = int(position) if chunk_of(call.bands) else 0
         for rows in queries:
             own_q = q if rows.rows == seqlen_q else q[:, rows.row : rows.row + rows.rows]
@@ -131,14 +132,3 @@ def _attend(
                     own = piece._replace(row=piece.row + rows.row) if rows.row else piece
                     partials.append((own, piece_out[..., :head_dim_v], lse))
     return merge_partials(partials, q, head_dim_v)
-
-
-def _keys_and_values(block: Block, dtype: torch.dtype, key_weight: torch.Tensor | None):
-    """Returns k and v of a block, both with the head_dim of k. If they are quantized, or if keys are weighted, both are
-    converted to dtype."""
-    k, v = block.k, block.v
-    if block.k_scale is not None and block.v_scale is not None:
-        k, v = (dequantize(x, s[..., 0], dtype) for x, s in ((k, block.k_scale), (v, block.v_scale)))
-    if key_weight is not None:
-        k, v = k.to(dtype) * key_weight, v.to(dtype)
-    return k, widen(v, k.shape[-1])

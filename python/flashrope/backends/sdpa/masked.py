@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from ...calls.cache_tables import CacheLayer
-from ...calls.int8 import dequantize
+from ...calls.int8 import loaded
 from ...calls.records import accumulation_type, out_shape
 from ..shared.host_rotation import KEY_FACTORS, QueryFactors, rotate, rotation_at, upcast
 from ..shared.merging import add_partial
@@ -40,7 +40,8 @@ def attend(
     scale, partials = flash_scale(call, seqlen), []
     for first in range(0, seqlen, size):
         block = slice(first, first + size)
-        k, v = _rows(layer, keys.page[block], keys.row[block], dtype)
+        stored = (x if x is None else x[keys.page[block], keys.row[block]][None] for x in layer.rows)
+        k, v = loaded(layer, stored, dtype)
         for band in call.bands:
             seen = band.holds(by_q[:, None], by_k[block])
             if call.causal:
@@ -63,17 +64,6 @@ def attend(
     for rows, piece_out, piece_lse in partials:
         add_partial(out[:, :, rows], lse[..., rows], piece_out, piece_lse)
     return cast_results(out.transpose(1, 2), lse, q.dtype)
-
-
-def _rows(
-    layer: CacheLayer, page: torch.Tensor, row: torch.Tensor, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (k, v), each (1, rows, heads_kv, head_dim). k is multiplied by ``key_weight`` if the layer has it.
-    Quantized k and v are converted to dtype."""
-    k, v, *scales = (x[page, row][None] for x in layer[:4] if x is not None)
-    if scales:
-        k, v = dequantize(k, scales[0], dtype), dequantize(v, scales[1], dtype)
-    return k if layer.key_weight is None else k.to(dtype) * layer.key_weight, v
 
 
 def _flash(q, k, v, seen: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:

@@ -27,7 +27,7 @@ class Block(NamedTuple):
     order: int  # rank of the first key among the visible keys of the sequence
     k: torch.Tensor  # (batch, slots, heads_kv, head_dim)
     v: torch.Tensor  # like k, but its head_dim may be smaller
-    k_scale: torch.Tensor | None = None  # (batch, slots, heads_kv, 1)
+    k_scale: torch.Tensor | None = None  # (batch, slots, heads_kv)
     v_scale: torch.Tensor | None = None
 
 
@@ -72,7 +72,7 @@ def _blocks(layer: CacheLayer, table, b0: int, b1: int, first: int, end: int, si
     given, there is one sequence."""
     caches: tuple[torch.Tensor, ...] = layer.k, layer.v
     if layer.k_scale is not None and layer.v_scale is not None:
-        caches += layer.k_scale[..., None], layer.v_scale[..., None]
+        caches += layer.k_scale, layer.v_scale
     for slot in range(first, end, size):
         stop = min(slot + size, end)
         views = (x[b0:b1, slot:stop] for x in caches)

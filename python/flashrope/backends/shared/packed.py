@@ -20,7 +20,7 @@ def append_packed(append: Callable, layer: CacheLayer, k, v, tables: CacheTables
             cache.index_put_((page[fits], row[fits]), new[fits])
         return
     for sequences, rows, part in addresses.runs(tables, k.shape[0]):
-        own = layer if part.block_table is not None else addresses.layer_of(layer, sequences)
+        own = layer if part.block_table is not None else layer.part(sequences)
         batch = (None if x is None else x[rows].unflatten(0, (part.seqlens.shape[0], -1)) for x in (k, v))
         append(own, *batch, part)
 
@@ -46,7 +46,7 @@ def _attend_run(attend: Callable, q, layer: CacheLayer, run):
     """Returns (out, lse) of the query rows of one run."""
     sequences, _, tables, *_ = run
     if tables.block_table is None:
-        layer = addresses.layer_of(layer, sequences)
+        layer = layer.part(sequences)
     out, lse = attend(q.view(tables.seqlens.shape[0], -1, *q.shape[1:]), layer, run)
     return out.flatten(0, 1), lse.transpose(0, 1).flatten(1)
 

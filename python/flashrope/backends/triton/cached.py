@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from ...calls.cache_tables import CacheLayer, CachePositions
-from ...calls.plans import Queries, append_rotary
+from ...calls.plans import Queries, append_rotary, options_of
 from ...calls.records import MAX_SPLITS, CacheCall, RotateCall, lse_shape, multiprocessors, out_shape
 from ...schemes.cos_sin import coarse_rows, three_level_table, turn_table, two_level_table
 from ...schemes.head_parts import Part, channel_parts, copied_parts
@@ -227,10 +227,10 @@ class TritonCachePlan(LaunchPlan):
 
         The workspace of ``attention_chunks`` holds one copy for each rotation of keys, and must not have more rows than
         the cache. num_splits requests the decode kernel, whose results do not depend on how tokens are divided into
-        calls. Only the decode kernel supports key weights and heads of more than 512 channels.
+        calls. Only the decode kernel supports the options of a layer and heads of more than 512 channels.
         """
         too_wide = self.rotary.head_dim > 2 * configs.WIDEST_PAIRS
-        if self.call.num_splits or layer.key_weight is not None or too_wide:
+        if self.call.num_splits or options_of(layer, False) or too_wide:
             return False
         if self.max_seqlen_q <= configs.DECODE_SEQLEN or self.call.tables.positions is not None:
             return False
@@ -520,7 +520,7 @@ class TritonCachePlan(LaunchPlan):
 
     def _resident_blocks(self, q, layer: CacheLayer, arguments: Callable[[], tuple], options) -> int:
         """Returns how many blocks of ``attention_decode`` the device holds at once."""
-        given = self.cu_seqlens_q is None, layer.key_weight is None
+        given = self.cu_seqlens_q is None, *options_of(layer, False)
         key = (q.device, self.capability, q.dtype, *given, *options.items())
         if key not in _resident:
             blocks = launcher.resident_blocks(self.capability, attention_decode, *arguments(), **options)

@@ -94,7 +94,7 @@ def append_key(layer: CacheLayer, k: torch.Tensor, v: torch.Tensor | None) -> tu
     keys can share an ``AppendLaunch``."""
     if v is None:
         return k.stride(), None, alignment_key(layer.k, k)
-    return k.stride(), v.stride(), alignment_key(*layer[:4], k, v)
+    return k.stride(), v.stride(), alignment_key(*layer.rows, k, v)
 
 
 def alignment_key(*tensors: torch.Tensor | None):
