@@ -29,11 +29,10 @@ from ...triton_kernels.cached.decode import attention_decode
 from ...triton_kernels.cached.explicit_positions import ENTRY_FIELDS, TOKEN_FIELDS
 from ...triton_kernels.cached.placing import place_slots, place_tokens
 from ...triton_kernels.cached.shares import plan_shares
-from ...triton_kernels.configs import Tile
-from ...triton_kernels.rotating.channels import holds_values
 from ...triton_kernels.rotating.rotate import rotate_cached_rows
 from ..shared.splits import choose_splits
 from . import launcher
+from .decode import DecodeCase
 from .device import (
     block_d,
     cached_vector_sizes,
@@ -42,7 +41,7 @@ from .device import (
     variant_of,
     with_int32_offsets,
 )
-from .divisions import Decode, Head, combine_launch, share_workspace, shares_fit
+from .divisions import Decode, combine_launch, share_workspace
 from .launcher import cdiv
 from .plan import LaunchPlan
 from .rotated import rotate
@@ -330,65 +329,40 @@ class TritonCachePlan(LaunchPlan):
             plan.combine(plan.workspace, out, lse, *sequences, plan.rows, *heads)
 
     def _plan_decode(self, q, layer: CacheLayer, layout: KernelCacheLayout, out, lse, alignment) -> Decode:
-        group, rows = self.heads_q // self.heads_kv, self.decode_seqlen * (self.heads_q // self.heads_kv)
-        usual_rows = group if self.prefills else rows
-        channels, direction = self._channels(layout), "decode"
-        shared = self.first_value >= 0 and len(channels) > 0
-        latent = shared and self.rotary.head_dim > 2 * configs.WIDEST_PAIRS
-        wide = not self.call.num_splits and usual_rows > configs.WIDE_ROWS
-        if latent and self._rotates_values(channels[0]):
-            # The tile for many rows has 64 rows on sm_90. There, products with values still run when the next block of
-            # keys is loaded. A part that rotates has one slot of shared memory, so the next block would overwrite
-            # values that these products still read.
-            wide = False
-        if self.table.shape[-1] >= configs.CROWDED_PAIRS:
-            crowded = self.quantized or layout.entries is not None
-            direction = "decode codes" if crowded else "decode parts" if channels else "decode"
-            direction = "decode shared" if shared else direction
-        if wide:
-            direction = "decode shared wide" if latent else "decode wide"
-        tile = self.tile(direction, self.cache, block_d(self.head_dim_v))
-        aligned_maps = bool(self.lowered.maps) and layout.entries is None and self._maps_align(tile.block_n)
-        if self.lowered.maps and not aligned_maps:
-            # Every key has its own row of cos and sin. If these rows were loaded ahead, they would fill shared memory.
-            tile = tile._replace(num_stages=1)
-        one_run = False
-        if layout.entries is not None:
-            tile, one_run = self._tile_of_explicit_positions(tile)
-        segments = cdiv(rows, tile.block_m) * self.heads_kv * self.batch
-        usual_segments = cdiv(usual_rows, tile.block_m) * self.heads_kv * self.batch
+        case = DecodeCase.of(self, layout.entries is not None)
+        tile, aligned_maps, one_run = case.tile(self)
+        group = self.heads_q // self.heads_kv
+        segments, usual_segments = (
+            cdiv(rows, tile.block_m) * self.heads_kv * self.batch
+            for rows in (group * self.decode_seqlen, group if self.prefills else group * self.decode_seqlen)
+        )
         if self.quantized:
             vec, code_vec = cached_vector_sizes(layer.k, layer.v, q)
         else:
             vec, code_vec = vector_of(alignment, q.dtype.itemsize, q.stride(), layer.k.stride(), layer.v.stride()), 0
-        fields = (self.num_bands, self.lowered.rotated_bands, self.page_size, tile.block_m, tile.block_n)
         several = self.batch > 1 and self.capacity > tile.block_n and not self.call.num_splits
-        head = Head(self.rotary.head_dim, self.itemsize, self.quantized, len(channels) > 0, shared, wide)
-        shares = several and layout.entries is None and shares_fit(head, self.page_size > 0)
-        key_groups = 1
-        if self._loads_plain_pairs(layout, channels, aligned_maps):
-            width = max(2 * self.table.shape[-1], block_d(self.head_dim_v))
-            size = width, self.itemsize, self.num_bands
-            key_groups = configs.key_groups(tile, self.capability, *size, shares, layer.key_weight is not None)
-        options = {
-            "VARIANT": variant_of(
-                self.rotary,
-                vec,
-                *fields,
-                head_dim_v=self.head_dim_v,
-                aligned_maps=aligned_maps,
-                code_vec=code_vec,
-                one_run=one_run,
-                stored=self.stored,
-                axes=self.axes,
-                parts=1 if self.table.shape[-1] <= configs.WHOLE_PAIRS else 2,
-                channels=channels,
-                first_value=self.first_value,
-                shares=shares,
-                key_groups=key_groups,
-            ),
-            **tile.options,
-        }
+        shares = several and case.shares_fit(self)
+        variant = variant_of(
+            self.rotary,
+            vec,
+            self.num_bands,
+            self.lowered.rotated_bands,
+            self.page_size,
+            tile.block_m,
+            tile.block_n,
+            head_dim_v=self.head_dim_v,
+            aligned_maps=aligned_maps,
+            code_vec=code_vec,
+            one_run=one_run,
+            stored=self.stored,
+            axes=self.axes,
+            parts=1 if self.table.shape[-1] <= configs.WHOLE_PAIRS else 2,
+            channels=case.parts,
+            first_value=self.first_value,
+            shares=shares,
+            key_groups=case.key_groups(self, tile, aligned_maps, shares, layer.key_weight is not None),
+        )
+        options = {"VARIANT": variant, **tile.options}
         if shares:
             size = self.rotary.head_dim, self.itemsize, self.num_bands
             options |= configs.share_options(tile, self.capability, *size)
@@ -443,43 +417,6 @@ class TritonCachePlan(LaunchPlan):
             **configs.options(configs.SHARE_WARPS),
         )
         return plan
-
-    def _channels(self, layout: KernelCacheLayout) -> tuple[Part, ...]:
-        """Returns the parts of the head, or () if the kernel holds all channels as pairs. The kernel holds all channels
-        as pairs for quantized caches, for explicit positions, and if a head of up to 512 channels does not fill its
-        tile."""
-        parts = channel_parts(self.rotary, self.call.causal)
-        padded = self.rotary.head_dim != 2 * self.table.shape[-1] and self.rotary.head_dim <= 2 * configs.WIDEST_PAIRS
-        return () if self.quantized or layout.entries is not None or padded else parts
-
-    def _rotates_values(self, part: Part) -> bool:
-        """Whether channels of the part that rotates are values."""
-        return holds_values(part.first, part.second, part.width, self.first_value, self.head_dim_v)
-
-    def _loads_plain_pairs(self, layout: KernelCacheLayout, channels: tuple[Part, ...], aligned_maps: bool) -> bool:
-        """Whether the decode kernel loads three tiles (the first members of all pairs, the second members, and the
-        values) with elements of 16 bits or more, and no key needs its own row of cos and sin."""
-        plain = not self.quantized and layout.entries is None and self.first_value < 0 and not channels
-        return plain and not self.rotary.interleaved and (aligned_maps or not self.lowered.maps)
-
-    def _maps_align(self, block_n: int) -> bool:
-        """Whether every tile of block_n keys lies in one chunk, and either lies in one group or holds whole groups."""
-        maps = [self.lowered.maps[rotation] for rotation in self.lowered.k_copies]
-        return all(x.chunk % block_n == 0 and 0 in (x.group % block_n, block_n % x.group) for x in maps)
-
-    def _tile_of_explicit_positions(self, tile: Tile) -> tuple[Tile, bool]:
-        """Returns (the tile for explicit positions, whether each tile of keys lies in one page). In one page,
-        consecutive keys have consecutive positions. Otherwise every key needs its own rows of cos and sin."""
-        if self.lowered.maps and not self.stored:
-            tile = tile._replace(num_stages=2)  # with more stages, cos and sin of the keys would fill shared memory
-        if (self.stored or self.lowered.maps) and self.table.shape[-1] >= configs.EXPLICIT_PAIRS:
-            tile = tile._replace(block_n=min(tile.block_n, configs.EXPLICIT_KEYS))
-        if not self.page_size:
-            return tile, True
-        tile = tile._replace(block_n=min(tile.block_n, self.page_size))
-        if self.call.tables.leftpad is None and self.page_size % tile.block_n == 0:
-            return tile, True
-        return tile._replace(block_n=configs.SMALLEST_TILE, num_stages=1), False
 
     def _decode_arguments(
         self, q, layer: CacheLayer, q_strides, layout, result: Result, num_splits: int, workspace: Workspace | None

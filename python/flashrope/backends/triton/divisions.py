@@ -1,4 +1,4 @@
-"""Decides for which heads the decode kernel divides keys into shares, and allocates what shares and splits store."""
+"""Allocates what the shares and splits of the decode kernel store, and launches what combines them."""
 
 from __future__ import annotations
 
@@ -25,42 +25,6 @@ class Decode(NamedTuple):
     workspace: Workspace | None = None
     combine: launcher.Launch | None = None
     rows: int = 0
-
-
-class Head(NamedTuple):
-    """Properties of a head and a call that decide how many registers the loop over keys needs. itemsize: bytes of an
-    element of q. codes: whether the cache is quantized. channels: whether the kernel divides the head into parts.
-    shared: whether the kernel divides the head into parts and the values are channels of the keys. wide: whether a tile
-    has many query rows."""
-
-    head_dim: int
-    itemsize: int
-    codes: bool
-    channels: bool
-    shared: bool
-    wide: bool
-
-
-def shares_fit(head: Head, paged: bool) -> bool:
-    """Whether the decode kernel divides keys into shares.
-
-    A program needs some registers to go on to its next piece. If the loop over keys leaves too few, a multiprocessor
-    would hold fewer blocks than with splits, or a block of keys would take longer. The loop leaves enough for:
-
-    - float32: 32 to 64 channels, unless the cache is quantized or the tile is wide.
-    - 16 bits, below 256 channels: heads of 128 channels always, and heads of 64 if the cache is not quantized and the
-      tile is not wide.
-    - 16 bits, 256 channels or more: heads in parts. If values are channels of the keys, the head must also have more
-      than 512 channels, and if the tile is wide, the cache must be paged.
-    """
-    small, usual = configs.SHARE_DIMS
-    if head.itemsize > 2:
-        return small // 2 <= head.head_dim <= small and not head.codes and not head.wide
-    if head.head_dim < 2 * configs.CROWDED_PAIRS:
-        return head.head_dim == usual or (head.head_dim == small and not head.codes and not head.wide)
-    if not head.shared:
-        return head.channels
-    return head.head_dim > 2 * configs.WIDEST_PAIRS and (paged or not head.wide)
 
 
 def share_workspace(
