@@ -35,19 +35,19 @@ def test_the_newest_version_is_one_for_the_code_the_extra_and_ci():
 def test_a_plan_changes_nothing_and_undo_restores_what_was_applied():
     model = tiny("gemma3_text")
     before = state(model)
-    planned = plan.plan_conversion(model, {"log_n": 12})
+    planned = plan.plan_conversion(model, model.model, {"log_n": 12})
     assert state(model) == before and plan.plan_of(model.model) is None
     assert planned.field == planned.options == {"log_n": 12} and planned.own is None and not planned.warnings
     assert list(planned.schemes) == [f"layers.{layer}.self_attn" for layer in range(model.config.num_hidden_layers)]
-    applying.apply(model, planned)
+    applying.apply(model, model.model, planned)
     assert plan.plan_of(model.model) is planned and state(model) != before
     assert schemes(model) == [scheme.rotary for scheme in planned.schemes.values()]
-    assert applying.undo(model) and state(model) == before
-    assert not applying.undo(model)
+    assert applying.undo(model, model.model) and state(model) == before
+    assert not applying.undo(model, model.model)
 
 
 def test_a_plan_is_frozen():
-    planned = plan.plan_conversion(tiny("llama"), {})
+    planned = plan.plan_conversion(model := tiny("llama"), model.model, {})
     with pytest.raises(AttributeError):
         planned.mark = "another"
 
@@ -55,16 +55,16 @@ def test_a_plan_is_frozen():
 def test_a_plan_of_the_same_schemes_keeps_the_mark():
     model = convert(tiny("llama"), rerope=6)
     earlier = plan.plan_of(model.model)
-    assert plan.plan_conversion(model, {"rerope": 6}).mark == earlier.mark
-    assert plan.plan_conversion(model, {"rerope": 7}).mark != earlier.mark
-    kept = plan.plan_conversion(model, {})
+    assert plan.plan_conversion(model, model.model, {"rerope": 6}).mark == earlier.mark
+    assert plan.plan_conversion(model, model.model, {"rerope": 7}).mark != earlier.mark
+    kept = plan.plan_conversion(model, model.model, {})
     assert kept.mark == earlier.mark and "the model keeps rerope=6 of its last convert" in kept.warnings[0]
 
 
 def test_a_plan_of_an_untested_type_has_its_own_schemes(monkeypatch):
     monkeypatch.setattr(plan, "FAMILIES", plan.FAMILIES - {"llama"})
     model = tiny("llama")
-    planned = plan.plan_conversion(model, {"rerope": 6}, untested=True)
+    planned = plan.plan_conversion(model, model.model, {"rerope": 6}, untested=True)
     assert {scheme.rotary for scheme in planned.schemes.values()} == {Rotary.rope(16).rectify(6)}
     assert {scheme.rotary for scheme in planned.own.schemes.values()} == {Rotary.rope(16)}
     assert planned.own.mark != planned.mark and not planned.own.field
@@ -76,7 +76,7 @@ def test_a_scheme_without_rotation(name):
     table."""
     scaling = {"type": "dynamic", "factor": 2.0}
     model = tiny(name, rope_scaling=scaling, max_position_embeddings=16) if name == "llama" else tiny(name)
-    for scheme in plan.plan_conversion(model, {}).schemes.values():
+    for scheme in plan.plan_conversion(model, model.model, {}).schemes.values():
         other = scheme.without_rotation()
         assert not any(other.at(100).frequencies) and any(scheme.at(100).frequencies)
         assert other.window == scheme.window and other.rotary.head_dim == scheme.rotary.head_dim
@@ -89,7 +89,7 @@ def test_undo_finds_layers_whose_names_have_changed():
     layers = model.model.layers
     layer = layers[1]
     layers[1] = torch.nn.ModuleDict({"wrapped": layer})  # torch.compile and checkpointing wrap layers like this
-    assert applying.undo(model) and not schemes(model)
+    assert applying.undo(model, model.model) and not schemes(model)
     layers[1] = layer
     assert close(logits(model, tokens()), stock)
 

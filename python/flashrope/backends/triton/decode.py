@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from ...schemes.head_parts import Part, channel_parts
 from ...triton_kernels import configs
@@ -10,12 +10,9 @@ from ...triton_kernels.configs import Tile
 from ...triton_kernels.rotating.channels import holds_values
 from .device import block_d
 
-if TYPE_CHECKING:
-    from .cached import TritonCachePlan
-
 
 class DecodeCase(NamedTuple):
-    """The properties of a plan that decide the tile of ``attention_decode``.
+    """The properties of a TritonCachePlan that decide the tile of ``attention_decode``.
 
     parts: ``Variant.channels``, or () if the kernel holds all channels as pairs.
     placed: the caller gave positions of cached tokens.
@@ -35,7 +32,7 @@ class DecodeCase(NamedTuple):
     wide: bool
 
     @classmethod
-    def of(cls, plan: TritonCachePlan, placed: bool) -> DecodeCase:
+    def of(cls, plan, placed: bool) -> DecodeCase:
         pairs, head_dim = plan.table.shape[-1], plan.rotary.head_dim
         padded = head_dim != 2 * pairs and head_dim <= 2 * configs.WIDEST_PAIRS
         whole = plan.quantized or placed or padded
@@ -64,7 +61,7 @@ class DecodeCase(NamedTuple):
         )
         return next(direction for holds, direction in rows if holds)
 
-    def tile(self, plan: TritonCachePlan) -> tuple[Tile, bool, bool]:
+    def tile(self, plan) -> tuple[Tile, bool, bool]:
         """Returns (tile, ``Variant.aligned_maps``, ``Variant.one_run``)."""
         tile = plan.tile(self.direction, plan.cache, block_d(plan.head_dim_v))
         maps = plan.lowered.maps
@@ -77,7 +74,7 @@ class DecodeCase(NamedTuple):
             return tile, False, one_run
         return tile, aligned_maps, False
 
-    def shares_fit(self, plan: TritonCachePlan) -> bool:
+    def shares_fit(self, plan) -> bool:
         """Whether the decode kernel divides keys into shares.
 
         A program needs some registers to go on to its next piece. If the loop over keys leaves too few, a
@@ -103,7 +100,7 @@ class DecodeCase(NamedTuple):
             return len(self.parts) > 0
         return self.latent and (plan.page_size > 0 or not self.wide)
 
-    def key_groups(self, plan: TritonCachePlan, tile: Tile, aligned_maps: bool, shares: bool, weighted: bool) -> int:
+    def key_groups(self, plan, tile: Tile, aligned_maps: bool, shares: bool, weighted: bool) -> int:
         """Returns ``Variant.key_groups``. Groups need a kernel that loads three tiles (the first members of all pairs,
         the second members, and the values) with elements of 16 bits or more, and in which no key has its own row of cos
         and sin."""
@@ -115,18 +112,18 @@ class DecodeCase(NamedTuple):
         return configs.key_groups(tile, plan.capability, width, plan.itemsize, plan.num_bands, shares, weighted)
 
 
-def _rotates_values(part: Part, plan: TritonCachePlan) -> bool:
+def _rotates_values(part: Part, plan) -> bool:
     """Whether channels of the part that rotates are values."""
     return holds_values(part.first, part.second, part.width, plan.first_value, plan.head_dim_v)
 
 
-def _maps_align(plan: TritonCachePlan, block_n: int) -> bool:
+def _maps_align(plan, block_n: int) -> bool:
     """Whether every tile of block_n keys lies in one chunk, and either lies in one group or holds whole groups."""
     maps = [plan.lowered.maps[rotation] for rotation in plan.lowered.k_copies]
     return all(x.chunk % block_n == 0 and 0 in (x.group % block_n, block_n % x.group) for x in maps)
 
 
-def _tile_of_explicit_positions(plan: TritonCachePlan, tile: Tile) -> tuple[Tile, bool]:
+def _tile_of_explicit_positions(plan, tile: Tile) -> tuple[Tile, bool]:
     """Returns (the tile for explicit positions, whether each tile of keys lies in one page). In one page, consecutive
     keys have consecutive positions. Otherwise every key needs its own rows of cos and sin."""
     if plan.lowered.maps and not plan.stored:

@@ -25,7 +25,7 @@ from .caches import COORDINATES, axes_of, check_cache, mark_returned, read_coord
 from .checkpointing import watch_backward
 from .configurations import delete_options, write_options
 from .continuous_batching import SUPPORTED, with_pages
-from .conversion_plan import NAME, SAVED, ConversionPlan, find_decoder, scheme_of
+from .conversion_plan import NAME, SAVED, ConversionPlan, scheme_of
 from .embeddings import ATTRIBUTE, check_embedding, no_rotation, rotary_embeddings
 from .layer_schemes import LayerScheme
 from .one_tensor import expand
@@ -49,10 +49,9 @@ class Applied(NamedTuple):
     embeddings: tuple[str, ...]
 
 
-def apply(model, plan: ConversionPlan) -> None:
+def apply(model, decoder: Any, plan: ConversionPlan) -> None:
     """Applies a plan of this model. An earlier conversion is undone first."""
-    decoder: Any = find_decoder(model)
-    if not undo(model):
+    if not undo(model, decoder):
         choose_stock_attention(model, names=(SAVED, NAME))
     attn_implementation = decoder.config._attn_implementation
     decoder.set_attn_implementation(NAME)
@@ -79,9 +78,8 @@ def apply(model, plan: ConversionPlan) -> None:
         write_options(model, decoder.config, dict(plan.field))
 
 
-def undo(model) -> bool:
+def undo(model, decoder) -> bool:
     """Undoes the plan that was applied to a model. Returns whether there was such a plan."""
-    decoder = find_decoder(model)
     applied = vars(decoder).pop(ATTRIBUTE, None)
     if applied is None:
         return False

@@ -11,7 +11,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from ..scheme_options import FIELD
-from .conversion_plan import KEY, SAVED, find_decoder, scheme_of
+from .conversion_plan import KEY, SAVED, scheme_of
 from .layer_schemes import LayerScheme
 
 
@@ -29,13 +29,12 @@ def delete_options(model: torch.nn.Module, config) -> None:
         vars(each).pop(KEY, None)
 
 
-def separate_configuration(model: torch.nn.Module) -> bool:
+def separate_configuration(model: torch.nn.Module, decoder: PreTrainedModel) -> bool:
     """Gives a model a copy of its configuration if another living model has the same object, so that the options and
     the attention in the configuration are those of one model. Returns whether there was such a model.
 
     model: a model or a part of one that holds the decoder. The whole model gets the copy.
     """
-    decoder = find_decoder(model)
     if not _may_be_shared(model, decoder):
         return False
     living = [each for each in gc.get_objects() if issubclass(type(each), torch.nn.Module) and "config" in vars(each)]

@@ -21,7 +21,7 @@ from .caches import check_cache
 from .configurations import delete_options, separate_configuration
 from .conversion_plan import FAMILIES, NAME, SAVED, find_decoder, plan_conversion
 from .untested import accept
-from .versions import arguments_of
+from .versions import arguments_of, check_version
 
 REVERTED = "_flashrope_reverted"  # the decoder's attribute with the handle of the hook that ``revert`` adds
 
@@ -95,17 +95,18 @@ def convert(model, rotary: Rotary | dict[str, Rotary] | None = None, *, untested
         TypeError, ValueError: an argument is invalid. The message names the argument and says what was expected. The
             model does not change.
     """
-    given = {"rotary": rotary, **options}
-    plan = plan_conversion(model, given, untested)
-    if separate_configuration(model):
-        plan = plan_conversion(model, given, untested)  # the schemes keep the configuration
+    check_version()
+    given, decoder = {"rotary": rotary, **options}, find_decoder(model)
+    plan = plan_conversion(model, decoder, given, untested)
+    if separate_configuration(model, decoder):
+        plan = plan_conversion(model, decoder, given, untested)  # the schemes keep the configuration
     if plan.own is not None:
-        accept(model, plan.own)
+        accept(model, decoder, plan.own)
     for message in plan.warnings:
         warnings.warn(message, stacklevel=2)
-    apply(model, plan)
+    apply(model, decoder, plan)
     follow_adapters()
-    hook = vars(find_decoder(model)).pop(REVERTED, None)
+    hook = vars(decoder).pop(REVERTED, None)
     if hook is not None:
         hook.remove()
     return model
@@ -124,9 +125,9 @@ def revert(model):
     One hook is added, which raises an error for caches that hold the converted model's raw keys. A model that was saved
     with options and loaded without ``convert`` becomes the stock model, too.
     """
-    separate_configuration(model)
     decoder = find_decoder(model)
-    if undo(model):
+    separate_configuration(model, decoder)
+    if undo(model, decoder):
         setattr(decoder, REVERTED, decoder.register_forward_pre_hook(_check_reverted, with_kwargs=True))
     else:
         choose_stock_attention(model, names=(SAVED, NAME))

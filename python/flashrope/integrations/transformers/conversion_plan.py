@@ -24,7 +24,7 @@ from ..scheme_options import RAW_KEYS, as_keywords, keeps_raw_keys, read_field, 
 from .adapters import check_adapters
 from .embeddings import ATTRIBUTE, check_tables, is_rotary_embedding
 from .layer_schemes import LayerScheme, attending_layers, check_sees_all, layer_type_of, sliding_window_of
-from .versions import VERSION, check_version
+from .versions import VERSION
 
 # model_type of the decoders that the tests compare with the library's own attention.
 FAMILIES = frozenset(families_with("tested"))
@@ -80,11 +80,11 @@ class ConversionPlan:
         object.__setattr__(self, "from_zero", any(scheme.from_zero for scheme in schemes))
 
 
-def plan_conversion(model, given: Mapping[str, Any], untested: bool = False) -> ConversionPlan:
+def plan_conversion(model, decoder, given: Mapping[str, Any], untested: bool = False) -> ConversionPlan:
     """Plans ``convert`` with the given options. The model stays as it is.
 
     Args:
-        model: a transformers model, converted or not.
+        model: a transformers model, converted or not. decoder: its ``find_decoder``.
         given: the options of ``convert``, including rotary. {}: the options in the configuration are used.
         untested: whether a model type that is not in ``FAMILIES`` is accepted. The plan of such a model has ``own``.
 
@@ -92,8 +92,6 @@ def plan_conversion(model, given: Mapping[str, Any], untested: bool = False) -> 
         TypeError, ValueError: the model or an option is not supported. The message names the argument and says what was
             expected.
     """
-    check_version()
-    decoder = find_decoder(model)
     check_adapters(model)
     check_decoder(decoder)
     modules = attention_modules(decoder)
@@ -114,7 +112,7 @@ def plan_conversion(model, given: Mapping[str, Any], untested: bool = False) -> 
         stock = _plan_layers(decoder, modules, {})
         own = ConversionPlan(stock, {}, {}, uuid.uuid4().hex)
     field = to_json(options) | ({RAW_KEYS: True} if raw_keys else {})
-    warnings = _warnings_of_window(options, config) + _warnings_of_images(model, config)
+    warnings = _warnings_of_window(options, config) + _warnings_of_images(model, decoder)
     if earlier is not None and options and not asked:
         warnings.insert(
             0,
@@ -193,9 +191,10 @@ def _warnings_of_window(options: Mapping[str, Any], config) -> list[str]:
     return []
 
 
-def _warnings_of_images(model, config) -> list[str]:
+def _warnings_of_images(model, decoder) -> list[str]:
     """Returns a warning if the model has a vision tower and lets the tokens of an image see one another."""
-    if getattr(config, "use_bidirectional_attention", None) != IMAGES_ONLY or model is find_decoder(model):
+    config = decoder.config
+    if getattr(config, "use_bidirectional_attention", None) != IMAGES_ONLY or model is decoder:
         return []
     if not any(
         isinstance(module, PreTrainedModel) and hasattr(module, "get_image_features") for module in model.modules()

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from .applying import apply, choose_stock_attention, undo
-from .conversion_plan import SAVED, ConversionPlan, find_decoder
+from .conversion_plan import SAVED, ConversionPlan
 from .versions import CACHE, cache_of
 
 SEQLEN, PADDING = 24, 3
@@ -23,7 +23,7 @@ TOLERANCE = {
 SENSITIVITY = 5  # without rotation the outputs must change by more than this multiple of the tolerance
 
 
-def accept(model, own: ConversionPlan) -> None:
+def accept(model, decoder, own: ConversionPlan) -> None:
     """Compares a stock model with its conversion under two plans: its own schemes, and its own schemes without
     rotation.
 
@@ -35,7 +35,6 @@ def accept(model, own: ConversionPlan) -> None:
         ValueError: the comparison failed. The message names the model type, the case and the difference. Or weights of
             the model are offloaded, so that the comparison cannot vary them.
     """
-    decoder = find_decoder(model)
     offloaded = next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)
     if offloaded is not None:
         raise ValueError(
@@ -49,10 +48,10 @@ def accept(model, own: ConversionPlan) -> None:
     with contextlib.ExitStack() as restore:
         _prepare(model, restore)
         stock = _outputs(model, decoder)
-        restore.callback(undo, model)
-        apply(model, own)
+        restore.callback(undo, model, decoder)
+        apply(model, decoder, own)
         found = _outputs(model, decoder)
-        apply(model, unrotated)
+        apply(model, decoder, unrotated)
         without = _forward(model, decoder, _tokens(model, decoder), None)
     tolerance = TOLERANCE[without.dtype] * float(stock["uncached"].abs().max())
     for case, expected in stock.items():
