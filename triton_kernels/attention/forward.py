@@ -63,7 +63,6 @@ from ..tiles import (
     visible_keys,
 )
 from .keys import (
-    CachedKeys,
     CopiedKeys,
     Keys,
     enter_band,
@@ -124,10 +123,9 @@ def attention_forward(
     queries = head_view(q, batch, seq.start_q + first, head, VARIANT)
     k_rows = head_view(k, batch, seq.start_k, head_kv, VARIANT)
     v_rows = head_view(v, batch, seq.start_k, head_kv, VARIANT)
-    copied = CopiedKeys(rotated_k, packed_row(cu_seqlens.k, batch, seq.start_k, seqlen_k), 0)
-    raw = Keys(k_rows, v_rows, key_channels(VARIANT), value_channels(VARIANT), 0, seq.length_k)
-    cached = CachedKeys(None, None, None, None)
-    state = attend_bands(queries, tile, seq, raw, copied, cached, head_kv, scheme, table_rows, VARIANT)
+    copied = CopiedKeys(rotated_k, packed_row(cu_seqlens.k, batch, seq.start_k, seqlen_k), None)
+    raw = Keys(k_rows, v_rows, key_channels(VARIANT), value_channels(VARIANT), None, seq.length_k, None)
+    state = attend_bands(queries, tile, seq, raw, copied, head_kv, scheme, table_rows, VARIANT)
     store_result(state, result, cu_seqlens.q, seq, tile.rows, head, heads_q, seqlen_q, raw.channels_v, VARIANT)
 
 
@@ -141,19 +139,24 @@ def query_tile(first, seq, packed_q, scheme, VARIANT: tl.constexpr):
 
 
 @triton.jit
-def attend_bands(queries, tile, seq, raw, copied, cached, head_kv, scheme, table_rows, VARIANT: tl.constexpr):
+def attend_bands(queries, tile, seq, raw, copied, head_kv, scheme, table_rows, VARIANT: tl.constexpr):
     """Returns the SoftmaxState of a tile of queries after all bands. queries: HeadView of the tile's raw rows. tile:
-    QueryTile. raw: the sequence's raw Keys. copied: CopiedKeys. cached: CachedKeys."""
+    QueryTile. raw: the sequence's raw Keys. copied: CopiedKeys."""
     rows = tile.rows
     # Prefetches the first tile of K and V while q is rotated. With pages, a prefetch would first have to look up the
     # page numbers. With several bands, a prefetch would spill registers.
     if VARIANT.page_size == 0 and VARIANT.num_bands == 1:
         band = load_band(scheme.bands, 0)
         ROTATED_K: tl.constexpr = VARIANT.rotated_bands & 1
-        keys, tiles = enter_band(
+        k, tiles = enter_band(
             raw, copied, band, head_kv, rows.first + seq.ahead, tile.last, scheme.maps, ROTATED_K, VARIANT
         )
-        prefetch_tile(keys, cached, tiles, VARIANT)
+        first_key = copied.first
+        if copied.first is not None:
+            first_key = tl.where(band.k_copy < 0, 0, copied.first)
+        # Keys are built here, because Triton 3.6 cannot return a tuple with a field that is None.
+        keys = Keys(k, raw.v, raw.channels_k, raw.channels_v, first_key, raw.length, raw.cached)
+        prefetch_tile(keys, tiles, VARIANT)
     table = CosSinTable(scheme.table, table_rows, scheme.positions, scheme.maps)
     log_n = query_scale(scheme, rows.start + existing_rows(rows), tile.position, seq.length_k)
     scale_log2 = log2_scale(scheme.score_scale)
@@ -166,7 +169,7 @@ def attend_bands(queries, tile, seq, raw, copied, cached, head_kv, scheme, table
     for b in tl.static_range(NUM_BANDS):
         band = load_band(scheme.bands, b)
         rotated = load_rotated_hidden(queries, table, band.q_rotation, rows, log_n, VARIANT)  # [BM, D]
-        keys, tiles = enter_band(
+        k, tiles = enter_band(
             raw,
             copied,
             band,
@@ -177,41 +180,45 @@ def attend_bands(queries, tile, seq, raw, copied, cached, head_kv, scheme, table
             (VARIANT.rotated_bands >> b) & 1,
             VARIANT,
         )
+        first_key = copied.first
+        if copied.first is not None:
+            first_key = tl.where(band.k_copy < 0, 0, copied.first)
+        keys = Keys(k, raw.v, raw.channels_k, raw.channels_v, first_key, raw.length, raw.cached)
         band_queries = BandQueries(rotated, visible_keys(tile.position, band, seq.length_k, scheme.maps), scale_log2)
-        state = attend_band(state, band_queries, keys, cached, tiles, (VARIANT.rotated_bands >> b) & 1, VARIANT)
+        state = attend_band(state, band_queries, keys, tiles, (VARIANT.rotated_bands >> b) & 1, VARIANT)
     return state
 
 
 @triton.jit
-def attend_band(state, queries, keys, cached, tiles, ROTATED_K: tl.constexpr, VARIANT: tl.constexpr):
+def attend_band(state, queries, keys, tiles, ROTATED_K: tl.constexpr, VARIANT: tl.constexpr):
     """Returns the SoftmaxState after a band's edge tiles and inner tiles. ROTATED_K: the keys are a rotated copy."""
     # Page numbers are loaded one tile ahead. Otherwise the pipeline could not load K and V ahead.
-    pages = load_tile_pages(keys, cached, edge_tile(tiles, 0) * VARIANT.block_n, VARIANT)
+    pages = load_tile_pages(keys, edge_tile(tiles, 0) * VARIANT.block_n, VARIANT)
     for step in tl.range(0, edge_count(tiles)):
-        next_pages = load_tile_pages(keys, cached, edge_tile(tiles, step + 1) * VARIANT.block_n, VARIANT)
+        next_pages = load_tile_pages(keys, edge_tile(tiles, step + 1) * VARIANT.block_n, VARIANT)
         column = edge_tile(tiles, step) * VARIANT.block_n
-        state = attend_tile(state, queries, keys, cached, column, pages, ROTATED_K, True, VARIANT)
+        state = attend_tile(state, queries, keys, column, pages, ROTATED_K, True, VARIANT)
         pages = next_pages
     if VARIANT.lagged:
-        return attend_inner_lagged(state, queries, keys, cached, tiles, ROTATED_K, VARIANT)
+        return attend_inner_lagged(state, queries, keys, tiles, ROTATED_K, VARIANT)
     else:
-        return attend_inner(state, queries, keys, cached, tiles, ROTATED_K, VARIANT)
+        return attend_inner(state, queries, keys, tiles, ROTATED_K, VARIANT)
 
 
 @triton.jit
-def attend_inner(state, queries, keys, cached, tiles, ROTATED_K: tl.constexpr, VARIANT: tl.constexpr):
+def attend_inner(state, queries, keys, tiles, ROTATED_K: tl.constexpr, VARIANT: tl.constexpr):
     """Returns the SoftmaxState after a band's inner tiles."""
-    pages = load_tile_pages(keys, cached, tiles.inner_begin * VARIANT.block_n, VARIANT)
+    pages = load_tile_pages(keys, tiles.inner_begin * VARIANT.block_n, VARIANT)
     for step in tl.range(tiles.inner_begin, tiles.inner_end):
-        next_pages = load_tile_pages(keys, cached, (step + 1) * VARIANT.block_n, VARIANT)
+        next_pages = load_tile_pages(keys, (step + 1) * VARIANT.block_n, VARIANT)
         column = step * VARIANT.block_n
-        state = attend_tile(state, queries, keys, cached, column, pages, ROTATED_K, False, VARIANT)
+        state = attend_tile(state, queries, keys, column, pages, ROTATED_K, False, VARIANT)
         pages = next_pages
     return state
 
 
 @triton.jit
-def attend_inner_lagged(state, queries, keys, cached, tiles, ROTATED_K: tl.constexpr, VARIANT: tl.constexpr):
+def attend_inner_lagged(state, queries, keys, tiles, ROTATED_K: tl.constexpr, VARIANT: tl.constexpr):
     """Does what attend_inner does, for contiguous keys in 16 bits, with weights @ V one tile late.
 
     The product of the tile before is issued after the scores of a tile, and runs on the tensor cores while the softmax
@@ -223,7 +230,7 @@ def attend_inner_lagged(state, queries, keys, cached, tiles, ROTATED_K: tl.const
     PAIRS: tl.constexpr = VARIANT.block_n // 2
     late, rescale = tl.zeros((BM, PAIRS), tl.int32), tl.full((BM,), 1.0, tl.float32)
     for step in tl.range(tiles.inner_begin, tiles.inner_end):
-        scores, at = tile_scores(queries, keys, cached, step * VARIANT.block_n, 0, ROTATED_K, False, VARIANT)
+        scores, at = tile_scores(queries, keys, step * VARIANT.block_n, 0, ROTATED_K, False, VARIANT)
         before = tl.maximum(step - 1, tiles.inner_begin) * VARIANT.block_n
         v = load_tile_values(keys, before, at, VARIANT, dtype)  # [BN, DV]
         acc = add_weighted_rows(scale_rows(acc, rescale), unpack_pairs(late, dtype), v)
@@ -231,34 +238,32 @@ def attend_inner_lagged(state, queries, keys, cached, tiles, ROTATED_K: tl.const
         late = pack_pairs(weights, dtype)
     if tiles.inner_end > tiles.inner_begin:
         last = (tiles.inner_end - 1) * VARIANT.block_n
-        v = load_tile_values(keys, last, find_rows(keys, cached, last, 0, False, VARIANT), VARIANT, dtype)
+        v = load_tile_values(keys, last, find_rows(keys, last, 0, False, VARIANT), VARIANT, dtype)
         acc = add_weighted_rows(scale_rows(acc, rescale), unpack_pairs(late, dtype), v)
     return SoftmaxState(acc, row_max, row_sum)
 
 
 @triton.jit
-def tile_scores(
-    queries, keys, cached, column, pages, ROTATED_K: tl.constexpr, EDGE: tl.constexpr, VARIANT: tl.constexpr
-):
+def tile_scores(queries, keys, column, pages, ROTATED_K: tl.constexpr, EDGE: tl.constexpr, VARIANT: tl.constexpr):
     """Returns (scores [BM, BN] of the tile of keys that starts at `column`, its KeyRows). The arguments are those of
     attend_tile."""
-    at = find_rows(keys, cached, column, pages, EDGE, VARIANT)
+    at = find_rows(keys, column, pages, EDGE, VARIANT)
     k = load_tile_keys(keys, column, at, ROTATED_K, VARIANT, queries.tile[0].dtype)  # [BN, D]
-    return scale_scores(row_products(queries.tile, k), cached, at, VARIANT), at
+    return scale_scores(row_products(queries.tile, k), keys, at, VARIANT), at
 
 
 @triton.jit
 def attend_tile(
-    state, queries, keys, cached, column, pages, ROTATED_K: tl.constexpr, EDGE: tl.constexpr, VARIANT: tl.constexpr
+    state, queries, keys, column, pages, ROTATED_K: tl.constexpr, EDGE: tl.constexpr, VARIANT: tl.constexpr
 ):
     """Returns the SoftmaxState after the tile of keys that starts at `column`. pages: the pages of these keys, from
     load_tile_pages. EDGE: some (query, key) pairs of the tile are not visible."""
     dtype: tl.constexpr = queries.tile[0].dtype
-    scores, at = tile_scores(queries, keys, cached, column, pages, ROTATED_K, EDGE, VARIANT)
+    scores, at = tile_scores(queries, keys, column, pages, ROTATED_K, EDGE, VARIANT)
     visible = is_visible(queries.visible, column, VARIANT.block_n) if EDGE else None
     weights, state = online_softmax(state, scores, queries.scale_log2, visible)
     v = load_tile_values(keys, column, at, VARIANT, dtype)  # [BN, DV]
-    weights, v = scale_weights(weights, v, cached, at, VARIANT)
+    weights, v = scale_weights(weights, v, keys, at, VARIANT)
     return add_values(state, weights, v)
 
 

@@ -18,7 +18,7 @@ from .copies import SplitView, band_rows, is_split, load_band_parts, load_paged_
 
 
 class CachedKeys(NamedTuple):
-    """Says where a sequence lies in a cache. If there is no cache, all fields are None.
+    """Says where a sequence lies in a cache.
 
     layout: CacheLayout.
     scales: KeyScales of a quantized cache, else None.
@@ -41,8 +41,8 @@ class KeyScales(NamedTuple):
 
 class Keys(NamedTuple):
     """A sequence's keys, as a band reads them. k: HeadView, or SplitView of ``copies.py``. v: HeadView. channels_k,
-    channels_v: the channels to load, in parts. first: the first key that k holds, 0 without a cache. length: the number
-    of keys."""
+    channels_v: the channels to load, in parts. first: the first key that k holds. length: the number of keys. cached:
+    CachedKeys. first and cached are None if the keys are not those of a cache."""
 
     k: object
     v: object
@@ -50,11 +50,12 @@ class Keys(NamedTuple):
     channels_v: object
     first: object
     length: object
+    cached: object
 
 
 class CopiedKeys(NamedTuple):
     """The rotated copies of a sequence's keys. view: TensorView (copy, row, head). row: key n is in row `row` + n of
-    the view, if it was copied. first: the first key that was copied, 0 without a cache."""
+    the view, if it was copied. first: the first key that was copied, or None if all keys are."""
 
     view: object
     row: object
@@ -79,43 +80,43 @@ def key_scales(cache, head):
 
 @triton.jit
 def enter_band(raw, copied, band, head, first, last, maps, ROTATED_K: tl.constexpr, VARIANT: tl.constexpr):
-    """Returns (Keys, TileRange) of a band for queries at positions first to last. raw: the sequence's raw Keys. If the
-    band rotates its keys, k of the result is its rotated copy."""
+    """Returns (the k of a band's Keys, TileRange) for queries at positions first to last. raw: the sequence's raw Keys.
+    If the band rotates its keys, k is its rotated copy."""
     tiles = key_tiles(band, first, last, raw.length, VARIANT.block_n, maps)
     k = band_rows(raw.k, copied.view, band.k_copy, copied.row, head, ROTATED_K, VARIANT)
-    first_key = tl.where(band.k_copy < 0, 0, copied.first)
-    return Keys(k, raw.v, raw.channels_k, raw.channels_v, first_key, raw.length), tiles
+    return k, tiles
 
 
 @triton.jit
-def key_rows(keys, cached, column, EDGE: tl.constexpr, VARIANT: tl.constexpr):
+def key_rows(keys, column, EDGE: tl.constexpr, VARIANT: tl.constexpr):
     """Returns the rows [BN] to load for the tile of keys that starts at `column`, relative to `column`. EDGE: some of
     these keys may not exist. Existing keys are then loaded instead."""
     rows = tl.arange(0, VARIANT.block_n)
     if EDGE:
         rows = clamp_rows(rows, keys.length - column)
-        if cached.batch is not None:  # Triton 3.6 cannot test the tuple itself if a field is None
+        if keys.first is not None:
             rows = tl.maximum(rows, keys.first - column)
     return rows
 
 
 @triton.jit
-def load_tile_pages(keys, cached, column, VARIANT: tl.constexpr):
+def load_tile_pages(keys, column, VARIANT: tl.constexpr):
     """Returns the pages of the tile of keys that starts at `column`, int32 [BN], or 0 without pages. The call is safe
     even if no tile starts at `column`, because slots are clamped."""
     if VARIANT.page_size == 0:
         return 0
     else:
-        slot = cached.first_slot + column + key_rows(keys, cached, column, True, VARIANT)
+        cached = keys.cached
+        slot = cached.first_slot + column + key_rows(keys, column, True, VARIANT)
         return load_page(cached.layout, cached.batch, tl.maximum(slot, 0), VARIANT.page_size)
 
 
 @triton.jit
-def prefetch_tile(keys, cached, tiles, VARIANT: tl.constexpr):
+def prefetch_tile(keys, tiles, VARIANT: tl.constexpr):
     """Prefetches the band's first tile of keys and values, if there is one."""
     if tiles.end > tiles.begin:
         column = edge_tile(tiles, 0) * VARIANT.block_n
-        rows = key_rows(keys, cached, column, True, VARIANT)
+        rows = key_rows(keys, column, True, VARIANT)
         if len(VARIANT.channels) > 0:
             WIDTH: tl.constexpr = VARIANT.channels[0].width
             k = skip_band_rows(keys.k, column, VARIANT)
@@ -127,15 +128,16 @@ def prefetch_tile(keys, cached, tiles, VARIANT: tl.constexpr):
 
 
 @triton.jit
-def find_rows(keys, cached, column, pages, EDGE: tl.constexpr, VARIANT: tl.constexpr):
+def find_rows(keys, column, pages, EDGE: tl.constexpr, VARIANT: tl.constexpr):
     """Returns the KeyRows of the tile of keys that starts at `column`. pages: the keys' pages, from load_tile_pages."""
-    rows = key_rows(keys, cached, column, EDGE, VARIANT)
+    rows = key_rows(keys, column, EDGE, VARIANT)
     if VARIANT.page_size > 0:
+        cached = keys.cached
         page = valid_page(cached.layout, pages)
         row = row_in_page(cached.layout, tl.maximum(cached.first_slot + column + rows, 0), VARIANT.page_size)
         return KeyRows(rows, page, row)
     elif VARIANT.code_vec > 0:
-        return KeyRows(rows, cached.batch, tl.maximum(cached.first_slot + column + rows, 0))
+        return KeyRows(rows, keys.cached.batch, tl.maximum(keys.cached.first_slot + column + rows, 0))
     else:
         return KeyRows(rows, 0, 0)
 
@@ -167,16 +169,16 @@ def load_tile_values(keys, column, at, VARIANT: tl.constexpr, dtype: tl.constexp
 
 
 @triton.jit
-def scale_scores(scores, cached, at, VARIANT: tl.constexpr):
+def scale_scores(scores, keys, at, VARIANT: tl.constexpr):
     """Returns scores [BM, BN] times the scales of quantized keys."""
     if VARIANT.code_vec > 0:
-        scores *= load_scales(cached.scales.k, at.page, at.row)[None, :]
+        scores *= load_scales(keys.cached.scales.k, at.page, at.row)[None, :]
     return scores
 
 
 @triton.jit
-def scale_weights(weights, v, cached, at, VARIANT: tl.constexpr):
+def scale_weights(weights, v, keys, at, VARIANT: tl.constexpr):
     """Returns (weights [BM, BN], v) after multiplying one of them by the scales of quantized values."""
     if VARIANT.code_vec > 0:
-        weights, v = scale_values(weights, v, load_scales(cached.scales.v, at.page, at.row))
+        weights, v = scale_values(weights, v, load_scales(keys.cached.scales.v, at.page, at.row))
     return weights, v

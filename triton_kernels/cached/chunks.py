@@ -56,10 +56,10 @@ def attention_chunks(
         v_rows = head_view(v_cache, batch, seq.start_k, head_kv, VARIANT)
     row, first_copied = copied_keys(cache, cu_seqlens_q, seq, rows_copied)
     copied = CopiedKeys(rotated_k, row - first_copied, first_copied)
-    raw = Keys(k_rows, v_rows, key_channels(VARIANT), value_channels(VARIANT), 0, seq.length_k)
     scales = None
     if VARIANT.code_vec > 0:
         scales = key_scales(cache, head_kv)
     cached = CachedKeys(cache, scales, batch, seq.start_k)
-    state = attend_bands(queries, tile, seq, raw, copied, cached, head_kv, scheme, table_rows, VARIANT)
+    raw = Keys(k_rows, v_rows, key_channels(VARIANT), value_channels(VARIANT), 0, seq.length_k, cached)
+    state = attend_bands(queries, tile, seq, raw, copied, head_kv, scheme, table_rows, VARIANT)
     store_result(state, result, cu_seqlens_q, seq, tile.rows, head, heads_q, seqlen_q, raw.channels_v, VARIANT)

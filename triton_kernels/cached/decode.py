@@ -161,17 +161,16 @@ def part_scores(queries, keys, VARIANT: tl.constexpr):
 @triton.jit
 def attend_block(state, queries, source, block, ROTATE_K: tl.constexpr, VARIANT: tl.constexpr):
     """Does one step of the online softmax, over a KeyBlock. queries: BandQueries. source: KeySource."""
-    cached = source.keys.cached
     dtype: tl.constexpr = queries.parts[0].dtype
     k, raw = load_block_keys(source, block, ROTATE_K, VARIANT, dtype)
     scores = part_scores(queries.parts, k, VARIANT)
-    scores = scale_scores(scores, cached, block, VARIANT)
+    scores = scale_scores(scores, source.keys, block, VARIANT)
     # Every block is masked, not only edge blocks. A block in which a row sees no key changes no bit of the row's
     # result.
     visible = see_block(queries, source.keys, block, VARIANT)
     weights, state = online_softmax(state, scores, queries.scale_log2, visible)
     v = load_block_values(source, block, raw, VARIANT, dtype)
-    weights, v = scale_weights(weights, v, cached, block, VARIANT)
+    weights, v = scale_weights(weights, v, source.keys, block, VARIANT)
     return add_values(state, weights, v)
 
 
