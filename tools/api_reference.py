@@ -23,7 +23,8 @@ SECTIONS = {  # section: {file below python/flashrope: public names}
             "attention_with_cache",
             "attention_varlen_with_cache",
             "rotate",
-        )
+        ),
+        "operators/documents.py": ("cu_seqlens_of",),
     },
     "Caches": {
         "operators/cache_plan.py": ("plan_cache", "CachePlan"),
@@ -58,7 +59,7 @@ Everything in the first three sections is imported from `flashrope`:
 
 ```python
 import torch
-from flashrope import CacheLayer, CacheTables, KVCache, PagedKVCache, Rotary, plan_cache, rotate
+from flashrope import Band, CacheLayer, CacheTables, KVCache, PagedKVCache, Rotary, cu_seqlens_of, plan_cache, rotate
 from flashrope import attention, attention_varlen, attention_varlen_with_cache, attention_with_cache
 ```
 """

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .cache import CapturedStep, KVCache, OutOfPages, PagedKVCache, Step
     from .calls.cache_tables import CacheLayer, CachePositions, CacheTables, Packed
     from .operators.cache_plan import CachePlan, plan_cache
+    from .operators.documents import cu_seqlens_of
     from .operators.functional import (
         attention,
         attention_varlen,
@@ -46,6 +47,7 @@ __all__ = [
     "attention_varlen",
     "attention_varlen_with_cache",
     "attention_with_cache",
+    "cu_seqlens_of",
     "plan_cache",
     "rotate",
 ]
@@ -60,6 +62,7 @@ if not TYPE_CHECKING:  # otherwise a type checker would accept any name
             "rotate",
         ),
         "operators.cache_plan": ("CachePlan", "plan_cache"),
+        "operators.documents": ("cu_seqlens_of",),
         "calls.cache_tables": ("CacheLayer", "CachePositions", "CacheTables", "Packed"),
         "cache": ("CapturedStep", "KVCache", "OutOfPages", "PagedKVCache", "Step"),
         "schemes.bands": ("Band",),

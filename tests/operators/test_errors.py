@@ -45,6 +45,9 @@ REFUSED = {
     # habits from flash-attn and SDPA
     "dropout as the fourth": (lambda: attention(Q, K, K, 0.0), T, "rotary", "a flashrope.Rotary", "float"),
     "cos and sin": (lambda: dense(rotary=(Q, Q)), T, "rotary", "a flashrope.Rotary", "tuple"),
+    "documents": (lambda: dense(document_ids=zeros(9)), T, "document_ids", "attention_varlen",
+                  "flashrope.cu_seqlens_of(document_ids)"),
+    "a block mask": (lambda: dense(block_mask=3), T, "block_mask", "cu_seqlens_of(document_ids)", "rotary.local"),
     "window_size": (lambda: dense(window_size=(128, 0)), T, "window_size", "rotary.local(w + 1)", "(128, 0)"),
     "dropout_p": (lambda: dense(dropout_p=0.1), T, "dropout_p", "0.0, because these kernels have no dropout",
                   "dropout_p=0.1"),
@@ -128,7 +131,8 @@ REFUSED = {
     # cu_seqlens
     "dense in varlen": (lambda: varlen(q=Q), V, "q", "(total, heads, head_dim)", "got shape (2, 6, 4, 16)"),
     "a list of sums": (lambda: varlen(cu_seqlens_k=[0, 4, 9]), T, "cu_seqlens_k", "an int32 tensor", "got list"),
-    "int64": (lambda: varlen(cu_seqlens_q=int32(0, 4, 9).long()), T, "cu_seqlens_q", "int32", "got torch.int64"),
+    "int64": (lambda: varlen(cu_seqlens_q=int32(0, 4, 9).long()), T, "cu_seqlens_q", "int32",
+              "got torch.int64; pass cu_seqlens_q.int()"),
     "two dimensions": (lambda: varlen(cu_seqlens_q=int32(0, 4, 9)[None]), V, "cu_seqlens_q", "shape (sequences + 1,)",
                        "got (1, 3)"),
     "no entry": (lambda: varlen(cu_seqlens_q=int32()), V, "cu_seqlens_q", "shape (sequences + 1,)", "got (0,)"),
@@ -146,6 +150,8 @@ REFUSED = {
     "a small maximum": (lambda: varlen(max_seqlen_q=3), V, "max_seqlen_q", "at least the longest sequence, 5",
                         "got 3"),
     "a negative maximum": (lambda: varlen(max_seqlen_k=-1), V, "max_seqlen_k", "a non-negative integer", "got -1"),
+    "a tensor as maximum": (lambda: varlen(max_seqlen_k=int32(5)[0]), V, "max_seqlen_k", "a non-negative integer",
+                            "got tensor(5, dtype=torch.int32); pass max_seqlen_k.item()"),
     "a float as maximum": (lambda: varlen(max_seqlen_k=5.0), V, "max_seqlen_k", "a non-negative integer", "got 5.0"),
 }  # fmt: skip
 

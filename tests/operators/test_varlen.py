@@ -3,7 +3,7 @@
 import pytest
 import support
 import torch
-from flashrope import Rotary, attention, attention_varlen
+from flashrope import Rotary, attention, attention_varlen, cu_seqlens_of
 from packing import cu_seqlens, packing
 from support import SCHEMES
 
@@ -74,3 +74,26 @@ def test_lse_without_keys_or_queries_has_gradients(seqlens, impl):
     _, lse = attention(q, k, v, Rotary.rope(16), causal=False, return_lse=True, impl=impl)
     grads = torch.autograd.grad(lse.masked_fill(lse.isinf(), 0).sum(), (q, k), allow_unused=True)
     assert all(grad is not None and not grad.any() for grad in grads)
+
+
+def test_cu_seqlens_of_document_ids():
+    """Documents end where the id changes and at the end of a row. Ids may be any integers, and recur in other rows."""
+    ids = torch.tensor([[5, 5, 5, -1, -1], [-1, 0, 0, 0, 5]])
+    found = cu_seqlens_of(ids)
+    assert found.tolist() == [0, 3, 5, 6, 9, 10] and found.dtype == torch.int32 and found.is_contiguous()
+    assert cu_seqlens_of(ids[0].to(torch.uint8)).tolist() == [0, 3, 5]
+    assert cu_seqlens_of(ids[:, :0]).tolist() == cu_seqlens_of(ids[0, :0]).tolist() == [0]
+
+
+@pytest.mark.parametrize(
+    ("ids", "error", "message"),
+    [
+        (torch.tensor([[1, 1], [2, 1]])[..., None], ValueError, r"or \(batch, seqlen\), got \(2, 2, 1\)"),
+        (torch.tensor([[1, 1, 1], [2, 1, 2]]), ValueError, "side by side, got document 2 at several places of row 1"),
+        (torch.tensor([1.0, 2.0]), TypeError, "expected a tensor of integers, got torch.float32"),
+        ([1, 2], TypeError, "expected a tensor of integers, got list"),
+    ],
+)
+def test_wrong_document_ids(ids, error, message):
+    with pytest.raises(error, match=f"^document_ids: .*{message}"):
+        cu_seqlens_of(ids)

@@ -46,7 +46,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("bands", "error", "expected", "given"), REFUSED.values(), ids=REFUSED.keys())
-@pytest.mark.parametrize("build", [lambda b: dataclasses.replace(ROPE, bands=b), lambda b: Rotary(16, (1.0,), bands=b)])
+@pytest.mark.parametrize("build", [ROPE.with_bands, lambda b: Rotary(16, (1.0,), bands=b)])
 def test_bands_are_refused(build, bands, error, expected, given):
     with pytest.raises(error) as raised:
         build(tuple(bands) if isinstance(bands, list) else bands)

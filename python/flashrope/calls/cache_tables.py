@@ -13,7 +13,7 @@ class CacheLayer(NamedTuple):
     """The keys and values of one layer, for ``plan_cache`` and ``CachePlan.attend``.
 
     The fields before key_weight hold a row for every token, which new tokens write. The others (LAYER_OPTIONS) hold
-    for all tokens, and a backend declares those that it supports.
+    for all tokens, and a backend declares which of them it supports.
 
     Attributes:
         k: (batch, capacity, heads_kv, head_dim), or with a block table (pages, page_size, heads_kv, head_dim). int8 if

@@ -381,7 +381,8 @@ def check_int32(name, x, like, like_name, shape: tuple) -> None:
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name}: expected an int32 tensor, got {type(x).__name__}")
     if x.dtype != torch.int32:
-        raise TypeError(f"{name}: expected int32, got {x.dtype}")
+        hint = f"; pass {name}.int()" if x.dtype == torch.int64 else ""
+        raise TypeError(f"{name}: expected int32, got {x.dtype}{hint}")
     if x.shape != shape and (
         x.ndim != len(shape)
         or any(n != size and not isinstance(n, str) for n, size in zip(shape, x.shape, strict=True))
@@ -558,7 +559,8 @@ def check_cu_seqlens(name, cu_seqlens, x, x_name, max_seqlen) -> None:
         raise ValueError(f"{name}: expected shape (sequences + 1,), got (0,)")
     maximum = name.replace("cu_seqlens", "max_seqlen")
     if not isinstance(max_seqlen, (int, torch.SymInt)) or isinstance(max_seqlen, bool) or max_seqlen < 0:
-        raise ValueError(f"{maximum}: expected a non-negative integer, got {max_seqlen!r}")
+        hint = f"; pass {maximum}.item()" if isinstance(max_seqlen, torch.Tensor) else ""
+        raise ValueError(f"{maximum}: expected a non-negative integer, got {max_seqlen!r}{hint}")
     # Reading host memory does not wait for a device. Tensor subclasses such as DTensor may not support tolist.
     if cu_seqlens.device.type == "cpu" and type(cu_seqlens) is torch.Tensor and not torch.compiler.is_compiling():
         values = cu_seqlens.tolist()

@@ -76,7 +76,10 @@ INSTEAD = {  # keyword: what is expected instead
     "pack_gqa": "no such argument, because the kernels make this choice themselves",
     "sm_margin": "no such argument, because the kernels make this choice themselves",
 }
+_DOCUMENTS = f"{_VARLEN}, with cu_seqlens = flashrope.cu_seqlens_of(document_ids)"
 INSTEAD |= {
+    "document_ids": _DOCUMENTS,
+    "block_mask": f"{_DOCUMENTS} for documents, rotary.local for windows; there are no other masks",
     "attention_mask": INSTEAD["attn_mask"],
     "mask": INSTEAD["attn_mask"],
     "cos": _ROTARY,

@@ -554,6 +554,24 @@ class Rotary:
         return dataclasses.replace(self, axis=section_axes(sections, len(self.frequencies), interleaved))
 
     # ---- changes to the bands and the scale
+    def with_bands(self, bands: Sequence[Band]) -> Rotary:
+        """Returns the scheme with bands of your own over the distance.
+
+        Use it for a scheme that no method builds. The frequencies and the scales stay.
+
+        Example:
+            near, far = Band(0, 16, slope=1.0, offset=0.0), Band(16, torch.inf, slope=0.5, offset=8.0)
+            Rotary.rope(64).with_bands((near, far))  # half the speed from distance 16 on
+
+        Args:
+            bands: sorted by distance, without overlap. Keys at distances in no band are not attended to. ``Band`` says
+                what its fields mean.
+
+        Raises:
+            TypeError, ValueError: a band is invalid. The message names the band and the field.
+        """
+        return self._with(bands=bands)
+
     @says_instead(k="factor", w="window", group="factor, or self_extend(window, group)")
     def rectify(self, window: int, factor: float | None = None) -> Rotary:
         """Applies ReRoPE (Su 2023), or with a factor Leaky ReRoPE: beyond a window, distances stop or grow slower.
