@@ -52,6 +52,7 @@ SECTIONS = {  # section: {file below python/flashrope: public names}
         ),
     },
 }
+INHERITED = ("layer", "scales", "cache_layer", "nbytes", "discard_step")  # methods that caches have from ``Cache``
 HEAD = """# API reference
 
 Generated from the docstrings by `python tools/api_reference.py`. A test runs the examples.
@@ -97,6 +98,9 @@ def _entry(name: str, node: ast.stmt) -> list[str]:
         values = import_module("flashrope.schemes.families").families_with("tested")  # FAMILIES is the only constant
         return [f"### {name}\n\n{', '.join(f'`{value}`' for value in values)}.\n"]
     methods = [x for x in node.body if isinstance(x, ast.FunctionDef)]
+    if "Cache" in map(ast.unparse, node.bases):
+        base = next(x for x in _parse("cache/storage.py").body if isinstance(x, ast.ClassDef) and x.name == "Cache")
+        methods += [x for x in base.body if isinstance(x, ast.FunctionDef) and x.name in INHERITED]
     fields = [ast.unparse(x) for x in node.body if isinstance(x, ast.AnnAssign)]
     init = [_signature(name, x) for x in methods if x.name == "__init__"]
     if fields and any(ast.unparse(base) == "NamedTuple" for base in node.bases):

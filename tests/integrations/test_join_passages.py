@@ -151,6 +151,16 @@ def test_generate_continues_a_prompt_and_passages_stay_as_they_are():
             assert torch.equal(layer.keys, copied.keys) and torch.equal(layer.values, copied.values)
 
 
+def test_a_joined_cache_after_generate_says_how_to_use_it_again():
+    model = llama()
+    joined = join_passages(model, [prefill_passage(model, ids) for ids in texts()[1:]])
+    ids = torch.cat([joined.input_ids, texts()[0]], 1)
+    model.generate(ids, past_key_values=joined.cache, max_new_tokens=4, do_sample=False)
+    held = joined.cache.get_seq_length()
+    with pytest.raises(ValueError, match=rf"the cache holds {held} tokens, .* call join_passages again, or pass copy"):
+        model.generate(ids, past_key_values=joined.cache, max_new_tokens=4, do_sample=False)
+
+
 def test_a_passage_from_a_file():
     model = llama()
     passage = prefill_passage(model, texts()[1])

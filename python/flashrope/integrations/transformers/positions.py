@@ -128,6 +128,11 @@ def _refuse(positions: torch.Tensor, wrong: torch.Tensor, expected: str, remedy:
     elif bool(wrong.any()):
         row, column = wrong.nonzero()[0].tolist()
         got, slot = int(positions.expand(wrong.shape)[row, column]), None if slots is None else int(slots[column])
+        if slots is not None and (held := int(slots[0])):
+            remedy = (
+                f"the cache holds {held} tokens, those that generate added included; for another prompt with the same "
+                "beginning, call join_passages again, or pass copy.deepcopy(cache) to generate the first time"
+            )
         raise ValueError(
             f"position_ids: expected {expected.format(slot=slot)}, got {got} in row {row}, column {column}; {remedy}"
         )
