@@ -37,7 +37,19 @@ SCHEMES = (  # (layer 0, layer 1)
     (Rotary.hope(D, 100).rectify(30, 4.0), Rotary.none(D)),
     (Rotary.rope(D).yarn(4.0, 64), Rotary.rope(D).rectify(9)),
 )
-KINDS = ("requests", "steps", "tokens", "forks", "cancelled", "aborted", "out of pages", "removed", "composed", "full")
+KINDS = (
+    "requests",
+    "steps",
+    "ragged",
+    "tokens",
+    "forks",
+    "cancelled",
+    "aborted",
+    "out of pages",
+    "removed",
+    "composed",
+    "full",
+)
 MAX_SEQLEN = 176  # more than a prompt and its answer, less than composed prompts
 MOST_GROWTH = 48 << 20  # bytes by which memory may grow after the first fifth of the run
 
@@ -83,15 +95,14 @@ class Serving:
         self.held.free(request.sequence)
         self.running.remove(request)
 
-    def advance(self, requests: list[Request], rows: int, abort: bool) -> bool:
-        """Gives every request `rows` more tokens in all layers, and checks the answers. Returns whether the step was
-        completed.
+    def advance(self, requests: list[Request], counts: int | list[int], abort: bool) -> bool:
+        """Gives every request tokens in all layers, and checks the answers. Returns whether the step was completed.
 
-        abort: the step ends in an error.
+        counts: one number for all requests, or one for each, in a ragged step. abort: the step ends in an error.
         """
         free, lengths = self.cache.free_pages, self.cache.lengths
         try:
-            self.held.write([x.sequence for x in requests], rows, fails=abort)
+            self.held.write([x.sequence for x in requests], counts, fails=abort)
         except OutOfPages:
             assert (self.cache.free_pages, self.cache.lengths) == (free, lengths)
             raise
@@ -100,7 +111,8 @@ class Serving:
             self.counts["aborted"] += 1
             return False
         self.counts["steps"] += 1
-        self.counts["tokens"] += rows * len(requests)
+        self.counts["ragged"] += isinstance(counts, list)
+        self.counts["tokens"] += sum(counts) if isinstance(counts, list) else counts * len(requests)
         return True
 
     def edit(self, request: Request) -> None:
@@ -148,9 +160,16 @@ class Serving:
             ready = [x for x in self.running if not x.prompt]
             if not ready:
                 return
-            some, draft = choose.sample(ready, choose.randint(1, len(ready))), choose.choice((1, 1, 1, 4))
-            if not self.advance(some, draft, choose.random() < 0.05):
+            some = choose.sample(ready, choose.randint(1, len(ready)))
+            filled: list[Request] = []
+            drafts, counts = [choose.choice((1, 1, 1, 4))] * len(some), None
+            if choose.random() < 0.5:  # a ragged step: drafts of several lengths, and the next chunk of a prompt
+                filled, drafts = prompts[:1], [choose.choice((1, 1, 1, 4)) for _ in some]
+                counts = [*(min(x.prompt, 50) for x in filled), *drafts]
+            if not self.advance([*filled, *some], counts or drafts[0], choose.random() < 0.05):
                 return
+            for request in filled:
+                request.prompt -= min(request.prompt, 50)
         except OutOfPages:
             self.counts["out of pages"] += 1
             self.end(choose.choice(self.running))
@@ -158,10 +177,10 @@ class Serving:
         except ValueError as error:
             self.no_room(error, max(self.running, key=lambda x: len(self.cache._sequences[x.sequence].pages)))
             return
-        for request in some:
-            rejected = choose.randrange(draft)
+        for request, rows in zip(some, drafts, strict=True):
+            rejected = choose.randrange(rows)
             self.held.truncate(request.sequence, self.length(request) - rejected)
-            request.to_generate -= draft - rejected
+            request.to_generate -= rows - rejected
             if request.to_generate <= 0:
                 self.end(request)
 

@@ -298,3 +298,29 @@ class TestPagedKVCache:
             "PagedKVCache(pages=8, page_size=16, heads_kv=1, head_dim=8, dtype=torch.float32, "
             f"device='{cache.k.device}', max_seqlen=33; 6 pages free, sequences [0], 8,192 bytes)"
         )
+
+
+@pytest.mark.interpreted(lambda exact: True)
+def test_a_ragged_step_gives_a_sequence_the_bits_of_a_step_alone(exact):
+    """With an explicit number of splits, whatever else is in the step changes no bit of a sequence's results."""
+    rotary, heads, options = Rotary.rope(16).rectify(20).log_n(30), (4, 2, 2), dict(num_splits=2, impl=exact.impl)
+
+    def tokens(count: int, seed: int) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        new = (torch.randn(count, h, 16, generator=generator, dtype=torch.float32) for h in heads)
+        return [x.to(exact.device, exact.dtype) for x in new]
+
+    def serve(others: bool) -> list[torch.Tensor]:
+        cache = PagedKVCache(24, 16, 2, 16, dtype=exact.dtype, device=exact.device)
+        names = [cache.allocate() for _ in range(3 if others else 1)]
+        outs = []
+        for n, counts in enumerate(([40, 5, 66], [1, 3, 1], [4, 1, 0])):
+            counts = counts[: len(names)]
+            parts = [tokens(count, 10 * n + b) for b, count in enumerate(counts)]
+            q, k, v = (torch.cat(each) for each in zip(*parts, strict=True))
+            with cache.step(names, counts) as step:
+                outs.append(step.attend(q, rotary, k, v, **options)[: counts[0]])
+        return outs
+
+    for alone, beside in zip(serve(False), serve(True), strict=True):
+        assert torch.equal(alone, beside)

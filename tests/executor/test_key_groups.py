@@ -4,7 +4,7 @@ import pytest
 import support
 import torch
 from caching import PAGE, Cached
-from flashrope import Rotary
+from flashrope import Rotary, attention_with_cache
 from flashrope.backends.triton import cached
 from flashrope.backends.triton import chosen_tiles as tiles
 from flashrope.triton_kernels import configs
@@ -164,3 +164,16 @@ def test_given_splits_give_the_bits_of_each_sequence_alone():
         alone = batch.replace(lengths=batch.lengths[b : b + 1], sequences=[batch.problems[b]], capacity=batch.slots)
         got = alone.call(num_splits=3)
         assert torch.equal(got[0][0], out[b]) and torch.equal(got[1][0], lse[b])
+
+
+@pytest.mark.parametrize("rotary", [LEAKY, RECTIFIED], ids=["leaky", "rerope"])
+def test_given_splits_give_a_chunk_the_bits_of_single_steps(rotary):
+    """However tokens are divided into calls, an explicit number of splits gives them the same bits."""
+    chunk = Cached(FP16, rotary, (140,), 5, new=0, page=PAGE, heads=(2, 1))
+    out, lse = chunk.call(num_splits=3)
+    for row in range(5):
+        tables = dict(cache_seqlens=chunk.cache_seqlens - (4 - row), block_table=chunk.block_table)
+        options = dict(return_lse=True, impl="triton", num_splits=3)
+        step = chunk.q[:, row : row + 1], chunk.k_cache, chunk.v_cache, rotary
+        got = attention_with_cache(*step, **tables, **options)
+        assert torch.equal(got[0], out[:, row : row + 1]) and torch.equal(got[1], lse[..., row : row + 1])
