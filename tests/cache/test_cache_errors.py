@@ -222,6 +222,7 @@ PAGES = [
     (lambda c, q, k: c.free(2), V, "sequence 2 was freed"),
     (lambda c, q, k: c.truncate(0, 6), V, "length of sequence 0: expected at least 0 and at most 5, got 6"),
     (lambda c, q, k: c.reserve([0], 1.5), T, "seqlen_new: expected an integer, got 1.5"),
+    (lambda c, q, k: c.append([0, 1], k[:, 0], k[:, 0]), V, "8); packed k and v need the list seqlen_new"),
     (lambda c, q, k: c.allocate(61), V, "length: expected at least 0 and at most 60"),
 ]
 
@@ -253,6 +254,10 @@ LAYERED = [
     (lambda c: c.step(4, leftpad=[1, 1, 0]), V, "leftpad of entry 2: expected at least 5 and at most 9, got 0"),
     (lambda c: c.step(4, leftpad=[1, 1, 10]), V, "leftpad of entry 2: expected at least 5 and at most 9, got 10"),
     (lambda c: c.step(-1), V, "seqlen_new: expected at least 0, got -1"),
+    (lambda c: c.step([1, 2]), V, "seqlen_new: expected a number, or a list of 3 numbers, one per sequence"),
+    (lambda c: c.step([1, 2.0, 1]), T, "seqlen_new of sequence 1: expected an integer, got 2.0"),
+    (lambda c: c.step([1, 1, -1]), V, "seqlen_new of sequence 2: expected at least 0"),
+    (lambda c: c.step("123"), T, "seqlen_new: expected an integer, got '123'"),
     (lambda c: c.attend(queries(1, 3), ROTARY, layer=0, cache_leftpad=int32(0, 0, 0)), V,
      "cache_leftpad: expected None, because the cache remembers"),
 ]  # fmt: skip
@@ -289,6 +294,37 @@ IN_A_STEP = [
         "num_splits: expected None or a number",
     ),
 ]
+
+
+ROWS = torch.zeros(5, 1, 8, dtype=torch.float64, device=K.device)
+IN_A_RAGGED_STEP = [
+    (
+        lambda s: s.append(K, K, layer=1),
+        V,
+        "k: expected shape (5, 1, 8), because seqlen_new is [3, 0, 2], got (3, 4, 1, 8)",
+    ),
+    (lambda s: s.append(ROWS, ROWS[:4], layer=1), V, "v: expected shape (5, 1, 8), got (4, 1, 8)"),
+    (
+        lambda s: s.attend(queries(1, 3), ROTARY, ROWS, ROWS, layer=1),
+        V,
+        "q: expected shape (5, heads_q, head_dim), got (3,",
+    ),
+    (
+        lambda s: s.attend(ROWS[:4], ROTARY, ROWS, ROWS, layer=1),
+        V,
+        "q: expected shape (5, heads_q, head_dim), got (4, 1, 8)",
+    ),
+]
+
+
+@both
+@pytest.mark.parametrize("call, error, message", IN_A_RAGGED_STEP)
+def test_in_a_ragged_step(kind, call, error, message):
+    cache = Both(kind)
+    with pytest.raises(error, match=re.escape(message)), cache.step([3, 0, 2]) as step:
+        step.append(ROWS, ROWS, layer=0)
+        call(step)
+    assert cache.lengths == [0] * 3
 
 
 @both
