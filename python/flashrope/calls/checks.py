@@ -11,12 +11,10 @@ from typing import NoReturn
 import torch
 import torch.nn.functional as F
 
-from ..schemes.bands import bands_text
 from ..schemes.rotary import Rotary
 from ..schemes.rotated_keys import one_rotation
 from .autocast import autocast_hint
 from .cache_tables import ONE_PER_QUERY, CacheTables, first_value
-from .protocol import DIFFERENTIABLE
 from .records import MAX_SPLITS
 
 CACHES = ("k_cache", "v_cache")
@@ -352,15 +350,6 @@ def check_no_gradient(name: str, x: torch.Tensor) -> None:
         )
 
 
-def check_differentiable_positions(positions: torch.Tensor, impl: str) -> None:
-    """Checks that positions do not require a gradient if the backend returns no gradient for them."""
-    if impl not in DIFFERENTIABLE and torch.is_grad_enabled() and positions.requires_grad:
-        raise ValueError(
-            f"positions: no gradient from impl={impl!r} (its kernels read positions as constants), got a tensor that "
-            "requires grad; use positions.detach(), or impl='reference', which differentiates them"
-        )
-
-
 def check_slot_mapping(slot_mapping, q) -> None:
     check_tensor("slot_mapping", slot_mapping)
     if slot_mapping.dtype not in (torch.int32, torch.int64):
@@ -467,84 +456,6 @@ def check_options(causal, softmax_scale, q, deterministic=None) -> float:
     if not isinstance(softmax_scale, torch.SymFloat) and not 0 <= softmax_scale < math.inf:
         raise ValueError(f"softmax_scale: expected a finite number of at least 0, got {softmax_scale!r}")
     return float(softmax_scale)
-
-
-def check_positions(positions, q, k, rotary) -> torch.Tensor:
-    """Checks positions and returns them as (batch, seqlen) or (batch, seqlen, axes)."""
-    _check_position_values(positions, q, rotary)
-    if q.shape[1] != k.shape[1]:
-        raise ValueError(f"positions: expected None, or seqlen_q == seqlen_k, got {q.shape[1]} and {k.shape[1]}")
-    shape = tuple(q.shape[:2]) + ((rotary.axes,) if rotary.axis else ())
-    if tuple(positions.shape) not in (shape, shape[1:], (1, *shape[1:])):
-        raise ValueError(f"positions: expected shape {shape} or {shape[1:]}, got {tuple(positions.shape)}")
-    return positions.expand(shape)
-
-
-def check_packed_positions(positions, q, k, rotary, cu_seqlens_q, cu_seqlens_k) -> torch.Tensor:
-    """Checks positions of packed tokens and returns them as (1, total) or (1, total, axes)."""
-    _check_position_values(positions, q, rotary)
-    if q.shape[0] != k.shape[0]:
-        raise ValueError(f"positions: expected as many keys as queries, got {q.shape[0]} queries and {k.shape[0]} keys")
-    on_host = cu_seqlens_q.device.type == "cpu" and not torch.compiler.is_compiling()
-    if cu_seqlens_q is not cu_seqlens_k and on_host and not torch.equal(cu_seqlens_q, cu_seqlens_k):
-        raise ValueError(
-            f"positions: expected equal cu_seqlens_q and cu_seqlens_k, got {cu_seqlens_q.tolist()} and "
-            f"{cu_seqlens_k.tolist()}"
-        )
-    shape = (q.shape[0], rotary.axes) if rotary.axis else (q.shape[0],)
-    if tuple(positions.shape) != shape:
-        raise ValueError(f"positions: expected shape {shape}, got {tuple(positions.shape)}")
-    return positions[None]
-
-
-def _check_position_values(positions, q, rotary) -> None:
-    check_tensor("positions", positions)
-    if len(rotary.bands) != 1 or not rotary.bands[0].is_plain:
-        raise ValueError(
-            "positions: expected None, or a scheme that leaves every distance d as it is, got one whose distance is "
-            + bands_text(rotary.bands)
-        )
-    _check_numbers(positions, q, "q")
-
-
-def _check_numbers(positions, like, like_name: str) -> None:
-    check_tensor("positions", positions)
-    if positions.device != like.device:
-        raise ValueError(f"positions: expected device {like.device}, the device of {like_name}, got {positions.device}")
-    if positions.dtype == torch.bool or positions.is_complex():
-        raise TypeError(f"positions: expected numbers, got {positions.dtype}")
-
-
-def check_rotated(x, rotary, positions) -> torch.Tensor | None:
-    """Checks the arguments of rotate. Returns positions of shape (batch, seqlen) or (batch, seqlen, axes)."""
-    check_tensor("x", x)
-    if x.dtype not in DTYPES:
-        raise TypeError(f"x: expected float16, bfloat16, float32 or float64, got {x.dtype}")
-    if x.ndim not in (3, 4):
-        expected = "(batch, seqlen, heads, head_dim) or (total, heads, head_dim)"
-        raise ValueError(f"x: expected {expected}, got shape {tuple(x.shape)}")
-    if not x.is_contiguous() and x.stride(-1) != 1 and x.shape[-1] > 1:
-        raise ValueError(f"x: expected a contiguous last dimension, got stride {x.stride(-1)}")
-    if not isinstance(rotary, Rotary):
-        raise TypeError(f"rotary: expected a flashrope.Rotary, got {type(rotary).__name__}")
-    head_dim = x.shape[-1]
-    if head_dim % 8 or not 8 <= head_dim <= MAX_HEAD_DIM:
-        raise ValueError(f"x: expected head_dim to be a multiple of 8 up to {MAX_HEAD_DIM}, got {head_dim}")
-    if rotary.head_dim != head_dim:
-        raise ValueError(f"rotary: expected head_dim {head_dim} as in x, got {rotary.head_dim}")
-    rows = tuple(x.shape[:-2])
-    shape = rows + ((rotary.axes,) if rotary.axis else ())
-    if positions is None:
-        if rotary.axis or x.ndim == 3:
-            why = "an axial scheme" if rotary.axis else "packed x"
-            raise ValueError(f"positions: expected shape {shape} for {why}, got None")
-        return None
-    _check_numbers(positions, x, "x")
-    shapes = (shape,) if x.ndim == 3 else (shape, shape[1:], (1, *shape[1:]))
-    if tuple(positions.shape) not in shapes:
-        expected = " or ".join(map(str, shapes[:2]))
-        raise ValueError(f"positions: expected shape {expected}, got {tuple(positions.shape)}")
-    return positions[None] if x.ndim == 3 else positions.expand(shape)
 
 
 def check_rotated_keys(rotated_keys, rotary: Rotary) -> None:

@@ -27,6 +27,7 @@ from ..calls.checks import (
 )
 from ..calls.memory import AppendCheck, Unwritten, address, check_apart
 from ..calls.plans import Queries, options_of
+from ..calls.position_checks import check_cached_positions, validate_positions
 from ..calls.records import CacheCall, out_shape
 from ..calls.visible import store_positions
 from ..schemes.lowered import UNBOUNDED
@@ -34,7 +35,6 @@ from ..schemes.rotary import Rotary
 from . import torch_library
 from .autograd import check_no_tangents, is_plain, transforming
 from .fields import flatten
-from .position_checks import check_cached_positions, validate_positions
 from .sinks import add_sinks
 from .torch_library import OPERATORS
 

@@ -14,13 +14,9 @@ from ..calls.cache_tables import CacheLayer, CacheTables, Packed
 from ..calls.checks import (
     MANY_HEADS,
     check_cu_seqlens,
-    check_differentiable_positions,
     check_no_gradient,
     check_options,
     check_outside_context_parallel,
-    check_packed_positions,
-    check_positions,
-    check_rotated,
     check_sinks,
     check_tensors,
     warn_of_layout,
@@ -28,6 +24,12 @@ from ..calls.checks import (
     warn_of_short_caches,
 )
 from ..calls.foreign_keywords import refuse_unknown
+from ..calls.position_checks import (
+    check_differentiable_positions,
+    check_packed_positions,
+    check_positions,
+    check_rotated,
+)
 from ..calls.records import AttentionCall
 from ..schemes.rotary import Rotary
 from ..schemes.rotated_keys import one_rotation
