@@ -74,7 +74,7 @@ def attention(
     Args:
         q: (batch, seqlen_q, heads_q, head_dim), float16, bfloat16 or float32; float64 if the backend supports it. If
             the shapes look like (batch, heads, seqlen, head_dim), the call warns. The call cannot recognize this order
-            if heads_kv equals heads_q and there are at most 128 tokens.
+            with at most 128 tokens if heads_kv equals heads_q or causal is False.
         k, v: (batch, seqlen_k, heads_kv, head_dim), same dtype and device as q. heads_q is a multiple of heads_kv. v
             may have a different head_dim, as in multi-head latent attention: a multiple of 8 up to 512.
         rotary: the scheme. Its head_dim must equal q's.
