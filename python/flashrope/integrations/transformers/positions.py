@@ -130,7 +130,7 @@ def _refuse(positions: torch.Tensor, wrong: torch.Tensor, expected: str, remedy:
         got, slot = int(positions.expand(wrong.shape)[row, column]), None if slots is None else int(slots[column])
         if slots is not None and (held := int(slots[0])):
             remedy = (
-                f"the cache holds {held} tokens, those that generate added included; for another prompt with the same "
+                f"the cache holds {held} tokens, also the ones that generate added; for another prompt with the same "
                 "beginning, call join_passages again, or pass copy.deepcopy(cache) to generate the first time"
             )
         raise ValueError(
