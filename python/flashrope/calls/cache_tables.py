@@ -104,8 +104,8 @@ class CachePositions(NamedTuple):
     Because keys are stored unrotated, a page can be reused at any position. Positions must not decrease along a
     sequence; equal positions are allowed. A query sees the keys up to its own key, in the order of slots. Distances,
     windows and log n follow from positions. Self-Extend and dual chunk attention map the positions that the tables
-    give. Rotated keys are not supported, and impl must be "cpu", "triton" or "reference". "triton" takes positions from
-    -(2**29 - 1) to 2**29 - 1, with a resolution of 2**-31.
+    give. Rotated keys and impl="cuda" are not supported. impl="cpu" supports neither axial schemes nor such maps.
+    "triton" takes positions from -(2**29 - 1) to 2**29 - 1, with a resolution of 2**-31.
 
     Attributes:
         page_positions, page_first, page_lengths: (batch, max_pages) int32, one value per block-table entry. Rows
