@@ -1,5 +1,5 @@
-"""Computes attention over a KV cache for few queries. The cache holds raw keys. They are divided among programs, and
-``combine.py`` combines the programs' results.
+"""Computes attention over a KV cache for few queries. The cache holds raw keys, or keys that were rotated when they
+were written. They are divided among programs, and ``combine.py`` combines the programs' results.
 
 A tile holds the queries of all heads that share a key head: row m is query m // group of the group's head m % group.
 Key blocks are counted from the first valid slot, and nothing on the host waits for a length. There are two ways to

@@ -54,7 +54,7 @@ class KVCache(Cache):
     Attributes:
         k, v: (batch, capacity, heads_kv, head_dim or head_dim_v), with several layers (layers, batch, ...). Slots
             beyond the lengths are uninitialized. On the CPU, k and v are views of heads-first storage, which is faster
-            to read there. ``layer(i)`` returns k and v of one layer.
+            to read there if the cache is long. ``layer(i)`` returns k and v of one layer.
         seqlens: (batch,) int32 on the device, the slots in use, left padding included. The attribute is always the same
             tensor.
         leftpad: (batch,) int32 on the device, the number of padding slots on the left. The attribute is always the same

@@ -72,8 +72,8 @@ class PagedKVCache(Cache):
 
     Attributes:
         k, v: (pages, page_size, heads_kv, head_dim or head_dim_v), with several layers (layers, pages, ...). Slots
-            without a token are uninitialized. On the CPU, k and v are views of heads-first storage, which is faster to
-            read there. ``layer(i)`` returns k and v of one layer.
+            without a token are uninitialized. On the CPU, k and v are views of heads-first storage, which is faster
+            to read there if the cache is long. ``layer(i)`` returns k and v of one layer.
         k_scale, v_scale: as in ``KVCache``.
         rotated_keys: the Rotary of every layer, or None.
         nbytes: bytes of k and v, and of their scales.
@@ -397,7 +397,8 @@ class PagedKVCache(Cache):
             yield self._pool.tables(records, [x.leftpad for x in records], new, positioned=positioned)
 
     def slots_of(self, sequences: list[int]) -> list[tuple[Any, ...]]:
-        """Returns what decides where the next tokens of every sequence go: its slots in use, its entries and pages."""
+        """Returns (slots in use, left padding, entries, pages) of every sequence: what decides where its next tokens
+        go."""
         selected = self._select(sequences).values()
         return [(x.length, x.leftpad, x.entries and tuple(x.entries), tuple(x.pages)) for x in selected]
 

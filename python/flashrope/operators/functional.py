@@ -87,8 +87,8 @@ def attention(
             row's softmax and has no value. The logit is neither scaled nor rotated. sinks gets a gradient.
         return_lse: also return the log-sum-exp of the scores.
         impl: the backend. "triton": the Triton kernels. "sdpa": PyTorch's kernels over rotated q and k. "cpu": the
-            compiled kernels for the CPU. "reference": plain PyTorch. None: the fastest that serves the call; on a GPU
-            this is "triton", or "sdpa" for the calls that docs/kernels.md lists.
+            compiled kernels for the CPU. "reference": plain PyTorch. None: the one that is expected to be the fastest
+            for the call; on a GPU this is "triton", or "sdpa" for the calls that docs/kernels.md lists.
         deterministic: True: gradients are bitwise reproducible. For head_dim 33 to 128 in 16 bits, the Triton backend
             then stores the gradients of the scores for some heads at a time, in a workspace of up to 1.25 GiB. False:
             the Triton backend's gradient of q may differ from run to run by rounding. The backend accumulates this
