@@ -32,8 +32,8 @@ GRIDS = {
     "decode": ((16,), (32, 64, 128), (4, 8), (2, 3, 4)),
 }
 # Maps (table of configs.py, direction, block_d, whether the scheme has several bands) to tiles whose machine code
-# suggests that they are faster than the default, but that no GPU has timed. They are tried right after the default. The
-# gate and the executor check them as they check defaults. docs/dev/tiles.md has the reasons.
+# suggests that they are faster than the default. They are tried right after the default. The gate and the executor
+# check them as they check defaults. docs/dev/tiles.md has the reasons, and says that a GPU has timed only one of them.
 CONTENDERS: dict[tuple[str, str, int, bool], tuple[Tile, ...]] = {
     ("sm80", "grad_qkv", 128, False): (Tile(32, 128, 8, 3),),
     ("sm80", "grad_qkv", 128, True): (Tile(32, 128, 8, 3),),
