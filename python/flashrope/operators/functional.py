@@ -96,8 +96,9 @@ def attention(
             a power of two. False raises an error under ``torch.use_deterministic_algorithms(True)``. None, the default:
             gradients are reproducible under that setting, which is read when the backward runs. Without the setting,
             the Triton backend runs the backward that is predicted to be faster for long sequences. In 16 bits with
-            head_dim 33 to 128 or above 256, this is the backward with atomics. In float32 with head_dim above 256,
-            sm_86, sm_89 and sm_120 have only the backward with atomics. The other backends are always reproducible.
+            head_dim 33 to 128 or above 256, this is the backward with atomics (docs/numerics.md has the exceptions). In
+            float32 with head_dim above 256, sm_86, sm_89 and sm_120 have only the backward with atomics. "cpu" and
+            "reference" are always reproducible. "sdpa" is not on a GPU, and refuses True there.
 
     Returns:
         out, like q but with the head_dim of v, contiguous. With return_lse: (out, lse). lse is (batch, heads_q,
@@ -329,7 +330,8 @@ def attention_with_cache(
             capacity and page numbers to the cache, and new keys without a slot are dropped. So a wrong entry causes no
             access outside the buffers, and the results of other sequences stay right. The result of the sequence with
             the wrong entry is undefined.
-        impl: as in ``attention``, and "cuda" if the extension was built (float16, bfloat16, seqlen_q up to 64).
+        impl: as in ``attention``, and "cuda" if the extension was built (float16, bfloat16, head_dim 64, 96, 128 or
+            256, seqlen_q up to 64).
         rotary, causal, softmax_scale, sinks, return_lse: as in ``attention``.
 
     Returns:
