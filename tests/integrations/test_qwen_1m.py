@@ -14,7 +14,8 @@ pytest.importorskip("transformers", reason="the extra 'transformers' is not inst
 from families import logits, schemes, tiny
 from flashrope import Rotary
 from flashrope.integrations.transformers import convert, from_pretrained
-from flashrope.integrations.vllm.engine_plan import adopt_chunks, make_plan
+from flashrope.integrations.vllm.configured import adopt_chunks
+from flashrope.integrations.vllm.engine_plan import make_plan
 from flashrope.schemes.dual_chunk import asks_for_chunks, read_chunks
 from vllm_configs import config
 

@@ -20,8 +20,6 @@ from flashrope.integrations.vllm.engine_plan import (
     INT8,
     EnginePlan,
     Layer,
-    adopt_chunks,
-    asked,
     make_plan,
     row_bytes,
     split_pages,
@@ -30,11 +28,6 @@ from support import Target
 from vllm_configs import attention_backend, cache_config, config, rope_parameters
 
 SLIDING = ["sliding_attention", "full_attention"]
-
-
-def test_a_model_without_the_field_is_left_alone():
-    assert not asked(config())
-    assert asked(config({}))
 
 
 def test_the_package_imports_neither_vllm_nor_transformers():
@@ -70,6 +63,16 @@ def test_the_scheme_that_is_asked_for(options, expected):
     assert repr(plan.layers[0].rotary) in str(plan)
 
 
+def test_the_description_has_the_layers_of_every_kind():
+    rope, local = Layer(Rotary.rope(32), None), Layer(Rotary.rope(32).local(48), 48, True)
+    plan = EnginePlan((local, local, None, rope, local, local, local, rope), frozenset())
+    local_text, rope_text = str(plan).split("; ")
+    assert local_text.startswith("layers 0-1, 4-6 (window 48): Rotary(") and local_text.endswith(
+        "rotated keys in the cache"
+    )
+    assert rope_text.startswith("layers 3, 7 (all keys): Rotary(") and rope_text.endswith("raw keys in the cache")
+
+
 def test_rope_scaling_is_read():
     scaled = {"rope_type": "linear", "rope_theta": 1e6, "factor": 4.0}
     plan = make_plan(config({"rerope": 8}, hf={"rope_parameters": scaled}))
@@ -81,7 +84,7 @@ def test_layers_of_two_kinds():
     plan = make_plan(config({"log_n": 4096}, hf=hf, model={"architecture": "Qwen2ForCausalLM"}))
     rope = Rotary.rope(32)
     assert [layer[:2] for layer in plan.layers] == [(rope.local(64), 64), (rope.log_n(4096), None)]
-    assert "layers 0 " in str(plan) and "layers 1 " in str(plan)
+    assert str(plan).startswith("layers 0 (window 64): ") and "; layers 1 (all keys): " in str(plan)
 
 
 def test_layers_without_attention():
@@ -92,7 +95,9 @@ def test_layers_without_attention():
     given = dict(hf=hf, model={"architecture": "Qwen3NextForCausalLM"})
     plan = make_plan(config({"rerope": 64}, **given))
     assert plan.layers == (None, (Rotary.rope(256, rotary_dim=64).rectify(64), None, False))
-    assert plan.attending == [(1, plan.layers[1])] and str(plan).startswith("layers 1 Rotary(head_dim=256, ")
+    assert plan.attending == [(1, plan.layers[1])] and str(plan).startswith(
+        "layers 1 (all keys): Rotary(head_dim=256, "
+    )
     assert plan.digest != make_plan(config({"rerope": 32}, **given)).digest
 
 
@@ -144,91 +149,6 @@ def test_the_backend_that_vllm_itself_chooses_for_two_widths_is_replaced():
         make_plan(gemma4(**attention_backend(SimpleNamespace(name="FLASHINFER"))))
 
 
-QWEN = {"chunk_size": 262144, "local_size": 8192, "original_max_position_embeddings": 262144}
-SIZES = {"chunk_size": 160, "local_size": 32}
-SPARSE = {"sparse_attention_config": [{"0": ["vertical_and_slash", 1000, 6096, 1]}]}
-
-
-@pytest.mark.parametrize(
-    ("chunks", "options", "expected", "sparse"),
-    [
-        (QWEN, None, lambda rope: rope.dual_chunk(262144, 8192, 262144), False),
-        (SIZES, None, lambda rope: rope.dual_chunk(160, 32), False),
-        ({**SIZES, "original_max_position_embeddings": 0}, {}, lambda rope: rope.dual_chunk(160, 32), False),
-        ({**QWEN, **SPARSE}, {}, lambda rope: rope.dual_chunk(262144, 8192, 262144), True),
-        ({**SIZES, **SPARSE, "sparse_attention_enabled": False}, {}, lambda rope: rope.dual_chunk(160, 32), False),
-        ({**SIZES, "sparse_attention_enabled": True}, {}, lambda rope: rope.dual_chunk(160, 32), True),
-        (SIZES, {"log_n": 64, "dual_chunk": None}, lambda rope: rope.dual_chunk(160, 32).log_n(64), False),
-        (QWEN, {"dual_chunk": [160, 32]}, lambda rope: rope.dual_chunk(160, 32), False),
-        (QWEN, {"dual_chunk": False, "rerope": 64}, lambda rope: rope.rectify(64), False),
-        (QWEN, {"rotary": Rotary.hope(32, 64).text}, lambda rope: Rotary.hope(32, 64), False),
-    ],
-)
-@pytest.mark.parametrize("of_text", [True, False])
-def test_a_configuration_with_dual_chunks(chunks, options, expected, sparse, of_text):
-    asking = config(options)
-    model, given = asking.model_config, dict(chunks)
-    model.hf_config = SimpleNamespace()  # a model of several parts has such a configuration
-    (model.hf_text_config if of_text else model.hf_config).dual_chunk_attention_config = given
-    assert adopt_chunks(model) is sparse
-    assert not adopt_chunks(model)  # a copy of the configuration is checked again
-    assert not any(hasattr(each, "dual_chunk_attention_config") for each in (model.hf_text_config, model.hf_config))
-    plan = make_plan(asking)
-    assert [layer.rotary for layer in plan.layers] == [expected(Rotary.rope(32))] * 2
-    assert plan.stock == {Rotary.rope(32)} and given == chunks
-
-
-def test_dual_chunks_of_a_model_of_several_parts():
-    """In a model of several parts, dual_chunk_attention_config and "flashrope" may be fields of the text model's
-    configuration or of the whole model's."""
-    asking = config()
-    text, whole = asking.model_config.hf_text_config, SimpleNamespace(flashrope={"log_n": 64})
-    asking.model_config.hf_config = whole
-    text.dual_chunk_attention_config, whole.dual_chunk_attention_config = None, dict(SIZES)
-    adopt_chunks(asking.model_config)
-    assert text.flashrope is None and whole.flashrope == {"log_n": 64, "dual_chunk": [160, 32]}
-    assert {layer.rotary for layer in make_plan(asking).layers} == {Rotary.rope(32).dual_chunk(160, 32).log_n(64)}
-    whole.flashrope, text.dual_chunk_attention_config = None, dict(QWEN)
-    adopt_chunks(asking.model_config)
-    assert whole.flashrope is None and text.flashrope == {"dual_chunk": [262144, 8192, 262144]}
-
-
-@pytest.mark.parametrize("chunks", [None, {}])
-def test_no_dual_chunks(chunks):
-    stock = config(hf={"dual_chunk_attention_config": chunks})
-    assert not adopt_chunks(stock.model_config) and not asked(stock)
-
-
-@pytest.mark.parametrize(
-    ("chunks", "options", "message"),
-    [
-        (160, None, "dual_chunk_attention_config: expected a dict with chunk_size, local_size, got 160"),
-        (
-            {"chunk_size": 160},
-            None,
-            "dual_chunk_attention_config: expected chunk_size and local_size, got none of local_",
-        ),
-        (
-            {**SIZES, "chunks": 3},
-            None,
-            "dual_chunk_attention_config: expected names among chunk_size, .*, got 'chunks'",
-        ),
-        ({**SIZES, "chunk_size": 200}, None, "chunk_size: expected .* multiple of 128, .* got 200 - 32 = 168"),
-        ({**SIZES, "original_max_position_embeddings": -1}, None, "length_scale: expected a positive finite number"),
-        (
-            SIZES,
-            {"rerope": 64},
-            "dual_chunk: expected at most one of .*rerope.*, got also rerope|rerope: .* got also dual_chunk",
-        ),
-    ],
-)
-def test_dual_chunks_that_are_refused(chunks, options, message):
-    asking = config(options, hf={"dual_chunk_attention_config": chunks})
-    with pytest.raises((TypeError, ValueError), match=message):
-        adopt_chunks(asking.model_config)
-        make_plan(asking)
-
-
 @pytest.mark.parametrize("cache_dtype", ["auto", "float32", INT8])
 def test_cache_dtypes(cache_dtype):
     make_plan(config({}, **cache_config(cache_dtype)))
@@ -263,9 +183,9 @@ def test_lengths_up_to_the_one_that_changes_the_frequencies():
 REFUSED = {
     "unknown key": (
         dict(options={"windw": 8}),
-        "options: expected names among rotary, .*, leaky_rerope, .* got 'windw'",
+        "^flashrope of config.json: options: expected names among rotary, .*, raw_keys, got 'windw'",
     ),
-    "no dict": (dict(options=True), "flashrope: expected a dict with some of .* got True"),
+    "no dict": (dict(options=True), "^flashrope of config.json: expected a dict with some of .*, raw_keys, got True"),
     "raw_keys of text": (dict(options={"raw_keys": "yes"}), "raw_keys: expected true or false, got 'yes'"),
     "window": (dict(options={"window": 8}), "window: renamed, expected rerope=8, got window=8"),
     "window as long": (

@@ -269,12 +269,15 @@ JUDGES = {
         "tests/distributed/test_context_parallel.py tests/distributed/test_context_parallel_packed.py",
         "tests/distributed/test_dtensor.py",
     ],
-    "python/flashrope/integrations/vllm/*": ["tests/integrations/test_vllm_plan.py"],
+    "python/flashrope/integrations/vllm/*": [
+        "tests/integrations/test_vllm_plan.py",
+        "tests/integrations/test_vllm_configured.py",
+    ],
     "python/flashrope/schemes/hugging_face.py": [
         "tests/integrations/test_hf_config.py tests/integrations/test_qwen_1m.py"
     ],
     "python/flashrope/schemes/dual_chunk.py": [
-        "tests/integrations/test_qwen_1m.py tests/integrations/test_vllm_plan.py"
+        "tests/integrations/test_qwen_1m.py tests/integrations/test_vllm_configured.py"
     ],
     "python/flashrope/schemes/families.py": [
         "tests/integrations/test_hf_config.py tests/integrations/test_mrope_models.py"

@@ -7,7 +7,8 @@ them.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ from ..schemes.dual_chunk import asks_for_chunks
 FIELD = "flashrope"
 DUAL_CHUNK = "dual_chunk"
 LOG_N_CLIP = "log_n_clip"  # an option whose default is True: False has an effect
+IN_CONFIGURATION = "the model's configuration"
 RAW_KEYS = "raw_keys"  # an option of the field, for engines: the engine's cache then holds raw keys under every scheme
 
 
@@ -49,13 +51,7 @@ def read_options(given: Mapping[str, Any], config, length=training_length) -> di
     Raises:
         TypeError, ValueError: an option is invalid. The message names the option and says what was expected.
     """
-    if unknown := sorted(set(given) - set(_names())):
-        _refuse_earlier_names(given)
-        close = difflib.get_close_matches(unknown[0], _names(), n=1)
-        raise TypeError(
-            f"options: expected names among {', '.join(_names())}, got {unknown[0]!r}"
-            + (f"; did you mean {close[0]}?" if close else "")
-        )
+    _check_names(given, option_names())
     asked = {
         name: value for name, value in given.items() if value is not None and (value is not False or name == LOG_N_CLIP)
     }
@@ -86,6 +82,16 @@ def read_options(given: Mapping[str, Any], config, length=training_length) -> di
     return found
 
 
+def _check_names(given: Mapping[str, Any], names: list[str]) -> None:
+    if unknown := sorted(set(given) - set(names)):
+        _refuse_earlier_names(given)
+        close = difflib.get_close_matches(unknown[0], names, n=1)
+        raise TypeError(
+            f"options: expected names among {', '.join(names)}, got {unknown[0]!r}"
+            + (f"; did you mean {close[0]}?" if close else "")
+        )
+
+
 def _refuse_earlier_names(given: Mapping[str, Any]) -> None:
     """Raises TypeError for names that options had before they became names of schemes."""
     found = {old: given[old] for old in ("window", "factor", "hope_train_length") if old in given}
@@ -100,13 +106,18 @@ def _refuse_earlier_names(given: Mapping[str, Any]) -> None:
     raise TypeError(f"{' and '.join(found)}: renamed, expected {expected}, got {as_keywords(found)}")
 
 
-def read_field(config, length=training_length) -> dict[str, Any]:
+def read_field(config, length=training_length, origin: str = IN_CONFIGURATION) -> dict[str, Any]:
     """Returns the options in a configuration's field, without raw_keys, or {} if it has no field.
 
+    Args:
+        origin: where the field was configured, for errors.
+
     Raises:
-        TypeError, ValueError: an option is invalid.
+        TypeError, ValueError: an option is invalid. The message names the field, its origin and the option.
     """
-    return read_options(saved_options(config), config, length)
+    with naming_field(origin):
+        _check_names(_field(config), [*option_names(), RAW_KEYS])
+        return read_options(saved_options(config), config, length)
 
 
 def saved_options(config) -> dict[str, Any]:
@@ -114,22 +125,33 @@ def saved_options(config) -> dict[str, Any]:
     return {name: value for name, value in _field(config).items() if name != RAW_KEYS}
 
 
-def keeps_raw_keys(config) -> bool:
-    """Whether a configuration's field requests raw keys in an engine's cache.
+def keeps_raw_keys(config, origin: str = IN_CONFIGURATION) -> bool:
+    """Whether a configuration's field requests raw keys in an engine's cache. origin: as in ``read_field``.
 
     Raises:
         TypeError: the field is not a dict, or raw_keys is not a boolean.
     """
-    value = _field(config).get(RAW_KEYS, False)
-    if not isinstance(value, bool):
-        raise TypeError(f"{RAW_KEYS}: expected true or false, got {value!r}")
-    return value
+    with naming_field(origin):
+        value = _field(config).get(RAW_KEYS, False)
+        if not isinstance(value, bool):
+            raise TypeError(f"{RAW_KEYS}: expected true or false, got {value!r}")
+        return value
+
+
+@contextmanager
+def naming_field(origin: str) -> Iterator[None]:
+    """Puts the name of the field and its origin in front of the message of a TypeError or ValueError."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"{FIELD} of {origin}: {error}") from error
 
 
 def _field(config) -> dict[str, Any]:
     given = getattr(config, FIELD, None)
     if given is not None and not isinstance(given, dict):
-        raise TypeError(f"{FIELD}: expected a dict with some of {', '.join([*_names(), RAW_KEYS])}, got {given!r}")
+        raise TypeError(f"expected a dict with some of {', '.join([*option_names(), RAW_KEYS])}, got {given!r}")
     return given or {}
 
 
@@ -149,7 +171,8 @@ def as_keywords(options: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={tuple(x) if isinstance(x, list) else x!r}" for name, x in options.items())
 
 
-def _names() -> list[str]:
+def option_names() -> list[str]:
+    """Returns the names of all options of ``convert``."""
     options = known_options().values()
     return [
         "rotary",

@@ -209,17 +209,3 @@ def test_block_hashes_differ_by_scheme(llama):
             seeds[name] = kv_cache_utils.NONE_HASH
     assert len(set(seeds.values())) == 3
     assert seeds["stock"] == get_hash_fn_by_name("sha256")(kv_cache_utils.DEFAULT_NONE_HASH_SEED)
-
-
-def test_the_log_names_the_scheme(llama, caplog):
-    import logging
-
-    logger = logging.getLogger("vllm")
-    logger.addHandler(caplog.handler)
-    try:
-        with engine(llama, REROPE):
-            pass
-    finally:
-        logger.removeHandler(caplog.handler)
-    (line,) = {record.getMessage() for record in caplog.records if record.getMessage().startswith("flashrope: ")}
-    assert "64 for d >= 64" in line and "max(1, ln(i + 1) / ln(256))" in line

@@ -1,19 +1,23 @@
 """Tests that vLLM's engine refuses bad configurations when it starts, with the plugin's message. test_vllm_plan.py
 tests the checks themselves."""
 
+import logging
+import pickle
 from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed; .ci/run tests it in an environment of its own")
 
+from flashrope.integrations.transformers import convert
 from models import save_model
+from transformers import AutoModelForCausalLM
 from vllm.engine.arg_utils import EngineArgs
 
 COMMON = dict(skip_tokenizer_init=True, dtype="float32", max_model_len=1024)
 HYBRID = dict(sliding_window=48, layer_types=["sliding_attention", "sliding_attention", "full_attention"])
 REFUSED = {  # model, its changes, options, settings, message
-    "key": ("llama", {}, {"windw": 64}, {}, "options: expected names among rotary, .* got 'windw'"),
+    "key": ("llama", {}, {"windw": 64}, {}, "flashrope of --hf-overrides: options: .* got 'windw'"),
     "window": ("llama", {}, {"rerope": 1024}, {}, "rerope: expected a window of less than max_model_len = 1024"),
     "block_size": ("llama", {}, {}, {"block_size": 48}, "block_size: expected 16, 32, 64, 128, ..., got 48"),
     "cache dtype": ("llama", {}, {}, {"kv_cache_dtype": "fp8"}, "kv_cache_dtype: .* got fp8, .* convert in software"),
@@ -190,3 +194,53 @@ def test_the_builder_declares_what_the_grids_allow():
     from vllm.v1.attention.backend import AttentionCGSupport
 
     assert FlashropeMetadataBuilder._cudagraph_support is AttentionCGSupport.UNIFORM_BATCH
+
+
+@pytest.fixture
+def log(monkeypatch):
+    """Returns the list of the plugin's log messages. vLLM removes handlers of its loggers when an engine starts."""
+    messages = []
+    logger = logging.getLogger("vllm.plugins.flashrope")
+    monkeypatch.setattr(logger, "handle", lambda record: messages.append(record.getMessage()))
+    return messages
+
+
+def start(folder: str, overrides: dict, **settings):
+    return EngineArgs(folder, hf_overrides=overrides, **{**COMMON, **settings}).create_engine_config()
+
+
+def test_an_engine_logs_one_line(tmp_path, log):
+    """The line has the scheme and the cache form of every kind of layer, and where they were configured. The engine's
+    process checks the configuration again and does not log the line again."""
+    folder = save_model(tmp_path, "gemma3_text", **HYBRID)
+    config = start(folder, {"flashrope": {"rerope": 24, "log_n": 256}})
+    pickle.loads(pickle.dumps(config)).__post_init__()
+    (line,) = log
+    assert "Gemma3ForCausalLM, configured by --hf-overrides, context 1024" in line
+    local, whole = line.split("; layers ")
+    assert ": layers 0-1 (window 48): Rotary(" in local and local.endswith("rotated keys in the cache")
+    assert whole.startswith("2 (all keys): Rotary(") and whole.endswith("raw keys in the cache")
+    assert "24 for d >= 24" in whole and "max(1, ln(i + 1) / ln(256))" in whole
+
+
+def test_a_misspelt_field_is_logged(tmp_path, log):
+    """A misspelt field gives a warning. The engine serves the stock model."""
+    config = start(save_model(tmp_path, "llama"), {"flashrop": {"rerope": 24}})
+    assert log == [
+        'flashrope: flashrop of --hf-overrides: expected the name "flashrope", got "flashrop", which has no effect'
+    ]
+    assert config.attention_config.backend is None
+
+
+def test_lost_options_are_logged(tmp_path, log):
+    """hf_overrides replaces the saved field. The log names the options that are lost."""
+    convert(AutoModelForCausalLM.from_pretrained(save_model(tmp_path, "llama")), log_n=256).save_pretrained(tmp_path)
+    start(str(tmp_path), {})
+    start(str(tmp_path), {"flashrope": {"rerope": 24}})
+    saved, line, warning = log
+    assert "configured by config.json" in saved and "ln(256)" in saved
+    assert "configured by --hf-overrides" in line and "ln(256)" not in line
+    assert warning == (
+        'flashrope of --hf-overrides: replaces the whole field of config.json and drops {"log_n": 256}; to keep these '
+        'options, pass {"flashrope": {"log_n": 256, "rerope": 24}}'
+    )

@@ -7,11 +7,12 @@ whose configuration has neither a field "flashrope" nor ``dual_chunk_attention_c
 
 Where to look:
 
-    plan      the scheme of every layer, checks of the configuration, the plans of a process, vLLM's pages
-    plugin    register: the hooks into vLLM, which also turn off the model's own rotary embedding
-    backend   vLLM's attention backend, over plan_cache
+    configured    the field "flashrope": its origin, misspelt and lost options, and dual_chunk_attention_config
+    engine_plan   the scheme of every layer, checks of the configuration, the plans of a process, vLLM's pages
+    plugin        register: the hooks into vLLM, which also turn off the model's own rotary embedding
+    backend       vLLM's attention backend, over plan_cache
 
-Importing plan and plugin does not import vLLM.
+Only backend needs vLLM when it is imported.
 
 docs/serving.md says how to use the plugin.
 """

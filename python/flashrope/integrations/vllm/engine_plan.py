@@ -1,7 +1,6 @@
 """Plans the scheme of every layer of a served model, checks its configuration, and keeps the plans of this process.
 
-This file also turns ``dual_chunk_attention_config`` (Qwen2.5-1M) into the option dual_chunk of the field "flashrope",
-and makes views of vLLM's pages for the cache calls. Importing this file does not import vLLM.
+This file also makes views of vLLM's pages for the cache calls. Importing this file does not import vLLM.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ import torch
 
 from ...calls.checks import MAX_HEAD_DIM, MAX_NARROW_HEAD_DIM
 from ...schemes.bands import shared_map
-from ...schemes.dual_chunk import CHUNKS, read_chunks
 from ...schemes.families import FAMILIES
 from ...schemes.rotary import Rotary
-from ..scheme_options import FIELD, keeps_raw_keys, read_field, training_length
+from ..scheme_options import FIELD, keeps_raw_keys, naming_field, read_field, training_length
 from ..transformers.layer_schemes import LayerScheme, attending_layers, check_sees_all, layer_type_of, sliding_window_of
+from .configured import asked, holder_of_field, origin_of
 
 ARCHITECTURES = tuple(sorted(each.vllm for each in FAMILIES.values() if each.vllm))
 BACKEND = "CUSTOM"  # vLLM's name for a backend of a plugin
@@ -63,22 +62,28 @@ class EnginePlan:
         return hashlib.sha256(json.dumps(layers).encode()).hexdigest()[:32]
 
     def __str__(self) -> str:
-        """Returns a description of every scheme and its layers."""
+        """Returns a description of every kind of layer: its layers, its scheme, and the form of its keys."""
         layers_of: dict[Layer, list[int]] = {}
         for index, layer in self.attending:
             layers_of.setdefault(layer, []).append(index)
-        if len(layers_of) == 1 and len(self.attending) == len(self.layers):
-            return f"all {len(self.layers)} layers {_describe(*layers_of)}"
-        return "; ".join(f"layers {', '.join(map(str, n))} {_describe(layer)}" for layer, n in layers_of.items())
+        return "; ".join(_describe(layer, indices) for layer, indices in layers_of.items())
 
 
-def _describe(layer: Layer) -> str:
-    return f"{layer.rotary!r}, {'rotated' if layer.rotated_keys else 'raw'} keys in the cache"
+def _describe(layer: Layer, indices: list[int]) -> str:
+    kind = "all keys" if layer.window is None else f"window {layer.window}"
+    keys = "rotated" if layer.rotated_keys else "raw"
+    return f"layers {_ranges(indices)} ({kind}): {layer.rotary!r}, {keys} keys in the cache"
 
 
-def asked(config) -> bool:
-    """Whether the model of a VllmConfig has a field "flashrope"."""
-    return _asking(config) is not None
+def _ranges(indices: list[int]) -> str:
+    """Returns ascending numbers as text. Numbers that follow one another are a range, as in 0-2, 5."""
+    parts: list[list[int]] = []
+    for index in indices:
+        if parts and index == parts[-1][-1] + 1:
+            parts[-1].append(index)
+        else:
+            parts.append([index])
+    return ", ".join(f"{part[0]}-{part[-1]}" if part[1:] else str(part[0]) for part in parts)
 
 
 def make_plan(config) -> EnginePlan:
@@ -89,11 +94,13 @@ def make_plan(config) -> EnginePlan:
     """
     model = config.model_config
     hf_config = model.hf_text_config
-    field = _asking(config)
-    options, raw_keys = read_field(field, partial(_training_length, model)), keeps_raw_keys(field)
+    holder, origin = holder_of_field(model), origin_of(model)
+    options = read_field(holder, partial(_training_length, model), origin)
+    raw_keys = keeps_raw_keys(holder, origin)
     _check_model(model, hf_config)
-    _check_windows(model.max_model_len, options)
-    plan = EnginePlan(*_layers(hf_config, options, model.max_model_len, raw_keys))
+    with naming_field(origin):
+        _check_windows(model.max_model_len, options)
+    plan = EnginePlan(*_layers(hf_config, options, model.max_model_len, raw_keys, origin))
     widths = {layer.rotary.head_dim for _, layer in plan.attending}
     _check_engine(config, CHOSEN_FOR_TWO_WIDTHS if len(widths) > 1 else ())
     for head_dim in widths:
@@ -109,14 +116,6 @@ def _check_head_dim(head_dim: int, cache_dtype: str) -> None:
         raise ValueError(f"head_dim: expected a multiple of 8 up to {largest}{cache}, got {head_dim}")
 
 
-def _asking(config):
-    """Returns the configuration that has the field: the configuration of the text model or of the whole model. Returns
-    None if neither has the field."""
-    model = config.model_config
-    configs = getattr(model, "hf_text_config", None), getattr(model, "hf_config", None)
-    return next((each for each in configs if getattr(each, FIELD, None) is not None), None)
-
-
 def _training_length(model, config, name: str) -> int:
     overrides = getattr(model, "hf_overrides", None)
     if isinstance(overrides, dict) and "max_position_embeddings" in overrides:
@@ -130,35 +129,42 @@ def _training_length(model, config, name: str) -> int:
 # ---- layers
 
 
-def _layers(hf_config, options: dict, max_model_len: int, raw_keys: bool):
+def _layers(hf_config, options: dict, max_model_len: int, raw_keys: bool, origin: str):
     layers: list[Layer | None] = [None] * hf_config.num_hidden_layers
     schemes: dict[tuple, Layer] = {}
     stock = set()
     for index in attending_layers(hf_config):
         key = layer_type_of(hf_config, index), sliding_window_of(hf_config, index)
         if key not in schemes:
-            schemes[key] = _layer(hf_config, key, options, max_model_len, raw_keys)
-            stock.add(Rotary.from_hf_config(hf_config, key[0]))
+            own = Rotary.from_hf_config(hf_config, key[0])
+            with naming_field(origin):
+                scheme = _scheme(hf_config, key, options, own.head_dim)
+            schemes[key] = _layer(scheme, max_model_len, raw_keys)
+            stock.add(own)
         layers[index] = schemes[key]
-    check_sees_all(options, (layer.window for layer in schemes.values()))
+    with naming_field(origin):
+        check_sees_all(options, (layer.window for layer in schemes.values()))
     return tuple(layers), frozenset(stock)
 
 
-def _layer(hf_config, key: tuple, options: dict, max_model_len: int, raw_keys: bool) -> Layer:
+def _scheme(hf_config, key: tuple, options: dict, head_dim: int) -> LayerScheme:
     layer_type, window = key
     scheme = LayerScheme(hf_config, layer_type, window, True, options)
+    if scheme.rotary.head_dim != head_dim:
+        raise ValueError(f"rotary: expected head_dim {head_dim} as in the model, got {scheme.rotary.head_dim}")
+    if scheme.rotary.axis:
+        raise ValueError("rotary: expected a scheme of one-dimensional positions, got an axial one")
+    return scheme
+
+
+def _layer(scheme: LayerScheme, max_model_len: int, raw_keys: bool) -> Layer:
     if scheme.grows_from < max_model_len:
         raise ValueError(
             f"max_model_len: expected at most {scheme.grows_from}, beyond which the frequencies of this model's rope "
             f"type depend on the length of each sequence, got {max_model_len}"
         )
     rotary = scheme.rotary
-    head_dim = Rotary.from_hf_config(hf_config, layer_type).head_dim
-    if rotary.head_dim != head_dim:
-        raise ValueError(f"rotary: expected head_dim {head_dim} as in the model, got {rotary.head_dim}")
-    if rotary.axis:
-        raise ValueError("rotary: expected a scheme of one-dimensional positions, got an axial one")
-    rotates_once = shared_map(rotary.bands) is not None and head_dim <= MAX_NARROW_HEAD_DIM
+    rotates_once = shared_map(rotary.bands) is not None and rotary.head_dim <= MAX_NARROW_HEAD_DIM
     return Layer(rotary, scheme.window, rotates_once and not raw_keys)
 
 
@@ -249,45 +255,6 @@ def _check_windows(max_model_len: int, options: dict) -> None:
                 f"{name}: expected a window of less than max_model_len = {max_model_len} (no distance would lie "
                 f"beyond it), got {window}"
             )
-
-
-# ---- dual_chunk_attention_config
-
-
-def adopt_chunks(model) -> bool:
-    """Moves dual_chunk_attention_config of a ModelConfig into the field "flashrope", which vLLM also sends to its
-    workers.
-
-    vLLM's layers must not see dual_chunk_attention_config, because they would need an attention for which vLLM has no
-    backend. If the field already has dual_chunk (even false) or rotary, it is not changed.
-
-    Returns:
-        Whether the configuration also requests sparse attention. This package's attention is dense.
-
-    Raises:
-        TypeError, ValueError: dual_chunk_attention_config is invalid. The message names the key.
-    """
-    configs = _configs(model)
-    chunks = read_chunks(*configs)
-    for config in configs:
-        if hasattr(config, CHUNKS):
-            delattr(config, CHUNKS)
-    if chunks is None:
-        return False
-    holder = next((config for config in configs if getattr(config, FIELD, None) is not None), configs[0])
-    field = getattr(holder, FIELD, None)
-    if field is None:
-        field = {}
-    # make_plan raises an error for a field that is not a dict.
-    if isinstance(field, dict) and field.get("dual_chunk") is None and field.get("rotary") is None:
-        setattr(holder, FIELD, {**field, "dual_chunk": chunks.arguments})
-    return chunks.sparse
-
-
-def _configs(model) -> list:
-    """Returns the configurations of the text model and of the whole model, which may be the same."""
-    configs = (getattr(model, name, None) for name in ("hf_text_config", "hf_config"))
-    return [config for config in configs if config is not None]
 
 
 # ---- pages

@@ -19,13 +19,12 @@ from torch import nn
 
 from ...schemes.rotary import Rotary
 from ..scheme_options import FIELD
+from .configured import SAVED, adopt_chunks, asked, dropped, misspelt, origin_of
 from .engine_plan import (
     BACKEND,
     BACKEND_PATH,
     EnginePlan,
     active_plan,
-    adopt_chunks,
-    asked,
     check_backend,
     digest_of,
     make_plan,
@@ -63,6 +62,8 @@ def _hook_configuration(platform) -> None:
         stock(cls, vllm_config)
         if vllm_config.model_config is None:
             return
+        for message in misspelt(vllm_config.model_config):
+            _logger().warning("flashrope: %s", message)
         sparse = _problem is None and adopt_chunks(vllm_config.model_config)
         if asked(vllm_config):
             _configure(cls, vllm_config)
@@ -88,18 +89,31 @@ def _configure(platform, vllm_config) -> None:
         raise TypeError(f"additional_config: expected a dict, to hold the scheme's digest, got {given}")
     check_backend()
     plan = make_plan(vllm_config)
+    if digest_of(vllm_config) != plan.digest:  # otherwise the process that sent the configuration has logged it
+        _log(vllm_config.model_config, plan)
     # compute_hash includes the digest, so schemes do not share compiled graphs. Workers compare it with the digest of
     # their own plan.
     vllm_config.additional_config = {**vllm_config.additional_config, FIELD: plan.digest}
     vllm_config.attention_config.backend = AttentionBackendEnum[BACKEND]
     remember(plan)
+
+
+def _log(model, plan: EnginePlan) -> None:
+    from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
+
     _logger().info(
-        "flashrope: %s, context %d, separate block hashes (%s): %s",
-        vllm_config.model_config.architecture,
-        vllm_config.model_config.max_model_len,
+        "flashrope: %s, configured by %s, context %d, separate block hashes (%s): %s",
+        model.architecture,
+        origin_of(model),
+        model.max_model_len,
         plan.digest[:8],
         plan,
     )
+    if model.hf_overrides:
+        revision = getattr(model, "_hf_config_revision", None) or model.revision
+        saved = get_hf_file_to_dict(SAVED, model.hf_config_path or model.model, revision)
+        if message := dropped(model, saved):
+            _logger().warning(message)
 
 
 def _logger():
