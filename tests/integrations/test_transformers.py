@@ -329,37 +329,6 @@ def test_suggest():
         suggest(AutoConfig.for_model("gpt2"), 4096)
 
 
-@pytest.mark.parametrize("name", ["gemma3_text", "gpt_oss", "qwen2"])
-@pytest.mark.parametrize(
-    "options, change",
-    [
-        ({"rerope": 6, "log_n": 12}, lambda rope: rope.rectify(6).log_n(12)),
-        ({"leaky_rerope": (6, 4.0)}, lambda rope: rope.rectify(6, 4.0)),
-        ({"self_extend": (6, 2)}, lambda rope: rope.self_extend(6, 2)),
-    ],
-    ids=["rerope", "leaky_rerope", "self_extend"],
-)
-def test_options_change_only_the_layers_that_see_all_keys(name, options, change):
-    model = convert(tiny(name))
-    config, own = model.config, dict(zip(model.config.layer_types, schemes(model), strict=True))
-    whole = own["full_attention"]
-    ids = tokens()
-    by_type = convert(
-        model,
-        rotary={"sliding_attention": Rotary.from_hf_config(config, "sliding_attention")}
-        | {"full_attention": change(whole)},
-    )
-    expected = schemes(by_type), logits(by_type, ids)
-    found = convert(model, **options)
-    assert schemes(found) == expected[0] and set(schemes(found)) == {own["sliding_attention"], change(whole)}
-    assert torch.equal(logits(found, ids), expected[1])
-    suggestion = suggest(
-        config, 4 * config.max_position_embeddings, "self-extend" if "self_extend" in options else "rerope"
-    )
-    layer = config.layer_types.index("full_attention")
-    assert f"in the layers that see all keys ({layer})" in suggestion.reason
-
-
 def test_true_stands_for_values_of_the_training_length():
     rope = Rotary.rope(16)
     model = tiny("llama", max_position_embeddings=512)

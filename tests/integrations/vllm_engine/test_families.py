@@ -5,11 +5,14 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed; .ci/run tests it in an environment of its own")
 
 from engine import BOUND, check_rounded, compared, differences, engine, generate
+from flashrope import Rotary
 from flashrope.integrations.vllm.engine_plan import ARCHITECTURES
 from models import VOCABULARY, Rounded, prompt, save_model
+from transformers import AutoConfig
 
-REROPE, LOG_N = {"rerope": 24, "log_n": 64}, {"log_n": 64}
-HYBRID = dict(sliding_window=48, layer_types=["sliding_attention", "sliding_attention", "full_attention"])
+REROPE = {"rerope": 24, "log_n": 64}
+SLIDING, FULL = "sliding_attention", "full_attention"
+HYBRID = dict(sliding_window=48, layer_types=[SLIDING, SLIDING, FULL])
 GEMMA4 = dict(  # the head widths are those of the released models
     num_hidden_layers=4,
     num_attention_heads=2,
@@ -17,7 +20,7 @@ GEMMA4 = dict(  # the head widths are those of the released models
     head_dim=256,
     global_head_dim=512,
     sliding_window=48,
-    layer_types=["sliding_attention", "full_attention"] * 2,
+    layer_types=[SLIDING, FULL] * 2,
     num_kv_shared_layers=2,
     hidden_size_per_layer_input=16,
     vocab_size_per_layer_input=VOCABULARY,
@@ -32,10 +35,10 @@ FAMILIES = {  # architecture: (model_type, changes, options)
     "Gemma2ForCausalLM": (
         "gemma2",
         dict(attn_logit_softcapping=None, query_pre_attn_scalar=20, tie_word_embeddings=True, **HYBRID),
-        LOG_N,
+        REROPE,
     ),
-    "Gemma3ForCausalLM": ("gemma3_text", dict(query_pre_attn_scalar=20, tie_word_embeddings=True, **HYBRID), LOG_N),
-    "Gemma4ForCausalLM": ("gemma4_text", GEMMA4, LOG_N),
+    "Gemma3ForCausalLM": ("gemma3_text", dict(query_pre_attn_scalar=20, tie_word_embeddings=True, **HYBRID), REROPE),
+    "Gemma4ForCausalLM": ("gemma4_text", GEMMA4, REROPE),
     "GemmaForCausalLM": ("gemma", dict(tie_word_embeddings=True), REROPE),
     "Glm4ForCausalLM": ("glm4", dict(partial_rotary_factor=0.5), REROPE),
     "GraniteForCausalLM": ("granite", dict(attention_multiplier=0.2), REROPE),
@@ -51,7 +54,7 @@ QWEN3_NEXT = dict(  # vLLM's recurrent layers on the CPU need the widths of the 
     num_hidden_layers=4,
     head_dim=256,
     partial_rotary_factor=0.25,
-    layer_types=["linear_attention"] * 3 + ["full_attention"],
+    layer_types=["linear_attention"] * 3 + [FULL],
     linear_num_key_heads=2,
     linear_num_value_heads=4,
     linear_key_head_dim=128,
@@ -93,6 +96,21 @@ def test_qwen3_next(options, other, tmp_path):
 def test_family(name, tmp_path):
     model_type, changes, options = FAMILIES[name]
     compare(save_model(tmp_path, model_type, **changes), {}, options)
+
+
+@pytest.mark.parametrize("name", ["Gemma3ForCausalLM", pytest.param("Gemma4ForCausalLM", marks=pytest.mark.slow)])
+def test_rerope_changes_the_layers_that_see_all_keys(name, tmp_path):
+    """In a model with sliding windows, rerope and log_n give the results of a scheme by layer type that has them only
+    in the layers that see all keys."""
+    model_type, changes, _ = FAMILIES[name]
+    folder = save_model(tmp_path, model_type, **changes)
+    local, whole = (Rotary.from_hf_config(AutoConfig.from_pretrained(folder), kind) for kind in (SLIDING, FULL))
+    by_type = {"rotary": {SLIDING: local.text, FULL: whole.rectify(24).log_n(64).text}}
+    for served, expected in ((REROPE, by_type), (by_type, REROPE)):
+        with engine(folder, served, max_model_len=512) as llm:
+            outputs = generate(llm, [prompt(n) for n in (5, 200)])
+        del llm
+        assert max(differences(folder, expected, outputs)) <= BOUND < 0.01 < max(differences(folder, {}, outputs))
 
 
 @pytest.mark.parametrize("rope_type", SCALED)

@@ -81,7 +81,8 @@ def convert(model, rotary: Rotary | dict[str, Rotary] | None = None, *, untested
         log_n_clip: False: the factor of log_n may be below 1, as in models that were trained with log n. Needs log_n.
 
     Layers with a sliding window see a fixed number of keys: rerope, leaky_rerope, string, self_extend, dual_chunk and
-    log_n leave them as they are, and need a layer that sees all keys.
+    log_n leave them as they are, and need a layer that sees all keys. All but log_n need one that also rotates, which
+    cohere2, exaone4 and afmoe do not have.
 
     ``print(model)`` shows the scheme of every layer. The configuration keeps the options, save_pretrained writes them,
     and ``revert`` deletes them. If another living model has the same configuration object, this model gets a copy. To

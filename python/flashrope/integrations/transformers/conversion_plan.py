@@ -162,7 +162,7 @@ def _plan_layers(decoder, modules: list[Any], options: dict[str, Any]) -> dict[s
                 f"rotary: expected head_dim {head_dim} of layer {module.layer_idx}, got {alike[key].rotary.head_dim}"
             )
         schemes[names[module]] = alike[key]
-    check_sees_all(options, (scheme.window for scheme in alike.values()))
+    check_sees_all(options, ((scheme.window, any(scheme.rotary.frequencies)) for scheme in alike.values()))
     if "rotary" not in options:  # the given scheme replaces the model's tables
         rotating = {layer_type for layer_type, _, rotated in alike if rotated}
         check_tables(decoder, {layer_type: layer_type in rotating for layer_type, *_ in alike})

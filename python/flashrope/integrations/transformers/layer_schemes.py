@@ -97,15 +97,25 @@ def _scheme(config, layer_type, window, rotates, options, seqlen) -> Rotary:
     return rotary.local(window)
 
 
-def check_sees_all(options: dict, windows: Iterable[int | None]) -> None:
-    """Raises ValueError for options that change distances or scales if every layer has a sliding window, because they
-    would change no layer. windows: the sliding window of every layer, or None."""
-    known, windows = known_options(), list(windows)
+def check_sees_all(options: dict, layers: Iterable[tuple[int | None, bool]]) -> None:
+    """Raises ValueError for options that change distances or scales if they would change no layer, because every layer
+    has a sliding window, or does not rotate and has no distances to change.
+
+    layers: the sliding window of every layer, or None, and whether the layer rotates.
+    """
+    known, layers = known_options(), list(layers)
     asked = [name for name in options if name in known and known[name].stage >= BANDS and options[name] is not False]
-    if asked and all(windows):
+    if asked and all(window for window, _ in layers):
+        windows = sorted({window for window, _ in layers if window})
         raise ValueError(
             f"{asked[0]}: expected a layer that sees all keys, got a sliding window of "
-            f"{' or '.join(map(str, sorted(filter(None, set(windows)))))} keys in every layer"
+            f"{' or '.join(map(str, windows))} keys in every layer"
+        )
+    by_distance = [name for name in asked if known[name].stage == BANDS]
+    if by_distance and not any(rotates for window, rotates in layers if not window):
+        raise ValueError(
+            f"{by_distance[0]}: expected a layer that sees all keys and rotates, got no rotation in the layers without "
+            "a sliding window"
         )
 
 
@@ -214,9 +224,9 @@ def suggest(model_or_config, target_length: int, scheme: str = "rerope") -> Sugg
             of the training length. ``suggest`` gives these three without log n, as in their papers.
 
     Raises:
-        ValueError: the model has no rotary embedding; or all its layers have a sliding window and the scheme
-            changes distances or scales; or its configuration lacks max_position_embeddings or num_hidden_layers; or the
-            scheme cannot be fitted to its training length.
+        ValueError: the model has no rotary embedding; or the scheme changes distances or scales, and no layer sees all
+            keys; or it changes distances, and the layers that see all keys do not rotate; or the model's configuration
+            lacks max_position_embeddings or num_hidden_layers; or the scheme cannot be fitted to its training length.
     """
     if scheme not in SCHEMES:
         raise ValueError(f"scheme: expected one of {', '.join(SCHEMES)}, got {scheme!r}")
@@ -233,8 +243,9 @@ def suggest(model_or_config, target_length: int, scheme: str = "rerope") -> Sugg
         )
     own = read_field(config)
     length = stated_length(own) or config.max_position_embeddings
-    layer_types = {layer_type_of(config, layer) for layer in range(config.num_hidden_layers)}
-    if not any(_rotates(config, layer_type) for layer_type in layer_types):
+    layer_types = {layer_type_of(config, layer) for layer in attending_layers(config)}
+    rotates = {layer_type: _rotates(config, layer_type) for layer_type in layer_types}
+    if not any(rotates.values()):
         raise ValueError(
             "model_or_config: expected a model with a rotary embedding, got "
             f"{_name(model_or_config)} without rope_theta"
@@ -247,7 +258,7 @@ def suggest(model_or_config, target_length: int, scheme: str = "rerope") -> Sugg
     if any(name in own and option.stage == SCALE for name, option in options.items()) and len(changes) > 1:
         changes = {name: value for name, value in changes.items() if options[name].stage != SCALE}
     windows = {layer: sliding_window_of(config, layer) for layer in attending_layers(config)}
-    check_sees_all(changes, windows.values())
+    check_sees_all(changes, ((window, rotates[layer_type_of(config, layer)]) for layer, window in windows.items()))
     whole = [str(layer) for layer, window in windows.items() if not window]
     by_distance = any(options[name].stage >= BANDS for name in changes)
     why = row.why.format(train=lengths.train, longest=lengths.longest)

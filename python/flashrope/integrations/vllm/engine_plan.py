@@ -143,7 +143,7 @@ def _layers(hf_config, options: dict, max_model_len: int, raw_keys: bool, origin
             stock.add(own)
         layers[index] = schemes[key]
     with naming_field(origin):
-        check_sees_all(options, (layer.window for layer in schemes.values()))
+        check_sees_all(options, ((layer.window, any(layer.rotary.frequencies)) for layer in schemes.values()))
     return tuple(layers), frozenset(stock)
 
 
