@@ -41,6 +41,38 @@ FAMILIES = {  # architecture: (model_type, changes, options)
     "Gemma4ForCausalLM": ("gemma4_text", GEMMA4, REROPE),
     "GemmaForCausalLM": ("gemma", dict(tie_word_embeddings=True), REROPE),
     "Glm4ForCausalLM": ("glm4", dict(partial_rotary_factor=0.5), REROPE),
+    "Glm4MoeForCausalLM": (
+        "glm4_moe",
+        dict(
+            use_qk_norm=True,
+            first_k_dense_replace=1,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=32,
+            partial_rotary_factor=0.5,
+        ),
+        REROPE,
+    ),
+    "GptOssForCausalLM": (
+        "gpt_oss",
+        dict(
+            num_hidden_layers=4,
+            layer_types=[SLIDING, FULL] * 2,
+            sliding_window=48,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            rope_parameters=dict(
+                rope_type="yarn",
+                rope_theta=10000.0,
+                factor=4.0,
+                original_max_position_embeddings=64,
+                beta_fast=32.0,
+                beta_slow=1.0,
+                truncate=False,
+            ),
+        ),
+        REROPE,
+    ),
     "GraniteForCausalLM": ("granite", dict(attention_multiplier=0.2), REROPE),
     "LlamaForCausalLM": ("llama", {}, REROPE),
     "MistralForCausalLM": ("mistral", dict(sliding_window=None), REROPE),
@@ -48,6 +80,11 @@ FAMILIES = {  # architecture: (model_type, changes, options)
     "Phi3ForCausalLM": ("phi3", dict(sliding_window=None), REROPE),
     "Qwen2ForCausalLM": ("qwen2", {}, REROPE),
     "Qwen3ForCausalLM": ("qwen3", {}, REROPE),
+    "Qwen3MoeForCausalLM": (
+        "qwen3_moe",
+        dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32),
+        REROPE,
+    ),
     "StableLmForCausalLM": ("stablelm", dict(partial_rotary_factor=0.25), REROPE),
 }
 QWEN3_NEXT = dict(  # vLLM's recurrent layers on the CPU need the widths of the released models
@@ -64,7 +101,12 @@ QWEN3_NEXT = dict(  # vLLM's recurrent layers on the CPU need the widths of the 
     num_experts=4,
     num_experts_per_tok=4,  # with fewer, rounding changes which experts a token gets
 )
-QUICK = {"Gemma3ForCausalLM", "Qwen3ForCausalLM"}  # vLLM takes 8 s to inspect an architecture for the first time
+HYBRIDS = ["Gemma3ForCausalLM", "Gemma4ForCausalLM", "GptOssForCausalLM"]
+QUICK = {
+    "Gemma3ForCausalLM",
+    "GptOssForCausalLM",
+    "Qwen3ForCausalLM",
+}  # vLLM takes 8 s to inspect an architecture for the first time
 
 
 def compare(folder, *all_options):
@@ -98,7 +140,7 @@ def test_family(name, tmp_path):
     compare(save_model(tmp_path, model_type, **changes), {}, options)
 
 
-@pytest.mark.parametrize("name", ["Gemma3ForCausalLM", pytest.param("Gemma4ForCausalLM", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in HYBRIDS])
 def test_rerope_changes_the_layers_that_see_all_keys(name, tmp_path):
     """In a model with sliding windows, rerope and log_n give the results of a scheme by layer type that has them only
     in the layers that see all keys."""

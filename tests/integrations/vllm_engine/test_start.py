@@ -152,12 +152,11 @@ def test_what_a_gpu_would_be_asked():
         return FlashropeBackend.validate_configuration(device_capability=capability, **asked)
 
     ampere = DeviceCapability(8, 0)
-    assert reasons(ampere) == [] == reasons(ampere, has_sliding_window=True)
+    assert reasons(ampere) == [] == reasons(ampere, has_sliding_window=True, has_sink=True)
     assert reasons(ampere, kv_cache_dtype="int8_per_token_head") == []
     assert reasons(DeviceCapability(7, 5)) == ["compute capability not supported"]
     for cache_dtype in ("fp8", "int4_per_token_head"):
         assert reasons(ampere, kv_cache_dtype=cache_dtype) == ["kv_cache_dtype not supported"]
-    assert reasons(ampere, has_sink=True) == ["attention sinks not supported"]
     assert reasons(ampere, head_size=100) == ["head_size not supported"]
     assert reasons(ampere, attn_type="encoder_only") == ["attention type encoder_only not supported"]
 

@@ -64,6 +64,10 @@ class FlashropeBackend(AttentionBackend):
         return True
 
     @classmethod
+    def supports_sink(cls) -> bool:
+        return True
+
+    @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...] | None:
         """Returns the layouts in order of preference, or None if all are equally good. On the CPU the first is the
         layout in which the rows of one head in a page are contiguous, because the CPU kernels read this layout
@@ -132,6 +136,7 @@ class FlashropeImpl(AttentionImpl):
         logits_soft_cap=None,
         attn_type=AttentionType.DECODER,
         kv_sharing_target_layer_name=None,
+        sinks=None,
         **others,
     ) -> None:
         config = get_current_vllm_config()
@@ -142,6 +147,7 @@ class FlashropeImpl(AttentionImpl):
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.kv_cache_dtype, self.sliding_window = kv_cache_dtype, sliding_window
+        self.sinks = sinks  # (num_heads,), a parameter of the model: a logit per head that joins every softmax
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name  # an attribute that vLLM reads
         self.scheme: tuple[Rotary, bool] | None = None  # the scheme, and whether the cache holds rotated keys
         self.pages: EnginePages | None = None
@@ -206,10 +212,10 @@ class FlashropeImpl(AttentionImpl):
                 softmax_scale=self.scale,
                 rotated_keys=rotated_keys,
             )
-        if output.is_contiguous():
+        if output.is_contiguous() and self.sinks is None:
             plan.attend(query, own, key, value, out=output.view(query.shape))
         else:
-            output.copy_(plan.attend(query, own, key, value).view(output.shape))
+            output.copy_(plan.attend(query, own, key, value, sinks=self.sinks).view(output.shape))
         return padded
 
     def _find_scheme(self, layer_name: str) -> tuple[Rotary, bool]:
