@@ -243,3 +243,23 @@ def test_lost_options_are_logged(tmp_path, log):
         'flashrope of --hf-overrides: replaces the whole field of config.json and drops {"log_n": 256}; to keep these '
         'options, pass {"flashrope": {"log_n": 256, "rerope": 24}}'
     )
+
+
+@pytest.mark.parametrize("options, bands", [({"rerope": 64}, 2), (None, 0)], ids=["rerope", "stock"])
+def test_memory_is_kept_free_for_workspaces(options, bands, tmp_path, monkeypatch):
+    """If vLLM chooses the size of its cache, the worker keeps memory free for the workspaces of a long prompt. A stock
+    model gets all memory."""
+    from engine import engine
+
+    def sizes(worker) -> tuple[int, int]:
+        worker = worker.worker
+        return type(worker).determine_available_memory._flashrope(worker), worker.determine_available_memory()
+
+    with engine(save_model(tmp_path, "llama"), {}):
+        pass  # hooks the worker
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE")
+    with engine(str(tmp_path), options, gpu_memory_utilization=0.15, num_gpu_blocks_override=64) as llm:
+        ((stock, given),) = llm.collective_rpc(sizes)
+    per_token = 4 * 2 * 32 * (2 + 3 + bands) + 2 * 4 * (bands + 1) * 32  # as in kept_free
+    expected = 1024 * per_token if bands else 0
+    assert abs(stock - given - expected) < 2**18, (stock, given, expected)

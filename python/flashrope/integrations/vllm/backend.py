@@ -25,6 +25,7 @@ from ...calls.checks import MAX_HEAD_DIM
 from ...operators.cache_plan import CachePlan, plan_cache
 from ...schemes.rotary import Rotary
 from .engine_plan import BACKEND, INT8, EnginePages, active_plan, check_cache_dtype, row_bytes, split_pages
+from .memory import hook_worker
 
 
 class FlashropeBackend(AttentionBackend):
@@ -169,6 +170,7 @@ class FlashropeImpl(AttentionImpl):
             raise RuntimeError(
                 "flashrope: expected a model that gets its rotation from vLLM's get_rope, got one without"
             )
+        hook_worker(current_platform.is_cpu())  # the worker's module is imported by now; it measures memory later
 
     def forward(
         self,
