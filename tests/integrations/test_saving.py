@@ -6,6 +6,8 @@ test_options.py tests that every option is saved and read again.
 
 import copy
 import json
+import re
+import shutil
 import subprocess
 import sys
 import warnings
@@ -108,15 +110,23 @@ def alone(folder) -> list[str]:
     return ran.stdout.splitlines()
 
 
-def test_transformers_alone_refuses_a_changed_model(saved):
-    """Without this package, transformers refuses a model that was saved under another scheme. The error names two ways
-    to load it, and both work."""
+def test_transformers_alone_refuses_a_changed_model(saved, tmp_path):
+    """Without this package, transformers refuses a model that was saved under another scheme. The error has a line that
+    loads it, and names a way to the stock model. Both work."""
     lines = alone(saved[0])
-    words = "Flashrope converted this model: load it with from_pretrained of Flashrope.integrations.transformers"
-    assert lines and all(words in line and 'or delete "_attn_implementation"' in line for line in lines)
+    assert lines and all('or delete the key "_attn_implementation" from its config.json' in line for line in lines)
+    (code,) = {re.search("Load it with: (from .*?; model = from_pretrained.*?) --", line)[1] for line in lines}
+    namespace: dict = {}
+    exec(code.replace("FOLDER", str(saved[0])), namespace)
+    assert torch.equal(logits(namespace["model"], tokens()), saved[1])
     config = json.loads((saved[0] / "config.json").read_text())
-    assert not set("='/|") & set(config["_attn_implementation"]) and "import" not in config["_attn_implementation"]
-    assert torch.equal(logits(from_pretrained(saved[0]), tokens()), saved[1])
+    assert not {"/", "|"} & set(config["_attn_implementation"]) and "flash" not in config["_attn_implementation"]
+    del config["_attn_implementation"]
+    shutil.copytree(saved[0], tmp_path, dirs_exist_ok=True)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert torch.equal(
+        logits(AutoModelForCausalLM.from_pretrained(tmp_path), tokens()), logits(tiny("llama"), tokens())
+    )
 
 
 def test_transformers_alone_loads_a_model_with_its_own_scheme(tmp_path):

@@ -31,10 +31,13 @@ FAMILIES = frozenset(families_with("tested"))
 NAME = "rotary_bands"  # the attention's name; transformers handles names with "flash", "/" or "|" in a special way
 
 KEY = "_attn_implementation"  # transformers 4.57 and 5.0 do not read "attn_implementation"
-# The attention's name in a saved configuration, which only this package registers.
+# The attention's name in a saved configuration, which only this package registers. transformers quotes it in its error.
+# A name with "flash" would make transformers choose flash attention instead, so the package's name in the line begins
+# with a ligature. Python reads the ligature in a name as the two letters.
+IMPORT = "from \N{LATIN SMALL LIGATURE FL}ashrope.integrations.transformers import from_pretrained"
 SAVED = (
-    "Flashrope converted this model: load it with from_pretrained of Flashrope.integrations.transformers (in lower "
-    f'case), or delete "{KEY}" from its config.json for the stock model'
+    f"Flashrope converted this model. Load it with: {IMPORT}; model = from_pretrained('FOLDER') -- or delete the key "
+    f'"{KEY}" from its config.json for the stock model'
 )
 
 IMAGES_ONLY = "vision"  # the value of use_bidirectional_attention of a decoder that is causal without images
