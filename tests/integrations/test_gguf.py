@@ -107,6 +107,24 @@ def test_the_model_can_be_saved_and_converted(file, tmp_path):
     assert torch.equal(revert(model)(ids).logits, own)
 
 
+def test_the_lines_of_the_docs(file, tmp_path):
+    """A converted model from a GGUF file is saved, with dequantized weights and the scheme, by the lines of
+    docs/trainers.md."""
+    from flashrope.integrations.transformers import convert, from_pretrained
+
+    folder, name, ids = file.parent, file.name, torch.arange(40)[None] % len(WORDS)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32)
+    convert(model, rerope=True, log_n=True)
+    if int(transformers.__version__.split(".")[0]) >= 5:
+        with pytest.raises(ValueError, match="not serializable"):
+            model.save_pretrained(tmp_path)
+        del model.config.quantization_config, model.hf_quantizer
+    model.save_pretrained(tmp_path)
+    loaded = from_pretrained(tmp_path)
+    assert loaded.config.flashrope == {"rerope": 32, "log_n": 64}
+    assert torch.equal(loaded(ids).logits, model(ids).logits)
+
+
 def test_the_commands_say_what_the_file_holds(file, tmp_path, capsys):
     text = tmp_path / "text.txt"
     text.write_text("the cat sat on the mat. " * 40)

@@ -59,12 +59,18 @@ def serve(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "options, window", [([], 512), (["--context", 2048], 1024), (["--context", 65536], 2048), (["--window", 100], 100)]
+    "options, changes",
+    [
+        ([], {}),  # the context is within the training length
+        (["--context", 8193], {"rerope": 4096, "log_n": 8192}),
+        (["--context", 65536], {"rerope": 4096, "log_n": 8192}),
+        (["--context", 65536, "--window", 100], {"rerope": 100, "log_n": 8192}),
+    ],
 )
-def test_the_window_is_less_than_the_context(serve, model, options, window):
+def test_the_scheme_is_what_suggest_proposes(serve, model, options, changes):
     given = serve(model, *options)
-    assert given["hf_overrides"] == {"flashrope": {"rerope": window, "log_n": 8192}}
-    assert window < given["max_model_len"] and len(given["prompt"]["prompt_token_ids"]) == given["max_model_len"] - 16
+    assert given["hf_overrides"] == {"flashrope": changes}
+    assert len(given["prompt"]["prompt_token_ids"]) == given["max_model_len"] - 16
 
 
 def test_a_text_that_fits(serve, model, tmp_path):

@@ -9,8 +9,8 @@ import torch
 from flashrope import CacheLayer, CacheTables, Rotary, plan_cache
 from flashrope.calls.cache_tables import Packed
 from flashrope.calls.int8 import quantize
+from flashrope.integrations.vllm.engine_memory import kept_free
 from flashrope.integrations.vllm.engine_plan import EnginePlan, Layer
-from flashrope.integrations.vllm.memory import kept_free
 
 PAGE = 16
 

@@ -7,11 +7,11 @@ whose configuration has neither a field "flashrope" nor ``dual_chunk_attention_c
 
 Where to look:
 
-    configured    the field "flashrope": its origin, misspelt and lost options, and dual_chunk_attention_config
-    engine_plan   the scheme of every layer, checks of the configuration, the plans of a process, vLLM's pages
-    memory        the memory that vLLM's cache leaves free for the workspaces of a step
-    plugin        register: the hooks into vLLM, which also turn off the model's own rotary embedding
-    backend       vLLM's attention backend, over plan_cache
+    configured     the field "flashrope": its origin, misspelt and lost options, and dual_chunk_attention_config
+    engine_plan    the scheme of every layer, checks of the configuration, the plans of a process, vLLM's pages
+    engine_memory  the memory that vLLM's cache leaves free for the workspaces of a step
+    plugin         register: the hooks into vLLM, which also turn off the model's own rotary embedding
+    backend        vLLM's attention backend, over plan_cache
 
 Only backend needs vLLM when it is imported.
 

@@ -24,8 +24,8 @@ from ...calls.cache_tables import CacheLayer, CacheTables, Packed
 from ...calls.checks import MAX_HEAD_DIM
 from ...operators.cache_plan import CachePlan, plan_cache
 from ...schemes.rotary import Rotary
+from .engine_memory import hook_worker
 from .engine_plan import BACKEND, INT8, EnginePages, active_plan, check_cache_dtype, row_bytes, split_pages
-from .memory import hook_worker
 
 
 class FlashropeBackend(AttentionBackend):
