@@ -108,3 +108,16 @@ def test_the_share_of_the_workspace():
     assert kept_free(plan, 29 << 20, ranks=2, **options) == 1 << 20
     assert kept_free(hybrid, 3 << 20, **options) == 1 << 20  # the cache of each kind fills the pool by itself
     assert kept_free(plan, 57 << 20, **{**options, "quantized": True}) > 3 << 19
+
+
+def test_the_figures_of_the_docs():
+    """On the CPU, a prompt of Qwen3-0.6B needs 27,648 bytes a token beside the 114,688 bytes of its cache. It cannot be
+    longer than the cache."""
+    plan = EnginePlan((Layer(ROPE.rectify(20480), None),) * 28, frozenset())
+    options = dict(heads_kv=8, itemsize=2, quantized=False, max_model_len=131072, on_cpu=True)
+    assert kept_free(plan, 1 << 40, **options) == 131072 * 27_648
+    assert kept_free(plan, 1000 * (114_688 + 27_648), **options) == 1000 * 27_648
+    page = (Path(__file__).resolve().parents[2] / "docs/serving.md").read_text()
+    assert "27,648" in page and "114,688" in page
+    int8 = {**options, "quantized": True}
+    assert kept_free(plan, 1 << 40, **int8) == 131072 * (27_648 - 2 * 8 * (256 - 132))

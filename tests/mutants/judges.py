@@ -272,6 +272,7 @@ JUDGES = {
     "python/flashrope/integrations/vllm/*": [
         "tests/integrations/test_vllm_plan.py",
         "tests/integrations/test_vllm_configured.py",
+        "tests/integrations/test_vllm_memory.py",
     ],
     "python/flashrope/schemes/hugging_face.py": [
         "tests/integrations/test_hf_config.py tests/integrations/test_qwen_1m.py"
