@@ -52,8 +52,9 @@ def copied_keys(cache, cu_seqlens_q, seq, rows):
         return seq.batch.to(tl.int64) * rows, tl.maximum(seq.length_k - rows, 0)
     else:
         # A sequence with a copy has more than decode_seqlen queries. So at most start_q // (decode_seqlen + 1) of the
-        # sequences before this one have a copy.
-        start = seq.start_q + seq.start_q // (decode_int(cache.decode_seqlen) + 1) * rows
+        # sequences before this one have a copy, and at most all of them.
+        before = tl.minimum(seq.start_q // (decode_int(cache.decode_seqlen) + 1), seq.batch)
+        start = seq.start_q + before * rows
         return start, tl.maximum(seq.length_k - seq.length_q - rows, 0)
 
 

@@ -8,7 +8,10 @@ import torch
 from caching import PAGE, Cached, same
 from flashrope import CacheLayer, CacheTables, Packed, PagedKVCache, Rotary, attention_with_cache, plan_cache
 from flashrope.backends.registry import load_backend
+from flashrope.calls.plans import Queries
+from flashrope.calls.records import CacheCall
 from support import Target, device_of, int32
+from test_both_paths import Watching
 
 D, LENGTHS = 32, (41, 18, 65)
 SCHEMES = {
@@ -94,8 +97,13 @@ def test_sinks_differ_by_layer():
     layers = layers_of("cpu", layers=2, new=0)
     plan = plan_of(layers[0])
     for c in layers:
-        sinks = torch.randn(4)
-        assert torch.equal(plan.attend(c.q, c.parts()[1], sinks=sinks), c.call(sinks=sinks)[0])
+        sinks, wanted = torch.randn(4), torch.empty_like(c.q)
+        out = plan.attend(c.q, c.parts()[1], sinks=sinks)
+        assert torch.equal(out, c.call(sinks=sinks)[0])
+        assert plan.attend(c.q, c.parts()[1], sinks=sinks, out=wanted) is wanted and torch.equal(wanted, out)
+        with Watching():  # the operator serves the call
+            assert plan.attend(c.q, c.parts()[1], sinks=sinks, out=wanted.zero_()) is wanted
+        assert torch.equal(wanted, out)
 
 
 def test_a_plan_after_its_tables_were_written():
@@ -267,3 +275,20 @@ def test_layers_of_a_cache_share_one_plan(monkeypatch):
         if not moved:
             cache.remove(one, 5, 9)
     assert len(made) == 2
+
+
+def test_the_workspace_of_one_long_prompt_among_others():
+    """Rotated copies of keys have room for the sequences that may have one, so a prompt with a wide window fits beside
+    a cache that is not much larger than the window."""
+    cached = pytest.importorskip("flashrope.backends.triton.cached", reason="triton is not installed")
+    tokens, window, pages = 8192, 20480, 2048
+    layer = CacheLayer(*(torch.empty(pages, 16, 1, 64, dtype=torch.float16) for _ in "kv"))
+    for sizes, copies in (((tokens,), 1), ((tokens - 2, 1, 1), 3), ((66, 70), 2)):
+        starts = torch.tensor([0, *sizes]).cumsum(0, dtype=torch.int32)
+        table = torch.zeros(len(sizes), pages, dtype=torch.int32)
+        new = Packed(starts, max(sizes), appends=True)
+        call = CacheCall(Rotary.rope(64).rectify(window), True, 0.125, CacheTables(starts[:-1], table, None, new))
+        q = torch.empty(sum(sizes), 4, 64, dtype=torch.float16)
+        plan = cached.TritonCachePlan(call, layer, Queries.of(q))
+        assert plan._rotated_rows().total == sum(sizes) + copies * (window - 1)
+        assert plan.prefills == (copies == 1)

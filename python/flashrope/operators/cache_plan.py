@@ -300,12 +300,12 @@ class CachePlan:
     def _run(self, q, layer: CacheLayer, k, v, sinks, return_lse: bool, out=None):
         """Does what ``attend`` does, after its arguments were checked."""
         new = () if k is None or not k.shape[-3] else (k,) if v is None else (k, v)
+        given = out
         self._check_tables()
         if is_plain(q, layer.k, layer.v, self._tables.seqlens, *new):
             plan = self._planned()
             if new:
                 self._write(plan, layer, k, v)
-            given = out
             out, lse = plan.attend(q, layer, given)
             if given is not None:
                 increment_version(given)  # backends write without autograd's knowledge
@@ -318,7 +318,8 @@ class CachePlan:
             result, lse = OPERATORS.attention_with_cache(q, *leaves, self._impl)
             out = result if out is None else out.copy_(result)
         if sinks is not None:
-            out, lse = add_sinks(out, lse, sinks, gradients=False)
+            results, lse = add_sinks(out, lse, sinks, gradients=False)
+            out = results if given is None else given.copy_(results)
         return (out, lse) if return_lse else out
 
     def _write(self, plan, layer: CacheLayer, k, v) -> None:

@@ -247,7 +247,8 @@ class TritonCachePlan(LaunchPlan):
         if self.cu_seqlens_q is None:
             return RotatedRows(longest, longest, self.batch * longest)
         beyond = max(min(self.capacity, beyond), 0)
-        return RotatedRows(beyond, longest, self.seqlen_q + self.seqlen_q // (configs.DECODE_SEQLEN + 1) * beyond)
+        copies = min(self.batch, self.seqlen_q // (configs.DECODE_SEQLEN + 1))  # sequences that may have a copy
+        return RotatedRows(beyond, longest, self.seqlen_q + copies * beyond)
 
     def prefill(self, q, layer: CacheLayer, layout: KernelCacheLayout, out, lse) -> None:
         """Fills the rows of out and lse that the decode kernel does not fill, in at most two launches."""

@@ -214,8 +214,8 @@ class FlashropeImpl(AttentionImpl):
                 softmax_scale=self.scale,
                 rotated_keys=rotated_keys,
             )
-        if output.is_contiguous() and self.sinks is None:
-            plan.attend(query, own, key, value, out=output.view(query.shape))
+        if output.is_contiguous():
+            plan.attend(query, own, key, value, sinks=self.sinks, out=output.view(query.shape))
         else:
             output.copy_(plan.attend(query, own, key, value, sinks=self.sinks).view(output.shape))
         return padded
