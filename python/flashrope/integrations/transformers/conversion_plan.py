@@ -32,11 +32,10 @@ NAME = "rotary_bands"  # the attention's name; transformers handles names with "
 
 KEY = "_attn_implementation"  # transformers 4.57 and 5.0 do not read "attn_implementation"
 # The attention's name in a saved configuration, which only this package registers. transformers quotes it in its error.
-# A name with "flash" would make transformers choose flash attention instead, so the package's name in the line begins
-# with a ligature. Python reads the ligature in a name as the two letters.
-IMPORT = "from \N{LATIN SMALL LIGATURE FL}ashrope.integrations.transformers import from_pretrained"
+# A name with "flash" would make transformers choose flash attention instead, so the line writes it with a capital F.
+LOAD = "model = importlib.import_module('Flashrope.integrations.transformers'.lower()).from_pretrained('FOLDER')"
 SAVED = (
-    f"Flashrope converted this model. Load it with: {IMPORT}; model = from_pretrained('FOLDER') -- or delete the key "
+    f"Flashrope converted this model. Load it with: import importlib; {LOAD} -- or delete the key "
     f'"{KEY}" from its config.json for the stock model'
 )
 
