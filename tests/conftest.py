@@ -53,7 +53,7 @@ def pytest_configure(config):
         loader.load = lambda: library
     config.addinivalue_line(
         "markers",
-        "interpreted(chosen): the parameters that Triton's interpreter runs too in the fast tests; its others are slow",
+        "interpreted(chosen): the parameters that Triton's interpreter runs too by default; its others are slow",
     )
     config.addinivalue_line(
         "filterwarnings", "ignore:Conversion of an array with ndim:DeprecationWarning"
@@ -68,13 +68,23 @@ def pytest_xdist_auto_num_workers(config):
 
 
 @pytest.hookimpl(tryfirst=True)  # must run before -m selects tests by their markers
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    cases: dict[str, dict[str, int]] = {}  # of each test: {a case without its target: its number}
     for item in items:
-        marker, values = item.get_closest_marker("interpreted"), getattr(item, "callspec", None)
+        values = getattr(item, "callspec", None)
         target = values and next(
             (values.params[x] for x in ("target", "exact", "placed_target") if x in values.params), None
         )
-        if marker and target and target.slow and not marker.args[0](**values.params):
+        if not isinstance(target, support.Target):
+            continue
+        if target.slow:
+            marker = item.get_closest_marker("interpreted")
+            chosen = not marker or marker.args[0](**values.params)
+        else:
+            numbers = cases.setdefault(f"{item.path}::{item.originalname}", {})
+            number = numbers.setdefault(values.id.replace(str(target), "", 1), len(numbers))
+            chosen = config.getoption("walk_seconds") or target.takes(number)
+        if not chosen:
             item.add_marker(pytest.mark.slow)
 
 

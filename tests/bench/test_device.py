@@ -47,6 +47,7 @@ def launched(step: str, major: int) -> set[str]:
     return set(lines)
 
 
+@pytest.mark.slow
 def test_every_candidate_of_the_backward_is_compiled_before_it_is_timed():
     found = launched("prefill", 9)
     kernels = {"forward": "attention_forward", "grad_qkv": "attention_grad_kv"}
@@ -56,12 +57,14 @@ def test_every_candidate_of_the_backward_is_compiled_before_it_is_timed():
             assert any(each.startswith(line) for each in found), line
 
 
+@pytest.mark.slow
 def test_the_code_for_sm_80_has_both_tiles():
     found = launched("sm80", 8)
     for tile in ("32 64 4 3", "32 128 8 3"):
         assert any(line.startswith(f"attention_grad_kv 1 {tile} ") for line in found), tile
 
 
+@pytest.mark.slow
 def test_decoding_is_compiled_with_groups_and_without():
     groups = {line.split()[-1] for line in launched("cache", 9) if line.startswith("attention_decode")}
     assert groups == {"1", "4"}

@@ -149,7 +149,7 @@ print("done")
 guard_pages = pytest.mark.skipif(not hasattr(os, "fork"), reason="guard pages need mprotect")
 
 
-GUARDED_CALLS = [("reference", 2, 16), ("cpu", 2, 16), ("cpu", 2, 24)]  # 24 channels do not fill whole vectors
+GUARDED_CALLS = [("cpu", 2, 24)]  # 24 channels do not fill whole vectors
 if support.INTERPRETED:
     GUARDED_CALLS += [("triton", 2, 16), pytest.param("triton", 66, 16, marks=pytest.mark.slow)]
 

@@ -163,6 +163,7 @@ def test_checkpoints_give_the_losses_of_the_table(finished):
         assert [loss.last for loss in losses] == pytest.approx(shown, abs=2e-6)
 
 
+@pytest.mark.slow
 def test_losses_depend_on_the_seed_and_not_on_the_processes(of_text, tmp_path, text):
     def run(name, *options):
         assert main([*FEW, "--text", str(text), "--out", str(tmp_path / name), *options]) == 0

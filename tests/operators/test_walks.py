@@ -1,7 +1,7 @@
 """Compares random walks with float64: chains of all builders, shapes, strides, types, packed sequences, calls over a
 cache, cache operations.
 
-By default about a hundred cases are drawn from a fixed seed, and CI draws more (.ci/run walks). ``--walk-seconds N``
+By default about fifty cases are drawn from a fixed seed, and CI draws more (.ci/run walks). ``--walk-seconds N``
 walks for N seconds per test, and ``--walk-seed`` sets another seed. ``-rP`` shows the number of cases. A failing case
 is made smaller, and the test prints a script that repeats the case.
 """
@@ -47,11 +47,11 @@ def walk(request, cases, target, least: int) -> None:
 
 # (what is drawn, its longest sequence, the number of cases without a time); the same for the interpreter
 WALKS = {
-    "calls": (calls, (300, 40), (20, 4)),
-    "packed_sequences": (packed, (100, 25), (12, 3)),
-    "cached_calls": (cached_calls, (200, 60), (10, 3)),
-    "caches": (walks, (24, 25), (6, 3)),
-    "contiguous_caches": (contiguous_walks, (24, 25), (6, 3)),
+    "calls": (calls, (300, 40), (5, 4)),
+    "packed_sequences": (packed, (100, 25), (3, 3)),
+    "cached_calls": (cached_calls, (200, 60), (3, 3)),
+    "caches": (walks, (24, 25), (2, 3)),
+    "contiguous_caches": (contiguous_walks, (24, 25), (2, 3)),
 }
 
 
