@@ -82,9 +82,8 @@ def test_sinks_and_a_rolling_window(moved):
     held.read()
 
 
-@pytest.mark.parametrize("target", TARGETS, ids=str)
-def test_left_padding_goes(target):
-    held = held_by(target)
+def test_left_padding_goes(moved):
+    held = held_by(moved)
     names = [held.allocate() for _ in range(3)]
     # more than 40 tokens, because log n depends on the position only from there on
     held.write(names, 43, leftpad=[3, 17, 0])
