@@ -26,7 +26,6 @@ from flashrope.lab.tuning.timer import Spread
 from flashrope.lab.tuning.workloads import Workload
 from flashrope.triton_kernels import configs
 from flashrope.triton_kernels.configs import Tile
-from processes import Terminal
 
 CPU = torch.device("cpu")
 SETUP = Setup("NVIDIA Test GPU", 90, "3.6.0", "0.1.0")
@@ -129,12 +128,6 @@ def test_a_good_file_reads_without_a_warning(file):
         assert store.tuned() == {SETUP: {FORWARD: WINNER}}
 
 
-def test_a_folder_in_its_place_is_ignored_with_a_warning(file):
-    file.mkdir(parents=True)
-    with pytest.warns(UserWarning, match="ignored"):
-        assert store.tuned() == {}
-
-
 def _update_often(path, name):
     store.path = lambda: path
     for number in range(20):
@@ -212,17 +205,6 @@ def test_the_file_is_read_once(file, monkeypatch):
     for keys in range(2000, 2100):
         chosen(keys=keys)
     assert len(reads) == 1
-
-
-def test_nothing_is_measured_unasked():
-    program = (
-        "import sys, torch, os; os.environ['TRITON_INTERPRET'] = '1'\n"
-        "from flashrope import Rotary, attention\n"
-        "q = torch.zeros(1, 4, 1, 16); attention(q, q, q, Rotary.rope(16), impl='triton')\n"
-        "print(sorted(name for name in sys.modules if name.startswith('flashrope.tuning.')))"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
 
 
 def test_a_forced_tile_is_taken_back():
@@ -480,13 +462,3 @@ def test_a_folder_that_cannot_be_written(monkeypatch, capsys, file):
     monkeypatch.setattr(measure, "examine", lambda *_: iter([measure.Examined(WORKLOAD, [outcome(1.0), outcome(0.5)])]))
     assert command.tune(CPU, command_args("--passes", "forward")) == 2
     assert "cannot be written" in capsys.readouterr().err
-
-
-def test_the_progress_bar():
-    stream = Terminal()
-    bar = Bar(4, stream)
-    bar.start("forward: compiling")
-    bar.step(3), bar.step(3)
-    text = "".join(stream)
-    assert "[" + "." * 30 + "] 0%" in text and "] 75%" in text and "[" + "#" * 30 + "] 100%" in text
-    assert text.count("\n") == 0 and "forward: compiling" in text
