@@ -31,7 +31,7 @@ from bench.machine_code import candidates as ranking
 from bench.machine_code import cases, gate, offline, sass
 from flashrope.backends.triton import launcher
 from flashrope.backends.triton.chosen_tiles import forced
-from flashrope.tuning import candidates
+from flashrope.lab.tuning import candidates
 from flashrope.lab.tuning.workloads import Workload
 
 @triton.jit

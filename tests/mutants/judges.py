@@ -120,6 +120,7 @@ JUDGES = {
     "triton_kernels/rotating/rotation.py": [
         *FORWARD[:1],
         "tests/schemes/test_maps.py tests/schemes/test_first_channel.py -k triton",
+        *ROTATED,
         *BACKWARD[:1],
         *QUANTIZED,
         *DECODE[:2],
@@ -127,6 +128,7 @@ JUDGES = {
     "triton_kernels/rotating/pairs.py": [
         *FORWARD[:1],
         "tests/schemes/test_maps.py tests/schemes/test_first_channel.py -k triton",
+        *ROTATED,
         *BACKWARD[:1],
         *QUANTIZED,
         *DECODE[:2],
@@ -258,7 +260,7 @@ JUDGES = {
     ],
     "python/flashrope/operators/sinks.py": ["tests/operators/test_sinks.py -k 'not triton'"],
     "python/flashrope/operators/autograd.py": [
-        "tests/operators/test_transforms.py tests/operators/test_rotate.py -k 'not triton'",
+        "tests/operators/test_transforms.py tests/operators/test_rotate.py",
         "tests/operators/test_backward.py tests/operators/test_accuracy.py -k 'not triton'",
         *CALLS,
     ],
