@@ -1,7 +1,7 @@
 """Compares random walks with float64: chains of all builders, shapes, strides, types, packed sequences, calls over a
 cache, cache operations.
 
-By default about fifty cases are drawn from a fixed seed, and CI draws more (.ci/run walks). ``--walk-seconds N``
+By default about sixty cases are drawn from a fixed seed, and CI draws more (.ci/run walks). ``--walk-seconds N``
 walks for N seconds per test, and ``--walk-seed`` sets another seed. ``-rP`` shows the number of cases. A failing case
 is made smaller, and the test prints a script that repeats the case.
 """
