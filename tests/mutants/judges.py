@@ -98,7 +98,7 @@ JUDGES = {
     ],
     "triton_kernels/attention/keys.py": [*FORWARD, *DECODE[:2]],
     "triton_kernels/cached/chunks.py": DECODE[:2],
-    "triton_kernels/softmax.py": FORWARD,
+    "triton_kernels/softmax.py": ["tests/cache/test_key_groups.py -k triton", *FORWARD],
     "triton_kernels/tiles.py": [
         "tests/backends/test_tiles.py tests/operators/test_varlen.py tests/operators/test_needles.py"
         ' -k "triton or test_tiles"',
