@@ -68,7 +68,7 @@ def pytest_xdist_auto_num_workers(config):
 
 
 @pytest.hookimpl(tryfirst=True)  # must run before -m selects tests by their markers
-def pytest_collection_modifyitems(config, items):
+def pytest_collection_modifyitems(items):
     cases: dict[str, dict[str, int]] = {}  # of each test: {a case without its target: its number}
     order = []
     for item in items:
@@ -86,7 +86,7 @@ def pytest_collection_modifyitems(config, items):
             marker = item.get_closest_marker("interpreted")
             chosen = not marker or marker.args[0](**values.params)
         else:
-            chosen = config.getoption("walk_seconds") or target.takes(number)
+            chosen = target.takes(number)
         if not chosen:
             item.add_marker(pytest.mark.slow)
     # one case after another on all targets, which share the exact results of support.exact_and_bound

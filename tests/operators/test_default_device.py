@@ -19,7 +19,7 @@ TARGETS = [t for t in (*support.TARGETS, Target("reference", torch.float64, "cpu
 targets = pytest.mark.parametrize(
     "target", [t for t in TARGETS if t.dtype == torch.float32 or t.impl == "reference"], ids=str
 )
-DEFAULTS = {"meta": ("meta", torch.float32), "bfloat16": (None, torch.bfloat16), "float64": (None, torch.float64)}
+DEFAULTS = {"meta": ("meta", torch.float32), "bfloat16": (None, torch.bfloat16)}
 
 
 @pytest.fixture(params=DEFAULTS)
