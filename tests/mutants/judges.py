@@ -258,6 +258,11 @@ JUDGES = {
         "tests/cache/test_overlapping_memory.py tests/cache/test_outliving.py -k 'not triton'",
         *CALLS,
     ],
+    "python/flashrope/operators/documents.py": ["tests/operators/test_varlen.py -k cu_seqlens_of"],
+    "python/flashrope/operators/position_checks.py": [
+        "tests/cache/test_cached_positions.py tests/cache/test_stored_positions.py -k 'not triton'",
+        *CALLS,
+    ],
     "python/flashrope/operators/sinks.py": ["tests/operators/test_sinks.py -k 'not triton'"],
     "python/flashrope/operators/autograd.py": [
         "tests/operators/test_transforms.py tests/operators/test_rotate.py",
