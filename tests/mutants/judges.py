@@ -259,7 +259,7 @@ JUDGES = {
         *CALLS,
     ],
     "python/flashrope/operators/documents.py": ["tests/operators/test_varlen.py -k cu_seqlens_of"],
-    "python/flashrope/operators/position_checks.py": [
+    "python/flashrope/calls/position_checks.py": [
         "tests/cache/test_cached_positions.py tests/cache/test_stored_positions.py -k 'not triton'",
         *CALLS,
     ],
