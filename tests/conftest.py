@@ -53,7 +53,7 @@ def pytest_configure(config):
         loader.load = lambda: library
     config.addinivalue_line(
         "markers",
-        "interpreted(chosen): the parameters that Triton's interpreter runs too in the fast tests; its others are slow",
+        "interpreted(chosen): the parameters that Triton's interpreter runs too by default; its others are slow",
     )
     config.addinivalue_line(
         "filterwarnings", "ignore:Conversion of an array with ndim:DeprecationWarning"
@@ -69,13 +69,28 @@ def pytest_xdist_auto_num_workers(config):
 
 @pytest.hookimpl(tryfirst=True)  # must run before -m selects tests by their markers
 def pytest_collection_modifyitems(items):
+    cases: dict[str, dict[str, int]] = {}  # of each test: {a case without its target: its number}
+    order = []
     for item in items:
-        marker, values = item.get_closest_marker("interpreted"), getattr(item, "callspec", None)
+        values = getattr(item, "callspec", None)
         target = values and next(
             (values.params[x] for x in ("target", "exact", "placed_target") if x in values.params), None
         )
-        if marker and target and target.slow and not marker.args[0](**values.params):
+        if not isinstance(target, support.Target):
+            order.append((len(cases), 0))
+            continue
+        numbers = cases.setdefault(f"{item.path}::{item.originalname}", {})
+        number = numbers.setdefault(values.id.replace(str(target), "", 1), len(numbers))
+        order.append((len(cases), number))
+        if target.slow:
+            marker = item.get_closest_marker("interpreted")
+            chosen = not marker or marker.args[0](**values.params)
+        else:
+            chosen = target.takes(number)
+        if not chosen:
             item.add_marker(pytest.mark.slow)
+    # one case after another on all targets, which share the exact results of support.exact_and_bound
+    items[:] = [items[n] for n in sorted(range(len(items)), key=order.__getitem__)]
 
 
 @pytest.fixture(params=support.TARGETS, ids=str)

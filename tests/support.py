@@ -18,6 +18,7 @@ mixes the two channels.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import os
 
 import torch
@@ -49,6 +50,12 @@ class Target:
     def slow(self) -> bool:
         """Whether the target is Triton's interpreter, which takes seconds where a device takes microseconds."""
         return self.impl == "triton" and self.device == "cpu"
+
+    def takes(self, number: int) -> bool:
+        """Whether the default tests run the case with this number here: on a CPU, every case runs in float32 and in one
+        of the backend's other types, in turn."""
+        others = [t for t in TARGETS if t.impl == self.impl and t.dtype != torch.float32]
+        return self.device != "cpu" or self not in others or others[number % len(others)] == self
 
     @property
     def of_any_positions(self) -> str | None:
@@ -201,8 +208,31 @@ def run(p: Problem, impl: str) -> dict[str, torch.Tensor]:
     return dict(zip(names, (out.detach(), lse.detach(), *grads), strict=True))
 
 
-def exact_and_bound(p: Problem, gradients=True) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Returns the float64 reference for the inputs converted to float64, and the budget without the factor c * u."""
+Results = dict[str, torch.Tensor]
+_KNOWN: dict[tuple, tuple[Results, Results]] = {}  # the latest results of exact_and_bound
+
+
+def exact_and_bound(p: Problem, gradients=True) -> tuple[Results, Results]:
+    """Returns the float64 reference for the inputs converted to float64, and the budget without the factor c * u.
+
+    Backends that get the same inputs share the results.
+    """
+    fields = [getattr(p, f.name) for f in dataclasses.fields(p) if f.name not in ("places", "deterministic")]
+    key = (gradients, *map(_contents, (*fields, *(p.places or ()))))
+    if key not in _KNOWN:
+        if len(_KNOWN) == 100:
+            del _KNOWN[next(iter(_KNOWN))]
+        _KNOWN[key] = _exact_and_bound(p, gradients)
+    return _KNOWN[key]
+
+
+def _contents(x):
+    if not isinstance(x, torch.Tensor):
+        return x
+    return x.device, x.shape, hashlib.sha256(x.detach().double().cpu().contiguous().numpy()).digest()
+
+
+def _exact_and_bound(p: Problem, gradients: bool) -> tuple[Results, Results]:
     wide = p.replace(
         **{
             f.name: getattr(p, f.name).double()
@@ -214,12 +244,11 @@ def exact_and_bound(p: Problem, gradients=True) -> tuple[dict[str, torch.Tensor]
     group, seqlen_q, seqlen_k = q.shape[2] // k.shape[2], q.shape[1], k.shape[1]
     softmax_scale = p.rotary.head_dim**-0.5 if p.softmax_scale is None else p.softmax_scale
     call = AttentionCall(p.rotary, p.causal, softmax_scale, p.positions)
+    identity = torch.eye(seqlen_k, dtype=q.dtype, device=q.device)[None, :, None].expand(k.shape[0], -1, k.shape[2], -1)
+    out, lse = reference.dense_attention(q, k, torch.cat((v, identity), -1), call, places=p.places)
+    exact, weights = {"out": out[..., : v.shape[-1]], "lse": lse}, out[..., v.shape[-1] :].transpose(1, 2)
     if p.sinks is not None or p.places is None and gradients:
         exact = run(wide, "reference")
-    else:
-        exact = dict(zip(NAMES, reference.dense_attention(q, k, v, call, places=p.places), strict=False))
-    identity = torch.eye(seqlen_k, dtype=q.dtype, device=q.device)[None, :, None].expand(k.shape[0], -1, k.shape[2], -1)
-    weights = reference.dense_attention(q, k, identity, call, places=p.places)[0].transpose(1, 2)  # (batch, heads, ...)
 
     sink_weights = torch.zeros_like(exact["lse"])
     if p.sinks is not None:

@@ -185,6 +185,8 @@ def test_more_bands_than_the_kernels_take():
     bands = tuple(Band(start, start + 4, 1.0, 0.0) for start in range(0, 20, 4))
     rotary, (q, k, v) = dataclasses.replace(Rotary.rope(16), bands=bands), torch.randn(3, 1, 30, 2, 16)
     torch.testing.assert_close(*(attention(q, k, v, rotary, impl=impl) for impl in (None, "reference")))
+    four = dataclasses.replace(rotary, bands=bands[:4])
+    torch.testing.assert_close(*(attention(q, k, v, four, impl=impl) for impl in ("cpu", "reference")))
     with pytest.raises(
         ValueError, match="^impl='cpu' cannot serve this call: .* up to 4 bands, got 5; use impl='sdpa'"
     ):

@@ -37,25 +37,26 @@ def reading(target, rotary, seqlen_q=1, **options) -> Cached:
     return Cached(target, rotary, LENGTHS, seqlen_q, **{"new": 0, "leftpad": PADS, "capacity": 1088, **options})
 
 
+WIDTHS = (264, 512, 320, 384)
+
+
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("head_dim", [264, 320, 384, 512])
 @targets
-def test_decoding(target, head_dim, scheme):
-    """Decoding is right for every width and scheme. The numbers of query heads per key head alternate over the
+def test_decoding(target, scheme):
+    """Decoding is right for every scheme. The widths and the numbers of query heads per key head alternate over the
     cases."""
-    groups = list(GROUPS.values())
-    number = (264, 320, 384, 512).index(head_dim) + list(SCHEMES).index(scheme) + TARGETS.index(target)
-    rotary = SCHEMES[scheme](head_dim)
+    number = list(SCHEMES).index(scheme) + TARGETS.index(target)
+    rotary, groups = SCHEMES[scheme](WIDTHS[number % len(WIDTHS)]), list(GROUPS.values())
     reading(target, rotary, 1, heads=groups[number % len(groups)]).check()
     Cached(target, rotary, (130, 70), 3, new=0, heads=(4, 2), page=16).check()
 
 
 @pytest.mark.parametrize("head_dim", [40, 72, 96, 192, 256])
-@pytest.mark.parametrize("scheme", ["rerope", "p_rope", "interleaved"])
 @targets
-def test_narrow_heads_take_the_same_code(target, head_dim, scheme):
-    for heads in ((2, 2), (16, 2)):
-        reading(target, SCHEMES[scheme](head_dim), heads=heads).check()
+def test_narrow_heads_take_the_same_code(target, head_dim):
+    scheme = ("rerope", "p_rope", "interleaved")[head_dim // 8 % 3]
+    reading(target, SCHEMES[scheme](head_dim), heads=(2, 2)).check()
+    reading(target, SCHEMES[scheme](head_dim), heads=(16, 2)).check()
 
 
 @pytest.mark.parametrize("scheme", ["behind", "within", "interleaved_behind"])
@@ -64,9 +65,8 @@ def test_rotary_channels_anywhere(head_dim, scheme):
     """The rotary channels may lie anywhere in the head, at every width: in decoding, in the forward and backward over
     tiles, and in rotate."""
     rotary = SCHEMES[scheme](head_dim)
-    for target in (FLOAT, BRAIN):
-        for heads in ((2, 2), (8, 2)):
-            reading(target, rotary, heads=heads).check()
+    for target, heads in ((FLOAT, (8, 2)), (BRAIN, (2, 2))):
+        reading(target, rotary, heads=heads).check()
         support.check(target, support.problem(target, rotary, 70, 130, heads=4))
         x = support.random((2, 70, 3, head_dim), target, seed=6)
         if len(rotary.bands) == 1:
@@ -157,7 +157,7 @@ def test_layouts_are_bitwise_identical(target, layout, head_dim):
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
-@pytest.mark.parametrize("lengths", [(130, 130), (65, 140), (140, 65), (64, 64), (1, 129)], ids=str)
+@pytest.mark.parametrize("lengths", [(65, 140), (140, 65), (64, 64)], ids=str)
 @pytest.mark.parametrize("head_dim", [264, 384, 512])
 @targets
 def test_tiles(target, head_dim, lengths, causal):

@@ -276,8 +276,8 @@ def test_launches_on_amd():
 
 @without_gpu
 def test_launches_reach_the_kernel_that_triton_would_pick():
-    again = launched(90, range(600), 16, 64, compiling=False)
-    assert again.keys() == KERNELS | SHARES | PLACED and min(again.values()) > 10, again
+    again = launched(90, range(300), 16, 64, compiling=False)
+    assert again.keys() == KERNELS | SHARES | PLACED and min(again.values()) > 1, again
 
 
 def test_a_grid_that_triton_would_skip(monkeypatch):

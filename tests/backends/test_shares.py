@@ -1,6 +1,7 @@
 """Tests how decoding divides the keys of a batch into shares, one per program, and that results do not depend on the
 shares."""
 
+import itertools
 import random
 from collections import defaultdict
 
@@ -24,7 +25,6 @@ FP32, FP16 = (support.Target("triton", dtype, DEVICE) for dtype in (torch.float3
 LENGTHS = (1, 190, 0, 40, 65)
 LATENT = Rotary.rope(576, rotary_dim=64, first_channel=512)
 WEIGHT = torch.linspace(-0.5, 1.5, 576)
-few_programs = pytest.mark.parametrize("programs", [1, 3, 7])
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def check_division(call: Cached, launches, tiles: list[range], rows: list[int]) 
     assert {n: cut for n, cut in enumerate(cuts) if cut[0]} == expected
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_every_tile_of_keys_lies_in_one_share(limit, launches, monkeypatch, seed):
     """The shares hold every tile of keys once. No share exceeds the mean by more than ``SETUP``, which is the cost of
     a second segment, in tiles. The cuts name all pieces of a segment."""
@@ -123,7 +123,7 @@ def test_segments_are_cut_alike_where_that_is_cheap(limit, launches, monkeypatch
     assert [sum(z - a for *_, a, z, _ in own) for own in shares if own] == sizes
 
 
-@few_programs
+@pytest.mark.parametrize("programs", [1, 3, 7])
 def test_packed_queries(limit, launches, programs):
     """A sequence has as many tiles of query rows as it needs. A sequence that the kernel for long chunks serves has
     none."""
@@ -155,8 +155,7 @@ SCHEME_CASES = {
 }
 
 
-@few_programs
-@pytest.mark.parametrize("case", SCHEME_CASES)
+@pytest.mark.parametrize(("case", "programs"), zip(SCHEME_CASES, itertools.cycle((1, 3, 7)), strict=False))
 def test_results(limit, launches, case, programs):
     limit(programs)
     rotary, options = SCHEME_CASES[case]

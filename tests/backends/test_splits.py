@@ -11,7 +11,7 @@ from flashrope.calls.records import MAX_SPLITS
 
 DECODE_H = (Path(__file__).parents[2] / "csrc" / "decode.h").read_text()
 BLOCK_N = 64
-PROGRAMS = sorted({batch * heads_kv for batch in range(1, 65) for heads_kv in range(1, 33)})
+PROGRAMS = sorted({batch * heads_kv for batch in range(1, 65) for heads_kv in (1, 2, 5, 8, 32)})
 CAPACITIES = [1 << n for n in range(10, 18)] + [1500, 3000, 7777, 100_000]
 
 

@@ -26,7 +26,6 @@ from flashrope.lab.tuning.timer import Spread
 from flashrope.lab.tuning.workloads import Workload
 from flashrope.triton_kernels import configs
 from flashrope.triton_kernels.configs import Tile
-from processes import Terminal
 
 CPU = torch.device("cpu")
 SETUP = Setup("NVIDIA Test GPU", 90, "3.6.0", "0.1.0")
@@ -129,12 +128,6 @@ def test_a_good_file_reads_without_a_warning(file):
         assert store.tuned() == {SETUP: {FORWARD: WINNER}}
 
 
-def test_a_folder_in_its_place_is_ignored_with_a_warning(file):
-    file.mkdir(parents=True)
-    with pytest.warns(UserWarning, match="ignored"):
-        assert store.tuned() == {}
-
-
 def _update_often(path, name):
     store.path = lambda: path
     for number in range(20):
@@ -150,15 +143,6 @@ def test_processes_do_not_lose_each_others_winners(file):
         store.read(file)  # a reader never sees half a file
     assert [worker.exitcode for worker in workers] == [0, 0]
     assert len(store.read(file)[SETUP]) == 40
-
-
-def test_a_failed_write_leaves_the_file_as_it_was(file, monkeypatch):
-    store.update(SETUP, {FORWARD: WINNER})
-    before = file.read_bytes()
-    monkeypatch.setattr(store.os, "replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
-    with pytest.raises(OSError, match="disk full"):
-        store.update(SETUP, {FORWARD._replace(max_keys=0): WINNER})
-    assert file.read_bytes() == before and len(list(file.parent.iterdir())) == 2
 
 
 # ---- the choice
@@ -203,26 +187,6 @@ def test_a_winner_of_another_setup_does_not_serve(field):
     other = 80 if field == "capability" else "another"
     store.update(setup._replace(**{field: other}), {FORWARD: WINNER})
     assert chosen() == configs.tile("forward", 90, 128, 2, 1, max_keys=store.max_keys(4096))
-
-
-def test_the_file_is_read_once(file, monkeypatch):
-    store.update(tiles.setup_of(CPU, 90), {FORWARD: WINNER})
-    reads = []
-    monkeypatch.setattr(store, "read", lambda path, read=store.read: reads.append(path) or read(path))
-    for keys in range(2000, 2100):
-        chosen(keys=keys)
-    assert len(reads) == 1
-
-
-def test_nothing_is_measured_unasked():
-    program = (
-        "import sys, torch, os; os.environ['TRITON_INTERPRET'] = '1'\n"
-        "from flashrope import Rotary, attention\n"
-        "q = torch.zeros(1, 4, 1, 16); attention(q, q, q, Rotary.rope(16), impl='triton')\n"
-        "print(sorted(name for name in sys.modules if name.startswith('flashrope.tuning.')))"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
 
 
 def test_a_forced_tile_is_taken_back():
@@ -375,13 +339,6 @@ def test_a_candidate_that_is_wrong_now_and_then_is_dropped(monkeypatch):
     assert found.outcomes[1].dropped.startswith("wrong")
 
 
-def test_workloads_beyond_the_time_are_not_reached(monkeypatch):
-    monkeypatch.setitem(candidates.GRIDS, "forward", ((64,), (32,), (4,), (2,)))
-    group = [WORKLOAD.replace(head_dim=d) for d in (64, 128)]
-    assert len(examined(monkeypatch, run_with(right), 60.0, group)) == 2
-    assert examined(monkeypatch, run_with(right), 0.0, group) == []
-
-
 # ---- what to tune
 
 
@@ -468,25 +425,9 @@ def test_winners_are_stored_shown_and_removed(monkeypatch, capsys, file):
     assert main(["tune", "--reset"]) == 0 and capsys.readouterr().out == f"there was no {file}\n"
 
 
-def test_classes_beyond_the_time_are_named(monkeypatch, capsys):
-    monkeypatch.setattr(measure, "examine", lambda *_: iter(()))
-    assert command.tune(CPU, command_args("--passes", "forward", "--bands", "1", "--shapes", "1x4096x2x1x64")) == 0
-    assert "not reached: forward, head_dim 64" in capsys.readouterr().out
-
-
 def test_a_folder_that_cannot_be_written(monkeypatch, capsys, file):
     file.parent.parent.mkdir(parents=True)
     file.parent.write_text("a file")
     monkeypatch.setattr(measure, "examine", lambda *_: iter([measure.Examined(WORKLOAD, [outcome(1.0), outcome(0.5)])]))
     assert command.tune(CPU, command_args("--passes", "forward")) == 2
     assert "cannot be written" in capsys.readouterr().err
-
-
-def test_the_progress_bar():
-    stream = Terminal()
-    bar = Bar(4, stream)
-    bar.start("forward: compiling")
-    bar.step(3), bar.step(3)
-    text = "".join(stream)
-    assert "[" + "." * 30 + "] 0%" in text and "] 75%" in text and "[" + "#" * 30 + "] 100%" in text
-    assert text.count("\n") == 0 and "forward: compiling" in text

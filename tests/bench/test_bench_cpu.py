@@ -5,7 +5,6 @@ import dataclasses
 from functools import partial
 
 import pytest
-from flashrope.console.progress import duration
 
 from bench.report import records
 from bench.speed import check
@@ -24,29 +23,6 @@ def test_goals_of_the_cpu_depend_on_the_instruction_set():
     assert goal.is_checked("x86-64-v4-bf16", frozenset()) and not goal.is_checked("x86-64-v4", frozenset())
     assert not goal.is_checked("x86-64-v4-bf16", frozenset({"amx_bf16"}))  # here SDPA multiplies with AMX
     assert len({goal.figure for goal in GOALS}) == len(GOALS)
-
-
-def test_the_expected_time_of_the_cpu_counts_the_chosen_tables(monkeypatch):
-    from bench.speed import cpu, cpu_cases
-
-    def planned(*words):
-        return cpu.Plan(cpu.parse(list(words)), None)
-
-    monkeypatch.setattr(cpu.Bench, "report", None)  # a plan measures nothing
-    rate = 65e9  # measured on the machine in bench/results/amd-epyc, where the rounds of 42 of the 44 tables took 264 s
-    few, many = planned("--seconds", "20"), planned("--seconds", "20", "--grid", "--lengths", "--busy")
-    assert (len(few.planned), len(many.planned)) == (13, 44)
-    assert 30 < few.seconds(rate) < 60 and 200 < many.seconds(rate) < 400
-    for words in (["--grid"], ["--lengths"], ["--busy"]):
-        assert planned("--seconds", "20", *words).seconds(rate) > few.seconds(rate) + 4
-    assert planned("--seconds", "600").seconds(rate) > 600 > planned("--seqlen", "1024").seconds(rate)
-    assert few.seconds(rate / 10) > 4 * few.seconds(rate)  # three rounds, on a slower machine
-    expected = cpu.expected_time(few, rate)
-    assert expected.startswith(f"expected time: {duration(few.seconds(rate))} for 13 tables")
-    cache_types = cpu.Plan(cpu.parse(["--seconds", "20"]), cpu_cases.compiled_kernels()).planned.keys() - few.planned
-    assert all("cache types" in title or "head_dim 512" in title for title in cache_types)
-    assert len(planned("--wide").planned) == 0  # wide heads need the compiled kernels
-    assert len(cpu.Plan(cpu.parse(["--wide"]), cpu_cases.compiled_kernels()).planned) in (0, 3)
 
 
 def test_wide_heads_are_checked_and_timed(capsys, monkeypatch):

@@ -1,13 +1,10 @@
 """Tests the steps of bench/on_gpu.sh that run on a device: what they plan, compile, check and count."""
 
-import contextlib
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,9 +15,7 @@ from flashrope.triton_kernels import configs
 from flashrope.triton_kernels.configs import Tile
 
 from bench import correct, device
-from bench.speed import check, decode, prefill, session, settings
-from bench.speed.contestants import Contestant, nullcontext
-from bench.speed.options import Table
+from bench.speed import check, decode, prefill, settings
 from bench.speed.problem import Problem
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,6 +42,7 @@ def launched(step: str, major: int) -> set[str]:
     return set(lines)
 
 
+@pytest.mark.slow
 def test_every_candidate_of_the_backward_is_compiled_before_it_is_timed():
     found = launched("prefill", 9)
     kernels = {"forward": "attention_forward", "grad_qkv": "attention_grad_kv"}
@@ -56,12 +52,14 @@ def test_every_candidate_of_the_backward_is_compiled_before_it_is_timed():
             assert any(each.startswith(line) for each in found), line
 
 
+@pytest.mark.slow
 def test_the_code_for_sm_80_has_both_tiles():
     found = launched("sm80", 8)
     for tile in ("32 64 4 3", "32 128 8 3"):
         assert any(line.startswith(f"attention_grad_kv 1 {tile} ") for line in found), tile
 
 
+@pytest.mark.slow
 def test_decoding_is_compiled_with_groups_and_without():
     groups = {line.split()[-1] for line in launched("cache", 9) if line.startswith("attention_decode")}
     assert groups == {"1", "4"}
@@ -87,40 +85,6 @@ def test_a_tile_is_read_or_refused(text, expected):
             settings.tile_of(text)
 
 
-def test_a_contestant_is_prepared_checked_and_timed_in_its_setting():
-    """The call and its backward run inside the setting, and nothing outside of it sees the setting."""
-    seen = []
-
-    @contextlib.contextmanager
-    def setting():
-        seen.append("in")
-        yield
-        seen.append("out")
-
-    class Noted(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, v):
-            seen.append("forward")
-            return v.clone()
-
-        @staticmethod
-        def backward(ctx, grad):
-            seen.append("backward")
-            return grad
-
-    problem = Problem(1, 8, 1, 1, 8, torch.float32, CPU)
-    plain = Contestant("flashrope x", Problem.none, lambda p: lambda q, k, v: Noted.apply(v) + 0 * (q + k), ours=True)
-    changed = settings.with_setting(plain, "more", setting)
-    assert (changed.name, changed.ours, changed.runs_flashrope) == ("x with more", False, True)
-    call = session.ready(changed, Table("t", [], problem, True), *session.inputs_of(Table("t", [], problem, True)))
-    assert seen == ["in", "out"]
-    call()
-    assert seen[2:] == ["in", "forward", "backward", "out"]
-    with contextlib.suppress(ValueError):
-        check.error(changed, problem, True)
-    assert seen[6:] == ["in", "forward", "backward", "out"] and plain.setting is nullcontext
-
-
 def test_groups_are_forced_and_given_back():
     before = configs.key_groups
     tile = Tile(16, 64, 4, 3)
@@ -130,21 +94,6 @@ def test_groups_are_forced_and_given_back():
     with settings.grouped(settings.one_group):
         assert configs.key_groups(tile, 80, 64, 2, 2, True) == 1
     assert configs.key_groups is before
-
-
-def test_options_add_contestants():
-    tiles = ["--device", "cpu", "--tiles", "grad_qkv=64,128,8,3", "--code", "80", "--shapes", "2x512"]
-    [table, _] = prefill.tables("hope", prefill.parsed("hope", tiles))
-    names = [each.name for each in table.contestants]
-    assert "RoPE with tile grad_qkv=64,128,8,3, code for sm_80" in names and "SDPA flash" in names
-    assert "flashrope HoPE, code for sm_80" in names and "flashrope HoPE" not in names
-    assert (table.problem.batch, table.problem.seqlen) == (2, 512)
-    options = decode.parsed(["--device", "cpu", "--groups", "--shapes", "1x512", "3x256"])
-    tables = decode.tables(options, 0)
-    assert [(each.problem.batch, each.problem.seqlen) for each in tables] == [(1, 512), (3, 256)]
-    names = {each.name for each in tables[0].contestants}
-    assert {"RoPE with key groups", "ReRoPE with one key group", "NoPE with one key group"} <= names
-    assert "RoPE, paged with one key group" in names and "NoPE with key groups" not in names
 
 
 def test_decoding_over_pages_is_checked():
@@ -165,50 +114,7 @@ def test_every_case_is_correct(capsys, tmp_path):
     assert list(json.loads((tmp_path / "a.json").read_text())) == [case.name for case in correct.cases()]
 
 
-def test_wrong_failing_and_late_cases_are_named(monkeypatch, capsys):
-    def fails(make):
-        raise RuntimeError("out of registers\nmore")
-
-    def wrong(make):
-        return (make(64, 64) * (1.1 if make.impl == "reference" else 1.0),)
-
-    def late(make):
-        monkeypatch.setattr(correct.time, "monotonic", lambda: 1e9)
-        return (make(4),)
-
-    never = correct.Case("never", fails)
-    listed = [correct.Case(each.__name__, each) for each in (fails, wrong, late)] + [never]
-    monkeypatch.setattr(correct, "cases", lambda scale: listed)
-    assert correct.main(["--device", "cpu"]) == 1
-    printed = capsys.readouterr().out
-    assert "FAILED: RuntimeError: out of registers\n" in printed and "WRONG" in printed
-    assert "NOT REACHED: never" in printed
-    assert printed.endswith("1 of 4 cases are correct; not: fails, wrong, never\n")
-
-
-def test_a_result_that_is_not_a_number_is_wrong():
-    assert correct.error((torch.tensor([float("nan")]),), (torch.ones(1),)) == float("inf")
-
-
 # ---- ncu
-@pytest.mark.parametrize("known", [True, False], ids=["metrics", "older ncu"])
-def test_ncu_counts_one_launch_of_each_kernel(tmp_path, monkeypatch, capsys, known):
-    """Metrics that ncu does not know fall back to --set full, and clocks are left as they are."""
-    asked = []
-
-    def ran(words, **_):
-        asked.append(words)
-        bad = "--metrics" in words and not known
-        return SimpleNamespace(returncode=0, stdout="Failed to find metric x" if bad else "counts", stderr="")
-
-    monkeypatch.setattr(device.shutil, "which", lambda name: "/bin/ncu")
-    monkeypatch.setattr(device.subprocess, "run", ran)
-    assert device.main(["ncu", "--out", str(tmp_path)]) == 0
-    assert all(words[:3] == ["ncu", "--clock-control", "none"] for words in asked)
-    sets = ["--metrics" in words for words in asked]
-    assert sets == ([True] if known else [True, False]) * len(device.LAUNCHES)
-    assert {path.stem for path in tmp_path.glob("*.csv")} == set(device.LAUNCHES)
-    assert all(path.read_text() == "counts" for path in tmp_path.glob("*.csv"))
 
 
 @pytest.mark.parametrize("name", device.LAUNCHES)
@@ -221,33 +127,6 @@ def test_every_launch_names_a_contestant(name):
             command, prefill.parsed(command, ["--device", "cpu", *(["--tiles", *tiles] if tiles else [])])
         )
     assert contestant in {each.name for each in tables[0].contestants}
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["ncu"], "ncu: expected --out DIR, got nothing"),
-        (["packages"], "packages: expected --packages DIR, got nothing"),
-        (["launch", "nothing"], "launch: expected one of backward, .*, got nothing"),
-    ],
-)
-def test_what_is_missing_is_named(words, message, capsys):
-    with pytest.raises(SystemExit):
-        device.main(words)
-    assert re.search(message, capsys.readouterr().err)
-
-
-def test_other_packages_are_timed_where_they_are(tmp_path, capsys, monkeypatch):
-    assert device.main(["packages", "--packages", str(tmp_path)]) == device.NOT_HERE
-    assert "expected hop or lag/flashrope" in capsys.readouterr().out
-    (tmp_path / "lag" / "flashrope").mkdir(parents=True)
-    ran = []
-    monkeypatch.setattr(
-        device.subprocess, "run", lambda words, env: ran.append((words, env)) or SimpleNamespace(returncode=0)
-    )
-    assert device.main(["packages", "--packages", str(tmp_path)]) == 0
-    assert len(ran) == 2 and all(env["PYTHONPATH"] == str(tmp_path / "lag") for _, env in ran)
-    assert all(env["FLASHROPE_LAG"] == "1" for _, env in ran)
 
 
 def test_another_package_is_checked_and_timed():

@@ -31,7 +31,7 @@ from bench.machine_code import candidates as ranking
 from bench.machine_code import cases, gate, offline, sass
 from flashrope.backends.triton import launcher
 from flashrope.backends.triton.chosen_tiles import forced
-from flashrope.tuning import candidates
+from flashrope.lab.tuning import candidates
 from flashrope.lab.tuning.workloads import Workload
 
 @triton.jit
@@ -218,110 +218,6 @@ def test_violations_name_the_kernel_and_the_limit(compiled):
     assert f"needs {compiled['large']['shared']} bytes of shared memory, a block of sm_80 has 166912" in shared
     [failed] = row(measured="PTXASError: out of luck").violations()
     assert "does not compile: PTXASError: out of luck" in failed
-
-
-# Maps a case to (spilled bytes, spilled bytes that the tile loops touch, how often the hot loop touches spilled
-# registers). The third number is 0 if it is left out. The scheme is left out where it does not matter.
-SPILLED = {
-    ("attention_grad_kv", 80, 128): (8, 0),
-    ("attention_grad_kv", 80, 64, "rope"): (276, 264, 4),
-    ("attention_grad_kv", 80, 64, "rerope"): (700, 580, 10),
-    ("attention_grad_kv", 80, 128, "rope"): (24, 0),
-    ("attention_grad_kv", 80, 128, "rerope"): (312, 8),
-    ("attention_grad_kv", 80, 64, "rope seven"): (44, 36, 1),
-    ("attention_grad_kv", 80, 64, "rerope seven"): (208, 112, 3),
-    ("attention_grad_kv", 80, 128, "rerope seven"): (60, 0),
-    ("attention_grad_q", 80, 128, "rerope seven"): (8, 0),
-    ("attention_grad_kv", 90, 64, "rope"): (132, 12),
-    ("attention_grad_kv", 90, 64, "rerope"): (260, 20),
-    ("attention_grad_kv", 90, 128, "rope"): (108, 0),
-    ("attention_grad_kv", 90, 128, "rerope seven"): (8, 0),
-    ("attention_grad_kv", 90, 128, "rerope"): (208, 0),
-    ("attention_grad_q", 80, 128, "rerope"): (16, 0),
-    ("attention_grad_kv", 80, 64, "rope atomic"): (92, 56, 3),
-    ("attention_grad_kv", 80, 64, "rerope atomic"): (280, 152, 6),
-    ("attention_grad_kv", 80, 128, "rope atomic"): (12, 0),
-    ("attention_grad_kv", 80, 128, "rerope atomic"): (132, 0),
-    ("attention_grad_kv", 90, 64, "rope atomic"): (12, 0),
-    ("attention_grad_kv", 90, 64, "rerope atomic"): (76, 0),
-    ("attention_grad_kv", 90, 128, "rope atomic"): (56, 28, 3),
-    ("attention_grad_kv", 90, 128, "rerope atomic"): (320, 48, 1),
-    ("attention_grad_kv", 90, 128, "rerope atomic 64x128x8x3"): (316, 164, 3),
-    ("attention_grad_kv", 80, 128, "rope atomic 32x128x8x3"): (12, 0),
-    ("attention_grad_kv", 80, 128, "rerope atomic 32x128x8x3"): (100, 0),
-    ("attention_chunks", 80, 64, "rope paged chunk"): (8, 0),
-    ("attention_chunks", 80, 64, "rerope paged chunk"): (112, 0),
-    ("attention_chunks", 80, 128, "rerope paged chunk"): (56, 0),
-    ("attention_chunks", 90, 128, "rope paged chunk"): (68, 56),
-    ("attention_forward", 90, 128): (28, 56),
-    ("attention_chunks", 90, 128): (28, 56),
-}
-if triton.__version__.startswith("3.6."):
-    SPILLED |= {
-        ("attention_forward", 90, 128, "rope long"): (80, 80, 20),
-        ("attention_chunks", 90, 128, "rope contiguous chunk"): (80, 80, 20),
-    }
-if triton.__version__.startswith("3.9"):
-    SPILLED[("attention_chunks", 90, 64, "rerope paged chunk")] = (28, 0)
-    SPILLED[("attention_grad_q", 90, 128, "rerope")] = (64, 0)
-    SPILLED |= {
-        ("attention_grad_kv", 80, 64, "rope"): (176, 96, 1),
-        ("attention_grad_kv", 80, 64, "rerope"): (408, 196, 4),
-        ("attention_grad_kv", 80, 64, "rope seven"): (84, 40, 1),
-        ("attention_grad_kv", 80, 64, "rerope seven"): (228, 104, 4),
-        ("attention_grad_kv", 80, 128, "rope seven"): (32, 0),
-        ("attention_grad_kv", 80, 128, "rerope seven"): (100, 0),
-        ("attention_grad_kv", 90, 64, "rope"): (116, 32),
-        ("attention_grad_kv", 90, 64, "rerope"): (304, 48),
-        ("attention_grad_kv", 90, 128, "rope"): (108, 4),
-        ("attention_grad_kv", 90, 128, "rerope seven"): (40, 0),
-        ("attention_grad_q", 80, 128, "rerope seven"): (16, 0),
-        ("attention_grad_q", 90, 128, "rerope seven"): (64, 0),
-        ("attention_grad_kv", 80, 128, "rope atomic"): (52, 4),
-        ("attention_grad_kv", 90, 64, "rope atomic"): (128, 0),
-        ("attention_grad_kv", 90, 128, "rope atomic"): (128, 0),
-        ("attention_grad_kv", 90, 64, "rerope atomic"): (120, 0),
-        **{("attention_grad_kv", arch, 128, "rerope atomic"): (328, 88) for arch in (80, 90)},
-        ("attention_grad_kv", 80, 128, "rope"): (140, 60),
-        ("attention_grad_kv", 80, 128, "rerope"): (260, 88, 1),
-        ("attention_grad_kv", 90, 128, "rerope"): (340, 16),
-        ("attention_grad_q", 80, 128, "rerope"): (16, 0),
-    }
-
-
-@pytest.mark.parametrize(
-    "scheme",
-    [cases.ONE_BAND, cases.TWO_BANDS, *cases.SEVEN, *cases.ATOMIC, *cases.CHUNKS],
-    ids=lambda scheme: scheme.name,
-)
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("arch", [80, 90])
-def test_almost_no_spill_is_allowed_in_half_precision(arch, head_dim, dtype, scheme):
-    check_spill_limits(cases.Case(arch, head_dim, dtype, scheme))
-
-
-@pytest.mark.parametrize("case", cases.contenders(), ids=lambda case: case.scheme.name)
-def test_spills_of_tiles_that_contend_with_the_default(case):
-    assert cases.DTYPES[case.dtype].itemsize == 2 and case in cases.cases(quick=True)
-    check_spill_limits(case)
-
-
-def check_spill_limits(case):
-    for kernel in sorted(case.kernels):
-        key = (kernel, case.arch, case.head_dim)
-        allowed, in_loops, *times = SPILLED.get((*key, case.scheme.name), SPILLED.get(key, (0, 0)))
-        assert not row(kernel, case, spill_stores=allowed, loop_spills=in_loops).violations()
-        assert row(kernel, case, spill_stores=allowed + 4).violations()
-        assert row(kernel, case, loop_spills=in_loops + 4).violations()
-        [limit] = times or [0]
-        hot = {"mma": 16, "total": 16}
-        assert not any(
-            "in its hot loop, the" in line for line in row(kernel, case, loop=hot | {"local": limit}).violations()
-        )
-        expected = f"touches spilled registers {limit + 1} times in its hot loop, the limit is {limit}"
-        found = row(kernel, case, loop=hot | {"local": limit + 1}, slots=2).violations()
-        assert any(line.endswith(expected) for line in found)
 
 
 NARROW = [(192, scheme, spill) for scheme, spill in zip(cases.VALUES, (0, 24), strict=True)]
@@ -529,10 +425,3 @@ def test_candidates_may_touch_spilled_registers_as_often_as_the_gate_allows(arch
     assert (
         judged.figures["dropped"] == f"touches spilled registers {most + 1} times in the hot loop, the limit is {most}"
     )
-
-
-@slow
-def test_tiles_are_passed_on_and_judged(compiled):
-    assert all(used == asked for used, asked in compiled["tuned"]) and len(compiled["tuned"]) == 6
-    [[figures, rank]] = compiled["judged"]
-    assert figures["spill B"] == "0" and rank < 0 and figures["bytes/clock"] == f"{-rank:.1f}"

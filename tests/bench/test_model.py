@@ -1,18 +1,15 @@
 """Tests the issue model on small loops whose clocks can be counted by hand. Also tests the ranking that ``bench model``
 writes."""
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("triton", reason="the commands of bench.machine_code import it")
 
-from flashrope.lab.tuning import candidates as tuning
-from flashrope.triton_kernels.configs import Tile
 
 from bench import model
-from bench.machine_code import candidates, cases, issue, predict, sass
+from bench.machine_code import cases, issue, predict, sass
 
 RATES = issue.RATES[80]
 
@@ -205,49 +202,3 @@ def test_cells_of_a_row():
     forward = model.row(cases.ONE_BAND, launch, measured)
     assert "B/clk" not in forward and forward["tensor"] == f"{loop.tensor_share(2 * 16 * 32 * 128 / 2048):.1%}"
     assert set(cells) | set(forward) == set(model.COLUMNS)
-
-
-def test_only_the_ranking_is_published(capsys):
-    with pytest.raises(SystemExit):
-        model.main(["--publish"])
-    assert "--publish: expected --candidates" in capsys.readouterr().err
-
-
-def test_candidates_have_the_order_that_the_model_wrote():
-    rows = candidates.read_table(model.ORDER)
-    source = Path(tuning.__file__).read_text()
-    assert candidates.with_order(source, rows) == source
-    changed = [dict(rows[0], tile="16 16 16 16"), *rows[1:]]
-    assert candidates.with_order(source, changed) != source
-    for (family, direction, head_dim, banded), text in tuning.ORDER.items():
-        values = [
-            float(row["value"].rstrip("%"))
-            for row in rows
-            if (row["family"], row["direction"], row["D"], row["bands"] != "1")
-            == (family, direction, str(head_dim), banded)
-            and not row["dropped"]
-        ]
-        assert values == sorted(values, reverse=True)
-        shape = SimpleNamespace(direction=direction, block_d=head_dim, banded=banded, itemsize=2, cache="", max_keys=0)
-        found = tuning.candidates_of(shape, candidates.FAMILIES[family])
-        contenders = tuning.CONTENDERS.get((family, direction, head_dim, banded), ())
-        first = list(dict.fromkeys([found[0], *contenders]))  # newer versions of Triton have a contender as default
-        assert found[: len(first)] == first
-        wanted = [Tile(*map(int, numbers.split())) for numbers in text.split(",")]
-        assert [tile for tile in found if tile in wanted and tile not in first] == [
-            tile for tile in wanted if tile not in first
-        ]
-        assert found[0] == tuning.default(shape, candidates.FAMILIES[family])
-        assert set(found) == {found[0], *tuning.tiles(direction)}
-
-
-def test_a_part_of_the_candidates_replaces_its_rows():
-    def row(direction, bands, tile):
-        return dict(zip(candidates.COLUMNS, ("sm80", direction, "64", bands, tile, "model", "", ""), strict=True))
-
-    before = [row("forward", "1", "a"), row("grad_q", "1", "b"), row("grad_q", "2", "c")]
-    after = [row("grad_q", "1", "d"), row("grad_q", "1", "e"), row("grad_kv", "2", "f")]
-    tiles = [row["tile"] for row in candidates.merged(before, after)]
-    assert tiles == ["a", "f", "d", "e", "c"]
-    spills = [dict(before[0], dropped="spills"), *before[1:]]
-    assert '"forward"' in candidates.order_text(before) and '"forward"' not in candidates.order_text(spills)

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import progress
 from bench import results_page as page
 from bench.report.records import Record, Run
 from bench.speed.problem import Problem
@@ -59,6 +58,7 @@ def packed(folder: Path) -> dict[str, str]:
         return {member.name.split("/", 1)[1]: archive.extractfile(member).read().decode() for member in members}
 
 
+@pytest.mark.slow
 @needs_bash
 def test_one_file_with_logs_results_and_what_was_not_reached(tmp_path):
     done = run(tmp_path, "-t", "0.05", "-o", "out", "smoke", "decode", "hope", "tests", "rotation")
@@ -80,25 +80,7 @@ def test_one_file_with_logs_results_and_what_was_not_reached(tmp_path):
     assert "Test(R) GPU" in files["versions.txt"]
 
 
-@needs_bash
-def test_steps_of_one_day_are_packed_together(tmp_path):
-    for step in ("host", "smoke"):
-        done = run(tmp_path, "-o", "out", step)
-        assert done.returncode == 0, done.stderr
-    files = packed(tmp_path / "out")
-    assert [line.split()[0] for line in files["summary.txt"].splitlines()] == ["smoke", "host"]
-    assert {"smoke.log", "host.log", "versions.txt"} < files.keys()
-
-
-@needs_bash
-def test_a_step_that_cannot_run_says_why(tmp_path):
-    if shutil.which("compute-sanitizer"):
-        pytest.skip("compute-sanitizer is installed")
-    done = run(tmp_path, "-o", "out", "memcheck")
-    assert done.returncode == 1
-    assert "not run: compute-sanitizer is not on PATH" in packed(tmp_path / "out")["summary.txt"]
-
-
+@pytest.mark.slow
 @needs_bash
 @pytest.mark.parametrize(
     ("words", "stub", "message"),
@@ -114,19 +96,6 @@ def test_refuses_in_one_line(tmp_path, words, stub, message):
     done = run(tmp_path, "-o", "out", *words, stub=stub)
     assert (done.returncode, done.stderr, done.stdout) == (2, message + "\n", "")
     assert not (tmp_path / "out").exists()
-
-
-@needs_bash
-def test_experiments_run_only_where_they_are_named(tmp_path):
-    stub = STUB.replace(
-        "  *) echo",
-        '  "-m experiments"*) mkdir -p "${{@: -1}}/perplexity"; : > "${{@: -1}}/settings.json" ;;\n  *) echo',
-    )
-    assert run(tmp_path, "-o", "out", "smoke", "experiments", stub=stub).returncode == 0
-    files = packed(tmp_path / "out")
-    assert re.search(r"^experiments +\d+ s +passed", files["summary.txt"], re.MULTILINE)
-    assert "experiments-small/settings.json" in files
-    assert "experiments" not in re.search(r"^order=\(([^)]*)\)", SCRIPT.read_text(), re.MULTILINE)[1]
 
 
 def words_of(name: str) -> list[str]:
@@ -204,8 +173,9 @@ def started(done: subprocess.CompletedProcess) -> list[str]:
     return re.findall(r"^== ([a-z0-9-]+), at most", done.stdout, re.MULTILINE)
 
 
+@pytest.mark.slow
 @needs_bash
-@pytest.mark.parametrize("words", [(), ("first", "second"), ("first",), ("second",)], ids=" ".join)
+@pytest.mark.parametrize("words", [(), ("second",)], ids=" ".join)
 def test_the_halves_run_in_order_and_end_with_one_table(tmp_path, words):
     """A step that fails does not stop the others, and its results are in the table, which has the revision."""
     (tmp_path / "builds").mkdir()
@@ -232,27 +202,6 @@ def test_the_halves_run_in_order_and_end_with_one_table(tmp_path, words):
         assert files["tune.log"].startswith("ran -m bench tune --direction grad_qkv")
 
 
-@needs_bash
-def test_without_other_builds_their_step_is_left_out(tmp_path):
-    assert started(run_steps(tmp_path, "first")) == ["compile", "correct", "prefill"]
-
-
-@needs_bash
-def test_a_half_ends_in_its_time_and_keeps_what_it_has(tmp_path):
-    """The time of a half is over while a step runs: the log has what the step printed, and the table what is there."""
-    stub = STEPS_STUB.replace(
-        '"-m bench device packages"*)', '"-m bench device packages"*) echo begun; exec sleep 60 ;;\n  "no"*)'
-    )
-    (tmp_path / "builds").mkdir()
-    (tmp_path / "measured.json").write_text(measured("abc"))
-    done = run(tmp_path, "-t", "0.15", "-o", "out", "-p", str(tmp_path / "builds"), "first",
-               stub=stub.replace("{folder}", str(tmp_path)))  # fmt: skip
-    files = packed(tmp_path / "out")
-    assert done.returncode == 1 and files["packages.log"].startswith("begun\n")
-    assert re.search(r"^packages +\d+ s +out of time", files["summary.txt"], re.MULTILINE)
-    assert ["flashrope RoPE", "both", "8192 x 2", "5.000", "387 TFLOP/s", "50%", "-", "abc"] in table_of(done)
-
-
 def test_the_kernel_tests_are_there():
     listed = re.search(r"^kernel_tests=\([^)]*\)", SCRIPT.read_text(), re.MULTILINE)[0]
     names = subprocess.run(
@@ -262,33 +211,3 @@ def test_the_kernel_tests_are_there():
 
 
 # ---- progress
-def test_steps_say_what_comes_and_what_is_done():
-    said = []
-    assert list(progress.steps("hope", [1, 2], lambda x: f"item {x}", said.append)) == [1, 2]
-    assert said == ["hope: to do: item 1 | item 2", "hope: 1 of 2: item 1", "hope: 2 of 2: item 2", "hope: 2 of 2 done"]
-    assert progress.unfinished(said) == []
-    assert progress.unfinished(said[:3]) == ["hope: 1 of 2 done, not reached: item 2"]
-    assert progress.unfinished(said[:1]) == ["hope: 0 of 2 done, not reached: item 1, item 2"]
-
-
-def test_what_several_commands_did_not_reach():
-    log = [
-        "all: to do: hope | rerope --window 8",
-        "all: 1 of 2: hope",
-        "hope: to do: a | b",
-        "hope: 1 of 2: a",
-        "hope: 2 of 2: b",
-        "hope: 2 of 2 done",
-        "all: 2 of 2: rerope --window 8",
-        "rerope: to do: c | d",
-        "rerope: 1 of 2: c",
-        "some text: 1 of 2: not a line of progress",
-    ]
-    assert progress.unfinished(log) == [
-        "all: 1 of 2 done, not reached: rerope --window 8",
-        "rerope: 0 of 2 done, not reached: c, d",
-    ]
-    assert progress.unfinished(["compiled 3 of 9: attention_forward"]) == [
-        "compiling: 3 of 9 kernels done, not reached: every case"
-    ]
-    assert progress.unfinished(["...... [ 40/80]", "... [80/80]", "compiled 9 of 9: x"]) == []

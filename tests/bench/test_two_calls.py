@@ -1,6 +1,5 @@
 """Tests ReRoPE by two calls of a library: what makes it wrong is found, and PyTorch knows the calls of a GPU."""
 
-import dataclasses
 import sys
 from functools import partial
 from types import SimpleNamespace
@@ -10,7 +9,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from bench.speed import check, two_calls
-from bench.speed.contestants import KERNELS, Contestant, eager, prefill_rerope
+from bench.speed.contestants import Contestant, eager
 from bench.speed.problem import Problem, Unavailable
 
 SMALL = Problem(1, 128, 4, 2, 32, torch.float64, torch.device("cpu"), window=32)
@@ -73,22 +72,6 @@ def test_pytorch_knows_the_calls_of_a_gpu(which, window):
         grads = library.backward(q, q, k, k, out, lse, kept, 0.1, window)
     assert (out.shape, lse.shape, lse.dtype) == (q.shape, (1, 4, 256), torch.float32)
     assert [x.shape for x in grads] == [q.shape, k.shape, k.shape]
-
-
-@pytest.mark.parametrize(
-    ("name", "module"), [("flash-attn 3", "flash_attn_interface"), ("flash-attn 4", "flash_attn.cute")]
-)
-def test_newer_flash_attn_is_called_where_it_is_installed(monkeypatch, name, module):
-    asked = []
-
-    def function(q, k, v, causal):
-        asked.append(causal)
-        return q + v, None
-
-    for path in ("flash_attn", module):
-        monkeypatch.setitem(sys.modules, path, SimpleNamespace(flash_attn_func=function, __path__=[]))
-    q, k, v = dataclasses.replace(SMALL, heads_kv=4).tensors()
-    assert torch.equal(KERNELS[name](SMALL)(q, k, v), q + v) and asked == [True]
 
 
 def limits(left, right) -> int:
@@ -158,23 +141,3 @@ def installed(monkeypatch, which: str) -> Installed:
     assert near is far
     monkeypatch.setattr(two_calls, "CPU", far)
     return package
-
-
-@pytest.mark.parametrize("which", MODULES)
-@pytest.mark.parametrize("backward", [False, True], ids=["forward", "both"])
-def test_two_calls_of_newer_flash_attn_are_rerope(monkeypatch, which, backward):
-    package = installed(monkeypatch, which)
-    assert error(backward) < 1e-14
-    assert [window > 0 for window in package.windows] == [True, False] * (1 + backward)
-
-
-@pytest.mark.parametrize("which", MODULES)
-def test_newer_flash_attn_that_is_not_installed_is_left_out(monkeypatch, which):
-    monkeypatch.setitem(sys.modules, MODULES[which], None)
-    with pytest.raises(Unavailable, match="not installed"):
-        two_calls.LIBRARIES[which]()
-
-
-def test_both_packages_contend():
-    names = {each.name for each in prefill_rerope(torch.device("cuda"))}
-    assert {f"fused RoPE + two calls, {which}" for which in two_calls.LIBRARIES} <= names

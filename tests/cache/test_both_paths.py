@@ -98,9 +98,15 @@ def compiled(public, arguments):
     return torch.compile(public, fullgraph=True, backend="aot_eager")(**arguments)
 
 
-@pytest.mark.parametrize("impl", ["reference", None, "sdpa", "triton"])
-@pytest.mark.parametrize("name", CASES)
-def test_both_paths(name, impl, monkeypatch):
+INTERPRETED = ("int8", "rotated keys, paged, packed", "values in keys", "packed, all options", "positions, packed")
+EVERY = [(name, "reference", (with_a_subclass, compiled)) for name in CASES]
+EVERY += [(name, impl, (under_a_mode,)) for name in CASES for impl in (None, "sdpa")]
+EVERY += [(name, "triton", (under_a_mode,)) for name in INTERPRETED]
+EVERY += [("packed, key weight", impl, (compiled,)) for impl in (None, "sdpa", "triton")]
+
+
+@pytest.mark.parametrize("name, impl, paths", [pytest.param(*x, id=f"{x[0]}-{x[1]}") for x in EVERY])
+def test_both_paths(name, impl, paths, monkeypatch):
     public, arguments = call_of(impl, name)
     used: list[int] = []
     monkeypatch.setattr(library, "attend_once", counted(library.attend_once, used))
@@ -110,7 +116,7 @@ def test_both_paths(name, impl, monkeypatch):
     written = [n for n in WRITTEN if arguments.get(n) is not None]
     if arguments["k"] is not None:
         assert any(not same(plain[n], arguments[n]) for n in written)
-    for path in (under_a_mode, with_a_subclass, compiled):
+    for path in paths:
         used.clear()
         own = copied(name, arguments)
         got = path(public, own)

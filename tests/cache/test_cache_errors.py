@@ -174,6 +174,7 @@ def test_axial_schemes_are_refused(call):
 ROTARY = SCHEMES["rope"]
 ROWS = [  # (call of the cache, q and k, error, message)
     (lambda c, q, k: c.append(k[:2], k[:2]), V, "k: expected shape (3, seqlen_new, 1, 8), got (2, 4, 1, 8)"),
+    (lambda c, q, k: c.append(k[0], k[0]), V, "k: expected shape (3, seqlen_new, 1, 8), got (4, 1, 8); packed k and v"),
     (lambda c, q, k: c.append(k, k[:, :3]), V, "v: expected shape (3, 4, 1, 8), got (3, 3, 1, 8)"),
     (lambda c, q, k: c.append(k.float(), k), T, "k: expected torch.float64, the dtype of the cache, got torch.float32"),
     (lambda c, q, k: c.append(k, k.to("meta")), V, "v: expected device"),

@@ -19,7 +19,6 @@ from test_rotate import by_complex_numbers
 
 HOSTILE = {
     "negative length": ("cache_seqlens", -5),
-    "length beyond": ("cache_seqlens", 1 << 30),
     "largest length": ("cache_seqlens", 2**31 - 1),
     "negative page": ("block_table", -3),
     "huge page": ("block_table", UNUSED),
@@ -142,14 +141,14 @@ if impl == "cpu":
         tensors = [guarded(torch.randn(1, n, heads, head_dim)).requires_grad_() for n in (*lengths, lengths[1])]
         out = attention(*tensors, rotary, impl=impl)
         torch.autograd.grad(out, tensors, guarded(out.detach()))
-if sys.argv[4] == "fault":
-    ctypes.string_at(k_cache.data_ptr() + k_cache.numel() * 4, 1)
-print("done")
+print("done", flush=True)
+ctypes.string_at(k_cache.data_ptr() + k_cache.numel() * 4, 1)
+print("alive", flush=True)
 """
 guard_pages = pytest.mark.skipif(not hasattr(os, "fork"), reason="guard pages need mprotect")
 
 
-GUARDED_CALLS = [("reference", 2, 16), ("cpu", 2, 16), ("cpu", 2, 24)]  # 24 channels do not fill whole vectors
+GUARDED_CALLS = [("cpu", 2, 24)]  # 24 channels do not fill whole vectors
 if support.INTERPRETED:
     GUARDED_CALLS += [("triton", 2, 16), pytest.param("triton", 66, 16, marks=pytest.mark.slow)]
 
@@ -159,21 +158,12 @@ if support.INTERPRETED:
 def test_nothing_outside_the_buffers_is_touched(impl, seqlen_q, head_dim):
     """A call touches no memory outside the buffers, with a contiguous and with a paged cache. Guard pages surround
     every buffer, and a process that touches one dies."""
-    run = guarded_run(impl, seqlen_q, head_dim)
-    assert run.returncode == 0 and "done\n" in run.stdout, (run.stdout, run.stderr[-2000:])
-
-
-def guarded_run(impl: str, seqlen_q: int, head_dim: int, fault: str = ""):
-    words = [impl, str(seqlen_q), str(head_dim), fault]
+    words = [impl, str(seqlen_q), str(head_dim)]
     paths = os.pathsep.join([os.path.dirname(support.__file__), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = os.environ | {"PYTHONPATH": paths}
-    return subprocess.run([sys.executable, "-c", GUARDED, *words], capture_output=True, text=True, env=environment)
-
-
-@guard_pages
-def test_touching_a_guard_page_kills_the_process():
-    run = guarded_run("cpu", 2, 16, fault="fault")
-    assert run.returncode < 0 and "done\n" not in run.stdout
+    run = subprocess.run([sys.executable, "-c", GUARDED, *words], capture_output=True, text=True, env=environment)
+    assert "\ndone\n" in run.stdout and run.returncode < 0, (run.stdout, run.stderr[-2000:])
+    assert "alive" not in run.stdout, "the guard pages guard nothing"
 
 
 # ---- the call

@@ -68,20 +68,15 @@ def holes(batch: int, entries: int, page: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.interpreted(
-    lambda target, scheme, new: (
-        scheme in MAPPED
-        and new
-        and target.dtype == torch.float32
-        or target.dtype == torch.float16
-        and scheme in ("rope_partial", "leaky", "yarn_leaky_local_log_n")
-        and new == (scheme == "leaky")
+    lambda target, scheme: (
+        scheme in (MAPPED if target.dtype == torch.float32 else ("rope_partial", "leaky", "yarn_leaky_local_log_n"))
     )
 )
-@pytest.mark.parametrize("new", [True, False], ids=["append", "read"])
 @pytest.mark.parametrize("scheme", [*SCHEMES, *MAPPED])
 @targets
-def test_one_token(target, scheme, new):
-    over(target, scheme, new=int(new)).check()
+def test_one_token(target, scheme):
+    """Every other scheme reads a cache to which the call appends nothing."""
+    over(target, scheme, new=1 - list(EVERY).index(scheme) % 2).check()
 
 
 @pytest.mark.interpreted(
@@ -156,7 +151,7 @@ def test_queries_of_their_own(target, seqlen_q, kind):
         "just before a run": torch.tensor([[99.25], [15.25]]).expand(-1, seqlen_q).contiguous(),
     }[kind]
     sequences = [documents(6, {3: 100}), documents(6, {1: 16})]
-    schemes = ("rerope",) if target.slow else ("rope", "hope_rerope_log_n", "local", "self_extend")
+    schemes = ("rerope",) if target.slow else ("hope_rerope_log_n", "local", "self_extend")
     for scheme in schemes:
         c = over(target, scheme, sequences, seqlen_q, lengths=[90, 96])
         c.at(**c.tables, positions=queries).check()
@@ -164,7 +159,7 @@ def test_queries_of_their_own(target, seqlen_q, kind):
 
 @in_float32
 @pytest.mark.parametrize("paged", [True, False], ids=["paged", "contiguous"])
-@pytest.mark.parametrize("scheme", ["rope", "rerope", "hope_rerope_log_n"])
+@pytest.mark.parametrize("scheme", ["rope", "hope_rerope_log_n"])
 @targets
 def test_positions_of_queries_beside_holes_and_padding(target, scheme, paged):
     options = dict(new=0, leftpad=[3, 0], page=PAGE * paged, layout="poisoned")
@@ -184,12 +179,10 @@ def test_positions_beyond_the_table_are_at_its_end(target):
 # ---- padding, lengths, pages
 
 
-@pytest.mark.interpreted(
-    lambda target, seqlen_q, causal, page: target.dtype == torch.float32 and page == 16 and seqlen_q == 2
+@pytest.mark.interpreted(lambda target, seqlen_q, causal, page: target.dtype == torch.float32 and seqlen_q == 2)
+@pytest.mark.parametrize(
+    ("seqlen_q", "causal", "page"), [(2, True, 16), (2, False, 16), (2, True, 64), (70, True, 16), (70, False, 64)]
 )
-@pytest.mark.parametrize("page", [16, 64])
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
-@pytest.mark.parametrize("seqlen_q", [2, 70])
 @targets
 def test_left_padding(target, seqlen_q, causal, page):
     """Padding hides some or all rows of the first page. Without page_positions, positions count from the end of the
@@ -236,10 +229,11 @@ def hostile(target, rotary, seqlen_q: int, **options) -> Cached:
 
 
 @pytest.mark.interpreted(
-    lambda target, seqlen_q, scheme: target.dtype == torch.float32 and scheme != "rope" and seqlen_q < 80
+    lambda target, seqlen_q, scheme: (
+        target.dtype == torch.float32 and (scheme, seqlen_q) in (("rerope", 20), ("local", 1))
+    )
 )
-@pytest.mark.parametrize("seqlen_q", [1, 20, 80])
-@pytest.mark.parametrize("scheme", ["rope", "rerope", "local"])
+@pytest.mark.parametrize(("scheme", "seqlen_q"), [("rerope", 20), ("rerope", 80), ("local", 1), ("local", 20)])
 @targets
 def test_hostile_tables(target, scheme, seqlen_q):
     c = hostile(target, SCHEMES[scheme](16), seqlen_q)
@@ -269,15 +263,13 @@ def test_chunk(target, scheme, causal):
     over(target, scheme, sequences, 70, heads=(2, 1), causal=causal).check()
 
 
-@in_float32
+@pytest.mark.interpreted(lambda target, scheme: target.dtype == torch.float32 and scheme == "by_length")
 @pytest.mark.parametrize("scheme", ["rerope", "by_length"])
 @targets
 def test_many_pages(target, scheme):
     """Sequences may have more block-table entries than a kernel reads in one step. The scheme's scale depends on
     the number of visible keys."""
-    sequences = [[Page(5 * n, 3 - n % 2, n % 2) for n in range(150)], [Page(2, 4)]]
-    if not target.slow:
-        sequences.append([Page(3 * n, n % 4) for n in range(130)])
+    sequences = [[Page(5 * n, 3 - n % 2, n % 2) for n in range(140)], [Page(2, 4)]]
     over(target, scheme, sequences, 3, heads=(2, 1)).check()
 
 

@@ -56,11 +56,9 @@ def test_equal_lengths(target, scheme, seqlen_q):
     Cached(target, SCHEMES[scheme](16), (20, 20), seqlen_q, leftpad=(3, 3), capacity=64).check()
 
 
-@pytest.mark.interpreted(
-    lambda exact, seqlen_q, page_size: exact.impl == "triton" and seqlen_q in (17, 70) and page_size
-)
+@pytest.mark.interpreted(lambda exact, seqlen_q, page_size: seqlen_q == 65 and page_size)
 @page_sizes
-@pytest.mark.parametrize("seqlen_q", [2, 17, 64, 65, 70, 150])
+@pytest.mark.parametrize("seqlen_q", [17, 64, 65, 150])
 def test_long_chunks(exact, page_size, seqlen_q):
     rotary = Rotary.rope(16).rectify(21).log_n(20)
     Cached(exact, rotary, (150, 170), seqlen_q, heads=(2, 1), capacity=192, page=page_size).check()
@@ -98,18 +96,13 @@ PARTS = {  # heads of which at most half of the channels rotate: rotated copies 
 }
 
 
-@pytest.mark.interpreted(
-    lambda exact, page_size, scheme: (
-        exact.impl == "triton" and bool(page_size) == (scheme not in ("hope", "between_local"))
-    )
-)
+@pytest.mark.interpreted(lambda exact, page_size, scheme: bool(page_size) == (scheme not in ("hope", "between_local")))
 @page_sizes
 @pytest.mark.parametrize("scheme", PARTS)
 def test_chunks_of_heads_of_which_a_part_rotates(exact, page_size, scheme):
-    options = dict(heads=(2, 1), leftpad=(0, 9), page=page_size)
+    causal = bool(page_size) or scheme == "self_extend"  # maps need a causal mask
+    options = dict(heads=(2, 1), leftpad=(0, 9), page=page_size, causal=causal)
     Cached(exact, PARTS[scheme], (90, 70), 66, **options).check()
-    if scheme != "self_extend":  # maps need a causal mask
-        Cached(exact, PARTS[scheme], (90, 70), 66, causal=False, **options).check()
 
 
 @pytest.mark.interpreted(lambda exact, page_size: page_size)
@@ -286,7 +279,7 @@ def test_given_splits_are_bitwise_identical_to_each_sequence_alone(exact, num_sp
     batch = Cached.packed(exact, rotary, sizes, mapped=True, page=PAGE, leftpad=(10, 3, 0, 2, 1))
     out, lse = batch.call(num_splits=num_splits)
     options = dict(return_lse=True, impl=exact.impl, num_splits=num_splits)
-    for b in (0, 1, 3, 4):
+    for b in (0, 1, 4):
         own = slice(b, b + 1)
         tables = dict(block_table=batch.block_table[own], cache_leftpad=batch.cache_leftpad[own], **options)
         caches = batch.k_cache, batch.v_cache, rotary, batch.cache_seqlens[own]
@@ -298,7 +291,7 @@ def test_given_splits_are_bitwise_identical_to_each_sequence_alone(exact, num_sp
 def test_steps_are_split_beside_prompts(exact):
     """With this capacity Triton splits the keys of sequences with few queries. The buffer of partial results has rows
     only for the queries of such sequences."""
-    sizes = ((64, 300), (1, 500), (70, 90), (66, 66), (1, 9), (2, 400))
+    sizes = ((64, 80), (1, 500), (70, 90), (1, 9), (2, 400))
     Cached.packed(exact, Rotary.rope(16).rectify(21), sizes, heads=(2, 1), capacity=512, page=PAGE).check()
 
 

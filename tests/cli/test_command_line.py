@@ -1,8 +1,5 @@
 """Tests that the command line starts without torch, and that every command ends cleanly at Ctrl-C."""
 
-import json
-import os
-import pty
 import subprocess
 import sys
 import threading
@@ -96,41 +93,6 @@ def test_durations():
     assert seconds_left(10.0, 0, 4) is None and seconds_left(0.5, 1, 4) is None
 
 
-def test_a_bar_shows_the_time_left(monkeypatch):
-    now = SimpleNamespace(at=100.0)
-    monkeypatch.setattr("flashrope.console.progress.time.monotonic", lambda: now.at)
-    live, lines = Terminal(), Terminal()
-    lines.isatty = lambda: False
-    bars = [Bar(400, live), Bar(400, lines), Bar(400, live, limit=25.0)]
-    for bar in bars:
-        bar.start("first")
-    now.at += 20
-    for bar in bars:
-        bar.step(100, "loss 2.000")
-        bar.start("second")
-    shown = "".join(live)
-    assert "25% 20 s, about 1 min 00 s left  loss 2.000" in shown
-    assert "25% 20 s, about 1 min 00 s left  second" in shown and "25% 20 s, about 5 s left  second" in shown
-    assert "".join(lines) == "first\nsecond (20 s, about 1 min 00 s left)\n"
-
-
-def test_without_a_terminal_a_line_comes_from_time_to_time(monkeypatch):
-    now = SimpleNamespace(at=100.0)
-    monkeypatch.setattr("flashrope.console.progress.time.monotonic", lambda: now.at)
-    lines = Terminal()
-    lines.isatty = lambda: False
-    with Bar(100, lines).start("training") as bar:
-        for step in range(100):
-            now.at += 1
-            bar.step(note=f"loss {step}")
-    assert "".join(lines).splitlines() == [
-        "training",
-        "training, loss 29: 30 of 100 (30 s, about 1 min 10 s left)",
-        "training, loss 59: 60 of 100 (1 min 00 s, about 40 s left)",
-        "training, loss 89: 90 of 100 (1 min 30 s, about 10 s left)",
-    ]
-
-
 def test_the_steps_of_several_jobs_are_counted_together():
     lines = Terminal()
     bar = Bar(20, lines)
@@ -139,19 +101,6 @@ def test_the_steps_of_several_jobs_are_counted_together():
         count(job, (step, 1.5))
     assert bar.done == 13
     assert "65%" in "".join(lines) and "loss 1.500" in "".join(lines)
-
-
-def test_a_bar_on_a_terminal_without_a_width():
-    """The progress bar works on a terminal that reports no width, such as the terminal of script(1) whose stdin is not
-    a terminal."""
-    code = "from flashrope.console.progress import Bar\nbar = Bar(4).start('measuring')\nbar.step(4)\n"
-    ours, theirs = pty.openpty()
-    assert os.get_terminal_size(theirs).columns == 0
-    plain = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
-    subprocess.run([sys.executable, "-c", code], stdout=theirs, stderr=theirs, env=plain, timeout=60, check=True)
-    shown = os.read(ours, 100_000).decode()
-    os.close(ours), os.close(theirs)
-    assert "100% 1 s  measuring" in shown or "100% 0 s  measuring" in shown
 
 
 # ---- Ctrl-C
@@ -216,15 +165,3 @@ def test_the_benchmarks_end_cleanly_too(monkeypatch, capsys):
 
     monkeypatch.setattr(bench, "import_module", lambda *name: SimpleNamespace(main=interrupt))
     assert bench.main(["model"]) == 130 and capsys.readouterr().err == "\npython -m bench: interrupted\n"
-
-
-def test_a_file_that_is_interrupted_is_not_there(tmp_path):
-    from flashrope.console import files
-
-    (tmp_path / "old").write_text("old")
-    with pytest.raises(KeyboardInterrupt), files.replacing(tmp_path / "old") as partial:
-        partial.write_text("half")
-        raise KeyboardInterrupt
-    assert (tmp_path / "old").read_text() == "old" and [path.name for path in tmp_path.iterdir()] == ["old"]
-    files.write(tmp_path / "new", json.dumps([1]))
-    assert (tmp_path / "new").read_text() == "[1]"

@@ -6,7 +6,6 @@ import io
 import json
 import math
 import os
-import shlex
 import shutil
 import signal
 import subprocess
@@ -80,20 +79,6 @@ def test_writes_every_result(finished):
     assert "trained: RoPE" in markdown and "tokens/s" not in markdown
 
 
-def test_a_training_that_says_nothing_of_speed_names_none():
-    """The command reports no speed for short trainings and for trainings whose speeds are not comparable. In such
-    trainings, start-up time or other processes would make a model look slower."""
-    from flashrope.lab.small_models.comparison import trained_text
-    from flashrope.lab.small_models.train import Trained
-
-    def text(*seconds, comparable=True):
-        return trained_text([Trained(1.5, each, 1000.0) for each in seconds], comparable)
-
-    assert "tokens/s" not in text(3.0, 50.0) and "RoPE 1.500 nats per byte" in text(3.0, 50.0)
-    assert text(30.0, 50.0).count("1,000 tokens/s") == 2
-    assert "tokens/s" not in text(30.0, 50.0, comparable=False)
-
-
 def test_the_schemes_that_are_compared():
     from flashrope.lab.small_models.comparison import compared
     from flashrope.lab.small_models.presets import PRESETS
@@ -120,30 +105,6 @@ def test_the_schemes_that_are_compared():
     assert found["YaRN"] == Rotary.rope(32).yarn(8.0, 64) and found["ReRoPE-w32"] == Rotary.rope(32).rectify(32)
 
 
-def test_png_is_an_image_with_something_on_it(finished):
-    from matplotlib.image import imread
-
-    image = imread(finished / "losses.png")
-    assert image.shape[:2] == (1000, 1600)
-    assert len({tuple(pixel) for pixel in image[::4, ::4, :3].reshape(-1, 3).round(2).tolist()}) > 20
-
-
-def test_the_figure_has_at_most_six_curves(finished):
-    from flashrope.lab.small_models.evaluate import ContextLoss
-    from flashrope.lab.small_models.plot import losses_figure
-    from flashrope.lab.small_models.table import DemoRow
-
-    of: dict[str, list] = {}
-    for row in rows(finished):
-        of.setdefault(row["scheme"], []).append(ContextLoss(int(row["context_length"]), float(row["loss"]), 0.0, 0.0))
-    made = [DemoRow(name, "rope", "log n" in name, tuple(losses)) for name, losses in of.items()]
-    (axes,) = losses_figure(made, 32).axes
-    drawn = [text.get_text() for text in axes.texts]
-    assert len(made) > 6 and len(axes.lines) == 6 + 1  # the last line marks the training length
-    assert [name for name in of if any(text.startswith(f"{name}  ") for text in drawn)] == list(of)[:6]
-    assert f"all {len(made)} rows: losses.md" in " ".join(drawn)
-
-
 def test_checkpoints_give_the_losses_of_the_table(finished):
     record = json.loads((finished / "split.json").read_text())
     corpus = data.standard_library(257)
@@ -163,6 +124,7 @@ def test_checkpoints_give_the_losses_of_the_table(finished):
         assert [loss.last for loss in losses] == pytest.approx(shown, abs=2e-6)
 
 
+@pytest.mark.slow
 def test_losses_depend_on_the_seed_and_not_on_the_processes(of_text, tmp_path, text):
     def run(name, *options):
         assert main([*FEW, "--text", str(text), "--out", str(tmp_path / name), *options]) == 0
@@ -249,20 +211,6 @@ def test_an_earlier_run_is_replaced_only_when_asked(of_text, tmp_path, text, cap
     for name in OUTPUTS - {"split.json"}:
         (out / name).unlink()
     assert main(again) == 0  # an interrupted run leaves only split.json
-
-
-def test_it_ends_with_the_next_commands(of_text):
-    out, printed = of_text
-    commands = [shlex.split(line) for line in printed.split("next:\n")[1].splitlines()]
-    assert [(first, name) for first, name, *_ in commands] == [("flashrope", "generate")] * 2 + [("flashrope", "loss")]
-    assert all(command[-2:] == ["--prompt", "TEXT"] for command in commands[:2])
-    assert commands[2][3] == str(out / "rope.safetensors") and "--text" in commands[2]
-
-
-def test_out_that_is_a_file(tmp_path, text, capsys):
-    (tmp_path / "taken").write_text("")
-    assert main([*TINY, "--text", str(text), "--out", str(tmp_path / "taken")]) == 2
-    assert "--out: cannot write to" in capsys.readouterr().err
 
 
 # ---- the command line

@@ -7,7 +7,6 @@ from flashrope.schemes.catalogue import SCHEMES
 
 from experiments import checkpoints
 from experiments.checkpoints import COMMANDS, MEASURED, REPEATED, TEXT
-from experiments.looks import label
 from experiments.registry import EXPERIMENTS
 from experiments.statistics import LOWER
 
@@ -58,12 +57,6 @@ def test_only_schemes_without_a_measurement_are_measured(tmp_path):
     written(tmp_path / "s1-3" / "loss.json", value, newer[1::2])
     found = [path.parent.name for path in checkpoints.measured(tmp_path, 1)]
     assert found == ["s1", "s1-2", "s1-3"] and checkpoints.unmeasured(tmp_path, 1) == []
-
-
-def test_the_commands_schemes_are_all_known():
-    assert set(COMMANDS) <= set(SCHEMES) and len(set(MEASURED)) == len(COMMANDS)
-    assert label("rerope-w32+dagger") == "ReRoPE, log n†"
-    assert SCHEMES["rerope-plain"].label == "ReRoPE without log n"
 
 
 def test_the_use_of_far_context_is_judged_for_every_scheme():

@@ -2,12 +2,9 @@
 counts."""
 
 import torch
-from flashrope.lab.small_models.model import ModelConfig
-from subjects import by_place, check_growth, subject
+from subjects import by_place, subject
 
 from experiments import copying
-from experiments.tasks import Subject
-from experiments.zoo import ZooModel, scheme
 
 
 def generator(seed=0):
@@ -62,11 +59,6 @@ def test_practice_covers_what_is_asked_at_its_length():
     assert max(practised) >= max(asked) and min(practised) < 128 // 3
 
 
-def test_batches_grow_and_depend_only_on_seed_and_step():
-    found = check_growth(lambda seed, start: copying.batches(1024, 128, seed, 20, start=start), 128, 64)
-    assert all(512 <= inputs.numel() <= 1024 for inputs, _ in found)
-
-
 def test_prompts_letter_by_letter():
     lengths = [9, 15, 12, 10]
     for between in (0, 5):
@@ -94,14 +86,3 @@ def test_a_model_that_copies_is_right_and_one_that_looks_back_a_fixed_distance_i
     assert {task for task, _ in found} == set(tasks) and all(value > 95 for value in found.values())
     assert [at for task, at in found if task == "copying"] == list(copying.PAPER_COUNTS)
     assert max(measured(grid, (1,)).values()) < 40
-
-
-def test_whole_suffixes_and_letters():
-    found = measured(lambda text: copier(text) if len(text) % 2 else 99, (1,))
-    assert all(found["copying", at] == 0 and 40 < found["copying-letters", at] < 60 for at in copying.PAPER_COUNTS)
-
-
-def test_learned_positions_are_measured_up_to_the_training_length():
-    model = ZooModel(ModelConfig(64, 2, 2), "learned", 128)
-    found = by_place(copying.measure(Subject(model, scheme("learned", model.config, 128), (), 128, 40, 0)))
-    assert {at for task, at in found if task == "copying-by-length"} == {64, 128}

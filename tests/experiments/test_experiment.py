@@ -6,8 +6,6 @@ import math
 import re
 import shutil
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -23,7 +21,6 @@ from experiments.__main__ import main
 from experiments.published import TABLES
 from experiments.registry import EXPERIMENTS
 from experiments.runs import read_csv as rows
-from experiments.show import show
 from experiments.zoo import ZooModel, scheme
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -94,17 +91,6 @@ def test_writes_every_result(finished):
     models = {path.name for path in (finished / "models").glob("*.safetensors")}
     assert models == {f"{name}-L64-s{seed}.safetensors" for name in ("rope", "learned", "rope+logn") for seed in (0, 1)}
     assert not list((finished / "models").glob("*.state"))
-
-
-def test_says_where_the_figures_come_from(finished, text):
-    record = json.loads((finished / "perplexity/results.json").read_text())
-    assert record["seeds"] == [0, 1] and record["settings"]["steps"] == 20 and record["settings"]["device"] == "cpu"
-    assert record["revision"] == runs.revision() and record["torch"] == torch.__version__ and record["hardware"]
-    assert record["command"].startswith("python -m experiments perplexity --device cpu")
-    split = json.loads((finished / "split.json").read_text())
-    assert not set(split["train"]["files"]) & set(split["unseen"]["files"])
-    assert len(split["train"]["files"]) + len(split["unseen"]["files"]) == 30
-    assert record["settings"]["text"]["unseen"] == split["unseen"]["sha256"]
 
 
 def test_a_finished_run_is_not_done_again(finished, text, monkeypatch):
@@ -198,20 +184,6 @@ def test_tables_are_made_from_the_csv_alone(finished, tmp_path, text, capsys):
     assert "is not a run directory" in capsys.readouterr().err
 
 
-def test_partly_correct_answers_have_their_own_figure(tmp_path):
-    measured = [
-        [scheme, scheme, 64, 0, task, at, value, 5]
-        for scheme in ("rope", "hope")
-        for task, value in (("passkey", 20.0), ("passkey-digits", 60.0))
-        for at in (64, 128)
-    ]
-    runs.write_csv(tmp_path / "results.csv", measuring.COLUMNS, measured)
-    show(tmp_path, "passkey", 64)
-    keys, digits = sorted(tmp_path.glob("*.png"))
-    assert (keys.name, digits.name) == ("passkey-digits.png", "passkey.png") and is_picture(keys) and is_picture(digits)
-    assert keys.read_bytes() != digits.read_bytes()
-
-
 @pytest.mark.parametrize(
     "name, options, message",
     [
@@ -262,42 +234,6 @@ def test_frequencies_and_positions_train_nothing(finished, text, monkeypatch):
     seen = {(row["scheme"], row["query"]): float(row["distance"]) for row in rows(finished / "positions/results.csv")}
     assert seen["rope", "99"] == 99 and seen["pi-s8", "99"] == 99 / 8 and seen["rerope-w32", "99"] == 32
     assert seen["leaky-rerope-w32-k16", "99"] == pytest.approx(32 + 67 / 16, rel=1e-4)
-
-
-def test_help_names_the_experiments(capsys):
-    with pytest.raises(SystemExit):
-        main(["--help"])
-    shown = capsys.readouterr().out
-    assert all(name in shown for name in (*EXPERIMENTS, "all", "tables", "--schemes", "125m"))
-
-
-def test_the_preset_of_the_hope_paper():
-    paper = presets.PRESETS["125m"]
-    training = paper.training(512, 0)
-    assert (paper.layers, paper.heads, paper.width, paper.mlp_width, paper.batch) == (12, 12, 768, 2688, 64 * 8)
-    assert (training.betas, training.learning_rate, training.clip) == ((0.9, 0.999), 3e-4, 1)
-    assert training.steps == 50_000
-    assert round(training.warmup * training.steps) == 2000
-    half = paper.training(1024, 0)
-    assert (half.batch_size, half.micro_batch, half.train_length) == (256, 32, 1024)
-
-
-def test_the_window_of_the_text_is_the_longest_that_is_read():
-    multiples = [m for e in EXPERIMENTS.values() for _, chosen in e.measures for m in chosen or (8,)]
-    assert max(multiples) == runs.LONGEST
-    assert data.standard_library(32 * 64 + 1).unseen
-
-
-def test_nothing_depends_on_the_experiments():
-    for folder in ("python", "bench", "triton_kernels", "examples"):
-        for path in (ROOT / folder).rglob("*.py"):
-            assert not re.search(r"^\s*(from|import) (flashrope\.)?experiments\b", path.read_text(), re.MULTILINE), path
-
-
-def test_runs_as_a_module_from_a_checkout():
-    command = [sys.executable, "-m", "experiments", "perplexity", "--step", "3"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2 and "unknown option --step (did you mean --steps?)" in done.stderr
 
 
 # ---- slow: effects over several seeds, and every experiment

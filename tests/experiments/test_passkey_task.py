@@ -4,10 +4,9 @@ import random
 
 import pytest
 from flashrope.lab.small_models import data
-from subjects import CORPUS, PIECES, by_place, check_growth, subject
+from subjects import CORPUS, PIECES, by_place, subject
 
 from experiments import passkey
-from experiments.tasks import IGNORED
 
 ASKED, PRACTISED = set(passkey.ASKED_KEYS), set(passkey.PRACTICE_KEYS)
 
@@ -33,13 +32,6 @@ def test_keys_are_disjoint_and_all_there():
     for place in range(5):
         counts = [sum(key[place : place + 1] == b"%d" % digit for key in ASKED) for digit in range(10)]
         assert min(counts) > 650 and max(counts) < 860  # digits are as frequent in evaluation as in practice
-
-
-def test_the_mark_stands_before_keys_only():
-    assert passkey.without_marks((b"a # b", b"#c")) == [b"a   b", b" c"]
-    marked = data.Corpus("marked", b"#" * 300, (b"#" * 300,), ("a",), ("b",))
-    inputs, _ = next(passkey.batches(marked, 512, 128, 0, 1))
-    assert all(row.count(b"#") == row.count(b"\nkey #") for row in map(bytes, inputs.tolist()))
 
 
 @pytest.mark.parametrize("depth", [0.0, 0.25, 1.0])
@@ -77,15 +69,6 @@ def test_practice_asks_for_a_key_that_stands_before():
         if needles == 2:
             distances.add(len(sample) - sample.index(passkey.QUESTION))
     assert max(distances) > 120 and min(distances) < 45 and len(distances) > 40
-
-
-def test_batches_grow_and_depend_only_on_seed_and_step():
-    found = check_growth(lambda seed, start: passkey.batches(CORPUS, 1024, 128, seed, 20, start=start), 128, 60)
-    assert all(1024 - 128 < inputs.numel() <= 1024 for inputs, _ in found)
-    for _, targets in found:
-        assert (targets[:, -passkey.DIGITS :] != IGNORED).all() and (targets != IGNORED).float().mean() < 0.5
-        asked = targets[targets != IGNORED]
-        assert asked.min() >= ord("0") and asked.max() <= ord("9")
 
 
 def test_counts_complete_keys_and_digits():

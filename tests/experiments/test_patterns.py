@@ -9,9 +9,8 @@ from flashrope.lab.small_models.model import ModelConfig
 from subjects import sharpen
 
 from experiments import picture
-from experiments.drawn import seen_distances
 from experiments.encodings import distances
-from experiments.patterns import components, frequent, kinds, pattern, repeated, ripple, swing, vaf
+from experiments.patterns import components, pattern, repeated
 from experiments.zoo import ZooModel, scheme
 
 CONFIG = ModelConfig(width=64, layers=2, heads=2)
@@ -118,14 +117,6 @@ def test_pattern_is_of_what_the_model_computes():
     assert positions_in_embedding.overall[0].std() > 1e-5
 
 
-def test_inputs_are_bytes_that_training_knew():
-    text = b"a" * 5000 + b"b" * 4994 + b"c" * 4 + b"\0" * 2
-    found = frequent(text, 1e-3)
-    assert found == {97: 0.5, 98: 0.4994}
-    assert frequent(text, 4e-4).keys() == {97, 98, 99}
-    assert repeated(found, 3).tolist() == [[0, 97, 97], [0, 98, 98]]
-
-
 def test_pattern_of_text_is_the_score_between_independent_windows():
     """If q and k are averaged before they are multiplied, the score is the mean over all pairs of windows, where the
     query comes from one window and the key from the other."""
@@ -142,65 +133,7 @@ def test_pattern_of_text_is_the_score_between_independent_windows():
     assert not torch.allclose(kept.overall[0], found.overall[0], atol=1e-3)
 
 
-def test_swing_and_ripple():
-    d = torch.arange(120, dtype=torch.float64)
-    slope = 3 - 0.01 * d
-    assert swing(slope) == pytest.approx(1.19) and ripple(slope)[0] == pytest.approx(0, abs=1e-9)
-    for period in (6.3, 11.2, 12.0):
-        wave = slope + 0.5 * torch.sin(2 * math.pi * d / period)
-        size, found = ripple(wave)
-        left = 1 - math.sin(25 * math.pi / period) / (25 * math.sin(math.pi / period))  # the running mean's effect
-        assert found == pytest.approx(period, rel=0.015) and size == pytest.approx(0.5 * left / 2**0.5, rel=0.03)
-    assert math.isnan(ripple(torch.sin(2 * math.pi * d / 60))[1])  # the running mean follows so long a period
-
-
-def test_vaf():
-    whole = torch.tensor([1.0, 2.0, -2.0])
-    assert vaf(whole, whole) == 100 and vaf(torch.zeros(3), whole) == 0
-    part = torch.tensor([1.0, 0.0, -1.0])
-    assert vaf(part, whole).item() == pytest.approx(100 * (1 - (0 + 4 + 1) / 9))
-    assert vaf(torch.stack([whole, part, -whole]), whole).tolist() == pytest.approx([100, 100 * 4 / 9, -300])
-
-
-def test_kinds():
-    length = 64
-    edge = math.pi / length
-    theta = [1.0, 2 * edge, 1.9 * edge, 1.1 * edge, edge, 0.0]
-    assert kinds(theta, length) == ["high", "high", "activated", "activated", "low", "low"]
-    theta = Rotary.rope(64).frequencies
-    assert sum(kind == "high" for kind in kinds(theta, 512)) == 16  # the pairs HoPE rotates at 512
-
-
-def test_seen_distances():
-    rope, leaky = Rotary.rope(32), Rotary.rope(32).rectify(8, 4)
-
-    def seen(rotary, scale=1.0):
-        return seen_distances(rotary, torch.arange(20), torch.arange(20), scale).tolist()
-
-    def holds(matrix, formula):
-        return all(
-            matrix[i][j] == pytest.approx(formula(i - j)) if j <= i else math.isnan(matrix[i][j])
-            for i in range(20)
-            for j in range(20)
-        )
-
-    assert holds(seen(rope), lambda d: d)
-    assert holds(seen(rope, 8.0), lambda d: d / 8)
-    assert holds(seen(rope.rectify(8)), lambda d: min(d, 8))
-    assert holds(seen(leaky), lambda d: d if d < 8 else 8 + (d - 8) / 4)
-    assert math.isnan(seen(rope.local(5))[10][5]) and seen(rope.local(5))[10][6] == 4
-
-
 # ---- the picture task
-def test_pictures_by_hand():
-    colours, targets = picture.pictures(3, 4, 5, torch.Generator().manual_seed(0))
-    assert set(colours.flatten().tolist()) == {0, 1, 2, 3}
-    for one, expected in zip(colours.view(3, 4, 5).tolist(), targets.view(3, 4, 5).tolist(), strict=True):
-        for y in range(4):
-            for x in range(5):
-                down, right = ((-1, 0), (0, 1), (1, 0), (0, -1))[one[y][x]]
-                inside = 0 <= y + down < 4 and 0 <= x + right < 5
-                assert expected[y][x] == (one[y + down][x + right] if inside else one[y][x])
 
 
 def test_axial_attention_knows_rows_from_columns():

@@ -35,12 +35,6 @@ def run(name: str, folder, out, *options: str) -> int:
     return main([name, "--model", str(folder), "--text", str(folder / "text.txt"), "--out", str(out), *options])
 
 
-@pytest.mark.parametrize("out", [["--out", "/a"], ["--out=/a"]])
-def test_a_recorded_command_does_not_name_the_output_folder(out):
-    words = [*out, "--model", "a b.gguf", "--windows", "2"]
-    assert real_speed.command_line("python -m x", words) == "python -m x --model 'a b.gguf' --windows 2"
-
-
 # ---- reuse
 
 
@@ -81,18 +75,6 @@ def test_what_is_asked_is_in_the_first_document(folder):
         assert bytes(number.answer) not in bytes(number.documents[1])
         begun = bytes(quote.question[-real_reuse.QUOTED :] + quote.answer)
         assert begun in bytes(quote.documents[0])
-
-
-def test_reuse_continues_where_it_stopped(folder, tmp_path, monkeypatch):
-    assert run("reuse", folder, tmp_path, "--questions", "2") == 0
-    first = json.loads((tmp_path / real_reuse.RESULT).read_text())
-    assert [row["question"] for row in first["rows"]] == [0, 1] and first["documents"] == 2
-    asked, answers = [], real_reuse.answers
-    monkeypatch.setattr(real_reuse, "answers", lambda model, question: asked.append(1) or answers(model, question))
-    assert run("reuse", folder, tmp_path, "--questions", "3") == 0
-    found = json.loads((tmp_path / real_reuse.RESULT).read_text())
-    assert len(asked) == 1 and found["rows"][:2] == first["rows"] and len(found["rows"]) == 3
-    assert run("reuse", folder, tmp_path, "--seed", "1") == 2  # the folder holds rows of another run
 
 
 def test_means_of_ways():
@@ -176,25 +158,6 @@ def test_continued_training_measures_every_way(folder, tmp_path, bins, capsys):
     assert lines[-6].startswith("| RoPE | 1-2k | ") and lines[-1].startswith("| CoPE, then HoPE | 3-4k | ")
 
 
-def test_continued_training_resumes(folder, tmp_path, bins, monkeypatch):
-    """A run that stops after a saved step and then resumes ends with the same numbers as an uninterrupted run."""
-    assert run("continue", folder, tmp_path / "whole", *CONTINUE) == 0
-    steps, train_step = [], real_training.train_step
-
-    def interrupted(*given):
-        steps.append(1)
-        if len(steps) == 7:  # in the third step of the second way; its second step was saved
-            raise KeyboardInterrupt
-        return train_step(*given)
-
-    monkeypatch.setattr(real_training, "train_step", interrupted)
-    assert run("continue", folder, tmp_path / "parts", *CONTINUE) == 130
-    assert run("continue", folder, tmp_path / "parts", *CONTINUE) == 0
-    assert len(steps) == 7 + 4 + 2
-    whole, parts = (json.loads((tmp_path / name / "continued.json").read_text()) for name in ("whole", "parts"))
-    assert whole["rows"] == parts["rows"]
-
-
 def test_batches_are_the_same_in_every_way_and_stay_in_one_text():
     texts = [torch.arange(100), torch.arange(1000, 1040)]
     args = Namespace(seed=3, length=16, batch=8)
@@ -204,14 +167,3 @@ def test_batches_are_the_same_in_every_way_and_stay_in_one_text():
     assert ((rows[:, 1:] - rows[:, :-1]) == 1).all()
     starts = set(rows[:, 0].tolist())
     assert starts == {*range(84), *range(1000, 1024)}
-
-
-def test_learning_rate_rises_and_falls():
-    rates = [real_training.rate(step, 40) for step in range(40)]
-    assert rates[:4] == [0.25, 0.5, 0.75, 1.0] and rates[4] == 1.0 and rates[39] == pytest.approx(1 / 36)
-    assert rates[4:] == sorted(rates[4:], reverse=True)
-
-
-def test_a_text_too_short_to_continue_on(folder, tmp_path, capsys):
-    assert run("continue", folder, tmp_path, "--length", "32", "--longest", "4096") == 2
-    assert "--text: expected a file of at least 20,482 bytes" in capsys.readouterr().err

@@ -32,12 +32,6 @@ def test_batches_are_text_and_depend_only_on_seed_and_step():
     assert all(bytes(row) in CORPUS.train for batch in batches for row in batch.tolist())
 
 
-def test_what_is_in_training_and_in_evaluation_is_named():
-    tasks.need_disjoint([b"a", b"b"], [b"c"], "keys")
-    with pytest.raises(AssertionError, match="keys: 2 are in both training and evaluation, such as b'b'"):
-        tasks.need_disjoint([b"a", b"b", b"c"], [b"c", b"b", b"d"], "keys")
-
-
 # ---- measures
 def copier(text):
     """Predicts the byte that followed an earlier occurrence of the last seven bytes. If they did not occur before, it
@@ -87,18 +81,6 @@ def test_accuracy_at_the_training_length_is_as_trained():
         rope["accuracy", 64] == pi["accuracy", 64]
         and rope["accuracy-non-repeat", 512] != pi["accuracy-non-repeat", 512]
     )
-
-
-def test_learned_positions_are_measured_up_to_the_training_length():
-    model = ZooModel(ModelConfig(64, 2, 2), "learned", 64)
-    it = Subject(model, scheme("learned", model.config, 64), PIECES[2:], 64, 4, 0)
-    assert {place for place in by_place(tasks.measure_perplexity(it))} == {("perplexity", 64)}
-    assert {task for task, _ in by_place(tasks.measure_accuracy(it))} == {"accuracy"}
-
-
-def test_text_too_short_for_the_length():
-    with pytest.raises(data.TextError, match="an unseen file of at least 513 bytes for a context of 512, got none"):
-        tasks.measure_perplexity(subject(copier, unseen=(b"short",), batch_tokens=200))
 
 
 def test_loss_by_position_is_the_mean_of_its_positions():

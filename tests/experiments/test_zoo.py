@@ -12,7 +12,7 @@ from flashrope.lab.small_models.model import ModelConfig
 from flashrope.lab.small_models.train import TrainConfig, train
 from subjects import sharpen
 
-from experiments.zoo import CHANGES, ENCODINGS, KNOWN, Defaults, ZooModel, hfwa_window, hope_ablation, p_rope, scheme
+from experiments.zoo import ENCODINGS, ZooModel, hfwa_window, hope_ablation, p_rope, scheme
 
 CONFIG, LENGTH = ModelConfig(width=32, layers=2, heads=2), 64
 ROPE = Rotary.rope(16)
@@ -127,48 +127,6 @@ def test_t5_shares_its_weights():
     model = ZooModel(CONFIG, "t5", LENGTH)
     assert len(model.biases) == 1 and model.layer_biases == [model.biases[0]] * 2
     assert len(ZooModel(CONFIG, "kerple", LENGTH).biases) == 2
-
-
-def test_defaults_for_what_a_name_does_not_specify():
-    defaults = Defaults(window=7, leak=3.0, growth=5.0, base=500.0)
-    rope = Rotary.rope(16, 500.0)
-    assert of("leaky-rerope", defaults=defaults).rotary == rope.rectify(7, 3.0)
-    assert of("pi", defaults=defaults).rotary == rope.interpolate(5.0)
-    assert of("hope", defaults=defaults).rotary == Rotary.hope(16, 64, 500.0)
-
-
-@pytest.mark.parametrize(
-    "name, message",
-    [
-        ("rop", "unknown encoding 'rop'; known are rope, hope,"),
-        ("", "unknown encoding"),
-        ("rope+yrn", "unknown change 'yrn'"),
-        ("rope-w3", "rope takes no -w"),
-        ("pi-w3", "pi takes no -w"),
-        ("alibi+logn", "alibi cannot be changed"),
-        ("hfwa+dagger", "hfwa cannot be changed"),
-        ("randomized+rerope", "randomized cannot be changed"),
-        ("p-rope-p1.5", "expected a share from 0 to 1, got 1.5"),
-        (
-            "inv-leaky+rerope",
-            "inv-leaky is used with plain RoPE and can only be combined with logn or dagger, not rerope",
-        ),
-        ("nope+pi", "no pair of this scheme rotates"),
-        ("pi+yarn", "interpolations do not stack"),
-        ("rope+logn+dagger", "scaled by log n already"),
-        ("dagger", "unknown encoding"),
-        ("rerope+leaky-rerope", "rectified already"),
-    ],
-)
-def test_invalid_names(name, message):
-    with pytest.raises(BadInput, match=message.replace("+", r"\+")):
-        of(name)
-
-
-def test_unknown_names_list_the_known():
-    with pytest.raises(BadInput) as error:
-        of("what")
-    assert all(name in str(error.value) for name in (*KNOWN, *CHANGES))
 
 
 @pytest.mark.parametrize("name", [*ENCODINGS, "rope+logn", "nope+logn", "inv-leaky+logn"])

@@ -81,11 +81,6 @@ def test_convert_suggest_and_vllm_take_it(row, tmp_path):
             convert(tiny("llama"), **wrong)
 
 
-def test_without_the_row_it_is_unknown():
-    with pytest.raises(TypeError, match="options: expected names among rotary, .* got 'half'"):
-        convert(tiny("llama"), half=2)
-
-
 # ---- the rows
 
 

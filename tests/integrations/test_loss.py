@@ -4,7 +4,6 @@ command."""
 import csv
 import json
 import math
-import sys
 
 import pytest
 import torch
@@ -19,10 +18,9 @@ from flashrope.console.options import BadInput
 from flashrope.integrations.transformers import convert, revert
 from flashrope.lab.evaluation import losses as loss
 from flashrope.lab.evaluation.checkpoint import Tokens, check_causal, last_logits
-from flashrope.lab.evaluation.losses import LossRow, copied, measure, of_length, text_windows
+from flashrope.lab.evaluation.losses import copied, measure, of_length, text_windows
 from flashrope.lab.evaluation.readings import applicable
 from flashrope.lab.evaluation.statistics import half_interval, student_t
-from processes import interrupted_at
 
 pytestmark = pytest.mark.filterwarnings("error:.past_key_values. is deprecated")
 BYTES = Tokens(lambda text: list(text.encode()), unit="byte")
@@ -66,12 +64,6 @@ def test_windows_lie_in_one_file_and_do_not_overlap():
     assert len(text_windows(texts, BYTES, 19, 2, 0)) == 2
     with_start = Tokens(BYTES.encode, (1,))
     assert len(text_windows(texts, with_start, 20, 100, 0)) == 3  # the start token counts as one of the 20
-
-
-def test_a_text_of_exactly_one_window_and_one_token_less():
-    assert len(text_windows({"a": "x" * 20}, BYTES, 19, 8, 0)) == 1
-    with pytest.raises(BadInput, match=r"--text: expected a file of at least 20 bytes for a length of 19.* has 19;"):
-        text_windows({"a": "x" * 19, "b": "y" * 5}, BYTES, 19, 8, 0)
 
 
 # ---- the loss
@@ -236,58 +228,6 @@ def test_the_command(checkpoint, text, tmp_path, capsys):
         assert row["windows"] == pytest.approx(expected, abs=2e-5)
 
 
-def figure_rows(schemes, contexts=("text", "repeated"), lengths=(16, 32, 64)):
-    """Returns made-up rows. The losses of two successive windows differ by 5. In each window, the loss of the n-th
-    scheme is higher by n / 10."""
-    return [
-        LossRow(
-            scheme, context, length, tuple(window + 0.1 * at + 0.01 * at * (window % 2) for window in (1.0, 6.0, 11.0))
-        )
-        for at, scheme in enumerate(schemes)
-        for context in contexts
-        for length in lengths
-    ]
-
-
-def test_the_figure_shows_paired_changes():
-    figure = loss.loss_figure(figure_rows(["stock", "NTK", "ReRoPE"]), 32, "a model")
-    above, above_repeated, below, below_repeated = figure.axes
-    assert [line.get_label() for line in above.lines[:3]] == ["stock", "NTK", "ReRoPE"]
-    half = half_interval([0.2 + 0.02 * (window % 2) for window in (1, 6, 11)])
-    for axes in (above, above_repeated):
-        (bars,) = axes.containers[1].lines[2]
-        low, high = bars.get_segments()[0][:, 1]
-        assert (high - low) / 2 == pytest.approx(half)
-    for axes in (below, below_repeated):
-        ntk, rerope = axes.containers
-        assert list(ntk.lines[0].get_ydata()) == pytest.approx([0.1 + 0.01 * 2 / 3] * 3)
-        assert list(rerope.lines[0].get_ydata()) == pytest.approx([0.2 + 0.02 * 2 / 3] * 3)
-        (bars,) = rerope.lines[2]
-        low, high = bars.get_segments()[0][:, 1]
-        assert (high - low) / 2 == pytest.approx(half) and half < 0.1  # the interval of the loss itself is 12
-        apart = [container.lines[0].get_xdata() for container in axes.containers]
-        assert all(abs(a / b - 1) > 0.01 for a, b in zip(*apart, strict=True))  # bars do not hide one another
-    other = loss.loss_figure(figure_rows(["NTK", "stock"]), 32, "a model", base="stock").axes[2]
-    (ntk,) = other.containers
-    assert other.get_ylabel().startswith("change against stock") and ntk.lines[0].get_ydata()[0] < 0
-    (legend,) = figure.legends
-    figure.canvas.draw()
-    right = max(axes.get_window_extent().x1 for axes in figure.axes)
-    assert legend.get_window_extent().x0 > right  # outside
-    assert above.get_title(loc="left") == "text" and above_repeated.get_title(loc="left") == "repeated context"
-
-
-def test_the_figure_has_at_most_eight_series():
-    figure = loss.loss_figure(figure_rows([f"scheme {n}" for n in range(12)], ["text"]), 32, "a model")
-    shown = len(figure.axes[0].lines) - 1  # one line marks the training length
-    assert shown <= 8 and f"; {12 - shown} more schemes in loss.csv" in figure.get_supxlabel()
-    colours = {line.get_color() for line in figure.axes[0].lines[:shown]}
-    assert len(colours) == shown
-    looks = [(line.get_linestyle(), line.get_markerfacecolor()) for line in figure.axes[0].lines[:shown]]
-    assert all(a[0] != b[0] for a, b in zip(looks, looks[1:], strict=False))  # so two equal curves are both visible
-    assert [face == "none" for _, face in looks] == [at % 2 == 1 for at in range(shown)]
-
-
 def test_the_command_with_copies(checkpoint, text, tmp_path, capsys):
     sizes = ["--lengths", "32", "64", "--windows", "3", "--schemes", "stock", "rerope", "--copy"]
     assert main(command(checkpoint, text, tmp_path, *sizes, "16")) == 0
@@ -406,20 +346,6 @@ def test_a_causal_model_is_not_refused(text, tmp_path):
     assert main([*run, "--chunk", "64", "--windows", "2"]) == 0  # one piece
 
 
-def test_memory_that_runs_out_costs_one_cell(checkpoint, text, tmp_path, monkeypatch, capsys):
-    def limited(model, inputs, *options):
-        if inputs.shape[1] > 60:
-            raise torch.OutOfMemoryError
-        yield from measure(model, inputs, *options)
-
-    monkeypatch.setattr(loss, "measure", limited)
-    sizes = ["--lengths", "16", "64", "--windows", "2", "--schemes", "stock"]
-    assert main(command(checkpoint, text, tmp_path, *sizes)) == 0
-    shown = capsys.readouterr().out
-    assert "-: out of memory, in 1 of 2 cells" in shown
-    assert [row["loss"] != "" for row in rows_of(tmp_path)] == [True, False]
-
-
 @pytest.mark.parametrize(
     "options, message",
     [
@@ -460,21 +386,6 @@ def labels(model, names, *args, **options):
     return {scheme.label: scheme for scheme in found}, skipped
 
 
-def test_rows_of_a_saved_model_are_named_in_full():
-    model = convert(tiny("llama", max_position_embeddings=32), rerope=16, log_n=32)
-    found, skipped = labels(model, ["stock", "rerope", "rerope-plain", "log-n", "ntk", "leaky"], [8])
-    assert list(found) == [
-        "ReRoPE w 16, log n",
-        "ReRoPE w 8, log n",
-        "ReRoPE w 16, log n; + NTK",
-        "Leaky ReRoPE w 8, log n",
-    ]
-    assert skipped == {
-        "ReRoPE without log n": "the same scheme as ReRoPE w 8, log n",  # the model has log n already
-        "log n": "the same scheme as ReRoPE w 16, log n",
-    }
-
-
 def test_rows_that_are_the_same_are_dropped():
     found, skipped = labels(tiny("llama", max_position_embeddings=128), ["stock", "ntk", "yarn", "rerope"])
     assert "NTK" in found
@@ -502,25 +413,6 @@ def test_schemes_of_ones_own(tmp_path):
     ):
         with pytest.raises(BadInput, match=message):
             labels(tiny("llama"), ["stock"], given=[wrong])
-
-
-@pytest.mark.parametrize("name", ["loss", "passkey"])
-def test_an_interrupt_is_one_line_and_leaves_no_half_file(name, checkpoint, text, tmp_path):
-    model = tmp_path / "longer"
-    tiny("llama", vocab_size=256, max_position_embeddings=2048).save_pretrained(model)
-    out = tmp_path / "out"
-    fixed = ["--device", "cpu", "--threads", "1", "--out", str(out), "--model", str(model), "--schemes", "stock"]
-    long = tmp_path / "long.txt"
-    long.write_text(text.read_text() * 100)
-    sizes = {
-        "loss": ["--text", str(long), "--lengths", "512", "8192", "--windows", "9"],
-        "passkey": ["--lengths", "8192"],
-    }[name]
-    code, lines = interrupted_at([sys.executable, "-m", "flashrope", name, *fixed, *sizes], "stock")
-    said = [line.strip() for line in lines if line.strip() and not line.startswith("stock")]
-    assert code == 130 and said == ["flashrope: interrupted"], lines
-    left = [path.name for path in out.iterdir()]
-    assert left == ["passkey.jsonl"] * (name == "passkey")  # where the next run resumes
 
 
 def test_the_stock_model_is_what_the_schemes_leave():

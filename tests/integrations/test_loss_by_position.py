@@ -3,7 +3,6 @@ resume."""
 
 import csv
 import json
-import math
 
 import pytest
 import torch
@@ -14,18 +13,13 @@ pytest.importorskip("matplotlib", reason="the extra 'demo' is not installed")
 
 from families import tiny
 from flashrope.cli.main import main
-from flashrope.console.options import BadInput
 from flashrope.integrations.transformers import convert
 from flashrope.lab.evaluation import by_position
 from flashrope.lab.evaluation.by_position import (
-    Losses,
     depends_on_length,
-    fingerprint,
     losses_by_length,
-    paired,
     position_losses,
 )
-from flashrope.lab.evaluation.journal import Journal
 
 LENGTH = 45
 
@@ -76,24 +70,6 @@ def test_a_table_that_depends_on_the_length_is_measured_by_length():
     assert len(losses) == LENGTH and not torch.allclose(losses, whole(model, row), atol=1e-4)
     convert(model, rerope=8)
     assert depends_on_length(model)
-
-
-def test_the_fingerprint_is_that_of_the_weights():
-    torch.manual_seed(0)
-    model = tiny("llama")
-    before = fingerprint(model)
-    assert before == fingerprint(model)
-    model.model.layers[1].mlp.up_proj.weight.data[0, 0] += 1
-    assert fingerprint(model) != before
-
-
-def test_changes_are_paired():
-    rows = [Losses("a", 0, "", (1.0, 2.0), 1.0), Losses("a", 1, "", (3.0, 5.0), 1.0)]
-    rows += [Losses("b", 0, "", (1.5, 2.0), 1.0), Losses("b", 1, "", (3.5, 4.0), 1.0), Losses("b", 2, "", (9, 9), 1.0)]
-    first, second = paired(rows, "b", "a")
-    assert first.loss == 2.5 and first.change == 0.5 and first.interval == 0
-    assert second.change == -0.5 and second.interval == pytest.approx(12.706 * math.sqrt(0.5) / math.sqrt(2), rel=1e-3)
-    assert paired([rows[-1]], "b", "a") == []
 
 
 # ---- the command
@@ -153,28 +129,6 @@ def test_a_run_that_was_interrupted_goes_on(checkpoint, text, tmp_path, monkeypa
     assert "3 passes" in capsys.readouterr().out
 
 
-def test_what_may_not_change_between_runs(checkpoint, text, tmp_path, capsys):
-    out = tmp_path / "out"
-    run = command(checkpoint, text, out, "--schemes", "stock", "rerope")
-    assert main(run) == 0
-    other = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
-    other.lm_head.weight.data.mul_(1.5)
-    other.save_pretrained(tmp_path / "other")
-    (tmp_path / "text.txt").write_text(text.read_text()[::-1])
-    for changed, name in (
-        (command(tmp_path / "other", text, out), "another model"),
-        (command(checkpoint, tmp_path / "text.txt", out), "another text"),
-        ([*run, "--window", "12"], "another scheme, ReRoPE with window 16"),
-        ([*run, "--seed", "1"], "another text"),
-        ([*run, "--dtype", "bfloat16"], "another model"),
-    ):
-        capsys.readouterr()
-        assert main(changed) == 2, name
-        error = capsys.readouterr().err
-        assert name in error and "--overwrite" in error, error
-    assert main([*run, "--window", "12", "--overwrite"]) == 0
-
-
 @pytest.mark.parametrize(
     "options, message",
     [
@@ -188,14 +142,3 @@ def test_what_may_not_change_between_runs(checkpoint, text, tmp_path, capsys):
 def test_bad_input(checkpoint, text, tmp_path, capsys, options, message):
     assert main(command(checkpoint, text, tmp_path, *options)) == 2
     assert message in capsys.readouterr().err.splitlines()[-1]
-
-
-def test_a_journal_that_is_none(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    path.write_text("hello\n")
-    with pytest.raises(BadInput, match="--out: .* is not a file of results"):
-        Journal(path, {"model": "a"})
-    Journal(path, {"model": "a"}, overwrite=True).add({"n": 1})
-    assert Journal(path, {"model": "a"}).rows == [{"n": 1}]
-    with pytest.raises(BadInput, match="another model, a instead of b;"):
-        Journal(path, {"model": "b"})

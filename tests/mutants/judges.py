@@ -98,7 +98,7 @@ JUDGES = {
     ],
     "triton_kernels/attention/keys.py": [*FORWARD, *DECODE[:2]],
     "triton_kernels/cached/chunks.py": DECODE[:2],
-    "triton_kernels/softmax.py": FORWARD,
+    "triton_kernels/softmax.py": ["tests/cache/test_key_groups.py -k triton", *FORWARD],
     "triton_kernels/tiles.py": [
         "tests/backends/test_tiles.py tests/operators/test_varlen.py tests/operators/test_needles.py"
         ' -k "triton or test_tiles"',
@@ -120,6 +120,7 @@ JUDGES = {
     "triton_kernels/rotating/rotation.py": [
         *FORWARD[:1],
         "tests/schemes/test_maps.py tests/schemes/test_first_channel.py -k triton",
+        *ROTATED,
         *BACKWARD[:1],
         *QUANTIZED,
         *DECODE[:2],
@@ -127,6 +128,7 @@ JUDGES = {
     "triton_kernels/rotating/pairs.py": [
         *FORWARD[:1],
         "tests/schemes/test_maps.py tests/schemes/test_first_channel.py -k triton",
+        *ROTATED,
         *BACKWARD[:1],
         *QUANTIZED,
         *DECODE[:2],
@@ -256,9 +258,14 @@ JUDGES = {
         "tests/cache/test_overlapping_memory.py tests/cache/test_outliving.py -k 'not triton'",
         *CALLS,
     ],
+    "python/flashrope/operators/documents.py": ["tests/operators/test_varlen.py -k cu_seqlens_of"],
+    "python/flashrope/calls/position_checks.py": [
+        "tests/cache/test_cached_positions.py tests/cache/test_stored_positions.py -k 'not triton'",
+        *CALLS,
+    ],
     "python/flashrope/operators/sinks.py": ["tests/operators/test_sinks.py -k 'not triton'"],
     "python/flashrope/operators/autograd.py": [
-        "tests/operators/test_transforms.py tests/operators/test_rotate.py -k 'not triton'",
+        "tests/operators/test_transforms.py tests/operators/test_rotate.py",
         "tests/operators/test_backward.py tests/operators/test_accuracy.py -k 'not triton'",
         *CALLS,
     ],

@@ -97,11 +97,8 @@ def test_long(scheme):
     for target in support.TARGETS:
         if target.slow or target.dtype == torch.float16:
             continue
-        for seqlens in ((530, 530), (130, 500)):
-            check(target, problem(target, SCHEMES[scheme](16), *seqlens, seed=4))
-            check(
-                target, problem(target, SCHEMES[scheme](16), *seqlens, seed=4, causal=False, batch=2, heads=1, group=1)
-            )
+        for seqlens, causal in (((530, 530), True), ((130, 500), False)):
+            check(target, problem(target, SCHEMES[scheme](16), *seqlens, seed=4, causal=causal, group=1 + causal))
 
 
 def test_second_coarse_row(exact):
@@ -113,14 +110,14 @@ def test_second_coarse_row(exact):
 
 
 @pytest.mark.interpreted(
-    lambda exact, kind, window: window in {"rectify": (0, 1, 31, 32, 33), "leaky": (33,), "local": (1, 32, 33)}[kind]
+    lambda exact, kind, window: window in {"rectify": (0, 32, 33), "leaky": (33,), "local": (1, 32)}[kind]
 )
 @pytest.mark.parametrize(
     "kind, window",
     [
         (kind, window)
         for kind in ("rectify", "leaky", "local")
-        for window in (0, 1, 2, 31, 32, 33, 63, 64, 65, 69, 70, 200)
+        for window in (0, 1, 31, 32, 33, 64, 69, 70, 200)
         if window or kind != "local"
     ],
 )

@@ -113,6 +113,8 @@ def test_a_cache_of_more_slots_than_positions_is_refused():
         ValueError, match=r"k_cache: expected room for at most 1073741824 tokens a sequence, got 1073741825"
     ):
         attention_with_cache(torch.zeros(1, 1, 1, 8), *caches, Rotary.rope(8), int32([5]))
+    full = [sparse.empty((1, 2**30, 1, 8), torch.float32) for _ in "kv"]
+    attention_with_cache(torch.zeros(1, 1, 1, 8), *full, Rotary.rope(8), int32([5]), impl="cpu")
     table = sparse.empty((1, 2**26 + 1), torch.int32)
     pages = [torch.zeros(3, 16, 1, 8) for _ in "kv"]
     with pytest.raises(ValueError, match="block_table: expected room for at most 1073741824 tokens"):

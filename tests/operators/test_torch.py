@@ -71,7 +71,7 @@ def public_call(kind, q, k, v, impl="cpu"):
     return attention(q, k, v, rotary, **options)
 
 
-@pytest.mark.interpreted(lambda exact, kind: kind not in ("rerope", "packed"))
+@pytest.mark.interpreted(lambda exact, kind: kind in ("v with its own head_dim", "packed coordinates"))
 @kinds
 def test_opcheck(exact, kind):
     """opcheck accepts the schemas and the shapes for tracing. On the CPU it also checks autograd and compilation of one
@@ -178,7 +178,7 @@ def test_compile_with_a_backend_by_name(impl):
     out, lse, cached = torch.compile(run, fullgraph=True, backend="aot_eager")(q, k, v)
     expected = run(q, k, v)
     torch.testing.assert_close((out, lse, cached), expected)
-    if impl != "triton":  # the backward is tested elsewhere, and is slow in the interpreter
+    if impl == "cpu":  # the backwards of the others are tested elsewhere
         found, grads = (torch.autograd.grad(x.square().sum(), (q, k, v)) for x in (out, expected[0]))
         torch.testing.assert_close(found, grads)
 
@@ -216,12 +216,11 @@ class Module(torch.nn.Module):
         return attention(q, k, v, self.rotary)
 
 
-@pytest.mark.parametrize("strict", [False, True])
-def test_export(rotary, strict):
+def test_export(rotary):
     q, k, v = inputs(requires_grad=False)
     seqlen = torch.export.Dim("seqlen", min=2, max=512)
     shapes = tuple({1: seqlen} for _ in range(3))
-    program = torch.export.export(Module(rotary), (q, k, v), dynamic_shapes=shapes, strict=strict)
+    program = torch.export.export(Module(rotary), (q, k, v), dynamic_shapes=shapes)
     other = inputs(31, requires_grad=False, seed=1)
     torch.testing.assert_close(program.module()(*other), attention(*other, rotary))
     assert any("flashrope.attention" in str(node.target) for node in program.graph.nodes)
@@ -263,8 +262,10 @@ def test_autocast_leaves_other_types(rotary):
             attention(q.half(), k, v, rotary)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize("impl", ["reference", None, "sdpa"])
+@pytest.mark.parametrize(
+    ("impl", "dtype"),
+    [("reference", torch.float64), (None, torch.bfloat16), ("sdpa", torch.float16), ("sdpa", torch.float64)],
+)
 def test_autocast_changes_nothing_inside(rotary, impl, dtype):
     """Under autocast, matrix products of float32 stay in float32 in the forward, in the backward and over a cache."""
     q, k, v = (x.detach().to(dtype).requires_grad_() for x in inputs())

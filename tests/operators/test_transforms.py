@@ -149,6 +149,12 @@ def test_grad_of_vmap_sums_over_the_samples(call):
     close(got, want, "sdpa")
 
 
+def test_vmap_over_empty_batches():
+    q = torch.zeros(3, 0, 6, 4, 16, dtype=torch.float64)
+    out = vmap(lambda q: attention(q, q, q, Rotary.rope(16), impl="sdpa"))(q)
+    assert out.shape == q.shape
+
+
 def test_nested_vmap_and_mapped_positions():
     q = torch.randn(2, 3, 1, 6, 4, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     positions = torch.arange(12.0).view(2, 6) * 7

@@ -1,7 +1,7 @@
 """Compares random walks with float64: chains of all builders, shapes, strides, types, packed sequences, calls over a
 cache, cache operations.
 
-By default about a hundred cases are drawn from a fixed seed, and CI draws more (.ci/run walks). ``--walk-seconds N``
+By default about forty cases are drawn from a fixed seed, and CI draws more (.ci/run walks). ``--walk-seconds N``
 walks for N seconds per test, and ``--walk-seed`` sets another seed. ``-rP`` shows the number of cases. A failing case
 is made smaller, and the test prints a script that repeats the case.
 """
@@ -47,20 +47,23 @@ def walk(request, cases, target, least: int) -> None:
 
 # (what is drawn, its longest sequence, the number of cases without a time); the same for the interpreter
 WALKS = {
-    "calls": (calls, (300, 40), (20, 4)),
-    "packed_sequences": (packed, (100, 25), (12, 3)),
-    "cached_calls": (cached_calls, (200, 60), (10, 3)),
-    "caches": (walks, (24, 25), (6, 3)),
-    "contiguous_caches": (contiguous_walks, (24, 25), (6, 3)),
+    "calls": (calls, (300, 40), (5, 4)),
+    "packed_sequences": (packed, (100, 25), (3, 3)),
+    "cached_calls": (cached_calls, (200, 60), (3, 3)),
+    "caches": (walks, (24, 25), (2, 3)),
+    "contiguous_caches": (contiguous_walks, (24, 25), (2, 3)),
 }
 
 
+EXACT = (torch.float32, torch.float64)
 CASES = [(kind, target) for target in TARGETS for kind in WALKS]
 CASES.append(("cached_calls", support.Target("reference", torch.float64, "cpu")))
 
 
 @pytest.mark.parametrize(
-    "kind, target", [pytest.param(kind, t, marks=[pytest.mark.slow] * t.slow) for kind, t in CASES], ids=str
+    "kind, target",
+    [pytest.param(k, t, marks=[pytest.mark.slow] * (t.slow or t.dtype not in EXACT)) for k, t in CASES],
+    ids=str,
 )
 def test_walk(request, kind, target):
     cases, *sizes = WALKS[kind]

@@ -21,22 +21,20 @@ NAMED = SCHEMES | {
 WIDTHS = {  # schemes by width, so that every width and every scheme has a case
     264: ("rope_interleaved", "leaky"),
     320: ("p_rope", "hope_rerope_log_n"),
-    328: ("rerope", "none"),
-    384: ("rope", "local", "behind", "leaky", "rope_interleaved", "self_extend", "dual_chunk"),
-    392: ("rerope", "rope_interleaved"),
-    448: ("none", "string", "rope", "leaky", "hope_paper", "behind"),
-    512: ("rope", "rerope", "p_rope", "p_rope_leaky_log_n", "hope_paper", "self_extend", "dual_chunk"),
+    328: ("rerope",),
+    384: ("local", "behind", "rope_interleaved", "self_extend"),
+    392: ("rope_interleaved",),
+    448: ("string", "leaky"),
+    512: ("rope", "rerope", "p_rope_leaky_log_n", "hope_paper", "self_extend", "dual_chunk"),
 }
 INTERPRETED = {
     torch.float32: (
         (392, "rope_interleaved"),
         (448, "leaky"),
         (320, "hope_rerope_log_n"),
-        (328, "rerope"),
         (384, "rope_interleaved"),
-        (512, "self_extend"),
     ),
-    torch.float16: ((264, "leaky"), (384, "behind"), (512, "rerope")),
+    torch.float16: ((384, "behind"), (512, "rerope")),
 }
 CASES = [pytest.param(d, scheme, id=f"d{d}-{scheme}") for d, schemes in WIDTHS.items() for scheme in schemes]
 

@@ -113,11 +113,6 @@ def test_what_changes_a_library_compiles_it_again(checkout, file, old, new):
     assert checkout.build() == (other, False)
 
 
-def test_paths_that_a_compiler_reads_from_the_environment(checkout, tmp_path):
-    checkout.build()
-    assert checkout.build(CPATH=str(tmp_path))[1] and not checkout.build(CPATH=str(tmp_path))[1]
-
-
 @pytest.mark.parametrize("content", [b"", b"x" * 10, b"x" * 5000], ids=["empty", "short", "other"])
 def test_a_damaged_entry_is_compiled_again(checkout, content):
     first, _ = checkout.build()
@@ -137,22 +132,3 @@ def test_what_fails_is_not_kept(checkout):
     with pytest.raises(subprocess.CalledProcessError):
         checkout.build()
     assert not checkout.entries()
-
-
-def test_the_oldest_entries_go(checkout):
-    checkout.build()
-    folder = checkout.entries()[0].parent
-    for n in range(40):
-        (folder / f"{n:064x}").write_bytes(b"")
-        os.utime(folder / f"{n:064x}", (n, n))
-    checkout.change("source/common.h", "A = 1", "A = 3")
-    checkout.build()
-    names = {path.name for path in checkout.entries()}
-    assert len(names) == 16 and f"{39:064x}" in names and f"{20:064x}" not in names
-
-
-@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="changes an owner")
-def test_another_users_cache_is_not_read(checkout):
-    first, _ = checkout.build()
-    os.chown(checkout.entries()[0].parent, 12345, 12345)
-    assert checkout.build() == (first, True)

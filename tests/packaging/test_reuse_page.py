@@ -73,17 +73,6 @@ def test_the_table_of_the_page():
     assert not missing, "\n".join(missing)
 
 
-def test_the_prose_of_reuse():
-    page = prose()
-    won = reuse_words()
-    assert f"If the first 4 tokens of each passage are computed again, this loss shrinks by {won[0]}" in page
-    assert f"computing 16 tokens again gains {won[1]}, and computing 64 tokens again gains {won[2]}" in page
-    both = [row for row in read("reuse.json")["results"] if (row["kind"], row["order"]) == ("all", "both")]
-    full, alone = both[0], next(row for row in both if row["way"] == "alone")
-    lost = f"prefilled alone lose {-alone['change']:.2f} nats, and {alone['found']} of {alone['asked']} answers"
-    assert f"{lost} are found instead of {full['found']}" in page
-
-
 def test_the_command_and_the_device_stand_beside_the_table():
     page, found = prose(), read("reuse.json")
     assert found["command"].replace("python -m", "").strip() in page.replace("\\ ", "").replace("runs/smollm2/", "")

@@ -154,6 +154,7 @@ def test_the_axis_of_each_pair():
     assert rotary == Rotary.axial(16, 3, axis=rotary.axis, base=81.0)
     assert rotary == Rotary.axial(16, [3, 4, 1], axis=rotary.axis, base=81.0)
     assert Rotary.axial(16, axis=(0,) * 4 + (1,) * 4) == Rotary.axial(16)
+    assert Rotary.axial(64, axis=list(range(32))).axes == 32
 
 
 def test_a_table_per_axis():

@@ -38,19 +38,20 @@ def test_the_reference_rotates_these_channels(form, first):
     assert rotary != front and Rotary.from_text(rotary.text) == rotary and f"from {first} on" in repr(rotary)
 
 
-@pytest.mark.interpreted(lambda target, form, first: first == 16 or (form, first) == ("half", 2))
+@pytest.mark.interpreted(
+    lambda target, form, first: (first == 16) == (target.dtype == torch.float32) and form != "scaled" and first != 8
+)
 @pytest.mark.parametrize("first", FIRST)
 @forms
 def test_forward_and_backward(target, form, first):
     support.check(target, support.problem(target, FORMS[form](24, first), 40, 60, seed=first))
 
 
-@pytest.mark.interpreted(lambda target, form, page: form in ("half", "interleaved") or page)
-@pytest.mark.parametrize("page", [0, PAGE])
+@pytest.mark.interpreted(lambda target, form: (form in ("half", "table")) == (target.dtype == torch.float32))
 @forms
-def test_over_a_cache(target, form, page):
-    for first, queries in ((16, 2), (8, 70)):
-        Cached(target, FORMS[form](24, first), (80, 97), queries, page=page, heads=(2, 1)).check()
+def test_over_a_cache(target, form):
+    for first, queries, page in ((16, 2, PAGE), (8, 66, 0)):
+        Cached(target, FORMS[form](24, first), (70, 87), queries, page=page, heads=(2, 1)).check()
 
 
 @pytest.mark.parametrize("first", [2, 8, 16])

@@ -134,9 +134,9 @@ def test_equality_and_repr():
 
 def test_cuda_refuses_steps():
     from flashrope.backends import cuda
+    from flashrope.calls.cache_tables import CacheTables
     from flashrope.calls.records import CacheCall
 
-    call = CacheCall.__new__(CacheCall)
-    call.rotary, call.causal = Rotary.rope(64).log_steps(8), True
+    call = CacheCall(Rotary.rope(64).log_steps(8), True, 1.0, CacheTables(support.int32([5])))
     with pytest.raises(ValueError, match="impl='cuda' cannot serve this call: its kernels have no log_steps"):
         cuda.attention_with_cache(None, None, call)
