@@ -4,6 +4,7 @@ Imports inside functions count, and so do those by ``import_module("name", __pac
 """
 
 import ast
+import re
 from collections import Counter
 from graphlib import CycleError, TopologicalSorter
 from importlib import import_module
@@ -129,7 +130,18 @@ def test_every_module_is_imported_by_its_dotted_name():
 
 
 OURS = [path for name, path in MODULES.items() if name.startswith("flashrope.")]
+BY_BACKEND = {"attention", "cached", "decode", "plan", "rotated"}  # the same work, in several backends
 DICTATED = {"Config"}  # torchtitan looks the name up
+
+
+def test_few_file_names_stand_twice():
+    twice = {name for name, number in Counter(path.stem for path in OURS).items() if number > 1}
+    assert twice == BY_BACKEND
+
+
+def test_benchmarks_import_no_tests():
+    for path in (ROOT / "bench").rglob("*.py"):
+        assert not re.search(r"^\s*(from|import) tests\b|\"tests\"\)?\)", path.read_text(), re.MULTILINE), path
 
 
 def test_no_class_name_stands_twice():
