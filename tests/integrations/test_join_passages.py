@@ -151,6 +151,7 @@ def test_generate_continues_a_prompt_and_passages_stay_as_they_are():
             assert torch.equal(layer.keys, copied.keys) and torch.equal(layer.values, copied.values)
 
 
+@pytest.mark.skipif(VERSION < (5,), reason="transformers 4 fails itself, because no token is left to read")
 def test_a_joined_cache_after_generate_says_how_to_use_it_again():
     model = llama()
     joined = join_passages(model, [prefill_passage(model, ids) for ids in texts()[1:]])
