@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -108,6 +109,16 @@ def test_a_step_keeps_its_own_arguments():
     with step:
         step.append(*rows(1, 3)[1:])
     assert cache.padding[names[0]] == 2 and cache.lengths == {names[0]: 3, names[1]: 0}
+
+
+def test_a_step_of_another_thread():
+    """A cache has no lock. A second thread is told to hold one, not to leave a step that it did not open."""
+    cache = contiguous()
+    with cache.step(1) as step, ThreadPoolExecutor(1) as other:
+        with pytest.raises(RuntimeError, match="while another thread has a step of this cache open .* threading.Lock"):
+            other.submit(cache.reset).result()
+        step.append(*rows(1, 1)[1:])
+    assert cache.lengths == [1]
 
 
 @pytest.mark.parametrize("kind", ["contiguous", "paged"])
