@@ -160,8 +160,10 @@ def plan_checked(
         check_cached_positions(positions, q, layer.k, rotary, tables, rotated_keys)
     if layer.key_weight is not None:
         check_key_weight(layer.key_weight, q, rotated_keys)
-    if not torch.compiler.is_compiling():  # a graph cannot import modules; the operators do this check at tracing
-        check_backend(impl, q, True, positions, options_of(layer, rotated_keys))
+    options = options_of(layer, rotated_keys)
+    # A graph cannot import modules; the operators do this check at tracing. resolve_impl has checked q.
+    if (options or positions is not None) and not torch.compiler.is_compiling():
+        check_backend(impl, q, True, positions, options)
     if validate:
         validate_tables(tables, capacity, layer.k)
         if positions is not None:

@@ -32,8 +32,8 @@ def attend(
     """Returns (out of ``out_shape``, lse in float32) of a batch of sequences. out: a contiguous tensor of this
     shape, to which the result may be written."""
     library = loader.required()
-    if options_of(layer, False):  # the kernels need contiguous options
-        layer = layer._replace(**{name: getattr(layer, name).contiguous() for name in options_of(layer, False)})
+    if options := options_of(layer, False):  # the kernels need contiguous options
+        layer = layer._replace(**{name: getattr(layer, name).contiguous() for name in options})
     placed: list[Placed] | None = None
     if part.call.tables.positions is not None:
         placed = part.placed(layer.k, q.shape[1])

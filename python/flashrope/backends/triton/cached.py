@@ -329,13 +329,17 @@ class TritonCachePlan(LaunchPlan):
         else:
             plan.combine(plan.workspace, out, lse, *sequences, plan.rows, *heads)
 
+    @property
+    def usual_rows(self) -> int:
+        """Returns the query rows per key head in the usual call of the plan. Beside prompts, that is one token."""
+        return self.heads_q // self.heads_kv * (1 if self.prefills else self.decode_seqlen)
+
     def _plan_decode(self, q, layer: CacheLayer, layout: KernelCacheLayout, out, lse, alignment) -> Decode:
         case = DecodeCase.of(self, layout.entries is not None)
         tile, aligned_maps, one_run = case.tile(self)
-        group = self.heads_q // self.heads_kv
+        rows = self.heads_q // self.heads_kv * self.decode_seqlen
         segments, usual_segments = (
-            cdiv(rows, tile.block_m) * self.heads_kv * self.batch
-            for rows in (group * self.decode_seqlen, group if self.prefills else group * self.decode_seqlen)
+            cdiv(each, tile.block_m) * self.heads_kv * self.batch for each in (rows, self.usual_rows)
         )
         if self.quantized:
             vec, code_vec = cached_vector_sizes(layer.k, layer.v, q)

@@ -39,8 +39,7 @@ class DecodeCase(NamedTuple):
         parts = () if whole else channel_parts(plan.rotary, plan.call.causal)
         shared = plan.first_value >= 0 and len(parts) > 0
         latent = shared and head_dim > 2 * configs.WIDEST_PAIRS
-        rows = plan.heads_q // plan.heads_kv * (1 if plan.prefills else plan.decode_seqlen)
-        wide = not plan.call.num_splits and rows > configs.WIDE_ROWS
+        wide = not plan.call.num_splits and plan.usual_rows > configs.WIDE_ROWS
         # The tile for many rows has 64 rows on sm_90. There, products with values still run when the next block of keys
         # is loaded. A part that rotates has one slot of shared memory, so the next block would overwrite values that
         # these products still read.

@@ -86,7 +86,8 @@ def plan_conversion(model, decoder, given: Mapping[str, Any], untested: bool = F
     """Plans ``convert`` with the given options. The model stays as it is.
 
     Args:
-        model: a transformers model, converted or not. decoder: its ``find_decoder``.
+        model: a transformers model, converted or not.
+        decoder: ``find_decoder(model)``.
         given: the options of ``convert``, including rotary. {}: the options in the configuration are used.
         untested: whether a model type that is not in ``FAMILIES`` is accepted. The plan of such a model has ``own``.
 
